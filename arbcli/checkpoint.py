@@ -1,0 +1,393 @@
+"""Checkpoints and the other files of a run: state to disk and back, whole or not at all.
+
+`step-000200.safetensors` is a function of the state, byte for byte, and a safetensors file:
+
+    8 bytes  length of the header, little-endian
+    header   canonical JSON, padded with spaces to a multiple of 8: the dtype, shape and offsets of
+             every tensor, and `__metadata__` with the one key `arb`
+    data     the tensors, row-major, in order of name, with nothing between
+
+A tensor whose name ends in `trits` is packed trits: uint8, no byte above 242. All others are int8.
+`arb` is canonical JSON too: `format`, `step`, `config`, `counters`, `data`, `digests` (the SHA-256
+of each tensor) and `digest` (the SHA-256 of all that). Canonical is what Python's `json` writes
+with sorted keys, no spaces and ASCII only. A file with any other bytes than these is refused.
+"""
+
+import hashlib
+import itertools
+import json
+import math
+import os
+import re
+import stat
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from io import BufferedReader
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from arbcli.errors import ArbError
+from arbcli.kernels.packing import illegal_bytes
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None
+
+FORMAT = 1
+LARGEST_HEADER = 2**22
+"""Bytes; room for ten thousand tensors, and little enough to parse before it is trusted."""
+FIELDS = {
+    "format": int, "step": int, "config": dict, "counters": dict, "data": dict,
+    "digests": dict, "digest": str,
+}  # fmt: skip
+"""What `arb` holds."""
+
+_CODES = {torch.uint8: "U8", torch.int8: "I8"}
+_FILE_NAME = re.compile(r"step-([0-9]{6,})\.safetensors")
+_TENSOR_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
+_READ_HINT = "check the path and its permissions"
+_WRITE_HINT = "check permissions and free space; whatever was saved before is intact"
+_REFUSED_HINT = "it was truncated or altered: delete it, or use an earlier one"
+
+
+@dataclass(frozen=True, eq=False)
+class Checkpoint:
+    """Everything a run needs to go on as if it had never stopped; all but tensors is plain JSON."""
+
+    step: int
+    """Steps done."""
+    config: dict[str, Any]
+    """What the model is."""
+    counters: dict[str, int]
+    """What was counted on the way."""
+    data: dict[str, Any]
+    """Which text, by its digest, and the position in it."""
+    tensors: Mapping[str, Tensor]
+    """Packed trits, uint8, by names that end in `trits`; int8 by any other name."""
+
+
+def save_checkpoint(directory: Path, checkpoint: Checkpoint, keep: int = 2) -> Path:
+    """Write a checkpoint whole or not at all, then delete those older than the newest `keep`.
+
+    One process at a time saves into a directory: hold `run_lock`.
+
+    Args:
+        directory: the run, which exists.
+        checkpoint: what to save; tensors on a GPU are copied to the CPU one at a time.
+        keep: how many to leave, this one included. Those of later steps are left alone.
+
+    Returns:
+        The path of the checkpoint.
+
+    Raises:
+        ArbError: it cannot be written; every earlier checkpoint is intact.
+        ValueError: a tensor is not what its name says, or the name is not plain ASCII.
+    """
+    if checkpoint.step < 0 or keep < 1:
+        raise ValueError(f"cannot save step {checkpoint.step} and keep {keep}")
+    tensors = dict(sorted(checkpoint.tensors.items()))
+    metadata = {"format": FORMAT, "digests": {}}
+    for name, tensor in tensors.items():
+        if not _TENSOR_NAME.fullmatch(name) or tensor.dtype != _dtype(name):
+            raise ValueError(f"cannot save {tensor.dtype} as `{name}`")
+        on_cpu = tensor.cpu()
+        if not _is_legal(name, on_cpu):
+            raise ValueError(f"`{name}` has a byte that is no five trits")
+        metadata["digests"][name] = _digest(name, on_cpu)
+    for field in ("step", "config", "counters", "data"):
+        metadata[field] = getattr(checkpoint, field)
+    header = _header(_seal(metadata), {name: list(t.shape) for name, t in tensors.items()})
+    assert len(header) <= LARGEST_HEADER, "more tensors than a header has room for"
+
+    path = directory / f"step-{checkpoint.step:06d}.safetensors"
+    with _os_errors("write", path, _WRITE_HINT):
+        for stale in directory.glob(".step-*.tmp"):  # a killed process left it
+            stale.unlink()
+        _write_whole(path, itertools.chain([header], map(_bytes, tensors.values())))
+        older = [old for old in checkpoints(directory) if _step(old) < checkpoint.step]
+        for old in older[keep - 1 :]:
+            old.unlink()
+    return path
+
+
+def load_checkpoint(path: Path) -> Checkpoint:
+    """Read a checkpoint, trusting nothing in the file before it is checked.
+
+    Returns:
+        The checkpoint, its tensors on the CPU and in memory of their own.
+
+    Raises:
+        ArbError: the file cannot be read, or is not to the last byte what `save_checkpoint` wrote.
+    """
+    with _os_errors("read", path, _READ_HINT):
+        try:
+            _require(stat.S_ISREG(path.stat().st_mode), "it is not a regular file")
+            with path.open("rb") as file:
+                return _read_checkpoint(file)
+        except ArbError as error:
+            why, hint = str(error), error.hint
+        except RecursionError:
+            why, hint = "its header is nested too deeply", _REFUSED_HINT
+    raise ArbError(f"checkpoint `{path}`: refused: {why}", hint=hint)
+
+
+def checkpoints(directory: Path) -> list[Path]:
+    """List the checkpoints of a run by their names, the highest step first."""
+    paths = directory.glob("step-*.safetensors")
+    return sorted((p for p in paths if _FILE_NAME.fullmatch(p.name)), key=_step, reverse=True)
+
+
+def latest_checkpoint(directory: Path, note: Callable[[str], None]) -> Checkpoint:
+    """Load the newest checkpoint that is intact.
+
+    Args:
+        directory: the run.
+        note: is told of each checkpoint that is passed over, and why.
+
+    Raises:
+        ArbError: none can be used.
+    """
+    refusals: list[str] = []
+    for path in checkpoints(directory):
+        if refusals:
+            note(f"{refusals[-1]}; using the one before it")
+        try:
+            return load_checkpoint(path)
+        except ArbError as error:
+            refusals.append(str(error))
+    if not refusals:
+        raise ArbError(
+            f"there is no checkpoint in `{directory}`",
+            hint="give the directory of a run that has saved one",
+        )
+    raise ArbError(
+        f"no checkpoint in `{directory}` can be used: {'; '.join(refusals)}",
+        hint="restore one from a copy, or start again in another directory",
+    )
+
+
+def check_layout(tensors: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
+    """Raise ArbError at the first name, dtype or shape in which a checkpoint and a model differ.
+
+    Args:
+        tensors: those of a checkpoint.
+        expected: the model's own state, on any device, `meta` included.
+    """
+    for name in sorted(tensors.keys() | expected.keys()):
+        found, wanted = (
+            f"{state[name].dtype} {list(state[name].shape)}" if name in state else "missing"
+            for state in (tensors, expected)
+        )
+        _require(
+            found == wanted,
+            f"`{name}` is {found} in the checkpoint and {wanted} in the model",
+            hint="the checkpoint is of another preset, rule or scale type: use those of its run",
+        )
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write readable JSON, whole or not at all: keys sorted, no NaN.
+
+    Raises:
+        ArbError: it cannot be written; what was there before is intact.
+    """
+    text = json.dumps(value, indent=2, sort_keys=True, allow_nan=False) + "\n"
+    with _os_errors("write", path, _WRITE_HINT):
+        _write_whole(path, [text.encode()])
+
+
+def read_json(path: Path) -> Any:
+    """Read what `write_json` wrote.
+
+    Raises:
+        ArbError: there is no such file, or it is not JSON.
+    """
+    with _os_errors("read", path, _READ_HINT):
+        try:
+            return json.loads(path.read_bytes())
+        except (ValueError, RecursionError) as error:
+            hint = "it was truncated or altered: restore it from a copy"
+            raise ArbError(f"`{path}` is not JSON: {error}", hint=hint) from None
+
+
+@contextmanager
+def run_lock(directory: Path) -> Iterator[None]:
+    """Keep every other process out of a run; the lock dies with the process, however it ends.
+
+    Where there is no `flock` (Windows) nothing is locked, and a warning says so.
+
+    Raises:
+        ArbError: another process holds the lock, or the file system has none.
+    """
+    if fcntl is None:
+        warnings.warn(f"`{directory}` is not locked: do not train in it twice", stacklevel=3)
+        yield
+        return
+    with ExitStack() as stack:
+        with _os_errors("lock", directory, "use a directory that exists, is yours and has locks"):
+            file = stack.enter_context((directory / ".lock").open("ab"))
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise ArbError(
+                    f"the run directory `{directory}` is in use by another process",
+                    hint="wait for it to end, or use another directory",
+                ) from None
+        yield
+
+
+@contextmanager
+def _os_errors(action: str, path: Path, hint: str) -> Iterator[None]:
+    """Turn an error of the operating system into one that names the file."""
+    try:
+        yield
+    except OSError as error:
+        reason = error.strerror or error
+        raise ArbError(f"cannot {action} `{path}`: {reason}", hint=hint) from error
+
+
+def _require(condition: bool, otherwise: str, hint: str = _REFUSED_HINT) -> None:
+    if not condition:
+        raise ArbError(otherwise, hint=hint)
+
+
+def _step(path: Path) -> int:
+    return int(_FILE_NAME.fullmatch(path.name)[1])
+
+
+def _dtype(name: str) -> torch.dtype:
+    return torch.uint8 if name.rpartition(".")[2] == "trits" else torch.int8
+
+
+def _is_legal(name: str, tensor: Tensor) -> bool:
+    return _dtype(name) != torch.uint8 or illegal_bytes(tensor) == 0
+
+
+def _bytes(tensor: Tensor) -> memoryview:
+    """View a tensor as bytes, or a copy of it if it is on a GPU or not contiguous."""
+    return memoryview(tensor.detach().cpu().view(torch.uint8).reshape(-1).numpy())
+
+
+def _digest(name: str, tensor: Tensor) -> str:
+    """Hash dtype, shape and bytes: `U8[3, 5]`, then fifteen bytes."""
+    digest = hashlib.sha256(f"{_CODES[_dtype(name)]}{list(tensor.shape)}".encode())
+    digest.update(_bytes(tensor))
+    return digest.hexdigest()
+
+
+def _canonical(value: Any) -> str:
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False)
+
+
+def _seal(metadata: dict[str, Any]) -> dict[str, Any]:
+    """Add the digest of everything else, so that no step or counter can change unseen."""
+    rest = {field: value for field, value in metadata.items() if field != "digest"}
+    return rest | {"digest": hashlib.sha256(_canonical(rest).encode()).hexdigest()}
+
+
+def _header(metadata: dict[str, Any], shapes: Mapping[str, list[int]]) -> bytes:
+    """Form the header and its length: the only one there is for this metadata and these shapes."""
+    entries: dict[str, Any] = {"__metadata__": {"arb": _canonical(metadata)}}
+    end = 0
+    for name, shape in sorted(shapes.items()):
+        begin, end = end, end + math.prod(shape)
+        code = _CODES[_dtype(name)]
+        entries[name] = {"dtype": code, "shape": shape, "data_offsets": [begin, end]}
+    text = _canonical(entries).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def _read_checkpoint(file: BufferedReader) -> Checkpoint:
+    """Read the header, and what it says only once the header is found to be ours."""
+    size = os.fstat(file.fileno()).st_size
+    prefix = file.read(8)
+    length = int.from_bytes(prefix, "little")
+    _require(length <= LARGEST_HEADER, f"its header cannot have {length} bytes")
+    _require(8 + length <= size, f"it is truncated: it has {size} bytes, too few for its header")
+    text = file.read(length)
+    entries = _parse_object(text, "header")
+    metadata = _read_metadata(entries.pop("__metadata__", None))
+    _require(metadata["digests"].keys() == entries.keys(), "its digests are of other tensors")
+    shapes = {name: _read_shape(name, entry) for name, entry in sorted(entries.items())}
+    _require(_header(metadata, shapes) == prefix + text, "its header has offsets that do not fit")
+    expected = 8 + length + sum(map(math.prod, shapes.values()))
+    _require(size >= expected, f"it is truncated: it has {size} bytes of {expected}")
+    _require(size == expected, f"it has {size - expected} bytes too many")
+
+    tensors = {}
+    for name, shape in shapes.items():
+        tensor = torch.empty(shape, dtype=_dtype(name), device="cpu")
+        file.readinto(_bytes(tensor))  # a short read fails the digest
+        _require(_digest(name, tensor) == metadata["digests"][name], f"`{name}` was altered")
+        _require(_is_legal(name, tensor), f"`{name}` has a byte that is no five trits")
+        tensors[name] = tensor
+    fields = {field: metadata[field] for field in ("step", "config", "counters", "data")}
+    return Checkpoint(**fields, tensors=tensors)
+
+
+def _read_metadata(entry: Any) -> dict[str, Any]:
+    """Parse and check what `arb` holds."""
+    one_key = isinstance(entry, dict) and entry.keys() == {"arb"} and type(entry["arb"]) is str
+    _require(one_key, "its metadata is not the one key `arb`")
+    metadata = _parse_object(entry["arb"].encode(errors="replace"), "metadata")
+    version = metadata.get("format")
+    newer = type(version) is int and version > FORMAT
+    _require(not newer, "it was written by a newer arb", "upgrade arb")
+    types = {field: type(value) for field, value in metadata.items()}
+    _require(types == FIELDS, "its metadata does not have the fields of ours")
+    _require(_seal(metadata) == metadata, "its metadata was altered")
+    counts = (metadata["step"], *metadata["counters"].values())
+    integers = all(type(count) is int for count in counts) and metadata["step"] >= 0
+    _require(version == FORMAT and integers, "its metadata has a value that cannot be")
+    return metadata
+
+
+def _read_shape(name: str, entry: Any) -> list[int]:
+    """Check a tensor's name, its dtype, and that torch can represent its shape."""
+    tensor = _TENSOR_NAME.fullmatch(name) and isinstance(entry, dict)
+    _require(tensor, "its header has an entry that is no tensor")
+    _require(entry.get("dtype") == _CODES[_dtype(name)], f"`{name}` is not {_dtype(name)}")
+    shape = entry.get("shape")
+    integers = isinstance(shape, list) and all(type(n) is int and n >= 0 for n in shape)
+    possible = integers and len(shape) <= 8 and math.prod(n or 1 for n in shape) < 2**63
+    _require(possible, f"`{name}` has an impossible shape")
+    return shape
+
+
+def _parse_object(text: bytes, what: str) -> dict[str, Any]:
+    """Parse a canonical JSON object: no NaN, no key twice, no space but padding."""
+    try:
+        value = json.loads(text.decode("ascii"))
+        canonical = _canonical(value).encode() == text.rstrip(b" ")
+    except ValueError:
+        canonical = False
+    _require(canonical and isinstance(value, dict), f"its {what} is not canonical JSON")
+    return value
+
+
+def _write_whole(path: Path, chunks: Iterable[bytes | memoryview]) -> None:
+    """Write to a temporary file beside `path`, and rename it once it is on the disk."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    try:
+        with temporary.open("wb") as file:
+            for chunk in chunks:
+                file.write(chunk)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    if hasattr(os, "O_DIRECTORY"):  # elsewhere a directory cannot be synced
+        descriptor = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)

@@ -1,0 +1,5 @@
+"""`arb audit-memory`."""
+
+
+def audit_memory() -> None:
+    """Do it."""

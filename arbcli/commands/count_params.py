@@ -1,0 +1,5 @@
+"""`arb count-params`."""
+
+
+def count_params() -> None:
+    """Do it."""

@@ -1,0 +1,5 @@
+"""`arb probe-loss`."""
+
+
+def probe_loss() -> None:
+    """Do it."""

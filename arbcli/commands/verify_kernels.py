@@ -1,0 +1,5 @@
+"""`arb verify-kernels`."""
+
+
+def verify_kernels() -> None:
+    """Do it."""

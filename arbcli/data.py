@@ -1,0 +1,374 @@
+"""Files of bytes, mapped and never loaded whole, to seeded batches.
+
+A text is a sequence of files seen as one stream of bytes. A batch is a set of windows of it, whose
+places follow from (seed, step, micro) alone: to resume at a step, nothing but the step is needed.
+"""
+
+import glob
+import os
+import stat
+import struct
+import sys
+import sysconfig
+from bisect import bisect_right
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from hashlib import sha256, shake_256
+from itertools import accumulate
+from mmap import ACCESS_READ, mmap
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from arbcli.errors import ArbError
+
+MAX_OPEN_MAPS = 64
+"""Files that one text keeps mapped; each holds a descriptor, and some systems grant only 256."""
+BLOCK_BYTES = 2**20
+MAX_BLOCKS = 256
+"""Blocks that `entropy` and `digest` read: a text of more than 256 MiB is sampled."""
+NOT_TEXT = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test"})
+"""Folders left out of the standard library: what was installed, and tests."""
+
+
+class _Piece(NamedTuple):
+    path: Path
+    start: int
+    stop: int
+
+
+class Text:
+    """A sequence of files as one stream of bytes, or the range [start, stop) of that stream.
+
+    Files are mapped when they are first read, at most `MAX_OPEN_MAPS` at once; the one read longest
+    ago is closed first. Empty files count for nothing.
+
+    Raises:
+        ArbError: a file is missing, unreadable or not regular.
+    """
+
+    def __init__(self, paths: Sequence[Path], *, start: int = 0, stop: int | None = None) -> None:
+        self._pieces: list[_Piece] = []
+        begin = 0
+        for path in paths:
+            size = _file_bytes(path)
+            end = size if stop is None else min(size, stop - begin)
+            piece = _Piece(Path(os.path.abspath(path)), max(0, start - begin), end)
+            if piece.start < piece.stop:
+                self._pieces.append(piece)
+            begin += size
+        self._begins = [0, *accumulate(self.sizes)]
+        self._maps: OrderedDict[int, mmap] = OrderedDict()
+
+    def __len__(self) -> int:
+        return self._begins[-1]
+
+    @property
+    def num_files(self) -> int:
+        """Count the files that hold any of the text."""
+        return len(self._pieces)
+
+    @property
+    def sizes(self) -> list[int]:
+        """List the bytes that each of these files gives to the text."""
+        return [piece.stop - piece.start for piece in self._pieces]
+
+    def read(self, offset: int, length: int) -> bytes:
+        """Copy bytes [offset, offset + length) of the text, across files where need be.
+
+        Raises:
+            ArbError: a file has vanished or become shorter.
+            ValueError: the range is not inside the text.
+        """
+        if offset < 0 or length < 0 or offset + length > len(self):
+            raise ValueError(f"no {length} bytes at {offset} in a text of {len(self)} bytes")
+        parts = []
+        index = bisect_right(self._begins, offset) - 1
+        while length:
+            begin, end = self._begins[index : index + 2]
+            taken = min(length, end - offset)
+            parts.append(self._read_piece(index, offset - begin, taken))
+            offset, length, index = offset + taken, length - taken, index + 1
+        return b"".join(parts)
+
+    def window_batch(self, starts: Sequence[int], length: int) -> Tensor:
+        """Copy the windows that begin at `starts` to (B, length) uint8 on the CPU."""
+        windows = bytearray().join([self.read(start, length) for start in starts])
+        return torch.frombuffer(windows, dtype=torch.uint8).view(len(starts), length)
+
+    def _read_piece(self, index: int, offset: int, length: int) -> bytes:
+        path, start, stop = self._pieces[index]
+        try:
+            mapped = self._map(index)
+            # touching a page that the file no longer has would kill the process
+            is_shorter = mapped.size() < stop
+        except ValueError:  # mmap refuses a file of fewer bytes
+            is_shorter = True
+        except OSError as error:
+            raise _unreadable(path, error.strerror) from error
+        if is_shorter:
+            raise ArbError(
+                f"`{path}` has become shorter since the text was opened",
+                hint="restore it, and leave the text alone while it is in use",
+            )
+        return mapped[start + offset : start + offset + length]
+
+    def _map(self, index: int) -> mmap:
+        if index in self._maps:
+            self._maps.move_to_end(index)
+            return self._maps[index]
+        if len(self._maps) >= MAX_OPEN_MAPS:
+            self._maps.popitem(last=False)[1].close()
+        path, _, stop = self._pieces[index]
+        with open(path, "rb") as file:
+            self._maps[index] = mmap(file.fileno(), stop, access=ACCESS_READ)
+        return self._maps[index]
+
+
+def batch(
+    text: Text,
+    *,
+    seed: int,
+    step: int,
+    micro: int,
+    batch_size: int,
+    context: int,
+    device: torch.device | str,
+) -> tuple[Tensor, Tensor]:
+    """Draw one micro-batch, each window of the text equally likely.
+
+    The starts of the windows are a hash of (seed, step, micro), the same on every machine.
+
+    Args:
+        text: at least `context` + 1 bytes.
+        seed: any integer.
+        step: number of the update.
+        micro: number of the micro-batch within the update.
+        batch_size: B, in windows.
+        context: T, in bytes.
+        device: where the batch goes.
+
+    Returns:
+        Inputs and targets, (B, T) int64 in 0..255, contiguous; targets are one byte further on.
+
+    Raises:
+        ArbError: a file has vanished or become shorter.
+        ValueError: the text is too short.
+    """
+    num_windows = len(text) - context
+    if num_windows < 1:
+        raise ValueError(f"a text of {len(text)} bytes has no window of {context} + 1 bytes")
+    # not torch.Generator: on the CPU it keeps 32 bits of its seed, too few for long runs
+    draws = shake_256(f"arb batch {seed} {step} {micro}".encode()).digest(8 * batch_size)
+    # the bias of the remainder is below num_windows / 2**64
+    starts = [draw % num_windows for draw in struct.unpack(f"<{batch_size}Q", draws)]
+    windows = text.window_batch(starts, context + 1).to(device).long()  # (B, T + 1) int64
+    return windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
+
+
+def evaluation_batches(
+    text: Text,
+    *,
+    num_batches: int = 40,
+    seed: int = 7,
+    batch_size: int,
+    context: int,
+    device: torch.device | str,
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Draw the batches of steps 0 to `num_batches` - 1, the same on every call."""
+    sizes = {"batch_size": batch_size, "context": context}
+    for step in range(num_batches):
+        yield batch(text, seed=seed, step=step, micro=0, **sizes, device=device)
+
+
+def entropy(text: Text) -> float:
+    """Measure the order-0 entropy in nats per byte: -sum over bytes b of p(b) ln p(b).
+
+    Of a text above 256 MiB it reads 256 blocks of 1 MiB, evenly spaced from the first to the last.
+    """
+    counts = torch.zeros(256, dtype=torch.int64)
+    for block in _blocks(text):
+        # a writable copy, as torch warns of any other buffer
+        counts += torch.frombuffer(bytearray(block), dtype=torch.uint8).bincount(minlength=256)
+    shares = counts.double() / counts.sum().clamp(min=1)
+    return float(torch.special.entr(shares).sum())
+
+
+def digest(text: Text) -> str:
+    """Hash the sizes of the files and then their bytes, but no names, to the hex of a SHA-256.
+
+    Of a text above 256 MiB it reads what `entropy` reads: a change between these blocks that
+    leaves every size as it was is not seen.
+    """
+    hasher = sha256(" ".join(map(str, text.sizes)).encode() + b"\n")
+    for block in _blocks(text):
+        hasher.update(block)
+    return hasher.hexdigest()
+
+
+def _blocks(text: Text) -> Iterator[bytes]:
+    starts = range(0, len(text), BLOCK_BYTES)
+    if len(starts) > MAX_BLOCKS:
+        last = len(text) - BLOCK_BYTES
+        starts = [i * last // (MAX_BLOCKS - 1) for i in range(MAX_BLOCKS)]
+    for start in starts:
+        yield text.read(start, min(BLOCK_BYTES, len(text) - start))
+
+
+@dataclass(frozen=True)
+class Texts:
+    """What a run reads."""
+
+    train: Text
+    val: Text
+    """Not part of `train`, unless the caller named it so."""
+    description: str
+    """A few words for people: what was named, and its number of files."""
+
+
+def open_texts(
+    data: Sequence[str] | None, val: Sequence[str] | None, *, seed: int, context: int
+) -> Texts:
+    """Find the files of a run and split them into training and validation.
+
+    An entry is a file, a glob (`**` for any depth) or a folder: all regular files below it, but for
+    what is hidden or behind a link to a folder. A file named twice counts once.
+
+    Args:
+        data: entries; None is the standard library source of the running Python.
+        val: entries that are the validation, all of `data` being training. None is the last tenth
+            of a single file, or a tenth of several files, chosen by a hash of `seed` and their
+            paths within their common folder.
+        seed: seed of the split by file.
+        context: in bytes; each text must hold one window of `context` + 1.
+
+    Raises:
+        ArbError: an entry names nothing, or what cannot be read; a text is too short.
+    """
+    if data:
+        files = _find_files(data)
+        name = data[0] if len(data) == 1 else f"{data[0]} and {len(data) - 1} more"
+    else:
+        files = _find_standard_library()
+        name = f"standard library source of Python {sys.version_info[0]}.{sys.version_info[1]}"
+    if val:
+        texts = Text(files), Text(_find_files(val))
+    elif len(files) == 1:
+        num_bytes = _file_bytes(files[0])
+        cut = num_bytes - num_bytes // 10
+        texts = Text(files, stop=cut), Text(files, start=cut)
+    else:
+        texts = tuple(map(Text, _split_files(files, seed)))
+    for text, role in zip(texts, ("training", "validation"), strict=True):
+        if len(text) <= context:
+            raise ArbError(
+                f"a context of {context:,} needs a {role} text of {context + 1:,} bytes or more,"
+                f" and this one has {len(text):,}",
+                hint="choose a smaller `--ctx`, or name more text with `--data` and `--val`",
+            )
+    plural = "" if len(files) == 1 else "s"
+    return Texts(*texts, f"{name} ({len(files):,} file{plural})")
+
+
+def _split_files(files: list[Path], seed: int) -> tuple[list[Path], list[Path]]:
+    """Choose a tenth of two or more files, at least one, for validation."""
+    root = os.path.commonpath([file.parent for file in files])
+
+    def rank(file: Path) -> bytes:
+        # fsencode, as a name need not be valid UTF-8
+        return sha256(b"%d/" % seed + os.fsencode(file.relative_to(root).as_posix())).digest()
+
+    val = set(sorted(files, key=rank)[: max(1, round(len(files) / 10))])
+    return [file for file in files if file not in val], [file for file in files if file in val]
+
+
+def _find_standard_library() -> list[Path]:
+    folder = sysconfig.get_paths()["stdlib"]
+    files = [file for file in _files_below(folder, NOT_TEXT) if file.suffix == ".py"]
+    files = [file for file in files if _file_bytes(file)]
+    if len(files) < 2:
+        raise ArbError(
+            f"this Python has no source of its standard library in `{folder}`",
+            hint="name a text with `--data`",
+        )
+    return files
+
+
+def _find_files(entries: Sequence[str]) -> list[Path]:
+    """List the files with any bytes that `entries` name, each once, in the order of `entries`."""
+    unique: dict[str, Path] = {}
+    for entry in entries:
+        for file in _expand(entry):
+            unique.setdefault(os.path.realpath(file), file)
+    files = [file for file in unique.values() if _file_bytes(file)]
+    if not files:
+        names = ", ".join(f"`{entry}`" for entry in entries)
+        raise ArbError(f"there is no text in {names}", hint="name files that are not empty")
+    return files
+
+
+def _expand(entry: str) -> list[Path]:
+    path = os.path.expanduser(entry)
+    is_named = _mode(path) != 0
+    files = []
+    for match in [path] if is_named else sorted(glob.glob(path, recursive=True)):
+        mode = _mode(match)
+        if stat.S_ISDIR(mode):
+            files += _files_below(match)
+        elif is_named or stat.S_ISREG(mode):
+            files.append(Path(os.path.abspath(match)))
+    if not files:
+        raise ArbError(
+            f"the folder `{entry}` has no files" if is_named else f"nothing matches `{entry}`",
+            hint="name a file, a glob in quotes, or a folder with files that are not hidden",
+        )
+    return files
+
+
+def _files_below(folder: str, skip: frozenset[str] = frozenset()) -> list[Path]:
+    """List the regular files below a folder, sorted, without hidden ones and folders in `skip`."""
+
+    def refuse(error: OSError) -> None:
+        raise _unreadable(error.filename, error.strerror) from error
+
+    files = []
+    for parent, folders, names in os.walk(os.path.abspath(folder), onerror=refuse):
+        folders[:] = [name for name in folders if name[0] != "." and name not in skip]
+        paths = [Path(parent, name) for name in names if name[0] != "."]
+        files += [path for path in paths if stat.S_ISREG(_mode(path))]
+    return sorted(files, key=Path.as_posix)
+
+
+def _mode(path: str | Path) -> int:
+    """Return the mode of what a path leads to, 0 for nothing."""
+    try:
+        return os.stat(path).st_mode
+    except (FileNotFoundError, NotADirectoryError):
+        return 0
+    except OSError as error:
+        raise _unreadable(path, error.strerror) from error
+
+
+def _file_bytes(path: Path) -> int:
+    """Return the size of a file, which must be regular and readable."""
+    try:
+        status = os.stat(path)
+    except OSError as error:
+        raise _unreadable(path, error.strerror) from error
+    if not stat.S_ISREG(status.st_mode):
+        raise ArbError(
+            f"`{path}` is not a regular file",
+            hint="texts are mapped: save what it gives to a file, and name that",
+        )
+    if not os.access(path, os.R_OK):
+        raise _unreadable(path, "Permission denied")
+    return status.st_size
+
+
+def _unreadable(path: str | Path, reason: str) -> ArbError:
+    return ArbError(
+        f"cannot read `{path}`: {reason}", hint="check that it is there and that you may read it"
+    )

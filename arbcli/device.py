@@ -1,0 +1,82 @@
+"""Where a run computes: device, backend, dtype, determinism and peak memory."""
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from arbcli.errors import ArbError
+from arbcli.kernels.backend import check_backend, default_backend
+
+
+def resolve_device(name: str | None) -> torch.device:
+    """Find the device called `name`; None is the GPU if there is one, else the CPU.
+
+    Raises:
+        ArbError: there is no such device.
+    """
+    if name is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise ArbError(f"no device is named `{name}`", hint="use `cpu` or `cuda`") from None
+    if device.type not in ("cpu", "cuda"):
+        raise ArbError(f"`{name}` is not supported", hint="use `cpu` or `cuda`")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ArbError(
+            f"there is no CUDA device for `{name}`", hint="use `--device cpu`, or leave it out"
+        )
+    return device
+
+
+def resolve_backend(name: str | None, device: torch.device) -> str:
+    """Find the backend that will run on `device`, checked to be able to.
+
+    Raises:
+        ArbError: it is not.
+    """
+    backend = name or default_backend(device)
+    check_backend(backend, device)
+    return backend
+
+
+def default_compute(device: torch.device) -> str:
+    """Choose the dtype of activations: bf16 wherever the hardware multiplies it."""
+    if device.type == "cuda":
+        return "bf16"
+    return "bf16" if torch.ops.mkldnn._is_mkldnn_bf16_supported() else "fp32"
+
+
+@contextmanager
+def deterministic() -> Iterator[None]:
+    """Make torch's own operations give the same bits every time, as resuming needs.
+
+    cuBLAS needs `CUBLAS_WORKSPACE_CONFIG` besides, which the `arb` program sets before it starts.
+    """
+    before = torch.are_deterministic_algorithms_enabled()
+    fill = torch.utils.deterministic.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # it would write every buffer twice
+    torch.backends.cuda.enable_mem_efficient_sdp(False)  # its backward adds in any order
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before)
+        torch.utils.deterministic.fill_uninitialized_memory = fill
+        torch.backends.cuda.enable_mem_efficient_sdp(True)
+        torch.backends.cuda.enable_cudnn_sdp(True)
+
+
+def peak_bytes(device: torch.device) -> int:
+    """Measure the most memory held at once so far, by the CUDA allocator or the process."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    try:
+        import resource
+    except ImportError:  # Windows
+        return 0
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024

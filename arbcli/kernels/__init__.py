@@ -1,0 +1,1 @@
+"""Triton kernels, each beside its torch backend and its reference."""

@@ -1,0 +1,97 @@
+"""Counter-based random bits: h(key, n, k) = mix((k * GOLDEN) ^ mix(n ^ key)), 32 bits an element.
+
+The same (seed, step, tensor, element) gives the same bits in every kernel, backend and reference,
+in any order and any tiling, so a stochastically rounded state can be compared with `torch.equal`.
+Source of `mix`: C. Wellons, "Prospecting for hash functions", `lowbias32`,
+https://nullprogram.com/blog/2018/07/31/
+"""
+
+import torch
+from torch import Tensor
+
+from arbcli.kernels._triton import tl, triton
+
+GOLDEN = 0x9E3779B9
+_MASK = 0xFFFFFFFF
+
+
+def mix_reference(x: int) -> int:
+    """Scramble one unsigned 32-bit word; a bijection."""
+    x ^= x >> 16
+    x = x * 0x7FEB352D & _MASK
+    x ^= x >> 15
+    x = x * 0x846CA68B & _MASK
+    return x ^ x >> 16
+
+
+def random_bits_reference(key: int, rows: int, columns: int) -> Tensor:
+    """Compute (rows, columns) int64 random words in 0..2**32-1, one Python integer at a time."""
+    words = [
+        [
+            mix_reference((k * GOLDEN & _MASK) ^ mix_reference(n ^ key & _MASK))
+            for k in range(columns)
+        ]
+        for n in range(rows)
+    ]
+    return torch.tensor(words, dtype=torch.int64).reshape(rows, columns)
+
+
+def _signed(word: int) -> int:
+    return word - (1 << 32) if word >> 31 else word
+
+
+def mix(x: Tensor) -> Tensor:
+    """Scramble int32 words; the same bits as `mix_reference`, read as two's complement."""
+    x = x ^ (x >> 16 & 0xFFFF)
+    x = x * 0x7FEB352D
+    x ^= x >> 15 & 0x1FFFF
+    x *= _signed(0x846CA68B)
+    return x ^ (x >> 16 & 0xFFFF)
+
+
+def random_bits(key: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
+    """Compute random words for every pair of a row and a column index.
+
+    Args:
+        key: int32 scalar tensor, from `stream_keys`.
+        rows: (N,) int32 row indices n.
+        columns: (K,) int32 column indices k.
+
+    Returns:
+        (N, K) int32, uniform over all 32 bits.
+    """
+    return mix((columns * _signed(GOLDEN))[None, :] ^ mix(rows ^ key)[:, None])
+
+
+def stream_keys(seed: Tensor, tick: Tensor, num_tensors: int, num_streams: int) -> Tensor:
+    """Derive one key for every tensor and purpose from the seed and the number of the update.
+
+    Args:
+        seed: int32 scalar tensor.
+        tick: int32 scalar tensor, distinct for every update of a run.
+        num_tensors: how many tensors are updated.
+        num_streams: how many independent streams each of them draws from.
+
+    Returns:
+        (num_tensors, num_streams) int32 on the device of `seed`.
+    """
+    streams = torch.arange(num_tensors * num_streams, dtype=torch.int32, device=seed.device)
+    keys = mix(streams * _signed(GOLDEN) ^ mix(tick ^ mix(seed)))
+    return keys.view(num_tensors, num_streams)
+
+
+@triton.jit
+def mix_word(x):
+    """Scramble uint32 words inside a kernel."""
+    x ^= x >> 16
+    x *= 0x7FEB352D
+    x ^= x >> 15
+    x *= 0x846CA68B
+    return x ^ (x >> 16)
+
+
+@triton.jit
+def random_words(key, n, k):
+    """Compute uint32 random words inside a kernel; `n` and `k` broadcast against each other."""
+    row = mix_word(n.to(tl.uint32) ^ key.to(tl.uint32, bitcast=True))
+    return mix_word((k.to(tl.uint32) * 0x9E3779B9) ^ row)

@@ -1,0 +1,313 @@
+"""Root-mean-square normalise rows with ternary weights: y = x * rsqrt(mean(x**2) + eps) * w.
+
+w is one packed row of frozen weights, decoded inside the kernels. Its backward, with
+r = rsqrt(mean(x**2) + eps) and xhat = x * r: grad_x = r * (gy * w - xhat * mean(xhat * gy * w)).
+Rows are walked in blocks, twice, so no width is too large; the second walk finds them in the cache.
+"""
+
+from collections.abc import Iterator
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.nn.functional import rms_norm as torch_rms_norm
+
+from arbcli.kernels._triton import tl, triton
+from arbcli.kernels.backend import uses_triton
+from arbcli.kernels.decode_weight import (
+    check_scales,
+    decode_weight_reference,
+    decode_weight_torch,
+    load_scale,
+    random_packed,
+)
+from arbcli.kernels.packing import check_packed
+from arbcli.kernels.spec import Case, Gate, KernelSpec
+
+
+def rms_norm_reference(x: Tensor, packed, exponent, fraction, group_size, eps) -> Tensor:
+    """Compute what `rms_norm` must return, in float64."""
+    x = x.to(torch.float64)
+    weight = decode_weight_reference(packed, exponent, fraction, x.shape[-1], group_size)
+    return x / torch.sqrt((x * x).mean(dim=-1, keepdim=True) + eps) * weight[0].to(torch.float64)
+
+
+def rms_norm_grad_x_reference(grad_y: Tensor, x: Tensor, *norm) -> Tensor:
+    """Compute what `rms_norm_grad_x` must return: autograd through the reference, in float64."""
+    return _autograd(rms_norm_reference, grad_y.to(torch.float64), x.to(torch.float64), *norm)
+
+
+def _autograd(function, grad_y, x, *norm):
+    x = x.detach().requires_grad_()
+    with torch.enable_grad():
+        return torch.autograd.grad(function(x, *norm), x, grad_y)[0]
+
+
+def _rms_norm_torch(x, packed, exponent, fraction, group_size, eps):
+    weight = decode_weight_torch(packed, exponent, fraction, x.shape[-1], group_size, torch.float32)
+    return torch_rms_norm(x.to(torch.float32), x.shape[-1:], weight[0], eps).to(x.dtype)
+
+
+def _rms_norm_grad_x_torch(grad_y, x, packed, exponent, fraction, group_size, eps):
+    width = x.shape[-1]
+    weight = decode_weight_torch(packed, exponent, fraction, width, group_size, torch.float32)
+    x32 = x.to(torch.float32)
+    norm = torch.linalg.vector_norm(x32, dim=-1, keepdim=True)
+    r = torch.rsqrt(norm.square() / width + eps)
+    xhat = x32 * r
+    grad_xhat = grad_y.to(torch.float32) * weight[0]
+    mean = (xhat * grad_xhat).mean(dim=-1, keepdim=True)
+    return grad_xhat.addcmul_(xhat, mean, value=-1).mul_(r).to(x.dtype)
+
+
+@triton.jit
+def _weight_at(
+    packed_ptr, exponent_ptr, fraction_ptr, k, K, GROUP: tl.constexpr, HAS_FRACTION: tl.constexpr
+):
+    """Decode the weights `k`, in any order, of one contiguous row of K; [1, len(k)] float32."""
+    mask = k < K
+    block = k // 160
+    width = tl.minimum((K - block * 160 + 4) // 5, 32)  # bytes of the block, weights of a plane
+    j = k - block * 160
+    digit = tl.zeros_like(k)
+    for _ in tl.static_range(4):  # j // width and j % width, without a division
+        beyond = j >= width
+        digit += beyond.to(tl.int32)
+        j = tl.where(beyond, j - width, j)
+    byte = tl.load(packed_ptr + block * 32 + j, mask=mask, other=0).to(tl.int32)
+    for lower in tl.static_range(4):
+        byte = tl.where(digit > lower, byte // 3, byte)
+    scale = load_scale(exponent_ptr, fraction_ptr, 0, k // GROUP, mask, 0, 1, 0, 1, HAS_FRACTION)
+    return ((byte % 3 - 1).to(tl.float32) * scale)[None, :]
+
+
+@triton.jit
+def _load_tile(ptr, offs_m, offs_d, mask, stride_m, stride_d):
+    """Load a [BLOCK_M, BLOCK_D] tile as float32, 0 where masked."""
+    ptrs = ptr + offs_m * stride_m + offs_d.to(tl.int64)[None, :] * stride_d
+    return tl.load(ptrs, mask=mask, other=0).to(tl.float32)
+
+
+@triton.jit
+def _rms_norm_kernel(
+    x_ptr, packed_ptr, exponent_ptr, fraction_ptr, y_ptr,
+    M, D, eps,
+    stride_xm, stride_xd,
+    GROUP: tl.constexpr, HAS_FRACTION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    offs_m = (tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M))[:, None]
+    mask_m = offs_m < M
+    squares = tl.zeros((BLOCK_M,), dtype=tl.float32)
+    for start in range(0, D, BLOCK_D):
+        offs_d = start + tl.arange(0, BLOCK_D)
+        mask = mask_m & (offs_d < D)[None, :]
+        x = _load_tile(x_ptr, offs_m, offs_d, mask, stride_xm, stride_xd)
+        squares += tl.sum(x * x, axis=1)
+    r = tl.rsqrt(squares / D + eps)[:, None]
+    for start in range(0, D, BLOCK_D):
+        offs_d = start + tl.arange(0, BLOCK_D)
+        mask = mask_m & (offs_d < D)[None, :]
+        x = _load_tile(x_ptr, offs_m, offs_d, mask, stride_xm, stride_xd)
+        weight = _weight_at(packed_ptr, exponent_ptr, fraction_ptr, offs_d, D, GROUP, HAS_FRACTION)
+        y_ptrs = y_ptr + offs_m * D + offs_d[None, :]
+        tl.store(y_ptrs, (x * r * weight).to(y_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _rms_norm_grad_x_kernel(
+    grad_y_ptr, x_ptr, packed_ptr, exponent_ptr, fraction_ptr, grad_x_ptr,
+    M, D, eps,
+    stride_ym, stride_yd, stride_xm, stride_xd,
+    GROUP: tl.constexpr, HAS_FRACTION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    offs_m = (tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M))[:, None]
+    mask_m = offs_m < M
+    squares = tl.zeros((BLOCK_M,), dtype=tl.float32)
+    products = tl.zeros((BLOCK_M,), dtype=tl.float32)
+    for start in range(0, D, BLOCK_D):
+        offs_d = start + tl.arange(0, BLOCK_D)
+        mask = mask_m & (offs_d < D)[None, :]
+        weight = _weight_at(packed_ptr, exponent_ptr, fraction_ptr, offs_d, D, GROUP, HAS_FRACTION)
+        x = _load_tile(x_ptr, offs_m, offs_d, mask, stride_xm, stride_xd)
+        grad_y = _load_tile(grad_y_ptr, offs_m, offs_d, mask, stride_ym, stride_yd)
+        squares += tl.sum(x * x, axis=1)
+        products += tl.sum(x * (grad_y * weight), axis=1)
+    r = tl.rsqrt(squares / D + eps)
+    mean = (products * r / D)[:, None]  # of xhat * gy * w
+    r = r[:, None]
+    for start in range(0, D, BLOCK_D):
+        offs_d = start + tl.arange(0, BLOCK_D)
+        mask = mask_m & (offs_d < D)[None, :]
+        weight = _weight_at(packed_ptr, exponent_ptr, fraction_ptr, offs_d, D, GROUP, HAS_FRACTION)
+        x = _load_tile(x_ptr, offs_m, offs_d, mask, stride_xm, stride_xd)
+        grad_y = _load_tile(grad_y_ptr, offs_m, offs_d, mask, stride_ym, stride_yd)
+        grad_x = r * (grad_y * weight - x * r * mean)
+        grad_x_ptrs = grad_x_ptr + offs_m * D + offs_d[None, :]
+        tl.store(grad_x_ptrs, grad_x.to(grad_x_ptr.dtype.element_ty), mask=mask)
+
+
+def _launch(kernel, inputs, packed, exponent, fraction, group_size, eps):
+    """Run a kernel that reads rows of `inputs` and writes rows like them."""
+    out = torch.empty(inputs[0].shape, dtype=inputs[0].dtype, device=inputs[0].device)
+    if out.numel():
+        width = out.shape[-1]
+        rows = out.numel() // width
+        inputs = [tensor.reshape(rows, width) for tensor in inputs]
+        digits = [packed, exponent, exponent if fraction is None else fraction]
+        # a program decodes its weights once for all of its rows, but every core wants a program
+        block_d = min(triton.next_power_of_2(width), 1024)
+        block_m = triton.next_power_of_2(triton.cdiv(rows, 128))
+        block_m = min(block_m, 8192 // len(inputs) // block_d)
+        kernel[(triton.cdiv(rows, block_m),)](
+            *inputs, *(row.contiguous() for row in digits), out, rows, width, eps,
+            *(stride for tensor in inputs for stride in tensor.stride()),
+            GROUP=group_size, HAS_FRACTION=fraction is not None, BLOCK_M=block_m, BLOCK_D=block_d,
+        )  # fmt: skip
+    return out
+
+
+def _rms_norm_triton(x, *norm):
+    return _launch(_rms_norm_kernel, (x,), *norm)
+
+
+def _rms_norm_grad_x_triton(grad_y, x, *norm):
+    return _launch(_rms_norm_grad_x_kernel, (grad_y, x), *norm)
+
+
+def rms_norm(
+    x: Tensor,
+    packed: Tensor,
+    exponent: Tensor,
+    fraction: Tensor | None,
+    group_size: int,
+    eps: float,
+) -> Tensor:
+    """Normalise the rows of `x` and multiply them by ternary weights.
+
+    Args:
+        x: (..., D) float32 or bfloat16, any strides.
+        packed: (1, row_bytes(D)) uint8.
+        exponent: (1, ceil(D / G)) int8, E in -96..31.
+        fraction: (1, ceil(D / G)) int8, F in 0..127; None stands for zeros.
+        group_size: G.
+        eps: added to the mean square.
+
+    Returns:
+        (..., D) in the dtype of `x`, contiguous; computed in float32 and rounded once.
+
+    Raises:
+        ValueError: a dtype or a shape does not fit.
+    """
+    _check(x, packed, exponent, fraction, group_size)
+    run = _rms_norm_triton if uses_triton(x) else _rms_norm_torch
+    return run(x, packed, exponent, fraction, group_size, eps)
+
+
+def rms_norm_grad_x(
+    grad_y: Tensor,
+    x: Tensor,
+    packed: Tensor,
+    exponent: Tensor,
+    fraction: Tensor | None,
+    group_size: int,
+    eps: float,
+) -> Tensor:
+    """Compute the gradient of `rms_norm` with respect to `x`.
+
+    `grad_y` has the shape and dtype of `x`, and any strides; the rest is what `rms_norm` was given,
+    and r is computed from it again. The result is like that of `rms_norm`, and so are the errors.
+    """
+    _check(x, packed, exponent, fraction, group_size)
+    if grad_y.dtype != x.dtype or grad_y.shape != x.shape:
+        got = f"{grad_y.dtype} {tuple(grad_y.shape)}"
+        raise ValueError(f"need grad_y like x, {x.dtype} {tuple(x.shape)}, got {got}")
+    run = _rms_norm_grad_x_triton if uses_triton(x) else _rms_norm_grad_x_torch
+    return run(grad_y, x, packed, exponent, fraction, group_size, eps)
+
+
+def _check(x, packed, exponent, fraction, group_size):
+    if x.dtype not in (torch.float32, torch.bfloat16) or x.dim() == 0:
+        raise ValueError(f"need float32 or bfloat16 rows, got {x.dtype} of shape {tuple(x.shape)}")
+    if packed.dim() != 2 or packed.shape[0] != 1:
+        raise ValueError(f"need one packed row, got shape {tuple(packed.shape)}")
+    check_packed(packed, x.shape[-1])
+    check_scales(packed, exponent, fraction, x.shape[-1], group_size)
+
+
+class _RMSNorm(torch.autograd.Function):
+    """Return grad_x only: the weights are frozen, so nothing else is a gradient. Saves `x`."""
+
+    @staticmethod
+    def forward(ctx, x, *norm):
+        ctx.save_for_backward(x)
+        ctx.norm = norm
+        return rms_norm(x, *norm)
+
+    @staticmethod
+    def backward(ctx, grad_y):
+        (x,) = ctx.saved_tensors
+        return rms_norm_grad_x(grad_y, x, *ctx.norm), *(None for _ in ctx.norm)
+
+
+def ternary_rms_norm(
+    x: Tensor,
+    packed: Tensor,
+    exponent: Tensor,
+    fraction: Tensor | None,
+    group_size: int,
+    eps: float,
+) -> Tensor:
+    """Do what `rms_norm` does, differentiably in `x`; the packed weights are frozen."""
+    return _RMSNorm.apply(x, packed, exponent, fraction, group_size, eps)
+
+
+def _torch_rms_norm(x, packed, exponent, fraction, group_size, eps):
+    weight = decode_weight_torch(packed, exponent, fraction, x.shape[-1], group_size, x.dtype)
+    return torch_rms_norm(x, x.shape[-1:], weight[0], eps)
+
+
+def _cases(device: torch.device, group_size: int) -> Iterator[Case]:
+    generator = torch.Generator().manual_seed(0)
+
+    def case(label, shape, view=lambda x: x, dtype=torch.float32, peer=None, eps=1e-6):
+        x = view((3 * torch.randn(shape, generator=generator)).to(device, dtype))
+        norm = random_packed(1, x.shape[-1], group_size, generator, spread=2)
+        return Case(label, (x, *(digits.to(device) for digits in norm), group_size, eps), peer)
+
+    yield case("5x1", (5, 1), eps=0.1)  # with a small eps the gradient cancels to nothing
+    for rows, width in ((7, 33), (3, 123), (261, 5), (3, 1311), (2, 8192), (1, 32768)):
+        yield case(f"{rows}x{width}", (rows, width))
+    yield case("2x3x165", (2, 3, 165))
+    yield case("3x165 strided", (6, 331), lambda x: x[1::2, 1::2])
+    yield case("4x40 transposed", (40, 4), lambda x: x.T)
+    yield case("0x40 empty", (0, 40))
+    if device.type == "cuda":  # the interpreter computes wrongly in bf16
+        for shape in ((5, 33), (4096, 768), (2048, 2048), (1025, 5632)):
+            label = f"{shape[0]}x{shape[1]} bf16"
+            yield case(label, shape, dtype=torch.bfloat16, peer=_torch_rms_norm)
+
+
+def _grad_x_cases(device: torch.device, group_size: int) -> Iterator[Case]:
+    generator = torch.Generator().manual_seed(1)
+    for case in _cases(device, group_size):
+        x = case.inputs[0]
+        grad_y = torch.empty_like(x).copy_(torch.randn(x.shape, generator=generator))
+        peer = case.peer and partial(_autograd, case.peer)
+        yield Case(case.label, (grad_y, *case.inputs), peer)
+
+
+_GATE = Gate(
+    exact=False,
+    relative=1e-5,
+    peer_slack=0.1,
+    reason="float32 sums of up to 32768 squares; in bf16 one rounding, as torch has",
+)
+
+RMS_NORM = KernelSpec(
+    "rms_norm", _rms_norm_triton, _rms_norm_torch, rms_norm_reference, _cases, _GATE,
+    uses_scales=True,
+)  # fmt: skip
+RMS_NORM_GRAD_X = KernelSpec(
+    "rms_norm_grad_x", _rms_norm_grad_x_triton, _rms_norm_grad_x_torch, rms_norm_grad_x_reference,
+    _grad_x_cases, _GATE, uses_scales=True,
+)  # fmt: skip

@@ -1,0 +1,64 @@
+"""What a kernel offers to be verified, tested and timed: one `KernelSpec` for all three."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One set of inputs, the same for the kernel, the torch backend and the reference."""
+
+    label: str
+    """Shapes and what is awkward about them."""
+    inputs: tuple
+    """Positional arguments; whoever runs the case passes clones, so updates in place are safe."""
+    peer: Callable[..., Tensor] | None = None
+    """torch's own operation on these inputs, where the gate is "no worse than torch"."""
+
+
+@dataclass(frozen=True, slots=True)
+class Gate:
+    """How close is close enough, and why."""
+
+    exact: bool
+    """Every element equal, which is the only gate for integers."""
+    relative: float = 0.0
+    """Largest norm of the error over norm of the reference, for real values."""
+    peer_slack: float = 0.0
+    """With a peer: how much larger than the peer's error ours may be, as a share."""
+    reason: str = ""
+
+    @property
+    def text(self) -> str:
+        """Say in a few words what passes."""
+        if self.exact:
+            return "equal"
+        peer = f", or torch's error + {self.peer_slack:.0%}" if self.peer_slack else ""
+        return f"relative {self.relative:.0e}{peer}"
+
+
+EXACT = Gate(exact=True, reason="integers are compared with torch.equal")
+
+
+@dataclass(frozen=True, slots=True)
+class KernelSpec:
+    """A kernel, its implementations, its reference, and the inputs they are compared on.
+
+    Every callable takes the inputs of a case and returns a tensor or a tuple of tensors. One that
+    updates state in place returns that state too, so that it is compared like any other result.
+    """
+
+    name: str
+    triton: Callable
+    torch: Callable
+    reference: Callable
+    cases: Callable[[torch.device, int], Iterator[Case]]
+    """(device, group size) to cases. A spec without `uses_scales` ignores the group size."""
+    gate: Gate = EXACT
+    uses_scales: bool = False
+    """Whether the scale type matters, and so every one of them is to be checked."""
+    not_verified: tuple[str, ...] = ()
+    """What the cases leave out and why, for the ledger."""

@@ -1,0 +1,149 @@
+"""Step scales: v <- clip(v - SR(s * gain)), v = 128 E + F, in place.
+
+s is the slope of each scale over its root-mean-square across the matrix, int32 in units of 2**-16
+and clipped to +-3. With 16 fractional bits d = (s * gain) >> shift, rounded stochastically:
+floor((d + r) / 2**16). v saturates with E in -96..31.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from arbcli.kernels._triton import tl, triton
+from arbcli.kernels.backend import uses_triton
+from arbcli.kernels.decode_weight import HIGHEST_EXPONENT, LOWEST_EXPONENT, OCTAVE
+from arbcli.kernels.random_bits import random_bits, random_bits_reference, random_words
+from arbcli.kernels.spec import Case, KernelSpec
+
+CLIP = 3 << 16
+"""A slope saturates here, at 3 times its root-mean-square."""
+LOWEST, HIGHEST = LOWEST_EXPONENT * OCTAVE, HIGHEST_EXPONENT * OCTAVE + OCTAVE - 1
+
+
+def step_scales_reference(
+    exponent: Tensor,
+    fraction: Tensor,
+    slope: Tensor,
+    key: Tensor,
+    gain: Tensor,
+    shift: Tensor,
+    ok: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """Compute what `step_scales` leaves in `exponent` and `fraction`, in int64."""
+    if not ok:
+        return exponent, fraction
+    v = exponent.to(torch.int64) * 128 + fraction.to(torch.int64)
+    step = slope.to(torch.int64).clamp(-3 * 2**16, 3 * 2**16) * gain.to(torch.int64)
+    step = torch.div(step, 2 ** int(shift), rounding_mode="floor")
+    random = random_bits_reference(int(key), *v.shape).to(v.device) % 2**16
+    v = v - torch.div(step + random, 2**16, rounding_mode="floor")
+    v = v.clamp(-96 * 128, 31 * 128 + 127)
+    octave = torch.div(v, 128, rounding_mode="floor")
+    return octave.to(torch.int8), (v - octave * 128).to(torch.int8)
+
+
+def _step_scales_torch(exponent, fraction, slope, key, gain, shift, ok):
+    if ok:
+        rows, columns = (
+            torch.arange(size, dtype=torch.int32, device=exponent.device) for size in slope.shape
+        )
+        step = (slope.clamp(-CLIP, CLIP) * gain) >> shift
+        step += random_bits(key, rows, columns) & 0xFFFF
+        v = exponent.to(torch.int32) * OCTAVE + fraction - (step >> 16)
+        v.clamp_(LOWEST, HIGHEST)
+        exponent.copy_(v >> 7)
+        fraction.copy_(v & 127)
+    return exponent, fraction
+
+
+@triton.jit
+def _step_scales_kernel(
+    exponent_ptr, fraction_ptr, slope_ptr, key_ptr, gain_ptr, shift_ptr, ok_ptr,
+    N, num_groups,
+    stride_en, stride_eg, stride_fn, stride_fg, stride_sn, stride_sg,
+    CLIP: tl.constexpr, LOWEST: tl.constexpr, HIGHEST: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    if tl.load(ok_ptr) == 0:
+        return
+    index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    n, g = index // num_groups, index % num_groups
+    mask = n < N
+    exponent_ptrs = exponent_ptr + n * stride_en + g * stride_eg
+    fraction_ptrs = fraction_ptr + n * stride_fn + g * stride_fg
+    v = tl.load(exponent_ptrs, mask=mask, other=0).to(tl.int32) * 128
+    v += tl.load(fraction_ptrs, mask=mask, other=0).to(tl.int32)
+    slope = tl.load(slope_ptr + n * stride_sn + g * stride_sg, mask=mask, other=0)
+    slope = tl.minimum(tl.maximum(slope, -CLIP), CLIP)
+    step = (slope * tl.load(gain_ptr)) >> tl.load(shift_ptr)
+    step += (random_words(tl.load(key_ptr), n, g) & 0xFFFF).to(tl.int32)
+    v = tl.minimum(tl.maximum(v - (step >> 16), LOWEST), HIGHEST)
+    tl.store(exponent_ptrs, (v >> 7).to(tl.int8), mask=mask)
+    tl.store(fraction_ptrs, (v & 127).to(tl.int8), mask=mask)
+
+
+def _step_scales_triton(exponent, fraction, slope, key, gain, shift, ok):
+    if slope.numel():
+        _step_scales_kernel[(triton.cdiv(slope.numel(), 1024),)](
+            exponent, fraction, slope, key, gain, shift, ok, *slope.shape,
+            *exponent.stride(), *fraction.stride(), *slope.stride(),
+            CLIP=CLIP, LOWEST=LOWEST, HIGHEST=HIGHEST, BLOCK=1024,
+        )  # fmt: skip
+    return exponent, fraction
+
+
+def step_scales(
+    exponent: Tensor,
+    fraction: Tensor,
+    slope: Tensor,
+    key: Tensor,
+    gain: Tensor,
+    shift: Tensor,
+    ok: Tensor,
+) -> None:
+    """Step the scales of a matrix in place.
+
+    Args:
+        exponent: (N, groups) int8, E.
+        fraction: (N, groups) int8, F.
+        slope: (N, groups) int32, s in units of 2**-16; clipped to +-3.
+        key: int32 scalar tensor, from `stream_keys`.
+        gain: int32 scalar tensor, at most 2**12.
+        shift: int32 scalar tensor; d = (s * gain) >> shift, in units of 2**-16 of v.
+        ok: int32 scalar tensor; where 0 nothing changes.
+
+    Raises:
+        ValueError: a dtype or a shape does not fit.
+    """
+    dtypes = (exponent.dtype, fraction.dtype, slope.dtype)
+    if dtypes != (torch.int8, torch.int8, torch.int32):
+        raise ValueError(f"need int8, int8 and int32, got {dtypes}")
+    if not exponent.shape == fraction.shape == slope.shape:
+        raise ValueError(f"exponent {tuple(exponent.shape)} and slope {tuple(slope.shape)} differ")
+    run = _step_scales_triton if uses_triton(exponent) else _step_scales_torch
+    run(exponent, fraction, slope, key, gain, shift, ok)
+
+
+def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
+    generator = torch.Generator().manual_seed(0)
+
+    def scalars(*values: int) -> list[Tensor]:
+        return [torch.tensor(value, dtype=torch.int32, device=device) for value in values]
+
+    control = scalars(-77, 4000, 10, 1)
+    for shape in ((1, 1), (3, 33), (33, 41), (2, 1311)):
+        exponent = torch.randint(-96, 32, shape, generator=generator, dtype=torch.int8).to(device)
+        fraction = torch.randint(0, 128, shape, generator=generator, dtype=torch.int8).to(device)
+        slope = (torch.randn(shape, generator=generator) * 2**16).to(torch.int32).to(device)
+        yield Case(f"{shape[0]}x{shape[1]}", (exponent, fraction, slope, *control))
+    yield Case("2x1311 refused", (exponent, fraction, slope, *control[:3], *scalars(0)))
+    extreme = torch.full_like(slope, 2**31 - 1)
+    for sign, limit in ((1, -96), (-1, 31)):
+        ends = torch.full_like(exponent, limit)
+        yield Case(f"2x1311 E = {limit}", (ends, fraction, sign * extreme, *control))
+    yield Case("1x437 strided", (exponent[1:, ::3], fraction[1:, ::3], slope[1:, 1::3], *control))
+
+
+STEP_SCALES = KernelSpec(
+    "step_scales", _step_scales_triton, _step_scales_torch, step_scales_reference, _cases
+)

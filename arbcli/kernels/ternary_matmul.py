@@ -1,0 +1,315 @@
+"""Products with a packed matrix: y = x @ w.T, and its gradient grad_x = grad_y @ w.
+
+Up to `FUSED_ROWS` rows of x the packed bytes are decoded in registers, five products of 32 weights
+a block. Above, the weights are decoded once into a transient buffer and the matrix library
+multiplies: reading them again for every tile of x would cost more than writing them once.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from arbcli.kernels._triton import tl, triton
+from arbcli.kernels.backend import uses_triton
+from arbcli.kernels.decode_weight import (
+    _decode_weight_triton,
+    check_scales,
+    decode_weight_reference,
+    decode_weight_torch,
+    load_scale,
+    random_packed,
+)
+from arbcli.kernels.packing import PLANE, check_packed, digit_of, plane_offsets
+from arbcli.kernels.spec import Case, Gate, KernelSpec
+
+FUSED_ROWS = 64
+"""Largest M that the fused kernels take."""
+
+
+def ternary_matmul_reference(
+    x: Tensor, packed: Tensor, exponent: Tensor, fraction: Tensor | None, group_size: int
+) -> Tensor:
+    """Compute what `ternary_matmul` must return, in float64."""
+    weight = decode_weight_reference(packed, exponent, fraction, x.shape[1], group_size)
+    return x.double() @ weight.double().T
+
+
+def ternary_matmul_grad_x_reference(
+    grad_y: Tensor,
+    packed: Tensor,
+    exponent: Tensor,
+    fraction: Tensor | None,
+    in_features: int,
+    group_size: int,
+) -> Tensor:
+    """Compute what `ternary_matmul_grad_x` must return, in float64."""
+    weight = decode_weight_reference(packed, exponent, fraction, in_features, group_size)
+    return grad_y.double() @ weight.double()
+
+
+def _ternary_matmul_torch(x, packed, exponent, fraction, group_size):
+    return x @ decode_weight_torch(packed, exponent, fraction, x.shape[1], group_size, x.dtype).T
+
+
+def _ternary_matmul_grad_x_torch(grad_y, packed, exponent, fraction, in_features, group_size):
+    dtype = grad_y.dtype
+    return grad_y @ decode_weight_torch(packed, exponent, fraction, in_features, group_size, dtype)
+
+
+@triton.jit
+def _ternary_matmul_kernel(
+    x_ptr, packed_ptr, exponent_ptr, fraction_ptr, y_ptr,
+    M, N, K, row_bytes,
+    stride_xm, stride_xk, stride_pn, stride_pb,
+    stride_en, stride_eg, stride_fn, stride_fg, stride_ym, stride_yn,
+    GROUP: tl.constexpr, HAS_FRACTION: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    offs_m = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
+    offs_n = tl.program_id(1).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+    mask_m, mask_n = offs_m < M, offs_n < N
+
+    acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+    for start in range(0, row_bytes, 32):
+        offs_b = start + tl.arange(0, 32)
+        byte = tl.load(  # [32, BLOCK_N] uint8
+            packed_ptr + offs_n * stride_pn + offs_b[:, None] * stride_pb,
+            mask=mask_n & (offs_b < row_bytes)[:, None], other=0,
+        )  # fmt: skip
+        for digit in tl.static_range(5):
+            k = plane_offsets(offs_b, K, digit)
+            x = tl.load(  # [BLOCK_M, 32], 0 in the padding, whatever the weight there
+                x_ptr + offs_m * stride_xm + k[None, :] * stride_xk,
+                mask=mask_m & (k < K)[None, :], other=0.0,
+            )  # fmt: skip
+            scale = load_scale(
+                exponent_ptr, fraction_ptr, offs_n, k[:, None] // GROUP,
+                mask_n & (k < K)[:, None], stride_en, stride_eg, stride_fn, stride_fg, HAS_FRACTION,
+            )  # fmt: skip
+            weight = (digit_of(byte, digit).to(tl.float32) * scale).to(x.dtype)  # [32, BLOCK_N]
+            acc = tl.dot(x, weight, acc, input_precision="ieee")
+
+    y_ptrs = y_ptr + offs_m * stride_ym + offs_n * stride_yn
+    tl.store(y_ptrs, acc.to(y_ptr.dtype.element_ty), mask=mask_m & mask_n)
+
+
+@triton.jit
+def _ternary_matmul_grad_x_kernel(
+    grad_y_ptr, packed_ptr, exponent_ptr, fraction_ptr, grad_x_ptr,
+    M, N, K, row_bytes,
+    stride_ym, stride_yn, stride_pn, stride_pb,
+    stride_en, stride_eg, stride_fn, stride_fg, stride_xm, stride_xk,
+    GROUP: tl.constexpr, HAS_FRACTION: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    offs_m = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
+    offs_b = tl.program_id(1) * 32 + tl.arange(0, 32)
+    mask_m = offs_m < M
+
+    for digit in tl.static_range(5):
+        k = plane_offsets(offs_b, K, digit)[None, :]
+        acc = tl.zeros((BLOCK_M, 32), dtype=tl.float32)
+        for start in range(0, N, BLOCK_N):
+            n = start + tl.arange(0, BLOCK_N).to(tl.int64)
+            grad_y = tl.load(  # [BLOCK_M, BLOCK_N]
+                grad_y_ptr + offs_m * stride_ym + n[None, :] * stride_yn,
+                mask=mask_m & (n < N)[None, :], other=0.0,
+            )  # fmt: skip
+            mask = (n < N)[:, None] & (k < K)
+            byte = tl.load(  # [BLOCK_N, 32] uint8
+                packed_ptr + n[:, None] * stride_pn + offs_b[None, :] * stride_pb,
+                mask=mask, other=0,
+            )  # fmt: skip
+            scale = load_scale(
+                exponent_ptr, fraction_ptr, n[:, None], k // GROUP, mask,
+                stride_en, stride_eg, stride_fn, stride_fg, HAS_FRACTION,
+            )  # fmt: skip
+            weight = (digit_of(byte, digit).to(tl.float32) * scale).to(grad_y.dtype)
+            acc = tl.dot(grad_y, weight, acc, input_precision="ieee")
+        grad_x_ptrs = grad_x_ptr + offs_m * stride_xm + k * stride_xk
+        tl.store(grad_x_ptrs, acc.to(grad_x_ptr.dtype.element_ty), mask=mask_m & (k < K))
+
+
+def _launch(kernel, source, packed, exponent, fraction, result, in_features, group_size, grid):
+    digits = exponent if fraction is None else fraction
+    kernel[grid](
+        source, packed, exponent, digits, result,
+        source.shape[0], packed.shape[0], in_features, packed.shape[1],
+        *source.stride(), *packed.stride(), *exponent.stride(), *digits.stride(), *result.stride(),
+        GROUP=group_size, HAS_FRACTION=fraction is not None, BLOCK_M=16, BLOCK_N=64,
+    )  # fmt: skip
+    return result
+
+
+def _ternary_matmul_triton(x, packed, exponent, fraction, group_size):
+    (rows, in_features), out_features = x.shape, packed.shape[0]
+    if rows > FUSED_ROWS:
+        return (
+            x
+            @ _decode_weight_triton(packed, exponent, fraction, in_features, group_size, x.dtype).T
+        )
+    y = torch.empty(rows, out_features, dtype=x.dtype, device=x.device)
+    if y.numel() == 0:
+        return y
+    grid = (triton.cdiv(rows, 16), triton.cdiv(out_features, 64))
+    return _launch(
+        _ternary_matmul_kernel, x, packed, exponent, fraction, y, in_features, group_size, grid
+    )
+
+
+def _ternary_matmul_grad_x_triton(grad_y, packed, exponent, fraction, in_features, group_size):
+    rows = grad_y.shape[0]
+    if rows > FUSED_ROWS:
+        return grad_y @ _decode_weight_triton(
+            packed, exponent, fraction, in_features, group_size, grad_y.dtype
+        )
+    grad_x = torch.empty(rows, in_features, dtype=grad_y.dtype, device=grad_y.device)
+    if grad_x.numel() == 0:
+        return grad_x
+    grid = (triton.cdiv(rows, 16), triton.cdiv(packed.shape[1], PLANE))
+    kernel = _ternary_matmul_grad_x_kernel
+    return _launch(
+        kernel, grad_y, packed, exponent, fraction, grad_x, in_features, group_size, grid
+    )
+
+
+def ternary_matmul(
+    x: Tensor, packed: Tensor, exponent: Tensor, fraction: Tensor | None, group_size: int
+) -> Tensor:
+    """Multiply activations by a packed matrix.
+
+    y[m, n] = sum over k of x[m, k] * w[n, k], accumulated in float32
+
+    Args:
+        x: (M, K) bfloat16 or float32, any strides.
+        packed: (N, row_bytes(K)) uint8.
+        exponent: (N, ceil(K / G)) int8.
+        fraction: like `exponent`; None stands for zeros.
+        group_size: G.
+
+    Returns:
+        (M, N) in the dtype of `x`.
+
+    Raises:
+        ValueError: a dtype or a shape does not fit.
+    """
+    check_packed(packed, x.shape[1])
+    check_scales(packed, exponent, fraction, x.shape[1], group_size)
+    run = _ternary_matmul_triton if uses_triton(x) else _ternary_matmul_torch
+    return run(x, packed, exponent, fraction, group_size)
+
+
+def ternary_matmul_grad_x(
+    grad_y: Tensor,
+    packed: Tensor,
+    exponent: Tensor,
+    fraction: Tensor | None,
+    in_features: int,
+    group_size: int,
+) -> Tensor:
+    """Propagate a gradient back through `ternary_matmul`.
+
+    grad_x[m, k] = sum over n of grad_y[m, n] * w[n, k], accumulated in float32
+
+    Args:
+        grad_y: (M, N) bfloat16 or float32, any strides.
+        packed: (N, row_bytes(K)) uint8.
+        exponent: (N, ceil(K / G)) int8.
+        fraction: like `exponent`; None stands for zeros.
+        in_features: K.
+        group_size: G.
+
+    Returns:
+        (M, K) in the dtype of `grad_y`.
+
+    Raises:
+        ValueError: a dtype or a shape does not fit.
+    """
+    check_packed(packed, in_features)
+    check_scales(packed, exponent, fraction, in_features, group_size)
+    if grad_y.shape[1] != packed.shape[0]:
+        raise ValueError(f"grad_y {tuple(grad_y.shape)} does not fit {packed.shape[0]} outputs")
+    state = (packed, exponent, fraction, in_features, group_size)
+    if uses_triton(grad_y):
+        return _ternary_matmul_grad_x_triton(grad_y, *state)
+    return _ternary_matmul_grad_x_torch(grad_y, *state)
+
+
+SHAPES = ((1, 1, 1), (3, 33, 123), (33, 17, 165), (2, 5, 1311), (FUSED_ROWS + 1, 33, 96))
+"""(M, N, K); the last is decoded once and multiplied by the matrix library."""
+
+
+def _inputs(
+    device: torch.device, group_size: int, columns: str
+) -> Iterator[tuple[str, Tensor, list]]:
+    """Draw (label, activations, state) with activations of N or K columns, as `columns` says."""
+    generator = torch.Generator().manual_seed(0)
+    dtypes = (torch.float32, torch.bfloat16) if device.type == "cuda" else (torch.float32,)
+    for rows, out_features, in_features in SHAPES:
+        width = {"N": out_features, "K": in_features}[columns]
+        source = torch.randn(rows, 2 * width, generator=generator).to(device)
+        state = random_packed(out_features, in_features, group_size, generator, spread=8)
+        state = [digits.to(device) for digits in state]
+        for dtype in dtypes:
+            label = f"{rows}x{out_features}x{in_features} {str(dtype).removeprefix('torch.')}"
+            yield label, source[:, :width].to(dtype), [*state, in_features]
+    yield label + " strided", source.to(dtype)[:, ::2], [*state, in_features]
+    yield label + " whole octaves", source[:3, ::2].to(dtype), [*state[:2], None, in_features]
+    yield label + " empty", source[:0, ::2].to(dtype), [*state, in_features]
+
+
+def _forward_cases(device: torch.device, group_size: int) -> Iterator[Case]:
+    def peer(x, packed, exponent, fraction, group_size):
+        return (
+            x @ decode_weight_torch(packed, exponent, fraction, x.shape[1], group_size, x.dtype).T
+        )
+
+    for label, x, (packed, exponent, fraction, _) in _inputs(device, group_size, "K"):
+        yield Case(
+            label,
+            (x, packed, exponent, fraction, group_size),
+            peer=peer if x.dtype == torch.bfloat16 else None,
+        )
+
+
+def _grad_x_cases(device: torch.device, group_size: int) -> Iterator[Case]:
+    def peer(grad_y, packed, exponent, fraction, in_features, group_size):
+        dtype = grad_y.dtype
+        return grad_y @ decode_weight_torch(
+            packed, exponent, fraction, in_features, group_size, dtype
+        )
+
+    for label, grad_y, state in _inputs(device, group_size, "N"):
+        yield Case(
+            label,
+            (grad_y, *state, group_size),
+            peer=peer if grad_y.dtype == torch.bfloat16 else None,
+        )
+
+
+GATE = Gate(
+    exact=False,
+    relative=1e-5,
+    peer_slack=0.1,
+    reason="float32 sums of up to 1311 products; in bf16 no worse than torch's product by 10 %",
+)
+
+TERNARY_MATMUL = KernelSpec(
+    "ternary_matmul",
+    _ternary_matmul_triton,
+    _ternary_matmul_torch,
+    ternary_matmul_reference,
+    _forward_cases,
+    GATE,
+    uses_scales=True,
+)
+TERNARY_MATMUL_GRAD_X = KernelSpec(
+    "ternary_matmul_grad_x",
+    _ternary_matmul_grad_x_triton,
+    _ternary_matmul_grad_x_torch,
+    ternary_matmul_grad_x_reference,
+    _grad_x_cases,
+    GATE,
+    uses_scales=True,
+)

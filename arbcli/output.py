@@ -1,0 +1,78 @@
+"""All printing. Data goes to stdout, everything said to a person goes to stderr."""
+
+import dataclasses
+import json
+from typing import Any
+
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+_out = Console(highlight=False)
+_err = Console(stderr=True, highlight=False, soft_wrap=True)
+
+
+def emit(report: object, shown: Table | str, *, as_json: bool) -> None:
+    """Print one report: `shown` for a person, one JSON object for a program."""
+    if as_json:
+        emit_json(dataclasses.asdict(report))
+    else:
+        _out.print(shown, markup=False)
+
+
+def emit_json(value: dict[str, Any]) -> None:
+    """Print one JSON object on a line of its own, at once."""
+    print(json.dumps(value, allow_nan=False), flush=True)
+
+
+def note(message: str) -> None:
+    """Tell a person something on stderr."""
+    _err.print(message, markup=False)
+
+
+def fail(message: str, hint: str | None) -> None:
+    """Print an error, and below it what to do about it."""
+    _err.print("error: ", style="red", end="")
+    _err.print(message, markup=False)  # a shape such as [dim, hidden] is markup to rich
+    if hint:
+        _err.print("hint: ", style="cyan", end="")
+        _err.print(hint, markup=False)
+
+
+class LiveLine:
+    """One line on stderr that is written over, or a line each time where that is no terminal."""
+
+    def __init__(self) -> None:
+        self._live = Live(console=_err, auto_refresh=False) if _err.is_terminal else None
+
+    def __enter__(self) -> "LiveLine":
+        if self._live:
+            self._live.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._live:
+            self._live.stop()
+
+    def show(self, text: str, *, keep: bool = False) -> None:
+        """Show a line; `keep` leaves it above the next one."""
+        if self._live is None or keep:
+            note(text)
+        else:
+            self._live.update(Text(text, no_wrap=True, overflow="ellipsis"), refresh=True)
+
+
+def table(title: str, columns: list[str], rows: list[list[str]], *, left: int = 1) -> Table:
+    """Lay out a table; all columns but the first `left` are aligned to the right."""
+    result = Table(title=Text(title), title_justify="left")
+    for index, column in enumerate(columns):
+        result.add_column(Text(column), justify="left" if index < left else "right")
+    for row in rows:
+        result.add_row(*(Text(cell) for cell in row))
+    return result
+
+
+def bytes_text(count: int) -> str:
+    """Write a number of bytes in MiB."""
+    return f"{count / 2**20:,.1f} MiB"

@@ -1,0 +1,218 @@
+"""Training, one step at a time: what a run computes, and nothing of its files."""
+
+import dataclasses
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from arbcli.checkpoint import Checkpoint, check_layout
+from arbcli.data import Texts, batch, digest, evaluation_batches
+from arbcli.errors import ArbError
+from arbcli.kernels.backend import use_backend
+from arbcli.model.config import ModelConfig
+from arbcli.model.lm import ByteLM
+from arbcli.model.optimizer import FloatOptimizer
+from arbcli.model.update import Updater
+
+COMPUTE = {"bf16": torch.bfloat16, "fp32": torch.float32}
+OPTIMIZERS = {"ternary": ("rule",), "float": ("adamw", "muon"), "ste": ("adamw", "muon")}
+"""By the kind of weights."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainConfig:
+    """Everything that decides what a run computes; `config.json` holds it."""
+
+    model: ModelConfig
+    data: tuple[str, ...] = ()
+    """Files, folders or globs; none is the standard library's source."""
+    val: tuple[str, ...] = ()
+    """Held-out text; none splits it off the data."""
+    steps: int = 400
+    batch: int = 16
+    """Windows of a micro-batch."""
+    accum: int = 1
+    """Micro-batches of a step."""
+    lr: float = 1.0
+    warmup: int = 100
+    """Steps; at most half of the run."""
+    seed: int = 0
+    save_every: int = 500
+    """Steps."""
+    eval_every: int = 500
+    """Steps."""
+    optimizer: str = "rule"
+    """`rule` for ternary weights; `adamw` or `muon` for float ones."""
+    compute: str = "bf16"
+    """Dtype of activations: `bf16` or `fp32`."""
+    device: str = "cpu"
+    backend: str = "torch"
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot be run.
+
+        Raises:
+            ArbError: a number is out of range.
+        """
+        for option, value, known in (
+            ("--optimizer", self.optimizer, OPTIMIZERS[self.model.weights]),
+            ("--compute", self.compute, COMPUTE),
+        ):
+            if value not in known:
+                names = ", ".join(f"`{name}`" for name in known)
+                raise ArbError(f"`{option}` is `{value}`", hint=f"choose one of: {names}")
+        for name in ("steps", "batch", "accum", "save_every", "eval_every"):
+            if getattr(self, name) < 1:
+                option = f"--{name.replace('_', '-')}"
+                raise ArbError(f"`{option}` is {getattr(self, name)}", hint="use 1 or more")
+        if not 0 < self.lr <= 64:
+            raise ArbError(f"`--lr` is {self.lr}", hint="use a number above 0 and at most 64")
+        if not 0 <= self.seed < 2**31:
+            raise ArbError(f"`--seed` is {self.seed}", hint=f"use 0 to {2**31 - 1}")
+
+
+def config_from(facts: dict[str, Any]) -> TrainConfig:
+    """Rebuild a configuration from what `config.json` holds.
+
+    Raises:
+        ArbError: it was written by a version with other settings.
+    """
+    try:
+        values = facts["config"]
+        model = ModelConfig(**values["model"])
+        lists = {name: tuple(values[name]) for name in ("data", "val")}
+        return TrainConfig(**(values | lists | {"model": model}))
+    except (TypeError, KeyError) as error:
+        raise ArbError(
+            f"the run's configuration does not fit this version of arb: {error}",
+            hint="use the version that `config.json` names",
+        ) from None
+
+
+def schedule(step: int, steps: int, warmup: int) -> float:
+    """Compute the share of the learning rate at `step` of `steps`: linear warm-up times cosine."""
+    warmup = min(warmup, steps // 2)
+    rise = min(1.0, (step + 1) / warmup) if warmup else 1.0
+    return rise * (0.05 + 0.95 * (1 + math.cos(math.pi * step / steps)) / 2)
+
+
+def text_digest(texts: Texts) -> str:
+    """Name the content of both texts of a run."""
+    return f"{digest(texts.train)}-{digest(texts.val)}"
+
+
+class Trainer:
+    """A model with its updates and its text, one step at a time.
+
+    Args:
+        config: what to compute.
+        texts: what to read.
+    """
+
+    def __init__(self, config: TrainConfig, texts: Texts) -> None:
+        self.config, self.texts = config, texts
+        self.device = torch.device(config.device)
+        dtype = COMPUTE[config.compute]
+        with torch.device(self.device):
+            self.model = ByteLM(config.model, dtype)
+        self.step = 0
+        self.updater: Updater | None = None
+        self.optimizer: FloatOptimizer | None = None
+        with use_backend(config.backend):
+            self.model.initialise(config.seed)
+        if config.model.weights == "ternary":
+            tensors = self.model.weights().values()
+            self.updater = Updater(tensors, config.model, config.seed, dtype)
+            for tensor in tensors:
+                tensor.sink = self.updater
+        else:
+            self.optimizer = FloatOptimizer(self.model, config.optimizer, config.lr)
+
+    @property
+    def num_weights(self) -> int:
+        """Weights that are trained."""
+        if self.updater:
+            return self.updater.num_weights
+        return sum(parameter.numel() for parameter in self.model.parameters())
+
+    @property
+    def lr(self) -> float:
+        """Learning rate of the next step."""
+        config = self.config
+        return config.lr * schedule(self.step, config.steps, config.warmup)
+
+    def train_step(self) -> Tensor:
+        """Do one step.
+
+        Returns:
+            The loss before it, a float32 scalar tensor in nats a byte; reading it waits for a GPU.
+        """
+        config, lr, total = self.config, self.lr, torch.zeros((), device=self.device)
+        with use_backend(config.backend):
+            for micro in range(config.accum):
+                ids, targets = batch(
+                    self.texts.train,
+                    seed=config.seed,
+                    step=self.step,
+                    micro=micro,
+                    batch_size=config.batch,
+                    context=config.model.ctx,
+                    device=self.device,
+                )
+                if self.updater:
+                    self.updater.begin(self.step, lr, micro, config.accum)
+                loss = self.model.loss(ids, targets)
+                (loss if self.updater else loss / config.accum).backward()
+                total += loss.detach() / config.accum
+        if self.updater:
+            self.updater.finish()
+        else:
+            self.optimizer.step(lr / config.lr)
+        self.step += 1
+        return total
+
+    @torch.no_grad()
+    def evaluate(self, num_batches: int = 40) -> float:
+        """Average the loss over fixed batches of the held-out text, in nats a byte."""
+        losses = []
+        with use_backend(self.config.backend):
+            for ids, targets in evaluation_batches(
+                self.texts.val,
+                num_batches=num_batches,
+                batch_size=self.config.batch,
+                context=self.config.model.ctx,
+                device=self.device,
+            ):
+                losses.append(self.model.loss(ids, targets))
+        return float(torch.stack(losses).mean())
+
+    def state_bytes(self) -> int:
+        """Count what survives a step."""
+        state = [*self.model.buffers(), *self.model.parameters()]
+        if self.optimizer:
+            state += self.optimizer.state_tensors()
+        return sum(tensor.nbytes for tensor in state)
+
+    def checkpoint(self, text_digest: str) -> Checkpoint:
+        """Gather the whole state."""
+        return Checkpoint(
+            step=self.step,
+            config=dataclasses.asdict(self.config.model),
+            counters=self.updater.counters(),
+            data={"digest": text_digest, "seed": self.config.seed, "position": self.step},
+            tensors=self.model.state_dict(),
+        )
+
+    def restore(self, checkpoint: Checkpoint) -> None:
+        """Continue from a checkpoint.
+
+        Raises:
+            ArbError: it is of another model.
+        """
+        check_layout(checkpoint.tensors, self.model.state_dict())
+        self.model.load_state_dict(checkpoint.tensors)
+        self.updater.restore(checkpoint.counters)
+        self.step = checkpoint.step

@@ -1,0 +1,674 @@
+"""Checkpoints against a hostile disk: a file comes back to the last bit, or is refused by name."""
+
+import json
+import os
+import re
+import resource
+import signal
+import stat
+import subprocess
+import sys
+import time
+import tracemalloc
+from collections.abc import Callable
+from dataclasses import replace
+from hashlib import sha256
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+
+from arbcli import checkpoint as module
+from arbcli.checkpoint import (
+    Checkpoint,
+    check_layout,
+    checkpoints,
+    latest_checkpoint,
+    load_checkpoint,
+    read_json,
+    run_lock,
+    save_checkpoint,
+    write_json,
+)
+from arbcli.errors import ArbError
+
+
+def example(step: int = 200, size: int = 5, backwards: bool = False) -> Checkpoint:
+    """Make the same checkpoint in every process, its tensors in either order."""
+    generator = torch.Generator().manual_seed(step)
+
+    def draw(low, high, *shape):
+        return torch.randint(low, high, shape, generator=generator)
+
+    tensors = {
+        "head.trits": draw(0, 243, size, 7).to(torch.uint8),
+        "head.remainder": draw(-128, 128, size, 33).to(torch.int8),
+        "blocks.0.norm.trits": draw(0, 243, 1, 3).to(torch.uint8),
+        "blocks.0.octave": draw(-96, 32, 3).to(torch.int8),
+        "empty": torch.zeros(0, 4, dtype=torch.int8),
+        "one": torch.tensor(-128, dtype=torch.int8),
+    }
+    return Checkpoint(
+        step=step,
+        config={"preset": "tiny", "lr": 0.6, "note": "\u03c0", "ffn": None},
+        counters={"skipped": 3},
+        data={"digest": "ab12", "position": 2**40},
+        tensors={name: tensors[name] for name in sorted(tensors, reverse=backwards)},
+    )
+
+
+def python_command(function: Callable[[Path], None], directory: Path) -> list[str]:
+    """Form the command that calls a function of this file in a fresh Python."""
+    script = f"""
+import sys
+from pathlib import Path
+sys.path[:0] = {[str(Path(__file__).parent), str(Path(__file__).parents[1])]}
+from {Path(__file__).stem} import {function.__name__} as main
+main(Path({str(directory)!r}))
+"""
+    return [sys.executable, "-c", script]
+
+
+def run_elsewhere(function: Callable[[Path], None], directory: Path, **environment: str) -> None:
+    """Call a function of this file in a process of its own, where it must not fail."""
+    command = python_command(function, directory)
+    environment = {**os.environ, **environment}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment)
+    assert done.returncode == 0, done.stderr
+
+
+def canonical(value: object) -> str:
+    return json.dumps(value, sort_keys=True, separators=(",", ":"))
+
+
+def pack(header: dict | bytes, data: bytes = b"") -> bytes:
+    """Join a header, canonical unless given as bytes, and data."""
+    text = header if isinstance(header, bytes) else canonical(header).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text + data
+
+
+def unpack(data: bytes) -> tuple[dict, bytes]:
+    """Split a file into its header and the data."""
+    length = int.from_bytes(data[:8], "little")
+    return json.loads(data[8 : 8 + length]), data[8 + length :]
+
+
+def reseal(header: dict, changes: dict[str, object]) -> dict:
+    """Change fields of the metadata and make the digest of the whole agree with them."""
+    metadata = json.loads(header["__metadata__"]["arb"]) | changes
+    del metadata["digest"]
+    metadata["digest"] = sha256(canonical(metadata).encode()).hexdigest()
+    return header | {"__metadata__": {"arb": canonical(metadata)}}
+
+
+def refusal(path: Path) -> str:
+    """Load a file that must be refused by its name and with a hint, and return why it is."""
+    with pytest.raises(ArbError) as caught:
+        load_checkpoint(path)
+    assert f"`{path}`" in str(caught.value)
+    assert caught.value.hint
+    return str(caught.value)
+
+
+def assert_same(loaded: Checkpoint, saved: Checkpoint) -> None:
+    for field in ("step", "config", "counters", "data"):
+        assert getattr(loaded, field) == getattr(saved, field)
+    assert loaded.tensors.keys() == saved.tensors.keys()
+    for name, tensor in saved.tensors.items():
+        assert loaded.tensors[name].dtype == tensor.dtype
+        assert torch.equal(loaded.tensors[name], tensor)
+
+
+@pytest.fixture
+def saved(tmp_path) -> Path:
+    return save_checkpoint(tmp_path, example())
+
+
+@pytest.mark.parametrize("size", [1, 3, 33, 1311])
+def test_round_trip_is_exact(tmp_path, size):
+    original = example(size=size)
+    assert_same(load_checkpoint(save_checkpoint(tmp_path, original)), original)
+
+
+def test_save_reads_strides(tmp_path):
+    wide = torch.arange(-60, 60, dtype=torch.int8).view(10, 12)
+    views = {"transposed": wide.T, "offset": wide[1::3, 2:9:2]}
+    loaded = load_checkpoint(save_checkpoint(tmp_path, replace(example(), tensors=views)))
+    assert torch.equal(loaded.tensors["transposed"], wide.T)
+    assert torch.equal(loaded.tensors["offset"], wide[1::3, 2:9:2])
+
+
+@pytest.mark.gpu
+def test_save_of_gpu_tensors_equals_save_of_cpu_tensors(tmp_path):
+    on_cpu = save_checkpoint(tmp_path, example()).read_bytes()
+    on_gpu = {name: tensor.cuda() for name, tensor in example().tensors.items()}
+    path = save_checkpoint(tmp_path, replace(example(), tensors=on_gpu))
+    assert path.read_bytes() == on_cpu
+    assert all(tensor.is_cpu for tensor in load_checkpoint(path).tensors.values())
+
+
+def test_loaded_tensors_own_their_memory(saved):
+    loaded = load_checkpoint(saved)
+    saved.write_bytes(bytes(saved.stat().st_size))  # in place, under any mapping of it
+    assert_same(loaded, example())
+    for tensor in loaded.tensors.values():
+        tensor.fill_(1)
+
+
+def test_safetensors_reads_the_file(saved):
+    tensors = load_file(saved)
+    assert tensors.keys() == example().tensors.keys()
+    assert all(torch.equal(tensors[name], t) for name, t in example().tensors.items())
+
+
+def test_metadata_is_one_key_of_known_fields(saved):
+    with safe_open(saved, "pt") as file:
+        metadata = file.metadata()
+    assert metadata.keys() == {"arb"}
+    fields = json.loads(metadata["arb"])
+    assert fields.keys() == module.FIELDS.keys()
+    assert fields["format"] == 1
+    assert fields["digests"].keys() == example().tensors.keys()
+
+
+def save_backwards(directory: Path) -> None:
+    save_checkpoint(directory, example(backwards=True))
+
+
+def test_file_is_a_function_of_the_state(tmp_path, saved):
+    """Neither the order of a dict, nor time, nor the process or its hash seed is in the file."""
+    here, elsewhere = tmp_path / "here", tmp_path / "elsewhere"
+    here.mkdir()
+    elsewhere.mkdir()
+    save_backwards(here)
+    run_elsewhere(save_backwards, elsewhere, PYTHONHASHSEED="7")
+    assert (here / saved.name).read_bytes() == saved.read_bytes()
+    assert (elsewhere / saved.name).read_bytes() == saved.read_bytes()
+
+
+def test_save_keeps_the_newest_two(tmp_path):
+    for step in (5, 90, 900_000, 1_000_000):
+        save_checkpoint(tmp_path, example(step))
+    names = [path.name for path in checkpoints(tmp_path)]
+    assert names == ["step-1000000.safetensors", "step-900000.safetensors"]
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_save_keeps_itself_beside_later_steps(tmp_path):
+    for step in (100, 200, 300, 150):
+        save_checkpoint(tmp_path, example(step), keep=4 if step > 150 else 1)
+    assert [load_checkpoint(path).step for path in checkpoints(tmp_path)] == [300, 200, 150]
+
+
+def test_save_replaces_the_same_step(tmp_path, saved):
+    changed = replace(example(), counters={"skipped": 4})
+    assert save_checkpoint(tmp_path, changed) == saved
+    assert_same(load_checkpoint(saved), changed)
+
+
+def test_save_removes_what_a_killed_save_left(tmp_path):
+    (tmp_path / ".step-000100.safetensors.tmp").write_bytes(b"half")
+    save_checkpoint(tmp_path, example())
+    assert [path.name for path in tmp_path.iterdir()] == ["step-000200.safetensors"]
+
+
+def test_checkpoints_ignores_other_names(tmp_path, saved):
+    for name in ("step-12.safetensors", "step-000300.safetensors.bak", "model.safetensors"):
+        (tmp_path / name).touch()
+    assert checkpoints(tmp_path) == [saved]
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor"),
+    [
+        ("head.weight", torch.zeros(3)),
+        ("head.index", torch.zeros(3, dtype=torch.int16)),
+        ("head.mask", torch.zeros(3, dtype=torch.bool)),
+        ("head.trits", torch.zeros(3, dtype=torch.int8)),
+        ("head.octave", torch.zeros(3, dtype=torch.uint8)),
+        ("head.trits", torch.tensor([0, 243], dtype=torch.uint8)),
+        ("__metadata__", torch.zeros(3, dtype=torch.int8)),
+        ("", torch.zeros(3, dtype=torch.int8)),
+    ],
+    ids=["float", "int16", "bool", "int8 trits", "uint8", "illegal byte", "reserved", "nameless"],
+)
+def test_save_rejects_what_is_not_state(tmp_path, name, tensor):
+    with pytest.raises(ValueError, match=f"`{name}`"):
+        save_checkpoint(tmp_path, replace(example(), tensors={name: tensor}))
+    assert not list(tmp_path.iterdir())
+
+
+def test_load_refuses_a_flipped_bit_in_any_byte(saved):
+    data = saved.read_bytes()
+    for place in range(len(data)):
+        altered = bytearray(data)
+        altered[place] ^= 1 << place % 8
+        saved.write_bytes(altered)
+        refusal(saved)
+
+
+@pytest.mark.parametrize(
+    ("region", "why"),
+    [
+        (b"\x00\x00\x00\x00", "header cannot have"),
+        (b'"data_offsets"', "header"),
+        (b"preset", "metadata was altered"),
+        (bytes(example().tensors["head.trits"].numpy()), "`head.trits` was altered"),
+        (bytes(example().tensors["head.remainder"].numpy()), "`head.remainder` was altered"),
+    ],
+    ids=["length", "header", "metadata", "trits", "int8"],
+)
+def test_load_says_which_region_was_altered(saved, region, why):
+    data = bytearray(saved.read_bytes())
+    data[data.index(region) + 3] ^= 1
+    saved.write_bytes(data)
+    assert why in refusal(saved)
+
+
+def test_load_refuses_every_truncation(tmp_path):
+    data = save_checkpoint(tmp_path, example(size=1000)).read_bytes()
+    assert len(data) > 40_000
+    path = tmp_path / "short"
+    lengths = [*range(64), *range(4096, len(data), 4096), len(data) - 1]
+    for length in lengths:
+        path.write_bytes(data[:length])
+        assert "truncated" in refusal(path)
+
+
+def test_load_refuses_trailing_bytes(saved):
+    saved.write_bytes(saved.read_bytes() + b"\x00")
+    assert "1 bytes too many" in refusal(saved)
+
+
+def test_load_refuses_what_is_no_readable_file(tmp_path, saved):
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "locked").touch(mode=0)
+    assert "not a regular file" in refusal(tmp_path)
+    assert "not a regular file" in refusal(tmp_path / "pipe")
+    assert "No such file" in refusal(tmp_path / "missing")
+    assert "Not a directory" in refusal(saved / "below")
+    if os.geteuid():  # root reads everything
+        assert "Permission denied" in refusal(tmp_path / "locked")
+
+
+def test_load_refuses_illegal_trits_with_a_correct_digest(tmp_path, monkeypatch):
+    illegal = {"head.trits": torch.tensor([[0, 242, 243]], dtype=torch.uint8)}
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "illegal_bytes", lambda packed: 0)
+        path = save_checkpoint(tmp_path, replace(example(), tensors=illegal))
+        load_checkpoint(path)
+    assert "`head.trits` has a byte that is no five trits" in refusal(path)
+
+
+def test_load_asks_to_upgrade_for_a_newer_format(saved):
+    header, data = unpack(saved.read_bytes())
+    saved.write_bytes(pack(reseal(header, {"format": 2}), data))
+    with pytest.raises(ArbError, match="written by a newer arb") as caught:
+        load_checkpoint(saved)
+    assert caught.value.hint == "upgrade arb"
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"format": 0},
+        {"format": True},
+        {"format": "1"},
+        {"step": -1},
+        {"step": 1.0},
+        {"config": []},
+        {"counters": {"skipped": 0.5}},
+        {"counters": {"skipped": True}},
+        {"data": None},
+        {"config": {"lr": float("nan")}},
+        {"host": "here"},
+    ],
+    ids=str,
+)
+def test_load_refuses_sealed_nonsense(saved, changes):
+    header, data = unpack(saved.read_bytes())
+    saved.write_bytes(pack(reseal(header, changes), data))
+    assert "its metadata " in refusal(saved)
+
+
+def _tensors(header: dict, **changes: object) -> dict:
+    """Change what a header says of `head.remainder`, or remove it."""
+    entry = header["head.remainder"] | changes
+    return header | {"head.remainder": {k: v for k, v in entry.items() if v is not None}}
+
+
+LIES = {
+    "a second metadata key": lambda h: h | {"__metadata__": h["__metadata__"] | {"format": "pt"}},
+    "no metadata": lambda h: {k: v for k, v in h.items() if k != "__metadata__"},
+    "metadata is a list": lambda h: h | {"__metadata__": ["arb"]},
+    "arb is a dict": lambda h: h | {"__metadata__": {"arb": {}}},
+    "arb is not ASCII": lambda h: h | {"__metadata__": {"arb": "\ud800"}},
+    "a missing tensor": lambda h: {k: v for k, v in h.items() if k != "one"},
+    "an extra tensor": lambda h: h | {"more": h["one"]},
+    "an entry is a number": lambda h: h | {"one": 1},
+    "another dtype": lambda h: _tensors(h, dtype="F32"),
+    "a dtype is a list": lambda h: _tensors(h, dtype=[]),
+    "no dtype": lambda h: _tensors(h, dtype=None),
+    "another shape": lambda h: _tensors(h, shape=[33, 5]),
+    "a smaller shape": lambda h: _tensors(h, shape=[5, 32]),
+    "a huge shape": lambda h: _tensors(h, shape=[2**40], data_offsets=[27, 27 + 2**40]),
+    "a shape beyond int64": lambda h: _tensors(h, shape=[2**70]),
+    "an empty shape beyond int64": lambda h: _tensors(h, shape=[0, 2**40, 2**40]),
+    "a shape of many axes": lambda h: _tensors(h, shape=[1] * 10_000),
+    "a negative shape": lambda h: _tensors(h, shape=[-5, -33]),
+    "a boolean shape": lambda h: _tensors(h, shape=[True, 165]),
+    "a shape is a string": lambda h: _tensors(h, shape="5x33"),
+    "no shape": lambda h: _tensors(h, shape=None),
+    "overlapping offsets": lambda h: _tensors(h, data_offsets=[0, 165]),
+    "offsets beyond the file": lambda h: _tensors(h, data_offsets=[2**62, 2**62 + 165]),
+    "offsets reversed": lambda h: _tensors(h, data_offsets=[165, 0]),
+    "no offsets": lambda h: _tensors(h, data_offsets=None),
+    "a field more": lambda h: _tensors(h, host="here"),
+}
+
+
+@pytest.mark.parametrize("lie", LIES.values(), ids=LIES.keys())
+def test_load_refuses_a_lying_header(saved, lie):
+    header, data = unpack(saved.read_bytes())
+    saved.write_bytes(pack(lie(header), data))
+    began = time.perf_counter()
+    tracemalloc.start()
+    refusal(saved)
+    peak_bytes = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak_bytes < 4_000_000
+    assert time.perf_counter() - began < 2
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [[0, 2**40, 2**40], [0, 2**70], [1] * 1000, [True], [-1, -1], [1.0], "1", None],
+    ids=lambda shape: str(shape)[:20],
+)
+def test_load_refuses_a_shape_that_all_else_agrees_with(saved, shape):
+    """The size, offsets and digest fit; the shape is one that torch would choke on."""
+    header, _ = unpack(saved.read_bytes())
+    data = b"" if isinstance(shape, list) and shape[0] == 0 else b"\x05"
+    digest = sha256(f"I8{shape}".encode() + data).hexdigest()
+    entry = {"dtype": "I8", "shape": shape, "data_offsets": [0, len(data)]}
+    header = {"__metadata__": header["__metadata__"], "one": entry}
+    saved.write_bytes(pack(reseal(header, {"digests": {"one": digest}}), data))
+    assert "`one` has an impossible shape" in refusal(saved)
+
+
+def test_load_names_a_tensor_of_another_dtype(saved):
+    header, data = unpack(saved.read_bytes())
+    header["one"]["dtype"] = "U8"
+    saved.write_bytes(pack(header, data))
+    assert "`one` is not torch.int8" in refusal(saved)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        b"",
+        b"null",
+        b"[]",
+        b'"arb"',
+        b"{",
+        b"\xff\xfe{\x00}\x00",
+        b"[" * 1_000_000,
+        b'{"a":' * 200_000,
+        b'{"a":' * 400 + b"{}" + b"}" * 400,
+        b'{"a":' * 990 + b"{}" + b"}" * 990,
+        b'{"a":NaN}',
+        b'{"a":1e999}',
+        b'{"a":-Infinity}',
+        b'{"a":1,"a":1}',
+        b'{"a": 1}',
+        b'{"a":' + b"9" * 5000 + b"}",
+        b'{"__metadata__":{"arb":"{}"},"__metadata__":{"arb":"{}"}}',
+    ],
+    ids=lambda text: f"{text[:20]!r}x{len(text)}",
+)
+def test_load_refuses_a_header_that_is_no_json_of_ours(tmp_path, text):
+    path = tmp_path / "step-000001.safetensors"
+    path.write_bytes(pack(text))
+    refusal(path)
+
+
+@pytest.mark.parametrize(
+    "inner", ['{"format":NaN}', '{"format":1,"format":1}', "[" * 5000, '{"a":' * 990 + "1"]
+)
+def test_load_refuses_metadata_that_is_no_json_of_ours(tmp_path, inner):
+    path = tmp_path / "step-000001.safetensors"
+    path.write_bytes(pack({"__metadata__": {"arb": inner}}))
+    refusal(path)
+
+
+@pytest.mark.parametrize("length", [2**22 + 1, 100_000_000, 2**63, 2**64 - 1])
+def test_load_refuses_a_huge_header_unread(tmp_path, length):
+    path = tmp_path / "step-000001.safetensors"
+    with path.open("wb") as file:
+        file.write(length.to_bytes(8, "little"))
+        file.truncate(200_000_000)  # sparse
+    tracemalloc.start()
+    assert "header cannot have" in refusal(path)
+    assert tracemalloc.get_traced_memory()[1] < 1_000_000
+    tracemalloc.stop()
+
+
+def test_latest_falls_back_and_says_why(tmp_path):
+    for step in (100, 200, 300):
+        save_checkpoint(tmp_path, example(step), keep=3)
+    newest, middle, _ = checkpoints(tmp_path)
+    newest.write_bytes(newest.read_bytes()[:-1])
+    middle.write_bytes(b"")
+    notes = []
+    assert_same(latest_checkpoint(tmp_path, notes.append), example(100))
+    assert len(notes) == 2
+    assert re.fullmatch(
+        rf"checkpoint `{newest}`: refused: it is truncated: .*; using the one before it", notes[0]
+    )
+    assert f"`{middle}`" in notes[1]
+
+
+def test_latest_lists_what_it_refused(tmp_path, saved):
+    saved.write_bytes(b"")
+    notes = []
+    with pytest.raises(ArbError, match="can be used") as caught:
+        latest_checkpoint(tmp_path, notes.append)
+    assert saved.name in str(caught.value)
+    assert notes == []
+
+
+@pytest.mark.parametrize("name", [".", "missing"])
+def test_latest_of_nothing_is_an_error(tmp_path, name):
+    with pytest.raises(ArbError, match="there is no checkpoint in"):
+        latest_checkpoint(tmp_path / name, pytest.fail)
+
+
+def test_check_layout_accepts_the_same_layout(saved):
+    on_meta = {name: tensor.to("meta") for name, tensor in example().tensors.items()}
+    check_layout(load_checkpoint(saved).tensors, on_meta)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"a.octave": None}, "`a.octave` is torch.int8 [3] in the checkpoint and missing"),
+        ({"b.trits": (1,)}, "`b.trits` is missing in the checkpoint and torch.uint8 [1] in"),
+        ({"a.trits": (5, 2)}, "`a.trits` is torch.uint8 [2, 5] in the checkpoint and"),
+    ],
+    ids=["extra", "missing", "shape"],
+)
+def test_check_layout_names_the_first_difference(changes, message):
+    def build(shapes):
+        dtypes = {name: torch.uint8 if "trits" in name else torch.int8 for name in shapes}
+        return {n: torch.zeros(s, dtype=dtypes[n]) for n, s in shapes.items() if s is not None}
+
+    layout = {"z.octave": (2,), "a.octave": (3,), "a.trits": (2, 5)}
+    with pytest.raises(ArbError, match=re.escape(message)) as caught:
+        check_layout(build(layout), build(layout | changes | {"z.octave": (9,)}))
+    assert "preset" in caught.value.hint
+
+
+def fill_the_disk(directory: Path) -> None:
+    """Save, then again under a limit on file size, which stops a write half-way as a full disk."""
+    save_checkpoint(directory, example(100))
+    write_json(directory / "config.json", {"seed": 1})
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
+    with pytest.raises(ArbError, match=r"cannot write `.*/step-000200\.safetensors`: File too lar"):
+        save_checkpoint(directory, example(200, size=100_000), keep=1)
+    with pytest.raises(ArbError, match=r"cannot write `.*/config\.json`: File too large"):
+        write_json(directory / "config.json", {"seed": "2" * 30_000})
+
+
+def test_full_disk_leaves_what_was_there(tmp_path):
+    run_elsewhere(fill_the_disk, tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {"config.json", "step-000100.safetensors"}
+    assert_same(latest_checkpoint(tmp_path, pytest.fail), example(100))
+    assert read_json(tmp_path / "config.json") == {"seed": 1}
+
+
+def test_interrupted_save_leaves_no_temporary(tmp_path, saved, monkeypatch):
+    def interrupt(descriptor):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "fsync", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        save_checkpoint(tmp_path, example(300))
+    assert list(tmp_path.iterdir()) == [saved]
+
+
+def test_save_syncs_the_whole_file_then_renames_then_syncs_the_directory(tmp_path, monkeypatch):
+    events = []
+
+    def record_sync(descriptor):
+        status = os.fstat(descriptor)
+        events.append("directory" if stat.S_ISDIR(status.st_mode) else status.st_size)
+
+    def record_rename(source, target):
+        events.append("rename")
+        os.rename(source, target)
+
+    monkeypatch.setattr(os, "fsync", record_sync)
+    monkeypatch.setattr(Path, "replace", record_rename)
+    path = save_checkpoint(tmp_path, example())
+    assert events == [path.stat().st_size, "rename", "directory"]
+
+
+@pytest.mark.parametrize("name", ["missing", "file"])
+def test_save_where_there_is_no_directory_is_an_error(tmp_path, name):
+    (tmp_path / "file").touch()
+    with pytest.raises(ArbError, match="cannot write") as caught:
+        save_checkpoint(tmp_path / name, example())
+    assert "step-000200.safetensors" in str(caught.value)
+
+
+def kill_savers(directory: Path) -> None:
+    """Fork fifteen processes that save in a loop, kill each, and load what it left."""
+    torch.set_num_threads(1)  # threads do not survive a fork
+    save_checkpoint(directory, example(0, size=20_000))
+    step = 0
+    for kill in range(15):
+        child = os.fork()
+        if child == 0:
+            while True:
+                step += 1
+                save_checkpoint(directory, example(step, size=20_000))
+        time.sleep(0.02 + 0.0137 * kill)
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        loaded = latest_checkpoint(directory, pytest.fail)
+        assert loaded.step >= step
+        step = loaded.step
+        assert_same(loaded, example(step, size=20_000))
+        assert len(checkpoints(directory)) <= 3  # killed before the oldest was deleted
+    assert step > 0
+
+
+def test_kill_at_any_time_leaves_a_checkpoint_that_loads(tmp_path):
+    run_elsewhere(kill_savers, tmp_path)
+
+
+def test_run_lock_refuses_a_second_holder(tmp_path):
+    in_use = pytest.raises(ArbError, match="in use by another process")
+    with run_lock(tmp_path), in_use, run_lock(tmp_path):
+        pytest.fail("locked twice")
+    with run_lock(tmp_path):
+        pass
+
+
+def hold_the_lock(directory: Path) -> None:
+    with run_lock(directory):
+        sys.stdout.write("locked\n")
+        sys.stdout.flush()
+        time.sleep(60)
+
+
+def test_run_lock_is_released_by_sigkill(tmp_path):
+    command = python_command(hold_the_lock, tmp_path)
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as holder:
+        try:
+            assert holder.stdout.readline() == "locked\n"
+            with pytest.raises(ArbError, match="in use by another process"), run_lock(tmp_path):
+                pytest.fail("locked twice")
+        finally:
+            holder.kill()
+        holder.wait()
+        with run_lock(tmp_path):
+            pass
+
+
+def test_run_lock_passes_errors_of_its_body(tmp_path):
+    with pytest.raises(FileNotFoundError), run_lock(tmp_path):
+        raise FileNotFoundError
+
+
+def test_run_lock_needs_a_directory(tmp_path):
+    with pytest.raises(ArbError, match="cannot lock"), run_lock(tmp_path / "missing"):
+        pytest.fail("locked nothing")
+
+
+def test_run_lock_warns_where_there_is_none(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "fcntl", None)
+    with pytest.warns(UserWarning, match="is not locked"), run_lock(tmp_path):
+        pass
+
+
+def test_write_json_is_sorted_and_read_back(tmp_path):
+    path = tmp_path / "config.json"
+    write_json(path, {"b": [1, 2.5, None], "a": "\u03c0"})
+    assert path.read_text().startswith('{\n  "a": "\\u03c0",\n  "b": [\n')
+    assert read_json(path) == {"a": "\u03c0", "b": [1, 2.5, None]}
+
+
+def test_write_json_is_atomic(tmp_path, monkeypatch):
+    """A write that fails leaves what was there, and nothing beside it."""
+    path = tmp_path / "config.json"
+    write_json(path, {"seed": 1})
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        write_json(path, {"seed": float("nan")})
+
+    def fail(descriptor):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises(ArbError, match="No space left on device"):
+        write_json(path, {"seed": 2})
+    assert read_json(path) == {"seed": 1}
+    assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("text", [b"", b'{"seed": ', b"\xff", b"[" * 100_000], ids=len)
+def test_read_json_refuses_what_is_no_json(tmp_path, text):
+    path = tmp_path / "config.json"
+    path.write_bytes(text)
+    with pytest.raises(ArbError, match="is not JSON") as caught:
+        read_json(path)
+    assert str(path) in str(caught.value)
+
+
+def test_read_json_names_a_missing_file(tmp_path):
+    with pytest.raises(ArbError, match=r"config\.json`: No such file"):
+        read_json(tmp_path / "config.json")

@@ -1,0 +1,554 @@
+"""Texts against a naive concatenation of their files, batches against the windows they must be."""
+
+import math
+import os
+import sysconfig
+from collections import Counter
+from itertools import permutations
+from pathlib import Path
+
+import pytest
+import torch
+
+from arbcli import data
+from arbcli.data import MAX_OPEN_MAPS, Text, batch, digest, entropy, evaluation_batches, open_texts
+from arbcli.errors import ArbError
+
+SHAKESPEARE = Path(__file__).parents[2] / "shared/data/tinyshakespeare.txt"
+BATCH = {"batch_size": 4, "context": 8, "device": "cpu"}
+
+needs_permissions = pytest.mark.skipif(
+    not hasattr(os, "geteuid") or os.geteuid() == 0, reason="root may read every file"
+)
+
+
+def random_bytes(num_bytes: int, seed: int = 0) -> bytes:
+    generator = torch.Generator().manual_seed(seed)
+    return bytes(torch.randint(256, (num_bytes,), generator=generator).tolist())
+
+
+def write(path: Path, content: bytes) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(content)
+    return path
+
+
+def write_all(folder: Path, contents: list[bytes]) -> list[Path]:
+    return [write(folder / f"{i:04}", content) for i, content in enumerate(contents)]
+
+
+def read_all(text: Text) -> bytes:
+    return text.read(0, len(text))
+
+
+def write_lines(folder: Path, num_files: int) -> list[str]:
+    """Write files of one line each, no two alike, and return the lines."""
+    lines = [f"line {i} of {num_files}\n" for i in range(num_files)]
+    for i, line in enumerate(lines):
+        write(folder / str(i % 3) / f"{i}.txt", line.encode())
+    return lines
+
+
+def lines_of(text: Text) -> list[str]:
+    return read_all(text).decode().splitlines(keepends=True)
+
+
+def message_of(error: pytest.ExceptionInfo) -> str:
+    """Return the message, once it and its hint are one line each."""
+    assert error.value.hint
+    assert len(str(error.value).splitlines()) == len(error.value.hint.splitlines()) == 1
+    return str(error.value)
+
+
+def test_read_equals_concatenation(tmp_path):
+    contents = [random_bytes(size, seed=size) for size in (5, 0, 1, 1, 33, 0, 7)]
+    text = Text(write_all(tmp_path, contents))
+    stream = b"".join(contents)
+    assert len(text) == len(stream)
+    for start in range(len(stream) + 1):
+        for stop in range(start, len(stream) + 1):
+            assert text.read(start, stop - start) == stream[start:stop]
+
+
+def test_read_of_a_range_equals_slice(tmp_path):
+    contents = [random_bytes(size, seed=size) for size in (5, 1, 6)]
+    paths = write_all(tmp_path, contents)
+    stream = b"".join(contents)
+    for start in range(len(stream) + 1):
+        for stop in range(start, len(stream) + 2):
+            text = Text(paths, start=start, stop=stop)
+            assert read_all(text) == stream[start:stop]
+            assert sum(text.sizes) == len(text)
+
+
+@pytest.mark.parametrize(("offset", "length"), [(-1, 2), (0, 4), (3, 1), (4, 0), (1, -1)])
+def test_read_rejects_range_outside(tmp_path, offset, length):
+    text = Text(write_all(tmp_path, [b"abc"]))
+    with pytest.raises(ValueError, match="in a text of 3 bytes"):
+        text.read(offset, length)
+
+
+def test_text_does_not_count_empty_files(tmp_path):
+    assert Text(write_all(tmp_path, [b"", b"a", b"", b"b"])).num_files == 2
+
+
+def test_text_reads_more_files_than_it_maps(tmp_path):
+    contents = [random_bytes(3, seed=i) for i in range(2 * MAX_OPEN_MAPS + 1)]
+    text = Text(write_all(tmp_path, contents))
+    stream = b"".join(contents)
+    for _ in range(2):
+        assert read_all(text) == stream
+
+
+@pytest.mark.skipif(not Path("/dev/fd").exists(), reason="no list of open descriptors")
+def test_text_bounds_open_files(tmp_path):
+    text = Text(write_all(tmp_path, [b"abc"] * (2 * MAX_OPEN_MAPS)))
+    before = len(os.listdir("/dev/fd"))
+    read_all(text)
+    assert len(os.listdir("/dev/fd")) - before == MAX_OPEN_MAPS
+
+
+def test_text_keeps_the_file_read_last(tmp_path):
+    paths = write_all(tmp_path, [b"abc"] * (MAX_OPEN_MAPS + 1))
+    text = Text(paths)
+    for i in range(MAX_OPEN_MAPS):
+        text.read(3 * i, 3)
+    text.read(0, 3)
+    text.read(3 * MAX_OPEN_MAPS, 3)
+    # what is still mapped can be read after its file has gone
+    paths[0].unlink()
+    paths[1].unlink()
+    assert text.read(0, 3) == b"abc"
+    with pytest.raises(ArbError, match="0001"):
+        text.read(3, 3)
+
+
+def test_text_survives_a_change_of_folder(tmp_path, monkeypatch):
+    write(tmp_path / "book.txt", b"0123456789")
+    monkeypatch.chdir(tmp_path)
+    text = Text([Path("book.txt")])
+    monkeypatch.chdir(tmp_path.parent)
+    assert read_all(text) == b"0123456789"
+
+
+def test_window_batch_equals_slices(tmp_path):
+    stream = random_bytes(50)
+    text = Text(write_all(tmp_path, [stream[:20], stream[20:21], stream[21:]]))
+    starts = [0, 43, 17, 17, 20]
+    windows = text.window_batch(starts, 7)
+    assert windows.dtype == torch.uint8
+    assert windows.tolist() == [list(stream[start : start + 7]) for start in starts]
+
+
+def test_batch_equals_windows_of_the_text(tmp_path):
+    text = Text(write_all(tmp_path, [bytes(range(100)), bytes(range(100, 256))]))
+    inputs, targets = batch(text, seed=1, step=2, micro=3, **BATCH)
+    assert inputs.dtype == targets.dtype == torch.int64
+    assert torch.equal(inputs, inputs[:, :1] + torch.arange(8))
+    assert torch.equal(targets, inputs + 1)
+
+
+def test_batch_is_contiguous(tmp_path):
+    text = Text(write_all(tmp_path, [random_bytes(99)]))
+    assert all(part.is_contiguous() for part in batch(text, seed=0, step=0, micro=0, **BATCH))
+
+
+def test_batch_is_deterministic(tmp_path):
+    paths = write_all(tmp_path, [random_bytes(5000)])
+    wanted = [batch(Text(paths), seed=0, step=step, micro=0, **BATCH) for step in range(9)]
+    text = Text(paths)
+    for step in (7, 2, 8, 2):
+        torch.manual_seed(step)
+        for got, want in zip(
+            batch(text, seed=0, step=step, micro=0, **BATCH), wanted[step], strict=True
+        ):
+            assert torch.equal(got, want)
+
+
+def test_batch_never_changes_between_versions(tmp_path):
+    text = Text(write_all(tmp_path, [bytes(range(256))]))
+    inputs, _ = batch(text, seed=1, step=20, micro=3, **BATCH)
+    assert inputs[:, 0].tolist() == [207, 86, 55, 221]
+
+
+def test_batch_leaves_the_global_generator_alone(tmp_path):
+    text = Text(write_all(tmp_path, [random_bytes(99)]))
+    before = torch.get_rng_state()
+    batch(text, seed=0, step=0, micro=0, **BATCH)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_batch_differs_for_every_seed_step_and_micro(tmp_path):
+    text = Text(write_all(tmp_path, [random_bytes(100_000)]))
+    keys = [*permutations((0, 1, 11, 111, -1), 3), (1, 1, 11), (11, 1, 1), (0, 0, 2**40)]
+    seen = {
+        tuple(batch(text, seed=seed, step=step, micro=micro, **BATCH)[0].flatten().tolist())
+        for seed, step, micro in keys
+    }
+    assert len(seen) == len(keys)
+
+
+def test_batch_draws_every_window_alike(tmp_path):
+    context, num_windows, expected = 8, 37, 1000
+    text = Text(write_all(tmp_path, [bytes(range(num_windows + context))]))
+    inputs, targets = batch(
+        text,
+        seed=0,
+        step=0,
+        micro=0,
+        batch_size=num_windows * expected,
+        context=context,
+        device="cpu",
+    )
+    counts = inputs[:, 0].bincount(minlength=num_windows)
+    assert len(counts) == num_windows
+    # five standard deviations of a binomial count
+    assert (counts - expected).abs().max() < 5 * math.sqrt(expected)
+    assert targets.max() == num_windows + context - 1
+
+
+def test_batch_reads_the_only_window(tmp_path):
+    text = Text(write_all(tmp_path, [b"012", b"345678"]))
+    inputs, targets = batch(text, seed=0, step=0, micro=0, **BATCH)
+    assert inputs.tolist() == [list(b"01234567")] * 4
+    assert targets.tolist() == [list(b"12345678")] * 4
+
+
+def test_batch_rejects_short_text(tmp_path):
+    text = Text(write_all(tmp_path, [b"01234567"]))
+    with pytest.raises(ValueError, match="a text of 8 bytes has no window of 8 \\+ 1 bytes"):
+        batch(text, seed=0, step=0, micro=0, **BATCH)
+
+
+def test_evaluation_batches_repeat(tmp_path):
+    text = Text(write_all(tmp_path, [random_bytes(5000)]))
+    first, second = (list(evaluation_batches(text, **BATCH)) for _ in range(2))
+    assert len(first) == 40
+    for step, (one, other) in enumerate(zip(first, second, strict=True)):
+        want = batch(text, seed=7, step=step, micro=0, **BATCH)
+        assert all(map(torch.equal, one, other))
+        assert all(map(torch.equal, one, want))
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        pytest.param(b"a" * 33, 0.0, id="constant"),
+        pytest.param(b"ab" * 33, math.log(2), id="two"),
+        pytest.param(bytes(range(256)) * 3, math.log(256), id="uniform"),
+        pytest.param(b"aaab", 0.25 * math.log(4) + 0.75 * math.log(4 / 3), id="skewed"),
+        pytest.param(b"", 0.0, id="empty"),
+    ],
+)
+def test_entropy_equals_formula(tmp_path, content, expected):
+    assert entropy(Text(write_all(tmp_path, [content]))) == pytest.approx(expected, abs=1e-12)
+
+
+def test_entropy_reads_every_block(tmp_path, monkeypatch):
+    monkeypatch.setattr(data, "BLOCK_BYTES", 4)
+    text = Text(write_all(tmp_path, [b"aaaaa", b"aaa", b"bb"]))
+    expected = 0.8 * math.log(1 / 0.8) + 0.2 * math.log(1 / 0.2)
+    assert entropy(text) == pytest.approx(expected, abs=1e-12)
+
+
+def test_digest_does_not_depend_on_names(tmp_path):
+    contents = [b"one", b"two"]
+    first = write_all(tmp_path / "here", contents)
+    second = [write(tmp_path / "x/y", b"one"), write(tmp_path / "a/b/c", b"two")]
+    assert digest(Text(first)) == digest(Text(second))
+
+
+def test_digest_changes_with_content_order_and_sizes(tmp_path):
+    variants = [
+        [b"one", b"two"],
+        [b"two", b"one"],
+        [b"one", b"twp"],
+        [b"onet", b"wo"],
+        [b"onetwo"],
+        [b"one", b"two", b"\n"],
+        [b"one"],
+    ]
+    digests = {
+        digest(Text(write_all(tmp_path / str(i), contents))) for i, contents in enumerate(variants)
+    }
+    assert len(digests) == len(variants)
+
+
+def test_digest_reads_every_byte_below_the_threshold(tmp_path, monkeypatch):
+    monkeypatch.setattr(data, "BLOCK_BYTES", 4)
+    monkeypatch.setattr(data, "MAX_BLOCKS", 3)
+    variants = [bytes(12), *(bytes(i) + b"x" + bytes(11 - i) for i in range(12))]
+    digests = {
+        digest(Text(write_all(tmp_path / str(i), [content]))) for i, content in enumerate(variants)
+    }
+    assert len(digests) == 13
+
+
+def test_digest_samples_first_and_last_block_above_the_threshold(tmp_path, monkeypatch):
+    monkeypatch.setattr(data, "BLOCK_BYTES", 4)
+    monkeypatch.setattr(data, "MAX_BLOCKS", 3)
+    plain = digest(Text(write_all(tmp_path / "plain", [bytes(21)])))
+    seen = []
+    for i in range(21):
+        content = bytes(i) + b"x" + bytes(20 - i)
+        if digest(Text(write_all(tmp_path / str(i), [content]))) != plain:
+            seen.append(i)
+    assert seen == [0, 1, 2, 3, 8, 9, 10, 11, 17, 18, 19, 20]
+
+
+def test_open_texts_splits_one_file_by_position(tmp_path):
+    content = random_bytes(1009)
+    path = write(tmp_path / "book.txt", content)
+    texts = open_texts([str(path)], None, seed=0, context=64)
+    assert read_all(texts.train) == content[:909]
+    assert read_all(texts.val) == content[909:]
+
+
+def test_open_texts_splits_a_real_file_by_position():
+    if not SHAKESPEARE.exists():
+        pytest.skip("tinyshakespeare.txt is not here")
+    content = SHAKESPEARE.read_bytes()
+    texts = open_texts([str(SHAKESPEARE)], None, seed=0, context=64)
+    assert read_all(texts.train) + read_all(texts.val) == content
+    shares = [count / len(content) for count in Counter(content).values()]
+    expected = -sum(share * math.log(share) for share in shares)
+    assert entropy(Text([SHAKESPEARE])) == pytest.approx(expected, abs=1e-12)
+
+
+@pytest.mark.parametrize(("num_files", "num_val"), [(2, 1), (3, 1), (14, 1), (17, 2), (40, 4)])
+def test_open_texts_splits_files_into_disjoint_parts(tmp_path, num_files, num_val):
+    lines = write_lines(tmp_path, num_files)
+    texts = open_texts([str(tmp_path)], None, seed=0, context=1)
+    assert sorted(lines_of(texts.train) + lines_of(texts.val)) == sorted(lines)
+    assert texts.val.num_files == num_val
+
+
+def test_open_texts_splits_files_whatever_their_order(tmp_path):
+    write_lines(tmp_path, 40)
+    paths = [str(path) for path in tmp_path.rglob("*.txt")]
+    first = open_texts(sorted(paths), None, seed=3, context=1)
+    second = open_texts(sorted(paths, reverse=True), None, seed=3, context=1)
+    assert sorted(lines_of(first.val)) == sorted(lines_of(second.val))
+
+
+def test_open_texts_splits_files_whatever_their_place(tmp_path):
+    write_lines(tmp_path / "here", 40)
+    write_lines(tmp_path / "there/deep", 40)
+    first = open_texts([str(tmp_path / "here")], None, seed=3, context=1)
+    second = open_texts([str(tmp_path / "there")], None, seed=3, context=1)
+    assert digest(first.train) == digest(second.train)
+    assert digest(first.val) == digest(second.val)
+
+
+def test_open_texts_splits_files_by_seed(tmp_path):
+    write_lines(tmp_path, 40)
+    splits = {digest(open_texts([str(tmp_path)], None, seed=i, context=1).val) for i in range(8)}
+    assert len(splits) == 8
+
+
+def test_open_texts_leaves_empty_files_out_of_the_split(tmp_path):
+    write_all(tmp_path, [b""] * 30)
+    content = random_bytes(100)
+    write(tmp_path / "book.txt", content)
+    texts = open_texts([str(tmp_path)], None, seed=0, context=8)
+    assert read_all(texts.val) == content[90:]
+
+
+def test_open_texts_takes_validation_as_it_is_named(tmp_path):
+    write_lines(tmp_path / "train", 20)
+    held_out = write(tmp_path / "val.txt", b"held out")
+    texts = open_texts([str(tmp_path / "train")], [str(held_out)], seed=0, context=1)
+    assert texts.train.num_files == 20
+    assert read_all(texts.val) == b"held out"
+
+
+def test_open_texts_reads_folders_sorted_and_without_hidden_files(tmp_path):
+    for name in ("b.txt", "0.txt", "a/z.txt", "a/y/x", ".hidden", ".git/config", "a/.cache/x"):
+        write(tmp_path / name, f"{name}\n".encode())
+    (tmp_path / "broken link").symlink_to(tmp_path / "nowhere")
+    texts = open_texts([str(tmp_path)], [str(tmp_path)], seed=0, context=1)
+    assert lines_of(texts.train) == ["0.txt\n", "a/y/x\n", "a/z.txt\n", "b.txt\n"]
+
+
+@pytest.mark.parametrize(
+    ("pattern", "expected"),
+    [
+        pytest.param("*.txt", "bd", id="one level"),
+        pytest.param("**/*.txt", "abd", id="any depth"),
+        pytest.param("[a-c]*", "abc", id="folder matched"),
+        pytest.param("d[1].txt", "d", id="file of that name"),
+    ],
+)
+def test_open_texts_reads_globs(tmp_path, pattern, expected):
+    for name in ("a/1.txt", "b.txt", "c.py", "d[1].txt"):
+        write(tmp_path / name, name[:1].encode())
+    (tmp_path / "broken.txt").symlink_to(tmp_path / "nowhere")
+    entry = str(tmp_path / pattern)
+    whole = [str(tmp_path)]
+    assert read_all(open_texts(whole, [entry], seed=0, context=0).val).decode() == expected
+
+
+def test_open_texts_counts_a_file_once(tmp_path, monkeypatch):
+    path = write(tmp_path / "book.txt", random_bytes(100))
+    (tmp_path / "link.txt").symlink_to(path)
+    monkeypatch.chdir(tmp_path)
+    entries = ["book.txt", str(path), ".", "*.txt", "../" + tmp_path.name]
+    texts = open_texts(entries, None, seed=0, context=8)
+    assert len(texts.train) + len(texts.val) == 100
+
+
+@pytest.mark.parametrize(
+    ("entries", "expected"),
+    [(["a"], "a (1 file)"), (["."], ". (3 files)"), (["a", "b", "c"], "a and 2 more (3 files)")],
+)
+def test_open_texts_describes_what_was_named(tmp_path, monkeypatch, entries, expected):
+    for name in "abc":
+        write(tmp_path / name, bytes(100))
+    monkeypatch.chdir(tmp_path)
+    assert open_texts(entries, None, seed=0, context=8).description == expected
+
+
+def test_open_texts_defaults_to_the_standard_library():
+    texts = open_texts(None, None, seed=0, context=64)
+    assert texts.description.startswith("standard library source of Python 3.")
+    assert b"def " in texts.train.read(0, 2**18)
+    assert 8 * texts.val.num_files < texts.train.num_files < 10 * texts.val.num_files
+
+
+def test_open_texts_leaves_packages_and_tests_out_of_the_standard_library(tmp_path, monkeypatch):
+    lines = [f"{i}\n" for i in range(3)]
+    for name, line in zip(("abc.py", "json/decoder.py", "unittest/case.py"), lines, strict=True):
+        write(tmp_path / name, line.encode())
+    for name in ("site-packages/a.py", "dist-packages/a.py", "test/a.py", "json/tests/a.py"):
+        write(tmp_path / name, b"wrong\n")
+    write(tmp_path / "__pycache__/abc.pyc", b"wrong\n")
+    monkeypatch.setattr(sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path)})
+    texts = open_texts(None, None, seed=0, context=1)
+    assert sorted(lines_of(texts.train) + lines_of(texts.val)) == lines
+
+
+def test_open_texts_rejects_a_python_without_source(tmp_path, monkeypatch):
+    monkeypatch.setattr(sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path)})
+    with pytest.raises(ArbError) as error:
+        open_texts(None, None, seed=0, context=1)
+    assert "no source of its standard library" in message_of(error)
+
+
+@pytest.mark.parametrize("name", ["missing", "book.txt/below", "*.md", "**/no*"])
+def test_open_texts_rejects_what_matches_nothing(tmp_path, name):
+    write(tmp_path / "book.txt", bytes(100))
+    with pytest.raises(ArbError) as error:
+        open_texts([str(tmp_path / name)], None, seed=0, context=8)
+    assert message_of(error) == f"nothing matches `{tmp_path / name}`"
+
+
+def test_open_texts_rejects_missing_validation(tmp_path):
+    path = write(tmp_path / "book.txt", bytes(100))
+    with pytest.raises(ArbError) as error:
+        open_texts([str(path)], [str(tmp_path / "missing")], seed=0, context=8)
+    assert message_of(error) == f"nothing matches `{tmp_path / 'missing'}`"
+
+
+def test_open_texts_rejects_folder_without_files(tmp_path):
+    write(tmp_path / "a/.hidden", b"a")
+    with pytest.raises(ArbError) as error:
+        open_texts([str(tmp_path)], None, seed=0, context=8)
+    assert message_of(error) == f"the folder `{tmp_path}` has no files"
+
+
+def test_open_texts_rejects_empty_text(tmp_path):
+    path = write(tmp_path / "empty.txt", b"")
+    with pytest.raises(ArbError) as error:
+        open_texts([str(path)], None, seed=0, context=8)
+    assert message_of(error) == f"there is no text in `{path}`"
+
+
+@pytest.mark.parametrize(
+    ("train_bytes", "val_bytes", "role"), [(8, 9, "training"), (9, 8, "validation")]
+)
+def test_open_texts_rejects_context_longer_than_text(tmp_path, train_bytes, val_bytes, role):
+    train, val = write_all(tmp_path, [bytes(train_bytes), bytes(val_bytes)])
+    with pytest.raises(ArbError) as error:
+        open_texts([str(train)], [str(val)], seed=0, context=8)
+    assert f"needs a {role} text of 9 bytes or more, and this one has 8" in message_of(error)
+
+
+def test_open_texts_accepts_context_of_one_window(tmp_path):
+    train, val = write_all(tmp_path, [bytes(9), bytes(9)])
+    assert len(open_texts([str(train)], [str(val)], seed=0, context=8).val) == 9
+
+
+def test_open_texts_rejects_one_file_too_small_to_split(tmp_path):
+    path = write(tmp_path / "book.txt", bytes(9))
+    with pytest.raises(ArbError) as error:
+        open_texts([str(path)], None, seed=0, context=1)
+    assert "validation text of 2 bytes or more, and this one has 0" in message_of(error)
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no named pipes")
+def test_open_texts_rejects_what_is_not_a_regular_file(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(ArbError) as error:
+        open_texts([str(tmp_path / "pipe")], None, seed=0, context=8)
+    assert message_of(error) == f"`{tmp_path / 'pipe'}` is not a regular file"
+
+
+@needs_permissions
+def test_open_texts_rejects_unreadable_file(tmp_path):
+    path = write(tmp_path / "book.txt", bytes(100))
+    path.chmod(0)
+    with pytest.raises(ArbError) as error:
+        open_texts([str(path)], None, seed=0, context=8)
+    assert message_of(error) == f"cannot read `{path}`: Permission denied"
+
+
+@needs_permissions
+def test_open_texts_rejects_unreadable_folder(tmp_path):
+    folder = tmp_path / "books"
+    write(folder / "book.txt", bytes(100))
+    folder.chmod(0)
+    with pytest.raises(ArbError) as error:
+        open_texts([str(tmp_path)], None, seed=0, context=8)
+    folder.chmod(0o700)
+    assert message_of(error) == f"cannot read `{folder}`: Permission denied"
+
+
+def test_text_rejects_a_folder(tmp_path):
+    with pytest.raises(ArbError) as error:
+        Text([tmp_path])
+    assert message_of(error) == f"`{tmp_path}` is not a regular file"
+
+
+def test_text_rejects_a_missing_file(tmp_path):
+    with pytest.raises(ArbError) as error:
+        Text([tmp_path / "missing"])
+    assert message_of(error) == f"cannot read `{tmp_path / 'missing'}`: No such file or directory"
+
+
+def test_read_names_a_file_that_has_vanished(tmp_path):
+    paths = write_all(tmp_path, [b"abc", b"def"])
+    text = Text(paths)
+    paths[1].unlink()
+    with pytest.raises(ArbError) as error:
+        read_all(text)
+    assert message_of(error) == f"cannot read `{paths[1]}`: No such file or directory"
+
+
+@pytest.mark.parametrize("num_bytes", [0, 1, 5000])
+@pytest.mark.parametrize("is_mapped", [False, True])
+def test_read_names_a_file_that_has_become_shorter(tmp_path, num_bytes, is_mapped):
+    (path,) = write_all(tmp_path, [random_bytes(10_000)])
+    text = Text([path])
+    if is_mapped:
+        text.read(0, 1)
+    os.truncate(path, num_bytes)
+    with pytest.raises(ArbError) as error:
+        text.read(0, 10_000)
+    assert message_of(error) == f"`{path}` has become shorter since the text was opened"
+
+
+def test_read_accepts_a_file_that_has_grown(tmp_path):
+    (path,) = write_all(tmp_path, [b"abc"])
+    text = Text([path])
+    write(path, b"abcdef")
+    assert read_all(text) == b"abc"

@@ -1,0 +1,83 @@
+"""The layers import downwards only, triton stays in its place, and the CLI loads without torch."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[1] / "arbcli"
+RANK = {
+    "errors": 0,
+    "output": 1,
+    "kernels": 1,
+    "data": 1,
+    "plots": 1,
+    "model": 2,
+    "device": 2,
+    "generation": 3,
+    "memory": 3,
+    "checkpoint": 3,
+    "training": 4,
+    "runs": 5,
+    "parity": 5,
+    "probe": 6,
+    "audit": 6,
+    "commands": 7,
+    "cli": 8,
+    "__main__": 9,
+    "__init__": 9,
+}
+
+
+def layer(module: str) -> str:
+    return module.split(".")[1]
+
+
+def imported(path: Path) -> set[str]:
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            names.add(node.module)
+        elif isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+    return names
+
+
+def modules() -> list:
+    paths = sorted(PACKAGE.rglob("*.py"))
+    return [pytest.param(path, id=str(path.relative_to(PACKAGE))) for path in paths]
+
+
+@pytest.mark.parametrize("path", modules())
+def test_imports_point_downwards(path: Path):
+    own = layer(".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts))
+    for name in imported(path):
+        if name.startswith("arbcli."):
+            assert layer(name) == own or RANK[layer(name)] < RANK[own], f"{path} imports {name}"
+
+
+@pytest.mark.parametrize("path", modules())
+def test_triton_is_imported_by_kernels_only(path: Path):
+    if path.parent.name != "kernels":
+        assert not any(name.split(".")[0] == "triton" for name in imported(path))
+
+
+def test_cli_loads_without_torch():
+    code = "import sys, arbcli.cli; sys.exit(bool({'torch', 'triton'} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_package_trains_without_triton():
+    code = (
+        "import sys; sys.modules['triton'] = None\n"
+        "from arbcli import runs\n"
+        "from arbcli.data import open_texts\n"
+        "from arbcli.training import Trainer\n"
+        "config = runs.new_config(dim=32, layers=1, heads=2, ffn=48, ctx=16, device='cpu')\n"
+        "texts = open_texts(None, None, seed=0, context=16)\n"
+        "assert float(Trainer(config, texts).train_step()) < 8\n"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
