@@ -163,6 +163,7 @@ class Trainer:
                     device=self.device,
                 )
                 if self.updater:
+                    self.model.forget_uses()
                     self.updater.begin(self.step, lr, micro, config.accum)
                 loss = self.model.loss(ids, targets)
                 (loss if self.updater else loss / config.accum).backward()

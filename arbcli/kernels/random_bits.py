@@ -66,6 +66,8 @@ def random_bits(key: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
 def stream_keys(seed: Tensor, tick: Tensor, num_tensors: int, num_streams: int) -> Tensor:
     """Derive one key for every tensor and purpose from the seed and the number of the update.
 
+    As `mix` is a bijection, no key of a run is used twice before the counter of all keys wraps.
+
     Args:
         seed: int32 scalar tensor.
         tick: int32 scalar tensor, distinct for every update of a run.
@@ -75,9 +77,9 @@ def stream_keys(seed: Tensor, tick: Tensor, num_tensors: int, num_streams: int) 
     Returns:
         (num_tensors, num_streams) int32 on the device of `seed`.
     """
-    streams = torch.arange(num_tensors * num_streams, dtype=torch.int32, device=seed.device)
-    keys = mix(streams * _signed(GOLDEN) ^ mix(tick ^ mix(seed)))
-    return keys.view(num_tensors, num_streams)
+    num_keys = num_tensors * num_streams
+    counter = torch.arange(num_keys, dtype=torch.int32, device=seed.device) + tick * num_keys
+    return mix(counter ^ mix(seed ^ _signed(GOLDEN))).view(num_tensors, num_streams)
 
 
 @triton.jit

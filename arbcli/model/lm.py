@@ -8,7 +8,13 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from arbcli.model.config import VOCABULARY, ModelConfig
-from arbcli.model.layers import NORM_EPS, TernaryEmbedding, TernaryLinear, TernaryRMSNorm
+from arbcli.model.layers import (
+    NORM_EPS,
+    StreamedTensor,
+    TernaryEmbedding,
+    TernaryLinear,
+    TernaryRMSNorm,
+)
 from arbcli.model.ternary import TernaryTensor
 from arbcli.model.twins import FloatEmbedding, FloatLinear, FloatRMSNorm, FloatWeight
 
@@ -152,6 +158,12 @@ class ByteLM(nn.Module):
                 std = 1 / math.sqrt(in_features)
                 std = std if name == "head.weight" else min(0.1, std)
                 weight.initialise(std / out_scale, seed, index)
+
+    def forget_uses(self) -> None:
+        """Forget forwards whose backward never came, as after an error."""
+        for weight in self.weights().values():
+            if isinstance(weight, StreamedTensor):
+                weight.forget()
 
     def weights(self) -> dict[str, TernaryTensor | FloatWeight]:
         """Name every weight, in the order of the model."""

@@ -106,14 +106,15 @@ class TernaryTensor(nn.Module):
         radix, largest = self.rule.radix, self.rule.radix + self.rule.remainder_max
         device = self.trits.device
         integer = {"dtype": torch.int32, "device": device}
-        key = stream_keys(torch.tensor(seed, **integer), torch.tensor(-1, **integer), index + 1, 1)
+        ticks = torch.tensor(-1 - index, **integer)  # those of updates are not negative
+        key = stream_keys(torch.tensor(seed, **integer), ticks, 1, 1)[0, 0]
         table = torch.tensor(_quantiles(radix, largest), dtype=torch.int16, device=device)
         columns = torch.arange(self.in_features, **integer)
         for buffer in self.buffers():
             buffer.zero_()
         for rows in row_chunks(self.trits, 1 << 18):
             index = torch.arange(rows.start, rows.stop, **integer)
-            z = table[(random_bits(key[-1, 0], index, columns) >> 16) + 2**15]
+            z = table[(random_bits(key, index, columns) >> 16) + 2**15]
             trits = (z > radix // 2).to(torch.int8) - (z < -(radix // 2)).to(torch.int8)
             self.trits[rows] = pack_trits(trits)
             if hasattr(self, "remainder"):

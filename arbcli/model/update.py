@@ -29,6 +29,7 @@ STEP_OF_RADIX = 1 / 16
 """What a step of unit root-mean-square moves z at `lr` 1, in units of P."""
 SCALE_STEP = 4
 """What a slope of unit root-mean-square moves v at `lr` 1."""
+TINY = 1e-30
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
 NEWTON_SCHULZ_STEPS = 5
 
@@ -53,7 +54,7 @@ def orthogonalise(grad: Tensor, dtype: torch.dtype, steps: int = NEWTON_SCHULZ_S
     a, b, c = NEWTON_SCHULZ
     tall = grad.shape[0] > grad.shape[1]
     x = grad.T if tall else grad
-    x = (x / (x.norm() + 1e-30)).to(dtype)
+    x = (x / (x.norm() + TINY)).to(dtype)
     for _ in range(steps):
         gram = x @ x.T
         polynomial = torch.addmm(gram, gram, gram, beta=b, alpha=c)
@@ -62,9 +63,13 @@ def orthogonalise(grad: Tensor, dtype: torch.dtype, steps: int = NEWTON_SCHULZ_S
 
 
 def to_fixed_point(values: Tensor) -> Tensor:
-    """Divide by the root-mean-square over the matrix and round to int32 units of 2**-16."""
+    """Divide by the root-mean-square over the matrix and round to int32 units of 2**-16.
+
+    Zeros stay zeros. What is far from 1 is scaled to it first, so that no square under- or overflows.
+    """
     values = values.float()
-    scaled = values * (UNIT / values.square().mean().sqrt())
+    values = values / values.abs().amax().clamp(min=TINY)
+    scaled = values * (UNIT / values.square().mean().sqrt().clamp(min=TINY))
     return scaled.round_().clamp_(-(2.0**30), 2.0**30).to(torch.int32)
 
 
@@ -118,8 +123,6 @@ class Updater:
         """
         self.first, self.last = micro == 0, micro == accumulation - 1
         self.accumulation = accumulation
-        for tensor in self.tensors:
-            tensor.forget()
         step_size = lr * self.rule.radix * STEP_OF_RADIX
         limit = min(round(STEP_CLIP * step_size * UNIT), 2**30)
         integers = [

@@ -1,0 +1,37 @@
+"""The scale of every one of the 16,384 values of v."""
+
+import math
+
+import torch
+
+from arbcli.kernels.decode_weight import DECODE_WEIGHT, scales_torch
+from arbcli.kernels.packing import pack_trits
+from arbcli.kernels.verify import copies
+
+
+def every_v() -> tuple[torch.Tensor, torch.Tensor]:
+    exponent = torch.arange(-96, 32, dtype=torch.int8)[:, None].expand(128, 128).contiguous()
+    fraction = torch.arange(128, dtype=torch.int8)[None, :].expand(128, 128).contiguous()
+    return exponent, fraction
+
+
+def test_every_scale_is_two_to_the_v_rounded_once():
+    exponent, fraction = every_v()
+    exact = torch.tensor([[2.0 ** (e + f / 128) for f in range(128)] for e in range(-96, 32)])
+    # float32 holds 2**(v / 128) far more finely than the margin to a bf16 rounding boundary
+    assert torch.equal(scales_torch(exponent, fraction), exact.to(torch.bfloat16).float())
+
+
+def test_every_scale_keeps_its_distance_from_a_rounding_boundary():
+    steps = [128 * (2 ** (f / 128) - 1) % 1 for f in range(128)]
+    assert min(abs(step - 0.5) for step in steps) > 0.005
+
+
+def test_every_scale_is_the_same_in_the_kernel(device):
+    exponent, fraction = (digits.to(device) for digits in every_v())
+    trits = torch.ones(128, 128 * 4, dtype=torch.int8, device=device)
+    inputs = (pack_trits(trits), exponent, fraction, 128 * 4, 4)
+    expected = DECODE_WEIGHT.reference(*copies(inputs))
+    assert torch.equal(DECODE_WEIGHT.triton(*copies(inputs)), expected)
+    assert torch.equal(DECODE_WEIGHT.torch(*copies(inputs)), expected)
+    assert math.isclose(float(expected[-1, -1]), 2 ** (31 + 127 / 128), rel_tol=0.004)

@@ -1,0 +1,219 @@
+"""The update rules: their equations, their exactness, and what they do with bad gradients."""
+
+import pytest
+import torch
+
+from arbcli.kernels.backend import use_backend
+from arbcli.kernels.packing import unpack_trits
+from arbcli.kernels.step_scales import step_scales
+from arbcli.kernels.step_trits import step_trits
+from arbcli.model.config import RULES, ModelConfig, preset
+from arbcli.model.ternary import TernaryTensor
+from arbcli.model.update import Updater, fixed_point_gain, orthogonalise, to_fixed_point
+
+COMBINATIONS = [
+    (rule, direction)
+    for rule, values in RULES.items()
+    for direction in (("orthogonal", "factored", "sign") if values.direction else (None,))
+]
+
+
+def build(rule: str, direction: str | None, device, shape=(33, 123)):
+    config = preset("tiny", rule=rule, **({"direction": direction} if direction else {}))
+    with torch.device(device):
+        tensor = TernaryTensor(*shape, config)
+    tensor.initialise(0.1, seed=0, index=0)
+    return tensor, Updater([tensor], config, seed=3, dtype=torch.float32), config
+
+
+def gradient(device, step: int = 0, shape=(33, 123)) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(step)
+    return torch.randn(shape, generator=generator).to(device) * 1e-3
+
+
+def state(tensor: TernaryTensor) -> dict[str, torch.Tensor]:
+    return {name: buffer.clone() for name, buffer in tensor.named_buffers()}
+
+
+def z_of(tensor: TernaryTensor) -> torch.Tensor:
+    trits = unpack_trits(tensor.trits, tensor.in_features).to(torch.int32)
+    return trits * tensor.rule.radix + tensor.remainder
+
+
+@pytest.mark.parametrize(("rule", "direction"), COMBINATIONS)
+def test_update_is_the_same_on_both_backends(rule, direction, device, monkeypatch):
+    # one direction for both: what follows it is integer and must be equal
+    monkeypatch.setattr(Updater, "_direction", lambda self, tensor, grad, *_: grad)
+    states = []
+    for backend in ("torch", "triton" if device.type == "cuda" else "interpreter"):
+        with use_backend(backend):
+            tensor, updater, _ = build(rule, direction, device)
+            for step in range(3):
+                updater.begin(step, lr=1.0)
+                updater(tensor, gradient(device, step))
+            states.append(state(tensor))
+    for name in states[0]:
+        if "statistic" not in name:
+            assert torch.equal(states[0][name], states[1][name]), name
+
+
+@pytest.mark.parametrize(("rule", "direction"), COMBINATIONS)
+def test_update_gives_the_same_bits_twice(rule, direction, device):
+    states = []
+    for _ in range(2):
+        tensor, updater, _ = build(rule, direction, device)
+        for step in range(3):
+            updater.begin(step, lr=1.0)
+            updater(tensor, gradient(device, step))
+        states.append(state(tensor))
+    for name in states[0]:
+        assert torch.equal(states[0][name], states[1][name]), name
+
+
+@pytest.mark.parametrize(("rule", "direction"), COMBINATIONS)
+def test_update_steps_against_the_gradient(rule, direction, device):
+    tensor, updater, _ = build(rule, direction, device)
+    before = tensor.weight().float()
+    grad = gradient(device)
+    for step in range(10):
+        updater.begin(step, lr=1.0)
+        updater(tensor, grad.clone())
+    assert ((tensor.weight().float() - before) * grad).sum() < 0
+
+
+@pytest.mark.parametrize("bad", [0.0, torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize(("rule", "direction"), COMBINATIONS)
+def test_bad_gradient_changes_nothing(rule, direction, bad, device):
+    tensor, updater, _ = build(rule, direction, device)
+    updater.begin(0, lr=1.0)
+    updater(tensor, gradient(device))
+    before = state(tensor)
+    grad = gradient(device, 1) if bad else torch.zeros(33, 123, device=device)
+    if bad:
+        grad[5, 7] = bad
+    updater.begin(1, lr=1.0)
+    updater(tensor, grad)
+    updater.finish()
+    for name, buffer in tensor.named_buffers():
+        assert torch.equal(buffer, before[name]), name
+    assert updater.counters() == {"nonfinite_steps": int(bad != 0), "refused": 1}
+
+
+@pytest.mark.parametrize(("rule", "direction"), COMBINATIONS)
+def test_updater_keeps_no_float_between_steps(rule, direction, device):
+    tensor, updater, _ = build(rule, direction, device)
+    updater.begin(0, lr=1.0)
+    updater(tensor, gradient(device))
+    updater.finish()
+    kept = [v for owner in (updater, tensor) for v in vars(owner).values()]
+    kept += [item for value in kept if isinstance(value, tuple | list) for item in value]
+    tensors = [value for value in kept if isinstance(value, torch.Tensor)]
+    assert not [t for t in tensors if t.is_floating_point()]
+
+
+def test_carry_steps_z_by_the_expected_amount(device):
+    tensor, updater, _ = build("carry", "sign", device, shape=(64, 480))
+    before = z_of(tensor)
+    updater.begin(0, lr=0.3)
+    grad = torch.ones(64, 480, device=device)
+    updater(tensor, grad)
+    moved = (before - z_of(tensor)).float()
+    inside = before.abs() < 100
+    # lr * P / 16 = 0.6 of a unit, rounded stochastically
+    assert set(moved[inside].tolist()) == {0.0, 1.0}
+    assert moved[inside].mean().item() == pytest.approx(0.6, abs=0.01)
+
+
+@pytest.mark.parametrize("word", [0, 1, 0x7FFF, 0xFFFF])
+def test_step_is_carried_and_never_lost(word, device):
+    """Whatever is rounded, z after the step is z before it less a whole number of units."""
+    tensor, updater, _ = build("carry", "sign", device)
+    before = z_of(tensor)
+    updater.seed.fill_(word)
+    updater.begin(0, lr=1.0)
+    updater(tensor, gradient(device).sign())
+    low, high = -tensor.rule.radix - 127, tensor.rule.radix + 127
+    after = z_of(tensor)
+    expected = (before - 2 * gradient(device).sign().to(torch.int32)).clamp(low, high)
+    assert torch.equal(after, expected)  # a step of exactly 2 needs no rounding
+
+
+def test_stochastic_rounding_is_unbiased_by_counting(monkeypatch):
+    """Over all 65,536 random words the rounded steps add up to the exact one, in every fraction."""
+    words = torch.arange(2**16, dtype=torch.int32)[None, :]
+    for step in (0, 1, 2**15, 2**16 - 1, -1, -(2**15), -(2**16) - 1, 3 * 2**16 + 7):
+        assert int(((step + words) >> 16).sum()) == step
+        # and the kernels' own torch backend rounds with exactly these words
+        for module in ("step_trits", "step_scales"):
+            monkeypatch.setattr(f"arbcli.kernels.{module}.random_bits", lambda *_: words)
+        integer = {"dtype": torch.int32}
+        scalars = [torch.tensor(v, **integer) for v in (0, step, 0, 2**30, 1)]
+        remainder = torch.zeros(1, 2**16, dtype=torch.int8)
+        from arbcli.kernels.packing import pack_trits
+
+        packed = pack_trits(torch.zeros(1, 2**16, dtype=torch.int8))
+        one = torch.ones(1, 2**16, dtype=torch.int8)
+        step_trits(packed, remainder, one, *scalars, 32, 127)
+        z = unpack_trits(packed, 2**16).to(torch.int64) * 32 + remainder
+        assert int(z.sum()) == -step
+        exponent, fraction = torch.zeros(2, 1, 2**16, dtype=torch.int8)
+        slope = torch.ones(1, 2**16, **integer)
+        step_scales(exponent, fraction, slope, *scalars[:3], scalars[4])
+        assert int((exponent.to(torch.int64) * 128 + fraction).sum()) == -step
+
+
+def test_accumulation_decays_the_moment_once(device):
+    """Two micro-batches of one gradient move the moment as one batch of it does."""
+    moments = []
+    for parts in (1, 2, 4):
+        tensor, updater, _ = build("moment", "sign", device, shape=(64, 480))
+        tensor.moment.fill_(50)
+        trits = tensor.trits.clone()
+        for micro in range(parts):
+            updater.begin(0, 1.0, micro, parts)
+            assert torch.equal(tensor.trits, trits)  # weights step with the last one only
+            updater(tensor, gradient(device, shape=(64, 480)))
+        positive = gradient(device, shape=(64, 480)) > 0
+        moments.append(tensor.moment[positive].float().mean().item())
+        assert not torch.equal(tensor.trits, trits)
+    assert moments[0] == pytest.approx(50 * 0.9 + 6.35, abs=0.05)
+    assert moments[1] == pytest.approx(moments[0], abs=0.1)
+    assert moments[2] == pytest.approx(moments[0], abs=0.1)
+
+
+def test_scales_saturate_and_never_wrap(device):
+    tensor, updater, _ = build("moment", "sign", device)
+    for sign in (1, -1):
+        tensor.exponent.fill_(31 if sign < 0 else -96)
+        for step in range(40):
+            updater.begin(step, lr=16.0)
+            updater(tensor, sign * tensor.weight().float().sign())  # every slope is of one sign
+        assert tensor.exponent.min() >= -96
+        assert tensor.exponent.max() <= 31
+        assert (tensor.exponent == (31 if sign < 0 else -96)).float().mean() > 0.9
+
+
+@pytest.mark.parametrize("shape", [(16, 64), (33, 123), (200, 17)], ids=str)
+def test_orthogonalise_flattens_the_singular_values(shape):
+    grad = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    values = torch.linalg.svdvals(orthogonalise(grad, torch.float32))
+    assert values.min() > 0.3
+    assert values.max() < 1.3
+
+
+def test_to_fixed_point_has_unit_root_mean_square():
+    values = to_fixed_point(torch.randn(40, 50) * 1e-6).double() / 2**16
+    assert values.square().mean().sqrt().item() == pytest.approx(1, abs=1e-4)
+
+
+@pytest.mark.parametrize("factor", [1e-8, 0.003, 0.1, 1.0, 2.0, 8.0, 255.0])
+def test_fixed_point_gain_is_close_and_does_not_overflow(factor):
+    gain, shift = fixed_point_gain(factor)
+    assert 0 <= gain <= 2**12
+    assert 0 <= shift <= 31
+    assert gain / 2**shift == pytest.approx(factor, rel=1 / 2000 if factor > 1e-5 else 1)
+
+
+def test_update_config_names_every_rule():
+    assert set(RULES) == {"moment", "nibble", "carry", "votes"}
+    assert isinstance(preset("tiny"), ModelConfig)
