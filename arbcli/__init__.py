@@ -1,3 +1,16 @@
 """Train byte-level language models whose whole persistent state is packed trits and int8."""
 
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from arbcli.model.lm import ByteLM
+
 __version__ = "0.1.0"
+
+
+def load(run: Path | str, *, device: str | None = None) -> "ByteLM":
+    """Load the model of a run, or of one checkpoint: see `arbcli.runs.load`."""
+    from arbcli import runs  # torch takes seconds to import, so not for `arb --help`
+
+    return runs.load(run, device=device)

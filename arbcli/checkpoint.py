@@ -105,7 +105,7 @@ def save_checkpoint(directory: Path, checkpoint: Checkpoint, keep: int = 2) -> P
     header = _header(_seal(metadata), {name: list(t.shape) for name, t in tensors.items()})
     assert len(header) <= LARGEST_HEADER, "more tensors than a header has room for"
 
-    path = directory / f"step-{checkpoint.step:06d}.safetensors"
+    path = checkpoint_path(directory, checkpoint.step)
     with _os_errors("write", path, _WRITE_HINT):
         for stale in directory.glob(".step-*.tmp"):  # a killed process left it
             stale.unlink()
@@ -135,6 +135,11 @@ def load_checkpoint(path: Path) -> Checkpoint:
         except RecursionError:
             why, hint = "its header is nested too deeply", _REFUSED_HINT
     raise ArbError(f"checkpoint `{path}`: refused: {why}", hint=hint)
+
+
+def checkpoint_path(directory: Path, step: int) -> Path:
+    """Name the checkpoint of a step."""
+    return directory / f"step-{step:06d}.safetensors"
 
 
 def checkpoints(directory: Path) -> list[Path]:

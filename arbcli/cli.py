@@ -20,6 +20,7 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
+    rich_markup_mode=None,  # it would swallow `[default: ...]`
     epilog="Exit codes: 0 done, 1 a check failed, 2 could not run, 130 or 143 stopped by a signal"
     " with the state saved.",
 )

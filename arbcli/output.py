@@ -4,7 +4,7 @@ import dataclasses
 import json
 from typing import Any
 
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
@@ -13,7 +13,7 @@ _out = Console(highlight=False)
 _err = Console(stderr=True, highlight=False, soft_wrap=True)
 
 
-def emit(report: object, shown: Table | str, *, as_json: bool) -> None:
+def emit(report: object, shown: RenderableType, *, as_json: bool) -> None:
     """Print one report: `shown` for a person, one JSON object for a program."""
     if as_json:
         emit_json(dataclasses.asdict(report))

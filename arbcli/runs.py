@@ -19,6 +19,7 @@ from torch import Tensor
 from arbcli import __version__
 from arbcli.checkpoint import (
     check_layout,
+    checkpoint_path,
     checkpoints,
     latest_checkpoint,
     load_checkpoint,
@@ -336,8 +337,6 @@ class _Loop:
     ) -> None:
         self.trainer, self.run_path, self.facts, self.observer = trainer, run, facts, observer
         self.config = trainer.config
-        self.saved: Path | None = None
-        self.val_loss: float | None = None
         self.losses: list[Tensor] = []
         self.started = self.last_record = time.perf_counter()
         self.paused = 0.0
@@ -346,40 +345,49 @@ class _Loop:
         """Train to the end, or to a signal; then save, evaluate and sample."""
         trainer, config = self.trainer, self.config
         self.observer.started(self.run_path, trainer, self.facts)
+        val_loss, sample = None, ""
         with _Signals() as signals:
             while trainer.step < config.steps and not signals.received:
                 self.losses.append(trainer.train_step())
-                last = trainer.step == config.steps or signals.received
-                evaluating = trainer.step % config.eval_every == 0 and not last
-                if trainer.step % config.save_every == 0 or last:
-                    self._save()
-                if evaluating or (last and not signals.received):
-                    self.val_loss = self._evaluate()
-                if evaluating or last or trainer.step % LOG_EVERY == 0:
-                    self._record()
-            if trainer.step == config.steps and self.val_loss is None and not signals.received:
-                self.val_loss = self._evaluate()  # resumed after its last step
-            sample = "" if signals.received else self._sample()
-        report_val = None if signals.received else self.val_loss
+                if trainer.step < config.steps:
+                    self._after_step(trainer.step)
+            if self._unsaved():
+                self._save()
+            if not signals.received:
+                val_loss = self._evaluate()
+            if self.losses:
+                self._record(val_loss)
+            if not signals.received:
+                sample = self._sample()
+        saved = checkpoints(self.run_path)
         return TrainReport(
             run=str(self.run_path),
-            checkpoint=str(self.saved) if self.saved else self._existing(),
+            checkpoint=str(saved[0]) if saved else None,
             steps=trainer.step,
-            val_loss=report_val,
-            bits_per_byte=None if report_val is None else report_val / math.log(2),
+            val_loss=val_loss,
+            bits_per_byte=None if val_loss is None else val_loss / math.log(2),
             entropy=self.facts["text"]["entropy"],
             seconds=time.perf_counter() - self.started,
             sample=sample,
             stopped_by=signals.received.name if signals.received else None,
         )
 
+    def _unsaved(self) -> bool:
+        newest = next(iter(checkpoints(self.run_path)), None)
+        return newest is None or newest != checkpoint_path(self.run_path, self.trainer.step)
+
+    def _after_step(self, step: int) -> None:
+        """Do what is due after a step that is not the last."""
+        if step % self.config.save_every == 0:
+            self._save()
+        evaluating = step % self.config.eval_every == 0
+        if evaluating or step % LOG_EVERY == 0:
+            self._record(self._evaluate() if evaluating else None)
+
     def _sample(self) -> str:
         with use_backend(self.config.backend):
             text = generate(self.trainer.model, PROMPT, SAMPLE_BYTES, seed=self.config.seed)
             return bytes(text).decode("utf-8", errors="replace")
-
-    def _existing(self) -> str | None:
-        return next(map(str, checkpoints(self.run_path)), None)
 
     @contextmanager
     def _not_timed(self) -> Iterator[None]:
@@ -392,14 +400,14 @@ class _Loop:
             return
         with self._not_timed():
             checkpoint = self.trainer.checkpoint(self.facts["text"]["digest"])
-            self.saved = save_checkpoint(self.run_path, checkpoint)
+            save_checkpoint(self.run_path, checkpoint)
 
     def _evaluate(self) -> float:
         float(self.losses[-1]) if self.losses else None  # let the GPU finish the steps being timed
         with self._not_timed():
             return self.trainer.evaluate()
 
-    def _record(self) -> None:
+    def _record(self, val_loss: float | None) -> None:
         trainer, config = self.trainer, self.config
         loss = float(torch.stack(self.losses).mean())  # waits for the GPU
         now, steps = time.perf_counter(), len(self.losses)
@@ -412,7 +420,7 @@ class _Loop:
             step=trainer.step,
             loss=loss,
             bits_per_byte=loss / math.log(2),
-            val_loss=self.val_loss if self._just_evaluated() else None,
+            val_loss=val_loss,
             lr=config.lr * schedule(trainer.step - 1, config.steps, config.warmup),
             bytes_per_second=config.batch * config.accum * config.model.ctx / seconds,
             flip_share=flip_share,
@@ -440,10 +448,6 @@ class _Loop:
             )
         if not math.isfinite(loss) and trainer.updater is None:
             raise ArbError(f"the loss is {loss}", hint="try a smaller `--lr`")
-
-    def _just_evaluated(self) -> bool:
-        step, config = self.trainer.step, self.config
-        return self.val_loss is not None and (step % config.eval_every == 0 or step == config.steps)
 
 
 def new_run_path(config: TrainConfig, root: Path = Path("runs")) -> Path:

@@ -5,6 +5,10 @@ import os
 import pytest
 import torch
 
+# the tests' tensors are too small to share among threads, which would wait for each other
+os.environ["OMP_NUM_THREADS"] = "1"
+torch.set_num_threads(1)
+
 # triton reads this when a kernel is defined, so it is set before any import of one
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"

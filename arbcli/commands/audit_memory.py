@@ -1,5 +1,165 @@
-"""`arb audit-memory`."""
+"""`arb audit-memory`: what training takes, predicted, then measured in real steps."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Group
+from rich.table import Table
+
+from arbcli.commands._options import (
+    Backend,
+    Ctx,
+    Device,
+    Dim,
+    Direction,
+    Ffn,
+    Heads,
+    Json,
+    Layers,
+    Preset,
+    Rule,
+    Seed,
+    TScaleType,
+)
+from arbcli.commands.count_params import state_table
+from arbcli.errors import ArbError
+from arbcli.output import bytes_text, emit, note, table
+
+if TYPE_CHECKING:
+    from arbcli.audit import AuditReport, FitReport
+    from arbcli.memory import PeakReport, WhatIfReport
+
+STAGES = {
+    "load": "loading",
+    "forward": "forward",
+    "backward": "backward and update",
+    "end": "the step",
+}
 
 
-def audit_memory() -> None:
-    """Do it."""
+def audit_memory(
+    preset: Preset = None,
+    ctx: Ctx = None,
+    tscale_type: TScaleType = None,
+    rule: Rule = None,
+    direction: Direction = None,
+    dim: Dim = None,
+    layers: Layers = None,
+    heads: Heads = None,
+    ffn: Ffn = None,
+    batch: Annotated[int | None, typer.Option(min=1, help="Windows a batch. [default: 16]")] = None,
+    accum: Annotated[int | None, typer.Option(min=1, help="Batches a step. [default: 1]")] = None,
+    steps: Annotated[int, typer.Option(min=2, help="Real steps to measure.")] = 3,
+    budget: Annotated[
+        str | None,
+        typer.Option(help="Only tell whether a step fits, by prediction: 6GiB, 500MiB, 4GB."),
+    ] = None,
+    what_if: Annotated[
+        bool, typer.Option("--what-if", help="Only predict all rules and scale types.")
+    ] = False,
+    snapshot: Annotated[
+        Path | None, typer.Option(help="Write torch's own memory snapshot; CUDA only.")
+    ] = None,
+    device: Device = None,
+    backend: Backend = None,
+    seed: Seed = None,
+    as_json: Json = False,
+) -> None:
+    """Measure real steps: `arb audit-memory --preset small`; exit 1 on float state or growth."""
+    given = {name: value for name, value in locals().items() if value is not None}
+    for name in ("budget", "what_if", "snapshot", "as_json"):
+        given.pop(name, None)
+    if budget is not None and what_if:
+        raise ArbError("`--budget` and `--what-if` are two questions", hint="ask one at a time")
+    from arbcli import audit, memory, runs  # torch takes seconds to import
+
+    config = runs.new_config(**given)
+    if what_if:
+        report = memory.what_if(config.model)
+        emit(report, _what_if_table(report), as_json=as_json)
+    elif budget is not None:
+        report = audit.check_fit(config, budget)
+        emit(report, _fit_table(report), as_json=as_json)
+        raise typer.Exit(0 if report.fits else 1)
+    else:
+        if snapshot is not None and config.device == "cpu":
+            raise ArbError(
+                "`--snapshot` records the CUDA allocator, and this run is on the CPU",
+                hint="leave it out, or use `--device cuda`",
+            )
+        peak = audit.predict_step(config)
+        state, peak = bytes_text(peak.state_bytes), bytes_text(peak.peak_bytes)
+        note(f"predicted: {state} of state, a peak of {peak}; measuring {steps} steps")
+        report = audit.audit(config, snapshot)
+        emit(report, _audit_tables(report), as_json=as_json)
+        raise typer.Exit(0 if report.passed else 1)
+
+
+def _mib(size: int | None) -> str:
+    return "-" if size is None else f"{size / 2**20:,.2f}"
+
+
+def _what_if_table(report: "WhatIfReport") -> Table:
+    rules = {choice.rule: choice.direction or "-" for choice in report.choices}
+    rows: dict[str, list[str]] = {}
+    for choice in report.choices:
+        cell = f"{_mib(choice.state_bytes)} ({choice.bytes_per_weight:.2f})"
+        rows.setdefault(choice.scale_type, [choice.scale_type]).append(cell)
+    adamw = report.adamw_bytes / report.trained_weights
+    rows["AdamW"] = ["AdamW", f"{_mib(report.adamw_bytes)} ({adamw:.2f})"]
+    title = f"State of {report.trained_weights:,} weights: MiB (bytes/weight)"
+    columns = ["", *(f"{rule}\n{direction}" for rule, direction in rules.items())]
+    return table(title, columns, list(rows.values()))
+
+
+def _fit_table(report: "FitReport") -> Table:
+    peak, budget = report.predicted_peak.peak_bytes, report.budget_bytes
+    verdict = f"fits, {_mib(budget - peak)} MiB to spare"
+    if not report.fits:
+        verdict = f"does not fit, {_mib(peak - budget)} MiB short"
+    rows = [*_peak_rows(report.predicted_peak), ["budget", _mib(budget)]]
+    return table(verdict, ["", "MiB"], rows)
+
+
+def _peak_rows(peak: "PeakReport") -> list[list[str]]:
+    bits = 8 * peak.compute_bytes
+    return [
+        ["state", _mib(peak.state_bytes)],
+        [f"activations of batch {peak.batch}, {bits} bits", _mib(peak.saved_bytes)],
+        [f"transient, at {peak.at}", _mib(peak.transient_bytes)],
+        ["constants, workspaces", _mib(peak.constant_bytes)],
+        [f"predicted peak of a step on {peak.device}", _mib(peak.peak_bytes)],
+    ]
+
+
+def _audit_tables(report: "AuditReport") -> Group:
+    place = f"{report.device}, backend {report.backend}, {report.compute}"
+    title = f"Measured: {place}, batch {report.batch} x {report.predicted.config.ctx}"
+    levels = [
+        [
+            f"step {level.step}" if level.step else "",
+            STAGES[level.stage],
+            *map(_mib, (level.live_bytes, level.reserved_bytes, level.peak_bytes)),
+        ]
+        for level in report.levels
+    ]
+    tensors = [
+        [when, f"{t.dtype} {' x '.join(map(str, t.shape))}", t.made_in, _mib(t.bytes)]
+        for when, found in (("peak", report.largest), ("derived", report.derived))
+        for t in found
+    ]
+    checks = [
+        [check.name, "ok" if check.passed else "FAILED", check.detail] for check in report.checks
+    ]
+    measured = f"measured, prediction off by {report.peak_error:+.1%}"
+    peak = [*_peak_rows(report.predicted_peak), [measured, _mib(report.peak_bytes)]]
+    return Group(
+        state_table(report.predicted),
+        table("Peak", ["", "MiB"], peak),
+        table(title, ["", "after", "live MiB", "reserved MiB", "peak MiB"], levels, left=2),
+        table(
+            "Largest tensors beside the state", ["", "tensor", "made in", "MiB"], tensors, left=3
+        ),
+        table("Checks", ["", "", ""], checks, left=3),
+    )

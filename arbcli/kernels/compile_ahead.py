@@ -1,19 +1,48 @@
-"""Compile every kernel for a GPU that need not be there, and read what it takes.
+"""Compile every kernel for GPUs that need not be there, and read what each needs of them.
 
 The launchers run on the CPU with the launch replaced by a recorder, so what is compiled is what
-they launch. Nothing is executed. Needs a process without `TRITON_INTERPRET`.
+they launch. Nothing is executed. Processes without `TRITON_INTERPRET` do the work, as kernels that
+were defined for the interpreter cannot be compiled.
 """
 
+import os
+import re
+import subprocess
+import tempfile
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from multiprocessing import get_context
+from typing import Any, NamedTuple
 
 import torch
 
 from arbcli.errors import ArbError
 from arbcli.kernels._triton import HAS_TRITON, INTERPRETED
 from arbcli.kernels.spec import KernelSpec
+from arbcli.kernels.verify import find_kernels
+
+
+class Target(NamedTuple):
+    """A kind of GPU."""
+
+    backend: str
+    architecture: int | str
+    warp_size: int
+    shared_bytes: int
+    """Shared memory that one block of threads can have."""
+
+
+TARGETS = {
+    "sm_80": Target("cuda", 80, 32, 163 << 10),
+    "sm_89": Target("cuda", 89, 32, 99 << 10),
+    "sm_90": Target("cuda", 90, 32, 227 << 10),
+    "sm_100": Target("cuda", 100, 32, 227 << 10),
+    "sm_120": Target("cuda", 120, 32, 99 << 10),
+    "gfx942": Target("hip", "gfx942", 64, 64 << 10),
+}
+"""By the name its makers use: A100, L4 and RTX 40, H100 and H200, B200, RTX 50, MI300."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,9 +52,183 @@ class CompileResult:
     kernel: str
     target: str
     variants: int
-    """Sets of dtypes and constants that the launchers ask for."""
+    """Sets of types, constants and specialisations that were compiled."""
+    registers: int
+    """Of one thread, the most of all variants; as the other two figures."""
+    spill_bytes: int
+    """Registers of one thread that had to be kept in memory."""
+    shared_bytes: int
+    """Shared memory of one block of threads."""
     error: str | None
-    """First line of the compiler's complaint."""
+    """Why it failed: the compiler's complaint, a spill, or too much shared memory."""
+
+    @property
+    def passed(self) -> bool:
+        """Whether every variant compiled and fits."""
+        return self.error is None
+
+
+class Variant(NamedTuple):
+    """One compilation: a function with the types, constants and facts about its arguments."""
+
+    function: Any
+    signature: dict[str, str]
+    constants: dict[str, Any]
+    attributes: dict[tuple[int], list]
+    options: dict[str, Any]
+
+
+def find_targets(names: str) -> list[str]:
+    """Split a list of targets; `all` is every one.
+
+    Raises:
+        ArbError: a name is unknown.
+    """
+    chosen = list(TARGETS) if names == "all" else [name.strip() for name in names.split(",")]
+    for name in chosen:
+        if name not in TARGETS:
+            known = ", ".join(f"`{target}`" for target in TARGETS)
+            raise ArbError(f"no target is named `{name}`", hint=f"use `all`, or some of: {known}")
+    return chosen
+
+
+def compile_kernels(
+    names: Iterable[str],
+    targets: Iterable[str],
+    group_size: int,
+    workers: int = 1,
+    progress: Callable[[str], None] = lambda _: None,
+) -> tuple[CompileResult, ...]:
+    """Compile kernels for each target, in processes of their own.
+
+    Args:
+        names: kernels to compile; none at all means every one.
+        targets: keys of `TARGETS`.
+        group_size: G.
+        workers: processes.
+        progress: is told each kernel that is done.
+
+    Raises:
+        ArbError: triton is missing, or a name is unknown.
+    """
+    if not HAS_TRITON:
+        raise ArbError("kernels cannot be compiled without triton", hint="install it (Linux only)")
+    targets = [target for name in targets for target in find_targets(name)]
+    jobs = [(spec.name, target, group_size) for spec in find_kernels(names) for target in targets]
+    with _without_interpreter(), ProcessPoolExecutor(workers, get_context("spawn")) as pool:
+        futures = {pool.submit(_compile_job, *job): job for job in jobs}
+        for count, future in enumerate(as_completed(futures), 1):
+            name, target, _ = futures[future]
+            progress(f"{count}/{len(jobs)}  {name} for {target}")
+        return tuple(future.result() for future in futures)
+
+
+@contextmanager
+def _without_interpreter() -> Iterator[None]:
+    before = os.environ.pop("TRITON_INTERPRET", None)
+    try:
+        yield
+    finally:
+        if before is not None:
+            os.environ["TRITON_INTERPRET"] = before
+
+
+def _compile_job(name: str, target: str, group_size: int) -> CompileResult:
+    assert not INTERPRETED, "this process would only interpret kernels"
+    (spec,) = find_kernels([name])
+    variants = _variants(spec, group_size)
+    needs, limit = [(0, 0, 0)], TARGETS[target].shared_bytes
+    error = None
+    for variant in variants:
+        where = variant.function.fn.__name__
+        try:
+            needs.append(_needs(variant, TARGETS[target]))
+        except Exception as failure:  # whatever a compiler complains of is the result
+            error = f"{where}: {str(failure).strip().splitlines()[-1]}"
+            break
+    registers, spill_bytes, shared_bytes = map(max, zip(*needs, strict=True))
+    if error is None and spill_bytes:
+        error = f"{spill_bytes} bytes of registers spill to memory"
+    if error is None and shared_bytes > limit:
+        error = f"{shared_bytes} bytes of shared memory do not fit in {limit}"
+    return CompileResult(name, target, len(variants), registers, spill_bytes, shared_bytes, error)
+
+
+def _needs(variant: Variant, target: Target) -> tuple[int, int, int]:
+    """Compile a variant and find its (registers, bytes spilled, bytes of shared memory)."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    source = ASTSource(variant.function, variant.signature, variant.constants, variant.attributes)
+    compiled = triton.compile(source, target=GPUTarget(*target[:3]), options=variant.options)
+    if target.backend == "cuda":
+        usage = _cubin_usage(compiled.asm["cubin"])
+        registers, spilled = _figures(usage, r"REG:(\d+) STACK:(\d+)")
+    else:
+        pattern = r"\.private_segment_fixed_size: *(\d+)[\s\S]*?\.vgpr_count: *(\d+)"
+        spilled, registers = _figures(compiled.asm["amdgcn"], pattern)
+    return registers, spilled, compiled.metadata.shared
+
+
+def _cubin_usage(cubin: bytes) -> str:
+    from triton import knobs
+
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [knobs.nvidia.cuobjdump.path, "-res-usage", file.name]
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
+
+def _figures(text: str, pattern: str) -> tuple[int, ...]:
+    found = re.search(pattern, text)
+    if found is None:
+        raise ValueError(f"no figures in: {text[:200]}")
+    return tuple(map(int, found.groups()))
+
+
+def _variants(spec: KernelSpec, group_size: int) -> list[Variant]:
+    """List what the launcher of a spec asks for, each in two specialisations.
+
+    One knows nothing of sizes and strides, as with any view. The other knows what triton finds in
+    the arguments of a real model: strides of 1, and the rest multiples of 16.
+    """
+    launches: dict[tuple, list[dict[str, Any]]] = {}
+    functions: dict[tuple, tuple] = {}
+
+    def record(function, args, kwargs) -> None:
+        named = dict(zip(function.arg_names, args, strict=False)) | kwargs
+        options = {key: named.pop(key) for key in [*named] if key not in function.arg_names}
+        fixed = {p.name: named.pop(p.name) for p in function.params if p.is_constexpr}
+        fixed |= {key: named.pop(key) for key in [*named] if named[key] is None}
+        types = {key: _type_of(value) for key, value in named.items()}
+        key = tuple(str(sorted(part.items())) for part in (types, fixed, options))
+        functions[function.fn.__name__, *key] = (function, types, fixed, options)
+        launches.setdefault((function.fn.__name__, *key), []).append(named)
+
+    with _recorded_launches(record):
+        for case in spec.cases(torch.device("cpu"), group_size):
+            for dtype in (torch.float32, torch.bfloat16):
+                spec.triton(*(_with_dtype(value, dtype) for value in case.inputs))
+    variants = []
+    for key, (function, types, fixed, options) in functions.items():
+        ones = [
+            {k for k, v in named.items() if type(v) is int and v == 1} for named in launches[key]
+        ]
+        for units, divisor in ((set(), 1), (max(ones, key=len), 16)):
+            constants = fixed | dict.fromkeys(units, 1)
+            signature = {
+                name: "constexpr" if name in constants else types[name]
+                for name in function.arg_names
+            }
+            attributes = {
+                (index,): [["tt.divisibility", divisor]]
+                for index, name in enumerate(function.arg_names)
+                if divisor > 1 and signature[name] not in ("constexpr", "fp32")
+            }
+            variants.append(Variant(function, signature, constants, attributes, options))
+    return variants
 
 
 @contextmanager
@@ -40,6 +243,12 @@ def _recorded_launches(record: Callable[[Any, tuple, dict], None]) -> Iterator[N
         JITFunction.run = run
 
 
+def _with_dtype(value: object, dtype: torch.dtype) -> object:
+    """Turn a float32 tensor into another type."""
+    real = isinstance(value, torch.Tensor) and value.dtype == torch.float32
+    return value.to(dtype) if real else value
+
+
 def _type_of(value: object) -> str:
     """Name the type of a launch argument in the compiler's words."""
     if isinstance(value, torch.Tensor):
@@ -49,71 +258,3 @@ def _type_of(value: object) -> str:
     if isinstance(value, float):
         return "fp32"
     return "i32" if -(2**31) <= value < 2**31 else "i64"
-
-
-def _variants(spec: KernelSpec, group_size: int) -> list[tuple[Any, dict, dict]]:
-    """List the (function, signature, constants) that the launcher of a spec asks for."""
-    found: dict[tuple, tuple[Any, dict, dict]] = {}
-
-    def record(function, args, kwargs) -> None:
-        named = dict(zip(function.arg_names, args, strict=False)) | kwargs
-        constants = {p.name: named[p.name] for p in function.params if p.is_constexpr}
-        signature = {
-            name: "constexpr" if name in constants else _type_of(value)
-            for name, value in named.items()
-            if name in function.arg_names
-        }
-        key = (function.fn.__name__, *sorted(signature.items()), *sorted(constants.items()))
-        found[key] = (function, signature, constants)
-
-    with _recorded_launches(record):
-        for case in spec.cases(torch.device("cpu"), group_size):
-            for dtype in (torch.float32, torch.bfloat16):
-                inputs = (
-                    value.to(dtype)
-                    if isinstance(value, torch.Tensor) and value.dtype == torch.float32
-                    else value
-                    for value in case.inputs
-                )
-                spec.triton(*inputs)
-    return list(found.values())
-
-
-def compile_kernels(
-    specs: Iterable[KernelSpec], targets: Iterable[tuple[str, int | str, int]], group_size: int
-) -> list[CompileResult]:
-    """Compile kernels ahead of time for each target.
-
-    Args:
-        specs: whose kernels to compile.
-        targets: (backend, architecture, warp size), e.g. ("cuda", 90, 32).
-        group_size: G.
-
-    Raises:
-        ArbError: triton is missing or interpreted here.
-    """
-    if not HAS_TRITON or INTERPRETED:
-        raise ArbError(
-            "kernels cannot be compiled in this process",
-            hint="install triton, and leave the environment variable `TRITON_INTERPRET` unset",
-        )
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
-    results = []
-    for spec in specs:
-        variants = _variants(spec, group_size)
-        for target in targets:
-            error = None
-            for function, signature, constants in variants:
-                source = ASTSource(fn=function, signature=signature, constexprs=constants)
-                try:
-                    triton.compile(source, target=GPUTarget(*target))
-                except Exception as failure:
-                    error = f"{function.fn.__name__}: {str(failure).splitlines()[-1]}"
-                    break
-            results.append(
-                CompileResult(spec.name, f"{target[0]}:{target[1]}", len(variants), error)
-            )
-    return results

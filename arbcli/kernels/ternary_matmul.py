@@ -133,11 +133,14 @@ def _ternary_matmul_grad_x_kernel(
 
 def _launch(kernel, source, packed, exponent, fraction, result, in_features, group_size, grid):
     digits = exponent if fraction is None else fraction
+    # a float32 product is unrolled into single multiplications, whose operands fill the registers
+    block_n, num_warps = (32, 8) if source.dtype == torch.float32 else (64, 4)
     kernel[grid](
         source, packed, exponent, digits, result,
         source.shape[0], packed.shape[0], in_features, packed.shape[1],
         *source.stride(), *packed.stride(), *exponent.stride(), *digits.stride(), *result.stride(),
-        GROUP=group_size, HAS_FRACTION=fraction is not None, BLOCK_M=16, BLOCK_N=64,
+        GROUP=group_size, HAS_FRACTION=fraction is not None, BLOCK_M=16, BLOCK_N=block_n,
+        num_warps=num_warps,
     )  # fmt: skip
     return result
 
@@ -152,7 +155,10 @@ def _ternary_matmul_triton(x, packed, exponent, fraction, group_size):
     y = torch.empty(rows, out_features, dtype=x.dtype, device=x.device)
     if y.numel() == 0:
         return y
-    grid = (triton.cdiv(rows, 16), triton.cdiv(out_features, 64))
+
+    def grid(constants: dict) -> tuple[int, int]:
+        return triton.cdiv(rows, 16), triton.cdiv(out_features, constants["BLOCK_N"])
+
     return _launch(
         _ternary_matmul_kernel, x, packed, exponent, fraction, y, in_features, group_size, grid
     )

@@ -1,9 +1,10 @@
 """Run kernels against their references: what was compared, how closely, and what was not."""
 
-import math
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
+from multiprocessing import get_context
 
 import torch
 from torch import Tensor
@@ -12,8 +13,10 @@ from arbcli.errors import ArbError
 from arbcli.kernels.backend import check_backend, use_backend
 from arbcli.kernels.blend_moment import BLEND_MOMENT
 from arbcli.kernels.cast_votes import CAST_SCALE_VOTES, CAST_TRIT_VOTES
+from arbcli.kernels.compare import CaseResult, as_tuple, compare, poisoned, worst
 from arbcli.kernels.decode_weight import DECODE_WEIGHT
 from arbcli.kernels.factored_statistics import AVERAGE_STATISTIC, MEAN_SQUARES
+from arbcli.kernels.fuzz import fuzz_cases, real_cases, real_reference
 from arbcli.kernels.packing import PACK_TRITS, UNPACK_TRITS
 from arbcli.kernels.rms_norm import RMS_NORM, RMS_NORM_GRAD_X
 from arbcli.kernels.scale_slope import SCALE_SLOPE
@@ -43,36 +46,40 @@ KERNELS: tuple[KernelSpec, ...] = (
     CAST_SCALE_VOTES,
 )
 
-
-@dataclass(frozen=True, slots=True)
-class CaseResult:
-    """How one result of one case compares with the reference."""
-
-    label: str
-    unequal: int
-    """Elements that differ, or that are not finite in only one of the two."""
-    max_error: float
-    """Largest absolute difference."""
-    relative_error: float
-    """Norm of the error over norm of the reference."""
-    cosine: float
-    """Of the angle to the reference; 1 where both are zero."""
-    passed: bool
+METHODS = {
+    "cases": "awkward sizes and states, against the reference",
+    "real": "matrices of the presets, against float64 or the torch backend, itself verified here",
+    "fuzz": "random shapes, strides, offsets, types and states, against the reference",
+}
+"""By kind of check."""
 
 
 @dataclass(frozen=True, slots=True)
 class KernelResult:
-    """What the comparison of one kernel found, over all its cases."""
+    """What one kind of check of one kernel found, over all its cases."""
 
     kernel: str
     backend: str
     scale_type: str | None
     """None for a kernel without scales."""
-    cases: int
+    kind: str
+    """A key of `METHODS`."""
+    shapes: tuple[str, ...]
+    """Labels of the cases."""
+    outputs: int
+    """Tensors compared."""
+    elements: int
+    """Elements of them, all of which the reference has too."""
+    unwritten: int
+    """Elements that still held the poison of uninitialised memory."""
     gate: str
-    unequal: int
-    max_error: float
-    relative_error: float
+    reason: str
+    """Of the gate."""
+    unequal: int | None
+    """Elements that differ; None unless the gate asks for equality."""
+    max_error: float | None
+    relative_error: float | None
+    """The largest, as the other figures are the worst of all cases; None if it is not finite."""
     cosine: float
     seconds: float
     failures: tuple[CaseResult, ...]
@@ -85,14 +92,24 @@ class KernelResult:
 
 @dataclass(frozen=True, slots=True)
 class VerifyReport:
-    """What `arb verify-kernels` prints and writes to its ledger."""
+    """What the comparison of kernels found."""
 
-    device: str
-    versions: dict[str, str]
     kernels: tuple[KernelResult, ...]
     not_verified: tuple[str, ...]
     seconds: float
     passed: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Checks:
+    """Which checks to make of each kernel."""
+
+    real_shapes: tuple[tuple[int, int], ...] = ()
+    """(N, K) of the matrices of models, for the `triton` backend."""
+    fuzz: int = 0
+    """Random cases a kernel; where there are any, nothing else is checked."""
+    seed: int = 0
+    """Of the first random case; each case has the next one."""
 
 
 def verify_kernels(
@@ -100,113 +117,176 @@ def verify_kernels(
     group_sizes: Mapping[str, int],
     device: torch.device,
     backends: Iterable[str],
+    checks: Checks | None = None,
+    workers: int = 1,
     progress: Callable[[str], None] = lambda _: None,
 ) -> VerifyReport:
-    """Compare kernels with their references on all their cases.
+    """Compare kernels with their references on all their cases, in poisoned memory.
 
     Args:
         names: kernels to check; none at all means every one.
         group_sizes: scale types to check, by name.
         device: where to run.
         backends: `triton` or `interpreter`, and `torch`.
-        progress: is told the name of each kernel before it is checked.
+        checks: which of them to make; the fixed cases by default.
+        workers: processes that share the work; 1 is this one.
+        progress: is told each kernel that is done.
 
     Raises:
         ArbError: no kernel has one of the names, or a backend cannot run on `device`.
     """
-    names, backends = list(names), list(backends)
-    known = {spec.name: spec for spec in KERNELS}
-    for name in names:
-        if name not in known:
-            listed = ", ".join(f"`{spec}`" for spec in known)
-            raise ArbError(f"no kernel is named `{name}`", hint=f"choose from: {listed}")
+    backends, checks = tuple(backends), checks or Checks()
+    chosen = find_kernels(names)
     for backend in backends:
         check_backend(backend, device)
-    chosen = [known[name] for name in names] or list(KERNELS)
-    started, results = time.perf_counter(), []
-    for spec in chosen:
-        sizes = group_sizes if spec.uses_scales else {None: next(iter(group_sizes.values()))}
-        for scale_type, group_size in sizes.items():
-            progress(f"{spec.name} {scale_type or ''}".strip())
-            cases = list(spec.cases(device, group_size))
-            wanted = [_as_tuple(spec.reference(*copies(case.inputs))) for case in cases]
-            results += [
-                _verify(spec, cases, wanted, backend, scale_type, device) for backend in backends
-            ]
-    left_out = [f"{spec.name}: {item}" for spec in chosen for item in spec.not_verified]
-    if device.type != "cuda":
-        left_out.append(
-            "all kernels: bfloat16, as Triton's interpreter computes it wrongly; needs a GPU"
-        )
+    first = next(iter(group_sizes.values()))
+    jobs = [
+        (spec.name, scale_type, group_size, str(device), backends, checks)
+        for spec in chosen
+        for scale_type, group_size in (group_sizes if spec.uses_scales else {None: first}).items()
+    ]
+    started = time.perf_counter()
+    results = [result for found in _run_jobs(jobs, workers, progress) for result in found]
     return VerifyReport(
-        device=_device_name(device),
-        versions=_versions(),
         kernels=tuple(results),
-        not_verified=tuple(left_out),
+        not_verified=tuple(f"{spec.name}: {item}" for spec in chosen for item in spec.not_verified),
         seconds=time.perf_counter() - started,
         passed=all(result.passed for result in results),
     )
 
 
+def find_kernels(names: Iterable[str]) -> list[KernelSpec]:
+    """Find kernels by name; no name at all finds every one.
+
+    Raises:
+        ArbError: no kernel has one of the names.
+    """
+    known = {spec.name: spec for spec in KERNELS}
+    names = list(names)
+    for name in names:
+        if name not in known:
+            raise ArbError(
+                f"no kernel is named `{name}`",
+                hint=f"choose from: {', '.join(f'`{spec}`' for spec in known)}",
+            )
+    return [known[name] for name in names] or list(KERNELS)
+
+
+def _run_jobs(
+    jobs: list[tuple], workers: int, progress: Callable[[str], None]
+) -> Iterator[list[KernelResult]]:
+    """Do every job, and give what they found in the order of the jobs."""
+
+    def done(count: int, job: tuple) -> None:
+        progress(f"{count}/{len(jobs)}  {job[0]} {job[1] or ''}".rstrip())
+
+    workers = min(workers, len(jobs))
+    if workers <= 1:
+        for count, job in enumerate(jobs, 1):
+            yield _verify_job(*job)
+            done(count, job)
+        return
+    threads = max(1, torch.get_num_threads() // workers)
+    with ProcessPoolExecutor(
+        workers, get_context("spawn"), torch.set_num_threads, (threads,)
+    ) as pool:
+        futures = {pool.submit(_verify_job, *job): job for job in jobs}
+        for count, future in enumerate(as_completed(futures), 1):
+            future.result()
+            done(count, futures[future])
+        yield from (future.result() for future in futures)
+
+
+def _verify_job(
+    name: str,
+    scale_type: str | None,
+    group_size: int,
+    device_name: str,
+    backends: tuple[str, ...],
+    checks: Checks,
+) -> list[KernelResult]:
+    """Make all checks of one kernel with one scale type."""
+    (spec,), device = find_kernels([name]), torch.device(device_name)
+
+    def check(kind, cases, reference, backends) -> list[KernelResult]:
+        return _verify(spec, kind, scale_type, device, cases, reference, backends)
+
+    with poisoned():
+        if checks.fuzz:
+            seeds = range(checks.seed, checks.seed + checks.fuzz)
+            cases = fuzz_cases(name, device, group_size, seeds)
+            return check("fuzz", cases, spec.reference, backends)
+        found = check("cases", spec.cases(device, group_size), spec.reference, backends)
+        if checks.real_shapes and "triton" in backends:
+            cases = real_cases(name, device, group_size, checks.real_shapes)
+            found += check("real", cases, real_reference(spec), ("triton",))
+        return found
+
+
 def _verify(
     spec: KernelSpec,
-    cases: list[Case],
-    wanted: list[tuple[Tensor, ...]],
-    backend: str,
+    kind: str,
     scale_type: str | None,
     device: torch.device,
-) -> KernelResult:
+    cases: Iterable[Case],
+    reference: Callable,
+    backends: tuple[str, ...],
+) -> list[KernelResult]:
+    """Run cases on every backend; one at a time, as some are large."""
+    labels: list[str] = []
+    found: dict[str, list[CaseResult]] = {backend: [] for backend in backends}
+    seconds = dict.fromkeys(backends, 0.0)
+    for case in cases:
+        labels.append(case.label)
+        wanted = as_tuple(reference(*copies(case.inputs)))
+        peers = as_tuple(case.peer(*copies(case.inputs))) if case.peer else (None,) * len(wanted)
+        for backend in backends:
+            started = time.perf_counter()
+            found[backend] += _run_case(spec, case, backend, device, wanted, peers)
+            seconds[backend] += time.perf_counter() - started
+    return [
+        KernelResult(
+            kernel=spec.name,
+            backend=backend,
+            scale_type=scale_type,
+            kind=kind,
+            shapes=tuple(labels),
+            outputs=len(results),
+            elements=sum(result.elements for result in results),
+            unwritten=sum(result.unwritten for result in results),
+            gate=spec.gate.text,
+            reason=spec.gate.reason,
+            unequal=sum(result.unequal for result in results) if spec.gate.exact else None,
+            max_error=worst(result.max_error for result in results),
+            relative_error=worst(result.relative_error for result in results),
+            cosine=min(result.cosine for result in results),
+            seconds=seconds[backend],
+            failures=tuple(result for result in results if not result.passed),
+        )
+        for backend, results in found.items()
+    ]
+
+
+def _run_case(
+    spec: KernelSpec,
+    case: Case,
+    backend: str,
+    device: torch.device,
+    wanted: tuple[Tensor, ...],
+    peers: tuple[Tensor | None, ...],
+) -> list[CaseResult]:
     run = spec.torch if backend == "torch" else spec.triton
-    started, found = time.perf_counter(), []
-    for case, reference in zip(cases, wanted, strict=True):
+    try:
         with use_backend(backend):
-            got = _as_tuple(run(*copies(case.inputs)))
-        peers = (None,) * len(reference)
-        if case.peer is not None:
-            peers = _as_tuple(case.peer(*copies(case.inputs)))
-        for result, expected, peer in zip(got, reference, peers, strict=True):
-            found.append(compare(spec, case.label, result, expected, peer))
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return KernelResult(
-        kernel=spec.name,
-        backend=backend,
-        scale_type=scale_type,
-        cases=len(cases),
-        gate=spec.gate.text,
-        unequal=sum(result.unequal for result in found),
-        max_error=max(result.max_error for result in found),
-        relative_error=max(result.relative_error for result in found),
-        cosine=min(result.cosine for result in found),
-        seconds=time.perf_counter() - started,
-        failures=tuple(result for result in found if not result.passed),
-    )
-
-
-def compare(
-    spec: KernelSpec, label: str, got: Tensor, expected: Tensor, peer: Tensor | None = None
-) -> CaseResult:
-    """Compare one result with the reference by the gate of its kernel."""
-    if got.shape != expected.shape:
-        return CaseResult(label, expected.numel(), math.inf, math.inf, 0.0, False)
-    unequal = int((got != expected).sum())
-    if spec.gate.exact and got.dtype == expected.dtype and unequal == 0:
-        return CaseResult(label, 0, 0.0, 0.0, 1.0, True)
-    a, b = got.double().flatten(), expected.double().flatten()
-    error = a - b
-    norm, size = float(error.norm()), float(b.norm())
-    relative = norm / size if size else (0.0 if norm == 0 else math.inf)
-    scale = float(a.norm()) * size
-    cosine = float(a @ b) / scale if scale else float(norm == 0)
-    if spec.gate.exact:
-        passed = False
-    elif peer is not None:
-        passed = norm <= float((peer.double().flatten() - b).norm()) * (1 + spec.gate.peer_slack)
-    else:
-        passed = relative <= spec.gate.relative  # False for NaN
-    largest = float(error.abs().max()) if error.numel() else 0.0
-    values = (x if math.isfinite(x) else math.inf for x in (largest, relative))
-    return CaseResult(label, unequal, *values, cosine if math.isfinite(cosine) else 0.0, passed)
+            got = as_tuple(run(*copies(case.inputs)))
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+    except Exception as error:  # a kernel that raises has failed its case, and only that
+        return [CaseResult.of_error(case.label, error, wanted)]
+    return [
+        compare(spec, case.label, result, expected, peer)
+        for result, expected, peer in zip(got, wanted, peers, strict=True)
+    ]
 
 
 def copies(inputs: tuple) -> list:
@@ -219,26 +299,3 @@ def copies(inputs: tuple) -> list:
         else value
         for value in inputs
     ]
-
-
-def _as_tuple(result: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    return (result,) if isinstance(result, Tensor) else tuple(result)
-
-
-def _device_name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
-
-
-def _versions() -> dict[str, str]:
-    import platform
-
-    from arbcli import __version__
-
-    versions = {"arb": __version__, "python": platform.python_version(), "torch": torch.__version__}
-    try:
-        import triton
-
-        versions["triton"] = triton.__version__
-    except ImportError:
-        versions["triton"] = "not installed"
-    return versions

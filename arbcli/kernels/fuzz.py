@@ -1,0 +1,330 @@
+"""Draw cases of a kernel: random ones, and the matrices of real models.
+
+Every drawing makes one case for a matrix of N outputs by K inputs and M rows of activations, from
+dice that also decide strides, offsets, types and states. Loaded dice leave those plain.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import rms_norm as torch_rms_norm
+
+from arbcli.kernels.blend_moment import moment_max
+from arbcli.kernels.decode_weight import OCTAVE, decode_weight_torch, num_groups
+from arbcli.kernels.packing import pack_trits_torch
+from arbcli.kernels.spec import Case, KernelSpec
+from arbcli.kernels.ternary_matmul import TERNARY_MATMUL, TERNARY_MATMUL_GRAD_X
+
+SIZES = (1, 2, 3, 5, 16, 31, 33, 64, 123, 159, 165, 200, 257, 323)
+"""Random sizes are these: below, at and beyond the tiles, ragged in 5, in 32 and in 160."""
+ROWS = (1, 2, 7, 16, 33, 64, 65, 130)
+"""Rows of activations: on both sides of what the fused products take."""
+REAL_ROWS = (1, 64, 2048)
+
+
+class Dice:
+    """Random numbers and tensors of one case, all from one seed.
+
+    Args:
+        seed: decides everything.
+        device: of the tensors.
+        dtype: of real values. None draws it, and lets tensors be views of larger ones.
+    """
+
+    def __init__(self, seed: int, device: torch.device, dtype: torch.dtype | None = None) -> None:
+        self.generator = torch.Generator(device).manual_seed(seed)
+        self.device, self.plain = device, dtype is not None
+        # the interpreter computes wrongly in bf16
+        choices = (torch.float32, torch.bfloat16) if device.type == "cuda" else (torch.float32,)
+        self.dtype = dtype or self.pick(choices)
+
+    def below(self, limit: int) -> int:
+        """Roll 0..limit-1."""
+        return int(torch.randint(limit, (), generator=self.generator, device=self.device))
+
+    def pick(self, choices):
+        """Choose one of a sequence."""
+        return choices[self.below(len(choices))]
+
+    def chance(self, share: float) -> bool:
+        """Say yes to a share of questions; never with loaded dice."""
+        return not self.plain and self.below(1000) < 1000 * share
+
+    def scalar(self, value: int) -> Tensor:
+        """Make the int32 scalar tensor that kernels read their control from."""
+        return torch.tensor(value, dtype=torch.int32, device=self.device)
+
+    def key(self) -> Tensor:
+        """Draw the key of a random stream."""
+        return self.scalar(self.below(2**32) - 2**31)
+
+    def integers(self, low: int, high: int, *shape: int, dtype=torch.int8) -> Tensor:
+        """Draw integers in low..high, now and then all of them the same."""
+        if self.chance(0.15):
+            value = self.pick((low, high, (low + high) // 2))
+            return self.view(torch.full(shape, value, dtype=dtype, device=self.device))
+        like = {"generator": self.generator, "device": self.device, "dtype": dtype}
+        return self.view(torch.randint(low, high + 1, shape, **like))
+
+    def reals(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        """Draw normal numbers, in the type of the case."""
+        values = torch.randn(shape, generator=self.generator, device=self.device)
+        return self.view(values.to(dtype or self.dtype))
+
+    def packed(self, rows: int, columns: int) -> Tensor:
+        """Draw packed trits; their padding is 0."""
+        return self.view(pack_trits_torch(self.integers(-1, 1, rows, columns)))
+
+    def scales(self, rows: int, columns: int, group_size: int, spread: int = 8) -> list:
+        """Draw E and F of the scales of a matrix; F is None for one in ten."""
+        groups = (rows, num_groups(columns, group_size))
+        low, high = max(-96, -1 - spread), min(31, spread - 1)
+        exponent = self.integers(low, high, *groups)
+        return [exponent, None if self.chance(0.1) else self.integers(0, OCTAVE - 1, *groups)]
+
+    def view(self, values: Tensor) -> Tensor:
+        """Lay the same values out at random strides and offset, in a larger tensor."""
+        if values.dim() == 0 or not self.chance(0.5):
+            return values
+        steps = [1 + self.below(3) for _ in values.shape]
+        starts = [self.below(3) for _ in values.shape]
+        sizes = [z + s * n for z, s, n in zip(starts, steps, values.shape, strict=True)]
+        turned = values.dim() == 2 and self.chance(0.5)
+        base = torch.empty(sizes[::-1] if turned else sizes, dtype=values.dtype, device=self.device)
+        base = base.T if turned else base
+        corner = zip(starts, steps, values.shape, strict=True)
+        view = base[tuple(slice(z, z + s * n, s) for z, s, n in corner)]
+        return view.copy_(values)
+
+
+def _pack_trits(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
+    return (dice.integers(-1, 1, n, k),)
+
+
+def _unpack_trits(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
+    return dice.packed(n, k), k
+
+
+def _decode_weight(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
+    return dice.packed(n, k), *dice.scales(n, k, group_size, spread=127), k, group_size
+
+
+def _ternary_matmul(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
+    return dice.reals(m, k), dice.packed(n, k), *dice.scales(n, k, group_size), group_size
+
+
+def _ternary_matmul_grad_x(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
+    return dice.reals(m, n), dice.packed(n, k), *dice.scales(n, k, group_size), k, group_size
+
+
+def _rms_norm(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
+    eps = 1e-6 if k > 4 else 0.1  # the gradient of a narrow norm cancels
+    return dice.reals(m, k), dice.packed(1, k), *dice.scales(1, k, group_size, 2), group_size, eps
+
+
+def _rms_norm_grad_x(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
+    return dice.reals(m, k), *_rms_norm(dice, group_size, m, n, k)
+
+
+def _embedding_rows(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
+    ids = dice.integers(0, n - 1, m, dtype=torch.int64)
+    return ids, *_decode_weight(dice, group_size, m, n, k)
+
+
+def _embedding_grad(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
+    return dice.reals(m, k), dice.integers(0, n - 1, m, dtype=torch.int64), n
+
+
+def _mean_squares(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
+    return (dice.reals(n, k),)
+
+
+def _average_statistic(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
+    whole = dice.integers(-128 if dice.chance(0.5) else -30, 30, k, 1)
+    digits = torch.cat([whole, dice.integers(0, 127, k, 1)], dim=1)
+    value = dice.reals(k, dtype=torch.float32).mul(8).exp()
+    return dice.view(digits), dice.view(value), dice.key(), dice.scalar(not dice.chance(0.1))
+
+
+def _scale_slope(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
+    return dice.reals(n, k), dice.packed(n, k), *dice.scales(n, k, group_size), group_size
+
+
+def _step_scales(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
+    exponent = dice.integers(-96, 31, n, k)
+    slope = dice.reals(n, k, dtype=torch.float32) * dice.pick((2.0**8, 2.0**16, 2.0**19))
+    control = (dice.scalar(dice.below(2**12 + 1)), dice.scalar(dice.below(20)))
+    return (
+        exponent, dice.integers(0, 127, n, k), dice.view(slope.to(torch.int32)), dice.key(),
+        *control, dice.scalar(not dice.chance(0.1)),
+    )  # fmt: skip
+
+
+def _blend_moment(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
+    nibble = dice.below(2) == 1
+    largest = moment_max(nibble)
+    moment = dice.integers(-largest, largest, n, k)
+    if nibble:
+        moment = dice.view(moment * 16 + dice.integers(0, 15, n, k))
+    direction = dice.reals(n, k, dtype=torch.float32) * dice.pick((2.0**14, 2.0**16, 2.0**22))
+    return (
+        moment, dice.view(direction.to(torch.int32)), dice.key(),
+        dice.scalar(not dice.chance(0.1)), dice.pick((0, 58982, 65536)), dice.below(1024),
+        4 + dice.below(12), nibble,
+    )  # fmt: skip
+
+
+def _step_trits(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
+    kind = dice.pick(("moment", "nibble", "carry"))
+    radix, largest = (8, 7) if kind == "nibble" else (32, 127)
+    z = dice.integers(-radix - largest, radix + largest, n, k, dtype=torch.int32)
+    trits = torch.sign(z) * (z.abs() > radix // 2)
+    remainder, direction = (z - radix * trits).to(torch.int8), None
+    if kind == "nibble":
+        remainder = dice.integers(-7, 7, n, k) * 16 + remainder % 16
+    elif kind == "moment":
+        direction = dice.integers(-127, 127, n, k)
+    else:
+        scale = dice.pick((2.0**14, 2.0**16, 2.0**19))
+        direction = (dice.reals(n, k, dtype=torch.float32) * scale).to(torch.int32)
+    bits, shift = (12, 6 + dice.below(8)) if kind == "carry" else (20, dice.below(3))
+    control = (dice.below(2**bits), shift, dice.pick((2**14, 2**19, 2**23)))
+    return (
+        dice.view(pack_trits_torch(trits.to(torch.int8))), dice.view(remainder), direction,
+        dice.key(), *map(dice.scalar, control), dice.scalar(not dice.chance(0.1)), radix, largest,
+    )  # fmt: skip
+
+
+def _cast_trit_votes(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
+    votes = dice.integers(-127, 127, n, k) if dice.chance(0.2) else dice.integers(-2, 2, n, k)
+    grad = torch.relu(dice.reals(n, k)) - torch.relu(dice.reals(n, k))  # a quarter is 0
+    return dice.packed(n, k), votes, dice.view(grad), dice.scalar(not dice.chance(0.1))
+
+
+def _cast_scale_votes(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
+    slope = dice.reals(n, k, dtype=torch.float32)
+    votes = dice.integers(-3, 3, n, k)
+    return dice.integers(-96, 31, n, k), votes, slope, dice.scalar(not dice.chance(0.1))
+
+
+def _matmul_in_float64(x, packed, exponent, fraction, group_size):
+    weight = decode_weight_torch(packed, exponent, fraction, x.shape[1], group_size, torch.float32)
+    return x.double() @ weight.double().T
+
+
+def _grad_x_in_float64(grad_y, packed, exponent, fraction, in_features, group_size):
+    weight = decode_weight_torch(packed, exponent, fraction, in_features, group_size, torch.float32)
+    return grad_y.double() @ weight.double()
+
+
+def _slope_in_float64(grad, packed, exponent, fraction, group_size):
+    columns = grad.shape[1]
+    weight = decode_weight_torch(packed, exponent, fraction, columns, group_size, torch.float32)
+    products = grad.double() * weight.double()
+    groups = torch.arange(columns, device=grad.device) // group_size
+    return products.new_zeros(exponent.shape).index_add_(1, groups, products)
+
+
+def _embedding_grad_in_float64(grad_y, ids, num_embeddings):
+    zeros = grad_y.new_zeros(num_embeddings, grad_y.shape[1], dtype=torch.float64)
+    return zeros.index_add_(0, ids, grad_y.double())
+
+
+def _rms_norm_in_its_dtype(x, packed, exponent, fraction, group_size, eps):
+    weight = decode_weight_torch(packed, exponent, fraction, x.shape[-1], group_size, x.dtype)
+    return torch_rms_norm(x, x.shape[-1:], weight[0], eps)
+
+
+def _rms_norm_grad_x_in_its_dtype(grad_y, x, *norm):
+    x = x.detach().requires_grad_()
+    with torch.enable_grad():
+        return torch.autograd.grad(_rms_norm_in_its_dtype(x, *norm), x, grad_y)[0]
+
+
+@dataclass(frozen=True, slots=True)
+class Drawing:
+    """How the cases of a kernel are drawn, and what large ones are compared with."""
+
+    draw: Callable[[Dice, int, int, int, int], tuple]
+    """(dice, group size, M, N, K) to the inputs of a case."""
+    reference: Callable | None = None
+    """For large cases; None is the torch backend, for exact kernels, or the reference itself."""
+    peer: Callable | None = None
+    """torch's own operation, for the gate in bf16."""
+    needs_rows: bool = False
+    """Whether M matters."""
+
+
+DRAWINGS = {
+    "pack_trits": Drawing(_pack_trits),
+    "unpack_trits": Drawing(_unpack_trits),
+    "decode_weight": Drawing(_decode_weight),
+    "ternary_matmul": Drawing(
+        _ternary_matmul, _matmul_in_float64, TERNARY_MATMUL.torch, needs_rows=True
+    ),
+    "ternary_matmul_grad_x": Drawing(
+        _ternary_matmul_grad_x, _grad_x_in_float64, TERNARY_MATMUL_GRAD_X.torch, needs_rows=True
+    ),
+    "rms_norm": Drawing(_rms_norm, None, _rms_norm_in_its_dtype, needs_rows=True),
+    "rms_norm_grad_x": Drawing(
+        _rms_norm_grad_x, None, _rms_norm_grad_x_in_its_dtype, needs_rows=True
+    ),
+    "embedding_rows": Drawing(_embedding_rows, needs_rows=True),
+    "embedding_grad": Drawing(_embedding_grad, _embedding_grad_in_float64, needs_rows=True),
+    "mean_squares": Drawing(_mean_squares),
+    "average_statistic": Drawing(_average_statistic),
+    "scale_slope": Drawing(_scale_slope, _slope_in_float64),
+    "step_scales": Drawing(_step_scales),
+    "blend_moment": Drawing(_blend_moment),
+    "step_trits": Drawing(_step_trits),
+    "cast_trit_votes": Drawing(_cast_trit_votes),
+    "cast_scale_votes": Drawing(_cast_scale_votes),
+}
+
+
+def fuzz_cases(
+    name: str, device: torch.device, group_size: int, seeds: Iterable[int]
+) -> Iterator[Case]:
+    """Draw one random case of a kernel from each seed."""
+    for seed in seeds:
+        dice = Dice(seed, device)
+        m, n, k = dice.pick(ROWS), dice.pick(SIZES), dice.pick(SIZES)
+        if m * n < 64 or n * k < 64:  # so few sums can cancel to any relative error
+            m, n, k = m + 64, n + 64, k + 5
+        yield _case(name, f"seed {seed}: ", dice, group_size, m, n, k)
+
+
+def real_cases(
+    name: str, device: torch.device, group_size: int, shapes: Iterable[tuple[int, int]]
+) -> Iterator[Case]:
+    """Draw a case of a kernel for every matrix (N, K) of a model, in each type it is used in."""
+    for n, k in shapes:
+        for m in REAL_ROWS if DRAWINGS[name].needs_rows else REAL_ROWS[:1]:
+            for dtype in (torch.bfloat16, torch.float32):
+                dice = Dice(0, device, dtype)
+                case = _case(name, "", dice, group_size, m, n, k)
+                yield case
+                if not any(_is_real(value) for value in case.inputs):
+                    break
+
+
+def real_reference(spec: KernelSpec) -> Callable:
+    """Choose what large cases are compared with, as the references take a weight at a time."""
+    if DRAWINGS[spec.name].reference:
+        return DRAWINGS[spec.name].reference
+    return spec.torch if spec.gate.exact else spec.reference
+
+
+def _case(name: str, prefix: str, dice: Dice, group_size: int, m: int, n: int, k: int) -> Case:
+    drawing = DRAWINGS[name]
+    inputs = drawing.draw(dice, group_size, m, n, k)
+    size = f"{m}x{n}x{k}" if drawing.needs_rows else f"{n}x{k}"
+    low = dice.dtype == torch.bfloat16
+    label = f"{prefix}{size} bf16" if low and any(map(_is_real, inputs)) else f"{prefix}{size}"
+    return Case(label, inputs, drawing.peer if low else None)
+
+
+def _is_real(value: object) -> bool:
+    return isinstance(value, Tensor) and value.dtype.is_floating_point

@@ -1,0 +1,375 @@
+"""Compare the whole model with its reference: layers, gradients, updates and what must not happen.
+
+Every layer is compared on the very input and output gradient that the kernels gave it, so an error
+is found where it is made, and a rounding in one layer does not count in the next.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from arbcli.device import deterministic
+from arbcli.kernels.backend import use_backend
+from arbcli.kernels.cast_votes import cast_scale_votes_reference, cast_trit_votes_reference
+from arbcli.kernels.compare import errors, poisoned
+from arbcli.kernels.scale_slope import scale_slope_reference
+from arbcli.kernels.spec import EXACT, Gate
+from arbcli.model.config import DIRECTIONS, PRESETS, RULES, VOCABULARY, ModelConfig
+from arbcli.model.lm import ByteLM, rotary_table, rotate
+from arbcli.model.reference import (
+    reference_block,
+    reference_direction,
+    reference_logits,
+    reference_loss,
+    reference_slope,
+    reference_step,
+    reference_weight,
+    rotary_angles,
+    state_values,
+)
+from arbcli.model.ternary import TernaryTensor
+from arbcli.model.update import Updater
+
+CHECKS = {
+    "output": "every layer's output, on the input that the kernels gave it, against float64",
+    "gradient": "gradients of every layer's input and weights, for the same gradient of its"
+    " output, against float64 autograd",
+    "end to end": "logits and loss from the bytes on, against float64",
+    "causality": "a byte is changed: no earlier logit may differ in a bit, and a later one must",
+    "determinism": "two training steps from the same state, compared bit for bit",
+    "rotary": "cos**2 + sin**2 = 1, turning back undoes turning, angles against float64",
+    "update": "every stored number within one unit of the formula in float64, rounding unbiased",
+}
+"""What each check compares, and how."""
+
+SMALL = ModelConfig(dim=36, layers=2, heads=2, ffn=50, ctx=17)
+"""Ragged in 5, in 32 and in 160, and small enough for the interpreter."""
+LR = 2.0
+"""Of the compared updates: large enough that trits, scales and clips all take part."""
+
+
+@dataclass(frozen=True, slots=True)
+class ParityResult:
+    """How one thing in the model compares with its reference."""
+
+    check: str
+    """A key of `CHECKS`."""
+    item: str
+    model: str
+    backend: str
+    shape: tuple[int, ...]
+    gate: str
+    reason: str
+    """Of the gate."""
+    max_error: float | None
+    relative_error: float | None
+    """Of the norms; None where it is not finite, as the largest error."""
+    cosine: float
+    passed: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """What is compared: a model on a device, of a type, with a batch."""
+
+    name: str
+    config: ModelConfig
+    batch: int
+    dtype: torch.dtype
+    device: torch.device
+    backend: str
+
+    def build(self) -> ByteLM:
+        """Make the model, with scales that differ from group to group."""
+        generator = torch.Generator(self.device).manual_seed(1)
+        with torch.device(self.device):
+            model = ByteLM(self.config, self.dtype)
+        with use_backend("torch"):
+            model.initialise(0)
+        for tensor in model.weights().values():
+            for digits, spread in ((tensor.exponent, 2), (tensor.scales[1], 128)):
+                if digits is not None:
+                    like = {"generator": generator, "device": self.device, "dtype": torch.int8}
+                    digits += torch.randint(spread, digits.shape, **like)
+                    digits.clamp_(max=127)
+            if tensor.scales[1] is not None:
+                tensor.fraction.bitwise_and_(127)
+        return model
+
+    def bytes(self) -> tuple[Tensor, Tensor]:
+        """Draw (B, T) inputs and targets."""
+        generator = torch.Generator(self.device).manual_seed(2)
+        shape = (self.batch, self.config.ctx + 1)
+        ids = torch.randint(VOCABULARY, shape, generator=generator, device=self.device)
+        return ids[:, :-1], ids[:, 1:]
+
+    def result(
+        self, check: str, item: str, got: Tensor, wanted: Tensor, gate: Gate
+    ) -> ParityResult:
+        """Compare two tensors by a gate."""
+        figures = errors(got, wanted)
+        if gate.exact:
+            passed = torch.equal(got, wanted)
+        else:
+            passed = figures[1] is not None and figures[1] <= gate.relative
+        name = f"{self.name} {'bf16' if self.dtype == torch.bfloat16 else 'fp32'}"
+        shape = tuple(wanted.shape)
+        return ParityResult(
+            check, item, name, self.backend, shape, gate.text, gate.reason, *figures, passed
+        )
+
+    @property
+    def gate(self) -> Gate:
+        """How closely a layer must agree."""
+        if self.dtype == torch.bfloat16:
+            return Gate(False, 0.03, reason="a dozen roundings to bf16, of 2**-9 each, in a layer")
+        relative = max(1e-5, self.config.ctx * 2.0**-24)
+        return Gate(False, relative, reason="float32 sums; float32 angles of late positions")
+
+
+@dataclass(slots=True)
+class Trace:
+    """What a forward and backward of the real model computed."""
+
+    outputs: list[Tensor]
+    """Of the embedding, of every block, and of the head."""
+    gradients: dict[str, Tensor]
+    """By name of the weight."""
+    loss: Tensor
+
+
+def check_parity(
+    device: torch.device,
+    backends: Iterable[str],
+    group_sizes: Mapping[str, int],
+    progress: Callable[[str], None] = lambda _: None,
+) -> tuple[ParityResult, ...]:
+    """Compare the model with its reference, in poisoned memory.
+
+    Args:
+        device: where to run. On a GPU the presets are compared too, in bf16 and in float32.
+        backends: of the kernel path.
+        group_sizes: scale types of the small model; presets have their own.
+        progress: is told each model before it is compared.
+    """
+    results = list(_rotary(device))
+    with deterministic(), poisoned(warn_only=False):
+        for subject in _subjects(device, tuple(backends), group_sizes):
+            progress(f"model {subject.name} {subject.backend}")
+            results += [*_layers(subject), *_causality(subject), *_determinism(subject)]
+        for backend in backends:
+            for name, rule in RULES.items():
+                progress(f"update {name} {backend}")
+                for direction in DIRECTIONS if rule.direction else (None,):
+                    config = replace(SMALL, rule=name, direction=direction)
+                    title = f"{name} {direction}" if direction else name
+                    subject = Subject(title, config, 1, torch.float32, device, backend)
+                    results += _votes(subject) if name == "votes" else _update(subject)
+    return tuple(results)
+
+
+def _subjects(
+    device: torch.device, backends: tuple[str, ...], group_sizes: Mapping[str, int]
+) -> Iterator[Subject]:
+    for backend in backends:
+        # the interpreter computes wrongly in bf16
+        half = () if backend == "interpreter" else (torch.bfloat16,)
+        for dtype in (torch.float32, *half):
+            for scale_type in group_sizes:
+                config = replace(SMALL, scale_type=scale_type)
+                for batch in (2, 5):  # rows for the fused products, and for the others
+                    name = f"small {scale_type} batch {batch}"
+                    yield Subject(name, config, batch, dtype, device, backend)
+            if backend == "triton":
+                for name, config in PRESETS.items():
+                    yield Subject(name, config, 1, dtype, device, backend)
+
+
+def trace(subject: Subject, model: ByteLM) -> Trace:
+    """Run the real model forward and backward, and keep what every layer saw."""
+    outputs: list[Tensor] = []
+    gradients: dict[str, Tensor] = {}
+
+    def keep(_module, _inputs, output: Tensor) -> None:
+        output.retain_grad()
+        outputs.append(output)
+
+    names = {id(tensor): name for name, tensor in model.weights().items()}
+    for tensor in model.weights().values():
+        tensor.sink = lambda tensor, grad: gradients.update({names[id(tensor)]: grad})
+    parts = [model.embedding, *model.blocks, model.head]
+    hooks = [part.register_forward_hook(keep) for part in parts]
+    with use_backend(subject.backend):
+        loss = model.loss(*subject.bytes())
+        loss.backward()
+    for hook in hooks:
+        hook.remove()
+    return Trace(outputs, gradients, loss.detach())
+
+
+def _reference_layers(model: ByteLM) -> Iterator[tuple[str, dict[str, Tensor], Callable]]:
+    """Give the (prefix of the names, weights, function) of every layer that a trace has."""
+
+    def weights(*prefixes: str) -> dict[str, Tensor]:
+        named = model.weights().items()
+        chosen = {name: tensor for name, tensor in named if name.startswith(prefixes)}
+        leaves = {name: reference_weight(tensor) for name, tensor in chosen.items()}
+        return {name: leaf.requires_grad_(not chosen[name].frozen) for name, leaf in leaves.items()}
+
+    yield "embedding", weights("embedding."), lambda ids, w: w["embedding.weight"][ids]
+    for index in range(len(model.blocks)):
+        prefix = f"blocks.{index}"
+
+        def block(x, w, start=len(prefix) + 1):
+            return reference_block(x, {k[start:]: v for k, v in w.items()}, model.config)
+
+        yield prefix, weights(prefix + "."), block
+    yield "head", weights("norm.", "head."), reference_logits
+
+
+def _layers(subject: Subject) -> Iterator[ParityResult]:
+    """Compare outputs and gradients layer by layer, then logits and loss from the bytes on."""
+    model, gate = subject.build(), subject.gate
+    seen, (ids, targets) = trace(subject, model), subject.bytes()
+    reached = source = ids
+    for (name, weights, run), got in zip(_reference_layers(model), seen.outputs, strict=True):
+        wanted = run(source, weights)
+        yield subject.result("output", name, got, wanted, gate)
+        leaves = {name: leaf for name, leaf in weights.items() if leaf.requires_grad}
+        found = {name: seen.gradients[name] for name in leaves}
+        if name != "embedding":
+            leaves[f"input of {name}"], found[f"input of {name}"] = source, before.grad
+        grads = torch.autograd.grad(wanted, [*leaves.values()], got.grad.double())
+        for leaf, grad in zip(leaves, grads, strict=True):
+            yield subject.result("gradient", leaf, found[leaf], grad, gate)
+        with torch.no_grad():
+            reached = run(reached, weights)
+        before, source = got, got.detach().double().requires_grad_()
+    if subject.dtype == torch.float32:
+        loose = replace(gate, relative=10 * gate.relative)
+        yield subject.result("end to end", "logits", seen.outputs[-1], reached, loose)
+        loss = reference_loss(reached, targets)
+        yield subject.result("end to end", "loss", seen.loss, loss, loose)
+
+
+@torch.no_grad()
+def _causality(subject: Subject) -> Iterator[ParityResult]:
+    model, (ids, _) = subject.build(), subject.bytes()
+    with use_backend(subject.backend):
+        logits = model(ids)
+        for position in (ids.shape[1] // 2, ids.shape[1] - 1):
+            other = ids.clone()
+            other[:, position] = (other[:, position] + 100) % VOCABULARY
+            changed = model(other)
+            same = changed[:, :position], logits[:, :position]
+            yield subject.result("causality", f"before byte {position}", *same, EXACT)
+            moved = (changed != logits)[:, position].any(dim=-1)
+            wanted = torch.ones_like(moved)
+            yield subject.result("causality", f"at byte {position}", moved, wanted, EXACT)
+
+
+def _determinism(subject: Subject) -> Iterator[ParityResult]:
+    runs = []
+    for _ in range(2):
+        model = subject.build()
+        updater = Updater(model.weights().values(), subject.config, 3, subject.dtype)
+        for tensor in updater.tensors:
+            tensor.sink = updater
+        with use_backend(subject.backend):
+            for step in range(2):
+                updater.begin(step, LR)
+                loss = model.loss(*subject.bytes())
+                loss.backward()
+        runs.append([loss.detach(), *model.state_dict().values()])
+    differing = torch.stack([(a != b).sum() for a, b in zip(*runs, strict=True)])
+    zeros = torch.zeros_like(differing)
+    yield subject.result("determinism", "loss and state", differing, zeros, EXACT)
+
+
+def _rotary(device: torch.device) -> Iterator[ParityResult]:
+    for name, config in {"small": SMALL, **PRESETS}.items():
+        subject = Subject(name, config, 1, torch.float32, device, "torch")
+        cos, sin = rotary_table(config.ctx, config.head_dim, device)
+        ones = torch.ones_like(cos).double()
+        gate = Gate(False, 1e-6, reason="float32; in bf16 it would be off by 0.4 %")
+        square = cos.double() ** 2 + sin.double() ** 2
+        yield subject.result("rotary", "cos**2 + sin**2", square, ones, gate)
+        x = torch.randn(config.ctx, config.head_dim, device=device)
+        back = rotate(rotate(x, cos, sin), cos, -sin)
+        yield subject.result("rotary", "inverse", back, x, gate)
+        angle = rotary_angles(config.ctx, config.head_dim, device)
+        gate = Gate(False, config.ctx * 2.0**-23, reason="a float32 angle of the last position")
+        turned = torch.cat([cos, sin])
+        wanted = torch.cat([angle.cos(), angle.sin()])
+        yield subject.result("rotary", "angles", turned, wanted, gate)
+
+
+def _tensor(subject: Subject) -> tuple[TernaryTensor, list[Tensor]]:
+    """Make a packed tensor, and two gradients whose rows and columns differ in size."""
+    generator = torch.Generator(subject.device).manual_seed(4)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, device=subject.device)
+
+    with torch.device(subject.device), use_backend("torch"):
+        tensor = TernaryTensor(37, 165, subject.config)
+        tensor.initialise(0.1, 0, 0)
+    return tensor, [normal(37, 165) * normal(37, 1).exp() * normal(165).exp() for _ in range(2)]
+
+
+def _update(subject: Subject) -> Iterator[ParityResult]:
+    """Compare one step with the formulas, of one micro-batch and of two, and a refused one."""
+    config, unit = subject.config, {"z": 1.0, "v": 1.0}
+    rule = RULES[config.rule]
+    if rule.moment_range:
+        unit["m"] = rule.moment_range / (7 if rule.nibble else 127)
+    for micros in (1, 2):
+        tensor, grads = _tensor(subject)
+        updater = Updater([tensor], config, 3, torch.float32)
+        for micro, grad in enumerate(grads[:micros]):
+            before = state_values(tensor)
+            slope = reference_slope(grad, reference_weight(tensor), tensor.group_size)
+            with use_backend(subject.backend):
+                updater.begin(0, LR, micro, micros)
+                updater(tensor, grad)
+            after = state_values(tensor)
+            direction = reference_direction(grad, config.direction)
+            wanted = reference_step(tensor, before, after["m"], direction, slope, LR, micro, micros)
+            for name, size in unit.items():
+                got = (after[name] / size, wanted[name] / size)
+                yield _rounded(subject, f"{name} of micro-batch {micro + 1}/{micros}", *got)
+    before = {name: buffer.clone() for name, buffer in tensor.named_buffers()}
+    grad[3, 5] = torch.nan
+    with use_backend(subject.backend):
+        updater(tensor, grad)
+    for name, buffer in tensor.named_buffers():
+        yield subject.result("update", f"{name} given NaN", buffer, before[name], EXACT)
+
+
+def _rounded(subject: Subject, item: str, got: Tensor, wanted: Tensor) -> ParityResult:
+    """Compare numbers that were rounded stochastically to integers, first each, then the mean."""
+    error, bias = got - wanted, 5 * 0.5 / got.numel() ** 0.5
+    gate = Gate(False, reason="rounding moves by less than 1; statistics are stored to 0.5 %")
+    result = subject.result("update", item, got, wanted, gate)
+    passed = bool((error.abs() <= 1.1).all()) and abs(float(error.mean())) <= bias
+    return replace(result, gate=f"each within 1.1, mean within {bias:.2f}", passed=passed)
+
+
+def _votes(subject: Subject) -> Iterator[ParityResult]:
+    tensor, (grad, _) = _tensor(subject)
+    ok = torch.ones((), dtype=torch.int32)
+    slope = scale_slope_reference(
+        grad.sign(), tensor.trits, tensor.exponent, None, tensor.group_size
+    )
+    wanted = (
+        *cast_trit_votes_reference(tensor.trits, tensor.votes, grad, ok)[:2],
+        *cast_scale_votes_reference(tensor.exponent, tensor.scale_votes, slope, ok),
+    )
+    updater = Updater([tensor], subject.config, 3, torch.float32)
+    with use_backend(subject.backend):
+        updater.begin(0, LR)
+        updater(tensor, grad)
+    for name, expected in zip(("trits", "votes", "exponent", "scale_votes"), wanted, strict=True):
+        yield subject.result("update", name, getattr(tensor, name), expected, EXACT)

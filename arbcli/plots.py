@@ -1,0 +1,163 @@
+"""Pictures of a run and of a probe, as PNG files. Only they need matplotlib."""
+
+import json
+import math
+from collections.abc import Iterable
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from arbcli.errors import ArbError
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+UNIFORM = math.log(256)
+INK, FAINT = "#333333", "#999999"
+BLUE, ORANGE, GREEN = "#1f6fb4", "#e07b00", "#2a9d4e"
+
+
+def require_matplotlib() -> None:
+    """Refuse to start what would end without its picture.
+
+    Raises:
+        ArbError: matplotlib is not installed.
+    """
+    if find_spec("matplotlib") is None:
+        raise ArbError(
+            "`--plot` needs matplotlib",
+            hint="install it with `pip install 'arb[plot]'`, or leave `--plot` out",
+        )
+
+
+def plot_training(run: Path, png: Path) -> None:
+    """Draw the losses of a run from its `metrics.jsonl` and `config.json`.
+
+    Raises:
+        ArbError: matplotlib is missing, the run cannot be read, or the file cannot be written.
+    """
+    try:
+        facts = json.loads((run / "config.json").read_text())
+        records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    except (OSError, ValueError) as error:
+        raise ArbError(
+            f"cannot read the metrics of `{run}`: {error}", hint="give the directory of a run"
+        ) from error
+    figure, (axes,) = _figure(1)
+    evaluated = [record for record in records if record["val_loss"] is not None]
+    axes.plot(*_points(records, "step", "loss"), color=BLUE, linewidth=1.2, label="training")
+    axes.plot(
+        *_points(evaluated, "step", "val_loss"), "o-", color=ORANGE, markersize=5, label="held out"
+    )
+    if evaluated:
+        last = evaluated[-1]
+        label = {"xytext": (-4, 8), "textcoords": "offset points", "ha": "right", "color": ORANGE}
+        axes.annotate(f"{last['val_loss']:.3f}", (last["step"], last["val_loss"]), **label)
+    _mark_losses(axes, facts["text"]["entropy"])
+    _label(axes, f"{run.name}: loss", "step", "nats a byte")
+    axes.legend(frameon=False)
+    _save(figure, png)
+
+
+def plot_probe(report: dict[str, Any], png: Path) -> None:
+    """Draw residual stream, flips and losses of a probe.
+
+    Args:
+        report: the object that `arb probe-loss --json` prints.
+        png: file to write.
+
+    Raises:
+        ArbError: matplotlib is missing, or the file cannot be written.
+    """
+    figure, (stream, flips, loss) = _figure(3)
+    readings = report["readings"]
+    first, last = readings[0], readings[-1]
+    for reading, color in ((first, FAINT), (last, BLUE)):
+        label = f"after step {reading['step']}"
+        sizes = [_number(size) for size in reading["residual_rms"]]
+        stream.plot(range(len(sizes)), sizes, "o-", color=color, markersize=4, label=label)
+    for name, color in (("attention_rms", ORANGE), ("mlp_rms", GREEN)):
+        sizes = [_number(size) for size in last[name]]
+        label = name.removesuffix("_rms").replace("mlp", "MLP") + " branch"
+        stream.plot(range(1, len(sizes) + 1), sizes, "s--", color=color, markersize=3, label=label)
+    stream.set_yscale("log")
+    stream.legend(frameon=False, fontsize=8)
+    _label(stream, "residual stream", "blocks passed", "root-mean-square")
+
+    steps, shares = _points(readings[1:], "step", "flip_share")
+    flips.bar(steps, [100 * share for share in shares], color=BLUE, width=0.7)
+    _label(flips, "trits flipped by a step", "step", "% of all")
+
+    loss.plot(
+        *_points(readings, "step", "val_loss"), "o-", color=ORANGE, markersize=4, label="held out"
+    )
+    steps, losses = _points(readings[1:], "step", "loss")
+    # a step's own loss is measured before its update
+    before = [step - 1 for step in steps]
+    loss.plot(before, losses, color=BLUE, linewidth=1.2, label="training")
+    _mark_losses(loss, report["text_entropy"])
+    loss.legend(frameon=False, fontsize=8)
+    _label(loss, "loss", "steps done", "nats a byte")
+
+    model = report["config"]["model"]
+    verdicts = ", ".join(verdict["name"] for verdict in report["verdicts"])
+    shape = (
+        f"{report['num_weights'] / 1e6:.2f} M weights, {model['scale_type']}, ctx {model['ctx']}"
+    )
+    figure.suptitle(f"{model['rule']}: {verdicts}   ({shape})", color=INK, fontsize=12)
+    _save(figure, png)
+
+
+def _figure(columns: int) -> "tuple[Figure, list[Axes]]":
+    require_matplotlib()
+    # Agg needs no display, and a Figure of its own leaves pyplot's global state alone
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
+
+    width = 7.2 if columns == 1 else 4.4 * columns
+    figure = Figure(figsize=(width, 4.2), dpi=120, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = [figure.add_subplot(1, columns, index + 1) for index in range(columns)]
+    for one in axes:
+        one.xaxis.set_major_locator(MaxNLocator(integer=True))
+        one.spines[["top", "right"]].set_visible(False)
+        one.tick_params(colors=INK, labelsize=8)
+        one.grid(axis="y", color="#eeeeee")
+        one.set_axisbelow(True)
+    return figure, axes
+
+
+def _mark_losses(axes: "Axes", entropy: float) -> None:
+    for value, name in ((UNIFORM, "uniform, ln 256"), (entropy, "order-0 entropy")):
+        axes.axhline(value, color=FAINT, linestyle=":", linewidth=1)
+        where = axes.get_yaxis_transform()  # x as a share of the width, y in data
+        axes.text(
+            1, value, f"{name} {value:.2f}", transform=where, color=FAINT, fontsize=8,
+            ha="right", va="bottom",
+        )  # fmt: skip
+
+
+def _label(axes: "Axes", title: str, x: str, y: str) -> None:
+    axes.set_title(title, loc="left", color=INK, fontsize=10)
+    axes.set_xlabel(x, color=INK, fontsize=9)
+    axes.set_ylabel(y, color=INK, fontsize=9)
+
+
+def _points(records: Iterable[dict[str, Any]], x: str, y: str) -> tuple[list, list]:
+    pairs = [(record[x], _number(record[y])) for record in records]
+    return [pair[0] for pair in pairs], [pair[1] for pair in pairs]
+
+
+def _number(value: float | None) -> float:
+    return math.nan if value is None else value  # drawn as a gap
+
+
+def _save(figure: "Figure", png: Path) -> None:
+    try:
+        figure.savefig(png, format="png")
+    except OSError as error:
+        raise ArbError(
+            f"cannot write `{png}`: {error.strerror}", hint="choose another `--plot`"
+        ) from error

@@ -1,0 +1,180 @@
+"""`arb audit-memory`: what it prints, what it lets pass, and the faults that it catches."""
+
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from arbcli.cli import app
+from arbcli.model.lm import ByteLM, rotary_table
+from arbcli.model.update import Updater
+
+SHAPE = ["--dim", "32", "--layers", "1", "--heads", "2", "--ffn", "48", "--ctx", "16"]
+QUICK = [*SHAPE, "--batch", "2", "--device", "cpu"]
+
+
+@pytest.fixture(autouse=True)
+def one_thread(monkeypatch):
+    """Wait for no other core: matrices are too small to share."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def run(*arguments):
+    return CliRunner().invoke(app, ["audit-memory", *QUICK, *arguments])
+
+
+def checks_of(result):
+    return {check["name"]: check["passed"] for check in json.loads(result.stdout)["checks"]}
+
+
+def test_audit_memory_prints_one_json_object():
+    command = [sys.executable, "-m", "arbcli", "audit-memory", *QUICK, "--json"]
+    done = subprocess.run(command, check=False, capture_output=True, text=True)
+    assert done.returncode == 0
+    report = json.loads(done.stdout)
+    assert report["passed"]
+    assert report["measured"]["state_bytes"] == report["predicted"]["total"]["state_bytes"]
+    assert report["measured"]["float_parameters"] == report["measured"]["float_buffers"] == 0
+    assert [level["stage"] for level in report["levels"]].count("end") == report["steps"] == 3
+
+
+def test_audit_memory_shows_levels_and_checks():
+    rotary_table.cache_clear()
+    result = run("--steps", "2")
+    assert result.exit_code == 0
+    for word in ("backward and update", "returns-to-level", "rotary_table", "AdamW", "torch"):
+        assert word in result.stdout
+    assert "FAILED" not in result.stdout
+
+
+def after_init(monkeypatch, owner, plant):
+    init = owner.__init__
+
+    def planted(self, *args, **kwargs):
+        init(self, *args, **kwargs)
+        plant(self)
+
+    monkeypatch.setattr(owner, "__init__", planted)
+
+
+def test_audit_memory_fails_on_a_float_buffer(monkeypatch):
+    after_init(monkeypatch, ByteLM, lambda model: model.register_buffer("x", torch.zeros(2)))
+    result = run("--steps", "2", "--json")
+    assert result.exit_code == 1
+    assert checks_of(result)["no-float-state"] is False
+    assert json.loads(result.stdout)["measured"]["float_buffers"] == 2
+
+
+def test_audit_memory_fails_on_a_float_parameter(monkeypatch):
+    def plant(model):
+        model.head.gain = torch.nn.Parameter(torch.ones(2))
+
+    after_init(monkeypatch, ByteLM, plant)
+    result = run("--steps", "2", "--json")
+    assert result.exit_code == 1
+    assert json.loads(result.stdout)["measured"]["float_names"] == ["head.gain"]
+
+
+def test_audit_memory_fails_on_a_float_attribute_of_the_updater(monkeypatch):
+    after_init(monkeypatch, Updater, lambda updater: setattr(updater, "scale", torch.ones(2)))
+    result = run("--steps", "2", "--json")
+    assert result.exit_code == 1
+    assert json.loads(result.stdout)["measured"]["float_attributes"] == 2
+
+
+def leak_by_operation():
+    return torch.ones(3, dtype=torch.int8)
+
+
+def leak_by_numpy():
+    return torch.from_numpy(np.ones(3, dtype=np.int8))
+
+
+@pytest.mark.parametrize("make", [leak_by_operation, leak_by_numpy])
+def test_audit_memory_fails_on_a_tensor_kept_each_step(monkeypatch, make):
+    kept, finish = [], Updater.finish
+
+    def leak(self):
+        kept.append(make())
+        finish(self)
+
+    monkeypatch.setattr(Updater, "finish", leak)
+    result = run("--steps", "2", "--json")
+    assert result.exit_code == 1
+    assert checks_of(result) == {
+        "no-float-state": True,
+        "state-as-predicted": True,
+        "returns-to-level": False,
+    }
+
+
+def test_audit_memory_fails_on_state_outside_the_model(monkeypatch):
+    hidden = []
+    after_init(monkeypatch, ByteLM, lambda _: hidden.append(torch.zeros(999, dtype=torch.int8)))
+    result = run("--steps", "2", "--json")
+    assert result.exit_code == 1
+    assert checks_of(result)["state-as-predicted"] is False
+
+
+def test_audit_memory_fails_on_a_wrong_prediction(monkeypatch):
+    monkeypatch.setattr("arbcli.memory.TRITS_PER_BYTE", 4)
+    result = run("--steps", "2", "--json")
+    assert result.exit_code == 1
+    assert checks_of(result)["state-as-predicted"] is False
+
+
+@pytest.fixture
+def nothing_is_made(monkeypatch):
+    def refuse(*_):
+        raise AssertionError("a model was made")
+
+    monkeypatch.setattr(ByteLM, "__init__", refuse)
+
+
+@pytest.mark.usefixtures("nothing_is_made")
+@pytest.mark.parametrize(("budget", "code"), [("1MiB", 0), ("1kB", 1)])
+def test_audit_memory_tells_whether_a_step_fits(budget, code):
+    result = run("--budget", budget, "--json")
+    assert result.exit_code == code
+    report = json.loads(result.stdout)
+    assert report["fits"] is (code == 0)
+    assert report["predicted_peak"]["batch"] == 2
+    assert ("fits" if code == 0 else "does not fit") in run("--budget", budget).stdout
+
+
+@pytest.mark.usefixtures("nothing_is_made")
+def test_audit_memory_predicts_every_rule_and_scale_type():
+    report = json.loads(run("--what-if", "--json").stdout)
+    assert len(report["choices"]) == 32
+    shown = run("--what-if").stdout
+    assert "nibble" in shown
+    assert "T128" in shown
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("--budget", "6 gallons"),
+        ("--budget", "6GiB", "--what-if"),
+        ("--snapshot", "memory.pickle"),
+        ("--ctx", "999999999"),
+    ],
+    ids=["budget", "two questions", "snapshot", "ctx"],
+)
+def test_audit_memory_fails_in_one_line(arguments):
+    command = [sys.executable, "-m", "arbcli", "audit-memory", *QUICK, *arguments]
+    done = subprocess.run(command, check=False, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert done.stdout == ""
+    error, hint = done.stderr.splitlines()[-2:]
+    assert error.startswith("error: ")
+    assert hint.startswith("hint: ")
+    assert "Traceback" not in done.stderr
