@@ -332,7 +332,8 @@ def _check_floats(measured: MeasuredState) -> Check:
     return Check(
         name="no-float-state",
         passed=not measured.float_names,
-        detail=f"float tensors: {names}" if names else "every tensor of the model is of integers",
+        detail=f"{measured.float_parameters} trainable float parameters,"
+        f" {measured.float_buffers} float buffers{': ' if names else ''}{names}",
     )
 
 

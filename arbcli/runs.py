@@ -203,9 +203,8 @@ def new_config(
             hint="use `--rule`, or `--weights float` or `ste`",
         )
     given.setdefault("optimizer", "rule" if ternary else "adamw")
-    given.setdefault(
-        "lr", RULES[model.rule].lr if ternary else FLOAT_LR[model.weights, given["optimizer"]]
-    )
+    twin = (model.weights, given["optimizer"])
+    given.setdefault("lr", RULES[model.rule].lr if ternary else FLOAT_LR.get(twin, 1e-3))
     given.setdefault("compute", default_compute(place))
     backend = resolve_backend(backend, place)
     for name in ("data", "val"):
@@ -228,6 +227,8 @@ def resume(
     Raises:
         ArbError: there is nothing to continue, or the text has changed.
     """
+    if not path.exists():
+        raise ArbError(f"there is no run at `{path}`", hint="name a run directory or a checkpoint")
     run = path if path.is_dir() else path.parent
     facts = read_json(run / "config.json")
     config = config_from(facts)

@@ -179,8 +179,6 @@ class _Display:
 
     def finished(self, report: "TrainReport") -> None:
         """Show how the run ended."""
-        if self.as_json:
-            return
         if report.stopped_by:
             note(f"stopped by {report.stopped_by} after step {report.steps}")
             if report.checkpoint:

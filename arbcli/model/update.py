@@ -65,7 +65,7 @@ def orthogonalise(grad: Tensor, dtype: torch.dtype, steps: int = NEWTON_SCHULZ_S
 def to_fixed_point(values: Tensor) -> Tensor:
     """Divide by the root-mean-square over the matrix and round to int32 units of 2**-16.
 
-    Zeros stay zeros. What is far from 1 is scaled to it first, so that no square under- or overflows.
+    Zeros stay zeros. All is scaled to at most 1 first, so that no square under- or overflows.
     """
     values = values.float()
     values = values / values.abs().amax().clamp(min=TINY)

@@ -1,0 +1,149 @@
+"""`arb train` as a person or a program meets it: streams, exit codes, one-line errors."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from arbcli.cli import app
+
+SMALL = ["--dim", "32", "--layers", "1", "--heads", "2", "--ffn", "48", "--ctx", "16"]
+SMALL += ["--batch", "4", "--steps", "12", "--device", "cpu"]
+
+
+@pytest.fixture
+def text(tmp_path) -> str:
+    path = tmp_path / "text.txt"
+    path.write_bytes(b"ternary weights learn to read. " * 400)
+    return str(path)
+
+
+def arb(*args: str, cwd: Path | None = None, **environment: str) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-m", "arbcli", *args]
+    env = os.environ | environment
+    return subprocess.run(command, capture_output=True, text=True, check=False, cwd=cwd, env=env)
+
+
+def test_train_says_what_a_person_needs(text, tmp_path):
+    done = arb("train", "--data", text, *SMALL, cwd=tmp_path)
+    assert done.returncode == 0
+    assert done.stdout == ""
+    for words in ("run     runs/001-32x1-moment", "order-0 entropy", "device  cpu, backend torch",
+                  "step 10/12", "flipped", "held-out loss", "ln 256",
+                  "checkpoint     runs/001-32x1-moment/step-000012.safetensors"):  # fmt: skip
+        assert words in done.stderr
+
+
+def test_train_prints_only_a_record_a_line_as_json(text, tmp_path):
+    done = arb("train", "--data", text, *SMALL, "--json", "--quiet", "--out", str(tmp_path / "r"))
+    records = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [record["step"] for record in records] == [10, 12]
+    assert records[-1]["val_loss"] > 0
+
+
+def test_train_resumes_the_last_run_by_itself(text, tmp_path):
+    assert arb("train", "--data", text, *SMALL, cwd=tmp_path).returncode == 0
+    done = arb("train", "--resume", "auto", cwd=tmp_path)
+    assert done.returncode == 0
+    assert "resumed at step 12" in done.stderr
+
+
+@pytest.mark.parametrize("weights", ["float", "ste"])
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_train_runs_the_twins(weights, optimizer, text, tmp_path):
+    args = ["--weights", weights, "--optimizer", optimizer, "--lr", "0.01", "--steps", "30"]
+    done = arb("train", "--data", text, *SMALL, *args, "--json", "--out", str(tmp_path / "r"))
+    assert done.returncode == 0, done.stderr
+    losses = [json.loads(line)["loss"] for line in done.stdout.splitlines()]
+    assert losses[-1] < losses[0] < 6
+    assert "a float twin is measured, not kept" in done.stderr
+
+
+ERRORS = {
+    "missing text": (["--data", "nowhere.txt"], "nothing matches `nowhere.txt`"),
+    "context too long": (["--data", "{text}", "--ctx", "100000"], "needs a training text"),
+    "unknown preset": (["--preset", "huge"], "no preset is named `huge`"),
+    "unknown rule": (["--rule", "[bold]"], "`--rule` is `[bold]`"),
+    "unknown scale type": (["--tscale-type", "T5"], "`--tscale-type` is `T5`"),
+    "heads that do not divide": (["--dim", "30", "--heads", "4"], "4 heads do not divide"),
+    "direction of votes": (["--rule", "votes", "--direction", "sign"], "takes no direction"),
+    "optimizer of ternary weights": (["--optimizer", "adamw"], "stepped by a rule"),
+    "unknown optimizer": (["--weights", "float", "--optimizer", "sgd"], "`--optimizer` is `sgd`"),
+    "unknown device": (["--device", "tpu"], "no device is named `tpu`"),
+    "triton without a GPU": (["--device", "cpu", "--backend", "triton"], "needs a CUDA device"),
+    "lr out of range": (["--lr", "-1"], "`--lr` is -1.0"),
+    "resume of nothing": (["--resume", "nowhere"], "there is no run at `nowhere`"),
+    "no run to resume": (["--resume", "auto"], "there is no run in `runs`"),
+    "resume with other settings": (["--resume", "auto", "--steps", "9"], "cannot be given"),
+    "out that is a file": (["--data", "{text}", "--out", "{text}"], "cannot make"),
+}
+
+
+@pytest.mark.parametrize("name", ERRORS)
+def test_train_explains_a_mistake_in_two_lines(name, text, tmp_path):
+    args, message = ERRORS[name]
+    done = arb("train", *(arg.format(text=text) for arg in args), cwd=tmp_path)
+    assert done.returncode == 2
+    assert done.stdout == ""
+    lines = done.stderr.splitlines()
+    assert len(lines) == 2
+    assert lines[0].startswith("error: ")
+    assert message in lines[0]
+    assert lines[1].startswith("hint: ")
+    assert list(tmp_path.iterdir()) == [Path(text)]
+
+
+def test_train_survives_a_full_disk_with_its_checkpoints(text, tmp_path):
+    """A limit on the size of files is as good as a full disk."""
+    run = tmp_path / "run"
+    assert arb("train", "--data", text, *SMALL, "--out", str(run)).returncode == 0
+    size = (run / "step-000012.safetensors").stat().st_size
+    code = (
+        "import resource, signal, sys\n"
+        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
+        f"resource.setrlimit(resource.RLIMIT_FSIZE, ({size - 1000},) * 2)\n"
+        "from arbcli.cli import main\n"
+        f"sys.argv = ['arb', 'train', '--data', {text!r}, *{SMALL!r}]\n"
+        f"sys.argv += ['--out', {str(run) + '2'!r}]\n"
+        "main()\n"
+    )
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "error: cannot write" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not list(Path(str(run) + "2").glob("*.safetensors"))
+
+
+OPTIONS = {
+    "train": "accum backend batch compute ctx data device dim direction eval-every ffn heads json"
+    " layers lr minutes no-sub-norms optimizer out plot preset quiet resume rule save-every seed"
+    " steps sub-norms tscale-type val warmup weights",
+    "count-params": "ctx dim direction ffn heads json layers preset rule tscale-type",
+    "audit-memory": "accum backend batch budget ctx device dim direction ffn heads json layers"
+    " preset rule seed snapshot steps tscale-type what-if",
+}
+
+
+@pytest.mark.parametrize("command", OPTIONS)
+def test_no_option_comes_or_goes_unnoticed(command):
+    page = CliRunner().invoke(app, [command, "--help"], terminal_width=200).stdout
+    words = (word.strip(",.") for word in page.replace("/", " ").split())
+    options = {word[2:] for word in words if word.startswith("--")} - {"help"}
+    assert options == set(OPTIONS[command].split())
+
+
+def test_help_comes_without_torch():
+    code = (
+        "import sys, arbcli.cli as cli\n"
+        "sys.argv = ['arb', '--help']\n"
+        "try: cli.main()\n"
+        "finally: assert 'torch' not in sys.modules\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0
+    assert "verify-kernels" in done.stdout
