@@ -257,7 +257,7 @@ def resume(
 
 def _build(config: TrainConfig, texts: Texts) -> Trainer:
     try:
-        return Trainer(config, texts)
+        return Trainer(config, texts, capture=True)
     except torch.OutOfMemoryError as error:
         raise _out_of_memory() from error
 

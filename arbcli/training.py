@@ -18,6 +18,8 @@ from arbcli.model.optimizer import FloatOptimizer
 from arbcli.model.update import Updater
 
 COMPUTE = {"bf16": torch.bfloat16, "fp32": torch.float32}
+EAGER_STEPS = 3
+"""Steps before a step is captured: kernels compile and libraries make up their minds in them."""
 OPTIMIZERS = {"ternary": ("rule",), "float": ("adamw", "muon"), "ste": ("adamw", "muon")}
 """By the kind of weights."""
 
@@ -110,9 +112,11 @@ class Trainer:
     Args:
         config: what to compute.
         texts: what to read.
+        capture: after a few steps, replay the step as one CUDA graph: the same kernels and the same
+            bits without the launches' cost. Hooks on the model see nothing of a replayed step.
     """
 
-    def __init__(self, config: TrainConfig, texts: Texts) -> None:
+    def __init__(self, config: TrainConfig, texts: Texts, *, capture: bool = False) -> None:
         self.config, self.texts = config, texts
         self.device = torch.device(config.device)
         dtype = COMPUTE[config.compute]
@@ -130,6 +134,10 @@ class Trainer:
                 tensor.sink = self.updater
         else:
             self.optimizer = FloatOptimizer(self.model, config.optimizer, config.lr)
+        capture = capture and config.backend == "triton" and self.updater is not None
+        self._capture_at = EAGER_STEPS if capture else None
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self._batches: Tensor | None = None
 
     @property
     def num_weights(self) -> int:
@@ -150,30 +158,65 @@ class Trainer:
         Returns:
             The loss before it, a float32 scalar tensor in nats a byte; reading it waits for a GPU.
         """
-        config, lr, total = self.config, self.lr, torch.zeros((), device=self.device)
-        with use_backend(config.backend):
-            for micro in range(config.accum):
-                ids, targets = batch(
-                    self.texts.train,
-                    seed=config.seed,
-                    step=self.step,
-                    micro=micro,
-                    batch_size=config.batch,
-                    context=config.model.ctx,
-                    device=self.device,
-                )
-                if self.updater:
-                    self.model.forget_uses()
-                    self.updater.begin(self.step, lr, micro, config.accum)
-                loss = self.model.loss(ids, targets)
-                (loss if self.updater else loss / config.accum).backward()
-                total += loss.detach() / config.accum
+        self._load_batches()
+        if self.updater:
+            self.updater.set_step(self.step, self.lr, self.config.accum)
+        if self._graph is None and self._capture_at == self.step:
+            self._capture()
+        with use_backend(self.config.backend):
+            loss = self._compute() if self._graph is None else self._replay()
+        if self.optimizer:
+            self.optimizer.step(self.lr / self.config.lr)
+        self.step += 1
+        return loss
+
+    def _load_batches(self) -> None:
+        """Fetch the micro-batches of this step, on a GPU into the buffers that a graph reads."""
+        config = self.config
+        batches = [
+            batch(
+                self.texts.train,
+                seed=config.seed,
+                step=self.step,
+                micro=micro,
+                batch_size=config.batch,
+                context=config.model.ctx,
+                device="cpu",
+            )
+            for micro in range(config.accum)
+        ]
+        if self.device.type == "cuda":
+            loaded = torch.stack([torch.stack(pair) for pair in batches]).pin_memory()
+            if self._batches is None:
+                self._batches = loaded.to(self.device)
+            self._batches.copy_(loaded, non_blocking=True)
+            batches = list(self._batches)  # (2, B, T) int64 each
+        self._micro_batches = batches
+
+    def _compute(self) -> Tensor:
+        """Run forward, backward and, for packed weights, the updates of the loaded batches."""
+        accum, total = self.config.accum, torch.zeros((), device=self.device)
+        for micro, (ids, targets) in enumerate(self._micro_batches):
+            if self.updater:
+                self.model.forget_uses()
+                self.updater.begin_micro(micro)
+            loss = self.model.loss(ids, targets)
+            (loss if self.updater else loss / accum).backward()
+            total += loss.detach() / accum
         if self.updater:
             self.updater.finish()
-        else:
-            self.optimizer.step(lr / config.lr)
-        self.step += 1
         return total
+
+    def _capture(self) -> None:
+        """Record a step as a CUDA graph. Recording executes nothing, so no state changes."""
+        torch.cuda.empty_cache()  # what the steps before it held is held by the graph from now on
+        self._graph = torch.cuda.CUDAGraph()
+        with use_backend(self.config.backend), torch.cuda.graph(self._graph):
+            self._captured_loss = self._compute()
+
+    def _replay(self) -> Tensor:
+        self._graph.replay()
+        return self._captured_loss.clone()
 
     @torch.no_grad()
     def evaluate(self, num_batches: int = 40) -> float:
@@ -217,3 +260,5 @@ class Trainer:
         self.model.load_state_dict(checkpoint.tensors)
         self.updater.restore(checkpoint.counters)
         self.step = checkpoint.step
+        if self._capture_at is not None:
+            self._capture_at = self.step + EAGER_STEPS

@@ -86,7 +86,8 @@ class Updater:
     """Steps the weights of a model, each as soon as its gradient is there.
 
     Connect it as the `sink` of the model's tensors; `begin` sets what the next backward's updates
-    use. Seed, number of the update and learning rate reach the kernels as integers on the device.
+    use. Seed, number of the update and learning rate reach the kernels as integers on the device,
+    so a captured step can be replayed with new ones.
 
     Args:
         tensors: the packed tensors of the model, in an order that never changes.
@@ -105,39 +106,54 @@ class Updater:
         self.seed = torch.tensor(seed, dtype=torch.int32, device=self.device)
         self._index = {id(tensor): index for index, tensor in enumerate(self.tensors)}
         self.num_weights = sum(tensor.num_weights for tensor in self.tensors)
+        self._control = torch.empty(0, dtype=torch.int64, device=self.device)
         self._flips = torch.zeros((), dtype=torch.int64, device=self.device)
         self._refused = torch.zeros((), dtype=torch.int64, device=self.device)
         self._nonfinite_steps = torch.zeros((), dtype=torch.int64, device=self.device)
         self._nonfinite = torch.zeros((), dtype=torch.bool, device=self.device)
 
     def begin(self, step: int, lr: float, micro: int = 0, accumulation: int = 1) -> None:
-        """Prepare for the backward of one micro-batch.
+        """Prepare for the backward of one micro-batch: `set_step`, then `begin_micro`."""
+        self.set_step(step, lr, accumulation)
+        self.begin_micro(micro)
+
+    def set_step(self, step: int, lr: float, accumulation: int = 1) -> None:
+        """Write what the updates of a step need to the device.
 
         Args:
             step: number of the step, from 0.
             lr: its learning rate.
-            micro: number of the micro-batch in the step, from 0.
             accumulation: micro-batches of a step. The moment decays with the first and takes a
                 share of each; weights step with the last. Scales, and weights without a moment,
                 step by a share with each.
         """
-        self.first, self.last = micro == 0, micro == accumulation - 1
         self.accumulation = accumulation
         step_size = lr * self.rule.radix * STEP_OF_RADIX
-        limit = min(round(STEP_CLIP * step_size * UNIT), 2**30)
-        integers = [
-            step * accumulation + micro,
+        same = [
             *fixed_point_gain(lr * SCALE_STEP / accumulation),
             *fixed_point_gain(step_size / accumulation),
-            limit,
+            min(round(STEP_CLIP * step_size * UNIT), 2**30),
             round(step_size * 2**32),
         ]
-        control = torch.tensor(integers, dtype=torch.int64, device=self.device)
-        tick, scale_gain, scale_shift, gain, shift, limit = control[:6].to(torch.int32).unbind()
+        rows = [[step * accumulation + micro, *same] for micro in range(accumulation)]
+        control = torch.tensor(rows, dtype=torch.int64, device="cpu")
+        if self._control.shape != control.shape:
+            self._control = control.to(self.device)
+        elif self.device.type == "cuda":
+            self._control.copy_(control.pin_memory(), non_blocking=True)
+        else:
+            self._control.copy_(control)
+
+    def begin_micro(self, micro: int) -> None:
+        """Prepare for the backward of micro-batch `micro`, from 0, by work on the device alone."""
+        self.first, self.last = micro == 0, micro == self.accumulation - 1
+        control = self._control[micro]
+        integers = control[:6].to(torch.int32).unbind()
+        tick, scale_gain, scale_shift, gain, shift, self.limit = integers
         self.keys = stream_keys(self.seed, tick, len(self.tensors), _NUM_STREAMS)
         self.scale_gain = (scale_gain, scale_shift)
         self.carry_gain = (gain, shift)
-        self.limit, self.step_size = limit, control[6]
+        self.step_size = control[6]
         self.no_shift = torch.zeros((), dtype=torch.int32, device=self.device)
 
     def finish(self) -> None:

@@ -1,0 +1,43 @@
+"""A step captured as a CUDA graph, and the schedule."""
+
+import pytest
+import torch
+
+from arbcli import runs
+from arbcli.data import open_texts
+from arbcli.device import deterministic
+from arbcli.model.config import RULES
+from arbcli.training import EAGER_STEPS, Trainer, schedule
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rule", RULES)
+def test_captured_steps_give_the_bits_of_eager_ones(rule, tmp_path):
+    path = tmp_path / "text.txt"
+    path.write_bytes(b"ternary weights learn to read. " * 400)
+    shape = {"dim": 64, "layers": 2, "heads": 2, "ffn": 96, "ctx": 32, "batch": 8, "accum": 2}
+    config = runs.new_config(data=[str(path)], rule=rule, device="cuda", **shape)
+    texts = open_texts(config.data, None, seed=0, context=32)
+    states, losses = [], []
+    with deterministic():
+        for capture in (False, True):
+            trainer = Trainer(config, texts, capture=capture)
+            losses.append([float(trainer.train_step()) for _ in range(EAGER_STEPS + 6)])
+            states.append({name: t.clone() for name, t in trainer.model.state_dict().items()})
+            assert (trainer._graph is not None) == capture
+    assert losses[0] == losses[1]
+    for name in states[0]:
+        assert torch.equal(states[0][name], states[1][name]), name
+
+
+def test_schedule_warms_up_and_ends_at_a_twentieth():
+    shares = [schedule(step, 1000, 100) for step in range(1000)]
+    assert shares[0] == pytest.approx(0.01)
+    assert max(shares) < 1
+    assert shares.index(max(shares)) == 99
+    assert shares[-1] == pytest.approx(0.05, abs=1e-4)
+
+
+def test_schedule_warms_up_for_half_of_a_short_run_at_most():
+    shares = [schedule(step, 10, 100) for step in range(10)]
+    assert shares.index(max(shares)) == 4
