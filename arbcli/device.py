@@ -70,6 +70,19 @@ def deterministic() -> Iterator[None]:
         torch.backends.cuda.enable_cudnn_sdp(True)
 
 
+@contextmanager
+def explained_out_of_memory() -> Iterator[None]:
+    """Turn the allocator's complaint into an error that says what to do."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise ArbError(
+            "the GPU's memory is not enough for this model and batch",
+            hint="use a smaller `--batch`, `--ctx` or `--preset`; `arb audit-memory --budget`"
+            " predicts the need",
+        ) from error
+
+
 def peak_bytes(device: torch.device) -> int:
     """Measure the most memory held at once so far, by the CUDA allocator or the process."""
     if device.type == "cuda":

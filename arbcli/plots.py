@@ -52,11 +52,11 @@ def plot_training(run: Path, png: Path) -> None:
     )
     if evaluated:
         last = evaluated[-1]
-        label = {"xytext": (-4, 8), "textcoords": "offset points", "ha": "right", "color": ORANGE}
+        label = {"xytext": (0, -14), "textcoords": "offset points", "ha": "right", "color": ORANGE}
         axes.annotate(f"{last['val_loss']:.3f}", (last["step"], last["val_loss"]), **label)
     _mark_losses(axes, facts["text"]["entropy"])
     _label(axes, f"{run.name}: loss", "step", "nats a byte")
-    axes.legend(frameon=False)
+    axes.legend(frameon=False, fontsize=8)
     _save(figure, png)
 
 
@@ -81,7 +81,8 @@ def plot_probe(report: dict[str, Any], png: Path) -> None:
         sizes = [_number(size) for size in last[name]]
         label = name.removesuffix("_rms").replace("mlp", "MLP") + " branch"
         stream.plot(range(1, len(sizes) + 1), sizes, "s--", color=color, markersize=3, label=label)
-    stream.set_yscale("log")
+    stream.set_yscale("log", base=2)
+    stream.yaxis.set_major_formatter("{x:g}")
     stream.legend(frameon=False, fontsize=8)
     _label(stream, "residual stream", "blocks passed", "root-mean-square")
 
@@ -121,7 +122,8 @@ def _figure(columns: int) -> "tuple[Figure, list[Axes]]":
     FigureCanvasAgg(figure)
     axes = [figure.add_subplot(1, columns, index + 1) for index in range(columns)]
     for one in axes:
-        one.xaxis.set_major_locator(MaxNLocator(integer=True))
+        one.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
+        one.margins(y=0.1)
         one.spines[["top", "right"]].set_visible(False)
         one.tick_params(colors=INK, labelsize=8)
         one.grid(axis="y", color="#eeeeee")
@@ -130,13 +132,12 @@ def _figure(columns: int) -> "tuple[Figure, list[Axes]]":
 
 
 def _mark_losses(axes: "Axes", entropy: float) -> None:
-    for value, name in ((UNIFORM, "uniform, ln 256"), (entropy, "order-0 entropy")):
+    """Draw what to compare a loss with, named at the right edge."""
+    for value, name in ((UNIFORM, "uniform"), (entropy, "order 0")):
         axes.axhline(value, color=FAINT, linestyle=":", linewidth=1)
-        where = axes.get_yaxis_transform()  # x as a share of the width, y in data
-        axes.text(
-            1, value, f"{name} {value:.2f}", transform=where, color=FAINT, fontsize=8,
-            ha="right", va="bottom",
-        )  # fmt: skip
+        label = {"xytext": (4, 0), "textcoords": "offset points", "va": "center", "fontsize": 8}
+        edge = axes.get_yaxis_transform()  # x as a share of the width, y in data
+        axes.annotate(f"{name}\n{value:.3f}", (1, value), xycoords=edge, color=INK, **label)
 
 
 def _label(axes: "Axes", title: str, x: str, y: str) -> None:

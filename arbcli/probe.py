@@ -4,11 +4,10 @@ import dataclasses
 import gc
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from contextlib import contextmanager
 from functools import partial
-from itertools import combinations, pairwise
+from itertools import pairwise
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 import torch
@@ -19,11 +18,11 @@ from arbcli.checkpoint import Checkpoint, latest_checkpoint, load_checkpoint, re
 from arbcli.data import entropy, evaluation_batches, open_texts
 from arbcli.device import (
     deterministic,
+    explained_out_of_memory,
     peak_bytes,
     resolve_backend,
     resolve_device,
 )
-from arbcli.errors import ArbError
 from arbcli.kernels.backend import use_backend
 from arbcli.kernels.blend_moment import moment_max
 from arbcli.kernels.cast_votes import TRIT_THRESHOLD
@@ -34,133 +33,9 @@ from arbcli.model.lm import ByteLM
 from arbcli.model.ternary import TernaryTensor
 from arbcli.model.update import STEP_OF_RADIX
 from arbcli.training import TrainConfig, Trainer, config_from
+from arbcli.verdicts import TAKEOFF, Histogram, ProbeReport, Reading, TensorReport, judge, ratio
 
-STEPS = 12
-"""Enough for the warm-up to reach full speed, and for votes to gather, flip and gather again."""
 BINS = 16
-
-MAX_CLIMB = 1.5
-"""Nats above its lowest that the held-out loss may climb. Twelve steps of `tiny` from a new model
-climb by 0.01 with `moment` and `nibble`, by up to 0.9 with `carry`, by 1.7 to 3.4 with `votes`."""
-MAX_FLIPS = 0.1
-"""Share of the trits that a step may flip: at most 0.03 flip with `moment`, 0.4 with `votes`."""
-MAX_GROWTH = 32
-"""Times that the blocks may enlarge the residual stream. A new model does 1.4 and a trained one 3;
-branches as large as the stream, all in one direction, reach this in 16 blocks."""
-TAKEOFF = 2
-"""A block enlarges the stream this often only if its branches outweigh all that was before."""
-MAX_SATURATED = 0.5
-"""Share of a digit's values at its ends. `nibble` starts with 0.15 of its remainders there; if it
-is most of them, half of all steps are lost."""
-DEAD_BRANCH = 1e-3
-"""A branch below this share of the stream is less than bfloat16 resolves; they start at 0.2."""
-UNIFORM_MARGIN = 0.01
-"""Nats below ln 256 that still count as not better: rounding, or one lucky byte."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Reading:
-    """What one batch of held-out text, always the same, shows after `step` steps.
-
-    A number is None where it is not finite, and before the first step where it is about a step.
-    """
-
-    step: int
-    lr: float | None
-    """Of the step that led here."""
-    loss: float | None
-    """Of that step, on its own text and before its update, nats a byte."""
-    flip_share: float | None
-    """Share of all trits that the step changed."""
-    live_bytes: int
-    """Tensors alive after it: of the CUDA allocator, or those that Python can reach."""
-    val_loss: float | None
-    """Of the held-out batch, nats a byte."""
-    loss_by_position: tuple[float | None, ...]
-    """The same in buckets of positions: `ProbeReport.position_starts`."""
-    residual_rms: tuple[float | None, ...]
-    """Root-mean-square of the residual stream: after the embedding, and after every block."""
-    residual_growth: float | None
-    """The last of these over the first."""
-    takeoff_layer: int | None
-    """The first block that enlarges the stream by `TAKEOFF` or more."""
-    attention_rms: tuple[float | None, ...]
-    """What the attention of every block adds to the stream."""
-    mlp_rms: tuple[float | None, ...]
-    logit_min: float | None
-    logit_max: float | None
-    prediction_entropy: float | None
-    """Average over the predictions, nats."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Histogram:
-    """How often the values of a digit occur, in bins of equal width from `low` to `high`."""
-
-    low: int
-    high: int
-    counts: tuple[int, ...]
-    saturated_share: float
-    """Share of the values at either end of what the digit can hold."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TensorReport:
-    """What the steps did to one packed tensor."""
-
-    name: str
-    num_weights: int
-    up_share: float
-    """Trits that went up, of all, in a step on average; so the next three."""
-    down_share: float
-    into_zero_share: float
-    out_of_zero_share: float
-    still_share: float
-    """Trits that no step moved."""
-    changed: bool
-    """Whether any digit of any weight changed at all."""
-    update_size: float | None
-    """Root-mean-square of the change of z over that of lr * P / 16, over all steps; stochastic
-    rounding adds to it where steps are small. None for a rule without a step size."""
-    digits: dict[str, Histogram]
-    """Of `scale` (v, in 1/128 octaves), `remainder` or `votes`, and `moment` if there is one."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Verdict:
-    """A name for what was seen, and the numbers that it rests on."""
-
-    name: str
-    evidence: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ProbeReport:
-    """Everything that a probe measured, and what it makes of it."""
-
-    passed: bool
-    verdicts: tuple[Verdict, ...]
-    """What is wrong, the gravest first; or `ok` alone."""
-    config: dict[str, Any]
-    """The `TrainConfig` of the steps."""
-    text: str
-    num_weights: int
-    uniform_loss: float
-    """ln 256."""
-    text_entropy: float
-    """Order-0 entropy of the held-out text, nats a byte."""
-    position_starts: tuple[int, ...]
-    """First position of every bucket; the last one ends with the context."""
-    readings: tuple[Reading, ...]
-    """Before the first step, and after each."""
-    tensors: tuple[TensorReport, ...]
-    first_nonfinite: str | None
-    """Where the first NaN or infinity was: which module made it, or which gradient it was in."""
-    acausal_logits: int
-    """Predictions that moved when a byte after them was changed; each one is an error."""
-    state_bytes: int
-    peak_bytes: int
-    """Most memory held at once in the steps: of the CUDA allocator, or of the process on a CPU."""
 
 
 def probe(config: TrainConfig, *, steps: int, checkpoint: Checkpoint | None = None) -> ProbeReport:
@@ -175,17 +50,11 @@ def probe(config: TrainConfig, *, steps: int, checkpoint: Checkpoint | None = No
         ArbError: something the user can fix.
     """
     texts = open_texts(config.data, config.val, seed=config.seed, context=config.model.ctx)
-    try:
-        with deterministic():
-            trainer = Trainer(config, texts)
-            if checkpoint is not None:
-                trainer.restore(checkpoint)
-            return examine(trainer, steps)
-    except torch.OutOfMemoryError as error:
-        raise ArbError(
-            "the GPU's memory is not enough for this model and batch",
-            hint="use a smaller `--batch`, `--ctx` or `--preset`",
-        ) from error
+    with deterministic(), explained_out_of_memory():
+        trainer = Trainer(config, texts)
+        if checkpoint is not None:
+            trainer.restore(checkpoint)
+        return examine(trainer, steps)
 
 
 def open_saved(
@@ -216,6 +85,7 @@ def open_saved(
     place = resolve_device(device)
     if "data" in given:
         given.setdefault("val", ())
+    given |= {name: tuple(given[name]) for name in ("data", "val") if name in given}
     given |= {"device": str(place), "backend": resolve_backend(backend, place)}
     longest = max(config.steps, checkpoint.step + steps)
     return dataclasses.replace(config, steps=longest, **given), checkpoint
@@ -231,9 +101,13 @@ def examine(trainer: Trainer, steps: int) -> ProbeReport:
     )
     starts = [0, *(2**bit for bit in range((context - 1).bit_length()))]
     peak = 0
-    with use_backend(config.backend), _Watch(trainer) as watch:
+    with (
+        use_backend(config.backend),
+        _live_counter(device) as live_bytes,
+        _Watch(trainer) as watch,
+    ):
         acausal = _count_acausal(trainer.model, held_out[0])
-        about = {"lr": None, "loss": None, "flip_share": None, "live_bytes": _live_bytes(device)}
+        about = {"lr": None, "loss": None, "flip_share": None, "live_bytes": live_bytes()}
         readings = [_read(trainer, watch, *held_out, starts, about)]
         for _ in range(steps):
             for tally in tallies:
@@ -243,7 +117,7 @@ def examine(trainer: Trainer, steps: int) -> ProbeReport:
             about = {"lr": trainer.lr, "loss": _finite(float(trainer.train_step()))}
             peak = max(peak, peak_bytes(device))
             flips = sum(tally.finish(about["lr"]) for tally in tallies)
-            about |= {"flip_share": flips / trainer.num_weights, "live_bytes": _live_bytes(device)}
+            about |= {"flip_share": flips / trainer.num_weights, "live_bytes": live_bytes()}
             readings.append(_read(trainer, watch, *held_out, starts, about))
     report = ProbeReport(
         passed=False,
@@ -381,7 +255,7 @@ class _Tally:
             out_of_zero_share=out_of_zero,
             still_share=1 - float(self.moved.float().mean()),
             changed=self.moves > 0,
-            update_size=None if voting else _ratio(self.moves**0.5, self.expected**0.5),
+            update_size=None if voting else ratio(self.moves**0.5, self.expected**0.5),
             digits=digits,
         )
 
@@ -405,7 +279,8 @@ def _read(
 ) -> Reading:
     """Look at the model through held-out text; `about` is what is known of the step before."""
     logits = trainer.model(ids).float()
-    losses = functional.cross_entropy(logits.transpose(1, 2), targets, reduction="none").mean(0)
+    losses = functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
+    losses = losses.view_as(targets).mean(0)  # (T,) float32
     log_p = logits.log_softmax(-1)
     numbers = [losses.mean(), logits.min(), logits.max(), -(log_p.exp() * log_p).sum(-1).mean()]
     buckets = [bucket.mean() for bucket in losses.tensor_split(starts[1:])]
@@ -413,13 +288,13 @@ def _read(
     sizes = watch.take_rms()
     blocks = [f"blocks.{index}" for index in range(trainer.config.model.layers)]
     stream = tuple(sizes[name] for name in ("embedding", *blocks))
-    factors = [_ratio(after, before) or 0 for before, after in pairwise(stream)]
+    factors = [ratio(after, before) or 0 for before, after in pairwise(stream)]
     return Reading(
         step=trainer.step,
         val_loss=numbers[0],
         loss_by_position=tuple(numbers[4:]),
         residual_rms=stream,
-        residual_growth=_ratio(stream[-1], stream[0]),
+        residual_growth=ratio(stream[-1], stream[0]),
         takeoff_layer=next((i for i, factor in enumerate(factors) if factor >= TAKEOFF), None),
         attention_rms=tuple(sizes[f"{name}.attention"] for name in blocks),
         mlp_rms=tuple(sizes[f"{name}.mlp"] for name in blocks),
@@ -444,112 +319,30 @@ def _count_acausal(model: ByteLM, ids: Tensor) -> int:
     return int((moved & earlier).sum())
 
 
-def _live_bytes(device: torch.device) -> int:
-    gc.collect()
-    if device.type == "cuda":
-        return torch.cuda.memory_allocated(device)
-    # by exact type: to ask anything of a proxy or a lazy object would wake it
-    tensors = (value for value in gc.get_objects() if type(value) in (Tensor, nn.Parameter))
-    storages = (tensor.untyped_storage() for tensor in tensors if tensor.device == device)
-    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+@contextmanager
+def _live_counter(device: torch.device) -> Iterator[Callable[[], int]]:
+    """Yield what counts the bytes of live tensors.
+
+    On a CPU what is alive already is counted once: to go through it again takes as long as a step.
+    """
+
+    def count() -> int:
+        gc.collect()
+        if device.type == "cuda":
+            return torch.cuda.memory_allocated(device)
+        # by exact type: to ask anything of a proxy or a lazy object would wake it
+        tensors = (value for value in gc.get_objects() if type(value) in (Tensor, nn.Parameter))
+        storages = (tensor.untyped_storage() for tensor in tensors if tensor.device == device)
+        return before + sum({part.data_ptr(): part.nbytes() for part in storages}.values())
+
+    before = 0
+    before = count()
+    gc.freeze()
+    try:
+        yield count
+    finally:
+        gc.unfreeze()
 
 
 def _finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
-
-
-def _ratio(value: float | None, base: float | None) -> float | None:
-    return None if value is None or not base else value / base
-
-
-def judge(report: ProbeReport) -> tuple[Verdict, ...]:
-    """Name what is wrong with what was measured, the gravest first; `ok` if nothing is."""
-    checks = {
-        "acausal": _acausal,
-        "leak": _leak,
-        "spike": _spike,
-        "worse-than-uniform": _worse_than_uniform,
-        "residual-growth": _residual_growth,
-        "saturated": _saturated,
-        "dead": _dead,
-    }
-    evidence = {name: "; ".join(check(report)) for name, check in checks.items()}
-    found = [Verdict(name=name, evidence=text) for name, text in evidence.items() if text]
-    return tuple(found) or (Verdict(name="ok", evidence=_progress(report)),)
-
-
-def _acausal(report: ProbeReport) -> Iterator[str]:
-    if report.acausal_logits:
-        yield f"{report.acausal_logits:,} predictions moved when a byte after them was changed"
-
-
-def _leak(report: ProbeReport) -> Iterator[str]:
-    after = report.readings[1:]
-    middle, last = after[(len(after) - 1) // 2], after[-1]  # what is made once is made by then
-    growth = last.live_bytes - middle.live_bytes
-    if growth > 0:
-        yield f"live tensors grew by {growth:,} bytes from step {middle.step} to {last.step}"
-
-
-def _spike(report: ProbeReport) -> Iterator[str]:
-    if report.first_nonfinite:
-        yield f"not finite: {report.first_nonfinite}"
-    pairs = list(combinations([r for r in report.readings if r.val_loss is not None], 2))
-    if pairs:
-        low, high = max(pairs, key=lambda pair: pair[1].val_loss - pair[0].val_loss)
-        if high.val_loss - low.val_loss > MAX_CLIMB:
-            yield (
-                f"the held-out loss climbed from {low.val_loss:.2f} nats after step {low.step}"
-                f" to {high.val_loss:.2f} after step {high.step}"
-            )
-    most = max(report.readings[1:], key=lambda reading: reading.flip_share)
-    if most.flip_share > MAX_FLIPS:
-        yield f"step {most.step} flipped {most.flip_share:.1%} of all trits"
-
-
-def _worse_than_uniform(report: ProbeReport) -> Iterator[str]:
-    after = report.readings[1:]
-    losses = [reading.val_loss for reading in after[len(after) // 2 :]]
-    if None not in losses and fmean(losses) > report.uniform_loss - UNIFORM_MARGIN:
-        yield (
-            f"the held-out loss is {fmean(losses):.2f} nats on average over the last"
-            f" {len(losses)} steps, and guessing costs {report.uniform_loss:.2f}"
-        )
-
-
-def _residual_growth(report: ProbeReport) -> Iterator[str]:
-    worst = max(report.readings, key=lambda reading: reading.residual_growth or 0)
-    growth, layer = worst.residual_growth or 0, worst.takeoff_layer
-    if growth > MAX_GROWTH:
-        where = "" if layer is None else f", taking off in block {layer}"
-        yield f"the residual stream grew {growth:,.0f} times over the blocks{where}"
-
-
-def _saturated(report: ProbeReport) -> Iterator[str]:
-    for digit in ("scale", "remainder", "moment"):
-        tensors = [tensor for tensor in report.tensors if digit in tensor.digits]
-        shares = {tensor.name: tensor.digits[digit].saturated_share for tensor in tensors}
-        name = max(shares, key=shares.get, default=None)
-        if name and shares[name] > MAX_SATURATED:
-            yield f"in `{name}` {shares[name]:.0%} of each {digit} is at an end of its range"
-
-
-def _dead(report: ProbeReport) -> Iterator[str]:
-    names = [tensor.name for tensor in report.tensors if not tensor.changed]
-    if names:
-        more = f" and {len(names) - 1} more tensors" if len(names) > 1 else ""
-        yield f"no digit of `{names[0]}`{more} changed"
-    last = report.readings[-1]
-    for branch, sizes in (("attention", last.attention_rms), ("mlp", last.mlp_rms)):
-        for layer, (size, stream) in enumerate(zip(sizes, last.residual_rms[1:], strict=True)):
-            if (share := _ratio(size, stream)) is not None and share < DEAD_BRANCH:
-                yield f"`blocks.{layer}.{branch}` is {share:.0e} of the stream that it adds to"
-
-
-def _progress(report: ProbeReport) -> str:
-    first, last = report.readings[0], report.readings[-1]
-    flips = max(reading.flip_share for reading in report.readings[1:])
-    return (
-        f"the held-out loss went from {first.val_loss:.2f} to {last.val_loss:.2f} nats,"
-        f" and no step flipped more than {flips:.1%} of all trits"
-    )

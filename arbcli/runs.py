@@ -32,6 +32,7 @@ from arbcli.data import Texts, entropy, open_texts
 from arbcli.device import (
     default_compute,
     deterministic,
+    explained_out_of_memory,
     peak_bytes,
     resolve_backend,
     resolve_device,
@@ -256,17 +257,8 @@ def resume(
 
 
 def _build(config: TrainConfig, texts: Texts) -> Trainer:
-    try:
+    with explained_out_of_memory():
         return Trainer(config, texts, capture=True)
-    except torch.OutOfMemoryError as error:
-        raise _out_of_memory() from error
-
-
-def _out_of_memory() -> ArbError:
-    return ArbError(
-        "the GPU's memory is not enough for this model and batch",
-        hint="use a smaller `--batch`, `--ctx` or `--preset`; `arb audit-memory` predicts the need",
-    )
 
 
 def _make_directory(run: Path) -> None:
@@ -324,10 +316,8 @@ def _truncate_metrics(path: Path, step: int) -> None:
 
 
 def _run(trainer: Trainer, run: Path, facts: dict[str, Any], observer: Observer) -> TrainReport:
-    try:
+    with explained_out_of_memory():
         return _Loop(trainer, run, facts, observer).run()
-    except torch.OutOfMemoryError as error:
-        raise _out_of_memory() from error
 
 
 class _Loop:

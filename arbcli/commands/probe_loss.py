@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Group
+from rich.table import Table
 
 from arbcli.commands._options import (
     Backend,
@@ -31,6 +32,8 @@ from arbcli.output import bytes_text, emit, note, table
 if TYPE_CHECKING:
     from arbcli.probe import ProbeReport, TensorReport
 
+STEPS = 12
+"""Enough for the warm-up to reach full speed, and for votes to gather, flip and gather again."""
 OF_A_STEP = ("data", "val", "batch", "lr", "seed", "device", "backend")
 """Options that a saved model takes too; the others are what it is."""
 
@@ -43,7 +46,7 @@ def probe_loss(
     direction: Direction = None,
     data: Data = None,
     val: Val = None,
-    steps: Annotated[int, typer.Option(min=1, help="Steps to do.")] = 12,
+    steps: Annotated[int, typer.Option(min=1, help="Steps to do.")] = STEPS,
     batch: Annotated[int | None, typer.Option(min=1, help="Windows a batch. [default: 16]")] = None,
     lr: Annotated[float | None, typer.Option(help="[default: the rule's]")] = None,
     warmup: Annotated[
@@ -75,9 +78,9 @@ def probe_loss(
     for name in ("steps", "checkpoint", "plot", "as_json"):
         given.pop(name, None)
     report = _probe(given, steps, checkpoint)
+    emit(report, _shown(report), as_json=as_json)
     if plot is not None:
         plot_probe(dataclasses.asdict(report), plot)
-    emit(report, _shown(report), as_json=as_json)
     raise typer.Exit(0 if report.passed else 1)
 
 
@@ -86,16 +89,16 @@ def _probe(given: dict[str, Any], steps: int, checkpoint: Path | None) -> "Probe
 
     if checkpoint is None:
         return probe.probe(runs.new_config(steps=steps, **given), steps=steps)
-    _refuse(given, OF_A_STEP)
+    _refuse_changes(given)
     config, saved = probe.open_saved(checkpoint, steps=steps, note=note, **given)
     return probe.probe(config, steps=steps, checkpoint=saved)
 
 
-def _refuse(given: dict[str, Any], known: tuple[str, ...]) -> None:
-    unknown = [f"`--{name.replace('_', '-')}`" for name in given if name not in known]
-    if unknown:
+def _refuse_changes(given: dict[str, Any]) -> None:
+    changed = [f"`--{name.replace('_', '-')}`" for name in given if name not in OF_A_STEP]
+    if changed:
         raise ArbError(
-            f"a saved model keeps its own settings, so {', '.join(unknown)} cannot be given to it",
+            f"a saved model keeps its own settings, so {', '.join(changed)} cannot be given to it",
             hint="leave them out, or probe a new model without `--checkpoint`",
         )
 
@@ -105,6 +108,8 @@ def _shown(report: "ProbeReport") -> Group:
     starts = [*report.position_starts, model["ctx"]]
     buckets = zip(pairwise(starts), last.loss_by_position, strict=True)
     by_position = "  ".join(f"{a}-{b - 1}: {_number(loss, 2)}" for (a, b), loss in buckets)
+    scales = [tensor.digits["scale"] for tensor in report.tensors]
+    lowest, highest = min(scale.low for scale in scales), max(scale.high for scale in scales)
     return Group(
         f"{model['rule']}, {report.num_weights:,} weights, {model['scale_type']},"
         f" {config['device']}, backend {config['backend']}, {config['compute']}; {report.text}",
@@ -114,16 +119,16 @@ def _shown(report: "ProbeReport") -> Group:
         f"held-out loss     {_number(last.val_loss, 4)} nats; uniform {report.uniform_loss:.4f},"
         f" order-0 entropy {report.text_entropy:.4f}",
         f"by position       {by_position}",
+        f"scales            v from {lowest} to {highest}, in 1/128 octaves",
         f"first NaN or Inf  {report.first_nonfinite or 'none'}",
         f"causality         {report.acausal_logits} predictions moved by a later byte",
         f"memory            {bytes_text(report.state_bytes)} state,"
-        f" {bytes_text(report.peak_bytes)} peak",
+        f" {bytes_text(last.live_bytes)} live, {bytes_text(report.peak_bytes)} peak",
         *(f"verdict           {verdict.name}: {verdict.evidence}" for verdict in report.verdicts),
     )
 
 
-def _steps(report: "ProbeReport") -> Any:
-    columns = ["step", "lr", "loss", "held out", "flipped %", "growth", "logits", "entropy", "MiB"]
+def _steps(report: "ProbeReport") -> Table:
     rows = [
         [
             str(reading.step),
@@ -134,46 +139,47 @@ def _steps(report: "ProbeReport") -> Any:
             _number(reading.residual_growth, 2),
             f"{_number(reading.logit_min, 1)} to {_number(reading.logit_max, 1)}",
             _number(reading.prediction_entropy, 2),
-            f"{reading.live_bytes / 2**20:,.2f}",
         ]
         for reading in report.readings
     ]
-    return table("Steps: losses in nats a byte, live tensors in MiB", columns, rows)
+    columns = ["step", "lr", "loss", "held out", "flip %", "growth", "logits", "entropy"]
+    return table("Steps: losses and entropy in nats, growth of the residual stream", columns, rows)
 
 
-def _layers(report: "ProbeReport") -> Any:
+def _layers(report: "ProbeReport") -> Table:
     first, last = report.readings[0], report.readings[-1]
-    branches = zip(("", *last.attention_rms), ("", *last.mlp_rms), strict=True)
-    rows = []
-    for index, (before, after, branch) in enumerate(
-        zip(first.residual_rms, last.residual_rms, branches, strict=True)
-    ):
-        name = f"block {index - 1}" if index else "embedding"
-        takes_off = last.takeoff_layer is not None and index - 1 == last.takeoff_layer
-        sizes = [value if value == "" else _number(value, 3) for value in branch]
-        mark = "takes off" if takes_off else ""
-        rows.append([name, _number(before, 3), _number(after, 3), *sizes, mark])
-    columns = ["after", "stream at first", "stream at last", "attention", "MLP", ""]
-    return table("Residual stream: root-mean-square", columns, rows)
+    names = ["embedding", *(f"block {index}" for index in range(len(last.mlp_rms)))]
+    branches = zip((None, *last.attention_rms), (None, *last.mlp_rms), strict=True)
+    columns = zip(first.residual_rms, last.residual_rms, branches, strict=True)
+    rows = [
+        [name, *(_number(size, 3) for size in (before, after, *branch))]
+        for name, (before, after, branch) in zip(names, columns, strict=True)
+    ]
+    if last.takeoff_layer is not None:
+        rows[last.takeoff_layer + 1][0] += ", takes off"
+    columns = ["after", "stream at first", "stream at last", "attention", "MLP"]
+    return table("Residual stream and what is added to it: root-mean-square", columns, rows)
 
 
-def _tensors(report: "ProbeReport") -> Any:
-    columns = ["tensor", "up %", "down %", "into 0 %", "out of 0 %", "still %", "update size"]
-    columns += ["scale v", "saturated %"]
-    rows = [_tensor_row(tensor) for tensor in report.tensors]
-    return table("Trits: flips of a step on average", columns, rows)
+def _tensors(report: "ProbeReport") -> Table:
+    columns = ["tensor", "up", "down", "to 0", "off 0", "still", "step", "full"]
+    title = (
+        "Trits: % flipped in a step on average, and never; size of a step over lr * P / 16;"
+        " % of the fullest digit at its ends"
+    )
+    return table(title, columns, [_tensor_row(tensor) for tensor in report.tensors])
 
 
 def _tensor_row(tensor: "TensorReport") -> list[str]:
-    scale = tensor.digits["scale"]
-    shares = [tensor.up_share, tensor.down_share, tensor.into_zero_share, tensor.out_of_zero_share]
     return [
-        tensor.name.removesuffix(".weight"),
-        *map(_percent, shares),
+        tensor.name.removeprefix("blocks.").removesuffix(".weight"),
+        _percent(tensor.up_share),
+        _percent(tensor.down_share),
+        _percent(tensor.into_zero_share),
+        _percent(tensor.out_of_zero_share),
         _percent(tensor.still_share),
         _number(tensor.update_size, 2),
-        f"{scale.low} to {scale.high}",
-        " / ".join(_percent(digit.saturated_share) for digit in tensor.digits.values()),
+        _percent(max(digit.saturated_share for digit in tensor.digits.values())),
     ]
 
 

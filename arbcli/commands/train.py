@@ -84,10 +84,10 @@ def train(
 ) -> None:
     """Train a model on bytes, or continue a run: `arb train --ctx 64`."""
     given = {name: value for name, value in locals().items() if value is not None}
-    from arbcli import runs  # torch takes seconds to import, so not for `arb --help`
+    from arbcli import plots, runs  # torch takes seconds to import, so not for `arb --help`
 
     if plot is not None:
-        _require_matplotlib()
+        plots.require_matplotlib()
     place = {name: given.pop(name, None) for name in ("device", "backend")}
     for name in ("out", "resume", "minutes", "plot", "quiet", "as_json"):
         given.pop(name, None)
@@ -100,9 +100,7 @@ def train(
             config = runs.new_config(**given, **place)
             report = runs.train(config, out or runs.new_run_path(config), display, minutes=minutes)
     if plot is not None:
-        from arbcli.plots import plot_training
-
-        plot_training(Path(report.run), plot)
+        plots.plot_training(Path(report.run), plot)
     display.finished(report)
     if report.stopped_by is not None:
         raise typer.Exit(130 if report.stopped_by == "SIGINT" else 143)
@@ -115,15 +113,6 @@ def _refuse_changes(given: dict[str, Any], minutes: float | None) -> None:
         raise ArbError(
             f"a run goes on with its own settings, so {options} cannot be given to it",
             hint="leave them out, or start a new run without `--resume`",
-        )
-
-
-def _require_matplotlib() -> None:
-    from importlib.util import find_spec
-
-    if find_spec("matplotlib") is None:
-        raise ArbError(
-            "`--plot` needs matplotlib", hint="install it: `pip install 'arb[plot]'`, or without"
         )
 
 

@@ -1,0 +1,228 @@
+"""What a probe measured, and what it means: named verdicts with the numbers they rest on."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import combinations
+from statistics import fmean
+from typing import Any
+
+MAX_CLIMB = 1.5
+"""Nats above its lowest that the held-out loss may climb. In twelve steps a new `tiny` climbs 0.1
+with `moment`, 0.2 with `nibble`, up to 1.0 with `carry`, and 1.7 to 5.2 with `votes`."""
+MAX_FLIPS = 0.1
+"""Share of the trits that a step may flip: 0.02 flip with `moment`, over 0.35 with `votes`."""
+MAX_GROWTH = 32
+"""Times that the blocks may enlarge the residual stream. A new model does 1.4 and a trained one 3;
+branches as large as the stream, all in one direction, reach this in 16 blocks."""
+TAKEOFF = 2
+"""A block enlarges the stream this often only if its branches outweigh all that was before."""
+MAX_SATURATED = 0.5
+"""Share of a digit's values at its ends. `nibble` starts with 0.15 of its remainders there; if it
+is most of them, half of all steps are lost."""
+DEAD_BRANCH = 1e-3
+"""A branch below this share of the stream is less than bfloat16 resolves; they start at 0.2."""
+UNIFORM_MARGIN = 0.01
+"""Nats below ln 256 that still count as not better: rounding, or one lucky byte."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reading:
+    """What one batch of held-out text, always the same, shows after `step` steps.
+
+    A number is None where it is not finite, and before the first step where it is about a step.
+    """
+
+    step: int
+    lr: float | None
+    """Of the step that led here."""
+    loss: float | None
+    """Of that step, on its own text and before its update, nats a byte."""
+    flip_share: float | None
+    """Share of all trits that the step changed."""
+    live_bytes: int
+    """Tensors alive after it: of the CUDA allocator, or those that Python can reach."""
+    val_loss: float | None
+    """Of the held-out batch, nats a byte."""
+    loss_by_position: tuple[float | None, ...]
+    """The same in buckets of positions: `ProbeReport.position_starts`."""
+    residual_rms: tuple[float | None, ...]
+    """Root-mean-square of the residual stream: after the embedding, and after every block."""
+    residual_growth: float | None
+    """The last of these over the first."""
+    takeoff_layer: int | None
+    """The first block that enlarges the stream by `TAKEOFF` or more."""
+    attention_rms: tuple[float | None, ...]
+    """What the attention of every block adds to the stream."""
+    mlp_rms: tuple[float | None, ...]
+    logit_min: float | None
+    logit_max: float | None
+    prediction_entropy: float | None
+    """Average over the predictions, nats."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Histogram:
+    """How often the values of a digit occur, in bins of equal width from `low` to `high`."""
+
+    low: int
+    high: int
+    counts: tuple[int, ...]
+    saturated_share: float
+    """Share of the values at either end of what the digit can hold."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorReport:
+    """What the steps did to one packed tensor."""
+
+    name: str
+    num_weights: int
+    up_share: float
+    """Trits that went up, of all, in a step on average; so the next three."""
+    down_share: float
+    into_zero_share: float
+    out_of_zero_share: float
+    still_share: float
+    """Trits that no step moved."""
+    changed: bool
+    """Whether any digit of any weight changed at all."""
+    update_size: float | None
+    """Root-mean-square of the change of z over that of lr * P / 16, over all steps; stochastic
+    rounding adds to it where steps are small. None for a rule without a step size."""
+    digits: dict[str, Histogram]
+    """Of `scale` (v, in 1/128 octaves), `remainder` or `votes`, and `moment` if there is one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """A name for what was seen, and the numbers that it rests on."""
+
+    name: str
+    evidence: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProbeReport:
+    """Everything that a probe measured, and what it makes of it."""
+
+    passed: bool
+    verdicts: tuple[Verdict, ...]
+    """What is wrong, the gravest first; or `ok` alone."""
+    config: dict[str, Any]
+    """The `TrainConfig` of the steps."""
+    text: str
+    num_weights: int
+    uniform_loss: float
+    """ln 256."""
+    text_entropy: float
+    """Order-0 entropy of the held-out text, nats a byte."""
+    position_starts: tuple[int, ...]
+    """First position of every bucket; the last one ends with the context."""
+    readings: tuple[Reading, ...]
+    """Before the first step, and after each."""
+    tensors: tuple[TensorReport, ...]
+    first_nonfinite: str | None
+    """Where the first NaN or infinity was: which module made it, or which gradient it was in."""
+    acausal_logits: int
+    """Predictions that moved when a byte after them was changed; each one is an error."""
+    state_bytes: int
+    peak_bytes: int
+    """Most memory held at once in the steps: of the CUDA allocator, or of the process on a CPU."""
+
+
+def ratio(value: float | None, base: float | None) -> float | None:
+    """Divide, where there is something to divide by."""
+    return None if value is None or not base else value / base
+
+
+def judge(report: ProbeReport) -> tuple[Verdict, ...]:
+    """Name what is wrong with what was measured, the gravest first; `ok` if nothing is."""
+    checks = {
+        "acausal": _acausal,
+        "leak": _leak,
+        "spike": _spike,
+        "worse-than-uniform": _worse_than_uniform,
+        "residual-growth": _residual_growth,
+        "saturated": _saturated,
+        "dead": _dead,
+    }
+    evidence = {name: "; ".join(check(report)) for name, check in checks.items()}
+    found = [Verdict(name=name, evidence=text) for name, text in evidence.items() if text]
+    return tuple(found) or (Verdict(name="ok", evidence=_progress(report)),)
+
+
+def _acausal(report: ProbeReport) -> Iterator[str]:
+    if report.acausal_logits:
+        yield f"{report.acausal_logits:,} predictions moved when a byte after them was changed"
+
+
+def _leak(report: ProbeReport) -> Iterator[str]:
+    after = report.readings[1:]
+    middle, last = after[(len(after) - 1) // 2], after[-1]  # what is made once is made by then
+    growth = last.live_bytes - middle.live_bytes
+    if growth > 0:
+        yield f"live tensors grew by {growth:,} bytes from step {middle.step} to {last.step}"
+
+
+def _spike(report: ProbeReport) -> Iterator[str]:
+    if report.first_nonfinite:
+        yield f"not finite: {report.first_nonfinite}"
+    pairs = list(combinations([r for r in report.readings if r.val_loss is not None], 2))
+    if pairs:
+        low, high = max(pairs, key=lambda pair: pair[1].val_loss - pair[0].val_loss)
+        if high.val_loss - low.val_loss > MAX_CLIMB:
+            yield (
+                f"the held-out loss climbed from {low.val_loss:.2f} nats after step {low.step}"
+                f" to {high.val_loss:.2f} after step {high.step}"
+            )
+    most = max(report.readings[1:], key=lambda reading: reading.flip_share)
+    if most.flip_share > MAX_FLIPS:
+        yield f"step {most.step} flipped {most.flip_share:.1%} of all trits"
+
+
+def _worse_than_uniform(report: ProbeReport) -> Iterator[str]:
+    after = report.readings[1:]
+    losses = [reading.val_loss for reading in after[len(after) // 2 :]]
+    if None not in losses and fmean(losses) > report.uniform_loss - UNIFORM_MARGIN:
+        yield (
+            f"the held-out loss is {fmean(losses):.2f} nats on average over the last"
+            f" {len(losses)} steps, and guessing costs {report.uniform_loss:.2f}"
+        )
+
+
+def _residual_growth(report: ProbeReport) -> Iterator[str]:
+    worst = max(report.readings, key=lambda reading: reading.residual_growth or 0)
+    growth, layer = worst.residual_growth or 0, worst.takeoff_layer
+    if growth > MAX_GROWTH:
+        where = "" if layer is None else f", taking off in block {layer}"
+        yield f"the residual stream grew {growth:,.0f} times over the blocks{where}"
+
+
+def _saturated(report: ProbeReport) -> Iterator[str]:
+    for digit in ("scale", "remainder", "moment"):
+        tensors = [tensor for tensor in report.tensors if digit in tensor.digits]
+        shares = {tensor.name: tensor.digits[digit].saturated_share for tensor in tensors}
+        name = max(shares, key=shares.get, default=None)
+        if name and shares[name] > MAX_SATURATED:
+            yield f"in `{name}` {shares[name]:.0%} of each {digit} is at an end of its range"
+
+
+def _dead(report: ProbeReport) -> Iterator[str]:
+    names = [tensor.name for tensor in report.tensors if not tensor.changed]
+    if names:
+        more = f" and {len(names) - 1} more tensors" if len(names) > 1 else ""
+        yield f"no digit of `{names[0]}`{more} changed"
+    last = report.readings[-1]
+    for branch, sizes in (("attention", last.attention_rms), ("mlp", last.mlp_rms)):
+        for layer, (size, stream) in enumerate(zip(sizes, last.residual_rms[1:], strict=True)):
+            if (share := ratio(size, stream)) is not None and share < DEAD_BRANCH:
+                yield f"`blocks.{layer}.{branch}` is {share:.0e} of the stream that it adds to"
+
+
+def _progress(report: ProbeReport) -> str:
+    first, last = report.readings[0], report.readings[-1]
+    flips = max(reading.flip_share for reading in report.readings[1:])
+    return (
+        f"the held-out loss went from {first.val_loss:.2f} to {last.val_loss:.2f} nats,"
+        f" and no step flipped more than {flips:.1%} of all trits"
+    )

@@ -1,0 +1,96 @@
+"""`arb probe-loss` as a person or a program meets it: exit codes, streams, errors before work."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+from typer.testing import CliRunner
+
+from arbcli import plots, runs
+from arbcli.cli import app
+from arbcli.errors import ArbError
+
+SMALL = ["--dim", "32", "--layers", "2", "--heads", "2", "--ffn", "48", "--ctx", "32"]
+SMALL += ["--batch", "8", "--device", "cpu"]
+
+
+def invoke(*args: str):
+    return CliRunner().invoke(app, ["probe-loss", *args])
+
+
+def arb(*args: str) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-m", "arbcli", "probe-loss", *args]
+    env = os.environ | {"COLUMNS": "160"}
+    return subprocess.run(command, capture_output=True, text=True, check=False, env=env)
+
+
+def test_probe_loss_shows_a_person_what_it_measured():
+    done = arb(*SMALL)
+    assert done.returncode == 0, done.stdout + done.stderr
+    for words in ("backend torch", "growth", "block 1", "1.mlp.gate_up", "off 0", "v from",
+                  "order-0 entropy", "uniform 5.5452", "16-31", "first NaN or Inf  none",
+                  "0 predictions moved", "MiB state", "verdict           ok: "):  # fmt: skip
+        assert words in done.stdout
+    assert done.stderr == ""
+
+
+def test_probe_loss_prints_only_one_object_as_json():
+    done = arb(*SMALL, "--steps", "12", "--rule", "votes", "--json")
+    assert done.returncode == 1
+    report = json.loads(done.stdout)
+    assert [verdict["name"] for verdict in report["verdicts"]] == ["spike"]
+    assert len(report["readings"]) == 13
+    assert not report["passed"]
+    assert done.stderr == ""
+
+
+def test_probe_loss_exits_with_2_and_no_traceback_if_it_cannot_run():
+    done = arb("--checkpoint", "/no/such/run", "--json")
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert done.stderr.startswith("error: ")
+    assert "Traceback" not in done.stderr
+
+
+def test_probe_loss_takes_a_saved_model_as_it_is(tmp_path):
+    names = ("dim", "layers", "heads", "ffn", "ctx")
+    sizes = dict(zip(names, (32, 1, 2, 48, 16), strict=True))
+    config = runs.new_config(**sizes, batch=4, steps=4, device="cpu")
+    runs.train(config, tmp_path / "run", runs.Observer())
+    before = {path.name: path.read_bytes() for path in (tmp_path / "run").iterdir()}
+    args = ["--checkpoint", str(tmp_path / "run"), "--device", "cpu", "--steps", "2", "--json"]
+    report = json.loads(invoke(*args).stdout)
+    assert [reading["step"] for reading in report["readings"]] == [4, 5, 6]
+    assert {path.name: path.read_bytes() for path in (tmp_path / "run").iterdir()} == before
+
+
+def test_probe_loss_refuses_to_reshape_a_saved_model(tmp_path):
+    result = invoke("--checkpoint", str(tmp_path), "--rule", "votes", "--tscale-type", "T8")
+    assert isinstance(result.exception, ArbError)
+    assert "`--tscale-type`, `--rule`" in str(result.exception)
+
+
+def test_probe_loss_draws_a_picture(tmp_path):
+    pytest.importorskip("matplotlib")
+    result = invoke(*SMALL, "--steps", "2", "--plot", str(tmp_path / "probe.png"), "--json")
+    assert result.exit_code in (0, 1)
+    assert (tmp_path / "probe.png").read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / "probe.png").stat().st_size > 10_000
+
+
+def test_probe_loss_asks_for_matplotlib_before_it_computes(monkeypatch):
+    def never(**_):
+        raise AssertionError("it computed")
+
+    monkeypatch.setattr(plots, "find_spec", lambda _: None)
+    monkeypatch.setattr(runs, "new_config", never)
+    result = invoke("--plot", "probe.png")
+    assert isinstance(result.exception, ArbError)
+    assert "matplotlib" in str(result.exception)
+
+
+@pytest.mark.parametrize("args", [["--steps", "0"], ["--lr", "x"], ["--ctx", "0"]])
+def test_probe_loss_rejects_what_is_no_number_of_it(args):
+    assert invoke(*args).exit_code == 2
