@@ -66,7 +66,7 @@ def compare(
 
 def errors(got: Tensor, expected: Tensor) -> tuple[float | None, float | None, float]:
     """Measure (largest error, norm of the error over norm of the reference, cosine)."""
-    a, b = got.double().flatten(), expected.double().flatten()
+    a, b = (values.detach().double().flatten() for values in (got, expected))
     error = a - b
     norm, size = float(error.norm()), float(b.norm())
     relative = norm / size if size else (0.0 if norm == 0 else math.inf)

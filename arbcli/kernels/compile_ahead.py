@@ -5,15 +5,12 @@ they launch. Nothing is executed. Processes without `TRITON_INTERPRET` do the wo
 were defined for the interpreter cannot be compiled.
 """
 
-import os
 import re
 import subprocess
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import contextmanager
 from dataclasses import dataclass
-from multiprocessing import get_context
 from typing import Any, NamedTuple
 
 import torch
@@ -22,6 +19,7 @@ from arbcli.errors import ArbError
 from arbcli.kernels._triton import HAS_TRITON, INTERPRETED
 from arbcli.kernels.spec import KernelSpec
 from arbcli.kernels.verify import find_kernels
+from arbcli.kernels.workers import Workers
 
 
 class Target(NamedTuple):
@@ -43,6 +41,8 @@ TARGETS = {
     "gfx942": Target("hip", "gfx942", 64, 64 << 10),
 }
 """By the name its makers use: A100, L4 and RTX 40, H100 and H200, B200, RTX 50, MI300."""
+PARKED_BYTES = 16
+"""ptxas parks up to four rarely used values to fit one more block of threads; more is a spill."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,13 +59,10 @@ class CompileResult:
     """Registers of one thread that had to be kept in memory."""
     shared_bytes: int
     """Shared memory of one block of threads."""
+    passed: bool
+    """Whether every variant compiled, without spilling, and fits."""
     error: str | None
     """Why it failed: the compiler's complaint, a spill, or too much shared memory."""
-
-    @property
-    def passed(self) -> bool:
-        """Whether every variant compiled and fits."""
-        return self.error is None
 
 
 class Variant(NamedTuple):
@@ -82,8 +79,13 @@ def find_targets(names: str) -> list[str]:
     """Split a list of targets; `all` is every one.
 
     Raises:
-        ArbError: a name is unknown.
+        ArbError: a name is unknown, or triton is missing.
     """
+    if not HAS_TRITON:
+        raise ArbError(
+            "kernels cannot be compiled without triton",
+            hint="install it (Linux only), or leave `--targets` out",
+        )
     chosen = list(TARGETS) if names == "all" else [name.strip() for name in names.split(",")]
     for name in chosen:
         if name not in TARGETS:
@@ -96,7 +98,7 @@ def compile_kernels(
     names: Iterable[str],
     targets: Iterable[str],
     group_size: int,
-    workers: int = 1,
+    number: int = 1,
     progress: Callable[[str], None] = lambda _: None,
 ) -> tuple[CompileResult, ...]:
     """Compile kernels for each target, in processes of their own.
@@ -105,53 +107,51 @@ def compile_kernels(
         names: kernels to compile; none at all means every one.
         targets: keys of `TARGETS`.
         group_size: G.
-        workers: processes.
+        number: of processes.
         progress: is told each kernel that is done.
 
     Raises:
         ArbError: triton is missing, or a name is unknown.
     """
-    if not HAS_TRITON:
-        raise ArbError("kernels cannot be compiled without triton", hint="install it (Linux only)")
     targets = [target for name in targets for target in find_targets(name)]
     jobs = [(spec.name, target, group_size) for spec in find_kernels(names) for target in targets]
-    with _without_interpreter(), ProcessPoolExecutor(workers, get_context("spawn")) as pool:
-        futures = {pool.submit(_compile_job, *job): job for job in jobs}
-        for count, future in enumerate(as_completed(futures), 1):
-            name, target, _ = futures[future]
-            progress(f"{count}/{len(jobs)}  {name} for {target}")
-        return tuple(future.result() for future in futures)
-
-
-@contextmanager
-def _without_interpreter() -> Iterator[None]:
-    before = os.environ.pop("TRITON_INTERPRET", None)
-    try:
-        yield
-    finally:
-        if before is not None:
-            os.environ["TRITON_INTERPRET"] = before
+    with Workers(number, interpret=False) as workers:
+        return tuple(workers.map(_compile_job, jobs, progress))
 
 
 def _compile_job(name: str, target: str, group_size: int) -> CompileResult:
     assert not INTERPRETED, "this process would only interpret kernels"
     (spec,) = find_kernels([name])
-    variants = _variants(spec, group_size)
-    needs, limit = [(0, 0, 0)], TARGETS[target].shared_bytes
-    error = None
+    variants, chosen = _variants(spec, group_size), TARGETS[target]
+    needs, error = [(0, 0, 0)], None
     for variant in variants:
-        where = variant.function.fn.__name__
         try:
-            needs.append(_needs(variant, TARGETS[target]))
+            needs.append(_needs(variant, chosen))
         except Exception as failure:  # whatever a compiler complains of is the result
-            error = f"{where}: {str(failure).strip().splitlines()[-1]}"
+            complaint = f"{type(failure).__name__}: {failure}".strip().splitlines()[-1]
+            error = f"{variant.function.fn.__name__}: {complaint}"
             break
     registers, spill_bytes, shared_bytes = map(max, zip(*needs, strict=True))
-    if error is None and spill_bytes:
-        error = f"{spill_bytes} bytes of registers spill to memory"
-    if error is None and shared_bytes > limit:
-        error = f"{shared_bytes} bytes of shared memory do not fit in {limit}"
-    return CompileResult(name, target, len(variants), registers, spill_bytes, shared_bytes, error)
+    error = error or find_excess(spill_bytes, shared_bytes, chosen)
+    return CompileResult(
+        kernel=name,
+        target=target,
+        variants=len(variants),
+        registers=registers,
+        spill_bytes=spill_bytes,
+        shared_bytes=shared_bytes,
+        passed=error is None,
+        error=error,
+    )
+
+
+def find_excess(spill_bytes: int, shared_bytes: int, target: Target) -> str | None:
+    """Say what a kernel needs too much of; None if it fits."""
+    if spill_bytes > PARKED_BYTES:
+        return f"{spill_bytes} bytes of registers spill to memory"
+    if shared_bytes > target.shared_bytes:
+        return f"{shared_bytes} bytes of shared memory do not fit in {target.shared_bytes}"
+    return None
 
 
 def _needs(variant: Variant, target: Target) -> tuple[int, int, int]:
@@ -191,11 +191,10 @@ def _figures(text: str, pattern: str) -> tuple[int, ...]:
 def _variants(spec: KernelSpec, group_size: int) -> list[Variant]:
     """List what the launcher of a spec asks for, each in two specialisations.
 
-    One knows nothing of sizes and strides, as with any view. The other knows what triton finds in
-    the arguments of a real model: strides of 1, and the rest multiples of 16.
+    Triton compiles strides of 1 as constants, and knows which arguments are multiples of 16. Rows
+    are contiguous wherever a model launches a kernel; sizes are multiples, or nothing is known.
     """
-    launches: dict[tuple, list[dict[str, Any]]] = {}
-    functions: dict[tuple, tuple] = {}
+    launches: dict[str, tuple] = {}
 
     def record(function, args, kwargs) -> None:
         named = dict(zip(function.arg_names, args, strict=False)) | kwargs
@@ -203,32 +202,35 @@ def _variants(spec: KernelSpec, group_size: int) -> list[Variant]:
         fixed = {p.name: named.pop(p.name) for p in function.params if p.is_constexpr}
         fixed |= {key: named.pop(key) for key in [*named] if named[key] is None}
         types = {key: _type_of(value) for key, value in named.items()}
-        key = tuple(str(sorted(part.items())) for part in (types, fixed, options))
-        functions[function.fn.__name__, *key] = (function, types, fixed, options)
-        launches.setdefault((function.fn.__name__, *key), []).append(named)
+        units = {key for key, value in named.items() if type(value) is int and value == 1}
+        if not all(key.startswith("stride_") for key in units):
+            units = set()  # strides of a single row or column say nothing
+        key = str((function.fn.__name__, types, fixed, options))
+        if key not in launches or len(units) > len(launches[key][-1]):
+            launches[key] = (function, types, fixed, options, units)
 
     with _recorded_launches(record):
         for case in spec.cases(torch.device("cpu"), group_size):
             for dtype in (torch.float32, torch.bfloat16):
                 spec.triton(*(_with_dtype(value, dtype) for value in case.inputs))
-    variants = []
-    for key, (function, types, fixed, options) in functions.items():
-        ones = [
-            {k for k, v in named.items() if type(v) is int and v == 1} for named in launches[key]
-        ]
-        for units, divisor in ((set(), 1), (max(ones, key=len), 16)):
-            constants = fixed | dict.fromkeys(units, 1)
-            signature = {
-                name: "constexpr" if name in constants else types[name]
-                for name in function.arg_names
-            }
-            attributes = {
-                (index,): [["tt.divisibility", divisor]]
-                for index, name in enumerate(function.arg_names)
-                if divisor > 1 and signature[name] not in ("constexpr", "fp32")
-            }
-            variants.append(Variant(function, signature, constants, attributes, options))
-    return variants
+    return [
+        _variant(*launch, multiples=multiples)
+        for launch in launches.values()
+        for multiples in (False, True)
+    ]
+
+
+def _variant(function, types, fixed, options, units, *, multiples: bool) -> Variant:
+    constants = fixed | dict.fromkeys(units, 1)
+    signature = {
+        name: "constexpr" if name in constants else types[name] for name in function.arg_names
+    }
+    attributes = {
+        (index,): [["tt.divisibility", 16]]
+        for index, name in enumerate(function.arg_names)
+        if signature[name].startswith("*") or (multiples and signature[name].startswith("i"))
+    }
+    return Variant(function, signature, constants, attributes, options)
 
 
 @contextmanager

@@ -212,6 +212,11 @@ def _cases(device: torch.device, group_size: int) -> Iterator[Case]:
     yield Case("2x1311 whole octaves", (packed, exponent, None, 1311, group_size))
     state = [t.to(device)[1::2] for t in random_packed(6, 165, group_size, generator)]
     yield Case("3x165 strided", (*state, 165, group_size))
+    packed, exponent, fraction = state
+    apart = torch.stack([fraction, fraction], dim=2)[:, :, 0]
+    yield Case("3x165 fraction strided", (packed, exponent, apart, 165, group_size))
+    zeros = torch.full_like(packed, LARGEST_BYTE // 2)
+    yield Case("3x165 zeros", (zeros, exponent, fraction, 165, group_size))
 
 
 def decode_weight_f32(decode):

@@ -275,8 +275,10 @@ def _cases(device: torch.device, group_size: int) -> Iterator[Case]:
         return Case(label, (x, *(digits.to(device) for digits in norm), group_size, eps), peer)
 
     yield case("5x1", (5, 1), eps=0.1)  # with a small eps the gradient cancels to nothing
-    for rows, width in ((7, 33), (3, 123), (261, 5), (3, 1311), (2, 8192), (1, 32768)):
+    for rows, width in ((7, 33), (3, 123), (3, 1311), (2, 8192), (1, 32768)):
         yield case(f"{rows}x{width}", (rows, width))
+    if device.type == "cuda" or group_size == 32:  # many rows take the interpreter seconds
+        yield case("261x5", (261, 5))
     yield case("2x3x165", (2, 3, 165))
     yield case("3x165 strided", (6, 331), lambda x: x[1::2, 1::2])
     yield case("4x40 transposed", (40, 4), lambda x: x.T)

@@ -169,7 +169,7 @@ def _step_trits_triton(
             rows, in_features, num_bytes,
             *packed.stride(), *remainder.stride(), *source.stride(),
             RADIX=radix, REMAINDER_MAX=remainder_max, CLIP=CLIP, NIBBLE=direction is None,
-            BLOCK_N=32, BLOCK_B=PLANE,
+            BLOCK_N=32, BLOCK_B=PLANE, num_warps=8,  # with 4 the registers spill
         )  # fmt: skip
     return packed, remainder, flips.sum(dtype=torch.int64)
 

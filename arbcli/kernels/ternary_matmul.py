@@ -131,16 +131,17 @@ def _ternary_matmul_grad_x_kernel(
         tl.store(grad_x_ptrs, acc.to(grad_x_ptr.dtype.element_ty), mask=mask_m & (k < K))
 
 
-def _launch(kernel, source, packed, exponent, fraction, result, in_features, group_size, grid):
+def _launch(
+    kernel, source, packed, exponent, fraction, result, in_features, group_size, grid, block_n
+):
     digits = exponent if fraction is None else fraction
-    # a float32 product is unrolled into single multiplications, whose operands fill the registers
-    block_n, num_warps = (32, 8) if source.dtype == torch.float32 else (64, 4)
     kernel[grid](
         source, packed, exponent, digits, result,
         source.shape[0], packed.shape[0], in_features, packed.shape[1],
         *source.stride(), *packed.stride(), *exponent.stride(), *digits.stride(), *result.stride(),
         GROUP=group_size, HAS_FRACTION=fraction is not None, BLOCK_M=16, BLOCK_N=block_n,
-        num_warps=num_warps,
+        # float32 products are unrolled one by one: with fewer warps the registers spill
+        num_warps=8 if source.dtype == torch.float32 else 4,
     )  # fmt: skip
     return result
 
@@ -155,13 +156,9 @@ def _ternary_matmul_triton(x, packed, exponent, fraction, group_size):
     y = torch.empty(rows, out_features, dtype=x.dtype, device=x.device)
     if y.numel() == 0:
         return y
-
-    def grid(constants: dict) -> tuple[int, int]:
-        return triton.cdiv(rows, 16), triton.cdiv(out_features, constants["BLOCK_N"])
-
-    return _launch(
-        _ternary_matmul_kernel, x, packed, exponent, fraction, y, in_features, group_size, grid
-    )
+    grid = (triton.cdiv(rows, 16), triton.cdiv(out_features, 32))
+    kernel = _ternary_matmul_kernel
+    return _launch(kernel, x, packed, exponent, fraction, y, in_features, group_size, grid, 32)
 
 
 def _ternary_matmul_grad_x_triton(grad_y, packed, exponent, fraction, in_features, group_size):
@@ -174,10 +171,9 @@ def _ternary_matmul_grad_x_triton(grad_y, packed, exponent, fraction, in_feature
     if grad_x.numel() == 0:
         return grad_x
     grid = (triton.cdiv(rows, 16), triton.cdiv(packed.shape[1], PLANE))
-    kernel = _ternary_matmul_grad_x_kernel
-    return _launch(
-        kernel, grad_y, packed, exponent, fraction, grad_x, in_features, group_size, grid
-    )
+    block_n = 32 if grad_y.dtype == torch.float32 else 64
+    kernel, state = _ternary_matmul_grad_x_kernel, (packed, exponent, fraction)
+    return _launch(kernel, grad_y, *state, grad_x, in_features, group_size, grid, block_n)
 
 
 def ternary_matmul(
@@ -242,7 +238,9 @@ def ternary_matmul_grad_x(
     return _ternary_matmul_grad_x_torch(grad_y, *state)
 
 
-SHAPES = ((1, 1, 1), (3, 33, 123), (33, 17, 165), (2, 5, 1311), (FUSED_ROWS + 1, 33, 96))
+SHAPES = (
+    (1, 1, 1), (3, 33, 123), (33, 17, 165), (5, 131, 33), (2, 5, 1311), (FUSED_ROWS + 1, 33, 96)
+)  # fmt: skip
 """(M, N, K); the last is decoded once and multiplied by the matrix library."""
 
 
@@ -263,6 +261,12 @@ def _inputs(
     yield label + " strided", source.to(dtype)[:, ::2], [*state, in_features]
     yield label + " whole octaves", source[:3, ::2].to(dtype), [*state[:2], None, in_features]
     yield label + " empty", source[:0, ::2].to(dtype), [*state, in_features]
+    few = source[:3, ::2].to(dtype)
+    zeros = torch.full_like(state[0], 121)
+    yield label + " zeros", few, [zeros, *state[1:], in_features]
+    for end in (-96, 31):
+        exponent = torch.full_like(state[1], end)
+        yield f"{label} E = {end}", few, [state[0], exponent, state[2], in_features]
 
 
 def _forward_cases(device: torch.device, group_size: int) -> Iterator[Case]:

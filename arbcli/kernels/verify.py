@@ -1,10 +1,8 @@
 """Run kernels against their references: what was compared, how closely, and what was not."""
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from multiprocessing import get_context
 
 import torch
 from torch import Tensor
@@ -25,6 +23,7 @@ from arbcli.kernels.step_scales import STEP_SCALES
 from arbcli.kernels.step_trits import STEP_TRITS
 from arbcli.kernels.ternary_embedding import EMBEDDING_GRAD, EMBEDDING_ROWS
 from arbcli.kernels.ternary_matmul import TERNARY_MATMUL, TERNARY_MATMUL_GRAD_X
+from arbcli.kernels.workers import Workers
 
 KERNELS: tuple[KernelSpec, ...] = (
     PACK_TRITS,
@@ -82,12 +81,8 @@ class KernelResult:
     """The largest, as the other figures are the worst of all cases; None if it is not finite."""
     cosine: float
     seconds: float
+    passed: bool
     failures: tuple[CaseResult, ...]
-
-    @property
-    def passed(self) -> bool:
-        """Whether every case passed."""
-        return not self.failures
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +113,7 @@ def verify_kernels(
     device: torch.device,
     backends: Iterable[str],
     checks: Checks | None = None,
-    workers: int = 1,
+    workers: Workers | None = None,
     progress: Callable[[str], None] = lambda _: None,
 ) -> VerifyReport:
     """Compare kernels with their references on all their cases, in poisoned memory.
@@ -129,7 +124,7 @@ def verify_kernels(
         device: where to run.
         backends: `triton` or `interpreter`, and `torch`.
         checks: which of them to make; the fixed cases by default.
-        workers: processes that share the work; 1 is this one.
+        workers: processes that share the work; None is this one.
         progress: is told each kernel that is done.
 
     Raises:
@@ -146,7 +141,8 @@ def verify_kernels(
         for scale_type, group_size in (group_sizes if spec.uses_scales else {None: first}).items()
     ]
     started = time.perf_counter()
-    results = [result for found in _run_jobs(jobs, workers, progress) for result in found]
+    found = (workers or Workers()).map(_verify_job, jobs, progress)
+    results = [result for of_job in found for result in of_job]
     return VerifyReport(
         kernels=tuple(results),
         not_verified=tuple(f"{spec.name}: {item}" for spec in chosen for item in spec.not_verified),
@@ -170,31 +166,6 @@ def find_kernels(names: Iterable[str]) -> list[KernelSpec]:
                 hint=f"choose from: {', '.join(f'`{spec}`' for spec in known)}",
             )
     return [known[name] for name in names] or list(KERNELS)
-
-
-def _run_jobs(
-    jobs: list[tuple], workers: int, progress: Callable[[str], None]
-) -> Iterator[list[KernelResult]]:
-    """Do every job, and give what they found in the order of the jobs."""
-
-    def done(count: int, job: tuple) -> None:
-        progress(f"{count}/{len(jobs)}  {job[0]} {job[1] or ''}".rstrip())
-
-    workers = min(workers, len(jobs))
-    if workers <= 1:
-        for count, job in enumerate(jobs, 1):
-            yield _verify_job(*job)
-            done(count, job)
-        return
-    threads = max(1, torch.get_num_threads() // workers)
-    with ProcessPoolExecutor(
-        workers, get_context("spawn"), torch.set_num_threads, (threads,)
-    ) as pool:
-        futures = {pool.submit(_verify_job, *job): job for job in jobs}
-        for count, future in enumerate(as_completed(futures), 1):
-            future.result()
-            done(count, futures[future])
-        yield from (future.result() for future in futures)
 
 
 def _verify_job(
@@ -261,6 +232,7 @@ def _verify(
             relative_error=worst(result.relative_error for result in results),
             cosine=min(result.cosine for result in results),
             seconds=seconds[backend],
+            passed=all(result.passed for result in results),
             failures=tuple(result for result in results if not result.passed),
         )
         for backend, results in found.items()

@@ -4,13 +4,16 @@ Written from the formulas: no kernel is called, no layer of the model, and not t
 """
 
 import math
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
 
 from arbcli.kernels.decode_weight import decode_weight_reference, decode_weight_torch
+from arbcli.kernels.factored_statistics import statistic_value_reference
 from arbcli.kernels.packing import unpack_trits_reference, unpack_trits_torch
 from arbcli.model.config import ModelConfig
+from arbcli.model.lm import ByteLM
 from arbcli.model.ternary import TernaryTensor
 
 SLOW_WEIGHTS = 1 << 17
@@ -23,6 +26,27 @@ def reference_weight(tensor: TernaryTensor) -> Tensor:
     if tensor.num_weights > SLOW_WEIGHTS:
         return decode_weight_torch(*state, torch.float32).double()
     return decode_weight_reference(*state).double()
+
+
+def reference_layers(model: ByteLM) -> Iterator[tuple[str, dict[str, Tensor], Callable]]:
+    """Give the (name, weights by their names, function) of embedding, blocks and head in turn."""
+
+    def weights(*prefixes: str) -> dict[str, Tensor]:
+        named = model.weights().items()
+        chosen = {name: tensor for name, tensor in named if name.startswith(prefixes)}
+        leaves = {name: reference_weight(tensor) for name, tensor in chosen.items()}
+        return {name: leaf.requires_grad_(not chosen[name].frozen) for name, leaf in leaves.items()}
+
+    yield "embedding", weights("embedding."), lambda ids, w: w["embedding.weight"][ids]
+    for index in range(len(model.blocks)):
+        prefix = f"blocks.{index}"
+
+        def block(x, w, prefix=f"{prefix}."):
+            own = {name.removeprefix(prefix): weight for name, weight in w.items()}
+            return reference_block(x, own, model.config)
+
+        yield prefix, weights(f"{prefix}."), block
+    yield "head", weights("norm.", "head."), reference_logits
 
 
 def reference_block(x: Tensor, weights: dict[str, Tensor], config: ModelConfig) -> Tensor:
@@ -84,7 +108,8 @@ def state_values(tensor: TernaryTensor) -> dict[str, Tensor]:
     """Read what a packed tensor stores, as float64 numbers.
 
     Returns:
-        z = T P + A, v = 128 E + F, and the moment m in root-mean-squares of the direction.
+        z = T P + A, v = 128 E + F, the moment m in root-mean-squares of the direction, and the
+        running mean squares of rows and columns, 0 where there is none yet.
     """
     rule, slow = tensor.rule, tensor.num_weights > SLOW_WEIGHTS
     unpack = unpack_trits_torch if slow else unpack_trits_reference
@@ -96,20 +121,25 @@ def state_values(tensor: TernaryTensor) -> dict[str, Tensor]:
         low = low - 16 * moment
         low = torch.where(low > 7, low - 16, low)
     largest = 7 if rule.nibble else 127
-    return {
+    values = {
         "z": trits * rule.radix + low,
         "v": tensor.exponent.double() * 128 + tensor.fraction.double(),
         "m": moment * rule.moment_range / largest,
     }
+    if hasattr(tensor, "row_statistic"):
+        values["rows"] = statistic_value_reference(tensor.row_statistic)
+        values["columns"] = statistic_value_reference(tensor.column_statistic)
+    return values
 
 
-def reference_direction(grad: Tensor, direction: str) -> Tensor:
-    """Compute the direction of a first step, of unit root-mean-square, in float64."""
+def reference_direction(grad: Tensor, direction: str, before: dict[str, Tensor]) -> Tensor:
+    """Compute the direction of a step, of unit root-mean-square, in float64."""
     grad = grad.double()
     if direction == "sign":
         u = grad.sign()
     elif direction == "factored":
-        rows, columns = grad.square().mean(dim=1), grad.square().mean(dim=0)
+        rows = _running_mean(before["rows"], grad.square().mean(dim=1))
+        columns = _running_mean(before["columns"], grad.square().mean(dim=0))
         u = grad / torch.sqrt(rows[:, None] * columns / rows.mean())
     else:
         u = grad / grad.norm()
@@ -117,6 +147,10 @@ def reference_direction(grad: Tensor, direction: str) -> Tensor:
             gram = u @ u.T
             u = 3.4445 * u + (-4.7750 * gram + 2.0315 * gram @ gram) @ u
     return u / _rms(u)
+
+
+def _running_mean(before: Tensor, value: Tensor) -> Tensor:
+    return torch.where(before == 0, value, 0.99 * before + 0.01 * value)
 
 
 def reference_slope(grad: Tensor, weight: Tensor, group_size: int) -> Tensor:
@@ -154,7 +188,7 @@ def reference_step(
     if not rule.moment_range:
         z = z - size / accumulation * direction.clamp(-4, 4)
     else:
-        m = (0.9 if micro == 0 else 1.0) * m + 0.1 / accumulation * direction
+        m = (0.9 if micro == 0 else 1.0) * m + 0.1 / accumulation * direction.clamp(-32, 32)
         if micro == accumulation - 1:
             z = z - size * (stored_moment / _rms(stored_moment)).clamp(-4, 4)
     return {

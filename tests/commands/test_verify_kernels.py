@@ -1,0 +1,141 @@
+"""`arb verify-kernels` as a user runs it."""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from arbcli.cli import app
+from arbcli.kernels import verify
+from arbcli.kernels.packing import PACK_TRITS
+from arbcli.kernels.verify import KERNELS
+
+BACKEND = "triton" if torch.cuda.is_available() else "interpreter"
+
+
+def arb(*arguments):
+    return CliRunner().invoke(app, ["verify-kernels", *map(str, arguments)])
+
+
+@pytest.fixture
+def wrong_kernel(monkeypatch):
+    def off_by_one(trits):
+        return PACK_TRITS.triton(trits) + 1
+
+    monkeypatch.setattr(verify, "KERNELS", (replace(PACK_TRITS, triton=off_by_one),))
+
+
+def test_named_kernel_is_checked_on_both_backends():
+    result = arb("step_scales")
+    assert result.exit_code == 0, result.output
+    rows = [line for line in result.stdout.splitlines() if "step_scales" in line]
+    assert len(rows) == 2
+    assert BACKEND in rows[0]
+    assert "torch" in rows[1]
+    assert all("0 unequal" in row and "pass" in row for row in rows)
+    assert "0 elements left unwritten" in " ".join(result.stdout.split())
+
+
+def test_json_is_one_object_with_pinned_fields():
+    found = json.loads(arb("pack_trits", "--json").stdout)
+    assert list(found) == [
+        "format", "date", "device", "versions", "commit", "scale_types", "kernels", "parity",
+        "compiled", "failures", "ruled_out", "not_verified", "seconds", "passed", "changes",
+    ]  # fmt: skip
+    assert list(found["kernels"][0]) == [
+        "kernel", "backend", "scale_type", "kind", "shapes", "outputs", "elements", "unwritten",
+        "gate", "reason", "unequal", "max_error", "relative_error", "cosine", "seconds", "passed",
+        "failures",
+    ]  # fmt: skip
+
+
+def test_failure_exits_1_with_the_command_that_shows_it(wrong_kernel):
+    result = arb("pack_trits")
+    assert result.exit_code == 1
+    assert "FAIL  pack_trits" in result.stdout
+    assert "arb verify-kernels pack_trits" in result.stdout
+
+
+def test_random_failure_is_reproduced_by_its_command(wrong_kernel):
+    first = json.loads(arb("pack_trits", "--fuzz", 3, "--seed", 50, "--json").stdout)
+    *_, last = first["failures"]
+    assert last["command"] == "arb verify-kernels pack_trits --fuzz 1 --seed 52"
+    again = json.loads(arb(*last["command"].split()[2:], "--json").stdout)
+    (failure,) = again["failures"]
+    assert (failure["label"], failure["found"]) == (last["label"], last["found"])
+
+
+def test_every_scale_type_is_checked_when_asked_for():
+    found = json.loads(
+        arb("scale_slope", "--all-tscale-types", "--backend", "torch", "--json").stdout
+    )
+    assert [result["scale_type"] for result in found["kernels"]] == found["scale_types"]
+    assert len(found["scale_types"]) == 8
+    assert any("another one was asked for" not in item for item in found["not_verified"])
+
+
+def test_one_scale_type_is_checked_by_default_and_the_rest_is_listed():
+    found = json.loads(arb("scale_slope", "--backend", "torch", "--json").stdout)
+    assert found["scale_types"] == ["T32"]
+    assert any(item.startswith("scale types T4, ") for item in found["not_verified"])
+
+
+def test_ledger_is_written_and_compared(tmp_path):
+    assert arb("pack_trits", "--ledger", tmp_path).exit_code == 0
+    assert (tmp_path / "ledger.md").read_text().startswith("# What was verified")
+    result = arb("pack_trits", "step_scales", "--compare", tmp_path / "ledger.json")
+    assert "changed  step_scales torch cases: not compared before" in result.stdout
+
+
+def test_kernels_are_listed_with_their_gates():
+    listed = json.loads(arb("--list", "--json").stdout)
+    assert list(listed) == [spec.name for spec in KERNELS]
+    assert all(gate["reason"] for gate in listed.values())
+    assert "scale_slope" in arb("--list").stdout
+
+
+def test_targets_are_compiled_beside_the_checks():
+    found = json.loads(arb("step_scales", "--targets", "gfx942", "--json").stdout)
+    (compiled,) = found["compiled"]
+    assert (compiled["kernel"], compiled["target"]) == ("step_scales", "gfx942")
+    assert compiled["passed"], compiled["error"]
+    assert compiled["registers"] > 0
+    assert found["device"].startswith("cpu") or torch.cuda.is_available()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["nonsense"], "no kernel is named `nonsense`"),
+        (["--tscale-type", "T5"], "`--tscale-type` is `T5`"),
+        (["--tscale-type", "T4", "--all-tscale-types"], "exclude each other"),
+        (["--targets", "sm_1"], "no target is named `sm_1`"),
+        (["--backend", "numpy"], "no backend is named `numpy`"),
+        (["pack_trits", "--backend", "torch", "--compare", "/nowhere.json"], "cannot read"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_mistakes_are_explained(arguments, message):
+    result = arb(*arguments)
+    assert message in str(result.exception)
+    assert result.exception.hint
+
+
+def test_program_needs_no_environment_and_prints_only_json():
+    environment = {key: os.environ[key] for key in os.environ if key != "TRITON_INTERPRET"}
+    command = [sys.executable, "-m", "arbcli", "verify-kernels"]
+    run = subprocess.run(
+        [*command, "cast_scale_votes", "--json"],
+        capture_output=True, text=True, env=environment, check=False,
+    )  # fmt: skip
+    assert run.returncode == 0, run.stderr
+    assert json.loads(run.stdout)["kernels"][0]["backend"] == BACKEND
+    assert run.stderr == ""
+    run = subprocess.run([*command, "nonsense"], capture_output=True, text=True, check=False)
+    assert (run.returncode, run.stdout) == (2, "")
+    assert run.stderr.startswith("error: ")

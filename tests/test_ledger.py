@@ -1,0 +1,132 @@
+"""A ledger says what was found, reads back, and shows what changed."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+
+from arbcli import ledger as ledgers
+from arbcli.errors import ArbError
+from arbcli.kernels import verify
+from arbcli.kernels.compile_ahead import CompileResult
+from arbcli.kernels.packing import PACK_TRITS
+from arbcli.kernels.verify import Checks, verify_kernels
+from arbcli.ledger import (
+    compare_ledgers,
+    ledger_page,
+    new_ledger,
+    read_ledger,
+    write_ledger,
+)
+from arbcli.parity import _rotary
+
+CPU = torch.device("cpu")
+COMPILED = CompileResult("pack_trits", "sm_90", 2, 40, 0, 1024, passed=True, error=None)
+
+
+def make(names=("pack_trits", "scale_slope"), checks=None, compiled=(COMPILED,)):
+    report = verify_kernels(names, {"T6": 6, "T32": 32}, CPU, ["torch"], checks)
+    parity = tuple(_rotary(CPU))
+    return new_ledger(CPU, ["T6", "T32"], report.kernels, parity, compiled, ["the moon"], 1.25)
+
+
+def off_by_one(trits):
+    return PACK_TRITS.torch(trits) + 1
+
+
+def test_page_says_what_was_found_how_and_what_was_not():
+    page = ledger_page(make())
+    for heading in ("Kernels", "The whole model", "Compiled ahead", "Ruled out", "Not verified"):
+        assert f"\n## {heading}" in page
+    assert "Everything passed" in page
+    assert "| pack_trits | torch | cases | 9 |" in page
+    assert "| pack_trits | sm_90 | 2 | 40 | 0 | 1024 | pass |" in page
+    assert "- the moon\n" in page
+    assert "33x123" in page
+    assert "- gate `equal`: integers are compared with torch.equal\n" in page
+    assert "Failures" not in page
+
+
+def test_every_row_of_a_table_is_as_wide_as_its_head():
+    widths: list[int] = []
+    for line in ledger_page(make()).splitlines():
+        widths = [*widths, line.count("|")] if line.startswith("|") else []
+        assert len(set(widths)) <= 1
+
+
+def test_failures_come_first_with_their_command(monkeypatch):
+    monkeypatch.setattr(verify, "KERNELS", (replace(PACK_TRITS, torch=off_by_one),))
+    spilled = replace(COMPILED, passed=False, error="64 bytes of registers spill to memory")
+    found = make([], Checks(fuzz=1, seed=9), (spilled,))
+    commands = [failure.command for failure in found.failures]
+    assert commands == [
+        "arb verify-kernels pack_trits --fuzz 1 --seed 9",
+        "arb verify-kernels pack_trits --targets sm_90",
+    ]
+    assert not found.passed
+    assert not any("integer state" in item for item in found.ruled_out)
+    page = ledger_page(found)
+    assert "2 checks FAILED" in page
+    assert page.index("## Failures") < page.index("## Kernels")
+
+
+def test_failing_scale_type_is_in_the_command(monkeypatch):
+    (spec,) = verify.find_kernels(["scale_slope"])
+
+    def wrong(*inputs):
+        return spec.torch(*inputs) + 1
+
+    monkeypatch.setattr(verify, "KERNELS", (replace(spec, torch=wrong),))
+    commands = {failure.command for failure in make([]).failures}
+    assert commands == {f"arb verify-kernels scale_slope --tscale-type {t}" for t in ("T6", "T32")}
+
+
+def test_only_what_was_checked_is_ruled_out():
+    ruled_out = " ".join(make(["scale_slope"], compiled=()).ruled_out)
+    assert "rotary" in ruled_out
+    assert "causality" not in ruled_out
+    assert "integer state" not in ruled_out
+    assert "compile" not in ruled_out
+
+
+def test_written_ledger_is_strict_json_and_compares_equal(tmp_path):
+    found = make()
+    data, page = write_ledger(found, tmp_path / "new" / "folder")
+    assert page.read_text() == ledger_page(found)
+    read = json.loads(data.read_text(), parse_constant=pytest.fail)
+    assert read["kernels"][0]["kernel"] == "pack_trits"
+    assert compare_ledgers(read_ledger(data), found) == ()
+
+
+def test_comparison_shows_what_changed(tmp_path, monkeypatch):
+    data, _ = write_ledger(make(), tmp_path)
+    monkeypatch.setattr(verify, "KERNELS", (replace(PACK_TRITS, torch=off_by_one),))
+    changes = compare_ledgers(
+        read_ledger(data), make([], compiled=(replace(COMPILED, registers=41),))
+    )
+    assert "pack_trits torch cases: passed True -> False" in changes
+    assert "pack_trits torch cases: unequal 0 -> 2048" in changes
+    assert "scale_slope torch T6 cases: not compared now" in changes
+    assert "pack_trits sm_90: registers 40 -> 41" in changes
+
+
+@pytest.mark.parametrize("content", ["[]", "{}", '{"format": 99}'])
+def test_file_that_is_no_ledger_is_refused(content, tmp_path):
+    path = tmp_path / "old.json"
+    path.write_text(content)
+    with pytest.raises(ArbError, match="is not a ledger of format 1"):
+        read_ledger(path)
+
+
+def test_unwritable_folder_is_an_error(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ArbError, match="cannot write"):
+        write_ledger(make(), tmp_path / "file")
+
+
+def test_commit_is_none_outside_a_checkout(tmp_path, monkeypatch):
+    (tmp_path / "__init__.py").write_text("")
+    monkeypatch.setattr(ledgers, "__file__", str(tmp_path / "ledger.py"))
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
+    assert ledgers._commit() is None

@@ -1,0 +1,58 @@
+"""The model agrees with its reference on the torch backend, and one small model in the kernels."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from arbcli import parity
+from arbcli.model.config import PRESETS
+from arbcli.parity import CHECKS, RAGGED, Subject, check_parity, matrix_shapes
+
+
+def failed(results):
+    return [result for result in results if not result.passed]
+
+
+@pytest.fixture(scope="module")
+def of_torch():
+    return check_parity(torch.device("cpu"), ["torch"], {"T32": 32, "T6": 6})
+
+
+@pytest.mark.parametrize("check", CHECKS)
+def test_torch_backend_agrees_with_the_reference(of_torch, check):
+    results = [result for result in of_torch if result.check == check]
+    assert results
+    assert not failed(results)
+
+
+def test_layers_agree_with_the_reference_in_the_kernels(device):
+    backend = "triton" if device.type == "cuda" else "interpreter"
+    config = replace(RAGGED, layers=1, scale_type="T6")
+    subject = Subject("ragged", config, 1, torch.float32, device, backend, "layers")
+    results = parity._check("", "", subject)
+    assert not failed(results)
+    # embedding, qkv, output, gate-up, down, head; and the inputs of the block and of the head
+    assert sum(result.check == "gradient" for result in results) == 8
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_tiny_agrees_with_the_reference_on_a_gpu(dtype, device):
+    subject = Subject("tiny", PRESETS["tiny"], 2, dtype, device, "triton")
+    assert not failed(parity._check("", "", subject))
+
+
+def test_scales_of_a_subject_differ_from_group_to_group():
+    subject = Subject("ragged", RAGGED, 1, torch.float32, torch.device("cpu"), "torch")
+    for tensor in subject.build().weights().values():
+        assert tensor.fraction.min() >= 0
+        if tensor.fraction.numel() > 1:
+            assert tensor.fraction.unique().numel() > 1
+
+
+def test_matrix_shapes_are_those_of_the_presets():
+    shapes = matrix_shapes()
+    assert len(shapes) == len(set(shapes)) == 19
+    assert (2 * 5632, 2048) in shapes
+    assert (768, 2048) in shapes

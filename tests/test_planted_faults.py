@@ -1,0 +1,366 @@
+"""Faults planted on purpose, one at a time, in kernels, updates, model and checkpoints: all caught.
+
+A fault is one replaced expression in the source of a module. The faulty module is executed, and
+what it defines takes the place of the real things wherever they were imported.
+"""
+
+import importlib.util
+import sys
+from dataclasses import dataclass, replace
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+import torch
+
+from arbcli import checkpoint, parity
+from arbcli.errors import ArbError
+from arbcli.kernels import verify
+from arbcli.kernels.spec import KernelSpec
+from arbcli.parity import RAGGED, Subject
+
+pytestmark = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="compiled kernels refuse globals that change"
+)
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Fault:
+    name: str
+    where: str
+    """Module, without `arbcli.`."""
+    what: str
+    """Part of its source, which occurs once."""
+    instead: str
+    caught_by: str
+    """A kernel, which `arb verify-kernels` finds wrong, or the name of a check below."""
+
+
+def kernel(name, what, instead, caught_by, where=None):
+    return Fault(name, f"kernels.{where or caught_by}", what, instead, caught_by)
+
+
+FAULTS = [
+    # packing
+    kernel(
+        "planes of a short block as wide as a full one",
+        "k = block * 160 + width * digit + j", "k = block * 160 + 32 * digit + j",
+        "unpack_trits", "packing",
+    ),
+    kernel(
+        "trits decoded as 0, 1, 2",
+        "3**digit\n    return (byte.to(tl.int32) // power) % 3 - 1",
+        "3**digit\n    return (byte.to(tl.int32) // power) % 3",
+        "decode_weight", "packing",
+    ),
+    kernel(
+        "column stride ignored", "k[None, :] * stride_tk,", "k[None, :],", "pack_trits", "packing",
+    ),
+    kernel(
+        "last byte of a row not stored",
+        "byte.to(tl.uint8), mask=mask_n & (offs_b < row_bytes)",
+        "byte.to(tl.uint8), mask=mask_n & (offs_b < row_bytes - 1)",
+        "pack_trits", "packing",
+    ),
+    kernel(
+        "fifth digit read as the fourth",
+        "tl.where(digit == 4, 81, power)", "tl.where(digit == 4, 27, power)",
+        "scale_slope", "packing",
+    ),
+    # scales
+    kernel(
+        "octave off by one", "(exponent.to(tl.int32) + 127) << 23",
+        "(exponent.to(tl.int32) + 126) << 23", "decode_weight",
+    ),
+    kernel(
+        "scale truncated to bf16, not rounded",
+        "tl.exp2(fraction.to(tl.float32) / 128) * 128 - 127.5",
+        "tl.exp2(fraction.to(tl.float32) / 128) * 128 - 128", "decode_weight",
+    ),
+    kernel(
+        "fraction read with the strides of the exponent",
+        "offs_n * stride_fn + offs_g * stride_fg", "offs_n * stride_en + offs_g * stride_eg",
+        "decode_weight",
+    ),
+    kernel(
+        "short group given its neighbour's scale (torch backend)",
+        "*= scale[:, whole]", "*= scale[:, whole - 1]", "decode_weight",
+    ),
+    # products
+    kernel(
+        "last plane of bytes left out", "range(0, row_bytes, 32)", "range(0, row_bytes - 1, 32)",
+        "ternary_matmul",
+    ),
+    kernel(
+        "stride of x ignored", "k[None, :] * stride_xk", "k[None, :]", "ternary_matmul",
+    ),
+    kernel(
+        "group size taken to be 32", "n[:, None], k // GROUP", "n[:, None], k // 32",
+        "ternary_matmul_grad_x", "ternary_matmul",
+    ),
+    kernel(
+        "only the first tile of outputs summed", "for start in range(0, N, BLOCK_N)",
+        "for start in range(0, BLOCK_N, BLOCK_N)", "ternary_matmul_grad_x", "ternary_matmul",
+    ),
+    # norm
+    kernel(
+        "eps forgotten", "tl.rsqrt(squares / D + eps)[:, None]", "tl.rsqrt(squares / D)[:, None]",
+        "rms_norm",
+    ),
+    kernel(
+        "gradient of the root-mean-square forgotten", "(grad_y * weight - x * r * mean)",
+        "(grad_y * weight)", "rms_norm_grad_x", "rms_norm",
+    ),
+    # embedding
+    kernel(
+        "stride of the ids ignored", "ids_ptr + offs_m * stride_im", "ids_ptr + offs_m",
+        "embedding_rows", "ternary_embedding",
+    ),
+    kernel(
+        "last token of every id dropped", "mask_m = offs_m < last", "mask_m = offs_m < last - 1",
+        "embedding_grad", "ternary_embedding",
+    ),
+    # statistics
+    kernel(
+        "mean over one too many", "tl.sum(total, axis=0) / count",
+        "tl.sum(total, axis=0) / (count + 1)", "mean_squares", "factored_statistics",
+    ),
+    kernel(
+        "statistics forget ten times faster", "0.99 * _decode(whole, fraction) + 0.01 * value",
+        "0.9 * _decode(whole, fraction) + 0.1 * value", "average_statistic",
+        "factored_statistics",
+    ),
+    kernel(
+        "next group's weights counted where a tile is wider than a group",
+        "(n < N) & (k < K) & (inner < GROUP)", "(n < N) & (k < K)", "scale_slope",
+    ),
+    # steps
+    kernel(
+        "scales wrap around", "tl.minimum(tl.maximum(v - (step >> 16), LOWEST), HIGHEST)",
+        "v - (step >> 16)", "step_scales",
+    ),
+    kernel(
+        "random bits of the transposed element", "random_words(tl.load(key_ptr), n, g)",
+        "random_words(tl.load(key_ptr), g, n)", "step_scales",
+    ),
+    kernel(
+        "one constant of the random bits mistyped",
+        "    x *= 0x7FEB352D\n", "    x *= 0x7FEB352F\n", "blend_moment", "random_bits",
+    ),
+    kernel(
+        "nibble read a bit too low", "old = state >> 4 if NIBBLE", "old = state >> 3 if NIBBLE",
+        "blend_moment",
+    ),
+    kernel(
+        "a refused gradient steps all the same", "if tl.load(ok_ptr) == 0:",
+        "if tl.load(ok_ptr) == 2:", "blend_moment",
+    ),
+    kernel(
+        "trit flips one unit early", "(z > RADIX // 2).to(tl.int32)",
+        "(z >= RADIX // 2).to(tl.int32)", "step_trits",
+    ),
+    kernel(
+        "remainder thrown away when a trit flips", "low = z - new * RADIX\n",
+        "low = tl.where(new == old, z - new * RADIX, 0)\n", "step_trits",
+    ),
+    kernel(
+        "step uphill", "low - (step >> 16)\n        z = tl.minimum",
+        "low + (step >> 16)\n        z = tl.minimum", "step_trits",
+    ),
+    kernel(
+        "votes need one more", "tl.abs(total) >= THRESHOLD", "tl.abs(total) > THRESHOLD",
+        "cast_trit_votes", "cast_votes",
+    ),
+    kernel(
+        "scales never fall", "(total <= -THRESHOLD)", "(total < -127)", "cast_scale_votes",
+        "cast_votes",
+    ),
+    # update
+    Fault(
+        "moment decays with every micro-batch", "model.update", "if self.first else UNIT",
+        "if True else UNIT", "update moment sign",
+    ),
+    Fault(
+        "steps clipped too late", "model.update", "STEP_CLIP = 4", "STEP_CLIP = 40",
+        "update moment factored",
+    ),
+    Fault(
+        "three Newton-Schulz steps", "model.update", "NEWTON_SCHULZ_STEPS = 5",
+        "NEWTON_SCHULZ_STEPS = 3", "update moment orthogonal",
+    ),
+    Fault(
+        "scales step whole for every micro-batch", "model.update",
+        "lr * SCALE_STEP / accumulation", "lr * SCALE_STEP", "update moment sign",
+    ),
+    Fault(
+        "NaN gradients accepted", "model.update", "(finite & (largest > 0)).to(torch.int32)",
+        "torch.ones((), dtype=torch.int32)", "update nibble sign",
+    ),
+    Fault(
+        "scales step uphill", "model.update", "to_fixed_point(slope)", "to_fixed_point(-slope)",
+        "update moment sign",
+    ),
+    Fault(
+        "rows and columns averaged into each other", "model.update",
+        "(rows.mean() / rows).sqrt_()[:, None] * columns.rsqrt()",
+        "(rows.mean() / rows).sqrt_()[:, None]", "update carry factored",
+    ),
+    # model
+    Fault(
+        "attention sees later bytes", "model.lm", "is_causal=True", "is_causal=False",
+        "model: causality",
+    ),
+    Fault(
+        "rotary table in bf16", "model.lm", "return angle.cos(), angle.sin()",
+        "return angle.cos().bfloat16().float(), angle.sin().bfloat16().float()", "rotary",
+    ),
+    Fault(
+        "rotary turns half the pairs backwards", "model.lm",
+        "first * sin + second * cos", "second * cos - first * sin", "model: output",
+    ),
+    Fault(
+        "attention's norm before the MLP", "model.lm", "self.mlp(self.mlp_norm(x))",
+        "self.mlp(self.attention_norm(x))", "model: output",
+    ),
+    Fault(
+        "gate and up exchanged", "model.lm", "functional.silu(gate) * up",
+        "functional.silu(up) * gate", "model: output",
+    ),
+    Fault(
+        "residual dropped", "model.lm", "x = x + self.attention(", "x = self.attention(",
+        "model: output",
+    ),
+    Fault(
+        "loss summed, not averaged", "model.lm", "targets.flatten())",
+        'targets.flatten(), reduction="sum")', "model: end to end",
+    ),
+    Fault(
+        "gradient averaged over rows", "model.layers", "(grad_y.T @ source).float()",
+        "(grad_y.T @ source).float() / len(source)", "model: gradient",
+    ),
+    Fault(
+        "grad_x from the exponents alone", "model.layers",
+        "state = (weight.trits, *weight.scales, weight.in_features, weight.group_size)\n"
+        "            grad_x",
+        "state = (weight.trits, weight.exponent, None, weight.in_features, weight.group_size)\n"
+        "            grad_x", "model: gradient",
+    ),
+    # checkpoint
+    Fault(
+        "altered tensors accepted", "checkpoint", '== metadata["digests"][name], f"`{name}` was',
+        '!= "", f"`{name}` was', "checkpoint",
+    ),
+    Fault(
+        "altered metadata accepted", "checkpoint", "_require(_seal(metadata) == metadata,",
+        "_require(True,", "checkpoint",
+    ),
+    Fault(
+        "newer format accepted", "checkpoint", "type(version) is int and version > FORMAT", "False",
+        "checkpoint",
+    ),
+    Fault(
+        "illegal trits saved", "checkpoint", "or illegal_bytes(tensor) == 0", "or True",
+        "checkpoint",
+    ),
+    Fault(
+        "bytes after the end accepted", "checkpoint", "_require(size == expected,",
+        "_require(True,", "checkpoint",
+    ),
+]  # fmt: skip
+
+
+def plant(monkeypatch, folder: Path, where: str, what: str, instead: str) -> None:
+    """Execute a module with one expression replaced, and put its things in place of the real."""
+    module = import_module(f"arbcli.{where}")
+    source = Path(module.__file__).read_text()
+    assert source.count(what) == 1, f"`{what}` occurs {source.count(what)} times in {where}"
+    path = folder / f"{where}.py"  # triton reads the source of a kernel again
+    path.write_text(source.replace(what, instead))
+    spec = importlib.util.spec_from_file_location(module.__name__, path)
+    faulty = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(faulty)
+    places = [m for name, m in sys.modules.items() if name.split(".")[0] == "arbcli"]
+    for name, real in vars(module).items():
+        own = getattr(getattr(real, "fn", real), "__module__", None) == module.__name__
+        if own or isinstance(real, KernelSpec):
+            for place in places:
+                if vars(place).get(name) is real:
+                    monkeypatch.setattr(place, name, getattr(faulty, name))
+    faulty_specs = {s.name: s for s in vars(faulty).values() if isinstance(s, KernelSpec)}
+    kernels = tuple(faulty_specs.get(spec.name, spec) for spec in verify.KERNELS)
+    monkeypatch.setattr(verify, "KERNELS", kernels)
+
+
+def failures(check: str, folder: Path) -> list:
+    """Make one check, and list what it finds wrong."""
+    kind, _, rest = check.partition(" ")
+    if kind == "checkpoint":
+        return checkpoint_failures(folder)
+    if kind == "rotary":
+        results = parity._rotary(CPU)
+    elif kind == "model:":
+        model = Subject("ragged", RAGGED, 2, torch.float32, CPU, "torch")
+        results = [r for r in parity._check("", "", model) if r.check == rest]
+    elif kind == "update":
+        rule, direction = rest.split()
+        config = replace(RAGGED, rule=rule, direction=direction)
+        subject = Subject(rest, config, 1, torch.float32, CPU, "torch", "update")
+        results = parity._check("", "", subject)
+    else:
+        backends = ["interpreter", "torch"]
+        results = verify.verify_kernels([check], {"T6": 6}, CPU, backends).kernels
+    return [result for result in results if not result.passed]
+
+
+def checkpoint_failures(folder: Path) -> list[str]:
+    """Save, damage and load: list what a checkpoint ought to have refused."""
+    folder = folder / "run"
+    folder.mkdir(exist_ok=True)
+    tensors = {"a.trits": torch.arange(24, dtype=torch.uint8), "b": torch.ones(9, dtype=torch.int8)}
+    state = checkpoint.Checkpoint(7, {"dim": 4}, {"refused": 0}, {"position": 7}, tensors)
+    whole = checkpoint.save_checkpoint(folder, state).read_bytes()
+    damaged = {
+        "last byte": whole[:-1] + b"\x02",
+        "truncated": whole[:-1],
+        "longer": whole + b"\x00",
+        "counter": whole.replace(rb"\"refused\":0", rb"\"refused\":1"),
+        "format": whole.replace(rb"\"format\":1", rb"\"format\":2"),
+    }
+    found = []
+    for name, content in damaged.items():
+        assert content != whole
+        path = folder / "step-000008.safetensors"
+        path.write_bytes(content)
+        try:
+            checkpoint.load_checkpoint(path)
+            found.append(f"{name} accepted")
+        except ArbError as error:
+            if name == "format" and "newer" not in str(error):
+                found.append("the newer format is not named")
+    path.unlink()
+    illegal = tensors | {"a.trits": torch.full((3,), 243, dtype=torch.uint8)}
+    try:
+        checkpoint.save_checkpoint(folder, replace(state, step=9, tensors=illegal))
+        found.append("illegal trits saved")
+    except ValueError:
+        pass
+    return found
+
+
+@pytest.mark.parametrize("check", sorted({fault.caught_by for fault in FAULTS}))
+def test_nothing_is_found_without_a_fault(check, tmp_path):
+    assert not failures(check, tmp_path)
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name.replace(" ", "-"))
+def test_planted_fault_is_caught(fault, monkeypatch, tmp_path):
+    plant(monkeypatch, tmp_path, fault.where, fault.what, fault.instead)
+    assert failures(fault.caught_by, tmp_path)
+
+
+def test_there_are_faults_in_every_part():
+    assert len(FAULTS) >= 25
+    assert len({fault.name for fault in FAULTS}) == len(FAULTS)
+    parts = {fault.where.split(".")[0] for fault in FAULTS}
+    assert parts == {"kernels", "model", "checkpoint"}
