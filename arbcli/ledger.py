@@ -15,7 +15,7 @@ from arbcli import __version__
 from arbcli.checkpoint import read_json, write_json
 from arbcli.errors import ArbError
 from arbcli.kernels.compare import worst
-from arbcli.kernels.compile_ahead import CompileResult
+from arbcli.kernels.compile_ahead import PARKED_BYTES, CompileResult
 from arbcli.kernels.verify import METHODS, KernelResult
 from arbcli.parity import CHECKS, ParityResult
 
@@ -159,7 +159,8 @@ def _ruled_out(
             yield f"{text}: {len(results)} comparisons"
     if compiled and all(result.passed for result in compiled):
         targets = ", ".join(dict.fromkeys(result.target for result in compiled))
-        yield f"kernels that do not compile, spill registers or overflow shared memory: {targets}"
+        spill = f"spill more than {PARKED_BYTES} bytes"
+        yield f"kernels that do not compile, {spill} or overflow shared memory: {targets}"
 
 
 def _device_name(device: torch.device) -> str:
@@ -308,9 +309,9 @@ def _kernel_rows(ledger: Ledger) -> Iterable[list[str]]:
 
 
 def _parity_rows(ledger: Ledger) -> Iterable[list[str]]:
-    for (check, model, backend), group in grouped(ledger.parity, "check", "model", "backend"):
-        figures = [str(len(group)), *_worst_figures(group), group[0].gate]
-        yield [check, model, backend, *figures, verdict(group)]
+    names = ("check", "model", "backend", "gate")
+    for (*key, gate), group in grouped(ledger.parity, *names):
+        yield [*key, str(len(group)), *_worst_figures(group), gate, verdict(group)]
 
 
 def _compile_rows(ledger: Ledger) -> Iterable[list[str]]:

@@ -382,6 +382,8 @@ class _Loop:
 
     @contextmanager
     def _not_timed(self) -> Iterator[None]:
+        if self.losses:
+            float(self.losses[-1])  # let a GPU finish the steps that are timed
         started = time.perf_counter()
         yield
         self.paused += time.perf_counter() - started
@@ -394,7 +396,6 @@ class _Loop:
             save_checkpoint(self.run_path, checkpoint)
 
     def _evaluate(self) -> float:
-        float(self.losses[-1]) if self.losses else None  # let the GPU finish the steps being timed
         with self._not_timed():
             return self.trainer.evaluate()
 

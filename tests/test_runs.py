@@ -162,6 +162,7 @@ def test_train_stops_after_three_steps_without_finite_gradients(
 
     def poisoned(self):
         if self.step >= 5:
+            self._graph = self._capture_at = None  # a replayed step would not see the poison
             self.model.loss = lambda ids, targets: (
                 type(self.model).loss(self.model, ids, targets) * float("nan")
             )

@@ -167,6 +167,7 @@ def _left_out(
     elif fuzz:
         yield "the fixed cases, and the whole model: random cases were asked for"
     else:
+        yield "blocks of a preset after its fourth: all are alike"
         yield "causality and determinism of the ragged model in more than one scale type"
     if missing:
         yield f"scale types {', '.join(missing)}: `--all-tscale-types` was not given"

@@ -17,7 +17,7 @@ from arbcli.kernels.random_bits import random_bits, random_bits_reference, rando
 from arbcli.kernels.spec import Case, KernelSpec
 
 DIRECTION_LIMIT = 1 << 21
-"""|u| saturates here, at 32 times its root-mean-square; the moment saturates before that."""
+"""|u| saturates here, at 32 times its root-mean-square, so that u * gain fits int32."""
 
 
 def moment_max(nibble: bool) -> int:
