@@ -22,7 +22,7 @@ from torch.nn import Parameter
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from arbcli.data import batch, open_texts
+from arbcli.data import open_texts
 from arbcli.device import deterministic
 from arbcli.errors import ArbError
 from arbcli.kernels.backend import use_backend
@@ -292,15 +292,7 @@ def _watched_step(trainer: Trainer, tensors: LiveTensors, step: int) -> list[Lev
     """Do what `Trainer.train_step` does, and measure between its stages."""
     config, lr, levels = trainer.config, trainer.lr, []
     for micro in range(config.accum):
-        ids, targets = batch(
-            trainer.texts.train,
-            seed=config.seed,
-            step=trainer.step,
-            micro=micro,
-            batch_size=config.batch,
-            context=config.model.ctx,
-            device=trainer.device,
-        )
+        ids, targets = trainer.fetch(micro, trainer.device)
         trainer.updater.begin(trainer.step, lr, micro, config.accum)
         loss = trainer.model.loss(ids, targets)
         levels.append(_read(tensors, step, "forward"))

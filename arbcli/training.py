@@ -170,21 +170,21 @@ class Trainer:
         self.step += 1
         return loss
 
+    def fetch(self, micro: int, device: torch.device | str) -> tuple[Tensor, Tensor]:
+        """Draw a micro-batch of the next step: inputs and targets, (B, T) int64 each."""
+        return batch(
+            self.texts.train,
+            seed=self.config.seed,
+            step=self.step,
+            micro=micro,
+            batch_size=self.config.batch,
+            context=self.config.model.ctx,
+            device=device,
+        )
+
     def _load_batches(self) -> None:
         """Fetch the micro-batches of this step, on a GPU into the buffers that a graph reads."""
-        config = self.config
-        batches = [
-            batch(
-                self.texts.train,
-                seed=config.seed,
-                step=self.step,
-                micro=micro,
-                batch_size=config.batch,
-                context=config.model.ctx,
-                device="cpu",
-            )
-            for micro in range(config.accum)
-        ]
+        batches = [self.fetch(micro, "cpu") for micro in range(self.config.accum)]
         if self.device.type == "cuda":
             loaded = torch.stack([torch.stack(pair) for pair in batches]).pin_memory()
             if self._batches is None:
