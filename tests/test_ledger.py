@@ -25,7 +25,7 @@ CPU = torch.device("cpu")
 COMPILED = CompileResult("pack_trits", "sm_90", 2, 40, 0, 1024, passed=True, error=None)
 
 
-def make(names=("pack_trits", "scale_slope"), checks=None, compiled=(COMPILED,)):
+def make(names=("pack_trits", "rms_norm"), checks=None, compiled=(COMPILED,)):
     report = verify_kernels(names, {"T6": 6, "T32": 32}, CPU, ["torch"], checks)
     parity = tuple(_rotary(CPU))
     return new_ledger(CPU, ["T6", "T32"], report.kernels, parity, compiled, ["the moon"], 1.25)
@@ -72,18 +72,18 @@ def test_failures_come_first_with_their_command(monkeypatch):
 
 
 def test_failing_scale_type_is_in_the_command(monkeypatch):
-    (spec,) = verify.find_kernels(["scale_slope"])
+    (spec,) = verify.find_kernels(["rms_norm"])
 
     def wrong(*inputs):
         return spec.torch(*inputs) + 1
 
     monkeypatch.setattr(verify, "KERNELS", (replace(spec, torch=wrong),))
     commands = {failure.command for failure in make([]).failures}
-    assert commands == {f"arb verify-kernels scale_slope --tscale-type {t}" for t in ("T6", "T32")}
+    assert commands == {f"arb verify-kernels rms_norm --tscale-type {t}" for t in ("T6", "T32")}
 
 
 def test_only_what_was_checked_is_ruled_out():
-    ruled_out = " ".join(make(["scale_slope"], compiled=()).ruled_out)
+    ruled_out = " ".join(make(["rms_norm"], compiled=()).ruled_out)
     assert "rotary" in ruled_out
     assert "causality" not in ruled_out
     assert "integer state" not in ruled_out
@@ -107,7 +107,7 @@ def test_comparison_shows_what_changed(tmp_path, monkeypatch):
     )
     assert "pack_trits torch cases: passed True -> False" in changes
     assert "pack_trits torch cases: unequal 0 -> 2048" in changes
-    assert "scale_slope torch T6 cases: not compared now" in changes
+    assert "rms_norm torch T6 cases: not compared now" in changes
     assert "pack_trits sm_90: registers 40 -> 41" in changes
 
 

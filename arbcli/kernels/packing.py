@@ -131,16 +131,19 @@ def plane_offsets(offs_byte, K, digit: tl.constexpr):
 
 
 @triton.jit
-def trit_at(row_ptr, k, K, stride_pb, mask):
-    """Load single trits by the index of their weight, as int32; `row_ptr` and `k` broadcast."""
+def trit_positions(k, K):
+    """Find the byte of each weight `k` of a row, and the factor that brings its trit to the front.
+
+    byte * 2**32 / 3**(digit + 1), the factor rounded up, wraps around to a uint32 word whose first,
+    second and last third are the trits -1, 0 and 1; the rounding adds less than 2**8.
+    """
     block = k // 160
     offset = k - block * 160
     width = tl.minimum((K - block * 160 + 4) // 5, 32)
-    digit = offset // width
-    byte = tl.load(row_ptr + (block * 32 + offset - digit * width) * stride_pb, mask=mask, other=0)
-    power = tl.where(digit == 0, 1, tl.where(digit == 1, 3, tl.where(digit == 2, 9, 27)))
-    power = tl.where(digit == 4, 81, power)
-    return (byte.to(tl.int32) // power) % 3 - 1
+    digit = offset // tl.maximum(width, 1)
+    factor = tl.where(digit == 0, 1431655766, tl.where(digit == 1, 477218589, 159072863))
+    factor = tl.where(digit == 3, 53024288, tl.where(digit == 4, 17674763, factor))
+    return block * 32 + offset - digit * width, factor.to(tl.uint32)
 
 
 @triton.jit

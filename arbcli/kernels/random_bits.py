@@ -63,6 +63,32 @@ def random_bits(key: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
     return mix((columns * _signed(GOLDEN))[None, :] ^ mix(rows ^ key)[:, None])
 
 
+def random_halves_reference(key: int, rows: int, columns: int) -> Tensor:
+    """Compute (rows, columns) int64 in 0..65535: half a word each, the high one in odd rows."""
+    words = random_bits_reference(key, -(-rows // 2), columns)
+    return torch.stack([words % 2**16, words // 2**16], dim=1).flatten(0, 1)[:rows]
+
+
+def random_halves(key: Tensor, rows: slice, columns: Tensor) -> Tensor:
+    """Compute 16 random bits an element: rows 2 i and 2 i + 1 share the words (key, i, k).
+
+    Args:
+        key: int32 scalar tensor, from `stream_keys`.
+        rows: of the matrix, from an even one.
+        columns: (K,) int32 column indices k.
+
+    Returns:
+        (N, K) int32 in 0..65535.
+    """
+    first, last = rows.start // 2, -(-rows.stop // 2)
+    pairs = torch.arange(first, last, dtype=torch.int32, device=columns.device)
+    words = random_bits(key, pairs, columns)
+    halves = words.new_empty(len(pairs), 2, len(columns))
+    torch.bitwise_and(words, 0xFFFF, out=halves[:, 0])
+    torch.bitwise_and(words.bitwise_right_shift_(16), 0xFFFF, out=halves[:, 1])
+    return halves.flatten(0, 1)[: rows.stop - rows.start]
+
+
 def stream_keys(seed: Tensor, tick: Tensor, num_tensors: int, num_streams: int) -> Tensor:
     """Derive one key for every tensor and purpose from the seed and the number of the update.
 
