@@ -125,9 +125,9 @@ def _gradient_statistics_kernel(
         value = grad
         if SIGNS:
             value = tl.where(grad > 0, 1.0, tl.where(grad < 0, -1.0, 0.0))
-        # thirds of the range of a word are the trits -1, 0 and 1
-        third = byte * power[None, :]
-        product = tl.where(third >= 0xAA000000, value, tl.where(third < 0x55000000, -value, 0.0))
+        # the trit, 0 to 2, in the last bits of 2**23 as float32
+        trit = tl.umulhi(byte * power[None, :], 3) + 0x4B000000
+        product = value * (trit.to(tl.float32, bitcast=True) - 8388609.0)
         slope = tl.sum(tl.reshape(product, (BLOCK_N, GROUPS, LANES)), axis=2)
 
         mask_g = mask_n[:, None] & (offs_g < num_groups)[None, :]

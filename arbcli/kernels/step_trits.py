@@ -1,9 +1,9 @@
-"""Step weights: z <- clip(z - SR(u * gain)), z = P T + A, carried between the two digits, in place.
+"""Step weights: z <- clip(SR(z - u * gain)), z = P T + A, carried between the two digits, in place.
 
 The trit T is the leading digit of one integer z and the remainder A the digit below it: after the
 step T = sign(z) where |z| > P / 2, else 0, and A = z - P T, so nothing is ever reset or lost. With
-16 fractional bits the step is d = (u * gain) >> shift, clipped to +-limit, and rounded
-stochastically: floor((d + r) / 2**16), r uniform in 0..65535.
+16 fractional bits the step is d = (u * gain) >> shift, clipped to +-limit, and the difference is
+rounded stochastically: floor((2**16 z - d + r) / 2**16), r uniform in 0..65535.
 
 `step_by_moment`: u is the int8 moment, or the high half of a byte beside A, and the gain brings it
 to unit root-mean-square: floor(step_size / sqrt(squares / (N K)) + 1/2), each operation one of
@@ -107,7 +107,8 @@ def _step_reference(
     low = (state % 16 + 8) % 16 - 8 if nibble else state
     step = step.clamp(-int(limit), int(limit))
     random = random_halves_reference(int(key), *remainder.shape).to(packed.device)
-    z = trits * radix + low - torch.div(step + random, 2**16, rounding_mode="floor")
+    z = (trits * radix + low) * 2**16 - step + random
+    z = torch.div(z, 2**16, rounding_mode="floor")
     z = z.clamp(-radix - remainder_max, radix + remainder_max)
     new = torch.sign(z) * (z.abs() > radix // 2)
     low = z - new * radix
@@ -153,8 +154,7 @@ def _step_torch(packed, remainder, step_of, key, limit, flips, radix, remainder_
     for rows in row_chunks(remainder):
         state = remainder[rows]
         step = step_of(rows).clamp_(-limit, limit)
-        step += random_halves(key, rows, columns)
-        z = step.bitwise_right_shift_(16).neg_()
+        z = random_halves(key, rows, columns).sub_(step).bitwise_right_shift_(16)
         z += state << 4 >> 4 if nibble else state
         old = unpack_trits_torch(packed[rows], in_features)
         z.add_(old, alpha=radix).clamp_(-radix - remainder_max, radix + remainder_max)
@@ -176,7 +176,7 @@ def _step_trits_kernel(
     stride_pn, stride_pb, stride_an, stride_ak, stride_vn, stride_vk, stride_rn,
     SOURCE: tl.constexpr, HAS_ROWS: tl.constexpr, HAS_COLUMNS: tl.constexpr,
     RADIX: tl.constexpr, REMAINDER_MAX: tl.constexpr, CLIP: tl.constexpr,
-    LARGEST_GAIN: tl.constexpr, BLOCK_P: tl.constexpr,
+    LARGEST_GAIN: tl.constexpr, BLOCK_P: tl.constexpr, STEPS: tl.constexpr,
 ):  # fmt: skip
     """Step pairs of rows in one block of 160 columns; `SOURCE` is moment, nibble or direction."""
     if tl.load(ok_ptr) == 0:
@@ -184,21 +184,21 @@ def _step_trits_kernel(
     gain, shift = _gain(gain_ptr, shift_ptr, squares_ptr, num_weights, SOURCE, LARGEST_GAIN)
     key, limit = tl.load(key_ptr), tl.load(limit_ptr)
     block = tl.program_id(0) % blocks
-    pair = (tl.program_id(0) // blocks).to(tl.int64) * BLOCK_P + tl.arange(0, BLOCK_P)
+    first = (tl.program_id(0) // blocks).to(tl.int64) * (BLOCK_P * STEPS)
     width = (K - block * 160 + 4) // 5  # of a plane; the last block may be short
     if width >= 32:
         flips = _step_block(
             packed_ptr, remainder_ptr, values_ptr, row_gain_ptr, column_gain_ptr,
-            key, gain, shift, limit, pair[:, None], block, 32, N, K,
+            key, gain, shift, limit, first, block, 32, N, K,
             stride_pn, stride_pb, stride_an, stride_ak, stride_vn, stride_vk, stride_rn,
-            SOURCE, HAS_ROWS, HAS_COLUMNS, RADIX, REMAINDER_MAX, CLIP, BLOCK_P,
+            SOURCE, HAS_ROWS, HAS_COLUMNS, RADIX, REMAINDER_MAX, CLIP, BLOCK_P, STEPS,
         )  # fmt: skip
-    else:
+    else:  # of any width, and so a byte at a time: with fewer of them no register spills
         flips = _step_block(
             packed_ptr, remainder_ptr, values_ptr, row_gain_ptr, column_gain_ptr,
-            key, gain, shift, limit, pair[:, None], block, width, N, K,
+            key, gain, shift, limit, first, block, width, N, K,
             stride_pn, stride_pb, stride_an, stride_ak, stride_vn, stride_vk, stride_rn,
-            SOURCE, HAS_ROWS, HAS_COLUMNS, RADIX, REMAINDER_MAX, CLIP, BLOCK_P,
+            SOURCE, HAS_ROWS, HAS_COLUMNS, RADIX, REMAINDER_MAX, CLIP, BLOCK_P // 4, 4 * STEPS,
         )  # fmt: skip
     tl.atomic_add(flips_ptr, flips)
 
@@ -219,87 +219,101 @@ def _gain(
 @triton.jit
 def _step_block(
     packed_ptr, remainder_ptr, values_ptr, row_gain_ptr, column_gain_ptr,
-    key, gain, shift, limit, pair, block, width, N, K,
+    key, gain, shift, limit, first, block, width, N, K,
     stride_pn, stride_pb, stride_an, stride_ak, stride_vn, stride_vk, stride_rn,
     SOURCE: tl.constexpr, HAS_ROWS: tl.constexpr, HAS_COLUMNS: tl.constexpr,
-    RADIX: tl.constexpr, REMAINDER_MAX: tl.constexpr, CLIP: tl.constexpr, BLOCK_P: tl.constexpr,
+    RADIX: tl.constexpr, REMAINDER_MAX: tl.constexpr, CLIP: tl.constexpr,
+    BLOCK_P: tl.constexpr, STEPS: tl.constexpr,
 ):  # fmt: skip
-    """Step the rows 2 `pair` and 2 `pair` + 1 in one block of columns, and count the flips.
+    """Step pairs of rows from the pair `first` on in one block of columns, and count the flips.
 
     The digits of a byte come most significant first, as the whole part of three times what is left
     of byte / 243, and the new byte is built in the same order.
     """
     j = tl.arange(0, 32)[None, :]
+    mask_j = j < width
     flips = tl.zeros((BLOCK_P, 32), dtype=tl.int32)
-    mask_byte = j < width
-    packed_ptrs = packed_ptr + (2 * pair) * stride_pn + (block * 32 + j) * stride_pb
-    even = tl.load(packed_ptrs, mask=(2 * pair < N) & mask_byte, other=0)
-    odd = tl.load(packed_ptrs + stride_pn, mask=(2 * pair + 1 < N) & mask_byte, other=0)
-    even_left, odd_left = even.to(tl.int32) * 270, odd.to(tl.int32) * 270  # 2**16 / 243, rounded up
-    even_byte = tl.zeros((BLOCK_P, 32), dtype=tl.int32)
-    odd_byte = tl.zeros((BLOCK_P, 32), dtype=tl.int32)
-    for plane in range(5):
-        k = block * 160 + width * (4 - plane) + j
-        words = random_words(key, pair, k)
-        even_left, odd_left = (even_left & 0xFFFF) * 3, (odd_left & 0xFFFF) * 3
-        new, changed = _step_tile(
-            remainder_ptr, values_ptr, row_gain_ptr, column_gain_ptr,
-            words & 0xFFFF, gain, shift, limit, even_left >> 16, 2 * pair, k, mask_byte, N, K,
-            stride_an, stride_ak, stride_vn, stride_vk, stride_rn,
-            SOURCE, HAS_ROWS, HAS_COLUMNS, RADIX, REMAINDER_MAX, CLIP,
-        )  # fmt: skip
-        even_byte = even_byte * 3 + new
-        flips += changed
-        new, changed = _step_tile(
-            remainder_ptr, values_ptr, row_gain_ptr, column_gain_ptr,
-            words >> 16, gain, shift, limit, odd_left >> 16, 2 * pair + 1, k, mask_byte, N, K,
-            stride_an, stride_ak, stride_vn, stride_vk, stride_rn,
-            SOURCE, HAS_ROWS, HAS_COLUMNS, RADIX, REMAINDER_MAX, CLIP,
-        )  # fmt: skip
-        odd_byte = odd_byte * 3 + new
-        flips += changed
-    tl.store(packed_ptrs, even_byte.to(tl.uint8), mask=(2 * pair < N) & mask_byte)
-    tl.store(packed_ptrs + stride_pn, odd_byte.to(tl.uint8), mask=(2 * pair + 1 < N) & mask_byte)
+    for step in range(STEPS):
+        pair = (first + step * BLOCK_P + tl.arange(0, BLOCK_P))[:, None]
+        even, odd = 2 * pair, 2 * pair + 1
+        even_bytes = packed_ptr + even * stride_pn + (block * 32 + j) * stride_pb
+        odd_bytes = packed_ptr + odd * stride_pn + (block * 32 + j) * stride_pb
+        # byte / 243 in units of 2**-32, rounded up
+        even_left = tl.load(even_bytes, mask=(even < N) & mask_j, other=0).to(tl.uint32) * 17674763
+        odd_left = tl.load(odd_bytes, mask=(odd < N) & mask_j, other=0).to(tl.uint32) * 17674763
+        even_byte = tl.zeros((BLOCK_P, 32), dtype=tl.int32)
+        odd_byte = tl.zeros((BLOCK_P, 32), dtype=tl.int32)
+        for plane in range(5):
+            k = block * 160 + width * (4 - plane) + j
+            mask_k = mask_j & (k < K)
+            even_u, even_low = _load_tile(
+                remainder_ptr, values_ptr, row_gain_ptr, column_gain_ptr, even, k, N, mask_k,
+                stride_an, stride_ak, stride_vn, stride_vk, stride_rn,
+                SOURCE, HAS_ROWS, HAS_COLUMNS, CLIP,
+            )  # fmt: skip
+            odd_u, odd_low = _load_tile(
+                remainder_ptr, values_ptr, row_gain_ptr, column_gain_ptr, odd, k, N, mask_k,
+                stride_an, stride_ak, stride_vn, stride_vk, stride_rn,
+                SOURCE, HAS_ROWS, HAS_COLUMNS, CLIP,
+            )  # fmt: skip
+            words = random_words(key, pair, k)
+            even_thrice, odd_thrice = even_left.to(tl.uint64) * 3, odd_left.to(tl.uint64) * 3
+            even_left, odd_left = even_thrice.to(tl.uint32), odd_thrice.to(tl.uint32)
+            even_old, odd_old = (even_thrice >> 32).to(tl.int32), (odd_thrice >> 32).to(tl.int32)
+            even_new, even_low = _step(
+                even_old, even_low, even_u, words & 0xFFFF, gain, shift, limit,
+                SOURCE, RADIX, REMAINDER_MAX,
+            )  # fmt: skip
+            odd_new, odd_low = _step(
+                odd_old, odd_low, odd_u, words >> 16, gain, shift, limit,
+                SOURCE, RADIX, REMAINDER_MAX,
+            )  # fmt: skip
+            even_ptrs = remainder_ptr + even * stride_an + k * stride_ak
+            odd_ptrs = remainder_ptr + odd * stride_an + k * stride_ak
+            tl.store(even_ptrs, even_low.to(tl.int8), mask=(even < N) & mask_k)
+            tl.store(odd_ptrs, odd_low.to(tl.int8), mask=(odd < N) & mask_k)
+            even_byte, odd_byte = even_byte * 3 + even_new, odd_byte * 3 + odd_new
+            flips += (even_new != even_old).to(tl.int32) + (odd_new != odd_old).to(tl.int32)
+        tl.store(even_bytes, even_byte.to(tl.uint8), mask=(even < N) & mask_j)
+        tl.store(odd_bytes, odd_byte.to(tl.uint8), mask=(odd < N) & mask_j)
     return tl.sum(flips).to(tl.int64)
 
 
 @triton.jit
-def _step_tile(
-    remainder_ptr, values_ptr, row_gain_ptr, column_gain_ptr,
-    random, gain, shift, limit, old, n, k, mask_byte, N, K,
+def _load_tile(
+    remainder_ptr, values_ptr, row_gain_ptr, column_gain_ptr, n, k, N, mask_k,
     stride_an, stride_ak, stride_vn, stride_vk, stride_rn,
-    SOURCE: tl.constexpr, HAS_ROWS: tl.constexpr, HAS_COLUMNS: tl.constexpr,
-    RADIX: tl.constexpr, REMAINDER_MAX: tl.constexpr, CLIP: tl.constexpr,
+    SOURCE: tl.constexpr, HAS_ROWS: tl.constexpr, HAS_COLUMNS: tl.constexpr, CLIP: tl.constexpr,
 ):  # fmt: skip
-    """Step one digit plane of some rows; trits are 0, 1, 2 here. Masked ones are not changed.
-
-    Returns:
-        The new trits, and 1 where they differ from `old`.
-    """
-    mask_n, mask_k = n < N, mask_byte & (k < K)
+    """Load u and A of some weights as int32; zeros where masked."""
+    mask_n = n < N
     mask = mask_n & mask_k
-    remainder_ptrs = remainder_ptr + n * stride_an + k * stride_ak
-    low = tl.load(remainder_ptrs, mask=mask, other=0).to(tl.int32)
+    low = tl.load(remainder_ptr + n * stride_an + k * stride_ak, mask=mask, other=0).to(tl.int32)
     if SOURCE == "nibble":
-        u = low >> 4
-        low = (low << 28) >> 28
-    else:
-        u = tl.load(values_ptr + n * stride_vn + k * stride_vk, mask=mask, other=0)
+        return low >> 4, (low << 28) >> 28
+    u = tl.load(values_ptr + n * stride_vn + k * stride_vk, mask=mask, other=0)
     if SOURCE == "direction":
         u = fixed_point(
             u, row_gain_ptr, column_gain_ptr, n, k, mask_n, mask_k, stride_rn,
             CLIP, HAS_ROWS, HAS_COLUMNS,
         )  # fmt: skip
-    step = (u.to(tl.int32) * gain) >> shift
-    step = tl.minimum(tl.maximum(step, -limit), limit) + random.to(tl.int32)
-    z = (old - 1) * RADIX + low - (step >> 16)
-    z = tl.minimum(tl.maximum(z, -RADIX - REMAINDER_MAX), RADIX + REMAINDER_MAX)
-    new = 1 + (z > RADIX // 2).to(tl.int32) - (z < -(RADIX // 2)).to(tl.int32)
-    low = z - (new - 1) * RADIX
+    return u.to(tl.int32), low
+
+
+@triton.jit
+def _step(
+    old, low, u, random, gain, shift, limit,
+    SOURCE: tl.constexpr, RADIX: tl.constexpr, REMAINDER_MAX: tl.constexpr,
+):  # fmt: skip
+    """Step weights and return both digits; trits are 0, 1, 2 here, and so z is P more."""
+    step = tl.minimum(tl.maximum((u * gain) >> shift, -limit), limit)
+    z = ((old * RADIX + low) << 16) - step + random.to(tl.int32)
+    z = tl.minimum(tl.maximum(z >> 16, -REMAINDER_MAX), 2 * RADIX + REMAINDER_MAX)
+    new = 2 + ((z - RADIX - RADIX // 2 - 1) >> 31) + ((z - RADIX // 2) >> 31)
+    low = z - new * RADIX
     if SOURCE == "nibble":
         low = (u << 4) | (low & 15)
-    tl.store(remainder_ptrs, low.to(tl.int8), mask=mask)
-    return new, (new != old).to(tl.int32)
+    return new, low
 
 
 def _launch(
@@ -310,15 +324,17 @@ def _launch(
         return
     (rows, columns), (values, row_gain, column_gain) = remainder.shape, direction
     has_rows, has_columns = row_gain is not None, column_gain is not None
-    blocks = triton.cdiv(columns, BLOCK)
-    _step_trits_kernel[(triton.cdiv(rows, 64) * blocks,)](
+    blocks, block_p = triton.cdiv(columns, BLOCK), 16
+    steps = 4 if remainder.numel() >= 1 << 22 else 1  # many programs for a small matrix
+    _step_trits_kernel[(triton.cdiv(rows, 2 * block_p * steps) * blocks,)](
         packed, remainder, values, row_gain if has_rows else values,
         column_gain if has_columns else values, key, gain, shift, squares, limit, ok, flips,
         rows, columns, blocks, float(rows * columns),
         *packed.stride(), *remainder.stride(), *values.stride(),
         row_gain.stride(0) if has_rows else 0,
         SOURCE=source, HAS_ROWS=has_rows, HAS_COLUMNS=has_columns, RADIX=radix,
-        REMAINDER_MAX=remainder_max, CLIP=CLIP, LARGEST_GAIN=LARGEST_GAIN, BLOCK_P=32,
+        REMAINDER_MAX=remainder_max, CLIP=CLIP, LARGEST_GAIN=LARGEST_GAIN, BLOCK_P=block_p,
+        STEPS=steps,
         enable_fp_fusion=False,
     )  # fmt: skip
 
