@@ -7,6 +7,7 @@ bf16 step away from a rounding boundary, so no implementation of exp2 can land o
 """
 
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -24,7 +25,7 @@ from arbcli.kernels.packing import (
     unpack_trits_reference,
     unpack_trits_torch,
 )
-from arbcli.kernels.spec import Case, KernelSpec
+from arbcli.kernels.spec import Case, KernelSpec, Timing
 
 OCTAVE = 128
 """Steps of v in a doubling of the scale."""
@@ -192,15 +193,13 @@ def num_groups(in_features: int, group_size: int) -> int:
 def random_packed(
     rows: int, in_features: int, group_size: int, generator: torch.Generator, spread: int = 127
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Draw packed trits, E and F on the CPU; E is within `spread` of -1 and of its own range."""
-    packed = torch.randint(
-        0, LARGEST_BYTE + 1, (rows, row_bytes(in_features)), generator=generator, dtype=torch.uint8
-    )
+    """Draw packed trits, E and F where the generator is; E is within `spread` of -1."""
+    draw = partial(torch.randint, generator=generator, device=generator.device)
+    packed = draw(0, LARGEST_BYTE + 1, (rows, row_bytes(in_features)), dtype=torch.uint8)
     shape = (rows, num_groups(in_features, group_size))
     low, high = max(LOWEST_EXPONENT, -1 - spread), min(HIGHEST_EXPONENT, spread - 1)
-    exponent = torch.randint(low, high + 1, shape, generator=generator, dtype=torch.int8)
-    fraction = torch.randint(0, OCTAVE, shape, generator=generator, dtype=torch.int8)
-    return packed, exponent, fraction
+    exponent = draw(low, high + 1, shape, dtype=torch.int8)
+    return packed, exponent, draw(0, OCTAVE, shape, dtype=torch.int8)
 
 
 def _cases(device: torch.device, group_size: int) -> Iterator[Case]:
@@ -217,6 +216,13 @@ def _cases(device: torch.device, group_size: int) -> Iterator[Case]:
     yield Case("3x165 fraction strided", (packed, exponent, apart, 165, group_size))
     zeros = torch.full_like(packed, LARGEST_BYTE // 2)
     yield Case("3x165 zeros", (zeros, exponent, fraction, 165, group_size))
+
+
+def _timings(device: torch.device, group_size: int) -> Iterator[Timing]:
+    for rows, in_features in ((8192, 8192), (2048, 5632)):
+        state = random_packed(rows, in_features, group_size, torch.Generator(device))
+        label, inputs = f"{rows}x{in_features}", (*state, in_features, group_size)
+        yield Timing(label, inputs, run=_decode_weight_triton)
 
 
 def decode_weight_f32(decode):
@@ -241,4 +247,5 @@ DECODE_WEIGHT = KernelSpec(
     decode_weight_reference,
     _cases,
     uses_scales=True,
+    timings=_timings,
 )
