@@ -311,7 +311,7 @@ def ledger_page(ledger: Ledger) -> str:
     lines += _section("Compiled ahead, not run", columns, _compile_rows(ledger))
     if ledger.timing:
         lines += _section("Speed", SPEED_COLUMNS, speed_rows(ledger.timing))
-        notes = {"roofline": roofline_text(ledger.timing.roofline)} | SPEED_NOTES
+        notes = {"measured": roofline_text(ledger.timing.roofline)} | SPEED_NOTES
         lines += [f"- {key}: {text}" for key, text in notes.items()]
     if ledger.changes:
         lines += ["", "## Changed", "", *(f"- {change}" for change in ledger.changes)]
@@ -340,12 +340,13 @@ def _compile_rows(ledger: Ledger) -> Iterable[list[str]]:
         yield [r.kernel, r.target, *map(str, figures), verdict([r])]
 
 
-SPEED_COLUMNS = ["kernel", "shape", "us", "peer", "its us", "times as fast", "of roofline", "bound"]
+SPEED_COLUMNS = ["kernel", "shape", "us", "peer", "peer us", "speedup", "roofline", "bound"]
 SPEED_NOTES = {
-    "method": "medians of replays of a CUDA graph, from a cold L2 cache, in turns with the peer",
-    "of roofline": "the least time, for inputs read once and results written once at the speed of"
-    " the copy and products at the speed of the product, over the time taken; that of a few us is"
-    " mostly the empty call's, and results that stay in the cache can take less than the least",
+    "us": "medians of replays of a CUDA graph, from a cold L2 cache, in turns with the peer",
+    "speedup": "the peer's time over the kernel's, in the median turn",
+    "roofline": "the least time that the copy (of inputs read once and results written once) and"
+    " the product allow, over the time taken; a few us are mostly the empty call, and results that"
+    " stay in the cache can take less",
 }
 
 
