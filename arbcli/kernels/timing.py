@@ -1,10 +1,9 @@
 """Time kernels beside torch's own operations, and against what the machine could do in that run.
 
 What is timed is one call, captured as a CUDA graph and replayed between two events. That is how a
-training step runs, and it leaves out Python and the gaps between the launches of a call, but not
-the launch: a call that does nothing takes `Roofline.launch_us`, which is in every figure, ours and
-a peer's, and is not subtracted. A kernel of 5 us is therefore faster than its share of the roofline
-says, and its ratio to a peer is nearer to 1.
+training step runs, and it leaves out Python but not the launch: a call that does nothing takes
+`Roofline.launch_us`, which is in every figure, ours and a peer's, and is not subtracted. A kernel
+of 5 us is therefore faster than its share of the roofline says, and its ratio to a peer nearer 1.
 
 Caches are cold. Before each call a buffer of four times the L2 cache is read, and meanwhile the
 call is queued, so that the GPU never waits for Python. It is read and not written, for a cache full
@@ -45,6 +44,7 @@ class Stopwatch:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         cache_bytes = torch.cuda.get_device_properties(device).L2_cache_size
+        # as many float32 as the cache has bytes: four times the cache
         self._other_data = torch.zeros(cache_bytes, dtype=torch.float32, device=device)
         self._stream = torch.cuda.Stream(device)
 
