@@ -50,8 +50,7 @@ FAULTS = [
     ),
     kernel(
         "trits decoded as 0, 1, 2",
-        "3**digit\n    return (byte.to(tl.int32) // power) % 3 - 1",
-        "3**digit\n    return (byte.to(tl.int32) // power) % 3",
+        "return lifted - 8388609.0, left", "return lifted - 8388608.0, left",
         "decode_weight", "packing",
     ),
     kernel(

@@ -14,7 +14,7 @@ from torch import Tensor
 from arbcli.kernels._triton import tl, triton
 from arbcli.kernels.backend import row_chunks, uses_triton
 from arbcli.kernels.random_bits import random_bits, random_bits_reference, random_words
-from arbcli.kernels.spec import Case, KernelSpec
+from arbcli.kernels.spec import MATRIX, Case, KernelSpec, Timing
 
 DIRECTION_LIMIT = 1 << 21
 """|u| saturates here, at 32 times its root-mean-square, so that u * gain fits int32."""
@@ -183,6 +183,20 @@ def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
     yield Case("6x86 strided", (moment[1::3, ::3], direction[1::3, ::3], *scalars))
 
 
+def _timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
+    key, ok = torch.ones(2, dtype=torch.int32, device=device)
+    direction = torch.randint(-(2**17), 2**17, MATRIX, dtype=torch.int32, device=device)
+    for nibble in (False, True):
+        moment = torch.randint(-112, 113, MATRIX, dtype=torch.int8, device=device)
+        inputs = (moment, direction, key, ok, 58982, 813, 7, nibble)
+        yield Timing(f"11264x2048{' nibble' if nibble else ''}", inputs)
+
+
 BLEND_MOMENT = KernelSpec(
-    "blend_moment", _blend_moment_triton, _blend_moment_torch, blend_moment_reference, _cases
+    "blend_moment",
+    _blend_moment_triton,
+    _blend_moment_torch,
+    blend_moment_reference,
+    _cases,
+    timings=_timings,
 )

@@ -5,6 +5,7 @@ computed from the logits again, and no probability is kept.
 """
 
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -12,7 +13,7 @@ from torch.nn import functional
 
 from arbcli.kernels._triton import tl, triton
 from arbcli.kernels.backend import uses_triton
-from arbcli.kernels.spec import Case, Gate, KernelSpec
+from arbcli.kernels.spec import Case, Gate, KernelSpec, Timing
 
 
 def cross_entropy_reference(logits: Tensor, targets: Tensor) -> Tensor:
@@ -191,6 +192,18 @@ def rounded_cross_entropy(logits, *rest):
     return cross_entropy_backward_reference(logits, *rest).to(logits.dtype)
 
 
+def _timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
+    logits = torch.randn(16384, 256, device=device, dtype=torch.bfloat16)
+    targets = torch.randint(256, (16384,), device=device)
+    peer = partial(functional.cross_entropy, logits, targets, reduction="none")
+    yield Timing("16384x256 bf16", (logits, targets), peer=peer)
+
+
+def _backward_timings(device: torch.device, group_size: int) -> Iterator[Timing]:
+    (timing,) = _timings(device, group_size)
+    yield Timing(timing.label, (*timing.inputs, torch.tensor(1.0, device=device)))
+
+
 _GATE = Gate(
     exact=False,
     relative=1e-5,
@@ -200,9 +213,10 @@ _GATE = Gate(
 
 CROSS_ENTROPY = KernelSpec(
     "cross_entropy", _cross_entropy_triton, _cross_entropy_torch, cross_entropy_reference, _cases,
-    _GATE,
+    _GATE, timings=_timings,
 )  # fmt: skip
 CROSS_ENTROPY_BACKWARD = KernelSpec(
     "cross_entropy_backward", _cross_entropy_backward_triton, _cross_entropy_backward_torch,
     cross_entropy_backward_reference, _backward_cases, _GATE,
+    timings=_backward_timings,
 )  # fmt: skip

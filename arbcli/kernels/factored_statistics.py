@@ -14,7 +14,7 @@ from torch import Tensor
 from arbcli.kernels._triton import tl, triton
 from arbcli.kernels.backend import uses_triton
 from arbcli.kernels.random_bits import random_bits, random_bits_reference, random_words
-from arbcli.kernels.spec import Case, Gate, KernelSpec
+from arbcli.kernels.spec import MATRIX, Case, Gate, KernelSpec, Timing
 
 UNSET = -128
 """The whole digit of a statistic that has seen no gradient."""
@@ -267,6 +267,18 @@ def _statistic_cases(device: torch.device, _group_size: int) -> Iterator[Case]:
     yield Case("0 empty", (digits(0, 0, 1), values(0), key, yes))
 
 
+def _grad_timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
+    grad = torch.randn(MATRIX, device=device, dtype=torch.bfloat16)
+    yield Timing("11264x2048 bf16", (grad,))
+
+
+def _statistic_timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
+    statistic = torch.zeros(MATRIX[0], 2, dtype=torch.int8, device=device)
+    value = torch.rand(MATRIX[0], device=device)
+    key, ok = torch.ones(2, dtype=torch.int32, device=device)
+    yield Timing("11264", (statistic, value, key, ok), run=_average_statistic_triton)
+
+
 def _with_state(run):
     """Wrap an implementation so that it returns what it left in the digits, decoded, too."""
 
@@ -284,6 +296,7 @@ MEAN_SQUARES = KernelSpec(
     mean_squares_reference,
     _grad_cases,
     Gate(exact=False, relative=1e-6, reason="float32 sums of up to thousands of squares"),
+    timings=_grad_timings,
 )
 AVERAGE_STATISTIC = KernelSpec(
     "average_statistic",
@@ -296,4 +309,5 @@ AVERAGE_STATISTIC = KernelSpec(
         relative=2 ** (1 / 128) - 1 + 1e-5,
         reason="a float log2 at a rounding boundary lands one step of 1/128, 0.54 %, to the side",
     ),
+    timings=_statistic_timings,
 )

@@ -28,7 +28,7 @@ from arbcli.kernels.rms_norm import (
     tiling,
     weight_at,
 )
-from arbcli.kernels.spec import Case, Gate, KernelSpec
+from arbcli.kernels.spec import Case, Gate, KernelSpec, Timing
 
 
 def gated_rms_norm_reference(gate_up: Tensor, packed: Tensor | None, *norm) -> Tensor:
@@ -283,6 +283,23 @@ def _backward_cases(device: torch.device, group_size: int) -> Iterator[Case]:
         yield Case(case.label, (grad_y, *case.inputs), peer)
 
 
+def _timings(device: torch.device, group_size: int) -> Iterator[Timing]:
+    gate_up, _, norm = _timed_inputs(device, group_size)
+    yield Timing("16384x5632 bf16", (gate_up, *norm))
+
+
+def _backward_timings(device: torch.device, group_size: int) -> Iterator[Timing]:
+    gate_up, grad_y, norm = _timed_inputs(device, group_size)
+    yield Timing("16384x5632 bf16", (grad_y, gate_up, *norm))
+
+
+def _timed_inputs(device: torch.device, group_size: int) -> tuple[Tensor, Tensor, tuple]:
+    """Draw (gate_up, grad_y, norm)."""
+    gate, up, grad_y = torch.randn(3, 16384, 5632, device=device, dtype=torch.bfloat16)
+    state = random_packed(1, 5632, group_size, torch.Generator(device), spread=2)
+    return torch.cat([gate, up], dim=1), grad_y, (*state, group_size, 1e-6)
+
+
 _GATE = Gate(
     exact=False,
     relative=1e-5,
@@ -292,9 +309,10 @@ _GATE = Gate(
 
 GATED_RMS_NORM = KernelSpec(
     "gated_rms_norm", _gated_rms_norm_triton, _gated_rms_norm_torch, gated_rms_norm_reference,
-    _cases, _GATE, uses_scales=True,
+    _cases, _GATE, uses_scales=True, timings=_timings,
 )  # fmt: skip
 GATED_RMS_NORM_BACKWARD = KernelSpec(
     "gated_rms_norm_backward", _gated_rms_norm_backward_triton, _gated_rms_norm_backward_torch,
     gated_rms_norm_backward_reference, _backward_cases, _GATE, uses_scales=True,
+    timings=_backward_timings,
 )  # fmt: skip

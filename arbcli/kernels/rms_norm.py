@@ -16,13 +16,14 @@ from arbcli.kernels._triton import tl, triton
 from arbcli.kernels.backend import uses_triton
 from arbcli.kernels.decode_weight import (
     check_scales,
+    decode_weight,
     decode_weight_reference,
     decode_weight_torch,
     load_scale,
     random_packed,
 )
 from arbcli.kernels.packing import check_packed
-from arbcli.kernels.spec import Case, Gate, KernelSpec
+from arbcli.kernels.spec import Case, Gate, KernelSpec, Timing
 
 MAX_WIDTH = 32768
 """Elements of a row: a program holds whole rows in its registers."""
@@ -293,6 +294,28 @@ def _backward_cases(device: torch.device, group_size: int) -> Iterator[Case]:
         yield Case(case.label, (grad_y, *case.inputs), peer)
 
 
+def _timings(device: torch.device, group_size: int) -> Iterator[Timing]:
+    x, _, norm, weight = _timed_inputs(device, group_size)
+    peer = partial(torch_rms_norm, x, weight.shape, weight, norm[-1])
+    yield Timing("16384x2048 bf16", (x, *norm), peer=peer)
+
+
+def _backward_timings(device: torch.device, group_size: int) -> Iterator[Timing]:
+    x, grad_y, norm, weight = _timed_inputs(device, group_size)
+    _, r = torch.ops.aten._fused_rms_norm(x, weight.shape, weight, norm[-1])
+    # what autograd calls for torch's `rms_norm`, for the gradient of x alone
+    inputs = (grad_y, x, weight.shape, r, weight, [True, False])
+    peer = partial(torch.ops.aten._fused_rms_norm_backward, *inputs)
+    yield Timing("16384x2048 bf16", (grad_y, x, *norm), peer=peer)
+
+
+def _timed_inputs(device: torch.device, group_size: int) -> tuple[Tensor, Tensor, tuple, Tensor]:
+    """Draw (x, grad_y, norm, its weight)."""
+    x, grad_y = torch.randn(2, 16384, 2048, device=device, dtype=torch.bfloat16)
+    state = random_packed(1, 2048, group_size, torch.Generator(device), spread=2)
+    return x, grad_y, (*state, group_size, 1e-6), decode_weight(*state, 2048, group_size)[0]
+
+
 _GATE = Gate(
     exact=False,
     relative=1e-5,
@@ -302,9 +325,10 @@ _GATE = Gate(
 
 RMS_NORM = KernelSpec(
     "rms_norm", _rms_norm_triton, rms_norm_torch, rms_norm_reference, _cases, _GATE,
-    uses_scales=True,
+    uses_scales=True, timings=_timings,
 )  # fmt: skip
 RMS_NORM_BACKWARD = KernelSpec(
     "rms_norm_backward", _rms_norm_backward_triton, rms_norm_backward_torch,
     rms_norm_backward_reference, _backward_cases, _GATE, uses_scales=True,
+    timings=_backward_timings,
 )  # fmt: skip

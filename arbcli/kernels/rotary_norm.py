@@ -14,7 +14,7 @@ from torch import Tensor
 
 from arbcli.kernels._triton import tl, triton
 from arbcli.kernels.backend import uses_triton
-from arbcli.kernels.spec import Case, Gate, KernelSpec
+from arbcli.kernels.spec import Case, Gate, KernelSpec, Timing
 
 
 def _rotary_norm_float64(qkv: Tensor, cos: Tensor, sin: Tensor, eps: float) -> Tensor:
@@ -308,6 +308,24 @@ def _flat(run):
     return lambda q, k, v, *rest: run([q, k, v], *rest)
 
 
+def _timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
+    qkv, table = _timed_inputs(device)
+    yield Timing("8x2048x16x128 bf16", (qkv, *table, 1e-6))
+
+
+def _backward_timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
+    qkv, table = _timed_inputs(device)
+    r = torch.rand(*qkv.shape[:2], 2, qkv.shape[3], device=device)
+    grads = torch.randn_like(qkv).permute(2, 0, 3, 1, 4).unbind()
+    yield Timing("8x2048x16x128 bf16", (*grads, qkv, r, *table))
+
+
+def _timed_inputs(device: torch.device) -> tuple[Tensor, Tensor]:
+    """Draw (qkv, table)."""
+    qkv = torch.randn(8, 2048, 3, 16, 128, device=device, dtype=torch.bfloat16)
+    return qkv, torch.rand(2, 2048, 64, device=device)
+
+
 _GATE = Gate(
     exact=False,
     relative=1e-5,
@@ -317,10 +335,10 @@ _GATE = Gate(
 
 ROTARY_NORM = KernelSpec(
     "rotary_norm", _with_state(_rotary_norm_triton), _with_state(_rotary_norm_torch),
-    rotary_norm_reference, _cases, _GATE,
+    rotary_norm_reference, _cases, _GATE, timings=_timings,
 )  # fmt: skip
 ROTARY_NORM_BACKWARD = KernelSpec(
     "rotary_norm_backward", _flat(_rotary_norm_backward_triton),
     _flat(_rotary_norm_backward_torch), _flat(rotary_norm_backward_reference), _backward_cases,
-    _GATE,
+    _GATE, timings=_backward_timings,
 )  # fmt: skip

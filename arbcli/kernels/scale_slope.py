@@ -15,7 +15,7 @@ from arbcli.kernels.decode_weight import (
     random_packed,
 )
 from arbcli.kernels.packing import check_packed, trit_at
-from arbcli.kernels.spec import Case, Gate, KernelSpec
+from arbcli.kernels.spec import MATRIX, Case, Gate, KernelSpec, Timing
 
 
 def scale_slope_reference(
@@ -127,6 +127,12 @@ def _cases(device: torch.device, group_size: int) -> Iterator[Case]:
         yield Case("3x170 bfloat16", (grad.T[::2].bfloat16(), *state, group_size))
 
 
+def _timings(device: torch.device, group_size: int) -> Iterator[Timing]:
+    grad = torch.randn(MATRIX, device=device, dtype=torch.bfloat16)
+    state = random_packed(*MATRIX, group_size, torch.Generator(device), spread=8)
+    yield Timing("11264x2048 bf16", (grad, *state, group_size))
+
+
 SCALE_SLOPE = KernelSpec(
     "scale_slope",
     _scale_slope_triton,
@@ -135,4 +141,5 @@ SCALE_SLOPE = KernelSpec(
     _cases,
     Gate(exact=False, relative=1e-6, reason="float32 sums of at most 128 products"),
     uses_scales=True,
+    timings=_timings,
 )

@@ -29,7 +29,7 @@ from arbcli.kernels.packing import (
     unpack_trits_torch,
 )
 from arbcli.kernels.random_bits import random_bits, random_bits_reference, random_words
-from arbcli.kernels.spec import Case, KernelSpec
+from arbcli.kernels.spec import MATRIX, Case, KernelSpec, Timing
 
 CLIP = 1 << 18
 """An int32 direction saturates here, at 4 times its root-mean-square."""
@@ -266,6 +266,22 @@ def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
     yield Case("3x165 strided", (*strided, *inputs[3:]))
 
 
+def _timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
+    def draw(largest: int, dtype: torch.dtype = torch.int8) -> Tensor:
+        return torch.randint(-largest, largest + 1, MATRIX, dtype=dtype, device=device)
+
+    packed = pack_trits_torch(draw(1))
+    control = torch.tensor((-5, 5000, 0, 2**19, 1), dtype=torch.int32, device=device)
+    for kind, direction in (("moment", draw(127)), ("carry", draw(2**17, torch.int32))):
+        yield Timing(f"11264x2048 {kind}", (packed, draw(15), direction, *control, 32, 127))
+    yield Timing("11264x2048 nibble", (packed, draw(119), None, *control, 8, 7))
+
+
 STEP_TRITS = KernelSpec(
-    "step_trits", _step_trits_triton, _step_trits_torch, step_trits_reference, _cases
+    "step_trits",
+    _step_trits_triton,
+    _step_trits_torch,
+    step_trits_reference,
+    _cases,
+    timings=_timings,
 )

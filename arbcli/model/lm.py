@@ -22,7 +22,7 @@ class _Parts:
         self.embedding = layers.TernaryEmbedding if ternary else twins.FloatEmbedding
         self.norm = layers.TernaryRMSNorm if ternary else twins.FloatRMSNorm
         self.gate = layers.TernaryGate if ternary else twins.FloatGate
-        self.rotary_norm = layers.rotary_norm if ternary else twins.rotary_norm
+        self.rotary_norm = layers.rotary_norm if ternary else twins.FloatRotaryNorm(config)
         self.cross_entropy = layers.cross_entropy if ternary else twins.cross_entropy
 
 

@@ -92,22 +92,27 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat([first * cos - second * sin, first * sin + second * cos], dim=-1)
 
 
-def rotary_norm(qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+class FloatRotaryNorm(nn.Module):
     """Turn queries and keys by their positions from 0 on, and normalise each head.
 
-    Args:
-        qkv: (B, T, 3, heads, d).
-
-    Returns:
-        Queries, keys and values, (B, heads, T, d) each.
+    The table is a buffer, so that a compiler reads it and does not trace how it was made.
     """
-    q, k, v = qkv.permute(2, 0, 3, 1, 4)
-    cos, sin = rotary_table(q.shape[-2], q.shape[-1], qkv.device)
-    q, k = (
-        functional.rms_norm(rotate(t, cos, sin), t.shape[-1:], eps=NORM_EPS).to(qkv.dtype)
-        for t in (q, k)
-    )
-    return q, k, v
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        table = rotary_table(config.ctx, config.head_dim, torch.empty(0).device)
+        for name, part in zip(("cos", "sin"), table, strict=True):
+            self.register_buffer(name, part, persistent=False)
+
+    def forward(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Turn (B, T, 3, heads, d) into queries, keys and values, (B, heads, T, d) each."""
+        q, k, v = qkv.permute(2, 0, 3, 1, 4)
+        cos, sin = self.cos[: q.shape[-2]], self.sin[: q.shape[-2]]
+        q, k = (
+            functional.rms_norm(rotate(t, cos, sin), t.shape[-1:], eps=NORM_EPS).to(qkv.dtype)
+            for t in (q, k)
+        )
+        return q, k, v
 
 
 def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:

@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from arbcli.kernels.rotary_norm import rotary_norm_, rotary_norm_backward
+from arbcli.model.config import preset
 from arbcli.model.layers import rotary_table
-from arbcli.model.twins import rotary_norm as twin_rotary_norm
+from arbcli.model.twins import FloatRotaryNorm
 
 
 def random(*shape, dtype=torch.float32):
@@ -14,7 +15,8 @@ def random(*shape, dtype=torch.float32):
 
 def test_gradient_equals_autograd_of_the_float_twin():
     qkv = random(2, 5, 3, 2, 12).requires_grad_()
-    parts = twin_rotary_norm(qkv)
+    config = preset("tiny", dim=24, heads=2, ctx=5)
+    parts = FloatRotaryNorm(config)(qkv)
     grads = [random(2, 2, 5, 12) * (index + 1) for index in range(3)]
     torch.autograd.backward(parts, grads)
     ours, table = qkv.detach().clone(), rotary_table(5, 12, torch.device("cpu"))
