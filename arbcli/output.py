@@ -67,7 +67,8 @@ def table(title: str, columns: list[str], rows: list[list[str]], *, left: int = 
     """Lay out a table; all columns but the first `left` are aligned to the right."""
     result = Table(title=Text(title), title_justify="left")
     for index, column in enumerate(columns):
-        result.add_column(Text(column), justify="left" if index < left else "right")
+        justify = "left" if index < left else "right"
+        result.add_column(Text(column), justify=justify, overflow="fold")
     for row in rows:
         result.add_row(*(Text(cell) for cell in row))
     return result

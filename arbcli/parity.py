@@ -18,7 +18,8 @@ from arbcli.kernels.gradient_statistics import gradient_statistics_reference
 from arbcli.kernels.spec import EXACT, Gate
 from arbcli.kernels.workers import Workers
 from arbcli.model.config import DIRECTIONS, PRESETS, RULES, VOCABULARY, ModelConfig
-from arbcli.model.lm import ByteLM, rotary_table, rotate
+from arbcli.model.layers import rotary_table
+from arbcli.model.lm import ByteLM
 from arbcli.model.reference import (
     reference_direction,
     reference_layers,
@@ -30,6 +31,7 @@ from arbcli.model.reference import (
     state_values,
 )
 from arbcli.model.ternary import TernaryTensor
+from arbcli.model.twins import rotate
 from arbcli.model.update import Updater
 
 CHECKS = {

@@ -50,8 +50,7 @@ FAULTS = [
     ),
     kernel(
         "trits decoded as 0, 1, 2",
-        "3**digit\n    return (byte.to(tl.int32) // power) % 3 - 1",
-        "3**digit\n    return (byte.to(tl.int32) // power) % 3",
+        "return lifted - 8388609.0, left", "return lifted - 8388608.0, left",
         "decode_weight", "packing",
     ),
     kernel(
@@ -105,12 +104,46 @@ FAULTS = [
     ),
     # norm
     kernel(
-        "eps forgotten", "tl.rsqrt(squares / D + eps)[:, None]", "tl.rsqrt(squares / D)[:, None]",
-        "rms_norm",
+        "eps forgotten", 
+        "r = tl.rsqrt(tl.sum(x * x, axis=1) / D + eps)[:, None]\n        store_rows(",
+        "r = tl.rsqrt(tl.sum(x * x, axis=1) / D)[:, None]\n        store_rows(", "rms_norm",
     ),
     kernel(
-        "gradient of the root-mean-square forgotten", "(grad_y * weight - x * r * mean)",
-        "(grad_y * weight)", "rms_norm_grad_x", "rms_norm",
+        "gradient of the root-mean-square forgotten", "(grad_xhat - xhat * mean)",
+        "(grad_xhat)", "rms_norm_backward", "rms_norm",
+    ),
+    kernel(
+        "gate and up exchanged", "gate / (1 + tl.exp(-gate)) * up",
+        "up / (1 + tl.exp(-up)) * gate", "gated_rms_norm",
+    ),
+    kernel(
+        "gradient of up given to the gate", "grad * up * slope", "grad * gate * slope",
+        "gated_rms_norm_backward", "gated_rms_norm",
+    ),
+    kernel(
+        "normalised though there is no norm", "        if HAS_NORM:\n            y *=",
+        "        if True:\n            y *=", "gated_rms_norm",
+    ),
+    # loss
+    kernel(
+        "the row's last class left out", "(offs_v < V)[None, :], stride_m, stride_v)\n    target ="
+        " tl.load(targets_ptr + offs_m * stride_t, mask=inside, other=0)\n    of_target",
+        "(offs_v < V - 1)[None, :], stride_m, stride_v)\n    target ="
+        " tl.load(targets_ptr + offs_m * stride_t, mask=inside, other=0)\n    of_target",
+        "cross_entropy",
+    ),
+    kernel(
+        "gradient of the target forgotten", "/ total[:, None] - here)", "/ total[:, None])",
+        "cross_entropy_backward", "cross_entropy",
+    ),
+    # rotary
+    kernel(
+        "every head turned like its position's neighbour", "(token % T) * HALF",
+        "((token + 1) % T) * HALF", "rotary_norm",
+    ),
+    kernel(
+        "turned on instead of back", "grad_first * cos + grad_second * sin",
+        "grad_first * cos - grad_second * sin", "rotary_norm_backward", "rotary_norm",
     ),
     # embedding
     kernel(
@@ -247,28 +280,28 @@ FAULTS = [
         "model: causality",
     ),
     Fault(
-        "rotary table in bf16", "model.lm", "return angle.cos(), angle.sin()",
+        "rotary table in bf16", "model.layers", "return angle.cos(), angle.sin()",
         "return angle.cos().bfloat16().float(), angle.sin().bfloat16().float()", "rotary",
     ),
-    Fault(
-        "rotary turns half the pairs backwards", "model.lm",
-        "first * sin + second * cos", "second * cos - first * sin", "model: output",
+    kernel(
+        "half the pairs turned backwards", "((first * sin + second * cos) * r",
+        "((second * cos - first * sin) * r", "rotary_norm",
     ),
     Fault(
-        "attention's norm before the MLP", "model.lm", "self.mlp(self.mlp_norm(x))",
-        "self.mlp(self.attention_norm(x))", "model: output",
+        "attention's norm before the MLP", "model.lm", "self.mlp(x, self.mlp_norm)",
+        "self.mlp(x, self.attention_norm)", "model: output",
     ),
     Fault(
-        "gate and up exchanged", "model.lm", "functional.silu(gate) * up",
-        "functional.silu(up) * gate", "model: output",
+        "queries and keys exchanged", "model.lm", "q, k, v = self", "k, q, v = self",
+        "model: output",
     ),
     Fault(
         "residual dropped", "model.lm", "x = x + self.attention(", "x = self.attention(",
         "model: output",
     ),
     Fault(
-        "loss summed, not averaged", "model.lm", "targets.flatten())",
-        'targets.flatten(), reduction="sum")', "model: end to end",
+        "loss summed, not averaged", "model.layers", "(logits, targets).mean()",
+        "(logits, targets).sum()", "model: end to end",
     ),
     Fault(
         "gradient averaged over rows", "model.layers", "(grad_y.T @ source).float()",

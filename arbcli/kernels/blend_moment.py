@@ -21,7 +21,7 @@ from arbcli.kernels.direction import (
     fixed_point_torch,
 )
 from arbcli.kernels.random_bits import random_halves, random_halves_reference, random_words
-from arbcli.kernels.spec import Case, KernelSpec
+from arbcli.kernels.spec import MATRIX, Case, KernelSpec, Timing
 
 DIRECTION_LIMIT = 1 << 21
 """|u| saturates here, at 32 times its root-mean-square, so that u * gain fits int32."""
@@ -218,7 +218,23 @@ def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
     yield Case("6x87 strided", (*strided, gains[1][:87].contiguous(), *scalars))
 
 
+def _timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
+    key, ok = torch.ones(2, dtype=torch.int32, device=device)
+    values = torch.randn(MATRIX, dtype=torch.bfloat16, device=device)
+    gains = [torch.full((size,), 2.0**8, device=device) for size in MATRIX]
+    squares = torch.zeros((), dtype=torch.int64, device=device)
+    for nibble in (False, True):
+        moment = torch.randint(-112, 113, MATRIX, dtype=torch.int8, device=device)
+        inputs = (moment, values, *gains, key, ok, squares, 58982, 813, 7, nibble)
+        yield Timing(f"11264x2048 bf16{' nibble' if nibble else ''}", inputs)
+
+
 BLEND_MOMENT = KernelSpec(
-    "blend_moment", _blend_moment_triton, _blend_moment_torch, blend_moment_reference, _cases,
+    "blend_moment",
+    _blend_moment_triton,
+    _blend_moment_torch,
+    blend_moment_reference,
+    _cases,
+    timings=_timings,
     bfloat16=(1,),
-)  # fmt: skip
+)

@@ -6,14 +6,19 @@ dice that also decide strides, offsets, types and states. Loaded dice leave thos
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 from torch.nn.functional import rms_norm as torch_rms_norm
+from torch.nn.functional import silu
 
 from arbcli.kernels.blend_moment import moment_max
+from arbcli.kernels.cross_entropy import rounded_cross_entropy
 from arbcli.kernels.decode_weight import OCTAVE, decode_weight_torch, num_groups
 from arbcli.kernels.packing import pack_trits_torch
+from arbcli.kernels.rms_norm import gradient_and_output
+from arbcli.kernels.rotary_norm import ROTARY_NORM, rounded_gradient, rounded_once
 from arbcli.kernels.spec import Case, KernelSpec
 from arbcli.kernels.ternary_matmul import TERNARY_MATMUL, TERNARY_MATMUL_GRAD_X
 
@@ -124,8 +129,45 @@ def _rms_norm(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
     return dice.reals(m, k), dice.packed(1, k), *dice.scales(1, k, group_size, 2), group_size, eps
 
 
-def _rms_norm_grad_x(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
+def _rms_norm_backward(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
     return dice.reals(m, k), *_rms_norm(dice, group_size, m, n, k)
+
+
+def _gated_rms_norm(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
+    _, *norm = _rms_norm(dice, group_size, 1, n, k)
+    if dice.chance(0.2):
+        norm[:3] = (None,) * 3
+    return dice.reals(m, 2 * k), *norm
+
+
+def _gated_rms_norm_backward(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
+    return dice.reals(m, k), *_gated_rms_norm(dice, group_size, m, n, k)
+
+
+def _rotary_norm(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
+    batch, heads, half = 1 + dice.below(3), 1 + dice.below(4), 2 + min(k, 64)
+    angle = dice.reals(m, half, dtype=torch.float32)
+    qkv = dice.reals(batch * m * 3 * heads, 2 * half).contiguous()
+    angle = angle.contiguous()
+    return qkv.view(batch, m, 3, heads, 2 * half), angle.cos(), angle.sin(), 1e-6
+
+
+def _rotary_norm_backward(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
+    qkv, cos, sin, eps = _rotary_norm(dice, group_size, m, n, k)
+    r = ROTARY_NORM.torch(qkv, cos, sin, eps)[1]
+    batch, length, _, heads, width = qkv.shape
+    rows = [dice.reals(batch * heads * length, width) for _ in range(3)]
+    grads = [grad.reshape(batch, heads, length, width) for grad in rows]
+    return *grads, qkv, r, cos, sin
+
+
+def _cross_entropy(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
+    return dice.reals(m, k + 1), dice.integers(0, k, m, dtype=torch.int64)
+
+
+def _cross_entropy_backward(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
+    scale = torch.tensor(0.1, device=dice.device)
+    return *_cross_entropy(dice, group_size, m, n, k), scale
 
 
 def _embedding_rows(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
@@ -273,10 +315,10 @@ def _rms_norm_in_its_dtype(x, packed, exponent, fraction, group_size, eps):
     return torch_rms_norm(x, x.shape[-1:], weight[0], eps)
 
 
-def _rms_norm_grad_x_in_its_dtype(grad_y, x, *norm):
-    x = x.detach().requires_grad_()
-    with torch.enable_grad():
-        return torch.autograd.grad(_rms_norm_in_its_dtype(x, *norm), x, grad_y)[0]
+def _gated_in_its_dtype(gate_up, packed, *norm):
+    gate, up = gate_up.chunk(2, dim=-1)
+    product = silu(gate) * up
+    return product if packed is None else _rms_norm_in_its_dtype(product, packed, *norm)
 
 
 @dataclass(frozen=True, slots=True)
@@ -304,8 +346,22 @@ DRAWINGS = {
         _ternary_matmul_grad_x, _grad_x_in_float64, TERNARY_MATMUL_GRAD_X.torch, needs_rows=True
     ),
     "rms_norm": Drawing(_rms_norm, None, _rms_norm_in_its_dtype, needs_rows=True),
-    "rms_norm_grad_x": Drawing(
-        _rms_norm_grad_x, None, _rms_norm_grad_x_in_its_dtype, needs_rows=True
+    "rms_norm_backward": Drawing(
+        _rms_norm_backward, None, partial(gradient_and_output, _rms_norm_in_its_dtype),
+        needs_rows=True,
+    ),
+    "gated_rms_norm": Drawing(_gated_rms_norm, None, _gated_in_its_dtype, needs_rows=True),
+    "gated_rms_norm_backward": Drawing(
+        _gated_rms_norm_backward, None, partial(gradient_and_output, _gated_in_its_dtype),
+        needs_rows=True,
+    ),
+    "rotary_norm": Drawing(_rotary_norm, None, rounded_once, needs_rows=True),
+    "rotary_norm_backward": Drawing(
+        _rotary_norm_backward, None, rounded_gradient, needs_rows=True
+    ),
+    "cross_entropy": Drawing(_cross_entropy, needs_rows=True),
+    "cross_entropy_backward": Drawing(
+        _cross_entropy_backward, None, rounded_cross_entropy, needs_rows=True
     ),
     "embedding_rows": Drawing(_embedding_rows, needs_rows=True),
     "embedding_grad": Drawing(_embedding_grad, _embedding_grad_in_float64, needs_rows=True),
@@ -318,7 +374,7 @@ DRAWINGS = {
     "step_by_direction": Drawing(_step_by_direction),
     "cast_trit_votes": Drawing(_cast_trit_votes),
     "cast_scale_votes": Drawing(_cast_scale_votes),
-}
+}  # fmt: skip
 
 
 def fuzz_cases(

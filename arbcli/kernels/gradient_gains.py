@@ -22,7 +22,7 @@ from arbcli.kernels.backend import uses_triton
 from arbcli.kernels.direction import UNIT
 from arbcli.kernels.gradient_statistics import GradientStatistics
 from arbcli.kernels.random_bits import random_bits, random_bits_reference, random_words
-from arbcli.kernels.spec import Case, Gate, KernelSpec
+from arbcli.kernels.spec import MATRIX, Case, Gate, KernelSpec, Timing
 
 UNSET = -128
 """The whole digit of a statistic that has seen no gradient."""
@@ -354,6 +354,18 @@ def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
     yield Case("65x64 strided", (*sums(65, 64, (3, 3)), wide[::3], unset[1], *control()))
 
 
+def _timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
+    (rows, columns), parts = MATRIX, (16, 88)
+    sums = (torch.ones(size, device=device) for size in ((parts[0], rows), (parts[1], columns)))
+    squares = torch.ones(parts[0] * parts[1], device=device)
+    statistics = (torch.zeros(n, 2, dtype=torch.int8, device=device) for n in MATRIX)
+    keys = torch.ones(2, dtype=torch.int32, device=device)
+    counters = torch.zeros(2, dtype=torch.int64, device=device)
+    slope = torch.empty(rows, columns // 32, device="meta")
+    inputs = (slope, squares.double(), squares, *sums, *statistics, *keys, *counters)
+    yield Timing("11264x2048", inputs, run=_gradient_gains_triton)
+
+
 def _with_state(run):
     """Wrap an implementation so that it returns its counters and decoded statistics, too."""
 
@@ -378,5 +390,6 @@ GRADIENT_GAINS = KernelSpec(
         relative=2 ** (1 / 128) - 1 + 1e-5,
         reason="a float log2 at a rounding boundary lands one step of 1/128, 0.54 %, to the side",
     ),
+    timings=_timings,
     bfloat16=(),
 )

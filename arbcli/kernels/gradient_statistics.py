@@ -22,7 +22,7 @@ from arbcli.kernels.decode_weight import (
     random_packed,
 )
 from arbcli.kernels.packing import check_packed, trit_positions
-from arbcli.kernels.spec import Case, Gate, KernelSpec
+from arbcli.kernels.spec import MATRIX, Case, Gate, KernelSpec, Timing
 
 TILE = 128
 """Columns of a tile, or the most groups that fit in them."""
@@ -235,6 +235,14 @@ def _cases(device: torch.device, group_size: int) -> Iterator[Case]:
         yield case("2049x2080 bf16", 2049, 2080, lambda x: x.bfloat16())
 
 
+def _timings(device: torch.device, group_size: int) -> Iterator[Timing]:
+    grad = torch.randn(MATRIX, device=device, dtype=torch.bfloat16)
+    state = random_packed(*MATRIX, group_size, torch.Generator(device), spread=8)
+    for name, factored in (("", False), (" factored", True)):
+        inputs = (grad, *state, group_size, factored, False)
+        yield Timing(f"11264x2048 bf16{name}", inputs, run=_gradient_statistics_triton)
+
+
 def _in_one_part(run):
     """Wrap an implementation so that it adds its parts up, in float64."""
 
@@ -254,5 +262,6 @@ GRADIENT_STATISTICS = KernelSpec(
     _cases,
     Gate(exact=False, relative=1e-6, reason="float32 sums of up to thousands of products"),
     uses_scales=True,
+    timings=_timings,
     bfloat16=(0,),
 )

@@ -15,7 +15,7 @@ from torch.nn.functional import embedding
 
 from arbcli.kernels._triton import tl, triton
 from arbcli.kernels.backend import uses_triton
-from arbcli.kernels.spec import Case, KernelSpec
+from arbcli.kernels.spec import MATRIX, Case, KernelSpec, Timing
 
 TRITS_PER_BYTE = 5
 PLANE = 32
@@ -107,6 +107,15 @@ def digit_of(byte, digit: tl.constexpr):
     """Extract trit `digit` of packed bytes as int32 in {-1, 0, +1}."""
     power: tl.constexpr = 3**digit
     return (byte.to(tl.int32) // power) % 3 - 1
+
+
+@triton.jit
+def next_trit(rest):
+    """Take the least significant digit off bytes in 0..255 (int32): (trit as float32, the rest)."""
+    left = (rest * 171) >> 9  # rest // 3
+    # 2**23 + digit as a float has the digit in its lowest bits, which is cheaper than a conversion
+    lifted = (rest - 3 * left + 0x4B000000).to(tl.float32, bitcast=True)
+    return lifted - 8388609.0, left
 
 
 @triton.jit
@@ -271,8 +280,9 @@ SHAPES = ((1, 1), (3, 33), (33, 123), (5, 160), (2, 165), (4, 323), (2, 1311))
 
 
 def random_trits(rows: int, in_features: int, generator: torch.Generator) -> Tensor:
-    """Draw (rows, in_features) int8 trits, each digit equally likely."""
-    return torch.randint(-1, 2, (rows, in_features), generator=generator, dtype=torch.int8)
+    """Draw (rows, in_features) int8 trits, each digit equally likely, where the generator is."""
+    like = {"generator": generator, "device": generator.device, "dtype": torch.int8}
+    return torch.randint(-1, 2, (rows, in_features), **like)
 
 
 def _pack_cases(device: torch.device, _group_size: int) -> Iterator[Case]:
@@ -295,9 +305,28 @@ def _unpack_cases(device: torch.device, _group_size: int) -> Iterator[Case]:
     yield Case("3x333 strided", (packed.to(device)[::2], 333))
 
 
+def _pack_timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
+    yield Timing("11264x2048", (random_trits(*MATRIX, torch.Generator(device)),))
+
+
+def _unpack_timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
+    packed = pack_trits_torch(random_trits(*MATRIX, torch.Generator(device)))
+    yield Timing("11264x2048", (packed, MATRIX[1]))
+
+
 PACK_TRITS = KernelSpec(
-    "pack_trits", _pack_trits_triton, pack_trits_torch, pack_trits_reference, _pack_cases
+    "pack_trits",
+    _pack_trits_triton,
+    pack_trits_torch,
+    pack_trits_reference,
+    _pack_cases,
+    timings=_pack_timings,
 )
 UNPACK_TRITS = KernelSpec(
-    "unpack_trits", _unpack_trits_triton, unpack_trits_torch, unpack_trits_reference, _unpack_cases
+    "unpack_trits",
+    _unpack_trits_triton,
+    unpack_trits_torch,
+    unpack_trits_reference,
+    _unpack_cases,
+    timings=_unpack_timings,
 )

@@ -13,10 +13,10 @@ from torch import Tensor
 
 from arbcli.kernels._triton import tl, triton
 from arbcli.kernels.backend import uses_triton
-from arbcli.kernels.decode_weight import HIGHEST_EXPONENT, LOWEST_EXPONENT, OCTAVE
+from arbcli.kernels.decode_weight import HIGHEST_EXPONENT, LOWEST_EXPONENT, OCTAVE, num_groups
 from arbcli.kernels.direction import round_to_int
 from arbcli.kernels.random_bits import random_bits, random_bits_reference, random_words
-from arbcli.kernels.spec import Case, KernelSpec
+from arbcli.kernels.spec import MATRIX, Case, KernelSpec, Timing
 
 CLIP = 3 << 16
 """A slope saturates here, at 3 times its root-mean-square."""
@@ -162,7 +162,20 @@ def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
     yield Case("1x437 strided", (exponent[1:, ::3], fraction[1:, ::3], slope[1:, 1::3], *control))
 
 
+def _timings(device: torch.device, group_size: int) -> Iterator[Timing]:
+    shape = (MATRIX[0], num_groups(MATRIX[1], group_size))
+    exponent, fraction = torch.randint(128, (2, *shape), dtype=torch.int8, device=device) // 8
+    slope, slope_gain = torch.randn(shape, device=device), torch.tensor(2.0**16, device=device)
+    control = torch.tensor((-77, 4000, 10, 1), dtype=torch.int32, device=device)
+    yield Timing(f"{shape[0]}x{shape[1]}", (exponent, fraction, slope, slope_gain, *control))
+
+
 STEP_SCALES = KernelSpec(
-    "step_scales", _step_scales_triton, _step_scales_torch, step_scales_reference, _cases,
+    "step_scales",
+    _step_scales_triton,
+    _step_scales_torch,
+    step_scales_reference,
+    _cases,
+    timings=_timings,
     bfloat16=(),
-)  # fmt: skip
+)

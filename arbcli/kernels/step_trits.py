@@ -34,7 +34,7 @@ from arbcli.kernels.packing import (
     unpack_trits_torch,
 )
 from arbcli.kernels.random_bits import random_halves, random_halves_reference, random_words
-from arbcli.kernels.spec import Case, KernelSpec
+from arbcli.kernels.spec import MATRIX, Case, KernelSpec, Timing
 
 CLIP = 1 << 18
 """A direction saturates here, at 4 times its root-mean-square."""
@@ -531,12 +531,39 @@ def _direction_cases(device: torch.device, _group_size: int) -> Iterator[Case]:
     yield Case("3x165 strided", (*strided, *control()))
 
 
+def _random_state(device: torch.device) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator(device)
+    packed = pack_trits_torch(random_trits(*MATRIX, generator))
+    return packed, torch.randint(-15, 16, MATRIX, dtype=torch.int8, device=device)
+
+
+def _moment_timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
+    packed, remainder = _random_state(device)
+    moment = torch.randint(-40, 41, MATRIX, dtype=torch.int8, device=device)
+    key, limit, ok = torch.tensor((-5, 2**19, 1), dtype=torch.int32, device=device)
+    wide = (2**33, 500 * moment.numel(), 0)
+    step_size, squares, flips = torch.tensor(wide, dtype=torch.int64, device=device)
+    control = (key, step_size, squares, limit, ok, flips)
+    yield Timing("11264x2048 moment", (packed, remainder, moment, *control, 32, 127))
+    yield Timing("11264x2048 nibble", (packed, remainder, None, *control, 8, 7))
+
+
+def _direction_timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
+    values = torch.randn(MATRIX, dtype=torch.bfloat16, device=device)
+    gains = [torch.full((size,), 2.0**8, device=device) for size in MATRIX]
+    control = torch.tensor((-5, 3000, 10, 2**19, 1), dtype=torch.int32, device=device)
+    flips = torch.zeros((), dtype=torch.int64, device=device)
+    inputs = (*_random_state(device), values, *gains, *control, flips, 32, 127)
+    yield Timing("11264x2048 bf16", inputs)
+
+
 STEP_BY_MOMENT = KernelSpec(
     "step_by_moment",
     _step_by_moment_triton,
     _step_by_moment_torch,
     step_by_moment_reference,
     _moment_cases,
+    timings=_moment_timings,
 )
 STEP_BY_DIRECTION = KernelSpec(
     "step_by_direction",
@@ -544,5 +571,6 @@ STEP_BY_DIRECTION = KernelSpec(
     _step_by_direction_torch,
     step_by_direction_reference,
     _direction_cases,
+    timings=_direction_timings,
     bfloat16=(2,),
 )

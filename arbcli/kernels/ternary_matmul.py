@@ -6,6 +6,7 @@ multiplies: reading them again for every tile of x would cost more than writing 
 """
 
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -15,13 +16,14 @@ from arbcli.kernels.backend import uses_triton
 from arbcli.kernels.decode_weight import (
     _decode_weight_triton,
     check_scales,
+    decode_weight,
     decode_weight_reference,
     decode_weight_torch,
     load_scale,
     random_packed,
 )
 from arbcli.kernels.packing import PLANE, check_packed, digit_of, plane_offsets
-from arbcli.kernels.spec import Case, Gate, KernelSpec
+from arbcli.kernels.spec import Case, Gate, KernelSpec, Timing
 
 FUSED_ROWS = 64
 """Largest M that the fused kernels take."""
@@ -298,6 +300,26 @@ def _grad_x_cases(device: torch.device, group_size: int) -> Iterator[Case]:
         )
 
 
+TIMED = (*((m, size) for size in (8192, 16384) for m in (1, 8, 64)), (4096, 8192), (8192, 8192))
+"""(M, N = K): few rows, which memory binds, and many, which products bind."""
+
+
+def _timings(grad_x: bool, device: torch.device, group_size: int) -> Iterator[Timing]:
+    generator = torch.Generator(device)
+    for rows, size in TIMED:
+        state = random_packed(size, size, group_size, generator, spread=8)
+        source = torch.randn(rows, size, generator=generator, device=device, dtype=torch.bfloat16)
+        # the same values: their many zeros cost a GPU less power, and so make it faster
+        dense = decode_weight(*state, size, group_size)
+        yield Timing(
+            f"{rows}x{size}x{size}",
+            (source, *state, *((size,) if grad_x else ()), group_size),
+            peer=partial(torch.matmul, source, dense if grad_x else dense.T),
+            peer_name="cuBLAS bf16",
+            flops=2 * rows * size * size,
+        )
+
+
 GATE = Gate(
     exact=False,
     relative=1e-5,
@@ -313,6 +335,7 @@ TERNARY_MATMUL = KernelSpec(
     _forward_cases,
     GATE,
     uses_scales=True,
+    timings=partial(_timings, False),
 )
 TERNARY_MATMUL_GRAD_X = KernelSpec(
     "ternary_matmul_grad_x",
@@ -322,4 +345,5 @@ TERNARY_MATMUL_GRAD_X = KernelSpec(
     _grad_x_cases,
     GATE,
     uses_scales=True,
+    timings=partial(_timings, True),
 )

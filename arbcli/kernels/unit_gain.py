@@ -13,7 +13,7 @@ from arbcli.kernels._triton import tl, triton
 from arbcli.kernels.backend import row_chunks, uses_triton
 from arbcli.kernels.direction import UNIT, check_direction
 from arbcli.kernels.gradient_gains import sum_parts
-from arbcli.kernels.spec import Case, Gate, KernelSpec
+from arbcli.kernels.spec import MATRIX, Case, Gate, KernelSpec, Timing
 
 
 def unit_gain_reference(
@@ -160,6 +160,14 @@ def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
         yield Case("2049x2080 bf16", (normal(2049, 2080).bfloat16(), None, None, ok()))
 
 
+def _timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
+    values = torch.randn(MATRIX, dtype=torch.bfloat16, device=device)
+    gains = [torch.ones(size, device=device) for size in MATRIX]
+    yield Timing(
+        "11264x2048 bf16", (values, *gains, torch.ones((), dtype=torch.int32, device=device))
+    )
+
+
 UNIT_GAIN = KernelSpec(
     "unit_gain",
     _unit_gain_triton,
@@ -167,5 +175,6 @@ UNIT_GAIN = KernelSpec(
     unit_gain_reference,
     _cases,
     Gate(exact=False, relative=1e-5, reason="float32 sums of millions of squares"),
+    timings=_timings,
     bfloat16=(0,),
 )

@@ -12,12 +12,15 @@ from arbcli.kernels.backend import check_backend, use_backend
 from arbcli.kernels.blend_moment import BLEND_MOMENT
 from arbcli.kernels.cast_votes import CAST_SCALE_VOTES, CAST_TRIT_VOTES
 from arbcli.kernels.compare import CaseResult, as_tuple, compare, poisoned, worst
+from arbcli.kernels.cross_entropy import CROSS_ENTROPY, CROSS_ENTROPY_BACKWARD
 from arbcli.kernels.decode_weight import DECODE_WEIGHT
 from arbcli.kernels.fuzz import fuzz_cases, real_cases, real_reference
+from arbcli.kernels.gated_rms_norm import GATED_RMS_NORM, GATED_RMS_NORM_BACKWARD
 from arbcli.kernels.gradient_gains import GRADIENT_GAINS
 from arbcli.kernels.gradient_statistics import GRADIENT_STATISTICS
 from arbcli.kernels.packing import PACK_TRITS, UNPACK_TRITS
-from arbcli.kernels.rms_norm import RMS_NORM, RMS_NORM_GRAD_X
+from arbcli.kernels.rms_norm import RMS_NORM, RMS_NORM_BACKWARD
+from arbcli.kernels.rotary_norm import ROTARY_NORM, ROTARY_NORM_BACKWARD
 from arbcli.kernels.spec import Case, KernelSpec
 from arbcli.kernels.step_scales import STEP_SCALES
 from arbcli.kernels.step_trits import STEP_BY_DIRECTION, STEP_BY_MOMENT
@@ -33,7 +36,13 @@ KERNELS: tuple[KernelSpec, ...] = (
     TERNARY_MATMUL,
     TERNARY_MATMUL_GRAD_X,
     RMS_NORM,
-    RMS_NORM_GRAD_X,
+    RMS_NORM_BACKWARD,
+    GATED_RMS_NORM,
+    GATED_RMS_NORM_BACKWARD,
+    ROTARY_NORM,
+    ROTARY_NORM_BACKWARD,
+    CROSS_ENTROPY,
+    CROSS_ENTROPY_BACKWARD,
     EMBEDDING_ROWS,
     EMBEDDING_GRAD,
     GRADIENT_STATISTICS,

@@ -126,13 +126,15 @@ OPTIONS = {
     "count-params": "ctx dim direction ffn heads json layers preset rule tscale-type",
     "audit-memory": "accum backend batch budget ctx device dim direction ffn heads json layers"
     " preset rule seed snapshot steps tscale-type what-if",
+    "verify-kernels": "all-tscale-types backend compare device fuzz json ledger list seed targets"
+    " time tscale-type",
 }
 
 
 @pytest.mark.parametrize("command", OPTIONS)
 def test_no_option_comes_or_goes_unnoticed(command):
     page = CliRunner().invoke(app, [command, "--help"], terminal_width=200).stdout
-    words = (word.strip(",.") for word in page.replace("/", " ").split())
+    words = (word.strip(",.`") for word in page.replace("/", " ").split())
     options = {word[2:] for word in words if word.startswith("--")} - {"help"}
     assert options == set(OPTIONS[command].split())
 
