@@ -70,7 +70,7 @@ def uses_triton(tensor: Tensor) -> bool:
     return (_forced or default_backend(tensor.device)) != "torch"
 
 
-def row_chunks(matrix: Tensor, elements: int = 1 << 17) -> Iterator[slice]:
+def row_chunks(matrix: Tensor, elements: int = 1 << 18) -> Iterator[slice]:
     """Split the rows of a matrix so that what the torch backend makes of a part stays in cache.
 
     Parts begin at even rows, as two rows share their random bits.

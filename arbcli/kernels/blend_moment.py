@@ -78,7 +78,7 @@ def _blend_moment_torch(
             state.bitwise_and_(15).bitwise_or_(new.to(torch.int8) << 4)
         else:
             state.copy_(new)
-        squares += new.mul_(new).sum()
+        squares += new.mul_(new).sum(dim=1, dtype=torch.int32).sum()
     return moment, squares
 
 

@@ -36,10 +36,9 @@ def fixed_point_torch(
     limit: int,
 ) -> Tensor:
     """Compute u as a new int32 tensor for some rows of the matrix."""
-    values = values[rows]
     if row_gain is None:
-        return torch.sign(values).to(torch.int32).mul_(UNIT)
-    u = values * row_gain[rows, None]
+        return torch.sign(values[rows]).to(torch.int32).mul_(UNIT)
+    u = values[rows].to(torch.float32, copy=True).mul_(row_gain[rows, None])
     if column_gain is not None:
         u *= column_gain
     return u.clamp_(-limit, limit).round_().to(torch.int32)

@@ -109,37 +109,42 @@ def _gradient_gains_torch(
     slope, slope_squares, squares, rows, columns, row_statistic, column_statistic,
     row_key, column_key, refused, nonfinite,
 ):  # fmt: skip
-    total = squares.sum()
-    ok = ((total >= SMALLEST) & (total <= LARGEST)).to(torch.int32)
-    refused += 1 - ok
-    nonfinite |= ~(total <= LARGEST)
-    root = (slope_squares.sum() / slope.numel()).sqrt_()
-    slope_gain = torch.where(root > 0, UNIT / root, 0).clamp_(max=3e38).to(torch.float32)
-    gains = [squares.new_empty(0)] * 2
-    if row_statistic is not None:
-        num_rows, num_columns = rows.shape[1], columns.shape[1]
-        gains = [
-            _average_torch(row_statistic, rows.sum(0) / num_columns, row_key, ok),
-            _average_torch(column_statistic, columns.sum(0) / num_rows, column_key, ok),
-        ]
-        gains[0] *= (total / (num_rows * num_columns)).sqrt_()
-    return ok, slope_gain, *gains
+    total, mean = float(squares.sum()), float(slope_squares.sum()) / slope.numel()
+    usable = SMALLEST <= total <= LARGEST
+    refused += not usable
+    nonfinite |= not total <= LARGEST
+    ok = torch.full_like(refused, usable, dtype=torch.int32)
+    slope_gain = min(UNIT / math.sqrt(mean), 3e38) if mean > 0 else 0.0
+    slope_gain = torch.full_like(refused, slope_gain, dtype=torch.float32)
+    if row_statistic is None:
+        return ok, slope_gain, squares.new_empty(0), squares.new_empty(0)
+    sizes = num_rows, num_columns = rows.shape[1], columns.shape[1]
+    statistic = torch.cat([row_statistic, column_statistic])
+    if usable:
+        value = torch.cat([rows.sum(0).div_(num_columns), columns.sum(0).div_(num_rows)])
+        keys = torch.stack((row_key, column_key))
+        index = torch.arange(max(sizes), dtype=torch.int32, device=rows.device)
+        of_rows, of_columns = random_bits(keys, torch.zeros_like(keys), index).bitwise_and_(0xFFFF)
+        words = torch.cat([of_rows[:num_rows], of_columns[:num_columns]])
+        statistic = _averaged_torch(statistic, value.add_(FLOOR), words)
+        row_statistic.copy_(statistic[:num_rows])
+        column_statistic.copy_(statistic[num_rows:])
+    gains = statistic_value(statistic).clamp_(min=1e-38).rsqrt_()
+    row_gain, column_gain = gains.split(sizes)
+    row_gain *= math.sqrt(total / (num_rows * num_columns)) if usable else 0.0
+    return ok, slope_gain, row_gain, column_gain
 
 
-def _average_torch(statistic, value, key, ok):
-    """Average values into a statistic; return the reciprocal roots of what it is then."""
-    if ok:
-        value += FLOOR
-        old = statistic_value(statistic)
-        average = torch.where(statistic[:, 0] == UNSET, value, 0.99 * old + 0.01 * value)
-        t = average.log2_().mul_(128).clamp_(LOWEST, HIGHEST)
-        index = torch.arange(len(value), dtype=torch.int32, device=value.device)
-        word = random_bits(key, index.new_zeros(1), index)[0] & 0xFFFF
-        low = torch.floor(t)
-        # the same as floor(t + word / 65536), which would lose bits of the word to a large t
-        t = low.to(torch.int32) + (((t - low) * 65536).to(torch.int32) + word >> 16)
-        statistic[:, 0], statistic[:, 1] = t >> 7, t & 127
-    return statistic_value(statistic).clamp_(min=1e-38).rsqrt_()
+def _averaged_torch(statistic: Tensor, value: Tensor, word: Tensor) -> Tensor:
+    """Average values into statistics; return the new digits."""
+    average = torch.lerp(statistic_value(statistic), value, 0.01)
+    average = torch.where(statistic[:, 0] == UNSET, value, average)
+    t = average.log2_().mul_(128).clamp_(LOWEST, HIGHEST)
+    low = torch.floor(t)
+    # the same as floor(t + word / 65536), which would lose bits of the word to a large t
+    above = (t - low).mul_(65536).to(torch.int32).add_(word).bitwise_right_shift_(16)
+    digits = low.to(torch.int32).add_(above)
+    return torch.stack((digits >> 7, digits & 127), dim=1).to(torch.int8)
 
 
 def statistic_value(statistic: Tensor) -> Tensor:

@@ -17,11 +17,11 @@ from arbcli.kernels.backend import row_chunks, uses_triton
 from arbcli.kernels.decode_weight import (
     check_scales,
     decode_weight_reference,
-    decode_weight_torch,
     load_scale,
     random_packed,
+    scales_torch,
 )
-from arbcli.kernels.packing import check_packed, trit_positions
+from arbcli.kernels.packing import check_packed, trit_positions, unpack_trits_torch
 from arbcli.kernels.spec import MATRIX, Case, Gate, KernelSpec, Timing
 
 TILE = 128
@@ -70,23 +70,20 @@ def _gradient_statistics_torch(grad, packed, exponent, fraction, group_size, fac
     columns = torch.zeros(int(factored), in_features, **like)
     squares = torch.zeros(1, **like)
     for part in row_chunks(grad):
-        digits = None if fraction is None else fraction[part]
-        product = decode_weight_torch(
-            packed[part], exponent[part], digits, in_features, group_size, torch.float32
-        )
         values = grad[part].float()
+        product = unpack_trits_torch(packed[part], in_features, torch.float32)
         product *= torch.sign(values) if signs else values
         full = product[:, : whole * group_size].unflatten(1, (whole, group_size))
         torch.sum(full, dim=2, out=slope[part, :whole])
         if whole < slope.shape[1]:
             torch.sum(product[:, whole * group_size :], dim=1, out=slope[part, whole])
         torch.mul(values, values, out=product)
+        of_rows = torch.sum(product, dim=1)
+        squares += of_rows.sum()
         if factored:
-            of_rows = torch.sum(product, dim=1, out=rows[0, part])
+            rows[0, part] = of_rows
             columns += product.sum(dim=0)
-            squares += of_rows.sum()
-        else:
-            squares += product.sum()
+    slope *= scales_torch(exponent, fraction)
     return slope, slope.double().square_().sum()[None], squares, rows, columns
 
 

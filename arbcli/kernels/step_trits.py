@@ -151,21 +151,25 @@ def _step_by_direction_torch(
 def _step_torch(packed, remainder, step_of, key, limit, flips, radix, remainder_max, nibble):
     in_features, limit = remainder.shape[1], int(limit)
     columns = torch.arange(in_features, dtype=torch.int32, device=packed.device)
+    half = radix // 2
     for rows in row_chunks(remainder):
         state = remainder[rows]
         step = step_of(rows).clamp_(-limit, limit)
-        z = random_halves(key, rows, columns).sub_(step).bitwise_right_shift_(16)
+        step = random_halves(key, rows, columns).sub_(step).bitwise_right_shift_(16)
+        z = step.to(torch.int16)
         z += state << 4 >> 4 if nibble else state
         old = unpack_trits_torch(packed[rows], in_features)
         z.add_(old, alpha=radix).clamp_(-radix - remainder_max, radix + remainder_max)
-        new = (z > radix // 2).view(torch.int8).sub_((z < -(radix // 2)).view(torch.int8))
+        # the sign bits of two differences: comparisons are slower
+        new = (z + half).bitwise_right_shift_(15).sub_((half - z).bitwise_right_shift_(15))
         z.sub_(new, alpha=radix)
+        new = new.to(torch.int8)
         if nibble:
             state.bitwise_and_(-16).bitwise_or_(z.bitwise_and_(15).to(torch.int8))
         else:
             state.copy_(z)
         packed[rows] = pack_trits_torch(new)
-        flips += (new != old).sum()
+        flips += torch.count_nonzero(new.bitwise_xor_(old))
 
 
 @triton.jit

@@ -30,17 +30,19 @@ def unit_gain_reference(
 
 
 def _unit_gain_torch(values, row_gain, column_gain, ok):
-    total = torch.zeros((), dtype=torch.float64, device=values.device)
+    squares = torch.empty(len(values), dtype=torch.float32, device=values.device)
     for rows in row_chunks(values):
-        u = values[rows].float() if row_gain is None else values[rows] * row_gain[rows, None]
+        u = values[rows].to(torch.float32, copy=True)
         if column_gain is not None:
             u *= column_gain
-        total += torch.linalg.vector_norm(u).double().square_()
-    mean_square = total / values.numel()
-    usable = (mean_square > 0) & (mean_square < math.inf)
+        if row_gain is not None:
+            u *= row_gain[rows, None]
+        torch.sum(u.square_(), dim=1, out=squares[rows])
+    mean_square = float(squares.sum(dtype=torch.float64)) / values.numel()
+    usable = 0 < mean_square < math.inf
     ok *= usable
-    gain = torch.where(usable, UNIT / mean_square.sqrt(), 0).to(torch.float32)
-    return gain[None] if row_gain is None else row_gain * gain, ok
+    gain = UNIT / math.sqrt(mean_square) if usable else 0.0
+    return squares.new_full((1,), gain) if row_gain is None else row_gain * gain, ok
 
 
 @triton.jit
