@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from arbcli.kernels._triton import tl, triton
-from arbcli.kernels.backend import uses_triton
+from arbcli.kernels.backend import row_chunks, uses_triton
 from arbcli.kernels.spec import Case, Gate, KernelSpec, Timing
 
 
@@ -34,13 +34,20 @@ def cross_entropy_backward_reference(logits: Tensor, targets: Tensor, scale: Ten
 
 
 def _cross_entropy_torch(logits, targets):
-    return functional.cross_entropy(logits.float(), targets, reduction="none")
+    loss = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
+    for rows in row_chunks(logits):
+        part = functional.cross_entropy(logits[rows].float(), targets[rows], reduction="none")
+        loss[rows] = part
+    return loss
 
 
 def _cross_entropy_backward_torch(logits, targets, scale):
-    grad = torch.softmax(logits.float(), dim=1)
-    ones = torch.ones_like(targets, dtype=torch.float32)[:, None]
-    return grad.scatter_add_(1, targets[:, None], -ones).mul_(scale).to(logits.dtype)
+    grad = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
+    for rows in row_chunks(logits):
+        shares = torch.softmax(logits[rows].float(), dim=1)
+        less = torch.full_like(shares[:, :1], -1.0)
+        grad[rows] = shares.scatter_add_(1, targets[rows, None], less).mul_(scale)
+    return grad
 
 
 @triton.jit

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from arbcli.kernels._triton import tl, triton
-from arbcli.kernels.backend import uses_triton
+from arbcli.kernels.backend import row_chunks, uses_triton
 from arbcli.kernels.decode_weight import check_scales, decode_weight_torch, random_packed
 from arbcli.kernels.packing import check_packed
 from arbcli.kernels.rms_norm import (
@@ -21,9 +21,8 @@ from arbcli.kernels.rms_norm import (
     gradient_and_output,
     load_rows,
     norm_digits,
-    rms_norm_backward_torch,
+    norm_gradient,
     rms_norm_reference,
-    rms_norm_torch,
     store_rows,
     tiling,
     weight_at,
@@ -45,26 +44,46 @@ def gated_rms_norm_backward_reference(
     return gradient_and_output(gated_rms_norm_reference, grad_y.double(), gate_up.double(), *norm)
 
 
-def _gated_rms_norm_torch(gate_up, packed, *norm):
-    gate, up = gate_up.chunk(2, dim=-1)
-    product = functional.silu(gate.float()).mul_(up)
-    return (product if packed is None else rms_norm_torch(product, packed, *norm)).to(gate_up.dtype)
+def _gated_rms_norm_torch(gate_up, packed, exponent, fraction, group_size, eps):
+    width = gate_up.shape[-1] // 2
+    weight = _decoded(packed, exponent, fraction, width, group_size)
+    y = torch.empty(*gate_up.shape[:-1], width, dtype=gate_up.dtype, device=gate_up.device)
+    gate_up, out = gate_up.reshape(-1, 2 * width), y.view(-1, width)
+    for rows in row_chunks(gate_up):
+        gate, up = gate_up[rows].chunk(2, dim=-1)
+        product = functional.silu(gate.float()).mul_(up)
+        if weight is not None:
+            product = functional.rms_norm(product, (width,), weight, eps)
+        out[rows] = product
+    return y
 
 
-def _gated_rms_norm_backward_torch(grad_y, gate_up, packed, *norm):
-    gate, up = gate_up.chunk(2, dim=-1)
-    gate = gate.float()
-    share = torch.sigmoid(gate)
-    silu = gate * share
-    grad, y = grad_y, silu * up
-    if packed is not None:
-        grad, y = rms_norm_backward_torch(grad, y, packed, *norm)
+def _gated_rms_norm_backward_torch(grad_y, gate_up, packed, exponent, fraction, group_size, eps):
+    width = grad_y.shape[-1]
+    weight = _decoded(packed, exponent, fraction, width, group_size)
     grad_gate_up = torch.empty(gate_up.shape, dtype=gate_up.dtype, device=gate_up.device)
-    grad_gate, grad_up = grad_gate_up.chunk(2, dim=-1)
-    grad_up.copy_(silu * grad)
-    slope = silu.neg_().add_(gate).add_(1).mul_(share)  # of silu
-    grad_gate.copy_(slope.mul_(up).mul_(grad))
-    return grad_gate_up, y.to(gate_up.dtype)
+    y = torch.empty(grad_y.shape, dtype=gate_up.dtype, device=gate_up.device)
+    gate_up, grad_y = gate_up.reshape(-1, 2 * width), grad_y.reshape(-1, width)
+    grads, out = grad_gate_up.view(-1, 2 * width), y.view(-1, width)
+    for rows in row_chunks(gate_up):
+        gate, up = gate_up[rows].float().chunk(2, dim=-1)
+        share = torch.sigmoid(gate)
+        silu = gate * share
+        grad, product = grad_y[rows].float(), silu * up
+        if weight is not None:
+            grad, product = norm_gradient(grad, product, weight, eps)
+        out[rows] = product
+        grads[rows, width:] = torch.mul(silu, grad, out=product)
+        slope = silu.neg_().add_(gate).add_(1).mul_(share)  # of silu
+        grads[rows, :width] = slope.mul_(up).mul_(grad)
+    return grad_gate_up, y
+
+
+def _decoded(packed, exponent, fraction, width, group_size):
+    """Decode the norm's weights to (D,) float32; None where there is no norm."""
+    if packed is None:
+        return None
+    return decode_weight_torch(packed, exponent, fraction, width, group_size, torch.float32)[0]
 
 
 @triton.jit

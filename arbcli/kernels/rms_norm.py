@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.functional import rms_norm as torch_rms_norm
 
 from arbcli.kernels._triton import tl, triton
-from arbcli.kernels.backend import uses_triton
+from arbcli.kernels.backend import row_chunks, uses_triton
 from arbcli.kernels.decode_weight import (
     check_scales,
     decode_weight,
@@ -51,24 +51,38 @@ def gradient_and_output(function, grad_y: Tensor, x: Tensor, *norm) -> tuple[Ten
         return torch.autograd.grad(y, x, grad_y)[0], y.detach()
 
 
-def rms_norm_torch(x, packed, exponent, fraction, group_size, eps):
-    """Do what `rms_norm` does, in float32 by torch."""
-    weight = decode_weight_torch(packed, exponent, fraction, x.shape[-1], group_size, torch.float32)
-    return torch_rms_norm(x.to(torch.float32), x.shape[-1:], weight[0], eps).to(x.dtype)
-
-
-def rms_norm_backward_torch(grad_y, x, packed, exponent, fraction, group_size, eps):
-    """Do what `rms_norm_backward` does, in float32 by torch."""
+def _rms_norm_torch(x, packed, exponent, fraction, group_size, eps):
     width = x.shape[-1]
     weight = decode_weight_torch(packed, exponent, fraction, width, group_size, torch.float32)[0]
-    xhat = x.to(torch.float32)
-    norm = torch.linalg.vector_norm(xhat, dim=-1, keepdim=True)
-    r = torch.rsqrt(norm.square() / width + eps)
-    xhat = xhat * r
+    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    x, out = x.reshape(-1, width), y.view(-1, width)
+    for rows in row_chunks(x):
+        out[rows] = torch_rms_norm(x[rows].to(torch.float32), (width,), weight, eps)
+    return y
+
+
+def _rms_norm_backward_torch(grad_y, x, packed, exponent, fraction, group_size, eps):
+    width = x.shape[-1]
+    weight = decode_weight_torch(packed, exponent, fraction, width, group_size, torch.float32)[0]
+    grad_x, y = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for _ in range(2))
+    results = grad_x.view(-1, width), y.view(-1, width)
+    grad_y, x = grad_y.reshape(-1, width), x.reshape(-1, width)
+    for rows in row_chunks(x):
+        parts = norm_gradient(grad_y[rows], x[rows].to(torch.float32), weight, eps)
+        for result, part in zip(results, parts, strict=True):
+            result[rows] = part
+    return grad_x, y
+
+
+def norm_gradient(grad_y: Tensor, x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Compute grad_x and y of some rows by torch; (M, D) float32 x, (D,) float32 weights."""
+    width = x.shape[-1]
+    norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+    r = norm.square_().div_(width).add_(eps).rsqrt_()
+    xhat = x * r
     grad_x = grad_y * weight
-    mean = torch.linalg.vecdot(xhat, grad_x)[..., None] / width
-    grad_x = grad_x.addcmul_(xhat, mean, value=-1).mul_(r).to(x.dtype)
-    return grad_x, xhat.mul_(weight).to(x.dtype)
+    mean = torch.linalg.vecdot(xhat, grad_x)[:, None] / width
+    return grad_x.addcmul_(xhat, mean, value=-1).mul_(r), xhat.mul_(weight)
 
 
 @triton.jit
@@ -215,7 +229,7 @@ def rms_norm(
         ValueError: a dtype or a shape does not fit.
     """
     _check(x, packed, exponent, fraction, group_size)
-    run = _rms_norm_triton if uses_triton(x) else rms_norm_torch
+    run = _rms_norm_triton if uses_triton(x) else _rms_norm_torch
     return run(x, packed, exponent, fraction, group_size, eps)
 
 
@@ -242,7 +256,7 @@ def rms_norm_backward(
     if grad_y.dtype != x.dtype or grad_y.shape != x.shape:
         got = f"{grad_y.dtype} {tuple(grad_y.shape)}"
         raise ValueError(f"need grad_y like x, {x.dtype} {tuple(x.shape)}, got {got}")
-    run = _rms_norm_backward_triton if uses_triton(x) else rms_norm_backward_torch
+    run = _rms_norm_backward_triton if uses_triton(x) else _rms_norm_backward_torch
     return run(grad_y, x, packed, exponent, fraction, group_size, eps)
 
 
@@ -324,11 +338,11 @@ _GATE = Gate(
 )
 
 RMS_NORM = KernelSpec(
-    "rms_norm", _rms_norm_triton, rms_norm_torch, rms_norm_reference, _cases, _GATE,
+    "rms_norm", _rms_norm_triton, _rms_norm_torch, rms_norm_reference, _cases, _GATE,
     uses_scales=True, timings=_timings,
 )  # fmt: skip
 RMS_NORM_BACKWARD = KernelSpec(
-    "rms_norm_backward", _rms_norm_backward_triton, rms_norm_backward_torch,
+    "rms_norm_backward", _rms_norm_backward_triton, _rms_norm_backward_torch,
     rms_norm_backward_reference, _backward_cases, _GATE, uses_scales=True,
     timings=_backward_timings,
 )  # fmt: skip

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from arbcli.kernels._triton import tl, triton
-from arbcli.kernels.backend import uses_triton
+from arbcli.kernels.backend import row_chunks, uses_triton
 from arbcli.kernels.spec import Case, Gate, KernelSpec, Timing
 
 
@@ -61,19 +61,23 @@ def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def _rotary_norm_torch(qkv, cos, sin, eps):
-    x = qkv[:, :, :2].float()
-    r = torch.linalg.vector_norm(x, dim=-1).square_().div_(x.shape[-1]).add_(eps).rsqrt_()
-    qkv[:, :, :2] = _turn(x, cos, sin).mul_(r[..., None])
+    r = torch.empty(*qkv.shape[:2], 2, qkv.shape[3], dtype=torch.float32, device=qkv.device)
+    for some in row_chunks(qkv.flatten(1)):
+        x = qkv[some, :, :2].float()
+        norm = torch.linalg.vector_norm(x, dim=-1, out=r[some])
+        norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+        qkv[some, :, :2] = _turn(x, cos, sin).mul_(norm[..., None])
     return r
 
 
 def _rotary_norm_backward_torch(grads, qkv, r, cos, sin):
     grad_qkv = torch.empty_like(qkv)
-    for part, grad in enumerate(grads[:2]):
-        y, grad_y = qkv[:, :, part].float(), grad.transpose(1, 2).float()
-        mean = torch.linalg.vecdot(y, grad_y)[..., None] / y.shape[-1]
-        grad_y = torch.addcmul(grad_y, y, mean, value=-1).mul_(r[:, :, part, :, None])
-        grad_qkv[:, :, part] = _turn(grad_y, cos, -sin)
+    for some in row_chunks(qkv.flatten(1)):
+        for part, grad in enumerate(grads[:2]):
+            y, grad_y = qkv[some, :, part].float(), grad[some].transpose(1, 2).float()
+            mean = torch.linalg.vecdot(y, grad_y)[..., None] / y.shape[-1]
+            grad_y = torch.addcmul(grad_y, y, mean, value=-1).mul_(r[some, :, part, :, None])
+            grad_qkv[some, :, part] = _turn(grad_y, cos, -sin)
     grad_qkv[:, :, 2] = grads[2].transpose(1, 2)
     return grad_qkv
 

@@ -5,12 +5,16 @@ import math
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 from arbcli.model import layers, twins
 from arbcli.model.config import VOCABULARY, ModelConfig
 from arbcli.model.layers import StreamedTensor
 from arbcli.model.ternary import TernaryTensor
 from arbcli.model.twins import FloatWeight
+
+RECOMPUTE = {"use_reentrant": False, "preserve_rng_state": False, "determinism_check": "none"}
+"""How torch is to compute a block again: there is no dropout, and shapes do not change."""
 
 
 class _Parts:
@@ -84,12 +88,20 @@ class ByteLM(nn.Module):
     Args:
         config: its shape and storage.
         compute_dtype: of activations; bfloat16, or float32.
+        recompute: whether a backward computes what is inside a block again, so that only the
+            blocks' inputs are kept for it.
     """
 
-    def __init__(self, config: ModelConfig, compute_dtype: torch.dtype = torch.bfloat16) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        compute_dtype: torch.dtype = torch.bfloat16,
+        *,
+        recompute: bool = False,
+    ) -> None:
         super().__init__()
         parts = _Parts(config)
-        self.config, self.compute_dtype = config, compute_dtype
+        self.config, self.compute_dtype, self.recompute = config, compute_dtype, recompute
         self.cross_entropy = parts.cross_entropy
         self.embedding = parts.embedding(VOCABULARY, config.dim, config)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
@@ -99,8 +111,9 @@ class ByteLM(nn.Module):
     def forward(self, ids: Tensor) -> Tensor:
         """Compute (B, T, 256) logits, in `compute_dtype`, from (B, T) int64 bytes."""
         x = self.embedding(ids, self.compute_dtype)
+        recompute = self.recompute and torch.is_grad_enabled()
         for block in self.blocks:
-            x = block(x)
+            x = checkpoint(block, x, **RECOMPUTE) if recompute else block(x)
         return self.head(x, self.norm)
 
     def loss(self, ids: Tensor, targets: Tensor) -> Tensor:
