@@ -311,20 +311,22 @@ def predict_peak(
 def _update_bytes(config: ModelConfig, rows: int, columns: int, a: int, *, on_cpu: bool) -> int:
     """Predict the transient part of a matrix's update: the gradient, and what is made of it."""
     weights, smaller = rows * columns, min(rows, columns)
-    gradient = 4 * weights
+    g = 4  # bytes of an element of the gradient
     found = 4 * rows * _divide_up(columns, config.group_size)  # slopes of the scales
     if config.direction == "factored" and not on_cpu:
         found += weights // 16  # sums of rows and columns, for every 128 weights of each
-    # what the torch backend makes of a chunk, beside what is left of the one before
-    chunk = min(weights, CHUNK) if on_cpu else 0
-    stages = [(11 if chunk == weights else 16) * chunk]
+    hands = 0
+    if on_cpu:  # what the torch backend makes of a chunk, and what is left of it beside the next
+        chunk = min(weights, CHUNK)
+        hands = max(11 * chunk, 4 * chunk + 12 * min(weights - chunk, chunk))
     if config.rule == "votes":
-        stages.append(9 * weights if on_cpu else 0)  # all votes are widened at once
+        hands = 9 * weights if on_cpu else 0  # all votes are widened at once
     elif config.direction == "orthogonal":
-        # two iterates and two squares; then what came out of them, and a chunk
-        stages = [2 * a * (weights + smaller**2), a * weights + stages[0]]
-    formed = gradient + a * weights if on_cpu and a < 4 else 0  # a product, and a copy in float32
-    return max(formed, gradient + found + max(stages))
+        # the gradient scaled and converted, or two iterates and two squares; then the last iterate
+        scaled = (g + a) * weights if g != a else 0
+        hands = max(scaled, 2 * a * (weights + smaller**2), a * weights + hands)
+    formed = a * weights if on_cpu and g != a else 0  # the product, converted
+    return g * weights + max(formed, found + hands)
 
 
 def measure(model: "Module", *others: object) -> MeasuredState:
