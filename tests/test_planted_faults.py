@@ -215,24 +215,23 @@ FAULTS = [
         "blend_moment",
     ),
     kernel(
-        "trit flips one unit early", "(z > RADIX // 2).to(tl.int32)",
-        "(z >= RADIX // 2).to(tl.int32)", "step_by_moment", "step_trits",
+        "trit flips one unit early", "((z - RADIX - RADIX // 2 - 1) >> 31)",
+        "((z - RADIX - RADIX // 2) >> 31)", "step_by_moment", "step_trits",
     ),
     kernel(
-        "remainder thrown away when a trit flips", "low = z - (new - 1) * RADIX\n",
-        "low = tl.where(new == old, z - (new - 1) * RADIX, 0)\n", "step_by_direction",
+        "remainder thrown away when a trit flips", "low = z - new * RADIX\n",
+        "low = tl.where(new == old, z - new * RADIX, 0)\n", "step_by_direction", "step_trits",
+    ),
+    kernel(
+        "step uphill", "<< 16) - step + random", "<< 16) + step + random", "step_by_moment",
         "step_trits",
-    ),
-    kernel(
-        "step uphill", "low - (step >> 16)\n    z = tl.minimum",
-        "low + (step >> 16)\n    z = tl.minimum", "step_by_moment", "step_trits",
     ),
     kernel(
         "moment not brought to unit size", "tl.div_rn(step_size, tl.sqrt_rn(mean_square))",
         "tl.div_rn(step_size, mean_square)", "step_by_moment", "step_trits",
     ),
     kernel(
-        "odd rows of a byte lost", "packed_ptrs + stride_pn, odd_byte", "packed_ptrs, odd_byte",
+        "trits of odd rows lost", "tl.store(odd_bytes, odd_byte", "tl.store(even_bytes, odd_byte",
         "step_by_direction", "step_trits",
     ),
     kernel(
@@ -262,8 +261,7 @@ FAULTS = [
     ),
     Fault(
         "NaN gradients accepted", "kernels.gradient_gains",
-        "((total >= SMALLEST) & (total <= LARGEST)).to(torch.int32)",
-        "torch.ones((), dtype=torch.int32)", "update nibble sign",
+        "usable = SMALLEST <= total <= LARGEST", "usable = True", "update nibble sign",
     ),
     Fault(
         "scales step uphill", "model.update", "slope = (statistics.slope, gains.slope)",

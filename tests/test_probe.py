@@ -20,7 +20,7 @@ from arbcli.verdicts import ProbeReport, Reading, judge
 
 STEPS = 12
 SMALL = {"dim": 32, "layers": 2, "heads": 2, "ffn": 48, "ctx": 32, "batch": 8, "steps": STEPS}
-TIMID = {"lr": 0.001, "steps": 3}
+TIMID = {"lr": 0.002, "steps": 3}
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -157,7 +157,7 @@ def test_stochastic_rounding_is_unbiased_by_counting(monkeypatch):
     for step in (0, 1, 2**15, 2**16 - 1, -1, -(2**15), -(2**16) - 1, 3 * 2**16 + 7):
         assert int(((step + words) >> 16).sum()) == step
         # and the kernels' own torch backend rounds with exactly these words
-        monkeypatch.setattr("arbcli.kernels.step_trits.random_halves", lambda *_: words)
+        monkeypatch.setattr("arbcli.kernels.step_trits.random_halves", lambda *_: words.clone())
         monkeypatch.setattr("arbcli.kernels.step_scales.random_bits", lambda *_: words.clone())
         scalars = [torch.tensor(v, dtype=torch.int32) for v in (0, step, 0, 2**30, 1)]
         remainder = torch.zeros(1, 2**16, dtype=torch.int8)
