@@ -119,13 +119,13 @@ def _decode_weight_kernel(
         trit, rest = next_trit(rest)
         if by_plane:
             first = block * 160 + digit * 32
-            scale = load_scale(  # [BLOCK_N, 1]
+            scale_of_plane = load_scale(  # [BLOCK_N, 1]
                 exponent_ptr, fraction_ptr, offs_n, first // GROUP, mask_n,
                 stride_en, stride_eg, stride_fn, stride_fg, HAS_FRACTION,
             )  # fmt: skip
-            weight = (trit * scale).to(weight_ptr.dtype.element_ty)  # exact: T is -1, 0 or 1
-            k = first + tl.arange(0, 32)[None, :]
-            tl.store(weight_ptrs + k * stride_wk, weight, mask=mask_n)
+            weight = (trit * scale_of_plane).to(weight_ptr.dtype.element_ty)  # exact: T = -1, 0, 1
+            plane = first + tl.arange(0, 32)[None, :]
+            tl.store(weight_ptrs + plane * stride_wk, weight, mask=mask_n)
         else:
             k = plane_offsets(offs_b, K, digit)[None, :]
             mask = mask_n & (k < K)
@@ -152,7 +152,7 @@ def _decode_weight_triton(
         _decode_weight_kernel[byte_tiles(rows, num_bytes, 64)](
             packed, exponent, digits, weight, rows, in_features, num_bytes,
             *packed.stride(), *exponent.stride(), *digits.stride(), *weight.stride(),
-            GROUP=group_size, HAS_FRACTION=fraction is not None, BLOCK_N=64,
+            GROUP=group_size, HAS_FRACTION=fraction is not None, BLOCK_N=64, num_warps=8,
         )  # fmt: skip
     return weight
 

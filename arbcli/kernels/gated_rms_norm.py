@@ -18,6 +18,7 @@ from arbcli.kernels.decode_weight import check_scales, decode_weight_torch, rand
 from arbcli.kernels.packing import check_packed
 from arbcli.kernels.rms_norm import (
     MAX_WIDTH,
+    dense_rows,
     gradient_and_output,
     load_rows,
     norm_digits,
@@ -90,7 +91,7 @@ def _decoded(packed, exponent, fraction, width, group_size):
 def _gated_rms_norm_kernel(
     gate_ptr, up_ptr, packed_ptr, exponent_ptr, fraction_ptr, y_ptr,
     M, D, eps,
-    stride_xm, stride_xd,
+    stride_xm,
     GROUP: tl.constexpr, HAS_FRACTION: tl.constexpr, HAS_NORM: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
@@ -100,8 +101,8 @@ def _gated_rms_norm_kernel(
     for start in range(tl.program_id(0) * BLOCK_M, M, tl.num_programs(0) * BLOCK_M):
         offs_m = (start + tl.arange(0, BLOCK_M)).to(tl.int64)[:, None]
         mask = (offs_m < M) & (offs_d < D)[None, :]
-        gate = load_rows(gate_ptr, offs_m, offs_d, mask, stride_xm, stride_xd)
-        up = load_rows(up_ptr, offs_m, offs_d, mask, stride_xm, stride_xd)
+        gate = load_rows(gate_ptr, offs_m, offs_d, mask, stride_xm)
+        up = load_rows(up_ptr, offs_m, offs_d, mask, stride_xm)
         y = gate / (1 + tl.exp(-gate)) * up
         if HAS_NORM:
             y *= tl.rsqrt(tl.sum(y * y, axis=1) / D + eps)[:, None] * weight
@@ -113,7 +114,7 @@ def _gated_rms_norm_backward_kernel(
     grad_y_ptr, gate_ptr, up_ptr, packed_ptr, exponent_ptr, fraction_ptr,
     grad_gate_ptr, grad_up_ptr, y_ptr,
     M, D, eps,
-    stride_ym, stride_yd, stride_xm, stride_xd,
+    stride_ym, stride_xm,
     GROUP: tl.constexpr, HAS_FRACTION: tl.constexpr, HAS_NORM: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
@@ -123,20 +124,26 @@ def _gated_rms_norm_backward_kernel(
     for start in range(tl.program_id(0) * BLOCK_M, M, tl.num_programs(0) * BLOCK_M):
         offs_m = (start + tl.arange(0, BLOCK_M)).to(tl.int64)[:, None]
         mask = (offs_m < M) & (offs_d < D)[None, :]
-        gate = load_rows(gate_ptr, offs_m, offs_d, mask, stride_xm, stride_xd)
-        up = load_rows(up_ptr, offs_m, offs_d, mask, stride_xm, stride_xd)
-        grad = load_rows(grad_y_ptr, offs_m, offs_d, mask, stride_ym, stride_yd)
+        gate = load_rows(gate_ptr, offs_m, offs_d, mask, stride_xm)
+        up = load_rows(up_ptr, offs_m, offs_d, mask, stride_xm)
+        y = gate / (1 + tl.exp(-gate)) * up
+        if HAS_NORM:
+            grad = load_rows(grad_y_ptr, offs_m, offs_d, mask, stride_ym) * weight
+            r = tl.rsqrt(tl.sum(y * y, axis=1) / D + eps)[:, None]
+            mean = (tl.sum(y * grad, axis=1) / D)[:, None] * r
+            y *= r
+            store_rows(y_ptr, y * weight, offs_m, offs_d, mask, D)
+        else:
+            store_rows(y_ptr, y, offs_m, offs_d, mask, D)
+        # read again, from the cache, what would not fit into the registers meanwhile
+        grad = load_rows(grad_y_ptr, offs_m, offs_d, mask, stride_ym)
+        if HAS_NORM:
+            grad = r * (grad * weight - y * mean)
+        gate = load_rows(gate_ptr, offs_m, offs_d, mask, stride_xm)
         share = 1 / (1 + tl.exp(-gate))
         silu = gate * share
-        y = silu * up
-        if HAS_NORM:
-            r = tl.rsqrt(tl.sum(y * y, axis=1) / D + eps)[:, None]
-            xhat, grad_xhat = y * r, grad * weight
-            mean = (tl.sum(xhat * grad_xhat, axis=1) / D)[:, None]
-            grad = r * (grad_xhat - xhat * mean)
-            y = xhat * weight
-        store_rows(y_ptr, y, offs_m, offs_d, mask, D)
         store_rows(grad_up_ptr, grad * silu, offs_m, offs_d, mask, 2 * D)
+        up = load_rows(up_ptr, offs_m, offs_d, mask, stride_xm)
         slope = share * (1 + gate - silu)
         store_rows(grad_gate_ptr, grad * up * slope, offs_m, offs_d, mask, 2 * D)
 
@@ -154,11 +161,11 @@ def _gated_rms_norm_triton(gate_up, packed, *norm):
     width = gate_up.shape[-1] // 2
     y = torch.empty(*gate_up.shape[:-1], width, dtype=gate_up.dtype, device=gate_up.device)
     if y.numel():
-        gate_up = gate_up.reshape(-1, 2 * width)
+        gate_up = dense_rows(gate_up)
         digits, eps, constants = _norm_arguments(gate_up, packed, *norm)
         programs, tile = tiling(len(gate_up), width)
         _gated_rms_norm_kernel[(programs,)](
-            gate_up, gate_up[:, width:], *digits, y, len(gate_up), width, eps, *gate_up.stride(),
+            gate_up, gate_up[:, width:], *digits, y, len(gate_up), width, eps, gate_up.stride(0),
             **constants, **tile,
         )  # fmt: skip
     return y
@@ -169,13 +176,13 @@ def _gated_rms_norm_backward_triton(grad_y, gate_up, packed, *norm):
     grad_gate_up = torch.empty(gate_up.shape, dtype=gate_up.dtype, device=gate_up.device)
     if y.numel():
         width = y.shape[-1]
-        gate_up, grad_y = gate_up.reshape(-1, 2 * width), grad_y.reshape(-1, width)
+        gate_up, grad_y = dense_rows(gate_up), dense_rows(grad_y)
         digits, eps, constants = _norm_arguments(gate_up, packed, *norm)
         programs, tile = tiling(len(gate_up), width)
         grads = grad_gate_up.view(-1, 2 * width)
         _gated_rms_norm_backward_kernel[(programs,)](
             grad_y, gate_up, gate_up[:, width:], *digits, grads, grads[:, width:], y,
-            len(gate_up), width, eps, *grad_y.stride(), *gate_up.stride(), **constants, **tile,
+            len(gate_up), width, eps, grad_y.stride(0), gate_up.stride(0), **constants, **tile,
         )  # fmt: skip
     return grad_gate_up, y
 

@@ -25,8 +25,8 @@ from arbcli.kernels.decode_weight import (
 from arbcli.kernels.packing import check_packed
 from arbcli.kernels.spec import Case, Gate, KernelSpec, Timing
 
-MAX_WIDTH = 32768
-"""Elements of a row: a program holds whole rows in its registers."""
+MAX_WIDTH = 16384
+"""Elements of a row: a program holds whole rows in its registers; above 8192 some spill."""
 PROGRAMS = 1024
 """Enough to fill a GPU of 132 cores several times over."""
 
@@ -107,10 +107,9 @@ def weight_at(
 
 
 @triton.jit
-def load_rows(ptr, offs_m, offs_d, mask, stride_m, stride_d):
+def load_rows(ptr, offs_m, offs_d, mask, stride_m):
     """Load a [BLOCK_M, BLOCK_D] tile as float32, 0 where masked."""
-    ptrs = ptr + offs_m * stride_m + offs_d.to(tl.int64)[None, :] * stride_d
-    return tl.load(ptrs, mask=mask, other=0).to(tl.float32)
+    return tl.load(ptr + offs_m * stride_m + offs_d[None, :], mask=mask, other=0).to(tl.float32)
 
 
 @triton.jit
@@ -124,7 +123,7 @@ def store_rows(ptr, values, offs_m, offs_d, mask, stride_m):
 def _rms_norm_kernel(
     x_ptr, packed_ptr, exponent_ptr, fraction_ptr, y_ptr,
     M, D, eps,
-    stride_xm, stride_xd,
+    stride_xm,
     GROUP: tl.constexpr, HAS_FRACTION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     offs_d = tl.arange(0, BLOCK_D)
@@ -132,7 +131,7 @@ def _rms_norm_kernel(
     for start in range(tl.program_id(0) * BLOCK_M, M, tl.num_programs(0) * BLOCK_M):
         offs_m = (start + tl.arange(0, BLOCK_M)).to(tl.int64)[:, None]
         mask = (offs_m < M) & (offs_d < D)[None, :]
-        x = load_rows(x_ptr, offs_m, offs_d, mask, stride_xm, stride_xd)
+        x = load_rows(x_ptr, offs_m, offs_d, mask, stride_xm)
         r = tl.rsqrt(tl.sum(x * x, axis=1) / D + eps)[:, None]
         store_rows(y_ptr, x * r * weight, offs_m, offs_d, mask, D)
 
@@ -141,7 +140,7 @@ def _rms_norm_kernel(
 def _rms_norm_backward_kernel(
     grad_y_ptr, x_ptr, packed_ptr, exponent_ptr, fraction_ptr, grad_x_ptr, y_ptr,
     M, D, eps,
-    stride_ym, stride_yd, stride_xm, stride_xd,
+    stride_ym, stride_xm,
     GROUP: tl.constexpr, HAS_FRACTION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     offs_d = tl.arange(0, BLOCK_D)
@@ -149,8 +148,8 @@ def _rms_norm_backward_kernel(
     for start in range(tl.program_id(0) * BLOCK_M, M, tl.num_programs(0) * BLOCK_M):
         offs_m = (start + tl.arange(0, BLOCK_M)).to(tl.int64)[:, None]
         mask = (offs_m < M) & (offs_d < D)[None, :]
-        x = load_rows(x_ptr, offs_m, offs_d, mask, stride_xm, stride_xd)
-        grad_y = load_rows(grad_y_ptr, offs_m, offs_d, mask, stride_ym, stride_yd)
+        x = load_rows(x_ptr, offs_m, offs_d, mask, stride_xm)
+        grad_y = load_rows(grad_y_ptr, offs_m, offs_d, mask, stride_ym)
         r = tl.rsqrt(tl.sum(x * x, axis=1) / D + eps)[:, None]
         xhat, grad_xhat = x * r, grad_y * weight
         mean = (tl.sum(xhat * grad_xhat, axis=1) / D)[:, None]
@@ -165,9 +164,15 @@ def tiling(rows: int, width: int) -> tuple[int, dict[str, int]]:
     """
     block_d = triton.next_power_of_2(width)
     block_m = max(1, 2048 // block_d)
-    num_warps = min(max(block_m * block_d // 512, 4), 32)  # 16 elements a thread
+    num_warps = min(max(block_m * block_d // 256, 4), 32)  # 8 elements a thread
     programs = min(triton.cdiv(rows, block_m), PROGRAMS)
     return programs, {"BLOCK_M": block_m, "BLOCK_D": block_d, "num_warps": num_warps}
+
+
+def dense_rows(x: Tensor) -> Tensor:
+    """View, or copy, (..., D) as rows whose elements lie side by side."""
+    x = x.reshape(-1, x.shape[-1])
+    return x if x.stride(1) == 1 else x.contiguous()
 
 
 def norm_digits(packed: Tensor, exponent: Tensor, fraction: Tensor | None) -> tuple[Tensor, ...]:
@@ -180,10 +185,10 @@ def _rms_norm_triton(x, packed, exponent, fraction, group_size, eps):
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if y.numel():
         width = x.shape[-1]
-        x = x.reshape(-1, width)
+        x = dense_rows(x)
         programs, tile = tiling(len(x), width)
         _rms_norm_kernel[(programs,)](
-            x, *norm_digits(packed, exponent, fraction), y, len(x), width, eps, *x.stride(),
+            x, *norm_digits(packed, exponent, fraction), y, len(x), width, eps, x.stride(0),
             GROUP=group_size, HAS_FRACTION=fraction is not None, **tile,
         )  # fmt: skip
     return y
@@ -194,11 +199,11 @@ def _rms_norm_backward_triton(grad_y, x, packed, exponent, fraction, group_size,
     y = torch.empty_like(grad_x)
     if y.numel():
         width = x.shape[-1]
-        x, grad_y = x.reshape(-1, width), grad_y.reshape(-1, width)
+        x, grad_y = dense_rows(x), dense_rows(grad_y)
         programs, tile = tiling(len(x), width)
         _rms_norm_backward_kernel[(programs,)](
             grad_y, x, *norm_digits(packed, exponent, fraction), grad_x, y,
-            len(x), width, eps, *grad_y.stride(), *x.stride(),
+            len(x), width, eps, grad_y.stride(0), x.stride(0),
             GROUP=group_size, HAS_FRACTION=fraction is not None, **tile,
         )  # fmt: skip
     return grad_x, y
@@ -285,7 +290,7 @@ def _cases(device: torch.device, group_size: int) -> Iterator[Case]:
         return Case(label, (x, *(digits.to(device) for digits in norm), group_size, eps), peer)
 
     yield case("5x1", (5, 1), eps=0.1)  # with a small eps the gradient cancels to nothing
-    for rows, width in ((7, 33), (3, 123), (3, 1311), (2, 8192), (1, 32768)):
+    for rows, width in ((7, 33), (3, 123), (3, 1311), (2, 8192)):
         yield case(f"{rows}x{width}", (rows, width))
     if device.type == "cuda" or group_size == 32:  # many rows take the interpreter seconds
         yield case("261x5", (261, 5))
@@ -334,7 +339,7 @@ _GATE = Gate(
     exact=False,
     relative=1e-5,
     peer_slack=0.1,
-    reason="float32 sums of up to 32768 squares; in bf16 one rounding, as torch has",
+    reason="float32 sums of up to 16384 squares; in bf16 one rounding, as torch has",
 )
 
 RMS_NORM = KernelSpec(
