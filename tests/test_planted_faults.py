@@ -113,8 +113,9 @@ FAULTS = [
         "(grad_xhat)", "rms_norm_backward", "rms_norm",
     ),
     kernel(
-        "gate and up exchanged", "gate / (1 + tl.exp(-gate)) * up",
-        "up / (1 + tl.exp(-up)) * gate", "gated_rms_norm",
+        "gate and up exchanged",
+        "gate / (1 + tl.exp(-gate)) * up\n        if HAS_NORM:\n            y *=",
+        "up / (1 + tl.exp(-up)) * gate\n        if HAS_NORM:\n            y *=", "gated_rms_norm",
     ),
     kernel(
         "gradient of up given to the gate", "grad * up * slope", "grad * gate * slope",
