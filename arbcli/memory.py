@@ -38,7 +38,7 @@ LARGEST_COUNTER = 2**14
 """An integer tensor that is no buffer counts as state only if it takes more bytes than this."""
 CUBLAS_BYTES = 2 * 2**25
 """Workspaces that cuBLAS keeps once it has run, one for each thread: forward and backward."""
-CHUNK = 2**17
+CHUNK = 2**18
 """Elements that the torch backend steps at once."""
 
 
@@ -309,20 +309,24 @@ def predict_peak(
 
 
 def _update_bytes(config: ModelConfig, rows: int, columns: int, a: int, *, on_cpu: bool) -> int:
-    """Predict the transient part of a matrix's update: gradient, direction, fixed point."""
+    """Predict the transient part of a matrix's update: the gradient, and what is made of it."""
     weights, smaller = rows * columns, min(rows, columns)
-    slope = 4 * rows * _divide_up(columns, config.group_size)
-    chunk = min(weights, CHUNK) if on_cpu else 0  # what the torch backend has in hand
+    g = 4  # bytes of an element of the gradient
+    found = 4 * rows * _divide_up(columns, config.group_size)  # slopes of the scales
+    if config.direction == "factored" and not on_cpu:
+        found += weights // 16  # sums of rows and columns, for every 128 weights of each
+    hands = 0
+    if on_cpu:  # what the torch backend makes of a chunk, and what is left of it beside the next
+        chunk = min(weights, CHUNK)
+        hands = max(11 * chunk, 4 * chunk + 12 * min(weights - chunk, chunk))
     if config.rule == "votes":
-        # gradient and sign in float32; then the scales' slope, or the votes widened
-        stages = [8 * weights + 13 * chunk, (13 if on_cpu else 8) * weights]
-    else:
-        # gradient, direction, the same scaled, in int32: 4 bytes each; then the last with the
-        # gradient and what steps a chunk, beside what is left of the chunk before
-        stages = [16 * weights, 8 * weights + (26 if chunk == weights else 30) * chunk]
-    if config.direction == "orthogonal":  # gradient, the same scaled, two iterates, two squares
-        stages.append((8 + 2 * a) * weights + 2 * a * smaller**2)
-    return slope + max(stages)
+        hands = 9 * weights if on_cpu else 0  # all votes are widened at once
+    elif config.direction == "orthogonal":
+        # the gradient scaled and converted, or two iterates and two squares; then the last iterate
+        scaled = (g + a) * weights if g != a else 0
+        hands = max(scaled, 2 * a * (weights + smaller**2), a * weights + hands)
+    formed = a * weights if on_cpu and g != a else 0  # the product, converted
+    return g * weights + max(formed, found + hands)
 
 
 def measure(model: "Module", *others: object) -> MeasuredState:

@@ -14,7 +14,7 @@ from arbcli.device import deterministic
 from arbcli.kernels.backend import use_backend
 from arbcli.kernels.cast_votes import cast_scale_votes_reference, cast_trit_votes_reference
 from arbcli.kernels.compare import errors, poisoned
-from arbcli.kernels.scale_slope import scale_slope_reference
+from arbcli.kernels.gradient_statistics import gradient_statistics_reference
 from arbcli.kernels.spec import EXACT, Gate
 from arbcli.kernels.workers import Workers
 from arbcli.model.config import DIRECTIONS, PRESETS, RULES, VOCABULARY, ModelConfig
@@ -376,8 +376,8 @@ def _rounded(subject: Subject, item: str, got: Tensor, wanted: Tensor) -> Parity
 def _votes(subject: Subject) -> Iterator[ParityResult]:
     tensor, (grad, _) = _tensor(subject)
     ok = torch.ones((), dtype=torch.int32)
-    slope = scale_slope_reference(
-        grad.sign(), tensor.trits, tensor.exponent, None, tensor.group_size
+    slope, *_ = gradient_statistics_reference(
+        grad, tensor.trits, tensor.exponent, None, tensor.group_size, factored=False, signs=True
     )
     wanted = (
         *cast_trit_votes_reference(tensor.trits, tensor.votes, grad, ok)[:2],

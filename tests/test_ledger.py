@@ -26,13 +26,13 @@ CPU = torch.device("cpu")
 COMPILED = CompileResult("pack_trits", "sm_90", 2, 40, 0, 1024, passed=True, error=None)
 
 TIMED = TimingResult(
-    "scale_slope", "11264x2048", us=20.0, peer="torch", peer_us=30.0, ratio=1.5, moved_bytes=10**7,
+    "rms_norm", "11264x2048", us=20.0, peer="torch", peer_us=30.0, ratio=1.5, moved_bytes=10**7,
     flops=0, floor_us=10.0, bound="memory", share=0.5, turns=90,
 )  # fmt: skip
 TIMING = TimingReport(Roofline(4e12, 7e14, 3.0), (TIMED,), {"pack_trits": "it did not pass"})
 
 
-def make(names=("pack_trits", "scale_slope"), checks=None, compiled=(COMPILED,), timing=None):
+def make(names=("pack_trits", "rms_norm"), checks=None, compiled=(COMPILED,), timing=None):
     report = verify_kernels(names, {"T6": 6, "T32": 32}, CPU, ["torch"], checks)
     parity = tuple(_rotary(CPU))
     left_out = ["the moon"]
@@ -66,7 +66,7 @@ def test_every_row_of_a_table_is_as_wide_as_its_head():
 def test_page_says_how_fast_on_what():
     assert "Speed" not in ledger_page(make())
     page = ledger_page(make(timing=TIMING))
-    assert "| scale_slope | 11264x2048 | 20.0 | torch | 30.0 | 1.50 | 50% | memory |\n" in page
+    assert "| rms_norm | 11264x2048 | 20.0 | torch | 30.0 | 1.50 | 50% | memory |\n" in page
     assert "| pack_trits | not timed: it did not pass |" in page
     assert "copy 4.00 TB/s, bf16 product 700 TFLOP/s, empty call 3.0 us" in page
 
@@ -88,18 +88,18 @@ def test_failures_come_first_with_their_command(monkeypatch):
 
 
 def test_failing_scale_type_is_in_the_command(monkeypatch):
-    (spec,) = verify.find_kernels(["scale_slope"])
+    (spec,) = verify.find_kernels(["rms_norm"])
 
     def wrong(*inputs):
         return spec.torch(*inputs) + 1
 
     monkeypatch.setattr(verify, "KERNELS", (replace(spec, torch=wrong),))
     commands = {failure.command for failure in make([]).failures}
-    assert commands == {f"arb verify-kernels scale_slope --tscale-type {t}" for t in ("T6", "T32")}
+    assert commands == {f"arb verify-kernels rms_norm --tscale-type {t}" for t in ("T6", "T32")}
 
 
 def test_only_what_was_checked_is_ruled_out():
-    ruled_out = " ".join(make(["scale_slope"], compiled=()).ruled_out)
+    ruled_out = " ".join(make(["rms_norm"], compiled=()).ruled_out)
     assert "rotary" in ruled_out
     assert "causality" not in ruled_out
     assert "integer state" not in ruled_out
@@ -123,7 +123,7 @@ def test_comparison_shows_what_changed(tmp_path, monkeypatch):
     )
     assert "pack_trits torch cases: passed True -> False" in changes
     assert "pack_trits torch cases: unequal 0 -> 2048" in changes
-    assert "scale_slope torch T6 cases: not compared now" in changes
+    assert "rms_norm torch T6 cases: not compared now" in changes
     assert "pack_trits sm_90: registers 40 -> 41" in changes
 
 
@@ -132,7 +132,7 @@ def test_comparison_shows_speed_that_changed_by_a_tenth(tmp_path, us, count):
     old = read_ledger(write_ledger(make(timing=TIMING), tmp_path)[0])
     new = replace(TIMING, timings=(replace(TIMED, us=us),))
     assert compare_ledgers(old, make(timing=new)) == (
-        f"scale_slope 11264x2048: 20.0 us -> {us} us",
+        f"rms_norm 11264x2048: 20.0 us -> {us} us",
     ) * count  # fmt: skip
     assert compare_ledgers(old, make()) == ()
 

@@ -64,8 +64,8 @@ FAULTS = [
     ),
     kernel(
         "fifth digit read as the fourth",
-        "tl.where(digit == 4, 81, power)", "tl.where(digit == 4, 27, power)",
-        "scale_slope", "packing",
+        "tl.where(digit == 4, 17674763, factor)", "tl.where(digit == 4, 53024288, factor)",
+        "gradient_statistics", "packing",
     ),
     # scales
     kernel(
@@ -158,16 +158,37 @@ FAULTS = [
     # statistics
     kernel(
         "mean over one too many", "tl.sum(total, axis=0) / count",
-        "tl.sum(total, axis=0) / (count + 1)", "mean_squares", "factored_statistics",
+        "tl.sum(total, axis=0) / (count + 1)", "gradient_gains",
     ),
     kernel(
         "statistics forget ten times faster", "0.99 * _decode(whole, fraction) + 0.01 * value",
-        "0.9 * _decode(whole, fraction) + 0.1 * value", "average_statistic",
-        "factored_statistics",
+        "0.9 * _decode(whole, fraction) + 0.1 * value", "gradient_gains",
     ),
     kernel(
         "next group's weights counted where a tile is wider than a group",
-        "(n < N) & (k < K) & (inner < GROUP)", "(n < N) & (k < K)", "scale_slope",
+        "(k < K) & (lane % LANES < GROUP)", "(k < K)", "gradient_statistics",
+    ),
+    kernel(
+        "last rows of a tile not summed", "STEPS + step) * BLOCK_N + tl.arange(0, BLOCK_N)\n",
+        "STEPS + step) * BLOCK_N + tl.arange(0, BLOCK_N) // 2\n", "gradient_statistics",
+    ),
+    kernel(
+        "infinite gradients accepted", "ok = (total >= SMALLEST) & (total <= LARGEST)\n    tile",
+        "ok = total >= SMALLEST\n    tile", "gradient_gains",
+    ),
+    kernel(
+        "gain of the columns forgotten in the root-mean-square",
+        "if HAS_COLUMNS:\n            u = u * tl", "if False:\n            u = u * tl", "unit_gain",
+    ),
+    # direction
+    kernel(
+        "direction truncated, not rounded",
+        "return (x + 12582912.0).to(tl.int32, bitcast=True) - 0x4B400000",
+        "return x.to(tl.int32)", "blend_moment", "direction",
+    ),
+    kernel(
+        "direction does not saturate", "tl.minimum(tl.maximum(u, -LIMIT), LIMIT)", "u",
+        "step_by_direction", "direction",
     ),
     # steps
     kernel(
@@ -191,16 +212,29 @@ FAULTS = [
         "if tl.load(ok_ptr) == 2:", "blend_moment",
     ),
     kernel(
+        "two rows rounded by the same bits", "(words >> (16 * half)) & 0xFFFF", "words & 0xFFFF",
+        "blend_moment",
+    ),
+    kernel(
         "trit flips one unit early", "(z > RADIX // 2).to(tl.int32)",
-        "(z >= RADIX // 2).to(tl.int32)", "step_trits",
+        "(z >= RADIX // 2).to(tl.int32)", "step_by_moment", "step_trits",
     ),
     kernel(
-        "remainder thrown away when a trit flips", "low = z - new * RADIX\n",
-        "low = tl.where(new == old, z - new * RADIX, 0)\n", "step_trits",
+        "remainder thrown away when a trit flips", "low = z - (new - 1) * RADIX\n",
+        "low = tl.where(new == old, z - (new - 1) * RADIX, 0)\n", "step_by_direction",
+        "step_trits",
     ),
     kernel(
-        "step uphill", "low - (step >> 16)\n        z = tl.minimum",
-        "low + (step >> 16)\n        z = tl.minimum", "step_trits",
+        "step uphill", "low - (step >> 16)\n    z = tl.minimum",
+        "low + (step >> 16)\n    z = tl.minimum", "step_by_moment", "step_trits",
+    ),
+    kernel(
+        "moment not brought to unit size", "tl.div_rn(step_size, tl.sqrt_rn(mean_square))",
+        "tl.div_rn(step_size, mean_square)", "step_by_moment", "step_trits",
+    ),
+    kernel(
+        "odd rows of a byte lost", "packed_ptrs + stride_pn, odd_byte", "packed_ptrs, odd_byte",
+        "step_by_direction", "step_trits",
     ),
     kernel(
         "votes need one more", "tl.abs(total) >= THRESHOLD", "tl.abs(total) > THRESHOLD",
@@ -228,17 +262,18 @@ FAULTS = [
         "lr * SCALE_STEP / accumulation", "lr * SCALE_STEP", "update moment sign",
     ),
     Fault(
-        "NaN gradients accepted", "model.update", "(finite & (largest > 0)).to(torch.int32)",
+        "NaN gradients accepted", "kernels.gradient_gains",
+        "((total >= SMALLEST) & (total <= LARGEST)).to(torch.int32)",
         "torch.ones((), dtype=torch.int32)", "update nibble sign",
     ),
     Fault(
-        "scales step uphill", "model.update", "to_fixed_point(slope)", "to_fixed_point(-slope)",
-        "update moment sign",
+        "scales step uphill", "model.update", "slope = (statistics.slope, gains.slope)",
+        "slope = (-statistics.slope, gains.slope)", "update moment sign",
     ),
     Fault(
-        "rows and columns averaged into each other", "model.update",
-        "(rows.mean() / rows).sqrt_()[:, None] * columns.rsqrt()",
-        "(rows.mean() / rows).sqrt_()[:, None]", "update carry factored",
+        "gain of the columns forgotten", "model.update",
+        "unit_gain(grad, gains.rows, gains.columns, gains.ok), gains.columns",
+        "unit_gain(grad, gains.rows, None, gains.ok), None", "update carry factored",
     ),
     # model
     Fault(

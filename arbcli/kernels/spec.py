@@ -81,6 +81,8 @@ class KernelSpec:
     gate: Gate = EXACT
     uses_scales: bool = False
     """Whether the scale type matters, and so every one of them is to be checked."""
+    bfloat16: tuple[int, ...] | None = None
+    """Which float32 inputs may be bfloat16 too; None is all of them."""
     not_verified: tuple[str, ...] = ()
     """What the cases leave out and why, for the ledger."""
     timings: Callable[[torch.device, int], Iterator[Timing]] | None = None

@@ -72,16 +72,14 @@ def test_random_failure_is_reproduced_by_its_command(wrong_kernel):
 
 
 def test_every_scale_type_is_checked_when_asked_for():
-    found = json.loads(
-        arb("scale_slope", "--all-tscale-types", "--backend", "torch", "--json").stdout
-    )
+    found = json.loads(arb("rms_norm", "--all-tscale-types", "--backend", "torch", "--json").stdout)
     assert [result["scale_type"] for result in found["kernels"]] == found["scale_types"]
     assert len(found["scale_types"]) == 8
     assert any("another one was asked for" not in item for item in found["not_verified"])
 
 
 def test_one_scale_type_is_checked_by_default_and_the_rest_is_listed():
-    found = json.loads(arb("scale_slope", "--backend", "torch", "--json").stdout)
+    found = json.loads(arb("rms_norm", "--backend", "torch", "--json").stdout)
     assert found["scale_types"] == ["T32"]
     assert any(item.startswith("scale types T4, ") for item in found["not_verified"])
 
@@ -97,7 +95,7 @@ def test_kernels_are_listed_with_their_gates():
     listed = json.loads(arb("--list", "--json").stdout)
     assert list(listed) == [spec.name for spec in KERNELS]
     assert all(gate["reason"] for gate in listed.values())
-    assert "scale_slope" in arb("--list").stdout
+    assert "rms_norm" in arb("--list").stdout
 
 
 def test_targets_are_compiled_beside_the_checks():
