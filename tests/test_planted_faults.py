@@ -305,8 +305,8 @@ FAULTS = [
         "(logits, targets).sum()", "model: end to end",
     ),
     Fault(
-        "gradient averaged over rows", "model.layers", "(grad_y.T @ source).float()",
-        "(grad_y.T @ source).float() / len(source)", "model: gradient",
+        "gradient averaged over rows", "model.layers", "return grad_y.T @ source",
+        "return grad_y.T @ source / len(source)", "model: gradient",
     ),
     Fault(
         "grad_x from the exponents alone", "model.layers",

@@ -78,7 +78,7 @@ class StreamedTensor(TernaryTensor):
             self.sink(self, self.gradient(source, grad_y))
 
     def gradient(self, source: Tensor, grad_y: Tensor) -> Tensor:
-        """Form dL/dw, (N, K) float32, from what all uses saw."""
+        """Form dL/dw, (N, K) float32 or bfloat16, from what all uses saw."""
         raise NotImplementedError
 
 
@@ -86,10 +86,8 @@ class LinearWeight(StreamedTensor):
     """The weight of a `TernaryLinear`."""
 
     def gradient(self, source: Tensor, grad_y: Tensor) -> Tensor:
-        """Multiply grad_y.T by x, accumulating in float32."""
-        if source.is_cuda and source.dtype != torch.float32:
-            return torch.mm(grad_y.T, source, out_dtype=torch.float32)
-        return (grad_y.T @ source).float()
+        """Multiply grad_y.T by x, summed in float32 and rounded once to the dtype of x."""
+        return grad_y.T @ source
 
 
 class EmbeddingWeight(StreamedTensor):
