@@ -104,26 +104,27 @@ FAULTS = [
     ),
     # norm
     kernel(
-        "eps forgotten", 
-        "r = tl.rsqrt(tl.sum(x * x, axis=1) / D + eps)[:, None]\n        store_rows(",
-        "r = tl.rsqrt(tl.sum(x * x, axis=1) / D)[:, None]\n        store_rows(", "rms_norm",
+        "eps forgotten", "r = tl.rsqrt(squares / D + eps)[:, None]",
+        "r = tl.rsqrt(squares / D)[:, None]", "rms_norm",
     ),
     kernel(
         "gradient of the root-mean-square forgotten", "(grad_xhat - xhat * mean)",
         "(grad_xhat)", "rms_norm_backward", "rms_norm",
     ),
     kernel(
-        "gate and up exchanged",
-        "gate / (1 + tl.exp(-gate)) * up\n        if HAS_NORM:\n            y *=",
-        "up / (1 + tl.exp(-up)) * gate\n        if HAS_NORM:\n            y *=", "gated_rms_norm",
+        "sigmoid in place of silu",
+        "y = gate * _sigmoid(gate) * load_rows(up_ptr, offs_m, offs_d, mask, stride_xm)\n   "
+        "     if", "y = _sigmoid(gate) * load_rows(up_ptr, offs_m, offs_d, mask, stride_xm)\n"
+        "        if",
+        "gated_rms_norm",
     ),
     kernel(
         "gradient of up given to the gate", "grad * up * slope", "grad * gate * slope",
         "gated_rms_norm_backward", "gated_rms_norm",
     ),
     kernel(
-        "normalised though there is no norm", "        if HAS_NORM:\n            y *=",
-        "        if True:\n            y *=", "gated_rms_norm",
+        "the norm's weights left out", "y *= r * load_weight(weight_ptr, offs_d, D)", "y *= r",
+        "gated_rms_norm",
     ),
     # loss
     kernel(
