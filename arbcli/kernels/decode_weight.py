@@ -75,9 +75,9 @@ def decode_weight_torch(
 @triton.jit
 def scale_of(exponent, fraction):
     """Build float32 scales 2**E * bf16(2**(F / 128)) from int8 digits inside a kernel."""
-    mantissa = tl.floor(tl.exp2(fraction.to(tl.float32) / 128) * 128 - 127.5).to(tl.int32)
-    bits = ((exponent.to(tl.int32) + 127) << 23) + (mantissa << 16)
-    return bits.to(tl.float32, bitcast=True)
+    power = ((fraction.to(tl.int32) << 16) + 0x3F800000).to(tl.float32, bitcast=True)  # 1 + F / 128
+    rounded = (tl.exp2(power).to(tl.int32, bitcast=True) + 0x8000) & -0x10000  # to bf16
+    return (rounded + ((exponent.to(tl.int32) - 1) << 23)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
