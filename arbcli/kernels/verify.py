@@ -13,6 +13,7 @@ from arbcli.kernels.blend_moment import BLEND_MOMENT
 from arbcli.kernels.cast_votes import CAST_SCALE_VOTES, CAST_TRIT_VOTES
 from arbcli.kernels.compare import CaseResult, as_tuple, compare, poisoned, worst
 from arbcli.kernels.cross_entropy import CROSS_ENTROPY, CROSS_ENTROPY_BACKWARD
+from arbcli.kernels.decode_attention import DECODE_ATTENTION
 from arbcli.kernels.decode_weight import DECODE_WEIGHT
 from arbcli.kernels.fuzz import fuzz_cases, real_cases, real_reference
 from arbcli.kernels.gated_rms_norm import GATED_RMS_NORM, GATED_RMS_NORM_BACKWARD
@@ -41,6 +42,7 @@ KERNELS: tuple[KernelSpec, ...] = (
     GATED_RMS_NORM_BACKWARD,
     ROTARY_NORM,
     ROTARY_NORM_BACKWARD,
+    DECODE_ATTENTION,
     CROSS_ENTROPY,
     CROSS_ENTROPY_BACKWARD,
     EMBEDDING_ROWS,
