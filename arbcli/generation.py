@@ -12,12 +12,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
 from arbcli.device import deterministic, explained_out_of_memory
 from arbcli.errors import ArbError
 from arbcli.kernels.backend import default_backend, use_backend
-from arbcli.kernels.random_bits import random_bits, stream_keys
+from arbcli.kernels.choose_byte import choose_byte_
+from arbcli.kernels.random_bits import stream_keys
 from arbcli.model.config import VOCABULARY
 from arbcli.model.lm import ByteLM
 
@@ -46,45 +46,15 @@ class Sampling:
         Raises:
             ArbError: a number is out of range.
         """
+        heat = self.temperature
         for option, value, fits, hint in (
-            ("temperature", self.temperature, 0 <= self.temperature < float("inf"), "0 or more"),
+            ("temperature", heat, heat == 0 or 1e-6 <= heat <= 1e6, "0, or 1e-6 to 1e6"),
             ("top-k", self.top_k, 1 <= self.top_k <= VOCABULARY, f"1 to {VOCABULARY}"),
             ("top-p", self.top_p, 0 < self.top_p <= 1, "a number above 0 and at most 1"),
             ("seed", self.seed, 0 <= self.seed < 2**31, f"0 to {2**31 - 1}"),
         ):
             if not fits:
                 raise ArbError(f"`--{option}` is {value}", hint=f"use {hint}")
-
-
-def choose_byte(logits: Tensor, key: Tensor, position: Tensor, sampling: Sampling) -> Tensor:
-    """Choose the byte whose logit / temperature + Gumbel noise is the largest of those kept.
-
-    Which are kept is found without sorting or summing in order, as there is no order of sums on a
-    GPU that gives the same bits every time: i is kept if fewer than `top_k` bytes are before it,
-    and if these have less than `top_p` together.
-
-    Args:
-        logits: (256,) float32 or bfloat16.
-        key: int32 scalar tensor, of the random stream.
-        position: int32 scalar tensor, of the byte in its text.
-        sampling: what is to be kept, and the temperature.
-
-    Returns:
-        An int64 scalar tensor, 0..255.
-    """
-    logits = logits.float()
-    if sampling.temperature == 0:
-        return logits.argmax()
-    score = (logits - logits.max()) / sampling.temperature
-    index = torch.arange(len(score), dtype=torch.int32, device=score.device)
-    tied_before = (score == score[:, None]) & (index < index[:, None])
-    before = (score > score[:, None]) | tied_before  # [i, j]: whether j is likelier than i
-    kept = before.sum(1) < sampling.top_k
-    share = torch.where(kept, score, -torch.inf).softmax(0)
-    kept &= (before * share).sum(1) < sampling.top_p
-    bits = random_bits(key, position[None], index)[0] >> 9 & 0x7FFFFF
-    uniform = (bits + 0.5) * 2.0**-23  # in (0, 1), exact
-    return torch.where(kept, score - (-uniform.log()).log(), -torch.inf).argmax()
 
 
 class Decoder:
@@ -174,12 +144,19 @@ class Decoder:
 
     def _compute(self) -> None:
         """Read the last byte and choose the next one; every tensor is where it always is."""
+        how = self.sampling
         with use_backend(self.backend):
             logits = self.model(self._byte, self.cache)[0, 0]
-        position = self.cache.position  # of the byte to choose
-        byte = choose_byte(logits, self._key, position, self.sampling)
-        self._byte.copy_(byte)
-        self._text.index_copy_(0, position.long()[None], byte.to(torch.uint8)[None])
+            choose_byte_(
+                self._byte,
+                self._text,
+                logits,
+                self.cache.position,  # by now that of the byte to choose
+                self._key,
+                how.temperature,
+                how.top_k,
+                how.top_p,
+            )
 
     def _capture(self) -> None:
         """Record a step as a CUDA graph, after a few whose bytes are then forgotten."""

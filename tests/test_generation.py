@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from arbcli.errors import ArbError
-from arbcli.generation import Decoder, Sampling, choose_byte, generate
+from arbcli.generation import Decoder, Sampling, generate
 from arbcli.model.config import preset
 from arbcli.model.lm import ByteLM
 
@@ -73,61 +73,8 @@ def test_empty_prompt_is_refused(device):
         continued(model(device), b"", 3)
 
 
-def chosen(logits: torch.Tensor, sampling: Sampling, count: int = 3000) -> torch.Tensor:
-    key = torch.tensor(12345, dtype=torch.int32, device=logits.device)
-    positions = torch.arange(count, dtype=torch.int32, device=logits.device)
-    bytes_ = [choose_byte(logits, key, position, sampling) for position in positions]
-    return torch.stack(bytes_).bincount(minlength=256)
-
-
-def logits_of(device, spread: float = 3.0) -> torch.Tensor:
-    return spread * torch.randn(256, generator=torch.Generator().manual_seed(0)).to(device)
-
-
-def test_bytes_come_as_often_as_their_probabilities_say(device):
-    logits = logits_of(device)
-    for temperature in (0.5, 1.0, 2.0):
-        share = (logits.double() / temperature).softmax(0)
-        counts = chosen(logits, Sampling(temperature=temperature))
-        deviation = (counts - 3000 * share) / (3000 * share * (1 - share)).sqrt().clamp(min=1)
-        assert deviation.abs().max() < 5
-        assert deviation.square().mean() < 1.5
-
-
-def test_top_k_keeps_the_likeliest(device):
-    logits = logits_of(device)
-    for k in (1, 2, 7):
-        found = chosen(logits, Sampling(temperature=2.0, top_k=k), 400).nonzero()[:, 0]
-        assert sorted(found.tolist()) == sorted(logits.topk(k).indices.tolist())
-
-
-def test_top_k_keeps_the_first_of_equals(device):
-    counts = chosen(torch.zeros(256, device=device), Sampling(top_k=3), 200)
-    assert counts.nonzero()[:, 0].tolist() == [0, 1, 2]
-
-
-@pytest.mark.parametrize("top_k", [256, 5])
-def test_top_p_keeps_the_fewest_that_reach_the_share(top_k, device):
-    logits = logits_of(device)
-    order = logits.argsort(descending=True)[:top_k]
-    share = logits[order].double().softmax(0).cumsum(0)
-    for p in (0.01, 0.3, 0.8):
-        kept = order[: int((share < p).sum()) + 1]
-        sampling = Sampling(temperature=1.0, top_k=top_k, top_p=p)
-        assert set(chosen(logits, sampling, 500).nonzero()[:, 0].tolist()) <= set(kept.tolist())
-        assert chosen(logits, sampling, 500)[kept[-1]] > 0
-
-
-@pytest.mark.parametrize("temperature", [0.0, 1e-30])
-def test_no_temperature_takes_the_likeliest(temperature, device):
-    logits = logits_of(device)
-    counts = chosen(logits, Sampling(temperature=temperature, seed=5), 50)
-    assert int(counts.argmax()) == int(logits.argmax())
-    assert int(counts.max()) == 50
-
-
-BAD = [{"temperature": -1.0}, {"temperature": float("nan")}, {"top_k": 0}, {"top_k": 257},
-       {"top_p": 0.0}, {"top_p": 1.5}, {"seed": -1}]  # fmt: skip
+BAD = [{"temperature": -1.0}, {"temperature": 1e-9}, {"temperature": float("nan")},
+       {"top_k": 0}, {"top_k": 257}, {"top_p": 0.0}, {"top_p": 1.5}, {"seed": -1}]  # fmt: skip
 
 
 @pytest.mark.parametrize("given", BAD, ids=str)

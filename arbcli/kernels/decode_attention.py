@@ -6,8 +6,9 @@ by the row p of the tables; key and value are stored before anything is attended
 absolute positions, only their differences matter to a product q . k, and a sum over keys has no
 order: so the ring is never moved, whichever slot is the oldest.
 
-Programs share out the slots of a head. The last one to finish adds up what all of them found, in
-the order of the slots, so the same bits come out whoever it is.
+Programs share out the slots of a head, and each finds, of its own slots, the largest score, the sum
+of exp(score - largest) and the values weighted by that. The last one to finish adds up what all of
+them found, in the order of the slots, so the same bits come out whoever it is.
 """
 
 from collections.abc import Iterator
@@ -21,9 +22,9 @@ from arbcli.kernels.backend import uses_triton
 from arbcli.kernels.spec import Case, Gate, KernelSpec
 
 BLOCK_S = 64
-"""Slots of a tile."""
-MAX_SPLITS = 32
-"""Programs that share a head, at most: enough for a tile each up to 2048 slots."""
+"""Slots of a program."""
+MAX_PARTS = 32
+"""What so many programs found is added up at once."""
 
 
 def decode_attention_reference(
@@ -69,100 +70,106 @@ def _turn_and_normalise(ptr, cos, sin, eps, offs_h, mask_h, HALF: tl.constexpr):
     first = tl.load(ptr + offs_h, mask=mask_h, other=0).to(tl.float32)
     second = tl.load(ptr + HALF + offs_h, mask=mask_h, other=0).to(tl.float32)
     r = tl.rsqrt(tl.sum(first * first + second * second, axis=0) / (2 * HALF) + eps)
-    dtype, turned = ptr.dtype.element_ty, first * cos - second * sin
-    return (turned * r).to(dtype), ((first * sin + second * cos) * r).to(dtype)
+    dtype = ptr.dtype.element_ty
+    first, second = (first * cos - second * sin) * r, (first * sin + second * cos) * r
+    return first.to(dtype), second.to(dtype)
 
 
 @triton.jit
 def _decode_attention_kernel(
     qkv_ptr, keys_ptr, values_ptr, position_ptr, cos_ptr, sin_ptr, tickets_ptr,
-    sums_ptr, totals_ptr, peaks_ptr, y_ptr,
+    peaks_ptr, totals_ptr, sums_ptr, y_ptr,
     W, HEADS, scale, eps,
     HALF: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr,
-    SPLIT: tl.constexpr, SPLITS: tl.constexpr, BLOCK_P: tl.constexpr,
+    SPLITS: tl.constexpr, BLOCK_P: tl.constexpr,
 ):  # fmt: skip
     head, split = tl.program_id(0), tl.program_id(1)
     position = tl.load(position_ptr)
     slot, seen = position % W, tl.minimum(position + 1, W)
-    begin, end = split * SPLIT, tl.minimum(split * SPLIT + SPLIT, seen)
-    offs_h, offs_d = tl.arange(0, BLOCK_H), tl.arange(0, BLOCK_D)
-    mask_h, mask_d = offs_h < HALF, offs_d < 2 * HALF
+    if split * BLOCK_S < seen:
+        offs_h, offs_d = tl.arange(0, BLOCK_H), tl.arange(0, BLOCK_D)
+        mask_h, mask_d = offs_h < HALF, offs_d < 2 * HALF
 
-    table = position.to(tl.int64) * HALF + offs_h
-    cos = tl.load(cos_ptr + table, mask=mask_h, other=0)
-    sin = tl.load(sin_ptr + table, mask=mask_h, other=0)
-    q_ptr = qkv_ptr + head * 2 * HALF
-    k_ptr, v_ptr = q_ptr + HEADS * 2 * HALF, q_ptr + HEADS * 4 * HALF
-    q_first, q_second = _turn_and_normalise(q_ptr, cos, sin, eps, offs_h, mask_h, HALF)
-    k_first, k_second = _turn_and_normalise(k_ptr, cos, sin, eps, offs_h, mask_h, HALF)
-    v = tl.load(v_ptr + offs_d, mask=mask_d, other=0)
-
-    ring = head.to(tl.int64) * W * 2 * HALF
-    if (begin <= slot) & (slot < end):
-        new = ring + slot * 2 * HALF
-        tl.store(keys_ptr + new + offs_h, k_first, mask=mask_h)
-        tl.store(keys_ptr + new + HALF + offs_h, k_second, mask=mask_h)
-        tl.store(values_ptr + new + offs_d, v, mask=mask_d)
-
-    peak, total = float("-inf"), 0.0
-    acc = tl.zeros((BLOCK_D,), dtype=tl.float32)
-    for start in range(begin, end, BLOCK_S):
-        offs_s = (start + tl.arange(0, BLOCK_S))[:, None]
-        is_new = offs_s == slot  # what is stored there may not have arrived yet
-        mask_s = (offs_s < end) & (offs_s != slot)
-        key_ptrs = keys_ptr + ring + offs_s * 2 * HALF + offs_h[None, :]
+        # what lies in the ring is asked for first, as it takes longest to come
+        offs_s = (split * BLOCK_S + tl.arange(0, BLOCK_S))[:, None]
+        is_new = offs_s == slot  # is not there yet
+        mask_s = (offs_s < seen) & (offs_s != slot)
+        ring = (head.to(tl.int64) * W + offs_s) * 2 * HALF
+        key_ptrs, value_ptrs = (
+            keys_ptr + ring + offs_h[None, :],
+            values_ptr + ring + offs_d[None, :],
+        )
         key_first = tl.load(key_ptrs, mask=mask_s & mask_h[None, :], other=0)
         key_second = tl.load(key_ptrs + HALF, mask=mask_s & mask_h[None, :], other=0)
-        value = tl.load(  # [BLOCK_S, BLOCK_D]
-            values_ptr + ring + offs_s * 2 * HALF + offs_d[None, :],
-            mask=mask_s & mask_d[None, :], other=0,
-        )  # fmt: skip
-        key_first = tl.where(is_new, k_first[None, :], key_first).to(tl.float32)
-        key_second = tl.where(is_new, k_second[None, :], key_second).to(tl.float32)
-        value = tl.where(is_new, v[None, :], value).to(tl.float32)
+        value = tl.load(value_ptrs, mask=mask_s & mask_d[None, :], other=0)  # [BLOCK_S, BLOCK_D]
 
-        products = key_first * q_first.to(tl.float32) + key_second * q_second.to(tl.float32)
+        table = position.to(tl.int64) * HALF + offs_h
+        cos = tl.load(cos_ptr + table, mask=mask_h, other=0)
+        sin = tl.load(sin_ptr + table, mask=mask_h, other=0)
+        q_ptr = qkv_ptr + head * 2 * HALF
+        k_ptr, v_ptr = q_ptr + HEADS * 2 * HALF, q_ptr + HEADS * 4 * HALF
+        q_first, q_second = _turn_and_normalise(q_ptr, cos, sin, eps, offs_h, mask_h, HALF)
+        k_first, k_second = _turn_and_normalise(k_ptr, cos, sin, eps, offs_h, mask_h, HALF)
+        v = tl.load(v_ptr + offs_d, mask=mask_d, other=0)
+
+        if slot // BLOCK_S == split:
+            new = (head.to(tl.int64) * W + slot) * 2 * HALF
+            tl.store(keys_ptr + new + offs_h, k_first, mask=mask_h)
+            tl.store(keys_ptr + new + HALF + offs_h, k_second, mask=mask_h)
+            tl.store(values_ptr + new + offs_d, v, mask=mask_d)
+
+        key_first = tl.where(is_new, k_first[None, :], key_first)
+        key_second = tl.where(is_new, k_second[None, :], key_second)
+        value = tl.where(is_new, v[None, :], value)
+        products = key_first.to(tl.float32) * q_first.to(tl.float32)
+        products += key_second.to(tl.float32) * q_second.to(tl.float32)
         score = tl.sum(products, axis=1, keep_dims=True) * scale  # [BLOCK_S, 1]
-        score = tl.where(offs_s < end, score, float("-inf"))
-        new_peak = tl.maximum(peak, tl.max(score))
-        weight, shrink = tl.exp(score - new_peak), tl.exp(peak - new_peak)
-        total = total * shrink + tl.sum(weight)
-        acc = acc * shrink + tl.sum(weight * value, axis=0)
-        peak = new_peak
+        score = tl.where(offs_s < seen, score, float("-inf"))
+        peak = tl.max(score)
+        weight = tl.exp(score - peak)
+        part = head * SPLITS + split
+        tl.store(peaks_ptr + part, peak)
+        tl.store(totals_ptr + part, tl.sum(weight))
+        found = tl.sum(weight * value.to(tl.float32), axis=0)
+        tl.store(sums_ptr + part * 2 * HALF + offs_d, found, mask=mask_d)
 
-    part = head * SPLITS + split
-    tl.store(peaks_ptr + part, peak)
-    tl.store(totals_ptr + part, total)
-    tl.store(sums_ptr + part * 2 * HALF + offs_d, acc, mask=mask_d)
-    tl.debug_barrier()  # every thread has stored before one of them takes the ticket
-    if tl.atomic_add(tickets_ptr + head, 1, sem="acq_rel") == SPLITS - 1:
-        offs_p = tl.arange(0, BLOCK_P)
-        parts, mask_p = head * SPLITS + offs_p, offs_p * SPLIT < seen
-        peaks = tl.load(peaks_ptr + parts, mask=mask_p, other=float("-inf"))
-        share = tl.exp(peaks - tl.max(peaks))
-        totals = tl.load(totals_ptr + parts, mask=mask_p, other=0)
-        sums = tl.load(  # [BLOCK_P, BLOCK_D]
-            sums_ptr + parts[:, None] * 2 * HALF + offs_d[None, :],
-            mask=mask_p[:, None] & mask_d[None, :], other=0,
-        )  # fmt: skip
-        y = tl.sum(share[:, None] * sums, axis=0) / tl.sum(share * totals)
-        tl.store(y_ptr + head * 2 * HALF + offs_d, y.to(y_ptr.dtype.element_ty), mask=mask_d)
-        tl.store(tickets_ptr + head, 0)
+        tl.debug_barrier()  # every thread has stored before one of them takes the ticket
+        ticket, splits = tl.atomic_add(tickets_ptr + head, 1, sem="acq_rel"), tl.cdiv(seen, BLOCK_S)
+        if ticket == splits - 1:
+            peak, total = float("-inf"), 0.0
+            found = tl.zeros((BLOCK_D,), dtype=tl.float32)
+            for start in range(0, splits, BLOCK_P):
+                offs_p = start + tl.arange(0, BLOCK_P)
+                mask_p, parts = offs_p < splits, head * SPLITS + offs_p
+                peaks = tl.load(peaks_ptr + parts, mask=mask_p, other=float("-inf"))
+                totals = tl.load(totals_ptr + parts, mask=mask_p, other=0)
+                sums = tl.load(  # [BLOCK_P, BLOCK_D]
+                    sums_ptr + parts[:, None] * 2 * HALF + offs_d[None, :],
+                    mask=mask_p[:, None] & mask_d[None, :], other=0,
+                )  # fmt: skip
+                highest = tl.maximum(peak, tl.max(peaks))
+                shrink, share = tl.exp(peak - highest), tl.exp(peaks - highest)
+                total = total * shrink + tl.sum(totals * share)
+                found = found * shrink + tl.sum(sums * share[:, None], axis=0)
+                peak = highest
+            y = (found / total).to(y_ptr.dtype.element_ty)
+            tl.store(y_ptr + head * 2 * HALF + offs_d, y, mask=mask_d)
+            tl.store(tickets_ptr + head, 0)
 
 
 def _decode_attention_triton(qkv, keys, values, position, cos, sin, tickets, eps):
     heads, window, width = keys.shape
-    split = BLOCK_S * triton.cdiv(window, BLOCK_S * MAX_SPLITS)
-    splits = triton.cdiv(window, split)
-    found = torch.empty(heads * splits * (width + 2), dtype=torch.float32, device=qkv.device)
-    peaks, totals, sums = found.split([heads * splits, heads * splits, heads * splits * width])
+    splits = triton.cdiv(window, BLOCK_S)
+    parts = heads * splits
+    found = torch.empty(parts * (width + 2), dtype=torch.float32, device=qkv.device)
     y = torch.empty(heads, width, dtype=qkv.dtype, device=qkv.device)
     _decode_attention_kernel[(heads, splits)](
-        qkv, keys, values, position, cos, sin, tickets, sums, totals, peaks, y,
-        window, heads, width**-0.5, eps,
+        qkv, keys, values, position, cos, sin, tickets,
+        *found.split([parts, parts, parts * width]), y, window, heads, width**-0.5, eps,
         HALF=width // 2, BLOCK_H=triton.next_power_of_2(width // 2),
-        BLOCK_D=triton.next_power_of_2(width), BLOCK_S=BLOCK_S, SPLIT=split, SPLITS=splits,
-        BLOCK_P=triton.next_power_of_2(splits), num_warps=8 if qkv.dtype == torch.float32 else 4,
+        BLOCK_D=triton.next_power_of_2(width), BLOCK_S=BLOCK_S, SPLITS=splits,
+        BLOCK_P=min(triton.next_power_of_2(splits), MAX_PARTS),
+        num_warps=8 if qkv.dtype == torch.float32 else 4,
     )  # fmt: skip
     return y
 
@@ -227,7 +234,7 @@ def _check(qkv, keys, values, position, cos, sin, tickets):
 
 
 SHAPES = ((1, 1, 2, 0), (1, 3, 10, 1), (2, 7, 66, 30), (3, 65, 16, 64), (2, 100, 64, 17),
-          (1, 200, 128, 1000), (2, 130, 8, 128))  # fmt: skip
+          (1, 200, 128, 1000), (2, 130, 8, 128), (1, 2100, 4, 2099))  # fmt: skip
 """(heads, W, d, position): rings that are empty, filling, just full and overwritten."""
 LARGE = ((6, 256, 64, 300), (16, 2048, 128, 2047), (16, 2048, 128, 77), (4, 5000, 96, 4999))
 

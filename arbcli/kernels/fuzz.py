@@ -174,6 +174,16 @@ def _decode_attention(dice: Dice, group_size: int, m: int, n: int, k: int) -> tu
     )  # fmt: skip
 
 
+def _choose_byte(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
+    symbols, place = min(k + 1, 256), dice.below(n)
+    byte, text = (dice.integers(0, 127, size, dtype=t).contiguous()
+                  for size, t in ((1, torch.int64), (n, torch.uint8)))  # fmt: skip
+    logits = (4 * dice.reals(symbols)).contiguous()
+    kept = (1 + dice.below(symbols), dice.pick((1.0, 0.9, 0.3)))
+    temperature = dice.pick((0.0, 0.5, 1.0, 2.0))
+    return byte, text, logits, dice.scalar(place), dice.key(), temperature, *kept
+
+
 def _cross_entropy(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
     return dice.reals(m, k + 1), dice.integers(0, k, m, dtype=torch.int64)
 
@@ -373,6 +383,7 @@ DRAWINGS = {
         _rotary_norm_backward, None, rounded_gradient, needs_rows=True
     ),
     "decode_attention": Drawing(_decode_attention, None, DECODE_ATTENTION.torch),
+    "choose_byte": Drawing(_choose_byte),
     "cross_entropy": Drawing(_cross_entropy, needs_rows=True),
     "cross_entropy_backward": Drawing(
         _cross_entropy_backward, None, rounded_cross_entropy, needs_rows=True

@@ -11,6 +11,7 @@ from arbcli.errors import ArbError
 from arbcli.kernels.backend import check_backend, use_backend
 from arbcli.kernels.blend_moment import BLEND_MOMENT
 from arbcli.kernels.cast_votes import CAST_SCALE_VOTES, CAST_TRIT_VOTES
+from arbcli.kernels.choose_byte import CHOOSE_BYTE
 from arbcli.kernels.compare import CaseResult, as_tuple, compare, poisoned, worst
 from arbcli.kernels.cross_entropy import CROSS_ENTROPY, CROSS_ENTROPY_BACKWARD
 from arbcli.kernels.decode_attention import DECODE_ATTENTION
@@ -43,6 +44,7 @@ KERNELS: tuple[KernelSpec, ...] = (
     ROTARY_NORM,
     ROTARY_NORM_BACKWARD,
     DECODE_ATTENTION,
+    CHOOSE_BYTE,
     CROSS_ENTROPY,
     CROSS_ENTROPY_BACKWARD,
     EMBEDDING_ROWS,
