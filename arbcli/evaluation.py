@@ -135,7 +135,7 @@ def evaluate(
     if len(text) < 2:
         raise ArbError("a text of one byte has none to predict", hint="name a longer text")
     started = time.perf_counter()
-    with deterministic(), explained_out_of_memory(), use_backend(backend):
+    with deterministic(), explained_out_of_memory("use a smaller `--batch`"), use_backend(backend):
         nats = mean_loss(
             model,
             text,

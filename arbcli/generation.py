@@ -25,6 +25,7 @@ WARM_UP_STEPS = 3
 """Steps before one is captured: kernels compile and libraries make up their minds in them."""
 FETCHED_STEPS = 16
 """Bytes that come from a GPU at once."""
+OUT_OF_MEMORY = "close what else uses the GPU, or use `--device cpu`"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -209,7 +210,7 @@ def generate(
     Raises:
         ArbError: the prompt is empty, or a GPU's memory is not enough.
     """
-    with model.held_weights(), explained_out_of_memory():
+    with explained_out_of_memory(OUT_OF_MEMORY), model.held_weights():
         decoder = Decoder(model, len(prompt) + length, sampling, backend=backend)
         decoder.read(prompt)
         yield from decoder.stream(length)
@@ -261,7 +262,7 @@ def continue_text(
         ArbError: the prompt is empty, or a GPU's memory is not enough.
     """
     made = bytearray()
-    with deterministic(), explained_out_of_memory(), model.held_weights():
+    with deterministic(), explained_out_of_memory(OUT_OF_MEMORY), model.held_weights():
         decoder = Decoder(model, len(prompt) + length, sampling, backend=backend)
         decoder.read(prompt)
         if decoder.device.type == "cuda":
