@@ -9,6 +9,7 @@ Source: E. J. Gumbel, "Statistical Theory of Extreme Values and Some Practical A
 
 import math
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -16,7 +17,7 @@ from torch import Tensor
 from arbcli.kernels._triton import tl, triton
 from arbcli.kernels.backend import uses_triton
 from arbcli.kernels.random_bits import GOLDEN, mix_reference, random_bits, random_words
-from arbcli.kernels.spec import EXACT, Case, KernelSpec
+from arbcli.kernels.spec import EXACT, Case, KernelSpec, Timing
 
 MAX_SYMBOLS = 256
 """Every byte; one program holds all logits."""
@@ -192,7 +193,17 @@ def _with_state(run):
     return with_state
 
 
+def _timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
+    byte = torch.zeros(1, 1, dtype=torch.int64, device=device)
+    text = torch.zeros(9, dtype=torch.uint8, device=device)
+    logits = torch.randn(256, device=device)
+    position, key = torch.zeros(2, dtype=torch.int32, device=device).unbind()
+    inputs = (byte, text, logits, position, key, 0.8, 40, 0.95)
+    peer = partial(_with_state(_choose_byte_torch), *inputs)
+    yield Timing("256 logits", inputs, peer=peer, peer_name="torch, step by step")
+
+
 CHOOSE_BYTE = KernelSpec(
     "choose_byte", _with_state(_choose_byte_triton), _with_state(_choose_byte_torch),
-    choose_byte_reference, _cases, EXACT,
+    choose_byte_reference, _cases, EXACT, timings=_timings,
 )  # fmt: skip

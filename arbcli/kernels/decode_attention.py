@@ -12,6 +12,7 @@ them found, in the order of the slots, so the same bits come out whoever it is.
 """
 
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -19,7 +20,7 @@ from torch.nn import functional
 
 from arbcli.kernels._triton import tl, triton
 from arbcli.kernels.backend import uses_triton
-from arbcli.kernels.spec import Case, Gate, KernelSpec
+from arbcli.kernels.spec import Case, Gate, KernelSpec, Timing
 
 BLOCK_S = 64
 """Slots of a program."""
@@ -266,6 +267,24 @@ def _with_state(run):
     return with_state
 
 
+def _timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
+    heads, window, width = 16, 2048, 128
+    real = {"device": device, "dtype": torch.bfloat16}
+    qkv = torch.randn(3, heads, width, **real)
+    keys, values = torch.randn(2, heads, window, width, **real).unbind()
+    position = torch.tensor(window - 1, dtype=torch.int32, device=device)
+    table = torch.rand(2, window, width // 2, device=device).unbind()
+    tickets = torch.zeros(heads, dtype=torch.int32, device=device)
+    attend = functional.scaled_dot_product_attention
+    yield Timing(
+        f"{heads}x{window}x{width} bf16",
+        (qkv, keys, values, position, *table, tickets, 1e-6),
+        run=_decode_attention_triton,
+        peer=partial(attend, qkv[0][None, :, None], keys[None], values[None]),
+        peer_name="torch's attention alone",
+    )
+
+
 DECODE_ATTENTION = KernelSpec(
     "decode_attention", _with_state(_decode_attention_triton),
     _with_state(_decode_attention_torch), decode_attention_reference, _cases,
@@ -275,4 +294,5 @@ DECODE_ATTENTION = KernelSpec(
         peer_slack=0.1,
         reason="float32 sums of up to 5000 values; in bf16 no worse than torch's attention by 10 %",
     ),
+    timings=_timings,
 )  # fmt: skip
