@@ -101,9 +101,12 @@ class Decoder:
 
         Raises:
             ArbError: there is no byte.
+            ValueError: the text cannot have so many.
         """
         if not prompt:
             raise ArbError("the prompt is empty", hint="give at least one byte, such as a newline")
+        if self.length + len(prompt) > len(self._text):
+            raise ValueError(f"no room for {len(prompt)} bytes after {self.length}")
         ids = torch.tensor(list(prompt), device=self.device)
         self._text[self.length : self.length + len(ids)] = ids
         if self.length:

@@ -66,6 +66,8 @@ def test_no_more_bytes_than_the_text_has_room_for(device):
     decoder.read(b"12345678")
     with pytest.raises(ValueError, match="no room for 3 bytes after 8"):
         next(decoder.stream(3))
+    with pytest.raises(ValueError, match="no room for 3 bytes after 8"):
+        decoder.read(b"abc")
 
 
 def test_empty_prompt_is_refused(device):
@@ -94,6 +96,7 @@ def test_captured_step_gives_the_bits_of_the_eager_one(sampling, weights, device
             decoder = Decoder(lm, 300, sampling, capture=capture)
             decoder.read(b"0123456789" * 5)
             texts.append(b"".join(decoder.stream(250)))
-            rings.append([ring for block in decoder.cache.blocks for ring in (block.keys,)])
+            rings += [[(block.keys, block.values) for block in decoder.cache.blocks]]
     assert texts[0] == texts[1]
-    assert all(torch.equal(a, b) for a, b in zip(*rings, strict=True))
+    for eager, captured in zip(*rings, strict=True):
+        assert all(map(torch.equal, eager, captured))
