@@ -153,6 +153,40 @@ FAULTS = [
         "the norm's weights left out", "y *= r * load_weight(weight_ptr, offs_d, D)", "y *= r",
         "gated_rms_norm",
     ),
+    # generation
+    kernel(
+        "new key not seen", "mask_s = (offs_s < seen) & (offs_s != slot)\n",
+        "mask_s = (offs_s < seen) & (offs_s != slot)\n        is_new = is_new & (offs_s < 0)\n",
+        "decode_attention",
+    ),
+    kernel(
+        "stale slots attended to", "tl.where(offs_s < seen, score", "tl.where(offs_s < W, score",
+        "decode_attention",
+    ),
+    kernel(
+        "only the first parts added up", "range(0, splits, BLOCK_P)", "range(0, BLOCK_P, BLOCK_P)",
+        "decode_attention",
+    ),
+    kernel(
+        "oldest slot kept", "slot, seen = position % W", "slot, seen = (position + 1) % W",
+        "decode_attention",
+    ),
+    kernel(
+        "tickets not given back", "tl.store(tickets_ptr + head, 0)",
+        "tl.store(tickets_ptr + head, 1)", "decode_attention",
+    ),
+    kernel(
+        "the last of equals kept", "(rival < symbol[:, None])", "(rival > symbol[:, None])",
+        "choose_byte",
+    ),
+    kernel(
+        "share of all, not of the kept", "tl.sum(tl.where(kept, tl.exp(score), 0))",
+        "tl.sum(tl.exp(score))", "choose_byte",
+    ),
+    kernel(
+        "noise without its second logarithm", "score - tl.log(-tl.log(uniform))",
+        "score - tl.log(uniform)", "choose_byte",
+    ),
     # loss
     kernel(
         "the row's last class left out", "(offs_v < V)[None, :], stride_m, stride_v)\n    target ="

@@ -241,16 +241,20 @@ class TernaryLinear(nn.Module):
         return y.view(*x.shape[:-1], -1)
 
 
-def rotary_norm(qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Turn queries and keys by their positions from 0 on, and normalise each head.
+def rotary_norm(
+    qkv: Tensor, table: tuple[Tensor, Tensor] | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Turn queries and keys by the angles of their positions, and normalise each head.
 
     Args:
         qkv: (B, T, 3, heads, d) contiguous; overwritten.
+        table: T rows of a `rotary_table`; None is its first ones, for positions from 0 on.
 
     Returns:
         Queries, keys and values, views of (B, heads, T, d).
     """
-    return _RotaryNorm.apply(qkv, *rotary_table(qkv.shape[1], qkv.shape[-1], qkv.device))
+    table = table or rotary_table(qkv.shape[1], qkv.shape[-1], qkv.device)
+    return _RotaryNorm.apply(qkv, *table)
 
 
 class TernaryEmbedding(nn.Module):
