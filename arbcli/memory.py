@@ -311,7 +311,6 @@ def predict_peak(
 def _update_bytes(config: ModelConfig, rows: int, columns: int, a: int, *, on_cpu: bool) -> int:
     """Predict the transient part of a matrix's update: the gradient, and what is made of it."""
     weights, smaller = rows * columns, min(rows, columns)
-    g = 4  # bytes of an element of the gradient
     found = 4 * rows * _divide_up(columns, config.group_size)  # slopes of the scales
     if config.direction == "factored" and not on_cpu:
         found += weights // 16  # sums of rows and columns, for every 128 weights of each
@@ -320,13 +319,11 @@ def _update_bytes(config: ModelConfig, rows: int, columns: int, a: int, *, on_cp
         chunk = min(weights, CHUNK)
         hands = max(11 * chunk, 4 * chunk + 12 * min(weights - chunk, chunk))
     if config.rule == "votes":
-        hands = 9 * weights if on_cpu else 0  # all votes are widened at once
+        hands = max(12 * chunk, (13 - a) * weights) if on_cpu else 0
     elif config.direction == "orthogonal":
-        # the gradient scaled and converted, or two iterates and two squares; then the last iterate
-        scaled = (g + a) * weights if g != a else 0
-        hands = max(scaled, 2 * a * (weights + smaller**2), a * weights + hands)
-    formed = a * weights if on_cpu and g != a else 0  # the product, converted
-    return g * weights + max(formed, found + hands)
+        # two iterates and two squares; then the last iterate
+        hands = max(2 * a * (weights + smaller**2), a * weights + hands)
+    return a * weights + found + hands
 
 
 def measure(model: "Module", *others: object) -> MeasuredState:

@@ -122,7 +122,12 @@ def compile_kernels(
 def _compile_job(name: str, target: str, group_size: int) -> CompileResult:
     assert not INTERPRETED, "this process would only interpret kernels"
     (spec,) = find_kernels([name])
-    variants, chosen = _variants(spec, group_size), TARGETS[target]
+    chosen = TARGETS[target]
+    variants = [
+        variant
+        for variant in _variants(spec, group_size)
+        if chosen.backend == "cuda" or not variant.constants.get("PTX")
+    ]
     needs, error = [(0, 0, 0)], None
     for variant in variants:
         try:

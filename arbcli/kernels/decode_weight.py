@@ -16,7 +16,7 @@ from arbcli.kernels._triton import tl, triton
 from arbcli.kernels.backend import uses_triton
 from arbcli.kernels.packing import (
     LARGEST_BYTE,
-    byte_tiles,
+    PLANE,
     check_packed,
     next_trit,
     plane_offsets,
@@ -75,9 +75,9 @@ def decode_weight_torch(
 @triton.jit
 def scale_of(exponent, fraction):
     """Build float32 scales 2**E * bf16(2**(F / 128)) from int8 digits inside a kernel."""
-    mantissa = tl.floor(tl.exp2(fraction.to(tl.float32) / 128) * 128 - 127.5).to(tl.int32)
-    bits = ((exponent.to(tl.int32) + 127) << 23) + (mantissa << 16)
-    return bits.to(tl.float32, bitcast=True)
+    power = ((fraction.to(tl.int32) << 16) + 0x3F800000).to(tl.float32, bitcast=True)  # 1 + F / 128
+    rounded = (tl.exp2(power).to(tl.int32, bitcast=True) + 0x8000) & -0x10000  # to bf16
+    return (rounded + ((exponent.to(tl.int32) - 1) << 23)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -102,34 +102,36 @@ def _decode_weight_kernel(
     packed_ptr, exponent_ptr, fraction_ptr, weight_ptr,
     N, K, row_bytes,
     stride_pn, stride_pb, stride_en, stride_eg, stride_fn, stride_fg, stride_wn, stride_wk,
-    GROUP: tl.constexpr, HAS_FRACTION: tl.constexpr, BLOCK_N: tl.constexpr,
+    GROUP: tl.constexpr, HAS_FRACTION: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    block = tl.program_id(1)
-    offs_n = (tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)[:, None]
-    offs_b = block * 32 + tl.arange(0, 32)
+    """Decode `BLOCKS` packed blocks, of 32 bytes and 160 weights each, of `BLOCK_N` rows."""
+    offs_n = (tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)[:, None, None]
+    block = (tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS))[None, :, None]
+    offs_j = tl.arange(0, 32)[None, None, :]
+    offs_b = block * 32 + offs_j
     mask_n = offs_n < N
-    rest = tl.load(  # [BLOCK_N, 32] uint8
-        packed_ptr + offs_n * stride_pn + offs_b[None, :] * stride_pb,
-        mask=mask_n & (offs_b < row_bytes)[None, :], other=0,
+    rest = tl.load(  # [BLOCK_N, BLOCKS, 32] uint8
+        packed_ptr + offs_n * stride_pn + offs_b * stride_pb,
+        mask=mask_n & (offs_b < row_bytes), other=0,
     ).to(tl.int32)  # fmt: skip
     weight_ptrs = weight_ptr + offs_n * stride_wn
-    # in a full block a plane of 32 weights lies within one group of a whole number of planes
-    by_plane = (GROUP % 32 == 0) & (K - block * 160 >= 160)
+    # in full blocks a plane of 32 weights lies within one group of a whole number of planes
+    by_plane = (GROUP % 32 == 0) & ((tl.program_id(1) + 1) * BLOCKS * 160 <= K)
     for digit in tl.static_range(5):
         trit, rest = next_trit(rest)
         if by_plane:
             first = block * 160 + digit * 32
-            scale = load_scale(  # [BLOCK_N, 1]
+            scale_of_plane = load_scale(  # [BLOCK_N, BLOCKS, 1]
                 exponent_ptr, fraction_ptr, offs_n, first // GROUP, mask_n,
                 stride_en, stride_eg, stride_fn, stride_fg, HAS_FRACTION,
             )  # fmt: skip
-            weight = (trit * scale).to(weight_ptr.dtype.element_ty)  # exact: T is -1, 0 or 1
-            k = first + tl.arange(0, 32)[None, :]
-            tl.store(weight_ptrs + k * stride_wk, weight, mask=mask_n)
+            weight = (trit * scale_of_plane).to(weight_ptr.dtype.element_ty)  # exact: T = -1, 0, 1
+            tl.store(weight_ptrs + (first + offs_j) * stride_wk, weight, mask=mask_n)
         else:
-            k = plane_offsets(offs_b, K, digit)[None, :]
+            k = plane_offsets(offs_b, K, digit)
             mask = mask_n & (k < K)
-            scale = load_scale(  # [BLOCK_N, 32]
+            scale = load_scale(  # [BLOCK_N, BLOCKS, 32]
                 exponent_ptr, fraction_ptr, offs_n, k // GROUP, mask,
                 stride_en, stride_eg, stride_fn, stride_fg, HAS_FRACTION,
             )  # fmt: skip
@@ -149,10 +151,10 @@ def _decode_weight_triton(
     weight = torch.empty(rows, in_features, dtype=dtype, device=packed.device)
     if weight.numel():
         digits = exponent if fraction is None else fraction
-        _decode_weight_kernel[byte_tiles(rows, num_bytes, 64)](
+        _decode_weight_kernel[triton.cdiv(rows, 16), triton.cdiv(num_bytes, PLANE)](
             packed, exponent, digits, weight, rows, in_features, num_bytes,
             *packed.stride(), *exponent.stride(), *digits.stride(), *weight.stride(),
-            GROUP=group_size, HAS_FRACTION=fraction is not None, BLOCK_N=64,
+            GROUP=group_size, HAS_FRACTION=fraction is not None, BLOCK_N=16, BLOCKS=1, num_warps=2,
         )  # fmt: skip
     return weight
 

@@ -15,6 +15,7 @@ from torch.nn.functional import silu
 
 from arbcli.kernels.blend_moment import moment_max
 from arbcli.kernels.cross_entropy import rounded_cross_entropy
+from arbcli.kernels.decode_attention import DECODE_ATTENTION
 from arbcli.kernels.decode_weight import OCTAVE, decode_weight_torch, num_groups
 from arbcli.kernels.packing import pack_trits_torch
 from arbcli.kernels.rms_norm import gradient_and_output
@@ -159,6 +160,28 @@ def _rotary_norm_backward(dice: Dice, group_size: int, m: int, n: int, k: int) -
     rows = [dice.reals(batch * heads * length, width) for _ in range(3)]
     grads = [grad.reshape(batch, heads, length, width) for grad in rows]
     return *grads, qkv, r, cos, sin
+
+
+def _decode_attention(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
+    heads, half, position = 1 + dice.below(4), 1 + min(k, 64), dice.below(3 * n)
+    qkv = dice.reals(3 * heads, 2 * half).contiguous().view(3, heads, 2 * half)
+    rings = (dice.reals(heads * n, 2 * half).contiguous() for _ in range(2))
+    angle = dice.reals(position + 1, half, dtype=torch.float32).contiguous()
+    tickets = torch.zeros(heads, dtype=torch.int32, device=dice.device)
+    return (
+        qkv, *(ring.view(heads, n, 2 * half) for ring in rings), dice.scalar(position),
+        angle.cos(), angle.sin(), tickets, 1e-6,
+    )  # fmt: skip
+
+
+def _choose_byte(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
+    symbols, place = min(k + 1, 256), dice.below(n)
+    byte, text = (dice.integers(0, 127, size, dtype=t).contiguous()
+                  for size, t in ((1, torch.int64), (n, torch.uint8)))  # fmt: skip
+    logits = (4 * dice.reals(symbols)).contiguous()
+    kept = (1 + dice.below(symbols), dice.pick((1.0, 0.9, 0.3)))
+    temperature = dice.pick((0.0, 0.5, 1.0, 2.0))
+    return byte, text, logits, dice.scalar(place), dice.key(), temperature, *kept
 
 
 def _cross_entropy(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
@@ -359,6 +382,8 @@ DRAWINGS = {
     "rotary_norm_backward": Drawing(
         _rotary_norm_backward, None, rounded_gradient, needs_rows=True
     ),
+    "decode_attention": Drawing(_decode_attention, None, DECODE_ATTENTION.torch),
+    "choose_byte": Drawing(_choose_byte),
     "cross_entropy": Drawing(_cross_entropy, needs_rows=True),
     "cross_entropy_backward": Drawing(
         _cross_entropy_backward, None, rounded_cross_entropy, needs_rows=True

@@ -17,15 +17,15 @@ from arbcli.kernels.backend import row_chunks, uses_triton
 from arbcli.kernels.decode_weight import check_scales, decode_weight_torch, random_packed
 from arbcli.kernels.packing import check_packed
 from arbcli.kernels.rms_norm import (
-    MAX_WIDTH,
+    dense_rows,
     gradient_and_output,
     load_rows,
-    norm_digits,
+    load_weight,
     norm_gradient,
+    norm_weight,
     rms_norm_reference,
     store_rows,
     tiling,
-    weight_at,
 )
 from arbcli.kernels.spec import Case, Gate, KernelSpec, Timing
 
@@ -88,94 +88,106 @@ def _decoded(packed, exponent, fraction, width, group_size):
 
 @triton.jit
 def _gated_rms_norm_kernel(
-    gate_ptr, up_ptr, packed_ptr, exponent_ptr, fraction_ptr, y_ptr,
+    gate_ptr, up_ptr, weight_ptr, y_ptr,
     M, D, eps,
-    stride_xm, stride_xd,
-    GROUP: tl.constexpr, HAS_FRACTION: tl.constexpr, HAS_NORM: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
+    stride_xm,
+    HAS_NORM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    offs_d = tl.arange(0, BLOCK_D)
+    offs_m = (tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M))[:, None]
     if HAS_NORM:
-        weight = weight_at(packed_ptr, exponent_ptr, fraction_ptr, offs_d, D, GROUP, HAS_FRACTION)
-    for start in range(tl.program_id(0) * BLOCK_M, M, tl.num_programs(0) * BLOCK_M):
-        offs_m = (start + tl.arange(0, BLOCK_M)).to(tl.int64)[:, None]
+        squares = tl.zeros((BLOCK_M,), dtype=tl.float32)
+        for start in range(0, D, BLOCK_D):
+            offs_d = start + tl.arange(0, BLOCK_D)
+            mask = (offs_m < M) & (offs_d < D)[None, :]
+            gate = load_rows(gate_ptr, offs_m, offs_d, mask, stride_xm)
+            product = gate * _sigmoid(gate) * load_rows(up_ptr, offs_m, offs_d, mask, stride_xm)
+            squares += tl.sum(product * product, axis=1)
+        r = tl.rsqrt(squares / D + eps)[:, None]
+    for start in range(0, D, BLOCK_D):
+        offs_d = start + tl.arange(0, BLOCK_D)
         mask = (offs_m < M) & (offs_d < D)[None, :]
-        gate = load_rows(gate_ptr, offs_m, offs_d, mask, stride_xm, stride_xd)
-        up = load_rows(up_ptr, offs_m, offs_d, mask, stride_xm, stride_xd)
-        y = gate / (1 + tl.exp(-gate)) * up
+        gate = load_rows(gate_ptr, offs_m, offs_d, mask, stride_xm)
+        y = gate * _sigmoid(gate) * load_rows(up_ptr, offs_m, offs_d, mask, stride_xm)
         if HAS_NORM:
-            y *= tl.rsqrt(tl.sum(y * y, axis=1) / D + eps)[:, None] * weight
+            y *= r * load_weight(weight_ptr, offs_d, D)
         store_rows(y_ptr, y, offs_m, offs_d, mask, D)
 
 
 @triton.jit
 def _gated_rms_norm_backward_kernel(
-    grad_y_ptr, gate_ptr, up_ptr, packed_ptr, exponent_ptr, fraction_ptr,
-    grad_gate_ptr, grad_up_ptr, y_ptr,
+    grad_y_ptr, gate_ptr, up_ptr, weight_ptr, grad_gate_ptr, grad_up_ptr, y_ptr,
     M, D, eps,
-    stride_ym, stride_yd, stride_xm, stride_xd,
-    GROUP: tl.constexpr, HAS_FRACTION: tl.constexpr, HAS_NORM: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
+    stride_ym, stride_xm,
+    HAS_NORM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    offs_d = tl.arange(0, BLOCK_D)
+    offs_m = (tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M))[:, None]
     if HAS_NORM:
-        weight = weight_at(packed_ptr, exponent_ptr, fraction_ptr, offs_d, D, GROUP, HAS_FRACTION)
-    for start in range(tl.program_id(0) * BLOCK_M, M, tl.num_programs(0) * BLOCK_M):
-        offs_m = (start + tl.arange(0, BLOCK_M)).to(tl.int64)[:, None]
+        squares = tl.zeros((BLOCK_M,), dtype=tl.float32)
+        products = tl.zeros((BLOCK_M,), dtype=tl.float32)
+        for start in range(0, D, BLOCK_D):
+            offs_d = start + tl.arange(0, BLOCK_D)
+            mask = (offs_m < M) & (offs_d < D)[None, :]
+            gate = load_rows(gate_ptr, offs_m, offs_d, mask, stride_xm)
+            y = gate * _sigmoid(gate) * load_rows(up_ptr, offs_m, offs_d, mask, stride_xm)
+            grad = load_rows(grad_y_ptr, offs_m, offs_d, mask, stride_ym)
+            squares += tl.sum(y * y, axis=1)
+            products += tl.sum(y * grad * load_weight(weight_ptr, offs_d, D), axis=1)
+        r = tl.rsqrt(squares / D + eps)
+        mean = (products * r / D)[:, None]
+        r = r[:, None]
+    for start in range(0, D, BLOCK_D):
+        offs_d = start + tl.arange(0, BLOCK_D)
         mask = (offs_m < M) & (offs_d < D)[None, :]
-        gate = load_rows(gate_ptr, offs_m, offs_d, mask, stride_xm, stride_xd)
-        up = load_rows(up_ptr, offs_m, offs_d, mask, stride_xm, stride_xd)
-        grad = load_rows(grad_y_ptr, offs_m, offs_d, mask, stride_ym, stride_yd)
-        share = 1 / (1 + tl.exp(-gate))
+        gate = load_rows(gate_ptr, offs_m, offs_d, mask, stride_xm)
+        up = load_rows(up_ptr, offs_m, offs_d, mask, stride_xm)
+        grad = load_rows(grad_y_ptr, offs_m, offs_d, mask, stride_ym)
+        share = _sigmoid(gate)
         silu = gate * share
         y = silu * up
         if HAS_NORM:
-            r = tl.rsqrt(tl.sum(y * y, axis=1) / D + eps)[:, None]
-            xhat, grad_xhat = y * r, grad * weight
-            mean = (tl.sum(xhat * grad_xhat, axis=1) / D)[:, None]
-            grad = r * (grad_xhat - xhat * mean)
-            y = xhat * weight
+            weight = load_weight(weight_ptr, offs_d, D)
+            y *= r
+            grad = r * (grad * weight - y * mean)
+            y *= weight
         store_rows(y_ptr, y, offs_m, offs_d, mask, D)
         store_rows(grad_up_ptr, grad * silu, offs_m, offs_d, mask, 2 * D)
         slope = share * (1 + gate - silu)
         store_rows(grad_gate_ptr, grad * up * slope, offs_m, offs_d, mask, 2 * D)
 
 
-def _norm_arguments(like, packed, exponent, fraction, group_size, eps):
-    """Give a kernel the norm's digits and constants, or placeholders where there is none."""
-    if packed is None:
-        return (like,) * 3, 0.0, {"GROUP": 1, "HAS_FRACTION": False, "HAS_NORM": False}
-    digits = norm_digits(packed, exponent, fraction)
-    constants = {"GROUP": group_size, "HAS_FRACTION": fraction is not None, "HAS_NORM": True}
-    return digits, eps, constants
+@triton.jit
+def _sigmoid(x):
+    return 1 / (1 + tl.exp(-x))
 
 
-def _gated_rms_norm_triton(gate_up, packed, *norm):
+def _gated_rms_norm_triton(gate_up, packed, exponent, fraction, group_size, eps):
     width = gate_up.shape[-1] // 2
     y = torch.empty(*gate_up.shape[:-1], width, dtype=gate_up.dtype, device=gate_up.device)
     if y.numel():
-        gate_up = gate_up.reshape(-1, 2 * width)
-        digits, eps, constants = _norm_arguments(gate_up, packed, *norm)
-        programs, tile = tiling(len(gate_up), width)
-        _gated_rms_norm_kernel[(programs,)](
-            gate_up, gate_up[:, width:], *digits, y, len(gate_up), width, eps, *gate_up.stride(),
-            **constants, **tile,
+        gate_up = dense_rows(gate_up)
+        has_norm = packed is not None
+        weight = norm_weight(packed, exponent, fraction, width, group_size) if has_norm else y
+        grid, tile = tiling(len(gate_up), width)
+        _gated_rms_norm_kernel[grid](
+            gate_up, gate_up[:, width:], weight, y, len(gate_up), width, eps, gate_up.stride(0),
+            HAS_NORM=has_norm, **tile,
         )  # fmt: skip
     return y
 
 
-def _gated_rms_norm_backward_triton(grad_y, gate_up, packed, *norm):
+def _gated_rms_norm_backward_triton(grad_y, gate_up, packed, exponent, fraction, group_size, eps):
     y = torch.empty(grad_y.shape, dtype=gate_up.dtype, device=gate_up.device)
     grad_gate_up = torch.empty(gate_up.shape, dtype=gate_up.dtype, device=gate_up.device)
     if y.numel():
-        width = y.shape[-1]
-        gate_up, grad_y = gate_up.reshape(-1, 2 * width), grad_y.reshape(-1, width)
-        digits, eps, constants = _norm_arguments(gate_up, packed, *norm)
-        programs, tile = tiling(len(gate_up), width)
+        width, has_norm = y.shape[-1], packed is not None
+        gate_up, grad_y = dense_rows(gate_up), dense_rows(grad_y)
+        weight = norm_weight(packed, exponent, fraction, width, group_size) if has_norm else y
+        grid, tile = tiling(len(gate_up), width)
         grads = grad_gate_up.view(-1, 2 * width)
-        _gated_rms_norm_backward_kernel[(programs,)](
-            grad_y, gate_up, gate_up[:, width:], *digits, grads, grads[:, width:], y,
-            len(gate_up), width, eps, *grad_y.stride(), *gate_up.stride(), **constants, **tile,
+        _gated_rms_norm_backward_kernel[grid](
+            grad_y, gate_up, gate_up[:, width:], weight, grads, grads[:, width:], y,
+            len(gate_up), width, eps, grad_y.stride(0), gate_up.stride(0),
+            HAS_NORM=has_norm, **tile,
         )  # fmt: skip
     return grad_gate_up, y
 
@@ -245,8 +257,8 @@ def _check(gate_up, packed, exponent, fraction, group_size):
     if gate_up.dtype not in (torch.float32, torch.bfloat16) or gate_up.dim() == 0:
         raise ValueError(f"need float32 or bfloat16 rows, got {got}")
     width, odd = divmod(gate_up.shape[-1], 2)
-    if odd or width > MAX_WIDTH:
-        raise ValueError(f"need rows of two halves of at most {MAX_WIDTH} elements, got {got}")
+    if odd:
+        raise ValueError(f"need rows of two halves, got {got}")
     if packed is None:
         return
     if packed.dim() != 2 or packed.shape[0] != 1:

@@ -1,8 +1,9 @@
 """Root-mean-square normalise rows with ternary weights: y = x * rsqrt(mean(x**2) + eps) * w.
 
-w is one packed row of frozen weights, decoded inside the kernels. Its backward, with
+w is one packed row of frozen weights, decoded before the kernels run. Its backward, with
 r = rsqrt(mean(x**2) + eps) and xhat = x * r: grad_x = r * (gy * w - xhat * mean(xhat * gy * w)).
-The backward gives y again too: who keeps x for it need not keep y for whatever y was used in.
+The backward gives y again too: who keeps x for it need not keep y for whatever y was used in. Rows
+are walked in blocks, twice, so no width is too large; the second walk finds them in the cache.
 """
 
 from collections.abc import Iterator
@@ -15,20 +16,15 @@ from torch.nn.functional import rms_norm as torch_rms_norm
 from arbcli.kernels._triton import tl, triton
 from arbcli.kernels.backend import row_chunks, uses_triton
 from arbcli.kernels.decode_weight import (
+    _decode_weight_triton,
     check_scales,
     decode_weight,
     decode_weight_reference,
     decode_weight_torch,
-    load_scale,
     random_packed,
 )
 from arbcli.kernels.packing import check_packed
 from arbcli.kernels.spec import Case, Gate, KernelSpec, Timing
-
-MAX_WIDTH = 32768
-"""Elements of a row: a program holds whole rows in its registers."""
-PROGRAMS = 1024
-"""Enough to fill a GPU of 132 cores several times over."""
 
 
 def rms_norm_reference(x: Tensor, packed, exponent, fraction, group_size, eps) -> Tensor:
@@ -86,31 +82,15 @@ def norm_gradient(grad_y: Tensor, x: Tensor, weight: Tensor, eps: float) -> tupl
 
 
 @triton.jit
-def weight_at(
-    packed_ptr, exponent_ptr, fraction_ptr, k, K, GROUP: tl.constexpr, HAS_FRACTION: tl.constexpr
-):
-    """Decode the weights `k`, in any order, of one contiguous row of K; [1, len(k)] float32."""
-    mask = k < K
-    block = k // 160
-    width = tl.minimum((K - block * 160 + 4) // 5, 32)  # bytes of the block, weights of a plane
-    j = k - block * 160
-    digit = tl.zeros_like(k)
-    for _ in tl.static_range(4):  # j // width and j % width, without a division
-        beyond = j >= width
-        digit += beyond.to(tl.int32)
-        j = tl.where(beyond, j - width, j)
-    byte = tl.load(packed_ptr + block * 32 + j, mask=mask, other=0).to(tl.int32)
-    for lower in tl.static_range(4):
-        byte = tl.where(digit > lower, byte // 3, byte)
-    scale = load_scale(exponent_ptr, fraction_ptr, 0, k // GROUP, mask, 0, 1, 0, 1, HAS_FRACTION)
-    return ((byte % 3 - 1).to(tl.float32) * scale)[None, :]
+def load_rows(ptr, offs_m, offs_d, mask, stride_m):
+    """Load a [BLOCK_M, BLOCK_D] tile as float32, 0 where masked."""
+    return tl.load(ptr + offs_m * stride_m + offs_d[None, :], mask=mask, other=0).to(tl.float32)
 
 
 @triton.jit
-def load_rows(ptr, offs_m, offs_d, mask, stride_m, stride_d):
-    """Load a [BLOCK_M, BLOCK_D] tile as float32, 0 where masked."""
-    ptrs = ptr + offs_m * stride_m + offs_d.to(tl.int64)[None, :] * stride_d
-    return tl.load(ptrs, mask=mask, other=0).to(tl.float32)
+def load_weight(ptr, offs_d, D):
+    """Load float32 weights of columns, [1, BLOCK_D]."""
+    return tl.load(ptr + offs_d, mask=offs_d < D, other=0)[None, :]
 
 
 @triton.jit
@@ -122,70 +102,82 @@ def store_rows(ptr, values, offs_m, offs_d, mask, stride_m):
 
 @triton.jit
 def _rms_norm_kernel(
-    x_ptr, packed_ptr, exponent_ptr, fraction_ptr, y_ptr,
+    x_ptr, weight_ptr, y_ptr,
     M, D, eps,
-    stride_xm, stride_xd,
-    GROUP: tl.constexpr, HAS_FRACTION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
+    stride_xm,
+    BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    offs_d = tl.arange(0, BLOCK_D)
-    weight = weight_at(packed_ptr, exponent_ptr, fraction_ptr, offs_d, D, GROUP, HAS_FRACTION)
-    for start in range(tl.program_id(0) * BLOCK_M, M, tl.num_programs(0) * BLOCK_M):
-        offs_m = (start + tl.arange(0, BLOCK_M)).to(tl.int64)[:, None]
+    offs_m = (tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M))[:, None]
+    squares = tl.zeros((BLOCK_M,), dtype=tl.float32)
+    for start in range(0, D, BLOCK_D):
+        offs_d = start + tl.arange(0, BLOCK_D)
         mask = (offs_m < M) & (offs_d < D)[None, :]
-        x = load_rows(x_ptr, offs_m, offs_d, mask, stride_xm, stride_xd)
-        r = tl.rsqrt(tl.sum(x * x, axis=1) / D + eps)[:, None]
-        store_rows(y_ptr, x * r * weight, offs_m, offs_d, mask, D)
+        x = load_rows(x_ptr, offs_m, offs_d, mask, stride_xm)
+        squares += tl.sum(x * x, axis=1)
+    r = tl.rsqrt(squares / D + eps)[:, None]
+    for start in range(0, D, BLOCK_D):
+        offs_d = start + tl.arange(0, BLOCK_D)
+        mask = (offs_m < M) & (offs_d < D)[None, :]
+        x = load_rows(x_ptr, offs_m, offs_d, mask, stride_xm)
+        store_rows(y_ptr, x * r * load_weight(weight_ptr, offs_d, D), offs_m, offs_d, mask, D)
 
 
 @triton.jit
 def _rms_norm_backward_kernel(
-    grad_y_ptr, x_ptr, packed_ptr, exponent_ptr, fraction_ptr, grad_x_ptr, y_ptr,
+    grad_y_ptr, x_ptr, weight_ptr, grad_x_ptr, y_ptr,
     M, D, eps,
-    stride_ym, stride_yd, stride_xm, stride_xd,
-    GROUP: tl.constexpr, HAS_FRACTION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
+    stride_ym, stride_xm,
+    BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    offs_d = tl.arange(0, BLOCK_D)
-    weight = weight_at(packed_ptr, exponent_ptr, fraction_ptr, offs_d, D, GROUP, HAS_FRACTION)
-    for start in range(tl.program_id(0) * BLOCK_M, M, tl.num_programs(0) * BLOCK_M):
-        offs_m = (start + tl.arange(0, BLOCK_M)).to(tl.int64)[:, None]
+    offs_m = (tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M))[:, None]
+    squares = tl.zeros((BLOCK_M,), dtype=tl.float32)
+    products = tl.zeros((BLOCK_M,), dtype=tl.float32)
+    for start in range(0, D, BLOCK_D):
+        offs_d = start + tl.arange(0, BLOCK_D)
         mask = (offs_m < M) & (offs_d < D)[None, :]
-        x = load_rows(x_ptr, offs_m, offs_d, mask, stride_xm, stride_xd)
-        grad_y = load_rows(grad_y_ptr, offs_m, offs_d, mask, stride_ym, stride_yd)
-        r = tl.rsqrt(tl.sum(x * x, axis=1) / D + eps)[:, None]
-        xhat, grad_xhat = x * r, grad_y * weight
-        mean = (tl.sum(xhat * grad_xhat, axis=1) / D)[:, None]
+        x = load_rows(x_ptr, offs_m, offs_d, mask, stride_xm)
+        grad_y = load_rows(grad_y_ptr, offs_m, offs_d, mask, stride_ym)
+        squares += tl.sum(x * x, axis=1)
+        products += tl.sum(x * grad_y * load_weight(weight_ptr, offs_d, D), axis=1)
+    r = tl.rsqrt(squares / D + eps)
+    mean = (products * r / D)[:, None]  # of xhat * gy * w
+    r = r[:, None]
+    for start in range(0, D, BLOCK_D):
+        offs_d = start + tl.arange(0, BLOCK_D)
+        mask = (offs_m < M) & (offs_d < D)[None, :]
+        weight = load_weight(weight_ptr, offs_d, D)
+        xhat = load_rows(x_ptr, offs_m, offs_d, mask, stride_xm) * r
+        grad_xhat = load_rows(grad_y_ptr, offs_m, offs_d, mask, stride_ym) * weight
         store_rows(grad_x_ptr, r * (grad_xhat - xhat * mean), offs_m, offs_d, mask, D)
         store_rows(y_ptr, xhat * weight, offs_m, offs_d, mask, D)
 
 
-def tiling(rows: int, width: int) -> tuple[int, dict[str, int]]:
-    """Choose how whole rows are shared out: programs, and rows and columns of a tile.
-
-    A program decodes its weights once and then walks down the rows.
-    """
-    block_d = triton.next_power_of_2(width)
-    block_m = max(1, 2048 // block_d)
-    num_warps = min(max(block_m * block_d // 512, 4), 32)  # 16 elements a thread
-    programs = min(triton.cdiv(rows, block_m), PROGRAMS)
-    return programs, {"BLOCK_M": block_m, "BLOCK_D": block_d, "num_warps": num_warps}
+def tiling(rows: int, width: int) -> tuple[tuple[int], dict[str, int]]:
+    """Choose the programs that share rows out, and their tiles of 8 elements a thread."""
+    block_d = min(triton.next_power_of_2(width), 1024)
+    block_m = 1024 // block_d
+    return (triton.cdiv(rows, block_m),), {"BLOCK_M": block_m, "BLOCK_D": block_d, "num_warps": 4}
 
 
-def norm_digits(packed: Tensor, exponent: Tensor, fraction: Tensor | None) -> tuple[Tensor, ...]:
-    """Give a kernel the digits of one row of weights; without fractions it reads only octaves."""
-    fraction = exponent if fraction is None else fraction
-    return packed.contiguous(), exponent.contiguous(), fraction.contiguous()
+def norm_weight(packed, exponent, fraction, width, group_size) -> Tensor:
+    """Decode the weights of a norm to (D,) float32 with the kernel."""
+    state = (packed, exponent, fraction, width, group_size)
+    return _decode_weight_triton(*state, torch.float32)[0]
+
+
+def dense_rows(x: Tensor) -> Tensor:
+    """View, or copy, (..., D) as rows whose elements lie side by side."""
+    x = x.reshape(-1, x.shape[-1])
+    return x if x.stride(1) == 1 else x.contiguous()
 
 
 def _rms_norm_triton(x, packed, exponent, fraction, group_size, eps):
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if y.numel():
-        width = x.shape[-1]
-        x = x.reshape(-1, width)
-        programs, tile = tiling(len(x), width)
-        _rms_norm_kernel[(programs,)](
-            x, *norm_digits(packed, exponent, fraction), y, len(x), width, eps, *x.stride(),
-            GROUP=group_size, HAS_FRACTION=fraction is not None, **tile,
-        )  # fmt: skip
+        x, width = dense_rows(x), x.shape[-1]
+        weight = norm_weight(packed, exponent, fraction, width, group_size)
+        grid, tile = tiling(len(x), width)
+        _rms_norm_kernel[grid](x, weight, y, len(x), width, eps, x.stride(0), **tile)
     return y
 
 
@@ -193,14 +185,12 @@ def _rms_norm_backward_triton(grad_y, x, packed, exponent, fraction, group_size,
     grad_x = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     y = torch.empty_like(grad_x)
     if y.numel():
-        width = x.shape[-1]
-        x, grad_y = x.reshape(-1, width), grad_y.reshape(-1, width)
-        programs, tile = tiling(len(x), width)
-        _rms_norm_backward_kernel[(programs,)](
-            grad_y, x, *norm_digits(packed, exponent, fraction), grad_x, y,
-            len(x), width, eps, *grad_y.stride(), *x.stride(),
-            GROUP=group_size, HAS_FRACTION=fraction is not None, **tile,
-        )  # fmt: skip
+        x, grad_y, width = dense_rows(x), dense_rows(grad_y), x.shape[-1]
+        weight = norm_weight(packed, exponent, fraction, width, group_size)
+        grid, tile = tiling(len(x), width)
+        _rms_norm_backward_kernel[grid](
+            grad_y, x, weight, grad_x, y, len(x), width, eps, grad_y.stride(0), x.stride(0), **tile
+        )
     return grad_x, y
 
 
@@ -265,8 +255,6 @@ def _check(x, packed, exponent, fraction, group_size):
         raise ValueError(f"need float32 or bfloat16 rows, got {x.dtype} of shape {tuple(x.shape)}")
     if packed.dim() != 2 or packed.shape[0] != 1:
         raise ValueError(f"need one packed row, got shape {tuple(packed.shape)}")
-    if x.shape[-1] > MAX_WIDTH:
-        raise ValueError(f"need rows of at most {MAX_WIDTH} elements, got {x.shape[-1]}")
     check_packed(packed, x.shape[-1])
     check_scales(packed, exponent, fraction, x.shape[-1], group_size)
 

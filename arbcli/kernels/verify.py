@@ -11,8 +11,10 @@ from arbcli.errors import ArbError
 from arbcli.kernels.backend import check_backend, use_backend
 from arbcli.kernels.blend_moment import BLEND_MOMENT
 from arbcli.kernels.cast_votes import CAST_SCALE_VOTES, CAST_TRIT_VOTES
+from arbcli.kernels.choose_byte import CHOOSE_BYTE
 from arbcli.kernels.compare import CaseResult, as_tuple, compare, poisoned, worst
 from arbcli.kernels.cross_entropy import CROSS_ENTROPY, CROSS_ENTROPY_BACKWARD
+from arbcli.kernels.decode_attention import DECODE_ATTENTION
 from arbcli.kernels.decode_weight import DECODE_WEIGHT
 from arbcli.kernels.fuzz import fuzz_cases, real_cases, real_reference
 from arbcli.kernels.gated_rms_norm import GATED_RMS_NORM, GATED_RMS_NORM_BACKWARD
@@ -41,6 +43,8 @@ KERNELS: tuple[KernelSpec, ...] = (
     GATED_RMS_NORM_BACKWARD,
     ROTARY_NORM,
     ROTARY_NORM_BACKWARD,
+    DECODE_ATTENTION,
+    CHOOSE_BYTE,
     CROSS_ENTROPY,
     CROSS_ENTROPY_BACKWARD,
     EMBEDDING_ROWS,

@@ -78,7 +78,7 @@ class StreamedTensor(TernaryTensor):
             self.sink(self, self.gradient(source, grad_y))
 
     def gradient(self, source: Tensor, grad_y: Tensor) -> Tensor:
-        """Form dL/dw, (N, K) float32, from what all uses saw."""
+        """Form dL/dw, (N, K) float32 or bfloat16, from what all uses saw."""
         raise NotImplementedError
 
 
@@ -86,10 +86,8 @@ class LinearWeight(StreamedTensor):
     """The weight of a `TernaryLinear`."""
 
     def gradient(self, source: Tensor, grad_y: Tensor) -> Tensor:
-        """Multiply grad_y.T by x, accumulating in float32."""
-        if source.is_cuda and source.dtype != torch.float32:
-            return torch.mm(grad_y.T, source, out_dtype=torch.float32)
-        return (grad_y.T @ source).float()
+        """Multiply grad_y.T by x, summed in float32 and rounded once to the dtype of x."""
+        return grad_y.T @ source
 
 
 class EmbeddingWeight(StreamedTensor):
@@ -243,16 +241,20 @@ class TernaryLinear(nn.Module):
         return y.view(*x.shape[:-1], -1)
 
 
-def rotary_norm(qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Turn queries and keys by their positions from 0 on, and normalise each head.
+def rotary_norm(
+    qkv: Tensor, table: tuple[Tensor, Tensor] | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Turn queries and keys by the angles of their positions, and normalise each head.
 
     Args:
         qkv: (B, T, 3, heads, d) contiguous; overwritten.
+        table: T rows of a `rotary_table`; None is its first ones, for positions from 0 on.
 
     Returns:
         Queries, keys and values, views of (B, heads, T, d).
     """
-    return _RotaryNorm.apply(qkv, *rotary_table(qkv.shape[1], qkv.shape[-1], qkv.device))
+    table = table or rotary_table(qkv.shape[1], qkv.shape[-1], qkv.device)
+    return _RotaryNorm.apply(qkv, *table)
 
 
 class TernaryEmbedding(nn.Module):

@@ -1,6 +1,9 @@
 """`ByteLM`: byte embedding, blocks of attention and gated MLP, norm, byte head."""
 
+import itertools
 import math
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -8,6 +11,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from arbcli.model import layers, twins
+from arbcli.model.cache import BlockCache, KeyValueCache
 from arbcli.model.config import VOCABULARY, ModelConfig
 from arbcli.model.layers import StreamedTensor
 from arbcli.model.ternary import TernaryTensor
@@ -41,12 +45,17 @@ class Attention(nn.Module):
         self.sub_norm = parts.norm(config.dim, config) if config.sub_norms else None
         self.output = parts.linear(config.dim, config.dim, config)
 
-    def forward(self, x: Tensor, norm: nn.Module) -> Tensor:
-        """Normalise (B, T, D) and mix every position with those before it."""
+    def forward(self, x: Tensor, norm: nn.Module, past: BlockCache | None = None) -> Tensor:
+        """Normalise (B, T, D) and mix every position with those before it, and with the past."""
         batch, length, dim = x.shape
         qkv = self.qkv(x, norm).view(batch, length, 3, self.heads, dim // self.heads)
-        q, k, v = self.rotary_norm(qkv)  # (B, heads, T, head_dim) each
-        y = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        if past is None:
+            q, k, v = self.rotary_norm(qkv)  # (B, heads, T, head_dim) each
+            y = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        elif length == 1:
+            y = past.attend_one(qkv)
+        else:
+            y = past.attend(*self.rotary_norm(qkv, past.angles))
         return self.output(y.transpose(1, 2).reshape(batch, length, dim), self.sub_norm)
 
 
@@ -76,9 +85,9 @@ class Block(nn.Module):
         self.mlp_norm = parts.norm(config.dim, config)
         self.mlp = MLP(config)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, past: BlockCache | None = None) -> Tensor:
         """Add both branches to the stream (B, T, D)."""
-        x = x + self.attention(x, self.attention_norm)
+        x = x + self.attention(x, self.attention_norm, past)
         return x + self.mlp(x, self.mlp_norm)
 
 
@@ -108,13 +117,39 @@ class ByteLM(nn.Module):
         self.norm = parts.norm(config.dim, config)
         self.head = parts.linear(VOCABULARY, config.dim, config)
 
-    def forward(self, ids: Tensor) -> Tensor:
-        """Compute (B, T, 256) logits, in `compute_dtype`, from (B, T) int64 bytes."""
+    def forward(self, ids: Tensor, cache: KeyValueCache | None = None) -> Tensor:
+        """Compute (B, T, 256) logits, in `compute_dtype`, from (B, T) int64 bytes.
+
+        With a cache B is 1: the bytes follow on those that it has seen, and are added to it.
+        """
         x = self.embedding(ids, self.compute_dtype)
-        recompute = self.recompute and torch.is_grad_enabled()
-        for block in self.blocks:
-            x = checkpoint(block, x, **RECOMPUTE) if recompute else block(x)
+        if cache is not None:
+            with cache.reading(ids.shape[1]):
+                for block, past in zip(self.blocks, cache.blocks, strict=True):
+                    x = block(x, past)
+        else:
+            recompute = self.recompute and torch.is_grad_enabled()
+            for block in self.blocks:
+                x = checkpoint(block, x, **RECOMPUTE) if recompute else block(x)
         return self.head(x, self.norm)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are."""
+        return next(itertools.chain(self.buffers(), self.parameters())).device
+
+    def new_cache(self, positions: int) -> KeyValueCache:
+        """Make a cache for a text of at most `positions` bytes; no gradient passes through it."""
+        return KeyValueCache(self.config, positions, self.compute_dtype, self.device)
+
+    @contextmanager
+    def held_weights(self) -> Iterator[None]:
+        """Cast the weights of a float twin once, not in every forward; packed ones stay packed."""
+        with ExitStack() as stack:
+            for weight in self.weights().values():
+                if isinstance(weight, FloatWeight):
+                    stack.enter_context(weight.held(self.compute_dtype))
+            yield
 
     def loss(self, ids: Tensor, targets: Tensor) -> Tensor:
         """Average the cross-entropy, in nats a byte, over (B, T) int64 inputs and targets."""

@@ -1,5 +1,8 @@
 """The same layers with float weights, to compare with: plain, or ternary by straight-through."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -19,6 +22,7 @@ class FloatWeight(nn.Module):
         super().__init__()
         self.straight_through = config.weights == "ste"
         self.latent = nn.Parameter(torch.empty(out_features, in_features))
+        self._held: Tensor | None = None
 
     @torch.no_grad()
     def initialise(self, std: float, seed: int, index: int) -> None:
@@ -27,13 +31,25 @@ class FloatWeight(nn.Module):
         self.latent.copy_(torch.randn(self.latent.shape, generator=generator) * std)
 
     def weight(self, dtype: torch.dtype) -> Tensor:
-        """Make what the forward multiplies by: (N, K) of `dtype`."""
+        """Make what the forward multiplies by: (N, K) of `dtype`; or give what is held of it."""
+        if self._held is not None and self._held.dtype == dtype:
+            return self._held
         weight = self.latent
         if self.straight_through:
             scale = weight.detach().abs().mean()
             ternary = (weight.detach() / scale).round().clamp(-1, 1) * scale
             weight = weight + (ternary - weight.detach())
         return weight.to(dtype)
+
+    @contextmanager
+    def held(self, dtype: torch.dtype) -> Iterator[None]:
+        """Make the weight once for many forwards; meanwhile it must not be trained."""
+        with torch.no_grad():
+            self._held = self.weight(dtype)
+        try:
+            yield
+        finally:
+            self._held = None
 
 
 class FloatLinear(nn.Module):
@@ -93,7 +109,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class FloatRotaryNorm(nn.Module):
-    """Turn queries and keys by their positions from 0 on, and normalise each head.
+    """Turn queries and keys by the angles of their positions, and normalise each head.
 
     The table is a buffer, so that a compiler reads it and does not trace how it was made.
     """
@@ -104,10 +120,15 @@ class FloatRotaryNorm(nn.Module):
         for name, part in zip(("cos", "sin"), table, strict=True):
             self.register_buffer(name, part, persistent=False)
 
-    def forward(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Turn (B, T, 3, heads, d) into queries, keys and values, (B, heads, T, d) each."""
+    def forward(
+        self, qkv: Tensor, table: tuple[Tensor, Tensor] | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Turn (B, T, 3, heads, d) into queries, keys and values, (B, heads, T, d) each.
+
+        `table` is T rows of a `rotary_table`; None is its first ones, for positions from 0 on.
+        """
         q, k, v = qkv.permute(2, 0, 3, 1, 4)
-        cos, sin = self.cos[: q.shape[-2]], self.sin[: q.shape[-2]]
+        cos, sin = table or (self.cos[: q.shape[-2]], self.sin[: q.shape[-2]])
         q, k = (
             functional.rms_norm(rotate(t, cos, sin), t.shape[-1:], eps=NORM_EPS).to(qkv.dtype)
             for t in (q, k)

@@ -123,6 +123,8 @@ OPTIONS = {
     "train": "accum backend batch compute ctx data device dim direction eval-every ffn heads json"
     " layers lr minutes no-sub-norms optimizer out plot preset quiet recompute resume rule"
     " save-every seed steps sub-norms tscale-type val warmup weights",
+    "generate": "backend bytes checkpoint device json length prompt seed temperature top-k top-p",
+    "evaluate": "backend batch checkpoint data device json stride",
     "count-params": "ctx dim direction ffn heads json layers preset rule tscale-type",
     "audit-memory": "accum backend batch budget ctx device dim direction ffn heads json layers"
     " preset recompute rule seed snapshot steps tscale-type what-if",
