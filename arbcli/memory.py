@@ -310,8 +310,8 @@ def _update_bytes(config: ModelConfig, rows: int, columns: int, a: int, *, on_cp
         # gradient, direction, the same scaled, in int32: 4 bytes each; then the last with the
         # gradient and what steps a chunk, beside what is left of the chunk before
         stages = [16 * weights, 8 * weights + (26 if chunk == weights else 30) * chunk]
-    if config.direction == "orthogonal":  # gradient, the same scaled, two iterates, two squares
-        stages.append((8 + 2 * a) * weights + 2 * a * smaller**2)
+    if config.direction == "orthogonal":  # gradient, the same scaled, two iterates, a polynomial
+        stages.append((8 + 2 * a) * weights + a * smaller**2)
     return slope + max(stages)
 
 

@@ -131,6 +131,31 @@ FAULTS = [
         "0.9 * _decode(whole, fraction) + 0.1 * value", "average_statistic",
         "factored_statistics",
     ),
+    # symmetric products
+    kernel(
+        "tile stored below the diagonal only", "y_desc.store([matrix, n, m], y.T",
+        "y_desc.store([matrix, m, n], y", "gram", "newton_schulz",
+    ),
+    kernel(
+        "tile above the diagonal not transposed", "[matrix, n, m], y.T", "[matrix, n, m], y",
+        "gram", "newton_schulz",
+    ),
+    kernel(
+        "odd triangles folded like even ones", "r - T % 2)", "r)", "gram", "newton_schulz",
+    ),
+    kernel(
+        "sums of other programs left out", 'acc += tl.load(part_ptrs, cache_modifier=".cg")',
+        "acc += 0.0", "gram", "newton_schulz",
+    ),
+    kernel(
+        "identity added to every tile",
+        "if row == column:\n                    acc", "if row >= column:\n                    acc",
+        "gram_polynomial", "newton_schulz",
+    ),
+    kernel(
+        "addend always of the first of a stack", "addend_desc.load([matrix, m, n])",
+        "addend_desc.load([0, m, n])", "gram_polynomial", "newton_schulz",
+    ),
     kernel(
         "next group's weights counted where a tile is wider than a group",
         "(n < N) & (k < K) & (inner < GROUP)", "(n < N) & (k < K)", "scale_slope",

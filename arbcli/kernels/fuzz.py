@@ -13,6 +13,7 @@ from torch.nn.functional import rms_norm as torch_rms_norm
 
 from arbcli.kernels.blend_moment import moment_max
 from arbcli.kernels.decode_weight import OCTAVE, decode_weight_torch, num_groups
+from arbcli.kernels.newton_schulz import GRAM, GRAM_POLYNOMIAL
 from arbcli.kernels.packing import pack_trits_torch
 from arbcli.kernels.spec import Case, KernelSpec
 from arbcli.kernels.ternary_matmul import TERNARY_MATMUL, TERNARY_MATMUL_GRAD_X
@@ -148,6 +149,18 @@ def _average_statistic(dice: Dice, group_size: int, m: int, n: int, k: int) -> t
     return dice.view(digits), dice.view(value), dice.key(), dice.scalar(not dice.chance(0.1))
 
 
+def _gram(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
+    stack = (1 + dice.below(3),) if dice.chance(0.3) else ()
+    return (dice.reals(*stack, min(n, k), max(n, k)),)
+
+
+def _gram_polynomial(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
+    (x,) = _gram(dice, group_size, m, n, k)
+    x = x.float() / max(n, k) ** 0.5
+    a = x @ x.mT
+    return dice.view(((a + a.mT) / 4).to(dice.dtype)), 3.4445, -4.775, 2.0315
+
+
 def _scale_slope(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
     return dice.reals(n, k), dice.packed(n, k), *dice.scales(n, k, group_size), group_size
 
@@ -275,6 +288,8 @@ DRAWINGS = {
     "embedding_grad": Drawing(_embedding_grad, _embedding_grad_in_float64, needs_rows=True),
     "mean_squares": Drawing(_mean_squares),
     "average_statistic": Drawing(_average_statistic),
+    "gram": Drawing(_gram, None, GRAM.torch),
+    "gram_polynomial": Drawing(_gram_polynomial, None, GRAM_POLYNOMIAL.torch),
     "scale_slope": Drawing(_scale_slope, _slope_in_float64),
     "step_scales": Drawing(_step_scales),
     "blend_moment": Drawing(_blend_moment),

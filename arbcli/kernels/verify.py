@@ -15,6 +15,7 @@ from arbcli.kernels.compare import CaseResult, as_tuple, compare, poisoned, wors
 from arbcli.kernels.decode_weight import DECODE_WEIGHT
 from arbcli.kernels.factored_statistics import AVERAGE_STATISTIC, MEAN_SQUARES
 from arbcli.kernels.fuzz import fuzz_cases, real_cases, real_reference
+from arbcli.kernels.newton_schulz import GRAM, GRAM_POLYNOMIAL
 from arbcli.kernels.packing import PACK_TRITS, UNPACK_TRITS
 from arbcli.kernels.rms_norm import RMS_NORM, RMS_NORM_GRAD_X
 from arbcli.kernels.scale_slope import SCALE_SLOPE
@@ -37,6 +38,8 @@ KERNELS: tuple[KernelSpec, ...] = (
     EMBEDDING_GRAD,
     MEAN_SQUARES,
     AVERAGE_STATISTIC,
+    GRAM,
+    GRAM_POLYNOMIAL,
     SCALE_SLOPE,
     STEP_SCALES,
     BLEND_MOMENT,
