@@ -214,6 +214,7 @@ def predict_step(config: TrainConfig) -> PeakReport:
         batch=config.batch,
         compute_bytes=COMPUTE[config.compute].itemsize,
         device=torch.device(config.device).type,
+        recompute=config.recompute,
     )
 
 

@@ -10,6 +10,8 @@ import typer
 from arbcli import __version__
 from arbcli.commands.audit_memory import audit_memory
 from arbcli.commands.count_params import count_params
+from arbcli.commands.evaluate import evaluate
+from arbcli.commands.generate import generate
 from arbcli.commands.probe_loss import probe_loss
 from arbcli.commands.train import train
 from arbcli.commands.verify_kernels import verify_kernels
@@ -24,7 +26,9 @@ app = typer.Typer(
     epilog="Exit codes: 0 done, 1 a check failed, 2 could not run, 130 or 143 stopped by a signal"
     " with the state saved.",
 )
-for command in (train, audit_memory, verify_kernels, count_params, probe_loss):
+for command in (
+    train, generate, evaluate, audit_memory, verify_kernels, count_params, probe_loss
+):  # fmt: skip
     app.command()(command)
 
 

@@ -250,7 +250,7 @@ def open_texts(
     """
     if data:
         files = _find_files(data)
-        name = data[0] if len(data) == 1 else f"{data[0]} and {len(data) - 1} more"
+        name = _name(data)
     else:
         files = _find_standard_library()
         name = f"standard library source of Python {sys.version_info[0]}.{sys.version_info[1]}"
@@ -269,8 +269,28 @@ def open_texts(
                 f" and this one has {len(text):,}",
                 hint="choose a smaller `--ctx`, or name more text with `--data` and `--val`",
             )
-    plural = "" if len(files) == 1 else "s"
-    return Texts(*texts, f"{name} ({len(files):,} file{plural})")
+    return Texts(*texts, _describe(name, len(files)))
+
+
+def open_text(entries: Sequence[str]) -> tuple[Text, str]:
+    """Find the files that `entries` name, as `open_texts` does, and read them as one text.
+
+    Returns:
+        The text, and a few words for people.
+
+    Raises:
+        ArbError: an entry names nothing, or what cannot be read.
+    """
+    files = _find_files(entries)
+    return Text(files), _describe(_name(entries), len(files))
+
+
+def _name(entries: Sequence[str]) -> str:
+    return entries[0] if len(entries) == 1 else f"{entries[0]} and {len(entries) - 1} more"
+
+
+def _describe(name: str, num_files: int) -> str:
+    return f"{name} ({num_files:,} file{'' if num_files == 1 else 's'})"
 
 
 def _split_files(files: list[Path], seed: int) -> tuple[list[Path], list[Path]]:

@@ -71,16 +71,15 @@ def deterministic() -> Iterator[None]:
 
 
 @contextmanager
-def explained_out_of_memory() -> Iterator[None]:
+def explained_out_of_memory(
+    hint: str = "use a smaller `--batch`, `--ctx` or `--preset`; `arb audit-memory --budget`"
+    " predicts the need",
+) -> Iterator[None]:
     """Turn the allocator's complaint into an error that says what to do."""
     try:
         yield
     except torch.OutOfMemoryError as error:
-        raise ArbError(
-            "the GPU's memory is not enough for this model and batch",
-            hint="use a smaller `--batch`, `--ctx` or `--preset`; `arb audit-memory --budget`"
-            " predicts the need",
-        ) from error
+        raise ArbError("the GPU's memory is not enough for this model", hint=hint) from error
 
 
 def peak_bytes(device: torch.device) -> int:

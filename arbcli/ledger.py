@@ -16,6 +16,7 @@ from arbcli.checkpoint import read_json, write_json
 from arbcli.errors import ArbError
 from arbcli.kernels.compare import worst
 from arbcli.kernels.compile_ahead import PARKED_BYTES, CompileResult
+from arbcli.kernels.timing import Roofline, TimingReport
 from arbcli.kernels.verify import METHODS, KernelResult
 from arbcli.parity import CHECKS, ParityResult
 
@@ -54,6 +55,8 @@ class Ledger:
     passed: bool
     changes: tuple[str, ...] = ()
     """Since the ledger that this one was compared with."""
+    timing: TimingReport | None = None
+    """None unless it was asked for."""
 
 
 def new_ledger(
@@ -64,6 +67,7 @@ def new_ledger(
     compiled: tuple[CompileResult, ...],
     not_verified: Iterable[str],
     seconds: float,
+    timing: TimingReport | None = None,
 ) -> Ledger:
     """Gather what was found, on what, and what follows from it."""
     failures = (
@@ -86,6 +90,7 @@ def new_ledger(
         not_verified=tuple(not_verified),
         seconds=round(seconds, 1),
         passed=not failures,
+        timing=timing,
     )
 
 
@@ -244,6 +249,8 @@ def compare_ledgers(old: dict[str, Any], ledger: Ledger) -> tuple[str, ...]:
             title = " ".join(str(word) for word in key if word is not None)
             before, after = (side.get(key) for side in rows)
             lines += [f"{title}: {change}" for change in _changes(before, after)]
+    if old.get("timing") and new["timing"]:
+        lines += _speed_changes(old["timing"]["timings"], new["timing"]["timings"])
     return tuple(lines)
 
 
@@ -267,6 +274,15 @@ def _changes(before: dict[str, Any] | None, after: dict[str, Any] | None) -> Ite
     old, new = (side.get("relative_error") or 0.0 for side in (before, after))
     if max(old, new) > 4 * min(old, new) and max(old, new) > 1e-6:
         yield f"relative error {number(old)} -> {number(new)}"
+
+
+def _speed_changes(before: Iterable[dict], after: Iterable[dict]) -> Iterable[str]:
+    """Say which kernels are faster or slower by more than a tenth."""
+    old = {(result["kernel"], result["shape"]): result["us"] for result in before}
+    for result in after:
+        us = old.get((result["kernel"], result["shape"]), result["us"])
+        if max(us, result["us"]) > 1.1 * min(us, result["us"]):
+            yield f"{result['kernel']} {result['shape']}: {us:.1f} us -> {result['us']:.1f} us"
 
 
 def ledger_page(ledger: Ledger) -> str:
@@ -293,6 +309,10 @@ def ledger_page(ledger: Ledger) -> str:
     lines += _notes(CHECKS, ledger.parity, "check")
     columns = ["kernel", "target", "variants", "registers", "spilled bytes", "shared bytes", ""]
     lines += _section("Compiled ahead, not run", columns, _compile_rows(ledger))
+    if ledger.timing:
+        lines += _section("Speed", SPEED_COLUMNS, speed_rows(ledger.timing))
+        notes = {"measured": roofline_text(ledger.timing.roofline)} | SPEED_NOTES
+        lines += [f"- {key}: {text}" for key, text in notes.items()]
     if ledger.changes:
         lines += ["", "## Changed", "", *(f"- {change}" for change in ledger.changes)]
     lines += ["", "## Ruled out", "", *(f"- {item}" for item in ledger.ruled_out)]
@@ -318,6 +338,34 @@ def _compile_rows(ledger: Ledger) -> Iterable[list[str]]:
     for r in ledger.compiled:
         figures = (r.variants, r.registers, r.spill_bytes, r.shared_bytes)
         yield [r.kernel, r.target, *map(str, figures), verdict([r])]
+
+
+SPEED_COLUMNS = ["kernel", "shape", "us", "peer", "peer us", "speedup", "roofline", "bound"]
+SPEED_NOTES = {
+    "us": "medians of replays of a CUDA graph, from a cold L2 cache, in turns with the peer",
+    "speedup": "the peer's time over the kernel's, in the median turn",
+    "roofline": "the least time that the copy (of inputs read once and results written once) and"
+    " the product allow, over the time taken; a few us are mostly the empty call, and results that"
+    " stay in the cache can take less",
+}
+
+
+def speed_rows(timing: TimingReport) -> Iterable[list[str]]:
+    """Lay out a row for each `SPEED_COLUMNS`, and one for each kernel that was not timed."""
+    for r in timing.timings:
+        beside = [r.peer, f"{r.peer_us:.1f}", f"{r.ratio:.2f}"] if r.peer else [""] * 3
+        yield [r.kernel, r.shape, f"{r.us:.1f}", *beside, f"{r.share:.0%}", r.bound]
+    for kernel, reason in timing.not_timed.items():
+        yield [kernel, f"not timed: {reason}", *[""] * 6]
+
+
+def roofline_text(roofline: Roofline) -> str:
+    """Write in one line what the machine did in this run."""
+    return (
+        f"copy {roofline.bytes_per_second / 1e12:.2f} TB/s,"
+        f" bf16 product {roofline.flops_per_second / 1e12:.0f} TFLOP/s,"
+        f" empty call {roofline.launch_us:.1f} us"
+    )
 
 
 def _worst_figures(group: list[Any]) -> list[str]:

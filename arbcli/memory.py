@@ -38,7 +38,9 @@ LARGEST_COUNTER = 2**14
 """An integer tensor that is no buffer counts as state only if it takes more bytes than this."""
 CUBLAS_BYTES = 2 * 2**25
 """Workspaces that cuBLAS keeps once it has run, one for each thread: forward and backward."""
-CHUNK = 2**17
+PARTS_BYTES = 132 * 128 * 128 * 4
+"""Sums that the programs of a symmetric product hand each other: a tile each, on an H200."""
+CHUNK = 2**18
 """Elements that the torch backend steps at once."""
 
 
@@ -237,18 +239,21 @@ def _divide_up(number: int, size: int) -> int:
 
 
 def predict_peak(
-    config: ModelConfig, *, batch: int, compute_bytes: int = 2, device: str = "cuda"
+    config: ModelConfig,
+    *,
+    batch: int,
+    compute_bytes: int = 2,
+    device: str = "cuda",
+    recompute: bool = False,
 ) -> PeakReport:
     """Predict the most memory that a training step holds at once.
 
     With M tokens, D, F and H the width, the MLP's width and the heads, and a bytes an activation,
     a block saves for its backward, a token:
 
-        a D: inputs of both norms and of both first projections (4), query-key-value (3),
-             normalised queries and keys (2), what was attended to and its copy in the order of
-             the stream (2), the output projection's input if a sub-norm makes it (1)
-        a F: gate and up (2), silu(gate) (1), its product with up (1), the same normalised (1)
-        8 D + 12 H: rotated queries and keys, two norms of each head, log-sum-exp, in float32
+        a D: inputs of both branches (2), queries, keys and values (3), what was attended to (1)
+        a F: gate and up (2)
+        12 H: what queries and keys were divided by, and the log-sum-exp, in float32
 
     The peak is in the backward of the last block, while all the others still keep theirs, or in
     that of the loss: see the comments beside each candidate.
@@ -258,33 +263,40 @@ def predict_peak(
         batch: windows of a micro-batch.
         compute_bytes: a, of an activation: 2 or 4.
         device: `cuda` or `cpu`.
+        recompute: whether only the blocks' inputs are kept, and one block's inside at a time.
     """
     tokens, a, dim, ffn = batch * config.ctx, compute_bytes, config.dim, config.ffn
-    on_cpu, sub_norm = device == "cpu", int(config.sub_norms)
-    mlp = a * ffn * (4 + sub_norm)
-    block = a * dim * (11 + sub_norm) + mlp + 8 * dim + 12 * config.heads
+    on_cpu = device == "cpu"
+    in_loss = in_gate = 0
+    if on_cpu:  # what the torch backend has in hand, in float32
+        in_loss = 8 * min(CHUNK, tokens * VOCABULARY)
+        in_gate = (16 if config.sub_norms else 10) * min(CHUNK, 2 * tokens * ffn)
+    block = a * (6 * dim + 2 * ffn) + 12 * config.heads
+    saved = config.layers * (a * dim if recompute else block)
+    again = block - a * dim if recompute else 0  # the inside of the block that is in its backward
 
     def update(rows: int, columns: int) -> int:
         return _update_bytes(config, rows, columns, a, on_cpu=on_cpu)
 
     candidates = {
-        # last norm's input and output; log-probabilities and two gradients of theirs, in float32
-        "loss": tokens * (2 * a * dim + 12 * VOCABULARY),
-        # gradients of the logits and of the head's input instead
+        # last block's output, logits and their gradient
+        "loss": tokens * a * (dim + 2 * VOCABULARY) + in_loss,
+        # last block's output and its gradient, it normalised, gradient of the logits
         "head": tokens * a * (3 * dim + VOCABULARY) + update(VOCABULARY, dim),
-        # gradients of the stream and of the projection's input
-        "mlp.output": tokens * a * (dim + ffn) + update(dim, ffn),
-        # the rest of the MLP is gone; gradients of the stream, of the output and of the input
-        "mlp.gate_up": tokens * (2 * a * (dim + ffn) - mlp) + update(2 * ffn, dim),
-        # only the input of the block is left, as it is and normalised
-        "attention.qkv": tokens * (7 * a * dim - block) + update(3 * dim, dim),
+        # gradient of the stream; gradients on both sides of the gate, and its result
+        "mlp.sub_norm": tokens * (again + a * (dim + 4 * ffn)) + in_gate,
+        # the same without the gradient of that result
+        "mlp.output": tokens * (again + a * (dim + 3 * ffn)) + update(dim, ffn),
+        # gate and up are gone; gradients of the stream, of them and of the input; it normalised
+        "mlp.gate_up": tokens * (again + 3 * a * dim) + update(2 * ffn, dim),
+        # only the input of the block is left, and normalised; gradients of the stream, of queries,
+        # keys and values, and of the input
+        "attention.qkv": tokens * (again + a * 7 * dim - block) + update(3 * dim, dim),
     }
-    if on_cpu and config.sub_norms:  # which takes three float32 copies, and one of a bf16 input
-        candidates["mlp.sub_norm"] = tokens * (a * dim + (12 if a == 4 else 16) * ffn)
     at = max(candidates, key=candidates.__getitem__)
     parts = {
         "state_bytes": predict(config).total.state_bytes,
-        "saved_bytes": tokens * (config.layers * block + 16),  # and two int64 a token
+        "saved_bytes": tokens * (saved + 16),  # and two int64 a token
         "transient_bytes": candidates[at],
         "constant_bytes": 4 * config.ctx * config.head_dim + (0 if on_cpu else CUBLAS_BYTES),
     }
@@ -299,20 +311,26 @@ def predict_peak(
 
 
 def _update_bytes(config: ModelConfig, rows: int, columns: int, a: int, *, on_cpu: bool) -> int:
-    """Predict the transient part of a matrix's update: gradient, direction, fixed point."""
+    """Predict the transient part of a matrix's update: the gradient, and what is made of it."""
     weights, smaller = rows * columns, min(rows, columns)
-    slope = 4 * rows * _divide_up(columns, config.group_size)
-    chunk = min(weights, CHUNK) if on_cpu else 0  # what the torch backend has in hand
+    g = 4  # bytes of an element of the gradient
+    found = 4 * rows * _divide_up(columns, config.group_size)  # slopes of the scales
+    if config.direction == "factored" and not on_cpu:
+        found += weights // 16  # sums of rows and columns, for every 128 weights of each
+    hands = 0
+    if on_cpu:  # what the torch backend makes of a chunk, and what is left of it beside the next
+        chunk = min(weights, CHUNK)
+        hands = max(11 * chunk, 4 * chunk + 12 * min(weights - chunk, chunk))
     if config.rule == "votes":
-        # gradient and sign in float32; then the scales' slope, or the votes widened
-        stages = [8 * weights + 13 * chunk, (13 if on_cpu else 8) * weights]
-    else:
-        # gradient, direction, the same scaled, in int32: 4 bytes each; then the last with the
-        # gradient and what steps a chunk, beside what is left of the chunk before
-        stages = [16 * weights, 8 * weights + (26 if chunk == weights else 30) * chunk]
-    if config.direction == "orthogonal":  # gradient, the same scaled, two iterates, a polynomial
-        stages.append((8 + 2 * a) * weights + a * smaller**2)
-    return slope + max(stages)
+        hands = 9 * weights if on_cpu else 0  # all votes are widened at once
+    elif config.direction == "orthogonal":
+        # the gradient scaled and, by a CPU, converted; an iterate, two squares and what programs
+        # hand each other, or two iterates and a square; then the last iterate
+        scaled = (g + a) * weights if on_cpu and g != a else a * weights
+        squares = a * (weights + 2 * smaller**2) + (0 if on_cpu else PARTS_BYTES)
+        hands = max(scaled, squares, a * (2 * weights + smaller**2), a * weights + hands)
+    formed = a * weights if on_cpu and g != a else 0  # the product, converted
+    return g * weights + max(formed, found + hands)
 
 
 def measure(model: "Module", *others: object) -> MeasuredState:

@@ -1,7 +1,9 @@
 """All printing. Data goes to stdout, everything said to a person goes to stderr."""
 
+import codecs
 import dataclasses
 import json
+import sys
 from typing import Any
 
 from rich.console import Console, RenderableType
@@ -24,6 +26,33 @@ def emit(report: object, shown: RenderableType, *, as_json: bool) -> None:
 def emit_json(value: dict[str, Any]) -> None:
     """Print one JSON object on a line of its own, at once."""
     print(json.dumps(value, allow_nan=False), flush=True)
+
+
+def write_bytes(data: bytes) -> None:
+    """Write bytes to stdout as they are, at once."""
+    sys.stdout.buffer.write(data)
+    sys.stdout.buffer.flush()
+
+
+class TextWriter:
+    """Writes text to stdout as its bytes come: whole characters, and U+FFFD for what is none."""
+
+    def __init__(self) -> None:
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+
+    def __enter__(self) -> "TextWriter":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Show a character that was cut off."""
+        self._print(self._decoder.decode(b"", final=True))
+
+    def write(self, data: bytes) -> None:
+        """Write the characters that are complete, at once."""
+        self._print(self._decoder.decode(data))
+
+    def _print(self, text: str) -> None:
+        write_bytes(text.encode())
 
 
 def note(message: str) -> None:
@@ -67,7 +96,8 @@ def table(title: str, columns: list[str], rows: list[list[str]], *, left: int = 
     """Lay out a table; all columns but the first `left` are aligned to the right."""
     result = Table(title=Text(title), title_justify="left")
     for index, column in enumerate(columns):
-        result.add_column(Text(column), justify="left" if index < left else "right")
+        justify = "left" if index < left else "right"
+        result.add_column(Text(column), justify=justify, overflow="fold")
     for row in rows:
         result.add_row(*(Text(cell) for cell in row))
     return result

@@ -14,11 +14,12 @@ from arbcli.device import deterministic
 from arbcli.kernels.backend import use_backend
 from arbcli.kernels.cast_votes import cast_scale_votes_reference, cast_trit_votes_reference
 from arbcli.kernels.compare import errors, poisoned
-from arbcli.kernels.scale_slope import scale_slope_reference
+from arbcli.kernels.gradient_statistics import gradient_statistics_reference
 from arbcli.kernels.spec import EXACT, Gate
 from arbcli.kernels.workers import Workers
 from arbcli.model.config import DIRECTIONS, PRESETS, RULES, VOCABULARY, ModelConfig
-from arbcli.model.lm import ByteLM, rotary_table, rotate
+from arbcli.model.layers import rotary_table
+from arbcli.model.lm import ByteLM
 from arbcli.model.reference import (
     reference_direction,
     reference_layers,
@@ -30,6 +31,7 @@ from arbcli.model.reference import (
     state_values,
 )
 from arbcli.model.ternary import TernaryTensor
+from arbcli.model.twins import rotate
 from arbcli.model.update import Updater
 
 CHECKS = {
@@ -374,8 +376,8 @@ def _rounded(subject: Subject, item: str, got: Tensor, wanted: Tensor) -> Parity
 def _votes(subject: Subject) -> Iterator[ParityResult]:
     tensor, (grad, _) = _tensor(subject)
     ok = torch.ones((), dtype=torch.int32)
-    slope = scale_slope_reference(
-        grad.sign(), tensor.trits, tensor.exponent, None, tensor.group_size
+    slope, *_ = gradient_statistics_reference(
+        grad, tensor.trits, tensor.exponent, None, tensor.group_size, factored=False, signs=True
     )
     wanted = (
         *cast_trit_votes_reference(tensor.trits, tensor.votes, grad, ok)[:2],

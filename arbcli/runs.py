@@ -7,7 +7,7 @@ import os
 import platform
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,8 +38,7 @@ from arbcli.device import (
     resolve_device,
 )
 from arbcli.errors import ArbError
-from arbcli.generation import generate
-from arbcli.kernels.backend import use_backend
+from arbcli.generation import Sampling, generate
 from arbcli.model.config import RULES, ModelConfig
 from arbcli.model.config import preset as model_preset
 from arbcli.model.lm import ByteLM
@@ -376,9 +375,10 @@ class _Loop:
             self._record(self._evaluate() if evaluating else None)
 
     def _sample(self) -> str:
-        with use_backend(self.config.backend):
-            text = generate(self.trainer.model, PROMPT, SAMPLE_BYTES, seed=self.config.seed)
-            return bytes(text).decode("utf-8", errors="replace")
+        model, config = self.trainer.model, self.config
+        sampling = Sampling(seed=config.seed)
+        text = generate(model, PROMPT, SAMPLE_BYTES, sampling, backend=config.backend)
+        return b"".join(text).decode(errors="replace")
 
     @contextmanager
     def _not_timed(self) -> Iterator[None]:
@@ -477,8 +477,23 @@ def load(path: Path | str, *, device: str | None = None) -> ByteLM:
     Raises:
         ArbError: there is no checkpoint, or it is damaged.
     """
-    path, place = Path(path), resolve_device(device)
-    checkpoint = latest_checkpoint(path, lambda _: None) if path.is_dir() else load_checkpoint(path)
+    return load_named(Path(path), resolve_device(device), lambda _: None)[0]
+
+
+def load_named(path: Path, place: torch.device, note: Callable[[str], None]) -> tuple[ByteLM, str]:
+    """Load a trained model, and find out which checkpoint that is.
+
+    Args:
+        path: a run directory, whose newest intact checkpoint is taken, or a checkpoint.
+        place: where to put it.
+        note: is told of each checkpoint that is passed over.
+
+    Raises:
+        ArbError: there is no checkpoint, or it is damaged.
+    """
+    whole_run = path.is_dir()
+    checkpoint = latest_checkpoint(path, note) if whole_run else load_checkpoint(path)
+    name = checkpoint_path(path, checkpoint.step) if whole_run else path
     dtype = COMPUTE[default_compute(place)]
     try:
         config = ModelConfig(**checkpoint.config)
@@ -491,4 +506,4 @@ def load(path: Path | str, *, device: str | None = None) -> ByteLM:
         model = ByteLM(config, dtype)
     check_layout(checkpoint.tensors, model.state_dict())
     model.load_state_dict(checkpoint.tensors)
-    return model
+    return model, str(name)

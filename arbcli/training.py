@@ -48,6 +48,8 @@ class TrainConfig:
     """Steps."""
     optimizer: str = "rule"
     """`rule` for ternary weights; `adamw` or `muon` for float ones."""
+    recompute: bool = False
+    """Whether a backward computes the inside of a block again, to keep less for it."""
     compute: str = "bf16"
     """Dtype of activations: `bf16` or `fp32`."""
     device: str = "cpu"
@@ -121,7 +123,7 @@ class Trainer:
         self.device = torch.device(config.device)
         dtype = COMPUTE[config.compute]
         with torch.device(self.device):
-            self.model = ByteLM(config.model, dtype)
+            self.model = ByteLM(config.model, dtype, recompute=config.recompute)
         self.step = 0
         self.updater: Updater | None = None
         self.optimizer: FloatOptimizer | None = None

@@ -18,6 +18,7 @@ RANK = {
     "model": 2,
     "device": 2,
     "generation": 3,
+    "evaluation": 3,
     "memory": 3,
     "checkpoint": 3,
     "training": 4,

@@ -11,6 +11,7 @@ from arbcli.errors import ArbError
 from arbcli.kernels import verify
 from arbcli.kernels.compile_ahead import CompileResult
 from arbcli.kernels.packing import PACK_TRITS
+from arbcli.kernels.timing import Roofline, TimingReport, TimingResult
 from arbcli.kernels.verify import Checks, verify_kernels
 from arbcli.ledger import (
     compare_ledgers,
@@ -24,11 +25,18 @@ from arbcli.parity import _rotary
 CPU = torch.device("cpu")
 COMPILED = CompileResult("pack_trits", "sm_90", 2, 40, 0, 1024, passed=True, error=None)
 
+TIMED = TimingResult(
+    "rms_norm", "11264x2048", us=20.0, peer="torch", peer_us=30.0, ratio=1.5, moved_bytes=10**7,
+    flops=0, floor_us=10.0, bound="memory", share=0.5, turns=90,
+)  # fmt: skip
+TIMING = TimingReport(Roofline(4e12, 7e14, 3.0), (TIMED,), {"pack_trits": "it did not pass"})
 
-def make(names=("pack_trits", "scale_slope"), checks=None, compiled=(COMPILED,)):
+
+def make(names=("pack_trits", "rms_norm"), checks=None, compiled=(COMPILED,), timing=None):
     report = verify_kernels(names, {"T6": 6, "T32": 32}, CPU, ["torch"], checks)
     parity = tuple(_rotary(CPU))
-    return new_ledger(CPU, ["T6", "T32"], report.kernels, parity, compiled, ["the moon"], 1.25)
+    left_out = ["the moon"]
+    return new_ledger(CPU, ["T6", "T32"], report.kernels, parity, compiled, left_out, 1.25, timing)
 
 
 def off_by_one(trits):
@@ -50,9 +58,17 @@ def test_page_says_what_was_found_how_and_what_was_not():
 
 def test_every_row_of_a_table_is_as_wide_as_its_head():
     widths: list[int] = []
-    for line in ledger_page(make()).splitlines():
+    for line in ledger_page(make(timing=TIMING)).splitlines():
         widths = [*widths, line.count("|")] if line.startswith("|") else []
         assert len(set(widths)) <= 1
+
+
+def test_page_says_how_fast_on_what():
+    assert "Speed" not in ledger_page(make())
+    page = ledger_page(make(timing=TIMING))
+    assert "| rms_norm | 11264x2048 | 20.0 | torch | 30.0 | 1.50 | 50% | memory |\n" in page
+    assert "| pack_trits | not timed: it did not pass |" in page
+    assert "copy 4.00 TB/s, bf16 product 700 TFLOP/s, empty call 3.0 us" in page
 
 
 def test_failures_come_first_with_their_command(monkeypatch):
@@ -72,18 +88,18 @@ def test_failures_come_first_with_their_command(monkeypatch):
 
 
 def test_failing_scale_type_is_in_the_command(monkeypatch):
-    (spec,) = verify.find_kernels(["scale_slope"])
+    (spec,) = verify.find_kernels(["rms_norm"])
 
     def wrong(*inputs):
         return spec.torch(*inputs) + 1
 
     monkeypatch.setattr(verify, "KERNELS", (replace(spec, torch=wrong),))
     commands = {failure.command for failure in make([]).failures}
-    assert commands == {f"arb verify-kernels scale_slope --tscale-type {t}" for t in ("T6", "T32")}
+    assert commands == {f"arb verify-kernels rms_norm --tscale-type {t}" for t in ("T6", "T32")}
 
 
 def test_only_what_was_checked_is_ruled_out():
-    ruled_out = " ".join(make(["scale_slope"], compiled=()).ruled_out)
+    ruled_out = " ".join(make(["rms_norm"], compiled=()).ruled_out)
     assert "rotary" in ruled_out
     assert "causality" not in ruled_out
     assert "integer state" not in ruled_out
@@ -91,7 +107,7 @@ def test_only_what_was_checked_is_ruled_out():
 
 
 def test_written_ledger_is_strict_json_and_compares_equal(tmp_path):
-    found = make()
+    found = make(timing=TIMING)
     data, page = write_ledger(found, tmp_path / "new" / "folder")
     assert page.read_text() == ledger_page(found)
     read = json.loads(data.read_text(), parse_constant=pytest.fail)
@@ -107,8 +123,18 @@ def test_comparison_shows_what_changed(tmp_path, monkeypatch):
     )
     assert "pack_trits torch cases: passed True -> False" in changes
     assert "pack_trits torch cases: unequal 0 -> 2048" in changes
-    assert "scale_slope torch T6 cases: not compared now" in changes
+    assert "rms_norm torch T6 cases: not compared now" in changes
     assert "pack_trits sm_90: registers 40 -> 41" in changes
+
+
+@pytest.mark.parametrize(("us", "count"), [(21.9, 0), (22.1, 1), (18.1, 1)])
+def test_comparison_shows_speed_that_changed_by_a_tenth(tmp_path, us, count):
+    old = read_ledger(write_ledger(make(timing=TIMING), tmp_path)[0])
+    new = replace(TIMING, timings=(replace(TIMED, us=us),))
+    assert compare_ledgers(old, make(timing=new)) == (
+        f"rms_norm 11264x2048: 20.0 us -> {us} us",
+    ) * count  # fmt: skip
+    assert compare_ledgers(old, make()) == ()
 
 
 @pytest.mark.parametrize("content", ["[]", "{}", '{"format": 99}'])

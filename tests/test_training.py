@@ -30,6 +30,48 @@ def test_captured_steps_give_the_bits_of_eager_ones(rule, tmp_path):
         assert torch.equal(states[0][name], states[1][name]), name
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("rule", RULES)
+def test_step_never_waits_for_the_gpu(rule, tmp_path):
+    path = tmp_path / "text.txt"
+    path.write_bytes(b"ternary weights learn to read. " * 400)
+    shape = {"dim": 64, "layers": 2, "heads": 2, "ffn": 96, "ctx": 32, "batch": 8, "accum": 2}
+    config = runs.new_config(data=[str(path)], rule=rule, device="cuda", **shape)
+    with deterministic():
+        texts = open_texts(config.data, None, seed=0, context=32)
+        trainer = Trainer(config, texts, capture=True)
+        trainer.train_step()  # copies its first batch to a new buffer, and compiles
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            for _ in range(EAGER_STEPS + 3):
+                trainer.train_step()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    assert trainer._graph is not None
+
+
+def test_recomputed_blocks_keep_less_and_give_the_same_bits(tmp_path):
+    path = tmp_path / "text.txt"
+    path.write_bytes(b"ternary weights learn to read. " * 400)
+    shape = {"dim": 32, "layers": 3, "heads": 2, "ffn": 48, "ctx": 16, "batch": 4}
+    states, saved = [], []
+    for recompute in (False, True):
+        config = runs.new_config(data=[str(path)], device="cpu", recompute=recompute, **shape)
+        trainer = Trainer(config, open_texts(config.data, None, seed=0, context=16))
+        kept = []
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda t, kept=kept: kept.append(t) or t, lambda t: t
+        ):
+            trainer.model.loss(*trainer.fetch(0, "cpu"))
+        saved.append(sum(tensor.nbytes for tensor in kept))
+        for _ in range(2):
+            trainer.train_step()
+        states.append(trainer.model.state_dict())
+    assert saved[1] < saved[0] / 2
+    for name in states[0]:
+        assert torch.equal(states[0][name], states[1][name]), name
+
+
 def test_schedule_warms_up_and_ends_at_a_twentieth():
     shares = [schedule(step, 1000, 100) for step in range(1000)]
     assert shares[0] == pytest.approx(0.01)

@@ -1,5 +1,6 @@
 """Options that several commands share."""
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -28,8 +29,15 @@ Backend = Annotated[
     str | None,
     typer.Option(help="triton, torch or interpreter. [default: triton on a GPU, else torch]"),
 ]
+Recompute = Annotated[
+    bool | None,
+    typer.Option("--recompute", help="Compute activations again in the backward: less memory."),
+]
 Device = Annotated[str | None, typer.Option(help="cpu or cuda. [default: cuda if there is one]")]
 Seed = Annotated[int | None, typer.Option(min=0, max=2**31 - 1, help="[default: 0]")]
+Checkpoint = Annotated[
+    Path, typer.Option(metavar="RUN|FILE", help="A run, or one of its checkpoints.")
+]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON on stdout and no table.")]
 Data = Annotated[
     list[str] | None,

@@ -18,6 +18,7 @@ from arbcli.commands._options import (
     Json,
     Layers,
     Preset,
+    Recompute,
     Rule,
     Seed,
     TScaleType,
@@ -50,6 +51,7 @@ def audit_memory(
     ffn: Ffn = None,
     batch: Annotated[int | None, typer.Option(min=1, help="Windows a batch. [default: 16]")] = None,
     accum: Annotated[int | None, typer.Option(min=1, help="Batches a step. [default: 1]")] = None,
+    recompute: Recompute = None,
     steps: Annotated[int, typer.Option(min=2, help="Real steps to measure.")] = 3,
     budget: Annotated[
         str | None,

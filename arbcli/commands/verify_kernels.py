@@ -42,6 +42,13 @@ def verify_kernels(
             " sm_120, gfx942.",
         ),
     ] = None,
+    timed: Annotated[
+        bool,
+        typer.Option(
+            "--time",
+            help="Also time the kernels that pass, beside torch and against the GPU's roofline.",
+        ),
+    ] = False,
     ledger: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Write what was verified to this folder.")
     ] = None,
@@ -71,7 +78,7 @@ def verify_kernels(
     with LiveLine() as line:
         show = line.show if sys.stderr.isatty() else lambda _: None
         types = None if all_tscale_types else tscale_type or "T32"
-        found = _check(names or [], types, fuzz, seed or 0, targets, device, backend, show)
+        found = _check(names or [], types, fuzz, seed or 0, targets, timed, device, backend, show)
     if old:
         found = replace(found, changes=ledgers.compare_ledgers(old, found))
     emit(found, _tables(found), as_json=as_json)
@@ -94,6 +101,7 @@ def _check(
     fuzz: int,
     seed: int,
     targets: str | None,
+    timed: bool,
     device_name: str | None,
     backend: str | None,
     show: Callable[[str], None],
@@ -101,6 +109,7 @@ def _check(
     """Make the checks that were asked for."""
     from arbcli.device import resolve_device
     from arbcli.kernels.compile_ahead import compile_kernels, find_targets
+    from arbcli.kernels.timing import Stopwatch, check_timeable, time_kernels
     from arbcli.kernels.verify import Checks, verify_kernels
     from arbcli.kernels.workers import Workers
     from arbcli.ledger import new_ledger
@@ -114,19 +123,24 @@ def _check(
     sizes = SCALE_TYPES if scale_type is None else {scale_type: SCALE_TYPES[scale_type]}
     place = resolve_device(device_name)
     backends = (backend,) if backend else _backends(place)
+    if timed:
+        check_timeable(place, backends)
     checks = Checks(real_shapes=matrix_shapes(), fuzz=fuzz, seed=seed)
-    started, parity, compiled = time.perf_counter(), (), ()
+    started, parity, compiled, timing = time.perf_counter(), (), (), None
+    size = SCALE_TYPES[scale_type or "T32"]  # of what is compiled ahead and timed
     with Workers(1 if names else _workers(place)) as workers:
         report = verify_kernels(names, sizes, place, backends, checks, workers, show)
         if not names and not fuzz:
             parity = check_parity(place, backends, sizes, workers, show)
+    if timed:  # when the other processes are gone
+        timing = time_kernels(report.kernels, Stopwatch(place), size, show)
     if wanted:
-        size = SCALE_TYPES[scale_type or "T32"]
         compiled = compile_kernels(names, wanted, size, os.cpu_count() or 1, show)
     missing = [name for name in SCALE_TYPES if name not in sizes]
-    left_out = (*report.not_verified, *_left_out(place, backends, names, fuzz, missing, wanted))
+    left_out = _left_out(place, backends, names, fuzz, missing, wanted, timed)
+    left_out = (*report.not_verified, *left_out)
     seconds = time.perf_counter() - started
-    return new_ledger(place, sizes, report.kernels, parity, compiled, left_out, seconds)
+    return new_ledger(place, sizes, report.kernels, parity, compiled, left_out, seconds, timing)
 
 
 def _backends(device: "torch.device") -> tuple[str, ...]:
@@ -154,6 +168,7 @@ def _left_out(
     fuzz: int,
     missing: list[str],
     targets: list[str],
+    timed: bool,
 ) -> Iterable[str]:
     """List what this run did not verify, and why."""
     if "triton" not in backends:
@@ -177,7 +192,8 @@ def _left_out(
         yield "compilation for other GPUs: `--targets` was not given"
     yield "logits and loss in bf16 from the bytes on: layers are compared one by one there"
     yield "float twins and their optimizers: they are torch's own"
-    yield "speed"
+    if not timed:
+        yield "speed: `--time` was not given"
 
 
 def _tables(found: "Ledger") -> "Group":
@@ -185,7 +201,15 @@ def _tables(found: "Ledger") -> "Group":
     from rich.console import Group
     from rich.text import Text
 
-    from arbcli.ledger import grouped, number, verdict, worst
+    from arbcli.ledger import (
+        SPEED_COLUMNS,
+        grouped,
+        number,
+        roofline_text,
+        speed_rows,
+        verdict,
+        worst,
+    )
 
     kernels, checks = [], []
     for key, group in grouped(found.kernels, "kernel", "backend"):
@@ -214,6 +238,9 @@ def _tables(found: "Ledger") -> "Group":
     if compiled:
         columns = ["kernel", "target", "registers", "spilled", "shared bytes", ""]
         parts.append(table("compiled ahead", columns, compiled, left=2))
+    if found.timing:
+        title = f"speed on {found.device}: {roofline_text(found.timing.roofline)}"
+        parts.append(table(title, SPEED_COLUMNS, list(speed_rows(found.timing)), left=2))
     parts += [
         Text(f"FAIL  {failure.item}  {failure.label}: {failure.found}\n      {failure.command}")
         for failure in found.failures

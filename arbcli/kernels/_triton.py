@@ -15,8 +15,8 @@ try:
 except ImportError:
     HAS_TRITON = False
     # just enough for the kernels' definitions to be read; none of them can be launched
-    triton = SimpleNamespace(jit=lambda function=None, **_: function or (lambda kernel: kernel))
-    tl = SimpleNamespace(constexpr=object)
+    triton = SimpleNamespace(jit=lambda function=None, **_: function or triton.jit)
+    tl = SimpleNamespace(constexpr=lambda value: value)
     TensorDescriptor = None
 
 # triton reads this when a kernel is defined, so this module's import is the last chance to set it

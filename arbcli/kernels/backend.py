@@ -89,9 +89,12 @@ def capability(tensor: Tensor) -> tuple[int, int]:
     return _assumed
 
 
-def row_chunks(matrix: Tensor, elements: int = 1 << 17) -> Iterator[slice]:
-    """Split the rows of a matrix so that what the torch backend makes of a part stays in cache."""
+def row_chunks(matrix: Tensor, elements: int = 1 << 18) -> Iterator[slice]:
+    """Split the rows of a matrix so that what the torch backend makes of a part stays in cache.
+
+    Parts begin at even rows, as two rows share their random bits.
+    """
     rows = matrix.shape[0]
-    step = max(1, elements // max(1, matrix.shape[1]))
+    step = 2 * max(1, elements // max(1, 2 * matrix.shape[1]))
     for start in range(0, rows, step):
         yield slice(start, min(start + step, rows))

@@ -1,9 +1,10 @@
 """Blend a step's direction into the moment: m <- SR(decay * m + gain * u), saturating, in place.
 
-m is int8 in units of `range / max` of the rule, u int32 in units of 2**-16 of its root-mean-square.
-All of it is int32: with 16 fractional bits, t = m * decay + ((u * gain) >> shift), and stochastic
-rounding is floor((t + r) / 2**16) with r uniform in 0..65535, which is unbiased exactly. In a
-nibble m is the high half of a byte, beside the remainder.
+m is int8 in units of `range / max` of the rule, u the direction in units of 2**-16 of its
+root-mean-square. All of it is int32: with 16 fractional bits,
+t = m * decay + ((u * gain) >> shift), and stochastic rounding is floor((t + r) / 2**16) with r
+uniform in 0..65535, which is unbiased exactly. In a nibble m is the high half of a byte, beside the
+remainder.
 """
 
 from collections.abc import Iterator
@@ -13,8 +14,14 @@ from torch import Tensor
 
 from arbcli.kernels._triton import tl, triton
 from arbcli.kernels.backend import row_chunks, uses_triton
-from arbcli.kernels.random_bits import random_bits, random_bits_reference, random_words
-from arbcli.kernels.spec import Case, KernelSpec
+from arbcli.kernels.direction import (
+    check_direction,
+    fixed_point,
+    fixed_point_reference,
+    fixed_point_torch,
+)
+from arbcli.kernels.random_bits import random_halves, random_halves_reference, random_words
+from arbcli.kernels.spec import MATRIX, Case, KernelSpec, Timing
 
 DIRECTION_LIMIT = 1 << 21
 """|u| saturates here, at 32 times its root-mean-square, so that u * gain fits int32."""
@@ -27,136 +34,159 @@ def moment_max(nibble: bool) -> int:
 
 def blend_moment_reference(
     moment: Tensor,
-    direction: Tensor,
+    values: Tensor,
+    row_gain: Tensor | None,
+    column_gain: Tensor | None,
     key: Tensor,
     ok: Tensor,
+    squares: Tensor,
     decay: int,
     gain: int,
     shift: int,
     nibble: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Compute what `blend_moment` leaves in `moment`, and what it returns, in int64."""
+    """Compute what `blend_moment` leaves in `moment` and in `squares`, in int64."""
     if not ok:
-        return moment, torch.zeros((), dtype=torch.int64, device=moment.device)
+        return moment, squares
     state = moment.to(torch.int64)
     old = torch.div(state, 16, rounding_mode="floor") if nibble else state
-    u = direction.to(torch.int64).clamp(-(2**21), 2**21)
+    u = fixed_point_reference(values, row_gain, column_gain, 2**21)
     blended = old * decay + torch.div(u * gain, 2**shift, rounding_mode="floor")
-    random = random_bits_reference(int(key), *moment.shape).to(moment.device) % 2**16
+    random = random_halves_reference(int(key), *moment.shape).to(moment.device)
     new = torch.div(blended + random, 2**16, rounding_mode="floor")
     largest = 7 if nibble else 127
     new = new.clamp(-largest, largest)
-    total = (new * new).sum()
+    total = squares + (new * new).sum()
     return (new * 16 + state % 16 if nibble else new).to(torch.int8), total
 
 
-def _blend_moment_torch(moment, direction, key, ok, decay, gain, shift, nibble):
-    total = torch.zeros((), dtype=torch.int64, device=moment.device)
+def _blend_moment_torch(
+    moment, values, row_gain, column_gain, key, ok, squares, decay, gain, shift, nibble
+):
     if not ok:
-        return moment, total
+        return moment, squares
     largest = moment_max(nibble)
     columns = torch.arange(moment.shape[1], dtype=torch.int32, device=moment.device)
     for rows in row_chunks(moment):
         state = moment[rows]
-        u = direction[rows].clamp(-DIRECTION_LIMIT, DIRECTION_LIMIT)
-        new = (u * gain) >> shift
-        new += (state >> 4 if nibble else state).to(torch.int32) * decay
-        index = torch.arange(rows.start, rows.stop, dtype=torch.int32, device=moment.device)
-        new += random_bits(key, index, columns) & 0xFFFF
-        new >>= 16
-        new.clamp_(-largest, largest)
-        total += (new * new).sum()
-        state.copy_(new << 4 | state & 15 if nibble else new)
-    return moment, total
+        new = fixed_point_torch(values, row_gain, column_gain, rows, DIRECTION_LIMIT)
+        new.mul_(gain).bitwise_right_shift_(shift)
+        new += random_halves(key, rows, columns)
+        new.add_(state >> 4 if nibble else state, alpha=decay)
+        new.bitwise_right_shift_(16).clamp_(-largest, largest)
+        if nibble:
+            state.bitwise_and_(15).bitwise_or_(new.to(torch.int8) << 4)
+        else:
+            state.copy_(new)
+        squares += new.mul_(new).sum(dim=1, dtype=torch.int32).sum()
+    return moment, squares
 
 
 @triton.jit
 def _blend_moment_kernel(
-    moment_ptr, direction_ptr, key_ptr, ok_ptr, squares_ptr,
+    moment_ptr, values_ptr, row_gain_ptr, column_gain_ptr, key_ptr, ok_ptr, squares_ptr,
     N, K, decay, gain, shift,
-    stride_mn, stride_mk, stride_un, stride_uk,
+    stride_mn, stride_mk, stride_vn, stride_vk, stride_rn,
     LIMIT: tl.constexpr, LARGEST: tl.constexpr, NIBBLE: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    HAS_ROWS: tl.constexpr, HAS_COLUMNS: tl.constexpr,
+    BLOCK_P: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    program = tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
     if tl.load(ok_ptr) == 0:
-        tl.store(squares_ptr + program, 0)
         return
-    offs_n = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)[:, None]
-    offs_k = tl.program_id(1).to(tl.int64) * BLOCK_K + tl.arange(0, BLOCK_K)[None, :]
-    mask = (offs_n < N) & (offs_k < K)
-    moment_ptrs = moment_ptr + offs_n * stride_mn + offs_k * stride_mk
-    state = tl.load(moment_ptrs, mask=mask, other=0).to(tl.int32)
-    u = tl.load(direction_ptr + offs_n * stride_un + offs_k * stride_uk, mask=mask, other=0)
-    u = tl.minimum(tl.maximum(u, -LIMIT), LIMIT)
-
-    old = state >> 4 if NIBBLE else state
-    new = old * decay + ((u * gain) >> shift)
-    new += (random_words(tl.load(key_ptr), offs_n, offs_k) & 0xFFFF).to(tl.int32)
-    new = tl.minimum(tl.maximum(new >> 16, -LARGEST), LARGEST)
-
-    state = (new << 4) | (state & 15) if NIBBLE else new
-    tl.store(moment_ptrs, state.to(tl.int8), mask=mask)
-    tl.store(squares_ptr + program, tl.sum(tl.where(mask, new * new, 0)))
-
-
-def _blend_moment_triton(moment, direction, key, ok, decay, gain, shift, nibble):
-    rows, columns = moment.shape
-    grid = (triton.cdiv(rows, 16), triton.cdiv(columns, 256))
-    squares = torch.empty(grid, dtype=torch.int32, device=moment.device)
-    if squares.numel():
-        _blend_moment_kernel[grid](
-            moment, direction, key, ok, squares, rows, columns, decay, gain, shift,
-            *moment.stride(), *direction.stride(),
-            LIMIT=DIRECTION_LIMIT, LARGEST=moment_max(nibble), NIBBLE=nibble,
-            BLOCK_N=16, BLOCK_K=256,
+    tiles_k = tl.cdiv(K, BLOCK_K)
+    tile_p = tl.program_id(0).to(tl.int64) // tiles_k
+    pair = (tile_p * BLOCK_P + tl.arange(0, BLOCK_P))[:, None]  # of rows 2 i and 2 i + 1
+    k = ((tl.program_id(0) % tiles_k) * BLOCK_K + tl.arange(0, BLOCK_K))[None, :]
+    words = random_words(tl.load(key_ptr), pair, k)  # [BLOCK_P, BLOCK_K]
+    squares = tl.zeros((BLOCK_P, BLOCK_K), dtype=tl.int32)
+    for half in tl.static_range(2):
+        n = 2 * pair + half
+        mask_n, mask_k = n < N, k < K
+        mask = mask_n & mask_k
+        values = tl.load(values_ptr + n * stride_vn + k * stride_vk, mask=mask, other=0)
+        u = fixed_point(
+            values, row_gain_ptr, column_gain_ptr, n, k, mask_n, mask_k, stride_rn,
+            LIMIT, HAS_ROWS, HAS_COLUMNS,
         )  # fmt: skip
-    return moment, squares.sum(dtype=torch.int64)
+        moment_ptrs = moment_ptr + n * stride_mn + k * stride_mk
+        state = tl.load(moment_ptrs, mask=mask, other=0).to(tl.int32)
+        old = state >> 4 if NIBBLE else state
+        new = old * decay + ((u * gain) >> shift)
+        new += ((words >> (16 * half)) & 0xFFFF).to(tl.int32)
+        new = tl.minimum(tl.maximum(new >> 16, -LARGEST), LARGEST)  # 0 where masked
+        squares += new * new
+        state = (new << 4) | (state & 15) if NIBBLE else new
+        tl.store(moment_ptrs, state.to(tl.int8), mask=mask)
+    tl.atomic_add(squares_ptr, tl.sum(squares).to(tl.int64))
+
+
+def _blend_moment_triton(
+    moment, values, row_gain, column_gain, key, ok, squares, decay, gain, shift, nibble
+):
+    rows, columns = moment.shape
+    if moment.numel():
+        has_rows, has_columns = row_gain is not None, column_gain is not None
+        _blend_moment_kernel[(triton.cdiv(rows, 16) * triton.cdiv(columns, 256),)](
+            moment, values, row_gain if has_rows else values,
+            column_gain if has_columns else values, key, ok, squares,
+            rows, columns, decay, gain, shift,
+            *moment.stride(), *values.stride(), row_gain.stride(0) if has_rows else 0,
+            LIMIT=DIRECTION_LIMIT, LARGEST=moment_max(nibble), NIBBLE=nibble,
+            HAS_ROWS=has_rows, HAS_COLUMNS=has_columns, BLOCK_P=8, BLOCK_K=256,
+            enable_fp_fusion=False,
+        )  # fmt: skip
+    return moment, squares
 
 
 def blend_moment(
     moment: Tensor,
-    direction: Tensor,
+    values: Tensor,
+    row_gain: Tensor | None,
+    column_gain: Tensor | None,
     key: Tensor,
     ok: Tensor,
+    squares: Tensor,
     decay: int,
     gain: int,
     shift: int,
     nibble: bool,
-) -> Tensor:
+) -> None:
     """Blend a direction into the moment, in place.
 
     Args:
         moment: (N, K) int8; with `nibble`, bytes of 16 m + (remainder mod 16).
-        direction: (N, K) int32, u in units of 2**-16; saturates at 2**21.
+        values: (N, K) float32 or bfloat16, any strides.
+        row_gain: (N,) float32; u = values * row_gain * column_gain in units of 2**-16, saturating
+            at 2**21. None for the sign of the values.
+        column_gain: (K,) float32; None for ones.
         key: int32 scalar tensor, from `stream_keys`.
         ok: int32 scalar tensor; where 0 nothing changes.
+        squares: int64 scalar tensor; the sum of the new m squared over the matrix is added to it.
         decay: multiplier of m in units of 2**-16, 0..65536.
         gain: multiplier of u, 0..1023.
         shift: the product with `gain` is shifted right by it.
         nibble: whether m is the high half of a byte.
 
-    Returns:
-        int64 scalar tensor, the sum of the new m squared over the matrix; 0 where not `ok`.
-
     Raises:
         ValueError: a dtype or a shape does not fit, or the arithmetic could overflow int32.
     """
-    if moment.dtype != torch.int8 or direction.dtype != torch.int32:
-        raise ValueError(f"need int8 and int32, got {moment.dtype} and {direction.dtype}")
-    if moment.shape != direction.shape:
-        raise ValueError(f"moment {tuple(moment.shape)}, direction {tuple(direction.shape)}")
+    if moment.dtype != torch.int8 or moment.dim() != 2:
+        raise ValueError(f"need an int8 moment, got {moment.dtype} {tuple(moment.shape)}")
+    check_direction(values, row_gain, column_gain, moment.shape)
+    if squares.dtype != torch.int64 or squares.dim() != 0:
+        raise ValueError(f"need an int64 scalar of squares, got {squares.dtype}")
     if not (0 <= decay <= 1 << 16 and 0 <= gain < 1 << 10):
         raise ValueError(f"decay {decay} or gain {gain} overflows int32")
     run = _blend_moment_triton if uses_triton(moment) else _blend_moment_torch
-    return run(moment, direction, key, ok, decay, gain, shift, nibble)[1]
+    direction = (values, row_gain, column_gain)
+    run(moment, *direction, key, ok, squares, decay, gain, shift, nibble)
 
 
 def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
     generator = torch.Generator().manual_seed(0)
 
-    def scalar(value: int) -> Tensor:
-        return torch.tensor(value, dtype=torch.int32, device=device)
+    def scalar(value: int, dtype: torch.dtype = torch.int32) -> Tensor:
+        return torch.tensor(value, dtype=dtype, device=device)
 
     for nibble in (False, True):
         name = " nibble" if nibble else ""
@@ -167,22 +197,44 @@ def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
                 remainder = torch.randint(0, 16, (rows, columns), generator=generator)
                 moment = moment * 16 + remainder
             moment = moment.to(torch.int8).to(device)
-            direction = torch.randn(rows, columns, generator=generator) * 2**16
-            direction = direction.to(torch.int32).to(device)
+            values = torch.randn(rows, columns, generator=generator).to(device)
+            gains = [torch.rand(n, generator=generator).to(device) * 400 for n in values.shape]
             shape = f"{rows}x{columns}{name}"
-            scalars = (scalar(-123456789), scalar(1), 58982, 813, 7, nibble)
-            yield Case(shape, (moment, direction, *scalars))
-        extreme = torch.full_like(direction, 2**31 - 1)
-        extreme[::2] = -(2**31)
-        yield Case(f"{shape} saturated", (moment, extreme, *scalars))
-        yield Case(f"{shape} zero direction", (moment, torch.zeros_like(direction), *scalars))
-        yield Case(f"{shape} refused", (moment, direction, scalar(7), scalar(0), *scalars[2:]))
-        yield Case(
-            f"{shape} no decay", (moment, direction, scalar(7), scalar(1), 65536, 597, 9, nibble)
-        )
-    yield Case("6x86 strided", (moment[1::3, ::3], direction[1::3, ::3], *scalars))
+            control = (58982, 813, 7, nibble)
+            scalars = (scalar(-123456789), scalar(1), scalar(7, torch.int64), *control)
+            yield Case(shape, (moment, values, *gains, *scalars))
+        yield Case(f"{shape} rows only", (moment, values, gains[0], None, *scalars))
+        yield Case(f"{shape} sign", (moment, values, None, None, *scalars))
+        huge = values.sign() * 1e30
+        yield Case(f"{shape} saturated", (moment, huge, *gains, *scalars))
+        halves = torch.randint(-9, 10, values.shape, generator=generator).to(device) / 2
+        one = torch.ones(1, device=device).expand(rows)
+        yield Case(f"{shape} halfway", (moment, halves, one, None, *scalars))
+        yield Case(f"{shape} zero direction", (moment, values * 0, *gains, *scalars))
+        yield Case(f"{shape} refused", (moment, values, *gains, scalar(7), scalar(0), *scalars[2:]))
+        control = (scalar(7), scalar(1), scalar(0, torch.int64), 65536, 597, 9, nibble)
+        yield Case(f"{shape} no decay", (moment, values, *gains, *control))
+    strided = (moment[1::3, ::3], values.T.contiguous().T[1::3, ::3], gains[0][1::3])
+    yield Case("6x87 strided", (*strided, gains[1][:87].contiguous(), *scalars))
+
+
+def _timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
+    key, ok = torch.ones(2, dtype=torch.int32, device=device)
+    values = torch.randn(MATRIX, dtype=torch.bfloat16, device=device)
+    gains = [torch.full((size,), 2.0**8, device=device) for size in MATRIX]
+    squares = torch.zeros((), dtype=torch.int64, device=device)
+    for nibble in (False, True):
+        moment = torch.randint(-112, 113, MATRIX, dtype=torch.int8, device=device)
+        inputs = (moment, values, *gains, key, ok, squares, 58982, 813, 7, nibble)
+        yield Timing(f"11264x2048 bf16{' nibble' if nibble else ''}", inputs)
 
 
 BLEND_MOMENT = KernelSpec(
-    "blend_moment", _blend_moment_triton, _blend_moment_torch, blend_moment_reference, _cases
+    "blend_moment",
+    _blend_moment_triton,
+    _blend_moment_torch,
+    blend_moment_reference,
+    _cases,
+    timings=_timings,
+    bfloat16=(1,),
 )

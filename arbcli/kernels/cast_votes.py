@@ -13,7 +13,7 @@ from torch import Tensor
 
 from arbcli.kernels._triton import tl, triton
 from arbcli.kernels.backend import uses_triton
-from arbcli.kernels.decode_weight import HIGHEST_EXPONENT, LOWEST_EXPONENT
+from arbcli.kernels.decode_weight import HIGHEST_EXPONENT, LOWEST_EXPONENT, num_groups
 from arbcli.kernels.packing import (
     PLANE,
     byte_tiles,
@@ -27,7 +27,7 @@ from arbcli.kernels.packing import (
     unpack_trits_reference,
     unpack_trits_torch,
 )
-from arbcli.kernels.spec import Case, KernelSpec
+from arbcli.kernels.spec import MATRIX, Case, KernelSpec, Timing
 
 TRIT_THRESHOLD = 3
 SCALE_THRESHOLD = 4
@@ -249,12 +249,27 @@ def _scale_cases(device: torch.device, _group_size: int) -> Iterator[Case]:
     yield Case("11x21 strided", strided)
 
 
+def _trit_timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
+    packed = pack_trits_torch(random_trits(*MATRIX, torch.Generator(device)))
+    votes = torch.randint(-2, 3, MATRIX, dtype=torch.int8, device=device)
+    grad = torch.randn(MATRIX, device=device, dtype=torch.bfloat16)
+    yield Timing("11264x2048 bf16", (packed, votes, grad, _ok(1, device)))
+
+
+def _scale_timings(device: torch.device, group_size: int) -> Iterator[Timing]:
+    shape = (MATRIX[0], num_groups(MATRIX[1], group_size))
+    exponent, votes = torch.randint(-3, 4, (2, *shape), dtype=torch.int8, device=device)
+    slope = torch.randn(shape, device=device)
+    yield Timing(f"{shape[0]}x{shape[1]}", (exponent, votes, slope, _ok(1, device)))
+
+
 CAST_TRIT_VOTES = KernelSpec(
     "cast_trit_votes",
     _cast_trit_votes_triton,
     _cast_trit_votes_torch,
     cast_trit_votes_reference,
     _trit_cases,
+    timings=_trit_timings,
 )
 CAST_SCALE_VOTES = KernelSpec(
     "cast_scale_votes",
@@ -262,4 +277,5 @@ CAST_SCALE_VOTES = KernelSpec(
     _cast_scale_votes_torch,
     cast_scale_votes_reference,
     _scale_cases,
+    timings=_scale_timings,
 )

@@ -130,7 +130,11 @@ def _compile_job(name: str, target: str, group_size: int) -> CompileResult:
     (spec,) = find_kernels([name])
     chosen = TARGETS[target]
     with compile_for(chosen.capability):
-        variants = _variants(spec, group_size)
+        variants = [
+            variant
+            for variant in _variants(spec, group_size)
+            if chosen.backend == "cuda" or not variant.constants.get("PTX")
+        ]
     needs, error = [(0, 0, 0)], None
     for variant in variants:
         try:
@@ -220,7 +224,7 @@ def _variants(spec: KernelSpec, group_size: int) -> list[Variant]:
     with _recorded_launches(record):
         for case in spec.cases(torch.device("cpu"), group_size):
             for dtype in (torch.float32, torch.bfloat16):
-                spec.triton(*(_with_dtype(value, dtype) for value in case.inputs))
+                spec.triton(*_with_dtype(case.inputs, dtype, spec.bfloat16))
     return [
         _variant(*launch, multiples=multiples)
         for launch in launches.values()
@@ -253,17 +257,18 @@ def _recorded_launches(record: Callable[[Any, tuple, dict], None]) -> Iterator[N
         JITFunction.run = run
 
 
-def _with_dtype(value: object, dtype: torch.dtype) -> object:
-    """Turn a float32 tensor into another type."""
-    real = isinstance(value, torch.Tensor) and value.dtype == torch.float32
-    return value.to(dtype) if real else value
+def _with_dtype(inputs: tuple, dtype: torch.dtype, which: tuple[int, ...] | None) -> Iterator:
+    """Turn the float32 tensors among some inputs into another type."""
+    for index, value in enumerate(inputs):
+        real = isinstance(value, torch.Tensor) and value.dtype == torch.float32
+        yield value.to(dtype) if real and (which is None or index in which) else value
 
 
 def _type_of(value: object) -> str:
     """Name the type of a launch argument in the compiler's words."""
     if isinstance(value, torch.Tensor):
         name = str(value.dtype).removeprefix("torch.")
-        short = {"bfloat16": "bf16", "float32": "fp32", "float16": "fp16", "uint8": "u8"}
+        short = {"bfloat16": "bf16", "float32": "fp32", "float64": "fp64", "uint8": "u8"}
         return "*" + short.get(name, name.replace("int", "i"))
     if isinstance(value, TensorDescriptor):
         return f"tensordesc<{_type_of(value.base)[1:]}{value.block_shape}>"

@@ -7,6 +7,7 @@ bf16 step away from a rounding boundary, so no implementation of exp2 can land o
 """
 
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -16,15 +17,14 @@ from arbcli.kernels.backend import uses_triton
 from arbcli.kernels.packing import (
     LARGEST_BYTE,
     PLANE,
-    byte_tiles,
     check_packed,
-    digit_of,
+    next_trit,
     plane_offsets,
     row_bytes,
     unpack_trits_reference,
     unpack_trits_torch,
 )
-from arbcli.kernels.spec import Case, KernelSpec
+from arbcli.kernels.spec import Case, KernelSpec, Timing
 
 OCTAVE = 128
 """Steps of v in a doubling of the scale."""
@@ -75,9 +75,9 @@ def decode_weight_torch(
 @triton.jit
 def scale_of(exponent, fraction):
     """Build float32 scales 2**E * bf16(2**(F / 128)) from int8 digits inside a kernel."""
-    mantissa = tl.floor(tl.exp2(fraction.to(tl.float32) / 128) * 128 - 127.5).to(tl.int32)
-    bits = ((exponent.to(tl.int32) + 127) << 23) + (mantissa << 16)
-    return bits.to(tl.float32, bitcast=True)
+    power = ((fraction.to(tl.int32) << 16) + 0x3F800000).to(tl.float32, bitcast=True)  # 1 + F / 128
+    rounded = (tl.exp2(power).to(tl.int32, bitcast=True) + 0x8000) & -0x10000  # to bf16
+    return (rounded + ((exponent.to(tl.int32) - 1) << 23)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -102,25 +102,41 @@ def _decode_weight_kernel(
     packed_ptr, exponent_ptr, fraction_ptr, weight_ptr,
     N, K, row_bytes,
     stride_pn, stride_pb, stride_en, stride_eg, stride_fn, stride_fg, stride_wn, stride_wk,
-    GROUP: tl.constexpr, HAS_FRACTION: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_B: tl.constexpr,
+    GROUP: tl.constexpr, HAS_FRACTION: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    offs_n = tl.program_id(0).to(tl.int64)[None, None] * BLOCK_N + tl.arange(0, BLOCK_N)[:, None]
-    offs_b = tl.program_id(1) * BLOCK_B + tl.arange(0, BLOCK_B)
+    """Decode `BLOCKS` packed blocks, of 32 bytes and 160 weights each, of `BLOCK_N` rows."""
+    offs_n = (tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)[:, None, None]
+    block = (tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS))[None, :, None]
+    offs_j = tl.arange(0, 32)[None, None, :]
+    offs_b = block * 32 + offs_j
     mask_n = offs_n < N
-    byte = tl.load(  # [BLOCK_N, BLOCK_B] uint8
-        packed_ptr + offs_n * stride_pn + offs_b[None, :] * stride_pb,
-        mask=mask_n & (offs_b < row_bytes)[None, :], other=0,
-    )  # fmt: skip
+    rest = tl.load(  # [BLOCK_N, BLOCKS, 32] uint8
+        packed_ptr + offs_n * stride_pn + offs_b * stride_pb,
+        mask=mask_n & (offs_b < row_bytes), other=0,
+    ).to(tl.int32)  # fmt: skip
+    weight_ptrs = weight_ptr + offs_n * stride_wn
+    # in full blocks a plane of 32 weights lies within one group of a whole number of planes
+    by_plane = (GROUP % 32 == 0) & ((tl.program_id(1) + 1) * BLOCKS * 160 <= K)
     for digit in tl.static_range(5):
-        k = plane_offsets(offs_b, K, digit)[None, :]
-        mask = mask_n & (k < K)
-        scale = load_scale(
-            exponent_ptr, fraction_ptr, offs_n, k // GROUP, mask,
-            stride_en, stride_eg, stride_fn, stride_fg, HAS_FRACTION,
-        )  # fmt: skip
-        weight = digit_of(byte, digit).to(tl.float32) * scale  # exact: T is -1, 0 or 1
-        weight_ptrs = weight_ptr + offs_n * stride_wn + k * stride_wk
-        tl.store(weight_ptrs, weight.to(weight_ptr.dtype.element_ty), mask=mask)
+        trit, rest = next_trit(rest)
+        if by_plane:
+            first = block * 160 + digit * 32
+            scale_of_plane = load_scale(  # [BLOCK_N, BLOCKS, 1]
+                exponent_ptr, fraction_ptr, offs_n, first // GROUP, mask_n,
+                stride_en, stride_eg, stride_fn, stride_fg, HAS_FRACTION,
+            )  # fmt: skip
+            weight = (trit * scale_of_plane).to(weight_ptr.dtype.element_ty)  # exact: T = -1, 0, 1
+            tl.store(weight_ptrs + (first + offs_j) * stride_wk, weight, mask=mask_n)
+        else:
+            k = plane_offsets(offs_b, K, digit)
+            mask = mask_n & (k < K)
+            scale = load_scale(  # [BLOCK_N, BLOCKS, 32]
+                exponent_ptr, fraction_ptr, offs_n, k // GROUP, mask,
+                stride_en, stride_eg, stride_fn, stride_fg, HAS_FRACTION,
+            )  # fmt: skip
+            weight = (trit * scale).to(weight_ptr.dtype.element_ty)
+            tl.store(weight_ptrs + k * stride_wk, weight, mask=mask)
 
 
 def _decode_weight_triton(
@@ -135,10 +151,10 @@ def _decode_weight_triton(
     weight = torch.empty(rows, in_features, dtype=dtype, device=packed.device)
     if weight.numel():
         digits = exponent if fraction is None else fraction
-        _decode_weight_kernel[byte_tiles(rows, num_bytes)](
+        _decode_weight_kernel[triton.cdiv(rows, 16), triton.cdiv(num_bytes, PLANE)](
             packed, exponent, digits, weight, rows, in_features, num_bytes,
             *packed.stride(), *exponent.stride(), *digits.stride(), *weight.stride(),
-            GROUP=group_size, HAS_FRACTION=fraction is not None, BLOCK_N=32, BLOCK_B=PLANE,
+            GROUP=group_size, HAS_FRACTION=fraction is not None, BLOCK_N=16, BLOCKS=1, num_warps=2,
         )  # fmt: skip
     return weight
 
@@ -192,15 +208,13 @@ def num_groups(in_features: int, group_size: int) -> int:
 def random_packed(
     rows: int, in_features: int, group_size: int, generator: torch.Generator, spread: int = 127
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Draw packed trits, E and F on the CPU; E is within `spread` of -1 and of its own range."""
-    packed = torch.randint(
-        0, LARGEST_BYTE + 1, (rows, row_bytes(in_features)), generator=generator, dtype=torch.uint8
-    )
+    """Draw packed trits, E and F where the generator is; E is within `spread` of -1."""
+    draw = partial(torch.randint, generator=generator, device=generator.device)
+    packed = draw(0, LARGEST_BYTE + 1, (rows, row_bytes(in_features)), dtype=torch.uint8)
     shape = (rows, num_groups(in_features, group_size))
     low, high = max(LOWEST_EXPONENT, -1 - spread), min(HIGHEST_EXPONENT, spread - 1)
-    exponent = torch.randint(low, high + 1, shape, generator=generator, dtype=torch.int8)
-    fraction = torch.randint(0, OCTAVE, shape, generator=generator, dtype=torch.int8)
-    return packed, exponent, fraction
+    exponent = draw(low, high + 1, shape, dtype=torch.int8)
+    return packed, exponent, draw(0, OCTAVE, shape, dtype=torch.int8)
 
 
 def _cases(device: torch.device, group_size: int) -> Iterator[Case]:
@@ -217,6 +231,13 @@ def _cases(device: torch.device, group_size: int) -> Iterator[Case]:
     yield Case("3x165 fraction strided", (packed, exponent, apart, 165, group_size))
     zeros = torch.full_like(packed, LARGEST_BYTE // 2)
     yield Case("3x165 zeros", (zeros, exponent, fraction, 165, group_size))
+
+
+def _timings(device: torch.device, group_size: int) -> Iterator[Timing]:
+    for rows, in_features in ((8192, 8192), (2048, 5632)):
+        state = random_packed(rows, in_features, group_size, torch.Generator(device))
+        label, inputs = f"{rows}x{in_features}", (*state, in_features, group_size)
+        yield Timing(label, inputs, run=_decode_weight_triton)
 
 
 def decode_weight_f32(decode):
@@ -241,4 +262,5 @@ DECODE_WEIGHT = KernelSpec(
     decode_weight_reference,
     _cases,
     uses_scales=True,
+    timings=_timings,
 )

@@ -6,15 +6,21 @@ dice that also decide strides, offsets, types and states. Loaded dice leave thos
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 from torch.nn.functional import rms_norm as torch_rms_norm
+from torch.nn.functional import silu
 
 from arbcli.kernels.blend_moment import moment_max
+from arbcli.kernels.cross_entropy import rounded_cross_entropy
+from arbcli.kernels.decode_attention import DECODE_ATTENTION
 from arbcli.kernels.decode_weight import OCTAVE, decode_weight_torch, num_groups
 from arbcli.kernels.newton_schulz import GRAM, GRAM_POLYNOMIAL
 from arbcli.kernels.packing import pack_trits_torch
+from arbcli.kernels.rms_norm import gradient_and_output
+from arbcli.kernels.rotary_norm import ROTARY_NORM, rounded_gradient, rounded_once
 from arbcli.kernels.spec import Case, KernelSpec
 from arbcli.kernels.ternary_matmul import TERNARY_MATMUL, TERNARY_MATMUL_GRAD_X
 
@@ -125,8 +131,67 @@ def _rms_norm(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
     return dice.reals(m, k), dice.packed(1, k), *dice.scales(1, k, group_size, 2), group_size, eps
 
 
-def _rms_norm_grad_x(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
+def _rms_norm_backward(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
     return dice.reals(m, k), *_rms_norm(dice, group_size, m, n, k)
+
+
+def _gated_rms_norm(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
+    _, *norm = _rms_norm(dice, group_size, 1, n, k)
+    if dice.chance(0.2):
+        norm[:3] = (None,) * 3
+    return dice.reals(m, 2 * k), *norm
+
+
+def _gated_rms_norm_backward(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
+    return dice.reals(m, k), *_gated_rms_norm(dice, group_size, m, n, k)
+
+
+def _rotary_norm(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
+    batch, heads, half = 1 + dice.below(3), 1 + dice.below(4), 2 + min(k, 64)
+    angle = dice.reals(m, half, dtype=torch.float32)
+    qkv = dice.reals(batch * m * 3 * heads, 2 * half).contiguous()
+    angle = angle.contiguous()
+    return qkv.view(batch, m, 3, heads, 2 * half), angle.cos(), angle.sin(), 1e-6
+
+
+def _rotary_norm_backward(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
+    qkv, cos, sin, eps = _rotary_norm(dice, group_size, m, n, k)
+    r = ROTARY_NORM.torch(qkv, cos, sin, eps)[1]
+    batch, length, _, heads, width = qkv.shape
+    rows = [dice.reals(batch * heads * length, width) for _ in range(3)]
+    grads = [grad.reshape(batch, heads, length, width) for grad in rows]
+    return *grads, qkv, r, cos, sin
+
+
+def _decode_attention(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
+    heads, half, position = 1 + dice.below(4), 1 + min(k, 64), dice.below(3 * n)
+    qkv = dice.reals(3 * heads, 2 * half).contiguous().view(3, heads, 2 * half)
+    rings = (dice.reals(heads * n, 2 * half).contiguous() for _ in range(2))
+    angle = dice.reals(position + 1, half, dtype=torch.float32).contiguous()
+    tickets = torch.zeros(heads, dtype=torch.int32, device=dice.device)
+    return (
+        qkv, *(ring.view(heads, n, 2 * half) for ring in rings), dice.scalar(position),
+        angle.cos(), angle.sin(), tickets, 1e-6,
+    )  # fmt: skip
+
+
+def _choose_byte(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
+    symbols, place = min(k + 1, 256), dice.below(n)
+    byte, text = (dice.integers(0, 127, size, dtype=t).contiguous()
+                  for size, t in ((1, torch.int64), (n, torch.uint8)))  # fmt: skip
+    logits = (4 * dice.reals(symbols)).contiguous()
+    kept = (1 + dice.below(symbols), dice.pick((1.0, 0.9, 0.3)))
+    temperature = dice.pick((0.0, 0.5, 1.0, 2.0))
+    return byte, text, logits, dice.scalar(place), dice.key(), temperature, *kept
+
+
+def _cross_entropy(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
+    return dice.reals(m, k + 1), dice.integers(0, k, m, dtype=torch.int64)
+
+
+def _cross_entropy_backward(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
+    scale = torch.tensor(0.1, device=dice.device)
+    return *_cross_entropy(dice, group_size, m, n, k), scale
 
 
 def _embedding_rows(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
@@ -138,15 +203,25 @@ def _embedding_grad(dice: Dice, group_size: int, m: int, n: int, k: int) -> tupl
     return dice.reals(m, k), dice.integers(0, n - 1, m, dtype=torch.int64), n
 
 
-def _mean_squares(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
-    return (dice.reals(n, k),)
+def _gradient_statistics(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
+    state = dice.packed(n, k), *dice.scales(n, k, group_size)
+    return dice.reals(n, k), *state, group_size, dice.below(2) == 1, dice.chance(0.2)
 
 
-def _average_statistic(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
-    whole = dice.integers(-128 if dice.chance(0.5) else -30, 30, k, 1)
-    digits = torch.cat([whole, dice.integers(0, 127, k, 1)], dim=1)
-    value = dice.reals(k, dtype=torch.float32).mul(8).exp()
-    return dice.view(digits), dice.view(value), dice.key(), dice.scalar(not dice.chance(0.1))
+def _gradient_gains(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
+    def digits(length: int) -> Tensor:
+        whole = dice.integers(-128 if dice.chance(0.5) else -30, 30, length, 1)
+        return dice.view(torch.cat([whole, dice.integers(0, 127, length, 1)], dim=1))
+
+    def sums(*shape: int) -> Tensor:
+        return dice.reals(*shape, dtype=torch.float32).mul(8).exp().contiguous()
+
+    slope = torch.zeros(n, num_groups(k, group_size), device=dice.device)
+    parts = sums(m), sums(m + 2, n), sums(m + 5, k)
+    counters = [torch.zeros((), dtype=torch.int64, device=dice.device) for _ in range(2)]
+    squares = parts[0] * dice.pick((1.0, 1.0, 2.0**140))
+    state = (digits(n), digits(k)) if dice.below(4) else (None, None)
+    return slope, parts[0].double(), squares, *parts[1:], *state, dice.key(), dice.key(), *counters
 
 
 def _gram(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
@@ -161,17 +236,24 @@ def _gram_polynomial(dice: Dice, group_size: int, m: int, n: int, k: int) -> tup
     return dice.view(((a + a.mT) / 4).to(dice.dtype)), 3.4445, -4.775, 2.0315
 
 
-def _scale_slope(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
-    return dice.reals(n, k), dice.packed(n, k), *dice.scales(n, k, group_size), group_size
+def _gains(dice: Dice, n: int, k: int, size: float) -> tuple:
+    """Draw gains of rows and of columns, of the rows only, or none."""
+    rows, columns = (dice.reals(length, dtype=torch.float32).exp() for length in (n, k))
+    return dice.pick(((rows * size, columns), (rows * size, None), (None, None)))
+
+
+def _unit_gain(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
+    return dice.reals(n, k), *_gains(dice, n, k, 1.0), dice.scalar(1)
 
 
 def _step_scales(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
     exponent = dice.integers(-96, 31, n, k)
-    slope = dice.reals(n, k, dtype=torch.float32) * dice.pick((2.0**8, 2.0**16, 2.0**19))
+    slope = dice.reals(n, k, dtype=torch.float32)
+    slope_gain = torch.tensor(dice.pick((2.0**8, 2.0**16, 3e19)), device=dice.device)
     control = (dice.scalar(dice.below(2**12 + 1)), dice.scalar(dice.below(20)))
     return (
-        exponent, dice.integers(0, 127, n, k), dice.view(slope.to(torch.int32)), dice.key(),
-        *control, dice.scalar(not dice.chance(0.1)),
+        exponent, dice.integers(0, 127, n, k), slope, slope_gain, dice.key(), *control,
+        dice.scalar(not dice.chance(0.1)),
     )  # fmt: skip
 
 
@@ -181,32 +263,48 @@ def _blend_moment(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
     moment = dice.integers(-largest, largest, n, k)
     if nibble:
         moment = dice.view(moment * 16 + dice.integers(0, 15, n, k))
-    direction = dice.reals(n, k, dtype=torch.float32) * dice.pick((2.0**14, 2.0**16, 2.0**22))
+    gains = _gains(dice, n, k, dice.pick((2.0**14, 2.0**16, 2.0**22)))
+    squares = torch.tensor(dice.below(1000), device=dice.device)
     return (
-        moment, dice.view(direction.to(torch.int32)), dice.key(),
-        dice.scalar(not dice.chance(0.1)), dice.pick((0, 58982, 65536)), dice.below(1024),
-        4 + dice.below(12), nibble,
+        moment, dice.reals(n, k), *gains, dice.key(), dice.scalar(not dice.chance(0.1)), squares,
+        dice.pick((0, 58982, 65536)), dice.below(1024), 4 + dice.below(12), nibble,
     )  # fmt: skip
 
 
-def _step_trits(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
-    kind = dice.pick(("moment", "nibble", "carry"))
-    radix, largest = (8, 7) if kind == "nibble" else (32, 127)
+def _weights(dice: Dice, n: int, k: int, radix: int, largest: int) -> tuple[Tensor, Tensor]:
+    """Draw trits and remainders, all that z can be."""
     z = dice.integers(-radix - largest, radix + largest, n, k, dtype=torch.int32)
     trits = torch.sign(z) * (z.abs() > radix // 2)
-    remainder, direction = (z - radix * trits).to(torch.int8), None
-    if kind == "nibble":
-        remainder = dice.integers(-7, 7, n, k) * 16 + remainder % 16
-    elif kind == "moment":
-        direction = dice.integers(-127, 127, n, k)
-    else:
-        scale = dice.pick((2.0**14, 2.0**16, 2.0**19))
-        direction = (dice.reals(n, k, dtype=torch.float32) * scale).to(torch.int32)
-    bits, shift = (12, 6 + dice.below(8)) if kind == "carry" else (20, dice.below(3))
-    control = (dice.below(2**bits), shift, dice.pick((2**14, 2**19, 2**23)))
+    packed = dice.view(pack_trits_torch(trits.to(torch.int8)))
+    return packed, dice.view((z - radix * trits).to(torch.int8))
+
+
+def _step_by_moment(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
+    nibble = dice.below(2) == 1
+    radix, largest = (8, 7) if nibble else (32, 127)
+    packed, remainder = _weights(dice, n, k, radix, largest)
+    moment = None if nibble else dice.integers(-127, 127, n, k)
+    if nibble:
+        remainder = dice.view(dice.integers(-7, 7, n, k) * 16 + remainder % 16)
+    step_size, squares, flips = (
+        torch.tensor(value, device=dice.device)
+        for value in (dice.below(2**36), dice.below(n * k * largest**2), dice.below(1000))
+    )
+    limit = dice.scalar(dice.pick((2**14, 2**19, 2**23)))
     return (
-        dice.view(pack_trits_torch(trits.to(torch.int8))), dice.view(remainder), direction,
-        dice.key(), *map(dice.scalar, control), dice.scalar(not dice.chance(0.1)), radix, largest,
+        packed, remainder, moment, dice.key(), step_size, squares, limit,
+        dice.scalar(not dice.chance(0.1)), flips, radix, largest,
+    )  # fmt: skip
+
+
+def _step_by_direction(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
+    gains = _gains(dice, n, k, dice.pick((2.0**14, 2.0**16, 2.0**19)))
+    limit = dice.pick((2**14, 2**19, 2**23))
+    control = map(dice.scalar, (dice.below(2**12), 6 + dice.below(8), limit))
+    return (
+        *_weights(dice, n, k, 32, 127), dice.reals(n, k), *gains, dice.key(), *control,
+        dice.scalar(not dice.chance(0.1)), torch.tensor(dice.below(1000), device=dice.device),
+        32, 127,
     )  # fmt: skip
 
 
@@ -232,12 +330,15 @@ def _grad_x_in_float64(grad_y, packed, exponent, fraction, in_features, group_si
     return grad_y.double() @ weight.double()
 
 
-def _slope_in_float64(grad, packed, exponent, fraction, group_size):
-    columns = grad.shape[1]
+def _gradient_statistics_in_float64(grad, packed, exponent, fraction, group_size, factored, signs):
+    columns, grad = grad.shape[1], grad.double()
     weight = decode_weight_torch(packed, exponent, fraction, columns, group_size, torch.float32)
-    products = grad.double() * weight.double()
+    products = (grad.sign() if signs else grad) * weight.double()
     groups = torch.arange(columns, device=grad.device) // group_size
-    return products.new_zeros(exponent.shape).index_add_(1, groups, products)
+    slope = products.new_zeros(exponent.shape).index_add_(1, groups, products)
+    squares = grad.square()
+    of_both = (squares.sum(dim) * factored for dim in (1, 0))
+    return slope, slope.square().sum(), squares.sum(), *of_both
 
 
 def _embedding_grad_in_float64(grad_y, ids, num_embeddings):
@@ -250,10 +351,10 @@ def _rms_norm_in_its_dtype(x, packed, exponent, fraction, group_size, eps):
     return torch_rms_norm(x, x.shape[-1:], weight[0], eps)
 
 
-def _rms_norm_grad_x_in_its_dtype(grad_y, x, *norm):
-    x = x.detach().requires_grad_()
-    with torch.enable_grad():
-        return torch.autograd.grad(_rms_norm_in_its_dtype(x, *norm), x, grad_y)[0]
+def _gated_in_its_dtype(gate_up, packed, *norm):
+    gate, up = gate_up.chunk(2, dim=-1)
+    product = silu(gate) * up
+    return product if packed is None else _rms_norm_in_its_dtype(product, packed, *norm)
 
 
 @dataclass(frozen=True, slots=True)
@@ -281,22 +382,39 @@ DRAWINGS = {
         _ternary_matmul_grad_x, _grad_x_in_float64, TERNARY_MATMUL_GRAD_X.torch, needs_rows=True
     ),
     "rms_norm": Drawing(_rms_norm, None, _rms_norm_in_its_dtype, needs_rows=True),
-    "rms_norm_grad_x": Drawing(
-        _rms_norm_grad_x, None, _rms_norm_grad_x_in_its_dtype, needs_rows=True
+    "rms_norm_backward": Drawing(
+        _rms_norm_backward, None, partial(gradient_and_output, _rms_norm_in_its_dtype),
+        needs_rows=True,
+    ),
+    "gated_rms_norm": Drawing(_gated_rms_norm, None, _gated_in_its_dtype, needs_rows=True),
+    "gated_rms_norm_backward": Drawing(
+        _gated_rms_norm_backward, None, partial(gradient_and_output, _gated_in_its_dtype),
+        needs_rows=True,
+    ),
+    "rotary_norm": Drawing(_rotary_norm, None, rounded_once, needs_rows=True),
+    "rotary_norm_backward": Drawing(
+        _rotary_norm_backward, None, rounded_gradient, needs_rows=True
+    ),
+    "decode_attention": Drawing(_decode_attention, None, DECODE_ATTENTION.torch),
+    "choose_byte": Drawing(_choose_byte),
+    "cross_entropy": Drawing(_cross_entropy, needs_rows=True),
+    "cross_entropy_backward": Drawing(
+        _cross_entropy_backward, None, rounded_cross_entropy, needs_rows=True
     ),
     "embedding_rows": Drawing(_embedding_rows, needs_rows=True),
     "embedding_grad": Drawing(_embedding_grad, _embedding_grad_in_float64, needs_rows=True),
-    "mean_squares": Drawing(_mean_squares),
-    "average_statistic": Drawing(_average_statistic),
+    "gradient_statistics": Drawing(_gradient_statistics, _gradient_statistics_in_float64),
+    "gradient_gains": Drawing(_gradient_gains),
+    "unit_gain": Drawing(_unit_gain),
     "gram": Drawing(_gram, None, GRAM.torch),
     "gram_polynomial": Drawing(_gram_polynomial, None, GRAM_POLYNOMIAL.torch),
-    "scale_slope": Drawing(_scale_slope, _slope_in_float64),
     "step_scales": Drawing(_step_scales),
     "blend_moment": Drawing(_blend_moment),
-    "step_trits": Drawing(_step_trits),
+    "step_by_moment": Drawing(_step_by_moment),
+    "step_by_direction": Drawing(_step_by_direction),
     "cast_trit_votes": Drawing(_cast_trit_votes),
     "cast_scale_votes": Drawing(_cast_scale_votes),
-}
+}  # fmt: skip
 
 
 def fuzz_cases(

@@ -11,11 +11,10 @@ from collections.abc import Iterator
 
 import torch
 from torch import Tensor
-from torch.nn.functional import embedding
 
 from arbcli.kernels._triton import tl, triton
 from arbcli.kernels.backend import uses_triton
-from arbcli.kernels.spec import Case, KernelSpec
+from arbcli.kernels.spec import MATRIX, Case, KernelSpec, Timing
 
 TRITS_PER_BYTE = 5
 PLANE = 32
@@ -66,16 +65,22 @@ def _planes(flat: Tensor, in_features: int) -> tuple[Tensor, Tensor]:
     return full, flat[:, blocks * PLANE :]  # (N, width, 5)
 
 
-_DIGITS = torch.tensor([[byte // 3**d % 3 - 1 for d in range(5)] for byte in range(256)])
+_DIGITS = torch.tensor(
+    [[byte // 3**d % 3 - 1 for d in range(5)] + [0] * 3 for byte in range(256)], dtype=torch.int8
+).view(torch.int64)[:, 0]
+"""The five digits of every byte, in the bytes of one number, which is quick to look up."""
 
 
 def unpack_trits_torch(packed: Tensor, in_features: int, dtype: torch.dtype = torch.int8) -> Tensor:
     """Unpack through a table of all 256 bytes."""
-    table = _DIGITS.to(device=packed.device, dtype=dtype)
-    digits = embedding(packed.to(torch.int32), table)  # (N, bytes, 5)
+    numbers = _DIGITS.to(packed.device).index_select(0, packed.to(torch.int32).flatten())
+    digits = numbers.view(torch.int8).view(*packed.shape, 8)[:, :, :TRITS_PER_BYTE]
     full, short = _planes(digits, in_features)
-    parts = (full.transpose(2, 3).flatten(1), short.transpose(1, 2).flatten(1))
-    return torch.cat(parts, dim=1)[:, :in_features]
+    blocks, width = full.shape[1], short.shape[1]
+    trits = digits.new_empty(len(packed), blocks * BLOCK + width * TRITS_PER_BYTE)
+    trits[:, : blocks * BLOCK].unflatten(1, (blocks, TRITS_PER_BYTE, PLANE)).copy_(full.mT)
+    trits[:, blocks * BLOCK :].unflatten(1, (TRITS_PER_BYTE, width)).copy_(short.mT)
+    return trits[:, :in_features].to(dtype)
 
 
 def pack_trits_torch(trits: Tensor) -> Tensor:
@@ -95,11 +100,10 @@ def pack_trits_torch(trits: Tensor) -> Tensor:
 
 def _horner(planes: Tensor) -> Tensor:
     """Join five planes of trits, the least significant first."""
-    planes = planes.to(torch.uint8) + 1  # -1 wraps to 255 and on to 0
     byte = planes[4]
     for digit in (3, 2, 1, 0):
-        byte = byte * 3 + planes[digit]
-    return byte
+        byte = torch.add(planes[digit], byte, alpha=3)
+    return byte.add_(LARGEST_BYTE // 2).view(torch.uint8)  # -121..121, which int8 holds
 
 
 @triton.jit
@@ -107,6 +111,15 @@ def digit_of(byte, digit: tl.constexpr):
     """Extract trit `digit` of packed bytes as int32 in {-1, 0, +1}."""
     power: tl.constexpr = 3**digit
     return (byte.to(tl.int32) // power) % 3 - 1
+
+
+@triton.jit
+def next_trit(rest):
+    """Take the least significant digit off bytes in 0..255 (int32): (trit as float32, the rest)."""
+    left = (rest * 171) >> 9  # rest // 3
+    # 2**23 + digit as a float has the digit in its lowest bits, which is cheaper than a conversion
+    lifted = (rest - 3 * left + 0x4B000000).to(tl.float32, bitcast=True)
+    return lifted - 8388609.0, left
 
 
 @triton.jit
@@ -131,16 +144,19 @@ def plane_offsets(offs_byte, K, digit: tl.constexpr):
 
 
 @triton.jit
-def trit_at(row_ptr, k, K, stride_pb, mask):
-    """Load single trits by the index of their weight, as int32; `row_ptr` and `k` broadcast."""
+def trit_positions(k, K):
+    """Find the byte of each weight `k` of a row, and the factor that brings its trit to the front.
+
+    byte * 2**32 / 3**(digit + 1), the factor rounded up, wraps around to a uint32 word whose first,
+    second and last third are the trits -1, 0 and 1; the rounding adds less than 2**8.
+    """
     block = k // 160
     offset = k - block * 160
     width = tl.minimum((K - block * 160 + 4) // 5, 32)
-    digit = offset // width
-    byte = tl.load(row_ptr + (block * 32 + offset - digit * width) * stride_pb, mask=mask, other=0)
-    power = tl.where(digit == 0, 1, tl.where(digit == 1, 3, tl.where(digit == 2, 9, 27)))
-    power = tl.where(digit == 4, 81, power)
-    return (byte.to(tl.int32) // power) % 3 - 1
+    digit = offset // tl.maximum(width, 1)
+    factor = tl.where(digit == 0, 1431655766, tl.where(digit == 1, 477218589, 159072863))
+    factor = tl.where(digit == 3, 53024288, tl.where(digit == 4, 17674763, factor))
+    return block * 32 + offset - digit * width, factor.to(tl.uint32)
 
 
 @triton.jit
@@ -268,8 +284,9 @@ SHAPES = ((1, 1), (3, 33), (33, 123), (5, 160), (2, 165), (4, 323), (2, 1311))
 
 
 def random_trits(rows: int, in_features: int, generator: torch.Generator) -> Tensor:
-    """Draw (rows, in_features) int8 trits, each digit equally likely."""
-    return torch.randint(-1, 2, (rows, in_features), generator=generator, dtype=torch.int8)
+    """Draw (rows, in_features) int8 trits, each digit equally likely, where the generator is."""
+    like = {"generator": generator, "device": generator.device, "dtype": torch.int8}
+    return torch.randint(-1, 2, (rows, in_features), **like)
 
 
 def _pack_cases(device: torch.device, _group_size: int) -> Iterator[Case]:
@@ -292,9 +309,28 @@ def _unpack_cases(device: torch.device, _group_size: int) -> Iterator[Case]:
     yield Case("3x333 strided", (packed.to(device)[::2], 333))
 
 
+def _pack_timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
+    yield Timing("11264x2048", (random_trits(*MATRIX, torch.Generator(device)),))
+
+
+def _unpack_timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
+    packed = pack_trits_torch(random_trits(*MATRIX, torch.Generator(device)))
+    yield Timing("11264x2048", (packed, MATRIX[1]))
+
+
 PACK_TRITS = KernelSpec(
-    "pack_trits", _pack_trits_triton, pack_trits_torch, pack_trits_reference, _pack_cases
+    "pack_trits",
+    _pack_trits_triton,
+    pack_trits_torch,
+    pack_trits_reference,
+    _pack_cases,
+    timings=_pack_timings,
 )
 UNPACK_TRITS = KernelSpec(
-    "unpack_trits", _unpack_trits_triton, unpack_trits_torch, unpack_trits_reference, _unpack_cases
+    "unpack_trits",
+    _unpack_trits_triton,
+    unpack_trits_torch,
+    unpack_trits_reference,
+    _unpack_cases,
+    timings=_unpack_timings,
 )

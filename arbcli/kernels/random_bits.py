@@ -36,17 +36,24 @@ def random_bits_reference(key: int, rows: int, columns: int) -> Tensor:
     return torch.tensor(words, dtype=torch.int64).reshape(rows, columns)
 
 
-def _signed(word: int) -> int:
-    return word - (1 << 32) if word >> 31 else word
+def _int32(word: int) -> Tensor:
+    """Make a constant: an operation on a Python number would first make it a tensor each time."""
+    signed = word - (1 << 32) if word >> 31 else word
+    return torch.tensor(signed, dtype=torch.int32, device="cpu")
+
+
+_GOLDEN, _FIRST, _SECOND = _int32(GOLDEN), _int32(0x7FEB352D), _int32(0x846CA68B)
+_15, _16, _LOW_16, _LOW_17 = (_int32(word) for word in (15, 16, 0xFFFF, 0x1FFFF))
 
 
 def mix(x: Tensor) -> Tensor:
     """Scramble int32 words; the same bits as `mix_reference`, read as two's complement."""
-    x = x ^ (x >> 16 & 0xFFFF)
-    x = x * 0x7FEB352D
-    x ^= x >> 15 & 0x1FFFF
-    x *= _signed(0x846CA68B)
-    return x ^ (x >> 16 & 0xFFFF)
+    high = (x >> _16).bitwise_and_(_LOW_16)
+    x = (x ^ high).mul_(_FIRST)
+    torch.bitwise_right_shift(x, _15, out=high).bitwise_and_(_LOW_17)
+    x.bitwise_xor_(high).mul_(_SECOND)
+    torch.bitwise_right_shift(x, _16, out=high).bitwise_and_(_LOW_16)
+    return x.bitwise_xor_(high)
 
 
 def random_bits(key: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
@@ -60,7 +67,33 @@ def random_bits(key: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
     Returns:
         (N, K) int32, uniform over all 32 bits.
     """
-    return mix((columns * _signed(GOLDEN))[None, :] ^ mix(rows ^ key)[:, None])
+    return mix((columns * _GOLDEN)[None, :] ^ mix(rows ^ key)[:, None])
+
+
+def random_halves_reference(key: int, rows: int, columns: int) -> Tensor:
+    """Compute (rows, columns) int64 in 0..65535: half a word each, the high one in odd rows."""
+    words = random_bits_reference(key, -(-rows // 2), columns)
+    return torch.stack([words % 2**16, words // 2**16], dim=1).flatten(0, 1)[:rows]
+
+
+def random_halves(key: Tensor, rows: slice, columns: Tensor) -> Tensor:
+    """Compute 16 random bits an element: rows 2 i and 2 i + 1 share the words (key, i, k).
+
+    Args:
+        key: int32 scalar tensor, from `stream_keys`.
+        rows: of the matrix, from an even one.
+        columns: (K,) int32 column indices k.
+
+    Returns:
+        (N, K) int32 in 0..65535.
+    """
+    first, last = rows.start // 2, -(-rows.stop // 2)
+    pairs = torch.arange(first, last, dtype=torch.int32, device=columns.device)
+    words = random_bits(key, pairs, columns)
+    halves = words.new_empty(len(pairs), 2, len(columns))
+    torch.bitwise_and(words, _LOW_16, out=halves[:, 0])
+    torch.bitwise_right_shift(words, _16, out=halves[:, 1]).bitwise_and_(_LOW_16)
+    return halves.flatten(0, 1)[: rows.stop - rows.start]
 
 
 def stream_keys(seed: Tensor, tick: Tensor, num_tensors: int, num_streams: int) -> Tensor:
@@ -79,7 +112,7 @@ def stream_keys(seed: Tensor, tick: Tensor, num_tensors: int, num_streams: int) 
     """
     num_keys = num_tensors * num_streams
     counter = torch.arange(num_keys, dtype=torch.int32, device=seed.device) + tick * num_keys
-    return mix(counter ^ mix(seed ^ _signed(GOLDEN))).view(num_tensors, num_streams)
+    return mix(counter ^ mix(seed ^ _GOLDEN)).view(num_tensors, num_streams)
 
 
 @triton.jit

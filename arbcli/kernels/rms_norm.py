@@ -1,8 +1,9 @@
 """Root-mean-square normalise rows with ternary weights: y = x * rsqrt(mean(x**2) + eps) * w.
 
-w is one packed row of frozen weights, decoded inside the kernels. Its backward, with
+w is one packed row of frozen weights, decoded before the kernels run. Its backward, with
 r = rsqrt(mean(x**2) + eps) and xhat = x * r: grad_x = r * (gy * w - xhat * mean(xhat * gy * w)).
-Rows are walked in blocks, twice, so no width is too large; the second walk finds them in the cache.
+The backward gives y again too: who keeps x for it need not keep y for whatever y was used in. Rows
+are walked in blocks, twice, so no width is too large; the second walk finds them in the cache.
 """
 
 from collections.abc import Iterator
@@ -13,16 +14,17 @@ from torch import Tensor
 from torch.nn.functional import rms_norm as torch_rms_norm
 
 from arbcli.kernels._triton import tl, triton
-from arbcli.kernels.backend import uses_triton
+from arbcli.kernels.backend import row_chunks, uses_triton
 from arbcli.kernels.decode_weight import (
+    _decode_weight_triton,
     check_scales,
+    decode_weight,
     decode_weight_reference,
     decode_weight_torch,
-    load_scale,
     random_packed,
 )
 from arbcli.kernels.packing import check_packed
-from arbcli.kernels.spec import Case, Gate, KernelSpec
+from arbcli.kernels.spec import Case, Gate, KernelSpec, Timing
 
 
 def rms_norm_reference(x: Tensor, packed, exponent, fraction, group_size, eps) -> Tensor:
@@ -32,146 +34,164 @@ def rms_norm_reference(x: Tensor, packed, exponent, fraction, group_size, eps) -
     return x / torch.sqrt((x * x).mean(dim=-1, keepdim=True) + eps) * weight[0].to(torch.float64)
 
 
-def rms_norm_grad_x_reference(grad_y: Tensor, x: Tensor, *norm) -> Tensor:
-    """Compute what `rms_norm_grad_x` must return: autograd through the reference, in float64."""
-    return _autograd(rms_norm_reference, grad_y.to(torch.float64), x.to(torch.float64), *norm)
+def rms_norm_backward_reference(grad_y: Tensor, x: Tensor, *norm) -> tuple[Tensor, Tensor]:
+    """Compute what `rms_norm_backward` must return: autograd through the reference, in float64."""
+    return gradient_and_output(rms_norm_reference, grad_y.double(), x.double(), *norm)
 
 
-def _autograd(function, grad_y, x, *norm):
+def gradient_and_output(function, grad_y: Tensor, x: Tensor, *norm) -> tuple[Tensor, Tensor]:
+    """Differentiate function(x, *norm) with autograd; return the gradient of x, and the output."""
     x = x.detach().requires_grad_()
     with torch.enable_grad():
-        return torch.autograd.grad(function(x, *norm), x, grad_y)[0]
+        y = function(x, *norm)
+        return torch.autograd.grad(y, x, grad_y)[0], y.detach()
 
 
 def _rms_norm_torch(x, packed, exponent, fraction, group_size, eps):
-    weight = decode_weight_torch(packed, exponent, fraction, x.shape[-1], group_size, torch.float32)
-    return torch_rms_norm(x.to(torch.float32), x.shape[-1:], weight[0], eps).to(x.dtype)
-
-
-def _rms_norm_grad_x_torch(grad_y, x, packed, exponent, fraction, group_size, eps):
     width = x.shape[-1]
-    weight = decode_weight_torch(packed, exponent, fraction, width, group_size, torch.float32)
-    x32 = x.to(torch.float32)
-    norm = torch.linalg.vector_norm(x32, dim=-1, keepdim=True)
-    r = torch.rsqrt(norm.square() / width + eps)
-    xhat = x32 * r
-    grad_xhat = grad_y.to(torch.float32) * weight[0]
-    mean = (xhat * grad_xhat).mean(dim=-1, keepdim=True)
-    return grad_xhat.addcmul_(xhat, mean, value=-1).mul_(r).to(x.dtype)
+    weight = decode_weight_torch(packed, exponent, fraction, width, group_size, torch.float32)[0]
+    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    x, out = x.reshape(-1, width), y.view(-1, width)
+    for rows in row_chunks(x):
+        out[rows] = torch_rms_norm(x[rows].to(torch.float32), (width,), weight, eps)
+    return y
+
+
+def _rms_norm_backward_torch(grad_y, x, packed, exponent, fraction, group_size, eps):
+    width = x.shape[-1]
+    weight = decode_weight_torch(packed, exponent, fraction, width, group_size, torch.float32)[0]
+    grad_x, y = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for _ in range(2))
+    results = grad_x.view(-1, width), y.view(-1, width)
+    grad_y, x = grad_y.reshape(-1, width), x.reshape(-1, width)
+    for rows in row_chunks(x):
+        parts = norm_gradient(grad_y[rows], x[rows].to(torch.float32), weight, eps)
+        for result, part in zip(results, parts, strict=True):
+            result[rows] = part
+    return grad_x, y
+
+
+def norm_gradient(grad_y: Tensor, x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Compute grad_x and y of some rows by torch; (M, D) float32 x, (D,) float32 weights."""
+    width = x.shape[-1]
+    norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+    r = norm.square_().div_(width).add_(eps).rsqrt_()
+    xhat = x * r
+    grad_x = grad_y * weight
+    mean = torch.linalg.vecdot(xhat, grad_x)[:, None] / width
+    return grad_x.addcmul_(xhat, mean, value=-1).mul_(r), xhat.mul_(weight)
 
 
 @triton.jit
-def _weight_at(
-    packed_ptr, exponent_ptr, fraction_ptr, k, K, GROUP: tl.constexpr, HAS_FRACTION: tl.constexpr
-):
-    """Decode the weights `k`, in any order, of one contiguous row of K; [1, len(k)] float32."""
-    mask = k < K
-    block = k // 160
-    width = tl.minimum((K - block * 160 + 4) // 5, 32)  # bytes of the block, weights of a plane
-    j = k - block * 160
-    digit = tl.zeros_like(k)
-    for _ in tl.static_range(4):  # j // width and j % width, without a division
-        beyond = j >= width
-        digit += beyond.to(tl.int32)
-        j = tl.where(beyond, j - width, j)
-    byte = tl.load(packed_ptr + block * 32 + j, mask=mask, other=0).to(tl.int32)
-    for lower in tl.static_range(4):
-        byte = tl.where(digit > lower, byte // 3, byte)
-    scale = load_scale(exponent_ptr, fraction_ptr, 0, k // GROUP, mask, 0, 1, 0, 1, HAS_FRACTION)
-    return ((byte % 3 - 1).to(tl.float32) * scale)[None, :]
-
-
-@triton.jit
-def _load_tile(ptr, offs_m, offs_d, mask, stride_m, stride_d):
+def load_rows(ptr, offs_m, offs_d, mask, stride_m):
     """Load a [BLOCK_M, BLOCK_D] tile as float32, 0 where masked."""
-    ptrs = ptr + offs_m * stride_m + offs_d.to(tl.int64)[None, :] * stride_d
-    return tl.load(ptrs, mask=mask, other=0).to(tl.float32)
+    return tl.load(ptr + offs_m * stride_m + offs_d[None, :], mask=mask, other=0).to(tl.float32)
+
+
+@triton.jit
+def load_weight(ptr, offs_d, D):
+    """Load float32 weights of columns, [1, BLOCK_D]."""
+    return tl.load(ptr + offs_d, mask=offs_d < D, other=0)[None, :]
+
+
+@triton.jit
+def store_rows(ptr, values, offs_m, offs_d, mask, stride_m):
+    """Store a float32 tile to rows `stride_m` apart, rounded once."""
+    ptrs = ptr + offs_m * stride_m + offs_d[None, :]
+    tl.store(ptrs, values.to(ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
 def _rms_norm_kernel(
-    x_ptr, packed_ptr, exponent_ptr, fraction_ptr, y_ptr,
+    x_ptr, weight_ptr, y_ptr,
     M, D, eps,
-    stride_xm, stride_xd,
-    GROUP: tl.constexpr, HAS_FRACTION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
+    stride_xm,
+    BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     offs_m = (tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M))[:, None]
-    mask_m = offs_m < M
     squares = tl.zeros((BLOCK_M,), dtype=tl.float32)
     for start in range(0, D, BLOCK_D):
         offs_d = start + tl.arange(0, BLOCK_D)
-        mask = mask_m & (offs_d < D)[None, :]
-        x = _load_tile(x_ptr, offs_m, offs_d, mask, stride_xm, stride_xd)
+        mask = (offs_m < M) & (offs_d < D)[None, :]
+        x = load_rows(x_ptr, offs_m, offs_d, mask, stride_xm)
         squares += tl.sum(x * x, axis=1)
     r = tl.rsqrt(squares / D + eps)[:, None]
     for start in range(0, D, BLOCK_D):
         offs_d = start + tl.arange(0, BLOCK_D)
-        mask = mask_m & (offs_d < D)[None, :]
-        x = _load_tile(x_ptr, offs_m, offs_d, mask, stride_xm, stride_xd)
-        weight = _weight_at(packed_ptr, exponent_ptr, fraction_ptr, offs_d, D, GROUP, HAS_FRACTION)
-        y_ptrs = y_ptr + offs_m * D + offs_d[None, :]
-        tl.store(y_ptrs, (x * r * weight).to(y_ptr.dtype.element_ty), mask=mask)
+        mask = (offs_m < M) & (offs_d < D)[None, :]
+        x = load_rows(x_ptr, offs_m, offs_d, mask, stride_xm)
+        store_rows(y_ptr, x * r * load_weight(weight_ptr, offs_d, D), offs_m, offs_d, mask, D)
 
 
 @triton.jit
-def _rms_norm_grad_x_kernel(
-    grad_y_ptr, x_ptr, packed_ptr, exponent_ptr, fraction_ptr, grad_x_ptr,
+def _rms_norm_backward_kernel(
+    grad_y_ptr, x_ptr, weight_ptr, grad_x_ptr, y_ptr,
     M, D, eps,
-    stride_ym, stride_yd, stride_xm, stride_xd,
-    GROUP: tl.constexpr, HAS_FRACTION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
+    stride_ym, stride_xm,
+    BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     offs_m = (tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M))[:, None]
-    mask_m = offs_m < M
     squares = tl.zeros((BLOCK_M,), dtype=tl.float32)
     products = tl.zeros((BLOCK_M,), dtype=tl.float32)
     for start in range(0, D, BLOCK_D):
         offs_d = start + tl.arange(0, BLOCK_D)
-        mask = mask_m & (offs_d < D)[None, :]
-        weight = _weight_at(packed_ptr, exponent_ptr, fraction_ptr, offs_d, D, GROUP, HAS_FRACTION)
-        x = _load_tile(x_ptr, offs_m, offs_d, mask, stride_xm, stride_xd)
-        grad_y = _load_tile(grad_y_ptr, offs_m, offs_d, mask, stride_ym, stride_yd)
+        mask = (offs_m < M) & (offs_d < D)[None, :]
+        x = load_rows(x_ptr, offs_m, offs_d, mask, stride_xm)
+        grad_y = load_rows(grad_y_ptr, offs_m, offs_d, mask, stride_ym)
         squares += tl.sum(x * x, axis=1)
-        products += tl.sum(x * (grad_y * weight), axis=1)
+        products += tl.sum(x * grad_y * load_weight(weight_ptr, offs_d, D), axis=1)
     r = tl.rsqrt(squares / D + eps)
     mean = (products * r / D)[:, None]  # of xhat * gy * w
     r = r[:, None]
     for start in range(0, D, BLOCK_D):
         offs_d = start + tl.arange(0, BLOCK_D)
-        mask = mask_m & (offs_d < D)[None, :]
-        weight = _weight_at(packed_ptr, exponent_ptr, fraction_ptr, offs_d, D, GROUP, HAS_FRACTION)
-        x = _load_tile(x_ptr, offs_m, offs_d, mask, stride_xm, stride_xd)
-        grad_y = _load_tile(grad_y_ptr, offs_m, offs_d, mask, stride_ym, stride_yd)
-        grad_x = r * (grad_y * weight - x * r * mean)
-        grad_x_ptrs = grad_x_ptr + offs_m * D + offs_d[None, :]
-        tl.store(grad_x_ptrs, grad_x.to(grad_x_ptr.dtype.element_ty), mask=mask)
+        mask = (offs_m < M) & (offs_d < D)[None, :]
+        weight = load_weight(weight_ptr, offs_d, D)
+        xhat = load_rows(x_ptr, offs_m, offs_d, mask, stride_xm) * r
+        grad_xhat = load_rows(grad_y_ptr, offs_m, offs_d, mask, stride_ym) * weight
+        store_rows(grad_x_ptr, r * (grad_xhat - xhat * mean), offs_m, offs_d, mask, D)
+        store_rows(y_ptr, xhat * weight, offs_m, offs_d, mask, D)
 
 
-def _launch(kernel, inputs, packed, exponent, fraction, group_size, eps):
-    """Run a kernel that reads rows of `inputs` and writes rows like them."""
-    out = torch.empty(inputs[0].shape, dtype=inputs[0].dtype, device=inputs[0].device)
-    if out.numel():
-        width = out.shape[-1]
-        rows = out.numel() // width
-        inputs = [tensor.reshape(rows, width) for tensor in inputs]
-        digits = [packed, exponent, exponent if fraction is None else fraction]
-        # a program decodes its weights once for all of its rows, but every core wants a program
-        block_d = min(triton.next_power_of_2(width), 1024)
-        block_m = triton.next_power_of_2(triton.cdiv(rows, 128))
-        block_m = min(block_m, 8192 // len(inputs) // block_d)
-        kernel[(triton.cdiv(rows, block_m),)](
-            *inputs, *(row.contiguous() for row in digits), out, rows, width, eps,
-            *(stride for tensor in inputs for stride in tensor.stride()),
-            GROUP=group_size, HAS_FRACTION=fraction is not None, BLOCK_M=block_m, BLOCK_D=block_d,
-        )  # fmt: skip
-    return out
+def tiling(rows: int, width: int) -> tuple[tuple[int], dict[str, int]]:
+    """Choose the programs that share rows out, and their tiles of 8 elements a thread."""
+    block_d = min(triton.next_power_of_2(width), 1024)
+    block_m = 1024 // block_d
+    return (triton.cdiv(rows, block_m),), {"BLOCK_M": block_m, "BLOCK_D": block_d, "num_warps": 4}
 
 
-def _rms_norm_triton(x, *norm):
-    return _launch(_rms_norm_kernel, (x,), *norm)
+def norm_weight(packed, exponent, fraction, width, group_size) -> Tensor:
+    """Decode the weights of a norm to (D,) float32 with the kernel."""
+    state = (packed, exponent, fraction, width, group_size)
+    return _decode_weight_triton(*state, torch.float32)[0]
 
 
-def _rms_norm_grad_x_triton(grad_y, x, *norm):
-    return _launch(_rms_norm_grad_x_kernel, (grad_y, x), *norm)
+def dense_rows(x: Tensor) -> Tensor:
+    """View, or copy, (..., D) as rows whose elements lie side by side."""
+    x = x.reshape(-1, x.shape[-1])
+    return x if x.stride(1) == 1 else x.contiguous()
+
+
+def _rms_norm_triton(x, packed, exponent, fraction, group_size, eps):
+    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    if y.numel():
+        x, width = dense_rows(x), x.shape[-1]
+        weight = norm_weight(packed, exponent, fraction, width, group_size)
+        grid, tile = tiling(len(x), width)
+        _rms_norm_kernel[grid](x, weight, y, len(x), width, eps, x.stride(0), **tile)
+    return y
+
+
+def _rms_norm_backward_triton(grad_y, x, packed, exponent, fraction, group_size, eps):
+    grad_x = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    y = torch.empty_like(grad_x)
+    if y.numel():
+        x, grad_y, width = dense_rows(x), dense_rows(grad_y), x.shape[-1]
+        weight = norm_weight(packed, exponent, fraction, width, group_size)
+        grid, tile = tiling(len(x), width)
+        _rms_norm_backward_kernel[grid](
+            grad_y, x, weight, grad_x, y, len(x), width, eps, grad_y.stride(0), x.stride(0), **tile
+        )
+    return grad_x, y
 
 
 def rms_norm(
@@ -203,7 +223,7 @@ def rms_norm(
     return run(x, packed, exponent, fraction, group_size, eps)
 
 
-def rms_norm_grad_x(
+def rms_norm_backward(
     grad_y: Tensor,
     x: Tensor,
     packed: Tensor,
@@ -211,17 +231,22 @@ def rms_norm_grad_x(
     fraction: Tensor | None,
     group_size: int,
     eps: float,
-) -> Tensor:
-    """Compute the gradient of `rms_norm` with respect to `x`.
+) -> tuple[Tensor, Tensor]:
+    """Compute the gradient of `rms_norm` with respect to `x`, and its result again.
 
-    `grad_y` has the shape and dtype of `x`, and any strides; the rest is what `rms_norm` was given,
-    and r is computed from it again. The result is like that of `rms_norm`, and so are the errors.
+    `grad_y` has the shape and dtype of `x`, and any strides; the rest is what `rms_norm` was given.
+
+    Returns:
+        grad_x and y, each like the result of `rms_norm`.
+
+    Raises:
+        ValueError: a dtype or a shape does not fit.
     """
     _check(x, packed, exponent, fraction, group_size)
     if grad_y.dtype != x.dtype or grad_y.shape != x.shape:
         got = f"{grad_y.dtype} {tuple(grad_y.shape)}"
         raise ValueError(f"need grad_y like x, {x.dtype} {tuple(x.shape)}, got {got}")
-    run = _rms_norm_grad_x_triton if uses_triton(x) else _rms_norm_grad_x_torch
+    run = _rms_norm_backward_triton if uses_triton(x) else _rms_norm_backward_torch
     return run(grad_y, x, packed, exponent, fraction, group_size, eps)
 
 
@@ -232,33 +257,6 @@ def _check(x, packed, exponent, fraction, group_size):
         raise ValueError(f"need one packed row, got shape {tuple(packed.shape)}")
     check_packed(packed, x.shape[-1])
     check_scales(packed, exponent, fraction, x.shape[-1], group_size)
-
-
-class _RMSNorm(torch.autograd.Function):
-    """Return grad_x only: the weights are frozen, so nothing else is a gradient. Saves `x`."""
-
-    @staticmethod
-    def forward(ctx, x, *norm):
-        ctx.save_for_backward(x)
-        ctx.norm = norm
-        return rms_norm(x, *norm)
-
-    @staticmethod
-    def backward(ctx, grad_y):
-        (x,) = ctx.saved_tensors
-        return rms_norm_grad_x(grad_y, x, *ctx.norm), *(None for _ in ctx.norm)
-
-
-def ternary_rms_norm(
-    x: Tensor,
-    packed: Tensor,
-    exponent: Tensor,
-    fraction: Tensor | None,
-    group_size: int,
-    eps: float,
-) -> Tensor:
-    """Do what `rms_norm` does, differentiably in `x`; the packed weights are frozen."""
-    return _RMSNorm.apply(x, packed, exponent, fraction, group_size, eps)
 
 
 def _torch_rms_norm(x, packed, exponent, fraction, group_size, eps):
@@ -289,13 +287,35 @@ def _cases(device: torch.device, group_size: int) -> Iterator[Case]:
             yield case(label, shape, dtype=torch.bfloat16, peer=_torch_rms_norm)
 
 
-def _grad_x_cases(device: torch.device, group_size: int) -> Iterator[Case]:
+def _backward_cases(device: torch.device, group_size: int) -> Iterator[Case]:
     generator = torch.Generator().manual_seed(1)
     for case in _cases(device, group_size):
         x = case.inputs[0]
         grad_y = torch.empty_like(x).copy_(torch.randn(x.shape, generator=generator))
-        peer = case.peer and partial(_autograd, case.peer)
+        peer = case.peer and partial(gradient_and_output, case.peer)
         yield Case(case.label, (grad_y, *case.inputs), peer)
+
+
+def _timings(device: torch.device, group_size: int) -> Iterator[Timing]:
+    x, _, norm, weight = _timed_inputs(device, group_size)
+    peer = partial(torch_rms_norm, x, weight.shape, weight, norm[-1])
+    yield Timing("16384x2048 bf16", (x, *norm), peer=peer)
+
+
+def _backward_timings(device: torch.device, group_size: int) -> Iterator[Timing]:
+    x, grad_y, norm, weight = _timed_inputs(device, group_size)
+    _, r = torch.ops.aten._fused_rms_norm(x, weight.shape, weight, norm[-1])
+    # what autograd calls for torch's `rms_norm`, for the gradient of x alone
+    inputs = (grad_y, x, weight.shape, r, weight, [True, False])
+    peer = partial(torch.ops.aten._fused_rms_norm_backward, *inputs)
+    yield Timing("16384x2048 bf16", (grad_y, x, *norm), peer=peer)
+
+
+def _timed_inputs(device: torch.device, group_size: int) -> tuple[Tensor, Tensor, tuple, Tensor]:
+    """Draw (x, grad_y, norm, its weight)."""
+    x, grad_y = torch.randn(2, 16384, 2048, device=device, dtype=torch.bfloat16)
+    state = random_packed(1, 2048, group_size, torch.Generator(device), spread=2)
+    return x, grad_y, (*state, group_size, 1e-6), decode_weight(*state, 2048, group_size)[0]
 
 
 _GATE = Gate(
@@ -307,9 +327,10 @@ _GATE = Gate(
 
 RMS_NORM = KernelSpec(
     "rms_norm", _rms_norm_triton, _rms_norm_torch, rms_norm_reference, _cases, _GATE,
-    uses_scales=True,
+    uses_scales=True, timings=_timings,
 )  # fmt: skip
-RMS_NORM_GRAD_X = KernelSpec(
-    "rms_norm_grad_x", _rms_norm_grad_x_triton, _rms_norm_grad_x_torch, rms_norm_grad_x_reference,
-    _grad_x_cases, _GATE, uses_scales=True,
+RMS_NORM_BACKWARD = KernelSpec(
+    "rms_norm_backward", _rms_norm_backward_triton, _rms_norm_backward_torch,
+    rms_norm_backward_reference, _backward_cases, _GATE, uses_scales=True,
+    timings=_backward_timings,
 )  # fmt: skip

@@ -19,6 +19,27 @@ class Case:
     """torch's own operation on these inputs, where the gate is "no worse than torch"."""
 
 
+MATRIX = (11264, 2048)
+"""(N, K) that kernels are timed on: the largest matrix of a model of 1.2 billion weights."""
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """One set of inputs of a production size, and what else does the same work."""
+
+    label: str
+    """Shapes, and the kind where a kernel has several."""
+    inputs: tuple
+    """Positional arguments; every tensor of them is counted as read once."""
+    run: Callable | None = None
+    """What is timed, and its results are counted as written once; None is the spec's `triton`."""
+    peer: Callable[[], object] | None = None
+    """The same work, without arguments, by torch or a library that it calls."""
+    peer_name: str = "torch"
+    flops: int = 0
+    """Multiplications and additions of a matrix product in bf16; 0 where there is none."""
+
+
 @dataclass(frozen=True, slots=True)
 class Gate:
     """How close is close enough, and why."""
@@ -60,5 +81,9 @@ class KernelSpec:
     gate: Gate = EXACT
     uses_scales: bool = False
     """Whether the scale type matters, and so every one of them is to be checked."""
+    bfloat16: tuple[int, ...] | None = None
+    """Which float32 inputs may be bfloat16 too; None is all of them."""
     not_verified: tuple[str, ...] = ()
     """What the cases leave out and why, for the ledger."""
+    timings: Callable[[torch.device, int], Iterator[Timing]] | None = None
+    """(device, group size) to what is timed, on a GPU only."""

@@ -5,6 +5,7 @@ decide, without atomics, so that the gradient is the same bits every time.
 """
 
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -14,6 +15,7 @@ from arbcli.kernels._triton import tl, triton
 from arbcli.kernels.backend import uses_triton
 from arbcli.kernels.decode_weight import (
     check_scales,
+    decode_weight,
     decode_weight_f32,
     decode_weight_reference,
     decode_weight_torch,
@@ -21,7 +23,7 @@ from arbcli.kernels.decode_weight import (
     random_packed,
 )
 from arbcli.kernels.packing import PLANE, byte_tiles, check_packed, digit_of, plane_offsets
-from arbcli.kernels.spec import Case, Gate, KernelSpec
+from arbcli.kernels.spec import Case, Gate, KernelSpec, Timing
 
 
 def embedding_rows_reference(
@@ -251,6 +253,25 @@ def _grad_cases(device: torch.device, _group_size: int) -> Iterator[Case]:
         yield Case("8192x768 to 256 bf16", (grad_y, ids.to(device), 256))
 
 
+def _rows_timings(device: torch.device, group_size: int) -> Iterator[Timing]:
+    ids = torch.randint(256, (16384,), device=device)
+    state = random_packed(256, 2048, group_size, torch.Generator(device))
+    yield Timing(
+        "16384 of 256x2048 bf16",
+        (ids, *state, 2048, group_size),
+        run=_embedding_rows_triton,
+        peer=partial(embedding, ids, decode_weight(*state, 2048, group_size)),
+    )
+
+
+def _grad_timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
+    ids = torch.randn(16384, device=device).mul(20).add(128).clamp(0, 255).long()
+    grad_y = torch.randn(16384, 2048, device=device, dtype=torch.bfloat16)
+    # what autograd calls for torch's `embedding`; its sums are rounded to bf16
+    peer = partial(torch.ops.aten.embedding_dense_backward, grad_y, ids, 256, -1, False)
+    yield Timing("16384x2048 to 256 bf16", (grad_y, ids, 256), peer=peer)
+
+
 EMBEDDING_ROWS = KernelSpec(
     "embedding_rows",
     decode_weight_f32(_embedding_rows_triton),
@@ -258,6 +279,7 @@ EMBEDDING_ROWS = KernelSpec(
     embedding_rows_reference,
     _rows_cases,
     uses_scales=True,
+    timings=_rows_timings,
 )
 EMBEDDING_GRAD = KernelSpec(
     "embedding_grad",
@@ -266,4 +288,5 @@ EMBEDDING_GRAD = KernelSpec(
     embedding_grad_reference,
     _grad_cases,
     Gate(exact=False, relative=1e-6, reason="float32 sums of up to thousands of tokens"),
+    timings=_grad_timings,
 )

@@ -1,11 +1,13 @@
 """Products with a packed matrix: y = x @ w.T, and its gradient grad_x = grad_y @ w.
 
-Up to `FUSED_ROWS` rows of x the packed bytes are decoded in registers, five products of 32 weights
-a block. Above, the weights are decoded once into a transient buffer and the matrix library
-multiplies: reading them again for every tile of x would cost more than writing them once.
+Up to `FUSED_ROWS` rows of x the packed bytes are decoded in registers: by `few_rows` where it can,
+else by a kernel for every type, stride and group size, five products of 32 weights a block. Above,
+the weights are decoded once into a transient buffer and the matrix library multiplies: reading them
+again for every tile of x would cost more than writing them once.
 """
 
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -15,20 +17,27 @@ from arbcli.kernels.backend import uses_triton
 from arbcli.kernels.decode_weight import (
     _decode_weight_triton,
     check_scales,
+    decode_weight,
     decode_weight_reference,
     decode_weight_torch,
     load_scale,
     random_packed,
 )
+from arbcli.kernels.few_rows import few_rows, takes
 from arbcli.kernels.packing import PLANE, check_packed, digit_of, plane_offsets
-from arbcli.kernels.spec import Case, Gate, KernelSpec
+from arbcli.kernels.spec import Case, Gate, KernelSpec, Timing
 
 FUSED_ROWS = 64
 """Largest M that the fused kernels take."""
 
 
 def ternary_matmul_reference(
-    x: Tensor, packed: Tensor, exponent: Tensor, fraction: Tensor | None, group_size: int
+    x: Tensor,
+    packed: Tensor,
+    exponent: Tensor,
+    fraction: Tensor | None,
+    group_size: int,
+    dtype: torch.dtype | None = None,
 ) -> Tensor:
     """Compute what `ternary_matmul` must return, in float64."""
     weight = decode_weight_reference(packed, exponent, fraction, x.shape[1], group_size)
@@ -48,8 +57,10 @@ def ternary_matmul_grad_x_reference(
     return grad_y.double() @ weight.double()
 
 
-def _ternary_matmul_torch(x, packed, exponent, fraction, group_size):
-    return x @ decode_weight_torch(packed, exponent, fraction, x.shape[1], group_size, x.dtype).T
+def _ternary_matmul_torch(x, packed, exponent, fraction, group_size, dtype=None):
+    x = x.to(torch.promote_types(x.dtype, dtype or x.dtype))
+    weight = decode_weight_torch(packed, exponent, fraction, x.shape[1], group_size, x.dtype)
+    return (x @ weight.T).to(dtype or x.dtype)
 
 
 def _ternary_matmul_grad_x_torch(grad_y, packed, exponent, fraction, in_features, group_size):
@@ -146,14 +157,17 @@ def _launch(
     return result
 
 
-def _ternary_matmul_triton(x, packed, exponent, fraction, group_size):
+def _ternary_matmul_triton(x, packed, exponent, fraction, group_size, dtype=None):
+    dtype = dtype or x.dtype
     (rows, in_features), out_features = x.shape, packed.shape[0]
+    if takes(x, packed, group_size):
+        return few_rows(x, packed, exponent, fraction, group_size, dtype)
     if rows > FUSED_ROWS:
-        return (
-            x
-            @ _decode_weight_triton(packed, exponent, fraction, in_features, group_size, x.dtype).T
-        )
-    y = torch.empty(rows, out_features, dtype=x.dtype, device=x.device)
+        x = x.to(torch.promote_types(x.dtype, dtype))
+        state = (packed, exponent, fraction)
+        weight = _decode_weight_triton(*state, in_features, group_size, x.dtype)
+        return (x @ weight.T).to(dtype)
+    y = torch.empty(rows, out_features, dtype=dtype, device=x.device)
     if y.numel() == 0:
         return y
     grid = (triton.cdiv(rows, 16), triton.cdiv(out_features, 32))
@@ -177,7 +191,12 @@ def _ternary_matmul_grad_x_triton(grad_y, packed, exponent, fraction, in_feature
 
 
 def ternary_matmul(
-    x: Tensor, packed: Tensor, exponent: Tensor, fraction: Tensor | None, group_size: int
+    x: Tensor,
+    packed: Tensor,
+    exponent: Tensor,
+    fraction: Tensor | None,
+    group_size: int,
+    dtype: torch.dtype | None = None,
 ) -> Tensor:
     """Multiply activations by a packed matrix.
 
@@ -189,9 +208,10 @@ def ternary_matmul(
         exponent: (N, ceil(K / G)) int8.
         fraction: like `exponent`; None stands for zeros.
         group_size: G.
+        dtype: of the result, bfloat16 or float32; by default that of `x`.
 
     Returns:
-        (M, N) in the dtype of `x`.
+        (M, N) in `dtype`.
 
     Raises:
         ValueError: a dtype or a shape does not fit.
@@ -199,7 +219,7 @@ def ternary_matmul(
     check_packed(packed, x.shape[1])
     check_scales(packed, exponent, fraction, x.shape[1], group_size)
     run = _ternary_matmul_triton if uses_triton(x) else _ternary_matmul_torch
-    return run(x, packed, exponent, fraction, group_size)
+    return run(x, packed, exponent, fraction, group_size, dtype)
 
 
 def ternary_matmul_grad_x(
@@ -269,6 +289,10 @@ def _inputs(
         yield f"{label} E = {end}", few, [state[0], exponent, state[2], in_features]
 
 
+FEW_ROWS_SHAPES = ((1, 1, 1), (3, 33, 123), (8, 16, 640), (9, 17, 805), (2, 3, 5480))
+"""(M, N, K) for `few_rows`: ragged, one tile and one more, twice what its warps take in a round."""
+
+
 def _forward_cases(device: torch.device, group_size: int) -> Iterator[Case]:
     def peer(x, packed, exponent, fraction, group_size):
         return (
@@ -281,6 +305,27 @@ def _forward_cases(device: torch.device, group_size: int) -> Iterator[Case]:
             (x, packed, exponent, fraction, group_size),
             peer=peer if x.dtype == torch.bfloat16 else None,
         )
+    if group_size % PLANE == 0:
+        yield from _few_rows_cases(device, group_size)
+
+
+def _few_rows_cases(device: torch.device, group_size: int) -> Iterator[Case]:
+    """Draw bf16 activations for float32 results, by a finer gate than that of bf16 results."""
+    generator = torch.Generator().manual_seed(1)
+    for rows, out_features, in_features in FEW_ROWS_SHAPES:
+        x = torch.randn(rows, in_features, generator=generator)
+        x *= 2.0 ** torch.randint(-12, 13, x.shape, generator=generator)
+        state = random_packed(out_features, in_features, group_size, generator, spread=8)
+        x, *state = (values.to(device) for values in (x.to(torch.bfloat16), *state))
+        label = f"{rows}x{out_features}x{in_features} bfloat16 to float32"
+        yield Case(label, (x, *state, group_size, torch.float32))
+    # rows of w that begin on any byte of a view, and digits that cannot be loaded as words
+    packed, exponent, fraction = (torch.cat([digits, digits], dim=1) for digits in state)
+    packed, exponent = packed[:, 3 : 3 + state[0].shape[1]], exponent[:, : state[1].shape[1]]
+    fraction = fraction[:, 1 : 1 + state[1].shape[1]]
+    yield Case(label + " views", (x, packed, exponent, fraction, group_size, torch.float32))
+    zeros = torch.full_like(state[0], 121)
+    yield Case(label + " zeros", (x, zeros, exponent, None, group_size, torch.float32))
 
 
 def _grad_x_cases(device: torch.device, group_size: int) -> Iterator[Case]:
@@ -295,6 +340,26 @@ def _grad_x_cases(device: torch.device, group_size: int) -> Iterator[Case]:
             label,
             (grad_y, *state, group_size),
             peer=peer if grad_y.dtype == torch.bfloat16 else None,
+        )
+
+
+TIMED = (*((m, size) for size in (8192, 16384) for m in (1, 8, 64)), (4096, 8192), (8192, 8192))
+"""(M, N = K): few rows, which memory binds, and many, which products bind."""
+
+
+def _timings(grad_x: bool, device: torch.device, group_size: int) -> Iterator[Timing]:
+    generator = torch.Generator(device)
+    for rows, size in TIMED:
+        state = random_packed(size, size, group_size, generator, spread=8)
+        source = torch.randn(rows, size, generator=generator, device=device, dtype=torch.bfloat16)
+        # the same values: their many zeros cost a GPU less power, and so make it faster
+        dense = decode_weight(*state, size, group_size)
+        yield Timing(
+            f"{rows}x{size}x{size}",
+            (source, *state, *((size,) if grad_x else ()), group_size),
+            peer=partial(torch.matmul, source, dense if grad_x else dense.T),
+            peer_name="cuBLAS bf16",
+            flops=2 * rows * size * size,
         )
 
 
@@ -313,6 +378,7 @@ TERNARY_MATMUL = KernelSpec(
     _forward_cases,
     GATE,
     uses_scales=True,
+    timings=partial(_timings, False),
 )
 TERNARY_MATMUL_GRAD_X = KernelSpec(
     "ternary_matmul_grad_x",
@@ -322,4 +388,5 @@ TERNARY_MATMUL_GRAD_X = KernelSpec(
     _grad_x_cases,
     GATE,
     uses_scales=True,
+    timings=partial(_timings, True),
 )

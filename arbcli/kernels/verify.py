@@ -11,19 +11,25 @@ from arbcli.errors import ArbError
 from arbcli.kernels.backend import check_backend, use_backend
 from arbcli.kernels.blend_moment import BLEND_MOMENT
 from arbcli.kernels.cast_votes import CAST_SCALE_VOTES, CAST_TRIT_VOTES
+from arbcli.kernels.choose_byte import CHOOSE_BYTE
 from arbcli.kernels.compare import CaseResult, as_tuple, compare, poisoned, worst
+from arbcli.kernels.cross_entropy import CROSS_ENTROPY, CROSS_ENTROPY_BACKWARD
+from arbcli.kernels.decode_attention import DECODE_ATTENTION
 from arbcli.kernels.decode_weight import DECODE_WEIGHT
-from arbcli.kernels.factored_statistics import AVERAGE_STATISTIC, MEAN_SQUARES
 from arbcli.kernels.fuzz import fuzz_cases, real_cases, real_reference
+from arbcli.kernels.gated_rms_norm import GATED_RMS_NORM, GATED_RMS_NORM_BACKWARD
+from arbcli.kernels.gradient_gains import GRADIENT_GAINS
+from arbcli.kernels.gradient_statistics import GRADIENT_STATISTICS
 from arbcli.kernels.newton_schulz import GRAM, GRAM_POLYNOMIAL
 from arbcli.kernels.packing import PACK_TRITS, UNPACK_TRITS
-from arbcli.kernels.rms_norm import RMS_NORM, RMS_NORM_GRAD_X
-from arbcli.kernels.scale_slope import SCALE_SLOPE
+from arbcli.kernels.rms_norm import RMS_NORM, RMS_NORM_BACKWARD
+from arbcli.kernels.rotary_norm import ROTARY_NORM, ROTARY_NORM_BACKWARD
 from arbcli.kernels.spec import Case, KernelSpec
 from arbcli.kernels.step_scales import STEP_SCALES
-from arbcli.kernels.step_trits import STEP_TRITS
+from arbcli.kernels.step_trits import STEP_BY_DIRECTION, STEP_BY_MOMENT
 from arbcli.kernels.ternary_embedding import EMBEDDING_GRAD, EMBEDDING_ROWS
 from arbcli.kernels.ternary_matmul import TERNARY_MATMUL, TERNARY_MATMUL_GRAD_X
+from arbcli.kernels.unit_gain import UNIT_GAIN
 from arbcli.kernels.workers import Workers
 
 KERNELS: tuple[KernelSpec, ...] = (
@@ -33,17 +39,26 @@ KERNELS: tuple[KernelSpec, ...] = (
     TERNARY_MATMUL,
     TERNARY_MATMUL_GRAD_X,
     RMS_NORM,
-    RMS_NORM_GRAD_X,
+    RMS_NORM_BACKWARD,
+    GATED_RMS_NORM,
+    GATED_RMS_NORM_BACKWARD,
+    ROTARY_NORM,
+    ROTARY_NORM_BACKWARD,
+    DECODE_ATTENTION,
+    CHOOSE_BYTE,
+    CROSS_ENTROPY,
+    CROSS_ENTROPY_BACKWARD,
     EMBEDDING_ROWS,
     EMBEDDING_GRAD,
-    MEAN_SQUARES,
-    AVERAGE_STATISTIC,
+    GRADIENT_STATISTICS,
+    GRADIENT_GAINS,
+    UNIT_GAIN,
     GRAM,
     GRAM_POLYNOMIAL,
-    SCALE_SLOPE,
     STEP_SCALES,
     BLEND_MOMENT,
-    STEP_TRITS,
+    STEP_BY_MOMENT,
+    STEP_BY_DIRECTION,
     CAST_TRIT_VOTES,
     CAST_SCALE_VOTES,
 )

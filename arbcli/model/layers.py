@@ -1,16 +1,40 @@
-"""Layers over packed tensors. A backward hands each weight's gradient on and forgets it."""
+"""Layers over packed tensors. A backward hands each weight's gradient on and forgets it.
+
+What is cheap to compute again is not kept for the backward: a linear layer saves what its norm was
+given rather than what the norm gave, and attention its turned queries and keys where the projection
+had put them.
+"""
+
+from functools import lru_cache
 
 import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 
-from arbcli.kernels.rms_norm import ternary_rms_norm
+from arbcli.kernels.cross_entropy import cross_entropy as losses_of_rows
+from arbcli.kernels.cross_entropy import cross_entropy_backward
+from arbcli.kernels.gated_rms_norm import gated_rms_norm, gated_rms_norm_backward
+from arbcli.kernels.rms_norm import rms_norm, rms_norm_backward
+from arbcli.kernels.rotary_norm import rotary_norm_, rotary_norm_backward
 from arbcli.kernels.ternary_embedding import embedding_grad, embedding_rows
 from arbcli.kernels.ternary_matmul import ternary_matmul, ternary_matmul_grad_x
 from arbcli.model.config import ModelConfig
 from arbcli.model.ternary import GradientSink, TernaryTensor
 
 NORM_EPS = 1e-6
+ROTARY_BASE = 10000.0
+
+
+@lru_cache(maxsize=8)
+def rotary_table(length: int, head_dim: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Compute cos and sin of every position's angles, (length, head_dim / 2) float32 each.
+
+    A derived constant: it follows from the configuration, so it is cached here and no part of the
+    state. Source: J. Su et al., "RoFormer", https://arxiv.org/abs/2104.09864, eq. 15.
+    """
+    frequency = ROTARY_BASE ** (-torch.arange(0, head_dim, 2, device=device) / head_dim)
+    angle = torch.outer(torch.arange(length, device=device, dtype=torch.float32), frequency)
+    return angle.cos(), angle.sin()
 
 
 class StreamedTensor(TernaryTensor):
@@ -54,7 +78,7 @@ class StreamedTensor(TernaryTensor):
             self.sink(self, self.gradient(source, grad_y))
 
     def gradient(self, source: Tensor, grad_y: Tensor) -> Tensor:
-        """Form dL/dw, (N, K) float32, from what all uses saw."""
+        """Form dL/dw, (N, K) float32 or bfloat16, from what all uses saw."""
         raise NotImplementedError
 
 
@@ -62,10 +86,8 @@ class LinearWeight(StreamedTensor):
     """The weight of a `TernaryLinear`."""
 
     def gradient(self, source: Tensor, grad_y: Tensor) -> Tensor:
-        """Multiply grad_y.T by x, accumulating in float32."""
-        if source.is_cuda and source.dtype != torch.float32:
-            return torch.mm(grad_y.T, source, out_dtype=torch.float32)
-        return (grad_y.T @ source).float()
+        """Multiply grad_y.T by x, summed in float32 and rounded once to the dtype of x."""
+        return grad_y.T @ source
 
 
 class EmbeddingWeight(StreamedTensor):
@@ -77,27 +99,32 @@ class EmbeddingWeight(StreamedTensor):
 
 
 class _Linear(Function):
-    """y = x @ w.T. The gradient of x is returned, that of w goes to the weight's sink.
+    """y = before(x) @ w.T. The gradient of x is returned, that of w goes to the weight's sink.
 
     `anchor` is an empty tensor that requires a gradient, so that the backward runs even where x
     does not need one.
     """
 
     @staticmethod
-    def forward(ctx, x: Tensor, anchor: Tensor, weight: LinearWeight) -> Tensor:
-        ctx.weight = weight
+    def forward(ctx, x: Tensor, anchor: Tensor, weight: LinearWeight, before) -> Tensor:
+        ctx.weight, ctx.before = weight, before
         ctx.save_for_backward(x)
-        return ternary_matmul(x, weight.trits, *weight.scales, weight.group_size)
+        source = before(x) if before else x
+        return ternary_matmul(source, weight.trits, *weight.scales, weight.group_size)
 
     @staticmethod
     def backward(ctx, grad_y: Tensor):
-        (x,) = ctx.saved_tensors
-        weight, grad_x = ctx.weight, None
+        (source,) = ctx.saved_tensors
+        weight, before, grad_x = ctx.weight, ctx.before, None
         if ctx.needs_input_grad[0]:
             state = (weight.trits, *weight.scales, weight.in_features, weight.group_size)
             grad_x = ternary_matmul_grad_x(grad_y, *state)
-        weight.collect(x, grad_y)
-        return grad_x, None, None
+            if before:
+                grad_x, source = before.backward(grad_x, source)
+        elif before:
+            source = before(source)
+        weight.collect(source, grad_y)
+        return grad_x, None, None, None
 
 
 class _Embedding(Function):
@@ -116,8 +143,84 @@ class _Embedding(Function):
         return None, None, None, None
 
 
+class _RotaryNorm(Function):
+    """Turn and normalise queries and keys where they are; nothing else is kept of them."""
+
+    @staticmethod
+    def forward(ctx, qkv: Tensor, cos: Tensor, sin: Tensor):
+        r = rotary_norm_(qkv, cos, sin, NORM_EPS)
+        ctx.save_for_backward(qkv, r, cos, sin)
+        return qkv.permute(2, 0, 3, 1, 4).unbind()
+
+    @staticmethod
+    def backward(ctx, *grads: Tensor):
+        return rotary_norm_backward(list(grads), *ctx.saved_tensors), None, None
+
+
+class _CrossEntropy(Function):
+    """Mean loss of all rows; the backward computes the probabilities again."""
+
+    @staticmethod
+    def forward(ctx, logits: Tensor, targets: Tensor) -> Tensor:
+        ctx.save_for_backward(logits, targets)
+        return losses_of_rows(logits, targets).mean()
+
+    @staticmethod
+    def backward(ctx, grad_loss: Tensor):
+        logits, targets = ctx.saved_tensors
+        return cross_entropy_backward(logits, targets, grad_loss / len(logits)), None
+
+
 def _anchor(like: Tensor) -> Tensor:
     return torch.empty(0, device=like.device, requires_grad=torch.is_grad_enabled())
+
+
+class TernaryRMSNorm(nn.Module):
+    """Divide by the root-mean-square, then multiply by frozen ternary weights, all ones.
+
+    A norm is part of the linear layer behind it, which differentiates it: see `TernaryLinear`.
+    """
+
+    def __init__(self, dim: int, config: ModelConfig) -> None:
+        super().__init__()
+        self.weight = TernaryTensor(1, dim, config, frozen=True)
+
+    @torch.no_grad()
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalise the last dimension of (..., D); not differentiable."""
+        return rms_norm(x, *self._norm())
+
+    def backward(self, grad_y: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Compute the gradient of x, and the result again."""
+        return rms_norm_backward(grad_y, x, *self._norm())
+
+    def _norm(self) -> tuple:
+        weight = self.weight
+        return weight.trits, *weight.scales, weight.group_size, NORM_EPS
+
+
+class TernaryGate(TernaryRMSNorm):
+    """The middle of a gated MLP: silu of the first half times the second, normalised.
+
+    `normalise` False leaves the norm out, and there are no weights. Like a norm, it is part of the
+    linear layer behind it.
+    """
+
+    def __init__(self, dim: int, config: ModelConfig, *, normalise: bool) -> None:
+        nn.Module.__init__(self)
+        self.weight = TernaryTensor(1, dim, config, frozen=True) if normalise else None
+
+    @torch.no_grad()
+    def forward(self, gate_up: Tensor) -> Tensor:
+        """Turn (..., 2 D) into (..., D); not differentiable."""
+        return gated_rms_norm(gate_up, *self._norm())
+
+    def backward(self, grad_y: Tensor, gate_up: Tensor) -> tuple[Tensor, Tensor]:
+        """Compute the gradient of gate_up, and the result again."""
+        return gated_rms_norm_backward(grad_y, gate_up, *self._norm())
+
+    def _norm(self) -> tuple:
+        return super()._norm() if self.weight else (None, None, None, 1, NORM_EPS)
 
 
 class TernaryLinear(nn.Module):
@@ -127,11 +230,31 @@ class TernaryLinear(nn.Module):
         super().__init__()
         self.weight = LinearWeight(out_features, in_features, config)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Multiply (..., K) activations to (..., N) of the same dtype."""
+    def forward(self, x: Tensor, before: TernaryRMSNorm | None = None) -> Tensor:
+        """Multiply (..., K) activations to (..., N) of the same dtype.
+
+        `before` is applied to x first, and differentiated with the product, so that only x itself
+        is saved.
+        """
         self.weight.note_use()
-        y = _Linear.apply(x.reshape(-1, x.shape[-1]), _anchor(x), self.weight)
+        y = _Linear.apply(x.reshape(-1, x.shape[-1]), _anchor(x), self.weight, before)
         return y.view(*x.shape[:-1], -1)
+
+
+def rotary_norm(
+    qkv: Tensor, table: tuple[Tensor, Tensor] | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Turn queries and keys by the angles of their positions, and normalise each head.
+
+    Args:
+        qkv: (B, T, 3, heads, d) contiguous; overwritten.
+        table: T rows of a `rotary_table`; None is its first ones, for positions from 0 on.
+
+    Returns:
+        Queries, keys and values, views of (B, heads, T, d).
+    """
+    table = table or rotary_table(qkv.shape[1], qkv.shape[-1], qkv.device)
+    return _RotaryNorm.apply(qkv, *table)
 
 
 class TernaryEmbedding(nn.Module):
@@ -148,14 +271,6 @@ class TernaryEmbedding(nn.Module):
         return y.view(*ids.shape, -1)
 
 
-class TernaryRMSNorm(nn.Module):
-    """Divide by the root-mean-square, then multiply by frozen ternary weights, all ones."""
-
-    def __init__(self, dim: int, config: ModelConfig) -> None:
-        super().__init__()
-        self.weight = TernaryTensor(1, dim, config, frozen=True)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Normalise the last dimension of (..., D)."""
-        weight = self.weight
-        return ternary_rms_norm(x, weight.trits, *weight.scales, weight.group_size, NORM_EPS)
+def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
+    """Average the cross-entropy of (M, V) logits and (M,) int64 targets: nats, float32 scalar."""
+    return _CrossEntropy.apply(logits, targets)

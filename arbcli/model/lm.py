@@ -1,52 +1,37 @@
 """`ByteLM`: byte embedding, blocks of attention and gated MLP, norm, byte head."""
 
+import itertools
 import math
-from functools import lru_cache
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
+from arbcli.model import layers, twins
+from arbcli.model.cache import BlockCache, KeyValueCache
 from arbcli.model.config import VOCABULARY, ModelConfig
-from arbcli.model.layers import (
-    NORM_EPS,
-    StreamedTensor,
-    TernaryEmbedding,
-    TernaryLinear,
-    TernaryRMSNorm,
-)
+from arbcli.model.layers import StreamedTensor
 from arbcli.model.ternary import TernaryTensor
-from arbcli.model.twins import FloatEmbedding, FloatLinear, FloatRMSNorm, FloatWeight
+from arbcli.model.twins import FloatWeight
 
-ROTARY_BASE = 10000.0
-
-
-@lru_cache(maxsize=8)
-def rotary_table(length: int, head_dim: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Compute cos and sin of every position's angles, (length, head_dim / 2) float32 each.
-
-    A derived constant: it follows from the configuration, so it is cached here and no part of the
-    state. Source: J. Su et al., "RoFormer", https://arxiv.org/abs/2104.09864, eq. 15.
-    """
-    frequency = ROTARY_BASE ** (-torch.arange(0, head_dim, 2, device=device) / head_dim)
-    angle = torch.outer(torch.arange(length, device=device, dtype=torch.float32), frequency)
-    return angle.cos(), angle.sin()
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn the two halves of (..., T, head_dim) by the angle of their position, in float32."""
-    first, second = x.float().chunk(2, dim=-1)
-    return torch.cat([first * cos - second * sin, first * sin + second * cos], dim=-1)
+RECOMPUTE = {"use_reentrant": False, "preserve_rng_state": False, "determinism_check": "none"}
+"""How torch is to compute a block again: there is no dropout, and shapes do not change."""
 
 
 class _Parts:
-    """The layer classes of one kind of weights."""
+    """The layers of one kind of weights."""
 
     def __init__(self, config: ModelConfig) -> None:
         ternary = config.weights == "ternary"
-        self.linear = TernaryLinear if ternary else FloatLinear
-        self.embedding = TernaryEmbedding if ternary else FloatEmbedding
-        self.norm = TernaryRMSNorm if ternary else FloatRMSNorm
+        self.linear = layers.TernaryLinear if ternary else twins.FloatLinear
+        self.embedding = layers.TernaryEmbedding if ternary else twins.FloatEmbedding
+        self.norm = layers.TernaryRMSNorm if ternary else twins.FloatRMSNorm
+        self.gate = layers.TernaryGate if ternary else twins.FloatGate
+        self.rotary_norm = layers.rotary_norm if ternary else twins.FloatRotaryNorm(config)
+        self.cross_entropy = layers.cross_entropy if ternary else twins.cross_entropy
 
 
 class Attention(nn.Module):
@@ -55,39 +40,38 @@ class Attention(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         parts = _Parts(config)
-        self.heads = config.heads
+        self.heads, self.rotary_norm = config.heads, parts.rotary_norm
         self.qkv = parts.linear(3 * config.dim, config.dim, config)
-        self.sub_norm = parts.norm(config.dim, config) if config.sub_norms else nn.Identity()
+        self.sub_norm = parts.norm(config.dim, config) if config.sub_norms else None
         self.output = parts.linear(config.dim, config.dim, config)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Mix (B, T, D) over the positions before each."""
+    def forward(self, x: Tensor, norm: nn.Module, past: BlockCache | None = None) -> Tensor:
+        """Normalise (B, T, D) and mix every position with those before it, and with the past."""
         batch, length, dim = x.shape
-        qkv = self.qkv(x).view(batch, length, 3, self.heads, dim // self.heads)
-        q, k, v = qkv.permute(2, 0, 3, 1, 4)  # (B, heads, T, head_dim) each
-        cos, sin = rotary_table(length, q.shape[-1], x.device)
-        q, k = (
-            functional.rms_norm(rotate(t, cos, sin), t.shape[-1:], eps=NORM_EPS).to(x.dtype)
-            for t in (q, k)
-        )
-        y = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return self.output(self.sub_norm(y.transpose(1, 2).reshape(batch, length, dim)))
+        qkv = self.qkv(x, norm).view(batch, length, 3, self.heads, dim // self.heads)
+        if past is None:
+            q, k, v = self.rotary_norm(qkv)  # (B, heads, T, head_dim) each
+            y = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        elif length == 1:
+            y = past.attend_one(qkv)
+        else:
+            y = past.attend(*self.rotary_norm(qkv, past.angles))
+        return self.output(y.transpose(1, 2).reshape(batch, length, dim), self.sub_norm)
 
 
 class MLP(nn.Module):
-    """Gated MLP: down(silu(gate) * up)."""
+    """Gated MLP: down(norm(silu(gate) * up))."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         parts = _Parts(config)
         self.gate_up = parts.linear(2 * config.ffn, config.dim, config)
-        self.sub_norm = parts.norm(config.ffn, config) if config.sub_norms else nn.Identity()
+        self.sub_norm = parts.gate(config.ffn, config, normalise=config.sub_norms)
         self.output = parts.linear(config.dim, config.ffn, config)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Transform every position of (B, T, D) by itself."""
-        gate, up = self.gate_up(x).chunk(2, dim=-1)
-        return self.output(self.sub_norm(functional.silu(gate) * up))
+    def forward(self, x: Tensor, norm: nn.Module) -> Tensor:
+        """Normalise and transform every position of (B, T, D) by itself."""
+        return self.output(self.gate_up(x, norm), self.sub_norm)
 
 
 class Block(nn.Module):
@@ -101,10 +85,10 @@ class Block(nn.Module):
         self.mlp_norm = parts.norm(config.dim, config)
         self.mlp = MLP(config)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, past: BlockCache | None = None) -> Tensor:
         """Add both branches to the stream (B, T, D)."""
-        x = x + self.attention(self.attention_norm(x))
-        return x + self.mlp(self.mlp_norm(x))
+        x = x + self.attention(x, self.attention_norm, past)
+        return x + self.mlp(x, self.mlp_norm)
 
 
 class ByteLM(nn.Module):
@@ -113,28 +97,63 @@ class ByteLM(nn.Module):
     Args:
         config: its shape and storage.
         compute_dtype: of activations; bfloat16, or float32.
+        recompute: whether a backward computes what is inside a block again, so that only the
+            blocks' inputs are kept for it.
     """
 
-    def __init__(self, config: ModelConfig, compute_dtype: torch.dtype = torch.bfloat16) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        compute_dtype: torch.dtype = torch.bfloat16,
+        *,
+        recompute: bool = False,
+    ) -> None:
         super().__init__()
         parts = _Parts(config)
-        self.config, self.compute_dtype = config, compute_dtype
+        self.config, self.compute_dtype, self.recompute = config, compute_dtype, recompute
+        self.cross_entropy = parts.cross_entropy
         self.embedding = parts.embedding(VOCABULARY, config.dim, config)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
         self.norm = parts.norm(config.dim, config)
         self.head = parts.linear(VOCABULARY, config.dim, config)
 
-    def forward(self, ids: Tensor) -> Tensor:
-        """Compute (B, T, 256) logits, in `compute_dtype`, from (B, T) int64 bytes."""
+    def forward(self, ids: Tensor, cache: KeyValueCache | None = None) -> Tensor:
+        """Compute (B, T, 256) logits, in `compute_dtype`, from (B, T) int64 bytes.
+
+        With a cache B is 1: the bytes follow on those that it has seen, and are added to it.
+        """
         x = self.embedding(ids, self.compute_dtype)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(self.norm(x))
+        if cache is not None:
+            with cache.reading(ids.shape[1]):
+                for block, past in zip(self.blocks, cache.blocks, strict=True):
+                    x = block(x, past)
+        else:
+            recompute = self.recompute and torch.is_grad_enabled()
+            for block in self.blocks:
+                x = checkpoint(block, x, **RECOMPUTE) if recompute else block(x)
+        return self.head(x, self.norm)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are."""
+        return next(itertools.chain(self.buffers(), self.parameters())).device
+
+    def new_cache(self, positions: int) -> KeyValueCache:
+        """Make a cache for a text of at most `positions` bytes; no gradient passes through it."""
+        return KeyValueCache(self.config, positions, self.compute_dtype, self.device)
+
+    @contextmanager
+    def held_weights(self) -> Iterator[None]:
+        """Cast the weights of a float twin once, not in every forward; packed ones stay packed."""
+        with ExitStack() as stack:
+            for weight in self.weights().values():
+                if isinstance(weight, FloatWeight):
+                    stack.enter_context(weight.held(self.compute_dtype))
+            yield
 
     def loss(self, ids: Tensor, targets: Tensor) -> Tensor:
         """Average the cross-entropy, in nats a byte, over (B, T) int64 inputs and targets."""
-        logits = self(ids)
-        return functional.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+        return self.cross_entropy(self(ids).flatten(0, 1), targets.flatten())
 
     def initialise(self, seed: int) -> None:
         """Draw all weights anew.

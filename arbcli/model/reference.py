@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from arbcli.kernels.decode_weight import decode_weight_reference, decode_weight_torch
-from arbcli.kernels.factored_statistics import statistic_value_reference
+from arbcli.kernels.gradient_gains import statistic_value_reference
 from arbcli.kernels.packing import unpack_trits_reference, unpack_trits_torch
 from arbcli.model.config import ModelConfig
 from arbcli.model.lm import ByteLM

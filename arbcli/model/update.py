@@ -1,7 +1,9 @@
 """Update rules: from the gradient of one matrix to new trits, scales and digits, in place.
 
-The direction u = direction(g) has unit root-mean-square over the matrix and is float. From u in
-int32 fixed point on, all is integer arithmetic in the kernels: every backend agrees to the bit.
+The direction u = direction(g) has unit root-mean-square over the matrix: values in float, times
+gains of rows and columns. From u in int32 fixed point on, which kernels form where they use it, all
+is integer arithmetic: every backend agrees to the bit. The gradient is read in passes, and nothing
+else of the shape of the matrix is made but the orthogonalised gradient.
 """
 
 import math
@@ -12,17 +14,17 @@ from torch import Tensor
 
 from arbcli.kernels.blend_moment import blend_moment, moment_max
 from arbcli.kernels.cast_votes import cast_scale_votes, cast_trit_votes
-from arbcli.kernels.factored_statistics import average_statistic, mean_squares
+from arbcli.kernels.direction import UNIT
+from arbcli.kernels.gradient_gains import GradientGains, gradient_gains
+from arbcli.kernels.gradient_statistics import gradient_statistics
 from arbcli.kernels.newton_schulz import gram, gram_polynomial
 from arbcli.kernels.random_bits import stream_keys
-from arbcli.kernels.scale_slope import scale_slope
 from arbcli.kernels.step_scales import step_scales
-from arbcli.kernels.step_trits import step_trits
+from arbcli.kernels.step_trits import step_by_direction, step_by_moment
+from arbcli.kernels.unit_gain import unit_gain
 from arbcli.model.config import RULES, ModelConfig
 from arbcli.model.ternary import TernaryTensor
 
-UNIT = 1 << 16
-"""Fixed-point one: directions, slopes and steps have 16 fractional bits."""
 MOMENT_DECAY = 0.9
 STEP_CLIP = 4
 """Largest step of a weight, in root-mean-squares of the direction."""
@@ -61,17 +63,6 @@ def orthogonalise(grad: Tensor, dtype: torch.dtype, steps: int = NEWTON_SCHULZ_S
     return x.mT if tall else x
 
 
-def to_fixed_point(values: Tensor) -> Tensor:
-    """Divide by the root-mean-square over the matrix and round to int32 units of 2**-16.
-
-    Zeros stay zeros. All is scaled to at most 1 first, so that no square under- or overflows.
-    """
-    values = values.float()
-    values = values / values.abs().amax().clamp(min=TINY)
-    scaled = values * (UNIT / values.square().mean().sqrt().clamp(min=TINY))
-    return scaled.round_().clamp_(-(2.0**30), 2.0**30).to(torch.int32)
-
-
 def fixed_point_gain(factor: float, bits: int = 12) -> tuple[int, int]:
     """Write a positive factor as gain / 2**shift with a gain of `bits` bits."""
     mantissa, exponent = math.frexp(factor)
@@ -106,10 +97,12 @@ class Updater:
         self._index = {id(tensor): index for index, tensor in enumerate(self.tensors)}
         self.num_weights = sum(tensor.num_weights for tensor in self.tensors)
         self._control = torch.empty(0, dtype=torch.int64, device=self.device)
-        self._flips = torch.zeros((), dtype=torch.int64, device=self.device)
-        self._refused = torch.zeros((), dtype=torch.int64, device=self.device)
-        self._nonfinite_steps = torch.zeros((), dtype=torch.int64, device=self.device)
-        self._nonfinite = torch.zeros((), dtype=torch.bool, device=self.device)
+        # one of each for every tensor, so that updates of several may run side by side
+        counter = {"dtype": torch.int64, "device": self.device}
+        self._flips, self._refused, self._nonfinite, self._squares = (
+            torch.zeros(len(self.tensors), **counter) for _ in range(4)
+        )
+        self._nonfinite_steps = torch.zeros((), **counter)
 
     def begin(self, step: int, lr: float, micro: int = 0, accumulation: int = 1) -> None:
         """Prepare for the backward of one micro-batch: `set_step`, then `begin_micro`."""
@@ -153,97 +146,85 @@ class Updater:
         self.scale_gain = (scale_gain, scale_shift)
         self.carry_gain = (gain, shift)
         self.step_size = control[6]
-        self.no_shift = torch.zeros((), dtype=torch.int32, device=self.device)
+        self._squares.zero_()
 
     def finish(self) -> None:
         """End a step: count it if one of its gradients was not finite."""
-        self._nonfinite_steps += self._nonfinite
+        self._nonfinite_steps += self._nonfinite.amax()
         self._nonfinite.zero_()
 
     @torch.no_grad()
     def __call__(self, tensor: TernaryTensor, grad: Tensor) -> None:
-        """Update one tensor from its gradient, (N, K) float32; a bad gradient changes nothing."""
-        keys = self.keys[self._index[id(tensor)]].unbind()
-        largest = grad.abs().amax()  # a NaN anywhere makes this one
-        finite = torch.isfinite(largest)
-        ok = (finite & (largest > 0)).to(torch.int32)
-        self._nonfinite |= ~finite
-        self._refused += 1 - ok
+        """Update one tensor from its gradient; a bad gradient changes nothing.
+
+        Args:
+            tensor: one of those the updater was made with.
+            grad: (N, K) float32 or bfloat16. It is bad if the sum of its squares is not within
+                2**-120 .. 2**120, and so if it is not finite, or all zero.
+        """
+        index = self._index[id(tensor)]
+        keys, rule = self.keys[index].unbind(), self.rule
+        statistics = gradient_statistics(
+            grad, tensor.trits, *tensor.scales, tensor.group_size,
+            factored=self.direction == "factored", signs=self.voting,
+        )  # fmt: skip
+        gains = gradient_gains(
+            statistics, getattr(tensor, "row_statistic", None),
+            getattr(tensor, "column_statistic", None), keys[_ROW], keys[_COLUMN],
+            self._refused[index], self._nonfinite[index],
+        )  # fmt: skip
         if self.voting:
-            slope = scale_slope(grad.sign(), tensor.trits, *tensor.scales, tensor.group_size)
-            cast_scale_votes(tensor.exponent, tensor.scale_votes, slope, ok)
-            self._flips += cast_trit_votes(tensor.trits, tensor.votes, grad, ok)
+            cast_scale_votes(tensor.exponent, tensor.scale_votes, statistics.slope, gains.ok)
+            self._flips[index].add_(cast_trit_votes(tensor.trits, tensor.votes, grad, gains.ok))
             return
-        slope = scale_slope(grad, tensor.trits, *tensor.scales, tensor.group_size)
-        direction = to_fixed_point(self._direction(tensor, grad, keys, ok, largest))
-        del grad
-        step_scales(*tensor.scales, to_fixed_point(slope), keys[_SCALE], *self.scale_gain, ok)
-        if self.rule.moment_range:
-            self._step_moment(tensor, direction, keys, ok)
+        direction = self._direction(grad, gains)
+        slope = (statistics.slope, gains.slope)
+        step_scales(*tensor.scales, *slope, keys[_SCALE], *self.scale_gain, gains.ok)
+        if rule.moment_range:
+            self._step_by_moment(tensor, direction, keys, gains.ok, index)
         else:
-            self._step(tensor, direction, keys, *self.carry_gain, ok)
+            step_by_direction(
+                tensor.trits, tensor.remainder, *direction, keys[_TRIT], *self.carry_gain,
+                self.limit, gains.ok, self._flips[index], rule.radix, rule.remainder_max,
+            )  # fmt: skip
 
     def _direction(
+        self, grad: Tensor, gains: GradientGains
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Find the direction's values and the gains of its rows and columns."""
+        if self.direction == "sign":
+            return grad, None, None
+        if self.direction == "factored":
+            return grad, unit_gain(grad, gains.rows, gains.columns, gains.ok), gains.columns
+        values = orthogonalise(grad, self.dtype)
+        return values, unit_gain(values, None, None, gains.ok), None
+
+    def _step_by_moment(
         self,
         tensor: TernaryTensor,
-        grad: Tensor,
+        direction: tuple[Tensor, Tensor | None, Tensor | None],
         keys: tuple[Tensor, ...],
         ok: Tensor,
-        largest: Tensor,
-    ) -> Tensor:
-        if self.direction == "sign":
-            return grad.sign()
-        if self.direction == "orthogonal":
-            return orthogonalise(grad / largest, self.dtype)
-        rows, columns = mean_squares(grad)
-        rows = average_statistic(tensor.row_statistic, rows, keys[_ROW], ok)
-        columns = average_statistic(tensor.column_statistic, columns, keys[_COLUMN], ok)
-        return grad * (rows.mean() / rows).sqrt_()[:, None] * columns.rsqrt()
-
-    def _step_moment(
-        self, tensor: TernaryTensor, direction: Tensor, keys: tuple[Tensor, ...], ok: Tensor
+        index: int,
     ) -> None:
-        rule = self.rule
+        rule, squares = self.rule, self._squares[index]
         moment = tensor.remainder if rule.nibble else tensor.moment
         units = moment_max(rule.nibble) / rule.moment_range  # int8 units of one root-mean-square
         gain, shift = fixed_point_gain((1 - MOMENT_DECAY) * units / self.accumulation, bits=10)
         gain, shift = (gain, shift) if gain < 1024 else (gain >> 1, shift - 1)
         decay = round(MOMENT_DECAY * UNIT) if self.first else UNIT
-        squares = blend_moment(
-            moment, direction, keys[_MOMENT], ok, decay, gain, shift, rule.nibble
-        )
-        if not self.last:
-            return
-        mean_square = squares.to(torch.float64) / tensor.num_weights
-        gain = self.step_size.to(torch.float64) * (UNIT / 2**32) / mean_square.sqrt()
-        gain = gain.clamp_(max=2**23).round_().to(torch.int32)
-        self._step(tensor, None if rule.nibble else moment, keys, gain, self.no_shift, ok)
-
-    def _step(
-        self,
-        tensor: TernaryTensor,
-        direction: Tensor | None,
-        keys: tuple[Tensor, ...],
-        gain: Tensor,
-        shift: Tensor,
-        ok: Tensor,
-    ) -> None:
-        self._flips += step_trits(
-            tensor.trits,
-            tensor.remainder,
-            direction,
-            keys[_TRIT],
-            gain,
-            shift,
-            self.limit,
-            ok,
-            self.rule.radix,
-            self.rule.remainder_max,
-        )
+        blend = (decay, gain, shift, rule.nibble)
+        blend_moment(moment, *direction, keys[_MOMENT], ok, squares, *blend)
+        if self.last:
+            step_by_moment(
+                tensor.trits, tensor.remainder, None if rule.nibble else moment, keys[_TRIT],
+                self.step_size, squares, self.limit, ok, self._flips[index],
+                rule.radix, rule.remainder_max,
+            )  # fmt: skip
 
     def take_flips(self) -> int:
         """Count the trits that changed since the last call; waits for the device."""
-        flips = int(self._flips)
+        flips = int(self._flips.sum())
         self._flips.zero_()
         return flips
 
@@ -254,9 +235,10 @@ class Updater:
             nonfinite_steps: steps in which a gradient was not finite.
             refused: gradients that were not finite or all zero, and so changed nothing.
         """
-        return {"nonfinite_steps": int(self._nonfinite_steps), "refused": int(self._refused)}
+        return {"nonfinite_steps": int(self._nonfinite_steps), "refused": int(self._refused.sum())}
 
     def restore(self, counters: dict[str, int]) -> None:
         """Continue the counters of an earlier run."""
         self._nonfinite_steps.fill_(counters["nonfinite_steps"])
-        self._refused.fill_(counters["refused"])
+        self._refused.zero_()
+        self._refused[0] = counters["refused"]

@@ -10,7 +10,8 @@ import torch
 from typer.testing import CliRunner
 
 from arbcli.cli import app
-from arbcli.model.lm import ByteLM, rotary_table
+from arbcli.model.layers import rotary_table
+from arbcli.model.lm import ByteLM
 from arbcli.model.update import Updater
 
 SHAPE = ["--dim", "32", "--layers", "1", "--heads", "2", "--ffn", "48", "--ctx", "16"]

@@ -121,18 +121,22 @@ def test_train_survives_a_full_disk_with_its_checkpoints(text, tmp_path):
 
 OPTIONS = {
     "train": "accum backend batch compute ctx data device dim direction eval-every ffn heads json"
-    " layers lr minutes no-sub-norms optimizer out plot preset quiet resume rule save-every seed"
-    " steps sub-norms tscale-type val warmup weights",
+    " layers lr minutes no-sub-norms optimizer out plot preset quiet recompute resume rule"
+    " save-every seed steps sub-norms tscale-type val warmup weights",
+    "generate": "backend bytes checkpoint device json length prompt seed temperature top-k top-p",
+    "evaluate": "backend batch checkpoint data device json stride",
     "count-params": "ctx dim direction ffn heads json layers preset rule tscale-type",
     "audit-memory": "accum backend batch budget ctx device dim direction ffn heads json layers"
-    " preset rule seed snapshot steps tscale-type what-if",
+    " preset recompute rule seed snapshot steps tscale-type what-if",
+    "verify-kernels": "all-tscale-types backend compare device fuzz json ledger list seed targets"
+    " time tscale-type",
 }
 
 
 @pytest.mark.parametrize("command", OPTIONS)
 def test_no_option_comes_or_goes_unnoticed(command):
     page = CliRunner().invoke(app, [command, "--help"], terminal_width=200).stdout
-    words = (word.strip(",.") for word in page.replace("/", " ").split())
+    words = (word.strip(",.`") for word in page.replace("/", " ").split())
     options = {word[2:] for word in words if word.startswith("--")} - {"help"}
     assert options == set(OPTIONS[command].split())
 

@@ -46,6 +46,7 @@ def test_json_is_one_object_with_pinned_fields():
     assert list(found) == [
         "format", "date", "device", "versions", "commit", "scale_types", "kernels", "parity",
         "compiled", "failures", "ruled_out", "not_verified", "seconds", "passed", "changes",
+        "timing",
     ]  # fmt: skip
     assert list(found["kernels"][0]) == [
         "kernel", "backend", "scale_type", "kind", "shapes", "outputs", "elements", "unwritten",
@@ -71,16 +72,14 @@ def test_random_failure_is_reproduced_by_its_command(wrong_kernel):
 
 
 def test_every_scale_type_is_checked_when_asked_for():
-    found = json.loads(
-        arb("scale_slope", "--all-tscale-types", "--backend", "torch", "--json").stdout
-    )
+    found = json.loads(arb("rms_norm", "--all-tscale-types", "--backend", "torch", "--json").stdout)
     assert [result["scale_type"] for result in found["kernels"]] == found["scale_types"]
     assert len(found["scale_types"]) == 8
     assert any("another one was asked for" not in item for item in found["not_verified"])
 
 
 def test_one_scale_type_is_checked_by_default_and_the_rest_is_listed():
-    found = json.loads(arb("scale_slope", "--backend", "torch", "--json").stdout)
+    found = json.loads(arb("rms_norm", "--backend", "torch", "--json").stdout)
     assert found["scale_types"] == ["T32"]
     assert any(item.startswith("scale types T4, ") for item in found["not_verified"])
 
@@ -96,7 +95,7 @@ def test_kernels_are_listed_with_their_gates():
     listed = json.loads(arb("--list", "--json").stdout)
     assert list(listed) == [spec.name for spec in KERNELS]
     assert all(gate["reason"] for gate in listed.values())
-    assert "scale_slope" in arb("--list").stdout
+    assert "rms_norm" in arb("--list").stdout
 
 
 def test_targets_are_compiled_beside_the_checks():
@@ -106,6 +105,36 @@ def test_targets_are_compiled_beside_the_checks():
     assert compiled["passed"], compiled["error"]
     assert compiled["registers"] > 0
     assert found["device"].startswith("cpu") or torch.cuda.is_available()
+
+
+def test_speed_is_listed_as_unknown_unless_timed():
+    found = json.loads(arb("step_scales", "--backend", "torch", "--json").stdout)
+    assert found["timing"] is None
+    assert "speed: `--time` was not given" in found["not_verified"]
+
+
+def test_timing_without_gpu_is_refused_before_anything_is_verified(monkeypatch):
+    monkeypatch.setattr(verify, "KERNELS", ())
+    result = arb("--time", "--device", "cpu")
+    assert "`--time` needs a CUDA device" in str(result.exception)
+    assert result.exception.hint
+
+
+@pytest.mark.gpu
+def test_kernels_are_timed_after_they_are_verified(tmp_path):
+    found = json.loads(arb("pack_trits", "--time", "--json", "--ledger", tmp_path).stdout)
+    (timed,) = found["timing"]["timings"]
+    assert (timed["kernel"], timed["shape"]) == ("pack_trits", "11264x2048")
+    assert found["timing"]["roofline"]["bytes_per_second"] > 0
+    assert not any(item.startswith("speed") for item in found["not_verified"])
+    assert "## Speed" in (tmp_path / "ledger.md").read_text()
+
+
+@pytest.mark.gpu
+def test_kernel_that_fails_is_not_timed(wrong_kernel):
+    result = arb("pack_trits", "--time")
+    assert result.exit_code == 1
+    assert "not timed: it did not pass" in " ".join(result.stdout.split())
 
 
 @pytest.mark.parametrize(

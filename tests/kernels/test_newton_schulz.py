@@ -7,7 +7,6 @@ from arbcli.kernels import newton_schulz
 from arbcli.kernels.backend import compile_for, use_backend
 from arbcli.kernels.compare import compare
 from arbcli.kernels.newton_schulz import (
-    FEWEST_ROWS,
     GRAM,
     GRAM_POLYNOMIAL,
     HOPPER,
@@ -47,7 +46,7 @@ def test_steps_are_shared_among_any_number_of_programs(num_programs, monkeypatch
 
 @pytest.mark.parametrize("tiles", [1, 2, 3, 4, 15, 16, 17, 18])
 def test_every_tile_of_the_triangle_is_computed(tiles, device):
-    rows = tiles * newton_schulz.SMALL_TILES.block
+    rows = tiles * newton_schulz.OTHER_TILES.block
     x = torch.arange(rows, device=device).remainder(29).float()[:, None] - 7
     assert torch.equal(GRAM.triton(x), x * x.T)
 
@@ -62,23 +61,65 @@ def test_gram_reads_every_row_and_column(device):
     assert torch.equal(turned.diagonal().unique(), torch.tensor([1.0, 57.0, 262.0], device=device))
 
 
-def test_the_kernel_takes_what_it_is_faster_on():
-    def takes(rows, dtype=torch.bfloat16, capability=HOPPER):
-        with compile_for(capability), use_backend("interpreter"):
-            return newton_schulz._pays(torch.empty(rows, 8, dtype=dtype))
+@pytest.mark.parametrize(
+    ("shape", "gram_pays", "polynomial_pays"),
+    [
+        ((384, 2048), False, True),
+        ((768, 768), True, True),
+        ((768, 4096), True, True),
+        ((768, 11264), False, True),
+        ((8, 768, 4096), False, False),
+        ((1024, 4096), False, False),
+        ((2048, 2048), False, True),
+        ((2048, 5632), True, True),
+        ((4, 2048, 2048), True, True),
+        ((8192, 8192), True, True),
+    ],
+    ids=str,
+)
+def test_the_kernel_takes_what_it_was_faster_on(shape, gram_pays, polynomial_pays):
+    def pays(dtype=torch.bfloat16, capability=HOPPER, backend="interpreter"):
+        x = torch.empty(shape, dtype=dtype, device="meta")
+        with compile_for(capability), use_backend(backend):
+            return newton_schulz._pays(x, False), newton_schulz._pays(x, True)
 
-    assert takes(FEWEST_ROWS)
-    assert not takes(FEWEST_ROWS - 1)
-    assert not takes(FEWEST_ROWS, torch.float32)
-    assert not takes(FEWEST_ROWS, capability=(8, 0))
-    with compile_for(HOPPER), use_backend("torch"):
-        assert not newton_schulz._pays(torch.empty(FEWEST_ROWS, 8, dtype=torch.bfloat16))
+    assert pays() == (gram_pays, polynomial_pays)
+    assert not any((*pays(torch.float32), *pays(capability=(8, 0)), *pays(backend="torch")))
+
+
+@pytest.mark.parametrize(
+    ("shape", "tiling", "shared"),
+    [
+        ((1, 768, 768), newton_schulz.SMALL_TILES, False),
+        ((1, 2048, 5632), newton_schulz.GRAM_TILES, True),
+        ((4, 2048, 2048), newton_schulz.GRAM_TILES, True),
+        ((1, 8192, 8192), newton_schulz.MANY_TILES, False),
+    ],
+    ids=str,
+)
+def test_tiles_are_chosen_by_shape(shape, tiling, shared, monkeypatch):
+    monkeypatch.setattr(newton_schulz, "_num_processors", lambda _: 132)
+    x = torch.empty(shape, dtype=torch.bfloat16, device="meta")
+    with compile_for(HOPPER):
+        assert newton_schulz._choose(x, False) == (tiling, shared)
+
+
+@pytest.mark.parametrize("shape", [(70, 160), (2, 65, 33)], ids=str)
+def test_tiles_need_not_be_shared(shape, monkeypatch, device):
+    monkeypatch.setattr(newton_schulz, "MANY", 0)
+    x = randn(*shape, device=device)
+    found = compare(GRAM, "", GRAM.triton(x), gram_reference(x))
+    assert found.passed, found
+    a = gram_reference(x / 160).float()
+    expected = gram_polynomial_reference(a, *COEFFICIENTS)
+    found = compare(GRAM_POLYNOMIAL, "", GRAM_POLYNOMIAL.triton(a, *COEFFICIENTS), expected)
+    assert found.passed, found
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("rows", [FEWEST_ROWS - 8, FEWEST_ROWS, 2048])
+@pytest.mark.parametrize("rows", [384, 768, 1024, 2048])
 def test_public_products_in_bf16_are_as_close_as_the_library(rows, device):
-    x = randn(rows, 3000, device=device).bfloat16() / 55
+    x = randn(rows, 5120, device=device).bfloat16() / 72
     a = gram(x)
     found = compare(GRAM, "gram", a, gram_reference(x), x @ x.T)
     assert found.passed, found

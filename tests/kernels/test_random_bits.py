@@ -7,6 +7,8 @@ from arbcli.kernels.random_bits import (
     mix_reference,
     random_bits,
     random_bits_reference,
+    random_halves,
+    random_halves_reference,
     stream_keys,
 )
 
@@ -35,6 +37,16 @@ def test_random_bits_equal_the_reference():
             torch.arange(41, dtype=torch.int32),
         )
         assert torch.equal(unsigned(got), random_bits_reference(key, 7, 41))
+
+
+def test_two_rows_share_the_words_of_a_pair():
+    key, columns = torch.tensor(-9, dtype=torch.int32), torch.arange(41, dtype=torch.int32)
+    words = random_bits_reference(-9, 4, 41)
+    for rows in (slice(0, 7), slice(2, 5), slice(4, 8)):
+        halves = random_halves(key, rows, columns)
+        assert torch.equal(halves.long(), random_halves_reference(-9, 8, 41)[rows])
+        for n, row in zip(range(rows.start, rows.stop), halves, strict=True):
+            assert torch.equal(row.long(), words[n // 2] // 2 ** (16 * (n % 2)) % 2**16)
 
 
 def keys(seed: int, tick: int) -> torch.Tensor:

@@ -9,17 +9,17 @@ from arbcli.kernels.decode_weight import random_packed
 from arbcli.kernels.packing import pack_trits_reference
 from arbcli.kernels.rms_norm import (
     RMS_NORM,
-    RMS_NORM_GRAD_X,
+    RMS_NORM_BACKWARD,
     rms_norm,
-    rms_norm_grad_x,
+    rms_norm_backward,
     rms_norm_reference,
-    ternary_rms_norm,
 )
-from arbcli.model.config import SCALE_TYPES
 
 KERNEL_BACKEND = "triton" if torch.cuda.is_available() else "interpreter"
 
-each_spec = pytest.mark.parametrize("spec", [RMS_NORM, RMS_NORM_GRAD_X], ids=lambda spec: spec.name)
+each_spec = pytest.mark.parametrize(
+    "spec", [RMS_NORM, RMS_NORM_BACKWARD], ids=lambda spec: spec.name
+)
 each_implementation = pytest.mark.parametrize("implementation", ["triton", "torch"])
 each_backend = pytest.mark.parametrize("backend", [KERNEL_BACKEND, "torch"])
 
@@ -40,28 +40,6 @@ def randn(*shape, device, seed=1):
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(device)
 
 
-@each_implementation
-@each_spec
-def test_rms_norm_is_as_close_to_the_reference_as_its_gate_asks(spec, implementation, device):
-    for case in spec.cases(device, 32):
-        reference = spec.reference(*case.inputs)
-        error = relative_error(getattr(spec, implementation)(*case.inputs), reference)
-        limit = spec.gate.relative
-        if case.peer:
-            peer_error = relative_error(case.peer(*case.inputs), reference)
-            limit = (1 + spec.gate.peer_slack) * peer_error
-        assert error <= limit, f"{case.label}: {error} > {limit}"
-
-
-@pytest.mark.parametrize("group_size", SCALE_TYPES.values(), ids=SCALE_TYPES)
-@each_implementation
-@each_spec
-def test_rms_norm_reads_every_scale_type(spec, implementation, group_size, device):
-    (case,) = (case for case in spec.cases(device, group_size) if case.label == "2x3x165")
-    result = getattr(spec, implementation)(*case.inputs)
-    assert relative_error(result, spec.reference(*case.inputs)) <= spec.gate.relative
-
-
 @pytest.mark.parametrize("width", [1024, 1025, 8192, 8229])
 @each_backend
 def test_rms_norm_walks_wide_rows_to_their_end(backend, width, device):
@@ -72,9 +50,10 @@ def test_rms_norm_walks_wide_rows_to_their_end(backend, width, device):
     scales = torch.zeros(1, -(-width // 32), dtype=torch.int8, device=device)
     with use_backend(backend):
         y = rms_norm(x, packed, scales, scales, 32, 1.0)
-        grad_x = rms_norm_grad_x(torch.ones_like(x), x, packed, scales, scales, 32, 1.0)
+        grad_x, again = rms_norm_backward(torch.ones_like(x), x, packed, scales, scales, 32, 1.0)
     r = (9 / width + 1) ** -0.5
     torch.testing.assert_close(y, x * r)
+    torch.testing.assert_close(again, y)
     expected = torch.full_like(x, r)
     expected[:, -1] -= r**3 * 9 / width
     torch.testing.assert_close(grad_x, expected)
@@ -90,46 +69,14 @@ def test_rms_norm_takes_whole_octaves(backend, device):
 
 
 @each_backend
-def test_ternary_rms_norm_gradient_equals_autograd_of_the_reference(backend, device):
-    state = norm_state(123, device)
-    x = randn(5, 2, 123, device=device).requires_grad_()
-    grad_y = randn(5, 2, 123, device=device, seed=2)
-    with use_backend(backend):
-        y = ternary_rms_norm(x, *state, 32, 1e-6)
-        y.backward(grad_y)
-    wide = x.detach().double().requires_grad_()
-    reference = rms_norm_reference(wide, *state, 32, 1e-6)
-    reference.backward(grad_y.double())
-    assert relative_error(y.detach(), reference.detach()) < 1e-5
-    assert relative_error(x.grad, wide.grad) < 1e-5
-
-
-@each_backend
 def test_rms_norm_gradient_takes_an_expanded_grad_y(backend, device):
     state = norm_state(40, device)
-    x = randn(3, 40, device=device).requires_grad_()
+    x = randn(3, 40, device=device)
+    one = torch.ones((), device=device)
     with use_backend(backend):
-        ternary_rms_norm(x, *state, 32, 1e-6).sum().backward()
-        grad_x = rms_norm_grad_x(torch.ones_like(x), x.detach(), *state, 32, 1e-6)
-    assert torch.equal(x.grad, grad_x)
-
-
-@each_backend
-def test_ternary_rms_norm_saves_its_input_and_nothing_else(backend, device):
-    saved = []
-    x = randn(3, 40, device=device).requires_grad_()
-    hooks = torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t)
-    with use_backend(backend), hooks:
-        ternary_rms_norm(x, *norm_state(40, device), 32, 1e-6)
-    assert [t.data_ptr() for t in saved] == [x.data_ptr()]
-
-
-@each_implementation
-@each_spec
-def test_rms_norm_is_deterministic(spec, implementation, device):
-    case = list(spec.cases(device, 32))[4]
-    run = getattr(spec, implementation)
-    assert torch.equal(run(*case.inputs), run(*case.inputs))
+        expanded = rms_norm_backward(one.expand(3, 40), x, *state, 32, 1e-6)
+        whole = rms_norm_backward(torch.ones_like(x), x, *state, 32, 1e-6)
+    assert torch.equal(expanded[0], whole[0])
 
 
 def test_rms_norm_of_bf16_rounds_once_on_the_torch_backend():
@@ -168,9 +115,9 @@ def test_rms_norm_rejects_what_does_not_fit(device):
         rms_norm(x, packed, exponent, fraction[:, 1:], 32, 1e-6)
 
 
-def test_rms_norm_grad_x_rejects_a_grad_y_unlike_x(device):
+def test_rms_norm_backward_rejects_a_grad_y_unlike_x(device):
     state = norm_state(33, device)
     x = torch.zeros(2, 33, device=device)
     for grad_y in (x[:1], x.to(torch.bfloat16)):
         with pytest.raises(ValueError, match="need grad_y like x"):
-            rms_norm_grad_x(grad_y, x, *state, 32, 1e-6)
+            rms_norm_backward(grad_y, x, *state, 32, 1e-6)

@@ -10,7 +10,7 @@ from arbcli.kernels import verify
 from arbcli.kernels.compare import as_tuple, compare, poisoned
 from arbcli.kernels.fuzz import DRAWINGS, fuzz_cases, real_cases, real_reference
 from arbcli.kernels.packing import PACK_TRITS
-from arbcli.kernels.scale_slope import SCALE_SLOPE
+from arbcli.kernels.rms_norm import RMS_NORM
 from arbcli.kernels.verify import KERNELS, Checks, copies, find_kernels, verify_kernels
 from arbcli.kernels.workers import Workers
 
@@ -81,14 +81,14 @@ def test_integers_of_another_type_are_not_equal():
 
 def test_nan_fails_a_tolerance():
     wanted = torch.ones(3)
-    found = compare(SCALE_SLOPE, "", torch.tensor([1.0, torch.nan, 1.0]), wanted)
+    found = compare(RMS_NORM, "", torch.tensor([1.0, torch.nan, 1.0]), wanted)
     assert not found.passed
     assert found.max_error is None
     assert found.unwritten == 1
 
 
 def test_counts_of_unequal_elements_are_for_exact_gates_only(device):
-    report = verify_kernels(["scale_slope"], T6, device, ["torch"])
+    report = verify_kernels(["rms_norm"], T6, device, ["torch"])
     assert report.kernels[0].unequal is None
     assert report.kernels[0].cosine == pytest.approx(1)
 

@@ -5,8 +5,9 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from arbcli.model.config import preset
-from arbcli.model.layers import TernaryEmbedding, TernaryLinear, TernaryRMSNorm
-from arbcli.model.lm import ByteLM, rotary_table, rotate
+from arbcli.model.layers import TernaryEmbedding, TernaryLinear, TernaryRMSNorm, rotary_table
+from arbcli.model.lm import ByteLM
+from arbcli.model.twins import rotate
 
 TINY = {"dim": 32, "layers": 2, "heads": 2, "ffn": 48, "ctx": 16}
 

@@ -6,7 +6,8 @@ import torch
 from arbcli.kernels.backend import use_backend
 from arbcli.kernels.packing import unpack_trits
 from arbcli.kernels.step_scales import step_scales
-from arbcli.kernels.step_trits import step_trits
+from arbcli.kernels.step_trits import step_by_direction
+from arbcli.model import update
 from arbcli.model.config import RULES, ModelConfig, preset
 from arbcli.model.ternary import TernaryTensor
 from arbcli.model.update import (
@@ -15,7 +16,6 @@ from arbcli.model.update import (
     Updater,
     fixed_point_gain,
     orthogonalise,
-    to_fixed_point,
 )
 
 COMBINATIONS = [
@@ -49,8 +49,20 @@ def z_of(tensor: TernaryTensor) -> torch.Tensor:
 
 @pytest.mark.parametrize(("rule", "direction"), COMBINATIONS)
 def test_update_is_the_same_on_both_backends(rule, direction, device, monkeypatch):
-    # one direction for both: what follows it is integer and must be equal
-    monkeypatch.setattr(Updater, "_direction", lambda self, tensor, grad, *_: grad)
+    # one direction and slope for both: what follows them is integer and must be equal
+    unit = torch.full((33,), 2.0**26, device=device)
+    monkeypatch.setattr(Updater, "_direction", lambda self, grad, gains: (grad, unit, None))
+    find = update.gradient_statistics
+
+    def on_torch(*args, **kwargs):
+        with use_backend("torch"):
+            return find(*args, **kwargs)
+
+    monkeypatch.setattr(update, "gradient_statistics", on_torch)
+    judge = update.gradient_gains
+    monkeypatch.setattr(
+        update, "gradient_gains", lambda *args: judge(*args)._replace(slope=unit[0] / 2**10)
+    )
     states = []
     for backend in ("torch", "triton" if device.type == "cuda" else "interpreter"):
         with use_backend(backend):
@@ -151,21 +163,19 @@ def test_stochastic_rounding_is_unbiased_by_counting(monkeypatch):
     for step in (0, 1, 2**15, 2**16 - 1, -1, -(2**15), -(2**16) - 1, 3 * 2**16 + 7):
         assert int(((step + words) >> 16).sum()) == step
         # and the kernels' own torch backend rounds with exactly these words
-        for module in ("step_trits", "step_scales"):
-            monkeypatch.setattr(f"arbcli.kernels.{module}.random_bits", lambda *_: words)
-        integer = {"dtype": torch.int32}
-        scalars = [torch.tensor(v, **integer) for v in (0, step, 0, 2**30, 1)]
+        monkeypatch.setattr("arbcli.kernels.step_trits.random_halves", lambda *_: words)
+        monkeypatch.setattr("arbcli.kernels.step_scales.random_bits", lambda *_: words.clone())
+        scalars = [torch.tensor(v, dtype=torch.int32) for v in (0, step, 0, 2**30, 1)]
         remainder = torch.zeros(1, 2**16, dtype=torch.int8)
         from arbcli.kernels.packing import pack_trits
 
         packed = pack_trits(torch.zeros(1, 2**16, dtype=torch.int8))
-        one = torch.ones(1, 2**16, dtype=torch.int8)
-        step_trits(packed, remainder, one, *scalars, 32, 127)
+        u, flips = torch.ones(1, 2**16), torch.zeros((), dtype=torch.int64)
+        step_by_direction(packed, remainder, u, torch.ones(1), None, *scalars, flips, 32, 127)
         z = unpack_trits(packed, 2**16).to(torch.int64) * 32 + remainder
         assert int(z.sum()) == -step
         exponent, fraction = torch.zeros(2, 1, 2**16, dtype=torch.int8)
-        slope = torch.ones(1, 2**16, **integer)
-        step_scales(exponent, fraction, slope, *scalars[:3], scalars[4])
+        step_scales(exponent, fraction, u, torch.ones(()), *scalars[:3], scalars[4])
         assert int((exponent.to(torch.int64) * 128 + fraction).sum()) == -step
 
 
@@ -229,9 +239,46 @@ def test_orthogonalise_in_bf16_is_close_to_float64(shape, device):
     assert error < 0.03  # a bf16 iteration's rounding, which grows fourfold with each
 
 
-def test_to_fixed_point_has_unit_root_mean_square():
-    values = to_fixed_point(torch.randn(40, 50) * 1e-6).double() / 2**16
-    assert values.square().mean().sqrt().item() == pytest.approx(1, abs=1e-4)
+@pytest.mark.parametrize("size", [2.0**-54, 1e-6, 1.0, 2.0**50])
+@pytest.mark.parametrize(("rule", "direction"), COMBINATIONS)
+def test_update_does_not_depend_on_the_size_of_the_gradient(rule, direction, size, device):
+    """Times a power of two, as long as the sum of squares is in range, nearly all is the same."""
+    states = []
+    for factor in (1.0, size):
+        tensor, updater, _ = build(rule, direction, device)
+        updater.begin(0, lr=1.0)
+        updater(tensor, gradient(device) * 1e3 * factor)
+        assert updater.counters()["refused"] == 0
+        states.append(state(tensor))
+    for name in states[0]:
+        if "statistic" not in name:
+            differing = (states[0][name] != states[1][name]).float().mean()
+            assert differing < 0.01, name
+
+
+@pytest.mark.parametrize(("size", "nonfinite"), [(2.0**-70, 0), (2.0**64, 1)])
+def test_gradient_out_of_range_is_refused(size, nonfinite, device):
+    tensor, updater, _ = build("moment", "factored", device)
+    before = state(tensor)
+    updater.begin(0, lr=1.0)
+    updater(tensor, torch.full((33, 123), size, device=device))
+    updater.finish()
+    for name, buffer in tensor.named_buffers():
+        assert torch.equal(buffer, before[name]), name
+    assert updater.counters() == {"nonfinite_steps": nonfinite, "refused": 1}
+
+
+def test_gradient_may_be_bfloat16(device):
+    """The torch backend reads the same numbers from either type."""
+    states = []
+    for dtype in (torch.float32, torch.bfloat16):
+        tensor, updater, _ = build("moment", "factored", device)
+        updater.begin(0, lr=1.0)
+        with use_backend("torch"):
+            updater(tensor, gradient(device).bfloat16().to(dtype))
+        states.append(state(tensor))
+    for name in states[0]:
+        assert torch.equal(states[0][name], states[1][name]), name
 
 
 @pytest.mark.parametrize("factor", [1e-8, 0.003, 0.1, 1.0, 2.0, 8.0, 255.0])

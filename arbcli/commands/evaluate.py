@@ -1,0 +1,78 @@
+"""`arb evaluate`: how well a saved model predicts the whole of a text."""
+
+import math
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.table import Table
+
+from arbcli.commands._options import Backend, Checkpoint, Device, Json
+from arbcli.output import LiveLine, emit, note, table
+
+if TYPE_CHECKING:
+    from arbcli.evaluation import EvaluateReport
+
+
+def evaluate(
+    checkpoint: Checkpoint,
+    data: Annotated[
+        list[str], typer.Option(help="File, folder or glob; may be given again, for one text.")
+    ],
+    stride: Annotated[
+        int | None,
+        typer.Option(min=1, help="Bytes between windows. [default: half the model's context]"),
+    ] = None,
+    batch: Annotated[int, typer.Option(min=1, help="Windows at once.")] = 16,
+    device: Device = None,
+    backend: Backend = None,
+    as_json: Json = False,
+) -> None:
+    """Measure bits per byte over all of a text: `arb evaluate --checkpoint RUN --data book.txt`.
+
+    Every byte but the first is predicted once, with at least the context less the stride before it.
+    """
+    from arbcli import evaluation, runs  # torch takes seconds to import, so not for `arb --help`
+    from arbcli.device import resolve_backend, resolve_device
+
+    place = resolve_device(device)
+    backend = resolve_backend(backend, place)
+    model, name = runs.load_named(checkpoint, place, note)
+    with LiveLine() as line:
+        report = evaluation.evaluate(
+            model,
+            name,
+            data,
+            stride=stride,
+            batch=batch,
+            backend=backend,
+            progress=_Progress(line),
+        )
+    emit(report, _table(report), as_json=as_json)
+
+
+class _Progress:
+    """Shows how far it is, at every whole per cent."""
+
+    def __init__(self, line: LiveLine) -> None:
+        self.line, self.shown = line, -1
+
+    def __call__(self, done: int, size: int, loss: float) -> None:
+        percent = 100 * done // size
+        if percent > self.shown:
+            self.shown = percent
+            self.line.show(f"{percent:3} %  {done:,} bytes  {loss / math.log(2):.4f} bits a byte")
+
+
+def _table(report: "EvaluateReport") -> Table:
+    rows = [
+        ["checkpoint", report.checkpoint],
+        ["text", report.text],
+        ["nats a byte", f"{report.nats_per_byte:.4f}"],
+        ["bits a byte", f"{report.bits_per_byte:.4f}"],
+        ["bytes", f"{report.bytes:,}"],
+        ["order-0 entropy, nats", f"{report.entropy:.4f}"],
+        ["compression ratio", f"{report.compression_ratio:.3f}"],
+        ["context, stride", f"{report.context:,}, {report.stride:,}"],
+        ["bytes/s", f"{report.bytes_per_second:,.0f}"],
+    ]
+    return table(f"Loss of a whole text: {report.device}, backend {report.backend}", ["", ""], rows)

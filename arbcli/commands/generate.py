@@ -1,0 +1,70 @@
+"""`arb generate`: text from a saved model."""
+
+import os
+import sys
+from dataclasses import asdict
+from typing import Annotated
+
+import typer
+
+from arbcli.commands._options import Backend, Checkpoint, Device, Json, Seed
+from arbcli.errors import ArbError
+from arbcli.output import TextWriter, emit_json, note, write_bytes
+
+
+def generate(
+    checkpoint: Checkpoint,
+    prompt: Annotated[
+        str, typer.Option(help="What to continue, or - for stdin.", show_default="a newline")
+    ] = "\n",
+    length: Annotated[int, typer.Option(min=1, help="Bytes to make.")] = 512,
+    temperature: Annotated[
+        float, typer.Option(min=0, help="Divides the logits; 0 takes the likeliest byte.")
+    ] = 0.8,
+    top_k: Annotated[
+        int, typer.Option(min=1, max=256, help="Choose among so many of the likeliest bytes.")
+    ] = 256,
+    top_p: Annotated[
+        float, typer.Option(min=0, max=1, help="Choose among those that have this share together.")
+    ] = 1.0,
+    seed: Seed = None,
+    device: Device = None,
+    backend: Backend = None,
+    raw: Annotated[
+        bool, typer.Option("--bytes", help="Write bytes as they come, not as UTF-8.")
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """Continue a prompt: `arb generate --checkpoint runs/001-256x4-moment --prompt "import "`.
+
+    The text that follows the prompt goes to stdout as it is made.
+    """
+    if raw and as_json:
+        raise ArbError("`--bytes` and `--json` are two outputs", hint="choose one")
+    from arbcli import generation, runs  # torch takes seconds to import, so not for `arb --help`
+    from arbcli.device import resolve_backend, resolve_device
+
+    sampling = generation.Sampling(
+        temperature=temperature, top_k=top_k, top_p=top_p, seed=seed or 0
+    )
+    given = sys.stdin.buffer.read() if prompt == "-" else os.fsencode(prompt)
+    place = resolve_device(device)
+    backend = resolve_backend(backend, place)
+    model, name = runs.load_named(checkpoint, place, note)
+    with TextWriter() as text:
+        report = generation.continue_text(
+            model,
+            name,
+            given,
+            length,
+            sampling,
+            backend=backend,
+            on_bytes=_ignore if as_json else write_bytes if raw else text.write,
+        )
+    if as_json:
+        emit_json(asdict(report))
+    note(f"\n{length} bytes, {report.bytes_per_second:,.0f} bytes/s on {place}, backend {backend}")
+
+
+def _ignore(_: bytes) -> None:
+    pass

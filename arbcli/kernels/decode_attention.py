@@ -1,0 +1,298 @@
+"""Attention of one new byte over a ring of keys: y = softmax(q . k / sqrt(d)) @ v, for each head.
+
+The byte at position p has slot p mod W of W slots, so the ring holds the last W bytes, and the
+oldest is overwritten first. Its query and key are turned and normalised as `rotary_norm_` does it,
+by the row p of the tables; key and value are stored before anything is attended to. Angles are of
+absolute positions, only their differences matter to a product q . k, and a sum over keys has no
+order: so the ring is never moved, whichever slot is the oldest.
+
+Programs share out the slots of a head, and each finds, of its own slots, the largest score, the sum
+of exp(score - largest) and the values weighted by that. The last one to finish adds up what all of
+them found, in the order of the slots, so the same bits come out whoever it is.
+"""
+
+from collections.abc import Iterator
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from arbcli.kernels._triton import tl, triton
+from arbcli.kernels.backend import uses_triton
+from arbcli.kernels.spec import Case, Gate, KernelSpec, Timing
+
+BLOCK_S = 64
+"""Slots of a program."""
+MAX_PARTS = 32
+"""What so many programs found is added up at once."""
+
+
+def decode_attention_reference(
+    qkv: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    position: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    tickets: Tensor,
+    eps: float,
+) -> tuple[Tensor, ...]:
+    """Compute what `decode_attention` must return, leave in the ring and in `tickets`: float64."""
+    p, (_, window, width) = int(position), keys.shape
+    qkv, keys, values = (part.to(torch.float64) for part in (qkv, keys, values))
+    x = torch.complex(*qkv[:2].chunk(2, dim=-1)) * torch.complex(cos[p], sin[p])
+    q, k = torch.cat([x.real, x.imag], -1) / (qkv[:2].square().mean(-1, True) + eps).sqrt()
+    keys[:, p % window], values[:, p % window] = k, qkv[2]
+    seen = min(p + 1, window)
+    y = torch.empty_like(q)
+    for head in range(len(q)):
+        weight = torch.exp(keys[head, :seen] @ q[head] / width**0.5)
+        y[head] = weight / weight.sum() @ values[head, :seen]
+    return y, keys, values, torch.zeros_like(tickets)
+
+
+def _decode_attention_torch(qkv, keys, values, position, cos, sin, tickets, eps):
+    window, slot = keys.shape[1], (position % keys.shape[1]).long()[None]
+    cos, sin = (table.index_select(0, position[None]) for table in (cos, sin))
+    first, second = qkv[:2].float().chunk(2, dim=-1)
+    turned = torch.cat([first * cos - second * sin, first * sin + second * cos], dim=-1)
+    q, k = functional.rms_norm(turned, turned.shape[-1:], eps=eps).to(qkv.dtype)
+    keys.index_copy_(1, slot, k[:, None])
+    values.index_copy_(1, slot, qkv[2][:, None])
+    seen = torch.arange(window, device=qkv.device) <= position
+    parts = (q[None, :, None], keys[None], values[None])
+    return functional.scaled_dot_product_attention(*parts, attn_mask=seen[None])[0, :, 0]
+
+
+@triton.jit
+def _turn_and_normalise(ptr, cos, sin, eps, offs_h, mask_h, HALF: tl.constexpr):
+    """Load one head of a query or key; both its halves, (BLOCK_H,) each, rounded to its type."""
+    first = tl.load(ptr + offs_h, mask=mask_h, other=0).to(tl.float32)
+    second = tl.load(ptr + HALF + offs_h, mask=mask_h, other=0).to(tl.float32)
+    r = tl.rsqrt(tl.sum(first * first + second * second, axis=0) / (2 * HALF) + eps)
+    dtype = ptr.dtype.element_ty
+    first, second = (first * cos - second * sin) * r, (first * sin + second * cos) * r
+    return first.to(dtype), second.to(dtype)
+
+
+@triton.jit
+def _decode_attention_kernel(
+    qkv_ptr, keys_ptr, values_ptr, position_ptr, cos_ptr, sin_ptr, tickets_ptr,
+    peaks_ptr, totals_ptr, sums_ptr, y_ptr,
+    W, HEADS, scale, eps,
+    HALF: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr,
+    SPLITS: tl.constexpr, BLOCK_P: tl.constexpr,
+):  # fmt: skip
+    head, split = tl.program_id(0), tl.program_id(1)
+    position = tl.load(position_ptr)
+    slot, seen = position % W, tl.minimum(position + 1, W)
+    if split * BLOCK_S < seen:
+        offs_h, offs_d = tl.arange(0, BLOCK_H), tl.arange(0, BLOCK_D)
+        mask_h, mask_d = offs_h < HALF, offs_d < 2 * HALF
+
+        # what lies in the ring is asked for first, as it takes longest to come
+        offs_s = (split * BLOCK_S + tl.arange(0, BLOCK_S))[:, None]
+        is_new = offs_s == slot  # is not there yet
+        mask_s = (offs_s < seen) & (offs_s != slot)
+        ring = (head.to(tl.int64) * W + offs_s) * 2 * HALF
+        key_ptrs, value_ptrs = (
+            keys_ptr + ring + offs_h[None, :],
+            values_ptr + ring + offs_d[None, :],
+        )
+        key_first = tl.load(key_ptrs, mask=mask_s & mask_h[None, :], other=0)
+        key_second = tl.load(key_ptrs + HALF, mask=mask_s & mask_h[None, :], other=0)
+        value = tl.load(value_ptrs, mask=mask_s & mask_d[None, :], other=0)  # [BLOCK_S, BLOCK_D]
+
+        table = position.to(tl.int64) * HALF + offs_h
+        cos = tl.load(cos_ptr + table, mask=mask_h, other=0)
+        sin = tl.load(sin_ptr + table, mask=mask_h, other=0)
+        q_ptr = qkv_ptr + head * 2 * HALF
+        k_ptr, v_ptr = q_ptr + HEADS * 2 * HALF, q_ptr + HEADS * 4 * HALF
+        q_first, q_second = _turn_and_normalise(q_ptr, cos, sin, eps, offs_h, mask_h, HALF)
+        k_first, k_second = _turn_and_normalise(k_ptr, cos, sin, eps, offs_h, mask_h, HALF)
+        v = tl.load(v_ptr + offs_d, mask=mask_d, other=0)
+
+        if slot // BLOCK_S == split:
+            new = (head.to(tl.int64) * W + slot) * 2 * HALF
+            tl.store(keys_ptr + new + offs_h, k_first, mask=mask_h)
+            tl.store(keys_ptr + new + HALF + offs_h, k_second, mask=mask_h)
+            tl.store(values_ptr + new + offs_d, v, mask=mask_d)
+
+        key_first = tl.where(is_new, k_first[None, :], key_first)
+        key_second = tl.where(is_new, k_second[None, :], key_second)
+        value = tl.where(is_new, v[None, :], value)
+        products = key_first.to(tl.float32) * q_first.to(tl.float32)
+        products += key_second.to(tl.float32) * q_second.to(tl.float32)
+        score = tl.sum(products, axis=1, keep_dims=True) * scale  # [BLOCK_S, 1]
+        score = tl.where(offs_s < seen, score, float("-inf"))
+        peak = tl.max(score)
+        weight = tl.exp(score - peak)
+        part = head * SPLITS + split
+        tl.store(peaks_ptr + part, peak)
+        tl.store(totals_ptr + part, tl.sum(weight))
+        found = tl.sum(weight * value.to(tl.float32), axis=0)
+        tl.store(sums_ptr + part * 2 * HALF + offs_d, found, mask=mask_d)
+
+        tl.debug_barrier()  # every thread has stored before one of them takes the ticket
+        ticket, splits = tl.atomic_add(tickets_ptr + head, 1, sem="acq_rel"), tl.cdiv(seen, BLOCK_S)
+        if ticket == splits - 1:
+            peak, total = float("-inf"), 0.0
+            found = tl.zeros((BLOCK_D,), dtype=tl.float32)
+            for start in range(0, splits, BLOCK_P):
+                offs_p = start + tl.arange(0, BLOCK_P)
+                mask_p, parts = offs_p < splits, head * SPLITS + offs_p
+                peaks = tl.load(peaks_ptr + parts, mask=mask_p, other=float("-inf"))
+                totals = tl.load(totals_ptr + parts, mask=mask_p, other=0)
+                sums = tl.load(  # [BLOCK_P, BLOCK_D]
+                    sums_ptr + parts[:, None] * 2 * HALF + offs_d[None, :],
+                    mask=mask_p[:, None] & mask_d[None, :], other=0,
+                )  # fmt: skip
+                highest = tl.maximum(peak, tl.max(peaks))
+                shrink, share = tl.exp(peak - highest), tl.exp(peaks - highest)
+                total = total * shrink + tl.sum(totals * share)
+                found = found * shrink + tl.sum(sums * share[:, None], axis=0)
+                peak = highest
+            y = (found / total).to(y_ptr.dtype.element_ty)
+            tl.store(y_ptr + head * 2 * HALF + offs_d, y, mask=mask_d)
+            tl.store(tickets_ptr + head, 0)
+
+
+def _decode_attention_triton(qkv, keys, values, position, cos, sin, tickets, eps):
+    heads, window, width = keys.shape
+    splits = triton.cdiv(window, BLOCK_S)
+    parts = heads * splits
+    found = torch.empty(parts * (width + 2), dtype=torch.float32, device=qkv.device)
+    y = torch.empty(heads, width, dtype=qkv.dtype, device=qkv.device)
+    _decode_attention_kernel[(heads, splits)](
+        qkv, keys, values, position, cos, sin, tickets,
+        *found.split([parts, parts, parts * width]), y, window, heads, width**-0.5, eps,
+        HALF=width // 2, BLOCK_H=triton.next_power_of_2(width // 2),
+        BLOCK_D=triton.next_power_of_2(width), BLOCK_S=BLOCK_S, SPLITS=splits,
+        BLOCK_P=min(triton.next_power_of_2(splits), MAX_PARTS),
+        num_warps=8 if qkv.dtype == torch.float32 else 4,
+    )  # fmt: skip
+    return y
+
+
+def decode_attention(
+    qkv: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    position: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    tickets: Tensor,
+    eps: float,
+) -> Tensor:
+    """Store the key and value of one byte in a ring, and attend to all that are in it.
+
+    Args:
+        qkv: (3, heads, d) float32 or bfloat16, contiguous, d even: query, key and value.
+        keys: (heads, W, d) in the dtype of `qkv`, contiguous; slot `position` mod W is written.
+            What has never been written must be finite.
+        values: like `keys`.
+        position: int32 scalar tensor: how many bytes came before. It is read on the device, and
+            must be below P.
+        cos: (P, d / 2) float32, contiguous.
+        sin: like `cos`.
+        tickets: (heads,) int32 zeros, and zeros again afterwards: how programs find out which of
+            them is the last.
+        eps: added to the mean square.
+
+    Returns:
+        (heads, d) in the dtype of `qkv`: the mean of the last min(position + 1, W) values, weighted
+        by softmax(q . k / sqrt(d)); computed in float32.
+
+    Raises:
+        ValueError: a dtype or a shape does not fit.
+    """
+    _check(qkv, keys, values, position, cos, sin, tickets)
+    run = _decode_attention_triton if uses_triton(qkv) else _decode_attention_torch
+    return run(qkv, keys, values, position, cos, sin, tickets, eps)
+
+
+def _check(qkv, keys, values, position, cos, sin, tickets):
+    got = f"{qkv.dtype} of shape {tuple(qkv.shape)}"
+    if qkv.dtype not in (torch.float32, torch.bfloat16) or qkv.dim() != 3 or len(qkv) != 3:
+        raise ValueError(f"need float32 or bfloat16 of shape (3, heads, d), got {got}")
+    _, heads, width = qkv.shape
+    if width % 2 or not qkv.is_contiguous():
+        raise ValueError(f"need a contiguous tensor of even heads, got {got}")
+    for ring in (keys, values):
+        fits = ring.dim() == 3 and (ring.shape[0], ring.shape[2]) == (heads, width)
+        if ring.dtype != qkv.dtype or not fits or not ring.is_contiguous():
+            raise ValueError(f"ring {ring.dtype} {tuple(ring.shape)} does not fit {got}")
+    if keys.shape != values.shape or keys.shape[1] < 1:
+        raise ValueError(f"rings of {keys.shape[1]} keys and {values.shape[1]} values do not fit")
+    for table in (cos, sin):
+        if table.dtype != torch.float32 or table.shape != (len(cos), width // 2):
+            raise ValueError(f"table {table.dtype} {tuple(table.shape)} does not fit {got}")
+    for integers, shape in ((position, ()), (tickets, (heads,))):
+        if integers.dtype != torch.int32 or integers.shape != shape:
+            found = f"{integers.dtype} {tuple(integers.shape)}"
+            raise ValueError(f"need int32 of shape {shape}, got {found}")
+
+
+SHAPES = ((1, 1, 2, 0), (1, 3, 10, 1), (2, 7, 66, 30), (3, 65, 16, 64), (2, 100, 64, 17),
+          (1, 200, 128, 1000), (2, 130, 8, 128), (1, 2100, 4, 2099))  # fmt: skip
+"""(heads, W, d, position): rings that are empty, filling, just full and overwritten."""
+LARGE = ((6, 256, 64, 300), (16, 2048, 128, 2047), (16, 2048, 128, 77), (4, 5000, 96, 4999))
+
+
+def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(*shape, torch.float32) for shape in SHAPES]
+    if device.type == "cuda":  # the interpreter computes wrongly in bf16
+        shapes += [(*shape, dtype) for shape in LARGE for dtype in (torch.float32, torch.bfloat16)]
+    for heads, window, width, position, dtype in shapes:
+        low = dtype == torch.bfloat16
+        label = f"{heads}x{window}x{width} at {position}{' bf16' if low else ''}"
+        sizes = ((3, heads, width), (heads, window, width), (heads, window, width))
+        parts = [torch.randn(size, generator=generator).to(device, dtype) for size in sizes]
+        angle = 7 * torch.randn(position + 2, width // 2, generator=generator).to(device)
+        position = torch.tensor(position, dtype=torch.int32, device=device)
+        tickets = torch.zeros(heads, dtype=torch.int32, device=device)
+        inputs = (*parts, position, angle.cos(), angle.sin(), tickets, 1e-6)
+        yield Case(label, inputs, _with_state(_decode_attention_torch) if low else None)
+
+
+def _with_state(run):
+    """Wrap an implementation so that it returns what it left in the ring too."""
+
+    def with_state(qkv, keys, values, position, cos, sin, tickets, eps):
+        y = run(qkv, keys, values, position, cos, sin, tickets, eps)
+        return y, keys, values, tickets
+
+    return with_state
+
+
+def _timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
+    heads, window, width = 16, 2048, 128
+    real = {"device": device, "dtype": torch.bfloat16}
+    qkv = torch.randn(3, heads, width, **real)
+    keys, values = torch.randn(2, heads, window, width, **real).unbind()
+    position = torch.tensor(window - 1, dtype=torch.int32, device=device)
+    table = torch.rand(2, window, width // 2, device=device).unbind()
+    tickets = torch.zeros(heads, dtype=torch.int32, device=device)
+    attend = functional.scaled_dot_product_attention
+    yield Timing(
+        f"{heads}x{window}x{width} bf16",
+        (qkv, keys, values, position, *table, tickets, 1e-6),
+        run=_decode_attention_triton,
+        peer=partial(attend, qkv[0][None, :, None], keys[None], values[None]),
+        peer_name="torch's attention alone",
+    )
+
+
+DECODE_ATTENTION = KernelSpec(
+    "decode_attention", _with_state(_decode_attention_triton),
+    _with_state(_decode_attention_torch), decode_attention_reference, _cases,
+    Gate(
+        exact=False,
+        relative=1e-5,
+        peer_slack=0.1,
+        reason="float32 sums of up to 5000 values; in bf16 no worse than torch's attention by 10 %",
+    ),
+    timings=_timings,
+)  # fmt: skip

@@ -1,0 +1,117 @@
+"""`arb generate` and `arb evaluate` as a person or a program meets them."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from arbcli import runs
+
+TEXT = "ternary weights read naïve text. " * 200
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory) -> str:
+    folder = tmp_path_factory.mktemp("saved")
+    (folder / "text.txt").write_text(TEXT, encoding="utf-8")
+    sizes = {"dim": 32, "layers": 1, "heads": 2, "ffn": 48, "ctx": 16, "batch": 8}
+    config = runs.new_config(**sizes, steps=40, device="cpu", data=[str(folder / "text.txt")])
+    runs.train(config, folder / "run", runs.Observer())
+    return str(folder / "run")
+
+
+def arb(*args: str, stdin: bytes = b"") -> subprocess.CompletedProcess:
+    command = [sys.executable, "-m", "arbcli", *args]
+    env = os.environ | {"COLUMNS": "160"}
+    return subprocess.run(command, input=stdin, capture_output=True, check=False, env=env)
+
+
+def generate(run: str, *args: str, stdin: bytes = b"") -> subprocess.CompletedProcess:
+    return arb("generate", "--checkpoint", run, "--device", "cpu", *args, stdin=stdin)
+
+
+def test_generate_writes_text_to_stdout_and_its_speed_to_stderr(run):
+    done = generate(run, "--prompt", "ternary ", "--length", "40")
+    assert done.returncode == 0, done.stderr
+    text = done.stdout.decode("utf-8")
+    assert len(text.replace("\ufffd", "?")) <= 40
+    assert b"40 bytes, " in done.stderr
+    assert b"bytes/s on cpu, backend torch" in done.stderr
+    assert generate(run, "--prompt", "ternary ", "--length", "40").stdout == done.stdout
+
+
+def test_generate_writes_the_same_as_json_bytes_and_text(run):
+    args = ["--length", "60", "--temperature", "3", "--seed", "7"]
+    report = json.loads(generate(run, *args, "--json").stdout)
+    raw = generate(run, *args, "--bytes").stdout
+    assert len(raw) == 60
+    assert report["text"] == raw.decode(errors="replace")
+    assert generate(run, *args).stdout == report["text"].encode()
+    assert "\ufffd" in report["text"]
+    assert (report["prompt"], report["seed"], report["length"]) == ("\n", 7, 60)
+    assert report["checkpoint"].endswith("step-000040.safetensors")
+    assert report["bytes_per_second"] > 0
+
+
+def test_generate_reads_a_prompt_of_any_bytes_from_stdin(run):
+    prompt = b"na\xc3\xafve \xff"
+    args = ["--prompt", "-", "--length", "5", "--temperature", "0", "--json"]
+    done = generate(run, *args, stdin=prompt)
+    assert json.loads(done.stdout)["prompt"] == prompt.decode(errors="replace")
+    assert json.loads(done.stdout)["top_k"] == 256
+
+
+def test_generate_takes_a_checkpoint_file(run):
+    done = generate(f"{run}/step-000040.safetensors", "--length", "3")
+    assert done.returncode == 0
+
+
+def test_generate_stops_quietly_when_nobody_reads(run):
+    command = f"{sys.executable} -m arbcli generate --checkpoint {run} --length 9999 | head -c 4"
+    done = subprocess.run(command, shell=True, capture_output=True, check=False)
+    assert len(done.stdout) == 4
+    assert b"Traceback" not in done.stderr
+
+
+def test_evaluate_prints_a_table_or_one_object(run, tmp_path):
+    path = tmp_path / "book.txt"
+    path.write_text(TEXT[:1000], encoding="utf-8")
+    args = ["evaluate", "--checkpoint", run, "--data", str(path), "--device", "cpu"]
+    done = arb(*args)
+    assert done.returncode == 0, done.stderr
+    for words in ("nats a byte", "bits a byte", "order-0 entropy", "compression ratio", "16, 8"):
+        assert words in done.stdout.decode()
+    assert b"100 %" in done.stderr
+    report = json.loads(arb(*args, "--json", "--stride", "16").stdout)
+    assert report["bytes"] == path.stat().st_size
+    assert report["stride"] == 16
+    assert report["nats_per_byte"] < report["entropy"]
+
+
+ERRORS = {
+    "no run": (["generate", "--checkpoint", "nowhere"], "cannot read `nowhere`"),
+    "empty prompt": (["generate", "--checkpoint", "{run}", "--prompt", ""], "the prompt is empty"),
+    "nothing kept": (["generate", "--checkpoint", "{run}", "--top-p", "0"], "`--top-p` is 0.0"),
+    "two outputs": (["generate", "--checkpoint", "{run}", "--bytes", "--json"], "two outputs"),
+    "no GPU": (["generate", "--checkpoint", "{run}", "--device", "cpu", "--backend", "triton"],
+               "needs a CUDA device"),
+    "no text": (["evaluate", "--checkpoint", "{run}", "--data", "nowhere.txt"],
+                "nothing matches `nowhere.txt`"),
+    "long stride": (["evaluate", "--checkpoint", "{run}", "--data", "{run}/config.json",
+                     "--stride", "17"], "`--stride` is 17"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ERRORS)
+def test_a_mistake_is_explained_in_two_lines(name, run):
+    args, message = ERRORS[name]
+    done = arb(*(arg.format(run=run) for arg in args))
+    assert done.returncode == 2
+    assert done.stdout == b""
+    lines = done.stderr.decode().splitlines()
+    assert len(lines) == 2, lines
+    assert lines[0].startswith("error: ")
+    assert message in lines[0]
+    assert lines[1].startswith("hint: ")

@@ -1,0 +1,49 @@
+"""The product for few rows of x: its decoder on every pair of bytes, and what it does with inf."""
+
+import pytest
+import torch
+
+from arbcli.kernels._triton import tl, triton
+from arbcli.kernels.decode_weight import random_packed
+from arbcli.kernels.few_rows import HAS_PTX, _trits, few_rows, takes
+from arbcli.kernels.packing import LARGEST_BYTE
+
+
+@triton.jit
+def _trits_kernel(words_ptr, trits_ptr, COUNT: tl.constexpr, PTX: tl.constexpr):
+    offsets = tl.program_id(0) * 128 + tl.arange(0, 128)
+    mask = offsets < COUNT
+    trits = _trits(tl.load(words_ptr + offsets, mask=mask, other=0), PTX)
+    for i in tl.static_range(10):
+        tl.store(trits_ptr + i * COUNT + offsets, trits[i], mask=mask)
+
+
+def test_every_pair_of_bytes_is_decoded(device):
+    byte = torch.arange(LARGEST_BYTE + 1, device=device)
+    first, second = (b.flatten() for b in torch.meshgrid(byte, byte, indexing="ij"))
+    pair = first + 256 * second
+    words = torch.cat([pair, pair << 16]).to(torch.int32)
+    decoded = torch.empty(10, len(words), dtype=torch.int32, device=device)
+    _trits_kernel[(triton.cdiv(len(words), 128),)](words, decoded, COUNT=len(words), PTX=HAS_PTX)
+    bytes_of_word = words.view(torch.uint8).view(-1, 2, 2).long()  # (words, half, 2)
+    halves = decoded.view(5, 2, -1)  # (digit, half, words) of two bf16
+    for digit in range(5):
+        trits = bytes_of_word // 3**digit % 3 - 1
+        signed = trits * (2 if digit % 2 else -2)
+        got = halves[digit].contiguous().view(torch.bfloat16).view(2, -1, 2).movedim(0, 1)
+        assert torch.equal(got.float(), signed.float())
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")])
+def test_a_row_that_is_not_finite_spoils_only_itself(device, value):
+    generator = torch.Generator().manual_seed(0)
+    packed, exponent, fraction = (
+        digits.to(device) for digits in random_packed(20, 805, 32, generator, spread=8)
+    )
+    for k in (0, 417, 804):
+        x = torch.randn(3, 805, generator=generator).to(device, torch.bfloat16)
+        x[1, k] = value
+        assert takes(x, packed, 32)
+        y = few_rows(x, packed, exponent, fraction, 32, torch.float32)
+        assert y[[0, 2]].isfinite().all()
+        assert not y[1].isfinite().any()

@@ -1,0 +1,125 @@
+"""What is read byte by byte, or in chunks, against one forward over the whole text."""
+
+import pytest
+import torch
+
+from arbcli.kernels.backend import use_backend
+from arbcli.model import lm as lm_module
+from arbcli.model.config import preset
+from arbcli.model.lm import ByteLM
+
+WINDOW = 8
+SHAPE = {"dim": 32, "layers": 2, "heads": 2, "ffn": 48, "ctx": WINDOW}
+KERNELS = "triton" if torch.cuda.is_available() else "interpreter"
+
+
+def model(device, **options) -> ByteLM:
+    with torch.device(device):
+        lm = ByteLM(preset("tiny", **SHAPE | options), torch.float32)
+    lm.initialise(0)
+    return lm
+
+
+def text(length: int, device, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, 256, (1, length), generator=generator).to(device)
+
+
+def forward_in_windows(lm, ids, monkeypatch) -> torch.Tensor:
+    """Run one forward in which every byte attends to itself and the `WINDOW` - 1 before it."""
+    attend = torch.nn.functional.scaled_dot_product_attention
+    band = torch.ones(ids.shape[1], ids.shape[1], dtype=torch.bool, device=ids.device)
+    band = band.tril().triu(1 - WINDOW)
+
+    class Functional:
+        @staticmethod
+        def scaled_dot_product_attention(q, k, v, *, is_causal):
+            assert is_causal
+            return attend(q, k, v, attn_mask=band)
+
+    with monkeypatch.context() as patch, torch.no_grad():
+        patch.setattr(lm_module, "functional", Functional)
+        return lm(ids)
+
+
+@torch.no_grad()
+def forward_in_parts(lm, ids, lengths) -> torch.Tensor:
+    cache = lm.new_cache(ids.shape[1])
+    return torch.cat([lm(part, cache) for part in ids.split(lengths, dim=1)], dim=1)
+
+
+PARTS = {
+    "a byte at a time": [1] * 21,
+    "a window, then bytes": [WINDOW, *[1] * 13],
+    "a short prompt, then bytes": [5, *[1] * 16],
+    "chunks of a window": [WINDOW, WINDOW, 5],
+    "ragged chunks and bytes": [3, 1, 7, 2, 8],
+}
+
+
+def check_parts(name: str, backend: str, device, monkeypatch) -> None:
+    lm, ids = model(device), text(21, device)
+    expected = forward_in_windows(lm, ids, monkeypatch)
+    with use_backend(backend):
+        got = forward_in_parts(lm, ids, PARTS[name])
+    torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_cached_logits_equal_those_of_one_forward(name, device, monkeypatch):
+    check_parts(name, "torch", device, monkeypatch)
+
+
+def test_kernels_give_the_logits_of_one_forward(device, monkeypatch):
+    check_parts("ragged chunks and bytes", KERNELS, device, monkeypatch)
+
+
+@pytest.mark.parametrize("weights", ["float", "ste"])
+def test_twins_take_the_same_cache(weights, device, monkeypatch):
+    lm, ids = model(device, weights=weights), text(21, device)
+    same = model(device, weights=weights, ctx=21)  # a twin turns no more positions than its context
+    expected = forward_in_windows(same, ids, monkeypatch)
+    with lm.held_weights():
+        got = forward_in_parts(lm, ids, PARTS["ragged chunks and bytes"])
+    torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_first_window_is_the_plain_forward(device):
+    lm, ids = model(device), text(WINDOW, device)
+    with torch.no_grad():
+        assert torch.equal(forward_in_parts(lm, ids, [WINDOW]), lm(ids))
+
+
+def test_oldest_byte_is_forgotten_when_the_ring_comes_round(device):
+    lm, ids = model(device, layers=1), text(WINDOW + 4, device)
+    other = ids.clone()
+    other[0, 0] ^= 1
+    parts = [1] * (WINDOW + 4)
+    changed = (forward_in_parts(lm, ids, parts) != forward_in_parts(lm, other, parts)).any(-1)[0]
+    assert changed.tolist() == [True] * WINDOW + [False] * 4
+
+
+def test_ring_is_no_longer_than_the_text(device):
+    lm = model(device)
+    assert lm.new_cache(5).blocks[0].keys.shape == (2, 5, 16)
+    assert lm.new_cache(5000).blocks[0].keys.shape == (2, WINDOW, 16)
+
+
+def test_too_many_bytes_at_once_are_refused(device):
+    lm = model(device)
+    with pytest.raises(ValueError, match="no room for 9 bytes at 0"):
+        lm(text(9, device), lm.new_cache(20))
+    with pytest.raises(ValueError, match="no room for 6 bytes at 0 of 5"):
+        lm(text(6, device), lm.new_cache(5))
+
+
+def test_held_weights_are_made_once_and_let_go(device):
+    lm = model(device, weights="ste")
+    weight = lm.blocks[0].mlp.output.weight
+    before = weight.weight(torch.float32)
+    with lm.held_weights():
+        assert weight.weight(torch.float32) is weight.weight(torch.float32)
+        assert torch.equal(weight.weight(torch.float32), before)
+        assert weight.weight(torch.bfloat16).dtype == torch.bfloat16
+    assert weight.weight(torch.float32) is not weight.weight(torch.float32)
+    assert weight.weight(torch.float32).requires_grad
