@@ -38,6 +38,8 @@ LARGEST_COUNTER = 2**14
 """An integer tensor that is no buffer counts as state only if it takes more bytes than this."""
 CUBLAS_BYTES = 2 * 2**25
 """Workspaces that cuBLAS keeps once it has run, one for each thread: forward and backward."""
+PARTS_BYTES = 132 * 128 * 128 * 4
+"""Sums that the programs of a symmetric product hand each other: a tile each, on an H200."""
 CHUNK = 2**18
 """Elements that the torch backend steps at once."""
 
@@ -321,8 +323,10 @@ def _update_bytes(config: ModelConfig, rows: int, columns: int, a: int, *, on_cp
     if config.rule == "votes":
         hands = max(12 * chunk, (13 - a) * weights) if on_cpu else 0
     elif config.direction == "orthogonal":
-        # two iterates and two squares; then the last iterate
-        hands = max(2 * a * (weights + smaller**2), a * weights + hands)
+        # an iterate, two squares and what programs hand each other, or two iterates and a square;
+        # then the last iterate
+        squares = a * (weights + 2 * smaller**2) + (0 if on_cpu else PARTS_BYTES)
+        hands = max(squares, a * (2 * weights + smaller**2), a * weights + hands)
     return a * weights + found + hands
 
 

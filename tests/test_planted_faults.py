@@ -226,6 +226,31 @@ FAULTS = [
         "statistics forget ten times faster", "0.99 * _decode(whole, fraction) + 0.01 * value",
         "0.9 * _decode(whole, fraction) + 0.1 * value", "gradient_gains",
     ),
+    # symmetric products
+    kernel(
+        "tile stored below the diagonal only", "y_desc.store([matrix, n, m], y.T",
+        "y_desc.store([matrix, m, n], y", "gram", "newton_schulz",
+    ),
+    kernel(
+        "tile above the diagonal not transposed", "[matrix, n, m], y.T", "[matrix, n, m], y",
+        "gram", "newton_schulz",
+    ),
+    kernel(
+        "odd triangles folded like even ones", "r - T % 2)", "r)", "gram", "newton_schulz",
+    ),
+    kernel(
+        "sums of other programs left out", 'acc += tl.load(part_ptrs, cache_modifier=".cg")',
+        "acc += 0.0", "gram", "newton_schulz",
+    ),
+    kernel(
+        "identity added to every tile",
+        "tl.where(rows == columns, alpha, 0.0)", "tl.where(rows % 32 == columns % 32, alpha, 0.0)",
+        "gram_polynomial", "newton_schulz",
+    ),
+    kernel(
+        "addend always of the first of a stack", "addend_ptr + matrix.to(tl.int64) * stride_matrix",
+        "addend_ptr", "gram_polynomial", "newton_schulz",
+    ),
     kernel(
         "next group's weights counted where a tile is wider than a group",
         "(k < K) & (lane % LANES < GROUP)", "(k < K)", "gradient_statistics",

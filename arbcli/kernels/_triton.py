@@ -9,6 +9,7 @@ os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
 try:
     import triton
     import triton.language as tl
+    from triton.tools.tensor_descriptor import TensorDescriptor
 
     HAS_TRITON = True
 except ImportError:
@@ -16,6 +17,7 @@ except ImportError:
     # just enough for the kernels' definitions to be read; none of them can be launched
     triton = SimpleNamespace(jit=lambda function=None, **_: function or triton.jit)
     tl = SimpleNamespace(constexpr=lambda value: value)
+    TensorDescriptor = None
 
 # triton reads this when a kernel is defined, so this module's import is the last chance to set it
 INTERPRETED = HAS_TRITON and os.environ.get("TRITON_INTERPRET") == "1"

@@ -12,6 +12,7 @@ from arbcli.kernels._triton import HAS_TRITON, INTERPRETED
 BACKENDS = ("triton", "torch", "interpreter")
 
 _forced: str | None = None
+_assumed = (0, 0)
 
 
 def default_backend(device: torch.device) -> str:
@@ -68,6 +69,24 @@ def use_backend(name: str | None):
 def uses_triton(tensor: Tensor) -> bool:
     """Whether an operation on `tensor` launches a Triton kernel (else it is the torch backend)."""
     return (_forced or default_backend(tensor.device)) != "torch"
+
+
+@contextmanager
+def compile_for(capability: tuple[int, int]):
+    """Let launchers called inside choose as on a GPU of this compute capability."""
+    global _assumed
+    before, _assumed = _assumed, capability
+    try:
+        yield
+    finally:
+        _assumed = before
+
+
+def capability(tensor: Tensor) -> tuple[int, int]:
+    """Find the compute capability of a tensor's GPU, or the one compiled for; else (0, 0)."""
+    if tensor.is_cuda:
+        return torch.cuda.get_device_capability(tensor.device)
+    return _assumed
 
 
 def row_chunks(matrix: Tensor, elements: int = 1 << 18) -> Iterator[slice]:

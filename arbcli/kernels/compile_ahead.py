@@ -16,7 +16,8 @@ from typing import Any, NamedTuple
 import torch
 
 from arbcli.errors import ArbError
-from arbcli.kernels._triton import HAS_TRITON, INTERPRETED
+from arbcli.kernels._triton import HAS_TRITON, INTERPRETED, TensorDescriptor
+from arbcli.kernels.backend import compile_for
 from arbcli.kernels.spec import KernelSpec
 from arbcli.kernels.verify import find_kernels
 from arbcli.kernels.workers import Workers
@@ -30,6 +31,11 @@ class Target(NamedTuple):
     warp_size: int
     shared_bytes: int
     """Shared memory that one block of threads can have."""
+
+    @property
+    def capability(self) -> tuple[int, int]:
+        """Compute capability; (0, 0) of a GPU that has none."""
+        return divmod(self.architecture, 10) if self.backend == "cuda" else (0, 0)
 
 
 TARGETS = {
@@ -123,11 +129,12 @@ def _compile_job(name: str, target: str, group_size: int) -> CompileResult:
     assert not INTERPRETED, "this process would only interpret kernels"
     (spec,) = find_kernels([name])
     chosen = TARGETS[target]
-    variants = [
-        variant
-        for variant in _variants(spec, group_size)
-        if chosen.backend == "cuda" or not variant.constants.get("PTX")
-    ]
+    with compile_for(chosen.capability):
+        variants = [
+            variant
+            for variant in _variants(spec, group_size)
+            if chosen.backend == "cuda" or not variant.constants.get("PTX")
+        ]
     needs, error = [(0, 0, 0)], None
     for variant in variants:
         try:
@@ -263,6 +270,8 @@ def _type_of(value: object) -> str:
         name = str(value.dtype).removeprefix("torch.")
         short = {"bfloat16": "bf16", "float32": "fp32", "float64": "fp64", "uint8": "u8"}
         return "*" + short.get(name, name.replace("int", "i"))
+    if isinstance(value, TensorDescriptor):
+        return f"tensordesc<{_type_of(value.base)[1:]}{value.block_shape}>"
     if isinstance(value, float):
         return "fp32"
     return "i32" if -(2**31) <= value < 2**31 else "i64"

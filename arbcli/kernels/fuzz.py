@@ -17,6 +17,7 @@ from arbcli.kernels.blend_moment import moment_max
 from arbcli.kernels.cross_entropy import rounded_cross_entropy
 from arbcli.kernels.decode_attention import DECODE_ATTENTION
 from arbcli.kernels.decode_weight import OCTAVE, decode_weight_torch, num_groups
+from arbcli.kernels.newton_schulz import GRAM, GRAM_POLYNOMIAL
 from arbcli.kernels.packing import pack_trits_torch
 from arbcli.kernels.rms_norm import gradient_and_output
 from arbcli.kernels.rotary_norm import ROTARY_NORM, rounded_gradient, rounded_once
@@ -223,6 +224,18 @@ def _gradient_gains(dice: Dice, group_size: int, m: int, n: int, k: int) -> tupl
     return slope, parts[0].double(), squares, *parts[1:], *state, dice.key(), dice.key(), *counters
 
 
+def _gram(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
+    stack = (1 + dice.below(3),) if dice.chance(0.3) else ()
+    return (dice.reals(*stack, min(n, k), max(n, k)),)
+
+
+def _gram_polynomial(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
+    (x,) = _gram(dice, group_size, m, n, k)
+    x = x.float() / max(n, k) ** 0.5
+    a = x @ x.mT
+    return dice.view(((a + a.mT) / 4).to(dice.dtype)), 3.4445, -4.775, 2.0315
+
+
 def _gains(dice: Dice, n: int, k: int, size: float) -> tuple:
     """Draw gains of rows and of columns, of the rows only, or none."""
     rows, columns = (dice.reals(length, dtype=torch.float32).exp() for length in (n, k))
@@ -393,6 +406,8 @@ DRAWINGS = {
     "gradient_statistics": Drawing(_gradient_statistics, _gradient_statistics_in_float64),
     "gradient_gains": Drawing(_gradient_gains),
     "unit_gain": Drawing(_unit_gain),
+    "gram": Drawing(_gram, None, GRAM.torch),
+    "gram_polynomial": Drawing(_gram_polynomial, None, GRAM_POLYNOMIAL.torch),
     "step_scales": Drawing(_step_scales),
     "blend_moment": Drawing(_blend_moment),
     "step_by_moment": Drawing(_step_by_moment),

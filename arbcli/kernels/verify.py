@@ -20,6 +20,7 @@ from arbcli.kernels.fuzz import fuzz_cases, real_cases, real_reference
 from arbcli.kernels.gated_rms_norm import GATED_RMS_NORM, GATED_RMS_NORM_BACKWARD
 from arbcli.kernels.gradient_gains import GRADIENT_GAINS
 from arbcli.kernels.gradient_statistics import GRADIENT_STATISTICS
+from arbcli.kernels.newton_schulz import GRAM, GRAM_POLYNOMIAL
 from arbcli.kernels.packing import PACK_TRITS, UNPACK_TRITS
 from arbcli.kernels.rms_norm import RMS_NORM, RMS_NORM_BACKWARD
 from arbcli.kernels.rotary_norm import ROTARY_NORM, ROTARY_NORM_BACKWARD
@@ -52,6 +53,8 @@ KERNELS: tuple[KernelSpec, ...] = (
     GRADIENT_STATISTICS,
     GRADIENT_GAINS,
     UNIT_GAIN,
+    GRAM,
+    GRAM_POLYNOMIAL,
     STEP_SCALES,
     BLEND_MOMENT,
     STEP_BY_MOMENT,

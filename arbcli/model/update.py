@@ -17,6 +17,7 @@ from arbcli.kernels.cast_votes import cast_scale_votes, cast_trit_votes
 from arbcli.kernels.direction import UNIT
 from arbcli.kernels.gradient_gains import GradientGains, gradient_gains
 from arbcli.kernels.gradient_statistics import gradient_statistics
+from arbcli.kernels.newton_schulz import gram, gram_polynomial
 from arbcli.kernels.random_bits import stream_keys
 from arbcli.kernels.step_scales import step_scales
 from arbcli.kernels.step_trits import step_by_direction, step_by_moment
@@ -42,26 +43,24 @@ _NUM_STREAMS = 5
 def orthogonalise(grad: Tensor, dtype: torch.dtype, steps: int = NEWTON_SCHULZ_STEPS) -> Tensor:
     """Push the singular values of a matrix towards 1 with Newton-Schulz iterations.
 
-    X <- a X + (b A + c A A) X, A = X X.T, on the smaller side of the matrix.
+    X <- (a I + b A + c A A) X, A = X X.T, on the smaller side of the matrix.
     Source: K. Jordan et al., "Muon", https://kellerjordan.github.io/posts/muon/
 
     Args:
-        grad: (N, K) float32, finite and not all zero.
+        grad: (N, K), or a stack (B, N, K), float32; each matrix finite and not all zero.
         dtype: of the products; bfloat16 is enough.
         steps: iterations.
 
     Returns:
-        (N, K) of `dtype`.
+        Like `grad`, of `dtype`.
     """
-    a, b, c = NEWTON_SCHULZ
-    tall = grad.shape[0] > grad.shape[1]
-    x = grad.T if tall else grad
-    x = (x / (x.norm() + TINY)).to(dtype)
+    tall = grad.shape[-2] > grad.shape[-1]
+    x = grad.mT if tall else grad
+    norm = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True)
+    x = torch.div(x, norm + TINY, out=torch.empty_like(x, dtype=dtype))
     for _ in range(steps):
-        gram = x @ x.T
-        polynomial = torch.addmm(gram, gram, gram, beta=b, alpha=c)
-        x = torch.addmm(x, polynomial, x, beta=a)
-    return x.T if tall else x
+        x = gram_polynomial(gram(x), *NEWTON_SCHULZ) @ x
+    return x.mT if tall else x
 
 
 def fixed_point_gain(factor: float, bits: int = 12) -> tuple[int, int]:

@@ -17,6 +17,13 @@ def test_kernels_compile_for_a_gpu_that_is_not_here():
     assert found[1].shared_bytes > 0
 
 
+def test_launchers_choose_as_on_the_gpu_that_is_compiled_for():
+    hopper, other = compile_kernels(["gram"], ["sm_90", "sm_120"], 32, number=2)
+    assert hopper.passed, hopper.error
+    assert other.passed, other.error
+    assert other.shared_bytes < 99 << 10 < hopper.shared_bytes
+
+
 def test_spills_and_shared_memory_have_limits():
     target = TARGETS["sm_120"]
     assert find_excess(16, 99 << 10, target) is None

@@ -10,7 +10,13 @@ from arbcli.kernels.step_trits import step_by_direction
 from arbcli.model import update
 from arbcli.model.config import RULES, ModelConfig, preset
 from arbcli.model.ternary import TernaryTensor
-from arbcli.model.update import Updater, fixed_point_gain, orthogonalise
+from arbcli.model.update import (
+    NEWTON_SCHULZ,
+    NEWTON_SCHULZ_STEPS,
+    Updater,
+    fixed_point_gain,
+    orthogonalise,
+)
 
 COMBINATIONS = [
     (rule, direction)
@@ -210,6 +216,27 @@ def test_orthogonalise_flattens_the_singular_values(shape):
     values = torch.linalg.svdvals(orthogonalise(grad, torch.float32))
     assert values.min() > 0.3
     assert values.max() < 1.3
+
+
+@pytest.mark.parametrize("shape", [(3, 16, 64), (2, 200, 17)], ids=str)
+def test_orthogonalise_takes_each_matrix_of_a_stack_alone(shape):
+    grads = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    grads *= torch.logspace(-6, 6, shape[0])[:, None, None]
+    alone = [orthogonalise(grad, torch.float32) for grad in grads]
+    torch.testing.assert_close(orthogonalise(grads, torch.float32), torch.stack(alone))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", [(2048, 2048), (2048, 5000), (3000, 2048)], ids=str)
+def test_orthogonalise_in_bf16_is_close_to_float64(shape, device):
+    grad = gradient(device, shape=shape)
+    expected = grad.double() / grad.double().norm()
+    for _ in range(NEWTON_SCHULZ_STEPS):
+        a, b, c = NEWTON_SCHULZ
+        square = expected @ expected.T
+        expected = a * expected + (b * square + c * square @ square) @ expected
+    error = (orthogonalise(grad, torch.bfloat16) - expected).norm() / expected.norm()
+    assert error < 0.03  # a bf16 iteration's rounding, which grows fourfold with each
 
 
 @pytest.mark.parametrize("size", [2.0**-54, 1e-6, 1.0, 2.0**50])
