@@ -16,7 +16,7 @@ from arbcli.kernels._triton import tl, triton
 from arbcli.kernels.backend import uses_triton
 from arbcli.kernels.packing import (
     LARGEST_BYTE,
-    PLANE,
+    byte_tiles,
     check_packed,
     next_trit,
     plane_offsets,
@@ -102,27 +102,25 @@ def _decode_weight_kernel(
     packed_ptr, exponent_ptr, fraction_ptr, weight_ptr,
     N, K, row_bytes,
     stride_pn, stride_pb, stride_en, stride_eg, stride_fn, stride_fg, stride_wn, stride_wk,
-    GROUP: tl.constexpr, HAS_FRACTION: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCKS: tl.constexpr,
+    GROUP: tl.constexpr, HAS_FRACTION: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Decode `BLOCKS` packed blocks, of 32 bytes and 160 weights each, of `BLOCK_N` rows."""
-    offs_n = (tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)[:, None, None]
-    block = (tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS))[None, :, None]
-    offs_j = tl.arange(0, 32)[None, None, :]
+    block = tl.program_id(1)
+    offs_n = (tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)[:, None]
+    offs_j = tl.arange(0, 32)[None, :]
     offs_b = block * 32 + offs_j
     mask_n = offs_n < N
-    rest = tl.load(  # [BLOCK_N, BLOCKS, 32] uint8
+    rest = tl.load(  # [BLOCK_N, 32] uint8
         packed_ptr + offs_n * stride_pn + offs_b * stride_pb,
         mask=mask_n & (offs_b < row_bytes), other=0,
     ).to(tl.int32)  # fmt: skip
     weight_ptrs = weight_ptr + offs_n * stride_wn
-    # in full blocks a plane of 32 weights lies within one group of a whole number of planes
-    by_plane = (GROUP % 32 == 0) & ((tl.program_id(1) + 1) * BLOCKS * 160 <= K)
+    # in a full block a plane of 32 weights lies within one group of a whole number of planes
+    by_plane = (GROUP % 32 == 0) & (block * 160 + 160 <= K)
     for digit in tl.static_range(5):
         trit, rest = next_trit(rest)
         if by_plane:
             first = block * 160 + digit * 32
-            scale_of_plane = load_scale(  # [BLOCK_N, BLOCKS, 1]
+            scale_of_plane = load_scale(  # [BLOCK_N, 1]
                 exponent_ptr, fraction_ptr, offs_n, first // GROUP, mask_n,
                 stride_en, stride_eg, stride_fn, stride_fg, HAS_FRACTION,
             )  # fmt: skip
@@ -131,7 +129,7 @@ def _decode_weight_kernel(
         else:
             k = plane_offsets(offs_b, K, digit)
             mask = mask_n & (k < K)
-            scale = load_scale(  # [BLOCK_N, BLOCKS, 32]
+            scale = load_scale(  # [BLOCK_N, 32]
                 exponent_ptr, fraction_ptr, offs_n, k // GROUP, mask,
                 stride_en, stride_eg, stride_fn, stride_fg, HAS_FRACTION,
             )  # fmt: skip
@@ -151,10 +149,10 @@ def _decode_weight_triton(
     weight = torch.empty(rows, in_features, dtype=dtype, device=packed.device)
     if weight.numel():
         digits = exponent if fraction is None else fraction
-        _decode_weight_kernel[triton.cdiv(rows, 16), triton.cdiv(num_bytes, PLANE)](
+        _decode_weight_kernel[byte_tiles(rows, num_bytes, 8)](
             packed, exponent, digits, weight, rows, in_features, num_bytes,
             *packed.stride(), *exponent.stride(), *digits.stride(), *weight.stride(),
-            GROUP=group_size, HAS_FRACTION=fraction is not None, BLOCK_N=16, BLOCKS=1, num_warps=2,
+            GROUP=group_size, HAS_FRACTION=fraction is not None, BLOCK_N=8, num_warps=1,
         )  # fmt: skip
     return weight
 

@@ -328,8 +328,7 @@ def _launch(
         return
     (rows, columns), (values, row_gain, column_gain) = remainder.shape, direction
     has_rows, has_columns = row_gain is not None, column_gain is not None
-    blocks, block_p = triton.cdiv(columns, BLOCK), 16
-    steps = 4 if remainder.numel() >= 1 << 22 else 1  # many programs for a small matrix
+    blocks, block_p, steps = triton.cdiv(columns, BLOCK), 16, 1
     _step_trits_kernel[(triton.cdiv(rows, 2 * block_p * steps) * blocks,)](
         packed, remainder, values, row_gain if has_rows else values,
         column_gain if has_columns else values, key, gain, shift, squares, limit, ok, flips,
