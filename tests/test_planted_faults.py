@@ -256,8 +256,14 @@ FAULTS = [
         "(k < K) & (lane % LANES < GROUP)", "(k < K)", "gradient_statistics",
     ),
     kernel(
-        "last rows of a tile not summed", "STEPS + step) * BLOCK_N + tl.arange(0, BLOCK_N)\n",
-        "STEPS + step) * BLOCK_N + tl.arange(0, BLOCK_N) // 2\n", "gradient_statistics",
+        "last rows of a tile not summed",
+        "BLOCK_N + tl.arange(0, BLOCK_N)\n        mask_n = n < N\n        mask = ",
+        "BLOCK_N + tl.arange(0, BLOCK_N) // 2\n        mask_n = n < N\n        mask = ",
+        "gradient_statistics",
+    ),
+    kernel(
+        "columns of a plane summed for the next", "columns_ptrs + 32 * digit + tl",
+        "columns_ptrs + 32 * (digit ^ 1) + tl", "gradient_statistics",
     ),
     kernel(
         "infinite gradients accepted", "ok = (total >= SMALLEST) & (total <= LARGEST)\n    tile",
