@@ -294,7 +294,7 @@ FEW_ROWS_SHAPES = ((1, 1, 1), (3, 33, 123), (8, 16, 640), (9, 17, 805), (2, 3, 5
 
 
 def _forward_cases(device: torch.device, group_size: int) -> Iterator[Case]:
-    def peer(x, packed, exponent, fraction, group_size):
+    def peer(x, packed, exponent, fraction, group_size, dtype):
         return (
             x @ decode_weight_torch(packed, exponent, fraction, x.shape[1], group_size, x.dtype).T
         )
@@ -302,7 +302,7 @@ def _forward_cases(device: torch.device, group_size: int) -> Iterator[Case]:
     for label, x, (packed, exponent, fraction, _) in _inputs(device, group_size, "K"):
         yield Case(
             label,
-            (x, packed, exponent, fraction, group_size),
+            (x, packed, exponent, fraction, group_size, x.dtype),
             peer=peer if x.dtype == torch.bfloat16 else None,
         )
     if group_size % PLANE == 0:
@@ -356,7 +356,7 @@ def _timings(grad_x: bool, device: torch.device, group_size: int) -> Iterator[Ti
         dense = decode_weight(*state, size, group_size)
         yield Timing(
             f"{rows}x{size}x{size}",
-            (source, *state, *((size,) if grad_x else ()), group_size),
+            (source, *state, *((size, group_size) if grad_x else (group_size, source.dtype))),
             peer=partial(torch.matmul, source, dense if grad_x else dense.T),
             peer_name="cuBLAS bf16",
             flops=2 * rows * size * size,
