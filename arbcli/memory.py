@@ -321,7 +321,8 @@ def _update_bytes(config: ModelConfig, rows: int, columns: int, a: int, *, on_cp
         chunk = min(weights, CHUNK)
         hands = max(11 * chunk, 4 * chunk + 12 * min(weights - chunk, chunk))
     if config.rule == "votes":
-        hands = max(12 * chunk, (13 - a) * weights) if on_cpu else 0
+        # products of a chunk, or all votes widened at once
+        hands = max((16 - 2 * a) * chunk, (14 + a) * weights // 2) if on_cpu else 0
     elif config.direction == "orthogonal":
         # an iterate, two squares and what programs hand each other, or two iterates and a square;
         # then the last iterate
