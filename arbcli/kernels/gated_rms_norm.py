@@ -17,6 +17,7 @@ from arbcli.kernels.backend import row_chunks, uses_triton
 from arbcli.kernels.decode_weight import check_scales, decode_weight_torch, random_packed
 from arbcli.kernels.packing import check_packed
 from arbcli.kernels.rms_norm import (
+    check_decoded,
     dense_rows,
     gradient_and_output,
     load_rows,
@@ -44,9 +45,10 @@ def gated_rms_norm_backward_reference(
     return gradient_and_output(gated_rms_norm_reference, grad_y.double(), gate_up.double(), *norm)
 
 
-def _gated_rms_norm_torch(gate_up, packed, exponent, fraction, group_size, eps):
+def _gated_rms_norm_torch(gate_up, packed, exponent, fraction, group_size, eps, weight=None):
     width = gate_up.shape[-1] // 2
-    weight = _decoded(packed, exponent, fraction, width, group_size)
+    if weight is None:
+        weight = _decoded(packed, exponent, fraction, width, group_size)
     y = torch.empty(*gate_up.shape[:-1], width, dtype=gate_up.dtype, device=gate_up.device)
     gate_up, out = gate_up.reshape(-1, 2 * width), y.view(-1, width)
     for rows in row_chunks(gate_up):
@@ -160,13 +162,14 @@ def _sigmoid(x):
     return 1 / (1 + tl.exp(-x))
 
 
-def _gated_rms_norm_triton(gate_up, packed, exponent, fraction, group_size, eps):
+def _gated_rms_norm_triton(gate_up, packed, exponent, fraction, group_size, eps, weight=None):
     width = gate_up.shape[-1] // 2
     y = torch.empty(*gate_up.shape[:-1], width, dtype=gate_up.dtype, device=gate_up.device)
     if y.numel():
         gate_up = dense_rows(gate_up)
         has_norm = packed is not None
-        weight = norm_weight(packed, exponent, fraction, width, group_size) if has_norm else y
+        if weight is None:
+            weight = norm_weight(packed, exponent, fraction, width, group_size) if has_norm else y
         grid, tile = tiling(len(gate_up), width)
         _gated_rms_norm_kernel[grid](
             gate_up, gate_up[:, width:], weight, y, len(gate_up), width, eps, gate_up.stride(0),
@@ -199,6 +202,7 @@ def gated_rms_norm(
     fraction: Tensor | None,
     group_size: int,
     eps: float,
+    weight: Tensor | None = None,
 ) -> Tensor:
     """Multiply silu of the first half of every row by the second half, and normalise.
 
@@ -209,6 +213,8 @@ def gated_rms_norm(
         fraction: (1, ceil(D / G)) int8, F in 0..127; None stands for zeros.
         group_size: G.
         eps: added to the mean square.
+        weight: (D,) float32, contiguous: what `packed` and its scales decode to, where it is at
+            hand already.
 
     Returns:
         (..., D) in the dtype of `gate_up`, contiguous; computed in float32 and rounded once.
@@ -217,8 +223,10 @@ def gated_rms_norm(
         ValueError: a dtype or a shape does not fit.
     """
     _check(gate_up, packed, exponent, fraction, group_size)
+    weight = None if packed is None else weight
+    check_decoded(weight, gate_up.shape[-1] // 2)
     run = _gated_rms_norm_triton if uses_triton(gate_up) else _gated_rms_norm_torch
-    return run(gate_up, packed, exponent, fraction, group_size, eps)
+    return run(gate_up, packed, exponent, fraction, group_size, eps, weight)
 
 
 def gated_rms_norm_backward(

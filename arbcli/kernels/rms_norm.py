@@ -1,7 +1,7 @@
 """Root-mean-square normalise rows with ternary weights: y = x * rsqrt(mean(x**2) + eps) * w.
 
-w is one packed row of frozen weights, decoded before the kernels run. Its backward, with
-r = rsqrt(mean(x**2) + eps) and xhat = x * r: grad_x = r * (gy * w - xhat * mean(xhat * gy * w)).
+w is one packed row of frozen weights, decoded before the kernels run, or by the caller. Backward,
+with r = rsqrt(mean(x**2) + eps), xhat = x * r: grad_x = r * (gy * w - xhat * mean(xhat * gy * w)).
 The backward gives y again too: who keeps x for it need not keep y for whatever y was used in. Rows
 are walked in blocks, twice, so no width is too large; the second walk finds them in the cache.
 """
@@ -47,9 +47,11 @@ def gradient_and_output(function, grad_y: Tensor, x: Tensor, *norm) -> tuple[Ten
         return torch.autograd.grad(y, x, grad_y)[0], y.detach()
 
 
-def _rms_norm_torch(x, packed, exponent, fraction, group_size, eps):
+def _rms_norm_torch(x, packed, exponent, fraction, group_size, eps, weight=None):
     width = x.shape[-1]
-    weight = decode_weight_torch(packed, exponent, fraction, width, group_size, torch.float32)[0]
+    if weight is None:
+        state = (packed, exponent, fraction, width, group_size)
+        weight = decode_weight_torch(*state, torch.float32)[0]
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     x, out = x.reshape(-1, width), y.view(-1, width)
     for rows in row_chunks(x):
@@ -171,11 +173,12 @@ def dense_rows(x: Tensor) -> Tensor:
     return x if x.stride(1) == 1 else x.contiguous()
 
 
-def _rms_norm_triton(x, packed, exponent, fraction, group_size, eps):
+def _rms_norm_triton(x, packed, exponent, fraction, group_size, eps, weight=None):
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if y.numel():
         x, width = dense_rows(x), x.shape[-1]
-        weight = norm_weight(packed, exponent, fraction, width, group_size)
+        if weight is None:
+            weight = norm_weight(packed, exponent, fraction, width, group_size)
         grid, tile = tiling(len(x), width)
         _rms_norm_kernel[grid](x, weight, y, len(x), width, eps, x.stride(0), **tile)
     return y
@@ -201,6 +204,7 @@ def rms_norm(
     fraction: Tensor | None,
     group_size: int,
     eps: float,
+    weight: Tensor | None = None,
 ) -> Tensor:
     """Normalise the rows of `x` and multiply them by ternary weights.
 
@@ -211,6 +215,8 @@ def rms_norm(
         fraction: (1, ceil(D / G)) int8, F in 0..127; None stands for zeros.
         group_size: G.
         eps: added to the mean square.
+        weight: (D,) float32, contiguous: what `packed` and its scales decode to, where it is at
+            hand already.
 
     Returns:
         (..., D) in the dtype of `x`, contiguous; computed in float32 and rounded once.
@@ -219,8 +225,9 @@ def rms_norm(
         ValueError: a dtype or a shape does not fit.
     """
     _check(x, packed, exponent, fraction, group_size)
+    check_decoded(weight, x.shape[-1])
     run = _rms_norm_triton if uses_triton(x) else _rms_norm_torch
-    return run(x, packed, exponent, fraction, group_size, eps)
+    return run(x, packed, exponent, fraction, group_size, eps, weight)
 
 
 def rms_norm_backward(
@@ -257,6 +264,19 @@ def _check(x, packed, exponent, fraction, group_size):
         raise ValueError(f"need one packed row, got shape {tuple(packed.shape)}")
     check_packed(packed, x.shape[-1])
     check_scales(packed, exponent, fraction, x.shape[-1], group_size)
+
+
+def check_decoded(weight: Tensor | None, width: int) -> None:
+    """Refuse decoded weights that a norm of this width cannot have.
+
+    Raises:
+        ValueError: a dtype or a shape does not fit.
+    """
+    if weight is None:
+        return
+    if weight.dtype != torch.float32 or weight.shape != (width,) or not weight.is_contiguous():
+        got = f"{weight.dtype} of shape {tuple(weight.shape)}"
+        raise ValueError(f"need contiguous float32 weights of shape ({width},), got {got}")
 
 
 def _torch_rms_norm(x, packed, exponent, fraction, group_size, eps):

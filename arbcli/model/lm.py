@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from arbcli.model import layers, twins
 from arbcli.model.cache import BlockCache, KeyValueCache
 from arbcli.model.config import VOCABULARY, ModelConfig
-from arbcli.model.layers import StreamedTensor
+from arbcli.model.layers import StreamedTensor, TernaryRMSNorm
 from arbcli.model.ternary import TernaryTensor
 from arbcli.model.twins import FloatWeight
 
@@ -144,11 +144,16 @@ class ByteLM(nn.Module):
 
     @contextmanager
     def held_weights(self) -> Iterator[None]:
-        """Cast the weights of a float twin once, not in every forward; packed ones stay packed."""
+        """Make what follows from the weights once, not in every forward.
+
+        Those of a float twin are cast, and those of ternary norms decoded; matrices stay packed.
+        """
         with ExitStack() as stack:
-            for weight in self.weights().values():
-                if isinstance(weight, FloatWeight):
-                    stack.enter_context(weight.held(self.compute_dtype))
+            for part in self.modules():
+                if isinstance(part, FloatWeight):
+                    stack.enter_context(part.held(self.compute_dtype))
+                elif isinstance(part, TernaryRMSNorm):
+                    stack.enter_context(part.held())
             yield
 
     def loss(self, ids: Tensor, targets: Tensor) -> Tensor:
