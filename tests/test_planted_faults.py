@@ -135,6 +135,10 @@ FAULTS = [
         "r = tl.rsqrt(squares / D)[:, None]", "rms_norm",
     ),
     kernel(
+        "added rows not added", "x += load_rows(added_ptr,", "load_rows(added_ptr,",
+        "add_rms_norm", "rms_norm",
+    ),
+    kernel(
         "eps of a row held whole forgotten", "tl.sum(x * x, axis=1) / D + eps",
         "tl.sum(x * x, axis=1) / D", "rms_norm",
     ),

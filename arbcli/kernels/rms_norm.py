@@ -40,6 +40,12 @@ def rms_norm_reference(x: Tensor, packed, exponent, fraction, group_size, eps) -
     return x / torch.sqrt((x * x).mean(dim=-1, keepdim=True) + eps) * weight[0].to(torch.float64)
 
 
+def add_rms_norm_reference(x: Tensor, added: Tensor, *norm) -> tuple[Tensor, Tensor]:
+    """Compute what `add_rms_norm` must return: the sum rounded as torch does it, then float64."""
+    total = x + added
+    return total, rms_norm_reference(total, *norm)
+
+
 def rms_norm_backward_reference(grad_y: Tensor, x: Tensor, *norm) -> tuple[Tensor, Tensor]:
     """Compute what `rms_norm_backward` must return: autograd through the reference, in float64."""
     return gradient_and_output(rms_norm_reference, grad_y.double(), x.double(), *norm)
@@ -63,6 +69,11 @@ def _rms_norm_torch(x, packed, exponent, fraction, group_size, eps, weight=None)
     for rows in row_chunks(x):
         out[rows] = torch_rms_norm(x[rows].to(torch.float32), (width,), weight, eps)
     return y
+
+
+def _add_rms_norm_torch(x, added, *norm):
+    total = (x + added).contiguous()
+    return total, _rms_norm_torch(total, *norm)
 
 
 def _rms_norm_backward_torch(grad_y, x, packed, exponent, fraction, group_size, eps):
@@ -110,10 +121,10 @@ def store_rows(ptr, values, offs_m, offs_d, mask, stride_m):
 
 @triton.jit
 def _rms_norm_kernel(
-    x_ptr, weight_ptr, y_ptr,
+    x_ptr, added_ptr, weight_ptr, total_ptr, y_ptr,
     M, D, eps,
-    stride_xm,
-    WHOLE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
+    stride_xm, stride_am,
+    ADD: tl.constexpr, WHOLE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     offs_m = (tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M))[:, None]
     if WHOLE:  # rows stay in registers
@@ -121,6 +132,10 @@ def _rms_norm_kernel(
         mask = (offs_m < M) & (offs_d < D)[None, :]
         x = load_rows(x_ptr, offs_m, offs_d, mask, stride_xm)
         weight = load_weight(weight_ptr, offs_d, D)
+        if ADD:  # what is normalised is the sum as it is stored
+            x += load_rows(added_ptr, offs_m, offs_d, mask, stride_am)
+            x = x.to(total_ptr.dtype.element_ty).to(tl.float32)
+            store_rows(total_ptr, x, offs_m, offs_d, mask, D)
         r = tl.rsqrt(tl.sum(x * x, axis=1) / D + eps)[:, None]
         store_rows(y_ptr, x * r * weight, offs_m, offs_d, mask, D)
     else:
@@ -208,8 +223,30 @@ def _rms_norm_triton(x, packed, exponent, fraction, group_size, eps, weight=None
         if weight is None:
             weight = norm_weight(packed, exponent, fraction, width, group_size)
         grid, tile = forward_tiling(len(x), width)
-        _rms_norm_kernel[grid](x, weight, y, len(x), width, eps, x.stride(0), **tile)
+        _rms_norm_kernel[grid](
+            x, x, weight, y, y, len(x), width, eps, x.stride(0), 0, ADD=False, **tile
+        )
     return y
+
+
+def _add_rms_norm_triton(
+    x, added, packed, exponent, fraction, group_size, eps, weight=None
+) -> tuple[Tensor, Tensor]:
+    width = x.shape[-1]
+    grid, tile = forward_tiling(x.numel() // max(width, 1), width)
+    if not (x.numel() and tile["WHOLE"]):
+        total = (x + added).contiguous()
+        norm = (packed, exponent, fraction, group_size, eps, weight)
+        return total, _rms_norm_triton(total, *norm)
+    total, y = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for _ in range(2))
+    x, added = dense_rows(x), dense_rows(added)
+    if weight is None:
+        weight = norm_weight(packed, exponent, fraction, width, group_size)
+    _rms_norm_kernel[grid](
+        x, added, weight, total, y, len(x), width, eps, x.stride(0), added.stride(0),
+        ADD=True, **tile,
+    )  # fmt: skip
+    return total, y
 
 
 def _rms_norm_backward_triton(grad_y, x, packed, exponent, fraction, group_size, eps):
@@ -258,6 +295,33 @@ def rms_norm(
     return run(x, packed, exponent, fraction, group_size, eps, weight)
 
 
+def add_rms_norm(
+    x: Tensor,
+    added: Tensor,
+    packed: Tensor,
+    exponent: Tensor,
+    fraction: Tensor | None,
+    group_size: int,
+    eps: float,
+    weight: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Add to the rows of `x`, and normalise them as `rms_norm` does.
+
+    `added` has the shape and dtype of `x`, and any strides; the rest is what `rms_norm` is given.
+
+    Returns:
+        x + added, rounded, and the norm of that; both like the result of `rms_norm`.
+
+    Raises:
+        ValueError: a dtype or a shape does not fit.
+    """
+    _check(x, packed, exponent, fraction, group_size)
+    _check_like(added, x, "added")
+    check_decoded(weight, x.shape[-1])
+    run = _add_rms_norm_triton if uses_triton(x) else _add_rms_norm_torch
+    return run(x, added, packed, exponent, fraction, group_size, eps, weight)
+
+
 def rms_norm_backward(
     grad_y: Tensor,
     x: Tensor,
@@ -278,9 +342,7 @@ def rms_norm_backward(
         ValueError: a dtype or a shape does not fit.
     """
     _check(x, packed, exponent, fraction, group_size)
-    if grad_y.dtype != x.dtype or grad_y.shape != x.shape:
-        got = f"{grad_y.dtype} {tuple(grad_y.shape)}"
-        raise ValueError(f"need grad_y like x, {x.dtype} {tuple(x.shape)}, got {got}")
+    _check_like(grad_y, x, "grad_y")
     run = _rms_norm_backward_triton if uses_triton(x) else _rms_norm_backward_torch
     return run(grad_y, x, packed, exponent, fraction, group_size, eps)
 
@@ -292,6 +354,12 @@ def _check(x, packed, exponent, fraction, group_size):
         raise ValueError(f"need one packed row, got shape {tuple(packed.shape)}")
     check_packed(packed, x.shape[-1])
     check_scales(packed, exponent, fraction, x.shape[-1], group_size)
+
+
+def _check_like(other: Tensor, x: Tensor, name: str) -> None:
+    if other.dtype != x.dtype or other.shape != x.shape:
+        got = f"{other.dtype} {tuple(other.shape)}"
+        raise ValueError(f"need {name} like x, {x.dtype} {tuple(x.shape)}, got {got}")
 
 
 def check_decoded(weight: Tensor | None, width: int) -> None:
@@ -337,6 +405,16 @@ def _cases(device: torch.device, group_size: int) -> Iterator[Case]:
             yield case(label, shape, dtype=torch.bfloat16, peer=_torch_rms_norm)
 
 
+def _add_cases(device: torch.device, group_size: int) -> Iterator[Case]:
+    for case in _backward_cases(device, group_size):
+        added, x, *norm = case.inputs
+        yield Case(case.label, (x, added, *norm), _add_torch_rms_norm if case.peer else None)
+
+
+def _add_torch_rms_norm(x, added, *norm):
+    return x + added, _torch_rms_norm(x + added, *norm)
+
+
 def _backward_cases(device: torch.device, group_size: int) -> Iterator[Case]:
     generator = torch.Generator().manual_seed(1)
     for case in _cases(device, group_size):
@@ -350,6 +428,17 @@ def _timings(device: torch.device, group_size: int) -> Iterator[Timing]:
     x, _, norm, weight = _timed_inputs(device, group_size)
     peer = partial(torch_rms_norm, x, weight.shape, weight, norm[-1])
     yield Timing("16384x2048 bf16", (x, *norm), peer=peer)
+
+
+def _add_timings(device: torch.device, group_size: int) -> Iterator[Timing]:
+    x, added, norm, weight = _timed_inputs(device, group_size)
+    x, added = x[:1], added[:1]
+
+    def peer():
+        return torch_rms_norm(x + added, weight.shape, weight, norm[-1])
+
+    run = partial(_add_rms_norm_triton, weight=weight.float())
+    yield Timing("1x2048 bf16", (x, added, *norm), run=run, peer=peer)
 
 
 def _backward_timings(device: torch.device, group_size: int) -> Iterator[Timing]:
@@ -378,6 +467,10 @@ _GATE = Gate(
 RMS_NORM = KernelSpec(
     "rms_norm", _rms_norm_triton, _rms_norm_torch, rms_norm_reference, _cases, _GATE,
     uses_scales=True, timings=_timings,
+)  # fmt: skip
+ADD_RMS_NORM = KernelSpec(
+    "add_rms_norm", _add_rms_norm_triton, _add_rms_norm_torch, add_rms_norm_reference, _add_cases,
+    _GATE, uses_scales=True, timings=_add_timings,
 )  # fmt: skip
 RMS_NORM_BACKWARD = KernelSpec(
     "rms_norm_backward", _rms_norm_backward_triton, _rms_norm_backward_torch,

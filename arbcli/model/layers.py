@@ -17,7 +17,7 @@ from arbcli.kernels.cross_entropy import cross_entropy as losses_of_rows
 from arbcli.kernels.cross_entropy import cross_entropy_backward
 from arbcli.kernels.decode_weight import decode_weight
 from arbcli.kernels.gated_rms_norm import gated_rms_norm, gated_rms_norm_backward
-from arbcli.kernels.rms_norm import rms_norm, rms_norm_backward
+from arbcli.kernels.rms_norm import add_rms_norm, rms_norm, rms_norm_backward
 from arbcli.kernels.rotary_norm import rotary_norm_, rotary_norm_backward
 from arbcli.kernels.ternary_embedding import embedding_grad, embedding_rows
 from arbcli.kernels.ternary_matmul import ternary_matmul, ternary_matmul_grad_x
@@ -193,6 +193,11 @@ class TernaryRMSNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Normalise the last dimension of (..., D); not differentiable."""
         return rms_norm(x, *self._norm(), self._held)
+
+    @torch.no_grad()
+    def after(self, x: Tensor, added: Tensor) -> tuple[Tensor, Tensor]:
+        """Return x + added, and that normalised; not differentiable."""
+        return add_rms_norm(x, added, *self._norm(), self._held)
 
     def backward(self, grad_y: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
         """Compute the gradient of x, and the result again."""
