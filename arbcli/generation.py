@@ -62,7 +62,8 @@ class Decoder:
     """A model, its cache, and the text so far.
 
     Args:
-        model: any `ByteLM`; a float twin steps faster inside `model.held_weights()`.
+        model: any `ByteLM`. It steps faster inside `model.held_weights()`; what was captured
+            there cannot step outside.
         positions: bytes that the text can have: the prompt and what follows.
         sampling: how bytes are chosen.
         backend: what runs the kernels; None is the device's own.

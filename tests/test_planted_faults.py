@@ -135,15 +135,27 @@ FAULTS = [
         "r = tl.rsqrt(squares / D)[:, None]", "rms_norm",
     ),
     kernel(
+        "added rows not added", "x += load_rows(added_ptr,", "load_rows(added_ptr,",
+        "add_rms_norm", "rms_norm",
+    ),
+    kernel(
+        "eps of a row held whole forgotten", "tl.sum(x * x, axis=1) / D + eps",
+        "tl.sum(x * x, axis=1) / D", "rms_norm",
+    ),
+    kernel(
         "gradient of the root-mean-square forgotten", "(grad_xhat - xhat * mean)",
         "(grad_xhat)", "rms_norm_backward", "rms_norm",
     ),
     kernel(
         "sigmoid in place of silu",
         "y = gate * _sigmoid(gate) * load_rows(up_ptr, offs_m, offs_d, mask, stride_xm)\n   "
-        "     if", "y = _sigmoid(gate) * load_rows(up_ptr, offs_m, offs_d, mask, stride_xm)\n"
-        "        if",
+        "         if", "y = _sigmoid(gate) * load_rows(up_ptr, offs_m, offs_d, mask, stride_xm)\n"
+        "            if",
         "gated_rms_norm",
+    ),
+    kernel(
+        "squares of a row held whole taken before the gate",
+        "tl.rsqrt(tl.sum(y * y, axis=1)", "tl.rsqrt(tl.sum(up * up, axis=1)", "gated_rms_norm",
     ),
     kernel(
         "gradient of up given to the gate", "grad * up * slope", "grad * gate * slope",

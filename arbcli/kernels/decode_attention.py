@@ -22,8 +22,10 @@ from arbcli.kernels._triton import tl, triton
 from arbcli.kernels.backend import uses_triton
 from arbcli.kernels.spec import Case, Gate, KernelSpec, Timing
 
-BLOCK_S = 64
-"""Slots of a program."""
+TILE = 8192
+"""The most elements of keys that a program has."""
+LONG = 1024
+"""Rings of more slots give a program more of them, so that there is less to add up."""
 MAX_PARTS = 32
 """What so many programs found is added up at once."""
 
@@ -158,9 +160,19 @@ def _decode_attention_kernel(
             tl.store(tickets_ptr + head, 0)
 
 
+def _tiling(window: int, width: int, dtype: torch.dtype) -> tuple[int, int]:
+    """Choose the slots of a program, and its warps, by what was fastest on an H200."""
+    block_d = triton.next_power_of_2(width)
+    slots = max(1, min(64 if window > LONG else 32, TILE // block_d))
+    if dtype == torch.float32:
+        return slots, 8
+    return slots, 2 if width == block_d else 4  # masks take registers
+
+
 def _decode_attention_triton(qkv, keys, values, position, cos, sin, tickets, eps):
     heads, window, width = keys.shape
-    splits = triton.cdiv(window, BLOCK_S)
+    block_s, num_warps = _tiling(window, width, qkv.dtype)
+    splits = triton.cdiv(window, block_s)
     parts = heads * splits
     found = torch.empty(parts * (width + 2), dtype=torch.float32, device=qkv.device)
     y = torch.empty(heads, width, dtype=qkv.dtype, device=qkv.device)
@@ -168,9 +180,9 @@ def _decode_attention_triton(qkv, keys, values, position, cos, sin, tickets, eps
         qkv, keys, values, position, cos, sin, tickets,
         *found.split([parts, parts, parts * width]), y, window, heads, width**-0.5, eps,
         HALF=width // 2, BLOCK_H=triton.next_power_of_2(width // 2),
-        BLOCK_D=triton.next_power_of_2(width), BLOCK_S=BLOCK_S, SPLITS=splits,
+        BLOCK_D=triton.next_power_of_2(width), BLOCK_S=block_s, SPLITS=splits,
         BLOCK_P=min(triton.next_power_of_2(splits), MAX_PARTS),
-        num_warps=8 if qkv.dtype == torch.float32 else 4,
+        num_warps=num_warps,
     )  # fmt: skip
     return y
 

@@ -131,6 +131,10 @@ def _rms_norm(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
     return dice.reals(m, k), dice.packed(1, k), *dice.scales(1, k, group_size, 2), group_size, eps
 
 
+def _add_rms_norm(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
+    return dice.reals(m, k), *_rms_norm(dice, group_size, m, n, k)
+
+
 def _rms_norm_backward(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
     return dice.reals(m, k), *_rms_norm(dice, group_size, m, n, k)
 
@@ -351,6 +355,10 @@ def _rms_norm_in_its_dtype(x, packed, exponent, fraction, group_size, eps):
     return torch_rms_norm(x, x.shape[-1:], weight[0], eps)
 
 
+def _add_norm_in_its_dtype(x, added, *norm):
+    return x + added, _rms_norm_in_its_dtype(x + added, *norm)
+
+
 def _gated_in_its_dtype(gate_up, packed, *norm):
     gate, up = gate_up.chunk(2, dim=-1)
     product = silu(gate) * up
@@ -382,6 +390,7 @@ DRAWINGS = {
         _ternary_matmul_grad_x, _grad_x_in_float64, TERNARY_MATMUL_GRAD_X.torch, needs_rows=True
     ),
     "rms_norm": Drawing(_rms_norm, None, _rms_norm_in_its_dtype, needs_rows=True),
+    "add_rms_norm": Drawing(_add_rms_norm, None, _add_norm_in_its_dtype, needs_rows=True),
     "rms_norm_backward": Drawing(
         _rms_norm_backward, None, partial(gradient_and_output, _rms_norm_in_its_dtype),
         needs_rows=True,

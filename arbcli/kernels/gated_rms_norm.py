@@ -17,7 +17,9 @@ from arbcli.kernels.backend import row_chunks, uses_triton
 from arbcli.kernels.decode_weight import check_scales, decode_weight_torch, random_packed
 from arbcli.kernels.packing import check_packed
 from arbcli.kernels.rms_norm import (
+    check_decoded,
     dense_rows,
+    forward_tiling,
     gradient_and_output,
     load_rows,
     load_weight,
@@ -44,9 +46,10 @@ def gated_rms_norm_backward_reference(
     return gradient_and_output(gated_rms_norm_reference, grad_y.double(), gate_up.double(), *norm)
 
 
-def _gated_rms_norm_torch(gate_up, packed, exponent, fraction, group_size, eps):
+def _gated_rms_norm_torch(gate_up, packed, exponent, fraction, group_size, eps, weight=None):
     width = gate_up.shape[-1] // 2
-    weight = _decoded(packed, exponent, fraction, width, group_size)
+    if weight is None:
+        weight = _decoded(packed, exponent, fraction, width, group_size)
     y = torch.empty(*gate_up.shape[:-1], width, dtype=gate_up.dtype, device=gate_up.device)
     gate_up, out = gate_up.reshape(-1, 2 * width), y.view(-1, width)
     for rows in row_chunks(gate_up):
@@ -91,26 +94,39 @@ def _gated_rms_norm_kernel(
     gate_ptr, up_ptr, weight_ptr, y_ptr,
     M, D, eps,
     stride_xm,
-    HAS_NORM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
+    HAS_NORM: tl.constexpr, WHOLE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     offs_m = (tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M))[:, None]
-    if HAS_NORM:
-        squares = tl.zeros((BLOCK_M,), dtype=tl.float32)
+    if WHOLE:  # rows stay in registers
+        offs_d = tl.arange(0, BLOCK_D)
+        mask = (offs_m < M) & (offs_d < D)[None, :]
+        gate = load_rows(gate_ptr, offs_m, offs_d, mask, stride_xm)
+        up = load_rows(up_ptr, offs_m, offs_d, mask, stride_xm)
+        if HAS_NORM:
+            weight = load_weight(weight_ptr, offs_d, D)
+        y = gate * _sigmoid(gate) * up
+        if HAS_NORM:
+            y *= tl.rsqrt(tl.sum(y * y, axis=1) / D + eps)[:, None] * weight
+        store_rows(y_ptr, y, offs_m, offs_d, mask, D)
+    else:
+        if HAS_NORM:
+            squares = tl.zeros((BLOCK_M,), dtype=tl.float32)
+            for start in range(0, D, BLOCK_D):
+                offs_d = start + tl.arange(0, BLOCK_D)
+                mask = (offs_m < M) & (offs_d < D)[None, :]
+                gate = load_rows(gate_ptr, offs_m, offs_d, mask, stride_xm)
+                up = load_rows(up_ptr, offs_m, offs_d, mask, stride_xm)
+                product = gate * _sigmoid(gate) * up
+                squares += tl.sum(product * product, axis=1)
+            r = tl.rsqrt(squares / D + eps)[:, None]
         for start in range(0, D, BLOCK_D):
             offs_d = start + tl.arange(0, BLOCK_D)
             mask = (offs_m < M) & (offs_d < D)[None, :]
             gate = load_rows(gate_ptr, offs_m, offs_d, mask, stride_xm)
-            product = gate * _sigmoid(gate) * load_rows(up_ptr, offs_m, offs_d, mask, stride_xm)
-            squares += tl.sum(product * product, axis=1)
-        r = tl.rsqrt(squares / D + eps)[:, None]
-    for start in range(0, D, BLOCK_D):
-        offs_d = start + tl.arange(0, BLOCK_D)
-        mask = (offs_m < M) & (offs_d < D)[None, :]
-        gate = load_rows(gate_ptr, offs_m, offs_d, mask, stride_xm)
-        y = gate * _sigmoid(gate) * load_rows(up_ptr, offs_m, offs_d, mask, stride_xm)
-        if HAS_NORM:
-            y *= r * load_weight(weight_ptr, offs_d, D)
-        store_rows(y_ptr, y, offs_m, offs_d, mask, D)
+            y = gate * _sigmoid(gate) * load_rows(up_ptr, offs_m, offs_d, mask, stride_xm)
+            if HAS_NORM:
+                y *= r * load_weight(weight_ptr, offs_d, D)
+            store_rows(y_ptr, y, offs_m, offs_d, mask, D)
 
 
 @triton.jit
@@ -160,14 +176,15 @@ def _sigmoid(x):
     return 1 / (1 + tl.exp(-x))
 
 
-def _gated_rms_norm_triton(gate_up, packed, exponent, fraction, group_size, eps):
+def _gated_rms_norm_triton(gate_up, packed, exponent, fraction, group_size, eps, weight=None):
     width = gate_up.shape[-1] // 2
     y = torch.empty(*gate_up.shape[:-1], width, dtype=gate_up.dtype, device=gate_up.device)
     if y.numel():
         gate_up = dense_rows(gate_up)
         has_norm = packed is not None
-        weight = norm_weight(packed, exponent, fraction, width, group_size) if has_norm else y
-        grid, tile = tiling(len(gate_up), width)
+        if weight is None:
+            weight = norm_weight(packed, exponent, fraction, width, group_size) if has_norm else y
+        grid, tile = forward_tiling(len(gate_up), width)
         _gated_rms_norm_kernel[grid](
             gate_up, gate_up[:, width:], weight, y, len(gate_up), width, eps, gate_up.stride(0),
             HAS_NORM=has_norm, **tile,
@@ -199,6 +216,7 @@ def gated_rms_norm(
     fraction: Tensor | None,
     group_size: int,
     eps: float,
+    weight: Tensor | None = None,
 ) -> Tensor:
     """Multiply silu of the first half of every row by the second half, and normalise.
 
@@ -209,6 +227,8 @@ def gated_rms_norm(
         fraction: (1, ceil(D / G)) int8, F in 0..127; None stands for zeros.
         group_size: G.
         eps: added to the mean square.
+        weight: (D,) float32, contiguous: what `packed` and its scales decode to, where it is at
+            hand already.
 
     Returns:
         (..., D) in the dtype of `gate_up`, contiguous; computed in float32 and rounded once.
@@ -217,8 +237,10 @@ def gated_rms_norm(
         ValueError: a dtype or a shape does not fit.
     """
     _check(gate_up, packed, exponent, fraction, group_size)
+    weight = None if packed is None else weight
+    check_decoded(weight, gate_up.shape[-1] // 2)
     run = _gated_rms_norm_triton if uses_triton(gate_up) else _gated_rms_norm_torch
-    return run(gate_up, packed, exponent, fraction, group_size, eps)
+    return run(gate_up, packed, exponent, fraction, group_size, eps, weight)
 
 
 def gated_rms_norm_backward(
@@ -289,7 +311,7 @@ def _cases(device: torch.device, group_size: int) -> Iterator[Case]:
         return Case(label, (gate_up, *digits, group_size, eps), peer)
 
     yield case("5x1", (5, 2), eps=0.1)  # with a small eps the gradient cancels to nothing
-    for rows, width in ((7, 33), (3, 123), (3, 1311), (2, 8192)):
+    for rows, width in ((7, 33), (3, 123), (9, 1311), (2, 8192)):
         yield case(f"{rows}x{width}", (rows, 2 * width))
     yield case("3x123 no norm", (3, 246), norm=False)
     yield case("2x3x165", (2, 3, 330))

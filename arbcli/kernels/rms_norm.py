@@ -1,9 +1,10 @@
 """Root-mean-square normalise rows with ternary weights: y = x * rsqrt(mean(x**2) + eps) * w.
 
-w is one packed row of frozen weights, decoded before the kernels run. Its backward, with
-r = rsqrt(mean(x**2) + eps) and xhat = x * r: grad_x = r * (gy * w - xhat * mean(xhat * gy * w)).
+w is one packed row of frozen weights, decoded before the kernels run, or by the caller. Backward,
+with r = rsqrt(mean(x**2) + eps), xhat = x * r: grad_x = r * (gy * w - xhat * mean(xhat * gy * w)).
 The backward gives y again too: who keeps x for it need not keep y for whatever y was used in. Rows
-are walked in blocks, twice, so no width is too large; the second walk finds them in the cache.
+are walked in blocks, twice, so no width is too large; the second walk finds them in the cache. A
+few rows are held whole.
 """
 
 from collections.abc import Iterator
@@ -26,12 +27,23 @@ from arbcli.kernels.decode_weight import (
 from arbcli.kernels.packing import check_packed
 from arbcli.kernels.spec import Case, Gate, KernelSpec, Timing
 
+FEW_ROWS = 8
+"""So many rows or fewer, as when a text is generated, are not walked in blocks."""
+WHOLE_ROW = 8192
+"""Columns of a row that a program can keep in registers."""
+
 
 def rms_norm_reference(x: Tensor, packed, exponent, fraction, group_size, eps) -> Tensor:
     """Compute what `rms_norm` must return, in float64."""
     x = x.to(torch.float64)
     weight = decode_weight_reference(packed, exponent, fraction, x.shape[-1], group_size)
     return x / torch.sqrt((x * x).mean(dim=-1, keepdim=True) + eps) * weight[0].to(torch.float64)
+
+
+def add_rms_norm_reference(x: Tensor, added: Tensor, *norm) -> tuple[Tensor, Tensor]:
+    """Compute what `add_rms_norm` must return: the sum rounded as torch does it, then float64."""
+    total = x + added
+    return total, rms_norm_reference(total, *norm)
 
 
 def rms_norm_backward_reference(grad_y: Tensor, x: Tensor, *norm) -> tuple[Tensor, Tensor]:
@@ -47,14 +59,21 @@ def gradient_and_output(function, grad_y: Tensor, x: Tensor, *norm) -> tuple[Ten
         return torch.autograd.grad(y, x, grad_y)[0], y.detach()
 
 
-def _rms_norm_torch(x, packed, exponent, fraction, group_size, eps):
+def _rms_norm_torch(x, packed, exponent, fraction, group_size, eps, weight=None):
     width = x.shape[-1]
-    weight = decode_weight_torch(packed, exponent, fraction, width, group_size, torch.float32)[0]
+    if weight is None:
+        state = (packed, exponent, fraction, width, group_size)
+        weight = decode_weight_torch(*state, torch.float32)[0]
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     x, out = x.reshape(-1, width), y.view(-1, width)
     for rows in row_chunks(x):
         out[rows] = torch_rms_norm(x[rows].to(torch.float32), (width,), weight, eps)
     return y
+
+
+def _add_rms_norm_torch(x, added, *norm):
+    total = (x + added).contiguous()
+    return total, _rms_norm_torch(total, *norm)
 
 
 def _rms_norm_backward_torch(grad_y, x, packed, exponent, fraction, group_size, eps):
@@ -102,24 +121,37 @@ def store_rows(ptr, values, offs_m, offs_d, mask, stride_m):
 
 @triton.jit
 def _rms_norm_kernel(
-    x_ptr, weight_ptr, y_ptr,
+    x_ptr, added_ptr, weight_ptr, total_ptr, y_ptr,
     M, D, eps,
-    stride_xm,
-    BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
+    stride_xm, stride_am,
+    ADD: tl.constexpr, WHOLE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     offs_m = (tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M))[:, None]
-    squares = tl.zeros((BLOCK_M,), dtype=tl.float32)
-    for start in range(0, D, BLOCK_D):
-        offs_d = start + tl.arange(0, BLOCK_D)
+    if WHOLE:  # rows stay in registers
+        offs_d = tl.arange(0, BLOCK_D)
         mask = (offs_m < M) & (offs_d < D)[None, :]
         x = load_rows(x_ptr, offs_m, offs_d, mask, stride_xm)
-        squares += tl.sum(x * x, axis=1)
-    r = tl.rsqrt(squares / D + eps)[:, None]
-    for start in range(0, D, BLOCK_D):
-        offs_d = start + tl.arange(0, BLOCK_D)
-        mask = (offs_m < M) & (offs_d < D)[None, :]
-        x = load_rows(x_ptr, offs_m, offs_d, mask, stride_xm)
-        store_rows(y_ptr, x * r * load_weight(weight_ptr, offs_d, D), offs_m, offs_d, mask, D)
+        weight = load_weight(weight_ptr, offs_d, D)
+        if ADD:  # what is normalised is the sum as it is stored
+            x += load_rows(added_ptr, offs_m, offs_d, mask, stride_am)
+            x = x.to(total_ptr.dtype.element_ty).to(tl.float32)
+            store_rows(total_ptr, x, offs_m, offs_d, mask, D)
+        r = tl.rsqrt(tl.sum(x * x, axis=1) / D + eps)[:, None]
+        store_rows(y_ptr, x * r * weight, offs_m, offs_d, mask, D)
+    else:
+        squares = tl.zeros((BLOCK_M,), dtype=tl.float32)
+        for start in range(0, D, BLOCK_D):
+            offs_d = start + tl.arange(0, BLOCK_D)
+            mask = (offs_m < M) & (offs_d < D)[None, :]
+            x = load_rows(x_ptr, offs_m, offs_d, mask, stride_xm)
+            squares += tl.sum(x * x, axis=1)
+        r = tl.rsqrt(squares / D + eps)[:, None]
+        for start in range(0, D, BLOCK_D):
+            offs_d = start + tl.arange(0, BLOCK_D)
+            mask = (offs_m < M) & (offs_d < D)[None, :]
+            x = load_rows(x_ptr, offs_m, offs_d, mask, stride_xm)
+            y = x * r * load_weight(weight_ptr, offs_d, D)
+            store_rows(y_ptr, y, offs_m, offs_d, mask, D)
 
 
 @triton.jit
@@ -159,6 +191,19 @@ def tiling(rows: int, width: int) -> tuple[tuple[int], dict[str, int]]:
     return (triton.cdiv(rows, block_m),), {"BLOCK_M": block_m, "BLOCK_D": block_d, "num_warps": 4}
 
 
+def forward_tiling(rows: int, width: int) -> tuple[tuple[int], dict[str, int]]:
+    """Choose as `tiling` does; but where there are few rows, give each to a program as a whole.
+
+    Their number leaves a GPU idle anyway, so what counts is how long one row takes.
+    """
+    if rows > FEW_ROWS or width > WHOLE_ROW:
+        grid, tile = tiling(rows, width)
+        return grid, {"WHOLE": False, **tile}
+    block_d = triton.next_power_of_2(width)
+    warps = min(max(block_d // 256, 1), 16)
+    return (rows,), {"WHOLE": True, "BLOCK_M": 1, "BLOCK_D": block_d, "num_warps": warps}
+
+
 def norm_weight(packed, exponent, fraction, width, group_size) -> Tensor:
     """Decode the weights of a norm to (D,) float32 with the kernel."""
     state = (packed, exponent, fraction, width, group_size)
@@ -171,14 +216,37 @@ def dense_rows(x: Tensor) -> Tensor:
     return x if x.stride(1) == 1 else x.contiguous()
 
 
-def _rms_norm_triton(x, packed, exponent, fraction, group_size, eps):
+def _rms_norm_triton(x, packed, exponent, fraction, group_size, eps, weight=None):
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if y.numel():
         x, width = dense_rows(x), x.shape[-1]
-        weight = norm_weight(packed, exponent, fraction, width, group_size)
-        grid, tile = tiling(len(x), width)
-        _rms_norm_kernel[grid](x, weight, y, len(x), width, eps, x.stride(0), **tile)
+        if weight is None:
+            weight = norm_weight(packed, exponent, fraction, width, group_size)
+        grid, tile = forward_tiling(len(x), width)
+        _rms_norm_kernel[grid](
+            x, x, weight, y, y, len(x), width, eps, x.stride(0), 0, ADD=False, **tile
+        )
     return y
+
+
+def _add_rms_norm_triton(
+    x, added, packed, exponent, fraction, group_size, eps, weight=None
+) -> tuple[Tensor, Tensor]:
+    width = x.shape[-1]
+    grid, tile = forward_tiling(x.numel() // max(width, 1), width)
+    if not (x.numel() and tile["WHOLE"]):
+        total = (x + added).contiguous()
+        norm = (packed, exponent, fraction, group_size, eps, weight)
+        return total, _rms_norm_triton(total, *norm)
+    total, y = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for _ in range(2))
+    x, added = dense_rows(x), dense_rows(added)
+    if weight is None:
+        weight = norm_weight(packed, exponent, fraction, width, group_size)
+    _rms_norm_kernel[grid](
+        x, added, weight, total, y, len(x), width, eps, x.stride(0), added.stride(0),
+        ADD=True, **tile,
+    )  # fmt: skip
+    return total, y
 
 
 def _rms_norm_backward_triton(grad_y, x, packed, exponent, fraction, group_size, eps):
@@ -201,6 +269,7 @@ def rms_norm(
     fraction: Tensor | None,
     group_size: int,
     eps: float,
+    weight: Tensor | None = None,
 ) -> Tensor:
     """Normalise the rows of `x` and multiply them by ternary weights.
 
@@ -211,6 +280,8 @@ def rms_norm(
         fraction: (1, ceil(D / G)) int8, F in 0..127; None stands for zeros.
         group_size: G.
         eps: added to the mean square.
+        weight: (D,) float32, contiguous: what `packed` and its scales decode to, where it is at
+            hand already.
 
     Returns:
         (..., D) in the dtype of `x`, contiguous; computed in float32 and rounded once.
@@ -219,8 +290,36 @@ def rms_norm(
         ValueError: a dtype or a shape does not fit.
     """
     _check(x, packed, exponent, fraction, group_size)
+    check_decoded(weight, x.shape[-1])
     run = _rms_norm_triton if uses_triton(x) else _rms_norm_torch
-    return run(x, packed, exponent, fraction, group_size, eps)
+    return run(x, packed, exponent, fraction, group_size, eps, weight)
+
+
+def add_rms_norm(
+    x: Tensor,
+    added: Tensor,
+    packed: Tensor,
+    exponent: Tensor,
+    fraction: Tensor | None,
+    group_size: int,
+    eps: float,
+    weight: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Add to the rows of `x`, and normalise them as `rms_norm` does.
+
+    `added` has the shape and dtype of `x`, and any strides; the rest is what `rms_norm` is given.
+
+    Returns:
+        x + added, rounded, and the norm of that; both like the result of `rms_norm`.
+
+    Raises:
+        ValueError: a dtype or a shape does not fit.
+    """
+    _check(x, packed, exponent, fraction, group_size)
+    _check_like(added, x, "added")
+    check_decoded(weight, x.shape[-1])
+    run = _add_rms_norm_triton if uses_triton(x) else _add_rms_norm_torch
+    return run(x, added, packed, exponent, fraction, group_size, eps, weight)
 
 
 def rms_norm_backward(
@@ -243,9 +342,7 @@ def rms_norm_backward(
         ValueError: a dtype or a shape does not fit.
     """
     _check(x, packed, exponent, fraction, group_size)
-    if grad_y.dtype != x.dtype or grad_y.shape != x.shape:
-        got = f"{grad_y.dtype} {tuple(grad_y.shape)}"
-        raise ValueError(f"need grad_y like x, {x.dtype} {tuple(x.shape)}, got {got}")
+    _check_like(grad_y, x, "grad_y")
     run = _rms_norm_backward_triton if uses_triton(x) else _rms_norm_backward_torch
     return run(grad_y, x, packed, exponent, fraction, group_size, eps)
 
@@ -257,6 +354,25 @@ def _check(x, packed, exponent, fraction, group_size):
         raise ValueError(f"need one packed row, got shape {tuple(packed.shape)}")
     check_packed(packed, x.shape[-1])
     check_scales(packed, exponent, fraction, x.shape[-1], group_size)
+
+
+def _check_like(other: Tensor, x: Tensor, name: str) -> None:
+    if other.dtype != x.dtype or other.shape != x.shape:
+        got = f"{other.dtype} {tuple(other.shape)}"
+        raise ValueError(f"need {name} like x, {x.dtype} {tuple(x.shape)}, got {got}")
+
+
+def check_decoded(weight: Tensor | None, width: int) -> None:
+    """Refuse decoded weights that a norm of this width cannot have.
+
+    Raises:
+        ValueError: a dtype or a shape does not fit.
+    """
+    if weight is None:
+        return
+    if weight.dtype != torch.float32 or weight.shape != (width,) or not weight.is_contiguous():
+        got = f"{weight.dtype} of shape {tuple(weight.shape)}"
+        raise ValueError(f"need contiguous float32 weights of shape ({width},), got {got}")
 
 
 def _torch_rms_norm(x, packed, exponent, fraction, group_size, eps):
@@ -272,8 +388,10 @@ def _cases(device: torch.device, group_size: int) -> Iterator[Case]:
         norm = random_packed(1, x.shape[-1], group_size, generator, spread=2)
         return Case(label, (x, *(digits.to(device) for digits in norm), group_size, eps), peer)
 
-    yield case("5x1", (5, 1), eps=0.1)  # with a small eps the gradient cancels to nothing
-    for rows, width in ((7, 33), (3, 123), (3, 1311), (2, 8192), (1, 32768)):
+    for rows in (5, 9):
+        # with a small eps the gradient cancels to nothing
+        yield case(f"{rows}x1", (rows, 1), eps=0.1)
+    for rows, width in ((7, 33), (3, 123), (9, 1311), (2, 8192), (1, 32768)):
         yield case(f"{rows}x{width}", (rows, width))
     if device.type == "cuda" or group_size == 32:  # many rows take the interpreter seconds
         yield case("261x5", (261, 5))
@@ -285,6 +403,16 @@ def _cases(device: torch.device, group_size: int) -> Iterator[Case]:
         for shape in ((5, 33), (4096, 768), (2048, 2048), (1025, 5632)):
             label = f"{shape[0]}x{shape[1]} bf16"
             yield case(label, shape, dtype=torch.bfloat16, peer=_torch_rms_norm)
+
+
+def _add_cases(device: torch.device, group_size: int) -> Iterator[Case]:
+    for case in _backward_cases(device, group_size):
+        added, x, *norm = case.inputs
+        yield Case(case.label, (x, added, *norm), _add_torch_rms_norm if case.peer else None)
+
+
+def _add_torch_rms_norm(x, added, *norm):
+    return x + added, _torch_rms_norm(x + added, *norm)
 
 
 def _backward_cases(device: torch.device, group_size: int) -> Iterator[Case]:
@@ -300,6 +428,17 @@ def _timings(device: torch.device, group_size: int) -> Iterator[Timing]:
     x, _, norm, weight = _timed_inputs(device, group_size)
     peer = partial(torch_rms_norm, x, weight.shape, weight, norm[-1])
     yield Timing("16384x2048 bf16", (x, *norm), peer=peer)
+
+
+def _add_timings(device: torch.device, group_size: int) -> Iterator[Timing]:
+    x, added, norm, weight = _timed_inputs(device, group_size)
+    x, added = x[:1], added[:1]
+
+    def peer():
+        return torch_rms_norm(x + added, weight.shape, weight, norm[-1])
+
+    run = partial(_add_rms_norm_triton, weight=weight.float())
+    yield Timing("1x2048 bf16", (x, added, *norm), run=run, peer=peer)
 
 
 def _backward_timings(device: torch.device, group_size: int) -> Iterator[Timing]:
@@ -328,6 +467,10 @@ _GATE = Gate(
 RMS_NORM = KernelSpec(
     "rms_norm", _rms_norm_triton, _rms_norm_torch, rms_norm_reference, _cases, _GATE,
     uses_scales=True, timings=_timings,
+)  # fmt: skip
+ADD_RMS_NORM = KernelSpec(
+    "add_rms_norm", _add_rms_norm_triton, _add_rms_norm_torch, add_rms_norm_reference, _add_cases,
+    _GATE, uses_scales=True, timings=_add_timings,
 )  # fmt: skip
 RMS_NORM_BACKWARD = KernelSpec(
     "rms_norm_backward", _rms_norm_backward_triton, _rms_norm_backward_torch,

@@ -22,7 +22,7 @@ from arbcli.kernels.gradient_gains import GRADIENT_GAINS
 from arbcli.kernels.gradient_statistics import GRADIENT_STATISTICS
 from arbcli.kernels.newton_schulz import GRAM, GRAM_POLYNOMIAL
 from arbcli.kernels.packing import PACK_TRITS, UNPACK_TRITS
-from arbcli.kernels.rms_norm import RMS_NORM, RMS_NORM_BACKWARD
+from arbcli.kernels.rms_norm import ADD_RMS_NORM, RMS_NORM, RMS_NORM_BACKWARD
 from arbcli.kernels.rotary_norm import ROTARY_NORM, ROTARY_NORM_BACKWARD
 from arbcli.kernels.spec import Case, KernelSpec
 from arbcli.kernels.step_scales import STEP_SCALES
@@ -39,6 +39,7 @@ KERNELS: tuple[KernelSpec, ...] = (
     TERNARY_MATMUL,
     TERNARY_MATMUL_GRAD_X,
     RMS_NORM,
+    ADD_RMS_NORM,
     RMS_NORM_BACKWARD,
     GATED_RMS_NORM,
     GATED_RMS_NORM_BACKWARD,

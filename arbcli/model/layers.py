@@ -5,6 +5,8 @@ given rather than what the norm gave, and attention its turned queries and keys 
 had put them.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import lru_cache
 
 import torch
@@ -13,8 +15,9 @@ from torch.autograd import Function
 
 from arbcli.kernels.cross_entropy import cross_entropy as losses_of_rows
 from arbcli.kernels.cross_entropy import cross_entropy_backward
+from arbcli.kernels.decode_weight import decode_weight
 from arbcli.kernels.gated_rms_norm import gated_rms_norm, gated_rms_norm_backward
-from arbcli.kernels.rms_norm import rms_norm, rms_norm_backward
+from arbcli.kernels.rms_norm import add_rms_norm, rms_norm, rms_norm_backward
 from arbcli.kernels.rotary_norm import rotary_norm_, rotary_norm_backward
 from arbcli.kernels.ternary_embedding import embedding_grad, embedding_rows
 from arbcli.kernels.ternary_matmul import ternary_matmul, ternary_matmul_grad_x
@@ -184,15 +187,33 @@ class TernaryRMSNorm(nn.Module):
     def __init__(self, dim: int, config: ModelConfig) -> None:
         super().__init__()
         self.weight = TernaryTensor(1, dim, config, frozen=True)
+        self._held: Tensor | None = None
 
     @torch.no_grad()
     def forward(self, x: Tensor) -> Tensor:
         """Normalise the last dimension of (..., D); not differentiable."""
-        return rms_norm(x, *self._norm())
+        return rms_norm(x, *self._norm(), self._held)
+
+    @torch.no_grad()
+    def after(self, x: Tensor, added: Tensor) -> tuple[Tensor, Tensor]:
+        """Return x + added, and that normalised; not differentiable."""
+        return add_rms_norm(x, added, *self._norm(), self._held)
 
     def backward(self, grad_y: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
         """Compute the gradient of x, and the result again."""
         return rms_norm_backward(grad_y, x, *self._norm())
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Decode the weights once for many forwards; meanwhile they must not change."""
+        if self.weight is not None:
+            packed, *scales, group_size, _ = self._norm()
+            width = self.weight.in_features
+            self._held = decode_weight(packed, *scales, width, group_size, torch.float32)[0]
+        try:
+            yield
+        finally:
+            self._held = None
 
     def _norm(self) -> tuple:
         weight = self.weight
@@ -209,11 +230,12 @@ class TernaryGate(TernaryRMSNorm):
     def __init__(self, dim: int, config: ModelConfig, *, normalise: bool) -> None:
         nn.Module.__init__(self)
         self.weight = TernaryTensor(1, dim, config, frozen=True) if normalise else None
+        self._held: Tensor | None = None
 
     @torch.no_grad()
     def forward(self, gate_up: Tensor) -> Tensor:
         """Turn (..., 2 D) into (..., D); not differentiable."""
-        return gated_rms_norm(gate_up, *self._norm())
+        return gated_rms_norm(gate_up, *self._norm(), self._held)
 
     def backward(self, grad_y: Tensor, gate_up: Tensor) -> tuple[Tensor, Tensor]:
         """Compute the gradient of gate_up, and the result again."""

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from arbcli.model import layers, twins
 from arbcli.model.cache import BlockCache, KeyValueCache
 from arbcli.model.config import VOCABULARY, ModelConfig
-from arbcli.model.layers import StreamedTensor
+from arbcli.model.layers import StreamedTensor, TernaryRMSNorm
 from arbcli.model.ternary import TernaryTensor
 from arbcli.model.twins import FloatWeight
 
@@ -45,8 +45,11 @@ class Attention(nn.Module):
         self.sub_norm = parts.norm(config.dim, config) if config.sub_norms else None
         self.output = parts.linear(config.dim, config.dim, config)
 
-    def forward(self, x: Tensor, norm: nn.Module, past: BlockCache | None = None) -> Tensor:
-        """Normalise (B, T, D) and mix every position with those before it, and with the past."""
+    def forward(self, x: Tensor, norm: nn.Module | None, past: BlockCache | None = None) -> Tensor:
+        """Normalise (B, T, D) and mix every position with those before it, and with the past.
+
+        Without a norm, x was normalised before.
+        """
         batch, length, dim = x.shape
         qkv = self.qkv(x, norm).view(batch, length, 3, self.heads, dim // self.heads)
         if past is None:
@@ -69,8 +72,8 @@ class MLP(nn.Module):
         self.sub_norm = parts.gate(config.ffn, config, normalise=config.sub_norms)
         self.output = parts.linear(config.dim, config.ffn, config)
 
-    def forward(self, x: Tensor, norm: nn.Module) -> Tensor:
-        """Normalise and transform every position of (B, T, D) by itself."""
+    def forward(self, x: Tensor, norm: nn.Module | None) -> Tensor:
+        """Normalise as `Attention` does, and transform every position of (B, T, D) by itself."""
         return self.output(self.gate_up(x, norm), self.sub_norm)
 
 
@@ -85,10 +88,29 @@ class Block(nn.Module):
         self.mlp_norm = parts.norm(config.dim, config)
         self.mlp = MLP(config)
 
-    def forward(self, x: Tensor, past: BlockCache | None = None) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         """Add both branches to the stream (B, T, D)."""
-        x = x + self.attention(x, self.attention_norm, past)
+        x = x + self.attention(x, self.attention_norm)
         return x + self.mlp(x, self.mlp_norm)
+
+    def follow(self, x: Tensor, added: Tensor | None, past: BlockCache) -> tuple[Tensor, Tensor]:
+        """Do as `forward` does, after a past; what a branch adds is left to the norm behind it.
+
+        Args:
+            x: the stream, (1, T, D).
+            added: what the block before adds to it; None if there is none.
+            past: of this block.
+
+        Returns:
+            The stream, and what this block adds to it.
+        """
+        if added is None:
+            added = self.attention(x, self.attention_norm, past)
+        else:
+            x, normal = self.attention_norm.after(x, added)
+            added = self.attention(normal, None, past)
+        x, normal = self.mlp_norm.after(x, added)
+        return x, self.mlp(normal, None)
 
 
 class ByteLM(nn.Module):
@@ -125,12 +147,13 @@ class ByteLM(nn.Module):
         x = self.embedding(ids, self.compute_dtype)
         if cache is not None:
             with cache.reading(ids.shape[1]):
+                added = None
                 for block, past in zip(self.blocks, cache.blocks, strict=True):
-                    x = block(x, past)
-        else:
-            recompute = self.recompute and torch.is_grad_enabled()
-            for block in self.blocks:
-                x = checkpoint(block, x, **RECOMPUTE) if recompute else block(x)
+                    x, added = block.follow(x, added, past)
+            return self.head(self.norm.after(x, added)[1])
+        recompute = self.recompute and torch.is_grad_enabled()
+        for block in self.blocks:
+            x = checkpoint(block, x, **RECOMPUTE) if recompute else block(x)
         return self.head(x, self.norm)
 
     @property
@@ -144,11 +167,16 @@ class ByteLM(nn.Module):
 
     @contextmanager
     def held_weights(self) -> Iterator[None]:
-        """Cast the weights of a float twin once, not in every forward; packed ones stay packed."""
+        """Make what follows from the weights once, not in every forward.
+
+        Those of a float twin are cast, and those of ternary norms decoded; matrices stay packed.
+        """
         with ExitStack() as stack:
-            for weight in self.weights().values():
-                if isinstance(weight, FloatWeight):
-                    stack.enter_context(weight.held(self.compute_dtype))
+            for part in self.modules():
+                if isinstance(part, FloatWeight):
+                    stack.enter_context(part.held(self.compute_dtype))
+                elif isinstance(part, TernaryRMSNorm):
+                    stack.enter_context(part.held())
             yield
 
     def loss(self, ids: Tensor, targets: Tensor) -> Tensor:

@@ -87,6 +87,11 @@ class FloatRMSNorm(nn.Module):
         """Normalise the last dimension of (..., D), in float32."""
         return functional.rms_norm(x.float(), (self.dim,), eps=NORM_EPS).to(x.dtype)
 
+    def after(self, x: Tensor, added: Tensor) -> tuple[Tensor, Tensor]:
+        """Return x + added, and that normalised."""
+        x = x + added
+        return x, self(x)
+
 
 class FloatGate(FloatRMSNorm):
     """The middle of a gated MLP: silu of the first half times the second, normalised or not."""

@@ -10,6 +10,7 @@ from arbcli.kernels.packing import pack_trits_reference
 from arbcli.kernels.rms_norm import (
     RMS_NORM,
     RMS_NORM_BACKWARD,
+    add_rms_norm,
     rms_norm,
     rms_norm_backward,
     rms_norm_reference,
@@ -77,6 +78,30 @@ def test_rms_norm_gradient_takes_an_expanded_grad_y(backend, device):
         expanded = rms_norm_backward(one.expand(3, 40), x, *state, 32, 1e-6)
         whole = rms_norm_backward(torch.ones_like(x), x, *state, 32, 1e-6)
     assert torch.equal(expanded[0], whole[0])
+
+
+@pytest.mark.parametrize("rows", [3, 9])
+@each_backend
+def test_sum_is_stored_and_normalised(backend, rows, device):
+    state = norm_state(165, device)
+    x, added = randn(2, rows, 165, device=device)
+    with use_backend(backend):
+        total, y = add_rms_norm(x, added.T.contiguous().T, *state, 32, 1e-6)
+        assert torch.equal(total, x + added)
+        assert torch.equal(y, rms_norm(x + added, *state, 32, 1e-6))
+        with pytest.raises(ValueError, match="need added like x"):
+            add_rms_norm(x, added[:, 1:], *state, 32, 1e-6)
+
+
+@each_backend
+def test_decoded_weights_take_the_place_of_packed_ones(backend, device):
+    state = norm_state(165, device)
+    x, twos = randn(3, 165, device=device), torch.full((165,), 2.0, device=device)
+    expected = 2 * torch_rms_norm(x, (165,), eps=1e-6)
+    with use_backend(backend):
+        torch.testing.assert_close(rms_norm(x, *state, 32, 1e-6, twos), expected)
+        with pytest.raises(ValueError, match="need contiguous float32 weights"):
+            rms_norm(x, *state, 32, 1e-6, twos[1:])
 
 
 def test_rms_norm_of_bf16_rounds_once_on_the_torch_backend():

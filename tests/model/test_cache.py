@@ -3,9 +3,11 @@
 import pytest
 import torch
 
+from arbcli.kernels import gated_rms_norm, rms_norm
 from arbcli.kernels.backend import use_backend
 from arbcli.model import lm as lm_module
 from arbcli.model.config import preset
+from arbcli.model.layers import TernaryRMSNorm
 from arbcli.model.lm import ByteLM
 
 WINDOW = 8
@@ -123,3 +125,18 @@ def test_held_weights_are_made_once_and_let_go(device):
         assert weight.weight(torch.bfloat16).dtype == torch.bfloat16
     assert weight.weight(torch.float32) is not weight.weight(torch.float32)
     assert weight.weight(torch.float32).requires_grad
+
+
+def test_norms_are_decoded_once_and_let_go(device, monkeypatch):
+    lm, ids = model(device), text(3, device)
+    norms = [part for part in lm.modules() if isinstance(part, TernaryRMSNorm)]
+    norms[0].weight.fill(-1)
+    with torch.no_grad():
+        expected = lm(ids)
+        with lm.held_weights():
+            for module in (rms_norm, gated_rms_norm):
+                monkeypatch.setattr(module, "decode_weight_torch", None)
+                monkeypatch.setattr(module, "norm_weight", None)
+            assert torch.equal(lm(ids), expected)
+            assert norms[0]._held.tolist() == [-1.0] * lm.config.dim
+    assert not [part for norm in norms for part in vars(norm).values() if torch.is_tensor(part)]
