@@ -275,7 +275,7 @@ FAULTS = [
     ),
     kernel(
         "columns of a plane summed for the next", "columns_ptrs + 32 * digit + tl",
-        "columns_ptrs + 32 * (digit ^ 1) + tl", "gradient_statistics",
+        "columns_ptrs + 32 * (digit ^ 1) + tl", "gradient_statistics T32", "gradient_statistics",
     ),
     kernel(
         "infinite gradients accepted", "ok = (total >= SMALLEST) & (total <= LARGEST)\n    tile",
