@@ -274,8 +274,8 @@ FAULTS = [
         "gradient_statistics",
     ),
     kernel(
-        "columns of a plane summed for the next", "columns_ptrs + 32 * digit + tl",
-        "columns_ptrs + 32 * (digit ^ 1) + tl", "gradient_statistics T32", "gradient_statistics",
+        "columns of a plane stored in place of another", "columns_ptrs + 32 * digit + tl",
+        "columns_ptrs + 32 * (digit // 2) + tl", "gradient_statistics T32", "gradient_statistics",
     ),
     kernel(
         "infinite gradients accepted", "ok = (total >= SMALLEST) & (total <= LARGEST)\n    tile",
