@@ -290,7 +290,9 @@ def _prefetch(streams, turn, STEP: tl.constexpr, GROUP: tl.constexpr):
     Loads alone are not early enough: the compiler moves them to just before they are needed. A
     thread asks for one piece of a row's bytes and one of its digits; past the end, for the last.
     """
-    (words, words_end), (digits, digits_end) = streams
+    of_words, of_digits = streams
+    words, words_end = of_words
+    digits, digits_end = of_digits
     word = words + tl.minimum(turn * (32 * STEP), words_end)
     digit = digits + tl.minimum(turn * (160 * STEP // GROUP), digits_end)
     tl.inline_asm_elementwise(_TO_L2, "=r,l", [word], dtype=tl.int32, is_pure=False, pack=1)
