@@ -26,8 +26,6 @@ BLOCKS = 4
 """Blocks of 160 weights that a warp takes at a time: 20 planes, whose scales fill 5 words."""
 WARPS = 4
 """Warps that share the blocks of 16 rows; at least two."""
-PREFETCH = 3
-"""Rounds of a program that are on their way from memory, or nearer, before a round is summed."""
 HAS_PTX = not INTERPRETED
 """Whether kernels may contain PTX. The interpreter computes the same in plain Triton, slowly."""
 _SIZES = ("M", "N", "K", "row_bytes", *(f"stride_{n}" for n in ("xm", "pn", "en", "fn", "ym")))
@@ -57,7 +55,6 @@ _TRITS = tl.constexpr(_trits_ptx())
 _TRITS_REGISTERS = tl.constexpr(",".join(["=&r"] * 10 + ["r"]))
 _FROM_LANE = tl.constexpr("shfl.sync.idx.b32 $0, $1, $2, 0x1c1f, 0xffffffff;")
 _SHIFT_PAIR = tl.constexpr("shf.r.wrap.b32 $0, $1, $2, $3;")
-_TO_L2 = tl.constexpr("prefetch.global.L2 [$1]; mov.b32 $0, 0;")
 _MULTIPLY = tl.constexpr("""{
 .reg .b32 x<4>;
 mov.b64 {x0, x1}, $12;
@@ -278,28 +275,6 @@ def _load_blocks(
 
 
 @triton.jit
-def _find_stream(pointer, n, stride, start, size):
-    """Find where a thread starts to prefetch a row, and how far the row's last byte is from it."""
-    return pointer + (n * stride + start), size - 1 - start
-
-
-@triton.jit
-def _prefetch(streams, turn, STEP: tl.constexpr, GROUP: tl.constexpr):
-    """Ask for what a round of `STEP` blocks reads of w, with no register to hold it.
-
-    Loads alone are not early enough: the compiler moves them to just before they are needed. A
-    thread asks for one piece of a row's bytes and one of its digits; past the end, for the last.
-    """
-    of_words, of_digits = streams
-    words, words_end = of_words
-    digits, digits_end = of_digits
-    word = words + tl.minimum(turn * (32 * STEP), words_end)
-    digit = digits + tl.minimum(turn * (160 * STEP // GROUP), digits_end)
-    tl.inline_asm_elementwise(_TO_L2, "=r,l", [word], dtype=tl.int32, is_pure=False, pack=1)
-    tl.inline_asm_elementwise(_TO_L2, "=r,l", [digit], dtype=tl.int32, is_pure=False, pack=1)
-
-
-@triton.jit
 def _add_plane(sums, tile: tl.constexpr, products, scales, digit: tl.constexpr):
     """Add the products of a plane with a tile of 8 rows of x, scaled; even digits are negated."""
     a, b, c, d = sums[tile]
@@ -315,7 +290,7 @@ def _add_plane(sums, tile: tl.constexpr, products, scales, digit: tl.constexpr):
 @triton.jit
 def _add_blocks(
     sums, rows, loaded, xs, block, blocks, c,
-    BLOCKS: tl.constexpr, KEEP: tl.constexpr, PTX: tl.constexpr, MASKED: tl.constexpr,
+    BLOCKS: tl.constexpr, PTX: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Add the products of blocks that were loaded; with `MASKED`, of those that there are."""
     upper_words, upper_exponents, upper_fractions = loaded[0]
@@ -334,13 +309,7 @@ def _add_blocks(
                 eight = xs[tile] + 160 * block + (160 * i + 32 * digit)
                 pair = tl.multiple_of(eight.to(tl.pointer_type(tl.int64)), 16)
                 pair = pair[:, None] + tl.arange(0, 2)[None, :]
-                # every program reads x, which should not make way for bytes of w
-                if MASKED:
-                    there = (block + i < blocks)[:, None]
-                    x = tl.load(pair, mask=there, other=0, eviction_policy=KEEP)
-                else:
-                    x = tl.load(pair, eviction_policy=KEEP)
-                x = tl.split(x)
+                x = tl.split(_load(pair, (block + i < blocks)[:, None], MASKED))
                 products = _multiply(upper, lower, x, digit, PTX)
                 sums = _add_plane(sums, tile, products, scales, digit)
     return sums
@@ -399,7 +368,7 @@ def _few_rows_kernel(
     stride_xm, stride_pn, stride_en, stride_eg, stride_fn, stride_fg, stride_ym, stride_yn,
     GROUP: tl.constexpr, HAS_FRACTION: tl.constexpr, WORDS: tl.constexpr,
     WARPS: tl.constexpr, BLOCKS: tl.constexpr, TILES: tl.constexpr, AHEAD: tl.constexpr,
-    PREFETCH: tl.constexpr, KEEP: tl.constexpr, PTX: tl.constexpr,
+    PTX: tl.constexpr,
 ):  # fmt: skip
     thread = tl.arange(0, 32 * WARPS)
     warp, r, c = thread // 32, thread // 4 % 8, thread % 4
@@ -407,18 +376,6 @@ def _few_rows_kernel(
     m_tiles = tl.cdiv(M, 8 * TILES)
     first_m = tl.program_id(0) % m_tiles * (8 * TILES)
     first_n = tl.program_id(0) // m_tiles * 16
-    step: tl.constexpr = BLOCKS * WARPS
-    if PREFETCH and PTX:
-        i = thread % (2 * WARPS)
-        n = tl.minimum(first_n + thread // (2 * WARPS), N - 1).to(tl.int64)
-        words = _find_stream(packed_ptr, n, stride_pn, 16 * BLOCKS * i, row_bytes)
-        digits_ptr = tl.where(i < WARPS, exponent_ptr, fraction_ptr)
-        digits_stride = tl.where(i < WARPS, stride_en, stride_fn).to(tl.int64)
-        first = 8 * BLOCKS * (i % WARPS)
-        digits = _find_stream(digits_ptr, n, digits_stride, first, tl.cdiv(K, GROUP))
-        streams = (words, digits)
-        for turn in tl.static_range(PREFETCH):
-            _prefetch(streams, turn, step, GROUP)
     rows, xs, sums = (), (), ()
     for i in tl.static_range(2):
         n = tl.minimum(first_n + 8 * i + r, N - 1).to(tl.int64)
@@ -433,6 +390,7 @@ def _few_rows_kernel(
 
     # rounds in which every warp has all its blocks, then one for the blocks that are left
     blocks, groups = K // 160, tl.cdiv(K, GROUP)
+    step: tl.constexpr = BLOCKS * WARPS
     rounds = blocks // step
     block = BLOCKS * warp
     strides = (stride_eg, stride_fg)
@@ -441,8 +399,6 @@ def _few_rows_kernel(
             rows, block, groups, strides, c, BLOCKS, GROUP, HAS_FRACTION, WORDS, True
         )
     for turn in range(rounds):
-        if PREFETCH and PTX:
-            _prefetch(streams, turn + PREFETCH, step, GROUP)
         if AHEAD:
             following = block + tl.where(turn + 1 < rounds, step, 0)
             ahead = _load_blocks(
@@ -452,7 +408,7 @@ def _few_rows_kernel(
             loaded = _load_blocks(
                 rows, block, groups, strides, c, BLOCKS, GROUP, HAS_FRACTION, WORDS, False
             )
-        sums = _add_blocks(sums, rows, loaded, xs, block, blocks, c, BLOCKS, KEEP, PTX, False)
+        sums = _add_blocks(sums, rows, loaded, xs, block, blocks, c, BLOCKS, PTX, False)
         if AHEAD:
             loaded = ahead
         block += step
@@ -460,7 +416,7 @@ def _few_rows_kernel(
         loaded = _load_blocks(
             rows, block, groups, strides, c, BLOCKS, GROUP, HAS_FRACTION, WORDS, True
         )
-        sums = _add_blocks(sums, rows, loaded, xs, block, blocks, c, BLOCKS, KEEP, PTX, True)
+        sums = _add_blocks(sums, rows, loaded, xs, block, blocks, c, BLOCKS, PTX, True)
     if 160 * blocks < K:
         sums = _add_short_block(
             sums, rows, xs, K, blocks, strides, warp, c, GROUP, HAS_FRACTION, PTX
@@ -499,15 +455,13 @@ def few_rows(
     digits = exponent if fraction is None else fraction
     tiles = 1 if rows <= 8 else 2
     words = group_size == PLANE and _in_words(exponent) and _in_words(digits)
-    # without words there are not enough registers to prefetch, nor with two tiles to load ahead
-    ahead = words and tiles == 1
+    ahead = words and tiles == 1  # else there are not enough registers
     grid = (triton.cdiv(rows, 8 * tiles) * triton.cdiv(out_features, 16),)
     _few_rows_kernel[grid](
         x, packed, exponent, digits, y, rows, out_features, in_features, packed.shape[1],
         x.stride(0), packed.stride(0), *exponent.stride(), *digits.stride(), *y.stride(),
         GROUP=group_size, HAS_FRACTION=fraction is not None,
-        WORDS=words, WARPS=WARPS, BLOCKS=BLOCKS, TILES=tiles, AHEAD=ahead,
-        PREFETCH=PREFETCH if words else 0, KEEP="evict_last", PTX=HAS_PTX,
+        WORDS=words, WARPS=WARPS, BLOCKS=BLOCKS, TILES=tiles, AHEAD=ahead, PTX=HAS_PTX,
         num_warps=WARPS, maxnreg=168 if tiles == 1 else None,  # 168: three warps a scheduler
     )  # fmt: skip
     return y
