@@ -4,13 +4,16 @@ VENV := .venv
 BIN := $(VENV)/bin
 ARGS ?= --ctx 64
 
-.PHONY: train test lint clean
+.PHONY: train test lint bench clean
 
 train: $(VENV)/installed
 	$(BIN)/arb train $(ARGS)
 
 test: $(VENV)/installed lint
 	$(BIN)/python -m pytest -q
+
+bench: $(VENV)/installed
+	CUBLAS_WORKSPACE_CONFIG=:4096:8 $(BIN)/python -m benchmarks
 
 lint: $(VENV)/installed
 	$(BIN)/ruff check

@@ -1,0 +1,1 @@
+"""Figures of the README, each beside its peer in one run: `make bench`."""

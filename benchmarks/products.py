@@ -1,0 +1,84 @@
+"""Time the packed products and the whole update beside cuBLAS, in one run: `make bench`.
+
+Every call is a replay from a cold cache; ours and the peer's take turns, and a ratio is the median
+over the turns. See `arbcli.kernels.timing`.
+"""
+
+from collections.abc import Callable
+from statistics import median
+
+import torch
+
+from arbcli.kernels.decode_weight import decode_weight, random_packed
+from arbcli.kernels.ternary_matmul import ternary_matmul, ternary_matmul_grad_x
+from arbcli.kernels.timing import Stopwatch, measure_roofline, median_ratio, time_calls
+from arbcli.model.config import preset
+from arbcli.model.ternary import TernaryTensor
+from arbcli.model.update import Updater
+
+DEVICE = torch.device("cuda")
+GROUP_SIZE = 32
+
+
+def compare(stopwatch: Stopwatch, name: str, ours: Callable, peer: Callable) -> None:
+    """Print what ours and the peer take, and how many times as fast ours is."""
+    us, peer_us = time_calls([ours, peer], stopwatch, seconds=0.6)
+    print(
+        f"{name:46} {median(us):9.1f} us, cuBLAS {median(peer_us):9.1f} us:"
+        f" {median_ratio(us, peer_us):.3f} x its speed",
+        flush=True,
+    )
+
+
+def randn(*shape: int) -> torch.Tensor:
+    """Draw bf16 activations."""
+    return torch.randn(shape, device=DEVICE, dtype=torch.bfloat16)
+
+
+def main() -> None:
+    """Print a line a comparison."""
+    stopwatch = Stopwatch(DEVICE)
+    roofline = measure_roofline(stopwatch)
+    print(
+        f"copy {roofline.bytes_per_second / 1e12:.2f} TB/s, products"
+        f" {roofline.flops_per_second / 1e12:.0f} TFLOP/s, a launch {roofline.launch_us:.1f} us"
+    )
+    for size, few in ((8192, (1, 8, 64)), (16384, (1, 8, 64))):
+        state = random_packed(size, size, GROUP_SIZE, torch.Generator(DEVICE), spread=8)
+        weight = decode_weight(*state, size, GROUP_SIZE)
+        for rows in (*few, *((4096, 8192, 16384) if size == 8192 else ())):
+            x = randn(rows, size)
+            compare(
+                stopwatch, f"{size}^2 forward, M = {rows}",
+                lambda x=x, state=state: ternary_matmul(x, *state, GROUP_SIZE),
+                lambda x=x, weight=weight: x @ weight.T,
+            )  # fmt: skip
+            if rows >= 4096:
+                compare(
+                    stopwatch, f"{size}^2 grad_x, M = {rows}",
+                    lambda x=x, state=state, k=size: ternary_matmul_grad_x(
+                        x, *state, k, GROUP_SIZE
+                    ),
+                    lambda x=x, weight=weight: x @ weight,
+                )  # fmt: skip
+    for outputs, inputs, rows in ((8192, 8192, 8192), (11264, 2048, 16384)):
+        grad_y, x = randn(rows, outputs), randn(rows, inputs)
+        for rule, direction in (
+            ("moment", "factored"), ("nibble", "factored"), ("carry", "factored"),
+            ("moment", "orthogonal"),
+        ):  # fmt: skip
+            config = preset("tiny", rule=rule, direction=direction)
+            with DEVICE:
+                tensor = TernaryTensor(outputs, inputs, config)
+            tensor.initialise(0.02, 0, 0)
+            updater = Updater([tensor], config, 0, torch.bfloat16)
+            updater.begin(3, 1.0)
+            compare(
+                stopwatch, f"{outputs}x{inputs} update, M = {rows}, {rule} {direction}",
+                lambda u=updater, t=tensor, y=grad_y, x=x: u(t, y.T @ x),
+                lambda y=grad_y, x=x: y.T @ x,
+            )  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()
