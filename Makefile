@@ -3,14 +3,23 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 ARGS ?= --ctx 64
+KERNEL_TESTS := tests/kernels tests/test_planted_faults.py
 
-.PHONY: train test lint bench clean
+.PHONY: train test test-kernels test-rest lint bench clean
 
 train: $(VENV)/installed
 	$(BIN)/arb train $(ARGS)
 
+# two processes of one thread each: the interpreted kernels use one core, whatever there is
 test: $(VENV)/installed lint
-	$(BIN)/python -m pytest -q
+	$(MAKE) --no-print-directory -j2 test-kernels test-rest
+
+test-kernels: $(VENV)/installed
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -p no:cacheprovider $(KERNEL_TESTS)
+
+test-rest: $(VENV)/installed
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -p no:cacheprovider tests \
+		$(addprefix --ignore=,$(KERNEL_TESTS))
 
 bench: $(VENV)/installed
 	CUBLAS_WORKSPACE_CONFIG=:4096:8 $(BIN)/python -m benchmarks
