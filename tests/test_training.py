@@ -10,13 +10,17 @@ from arbcli.model.config import RULES
 from arbcli.training import EAGER_STEPS, Trainer, schedule
 
 
+def small_config(folder, rule):
+    path = folder / "text.txt"
+    path.write_bytes(b"ternary weights learn to read. " * 400)
+    shape = {"dim": 64, "layers": 2, "heads": 2, "ffn": 96, "ctx": 32, "batch": 8, "accum": 2}
+    return runs.new_config(data=[str(path)], rule=rule, device="cuda", **shape)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("rule", RULES)
 def test_captured_steps_give_the_bits_of_eager_ones(rule, tmp_path):
-    path = tmp_path / "text.txt"
-    path.write_bytes(b"ternary weights learn to read. " * 400)
-    shape = {"dim": 64, "layers": 2, "heads": 2, "ffn": 96, "ctx": 32, "batch": 8, "accum": 2}
-    config = runs.new_config(data=[str(path)], rule=rule, device="cuda", **shape)
+    config = small_config(tmp_path, rule)
     texts = open_texts(config.data, None, seed=0, context=32)
     states, losses = [], []
     with deterministic():
@@ -33,10 +37,7 @@ def test_captured_steps_give_the_bits_of_eager_ones(rule, tmp_path):
 @pytest.mark.gpu
 @pytest.mark.parametrize("rule", RULES)
 def test_step_never_waits_for_the_gpu(rule, tmp_path):
-    path = tmp_path / "text.txt"
-    path.write_bytes(b"ternary weights learn to read. " * 400)
-    shape = {"dim": 64, "layers": 2, "heads": 2, "ffn": 96, "ctx": 32, "batch": 8, "accum": 2}
-    config = runs.new_config(data=[str(path)], rule=rule, device="cuda", **shape)
+    config = small_config(tmp_path, rule)
     with deterministic():
         texts = open_texts(config.data, None, seed=0, context=32)
         trainer = Trainer(config, texts, capture=True)

@@ -10,16 +10,19 @@ from functools import partial
 
 import torch
 from torch import Tensor
-from torch.nn.functional import rms_norm as torch_rms_norm
-from torch.nn.functional import silu
 
 from arbcli.kernels.blend_moment import moment_max
 from arbcli.kernels.cross_entropy import rounded_cross_entropy
 from arbcli.kernels.decode_attention import DECODE_ATTENTION
 from arbcli.kernels.decode_weight import OCTAVE, decode_weight_torch, num_groups
+from arbcli.kernels.gated_rms_norm import gated_rms_norm_in_its_dtype
 from arbcli.kernels.newton_schulz import GRAM, GRAM_POLYNOMIAL
 from arbcli.kernels.packing import pack_trits_torch
-from arbcli.kernels.rms_norm import gradient_and_output
+from arbcli.kernels.rms_norm import (
+    add_rms_norm_in_its_dtype,
+    gradient_and_output,
+    rms_norm_in_its_dtype,
+)
 from arbcli.kernels.rotary_norm import ROTARY_NORM, rounded_gradient, rounded_once
 from arbcli.kernels.spec import Case, KernelSpec
 from arbcli.kernels.ternary_matmul import TERNARY_MATMUL, TERNARY_MATMUL_GRAD_X
@@ -350,21 +353,6 @@ def _embedding_grad_in_float64(grad_y, ids, num_embeddings):
     return zeros.index_add_(0, ids, grad_y.double())
 
 
-def _rms_norm_in_its_dtype(x, packed, exponent, fraction, group_size, eps):
-    weight = decode_weight_torch(packed, exponent, fraction, x.shape[-1], group_size, x.dtype)
-    return torch_rms_norm(x, x.shape[-1:], weight[0], eps)
-
-
-def _add_norm_in_its_dtype(x, added, *norm):
-    return x + added, _rms_norm_in_its_dtype(x + added, *norm)
-
-
-def _gated_in_its_dtype(gate_up, packed, *norm):
-    gate, up = gate_up.chunk(2, dim=-1)
-    product = silu(gate) * up
-    return product if packed is None else _rms_norm_in_its_dtype(product, packed, *norm)
-
-
 @dataclass(frozen=True, slots=True)
 class Drawing:
     """How the cases of a kernel are drawn, and what large ones are compared with."""
@@ -389,15 +377,15 @@ DRAWINGS = {
     "ternary_matmul_grad_x": Drawing(
         _ternary_matmul_grad_x, _grad_x_in_float64, TERNARY_MATMUL_GRAD_X.torch, needs_rows=True
     ),
-    "rms_norm": Drawing(_rms_norm, None, _rms_norm_in_its_dtype, needs_rows=True),
-    "add_rms_norm": Drawing(_add_rms_norm, None, _add_norm_in_its_dtype, needs_rows=True),
+    "rms_norm": Drawing(_rms_norm, None, rms_norm_in_its_dtype, needs_rows=True),
+    "add_rms_norm": Drawing(_add_rms_norm, None, add_rms_norm_in_its_dtype, needs_rows=True),
     "rms_norm_backward": Drawing(
-        _rms_norm_backward, None, partial(gradient_and_output, _rms_norm_in_its_dtype),
+        _rms_norm_backward, None, partial(gradient_and_output, rms_norm_in_its_dtype),
         needs_rows=True,
     ),
-    "gated_rms_norm": Drawing(_gated_rms_norm, None, _gated_in_its_dtype, needs_rows=True),
+    "gated_rms_norm": Drawing(_gated_rms_norm, None, gated_rms_norm_in_its_dtype, needs_rows=True),
     "gated_rms_norm_backward": Drawing(
-        _gated_rms_norm_backward, None, partial(gradient_and_output, _gated_in_its_dtype),
+        _gated_rms_norm_backward, None, partial(gradient_and_output, gated_rms_norm_in_its_dtype),
         needs_rows=True,
     ),
     "rotary_norm": Drawing(_rotary_norm, None, rounded_once, needs_rows=True),

@@ -14,10 +14,10 @@ from torch.nn import functional
 
 from arbcli.kernels._triton import tl, triton
 from arbcli.kernels.backend import row_chunks, uses_triton
-from arbcli.kernels.decode_weight import check_scales, decode_weight_torch, random_packed
-from arbcli.kernels.packing import check_packed
+from arbcli.kernels.decode_weight import random_packed
 from arbcli.kernels.rms_norm import (
     check_decoded,
+    check_norm,
     dense_rows,
     forward_tiling,
     gradient_and_output,
@@ -25,6 +25,8 @@ from arbcli.kernels.rms_norm import (
     load_weight,
     norm_gradient,
     norm_weight,
+    norm_weight_torch,
+    rms_norm_in_its_dtype,
     rms_norm_reference,
     store_rows,
     tiling,
@@ -48,8 +50,8 @@ def gated_rms_norm_backward_reference(
 
 def _gated_rms_norm_torch(gate_up, packed, exponent, fraction, group_size, eps, weight=None):
     width = gate_up.shape[-1] // 2
-    if weight is None:
-        weight = _decoded(packed, exponent, fraction, width, group_size)
+    if weight is None and packed is not None:
+        weight = norm_weight_torch(packed, exponent, fraction, width, group_size)
     y = torch.empty(*gate_up.shape[:-1], width, dtype=gate_up.dtype, device=gate_up.device)
     gate_up, out = gate_up.reshape(-1, 2 * width), y.view(-1, width)
     for rows in row_chunks(gate_up):
@@ -63,7 +65,9 @@ def _gated_rms_norm_torch(gate_up, packed, exponent, fraction, group_size, eps, 
 
 def _gated_rms_norm_backward_torch(grad_y, gate_up, packed, exponent, fraction, group_size, eps):
     width = grad_y.shape[-1]
-    weight = _decoded(packed, exponent, fraction, width, group_size)
+    has_norm = packed is not None
+    if has_norm:
+        weight = norm_weight_torch(packed, exponent, fraction, width, group_size)
     grad_gate_up = torch.empty(gate_up.shape, dtype=gate_up.dtype, device=gate_up.device)
     y = torch.empty(grad_y.shape, dtype=gate_up.dtype, device=gate_up.device)
     gate_up, grad_y = gate_up.reshape(-1, 2 * width), grad_y.reshape(-1, width)
@@ -73,20 +77,13 @@ def _gated_rms_norm_backward_torch(grad_y, gate_up, packed, exponent, fraction, 
         share = torch.sigmoid(gate)
         silu = gate * share
         grad, product = grad_y[rows].float(), silu * up
-        if weight is not None:
+        if has_norm:
             grad, product = norm_gradient(grad, product, weight, eps)
         out[rows] = product
         grads[rows, width:] = torch.mul(silu, grad, out=product)
         slope = silu.neg_().add_(gate).add_(1).mul_(share)  # of silu
         grads[rows, :width] = slope.mul_(up).mul_(grad)
     return grad_gate_up, y
-
-
-def _decoded(packed, exponent, fraction, width, group_size):
-    """Decode the norm's weights to (D,) float32; None where there is no norm."""
-    if packed is None:
-        return None
-    return decode_weight_torch(packed, exponent, fraction, width, group_size, torch.float32)[0]
 
 
 @triton.jit
@@ -281,23 +278,15 @@ def _check(gate_up, packed, exponent, fraction, group_size):
     width, odd = divmod(gate_up.shape[-1], 2)
     if odd:
         raise ValueError(f"need rows of two halves, got {got}")
-    if packed is None:
-        return
-    if packed.dim() != 2 or packed.shape[0] != 1:
-        raise ValueError(f"need one packed row, got shape {tuple(packed.shape)}")
-    check_packed(packed, width)
-    check_scales(packed, exponent, fraction, width, group_size)
+    if packed is not None:
+        check_norm(packed, exponent, fraction, width, group_size)
 
 
-def _in_its_dtype(gate_up, packed, exponent, fraction, group_size, eps):
-    """Do what torch alone would do, rounding after every operation."""
+def gated_rms_norm_in_its_dtype(gate_up, packed, *norm):
+    """Do what torch alone would do, rounding after every operation: what bf16 is held to."""
     gate, up = gate_up.chunk(2, dim=-1)
     product = functional.silu(gate) * up
-    if packed is None:
-        return product
-    width = product.shape[-1]
-    weight = decode_weight_torch(packed, exponent, fraction, width, group_size, product.dtype)
-    return functional.rms_norm(product, (width,), weight[0], eps)
+    return product if packed is None else rms_norm_in_its_dtype(product, packed, *norm)
 
 
 def _cases(device: torch.device, group_size: int) -> Iterator[Case]:
@@ -307,7 +296,7 @@ def _cases(device: torch.device, group_size: int) -> Iterator[Case]:
         gate_up = view((3 * torch.randn(shape, generator=generator)).to(device, dtype))
         digits = random_packed(1, gate_up.shape[-1] // 2, group_size, generator, spread=2)
         digits = [part.to(device) if norm else None for part in digits]
-        peer = _in_its_dtype if dtype == torch.bfloat16 else None
+        peer = gated_rms_norm_in_its_dtype if dtype == torch.bfloat16 else None
         return Case(label, (gate_up, *digits, group_size, eps), peer)
 
     yield case("5x1", (5, 2), eps=0.1)  # with a small eps the gradient cancels to nothing

@@ -62,8 +62,7 @@ def gradient_and_output(function, grad_y: Tensor, x: Tensor, *norm) -> tuple[Ten
 def _rms_norm_torch(x, packed, exponent, fraction, group_size, eps, weight=None):
     width = x.shape[-1]
     if weight is None:
-        state = (packed, exponent, fraction, width, group_size)
-        weight = decode_weight_torch(*state, torch.float32)[0]
+        weight = norm_weight_torch(packed, exponent, fraction, width, group_size)
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     x, out = x.reshape(-1, width), y.view(-1, width)
     for rows in row_chunks(x):
@@ -78,7 +77,7 @@ def _add_rms_norm_torch(x, added, *norm):
 
 def _rms_norm_backward_torch(grad_y, x, packed, exponent, fraction, group_size, eps):
     width = x.shape[-1]
-    weight = decode_weight_torch(packed, exponent, fraction, width, group_size, torch.float32)[0]
+    weight = norm_weight_torch(packed, exponent, fraction, width, group_size)
     grad_x, y = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for _ in range(2))
     results = grad_x.view(-1, width), y.view(-1, width)
     grad_y, x = grad_y.reshape(-1, width), x.reshape(-1, width)
@@ -87,6 +86,12 @@ def _rms_norm_backward_torch(grad_y, x, packed, exponent, fraction, group_size, 
         for result, part in zip(results, parts, strict=True):
             result[rows] = part
     return grad_x, y
+
+
+def norm_weight_torch(packed, exponent, fraction, width, group_size) -> Tensor:
+    """Decode the weights of a norm to (D,) float32 by torch."""
+    state = (packed, exponent, fraction, width, group_size)
+    return decode_weight_torch(*state, torch.float32)[0]
 
 
 def norm_gradient(grad_y: Tensor, x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -350,10 +355,15 @@ def rms_norm_backward(
 def _check(x, packed, exponent, fraction, group_size):
     if x.dtype not in (torch.float32, torch.bfloat16) or x.dim() == 0:
         raise ValueError(f"need float32 or bfloat16 rows, got {x.dtype} of shape {tuple(x.shape)}")
+    check_norm(packed, exponent, fraction, x.shape[-1], group_size)
+
+
+def check_norm(packed, exponent, fraction, width, group_size) -> None:
+    """Raise ValueError unless the digits are those of one row of `width` weights."""
     if packed.dim() != 2 or packed.shape[0] != 1:
         raise ValueError(f"need one packed row, got shape {tuple(packed.shape)}")
-    check_packed(packed, x.shape[-1])
-    check_scales(packed, exponent, fraction, x.shape[-1], group_size)
+    check_packed(packed, width)
+    check_scales(packed, exponent, fraction, width, group_size)
 
 
 def _check_like(other: Tensor, x: Tensor, name: str) -> None:
@@ -375,7 +385,8 @@ def check_decoded(weight: Tensor | None, width: int) -> None:
         raise ValueError(f"need contiguous float32 weights of shape ({width},), got {got}")
 
 
-def _torch_rms_norm(x, packed, exponent, fraction, group_size, eps):
+def rms_norm_in_its_dtype(x, packed, exponent, fraction, group_size, eps):
+    """Do what torch alone would do, in the dtype of `x`: what bf16 is held to."""
     weight = decode_weight_torch(packed, exponent, fraction, x.shape[-1], group_size, x.dtype)
     return torch_rms_norm(x, x.shape[-1:], weight[0], eps)
 
@@ -402,17 +413,18 @@ def _cases(device: torch.device, group_size: int) -> Iterator[Case]:
     if device.type == "cuda":  # the interpreter computes wrongly in bf16
         for shape in ((5, 33), (4096, 768), (2048, 2048), (1025, 5632)):
             label = f"{shape[0]}x{shape[1]} bf16"
-            yield case(label, shape, dtype=torch.bfloat16, peer=_torch_rms_norm)
+            yield case(label, shape, dtype=torch.bfloat16, peer=rms_norm_in_its_dtype)
 
 
 def _add_cases(device: torch.device, group_size: int) -> Iterator[Case]:
     for case in _backward_cases(device, group_size):
         added, x, *norm = case.inputs
-        yield Case(case.label, (x, added, *norm), _add_torch_rms_norm if case.peer else None)
+        yield Case(case.label, (x, added, *norm), add_rms_norm_in_its_dtype if case.peer else None)
 
 
-def _add_torch_rms_norm(x, added, *norm):
-    return x + added, _torch_rms_norm(x + added, *norm)
+def add_rms_norm_in_its_dtype(x, added, *norm):
+    """Do what torch alone would do, sum and norm, in the dtype of `x`."""
+    return x + added, rms_norm_in_its_dtype(x + added, *norm)
 
 
 def _backward_cases(device: torch.device, group_size: int) -> Iterator[Case]:

@@ -135,7 +135,7 @@ def test_norms_are_decoded_once_and_let_go(device, monkeypatch):
         expected = lm(ids)
         with lm.held_weights():
             for module in (rms_norm, gated_rms_norm):
-                monkeypatch.setattr(module, "decode_weight_torch", None)
+                monkeypatch.setattr(module, "norm_weight_torch", None)
                 monkeypatch.setattr(module, "norm_weight", None)
             assert torch.equal(lm(ids), expected)
             assert norms[0]._held.tolist() == [-1.0] * lm.config.dim
