@@ -15,7 +15,9 @@ from arbcli.kernels.blend_moment import moment_max
 from arbcli.kernels.cross_entropy import rounded_cross_entropy
 from arbcli.kernels.decode_attention import DECODE_ATTENTION
 from arbcli.kernels.decode_weight import OCTAVE, decode_weight_torch, num_groups
+from arbcli.kernels.expert_combine import rounded_gradients, rounded_sum
 from arbcli.kernels.gated_rms_norm import gated_rms_norm_in_its_dtype
+from arbcli.kernels.grouped_matmul import GROUPED_GRAD_W, GROUPED_MATMUL
 from arbcli.kernels.newton_schulz import GRAM, GRAM_POLYNOMIAL
 from arbcli.kernels.packing import pack_trits_torch
 from arbcli.kernels.rms_norm import (
@@ -26,6 +28,7 @@ from arbcli.kernels.rms_norm import (
 from arbcli.kernels.rotary_norm import ROTARY_NORM, rounded_gradient, rounded_once
 from arbcli.kernels.spec import Case, KernelSpec
 from arbcli.kernels.ternary_matmul import TERNARY_MATMUL, TERNARY_MATMUL_GRAD_X
+from arbcli.kernels.weighted_rows import touched_rows
 
 SIZES = (1, 2, 3, 5, 16, 31, 33, 64, 123, 159, 165, 200, 257, 323)
 """Random sizes are these: below, at and beyond the tiles, ragged in 5, in 32 and in 160."""
@@ -129,6 +132,39 @@ def _ternary_matmul_grad_x(dice: Dice, group_size: int, m: int, n: int, k: int) 
     return dice.reals(m, n), dice.packed(n, k), *dice.scales(n, k, group_size), k, group_size
 
 
+def _bounds(dice: Dice, slots: int) -> Tensor:
+    """Draw bounds of experts; now and then half of the rows are nobody's."""
+    experts = dice.pick((1, 2, 4, 9))
+    spare = slots // 4 if dice.chance(0.3) else 0
+    inner = dice.integers(spare, slots - spare, experts - 1, dtype=torch.int64)
+    ends = [spare, *sorted(inner.tolist()), slots - spare]
+    return dice.view(torch.tensor(ends, dtype=torch.int64, device=dice.device))
+
+
+def _grouped_matmul(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
+    bounds = _bounds(dice, m)
+    w = dice.reals(len(bounds) - 1, n, k)
+    if dice.chance(0.3):
+        w = w.mT.contiguous().mT
+    return dice.reals(m, k), w, bounds, dice.reals(m, n) if dice.chance(0.5) else None
+
+
+def _grouped_grad_w(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
+    return dice.reals(m, n), dice.reals(m, k), _bounds(dice, m)
+
+
+def _expert_combine(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
+    slots, spare = dice.pick((1, 2, 3, 8)), dice.below(3)
+    order = torch.randperm(m * slots + spare, generator=dice.generator, device=dice.device)
+    positions = dice.view(order[: m * slots].view(m, slots))
+    gates = None if dice.chance(0.2) else dice.reals(m, slots, dtype=torch.float32)
+    return dice.reals(len(order), k), positions, gates
+
+
+def _expert_combine_backward(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
+    return dice.reals(m, k), *_expert_combine(dice, group_size, m, n, k)
+
+
 def _rms_norm(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
     eps = 1e-6 if k > 4 else 0.1  # the gradient of a narrow norm cancels
     return dice.reals(m, k), dice.packed(1, k), *dice.scales(1, k, group_size, 2), group_size, eps
@@ -208,6 +244,46 @@ def _embedding_rows(dice: Dice, group_size: int, m: int, n: int, k: int) -> tupl
 
 def _embedding_grad(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
     return dice.reals(m, k), dice.integers(0, n - 1, m, dtype=torch.int64), n
+
+
+def _slots(dice: Dice, m: int, n: int) -> Tensor:
+    """Draw the ids of at least 64 slots, the same number of every token, some of them outside."""
+    return dice.integers(-1, n, m, max(1 + dice.below(12), -(-64 // m)), dtype=torch.int64)
+
+
+def _weighted_rows(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
+    ids = _slots(dice, max(m, -(-64 // k)), n)  # few sums can cancel
+    weights = dice.reals(*ids.shape, dtype=torch.float32)
+    return ids, weights, dice.packed(n, k), *dice.scales(n, k, group_size), k, group_size
+
+
+def _weighted_rows_grad_weights(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
+    table = dice.packed(n, k), *dice.scales(n, k, group_size), k, group_size
+    m = max(m, 16)  # all slots can have one id, and few products can cancel
+    return dice.reals(m, k), _slots(dice, m, n), *table
+
+
+def _weighted_rows_grad(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
+    ids = _slots(dice, m, n)
+    tokens = torch.arange(ids.numel(), device=dice.device) // ids.shape[1]
+    _, order, bounds, _ = touched_rows(ids.flatten(), n)
+    weights = dice.reals(ids.numel(), dtype=torch.float32)
+    return dice.reals(m, k), weights, dice.view(tokens), order, bounds
+
+
+def _gather_rows(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
+    dtype = dice.pick((torch.int8, torch.uint8))
+    low, high = torch.iinfo(dtype).min, torch.iinfo(dtype).max
+    return dice.integers(low, high, n, k, dtype=dtype), dice.integers(-1, n, m, dtype=torch.int64)
+
+
+def _scatter_rows(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
+    buffer, _ = _gather_rows(dice, group_size, m, n, k)
+    rows = torch.randperm(n, generator=dice.generator, device=dice.device)[:m]
+    rows = torch.where(dice.integers(0, 3, len(rows)) == 0, n, rows)  # a quarter is outside
+    limits = torch.iinfo(buffer.dtype)
+    values = dice.integers(limits.min, limits.max, len(rows), k, dtype=buffer.dtype)
+    return buffer, dice.view(rows), values
 
 
 def _gradient_statistics(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
@@ -353,6 +429,45 @@ def _embedding_grad_in_float64(grad_y, ids, num_embeddings):
     return zeros.index_add_(0, ids, grad_y.double())
 
 
+def _expert_combine_in_float64(values, positions, gates):
+    gates = torch.ones_like(positions) if gates is None else gates
+    return torch.einsum("mj,mjd->md", gates.double(), values.double()[positions])
+
+
+def _expert_combine_backward_in_float64(grad_y, values, positions, gates):
+    gates = torch.ones_like(positions) if gates is None else gates
+    grad = gates.double()[..., None] * grad_y.double()[:, None]
+    grad_values = torch.zeros_like(values, dtype=torch.float64).index_put_((positions,), grad)
+    return grad_values, torch.einsum("md,mjd->mj", grad_y.double(), values.double()[positions])
+
+
+def _weighted_rows_in_float64(ids, weights, packed, exponent, fraction, columns, group_size):
+    table = decode_weight_torch(packed, exponent, fraction, columns, group_size, torch.float32)
+    rows, weights = _padded(table), weights.double()
+    ids = ids.where((ids >= 0) & (ids < len(packed)), len(packed))
+    return sum(weights[:, j, None] * rows[ids[:, j]] for j in range(ids.shape[1]))
+
+
+def _grad_weights_in_float64(grad_y, ids, packed, exponent, fraction, columns, group_size):
+    table = decode_weight_torch(packed, exponent, fraction, columns, group_size, torch.float32)
+    rows, grad_y = _padded(table), grad_y.double()
+    ids = ids.where((ids >= 0) & (ids < len(packed)), len(packed))
+    return torch.stack([(grad_y * rows[slot]).sum(dim=1) for slot in ids.unbind(1)], dim=1)
+
+
+def _padded(table: Tensor) -> Tensor:
+    """Append a row of zeros, in float64."""
+    return torch.cat([table.double(), table.new_zeros(1, table.shape[1])])
+
+
+def _weighted_rows_grad_in_float64(grad_y, weights, tokens, order, bounds):
+    sizes = bounds.diff()
+    rows = torch.arange(len(sizes), device=bounds.device).repeat_interleave(sizes)
+    slots = order[: len(rows)]
+    grad = grad_y.new_zeros(len(sizes), grad_y.shape[1], dtype=torch.float64)
+    return grad.index_add_(0, rows, weights[slots, None].double() * grad_y[tokens[slots]])
+
+
 @dataclass(frozen=True, slots=True)
 class Drawing:
     """How the cases of a kernel are drawn, and what large ones are compared with."""
@@ -377,6 +492,15 @@ DRAWINGS = {
     "ternary_matmul_grad_x": Drawing(
         _ternary_matmul_grad_x, _grad_x_in_float64, TERNARY_MATMUL_GRAD_X.torch, needs_rows=True
     ),
+    "grouped_matmul": Drawing(_grouped_matmul, None, GROUPED_MATMUL.torch, needs_rows=True),
+    "grouped_grad_w": Drawing(_grouped_grad_w, None, GROUPED_GRAD_W.torch, needs_rows=True),
+    "expert_combine": Drawing(
+        _expert_combine, _expert_combine_in_float64, rounded_sum, needs_rows=True
+    ),
+    "expert_combine_backward": Drawing(
+        _expert_combine_backward, _expert_combine_backward_in_float64, rounded_gradients,
+        needs_rows=True,
+    ),
     "rms_norm": Drawing(_rms_norm, None, rms_norm_in_its_dtype, needs_rows=True),
     "add_rms_norm": Drawing(_add_rms_norm, None, add_rms_norm_in_its_dtype, needs_rows=True),
     "rms_norm_backward": Drawing(
@@ -400,6 +524,15 @@ DRAWINGS = {
     ),
     "embedding_rows": Drawing(_embedding_rows, needs_rows=True),
     "embedding_grad": Drawing(_embedding_grad, _embedding_grad_in_float64, needs_rows=True),
+    "weighted_rows": Drawing(_weighted_rows, _weighted_rows_in_float64, needs_rows=True),
+    "weighted_rows_grad_weights": Drawing(
+        _weighted_rows_grad_weights, _grad_weights_in_float64, needs_rows=True
+    ),
+    "weighted_rows_grad": Drawing(
+        _weighted_rows_grad, _weighted_rows_grad_in_float64, needs_rows=True
+    ),
+    "gather_rows": Drawing(_gather_rows, needs_rows=True),
+    "scatter_rows": Drawing(_scatter_rows, needs_rows=True),
     "gradient_statistics": Drawing(_gradient_statistics, _gradient_statistics_in_float64),
     "gradient_gains": Drawing(_gradient_gains),
     "unit_gain": Drawing(_unit_gain),

@@ -276,11 +276,15 @@ def _num_processors(x):
 
 def _readable(stack):
     """Return a stack, or a copy, that the copy engine can read: by rows or else by columns."""
-    for rows in (stack, stack.mT):
-        starts = (rows.data_ptr(), *(s * rows.itemsize for s in rows.stride()[:2]))
-        if rows.stride(2) == 1 and all(start % 16 == 0 and start > 0 for start in starts):
-            return stack
+    if has_aligned_rows(stack) or has_aligned_rows(stack.mT):
+        return stack
     return _with_aligned_rows(*stack.shape, stack).copy_(stack)
+
+
+def has_aligned_rows(stack: Tensor) -> bool:
+    """Whether the copy engine can read the rows of a stack of matrices where they are."""
+    starts = (stack.data_ptr(), *(s * stack.itemsize for s in stack.stride()[:2]))
+    return stack.stride(2) == 1 and all(start % 16 == 0 and start > 0 for start in starts)
 
 
 def _with_aligned_rows(matrices, n, k, like):

@@ -16,10 +16,12 @@ from arbcli.kernels.compare import CaseResult, as_tuple, compare, poisoned, wors
 from arbcli.kernels.cross_entropy import CROSS_ENTROPY, CROSS_ENTROPY_BACKWARD
 from arbcli.kernels.decode_attention import DECODE_ATTENTION
 from arbcli.kernels.decode_weight import DECODE_WEIGHT
+from arbcli.kernels.expert_combine import EXPERT_COMBINE, EXPERT_COMBINE_BACKWARD
 from arbcli.kernels.fuzz import fuzz_cases, real_cases, real_reference
 from arbcli.kernels.gated_rms_norm import GATED_RMS_NORM, GATED_RMS_NORM_BACKWARD
 from arbcli.kernels.gradient_gains import GRADIENT_GAINS
 from arbcli.kernels.gradient_statistics import GRADIENT_STATISTICS
+from arbcli.kernels.grouped_matmul import GROUPED_GRAD_W, GROUPED_MATMUL
 from arbcli.kernels.newton_schulz import GRAM, GRAM_POLYNOMIAL
 from arbcli.kernels.packing import PACK_TRITS, UNPACK_TRITS
 from arbcli.kernels.rms_norm import ADD_RMS_NORM, RMS_NORM, RMS_NORM_BACKWARD
@@ -27,9 +29,15 @@ from arbcli.kernels.rotary_norm import ROTARY_NORM, ROTARY_NORM_BACKWARD
 from arbcli.kernels.spec import Case, KernelSpec
 from arbcli.kernels.step_scales import STEP_SCALES
 from arbcli.kernels.step_trits import STEP_BY_DIRECTION, STEP_BY_MOMENT
+from arbcli.kernels.table_rows import GATHER_ROWS, SCATTER_ROWS
 from arbcli.kernels.ternary_embedding import EMBEDDING_GRAD, EMBEDDING_ROWS
 from arbcli.kernels.ternary_matmul import TERNARY_MATMUL, TERNARY_MATMUL_GRAD_X
 from arbcli.kernels.unit_gain import UNIT_GAIN
+from arbcli.kernels.weighted_rows import (
+    WEIGHTED_ROWS,
+    WEIGHTED_ROWS_GRAD,
+    WEIGHTED_ROWS_GRAD_WEIGHTS,
+)
 from arbcli.kernels.workers import Workers
 
 KERNELS: tuple[KernelSpec, ...] = (
@@ -38,6 +46,10 @@ KERNELS: tuple[KernelSpec, ...] = (
     DECODE_WEIGHT,
     TERNARY_MATMUL,
     TERNARY_MATMUL_GRAD_X,
+    GROUPED_MATMUL,
+    GROUPED_GRAD_W,
+    EXPERT_COMBINE,
+    EXPERT_COMBINE_BACKWARD,
     RMS_NORM,
     ADD_RMS_NORM,
     RMS_NORM_BACKWARD,
@@ -51,6 +63,11 @@ KERNELS: tuple[KernelSpec, ...] = (
     CROSS_ENTROPY_BACKWARD,
     EMBEDDING_ROWS,
     EMBEDDING_GRAD,
+    WEIGHTED_ROWS,
+    WEIGHTED_ROWS_GRAD_WEIGHTS,
+    WEIGHTED_ROWS_GRAD,
+    GATHER_ROWS,
+    SCATTER_ROWS,
     GRADIENT_STATISTICS,
     GRADIENT_GAINS,
     UNIT_GAIN,
