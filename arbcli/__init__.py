@@ -4,12 +4,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from arbcli.model.lm import ByteLM
+    from arbcli.model.language_model import LanguageModel
 
 __version__ = "0.1.0"
 
 
-def load(run: Path | str, *, device: str | None = None) -> "ByteLM":
+def load(run: Path | str, *, device: str | None = None) -> "LanguageModel":
     """Load the model of a run, or of one checkpoint: see `arbcli.runs.load`."""
     from arbcli import runs  # torch takes seconds to import, so not for `arb --help`
 

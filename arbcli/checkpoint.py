@@ -7,24 +7,28 @@
              every tensor, and `__metadata__` with the one key `arb`
     data     the tensors, row-major, in order of name, with nothing between
 
-A tensor whose name ends in `trits` is packed trits: uint8, no byte above 242. All others are int8.
+The last part of a tensor's name tells its dtype: `trits` is packed trits, uint8 with no byte above
+242; `source` and `target` are int32, little-endian, at whatever offset they come to lie; all others
+are int8.
+
 `arb` is canonical JSON too: `format`, `step`, `config`, `counters`, `data`, `digests` (the SHA-256
 of each tensor) and `digest` (the SHA-256 of all that). Canonical is what Python's `json` writes
 with sorted keys, no spaces and ASCII only. A file with any other bytes than these is refused.
 """
 
 import hashlib
-import itertools
 import json
 import math
 import os
 import re
 import stat
 import warnings
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from io import BufferedReader
+from io import BufferedIOBase, BufferedReader
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +52,13 @@ FIELDS = {
 }  # fmt: skip
 """What `arb` holds."""
 
-_CODES = {torch.uint8: "U8", torch.int8: "I8"}
+IN_HAND = 2**30
+"""Bytes of tensors that are on their way between a device, the threads and the disk."""
+THREADS = min(16, os.cpu_count() or 1)
+
+_CODES = {torch.uint8: "U8", torch.int8: "I8", torch.int32: "I32"}
+_DTYPES = {"trits": torch.uint8, "source": torch.int32, "target": torch.int32}
+"""By the last part of a name; any other is int8."""
 _FILE_NAME = re.compile(r"step-([0-9]{6,})\.safetensors")
 _TENSOR_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 _READ_HINT = "check the path and its permissions"
@@ -69,7 +79,7 @@ class Checkpoint:
     data: dict[str, Any]
     """Which text, by its digest, and the position in it."""
     tensors: Mapping[str, Tensor]
-    """Packed trits, uint8, by names that end in `trits`; int8 by any other name."""
+    """By name, whose last part tells the dtype: see above."""
 
 
 def save_checkpoint(directory: Path, checkpoint: Checkpoint, keep: int = 2) -> Path:
@@ -79,7 +89,7 @@ def save_checkpoint(directory: Path, checkpoint: Checkpoint, keep: int = 2) -> P
 
     Args:
         directory: the run, which exists.
-        checkpoint: what to save; tensors on a GPU are copied to the CPU one at a time.
+        checkpoint: what to save; of tensors on a GPU `IN_HAND` bytes are copied at a time.
         keep: how many to leave, this one included. Those of later steps are left alone.
 
     Returns:
@@ -92,24 +102,34 @@ def save_checkpoint(directory: Path, checkpoint: Checkpoint, keep: int = 2) -> P
     if checkpoint.step < 0 or keep < 1:
         raise ValueError(f"cannot save step {checkpoint.step} and keep {keep}")
     tensors = dict(sorted(checkpoint.tensors.items()))
-    metadata = {"format": FORMAT, "digests": {}}
     for name, tensor in tensors.items():
         if not _TENSOR_NAME.fullmatch(name) or tensor.dtype != _dtype(name):
             raise ValueError(f"cannot save {tensor.dtype} as `{name}`")
-        on_cpu = tensor.cpu()
-        if not _is_legal(name, on_cpu):
-            raise ValueError(f"`{name}` has a byte that is no five trits")
-        metadata["digests"][name] = _digest(name, on_cpu)
+    metadata = {"format": FORMAT}
     for field in ("step", "config", "counters", "data"):
         metadata[field] = getattr(checkpoint, field)
-    header = _header(_seal(metadata), {name: list(t.shape) for name, t in tensors.items()})
-    assert len(header) <= LARGEST_HEADER, "more tensors than a header has room for"
+    shapes = {name: list(tensor.shape) for name, tensor in tensors.items()}
+
+    def header(digests: dict[str, str]) -> bytes:
+        return _header(_seal(metadata | {"digests": digests}), shapes)
+
+    room = header(dict.fromkeys(tensors, _digest("", torch.empty(0))))  # all are of this length
+    assert len(room) <= LARGEST_HEADER, "more tensors than a header has room for"
+
+    def write(file: BufferedIOBase) -> None:
+        digests = {}
+        file.write(room)
+        for name, data, digest in _in_threads(_to_save, tensors.items()):
+            file.write(data)
+            digests[name] = digest
+        file.seek(0)
+        file.write(header(digests))
 
     path = checkpoint_path(directory, checkpoint.step)
     with _os_errors("write", path, _WRITE_HINT):
         for stale in directory.glob(".step-*.tmp"):  # a killed process left it
             stale.unlink()
-        _write_whole(path, itertools.chain([header], map(_bytes, tensors.values())))
+        _write_whole(path, write)
         older = [old for old in checkpoints(directory) if _step(old) < checkpoint.step]
         for old in older[keep - 1 :]:
             old.unlink()
@@ -204,7 +224,7 @@ def write_json(path: Path, value: Any) -> None:
     """
     text = json.dumps(value, indent=2, sort_keys=True, allow_nan=False) + "\n"
     with _os_errors("write", path, _WRITE_HINT):
-        _write_whole(path, [text.encode()])
+        _write_whole(path, lambda file: file.write(text.encode()))
 
 
 def read_json(path: Path) -> Any:
@@ -267,7 +287,7 @@ def _step(path: Path) -> int:
 
 
 def _dtype(name: str) -> torch.dtype:
-    return torch.uint8 if name.rpartition(".")[2] == "trits" else torch.int8
+    return _DTYPES.get(name.rpartition(".")[2], torch.int8)
 
 
 def _is_legal(name: str, tensor: Tensor) -> bool:
@@ -276,7 +296,7 @@ def _is_legal(name: str, tensor: Tensor) -> bool:
 
 def _bytes(tensor: Tensor) -> memoryview:
     """View a tensor as bytes, or a copy of it if it is on a GPU or not contiguous."""
-    return memoryview(tensor.detach().cpu().view(torch.uint8).reshape(-1).numpy())
+    return memoryview(tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy())
 
 
 def _digest(name: str, tensor: Tensor) -> str:
@@ -284,6 +304,40 @@ def _digest(name: str, tensor: Tensor) -> str:
     digest = hashlib.sha256(f"{_CODES[_dtype(name)]}{list(tensor.shape)}".encode())
     digest.update(_bytes(tensor))
     return digest.hexdigest()
+
+
+def _in_threads(
+    work: Callable[[str, Tensor], Any], tensors: Iterable[tuple[str, Tensor]]
+) -> Iterator[Any]:
+    """Do the same to all tensors, several at a time, and yield the results in their order.
+
+    Hashing and copying leave Python's lock, so threads are enough. A tensor is taken from the
+    iterable only while those whose results were not yet taken have less than `IN_HAND` bytes.
+    """
+    waiting: deque[tuple[int, Future]] = deque()
+    in_hand = 0
+    pool = ThreadPoolExecutor(THREADS)
+    try:
+        for name, tensor in tensors:
+            waiting.append((tensor.nbytes, pool.submit(work, name, tensor)))
+            in_hand += tensor.nbytes
+            del tensor
+            while in_hand >= IN_HAND:
+                size, future = waiting.popleft()
+                yield future.result()
+                in_hand -= size
+        while waiting:
+            yield waiting.popleft()[1].result()
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _to_save(name: str, tensor: Tensor) -> tuple[str, memoryview, str]:
+    """Copy a tensor to the CPU, and hash it there."""
+    on_cpu = tensor.cpu().contiguous()
+    if not _is_legal(name, on_cpu):
+        raise ValueError(f"`{name}` has a byte that is no five trits")
+    return name, _bytes(on_cpu), _digest(name, on_cpu)
 
 
 def _canonical(value: Any) -> str:
@@ -301,12 +355,16 @@ def _header(metadata: dict[str, Any], shapes: Mapping[str, list[int]]) -> bytes:
     entries: dict[str, Any] = {"__metadata__": {"arb": _canonical(metadata)}}
     end = 0
     for name, shape in sorted(shapes.items()):
-        begin, end = end, end + math.prod(shape)
+        begin, end = end, end + _size(name, shape)
         code = _CODES[_dtype(name)]
         entries[name] = {"dtype": code, "shape": shape, "data_offsets": [begin, end]}
     text = _canonical(entries).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
+
+
+def _size(name: str, shape: list[int]) -> int:
+    return _dtype(name).itemsize * math.prod(shape)
 
 
 def _read_checkpoint(file: BufferedReader) -> Checkpoint:
@@ -322,17 +380,22 @@ def _read_checkpoint(file: BufferedReader) -> Checkpoint:
     _require(metadata["digests"].keys() == entries.keys(), "its digests are of other tensors")
     shapes = {name: _read_shape(name, entry) for name, entry in sorted(entries.items())}
     _require(_header(metadata, shapes) == prefix + text, "its header has offsets that do not fit")
-    expected = 8 + length + sum(map(math.prod, shapes.values()))
+    expected = 8 + length + sum(_size(*entry) for entry in shapes.items())
     _require(size >= expected, f"it is truncated: it has {size} bytes of {expected}")
     _require(size == expected, f"it has {size - expected} bytes too many")
 
-    tensors = {}
-    for name, shape in shapes.items():
-        tensor = torch.empty(shape, dtype=_dtype(name), device="cpu")
-        file.readinto(_bytes(tensor))  # a short read fails the digest
+    def read() -> Iterator[tuple[str, Tensor]]:
+        for name, shape in shapes.items():
+            tensor = torch.empty(shape, dtype=_dtype(name), device="cpu")
+            file.readinto(_bytes(tensor))  # a short read fails the digest
+            yield name, tensor
+
+    def verify(name: str, tensor: Tensor) -> tuple[str, Tensor]:
         _require(_digest(name, tensor) == metadata["digests"][name], f"`{name}` was altered")
         _require(_is_legal(name, tensor), f"`{name}` has a byte that is no five trits")
-        tensors[name] = tensor
+        return name, tensor
+
+    tensors = dict(_in_threads(verify, read()))
     fields = {field: metadata[field] for field in ("step", "config", "counters", "data")}
     return Checkpoint(**fields, tensors=tensors)
 
@@ -361,7 +424,7 @@ def _read_shape(name: str, entry: Any) -> list[int]:
     _require(entry.get("dtype") == _CODES[_dtype(name)], f"`{name}` is not {_dtype(name)}")
     shape = entry.get("shape")
     integers = isinstance(shape, list) and all(type(n) is int and n >= 0 for n in shape)
-    possible = integers and len(shape) <= 8 and math.prod(n or 1 for n in shape) < 2**63
+    possible = integers and len(shape) <= 8 and _size(name, [n or 1 for n in shape]) < 2**63
     _require(possible, f"`{name}` has an impossible shape")
     return shape
 
@@ -377,13 +440,12 @@ def _parse_object(text: bytes, what: str) -> dict[str, Any]:
     return value
 
 
-def _write_whole(path: Path, chunks: Iterable[bytes | memoryview]) -> None:
+def _write_whole(path: Path, write: Callable[[BufferedIOBase], object]) -> None:
     """Write to a temporary file beside `path`, and rename it once it is on the disk."""
     temporary = path.with_name(f".{path.name}.tmp")
     try:
         with temporary.open("wb") as file:
-            for chunk in chunks:
-                file.write(chunk)
+            write(file)
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)

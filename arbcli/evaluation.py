@@ -19,7 +19,7 @@ from arbcli.data import Text, entropy, open_text
 from arbcli.device import deterministic, explained_out_of_memory
 from arbcli.errors import ArbError
 from arbcli.kernels.backend import use_backend
-from arbcli.model.lm import ByteLM
+from arbcli.model.language_model import LanguageModel
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,7 +68,7 @@ def windows(num_bytes: int, context: int, stride: int) -> Iterator[tuple[int, in
 
 @torch.no_grad()
 def mean_loss(
-    model: ByteLM,
+    model: LanguageModel,
     text: Text,
     *,
     stride: int,
@@ -78,7 +78,7 @@ def mean_loss(
     """Average the loss over all bytes of a text but the first, in nats a byte.
 
     Args:
-        model: any `ByteLM`.
+        model: any `LanguageModel`.
         text: at least 2 bytes.
         stride: from one window of `config.ctx` bytes to the next; 1 to `config.ctx`.
         batch: windows at once.
@@ -100,7 +100,7 @@ def mean_loss(
 
 
 def evaluate(
-    model: ByteLM,
+    model: LanguageModel,
     checkpoint: str,
     data: Sequence[str],
     *,
@@ -112,7 +112,7 @@ def evaluate(
     """Measure how well a model predicts a text.
 
     Args:
-        model: any `ByteLM`.
+        model: any `LanguageModel`.
         checkpoint: its name, for the report.
         data: files, folders or globs, read as one text.
         stride: from one window to the next; None is half a window.

@@ -19,7 +19,7 @@ from arbcli.kernels.backend import default_backend, use_backend
 from arbcli.kernels.choose_byte import choose_byte_
 from arbcli.kernels.random_bits import stream_keys
 from arbcli.model.config import VOCABULARY
-from arbcli.model.lm import ByteLM
+from arbcli.model.language_model import LanguageModel
 
 WARM_UP_STEPS = 3
 """Steps before one is captured: kernels compile and libraries make up their minds in them."""
@@ -62,7 +62,7 @@ class Decoder:
     """A model, its cache, and the text so far.
 
     Args:
-        model: any `ByteLM`. It steps faster inside `model.held_weights()`; what was captured
+        model: any `LanguageModel`. It steps faster inside `model.held_weights()`; what was captured
             there cannot step outside.
         positions: bytes that the text can have: the prompt and what follows.
         sampling: how bytes are chosen.
@@ -74,7 +74,7 @@ class Decoder:
     @torch.no_grad()
     def __init__(
         self,
-        model: ByteLM,
+        model: LanguageModel,
         positions: int,
         sampling: Sampling | None = None,
         *,
@@ -192,7 +192,7 @@ class Decoder:
 
 
 def generate(
-    model: ByteLM,
+    model: LanguageModel,
     prompt: bytes,
     length: int,
     sampling: Sampling | None = None,
@@ -202,7 +202,7 @@ def generate(
     """Continue a prompt.
 
     Args:
-        model: any `ByteLM`; every byte sees the `config.ctx` - 1 before it.
+        model: any `LanguageModel`; every byte sees the `config.ctx` - 1 before it.
         prompt: at least one byte.
         length: bytes to make.
         sampling: how they are chosen.
@@ -242,7 +242,7 @@ class GenerateReport:
 
 
 def continue_text(
-    model: ByteLM,
+    model: LanguageModel,
     checkpoint: str,
     prompt: bytes,
     length: int,
@@ -254,7 +254,7 @@ def continue_text(
     """Continue a prompt and measure how fast; the same bits every time on the same machine.
 
     Args:
-        model: any `ByteLM`.
+        model: any `LanguageModel`.
         checkpoint: its name, for the report.
         prompt: at least one byte.
         length: bytes to make.

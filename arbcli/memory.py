@@ -1,4 +1,4 @@
-"""What a model takes in memory: predicted from its configuration alone, and found by walking it.
+"""The state of a model: predicted from its configuration alone, and found by walking it.
 
 A prediction is arithmetic from the definition of the packed tensor. It shares no code with the
 modules, so that the two can be compared, and imports no torch, so that it is instant.
@@ -6,19 +6,23 @@ modules, so that the two can be compared, and imports no torch, so that it is in
 
 import dataclasses
 import itertools
+import math
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from types import FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any
 
-from arbcli.model.config import RULES, SCALE_TYPES, VOCABULARY, ModelConfig
+from arbcli.model.config import RULES, SCALE_TYPES, VOCABULARY, GraphConfig, ModelConfig
 
 if TYPE_CHECKING:
     from torch import Tensor
     from torch.nn import Module
 
-AREAS = ("embedding", "attention", "mlp", "norms", "head")
+AREAS = (
+    "embedding", "sequencer", "memgram", "attention", "mlp", "codebook", "knowledge", "moe_graph",
+    "router", "norms", "head",
+)  # fmt: skip
 KIND_OF_BUFFER = {
     "trits": "trits",
     "exponent": "scales",
@@ -29,6 +33,14 @@ KIND_OF_BUFFER = {
     "scale_votes": "votes",
     "row_statistic": "statistics",
     "column_statistic": "statistics",
+    "usage": "counters",
+    "balance": "counters",
+    "symbol": "counters",
+    "strength": "counters",
+    "source": "edges",
+    "target": "edges",
+    "sign": "edges",
+    "score": "edges",
 }
 KINDS = tuple(dict.fromkeys(KIND_OF_BUFFER.values()))
 ADAMW_BYTES = 16
@@ -36,12 +48,6 @@ ADAMW_BYTES = 16
 TRITS_PER_BYTE = 5
 LARGEST_COUNTER = 2**14
 """An integer tensor that is no buffer counts as state only if it takes more bytes than this."""
-CUBLAS_BYTES = 2 * 2**25
-"""Workspaces that cuBLAS keeps once it has run, one for each thread: forward and backward."""
-PARTS_BYTES = 132 * 128 * 128 * 4
-"""Sums that the programs of a symmetric product hand each other: a tile each, on an H200."""
-CHUNK = 2**18
-"""Elements that the torch backend steps at once."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,29 +75,6 @@ class StateReport:
     """All but those of the norms, which are frozen."""
     adamw_bytes: int
     """What these, their gradients and AdamW's two moments take in float32."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PeakReport:
-    """The most memory that a training step holds at once."""
-
-    device: str
-    """`cuda` or `cpu`."""
-    batch: int
-    """Windows of a micro-batch."""
-    compute_bytes: int
-    """Of an activation."""
-    state_bytes: int
-    saved_bytes: int
-    """Activations that the backward needs, of all blocks."""
-    transient_bytes: int
-    """What comes and goes where the peak is: gradients, and tensors of the shape of a weight."""
-    constant_bytes: int
-    """Rotary table, and workspaces of the matrix library."""
-    peak_bytes: int
-    """The sum of these four."""
-    at: str
-    """What the last block, or the loss, does at the peak."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,10 +119,17 @@ class MeasuredState:
 def predict(config: ModelConfig) -> StateReport:
     """Count the weights and the bytes of a model that does not exist yet."""
     parts: dict[str, list[Footprint]] = {area: [] for area in AREAS}
-    for name, count, rows, columns in _matrices(config):
+    of_graph = isinstance(config, GraphConfig)
+    for name, count, rows, columns in (_graph_matrices if of_graph else _matrices)(config):
+        if count == 0:
+            continue
         area = area_of(name)
-        parts[area].append(_footprint(config, count, rows, columns, frozen=area == "norms"))
-    areas = {area: _sum(found) for area, found in parts.items()}
+        parts[area].append(footprint(config, count, rows, columns, frozen=area == "norms"))
+        if name.endswith(".table"):
+            parts[area].append(_add_up(0, 0, {"counters": count * rows}))
+    for area, kind, size in _memories(config) if of_graph else ():
+        parts[area].append(_add_up(0, 0, {kind: size}))
+    areas = {area: _sum(found) for area, found in parts.items() if found}
     total = _sum(list(areas.values()))
     trained = total.weights - areas["norms"].weights
     return StateReport(
@@ -170,7 +160,10 @@ def area_of(name: str) -> str:
     """Find the area of a weight by its name in the model."""
     if "norm" in name:
         return "norms"
-    return next((area for area in AREAS if area in name.split(".")), "other")
+    path = name.split(".")
+    if path[0] == "byte_mlp":
+        return "head"
+    return next((area for area in AREAS if area in path), "other")
 
 
 def _matrices(config: ModelConfig) -> list[tuple[str, int, int, int]]:
@@ -192,13 +185,113 @@ def _matrices(config: ModelConfig) -> list[tuple[str, int, int, int]]:
     return matrices
 
 
-def _footprint(
+def _graph_matrices(config: GraphConfig) -> list[tuple[str, int, int, int]]:
+    """List every matrix of a `GraphLM`, as `_matrices` does."""
+    dim, layers, iterations = config.dim, config.layers, config.max_moe_iters
+    still = config.head_dim - config.rotary
+    matrices = [("embedding", 1, VOCABULARY, dim)]
+    if config.sequencer:
+        matrices += [
+            ("sequencer.table", 1, config.ngram_rows, config.ngram_dim),
+            ("sequencer.norm", 1, 1, config.ngram_dim),
+            ("sequencer.projection", 1, dim, config.ngram_dim),
+        ]
+    if config.memgram:
+        matrices += [
+            ("memgram.table", 1, VOCABULARY, dim),
+            ("memgram.norm", 1, 1, dim),
+            ("memgram.output", 1, dim, dim),
+        ]
+    if config.attention:
+        matrices += [
+            ("attention_norm", layers, 1, dim),
+            ("attention.query_down", layers, dim + config.latent + config.rotary, dim),
+            ("attention.latent_norm", layers, 1, config.latent),
+            ("attention.up", layers, config.heads * (still + config.head_dim), config.latent),
+            ("attention.sub_norm", layers, 1, dim),
+            ("attention.output", layers, dim, dim),
+        ]
+    for path, norm, count, ffn in (
+        ("mlp.", "mlp_norm", layers, config.ffn),
+        ("byte_mlp.", "byte_norm", 1, config.head_ffn),
+    ):
+        matrices += [
+            (norm, count, 1, dim),
+            (f"{path}gate_up", count, 2 * ffn, dim),
+            (f"{path}sub_norm", count if config.sub_norms else 0, 1, ffn),
+            (f"{path}output", count, dim, ffn),
+        ]
+    for name, on, halves, width, heads in (
+        ("codebook", config.codebook, config.codes, config.code_dim, config.code_heads),
+        (
+            "knowledge", config.knowledge_codebook, config.knowledge, config.knowledge_dim,
+            config.knowledge_heads,
+        ),
+    ):  # fmt: skip
+        matrices += [
+            (f"{name}.{part}", int(on), rows, columns)
+            for part, rows, columns in (
+                ("norm", 1, dim),
+                ("query", heads * 2 * config.key_dim, dim),
+                ("query_norm", 1, config.key_dim),
+                ("left", halves[0], config.key_dim),
+                ("right", halves[1], config.key_dim),
+                ("table", halves[0] * halves[1], width),
+                ("sub_norm", 1, heads * width),
+                ("output", dim, heads * width),
+            )
+        ]
+    experts, width, ffn, gate = (
+        config.experts, config.expert_dim, config.expert_ffn, config.gate_dim
+    )  # fmt: skip
+    if config.moe or config.graph:
+        inward = (width + gate if config.moe else 0) + config.adapter_rank + 1
+        matrices += [
+            ("moe_graph.norm", 1, 1, dim),
+            ("moe_graph.inward", 1, inward, dim),
+            ("moe_graph.adapter_norm", 1, 1, config.adapter_rank),
+            ("moe_graph.adapters", iterations, dim, config.adapter_rank),
+        ]
+    if config.moe:
+        matrices += [
+            ("moe_graph.experts.gate.norm", 1, 1, gate),
+            ("moe_graph.experts.gate.keys", 1, experts, gate),
+            ("moe_graph.experts.gate_up", experts, 2 * ffn, width),
+            ("moe_graph.experts.sub_norm", 1, 1, ffn),
+            ("moe_graph.experts.down", experts, width, ffn),
+            ("moe_graph.sub_norm", 1, 1, width),
+            ("moe_graph.output", 1, dim, width),
+        ]
+    if config.graph:
+        matrices += [
+            ("moe_graph.message_norm", 1, 1, config.code_dim),
+            ("moe_graph.message", 1, dim, config.code_dim),
+        ]
+    if config.router:
+        streams = 2 + config.codebook + config.knowledge_codebook
+        matrices += [("router.norm", 1, 1, dim), ("router.scores", 1, streams, dim)]
+    return [*matrices, ("norm", 1, 1, dim), ("head", 1, VOCABULARY, dim)]
+
+
+def _memories(config: GraphConfig) -> list[tuple[str, str, int]]:
+    """List the integers of a `GraphLM` that are no weights: area, kind and bytes."""
+    found = []
+    if config.moe:
+        found.append(("moe_graph", "counters", config.experts))
+    if config.graph:
+        found.append(("moe_graph", "edges", (4 + 4 + 1 + 1) * math.prod(config.edges)))
+    if config.memgram:
+        found.append(("memgram", "counters", 2 * config.memory_rows))
+    return found
+
+
+def footprint(
     config: ModelConfig, count: int, rows: int, columns: int, *, frozen: bool
 ) -> Footprint:
     """Count what `count` matrices take; frozen ones are trits and scales and nothing else."""
     rule, weights = RULES[config.rule], rows * columns
-    row_bytes = _divide_up(columns, TRITS_PER_BYTE)
-    groups = rows * _divide_up(columns, config.group_size)
+    row_bytes = divide_up(columns, TRITS_PER_BYTE)
+    groups = rows * divide_up(columns, config.group_size)
     voting = config.rule == "votes" and not frozen
     sizes = {
         "trits": rows * row_bytes,
@@ -216,11 +309,11 @@ def _footprint(
 
 
 def _sum(parts: list[Footprint]) -> Footprint:
-    return _add_up(
-        sum(part.weights for part in parts),
-        sum(part.padding_trits for part in parts),
-        {kind: sum(part.bytes_by_kind[kind] for part in parts) for kind in KINDS},
+    kinds = {kind: sum(part.bytes_by_kind.get(kind, 0) for part in parts) for kind in KINDS}
+    weights, padding = (
+        sum(getattr(part, name) for part in parts) for name in ("weights", "padding_trits")
     )
+    return _add_up(weights, padding, kinds)
 
 
 def _add_up(weights: int, padding_trits: int, bytes_by_kind: dict[str, int]) -> Footprint:
@@ -230,105 +323,13 @@ def _add_up(weights: int, padding_trits: int, bytes_by_kind: dict[str, int]) -> 
         padding_trits=padding_trits,
         bytes_by_kind=bytes_by_kind,
         state_bytes=state_bytes,
-        bytes_per_weight=state_bytes / weights,
+        bytes_per_weight=state_bytes / weights if weights else 0.0,
     )
 
 
-def _divide_up(number: int, size: int) -> int:
+def divide_up(number: int, size: int) -> int:
+    """Divide, and round up."""
     return -(-number // size)
-
-
-def predict_peak(
-    config: ModelConfig,
-    *,
-    batch: int,
-    compute_bytes: int = 2,
-    device: str = "cuda",
-    recompute: bool = False,
-) -> PeakReport:
-    """Predict the most memory that a training step holds at once.
-
-    With M tokens, D, F and H the width, the MLP's width and the heads, and a bytes an activation,
-    a block saves for its backward, a token:
-
-        a D: inputs of both branches (2), queries, keys and values (3), what was attended to (1)
-        a F: gate and up (2)
-        12 H: what queries and keys were divided by, and the log-sum-exp, in float32
-
-    The peak is in the backward of the last block, while all the others still keep theirs, or in
-    that of the loss: see the comments beside each candidate.
-
-    Args:
-        config: of the model.
-        batch: windows of a micro-batch.
-        compute_bytes: a, of an activation: 2 or 4.
-        device: `cuda` or `cpu`.
-        recompute: whether only the blocks' inputs are kept, and one block's inside at a time.
-    """
-    tokens, a, dim, ffn = batch * config.ctx, compute_bytes, config.dim, config.ffn
-    on_cpu = device == "cpu"
-    in_loss = in_gate = 0
-    if on_cpu:  # what the torch backend has in hand, in float32
-        in_loss = 8 * min(CHUNK, tokens * VOCABULARY)
-        in_gate = (16 if config.sub_norms else 10) * min(CHUNK, 2 * tokens * ffn)
-    block = a * (6 * dim + 2 * ffn) + 12 * config.heads
-    saved = config.layers * (a * dim if recompute else block)
-    again = block - a * dim if recompute else 0  # the inside of the block that is in its backward
-
-    def update(rows: int, columns: int) -> int:
-        return _update_bytes(config, rows, columns, a, on_cpu=on_cpu)
-
-    candidates = {
-        # last block's output, logits and their gradient
-        "loss": tokens * a * (dim + 2 * VOCABULARY) + in_loss,
-        # last block's output and its gradient, it normalised, gradient of the logits
-        "head": tokens * a * (3 * dim + VOCABULARY) + update(VOCABULARY, dim),
-        # gradient of the stream; gradients on both sides of the gate, and its result
-        "mlp.sub_norm": tokens * (again + a * (dim + 4 * ffn)) + in_gate,
-        # the same without the gradient of that result
-        "mlp.output": tokens * (again + a * (dim + 3 * ffn)) + update(dim, ffn),
-        # gate and up are gone; gradients of the stream, of them and of the input; it normalised
-        "mlp.gate_up": tokens * (again + 3 * a * dim) + update(2 * ffn, dim),
-        # only the input of the block is left, and normalised; gradients of the stream, of queries,
-        # keys and values, and of the input
-        "attention.qkv": tokens * (again + a * 7 * dim - block) + update(3 * dim, dim),
-    }
-    at = max(candidates, key=candidates.__getitem__)
-    parts = {
-        "state_bytes": predict(config).total.state_bytes,
-        "saved_bytes": tokens * (saved + 16),  # and two int64 a token
-        "transient_bytes": candidates[at],
-        "constant_bytes": 4 * config.ctx * config.head_dim + (0 if on_cpu else CUBLAS_BYTES),
-    }
-    return PeakReport(
-        device=device,
-        batch=batch,
-        compute_bytes=compute_bytes,
-        **parts,
-        peak_bytes=sum(parts.values()),
-        at=at,
-    )
-
-
-def _update_bytes(config: ModelConfig, rows: int, columns: int, a: int, *, on_cpu: bool) -> int:
-    """Predict the transient part of a matrix's update: the gradient, and what is made of it."""
-    weights, smaller = rows * columns, min(rows, columns)
-    found = 4 * rows * _divide_up(columns, config.group_size)  # slopes of the scales
-    if config.direction == "factored" and not on_cpu:
-        found += weights // 16  # sums of rows and columns, for every 128 weights of each
-    hands = 0
-    if on_cpu:  # what the torch backend makes of a chunk, and what is left of it beside the next
-        chunk = min(weights, CHUNK)
-        hands = max(11 * chunk, 4 * chunk + 12 * min(weights - chunk, chunk))
-    if config.rule == "votes":
-        # products of a chunk, or all votes widened at once
-        hands = max((16 - 2 * a) * chunk, (14 + a) * weights // 2) if on_cpu else 0
-    elif config.direction == "orthogonal":
-        # an iterate, two squares and what programs hand each other, or two iterates and a square;
-        # then the last iterate
-        squares = a * (weights + 2 * smaller**2) + (0 if on_cpu else PARTS_BYTES)
-        hands = max(squares, a * (2 * weights + smaller**2), a * weights + hands)
-    return a * weights + found + hands
 
 
 def measure(model: "Module", *others: object) -> MeasuredState:

@@ -17,7 +17,7 @@ from arbcli.kernels.compare import errors, poisoned
 from arbcli.kernels.gradient_statistics import gradient_statistics_reference
 from arbcli.kernels.spec import EXACT, Gate
 from arbcli.kernels.workers import Workers
-from arbcli.model.config import DIRECTIONS, PRESETS, RULES, VOCABULARY, ModelConfig
+from arbcli.model.config import DIRECTIONS, PRESETS, RULES, VOCABULARY, GraphConfig, ModelConfig
 from arbcli.model.layers import rotary_table
 from arbcli.model.lm import ByteLM
 from arbcli.model.reference import (
@@ -183,10 +183,15 @@ def _check(_name: str, _backend: str, subject: Subject) -> list[ParityResult]:
 
 
 def matrix_shapes() -> tuple[tuple[int, int], ...]:
-    """List the (N, K) of every matrix of the presets, each once."""
+    """List the (N, K) of matrices of the presets, each once: of a `GraphLM` the largest ones."""
     shapes: dict[tuple[int, int], None] = {}
     for config in PRESETS.values():
         dim, ffn = config.dim, config.ffn
+        if isinstance(config, GraphConfig):
+            width, inner = config.expert_dim, config.expert_ffn
+            found = (2 * ffn, dim), (dim, ffn), (2 * inner, width), (width, inner)
+            shapes |= dict.fromkeys((*found, (dim, config.head_ffn)))
+            continue
         matrices = (VOCABULARY, dim), (3 * dim, dim), (dim, dim), (2 * ffn, dim), (dim, ffn)
         shapes |= dict.fromkeys(matrices)
     return tuple(shapes)
@@ -202,6 +207,8 @@ def _subjects(
             place = (dtype, device, backend)
             if backend == "triton":
                 for name, config in PRESETS.items():
+                    if isinstance(config, GraphConfig):
+                        continue  # tests compare each of its parts with a reference
                     fewer = replace(config, layers=min(config.layers, LAYERS))
                     yield Subject(name, fewer, 1, *place)
             # few rows go through the fused products, many do not

@@ -28,14 +28,16 @@ from arbcli.kernels.blend_moment import moment_max
 from arbcli.kernels.cast_votes import TRIT_THRESHOLD
 from arbcli.kernels.decode_weight import HIGHEST_EXPONENT, LOWEST_EXPONENT, OCTAVE
 from arbcli.kernels.packing import unpack_trits
-from arbcli.model.config import VOCABULARY
-from arbcli.model.lm import ByteLM
+from arbcli.model.config import VOCABULARY, GraphConfig
+from arbcli.model.language_model import LanguageModel
 from arbcli.model.ternary import TernaryTensor
 from arbcli.model.update import STEP_OF_RADIX
 from arbcli.training import TrainConfig, Trainer, config_from
 from arbcli.verdicts import TAKEOFF, Histogram, ProbeReport, Reading, TensorReport, judge, ratio
 
 BINS = 16
+ROUNDING = 1e-3
+"""Movement of a logit, over the root-mean-square of all, that rounding alone may cause."""
 
 
 def probe(config: TrainConfig, *, steps: int, checkpoint: Checkpoint | None = None) -> ProbeReport:
@@ -167,17 +169,18 @@ class _Watch:
         # what a module is given was made by the one around it, between two of its parts
         self._note(f"output of `{name.rpartition('.')[0] or 'model'}`", args[0])
 
-    def _leave(self, name: str, _module: nn.Module, _args: object, output: Tensor) -> None:
+    def _leave(self, name: str, _module: nn.Module, _args: object, output: Any) -> None:
         self._note(f"output of `{name or 'model'}`", output)
-        norm = torch.linalg.vector_norm(output.detach(), dtype=torch.float32)
-        self._rms[name] = norm / math.sqrt(output.numel())
+        if (first := next(_floats(output), None)) is not None:
+            norm = torch.linalg.vector_norm(first.detach(), dtype=torch.float32)
+            self._rms[name] = norm / math.sqrt(first.numel())
 
-    def _take(self, name: str, weight: TernaryTensor, grad: Tensor) -> None:
+    def _take(self, name: str, weight: TernaryTensor, grad: Tensor, *where: Any) -> None:
         self._note(f"gradient of `{name}`", grad)
-        self.trainer.updater(weight, grad)
+        self.trainer.updater(weight, grad, *where)
 
-    def _note(self, what: str, value: Tensor) -> None:
-        if value.is_floating_point():
+    def _note(self, what: str, values: Any) -> None:
+        for value in _floats(values):
             largest = torch.linalg.vector_norm(value.detach(), math.inf, dtype=torch.float32)
             self._seen.append((what, largest))
 
@@ -192,6 +195,16 @@ class _Watch:
         self._seen.clear()
         self._rms.clear()
         return result
+
+
+def _floats(value: Any) -> Iterator[Tensor]:
+    """Yield the floating-point tensors of what a module is given, or returns."""
+    if isinstance(value, Tensor):
+        if value.is_floating_point() and value.numel():
+            yield value
+    elif isinstance(value, list | tuple):
+        for part in value:
+            yield from _floats(part)
 
 
 class _Tally:
@@ -296,7 +309,7 @@ def _read(
         residual_rms=stream,
         residual_growth=ratio(stream[-1], stream[0]),
         takeoff_layer=next((i for i, factor in enumerate(factors) if factor >= TAKEOFF), None),
-        attention_rms=tuple(sizes[f"{name}.attention"] for name in blocks),
+        attention_rms=tuple(sizes.get(f"{name}.attention") for name in blocks),
         mlp_rms=tuple(sizes[f"{name}.mlp"] for name in blocks),
         logit_min=numbers[1],
         logit_max=numbers[2],
@@ -306,15 +319,23 @@ def _read(
 
 
 @torch.no_grad()
-def _count_acausal(model: ByteLM, ids: Tensor) -> int:
-    """Change one byte of every window, the last one of the last; count what moved before it."""
+def _count_acausal(model: LanguageModel, ids: Tensor) -> int:
+    """Change one byte of every window, the last one of the last; count what moved before it.
+
+    With experts the rows that a product is made of change, and so do the last bits of its sums:
+    there only what moves by more than `ROUNDING` of the logits' root-mean-square counts.
+    """
     batch, length = ids.shape
     rows = torch.arange(batch, device=ids.device)
     positions = ((rows + 1) * length // batch - 1).clamp_(min=0)
     changed = ids.clone()
     changed[rows, positions] = (ids[rows, positions] + VOCABULARY // 2) % VOCABULARY
     before, after = model(ids), model(changed)
-    moved = ((before != after) & ~(before.isnan() & after.isnan())).any(-1)  # (B, T)
+    same = (before == after) | (before.isnan() & after.isnan())
+    if isinstance(model.config, GraphConfig) and model.config.moe:
+        before, after = before.float(), after.float()
+        same |= (before - after).abs() <= ROUNDING * before.square().mean().sqrt()
+    moved = ~same.all(-1)  # (B, T)
     earlier = torch.arange(length, device=ids.device) < positions[:, None]
     return int((moved & earlier).sum())
 

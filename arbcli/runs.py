@@ -39,9 +39,11 @@ from arbcli.device import (
 )
 from arbcli.errors import ArbError
 from arbcli.generation import Sampling, generate
-from arbcli.model.config import RULES, ModelConfig
+from arbcli.model.build import build_model
+from arbcli.model.build import config_from as model_config_from
+from arbcli.model.config import RULES, GraphConfig
 from arbcli.model.config import preset as model_preset
-from arbcli.model.lm import ByteLM
+from arbcli.model.language_model import LanguageModel
 from arbcli.training import COMPUTE, TrainConfig, Trainer, config_from, schedule, text_digest
 
 LOG_EVERY = 10
@@ -85,6 +87,10 @@ class Record:
     seconds_left: float
     nonfinite_steps: int
     """Steps so far in which a gradient was not finite."""
+    parts: dict[str, float]
+    """What else the last step minimised, by name: see `LOSS_WEIGHTS`."""
+    gauges: dict[str, float]
+    """What the model measures of itself."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -185,7 +191,7 @@ def new_config(
         preset: name of a preset.
         device: `cpu` or `cuda`; None is the GPU if there is one.
         backend: None is the device's own.
-        given: fields of `TrainConfig` and `ModelConfig`; `tscale_type` is `scale_type`.
+        given: fields of `TrainConfig` and of the preset; `tscale_type` is `scale_type`.
 
     Raises:
         ArbError: they do not fit each other, or this machine.
@@ -193,7 +199,7 @@ def new_config(
     place = resolve_device(device)
     if "tscale_type" in given:
         given["scale_type"] = given.pop("tscale_type")
-    names = {field.name for field in dataclasses.fields(ModelConfig)}
+    names = {field.name for field in dataclasses.fields(GraphConfig)}
     shape = {name: given.pop(name) for name in list(given) if name in names}
     model = model_preset(preset, **shape)
     ternary = model.weights == "ternary"
@@ -420,6 +426,8 @@ class _Loop:
             peak_bytes=peak_bytes(trainer.device),
             seconds_left=seconds * (config.steps - trainer.step),
             nonfinite_steps=nonfinite,
+            parts={k: float(v) for k, v in trainer.loss_parts.items() if k != "text"},
+            gauges=trainer.model.gauges(),
         )
         self.losses.clear()
         self.last_record, self.paused = now, 0.0
@@ -464,7 +472,7 @@ def latest_run(root: Path = Path("runs")) -> Path:
     return configs[-1].parent
 
 
-def load(path: Path | str, *, device: str | None = None) -> ByteLM:
+def load(path: Path | str, *, device: str | None = None) -> LanguageModel:
     """Load a trained model.
 
     Args:
@@ -480,7 +488,9 @@ def load(path: Path | str, *, device: str | None = None) -> ByteLM:
     return load_named(Path(path), resolve_device(device), lambda _: None)[0]
 
 
-def load_named(path: Path, place: torch.device, note: Callable[[str], None]) -> tuple[ByteLM, str]:
+def load_named(
+    path: Path, place: torch.device, note: Callable[[str], None]
+) -> tuple[LanguageModel, str]:
     """Load a trained model, and find out which checkpoint that is.
 
     Args:
@@ -496,14 +506,14 @@ def load_named(path: Path, place: torch.device, note: Callable[[str], None]) -> 
     name = checkpoint_path(path, checkpoint.step) if whole_run else path
     dtype = COMPUTE[default_compute(place)]
     try:
-        config = ModelConfig(**checkpoint.config)
+        config = model_config_from(checkpoint.config)
     except TypeError as error:
         raise ArbError(
             f"`{path}` holds a model of another version of arb: {error}",
             hint="load it with the version that wrote it",
         ) from None
     with torch.device(place):
-        model = ByteLM(config, dtype)
+        model = build_model(config, dtype)
     check_layout(checkpoint.tensors, model.state_dict())
     model.load_state_dict(checkpoint.tensors)
     return model, str(name)

@@ -12,8 +12,10 @@ from arbcli.checkpoint import Checkpoint, check_layout
 from arbcli.data import Texts, batch, digest, evaluation_batches
 from arbcli.errors import ArbError
 from arbcli.kernels.backend import use_backend
+from arbcli.model.build import build_model
+from arbcli.model.build import config_from as model_config_from
 from arbcli.model.config import ModelConfig
-from arbcli.model.lm import ByteLM
+from arbcli.model.language_model import LOSS_WEIGHTS
 from arbcli.model.optimizer import FloatOptimizer
 from arbcli.model.update import Updater
 
@@ -86,7 +88,7 @@ def config_from(facts: dict[str, Any]) -> TrainConfig:
     """
     try:
         values = facts["config"]
-        model = ModelConfig(**values["model"])
+        model = model_config_from(values["model"])
         lists = {name: tuple(values[name]) for name in ("data", "val")}
         return TrainConfig(**(values | lists | {"model": model}))
     except (TypeError, KeyError) as error:
@@ -101,6 +103,12 @@ def schedule(step: int, steps: int, warmup: int) -> float:
     warmup = min(warmup, steps // 2)
     rise = min(1.0, (step + 1) / warmup) if warmup else 1.0
     return rise * (0.05 + 0.95 * (1 + math.cos(math.pi * step / steps)) / 2)
+
+
+def minimised(parts: dict[str, Tensor]) -> Tensor:
+    """Add up the parts of a loss, each times its weight."""
+    first, *others = (LOSS_WEIGHTS[name] * part for name, part in parts.items())
+    return sum(others, first) if len(parts) > 1 else parts["text"]
 
 
 def text_digest(texts: Texts) -> str:
@@ -123,8 +131,10 @@ class Trainer:
         self.device = torch.device(config.device)
         dtype = COMPUTE[config.compute]
         with torch.device(self.device):
-            self.model = ByteLM(config.model, dtype, recompute=config.recompute)
+            self.model = build_model(config.model, dtype, recompute=config.recompute)
         self.step = 0
+        self.loss_parts: dict[str, Tensor] = {}
+        """Parts of the last step's loss, float32 scalars by name."""
         self.updater: Updater | None = None
         self.optimizer: FloatOptimizer | None = None
         with use_backend(config.backend):
@@ -197,17 +207,21 @@ class Trainer:
 
     def _compute(self) -> Tensor:
         """Run forward, backward and, for packed weights, the updates of the loaded batches."""
-        accum, total = self.config.accum, torch.zeros((), device=self.device)
+        accum, totals = self.config.accum, {}
+        self.model.forget_uses()
         for micro, (ids, targets) in enumerate(self._micro_batches):
             if self.updater:
-                self.model.forget_uses()
                 self.updater.begin_micro(micro)
-            loss = self.model.loss(ids, targets)
+            parts = self.model.losses(ids, targets)
+            loss = minimised(parts)
             (loss if self.updater else loss / accum).backward()
-            total += loss.detach() / accum
+            for name, part in parts.items():
+                totals[name] = totals.get(name, 0) + part.detach() / accum
         if self.updater:
             self.updater.finish()
-        return total
+        self.model.after_step()
+        self.loss_parts = totals
+        return totals["text"]
 
     def _capture(self) -> None:
         """Record a step as a CUDA graph. Recording executes nothing, so no state changes."""

@@ -52,7 +52,7 @@ class Reading:
     takeoff_layer: int | None
     """The first block that enlarges the stream by `TAKEOFF` or more."""
     attention_rms: tuple[float | None, ...]
-    """What the attention of every block adds to the stream."""
+    """What the attention of every block adds to the stream; None in a block without one."""
     mlp_rms: tuple[float | None, ...]
     logit_min: float | None
     logit_max: float | None

@@ -27,6 +27,19 @@ def device() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
+@pytest.fixture(scope="session")
+def small_graph() -> dict:
+    """Options of an `arb-tiny` with all of its parts whose steps take no time."""
+    return {
+        "preset": "arb-tiny", "dim": 32, "layers": 2, "heads": 2, "ffn": 48, "ctx": 16, "batch": 4,
+        "latent": 16, "rotary": 4, "ngram_rows": 200, "ngram_dim": 8, "key_dim": 8,
+        "codes": (8, 8), "code_dim": 16, "knowledge": (16, 8), "knowledge_dim": 8,
+        "knowledge_heads": 2, "experts": 4, "expert_dim": 20, "expert_ffn": 24, "gate_dim": 8,
+        "adapter_rank": 4, "edges": (32, 2), "head_ffn": 24, "memory_rows": 256,
+        "max_moe_iters": 3, "moe": True, "graph": True,
+    }  # fmt: skip
+
+
 @pytest.fixture(autouse=True)
 def poison_uninitialised_memory():
     """Make `torch.empty` return NaN, or the largest integer, instead of leftovers."""

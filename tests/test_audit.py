@@ -89,6 +89,35 @@ def test_predicted_peak_is_within_a_tenth(shape):
     assert abs(report.peak_error) < 0.1
 
 
+GRAPHS = {
+    "small": {},
+    "fp32": {"compute": "fp32", "memgram": True},
+    "arb-tiny": None,
+    "nibble": {"rule": "nibble", "ctx": 64, "batch": 8},
+    "carry without attention": {"rule": "carry", "ctx": 64, "attention": False},
+    "votes without experts": {"rule": "votes", "moe": False, "graph": False},
+    "recompute": {"recompute": True, "ctx": 64, "batch": 8, "layers": 4, "expert_ffn": 96},
+    "experts": {"ctx": 64, "batch": 8, "expert_dim": 96, "expert_ffn": 128, "head_ffn": 32},
+    "one iteration": {"ctx": 64, "max_moe_iters": 1, "expert_ffn": 512, "batch": 8},
+    "codes": {"ctx": 64, "batch": 16, "codes": (64, 64), "code_dim": 128},
+    "knowledge": {"ctx": 64, "knowledge": (128, 64), "knowledge_dim": 128, "moe": False},
+    "only blocks": {
+        "codebook": False, "knowledge_codebook": False, "moe": False, "graph": False,
+        "router": False, "sequencer": False, "ctx": 64,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", GRAPHS)
+def test_predicted_peak_of_a_graph_is_within_a_tenth(name, small_graph):
+    given = GRAPHS[name]
+    shape = {"preset": "arb-tiny", "batch": 2, "ctx": 64} if given is None else small_graph | given
+    report = audit(runs.new_config(**{"device": "cpu", "steps": 2, "compute": "bf16"} | shape))
+    assert report.passed
+    assert report.measured.state_bytes == report.predicted.total.state_bytes
+    assert abs(report.peak_error) < 0.1
+
+
 def test_audit_measures_every_stage():
     report = audit(config_of(accum=2))
     stages = [(level.step, level.stage) for level in report.levels]

@@ -49,6 +49,8 @@ def example(step: int = 200, size: int = 5, backwards: bool = False) -> Checkpoi
         "blocks.0.octave": draw(-96, 32, 3).to(torch.int8),
         "empty": torch.zeros(0, 4, dtype=torch.int8),
         "one": torch.tensor(-128, dtype=torch.int8),
+        "edges.source": draw(-(2**31), 2**31, size, 2).to(torch.int32),
+        "edges.target": torch.tensor(-(2**31), dtype=torch.int32),
     }
     return Checkpoint(
         step=step,
@@ -135,10 +137,11 @@ def test_round_trip_is_exact(tmp_path, size):
 
 def test_save_reads_strides(tmp_path):
     wide = torch.arange(-60, 60, dtype=torch.int8).view(10, 12)
-    views = {"transposed": wide.T, "offset": wide[1::3, 2:9:2]}
+    views = {"transposed": wide.T, "offset": wide[1::3, 2:9:2], "source": wide.int()[:, ::5]}
     loaded = load_checkpoint(save_checkpoint(tmp_path, replace(example(), tensors=views)))
     assert torch.equal(loaded.tensors["transposed"], wide.T)
     assert torch.equal(loaded.tensors["offset"], wide[1::3, 2:9:2])
+    assert torch.equal(loaded.tensors["source"], wide.int()[:, ::5])
 
 
 @pytest.mark.gpu
@@ -162,6 +165,47 @@ def test_safetensors_reads_the_file(saved):
     tensors = load_file(saved)
     assert tensors.keys() == example().tensors.keys()
     assert all(torch.equal(tensors[name], t) for name, t in example().tensors.items())
+
+
+def test_int32_is_stored_where_it_comes_to_lie(saved):
+    header, data = unpack(saved.read_bytes())
+    entry, source = header["edges.source"], example().tensors["edges.source"]
+    begin, end = entry["data_offsets"]
+    assert begin % 4  # safetensors reads it none the less: see above
+    assert (entry["dtype"], entry["shape"], end - begin) == ("I32", [5, 2], 40)
+    assert data[begin:end] == source.numpy().astype("<i4").tobytes()
+    digests = json.loads(header["__metadata__"]["arb"])["digests"]
+    assert digests["edges.source"] == sha256(b"I32[5, 2]" + data[begin:end]).hexdigest()
+
+
+@pytest.mark.parametrize("in_hand", [1, 400, 10**6])
+def test_threads_give_results_in_order_and_hold_few_tensors(in_hand, monkeypatch):
+    monkeypatch.setattr(module, "IN_HAND", in_hand)
+    taken, done = 0, 0
+
+    def tensors():
+        nonlocal taken
+        for size in range(100, 0, -1):
+            taken += size
+            yield f"{size}", torch.zeros(size, dtype=torch.int8)
+            assert taken - done < in_hand + 100
+
+    for expected, size in zip(range(100, 0, -1), module._in_threads(_size, tensors()), strict=True):
+        assert size == expected
+        done += size
+
+
+def _size(name: str, tensor: torch.Tensor) -> int:
+    time.sleep(tensor.nbytes % 3 / 1000)
+    return int(name)
+
+
+@pytest.mark.parametrize("in_hand", [1, 400])
+def test_file_does_not_depend_on_what_is_in_hand(tmp_path, saved, monkeypatch, in_hand):
+    before = saved.read_bytes()
+    monkeypatch.setattr(module, "IN_HAND", in_hand)
+    assert save_checkpoint(tmp_path, example()).read_bytes() == before
+    assert_same(load_checkpoint(saved), example())
 
 
 def test_metadata_is_one_key_of_known_fields(saved):
@@ -229,11 +273,26 @@ def test_checkpoints_ignores_other_names(tmp_path, saved):
         ("head.mask", torch.zeros(3, dtype=torch.bool)),
         ("head.trits", torch.zeros(3, dtype=torch.int8)),
         ("head.octave", torch.zeros(3, dtype=torch.uint8)),
+        ("head.octave", torch.zeros(3, dtype=torch.int32)),
+        ("edges.source", torch.zeros(3, dtype=torch.int8)),
+        ("edges.target", torch.zeros(3, dtype=torch.int64)),
         ("head.trits", torch.tensor([0, 243], dtype=torch.uint8)),
         ("__metadata__", torch.zeros(3, dtype=torch.int8)),
         ("", torch.zeros(3, dtype=torch.int8)),
     ],
-    ids=["float", "int16", "bool", "int8 trits", "uint8", "illegal byte", "reserved", "nameless"],
+    ids=[
+        "float",
+        "int16",
+        "bool",
+        "int8 trits",
+        "uint8",
+        "int32",
+        "int8 source",
+        "int64",
+        "illegal byte",
+        "reserved",
+        "nameless",
+    ],
 )
 def test_save_rejects_what_is_not_state(tmp_path, name, tensor):
     with pytest.raises(ValueError, match=f"`{name}`"):
@@ -258,8 +317,9 @@ def test_load_refuses_a_flipped_bit_in_any_byte(saved):
         (b"preset", "metadata was altered"),
         (bytes(example().tensors["head.trits"].numpy()), "`head.trits` was altered"),
         (bytes(example().tensors["head.remainder"].numpy()), "`head.remainder` was altered"),
+        (example().tensors["edges.source"].numpy().tobytes(), "`edges.source` was altered"),
     ],
-    ids=["length", "header", "metadata", "trits", "int8"],
+    ids=["length", "header", "metadata", "trits", "int8", "int32"],
 )
 def test_load_says_which_region_was_altered(saved, region, why):
     data = bytearray(saved.read_bytes())

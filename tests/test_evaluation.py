@@ -7,6 +7,7 @@ from torch import nn
 from arbcli.data import Text
 from arbcli.errors import ArbError
 from arbcli.evaluation import evaluate, mean_loss, windows
+from arbcli.model.build import build_model
 from arbcli.model.config import preset
 from arbcli.model.lm import ByteLM
 
@@ -46,6 +47,18 @@ def test_windows_predict_every_byte_once(num_bytes, stride):
             assert predicted.start - start >= CTX - stride + 1
         seen += predicted
     assert seen == list(range(1, num_bytes))
+
+
+def test_evaluate_takes_a_graph(small_graph, tmp_path):
+    given = {k: v for k, v in small_graph.items() if k not in ("preset", "batch")}
+    model = build_model(preset("arb-tiny", **given), torch.float32)
+    model.initialise(0)
+    make_text(tmp_path, b"ternary weights. " * 8)
+    losses = [
+        evaluate(model, "x", [str(tmp_path)], stride=4, batch=batch, backend="torch").nats_per_byte
+        for batch in (1, 7)
+    ]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 
 
 @pytest.mark.parametrize("num_bytes", [2, 12, 13, 14, 99, 256])

@@ -5,6 +5,7 @@ import torch
 
 from arbcli.errors import ArbError
 from arbcli.generation import Decoder, Sampling, generate
+from arbcli.model.build import build_model
 from arbcli.model.config import preset
 from arbcli.model.lm import ByteLM
 
@@ -33,6 +34,21 @@ def test_greedy_text_is_that_of_whole_forwards(prompt, weights, device):
             logits = lm(torch.tensor([list(expected)], device=device))
         expected += bytes([int(logits[0, -1].argmax())])
     assert prompt + continued(lm, prompt, 16 - len(prompt), GREEDY) == expected
+
+
+@pytest.mark.parametrize("memgram", [False, True])
+def test_greedy_text_of_a_graph_is_that_of_whole_forwards(memgram, small_graph, device):
+    given = {k: v for k, v in small_graph.items() if k not in ("preset", "batch")}
+    with torch.device(device):
+        lm = build_model(preset("arb-tiny", memgram=memgram, **given), torch.float32)
+    lm.initialise(0)
+    expected = b"abc"
+    for _ in range(13):
+        with torch.no_grad():
+            logits = lm(torch.tensor([list(expected)], device=device))
+        expected += bytes([int(logits[0, -1].argmax())])
+    assert b"abc" + continued(lm, b"abc", 13, GREEDY) == expected
+    assert len(continued(lm, b"abc", 40)) == 40
 
 
 def test_prompt_longer_than_the_window_is_read_whole(device):

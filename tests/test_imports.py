@@ -21,6 +21,7 @@ RANK = {
     "evaluation": 3,
     "memory": 3,
     "checkpoint": 3,
+    "peak": 4,
     "training": 4,
     "runs": 5,
     "parity": 5,

@@ -8,9 +8,9 @@ from itertools import product
 import pytest
 import torch
 
-from arbcli.memory import KINDS, measure, predict, predict_peak, what_if
+from arbcli.memory import KINDS, measure, predict, what_if
+from arbcli.model.build import build_model
 from arbcli.model.config import DIRECTIONS, PRESETS, RULES, SCALE_TYPES, preset
-from arbcli.model.lm import ByteLM
 from arbcli.model.ternary import TernaryTensor
 from arbcli.model.update import Updater
 
@@ -26,7 +26,7 @@ KINDS_OF_UPDATE = [
 
 def model_of(config, device="meta"):
     with torch.device(device):
-        return ByteLM(config)
+        return build_model(config)
 
 
 def predicted_bytes(config):
@@ -53,6 +53,26 @@ def test_prediction_equals_the_state_with_every_scale_type(scale_type):
         assert measured.state_bytes == predict(config).total.state_bytes
     for name in PRESETS:
         config = preset(name, scale_type=scale_type)
+        assert measure(model_of(config)).bytes_by_area == predicted_bytes(config)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"attention": False},
+        {"sequencer": False, "memgram": True},
+        {"codebook": False, "graph": False},
+        {"knowledge_codebook": False, "router": False},
+        {"moe": False},
+        {"moe": False, "graph": False},
+        {"moe_top_k": 3, "max_moe_iters": 2, "sub_norms": False},
+    ],
+    ids=lambda changes: "-".join(changes),
+)
+def test_prediction_follows_the_parts_of_a_graph(changes):
+    every = {"moe": True, "graph": True}
+    for rule, direction in KINDS_OF_UPDATE:
+        config = preset("arb-tiny", rule=rule, direction=direction, **every | changes)
         assert measure(model_of(config)).bytes_by_area == predicted_bytes(config)
 
 
@@ -115,20 +135,14 @@ def test_what_if_covers_every_rule_and_scale_type():
 
 def test_predicting_imports_no_torch():
     code = (
-        "import sys; from arbcli.memory import predict, predict_peak, what_if\n"
+        "import sys; from arbcli.memory import predict, what_if\n"
+        "from arbcli.peak import predict_peak\n"
         "from arbcli.model.config import preset\n"
         "predict(preset('1b')), what_if(preset('1b')), predict_peak(preset('1b'), batch=8)\n"
+        "predict(preset('arb-3b')), predict_peak(preset('arb-3b'), batch=8)\n"
         "sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
-
-
-def test_predicted_peak_is_the_sum_of_its_parts():
-    for name, rule, device in product(PRESETS, RULES, ("cpu", "cuda")):
-        peak = predict_peak(preset(name, rule=rule), batch=8, device=device)
-        parts = (peak.state_bytes, peak.saved_bytes, peak.transient_bytes, peak.constant_bytes)
-        assert min(parts) > 0
-        assert peak.peak_bytes == sum(parts)
 
 
 def test_measure_tells_floats_by_where_they_hang():

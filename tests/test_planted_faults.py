@@ -98,12 +98,7 @@ FAULTS = [
         "stride of x ignored", "k[None, :] * stride_xk", "k[None, :]", "ternary_matmul",
     ),
     kernel(
-        "group size taken to be 32", "n[:, None], k // GROUP", "n[:, None], k // 32",
-        "ternary_matmul_grad_x", "ternary_matmul",
-    ),
-    kernel(
-        "only the first tile of outputs summed", "for start in range(0, N, BLOCK_N)",
-        "for start in range(0, BLOCK_N, BLOCK_N)", "ternary_matmul_grad_x", "ternary_matmul",
+        "group size taken to be 32", "k[:, None] // GROUP", "k[:, None] // 32", "ternary_matmul",
     ),
     kernel(
         "rows begin on a whole word", "far = skew >= 32", "far = skew >= 64",
@@ -128,6 +123,39 @@ FAULTS = [
     kernel(
         "upper eight of sixteen rows stored twice", "first_n + lane // 4 + 8 * (i // 2)",
         "first_n + lane // 4", "ternary_matmul T32", "few_rows",
+    ),
+    # experts
+    kernel(
+        "rows of an expert begin where the block before them does",
+        "begin + (block - before) * BLOCK_M", "block * BLOCK_M", "grouped_matmul",
+    ),
+    kernel(
+        "rows of the next expert overwritten", "(offs_m < last) & (offs_n < N)",
+        "(offs_m < S) & (offs_n < N)", "grouped_matmul",
+    ),
+    kernel(
+        "rows behind all experts not zeroed", "is_group = offs_e < E + 2",
+        "is_group = offs_e < E + 1", "grouped_matmul",
+    ),
+    kernel(
+        "rows of the next expert summed", "whole + tl.arange(0, BLOCK_R) < last",
+        "whole + tl.arange(0, BLOCK_R) < S", "grouped_grad_w", "grouped_matmul",
+    ),
+    kernel(
+        "last rows of an expert not summed", "if whole < last:", "if whole < 0:",
+        "grouped_grad_w", "grouped_matmul",
+    ),
+    kernel(
+        "gate of the slot before", "gates_ptr + offs_m * stride_gm + j * stride_gj",
+        "gates_ptr + offs_m * stride_gm + (j // 2) * stride_gj", "expert_combine",
+    ),
+    kernel(
+        "gradient of a slot without its gate", "(gate[:, None] * grad_y)",
+        "(gate[:, None] * 0 + grad_y)", "expert_combine_backward", "expert_combine",
+    ),
+    kernel(
+        "gradient of a gate from the first columns alone", "products += grad_y *",
+        "products = grad_y *", "expert_combine_backward", "expert_combine",
     ),
     # norm
     kernel(
@@ -228,6 +256,39 @@ FAULTS = [
     kernel(
         "last token of every id dropped", "mask_m = offs_m < last", "mask_m = offs_m < last - 1",
         "embedding_grad", "ternary_embedding",
+    ),
+    # rows of large tables
+    kernel(
+        "only the last slot kept", "total += (weight * scale)", "total = (weight * scale)",
+        "weighted_rows",
+    ),
+    kernel(
+        "weights of slots without a row counted",
+        "tl.load(weights_ptrs, mask=inside", "tl.load(weights_ptrs, mask=mask_j", "weighted_rows",
+    ),
+    kernel(
+        "chunks take the next group's columns", "(within < GROUP) & (k < D)", "k < D",
+        "weighted_rows_grad_weights", "weighted_rows",
+    ),
+    kernel(
+        "only the first columns multiplied", "parts[0] if len(parts) == 1 else parts.sum(dim=0)",
+        "parts[0]", "weighted_rows_grad_weights", "weighted_rows",
+    ),
+    kernel(
+        "last slot of a row with many dropped", "place, place < end,", "place, place < end - 1,",
+        "weighted_rows_grad", "weighted_rows",
+    ),
+    kernel(
+        "rows with just enough slots for neither sum", "few = last - first <= MOST",
+        "few = last - first < MOST", "weighted_rows_grad", "weighted_rows",
+    ),
+    kernel(
+        "column stride of the table ignored", "offs_b.to(tl.int64) * stride_bb",
+        "offs_b.to(tl.int64)", "gather_rows", "table_rows",
+    ),
+    kernel(
+        "column stride of the values ignored", "columns * stride_vb", "columns",
+        "scatter_rows", "table_rows",
     ),
     # statistics
     kernel(
@@ -350,7 +411,7 @@ FAULTS = [
     ),
     # update
     Fault(
-        "moment decays with every micro-batch", "model.update", "if self.first else UNIT",
+        "moment decays with every micro-batch", "model.update", "if first else UNIT",
         "if True else UNIT", "update moment sign",
     ),
     Fault(
@@ -375,8 +436,7 @@ FAULTS = [
     ),
     Fault(
         "gain of the columns forgotten", "model.update",
-        "unit_gain(grad, gains.rows, gains.columns, gains.ok), gains.columns",
-        "unit_gain(grad, gains.rows, None, gains.ok), None", "update carry factored",
+        "(gains.rows, gains.columns)", "(gains.rows, gains.columns[:0])", "update carry factored",
     ),
     # model
     Fault(

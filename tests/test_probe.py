@@ -97,6 +97,33 @@ def test_probe_names_the_mass_flips_of_votes(seed):
     assert "of all trits" in evidence(report, "spike")
 
 
+@pytest.mark.parametrize("part", [None, "attention", "moe", "graph", "knowledge_codebook"])
+def test_probe_finds_nothing_wrong_with_a_graph(part, text, small_graph):
+    off = {part: False} if part else {"memgram": True}
+    given = small_graph | {"data": [text], "steps": STEPS, "device": "cpu", "ctx": 32} | off
+    report = probe(runs.new_config(**given), steps=STEPS)
+    assert names(report) == ["ok"]
+    last = report.readings[-1]
+    assert len(last.residual_rms) == 3
+    assert (None in last.attention_rms) == (part == "attention")
+    assert None not in last.mlp_rms
+    json.dumps(dataclasses.asdict(report), allow_nan=False)
+
+
+@pytest.mark.parametrize("part", ["codebook", "moe_graph"])
+def test_acausal_part_of_a_graph_is_named(part, text, small_graph, monkeypatch):
+    trainer = trainer_of(text, **small_graph)
+    module = getattr(trainer.model, part)
+    forward = module.forward
+
+    def leaking(x, *args):
+        found = forward(x, *args)
+        return found._replace(**{found._fields[0]: found[0] + 0.01 * x.roll(-1, dims=1)})
+
+    monkeypatch.setattr(module, "forward", leaking)
+    assert names(examine(trainer, 1))[0] == "acausal"
+
+
 def test_report_reads_the_model_before_and_after_every_step(sound):
     assert [reading.step for reading in sound.readings] == list(range(STEPS + 1))
     assert sound.readings[0].loss is None

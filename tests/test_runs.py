@@ -15,6 +15,7 @@ from arbcli import load, runs
 from arbcli.checkpoint import checkpoints, load_checkpoint
 from arbcli.errors import ArbError
 from arbcli.model.config import RULES
+from arbcli.training import config_from
 
 SMALL = {"dim": 32, "layers": 1, "heads": 2, "ffn": 48, "ctx": 16, "batch": 4}
 SMALL_ARGS = [word for name, value in SMALL.items() for word in (f"--{name}", str(value))]
@@ -68,6 +69,56 @@ def test_resumed_run_ends_in_the_same_file(rule, text, tmp_path, device, monkeyp
         report = runs.resume(run, runs.Observer())
         assert report.steps == 12
         assert final(run) == final(tmp_path / "whole")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"rule": "nibble"}, {"memgram": True, "graph": False}, {"moe": False, "router": False}],
+    ids=lambda options: "-".join(map(str, options)) or "all",
+)
+def test_resumed_run_of_a_graph_ends_in_the_same_file(
+    options, text, tmp_path, device, small_graph, monkeypatch
+):
+    monkeypatch.setattr(runs, "LOG_EVERY", 1)
+    options = config(text, device, accum=2, **small_graph | options)
+    runs.train(options, tmp_path / "whole", runs.Observer())
+    for stop in (1, 11):
+        run = tmp_path / f"stopped-{stop}"
+        assert runs.train(options, run, StopAt(stop)).steps == stop
+        runs.resume(run, runs.Observer())
+        assert final(run) == final(tmp_path / "whole")
+    tensors = load_checkpoint(tmp_path / "whole" / "step-000012.safetensors").tensors
+    moved = {"codebook.table.weight.usage", "knowledge.table.weight.usage"}
+    if options.model.graph:
+        moved |= {f"moe_graph.edges.{part}" for part in ("source", "target", "sign", "score")}
+    if options.model.moe:
+        moved.add("moe_graph.experts.gate.balance")
+    if options.model.memgram:
+        moved |= {"memgram.symbol", "memgram.strength"}
+    for name in moved:
+        assert tensors[name].any(), name
+
+
+def test_run_of_a_graph_is_loaded_as_it_was_trained(text, tmp_path, device, small_graph):
+    options = config(text, device, **small_graph)
+    report = runs.train(options, tmp_path / "run", runs.Observer())
+    assert config_from(json.loads((tmp_path / "run" / "config.json").read_text())) == options
+    lm = load(tmp_path / "run", device=str(device))
+    assert lm.config == options.model
+    saved = load_checkpoint(Path(report.checkpoint)).tensors
+    for name, tensor in lm.state_dict().items():
+        assert torch.equal(tensor.cpu(), saved[name])
+    records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").open()]
+    assert set(records[-1]["parts"]) == {"ponder"}
+    gauges = {"alive_codes", "alive_knowledge", "fullest_expert", "edges"}
+    assert set(records[-1]["gauges"]) == gauges
+    assert runs.resume(tmp_path / "run", runs.Observer()).val_loss == report.val_loss
+
+
+def test_run_of_a_graph_learns(text, tmp_path, device, small_graph):
+    options = config(text, device, steps=60, warmup=10, **small_graph)
+    report = runs.train(options, tmp_path / "run", runs.Observer())
+    assert report.val_loss < report.entropy - 0.5
 
 
 def test_two_runs_end_in_the_same_file(text, tmp_path, device):

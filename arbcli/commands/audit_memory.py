@@ -1,7 +1,7 @@
 """`arb audit-memory`: what training takes, predicted, then measured in real steps."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Group
@@ -22,6 +22,7 @@ from arbcli.commands._options import (
     Rule,
     Seed,
     TScaleType,
+    takes_parts,
 )
 from arbcli.commands.count_params import state_table
 from arbcli.errors import ArbError
@@ -29,7 +30,8 @@ from arbcli.output import bytes_text, emit, note, table
 
 if TYPE_CHECKING:
     from arbcli.audit import AuditReport, FitReport
-    from arbcli.memory import PeakReport, WhatIfReport
+    from arbcli.memory import WhatIfReport
+    from arbcli.peak import PeakReport
 
 STAGES = {
     "load": "loading",
@@ -39,6 +41,7 @@ STAGES = {
 }
 
 
+@takes_parts
 def audit_memory(
     preset: Preset = None,
     ctx: Ctx = None,
@@ -67,9 +70,12 @@ def audit_memory(
     backend: Backend = None,
     seed: Seed = None,
     as_json: Json = False,
+    *,
+    parts: dict[str, Any],
 ) -> None:
     """Measure real steps: `arb audit-memory --preset small`; exit 1 on float state or growth."""
     given = {name: value for name, value in locals().items() if value is not None}
+    given |= given.pop("parts")
     for name in ("budget", "what_if", "snapshot", "as_json"):
         given.pop(name, None)
     if budget is not None and what_if:

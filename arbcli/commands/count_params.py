@@ -1,6 +1,6 @@
 """`arb count-params`: what a model takes, before there is one."""
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 from rich.text import Text
@@ -16,6 +16,7 @@ from arbcli.commands._options import (
     Preset,
     Rule,
     TScaleType,
+    takes_parts,
 )
 from arbcli.output import emit, table
 
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from arbcli.memory import Footprint, StateReport
 
 
+@takes_parts
 def count_params(
     preset: Preset = None,
     ctx: Ctx = None,
@@ -34,6 +36,8 @@ def count_params(
     heads: Heads = None,
     ffn: Ffn = None,
     as_json: Json = False,
+    *,
+    parts: dict[str, Any],
 ) -> None:
     """Count weights and bytes of a model without making it: `arb count-params --preset 1b`."""
     from arbcli.memory import predict
@@ -49,6 +53,7 @@ def count_params(
         layers=layers,
         heads=heads,
         ffn=ffn,
+        **parts,
     )
     report = predict(config)
     emit(report, state_table(report), as_json=as_json)

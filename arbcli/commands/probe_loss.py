@@ -25,6 +25,8 @@ from arbcli.commands._options import (
     Seed,
     TScaleType,
     Val,
+    option_of,
+    takes_parts,
 )
 from arbcli.errors import ArbError
 from arbcli.output import bytes_text, emit, note, table
@@ -38,6 +40,7 @@ OF_A_STEP = ("data", "val", "batch", "lr", "seed", "device", "backend")
 """Options that a saved model takes too; the others are what it is."""
 
 
+@takes_parts
 def probe_loss(
     preset: Preset = None,
     ctx: Ctx = None,
@@ -64,6 +67,8 @@ def probe_loss(
     ] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw stream, flips and loss to a PNG.")] = None,
     as_json: Json = False,
+    *,
+    parts: dict[str, Any],
 ) -> None:
     """Do a few steps, measure everything, name what is wrong: `arb probe-loss --rule votes`.
 
@@ -71,6 +76,7 @@ def probe_loss(
     1 if it is not.
     """
     given = {name: value for name, value in locals().items() if value is not None}
+    given |= given.pop("parts")
     from arbcli.plots import plot_probe, require_matplotlib
 
     if plot is not None:
@@ -95,7 +101,7 @@ def _probe(given: dict[str, Any], steps: int, checkpoint: Path | None) -> "Probe
 
 
 def _refuse_changes(given: dict[str, Any]) -> None:
-    changed = [f"`--{name.replace('_', '-')}`" for name in given if name not in OF_A_STEP]
+    changed = [f"`{option_of(name)}`" for name in given if name not in OF_A_STEP]
     if changed:
         raise ArbError(
             f"a saved model keeps its own settings, so {', '.join(changed)} cannot be given to it",

@@ -24,6 +24,8 @@ from arbcli.commands._options import (
     Seed,
     TScaleType,
     Val,
+    option_of,
+    takes_parts,
 )
 from arbcli.errors import ArbError
 from arbcli.output import LiveLine, bytes_text, emit_json, note
@@ -33,6 +35,7 @@ if TYPE_CHECKING:
     from arbcli.training import Trainer
 
 
+@takes_parts
 def train(
     preset: Preset = None,
     ctx: Ctx = None,
@@ -83,9 +86,12 @@ def train(
     plot: Annotated[Path | None, typer.Option(help="Draw the losses to this PNG.")] = None,
     quiet: Annotated[bool, typer.Option("--quiet", help="No progress.")] = False,
     as_json: Json = False,
+    *,
+    parts: dict[str, Any],
 ) -> None:
     """Train a model on bytes, or continue a run: `arb train --ctx 64`."""
     given = {name: value for name, value in locals().items() if value is not None}
+    given |= given.pop("parts")
     from arbcli import plots, runs  # torch takes seconds to import, so not for `arb --help`
 
     if plot is not None:
@@ -111,7 +117,7 @@ def train(
 def _refuse_changes(given: dict[str, Any], minutes: float | None) -> None:
     changed = [*given, *(["minutes"] if minutes is not None else [])]
     if changed:
-        options = ", ".join(f"`--{name.replace('_', '-')}`" for name in changed)
+        options = ", ".join(f"`{option_of(name)}`" for name in changed)
         raise ArbError(
             f"a run goes on with its own settings, so {options} cannot be given to it",
             hint="leave them out, or start a new run without `--resume`",
@@ -164,6 +170,8 @@ class _Display:
         if record.val_loss is not None:
             line += f"  held-out {record.val_loss:.4f}"
         self.line.show(line, keep=record.val_loss is not None)
+        if record.val_loss is not None and record.gauges:
+            self.line.show(_gauges(record.gauges), keep=True)
 
     def noted(self, message: str) -> None:
         note(message)
@@ -183,6 +191,17 @@ class _Display:
             note(f"               {math.log(256):.4f} nats is uniform, ln 256")
             note(f"time           {_clock(report.seconds)}")
         note(f"checkpoint     {report.checkpoint or 'none: a float twin is measured, not kept'}")
+
+
+def _gauges(gauges: dict[str, float]) -> str:
+    """Show what a model measures of itself: shares, and the load of its fullest expert."""
+    shown = {
+        "alive_codes": "{:.1%} of codes alive",
+        "alive_knowledge": "{:.1%} of knowledge alive",
+        "fullest_expert": "fullest expert {:.1f} times the mean",
+        "edges": "{:.1%} of edges taken",
+    }
+    return "  " + ", ".join(shown.get(name, name + " {}").format(v) for name, v in gauges.items())
 
 
 def _clock(seconds: float) -> str:

@@ -2,8 +2,8 @@
 
 Up to `FUSED_ROWS` rows of x the packed bytes are decoded in registers: by `few_rows` where it can,
 else by a kernel for every type, stride and group size, five products of 32 weights a block. Above,
-the weights are decoded once into a transient buffer and the matrix library multiplies: reading them
-again for every tile of x would cost more than writing them once.
+and for gradients, the weights are decoded once into a transient buffer and the matrix library
+multiplies: reading them again for every tile of x would cost more than writing them once.
 """
 
 from collections.abc import Iterator
@@ -28,7 +28,7 @@ from arbcli.kernels.packing import PLANE, check_packed, digit_of, plane_offsets
 from arbcli.kernels.spec import Case, Gate, KernelSpec, Timing
 
 FUSED_ROWS = 64
-"""Largest M that the fused kernels take."""
+"""Largest M that the fused kernel takes."""
 
 
 def ternary_matmul_reference(
@@ -105,58 +105,6 @@ def _ternary_matmul_kernel(
     tl.store(y_ptrs, acc.to(y_ptr.dtype.element_ty), mask=mask_m & mask_n)
 
 
-@triton.jit
-def _ternary_matmul_grad_x_kernel(
-    grad_y_ptr, packed_ptr, exponent_ptr, fraction_ptr, grad_x_ptr,
-    M, N, K, row_bytes,
-    stride_ym, stride_yn, stride_pn, stride_pb,
-    stride_en, stride_eg, stride_fn, stride_fg, stride_xm, stride_xk,
-    GROUP: tl.constexpr, HAS_FRACTION: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
-    offs_m = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
-    offs_b = tl.program_id(1) * 32 + tl.arange(0, 32)
-    mask_m = offs_m < M
-
-    for digit in tl.static_range(5):
-        k = plane_offsets(offs_b, K, digit)[None, :]
-        acc = tl.zeros((BLOCK_M, 32), dtype=tl.float32)
-        for start in range(0, N, BLOCK_N):
-            n = start + tl.arange(0, BLOCK_N).to(tl.int64)
-            grad_y = tl.load(  # [BLOCK_M, BLOCK_N]
-                grad_y_ptr + offs_m * stride_ym + n[None, :] * stride_yn,
-                mask=mask_m & (n < N)[None, :], other=0.0,
-            )  # fmt: skip
-            mask = (n < N)[:, None] & (k < K)
-            byte = tl.load(  # [BLOCK_N, 32] uint8
-                packed_ptr + n[:, None] * stride_pn + offs_b[None, :] * stride_pb,
-                mask=mask, other=0,
-            )  # fmt: skip
-            scale = load_scale(
-                exponent_ptr, fraction_ptr, n[:, None], k // GROUP, mask,
-                stride_en, stride_eg, stride_fn, stride_fg, HAS_FRACTION,
-            )  # fmt: skip
-            weight = (digit_of(byte, digit).to(tl.float32) * scale).to(grad_y.dtype)
-            acc = tl.dot(grad_y, weight, acc, input_precision="ieee")
-        grad_x_ptrs = grad_x_ptr + offs_m * stride_xm + k * stride_xk
-        tl.store(grad_x_ptrs, acc.to(grad_x_ptr.dtype.element_ty), mask=mask_m & (k < K))
-
-
-def _launch(
-    kernel, source, packed, exponent, fraction, result, in_features, group_size, grid, block_n
-):
-    digits = exponent if fraction is None else fraction
-    kernel[grid](
-        source, packed, exponent, digits, result,
-        source.shape[0], packed.shape[0], in_features, packed.shape[1],
-        *source.stride(), *packed.stride(), *exponent.stride(), *digits.stride(), *result.stride(),
-        GROUP=group_size, HAS_FRACTION=fraction is not None, BLOCK_M=16, BLOCK_N=block_n,
-        # float32 products are unrolled one by one: with fewer warps the registers spill
-        num_warps=8 if source.dtype == torch.float32 else 4,
-    )  # fmt: skip
-    return result
-
-
 def _ternary_matmul_triton(x, packed, exponent, fraction, group_size, dtype=None):
     dtype = dtype or x.dtype
     (rows, in_features), out_features = x.shape, packed.shape[0]
@@ -170,24 +118,20 @@ def _ternary_matmul_triton(x, packed, exponent, fraction, group_size, dtype=None
     y = torch.empty(rows, out_features, dtype=dtype, device=x.device)
     if y.numel() == 0:
         return y
-    grid = (triton.cdiv(rows, 16), triton.cdiv(out_features, 32))
-    kernel = _ternary_matmul_kernel
-    return _launch(kernel, x, packed, exponent, fraction, y, in_features, group_size, grid, 32)
+    digits = exponent if fraction is None else fraction
+    _ternary_matmul_kernel[(triton.cdiv(rows, 16), triton.cdiv(out_features, 32))](
+        x, packed, exponent, digits, y, rows, out_features, in_features, packed.shape[1],
+        *x.stride(), *packed.stride(), *exponent.stride(), *digits.stride(), *y.stride(),
+        GROUP=group_size, HAS_FRACTION=fraction is not None, BLOCK_M=16, BLOCK_N=32,
+        # float32 products are unrolled one by one: with fewer warps the registers spill
+        num_warps=8 if x.dtype == torch.float32 else 4,
+    )  # fmt: skip
+    return y
 
 
 def _ternary_matmul_grad_x_triton(grad_y, packed, exponent, fraction, in_features, group_size):
-    rows = grad_y.shape[0]
-    if rows > FUSED_ROWS:
-        return grad_y @ _decode_weight_triton(
-            packed, exponent, fraction, in_features, group_size, grad_y.dtype
-        )
-    grad_x = torch.empty(rows, in_features, dtype=grad_y.dtype, device=grad_y.device)
-    if grad_x.numel() == 0:
-        return grad_x
-    grid = (triton.cdiv(rows, 16), triton.cdiv(packed.shape[1], PLANE))
-    block_n = 32 if grad_y.dtype == torch.float32 else 64
-    kernel, state = _ternary_matmul_grad_x_kernel, (packed, exponent, fraction)
-    return _launch(kernel, grad_y, *state, grad_x, in_features, group_size, grid, block_n)
+    state = (packed, exponent, fraction, in_features, group_size)
+    return grad_y @ _decode_weight_triton(*state, grad_y.dtype)
 
 
 def ternary_matmul(

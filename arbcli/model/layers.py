@@ -8,6 +8,7 @@ had put them.
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -58,14 +59,14 @@ class StreamedTensor(TernaryTensor):
     def forget(self) -> None:
         """Forget the uses of a forward whose backward never came."""
         self._awaited = 0
-        self._pairs: list[tuple[Tensor, Tensor]] = []
+        self._pairs: list[tuple[Any, Tensor]] = []
 
     def note_use(self) -> None:
         """Count a use whose backward will come; a recomputed forward is none."""
         if torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:
             self._awaited += 1
 
-    def collect(self, source: Tensor, grad_y: Tensor) -> None:
+    def collect(self, source: Any, grad_y: Tensor) -> None:
         """Take what the backward of one use saw; the last one forms the gradient."""
         self._pairs.append((source, grad_y))
         self._awaited -= 1
@@ -74,11 +75,12 @@ class StreamedTensor(TernaryTensor):
         sources, grads = zip(*self._pairs, strict=True)
         self.forget()
         if self.sink is not None:
-            one = len(sources) == 1
-            source, grad_y = (
-                (sources[0], grads[0]) if one else (torch.cat(sources), torch.cat(grads))
-            )
-            self.sink(self, self.gradient(source, grad_y))
+            self.hand_on(sources, grads[0] if len(grads) == 1 else torch.cat(grads))
+
+    def hand_on(self, sources: tuple[Any, ...], grad_y: Tensor) -> None:
+        """Form the gradient from what all uses saw, and give it to the sink."""
+        source = sources[0] if len(sources) == 1 else torch.cat(sources)
+        self.sink(self, self.gradient(source, grad_y))
 
     def gradient(self, source: Tensor, grad_y: Tensor) -> Tensor:
         """Form dL/dw, (N, K) float32 or bfloat16, from what all uses saw."""
@@ -174,7 +176,8 @@ class _CrossEntropy(Function):
         return cross_entropy_backward(logits, targets, grad_loss / len(logits)), None
 
 
-def _anchor(like: Tensor) -> Tensor:
+def anchor(like: Tensor) -> Tensor:
+    """Make an empty tensor that requires a gradient, so that a backward runs in any case."""
     return torch.empty(0, device=like.device, requires_grad=torch.is_grad_enabled())
 
 
@@ -259,7 +262,7 @@ class TernaryLinear(nn.Module):
         is saved.
         """
         self.weight.note_use()
-        y = _Linear.apply(x.reshape(-1, x.shape[-1]), _anchor(x), self.weight, before)
+        y = _Linear.apply(x.reshape(-1, x.shape[-1]), anchor(x), self.weight, before)
         return y.view(*x.shape[:-1], -1)
 
 
@@ -289,7 +292,7 @@ class TernaryEmbedding(nn.Module):
     def forward(self, ids: Tensor, dtype: torch.dtype) -> Tensor:
         """Turn (...) int64 ids into (..., D) vectors of `dtype`."""
         self.weight.note_use()
-        y = _Embedding.apply(ids.reshape(-1), _anchor(ids), self.weight, dtype)
+        y = _Embedding.apply(ids.reshape(-1), anchor(ids), self.weight, dtype)
         return y.view(*ids.shape, -1)
 
 

@@ -1,10 +1,5 @@
 """`ByteLM`: byte embedding, blocks of attention and gated MLP, norm, byte head."""
 
-import itertools
-import math
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -13,9 +8,7 @@ from torch.utils.checkpoint import checkpoint
 from arbcli.model import layers, twins
 from arbcli.model.cache import BlockCache, KeyValueCache
 from arbcli.model.config import VOCABULARY, ModelConfig
-from arbcli.model.layers import StreamedTensor, TernaryRMSNorm
-from arbcli.model.ternary import TernaryTensor
-from arbcli.model.twins import FloatWeight
+from arbcli.model.language_model import LanguageModel
 
 RECOMPUTE = {"use_reentrant": False, "preserve_rng_state": False, "determinism_check": "none"}
 """How torch is to compute a block again: there is no dropout, and shapes do not change."""
@@ -65,12 +58,12 @@ class Attention(nn.Module):
 class MLP(nn.Module):
     """Gated MLP: down(norm(silu(gate) * up))."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, ffn: int | None = None) -> None:
         super().__init__()
-        parts = _Parts(config)
-        self.gate_up = parts.linear(2 * config.ffn, config.dim, config)
-        self.sub_norm = parts.gate(config.ffn, config, normalise=config.sub_norms)
-        self.output = parts.linear(config.dim, config.ffn, config)
+        parts, ffn = _Parts(config), ffn or config.ffn
+        self.gate_up = parts.linear(2 * ffn, config.dim, config)
+        self.sub_norm = parts.gate(ffn, config, normalise=config.sub_norms)
+        self.output = parts.linear(config.dim, ffn, config)
 
     def forward(self, x: Tensor, norm: nn.Module | None) -> Tensor:
         """Normalise as `Attention` does, and transform every position of (B, T, D) by itself."""
@@ -113,7 +106,7 @@ class Block(nn.Module):
         return x, self.mlp(normal, None)
 
 
-class ByteLM(nn.Module):
+class ByteLM(LanguageModel):
     """A language model over bytes.
 
     Args:
@@ -156,67 +149,10 @@ class ByteLM(nn.Module):
             x = checkpoint(block, x, **RECOMPUTE) if recompute else block(x)
         return self.head(x, self.norm)
 
-    @property
-    def device(self) -> torch.device:
-        """Where the weights are."""
-        return next(itertools.chain(self.buffers(), self.parameters())).device
-
     def new_cache(self, positions: int) -> KeyValueCache:
         """Make a cache for a text of at most `positions` bytes; no gradient passes through it."""
         return KeyValueCache(self.config, positions, self.compute_dtype, self.device)
 
-    @contextmanager
-    def held_weights(self) -> Iterator[None]:
-        """Make what follows from the weights once, not in every forward.
-
-        Those of a float twin are cast, and those of ternary norms decoded; matrices stay packed.
-        """
-        with ExitStack() as stack:
-            for part in self.modules():
-                if isinstance(part, FloatWeight):
-                    stack.enter_context(part.held(self.compute_dtype))
-                elif isinstance(part, TernaryRMSNorm):
-                    stack.enter_context(part.held())
-            yield
-
     def loss(self, ids: Tensor, targets: Tensor) -> Tensor:
         """Average the cross-entropy, in nats a byte, over (B, T) int64 inputs and targets."""
         return self.cross_entropy(self(ids).flatten(0, 1), targets.flatten())
-
-    def initialise(self, seed: int) -> None:
-        """Draw all weights anew.
-
-        | weight | standard deviation |
-        |---|---|
-        | embedding | 1 |
-        | projections of K inputs | min(0.1, 1 / sqrt(K)) |
-        | output projections of attention and MLP | the same / sqrt(2 * layers) |
-        | head | 1 / sqrt(dim) |
-        | norms | exactly 1 each |
-        """
-        for index, (name, weight) in enumerate(self.weights().items()):
-            out_scale = math.sqrt(2 * self.config.layers) if name.endswith("output.weight") else 1
-            if isinstance(weight, TernaryTensor) and weight.frozen:
-                weight.fill(1)
-            elif name == "embedding.weight":
-                weight.initialise(1.0, seed, index)
-            else:
-                in_features = _in_features(weight)
-                std = 1 / math.sqrt(in_features)
-                std = std if name == "head.weight" else min(0.1, std)
-                weight.initialise(std / out_scale, seed, index)
-
-    def forget_uses(self) -> None:
-        """Forget forwards whose backward never came, as after an error."""
-        for weight in self.weights().values():
-            if isinstance(weight, StreamedTensor):
-                weight.forget()
-
-    def weights(self) -> dict[str, TernaryTensor | FloatWeight]:
-        """Name every weight, in the order of the model."""
-        kinds = (TernaryTensor, FloatWeight)
-        return {name: part for name, part in self.named_modules() if isinstance(part, kinds)}
-
-
-def _in_features(weight: TernaryTensor | FloatWeight) -> int:
-    return weight.in_features if isinstance(weight, TernaryTensor) else weight.latent.shape[1]

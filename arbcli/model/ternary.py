@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +17,7 @@ from arbcli.kernels.decode_weight import (
 )
 from arbcli.kernels.packing import pack_trits, row_bytes
 from arbcli.kernels.random_bits import random_bits, stream_keys
+from arbcli.kernels.table_rows import gather_rows, scatter_rows_
 from arbcli.model.config import RULES, ModelConfig
 
 INIT_SPREAD = 1.25
@@ -40,10 +42,18 @@ class TernaryTensor(nn.Module):
     """
 
     def __init__(
-        self, out_features: int, in_features: int, config: ModelConfig, *, frozen: bool = False
+        self,
+        out_features: int,
+        in_features: int,
+        config: ModelConfig,
+        *,
+        frozen: bool = False,
+        matrices: int = 1,
     ) -> None:
         super().__init__()
         self.out_features, self.in_features = out_features, in_features
+        self.matrices = matrices
+        """How many matrices lie one above the other; each is stepped as one."""
         self.group_size = config.group_size
         self.rule = RULES[config.rule]
         self.frozen = frozen
@@ -64,10 +74,13 @@ class TernaryTensor(nn.Module):
             self._add("moment", weights)
         if config.direction == "factored":
             self._add("row_statistic", (out_features, 2))
-            self._add("column_statistic", (in_features, 2))
+            self._add("column_statistic", (matrices * in_features, 2))
 
     def _add(self, name: str, shape: tuple[int, int]) -> None:
         self.register_buffer(name, torch.empty(shape, dtype=torch.int8))
+
+    spread = INIT_SPREAD
+    """Standard deviation of z at the start, in units of P."""
 
     @property
     def num_weights(self) -> int:
@@ -82,6 +95,30 @@ class TernaryTensor(nn.Module):
     def weight(self, dtype: torch.dtype = torch.bfloat16) -> Tensor:
         """Decode the weights: (N, K), bfloat16 or the same values in float32."""
         return decode_weight(self.trits, *self.scales, self.in_features, self.group_size, dtype)
+
+    def matrix(self, index: int) -> "Matrix":
+        """View one of the matrices."""
+
+        def part(buffer: Tensor | None) -> Tensor | None:
+            return None if buffer is None else buffer.chunk(self.matrices)[index]
+
+        return Matrix(*(part(getattr(self, name, None)) for name in Matrix._fields))
+
+    def gather(self, rows: Tensor) -> "Matrix":
+        """Copy the state of some rows, (R,) int64; a row that does not exist is zeros."""
+        copies = {name: gather_rows(buffer, rows) for name, buffer in self._row_buffers()}
+        fields = {name: copies.get(name) for name in Matrix._fields}
+        fields["column_statistic"] = getattr(self, "column_statistic", None)
+        return Matrix(**fields)
+
+    def scatter(self, rows: Tensor, matrix: "Matrix") -> None:
+        """Write back what `gather` copied; that of a row that does not exist is dropped."""
+        for name, buffer in self._row_buffers():
+            scatter_rows_(buffer, rows, getattr(matrix, name))
+
+    def _row_buffers(self) -> list[tuple[str, Tensor]]:
+        found = ((name, getattr(self, name, None)) for name in Matrix._fields)
+        return [(k, b) for k, b in found if b is not None and k != "column_statistic"]
 
     @torch.no_grad()
     def fill(self, trit: int = 1) -> None:
@@ -108,7 +145,8 @@ class TernaryTensor(nn.Module):
         integer = {"dtype": torch.int32, "device": device}
         ticks = torch.tensor(-1 - index, **integer)  # those of updates are not negative
         key = stream_keys(torch.tensor(seed, **integer), ticks, 1, 1)[0, 0]
-        table = torch.tensor(_quantiles(radix, largest), dtype=torch.int16, device=device)
+        quantiles = _quantiles(self.spread * radix, largest)
+        table = torch.tensor(quantiles, dtype=torch.int16, device=device)
         columns = torch.arange(self.in_features, **integer)
         for buffer in self.buffers():
             buffer.zero_()
@@ -136,13 +174,29 @@ class TernaryTensor(nn.Module):
         return f"{self.out_features} x {self.in_features}{', frozen' if self.frozen else ''}"
 
 
+class Matrix(NamedTuple):
+    """What an update steps: the buffers of a `TernaryTensor`, of one of its matrices, or of rows.
+
+    Those that the rule does not need are None.
+    """
+
+    trits: Tensor
+    exponent: Tensor
+    fraction: Tensor | None
+    remainder: Tensor | None
+    moment: Tensor | None
+    votes: Tensor | None
+    scale_votes: Tensor | None
+    row_statistic: Tensor | None
+    column_statistic: Tensor | None
+
+
 def _normal_cdf(x: float) -> float:
     return 0.5 * math.erfc(-x / math.sqrt(2))
 
 
-def _quantiles(radix: int, largest: int) -> list[int]:
-    """List z = clamp(round(1.25 P n)) at 65536 evenly spaced quantiles of n."""
-    spread = INIT_SPREAD * radix
+def _quantiles(spread: float, largest: int) -> list[int]:
+    """List z = clamp(round(spread * n)) at 65536 evenly spaced quantiles of n, normal."""
     table = []
     for z in range(-largest, largest + 1):
         share = 1.0 if z == largest else _normal_cdf((z + 0.5) / spread)
@@ -154,5 +208,5 @@ def _share_of_nonzero(radix: int) -> float:
     return 2 * _normal_cdf(-(radix // 2 + 0.5) / (INIT_SPREAD * radix))
 
 
-GradientSink = Callable[[TernaryTensor, Tensor], None]
-"""What a backward hands each gradient to: (tensor, (N, K) gradient), once a tensor and backward."""
+GradientSink = Callable[..., None]
+"""What a backward hands each gradient to, once a tensor and backward: an `Updater`."""

@@ -6,6 +6,7 @@ is integer arithmetic: every backend agrees to the bit. The gradient is read in 
 else of the shape of the matrix is made but the orthogonalised gradient.
 """
 
+import itertools
 import math
 from collections.abc import Iterable
 
@@ -22,12 +23,16 @@ from arbcli.kernels.random_bits import stream_keys
 from arbcli.kernels.step_scales import step_scales
 from arbcli.kernels.step_trits import step_by_direction, step_by_moment
 from arbcli.kernels.unit_gain import unit_gain
+from arbcli.kernels.weighted_rows import TouchedRows
 from arbcli.model.config import RULES, ModelConfig
-from arbcli.model.ternary import TernaryTensor
+from arbcli.model.ternary import Matrix, TernaryTensor
 
 MOMENT_DECAY = 0.9
 STEP_CLIP = 4
 """Largest step of a weight, in root-mean-squares of the direction."""
+ROW_CLIP = 2
+"""The same for a row of a table: the few that are read most have most of the direction, and were
+seen to swing from one side to the other."""
 STEP_OF_RADIX = 1 / 16
 """What a step of unit root-mean-square moves z at `lr` 1, in units of P."""
 SCALE_STEP = 4
@@ -90,18 +95,23 @@ class Updater:
         self, tensors: Iterable[TernaryTensor], config: ModelConfig, seed: int, dtype: torch.dtype
     ) -> None:
         self.tensors = [tensor for tensor in tensors if not tensor.frozen]
+        first = [0, *itertools.accumulate(tensor.matrices for tensor in self.tensors)]
+        self._num_matrices = first[-1]
         self.rule, self.direction, self.dtype = RULES[config.rule], config.direction, dtype
-        self.voting = config.rule == "votes"
+        self.voting, self.group_size = config.rule == "votes", config.group_size
         self.device = self.tensors[0].trits.device
         self.seed = torch.tensor(seed, dtype=torch.int32, device=self.device)
-        self._index = {id(tensor): index for index, tensor in enumerate(self.tensors)}
+        self._index = {
+            id(tensor): index for tensor, index in zip(self.tensors, first[:-1], strict=True)
+        }
         self.num_weights = sum(tensor.num_weights for tensor in self.tensors)
         self._control = torch.empty(0, dtype=torch.int64, device=self.device)
-        # one of each for every tensor, so that updates of several may run side by side
+        # one of each for every matrix, so that updates of several may run side by side
         counter = {"dtype": torch.int64, "device": self.device}
         self._flips, self._refused, self._nonfinite, self._squares = (
-            torch.zeros(len(self.tensors), **counter) for _ in range(4)
+            torch.zeros(self._num_matrices, **counter) for _ in range(4)
         )
+        self._unused = torch.zeros((), **counter)
         self._nonfinite_steps = torch.zeros((), **counter)
 
     def begin(self, step: int, lr: float, micro: int = 0, accumulation: int = 1) -> None:
@@ -142,7 +152,8 @@ class Updater:
         control = self._control[micro]
         integers = control[:6].to(torch.int32).unbind()
         tick, scale_gain, scale_shift, gain, shift, self.limit = integers
-        self.keys = stream_keys(self.seed, tick, len(self.tensors), _NUM_STREAMS)
+        self.row_limit = self.limit * ROW_CLIP // STEP_CLIP
+        self.keys = stream_keys(self.seed, tick, self._num_matrices, _NUM_STREAMS)
         self.scale_gain = (scale_gain, scale_shift)
         self.carry_gain = (gain, shift)
         self.step_size = control[6]
@@ -154,73 +165,125 @@ class Updater:
         self._nonfinite.zero_()
 
     @torch.no_grad()
-    def __call__(self, tensor: TernaryTensor, grad: Tensor) -> None:
+    def __call__(
+        self, tensor: TernaryTensor, grad: Tensor, where: "range | TouchedRows | None" = None
+    ) -> None:
         """Update one tensor from its gradient; a bad gradient changes nothing.
+
+        Matrices that lie in one tensor, and rows of a table, may go without a gradient in a
+        micro-batch. So they step with every one that they have, by a share of the step, and not
+        with the last micro-batch alone.
 
         Args:
             tensor: one of those the updater was made with.
             grad: (N, K) float32 or bfloat16. It is bad if the sum of its squares is not within
                 2**-120 .. 2**120, and so if it is not finite, or all zero.
+            where: which of the tensor's matrices the gradient is of, a stack (n, N, K) then; or
+                which rows, and then only they decay and step, and root-mean-squares are over them.
+                None is all of it.
         """
         index = self._index[id(tensor)]
+        if where is None:
+            self._update(tensor, grad, index, self._refused[index], self.first, self.last)
+        elif isinstance(where, range):
+            values = self._values(grad)
+            for part, number in enumerate(where):
+                state = (tensor.matrix(number), grad[part], index + number, self._unused)
+                self._update(*state, True, True, values=values[part])
+        else:
+            rows = tensor.gather(where.rows)
+            share = where.count.clamp(min=1) / len(where.rows)
+            self._update(rows, grad, index, self._unused, True, True, share)
+            tensor.scatter(where.rows, rows)
+
+    def _update(
+        self,
+        matrix: TernaryTensor | Matrix,
+        grad: Tensor,
+        index: int,
+        refused: Tensor,
+        first: bool,
+        last: bool,
+        share: Tensor | None = None,
+        values: Tensor | None = None,
+    ) -> None:
+        """Update one matrix.
+
+        Args:
+            matrix: its state.
+            grad: of all its rows.
+            index: of its keys and counters.
+            refused: counts bad gradients.
+            first: whether the moment decays.
+            last: whether the weights step.
+            share: of the rows, those that take part; the others' gradient is zero. None is all.
+            values: of the direction, if they are known.
+        """
         keys, rule = self.keys[index].unbind(), self.rule
+        scales = matrix.exponent, getattr(matrix, "fraction", None)
+        limit = self.limit if share is None else self.row_limit
         statistics = gradient_statistics(
-            grad, tensor.trits, *tensor.scales, tensor.group_size,
+            grad, matrix.trits, *scales, self.group_size,
             factored=self.direction == "factored", signs=self.voting,
         )  # fmt: skip
+        if share is not None:
+            statistics = statistics._replace(
+                slope_squares=statistics.slope_squares / share, columns=statistics.columns / share
+            )
         gains = gradient_gains(
-            statistics, getattr(tensor, "row_statistic", None),
-            getattr(tensor, "column_statistic", None), keys[_ROW], keys[_COLUMN],
-            self._refused[index], self._nonfinite[index],
+            statistics, getattr(matrix, "row_statistic", None),
+            getattr(matrix, "column_statistic", None), keys[_ROW], keys[_COLUMN],
+            refused, self._nonfinite[index],
         )  # fmt: skip
         if self.voting:
-            cast_scale_votes(tensor.exponent, tensor.scale_votes, statistics.slope, gains.ok)
-            self._flips[index].add_(cast_trit_votes(tensor.trits, tensor.votes, grad, gains.ok))
+            cast_scale_votes(matrix.exponent, matrix.scale_votes, statistics.slope, gains.ok)
+            self._flips[index].add_(cast_trit_votes(matrix.trits, matrix.votes, grad, gains.ok))
             return
-        direction = self._direction(grad, gains)
+        values = self._values(grad) if values is None else values
+        direction = self._direction(values, gains, share)
         slope = (statistics.slope, gains.slope)
-        step_scales(*tensor.scales, *slope, keys[_SCALE], *self.scale_gain, gains.ok)
-        if rule.moment_range:
-            self._step_by_moment(tensor, direction, keys, gains.ok, index)
-        else:
+        step_scales(*scales, *slope, keys[_SCALE], *self.scale_gain, gains.ok)
+        if not rule.moment_range:
             step_by_direction(
-                tensor.trits, tensor.remainder, *direction, keys[_TRIT], *self.carry_gain,
-                self.limit, gains.ok, self._flips[index], rule.radix, rule.remainder_max,
+                matrix.trits, matrix.remainder, *direction, keys[_TRIT], *self.carry_gain,
+                limit, gains.ok, self._flips[index], rule.radix, rule.remainder_max,
             )  # fmt: skip
+            return
+        squares = self._squares[index]
+        moment = matrix.remainder if rule.nibble else matrix.moment
+        decay = round(MOMENT_DECAY * UNIT) if first else UNIT
+        blend = (decay, *self._moment_gain(1 if first and last else self.accumulation), rule.nibble)
+        blend_moment(moment, *direction, keys[_MOMENT], gains.ok, squares, *blend)
+        if not last:
+            return
+        if share is not None:
+            squares = (squares / share).to(torch.int64)
+        step_size = self.step_size // self.accumulation if first else self.step_size
+        step_by_moment(
+            matrix.trits, matrix.remainder, None if rule.nibble else moment, keys[_TRIT],
+            step_size, squares, limit, gains.ok, self._flips[index],
+            rule.radix, rule.remainder_max,
+        )  # fmt: skip
+
+    def _moment_gain(self, accumulation: int) -> tuple[int, int]:
+        """Find what a direction is blended into the moment with, in fixed point."""
+        units = moment_max(self.rule.nibble) / self.rule.moment_range  # int8 units of one rms
+        gain, shift = fixed_point_gain((1 - MOMENT_DECAY) * units / accumulation, bits=10)
+        return (gain, shift) if gain < 1024 else (gain >> 1, shift - 1)
+
+    def _values(self, grad: Tensor) -> Tensor:
+        """Find what gains make a direction of, for one gradient or a stack."""
+        return orthogonalise(grad, self.dtype) if self.direction == "orthogonal" else grad
 
     def _direction(
-        self, grad: Tensor, gains: GradientGains
+        self, values: Tensor, gains: GradientGains, share: Tensor | None
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Find the direction's values and the gains of its rows and columns."""
+        """Find the gains of the direction's rows and columns."""
         if self.direction == "sign":
-            return grad, None, None
-        if self.direction == "factored":
-            return grad, unit_gain(grad, gains.rows, gains.columns, gains.ok), gains.columns
-        values = orthogonalise(grad, self.dtype)
-        return values, unit_gain(values, None, None, gains.ok), None
-
-    def _step_by_moment(
-        self,
-        tensor: TernaryTensor,
-        direction: tuple[Tensor, Tensor | None, Tensor | None],
-        keys: tuple[Tensor, ...],
-        ok: Tensor,
-        index: int,
-    ) -> None:
-        rule, squares = self.rule, self._squares[index]
-        moment = tensor.remainder if rule.nibble else tensor.moment
-        units = moment_max(rule.nibble) / rule.moment_range  # int8 units of one root-mean-square
-        gain, shift = fixed_point_gain((1 - MOMENT_DECAY) * units / self.accumulation, bits=10)
-        gain, shift = (gain, shift) if gain < 1024 else (gain >> 1, shift - 1)
-        decay = round(MOMENT_DECAY * UNIT) if self.first else UNIT
-        blend = (decay, gain, shift, rule.nibble)
-        blend_moment(moment, *direction, keys[_MOMENT], ok, squares, *blend)
-        if self.last:
-            step_by_moment(
-                tensor.trits, tensor.remainder, None if rule.nibble else moment, keys[_TRIT],
-                self.step_size, squares, self.limit, ok, self._flips[index],
-                rule.radix, rule.remainder_max,
-            )  # fmt: skip
+            return values, None, None
+        rows, columns = (gain if gain.numel() else None for gain in (gains.rows, gains.columns))
+        unit = unit_gain(values, rows, columns, gains.ok)
+        return values, unit if share is None else unit * share.sqrt(), columns
 
     def take_flips(self) -> int:
         """Count the trits that changed since the last call; waits for the device."""

@@ -47,6 +47,16 @@ def test_audit_memory_prints_one_json_object():
     assert [level["stage"] for level in report["levels"]].count("end") == report["steps"] == 3
 
 
+@pytest.mark.parametrize("parts", [[], ["--moe", "--graph", "--memgram", "--recompute"]])
+def test_audit_memory_of_a_graph_passes(parts):
+    shape = ["--preset", "arb-tiny", "--ctx", "32", "--batch", "2", "--device", "cpu"]
+    command = ["audit-memory", *shape, "--steps", "2", "--json", *parts]
+    report = json.loads(CliRunner().invoke(app, command).stdout)
+    assert report["passed"]
+    assert report["measured"]["state_bytes"] == report["predicted"]["total"]["state_bytes"]
+    assert abs(report["peak_error"]) < 0.05
+
+
 def test_audit_memory_shows_levels_and_checks():
     rotary_table.cache_clear()
     result = run("--steps", "2")

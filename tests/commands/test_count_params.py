@@ -1,6 +1,7 @@
 """`arb count-params`: what it prints, and how it fails."""
 
 import json
+import resource
 import subprocess
 import sys
 
@@ -46,6 +47,27 @@ def test_count_params_takes_every_override():
     assert [config[name] for name in names] == list(options.values())
 
 
+def test_count_params_counts_three_billion_in_no_time():
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    done = run_program("--preset", "arb-3b", "--json")
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert json.loads(done.stdout)["total"]["weights"] == 3_122_925_280
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 1
+
+
+def test_count_params_takes_the_options_of_parts():
+    switches = ("attention", "sequencer", "codebook", "knowledge", "moe", "graph", "router")
+    options = [*(f"--no-{name}" for name in switches), "--memgram"]
+    options += ["--moe-top-k", "3", "--max-moe-iters", "5"]
+    report = json.loads(run("--preset", "arb-tiny", "--json", *options).stdout)
+    fields = ("attention", "sequencer", "codebook", "knowledge_codebook", "moe", "graph", "router")
+    assert not any(report["config"][name] for name in fields)
+    assert report["config"]["memgram"]
+    assert (report["config"]["moe_top_k"], report["config"]["max_moe_iters"]) == (3, 5)
+    assert set(report["areas"]) == {"embedding", "memgram", "mlp", "norms", "head"}
+    assert run("--preset", "arb-tiny", *options).exit_code == 0
+
+
 def test_count_params_shows_areas_kinds_and_adamw():
     shown = run("--preset", "tiny").stdout
     for word in ("embedding", "mlp", "norms", "trits", "moment", "state", "AdamW", "MB", "MiB"):
@@ -55,8 +77,16 @@ def test_count_params_shows_areas_kinds_and_adamw():
 
 @pytest.mark.parametrize(
     "arguments",
-    [("--preset", "huge"), ("--heads", "7"), ("--rule", "votes", "--direction", "sign")],
-    ids=["preset", "heads", "direction"],
+    [
+        ("--preset", "huge"),
+        ("--heads", "7"),
+        ("--rule", "votes", "--direction", "sign"),
+        ("--no-attention", "--moe-top-k", "3"),
+        ("--preset", "arb-tiny", "--graph", "--no-codebook"),
+        ("--preset", "arb-tiny", "--moe-top-k", "99"),
+        ("--preset", "arb-tiny", "--heads", "16"),
+    ],
+    ids=["preset", "heads", "direction", "no such part", "codebook", "top-k", "rotary"],
 )
 def test_count_params_fails_in_one_line(arguments):
     done = run_program(*arguments)

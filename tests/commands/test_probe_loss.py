@@ -36,6 +36,17 @@ def test_probe_loss_shows_a_person_what_it_measured():
     assert done.stderr == ""
 
 
+def test_probe_loss_shows_a_graph_without_attention():
+    shape = ["--dim", "64", "--layers", "2", "--heads", "2", "--ffn", "96", "--ctx", "32"]
+    args = ["--preset", "arb-tiny", *shape, "--batch", "4", "--device", "cpu", "--steps", "3"]
+    result = invoke(*args, "--moe", "--no-attention", "--max-moe-iters", "2")
+    assert result.exit_code == 0, result.stdout
+    for words in ("moe_graph.experts.down", "knowledge.table", "block 1", "0 predictions moved"):
+        assert words in result.stdout
+    assert "adapters.2" not in result.stdout
+    assert "attention.up" not in result.stdout
+
+
 def test_probe_loss_prints_only_one_object_as_json():
     done = arb(*SMALL, "--steps", "12", "--rule", "votes", "--json")
     assert done.returncode == 1
@@ -67,9 +78,10 @@ def test_probe_loss_takes_a_saved_model_as_it_is(tmp_path):
 
 
 def test_probe_loss_refuses_to_reshape_a_saved_model(tmp_path):
-    result = invoke("--checkpoint", str(tmp_path), "--rule", "votes", "--tscale-type", "T8")
+    changes = ["--rule", "votes", "--tscale-type", "T8", "--no-knowledge"]
+    result = invoke("--checkpoint", str(tmp_path), *changes)
     assert isinstance(result.exception, ArbError)
-    assert "`--tscale-type`, `--rule`" in str(result.exception)
+    assert "`--tscale-type`, `--rule`, `--knowledge/--no-knowledge`" in str(result.exception)
 
 
 def test_probe_loss_draws_a_picture(tmp_path):

@@ -38,6 +38,20 @@ def test_train_says_what_a_person_needs(text, tmp_path):
         assert words in done.stderr
 
 
+def test_train_of_a_graph_shows_what_it_measures_of_itself(text, tmp_path):
+    args = ["train", "--preset", "arb-tiny", "--data", text, *SMALL, "--heads", "1", "--steps", "3"]
+    run = tmp_path / "run"
+    done = arb(*args, "--moe", "--memgram", "--out", str(run))
+    assert done.returncode == 0, done.stderr
+    for words in ("of codes alive", "of knowledge alive", "fullest expert"):
+        assert words in done.stderr
+    assert "of edges taken" not in done.stderr
+    saved = ["--checkpoint", str(run), "--device", "cpu"]
+    assert CliRunner().invoke(app, ["generate", *saved, "--length", "5"]).exit_code == 0
+    done = CliRunner().invoke(app, ["evaluate", *saved, "--data", text, "--json"])
+    assert json.loads(done.stdout)["context"] == 16
+
+
 def test_train_prints_only_a_record_a_line_as_json(text, tmp_path):
     done = arb("train", "--data", text, *SMALL, "--json", "--quiet", "--out", str(tmp_path / "r"))
     records = [json.loads(line) for line in done.stdout.splitlines()]
@@ -76,6 +90,19 @@ ERRORS = {
     "unknown device": (["--device", "tpu"], "no device is named `tpu`"),
     "triton without a GPU": (["--device", "cpu", "--backend", "triton"], "needs a CUDA device"),
     "lr out of range": (["--lr", "-1"], "`--lr` is -1.0"),
+    "part of another preset": (
+        ["--no-attention"],
+        "the preset `tiny` has no such part: `--attention",
+    ),
+    "graph without codes": (
+        ["--preset", "arb-tiny", "--graph", "--no-codebook"],
+        "the graph joins codes",
+    ),
+    "twin with a graph": (["--preset", "arb-tiny", "--weights", "float"], "has no float twin"),
+    "resume with other parts": (
+        ["--resume", "auto", "--no-moe"],
+        "`--moe/--no-moe` cannot be given",
+    ),
     "resume of nothing": (["--resume", "nowhere"], "there is no run at `nowhere`"),
     "no run to resume": (["--resume", "auto"], "there is no run in `runs`"),
     "resume with other settings": (["--resume", "auto", "--steps", "9"], "cannot be given"),
@@ -119,15 +146,21 @@ def test_train_survives_a_full_disk_with_its_checkpoints(text, tmp_path):
     assert not list(Path(str(run) + "2").glob("*.safetensors"))
 
 
+PARTS = (
+    " attention codebook graph knowledge max-moe-iters memgram moe moe-top-k no-attention"
+    " no-codebook no-graph no-knowledge no-memgram no-moe no-router no-sequencer router sequencer"
+)
 OPTIONS = {
     "train": "accum backend batch compute ctx data device dim direction eval-every ffn heads json"
     " layers lr minutes no-sub-norms optimizer out plot preset quiet recompute resume rule"
-    " save-every seed steps sub-norms tscale-type val warmup weights",
+    " save-every seed steps sub-norms tscale-type val warmup weights" + PARTS,
     "generate": "backend bytes checkpoint device json length prompt seed temperature top-k top-p",
     "evaluate": "backend batch checkpoint data device json stride",
-    "count-params": "ctx dim direction ffn heads json layers preset rule tscale-type",
+    "count-params": "ctx dim direction ffn heads json layers preset rule tscale-type" + PARTS,
     "audit-memory": "accum backend batch budget ctx device dim direction ffn heads json layers"
-    " preset recompute rule seed snapshot steps tscale-type what-if",
+    " preset recompute rule seed snapshot steps tscale-type what-if" + PARTS,
+    "probe-loss": "backend batch checkpoint ctx data device dim direction ffn heads json layers lr"
+    " plot preset rule seed steps tscale-type val warmup" + PARTS,
     "verify-kernels": "all-tscale-types backend compare device fuzz json ledger list seed targets"
     " time tscale-type",
 }

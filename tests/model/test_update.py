@@ -7,12 +7,16 @@ from arbcli.kernels.backend import use_backend
 from arbcli.kernels.packing import unpack_trits
 from arbcli.kernels.step_scales import step_scales
 from arbcli.kernels.step_trits import step_by_direction
+from arbcli.kernels.weighted_rows import TouchedRows, touched_rows
 from arbcli.model import update
 from arbcli.model.config import RULES, ModelConfig, preset
+from arbcli.model.table import TableWeight
 from arbcli.model.ternary import TernaryTensor
 from arbcli.model.update import (
     NEWTON_SCHULZ,
     NEWTON_SCHULZ_STEPS,
+    ROW_CLIP,
+    STEP_OF_RADIX,
     Updater,
     fixed_point_gain,
     orthogonalise,
@@ -51,7 +55,7 @@ def z_of(tensor: TernaryTensor) -> torch.Tensor:
 def test_update_is_the_same_on_both_backends(rule, direction, device, monkeypatch):
     # one direction and slope for both: what follows them is integer and must be equal
     unit = torch.full((33,), 2.0**26, device=device)
-    monkeypatch.setattr(Updater, "_direction", lambda self, grad, gains: (grad, unit, None))
+    monkeypatch.setattr(Updater, "_direction", lambda self, grad, gains, share: (grad, unit, None))
     find = update.gradient_statistics
 
     def on_torch(*args, **kwargs):
@@ -292,3 +296,174 @@ def test_fixed_point_gain_is_close_and_does_not_overflow(factor):
 def test_update_config_names_every_rule():
     assert set(RULES) == {"moment", "nibble", "carry", "votes"}
     assert isinstance(preset("tiny"), ModelConfig)
+
+
+DIM = 33
+ROWS = torch.tensor([2, 5, 11, 12, 30, 39])
+"""Of a table of 40, each named by some slots."""
+
+
+def table_of(rule: str, direction: str | None):
+    config = preset("tiny", rule=rule, **({"direction": direction} if direction else {}))
+    table = TableWeight(40, DIM, config)
+    table.initialise(0.1, seed=0, index=0)
+    return table, Updater([table], config, seed=3, dtype=torch.float32), config
+
+
+def touched(slots_of_a_row: int) -> TouchedRows:
+    return touched_rows(ROWS.repeat(slots_of_a_row), 40)
+
+
+def padded(grad: torch.Tensor, where: TouchedRows) -> torch.Tensor:
+    rows = torch.zeros(len(where.rows), DIM)
+    rows[: len(grad)] = grad
+    return rows
+
+
+def mismatch(table: TernaryTensor, compact: TernaryTensor) -> dict[str, float]:
+    """Find the share of bytes in which rows of a table differ from a compact matrix of them."""
+    return {
+        name: (
+            (getattr(table, name)[slice(None) if name == "column_statistic" else ROWS] != buffer)
+            .float().mean().item()
+        )
+        for name, buffer in compact.named_buffers()
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("slots", [1, 4, 5])
+@pytest.mark.parametrize(("rule", "direction"), COMBINATIONS)
+def test_rows_of_a_table_step_as_a_matrix_of_them(rule, direction, slots, monkeypatch):
+    """Exactly so, if one row of so many is no padding, but for the iterations of Newton-Schulz.
+
+    Else what is multiplied by the share differs in its last bit, and so a few random roundings.
+    """
+    monkeypatch.setattr(update, "STEP_CLIP", update.ROW_CLIP)
+    table, updater, config = table_of(rule, direction)
+    compact = TernaryTensor(len(ROWS), DIM, config)
+    for name, buffer in compact.named_buffers():
+        of_all = getattr(table, name)
+        buffer.copy_(of_all if name == "column_statistic" else of_all[ROWS])
+    alone = Updater([compact], config, seed=3, dtype=torch.float32)
+    where = touched(slots)
+    assert len(where.rows) == min(40, slots * len(ROWS))
+    for step in range(3):
+        grad = gradient("cpu", step, (len(ROWS), DIM))
+        updater.begin(step, lr=1.0)
+        updater(table, padded(grad, where), where)
+        alone.begin(step, lr=1.0)
+        alone(compact, grad)
+    exact = slots in (1, 4) and direction != "orthogonal"
+    assert max(mismatch(table, compact).values()) <= (0 if exact else 0.02)
+
+
+@pytest.mark.parametrize("rule", ["moment", "carry"])
+def test_row_that_is_read_most_steps_no_further(rule):
+    table, updater, _ = table_of(rule, "orthogonal")
+    where, grad = touched(2), gradient("cpu", 0, (len(ROWS), DIM))
+    grad[1] *= 1000
+
+    def z() -> torch.Tensor:
+        return table.weight(torch.float32).sign() * table.rule.radix + table.remainder
+
+    before = z()
+    updater.begin(0, lr=1.0)
+    updater(table, padded(grad, where), where)
+    farthest = ROW_CLIP * STEP_OF_RADIX * table.rule.radix
+    assert 0 < (z() - before).abs().max() <= farthest + 1  # rounded stochastically
+
+
+@pytest.mark.parametrize(("rule", "direction"), COMBINATIONS)
+def test_rows_without_a_gradient_stay(rule, direction):
+    table, updater, _ = table_of(rule, direction)
+    before = state(table)
+    where = touched(2)
+    updater.begin(0, lr=1.0)
+    updater(table, padded(gradient("cpu", 0, (len(ROWS), DIM)), where), where)
+    others = torch.ones(40, dtype=torch.bool).index_fill(0, ROWS, False)
+    for name, buffer in table.named_buffers():
+        if name != "column_statistic":
+            assert torch.equal(buffer[others], before[name][others]), name
+
+
+@pytest.mark.parametrize("bad", [0.0, torch.nan, torch.inf])
+@pytest.mark.parametrize(("rule", "direction"), COMBINATIONS)
+def test_bad_gradient_of_rows_changes_nothing(rule, direction, bad):
+    table, updater, _ = table_of(rule, direction)
+    before, where = state(table), touched(2)
+    updater.begin(0, lr=1.0)
+    updater(table, torch.full((len(where.rows), DIM), bad), where)
+    updater.finish()
+    for name, buffer in table.named_buffers():
+        assert torch.equal(buffer, before[name]), name
+    assert updater.counters()["nonfinite_steps"] == (bad != 0)
+
+
+EXPERTS, HEIGHT = 3, 14
+
+
+def stack_of(rule: str, direction: str | None):
+    config = preset("tiny", rule=rule, **({"direction": direction} if direction else {}))
+    stack = TernaryTensor(EXPERTS * HEIGHT, DIM, config, matrices=EXPERTS)
+    stack.initialise(0.1, seed=0, index=0)
+    return stack, Updater([stack], config, seed=3, dtype=torch.float32), config
+
+
+@pytest.mark.parametrize("parts", [[range(3)], [range(2), range(2, 3)]], ids=["together", "parts"])
+@pytest.mark.parametrize(("rule", "direction"), COMBINATIONS)
+def test_stacked_matrices_step_as_separate_ones(rule, direction, parts):
+    """One has no gradient in the second step; products of a stack may round differently."""
+    stack, updater, config = stack_of(rule, direction)
+    separate = [TernaryTensor(HEIGHT, DIM, config) for _ in range(EXPERTS)]
+    for index, tensor in enumerate(separate):
+        for name, buffer in tensor.named_buffers():
+            buffer.copy_(getattr(stack.matrix(index), name))
+    alone = Updater(separate, config, seed=3, dtype=torch.float32)
+    for step in range(3):
+        grads = gradient("cpu", step, (EXPERTS, HEIGHT, DIM))
+        if step == 1:
+            grads[1] = 0
+            before = [buffer.clone() for buffer in stack.matrix(1) if buffer is not None]
+        updater.begin(step, lr=1.0)
+        for part in parts:
+            updater(stack, grads[part.start : part.stop], part)
+        alone.begin(step, lr=1.0)
+        for tensor, grad in zip(separate, grads, strict=True):
+            alone(tensor, grad)
+        if step == 1:
+            after = [buffer for buffer in stack.matrix(1) if buffer is not None]
+            assert all(map(torch.equal, before, after))
+    limit = 0.005 if direction == "orthogonal" else 0
+    for index, tensor in enumerate(separate):
+        for name, buffer in tensor.named_buffers():
+            differing = (getattr(stack.matrix(index), name) != buffer).float().mean()
+            assert differing <= limit, name
+
+
+@pytest.mark.parametrize("rule", ["moment", "carry"])
+def test_rows_and_stacked_matrices_step_by_a_share_with_every_micro_batch(rule):
+    """Together as far as one step, for a gradient that stays the same."""
+    moved = {"rows": [], "stack": []}
+    for parts in (1, 4):
+        table, of_table, _ = table_of(rule, "sign")
+        stack, of_stack, _ = stack_of(rule, "sign")
+        where = touched(1)
+        begun = z_of(table)[ROWS], z_of(stack)
+        for tensor in (table, stack):
+            if rule == "moment":
+                tensor.moment.zero_()
+        for micro in range(parts):
+            before = z_of(table)[ROWS], z_of(stack)
+            for updater in (of_table, of_stack):
+                updater.begin(0, 1.0, micro, parts)
+            of_table(table, torch.ones(len(ROWS), DIM), where)
+            of_stack(stack, torch.ones(EXPERTS, HEIGHT, DIM), range(EXPERTS))
+            assert (z_of(table)[ROWS] != before[0]).any()
+            assert (z_of(stack) != before[1]).any()
+        inside = [z.abs() < 100 for z in begun]
+        after = z_of(table)[ROWS], z_of(stack)
+        for name, z, end, mask in zip(moved, begun, after, inside, strict=True):
+            moved[name].append((z - end)[mask].float().mean().item())
+    for name, (once, often) in moved.items():
+        assert once == pytest.approx(2.0, abs=0.1), name  # P / 16
+        assert often == pytest.approx(once, abs=0.15), name

@@ -1,0 +1,97 @@
+"""What every language model here has: its weights by name, their initialisation, its losses."""
+
+import itertools
+import math
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from arbcli.model.config import ModelConfig
+from arbcli.model.layers import StreamedTensor, TernaryRMSNorm
+from arbcli.model.ternary import TernaryTensor
+from arbcli.model.twins import FloatWeight
+
+LOSS_WEIGHTS = {"text": 1.0, "ponder": 0.01}
+"""What each part of a loss counts in what is minimised."""
+
+
+class LanguageModel(nn.Module):
+    """A language model over bytes; a subclass says how it goes from bytes to logits."""
+
+    config: ModelConfig
+    compute_dtype: torch.dtype
+
+    def loss(self, ids: Tensor, targets: Tensor) -> Tensor:
+        """Average the cross-entropy, in nats a byte, over (B, T) int64 inputs and targets."""
+        raise NotImplementedError
+
+    def losses(self, ids: Tensor, targets: Tensor) -> dict[str, Tensor]:
+        """Compute the parts of the loss that a step minimises, each times its `LOSS_WEIGHTS`."""
+        return {"text": self.loss(ids, targets)}
+
+    def after_step(self) -> None:
+        """Let integer memories take in what a step has seen; all of it on the device."""
+
+    def gauges(self) -> dict[str, float]:
+        """Measure what is worth a line in the log beside the loss; waits for the device."""
+        return {}
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are."""
+        return next(itertools.chain(self.buffers(), self.parameters())).device
+
+    @contextmanager
+    def held_weights(self) -> Iterator[None]:
+        """Make what follows from the weights once, not in every forward.
+
+        Those of a float twin are cast, and those of ternary norms decoded; matrices stay packed.
+        """
+        with ExitStack() as stack:
+            for part in self.modules():
+                if isinstance(part, FloatWeight):
+                    stack.enter_context(part.held(self.compute_dtype))
+                elif isinstance(part, TernaryRMSNorm):
+                    stack.enter_context(part.held())
+            yield
+
+    def initialise(self, seed: int) -> None:
+        """Draw all weights anew.
+
+        | weight | standard deviation |
+        |---|---|
+        | embedding | 1 |
+        | projections of K inputs | min(0.1, 1 / sqrt(K)) |
+        | output projections, all that add to the stream | the same / sqrt(2 * layers) |
+        | head | 1 / sqrt(dim) |
+        | norms | exactly 1 each |
+        """
+        for index, (name, weight) in enumerate(self.weights().items()):
+            into_stream = name.endswith(("output.weight", "message.weight")) or "adapters" in name
+            out_scale = math.sqrt(2 * self.config.layers) if into_stream else 1
+            if isinstance(weight, TernaryTensor) and weight.frozen:
+                weight.fill(1)
+            elif name == "embedding.weight":
+                weight.initialise(1.0, seed, index)
+            else:
+                in_features = _in_features(weight)
+                std = 1 / math.sqrt(in_features)
+                std = std if name == "head.weight" else min(0.1, std)
+                weight.initialise(std / out_scale, seed, index)
+
+    def forget_uses(self) -> None:
+        """Forget forwards whose backward never came, as after an error."""
+        for part in self.modules():
+            if isinstance(part, StreamedTensor):
+                part.forget()
+
+    def weights(self) -> dict[str, TernaryTensor | FloatWeight]:
+        """Name every weight, in the order of the model."""
+        kinds = (TernaryTensor, FloatWeight)
+        return {name: part for name, part in self.named_modules() if isinstance(part, kinds)}
+
+
+def _in_features(weight: TernaryTensor | FloatWeight) -> int:
+    return weight.in_features if isinstance(weight, TernaryTensor) else weight.latent.shape[1]
