@@ -103,16 +103,8 @@ class MoEGraph(nn.Module):
                 mixed = self.experts(inward[0], inward[1]) + inward[0]
                 change = change + self.output(mixed, self.sub_norm)
             if codes is not None:
-                ids, weights = self.edges(codes, anchor(x))
-                total = weights.abs().sum(dim=1, keepdim=True)
-                rows = codebook.table(ids, weights / total.clamp(min=1e-6), x.dtype)
-                # how strong the edges are counts behind the norm, which would undo it
-                strength = (total.clamp(max=1) * sure).to(x.dtype)
-                change = change + self.message(rows, self.message_norm) * strength
-                # on along the strongest edge; a code without one stays
-                best = weights.detach().abs().argmax(dim=1, keepdim=True)
-                on = ids.gather(1, best)[:, 0]
-                codes = torch.where(on >= 0, on, codes)
+                message, codes = self._hop(codes, sure, codebook, x.dtype)
+                change = change + message
             stream = start + KEEP * (stream - start) + change
             halt = torch.sigmoid(inward[3][:, 0].float() + HALT_BIAS)
             last = (gone + halt >= HALT_AT) | (index == len(self.adapters) - 1)
@@ -121,3 +113,17 @@ class MoEGraph(nn.Module):
             result = result + share[:, None].to(x.dtype) * stream
             gone = torch.where(last, 1.0, gone + halt)
         return Iterated(result.view(batch, length, dim), torch.stack(shares))
+
+    def _hop(
+        self, codes: Tensor, sure: Tensor, codebook: Codebook, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor]:
+        """Find the messages to (M,) codes, (M, D), and the codes one hop further on."""
+        ids, weights = self.edges(codes, anchor(codes))
+        total = weights.abs().sum(dim=1, keepdim=True)
+        rows = codebook.table(ids, weights / total.clamp(min=1e-6), dtype)
+        # how strong the edges are counts behind the norm, which would undo it
+        strength = (total.clamp(max=1) * sure).to(dtype)
+        best = weights.detach().abs().argmax(dim=1, keepdim=True)
+        on = ids.gather(1, best)[:, 0]  # a code without an edge stays
+        message = self.message(rows, self.message_norm) * strength
+        return message, torch.where(on >= 0, on, codes)
