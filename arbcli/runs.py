@@ -59,6 +59,12 @@ FLOAT_LR = {
     ("ste", "muon"): 3e-3,
 }
 """Default `--lr` of the twins, by weights and optimizer."""
+PRESET_LR = {("arb-3b", "factored"): 0.1}
+"""Default `--lr` where a preset needs another than its rule's, by preset and direction.
+
+With the factored direction a wide model takes smaller steps: at the rule's own its stream grows
+manifold, and what is chosen in it, experts and codes, becomes the same for every position.
+"""
 PROMPT = b"\n"
 
 
@@ -210,7 +216,8 @@ def new_config(
         )
     given.setdefault("optimizer", "rule" if ternary else "adamw")
     twin = (model.weights, given["optimizer"])
-    given.setdefault("lr", RULES[model.rule].lr if ternary else FLOAT_LR.get(twin, 1e-3))
+    own_lr = RULES[model.rule].lr if ternary else FLOAT_LR.get(twin, 1e-3)
+    given.setdefault("lr", PRESET_LR.get((preset, model.direction), own_lr))
     given.setdefault("compute", default_compute(place))
     backend = resolve_backend(backend, place)
     for name in ("data", "val"):

@@ -143,6 +143,17 @@ def test_checkpoint_holds_integers_only(text, tmp_path, device):
     assert dtypes == {torch.uint8, torch.int8}
 
 
+def test_default_learning_rate_is_of_the_preset_and_else_of_the_rule():
+    def lr(**given) -> float:
+        return runs.new_config(device="cpu", **given).lr
+
+    assert lr() == lr(preset="arb-tiny") == 1.0
+    assert lr(rule="nibble") == 0.6
+    assert lr(preset="arb-3b") == 0.1
+    assert lr(preset="arb-3b", rule="moment") == 1.0
+    assert lr(preset="arb-3b", lr=0.3) == 0.3
+
+
 def test_run_learns(text, tmp_path, device):
     report = runs.train(
         config(text, device, steps=60, warmup=10), tmp_path / "run", runs.Observer()

@@ -47,7 +47,7 @@ def train(
     ] = None,
     batch: Annotated[int | None, typer.Option(min=1, help="Windows a batch. [default: 16]")] = None,
     accum: Annotated[int | None, typer.Option(min=1, help="Batches a step. [default: 1]")] = None,
-    lr: Annotated[float | None, typer.Option(help="[default: the rule's]")] = None,
+    lr: Annotated[float | None, typer.Option(help="[default: the rule's; 0.1 for arb-3b]")] = None,
     warmup: Annotated[
         int | None,
         typer.Option(min=0, help="Steps, at most half of them. [default: 100]"),

@@ -27,7 +27,7 @@ from arbcli.model.layers import (
 
 WEIGHTS_AT_ONCE = 2**25
 """Weights of experts that are decoded, or have their gradient formed, at the same time."""
-BALANCE_UNIT = 1 / 32
+BALANCE_UNIT = 1 / 8
 """What one unit of an expert's balance adds to its score."""
 MOST_BALANCE = 127
 
