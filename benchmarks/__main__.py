@@ -5,7 +5,7 @@ import sys
 
 import torch
 
-GPU = ("products", "training_step", "generation")
+GPU = ("products", "training_step", "generation", "arb_3b")
 CPU = ("cpu_step",)
 
 

@@ -18,9 +18,9 @@ from arbcli.kernels._triton import TensorDescriptor, tl, triton
 from arbcli.kernels.backend import capability, uses_triton
 from arbcli.kernels.newton_schulz import (
     HOPPER,
-    _num_processors,
-    _with_aligned_rows,
     has_aligned_rows,
+    num_processors,
+    with_aligned_rows,
 )
 from arbcli.kernels.spec import Case, Gate, KernelSpec, Timing
 
@@ -239,7 +239,7 @@ def _tiles_of(stack, rows, columns):
     if capability(stack) != HOPPER:
         return stack, stack.stride()
     if not has_aligned_rows(stack):
-        stack = _with_aligned_rows(*stack.shape, stack).copy_(stack)
+        stack = with_aligned_rows(*stack.shape, stack).copy_(stack)
     return TensorDescriptor.from_tensor(stack, [1, rows, columns]), stack.stride()
 
 
@@ -257,7 +257,7 @@ def _grouped_matmul_triton(x, w, bounds, out=None):
         w_tiles, w_strides = _tiles_of(w, columns, depth)
     # at most: an expert may end within a block, as may the rows before and behind all of them
     tiles = (triton.cdiv(slots, rows) + experts + 1) * triton.cdiv(out_features, columns)
-    _grouped_matmul_kernel[(min(tiles, PROGRAMS * _num_processors(x)),)](
+    _grouped_matmul_kernel[(min(tiles, PROGRAMS * num_processors(x)),)](
         x_tiles, w_tiles, bounds, y, slots, experts, out_features, in_features,
         *x_strides, *w_strides, *bounds.stride(), *y.stride(),
         DESCRIBED=capability(x) == HOPPER, ZEROS=out is None, TRANSPOSED=transposed,

@@ -216,7 +216,7 @@ def _symmetric_kernel(
 def _symmetric(x, has_addend, alpha, beta, gamma):
     """Compute a product for a matrix or a stack of them; the addend is x itself."""
     stack = _readable(x if x.dim() == 3 else x[None])
-    y = _with_aligned_rows(*stack.shape[:2], stack.shape[1], x)
+    y = with_aligned_rows(*stack.shape[:2], stack.shape[1], x)
     if stack.numel():
         _launch(stack, has_addend, y, alpha, beta, gamma)
     else:
@@ -230,7 +230,7 @@ def _launch(stack, has_addend, y, alpha, beta, gamma):
     num_programs = num_tiles = _num_tiles(stack, block)
     parts = ready = None
     if shared:
-        num_programs = min(_num_processors(stack), num_tiles * triton.cdiv(k, block_k))
+        num_programs = min(num_processors(stack), num_tiles * triton.cdiv(k, block_k))
         parts = torch.empty(num_programs, block * block, dtype=torch.float32, device=stack.device)
         ready = torch.zeros(num_programs, dtype=torch.int32, device=stack.device)
     transposed = stack.stride(2) != 1
@@ -248,7 +248,7 @@ def _launch(stack, has_addend, y, alpha, beta, gamma):
 
 def _choose(stack, has_addend):
     """Choose a tiling, and whether programs share tiles, from the shape, the type and the GPU."""
-    many = MANY * _num_processors(stack)
+    many = MANY * num_processors(stack)
     if not _fits(stack):
         return OTHER_TILES, _num_tiles(stack, OTHER_TILES.block) < many
     if stack.shape[1] <= SMALL_ROWS:
@@ -268,7 +268,8 @@ def _fits(x):
     return x.dtype == torch.bfloat16 and capability(x) == HOPPER
 
 
-def _num_processors(x):
+def num_processors(x: Tensor) -> int:
+    """Count the processors of a tensor's GPU, or make some up where there is none."""
     if x.is_cuda:
         return torch.cuda.get_device_properties(x.device).multi_processor_count
     return 5  # interpreted one after another: few, so that some have several tiles to share
@@ -278,7 +279,7 @@ def _readable(stack):
     """Return a stack, or a copy, that the copy engine can read: by rows or else by columns."""
     if has_aligned_rows(stack) or has_aligned_rows(stack.mT):
         return stack
-    return _with_aligned_rows(*stack.shape, stack).copy_(stack)
+    return with_aligned_rows(*stack.shape, stack).copy_(stack)
 
 
 def has_aligned_rows(stack: Tensor) -> bool:
@@ -287,7 +288,7 @@ def has_aligned_rows(stack: Tensor) -> bool:
     return stack.stride(2) == 1 and all(start % 16 == 0 and start > 0 for start in starts)
 
 
-def _with_aligned_rows(matrices, n, k, like):
+def with_aligned_rows(matrices, n, k, like):
     """Make an uninitialised stack whose rows begin at multiples of 16 bytes."""
     unit = 16 // like.itemsize
     width = triton.cdiv(k, unit) * unit

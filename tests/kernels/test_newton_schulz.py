@@ -34,7 +34,7 @@ def test_kernel_results_are_exactly_symmetric(spec, device):
 
 @pytest.mark.parametrize("num_programs", [1, 2, 3, 7, 30, 72])
 def test_steps_are_shared_among_any_number_of_programs(num_programs, monkeypatch, device):
-    monkeypatch.setattr(newton_schulz, "_num_processors", lambda _: num_programs)
+    monkeypatch.setattr(newton_schulz, "num_processors", lambda _: num_programs)
     x = randn(2, 70, 160, device=device)  # 12 tiles of 5 steps
     found = compare(GRAM, "", GRAM.triton(x), gram_reference(x))
     assert found.passed, found
@@ -98,7 +98,7 @@ def test_the_kernel_takes_what_it_was_faster_on(shape, gram_pays, polynomial_pay
     ids=str,
 )
 def test_tiles_are_chosen_by_shape(shape, tiling, shared, monkeypatch):
-    monkeypatch.setattr(newton_schulz, "_num_processors", lambda _: 132)
+    monkeypatch.setattr(newton_schulz, "num_processors", lambda _: 132)
     x = torch.empty(shape, dtype=torch.bfloat16, device="meta")
     with compile_for(HOPPER):
         assert newton_schulz._choose(x, False) == (tiling, shared)
