@@ -153,6 +153,7 @@ def _ruled_out(
         "output": "a layer's forward that departs from float64 on the same input",
         "gradient": "a layer's backward, or a weight's gradient, that departs from float64",
         "end to end": "an error that builds up over the layers in float32",
+        "whole gradient": "a weight's gradient in the graph model that departs from float64",
         "causality": "a later byte that moves an earlier logit",
         "determinism": "two equal steps that differ in a bit",
         "rotary": "rotary tables of too few bits, or an inverse that is none",

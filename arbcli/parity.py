@@ -1,14 +1,16 @@
-"""Compare the whole model with its reference: layers, gradients, updates and what must not happen.
+"""Compare the models with their references: layers, gradients, updates, what must not happen.
 
-Every layer is compared on the very input and output gradient that the kernels gave it, so an error
-is found where it is made, and a rounding in one layer does not count in the next.
+Every layer of a `ByteLM` is compared on the very input and output gradient that the kernels gave
+it, so an error is found where it is made, and a rounding in one layer does not count in the next.
+A small `GraphLM` with all of its parts is compared from the bytes on.
 """
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from arbcli.device import deterministic
 from arbcli.kernels.backend import use_backend
@@ -16,10 +18,13 @@ from arbcli.kernels.cast_votes import cast_scale_votes_reference, cast_trit_vote
 from arbcli.kernels.compare import errors, poisoned
 from arbcli.kernels.gradient_statistics import gradient_statistics_reference
 from arbcli.kernels.spec import EXACT, Gate
+from arbcli.kernels.weighted_rows import TouchedRows
 from arbcli.kernels.workers import Workers
+from arbcli.model.build import build_model
 from arbcli.model.config import DIRECTIONS, PRESETS, RULES, VOCABULARY, GraphConfig, ModelConfig
+from arbcli.model.graph_reference import reference_graph_lm, reference_ponder
+from arbcli.model.language_model import LanguageModel
 from arbcli.model.layers import rotary_table
-from arbcli.model.lm import ByteLM
 from arbcli.model.reference import (
     reference_direction,
     reference_layers,
@@ -30,7 +35,7 @@ from arbcli.model.reference import (
     rotary_angles,
     state_values,
 )
-from arbcli.model.ternary import TernaryTensor
+from arbcli.model.ternary import INIT_SPREAD, TernaryTensor
 from arbcli.model.twins import rotate
 from arbcli.model.update import Updater
 
@@ -39,7 +44,10 @@ CHECKS = {
     "gradient": "gradients of every layer's input and weights, for the same gradient of its"
     " output, against float64 autograd",
     "end to end": "logits and loss from the bytes on, against float64",
-    "causality": "a byte is changed: no earlier logit may differ in a bit, and a later one must",
+    "whole gradient": "of the graph model's losses, added up, by every weight as its sink is"
+    " handed it, against float64 autograd from the bytes on",
+    "causality": "a byte is changed: no earlier logit may differ in a bit, and its own must; in the"
+    " graph model earlier ones may by a rounding, as positions share the products of an expert",
     "determinism": "a training step, twice from the same state, compared bit for bit",
     "rotary": "cos**2 + sin**2 = 1, turning back undoes turning, angles against float64",
     "update": "every stored number within one unit of the formula in float64, rounding unbiased",
@@ -48,6 +56,13 @@ CHECKS = {
 
 RAGGED = ModelConfig(dim=36, layers=2, heads=2, ffn=50, ctx=6)
 """Sizes that fit neither 5 nor 32 nor 160, and small enough for the interpreter."""
+RAGGED_GRAPH = GraphConfig(
+    dim=24, layers=2, heads=2, ffn=13, ctx=6, latent=10, rotary=4, ngram_rows=61, ngram_dim=11,
+    key_dim=4, codes=(5, 7), code_dim=17, code_heads=2, knowledge=(6, 4), knowledge_dim=7,
+    knowledge_heads=3, top_k=3, experts=3, expert_dim=7, expert_ffn=5, gate_dim=5,
+    adapter_rank=3, edges=(17, 2), head_ffn=11, memory_rows=59, max_moe_iters=2, memgram=True,
+)  # fmt: skip
+"""The same of a `GraphLM` with all of its parts; a context has a 6-gram, which can be recalled."""
 LAYERS = 4
 """Blocks of a preset that are compared, as all of them are alike."""
 LR = 2.0
@@ -88,28 +103,40 @@ class Subject:
     part: str = "model"
     """What of it: `layers`, `model` for causality and determinism besides, or `update`."""
 
-    def build(self) -> ByteLM:
-        """Make the model, with scales that differ from group to group."""
-        generator = torch.Generator(self.device).manual_seed(1)
+    @property
+    def of_graph(self) -> bool:
+        """Whether it is a `GraphLM`."""
+        return isinstance(self.config, GraphConfig)
+
+    def build(self) -> LanguageModel:
+        """Make the model, with scales that differ from group to group, and memories that hold some.
+
+        It is the same on every device: all is drawn on the CPU.
+        """
+        generator = torch.Generator().manual_seed(1)
         with torch.device(self.device):
-            model = ByteLM(self.config, self.dtype)
+            model = build_model(self.config, self.dtype)
+        for tensor in model.weights().values():
+            tensor.spread = INIT_SPREAD  # of tables too: rows of zeros would hide a lot
         with use_backend("torch"):
             model.initialise(0)
         for tensor in model.weights().values():
             for digits, spread in ((tensor.exponent, 2), (tensor.scales[1], 128)):
                 if digits is not None:
-                    like = {"generator": generator, "device": self.device, "dtype": torch.int8}
-                    digits += torch.randint(spread, digits.shape, **like)
+                    like = {"generator": generator, "dtype": torch.int8}
+                    digits += torch.randint(spread, digits.shape, **like).to(self.device)
                     digits.clamp_(max=127)
             if tensor.scales[1] is not None:
                 tensor.fraction.bitwise_and_(127)
+        if self.of_graph:
+            fill_memories(model, math.prod(self.config.codes))
         return model
 
     def bytes(self) -> tuple[Tensor, Tensor]:
         """Draw (B, T) inputs and targets."""
-        generator = torch.Generator(self.device).manual_seed(2)
+        generator = torch.Generator().manual_seed(2)
         shape = (self.batch, self.config.ctx + 1)
-        ids = torch.randint(VOCABULARY, shape, generator=generator, device=self.device)
+        ids = torch.randint(VOCABULARY, shape, generator=generator).to(self.device)
         return ids[:, :-1], ids[:, 1:]
 
     def result(
@@ -176,7 +203,7 @@ def _check(_name: str, _backend: str, subject: Subject) -> list[ParityResult]:
     with deterministic(), poisoned(warn_only=False):
         if subject.part == "update":
             return list(_votes(subject) if subject.config.rule == "votes" else _update(subject))
-        results = list(_layers(subject))
+        results = list(_whole(subject) if subject.of_graph else _layers(subject))
         if subject.part == "model":
             results += [*_causality(subject), *_determinism(subject)]
         return results
@@ -208,7 +235,7 @@ def _subjects(
             if backend == "triton":
                 for name, config in PRESETS.items():
                     if isinstance(config, GraphConfig):
-                        continue  # tests compare each of its parts with a reference
+                        continue  # a small one stands for them, below
                     fewer = replace(config, layers=min(config.layers, LAYERS))
                     yield Subject(name, fewer, 1, *place)
             # few rows go through the fused products, many do not
@@ -217,6 +244,13 @@ def _subjects(
                     config = replace(RAGGED, scale_type=scale_type)
                     part = "layers" if index else "model"
                     yield Subject(f"ragged {scale_type} batch {batch}", config, batch, *place, part)
+        # in float32 alone: in bf16 another expert or code may be chosen, and all else follows
+        interpreted = backend == "interpreter"  # 10 s each
+        for index, scale_type in enumerate([*group_sizes][: 2 if interpreted else None]):
+            config = replace(RAGGED_GRAPH, scale_type=scale_type)
+            part = "layers" if index or interpreted else "model"
+            place = (torch.float32, device, backend, part)
+            yield Subject(f"graph {scale_type}", config, 2, *place)
         for name, rule in RULES.items():
             for direction in DIRECTIONS if rule.direction else (None,):
                 config = replace(RAGGED, rule=name, direction=direction)
@@ -224,12 +258,45 @@ def _subjects(
                 yield Subject(title, config, 1, torch.float32, device, backend, "update")
 
 
-def trace(subject: Subject, model: ByteLM) -> tuple[list[Tensor], dict[str, Tensor], Tensor]:
-    """Run the real model forward and backward.
+def fill_memories(part: nn.Module, codes: int) -> None:
+    """Put random integers in a graph of so many codes, the balance of experts and n-grams."""
+    generator = torch.Generator().manual_seed(1)
+    for name, buffer in part.named_buffers():
+        kind = name.rpartition(".")[2]
+        low, high = {
+            "source": (0, codes // len(buffer)), "target": (0, codes), "sign": (-127, 128),
+            "score": (0, 128), "symbol": (-128, 128), "strength": (0, 128), "balance": (-3, 4),
+        }.get(kind, (0, 0))  # fmt: skip
+        if high:
+            drawn = torch.randint(low, high, buffer.shape, generator=generator)
+            if kind == "source":  # a code of the bucket
+                drawn = drawn * len(buffer) + torch.arange(len(buffer))[:, None]
+            buffer.copy_(drawn)
+
+
+def dense_gradient(
+    tensor: TernaryTensor, grad: Tensor, where: range | TouchedRows | None = None
+) -> Tensor:
+    """Put a gradient that a sink was handed where it belongs in (N, K) zeros."""
+    if where is None:
+        return grad
+    dense = grad.new_zeros(tensor.out_features, tensor.in_features)
+    if isinstance(where, TouchedRows):
+        count = int(where.count)
+        dense[where.rows[:count]] = grad[:count]
+    else:
+        dense.view(tensor.matrices, -1, tensor.in_features)[where.start : where.stop] = grad
+    return dense
+
+
+def trace(
+    subject: Subject, model: LanguageModel
+) -> tuple[list[Tensor], dict[str, Tensor], dict[str, Tensor]]:
+    """Run the real model forward, and backward from the sum of its losses.
 
     Returns:
         The outputs of the embedding, the blocks and the head, which have their gradients in `grad`;
-        the gradients of the weights by name; and the loss.
+        the gradients of the weights, and the losses, by name.
     """
     outputs: list[Tensor] = []
     gradients: dict[str, Tensor] = {}
@@ -238,21 +305,25 @@ def trace(subject: Subject, model: ByteLM) -> tuple[list[Tensor], dict[str, Tens
         output.retain_grad()
         outputs.append(output)
 
+    def add(tensor: TernaryTensor, *handed) -> None:
+        name, dense = names[id(tensor)], dense_gradient(tensor, *handed)
+        gradients[name] = gradients[name] + dense if name in gradients else dense
+
     names = {id(tensor): name for name, tensor in model.weights().items()}
     for tensor in model.weights().values():
-        tensor.sink = lambda tensor, grad: gradients.update({names[id(tensor)]: grad})
+        tensor.sink = add
     for part in (model.embedding, *model.blocks, model.head):
         part.register_forward_hook(keep)
     with use_backend(subject.backend):
-        loss = model.loss(*subject.bytes())
-        loss.backward()
-    return outputs, gradients, loss.detach()
+        losses = model.losses(*subject.bytes())
+        sum(losses.values()).backward()
+    return outputs, gradients, {name: loss.detach() for name, loss in losses.items()}
 
 
 def _layers(subject: Subject) -> Iterator[ParityResult]:
     """Compare outputs and gradients layer by layer, then logits and loss from the bytes on."""
     model, gate = subject.build(), subject.gate
-    (ids, targets), (outputs, gradients, loss) = subject.bytes(), trace(subject, model)
+    (ids, targets), (outputs, gradients, losses) = subject.bytes(), trace(subject, model)
     reached, source, before = ids, ids, None
     for (name, weights, run), got in zip(reference_layers(model), outputs, strict=True):
         wanted = run(source, weights)
@@ -271,12 +342,33 @@ def _layers(subject: Subject) -> Iterator[ParityResult]:
         loose = replace(gate, relative=10 * gate.relative)
         yield subject.result("end to end", "logits", outputs[-1], reached, loose)
         wanted = reference_loss(reached, targets)
-        yield subject.result("end to end", "loss", loss, wanted, loose)
+        yield subject.result("end to end", "loss", losses["text"], wanted, loose)
+
+
+def _whole(subject: Subject) -> Iterator[ParityResult]:
+    """Compare a `GraphLM` from the bytes on: logits, losses, and the gradient of every weight."""
+    model, gate = subject.build(), subject.gate
+    reason = "float32 sums over the whole depth of the model"
+    gate = replace(gate, relative=10 * gate.relative, reason=reason)
+    (ids, targets), (outputs, gradients, losses) = subject.bytes(), trace(subject, model)
+    tensors = model.weights()
+    weights = {name: reference_weight(tensor) for name, tensor in tensors.items()}
+    leaves = {name: w.requires_grad_() for name, w in weights.items() if not tensors[name].frozen}
+    named = {name.removesuffix(".weight"): weight for name, weight in weights.items()}
+    logits, shares = reference_graph_lm(named, model, ids)
+    wanted = {"text": reference_loss(logits, targets), "ponder": reference_ponder(shares)}
+    yield subject.result("end to end", "logits", outputs[-1], logits, gate)
+    for name, loss in wanted.items():
+        yield subject.result("end to end", f"{name} loss", losses[name], loss, gate)
+    grads = torch.autograd.grad(sum(wanted.values()), [*leaves.values()])
+    for name, grad in zip(leaves, grads, strict=True):
+        yield subject.result("whole gradient", name, gradients[name], grad, gate)
 
 
 @torch.no_grad()
 def _causality(subject: Subject) -> Iterator[ParityResult]:
     model, (ids, _) = subject.build(), subject.bytes()
+    gate = subject.gate if subject.of_graph else EXACT
     with use_backend(subject.backend):
         logits = model(ids)
         for position in (ids.shape[1] // 2, ids.shape[1] - 1):
@@ -284,7 +376,7 @@ def _causality(subject: Subject) -> Iterator[ParityResult]:
             other[:, position] = (other[:, position] + 100) % VOCABULARY
             changed = model(other)
             same = changed[:, :position], logits[:, :position]
-            yield subject.result("causality", f"before byte {position}", *same, EXACT)
+            yield subject.result("causality", f"before byte {position}", *same, gate)
             moved = (changed != logits)[:, position].any(dim=-1)
             wanted = torch.ones_like(moved)
             yield subject.result("causality", f"at byte {position}", moved, wanted, EXACT)
@@ -299,9 +391,11 @@ def _determinism(subject: Subject) -> Iterator[ParityResult]:
             tensor.sink = updater
         updater.begin(0, LR)
         with use_backend(subject.backend):
-            loss = model.loss(*subject.bytes())
-            loss.backward()
-        runs.append([loss.detach(), *model.state_dict().values()])
+            losses = model.losses(*subject.bytes())
+            sum(losses.values()).backward()
+            model.after_step()
+        losses = [loss.detach() for loss in losses.values()]
+        runs.append([*losses, *model.state_dict().values()])
     differing = torch.stack([(a != b).sum() for a, b in zip(*runs, strict=True)])
     zeros = torch.zeros_like(differing)
     yield subject.result("determinism", "loss and state", differing, zeros, EXACT)

@@ -7,7 +7,7 @@ import torch
 
 from arbcli import parity
 from arbcli.model.config import PRESETS
-from arbcli.parity import CHECKS, RAGGED, Subject, check_parity, matrix_shapes
+from arbcli.parity import CHECKS, RAGGED, RAGGED_GRAPH, Subject, check_parity, matrix_shapes
 
 
 def failed(results):
@@ -34,6 +34,40 @@ def test_layers_agree_with_the_reference_in_the_kernels(device):
     assert not failed(results)
     # embedding, qkv, output, gate-up, down, head; and the inputs of the block and of the head
     assert sum(result.check == "gradient" for result in results) == 8
+
+
+def test_graph_model_agrees_with_the_reference_on_the_torch_backend(of_torch):
+    for scale_type, bits in (("T32", (4, 1)), ("T6", (0, 0))):
+        results = [r for r in of_torch if r.model == f"graph {scale_type} fp32"]
+        counts = {check: sum(r.check == check for r in results) for check in CHECKS}
+        assert counts["end to end"] == 3
+        assert counts["whole gradient"] == len(gradients_of_graph())
+        assert (counts["causality"], counts["determinism"]) == bits
+
+
+def gradients_of_graph() -> list[str]:
+    weights = graph_subject("torch").build().weights()
+    return [name for name, tensor in weights.items() if not tensor.frozen]
+
+
+def graph_subject(backend, device="cpu", part="layers") -> Subject:
+    config = replace(RAGGED_GRAPH, scale_type="T6")
+    return Subject("graph", config, 2, torch.float32, torch.device(device), backend, part)
+
+
+def test_graph_model_agrees_with_the_reference_in_the_kernels(device):
+    backend = "triton" if device.type == "cuda" else "interpreter"
+    results = parity._check("", "", graph_subject(backend, device))
+    assert not failed(results)
+
+
+def test_graph_subject_uses_every_part():
+    """No gradient is nothing: text is recalled, edges carry, and every iteration has a share."""
+    model = graph_subject("torch").build()
+    _, gradients, losses = parity.trace(graph_subject("torch"), model)
+    assert sorted(gradients) == sorted(gradients_of_graph())
+    assert all(grad.norm() > 0 for grad in gradients.values())
+    assert set(losses) == {"text", "ponder"}
 
 
 @pytest.mark.gpu

@@ -17,7 +17,7 @@ from arbcli import checkpoint, parity
 from arbcli.errors import ArbError
 from arbcli.kernels import verify
 from arbcli.kernels.spec import KernelSpec
-from arbcli.parity import RAGGED, Subject
+from arbcli.parity import RAGGED, RAGGED_GRAPH, Subject
 
 pytestmark = pytest.mark.skipif(
     torch.cuda.is_available(), reason="compiled kernels refuse globals that change"
@@ -478,6 +478,69 @@ FAULTS = [
         "state = (weight.trits, weight.exponent, None, weight.in_features, weight.group_size)\n"
         "            grad_x", "model: gradient",
     ),
+    # the graph model
+    Fault(
+        "weights of experts forgotten", "model.experts",
+        "expert_combine(values, routing.positions, gates)",
+        "expert_combine(values, routing.positions, None)", "graph: end to end",
+    ),
+    Fault(
+        "balance weighs", "model.experts", "torch.softmax(scores.gather(1, chosen), dim=1)",
+        "torch.softmax((scores + self.balance * BALANCE_UNIT).gather(1, chosen), dim=1)",
+        "graph: end to end",
+    ),
+    Fault(
+        "gradient of one slot only", "model.experts", "expert_combine(grad, ctx.positions, None)",
+        "expert_combine(grad, ctx.positions[:, :1], None)", "graph: whole gradient",
+    ),
+    Fault(
+        "experts forget the earlier uses", "model.experts", "grads = grouped_grad_w(grad_y, x,",
+        "grads = grouped_grad_w(grad_y, sources[0][0].repeat(len(sources), 1),",
+        "graph: whole gradient",
+    ),
+    Fault(
+        "edges without a sign", "model.edges", "self.sign[bucket].float() * score",
+        "self.sign[bucket].abs().float() * score", "graph: end to end",
+    ),
+    Fault(
+        "edges of other codes", "model.edges",
+        "(self.source[bucket] == codes[:, None]) & (score > 0)\n        weights",
+        "score > 0\n        weights", "graph: end to end",
+    ),
+    Fault(
+        "code stays where it is", "model.moe_graph", "torch.where(on >= 0, on, codes)", "codes",
+        "graph: end to end",
+    ),
+    Fault(
+        "confidence without a gradient", "model.moe_graph",
+        "found.confidence - found.confidence.detach()", "0 * found.confidence",
+        "graph: whole gradient",
+    ),
+    Fault(
+        "ponder cost summed", "model.moe_graph", ".sum(dim=0).mean()", ".sum(dim=0).sum()",
+        "graph: end to end",
+    ),
+    Fault(
+        "pairs with the halves exchanged", "model.codebook", "return best, i * right.shape[1] + j",
+        "return best, j * left.shape[1] + i", "graph: end to end",
+    ),
+    Fault(
+        "table's gradient to the next row", "model.table", "self.sink(self, grad, touched)",
+        "self.sink(self, grad, touched._replace(rows=touched.rows - 1))",
+        "graph: whole gradient",
+    ),
+    Fault(
+        "strength of a memory linear", "model.memgram", "strength.sqrt().to(dtype)",
+        "strength.to(dtype)", "graph: end to end",
+    ),
+    Fault(
+        "n-grams of the next byte", "model.sequencer", "functional.pad(ids, (back, 0), value=-1)",
+        "functional.pad(ids.roll(-1, 1), (back, 0), value=-1)", "graph: causality",
+    ),
+    Fault(
+        "latent attention sees later bytes", "model.latent_attention", "is_causal=mask is None",
+        "is_causal=False", "graph: causality",
+    ),
     # checkpoint
     Fault(
         "altered tensors accepted", "checkpoint", '== metadata["digests"][name], f"`{name}` was',
@@ -533,6 +596,9 @@ def failures(check: str, folder: Path) -> list:
         results = parity._rotary(CPU)
     elif kind == "model:":
         model = Subject("ragged", RAGGED, 2, torch.float32, CPU, "torch")
+        results = [r for r in parity._check("", "", model) if r.check == rest]
+    elif kind == "graph:":
+        model = Subject("graph", RAGGED_GRAPH, 2, torch.float32, CPU, "torch")
         results = [r for r in parity._check("", "", model) if r.check == rest]
     elif kind == "update":
         rule, direction = rest.split()

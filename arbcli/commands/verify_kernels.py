@@ -183,7 +183,17 @@ def _left_out(
         yield "the fixed cases, and the whole model: random cases were asked for"
     else:
         yield "blocks of a preset after its fourth: all are alike"
-        yield "causality and determinism of the ragged model in more than one scale type"
+        yield "causality and determinism of the ragged models in more than one scale type"
+        yield "the graph model at the sizes of its presets: a small one stands for them"
+        yield (
+            "the graph model in bf16 against float64: another expert or code may be chosen there,"
+            " and all else follows"
+        )
+        if "interpreter" in backends:
+            yield (
+                "causality and determinism of the graph model in the interpreter, and more than two"
+                " scale types: they take minutes"
+            )
     if missing:
         yield f"scale types {', '.join(missing)}: `--all-tscale-types` was not given"
     if targets:

@@ -2,9 +2,10 @@
 
 import pytest
 import torch
-from graph_parts import assert_same, codebook, graph_config, initialised, normal
+from graph_parts import assert_same, graph_config, initialised, normal
 
 from arbcli.model.codebook import Codebook, best_pairs
+from arbcli.model.graph_reference import codebook
 
 HALVES, WIDTH, HEADS, TOP_K = (4, 8), 12, 3, 3
 

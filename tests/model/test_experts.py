@@ -6,7 +6,6 @@ from graph_parts import (
     CLOSE,
     assert_same,
     decoded,
-    experts,
     fill_memories,
     graph_config,
     initialised,
@@ -16,6 +15,7 @@ from graph_parts import (
 from arbcli.kernels.packing import pack_trits
 from arbcli.model import experts as experts_module
 from arbcli.model.experts import MOST_BALANCE, Experts, ExpertWeight, Gate, route
+from arbcli.model.graph_reference import experts
 
 CONFIG = graph_config()
 POSITIONS = 7

@@ -2,18 +2,10 @@
 
 import pytest
 import torch
-from graph_parts import (
-    CLOSE,
-    assert_same,
-    attention,
-    decoded,
-    graph_config,
-    initialised,
-    normal,
-    text,
-)
+from graph_parts import CLOSE, assert_same, decoded, graph_config, initialised, normal, text
 from torch import nn
 
+from arbcli.model.graph_reference import attention, norm
 from arbcli.model.latent_attention import LatentAttention, LatentCache
 from arbcli.model.layers import TernaryRMSNorm
 
@@ -43,7 +35,7 @@ class Normalised(nn.Module):
 def reference(config=CONFIG, window=LENGTH):
     def run(w, x):
         own = {name.removeprefix("attention."): weight for name, weight in w.items()}
-        return attention(own, x, config, window)
+        return attention(own, norm(x, w["before"]), config, window)
 
     return run
 

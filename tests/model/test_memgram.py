@@ -2,17 +2,9 @@
 
 import pytest
 import torch
-from graph_parts import (
-    assert_same,
-    fill_memories,
-    graph_config,
-    initialised,
-    memgram,
-    ngram_row,
-    ngrams,
-    text,
-)
+from graph_parts import assert_same, fill_memories, graph_config, initialised, text
 
+from arbcli.model.graph_reference import memgram, ngram_row, ngrams
 from arbcli.model.memgram import MOST, ORDER, MemGram
 
 LONG = 14

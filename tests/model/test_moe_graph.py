@@ -5,18 +5,11 @@ from itertools import pairwise
 
 import pytest
 import torch
-from graph_parts import (
-    assert_same,
-    fill_memories,
-    graph_config,
-    initialised,
-    moe_graph,
-    normal,
-    under,
-)
+from graph_parts import assert_same, fill_memories, graph_config, initialised, normal
 from torch import nn
 
 from arbcli.model.codebook import Codebook, Found
+from arbcli.model.graph_reference import moe_graph, under
 from arbcli.model.moe_graph import HALT_AT, HALT_PRIOR, Iterated, MoEGraph
 
 CODES = 32

@@ -4,17 +4,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from graph_parts import (
-    assert_same,
-    graph_config,
-    initialised,
-    ngram_row,
-    ngrams,
-    sequencer,
-    text,
-)
+from graph_parts import assert_same, graph_config, initialised, text
 from torch.nn import functional
 
+from arbcli.model.graph_reference import ngram_row, ngrams, sequencer
 from arbcli.model.sequencer import HISTORY, ORDERS, TextSequencer, ngram_ids
 
 
