@@ -221,15 +221,9 @@ def _graph_matrices(config: GraphConfig) -> list[tuple[str, int, int, int]]:
             (f"{path}sub_norm", count if config.sub_norms else 0, 1, ffn),
             (f"{path}output", count, dim, ffn),
         ]
-    for name, on, halves, width, heads in (
-        ("codebook", config.codebook, config.codes, config.code_dim, config.code_heads),
-        (
-            "knowledge", config.knowledge_codebook, config.knowledge, config.knowledge_dim,
-            config.knowledge_heads,
-        ),
-    ):  # fmt: skip
+    for name, (halves, width, heads) in config.codebooks.items():
         matrices += [
-            (f"{name}.{part}", int(on), rows, columns)
+            (f"{name}.{part}", 1, rows, columns)
             for part, rows, columns in (
                 ("norm", 1, dim),
                 ("query", heads * 2 * config.key_dim, dim),
@@ -268,7 +262,7 @@ def _graph_matrices(config: GraphConfig) -> list[tuple[str, int, int, int]]:
             ("moe_graph.message", 1, dim, config.code_dim),
         ]
     if config.router:
-        streams = 2 + config.codebook + config.knowledge_codebook
+        streams = 2 + len(config.codebooks)
         matrices += [("router.norm", 1, 1, dim), ("router.scores", 1, streams, dim)]
     return [*matrices, ("norm", 1, 1, dim), ("head", 1, VOCABULARY, dim)]
 

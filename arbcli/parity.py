@@ -24,7 +24,7 @@ from arbcli.model.build import build_model
 from arbcli.model.config import DIRECTIONS, PRESETS, RULES, VOCABULARY, GraphConfig, ModelConfig
 from arbcli.model.graph_reference import reference_graph_lm, reference_ponder
 from arbcli.model.language_model import LanguageModel
-from arbcli.model.layers import rotary_table
+from arbcli.model.layers import rotary_table, rotate
 from arbcli.model.reference import (
     reference_direction,
     reference_layers,
@@ -36,7 +36,6 @@ from arbcli.model.reference import (
     state_values,
 )
 from arbcli.model.ternary import INIT_SPREAD, TernaryTensor
-from arbcli.model.twins import rotate
 from arbcli.model.update import Updater
 
 CHECKS = {

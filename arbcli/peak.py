@@ -230,13 +230,8 @@ def _graph_moments(step: _Step) -> Iterator[_Moment]:
     stream = a * dim
     books = [
         (name, halves[0] * halves[1], width, of)
-        for name, on, halves, width, of in (
-            ("codebook", config.codebook, config.codes, config.code_dim, config.code_heads),
-            ("knowledge", config.knowledge_codebook, config.knowledge, config.knowledge_dim,
-             config.knowledge_heads),
-        )
-        if on
-    ]  # fmt: skip
+        for name, (halves, width, of) in config.codebooks.items()
+    ]
     iterates = config.moe or config.graph
 
     # ids and targets; n-grams, their weights and their sum; what is remembered, and seen

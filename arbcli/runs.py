@@ -39,8 +39,7 @@ from arbcli.device import (
 )
 from arbcli.errors import ArbError
 from arbcli.generation import Sampling, generate
-from arbcli.model.build import build_model
-from arbcli.model.build import config_from as model_config_from
+from arbcli.model.build import build_model, model_config_from
 from arbcli.model.config import RULES, GraphConfig
 from arbcli.model.config import preset as model_preset
 from arbcli.model.language_model import LanguageModel

@@ -12,8 +12,7 @@ from arbcli.checkpoint import Checkpoint, check_layout
 from arbcli.data import Texts, batch, digest, evaluation_batches
 from arbcli.errors import ArbError
 from arbcli.kernels.backend import use_backend
-from arbcli.model.build import build_model
-from arbcli.model.build import config_from as model_config_from
+from arbcli.model.build import build_model, model_config_from
 from arbcli.model.config import ModelConfig
 from arbcli.model.language_model import LOSS_WEIGHTS
 from arbcli.model.optimizer import FloatOptimizer
@@ -106,9 +105,9 @@ def schedule(step: int, steps: int, warmup: int) -> float:
 
 
 def minimised(parts: dict[str, Tensor]) -> Tensor:
-    """Add up the parts of a loss, each times its weight."""
-    first, *others = (LOSS_WEIGHTS[name] * part for name, part in parts.items())
-    return sum(others, first) if len(parts) > 1 else parts["text"]
+    """Add the other parts of a loss, each times its weight, to that of the text."""
+    others = (LOSS_WEIGHTS[name] * part for name, part in parts.items() if name != "text")
+    return sum(others, parts["text"])
 
 
 def text_digest(texts: Texts) -> str:

@@ -473,10 +473,9 @@ FAULTS = [
     ),
     Fault(
         "grad_x from the exponents alone", "model.layers",
-        "state = (weight.trits, *weight.scales, weight.in_features, weight.group_size)\n"
-        "            grad_x",
-        "state = (weight.trits, weight.exponent, None, weight.in_features, weight.group_size)\n"
-        "            grad_x", "model: gradient",
+        "grad_x(grad_y, *weight.packed)",
+        "grad_x(grad_y, weight.trits, weight.exponent, None, *weight.packed[3:])",
+        "model: gradient",
     ),
     # the graph model
     Fault(

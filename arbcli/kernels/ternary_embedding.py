@@ -176,7 +176,7 @@ def embedding_rows(
     Raises:
         ValueError: a dtype or a shape does not fit.
     """
-    _check_ids(ids)
+    check_ids(ids)
     check_packed(packed, embedding_dim)
     check_scales(packed, exponent, fraction, embedding_dim, group_size)
     run = _embedding_rows_triton if uses_triton(packed) else _embedding_rows_torch
@@ -197,7 +197,7 @@ def embedding_grad(grad_y: Tensor, ids: Tensor, num_embeddings: int) -> Tensor:
     Raises:
         ValueError: a dtype or a shape does not fit.
     """
-    _check_ids(ids)
+    check_ids(ids)
     if grad_y.dtype not in (torch.float32, torch.bfloat16) or grad_y.dim() != 2:
         got = f"{grad_y.dtype} of shape {tuple(grad_y.shape)}"
         raise ValueError(f"need a float32 or bfloat16 matrix, got {got}")
@@ -207,7 +207,8 @@ def embedding_grad(grad_y: Tensor, ids: Tensor, num_embeddings: int) -> Tensor:
     return run(grad_y, ids, num_embeddings)
 
 
-def _check_ids(ids: Tensor) -> None:
+def check_ids(ids: Tensor) -> None:
+    """Refuse what is no vector of int64 ids."""
     if ids.dtype != torch.int64 or ids.dim() != 1:
         raise ValueError(f"need a vector of int64 ids, got {ids.dtype} {tuple(ids.shape)}")
 

@@ -30,6 +30,7 @@ from arbcli.kernels.decode_weight import (
 )
 from arbcli.kernels.packing import check_packed, trit_positions
 from arbcli.kernels.spec import Case, Gate, KernelSpec, Timing
+from arbcli.kernels.ternary_embedding import check_ids
 
 FEW = 8
 """Slots of a row up to which they are added one by one, many rows at a time."""
@@ -478,8 +479,7 @@ def touched_rows(ids: Tensor, num_rows: int) -> TouchedRows:
     Raises:
         ValueError: `ids` is not a vector of int64.
     """
-    if ids.dtype != torch.int64 or ids.dim() != 1:
-        raise ValueError(f"need a vector of int64 ids, got {ids.dtype} {tuple(ids.shape)}")
+    check_ids(ids)
     inside = (ids >= 0) & (ids < num_rows)
     keys = ids.masked_fill(~inside, num_rows)
     # half the bits are half the work of a sort

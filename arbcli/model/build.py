@@ -19,7 +19,7 @@ def build_model(
     return kind(config, compute_dtype, recompute=recompute)
 
 
-def config_from(values: dict[str, Any]) -> ModelConfig:
+def model_config_from(values: dict[str, Any]) -> ModelConfig:
     """Rebuild a configuration from its fields, as JSON holds them.
 
     Raises:

@@ -214,6 +214,16 @@ class GraphConfig(ModelConfig):
                 hint="add `--no-graph`",
             )
 
+    @property
+    def codebooks(self) -> dict[str, tuple[tuple[int, int], int, int]]:
+        """Half keys, width of a row and heads of each codebook that there is, by its name."""
+        found = {}
+        if self.codebook:
+            found["codebook"] = (self.codes, self.code_dim, self.code_heads)
+        if self.knowledge_codebook:
+            found["knowledge"] = (self.knowledge, self.knowledge_dim, self.knowledge_heads)
+        return found
+
 
 def preset(name: str, **overrides: object) -> ModelConfig:
     """Build the configuration called `name`, with the overrides that are not None.

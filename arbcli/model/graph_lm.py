@@ -85,16 +85,10 @@ class GraphLM(LanguageModel):
         self.sequencer = TextSequencer(config) if config.sequencer else None
         self.memgram = MemGram(config) if config.memgram else None
         self.blocks = nn.ModuleList(LatentBlock(config) for _ in range(config.layers))
-        self.codebook = self.knowledge = None
-        if config.codebook:
-            self.codebook = Codebook(config.codes, config.code_dim, config.code_heads, config)
-        if config.knowledge_codebook:
-            self.knowledge = Codebook(
-                config.knowledge, config.knowledge_dim, config.knowledge_heads, config
-            )
+        books = {name: Codebook(*shape, config) for name, shape in config.codebooks.items()}
+        self.codebook, self.knowledge = books.get("codebook"), books.get("knowledge")
         self.moe_graph = MoEGraph(config) if config.moe or config.graph else None
-        streams = 2 + config.codebook + config.knowledge_codebook
-        self.router = Router(streams, config) if config.router else None
+        self.router = Router(2 + len(config.codebooks), config) if config.router else None
         self.byte_norm = TernaryRMSNorm(config.dim, config)
         self.byte_mlp = MLP(config, config.head_ffn)
         self.norm = TernaryRMSNorm(config.dim, config)

@@ -13,8 +13,8 @@ from arbcli.model.layers import StreamedTensor, TernaryRMSNorm
 from arbcli.model.ternary import TernaryTensor
 from arbcli.model.twins import FloatWeight
 
-LOSS_WEIGHTS = {"text": 1.0, "ponder": 0.01}
-"""What each part of a loss counts in what is minimised."""
+LOSS_WEIGHTS = {"ponder": 0.01}
+"""What each part of a loss counts in what is minimised, the text's being 1."""
 
 
 class LanguageModel(nn.Module):

@@ -13,18 +13,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from arbcli.model.config import GraphConfig
-from arbcli.model.layers import NORM_EPS, TernaryLinear, TernaryRMSNorm, rotary_table
+from arbcli.model.layers import NORM_EPS, TernaryLinear, TernaryRMSNorm, rotary_table, rotate
 
 SHARPNESS = 2.0
 """What scores are multiplied by: only a part of a normalised key tells its position, and with 1 no
 position can stand out enough."""
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn pairs (i, i + d / 2) of (B, T, H, d) by the angles of their positions, (T, d / 2)."""
-    first, second = x.float().chunk(2, dim=-1)
-    cos, sin = cos[:, None], sin[:, None]
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
 
 
 class LatentAttention(nn.Module):
@@ -49,9 +42,11 @@ class LatentAttention(nn.Module):
         batch, length, dim = x.shape
         q, c = self.query_down(x, norm).split((dim, self.latent + self.rotary), dim=-1)
         table = past.angles if past else rotary_table(length, self.rotary, x.device)
+        angles = [part[:, None] for part in table]  # for (T, heads, rotary)
         q = q.view(batch, length, self.heads, self.head_dim)
-        q = torch.cat((q[..., : self.still], rotate(q[..., self.still :], *table)), dim=-1)
-        turned = rotate(c[..., None, self.latent :], *table)  # (B, T, 1, rotary)
+        turned = rotate(q[..., self.still :], *angles).to(x.dtype)
+        q = torch.cat((q[..., : self.still], turned), dim=-1)
+        turned = rotate(c[..., None, self.latent :], *angles).to(x.dtype)  # (B, T, 1, rotary)
         if past is None:
             mask = None
         else:

@@ -41,6 +41,12 @@ def rotary_table(length: int, head_dim: int, device: torch.device) -> tuple[Tens
     return angle.cos(), angle.sin()
 
 
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turn the two halves of (..., d) by angles that fit them; differentiable, in float32."""
+    first, second = x.float().chunk(2, dim=-1)
+    return torch.cat([first * cos - second * sin, first * sin + second * cos], dim=-1)
+
+
 class StreamedTensor(TernaryTensor):
     """A packed tensor whose gradient is formed in the backward of its last use, and handed on.
 
@@ -122,8 +128,7 @@ class _Linear(Function):
         (source,) = ctx.saved_tensors
         weight, before, grad_x = ctx.weight, ctx.before, None
         if ctx.needs_input_grad[0]:
-            state = (weight.trits, *weight.scales, weight.in_features, weight.group_size)
-            grad_x = ternary_matmul_grad_x(grad_y, *state)
+            grad_x = ternary_matmul_grad_x(grad_y, *weight.packed)
             if before:
                 grad_x, source = before.backward(grad_x, source)
         elif before:
@@ -139,8 +144,7 @@ class _Embedding(Function):
     def forward(ctx, ids: Tensor, anchor: Tensor, weight: EmbeddingWeight, dtype) -> Tensor:
         ctx.weight = weight
         ctx.save_for_backward(ids)
-        state = (weight.trits, *weight.scales, weight.in_features, weight.group_size)
-        return embedding_rows(ids, *state, dtype)
+        return embedding_rows(ids, *weight.packed, dtype)
 
     @staticmethod
     def backward(ctx, grad_y: Tensor):

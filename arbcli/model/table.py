@@ -55,7 +55,7 @@ class TableWeight(StreamedTensor):
 
     def alive(self) -> float:
         """Find the share of rows that any step has changed; waits for the device."""
-        return float((self.usage > 0).float().mean())
+        return int(self.usage.count_nonzero()) / self.out_features
 
 
 class _WeightedRows(Function):
@@ -65,16 +65,14 @@ class _WeightedRows(Function):
     def forward(ctx, ids: Tensor, weights: Tensor, _anchor: Tensor, table: TableWeight, dtype):
         ctx.table = table
         ctx.save_for_backward(ids, weights)
-        state = (table.trits, *table.scales, table.in_features, table.group_size)
-        return weighted_rows(ids, weights, *state, dtype)
+        return weighted_rows(ids, weights, *table.packed, dtype)
 
     @staticmethod
     def backward(ctx, grad_y: Tensor):
         ids, weights = ctx.saved_tensors
         table, grad_weights = ctx.table, None
         if ctx.needs_input_grad[1]:
-            state = (table.trits, *table.scales, table.in_features, table.group_size)
-            grad_weights = weighted_rows_grad_weights(grad_y, ids, *state)
+            grad_weights = weighted_rows_grad_weights(grad_y, ids, *table.packed)
         table.collect((ids, weights), grad_y)
         return None, grad_weights, None, None, None
 

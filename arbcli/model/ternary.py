@@ -92,15 +92,21 @@ class TernaryTensor(nn.Module):
         """The exponent and the fraction of the scales; None where the rule has no fraction."""
         return self.exponent, getattr(self, "fraction", None)
 
+    @property
+    def packed(self) -> tuple[Tensor, Tensor, Tensor | None, int, int]:
+        """What kernels read weights from: trits, both digits of the scales, K and G."""
+        return self.trits, *self.scales, self.in_features, self.group_size
+
     def weight(self, dtype: torch.dtype = torch.bfloat16) -> Tensor:
         """Decode the weights: (N, K), bfloat16 or the same values in float32."""
-        return decode_weight(self.trits, *self.scales, self.in_features, self.group_size, dtype)
+        return decode_weight(*self.packed, dtype)
 
     def matrix(self, index: int) -> "Matrix":
         """View one of the matrices."""
 
         def part(buffer: Tensor | None) -> Tensor | None:
-            return None if buffer is None else buffer.chunk(self.matrices)[index]
+            whole = buffer is None or self.matrices == 1
+            return buffer if whole else buffer.chunk(self.matrices)[index]
 
         return Matrix(*(part(getattr(self, name, None)) for name in Matrix._fields))
 
@@ -189,6 +195,11 @@ class Matrix(NamedTuple):
     scale_votes: Tensor | None
     row_statistic: Tensor | None
     column_statistic: Tensor | None
+
+    @property
+    def scales(self) -> tuple[Tensor, Tensor | None]:
+        """The exponent and the fraction of the scales."""
+        return self.exponent, self.fraction
 
 
 def _normal_cdf(x: float) -> float:

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from arbcli.model.config import ModelConfig
-from arbcli.model.layers import NORM_EPS, rotary_table
+from arbcli.model.layers import NORM_EPS, rotary_table, rotate
 
 
 class FloatWeight(nn.Module):
@@ -105,12 +105,6 @@ class FloatGate(FloatRMSNorm):
         gate, up = gate_up.chunk(2, dim=-1)
         product = functional.silu(gate) * up
         return super().forward(product) if self.normalise else product
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn the two halves of (..., T, d) by the angle of their position, in float32."""
-    first, second = x.float().chunk(2, dim=-1)
-    return torch.cat([first * cos - second * sin, first * sin + second * cos], dim=-1)
 
 
 class FloatRotaryNorm(nn.Module):

@@ -184,7 +184,8 @@ class Updater:
         """
         index = self._index[id(tensor)]
         if where is None:
-            self._update(tensor, grad, index, self._refused[index], self.first, self.last)
+            state = (tensor.matrix(0), grad, index, self._refused[index])
+            self._update(*state, self.first, self.last)
         elif isinstance(where, range):
             values = self._values(grad)
             for part, number in enumerate(where):
@@ -198,7 +199,7 @@ class Updater:
 
     def _update(
         self,
-        matrix: TernaryTensor | Matrix,
+        matrix: Matrix,
         grad: Tensor,
         index: int,
         refused: Tensor,
@@ -220,10 +221,9 @@ class Updater:
             values: of the direction, if they are known.
         """
         keys, rule = self.keys[index].unbind(), self.rule
-        scales = matrix.exponent, getattr(matrix, "fraction", None)
         limit = self.limit if share is None else self.row_limit
         statistics = gradient_statistics(
-            grad, matrix.trits, *scales, self.group_size,
+            grad, matrix.trits, *matrix.scales, self.group_size,
             factored=self.direction == "factored", signs=self.voting,
         )  # fmt: skip
         if share is not None:
@@ -231,9 +231,8 @@ class Updater:
                 slope_squares=statistics.slope_squares / share, columns=statistics.columns / share
             )
         gains = gradient_gains(
-            statistics, getattr(matrix, "row_statistic", None),
-            getattr(matrix, "column_statistic", None), keys[_ROW], keys[_COLUMN],
-            refused, self._nonfinite[index],
+            statistics, matrix.row_statistic, matrix.column_statistic,
+            keys[_ROW], keys[_COLUMN], refused, self._nonfinite[index],
         )  # fmt: skip
         if self.voting:
             cast_scale_votes(matrix.exponent, matrix.scale_votes, statistics.slope, gains.ok)
@@ -242,7 +241,7 @@ class Updater:
         values = self._values(grad) if values is None else values
         direction = self._direction(values, gains, share)
         slope = (statistics.slope, gains.slope)
-        step_scales(*scales, *slope, keys[_SCALE], *self.scale_gain, gains.ok)
+        step_scales(*matrix.scales, *slope, keys[_SCALE], *self.scale_gain, gains.ok)
         if not rule.moment_range:
             step_by_direction(
                 matrix.trits, matrix.remainder, *direction, keys[_TRIT], *self.carry_gain,

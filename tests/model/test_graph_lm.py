@@ -21,7 +21,7 @@ from graph_parts import (
 
 from arbcli.errors import ArbError
 from arbcli.memory import measure, predict
-from arbcli.model.build import build_model, config_from
+from arbcli.model.build import build_model, model_config_from
 from arbcli.model.config import DIRECTIONS, RULES, GraphConfig, preset
 from arbcli.model.graph_lm import ROUTER_BIAS, GraphLM
 from arbcli.model.lm import ByteLM
@@ -262,7 +262,7 @@ def test_gauges_are_shares():
 @pytest.mark.parametrize("name", ["arb-tiny", "arb-3b", "tiny"])
 def test_configuration_survives_json(name):
     config = preset(name)
-    again = config_from(json.loads(json.dumps(dataclasses.asdict(config))))
+    again = model_config_from(json.loads(json.dumps(dataclasses.asdict(config))))
     assert again == config
     assert type(again) is type(config)
     with torch.device("meta"):
