@@ -216,6 +216,7 @@ def predict_step(config: TrainConfig) -> PeakReport:
         compute_bytes=COMPUTE[config.compute].itemsize,
         device=torch.device(config.device).type,
         recompute=config.recompute,
+        fp8=config.compute == "fp8",
     )
 
 

@@ -49,6 +49,22 @@ def default_compute(device: torch.device) -> str:
     return "bf16" if torch.ops.mkldnn._is_mkldnn_bf16_supported() else "fp32"
 
 
+def check_compute(compute: str, device: torch.device) -> None:
+    """Refuse products in eight bits where the GPU has none; a CPU does them in float32.
+
+    Raises:
+        ArbError: it has none.
+    """
+    if compute == "fp8" and device.type == "cuda":
+        major, minor = torch.cuda.get_device_capability(device)
+        if (major, minor) < (8, 9):
+            raise ArbError(
+                f"`{torch.cuda.get_device_name(device)}` is sm_{major}{minor}, and `--compute fp8`"
+                " needs sm_89",
+                hint="use `--compute bf16`, or a GPU of 2022 or later",
+            )
+
+
 @contextmanager
 def deterministic() -> Iterator[None]:
     """Make torch's own operations give the same bits every time, as resuming needs.

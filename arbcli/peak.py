@@ -68,6 +68,15 @@ class _Step:
     a: int
     on_cpu: bool
     recompute: bool
+    fp8: bool
+
+    def propagate(self, outputs: int, inputs: int) -> int:
+        """Predict what a gradient is multiplied from in eight bits: it and the weight, rounded."""
+        if not self.fp8:
+            return 0
+        rounded = self.tokens * outputs + outputs * inputs
+        # the torch backend multiplies them in float32, then by the scales
+        return 5 * rounded + 8 * self.tokens * inputs if self.on_cpu else rounded
 
     def update(self, rows: int, columns: int, matrices: int = 1) -> int:
         """Predict the transient part of an update: the gradient, and what is made of it.
@@ -120,7 +129,8 @@ class _Step:
         inside = beside + tokens * a * (dim + 3 * ffn) + self.update(dim, ffn)
         yield _Moment(f"{name}.output", saved, inside)
         # gate and up are gone; gradients of the stream, of them and of the input; it normalised
-        inside = beside + tokens * a * 3 * dim + self.update(2 * ffn, dim)
+        inside = tokens * a * dim + self.update(2 * ffn, dim)
+        inside = beside + tokens * a * 2 * dim + max(inside, self.propagate(2 * ffn, dim))
         yield _Moment(f"{name}.gate_up", saved, inside)
 
     def output(self, saved: int, beside: int = 0) -> Iterator[_Moment]:
@@ -162,6 +172,7 @@ def predict_peak(
     compute_bytes: int = 2,
     device: str = "cuda",
     recompute: bool = False,
+    fp8: bool = False,
 ) -> PeakReport:
     """Predict the most memory that a training step holds at once.
 
@@ -171,9 +182,10 @@ def predict_peak(
         compute_bytes: of an activation: 2 or 4.
         device: `cuda` or `cpu`.
         recompute: whether only the blocks' inputs are kept, and one block's inside at a time.
+        fp8: whether products are computed in eight bits.
     """
     on_cpu = device == "cpu"
-    step = _Step(config, batch * config.ctx, compute_bytes, on_cpu, recompute)
+    step = _Step(config, batch * config.ctx, compute_bytes, on_cpu, recompute, fp8)
     moments: Callable[[_Step], Iterator[_Moment]]
     if isinstance(config, GraphConfig):
         moments, rotary = _graph_moments, config.rotary
@@ -216,7 +228,8 @@ def _dense_moments(step: _Step) -> Iterator[_Moment]:
     yield from step.mlp("mlp", saved, ffn, again)
     # only the input of the block is left, and normalised; gradients of the stream, of queries,
     # keys and values, and of the input
-    inside = again + tokens * (a * 7 * dim - block) + step.update(3 * dim, dim)
+    inside = tokens * a * dim + step.update(3 * dim, dim)
+    inside = max(inside, step.propagate(3 * dim, dim)) + again + tokens * (a * 6 * dim - block)
     yield _Moment("attention.qkv", saved, inside)
 
 

@@ -30,6 +30,7 @@ from arbcli.checkpoint import (
 )
 from arbcli.data import Texts, entropy, open_texts
 from arbcli.device import (
+    check_compute,
     default_compute,
     deterministic,
     explained_out_of_memory,
@@ -218,6 +219,7 @@ def new_config(
     own_lr = RULES[model.rule].lr if ternary else FLOAT_LR.get(twin, 1e-3)
     given.setdefault("lr", PRESET_LR.get((preset, model.direction), own_lr))
     given.setdefault("compute", default_compute(place))
+    check_compute(given["compute"], place)
     backend = resolve_backend(backend, place)
     for name in ("data", "val"):
         given[name] = tuple(str(entry) for entry in given.get(name, ()))
@@ -246,6 +248,7 @@ def resume(
     config = config_from(facts)
     place = resolve_device(device or config.device)
     backend = resolve_backend(backend or (None if device else config.backend), place)
+    check_compute(config.compute, place)
     config = dataclasses.replace(config, device=str(place), backend=backend)
     if config.model.weights != "ternary":
         raise ArbError("a float twin keeps no checkpoint", hint="start it again with `--out`")

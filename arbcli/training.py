@@ -18,7 +18,8 @@ from arbcli.model.language_model import LOSS_WEIGHTS
 from arbcli.model.optimizer import FloatOptimizer
 from arbcli.model.update import Updater
 
-COMPUTE = {"bf16": torch.bfloat16, "fp32": torch.float32}
+COMPUTE = {"bf16": torch.bfloat16, "fp8": torch.bfloat16, "fp32": torch.float32}
+"""Dtype of activations, by `--compute`."""
 EAGER_STEPS = 3
 """Steps before a step is captured: kernels compile and libraries make up their minds in them."""
 OPTIMIZERS = {"ternary": ("rule",), "float": ("adamw", "muon"), "ste": ("adamw", "muon")}
@@ -52,7 +53,7 @@ class TrainConfig:
     recompute: bool = False
     """Whether a backward computes the inside of a block again, to keep less for it."""
     compute: str = "bf16"
-    """Dtype of activations: `bf16` or `fp32`."""
+    """Dtype of activations: `bf16` or `fp32`; or `fp8`: bf16, multiplied in eight bits."""
     device: str = "cpu"
     backend: str = "torch"
 
@@ -69,6 +70,8 @@ class TrainConfig:
             if value not in known:
                 names = ", ".join(f"`{name}`" for name in known)
                 raise ArbError(f"`{option}` is `{value}`", hint=f"choose one of: {names}")
+        if self.compute == "fp8" and self.model.weights != "ternary":
+            raise ArbError("a float twin is multiplied in bf16", hint="leave `--compute fp8` out")
         for name in ("steps", "batch", "accum", "save_every", "eval_every"):
             if getattr(self, name) < 1:
                 option = f"--{name.replace('_', '-')}"
@@ -130,7 +133,9 @@ class Trainer:
         self.device = torch.device(config.device)
         dtype = COMPUTE[config.compute]
         with torch.device(self.device):
-            self.model = build_model(config.model, dtype, recompute=config.recompute)
+            self.model = build_model(
+                config.model, dtype, recompute=config.recompute, fp8=config.compute == "fp8"
+            )
         self.step = 0
         self.loss_parts: dict[str, Tensor] = {}
         """Parts of the last step's loss, float32 scalars by name."""

@@ -10,6 +10,7 @@ from statistics import median
 import torch
 
 from arbcli.kernels.decode_weight import decode_weight, random_packed
+from arbcli.kernels.fp8_matmul import fp8_matmul
 from arbcli.kernels.ternary_matmul import ternary_matmul, ternary_matmul_grad_x
 from arbcli.kernels.timing import Stopwatch, measure_roofline, median_ratio, time_calls
 from arbcli.model.config import preset
@@ -61,6 +62,14 @@ def main() -> None:
                     ),
                     lambda x=x, weight=weight: x @ weight,
                 )  # fmt: skip
+                for name, transposed in (("forward", False), ("grad_x", True)):
+                    compare(
+                        stopwatch, f"{size}^2 {name} in fp8, M = {rows}",
+                        lambda x=x, state=state, k=size, t=transposed: fp8_matmul(
+                            x, *state, k, GROUP_SIZE, t
+                        ),
+                        lambda x=x, weight=weight: x @ weight.T,
+                    )  # fmt: skip
     for outputs, inputs, rows in ((8192, 8192, 8192), (11264, 2048, 16384)):
         grad_y, x = randn(rows, outputs), randn(rows, inputs)
         for rule, direction in (

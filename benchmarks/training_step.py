@@ -1,5 +1,7 @@
 """Time a training step of every preset beside its compiled float twin: `make bench`.
 
+    python -m benchmarks.training_step [PRESET...] [KIND...]
+
 `factored` is compared with AdamW, and `orthogonal` with Muon, which pays for the same iteration.
 A twin's model is compiled whole; its optimizer is torch's own, AdamW fused. Every step draws its
 batch as training does. The order is ours, then the twins, one after another on the same GPU.
@@ -9,6 +11,7 @@ import gc
 import statistics
 import sys
 import time
+from collections.abc import Collection
 from contextlib import nullcontext
 
 import torch
@@ -23,12 +26,19 @@ SHAPES = {"tiny": (64, 16), "small": (256, 32), "base": (1024, 16), "1b": (2048,
 WARM_UP, ROUNDS = 6, 5
 KINDS = {
     "moment, factored": {"rule": "moment", "direction": "factored"},
+    "moment, factored, fp8": {"rule": "moment", "direction": "factored", "compute": "fp8"},
     "moment, orthogonal": {"rule": "moment"},
+    "moment, orthogonal, fp8": {"rule": "moment", "compute": "fp8"},
     "float, AdamW": {"weights": "float"},
     "float, AdamW, no sub-norms": {"weights": "float", "sub_norms": False},
     "float, Muon": {"weights": "float", "optimizer": "muon"},
 }
-PEERS = {"moment, factored": "float, AdamW", "moment, orthogonal": "float, Muon"}
+PEERS = {
+    "moment, factored": "float, AdamW",
+    "moment, factored, fp8": "float, AdamW",
+    "moment, orthogonal": "float, Muon",
+    "moment, orthogonal, fp8": "float, Muon",
+}
 
 
 def build(preset: str, options: dict) -> Trainer:
@@ -68,20 +78,23 @@ def measure(preset: str, options: dict) -> tuple[float, float]:
     return 1e3 * seconds, peak / 2**20
 
 
-def main(presets: list[str]) -> None:
+def main(presets: list[str], kinds: Collection[str] = KINDS) -> None:
     """Print a line a step, and the ratios of each preset."""
     for preset in presets:
         found = {}
-        for name, options in KINDS.items():
+        for name in kinds:
+            options = KINDS[name]
             found[name] = milliseconds, peak = measure(preset, options)
             gc.collect()
             speed = 1e3 * SHAPES[preset][0] * SHAPES[preset][1] / milliseconds
             print(
-                f"{preset:5} {name:27} {milliseconds:8.2f} ms {speed:12,.0f} bytes/s"
+                f"{preset:5} {name:26} {milliseconds:8.2f} ms {speed:12,.0f} bytes/s"
                 f" {peak:8,.0f} MiB",
                 flush=True,
             )
         for name, peer in PEERS.items():
+            if name not in found or peer not in found:
+                continue
             (ours, our_peak), (theirs, their_peak) = found[name], found[peer]
             print(
                 f"{preset:5} {name} against {peer}: {theirs / ours:.2f} x its speed,"
@@ -91,4 +104,6 @@ def main(presets: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:] or list(SHAPES))
+    given = sys.argv[1:]
+    named = [name for name in given if name in KINDS]
+    main([name for name in given if name in SHAPES] or list(SHAPES), named or KINDS)

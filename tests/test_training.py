@@ -6,21 +6,25 @@ import torch
 from arbcli import runs
 from arbcli.data import open_texts
 from arbcli.device import deterministic
+from arbcli.errors import ArbError
+from arbcli.model.build import build_model
 from arbcli.model.config import RULES
 from arbcli.training import EAGER_STEPS, Trainer, schedule
 
 
-def small_config(folder, rule):
+def small_config(folder, rule, compute="bf16"):
     path = folder / "text.txt"
     path.write_bytes(b"ternary weights learn to read. " * 400)
     shape = {"dim": 64, "layers": 2, "heads": 2, "ffn": 96, "ctx": 32, "batch": 8, "accum": 2}
-    return runs.new_config(data=[str(path)], rule=rule, device="cuda", **shape)
+    return runs.new_config(data=[str(path)], rule=rule, device="cuda", compute=compute, **shape)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("rule", RULES)
-def test_captured_steps_give_the_bits_of_eager_ones(rule, tmp_path):
-    config = small_config(tmp_path, rule)
+@pytest.mark.parametrize(
+    ("rule", "compute"), [*((rule, "bf16") for rule in RULES), ("moment", "fp8")]
+)
+def test_captured_steps_give_the_bits_of_eager_ones(rule, compute, tmp_path):
+    config = small_config(tmp_path, rule, compute)
     texts = open_texts(config.data, None, seed=0, context=32)
     states, losses = [], []
     with deterministic():
@@ -71,6 +75,36 @@ def test_recomputed_blocks_keep_less_and_give_the_same_bits(tmp_path):
     assert saved[1] < saved[0] / 2
     for name in states[0]:
         assert torch.equal(states[0][name], states[1][name]), name
+
+
+def test_products_in_eight_bits_change_the_state_and_still_learn(tmp_path):
+    path = tmp_path / "text.txt"
+    path.write_bytes(b"ternary weights learn to read. " * 400)
+    shape = {"dim": 32, "layers": 2, "heads": 2, "ffn": 48, "ctx": 32, "batch": 4, "steps": 40}
+    first, last, states = {}, {}, {}
+    for compute in ("fp32", "fp8"):
+        config = runs.new_config(data=[str(path)], device="cpu", compute=compute, **shape)
+        trainer = Trainer(config, open_texts(config.data, None, seed=0, context=32))
+        losses = [float(trainer.train_step()) for _ in range(40)]
+        first[compute], last[compute] = losses[0], losses[-1]
+        states[compute] = trainer.model.state_dict()["blocks.0.mlp.gate_up.weight.trits"]
+    assert not torch.equal(*states.values())
+    assert first["fp8"] == pytest.approx(first["fp32"], abs=0.05)
+    assert last["fp8"] < first["fp8"] - 1.5
+    assert last["fp8"] == pytest.approx(last["fp32"], abs=0.3)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"weights": "float"}, "a float twin is multiplied in bf16"),
+        ({"dim": 36, "heads": 2}, "cannot multiply `blocks.0.attention.qkv.weight`, 108 x 36"),
+    ],
+)
+def test_what_eight_bits_cannot_do_is_explained(given, message):
+    with pytest.raises(ArbError, match=message) as caught:
+        build_model(runs.new_config(device="cpu", compute="fp8", **given).model, fp8=True)
+    assert caught.value.hint
 
 
 def test_schedule_warms_up_and_ends_at_a_twentieth():

@@ -38,6 +38,13 @@ Backend = Annotated[
     str | None,
     typer.Option(help="triton, torch or interpreter. [default: triton on a GPU, else torch]"),
 ]
+Compute = Annotated[
+    str | None,
+    typer.Option(
+        help="Activations: bf16 or fp32; or fp8, which is bf16 with products in eight bits."
+        " [default: bf16 where it is fast]"
+    ),
+]
 Recompute = Annotated[
     bool | None,
     typer.Option("--recompute", help="Compute activations again in the backward: less memory."),

@@ -9,6 +9,7 @@ from rich.table import Table
 
 from arbcli.commands._options import (
     Backend,
+    Compute,
     Ctx,
     Device,
     Dim,
@@ -54,6 +55,7 @@ def audit_memory(
     ffn: Ffn = None,
     batch: Annotated[int | None, typer.Option(min=1, help="Windows a batch. [default: 16]")] = None,
     accum: Annotated[int | None, typer.Option(min=1, help="Batches a step. [default: 1]")] = None,
+    compute: Compute = None,
     recompute: Recompute = None,
     steps: Annotated[int, typer.Option(min=2, help="Real steps to measure.")] = 3,
     budget: Annotated[

@@ -9,6 +9,7 @@ import typer
 
 from arbcli.commands._options import (
     Backend,
+    Compute,
     Ctx,
     Data,
     Device,
@@ -75,10 +76,7 @@ def train(
     ] = None,
     save_every: Annotated[int | None, typer.Option(min=1, help="Steps. [default: 500]")] = None,
     eval_every: Annotated[int | None, typer.Option(min=1, help="Steps. [default: 500]")] = None,
-    compute: Annotated[
-        str | None,
-        typer.Option(help="Activations: bf16 or fp32. [default: bf16 where it is fast]"),
-    ] = None,
+    compute: Compute = None,
     recompute: Recompute = None,
     device: Device = None,
     backend: Backend = None,

@@ -14,12 +14,15 @@ from torch import Tensor
 from arbcli.kernels.blend_moment import moment_max
 from arbcli.kernels.cross_entropy import rounded_cross_entropy
 from arbcli.kernels.decode_attention import DECODE_ATTENTION
+from arbcli.kernels.decode_e4m3 import DECODE_E4M3
 from arbcli.kernels.decode_weight import OCTAVE, decode_weight_torch, num_groups
 from arbcli.kernels.expert_combine import rounded_gradients, rounded_sum
+from arbcli.kernels.fp8_matmul import MULTIPLE
 from arbcli.kernels.gated_rms_norm import gated_rms_norm_in_its_dtype
 from arbcli.kernels.grouped_matmul import GROUPED_GRAD_W, GROUPED_MATMUL
 from arbcli.kernels.newton_schulz import GRAM, GRAM_POLYNOMIAL
 from arbcli.kernels.packing import pack_trits_torch
+from arbcli.kernels.quantise_rows import QUANTISE_ROWS
 from arbcli.kernels.rms_norm import (
     add_rms_norm_in_its_dtype,
     gradient_and_output,
@@ -122,6 +125,21 @@ def _unpack_trits(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
 
 def _decode_weight(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
     return dice.packed(n, k), *dice.scales(n, k, group_size, spread=127), k, group_size
+
+
+def _decode_e4m3(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
+    state = dice.packed(n, k), *dice.scales(n, k, group_size, spread=12)
+    return *state, k, group_size, dice.below(2) == 1
+
+
+def _quantise_rows(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
+    return (dice.view(dice.reals(m, k) * dice.pick((1.0, 2.0**-40, 2.0**40))),)
+
+
+def _fp8_matmul(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
+    n, k, transposed = -(-n // MULTIPLE) * MULTIPLE, -(-k // MULTIPLE) * MULTIPLE, dice.below(2)
+    state = dice.packed(n, k), *dice.scales(n, k, group_size), k, group_size
+    return dice.reals(m, n if transposed else k), *state, transposed == 1
 
 
 def _ternary_matmul(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
@@ -424,6 +442,13 @@ def _gradient_statistics_in_float64(grad, packed, exponent, fraction, group_size
     return slope, slope.square().sum(), squares.sum(), *of_both
 
 
+def _fp8_matmul_in_float64(x, packed, exponent, fraction, in_features, group_size, transposed):
+    q, scale = QUANTISE_ROWS.torch(x)
+    state = (packed, exponent, fraction, in_features, group_size)
+    weight, weight_scale = DECODE_E4M3.torch(*state, transposed)
+    return (q.double() * scale) @ (weight.double() * weight_scale.T).T
+
+
 def _embedding_grad_in_float64(grad_y, ids, num_embeddings):
     zeros = grad_y.new_zeros(num_embeddings, grad_y.shape[1], dtype=torch.float64)
     return zeros.index_add_(0, ids, grad_y.double())
@@ -486,6 +511,9 @@ DRAWINGS = {
     "pack_trits": Drawing(_pack_trits),
     "unpack_trits": Drawing(_unpack_trits),
     "decode_weight": Drawing(_decode_weight),
+    "decode_e4m3": Drawing(_decode_e4m3),
+    "quantise_rows": Drawing(_quantise_rows, needs_rows=True),
+    "fp8_matmul": Drawing(_fp8_matmul, _fp8_matmul_in_float64, needs_rows=True),
     "ternary_matmul": Drawing(
         _ternary_matmul, _matmul_in_float64, TERNARY_MATMUL.torch, needs_rows=True
     ),

@@ -342,7 +342,8 @@ GRADIENT_STATISTICS = KernelSpec(
     _in_one_part(_gradient_statistics_torch),
     gradient_statistics_reference,
     _cases,
-    Gate(exact=False, relative=1e-6, reason="float32 sums of up to thousands of products"),
+    # the square of a slope counts its error twice
+    Gate(exact=False, relative=4e-6, reason="float32 sums of products that cancel in part"),
     uses_scales=True,
     timings=_timings,
     bfloat16=(0,),

@@ -15,8 +15,10 @@ from arbcli.kernels.choose_byte import CHOOSE_BYTE
 from arbcli.kernels.compare import CaseResult, as_tuple, compare, poisoned, worst
 from arbcli.kernels.cross_entropy import CROSS_ENTROPY, CROSS_ENTROPY_BACKWARD
 from arbcli.kernels.decode_attention import DECODE_ATTENTION
+from arbcli.kernels.decode_e4m3 import DECODE_E4M3
 from arbcli.kernels.decode_weight import DECODE_WEIGHT
 from arbcli.kernels.expert_combine import EXPERT_COMBINE, EXPERT_COMBINE_BACKWARD
+from arbcli.kernels.fp8_matmul import FP8_MATMUL
 from arbcli.kernels.fuzz import fuzz_cases, real_cases, real_reference
 from arbcli.kernels.gated_rms_norm import GATED_RMS_NORM, GATED_RMS_NORM_BACKWARD
 from arbcli.kernels.gradient_gains import GRADIENT_GAINS
@@ -24,6 +26,7 @@ from arbcli.kernels.gradient_statistics import GRADIENT_STATISTICS
 from arbcli.kernels.grouped_matmul import GROUPED_GRAD_W, GROUPED_MATMUL
 from arbcli.kernels.newton_schulz import GRAM, GRAM_POLYNOMIAL
 from arbcli.kernels.packing import PACK_TRITS, UNPACK_TRITS
+from arbcli.kernels.quantise_rows import QUANTISE_ROWS
 from arbcli.kernels.rms_norm import ADD_RMS_NORM, RMS_NORM, RMS_NORM_BACKWARD
 from arbcli.kernels.rotary_norm import ROTARY_NORM, ROTARY_NORM_BACKWARD
 from arbcli.kernels.spec import Case, KernelSpec
@@ -44,6 +47,9 @@ KERNELS: tuple[KernelSpec, ...] = (
     PACK_TRITS,
     UNPACK_TRITS,
     DECODE_WEIGHT,
+    DECODE_E4M3,
+    QUANTISE_ROWS,
+    FP8_MATMUL,
     TERNARY_MATMUL,
     TERNARY_MATMUL_GRAD_X,
     GROUPED_MATMUL,

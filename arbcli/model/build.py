@@ -5,18 +5,48 @@ from typing import Any
 
 import torch
 
+from arbcli.errors import ArbError
+from arbcli.kernels.fp8_matmul import MULTIPLE
 from arbcli.model.config import GraphConfig, ModelConfig
 from arbcli.model.graph_lm import GraphLM
 from arbcli.model.language_model import LanguageModel
+from arbcli.model.layers import LinearWeight
 from arbcli.model.lm import ByteLM
+
+EXACT = ("head.weight",)
+"""Weights that are multiplied in bf16 in any case."""
 
 
 def build_model(
-    config: ModelConfig, compute_dtype: torch.dtype = torch.bfloat16, *, recompute: bool = False
+    config: ModelConfig,
+    compute_dtype: torch.dtype = torch.bfloat16,
+    *,
+    recompute: bool = False,
+    fp8: bool = False,
 ) -> LanguageModel:
-    """Make the model of a configuration, its weights not yet set."""
+    """Make the model of a configuration, its weights not yet set.
+
+    Args:
+        config: its shape and storage.
+        compute_dtype: of activations; bfloat16, or float32.
+        recompute: whether a backward computes what is inside a block again.
+        fp8: whether linear layers multiply in eight bits, all but the head.
+
+    Raises:
+        ArbError: a matrix has a size that is not multiplied in eight bits.
+    """
     kind = GraphLM if isinstance(config, GraphConfig) else ByteLM
-    return kind(config, compute_dtype, recompute=recompute)
+    model = kind(config, compute_dtype, recompute=recompute)
+    for name, weight in model.weights().items():
+        if fp8 and isinstance(weight, LinearWeight) and name not in EXACT:
+            sizes = weight.out_features, weight.in_features
+            if any(size % MULTIPLE for size in sizes):
+                raise ArbError(
+                    f"`--compute fp8` cannot multiply `{name}`, {sizes[0]} x {sizes[1]}",
+                    hint=f"make every size a multiple of {MULTIPLE}, or use `--compute bf16`",
+                )
+            weight.fp8 = True
+    return model
 
 
 def model_config_from(values: dict[str, Any]) -> ModelConfig:

@@ -17,11 +17,16 @@ from torch.autograd import Function
 from arbcli.kernels.cross_entropy import cross_entropy as losses_of_rows
 from arbcli.kernels.cross_entropy import cross_entropy_backward
 from arbcli.kernels.decode_weight import decode_weight
+from arbcli.kernels.fp8_matmul import fp8_matmul
 from arbcli.kernels.gated_rms_norm import gated_rms_norm, gated_rms_norm_backward
 from arbcli.kernels.rms_norm import add_rms_norm, rms_norm, rms_norm_backward
 from arbcli.kernels.rotary_norm import rotary_norm_, rotary_norm_backward
 from arbcli.kernels.ternary_embedding import embedding_grad, embedding_rows
-from arbcli.kernels.ternary_matmul import ternary_matmul, ternary_matmul_grad_x
+from arbcli.kernels.ternary_matmul import (
+    FUSED_ROWS,
+    ternary_matmul,
+    ternary_matmul_grad_x,
+)
 from arbcli.model.config import ModelConfig
 from arbcli.model.ternary import GradientSink, TernaryTensor
 
@@ -96,6 +101,24 @@ class StreamedTensor(TernaryTensor):
 class LinearWeight(StreamedTensor):
     """The weight of a `TernaryLinear`."""
 
+    fp8 = False
+    """Whether products of many rows are computed in eight bits."""
+
+    def multiply(self, x: Tensor) -> Tensor:
+        """Compute x @ w.T of (M, K) activations."""
+        if self._in_fp8(x):
+            return fp8_matmul(x, *self.packed)
+        return ternary_matmul(x, self.trits, *self.scales, self.group_size)
+
+    def propagate(self, grad_y: Tensor) -> Tensor:
+        """Compute grad_y @ w of the (M, N) gradient of such a product."""
+        if self._in_fp8(grad_y):
+            return fp8_matmul(grad_y, *self.packed, transposed=True)
+        return ternary_matmul_grad_x(grad_y, *self.packed)
+
+    def _in_fp8(self, rows: Tensor) -> bool:
+        return self.fp8 and len(rows) > FUSED_ROWS
+
     def gradient(self, source: Tensor, grad_y: Tensor) -> Tensor:
         """Multiply grad_y.T by x, summed in float32 and rounded once to the dtype of x."""
         return grad_y.T @ source
@@ -121,14 +144,14 @@ class _Linear(Function):
         ctx.weight, ctx.before = weight, before
         ctx.save_for_backward(x)
         source = before(x) if before else x
-        return ternary_matmul(source, weight.trits, *weight.scales, weight.group_size)
+        return weight.multiply(source)
 
     @staticmethod
     def backward(ctx, grad_y: Tensor):
         (source,) = ctx.saved_tensors
         weight, before, grad_x = ctx.weight, ctx.before, None
         if ctx.needs_input_grad[0]:
-            grad_x = ternary_matmul_grad_x(grad_y, *weight.packed)
+            grad_x = weight.propagate(grad_y)
             if before:
                 grad_x, source = before.backward(grad_x, source)
         elif before:

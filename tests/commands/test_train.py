@@ -157,8 +157,8 @@ OPTIONS = {
     "generate": "backend bytes checkpoint device json length prompt seed temperature top-k top-p",
     "evaluate": "backend batch checkpoint data device json stride",
     "count-params": "ctx dim direction ffn heads json layers preset rule tscale-type" + PARTS,
-    "audit-memory": "accum backend batch budget ctx device dim direction ffn heads json layers"
-    " preset recompute rule seed snapshot steps tscale-type what-if" + PARTS,
+    "audit-memory": "accum backend batch budget compute ctx device dim direction ffn heads json"
+    " layers preset recompute rule seed snapshot steps tscale-type what-if" + PARTS,
     "probe-loss": "backend batch checkpoint ctx data device dim direction ffn heads json layers lr"
     " plot preset rule seed steps tscale-type val warmup" + PARTS,
     "verify-kernels": "all-tscale-types backend compare device fuzz json ledger list seed targets"

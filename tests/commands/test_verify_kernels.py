@@ -132,9 +132,11 @@ def test_kernels_are_timed_after_they_are_verified(tmp_path):
 
 @pytest.mark.gpu
 def test_kernel_that_fails_is_not_timed(wrong_kernel):
-    result = arb("pack_trits", "--time")
+    result = arb("pack_trits", "--time", "--json")
     assert result.exit_code == 1
-    assert "not timed: it did not pass" in " ".join(result.stdout.split())
+    timing = json.loads(result.stdout)["timing"]
+    assert timing["not_timed"] == {"pack_trits": "it did not pass"}
+    assert timing["timings"] == []
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,150 @@
+"""Products with a packed matrix in eight bits: both sides rounded to e4m3, summed in float32.
+
+Activations and gradients have a scale a row, weights one a matrix; all are powers of two. A trit
+loses nothing, the fraction of its group's scale all but three bits. The matrix library multiplies,
+on GPUs that can (sm_89 or later); elsewhere the same numbers are multiplied in float32.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from arbcli.kernels.backend import uses_triton
+from arbcli.kernels.decode_e4m3 import (
+    _decode_e4m3_torch,
+    _decode_e4m3_triton,
+    decode_e4m3_reference,
+)
+from arbcli.kernels.decode_weight import check_scales, random_packed
+from arbcli.kernels.packing import check_packed
+from arbcli.kernels.quantise_rows import (
+    _quantise_rows_torch,
+    _quantise_rows_triton,
+    quantise_rows_reference,
+)
+from arbcli.kernels.spec import Case, Gate, KernelSpec, Timing
+
+MULTIPLE = 16
+"""What both sizes of a matrix must be a multiple of, by the matrix library."""
+
+
+def fp8_matmul_reference(
+    x: Tensor,
+    packed: Tensor,
+    exponent: Tensor,
+    fraction: Tensor | None,
+    in_features: int,
+    group_size: int,
+    transposed: bool = False,
+) -> Tensor:
+    """Compute what `fp8_matmul` must return, in float64."""
+    q, scale = quantise_rows_reference(x)
+    state = (packed, exponent, fraction, in_features, group_size)
+    weight, weight_scale = decode_e4m3_reference(*state, transposed)
+    return (q.double() * scale) @ (weight.double() * weight_scale.T).T
+
+
+def _fp8_matmul_torch(x, packed, exponent, fraction, in_features, group_size, transposed=False):
+    state = (packed, exponent, fraction, in_features, group_size)
+    return _multiply(_quantise_rows_torch(x), _decode_e4m3_torch(*state, transposed), x.dtype)
+
+
+def _fp8_matmul_triton(x, packed, exponent, fraction, in_features, group_size, transposed=False):
+    state = (packed, exponent, fraction, in_features, group_size)
+    return _multiply(_quantise_rows_triton(x), _decode_e4m3_triton(*state, transposed), x.dtype)
+
+
+def _multiply(x: tuple[Tensor, Tensor], weight: tuple[Tensor, Tensor], dtype) -> Tensor:
+    (q, scale), (weight, weight_scale) = x, weight
+    if q.is_cuda and dtype == torch.bfloat16:
+        return torch._scaled_mm(
+            q, weight.T, scale, weight_scale, out_dtype=dtype, use_fast_accum=True
+        )
+    return ((q.float() @ weight.float().T) * (scale * weight_scale)).to(dtype)
+
+
+def fp8_matmul(
+    x: Tensor,
+    packed: Tensor,
+    exponent: Tensor,
+    fraction: Tensor | None,
+    in_features: int,
+    group_size: int,
+    transposed: bool = False,
+) -> Tensor:
+    """Multiply activations by a packed matrix, or a gradient by its transpose, in eight bits.
+
+    y = q(x) @ q(w).T, or q(x) @ q(w) if `transposed`
+
+    Args:
+        x: (M, K) bfloat16 or float32, any strides; (M, N) if `transposed`.
+        packed: (N, row_bytes(K)) uint8; N and K multiples of `MULTIPLE`.
+        exponent: (N, ceil(K / G)) int8.
+        fraction: like `exponent`; None stands for zeros.
+        in_features: K.
+        group_size: G.
+        transposed: whether the product is that of a gradient.
+
+    Returns:
+        (M, N) in the dtype of `x`; (M, K) if `transposed`. A row of x that is not finite gives NaN.
+
+    Raises:
+        ValueError: a dtype or a shape does not fit.
+    """
+    check_packed(packed, in_features)
+    check_scales(packed, exponent, fraction, in_features, group_size)
+    sizes = (packed.shape[0], in_features)
+    if any(size % MULTIPLE for size in sizes):
+        raise ValueError(f"both sizes of {sizes} must be multiples of {MULTIPLE}")
+    if x.shape[1] != sizes[0 if transposed else 1]:
+        raise ValueError(f"{tuple(x.shape)} does not fit a matrix of {sizes}")
+    run = _fp8_matmul_triton if uses_triton(x) else _fp8_matmul_torch
+    return run(x, packed, exponent, fraction, in_features, group_size, transposed)
+
+
+def _cases(device: torch.device, group_size: int) -> Iterator[Case]:
+    generator = torch.Generator().manual_seed(0)
+    dtypes = (torch.float32, torch.bfloat16) if device.type == "cuda" else (torch.float32,)
+    for rows, outputs, inputs in ((65, 32, 48), (3, 16, 176), (5, 48, 336)):
+        state = random_packed(outputs, inputs, group_size, generator, spread=4)
+        state = [digits.to(device) for digits in state]
+        for transposed in (False, True):
+            width = outputs if transposed else inputs
+            source = torch.randn(rows, 2 * width, generator=generator).to(device)
+            for dtype in dtypes:
+                x = source[:, :width].to(dtype)
+                label = f"{rows}x{outputs}x{inputs} {str(dtype).removeprefix('torch.')}"
+                label += " transposed" * transposed
+                yield Case(label, (x, *state, inputs, group_size, transposed))
+    x = source.to(dtype)[:, ::2]
+    yield Case(label + " strided", (x, *state, inputs, group_size, transposed))
+    yield Case(label + " whole octaves", (x, *state[:2], None, inputs, group_size, transposed))
+    yield Case(label + " zeros", (torch.zeros_like(x), *state, inputs, group_size, transposed))
+
+
+def _timings(device: torch.device, group_size: int) -> Iterator[Timing]:
+    rows, outputs, inputs = 8192, 8192, 8192
+    state = random_packed(outputs, inputs, group_size, torch.Generator(device), spread=8)
+    dense = torch.randn(outputs, inputs, device=device, dtype=torch.bfloat16)
+    x = torch.randn(rows, inputs, device=device, dtype=torch.bfloat16)
+    for transposed in (False, True):
+        yield Timing(
+            f"{rows}x{outputs}x{inputs}{' transposed' * transposed}",
+            (x, *state, inputs, group_size, transposed),
+            peer=lambda t=transposed: x @ (dense if t else dense.T),
+            peer_name="cuBLAS bf16",
+            flops=2 * rows * outputs * inputs,
+        )
+
+
+FP8_MATMUL = KernelSpec(
+    "fp8_matmul",
+    _fp8_matmul_triton,
+    _fp8_matmul_torch,
+    fp8_matmul_reference,
+    _cases,
+    Gate(exact=False, relative=4e-3, reason="sums of the matrix library, rounded to bf16"),
+    uses_scales=True,
+    timings=_timings,
+)
