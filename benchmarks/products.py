@@ -11,6 +11,7 @@ import torch
 
 from arbcli.kernels.decode_weight import decode_weight, random_packed
 from arbcli.kernels.fp8_matmul import fp8_matmul
+from arbcli.kernels.quantise_rows import quantise_rows
 from arbcli.kernels.ternary_matmul import ternary_matmul, ternary_matmul_grad_x
 from arbcli.kernels.timing import Stopwatch, measure_roofline, median_ratio, time_calls
 from arbcli.model.config import preset
@@ -66,7 +67,7 @@ def main() -> None:
                     compare(
                         stopwatch, f"{size}^2 {name} in fp8, M = {rows}",
                         lambda x=x, state=state, k=size, t=transposed: fp8_matmul(
-                            x, *state, k, GROUP_SIZE, t
+                            *quantise_rows(x), *state, k, GROUP_SIZE, t
                         ),
                         lambda x=x, weight=weight: x @ weight.T,
                     )  # fmt: skip

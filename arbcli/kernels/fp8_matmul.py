@@ -18,11 +18,7 @@ from arbcli.kernels.decode_e4m3 import (
 )
 from arbcli.kernels.decode_weight import check_scales, random_packed
 from arbcli.kernels.packing import check_packed
-from arbcli.kernels.quantise_rows import (
-    _quantise_rows_torch,
-    _quantise_rows_triton,
-    quantise_rows_reference,
-)
+from arbcli.kernels.quantise_rows import E4M3, QUANTISE_ROWS
 from arbcli.kernels.spec import Case, Gate, KernelSpec, Timing
 
 MULTIPLE = 16
@@ -30,33 +26,33 @@ MULTIPLE = 16
 
 
 def fp8_matmul_reference(
-    x: Tensor,
+    q: Tensor,
+    scale: Tensor,
     packed: Tensor,
     exponent: Tensor,
     fraction: Tensor | None,
     in_features: int,
     group_size: int,
-    transposed: bool = False,
+    transposed: bool,
+    dtype: torch.dtype,
 ) -> Tensor:
     """Compute what `fp8_matmul` must return, in float64."""
-    q, scale = quantise_rows_reference(x)
     state = (packed, exponent, fraction, in_features, group_size)
     weight, weight_scale = decode_e4m3_reference(*state, transposed)
     return (q.double() * scale) @ (weight.double() * weight_scale.T).T
 
 
-def _fp8_matmul_torch(x, packed, exponent, fraction, in_features, group_size, transposed=False):
-    state = (packed, exponent, fraction, in_features, group_size)
-    return _multiply(_quantise_rows_torch(x), _decode_e4m3_torch(*state, transposed), x.dtype)
+def _fp8_matmul_torch(q, scale, *state_and_dtype):
+    *state, dtype = state_and_dtype
+    return _multiply(q, scale, *_decode_e4m3_torch(*state), dtype)
 
 
-def _fp8_matmul_triton(x, packed, exponent, fraction, in_features, group_size, transposed=False):
-    state = (packed, exponent, fraction, in_features, group_size)
-    return _multiply(_quantise_rows_triton(x), _decode_e4m3_triton(*state, transposed), x.dtype)
+def _fp8_matmul_triton(q, scale, *state_and_dtype):
+    *state, dtype = state_and_dtype
+    return _multiply(q, scale, *_decode_e4m3_triton(*state), dtype)
 
 
-def _multiply(x: tuple[Tensor, Tensor], weight: tuple[Tensor, Tensor], dtype) -> Tensor:
-    (q, scale), (weight, weight_scale) = x, weight
+def _multiply(q, scale, weight, weight_scale, dtype) -> Tensor:
     if q.is_cuda and dtype == torch.bfloat16:
         return torch._scaled_mm(
             q, weight.T, scale, weight_scale, out_dtype=dtype, use_fast_accum=True
@@ -65,29 +61,33 @@ def _multiply(x: tuple[Tensor, Tensor], weight: tuple[Tensor, Tensor], dtype) ->
 
 
 def fp8_matmul(
-    x: Tensor,
+    q: Tensor,
+    scale: Tensor,
     packed: Tensor,
     exponent: Tensor,
     fraction: Tensor | None,
     in_features: int,
     group_size: int,
     transposed: bool = False,
+    dtype: torch.dtype = torch.bfloat16,
 ) -> Tensor:
     """Multiply activations by a packed matrix, or a gradient by its transpose, in eight bits.
 
-    y = q(x) @ q(w).T, or q(x) @ q(w) if `transposed`
+    y = q * scale @ w.T, or q * scale @ w if `transposed`, with w rounded by `decode_e4m3`
 
     Args:
-        x: (M, K) bfloat16 or float32, any strides; (M, N) if `transposed`.
+        q: (M, K) float8_e4m3fn, contiguous; (M, N) if `transposed`.
+        scale: (M, 1) float32; both as `quantise_rows` gives them.
         packed: (N, row_bytes(K)) uint8; N and K multiples of `MULTIPLE`.
         exponent: (N, ceil(K / G)) int8.
         fraction: like `exponent`; None stands for zeros.
         in_features: K.
         group_size: G.
         transposed: whether the product is that of a gradient.
+        dtype: of the result, bfloat16 or float32.
 
     Returns:
-        (M, N) in the dtype of `x`; (M, K) if `transposed`. A row of x that is not finite gives NaN.
+        (M, N) in `dtype`; (M, K) if `transposed`. A row whose scale is NaN gives NaN.
 
     Raises:
         ValueError: a dtype or a shape does not fit.
@@ -97,10 +97,11 @@ def fp8_matmul(
     sizes = (packed.shape[0], in_features)
     if any(size % MULTIPLE for size in sizes):
         raise ValueError(f"both sizes of {sizes} must be multiples of {MULTIPLE}")
-    if x.shape[1] != sizes[0 if transposed else 1]:
-        raise ValueError(f"{tuple(x.shape)} does not fit a matrix of {sizes}")
-    run = _fp8_matmul_triton if uses_triton(x) else _fp8_matmul_torch
-    return run(x, packed, exponent, fraction, in_features, group_size, transposed)
+    if q.dtype != E4M3 or scale.shape != (len(q), 1) or q.shape[1] != sizes[1 - transposed]:
+        got = f"{q.dtype} {tuple(q.shape)} with scales {tuple(scale.shape)}"
+        raise ValueError(f"{got} does not fit a matrix of {sizes}")
+    run = _fp8_matmul_triton if uses_triton(q) else _fp8_matmul_torch
+    return run(q, scale, packed, exponent, fraction, in_features, group_size, transposed, dtype)
 
 
 def _cases(device: torch.device, group_size: int) -> Iterator[Case]:
@@ -111,16 +112,16 @@ def _cases(device: torch.device, group_size: int) -> Iterator[Case]:
         state = [digits.to(device) for digits in state]
         for transposed in (False, True):
             width = outputs if transposed else inputs
-            source = torch.randn(rows, 2 * width, generator=generator).to(device)
+            source = torch.randn(rows, width, generator=generator).to(device)
+            rounded = QUANTISE_ROWS.torch(source)
+            rounded = rounded[0].to(E4M3), rounded[1]
             for dtype in dtypes:
-                x = source[:, :width].to(dtype)
                 label = f"{rows}x{outputs}x{inputs} {str(dtype).removeprefix('torch.')}"
                 label += " transposed" * transposed
-                yield Case(label, (x, *state, inputs, group_size, transposed))
-    x = source.to(dtype)[:, ::2]
-    yield Case(label + " strided", (x, *state, inputs, group_size, transposed))
-    yield Case(label + " whole octaves", (x, *state[:2], None, inputs, group_size, transposed))
-    yield Case(label + " zeros", (torch.zeros_like(x), *state, inputs, group_size, transposed))
+                yield Case(label, (*rounded, *state, inputs, group_size, transposed, dtype))
+    shape = (inputs, group_size, transposed, dtype)
+    yield Case(label + " whole octaves", (*rounded, *state[:2], None, *shape))
+    yield Case(label + " zeros", (torch.zeros_like(rounded[0]), rounded[1], *state, *shape))
 
 
 def _timings(device: torch.device, group_size: int) -> Iterator[Timing]:
@@ -128,10 +129,11 @@ def _timings(device: torch.device, group_size: int) -> Iterator[Timing]:
     state = random_packed(outputs, inputs, group_size, torch.Generator(device), spread=8)
     dense = torch.randn(outputs, inputs, device=device, dtype=torch.bfloat16)
     x = torch.randn(rows, inputs, device=device, dtype=torch.bfloat16)
+    q, scale = QUANTISE_ROWS.torch(x)
     for transposed in (False, True):
         yield Timing(
             f"{rows}x{outputs}x{inputs}{' transposed' * transposed}",
-            (x, *state, inputs, group_size, transposed),
+            (q.to(E4M3), scale, *state, inputs, group_size, transposed, torch.bfloat16),
             peer=lambda t=transposed: x @ (dense if t else dense.T),
             peer_name="cuBLAS bf16",
             flops=2 * rows * outputs * inputs,

@@ -22,7 +22,7 @@ from arbcli.kernels.gated_rms_norm import gated_rms_norm_in_its_dtype
 from arbcli.kernels.grouped_matmul import GROUPED_GRAD_W, GROUPED_MATMUL
 from arbcli.kernels.newton_schulz import GRAM, GRAM_POLYNOMIAL
 from arbcli.kernels.packing import pack_trits_torch
-from arbcli.kernels.quantise_rows import QUANTISE_ROWS
+from arbcli.kernels.quantise_rows import E4M3, QUANTISE_ROWS
 from arbcli.kernels.rms_norm import (
     add_rms_norm_in_its_dtype,
     gradient_and_output,
@@ -139,7 +139,8 @@ def _quantise_rows(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple
 def _fp8_matmul(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
     n, k, transposed = -(-n // MULTIPLE) * MULTIPLE, -(-k // MULTIPLE) * MULTIPLE, dice.below(2)
     state = dice.packed(n, k), *dice.scales(n, k, group_size), k, group_size
-    return dice.reals(m, n if transposed else k), *state, transposed == 1
+    q, scale = QUANTISE_ROWS.torch(dice.reals(m, n if transposed else k))
+    return q.to(E4M3), scale, *state, transposed == 1, dice.dtype
 
 
 def _ternary_matmul(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
@@ -442,10 +443,8 @@ def _gradient_statistics_in_float64(grad, packed, exponent, fraction, group_size
     return slope, slope.square().sum(), squares.sum(), *of_both
 
 
-def _fp8_matmul_in_float64(x, packed, exponent, fraction, in_features, group_size, transposed):
-    q, scale = QUANTISE_ROWS.torch(x)
-    state = (packed, exponent, fraction, in_features, group_size)
-    weight, weight_scale = DECODE_E4M3.torch(*state, transposed)
+def _fp8_matmul_in_float64(q, scale, *state_and_dtype):
+    weight, weight_scale = DECODE_E4M3.torch(*state_and_dtype[:-1])
     return (q.double() * scale) @ (weight.double() * weight_scale.T).T
 
 
@@ -540,6 +539,8 @@ DRAWINGS = {
         _gated_rms_norm_backward, None, partial(gradient_and_output, gated_rms_norm_in_its_dtype),
         needs_rows=True,
     ),
+    "rms_norm_e4m3": Drawing(_rms_norm, needs_rows=True),
+    "gated_rms_norm_e4m3": Drawing(_gated_rms_norm, needs_rows=True),
     "rotary_norm": Drawing(_rotary_norm, None, rounded_once, needs_rows=True),
     "rotary_norm_backward": Drawing(
         _rotary_norm_backward, None, rounded_gradient, needs_rows=True

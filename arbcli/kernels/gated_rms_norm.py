@@ -19,7 +19,6 @@ from arbcli.kernels.rms_norm import (
     check_decoded,
     check_norm,
     dense_rows,
-    forward_tiling,
     gradient_and_output,
     load_rows,
     load_weight,
@@ -32,6 +31,9 @@ from arbcli.kernels.rms_norm import (
     tiling,
 )
 from arbcli.kernels.spec import Case, Gate, KernelSpec, Timing
+
+WHOLE_BACKWARD = 2048
+"""Columns that a program of the backward can keep in registers, of all six matrices."""
 
 
 def gated_rms_norm_reference(gate_up: Tensor, packed: Tensor | None, *norm) -> Tensor:
@@ -101,7 +103,7 @@ def _gated_rms_norm_kernel(
         up = load_rows(up_ptr, offs_m, offs_d, mask, stride_xm)
         if HAS_NORM:
             weight = load_weight(weight_ptr, offs_d, D)
-        y = gate * _sigmoid(gate) * up
+        y = gate * sigmoid(gate) * up
         if HAS_NORM:
             y *= tl.rsqrt(tl.sum(y * y, axis=1) / D + eps)[:, None] * weight
         store_rows(y_ptr, y, offs_m, offs_d, mask, D)
@@ -113,14 +115,14 @@ def _gated_rms_norm_kernel(
                 mask = (offs_m < M) & (offs_d < D)[None, :]
                 gate = load_rows(gate_ptr, offs_m, offs_d, mask, stride_xm)
                 up = load_rows(up_ptr, offs_m, offs_d, mask, stride_xm)
-                product = gate * _sigmoid(gate) * up
+                product = gate * sigmoid(gate) * up
                 squares += tl.sum(product * product, axis=1)
             r = tl.rsqrt(squares / D + eps)[:, None]
         for start in range(0, D, BLOCK_D):
             offs_d = start + tl.arange(0, BLOCK_D)
             mask = (offs_m < M) & (offs_d < D)[None, :]
             gate = load_rows(gate_ptr, offs_m, offs_d, mask, stride_xm)
-            y = gate * _sigmoid(gate) * load_rows(up_ptr, offs_m, offs_d, mask, stride_xm)
+            y = gate * sigmoid(gate) * load_rows(up_ptr, offs_m, offs_d, mask, stride_xm)
             if HAS_NORM:
                 y *= r * load_weight(weight_ptr, offs_d, D)
             store_rows(y_ptr, y, offs_m, offs_d, mask, D)
@@ -131,36 +133,42 @@ def _gated_rms_norm_backward_kernel(
     grad_y_ptr, gate_ptr, up_ptr, weight_ptr, grad_gate_ptr, grad_up_ptr, y_ptr,
     M, D, eps,
     stride_ym, stride_xm,
-    HAS_NORM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
+    HAS_NORM: tl.constexpr, WHOLE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     offs_m = (tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M))[:, None]
-    if HAS_NORM:
+    r = tl.zeros((BLOCK_M, 1), dtype=tl.float32)
+    mean = r
+    if HAS_NORM and not WHOLE:
         squares = tl.zeros((BLOCK_M,), dtype=tl.float32)
         products = tl.zeros((BLOCK_M,), dtype=tl.float32)
         for start in range(0, D, BLOCK_D):
             offs_d = start + tl.arange(0, BLOCK_D)
             mask = (offs_m < M) & (offs_d < D)[None, :]
             gate = load_rows(gate_ptr, offs_m, offs_d, mask, stride_xm)
-            y = gate * _sigmoid(gate) * load_rows(up_ptr, offs_m, offs_d, mask, stride_xm)
+            y = gate * sigmoid(gate) * load_rows(up_ptr, offs_m, offs_d, mask, stride_xm)
             grad = load_rows(grad_y_ptr, offs_m, offs_d, mask, stride_ym)
             squares += tl.sum(y * y, axis=1)
             products += tl.sum(y * grad * load_weight(weight_ptr, offs_d, D), axis=1)
         r = tl.rsqrt(squares / D + eps)
         mean = (products * r / D)[:, None]
         r = r[:, None]
-    for start in range(0, D, BLOCK_D):
+    for start in range(0, D, BLOCK_D):  # once, if the row is whole
         offs_d = start + tl.arange(0, BLOCK_D)
         mask = (offs_m < M) & (offs_d < D)[None, :]
         gate = load_rows(gate_ptr, offs_m, offs_d, mask, stride_xm)
         up = load_rows(up_ptr, offs_m, offs_d, mask, stride_xm)
         grad = load_rows(grad_y_ptr, offs_m, offs_d, mask, stride_ym)
-        share = _sigmoid(gate)
+        share = sigmoid(gate)
         silu = gate * share
         y = silu * up
         if HAS_NORM:
             weight = load_weight(weight_ptr, offs_d, D)
+            grad *= weight
+            if WHOLE:
+                r = tl.rsqrt(tl.sum(y * y, axis=1) / D + eps)[:, None]
+                mean = (tl.sum(y * grad, axis=1)[:, None] * r) / D
             y *= r
-            grad = r * (grad * weight - y * mean)
+            grad = r * (grad - y * mean)
             y *= weight
         store_rows(y_ptr, y, offs_m, offs_d, mask, D)
         store_rows(grad_up_ptr, grad * silu, offs_m, offs_d, mask, 2 * D)
@@ -169,7 +177,8 @@ def _gated_rms_norm_backward_kernel(
 
 
 @triton.jit
-def _sigmoid(x):
+def sigmoid(x):
+    """Compute 1 / (1 + exp(-x))."""
     return 1 / (1 + tl.exp(-x))
 
 
@@ -181,7 +190,7 @@ def _gated_rms_norm_triton(gate_up, packed, exponent, fraction, group_size, eps,
         has_norm = packed is not None
         if weight is None:
             weight = norm_weight(packed, exponent, fraction, width, group_size) if has_norm else y
-        grid, tile = forward_tiling(len(gate_up), width)
+        grid, tile = tiling(len(gate_up), width)
         _gated_rms_norm_kernel[grid](
             gate_up, gate_up[:, width:], weight, y, len(gate_up), width, eps, gate_up.stride(0),
             HAS_NORM=has_norm, **tile,
@@ -196,7 +205,7 @@ def _gated_rms_norm_backward_triton(grad_y, gate_up, packed, exponent, fraction,
         width, has_norm = y.shape[-1], packed is not None
         gate_up, grad_y = dense_rows(gate_up), dense_rows(grad_y)
         weight = norm_weight(packed, exponent, fraction, width, group_size) if has_norm else y
-        grid, tile = tiling(len(gate_up), width)
+        grid, tile = tiling(len(gate_up), width, elements=8, whole=WHOLE_BACKWARD)
         grads = grad_gate_up.view(-1, 2 * width)
         _gated_rms_norm_backward_kernel[grid](
             grad_y, gate_up, gate_up[:, width:], weight, grads, grads[:, width:], y,

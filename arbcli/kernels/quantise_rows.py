@@ -13,6 +13,7 @@ from torch import Tensor
 
 from arbcli.kernels._triton import INTERPRETED, tl, triton
 from arbcli.kernels.backend import capability, row_chunks, uses_triton
+from arbcli.kernels.rms_norm import tiling
 from arbcli.kernels.spec import Case, KernelSpec, Timing
 
 E4M3 = torch.float8_e4m3fn
@@ -76,34 +77,51 @@ def scales_of_largest(largest):
 
 
 @triton.jit
+def largest_of_rows(x):
+    """Find the largest magnitude of each row of a float32 tile: infinity, or NaN above all."""
+    bits = tl.abs(x).to(tl.int32, bitcast=True)  # in the order of the numbers
+    return tl.max(bits, axis=1).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def store_e4m3(q_ptr, scale_ptr, x, offs_m, offs_d, mask, M, D, NATIVE: tl.constexpr):
+    """Round whole rows, [BLOCK_M, BLOCK_D] float32, and store them; `offs_m` is [BLOCK_M, 1]."""
+    scale, inverse = scales_of_largest(largest_of_rows(x))
+    tl.store(scale_ptr + offs_m, scale[:, None], mask=offs_m < M)
+    q = to_e4m3(x * inverse[:, None], NATIVE)
+    tl.store(q_ptr + offs_m * D + offs_d[None, :], q, mask=mask)
+
+
+@triton.jit
 def _quantise_rows_kernel(
     x_ptr, q_ptr, scale_ptr,
-    D,
+    M, D,
     stride_xm,
-    BLOCK_D: tl.constexpr, WHOLE: tl.constexpr, NATIVE: tl.constexpr,
+    WHOLE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
-    m = tl.program_id(0).to(tl.int64)
-    x_ptr += m * stride_xm
-    q_ptr += m * D
-    offs = tl.arange(0, BLOCK_D)
-    x = tl.load(x_ptr + offs, mask=offs < D, other=0).to(tl.float32)
-    largest = tl.abs(x)
-    if not WHOLE:
-        for start in range(BLOCK_D, D, BLOCK_D):
-            further = tl.load(x_ptr + start + offs, mask=start + offs < D, other=0)
-            largest = tl.maximum(
-                largest, tl.abs(further.to(tl.float32)), propagate_nan=tl.PropagateNan.ALL
-            )
-    # as integers, in which NaN is the largest
-    largest = tl.max(largest.to(tl.int32, bitcast=True), axis=0).to(tl.float32, bitcast=True)
-    scale, inverse = scales_of_largest(largest)
-    tl.store(scale_ptr + m, scale)
-    tl.store(q_ptr + offs, to_e4m3(x * inverse, NATIVE), mask=offs < D)
-    if not WHOLE:
-        for start in range(BLOCK_D, D, BLOCK_D):
-            further = tl.load(x_ptr + start + offs, mask=start + offs < D, other=0)
-            q = to_e4m3(further.to(tl.float32) * inverse, NATIVE)
-            tl.store(q_ptr + start + offs, q, mask=start + offs < D)
+    offs_m = (tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M))[:, None]
+    x_ptrs = x_ptr + offs_m * stride_xm
+    if WHOLE:
+        offs_d = tl.arange(0, BLOCK_D)
+        mask = (offs_m < M) & (offs_d < D)[None, :]
+        x = tl.load(x_ptrs + offs_d[None, :], mask=mask, other=0).to(tl.float32)
+        store_e4m3(q_ptr, scale_ptr, x, offs_m, offs_d, mask, M, D, NATIVE)
+    else:
+        largest = tl.zeros((BLOCK_M,), dtype=tl.float32)
+        for start in range(0, D, BLOCK_D):
+            offs_d = start + tl.arange(0, BLOCK_D)
+            mask = (offs_m < M) & (offs_d < D)[None, :]
+            x = tl.load(x_ptrs + offs_d[None, :], mask=mask, other=0).to(tl.float32)
+            further = largest_of_rows(x)
+            largest = tl.maximum(largest, further, propagate_nan=tl.PropagateNan.ALL)
+        scale, inverse = scales_of_largest(largest)
+        tl.store(scale_ptr + offs_m, scale[:, None], mask=offs_m < M)
+        for start in range(0, D, BLOCK_D):
+            offs_d = start + tl.arange(0, BLOCK_D)
+            mask = (offs_m < M) & (offs_d < D)[None, :]
+            x = tl.load(x_ptrs + offs_d[None, :], mask=mask, other=0).to(tl.float32)
+            q = to_e4m3(x * inverse[:, None], NATIVE)
+            tl.store(q_ptr + offs_m * D + offs_d[None, :], q, mask=mask)
 
 
 def has_e4m3(tensor: Tensor) -> bool:
@@ -116,12 +134,10 @@ def _quantise_rows_triton(x: Tensor) -> tuple[Tensor, Tensor]:
     q, scale = torch.empty(x.shape, dtype=E4M3, **like), torch.empty(rows, 1, **like)
     if x.numel():
         x = x if x.stride(1) == 1 else x.contiguous()
-        block = min(triton.next_power_of_2(columns), WHOLE_ROW)
-        _quantise_rows_kernel[(rows,)](
-            x, q.view(torch.uint8), scale, columns, x.stride(0),
-            BLOCK_D=block, WHOLE=columns <= block, NATIVE=has_e4m3(x),
-            num_warps=min(max(block // 1024, 2), 8 if columns <= block else 16),
-        )  # fmt: skip
+        grid, tile = tiling(rows, columns, whole=WHOLE_ROW)
+        _quantise_rows_kernel[grid](
+            x, q.view(torch.uint8), scale, rows, columns, x.stride(0), NATIVE=has_e4m3(x), **tile
+        )
     return q, scale
 
 

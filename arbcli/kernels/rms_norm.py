@@ -3,8 +3,7 @@
 w is one packed row of frozen weights, decoded before the kernels run, or by the caller. Backward,
 with r = rsqrt(mean(x**2) + eps), xhat = x * r: grad_x = r * (gy * w - xhat * mean(xhat * gy * w)).
 The backward gives y again too: who keeps x for it need not keep y for whatever y was used in. Rows
-are walked in blocks, twice, so no width is too large; the second walk finds them in the cache. A
-few rows are held whole.
+are kept in registers; those too wide are walked in blocks, twice.
 """
 
 from collections.abc import Iterator
@@ -28,7 +27,7 @@ from arbcli.kernels.packing import check_packed
 from arbcli.kernels.spec import Case, Gate, KernelSpec, Timing
 
 FEW_ROWS = 8
-"""So many rows or fewer, as when a text is generated, are not walked in blocks."""
+"""So many rows or fewer, as when a text is generated, are shared by more threads."""
 WHOLE_ROW = 8192
 """Columns of a row that a program can keep in registers."""
 
@@ -164,49 +163,63 @@ def _rms_norm_backward_kernel(
     grad_y_ptr, x_ptr, weight_ptr, grad_x_ptr, y_ptr,
     M, D, eps,
     stride_ym, stride_xm,
-    BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
+    WHOLE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     offs_m = (tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M))[:, None]
-    squares = tl.zeros((BLOCK_M,), dtype=tl.float32)
-    products = tl.zeros((BLOCK_M,), dtype=tl.float32)
-    for start in range(0, D, BLOCK_D):
-        offs_d = start + tl.arange(0, BLOCK_D)
+    if WHOLE:
+        offs_d = tl.arange(0, BLOCK_D)
         mask = (offs_m < M) & (offs_d < D)[None, :]
         x = load_rows(x_ptr, offs_m, offs_d, mask, stride_xm)
-        grad_y = load_rows(grad_y_ptr, offs_m, offs_d, mask, stride_ym)
-        squares += tl.sum(x * x, axis=1)
-        products += tl.sum(x * grad_y * load_weight(weight_ptr, offs_d, D), axis=1)
-    r = tl.rsqrt(squares / D + eps)
-    mean = (products * r / D)[:, None]  # of xhat * gy * w
-    r = r[:, None]
-    for start in range(0, D, BLOCK_D):
-        offs_d = start + tl.arange(0, BLOCK_D)
-        mask = (offs_m < M) & (offs_d < D)[None, :]
         weight = load_weight(weight_ptr, offs_d, D)
-        xhat = load_rows(x_ptr, offs_m, offs_d, mask, stride_xm) * r
         grad_xhat = load_rows(grad_y_ptr, offs_m, offs_d, mask, stride_ym) * weight
+        r = tl.rsqrt(tl.sum(x * x, axis=1) / D + eps)[:, None]
+        xhat = x * r
+        mean = (tl.sum(xhat * grad_xhat, axis=1) / D)[:, None]
         store_rows(grad_x_ptr, r * (grad_xhat - xhat * mean), offs_m, offs_d, mask, D)
         store_rows(y_ptr, xhat * weight, offs_m, offs_d, mask, D)
+    else:
+        squares = tl.zeros((BLOCK_M,), dtype=tl.float32)
+        products = tl.zeros((BLOCK_M,), dtype=tl.float32)
+        for start in range(0, D, BLOCK_D):
+            offs_d = start + tl.arange(0, BLOCK_D)
+            mask = (offs_m < M) & (offs_d < D)[None, :]
+            x = load_rows(x_ptr, offs_m, offs_d, mask, stride_xm)
+            grad_y = load_rows(grad_y_ptr, offs_m, offs_d, mask, stride_ym)
+            squares += tl.sum(x * x, axis=1)
+            products += tl.sum(x * grad_y * load_weight(weight_ptr, offs_d, D), axis=1)
+        r = tl.rsqrt(squares / D + eps)
+        mean = (products * r / D)[:, None]  # of xhat * gy * w
+        r = r[:, None]
+        for start in range(0, D, BLOCK_D):
+            offs_d = start + tl.arange(0, BLOCK_D)
+            mask = (offs_m < M) & (offs_d < D)[None, :]
+            weight = load_weight(weight_ptr, offs_d, D)
+            xhat = load_rows(x_ptr, offs_m, offs_d, mask, stride_xm) * r
+            grad_xhat = load_rows(grad_y_ptr, offs_m, offs_d, mask, stride_ym) * weight
+            store_rows(grad_x_ptr, r * (grad_xhat - xhat * mean), offs_m, offs_d, mask, D)
+            store_rows(y_ptr, xhat * weight, offs_m, offs_d, mask, D)
 
 
-def tiling(rows: int, width: int) -> tuple[tuple[int], dict[str, int]]:
-    """Choose the programs that share rows out, and their tiles of 8 elements a thread."""
-    block_d = min(triton.next_power_of_2(width), 1024)
-    block_m = 1024 // block_d
-    return (triton.cdiv(rows, block_m),), {"BLOCK_M": block_m, "BLOCK_D": block_d, "num_warps": 4}
+def tiling(
+    rows: int, width: int, elements: int = 16, whole: int = WHOLE_ROW
+) -> tuple[tuple[int], dict[str, int]]:
+    """Choose the programs that share rows out, and their tiles.
 
+    With few rows a GPU is idle anyway, and what counts is how long one takes.
 
-def forward_tiling(rows: int, width: int) -> tuple[tuple[int], dict[str, int]]:
-    """Choose as `tiling` does; but where there are few rows, give each to a program as a whole.
-
-    Their number leaves a GPU idle anyway, so what counts is how long one row takes.
+    Args:
+        rows: M.
+        width: D.
+        elements: of a thread, where there are many rows.
+        whole: the widest rows that are kept in registers.
     """
-    if rows > FEW_ROWS or width > WHOLE_ROW:
-        grid, tile = tiling(rows, width)
-        return grid, {"WHOLE": False, **tile}
+    if width > whole:
+        return (rows,), {"WHOLE": False, "BLOCK_M": 1, "BLOCK_D": 1024, "num_warps": 4}
     block_d = triton.next_power_of_2(width)
-    warps = min(max(block_d // 256, 1), 16)
-    return (rows,), {"WHOLE": True, "BLOCK_M": 1, "BLOCK_D": block_d, "num_warps": warps}
+    block_m, elements = (1, 8) if rows <= FEW_ROWS else (max(1024 // block_d, 1), elements)
+    warps = min(max(block_m * block_d // (32 * elements), 1), 16)
+    tile = {"WHOLE": True, "BLOCK_M": block_m, "BLOCK_D": block_d, "num_warps": warps}
+    return (triton.cdiv(rows, block_m),), tile
 
 
 def norm_weight(packed, exponent, fraction, width, group_size) -> Tensor:
@@ -227,7 +240,7 @@ def _rms_norm_triton(x, packed, exponent, fraction, group_size, eps, weight=None
         x, width = dense_rows(x), x.shape[-1]
         if weight is None:
             weight = norm_weight(packed, exponent, fraction, width, group_size)
-        grid, tile = forward_tiling(len(x), width)
+        grid, tile = tiling(len(x), width)
         _rms_norm_kernel[grid](
             x, x, weight, y, y, len(x), width, eps, x.stride(0), 0, ADD=False, **tile
         )
@@ -238,7 +251,7 @@ def _add_rms_norm_triton(
     x, added, packed, exponent, fraction, group_size, eps, weight=None
 ) -> tuple[Tensor, Tensor]:
     width = x.shape[-1]
-    grid, tile = forward_tiling(x.numel() // max(width, 1), width)
+    grid, tile = tiling(x.numel() // max(width, 1), width)
     if not (x.numel() and tile["WHOLE"]):
         total = (x + added).contiguous()
         norm = (packed, exponent, fraction, group_size, eps, weight)

@@ -25,6 +25,7 @@ from arbcli.kernels.gradient_gains import GRADIENT_GAINS
 from arbcli.kernels.gradient_statistics import GRADIENT_STATISTICS
 from arbcli.kernels.grouped_matmul import GROUPED_GRAD_W, GROUPED_MATMUL
 from arbcli.kernels.newton_schulz import GRAM, GRAM_POLYNOMIAL
+from arbcli.kernels.norm_e4m3 import GATED_RMS_NORM_E4M3, RMS_NORM_E4M3
 from arbcli.kernels.packing import PACK_TRITS, UNPACK_TRITS
 from arbcli.kernels.quantise_rows import QUANTISE_ROWS
 from arbcli.kernels.rms_norm import ADD_RMS_NORM, RMS_NORM, RMS_NORM_BACKWARD
@@ -61,6 +62,8 @@ KERNELS: tuple[KernelSpec, ...] = (
     RMS_NORM_BACKWARD,
     GATED_RMS_NORM,
     GATED_RMS_NORM_BACKWARD,
+    RMS_NORM_E4M3,
+    GATED_RMS_NORM_E4M3,
     ROTARY_NORM,
     ROTARY_NORM_BACKWARD,
     DECODE_ATTENTION,

@@ -19,6 +19,8 @@ from arbcli.kernels.cross_entropy import cross_entropy_backward
 from arbcli.kernels.decode_weight import decode_weight
 from arbcli.kernels.fp8_matmul import fp8_matmul
 from arbcli.kernels.gated_rms_norm import gated_rms_norm, gated_rms_norm_backward
+from arbcli.kernels.norm_e4m3 import gated_rms_norm_e4m3, rms_norm_e4m3
+from arbcli.kernels.quantise_rows import quantise_rows
 from arbcli.kernels.rms_norm import add_rms_norm, rms_norm, rms_norm_backward
 from arbcli.kernels.rotary_norm import rotary_norm_, rotary_norm_backward
 from arbcli.kernels.ternary_embedding import embedding_grad, embedding_rows
@@ -104,16 +106,19 @@ class LinearWeight(StreamedTensor):
     fp8 = False
     """Whether products of many rows are computed in eight bits."""
 
-    def multiply(self, x: Tensor) -> Tensor:
-        """Compute x @ w.T of (M, K) activations."""
+    def multiply(self, x: Tensor, before: "TernaryRMSNorm | None") -> Tensor:
+        """Compute before(x) @ w.T of (M, K) activations."""
         if self._in_fp8(x):
-            return fp8_matmul(x, *self.packed)
+            q, scale = before.rounded(x) if before else quantise_rows(x)
+            return fp8_matmul(q, scale, *self.packed, dtype=x.dtype)
+        x = before(x) if before else x
         return ternary_matmul(x, self.trits, *self.scales, self.group_size)
 
     def propagate(self, grad_y: Tensor) -> Tensor:
         """Compute grad_y @ w of the (M, N) gradient of such a product."""
         if self._in_fp8(grad_y):
-            return fp8_matmul(grad_y, *self.packed, transposed=True)
+            rounded = quantise_rows(grad_y)
+            return fp8_matmul(*rounded, *self.packed, transposed=True, dtype=grad_y.dtype)
         return ternary_matmul_grad_x(grad_y, *self.packed)
 
     def _in_fp8(self, rows: Tensor) -> bool:
@@ -143,8 +148,7 @@ class _Linear(Function):
     def forward(ctx, x: Tensor, anchor: Tensor, weight: LinearWeight, before) -> Tensor:
         ctx.weight, ctx.before = weight, before
         ctx.save_for_backward(x)
-        source = before(x) if before else x
-        return weight.multiply(source)
+        return weight.multiply(x, before)
 
     @staticmethod
     def backward(ctx, grad_y: Tensor):
@@ -229,6 +233,11 @@ class TernaryRMSNorm(nn.Module):
         """Return x + added, and that normalised; not differentiable."""
         return add_rms_norm(x, added, *self._norm(), self._held)
 
+    @torch.no_grad()
+    def rounded(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Normalise (M, D), and round rows to e4m3: numbers and scales; not differentiable."""
+        return rms_norm_e4m3(x, *self._norm())
+
     def backward(self, grad_y: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
         """Compute the gradient of x, and the result again."""
         return rms_norm_backward(grad_y, x, *self._norm())
@@ -266,6 +275,11 @@ class TernaryGate(TernaryRMSNorm):
     def forward(self, gate_up: Tensor) -> Tensor:
         """Turn (..., 2 D) into (..., D); not differentiable."""
         return gated_rms_norm(gate_up, *self._norm(), self._held)
+
+    @torch.no_grad()
+    def rounded(self, gate_up: Tensor) -> tuple[Tensor, Tensor]:
+        """Turn (M, 2 D) into (M, D), and round rows to e4m3; not differentiable."""
+        return gated_rms_norm_e4m3(gate_up, *self._norm())
 
     def backward(self, grad_y: Tensor, gate_up: Tensor) -> tuple[Tensor, Tensor]:
         """Compute the gradient of gate_up, and the result again."""
