@@ -1,8 +1,9 @@
 """Train `arb-tiny` with and without each of its parts, at equal weights, and a `ByteLM` of as many.
 
-    python -m benchmarks.ablation TRAIN VAL [--seed N] [--steps N] [NAME...]
+    python -m benchmarks.ablation TRAIN VAL [--seed N] [--steps N] [--equal-time] [NAME...]
 
-The width of the MLPs takes up what a part leaves. NAME is one of `VARIANTS`; all by default.
+The width of the MLPs takes up what a part leaves. NAME is one of `VARIANTS`; all by default. With
+`--equal-time` each takes as many steps as fit the time that `--steps` of `arb-tiny` take.
 """
 
 import argparse
@@ -19,6 +20,9 @@ from arbcli.training import Trainer
 
 PEER = {"preset": "tiny", "dim": 288, "heads": 6, "layers": 6, "ffn": 736, "ctx": 256}
 """A `ByteLM` of 5.96 million weights."""
+CAPTURED = 8
+"""Steps after which one is captured for certain."""
+TIMED = 108
 VARIANTS: dict[str, dict | None] = {
     "ByteLM": None,
     "arb-tiny": {},
@@ -49,25 +53,41 @@ def options(name: str) -> dict:
     return widest
 
 
-def train(name: str, train_path: str, val_path: str, seed: int, steps: int) -> str:
-    """Train a variant; return a line about it."""
-    config = new_config(
-        **options(name), data=[train_path], val=[val_path], batch=32, steps=steps, seed=seed
-    )
+def build(name: str, paths: tuple[str, str], seed: int, steps: int) -> Trainer:
+    """Make the trainer of a variant."""
+    train, val = paths
+    config = new_config(**options(name), data=[train], val=[val], batch=32, steps=steps, seed=seed)
     texts = open_texts(config.data, config.val, seed=seed, context=config.model.ctx)
-    with deterministic():
-        trainer = Trainer(config, texts, capture=True)
-        started = 0.0
-        while trainer.step < steps:
-            loss = trainer.train_step()
-            if trainer.step == 8:  # captured by now
-                float(loss)
-                started = time.perf_counter()
-        float(loss)
-        milliseconds = 1e3 * (time.perf_counter() - started) / max(steps - 8, 1)
-        val_loss = trainer.evaluate()
-    shape = f"{predict(config.model).total.weights:,} weights, ffn {config.model.ffn}"
-    return f"{name:13} seed {seed}: {val_loss:.4f} nats, {milliseconds:.1f} ms a step, {shape}"
+    return Trainer(config, texts, capture=True)
+
+
+def run(trainer: Trainer, steps: int) -> float:
+    """Train until a step; return the milliseconds of one, those of the first steps left out."""
+    started = 0.0
+    while trainer.step < steps:
+        loss = trainer.train_step()
+        if trainer.step == CAPTURED:
+            float(loss)
+            started = time.perf_counter()
+    float(loss)
+    return 1e3 * (time.perf_counter() - started) / max(steps - CAPTURED, 1)
+
+
+def steps_in_equal_time(name: str, paths: tuple[str, str], steps: int) -> int:
+    """Count the steps of a variant that take as long as so many of `arb-tiny`."""
+    times = (run(build(kind, paths, 0, TIMED), TIMED) for kind in ("arb-tiny", name))
+    return round(steps * next(times) / next(times))
+
+
+def train(name: str, paths: tuple[str, str], seed: int, steps: int) -> str:
+    """Train a variant; return a line about it."""
+    trainer = build(name, paths, seed, steps)
+    milliseconds, model = run(trainer, steps), trainer.config.model
+    shape = f"{predict(model).total.weights:,} weights, ffn {model.ffn}"
+    return (
+        f"{name:13} seed {seed}: {trainer.evaluate():.4f} nats after {steps} steps,"
+        f" {milliseconds:.1f} ms a step, {shape}"
+    )
 
 
 def main() -> None:
@@ -78,9 +98,15 @@ def main() -> None:
     parser.add_argument("names", nargs="*")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--steps", type=int, default=2000)
-    given = parser.parse_args()
+    parser.add_argument("--equal-time", action="store_true")
+    given = parser.parse_intermixed_args()
+    paths = given.train, given.val
     for name in given.names or VARIANTS:
-        print(train(name, given.train, given.val, given.seed, given.steps), flush=True)
+        with deterministic():
+            steps = given.steps
+            if given.equal_time:
+                steps = steps_in_equal_time(name, paths, steps)
+            print(train(name, paths, given.seed, steps), flush=True)
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
 
