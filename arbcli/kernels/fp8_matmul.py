@@ -147,6 +147,5 @@ FP8_MATMUL = KernelSpec(
     fp8_matmul_reference,
     _cases,
     Gate(exact=False, relative=4e-3, reason="sums of the matrix library, rounded to bf16"),
-    uses_scales=True,
     timings=_timings,
 )

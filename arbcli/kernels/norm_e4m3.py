@@ -184,12 +184,12 @@ _GATE = Gate(exact=False, relative=3e-3, reason="where a sum's last bit decides,
 
 RMS_NORM_E4M3 = KernelSpec(
     "rms_norm_e4m3", _as_product(_rms_norm_e4m3_triton), _as_product(_rms_norm_e4m3_torch),
-    _as_product(rms_norm_e4m3_reference), _cases_of(RMS_NORM), _GATE, uses_scales=True,
+    _as_product(rms_norm_e4m3_reference), _cases_of(RMS_NORM), _GATE,
     timings=_timings_of(RMS_NORM, _rms_norm_e4m3_triton),
 )  # fmt: skip
 GATED_RMS_NORM_E4M3 = KernelSpec(
     "gated_rms_norm_e4m3", _as_product(_gated_rms_norm_e4m3_triton),
     _as_product(_gated_rms_norm_e4m3_torch), _as_product(gated_rms_norm_e4m3_reference),
-    _cases_of(GATED_RMS_NORM), _GATE, uses_scales=True,
+    _cases_of(GATED_RMS_NORM), _GATE,
     timings=_timings_of(GATED_RMS_NORM, _gated_rms_norm_e4m3_triton),
 )  # fmt: skip
