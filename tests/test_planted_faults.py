@@ -45,6 +45,22 @@ def kernel(name, what, instead, caught_by, where=None):
 
 
 FAULTS = [
+    # products in eight bits
+    kernel("ties rounded up", "+ ((bits >> 20) & 1)) >> 20", "+ 1) >> 20", "quantise_rows"),
+    kernel(
+        "scale of a row off", "scale = ((field - 7) << 23)", "scale = ((field - 6) << 23)",
+        "quantise_rows",
+    ),
+    kernel("e4m3 without signs", "bits.to(tl.int32) | sign", "bits.to(tl.int32)", "decode_e4m3"),
+    kernel(
+        "e4m3 an octave off",
+        "inverse = ((127 - octave) << 23)", "inverse = ((126 - octave) << 23)", "decode_e4m3",
+    ),
+    kernel("scale of w left out", "* (scale * weight_scale)", "* scale", "fp8_matmul"),
+    kernel(
+        "gate without its sigmoid", "y = y * sigmoid(y) *", "y = y *", "gated_rms_norm_e4m3",
+        "norm_e4m3",
+    ),
     # packing
     kernel(
         "planes of a short block as wide as a full one",
@@ -176,8 +192,8 @@ FAULTS = [
     ),
     kernel(
         "sigmoid in place of silu",
-        "y = gate * _sigmoid(gate) * load_rows(up_ptr, offs_m, offs_d, mask, stride_xm)\n   "
-        "         if", "y = _sigmoid(gate) * load_rows(up_ptr, offs_m, offs_d, mask, stride_xm)\n"
+        "y = gate * sigmoid(gate) * load_rows(up_ptr, offs_m, offs_d, mask, stride_xm)\n   "
+        "         if", "y = sigmoid(gate) * load_rows(up_ptr, offs_m, offs_d, mask, stride_xm)\n"
         "            if",
         "gated_rms_norm",
     ),
