@@ -17,6 +17,7 @@ from arbcli.device import deterministic, explained_out_of_memory
 from arbcli.errors import ArbError
 from arbcli.kernels.backend import default_backend, use_backend
 from arbcli.kernels.choose_byte import choose_byte_
+from arbcli.kernels.overlap import overlapping
 from arbcli.kernels.random_bits import stream_keys
 from arbcli.model.config import VOCABULARY
 from arbcli.model.language_model import LanguageModel
@@ -150,7 +151,7 @@ class Decoder:
     def _compute(self) -> None:
         """Read the last byte and choose the next one; every tensor is where it always is."""
         how = self.sampling
-        with use_backend(self.backend):
+        with use_backend(self.backend), overlapping():
             logits = self.model(self._byte, self.cache)[0, 0]
             choose_byte_(
                 self._byte,

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from arbcli.kernels._triton import tl, triton
 from arbcli.kernels.backend import uses_triton
+from arbcli.kernels.overlap import overlap_options, wait_for_last
 from arbcli.kernels.random_bits import GOLDEN, mix_reference, random_bits, random_words
 from arbcli.kernels.spec import EXACT, Case, KernelSpec, Timing
 
@@ -77,7 +78,9 @@ def _choose_byte_kernel(
     byte_ptr, text_ptr, logits_ptr, position_ptr, key_ptr,
     temperature, top_k, top_p, V,
     GREEDY: tl.constexpr, KEEP_ALL: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_J: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
+    wait_for_last(OVERLAP)
     position, symbol = tl.load(position_ptr), tl.arange(0, BLOCK_V)
     kept = symbol < V
     score = tl.load(logits_ptr + symbol, mask=kept, other=float("-inf")).to(tl.float32)
@@ -112,6 +115,7 @@ def _choose_byte_triton(byte, text, logits, position, key, temperature, top_k, t
         byte, text, logits, position, key, float(temperature), top_k, float(top_p), symbols,
         GREEDY=temperature == 0, KEEP_ALL=top_k >= symbols and top_p >= 1,
         BLOCK_V=triton.next_power_of_2(symbols), BLOCK_J=32, num_warps=8,
+        **overlap_options(logits),
     )  # fmt: skip
 
 

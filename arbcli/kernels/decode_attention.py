@@ -6,9 +6,10 @@ by the row p of the tables; key and value are stored before anything is attended
 absolute positions, only their differences matter to a product q . k, and a sum over keys has no
 order: so the ring is never moved, whichever slot is the oldest.
 
-Programs share out the slots of a head, and each finds, of its own slots, the largest score, the sum
-of exp(score - largest) and the values weighted by that. The last one to finish adds up what all of
-them found, in the order of the slots, so the same bits come out whoever it is.
+Programs share out the slots of a head, and each finds, of its own slots, the sum of exp(score) and
+of the values weighted by that. As queries and keys are normalised, no score is above sqrt(d), so
+none is subtracted. The last program to finish adds up what all of them found, in the order of the
+slots, so the same bits come out whoever it is.
 """
 
 from collections.abc import Iterator
@@ -20,12 +21,13 @@ from torch.nn import functional
 
 from arbcli.kernels._triton import tl, triton
 from arbcli.kernels.backend import uses_triton
+from arbcli.kernels.overlap import overlap_options, wait_for_last
 from arbcli.kernels.spec import Case, Gate, KernelSpec, Timing
 
 TILE = 8192
 """The most elements of keys that a program has."""
-LONG = 1024
-"""Rings of more slots give a program more of them, so that there is less to add up."""
+SLOTS = 32
+"""The most slots that a program has."""
 MAX_PARTS = 32
 """What so many programs found is added up at once."""
 
@@ -68,102 +70,78 @@ def _decode_attention_torch(qkv, keys, values, position, cos, sin, tickets, eps)
 
 
 @triton.jit
-def _turn_and_normalise(ptr, cos, sin, eps, offs_h, mask_h, HALF: tl.constexpr):
-    """Load one head of a query or key; both its halves, (BLOCK_H,) each, rounded to its type."""
-    first = tl.load(ptr + offs_h, mask=mask_h, other=0).to(tl.float32)
-    second = tl.load(ptr + HALF + offs_h, mask=mask_h, other=0).to(tl.float32)
-    r = tl.rsqrt(tl.sum(first * first + second * second, axis=0) / (2 * HALF) + eps)
-    dtype = ptr.dtype.element_ty
-    first, second = (first * cos - second * sin) * r, (first * sin + second * cos) * r
-    return first.to(dtype), second.to(dtype)
-
-
-@triton.jit
 def _decode_attention_kernel(
     qkv_ptr, keys_ptr, values_ptr, position_ptr, cos_ptr, sin_ptr, tickets_ptr,
-    peaks_ptr, totals_ptr, sums_ptr, y_ptr,
+    totals_ptr, sums_ptr, y_ptr,
     W, HEADS, scale, eps,
-    HALF: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr,
-    SPLITS: tl.constexpr, BLOCK_P: tl.constexpr,
+    HALF: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr,
+    SPLITS: tl.constexpr, BLOCK_P: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
+    WIDTH: tl.constexpr = 2 * HALF
     head, split = tl.program_id(0), tl.program_id(1)
     position = tl.load(position_ptr)
     slot, seen = position % W, tl.minimum(position + 1, W)
     if split * BLOCK_S < seen:
-        offs_h, offs_d = tl.arange(0, BLOCK_H), tl.arange(0, BLOCK_D)
-        mask_h, mask_d = offs_h < HALF, offs_d < 2 * HALF
-
         # what lies in the ring is asked for first, as it takes longest to come
-        offs_s = (split * BLOCK_S + tl.arange(0, BLOCK_S))[:, None]
-        is_new = offs_s == slot  # is not there yet
-        mask_s = (offs_s < seen) & (offs_s != slot)
-        ring = (head.to(tl.int64) * W + offs_s) * 2 * HALF
-        key_ptrs, value_ptrs = (
-            keys_ptr + ring + offs_h[None, :],
-            values_ptr + ring + offs_d[None, :],
-        )
-        key_first = tl.load(key_ptrs, mask=mask_s & mask_h[None, :], other=0)
-        key_second = tl.load(key_ptrs + HALF, mask=mask_s & mask_h[None, :], other=0)
-        value = tl.load(value_ptrs, mask=mask_s & mask_d[None, :], other=0)  # [BLOCK_S, BLOCK_D]
+        offs_d, offs_s = tl.arange(0, BLOCK_D), split * BLOCK_S + tl.arange(0, BLOCK_S)[:, None]
+        mask_d, is_new = offs_d < WIDTH, offs_s == slot  # which is not there yet
+        mask = (offs_s < seen) & (offs_s != slot) & mask_d[None, :]
+        ring = (head.to(tl.int64) * W + offs_s) * WIDTH + offs_d[None, :]
+        key = tl.load(keys_ptr + ring, mask=mask, other=0)  # [BLOCK_S, BLOCK_D]
+        value = tl.load(values_ptr + ring, mask=mask, other=0)
 
-        table = position.to(tl.int64) * HALF + offs_h
-        cos = tl.load(cos_ptr + table, mask=mask_h, other=0)
-        sin = tl.load(sin_ptr + table, mask=mask_h, other=0)
-        q_ptr = qkv_ptr + head * 2 * HALF
-        k_ptr, v_ptr = q_ptr + HEADS * 2 * HALF, q_ptr + HEADS * 4 * HALF
-        q_first, q_second = _turn_and_normalise(q_ptr, cos, sin, eps, offs_h, mask_h, HALF)
-        k_first, k_second = _turn_and_normalise(k_ptr, cos, sin, eps, offs_h, mask_h, HALF)
-        v = tl.load(v_ptr + offs_d, mask=mask_d, other=0)
+        # a query and a key, [BLOCK_D, 2]: each element turned with that of the other half
+        is_first = offs_d < HALF
+        other, angle = tl.where(is_first, HALF, -HALF), offs_d - tl.where(is_first, 0, HALF)
+        table = position.to(tl.int64) * HALF + angle
+        cos = tl.load(cos_ptr + table, mask=mask_d, other=0)
+        sin = tl.load(sin_ptr + table, mask=mask_d, other=0)
+        sin = tl.where(is_first, -sin, sin)
+        q_ptrs = qkv_ptr + head * WIDTH + offs_d
+        both = q_ptrs[:, None] + (HEADS * WIDTH * tl.arange(0, 2))[None, :]
+        wait_for_last(OVERLAP)
+        x = tl.load(both, mask=mask_d[:, None], other=0).to(tl.float32)
+        partner = tl.load(both + other[:, None], mask=mask_d[:, None], other=0).to(tl.float32)
+        v = tl.load(q_ptrs + 2 * HEADS * WIDTH, mask=mask_d, other=0)
+        r = tl.rsqrt(tl.sum(x * x, axis=0) / WIDTH + eps)
+        x = (x * cos[:, None] + partner * sin[:, None]) * r[None, :]
+        q, k = tl.split(x.to(qkv_ptr.dtype.element_ty))
 
         if slot // BLOCK_S == split:
-            new = (head.to(tl.int64) * W + slot) * 2 * HALF
-            tl.store(keys_ptr + new + offs_h, k_first, mask=mask_h)
-            tl.store(keys_ptr + new + HALF + offs_h, k_second, mask=mask_h)
-            tl.store(values_ptr + new + offs_d, v, mask=mask_d)
+            new = (head.to(tl.int64) * W + slot) * WIDTH + offs_d
+            tl.store(keys_ptr + new, k, mask=mask_d)
+            tl.store(values_ptr + new, v, mask=mask_d)
 
-        key_first = tl.where(is_new, k_first[None, :], key_first)
-        key_second = tl.where(is_new, k_second[None, :], key_second)
-        value = tl.where(is_new, v[None, :], value)
-        products = key_first.to(tl.float32) * q_first.to(tl.float32)
-        products += key_second.to(tl.float32) * q_second.to(tl.float32)
-        score = tl.sum(products, axis=1, keep_dims=True) * scale  # [BLOCK_S, 1]
-        score = tl.where(offs_s < seen, score, float("-inf"))
-        peak = tl.max(score)
-        weight = tl.exp(score - peak)
+        key = tl.where(is_new, k[None, :], key).to(tl.float32)
+        value = tl.where(is_new, v[None, :], value).to(tl.float32)
+        score = tl.sum(key * q.to(tl.float32)[None, :], axis=1, keep_dims=True) * scale
+        weight = tl.where(offs_s < seen, tl.exp(score), 0)  # [BLOCK_S, 1]
         part = head * SPLITS + split
-        tl.store(peaks_ptr + part, peak)
         tl.store(totals_ptr + part, tl.sum(weight))
-        found = tl.sum(weight * value.to(tl.float32), axis=0)
-        tl.store(sums_ptr + part * 2 * HALF + offs_d, found, mask=mask_d)
+        tl.store(sums_ptr + part * WIDTH + offs_d, tl.sum(weight * value, axis=0), mask=mask_d)
 
         tl.debug_barrier()  # every thread has stored before one of them takes the ticket
         ticket, splits = tl.atomic_add(tickets_ptr + head, 1, sem="acq_rel"), tl.cdiv(seen, BLOCK_S)
         if ticket == splits - 1:
-            peak, total = float("-inf"), 0.0
-            found = tl.zeros((BLOCK_D,), dtype=tl.float32)
+            total, found = 0.0, tl.zeros((BLOCK_D,), dtype=tl.float32)
             for start in range(0, splits, BLOCK_P):
                 offs_p = start + tl.arange(0, BLOCK_P)
                 mask_p, parts = offs_p < splits, head * SPLITS + offs_p
-                peaks = tl.load(peaks_ptr + parts, mask=mask_p, other=float("-inf"))
-                totals = tl.load(totals_ptr + parts, mask=mask_p, other=0)
                 sums = tl.load(  # [BLOCK_P, BLOCK_D]
-                    sums_ptr + parts[:, None] * 2 * HALF + offs_d[None, :],
+                    sums_ptr + parts[:, None] * WIDTH + offs_d[None, :],
                     mask=mask_p[:, None] & mask_d[None, :], other=0,
                 )  # fmt: skip
-                highest = tl.maximum(peak, tl.max(peaks))
-                shrink, share = tl.exp(peak - highest), tl.exp(peaks - highest)
-                total = total * shrink + tl.sum(totals * share)
-                found = found * shrink + tl.sum(sums * share[:, None], axis=0)
-                peak = highest
+                total += tl.sum(tl.load(totals_ptr + parts, mask=mask_p, other=0))
+                found += tl.sum(sums, axis=0)
             y = (found / total).to(y_ptr.dtype.element_ty)
-            tl.store(y_ptr + head * 2 * HALF + offs_d, y, mask=mask_d)
+            tl.store(y_ptr + head * WIDTH + offs_d, y, mask=mask_d)
             tl.store(tickets_ptr + head, 0)
 
 
-def _tiling(window: int, width: int, dtype: torch.dtype) -> tuple[int, int]:
+def _tiling(width: int, dtype: torch.dtype) -> tuple[int, int]:
     """Choose the slots of a program, and its warps, by what was fastest on an H200."""
     block_d = triton.next_power_of_2(width)
-    slots = max(1, min(64 if window > LONG else 32, TILE // block_d))
+    slots = max(1, min(SLOTS, TILE // block_d))
     if dtype == torch.float32:
         return slots, 8
     return slots, 2 if width == block_d else 4  # masks take registers
@@ -171,18 +149,17 @@ def _tiling(window: int, width: int, dtype: torch.dtype) -> tuple[int, int]:
 
 def _decode_attention_triton(qkv, keys, values, position, cos, sin, tickets, eps):
     heads, window, width = keys.shape
-    block_s, num_warps = _tiling(window, width, qkv.dtype)
+    block_s, num_warps = _tiling(width, qkv.dtype)
     splits = triton.cdiv(window, block_s)
     parts = heads * splits
-    found = torch.empty(parts * (width + 2), dtype=torch.float32, device=qkv.device)
+    found = torch.empty(parts * (width + 1), dtype=torch.float32, device=qkv.device)
     y = torch.empty(heads, width, dtype=qkv.dtype, device=qkv.device)
     _decode_attention_kernel[(heads, splits)](
         qkv, keys, values, position, cos, sin, tickets,
-        *found.split([parts, parts, parts * width]), y, window, heads, width**-0.5, eps,
-        HALF=width // 2, BLOCK_H=triton.next_power_of_2(width // 2),
-        BLOCK_D=triton.next_power_of_2(width), BLOCK_S=block_s, SPLITS=splits,
+        *found.split([parts, parts * width]), y, window, heads, width**-0.5, eps,
+        HALF=width // 2, BLOCK_D=triton.next_power_of_2(width), BLOCK_S=block_s, SPLITS=splits,
         BLOCK_P=min(triton.next_power_of_2(splits), MAX_PARTS),
-        num_warps=num_warps,
+        num_warps=num_warps, **overlap_options(qkv),
     )  # fmt: skip
     return y
 
@@ -202,7 +179,8 @@ def decode_attention(
     Args:
         qkv: (3, heads, d) float32 or bfloat16, contiguous, d even: query, key and value.
         keys: (heads, W, d) in the dtype of `qkv`, contiguous; slot `position` mod W is written.
-            What has never been written must be finite.
+            Keys are such as are stored here, normalised: exp of no score overflows. What has never
+            been written must be finite.
         values: like `keys`.
         position: int32 scalar tensor: how many bytes came before. It is read on the device, and
             must be below P.

@@ -22,6 +22,7 @@ from arbcli.kernels.decode_weight import (
     load_scale,
     random_packed,
 )
+from arbcli.kernels.overlap import overlap_options, wait_for_last
 from arbcli.kernels.packing import PLANE, byte_tiles, check_packed, digit_of, plane_offsets
 from arbcli.kernels.spec import Case, Gate, KernelSpec, Timing
 
@@ -79,10 +80,12 @@ def _embedding_rows_kernel(
     M, V, K, row_bytes,
     stride_im, stride_pn, stride_pb, stride_en, stride_eg, stride_fn, stride_fg,
     GROUP: tl.constexpr, HAS_FRACTION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_B: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     offs_m = (tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M))[:, None]
     offs_b = tl.program_id(1) * BLOCK_B + tl.arange(0, BLOCK_B)
     mask_m = offs_m < M
+    wait_for_last(OVERLAP)
     offs_n = tl.load(ids_ptr + offs_m * stride_im, mask=mask_m, other=0)  # [BLOCK_M, 1] int64
     inside = (offs_n >= 0) & (offs_n < V)
     byte = tl.load(  # [BLOCK_M, BLOCK_B] uint8
@@ -133,6 +136,7 @@ def _embedding_rows_triton(
             ids, packed, exponent, digits, y, len(ids), rows, embedding_dim, num_bytes,
             ids.stride(0), *packed.stride(), *exponent.stride(), *digits.stride(),
             GROUP=group_size, HAS_FRACTION=fraction is not None, BLOCK_M=32, BLOCK_B=PLANE,
+            **overlap_options(packed),
         )  # fmt: skip
     return y
 

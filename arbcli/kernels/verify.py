@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from arbcli.errors import ArbError
+from arbcli.kernels.arranged_matmul import ARRANGED_MATMUL
 from arbcli.kernels.backend import check_backend, use_backend
 from arbcli.kernels.blend_moment import BLEND_MOMENT
 from arbcli.kernels.cast_votes import CAST_SCALE_VOTES, CAST_TRIT_VOTES
@@ -53,6 +54,7 @@ KERNELS: tuple[KernelSpec, ...] = (
     FP8_MATMUL,
     TERNARY_MATMUL,
     TERNARY_MATMUL_GRAD_X,
+    ARRANGED_MATMUL,
     GROUPED_MATMUL,
     GROUPED_GRAD_W,
     EXPERT_COMBINE,

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from arbcli.model.config import ModelConfig
-from arbcli.model.layers import StreamedTensor, TernaryRMSNorm
+from arbcli.model.layers import StreamedTensor, TernaryLinear, TernaryRMSNorm
 from arbcli.model.ternary import TernaryTensor
 from arbcli.model.twins import FloatWeight
 
@@ -43,17 +43,24 @@ class LanguageModel(nn.Module):
         """Where the weights are."""
         return next(itertools.chain(self.buffers(), self.parameters())).device
 
+    @property
+    def plain_norms(self) -> bool:
+        """Whether weights are held, and those of all norms are ones."""
+        norms = [part for part in self.modules() if isinstance(part, TernaryRMSNorm)]
+        return bool(norms) and all(norm.plain for norm in norms)
+
     @contextmanager
     def held_weights(self) -> Iterator[None]:
         """Make what follows from the weights once, not in every forward.
 
-        Those of a float twin are cast, and those of ternary norms decoded; matrices stay packed.
+        Those of a float twin are cast, and those of ternary norms decoded; matrices stay packed,
+        but steps of a text arrange them anew.
         """
         with ExitStack() as stack:
             for part in self.modules():
                 if isinstance(part, FloatWeight):
                     stack.enter_context(part.held(self.compute_dtype))
-                elif isinstance(part, TernaryRMSNorm):
+                elif isinstance(part, TernaryRMSNorm | TernaryLinear):
                     stack.enter_context(part.held())
             yield
 

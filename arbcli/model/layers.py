@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 
+from arbcli.kernels.arranged_matmul import Arranged, arrange, arranged_matmul
 from arbcli.kernels.cross_entropy import cross_entropy as losses_of_rows
 from arbcli.kernels.cross_entropy import cross_entropy_backward
 from arbcli.kernels.decode_weight import decode_weight
@@ -222,6 +223,8 @@ class TernaryRMSNorm(nn.Module):
         super().__init__()
         self.weight = TernaryTensor(1, dim, config, frozen=True)
         self._held: Tensor | None = None
+        self.plain = False
+        """Whether the weights are held, and known to be ones."""
 
     @torch.no_grad()
     def forward(self, x: Tensor) -> Tensor:
@@ -245,14 +248,16 @@ class TernaryRMSNorm(nn.Module):
     @contextmanager
     def held(self) -> Iterator[None]:
         """Decode the weights once for many forwards; meanwhile they must not change."""
+        self.plain = True
         if self.weight is not None:
             packed, *scales, group_size, _ = self._norm()
             width = self.weight.in_features
             self._held = decode_weight(packed, *scales, width, group_size, torch.float32)[0]
+            self.plain = bool((self._held == 1).all())
         try:
             yield
         finally:
-            self._held = None
+            self._held, self.plain = None, False
 
     def _norm(self) -> tuple:
         weight = self.weight
@@ -270,6 +275,7 @@ class TernaryGate(TernaryRMSNorm):
         nn.Module.__init__(self)
         self.weight = TernaryTensor(1, dim, config, frozen=True) if normalise else None
         self._held: Tensor | None = None
+        self.plain = False
 
     @torch.no_grad()
     def forward(self, gate_up: Tensor) -> Tensor:
@@ -295,6 +301,7 @@ class TernaryLinear(nn.Module):
     def __init__(self, out_features: int, in_features: int, config: ModelConfig) -> None:
         super().__init__()
         self.weight = LinearWeight(out_features, in_features, config)
+        self._arranged: Arranged | None = None
 
     def forward(self, x: Tensor, before: TernaryRMSNorm | None = None) -> Tensor:
         """Multiply (..., K) activations to (..., N) of the same dtype.
@@ -305,6 +312,40 @@ class TernaryLinear(nn.Module):
         self.weight.note_use()
         y = _Linear.apply(x.reshape(-1, x.shape[-1]), anchor(x), self.weight, before)
         return y.view(*x.shape[:-1], -1)
+
+    @torch.no_grad()
+    def step(
+        self,
+        x: Tensor,
+        *,
+        normalise: bool,
+        gated: bool = False,
+        added: Tensor | None = None,
+    ) -> Tensor:
+        """Multiply one row, (..., K) to (..., N), and do in the same kernel what is around that.
+
+        The weights are arranged for it when first used; `held` says until when.
+
+        Args:
+            x: activations.
+            normalise: whether to divide them by their root-mean-square first.
+            gated: whether silu of the first half of the result multiplies the second; always the
+                same for a layer.
+            added: what to add to the result, like it.
+        """
+        if self._arranged is None:
+            self._arranged = arrange(*self.weight.packed, gated)
+        added = None if added is None else added.flatten()
+        y = arranged_matmul(x.flatten(), self._arranged, NORM_EPS if normalise else None, added)
+        return y.view(*x.shape[:-1], -1)
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Keep the weights as they are arranged for steps; meanwhile they must not change."""
+        try:
+            yield
+        finally:
+            self._arranged = None
 
 
 def rotary_norm(

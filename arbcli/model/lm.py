@@ -5,6 +5,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
+from arbcli.kernels.arranged_matmul import takes
 from arbcli.model import layers, twins
 from arbcli.model.cache import BlockCache, KeyValueCache
 from arbcli.model.config import VOCABULARY, ModelConfig
@@ -54,6 +55,12 @@ class Attention(nn.Module):
             y = past.attend(*self.rotary_norm(qkv, past.angles))
         return self.output(y.transpose(1, 2).reshape(batch, length, dim), self.sub_norm)
 
+    def step(self, x: Tensor, past: BlockCache) -> Tensor:
+        """Normalise one position of the stream, mix it with the past, and add that to it."""
+        qkv = self.qkv.step(x, normalise=True)
+        y = past.attend_one(qkv.view(1, 1, 3, self.heads, -1)).view(x.shape)
+        return self.output.step(y, normalise=self.sub_norm is not None, added=x)
+
 
 class MLP(nn.Module):
     """Gated MLP: down(norm(silu(gate) * up))."""
@@ -68,6 +75,11 @@ class MLP(nn.Module):
     def forward(self, x: Tensor, norm: nn.Module | None) -> Tensor:
         """Normalise as `Attention` does, and transform every position of (B, T, D) by itself."""
         return self.output(self.gate_up(x, norm), self.sub_norm)
+
+    def step(self, x: Tensor) -> Tensor:
+        """Normalise one position of the stream, transform it, and add that to it."""
+        hidden = self.gate_up.step(x, normalise=True, gated=True)
+        return self.output.step(hidden, normalise=self.sub_norm.weight is not None, added=x)
 
 
 class Block(nn.Module):
@@ -140,6 +152,10 @@ class ByteLM(LanguageModel):
         x = self.embedding(ids, self.compute_dtype)
         if cache is not None:
             with cache.reading(ids.shape[1]):
+                if self._takes_steps(x):
+                    for block, past in zip(self.blocks, cache.blocks, strict=True):
+                        x = block.mlp.step(block.attention.step(x, past))
+                    return self.head.step(x, normalise=True)
                 added = None
                 for block, past in zip(self.blocks, cache.blocks, strict=True):
                     x, added = block.follow(x, added, past)
@@ -148,6 +164,11 @@ class ByteLM(LanguageModel):
         for block in self.blocks:
             x = checkpoint(block, x, **RECOMPUTE) if recompute else block(x)
         return self.head(x, self.norm)
+
+    def _takes_steps(self, x: Tensor) -> bool:
+        """Whether there are kernels for a step from the stream x, and no norm has weights."""
+        fits = takes(x, self.config.group_size) and self.config.ffn % 8 == 0
+        return fits and self.plain_norms
 
     def new_cache(self, positions: int) -> KeyValueCache:
         """Make a cache for a text of at most `positions` bytes; no gradient passes through it."""

@@ -15,9 +15,9 @@ SHAPE = {"dim": 32, "layers": 2, "heads": 2, "ffn": 48, "ctx": WINDOW}
 KERNELS = "triton" if torch.cuda.is_available() else "interpreter"
 
 
-def model(device, **options) -> ByteLM:
+def model(device, dtype=torch.float32, **options) -> ByteLM:
     with torch.device(device):
-        lm = ByteLM(preset("tiny", **SHAPE | options), torch.float32)
+        lm = ByteLM(preset("tiny", **SHAPE | options), dtype)
     lm.initialise(0)
     return lm
 
@@ -74,6 +74,28 @@ def test_cached_logits_equal_those_of_one_forward(name, device, monkeypatch):
 
 def test_kernels_give_the_logits_of_one_forward(device, monkeypatch):
     check_parts("ragged chunks and bytes", KERNELS, device, monkeypatch)
+
+
+@pytest.mark.parametrize("options", [{}, {"sub_norms": False}], ids=str)
+def test_arranged_weights_give_the_logits_of_packed_ones(options, device, monkeypatch):
+    lm, ids = model(device, torch.bfloat16, **options), text(21, device)
+    with lm.held_weights():
+        with monkeypatch.context() as patch:
+            patch.setattr(lm_module, "takes", lambda *_: False)
+            expected = forward_in_parts(lm, ids, [1] * 21)
+        assert lm.plain_norms
+        assert not arranged(lm)
+        monkeypatch.setattr(lm_module, "takes", lambda x, _: x.shape[1] == 1)
+        got = forward_in_parts(lm, ids, PARTS["ragged chunks and bytes"])
+        assert arranged(lm) == 2 * 4 + 1
+    assert not arranged(lm)
+    error = (got.float() - expected.float()).norm() / expected.float().norm()
+    assert error < 0.02  # roundings to bf16
+
+
+def arranged(lm) -> int:
+    """Count the matrices that are arranged."""
+    return sum(getattr(part, "_arranged", None) is not None for part in lm.modules())
 
 
 @pytest.mark.parametrize("weights", ["float", "ste"])
@@ -138,5 +160,6 @@ def test_norms_are_decoded_once_and_let_go(device, monkeypatch):
                 monkeypatch.setattr(module, "norm_weight_torch", None)
                 monkeypatch.setattr(module, "norm_weight", None)
             assert torch.equal(lm(ids), expected)
+            assert not lm.plain_norms
             assert norms[0]._held.tolist() == [-1.0] * lm.config.dim
     assert not [part for norm in norms for part in vars(norm).values() if torch.is_tensor(part)]
