@@ -199,7 +199,8 @@ FAULTS = [
     ),
     kernel(
         "squares of a row held whole taken before the gate",
-        "tl.rsqrt(tl.sum(y * y, axis=1)", "tl.rsqrt(tl.sum(up * up, axis=1)", "gated_rms_norm",
+        "y *= tl.rsqrt(tl.sum(y * y, axis=1)", "y *= tl.rsqrt(tl.sum(up * up, axis=1)",
+        "gated_rms_norm",
     ),
     kernel(
         "gradient of up given to the gate", "grad * up * slope", "grad * gate * slope",

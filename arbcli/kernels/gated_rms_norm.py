@@ -309,7 +309,7 @@ def _cases(device: torch.device, group_size: int) -> Iterator[Case]:
         return Case(label, (gate_up, *digits, group_size, eps), peer)
 
     yield case("5x1", (5, 2), eps=0.1)  # with a small eps the gradient cancels to nothing
-    for rows, width in ((7, 33), (3, 123), (9, 1311), (2, 8192)):
+    for rows, width in ((7, 33), (3, 123), (9, 1311), (2, 4096), (1, 8209)):
         yield case(f"{rows}x{width}", (rows, 2 * width))
     yield case("3x123 no norm", (3, 246), norm=False)
     yield case("2x3x165", (2, 3, 330))
