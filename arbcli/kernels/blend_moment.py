@@ -19,6 +19,7 @@ from arbcli.kernels.direction import (
     fixed_point,
     fixed_point_reference,
     fixed_point_torch,
+    load_gain,
 )
 from arbcli.kernels.random_bits import random_halves, random_halves_reference, random_words
 from arbcli.kernels.spec import MATRIX, Case, KernelSpec, Timing
@@ -89,34 +90,44 @@ def _blend_moment_kernel(
     stride_mn, stride_mk, stride_vn, stride_vk, stride_rn,
     LIMIT: tl.constexpr, LARGEST: tl.constexpr, NIBBLE: tl.constexpr,
     HAS_ROWS: tl.constexpr, HAS_COLUMNS: tl.constexpr,
-    BLOCK_P: tl.constexpr, BLOCK_K: tl.constexpr,
+    BLOCK_P: tl.constexpr, BLOCK_K: tl.constexpr, STEPS: tl.constexpr,
 ):  # fmt: skip
+    """Blend `STEPS` tiles of pairs of rows, one below the other."""
     if tl.load(ok_ptr) == 0:
         return
+    key = tl.load(key_ptr)
     tiles_k = tl.cdiv(K, BLOCK_K)
-    tile_p = tl.program_id(0).to(tl.int64) // tiles_k
-    pair = (tile_p * BLOCK_P + tl.arange(0, BLOCK_P))[:, None]  # of rows 2 i and 2 i + 1
-    k = ((tl.program_id(0) % tiles_k) * BLOCK_K + tl.arange(0, BLOCK_K))[None, :]
-    words = random_words(tl.load(key_ptr), pair, k)  # [BLOCK_P, BLOCK_K]
+    tile_p, tile_k = tl.program_id(0).to(tl.int64) // tiles_k, tl.program_id(0) % tiles_k
+    k = (tile_k * BLOCK_K + tl.arange(0, BLOCK_K))[None, :]
+    mask_k = k < K
+    column_gain = load_gain(column_gain_ptr, k, mask_k, HAS_COLUMNS)
     squares = tl.zeros((BLOCK_P, BLOCK_K), dtype=tl.int32)
-    for half in tl.static_range(2):
-        n = 2 * pair + half
-        mask_n, mask_k = n < N, k < K
-        mask = mask_n & mask_k
-        values = tl.load(values_ptr + n * stride_vn + k * stride_vk, mask=mask, other=0)
-        u = fixed_point(
-            values, row_gain_ptr, column_gain_ptr, n, k, mask_n, mask_k, stride_rn,
-            LIMIT, HAS_ROWS, HAS_COLUMNS,
-        )  # fmt: skip
-        moment_ptrs = moment_ptr + n * stride_mn + k * stride_mk
-        state = tl.load(moment_ptrs, mask=mask, other=0).to(tl.int32)
-        old = state >> 4 if NIBBLE else state
-        new = old * decay + ((u * gain) >> shift)
-        new += ((words >> (16 * half)) & 0xFFFF).to(tl.int32)
-        new = tl.minimum(tl.maximum(new >> 16, -LARGEST), LARGEST)  # 0 where masked
-        squares += new * new
-        state = (new << 4) | (state & 15) if NIBBLE else new
-        tl.store(moment_ptrs, state.to(tl.int8), mask=mask)
+    for step in range(STEPS):
+        # a pair is rows 2 i and 2 i + 1
+        pair = ((tile_p * STEPS + step) * BLOCK_P + tl.arange(0, BLOCK_P))[:, None]
+        halves = ()  # loaded before the first is stored, which later loads would have to wait for
+        for half in tl.static_range(2):
+            n = 2 * pair + half
+            mask = (n < N) & mask_k
+            values = tl.load(values_ptr + n * stride_vn + k * stride_vk, mask=mask, other=0)
+            state = tl.load(moment_ptr + n * stride_mn + k * stride_mk, mask=mask, other=0)
+            row_gain = load_gain(row_gain_ptr, n * stride_rn, n < N, HAS_ROWS)
+            halves = halves + ((values, state, row_gain),)  # noqa: RUF005 (triton knows no star)
+        words = random_words(key, pair, k)  # [BLOCK_P, BLOCK_K]
+        for half in tl.static_range(2):
+            n = 2 * pair + half
+            values, state, row_gain = halves[half]
+            u = fixed_point(values, row_gain, column_gain, LIMIT, HAS_ROWS)
+            state = state.to(tl.int32)
+            old = state >> 4 if NIBBLE else state
+            new = old * decay + ((u * gain) >> shift)
+            new += ((words >> (16 * half)) & 0xFFFF).to(tl.int32)
+            # clipped before the shift, as an addition and a maximum are one instruction
+            new = tl.minimum(tl.maximum(new, -LARGEST << 16), (LARGEST << 16) + 0xFFFF) >> 16
+            squares += new * new  # 0 where masked
+            state = (new << 4) | (state & 15) if NIBBLE else new
+            moment_ptrs = moment_ptr + n * stride_mn + k * stride_mk
+            tl.store(moment_ptrs, state.to(tl.int8), mask=(n < N) & mask_k)
     tl.atomic_add(squares_ptr, tl.sum(squares).to(tl.int64))
 
 
@@ -126,14 +137,15 @@ def _blend_moment_triton(
     rows, columns = moment.shape
     if moment.numel():
         has_rows, has_columns = row_gain is not None, column_gain is not None
-        _blend_moment_kernel[(triton.cdiv(rows, 16) * triton.cdiv(columns, 256),)](
+        steps = 4 if moment.numel() >= 1 << 22 else 1  # many programs for a small matrix
+        _blend_moment_kernel[(triton.cdiv(rows, 2 * steps) * triton.cdiv(columns, 512),)](
             moment, values, row_gain if has_rows else values,
             column_gain if has_columns else values, key, ok, squares,
             rows, columns, decay, gain, shift,
             *moment.stride(), *values.stride(), row_gain.stride(0) if has_rows else 0,
             LIMIT=DIRECTION_LIMIT, LARGEST=moment_max(nibble), NIBBLE=nibble,
-            HAS_ROWS=has_rows, HAS_COLUMNS=has_columns, BLOCK_P=8, BLOCK_K=256,
-            enable_fp_fusion=False,
+            HAS_ROWS=has_rows, HAS_COLUMNS=has_columns, BLOCK_P=1, BLOCK_K=512, STEPS=steps,
+            enable_fp_fusion=False, num_warps=2,
         )  # fmt: skip
     return moment, squares
 

@@ -15,12 +15,13 @@ from torch import Tensor
 from arbcli.kernels._triton import tl, triton
 from arbcli.kernels.backend import uses_triton
 from arbcli.kernels.packing import (
+    BLOCK,
     LARGEST_BYTE,
-    byte_tiles,
     check_packed,
-    next_trit,
+    first_digit,
     plane_offsets,
     row_bytes,
+    take_trit,
     unpack_trits_reference,
     unpack_trits_torch,
 )
@@ -98,43 +99,64 @@ def load_scale(
 
 
 @triton.jit
+def scaled(double, scale, digit: tl.constexpr):
+    """Multiply what `take_trit` returned by scales, exactly; a weight of 0 is never -0."""
+    return double * (scale * (0.5 if digit % 2 else -0.5)) + 0.0
+
+
+@triton.jit
 def _decode_weight_kernel(
     packed_ptr, exponent_ptr, fraction_ptr, weight_ptr,
-    N, K, row_bytes,
+    N, K,
     stride_pn, stride_pb, stride_en, stride_eg, stride_fn, stride_fg, stride_wn, stride_wk,
-    GROUP: tl.constexpr, HAS_FRACTION: tl.constexpr, BLOCK_N: tl.constexpr,
+    GROUP: tl.constexpr, HAS_FRACTION: tl.constexpr, BLOCK_N: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    block = tl.program_id(1)
-    offs_n = (tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)[:, None]
-    offs_j = tl.arange(0, 32)[None, :]
-    offs_b = block * 32 + offs_j
-    mask_n = offs_n < N
-    rest = tl.load(  # [BLOCK_N, 32] uint8
-        packed_ptr + offs_n * stride_pn + offs_b * stride_pb,
-        mask=mask_n & (offs_b < row_bytes), other=0,
-    ).to(tl.int32)  # fmt: skip
-    weight_ptrs = weight_ptr + offs_n * stride_wn
-    # in a full block a plane of 32 weights lies within one group of a whole number of planes
-    by_plane = (GROUP % 32 == 0) & (block * 160 + 160 <= K)
-    for digit in tl.static_range(5):
-        trit, rest = next_trit(rest)
-        if by_plane:
-            first = block * 160 + digit * 32
-            scale_of_plane = load_scale(  # [BLOCK_N, 1]
-                exponent_ptr, fraction_ptr, offs_n, first // GROUP, mask_n,
-                stride_en, stride_eg, stride_fn, stride_fg, HAS_FRACTION,
+    """Decode up to `BLOCKS` blocks of some rows; the programs of a row follow each other."""
+    blocks = tl.cdiv(K, 160)
+    tiles = tl.cdiv(blocks, BLOCKS)
+    first = tl.program_id(0) % tiles * BLOCKS
+    n = (tl.program_id(0) // tiles * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)[:, None, None]
+    packed_ptrs, weight_ptrs = packed_ptr + n * stride_pn, weight_ptr + n * stride_wn
+    exponent_ptrs, fraction_ptrs = exponent_ptr + n * stride_en, fraction_ptr + n * stride_fn
+    if (GROUP % 32 == 0) & ((first + BLOCKS) * 160 <= K):
+        _decode_blocks(
+            packed_ptrs, exponent_ptrs, fraction_ptrs, weight_ptrs, n < N,
+            (first + tl.arange(0, BLOCKS))[None, :, None], K,
+            stride_pb, stride_eg, stride_fg, stride_wk, GROUP, HAS_FRACTION, True,
+        )  # fmt: skip
+    else:
+        for i in range(first, tl.minimum(first + BLOCKS, blocks)):
+            _decode_blocks(
+                packed_ptrs, exponent_ptrs, fraction_ptrs, weight_ptrs, n < N,
+                i + tl.zeros((1, 1, 1), tl.int32), K,
+                stride_pb, stride_eg, stride_fg, stride_wk, GROUP, HAS_FRACTION, False,
             )  # fmt: skip
-            weight = (trit * scale_of_plane).to(weight_ptr.dtype.element_ty)  # exact: T = -1, 0, 1
-            tl.store(weight_ptrs + (first + offs_j) * stride_wk, weight, mask=mask_n)
+
+
+@triton.jit
+def _decode_blocks(
+    packed_ptrs, exponent_ptrs, fraction_ptrs, weight_ptrs, mask_n, block, K,
+    stride_pb, stride_eg, stride_fg, stride_wk,
+    GROUP: tl.constexpr, HAS_FRACTION: tl.constexpr, PLANES: tl.constexpr,
+):  # fmt: skip
+    """Decode blocks of rows; with `PLANES` they are full, and each plane lies within one group."""
+    offs_b = 32 * block + tl.arange(0, 32)[None, None, :]
+    mask = mask_n if PLANES else mask_n & (plane_offsets(offs_b, K, 0) < K)
+    byte = tl.load(packed_ptrs + offs_b * stride_pb, mask=mask, other=0)
+    left = first_digit(byte)  # [rows, blocks, 32]
+    for digit in tl.static_range(4, -1, -1):
+        if PLANES:
+            plane = 160 * block + 32 * digit
+            k, group = plane + tl.arange(0, 32)[None, None, :], plane // GROUP
         else:
             k = plane_offsets(offs_b, K, digit)
-            mask = mask_n & (k < K)
-            scale = load_scale(  # [BLOCK_N, 32]
-                exponent_ptr, fraction_ptr, offs_n, k // GROUP, mask,
-                stride_en, stride_eg, stride_fn, stride_fg, HAS_FRACTION,
-            )  # fmt: skip
-            weight = (trit * scale).to(weight_ptr.dtype.element_ty)
-            tl.store(weight_ptrs + k * stride_wk, weight, mask=mask)
+            mask, group = mask_n & (k < K), k // GROUP
+        scale = load_scale(
+            exponent_ptrs, fraction_ptrs, 0, group, mask, 0, stride_eg, 0, stride_fg, HAS_FRACTION
+        )
+        double, left = take_trit(left, digit)
+        weight = scaled(double, scale, digit).to(weight_ptrs.dtype.element_ty)
+        tl.store(weight_ptrs + k * stride_wk, weight, mask=mask)
 
 
 def _decode_weight_triton(
@@ -145,14 +167,17 @@ def _decode_weight_triton(
     group_size: int,
     dtype: torch.dtype = torch.bfloat16,
 ) -> Tensor:
-    rows, num_bytes = packed.shape
+    rows = packed.shape[0]
     weight = torch.empty(rows, in_features, dtype=dtype, device=packed.device)
     if weight.numel():
         digits = exponent if fraction is None else fraction
-        _decode_weight_kernel[byte_tiles(rows, num_bytes, 8)](
-            packed, exponent, digits, weight, rows, in_features, num_bytes,
+        block_n, blocks = 2, 4
+        tiles = triton.cdiv(in_features, BLOCK * blocks)
+        _decode_weight_kernel[(triton.cdiv(rows, block_n) * tiles,)](
+            packed, exponent, digits, weight, rows, in_features,
             *packed.stride(), *exponent.stride(), *digits.stride(), *weight.stride(),
-            GROUP=group_size, HAS_FRACTION=fraction is not None, BLOCK_N=8, num_warps=1,
+            GROUP=group_size, HAS_FRACTION=fraction is not None, BLOCK_N=block_n, BLOCKS=blocks,
+            num_warps=1,
         )  # fmt: skip
     return weight
 

@@ -54,15 +54,19 @@ def round_to_int(x):
 
 
 @triton.jit
-def fixed_point(
-    values, row_gain_ptr, column_gain_ptr, n, k, mask_n, mask_k, stride_rn,
-    LIMIT: tl.constexpr, HAS_ROWS: tl.constexpr, HAS_COLUMNS: tl.constexpr,
-):  # fmt: skip
-    """Compute u as int32 inside a kernel; `n`, `k` and their masks broadcast to `values`."""
+def load_gain(gain_ptr, offset, mask, HAS: tl.constexpr):
+    """Load gains of rows or columns inside a kernel; 1 where there are none."""
+    if HAS:
+        return tl.load(gain_ptr + offset, mask=mask, other=0)
+    else:
+        return 1.0
+
+
+@triton.jit
+def fixed_point(values, row_gain, column_gain, LIMIT: tl.constexpr, HAS_ROWS: tl.constexpr):
+    """Compute u as int32 inside a kernel; the gains broadcast to `values`."""
     if HAS_ROWS:
-        u = values.to(tl.float32) * tl.load(row_gain_ptr + n * stride_rn, mask=mask_n, other=0)
-        if HAS_COLUMNS:
-            u = u * tl.load(column_gain_ptr + k, mask=mask_k, other=0)
+        u = values.to(tl.float32) * row_gain * column_gain
         return round_to_int(tl.minimum(tl.maximum(u, -LIMIT), LIMIT))
     return tl.where(values > 0, 65536, tl.where(values < 0, -65536, 0))
 

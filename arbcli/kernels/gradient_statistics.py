@@ -25,7 +25,8 @@ from arbcli.kernels.packing import (
     BLOCK,
     PLANE,
     check_packed,
-    next_trit,
+    first_digit,
+    take_trit,
     trit_positions,
     unpack_trits_torch,
 )
@@ -98,15 +99,116 @@ def _gradient_statistics_torch(grad, packed, exponent, fraction, group_size, fac
 def _gradient_statistics_kernel(
     grad_ptr, packed_ptr, exponent_ptr, fraction_ptr,
     slope_ptr, slope_squares_ptr, squares_ptr, rows_ptr, columns_ptr,
-    N, K, num_groups,
+    N, K, num_groups, blocks, tiles,
     stride_gn, stride_gk, stride_pn, stride_pb, stride_en, stride_eg, stride_fn, stride_fg,
     stride_sn, stride_cp,
     GROUP: tl.constexpr, LANES: tl.constexpr, GROUPS: tl.constexpr, HAS_FRACTION: tl.constexpr,
     FACTORED: tl.constexpr, SIGNS: tl.constexpr, BLOCK_N: tl.constexpr, STEPS: tl.constexpr,
 ):  # fmt: skip
+    """Read a tile: one of the first `blocks`, whose planes are groups, or groups behind them."""
+    tile_n, tile = tl.program_id(0) // tiles, tl.program_id(0) % tiles
+    slope_squares_ptr += tl.program_id(0)
+    squares_ptr += tl.program_id(0)
+    rows_ptr += tile.to(tl.int64) * N
+    columns_ptr += tile_n.to(tl.int64) * stride_cp
+    if tile < blocks:
+        _read_planes(
+            grad_ptr, packed_ptr, exponent_ptr, fraction_ptr,
+            slope_ptr, slope_squares_ptr, squares_ptr, rows_ptr, columns_ptr,
+            N, tile_n, tile,
+            stride_gn, stride_gk, stride_pn, stride_pb, stride_en, stride_eg, stride_fn, stride_fg,
+            stride_sn, HAS_FRACTION, FACTORED, SIGNS, BLOCK_N, STEPS,
+        )  # fmt: skip
+    else:  # what is left of a row is packed like a row of its own
+        _read_groups(
+            grad_ptr + 160 * blocks * stride_gk, packed_ptr + 32 * blocks * stride_pb,
+            exponent_ptr + 5 * blocks * stride_eg, fraction_ptr + 5 * blocks * stride_fg,
+            slope_ptr + 5 * blocks, slope_squares_ptr, squares_ptr, rows_ptr,
+            columns_ptr + 160 * blocks,
+            N, K - 160 * blocks, num_groups - 5 * blocks, tile_n, tile - blocks,
+            stride_gn, stride_gk, stride_pn, stride_pb, stride_en, stride_eg, stride_fn, stride_fg,
+            stride_sn, GROUP, LANES, GROUPS, HAS_FRACTION, FACTORED, SIGNS,
+            256 // (GROUPS * LANES), BLOCK_N * STEPS * GROUPS * LANES // 256,
+        )  # fmt: skip
+
+
+@triton.jit
+def _read_planes(
+    grad_ptr, packed_ptr, exponent_ptr, fraction_ptr,
+    slope_ptr, slope_squares_ptr, squares_ptr, rows_ptr, columns_ptr,
+    N, tile_n, block,
+    stride_gn, stride_gk, stride_pn, stride_pb, stride_en, stride_eg, stride_fn, stride_fg,
+    stride_sn,
+    HAS_FRACTION: tl.constexpr, FACTORED: tl.constexpr, SIGNS: tl.constexpr,
+    BLOCK_N: tl.constexpr, STEPS: tl.constexpr,
+):  # fmt: skip
+    """Read a full block of five planes, each a group of 32, of `STEPS` times `BLOCK_N` rows.
+
+    What is found of a row, five slopes and its squares, is brought together before it is stored.
+    """
+    offs_j, part = tl.arange(0, 32)[None, :], tl.arange(0, 8)[None, :]
+    half = tl.where(part % 2 == 0, -0.5, 0.5)  # of what `take_trit` returns
+    of_slope = tl.zeros((BLOCK_N, 8), dtype=tl.float32)
+    of_matrix = tl.zeros((BLOCK_N,), dtype=tl.float32)
+    of_columns = (
+        tl.zeros((BLOCK_N, 32), dtype=tl.float32), tl.zeros((BLOCK_N, 32), dtype=tl.float32),
+        tl.zeros((BLOCK_N, 32), dtype=tl.float32), tl.zeros((BLOCK_N, 32), dtype=tl.float32),
+        tl.zeros((BLOCK_N, 32), dtype=tl.float32),
+    )  # fmt: skip
+    for step in range(STEPS):
+        n = ((tile_n.to(tl.int64) * STEPS + step) * BLOCK_N + tl.arange(0, BLOCK_N))[:, None]
+        mask_n = n < N
+        packed_ptrs = packed_ptr + n * stride_pn + (block * 32 + offs_j) * stride_pb
+        left = first_digit(tl.load(packed_ptrs, mask=mask_n, other=0))
+        grad_ptrs = grad_ptr + n * stride_gn + (block * 160 + offs_j) * stride_gk
+        of_rows = tl.zeros((BLOCK_N, 32), dtype=tl.float32)
+        found = tl.zeros((BLOCK_N, 8), dtype=tl.float32)
+        summed = ()
+        for digit in tl.static_range(4, -1, -1):
+            value = tl.load(grad_ptrs + 32 * digit * stride_gk, mask=mask_n, other=0)
+            value = value.to(tl.float32)
+            squares = value * value
+            of_rows += squares
+            summed = (of_columns[digit] + squares,) + summed  # noqa: RUF005 (triton knows no star)
+            if SIGNS:
+                value = tl.where(value > 0, 1.0, tl.where(value < 0, -1.0, 0.0))
+            double, left = take_trit(left, digit)
+            found = tl.where(part == digit, tl.sum(value * double, axis=1)[:, None], found)
+        of_columns = summed
+        of_row = tl.sum(of_rows, axis=1)
+        of_matrix += of_row
+        found = tl.where(part == 5, of_row[:, None], found)
+        mask, group = mask_n & (part < 5), block * 5 + part
+        scale = load_scale(
+            exponent_ptr, fraction_ptr, n, group, mask,
+            stride_en, stride_eg, stride_fn, stride_fg, HAS_FRACTION,
+        )  # fmt: skip
+        slope = found * (scale * half)
+        tl.store(slope_ptr + n * stride_sn + group, slope, mask=mask)
+        of_slope += tl.where(mask, slope * slope, 0)
+        if FACTORED:
+            rows_ptrs = rows_ptr + n + tl.zeros_like(part)
+            tl.store(rows_ptrs, found, mask=mask_n & (part == 5))
+    tl.store(slope_squares_ptr, tl.sum(of_slope.to(tl.float64)))
+    tl.store(squares_ptr, tl.sum(of_matrix))
+    if FACTORED:
+        columns_ptrs = columns_ptr + block * 160
+        for digit in tl.static_range(5):
+            of_column = tl.sum(of_columns[digit], axis=0)
+            tl.store(columns_ptrs + 32 * digit + tl.arange(0, 32), of_column)
+
+
+@triton.jit
+def _read_groups(
+    grad_ptr, packed_ptr, exponent_ptr, fraction_ptr,
+    slope_ptr, slope_squares_ptr, squares_ptr, rows_ptr, columns_ptr,
+    N, K, num_groups, tile_n, tile_g,
+    stride_gn, stride_gk, stride_pn, stride_pb, stride_en, stride_eg, stride_fn, stride_fg,
+    stride_sn,
+    GROUP: tl.constexpr, LANES: tl.constexpr, GROUPS: tl.constexpr, HAS_FRACTION: tl.constexpr,
+    FACTORED: tl.constexpr, SIGNS: tl.constexpr, BLOCK_N: tl.constexpr, STEPS: tl.constexpr,
+):  # fmt: skip
     """Read `STEPS` tiles of `BLOCK_N` rows and `GROUPS` groups, each of `LANES` lanes."""
-    tiles_g = tl.cdiv(num_groups, GROUPS)
-    tile_n, tile_g = tl.program_id(0) // tiles_g, tl.program_id(0) % tiles_g
     offs_g = tile_g * GROUPS + tl.arange(0, GROUPS)
     lane = tl.arange(0, GROUPS * LANES)
     if GROUP == LANES:
@@ -148,117 +250,42 @@ def _gradient_statistics_kernel(
         if FACTORED:
             of_row = tl.sum(squares, axis=1)
             of_rows += of_row
-            tl.store(rows_ptr + tile_g.to(tl.int64) * N + n, of_row, mask=mask_n)
-    tl.store(slope_squares_ptr + tl.program_id(0), tl.sum(of_slope))
+            tl.store(rows_ptr + n, of_row, mask=mask_n)
+    tl.store(slope_squares_ptr, tl.sum(of_slope))
     if FACTORED:
-        tl.store(squares_ptr + tl.program_id(0), tl.sum(of_rows))
+        tl.store(squares_ptr, tl.sum(of_rows))
         of_columns = tl.sum(of_columns, axis=0)
-        tl.store(columns_ptr + tile_n.to(tl.int64) * stride_cp + k, of_columns, mask=mask_k)
+        tl.store(columns_ptr + k, of_columns, mask=mask_k)
     else:
-        tl.store(squares_ptr + tl.program_id(0), tl.sum(of_columns))
-
-
-@triton.jit
-def _plane_statistics_kernel(
-    grad_ptr, packed_ptr, exponent_ptr, fraction_ptr,
-    slope_ptr, slope_squares_ptr, squares_ptr, rows_ptr, columns_ptr,
-    N, blocks,
-    stride_gn, stride_gk, stride_pn, stride_pb, stride_en, stride_eg, stride_fn, stride_fg,
-    stride_sn, stride_cp,
-    HAS_FRACTION: tl.constexpr, FACTORED: tl.constexpr, SIGNS: tl.constexpr,
-    BLOCK_N: tl.constexpr, STEPS: tl.constexpr,
-):  # fmt: skip
-    """Read a full block of five planes, each a group of 32, of `STEPS` times `BLOCK_N` rows."""
-    tile_n, block = tl.program_id(0) // blocks, tl.program_id(0) % blocks
-    offs_j = tl.arange(0, 32)[None, :]
-    of_slope = tl.zeros((BLOCK_N,), dtype=tl.float32)
-    of_matrix = tl.zeros((BLOCK_N,), dtype=tl.float32)
-    of_columns = (
-        tl.zeros((BLOCK_N, 32), dtype=tl.float32), tl.zeros((BLOCK_N, 32), dtype=tl.float32),
-        tl.zeros((BLOCK_N, 32), dtype=tl.float32), tl.zeros((BLOCK_N, 32), dtype=tl.float32),
-        tl.zeros((BLOCK_N, 32), dtype=tl.float32),
-    )  # fmt: skip
-    for step in range(STEPS):
-        n = (tile_n.to(tl.int64) * STEPS + step) * BLOCK_N + tl.arange(0, BLOCK_N)
-        mask_n = n < N
-        packed_ptrs = packed_ptr + n[:, None] * stride_pn + (block * 32 + offs_j) * stride_pb
-        rest = tl.load(packed_ptrs, mask=mask_n[:, None], other=0).to(tl.int32)
-        grad_ptrs = grad_ptr + n[:, None] * stride_gn + (block * 160 + offs_j) * stride_gk
-        of_rows = tl.zeros((BLOCK_N, 32), dtype=tl.float32)
-        summed = ()
-        for digit in tl.static_range(5):
-            value = tl.load(grad_ptrs + 32 * digit * stride_gk, mask=mask_n[:, None], other=0)
-            value = value.to(tl.float32)
-            squares = value * value
-            of_rows += squares
-            summed = summed + (of_columns[digit] + squares,)  # noqa: RUF005 (triton knows no star)
-            if SIGNS:
-                value = tl.where(value > 0, 1.0, tl.where(value < 0, -1.0, 0.0))
-            trit, rest = next_trit(rest)
-            group = block * 5 + digit
-            scale = load_scale(
-                exponent_ptr, fraction_ptr, n, group, mask_n,
-                stride_en, stride_eg, stride_fn, stride_fg, HAS_FRACTION,
-            )  # fmt: skip
-            slope = tl.sum(value * trit, axis=1) * scale
-            tl.store(slope_ptr + n * stride_sn + group, slope, mask=mask_n)
-            of_slope += tl.where(mask_n, slope * slope, 0)
-        of_columns = summed
-        of_row = tl.sum(of_rows, axis=1)
-        of_matrix += of_row
-        if FACTORED:
-            tl.store(rows_ptr + block.to(tl.int64) * N + n, of_row, mask=mask_n)
-    tl.store(slope_squares_ptr + tl.program_id(0), tl.sum(of_slope.to(tl.float64)))
-    tl.store(squares_ptr + tl.program_id(0), tl.sum(of_matrix))
-    if FACTORED:
-        columns_ptrs = columns_ptr + tile_n.to(tl.int64) * stride_cp + block * 160
-        for digit in tl.static_range(5):
-            of_column = tl.sum(of_columns[digit], axis=0)
-            tl.store(columns_ptrs + 32 * digit + tl.arange(0, 32), of_column)
+        tl.store(squares_ptr, tl.sum(of_columns))
 
 
 def _gradient_statistics_triton(grad, packed, exponent, fraction, group_size, factored, signs):
     (rows, columns), groups = grad.shape, exponent.shape[1]
-    block_n, steps = 16, 8 if grad.numel() >= 1 << 22 else 1  # many programs for a small matrix
+    block_n, steps = 8, 16 if grad.numel() >= 1 << 22 else 2  # many programs for a small matrix
     tiles_n = triton.cdiv(rows, block_n * steps)
     blocks = columns // BLOCK if group_size == PLANE else 0  # whose planes are groups
     lanes = triton.next_power_of_2(group_size)
-    tiles_g = triton.cdiv(groups - 5 * blocks, TILE // lanes)
+    groups_of_tile = max(PLANE if blocks else TILE, lanes) // lanes
+    tiles = blocks + triton.cdiv(groups - 5 * blocks, groups_of_tile)
 
     def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=grad.device)
 
-    parts = tiles_n * (blocks + tiles_g)
     found = (
         empty(rows, groups),
-        empty(parts, dtype=torch.float64),
-        empty(parts),
-        empty((blocks + tiles_g) * factored, rows),
+        empty(tiles_n * tiles, dtype=torch.float64),
+        empty(tiles_n * tiles),
+        empty(tiles * factored, rows),
         empty(tiles_n * factored, columns),
     )
-    slope, slope_squares, squares, of_rows, of_columns = found
     digits = exponent if fraction is None else fraction
-    strides = (
+    _gradient_statistics_kernel[(tiles_n * tiles,)](
+        grad, packed, exponent, digits, *found, rows, columns, groups, blocks, tiles,
         *grad.stride(), *packed.stride(), *exponent.stride(), *digits.stride(), groups, columns,
+        GROUP=group_size, LANES=lanes, GROUPS=groups_of_tile, HAS_FRACTION=fraction is not None,
+        FACTORED=factored, SIGNS=signs, BLOCK_N=block_n, STEPS=steps, num_warps=1,
     )  # fmt: skip
-    how = {
-        "HAS_FRACTION": fraction is not None, "FACTORED": factored, "SIGNS": signs,
-        "BLOCK_N": block_n, "STEPS": steps, "num_warps": 2,
-    }  # fmt: skip
-    if blocks:
-        _plane_statistics_kernel[(tiles_n * blocks,)](
-            grad, packed, exponent, digits, *found, rows, blocks, *strides, **how
-        )
-    if tiles_g:  # what is left of a row is packed like a row of its own
-        beyond = slice(5 * blocks, None)
-        _gradient_statistics_kernel[(tiles_n * tiles_g,)](
-            grad[:, BLOCK * blocks :], packed[:, PLANE * blocks :], exponent[:, beyond],
-            digits[:, beyond], slope[:, beyond], slope_squares[tiles_n * blocks :],
-            squares[tiles_n * blocks :], of_rows[blocks * factored :],
-            of_columns[:, BLOCK * blocks :],
-            rows, columns - BLOCK * blocks, groups - 5 * blocks, *strides,
-            GROUP=group_size, LANES=lanes, GROUPS=TILE // lanes, **how,
-        )  # fmt: skip
     return found
 
 

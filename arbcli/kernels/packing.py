@@ -123,6 +123,33 @@ def next_trit(rest):
 
 
 @triton.jit
+def first_digit(byte):
+    """Bring bytes to where `take_trit` begins: byte / 81 in units of 2**-30, rounded up."""
+    return byte.to(tl.uint32) * 13256072
+
+
+@triton.jit
+def take_trit(left, digit: tl.constexpr):
+    """Take a trit off bytes, from digit 4 down to 0, in fewer instructions than `next_trit`.
+
+    The top two bits are an even digit, 0..2. With the lower of them flipped they are -T mod 4, and
+    at the top of a float32 they mean -2 T: 00 is 0, 01 is 2, 11 is -2. Three times what was there
+    minus that leaves the next digit less 1 on top, which is T mod 4 and means 2 T. Three times that
+    plus itself leaves the digit after it, an even one again.
+
+    Returns:
+        -2 T as float32 for even digits and 2 T for odd ones, and what is left.
+    """
+    if digit % 2 == 0:
+        bits = (left ^ 0x40000000) & 0xC0000000
+        left = left * 3 - bits
+    else:
+        bits = left & 0xC0000000
+        left = left * 3 + bits
+    return bits.to(tl.float32, bitcast=True), left
+
+
+@triton.jit
 def place(trit, digit: tl.constexpr):
     """Form what trit `digit` adds to its byte."""
     power: tl.constexpr = 3**digit

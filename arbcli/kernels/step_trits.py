@@ -23,6 +23,7 @@ from arbcli.kernels.direction import (
     fixed_point,
     fixed_point_reference,
     fixed_point_torch,
+    load_gain,
 )
 from arbcli.kernels.packing import (
     BLOCK,
@@ -180,7 +181,7 @@ def _step_trits_kernel(
     stride_pn, stride_pb, stride_an, stride_ak, stride_vn, stride_vk, stride_rn,
     SOURCE: tl.constexpr, HAS_ROWS: tl.constexpr, HAS_COLUMNS: tl.constexpr,
     RADIX: tl.constexpr, REMAINDER_MAX: tl.constexpr, CLIP: tl.constexpr,
-    LARGEST_GAIN: tl.constexpr, BLOCK_P: tl.constexpr, STEPS: tl.constexpr,
+    LARGEST_GAIN: tl.constexpr, BLOCK_P: tl.constexpr,
 ):  # fmt: skip
     """Step pairs of rows in one block of 160 columns; `SOURCE` is moment, nibble or direction."""
     if tl.load(ok_ptr) == 0:
@@ -188,21 +189,21 @@ def _step_trits_kernel(
     gain, shift = _gain(gain_ptr, shift_ptr, squares_ptr, num_weights, SOURCE, LARGEST_GAIN)
     key, limit = tl.load(key_ptr), tl.load(limit_ptr)
     block = tl.program_id(0) % blocks
-    first = (tl.program_id(0) // blocks).to(tl.int64) * (BLOCK_P * STEPS)
+    first = (tl.program_id(0) // blocks).to(tl.int64) * BLOCK_P
     width = (K - block * 160 + 4) // 5  # of a plane; the last block may be short
     if width >= 32:
         flips = _step_block(
             packed_ptr, remainder_ptr, values_ptr, row_gain_ptr, column_gain_ptr,
             key, gain, shift, limit, first, block, 32, N, K,
             stride_pn, stride_pb, stride_an, stride_ak, stride_vn, stride_vk, stride_rn,
-            SOURCE, HAS_ROWS, HAS_COLUMNS, RADIX, REMAINDER_MAX, CLIP, BLOCK_P, STEPS,
+            SOURCE, HAS_ROWS, HAS_COLUMNS, RADIX, REMAINDER_MAX, CLIP, BLOCK_P, 1,
         )  # fmt: skip
     else:  # of any width, and so a byte at a time: with fewer of them no register spills
         flips = _step_block(
             packed_ptr, remainder_ptr, values_ptr, row_gain_ptr, column_gain_ptr,
             key, gain, shift, limit, first, block, width, N, K,
             stride_pn, stride_pb, stride_an, stride_ak, stride_vn, stride_vk, stride_rn,
-            SOURCE, HAS_ROWS, HAS_COLUMNS, RADIX, REMAINDER_MAX, CLIP, BLOCK_P // 4, 4 * STEPS,
+            SOURCE, HAS_ROWS, HAS_COLUMNS, RADIX, REMAINDER_MAX, CLIP, BLOCK_P // 4, 4,
         )  # fmt: skip
     tl.atomic_add(flips_ptr, flips)
 
@@ -297,10 +298,10 @@ def _load_tile(
         return low >> 4, (low << 28) >> 28
     u = tl.load(values_ptr + n * stride_vn + k * stride_vk, mask=mask, other=0)
     if SOURCE == "direction":
+        row_gain = load_gain(row_gain_ptr, n * stride_rn, mask_n, HAS_ROWS)
         u = fixed_point(
-            u, row_gain_ptr, column_gain_ptr, n, k, mask_n, mask_k, stride_rn,
-            CLIP, HAS_ROWS, HAS_COLUMNS,
-        )  # fmt: skip
+            u, row_gain, load_gain(column_gain_ptr, k, mask_k, HAS_COLUMNS), CLIP, HAS_ROWS
+        )
     return u.to(tl.int32), low
 
 
@@ -311,8 +312,10 @@ def _step(
 ):  # fmt: skip
     """Step weights and return both digits; trits are 0, 1, 2 here, and so z is P more."""
     step = tl.minimum(tl.maximum((u * gain) >> shift, -limit), limit)
-    z = ((old * RADIX + low) << 16) - step + random.to(tl.int32)
-    z = tl.minimum(tl.maximum(z >> 16, -REMAINDER_MAX), 2 * RADIX + REMAINDER_MAX)
+    z = old * (RADIX << 16) + (low << 16) - step + random.to(tl.int32)
+    # clipped before the shift, as an addition and a maximum are one instruction
+    HIGHEST: tl.constexpr = ((2 * RADIX + REMAINDER_MAX) << 16) + 0xFFFF
+    z = tl.minimum(tl.maximum(z, -REMAINDER_MAX << 16), HIGHEST) >> 16
     new = 2 + ((z - RADIX - RADIX // 2 - 1) >> 31) + ((z - RADIX // 2) >> 31)
     low = z - new * RADIX
     if SOURCE == "nibble":
@@ -328,8 +331,8 @@ def _launch(
         return
     (rows, columns), (values, row_gain, column_gain) = remainder.shape, direction
     has_rows, has_columns = row_gain is not None, column_gain is not None
-    blocks, block_p, steps = triton.cdiv(columns, BLOCK), 16, 1
-    _step_trits_kernel[(triton.cdiv(rows, 2 * block_p * steps) * blocks,)](
+    blocks, block_p = triton.cdiv(columns, BLOCK), 16
+    _step_trits_kernel[(triton.cdiv(rows, 2 * block_p) * blocks,)](
         packed, remainder, values, row_gain if has_rows else values,
         column_gain if has_columns else values, key, gain, shift, squares, limit, ok, flips,
         rows, columns, blocks, float(rows * columns),
@@ -337,7 +340,6 @@ def _launch(
         row_gain.stride(0) if has_rows else 0,
         SOURCE=source, HAS_ROWS=has_rows, HAS_COLUMNS=has_columns, RADIX=radix,
         REMAINDER_MAX=remainder_max, CLIP=CLIP, LARGEST_GAIN=LARGEST_GAIN, BLOCK_P=block_p,
-        STEPS=steps,
         enable_fp_fusion=False,
     )  # fmt: skip
 

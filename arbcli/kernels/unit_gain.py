@@ -11,7 +11,7 @@ from torch import Tensor
 
 from arbcli.kernels._triton import tl, triton
 from arbcli.kernels.backend import row_chunks, uses_triton
-from arbcli.kernels.direction import UNIT, check_direction
+from arbcli.kernels.direction import UNIT, check_direction, load_gain
 from arbcli.kernels.gradient_gains import sum_parts
 from arbcli.kernels.spec import MATRIX, Case, Gate, KernelSpec, Timing
 
@@ -58,16 +58,14 @@ def _direction_squares_kernel(
     tile_n, tile_k = tl.program_id(0).to(tl.int64) // tiles_k, tl.program_id(0) % tiles_k
     k = (tile_k * BLOCK_K + tl.arange(0, BLOCK_K))[None, :]
     mask_k = k < K
+    column_gain = load_gain(column_gain_ptr, k, mask_k, HAS_COLUMNS)
     squares = tl.zeros((BLOCK_N, BLOCK_K), dtype=tl.float32)
     for step in range(STEPS):
         n = ((tile_n * STEPS + step) * BLOCK_N + tl.arange(0, BLOCK_N))[:, None]
         mask_n = n < N
         values_ptrs = values_ptr + n * stride_vn + k * stride_vk
         u = tl.load(values_ptrs, mask=mask_n & mask_k, other=0).to(tl.float32)
-        if HAS_ROWS:
-            u = u * tl.load(row_gain_ptr + n, mask=mask_n, other=0)
-        if HAS_COLUMNS:
-            u = u * tl.load(column_gain_ptr + k, mask=mask_k, other=0)
+        u = u * load_gain(row_gain_ptr, n, mask_n, HAS_ROWS) * column_gain
         squares += u * u
     tl.store(squares_ptr + tl.program_id(0), tl.sum(squares))
 
@@ -94,8 +92,8 @@ def _unit_gain_kernel(
 def _unit_gain_triton(values, row_gain, column_gain, ok):
     rows, columns = values.shape
     has_rows, has_columns = row_gain is not None, column_gain is not None
-    block_n, block_k = 16, 256
-    steps = 4 if values.numel() >= 1 << 22 else 1
+    block_n, block_k = 4, 256
+    steps = 8 if values.numel() >= 1 << 22 else 1
     parts = triton.cdiv(rows, block_n * steps) * triton.cdiv(columns, block_k)
     squares, gain = (
         torch.empty(size, dtype=torch.float32, device=values.device)

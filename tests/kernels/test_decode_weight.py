@@ -4,7 +4,12 @@ import math
 
 import torch
 
-from arbcli.kernels.decode_weight import DECODE_WEIGHT, scales_torch
+from arbcli.kernels.decode_weight import (
+    DECODE_WEIGHT,
+    _decode_weight_triton,
+    decode_weight_reference,
+    scales_torch,
+)
 from arbcli.kernels.packing import pack_trits
 from arbcli.kernels.verify import copies
 
@@ -35,3 +40,11 @@ def test_every_scale_is_the_same_in_the_kernel(device):
     assert torch.equal(DECODE_WEIGHT.triton(*copies(inputs)), expected)
     assert torch.equal(DECODE_WEIGHT.torch(*copies(inputs)), expected)
     assert math.isclose(float(expected[-1, -1]), 2 ** (31 + 127 / 128), rel_tol=0.004)
+
+
+def test_every_byte_is_decoded_and_a_weight_of_zero_has_no_sign(device):
+    packed = torch.arange(243, dtype=torch.uint8, device=device)[:, None].expand(243, 128)
+    exponent, fraction = torch.full((2, 243, 20), 7, dtype=torch.int8, device=device)
+    weight = _decode_weight_triton(packed, exponent, fraction, 640, 32, torch.float32)
+    expected = decode_weight_reference(packed, exponent, fraction, 640, 32).float()
+    assert torch.equal(weight.view(torch.int32), expected.view(torch.int32))
