@@ -117,28 +117,34 @@ FAULTS = [
         "group size taken to be 32", "k[:, None] // GROUP", "k[:, None] // 32", "ternary_matmul",
     ),
     kernel(
-        "rows begin on a whole word", "far = skew >= 32", "far = skew >= 64",
+        "rows begin on a whole word", "skews = skews + (8 * skew,)", "skews = skews + (0 * skew,)",
         "ternary_matmul T32", "few_rows",
     ),
     kernel(
-        "scale of the neighbouring thread's plane", "scales[plane % 4], plane // 4, PTX",
-        "scales[plane % 4], plane // 8, PTX", "ternary_matmul T32", "few_rows",
+        "scale of the neighbouring thread's block", "scales[5 * i + digit], lane, PTX",
+        "scales[5 * i + digit], lane ^ 1, PTX", "ternary_matmul T32", "few_rows",
     ),
     kernel(
-        "digits 0, 2 and 4 added, not subtracted", "    if digit % 2 == 0:\n        a, b = a -",
-        "    if digit > 4:\n        a, b = a -", "ternary_matmul T32", "few_rows",
+        "digits 0, 2 and 4 added, not subtracted", "scale *= -2 if digit % 2 == 0 else 2",
+        "scale *= 2", "ternary_matmul T32", "few_rows",
     ),
     kernel(
-        "later group of a narrow plane left out", "tl.where(warp < 2, first + width, 0)",
-        "tl.where(warp < 1, first + width, 0)", "ternary_matmul T32", "few_rows",
+        "last block's weights beyond its first plane read as the first",
+        "byte = tl.where(later, k - digit * width, byte)",
+        "byte = tl.where(later, k - width, byte)", "ternary_matmul T32", "few_rows",
     ),
     kernel(
-        "second round reads the blocks of the first", "tl.where(turn + 1 < rounds, step, 0)",
-        "tl.where(turn + 1 < rounds, 0, 0)", "ternary_matmul T32", "few_rows",
+        "second round reads the blocks of the first", "xs += 320 * STEP", "xs += 0 * STEP",
+        "ternary_matmul T32", "few_rows",
     ),
     kernel(
-        "upper eight of sixteen rows stored twice", "first_n + lane // 4 + 8 * (i // 2)",
-        "first_n + lane // 4", "ternary_matmul T32", "few_rows",
+        "upper eight of sixteen rows stored twice", "row = n + 8 * (i // 2)", "row = n",
+        "ternary_matmul T32", "few_rows",
+    ),
+    kernel(
+        "four blocks abreast, of which one thread's are summed",
+        "tl.broadcast_to(tl.sum(y, axis=1)[:, None], y.shape)", "y", "ternary_matmul T32",
+        "few_rows",
     ),
     # experts
     kernel(

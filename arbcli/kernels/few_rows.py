@@ -1,16 +1,20 @@
 """The product y = x @ w.T for few rows of bf16 x, where reading w is what takes the time.
 
-A tensor here has one element a thread. A warp takes 16 rows of w and a share of their bytes, and
-multiplies with `mma.m16n8k16`: 16 rows of w by 16 columns, times 8 rows of x. Thread 4 r + c of a
-warp holds what that instruction wants of it, and nothing passes through shared memory:
+A tensor here has one element a thread. A warp takes 16 or 32 rows of w and a share of their bytes,
+and multiplies with `mma.m16n8k16`: 16 rows of w by 16 columns, times 8 rows of x. Thread 4 r + c of
+a warp holds what that instruction wants of it, and nothing passes through shared memory:
 
-- of w, the bytes 8 c .. 8 c + 7 of every block of rows r and r + 8 of the sixteen;
+- of w, eight bytes of a block, of rows r and r + 8 (and r + 16, r + 24);
 - of x, for each digit of these bytes, the eight elements of row r that meet it;
-- of y, rows r and r + 8 of the sixteen by the elements 2 c and 2 c + 1 of the eight rows of x.
+- of y, these rows of w by the elements 2 c and 2 c + 1 of the eight rows of x.
 
-A byte becomes five bf16 trits in eleven instructions (`_trits`). Each digit of a block is a plane
-of 32 weights within one group, so its scale multiplies 32 products at once. A warp reads the
-planes of four blocks together: 20 scales, five to a thread, which its neighbours ask it for.
+The thread c of a row takes the bytes 8 c .. 8 c + 7 of a block. Its digits are five planes of 32
+weights, each within one group, so that a scale multiplies 32 products at once; thread c builds the
+scales of the c-th of four blocks for its neighbours. For one or two rows of x it takes a whole
+block of its own instead: four blocks abreast, whose products lie in different columns of y, as x is
+0 in the others. That takes a quarter of the sums to scale, and no exchange of scales.
+
+More than eight rows of x are copied first, such that what a warp reads at once lies together.
 """
 
 import torch
@@ -18,84 +22,123 @@ from torch import Tensor
 
 from arbcli.kernels._triton import INTERPRETED, tl, triton
 from arbcli.kernels.decode_weight import scale_of
-from arbcli.kernels.packing import PLANE
+from arbcli.kernels.packing import BLOCK, PLANE
 
 FEW_ROWS = 64
 """Largest M that is faster here than with weights decoded once."""
-BLOCKS = 4
-"""Blocks of 160 weights that a warp takes at a time: 20 planes, whose scales fill 5 words."""
-WARPS = 4
-"""Warps that share the blocks of 16 rows; at least two."""
 HAS_PTX = not INTERPRETED
 """Whether kernels may contain PTX. The interpreter computes the same in plain Triton, slowly."""
-_SIZES = ("M", "N", "K", "row_bytes", *(f"stride_{n}" for n in ("xm", "pn", "en", "fn", "ym")))
+_PROCESSORS = 132
+"""Multiprocessors of a GPU that is not there."""
+_SIZES = ("M", "N", "K", *(f"stride_{n}" for n in ("xm", "pn", "en", "fn", "ym")))
 """Arguments of the kernel that it is not compiled anew for."""
 
-
-def _trits_ptx() -> str:
-    lines = ["{", ".reg .b32 q;"]
-    for half, bytes_of_half in enumerate(("0x4140", "0x4342")):
-        lines += [f"prmt.b32 q, $10, 0, {bytes_of_half};", "mad.lo.u32 q, q, 202, 0x850085;"]
-        for digit in (4, 3, 2, 1, 0):
-            trits = f"${2 * digit + half}"
-            if digit % 2 == 0:
-                lines += [
-                    f"lop3.b32 {trits}, q, 0x40004000, 0xC000C000, 0x28;",  # (q ^ ..) & ..
-                    f"mul.lo.u32 q, q, 3; sub.u32 q, q, {trits};",
-                ]
-            else:
-                lines += [
-                    f"and.b32 {trits}, q, 0xC000C000;",
-                    f"mad.lo.u32 q, q, 3, {trits};",
-                ]
-    return "\n".join([*lines, "}"])
-
-
-_TRITS = tl.constexpr(_trits_ptx())
-_TRITS_REGISTERS = tl.constexpr(",".join(["=&r"] * 10 + ["r"]))
 _FROM_LANE = tl.constexpr("shfl.sync.idx.b32 $0, $1, $2, 0x1c1f, 0xffffffff;")
 _SHIFT_PAIR = tl.constexpr("shf.r.wrap.b32 $0, $1, $2, $3;")
-_MULTIPLY = tl.constexpr("""{
-.reg .b32 x<4>;
-mov.b64 {x0, x1}, $12;
-mov.b64 {x2, x3}, $13;
-mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32
-    {$0, $1, $2, $3}, {$4, $5, $6, $7}, {x0, x1}, {$14, $14, $14, $14};
-mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32
-    {$0, $1, $2, $3}, {$8, $9, $10, $11}, {x2, x3}, {$0, $1, $2, $3};
+_MULTIPLY_PAIRS = tl.constexpr("""{
+.reg .b32 zero;  // -0, as older GPUs can only multiply and add
+mov.b32 zero, 0x80008000;
+fma.rn.bf16x2 $0, $1, $2, zero;
 }""")
-_MULTIPLY_REGISTERS = tl.constexpr(",".join(["=&f"] * 4 + ["r"] * 8 + ["l"] * 2 + ["f"]))
+_SPREAD = tl.constexpr("""
+prmt.b32 $0, $2, 0, 0x4140; mad.lo.u32 $0, $0, 202, 0x850085;
+prmt.b32 $1, $2, 0, 0x4342; mad.lo.u32 $1, $1, 202, 0x850085;
+""")
+_EVEN_DIGIT = tl.constexpr("""
+lop3.b32 $0, $2, 0x40004000, 0xC000C000, 0x28;  // (q ^ ..) & ..
+mul.lo.u32 $1, $2, 3; sub.u32 $1, $1, $0;
+""")
+_ODD_DIGIT = tl.constexpr("and.b32 $0, $2, 0xC000C000; mad.lo.u32 $1, $2, 3, $0;")
+_MULTIPLY = tl.constexpr("""
+mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32
+    {$0, $1, $2, $3}, {$4, $5, $6, $7}, {$12, $13}, {$16, $17, $18, $19};
+mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32
+    {$0, $1, $2, $3}, {$8, $9, $10, $11}, {$14, $15}, {$0, $1, $2, $3};
+""")
+_MULTIPLY_REGISTERS = tl.constexpr(",".join(["=&f"] * 4 + ["r"] * 12 + ["f"] * 4))
+_LOAD_EIGHT = tl.constexpr("ld.global.v4.b32 {$0, $1, $2, $3}, [$4];")
+_LOAD_EIGHT_OVER = tl.constexpr("""{
+.reg .pred p;
+setp.ne.b32 p, $5, 0;
+@p ld.global.v4.b32 {$0, $1, $2, $3}, [$4];
+}""")
+
+
+@triton.constexpr_function
+def _load_ptx(kind, zero):
+    start = "mov.b32 $0, 0;" if zero else ""
+    return f"{{\n.reg .pred p;\nsetp.ne.b32 p, $2, 0;\n{start}\n@p ld.global.{kind} $0, [$1];\n}}"
+
+
+@triton.constexpr_function
+def _scale_ptx(i, negative):
+    half, sign = ("0x80008000" if negative else "0x8000"), f"{8 + i:x}"
+    return f"""{{
+.reg .b32 e;
+prmt.b32 $0, $2, 0, 0x4{i}44;
+add.u32 $0, $0, 0x3F800000;  // 1 + F / 128
+ex2.approx.ftz.f32 $0, $0;
+add.u32 $0, $0, {half};
+and.b32 $0, $0, 0xFFFF0000;  // rounded to bf16
+prmt.b32 e, $1, 0, 0x{3 * sign}{i};
+mad.lo.u32 $0, e, 0x800000, $0;
+}}"""
 
 
 @triton.jit
-def _trits(word, PTX: tl.constexpr):
-    """Decode four bytes to ten words: 2 d and 2 d + 1 hold digit d of bytes 0, 1 and of 2, 3.
+def _load_int(pointer, mask, KIND: tl.constexpr, ZERO: tl.constexpr, PTX: tl.constexpr):
+    """Load a `b32`, `s8` or `u8` as int32. Elsewhere it is 0 with `ZERO`, else undefined.
 
-    A half of such a word is a bf16: 2 T for digits 1 and 3, -2 T for 0, 2 and 4.
-
-    A byte B lies in 16 bits as q = 202 B + 133, near enough to B / 81 in units of 2**-14: the top
-    two bits of q are its highest digit, 0..2, and what follows is the rest. With the lower of
-    them flipped they are -T mod 4, and at the top of a bf16 mean -2 T: 00 is 0, 01 is 2, 11 is -2.
-    Then 3 q minus what was read leaves the next digit less 1, which is T, and 3 q plus that leaves
-    the digit after it, mod 4. Two bytes share a register, as what one half carries into the other
-    is too little to change a digit.
+    In PTX, because triton studies each of its own loads with all that depends on it, for a minute.
     """
     if PTX:
-        return tl.inline_asm_elementwise(
-            _TRITS, _TRITS_REGISTERS, [word], dtype=(tl.int32,) * 10, is_pure=True, pack=1
-        )
-    low = ((word & 0xFF) | ((word & 0xFF00) << 8)) * 202 + 0x850085
-    high = (((word >> 16) & 0xFF) | ((word >> 8) & 0xFF0000)) * 202 + 0x850085
-    trits = ()
-    for step in tl.static_range(5):
-        if step % 2 == 0:
-            pair = ((low ^ 0x40004000) & -0x3FFF4000, (high ^ 0x40004000) & -0x3FFF4000)
-            low, high = low * 3 - pair[0], high * 3 - pair[1]
-        else:
-            pair = (low & -0x3FFF4000, high & -0x3FFF4000)
-            low, high = low * 3 + pair[0], high * 3 + pair[1]
-        trits = pair + trits
-    return trits
+        CODE: tl.constexpr = _load_ptx(KIND, ZERO)
+        value = tl.inline_asm_elementwise(
+            CODE, "=&r,l,r", [pointer.to(tl.int64), mask.to(tl.int32)],
+            dtype=tl.int32, is_pure=True, pack=1,
+        )  # fmt: skip
+    else:
+        TYPE: tl.constexpr = tl.int32 if KIND == "b32" else tl.int8 if KIND == "s8" else tl.uint8
+        value = tl.load(pointer.to(tl.pointer_type(TYPE)), mask=mask, other=0).to(tl.int32)
+    return value
+
+
+@triton.jit
+def _load(pointer, mask, MASKED: tl.constexpr):
+    if MASKED:
+        return tl.load(pointer, mask=mask, other=0)
+    return tl.load(pointer)
+
+
+@triton.jit
+def _load_eight(pointer, PTX: tl.constexpr):
+    """Load eight elements of x as four int32."""
+    if PTX:
+        x = tl.inline_asm_elementwise(
+            _LOAD_EIGHT, "=r,=r,=r,=r,l", [pointer.to(tl.int64)],
+            dtype=(tl.int32,) * 4, is_pure=True, pack=1,
+        )  # fmt: skip
+    else:
+        words = pointer.to(tl.pointer_type(tl.int32))
+        x = (tl.load(words), tl.load(words + 1), tl.load(words + 2), tl.load(words + 3))
+    return x
+
+
+@triton.jit
+def _load_eight_over(old, pointer, mask, PTX: tl.constexpr):
+    """Load eight elements of x where `mask` is; elsewhere it stays what it was, which is 0."""
+    if PTX:
+        x = tl.inline_asm_elementwise(
+            _LOAD_EIGHT_OVER, "=r,=r,=r,=r,l,r,0,1,2,3",
+            [pointer.to(tl.int64), mask.to(tl.int32), old[0], old[1], old[2], old[3]],
+            dtype=(tl.int32,) * 4, is_pure=True, pack=1,
+        )  # fmt: skip
+    else:
+        x = ()
+        for i in tl.static_range(4):
+            word = tl.load(pointer.to(tl.pointer_type(tl.int32)) + i, mask=mask, other=0)
+            x = x + (word,)  # noqa: RUF005
+    return x
 
 
 @triton.jit
@@ -122,30 +165,142 @@ def _shift_pair(low, high, bits, PTX: tl.constexpr):
 
 
 @triton.jit
-def _multiply(upper, lower, x, digit: tl.constexpr, PTX: tl.constexpr):
-    """Multiply one digit of the bytes a warp holds by 8 rows of x.
+def _spread(word, PTX: tl.constexpr):
+    """Begin to decode four bytes: two int32, of bytes 0 and 1 and of bytes 2 and 3.
+
+    A byte B lies in 16 bits as q = 202 B + 133, near enough to B / 81 in units of 2**-14: the top
+    two bits of q are its highest digit, 0..2, and what follows is the rest.
+    """
+    if PTX:
+        return tl.inline_asm_elementwise(
+            _SPREAD, "=&r,=&r,r", [word], dtype=(tl.int32,) * 2, is_pure=True, pack=1
+        )
+    low = ((word & 0xFF) | ((word & 0xFF00) << 8)) * 202 + 0x850085
+    high = (((word >> 16) & 0xFF) | ((word >> 8) & 0xFF0000)) * 202 + 0x850085
+    return low, high
+
+
+@triton.jit
+def _take_digit(q, digit: tl.constexpr, PTX: tl.constexpr):
+    """Take the highest digit that is left: two bf16, 2 T or for even digits -2 T, and the rest.
+
+    With the lower of the top two bits of q flipped they are -T mod 4, and at the top of a bf16 mean
+    -2 T: 00 is 0, 01 is 2, 11 is -2. Then 3 q minus what was read leaves the next digit less 1,
+    which is T, and 3 q plus that leaves the digit after it, mod 4. Two bytes share a register, as
+    what one half carries into the other is too little to change a digit.
+    """
+    if PTX:
+        CODE: tl.constexpr = _EVEN_DIGIT if digit % 2 == 0 else _ODD_DIGIT
+        trits, q = tl.inline_asm_elementwise(
+            CODE, "=&r,=&r,r", [q], dtype=(tl.int32,) * 2, is_pure=True, pack=1
+        )
+    elif digit % 2 == 0:
+        trits = (q ^ 0x40004000) & -0x3FFF4000
+        q = q * 3 - trits
+    else:
+        trits = q & -0x3FFF4000
+        q = q * 3 + trits
+    return trits, q
+
+
+@triton.jit
+def _take_digits(qs, digit: tl.constexpr, PTX: tl.constexpr):
+    trits, rest = (), ()
+    for i in tl.static_range(len(qs)):
+        two, q = _take_digit(qs[i], digit, PTX)
+        trits = trits + (two,)  # noqa: RUF005
+        rest = rest + (q,)  # noqa: RUF005
+    return trits, rest
+
+
+@triton.jit
+def _trits(word, PTX: tl.constexpr):
+    """Decode four bytes to ten words: 2 d and 2 d + 1 hold digit d of bytes 0, 1 and of 2, 3."""
+    qs, trits = _spread(word, PTX), ()
+    for digit in tl.static_range(4, -1, -1):
+        two, qs = _take_digits(qs, digit, PTX)
+        trits = two + trits
+    return trits
+
+
+@triton.jit
+def _scale(exponent, fraction, i: tl.constexpr, digit: tl.constexpr, PTX: tl.constexpr):
+    """Build twice a scale, negated for an even digit, from the i-th bytes of two words."""
+    if PTX:
+        CODE: tl.constexpr = _scale_ptx(i, digit % 2 == 0)
+        scale = tl.inline_asm_elementwise(
+            CODE, "=&f,r,r", [exponent, fraction], dtype=tl.float32, is_pure=True, pack=1
+        )
+    else:
+        LEFT: tl.constexpr = 24 - 8 * i
+        scale = scale_of((exponent << LEFT) >> 24, (fraction << LEFT) >> 24)
+        scale *= -2 if digit % 2 == 0 else 2
+    return scale
+
+
+@triton.jit
+def _multiply_pairs(a, b, PTX: tl.constexpr):
+    """Multiply two pairs of bf16 whose products are bf16 too."""
+    if PTX:
+        return tl.inline_asm_elementwise(
+            _MULTIPLY_PAIRS, "=r,r,r", [a, b], dtype=tl.int32, is_pure=True, pack=1
+        )
+    low = (a << 16).to(tl.float32, bitcast=True) * (b << 16).to(tl.float32, bitcast=True)
+    high = (a & -0x10000).to(tl.float32, bitcast=True) * (b & -0x10000).to(tl.float32, bitcast=True)
+    low, high = low.to(tl.int32, bitcast=True), high.to(tl.int32, bitcast=True)
+    return ((low >> 16) & 0xFFFF) | (high & -0x10000)
+
+
+@triton.jit
+def _scale_trits(trits, scale, PTX: tl.constexpr):
+    bits = scale.to(tl.int32, bitcast=True)
+    pair = (bits & -0x10000) | ((bits >> 16) & 0xFFFF)
+    scaled = ()
+    for i in tl.static_range(len(trits)):
+        scaled = scaled + (_multiply_pairs(trits[i], pair, PTX),)  # noqa: RUF005
+    return scaled
+
+
+@triton.jit
+def _add_products(sums, trits, x, PTX: tl.constexpr):
+    """Add the products of one digit of the bytes a warp holds with 8 rows of x.
 
     Args:
-        upper: trits of row r of w, of bytes 8 c .. 8 c + 3 and of the four after them.
-        lower: trits of row r + 8.
-        x: the eight bf16 elements, as two int64.
-        digit: which of the trits.
+        sums: of rows r, r, r + 8, r + 8 of w by rows 2 c, 2 c + 1, 2 c, 2 c + 1 of x.
+        trits: four pairs of bf16 of row r of w, and four of row r + 8.
+        x: the eight bf16 that meet them, as four int32.
         PTX: whether PTX is understood.
+    """
+    a, b = trits[:4], trits[4:]
+    if PTX:
+        return tl.inline_asm_elementwise(
+            _MULTIPLY, _MULTIPLY_REGISTERS,
+            [
+                a[0], b[0], a[1], b[1], a[2], b[2], a[3], b[3],
+                x[0], x[1], x[2], x[3], sums[0], sums[1], sums[2], sums[3],
+            ],
+            dtype=(tl.float32,) * 4, is_pure=True, pack=1,
+        )  # fmt: skip
+    upper, lower = _multiply_row(a, x), _multiply_row(b, x)
+    return sums[0] + upper[0], sums[1] + upper[1], sums[2] + lower[0], sums[3] + lower[1]
+
+
+@triton.jit
+def _multiply(upper, lower, x, digit: tl.constexpr, PTX: tl.constexpr):
+    """Multiply one digit of two rows' `_trits` by 8 rows of x, each with eight bf16 as two int64.
 
     Returns:
         Sums of rows r, r, r + 8, r + 8 of w by rows 2 c, 2 c + 1, 2 c, 2 c + 1 of x.
     """
-    even: tl.constexpr = 2 * digit
-    odd: tl.constexpr = 2 * digit + 1
-    a = (upper[0][even], upper[0][odd], upper[1][even], upper[1][odd])
-    b = (lower[0][even], lower[0][odd], lower[1][even], lower[1][odd])
-    if PTX:
-        return tl.inline_asm_elementwise(
-            _MULTIPLY, _MULTIPLY_REGISTERS,
-            [a[0], b[0], a[1], b[1], a[2], b[2], a[3], b[3], x[0], x[1], 0.0],
-            dtype=(tl.float32,) * 4, is_pure=True, pack=1,
-        )  # fmt: skip
-    return _multiply_row(a, x) + _multiply_row(b, x)
+    trits = ()
+    for row in tl.static_range(2):
+        words = upper if row == 0 else lower
+        for i in tl.static_range(2):
+            trits = trits + words[i][2 * digit : 2 * digit + 2]
+    eight = ()
+    for i in tl.static_range(2):
+        eight = eight + (x[i].to(tl.int32), (x[i] >> 32).to(tl.int32))  # noqa: RUF005
+    return _add_products((0.0, 0.0, 0.0, 0.0), trits, eight, PTX)
 
 
 @triton.jit
@@ -153,9 +308,8 @@ def _multiply_row(trits, x):
     THREADS: tl.constexpr = x[0].shape[0]
     sums = tl.zeros((THREADS // 32, 8, 8), tl.float32)
     for i in tl.static_range(4):
-        pair = (x[i // 2] >> (32 * (i % 2))).to(tl.int32)
-        sums += _multiply_lanes(trits[i] << 16, pair << 16)
-        sums += _multiply_lanes(trits[i] & -0x10000, pair & -0x10000)
+        sums += _multiply_lanes(trits[i] << 16, x[i] << 16)
+        sums += _multiply_lanes(trits[i] & -0x10000, x[i] & -0x10000)
     return tl.split(tl.reshape(sums, (THREADS, 2)))
 
 
@@ -168,268 +322,366 @@ def _multiply_lanes(w_bits, x_bits):
 
 
 @triton.jit
-def _load(pointer, mask, MASKED: tl.constexpr):
-    if MASKED:
-        return tl.load(pointer, mask=mask, other=0)
-    return tl.load(pointer)
+def _add_scaled(sums, products, upper, lower):
+    a, b = sums[0] + products[0] * upper, sums[1] + products[1] * upper
+    return a, b, sums[2] + products[2] * lower, sums[3] + products[3] * lower
 
 
 @triton.jit
-def _find_row(
-    n, packed_ptr, exponent_ptr, fraction_ptr, row_bytes, stride_pn, stride_en, stride_fn
-):
-    """Find row n of w: its int64 words, the bit it begins at, where it ends, and its scales."""
-    start = packed_ptr + n * stride_pn
-    skew = (start.to(tl.int64) & 7).to(tl.int32)
-    words = (start - skew).to(tl.pointer_type(tl.int64))
-    exponents, fractions = exponent_ptr + n * stride_en, fraction_ptr + n * stride_fn
-    return words, 8 * skew, row_bytes + skew, exponents, fractions
-
-
-@triton.jit
-def _load_words(row, block, c, COUNT: tl.constexpr, MASKED: tl.constexpr):
-    """Load the c-th eight bytes of `COUNT` blocks, and the first eight of the block after them."""
-    words, _, end, _, _ = row
-    loaded = ()
-    for i in tl.static_range(COUNT):
-        mask = 32 * (block + i) + 8 * c < end
-        loaded = loaded + (_load(words + (4 * block + c) + 4 * i, mask, MASKED),)  # noqa: RUF005
-    after = block + COUNT
-    return loaded + (_load(words + 4 * after, 32 * after < end, True),)  # noqa: RUF005
-
-
-@triton.jit
-def _shift_words(word, following, row, c, PTX: tl.constexpr):
-    """Shift eight bytes of a row into place, as two int32: a row may begin at any byte."""
-    offered = tl.where(c == 0, following, word)
-    w0, w1 = word.to(tl.int32), (word >> 32).to(tl.int32)
-    w2 = _from_lane(offered.to(tl.int32), (c + 1) % 4, PTX)
-    w3 = _from_lane((offered >> 32).to(tl.int32), (c + 1) % 4, PTX)
-    skew = row[1]
-    far = skew >= 32
-    w0, w1, w2 = tl.where(far, w1, w0), tl.where(far, w2, w1), tl.where(far, w3, w2)
-    return _shift_pair(w0, w1, skew, PTX), _shift_pair(w1, w2, skew, PTX)
-
-
-@triton.jit
-def _decode(words, i: tl.constexpr, row, c, PTX: tl.constexpr):
-    """Decode a thread's eight bytes of the i-th of the blocks loaded."""
-    first, second = _shift_words(words[i], words[i + 1], row, c, PTX)
-    return _trits(first, PTX), _trits(second, PTX)
-
-
-@triton.jit
-def _load_digits(
-    digits_ptr, stride, block, groups, c,
-    GROUP: tl.constexpr, WORDS: tl.constexpr, MASKED: tl.constexpr,
-):  # fmt: skip
-    """Load five digits of scales: of the planes 4 c .. 4 c + 3 and 16 + c from a block on."""
-    first = 5 * block
-    if WORDS:
-        words = (digits_ptr + (first + 4 * c)).to(tl.pointer_type(tl.int32))
-        word = _load(words, first + 4 * c < groups, MASKED)
-        last = _load(digits_ptr + (first + c) + 16, first + c + 16 < groups, MASKED).to(tl.int32)
-        return (word << 24) >> 24, (word << 16) >> 24, (word << 8) >> 24, word >> 24, last
-    digits = ()
-    for i in tl.static_range(5):
-        plane = (4 * c + i) if i < 4 else (16 + c)
-        group = (first + plane) // (GROUP // 32)
-        digit = _load(digits_ptr + group * stride, group < groups, MASKED).to(tl.int32)
-        digits = digits + (digit,)  # noqa: RUF005
-    return digits
-
-
-@triton.jit
-def _scales(exponents, fractions):
-    scales = ()
-    for i in tl.static_range(5):
-        scales = scales + (scale_of(exponents[i], fractions[i]),)  # noqa: RUF005
-    return scales
-
-
-@triton.jit
-def _scale_of_plane(scales, plane: tl.constexpr, PTX: tl.constexpr):
-    """Fetch the scale of one of 20 planes from the thread of the row that built it."""
-    if plane < 16:
-        return _from_lane(scales[plane % 4], plane // 4, PTX)
-    return _from_lane(scales[4], plane - 16, PTX)
-
-
-@triton.jit
-def _load_blocks(
-    rows, block, groups, strides, c,
-    BLOCKS: tl.constexpr, GROUP: tl.constexpr, HAS_FRACTION: tl.constexpr, WORDS: tl.constexpr,
-    MASKED: tl.constexpr,
-):  # fmt: skip
-    """Load what a thread holds of some blocks of both its rows: words, digits of five scales."""
-    loaded = ()
-    for i in tl.static_range(2):
-        words = _load_words(rows[i], block, c, BLOCKS, MASKED)
-        exponents = _load_digits(rows[i][3], strides[0], block, groups, c, GROUP, WORDS, MASKED)
-        if HAS_FRACTION:
-            fractions = _load_digits(rows[i][4], strides[1], block, groups, c, GROUP, WORDS, MASKED)
+def _add_tiles(sums, trits, scales, x, PTX: tl.constexpr):
+    """Add the products of some rows of w with one tile of x; `scales` if trits are not scaled."""
+    added = ()
+    for i in tl.static_range(len(sums)):
+        if len(scales) == 0:
+            tile = _add_products(sums[i], trits[8 * i : 8 * i + 8], x, PTX)
         else:
-            fractions = (tl.zeros_like(c),) * 5
-        loaded = loaded + ((words, exponents, fractions),)  # noqa: RUF005
+            products = _add_products((0.0, 0.0, 0.0, 0.0), trits[8 * i : 8 * i + 8], x, PTX)
+            tile = _add_scaled(sums[i], products, scales[2 * i], scales[2 * i + 1])
+        added = added + (tile,)  # noqa: RUF005
+    return added
+
+
+@triton.jit
+def _advance(pointers, by):
+    moved = ()
+    for i in tl.static_range(len(pointers)):
+        moved = moved + (pointers[i] + by,)  # noqa: RUF005
+    return moved
+
+
+@triton.jit
+def _load_words(
+    pointers, skews, OFFSET: tl.constexpr, COUNT: tl.constexpr, mask, ZERO: tl.constexpr,
+    PTX: tl.constexpr,
+):  # fmt: skip
+    """Load words of each row, the last of them only where the row does not begin on a word."""
+    loaded = ()
+    for i in tl.static_range(len(pointers)):
+        words = ()
+        for j in tl.static_range(COUNT):
+            here = mask & (skews[i] > 0) if j == COUNT - 1 else mask
+            word = _load_int(pointers[i] + (OFFSET + 4 * j), here, "b32", ZERO, PTX)
+            words = words + (word,)  # noqa: RUF005
+        loaded = loaded + (words,)  # noqa: RUF005
     return loaded
 
 
 @triton.jit
-def _add_plane(sums, tile: tl.constexpr, products, scales, digit: tl.constexpr):
-    """Add the products of a plane with a tile of 8 rows of x, scaled; even digits are negated."""
-    a, b, c, d = sums[tile]
-    if digit % 2 == 0:
-        a, b = a - products[0] * scales[0], b - products[1] * scales[0]
-        c, d = c - products[2] * scales[1], d - products[3] * scales[1]
-    else:
-        a, b = a + products[0] * scales[0], b + products[1] * scales[0]
-        c, d = c + products[2] * scales[1], d + products[3] * scales[1]
-    return sums[:tile] + ((a, b, c, d),) + sums[tile + 1 :]  # noqa: RUF005
+def _begin(words, first: tl.constexpr, skews, PTX: tl.constexpr):
+    """Shift eight bytes of each row into place, as rows begin at any byte, and spread them."""
+    qs = ()
+    for i in tl.static_range(len(words)):
+        for j in tl.static_range(first, first + 2):
+            qs = qs + _spread(_shift_pair(words[i][j], words[i][j + 1], skews[i], PTX), PTX)
+    return qs
 
 
 @triton.jit
-def _add_blocks(
-    sums, rows, loaded, xs, block, blocks, c,
-    BLOCKS: tl.constexpr, PTX: tl.constexpr, MASKED: tl.constexpr,
+def _load_digits(
+    rows, strides, block, c, mask, groups,
+    ROWS: tl.constexpr, GROUP: tl.constexpr, WORDS: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """Add the products of blocks that were loaded; with `MASKED`, of those that there are."""
-    upper_words, upper_exponents, upper_fractions = loaded[0]
-    lower_words, lower_exponents, lower_fractions = loaded[1]
-    upper_scales = _scales(upper_exponents, upper_fractions)
-    lower_scales = _scales(lower_exponents, lower_fractions)
-    for i in tl.static_range(BLOCKS):
-        upper = _decode(upper_words, i, rows[0], c, PTX)
-        lower = _decode(lower_words, i, rows[1], c, PTX)
+    """Load digits of five scales, of a block each thread; with `WORDS`, of the c-th from `block`.
+
+    These are the bytes 5 c .. 5 c + 4 of a round, and so lie in its words c and c + 1.
+    """
+    loaded = ()
+    for i in tl.static_range(len(rows)):
+        if WORDS:
+            word = rows[i] + (5 * block + 4 * c)
+            for j in tl.static_range(2):
+                digits = _load_int(word + 4 * j, mask, "b32", False, PTX)
+                loaded = loaded + (digits,)  # noqa: RUF005
+        else:
+            for j in tl.static_range(5):
+                group = (5 * block + j) // (GROUP // 32)
+                pointer = rows[i] + group * strides[i // ROWS]
+                digits = _load_int(pointer, mask & (group < groups), "s8", True, PTX)
+                loaded = loaded + (digits,)  # noqa: RUF005
+    return loaded
+
+
+@triton.jit
+def _scales(digits, c, ROWS: tl.constexpr, WORDS: tl.constexpr, PTX: tl.constexpr):
+    """Build five scales of each row."""
+    COUNT: tl.constexpr = 2 if WORDS else 5
+    scales = ()
+    for i in tl.static_range(ROWS):
+        exponents = digits[COUNT * i : COUNT * i + COUNT]
+        fractions = (tl.zeros_like(c),) * COUNT
+        if len(digits) > COUNT * ROWS:
+            fractions = digits[COUNT * (ROWS + i) : COUNT * (ROWS + i) + COUNT]
         for digit in tl.static_range(5):
-            scales = (
-                _scale_of_plane(upper_scales, 5 * i + digit, PTX),
-                _scale_of_plane(lower_scales, 5 * i + digit, PTX),
-            )
-            for tile in tl.static_range(len(xs)):
-                eight = xs[tile] + 160 * block + (160 * i + 32 * digit)
-                pair = tl.multiple_of(eight.to(tl.pointer_type(tl.int64)), 16)
-                pair = pair[:, None] + tl.arange(0, 2)[None, :]
-                x = tl.split(_load(pair, (block + i < blocks)[:, None], MASKED))
-                products = _multiply(upper, lower, x, digit, PTX)
-                sums = _add_plane(sums, tile, products, scales, digit)
+            if not WORDS:
+                e, f = exponents[digit], fractions[digit]
+            elif digit < 4:
+                e = _shift_pair(exponents[0], exponents[1], 8 * c, PTX)
+                f = _shift_pair(fractions[0], fractions[1], 8 * c, PTX)
+            else:
+                e, f = exponents[1] >> (8 * c), fractions[1] >> (8 * c)
+            scale = _scale(e, f, digit if WORDS and digit < 4 else 0, digit, PTX)
+            scales = scales + (scale,)  # noqa: RUF005
+    return scales
+
+
+@triton.jit
+def _add_block(
+    sums, qs, xs, BLOCK: tl.constexpr, mask, scales, LANE: tl.constexpr, c,
+    TILES: tl.constexpr, MASKED: tl.constexpr, PTX: tl.constexpr,
+):  # fmt: skip
+    """Add the products of a block, `BLOCK` blocks after `xs`; thread `LANE` has its scales."""
+    ROWS: tl.constexpr = len(qs) // 4
+    HEIGHT: tl.constexpr = ROWS // 2
+    zero, lane = tl.zeros_like(c), tl.full(c.shape, LANE, tl.int32)
+    for digit in tl.static_range(4, -1, -1):
+        trits, qs = _take_digits(qs, digit, PTX)
+        of_rows, scaled = (), ()
+        for i in tl.static_range(ROWS):
+            scale = _from_lane(scales[5 * i + digit], lane, PTX)
+            if TILES > 1:
+                scaled = scaled + _scale_trits(trits[4 * i : 4 * i + 4], scale, PTX)
+            else:
+                of_rows = of_rows + (scale,)  # noqa: RUF005
+        if TILES > 1:
+            trits = scaled
+        added = ()
+        for tile in tl.static_range(TILES):
+            # bytes: a tiled plane has 512 of a tile, and a row of x has 64
+            offset = 512 * ((5 * BLOCK + digit) * TILES + tile)
+            if TILES == 1:
+                offset = 64 * (5 * BLOCK + digit)
+            if MASKED:
+                x = _load_eight_over((zero, zero, zero, zero), xs + offset, mask, PTX)
+            else:
+                x = _load_eight(xs + offset, PTX)
+            of_tile = sums[HEIGHT * tile : HEIGHT * tile + HEIGHT]
+            added = added + _add_tiles(of_tile, trits, of_rows, x, PTX)
+        sums = added
     return sums
 
 
 @triton.jit
-def _load_x_within(x_ptr, first, limit, group, c, GROUP: tl.constexpr):
-    """Load the eight elements from first + 8 c on, but 0 from `limit` on and outside of `group`."""
-    x = ()
-    for j in tl.static_range(2):
-        four = tl.zeros(c.shape, tl.int64)
-        for i in tl.static_range(4):
-            k = first + 8 * c + (4 * j + i)
-            mask = (k < limit) & (k // GROUP == group)
-            bits = tl.load((x_ptr + k).to(tl.pointer_type(tl.int16)), mask=mask, other=0)
-            four |= (bits.to(tl.int64) & 0xFFFF) << (16 * i)
-        x = x + (four,)  # noqa: RUF005
-    return x
+def _add_four_blocks(sums, words, skews, xs, x, own, scales, PTX: tl.constexpr):
+    """Add the products of four blocks abreast; `x` is a ring of registers, 0 but where `own`."""
+    zero = tl.zeros_like(sums[0])
+    products = ((zero, zero, zero, zero),) * 5
+    for j in tl.static_range(4):
+        qs = _begin(words, 2 * j, skews, PTX)
+        added = ()
+        for digit in tl.static_range(4, -1, -1):
+            trits, qs = _take_digits(qs, digit, PTX)
+            eight = _load_eight_over(x[0], xs + (64 * digit + 16 * j), own, PTX)
+            x = x[1:] + (eight,)  # noqa: RUF005
+            added = (_add_products(products[digit], trits, eight, PTX),) + added  # noqa: RUF005
+        products = added
+    for digit in tl.static_range(5):
+        sums = _add_scaled(sums, products[digit], scales[digit], scales[5 + digit])
+    return sums, x
 
 
 @triton.jit
-def _add_short_block(
-    sums, rows, xs, K, block, strides, warp, c,
-    GROUP: tl.constexpr, HAS_FRACTION: tl.constexpr, PTX: tl.constexpr,
-):  # fmt: skip
-    """Add the products of the last block, whose planes are narrower and meet up to two groups.
+def _rest_digits(rows, width, k, rest, PTX: tl.constexpr):
+    """Find the digit of weight k of the last block, of each row: 0..2 in bits 16 and 17."""
+    byte, factor = k, tl.full(k.shape, 21846, tl.int32)  # 2**16 / 3 ** (digit + 1)
+    for digit in tl.static_range(1, 5):
+        later = k >= digit * width
+        byte = tl.where(later, k - digit * width, byte)
+        factor = tl.where(later, 2**16 // 3 ** (digit + 1) + 1, factor)
+    found = ()
+    for i in tl.static_range(len(rows)):
+        value = _load_int(rows[i] + byte, k < rest, "u8", True, PTX)
+        found = found + (((value * factor) & 0xFFFF) * 3,)  # noqa: RUF005
+    return found
 
-    The first warp takes the earlier group of every plane and the second the later one.
-    """
-    width = (K - 160 * block + 4) // 5
-    upper = _decode(_load_words(rows[0], block, c, 1, True), 0, rows[0], c, PTX)
-    lower = _decode(_load_words(rows[1], block, c, 1, True), 0, rows[1], c, PTX)
-    for digit in tl.static_range(5):
-        first = 160 * block + width * digit
-        limit = tl.minimum(tl.where(warp < 2, first + width, 0), K)
-        group = first // GROUP + warp
-        scales = ()
-        for i in tl.static_range(2):
-            mask = GROUP * group < limit
-            exponent = tl.load(rows[i][3] + group * strides[0], mask=mask, other=0)
+
+@triton.jit
+def _add_rest(
+    sums, starts, digit_rows, strides, x_rows, K, blocks, warp, c, live,
+    WARPS: tl.constexpr, GROUP: tl.constexpr, TILES: tl.constexpr, PTX: tl.constexpr,
+):  # fmt: skip
+    """Add the products of the last block, whose planes are narrower, 32 weights at a time."""
+    ROWS: tl.constexpr = len(starts)
+    HEIGHT: tl.constexpr = ROWS // 2
+    rows = _advance(starts, 32 * blocks)
+    first = 160 * blocks
+    rest = K - first
+    width = (rest + 4) // 5
+    for turn in range(tl.cdiv(rest, 32 * WARPS)):
+        begin = 32 * (turn * WARPS + warp)
+        pairs = ()
+        for i in tl.static_range(4):
+            k = begin + 8 * c + 2 * i
+            low = _rest_digits(rows, width, k, rest, PTX)
+            high = _rest_digits(rows, width, k + 1, rest, PTX)
+            for j in tl.static_range(ROWS):
+                both = ((low[j] >> 2) & 0xC000) | ((high[j] << 14) & -0x40000000)
+                pairs = pairs + ((both ^ 0x40004000) & -0x3FFF4000,)  # noqa: RUF005
+        group = (first + begin) // GROUP
+        trits, scales = (), ()
+        for i in tl.static_range(ROWS):
+            some = begin < rest
+            exponent = _load_int(digit_rows[i] + group * strides[0], some, "s8", True, PTX)
             fraction = tl.zeros_like(exponent)
-            if HAS_FRACTION:
-                fraction = tl.load(rows[i][4] + group * strides[1], mask=mask, other=0)
-            scales = scales + (scale_of(exponent, fraction),)  # noqa: RUF005
-        for tile in tl.static_range(len(xs)):
-            x = _load_x_within(xs[tile] - 8 * c, first, limit, group, c, GROUP)
-            products = _multiply(upper, lower, x, digit, PTX)
-            sums = _add_plane(sums, tile, products, scales, digit)
+            if len(digit_rows) > ROWS:
+                fraction = _load_int(
+                    digit_rows[ROWS + i] + group * strides[1], some, "s8", True, PTX
+                )
+            scale = _scale(exponent, fraction, 0, 0, PTX)
+            of_row = (pairs[i], pairs[ROWS + i], pairs[2 * ROWS + i], pairs[3 * ROWS + i])
+            if TILES > 1:
+                trits = trits + _scale_trits(of_row, scale, PTX)
+            else:
+                trits = trits + of_row
+                scales = scales + (scale,)  # noqa: RUF005
+        k = begin + 8 * c
+        zero = tl.zeros_like(c)
+        added = ()
+        for tile in tl.static_range(TILES):
+            pointer = x_rows[tile] + 2 * (first + begin)
+            loaded = _load_eight_over((zero, zero, zero, zero), pointer, (k < rest) & live, PTX)
+            x = ()
+            for i in tl.static_range(4):
+                left = rest - k - 2 * i
+                keep = tl.where(left > 1, -1, tl.where(left > 0, 0xFFFF, 0))
+                x = x + (loaded[i] & keep,)  # noqa: RUF005
+            of_tile = sums[HEIGHT * tile : HEIGHT * tile + HEIGHT]
+            added = added + _add_tiles(of_tile, trits, scales, x, PTX)
+        sums = added
     return sums
 
 
 @triton.jit(do_not_specialize=_SIZES)
 def _few_rows_kernel(
-    x_ptr, packed_ptr, exponent_ptr, fraction_ptr, y_ptr,
-    M, N, K, row_bytes,
+    x_ptr, tiled_ptr, packed_ptr, exponent_ptr, fraction_ptr, y_ptr,
+    M, N, K,
     stride_xm, stride_pn, stride_en, stride_eg, stride_fn, stride_fg, stride_ym, stride_yn,
     GROUP: tl.constexpr, HAS_FRACTION: tl.constexpr, WORDS: tl.constexpr,
-    WARPS: tl.constexpr, BLOCKS: tl.constexpr, TILES: tl.constexpr, AHEAD: tl.constexpr,
-    PTX: tl.constexpr,
+    N_WARPS: tl.constexpr, K_WARPS: tl.constexpr, HEIGHT: tl.constexpr, TILES: tl.constexpr,
+    ABREAST: tl.constexpr, AHEAD: tl.constexpr, LEFT: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    thread = tl.arange(0, 32 * WARPS)
-    warp, r, c = thread // 32, thread // 4 % 8, thread % 4
-    # programs that read the same rows of w follow each other
-    m_tiles = tl.cdiv(M, 8 * TILES)
-    first_m = tl.program_id(0) % m_tiles * (8 * TILES)
-    first_n = tl.program_id(0) // m_tiles * 16
-    rows, xs, sums = (), (), ()
-    for i in tl.static_range(2):
-        n = tl.minimum(first_n + 8 * i + r, N - 1).to(tl.int64)
-        row = _find_row(
-            n, packed_ptr, exponent_ptr, fraction_ptr, row_bytes, stride_pn, stride_en, stride_fn
-        )
-        rows = rows + (row,)  # noqa: RUF005
-    for tile in tl.static_range(TILES):
-        m = tl.minimum(first_m + 8 * tile + r, M - 1).to(tl.int64)
-        xs = xs + (x_ptr + (m * stride_xm + 8 * c),)  # noqa: RUF005
-        sums = sums + ((tl.zeros(thread.shape, tl.float32),) * 4,)  # noqa: RUF005
-
-    # rounds in which every warp has all its blocks, then one for the blocks that are left
+    thread = tl.arange(0, 32 * N_WARPS * K_WARPS)
+    r, c = thread // 4 % 8, thread % 4
+    warp_n, warp = thread // 32 % N_WARPS, thread // (32 * N_WARPS)
+    first_n = tl.program_id(0) * (16 * HEIGHT * N_WARPS)
+    ROWS: tl.constexpr = 2 * HEIGHT
+    STEP: tl.constexpr = 4 * K_WARPS  # blocks of a round: four a warp
     blocks, groups = K // 160, tl.cdiv(K, GROUP)
-    step: tl.constexpr = BLOCKS * WARPS
-    rounds = blocks // step
-    block = BLOCKS * warp
+    rounds = blocks // STEP
     strides = (stride_eg, stride_fg)
-    if AHEAD:
-        loaded = _load_blocks(
-            rows, block, groups, strides, c, BLOCKS, GROUP, HAS_FRACTION, WORDS, True
-        )
-    for turn in range(rounds):
-        if AHEAD:
-            following = block + tl.where(turn + 1 < rounds, step, 0)
-            ahead = _load_blocks(
-                rows, following, groups, strides, c, BLOCKS, GROUP, HAS_FRACTION, WORDS, False
-            )
-        else:
-            loaded = _load_blocks(
-                rows, block, groups, strides, c, BLOCKS, GROUP, HAS_FRACTION, WORDS, False
-            )
-        sums = _add_blocks(sums, rows, loaded, xs, block, blocks, c, BLOCKS, PTX, False)
-        if AHEAD:
-            loaded = ahead
-        block += step
-    if rounds * step < blocks:
-        loaded = _load_blocks(
-            rows, block, groups, strides, c, BLOCKS, GROUP, HAS_FRACTION, WORDS, True
-        )
-        sums = _add_blocks(sums, rows, loaded, xs, block, blocks, c, BLOCKS, PTX, True)
-    if 160 * blocks < K:
-        sums = _add_short_block(
-            sums, rows, xs, K, blocks, strides, warp, c, GROUP, HAS_FRACTION, PTX
-        )
-
-    lane = tl.arange(0, 32)
+    starts, skews, words_at, digit_rows, fraction_rows = (), (), (), (), ()
+    for i in tl.static_range(ROWS):
+        n = tl.minimum(first_n + 16 * HEIGHT * warp_n + 8 * i + r, N - 1).to(tl.int64)
+        start = packed_ptr + n * stride_pn
+        skew = (start.to(tl.int64) & 3).to(tl.int32)
+        starts = starts + (start,)  # noqa: RUF005
+        skews = skews + (8 * skew,)  # noqa: RUF005
+        words_at = words_at + (start - skew,)  # noqa: RUF005
+        exponents = (exponent_ptr + n * stride_en).to(tl.pointer_type(tl.uint8))
+        fractions = (fraction_ptr + n * stride_fn).to(tl.pointer_type(tl.uint8))
+        digit_rows = digit_rows + (exponents,)  # noqa: RUF005
+        fraction_rows = fraction_rows + (fractions,)  # noqa: RUF005
+    if HAS_FRACTION:
+        digit_rows = digit_rows + fraction_rows
+    zero = tl.zeros(thread.shape, tl.float32)
+    sums = ((zero, zero, zero, zero),) * (HEIGHT * TILES)
+    x_rows = ()
     for tile in tl.static_range(TILES):
-        for i in tl.static_range(4):
-            n = first_n + lane // 4 + 8 * (i // 2)
-            m = first_m + 8 * tile + lane % 4 * 2 + i % 2
-            y = tl.sum(tl.reshape(sums[tile][i], (WARPS, 32)), axis=0) / 2  # trits were doubled
-            y_ptrs = y_ptr + m.to(tl.int64) * stride_ym + n * stride_yn
-            tl.store(y_ptrs, y.to(y_ptr.dtype.element_ty), mask=(m < M) & (n < N))
+        m = tl.minimum(8 * tile + r, M - 1).to(tl.int64)
+        x_row = (x_ptr + (m * stride_xm + 8 * c)).to(tl.pointer_type(tl.uint8))
+        x_rows = x_rows + (x_row,)  # noqa: RUF005
+    live = r < (8 if ABREAST == 1 else 2)  # other columns of y are not those of rows of x
+    if TILES > 1:
+        x_lanes = tiled_ptr.to(tl.pointer_type(tl.uint8)) + 16 * (thread % 32)
+        X_BLOCK: tl.constexpr = 2560 * TILES
+    else:
+        x_lanes = x_rows[0]
+        X_BLOCK: tl.constexpr = 320
+
+    # loads: of the blocks that whole rounds leave, and of the first round
+    left = rounds * STEP + warp
+    left_words = ()
+    for i in tl.static_range(LEFT):
+        at = _advance(words_at, 32 * left + 8 * c)
+        some = left + i * K_WARPS < blocks
+        block_words = _load_words(at, skews, 32 * K_WARPS * i, 3, some, True, PTX)
+        left_words = left_words + (block_words,)  # noqa: RUF005
+    if LEFT > 0:
+        mine = left + c * K_WARPS
+        some = (mine < blocks) & (c < LEFT)
+        left_digits = _load_digits(
+            digit_rows, strides, mine, c, some, groups, ROWS, GROUP, False, PTX
+        )
+    block = 4 * warp
+    some = tl.zeros_like(c) < rounds
+    if ABREAST == 4:
+        words_at = _advance(words_at, 32 * (block + c))
+        words = _load_words(words_at, skews, 0, 9, some, False, PTX)
+        own = r // 2 == c
+        m = tl.minimum(r % 2, M - 1).to(tl.int64)
+        xs = (x_ptr + m * stride_xm).to(tl.pointer_type(tl.uint8)) + 320 * (block + c)
+        nothing = tl.zeros_like(c)
+        x = ((nothing, nothing, nothing, nothing),) * 5
+    else:
+        words_at = _advance(words_at, 32 * block + 8 * c)
+        words = ()
+        for i in tl.static_range(AHEAD):
+            words = words + (_load_words(words_at, skews, 32 * i, 3, some, False, PTX),)  # noqa: RUF005
+        xs = x_lanes + X_BLOCK * block.to(tl.int64)
+    mine = block if WORDS else block + c
+    digits = _load_digits(digit_rows, strides, mine, c, some, groups, ROWS, GROUP, WORDS, PTX)
+
+    if 160 * blocks < K:
+        sums = _add_rest(
+            sums, starts, digit_rows, strides, x_rows, K, blocks, warp, c, live,
+            K_WARPS, GROUP, TILES, PTX,
+        )  # fmt: skip
+    if LEFT > 0:
+        scales = _scales(left_digits, c, ROWS, False, PTX)
+        left_xs = x_lanes + X_BLOCK * left.to(tl.int64)
+    for i in tl.static_range(LEFT):
+        some = (left + i * K_WARPS < blocks) & live
+        qs = _begin(left_words[i], 0, skews, PTX)
+        sums = _add_block(sums, qs, left_xs, K_WARPS * i, some, scales, i, c, TILES, True, PTX)
+    for turn in range(rounds):
+        more = tl.zeros_like(c) + (turn + 1) < rounds
+        scales = _scales(digits, c, ROWS, WORDS, PTX)
+        mine += STEP
+        digits = _load_digits(digit_rows, strides, mine, c, more, groups, ROWS, GROUP, WORDS, PTX)
+        if ABREAST == 4:
+            words_at = _advance(words_at, 32 * STEP)
+            now = words
+            words = _load_words(words_at, skews, 0, 9, more, False, PTX)
+            one, x = _add_four_blocks(sums[0], now, skews, xs, x, own, scales, PTX)
+            sums = (one,)
+            xs += 320 * STEP
+        else:
+            for i in tl.static_range(4):
+                qs = _begin(words[0], 0, skews, PTX)
+                if i + AHEAD < 4:
+                    later = _load_words(words_at, skews, 32 * (i + AHEAD), 3, c >= 0, False, PTX)
+                else:
+                    later = _load_words(
+                        words_at, skews, 32 * (STEP + i + AHEAD - 4), 3, more, False, PTX
+                    )
+                words = words[1:] + (later,)  # noqa: RUF005
+                sums = _add_block(sums, qs, xs, i, None, scales, i, c, TILES, False, PTX)
+            words_at = _advance(words_at, 32 * STEP)
+            xs += X_BLOCK * STEP
+
+    lane = tl.arange(0, 32 * N_WARPS)
+    n = first_n + lane // 32 * (16 * HEIGHT) + lane % 32 // 4
+    for tile in tl.static_range(TILES):
+        for i in tl.static_range(4 * HEIGHT):
+            share = sums[tile * HEIGHT + i // 4][i % 4]
+            y = tl.sum(tl.reshape(share, (K_WARPS, 32 * N_WARPS)), axis=0)
+            if ABREAST == 4:  # each thread of a row has sums of blocks of its own
+                y = tl.reshape(y, (8 * N_WARPS, 4))
+                y = tl.reshape(tl.broadcast_to(tl.sum(y, axis=1)[:, None], y.shape), lane.shape)
+            y /= 4  # trits and scales were doubled
+            m = 8 * tile + lane % 4 * 2 + i % 2
+            row = n + 8 * (i // 2)
+            y_ptrs = y_ptr + m.to(tl.int64) * stride_ym + row * stride_yn
+            tl.store(y_ptrs, y.to(y_ptr.dtype.element_ty), mask=(m < M) & (row < N))
 
 
 def takes(x: Tensor, packed: Tensor, group_size: int) -> bool:
@@ -453,18 +705,50 @@ def few_rows(
         return y
     x = _on_16_bytes(x)
     digits = exponent if fraction is None else fraction
-    tiles = 1 if rows <= 8 else 2
     words = group_size == PLANE and _in_words(exponent) and _in_words(digits)
-    ahead = words and tiles == 1  # else there are not enough registers
-    grid = (triton.cdiv(rows, 8 * tiles) * triton.cdiv(out_features, 16),)
+    plan = _plan(rows, out_features, words, x.device)
+    tiles, k_warps = plan["TILES"], plan["K_WARPS"]
+    left = triton.cdiv(in_features // BLOCK % (4 * k_warps), k_warps)
+    grid = (triton.cdiv(out_features, 16 * plan["HEIGHT"] * plan["N_WARPS"]),)
     _few_rows_kernel[grid](
-        x, packed, exponent, digits, y, rows, out_features, in_features, packed.shape[1],
+        x, _tiled(x, in_features, tiles) if tiles > 1 else x, packed, exponent, digits, y,
+        rows, out_features, in_features,
         x.stride(0), packed.stride(0), *exponent.stride(), *digits.stride(), *y.stride(),
-        GROUP=group_size, HAS_FRACTION=fraction is not None,
-        WORDS=words, WARPS=WARPS, BLOCKS=BLOCKS, TILES=tiles, AHEAD=ahead, PTX=HAS_PTX,
-        num_warps=WARPS, maxnreg=168 if tiles == 1 else None,  # 168: three warps a scheduler
+        GROUP=group_size, HAS_FRACTION=fraction is not None, WORDS=words, LEFT=left, PTX=HAS_PTX,
+        **plan, num_warps=plan["N_WARPS"] * k_warps,
     )  # fmt: skip
     return y
+
+
+def _plan(rows: int, out_features: int, words: bool, device: torch.device) -> dict[str, int | None]:
+    """Share the work out among warps, such that they all run at once where that is best."""
+    processors = _PROCESSORS
+    if device.type == "cuda":
+        processors = torch.cuda.get_device_properties(device).multi_processor_count
+    sixteens = triton.cdiv(out_features, 16 * processors)  # sixteens of rows that a processor has
+    many = sixteens > 4
+    tiles = next(tiles for tiles in (1, 2, 4, 8) if rows <= 8 * tiles)
+    plan = {"TILES": tiles, "N_WARPS": 1, "HEIGHT": 1, "AHEAD": 2 if tiles == 1 else 1}
+    plan["K_WARPS"] = 2 if many else 4
+    plan["ABREAST"] = 4 if rows <= 2 else 1
+    if tiles > 2:
+        plan |= {"N_WARPS": 4, "K_WARPS": 2}
+    elif many and rows > 2:
+        plan |= {"N_WARPS": 2, "HEIGHT": 2}
+    elif sixteens > 6:
+        plan |= {"N_WARPS": 2}
+    # 16 warps of a processor have 128 registers a thread, 12 have 168
+    crowded = sixteens * plan["K_WARPS"] > 12 and tiles * plan["HEIGHT"] == 1
+    return plan | {"maxnreg": 128 if words and crowded else None}
+
+
+def _tiled(x: Tensor, in_features: int, tiles: int) -> Tensor:
+    """Copy x to (planes, rows, 32): what a warp reads at once lies together."""
+    rows, planes = len(x), in_features // BLOCK * 5
+    tiled = x.new_empty(planes, 8 * tiles, PLANE)
+    whole = x[:, : PLANE * planes].view(rows, planes, PLANE)
+    tiled[:, :rows].copy_(whole.transpose(0, 1))
+    return tiled
 
 
 def _on_16_bytes(x: Tensor) -> Tensor:

@@ -233,7 +233,7 @@ def _inputs(
         yield f"{label} E = {end}", few, [state[0], exponent, state[2], in_features]
 
 
-FEW_ROWS_SHAPES = ((1, 1, 1), (3, 33, 123), (8, 16, 640), (9, 17, 805), (2, 3, 5480))
+FEW_ROWS_SHAPES = ((1, 1, 1), (3, 33, 123), (8, 16, 640), (9, 17, 805), (3, 2, 5280), (2, 3, 5480))
 """(M, N, K) for `few_rows`: ragged, one tile and one more, twice what its warps take in a round."""
 
 

@@ -1,10 +1,11 @@
-"""The product for few rows of x: its decoder on every pair of bytes, and what it does with inf."""
+"""The product for few rows of x: its decoder on every pair of bytes, every plan, and inf."""
 
 import pytest
 import torch
 
+from arbcli.kernels import few_rows as module
 from arbcli.kernels._triton import tl, triton
-from arbcli.kernels.decode_weight import random_packed
+from arbcli.kernels.decode_weight import decode_weight_reference, random_packed
 from arbcli.kernels.few_rows import HAS_PTX, _trits, few_rows, takes
 from arbcli.kernels.packing import LARGEST_BYTE
 
@@ -32,6 +33,26 @@ def test_every_pair_of_bytes_is_decoded(device):
         signed = trits * (2 if digit % 2 else -2)
         got = halves[digit].contiguous().view(torch.bfloat16).view(2, -1, 2).movedim(0, 1)
         assert torch.equal(got.float(), signed.float())
+
+
+@pytest.mark.parametrize(
+    ("rows", "plan"),
+    [
+        (2, {"TILES": 1, "HEIGHT": 1, "N_WARPS": 2, "K_WARPS": 1, "ABREAST": 4, "AHEAD": 2}),
+        (3, {"TILES": 1, "HEIGHT": 1, "N_WARPS": 1, "K_WARPS": 2, "ABREAST": 1, "AHEAD": 2}),
+        (8, {"TILES": 1, "HEIGHT": 2, "N_WARPS": 2, "K_WARPS": 1, "ABREAST": 1, "AHEAD": 2}),
+        (13, {"TILES": 2, "HEIGHT": 2, "N_WARPS": 2, "K_WARPS": 1, "ABREAST": 1, "AHEAD": 1}),
+        (17, {"TILES": 4, "HEIGHT": 1, "N_WARPS": 2, "K_WARPS": 1, "ABREAST": 1, "AHEAD": 1}),
+    ],
+)
+def test_every_plan_gives_the_product(device, monkeypatch, rows, plan):
+    monkeypatch.setattr(module, "_plan", lambda *_: {**plan, "maxnreg": None})
+    generator = torch.Generator().manual_seed(0)
+    state = random_packed(36, 805, 32, generator, spread=8)
+    x = torch.randn(rows, 805, generator=generator).to(torch.bfloat16)
+    expected = x.double() @ decode_weight_reference(*state, 805, 32).double().T
+    y = few_rows(x.to(device), *(digits.to(device) for digits in state), 32, torch.float32)
+    assert (y.cpu() - expected).norm() < 1e-5 * expected.norm()
 
 
 @pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")])
