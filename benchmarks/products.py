@@ -9,6 +9,7 @@ from statistics import median
 
 import torch
 
+from arbcli.kernels.arranged_matmul import arrange, arranged_matmul
 from arbcli.kernels.decode_weight import decode_weight, random_packed
 from arbcli.kernels.fp8_matmul import fp8_matmul
 from arbcli.kernels.quantise_rows import quantise_rows
@@ -45,10 +46,16 @@ def main() -> None:
         f"copy {roofline.bytes_per_second / 1e12:.2f} TB/s, products"
         f" {roofline.flops_per_second / 1e12:.0f} TFLOP/s, a launch {roofline.launch_us:.1f} us"
     )
-    for size, few in ((8192, (1, 8, 64)), (16384, (1, 8, 64))):
+    for size in (8192, 16384):
         state = random_packed(size, size, GROUP_SIZE, torch.Generator(DEVICE), spread=8)
         weight = decode_weight(*state, size, GROUP_SIZE)
-        for rows in (*few, *((4096, 8192, 16384) if size == 8192 else ())):
+        one, arranged = randn(1, size)[0], arrange(*state, size, GROUP_SIZE)
+        compare(
+            stopwatch, f"{size}^2 forward, M = 1, arranged",
+            lambda x=one, w=arranged: arranged_matmul(x, w),
+            lambda x=one, weight=weight: weight @ x,
+        )  # fmt: skip
+        for rows in (1, 2, 4, 8, 16, 32, 64, *((4096, 8192, 16384) if size == 8192 else ())):
             x = randn(rows, size)
             compare(
                 stopwatch, f"{size}^2 forward, M = {rows}",
