@@ -11,6 +11,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from arbcli.kernels.arranged_matmul import ARRANGED_MATMUL, arrange
 from arbcli.kernels.blend_moment import moment_max
 from arbcli.kernels.cross_entropy import rounded_cross_entropy
 from arbcli.kernels.decode_attention import DECODE_ATTENTION
@@ -21,7 +22,7 @@ from arbcli.kernels.fp8_matmul import MULTIPLE
 from arbcli.kernels.gated_rms_norm import gated_rms_norm_in_its_dtype
 from arbcli.kernels.grouped_matmul import GROUPED_GRAD_W, GROUPED_MATMUL
 from arbcli.kernels.newton_schulz import GRAM, GRAM_POLYNOMIAL
-from arbcli.kernels.packing import pack_trits_torch
+from arbcli.kernels.packing import PLANE, pack_trits_torch
 from arbcli.kernels.quantise_rows import E4M3, QUANTISE_ROWS
 from arbcli.kernels.rms_norm import (
     add_rms_norm_in_its_dtype,
@@ -149,6 +150,15 @@ def _ternary_matmul(dice: Dice, group_size: int, m: int, n: int, k: int) -> tupl
 
 def _ternary_matmul_grad_x(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
     return dice.reals(m, n), dice.packed(n, k), *dice.scales(n, k, group_size), k, group_size
+
+
+def _arranged_matmul(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
+    gated, size = dice.below(2) == 1, PLANE * max(1, group_size // PLANE)
+    n, k = n + n % 2, -(-k // 8) * 8
+    weight = arrange(dice.packed(n, k), *dice.scales(n, k, size), k, size, gated)
+    x = dice.reals(k, dtype=torch.bfloat16).contiguous()
+    added = dice.reals(weight.out_features).contiguous() if dice.below(2) else None
+    return x, *weight, dice.pick((None, 1e-6)), added, dice.dtype
 
 
 def _bounds(dice: Dice, slots: int) -> Tensor:
@@ -519,6 +529,7 @@ DRAWINGS = {
     "ternary_matmul_grad_x": Drawing(
         _ternary_matmul_grad_x, _grad_x_in_float64, TERNARY_MATMUL_GRAD_X.torch, needs_rows=True
     ),
+    "arranged_matmul": Drawing(_arranged_matmul, None, ARRANGED_MATMUL.torch),
     "grouped_matmul": Drawing(_grouped_matmul, None, GROUPED_MATMUL.torch, needs_rows=True),
     "grouped_grad_w": Drawing(_grouped_grad_w, None, GROUPED_GRAD_W.torch, needs_rows=True),
     "expert_combine": Drawing(

@@ -661,14 +661,14 @@ def _grad_weights_timings(device: torch.device, group_size: int) -> Iterator[Tim
     for label, ids, _, table in _production_slots(device, group_size):
         (tokens, slots), dim = ids.shape, table[3]
         grad_y = torch.randn(tokens, dim, device=device, dtype=torch.bfloat16)
-        # what autograd calls for torch's `embedding_bag`
+        # what autograd calls for torch's `embedding_bag`, which has no bf16
         peer = partial(
             torch.ops.aten._embedding_bag_per_sample_weights_backward,
-            grad_y, decode_weight(*table), ids.flatten(),
+            grad_y.float(), decode_weight(*table, torch.float32), ids.flatten(),
             torch.arange(0, ids.numel(), slots, device=device),
             torch.arange(ids.numel(), device=device) // slots, 0,
         )  # fmt: skip
-        yield Timing(f"{label} bf16", (grad_y, ids, *table), peer=peer)
+        yield Timing(f"{label} bf16", (grad_y, ids, *table), peer=peer, peer_name="torch, float32")
 
 
 def _grad_timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
