@@ -70,7 +70,11 @@ FAULTS = [
     kernel(
         "trits decoded as 0, 1, 2",
         "return lifted - 8388609.0, left", "return lifted - 8388608.0, left",
-        "decode_weight", "packing",
+        "decode_e4m3", "packing",
+    ),
+    kernel(
+        "even digits taken with both bits flipped",
+        "(left ^ 0x40000000)", "(left ^ 0xC0000000)", "decode_weight", "packing",
     ),
     kernel(
         "column stride ignored", "k[None, :] * stride_tk,", "k[None, :],", "pack_trits", "packing",
@@ -189,12 +193,15 @@ FAULTS = [
         "add_rms_norm", "rms_norm",
     ),
     kernel(
-        "eps of a row held whole forgotten", "tl.sum(x * x, axis=1) / D + eps",
-        "tl.sum(x * x, axis=1) / D", "rms_norm",
+        "eps of a row held whole forgotten",
+        "tl.sum(x * x, axis=1) / D + eps)[:, None]\n        store_rows",
+        "tl.sum(x * x, axis=1) / D)[:, None]\n        store_rows", "rms_norm",
     ),
     kernel(
-        "gradient of the root-mean-square forgotten", "(grad_xhat - xhat * mean)",
-        "(grad_xhat)", "rms_norm_backward", "rms_norm",
+        "gradient of the root-mean-square forgotten",
+        "(grad_xhat - xhat * mean), offs_m, offs_d, mask, D)\n        store_rows",
+        "(grad_xhat), offs_m, offs_d, mask, D)\n        store_rows",
+        "rms_norm_backward", "rms_norm",
     ),
     kernel(
         "sigmoid in place of silu",
@@ -218,12 +225,11 @@ FAULTS = [
     ),
     # generation
     kernel(
-        "new key not seen", "mask_s = (offs_s < seen) & (offs_s != slot)\n",
-        "mask_s = (offs_s < seen) & (offs_s != slot)\n        is_new = is_new & (offs_s < 0)\n",
+        "new key not seen", "offs_d < WIDTH, offs_s == slot", "offs_d < WIDTH, offs_s < 0",
         "decode_attention",
     ),
     kernel(
-        "stale slots attended to", "tl.where(offs_s < seen, score", "tl.where(offs_s < W, score",
+        "stale slots attended to", "tl.where(offs_s < seen, tl", "tl.where(offs_s < W, tl",
         "decode_attention",
     ),
     kernel(
@@ -367,7 +373,7 @@ FAULTS = [
     ),
     kernel(
         "gain of the columns forgotten in the root-mean-square",
-        "if HAS_COLUMNS:\n            u = u * tl", "if False:\n            u = u * tl", "unit_gain",
+        "mask_n, HAS_ROWS) * column_gain", "mask_n, HAS_ROWS)", "unit_gain",
     ),
     # direction
     kernel(
@@ -496,8 +502,8 @@ FAULTS = [
     ),
     Fault(
         "grad_x from the exponents alone", "model.layers",
-        "grad_x(grad_y, *weight.packed)",
-        "grad_x(grad_y, weight.trits, weight.exponent, None, *weight.packed[3:])",
+        "grad_x(grad_y, *self.packed)",
+        "grad_x(grad_y, self.trits, self.exponent, None, *self.packed[3:])",
         "model: gradient",
     ),
     # the graph model

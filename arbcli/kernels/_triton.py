@@ -15,7 +15,10 @@ try:
 except ImportError:
     HAS_TRITON = False
     # just enough for the kernels' definitions to be read; none of them can be launched
-    triton = SimpleNamespace(jit=lambda function=None, **_: function or triton.jit)
+    triton = SimpleNamespace(
+        jit=lambda function=None, **_: function or triton.jit,
+        constexpr_function=lambda function: function,
+    )
     tl = SimpleNamespace(constexpr=lambda value: value)
     TensorDescriptor = None
 

@@ -415,8 +415,10 @@ def _cases(device: torch.device, group_size: int) -> Iterator[Case]:
     for rows in (5, 9):
         # with a small eps the gradient cancels to nothing
         yield case(f"{rows}x1", (rows, 1), eps=0.1)
-    for rows, width in ((7, 33), (3, 123), (9, 1311), (2, 8192), (1, 32768)):
+    for rows, width in ((7, 33), (3, 123), (9, 1311), (2, 4096)):
         yield case(f"{rows}x{width}", (rows, width))
+    wide = WHOLE_ROW + 5
+    yield case(f"1x{wide}", (1, wide), eps=0.1)  # which tells
     if device.type == "cuda" or group_size == 32:  # many rows take the interpreter seconds
         yield case("261x5", (261, 5))
     yield case("2x3x165", (2, 3, 165))
@@ -486,7 +488,7 @@ _GATE = Gate(
     exact=False,
     relative=1e-5,
     peer_slack=0.1,
-    reason="float32 sums of up to 32768 squares; in bf16 one rounding, as torch has",
+    reason="float32 sums of up to 8197 squares; in bf16 one rounding, as torch has",
 )
 
 RMS_NORM = KernelSpec(

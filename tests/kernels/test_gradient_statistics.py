@@ -23,7 +23,7 @@ def state_of(rows, columns, group_size, device):
 @pytest.mark.parametrize("group_size", [4, 6, 32, 96])
 def test_every_element_is_counted_once(backend, group_size, device):
     # sums of small integers, times powers of two, are exact in any order
-    for rows, columns in ((64, 128), (130, 163), (2, 1024), (512, 1)):
+    for rows, columns in ((64, 128), (34, 163), (2, 640), (130, 1)):
         generator = torch.Generator().manual_seed(rows)
         grad = torch.randint(-3, 4, (rows, columns), generator=generator).float().to(device)
         state = state_of(rows, columns, group_size, device)
