@@ -94,11 +94,19 @@ def test_products_in_eight_bits_change_the_state_and_still_learn(tmp_path):
     assert last["fp8"] == pytest.approx(last["fp32"], abs=0.3)
 
 
+def test_matrices_of_other_sizes_and_the_head_are_multiplied_in_bf16(small_graph):
+    config = runs.new_config(device="cpu", compute="fp8", **small_graph | {"knowledge": (20, 32)})
+    weights = build_model(config.model, fp8=True).weights()
+    assert weights["blocks.0.mlp.gate_up.weight"].fp8
+    assert not weights["knowledge.left.weight"].fp8
+    assert not weights["head.weight"].fp8
+
+
 @pytest.mark.parametrize(
     ("given", "message"),
     [
         ({"weights": "float"}, "a float twin is multiplied in bf16"),
-        ({"dim": 36, "heads": 2}, "cannot multiply `blocks.0.attention.qkv.weight`, 108 x 36"),
+        ({"dim": 36, "heads": 2}, "sizes are multiples of 16, and this model has none"),
     ],
 )
 def test_what_eight_bits_cannot_do_is_explained(given, message):

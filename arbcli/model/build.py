@@ -30,23 +30,31 @@ def build_model(
         config: its shape and storage.
         compute_dtype: of activations; bfloat16, or float32.
         recompute: whether a backward computes what is inside a block again.
-        fp8: whether linear layers multiply in eight bits, all but the head.
+        fp8: whether linear layers multiply in eight bits: all but the head, and those with a size
+            that is not a multiple of `MULTIPLE`.
 
     Raises:
-        ArbError: a matrix has a size that is not multiplied in eight bits.
+        ArbError: there is no such layer.
     """
     kind = GraphLM if isinstance(config, GraphConfig) else ByteLM
     model = kind(config, compute_dtype, recompute=recompute)
-    for name, weight in model.weights().items():
-        if fp8 and isinstance(weight, LinearWeight) and name not in EXACT:
-            sizes = weight.out_features, weight.in_features
-            if any(size % MULTIPLE for size in sizes):
-                raise ArbError(
-                    f"`--compute fp8` cannot multiply `{name}`, {sizes[0]} x {sizes[1]}",
-                    hint=f"make every size a multiple of {MULTIPLE}, or use `--compute bf16`",
-                )
+    if fp8:
+        chosen = [weight for name, weight in model.weights().items() if _fits_fp8(name, weight)]
+        if not chosen:
+            raise ArbError(
+                f"`--compute fp8` multiplies matrices whose sizes are multiples of {MULTIPLE}, and"
+                " this model has none",
+                hint="choose other sizes, or use `--compute bf16`",
+            )
+        for weight in chosen:
             weight.fp8 = True
     return model
+
+
+def _fits_fp8(name: str, weight: object) -> bool:
+    if not isinstance(weight, LinearWeight) or name in EXACT:
+        return False
+    return weight.out_features % MULTIPLE == 0 and weight.in_features % MULTIPLE == 0
 
 
 def model_config_from(values: dict[str, Any]) -> ModelConfig:
