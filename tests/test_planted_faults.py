@@ -52,7 +52,6 @@ FAULTS = [
         "quantise_rows",
     ),
     kernel("e4m3 without signs", "bits.to(tl.int32) | sign", "bits.to(tl.int32)", "decode_e4m3"),
-    kernel("signs of even digits", "sign ^= 0x80", "sign ^= 0", "decode_e4m3"),
     kernel(
         "e4m3 an octave off",
         "inverse = ((127 - octave) << 23)", "inverse = ((126 - octave) << 23)", "decode_e4m3",
@@ -63,6 +62,11 @@ FAULTS = [
         "norm_e4m3",
     ),
     # packing
+    kernel(
+        "trits decoded as 0, 1, 2",
+        "return lifted - 8388609.0, left", "return lifted - 8388608.0, left",
+        "decode_e4m3", "packing",
+    ),
     kernel(
         "planes of a short block as wide as a full one",
         "k = block * 160 + width * digit + j", "k = block * 160 + 32 * digit + j",

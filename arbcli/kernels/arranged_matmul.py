@@ -24,7 +24,7 @@ from torch.nn import functional
 from arbcli.kernels._triton import tl, triton
 from arbcli.kernels.backend import uses_triton
 from arbcli.kernels.decode_weight import decode_weight, random_packed, scales_torch
-from arbcli.kernels.few_rows import HAS_PTX, _load, _multiply, _trits
+from arbcli.kernels.few_rows import HAS_PTX, _add_products, _trits
 from arbcli.kernels.overlap import overlap_options, wait_for_last
 from arbcli.kernels.packing import PLANE, pack_trits, unpack_trits, unpack_trits_torch
 from arbcli.kernels.spec import Case, Gate, KernelSpec, Timing
@@ -156,6 +156,31 @@ def _arranged_matmul_torch(x, pieces, out_features, in_features, gated, eps, add
         y = functional.silu(y[:, 0]) * y[:, 1]
     y = y.flatten()[:out_features]
     return (y if added is None else added + y).to(dtype)
+
+
+@triton.jit
+def _load(pointer, mask, MASKED: tl.constexpr):
+    if MASKED:
+        return tl.load(pointer, mask=mask, other=0)
+    return tl.load(pointer)
+
+
+@triton.jit
+def _multiply(upper, lower, x, digit: tl.constexpr, PTX: tl.constexpr):
+    """Multiply one digit of two rows' `_trits` by 8 rows of x, each with eight bf16 as two int64.
+
+    Returns:
+        Sums of rows r, r, r + 8, r + 8 of w by rows 2 c, 2 c + 1, 2 c, 2 c + 1 of x.
+    """
+    trits = ()
+    for row in tl.static_range(2):
+        words = upper if row == 0 else lower
+        for i in tl.static_range(2):
+            trits = trits + words[i][2 * digit : 2 * digit + 2]
+    eight = ()
+    for i in tl.static_range(2):
+        eight = eight + (x[i].to(tl.int32), (x[i] >> 32).to(tl.int32))  # noqa: RUF005
+    return _add_products((0.0, 0.0, 0.0, 0.0), trits, eight, PTX)
 
 
 @triton.jit

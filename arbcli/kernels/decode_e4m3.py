@@ -19,16 +19,11 @@ from arbcli.kernels.decode_weight import (
     load_scale,
     random_packed,
 )
-from arbcli.kernels.packing import (
-    byte_tiles,
-    check_packed,
-    first_digit,
-    plane_offsets,
-    take_trit,
-)
+from arbcli.kernels.packing import byte_tiles, check_packed, next_trit, plane_offsets
 from arbcli.kernels.quantise_rows import (
     E4M3,
     LARGEST_OCTAVE,
+    in_float32,
     round_e4m3_reference,
     to_e4m3,
 )
@@ -61,12 +56,10 @@ def _decode_e4m3_torch(packed, exponent, fraction, in_features, group_size, tran
 
 
 @triton.jit
-def _times(double, bits, digit: tl.constexpr):
-    """Multiply the bits of positive e4m3 numbers by the trits that `take_trit` returned."""
-    sign = (double.to(tl.int32, bitcast=True) >> 24) & 0x80
-    if digit % 2 == 0:
-        sign ^= 0x80
-    return tl.where(double == 0, 0, bits.to(tl.int32) | sign).to(tl.uint8)
+def _times(trit, bits):
+    """Multiply the bits of positive e4m3 numbers by float32 trits."""
+    sign = (trit.to(tl.int32, bitcast=True) >> 24) & 0x80
+    return tl.where(trit == 0, 0, bits.to(tl.int32) | sign).to(tl.uint8)
 
 
 @triton.jit
@@ -90,15 +83,14 @@ def _decode_e4m3_kernel(
     octave = tl.load(largest_ptr).to(tl.int32) - 7
     inverse = ((127 - octave) << 23).to(tl.float32, bitcast=True)
     scale = ((127 + octave) << 23).to(tl.float32, bitcast=True)
-    byte = tl.load(  # [BLOCK_N, 32] uint8
+    rest = tl.load(  # [BLOCK_N, 32] uint8
         packed_ptr + offs_n * stride_pn + offs_b * stride_pb,
         mask=mask_n & (offs_b < row_bytes), other=0,
-    )  # fmt: skip
-    left = first_digit(byte)
+    ).to(tl.int32)  # fmt: skip
     q_ptrs = q_ptr + offs_n * stride_qn
     by_plane = (GROUP % 32 == 0) & (block * 160 + 160 <= K)
-    for digit in tl.static_range(4, -1, -1):
-        double, left = take_trit(left, digit)
+    for digit in tl.static_range(5):
+        trit, rest = next_trit(rest)
         if by_plane:
             first = block * 160 + digit * 32
             of_plane = load_scale(  # [BLOCK_N, 1]
@@ -106,7 +98,7 @@ def _decode_e4m3_kernel(
                 stride_en, stride_eg, stride_fn, stride_fg, HAS_FRACTION,
             )  # fmt: skip
             k = first + offs_j
-            q = _times(double, to_e4m3(of_plane * inverse, False), digit)
+            q = _times(trit, to_e4m3(of_plane * inverse, False))
             tl.store(q_ptrs + k.to(tl.int64) * stride_qk, q, mask=mask_n)
         else:
             k = plane_offsets(offs_b, K, digit)
@@ -115,7 +107,7 @@ def _decode_e4m3_kernel(
                 exponent_ptr, fraction_ptr, offs_n, k // GROUP, mask,
                 stride_en, stride_eg, stride_fn, stride_fg, HAS_FRACTION,
             )  # fmt: skip
-            q = _times(double, to_e4m3(of_group * inverse, False), digit)
+            q = _times(trit, to_e4m3(of_group * inverse, False))
             tl.store(q_ptrs + k.to(tl.int64) * stride_qk, q, mask=mask)
         if TRANSPOSED and tl.program_id(0) == 0:
             tl.store(scale_ptr + k, tl.zeros_like(k).to(tl.float32) + scale, mask=k < K)
@@ -197,20 +189,10 @@ def _timings(device: torch.device, group_size: int) -> Iterator[Timing]:
         yield Timing(f"11264x2048{' transposed' * transposed}", inputs, run=_decode_e4m3_triton)
 
 
-def _as_float32(run):
-    """Wrap an implementation so that q is float32, which compares like any number."""
-
-    def in_float32(*inputs) -> tuple[Tensor, Tensor]:
-        q, scale = run(*inputs)
-        return q.float(), scale
-
-    return in_float32
-
-
 DECODE_E4M3 = KernelSpec(
     "decode_e4m3",
-    _as_float32(_decode_e4m3_triton),
-    _as_float32(_decode_e4m3_torch),
+    in_float32(_decode_e4m3_triton),
+    in_float32(_decode_e4m3_torch),
     decode_e4m3_reference,
     _cases,
     uses_scales=True,

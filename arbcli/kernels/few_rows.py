@@ -104,13 +104,6 @@ def _load_int(pointer, mask, KIND: tl.constexpr, ZERO: tl.constexpr, PTX: tl.con
 
 
 @triton.jit
-def _load(pointer, mask, MASKED: tl.constexpr):
-    if MASKED:
-        return tl.load(pointer, mask=mask, other=0)
-    return tl.load(pointer)
-
-
-@triton.jit
 def _load_eight(pointer, PTX: tl.constexpr):
     """Load eight elements of x as four int32."""
     if PTX:
@@ -283,24 +276,6 @@ def _add_products(sums, trits, x, PTX: tl.constexpr):
         )  # fmt: skip
     upper, lower = _multiply_row(a, x), _multiply_row(b, x)
     return sums[0] + upper[0], sums[1] + upper[1], sums[2] + lower[0], sums[3] + lower[1]
-
-
-@triton.jit
-def _multiply(upper, lower, x, digit: tl.constexpr, PTX: tl.constexpr):
-    """Multiply one digit of two rows' `_trits` by 8 rows of x, each with eight bf16 as two int64.
-
-    Returns:
-        Sums of rows r, r, r + 8, r + 8 of w by rows 2 c, 2 c + 1, 2 c, 2 c + 1 of x.
-    """
-    trits = ()
-    for row in tl.static_range(2):
-        words = upper if row == 0 else lower
-        for i in tl.static_range(2):
-            trits = trits + words[i][2 * digit : 2 * digit + 2]
-    eight = ()
-    for i in tl.static_range(2):
-        eight = eight + (x[i].to(tl.int32), (x[i] >> 32).to(tl.int32))  # noqa: RUF005
-    return _add_products((0.0, 0.0, 0.0, 0.0), trits, eight, PTX)
 
 
 @triton.jit

@@ -242,7 +242,7 @@ def gated_rms_norm(
     Raises:
         ValueError: a dtype or a shape does not fit.
     """
-    _check(gate_up, packed, exponent, fraction, group_size)
+    check_gated_rms_norm(gate_up, packed, exponent, fraction, group_size)
     weight = None if packed is None else weight
     check_decoded(weight, gate_up.shape[-1] // 2)
     run = _gated_rms_norm_triton if uses_triton(gate_up) else _gated_rms_norm_torch
@@ -269,7 +269,7 @@ def gated_rms_norm_backward(
     Raises:
         ValueError: a dtype or a shape does not fit.
     """
-    _check(gate_up, packed, exponent, fraction, group_size)
+    check_gated_rms_norm(gate_up, packed, exponent, fraction, group_size)
     expected = (*gate_up.shape[:-1], gate_up.shape[-1] // 2)
     if grad_y.dtype != gate_up.dtype or grad_y.shape != expected:
         got = f"{grad_y.dtype} {tuple(grad_y.shape)}"
@@ -280,7 +280,8 @@ def gated_rms_norm_backward(
     return run(grad_y, gate_up, packed, exponent, fraction, group_size, eps)
 
 
-def _check(gate_up, packed, exponent, fraction, group_size):
+def check_gated_rms_norm(gate_up, packed, exponent, fraction, group_size) -> None:
+    """Raise ValueError unless these are rows of two halves, and weights of their norm."""
     got = f"{gate_up.dtype} of shape {tuple(gate_up.shape)}"
     if gate_up.dtype not in (torch.float32, torch.bfloat16) or gate_up.dim() == 0:
         raise ValueError(f"need float32 or bfloat16 rows, got {got}")

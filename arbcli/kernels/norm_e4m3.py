@@ -13,6 +13,7 @@ from arbcli.kernels._triton import tl, triton
 from arbcli.kernels.backend import uses_triton
 from arbcli.kernels.gated_rms_norm import (
     GATED_RMS_NORM,
+    check_gated_rms_norm,
     gated_rms_norm,
     gated_rms_norm_reference,
     sigmoid,
@@ -27,6 +28,7 @@ from arbcli.kernels.quantise_rows import (
 from arbcli.kernels.rms_norm import (
     RMS_NORM,
     WHOLE_ROW,
+    check_rms_norm,
     dense_rows,
     load_rows,
     load_weight,
@@ -126,7 +128,11 @@ def rms_norm_e4m3(
 
     Returns:
         (M, D) float8_e4m3fn, and (M, 1) float32 scales.
+
+    Raises:
+        ValueError: a dtype or a shape does not fit.
     """
+    check_rms_norm(x, packed, exponent, fraction, group_size)
     run = _rms_norm_e4m3_triton if uses_triton(x) else _rms_norm_e4m3_torch
     return run(x, packed, exponent, fraction, group_size, eps)
 
@@ -139,7 +145,12 @@ def gated_rms_norm_e4m3(
     group_size: int,
     eps: float,
 ) -> tuple[Tensor, Tensor]:
-    """Do for (M, 2 D) `gate_up` what `rms_norm_e4m3` does, behind the gate of `gated_rms_norm`."""
+    """Do for (M, 2 D) `gate_up` what `rms_norm_e4m3` does, behind the gate of `gated_rms_norm`.
+
+    Raises:
+        ValueError: a dtype or a shape does not fit.
+    """
+    check_gated_rms_norm(gate_up, packed, exponent, fraction, group_size)
     run = _gated_rms_norm_e4m3_triton if uses_triton(gate_up) else _gated_rms_norm_e4m3_torch
     return run(gate_up, packed, exponent, fraction, group_size, eps)
 

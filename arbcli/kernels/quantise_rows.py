@@ -186,20 +186,20 @@ def _timings(device: torch.device, group_size: int) -> Iterator[Timing]:
         )
 
 
-def _as_float32(run):
-    """Wrap an implementation so that q is float32, which compares like any number."""
+def in_float32(run):
+    """Wrap what returns (q, scale) so that q is float32, which compares like any number."""
 
-    def in_float32(x: Tensor) -> tuple[Tensor, Tensor]:
-        q, scale = run(x)
+    def widened(*inputs) -> tuple[Tensor, Tensor]:
+        q, scale = run(*inputs)
         return q.float(), scale
 
-    return in_float32
+    return widened
 
 
 QUANTISE_ROWS = KernelSpec(
     "quantise_rows",
-    _as_float32(_quantise_rows_triton),
-    _as_float32(_quantise_rows_torch),
+    in_float32(_quantise_rows_triton),
+    in_float32(_quantise_rows_torch),
     quantise_rows_reference,
     _cases,
     timings=_timings,

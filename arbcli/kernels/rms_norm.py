@@ -307,7 +307,7 @@ def rms_norm(
     Raises:
         ValueError: a dtype or a shape does not fit.
     """
-    _check(x, packed, exponent, fraction, group_size)
+    check_rms_norm(x, packed, exponent, fraction, group_size)
     check_decoded(weight, x.shape[-1])
     run = _rms_norm_triton if uses_triton(x) else _rms_norm_torch
     return run(x, packed, exponent, fraction, group_size, eps, weight)
@@ -333,7 +333,7 @@ def add_rms_norm(
     Raises:
         ValueError: a dtype or a shape does not fit.
     """
-    _check(x, packed, exponent, fraction, group_size)
+    check_rms_norm(x, packed, exponent, fraction, group_size)
     _check_like(added, x, "added")
     check_decoded(weight, x.shape[-1])
     run = _add_rms_norm_triton if uses_triton(x) else _add_rms_norm_torch
@@ -359,13 +359,14 @@ def rms_norm_backward(
     Raises:
         ValueError: a dtype or a shape does not fit.
     """
-    _check(x, packed, exponent, fraction, group_size)
+    check_rms_norm(x, packed, exponent, fraction, group_size)
     _check_like(grad_y, x, "grad_y")
     run = _rms_norm_backward_triton if uses_triton(x) else _rms_norm_backward_torch
     return run(grad_y, x, packed, exponent, fraction, group_size, eps)
 
 
-def _check(x, packed, exponent, fraction, group_size):
+def check_rms_norm(x, packed, exponent, fraction, group_size) -> None:
+    """Raise ValueError unless these are rows, and weights of their norm."""
     if x.dtype not in (torch.float32, torch.bfloat16) or x.dim() == 0:
         raise ValueError(f"need float32 or bfloat16 rows, got {x.dtype} of shape {tuple(x.shape)}")
     check_norm(packed, exponent, fraction, x.shape[-1], group_size)

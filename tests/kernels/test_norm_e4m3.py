@@ -28,3 +28,13 @@ def test_bits_are_those_of_norm_and_rounding(rows, width, backend, device):
             expected = getattr(QUANTISE_ROWS, kind)(getattr(spec, kind)(source, *norm, 32, 1e-6))
         assert torch.equal(q.float(), expected[0])
         assert torch.equal(scale, expected[1])
+
+
+@pytest.mark.parametrize("run", [rms_norm_e4m3, gated_rms_norm_e4m3])
+def test_what_is_no_norm_of_rows_is_refused(run):
+    norm = random_packed(1, 33, 32, torch.Generator().manual_seed(0))
+    width = 33 if run is rms_norm_e4m3 else 66
+    with pytest.raises(ValueError, match="float32 or bfloat16 rows"):
+        run(torch.zeros(2, width, dtype=torch.float16), *norm, 32, 1e-6)
+    with pytest.raises(ValueError, match="is not rows of"):
+        run(torch.zeros(2, 2 * width + 10), *norm, 32, 1e-6)
