@@ -16,6 +16,10 @@ CUBLAS_BYTES = 2 * 2**25
 """Workspaces that cuBLAS keeps once it has run, one for each thread: forward and backward."""
 PARTS_BYTES = 132 * 128 * 128 * 4
 """Sums that the programs of a symmetric product hand each other: a tile each, on an H200."""
+WIDE = 2
+"""Smallest ratio of the sides of a matrix whose Newton-Schulz steps are composed."""
+WIDE_PRODUCTS = 2**31
+"""Smallest product of such a matrix's sides and the smaller side."""
 CHUNK = 2**18
 """Elements that the torch backend steps at once."""
 DECODED = 2**20
@@ -96,9 +100,11 @@ class _Step:
             # products of a chunk, or all votes widened at once
             hands = max((16 - 2 * a) * chunk, (14 + a) * weights // 2) if on_cpu else 0
         elif config.direction == "orthogonal":
-            # an iterate, two squares and what programs hand each other, or two iterates and a
-            # square; then the last iterate
-            squares = a * (weights + 2 * smaller**2) + (0 if on_cpu else PARTS_BYTES)
+            # an iterate, squares and what programs hand each other, or two iterates and a square;
+            # then the last iterate
+            wide = weights >= WIDE * smaller**2 and weights * smaller >= WIDE_PRODUCTS
+            squares = a * (weights + (4 if wide else 2) * smaller**2)
+            squares += 0 if on_cpu else PARTS_BYTES
             hands = max(squares, a * (2 * weights + smaller**2), a * weights + hands)
         return a * matrices * weights + found + hands
 

@@ -6,7 +6,7 @@ import pytest
 
 from arbcli import peak as module
 from arbcli.kernels import weighted_rows
-from arbcli.model import experts, sequencer
+from arbcli.model import experts, sequencer, update
 from arbcli.model.config import PRESETS, RULES, preset
 from arbcli.peak import predict_peak
 
@@ -15,6 +15,7 @@ def test_what_is_done_at_once_is_what_the_prediction_says():
     assert module.EXPERTS_AT_ONCE == experts.WEIGHTS_AT_ONCE
     assert module.DECODED == weighted_rows.CHUNK_ELEMENTS
     assert len(sequencer.ORDERS) == module.ORDERS
+    assert (module.WIDE, module.WIDE_PRODUCTS) == (update.WIDE, update.WIDE_PRODUCTS)
 
 
 @pytest.mark.parametrize("recompute", [False, True])

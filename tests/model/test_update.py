@@ -3,7 +3,9 @@
 import pytest
 import torch
 
+from arbcli.audit import LiveTensors
 from arbcli.kernels.backend import use_backend
+from arbcli.kernels.newton_schulz import gram
 from arbcli.kernels.packing import unpack_trits
 from arbcli.kernels.step_scales import step_scales
 from arbcli.kernels.step_trits import step_by_direction
@@ -214,33 +216,137 @@ def test_scales_saturate_and_never_wrap(device):
         assert (tensor.exponent == (31 if sign < 0 else -96)).float().mean() > 0.9
 
 
+@pytest.fixture(params=["steps", "composed"])
+def composed(request, monkeypatch):
+    """Whether small wide matrices have their Newton-Schulz steps composed, as large ones have."""
+    on = request.param == "composed"
+    monkeypatch.setattr(update, "WIDE_PRODUCTS", 0 if on else 2**62)
+    return on
+
+
+def newton_schulz(grad: torch.Tensor) -> torch.Tensor:
+    """Iterate step by step in float64."""
+    x = grad.double() / torch.linalg.matrix_norm(grad.double(), keepdim=True).clamp(min=1e-30)
+    a, b, c = NEWTON_SCHULZ
+    for _ in range(NEWTON_SCHULZ_STEPS):
+        square = x @ x.mT if x.shape[-2] <= x.shape[-1] else x.mT @ x
+        polynomial = b * square + c * square @ square
+        x = a * x + (polynomial @ x if x.shape[-2] <= x.shape[-1] else x @ polynomial)
+    return x
+
+
+def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
+    return ((found - expected).norm() / expected.norm()).item()
+
+
+def count_grams(monkeypatch) -> list[torch.Size]:
+    shapes = []
+    monkeypatch.setattr(update, "gram", lambda x: shapes.append(x.shape) or gram(x))
+    return shapes
+
+
 @pytest.mark.parametrize("shape", [(16, 64), (33, 123), (200, 17)], ids=str)
-def test_orthogonalise_flattens_the_singular_values(shape):
+def test_orthogonalise_flattens_the_singular_values(shape, composed):
     grad = torch.randn(shape, generator=torch.Generator().manual_seed(0))
     values = torch.linalg.svdvals(orthogonalise(grad, torch.float32))
     assert values.min() > 0.3
     assert values.max() < 1.3
 
 
+@pytest.mark.parametrize(
+    "shape", [(16, 64), (33, 123), (200, 17), (30, 45), (3, 16, 64), (2, 200, 17)], ids=str
+)
+def test_orthogonalise_is_the_iteration(shape, composed, device, monkeypatch):
+    grams = count_grams(monkeypatch)
+    grad = gradient(device, shape=shape)
+    found = orthogonalise(grad, torch.float32)
+    assert found.shape == grad.shape
+    assert relative_error(found, newton_schulz(grad)) < 1e-4
+    runs = update.NEWTON_SCHULZ_RUNS
+    assert len(grams) == (len(runs) if composed and shape != (30, 45) else sum(runs))
+
+
 @pytest.mark.parametrize("shape", [(3, 16, 64), (2, 200, 17)], ids=str)
-def test_orthogonalise_takes_each_matrix_of_a_stack_alone(shape):
+def test_orthogonalise_takes_each_matrix_of_a_stack_alone(shape, composed):
     grads = torch.randn(shape, generator=torch.Generator().manual_seed(0))
     grads *= torch.logspace(-6, 6, shape[0])[:, None, None]
     alone = [orthogonalise(grad, torch.float32) for grad in grads]
     torch.testing.assert_close(orthogonalise(grads, torch.float32), torch.stack(alone))
 
 
+SPECTRA = {
+    "level": lambda n: torch.ones(n),
+    "two decades": lambda n: torch.logspace(0, -2, n),
+    "six decades": lambda n: torch.logspace(0, -6, n),
+    "a few large": lambda n: torch.tensor([1.0, 0.3, 0.1] + [1e-3] * (n - 3)),
+    "one far above": lambda n: torch.tensor([1.0] + [1e-5] * (n - 1)),
+    "rank of an eighth": lambda n: torch.logspace(0, -3, n) * (torch.arange(n) < n // 8),
+    "rank 1": lambda n: (torch.arange(n) == 0).float(),
+    "zero": torch.zeros,
+}
+
+
+@pytest.mark.parametrize("transposed", [False, True], ids=["", "transposed"])
+@pytest.mark.parametrize("spectrum", SPECTRA)
+def test_composed_steps_in_bf16_lose_no_more_than_single_ones(
+    spectrum, transposed, device, monkeypatch
+):
+    """Without a restart, small singular values grow beyond all bounds."""
+    n, m = 192, 576
+    rows, columns = (
+        torch.linalg.qr(gradient("cpu", seed, (size, n)))[0] for seed, size in enumerate((n, m))
+    )
+    grad = (rows * SPECTRA[spectrum](n) @ columns.T).bfloat16().to(device)
+    grad = grad.mT if transposed else grad
+    errors, expected = {}, newton_schulz(grad)
+    for least in (0, 2**62):
+        monkeypatch.setattr(update, "WIDE_PRODUCTS", least)
+        found = orthogonalise(grad, torch.bfloat16).double()
+        assert found.isfinite().all()
+        assert torch.linalg.matrix_norm(found, 2) < 1.3
+        errors[least] = (found - expected).norm() / expected.norm().clamp(min=1)
+    assert errors[0] <= 1.1 * errors[2**62] + 0.01
+
+
+@pytest.mark.parametrize(
+    ("shape", "wide"),
+    [
+        ((6144, 2048), True),
+        ((2048, 2048), False),
+        ((11264, 2048), True),
+        ((2048, 5632), True),
+        ((2048, 4095), False),
+        ((256, 2048), False),
+        ((768, 2048), False),
+        ((2304, 768), False),
+        ((8, 768, 2048), True),
+    ],
+    ids=str,
+)
+def test_steps_are_composed_for_large_wide_matrices(shape, wide, monkeypatch):
+    grams = count_grams(monkeypatch)
+    orthogonalise(torch.empty(shape, device="meta"), torch.bfloat16)
+    assert len(grams) == (len(update.NEWTON_SCHULZ_RUNS) if wide else NEWTON_SCHULZ_STEPS)
+
+
+@pytest.mark.parametrize("shape", [(64, 160), (160, 64), (64, 640)], ids=str)
+def test_orthogonalise_holds_what_the_predicted_peak_says(shape, composed):
+    grad = gradient("cpu", shape=shape).bfloat16()
+    with LiveTensors(grad.device) as tensors:
+        orthogonalise(grad, torch.bfloat16)
+    weights, square = grad.numel(), 64**2
+    predicted = max(weights + (4 if composed else 2) * square, 2 * weights + square)
+    assert predicted <= tensors.stage_peak / 2 <= predicted + 1  # the norm
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("shape", [(2048, 2048), (2048, 5000), (3000, 2048)], ids=str)
+@pytest.mark.parametrize(
+    "shape", [(2048, 2048), (2048, 5000), (3000, 2048), (11264, 2048)], ids=str
+)
 def test_orthogonalise_in_bf16_is_close_to_float64(shape, device):
     grad = gradient(device, shape=shape)
-    expected = grad.double() / grad.double().norm()
-    for _ in range(NEWTON_SCHULZ_STEPS):
-        a, b, c = NEWTON_SCHULZ
-        square = expected @ expected.T
-        expected = a * expected + (b * square + c * square @ square) @ expected
-    error = (orthogonalise(grad, torch.bfloat16) - expected).norm() / expected.norm()
-    assert error < 0.03  # a bf16 iteration's rounding, which grows fourfold with each
+    # a bf16 iteration's rounding, which grows fourfold with each
+    assert relative_error(orthogonalise(grad, torch.bfloat16), newton_schulz(grad)) < 0.03
 
 
 @pytest.mark.parametrize("size", [2.0**-54, 1e-6, 1.0, 2.0**50])
