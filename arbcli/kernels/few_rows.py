@@ -46,9 +46,12 @@ prmt.b32 $1, $2, 0, 0x4342; mad.lo.u32 $1, $1, 202, 0x850085;
 """)
 _EVEN_DIGIT = tl.constexpr("""
 lop3.b32 $0, $2, 0x40004000, 0xC000C000, 0x28;  // (q ^ ..) & ..
-mul.lo.u32 $1, $2, 3; sub.u32 $1, $1, $0;
+mad.lo.s32 $1, $2, -3, $0;
 """)
-_ODD_DIGIT = tl.constexpr("and.b32 $0, $2, 0xC000C000; mad.lo.u32 $1, $2, 3, $0;")
+_ODD_DIGIT = tl.constexpr("""
+lop3.b32 $0, $2, 0xC000C000, 0, 0x0C;  // ~q & ..
+mad.lo.s32 $1, $2, -3, $0;
+""")
 _MULTIPLY = tl.constexpr("""
 mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32
     {$0, $1, $2, $3}, {$4, $5, $6, $7}, {$12, $13}, {$16, $17, $18, $19};
@@ -177,22 +180,22 @@ def _spread(word, PTX: tl.constexpr):
 def _take_digit(q, digit: tl.constexpr, PTX: tl.constexpr):
     """Take the highest digit that is left: two bf16, 2 T or for even digits -2 T, and the rest.
 
-    With the lower of the top two bits of q flipped they are -T mod 4, and at the top of a bf16 mean
-    -2 T: 00 is 0, 01 is 2, 11 is -2. Then 3 q minus what was read leaves the next digit less 1,
-    which is T, and 3 q plus that leaves the digit after it, mod 4. Two bytes share a register, as
-    what one half carries into the other is too little to change a digit.
+    For an even digit, q is the digit d and a rest f, in units of the second highest bit. With the
+    lower of its top two bits flipped they are -T mod 4, and at the top of a bf16 mean -2 T: 00 is
+    0, 01 is 2, 11 is -2. Then -3 q plus what was read is 1 - 3 f mod 4, for -3 d - T is 1 - 4 d. So
+    for an odd digit q is 1 - d - f, whose top two bits are those of -d, and flipped T; and -3 q
+    plus T is 3 f mod 4. Two bytes share a register, as what one half carries into the other is too
+    little to change a digit.
     """
     if PTX:
         CODE: tl.constexpr = _EVEN_DIGIT if digit % 2 == 0 else _ODD_DIGIT
         trits, q = tl.inline_asm_elementwise(
             CODE, "=&r,=&r,r", [q], dtype=(tl.int32,) * 2, is_pure=True, pack=1
         )
-    elif digit % 2 == 0:
-        trits = (q ^ 0x40004000) & -0x3FFF4000
-        q = q * 3 - trits
     else:
-        trits = q & -0x3FFF4000
-        q = q * 3 + trits
+        FLIP: tl.constexpr = 0x40004000 if digit % 2 == 0 else -1
+        trits = (q ^ FLIP) & -0x3FFF4000
+        q = trits - 3 * q
     return trits, q
 
 

@@ -11,7 +11,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from arbcli.kernels.arranged_matmul import ARRANGED_MATMUL, arrange
+from arbcli.kernels.arranged_matmul import ARRANGED_MATMUL, MOST_ROWS, arrange
 from arbcli.kernels.blend_moment import moment_max
 from arbcli.kernels.cross_entropy import rounded_cross_entropy
 from arbcli.kernels.decode_attention import DECODE_ATTENTION
@@ -156,8 +156,9 @@ def _arranged_matmul(dice: Dice, group_size: int, m: int, n: int, k: int) -> tup
     gated, size = dice.below(2) == 1, PLANE * max(1, group_size // PLANE)
     n, k = n + n % 2, -(-k // 8) * 8
     weight = arrange(dice.packed(n, k), *dice.scales(n, k, size), k, size, gated)
-    x = dice.reals(k, dtype=torch.bfloat16).contiguous()
-    added = dice.reals(weight.out_features).contiguous() if dice.below(2) else None
+    m = 1 + (m - 1) % MOST_ROWS
+    x = dice.reals(m, k, dtype=torch.bfloat16).contiguous()
+    added = dice.reals(m, weight.out_features).contiguous() if dice.below(2) else None
     return x, *weight, dice.pick((None, 1e-6)), added, dice.dtype
 
 

@@ -322,7 +322,7 @@ class TernaryLinear(nn.Module):
         gated: bool = False,
         added: Tensor | None = None,
     ) -> Tensor:
-        """Multiply one row, (..., K) to (..., N), and do in the same kernel what is around that.
+        """Multiply few rows, (..., K) to (..., N), and do in the same kernel what is around that.
 
         The weights are arranged for it when first used; `held` says until when.
 
@@ -335,8 +335,9 @@ class TernaryLinear(nn.Module):
         """
         if self._arranged is None:
             self._arranged = arrange(*self.weight.packed, gated)
-        added = None if added is None else added.flatten()
-        y = arranged_matmul(x.flatten(), self._arranged, NORM_EPS if normalise else None, added)
+        eps = NORM_EPS if normalise else None
+        added = None if added is None else added.reshape(-1, added.shape[-1])
+        y = arranged_matmul(x.reshape(-1, x.shape[-1]), self._arranged, eps, added)
         return y.view(*x.shape[:-1], -1)
 
     @contextmanager

@@ -1,9 +1,10 @@
-"""A row times an arranged matrix: how it is arranged, and what the cases of the spec do not say."""
+"""Few rows times an arranged matrix: how it is arranged, and what its cases do not say."""
 
 import pytest
 import torch
 
 from arbcli.kernels.arranged_matmul import (
+    MOST_ROWS,
     arrange,
     arranged_matmul,
     arranged_matmul_reference,
@@ -28,24 +29,24 @@ def test_arranged_weights_are_the_packed_ones(group_size, in_features, device):
     expected = decode_weight_reference(*state, in_features, group_size).double()
     weight = arrange(*state, in_features, group_size)
     for k in {0, in_features // 2, in_features - 1}:
-        x = torch.zeros(in_features, device=device)
-        x[k] = 1
+        x = torch.zeros(1, in_features, device=device)
+        x[0, k] = 1
         column = arranged_matmul_reference(x, *weight, None, None, torch.float32)
-        assert torch.equal(column, expected[:, k])
+        assert torch.equal(column[0], expected[:, k])
 
 
 def test_a_gated_matrix_is_arranged_by_halves(device):
     state = matrix(device, rows=22)
     weight, halves = arrange(*state, 328, 32, gated=True), decode_weight_reference(*state, 328, 32)
-    x = torch.randn(328, generator=torch.Generator().manual_seed(1)).to(device)
-    gate, up = (halves.double() @ x.double()).chunk(2)
+    x = torch.randn(2, 328, generator=torch.Generator().manual_seed(1)).to(device)
+    gate, up = (x.double() @ halves.double().T).chunk(2, dim=1)
     got = arranged_matmul_reference(x, *weight, None, None, torch.float32)
     torch.testing.assert_close(got, gate * torch.sigmoid(gate) * up)
 
 
 def test_power_of_two_in_front_of_a_row_does_not_matter(device):
     weight = arrange(*matrix(device), 328, 32)
-    x = torch.randn(328, generator=torch.Generator().manual_seed(1)).to(device, torch.bfloat16)
+    x = torch.randn(3, 328, generator=torch.Generator().manual_seed(1)).to(device, torch.bfloat16)
     with use_backend(KERNELS):
         y, scaled = (
             arranged_matmul(part, weight, 0.0, dtype=torch.float32) for part in (x, 2.0**40 * x)
@@ -54,14 +55,29 @@ def test_power_of_two_in_front_of_a_row_does_not_matter(device):
 
 
 @pytest.mark.parametrize("value", [float("inf"), float("nan")])
-def test_what_is_not_finite_is_not_hidden(value, device):
+@pytest.mark.parametrize("rows", [1, 2, 3])
+def test_what_is_not_finite_is_not_hidden_and_stays_in_its_row(rows, value, device):
     weight = arrange(*matrix(device, rows=5), 328, 32)
     for k in (0, 171, 327):
-        x = torch.ones(328, device=device, dtype=torch.bfloat16)
-        x[k] = value
+        x = torch.ones(rows, 328, device=device, dtype=torch.bfloat16)
+        x[-1, k] = value
         with use_backend(KERNELS):
             y = arranged_matmul(x, weight, 1e-6, dtype=torch.float32)
-        assert not y.isfinite().any()
+        assert y[:-1].isfinite().all()
+        assert not y[-1].isfinite().any()
+
+
+@pytest.mark.parametrize("rows", range(1, MOST_ROWS + 1))
+def test_every_number_of_rows(rows, device):
+    gpu = device.type == "cuda"  # many tiles and steps are not for the interpreter
+    for out_features, in_features in ((35, 1000), *(((8488, 8008), (8488, 328)) if gpu else ())):
+        state = matrix(device, out_features, in_features)
+        x = torch.randn(rows, in_features, generator=torch.Generator().manual_seed(1))
+        x = x.to(device, torch.bfloat16)
+        with use_backend(KERNELS):
+            y = arranged_matmul(x, arrange(*state, in_features, 32), dtype=torch.float32)
+        expected = x.double() @ decode_weight_reference(*state, in_features, 32).double().T
+        assert (y - expected).abs().max() < 1e-5 * expected.abs().max()
 
 
 def test_only_one_row_of_bf16_is_taken(device):
@@ -82,12 +98,14 @@ def test_rejects_what_does_not_fit(device):
         arrange(*(digits[:19] for digits in state), 328, 32, gated=True)
     with pytest.raises(ValueError, match="need groups of whole planes of 32 weights, got 6"):
         arrange(*matrix(device, group_size=6), 328, 6)
-    weight = arrange(*state, 328, 32)
-    for wrong in (x.float(), x[:320], x[None], torch.zeros(656, device=device).bfloat16()[::2]):
-        with pytest.raises(ValueError, match="need 328 contiguous bfloat16 elements"):
+    weight, x = arrange(*state, 328, 32), x[None]
+    for wrong in (x.float(), x[:, :320], x[0], x.expand(2, 328), x[None]):
+        with pytest.raises(ValueError, match="need contiguous bfloat16 rows of 328"):
             arranged_matmul(wrong, weight)
-    with pytest.raises(ValueError, match="need a multiple of 8"):
-        arranged_matmul(x[:325], arrange(*matrix(device, in_features=325), 325, 32))
-    for added in (x, x[:20].float(), x[None, :20]):
-        with pytest.raises(ValueError, match=r"need torch.bfloat16 \(20,\) to add to"):
+    for few in (x[:, :325].contiguous(), x.repeat(9, 1), x[:0]):
+        some = arrange(*matrix(device, in_features=few.shape[1]), few.shape[1], 32)
+        with pytest.raises(ValueError, match="need 1 to 8 rows of a multiple of 8"):
+            arranged_matmul(few, some)
+    for added in (x, x[:, :20].float(), x[0, :20]):
+        with pytest.raises(ValueError, match=r"need torch.bfloat16 \(1, 20\) to add to"):
             arranged_matmul(x, weight, added=added)
