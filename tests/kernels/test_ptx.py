@@ -1,0 +1,72 @@
+"""Kernels that contain PTX, as they are compiled for an H200: executed here, see `ptx`."""
+
+import pytest
+import torch
+from ptx import emulated
+
+from arbcli.kernels import arranged_matmul as arranged
+from arbcli.kernels._triton import HAS_TRITON
+from arbcli.kernels.decode_weight import decode_weight_reference, random_packed
+from arbcli.kernels.few_rows import few_rows
+from arbcli.kernels.workers import Workers
+
+pytestmark = pytest.mark.skipif(not HAS_TRITON, reason="needs triton")
+
+
+@pytest.fixture(scope="module")
+def compiling():
+    """A process in which kernels are for a GPU."""
+    with Workers(1, interpret=False) as workers:
+        yield lambda function, *job: workers.map(function, [job])[0]
+
+
+def error(y: torch.Tensor, expected: torch.Tensor) -> float:
+    return ((y - expected).abs().max() / expected.abs().max()).item()
+
+
+def few_rows_error(rows: int, out_features: int, in_features: int, group_size: int) -> float:
+    generator = torch.Generator().manual_seed(0)
+    state = random_packed(out_features, in_features, group_size, generator, spread=8)
+    x = torch.randn(rows, in_features, generator=generator).bfloat16()
+    with emulated():
+        y = few_rows(x, *state, group_size, torch.float32)
+    weight = decode_weight_reference(*state, in_features, group_size)
+    return error(y, x.double() @ weight.double().T)
+
+
+def arranged_error(
+    rows: int, out_features: int, in_features: int, gated: bool, eps: float | None, tiling: tuple
+) -> float:
+    generator = torch.Generator().manual_seed(0)
+    state = random_packed(out_features, in_features, 32, generator, spread=8)
+    weight = arranged.arrange(*state, in_features, 32, gated)
+    x = torch.randn(rows, in_features, generator=generator).bfloat16()
+    added = torch.randn(rows, weight.out_features, generator=generator) if gated else None
+    arranged._tiling = lambda *_: arranged.Tiling(*tiling)
+    inputs = x, *weight, eps, added, torch.float32
+    with emulated():
+        y = arranged.ARRANGED_MATMUL.triton(*inputs)
+    return error(y, arranged.arranged_matmul_reference(*inputs))
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [(1, 40, 1000, 32), (2, 70, 4000, 96), (5, 40, 1000, 32), (20, 40, 728, 32), (40, 33, 88, 32)],
+    ids=str,
+)
+def test_few_rows(compiling, shape):
+    assert compiling(few_rows_error, *shape) < 1e-6
+
+
+@pytest.mark.parametrize(("gated", "eps"), [(False, None), (True, 1e-6)], ids=str)
+@pytest.mark.parametrize(
+    ("shape", "tiling"),
+    [
+        ((1, 34, 1000), (1, 1, 16)), ((1, 34, 5608), (1, 1, 16)), ((1, 34, 2048), (4, 1, 4)),
+        ((1, 34, 5608), (4, 1, 2)), ((2, 34, 5608), (4, 1, 4)), ((2, 18, 2048), (4, 1, 4)),
+        ((3, 130, 1000), (1, 4, 4)), ((5, 34, 640), (1, 2, 4)), ((8, 130, 1992), (1, 4, 4)),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_arranged_matmul(compiling, shape, tiling, gated, eps):
+    assert compiling(arranged_error, *shape, gated, eps, tiling) < 1e-6
