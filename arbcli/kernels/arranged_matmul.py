@@ -28,7 +28,6 @@ from torch.nn import functional
 from arbcli.kernels._triton import tl, triton
 from arbcli.kernels.backend import uses_triton
 from arbcli.kernels.decode_weight import decode_weight, random_packed, scales_torch
-from arbcli.kernels.few_rows import HAS_PTX, _add_products, _add_scaled, _spread, _take_digits
 from arbcli.kernels.overlap import overlap_options, wait_for_last
 from arbcli.kernels.packing import PLANE, pack_trits, unpack_trits, unpack_trits_torch
 from arbcli.kernels.shared_memory import (
@@ -42,6 +41,7 @@ from arbcli.kernels.shared_memory import (
     wait_for_warp,
 )
 from arbcli.kernels.spec import MATRIX, Case, Gate, KernelSpec, Timing
+from arbcli.kernels.warp_products import HAS_PTX, add_products, add_scaled, spread, take_digits
 
 BLOCK = 5 * PLANE
 """Weights of a row in a piece."""
@@ -247,7 +247,7 @@ def _read_unit(pointer, address, PTX: tl.constexpr):
         words = _halves(first) + _halves(second)
     qs = ()
     for i in tl.static_range(4):
-        qs = qs + _spread(words[i], PTX)
+        qs = qs + spread(words[i], PTX)
     return qs
 
 
@@ -271,7 +271,7 @@ def _add_both(sums, products, pointer, address, PTX: tl.constexpr):
     scales = read(address) if PTX else tl.load(pointer)
     upper = (scales << 16).to(tl.float32, bitcast=True)
     lower = (scales & -0x10000).to(tl.float32, bitcast=True)
-    return _add_scaled(sums, products, upper, lower)
+    return add_scaled(sums, products, upper, lower)
 
 
 @triton.jit
@@ -287,10 +287,10 @@ def _add_piece(
     for digit in tl.static_range(4, -1, -1):
         k = 32 * digit
         eight = _read_x(x_ptr + k // 4, x_address + 2 * k, left - k, own, x[0], PTX)
-        trits, qs = _take_digits(qs, digit, PTX)
+        trits, qs = take_digits(qs, digit, PTX)
         added = ()
         for i in tl.static_range(len(sums)):
-            products = _add_products(none, trits[8 * i : 8 * i + 8], eight, PTX)
+            products = add_products(none, trits[8 * i : 8 * i + 8], eight, PTX)
             scale_ptr = _scales_of(pieces[i], r) + 8 * digit
             scale_at = scales_at + (_PIECE * i + 32 * digit)
             added = added + (_add_both(sums[i], products, scale_ptr, scale_at, PTX),)  # noqa: RUF005
@@ -311,10 +311,10 @@ def _add_four_pieces(
         added = ()
         for digit in tl.static_range(4, -1, -1):
             k = 32 * digit + 8 * unit
-            trits, qs = _take_digits(qs, digit, PTX)
+            trits, qs = take_digits(qs, digit, PTX)
             eight = _read_x(x_ptr + k // 4, x_address + 2 * k, left - k, own, x[0], PTX)
             x = x[1:] + (eight,)  # noqa: RUF005
-            added = (_add_products(products[digit], trits, eight, PTX),) + added  # noqa: RUF005
+            added = (add_products(products[digit], trits, eight, PTX),) + added  # noqa: RUF005
         products = added
     for digit in tl.static_range(5):
         scale_ptr, scale_at = _scales_of(piece, r) + 8 * digit, scales_at + 32 * digit

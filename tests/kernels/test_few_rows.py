@@ -6,17 +6,20 @@ import torch
 from arbcli.kernels import few_rows as module
 from arbcli.kernels._triton import tl, triton
 from arbcli.kernels.decode_weight import decode_weight_reference, random_packed
-from arbcli.kernels.few_rows import HAS_PTX, _trits, few_rows, takes
+from arbcli.kernels.few_rows import few_rows, takes
 from arbcli.kernels.packing import LARGEST_BYTE
+from arbcli.kernels.warp_products import HAS_PTX, spread, take_digits
 
 
 @triton.jit
 def _trits_kernel(words_ptr, trits_ptr, COUNT: tl.constexpr, PTX: tl.constexpr):
     offsets = tl.program_id(0) * 128 + tl.arange(0, 128)
     mask = offsets < COUNT
-    trits = _trits(tl.load(words_ptr + offsets, mask=mask, other=0), PTX)
-    for i in tl.static_range(10):
-        tl.store(trits_ptr + i * COUNT + offsets, trits[i], mask=mask)
+    qs = spread(tl.load(words_ptr + offsets, mask=mask, other=0), PTX)
+    for digit in tl.static_range(4, -1, -1):
+        trits, qs = take_digits(qs, digit, PTX)
+        for i in tl.static_range(2):
+            tl.store(trits_ptr + (2 * digit + i) * COUNT + offsets, trits[i], mask=mask)
 
 
 def test_every_pair_of_bytes_is_decoded(device):

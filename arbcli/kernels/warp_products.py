@@ -1,0 +1,133 @@
+"""What a warp multiplies: eight rows of bf16 x by 16 rows of packed trits, 16 columns at a time.
+
+A tensor here has one element a thread. `mma.m16n8k16` wants of thread 4 r + c of a warp, and gives:
+
+- of w, eight bytes of rows r and r + 8, whose digits are five planes of weights;
+- of x, for each of these digits, the eight elements of row r that meet it;
+- of y, these rows of w by the elements 2 c and 2 c + 1 of the eight rows of x.
+
+Triton's interpreter cannot execute PTX, so there the same is written twice.
+"""
+
+from arbcli.kernels._triton import INTERPRETED, tl, triton
+
+HAS_PTX = not INTERPRETED
+"""Whether kernels may contain PTX. The interpreter computes the same in plain Triton, slowly."""
+_SPREAD = tl.constexpr("""
+prmt.b32 $0, $2, 0, 0x4140; mad.lo.u32 $0, $0, 202, 0x850085;
+prmt.b32 $1, $2, 0, 0x4342; mad.lo.u32 $1, $1, 202, 0x850085;
+""")
+_EVEN_DIGIT = tl.constexpr("""
+lop3.b32 $0, $2, 0x40004000, 0xC000C000, 0x28;  // (q ^ ..) & ..
+mad.lo.s32 $1, $2, -3, $0;
+""")
+_ODD_DIGIT = tl.constexpr("""
+lop3.b32 $0, $2, 0xC000C000, 0, 0x0C;  // ~q & ..
+mad.lo.s32 $1, $2, -3, $0;
+""")
+_MULTIPLY = tl.constexpr("""
+mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32
+    {$0, $1, $2, $3}, {$4, $5, $6, $7}, {$12, $13}, {$16, $17, $18, $19};
+mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32
+    {$0, $1, $2, $3}, {$8, $9, $10, $11}, {$14, $15}, {$0, $1, $2, $3};
+""")
+_MULTIPLY_REGISTERS = tl.constexpr(",".join(["=&f"] * 4 + ["r"] * 12 + ["f"] * 4))
+
+
+@triton.jit
+def spread(word, PTX: tl.constexpr):
+    """Begin to decode four bytes: two int32, of bytes 0 and 1 and of bytes 2 and 3.
+
+    A byte B lies in 16 bits as q = 202 B + 133, near enough to B / 81 in units of 2**-14: the top
+    two bits of q are its highest digit, 0..2, and what follows is the rest.
+    """
+    if PTX:
+        return tl.inline_asm_elementwise(
+            _SPREAD, "=&r,=&r,r", [word], dtype=(tl.int32,) * 2, is_pure=True, pack=1
+        )
+    low = ((word & 0xFF) | ((word & 0xFF00) << 8)) * 202 + 0x850085
+    high = (((word >> 16) & 0xFF) | ((word >> 8) & 0xFF0000)) * 202 + 0x850085
+    return low, high
+
+
+@triton.jit
+def _take_digit(q, digit: tl.constexpr, PTX: tl.constexpr):
+    """Take the highest digit that is left: two bf16, 2 T or for even digits -2 T, and the rest.
+
+    For an even digit, q is the digit d and a rest f, in units of the second highest bit. With the
+    lower of its top two bits flipped they are -T mod 4, and at the top of a bf16 mean -2 T: 00 is
+    0, 01 is 2, 11 is -2. Then -3 q plus what was read is 1 - 3 f mod 4, for -3 d - T is 1 - 4 d. So
+    for an odd digit q is 1 - d - f, whose top two bits are those of -d, and flipped T; and -3 q
+    plus T is 3 f mod 4. Two bytes share a register, as what one half carries into the other is too
+    little to change a digit.
+    """
+    if PTX:
+        CODE: tl.constexpr = _EVEN_DIGIT if digit % 2 == 0 else _ODD_DIGIT
+        trits, q = tl.inline_asm_elementwise(
+            CODE, "=&r,=&r,r", [q], dtype=(tl.int32,) * 2, is_pure=True, pack=1
+        )
+    else:
+        FLIP: tl.constexpr = 0x40004000 if digit % 2 == 0 else -1
+        trits = (q ^ FLIP) & -0x3FFF4000
+        q = trits - 3 * q
+    return trits, q
+
+
+@triton.jit
+def take_digits(qs, digit: tl.constexpr, PTX: tl.constexpr):
+    """Take the highest digit of everything that was spread, from digit 4 on; see `_take_digit`."""
+    trits, rest = (), ()
+    for i in tl.static_range(len(qs)):
+        two, q = _take_digit(qs[i], digit, PTX)
+        trits = trits + (two,)  # noqa: RUF005
+        rest = rest + (q,)  # noqa: RUF005
+    return trits, rest
+
+
+@triton.jit
+def add_products(sums, trits, x, PTX: tl.constexpr):
+    """Add the products of one digit of the bytes a warp holds with 8 rows of x.
+
+    Args:
+        sums: of rows r, r, r + 8, r + 8 of w by rows 2 c, 2 c + 1, 2 c, 2 c + 1 of x.
+        trits: four pairs of bf16 of row r of w, and four of row r + 8.
+        x: the eight bf16 that meet them, as four int32.
+        PTX: whether PTX is understood.
+    """
+    a, b = trits[:4], trits[4:]
+    if PTX:
+        return tl.inline_asm_elementwise(
+            _MULTIPLY, _MULTIPLY_REGISTERS,
+            [
+                a[0], b[0], a[1], b[1], a[2], b[2], a[3], b[3],
+                x[0], x[1], x[2], x[3], sums[0], sums[1], sums[2], sums[3],
+            ],
+            dtype=(tl.float32,) * 4, is_pure=True, pack=1,
+        )  # fmt: skip
+    upper, lower = _multiply_row(a, x), _multiply_row(b, x)
+    return sums[0] + upper[0], sums[1] + upper[1], sums[2] + lower[0], sums[3] + lower[1]
+
+
+@triton.jit
+def _multiply_row(trits, x):
+    THREADS: tl.constexpr = x[0].shape[0]
+    sums = tl.zeros((THREADS // 32, 8, 8), tl.float32)
+    for i in tl.static_range(4):
+        sums += _multiply_lanes(trits[i] << 16, x[i] << 16)
+        sums += _multiply_lanes(trits[i] & -0x10000, x[i] & -0x10000)
+    return tl.split(tl.reshape(sums, (THREADS, 2)))
+
+
+@triton.jit
+def _multiply_lanes(w_bits, x_bits):
+    WARPS: tl.constexpr = w_bits.shape[0] // 32
+    w = tl.reshape(w_bits.to(tl.float32, bitcast=True), (WARPS, 8, 1, 4))
+    x = tl.reshape(x_bits.to(tl.float32, bitcast=True), (WARPS, 1, 8, 4))
+    return tl.sum(w * x, axis=3)
+
+
+@triton.jit
+def add_scaled(sums, products, upper, lower):
+    """Add products of `add_products`, times a scale of row r and one of row r + 8."""
+    a, b = sums[0] + products[0] * upper, sums[1] + products[1] * upper
+    return a, b, sums[2] + products[2] * lower, sums[3] + products[3] * lower
