@@ -1,9 +1,8 @@
 """Shared memory that the threads of a warp fill for one another ahead of time.
 
 Triton has no words for this, so it is PTX: copies that pass by the registers (`cp.async`, from
-compute capability 8.0 on). A kernel that streams more than it computes needs it twice over: what is
-on its way would take more registers than there are, and a load of something that is in the cache
-waits until earlier loads of what is not have come.
+compute capability 8.0 on). For a kernel that streams more than it computes: what is on its way
+would take more registers than there are, and the compiler puts loads off to spare them.
 
 A warp copies, commits, and waits for all but its latest commits; other warps have no part in it.
 Addresses are int32, one a thread. Nothing here runs in the interpreter.
