@@ -89,6 +89,13 @@ def capability(tensor: Tensor) -> tuple[int, int]:
     return _assumed
 
 
+def num_processors(tensor: Tensor) -> int:
+    """Count the processors of a tensor's GPU, or make some up where there is none."""
+    if tensor.is_cuda:
+        return torch.cuda.get_device_properties(tensor.device).multi_processor_count
+    return 5  # interpreted one after another: few, so that some have several tiles to share
+
+
 def row_chunks(matrix: Tensor, elements: int = 1 << 18) -> Iterator[slice]:
     """Split the rows of a matrix so that what the torch backend makes of a part stays in cache.
 

@@ -15,11 +15,10 @@ import torch
 from torch import Tensor
 
 from arbcli.kernels._triton import TensorDescriptor, tl, triton
-from arbcli.kernels.backend import capability, uses_triton
+from arbcli.kernels.backend import capability, num_processors, uses_triton
 from arbcli.kernels.newton_schulz import (
     HOPPER,
     has_aligned_rows,
-    num_processors,
     with_aligned_rows,
 )
 from arbcli.kernels.spec import Case, Gate, KernelSpec, Timing

@@ -37,7 +37,7 @@ import torch
 from torch import Tensor
 
 from arbcli.kernels._triton import INTERPRETED, TensorDescriptor, tl, triton
-from arbcli.kernels.backend import capability, uses_triton
+from arbcli.kernels.backend import capability, num_processors, uses_triton
 from arbcli.kernels.spec import MATRIX, Case, Gate, KernelSpec, Timing
 
 HOPPER = (9, 0)
@@ -266,13 +266,6 @@ def _num_tiles(stack, block):
 def _fits(x):
     """Whether the tiles for matrix units are for this type and GPU."""
     return x.dtype == torch.bfloat16 and capability(x) == HOPPER
-
-
-def num_processors(x: Tensor) -> int:
-    """Count the processors of a tensor's GPU, or make some up where there is none."""
-    if x.is_cuda:
-        return torch.cuda.get_device_properties(x.device).multi_processor_count
-    return 5  # interpreted one after another: few, so that some have several tiles to share
 
 
 def _readable(stack):
