@@ -82,10 +82,11 @@ class _Step:
         # the torch backend multiplies them in float32, then by the scales
         return 5 * rounded + 8 * self.tokens * inputs if self.on_cpu else rounded
 
-    def update(self, rows: int, columns: int, matrices: int = 1) -> int:
+    def update(self, rows: int, columns: int, matrices: int = 1, stacked: int = 1) -> int:
         """Predict the transient part of an update: the gradient, and what is made of it.
 
-        `matrices` gradients are formed together, and stepped one by one.
+        `matrices` gradients are there together, `stacked` of them are orthogonalised together, and
+        they are stepped one by one.
         """
         config, a, on_cpu = self.config, self.a, self.on_cpu
         weights, smaller = rows * columns, min(rows, columns)
@@ -102,10 +103,13 @@ class _Step:
         elif config.direction == "orthogonal":
             # an iterate, squares and what programs hand each other, or two iterates and a square;
             # then the last iterate
-            wide = weights >= WIDE * smaller**2 and weights * smaller >= WIDE_PRODUCTS
-            squares = a * (weights + (4 if wide else 2) * smaller**2)
-            squares += 0 if on_cpu else PARTS_BYTES
-            hands = max(squares, a * (2 * weights + smaller**2), a * weights + hands)
+            large = stacked * weights * smaller >= WIDE_PRODUCTS
+            squares = 4 if large and weights >= WIDE * smaller**2 else 2
+            hands = max(
+                a * stacked * (weights + squares * smaller**2) + (0 if on_cpu else PARTS_BYTES),
+                a * stacked * (2 * weights + smaller**2),
+                a * stacked * weights + hands,
+            )
         return a * matrices * weights + found + hands
 
     def in_loss(self) -> int:
@@ -377,7 +381,8 @@ def _iterated_moments(step: _Step, saved: int, beside: int) -> Iterator[_Moment]
             every = uses * a * slots
             together = min(config.experts, max(1, EXPERTS_AT_ONCE // (rows * columns)))
             ranges = min(2, divide_up(config.experts, together))  # one is made, another is left
-            inside = every * (rows + columns) + step.update(rows, columns, together * ranges)
+            inside = every * (rows + columns)
+            inside += step.update(rows, columns, together * ranges, together)
             if uses > 1:
                 # as they came: gradients, once more in one, and once more sorted
                 inside += every * rows

@@ -329,14 +329,14 @@ def test_steps_are_composed_for_large_wide_matrices(shape, wide, monkeypatch):
     assert len(grams) == (len(update.NEWTON_SCHULZ_RUNS) if wide else NEWTON_SCHULZ_STEPS)
 
 
-@pytest.mark.parametrize("shape", [(64, 160), (160, 64), (64, 640)], ids=str)
+@pytest.mark.parametrize("shape", [(64, 160), (160, 64), (64, 640), (5, 64, 160)], ids=str)
 def test_orthogonalise_holds_what_the_predicted_peak_says(shape, composed):
     grad = gradient("cpu", shape=shape).bfloat16()
     with LiveTensors(grad.device) as tensors:
         orthogonalise(grad, torch.bfloat16)
-    weights, square = grad.numel(), 64**2
+    weights, square = grad.numel(), grad.shape[:-2].numel() * 64**2
     predicted = max(weights + (4 if composed else 2) * square, 2 * weights + square)
-    assert predicted <= tensors.stage_peak / 2 <= predicted + 1  # the norm
+    assert predicted <= tensors.stage_peak / 2 <= predicted + 5  # a norm each
 
 
 @pytest.mark.gpu
