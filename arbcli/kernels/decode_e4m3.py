@@ -19,7 +19,13 @@ from arbcli.kernels.decode_weight import (
     load_scale,
     random_packed,
 )
-from arbcli.kernels.packing import byte_tiles, check_packed, next_trit, plane_offsets
+from arbcli.kernels.packing import (
+    byte_tiles,
+    check_packed,
+    first_digit,
+    plane_offsets,
+    take_trit,
+)
 from arbcli.kernels.quantise_rows import (
     E4M3,
     LARGEST_OCTAVE,
@@ -56,9 +62,11 @@ def _decode_e4m3_torch(packed, exponent, fraction, in_features, group_size, tran
 
 
 @triton.jit
-def _times(trit, bits):
-    """Multiply the bits of positive e4m3 numbers by float32 trits."""
+def _times(trit, bits, digit: tl.constexpr):
+    """Multiply the bits of positive e4m3 numbers by the signs of what `take_trit` returned."""
     sign = (trit.to(tl.int32, bitcast=True) >> 24) & 0x80
+    if digit % 2 == 0:
+        sign ^= 0x80
     return tl.where(trit == 0, 0, bits.to(tl.int32) | sign).to(tl.uint8)
 
 
@@ -83,14 +91,15 @@ def _decode_e4m3_kernel(
     octave = tl.load(largest_ptr).to(tl.int32) - 7
     inverse = ((127 - octave) << 23).to(tl.float32, bitcast=True)
     scale = ((127 + octave) << 23).to(tl.float32, bitcast=True)
-    rest = tl.load(  # [BLOCK_N, 32] uint8
+    byte = tl.load(  # [BLOCK_N, 32] uint8
         packed_ptr + offs_n * stride_pn + offs_b * stride_pb,
         mask=mask_n & (offs_b < row_bytes), other=0,
-    ).to(tl.int32)  # fmt: skip
+    )  # fmt: skip
+    left = first_digit(byte)
     q_ptrs = q_ptr + offs_n * stride_qn
     by_plane = (GROUP % 32 == 0) & (block * 160 + 160 <= K)
-    for digit in tl.static_range(5):
-        trit, rest = next_trit(rest)
+    for digit in tl.static_range(4, -1, -1):
+        trit, left = take_trit(left, digit)
         if by_plane:
             first = block * 160 + digit * 32
             of_plane = load_scale(  # [BLOCK_N, 1]
@@ -98,7 +107,7 @@ def _decode_e4m3_kernel(
                 stride_en, stride_eg, stride_fn, stride_fg, HAS_FRACTION,
             )  # fmt: skip
             k = first + offs_j
-            q = _times(trit, to_e4m3(of_plane * inverse, False))
+            q = _times(trit, to_e4m3(of_plane * inverse, False), digit)
             tl.store(q_ptrs + k.to(tl.int64) * stride_qk, q, mask=mask_n)
         else:
             k = plane_offsets(offs_b, K, digit)
@@ -107,7 +116,7 @@ def _decode_e4m3_kernel(
                 exponent_ptr, fraction_ptr, offs_n, k // GROUP, mask,
                 stride_en, stride_eg, stride_fn, stride_fg, HAS_FRACTION,
             )  # fmt: skip
-            q = _times(trit, to_e4m3(of_group * inverse, False))
+            q = _times(trit, to_e4m3(of_group * inverse, False), digit)
             tl.store(q_ptrs + k.to(tl.int64) * stride_qk, q, mask=mask)
         if TRANSPOSED and tl.program_id(0) == 0:
             tl.store(scale_ptr + k, tl.zeros_like(k).to(tl.float32) + scale, mask=k < K)

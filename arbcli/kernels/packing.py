@@ -114,15 +114,6 @@ def digit_of(byte, digit: tl.constexpr):
 
 
 @triton.jit
-def next_trit(rest):
-    """Take the least significant digit off bytes in 0..255 (int32): (trit as float32, the rest)."""
-    left = (rest * 171) >> 9  # rest // 3
-    # 2**23 + digit as a float has the digit in its lowest bits, which is cheaper than a conversion
-    lifted = (rest - 3 * left + 0x4B000000).to(tl.float32, bitcast=True)
-    return lifted - 8388609.0, left
-
-
-@triton.jit
 def first_digit(byte):
     """Bring bytes to where `take_trit` begins: byte / 81 in units of 2**-30, rounded up."""
     return byte.to(tl.uint32) * 13256072
@@ -130,7 +121,7 @@ def first_digit(byte):
 
 @triton.jit
 def take_trit(left, digit: tl.constexpr):
-    """Take a trit off bytes, from digit 4 down to 0, in fewer instructions than `next_trit`.
+    """Take a trit off bytes, from digit 4 down to 0.
 
     The top two bits are an even digit, 0..2. With the lower of them flipped they are -T mod 4, and
     at the top of a float32 they mean -2 T: 00 is 0, 01 is 2, 11 is -2. Three times what was there

@@ -1,9 +1,10 @@
 """Execute compiled kernels without a GPU: their PTX, all threads of a program in step.
 
-Triton's interpreter cannot execute PTX that a kernel contains, so there the same is written twice,
-and this is how tests see the half that GPUs execute. It knows the instructions that those kernels
-are compiled to, and no more. Threads of a program may not part. What is copied to shared memory is
-there when it has been waited for, and not before. Addresses have to be somebody's, and aligned.
+Triton's interpreter shows whether a kernel is right, and this whether it is right once it is
+compiled, PTX that it contains included. It knows the instructions that kernels are compiled to for
+an H200, and no more; not the matrix units of a warp group, nor the copy engine. Threads of a
+program may not part. What is copied to shared memory is there when it has been waited for, and not
+before. Addresses have to be somebody's, and aligned.
 """
 
 import ctypes
@@ -26,16 +27,16 @@ TYPES = {
     f"{kind}{bits}": np.dtype(f"{'i' if kind == 's' else 'u'}{bits // 8}")
     for kind in "bsu"
     for bits in (8, 16, 32, 64)
-} | {"f32": np.dtype("f4")}  # fmt: skip
+} | {"f32": np.dtype("f4"), "f64": np.dtype("f8")}  # fmt: skip
 OPERATORS = {
-    "add": np.add, "sub": np.subtract, "min": np.minimum, "max": np.maximum,
+    "add": np.add, "sub": np.subtract, "min": np.fmin, "max": np.fmax,
     "and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor,
     "eq": np.equal, "ne": np.not_equal, "lt": np.less, "le": np.less_equal,
     "gt": np.greater, "ge": np.greater_equal,
 }  # fmt: skip
 
 
-def parse(ptx: str) -> tuple[list[str], dict[str, int], list[tuple], dict[str, int]]:
+def parse(ptx: str, shared_bytes: int) -> tuple:
     """Find parameters, bytes of shared memory by name, instructions, and where labels are."""
     ptx = re.sub(r"//[^\n]*|\.(file|loc|pragma)\b[^\n]*", "", ptx)
     shared = re.findall(r"\.shared\s+\.align\s+\d+\s+\.b8\s+(\w+)\[(\d*)\]", ptx)
@@ -56,7 +57,8 @@ def parse(ptx: str) -> tuple[list[str], dict[str, int], list[tuple], dict[str, i
         ).group(2, 1, 3, 4)
         operands = re.findall(r"\{[^}]*\}|\[[^\]]*\]|[^,\s{}]+", rest)
         instructions.append((name.split("."), operands, guard, bool(inverted)))
-    return parameters, {name: int(size or 0) for name, size in shared}, instructions, labels
+    sizes = {name: int(size or shared_bytes) for name, size in shared}
+    return parameters, sizes, instructions, labels
 
 
 def names(operand: str) -> list[str]:
@@ -76,14 +78,17 @@ def to_bf16(values: np.ndarray) -> np.ndarray:
 class Program:
     """A program of a launch; registers are arrays of uint64, or of bool, one element a thread."""
 
-    def __init__(self, parsed: tuple, threads: int, index: int, arguments: list, memory: list):
+    def __init__(
+        self, parsed: tuple, threads: int, grid: tuple, index: tuple, arguments: list, memory: list
+    ):
+        self.grid = grid
         parameters, shared, self.instructions, self.labels = parsed
         self.threads, self.index, self.memory = threads, index, memory
         self.parameters = dict(zip(parameters, [*arguments, 0, 0], strict=False))
         self.registers: dict[str, np.ndarray] = {}
         self.shared = np.random.default_rng(0).integers(0, 256, 1 << 18, np.uint8)
         self.symbols = {name: 4096 + 65536 * i for i, name in enumerate(shared)}
-        self.ends = {name: self.symbols[name] + size for name, size in shared.items()}
+        self.ranges = [(self.symbols[name], self.symbols[name] + shared[name]) for name in shared]
         self.copies, self.commits = [], []
 
     def run(self) -> None:
@@ -109,10 +114,11 @@ class Program:
             value = np.full(self.threads, self.symbols[operand], "u8")
         elif operand == "%tid.x":
             value = np.arange(self.threads, dtype="u8")
-        elif operand == "%ctaid.x":
-            value = np.full(self.threads, self.index, "u8")
+        elif operand.startswith(("%ctaid", "%nctaid")):
+            of = self.index if operand[1] == "c" else self.grid
+            value = np.full(self.threads, of["xyz".index(operand[-1])], "u8")
         else:
-            number = int(re.sub(r"^0f", "0x", operand).rstrip("U"), 0)
+            number = int(re.sub(r"^0[fd]", "0x", operand).rstrip("U"), 0)
             value = np.full(self.threads, number & (2**64 - 1), "u8")
         if value.dtype == bool:
             return value
@@ -132,6 +138,9 @@ class Program:
         kind = how[-1]
         if name == "setp":
             value = OPERATORS[how[0]](self.read(operands[1], kind), self.read(operands[2], kind))
+        elif kind == "s16x2":
+            a, b = (self.read(operand, "b32").view("i2") for operand in operands[1:])
+            value = OPERATORS[name](a, b).view("u4")
         elif kind == "pred":
             value = OPERATORS[name](self.registers[operands[1]], self.registers[operands[2]])
         else:
@@ -165,13 +174,15 @@ class Program:
         elif of == "bf16":
             self.write(operands[0], from_bf16(self.read(operands[1], "b16")))
         else:
-            self.write(operands[0], self.read(operands[1], of).astype(TYPES[to]))
+            value = self.read(operands[1], of)
+            rounded = {"rmi": np.floor, "rzi": np.trunc}.get(how[0], np.array)(value)
+            self.write(operands[0], rounded.astype(TYPES[to]))
 
-    def _neg(self, name, how, operands):
-        self.write(operands[0], -self.read(operands[1], how[-1]))
+    def _unary(self, name, how, operands):
+        operator = {"neg": np.negative, "not": np.invert, "abs": np.abs}[name]
+        self.write(operands[0], operator(self.read(operands[1], how[-1])))
 
-    def _not(self, name, how, operands):
-        self.write(operands[0], ~self.read(operands[1], how[-1]))
+    _neg = _not = _abs = _unary
 
     def _selp(self, name, how, operands):
         a, b = (self.read(operand, how[-1]) for operand in operands[1:3])
@@ -218,17 +229,68 @@ class Program:
             ]  # fmt: skip
             self.write(operands[0], halves[1].astype("u4") << 16 | halves[0])
         else:
-            a, b, c = (self.read(operand, "f32").astype("f8") for operand in operands[1:])
-            self.write(operands[0], (a * b + c).astype("f4"))
+            kind = how[-1]
+            a, b, c = (self.read(operand, kind).astype("f8") for operand in operands[1:])
+            self.write(operands[0], (a * b + c).astype(TYPES[kind]))
 
     def _div(self, name, how, operands):
-        self.write(operands[0], self.read(operands[1], "f32") / self.read(operands[2], "f32"))
+        a, b = (self.read(operand, how[-1]) for operand in operands[1:])
+        if a.dtype.kind == "f":
+            self.write(operands[0], a / b)
+            return
+        b = np.where(b == 0, b.dtype.type(1), b)  # of threads that take no part
+        rest = np.fmod(a, b)
+        self.write(operands[0], rest if name == "rem" else (a - rest) // b)
 
-    def _rsqrt(self, name, how, operands):
-        self.write(operands[0], (self.read(operands[1], "f32").astype("f8") ** -0.5).astype("f4"))
+    _rem = _div
 
-    def _ex2(self, name, how, operands):
-        self.write(operands[0], np.exp2(self.read(operands[1], "f32")))
+    def _function(self, name, how, operands):
+        function = {
+            "rsqrt": lambda x: x**-0.5, "sqrt": np.sqrt, "ex2": np.exp2, "lg2": np.log2,
+            "rcp": np.reciprocal,
+        }[name]  # fmt: skip
+        value = self.read(operands[1], how[-1])
+        self.write(operands[0], function(value.astype("f8")).astype(value.dtype))
+
+    _rsqrt = _sqrt = _ex2 = _lg2 = _rcp = _function
+
+    def _popc(self, name, how, operands):
+        bits = self.read(operands[1], how[-1]).view("u1").reshape(self.threads, -1)
+        self.write(operands[0], np.unpackbits(bits, axis=1).sum(1).astype("u4"))
+
+    def _redux(self, name, how, operands):
+        value = self.read(operands[1], how[-1]).reshape(-1, 32)
+        total = {"add": np.sum, "max": np.max, "min": np.min}[how[1]](value, axis=1)
+        self.write(operands[0], total.astype(value.dtype).repeat(32))
+
+    def _atom(self, name, how, operands):
+        dtype = TYPES[how[-1]]
+        old, added = np.zeros(self.threads, dtype), self.read(operands[2], how[-1])
+        for thread, data in self._bytes(how, operands[1], dtype.itemsize):
+            old[thread] = data.view(dtype)[0]
+            data.view(dtype)[:] += added[thread]
+        self.write(operands[0], old)
+
+    def _matrices(self, name, how, registers, operand):
+        """Give to threads, or take from them, 8 by 8 matrices of 16 bits, a row an address."""
+        lane, warp = np.arange(self.threads) % 32, np.arange(self.threads) // 32 * 32
+        addresses = self._addresses(operand)
+        for i, register in enumerate(names(registers)):
+            at = addresses[warp + 8 * i + lane // 4] + 4 * (lane % 4)
+            if name == "ldmatrix":
+                words = self.shared[at[:, None] + np.arange(4)]
+                self.write(register, np.ascontiguousarray(words).view("u4")[:, 0])
+            else:
+                words = self.read(register, "b32").view("u1").reshape(-1, 4)
+                self.shared[at[:, None] + np.arange(4)] = words
+
+    def _ldmatrix(self, name, how, operands):
+        assert "trans" not in how
+        self._matrices(name, how, *operands)
+
+    def _stmatrix(self, name, how, operands):
+        assert "trans" not in how
+        self._matrices(name, how, *operands[::-1])
 
     def _lop3(self, name, how, operands):
         a, b, c = (self.read(operand, "b32") for operand in operands[1:4])
@@ -255,6 +317,8 @@ class Program:
         source = thread & fixed | lane & ~fixed & 31
         if "bfly" in how:
             source = (thread ^ lane) & 31
+        elif "up" in how:
+            source = np.where((thread & 31) >= lane, (thread - lane) & 31, thread & 31)
         self.write(operands[0], value[thread & ~np.uint32(31) | source])
 
     def _mma(self, name, how, operands):
@@ -287,20 +351,22 @@ class Program:
         elif how[1] == "wait_group":
             while len(self.commits) > int(operands[0]):
                 for at, data in self.commits.pop(0):
-                    self.shared[at : at + 16] = data
+                    self.shared[at : at + len(data)] = data
         else:
-            target, source = (
-                self.read(operands[0].strip("[] ")),
-                self.read(operands[1].strip("[] ")),
-            )
-            there = self.read(operands[3], "b32")
+            (target, source), size = map(self._addresses, operands[:2]), int(operands[2], 0)
+            some = self.read((operands[3:] or operands[2:])[0], "b32")
             for thread in np.flatnonzero(self.mask):
-                at, data = int(target[thread]), np.zeros(16, "u1")
-                assert self.symbols["staged"] <= at <= self.ends["staged"] - 16
-                if there[thread]:
-                    data = self._global(int(source[thread]), 16).copy()
-                self.shared[at : at + 16] = 255  # nobody's before it is waited for
+                at, data = int(target[thread]), np.zeros(size, "u1")
+                assert any(begin <= at <= end - size for begin, end in self.ranges)
+                assert at % size == 0, "not aligned"
+                if some[thread]:
+                    data[: some[thread]] = self._global(int(source[thread]), int(some[thread]))
+                self.shared[at : at + size] = 255  # nobody's before it is waited for
                 self.copies.append((at, data))
+
+    def _addresses(self, operand: str) -> np.ndarray:
+        base, _, offset = operand.strip("[] ").partition("+")
+        return self.read(base.strip()).astype("i8") + int(offset.replace(" ", "") or 0)
 
     def _global(self, address: int, size: int) -> np.ndarray:
         assert address % min(size, 16) == 0, f"{address:#x} is not aligned"
@@ -310,11 +376,10 @@ class Program:
         raise IndexError(f"{size} bytes at {address:#x} are nobody's")
 
     def _bytes(self, how: list[str], operand: str, size: int) -> Iterator[tuple[int, np.ndarray]]:
-        base, _, offset = operand.strip("[] ").partition("+")
-        addresses = self.read(base.strip()).astype("i8") + int(offset or 0)
+        addresses = self._addresses(operand)
         for thread in np.flatnonzero(self.mask):
             address = int(addresses[thread])
-            if "shared" in how:
+            if any(space.startswith("shared") for space in how):
                 assert address % min(size, 16) == 0
                 yield thread, self.shared[address : address + size]
             else:
@@ -351,15 +416,19 @@ def _launch(function, *args, grid, warmup=False, **kwargs) -> None:
         name: "constexpr" if name in constants else _type_of(named[name])
         for name in function.arg_names
     }
-    pointers = [i for i, name in enumerate(function.arg_names) if signature[name][0] == "*"]
-    source = ASTSource(
-        function, signature, constants, {(i,): [["tt.divisibility", 16]] for i in pointers}
-    )
+    aligned = {
+        (i,): [["tt.divisibility", 16]]
+        for i, name in enumerate(function.arg_names)
+        if signature[name][0] == "*" and named[name].data_ptr() % 16 == 0
+    }
+    source = ASTSource(function, signature, constants, aligned)
     compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
     memory, arguments = {}, []
     for name in function.arg_names:
         value = named.get(name)
-        if isinstance(value, torch.Tensor):
+        if isinstance(value, torch.Tensor) and value.numel() == 0:
+            arguments.append(0)
+        elif isinstance(value, torch.Tensor):
             storage = value.untyped_storage()
             at, size = storage.data_ptr(), storage.nbytes()
             if at not in memory:
@@ -369,10 +438,11 @@ def _launch(function, *args, grid, warmup=False, **kwargs) -> None:
         elif name in named:
             real = isinstance(value, float)
             arguments.append(int(np.float32(value).view("u4")) if real else value & (2**64 - 1))
-    parsed = parse(compiled.asm["ptx"])
-    for index in range(grid[0]):
+    parsed = parse(compiled.asm["ptx"], compiled.metadata.shared)
+    for index in np.ndindex(*grid):
         regions = [(begin, data) for begin, _, data in memory.values()]
-        Program(parsed, 32 * options["num_warps"], index, arguments, regions).run()
+        threads = 32 * options.get("num_warps", 4)
+        Program(parsed, threads, grid, index, arguments, regions).run()
     for _, there, data in memory.values():
         there[:] = data[SLACK:-SLACK]
 

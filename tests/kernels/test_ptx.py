@@ -1,4 +1,4 @@
-"""Kernels that contain PTX, as they are compiled for an H200: executed here, see `ptx`."""
+"""Kernels as they are compiled for an H200: executed here, see `ptx`."""
 
 import pytest
 import torch
@@ -6,11 +6,15 @@ from ptx import emulated
 
 from arbcli.kernels import arranged_matmul as arranged
 from arbcli.kernels._triton import HAS_TRITON
+from arbcli.kernels.backend import use_backend
+from arbcli.kernels.compare import as_tuple, compare
 from arbcli.kernels.decode_weight import decode_weight_reference, random_packed
 from arbcli.kernels.few_rows import few_rows
+from arbcli.kernels.verify import KERNELS, copies, find_kernels
 from arbcli.kernels.workers import Workers
 
 pytestmark = pytest.mark.skipif(not HAS_TRITON, reason="needs triton")
+BY_THE_COPY_ENGINE = {"gram", "gram_polynomial"}
 
 
 @pytest.fixture(scope="module")
@@ -18,6 +22,19 @@ def compiling():
     """A process in which kernels are for a GPU."""
     with Workers(1, interpret=False) as workers:
         yield lambda function, *job: workers.map(function, [job])[0]
+
+
+def failures(name: str) -> list[str]:
+    (spec,) = find_kernels([name])
+    found = []
+    for case in spec.cases(torch.device("cpu"), 32):
+        wanted = as_tuple(spec.reference(*copies(case.inputs)))
+        with emulated(), use_backend("triton"):
+            got = as_tuple(spec.triton(*copies(case.inputs)))
+        for result, expected in zip(got, wanted, strict=True):
+            if not compare(spec, case.label, result, expected, None).passed:
+                found.append(case.label)
+    return found
 
 
 def error(y: torch.Tensor, expected: torch.Tensor) -> float:
@@ -42,11 +59,18 @@ def arranged_error(
     weight = arranged.arrange(*state, in_features, 32, gated)
     x = torch.randn(rows, in_features, generator=generator).bfloat16()
     added = torch.randn(rows, weight.out_features, generator=generator) if gated else None
-    arranged._tiling = lambda *_: arranged.Tiling(*tiling)
     inputs = x, *weight, eps, added, torch.float32
-    with emulated():
+    with emulated(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(arranged, "_tiling", lambda *_: arranged.Tiling(*tiling))
         y = arranged.ARRANGED_MATMUL.triton(*inputs)
     return error(y, arranged.arranged_matmul_reference(*inputs))
+
+
+@pytest.mark.parametrize(
+    "name", [spec.name for spec in KERNELS if spec.name not in BY_THE_COPY_ENGINE]
+)
+def test_compiled_kernel_equals_reference(compiling, name):
+    assert compiling(failures, name) == []
 
 
 @pytest.mark.parametrize(
