@@ -179,43 +179,31 @@ def _arranged_matmul_torch(x, pieces, out_features, in_features, gated, eps, add
 
 
 @triton.jit
-def _copy_step(
-    starts, x_ptr, slot, block, blocks, K,
-    PIECES: tl.constexpr, X: tl.constexpr, ABREAST: tl.constexpr, M: tl.constexpr,
-):  # fmt: skip
-    """Begin to copy the pieces a warp takes at once, from `block` on, or what they multiply.
-
-    Args:
-        starts: of the tiles, as int64 pointers.
-        x_ptr: M rows of x, as int64.
-        slot: the shared memory for them: pieces of each tile, then M rows.
-        block: the first of the warp's blocks.
-        blocks: of a tile.
-        K: elements of a row of x.
-        PIECES: whether to copy pieces.
-        X: whether to copy x; what is missing to whole blocks is zeros.
-        ABREAST: blocks.
-        M: rows of x.
-    """
+def _copy_pieces(starts, slot, block, blocks, ABREAST: tl.constexpr):
+    """Begin to copy the pieces of each tile that a warp takes at once, from `block` on."""
+    UNITS: tl.constexpr = _PIECE // 16 * ABREAST
     lane = tl.arange(0, block.shape[0]) % 32
-    if PIECES:
-        UNITS: tl.constexpr = _PIECE // 16 * ABREAST
-        left = _PIECE // 16 * (blocks - block) - lane
-        for i in tl.static_range(len(starts)):
-            source = (starts[i] + (_PIECE // 8 * block + 2 * lane)).to(tl.int64)
-            target = slot + 16 * (UNITS * i + lane)
-            for j in tl.static_range(0, UNITS, 32):
-                copy(target + 16 * j, source + 16 * j, left > j, lane + j < UNITS, False)
-    if X:
-        WIDTH: tl.constexpr = _X_BLOCK // 16 * ABREAST
-        LANES: tl.constexpr = 32 if M == 1 else 16 if M == 2 else 8 if M <= 4 else 4  # of a row
-        m, i = lane // LANES, lane % LANES
-        source = (x_ptr + (tl.minimum(m, M - 1) * (K // 4) + 40 * block + 2 * i)).to(tl.int64)
-        target = slot + (_PIECE * ABREAST * len(starts) + 16 * (m * WIDTH + i))
-        left = K - 160 * block - 8 * i
-        for j in tl.static_range(0, WIDTH, LANES):
-            some = (m < M) & (i + j < WIDTH)
-            copy(target + 16 * j, source + 16 * j, left > 8 * j, some, True)
+    left = _PIECE // 16 * (blocks - block) - lane
+    for i in tl.static_range(len(starts)):
+        source = (starts[i] + (_PIECE // 8 * block + 2 * lane)).to(tl.int64)
+        target = slot + 16 * (UNITS * i + lane)
+        for j in tl.static_range(0, UNITS, 32):
+            copy(target + 16 * j, source + 16 * j, left > j, lane + j < UNITS, False)
+
+
+@triton.jit
+def _copy_x(x_ptr, slot, block, K, ABREAST: tl.constexpr, M: tl.constexpr):
+    """Begin to copy what these pieces multiply; what is missing to whole blocks is zeros."""
+    WIDTH: tl.constexpr = _X_BLOCK // 16 * ABREAST
+    LANES: tl.constexpr = 32 if M == 1 else 16 if M == 2 else 8 if M <= 4 else 4  # of a row
+    lane = tl.arange(0, block.shape[0]) % 32
+    m, i = lane // LANES, lane % LANES
+    source = (x_ptr + (tl.minimum(m, M - 1) * (K // 4) + 40 * block + 2 * i)).to(tl.int64)
+    target = slot + 16 * (m * WIDTH + i)
+    left = K - 160 * block - 8 * i
+    for j in tl.static_range(0, WIDTH, LANES):
+        some = (m < M) & (i + j < WIDTH)
+        copy(target + 16 * j, source + 16 * j, left > 8 * j, some, True)
 
 
 @triton.jit
@@ -382,10 +370,10 @@ def _arranged_matmul_kernel(
     if PTX:
         slot = allocate((1 if ONE else 2) * SLOT * WARPS, thread) + SLOT * warp
         free = slot + SLOT * WARPS
-        _copy_step(starts, x_ptr, slot, block, blocks, K, True, False, ABREAST, M)
+        _copy_pieces(starts, slot, block, blocks, ABREAST)
     wait_for_last(OVERLAP)
     if PTX:
-        _copy_step(starts, x_ptr, slot, block, blocks, K, False, True, ABREAST, M)
+        _copy_x(x_ptr, slot + PIECES, block, K, ABREAST, M)
         commit(thread)
     squares = ()
     if NORM:  # every thread squares its share of x
@@ -401,7 +389,8 @@ def _arranged_matmul_kernel(
         if PTX:
             if not ONE:
                 wait_for_warp(thread)
-                _copy_step(starts, x_ptr, free, block + STEP, blocks, K, True, True, ABREAST, M)
+                _copy_pieces(starts, free, block + STEP, blocks, ABREAST)
+                _copy_x(x_ptr, free + PIECES, block + STEP, K, ABREAST, M)
                 commit(thread)
             wait_for_copies(0 if ONE else 1, thread)
         pieces = ()

@@ -71,6 +71,18 @@ class CompileResult:
     """Why it failed: the compiler's complaint, a spill, or too much shared memory."""
 
 
+class Launch(NamedTuple):
+    """What a launcher asked for."""
+
+    function: Any
+    grid: tuple[int, ...]
+    arguments: dict[str, Any]
+    constants: dict[str, Any]
+    """Arguments that it is compiled for: those declared so, and None."""
+    options: dict[str, Any]
+    """How it is compiled: warps, registers."""
+
+
 class Variant(NamedTuple):
     """One compilation: a function with the types, constants and facts about its arguments."""
 
@@ -208,12 +220,9 @@ def _variants(spec: KernelSpec, group_size: int) -> list[Variant]:
     """
     launches: dict[str, tuple] = {}
 
-    def record(function, args, kwargs) -> None:
-        named = dict(zip(function.arg_names, args, strict=False)) | kwargs
-        options = {key: named.pop(key) for key in [*named] if key not in function.arg_names}
-        fixed = {p.name: named.pop(p.name) for p in function.params if p.is_constexpr}
-        fixed |= {key: named.pop(key) for key in [*named] if named[key] is None}
-        types = {key: _type_of(value) for key, value in named.items()}
+    def record(launch: Launch) -> None:
+        function, _, named, fixed, options = launch
+        types = {key: type_of(value) for key, value in named.items()}
         units = {key for key, value in named.items() if type(value) is int and value == 1}
         if not all(key.startswith("stride_") for key in units):
             units = set()  # strides of a single row or column say nothing
@@ -221,7 +230,7 @@ def _variants(spec: KernelSpec, group_size: int) -> list[Variant]:
         if key not in launches or len(units) > len(launches[key][-1]):
             launches[key] = (function, types, fixed, options, units)
 
-    with _recorded_launches(record):
+    with recorded_launches(record):
         for case in spec.cases(torch.device("cpu"), group_size):
             for dtype in (torch.float32, torch.bfloat16):
                 spec.triton(*_with_dtype(case.inputs, dtype, spec.bfloat16))
@@ -246,11 +255,18 @@ def _variant(function, types, fixed, options, units, *, multiples: bool) -> Vari
 
 
 @contextmanager
-def _recorded_launches(record: Callable[[Any, tuple, dict], None]) -> Iterator[None]:
+def recorded_launches(record: Callable[[Launch], None]) -> Iterator[None]:
+    """Let launches of kernels be recorded, and do nothing else."""
     from triton.runtime.jit import JITFunction
 
-    run = JITFunction.run
-    JITFunction.run = lambda self, *args, grid, warmup, **kwargs: record(self, args, kwargs)
+    def run_instead(function, *args, grid, warmup, **kwargs) -> None:
+        named = dict(zip(function.arg_names, args, strict=False)) | kwargs
+        options = {key: named.pop(key) for key in [*named] if key not in function.arg_names}
+        fixed = {p.name: named.pop(p.name) for p in function.params if p.is_constexpr}
+        fixed |= {key: named.pop(key) for key in [*named] if named[key] is None}
+        record(Launch(function, grid, named, fixed, options))
+
+    run, JITFunction.run = JITFunction.run, run_instead
     try:
         yield
     finally:
@@ -264,14 +280,14 @@ def _with_dtype(inputs: tuple, dtype: torch.dtype, which: tuple[int, ...] | None
         yield value.to(dtype) if real and (which is None or index in which) else value
 
 
-def _type_of(value: object) -> str:
+def type_of(value: object) -> str:
     """Name the type of a launch argument in the compiler's words."""
     if isinstance(value, torch.Tensor):
         name = str(value.dtype).removeprefix("torch.")
         short = {"bfloat16": "bf16", "float32": "fp32", "float64": "fp64", "uint8": "u8"}
         return "*" + short.get(name, name.replace("int", "i"))
     if isinstance(value, TensorDescriptor):
-        return f"tensordesc<{_type_of(value.base)[1:]}{value.block_shape}>"
+        return f"tensordesc<{type_of(value.base)[1:]}{value.block_shape}>"
     if isinstance(value, float):
         return "fp32"
     return "i32" if -(2**31) <= value < 2**31 else "i64"

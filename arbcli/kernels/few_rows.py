@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from arbcli.kernels._triton import tl, triton
+from arbcli.kernels.backend import num_processors
 from arbcli.kernels.decode_weight import scale_of
 from arbcli.kernels.packing import BLOCK, PLANE
 from arbcli.kernels.warp_products import HAS_PTX, add_products, add_scaled, spread, take_digits
@@ -552,7 +553,7 @@ def few_rows(
     x = _on_16_bytes(x)
     digits = exponent if fraction is None else fraction
     words = group_size == PLANE and _in_words(exponent) and _in_words(digits)
-    plan = _plan(rows, out_features, words, x.device)
+    plan = _plan(rows, out_features, words, num_processors(x) if x.is_cuda else _PROCESSORS)
     tiles, k_warps = plan["TILES"], plan["K_WARPS"]
     left = triton.cdiv(in_features // BLOCK % (4 * k_warps), k_warps)
     grid = (triton.cdiv(out_features, 16 * plan["HEIGHT"] * plan["N_WARPS"]),)
@@ -566,11 +567,8 @@ def few_rows(
     return y
 
 
-def _plan(rows: int, out_features: int, words: bool, device: torch.device) -> dict[str, int | None]:
+def _plan(rows: int, out_features: int, words: bool, processors: int) -> dict[str, int | None]:
     """Share the work out among warps, such that they all run at once where that is best."""
-    processors = _PROCESSORS
-    if device.type == "cuda":
-        processors = torch.cuda.get_device_properties(device).multi_processor_count
     sixteens = triton.cdiv(out_features, 16 * processors)  # sixteens of rows that a processor has
     many = sixteens > 4
     tiles = next(tiles for tiles in (1, 2, 4, 8) if rows <= 8 * tiles)

@@ -50,9 +50,7 @@ def _execute(PTX: tl.constexpr, thread):
 def allocate(SIZE: tl.constexpr, thread):
     """Reserve bytes of a program, at most 48 KB, once in a kernel; every thread has their begin."""
     PTX: tl.constexpr = _allocate_ptx(SIZE)
-    return tl.inline_asm_elementwise(
-        PTX, "=r,r", [thread], dtype=tl.int32, is_pure=False, pack=1
-    )  # fmt: skip
+    return tl.inline_asm_elementwise(PTX, "=r,r", [thread], dtype=tl.int32, is_pure=False, pack=1)
 
 
 @triton.jit

@@ -10,16 +10,15 @@ before. Addresses have to be somebody's, and aligned.
 import ctypes
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 
 import numpy as np
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from triton.runtime.jit import JITFunction
 
-from arbcli.kernels.compile_ahead import _type_of
+from arbcli.kernels.compile_ahead import Launch, recorded_launches, type_of
 
 SLACK = 16
 """Bytes around a tensor that may be read: words are whole where rows begin at any byte."""
@@ -406,14 +405,11 @@ class Program:
             data[:] = values[thread]
 
 
-def _launch(function, *args, grid, warmup=False, **kwargs) -> None:
+def _execute(launch: Launch) -> None:
     """Compile a launch for an H200 and execute all of its programs."""
-    named = dict(zip(function.arg_names, args, strict=False)) | kwargs
-    options = {key: named.pop(key) for key in [*named] if key not in function.arg_names}
-    constants = {p.name: named.pop(p.name) for p in function.params if p.is_constexpr}
-    constants |= {key: named.pop(key) for key in [*named] if named[key] is None}
+    function, grid, named, constants, options = launch
     signature = {
-        name: "constexpr" if name in constants else _type_of(named[name])
+        name: "constexpr" if name in constants else type_of(named[name])
         for name in function.arg_names
     }
     aligned = {
@@ -447,11 +443,6 @@ def _launch(function, *args, grid, warmup=False, **kwargs) -> None:
         there[:] = data[SLACK:-SLACK]
 
 
-@contextmanager
-def emulated() -> Iterator[None]:
+def emulated() -> AbstractContextManager[None]:
     """Let launches of kernels be executed here."""
-    run, JITFunction.run = JITFunction.run, _launch
-    try:
-        yield
-    finally:
-        JITFunction.run = run
+    return recorded_launches(_execute)

@@ -2,10 +2,8 @@
 
 import pytest
 import torch
-from ptx import emulated
 
 from arbcli.kernels import arranged_matmul as arranged
-from arbcli.kernels._triton import HAS_TRITON
 from arbcli.kernels.backend import use_backend
 from arbcli.kernels.compare import as_tuple, compare
 from arbcli.kernels.decode_weight import decode_weight_reference, random_packed
@@ -13,7 +11,9 @@ from arbcli.kernels.few_rows import few_rows
 from arbcli.kernels.verify import KERNELS, copies, find_kernels
 from arbcli.kernels.workers import Workers
 
-pytestmark = pytest.mark.skipif(not HAS_TRITON, reason="needs triton")
+pytest.importorskip("triton")
+from ptx import emulated
+
 LEFT_OUT = {"gram", "gram_polynomial", "grouped_matmul", "grouped_grad_w"}
 """Two are for the copy engine, which is not executed here; the grouped ones pass in 35 s."""
 
