@@ -9,12 +9,17 @@ a warp takes 16 rows by 160 weights at once, from side to side, whatever K is. S
 times 16 bytes, for c in 0..3 and for r in 0..7: the bytes 8 c .. 8 c + 7 of row r, then those of
 row r + 8, of a block of 160 weights packed as always. Then come the scales, as bf16 halves of them:
 five times (digit d) eight times (row r) those of rows r and r + 8, negative for even digits, as
-`few_rows` decodes these to -2 T and the others to 2 T. Where a result is gated, row r + 8 is the
+`take_digits` gives -2 T for these and 2 T for the others. Where a result is gated, row r + 8 is the
 one that is half a matrix behind row r. What is missing to whole pieces is zeros.
 
-As in `few_rows`, thread 4 r + c of a warp multiplies the eight bytes c of rows r and r + 8, or for
-one or two rows of x four blocks are abreast, and it takes all 32 bytes of block c. A warp has its
-pieces, and what they multiply, in shared memory, and while it computes the next ones are copied.
+As in `few_rows`, thread 4 r + c of a warp multiplies the eight bytes c of rows r and r + 8. A warp
+has its pieces, and what they multiply, in shared memory, and while it computes the next ones are
+copied.
+
+For one or two rows of x four or two blocks are abreast: a thread takes all bytes of a block, or
+half of them, and x is 0 in the columns of y that are another's. Of the eight columns that leaves
+two for a row of x, and so digits are not taken apart at all: prefixes of them are multiplied, once
+with what meets their last digit and once with what meets the next one; see `prefixes`.
 """
 
 from collections.abc import Iterator
@@ -41,7 +46,14 @@ from arbcli.kernels.shared_memory import (
     wait_for_warp,
 )
 from arbcli.kernels.spec import MATRIX, Case, Gate, KernelSpec, Timing
-from arbcli.kernels.warp_products import HAS_PTX, add_products, add_scaled, spread, take_digits
+from arbcli.kernels.warp_products import (
+    HAS_PTX,
+    add_products,
+    centre,
+    prefixes,
+    spread,
+    take_digits,
+)
 
 BLOCK = 5 * PLANE
 """Weights of a row in a piece."""
@@ -53,8 +65,9 @@ MOST_ROWS = 8
 """Largest M: what one instruction multiplies."""
 _PIECE = tl.constexpr(TRIT_BYTES + SCALE_BYTES)
 _SCALES = tl.constexpr(TRIT_BYTES)
+"""Bytes of a piece, and where its scales are."""
 _X_BLOCK = tl.constexpr(2 * BLOCK)
-"""Bytes of a piece, where its scales are, and bytes of a row of x that it multiplies."""
+"""Bytes of a row of x that a piece multiplies."""
 
 
 class Arranged(NamedTuple):
@@ -191,19 +204,27 @@ def _copy_pieces(starts, slot, block, blocks, ABREAST: tl.constexpr):
             copy(target + 16 * j, source + 16 * j, left > j, lane + j < UNITS, False)
 
 
+@triton.constexpr_function
+def _x_stride(abreast):
+    """Find how far blocks of x are apart in shared memory, such that banks do not conflict."""
+    return 2 * BLOCK + (16 if abreast > 1 else 0)
+
+
 @triton.jit
 def _copy_x(x_ptr, slot, block, K, ABREAST: tl.constexpr, M: tl.constexpr):
     """Begin to copy what these pieces multiply; what is missing to whole blocks is zeros."""
-    WIDTH: tl.constexpr = _X_BLOCK // 16 * ABREAST
+    UNITS: tl.constexpr = _X_BLOCK // 16 * ABREAST
     LANES: tl.constexpr = 32 if M == 1 else 16 if M == 2 else 8 if M <= 4 else 4  # of a row
+    PADDING: tl.constexpr = _x_stride(ABREAST) - _X_BLOCK
     lane = tl.arange(0, block.shape[0]) % 32
     m, i = lane // LANES, lane % LANES
     source = (x_ptr + (tl.minimum(m, M - 1) * (K // 4) + 40 * block + 2 * i)).to(tl.int64)
-    target = slot + 16 * (m * WIDTH + i)
+    target = slot + _x_stride(ABREAST) * ABREAST * m
     left = K - 160 * block - 8 * i
-    for j in tl.static_range(0, WIDTH, LANES):
-        some = (m < M) & (i + j < WIDTH)
-        copy(target + 16 * j, source + 16 * j, left > 8 * j, some, True)
+    for j in tl.static_range(0, UNITS, LANES):
+        some = (m < M) & (i + j < UNITS)
+        at = 16 * (i + j) + PADDING * ((i + j) // (_X_BLOCK // 16))
+        copy(target + at, source + 16 * j, left > 8 * j, some, True)
 
 
 @triton.jit
@@ -227,16 +248,10 @@ def _sum_of_squares(word):
 
 @triton.jit
 def _read_unit(pointer, address, PTX: tl.constexpr):
-    """Begin to decode eight bytes of two rows."""
+    """Read eight bytes of two rows: four int32."""
     if PTX:
-        words = read_four(address)
-    else:
-        first, second = tl.load(pointer), tl.load(pointer + 1)
-        words = _halves(first) + _halves(second)
-    qs = ()
-    for i in tl.static_range(4):
-        qs = qs + spread(words[i], PTX)
-    return qs
+        return read_four(address)
+    return _halves(tl.load(pointer)) + _halves(tl.load(pointer + 1))
 
 
 @triton.jit
@@ -249,73 +264,138 @@ def _read_x(pointer, address, left, own, old, PTX: tl.constexpr):
 
 
 @triton.jit
-def _scales_of(piece, r):
-    return (piece + _SCALES // 8).to(tl.pointer_type(tl.int32)) + r
+def _read_scales(piece, r, address, digit: tl.constexpr, PTX: tl.constexpr):
+    """Read the scales of rows r and r + 8."""
+    if PTX:
+        both = read(address + (_SCALES + 32 * digit + 4 * r))
+    else:
+        both = tl.load((piece + _SCALES // 8).to(tl.pointer_type(tl.int32)) + (8 * digit + r))
+    return (both << 16).to(tl.float32, bitcast=True), (both & -0x10000).to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def _add_both(sums, products, pointer, address, PTX: tl.constexpr):
-    """Add products of rows r and r + 8, times their two scales."""
-    scales = read(address) if PTX else tl.load(pointer)
-    upper = (scales << 16).to(tl.float32, bitcast=True)
-    lower = (scales & -0x10000).to(tl.float32, bitcast=True)
-    return add_scaled(sums, products, upper, lower)
+def _total_planes(x_row, x_at, left, late, c, PTX: tl.constexpr):
+    """Add up the elements of x in each of the five planes of a thread's block."""
+    ones = (tl.full(c.shape, 0x3F803F80, tl.int32),) * 8
+    zero, totals = tl.zeros_like(c), ()
+    for i in tl.static_range(3):  # two planes in columns that are neighbours, and then one
+        k = 8 * c + 32 * (2 * i + (late if i < 2 else 0))
+        old = (zero, zero, zero, zero)
+        eight = _read_x(x_row + k // 4, x_at + 2 * k, left - k, c >= 0, old, PTX)
+        sums = add_products((0.0, 0.0, 0.0, 0.0), ones, eight, PTX)
+        totals = totals + (sums[0], sums[1])  # noqa: RUF005
+    return totals
 
 
 @triton.jit
-def _add_piece(
-    sums, pieces, address, unit, r, x, x_ptr, x_address, left, own, PTX: tl.constexpr
+def _of_digit(products, totals, digit: tl.constexpr):
+    """Find the products of a digit in rows r and r + 8 from those of its prefix and the last one.
+
+    They are those of the digit T, or of -T if it is even, and in units of 1 / 64. A prefix is 3
+    more than it should be, but for the whole of a byte: that is taken back.
+    """
+    MORE: tl.constexpr = (-9, -6, -6, -6, 3)[digit]
+    found = ()
+    for row in tl.static_range(2):
+        y = products[digit][2 * row]
+        if digit < 4:
+            y -= 3 * products[digit + 1][2 * row + 1]
+        y -= MORE * totals[digit]
+        found = found + (y if digit % 2 else -y,)  # noqa: RUF005
+    return found
+
+
+@triton.jit
+def _add_pieces(
+    sums, x, starts, slot, x_ptr, block, blocks, K,
+    M: tl.constexpr, ABREAST: tl.constexpr, PREFIXES: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """Add the products of a piece of each tile with the rows of x."""
-    units_at, scales_at = address + (128 * unit + 16 * r), address + (_SCALES + 4 * r)
-    qs, none = (), (0.0, 0.0, 0.0, 0.0)
-    for i in tl.static_range(len(sums)):
-        unit_ptr = pieces[i] + (16 * unit + 2 * r)
-        qs = qs + _read_unit(unit_ptr, units_at + _PIECE * i, PTX)
-    for digit in tl.static_range(4, -1, -1):
-        k = 32 * digit
-        eight = _read_x(x_ptr + k // 4, x_address + 2 * k, left - k, own, x[0], PTX)
-        trits, qs = take_digits(qs, digit, PTX)
-        added = ()
-        for i in tl.static_range(len(sums)):
-            products = add_products(none, trits[8 * i : 8 * i + 8], eight, PTX)
-            scale_ptr = _scales_of(pieces[i], r) + 8 * digit
-            scale_at = scales_at + (_PIECE * i + 32 * digit)
-            added = added + (_add_both(sums[i], products, scale_ptr, scale_at, PTX),)  # noqa: RUF005
-        sums = added
-    return sums
+    """Add the products of the pieces of each tile that a warp takes at once.
 
+    Column r of y is of a row m of x and of one of the blocks, and with `PREFIXES` there are two of
+    them: of what meets the last digit of a prefix, and what meets the next. `x` is a ring of
+    registers, which are 0 where a column is of another block than a thread's bytes.
+    """
+    HEIGHT: tl.constexpr = len(starts)
+    thread = tl.arange(0, block.shape[0])
+    r, c = thread // 4 % 8, thread % 4
+    column, late = (r // 2, r % 2) if PREFIXES else (r, 0)
+    COLUMNS: tl.constexpr = (4 if PREFIXES else 8) // ABREAST  # of a block
+    theirs, m = column // COLUMNS, tl.minimum(column % COLUMNS, M - 1)
+    mine, unit = c * ABREAST // 4, c % (4 // ABREAST) * ABREAST
+    own = mine == theirs if ABREAST > 1 else r >= 0
+    x_row = x_ptr + (m * (K // 4) + 40 * (block + theirs))
+    x_at = slot + (_PIECE * ABREAST * HEIGHT + _x_stride(ABREAST) * (ABREAST * m + theirs))
+    left = K - 160 * (block + theirs)
+    pieces, pieces_at = (), ()
+    for i in tl.static_range(HEIGHT):
+        piece = starts[i] + _PIECE // 8 * tl.minimum(block + mine, blocks - 1)
+        pieces = pieces + (piece,)  # noqa: RUF005
+        pieces_at = pieces_at + (slot + _PIECE * (ABREAST * i + mine),)  # noqa: RUF005
 
-@triton.jit
-def _add_four_pieces(
-    sums, piece, address, r, x, x_ptr, x_address, left, own, PTX: tl.constexpr
-):  # fmt: skip
-    """Add the products of four pieces abreast; `x` is a ring of registers, 0 but where `own`."""
-    units_at, scales_at = address + 16 * r, address + (_SCALES + 4 * r)
-    zero = tl.zeros_like(sums[0])
-    products = ((zero, zero, zero, zero),) * 5
-    for unit in tl.static_range(4):
-        qs = _read_unit(piece + (16 * unit + 2 * r), units_at + 128 * unit, PTX)
-        added = ()
+    totals = ()
+    if PREFIXES:
+        totals = _total_planes(x_row, x_at, left, late, c, PTX)
+    products = (((0.0, 0.0, 0.0, 0.0),) * 5,) * HEIGHT
+    for j in tl.static_range(ABREAST):
+        bytes_ = ()
+        for i in tl.static_range(HEIGHT):
+            unit_ptr, unit_at = pieces[i] + 16 * (unit + j), pieces_at[i] + 128 * (unit + j)
+            words = _read_unit(unit_ptr + 2 * r, unit_at + 16 * r, PTX)
+            for k in tl.static_range(4):
+                bytes_ = bytes_ + (centre(words[k], PTX) if PREFIXES else spread(words[k], PTX))
         for digit in tl.static_range(4, -1, -1):
-            k = 32 * digit + 8 * unit
-            trits, qs = take_digits(qs, digit, PTX)
-            eight = _read_x(x_ptr + k // 4, x_address + 2 * k, left - k, own, x[0], PTX)
-            x = x[1:] + (eight,)  # noqa: RUF005
-            added = (add_products(products[digit], trits, eight, PTX),) + added  # noqa: RUF005
-        products = added
-    for digit in tl.static_range(5):
-        scale_ptr, scale_at = _scales_of(piece, r) + 8 * digit, scales_at + 32 * digit
-        sums = _add_both(sums, products[digit], scale_ptr, scale_at, PTX)
+            plane = digit - (late if digit > 0 else 0)
+            k = 8 * (unit + j) + 32 * plane
+            eight = _read_x(x_row + k // 4, x_at + 2 * k, left - k, own, x[0], PTX)
+            if ABREAST > 1:
+                x = x[1:] + (eight,)  # noqa: RUF005
+            if PREFIXES:
+                pairs = prefixes(bytes_, digit, PTX)
+            else:
+                pairs, bytes_ = take_digits(bytes_, digit, PTX)
+            for i in tl.static_range(HEIGHT):
+                of_tile = products[i]
+                added = add_products(of_tile[digit], pairs[8 * i : 8 * i + 8], eight, PTX)
+                of_tile = of_tile[:digit] + (added,) + of_tile[digit + 1 :]  # noqa: RUF005
+                products = products[:i] + (of_tile,) + products[i + 1 :]  # noqa: RUF005
+                if j == ABREAST - 1:
+                    scales = _read_scales(pieces[i], r, pieces_at[i], digit, PTX)
+                    y = _of_digit(of_tile, totals, digit) if PREFIXES else added
+                    sums = sums[:i] + (_add_scaled(sums[i], y, scales),) + sums[i + 1 :]  # noqa: RUF005
     return sums, x
 
 
 @triton.jit
-def _over_quad(value):
-    """Sum over the four threads of a row; each of them has the sum."""
-    QUADS: tl.constexpr = value.shape[0] // 4
-    total = tl.sum(tl.reshape(value, (QUADS, 4)), axis=1, keep_dims=True)
-    return tl.reshape(tl.broadcast_to(total, (QUADS, 4)), value.shape)
+def _add_scaled(sums, products, scales):
+    """Add products, the first half of row r and the others of row r + 8, times their scales."""
+    added = ()
+    for i in tl.static_range(len(sums)):
+        added = added + (sums[i] + products[i] * scales[2 * i // len(sums)],)  # noqa: RUF005
+    return added
+
+
+@triton.jit
+def _over_blocks(value, BLOCKS: tl.constexpr):
+    """Sum over blocks that are abreast in the four threads of a row; each of them has the sum."""
+    if BLOCKS == 1:
+        return value
+    shape: tl.constexpr = (value.shape[0] // 4, BLOCKS, 4 // BLOCKS)
+    total = tl.sum(tl.reshape(value, shape), axis=1, keep_dims=True)
+    return tl.reshape(tl.broadcast_to(total, shape), value.shape)
+
+
+@triton.jit
+def _over_warps(sums, WARPS: tl.constexpr, ABREAST: tl.constexpr):
+    """Sum over warps, and over blocks that are abreast: rows r and r + 8, by one or two of x."""
+    upper, lower = _over_blocks(sums[0], ABREAST), _over_blocks(sums[len(sums) // 2], ABREAST)
+    if len(sums) == 2:
+        both = tl.reshape(tl.join(upper, lower), (WARPS, 32, 1, 2))
+    else:
+        upper = tl.join(upper, _over_blocks(sums[1], ABREAST))
+        lower = tl.join(lower, _over_blocks(sums[3], ABREAST))
+        both = tl.reshape(tl.join(upper, lower), (WARPS, 32, 2, 2))
+    return tl.split(tl.sum(both, axis=0))
 
 
 @triton.jit
@@ -347,25 +427,24 @@ def _arranged_matmul_kernel(
     SQUARES: tl.constexpr, PTX: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     thread = tl.arange(0, 32 * WARPS)
-    warp, r, c = thread // 32, thread // 4 % 8, thread % 4
+    warp, c = thread // 32, thread % 4
     zero, nothing = tl.zeros(thread.shape, tl.float32), tl.zeros_like(thread)
+    PREFIXES: tl.constexpr = ABREAST > 1 and M <= 2
+    ROWS: tl.constexpr = 1 if PREFIXES else 2  # of x whose products a thread has
+    UNIT: tl.constexpr = 128.0 if PREFIXES else 1.0  # of what is multiplied
     first_tile = tl.program_id(0).to(tl.int64) * HEIGHT
     starts, sums = (), ()
     for i in tl.static_range(HEIGHT):
         tile = tl.minimum(first_tile + i, tiles - 1)
         starts = starts + (pieces_ptr + _PIECE // 8 * blocks * tile,)  # noqa: RUF005
-        sums = sums + ((zero, zero, zero, zero),)  # noqa: RUF005
+        sums = sums + ((zero,) * (2 * ROWS),)  # noqa: RUF005
     STEP: tl.constexpr = ABREAST * WARPS
     block = ABREAST * warp  # the first of those that a warp takes
-    if ABREAST == 4:  # a thread has a block of its own, and multiplies it with two rows
-        mine, k, m, own = c, 160 * c, tl.minimum(r % 2, M - 1), r // 2 == c
-    else:
-        mine, k, m, own = nothing, 8 * c, tl.minimum(r, M - 1), r >= 0
-    x = ((nothing, nothing, nothing, nothing),) * (5 if ABREAST == 4 else 1)
+    x = ((nothing, nothing, nothing, nothing),) * (5 if ABREAST > 1 else 1)
 
     # a warp's slots: what it multiplies, and if it takes several steps what it multiplies next
     PIECES: tl.constexpr = _PIECE * ABREAST * HEIGHT
-    SLOT: tl.constexpr = PIECES + _X_BLOCK * ABREAST * M
+    SLOT: tl.constexpr = PIECES + _x_stride(ABREAST) * ABREAST * M
     slot, free = nothing, nothing
     if PTX:
         slot = allocate((1 if ONE else 2) * SLOT * WARPS, thread) + SLOT * warp
@@ -393,76 +472,65 @@ def _arranged_matmul_kernel(
                 _copy_x(x_ptr, free + PIECES, block + STEP, K, ABREAST, M)
                 commit(thread)
             wait_for_copies(0 if ONE else 1, thread)
-        pieces = ()
-        for i in tl.static_range(HEIGHT):
-            piece = starts[i] + _PIECE // 8 * tl.minimum(block + mine, blocks - 1)
-            pieces = pieces + (piece,)  # noqa: RUF005
-        address = slot + _PIECE * mine
-        row, left = x_ptr + (m * (K // 4) + 40 * block + k // 4), K - 160 * block - k
-        at = slot + (PIECES + _X_BLOCK * ABREAST * m + 2 * k)
-        if ABREAST == 4:
-            one, x = _add_four_pieces(
-                sums[0], pieces[0], address, r, x, row, at, left, own, PTX
-            )  # fmt: skip
-            sums = (one,)
-        else:
-            sums = _add_piece(sums, pieces, address, c, r, x, row, at, left, own, PTX)
+        sums, x = _add_pieces(
+            sums, x, starts, slot, x_ptr, block, blocks, K, M, ABREAST, PREFIXES, PTX
+        )
         block += STEP
         slot, free = free, slot
-    if ABREAST == 4:
-        a, b, c_, d = sums[0]
-        sums = ((_over_quad(a), _over_quad(b), _over_quad(c_), _over_quad(d)),)
 
     if M == 1:
         # the four threads of a row have the same sums: one passes on each of them, one the squares
         of_x = zero
         if NORM:
-            of_x = _over_quad(squares[0])
+            of_x = _over_blocks(squares[0], 4)
         which = tl.arange(0, 4)[None, :]
         for i in tl.static_range(HEIGHT):
-            shares = tl.where(c == 0, sums[i][0], tl.where(c == 1, sums[i][2], of_x))
+            upper = _over_blocks(sums[i][0], ABREAST)
+            lower = _over_blocks(sums[i][ROWS], ABREAST)
+            shares = tl.where(c == 0, upper, tl.where(c == 1, lower, of_x))
             shares = tl.sum(tl.reshape(shares, (WARPS, 8, 4)), axis=0)
-            upper = tl.sum(tl.where(which == 0, shares, 0), axis=1)
-            lower = tl.sum(tl.where(which == 1, shares, 0), axis=1)
+            scale = UNIT
             if NORM:
-                scale = tl.rsqrt(tl.sum(tl.where(which == 2, shares, 0)) / K + eps)
-                upper, lower = upper * scale, lower * scale
+                scale *= tl.rsqrt(tl.sum(tl.where(which == 2, shares, 0)) / K + eps)
+            upper = tl.sum(tl.where(which == 0, shares, 0), axis=1) * scale
+            lower = tl.sum(tl.where(which == 1, shares, 0), axis=1) * scale
             n = (first_tile + i) * (8 if GATED else 16) + tl.arange(0, 8)
             _store_both(upper, lower, added_ptr, y_ptr, 0, n, N, n >= 0, GATED, ADD)
     else:
-        share = tl.arange(0, 32)
-        for j in tl.static_range(2):
-            m = 2 * (share % 4) + j
-            scale = tl.full((32,), 1.0, tl.float32)
-            if NORM:
-                for i in tl.static_range(M):
-                    of_row = tl.rsqrt(tl.sum(squares[i]) / K + eps)
-                    scale = tl.where(m == i, of_row, scale)
-            for i in tl.static_range(HEIGHT):
-                upper = tl.sum(tl.reshape(sums[i][j], (WARPS, 32)), axis=0) * scale
-                lower = tl.sum(tl.reshape(sums[i][2 + j], (WARPS, 32)), axis=0) * scale
-                n = (first_tile + i) * (8 if GATED else 16) + share // 4
-                _store_both(upper, lower, added_ptr, y_ptr, m, n, N, m < M, GATED, ADD)
+        share = tl.arange(0, 32)[:, None]
+        m = ROWS * (share % 4) + tl.arange(0, ROWS)[None, :]  # beyond M are others' once more
+        scale = tl.full(m.shape, UNIT, tl.float32)
+        if NORM:
+            for i in tl.static_range(M):
+                of_row = tl.rsqrt(tl.sum(squares[i]) / K + eps)
+                scale = tl.where(m == i, UNIT * of_row, scale)
+        for i in tl.static_range(HEIGHT):
+            upper, lower = _over_warps(sums[i], WARPS, ABREAST)
+            n = (first_tile + i) * (8 if GATED else 16) + share // 4
+            _store_both(upper * scale, lower * scale, added_ptr, y_ptr, m, n, N, m < M, GATED, ADD)
 
 
 class Tiling(NamedTuple):
     """How the work is shared out."""
 
     abreast: int
-    """Blocks that a warp takes at once: 1, or for one or two rows 4."""
+    """Blocks that a warp takes at once: 1, or 4 for one row of x and 2 for up to four."""
     height: int
-    """Tiles of a program, which share what is loaded of x; 1 if blocks are abreast."""
+    """Tiles of a program, which share what is loaded of x."""
     warps: int
     """Of a program; each takes a share of the columns."""
 
 
 def _tiling(rows: int, tiles: int, blocks: int, processors: int) -> Tiling:
     """Choose the fastest on an H200, for small matrices the fastest when they overlap."""
-    if rows > 2:
-        return Tiling(1, 4 if tiles > 4 * processors else 2, 4)
-    if tiles <= processors:
-        return Tiling(1, 1, 16)
-    return Tiling(4, 1, 2 if blocks > 48 else 4)
+    many, warps = tiles > 4 * processors, 2 if blocks > 48 else 4
+    if rows == 1:
+        return Tiling(1, 1, 16) if tiles <= processors else Tiling(4, 1, warps)
+    if rows == 2:
+        return Tiling(2, 2, 4) if many else Tiling(2, 1, 2 if blocks > 48 else 8)
+    if rows <= 4:
+        return Tiling(2, 2 if many else 1, warps)
+    return Tiling(1, 4 if tiles > 6 * processors else 2, 4)
 
 
 def _arranged_matmul_triton(x, pieces, out_features, in_features, gated, eps, added, dtype):
@@ -581,9 +649,10 @@ ARRANGED_MATMUL = KernelSpec(
     _cases,
     Gate(
         exact=False,
-        relative=1e-5,
+        relative=1e-4,
         peer_slack=0.1,
-        reason="float32 sums of up to 3288 products; in bf16 one rounding, as torch's float32 has",
+        reason="float32 sums of up to 3288 products, for one or two rows of 3 x more than they come"
+        " to; in bf16 one rounding, as torch's float32 has",
     ),
     timings=_timings,
 )  # fmt: skip

@@ -25,6 +25,15 @@ _ODD_DIGIT = tl.constexpr("""
 lop3.b32 $0, $2, 0xC000C000, 0, 0x0C;  // ~q & ..
 mad.lo.s32 $1, $2, -3, $0;
 """)
+_CENTRE = tl.constexpr("""{
+.reg .b32 factor, least;
+mov.b32 factor, 0x7F007F00;  // 2**127
+mov.b32 least, 0xBFF2BFF2;  // -121 / 64
+prmt.b32 $0, $2, 0, 0x4140;
+prmt.b32 $1, $2, 0, 0x4342;
+fma.rn.bf16x2 $0, $0, factor, least;
+fma.rn.bf16x2 $1, $1, factor, least;
+}""")
 _MULTIPLY = tl.constexpr("""
 mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32
     {$0, $1, $2, $3}, {$4, $5, $6, $7}, {$12, $13}, {$16, $17, $18, $19};
@@ -82,6 +91,74 @@ def take_digits(qs, digit: tl.constexpr, PTX: tl.constexpr):
         trits = trits + (two,)  # noqa: RUF005
         rest = rest + (q,)  # noqa: RUF005
     return trits, rest
+
+
+@triton.constexpr_function
+def _prefix_ptx(digit):
+    power = ("", "3EAB", "3DE4", "3D18", "3C4A")[digit]
+    return f"""{{
+.reg .b32 factor, three;
+mov.b32 factor, 0x{power}{power};  // 3**-{digit}
+mov.b32 three, 0x40404040;
+fma.rn.bf16x2 $0, $1, factor, three;
+}}"""
+
+
+@triton.jit
+def centre(word, PTX: tl.constexpr):
+    """Read four bytes B as bf16 numbers (B - 121) / 64: two int32, of bytes 0, 1 and of 2, 3.
+
+    A byte is a bf16 as it is, B * 2**-133: below 128 a subnormal one, but that makes no difference.
+    """
+    if PTX:
+        return tl.inline_asm_elementwise(
+            _CENTRE, "=&r,=&r,r", [word], dtype=(tl.int32,) * 2, is_pure=True, pack=1
+        )
+    a, b = (word & 0xFF) - 121, ((word >> 8) & 0xFF) - 121
+    c, d = ((word >> 16) & 0xFF) - 121, ((word >> 24) & 0xFF) - 121
+    return _pair(a / 64, b / 64), _pair(c / 64, d / 64)
+
+
+@triton.jit
+def _pair(low, high):
+    """Put two float32 that bf16 can hold into an int32."""
+    low, high = low.to(tl.int32, bitcast=True), high.to(tl.int32, bitcast=True)
+    return ((low >> 16) & 0xFFFF) | (high & -0x10000)
+
+
+@triton.jit
+def _prefix(pair, digit: tl.constexpr, PTX: tl.constexpr):
+    if PTX:
+        CODE: tl.constexpr = _prefix_ptx(digit)
+        return tl.inline_asm_elementwise(
+            CODE, "=r,r", [pair], dtype=tl.int32, is_pure=True, pack=1
+        )  # fmt: skip
+    return _pair(_prefix_of(pair << 16, digit), _prefix_of(pair & -0x10000, digit))
+
+
+@triton.jit
+def _prefix_of(bits, digit: tl.constexpr):
+    ONES: tl.constexpr = (3 ** (5 - digit) - 1) // 2  # the prefix of trits that are all 1
+    byte = (64 * bits.to(tl.float32, bitcast=True)).to(tl.int32) + 121
+    return (byte // 3**digit - ONES) / 64 + 3.0
+
+
+@triton.jit
+def prefixes(vs, digit: tl.constexpr, PTX: tl.constexpr):
+    """Find what the trits T_4 .. T_digit of everything that was centred spell, p.
+
+    p_4 = T_4 and p_d = 3 p_(d+1) + T_d, so that T_d = p_d - 3 p_(d+1). As the trits behind a prefix
+    are less than half of its last place, p_d is V / 3**d rounded, where V = p_0 = B - 121. Adding 3
+    in bf16 rounds to units of 1 / 64: one instruction finds two prefixes.
+
+    Returns:
+        Pairs of bf16, p_0 / 64 or 3 + p_digit / 64.
+    """
+    found = ()
+    for i in tl.static_range(len(vs)):
+        pair = vs[i] if digit == 0 else _prefix(vs[i], digit, PTX)
+        found = found + (pair,)  # noqa: RUF005
+    return found
 
 
 @triton.jit
