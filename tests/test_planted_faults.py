@@ -52,10 +52,10 @@ FAULTS = [
         "quantise_rows",
     ),
     kernel(
-        "odd digits of e4m3 negated, not even ones", "if digit % 2 == 0:", "if digit % 2 == 1:",
-        "decode_e4m3",
+        "odd digits of e4m3 negated, not even ones",
+        "0x40404040 if digit % 2 else", "0x40404040 if digit % 2 == 0 else", "decode_e4m3",
     ),
-    kernel("e4m3 without signs", "bits.to(tl.int32) | sign", "bits.to(tl.int32)", "decode_e4m3"),
+    kernel("e4m3 without signs", "& nonzero) ^ trits", "& nonzero)", "decode_e4m3"),
     kernel(
         "e4m3 an octave off",
         "inverse = ((127 - octave) << 23)", "inverse = ((126 - octave) << 23)", "decode_e4m3",
@@ -73,7 +73,24 @@ FAULTS = [
     ),
     kernel(
         "even digits taken with both bits flipped",
-        "(left ^ 0x40000000)", "(left ^ 0xC0000000)", "decode_weight", "packing",
+        "(left ^ 0x40000000)", "(left ^ 0xC0000000)", "gradient_statistics T32", "packing",
+    ),
+    kernel(
+        "even digits of pairs taken with both bits flipped",
+        "0x40004000 if digit % 2 == 0", "-0x3FFF4000 if digit % 2 == 0", "decode_weight T32",
+        "warp_products",
+    ),
+    kernel(
+        "prefixes rounded down", "byte // 3**digit - ONES", "(byte - 1) // 3**digit - ONES",
+        "arranged_matmul", "warp_products",
+    ),
+    kernel(
+        "what prefixes are more not taken back from the first digit",
+        "(-9, -6, -6, -6, 3)", "(-9, -6, -6, -6, 0)", "arranged_matmul",
+    ),
+    kernel(
+        "words of a row taken twice", "low = shift_pair(loaded[3 * i], loaded",
+        "low = shift_pair(loaded[3 * i + 1], loaded", "decode_weight T32", "decode_weight",
     ),
     kernel(
         "column stride ignored", "k[None, :] * stride_tk,", "k[None, :],", "pack_trits", "packing",
@@ -86,7 +103,7 @@ FAULTS = [
     ),
     kernel(
         "fifth digit read as the fourth",
-        "tl.where(digit == 4, 17674763, factor)", "tl.where(digit == 4, 53024288, factor)",
+        "2**32 // 3 ** (digit + 1) + 1", "2**32 // 3 ** (min(digit, 3) + 1) + 1",
         "gradient_statistics", "packing",
     ),
     # scales
@@ -224,7 +241,7 @@ FAULTS = [
     ),
     # generation
     kernel(
-        "blocks abreast multiplied by each other's x", "r // 2 == c", "r // 2 == 3 - c",
+        "blocks abreast multiplied by each other's x", "mine == theirs if", "mine == 3 - theirs if",
         "arranged_matmul",
     ),
     kernel(

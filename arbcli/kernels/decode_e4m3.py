@@ -16,16 +16,10 @@ from arbcli.kernels.decode_weight import (
     check_scales,
     decode_weight_reference,
     decode_weight_torch,
-    load_scale,
     random_packed,
+    scale_of,
 )
-from arbcli.kernels.packing import (
-    byte_tiles,
-    check_packed,
-    first_digit,
-    plane_offsets,
-    take_trit,
-)
+from arbcli.kernels.packing import BLOCK, byte_tiles, check_packed, plane_offsets
 from arbcli.kernels.quantise_rows import (
     E4M3,
     LARGEST_OCTAVE,
@@ -34,6 +28,7 @@ from arbcli.kernels.quantise_rows import (
     to_e4m3,
 )
 from arbcli.kernels.spec import MATRIX, Case, KernelSpec, Timing
+from arbcli.kernels.warp_products import take_digits
 
 
 def decode_e4m3_reference(
@@ -62,66 +57,141 @@ def _decode_e4m3_torch(packed, exponent, fraction, in_features, group_size, tran
 
 
 @triton.jit
-def _times(trit, bits, digit: tl.constexpr):
-    """Multiply the bits of positive e4m3 numbers by the signs of what `take_trit` returned."""
-    sign = (trit.to(tl.int32, bitcast=True) >> 24) & 0x80
-    if digit % 2 == 0:
-        sign ^= 0x80
-    return tl.where(trit == 0, 0, bits.to(tl.int32) | sign).to(tl.uint8)
+def _spread(word):
+    """Begin to decode four bytes as `warp_products` does: two int32, of bytes 0, 2 and 1, 3."""
+    return (word & 0xFF00FF) * 202 + 0x850085, ((word >> 8) & 0xFF00FF) * 202 + 0x850085
+
+
+@triton.jit
+def _times(even, odd, scales, digit: tl.constexpr):
+    """Multiply four positive e4m3 numbers by what `take_digits` gave for the bytes of `_spread`."""
+    # on top of four bytes: 00 for 0, 01 for 1, 11 for -1, and of even digits negated
+    trits = (even.to(tl.uint32, bitcast=True) >> 8) | odd.to(tl.uint32, bitcast=True)
+    trits = trits.to(tl.int32, bitcast=True)
+    nonzero = ((trits >> 6) & 0x01010101) * 0xFF
+    SIGN_OF_1: tl.constexpr = 0x40404040 if digit % 2 else -0x3F3F3F40  # 01 or 11, four times
+    return ((scales ^ SIGN_OF_1) & nonzero) ^ trits
 
 
 @triton.jit
 def _decode_e4m3_kernel(
     packed_ptr, exponent_ptr, fraction_ptr, largest_ptr, q_ptr, scale_ptr,
     N, K, row_bytes,
-    stride_pn, stride_pb, stride_en, stride_eg, stride_fn, stride_fg, stride_qn, stride_qk,
+    stride_pn, stride_pb, stride_en, stride_eg, stride_fn, stride_fg, stride_q,
     GROUP: tl.constexpr, HAS_FRACTION: tl.constexpr, TRANSPOSED: tl.constexpr,
-    BLOCK_N: tl.constexpr,
+    GROUPS: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Decode a block of columns.
-
-    Scales are rounded by integers: they are few, and triton 3.6 converted a column of them wrongly.
-    """
-    block = tl.program_id(1)
-    rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    offs_n = rows.to(tl.int64)[:, None]
-    offs_j = tl.arange(0, 32)[None, :]
-    offs_b = block * 32 + offs_j
-    mask_n = offs_n < N
+    """Decode a block of some rows; programs follow each other along a row of q."""
+    program, blocks, tiles = tl.program_id(0), tl.cdiv(row_bytes, 32), tl.cdiv(N, BLOCK_N)
+    if TRANSPOSED:
+        block, tile = blocks - 1 - program // tiles, program % tiles  # a short one takes longest
+    else:
+        block, tile = program % blocks, program // blocks
+    n, b, group = (tile * BLOCK_N).to(tl.int64), block * 32, block * 160 // GROUP
+    packed_ptr += n * stride_pn + b.to(tl.int64) * stride_pb
+    exponent_ptr += n * stride_en + group.to(tl.int64) * stride_eg
+    fraction_ptr += n * stride_fn + group.to(tl.int64) * stride_fg
+    q_ptr += n if TRANSPOSED else n * stride_q
+    rows = tl.minimum(N - n, BLOCK_N).to(tl.int32)
     octave = tl.load(largest_ptr).to(tl.int32) - 7
+    if (GROUP % 32 == 0) & (block * 160 + 160 <= K) & (stride_q % 4 == 0):
+        _decode_block(
+            packed_ptr, exponent_ptr, fraction_ptr, octave, q_ptr, rows, block, K, row_bytes,
+            stride_pn, stride_pb, stride_en, stride_eg, stride_fn, stride_fg, stride_q,
+            GROUP, HAS_FRACTION, TRANSPOSED, GROUPS, BLOCK_N, True,
+        )  # fmt: skip
+    else:
+        _decode_block(
+            packed_ptr, exponent_ptr, fraction_ptr, octave, q_ptr, rows, block, K, row_bytes,
+            stride_pn, stride_pb, stride_en, stride_eg, stride_fn, stride_fg, stride_q,
+            GROUP, HAS_FRACTION, TRANSPOSED, GROUPS, BLOCK_N, False,
+        )  # fmt: skip
+    if TRANSPOSED:
+        row, end, once = block * 160 + tl.arange(0, 256), block * 160 + 160, tile == 0
+    else:
+        row, end, once = n + tl.arange(0, BLOCK_N), N, block == 0
+    if once:
+        scale = ((127 + octave) << 23).to(tl.float32, bitcast=True)
+        mask = row < tl.minimum(end, K if TRANSPOSED else N)
+        tl.store(scale_ptr + row, tl.zeros(row.shape, tl.float32) + scale, mask=mask)
+
+
+@triton.jit
+def _decode_block(
+    packed_ptr, exponent_ptr, fraction_ptr, octave, q_ptr, rows, block, K, row_bytes,
+    stride_pn, stride_pb, stride_en, stride_eg, stride_fn, stride_fg, stride_q,
+    GROUP: tl.constexpr, HAS_FRACTION: tl.constexpr, TRANSPOSED: tl.constexpr,
+    GROUPS: tl.constexpr, BLOCK_N: tl.constexpr, PLANES: tl.constexpr,
+):  # fmt: skip
+    """Decode a block of rows, four neighbours in q at once: an int32.
+
+    They come from the same byte of four rows if `TRANSPOSED`, else from four bytes of one row. All
+    is [8, rows], so that what a warp reads at once lies in few rows. With `PLANES` the block is
+    full, each plane lies within one group, and the int32 are stored whole.
+    """
+    PARTS: tl.constexpr = 4 if TRANSPOSED else 1  # of the bytes of a row, and rows of an int32
+    offs_w = tl.arange(0, BLOCK_N // PARTS)[None, :]
+    n, j = PARTS * offs_w, 4 * tl.arange(0, 8)[:, None]
+    left = ()
+    for part in tl.static_range(PARTS):
+        word = tl.zeros((j + n).shape, tl.int32)
+        for i in tl.static_range(4):
+            n_i, j_i = (n + i, j + part) if TRANSPOSED else (n, j + i)
+            j_i = j_i if PLANES else tl.minimum(j_i, row_bytes - block * 32 - 1)
+            byte = tl.load(packed_ptr + tl.minimum(n_i, rows - 1) * stride_pn + j_i * stride_pb)
+            word |= byte.to(tl.int32) << 8 * i
+        left = left + _spread(word)
+
+    first_group = block * 160 // GROUP
+    group = tl.minimum(tl.arange(0, GROUPS)[:, None], tl.cdiv(K, GROUP) - 1 - first_group)
     inverse = ((127 - octave) << 23).to(tl.float32, bitcast=True)
-    scale = ((127 + octave) << 23).to(tl.float32, bitcast=True)
-    byte = tl.load(  # [BLOCK_N, 32] uint8
-        packed_ptr + offs_n * stride_pn + offs_b * stride_pb,
-        mask=mask_n & (offs_b < row_bytes), other=0,
-    )  # fmt: skip
-    left = first_digit(byte)
-    q_ptrs = q_ptr + offs_n * stride_qn
-    by_plane = (GROUP % 32 == 0) & (block * 160 + 160 <= K)
+    scales = tl.zeros((group + n).shape, tl.int32)
+    for i in tl.static_range(PARTS):
+        n_i = tl.minimum(n + i, rows - 1)
+        exponent = tl.load(exponent_ptr + n_i * stride_en + group * stride_eg)
+        fraction = tl.zeros_like(exponent)
+        if HAS_FRACTION:
+            fraction = tl.load(fraction_ptr + n_i * stride_fn + group * stride_fg)
+        # by integers, as triton 3.6 converted a column of scales wrongly
+        scale = to_e4m3(scale_of(exponent, fraction) * inverse, False)
+        scales |= scale.to(tl.int32) << 8 * i
+    if not TRANSPOSED:
+        scales *= 0x01010101
+
+    first_k = block * 160
+    if TRANSPOSED:
+        four_ptr = (q_ptr + first_k.to(tl.int64) * stride_q).to(tl.pointer_type(tl.int32))
+        four_ptrs = four_ptr + j * (stride_q // 4) + offs_w
+    else:
+        four_ptrs = q_ptr + first_k + (n * stride_q + j)
     for digit in tl.static_range(4, -1, -1):
-        trit, left = take_trit(left, digit)
-        if by_plane:
-            first = block * 160 + digit * 32
-            of_plane = load_scale(  # [BLOCK_N, 1]
-                exponent_ptr, fraction_ptr, offs_n, first // GROUP, mask_n,
-                stride_en, stride_eg, stride_fn, stride_fg, HAS_FRACTION,
-            )  # fmt: skip
-            k = first + offs_j
-            q = _times(trit, to_e4m3(of_plane * inverse, False), digit)
-            tl.store(q_ptrs + k.to(tl.int64) * stride_qk, q, mask=mask_n)
-        else:
-            k = plane_offsets(offs_b, K, digit)
-            mask = mask_n & (k < K)
-            of_group = load_scale(  # [BLOCK_N, 32]
-                exponent_ptr, fraction_ptr, offs_n, k // GROUP, mask,
-                stride_en, stride_eg, stride_fn, stride_fg, HAS_FRACTION,
-            )  # fmt: skip
-            q = _times(trit, to_e4m3(of_group * inverse, False), digit)
-            tl.store(q_ptrs + k.to(tl.int64) * stride_qk, q, mask=mask)
-        if TRANSPOSED and tl.program_id(0) == 0:
-            tl.store(scale_ptr + k, tl.zeros_like(k).to(tl.float32) + scale, mask=k < K)
-    if not TRANSPOSED and block == 0:
-        tl.store(scale_ptr + rows, tl.zeros_like(rows).to(tl.float32) + scale, mask=rows < N)
+        trits, left = take_digits(left, digit, False)
+        if PLANES:
+            if 160 % GROUP == 0:
+                of_plane = tl.zeros_like(n) + 32 * digit // GROUP
+            else:
+                of_plane = tl.zeros_like(n) + (first_k + 32 * digit) // GROUP - first_group
+            of_plane = tl.gather(scales, of_plane, 0)
+        for part in tl.static_range(PARTS):
+            even, odd = trits[2 * part], trits[2 * part + 1]
+            if PLANES:
+                q = _times(even, odd, of_plane, digit)
+                if TRANSPOSED:
+                    q_ptrs = four_ptrs + (32 * digit + part) * (stride_q // 4)
+                else:
+                    q_ptrs = (four_ptrs + 32 * digit).to(tl.pointer_type(tl.int32))
+                tl.store(q_ptrs, q, mask=n < rows)
+            else:
+                for i in tl.static_range(4):
+                    if i == 0 or not TRANSPOSED:
+                        k = plane_offsets(block * 32 + j + part + i, K, digit)
+                        of_k = tl.minimum(k // GROUP - first_group, GROUPS - 1)
+                        of_k = tl.gather(scales, tl.zeros_like(n) + of_k, 0)
+                        four = _times(even, odd, of_k, digit)
+                    n_i = n + i if TRANSPOSED else n
+                    at = k.to(tl.int64) * stride_q + n_i if TRANSPOSED else n_i * stride_q + k
+                    q = (four >> 8 * i).to(tl.uint8)
+                    tl.store(q_ptr + at, q, mask=(k < K) & (n_i < rows))
 
 
 def _decode_e4m3_triton(packed, exponent, fraction, in_features, group_size, transposed):
@@ -130,14 +200,15 @@ def _decode_e4m3_triton(packed, exponent, fraction, in_features, group_size, tra
     q = torch.empty(shape, dtype=E4M3, device=packed.device)
     scale = torch.empty(1, len(q), device=packed.device)
     digits = exponent if fraction is None else fraction
-    strides = q.stride()[::-1] if transposed else q.stride()
-    block_n, warps = (32, 4) if transposed else (8, 1)
-    _decode_e4m3_kernel[byte_tiles(rows, num_bytes, block_n)](
+    block_n, warps = (128, 4) if transposed else (8, 1)  # the fastest on an H200
+    groups = max(8, triton.next_power_of_2((BLOCK - 1) // group_size + 2))  # that a block may meet
+    tiles, blocks = byte_tiles(rows, num_bytes, block_n)
+    _decode_e4m3_kernel[(tiles * blocks,)](
         packed, exponent, digits, exponent.amax(), q.view(torch.uint8), scale,
         rows, in_features, num_bytes,
-        *packed.stride(), *exponent.stride(), *digits.stride(), *strides,
+        *packed.stride(), *exponent.stride(), *digits.stride(), shape[1],
         GROUP=group_size, HAS_FRACTION=fraction is not None, TRANSPOSED=transposed,
-        BLOCK_N=block_n, num_warps=warps,
+        GROUPS=groups, BLOCK_N=block_n, num_warps=warps if groups == 8 else 4,
     )  # fmt: skip
     return q, scale
 
@@ -175,7 +246,7 @@ def decode_e4m3(
 
 def _cases(device: torch.device, group_size: int) -> Iterator[Case]:
     generator = torch.Generator().manual_seed(0)
-    for rows, in_features in ((1, 1), (3, 33), (65, 43), (2, 165), (4, 1311)):
+    for rows, in_features in ((1, 1), (3, 33), (65, 43), (2, 165), (36, 328), (4, 1311)):
         state = random_packed(rows, in_features, group_size, generator, spread=9)
         state = [digits.to(device) for digits in state]
         for transposed in (False, True):

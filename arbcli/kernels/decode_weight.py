@@ -4,6 +4,10 @@ v = 128 E + F is the fixed-point log2 of the scale of group g = k // G: E the oc
 fraction. The rounded bf16 value is the weight, in every kernel, backend and reference. It is made
 from integers: E is the exponent field of a float, F one of 128 mantissas, all at least 0.005 of a
 bf16 step away from a rounding boundary, so no implementation of exp2 can land on another one.
+
+Where a plane of a block lies within one group, the kernel decodes whole blocks as `few_rows` does,
+two trits at a time, and is bound by memory; a product makes the pair of bf16 that is stored. What
+that leaves, the short last block or everything, is decoded by columns, each weight on its own.
 """
 
 from collections.abc import Iterator
@@ -17,20 +21,31 @@ from arbcli.kernels.backend import uses_triton
 from arbcli.kernels.packing import (
     BLOCK,
     LARGEST_BYTE,
+    PLANE,
     check_packed,
-    first_digit,
-    plane_offsets,
+    positions_in_block,
     row_bytes,
-    take_trit,
+    trit_at,
     unpack_trits_reference,
     unpack_trits_torch,
 )
 from arbcli.kernels.spec import Case, KernelSpec, Timing
+from arbcli.kernels.warp_products import (
+    HAS_PTX,
+    from_lane,
+    multiply_pairs,
+    pair,
+    shift_pair,
+    spread,
+    take_digits,
+)
 
 OCTAVE = 128
 """Steps of v in a doubling of the scale."""
 LOWEST_EXPONENT, HIGHEST_EXPONENT = -96, 31
 """v saturates with E in this range."""
+BLOCK_ROWS, COLUMN_ROWS = 8, 16
+"""Rows of a program that decodes blocks, and of one that decodes columns."""
 
 
 def decode_weight_reference(
@@ -99,64 +114,135 @@ def load_scale(
 
 
 @triton.jit
-def scaled(double, scale, digit: tl.constexpr):
-    """Multiply what `take_trit` returned by scales, exactly; a weight of 0 is never -0."""
-    return double * (scale * (0.5 if digit % 2 else -0.5)) + 0.0
-
-
-@triton.jit
 def _decode_weight_kernel(
     packed_ptr, exponent_ptr, fraction_ptr, weight_ptr,
     N, K,
-    stride_pn, stride_pb, stride_en, stride_eg, stride_fn, stride_fg, stride_wn, stride_wk,
-    GROUP: tl.constexpr, HAS_FRACTION: tl.constexpr, BLOCK_N: tl.constexpr, BLOCKS: tl.constexpr,
+    stride_pn, stride_pb, stride_en, stride_eg, stride_fn, stride_fg, stride_wn,
+    GROUP: tl.constexpr, HAS_FRACTION: tl.constexpr, BY_BLOCK: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr, COLUMN_ROWS: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """Decode up to `BLOCKS` blocks of some rows; the programs of a row follow each other."""
-    blocks = tl.cdiv(K, 160)
-    tiles = tl.cdiv(blocks, BLOCKS)
-    first = tl.program_id(0) % tiles * BLOCKS
-    n = (tl.program_id(0) // tiles * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)[:, None, None]
-    packed_ptrs, weight_ptrs = packed_ptr + n * stride_pn, weight_ptr + n * stride_wn
-    exponent_ptrs, fraction_ptrs = exponent_ptr + n * stride_en, fraction_ptr + n * stride_fn
-    if (GROUP % 32 == 0) & ((first + BLOCKS) * 160 <= K):
-        _decode_blocks(
-            packed_ptrs, exponent_ptrs, fraction_ptrs, weight_ptrs, n < N,
-            (first + tl.arange(0, BLOCKS))[None, :, None], K,
-            stride_pb, stride_eg, stride_fg, stride_wk, GROUP, HAS_FRACTION, True,
+    """Decode 32 columns of some rows, or with `BY_BLOCK` four whole blocks, if there are any."""
+    program = tl.program_id(0)
+    blocks = K // 160 if BY_BLOCK else 0
+    chunks = tl.cdiv(K - 160 * blocks, 32)
+    of_columns = tl.cdiv(N, COLUMN_ROWS) * chunks
+    if program < of_columns:
+        _decode_columns(
+            packed_ptr, exponent_ptr, fraction_ptr, weight_ptr,
+            program // chunks * COLUMN_ROWS, 160 * blocks + program % chunks * 32, N, K,
+            stride_pn, stride_pb, stride_en, stride_eg, stride_fn, stride_fg, stride_wn,
+            GROUP, HAS_FRACTION, COLUMN_ROWS,
         )  # fmt: skip
-    else:
-        for i in range(first, tl.minimum(first + BLOCKS, blocks)):
-            _decode_blocks(
-                packed_ptrs, exponent_ptrs, fraction_ptrs, weight_ptrs, n < N,
-                i + tl.zeros((1, 1, 1), tl.int32), K,
-                stride_pb, stride_eg, stride_fg, stride_wk, GROUP, HAS_FRACTION, False,
-            )  # fmt: skip
+    elif BY_BLOCK:
+        fours, program = tl.cdiv(blocks, 4), program - of_columns
+        _decode_blocks(
+            packed_ptr, exponent_ptr, fraction_ptr, weight_ptr,
+            program // fours * BLOCK_ROWS, program % fours * 4, N, blocks,
+            stride_pn, stride_en, stride_eg, stride_fn, stride_fg, stride_wn,
+            GROUP, HAS_FRACTION, BLOCK_ROWS, PTX,
+        )  # fmt: skip
+
+
+@triton.jit
+def _decode_columns(
+    packed_ptr, exponent_ptr, fraction_ptr, weight_ptr, first_n, first, N, K,
+    stride_pn, stride_pb, stride_en, stride_eg, stride_fn, stride_fg, stride_wn,
+    GROUP: tl.constexpr, HAS_FRACTION: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """Decode up to 32 weights of some rows, from column `first` on, which 32 divides."""
+    row = first_n.to(tl.int64)
+    n = tl.minimum(tl.arange(0, ROWS), N - 1 - first_n)[None, :]  # the last one again
+    columns = first + tl.arange(0, 32)[:, None]  # in front, so that a thread takes neighbours
+    k = tl.minimum(columns, K - 1)
+    block = first // 160
+    offs_byte, factor = positions_in_block(block, k - 160 * block, K)
+    byte = tl.load(packed_ptr + row * stride_pn + (n * stride_pn + offs_byte * stride_pb))
+    scale = load_scale(
+        exponent_ptr + row * stride_en, fraction_ptr + row * stride_fn,
+        n, (first if GROUP % 32 == 0 else k) // GROUP, True,
+        stride_en, stride_eg, stride_fn, stride_fg, HAS_FRACTION,
+    )  # fmt: skip
+    weight = (trit_at(byte, factor) * scale).to(weight_ptr.dtype.element_ty)
+    weight_ptrs = weight_ptr + row * stride_wn + (n * stride_wn + columns)
+    tl.store(weight_ptrs, weight, mask=columns < K)
 
 
 @triton.jit
 def _decode_blocks(
-    packed_ptrs, exponent_ptrs, fraction_ptrs, weight_ptrs, mask_n, block, K,
-    stride_pb, stride_eg, stride_fg, stride_wk,
-    GROUP: tl.constexpr, HAS_FRACTION: tl.constexpr, PLANES: tl.constexpr,
+    packed_ptr, exponent_ptr, fraction_ptr, weight_ptr, first_n, first_block, N, blocks,
+    stride_pn, stride_en, stride_eg, stride_fn, stride_fg, stride_wn,
+    GROUP: tl.constexpr, HAS_FRACTION: tl.constexpr, ROWS: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """Decode blocks of rows; with `PLANES` they are full, and each plane lies within one group."""
-    offs_b = 32 * block + tl.arange(0, 32)[None, None, :]
-    mask = mask_n if PLANES else mask_n & (plane_offsets(offs_b, K, 0) < K)
-    byte = tl.load(packed_ptrs + offs_b * stride_pb, mask=mask, other=0)
-    left = first_digit(byte)  # [rows, blocks, 32]
-    for digit in tl.static_range(4, -1, -1):
-        if PLANES:
-            plane = 160 * block + 32 * digit
-            k, group = plane + tl.arange(0, 32)[None, None, :], plane // GROUP
-        else:
-            k = plane_offsets(offs_b, K, digit)
-            mask, group = mask_n & (k < K), k // GROUP
+    """Decode up to four whole blocks of some rows; tensors have one element a thread.
+
+    Thread c of a row decodes the bytes 8 c .. 8 c + 7 of a block, which are eight neighbours in
+    each of five planes, then those of the other blocks. It builds the scales of the c-th of them.
+    """
+    thread = tl.arange(0, 4 * ROWS)
+    c, n = thread % 4, first_n + thread // 4
+    blocks = tl.where(n < N, blocks, 0)
+    n = n.to(tl.int64)
+    own, scales = first_block + c, ()
+    for digit in tl.static_range(5):
         scale = load_scale(
-            exponent_ptrs, fraction_ptrs, 0, group, mask, 0, stride_eg, 0, stride_fg, HAS_FRACTION
-        )
-        double, left = take_trit(left, digit)
-        weight = scaled(double, scale, digit).to(weight_ptrs.dtype.element_ty)
-        tl.store(weight_ptrs + k * stride_wk, weight, mask=mask)
+            exponent_ptr + n * stride_en, fraction_ptr + n * stride_fn,
+            0, (5 * own + digit) // (GROUP // 32), own < blocks,
+            0, stride_eg, 0, stride_fg, HAS_FRACTION,
+        )  # fmt: skip
+        scale *= 0.5 if digit % 2 else -0.5  # as `take_digits` gives 2 T or -2 T
+        scales = scales + (pair(scale, scale),)  # noqa: RUF005
+    start = packed_ptr + n * stride_pn
+    skew = start.to(tl.int64).to(tl.int32) & 3  # rows begin at any byte
+    words = (start - skew).to(tl.pointer_type(tl.int32)) + (8 * first_block + 2 * c)
+    loaded = ()
+    for i in tl.static_range(4):
+        some = first_block + i < blocks
+        for j in tl.static_range(3):
+            here = some & (skew > 0) if j == 2 else some
+            loaded = loaded + (tl.load(words + (8 * i + j), mask=here),)  # noqa: RUF005
+
+    weights = weight_ptr + n * stride_wn + (160 * first_block + 8 * c)
+    for i in tl.static_range(4):
+        low = shift_pair(loaded[3 * i], loaded[3 * i + 1], 8 * skew, PTX)
+        high = shift_pair(loaded[3 * i + 1], loaded[3 * i + 2], 8 * skew, PTX)
+        qs = spread(low, PTX) + spread(high, PTX)
+        lane = tl.full(c.shape, i, tl.int32)
+        for digit in tl.static_range(4, -1, -1):
+            trits, qs = take_digits(qs, digit, PTX)
+            scale = from_lane(scales[digit], lane, PTX)
+            pairs = ()
+            for j in tl.static_range(4):
+                pairs = pairs + (multiply_pairs(trits[j], scale, PTX),)  # noqa: RUF005
+            _store_eight(weights + (160 * i + 32 * digit), pairs, first_block + i < blocks)
+
+
+@triton.jit
+def _store_eight(pointer, pairs, mask):
+    """Store eight weights a thread, from four pairs of bf16, where they lie on 16 bytes."""
+    if pointer.dtype.element_ty == tl.float32:
+        _store_four(pointer, _halves(pairs[0]) + _halves(pairs[1]), mask)
+        _store_four(pointer + 4, _halves(pairs[2]) + _halves(pairs[3]), mask)
+    else:
+        _store_four(pointer, pairs, mask)
+
+
+@triton.jit
+def _halves(pair):
+    return pair << 16, pair & -0x10000
+
+
+@triton.jit
+def _store_four(pointer, words, mask):
+    four = tl.join(tl.join(words[0], words[2]), tl.join(words[1], words[3]))
+    pointers = pointer.to(tl.pointer_type(tl.int32))[:, None] + tl.arange(0, 4)[None, :]
+    four = tl.reshape(four, pointers.shape)
+    tl.store(tl.multiple_of(pointers, (1, 16)), four, mask=mask[:, None])
+
+
+def _by_block(packed: Tensor, in_features: int, group_size: int) -> bool:
+    """Whether planes have one scale, words can be loaded, and eight weights stored at once."""
+    whole = group_size % PLANE == 0 and in_features % 8 == 0
+    return whole and packed.stride(1) == 1 and torch.version.hip is None
 
 
 def _decode_weight_triton(
@@ -171,13 +257,17 @@ def _decode_weight_triton(
     weight = torch.empty(rows, in_features, dtype=dtype, device=packed.device)
     if weight.numel():
         digits = exponent if fraction is None else fraction
-        block_n, blocks = 2, 4
-        tiles = triton.cdiv(in_features, BLOCK * blocks)
-        _decode_weight_kernel[(triton.cdiv(rows, block_n) * tiles,)](
+        by_block = _by_block(packed, in_features, group_size)
+        blocks = in_features // BLOCK if by_block else 0
+        chunks = triton.cdiv(in_features - BLOCK * blocks, PLANE)
+        programs = triton.cdiv(rows, COLUMN_ROWS) * chunks
+        programs += triton.cdiv(rows, BLOCK_ROWS) * triton.cdiv(blocks, 4)
+        _decode_weight_kernel[(programs,)](
             packed, exponent, digits, weight, rows, in_features,
-            *packed.stride(), *exponent.stride(), *digits.stride(), *weight.stride(),
-            GROUP=group_size, HAS_FRACTION=fraction is not None, BLOCK_N=block_n, BLOCKS=blocks,
-            num_warps=1,
+            *packed.stride(), *exponent.stride(), *digits.stride(), weight.stride(0),
+            GROUP=group_size, HAS_FRACTION=fraction is not None,
+            BY_BLOCK=by_block, BLOCK_ROWS=BLOCK_ROWS, COLUMN_ROWS=COLUMN_ROWS,
+            PTX=HAS_PTX and by_block, num_warps=1,
         )  # fmt: skip
     return weight
 
@@ -242,7 +332,7 @@ def random_packed(
 
 def _cases(device: torch.device, group_size: int) -> Iterator[Case]:
     generator = torch.Generator().manual_seed(0)
-    for rows, in_features in ((1, 1), (3, 33), (33, 123), (2, 165), (2, 1311)):
+    for rows, in_features in ((1, 1), (3, 33), (33, 123), (2, 165), (9, 1000), (2, 1311)):
         state = [t.to(device) for t in random_packed(rows, in_features, group_size, generator)]
         yield Case(f"{rows}x{in_features}", (*state, in_features, group_size))
     packed, exponent, _ = state

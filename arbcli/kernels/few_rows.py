@@ -19,7 +19,17 @@ from arbcli.kernels._triton import tl, triton
 from arbcli.kernels.backend import num_processors
 from arbcli.kernels.decode_weight import scale_of
 from arbcli.kernels.packing import BLOCK, PLANE
-from arbcli.kernels.warp_products import HAS_PTX, add_products, add_scaled, spread, take_digits
+from arbcli.kernels.warp_products import (
+    HAS_PTX,
+    add_products,
+    add_scaled,
+    from_lane,
+    multiply_pairs,
+    pair,
+    shift_pair,
+    spread,
+    take_digits,
+)
 
 FEW_ROWS = 64
 """Largest M that is faster here than with weights decoded once."""
@@ -28,13 +38,6 @@ _PROCESSORS = 132
 _SIZES = ("M", "N", "K", *(f"stride_{n}" for n in ("xm", "pn", "en", "fn", "ym")))
 """Arguments of the kernel that it is not compiled anew for."""
 
-_FROM_LANE = tl.constexpr("shfl.sync.idx.b32 $0, $1, $2, 0x1c1f, 0xffffffff;")
-_SHIFT_PAIR = tl.constexpr("shf.r.wrap.b32 $0, $1, $2, $3;")
-_MULTIPLY_PAIRS = tl.constexpr("""{
-.reg .b32 zero;  // -0, as older GPUs can only multiply and add
-mov.b32 zero, 0x80008000;
-fma.rn.bf16x2 $0, $1, $2, zero;
-}""")
 _LOAD_EIGHT = tl.constexpr("ld.global.v4.b32 {$0, $1, $2, $3}, [$4];")
 _LOAD_EIGHT_OVER = tl.constexpr("""{
 .reg .pred p;
@@ -114,29 +117,6 @@ def _load_eight_over(old, pointer, mask, PTX: tl.constexpr):
 
 
 @triton.jit
-def _from_lane(value, lane, PTX: tl.constexpr):
-    """Fetch an int32 or float32 of another of the four threads of a row; `lane` is its c."""
-    if PTX:
-        REGISTERS: tl.constexpr = "=f,f,r" if value.dtype == tl.float32 else "=r,r,r"
-        return tl.inline_asm_elementwise(
-            _FROM_LANE, REGISTERS, [value, lane], dtype=value.dtype, is_pure=True, pack=1
-        )
-    thread = tl.arange(0, value.shape[0])
-    return tl.gather(value, thread // 4 * 4 + lane, 0)
-
-
-@triton.jit
-def _shift_pair(low, high, bits, PTX: tl.constexpr):
-    """Take 32 of 64 bits, from bit `bits` mod 32 on."""
-    if PTX:
-        return tl.inline_asm_elementwise(
-            _SHIFT_PAIR, "=r,r,r,r", [low, high, bits], dtype=tl.int32, is_pure=True, pack=1
-        )
-    both = (high.to(tl.int64) << 32) | (low.to(tl.int64) & 0xFFFFFFFF)
-    return (both >> (bits & 31).to(tl.int64)).to(tl.int32)
-
-
-@triton.jit
 def _scale(exponent, fraction, i: tl.constexpr, digit: tl.constexpr, PTX: tl.constexpr):
     """Build twice a scale, negated for an even digit, from the i-th bytes of two words."""
     if PTX:
@@ -152,25 +132,10 @@ def _scale(exponent, fraction, i: tl.constexpr, digit: tl.constexpr, PTX: tl.con
 
 
 @triton.jit
-def _multiply_pairs(a, b, PTX: tl.constexpr):
-    """Multiply two pairs of bf16 whose products are bf16 too."""
-    if PTX:
-        return tl.inline_asm_elementwise(
-            _MULTIPLY_PAIRS, "=r,r,r", [a, b], dtype=tl.int32, is_pure=True, pack=1
-        )
-    low = (a << 16).to(tl.float32, bitcast=True) * (b << 16).to(tl.float32, bitcast=True)
-    high = (a & -0x10000).to(tl.float32, bitcast=True) * (b & -0x10000).to(tl.float32, bitcast=True)
-    low, high = low.to(tl.int32, bitcast=True), high.to(tl.int32, bitcast=True)
-    return ((low >> 16) & 0xFFFF) | (high & -0x10000)
-
-
-@triton.jit
 def _scale_trits(trits, scale, PTX: tl.constexpr):
-    bits = scale.to(tl.int32, bitcast=True)
-    pair = (bits & -0x10000) | ((bits >> 16) & 0xFFFF)
-    scaled = ()
+    both, scaled = pair(scale, scale), ()
     for i in tl.static_range(len(trits)):
-        scaled = scaled + (_multiply_pairs(trits[i], pair, PTX),)  # noqa: RUF005
+        scaled = scaled + (multiply_pairs(trits[i], both, PTX),)  # noqa: RUF005
     return scaled
 
 
@@ -219,7 +184,7 @@ def _begin(words, first: tl.constexpr, skews, PTX: tl.constexpr):
     qs = ()
     for i in tl.static_range(len(words)):
         for j in tl.static_range(first, first + 2):
-            qs = qs + spread(_shift_pair(words[i][j], words[i][j + 1], skews[i], PTX), PTX)
+            qs = qs + spread(shift_pair(words[i][j], words[i][j + 1], skews[i], PTX), PTX)
     return qs
 
 
@@ -262,8 +227,8 @@ def _scales(digits, c, ROWS: tl.constexpr, WORDS: tl.constexpr, PTX: tl.constexp
             if not WORDS:
                 e, f = exponents[digit], fractions[digit]
             elif digit < 4:
-                e = _shift_pair(exponents[0], exponents[1], 8 * c, PTX)
-                f = _shift_pair(fractions[0], fractions[1], 8 * c, PTX)
+                e = shift_pair(exponents[0], exponents[1], 8 * c, PTX)
+                f = shift_pair(fractions[0], fractions[1], 8 * c, PTX)
             else:
                 e, f = exponents[1] >> (8 * c), fractions[1] >> (8 * c)
             scale = _scale(e, f, digit if WORDS and digit < 4 else 0, digit, PTX)
@@ -284,7 +249,7 @@ def _add_block(
         trits, qs = take_digits(qs, digit, PTX)
         of_rows, scaled = (), ()
         for i in tl.static_range(ROWS):
-            scale = _from_lane(scales[5 * i + digit], lane, PTX)
+            scale = from_lane(scales[5 * i + digit], lane, PTX)
             if TILES > 1:
                 scaled = scaled + _scale_trits(trits[4 * i : 4 * i + 4], scale, PTX)
             else:

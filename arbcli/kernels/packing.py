@@ -168,13 +168,27 @@ def trit_positions(k, K):
     byte * 2**32 / 3**(digit + 1), the factor rounded up, wraps around to a uint32 word whose first,
     second and last third are the trits -1, 0 and 1; the rounding adds less than 2**8.
     """
-    block = k // 160
-    offset = k - block * 160
+    return positions_in_block(k // 160, k % 160, K)
+
+
+@triton.jit
+def positions_in_block(block, offset, K):
+    """Find what `trit_positions` does for weight `offset` of a block."""
     width = tl.minimum((K - block * 160 + 4) // 5, 32)
-    digit = offset // tl.maximum(width, 1)
-    factor = tl.where(digit == 0, 1431655766, tl.where(digit == 1, 477218589, 159072863))
-    factor = tl.where(digit == 3, 53024288, tl.where(digit == 4, 17674763, factor))
-    return block * 32 + offset - digit * width, factor.to(tl.uint32)
+    byte, factor = block * 32 + offset, 1431655766
+    for digit in tl.static_range(1, 5):
+        later = offset >= digit * width
+        byte = tl.where(later, block * 32 + offset - digit * width, byte)
+        factor = tl.where(later, 2**32 // 3 ** (digit + 1) + 1, factor)
+    return byte, factor.to(tl.uint32)
+
+
+@triton.jit
+def trit_at(byte, factor):
+    """Take the trit of each byte that `factor` brings to the front, as float32."""
+    # 0, 1 or 2 in the last bits of 2**23 as float32
+    lifted = tl.umulhi(byte.to(tl.uint32) * factor, 3) + 0x4B000000
+    return lifted.to(tl.float32, bitcast=True) - 8388609.0
 
 
 @triton.jit

@@ -34,6 +34,9 @@ prmt.b32 $1, $2, 0, 0x4342;
 fma.rn.bf16x2 $0, $0, factor, least;
 fma.rn.bf16x2 $1, $1, factor, least;
 }""")
+_FROM_LANE = tl.constexpr("shfl.sync.idx.b32 $0, $1, $2, 0x1c1f, 0xffffffff;")
+_SHIFT_PAIR = tl.constexpr("shf.r.wrap.b32 $0, $1, $2, $3;")
+_MULTIPLY_PAIRS = tl.constexpr("fma.rn.bf16x2 $0, $1, $2, $3;")
 _MULTIPLY = tl.constexpr("""
 mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32
     {$0, $1, $2, $3}, {$4, $5, $6, $7}, {$12, $13}, {$16, $17, $18, $19};
@@ -116,24 +119,24 @@ def centre(word, PTX: tl.constexpr):
         )
     a, b = (word & 0xFF) - 121, ((word >> 8) & 0xFF) - 121
     c, d = ((word >> 16) & 0xFF) - 121, ((word >> 24) & 0xFF) - 121
-    return _pair(a / 64, b / 64), _pair(c / 64, d / 64)
+    return pair(a / 64, b / 64), pair(c / 64, d / 64)
 
 
 @triton.jit
-def _pair(low, high):
-    """Put two float32 that bf16 can hold into an int32."""
+def pair(low, high):
+    """Make a pair of two float32 that bf16 can hold."""
     low, high = low.to(tl.int32, bitcast=True), high.to(tl.int32, bitcast=True)
     return ((low >> 16) & 0xFFFF) | (high & -0x10000)
 
 
 @triton.jit
-def _prefix(pair, digit: tl.constexpr, PTX: tl.constexpr):
+def _prefix(v, digit: tl.constexpr, PTX: tl.constexpr):
     if PTX:
         CODE: tl.constexpr = _prefix_ptx(digit)
         return tl.inline_asm_elementwise(
-            CODE, "=r,r", [pair], dtype=tl.int32, is_pure=True, pack=1
+            CODE, "=r,r", [v], dtype=tl.int32, is_pure=True, pack=1
         )  # fmt: skip
-    return _pair(_prefix_of(pair << 16, digit), _prefix_of(pair & -0x10000, digit))
+    return pair(_prefix_of(v << 16, digit), _prefix_of(v & -0x10000, digit))
 
 
 @triton.jit
@@ -156,9 +159,45 @@ def prefixes(vs, digit: tl.constexpr, PTX: tl.constexpr):
     """
     found = ()
     for i in tl.static_range(len(vs)):
-        pair = vs[i] if digit == 0 else _prefix(vs[i], digit, PTX)
-        found = found + (pair,)  # noqa: RUF005
+        two = vs[i] if digit == 0 else _prefix(vs[i], digit, PTX)
+        found = found + (two,)  # noqa: RUF005
     return found
+
+
+@triton.jit
+def shift_pair(low, high, bits, PTX: tl.constexpr):
+    """Take 32 of 64 bits, from bit `bits` mod 32 on."""
+    if PTX:
+        return tl.inline_asm_elementwise(
+            _SHIFT_PAIR, "=r,r,r,r", [low, high, bits], dtype=tl.int32, is_pure=True, pack=1
+        )
+    both = (high.to(tl.int64) << 32) | (low.to(tl.int64) & 0xFFFFFFFF)
+    return (both >> (bits & 31).to(tl.int64)).to(tl.int32)
+
+
+@triton.jit
+def from_lane(value, lane, PTX: tl.constexpr):
+    """Fetch an int32 or float32 of another of the four threads of a row; `lane` is its c."""
+    if PTX:
+        REGISTERS: tl.constexpr = "=f,f,r" if value.dtype == tl.float32 else "=r,r,r"
+        return tl.inline_asm_elementwise(
+            _FROM_LANE, REGISTERS, [value, lane], dtype=value.dtype, is_pure=True, pack=1
+        )
+    thread = tl.arange(0, value.shape[0])
+    return tl.gather(value, thread // 4 * 4 + lane, 0)
+
+
+@triton.jit
+def multiply_pairs(a, b, PTX: tl.constexpr):
+    """Multiply two pairs of bf16 whose products are bf16 too, or are 0, which then has no sign."""
+    if PTX:
+        return tl.inline_asm_elementwise(
+            _MULTIPLY_PAIRS, "=r,r,r,r", [a, b, tl.zeros_like(a)],
+            dtype=tl.int32, is_pure=True, pack=1,
+        )  # fmt: skip
+    low = (a << 16).to(tl.float32, bitcast=True) * (b << 16).to(tl.float32, bitcast=True)
+    high = (a & -0x10000).to(tl.float32, bitcast=True) * (b & -0x10000).to(tl.float32, bitcast=True)
+    return pair(low + 0.0, high + 0.0)
 
 
 @triton.jit

@@ -28,7 +28,7 @@ from arbcli.kernels.decode_weight import (
     load_scale,
     random_packed,
 )
-from arbcli.kernels.packing import check_packed, trit_positions
+from arbcli.kernels.packing import check_packed, trit_at, trit_positions
 from arbcli.kernels.spec import Case, Gate, KernelSpec, Timing
 from arbcli.kernels.ternary_embedding import check_ids
 
@@ -194,10 +194,8 @@ def _load_slot(
         exponent_ptr, fraction_ptr, v, group, group * GROUP < D,
         stride_en, stride_eg, stride_fn, stride_fg, HAS_FRACTION,
     )  # fmt: skip
-    byte = tl.load(packed_ptr + v * stride_pn + offs_byte * stride_pb).to(tl.uint32)
-    # the trit, 0 to 2, in the last bits of 2**23 as float32
-    lifted = tl.umulhi(byte * factor, 3) + 0x4B000000
-    return inside, scale, lifted.to(tl.float32, bitcast=True) - 8388609.0
+    byte = tl.load(packed_ptr + v * stride_pn + offs_byte * stride_pb)
+    return inside, scale, trit_at(byte, factor)
 
 
 @triton.jit

@@ -168,7 +168,10 @@ class Program:
 
     def _cvt(self, name, how, operands):
         to, of = how[-2:]
-        if to == "bf16":
+        if to == "bf16x2":
+            high, low = (to_bf16(self.read(operand, "f32")) for operand in operands[1:])
+            self.write(operands[0], high.astype("u4") << 16 | low)
+        elif to == "bf16":
             self.write(operands[0], to_bf16(self.read(operands[1], "f32")))
         elif of == "bf16":
             self.write(operands[0], from_bf16(self.read(operands[1], "b16")))
@@ -275,20 +278,22 @@ class Program:
         lane, warp = np.arange(self.threads) % 32, np.arange(self.threads) // 32 * 32
         addresses = self._addresses(operand)
         for i, register in enumerate(names(registers)):
-            at = addresses[warp + 8 * i + lane // 4] + 4 * (lane % 4)
+            first = warp + 8 * i
+            if "trans" in how:
+                rows = [addresses[first + 2 * (lane % 4) + half] for half in range(2)]
+                at = np.stack([row + 2 * (lane // 4) + j for row in rows for j in range(2)], 1)
+            else:
+                at = (addresses[first + lane // 4] + 4 * (lane % 4))[:, None] + np.arange(4)
             if name == "ldmatrix":
-                words = self.shared[at[:, None] + np.arange(4)]
+                words = self.shared[at]
                 self.write(register, np.ascontiguousarray(words).view("u4")[:, 0])
             else:
-                words = self.read(register, "b32").view("u1").reshape(-1, 4)
-                self.shared[at[:, None] + np.arange(4)] = words
+                self.shared[at] = self.read(register, "b32").view("u1").reshape(-1, 4)
 
     def _ldmatrix(self, name, how, operands):
-        assert "trans" not in how
         self._matrices(name, how, *operands)
 
     def _stmatrix(self, name, how, operands):
-        assert "trans" not in how
         self._matrices(name, how, *operands[::-1])
 
     def _lop3(self, name, how, operands):

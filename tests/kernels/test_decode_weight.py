@@ -2,6 +2,7 @@
 
 import math
 
+import pytest
 import torch
 
 from arbcli.kernels.decode_weight import (
@@ -42,9 +43,11 @@ def test_every_scale_is_the_same_in_the_kernel(device):
     assert math.isclose(float(expected[-1, -1]), 2 ** (31 + 127 / 128), rel_tol=0.004)
 
 
-def test_every_byte_is_decoded_and_a_weight_of_zero_has_no_sign(device):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_every_byte_is_decoded_and_a_weight_of_zero_has_no_sign(device, dtype):
     packed = (torch.arange(256, device=device) % 243).to(torch.uint8).view(2, 128)
     exponent, fraction = torch.full((2, 2, 20), 7, dtype=torch.int8, device=device)
-    weight = _decode_weight_triton(packed, exponent, fraction, 640, 32, torch.float32)
-    expected = decode_weight_reference(packed, exponent, fraction, 640, 32).float()
-    assert torch.equal(weight.view(torch.int32), expected.view(torch.int32))
+    weight = _decode_weight_triton(packed, exponent, fraction, 640, 32, dtype)
+    expected = decode_weight_reference(packed, exponent, fraction, 640, 32).to(dtype)
+    bits = torch.int32 if dtype == torch.float32 else torch.int16
+    assert torch.equal(weight.view(bits), expected.view(bits))
