@@ -6,8 +6,9 @@ from integers: E is the exponent field of a float, F one of 128 mantissas, all a
 bf16 step away from a rounding boundary, so no implementation of exp2 can land on another one.
 
 Where a plane of a block lies within one group, the kernel decodes whole blocks as `few_rows` does,
-two trits at a time, and is bound by memory; a product makes the pair of bf16 that is stored. What
-that leaves, the short last block or everything, is decoded by columns, each weight on its own.
+two trits at a time, and a product makes the pair of bf16 that is stored. A warp stores 512 bytes
+side by side, by way of shared memory, and all of it takes no longer than to write zeros. What that
+leaves, the short last block or everything, is decoded by columns, each weight on its own.
 """
 
 from collections.abc import Iterator
@@ -29,6 +30,7 @@ from arbcli.kernels.packing import (
     unpack_trits_reference,
     unpack_trits_torch,
 )
+from arbcli.kernels.shared_memory import allocate, read_four, wait_for_warp, write_four
 from arbcli.kernels.spec import Case, KernelSpec, Timing
 from arbcli.kernels.warp_products import (
     HAS_PTX,
@@ -44,8 +46,8 @@ OCTAVE = 128
 """Steps of v in a doubling of the scale."""
 LOWEST_EXPONENT, HIGHEST_EXPONENT = -96, 31
 """v saturates with E in this range."""
-BLOCK_ROWS, COLUMN_ROWS = 8, 16
-"""Rows of a program that decodes blocks, and of one that decodes columns."""
+ABREAST, COLUMN_ROWS = 4, 16
+"""Blocks of a row that a warp decodes at once, of eight; rows of a program that decodes columns."""
 
 
 def decode_weight_reference(
@@ -119,9 +121,9 @@ def _decode_weight_kernel(
     N, K,
     stride_pn, stride_pb, stride_en, stride_eg, stride_fn, stride_fg, stride_wn,
     GROUP: tl.constexpr, HAS_FRACTION: tl.constexpr, BY_BLOCK: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr, COLUMN_ROWS: tl.constexpr, PTX: tl.constexpr,
+    ABREAST: tl.constexpr, COLUMN_ROWS: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """Decode 32 columns of some rows, or with `BY_BLOCK` four whole blocks, if there are any."""
+    """Decode 32 columns of some rows, or with `BY_BLOCK` 32 blocks: all that are whole."""
     program = tl.program_id(0)
     blocks = K // 160 if BY_BLOCK else 0
     chunks = tl.cdiv(K - 160 * blocks, 32)
@@ -134,12 +136,12 @@ def _decode_weight_kernel(
             GROUP, HAS_FRACTION, COLUMN_ROWS,
         )  # fmt: skip
     elif BY_BLOCK:
-        fours, program = tl.cdiv(blocks, 4), program - of_columns
+        tiles, program = tl.cdiv(blocks, 4 * ABREAST), program - of_columns
         _decode_blocks(
             packed_ptr, exponent_ptr, fraction_ptr, weight_ptr,
-            program // fours * BLOCK_ROWS, program % fours * 4, N, blocks,
+            program // tiles * (8 // ABREAST), program % tiles * (4 * ABREAST), N, blocks,
             stride_pn, stride_en, stride_eg, stride_fn, stride_fg, stride_wn,
-            GROUP, HAS_FRACTION, BLOCK_ROWS, PTX,
+            GROUP, HAS_FRACTION, ABREAST, PTX,
         )  # fmt: skip
 
 
@@ -171,37 +173,40 @@ def _decode_columns(
 def _decode_blocks(
     packed_ptr, exponent_ptr, fraction_ptr, weight_ptr, first_n, first_block, N, blocks,
     stride_pn, stride_en, stride_eg, stride_fn, stride_fg, stride_wn,
-    GROUP: tl.constexpr, HAS_FRACTION: tl.constexpr, ROWS: tl.constexpr, PTX: tl.constexpr,
+    GROUP: tl.constexpr, HAS_FRACTION: tl.constexpr, ABREAST: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """Decode up to four whole blocks of some rows; tensors have one element a thread.
+    """Decode whole blocks of some rows by a warp; tensors have one element a thread.
 
-    Thread c of a row decodes the bytes 8 c .. 8 c + 7 of a block, which are eight neighbours in
-    each of five planes, then those of the other blocks. It builds the scales of the c-th of them.
+    Thread c of four decodes the bytes 8 c .. 8 c + 7 of a block, which are eight neighbours in each
+    of five planes, then those of three more blocks. It builds the scales of the c-th of the four.
     """
-    thread = tl.arange(0, 4 * ROWS)
-    c, n = thread % 4, first_n + thread // 4
-    blocks = tl.where(n < N, blocks, 0)
+    thread = tl.arange(0, 32)
+    c, beside = thread % 4, thread // 4 % ABREAST
+    block, n = first_block + beside, first_n + thread // (4 * ABREAST)
+    mine = tl.where(n < N, blocks - block, 0)  # that are left
     n = n.to(tl.int64)
-    own, scales = first_block + c, ()
+    scales = ()
     for digit in tl.static_range(5):
         scale = load_scale(
             exponent_ptr + n * stride_en, fraction_ptr + n * stride_fn,
-            0, (5 * own + digit) // (GROUP // 32), own < blocks,
+            0, (5 * (block + ABREAST * c) + digit) // (GROUP // 32), ABREAST * c < mine,
             0, stride_eg, 0, stride_fg, HAS_FRACTION,
         )  # fmt: skip
         scale *= 0.5 if digit % 2 else -0.5  # as `take_digits` gives 2 T or -2 T
         scales = scales + (pair(scale, scale),)  # noqa: RUF005
     start = packed_ptr + n * stride_pn
     skew = start.to(tl.int64).to(tl.int32) & 3  # rows begin at any byte
-    words = (start - skew).to(tl.pointer_type(tl.int32)) + (8 * first_block + 2 * c)
+    words = (start - skew).to(tl.pointer_type(tl.int32)) + (8 * block + 2 * c)
     loaded = ()
     for i in tl.static_range(4):
-        some = first_block + i < blocks
+        some = ABREAST * i < mine
         for j in tl.static_range(3):
             here = some & (skew > 0) if j == 2 else some
-            loaded = loaded + (tl.load(words + (8 * i + j), mask=here),)  # noqa: RUF005
+            loaded = loaded + (tl.load(words + (8 * ABREAST * i + j), mask=here),)  # noqa: RUF005
 
-    weights = weight_ptr + n * stride_wn + (160 * first_block + 8 * c)
+    STAGED: tl.constexpr = PTX and weight_ptr.dtype.element_ty == tl.bfloat16
+    at = allocate(2560, thread) if STAGED else thread
+    weights = weight_ptr + n * stride_wn + (160 * block + 8 * c)
     for i in tl.static_range(4):
         low = shift_pair(loaded[3 * i], loaded[3 * i + 1], 8 * skew, PTX)
         high = shift_pair(loaded[3 * i + 1], loaded[3 * i + 2], 8 * skew, PTX)
@@ -213,7 +218,30 @@ def _decode_blocks(
             pairs = ()
             for j in tl.static_range(4):
                 pairs = pairs + (multiply_pairs(trits[j], scale, PTX),)  # noqa: RUF005
-            _store_eight(weights + (160 * i + 32 * digit), pairs, first_block + i < blocks)
+            if STAGED:
+                write_four(at + (80 * (thread - c) + 64 * digit + 16 * c), pairs)
+            else:
+                _store_eight(weights + (160 * ABREAST * i + 32 * digit), pairs, ABREAST * i < mine)
+        if STAGED:
+            _store_staged(
+                at, weight_ptr, first_n, first_block + ABREAST * i, N, blocks, stride_wn, ABREAST
+            )
+
+
+@triton.jit
+def _store_staged(
+    at, weight_ptr, first_n, first_block, N, blocks, stride_wn, ABREAST: tl.constexpr
+):
+    """Store eight blocks that a warp has put into shared memory, 512 bytes side by side."""
+    thread = tl.arange(0, 32)
+    wait_for_warp(thread)
+    for part in tl.static_range(5):
+        eight = 32 * part + thread  # weights, of which a block has 20 times eight
+        four = read_four(at + 16 * eight)
+        n, eight = first_n + eight // (20 * ABREAST), eight % (20 * ABREAST)
+        pointer = weight_ptr + n.to(tl.int64) * stride_wn + (160 * first_block + 8 * eight)
+        _store_four(pointer, four, (n < N) & (first_block + eight // 20 < blocks))
+    wait_for_warp(thread)
 
 
 @triton.jit
@@ -261,12 +289,12 @@ def _decode_weight_triton(
         blocks = in_features // BLOCK if by_block else 0
         chunks = triton.cdiv(in_features - BLOCK * blocks, PLANE)
         programs = triton.cdiv(rows, COLUMN_ROWS) * chunks
-        programs += triton.cdiv(rows, BLOCK_ROWS) * triton.cdiv(blocks, 4)
+        programs += triton.cdiv(rows, 8 // ABREAST) * triton.cdiv(blocks, 4 * ABREAST)
         _decode_weight_kernel[(programs,)](
             packed, exponent, digits, weight, rows, in_features,
             *packed.stride(), *exponent.stride(), *digits.stride(), weight.stride(0),
             GROUP=group_size, HAS_FRACTION=fraction is not None,
-            BY_BLOCK=by_block, BLOCK_ROWS=BLOCK_ROWS, COLUMN_ROWS=COLUMN_ROWS,
+            BY_BLOCK=by_block, ABREAST=ABREAST, COLUMN_ROWS=COLUMN_ROWS,
             PTX=HAS_PTX and by_block, num_warps=1,
         )  # fmt: skip
     return weight

@@ -12,6 +12,7 @@ from arbcli.kernels._triton import tl, triton
 
 _COMMIT = tl.constexpr("cp.async.commit_group; mov.b32 $0, $1;")
 _FENCE = tl.constexpr("bar.warp.sync 0xffffffff; mov.b32 $0, $1;")
+_WRITE_FOUR = tl.constexpr("st.shared.v4.b32 [$1], {$2, $3, $4, $5}; mov.b32 $0, $1;")
 _READ = tl.constexpr("ld.shared.b32 $0, [$1];")
 _READ_FOUR = tl.constexpr("ld.shared.v4.b32 {$0, $1, $2, $3}, [$4];")
 _READ_FOUR_WHERE = tl.constexpr("""{
@@ -80,6 +81,15 @@ def wait_for_copies(BEHIND: tl.constexpr, thread):
 def wait_for_warp(thread):
     """Wait until the warp has read what is now to be overwritten."""
     _execute(_FENCE, thread)
+
+
+@triton.jit
+def write_four(address, words):
+    """Write four int32; others read them once they have waited for the warp."""
+    tl.inline_asm_elementwise(
+        _WRITE_FOUR, "=r,r,r,r,r,r", [address, words[0], words[1], words[2], words[3]],
+        dtype=tl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
 
 
 @triton.jit
