@@ -16,10 +16,10 @@ As in `few_rows`, thread 4 r + c of a warp multiplies the eight bytes c of rows 
 has its pieces, and what they multiply, in shared memory, and while it computes the next ones are
 copied.
 
-For one or two rows of x four or two blocks are abreast: a thread takes all bytes of a block, or
-half of them, and x is 0 in the columns of y that are another's. Of the eight columns that leaves
-two for a row of x, and so digits are not taken apart at all: prefixes of them are multiplied, once
-with what meets their last digit and once with what meets the next one; see `prefixes`.
+For up to four rows of x four or two blocks are abreast: a thread takes all bytes of a block, or
+half of them, and x is 0 in the columns of y that are another block's. For one and for two rows that
+leaves two columns each, and so digits are not taken apart at all: prefixes of them are multiplied,
+once with what meets their last digit and once with what meets the next one; see `prefixes`.
 """
 
 from collections.abc import Iterator
@@ -430,14 +430,14 @@ def _arranged_matmul_kernel(
     warp, c = thread // 32, thread % 4
     zero, nothing = tl.zeros(thread.shape, tl.float32), tl.zeros_like(thread)
     PREFIXES: tl.constexpr = ABREAST > 1 and M <= 2
-    ROWS: tl.constexpr = 1 if PREFIXES else 2  # of x whose products a thread has
+    X_ROWS: tl.constexpr = 1 if PREFIXES else 2  # whose products a thread has
     UNIT: tl.constexpr = 128.0 if PREFIXES else 1.0  # of what is multiplied
     first_tile = tl.program_id(0).to(tl.int64) * HEIGHT
     starts, sums = (), ()
     for i in tl.static_range(HEIGHT):
         tile = tl.minimum(first_tile + i, tiles - 1)
         starts = starts + (pieces_ptr + _PIECE // 8 * blocks * tile,)  # noqa: RUF005
-        sums = sums + ((zero,) * (2 * ROWS),)  # noqa: RUF005
+        sums = sums + ((zero,) * (2 * X_ROWS),)  # noqa: RUF005
     STEP: tl.constexpr = ABREAST * WARPS
     block = ABREAST * warp  # the first of those that a warp takes
     x = ((nothing, nothing, nothing, nothing),) * (5 if ABREAST > 1 else 1)
@@ -486,7 +486,7 @@ def _arranged_matmul_kernel(
         which = tl.arange(0, 4)[None, :]
         for i in tl.static_range(HEIGHT):
             upper = _over_blocks(sums[i][0], ABREAST)
-            lower = _over_blocks(sums[i][ROWS], ABREAST)
+            lower = _over_blocks(sums[i][X_ROWS], ABREAST)
             shares = tl.where(c == 0, upper, tl.where(c == 1, lower, of_x))
             shares = tl.sum(tl.reshape(shares, (WARPS, 8, 4)), axis=0)
             scale = UNIT
@@ -498,7 +498,7 @@ def _arranged_matmul_kernel(
             _store_both(upper, lower, added_ptr, y_ptr, 0, n, N, n >= 0, GATED, ADD)
     else:
         share = tl.arange(0, 32)[:, None]
-        m = ROWS * (share % 4) + tl.arange(0, ROWS)[None, :]  # beyond M are others' once more
+        m = X_ROWS * (share % 4) + tl.arange(0, X_ROWS)[None, :]  # beyond M are others' once more
         scale = tl.full(m.shape, UNIT, tl.float32)
         if NORM:
             for i in tl.static_range(M):
@@ -541,7 +541,7 @@ def _arranged_matmul_triton(x, pieces, out_features, in_features, gated, eps, ad
     abreast, height, warps = _tiling(len(x), tiles, blocks, num_processors(x))
     steps = triton.cdiv(blocks, abreast * warps)
     _arranged_matmul_kernel[(triton.cdiv(tiles, height),)](
-        x.view(torch.int64), pieces.view(torch.int64), to, y,
+        x.flatten().view(torch.int64), pieces.view(torch.int64), to, y,
         out_features, in_features, tiles, blocks, steps, 0.0 if eps is None else eps,
         M=len(x), NORM=eps is not None, GATED=gated, ADD=added is not None,
         ABREAST=abreast, HEIGHT=height, WARPS=warps, ONE=steps == 1,
@@ -649,10 +649,10 @@ ARRANGED_MATMUL = KernelSpec(
     _cases,
     Gate(
         exact=False,
-        relative=1e-4,
+        relative=1e-3,
         peer_slack=0.1,
-        reason="float32 sums of up to 3288 products, for one or two rows of 3 x more than they come"
-        " to; in bf16 one rounding, as torch's float32 has",
+        reason="float32 sums of up to 3288 products, which for one or two rows begin some 200 times"
+        " as large as they end; in bf16 one rounding, as torch's float32 has",
     ),
     timings=_timings,
 )  # fmt: skip

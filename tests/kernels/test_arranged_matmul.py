@@ -107,6 +107,14 @@ def test_every_number_of_rows(rows, device):
         assert (y - expected).abs().max() < 1e-4 * expected.abs().max()
 
 
+def test_a_row_of_a_wider_matrix(device):
+    wide = torch.ones(2, 331, device=device, dtype=torch.bfloat16)
+    weight = arrange(*matrix(device), 328, 32)
+    with use_backend(KERNELS):
+        row, alone = (arranged_matmul(x, weight) for x in (wide[:1, :328], wide[:1, :328].clone()))
+    assert torch.equal(row, alone)
+
+
 def test_only_one_row_of_bf16_is_taken(device):
     x = torch.zeros(1, 1, 328, device=device, dtype=torch.bfloat16)
     with use_backend(KERNELS):
