@@ -49,6 +49,7 @@ from arbcli.kernels.spec import MATRIX, Case, Gate, KernelSpec, Timing
 from arbcli.kernels.warp_products import (
     HAS_PTX,
     add_products,
+    add_scaled,
     centre,
     prefixes,
     spread,
@@ -360,19 +361,10 @@ def _add_pieces(
                 of_tile = of_tile[:digit] + (added,) + of_tile[digit + 1 :]  # noqa: RUF005
                 products = products[:i] + (of_tile,) + products[i + 1 :]  # noqa: RUF005
                 if j == ABREAST - 1:
-                    scales = _read_scales(pieces[i], r, pieces_at[i], digit, PTX)
+                    upper, lower = _read_scales(pieces[i], r, pieces_at[i], digit, PTX)
                     y = _of_digit(of_tile, totals, digit) if PREFIXES else added
-                    sums = sums[:i] + (_add_scaled(sums[i], y, scales),) + sums[i + 1 :]  # noqa: RUF005
+                    sums = sums[:i] + (add_scaled(sums[i], y, upper, lower),) + sums[i + 1 :]  # noqa: RUF005
     return sums, x
-
-
-@triton.jit
-def _add_scaled(sums, products, scales):
-    """Add products, the first half of row r and the others of row r + 8, times their scales."""
-    added = ()
-    for i in tl.static_range(len(sums)):
-        added = added + (sums[i] + products[i] * scales[2 * i // len(sums)],)  # noqa: RUF005
-    return added
 
 
 @triton.jit

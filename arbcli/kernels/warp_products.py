@@ -1,4 +1,4 @@
-"""What a warp multiplies: eight rows of bf16 x by 16 rows of packed trits, 16 columns at a time.
+"""How a warp decodes packed trits and multiplies 16 rows of them by eight of bf16 x, 16 deep.
 
 A tensor here has one element a thread. `mma.m16n8k16` wants of thread 4 r + c of a warp, and gives:
 
@@ -244,6 +244,9 @@ def _multiply_lanes(w_bits, x_bits):
 
 @triton.jit
 def add_scaled(sums, products, upper, lower):
-    """Add products of `add_products`, times a scale of row r and one of row r + 8."""
-    a, b = sums[0] + products[0] * upper, sums[1] + products[1] * upper
-    return a, b, sums[2] + products[2] * lower, sums[3] + products[3] * lower
+    """Add products, the first half of row r and the others of row r + 8, times their scales."""
+    added = ()
+    for i in tl.static_range(len(sums)):
+        product = products[i] * (upper if 2 * i < len(sums) else lower)
+        added = added + (sums[i] + product,)  # noqa: RUF005
+    return added
