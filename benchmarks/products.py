@@ -55,36 +55,30 @@ def main() -> None:
         arranged = arrange(*state, size, GROUP_SIZE)
         for rows in (1, 2, 4, 8, 16, 32, 64, *((4096, 8192, 16384) if size == 8192 else ())):
             x = randn(rows, size)
-            compare(
-                stopwatch, f"{size}^2 forward, M = {rows}",
-                lambda x=x, state=state: ternary_matmul(x, *state, GROUP_SIZE),
-                lambda x=x, weight=weight: x @ weight.T,
-            )  # fmt: skip
+            forward = partial(ternary_matmul, x, *state, GROUP_SIZE)
+            grad_x = partial(ternary_matmul_grad_x, x, *state, size, GROUP_SIZE)
+            cublas = partial(torch.matmul, x, weight.T)
+            compare(stopwatch, f"{size}^2 forward, M = {rows}", forward, cublas)
             if rows <= MOST_ROWS:
                 compare(
                     stopwatch, f"{size}^2 forward, M = {rows}, arranged",
-                    lambda x=x, w=arranged: arranged_matmul(x, w),
-                    lambda x=x, weight=weight: x @ weight.T,
+                    partial(arranged_matmul, x, arranged), cublas,
                 )  # fmt: skip
             if rows >= 4096:
-                grad_x = partial(ternary_matmul_grad_x, x, *state, size, GROUP_SIZE)
-                for name, peer in (("", weight), (", and cuBLAS of these weights", own)):
-                    compare(
-                        stopwatch, f"{size}^2 grad_x, M = {rows}{name}",
-                        grad_x, lambda x=x, peer=peer: x @ peer,
-                    )  # fmt: skip
-                compare(
-                    stopwatch, f"{size}^2 forward, M = {rows}, and cuBLAS of these weights",
-                    lambda x=x, state=state: ternary_matmul(x, *state, GROUP_SIZE),
-                    lambda x=x, own=own: x @ own.T,
-                )  # fmt: skip
+                for name, ours, w in (
+                    ("grad_x", grad_x, weight),
+                    ("forward and cuBLAS of these weights", forward, own.T),
+                    ("grad_x and cuBLAS of these weights", grad_x, own),
+                ):
+                    peer = partial(torch.matmul, x, w)
+                    compare(stopwatch, f"{size}^2 {name}, M = {rows}", ours, peer)
                 for name, transposed in (("forward", False), ("grad_x", True)):
                     compare(
                         stopwatch, f"{size}^2 {name} in fp8, M = {rows}",
                         lambda x=x, state=state, k=size, t=transposed: fp8_matmul(
                             *quantise_rows(x), *state, k, GROUP_SIZE, t
                         ),
-                        lambda x=x, weight=weight: x @ weight.T,
+                        cublas,
                     )  # fmt: skip
     for outputs, inputs, rows in ((8192, 8192, 8192), (11264, 2048, 16384)):
         grad_y, x = randn(rows, outputs), randn(rows, inputs)

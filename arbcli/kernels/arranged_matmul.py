@@ -54,6 +54,7 @@ from arbcli.kernels.warp_products import (
     prefixes,
     spread,
     take_digits,
+    unpair,
 )
 
 BLOCK = 5 * PLANE
@@ -240,9 +241,7 @@ def _sum_of_squares(word):
     a, b = _halves(word)
     total = tl.zeros(word.shape, tl.float32)
     for i in tl.static_range(2):
-        pair = a if i == 0 else b
-        low = (pair << 16).to(tl.float32, bitcast=True)
-        high = (pair & -0x10000).to(tl.float32, bitcast=True)
+        low, high = unpair(a if i == 0 else b)
         total += low * low + high * high
     return total
 
@@ -271,7 +270,7 @@ def _read_scales(piece, r, address, digit: tl.constexpr, PTX: tl.constexpr):
         both = read(address + (_SCALES + 32 * digit + 4 * r))
     else:
         both = tl.load((piece + _SCALES // 8).to(tl.pointer_type(tl.int32)) + (8 * digit + r))
-    return (both << 16).to(tl.float32, bitcast=True), (both & -0x10000).to(tl.float32, bitcast=True)
+    return unpair(both)
 
 
 @triton.jit
@@ -279,10 +278,10 @@ def _total_planes(x_row, x_at, left, late, c, PTX: tl.constexpr):
     """Add up the elements of x in each of the five planes of a thread's block."""
     ones = (tl.full(c.shape, 0x3F803F80, tl.int32),) * 8
     zero, totals = tl.zeros_like(c), ()
+    nothing = (zero, zero, zero, zero)
     for i in tl.static_range(3):  # two planes in columns that are neighbours, and then one
         k = 8 * c + 32 * (2 * i + (late if i < 2 else 0))
-        old = (zero, zero, zero, zero)
-        eight = _read_x(x_row + k // 4, x_at + 2 * k, left - k, c >= 0, old, PTX)
+        eight = _read_x(x_row + k // 4, x_at + 2 * k, left - k, c >= 0, nothing, PTX)
         sums = add_products((0.0, 0.0, 0.0, 0.0), ones, eight, PTX)
         totals = totals + (sums[0], sums[1])  # noqa: RUF005
     return totals

@@ -28,7 +28,7 @@ from arbcli.kernels.quantise_rows import (
     to_e4m3,
 )
 from arbcli.kernels.spec import MATRIX, Case, KernelSpec, Timing
-from arbcli.kernels.warp_products import take_digits
+from arbcli.kernels.warp_products import first_digits, take_digits
 
 
 def decode_e4m3_reference(
@@ -59,7 +59,7 @@ def _decode_e4m3_torch(packed, exponent, fraction, in_features, group_size, tran
 @triton.jit
 def _spread(word):
     """Begin to decode four bytes as `warp_products` does: two int32, of bytes 0, 2 and 1, 3."""
-    return (word & 0xFF00FF) * 202 + 0x850085, ((word >> 8) & 0xFF00FF) * 202 + 0x850085
+    return first_digits(word & 0xFF00FF), first_digits((word >> 8) & 0xFF00FF)
 
 
 @triton.jit

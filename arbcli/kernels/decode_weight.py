@@ -40,6 +40,7 @@ from arbcli.kernels.warp_products import (
     shift_pair,
     spread,
     take_digits,
+    unpair,
 )
 
 OCTAVE = 128
@@ -248,21 +249,16 @@ def _store_staged(
 def _store_eight(pointer, pairs, mask):
     """Store eight weights a thread, from four pairs of bf16, where they lie on 16 bytes."""
     if pointer.dtype.element_ty == tl.float32:
-        _store_four(pointer, _halves(pairs[0]) + _halves(pairs[1]), mask)
-        _store_four(pointer + 4, _halves(pairs[2]) + _halves(pairs[3]), mask)
+        _store_four(pointer, unpair(pairs[0]) + unpair(pairs[1]), mask)
+        _store_four(pointer + 4, unpair(pairs[2]) + unpair(pairs[3]), mask)
     else:
         _store_four(pointer, pairs, mask)
 
 
 @triton.jit
-def _halves(pair):
-    return pair << 16, pair & -0x10000
-
-
-@triton.jit
 def _store_four(pointer, words, mask):
     four = tl.join(tl.join(words[0], words[2]), tl.join(words[1], words[3]))
-    pointers = pointer.to(tl.pointer_type(tl.int32))[:, None] + tl.arange(0, 4)[None, :]
+    pointers = pointer.to(tl.pointer_type(words[0].dtype))[:, None] + tl.arange(0, 4)[None, :]
     four = tl.reshape(four, pointers.shape)
     tl.store(tl.multiple_of(pointers, (1, 16)), four, mask=mask[:, None])
 

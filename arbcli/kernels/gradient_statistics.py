@@ -27,6 +27,7 @@ from arbcli.kernels.packing import (
     check_packed,
     first_digit,
     take_trit,
+    trit_at,
     trit_positions,
     unpack_trits_torch,
 )
@@ -217,7 +218,7 @@ def _read_groups(
     else:
         k = (tile_g * GROUPS + lane // LANES) * GROUP + lane % LANES
         mask_k = (k < K) & (lane % LANES < GROUP)
-    offs_byte, power = trit_positions(k, K)
+    offs_byte, factor = trit_positions(k, K)
     of_columns = tl.zeros((BLOCK_N, GROUPS * LANES), dtype=tl.float32)
     of_rows = tl.zeros((BLOCK_N,), dtype=tl.float32)
     of_slope = tl.zeros((BLOCK_N, GROUPS), dtype=tl.float64)
@@ -232,9 +233,7 @@ def _read_groups(
         value = grad
         if SIGNS:
             value = tl.where(grad > 0, 1.0, tl.where(grad < 0, -1.0, 0.0))
-        # the trit, 0 to 2, in the last bits of 2**23 as float32
-        trit = tl.umulhi(byte * power[None, :], 3) + 0x4B000000
-        product = value * (trit.to(tl.float32, bitcast=True) - 8388609.0)
+        product = value * trit_at(byte, factor[None, :])
         slope = tl.sum(tl.reshape(product, (BLOCK_N, GROUPS, LANES)), axis=2)
 
         mask_g = mask_n[:, None] & (offs_g < num_groups)[None, :]

@@ -48,18 +48,24 @@ _MULTIPLY_REGISTERS = tl.constexpr(",".join(["=&f"] * 4 + ["r"] * 12 + ["f"] * 4
 
 @triton.jit
 def spread(word, PTX: tl.constexpr):
-    """Begin to decode four bytes: two int32, of bytes 0 and 1 and of bytes 2 and 3.
-
-    A byte B lies in 16 bits as q = 202 B + 133, near enough to B / 81 in units of 2**-14: the top
-    two bits of q are its highest digit, 0..2, and what follows is the rest.
-    """
+    """Begin to decode four bytes: two int32, of bytes 0 and 1 and of bytes 2 and 3."""
     if PTX:
         return tl.inline_asm_elementwise(
             _SPREAD, "=&r,=&r,r", [word], dtype=(tl.int32,) * 2, is_pure=True, pack=1
         )
-    low = ((word & 0xFF) | ((word & 0xFF00) << 8)) * 202 + 0x850085
-    high = (((word >> 16) & 0xFF) | ((word >> 8) & 0xFF0000)) * 202 + 0x850085
-    return low, high
+    low = (word & 0xFF) | ((word & 0xFF00) << 8)
+    high = ((word >> 16) & 0xFF) | ((word >> 8) & 0xFF0000)
+    return first_digits(low), first_digits(high)
+
+
+@triton.jit
+def first_digits(two):
+    """Bring two bytes, in 16 bits each, to where `take_digits` begins.
+
+    A byte B becomes q = 202 B + 133, near enough to B / 81 in units of 2**-14: the top two bits of
+    q are its highest digit, 0..2, and what follows is the rest.
+    """
+    return two * 202 + 0x850085
 
 
 @triton.jit
@@ -123,6 +129,12 @@ def centre(word, PTX: tl.constexpr):
 
 
 @triton.jit
+def unpair(two):
+    """Take a pair of bf16 apart: two float32."""
+    return (two << 16).to(tl.float32, bitcast=True), (two & -0x10000).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def pair(low, high):
     """Make a pair of two float32 that bf16 can hold."""
     low, high = low.to(tl.int32, bitcast=True), high.to(tl.int32, bitcast=True)
@@ -136,13 +148,14 @@ def _prefix(v, digit: tl.constexpr, PTX: tl.constexpr):
         return tl.inline_asm_elementwise(
             CODE, "=r,r", [v], dtype=tl.int32, is_pure=True, pack=1
         )  # fmt: skip
-    return pair(_prefix_of(v << 16, digit), _prefix_of(v & -0x10000, digit))
+    low, high = unpair(v)
+    return pair(_prefix_of(low, digit), _prefix_of(high, digit))
 
 
 @triton.jit
-def _prefix_of(bits, digit: tl.constexpr):
+def _prefix_of(v, digit: tl.constexpr):
     ONES: tl.constexpr = (3 ** (5 - digit) - 1) // 2  # the prefix of trits that are all 1
-    byte = (64 * bits.to(tl.float32, bitcast=True)).to(tl.int32) + 121
+    byte = (64 * v).to(tl.int32) + 121
     return (byte // 3**digit - ONES) / 64 + 3.0
 
 
@@ -195,9 +208,8 @@ def multiply_pairs(a, b, PTX: tl.constexpr):
             _MULTIPLY_PAIRS, "=r,r,r,r", [a, b, tl.zeros_like(a)],
             dtype=tl.int32, is_pure=True, pack=1,
         )  # fmt: skip
-    low = (a << 16).to(tl.float32, bitcast=True) * (b << 16).to(tl.float32, bitcast=True)
-    high = (a & -0x10000).to(tl.float32, bitcast=True) * (b & -0x10000).to(tl.float32, bitcast=True)
-    return pair(low + 0.0, high + 0.0)
+    first, second = unpair(a), unpair(b)
+    return pair(first[0] * second[0] + 0.0, first[1] * second[1] + 0.0)
 
 
 @triton.jit
@@ -229,17 +241,16 @@ def _multiply_row(trits, x):
     THREADS: tl.constexpr = x[0].shape[0]
     sums = tl.zeros((THREADS // 32, 8, 8), tl.float32)
     for i in tl.static_range(4):
-        sums += _multiply_lanes(trits[i] << 16, x[i] << 16)
-        sums += _multiply_lanes(trits[i] & -0x10000, x[i] & -0x10000)
+        of_w, of_x = unpair(trits[i]), unpair(x[i])
+        for j in tl.static_range(2):
+            sums += _multiply_lanes(of_w[j], of_x[j])
     return tl.split(tl.reshape(sums, (THREADS, 2)))
 
 
 @triton.jit
-def _multiply_lanes(w_bits, x_bits):
-    WARPS: tl.constexpr = w_bits.shape[0] // 32
-    w = tl.reshape(w_bits.to(tl.float32, bitcast=True), (WARPS, 8, 1, 4))
-    x = tl.reshape(x_bits.to(tl.float32, bitcast=True), (WARPS, 1, 8, 4))
-    return tl.sum(w * x, axis=3)
+def _multiply_lanes(w, x):
+    WARPS: tl.constexpr = w.shape[0] // 32
+    return tl.sum(tl.reshape(w, (WARPS, 8, 1, 4)) * tl.reshape(x, (WARPS, 1, 8, 4)), axis=3)
 
 
 @triton.jit

@@ -101,10 +101,12 @@ def test_every_number_of_rows(rows, device):
         state = matrix(device, out_features, in_features)
         x = torch.randn(rows, in_features, generator=torch.Generator().manual_seed(1))
         x = x.to(device, torch.bfloat16)
-        with use_backend(KERNELS):
-            y = arranged_matmul(x, arrange(*state, in_features, 32), dtype=torch.float32)
         expected = x.double() @ decode_weight_reference(*state, in_features, 32).double().T
-        assert (y - expected).abs().max() < 1e-4 * expected.abs().max()
+        of_prefixes = rows <= 2
+        for backend, allowed in ((KERNELS, 1e-4 if of_prefixes else 1e-5), ("torch", 1e-5)):
+            with use_backend(backend):
+                y = arranged_matmul(x, arrange(*state, in_features, 32), dtype=torch.float32)
+            assert (y - expected).abs().max() < allowed * expected.abs().max()
 
 
 def test_a_row_of_a_wider_matrix(device):
