@@ -4,6 +4,10 @@ Every call is a replay from a cold cache; ours and the peer's take turns, and a 
 over the turns. See `arbcli.kernels.timing`. cuBLAS multiplies normal weights, as a float twin has
 them; large products are also compared with cuBLAS of our own, which takes it a little less time, as
 zeros save power.
+
+A product of few rows is hardly longer than its launch, which no model pays for each: its products
+are launched as one graph. So these are also timed in a row, as many different matrices as are eight
+times the cache or more, and a figure is one of them.
 """
 
 from collections.abc import Callable
@@ -12,9 +16,10 @@ from statistics import median
 
 import torch
 
-from arbcli.kernels.arranged_matmul import MOST_ROWS, arrange, arranged_matmul
+from arbcli.kernels.arranged_matmul import arrange, arranged_matmul
 from arbcli.kernels.decode_weight import decode_weight, random_packed
 from arbcli.kernels.fp8_matmul import fp8_matmul
+from arbcli.kernels.overlap import overlapping
 from arbcli.kernels.quantise_rows import quantise_rows
 from arbcli.kernels.ternary_matmul import ternary_matmul, ternary_matmul_grad_x
 from arbcli.kernels.timing import Stopwatch, measure_roofline, median_ratio, time_calls
@@ -23,17 +28,63 @@ from arbcli.model.ternary import TernaryTensor
 from arbcli.model.update import Updater
 
 DEVICE = torch.device("cuda")
+CACHE_BYTES = 60 << 20
+"""Of an H200."""
 GROUP_SIZE = 32
 
 
-def compare(stopwatch: Stopwatch, name: str, ours: Callable, peer: Callable) -> None:
-    """Print what ours and the peer take, and how many times as fast ours is."""
+def compare(
+    stopwatch: Stopwatch, name: str, ours: Callable, peer: Callable, number: int = 1
+) -> float:
+    """Print what ours and the peer take, and how many times as fast ours is.
+
+    Args:
+        stopwatch: of the device.
+        name: of the work.
+        ours: does it `number` times.
+        peer: does the same.
+        number: that figures are divided by.
+
+    Returns:
+        Microseconds of ours.
+    """
     us, peer_us = time_calls([ours, peer], stopwatch, seconds=0.6)
+    each, peer_each = median(us) / number, median(peer_us) / number
     print(
-        f"{name:60} {median(us):9.1f} us, cuBLAS {median(peer_us):9.1f} us:"
+        f"{name:60} {each:9.1f} us, cuBLAS {peer_each:9.1f} us:"
         f" {median_ratio(us, peer_us):.3f} x its speed",
         flush=True,
     )
+    return each
+
+
+def compare_few_rows(stopwatch: Stopwatch, size: int, bytes_per_second: float) -> None:
+    """Compare products of few rows by arranged matrices: one alone, and each of many in a row."""
+    states = [
+        random_packed(size, size, GROUP_SIZE, torch.Generator(DEVICE).manual_seed(seed), spread=8)
+        for seed in range(8 * CACHE_BYTES // (size * size // 4) + 1)
+    ]
+    many = [arrange(*state, size, GROUP_SIZE) for state in states]
+    twins = [randn(size, size) for _ in many]
+
+    def in_a_row(x: torch.Tensor) -> None:
+        with overlapping():
+            for weight in many:
+                arranged_matmul(x, weight)
+
+    def twins_in_a_row(x: torch.Tensor) -> None:
+        for weight in twins:
+            torch.matmul(x, weight.T)
+
+    floor_us = 1e6 * many[0].pieces.nbytes / bytes_per_second
+    for rows in (1, 2, 4, 8):
+        x = randn(rows, size)
+        name = f"{size}^2 forward, M = {rows}, arranged"
+        alone = partial(arranged_matmul, x, many[0]), partial(torch.matmul, x, twins[0].T)
+        row = partial(in_a_row, x), partial(twins_in_a_row, x)
+        for label, calls, number in (("", alone, 1), (f", {len(many)} in a row", row, len(many))):
+            us = compare(stopwatch, name + label, *calls, number)
+            print(f"{'':60} {floor_us / us:.0%} of the copy bandwidth", flush=True)
 
 
 def randn(*shape: int) -> torch.Tensor:
@@ -50,20 +101,15 @@ def main() -> None:
         f" {roofline.flops_per_second / 1e12:.0f} TFLOP/s, a launch {roofline.launch_us:.1f} us"
     )
     for size in (8192, 16384):
+        compare_few_rows(stopwatch, size, roofline.bytes_per_second)
         state = random_packed(size, size, GROUP_SIZE, torch.Generator(DEVICE), spread=8)
         weight, own = randn(size, size), decode_weight(*state, size, GROUP_SIZE)
-        arranged = arrange(*state, size, GROUP_SIZE)
         for rows in (1, 2, 4, 8, 16, 32, 64, *((4096, 8192, 16384) if size == 8192 else ())):
             x = randn(rows, size)
             forward = partial(ternary_matmul, x, *state, GROUP_SIZE)
             grad_x = partial(ternary_matmul_grad_x, x, *state, size, GROUP_SIZE)
             cublas = partial(torch.matmul, x, weight.T)
             compare(stopwatch, f"{size}^2 forward, M = {rows}", forward, cublas)
-            if rows <= MOST_ROWS:
-                compare(
-                    stopwatch, f"{size}^2 forward, M = {rows}, arranged",
-                    partial(arranged_matmul, x, arranged), cublas,
-                )  # fmt: skip
             if rows >= 4096:
                 for name, ours, w in (
                     ("grad_x", grad_x, weight),

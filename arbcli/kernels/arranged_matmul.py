@@ -7,10 +7,11 @@ beside the products.
 The trits are *arranged*: still five in a byte, but in the order in which threads load them, so that
 a warp takes 16 rows by 160 weights at once, from side to side, whatever K is. Such a piece has 32
 times 16 bytes, for c in 0..3 and for r in 0..7: the bytes 8 c .. 8 c + 7 of row r, then those of
-row r + 8, of a block of 160 weights packed as always. Then come the scales, as bf16 halves of them:
-five times (digit d) eight times (row r) those of rows r and r + 8, negative for even digits, as
-`take_digits` gives -2 T for these and 2 T for the others. Where a result is gated, row r + 8 is the
-one that is half a matrix behind row r. What is missing to whole pieces is zeros.
+row r + 8, of a block of 160 weights packed as always. Then come the scales, as bf16 halves of them,
+always those of rows r and r + 8: for r in 0..7 of digits 0, 1, 2, 3, and for r in 0..7 of digit 4.
+They are negative for even digits, as `take_digits` gives -2 T for these and 2 T for the others.
+Where a result is gated, row r + 8 is the one that is half a matrix behind row r. What is missing to
+whole pieces is zeros.
 
 As in `few_rows`, thread 4 r + c of a warp multiplies the eight bytes c of rows r and r + 8. A warp
 has its pieces, and what they multiply, in shared memory, and while it computes the next ones are
@@ -44,6 +45,7 @@ from arbcli.kernels.shared_memory import (
     read_four_where,
     wait_for_copies,
     wait_for_warp,
+    write_four,
 )
 from arbcli.kernels.spec import MATRIX, Case, Gate, KernelSpec, Timing
 from arbcli.kernels.warp_products import (
@@ -76,7 +78,7 @@ class Arranged(NamedTuple):
     """A matrix in pieces: T tiles of 16 rows by B blocks of 160 columns."""
 
     pieces: Tensor
-    """(T, B, 672) uint8: (4, 8) times two rows of eight bytes, then (5, 8, 2) bfloat16 scales."""
+    """(T, B, 672) uint8: (4, 8, 2, 8) bytes, then (8, 4, 2) and (8, 2) bfloat16 scales."""
     out_features: int
     """N: elements of a result, after gating."""
     in_features: int
@@ -128,8 +130,9 @@ def arrange(
     of_planes = of_halves.reshape(*split, blocks, 5).permute(order[:5])
     sign = torch.tensor([-0.5, 0.5, -0.5, 0.5, -0.5], device=packed.device)
     pieces = pieces.permute(0, 3, 4, 2, 1, 5).flatten(2)
-    of_planes = (of_planes * sign).permute(0, 3, 4, 2, 1).to(torch.bfloat16).flatten(2)
-    pieces = torch.cat([pieces, of_planes.view(torch.uint8)], dim=2)
+    of_planes = (of_planes * sign).permute(0, 3, 2, 4, 1).to(torch.bfloat16)
+    first, last = (part.flatten(2).view(torch.uint8) for part in of_planes.split([4, 1], dim=3))
+    pieces = torch.cat([pieces, first, last], dim=2)
     if pieces.is_cuda:  # a kernel that overlaps reads them before it waits for anything
         torch.cuda.synchronize(pieces.device)
     return Arranged(pieces, rows, in_features, gated)
@@ -154,7 +157,7 @@ def arranged_matmul_reference(
     """Compute what `arranged_matmul` must return, in float64, one piece at a time."""
     tiles, blocks = pieces.shape[:2]
     trits = pieces[..., :TRIT_BYTES].unflatten(2, (4, 8, 2, 8))
-    scales = pieces[..., TRIT_BYTES:].contiguous().view(torch.bfloat16).unflatten(2, (5, 8, 2))
+    scales = pieces[..., TRIT_BYTES:].contiguous().view(torch.bfloat16).unflatten(2, (40, 2))
     weight = torch.zeros(tiles, 2, 8, BLOCK * blocks, dtype=torch.float64, device=x.device)
     for b in range(blocks):
         for r in range(8):
@@ -162,7 +165,8 @@ def arranged_matmul_reference(
                 for digit in range(5):
                     k = BLOCK * b + PLANE * digit + 8 * c
                     trit = trits[:, b, c, r].long() // 3**digit % 3 - 1  # (T, 2, 8)
-                    scale = scales[:, b, digit, r].double() * (2 if digit % 2 else -2)
+                    scale = scales[:, b, 4 * r + digit if digit < 4 else 32 + r].double()
+                    scale = scale * (2 if digit % 2 else -2)
                     weight[:, :, r, k : k + 8] = trit * scale[:, :, None]
     x = x.double()
     if eps is not None:
@@ -177,11 +181,12 @@ def arranged_matmul_reference(
 def _arranged_matmul_torch(x, pieces, out_features, in_features, gated, eps, added, dtype):
     tiles, blocks = pieces.shape[:2]
     trits, scales = pieces.split([TRIT_BYTES, SCALE_BYTES], dim=2)
-    scales = scales.contiguous().view(torch.bfloat16).unflatten(2, (5, 8, 2))
+    scales = scales.contiguous().view(torch.bfloat16).unflatten(2, (40, 2))
+    scales = torch.cat([scales[:, :, :32].unflatten(2, (8, 4)), scales[:, :, 32:, None]], dim=3)
     packed = trits.unflatten(2, (4, 8, 2, 8)).permute(0, 4, 3, 1, 2, 5)
     weight = unpack_trits_torch(packed.reshape(ROWS * tiles, -1), BLOCK * blocks, torch.float32)
     sign = torch.tensor([-2.0, 2.0, -2.0, 2.0, -2.0], device=x.device)
-    of_planes = scales.permute(0, 4, 3, 1, 2).float() * sign
+    of_planes = scales.permute(0, 4, 2, 1, 3).float() * sign
     weight = (weight.unflatten(1, (-1, PLANE)) * of_planes.reshape(len(weight), -1, 1)).flatten(1)
     x = x.float()
     if eps is not None:
@@ -264,24 +269,26 @@ def _read_x(pointer, address, left, own, old, PTX: tl.constexpr):
 
 
 @triton.jit
-def _read_scales(piece, r, address, digit: tl.constexpr, PTX: tl.constexpr):
-    """Read the scales of rows r and r + 8."""
+def _read_scales(piece, r, address, last_address, PTX: tl.constexpr):
+    """Read the scales of rows r and r + 8, a pair a digit."""
     if PTX:
-        both = read(address + (_SCALES + 32 * digit + 4 * r))
-    else:
-        both = tl.load((piece + _SCALES // 8).to(tl.pointer_type(tl.int32)) + (8 * digit + r))
-    return unpair(both)
+        return read_four(address) + (read(last_address),)  # noqa: RUF005
+    word, pairs = (piece + _SCALES // 8).to(tl.pointer_type(tl.int32)), ()
+    for digit in tl.static_range(5):
+        pairs = pairs + (tl.load(word + (4 * r + digit if digit < 4 else 32 + r)),)  # noqa: RUF005
+    return pairs
 
 
 @triton.jit
-def _total_planes(x_row, x_at, left, late, c, PTX: tl.constexpr):
+def _total_planes(x_row, x_at, x_late_at, left, late, c, PTX: tl.constexpr):
     """Add up the elements of x in each of the five planes of a thread's block."""
     ones = (tl.full(c.shape, 0x3F803F80, tl.int32),) * 8
     zero, totals = tl.zeros_like(c), ()
     nothing = (zero, zero, zero, zero)
     for i in tl.static_range(3):  # two planes in columns that are neighbours, and then one
         k = 8 * c + 32 * (2 * i + (late if i < 2 else 0))
-        eight = _read_x(x_row + k // 4, x_at + 2 * k, left - k, c >= 0, nothing, PTX)
+        address = (x_late_at if i < 2 else x_at) + 128 * i
+        eight = _read_x(x_row + k // 4, address, left - k, c >= 0, nothing, PTX)
         sums = add_products((0.0, 0.0, 0.0, 0.0), ones, eight, PTX)
         totals = totals + (sums[0], sums[1])  # noqa: RUF005
     return totals
@@ -291,17 +298,16 @@ def _total_planes(x_row, x_at, left, late, c, PTX: tl.constexpr):
 def _of_digit(products, totals, digit: tl.constexpr):
     """Find the products of a digit in rows r and r + 8 from those of its prefix and the last one.
 
-    They are those of the digit T, or of -T if it is even, and in units of 1 / 64. A prefix is 3
-    more than it should be, but for the whole of a byte: that is taken back.
+    They are those of the digit T, or of -T if it is even, and in units of 1 / 64. What prefixes
+    have too much by 3 is taken back.
     """
-    MORE: tl.constexpr = (-9, -6, -6, -6, 3)[digit]
+    MORE: tl.constexpr = (9, -6, 6, -6, -3)[digit]
     found = ()
     for row in tl.static_range(2):
-        y = products[digit][2 * row]
-        if digit < 4:
-            y -= 3 * products[digit + 1][2 * row + 1]
-        y -= MORE * totals[digit]
-        found = found + (y if digit % 2 else -y,)  # noqa: RUF005
+        y = products[digit][2 * row] - MORE * totals[digit]
+        if digit < 4:  # the last prefix has the other sign
+            y += 3 * products[digit + 1][2 * row + 1]
+        found = found + (y,)  # noqa: RUF005
     return found
 
 
@@ -325,29 +331,41 @@ def _add_pieces(
     mine, unit = c * ABREAST // 4, c % (4 // ABREAST) * ABREAST
     own = mine == theirs if ABREAST > 1 else r >= 0
     x_row = x_ptr + (m * (K // 4) + 40 * (block + theirs))
-    x_at = slot + (_PIECE * ABREAST * HEIGHT + _x_stride(ABREAST) * (ABREAST * m + theirs))
     left = K - 160 * (block + theirs)
-    pieces, pieces_at = (), ()
+    pieces = ()
     for i in tl.static_range(HEIGHT):
         piece = starts[i] + _PIECE // 8 * tl.minimum(block + mine, blocks - 1)
         pieces = pieces + (piece,)  # noqa: RUF005
-        pieces_at = pieces_at + (slot + _PIECE * (ABREAST * i + mine),)  # noqa: RUF005
+
+    # addresses: what differs between threads is in one sum, so that the rest costs nothing
+    bytes_at = slot + (_PIECE * mine + 128 * unit + 16 * r)
+    scales_at = slot + (_PIECE * mine + _SCALES + 16 * r)
+    last_scale_at = slot + (_PIECE * mine + _SCALES + 128 + 4 * r)
+    x_lane = _PIECE * ABREAST * HEIGHT + _x_stride(ABREAST) * (ABREAST * m + theirs)
+    x_at = slot + (x_lane + 16 * unit)
+    x_late_at = slot + (x_lane + 16 * unit - 64 * late)
 
     totals = ()
     if PREFIXES:
-        totals = _total_planes(x_row, x_at, left, late, c, PTX)
+        planes_at = slot + (x_lane + 16 * c)
+        late_planes_at = slot + (x_lane + 16 * c + 64 * late)
+        totals = _total_planes(x_row, planes_at, late_planes_at, left, late, c, PTX)
     products = (((0.0, 0.0, 0.0, 0.0),) * 5,) * HEIGHT
     for j in tl.static_range(ABREAST):
-        bytes_ = ()
+        bytes_, scales = (), ()
         for i in tl.static_range(HEIGHT):
-            unit_ptr, unit_at = pieces[i] + 16 * (unit + j), pieces_at[i] + 128 * (unit + j)
-            words = _read_unit(unit_ptr + 2 * r, unit_at + 16 * r, PTX)
+            pointer, offset = pieces[i] + 16 * (unit + j) + 2 * r, _PIECE * ABREAST * i
+            words = _read_unit(pointer, bytes_at + (offset + 128 * j), PTX)
             for k in tl.static_range(4):
                 bytes_ = bytes_ + (centre(words[k], PTX) if PREFIXES else spread(words[k], PTX))
+            if j == ABREAST - 1:
+                first, last = scales_at + offset, last_scale_at + offset
+                scales = scales + (_read_scales(pieces[i], r, first, last, PTX),)  # noqa: RUF005
         for digit in tl.static_range(4, -1, -1):
             plane = digit - (late if digit > 0 else 0)
             k = 8 * (unit + j) + 32 * plane
-            eight = _read_x(x_row + k // 4, x_at + 2 * k, left - k, own, x[0], PTX)
+            address = (x_late_at if digit > 0 else x_at) + (16 * j + 64 * digit)
+            eight = _read_x(x_row + k // 4, address, left - k, own, x[0], PTX)
             if ABREAST > 1:
                 x = x[1:] + (eight,)  # noqa: RUF005
             if PREFIXES:
@@ -360,7 +378,7 @@ def _add_pieces(
                 of_tile = of_tile[:digit] + (added,) + of_tile[digit + 1 :]  # noqa: RUF005
                 products = products[:i] + (of_tile,) + products[i + 1 :]  # noqa: RUF005
                 if j == ABREAST - 1:
-                    upper, lower = _read_scales(pieces[i], r, pieces_at[i], digit, PTX)
+                    upper, lower = unpair(scales[i][digit])
                     y = _of_digit(of_tile, totals, digit) if PREFIXES else added
                     sums = sums[:i] + (add_scaled(sums[i], y, upper, lower),) + sums[i + 1 :]  # noqa: RUF005
     return sums, x
@@ -377,16 +395,58 @@ def _over_blocks(value, BLOCKS: tl.constexpr):
 
 
 @triton.jit
-def _over_warps(sums, WARPS: tl.constexpr, ABREAST: tl.constexpr):
-    """Sum over warps, and over blocks that are abreast: rows r and r + 8, by one or two of x."""
-    upper, lower = _over_blocks(sums[0], ABREAST), _over_blocks(sums[len(sums) // 2], ABREAST)
-    if len(sums) == 2:
-        both = tl.reshape(tl.join(upper, lower), (WARPS, 32, 1, 2))
+def _over_lanes(value):
+    """Sum over the threads of a warp; each of them has the sum."""
+    of_warps = tl.reshape(value, (value.shape[0] // 32, 32))
+    total = tl.sum(of_warps, axis=1, keep_dims=True)
+    return tl.reshape(tl.broadcast_to(total, of_warps.shape), value.shape)
+
+
+@triton.jit
+def _over_warps(sums, memory, apart, PTX: tl.constexpr):
+    """Sum over warps, of each tile four sums a thread: warp i then has those of tile i.
+
+    `memory` is where a warp may write 512 bytes a tile, and `apart` how far from the next warp's.
+    """
+    WARPS: tl.constexpr = memory.shape[0] // 32
+    HEIGHT: tl.constexpr = len(sums)
+    tl.static_assert(HEIGHT <= WARPS)
+    thread = tl.arange(0, memory.shape[0])
+    warp, at = thread // 32, memory + 16 * (thread % 32)
+    found = (tl.zeros(thread.shape, tl.float32),) * 4
+    if PTX:
+        wait_for_warp(thread)
+        for i in tl.static_range(HEIGHT):
+            write_four(at + 512 * i, _bits(sums[i]))
+        tl.debug_barrier()
+        first, zero = at - apart * warp + 512 * warp, tl.zeros_like(thread)
+        for w in tl.static_range(WARPS):
+            four = read_four_where(first + apart * w, warp < HEIGHT, (zero, zero, zero, zero))
+            found = _add_bits(found, four)
     else:
-        upper = tl.join(upper, _over_blocks(sums[1], ABREAST))
-        lower = tl.join(lower, _over_blocks(sums[3], ABREAST))
-        both = tl.reshape(tl.join(upper, lower), (WARPS, 32, 2, 2))
-    return tl.split(tl.sum(both, axis=0))
+        for i in tl.static_range(HEIGHT):
+            for j in tl.static_range(4):
+                of_warps = tl.reshape(sums[i][j], (WARPS, 32))
+                total = tl.broadcast_to(tl.sum(of_warps, axis=0, keep_dims=True), of_warps.shape)
+                total = tl.where(warp == i, tl.reshape(total, thread.shape), found[j])
+                found = found[:j] + (total,) + found[j + 1 :]  # noqa: RUF005
+    return found
+
+
+@triton.jit
+def _bits(four):
+    words = ()
+    for i in tl.static_range(4):
+        words = words + (four[i].to(tl.int32, bitcast=True),)  # noqa: RUF005
+    return words
+
+
+@triton.jit
+def _add_bits(four, words):
+    total = ()
+    for i in tl.static_range(4):
+        total = total + (four[i] + words[i].to(tl.float32, bitcast=True),)  # noqa: RUF005
+    return total
 
 
 @triton.jit
@@ -469,36 +529,25 @@ def _arranged_matmul_kernel(
         block += STEP
         slot, free = free, slot
 
-    if M == 1:
-        # the four threads of a row have the same sums: one passes on each of them, one the squares
-        of_x = zero
-        if NORM:
-            of_x = _over_blocks(squares[0], 4)
-        which = tl.arange(0, 4)[None, :]
-        for i in tl.static_range(HEIGHT):
-            upper = _over_blocks(sums[i][0], ABREAST)
-            lower = _over_blocks(sums[i][X_ROWS], ABREAST)
-            shares = tl.where(c == 0, upper, tl.where(c == 1, lower, of_x))
-            shares = tl.sum(tl.reshape(shares, (WARPS, 8, 4)), axis=0)
-            scale = UNIT
-            if NORM:
-                scale *= tl.rsqrt(tl.sum(tl.where(which == 2, shares, 0)) / K + eps)
-            upper = tl.sum(tl.where(which == 0, shares, 0), axis=1) * scale
-            lower = tl.sum(tl.where(which == 1, shares, 0), axis=1) * scale
-            n = (first_tile + i) * (8 if GATED else 16) + tl.arange(0, 8)
-            _store_both(upper, lower, added_ptr, y_ptr, 0, n, N, n >= 0, GATED, ADD)
-    else:
-        share = tl.arange(0, 32)[:, None]
-        m = X_ROWS * (share % 4) + tl.arange(0, X_ROWS)[None, :]  # beyond M are others' once more
+    # of a row of x alone the sum of squares goes with the others
+    of_x = squares[0] if NORM else zero
+    shares = ()
+    for i in tl.static_range(HEIGHT):
+        four = sums[i] if X_ROWS == 2 else sums[i] + sums[i]
+        shares = shares + ((sums[i][0], sums[i][X_ROWS], of_x, of_x) if M == 1 else four,)  # noqa: RUF005
+    totals = _over_warps(shares, free, SLOT, PTX)
+    Y_ROWS: tl.constexpr = 1 if M == 1 else X_ROWS
+    n = (first_tile + warp) * (8 if GATED else 16) + thread // 4 % 8
+    for i in tl.static_range(Y_ROWS):
+        m = X_ROWS * c + i  # beyond M are others' once more
         scale = tl.full(m.shape, UNIT, tl.float32)
-        if NORM:
-            for i in tl.static_range(M):
-                of_row = tl.rsqrt(tl.sum(squares[i]) / K + eps)
-                scale = tl.where(m == i, UNIT * of_row, scale)
-        for i in tl.static_range(HEIGHT):
-            upper, lower = _over_warps(sums[i], WARPS, ABREAST)
-            n = (first_tile + i) * (8 if GATED else 16) + share // 4
-            _store_both(upper * scale, lower * scale, added_ptr, y_ptr, m, n, N, m < M, GATED, ADD)
+        for row in tl.static_range(M if NORM else 0):
+            total = _over_lanes(totals[2]) if M == 1 else tl.sum(squares[row])
+            scale = tl.where(m == row, UNIT * tl.rsqrt(total / K + eps), scale)
+        upper = _over_blocks(totals[i], ABREAST) * scale
+        lower = _over_blocks(totals[Y_ROWS + i], ABREAST) * scale
+        mask = (m < M) & (warp < HEIGHT)
+        _store_both(upper, lower, added_ptr, y_ptr, m, n, N, mask, GATED, ADD)
 
 
 class Tiling(NamedTuple):

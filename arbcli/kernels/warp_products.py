@@ -27,8 +27,8 @@ mad.lo.s32 $1, $2, -3, $0;
 """)
 _CENTRE = tl.constexpr("""{
 .reg .b32 factor, least;
-mov.b32 factor, 0x7F007F00;  // 2**127
-mov.b32 least, 0xBFF2BFF2;  // -121 / 64
+mov.b32 factor, 0xFF00FF00;  // -2**127
+mov.b32 least, 0x3FF23FF2;  // 121 / 64
 prmt.b32 $0, $2, 0, 0x4140;
 prmt.b32 $1, $2, 0, 0x4342;
 fma.rn.bf16x2 $0, $0, factor, least;
@@ -104,18 +104,19 @@ def take_digits(qs, digit: tl.constexpr, PTX: tl.constexpr):
 
 @triton.constexpr_function
 def _prefix_ptx(digit):
-    power = ("", "3EAB", "3DE4", "3D18", "3C4A")[digit]
+    factor = ("", "BEAB", "3DE4", "BD18", "3C4A")[digit]
+    three = ("C040", "4040")[digit % 2]
     return f"""{{
 .reg .b32 factor, three;
-mov.b32 factor, 0x{power}{power};  // 3**-{digit}
-mov.b32 three, 0x40404040;
+mov.b32 factor, 0x{factor}{factor};  // -+ 3**-{digit}
+mov.b32 three, 0x{three}{three};  // +- 3
 fma.rn.bf16x2 $0, $1, factor, three;
 }}"""
 
 
 @triton.jit
 def centre(word, PTX: tl.constexpr):
-    """Read four bytes B as bf16 numbers (B - 121) / 64: two int32, of bytes 0, 1 and of 2, 3.
+    """Read four bytes B as bf16 numbers (121 - B) / 64: two int32, of bytes 0, 1 and of 2, 3.
 
     A byte is a bf16 as it is, B * 2**-133: below 128 a subnormal one, but that makes no difference.
     """
@@ -123,8 +124,8 @@ def centre(word, PTX: tl.constexpr):
         return tl.inline_asm_elementwise(
             _CENTRE, "=&r,=&r,r", [word], dtype=(tl.int32,) * 2, is_pure=True, pack=1
         )
-    a, b = (word & 0xFF) - 121, ((word >> 8) & 0xFF) - 121
-    c, d = ((word >> 16) & 0xFF) - 121, ((word >> 24) & 0xFF) - 121
+    a, b = 121 - (word & 0xFF), 121 - ((word >> 8) & 0xFF)
+    c, d = 121 - ((word >> 16) & 0xFF), 121 - ((word >> 24) & 0xFF)
     return pair(a / 64, b / 64), pair(c / 64, d / 64)
 
 
@@ -155,8 +156,9 @@ def _prefix(v, digit: tl.constexpr, PTX: tl.constexpr):
 @triton.jit
 def _prefix_of(v, digit: tl.constexpr):
     ONES: tl.constexpr = (3 ** (5 - digit) - 1) // 2  # the prefix of trits that are all 1
-    byte = (64 * v).to(tl.int32) + 121
-    return (byte // 3**digit - ONES) / 64 + 3.0
+    byte = 121 - (64 * v).to(tl.int32)
+    prefix = (byte // 3**digit - ONES) / 64 + 3.0
+    return prefix if digit % 2 else -prefix
 
 
 @triton.jit
@@ -165,10 +167,11 @@ def prefixes(vs, digit: tl.constexpr, PTX: tl.constexpr):
 
     p_4 = T_4 and p_d = 3 p_(d+1) + T_d, so that T_d = p_d - 3 p_(d+1). As the trits behind a prefix
     are less than half of its last place, p_d is V / 3**d rounded, where V = p_0 = B - 121. Adding 3
-    in bf16 rounds to units of 1 / 64: one instruction finds two prefixes.
+    in bf16 rounds to units of 1 / 64: one instruction finds two prefixes. Signs alternate, as the
+    scales that `take_digits` needs do.
 
     Returns:
-        Pairs of bf16, p_0 / 64 or 3 + p_digit / 64.
+        Pairs of bf16: -p_0 / 64, and 3 + p_d / 64 for odd digits, -(3 + p_d / 64) for even ones.
     """
     found = ()
     for i in tl.static_range(len(vs)):
