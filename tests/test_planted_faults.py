@@ -86,7 +86,7 @@ FAULTS = [
     ),
     kernel(
         "what prefixes are more not taken back from the first digit",
-        "(-9, -6, -6, -6, 3)", "(-9, -6, -6, -6, 0)", "arranged_matmul",
+        "(9, -6, 6, -6, -3)", "(9, -6, 6, -6, 0)", "arranged_matmul",
     ),
     kernel(
         "words of a row taken twice", "low = shift_pair(loaded[3 * i], loaded",
@@ -246,6 +246,10 @@ FAULTS = [
     ),
     kernel(
         "up gated by itself", "upper / (1 + tl.exp(-upper))", "lower / (1 + tl.exp(-lower))",
+        "arranged_matmul",
+    ),
+    kernel(
+        "all tiles given to the first warp", "tl.where(warp == i, tl", "tl.where(warp == 0, tl",
         "arranged_matmul",
     ),
     kernel(
