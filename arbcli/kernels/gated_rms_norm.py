@@ -311,7 +311,9 @@ def _cases(device: torch.device, group_size: int) -> Iterator[Case]:
 
     yield case("5x1", (5, 2), eps=0.1)  # with a small eps the gradient cancels to nothing
     for rows, width in ((7, 33), (3, 123), (9, 1311), (2, 4096), (1, 8209)):
-        yield case(f"{rows}x{width}", (rows, 2 * width))
+        # wide rows take the interpreter seconds
+        if width <= 4096 or device.type == "cuda" or group_size in (6, 32):
+            yield case(f"{rows}x{width}", (rows, 2 * width))
     yield case("3x123 no norm", (3, 246), norm=False)
     yield case("2x3x165", (2, 3, 330))
     yield case("3x165 strided", (6, 661), lambda x: x[1::2, 1::2])
