@@ -28,8 +28,6 @@ from arbcli.model.ternary import TernaryTensor
 from arbcli.model.update import Updater
 
 DEVICE = torch.device("cuda")
-CACHE_BYTES = 60 << 20
-"""Of an H200."""
 GROUP_SIZE = 32
 
 
@@ -60,11 +58,11 @@ def compare(
 
 def compare_few_rows(stopwatch: Stopwatch, size: int, bytes_per_second: float) -> None:
     """Compare products of few rows by arranged matrices: one alone, and each of many in a row."""
-    states = [
-        random_packed(size, size, GROUP_SIZE, torch.Generator(DEVICE).manual_seed(seed), spread=8)
-        for seed in range(8 * CACHE_BYTES // (size * size // 4) + 1)
+    generator = torch.Generator(DEVICE)
+    many = [
+        arrange(*random_packed(size, size, GROUP_SIZE, generator, spread=8), size, GROUP_SIZE)
+        for _ in range(8 * stopwatch.cache_bytes // (size * size // 4) + 1)
     ]
-    many = [arrange(*state, size, GROUP_SIZE) for state in states]
     twins = [randn(size, size) for _ in many]
 
     def in_a_row(x: torch.Tensor) -> None:

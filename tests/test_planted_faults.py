@@ -249,7 +249,7 @@ FAULTS = [
         "arranged_matmul",
     ),
     kernel(
-        "all tiles given to the first warp", "tl.where(warp == i, tl", "tl.where(warp == 0, tl",
+        "all tiles given to the first warp", "tl.where(warp == i, t", "tl.where(warp == 0, t",
         "arranged_matmul",
     ),
     kernel(

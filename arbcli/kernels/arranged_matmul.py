@@ -385,21 +385,13 @@ def _add_pieces(
 
 
 @triton.jit
-def _over_blocks(value, BLOCKS: tl.constexpr):
-    """Sum over blocks that are abreast in the four threads of a row; each of them has the sum."""
-    if BLOCKS == 1:
+def _over_parts(value, THREADS: tl.constexpr, PARTS: tl.constexpr):
+    """Sum over the parts of every so many threads; in each of the parts they have the sum."""
+    if PARTS == 1:
         return value
-    shape: tl.constexpr = (value.shape[0] // 4, BLOCKS, 4 // BLOCKS)
+    shape: tl.constexpr = (value.shape[0] // THREADS, PARTS, THREADS // PARTS)
     total = tl.sum(tl.reshape(value, shape), axis=1, keep_dims=True)
     return tl.reshape(tl.broadcast_to(total, shape), value.shape)
-
-
-@triton.jit
-def _over_lanes(value):
-    """Sum over the threads of a warp; each of them has the sum."""
-    of_warps = tl.reshape(value, (value.shape[0] // 32, 32))
-    total = tl.sum(of_warps, axis=1, keep_dims=True)
-    return tl.reshape(tl.broadcast_to(total, of_warps.shape), value.shape)
 
 
 @triton.jit
@@ -426,9 +418,8 @@ def _over_warps(sums, memory, apart, PTX: tl.constexpr):
     else:
         for i in tl.static_range(HEIGHT):
             for j in tl.static_range(4):
-                of_warps = tl.reshape(sums[i][j], (WARPS, 32))
-                total = tl.broadcast_to(tl.sum(of_warps, axis=0, keep_dims=True), of_warps.shape)
-                total = tl.where(warp == i, tl.reshape(total, thread.shape), found[j])
+                total = _over_parts(sums[i][j], 32 * WARPS, WARPS)
+                total = tl.where(warp == i, total, found[j])
                 found = found[:j] + (total,) + found[j + 1 :]  # noqa: RUF005
     return found
 
@@ -542,10 +533,10 @@ def _arranged_matmul_kernel(
         m = X_ROWS * c + i  # beyond M are others' once more
         scale = tl.full(m.shape, UNIT, tl.float32)
         for row in tl.static_range(M if NORM else 0):
-            total = _over_lanes(totals[2]) if M == 1 else tl.sum(squares[row])
+            total = _over_parts(totals[2], 32, 32) if M == 1 else tl.sum(squares[row])
             scale = tl.where(m == row, UNIT * tl.rsqrt(total / K + eps), scale)
-        upper = _over_blocks(totals[i], ABREAST) * scale
-        lower = _over_blocks(totals[Y_ROWS + i], ABREAST) * scale
+        upper = _over_parts(totals[i], 4, ABREAST) * scale
+        lower = _over_parts(totals[Y_ROWS + i], 4, ABREAST) * scale
         mask = (m < M) & (warp < HEIGHT)
         _store_both(upper, lower, added_ptr, y_ptr, m, n, N, mask, GATED, ADD)
 

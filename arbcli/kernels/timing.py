@@ -43,9 +43,9 @@ class Stopwatch:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        cache_bytes = torch.cuda.get_device_properties(device).L2_cache_size
+        self.cache_bytes: int = torch.cuda.get_device_properties(device).L2_cache_size
         # as many float32 as the cache has bytes: four times the cache
-        self._other_data = torch.zeros(cache_bytes, dtype=torch.float32, device=device)
+        self._other_data = torch.zeros(self.cache_bytes, dtype=torch.float32, device=device)
         self._stream = torch.cuda.Stream(device)
 
     def capture(self, call: Callable[[], object]) -> Callable[[], object]:
