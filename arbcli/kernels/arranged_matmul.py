@@ -527,14 +527,17 @@ def _arranged_matmul_kernel(
         four = sums[i] if X_ROWS == 2 else sums[i] + sums[i]
         shares = shares + ((sums[i][0], sums[i][X_ROWS], of_x, of_x) if M == 1 else four,)  # noqa: RUF005
     totals = _over_warps(shares, free, SLOT, PTX)
+    norms = ()
+    for row in tl.static_range(M if NORM else 0):
+        total = _over_parts(totals[2], 32, 32) if M == 1 else tl.sum(squares[row])
+        norms = norms + (UNIT * tl.rsqrt(total / K + eps),)  # noqa: RUF005
     Y_ROWS: tl.constexpr = 1 if M == 1 else X_ROWS
     n = (first_tile + warp) * (8 if GATED else 16) + thread // 4 % 8
     for i in tl.static_range(Y_ROWS):
         m = X_ROWS * c + i  # beyond M are others' once more
         scale = tl.full(m.shape, UNIT, tl.float32)
         for row in tl.static_range(M if NORM else 0):
-            total = _over_parts(totals[2], 32, 32) if M == 1 else tl.sum(squares[row])
-            scale = tl.where(m == row, UNIT * tl.rsqrt(total / K + eps), scale)
+            scale = tl.where(m == row, norms[row], scale)
         upper = _over_parts(totals[i], 4, ABREAST) * scale
         lower = _over_parts(totals[Y_ROWS + i], 4, ABREAST) * scale
         mask = (m < M) & (warp < HEIGHT)
