@@ -24,7 +24,7 @@ test-rest: $(VENV)/installed
 		$(addprefix --ignore=,$(KERNEL_TESTS))
 
 bench: $(VENV)/installed
-	CUBLAS_WORKSPACE_CONFIG=:4096:8 $(BIN)/python -m benchmarks
+	$(BIN)/python -m benchmarks
 
 lint: $(VENV)/installed
 	$(BIN)/ruff check

@@ -15,6 +15,7 @@ from arbcli.commands.generate import generate
 from arbcli.commands.probe_loss import probe_loss
 from arbcli.commands.train import train
 from arbcli.commands.verify_kernels import verify_kernels
+from arbcli.environment import set_environment
 from arbcli.errors import ArbError
 from arbcli.output import fail
 
@@ -50,11 +51,7 @@ def root(
 
 def main() -> None:
     """Run `arb`. Exit 0: done. 1: a check failed. 2: it could not run. 130, 143: a signal."""
-    # cuBLAS reads this when it starts, and gives the same bits every time only if it is set
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    # threads that wait for each other give way sooner: beside another busy program a training step
-    # was seen to take 24 s instead of 0.3; alone it costs a tenth
-    os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+    set_environment()
     try:
         app()
     except ArbError as error:

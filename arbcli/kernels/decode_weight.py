@@ -63,12 +63,18 @@ def decode_weight_reference(
     return (trits * scale).to(torch.bfloat16)
 
 
+_ROOTS = torch.exp2(torch.arange(OCTAVE, device="cpu") / OCTAVE).bfloat16()
+_ROOTS = _ROOTS.float().view(torch.int32)
+"""2**(F / 128) rounded to bf16, as the bits of a float32."""
+
+
 def scales_torch(exponent: Tensor, fraction: Tensor | None) -> Tensor:
     """Build (N, groups) float32 scales, each exactly representable in bf16, from E and F."""
-    bits = (exponent.to(torch.int32) + 127) << 23
-    if fraction is not None:
-        mantissa = torch.floor(torch.exp2(fraction.to(torch.float32) / OCTAVE) * 128 - 127.5)
-        bits += mantissa.to(torch.int32) << 16
+    if fraction is None:
+        bits = (exponent.to(torch.int32) + 127) << 23
+    else:
+        roots = _ROOTS.to(fraction.device).index_select(0, fraction.to(torch.int32).flatten())
+        bits = torch.add(roots.view(fraction.shape), exponent, alpha=1 << 23)
     return bits.view(torch.float32)
 
 
