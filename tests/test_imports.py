@@ -10,6 +10,7 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "arbcli"
 RANK = {
     "errors": 0,
+    "environment": 0,
     "output": 1,
     "kernels": 1,
     "data": 1,

@@ -623,11 +623,11 @@ def arranged_matmul(
 
 
 SHAPES = (
-    (8, 68, 168, 96, False, None, False), (1, 90, 328, 32, False, None, True),
-    (1, 1, 8, 32, False, 0.1, False), (1, 34, 1000, 32, True, 1e-6, True),
-    (1, 17, 328, 96, False, 1e-6, True), (1, 20, 3288, 32, False, 1e-6, False),
-    (1, 48, 2720, 32, True, None, False), (2, 20, 2728, 32, True, 1e-6, True),
-    (5, 35, 1512, 32, False, 1e-6, True),
+    (8, 68, 168, 96, False, None, False), (1, 1, 8, 32, False, 0.1, False),
+    (1, 34, 1000, 32, True, 1e-6, True), (1, 17, 328, 96, False, 1e-6, True),
+    (1, 20, 3288, 32, False, 1e-6, False), (1, 48, 2720, 32, True, None, False),
+    (2, 20, 2728, 32, True, 1e-6, True), (5, 35, 1512, 32, False, 1e-6, True),
+    (1, 90, 328, 32, False, None, True),
 )  # fmt: skip
 """(M, rows, K, G, gated, eps, whether something is added)."""
 
