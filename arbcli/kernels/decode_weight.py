@@ -63,9 +63,9 @@ def decode_weight_reference(
     return (trits * scale).to(torch.bfloat16)
 
 
-_ROOTS = torch.exp2(torch.arange(OCTAVE, device="cpu") / OCTAVE).bfloat16()
-_ROOTS = _ROOTS.float().view(torch.int32)
-"""2**(F / 128) rounded to bf16, as the bits of a float32."""
+_FRACTIONS = torch.arange(256, dtype=torch.uint8, device="cpu").view(torch.int8)
+_ROOTS = torch.exp2(_FRACTIONS / OCTAVE).bfloat16().float().view(torch.int32)
+"""2**(F / 128) rounded to bf16, as the bits of a float32; F is counted as an unsigned byte."""
 
 
 def scales_torch(exponent: Tensor, fraction: Tensor | None) -> Tensor:
@@ -73,7 +73,8 @@ def scales_torch(exponent: Tensor, fraction: Tensor | None) -> Tensor:
     if fraction is None:
         bits = (exponent.to(torch.int32) + 127) << 23
     else:
-        roots = _ROOTS.to(fraction.device).index_select(0, fraction.to(torch.int32).flatten())
+        index = fraction.view(torch.uint8).to(torch.int32).flatten()
+        roots = _ROOTS.to(fraction.device).index_select(0, index)
         bits = torch.add(roots.view(fraction.shape), exponent, alpha=1 << 23)
     return bits.view(torch.float32)
 

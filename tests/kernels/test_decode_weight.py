@@ -28,6 +28,13 @@ def test_every_scale_is_two_to_the_v_rounded_once():
     assert torch.equal(scales_torch(exponent, fraction), exact.to(torch.bfloat16).float())
 
 
+def test_a_fraction_out_of_range_is_a_power_of_two_as_well():
+    fraction = torch.arange(-128, 128, dtype=torch.int8)[None]  # a file may hold any
+    exact = torch.tensor([[2.0 ** (5 + f / 128) for f in range(-128, 128)]])
+    scales = scales_torch(torch.full_like(fraction, 5), fraction)
+    assert torch.equal(scales, exact.to(torch.bfloat16).float())
+
+
 def test_every_scale_keeps_its_distance_from_a_rounding_boundary():
     steps = [128 * (2 ** (f / 128) - 1) % 1 for f in range(128)]
     assert min(abs(step - 0.5) for step in steps) > 0.005
