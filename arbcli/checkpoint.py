@@ -36,7 +36,7 @@ import torch
 from torch import Tensor
 
 from arbcli.errors import ArbError
-from arbcli.kernels.packing import illegal_bytes
+from arbcli.kernels.codec.packing import illegal_bytes
 
 try:
     import fcntl

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 import torch
 
 from arbcli.errors import ArbError
-from arbcli.kernels.backend import check_backend, default_backend
+from arbcli.kernels.runtime.backend import check_backend, default_backend
 
 
 def resolve_device(name: str | None) -> torch.device:

@@ -11,12 +11,12 @@ import time
 
 import torch
 
+from arbcli.config.model import preset
 from arbcli.data import open_texts
 from arbcli.device import deterministic
-from arbcli.memory import predict
-from arbcli.model.config import preset
-from arbcli.runs import new_config
-from arbcli.training import Trainer
+from arbcli.inspect.memory import predict
+from arbcli.train.run import new_config
+from arbcli.train.trainer import Trainer
 
 PEER = {"preset": "tiny", "dim": 288, "heads": 6, "layers": 6, "ffn": 736, "ctx": 256}
 """A `ByteLM` of 5.96 million weights."""

@@ -4,8 +4,8 @@ import statistics
 import time
 
 from arbcli.data import open_texts
-from arbcli.runs import new_config
-from arbcli.training import Trainer
+from arbcli.train.run import new_config
+from arbcli.train.trainer import Trainer
 
 ROUNDS, STEPS = 7, 4
 KINDS = {

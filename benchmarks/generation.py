@@ -5,10 +5,10 @@ import time
 
 import torch
 
+from arbcli.config.model import preset
 from arbcli.device import deterministic
-from arbcli.generation import Decoder
-from arbcli.model.config import preset
-from arbcli.model.lm import ByteLM
+from arbcli.infer.generation import Decoder
+from arbcli.model.dense import ByteLM
 
 BYTES = 512
 

@@ -1,7 +1,7 @@
 """Time the packed products and the whole update beside cuBLAS, in one run: `make bench`.
 
 Every call is a replay from a cold cache; ours and the peer's take turns, and a ratio is the median
-over the turns. See `arbcli.kernels.timing`. cuBLAS multiplies normal weights, as a float twin has
+over the turns. See `arbcli.verify.timing`. cuBLAS multiplies normal weights, as a float twin has
 them; large products are also compared with cuBLAS of our own, which takes it a little less time, as
 zeros save power.
 
@@ -16,16 +16,16 @@ from statistics import median
 
 import torch
 
-from arbcli.kernels.arranged_matmul import arrange, arranged_matmul
-from arbcli.kernels.decode_weight import decode_weight, random_packed
-from arbcli.kernels.fp8_matmul import fp8_matmul
-from arbcli.kernels.overlap import overlapping
-from arbcli.kernels.quantise_rows import quantise_rows
-from arbcli.kernels.ternary_matmul import ternary_matmul, ternary_matmul_grad_x
-from arbcli.kernels.timing import Stopwatch, measure_roofline, median_ratio, time_calls
-from arbcli.model.config import preset
-from arbcli.model.ternary import TernaryTensor
-from arbcli.model.update import Updater
+from arbcli.config.model import preset
+from arbcli.kernels.codec.decode_weight import decode_weight, random_packed
+from arbcli.kernels.matmul.arranged_matmul import arrange, arranged_matmul
+from arbcli.kernels.matmul.fp8_matmul import fp8_matmul
+from arbcli.kernels.matmul.quantise_rows import quantise_rows
+from arbcli.kernels.matmul.ternary_matmul import ternary_matmul, ternary_matmul_grad_x
+from arbcli.kernels.runtime.overlap import overlapping
+from arbcli.model.packed import TernaryTensor
+from arbcli.train.updater import Updater
+from arbcli.verify.timing import Stopwatch, measure_roofline, median_ratio, time_calls
 
 DEVICE = torch.device("cuda")
 GROUP_SIZE = 32

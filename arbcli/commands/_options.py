@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from arbcli.model.config import PART_OPTIONS
+from arbcli.config.model import PART_OPTIONS
 
 Preset = Annotated[
     str | None,

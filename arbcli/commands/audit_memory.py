@@ -30,9 +30,9 @@ from arbcli.errors import ArbError
 from arbcli.output import bytes_text, emit, note, table
 
 if TYPE_CHECKING:
-    from arbcli.audit import AuditReport, FitReport
-    from arbcli.memory import WhatIfReport
-    from arbcli.peak import PeakReport
+    from arbcli.inspect.audit import AuditReport, FitReport
+    from arbcli.inspect.memory import WhatIfReport
+    from arbcli.inspect.peak import PeakReport
 
 STAGES = {
     "load": "loading",
@@ -82,7 +82,8 @@ def audit_memory(
         given.pop(name, None)
     if budget is not None and what_if:
         raise ArbError("`--budget` and `--what-if` are two questions", hint="ask one at a time")
-    from arbcli import audit, memory, runs  # torch takes seconds to import
+    from arbcli.inspect import audit, memory  # torch takes seconds to import
+    from arbcli.train import run as runs  # torch takes seconds to import
 
     config = runs.new_config(**given)
     if what_if:

@@ -21,7 +21,7 @@ from arbcli.commands._options import (
 from arbcli.output import emit, table
 
 if TYPE_CHECKING:
-    from arbcli.memory import Footprint, StateReport
+    from arbcli.inspect.memory import Footprint, StateReport
 
 
 @takes_parts
@@ -40,8 +40,8 @@ def count_params(
     parts: dict[str, Any],
 ) -> None:
     """Count weights and bytes of a model without making it: `arb count-params --preset 1b`."""
-    from arbcli.memory import predict
-    from arbcli.model.config import preset as model_preset
+    from arbcli.config.model import preset as model_preset
+    from arbcli.inspect.memory import predict
 
     config = model_preset(
         preset or "tiny",

@@ -10,7 +10,7 @@ from arbcli.commands._options import Backend, Checkpoint, Device, Json
 from arbcli.output import LiveLine, emit, note, table
 
 if TYPE_CHECKING:
-    from arbcli.evaluation import EvaluateReport
+    from arbcli.infer.evaluation import EvaluateReport
 
 
 def evaluate(
@@ -31,8 +31,9 @@ def evaluate(
 
     Every byte but the first is predicted once, with at least the context less the stride before it.
     """
-    from arbcli import evaluation, runs  # torch takes seconds to import, so not for `arb --help`
     from arbcli.device import resolve_backend, resolve_device
+    from arbcli.infer import evaluation  # torch takes seconds to import, so not for `arb --help`
+    from arbcli.train import run as runs  # torch takes seconds to import, so not for `arb --help`
 
     place = resolve_device(device)
     backend = resolve_backend(backend, place)

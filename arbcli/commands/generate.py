@@ -41,8 +41,9 @@ def generate(
     """
     if raw and as_json:
         raise ArbError("`--bytes` and `--json` are two outputs", hint="choose one")
-    from arbcli import generation, runs  # torch takes seconds to import, so not for `arb --help`
     from arbcli.device import resolve_backend, resolve_device
+    from arbcli.infer import generation  # torch takes seconds to import, so not for `arb --help`
+    from arbcli.train import run as runs  # torch takes seconds to import, so not for `arb --help`
 
     sampling = generation.Sampling(
         temperature=temperature, top_k=top_k, top_p=top_p, seed=seed or 0

@@ -32,7 +32,7 @@ from arbcli.errors import ArbError
 from arbcli.output import bytes_text, emit, note, table
 
 if TYPE_CHECKING:
-    from arbcli.probe import ProbeReport, TensorReport
+    from arbcli.inspect.probe import ProbeReport, TensorReport
 
 STEPS = 12
 """Enough for the warm-up to reach full speed, and for votes to gather, flip and gather again."""
@@ -77,7 +77,7 @@ def probe_loss(
     """
     given = {name: value for name, value in locals().items() if value is not None}
     given |= given.pop("parts")
-    from arbcli.plots import plot_probe, require_matplotlib
+    from arbcli.inspect.plots import plot_probe, require_matplotlib
 
     if plot is not None:
         require_matplotlib()
@@ -91,7 +91,8 @@ def probe_loss(
 
 
 def _probe(given: dict[str, Any], steps: int, checkpoint: Path | None) -> "ProbeReport":
-    from arbcli import probe, runs  # torch takes seconds to import, so not for `arb --help`
+    from arbcli.inspect import probe  # torch takes seconds to import, so not for `arb --help`
+    from arbcli.train import run as runs  # torch takes seconds to import, so not for `arb --help`
 
     if checkpoint is None:
         return probe.probe(runs.new_config(steps=steps, **given), steps=steps)

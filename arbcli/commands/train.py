@@ -32,8 +32,8 @@ from arbcli.errors import ArbError
 from arbcli.output import LiveLine, bytes_text, emit_json, note
 
 if TYPE_CHECKING:
-    from arbcli.runs import Record, TrainReport
-    from arbcli.training import Trainer
+    from arbcli.train.run import Record, TrainReport
+    from arbcli.train.trainer import Trainer
 
 
 @takes_parts
@@ -90,7 +90,8 @@ def train(
     """Train a model on bytes, or continue a run: `arb train --ctx 64`."""
     given = {name: value for name, value in locals().items() if value is not None}
     given |= given.pop("parts")
-    from arbcli import plots, runs  # torch takes seconds to import, so not for `arb --help`
+    from arbcli.inspect import plots  # torch takes seconds to import, so not for `arb --help`
+    from arbcli.train import run as runs  # torch takes seconds to import, so not for `arb --help`
 
     if plot is not None:
         plots.require_matplotlib()

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import torch
     from rich.console import Group
 
-    from arbcli.ledger import Ledger
+    from arbcli.verify.ledger import Ledger
 
 
 def verify_kernels(
@@ -65,7 +65,9 @@ def verify_kernels(
 ) -> None:
     """Compare kernels with their references: `arb verify-kernels --all-tscale-types`."""
     _interpret_without_gpu(device)
-    from arbcli import ledger as ledgers  # torch takes seconds to import, so not for `arb --help`
+    from arbcli.verify import (
+        ledger as ledgers,  # torch takes seconds to import, so not for `arb --help`
+    )
 
     if list_only:
         _list(as_json)
@@ -107,14 +109,14 @@ def _check(
     show: Callable[[str], None],
 ) -> "Ledger":
     """Make the checks that were asked for."""
+    from arbcli.config.model import SCALE_TYPES
     from arbcli.device import resolve_device
-    from arbcli.kernels.compile_ahead import compile_kernels, find_targets
-    from arbcli.kernels.timing import Stopwatch, check_timeable, time_kernels
-    from arbcli.kernels.verify import Checks, verify_kernels
-    from arbcli.kernels.workers import Workers
-    from arbcli.ledger import new_ledger
-    from arbcli.model.config import SCALE_TYPES
-    from arbcli.parity import check_parity, matrix_shapes
+    from arbcli.verify.compile_ahead import compile_kernels, find_targets
+    from arbcli.verify.kernels import Checks, verify_kernels
+    from arbcli.verify.ledger import new_ledger
+    from arbcli.verify.parity import check_parity, matrix_shapes
+    from arbcli.verify.timing import Stopwatch, check_timeable, time_kernels
+    from arbcli.verify.workers import Workers
 
     if scale_type is not None and scale_type not in SCALE_TYPES:
         known = ", ".join(f"`{name}`" for name in SCALE_TYPES)
@@ -144,7 +146,7 @@ def _check(
 
 
 def _backends(device: "torch.device") -> tuple[str, ...]:
-    from arbcli.kernels._triton import HAS_TRITON
+    from arbcli.kernels.runtime._triton import HAS_TRITON
 
     if not HAS_TRITON:
         return ("torch",)
@@ -211,7 +213,7 @@ def _tables(found: "Ledger") -> "Group":
     from rich.console import Group
     from rich.text import Text
 
-    from arbcli.ledger import (
+    from arbcli.verify.ledger import (
         SPEED_COLUMNS,
         grouped,
         number,
@@ -269,7 +271,7 @@ def _tables(found: "Ledger") -> "Group":
 
 
 def _list(as_json: bool) -> None:
-    from arbcli.kernels.verify import KERNELS
+    from arbcli.verify.kernels import KERNELS
 
     if as_json:
         emit_json({spec.name: asdict(spec.gate) for spec in KERNELS})

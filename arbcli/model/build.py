@@ -5,13 +5,13 @@ from typing import Any
 
 import torch
 
+from arbcli.config.model import GraphConfig, ModelConfig
 from arbcli.errors import ArbError
-from arbcli.kernels.fp8_matmul import MULTIPLE
-from arbcli.model.config import GraphConfig, ModelConfig
-from arbcli.model.graph_lm import GraphLM
+from arbcli.kernels.matmul.fp8_matmul import MULTIPLE
+from arbcli.model.dense import ByteLM
+from arbcli.model.graph import GraphLM
 from arbcli.model.language_model import LanguageModel
-from arbcli.model.layers import LinearWeight
-from arbcli.model.lm import ByteLM
+from arbcli.model.layers.linear import LinearWeight
 
 EXACT = ("head.weight",)
 """Weights that are multiplied in bf16 in any case."""

@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from arbcli.kernels.decode_attention import decode_attention
-from arbcli.model.config import ModelConfig
-from arbcli.model.layers import NORM_EPS, rotary_table
+from arbcli.config.model import ModelConfig
+from arbcli.kernels.attention.decode_attention import decode_attention
+from arbcli.model.layers.norm import NORM_EPS
+from arbcli.model.layers.rotary import rotary_table
 
 
 class KeyValueCache:

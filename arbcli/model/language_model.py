@@ -8,10 +8,12 @@ from contextlib import ExitStack, contextmanager
 import torch
 from torch import Tensor, nn
 
-from arbcli.model.config import ModelConfig
-from arbcli.model.layers import StreamedTensor, TernaryLinear, TernaryRMSNorm
-from arbcli.model.ternary import TernaryTensor
-from arbcli.model.twins import FloatWeight
+from arbcli.config.model import ModelConfig
+from arbcli.model.baselines import FloatWeight
+from arbcli.model.layers.linear import TernaryLinear
+from arbcli.model.layers.norm import TernaryRMSNorm
+from arbcli.model.layers.streamed import StreamedTensor
+from arbcli.model.packed import TernaryTensor
 
 LOSS_WEIGHTS = {"ponder": 0.01}
 """What each part of a loss counts in what is minimised, the text's being 1."""

@@ -10,9 +10,9 @@ import torch
 from typer.testing import CliRunner
 
 from arbcli.cli import app
-from arbcli.model.layers import rotary_table
-from arbcli.model.lm import ByteLM
-from arbcli.model.update import Updater
+from arbcli.model.dense import ByteLM
+from arbcli.model.layers.rotary import rotary_table
+from arbcli.train.updater import Updater
 
 SHAPE = ["--dim", "32", "--layers", "1", "--heads", "2", "--ffn", "48", "--ctx", "16"]
 QUICK = [*SHAPE, "--batch", "2", "--device", "cpu"]
@@ -136,7 +136,7 @@ def test_audit_memory_fails_on_state_outside_the_model(monkeypatch):
 
 
 def test_audit_memory_fails_on_a_wrong_prediction(monkeypatch):
-    monkeypatch.setattr("arbcli.memory.TRITS_PER_BYTE", 4)
+    monkeypatch.setattr("arbcli.inspect.memory.TRITS_PER_BYTE", 4)
     result = run("--steps", "2", "--json")
     assert result.exit_code == 1
     assert checks_of(result)["state-as-predicted"] is False

@@ -9,8 +9,8 @@ import pytest
 from typer.testing import CliRunner
 
 from arbcli.cli import app
-from arbcli.memory import KINDS, predict
-from arbcli.model.config import preset
+from arbcli.config.model import preset
+from arbcli.inspect.memory import KINDS, predict
 
 
 def run(*arguments):

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from arbcli import runs
+from arbcli.train import run as runs
 
 TEXT = "ternary weights read naïve text. " * 200
 

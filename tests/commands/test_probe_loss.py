@@ -8,9 +8,10 @@ import sys
 import pytest
 from typer.testing import CliRunner
 
-from arbcli import plots, runs
 from arbcli.cli import app
 from arbcli.errors import ArbError
+from arbcli.inspect import plots
+from arbcli.train import run as runs
 
 SMALL = ["--dim", "32", "--layers", "2", "--heads", "2", "--ffn", "48", "--ctx", "32"]
 SMALL += ["--batch", "8", "--device", "cpu"]

@@ -11,9 +11,9 @@ import torch
 from typer.testing import CliRunner
 
 from arbcli.cli import app
-from arbcli.kernels import verify
-from arbcli.kernels.packing import PACK_TRITS
-from arbcli.kernels.verify import KERNELS
+from arbcli.kernels.codec.packing import PACK_TRITS
+from arbcli.verify import kernels as verify
+from arbcli.verify.kernels import KERNELS
 
 BACKEND = "triton" if torch.cuda.is_available() else "interpreter"
 

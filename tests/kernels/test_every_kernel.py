@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from arbcli.kernels.backend import use_backend
-from arbcli.kernels.verify import KERNELS, compare, copies
-from arbcli.model.config import SCALE_TYPES
+from arbcli.config.model import SCALE_TYPES
+from arbcli.kernels.runtime.backend import use_backend
+from arbcli.verify.kernels import KERNELS, compare, copies
 
 BACKENDS = ("torch", "triton" if torch.cuda.is_available() else "interpreter")
 CASES = [

@@ -3,13 +3,13 @@
 import pytest
 import torch
 
-from arbcli.kernels import arranged_matmul as arranged
-from arbcli.kernels.backend import use_backend
-from arbcli.kernels.compare import as_tuple, compare
-from arbcli.kernels.decode_weight import decode_weight_reference, random_packed
-from arbcli.kernels.few_rows import few_rows
-from arbcli.kernels.verify import KERNELS, copies, find_kernels
-from arbcli.kernels.workers import Workers
+from arbcli.kernels.codec.decode_weight import decode_weight_reference, random_packed
+from arbcli.kernels.matmul import arranged_matmul as arranged
+from arbcli.kernels.matmul.few_rows import few_rows
+from arbcli.kernels.runtime.backend import use_backend
+from arbcli.verify.compare import as_tuple, compare
+from arbcli.verify.kernels import KERNELS, copies, find_kernels
+from arbcli.verify.workers import Workers
 
 pytest.importorskip("triton")
 from ptx import emulated

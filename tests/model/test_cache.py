@@ -3,12 +3,12 @@
 import pytest
 import torch
 
-from arbcli.kernels import gated_rms_norm, rms_norm
-from arbcli.kernels.backend import use_backend
-from arbcli.model import lm as lm_module
-from arbcli.model.config import preset
-from arbcli.model.layers import TernaryRMSNorm
-from arbcli.model.lm import ByteLM
+from arbcli.config.model import preset
+from arbcli.kernels.norm import gated_rms_norm, rms_norm
+from arbcli.kernels.runtime.backend import use_backend
+from arbcli.model import dense as lm_module
+from arbcli.model.dense import ByteLM
+from arbcli.model.layers.norm import TernaryRMSNorm
 
 WINDOW = 8
 SHAPE = {"dim": 32, "layers": 2, "heads": 2, "ffn": 48, "ctx": WINDOW}

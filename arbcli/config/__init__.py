@@ -1,0 +1,1 @@
+"""What is chosen: models, presets, runs. No torch here."""

@@ -1,0 +1,162 @@
+"""How well a model predicts a whole text: every byte once, each with context before it.
+
+A window of T bytes predicts the T bytes after its first one. Windows begin a stride apart, and of
+each but the first only the predictions beyond the window before are counted: they have at least
+T - stride bytes before them, and no byte is counted twice. The last window is moved back so that
+it is whole.
+"""
+
+import itertools
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.nn import functional
+
+from arbcli.data import Text, entropy, open_text
+from arbcli.device import deterministic, explained_out_of_memory
+from arbcli.errors import ArbError
+from arbcli.kernels.runtime.backend import use_backend
+from arbcli.model.language_model import LanguageModel
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvaluateReport:
+    """How well a model predicts a text."""
+
+    checkpoint: str
+    text: str
+    """What was named, and its number of files."""
+    bytes: int
+    """Of the text, of which all but the first are predicted."""
+    nats_per_byte: float
+    bits_per_byte: float
+    entropy: float
+    """Order-0 entropy of the text, nats a byte."""
+    compression_ratio: float
+    """Bytes of the text over those that it takes if every byte costs what the model makes of it,
+    and the first one eight bits."""
+    context: int
+    """Bytes of a window."""
+    stride: int
+    """Bytes from one window to the next."""
+    seconds: float
+    bytes_per_second: float
+    device: str
+    backend: str
+
+
+def windows(num_bytes: int, context: int, stride: int) -> Iterator[tuple[int, int]]:
+    """Cut a text into windows of min(context, num_bytes - 1) bytes.
+
+    Args:
+        num_bytes: of the text; at least 2.
+        context: the largest window.
+        stride: from one window to the next; 1 to `context`.
+
+    Yields:
+        (start, counted): how many of the window's last predictions no window before it made.
+    """
+    length = min(context, num_bytes - 1)
+    done, last = 0, num_bytes - 1 - length
+    for start in itertools.chain(range(0, last, stride), [last]):
+        yield start, start + length - done
+        done = start + length
+
+
+@torch.no_grad()
+def mean_loss(
+    model: LanguageModel,
+    text: Text,
+    *,
+    stride: int,
+    batch: int,
+    progress: Callable[[int, float], None] = lambda *_: None,
+) -> float:
+    """Average the loss over all bytes of a text but the first, in nats a byte.
+
+    Args:
+        model: any `LanguageModel`.
+        text: at least 2 bytes.
+        stride: from one window of `config.ctx` bytes to the next; 1 to `config.ctx`.
+        batch: windows at once.
+        progress: is told after every batch how many bytes were predicted, and their mean loss.
+    """
+    length = min(model.config.ctx, len(text) - 1)
+    index = torch.arange(length, device=model.device)
+    plan, total, done = windows(len(text), length, stride), 0.0, 0
+    while part := list(itertools.islice(plan, batch)):
+        starts, counted = zip(*part, strict=True)
+        ids = text.window_batch(starts, length + 1).to(model.device).long()  # (B, T + 1)
+        logits = model(ids[:, :-1]).float()
+        losses = functional.cross_entropy(logits.mT, ids[:, 1:], reduction="none")  # (B, T)
+        is_counted = index >= length - torch.tensor(counted, device=model.device)[:, None]
+        total += float(torch.where(is_counted, losses, 0).sum(dtype=torch.float64))
+        done += sum(counted)
+        progress(done, total / done)
+    return total / done
+
+
+def evaluate(
+    model: LanguageModel,
+    checkpoint: str,
+    data: Sequence[str],
+    *,
+    stride: int | None,
+    batch: int,
+    backend: str,
+    progress: Callable[[int, int, float], None] = lambda *_: None,
+) -> EvaluateReport:
+    """Measure how well a model predicts a text.
+
+    Args:
+        model: any `LanguageModel`.
+        checkpoint: its name, for the report.
+        data: files, folders or globs, read as one text.
+        stride: from one window to the next; None is half a window.
+        batch: windows at once.
+        backend: what runs the kernels.
+        progress: is told after every batch how many bytes were predicted, of how many, and their
+            mean loss in nats.
+
+    Raises:
+        ArbError: the text or the stride does not do, or a GPU's memory is not enough.
+    """
+    context = model.config.ctx
+    stride = max(1, context // 2) if stride is None else stride
+    if not 1 <= stride <= context:
+        raise ArbError(
+            f"`--stride` is {stride}, and a window has {context} bytes",
+            hint=f"use 1 to {context}: the smaller, the more context a byte has, and the slower",
+        )
+    text, description = open_text(data)
+    if len(text) < 2:
+        raise ArbError("a text of one byte has none to predict", hint="name a longer text")
+    started = time.perf_counter()
+    with deterministic(), explained_out_of_memory("use a smaller `--batch`"), use_backend(backend):
+        nats = mean_loss(
+            model,
+            text,
+            stride=stride,
+            batch=batch,
+            progress=lambda done, loss: progress(done, len(text) - 1, loss),
+        )
+    seconds = time.perf_counter() - started
+    bits = nats / math.log(2)
+    return EvaluateReport(
+        checkpoint=checkpoint,
+        text=description,
+        bytes=len(text),
+        nats_per_byte=nats,
+        bits_per_byte=bits,
+        entropy=entropy(text),
+        compression_ratio=8 * len(text) / (8 + bits * (len(text) - 1)),
+        context=context,
+        stride=stride,
+        seconds=seconds,
+        bytes_per_second=len(text) / seconds,
+        device=str(model.device),
+        backend=backend,
+    )

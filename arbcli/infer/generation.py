@@ -1,0 +1,289 @@
+"""Text from a model, a byte at a time: read a prompt at once, then step, each step one byte.
+
+A step has the same shapes wherever it is in the text, and nothing in it waits for the device: the
+position is read there, the byte is chosen there, and fetched while later steps run. So on a GPU the
+whole step is one CUDA graph.
+"""
+
+import dataclasses
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+
+from arbcli.config.model import VOCABULARY
+from arbcli.device import deterministic, explained_out_of_memory
+from arbcli.errors import ArbError
+from arbcli.kernels.output.choose_byte import choose_byte_
+from arbcli.kernels.runtime.backend import default_backend, use_backend
+from arbcli.kernels.runtime.overlap import overlapping
+from arbcli.kernels.update.random_bits import stream_keys
+from arbcli.model.language_model import LanguageModel
+
+WARM_UP_STEPS = 3
+"""Steps before one is captured: kernels compile and libraries make up their minds in them."""
+FETCHED_STEPS = 16
+"""Bytes that come from a GPU at once."""
+OUT_OF_MEMORY = "close what else uses the GPU, or use `--device cpu`"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampling:
+    """How the next byte is chosen from its logits."""
+
+    temperature: float = 0.8
+    """Divides the logits; 0 always takes the likeliest byte."""
+    top_k: int = VOCABULARY
+    """Choose among so many of the likeliest bytes."""
+    top_p: float = 1.0
+    """Then among the likeliest ones that together have at least this share."""
+    seed: int = 0
+    """The random numbers of a byte follow from this and its position, on every device."""
+
+    def __post_init__(self) -> None:
+        """Refuse what no byte can be chosen by.
+
+        Raises:
+            ArbError: a number is out of range.
+        """
+        heat = self.temperature
+        for option, value, fits, hint in (
+            ("temperature", heat, heat == 0 or 1e-6 <= heat <= 1e6, "0, or 1e-6 to 1e6"),
+            ("top-k", self.top_k, 1 <= self.top_k <= VOCABULARY, f"1 to {VOCABULARY}"),
+            ("top-p", self.top_p, 0 < self.top_p <= 1, "a number above 0 and at most 1"),
+            ("seed", self.seed, 0 <= self.seed < 2**31, f"0 to {2**31 - 1}"),
+        ):
+            if not fits:
+                raise ArbError(f"`--{option}` is {value}", hint=f"use {hint}")
+
+
+class Decoder:
+    """A model, its cache, and the text so far.
+
+    Args:
+        model: any `LanguageModel`. It steps faster inside `model.held_weights()`; what was captured
+            there cannot step outside.
+        positions: bytes that the text can have: the prompt and what follows.
+        sampling: how bytes are chosen.
+        backend: what runs the kernels; None is the device's own.
+        capture: whether a step is replayed as one CUDA graph, which gives the same bits; None is
+            wherever it can be.
+    """
+
+    @torch.no_grad()
+    def __init__(
+        self,
+        model: LanguageModel,
+        positions: int,
+        sampling: Sampling | None = None,
+        *,
+        backend: str | None = None,
+        capture: bool | None = None,
+    ) -> None:
+        self.model, self.sampling = model, sampling or Sampling()
+        self.cache = model.new_cache(positions)
+        device = self.device = self.cache.position.device
+        self.backend = backend or default_backend(device)
+        self.length = 0
+        """Bytes of the text so far."""
+        self._text = torch.zeros(positions, dtype=torch.uint8, device=device)
+        self._byte = torch.zeros(1, 1, dtype=torch.int64, device=device)  # the last one
+        seed = torch.tensor(self.sampling.seed, dtype=torch.int32, device=device)
+        self._key = stream_keys(seed, torch.zeros_like(seed), 1, 1)[0, 0]
+        self._graph: torch.cuda.CUDAGraph | None = None
+        can_capture = device.type == "cuda" and self.backend == "triton"
+        if can_capture if capture is None else capture:
+            self._capture()
+
+    @torch.no_grad()
+    def read(self, prompt: bytes) -> None:
+        """Add bytes to the text, all at once or in chunks of the window.
+
+        Raises:
+            ArbError: there is no byte.
+            ValueError: the text cannot have so many.
+        """
+        if not prompt:
+            raise ArbError("the prompt is empty", hint="give at least one byte, such as a newline")
+        if self.length + len(prompt) > len(self._text):
+            raise ValueError(f"no room for {len(prompt)} bytes after {self.length}")
+        ids = torch.tensor(list(prompt), device=self.device)
+        self._text[self.length : self.length + len(ids)] = ids
+        if self.length:
+            ids = torch.cat([self._byte[0], ids])
+        with use_backend(self.backend):
+            for start in range(0, len(ids) - 1, self.cache.window):
+                stop = min(start + self.cache.window, len(ids) - 1)
+                self.model(ids[None, start:stop], self.cache)
+        self._byte.copy_(ids[-1])  # the next step reads it
+        self.length += len(prompt)
+
+    def stream(self, length: int) -> Iterator[bytes]:
+        """Make `length` bytes more, and yield them some at a time, while later ones are made.
+
+        Raises:
+            ValueError: the text cannot have so many, or nothing was read.
+        """
+        if not 0 < self.length <= len(self._text) - length:
+            raise ValueError(f"no room for {length} bytes after {self.length}")
+        together = FETCHED_STEPS if self.device.type == "cuda" else 1
+        fetched: deque[Callable[[], bytes]] = deque()
+        end = self.length + length
+        while self.length < end:
+            begin = self.length
+            for _ in range(min(together, end - begin)):
+                self._step()
+            fetched.append(self._fetch(begin))
+            if len(fetched) == 2:
+                yield fetched.popleft()()
+        yield from (fetch() for fetch in fetched)
+
+    @torch.no_grad()
+    def _step(self) -> None:
+        if self._graph is not None:
+            self._graph.replay()
+        else:
+            self._compute()
+        self.length += 1
+
+    def _compute(self) -> None:
+        """Read the last byte and choose the next one; every tensor is where it always is."""
+        how = self.sampling
+        with use_backend(self.backend), overlapping():
+            logits = self.model(self._byte, self.cache)[0, 0]
+            choose_byte_(
+                self._byte,
+                self._text,
+                logits,
+                self.cache.position,  # by now that of the byte to choose
+                self._key,
+                how.temperature,
+                how.top_k,
+                how.top_p,
+            )
+
+    def _capture(self) -> None:
+        """Record a step as a CUDA graph, after a few whose bytes are then forgotten."""
+        for _ in range(WARM_UP_STEPS):
+            self.cache.position.zero_()
+            self._compute()
+        self._graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self._graph):
+            self._compute()
+        self.cache.position.zero_()
+
+    def _fetch(self, begin: int) -> Callable[[], bytes]:
+        """Copy the text from `begin` on to the host; the function returned waits for it."""
+        made = self._text[begin : self.length]
+        if self.device.type == "cpu":
+            made = bytes(made.tolist())
+            return lambda: made
+        on_host = torch.empty(made.shape, dtype=torch.uint8, pin_memory=True)
+        on_host.copy_(made, non_blocking=True)
+        arrived = torch.cuda.Event()
+        arrived.record()
+
+        def wait() -> bytes:
+            arrived.synchronize()
+            return bytes(on_host.tolist())
+
+        return wait
+
+
+def generate(
+    model: LanguageModel,
+    prompt: bytes,
+    length: int,
+    sampling: Sampling | None = None,
+    *,
+    backend: str | None = None,
+) -> Iterator[bytes]:
+    """Continue a prompt.
+
+    Args:
+        model: any `LanguageModel`; every byte sees the `config.ctx` - 1 before it.
+        prompt: at least one byte.
+        length: bytes to make.
+        sampling: how they are chosen.
+        backend: what runs the kernels; None is the device's own.
+
+    Yields:
+        One or more bytes at a time.
+
+    Raises:
+        ArbError: the prompt is empty, or a GPU's memory is not enough.
+    """
+    with explained_out_of_memory(OUT_OF_MEMORY), model.held_weights():
+        decoder = Decoder(model, len(prompt) + length, sampling, backend=backend)
+        decoder.read(prompt)
+        yield from decoder.stream(length)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerateReport:
+    """A prompt and what a model made of it."""
+
+    checkpoint: str
+    prompt: str
+    """Bytes that are no UTF-8 are shown as U+FFFD, here and in `text`."""
+    text: str
+    """What follows the prompt."""
+    length: int
+    """Bytes of it."""
+    bytes_per_second: float
+    """Once the prompt was read and a step was captured."""
+    seed: int
+    temperature: float
+    top_k: int
+    top_p: float
+    device: str
+    backend: str
+
+
+def continue_text(
+    model: LanguageModel,
+    checkpoint: str,
+    prompt: bytes,
+    length: int,
+    sampling: Sampling,
+    *,
+    backend: str,
+    on_bytes: Callable[[bytes], None] = lambda _: None,
+) -> GenerateReport:
+    """Continue a prompt and measure how fast; the same bits every time on the same machine.
+
+    Args:
+        model: any `LanguageModel`.
+        checkpoint: its name, for the report.
+        prompt: at least one byte.
+        length: bytes to make.
+        sampling: how they are chosen.
+        backend: what runs the kernels.
+        on_bytes: is given the bytes as they come.
+
+    Raises:
+        ArbError: the prompt is empty, or a GPU's memory is not enough.
+    """
+    made = bytearray()
+    with deterministic(), explained_out_of_memory(OUT_OF_MEMORY), model.held_weights():
+        decoder = Decoder(model, len(prompt) + length, sampling, backend=backend)
+        decoder.read(prompt)
+        if decoder.device.type == "cuda":
+            torch.cuda.synchronize(decoder.device)
+        started = time.perf_counter()
+        for part in decoder.stream(length):
+            made += part
+            on_bytes(part)
+        seconds = time.perf_counter() - started
+    return GenerateReport(
+        checkpoint=checkpoint,
+        prompt=prompt.decode(errors="replace"),
+        text=made.decode(errors="replace"),
+        length=length,
+        bytes_per_second=length / seconds,
+        **dataclasses.asdict(sampling),
+        device=str(decoder.device),
+        backend=decoder.backend,
+    )

@@ -1,0 +1,1 @@
+"""Looking inside: counts, memory, and what a few steps do."""

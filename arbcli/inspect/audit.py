@@ -1,0 +1,376 @@
+"""Real training steps under watch: what is alive at every stage, and whether it goes again.
+
+On CUDA the levels are those of the allocator. A CPU has none to ask, so the storages that are alive
+are counted: each is noted when an operation returns it, or when Python holds it, and struck off
+when it dies. The same count names the largest tensors at the peak, on both.
+"""
+
+import gc
+import heapq
+import re
+import sys
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from arbcli.data import open_texts
+from arbcli.device import deterministic
+from arbcli.errors import ArbError
+from arbcli.inspect.memory import MeasuredState, StateReport, measure, predict
+from arbcli.inspect.peak import PeakReport, predict_peak
+from arbcli.kernels.runtime.backend import use_backend
+from arbcli.train.trainer import COMPUTE, TrainConfig, Trainer, minimised
+
+TOLERANCE = 0.01
+"""How far the state may be from its prediction, as a share of it."""
+NUM_LARGEST = 3
+"""Tensors that a report names."""
+UNITS = {"": 1, "b": 1} | {
+    f"{prefix}{infix}b": (1024 if infix else 1000) ** power
+    for power, prefix in enumerate("kmgt", 1)
+    for infix in ("", "i")
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FitReport:
+    """Whether a training step fits into a budget."""
+
+    budget_bytes: int
+    predicted_peak: PeakReport
+    fits: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LiveTensor:
+    """A tensor that was alive, the first one seen of its storage."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    bytes: int
+    op: str
+    """The operation that returned it; `None` where Python held it, and none was seen."""
+    made_in: str
+    """The function of this package that called the operation; `autograd` where none did."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Level:
+    """Memory at the end of a stage."""
+
+    step: int
+    """From 1; 0 is the loading."""
+    stage: str
+    """`load`, `forward`, `backward` (which updates the weights too) or `end`."""
+    live_bytes: int
+    """On CUDA what the allocator has given out, on a CPU the bytes of live tensors."""
+    reserved_bytes: int | None
+    """What the CUDA allocator has taken from the device."""
+    peak_bytes: int
+    """The most alive at once during the stage."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Check:
+    """One thing that must be so."""
+
+    name: str
+    passed: bool
+    detail: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AuditReport:
+    """What was predicted, what was measured, and whether they agree."""
+
+    device: str
+    backend: str
+    compute: str
+    batch: int
+    accum: int
+    steps: int
+    predicted: StateReport
+    predicted_peak: PeakReport
+    measured: MeasuredState
+    levels: tuple[Level, ...]
+    peak_bytes: int
+    """The most alive at once in any step."""
+    peak_error: float
+    """The predicted peak over this one, minus 1."""
+    largest: tuple[LiveTensor, ...]
+    """The largest at the peak that are not state."""
+    derived_bytes: int
+    """How far the first step raised the level: derived constants, keys and workspaces."""
+    derived: tuple[LiveTensor, ...]
+    """The largest of these."""
+    checks: tuple[Check, ...]
+    passed: bool
+
+
+class LiveTensors(TorchDispatchMode):
+    """Counts the bytes of one device's storages that come to life while the mode is on."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self.device = device
+        self.bytes = self.stage_peak = self.peak = 0
+        self.at_peak: list[LiveTensor] = []
+        self._alive: dict[int, tuple[weakref.ref, LiveTensor | None]] = {}
+        self._state: set[int] = set()
+
+    def __enter__(self) -> "LiveTensors":
+        self.find(count=False)
+        return super().__enter__()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run an operation, and note the storages that it returns."""
+        result = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, Tensor):
+                self._note(leaf, func)
+        return result
+
+    def find(self, *, count: bool = True) -> None:
+        """Note what Python holds though no operation returned it, and count it or not."""
+        for thing in gc.get_objects():
+            if type(thing) in (Tensor, Parameter) and thing.layout is torch.strided:
+                self._note(thing, None, count=count)
+
+    def settle(self) -> None:
+        """Take what is alive for the state; what comes later is transient, or derived from it."""
+        self._state = set(self._alive)
+        self.peak = self.bytes
+
+    def start_stage(self) -> None:
+        """Measure `stage_peak` anew."""
+        self.stage_peak = self.bytes
+
+    def since_settling(self) -> list[LiveTensor]:
+        """List what has come since, and is alive, the largest first."""
+        return sorted(self._transient(), key=lambda tensor: -tensor.bytes)
+
+    def _transient(self) -> list[LiveTensor]:
+        # of a copy, as the garbage collector may run at any time, and what dies is struck off
+        alive = self._alive.copy().items()
+        return [noted for key, (_, noted) in alive if noted and key not in self._state]
+
+    def _note(self, tensor: Tensor, op: Any, *, count: bool = True) -> None:
+        storage = tensor.untyped_storage()
+        key, size = id(storage), storage.nbytes()
+        if key in self._alive or size == 0 or storage.device.type != self.device.type:
+            return
+
+        def forget(_: weakref.ref) -> None:
+            del self._alive[key]
+            self._state.discard(key)
+            if count:
+                self.bytes -= size
+
+        noted = None
+        if count:
+            noted = LiveTensor(
+                shape=tuple(tensor.shape),
+                dtype=str(tensor.dtype).removeprefix("torch."),
+                bytes=size,
+                op=str(op),
+                made_in=_caller() if op else "unknown",
+            )
+        self._alive[key] = weakref.ref(storage, forget), noted
+        if not count:
+            return
+        self.bytes += size
+        self.stage_peak = max(self.stage_peak, self.bytes)
+        if self._state and self.bytes > self.peak:
+            self.peak = self.bytes
+            largest = heapq.nlargest(NUM_LARGEST, self._transient(), key=lambda noted: noted.bytes)
+            self.at_peak = largest
+
+
+def _caller() -> str:
+    """Name the innermost function of this package, but for this module, that is being run."""
+    frame = sys._getframe(3)  # past this function, and the two of the mode
+    while frame is not None and frame.f_globals.get("__name__") != __name__:
+        name = frame.f_globals.get("__name__", "")
+        if name.startswith("arbcli."):
+            return f"{name.removeprefix('arbcli.')}.{frame.f_code.co_name}"
+        frame = frame.f_back
+    return "autograd"
+
+
+def predict_step(config: TrainConfig) -> PeakReport:
+    """Predict the peak of a training step where `config` says it runs."""
+    return predict_peak(
+        config.model,
+        batch=config.batch,
+        compute_bytes=COMPUTE[config.compute].itemsize,
+        device=torch.device(config.device).type,
+        recompute=config.recompute,
+        fp8=config.compute == "fp8",
+    )
+
+
+def check_fit(config: TrainConfig, budget: str) -> FitReport:
+    """Tell whether a training step fits into a budget such as `6GiB`, `500MiB` or `4GB`.
+
+    Raises:
+        ArbError: that is no number of bytes.
+    """
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", budget.lower())
+    unit = match and UNITS.get(match[2])
+    if not unit:
+        raise ArbError(f"`--budget` is `{budget}`", hint="use a number and a unit, such as `6GiB`")
+    size, peak = int(float(match[1]) * unit), predict_step(config)
+    return FitReport(budget_bytes=size, predicted_peak=peak, fits=peak.peak_bytes <= size)
+
+
+def audit(config: TrainConfig, snapshot: Path | None = None) -> AuditReport:
+    """Do the steps of a run, on the text it would read, and measure memory all along.
+
+    Args:
+        config: what to run, for two steps or more.
+        snapshot: where to write torch's own record of every CUDA allocation.
+
+    Raises:
+        ArbError: there is not enough memory, or the snapshot cannot be written.
+    """
+    predicted_peak = predict_step(config)
+    texts = open_texts(config.data, config.val, seed=config.seed, context=config.model.ctx)
+    tensors = LiveTensors(torch.device(config.device))
+    try:
+        with _recorded(snapshot), deterministic(), use_backend(config.backend), tensors:
+            trainer = Trainer(config, texts)
+            levels = [_read(tensors, 0, "load")]
+            loaded_bytes = tensors.bytes
+            loaded_bytes -= measure(trainer.model, trainer.updater).counter_bytes
+            tensors.settle()
+            for step in range(1, config.steps + 1):
+                levels += _watched_step(trainer, tensors, step)
+                if step == 1:
+                    derived = tensors.since_settling()
+    except torch.OutOfMemoryError as error:
+        raise ArbError(
+            f"the GPU's memory is not enough; a step needs {predicted_peak.peak_bytes:,} bytes",
+            hint="use a smaller `--batch`, `--ctx` or `--preset`",
+        ) from error
+    peak_bytes = max(level.peak_bytes for level in levels[1:])
+    predicted, measured = predict(config.model), measure(trainer.model, trainer.updater)
+    ends = [level.live_bytes for level in levels if level.stage == "end"]
+    checks = (
+        _check_floats(measured),
+        _check_prediction(predicted, measured, loaded_bytes),
+        _check_levels(ends),
+    )
+    return AuditReport(
+        device=config.device,
+        backend=config.backend,
+        compute=config.compute,
+        batch=config.batch,
+        accum=config.accum,
+        steps=config.steps,
+        predicted=predicted,
+        predicted_peak=predicted_peak,
+        measured=measured,
+        levels=tuple(levels),
+        peak_bytes=peak_bytes,
+        peak_error=predicted_peak.peak_bytes / peak_bytes - 1,
+        largest=tuple(tensors.at_peak),
+        derived_bytes=ends[0] - levels[0].live_bytes,
+        derived=tuple(derived[:NUM_LARGEST]),
+        checks=checks,
+        passed=all(check.passed for check in checks),
+    )
+
+
+def _watched_step(trainer: Trainer, tensors: LiveTensors, step: int) -> list[Level]:
+    """Do what `Trainer.train_step` does, and measure between its stages."""
+    config, lr, levels = trainer.config, trainer.lr, []
+    for micro in range(config.accum):
+        ids, targets = trainer.fetch(micro, trainer.device)
+        trainer.updater.begin(trainer.step, lr, micro, config.accum)
+        loss = minimised(trainer.model.losses(ids, targets))
+        levels.append(_read(tensors, step, "forward"))
+        loss.backward()
+        levels.append(_read(tensors, step, "backward"))
+    trainer.updater.finish()
+    trainer.model.after_step()
+    trainer.step += 1
+    del ids, targets, loss
+    return [*levels, _read(tensors, step, "end")]
+
+
+def _read(tensors: LiveTensors, step: int, stage: str) -> Level:
+    """Measure the stage that ends, and begin the next one."""
+    if stage in ("load", "end"):
+        tensors.find()
+    device = tensors.device
+    if device.type == "cuda":
+        live, reserved = torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)
+        peak = torch.cuda.max_memory_allocated(device)
+        torch.cuda.reset_peak_memory_stats(device)
+    else:
+        live, peak, reserved = tensors.bytes, tensors.stage_peak, None
+    tensors.start_stage()
+    return Level(step=step, stage=stage, live_bytes=live, reserved_bytes=reserved, peak_bytes=peak)
+
+
+def _check_floats(measured: MeasuredState) -> Check:
+    names = ", ".join(measured.float_names[:3])
+    return Check(
+        name="no-float-state",
+        passed=not measured.float_names,
+        detail=f"{measured.float_parameters} trainable float parameters,"
+        f" {measured.float_buffers} float buffers{': ' if names else ''}{names}",
+    )
+
+
+def _check_prediction(predicted: StateReport, measured: MeasuredState, loaded_bytes: int) -> Check:
+    """Compare the prediction with what the walk found, and with all that the loading left alive.
+
+    Counters are left out of both.
+    """
+    expected, found = predicted.total.state_bytes, measured.state_bytes
+    hidden = loaded_bytes - found
+    error = max(abs(found - expected), abs(loaded_bytes - expected)) / expected
+    detail = f"{expected:,} bytes predicted, {found:,} found in the model"
+    if hidden > 0:
+        detail += f", {hidden:,} outside it"
+    return Check(name="state-as-predicted", passed=error <= TOLERANCE, detail=detail)
+
+
+def _check_levels(ends: list[int]) -> Check:
+    passed = all(end == ends[0] for end in ends)
+    detail = f"{ends[0]:,} bytes after every step"
+    if not passed:
+        detail = "after the steps: " + ", ".join(f"{end:,}" for end in ends) + " bytes"
+    return Check(name="returns-to-level", passed=passed, detail=detail)
+
+
+@contextmanager
+def _recorded(snapshot: Path | None) -> Iterator[None]:
+    """Record what the CUDA allocator does, and write it down even if memory runs out."""
+    if snapshot is None:
+        yield
+        return
+    torch.cuda.memory._record_memory_history(max_entries=1_000_000)
+    try:
+        yield
+    finally:
+        try:
+            torch.cuda.memory._dump_snapshot(str(snapshot))
+        except OSError as error:
+            raise ArbError(
+                f"cannot write `{snapshot}`: {error.strerror}", hint="choose another `--snapshot`"
+            ) from error
+        finally:
+            torch.cuda.memory._record_memory_history(enabled=None)

@@ -1,0 +1,377 @@
+"""A few real training steps under the microscope, and verdicts with their evidence."""
+
+import dataclasses
+import gc
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from arbcli.checkpoint import Checkpoint, latest_checkpoint, load_checkpoint, read_json
+from arbcli.config.model import VOCABULARY, GraphConfig
+from arbcli.data import entropy, evaluation_batches, open_texts
+from arbcli.device import (
+    deterministic,
+    explained_out_of_memory,
+    peak_bytes,
+    resolve_backend,
+    resolve_device,
+)
+from arbcli.inspect.verdicts import (
+    TAKEOFF,
+    Histogram,
+    ProbeReport,
+    Reading,
+    TensorReport,
+    judge,
+    ratio,
+)
+from arbcli.kernels.codec.decode_weight import HIGHEST_EXPONENT, LOWEST_EXPONENT, OCTAVE
+from arbcli.kernels.codec.packing import unpack_trits
+from arbcli.kernels.runtime.backend import use_backend
+from arbcli.kernels.update.blend_moment import moment_max
+from arbcli.kernels.update.cast_votes import TRIT_THRESHOLD
+from arbcli.model.language_model import LanguageModel
+from arbcli.model.packed import TernaryTensor
+from arbcli.train.trainer import TrainConfig, Trainer, config_from
+from arbcli.train.updater import STEP_OF_RADIX
+
+BINS = 16
+ROUNDING = 1e-3
+"""Movement of a logit, over the root-mean-square of all, that rounding alone may cause."""
+
+
+def probe(config: TrainConfig, *, steps: int, checkpoint: Checkpoint | None = None) -> ProbeReport:
+    """Do a few steps of a new model, or of a saved one, and judge what happens.
+
+    Args:
+        config: what to compute, with ternary weights.
+        steps: how many; at least 1.
+        checkpoint: where to start; None is a new model.
+
+    Raises:
+        ArbError: something the user can fix.
+    """
+    texts = open_texts(config.data, config.val, seed=config.seed, context=config.model.ctx)
+    with deterministic(), explained_out_of_memory():
+        trainer = Trainer(config, texts)
+        if checkpoint is not None:
+            trainer.restore(checkpoint)
+        return examine(trainer, steps)
+
+
+def open_saved(
+    path: Path,
+    *,
+    steps: int,
+    note: Callable[[str], None],
+    device: str | None = None,
+    backend: str | None = None,
+    **given: Any,
+) -> tuple[TrainConfig, Checkpoint]:
+    """Read what `probe` needs to go on with a saved model.
+
+    Args:
+        path: a run directory, whose newest intact checkpoint is taken, or a checkpoint in one.
+        steps: how many will be done; a run that ends before is taken to be that much longer.
+        note: is told of each checkpoint that is passed over.
+        device: None is the GPU if there is one.
+        backend: None is the device's own.
+        given: fields of `TrainConfig` to use instead of the run's.
+
+    Raises:
+        ArbError: there is no checkpoint, or it is damaged.
+    """
+    run = path if path.is_dir() else path.parent
+    checkpoint = latest_checkpoint(run, note) if run == path else load_checkpoint(path)
+    config = config_from(read_json(run / "config.json"))
+    place = resolve_device(device)
+    if "data" in given:
+        given.setdefault("val", ())
+    given |= {name: tuple(given[name]) for name in ("data", "val") if name in given}
+    given |= {"device": str(place), "backend": resolve_backend(backend, place)}
+    longest = max(config.steps, checkpoint.step + steps)
+    return dataclasses.replace(config, steps=longest, **given), checkpoint
+
+
+def examine(trainer: Trainer, steps: int) -> ProbeReport:
+    """Do `steps` steps of a trainer of ternary weights, and judge what happens."""
+    config, device, context = trainer.config, trainer.device, trainer.config.model.ctx
+    weights = trainer.model.weights().items()
+    tallies = [_Tally(name, weight) for name, weight in weights if not weight.frozen]
+    (held_out,) = evaluation_batches(
+        trainer.texts.val, num_batches=1, batch_size=config.batch, context=context, device=device
+    )
+    starts = [0, *(2**bit for bit in range((context - 1).bit_length()))]
+    peak = 0
+    with (
+        use_backend(config.backend),
+        _live_counter(device) as live_bytes,
+        _Watch(trainer) as watch,
+    ):
+        acausal = _count_acausal(trainer.model, held_out[0])
+        about = {"lr": None, "loss": None, "flip_share": None, "live_bytes": live_bytes()}
+        readings = [_read(trainer, watch, *held_out, starts, about)]
+        for _ in range(steps):
+            for tally in tallies:
+                tally.begin()
+            if device.type == "cuda":
+                torch.cuda.reset_peak_memory_stats(device)
+            about = {"lr": trainer.lr, "loss": _finite(float(trainer.train_step()))}
+            peak = max(peak, peak_bytes(device))
+            flips = sum(tally.finish(about["lr"]) for tally in tallies)
+            about |= {"flip_share": flips / trainer.num_weights, "live_bytes": live_bytes()}
+            readings.append(_read(trainer, watch, *held_out, starts, about))
+    report = ProbeReport(
+        passed=False,
+        verdicts=(),
+        config=dataclasses.asdict(config),
+        text=trainer.texts.description,
+        num_weights=trainer.num_weights,
+        uniform_loss=math.log(VOCABULARY),
+        text_entropy=entropy(trainer.texts.val),
+        position_starts=tuple(starts),
+        readings=tuple(readings),
+        tensors=tuple(tally.report() for tally in tallies),
+        first_nonfinite=watch.first_nonfinite,
+        acausal_logits=acausal,
+        state_bytes=trainer.state_bytes(),
+        peak_bytes=peak,
+    )
+    verdicts = judge(report)
+    return dataclasses.replace(report, verdicts=verdicts, passed=verdicts[0].name == "ok")
+
+
+class _Watch:
+    """Sees every forward and every gradient of a trainer: sizes, and the first NaN or infinity."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self.trainer = trainer
+        self.first_nonfinite: str | None = None
+        self._rms: dict[str, Tensor] = {}
+        self._seen: list[tuple[str, Tensor]] = []
+
+    def __enter__(self) -> "_Watch":
+        self._handles = []
+        for name, module in self.trainer.model.named_modules():
+            self._handles.append(module.register_forward_pre_hook(partial(self._enter, name)))
+            self._handles.append(module.register_forward_hook(partial(self._leave, name)))
+        for name, weight in self.trainer.model.weights().items():
+            weight.sink = partial(self._take, name)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for handle in self._handles:
+            handle.remove()
+        for weight in self.trainer.model.weights().values():
+            weight.sink = self.trainer.updater
+
+    def _enter(self, name: str, _module: nn.Module, args: tuple[Any, ...]) -> None:
+        # what a module is given was made by the one around it, between two of its parts
+        self._note(f"output of `{name.rpartition('.')[0] or 'model'}`", args[0])
+
+    def _leave(self, name: str, _module: nn.Module, _args: object, output: Any) -> None:
+        self._note(f"output of `{name or 'model'}`", output)
+        if (first := next(_floats(output), None)) is not None:
+            norm = torch.linalg.vector_norm(first.detach(), dtype=torch.float32)
+            self._rms[name] = norm / math.sqrt(first.numel())
+
+    def _take(self, name: str, weight: TernaryTensor, grad: Tensor, *where: Any) -> None:
+        self._note(f"gradient of `{name}`", grad)
+        self.trainer.updater(weight, grad, *where)
+
+    def _note(self, what: str, values: Any) -> None:
+        for value in _floats(values):
+            largest = torch.linalg.vector_norm(value.detach(), math.inf, dtype=torch.float32)
+            self._seen.append((what, largest))
+
+    def take_rms(self) -> dict[str, float | None]:
+        """Read what was seen since the last time; the sizes are those of the last forward."""
+        finite = torch.stack([largest for _, largest in self._seen]).isfinite().tolist()
+        if self.first_nonfinite is None and not all(finite):
+            what, _ = self._seen[finite.index(False)]
+            self.first_nonfinite = f"{what} by step {self.trainer.step}"
+        sizes = map(_finite, torch.stack(list(self._rms.values())).tolist())
+        result = dict(zip(self._rms, sizes, strict=True))
+        self._seen.clear()
+        self._rms.clear()
+        return result
+
+
+def _floats(value: Any) -> Iterator[Tensor]:
+    """Yield the floating-point tensors of what a module is given, or returns."""
+    if isinstance(value, Tensor):
+        if value.is_floating_point() and value.numel():
+            yield value
+    elif isinstance(value, list | tuple):
+        for part in value:
+            yield from _floats(part)
+
+
+class _Tally:
+    """Counts what steps do to one packed tensor, by unpacking it before and after each."""
+
+    def __init__(self, name: str, tensor: TernaryTensor) -> None:
+        self.name, self.tensor = name, tensor
+        self.steps, self.kinds = 0, [0.0] * 4
+        self.moves = self.expected = 0.0
+        self.moved = torch.zeros(tensor.out_features, tensor.in_features, dtype=torch.bool)
+
+    def begin(self) -> None:
+        """Remember the digits, on the CPU: a GPU's peak is to be that of the step alone."""
+        self.before = [part.to("cpu", copy=True) for part in (self.tensor.trits, self._digit())]
+
+    def finish(self, lr: float) -> float:
+        """Compare with what `begin` remembered; return how many trits changed."""
+        tensor, radix = self.tensor, self.tensor.rule.radix
+        packed, digit = (part.to(tensor.trits.device) for part in self.before)
+        old, new = (unpack_trits(trits, tensor.in_features) for trits in (packed, tensor.trits))
+        kinds = [new > old, new < old, (new == 0) & (old != 0), (new != 0) & (old == 0)]
+        move = (new.short() - old) * radix + (self._digit().short() - digit)
+        sums = [kind.sum() for kind in kinds]
+        *counts, moves = torch.stack([*sums, move.float().square_().mean()]).tolist()
+        self.kinds = [total + count for total, count in zip(self.kinds, counts, strict=True)]
+        self.steps += 1
+        self.moves += moves
+        self.expected += (lr * radix * STEP_OF_RADIX) ** 2
+        self.moved |= (new != old).cpu()
+        return counts[0] + counts[1]
+
+    def _digit(self) -> Tensor:
+        """Extract the digit below the trit: A, or the votes."""
+        tensor = self.tensor
+        if hasattr(tensor, "votes"):
+            return tensor.votes
+        return ((tensor.remainder & 15) ^ 8) - 8 if tensor.rule.nibble else tensor.remainder
+
+    def report(self) -> TensorReport:
+        """Sum up the steps, and look at every digit as it stands."""
+        tensor, rule, voting = self.tensor, self.tensor.rule, hasattr(self.tensor, "votes")
+        exponent, fraction = tensor.scales
+        v = exponent.int() * OCTAVE + (0 if fraction is None else fraction)
+        ends = (LOWEST_EXPONENT * OCTAVE, HIGHEST_EXPONENT * OCTAVE + OCTAVE - 1)
+        digits = {"scale": _histogram(v, *ends, zoom=True)}
+        end = TRIT_THRESHOLD if voting else rule.remainder_max
+        digits["votes" if voting else "remainder"] = _histogram(self._digit(), -end, end)
+        if rule.moment_range:
+            moment = tensor.remainder >> 4 if rule.nibble else tensor.moment
+            end = moment_max(rule.nibble)
+            digits["moment"] = _histogram(moment, -end, end)
+        up, down, into_zero, out_of_zero = (
+            count / self.steps / tensor.num_weights for count in self.kinds
+        )
+        return TensorReport(
+            name=self.name,
+            num_weights=tensor.num_weights,
+            up_share=up,
+            down_share=down,
+            into_zero_share=into_zero,
+            out_of_zero_share=out_of_zero,
+            still_share=1 - float(self.moved.float().mean()),
+            changed=self.moves > 0,
+            update_size=None if voting else ratio(self.moves**0.5, self.expected**0.5),
+            digits=digits,
+        )
+
+
+def _histogram(values: Tensor, least: int, most: int, *, zoom: bool = False) -> Histogram:
+    """Count the values of a digit that holds `least` to `most`, or zoom to those that occur."""
+    low, high = (int(values.min()), int(values.max())) if zoom else (least, most)
+    bins = min(BINS, high - low + 1)
+    index = (values.int().clamp(low, high) - low) * bins // (high - low + 1)
+    return Histogram(
+        low=low,
+        high=high,
+        counts=tuple(index.flatten().bincount(minlength=bins).tolist()),
+        saturated_share=float(((values <= least) | (values >= most)).float().mean()),
+    )
+
+
+@torch.no_grad()
+def _read(
+    trainer: Trainer, watch: _Watch, ids: Tensor, targets: Tensor, starts: list[int], about: dict
+) -> Reading:
+    """Look at the model through held-out text; `about` is what is known of the step before."""
+    logits = trainer.model(ids).float()
+    losses = functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
+    losses = losses.view_as(targets).mean(0)  # (T,) float32
+    log_p = logits.log_softmax(-1)
+    numbers = [losses.mean(), logits.min(), logits.max(), -(log_p.exp() * log_p).sum(-1).mean()]
+    buckets = [bucket.mean() for bucket in losses.tensor_split(starts[1:])]
+    numbers = list(map(_finite, torch.stack(numbers + buckets).tolist()))
+    sizes = watch.take_rms()
+    blocks = [f"blocks.{index}" for index in range(trainer.config.model.layers)]
+    stream = tuple(sizes[name] for name in ("embedding", *blocks))
+    factors = [ratio(after, before) or 0 for before, after in pairwise(stream)]
+    return Reading(
+        step=trainer.step,
+        val_loss=numbers[0],
+        loss_by_position=tuple(numbers[4:]),
+        residual_rms=stream,
+        residual_growth=ratio(stream[-1], stream[0]),
+        takeoff_layer=next((i for i, factor in enumerate(factors) if factor >= TAKEOFF), None),
+        attention_rms=tuple(sizes.get(f"{name}.attention") for name in blocks),
+        mlp_rms=tuple(sizes[f"{name}.mlp"] for name in blocks),
+        logit_min=numbers[1],
+        logit_max=numbers[2],
+        prediction_entropy=numbers[3],
+        **about,
+    )
+
+
+@torch.no_grad()
+def _count_acausal(model: LanguageModel, ids: Tensor) -> int:
+    """Change one byte of every window, the last one of the last; count what moved before it.
+
+    With experts the rows that a product is made of change, and so do the last bits of its sums:
+    there only what moves by more than `ROUNDING` of the logits' root-mean-square counts.
+    """
+    batch, length = ids.shape
+    rows = torch.arange(batch, device=ids.device)
+    positions = ((rows + 1) * length // batch - 1).clamp_(min=0)
+    changed = ids.clone()
+    changed[rows, positions] = (ids[rows, positions] + VOCABULARY // 2) % VOCABULARY
+    before, after = model(ids), model(changed)
+    same = (before == after) | (before.isnan() & after.isnan())
+    if isinstance(model.config, GraphConfig) and model.config.moe:
+        before, after = before.float(), after.float()
+        same |= (before - after).abs() <= ROUNDING * before.square().mean().sqrt()
+    moved = ~same.all(-1)  # (B, T)
+    earlier = torch.arange(length, device=ids.device) < positions[:, None]
+    return int((moved & earlier).sum())
+
+
+@contextmanager
+def _live_counter(device: torch.device) -> Iterator[Callable[[], int]]:
+    """Yield what counts the bytes of live tensors.
+
+    On a CPU what is alive already is counted once: to go through it again takes as long as a step.
+    """
+
+    def count() -> int:
+        gc.collect()
+        if device.type == "cuda":
+            return torch.cuda.memory_allocated(device)
+        # by exact type: to ask anything of a proxy or a lazy object would wake it
+        tensors = (value for value in gc.get_objects() if type(value) in (Tensor, nn.Parameter))
+        storages = (tensor.untyped_storage() for tensor in tensors if tensor.device == device)
+        return before + sum({part.data_ptr(): part.nbytes() for part in storages}.values())
+
+    before = 0
+    before = count()
+    gc.freeze()
+    try:
+        yield count
+    finally:
+        gc.unfreeze()
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None

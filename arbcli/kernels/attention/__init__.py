@@ -1,0 +1,1 @@
+"""Rotary positions, and attention to a cache."""

@@ -1,0 +1,288 @@
+"""Attention of one new byte over a ring of keys: y = softmax(q . k / sqrt(d)) @ v, for each head.
+
+The byte at position p has slot p mod W of W slots, so the ring holds the last W bytes, and the
+oldest is overwritten first. Its query and key are turned and normalised as `rotary_norm_` does it,
+by the row p of the tables; key and value are stored before anything is attended to. Angles are of
+absolute positions, only their differences matter to a product q . k, and a sum over keys has no
+order: so the ring is never moved, whichever slot is the oldest.
+
+Programs share out the slots of a head, and each finds, of its own slots, the sum of exp(score) and
+of the values weighted by that. As queries and keys are normalised, no score is above sqrt(d), so
+none is subtracted. The last program to finish adds up what all of them found, in the order of the
+slots, so the same bits come out whoever it is.
+"""
+
+from collections.abc import Iterator
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from arbcli.kernels.runtime._triton import tl, triton
+from arbcli.kernels.runtime.backend import uses_triton
+from arbcli.kernels.runtime.overlap import overlap_options, wait_for_last
+from arbcli.kernels.runtime.spec import Case, Gate, KernelSpec, Timing
+
+TILE = 8192
+"""The most elements of keys that a program has."""
+SLOTS = 32
+"""The most slots that a program has."""
+MAX_PARTS = 32
+"""What so many programs found is added up at once."""
+
+
+def decode_attention_reference(
+    qkv: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    position: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    tickets: Tensor,
+    eps: float,
+) -> tuple[Tensor, ...]:
+    """Compute what `decode_attention` must return, leave in the ring and in `tickets`: float64."""
+    p, (_, window, width) = int(position), keys.shape
+    qkv, keys, values = (part.to(torch.float64) for part in (qkv, keys, values))
+    x = torch.complex(*qkv[:2].chunk(2, dim=-1)) * torch.complex(cos[p], sin[p])
+    q, k = torch.cat([x.real, x.imag], -1) / (qkv[:2].square().mean(-1, True) + eps).sqrt()
+    keys[:, p % window], values[:, p % window] = k, qkv[2]
+    seen = min(p + 1, window)
+    y = torch.empty_like(q)
+    for head in range(len(q)):
+        weight = torch.exp(keys[head, :seen] @ q[head] / width**0.5)
+        y[head] = weight / weight.sum() @ values[head, :seen]
+    return y, keys, values, torch.zeros_like(tickets)
+
+
+def _decode_attention_torch(qkv, keys, values, position, cos, sin, tickets, eps):
+    window, slot = keys.shape[1], (position % keys.shape[1]).long()[None]
+    cos, sin = (table.index_select(0, position[None]) for table in (cos, sin))
+    first, second = qkv[:2].float().chunk(2, dim=-1)
+    turned = torch.cat([first * cos - second * sin, first * sin + second * cos], dim=-1)
+    q, k = functional.rms_norm(turned, turned.shape[-1:], eps=eps).to(qkv.dtype)
+    keys.index_copy_(1, slot, k[:, None])
+    values.index_copy_(1, slot, qkv[2][:, None])
+    seen = torch.arange(window, device=qkv.device) <= position
+    parts = (q[None, :, None], keys[None], values[None])
+    return functional.scaled_dot_product_attention(*parts, attn_mask=seen[None])[0, :, 0]
+
+
+@triton.jit
+def _decode_attention_kernel(
+    qkv_ptr, keys_ptr, values_ptr, position_ptr, cos_ptr, sin_ptr, tickets_ptr,
+    totals_ptr, sums_ptr, y_ptr,
+    W, HEADS, scale, eps,
+    HALF: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr,
+    SPLITS: tl.constexpr, BLOCK_P: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    WIDTH: tl.constexpr = 2 * HALF
+    head, split = tl.program_id(0), tl.program_id(1)
+    position = tl.load(position_ptr)
+    slot, seen = position % W, tl.minimum(position + 1, W)
+    if split * BLOCK_S < seen:
+        # what lies in the ring is asked for first, as it takes longest to come
+        offs_d, offs_s = tl.arange(0, BLOCK_D), split * BLOCK_S + tl.arange(0, BLOCK_S)[:, None]
+        mask_d, is_new = offs_d < WIDTH, offs_s == slot  # which is not there yet
+        mask = (offs_s < seen) & (offs_s != slot) & mask_d[None, :]
+        ring = (head.to(tl.int64) * W + offs_s) * WIDTH + offs_d[None, :]
+        key = tl.load(keys_ptr + ring, mask=mask, other=0)  # [BLOCK_S, BLOCK_D]
+        value = tl.load(values_ptr + ring, mask=mask, other=0)
+
+        # a query and a key, [BLOCK_D, 2]: each element turned with that of the other half
+        is_first = offs_d < HALF
+        other, angle = tl.where(is_first, HALF, -HALF), offs_d - tl.where(is_first, 0, HALF)
+        table = position.to(tl.int64) * HALF + angle
+        cos = tl.load(cos_ptr + table, mask=mask_d, other=0)
+        sin = tl.load(sin_ptr + table, mask=mask_d, other=0)
+        sin = tl.where(is_first, -sin, sin)
+        q_ptrs = qkv_ptr + head * WIDTH + offs_d
+        both = q_ptrs[:, None] + (HEADS * WIDTH * tl.arange(0, 2))[None, :]
+        wait_for_last(OVERLAP)
+        x = tl.load(both, mask=mask_d[:, None], other=0).to(tl.float32)
+        partner = tl.load(both + other[:, None], mask=mask_d[:, None], other=0).to(tl.float32)
+        v = tl.load(q_ptrs + 2 * HEADS * WIDTH, mask=mask_d, other=0)
+        r = tl.rsqrt(tl.sum(x * x, axis=0) / WIDTH + eps)
+        x = (x * cos[:, None] + partner * sin[:, None]) * r[None, :]
+        q, k = tl.split(x.to(qkv_ptr.dtype.element_ty))
+
+        if slot // BLOCK_S == split:
+            new = (head.to(tl.int64) * W + slot) * WIDTH + offs_d
+            tl.store(keys_ptr + new, k, mask=mask_d)
+            tl.store(values_ptr + new, v, mask=mask_d)
+
+        key = tl.where(is_new, k[None, :], key).to(tl.float32)
+        value = tl.where(is_new, v[None, :], value).to(tl.float32)
+        score = tl.sum(key * q.to(tl.float32)[None, :], axis=1, keep_dims=True) * scale
+        weight = tl.where(offs_s < seen, tl.exp(score), 0)  # [BLOCK_S, 1]
+        part = head * SPLITS + split
+        tl.store(totals_ptr + part, tl.sum(weight))
+        tl.store(sums_ptr + part * WIDTH + offs_d, tl.sum(weight * value, axis=0), mask=mask_d)
+
+        tl.debug_barrier()  # every thread has stored before one of them takes the ticket
+        ticket, splits = tl.atomic_add(tickets_ptr + head, 1, sem="acq_rel"), tl.cdiv(seen, BLOCK_S)
+        if ticket == splits - 1:
+            total, found = 0.0, tl.zeros((BLOCK_D,), dtype=tl.float32)
+            for start in range(0, splits, BLOCK_P):
+                offs_p = start + tl.arange(0, BLOCK_P)
+                mask_p, parts = offs_p < splits, head * SPLITS + offs_p
+                sums = tl.load(  # [BLOCK_P, BLOCK_D]
+                    sums_ptr + parts[:, None] * WIDTH + offs_d[None, :],
+                    mask=mask_p[:, None] & mask_d[None, :], other=0,
+                )  # fmt: skip
+                total += tl.sum(tl.load(totals_ptr + parts, mask=mask_p, other=0))
+                found += tl.sum(sums, axis=0)
+            y = (found / total).to(y_ptr.dtype.element_ty)
+            tl.store(y_ptr + head * WIDTH + offs_d, y, mask=mask_d)
+            tl.store(tickets_ptr + head, 0)
+
+
+def _tiling(width: int, dtype: torch.dtype) -> tuple[int, int]:
+    """Choose the slots of a program, and its warps, by what was fastest on an H200."""
+    block_d = triton.next_power_of_2(width)
+    slots = max(1, min(SLOTS, TILE // block_d))
+    if dtype == torch.float32:
+        return slots, 8
+    return slots, 2 if width == block_d else 4  # masks take registers
+
+
+def _decode_attention_triton(qkv, keys, values, position, cos, sin, tickets, eps):
+    heads, window, width = keys.shape
+    block_s, num_warps = _tiling(width, qkv.dtype)
+    splits = triton.cdiv(window, block_s)
+    parts = heads * splits
+    found = torch.empty(parts * (width + 1), dtype=torch.float32, device=qkv.device)
+    y = torch.empty(heads, width, dtype=qkv.dtype, device=qkv.device)
+    _decode_attention_kernel[(heads, splits)](
+        qkv, keys, values, position, cos, sin, tickets,
+        *found.split([parts, parts * width]), y, window, heads, width**-0.5, eps,
+        HALF=width // 2, BLOCK_D=triton.next_power_of_2(width), BLOCK_S=block_s, SPLITS=splits,
+        BLOCK_P=min(triton.next_power_of_2(splits), MAX_PARTS),
+        num_warps=num_warps, **overlap_options(qkv),
+    )  # fmt: skip
+    return y
+
+
+def decode_attention(
+    qkv: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    position: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    tickets: Tensor,
+    eps: float,
+) -> Tensor:
+    """Store the key and value of one byte in a ring, and attend to all that are in it.
+
+    Args:
+        qkv: (3, heads, d) float32 or bfloat16, contiguous, d even: query, key and value.
+        keys: (heads, W, d) in the dtype of `qkv`, contiguous; slot `position` mod W is written.
+            Keys are such as are stored here, normalised: exp of no score overflows. What has never
+            been written must be finite.
+        values: like `keys`.
+        position: int32 scalar tensor: how many bytes came before. It is read on the device, and
+            must be below P.
+        cos: (P, d / 2) float32, contiguous.
+        sin: like `cos`.
+        tickets: (heads,) int32 zeros, and zeros again afterwards: how programs find out which of
+            them is the last.
+        eps: added to the mean square.
+
+    Returns:
+        (heads, d) in the dtype of `qkv`: the mean of the last min(position + 1, W) values, weighted
+        by softmax(q . k / sqrt(d)); computed in float32.
+
+    Raises:
+        ValueError: a dtype or a shape does not fit.
+    """
+    _check(qkv, keys, values, position, cos, sin, tickets)
+    run = _decode_attention_triton if uses_triton(qkv) else _decode_attention_torch
+    return run(qkv, keys, values, position, cos, sin, tickets, eps)
+
+
+def _check(qkv, keys, values, position, cos, sin, tickets):
+    got = f"{qkv.dtype} of shape {tuple(qkv.shape)}"
+    if qkv.dtype not in (torch.float32, torch.bfloat16) or qkv.dim() != 3 or len(qkv) != 3:
+        raise ValueError(f"need float32 or bfloat16 of shape (3, heads, d), got {got}")
+    _, heads, width = qkv.shape
+    if width % 2 or not qkv.is_contiguous():
+        raise ValueError(f"need a contiguous tensor of even heads, got {got}")
+    for ring in (keys, values):
+        fits = ring.dim() == 3 and (ring.shape[0], ring.shape[2]) == (heads, width)
+        if ring.dtype != qkv.dtype or not fits or not ring.is_contiguous():
+            raise ValueError(f"ring {ring.dtype} {tuple(ring.shape)} does not fit {got}")
+    if keys.shape != values.shape or keys.shape[1] < 1:
+        raise ValueError(f"rings of {keys.shape[1]} keys and {values.shape[1]} values do not fit")
+    for table in (cos, sin):
+        if table.dtype != torch.float32 or table.shape != (len(cos), width // 2):
+            raise ValueError(f"table {table.dtype} {tuple(table.shape)} does not fit {got}")
+    for integers, shape in ((position, ()), (tickets, (heads,))):
+        if integers.dtype != torch.int32 or integers.shape != shape:
+            found = f"{integers.dtype} {tuple(integers.shape)}"
+            raise ValueError(f"need int32 of shape {shape}, got {found}")
+
+
+SHAPES = ((1, 1, 2, 0), (1, 3, 10, 1), (2, 7, 66, 30), (3, 65, 16, 64), (2, 100, 64, 17),
+          (1, 200, 128, 1000), (2, 130, 8, 128), (1, 2100, 4, 2099))  # fmt: skip
+"""(heads, W, d, position): rings that are empty, filling, just full and overwritten."""
+LARGE = ((6, 256, 64, 300), (16, 2048, 128, 2047), (16, 2048, 128, 77), (4, 5000, 96, 4999))
+
+
+def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(*shape, torch.float32) for shape in SHAPES]
+    if device.type == "cuda":  # the interpreter computes wrongly in bf16
+        shapes += [(*shape, dtype) for shape in LARGE for dtype in (torch.float32, torch.bfloat16)]
+    for heads, window, width, position, dtype in shapes:
+        low = dtype == torch.bfloat16
+        label = f"{heads}x{window}x{width} at {position}{' bf16' if low else ''}"
+        sizes = ((3, heads, width), (heads, window, width), (heads, window, width))
+        parts = [torch.randn(size, generator=generator).to(device, dtype) for size in sizes]
+        angle = 7 * torch.randn(position + 2, width // 2, generator=generator).to(device)
+        position = torch.tensor(position, dtype=torch.int32, device=device)
+        tickets = torch.zeros(heads, dtype=torch.int32, device=device)
+        inputs = (*parts, position, angle.cos(), angle.sin(), tickets, 1e-6)
+        yield Case(label, inputs, _with_state(_decode_attention_torch) if low else None)
+
+
+def _with_state(run):
+    """Wrap an implementation so that it returns what it left in the ring too."""
+
+    def with_state(qkv, keys, values, position, cos, sin, tickets, eps):
+        y = run(qkv, keys, values, position, cos, sin, tickets, eps)
+        return y, keys, values, tickets
+
+    return with_state
+
+
+def _timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
+    heads, window, width = 16, 2048, 128
+    real = {"device": device, "dtype": torch.bfloat16}
+    qkv = torch.randn(3, heads, width, **real)
+    keys, values = torch.randn(2, heads, window, width, **real).unbind()
+    position = torch.tensor(window - 1, dtype=torch.int32, device=device)
+    table = torch.rand(2, window, width // 2, device=device).unbind()
+    tickets = torch.zeros(heads, dtype=torch.int32, device=device)
+    attend = functional.scaled_dot_product_attention
+    yield Timing(
+        f"{heads}x{window}x{width} bf16",
+        (qkv, keys, values, position, *table, tickets, 1e-6),
+        run=_decode_attention_triton,
+        peer=partial(attend, qkv[0][None, :, None], keys[None], values[None]),
+        peer_name="torch's attention alone",
+    )
+
+
+DECODE_ATTENTION = KernelSpec(
+    "decode_attention", _with_state(_decode_attention_triton),
+    _with_state(_decode_attention_torch), decode_attention_reference, _cases,
+    Gate(
+        exact=False,
+        relative=1e-5,
+        peer_slack=0.1,
+        reason="float32 sums of up to 5000 values; in bf16 no worse than torch's attention by 10 %",
+    ),
+    timings=_timings,
+)  # fmt: skip

@@ -1,0 +1,348 @@
+"""Queries and keys before attention: turn by rotary angles, normalise each head, in place.
+
+A head's vector x of d elements is two halves. With a and b a pair of them, at the angle t of the
+pair and position: turned = (a cos t - b sin t, a sin t + b cos t), and y = turned * r with
+r = rsqrt(mean(x**2) + eps), as turning changes no length. The backward needs y and r alone:
+grad_x = turned back by t of r * (gy - y * mean(y * gy)).
+Source of the angles: J. Su et al., "RoFormer", https://arxiv.org/abs/2104.09864, eq. 34.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from arbcli.kernels.runtime._triton import tl, triton
+from arbcli.kernels.runtime.backend import row_chunks, uses_triton
+from arbcli.kernels.runtime.spec import Case, Gate, KernelSpec, Timing
+
+
+def _rotary_norm_float64(qkv: Tensor, cos: Tensor, sin: Tensor, eps: float) -> Tensor:
+    """Compute (B, T, 3, heads, d) float64: queries and keys turned and normalised, values as is."""
+    qkv = qkv.to(torch.float64)
+    half = qkv.shape[-1] // 2
+    angle = torch.complex(cos.double(), sin.double())[:, None, None]
+    turned = torch.complex(qkv[..., :half], qkv[..., half:]) * angle
+    turned = torch.cat([turned.real, turned.imag], dim=-1)
+    normal = turned / torch.sqrt((turned * turned).mean(dim=-1, keepdim=True) + eps)
+    return torch.cat([normal[:, :, :2], qkv[:, :, 2:]], dim=2)
+
+
+def rotary_norm_reference(
+    qkv: Tensor, cos: Tensor, sin: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    """Compute what `rotary_norm_` must leave in `qkv`, and return, in float64."""
+    squares = qkv[:, :, :2].to(torch.float64).square().mean(dim=-1)
+    return _rotary_norm_float64(qkv, cos, sin, eps), (squares + eps) ** -0.5
+
+
+def rotary_norm_backward_reference(
+    grads: list[Tensor], qkv: Tensor, r: Tensor, cos: Tensor, sin: Tensor
+) -> Tensor:
+    """Compute what `rotary_norm_backward` must return, in float64, turning back by -t."""
+    half = qkv.shape[-1] // 2
+    grad = torch.stack([grad.transpose(1, 2).to(torch.float64) for grad in grads], dim=2)
+    y, grad_y = qkv[:, :, :2].to(torch.float64), grad[:, :, :2]
+    grad_y = (grad_y - y * (y * grad_y).mean(dim=-1, keepdim=True)) * r.double()[..., None]
+    angle = torch.complex(cos.double(), -sin.double())[:, None, None]
+    turned = torch.complex(grad_y[..., :half], grad_y[..., half:]) * angle
+    return torch.cat([torch.cat([turned.real, turned.imag], dim=-1), grad[:, :, 2:]], dim=2)
+
+
+def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turn (B, T, ..., d) float32 by (T, d / 2) angles."""
+    first, second = x.chunk(2, dim=-1)
+    cos, sin = (table.view(-1, *(1,) * (x.dim() - 3), cos.shape[-1]) for table in (cos, sin))
+    turned = torch.empty_like(x)
+    half = x.shape[-1] // 2
+    torch.mul(first, cos, out=turned[..., :half]).addcmul_(second, sin, value=-1)
+    torch.mul(first, sin, out=turned[..., half:]).addcmul_(second, cos)
+    return turned
+
+
+def _rotary_norm_torch(qkv, cos, sin, eps):
+    r = torch.empty(*qkv.shape[:2], 2, qkv.shape[3], dtype=torch.float32, device=qkv.device)
+    for some in row_chunks(qkv.flatten(1)):
+        x = qkv[some, :, :2].float()
+        norm = torch.linalg.vector_norm(x, dim=-1, out=r[some])
+        norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+        qkv[some, :, :2] = _turn(x, cos, sin).mul_(norm[..., None])
+    return r
+
+
+def _rotary_norm_backward_torch(grads, qkv, r, cos, sin):
+    grad_qkv = torch.empty_like(qkv)
+    for some in row_chunks(qkv.flatten(1)):
+        for part, grad in enumerate(grads[:2]):
+            y, grad_y = qkv[some, :, part].float(), grad[some].transpose(1, 2).float()
+            mean = torch.linalg.vecdot(y, grad_y)[..., None] / y.shape[-1]
+            grad_y = torch.addcmul(grad_y, y, mean, value=-1).mul_(r[some, :, part, :, None])
+            grad_qkv[some, :, part] = _turn(grad_y, cos, -sin)
+    grad_qkv[:, :, 2] = grads[2].transpose(1, 2)
+    return grad_qkv
+
+
+@triton.jit
+def _rotary_norm_kernel(
+    qkv_ptr, cos_ptr, sin_ptr, r_ptr,
+    num_rows, T, HEADS, eps,
+    HALF: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_H: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)  # a query or key head
+    token, head = row // (2 * HEADS), row % (2 * HEADS)
+    offs_h = tl.arange(0, BLOCK_H)[None, :]
+    mask = (row < num_rows)[:, None] & (offs_h < HALF)
+    table = ((token % T) * HALF)[:, None] + offs_h
+    cos = tl.load(cos_ptr + table, mask=mask, other=0)
+    sin = tl.load(sin_ptr + table, mask=mask, other=0)
+
+    first_ptrs = qkv_ptr + ((token * 3 * HEADS + head) * 2 * HALF)[:, None] + offs_h
+    first = tl.load(first_ptrs, mask=mask, other=0).to(tl.float32)
+    second = tl.load(first_ptrs + HALF, mask=mask, other=0).to(tl.float32)
+    squares = tl.sum(first * first + second * second, axis=1)
+    r = tl.rsqrt(squares / (2 * HALF) + eps)
+    tl.store(r_ptr + row, r, mask=row < num_rows)
+    dtype = qkv_ptr.dtype.element_ty
+    tl.store(first_ptrs, ((first * cos - second * sin) * r[:, None]).to(dtype), mask=mask)
+    tl.store(first_ptrs + HALF, ((first * sin + second * cos) * r[:, None]).to(dtype), mask=mask)
+
+
+@triton.jit
+def _rotary_norm_backward_kernel(
+    grad_q_ptr, grad_k_ptr, grad_v_ptr, qkv_ptr, r_ptr, cos_ptr, sin_ptr, grad_qkv_ptr,
+    num_rows, T, HEADS,
+    stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_kt,
+    stride_vb, stride_vh, stride_vt,
+    HALF: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_H: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)  # a head of a token
+    token, head = row // HEADS, row % HEADS
+    batch, position = token // T, token % T
+    offs_h = tl.arange(0, BLOCK_H)[None, :]
+    mask = (row < num_rows)[:, None] & (offs_h < HALF)
+    out = ((token * 3 * HEADS + head) * 2 * HALF)[:, None] + offs_h
+    part = tl.program_id(1)
+    if part == 2:
+        grad_ptrs = grad_v_ptr + batch * stride_vb + head * stride_vh + position * stride_vt
+        grad_ptrs = grad_ptrs[:, None] + offs_h
+        out += 4 * HEADS * HALF
+        tl.store(grad_qkv_ptr + out, tl.load(grad_ptrs, mask=mask), mask=mask)
+        tl.store(grad_qkv_ptr + out + HALF, tl.load(grad_ptrs + HALF, mask=mask), mask=mask)
+    else:
+        if part == 0:
+            grad_ptrs = grad_q_ptr + batch * stride_qb + head * stride_qh + position * stride_qt
+        else:
+            grad_ptrs = grad_k_ptr + batch * stride_kb + head * stride_kh + position * stride_kt
+        grad_ptrs = grad_ptrs[:, None] + offs_h
+        out += part * 2 * HEADS * HALF
+        first = tl.load(qkv_ptr + out, mask=mask, other=0).to(tl.float32)
+        second = tl.load(qkv_ptr + out + HALF, mask=mask, other=0).to(tl.float32)
+        grad_first = tl.load(grad_ptrs, mask=mask, other=0).to(tl.float32)
+        grad_second = tl.load(grad_ptrs + HALF, mask=mask, other=0).to(tl.float32)
+        r = tl.load(r_ptr + (token * 2 + part) * HEADS + head, mask=row < num_rows, other=0)
+        products = tl.sum(first * grad_first + second * grad_second, axis=1)
+        mean = (products / (2 * HALF))[:, None]
+        grad_first = (grad_first - first * mean) * r[:, None]
+        grad_second = (grad_second - second * mean) * r[:, None]
+
+        table = (position * HALF)[:, None] + offs_h
+        cos = tl.load(cos_ptr + table, mask=mask, other=0)
+        sin = tl.load(sin_ptr + table, mask=mask, other=0)
+        dtype = grad_qkv_ptr.dtype.element_ty
+        turned = grad_first * cos + grad_second * sin
+        tl.store(grad_qkv_ptr + out, turned.to(dtype), mask=mask)
+        turned = grad_second * cos - grad_first * sin
+        tl.store(grad_qkv_ptr + out + HALF, turned.to(dtype), mask=mask)
+
+
+def _tile(half: int) -> dict[str, int]:
+    block_h = triton.next_power_of_2(half)
+    return {"HALF": half, "BLOCK_R": max(1, 1024 // block_h), "BLOCK_H": block_h}
+
+
+def _rotary_norm_triton(qkv, cos, sin, eps):
+    batch, length, _, heads, width = qkv.shape
+    r = torch.empty(batch, length, 2, heads, dtype=torch.float32, device=qkv.device)
+    if r.numel():
+        tile = _tile(width // 2)
+        _rotary_norm_kernel[(triton.cdiv(r.numel(), tile["BLOCK_R"]),)](
+            qkv, cos, sin, r, r.numel(), length, heads, eps, **tile
+        )
+    return r
+
+
+def _rotary_norm_backward_triton(grads, qkv, r, cos, sin):
+    batch, length, _, heads, width = qkv.shape
+    grad_qkv = torch.empty_like(qkv)
+    rows = batch * length * heads
+    if rows:
+        grads = [grad if grad.stride(-1) == 1 else grad.contiguous() for grad in grads]
+        strides = [stride for grad in grads for stride in grad.stride()[:3]]
+        tile = _tile(width // 2)
+        _rotary_norm_backward_kernel[(triton.cdiv(rows, tile["BLOCK_R"]), 3)](
+            *grads, qkv, r, cos, sin, grad_qkv, rows, length, heads, *strides, **tile
+        )
+    return grad_qkv
+
+
+def rotary_norm_(qkv: Tensor, cos: Tensor, sin: Tensor, eps: float) -> Tensor:
+    """Turn and normalise the queries and keys of `qkv`, in place; the values stay as they are.
+
+    Args:
+        qkv: (B, T, 3, heads, d) float32 or bfloat16, contiguous, d even; changed.
+        cos: (T, d / 2) float32, contiguous.
+        sin: like `cos`.
+        eps: added to the mean square.
+
+    Returns:
+        (B, T, 2, heads) float32, the r that every query and key was multiplied by.
+
+    Raises:
+        ValueError: a dtype or a shape does not fit.
+    """
+    _check(qkv, cos, sin)
+    return (_rotary_norm_triton if uses_triton(qkv) else _rotary_norm_torch)(qkv, cos, sin, eps)
+
+
+def rotary_norm_backward(
+    grads: list[Tensor], qkv: Tensor, r: Tensor, cos: Tensor, sin: Tensor
+) -> Tensor:
+    """Compute the gradient of what `rotary_norm_` was given.
+
+    Args:
+        grads: of queries, keys and values, (B, heads, T, d) each, of the dtype of `qkv`, any
+            strides.
+        qkv: (B, T, 3, heads, d) contiguous, as `rotary_norm_` left it.
+        r: what it returned.
+        cos: what it was given.
+        sin: what it was given.
+
+    Returns:
+        (B, T, 3, heads, d) contiguous, in the dtype of `qkv`.
+
+    Raises:
+        ValueError: a dtype or a shape does not fit.
+    """
+    _check(qkv, cos, sin)
+    batch, length, _, heads, width = qkv.shape
+    for grad in grads:
+        if grad.dtype != qkv.dtype or grad.shape != (batch, heads, length, width):
+            raise ValueError(f"gradient {grad.dtype} {tuple(grad.shape)} does not fit")
+    run = _rotary_norm_backward_triton if uses_triton(qkv) else _rotary_norm_backward_torch
+    return run(grads, qkv, r, cos, sin)
+
+
+def _check(qkv, cos, sin):
+    got = f"{qkv.dtype} of shape {tuple(qkv.shape)}"
+    if qkv.dtype not in (torch.float32, torch.bfloat16) or qkv.dim() != 5 or qkv.shape[2] != 3:
+        raise ValueError(f"need float32 or bfloat16 of shape (B, T, 3, heads, d), got {got}")
+    if not qkv.is_contiguous() or qkv.shape[-1] % 2:
+        raise ValueError(f"need a contiguous tensor of even heads, got {got}")
+    for table in (cos, sin):
+        if table.dtype != torch.float32 or table.shape != (qkv.shape[1], qkv.shape[-1] // 2):
+            raise ValueError(f"table {table.dtype} {tuple(table.shape)} does not fit {got}")
+
+
+SHAPES = ((1, 1, 1, 2), (2, 3, 1, 10), (1, 5, 3, 66), (2, 7, 2, 64), (1, 2, 5, 128))
+"""(B, T, heads, d)."""
+
+
+def _inputs(
+    device: torch.device,
+) -> Iterator[tuple[str, torch.Generator, Tensor, Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(*shape, torch.float32) for shape in (*SHAPES, (0, 3, 2, 8))]
+    if device.type == "cuda":  # the interpreter computes wrongly in bf16
+        shapes += [(3, 5, 2, 66, torch.bfloat16), (4, 256, 6, 64, torch.bfloat16)]
+    for batch, length, heads, width, dtype in shapes:
+        qkv = torch.randn(batch, length, 3, heads, width, generator=generator)
+        angle = 7 * torch.randn(length, width // 2, generator=generator)
+        label = f"{batch}x{length}x{heads}x{width}"
+        label += " bf16" if dtype == torch.bfloat16 else ""
+        yield (
+            label,
+            generator,
+            qkv.to(device, dtype),
+            angle.cos().to(device),
+            angle.sin().to(device),
+        )
+
+
+def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
+    for label, _, *inputs in _inputs(device):
+        rounded = inputs[0].dtype == torch.bfloat16
+        yield Case(label, (*inputs, 1e-6), rounded_once if rounded else None)
+
+
+def _backward_cases(device: torch.device, _group_size: int) -> Iterator[Case]:
+    for label, generator, qkv, cos, sin in _inputs(device):
+        r = _rotary_norm_torch(qkv, cos, sin, 1e-6)
+        batch, length, _, heads, width = qkv.shape
+        grads = [
+            torch.randn(batch, length, heads, width, generator=generator).to(qkv).transpose(1, 2)
+            for _ in range(3)
+        ]
+        grads[1] = grads[1].contiguous()
+        peer = rounded_gradient if qkv.dtype == torch.bfloat16 else None
+        yield Case(label, (*grads, qkv, r, cos, sin), peer)
+
+
+def rounded_once(qkv, *rest):
+    """Round the reference of `rotary_norm_`, and nothing before it."""
+    return tuple(part.to(qkv.dtype) for part in rotary_norm_reference(qkv, *rest))
+
+
+def rounded_gradient(*inputs):
+    """Round the reference of `rotary_norm_backward`, and nothing before it."""
+    return _flat(rotary_norm_backward_reference)(*inputs).to(inputs[3].dtype)
+
+
+def _with_state(run):
+    """Wrap an implementation so that it returns what it left in `qkv` too."""
+
+    def with_state(qkv, *inputs):
+        r = run(qkv, *inputs)
+        return qkv, r
+
+    return with_state
+
+
+def _flat(run):
+    """Wrap an implementation so that it takes the three gradients one by one."""
+    return lambda q, k, v, *rest: run([q, k, v], *rest)
+
+
+def _timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
+    qkv, table = _timed_inputs(device)
+    yield Timing("8x2048x16x128 bf16", (qkv, *table, 1e-6))
+
+
+def _backward_timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
+    qkv, table = _timed_inputs(device)
+    r = torch.rand(*qkv.shape[:2], 2, qkv.shape[3], device=device)
+    grads = torch.randn_like(qkv).permute(2, 0, 3, 1, 4).unbind()
+    yield Timing("8x2048x16x128 bf16", (*grads, qkv, r, *table))
+
+
+def _timed_inputs(device: torch.device) -> tuple[Tensor, Tensor]:
+    """Draw (qkv, table)."""
+    qkv = torch.randn(8, 2048, 3, 16, 128, device=device, dtype=torch.bfloat16)
+    return qkv, torch.rand(2, 2048, 64, device=device)
+
+
+_GATE = Gate(
+    exact=False,
+    relative=1e-5,
+    peer_slack=0.1,
+    reason="float32 sums of at most 128 squares; in bf16 no worse than one rounding",
+)
+
+ROTARY_NORM = KernelSpec(
+    "rotary_norm", _with_state(_rotary_norm_triton), _with_state(_rotary_norm_torch),
+    rotary_norm_reference, _cases, _GATE, timings=_timings,
+)  # fmt: skip
+ROTARY_NORM_BACKWARD = KernelSpec(
+    "rotary_norm_backward", _flat(_rotary_norm_backward_triton),
+    _flat(_rotary_norm_backward_torch), _flat(rotary_norm_backward_reference), _backward_cases,
+    _GATE, timings=_backward_timings,
+)  # fmt: skip

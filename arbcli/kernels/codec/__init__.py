@@ -1,0 +1,1 @@
+"""Between packed bytes and weights: trits, scales, and eight-bit numbers."""

@@ -1,0 +1,280 @@
+"""Decode packed trits and scales to e4m3, for products in eight bits: w ~ q * scale.
+
+The largest octave of a matrix comes to 2**7, as in `quantise_rows`. A scale is rounded to three
+bits behind the leading one, at most 6 % off, the same way in forward and backward; what a step
+changes are still the exact digits.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from arbcli.kernels.codec.decode_weight import (
+    check_scales,
+    decode_weight_reference,
+    decode_weight_torch,
+    random_packed,
+    scale_of,
+)
+from arbcli.kernels.codec.packing import BLOCK, byte_tiles, check_packed, plane_offsets
+from arbcli.kernels.codec.warp_products import first_digits, take_digits
+from arbcli.kernels.matmul.quantise_rows import (
+    E4M3,
+    LARGEST_OCTAVE,
+    in_float32,
+    round_e4m3_reference,
+    to_e4m3,
+)
+from arbcli.kernels.runtime._triton import tl, triton
+from arbcli.kernels.runtime.backend import uses_triton
+from arbcli.kernels.runtime.spec import MATRIX, Case, KernelSpec, Timing
+
+
+def decode_e4m3_reference(
+    packed: Tensor,
+    exponent: Tensor,
+    fraction: Tensor | None,
+    in_features: int,
+    group_size: int,
+    transposed: bool,
+) -> tuple[Tensor, Tensor]:
+    """Compute what `decode_e4m3` must return; q is float32 here."""
+    weight = decode_weight_reference(packed, exponent, fraction, in_features, group_size).double()
+    weight = weight.T if transposed else weight
+    octave = exponent.max().double() - LARGEST_OCTAVE
+    scale = torch.exp2(octave).expand(1, len(weight)).to(torch.float32)
+    return round_e4m3_reference(weight * torch.exp2(-octave)), scale
+
+
+def _decode_e4m3_torch(packed, exponent, fraction, in_features, group_size, transposed):
+    octave = exponent.amax().to(torch.int32) - LARGEST_OCTAVE
+    inverse, scale = (((127 + sign * octave) << 23).view(torch.float32) for sign in (-1, 1))
+    state = (packed, exponent, fraction, in_features, group_size)
+    q = (decode_weight_torch(*state, torch.float32) * inverse).to(E4M3)
+    q = q.T.contiguous() if transposed else q
+    return q, scale.repeat(1, len(q))
+
+
+@triton.jit
+def _spread(word):
+    """Begin to decode four bytes as `warp_products` does: two int32, of bytes 0, 2 and 1, 3."""
+    return first_digits(word & 0xFF00FF), first_digits((word >> 8) & 0xFF00FF)
+
+
+@triton.jit
+def _times(even, odd, scales, digit: tl.constexpr):
+    """Multiply four positive e4m3 numbers by what `take_digits` gave for the bytes of `_spread`."""
+    # on top of four bytes: 00 for 0, 01 for 1, 11 for -1, and of even digits negated
+    trits = (even.to(tl.uint32, bitcast=True) >> 8) | odd.to(tl.uint32, bitcast=True)
+    trits = trits.to(tl.int32, bitcast=True)
+    nonzero = ((trits >> 6) & 0x01010101) * 0xFF
+    SIGN_OF_1: tl.constexpr = 0x40404040 if digit % 2 else -0x3F3F3F40  # 01 or 11, four times
+    return ((scales ^ SIGN_OF_1) & nonzero) ^ trits
+
+
+@triton.jit
+def _decode_e4m3_kernel(
+    packed_ptr, exponent_ptr, fraction_ptr, largest_ptr, q_ptr, scale_ptr,
+    N, K, row_bytes,
+    stride_pn, stride_pb, stride_en, stride_eg, stride_fn, stride_fg, stride_q,
+    GROUP: tl.constexpr, HAS_FRACTION: tl.constexpr, TRANSPOSED: tl.constexpr,
+    GROUPS: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Decode a block of some rows; programs follow each other along a row of q."""
+    program, blocks, tiles = tl.program_id(0), tl.cdiv(row_bytes, 32), tl.cdiv(N, BLOCK_N)
+    if TRANSPOSED:
+        block, tile = blocks - 1 - program // tiles, program % tiles  # a short one takes longest
+    else:
+        block, tile = program % blocks, program // blocks
+    n, b, group = (tile * BLOCK_N).to(tl.int64), block * 32, block * 160 // GROUP
+    packed_ptr += n * stride_pn + b.to(tl.int64) * stride_pb
+    exponent_ptr += n * stride_en + group.to(tl.int64) * stride_eg
+    fraction_ptr += n * stride_fn + group.to(tl.int64) * stride_fg
+    q_ptr += n if TRANSPOSED else n * stride_q
+    rows = tl.minimum(N - n, BLOCK_N).to(tl.int32)
+    octave = tl.load(largest_ptr).to(tl.int32) - 7
+    if (GROUP % 32 == 0) & (block * 160 + 160 <= K) & (stride_q % 4 == 0):
+        _decode_block(
+            packed_ptr, exponent_ptr, fraction_ptr, octave, q_ptr, rows, block, K, row_bytes,
+            stride_pn, stride_pb, stride_en, stride_eg, stride_fn, stride_fg, stride_q,
+            GROUP, HAS_FRACTION, TRANSPOSED, GROUPS, BLOCK_N, True,
+        )  # fmt: skip
+    else:
+        _decode_block(
+            packed_ptr, exponent_ptr, fraction_ptr, octave, q_ptr, rows, block, K, row_bytes,
+            stride_pn, stride_pb, stride_en, stride_eg, stride_fn, stride_fg, stride_q,
+            GROUP, HAS_FRACTION, TRANSPOSED, GROUPS, BLOCK_N, False,
+        )  # fmt: skip
+    if TRANSPOSED:
+        row, end, once = block * 160 + tl.arange(0, 256), block * 160 + 160, tile == 0
+    else:
+        row, end, once = n + tl.arange(0, BLOCK_N), N, block == 0
+    if once:
+        scale = ((127 + octave) << 23).to(tl.float32, bitcast=True)
+        mask = row < tl.minimum(end, K if TRANSPOSED else N)
+        tl.store(scale_ptr + row, tl.zeros(row.shape, tl.float32) + scale, mask=mask)
+
+
+@triton.jit
+def _decode_block(
+    packed_ptr, exponent_ptr, fraction_ptr, octave, q_ptr, rows, block, K, row_bytes,
+    stride_pn, stride_pb, stride_en, stride_eg, stride_fn, stride_fg, stride_q,
+    GROUP: tl.constexpr, HAS_FRACTION: tl.constexpr, TRANSPOSED: tl.constexpr,
+    GROUPS: tl.constexpr, BLOCK_N: tl.constexpr, PLANES: tl.constexpr,
+):  # fmt: skip
+    """Decode a block of rows, four neighbours in q at once: an int32.
+
+    They come from the same byte of four rows if `TRANSPOSED`, else from four bytes of one row. All
+    is [8, rows], so that what a warp reads at once lies in few rows. With `PLANES` the block is
+    full, each plane lies within one group, and the int32 are stored whole.
+    """
+    PARTS: tl.constexpr = 4 if TRANSPOSED else 1  # of the bytes of a row, and rows of an int32
+    offs_w = tl.arange(0, BLOCK_N // PARTS)[None, :]
+    n, j = PARTS * offs_w, 4 * tl.arange(0, 8)[:, None]
+    left = ()
+    for part in tl.static_range(PARTS):
+        word = tl.zeros((j + n).shape, tl.int32)
+        for i in tl.static_range(4):
+            n_i, j_i = (n + i, j + part) if TRANSPOSED else (n, j + i)
+            j_i = j_i if PLANES else tl.minimum(j_i, row_bytes - block * 32 - 1)
+            byte = tl.load(packed_ptr + tl.minimum(n_i, rows - 1) * stride_pn + j_i * stride_pb)
+            word |= byte.to(tl.int32) << 8 * i
+        left = left + _spread(word)
+
+    first_group = block * 160 // GROUP
+    group = tl.minimum(tl.arange(0, GROUPS)[:, None], tl.cdiv(K, GROUP) - 1 - first_group)
+    inverse = ((127 - octave) << 23).to(tl.float32, bitcast=True)
+    scales = tl.zeros((group + n).shape, tl.int32)
+    for i in tl.static_range(PARTS):
+        n_i = tl.minimum(n + i, rows - 1)
+        exponent = tl.load(exponent_ptr + n_i * stride_en + group * stride_eg)
+        fraction = tl.zeros_like(exponent)
+        if HAS_FRACTION:
+            fraction = tl.load(fraction_ptr + n_i * stride_fn + group * stride_fg)
+        # by integers, as triton 3.6 converted a column of scales wrongly
+        scale = to_e4m3(scale_of(exponent, fraction) * inverse, False)
+        scales |= scale.to(tl.int32) << 8 * i
+    if not TRANSPOSED:
+        scales *= 0x01010101
+
+    first_k = block * 160
+    if TRANSPOSED:
+        four_ptr = (q_ptr + first_k.to(tl.int64) * stride_q).to(tl.pointer_type(tl.int32))
+        four_ptrs = four_ptr + j * (stride_q // 4) + offs_w
+    else:
+        four_ptrs = q_ptr + first_k + (n * stride_q + j)
+    for digit in tl.static_range(4, -1, -1):
+        trits, left = take_digits(left, digit, False)
+        if PLANES:
+            if 160 % GROUP == 0:
+                of_plane = tl.zeros_like(n) + 32 * digit // GROUP
+            else:
+                of_plane = tl.zeros_like(n) + (first_k + 32 * digit) // GROUP - first_group
+            of_plane = tl.gather(scales, of_plane, 0)
+        for part in tl.static_range(PARTS):
+            even, odd = trits[2 * part], trits[2 * part + 1]
+            if PLANES:
+                q = _times(even, odd, of_plane, digit)
+                if TRANSPOSED:
+                    q_ptrs = four_ptrs + (32 * digit + part) * (stride_q // 4)
+                else:
+                    q_ptrs = (four_ptrs + 32 * digit).to(tl.pointer_type(tl.int32))
+                tl.store(q_ptrs, q, mask=n < rows)
+            else:
+                for i in tl.static_range(4):
+                    if i == 0 or not TRANSPOSED:
+                        k = plane_offsets(block * 32 + j + part + i, K, digit)
+                        of_k = tl.minimum(k // GROUP - first_group, GROUPS - 1)
+                        of_k = tl.gather(scales, tl.zeros_like(n) + of_k, 0)
+                        four = _times(even, odd, of_k, digit)
+                    n_i = n + i if TRANSPOSED else n
+                    at = k.to(tl.int64) * stride_q + n_i if TRANSPOSED else n_i * stride_q + k
+                    q = (four >> 8 * i).to(tl.uint8)
+                    tl.store(q_ptr + at, q, mask=(k < K) & (n_i < rows))
+
+
+def _decode_e4m3_triton(packed, exponent, fraction, in_features, group_size, transposed):
+    rows, num_bytes = packed.shape
+    shape = (in_features, rows) if transposed else (rows, in_features)
+    q = torch.empty(shape, dtype=E4M3, device=packed.device)
+    scale = torch.empty(1, len(q), device=packed.device)
+    digits = exponent if fraction is None else fraction
+    block_n, warps = (128, 4) if transposed else (8, 1)  # the fastest on an H200
+    groups = max(8, triton.next_power_of_2((BLOCK - 1) // group_size + 2))  # that a block may meet
+    tiles, blocks = byte_tiles(rows, num_bytes, block_n)
+    _decode_e4m3_kernel[(tiles * blocks,)](
+        packed, exponent, digits, exponent.amax(), q.view(torch.uint8), scale,
+        rows, in_features, num_bytes,
+        *packed.stride(), *exponent.stride(), *digits.stride(), shape[1],
+        GROUP=group_size, HAS_FRACTION=fraction is not None, TRANSPOSED=transposed,
+        GROUPS=groups, BLOCK_N=block_n, num_warps=warps if groups == 8 else 4,
+    )  # fmt: skip
+    return q, scale
+
+
+def decode_e4m3(
+    packed: Tensor,
+    exponent: Tensor,
+    fraction: Tensor | None,
+    in_features: int,
+    group_size: int,
+    transposed: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Decode a packed matrix to e4m3.
+
+    Args:
+        packed: (N, row_bytes(K)) uint8, not empty.
+        exponent: (N, ceil(K / G)) int8, E in -96..31.
+        fraction: (N, ceil(K / G)) int8, F in 0..127; None stands for zeros.
+        in_features: K.
+        group_size: G.
+        transposed: whether to decode w.T.
+
+    Returns:
+        (N, K) float8_e4m3fn q, or (K, N), contiguous; and its scale, a power of two, once for every
+        row of q: (1, N) or (1, K) float32, as a product of matrices wants it.
+
+    Raises:
+        ValueError: a dtype or a shape does not fit.
+    """
+    check_packed(packed, in_features)
+    check_scales(packed, exponent, fraction, in_features, group_size)
+    run = _decode_e4m3_triton if uses_triton(packed) else _decode_e4m3_torch
+    return run(packed, exponent, fraction, in_features, group_size, transposed)
+
+
+def _cases(device: torch.device, group_size: int) -> Iterator[Case]:
+    generator = torch.Generator().manual_seed(0)
+    for rows, in_features in ((1, 1), (3, 33), (65, 43), (2, 165), (12, 328), (4, 651)):
+        state = random_packed(rows, in_features, group_size, generator, spread=9)
+        state = [digits.to(device) for digits in state]
+        for transposed in (False, True):
+            label = f"{rows}x{in_features}{' transposed' * transposed}"
+            yield Case(label, (*state, in_features, group_size, transposed))
+    packed, exponent, fraction = (digits[::2] for digits in state)
+    yield Case("2x651 strided", (packed, exponent, fraction, 651, group_size, True))
+    yield Case("whole octaves", (packed, exponent, None, 651, group_size, False))
+    for end in (-96, 31):
+        yield Case(
+            f"E = {end}",
+            (packed, torch.full_like(exponent, end), fraction, 651, group_size, False),
+        )
+
+
+def _timings(device: torch.device, group_size: int) -> Iterator[Timing]:
+    state = random_packed(*MATRIX, group_size, torch.Generator(device), spread=8)
+    for transposed in (False, True):
+        inputs = (*state, MATRIX[1], group_size, transposed)
+        yield Timing(f"11264x2048{' transposed' * transposed}", inputs, run=_decode_e4m3_triton)
+
+
+DECODE_E4M3 = KernelSpec(
+    "decode_e4m3",
+    in_float32(_decode_e4m3_triton),
+    in_float32(_decode_e4m3_torch),
+    decode_e4m3_reference,
+    _cases,
+    uses_scales=True,
+    timings=_timings,
+)

@@ -1,0 +1,372 @@
+"""Pack trits five to a byte and back: byte = sum over d of (trit_d + 1) * 3**d, 0..242.
+
+A row of K weights is a sequence of blocks of 160 weights in 32 bytes. Byte j of block b holds the
+weights k = 160 b + 32 d + j for d = 0..4, so that one digit of a block is 32 neighbours: a tile
+of a power of two, and with T32 exactly one group. The last block of a row is short: with `rest`
+weights left its planes are ceil(rest / 5) bytes wide. Every row starts on a byte, and padding
+trits are 0.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from arbcli.kernels.runtime._triton import tl, triton
+from arbcli.kernels.runtime.backend import uses_triton
+from arbcli.kernels.runtime.spec import MATRIX, Case, KernelSpec, Timing
+
+TRITS_PER_BYTE = 5
+PLANE = 32
+"""Bytes of a full block, and weights of one digit of it."""
+BLOCK = PLANE * TRITS_PER_BYTE
+LARGEST_BYTE = 3**TRITS_PER_BYTE - 1
+
+
+def row_bytes(in_features: int) -> int:
+    """Count the bytes of one packed row of `in_features` weights."""
+    blocks, rest = divmod(in_features, BLOCK)
+    return blocks * PLANE + -(-rest // TRITS_PER_BYTE)
+
+
+def pack_trits_reference(trits: Tensor) -> Tensor:
+    """Compute what `pack_trits` must return, one weight at a time."""
+    rows, in_features = trits.shape
+    packed = torch.zeros(rows, row_bytes(in_features), dtype=torch.int64)
+    values = trits.tolist()
+    for n in range(rows):
+        for block in range(-(-in_features // BLOCK)):
+            width = min(PLANE, -(-(in_features - BLOCK * block) // 5))
+            for j in range(width):
+                for digit in range(5):
+                    k = BLOCK * block + width * digit + j
+                    trit = values[n][k] if k < in_features else 0
+                    packed[n, PLANE * block + j] += (trit + 1) * 3**digit
+    return packed.to(torch.uint8).to(trits.device)
+
+
+def unpack_trits_reference(packed: Tensor, in_features: int) -> Tensor:
+    """Compute what `unpack_trits` must return, one weight at a time."""
+    values = packed.tolist()
+    trits = torch.zeros(packed.shape[0], in_features, dtype=torch.int8)
+    for n in range(packed.shape[0]):
+        for k in range(in_features):
+            block, offset = divmod(k, BLOCK)
+            width = min(PLANE, -(-(in_features - BLOCK * block) // 5))
+            digit, j = divmod(offset, width)
+            trits[n, k] = values[n][PLANE * block + j] // 3**digit % 3 - 1
+    return trits.to(packed.device)
+
+
+def _planes(flat: Tensor, in_features: int) -> tuple[Tensor, Tensor]:
+    """View (N, bytes, 5) digits, or anything per digit, as full blocks and the short block."""
+    blocks = in_features // BLOCK
+    full = flat[:, : blocks * PLANE].unflatten(1, (blocks, PLANE))  # (N, blocks, 32, 5)
+    return full, flat[:, blocks * PLANE :]  # (N, width, 5)
+
+
+_DIGITS = torch.tensor(
+    [[byte // 3**d % 3 - 1 for d in range(5)] + [0] * 3 for byte in range(256)], dtype=torch.int8
+).view(torch.int64)[:, 0]
+"""The five digits of every byte, in the bytes of one number, which is quick to look up."""
+
+
+def unpack_trits_torch(packed: Tensor, in_features: int, dtype: torch.dtype = torch.int8) -> Tensor:
+    """Unpack through a table of all 256 bytes."""
+    numbers = _DIGITS.to(packed.device).index_select(0, packed.to(torch.int32).flatten())
+    digits = numbers.view(torch.int8).view(*packed.shape, 8)[:, :, :TRITS_PER_BYTE]
+    full, short = _planes(digits, in_features)
+    blocks, width = full.shape[1], short.shape[1]
+    trits = digits.new_empty(len(packed), blocks * BLOCK + width * TRITS_PER_BYTE)
+    trits[:, : blocks * BLOCK].unflatten(1, (blocks, TRITS_PER_BYTE, PLANE)).copy_(full.mT)
+    trits[:, blocks * BLOCK :].unflatten(1, (TRITS_PER_BYTE, width)).copy_(short.mT)
+    return trits[:, :in_features].to(dtype)
+
+
+def pack_trits_torch(trits: Tensor) -> Tensor:
+    """Pack by Horner's rule over the five planes of each block."""
+    rows, in_features = trits.shape
+    blocks, rest = divmod(in_features, BLOCK)
+    width = -(-rest // TRITS_PER_BYTE)
+    packed = torch.empty(rows, row_bytes(in_features), dtype=torch.uint8, device=trits.device)
+    full = trits[:, : blocks * BLOCK].unflatten(1, (blocks, TRITS_PER_BYTE, PLANE))
+    short = trits.new_zeros(rows, TRITS_PER_BYTE * width)
+    short[:, :rest] = trits[:, blocks * BLOCK :]
+    short = short.unflatten(1, (TRITS_PER_BYTE, width))
+    packed[:, : blocks * PLANE] = _horner(full.movedim(2, 0)).flatten(1)
+    packed[:, blocks * PLANE :] = _horner(short.movedim(1, 0))
+    return packed
+
+
+def _horner(planes: Tensor) -> Tensor:
+    """Join five planes of trits, the least significant first."""
+    byte = planes[4]
+    for digit in (3, 2, 1, 0):
+        byte = torch.add(planes[digit], byte, alpha=3)
+    return byte.add_(LARGEST_BYTE // 2).view(torch.uint8)  # -121..121, which int8 holds
+
+
+@triton.jit
+def digit_of(byte, digit: tl.constexpr):
+    """Extract trit `digit` of packed bytes as int32 in {-1, 0, +1}."""
+    power: tl.constexpr = 3**digit
+    return (byte.to(tl.int32) // power) % 3 - 1
+
+
+@triton.jit
+def first_digit(byte):
+    """Bring bytes to where `take_trit` begins: byte / 81 in units of 2**-30, rounded up."""
+    return byte.to(tl.uint32) * 13256072
+
+
+@triton.jit
+def take_trit(left, digit: tl.constexpr):
+    """Take a trit off bytes, from digit 4 down to 0.
+
+    The top two bits are an even digit, 0..2. With the lower of them flipped they are -T mod 4, and
+    at the top of a float32 they mean -2 T: 00 is 0, 01 is 2, 11 is -2. Three times what was there
+    minus that leaves the next digit less 1 on top, which is T mod 4 and means 2 T. Three times that
+    plus itself leaves the digit after it, an even one again.
+
+    Returns:
+        -2 T as float32 for even digits and 2 T for odd ones, and what is left.
+    """
+    if digit % 2 == 0:
+        bits = (left ^ 0x40000000) & 0xC0000000
+        left = left * 3 - bits
+    else:
+        bits = left & 0xC0000000
+        left = left * 3 + bits
+    return bits.to(tl.float32, bitcast=True), left
+
+
+@triton.jit
+def place(trit, digit: tl.constexpr):
+    """Form what trit `digit` adds to its byte."""
+    power: tl.constexpr = 3**digit
+    return (trit + 1) * power
+
+
+@triton.jit
+def plane_offsets(offs_byte, K, digit: tl.constexpr):
+    """Find the weight that `digit` of each byte of a row holds: k, not below K for padding.
+
+    A byte beyond its row gets k >= K too, so one comparison masks both.
+    """
+    block = offs_byte // 32
+    rest = K - block * 160
+    width = tl.minimum((rest + 4) // 5, 32)
+    j = offs_byte % 32
+    k = block * 160 + width * digit + j
+    return tl.where(j < width, k, K)
+
+
+@triton.jit
+def trit_positions(k, K):
+    """Find the byte of each weight `k` of a row, and the factor that brings its trit to the front.
+
+    byte * 2**32 / 3**(digit + 1), the factor rounded up, wraps around to a uint32 word whose first,
+    second and last third are the trits -1, 0 and 1; the rounding adds less than 2**8.
+    """
+    return positions_in_block(k // 160, k % 160, K)
+
+
+@triton.jit
+def positions_in_block(block, offset, K):
+    """Find what `trit_positions` does for weight `offset` of a block."""
+    width = tl.minimum((K - block * 160 + 4) // 5, 32)
+    byte, factor = block * 32 + offset, 1431655766
+    for digit in tl.static_range(1, 5):
+        later = offset >= digit * width
+        byte = tl.where(later, block * 32 + offset - digit * width, byte)
+        factor = tl.where(later, 2**32 // 3 ** (digit + 1) + 1, factor)
+    return byte, factor.to(tl.uint32)
+
+
+@triton.jit
+def trit_at(byte, factor):
+    """Take the trit of each byte that `factor` brings to the front, as float32."""
+    # 0, 1 or 2 in the last bits of 2**23 as float32
+    lifted = tl.umulhi(byte.to(tl.uint32) * factor, 3) + 0x4B000000
+    return lifted.to(tl.float32, bitcast=True) - 8388609.0
+
+
+@triton.jit
+def _unpack_trits_kernel(
+    packed_ptr, trits_ptr,
+    N, K, row_bytes,
+    stride_pn, stride_pb, stride_tn, stride_tk,
+    BLOCK_N: tl.constexpr, BLOCK_B: tl.constexpr,
+):  # fmt: skip
+    offs_n = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
+    offs_b = tl.program_id(1) * BLOCK_B + tl.arange(0, BLOCK_B)
+    mask_n = offs_n[:, None] < N
+    byte = tl.load(  # [BLOCK_N, BLOCK_B] uint8
+        packed_ptr + offs_n[:, None] * stride_pn + offs_b[None, :] * stride_pb,
+        mask=mask_n & (offs_b < row_bytes)[None, :], other=0,
+    )  # fmt: skip
+    for digit in tl.static_range(5):
+        k = plane_offsets(offs_b, K, digit)
+        trit = digit_of(byte, digit).to(tl.int8)
+        trits_ptrs = trits_ptr + offs_n[:, None] * stride_tn + k[None, :] * stride_tk
+        tl.store(trits_ptrs, trit, mask=mask_n & (k < K)[None, :])
+
+
+@triton.jit
+def _pack_trits_kernel(
+    trits_ptr, packed_ptr,
+    N, K, row_bytes,
+    stride_tn, stride_tk, stride_pn, stride_pb,
+    BLOCK_N: tl.constexpr, BLOCK_B: tl.constexpr,
+):  # fmt: skip
+    offs_n = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
+    offs_b = tl.program_id(1) * BLOCK_B + tl.arange(0, BLOCK_B)
+    mask_n = offs_n[:, None] < N
+    byte = tl.zeros((BLOCK_N, BLOCK_B), dtype=tl.int32)
+    for digit in tl.static_range(5):
+        k = plane_offsets(offs_b, K, digit)
+        trit = tl.load(  # [BLOCK_N, BLOCK_B] int8, 0 in the padding
+            trits_ptr + offs_n[:, None] * stride_tn + k[None, :] * stride_tk,
+            mask=mask_n & (k < K)[None, :], other=0,
+        )  # fmt: skip
+        byte += place(trit.to(tl.int32), digit)
+    packed_ptrs = packed_ptr + offs_n[:, None] * stride_pn + offs_b[None, :] * stride_pb
+    tl.store(packed_ptrs, byte.to(tl.uint8), mask=mask_n & (offs_b < row_bytes)[None, :])
+
+
+def byte_tiles(rows: int, num_bytes: int, block_n: int = 32) -> tuple[int, int]:
+    """Count the programs that cover (rows, num_bytes) packed bytes in tiles of `block_n` by 32."""
+    return triton.cdiv(rows, block_n), triton.cdiv(num_bytes, PLANE)
+
+
+def _unpack_trits_triton(packed: Tensor, in_features: int) -> Tensor:
+    rows, num_bytes = packed.shape
+    trits = torch.empty(rows, in_features, dtype=torch.int8, device=packed.device)
+    if trits.numel():
+        _unpack_trits_kernel[byte_tiles(rows, num_bytes)](
+            packed, trits, rows, in_features, num_bytes, *packed.stride(), *trits.stride(),
+            BLOCK_N=32, BLOCK_B=PLANE,
+        )  # fmt: skip
+    return trits
+
+
+def _pack_trits_triton(trits: Tensor) -> Tensor:
+    rows, in_features = trits.shape
+    num_bytes = row_bytes(in_features)
+    packed = torch.empty(rows, num_bytes, dtype=torch.uint8, device=trits.device)
+    if packed.numel():
+        _pack_trits_kernel[byte_tiles(rows, num_bytes)](
+            trits, packed, rows, in_features, num_bytes, *trits.stride(), *packed.stride(),
+            BLOCK_N=32, BLOCK_B=PLANE,
+        )  # fmt: skip
+    return packed
+
+
+def pack_trits(trits: Tensor) -> Tensor:
+    """Pack trits five to a byte.
+
+    Args:
+        trits: (N, K) int8 in {-1, 0, +1}, any strides.
+
+    Returns:
+        (N, row_bytes(K)) uint8 in 0..242.
+
+    Raises:
+        ValueError: not a matrix of int8.
+    """
+    if trits.dtype != torch.int8 or trits.dim() != 2:
+        raise ValueError(f"need an int8 matrix, got {trits.dtype} of shape {tuple(trits.shape)}")
+    return _pack_trits_triton(trits) if uses_triton(trits) else pack_trits_torch(trits)
+
+
+def unpack_trits(packed: Tensor, in_features: int) -> Tensor:
+    """Unpack bytes to trits.
+
+    Args:
+        packed: (N, row_bytes(K)) uint8, any strides.
+        in_features: K, in weights rather than bytes.
+
+    Returns:
+        (N, K) int8 in {-1, 0, +1}.
+
+    Raises:
+        ValueError: not a matrix of uint8, or not as wide as K weights are.
+    """
+    check_packed(packed, in_features)
+    if uses_triton(packed):
+        return _unpack_trits_triton(packed, in_features)
+    return unpack_trits_torch(packed, in_features)
+
+
+def check_packed(packed: Tensor, in_features: int) -> None:
+    """Raise ValueError unless `packed` has the dtype and width of rows of `in_features` weights."""
+    if packed.dtype != torch.uint8 or packed.dim() != 2:
+        raise ValueError(f"need a uint8 matrix, got {packed.dtype} of shape {tuple(packed.shape)}")
+    if packed.shape[1] != row_bytes(in_features):
+        raise ValueError(f"packed {tuple(packed.shape)} is not rows of {in_features} weights")
+
+
+def illegal_bytes(packed: Tensor) -> int:
+    """Count bytes that are no five trits (243..255), on the CPU.
+
+    By numpy: threads may do so side by side, and torch would give each of them threads of its own.
+    """
+    flat = packed.cpu().reshape(-1).numpy()
+    return int((flat > LARGEST_BYTE).sum()) if flat.max(initial=0) > LARGEST_BYTE else 0
+
+
+SHAPES = ((1, 1), (3, 33), (33, 123), (5, 160), (2, 165), (4, 323), (2, 1311))
+"""(N, K): one, ragged in 5, in 32 and in 160, exactly a block, just beyond one, several."""
+
+
+def random_trits(rows: int, in_features: int, generator: torch.Generator) -> Tensor:
+    """Draw (rows, in_features) int8 trits, each digit equally likely, where the generator is."""
+    like = {"generator": generator, "device": generator.device, "dtype": torch.int8}
+    return torch.randint(-1, 2, (rows, in_features), **like)
+
+
+def _pack_cases(device: torch.device, _group_size: int) -> Iterator[Case]:
+    generator = torch.Generator().manual_seed(0)
+    for rows, in_features in SHAPES:
+        trits = random_trits(rows, in_features, generator).to(device)
+        yield Case(f"{rows}x{in_features}", (trits,))
+    wide = random_trits(7, 400, generator).to(device)
+    yield Case("7x133 strided", (wide[:, 1::3],))
+    yield Case("0x40 empty", (wide[:0, :40],))
+
+
+def _unpack_cases(device: torch.device, _group_size: int) -> Iterator[Case]:
+    every_byte = torch.arange(LARGEST_BYTE + 1, dtype=torch.uint8, device=device)
+    yield Case("243x5 every byte", (every_byte[:, None], 5))
+    for case in _pack_cases(device, 0):
+        (trits,) = case.inputs
+        yield Case(case.label, (pack_trits_reference(trits), trits.shape[1]))
+    packed = pack_trits_reference(random_trits(6, 333, torch.Generator().manual_seed(1)))
+    yield Case("3x333 strided", (packed.to(device)[::2], 333))
+
+
+def _pack_timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
+    yield Timing("11264x2048", (random_trits(*MATRIX, torch.Generator(device)),))
+
+
+def _unpack_timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
+    packed = pack_trits_torch(random_trits(*MATRIX, torch.Generator(device)))
+    yield Timing("11264x2048", (packed, MATRIX[1]))
+
+
+PACK_TRITS = KernelSpec(
+    "pack_trits",
+    _pack_trits_triton,
+    pack_trits_torch,
+    pack_trits_reference,
+    _pack_cases,
+    timings=_pack_timings,
+)
+UNPACK_TRITS = KernelSpec(
+    "unpack_trits",
+    _unpack_trits_triton,
+    unpack_trits_torch,
+    unpack_trits_reference,
+    _unpack_cases,
+    timings=_unpack_timings,
+)

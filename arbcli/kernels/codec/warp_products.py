@@ -1,0 +1,266 @@
+"""How a warp decodes packed trits and multiplies 16 rows of them by eight of bf16 x, 16 deep.
+
+A tensor here has one element a thread. `mma.m16n8k16` wants of thread 4 r + c of a warp, and gives:
+
+- of w, eight bytes of rows r and r + 8, whose digits are five planes of weights;
+- of x, for each of these digits, the eight elements of row r that meet it;
+- of y, these rows of w by the elements 2 c and 2 c + 1 of the eight rows of x.
+
+Triton's interpreter cannot execute PTX, so there the same is written twice.
+"""
+
+from arbcli.kernels.runtime._triton import INTERPRETED, tl, triton
+
+HAS_PTX = not INTERPRETED
+"""Whether kernels may contain PTX. The interpreter computes the same in plain Triton, slowly."""
+_SPREAD = tl.constexpr("""
+prmt.b32 $0, $2, 0, 0x4140; mad.lo.u32 $0, $0, 202, 0x850085;
+prmt.b32 $1, $2, 0, 0x4342; mad.lo.u32 $1, $1, 202, 0x850085;
+""")
+_EVEN_DIGIT = tl.constexpr("""
+lop3.b32 $0, $2, 0x40004000, 0xC000C000, 0x28;  // (q ^ ..) & ..
+mad.lo.s32 $1, $2, -3, $0;
+""")
+_ODD_DIGIT = tl.constexpr("""
+lop3.b32 $0, $2, 0xC000C000, 0, 0x0C;  // ~q & ..
+mad.lo.s32 $1, $2, -3, $0;
+""")
+_CENTRE = tl.constexpr("""{
+.reg .b32 factor, least;
+mov.b32 factor, 0xFF00FF00;  // -2**127
+mov.b32 least, 0x3FF23FF2;  // 121 / 64
+prmt.b32 $0, $2, 0, 0x4140;
+prmt.b32 $1, $2, 0, 0x4342;
+fma.rn.bf16x2 $0, $0, factor, least;
+fma.rn.bf16x2 $1, $1, factor, least;
+}""")
+_FROM_LANE = tl.constexpr("shfl.sync.idx.b32 $0, $1, $2, 0x1c1f, 0xffffffff;")
+_SHIFT_PAIR = tl.constexpr("shf.r.wrap.b32 $0, $1, $2, $3;")
+_MULTIPLY_PAIRS = tl.constexpr("fma.rn.bf16x2 $0, $1, $2, $3;")
+_MULTIPLY = tl.constexpr("""
+mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32
+    {$0, $1, $2, $3}, {$4, $5, $6, $7}, {$12, $13}, {$16, $17, $18, $19};
+mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32
+    {$0, $1, $2, $3}, {$8, $9, $10, $11}, {$14, $15}, {$0, $1, $2, $3};
+""")
+_MULTIPLY_REGISTERS = tl.constexpr(",".join(["=&f"] * 4 + ["r"] * 12 + ["f"] * 4))
+
+
+@triton.jit
+def spread(word, PTX: tl.constexpr):
+    """Begin to decode four bytes: two int32, of bytes 0 and 1 and of bytes 2 and 3."""
+    if PTX:
+        return tl.inline_asm_elementwise(
+            _SPREAD, "=&r,=&r,r", [word], dtype=(tl.int32,) * 2, is_pure=True, pack=1
+        )
+    low = (word & 0xFF) | ((word & 0xFF00) << 8)
+    high = ((word >> 16) & 0xFF) | ((word >> 8) & 0xFF0000)
+    return first_digits(low), first_digits(high)
+
+
+@triton.jit
+def first_digits(two):
+    """Bring two bytes, in 16 bits each, to where `take_digits` begins.
+
+    A byte B becomes q = 202 B + 133, near enough to B / 81 in units of 2**-14: the top two bits of
+    q are its highest digit, 0..2, and what follows is the rest.
+    """
+    return two * 202 + 0x850085
+
+
+@triton.jit
+def _take_digit(q, digit: tl.constexpr, PTX: tl.constexpr):
+    """Take the highest digit that is left: two bf16, 2 T or for even digits -2 T, and the rest.
+
+    For an even digit, q is the digit d and a rest f, in units of the second highest bit. With the
+    lower of its top two bits flipped they are -T mod 4, and at the top of a bf16 mean -2 T: 00 is
+    0, 01 is 2, 11 is -2. Then -3 q plus what was read is 1 - 3 f mod 4, for -3 d - T is 1 - 4 d. So
+    for an odd digit q is 1 - d - f, whose top two bits are those of -d, and flipped T; and -3 q
+    plus T is 3 f mod 4. Two bytes share a register, as what one half carries into the other is too
+    little to change a digit.
+    """
+    if PTX:
+        CODE: tl.constexpr = _EVEN_DIGIT if digit % 2 == 0 else _ODD_DIGIT
+        trits, q = tl.inline_asm_elementwise(
+            CODE, "=&r,=&r,r", [q], dtype=(tl.int32,) * 2, is_pure=True, pack=1
+        )
+    else:
+        FLIP: tl.constexpr = 0x40004000 if digit % 2 == 0 else -1
+        trits = (q ^ FLIP) & -0x3FFF4000
+        q = trits - 3 * q
+    return trits, q
+
+
+@triton.jit
+def take_digits(qs, digit: tl.constexpr, PTX: tl.constexpr):
+    """Take the highest digit of everything that was spread, from digit 4 on; see `_take_digit`."""
+    trits, rest = (), ()
+    for i in tl.static_range(len(qs)):
+        two, q = _take_digit(qs[i], digit, PTX)
+        trits = trits + (two,)  # noqa: RUF005
+        rest = rest + (q,)  # noqa: RUF005
+    return trits, rest
+
+
+@triton.constexpr_function
+def _prefix_ptx(digit):
+    factor = ("", "BEAB", "3DE4", "BD18", "3C4A")[digit]
+    three = ("C040", "4040")[digit % 2]
+    return f"""{{
+.reg .b32 factor, three;
+mov.b32 factor, 0x{factor}{factor};  // -+ 3**-{digit}
+mov.b32 three, 0x{three}{three};  // +- 3
+fma.rn.bf16x2 $0, $1, factor, three;
+}}"""
+
+
+@triton.jit
+def centre(word, PTX: tl.constexpr):
+    """Read four bytes B as bf16 numbers (121 - B) / 64: two int32, of bytes 0, 1 and of 2, 3.
+
+    A byte is a bf16 as it is, B * 2**-133: below 128 a subnormal one, but that makes no difference.
+    """
+    if PTX:
+        return tl.inline_asm_elementwise(
+            _CENTRE, "=&r,=&r,r", [word], dtype=(tl.int32,) * 2, is_pure=True, pack=1
+        )
+    a, b = 121 - (word & 0xFF), 121 - ((word >> 8) & 0xFF)
+    c, d = 121 - ((word >> 16) & 0xFF), 121 - ((word >> 24) & 0xFF)
+    return pair(a / 64, b / 64), pair(c / 64, d / 64)
+
+
+@triton.jit
+def unpair(two):
+    """Take a pair of bf16 apart: two float32."""
+    return (two << 16).to(tl.float32, bitcast=True), (two & -0x10000).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def pair(low, high):
+    """Make a pair of two float32 that bf16 can hold."""
+    low, high = low.to(tl.int32, bitcast=True), high.to(tl.int32, bitcast=True)
+    return ((low >> 16) & 0xFFFF) | (high & -0x10000)
+
+
+@triton.jit
+def _prefix(v, digit: tl.constexpr, PTX: tl.constexpr):
+    if PTX:
+        CODE: tl.constexpr = _prefix_ptx(digit)
+        return tl.inline_asm_elementwise(
+            CODE, "=r,r", [v], dtype=tl.int32, is_pure=True, pack=1
+        )  # fmt: skip
+    low, high = unpair(v)
+    return pair(_prefix_of(low, digit), _prefix_of(high, digit))
+
+
+@triton.jit
+def _prefix_of(v, digit: tl.constexpr):
+    ONES: tl.constexpr = (3 ** (5 - digit) - 1) // 2  # the prefix of trits that are all 1
+    byte = 121 - (64 * v).to(tl.int32)
+    prefix = (byte // 3**digit - ONES) / 64 + 3.0
+    return prefix if digit % 2 else -prefix
+
+
+@triton.jit
+def prefixes(vs, digit: tl.constexpr, PTX: tl.constexpr):
+    """Find what the trits T_4 .. T_digit of everything that was centred spell, p.
+
+    p_4 = T_4 and p_d = 3 p_(d+1) + T_d, so that T_d = p_d - 3 p_(d+1). As the trits behind a prefix
+    are less than half of its last place, p_d is V / 3**d rounded, where V = p_0 = B - 121. Adding 3
+    in bf16 rounds to units of 1 / 64: one instruction finds two prefixes. Signs alternate, as the
+    scales that `take_digits` needs do.
+
+    Returns:
+        Pairs of bf16: -p_0 / 64, and 3 + p_d / 64 for odd digits, -(3 + p_d / 64) for even ones.
+    """
+    found = ()
+    for i in tl.static_range(len(vs)):
+        two = vs[i] if digit == 0 else _prefix(vs[i], digit, PTX)
+        found = found + (two,)  # noqa: RUF005
+    return found
+
+
+@triton.jit
+def shift_pair(low, high, bits, PTX: tl.constexpr):
+    """Take 32 of 64 bits, from bit `bits` mod 32 on."""
+    if PTX:
+        return tl.inline_asm_elementwise(
+            _SHIFT_PAIR, "=r,r,r,r", [low, high, bits], dtype=tl.int32, is_pure=True, pack=1
+        )
+    both = (high.to(tl.int64) << 32) | (low.to(tl.int64) & 0xFFFFFFFF)
+    return (both >> (bits & 31).to(tl.int64)).to(tl.int32)
+
+
+@triton.jit
+def from_lane(value, lane, PTX: tl.constexpr):
+    """Fetch an int32 or float32 of another of the four threads of a row; `lane` is its c."""
+    if PTX:
+        REGISTERS: tl.constexpr = "=f,f,r" if value.dtype == tl.float32 else "=r,r,r"
+        return tl.inline_asm_elementwise(
+            _FROM_LANE, REGISTERS, [value, lane], dtype=value.dtype, is_pure=True, pack=1
+        )
+    thread = tl.arange(0, value.shape[0])
+    return tl.gather(value, thread // 4 * 4 + lane, 0)
+
+
+@triton.jit
+def multiply_pairs(a, b, PTX: tl.constexpr):
+    """Multiply two pairs of bf16 whose products are bf16 too, or are 0, which then has no sign."""
+    if PTX:
+        return tl.inline_asm_elementwise(
+            _MULTIPLY_PAIRS, "=r,r,r,r", [a, b, tl.zeros_like(a)],
+            dtype=tl.int32, is_pure=True, pack=1,
+        )  # fmt: skip
+    first, second = unpair(a), unpair(b)
+    return pair(first[0] * second[0] + 0.0, first[1] * second[1] + 0.0)
+
+
+@triton.jit
+def add_products(sums, trits, x, PTX: tl.constexpr):
+    """Add the products of one digit of the bytes a warp holds with 8 rows of x.
+
+    Args:
+        sums: of rows r, r, r + 8, r + 8 of w by rows 2 c, 2 c + 1, 2 c, 2 c + 1 of x.
+        trits: four pairs of bf16 of row r of w, and four of row r + 8.
+        x: the eight bf16 that meet them, as four int32.
+        PTX: whether PTX is understood.
+    """
+    a, b = trits[:4], trits[4:]
+    if PTX:
+        return tl.inline_asm_elementwise(
+            _MULTIPLY, _MULTIPLY_REGISTERS,
+            [
+                a[0], b[0], a[1], b[1], a[2], b[2], a[3], b[3],
+                x[0], x[1], x[2], x[3], sums[0], sums[1], sums[2], sums[3],
+            ],
+            dtype=(tl.float32,) * 4, is_pure=True, pack=1,
+        )  # fmt: skip
+    upper, lower = _multiply_row(a, x), _multiply_row(b, x)
+    return sums[0] + upper[0], sums[1] + upper[1], sums[2] + lower[0], sums[3] + lower[1]
+
+
+@triton.jit
+def _multiply_row(trits, x):
+    THREADS: tl.constexpr = x[0].shape[0]
+    sums = tl.zeros((THREADS // 32, 8, 8), tl.float32)
+    for i in tl.static_range(4):
+        of_w, of_x = unpair(trits[i]), unpair(x[i])
+        for j in tl.static_range(2):
+            sums += _multiply_lanes(of_w[j], of_x[j])
+    return tl.split(tl.reshape(sums, (THREADS, 2)))
+
+
+@triton.jit
+def _multiply_lanes(w, x):
+    WARPS: tl.constexpr = w.shape[0] // 32
+    return tl.sum(tl.reshape(w, (WARPS, 8, 1, 4)) * tl.reshape(x, (WARPS, 1, 8, 4)), axis=3)
+
+
+@triton.jit
+def add_scaled(sums, products, upper, lower):
+    """Add products, the first half of row r and the others of row r + 8, times their scales."""
+    added = ()
+    for i in tl.static_range(len(sums)):
+        product = products[i] * (upper if 2 * i < len(sums) else lower)
+        added = added + (sums[i] + product,)  # noqa: RUF005
+    return added

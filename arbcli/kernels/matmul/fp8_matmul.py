@@ -1,0 +1,151 @@
+"""Products with a packed matrix in eight bits: both sides rounded to e4m3, summed in float32.
+
+Activations and gradients have a scale a row, weights one a matrix; all are powers of two. A trit
+loses nothing, the fraction of its group's scale all but three bits. The matrix library multiplies,
+on GPUs that can (sm_89 or later); elsewhere the same numbers are multiplied in float32.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from arbcli.kernels.codec.decode_e4m3 import (
+    _decode_e4m3_torch,
+    _decode_e4m3_triton,
+    decode_e4m3_reference,
+)
+from arbcli.kernels.codec.decode_weight import check_scales, random_packed
+from arbcli.kernels.codec.packing import check_packed
+from arbcli.kernels.matmul.quantise_rows import E4M3, QUANTISE_ROWS
+from arbcli.kernels.runtime.backend import uses_triton
+from arbcli.kernels.runtime.spec import Case, Gate, KernelSpec, Timing
+
+MULTIPLE = 16
+"""What both sizes of a matrix must be a multiple of, by the matrix library."""
+
+
+def fp8_matmul_reference(
+    q: Tensor,
+    scale: Tensor,
+    packed: Tensor,
+    exponent: Tensor,
+    fraction: Tensor | None,
+    in_features: int,
+    group_size: int,
+    transposed: bool,
+    dtype: torch.dtype,
+) -> Tensor:
+    """Compute what `fp8_matmul` must return, in float64."""
+    state = (packed, exponent, fraction, in_features, group_size)
+    weight, weight_scale = decode_e4m3_reference(*state, transposed)
+    return (q.double() * scale) @ (weight.double() * weight_scale.T).T
+
+
+def _fp8_matmul_torch(q, scale, *state_and_dtype):
+    *state, dtype = state_and_dtype
+    return _multiply(q, scale, *_decode_e4m3_torch(*state), dtype)
+
+
+def _fp8_matmul_triton(q, scale, *state_and_dtype):
+    *state, dtype = state_and_dtype
+    return _multiply(q, scale, *_decode_e4m3_triton(*state), dtype)
+
+
+def _multiply(q, scale, weight, weight_scale, dtype) -> Tensor:
+    if q.is_cuda and dtype == torch.bfloat16:
+        return torch._scaled_mm(
+            q, weight.T, scale, weight_scale, out_dtype=dtype, use_fast_accum=True
+        )
+    return ((q.float() @ weight.float().T) * (scale * weight_scale)).to(dtype)
+
+
+def fp8_matmul(
+    q: Tensor,
+    scale: Tensor,
+    packed: Tensor,
+    exponent: Tensor,
+    fraction: Tensor | None,
+    in_features: int,
+    group_size: int,
+    transposed: bool = False,
+    dtype: torch.dtype = torch.bfloat16,
+) -> Tensor:
+    """Multiply activations by a packed matrix, or a gradient by its transpose, in eight bits.
+
+    y = q * scale @ w.T, or q * scale @ w if `transposed`, with w rounded by `decode_e4m3`
+
+    Args:
+        q: (M, K) float8_e4m3fn, contiguous; (M, N) if `transposed`.
+        scale: (M, 1) float32; both as `quantise_rows` gives them.
+        packed: (N, row_bytes(K)) uint8; N and K multiples of `MULTIPLE`.
+        exponent: (N, ceil(K / G)) int8.
+        fraction: like `exponent`; None stands for zeros.
+        in_features: K.
+        group_size: G.
+        transposed: whether the product is that of a gradient.
+        dtype: of the result, bfloat16 or float32.
+
+    Returns:
+        (M, N) in `dtype`; (M, K) if `transposed`. A row whose scale is NaN gives NaN.
+
+    Raises:
+        ValueError: a dtype or a shape does not fit.
+    """
+    check_packed(packed, in_features)
+    check_scales(packed, exponent, fraction, in_features, group_size)
+    sizes = (packed.shape[0], in_features)
+    if any(size % MULTIPLE for size in sizes):
+        raise ValueError(f"both sizes of {sizes} must be multiples of {MULTIPLE}")
+    if q.dtype != E4M3 or scale.shape != (len(q), 1) or q.shape[1] != sizes[1 - transposed]:
+        got = f"{q.dtype} {tuple(q.shape)} with scales {tuple(scale.shape)}"
+        raise ValueError(f"{got} does not fit a matrix of {sizes}")
+    run = _fp8_matmul_triton if uses_triton(q) else _fp8_matmul_torch
+    return run(q, scale, packed, exponent, fraction, in_features, group_size, transposed, dtype)
+
+
+def _cases(device: torch.device, group_size: int) -> Iterator[Case]:
+    generator = torch.Generator().manual_seed(0)
+    dtypes = (torch.float32, torch.bfloat16) if device.type == "cuda" else (torch.float32,)
+    for rows, outputs, inputs in ((65, 32, 48), (3, 16, 176), (5, 48, 336)):
+        state = random_packed(outputs, inputs, group_size, generator, spread=4)
+        state = [digits.to(device) for digits in state]
+        for transposed in (False, True):
+            width = outputs if transposed else inputs
+            source = torch.randn(rows, width, generator=generator).to(device)
+            rounded = QUANTISE_ROWS.torch(source)
+            rounded = rounded[0].to(E4M3), rounded[1]
+            for dtype in dtypes:
+                label = f"{rows}x{outputs}x{inputs} {str(dtype).removeprefix('torch.')}"
+                label += " transposed" * transposed
+                yield Case(label, (*rounded, *state, inputs, group_size, transposed, dtype))
+    shape = (inputs, group_size, transposed, dtype)
+    yield Case(label + " whole octaves", (*rounded, *state[:2], None, *shape))
+    yield Case(label + " zeros", (torch.zeros_like(rounded[0]), rounded[1], *state, *shape))
+
+
+def _timings(device: torch.device, group_size: int) -> Iterator[Timing]:
+    rows, outputs, inputs = 8192, 8192, 8192
+    state = random_packed(outputs, inputs, group_size, torch.Generator(device), spread=8)
+    dense = torch.randn(outputs, inputs, device=device, dtype=torch.bfloat16)
+    x = torch.randn(rows, inputs, device=device, dtype=torch.bfloat16)
+    q, scale = QUANTISE_ROWS.torch(x)
+    for transposed in (False, True):
+        yield Timing(
+            f"{rows}x{outputs}x{inputs}{' transposed' * transposed}",
+            (q.to(E4M3), scale, *state, inputs, group_size, transposed, torch.bfloat16),
+            peer=lambda t=transposed: x @ (dense if t else dense.T),
+            peer_name="cuBLAS bf16",
+            flops=2 * rows * outputs * inputs,
+        )
+
+
+FP8_MATMUL = KernelSpec(
+    "fp8_matmul",
+    _fp8_matmul_triton,
+    _fp8_matmul_torch,
+    fp8_matmul_reference,
+    _cases,
+    Gate(exact=False, relative=4e-3, reason="sums of the matrix library, rounded to bf16"),
+    timings=_timings,
+)

@@ -1,0 +1,479 @@
+"""Products of a mixture of experts: rows of x are sorted by expert, and each has its own matrix.
+
+Where the rows of an expert begin and end is known on the device alone. The shapes decide what is
+launched, and every program finds there what it has to do: nothing waits for the device. Each
+expert's rows are cut into blocks of their own, so that a tile reads one matrix; it reads on beyond
+the expert's last row, and does not store what it makes of that.
+"""
+
+from collections.abc import Iterator
+from functools import partial
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from arbcli.kernels.runtime._triton import TensorDescriptor, tl, triton
+from arbcli.kernels.runtime.backend import capability, num_processors, uses_triton
+from arbcli.kernels.runtime.spec import Case, Gate, KernelSpec, Timing
+from arbcli.kernels.update.newton_schulz import (
+    HOPPER,
+    has_aligned_rows,
+    with_aligned_rows,
+)
+
+MOST_EXPERTS = 256
+"""Every program holds all bounds at once."""
+FEW_ROWS, SOME_ROWS = 16, 128
+"""Mean rows an expert, up to which blocks of rows are low: memory binds, or much would be empty."""
+PROGRAMS = 2
+"""Programs of `grouped_matmul` that a processor runs at once."""
+BAND = 8
+"""Blocks of rows that walk the columns together, so that a tile of w is read while it is cached."""
+
+
+class Tiling(NamedTuple):
+    """How a product is cut: tiles of `rows` by `columns`, `depth` a step of what is summed."""
+
+    rows: int
+    columns: int
+    depth: int
+    num_warps: int
+    num_stages: int
+
+
+HOPPER_TILES = (Tiling(16, 64, 128, 4, 4), Tiling(64, 128, 64, 4, 4), Tiling(128, 128, 64, 8, 3))
+"""For few, some and many rows an expert; `PROGRAMS` of each fit a processor."""
+OTHER_TILES = (Tiling(16, 64, 32, 4, 4), Tiling(64, 64, 32, 4, 3), Tiling(128, 64, 32, 8, 3))
+HOPPER_GRAD_TILES = (Tiling(128, 128, 16, 8, 3), Tiling(128, 128, 64, 8, 3))
+"""For few rows an expert, and more."""
+OTHER_GRAD_TILES = (Tiling(64, 64, 16, 4, 3), Tiling(64, 64, 32, 4, 3))
+FLOAT32_TILES = Tiling(32, 32, 32, 8, 2)
+
+
+def grouped_matmul_reference(
+    x: Tensor, w: Tensor, bounds: Tensor, out: Tensor | None = None
+) -> Tensor:
+    """Compute what `grouped_matmul` must return, in float64: every product, of which few count."""
+    row = torch.arange(len(x), device=x.device)[:, None]
+    y = torch.zeros(len(x), w.shape[1], dtype=torch.float64, device=x.device)
+    y = y if out is None else y + out
+    for e in range(len(w)):
+        y = torch.where((bounds[e] <= row) & (row < bounds[e + 1]), x.double() @ w[e].double().T, y)
+    return y
+
+
+def grouped_grad_w_reference(grad_y: Tensor, x: Tensor, bounds: Tensor) -> Tensor:
+    """Compute what `grouped_grad_w` must return, in float64."""
+    row = torch.arange(len(x), device=x.device)[:, None]
+    grad_w = []
+    for e in range(len(bounds) - 1):
+        owned = (bounds[e] <= row) & (row < bounds[e + 1])
+        of_y, of_x = (torch.where(owned, values.double(), 0.0) for values in (grad_y, x))
+        grad_w.append(torch.einsum("sn,sk->nk", of_y, of_x))
+    return torch.stack(grad_w)
+
+
+def _ranges(bounds: Tensor) -> Iterator[tuple[int, slice]]:
+    for e, (first, last) in enumerate(pairwise(bounds.tolist())):
+        yield e, slice(first, last)
+
+
+def _grouped_matmul_torch(x, w, bounds, out=None):
+    y = x.new_zeros(len(x), w.shape[1]) if out is None else out
+    for e, rows in _ranges(bounds):
+        y[rows] = x[rows] @ w[e].T
+    return y
+
+
+def _grouped_grad_w_torch(grad_y, x, bounds):
+    grad = x.new_empty(len(bounds) - 1, grad_y.shape[1], x.shape[1])
+    for e, rows in _ranges(bounds):
+        grad[e] = grad_y[rows].T @ x[rows]
+    return grad
+
+
+@triton.jit
+def _load_tile(
+    source, matrix, row, column, num_rows, num_columns, stride_matrix, stride_row, stride_column,
+    DESCRIBED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Load a tile of one of a stack of matrices, by the copy engine or not; 0 beyond its end."""
+    if DESCRIBED:
+        tile = source.load([matrix, row, column]).reshape(ROWS, COLUMNS)
+    else:
+        rows, columns = (row + tl.arange(0, ROWS))[:, None], (column + tl.arange(0, COLUMNS))[None]
+        offset = rows.to(tl.int64) * stride_row + columns.to(tl.int64) * stride_column
+        ptrs = source + matrix.to(tl.int64) * stride_matrix + offset
+        tile = tl.load(ptrs, mask=(rows < num_rows) & (columns < num_columns), other=0.0)
+    return tile
+
+
+@triton.jit
+def _grouped_matmul_kernel(
+    x_tiles, w_tiles, bounds_ptr, y_ptr,
+    S, E, N, K,
+    stride_xe, stride_xm, stride_xk, stride_we, stride_wr, stride_wc,
+    stride_b, stride_ym, stride_yn,
+    DESCRIBED: tl.constexpr, ZEROS: tl.constexpr, TRANSPOSED: tl.constexpr, BLOCK_E: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BAND: tl.constexpr,
+):  # fmt: skip
+    # group 0 is the rows before those of the experts, 1..E are theirs, E + 1 the rows behind
+    offs_e = tl.arange(0, BLOCK_E)
+    is_expert = (offs_e > 0) & (offs_e <= E)
+    is_group = is_expert
+    if ZEROS:
+        is_group = offs_e < E + 2
+    starts = bounds_ptr + (offs_e - 1) * stride_b
+    begin = tl.load(starts, mask=(offs_e > 0) & (offs_e <= E + 1), other=0)
+    end = tl.load(starts + stride_b, mask=offs_e <= E, other=S)
+    begin, end = tl.maximum(begin, 0).to(tl.int32), tl.minimum(end, S).to(tl.int32)
+    blocks = tl.where(is_group, (tl.maximum(end - begin, 0) + BLOCK_M - 1) // BLOCK_M, 0)
+    behind = tl.cumsum(blocks, 0)
+    before = behind - blocks
+    num_blocks = tl.sum(blocks, axis=0)
+    columns = tl.cdiv(N, BLOCK_N)
+
+    for tile in range(tl.program_id(0), num_blocks * columns, tl.num_programs(0)):
+        first = tile // (BAND * columns) * BAND
+        height = tl.minimum(num_blocks - first, BAND)
+        block = first + (tile - first * columns) % height
+        n = (tile - first * columns) // height * BLOCK_N
+        mine = (before <= block) & (block < behind)
+        group = tl.sum(tl.where(mine, offs_e, 0), axis=0)
+        m = tl.sum(tl.where(mine, begin + (block - before) * BLOCK_M, 0), axis=0)
+        last = tl.sum(tl.where(mine, end, 0), axis=0)
+        steps = tl.where((group > 0) & (group <= E), tl.cdiv(K, BLOCK_K), 0)
+
+        acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+        for step in range(0, steps):
+            k = step * BLOCK_K
+            x = _load_tile(
+                x_tiles, group * 0, m, k, S, K, stride_xe, stride_xm, stride_xk,
+                DESCRIBED, BLOCK_M, BLOCK_K,
+            )  # fmt: skip
+            if TRANSPOSED:
+                w = _load_tile(
+                    w_tiles, group - 1, k, n, K, N, stride_we, stride_wr, stride_wc,
+                    DESCRIBED, BLOCK_K, BLOCK_N,
+                )  # fmt: skip
+            else:
+                w = _load_tile(
+                    w_tiles, group - 1, n, k, N, K, stride_we, stride_wr, stride_wc,
+                    DESCRIBED, BLOCK_N, BLOCK_K,
+                ).T  # fmt: skip
+            acc = tl.dot(x, w, acc, input_precision="ieee")
+
+        offs_m = (m + tl.arange(0, BLOCK_M)).to(tl.int64)[:, None]
+        offs_n = (n + tl.arange(0, BLOCK_N)).to(tl.int64)[None, :]
+        y_ptrs = y_ptr + offs_m * stride_ym + offs_n * stride_yn
+        tl.store(y_ptrs, acc.to(y_ptr.dtype.element_ty), mask=(offs_m < last) & (offs_n < N))
+
+
+@triton.jit
+def _grouped_grad_w_kernel(
+    grad_y_tiles, x_tiles, bounds_ptr, grad_ptr,
+    S, N, K,
+    stride_ye, stride_ym, stride_yn, stride_xe, stride_xm, stride_xk, stride_b,
+    DESCRIBED: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    expert = tl.program_id(1).to(tl.int64)
+    columns = tl.cdiv(K, BLOCK_K)
+    n = tl.program_id(0) // columns * BLOCK_N
+    k = tl.program_id(0) % columns * BLOCK_K
+    first = tl.maximum(tl.load(bounds_ptr + expert * stride_b), 0).to(tl.int32)
+    last = tl.minimum(tl.load(bounds_ptr + (expert + 1) * stride_b), S).to(tl.int32)
+    whole = first + tl.maximum(last - first, 0) // BLOCK_R * BLOCK_R
+
+    acc = tl.zeros((BLOCK_N, BLOCK_K), dtype=tl.float32)
+    for row in range(first, whole, BLOCK_R):
+        grad_y = _load_tile(
+            grad_y_tiles, first * 0, row, n, S, N, stride_ye, stride_ym, stride_yn,
+            DESCRIBED, BLOCK_R, BLOCK_N,
+        )  # fmt: skip
+        x = _load_tile(
+            x_tiles, first * 0, row, k, S, K, stride_xe, stride_xm, stride_xk,
+            DESCRIBED, BLOCK_R, BLOCK_K,
+        )  # fmt: skip
+        acc = tl.dot(grad_y.T, x, acc, input_precision="ieee")
+    if whole < last:  # the rest, without the rows of the next expert, which may hold anything
+        mask = (whole + tl.arange(0, BLOCK_R) < last)[:, None]
+        grad_y = _load_tile(
+            grad_y_tiles, first * 0, whole, n, S, N, stride_ye, stride_ym, stride_yn,
+            DESCRIBED, BLOCK_R, BLOCK_N,
+        )  # fmt: skip
+        x = _load_tile(
+            x_tiles, first * 0, whole, k, S, K, stride_xe, stride_xm, stride_xk,
+            DESCRIBED, BLOCK_R, BLOCK_K,
+        )  # fmt: skip
+        grad_y, x = tl.where(mask, grad_y, 0.0), tl.where(mask, x, 0.0)
+        acc = tl.dot(grad_y.T, x, acc, input_precision="ieee")
+
+    offs_n = (n + tl.arange(0, BLOCK_N)).to(tl.int64)[:, None]
+    offs_k = (k + tl.arange(0, BLOCK_K))[None, :]
+    grad_ptrs = grad_ptr + expert * N * K + offs_n * K + offs_k
+    tl.store(grad_ptrs, acc.to(grad_ptr.dtype.element_ty), mask=(offs_n < N) & (offs_k < K))
+
+
+def _tiling(x, experts):
+    """Choose the tiles of `grouped_matmul` from the mean rows an expert, the type and the GPU."""
+    if x.dtype == torch.float32:
+        return FLOAT32_TILES
+    many = (len(x) > FEW_ROWS * experts) + (len(x) > SOME_ROWS * experts)
+    return (HOPPER_TILES if capability(x) == HOPPER else OTHER_TILES)[many]
+
+
+def _grad_tiling(x, experts):
+    """Choose the tiles of `grouped_grad_w`, whose depth is the rows of x."""
+    if x.dtype == torch.float32:
+        return FLOAT32_TILES
+    tiles = HOPPER_GRAD_TILES if capability(x) == HOPPER else OTHER_GRAD_TILES
+    return tiles[len(x) > FEW_ROWS * experts]
+
+
+def _tiles_of(stack, rows, columns):
+    """Describe a stack, or a copy that the copy engine can read; else pass it on, with strides."""
+    if capability(stack) != HOPPER:
+        return stack, stack.stride()
+    if not has_aligned_rows(stack):
+        stack = with_aligned_rows(*stack.shape, stack).copy_(stack)
+    return TensorDescriptor.from_tensor(stack, [1, rows, columns]), stack.stride()
+
+
+def _grouped_matmul_triton(x, w, bounds, out=None):
+    (slots, in_features), (experts, out_features, _) = x.shape, w.shape
+    y = x.new_empty(slots, out_features) if out is None else out
+    if y.numel() == 0:
+        return y
+    rows, columns, depth, num_warps, num_stages = _tiling(x, experts)
+    transposed = has_aligned_rows(w.mT) and not has_aligned_rows(w)
+    x_tiles, x_strides = _tiles_of(x[None], rows, depth)
+    if transposed:
+        w_tiles, w_strides = _tiles_of(w.mT, depth, columns)
+    else:
+        w_tiles, w_strides = _tiles_of(w, columns, depth)
+    # at most: an expert may end within a block, as may the rows before and behind all of them
+    tiles = (triton.cdiv(slots, rows) + experts + 1) * triton.cdiv(out_features, columns)
+    _grouped_matmul_kernel[(min(tiles, PROGRAMS * num_processors(x)),)](
+        x_tiles, w_tiles, bounds, y, slots, experts, out_features, in_features,
+        *x_strides, *w_strides, *bounds.stride(), *y.stride(),
+        DESCRIBED=capability(x) == HOPPER, ZEROS=out is None, TRANSPOSED=transposed,
+        BLOCK_E=triton.next_power_of_2(experts + 2), BLOCK_M=rows, BLOCK_N=columns, BLOCK_K=depth,
+        BAND=BAND, num_warps=num_warps, num_stages=num_stages,
+    )  # fmt: skip
+    return y
+
+
+def _grouped_grad_w_triton(grad_y, x, bounds):
+    experts, out_features, in_features = len(bounds) - 1, grad_y.shape[1], x.shape[1]
+    grad = x.new_empty(experts, out_features, in_features)
+    if len(x) == 0:
+        return grad.zero_()
+    rows, columns, depth, num_warps, num_stages = _grad_tiling(x, experts)
+    tiles = triton.cdiv(out_features, rows) * triton.cdiv(in_features, columns)
+    y_tiles, y_strides = _tiles_of(grad_y[None], depth, rows)
+    x_tiles, x_strides = _tiles_of(x[None], depth, columns)
+    _grouped_grad_w_kernel[(tiles, experts)](
+        y_tiles, x_tiles, bounds, grad, len(x), out_features, in_features,
+        *y_strides, *x_strides, *bounds.stride(), DESCRIBED=capability(x) == HOPPER,
+        BLOCK_R=depth, BLOCK_N=rows, BLOCK_K=columns, num_warps=num_warps, num_stages=num_stages,
+    )  # fmt: skip
+    return grad
+
+
+def grouped_matmul(x: Tensor, w: Tensor, bounds: Tensor, out: Tensor | None = None) -> Tensor:
+    """Multiply rows that are sorted by expert, each by the matrix of its expert.
+
+    y[s, n] = sum over k of x[s, k] * w[e, n, k], for bounds[e] <= s < bounds[e + 1]
+
+    The gradient of x is the same product with `w.mT`.
+
+    Args:
+        x: (S, K) bfloat16 or float32, any strides. On Hopper GPUs it is copied first unless its
+            rows are contiguous and begin at multiples of 16 bytes.
+        w: (E, N, K) like `x`, E at most 256, any strides; copied unless its rows or columns do so.
+        bounds: (E + 1,) int64, ascending, within 0..S, which nothing checks.
+        out: (S, N) like `x`: is filled and returned. Rows of no expert are left as they are.
+
+    Returns:
+        (S, N) in the dtype of `x`, accumulated in float32; without `out`, zeros in rows of none.
+
+    Raises:
+        ValueError: a dtype or a shape does not fit.
+    """
+    _check(x, bounds)
+    shape = (len(bounds) - 1, w.shape[1] if w.dim() == 3 else 0, x.shape[1])
+    if w.dtype != x.dtype or tuple(w.shape) != shape or 0 in shape:
+        got = f"{w.dtype} {tuple(w.shape)}"
+        raise ValueError(f"w {got} does not fit x {tuple(x.shape)} of {x.dtype} and {shape[0]}")
+    if out is not None and (out.dtype != x.dtype or out.shape != (len(x), shape[1])):
+        raise ValueError(f"out {out.dtype} {tuple(out.shape)} is not {(len(x), shape[1])}")
+    run = _grouped_matmul_triton if uses_triton(x) else _grouped_matmul_torch
+    return run(x, w, bounds, out)
+
+
+def grouped_grad_w(grad_y: Tensor, x: Tensor, bounds: Tensor) -> Tensor:
+    """Propagate a gradient back through `grouped_matmul` to the matrices.
+
+    grad_w[e, n, k] = sum over bounds[e] <= s < bounds[e + 1] of grad_y[s, n] * x[s, k]
+
+    Args:
+        grad_y: (S, N) bfloat16 or float32, any strides, copied as `x` of `grouped_matmul` is.
+        x: (S, K) like `grad_y`.
+        bounds: (E + 1,) int64, ascending, within 0..S, which nothing checks; E at most 256.
+
+    Returns:
+        (E, N, K) in the dtype of `x`, accumulated in float32; zeros for an expert without rows.
+
+    Raises:
+        ValueError: a dtype or a shape does not fit.
+    """
+    _check(x, bounds)
+    fits = grad_y.dtype == x.dtype and grad_y.dim() == 2 and len(grad_y) == len(x)
+    if not fits or grad_y.shape[1] == 0:
+        got = f"{grad_y.dtype} {tuple(grad_y.shape)}"
+        raise ValueError(f"grad_y {got} does not fit x {x.dtype} {tuple(x.shape)}")
+    run = _grouped_grad_w_triton if uses_triton(x) else _grouped_grad_w_torch
+    return run(grad_y, x, bounds)
+
+
+def _check(x, bounds):
+    if x.dtype not in (torch.float32, torch.bfloat16) or x.dim() != 2 or x.shape[1] == 0:
+        got = f"{x.dtype} of shape {tuple(x.shape)}"
+        raise ValueError(f"need a float32 or bfloat16 matrix, got {got}")
+    if bounds.dtype != torch.int64 or bounds.dim() != 1 or not 2 <= len(bounds) <= MOST_EXPERTS + 1:
+        got = f"{bounds.dtype} {tuple(bounds.shape)}"
+        raise ValueError(f"need int64 bounds of 1 to {MOST_EXPERTS} experts, got {got}")
+
+
+SHAPES = (
+    (1, 1, 1, (0, 1)),
+    (9, 33, 40, (0, 9)),
+    (40, 33, 45, (0, 17, 17, 40)),
+    (150, 70, 33, (0, 0, 99, 131, 150)),
+    (299, 65, 136, (0, 298, 299)),
+    (70, 129, 64, (13, 13, 40, 57)),
+    (50, 24, 16, (0, 0, 50, 50)),
+    (64, 40, 72, (0, 32, 64)),
+    (20, 16, 24, (7,) * 6),
+    (90, 8, 300, (*range(0, 50, 7), 50, *(50,) * 30, 90)),
+)
+"""(S, N, K, bounds): no rows for some experts, all for one, some for none; few and many a block."""
+
+
+def _draw(device: torch.device) -> Iterator[tuple[str, Tensor, Tensor, Tensor, Tensor]]:
+    """Draw (label, x, w, bounds, grad_y)."""
+    generator = torch.Generator().manual_seed(0)
+    dtypes = (torch.float32, torch.bfloat16) if device.type == "cuda" else (torch.float32,)
+    for slots, n, k, ends in (*SHAPES, (0, 5, 7, (0, 0, 0))):
+        bounds, experts = torch.tensor(ends, device=device), len(ends) - 1
+        shapes = ((slots, k), (experts, n, k), (slots, n))
+        drawn = [torch.randn(shape, generator=generator).to(device) for shape in shapes]
+        label = f"{slots}x{n}x{k} of {experts}" + " in part" * (ends[-1] - ends[0] < slots)
+        for dtype in dtypes:
+            x, w, grad_y = (values.to(dtype) for values in drawn)
+            yield f"{label} {str(dtype).removeprefix('torch.')}", x, w, bounds, grad_y
+
+
+def _matmul_cases(device: torch.device, _group_size: int) -> Iterator[Case]:
+    def case(label: str, x: Tensor, w: Tensor, bounds: Tensor, out: Tensor | None = None) -> Case:
+        peer = _grouped_matmul_torch if x.dtype == torch.bfloat16 and len(x) else None
+        return Case(label, (x, w, bounds, out), peer)
+
+    for label, x, w, bounds, grad_y in _draw(device):
+        yield case(label, x, w, bounds)
+        yield case(label + " transposed", grad_y, w.mT, bounds)
+        if "in part" in label:
+            yield case(label + " into", x, w, bounds, grad_y)
+            # a NaN of one row or expert is not another's
+            infected = x.clone()
+            infected[: int(bounds[0])] = infected[int(bounds[-1]) :] = torch.nan
+            yield case(label + " NaN elsewhere", infected, w, bounds)
+        elif len(x) in (40, 150):
+            wide, out = (torch.stack([v, v], dim=-1).flatten(-2) for v in (x, grad_y))
+            inputs = (wide[:, ::2], w.flip(1)[:, ::2], bounds[:, None].expand(-1, 2)[:, 0])
+            yield case(label + " strided", *inputs, out[:, ::4])
+
+
+def _grad_w_cases(device: torch.device, _group_size: int) -> Iterator[Case]:
+    def case(label: str, grad_y: Tensor, x: Tensor, bounds: Tensor) -> Case:
+        peer = _grouped_grad_w_torch if x.dtype == torch.bfloat16 and bounds.any() else None
+        return Case(label, (grad_y, x, bounds), peer)
+
+    for label, x, _, bounds, grad_y in _draw(device):
+        yield case(label, grad_y, x, bounds)
+        if "in part" in label:
+            infected = x.clone()
+            infected[: int(bounds[0])] = infected[int(bounds[-1]) :] = torch.nan
+            yield case(label + " NaN elsewhere", grad_y, infected, bounds)
+        elif len(x) in (40, 150):
+            x = x.T.contiguous().T
+            bounds = bounds[:, None].expand(-1, 2)[:, 0]
+            yield case(label + " strided", grad_y[:, ::2], x, bounds)
+
+
+TIMED = ((16384, 40, 5120, 1280), (128, 64, 5120, 1280))
+"""(S, E, N, K): a batch of training, and one token at a time with eight experts for each of 16."""
+
+
+def _sorted_slots(slots: int, experts: int, device: torch.device) -> Tensor:
+    """Draw bounds as of a router that prefers no expert."""
+    owners = torch.randint(experts, (slots,), device=device).sort().values
+    return torch.searchsorted(owners, torch.arange(experts + 1, device=device))
+
+
+def _timed(device: torch.device) -> Iterator[tuple[str, int, Tensor, Tensor, Tensor, Tensor]]:
+    draw = partial(torch.randn, device=device, dtype=torch.bfloat16)
+    for slots, experts, n, k in TIMED:
+        bounds = _sorted_slots(slots, experts, device)
+        label, flops = f"{slots}x{n}x{k} of {experts}", 2 * slots * n * k
+        yield label, flops, draw(slots, k), draw(experts, n, k), bounds, draw(slots, n)
+
+
+def _matmul_timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
+    """Time it beside the library with as many rows for every expert, a little more where need be.
+
+    That is told by shapes alone; with rows as here, the library would have to wait for the device.
+    """
+    for label, flops, x, w, bounds, grad_y in _timed(device):
+        for kind, source, matrices in (("", x, w), (" grad_x", grad_y, w.mT)):
+            equal = source.new_ones(len(w), -(-len(x) // len(w)), source.shape[1])
+            yield Timing(
+                label + kind,
+                (source, matrices, bounds, None),
+                peer=partial(torch.bmm, equal.normal_(), matrices.mT),
+                peer_name="cuBLAS, equal rows",
+                flops=flops,
+            )
+
+
+def _grad_w_timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
+    for label, flops, x, w, bounds, grad_y in _timed(device):
+        rows = -(-len(x) // len(w))
+        left, right = (v.new_ones(len(w), rows, v.shape[1]).normal_() for v in (grad_y, x))
+        yield Timing(
+            label,
+            (grad_y, x, bounds),
+            peer=partial(torch.bmm, left.mT, right),
+            peer_name="cuBLAS, equal rows",
+            flops=flops,
+        )
+
+
+_GATE = Gate(
+    exact=False,
+    relative=1e-5,
+    peer_slack=0.1,
+    reason="float32 sums of hundreds of products; in bf16 no worse than torch's product by 10 %",
+)
+
+GROUPED_MATMUL = KernelSpec(
+    "grouped_matmul", _grouped_matmul_triton, _grouped_matmul_torch, grouped_matmul_reference,
+    _matmul_cases, _GATE, timings=_matmul_timings,
+)  # fmt: skip
+GROUPED_GRAD_W = KernelSpec(
+    "grouped_grad_w", _grouped_grad_w_triton, _grouped_grad_w_torch, grouped_grad_w_reference,
+    _grad_w_cases, _GATE, timings=_grad_w_timings,
+)  # fmt: skip

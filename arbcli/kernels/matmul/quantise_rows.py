@@ -1,0 +1,206 @@
+"""Round the rows of a matrix to e4m3, each times a power of two: x ~ q * scale.
+
+Numbers of e4m3 have three bits behind the leading one, from 2**-6 on; below they are multiples of
+2**-9, and the largest is 448. With the largest of a row between 128 and 256, what is 14 octaves
+below it still has all its bits. Powers of two lose nothing themselves.
+Source: P. Micikevicius et al., "FP8 Formats for Deep Learning", https://arxiv.org/abs/2209.05433.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from arbcli.kernels.norm.rms_norm import tiling
+from arbcli.kernels.runtime._triton import INTERPRETED, tl, triton
+from arbcli.kernels.runtime.backend import capability, row_chunks, uses_triton
+from arbcli.kernels.runtime.spec import Case, KernelSpec, Timing
+
+E4M3 = torch.float8_e4m3fn
+LARGEST_OCTAVE = 7
+"""The octave that the largest magnitude of a row comes to."""
+WHOLE_ROW = 16384
+"""Columns of a row that a program can keep in registers."""
+
+
+def round_e4m3_reference(values: Tensor) -> Tensor:
+    """Round float64 numbers of magnitude below 448 to the nearest of e4m3, ties to even."""
+    octave = torch.frexp(values).exponent - 1
+    step = torch.exp2((octave.clamp(min=-6) - 3).double())
+    return (torch.round(values / step) * step).to(torch.float32)
+
+
+def quantise_rows_reference(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Compute what `quantise_rows` must return; q is float32 here."""
+    values = x.double()
+    largest = values.abs().amax(dim=1, keepdim=True)
+    octave = (torch.frexp(largest).exponent - 1).clamp(min=-119)
+    scale = torch.exp2((octave - LARGEST_OCTAVE).double())
+    scale[largest == 0] = 2.0 ** (-119 - LARGEST_OCTAVE)
+    return round_e4m3_reference(values / scale), scale.to(torch.float32)
+
+
+def _quantise_rows_torch(x: Tensor) -> tuple[Tensor, Tensor]:
+    q = torch.empty(x.shape, dtype=E4M3, device=x.device)
+    scale = torch.empty(len(x), 1, device=x.device)
+    for rows in row_chunks(x):
+        values = x[rows].float()
+        largest = values.abs().amax(dim=1, keepdim=True)
+        field = (largest.view(torch.int32) >> 23).clamp(min=8)
+        scale[rows] = ((field - LARGEST_OCTAVE) << 23).view(torch.float32)
+        inverse = ((254 + LARGEST_OCTAVE - field) << 23).view(torch.float32)
+        q[rows] = (values * inverse).to(E4M3)
+        scale[rows] = torch.where(largest < torch.inf, scale[rows], torch.nan)
+    return q, scale
+
+
+@triton.jit
+def to_e4m3(x, NATIVE: tl.constexpr):
+    """Round float32 of magnitude below 448 to the bits of e4m3, ties to even."""
+    if NATIVE:
+        return x.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+    bits = x.to(tl.int32, bitcast=True)
+    sign, bits = (bits >> 24) & 0x80, bits & 0x7FFFFFFF
+    nearest = (bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20
+    # below 2**-6 the sum's last bits count multiples of 2**-9
+    small = (bits.to(tl.float32, bitcast=True) + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
+    return (sign | tl.where(bits < 0x3C800000, small, nearest - (120 << 3))).to(tl.uint8)
+
+
+@triton.jit
+def scales_of_largest(largest):
+    """Build (scale, 1 / scale) of rows from their largest magnitudes; NaN if one is not finite."""
+    field = tl.maximum(largest.to(tl.int32, bitcast=True) >> 23, 8)
+    scale = ((field - 7) << 23).to(tl.float32, bitcast=True)
+    inverse = ((261 - field) << 23).to(tl.float32, bitcast=True)
+    return tl.where(largest < float("inf"), scale, float("nan")), inverse
+
+
+@triton.jit
+def largest_of_rows(x):
+    """Find the largest magnitude of each row of a float32 tile: infinity, or NaN above all."""
+    bits = tl.abs(x).to(tl.int32, bitcast=True)  # in the order of the numbers
+    return tl.max(bits, axis=1).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def store_e4m3(q_ptr, scale_ptr, x, offs_m, offs_d, mask, M, D, NATIVE: tl.constexpr):
+    """Round whole rows, [BLOCK_M, BLOCK_D] float32, and store them; `offs_m` is [BLOCK_M, 1]."""
+    scale, inverse = scales_of_largest(largest_of_rows(x))
+    tl.store(scale_ptr + offs_m, scale[:, None], mask=offs_m < M)
+    q = to_e4m3(x * inverse[:, None], NATIVE)
+    tl.store(q_ptr + offs_m * D + offs_d[None, :], q, mask=mask)
+
+
+@triton.jit
+def _quantise_rows_kernel(
+    x_ptr, q_ptr, scale_ptr,
+    M, D,
+    stride_xm,
+    WHOLE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, NATIVE: tl.constexpr,
+):  # fmt: skip
+    offs_m = (tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M))[:, None]
+    x_ptrs = x_ptr + offs_m * stride_xm
+    if WHOLE:
+        offs_d = tl.arange(0, BLOCK_D)
+        mask = (offs_m < M) & (offs_d < D)[None, :]
+        x = tl.load(x_ptrs + offs_d[None, :], mask=mask, other=0).to(tl.float32)
+        store_e4m3(q_ptr, scale_ptr, x, offs_m, offs_d, mask, M, D, NATIVE)
+    else:
+        largest = tl.zeros((BLOCK_M,), dtype=tl.float32)
+        for start in range(0, D, BLOCK_D):
+            offs_d = start + tl.arange(0, BLOCK_D)
+            mask = (offs_m < M) & (offs_d < D)[None, :]
+            x = tl.load(x_ptrs + offs_d[None, :], mask=mask, other=0).to(tl.float32)
+            further = largest_of_rows(x)
+            largest = tl.maximum(largest, further, propagate_nan=tl.PropagateNan.ALL)
+        scale, inverse = scales_of_largest(largest)
+        tl.store(scale_ptr + offs_m, scale[:, None], mask=offs_m < M)
+        for start in range(0, D, BLOCK_D):
+            offs_d = start + tl.arange(0, BLOCK_D)
+            mask = (offs_m < M) & (offs_d < D)[None, :]
+            x = tl.load(x_ptrs + offs_d[None, :], mask=mask, other=0).to(tl.float32)
+            q = to_e4m3(x * inverse[:, None], NATIVE)
+            tl.store(q_ptr + offs_m * D + offs_d[None, :], q, mask=mask)
+
+
+def has_e4m3(tensor: Tensor) -> bool:
+    """Whether a tensor's GPU, or the one compiled for, converts to e4m3 by itself."""
+    return not INTERPRETED and capability(tensor) >= (8, 9)
+
+
+def _quantise_rows_triton(x: Tensor) -> tuple[Tensor, Tensor]:
+    (rows, columns), like = x.shape, {"device": x.device}
+    q, scale = torch.empty(x.shape, dtype=E4M3, **like), torch.empty(rows, 1, **like)
+    if x.numel():
+        x = x if x.stride(1) == 1 else x.contiguous()
+        grid, tile = tiling(rows, columns, whole=WHOLE_ROW)
+        _quantise_rows_kernel[grid](
+            x, q.view(torch.uint8), scale, rows, columns, x.stride(0), NATIVE=has_e4m3(x), **tile
+        )
+    return q, scale
+
+
+def quantise_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Round rows to e4m3.
+
+    Args:
+        x: (M, D) float32 or bfloat16, any strides, D at least 1.
+
+    Returns:
+        (M, D) float8_e4m3fn q, and (M, 1) float32 powers of two: x ~ q * scale. The scale of a row
+        that is not finite is NaN.
+
+    Raises:
+        ValueError: `x` is no such matrix.
+    """
+    if x.dtype not in (torch.float32, torch.bfloat16) or x.dim() != 2 or not x.shape[1]:
+        raise ValueError(f"need a float matrix with columns, got {x.dtype} {tuple(x.shape)}")
+    return (_quantise_rows_triton if uses_triton(x) else _quantise_rows_torch)(x)
+
+
+def _cases(device: torch.device, group_size: int) -> Iterator[Case]:
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(rows: int, columns: int) -> Tensor:
+        x = torch.randn(rows, columns, generator=generator)
+        return x * 2.0 ** torch.randint(-16, 1, x.shape, generator=generator)
+
+    for rows, columns in ((1, 1), (3, 33), (5, 704), (2, WHOLE_ROW + 3)):
+        yield Case(f"{rows}x{columns}", (draw(rows, columns).to(device),))
+    few = draw(4, 66)
+    yield Case("4x33 strided", (few[:, ::2].to(device),))
+    yield Case("4x66 zeros", (torch.zeros_like(few).to(device),))
+    yield Case("4x66 the smallest", ((few * 2.0**-130).to(device),))
+    yield Case("4x66 the largest", ((few * 2.0**124).to(device),))
+    steps = torch.arange(0, 2048).float()  # every value, every tie
+    yield Case("1x2048 ties", ((steps * 2.0**-11)[None].to(device),))
+    yield Case("0x7", (few[:0, :7].to(device),))
+
+
+def _timings(device: torch.device, group_size: int) -> Iterator[Timing]:
+    for rows, columns in ((16384, 2048), (16384, 11264)):
+        x = torch.randn(rows, columns, device=device, dtype=torch.bfloat16)
+        yield Timing(
+            f"{rows}x{columns}", (x,), peer=lambda x=x: x.to(E4M3), peer_name="torch's cast"
+        )
+
+
+def in_float32(run):
+    """Wrap what returns (q, scale) so that q is float32, which compares like any number."""
+
+    def widened(*inputs) -> tuple[Tensor, Tensor]:
+        q, scale = run(*inputs)
+        return q.float(), scale
+
+    return widened
+
+
+QUANTISE_ROWS = KernelSpec(
+    "quantise_rows",
+    in_float32(_quantise_rows_triton),
+    in_float32(_quantise_rows_torch),
+    quantise_rows_reference,
+    _cases,
+    timings=_timings,
+)

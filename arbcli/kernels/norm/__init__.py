@@ -1,0 +1,1 @@
+"""Norms and the gate, forward and backward."""

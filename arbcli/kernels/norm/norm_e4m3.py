@@ -1,0 +1,207 @@
+"""A norm before a product in eight bits: what `quantise_rows` makes of its result, in one kernel.
+
+The result is rounded to the dtype of x first, as if it had been stored. Rows that are too wide to
+be kept in registers, and those of the torch backend, are normalised and then rounded.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from arbcli.kernels.matmul.quantise_rows import (
+    E4M3,
+    has_e4m3,
+    quantise_rows,
+    quantise_rows_reference,
+    store_e4m3,
+)
+from arbcli.kernels.norm.gated_rms_norm import (
+    GATED_RMS_NORM,
+    check_gated_rms_norm,
+    gated_rms_norm,
+    gated_rms_norm_reference,
+    sigmoid,
+)
+from arbcli.kernels.norm.rms_norm import (
+    RMS_NORM,
+    WHOLE_ROW,
+    check_rms_norm,
+    dense_rows,
+    load_rows,
+    load_weight,
+    norm_weight,
+    rms_norm,
+    rms_norm_reference,
+    tiling,
+)
+from arbcli.kernels.runtime._triton import tl, triton
+from arbcli.kernels.runtime.backend import uses_triton
+from arbcli.kernels.runtime.spec import Case, Gate, KernelSpec, Timing
+
+
+def rms_norm_e4m3_reference(x: Tensor, *norm) -> tuple[Tensor, Tensor]:
+    """Compute what `rms_norm_e4m3` must return; q is float32 here."""
+    return quantise_rows_reference(rms_norm_reference(x, *norm).to(x.dtype))
+
+
+def gated_rms_norm_e4m3_reference(gate_up: Tensor, *norm) -> tuple[Tensor, Tensor]:
+    """Compute what `gated_rms_norm_e4m3` must return; q is float32 here."""
+    return quantise_rows_reference(gated_rms_norm_reference(gate_up, *norm).to(gate_up.dtype))
+
+
+@triton.jit
+def _norm_e4m3_kernel(
+    x_ptr, up_ptr, weight_ptr, q_ptr, scale_ptr,
+    M, D, eps,
+    stride_xm,
+    GATED: tl.constexpr, HAS_NORM: tl.constexpr,
+    WHOLE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, NATIVE: tl.constexpr,
+):  # fmt: skip
+    offs_m = (tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M))[:, None]
+    offs_d = tl.arange(0, BLOCK_D)
+    mask = (offs_m < M) & (offs_d < D)[None, :]
+    y = load_rows(x_ptr, offs_m, offs_d, mask, stride_xm)
+    if GATED:
+        y = y * sigmoid(y) * load_rows(up_ptr, offs_m, offs_d, mask, stride_xm)
+    if HAS_NORM:
+        r = tl.rsqrt(tl.sum(y * y, axis=1) / D + eps)[:, None]
+        y = y * r * load_weight(weight_ptr, offs_d, D)
+    y = y.to(x_ptr.dtype.element_ty).to(tl.float32)
+    store_e4m3(q_ptr, scale_ptr, y, offs_m, offs_d, mask, M, D, NATIVE)
+
+
+def _launch(x: Tensor, norm: tuple, *, gated: bool) -> tuple[Tensor, Tensor]:
+    packed, exponent, fraction, group_size, eps = norm
+    rows, width = len(x), x.shape[1] // (2 if gated else 1)
+    q = torch.empty(rows, width, dtype=E4M3, device=x.device)
+    scale = torch.empty(rows, 1, device=x.device)
+    if q.numel():
+        has_norm = packed is not None
+        weight = norm_weight(packed, exponent, fraction, width, group_size) if has_norm else scale
+        grid, tile = tiling(rows, width)
+        _norm_e4m3_kernel[grid](
+            x, x[:, width:] if gated else x, weight, q.view(torch.uint8), scale,
+            rows, width, eps, x.stride(0),
+            GATED=gated, HAS_NORM=has_norm, NATIVE=has_e4m3(x), **tile,
+        )  # fmt: skip
+    return q, scale
+
+
+def _rms_norm_e4m3_triton(x: Tensor, *norm) -> tuple[Tensor, Tensor]:
+    if x.shape[1] > WHOLE_ROW:
+        return quantise_rows(rms_norm(x, *norm))
+    return _launch(dense_rows(x), norm, gated=False)
+
+
+def _gated_rms_norm_e4m3_triton(gate_up: Tensor, *norm) -> tuple[Tensor, Tensor]:
+    if gate_up.shape[1] > 2 * WHOLE_ROW:
+        return quantise_rows(gated_rms_norm(gate_up, *norm))
+    return _launch(dense_rows(gate_up), norm, gated=True)
+
+
+def _rms_norm_e4m3_torch(x: Tensor, *norm) -> tuple[Tensor, Tensor]:
+    return quantise_rows(rms_norm(x, *norm))
+
+
+def _gated_rms_norm_e4m3_torch(gate_up: Tensor, *norm) -> tuple[Tensor, Tensor]:
+    return quantise_rows(gated_rms_norm(gate_up, *norm))
+
+
+def rms_norm_e4m3(
+    x: Tensor,
+    packed: Tensor,
+    exponent: Tensor,
+    fraction: Tensor | None,
+    group_size: int,
+    eps: float,
+) -> tuple[Tensor, Tensor]:
+    """Normalise the rows of `x` as `rms_norm` does, and round them as `quantise_rows` does.
+
+    Args:
+        x: (M, D) float32 or bfloat16, any strides.
+        packed: (1, row_bytes(D)) uint8.
+        exponent: (1, ceil(D / G)) int8, E in -96..31.
+        fraction: (1, ceil(D / G)) int8, F in 0..127; None stands for zeros.
+        group_size: G.
+        eps: added to the mean square.
+
+    Returns:
+        (M, D) float8_e4m3fn, and (M, 1) float32 scales.
+
+    Raises:
+        ValueError: a dtype or a shape does not fit.
+    """
+    check_rms_norm(x, packed, exponent, fraction, group_size)
+    run = _rms_norm_e4m3_triton if uses_triton(x) else _rms_norm_e4m3_torch
+    return run(x, packed, exponent, fraction, group_size, eps)
+
+
+def gated_rms_norm_e4m3(
+    gate_up: Tensor,
+    packed: Tensor | None,
+    exponent: Tensor | None,
+    fraction: Tensor | None,
+    group_size: int,
+    eps: float,
+) -> tuple[Tensor, Tensor]:
+    """Do for (M, 2 D) `gate_up` what `rms_norm_e4m3` does, behind the gate of `gated_rms_norm`.
+
+    Raises:
+        ValueError: a dtype or a shape does not fit.
+    """
+    check_gated_rms_norm(gate_up, packed, exponent, fraction, group_size)
+    run = _gated_rms_norm_e4m3_triton if uses_triton(gate_up) else _gated_rms_norm_e4m3_torch
+    return run(gate_up, packed, exponent, fraction, group_size, eps)
+
+
+def _cases_of(spec: KernelSpec):
+    """Take the matrices among the cases of a norm; wide ones take the interpreter seconds."""
+
+    def cases(device: torch.device, group_size: int) -> Iterator[Case]:
+        for case in spec.cases(device, group_size):
+            x = case.inputs[0]
+            if x.dim() == 2 and (x.is_cuda or x.numel() < 8192):
+                yield Case(case.label, case.inputs)
+
+    return cases
+
+
+def _timings_of(spec: KernelSpec, run):
+    """Time what a norm is timed on, beside the norm and the rounding apart."""
+
+    def timings(device: torch.device, group_size: int) -> Iterator[Timing]:
+        apart = rms_norm if spec is RMS_NORM else gated_rms_norm
+        for timing in spec.timings(device, group_size):
+            inputs = timing.inputs
+            yield Timing(
+                timing.label, inputs, run=run,
+                peer=lambda i=inputs: quantise_rows(apart(*i)), peer_name="apart",
+            )  # fmt: skip
+
+    return timings
+
+
+def _as_product(run):
+    """Wrap an implementation so that it gives q * scale, which a tie hardly changes."""
+
+    def multiplied(*inputs) -> Tensor:
+        q, scale = run(*inputs)
+        return q.float() * scale
+
+    return multiplied
+
+
+_GATE = Gate(exact=False, relative=3e-3, reason="where a sum's last bit decides, rounding differs")
+
+RMS_NORM_E4M3 = KernelSpec(
+    "rms_norm_e4m3", _as_product(_rms_norm_e4m3_triton), _as_product(_rms_norm_e4m3_torch),
+    _as_product(rms_norm_e4m3_reference), _cases_of(RMS_NORM), _GATE,
+    timings=_timings_of(RMS_NORM, _rms_norm_e4m3_triton),
+)  # fmt: skip
+GATED_RMS_NORM_E4M3 = KernelSpec(
+    "gated_rms_norm_e4m3", _as_product(_gated_rms_norm_e4m3_triton),
+    _as_product(_gated_rms_norm_e4m3_torch), _as_product(gated_rms_norm_e4m3_reference),
+    _cases_of(GATED_RMS_NORM), _GATE,
+    timings=_timings_of(GATED_RMS_NORM, _gated_rms_norm_e4m3_triton),
+)  # fmt: skip

@@ -1,0 +1,509 @@
+"""Root-mean-square normalise rows with ternary weights: y = x * rsqrt(mean(x**2) + eps) * w.
+
+w is one packed row of frozen weights, decoded before the kernels run, or by the caller. Backward,
+with r = rsqrt(mean(x**2) + eps), xhat = x * r: grad_x = r * (gy * w - xhat * mean(xhat * gy * w)).
+The backward gives y again too: who keeps x for it need not keep y for whatever y was used in. Rows
+are kept in registers; those too wide are walked in blocks, twice.
+"""
+
+from collections.abc import Iterator
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.nn.functional import rms_norm as torch_rms_norm
+
+from arbcli.kernels.codec.decode_weight import (
+    _decode_weight_triton,
+    check_scales,
+    decode_weight,
+    decode_weight_reference,
+    decode_weight_torch,
+    random_packed,
+)
+from arbcli.kernels.codec.packing import check_packed
+from arbcli.kernels.runtime._triton import tl, triton
+from arbcli.kernels.runtime.backend import row_chunks, uses_triton
+from arbcli.kernels.runtime.spec import Case, Gate, KernelSpec, Timing
+
+FEW_ROWS = 8
+"""So many rows or fewer, as when a text is generated, are shared by more threads."""
+WHOLE_ROW = 8192
+"""Columns of a row that a program can keep in registers."""
+
+
+def rms_norm_reference(x: Tensor, packed, exponent, fraction, group_size, eps) -> Tensor:
+    """Compute what `rms_norm` must return, in float64."""
+    x = x.to(torch.float64)
+    weight = decode_weight_reference(packed, exponent, fraction, x.shape[-1], group_size)
+    return x / torch.sqrt((x * x).mean(dim=-1, keepdim=True) + eps) * weight[0].to(torch.float64)
+
+
+def add_rms_norm_reference(x: Tensor, added: Tensor, *norm) -> tuple[Tensor, Tensor]:
+    """Compute what `add_rms_norm` must return: the sum rounded as torch does it, then float64."""
+    total = x + added
+    return total, rms_norm_reference(total, *norm)
+
+
+def rms_norm_backward_reference(grad_y: Tensor, x: Tensor, *norm) -> tuple[Tensor, Tensor]:
+    """Compute what `rms_norm_backward` must return: autograd through the reference, in float64."""
+    return gradient_and_output(rms_norm_reference, grad_y.double(), x.double(), *norm)
+
+
+def gradient_and_output(function, grad_y: Tensor, x: Tensor, *norm) -> tuple[Tensor, Tensor]:
+    """Differentiate function(x, *norm) with autograd; return the gradient of x, and the output."""
+    x = x.detach().requires_grad_()
+    with torch.enable_grad():
+        y = function(x, *norm)
+        return torch.autograd.grad(y, x, grad_y)[0], y.detach()
+
+
+def _rms_norm_torch(x, packed, exponent, fraction, group_size, eps, weight=None):
+    width = x.shape[-1]
+    if weight is None:
+        weight = norm_weight_torch(packed, exponent, fraction, width, group_size)
+    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    x, out = x.reshape(-1, width), y.view(-1, width)
+    for rows in row_chunks(x):
+        out[rows] = torch_rms_norm(x[rows].to(torch.float32), (width,), weight, eps)
+    return y
+
+
+def _add_rms_norm_torch(x, added, *norm):
+    total = (x + added).contiguous()
+    return total, _rms_norm_torch(total, *norm)
+
+
+def _rms_norm_backward_torch(grad_y, x, packed, exponent, fraction, group_size, eps):
+    width = x.shape[-1]
+    weight = norm_weight_torch(packed, exponent, fraction, width, group_size)
+    grad_x, y = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for _ in range(2))
+    results = grad_x.view(-1, width), y.view(-1, width)
+    grad_y, x = grad_y.reshape(-1, width), x.reshape(-1, width)
+    for rows in row_chunks(x):
+        parts = norm_gradient(grad_y[rows], x[rows].to(torch.float32), weight, eps)
+        for result, part in zip(results, parts, strict=True):
+            result[rows] = part
+    return grad_x, y
+
+
+def norm_weight_torch(packed, exponent, fraction, width, group_size) -> Tensor:
+    """Decode the weights of a norm to (D,) float32 by torch."""
+    state = (packed, exponent, fraction, width, group_size)
+    return decode_weight_torch(*state, torch.float32)[0]
+
+
+def norm_gradient(grad_y: Tensor, x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Compute grad_x and y of some rows by torch; (M, D) float32 x, (D,) float32 weights."""
+    width = x.shape[-1]
+    norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+    r = norm.square_().div_(width).add_(eps).rsqrt_()
+    xhat = x * r
+    grad_x = grad_y * weight
+    mean = torch.linalg.vecdot(xhat, grad_x)[:, None] / width
+    return grad_x.addcmul_(xhat, mean, value=-1).mul_(r), xhat.mul_(weight)
+
+
+@triton.jit
+def load_rows(ptr, offs_m, offs_d, mask, stride_m):
+    """Load a [BLOCK_M, BLOCK_D] tile as float32, 0 where masked."""
+    return tl.load(ptr + offs_m * stride_m + offs_d[None, :], mask=mask, other=0).to(tl.float32)
+
+
+@triton.jit
+def load_weight(ptr, offs_d, D):
+    """Load float32 weights of columns, [1, BLOCK_D]."""
+    return tl.load(ptr + offs_d, mask=offs_d < D, other=0)[None, :]
+
+
+@triton.jit
+def store_rows(ptr, values, offs_m, offs_d, mask, stride_m):
+    """Store a float32 tile to rows `stride_m` apart, rounded once."""
+    ptrs = ptr + offs_m * stride_m + offs_d[None, :]
+    tl.store(ptrs, values.to(ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _rms_norm_kernel(
+    x_ptr, added_ptr, weight_ptr, total_ptr, y_ptr,
+    M, D, eps,
+    stride_xm, stride_am,
+    ADD: tl.constexpr, WHOLE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    offs_m = (tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M))[:, None]
+    if WHOLE:  # rows stay in registers
+        offs_d = tl.arange(0, BLOCK_D)
+        mask = (offs_m < M) & (offs_d < D)[None, :]
+        x = load_rows(x_ptr, offs_m, offs_d, mask, stride_xm)
+        weight = load_weight(weight_ptr, offs_d, D)
+        if ADD:  # what is normalised is the sum as it is stored
+            x += load_rows(added_ptr, offs_m, offs_d, mask, stride_am)
+            x = x.to(total_ptr.dtype.element_ty).to(tl.float32)
+            store_rows(total_ptr, x, offs_m, offs_d, mask, D)
+        r = tl.rsqrt(tl.sum(x * x, axis=1) / D + eps)[:, None]
+        store_rows(y_ptr, x * r * weight, offs_m, offs_d, mask, D)
+    else:
+        squares = tl.zeros((BLOCK_M,), dtype=tl.float32)
+        for start in range(0, D, BLOCK_D):
+            offs_d = start + tl.arange(0, BLOCK_D)
+            mask = (offs_m < M) & (offs_d < D)[None, :]
+            x = load_rows(x_ptr, offs_m, offs_d, mask, stride_xm)
+            squares += tl.sum(x * x, axis=1)
+        r = tl.rsqrt(squares / D + eps)[:, None]
+        for start in range(0, D, BLOCK_D):
+            offs_d = start + tl.arange(0, BLOCK_D)
+            mask = (offs_m < M) & (offs_d < D)[None, :]
+            x = load_rows(x_ptr, offs_m, offs_d, mask, stride_xm)
+            y = x * r * load_weight(weight_ptr, offs_d, D)
+            store_rows(y_ptr, y, offs_m, offs_d, mask, D)
+
+
+@triton.jit
+def _rms_norm_backward_kernel(
+    grad_y_ptr, x_ptr, weight_ptr, grad_x_ptr, y_ptr,
+    M, D, eps,
+    stride_ym, stride_xm,
+    WHOLE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    offs_m = (tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M))[:, None]
+    if WHOLE:
+        offs_d = tl.arange(0, BLOCK_D)
+        mask = (offs_m < M) & (offs_d < D)[None, :]
+        x = load_rows(x_ptr, offs_m, offs_d, mask, stride_xm)
+        weight = load_weight(weight_ptr, offs_d, D)
+        grad_xhat = load_rows(grad_y_ptr, offs_m, offs_d, mask, stride_ym) * weight
+        r = tl.rsqrt(tl.sum(x * x, axis=1) / D + eps)[:, None]
+        xhat = x * r
+        mean = (tl.sum(xhat * grad_xhat, axis=1) / D)[:, None]
+        store_rows(grad_x_ptr, r * (grad_xhat - xhat * mean), offs_m, offs_d, mask, D)
+        store_rows(y_ptr, xhat * weight, offs_m, offs_d, mask, D)
+    else:
+        squares = tl.zeros((BLOCK_M,), dtype=tl.float32)
+        products = tl.zeros((BLOCK_M,), dtype=tl.float32)
+        for start in range(0, D, BLOCK_D):
+            offs_d = start + tl.arange(0, BLOCK_D)
+            mask = (offs_m < M) & (offs_d < D)[None, :]
+            x = load_rows(x_ptr, offs_m, offs_d, mask, stride_xm)
+            grad_y = load_rows(grad_y_ptr, offs_m, offs_d, mask, stride_ym)
+            squares += tl.sum(x * x, axis=1)
+            products += tl.sum(x * grad_y * load_weight(weight_ptr, offs_d, D), axis=1)
+        r = tl.rsqrt(squares / D + eps)
+        mean = (products * r / D)[:, None]  # of xhat * gy * w
+        r = r[:, None]
+        for start in range(0, D, BLOCK_D):
+            offs_d = start + tl.arange(0, BLOCK_D)
+            mask = (offs_m < M) & (offs_d < D)[None, :]
+            weight = load_weight(weight_ptr, offs_d, D)
+            xhat = load_rows(x_ptr, offs_m, offs_d, mask, stride_xm) * r
+            grad_xhat = load_rows(grad_y_ptr, offs_m, offs_d, mask, stride_ym) * weight
+            store_rows(grad_x_ptr, r * (grad_xhat - xhat * mean), offs_m, offs_d, mask, D)
+            store_rows(y_ptr, xhat * weight, offs_m, offs_d, mask, D)
+
+
+def tiling(
+    rows: int, width: int, elements: int = 16, whole: int = WHOLE_ROW
+) -> tuple[tuple[int], dict[str, int]]:
+    """Choose the programs that share rows out, and their tiles.
+
+    With few rows a GPU is idle anyway, and what counts is how long one takes.
+
+    Args:
+        rows: M.
+        width: D.
+        elements: of a thread, where there are many rows.
+        whole: the widest rows that are kept in registers.
+    """
+    if width > whole:
+        return (rows,), {"WHOLE": False, "BLOCK_M": 1, "BLOCK_D": 1024, "num_warps": 4}
+    block_d = triton.next_power_of_2(width)
+    block_m, elements = (1, 8) if rows <= FEW_ROWS else (max(1024 // block_d, 1), elements)
+    warps = min(max(block_m * block_d // (32 * elements), 1), 16)
+    tile = {"WHOLE": True, "BLOCK_M": block_m, "BLOCK_D": block_d, "num_warps": warps}
+    return (triton.cdiv(rows, block_m),), tile
+
+
+def norm_weight(packed, exponent, fraction, width, group_size) -> Tensor:
+    """Decode the weights of a norm to (D,) float32 with the kernel."""
+    state = (packed, exponent, fraction, width, group_size)
+    return _decode_weight_triton(*state, torch.float32)[0]
+
+
+def dense_rows(x: Tensor) -> Tensor:
+    """View, or copy, (..., D) as rows whose elements lie side by side."""
+    x = x.reshape(-1, x.shape[-1])
+    return x if x.stride(1) == 1 else x.contiguous()
+
+
+def _rms_norm_triton(x, packed, exponent, fraction, group_size, eps, weight=None):
+    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    if y.numel():
+        x, width = dense_rows(x), x.shape[-1]
+        if weight is None:
+            weight = norm_weight(packed, exponent, fraction, width, group_size)
+        grid, tile = tiling(len(x), width)
+        _rms_norm_kernel[grid](
+            x, x, weight, y, y, len(x), width, eps, x.stride(0), 0, ADD=False, **tile
+        )
+    return y
+
+
+def _add_rms_norm_triton(
+    x, added, packed, exponent, fraction, group_size, eps, weight=None
+) -> tuple[Tensor, Tensor]:
+    width = x.shape[-1]
+    grid, tile = tiling(x.numel() // max(width, 1), width)
+    if not (x.numel() and tile["WHOLE"]):
+        total = (x + added).contiguous()
+        norm = (packed, exponent, fraction, group_size, eps, weight)
+        return total, _rms_norm_triton(total, *norm)
+    total, y = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for _ in range(2))
+    x, added = dense_rows(x), dense_rows(added)
+    if weight is None:
+        weight = norm_weight(packed, exponent, fraction, width, group_size)
+    _rms_norm_kernel[grid](
+        x, added, weight, total, y, len(x), width, eps, x.stride(0), added.stride(0),
+        ADD=True, **tile,
+    )  # fmt: skip
+    return total, y
+
+
+def _rms_norm_backward_triton(grad_y, x, packed, exponent, fraction, group_size, eps):
+    grad_x = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    y = torch.empty_like(grad_x)
+    if y.numel():
+        x, grad_y, width = dense_rows(x), dense_rows(grad_y), x.shape[-1]
+        weight = norm_weight(packed, exponent, fraction, width, group_size)
+        grid, tile = tiling(len(x), width)
+        _rms_norm_backward_kernel[grid](
+            grad_y, x, weight, grad_x, y, len(x), width, eps, grad_y.stride(0), x.stride(0), **tile
+        )
+    return grad_x, y
+
+
+def rms_norm(
+    x: Tensor,
+    packed: Tensor,
+    exponent: Tensor,
+    fraction: Tensor | None,
+    group_size: int,
+    eps: float,
+    weight: Tensor | None = None,
+) -> Tensor:
+    """Normalise the rows of `x` and multiply them by ternary weights.
+
+    Args:
+        x: (..., D) float32 or bfloat16, any strides.
+        packed: (1, row_bytes(D)) uint8.
+        exponent: (1, ceil(D / G)) int8, E in -96..31.
+        fraction: (1, ceil(D / G)) int8, F in 0..127; None stands for zeros.
+        group_size: G.
+        eps: added to the mean square.
+        weight: (D,) float32, contiguous: what `packed` and its scales decode to, where it is at
+            hand already.
+
+    Returns:
+        (..., D) in the dtype of `x`, contiguous; computed in float32 and rounded once.
+
+    Raises:
+        ValueError: a dtype or a shape does not fit.
+    """
+    check_rms_norm(x, packed, exponent, fraction, group_size)
+    check_decoded(weight, x.shape[-1])
+    run = _rms_norm_triton if uses_triton(x) else _rms_norm_torch
+    return run(x, packed, exponent, fraction, group_size, eps, weight)
+
+
+def add_rms_norm(
+    x: Tensor,
+    added: Tensor,
+    packed: Tensor,
+    exponent: Tensor,
+    fraction: Tensor | None,
+    group_size: int,
+    eps: float,
+    weight: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Add to the rows of `x`, and normalise them as `rms_norm` does.
+
+    `added` has the shape and dtype of `x`, and any strides; the rest is what `rms_norm` is given.
+
+    Returns:
+        x + added, rounded, and the norm of that; both like the result of `rms_norm`.
+
+    Raises:
+        ValueError: a dtype or a shape does not fit.
+    """
+    check_rms_norm(x, packed, exponent, fraction, group_size)
+    _check_like(added, x, "added")
+    check_decoded(weight, x.shape[-1])
+    run = _add_rms_norm_triton if uses_triton(x) else _add_rms_norm_torch
+    return run(x, added, packed, exponent, fraction, group_size, eps, weight)
+
+
+def rms_norm_backward(
+    grad_y: Tensor,
+    x: Tensor,
+    packed: Tensor,
+    exponent: Tensor,
+    fraction: Tensor | None,
+    group_size: int,
+    eps: float,
+) -> tuple[Tensor, Tensor]:
+    """Compute the gradient of `rms_norm` with respect to `x`, and its result again.
+
+    `grad_y` has the shape and dtype of `x`, and any strides; the rest is what `rms_norm` was given.
+
+    Returns:
+        grad_x and y, each like the result of `rms_norm`.
+
+    Raises:
+        ValueError: a dtype or a shape does not fit.
+    """
+    check_rms_norm(x, packed, exponent, fraction, group_size)
+    _check_like(grad_y, x, "grad_y")
+    run = _rms_norm_backward_triton if uses_triton(x) else _rms_norm_backward_torch
+    return run(grad_y, x, packed, exponent, fraction, group_size, eps)
+
+
+def check_rms_norm(x, packed, exponent, fraction, group_size) -> None:
+    """Raise ValueError unless these are rows, and weights of their norm."""
+    if x.dtype not in (torch.float32, torch.bfloat16) or x.dim() == 0:
+        raise ValueError(f"need float32 or bfloat16 rows, got {x.dtype} of shape {tuple(x.shape)}")
+    check_norm(packed, exponent, fraction, x.shape[-1], group_size)
+
+
+def check_norm(packed, exponent, fraction, width, group_size) -> None:
+    """Raise ValueError unless the digits are those of one row of `width` weights."""
+    if packed.dim() != 2 or packed.shape[0] != 1:
+        raise ValueError(f"need one packed row, got shape {tuple(packed.shape)}")
+    check_packed(packed, width)
+    check_scales(packed, exponent, fraction, width, group_size)
+
+
+def _check_like(other: Tensor, x: Tensor, name: str) -> None:
+    if other.dtype != x.dtype or other.shape != x.shape:
+        got = f"{other.dtype} {tuple(other.shape)}"
+        raise ValueError(f"need {name} like x, {x.dtype} {tuple(x.shape)}, got {got}")
+
+
+def check_decoded(weight: Tensor | None, width: int) -> None:
+    """Refuse decoded weights that a norm of this width cannot have.
+
+    Raises:
+        ValueError: a dtype or a shape does not fit.
+    """
+    if weight is None:
+        return
+    if weight.dtype != torch.float32 or weight.shape != (width,) or not weight.is_contiguous():
+        got = f"{weight.dtype} of shape {tuple(weight.shape)}"
+        raise ValueError(f"need contiguous float32 weights of shape ({width},), got {got}")
+
+
+def rms_norm_in_its_dtype(x, packed, exponent, fraction, group_size, eps):
+    """Do what torch alone would do, in the dtype of `x`: what bf16 is held to."""
+    weight = decode_weight_torch(packed, exponent, fraction, x.shape[-1], group_size, x.dtype)
+    return torch_rms_norm(x, x.shape[-1:], weight[0], eps)
+
+
+def _cases(device: torch.device, group_size: int) -> Iterator[Case]:
+    generator = torch.Generator().manual_seed(0)
+
+    def case(label, shape, view=lambda x: x, dtype=torch.float32, peer=None, eps=1e-6):
+        x = view((3 * torch.randn(shape, generator=generator)).to(device, dtype))
+        norm = random_packed(1, x.shape[-1], group_size, generator, spread=2)
+        return Case(label, (x, *(digits.to(device) for digits in norm), group_size, eps), peer)
+
+    for rows in (5, 9):
+        # with a small eps the gradient cancels to nothing
+        yield case(f"{rows}x1", (rows, 1), eps=0.1)
+    for rows, width in ((7, 33), (3, 123), (9, 1311), (2, 4096)):
+        yield case(f"{rows}x{width}", (rows, width))
+    # wide rows take the interpreter seconds, and many rows too
+    if device.type == "cuda" or group_size == 6:
+        wide = WHOLE_ROW + 5
+        yield case(f"1x{wide}", (1, wide), eps=0.1)  # which tells
+    if device.type == "cuda" or group_size == 32:
+        yield case("261x5", (261, 5))
+    yield case("2x3x165", (2, 3, 165))
+    yield case("3x165 strided", (6, 331), lambda x: x[1::2, 1::2])
+    yield case("4x40 transposed", (40, 4), lambda x: x.T)
+    yield case("0x40 empty", (0, 40))
+    if device.type == "cuda":  # the interpreter computes wrongly in bf16
+        for shape in ((5, 33), (4096, 768), (2048, 2048), (1025, 5632)):
+            label = f"{shape[0]}x{shape[1]} bf16"
+            yield case(label, shape, dtype=torch.bfloat16, peer=rms_norm_in_its_dtype)
+
+
+def _add_cases(device: torch.device, group_size: int) -> Iterator[Case]:
+    for case in _backward_cases(device, group_size):
+        added, x, *norm = case.inputs
+        yield Case(case.label, (x, added, *norm), add_rms_norm_in_its_dtype if case.peer else None)
+
+
+def add_rms_norm_in_its_dtype(x, added, *norm):
+    """Do what torch alone would do, sum and norm, in the dtype of `x`."""
+    return x + added, rms_norm_in_its_dtype(x + added, *norm)
+
+
+def _backward_cases(device: torch.device, group_size: int) -> Iterator[Case]:
+    generator = torch.Generator().manual_seed(1)
+    for case in _cases(device, group_size):
+        x = case.inputs[0]
+        grad_y = torch.empty_like(x).copy_(torch.randn(x.shape, generator=generator))
+        peer = case.peer and partial(gradient_and_output, case.peer)
+        yield Case(case.label, (grad_y, *case.inputs), peer)
+
+
+def _timings(device: torch.device, group_size: int) -> Iterator[Timing]:
+    x, _, norm, weight = _timed_inputs(device, group_size)
+    peer = partial(torch_rms_norm, x, weight.shape, weight, norm[-1])
+    yield Timing("16384x2048 bf16", (x, *norm), peer=peer)
+
+
+def _add_timings(device: torch.device, group_size: int) -> Iterator[Timing]:
+    x, added, norm, weight = _timed_inputs(device, group_size)
+    x, added = x[:1], added[:1]
+
+    def peer():
+        return torch_rms_norm(x + added, weight.shape, weight, norm[-1])
+
+    run = partial(_add_rms_norm_triton, weight=weight.float())
+    yield Timing("1x2048 bf16", (x, added, *norm), run=run, peer=peer)
+
+
+def _backward_timings(device: torch.device, group_size: int) -> Iterator[Timing]:
+    x, grad_y, norm, weight = _timed_inputs(device, group_size)
+    _, r = torch.ops.aten._fused_rms_norm(x, weight.shape, weight, norm[-1])
+    # what autograd calls for torch's `rms_norm`, for the gradient of x alone
+    inputs = (grad_y, x, weight.shape, r, weight, [True, False])
+    peer = partial(torch.ops.aten._fused_rms_norm_backward, *inputs)
+    yield Timing("16384x2048 bf16", (grad_y, x, *norm), peer=peer)
+
+
+def _timed_inputs(device: torch.device, group_size: int) -> tuple[Tensor, Tensor, tuple, Tensor]:
+    """Draw (x, grad_y, norm, its weight)."""
+    x, grad_y = torch.randn(2, 16384, 2048, device=device, dtype=torch.bfloat16)
+    state = random_packed(1, 2048, group_size, torch.Generator(device), spread=2)
+    return x, grad_y, (*state, group_size, 1e-6), decode_weight(*state, 2048, group_size)[0]
+
+
+_GATE = Gate(
+    exact=False,
+    relative=1e-5,
+    peer_slack=0.1,
+    reason="float32 sums of up to 8197 squares; in bf16 one rounding, as torch has",
+)
+
+RMS_NORM = KernelSpec(
+    "rms_norm", _rms_norm_triton, _rms_norm_torch, rms_norm_reference, _cases, _GATE,
+    uses_scales=True, timings=_timings,
+)  # fmt: skip
+ADD_RMS_NORM = KernelSpec(
+    "add_rms_norm", _add_rms_norm_triton, _add_rms_norm_torch, add_rms_norm_reference, _add_cases,
+    _GATE, uses_scales=True, timings=_add_timings,
+)  # fmt: skip
+RMS_NORM_BACKWARD = KernelSpec(
+    "rms_norm_backward", _rms_norm_backward_triton, _rms_norm_backward_torch,
+    rms_norm_backward_reference, _backward_cases, _GATE, uses_scales=True,
+    timings=_backward_timings,
+)  # fmt: skip

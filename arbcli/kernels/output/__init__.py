@@ -1,0 +1,1 @@
+"""The loss, and the choice of the next byte."""

@@ -1,0 +1,213 @@
+"""Choose the next byte of a text: the largest of logit / temperature + Gumbel noise, of those kept.
+
+Byte i is kept if fewer than `top_k` bytes are likelier, and if these have less than `top_p`
+together; of equals the smaller is the likelier. That is found by comparing all pairs, not by
+sorting and summing in order. The noise is -ln(-ln(u)), u = (w + 1/2) / 2**23, w the upper 23 bits
+of a random word of (key, position, i): so the choice follows the softmax, and the seed decides it.
+Source: E. J. Gumbel, "Statistical Theory of Extreme Values and Some Practical Applications", 1954.
+"""
+
+import math
+from collections.abc import Iterator
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from arbcli.kernels.runtime._triton import tl, triton
+from arbcli.kernels.runtime.backend import uses_triton
+from arbcli.kernels.runtime.overlap import overlap_options, wait_for_last
+from arbcli.kernels.runtime.spec import EXACT, Case, KernelSpec, Timing
+from arbcli.kernels.update.random_bits import GOLDEN, mix_reference, random_bits, random_words
+
+MAX_SYMBOLS = 256
+"""Every byte; one program holds all logits."""
+
+
+def choose_byte_reference(
+    byte: Tensor,
+    text: Tensor,
+    logits: Tensor,
+    position: Tensor,
+    key: Tensor,
+    temperature: float,
+    top_k: int,
+    top_p: float,
+) -> tuple[Tensor, Tensor]:
+    """Compute what `choose_byte_` must leave in `byte` and `text`: Python floats, one by one."""
+    logit, place = logits.tolist(), int(position)
+    order = sorted(range(len(logit)), key=lambda i: (-logit[i], i))
+    choice = order[0]
+    if temperature > 0:
+        score = {i: (logit[i] - logit[order[0]]) / temperature for i in order[:top_k]}
+        total, before, noisy = sum(map(math.exp, score.values())), 0.0, {}
+        for i in score:
+            if before >= top_p * total and top_p < 1:
+                break
+            word = mix_reference(i * GOLDEN % 2**32 ^ mix_reference((place ^ int(key)) % 2**32))
+            noisy[i] = score[i] - math.log(-math.log(((word >> 9) + 0.5) / 2**23))
+            before += math.exp(score[i])
+        choice = max(noisy, key=noisy.__getitem__)
+    byte, text = torch.full_like(byte, choice), text.clone()
+    text[place] = choice
+    return byte, text
+
+
+def _choose_byte_torch(byte, text, logits, position, key, temperature, top_k, top_p):
+    logits = logits.float()
+    if temperature == 0:
+        choice = logits.argmax()
+    else:
+        score = (logits - logits.max()) / temperature
+        index = torch.arange(len(score), dtype=torch.int32, device=score.device)
+        tied = (score == score[:, None]) & (index < index[:, None])
+        likelier = (score > score[:, None]) | tied  # [i, j]: whether j is likelier than i
+        kept = likelier.sum(1) < top_k
+        if top_p < 1:
+            share = torch.where(kept, score, -torch.inf).softmax(0)
+            kept &= (likelier * share).sum(1) < top_p
+        word = random_bits(key, position[None], index)[0] >> 9 & 0x7FFFFF
+        noise = -(-((word + 0.5) * 2.0**-23).log()).log()
+        choice = torch.where(kept, score + noise, -torch.inf).argmax()
+    byte.copy_(choice)
+    text.index_copy_(0, position.long()[None], choice.to(torch.uint8)[None])
+
+
+@triton.jit
+def _choose_byte_kernel(
+    byte_ptr, text_ptr, logits_ptr, position_ptr, key_ptr,
+    temperature, top_k, top_p, V,
+    GREEDY: tl.constexpr, KEEP_ALL: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_J: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):  # fmt: skip
+    wait_for_last(OVERLAP)
+    position, symbol = tl.load(position_ptr), tl.arange(0, BLOCK_V)
+    kept = symbol < V
+    score = tl.load(logits_ptr + symbol, mask=kept, other=float("-inf")).to(tl.float32)
+    if not GREEDY:
+        peak = tl.max(score)
+        score = (score - peak) / temperature
+        if not KEEP_ALL:
+            rank = tl.zeros((BLOCK_V,), dtype=tl.int32)
+            before = tl.zeros((BLOCK_V,), dtype=tl.float32)
+            for start in range(0, V, BLOCK_J):
+                rival = start + tl.arange(0, BLOCK_J)[None, :]
+                other = tl.load(logits_ptr + rival, mask=rival < V, other=float("-inf"))
+                other = (other.to(tl.float32) - peak) / temperature
+                tied = (other == score[:, None]) & (rival < symbol[:, None])
+                likelier = (other > score[:, None]) | tied  # [BLOCK_V, BLOCK_J]
+                rank += tl.sum(likelier.to(tl.int32), axis=1)
+                before += tl.sum(tl.where(likelier, tl.exp(other), 0), axis=1)
+            kept &= rank < top_k
+            total = tl.sum(tl.where(kept, tl.exp(score), 0))
+            kept &= (before < top_p * total) | (top_p >= 1)
+        word = random_words(tl.load(key_ptr), position, symbol)
+        uniform = ((word >> 9).to(tl.float32) + 0.5) * 1.1920928955078125e-07  # 2**-23
+        score = tl.where(kept, score - tl.log(-tl.log(uniform)), float("-inf"))
+    choice = tl.argmax(score, axis=0)
+    tl.store(byte_ptr, choice.to(tl.int64))
+    tl.store(text_ptr + position, choice.to(tl.uint8))
+
+
+def _choose_byte_triton(byte, text, logits, position, key, temperature, top_k, top_p):
+    symbols = len(logits)
+    _choose_byte_kernel[(1,)](
+        byte, text, logits, position, key, float(temperature), top_k, float(top_p), symbols,
+        GREEDY=temperature == 0, KEEP_ALL=top_k >= symbols and top_p >= 1,
+        BLOCK_V=triton.next_power_of_2(symbols), BLOCK_J=32, num_warps=8,
+        **overlap_options(logits),
+    )  # fmt: skip
+
+
+def choose_byte_(
+    byte: Tensor,
+    text: Tensor,
+    logits: Tensor,
+    position: Tensor,
+    key: Tensor,
+    temperature: float,
+    top_k: int,
+    top_p: float,
+) -> None:
+    """Choose the byte at `position` of `text` by its logits, in place.
+
+    Args:
+        byte: int64 of one element, set to the byte, for whoever reads it next.
+        text: (P,) uint8, contiguous; its element `position` is set to the byte.
+        logits: (V,) float32 or bfloat16, contiguous, V at most 256; finite, or -inf.
+        position: int32 scalar tensor below P. It is read on the device.
+        key: int32 scalar tensor, of the random stream.
+        temperature: divides the logits; 0 takes the largest.
+        top_k: how many of the likeliest are kept, at least 1.
+        top_p: of these the fewest that have this share together are kept; above 0, 1 for all.
+
+    Raises:
+        ValueError: a dtype or a shape does not fit.
+    """
+    _check(byte, text, logits, position, key)
+    run = _choose_byte_triton if uses_triton(logits) else _choose_byte_torch
+    run(byte, text, logits, position, key, temperature, top_k, top_p)
+
+
+def _check(byte, text, logits, position, key):
+    if logits.dtype not in (torch.float32, torch.bfloat16) or logits.dim() != 1:
+        got = f"{logits.dtype} of shape {tuple(logits.shape)}"
+        raise ValueError(f"need float32 or bfloat16 of shape (V,), got {got}")
+    if not 1 <= len(logits) <= MAX_SYMBOLS or not logits.is_contiguous():
+        raise ValueError(f"need 1 to {MAX_SYMBOLS} contiguous logits, got {tuple(logits.shape)}")
+    if text.dtype != torch.uint8 or text.dim() != 1 or not text.is_contiguous():
+        raise ValueError(f"text {text.dtype} {tuple(text.shape)} does not fit")
+    for name, value, dtype in (
+        ("byte", byte, torch.int64), ("position", position, torch.int32), ("key", key, torch.int32)
+    ):  # fmt: skip
+        if value.dtype != dtype or value.numel() != 1:
+            raise ValueError(f"{name} {value.dtype} {tuple(value.shape)} does not fit")
+
+
+CHOICES = ((0.0, 256, 1.0), (1.0, 256, 1.0), (0.7, 5, 1.0), (1.3, 256, 0.5), (4.0, 6, 0.3),
+           (1.0, 1, 1.0), (1.0, 256, 1e-6))  # fmt: skip
+"""(temperature, top_k, top_p)."""
+
+
+def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
+    generator = torch.Generator().manual_seed(0)
+    random = 3 * torch.randn(256, generator=generator)
+    kinds = {"random": random, "33 symbols": random[:33], "one": random[:1],
+             "all equal": torch.zeros(256), "some equal": random.round(),
+             "some excluded": torch.where(random > 0, random, -torch.inf)}  # fmt: skip
+    if device.type == "cuda":  # the interpreter computes wrongly in bf16
+        kinds["bf16"] = random.bfloat16()
+    place = {"dtype": torch.int32, "device": device}
+    for number, (kind, logits) in enumerate(kinds.items()):
+        for choice in CHOICES:
+            byte, text = torch.full((1, 1), 300), torch.arange(9, dtype=torch.uint8)
+            position = torch.tensor(number, **place)
+            key = torch.tensor(-(7**number) - int(100 * choice[0]), **place)
+            tensors = (part.to(device) for part in (byte, text, logits))
+            yield Case(f"{kind}, {choice}", (*tensors, position, key, *choice))
+
+
+def _with_state(run):
+    """Wrap an implementation so that it returns what it changed."""
+
+    def with_state(byte, text, *inputs):
+        run(byte, text, *inputs)
+        return byte, text
+
+    return with_state
+
+
+def _timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
+    byte = torch.zeros(1, 1, dtype=torch.int64, device=device)
+    text = torch.zeros(9, dtype=torch.uint8, device=device)
+    logits = torch.randn(256, device=device)
+    position, key = torch.zeros(2, dtype=torch.int32, device=device).unbind()
+    inputs = (byte, text, logits, position, key, 0.8, 40, 0.95)
+    peer = partial(_with_state(_choose_byte_torch), *inputs)
+    yield Timing("256 logits", inputs, peer=peer, peer_name="torch, step by step")
+
+
+CHOOSE_BYTE = KernelSpec(
+    "choose_byte", _with_state(_choose_byte_triton), _with_state(_choose_byte_torch),
+    choose_byte_reference, _cases, EXACT, timings=_timings,
+)  # fmt: skip

@@ -1,0 +1,229 @@
+"""Cross-entropy of logits, a row at a time: loss[m] = logsumexp(x[m]) - x[m, target[m]], in nats.
+
+Its backward is softmax(x[m]) minus one at the target, times the gradient of the row's loss; it is
+computed from the logits again, and no probability is kept.
+"""
+
+from collections.abc import Iterator
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from arbcli.kernels.runtime._triton import tl, triton
+from arbcli.kernels.runtime.backend import row_chunks, uses_triton
+from arbcli.kernels.runtime.spec import Case, Gate, KernelSpec, Timing
+
+
+def cross_entropy_reference(logits: Tensor, targets: Tensor) -> Tensor:
+    """Compute what `cross_entropy` must return, in float64."""
+    logits = logits.to(torch.float64)
+    highest = logits.amax(dim=1, keepdim=True)
+    total = torch.exp(logits - highest).sum(dim=1)
+    return total.log() + highest[:, 0] - logits.gather(1, targets[:, None])[:, 0]
+
+
+def cross_entropy_backward_reference(logits: Tensor, targets: Tensor, scale: Tensor) -> Tensor:
+    """Compute what `cross_entropy_backward` must return, in float64."""
+    logits = logits.to(torch.float64)
+    shares = torch.exp(logits - logits.amax(dim=1, keepdim=True))
+    shares /= shares.sum(dim=1, keepdim=True)
+    here = torch.arange(logits.shape[1], device=logits.device) == targets[:, None]
+    return (shares - here.double()) * scale.double()
+
+
+def _cross_entropy_torch(logits, targets):
+    loss = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
+    for rows in row_chunks(logits):
+        part = functional.cross_entropy(logits[rows].float(), targets[rows], reduction="none")
+        loss[rows] = part
+    return loss
+
+
+def _cross_entropy_backward_torch(logits, targets, scale):
+    grad = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
+    for rows in row_chunks(logits):
+        shares = torch.softmax(logits[rows].float(), dim=1)
+        less = torch.full_like(shares[:, :1], -1.0)
+        grad[rows] = shares.scatter_add_(1, targets[rows, None], less).mul_(scale)
+    return grad
+
+
+@triton.jit
+def _softmax_parts(logits_ptr, offs_m, offs_v, mask, stride_m, stride_v):
+    """Load rows of logits, less the highest of each, and the exponentials' sum."""
+    ptrs = logits_ptr + offs_m * stride_m + offs_v[None, :] * stride_v
+    x = tl.load(ptrs, mask=mask, other=float("-inf")).to(tl.float32)
+    x -= tl.max(x, axis=1)[:, None]
+    return x, tl.sum(tl.exp(x), axis=1)
+
+
+@triton.jit
+def _cross_entropy_kernel(
+    logits_ptr, targets_ptr, loss_ptr,
+    M, V,
+    stride_m, stride_v, stride_t,
+    BLOCK_M: tl.constexpr, BLOCK_V: tl.constexpr,
+):  # fmt: skip
+    offs_m = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    offs_v = tl.arange(0, BLOCK_V)
+    inside = offs_m < M
+    row = tl.minimum(offs_m, M - 1)[:, None]  # a row beyond the end reads the last, and is not kept
+    x, total = _softmax_parts(logits_ptr, row, offs_v, (offs_v < V)[None, :], stride_m, stride_v)
+    target = tl.load(targets_ptr + offs_m * stride_t, mask=inside, other=0)
+    of_target = tl.sum(tl.where(offs_v[None, :] == target[:, None], x, 0.0), axis=1)
+    tl.store(loss_ptr + offs_m, tl.log(total) - of_target, mask=inside)
+
+
+@triton.jit
+def _cross_entropy_backward_kernel(
+    logits_ptr, targets_ptr, scale_ptr, grad_ptr,
+    M, V,
+    stride_m, stride_v, stride_t,
+    BLOCK_M: tl.constexpr, BLOCK_V: tl.constexpr,
+):  # fmt: skip
+    offs_m = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    offs_v = tl.arange(0, BLOCK_V)
+    inside = offs_m < M
+    row = tl.minimum(offs_m, M - 1)[:, None]
+    x, total = _softmax_parts(logits_ptr, row, offs_v, (offs_v < V)[None, :], stride_m, stride_v)
+    target = tl.load(targets_ptr + offs_m * stride_t, mask=inside, other=0)
+    here = (offs_v[None, :] == target[:, None]).to(tl.float32)
+    grad = (tl.exp(x) / total[:, None] - here) * tl.load(scale_ptr)
+    grad_ptrs = grad_ptr + offs_m[:, None] * V + offs_v[None, :]
+    mask = inside[:, None] & (offs_v < V)[None, :]
+    tl.store(grad_ptrs, grad.to(grad_ptr.dtype.element_ty), mask=mask)
+
+
+def _tile(rows: int, classes: int) -> tuple[tuple[int], dict[str, int]]:
+    block_v = triton.next_power_of_2(classes)
+    block_m = max(1, 2048 // block_v)
+    return (triton.cdiv(rows, block_m),), {"BLOCK_M": block_m, "BLOCK_V": block_v}
+
+
+def _cross_entropy_triton(logits, targets):
+    loss = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
+    if len(logits):
+        grid, tile = _tile(*logits.shape)
+        _cross_entropy_kernel[grid](
+            logits, targets, loss, *logits.shape, *logits.stride(), *targets.stride(), **tile
+        )
+    return loss
+
+
+def _cross_entropy_backward_triton(logits, targets, scale):
+    grad = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
+    if len(logits):
+        grid, tile = _tile(*logits.shape)
+        _cross_entropy_backward_kernel[grid](
+            logits, targets, scale, grad, *logits.shape, *logits.stride(), *targets.stride(), **tile
+        )
+    return grad
+
+
+def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
+    """Compute the loss of every row, in nats.
+
+    Args:
+        logits: (M, V) float32 or bfloat16, V at most 4096, any strides.
+        targets: (M,) int64 in 0..V-1.
+
+    Returns:
+        (M,) float32.
+
+    Raises:
+        ValueError: a dtype or a shape does not fit.
+    """
+    _check(logits, targets)
+    run = _cross_entropy_triton if uses_triton(logits) else _cross_entropy_torch
+    return run(logits, targets)
+
+
+def cross_entropy_backward(logits: Tensor, targets: Tensor, scale: Tensor) -> Tensor:
+    """Compute the gradient of `scale` times the sum of all losses.
+
+    Args:
+        logits: what `cross_entropy` was given.
+        targets: what it was given.
+        scale: float32 scalar tensor.
+
+    Returns:
+        (M, V) in the dtype of `logits`, contiguous.
+
+    Raises:
+        ValueError: a dtype or a shape does not fit.
+    """
+    _check(logits, targets)
+    if scale.dtype != torch.float32 or scale.dim():
+        raise ValueError(f"need a float32 scalar, got {scale.dtype} {tuple(scale.shape)}")
+    run = _cross_entropy_backward_triton if uses_triton(logits) else _cross_entropy_backward_torch
+    return run(logits, targets, scale)
+
+
+def _check(logits, targets):
+    got = f"{logits.dtype} of shape {tuple(logits.shape)}"
+    if logits.dtype not in (torch.float32, torch.bfloat16) or logits.dim() != 2:
+        raise ValueError(f"need a float32 or bfloat16 matrix, got {got}")
+    if not 0 < logits.shape[1] <= 4096:
+        raise ValueError(f"need 1 to 4096 classes, got {got}")
+    if targets.dtype != torch.int64 or targets.shape != logits.shape[:1]:
+        raise ValueError(f"targets {targets.dtype} {tuple(targets.shape)} do not fit {got}")
+
+
+def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
+    generator = torch.Generator().manual_seed(0)
+    for rows, classes in ((1, 2), (3, 33), (17, 256), (9, 300), (0, 256)):
+        logits = 5 * torch.randn(rows, classes, generator=generator).to(device)
+        targets = torch.randint(classes, (rows,), generator=generator).to(device)
+        yield Case(f"{rows}x{classes}", (logits, targets))
+    logits = torch.randn(40, 33, generator=generator).to(device)
+    targets = torch.randint(20, (66,), generator=generator).to(device)
+    yield Case("33x20 strided", (logits.T[:, ::2], targets[::2]))
+    yield Case("33x20 large", (300 * logits.T[:, ::2], targets[::2]))
+    if device.type == "cuda":  # the interpreter computes wrongly in bf16
+        logits = torch.randn(1000, 256, generator=generator).to(device, torch.bfloat16)
+        targets = torch.randint(256, (1000,), generator=generator).to(device)
+        yield Case("1000x256 bf16", (logits, targets))
+
+
+def _backward_cases(device: torch.device, group_size: int) -> Iterator[Case]:
+    scale = torch.tensor(0.37, device=device)
+    for case in _cases(device, group_size):
+        peer = rounded_cross_entropy if case.inputs[0].dtype == torch.bfloat16 else None
+        yield Case(case.label, (*case.inputs, scale), peer)
+
+
+def rounded_cross_entropy(logits, *rest):
+    """Round the reference of `cross_entropy_backward`, and nothing before it."""
+    return cross_entropy_backward_reference(logits, *rest).to(logits.dtype)
+
+
+def _timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
+    logits = torch.randn(16384, 256, device=device, dtype=torch.bfloat16)
+    targets = torch.randint(256, (16384,), device=device)
+    peer = partial(functional.cross_entropy, logits, targets, reduction="none")
+    yield Timing("16384x256 bf16", (logits, targets), peer=peer)
+
+
+def _backward_timings(device: torch.device, group_size: int) -> Iterator[Timing]:
+    (timing,) = _timings(device, group_size)
+    yield Timing(timing.label, (*timing.inputs, torch.tensor(1.0, device=device)))
+
+
+_GATE = Gate(
+    exact=False,
+    relative=1e-5,
+    peer_slack=0.1,
+    reason="float32 sums of at most 300 exponentials; in bf16 no worse than one rounding",
+)
+
+CROSS_ENTROPY = KernelSpec(
+    "cross_entropy", _cross_entropy_triton, _cross_entropy_torch, cross_entropy_reference, _cases,
+    _GATE, timings=_timings,
+)  # fmt: skip
+CROSS_ENTROPY_BACKWARD = KernelSpec(
+    "cross_entropy_backward", _cross_entropy_backward_triton, _cross_entropy_backward_torch,
+    cross_entropy_backward_reference, _backward_cases, _GATE,
+    timings=_backward_timings,
+)  # fmt: skip

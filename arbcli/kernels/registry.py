@@ -1,0 +1,81 @@
+"""Every kernel there is, by its spec: what `arb verify-kernels`, tests and timings go through."""
+
+from arbcli.kernels.attention.decode_attention import DECODE_ATTENTION
+from arbcli.kernels.attention.rotary_norm import ROTARY_NORM, ROTARY_NORM_BACKWARD
+from arbcli.kernels.codec.decode_e4m3 import DECODE_E4M3
+from arbcli.kernels.codec.decode_weight import DECODE_WEIGHT
+from arbcli.kernels.codec.packing import PACK_TRITS, UNPACK_TRITS
+from arbcli.kernels.matmul.arranged_matmul import ARRANGED_MATMUL
+from arbcli.kernels.matmul.fp8_matmul import FP8_MATMUL
+from arbcli.kernels.matmul.grouped_matmul import GROUPED_GRAD_W, GROUPED_MATMUL
+from arbcli.kernels.matmul.quantise_rows import QUANTISE_ROWS
+from arbcli.kernels.matmul.ternary_matmul import TERNARY_MATMUL, TERNARY_MATMUL_GRAD_X
+from arbcli.kernels.norm.gated_rms_norm import GATED_RMS_NORM, GATED_RMS_NORM_BACKWARD
+from arbcli.kernels.norm.norm_e4m3 import GATED_RMS_NORM_E4M3, RMS_NORM_E4M3
+from arbcli.kernels.norm.rms_norm import ADD_RMS_NORM, RMS_NORM, RMS_NORM_BACKWARD
+from arbcli.kernels.output.choose_byte import CHOOSE_BYTE
+from arbcli.kernels.output.cross_entropy import CROSS_ENTROPY, CROSS_ENTROPY_BACKWARD
+from arbcli.kernels.rows.expert_combine import EXPERT_COMBINE, EXPERT_COMBINE_BACKWARD
+from arbcli.kernels.rows.table_rows import GATHER_ROWS, SCATTER_ROWS
+from arbcli.kernels.rows.ternary_embedding import EMBEDDING_GRAD, EMBEDDING_ROWS
+from arbcli.kernels.rows.weighted_rows import (
+    WEIGHTED_ROWS,
+    WEIGHTED_ROWS_GRAD,
+    WEIGHTED_ROWS_GRAD_WEIGHTS,
+)
+from arbcli.kernels.runtime.spec import KernelSpec
+from arbcli.kernels.update.blend_moment import BLEND_MOMENT
+from arbcli.kernels.update.cast_votes import CAST_SCALE_VOTES, CAST_TRIT_VOTES
+from arbcli.kernels.update.gradient_gains import GRADIENT_GAINS
+from arbcli.kernels.update.gradient_statistics import GRADIENT_STATISTICS
+from arbcli.kernels.update.newton_schulz import GRAM, GRAM_POLYNOMIAL
+from arbcli.kernels.update.step_scales import STEP_SCALES
+from arbcli.kernels.update.step_trits import STEP_BY_DIRECTION, STEP_BY_MOMENT
+from arbcli.kernels.update.unit_gain import UNIT_GAIN
+
+KERNELS: tuple[KernelSpec, ...] = (
+    PACK_TRITS,
+    UNPACK_TRITS,
+    DECODE_WEIGHT,
+    DECODE_E4M3,
+    QUANTISE_ROWS,
+    FP8_MATMUL,
+    TERNARY_MATMUL,
+    TERNARY_MATMUL_GRAD_X,
+    ARRANGED_MATMUL,
+    GROUPED_MATMUL,
+    GROUPED_GRAD_W,
+    EXPERT_COMBINE,
+    EXPERT_COMBINE_BACKWARD,
+    RMS_NORM,
+    ADD_RMS_NORM,
+    RMS_NORM_BACKWARD,
+    GATED_RMS_NORM,
+    GATED_RMS_NORM_BACKWARD,
+    RMS_NORM_E4M3,
+    GATED_RMS_NORM_E4M3,
+    ROTARY_NORM,
+    ROTARY_NORM_BACKWARD,
+    DECODE_ATTENTION,
+    CHOOSE_BYTE,
+    CROSS_ENTROPY,
+    CROSS_ENTROPY_BACKWARD,
+    EMBEDDING_ROWS,
+    EMBEDDING_GRAD,
+    WEIGHTED_ROWS,
+    WEIGHTED_ROWS_GRAD_WEIGHTS,
+    WEIGHTED_ROWS_GRAD,
+    GATHER_ROWS,
+    SCATTER_ROWS,
+    GRADIENT_STATISTICS,
+    GRADIENT_GAINS,
+    UNIT_GAIN,
+    GRAM,
+    GRAM_POLYNOMIAL,
+    STEP_SCALES,
+    BLEND_MOMENT,
+    STEP_BY_MOMENT,
+    STEP_BY_DIRECTION,
+    CAST_TRIT_VOTES,
+    CAST_SCALE_VOTES,
+)

@@ -1,0 +1,1 @@
+"""Rows looked up, weighted, gathered and scattered."""

@@ -1,0 +1,313 @@
+"""Add up what a token's experts made of it: y[m] = sum over j of gates[m, j] * values[p[m, j]].
+
+The values lie sorted by expert, and the positions p say where those of each token are. The backward
+reads them once more: the gradient of a gate is their product with the gradient of the sum.
+
+Without gates the sum is also the backward of the dispatch, which hands every slot a copy of its
+token.
+"""
+
+from collections.abc import Iterator
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from arbcli.kernels.runtime._triton import tl, triton
+from arbcli.kernels.runtime.backend import uses_triton
+from arbcli.kernels.runtime.spec import Case, Gate, KernelSpec, Timing
+
+MOST_SLOTS = 16
+"""Of a token: a program loads from all of them at once."""
+
+
+def expert_combine_reference(values: Tensor, positions: Tensor, gates: Tensor | None) -> Tensor:
+    """Compute what `expert_combine` must return, one slot at a time in float64."""
+    y = torch.zeros(len(positions), values.shape[1], dtype=torch.float64, device=values.device)
+    for m, row in enumerate(positions.tolist()):
+        for j, slot in enumerate(row):
+            y[m] += values[slot].double() * (1 if gates is None else gates[m, j].double())
+    return y
+
+
+def expert_combine_backward_reference(
+    grad_y: Tensor, values: Tensor, positions: Tensor, gates: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Compute what `expert_combine_backward` must return, one slot at a time in float64."""
+    grad_values = torch.zeros(values.shape, dtype=torch.float64, device=values.device)
+    grad_gates = torch.zeros(positions.shape, dtype=torch.float64, device=values.device)
+    for m, row in enumerate(positions.tolist()):
+        for j, slot in enumerate(row):
+            gate = 1 if gates is None else gates[m, j].double()
+            grad_values[slot] = grad_y[m].double() * gate
+            grad_gates[m, j] = (grad_y[m].double() * values[slot].double()).sum()
+    return grad_values, grad_gates
+
+
+def _expert_combine_torch(values, positions, gates):
+    y = torch.zeros(len(positions), values.shape[1], dtype=torch.float32, device=values.device)
+    for j in range(positions.shape[1]):
+        part = values[positions[:, j]].float()
+        y += part if gates is None else part * gates[:, j, None]
+    return y.to(values.dtype)
+
+
+def _expert_combine_backward_torch(grad_y, values, positions, gates):
+    grad_values = torch.zeros(values.shape, dtype=values.dtype, device=values.device)
+    grad_gates = torch.empty(positions.shape, dtype=torch.float32, device=values.device)
+    grad_y = grad_y.float()
+    for j, slots in enumerate(positions.T):
+        grad = grad_y if gates is None else grad_y * gates[:, j, None]
+        grad_values[slots] = grad.to(values.dtype)
+        grad_gates[:, j] = (grad_y * values[slots].float()).sum(dim=1)
+    return grad_values, grad_gates
+
+
+@triton.jit
+def _expert_combine_kernel(
+    values_ptr, positions_ptr, gates_ptr, y_ptr,
+    M, S, D,
+    stride_vs, stride_vd, stride_pm, stride_pj, stride_gm, stride_gj,
+    SLOTS: tl.constexpr, HAS_GATES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    offs_m = (tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M))[:, None]
+    offs_d = (tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)).to(tl.int64)[None, :]
+    mask_m, mask_d = offs_m < M, offs_d < D
+    total = tl.zeros((BLOCK_M, BLOCK_D), dtype=tl.float32)
+    for j in tl.static_range(SLOTS):
+        slot = tl.load(positions_ptr + offs_m * stride_pm + j * stride_pj, mask=mask_m, other=0)
+        inside = (slot >= 0) & (slot < S)
+        value_ptrs = values_ptr + slot * stride_vs + offs_d * stride_vd
+        value = tl.load(value_ptrs, mask=inside & mask_d, other=float("nan")).to(tl.float32)
+        if HAS_GATES:
+            gate_ptrs = gates_ptr + offs_m * stride_gm + j * stride_gj
+            value *= tl.load(gate_ptrs, mask=mask_m, other=0)
+        total += value
+    y_ptrs = y_ptr + offs_m * D + offs_d
+    tl.store(y_ptrs, total.to(y_ptr.dtype.element_ty), mask=mask_m & mask_d)
+
+
+@triton.jit
+def _expert_combine_backward_kernel(
+    grad_y_ptr, values_ptr, positions_ptr, gates_ptr, grad_values_ptr, grad_gates_ptr,
+    S, D,
+    stride_ym, stride_yd, stride_vs, stride_vd, stride_pm, stride_pj, stride_gm, stride_gj,
+    SLOTS: tl.constexpr, HAS_GATES: tl.constexpr, BLOCK_J: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    m = tl.program_id(0).to(tl.int64)
+    offs_j = tl.arange(0, BLOCK_J)
+    mask_j = offs_j < SLOTS
+    slot = tl.load(positions_ptr + m * stride_pm + offs_j * stride_pj, mask=mask_j, other=-1)
+    inside = ((slot >= 0) & (slot < S))[:, None]
+    gate = tl.full((BLOCK_J,), 1.0, dtype=tl.float32)
+    if HAS_GATES:
+        gate = tl.load(gates_ptr + m * stride_gm + offs_j * stride_gj, mask=mask_j, other=0)
+    products = tl.zeros((BLOCK_J, BLOCK_D), dtype=tl.float32)
+    for start in range(0, D, BLOCK_D):
+        offs_d = (start + tl.arange(0, BLOCK_D)).to(tl.int64)[None, :]
+        mask = inside & (offs_d < D)
+        grad_y_ptrs = grad_y_ptr + m * stride_ym + offs_d * stride_yd
+        grad_y = tl.load(grad_y_ptrs, mask=offs_d < D, other=0).to(tl.float32)  # [1, BLOCK_D]
+        value_ptrs = values_ptr + slot[:, None] * stride_vs + offs_d * stride_vd
+        products += grad_y * tl.load(value_ptrs, mask=mask, other=0).to(tl.float32)
+        grad = (gate[:, None] * grad_y).to(grad_values_ptr.dtype.element_ty)
+        tl.store(grad_values_ptr + slot[:, None] * D + offs_d, grad, mask=mask)
+    tl.store(grad_gates_ptr + m * SLOTS + offs_j, tl.sum(products, axis=1), mask=mask_j)
+
+
+def _expert_combine_triton(values, positions, gates):
+    (tokens, slots), width = positions.shape, values.shape[1]
+    y = torch.empty(tokens, width, dtype=values.dtype, device=values.device)
+    if y.numel():
+        weights = positions if gates is None else gates
+        _expert_combine_kernel[(triton.cdiv(tokens, 4), triton.cdiv(width, 256))](
+            values, positions, weights, y, tokens, *values.shape,
+            *values.stride(), *positions.stride(), *weights.stride(),
+            SLOTS=slots, HAS_GATES=gates is not None, BLOCK_M=4, BLOCK_D=256,
+        )  # fmt: skip
+    return y
+
+
+def _expert_combine_backward_triton(grad_y, values, positions, gates):
+    tokens, slots = positions.shape
+    # rows that are no token's have no gradient; where there are none, all is written
+    make = torch.empty if len(values) == tokens * slots else torch.zeros
+    grad_values = make(values.shape, dtype=values.dtype, device=values.device)
+    grad_gates = torch.empty(positions.shape, dtype=torch.float32, device=values.device)
+    if tokens:
+        weights, block_j = positions if gates is None else gates, triton.next_power_of_2(slots)
+        _expert_combine_backward_kernel[(tokens,)](
+            grad_y, values, positions, weights, grad_values, grad_gates, *values.shape,
+            *grad_y.stride(), *values.stride(), *positions.stride(), *weights.stride(),
+            SLOTS=slots, HAS_GATES=gates is not None,
+            BLOCK_J=block_j, BLOCK_D=min(512, 2048 // block_j),
+        )  # fmt: skip
+    return grad_values, grad_gates
+
+
+def expert_combine(values: Tensor, positions: Tensor, gates: Tensor | None) -> Tensor:
+    """Sum the slots of every token.
+
+    y[m] = sum over j of gates[m, j] * values[positions[m, j]]
+
+    Args:
+        values: (S, D) float32 or bfloat16, any strides.
+        positions: (M, k) int64 in 0..S-1, k from 1 to 16, no slot twice. One outside is an
+            IndexError of the torch backend on a CPU, and a row of NaN in the kernel.
+        gates: (M, k) float32; None stands for ones.
+
+    Returns:
+        (M, D) in the dtype of `values`; summed in float32, in the order of j.
+
+    Raises:
+        ValueError: a dtype or a shape does not fit.
+    """
+    _check(values, positions, gates)
+    run = _expert_combine_triton if uses_triton(values) else _expert_combine_torch
+    return run(values, positions, gates)
+
+
+def expert_combine_backward(
+    grad_y: Tensor, values: Tensor, positions: Tensor, gates: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Propagate a gradient back through `expert_combine`, in one pass.
+
+    grad_values[positions[m, j]] = gates[m, j] * grad_y[m]
+    grad_gates[m, j] = sum over d of grad_y[m, d] * values[positions[m, j], d]
+
+    Args:
+        grad_y: (M, D) in the dtype of `values`, any strides.
+        values: what `expert_combine` was given.
+        positions: what it was given. The kernel leaves slots outside alone.
+        gates: what it was given.
+
+    Returns:
+        Gradients of `values`, like them, zero in rows that are no token's, and of `gates`, float32;
+        the latter without gates too.
+
+    Raises:
+        ValueError: a dtype or a shape does not fit.
+    """
+    _check(values, positions, gates)
+    shape = (len(positions), values.shape[1])
+    if grad_y.dtype != values.dtype or tuple(grad_y.shape) != shape:
+        got = f"{grad_y.dtype} {tuple(grad_y.shape)}"
+        raise ValueError(f"need a gradient of {values.dtype} {shape}, got {got}")
+    run = _expert_combine_backward_torch
+    if uses_triton(values):
+        run = _expert_combine_backward_triton
+    return run(grad_y, values, positions, gates)
+
+
+def _check(values, positions, gates):
+    if values.dtype not in (torch.float32, torch.bfloat16) or values.dim() != 2:
+        got = f"{values.dtype} of shape {tuple(values.shape)}"
+        raise ValueError(f"need a float32 or bfloat16 matrix, got {got}")
+    got = f"{positions.dtype} {tuple(positions.shape)}"
+    if positions.dtype != torch.int64 or positions.dim() != 2:
+        raise ValueError(f"need a matrix of int64 positions, got {got}")
+    if not 1 <= positions.shape[1] <= MOST_SLOTS:
+        raise ValueError(f"need 1 to {MOST_SLOTS} slots a token, got {got}")
+    if positions.numel() > len(values):
+        raise ValueError(f"{len(values)} slots do not fill positions of shape {got}")
+    if gates is not None and (gates.dtype != torch.float32 or gates.shape != positions.shape):
+        got = f"{gates.dtype} {tuple(gates.shape)}"
+        raise ValueError(f"need float32 gates of shape {tuple(positions.shape)}, got {got}")
+
+
+def _draw(device: torch.device) -> Iterator[tuple[str, tuple, Tensor]]:
+    """Draw (label, inputs of `expert_combine`, gradient of its result)."""
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator).to(device)
+
+    def places(tokens: int, slots: int, spare: int = 0) -> Tensor:
+        order = torch.randperm(tokens * slots + spare, generator=generator)
+        return order[: tokens * slots].view(tokens, slots).to(device)
+
+    for tokens, slots, width in (
+        (1, 1, 1),
+        (5, 3, 33),
+        (9, 8, 300),
+        (3, 5, 513),
+        (2, MOST_SLOTS, 40),
+    ):
+        inputs = draw(tokens * slots, width), places(tokens, slots), draw(tokens, slots)
+        yield f"{tokens}x{slots} of {width}", inputs, draw(tokens, width)
+    yield "2x16 of 40 without gates", (*inputs[:2], None), draw(tokens, width)
+    yield "2x16 of 40 gates of zero", (*inputs[:2], inputs[2] * 0), draw(tokens, width)
+    inputs = draw(30, 70), places(7, 3, 9), draw(7, 3)
+    yield "7x3 of 70 spare slots", inputs, draw(7, 70)
+    inputs = draw(70, 42).T[::2], places(3, 7).T, draw(14, 3)[::2]
+    yield "7x3 of 70 strided", inputs, draw(70, 7).T
+    yield "0x3 of 7 empty", (draw(0, 7), places(0, 3), draw(0, 3)), draw(0, 7)
+    if device.type == "cuda":  # the interpreter computes wrongly in bf16
+        inputs = draw(2400, 776).bfloat16(), places(300, 8), draw(300, 8)
+        yield "300x8 of 776 bf16", inputs, draw(300, 776).bfloat16()
+
+
+def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
+    for label, inputs, _ in _draw(device):
+        yield Case(label, inputs, rounded_sum if inputs[0].dtype == torch.bfloat16 else None)
+
+
+def _backward_cases(device: torch.device, _group_size: int) -> Iterator[Case]:
+    for label, inputs, grad_y in _draw(device):
+        peer = rounded_gradients if grad_y.dtype == torch.bfloat16 else None
+        yield Case(label, (grad_y, *inputs), peer)
+
+
+def rounded_sum(values, positions, gates):
+    """Round the reference of `expert_combine`, and nothing before it."""
+    return expert_combine_reference(values, positions, gates).to(values.dtype)
+
+
+def rounded_gradients(grad_y, values, positions, gates):
+    """Round the first result of `expert_combine_backward`; the other is float32 always."""
+    grad, _ = expert_combine_backward_reference(grad_y, values, positions, gates)
+    return grad.to(values.dtype), None
+
+
+def _timed(device: torch.device) -> tuple[str, tuple, Tensor]:
+    """Draw 4096 tokens of four slots, of a width of 1280."""
+    draw = partial(torch.randn, device=device, dtype=torch.bfloat16)
+    positions = torch.randperm(16384, device=device).view(4096, 4)
+    inputs = draw(16384, 1280), positions, draw(4096, 4).float()
+    return "4096x4 of 1280 bf16", inputs, draw(4096, 1280)
+
+
+def _timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
+    label, inputs, _ = _timed(device)
+    values, positions, gates = inputs
+    gates = gates.bfloat16()[:, None]
+    peer = partial(_gather_and_multiply, gates, values, positions)
+    yield Timing(label, inputs, peer=peer, peer_name="gather and bmm")
+
+
+def _gather_and_multiply(gates, values, positions):
+    return torch.bmm(gates, values[positions])
+
+
+def _backward_timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
+    label, inputs, grad_y = _timed(device)
+    peer = partial(_expert_combine_backward_torch, grad_y, *inputs)
+    yield Timing(label, (grad_y, *inputs), peer=peer)
+
+
+_GATE = Gate(
+    exact=False,
+    relative=1e-5,
+    peer_slack=0.1,
+    reason="float32 sums of up to thousands of products; in bf16 no worse than one rounding",
+)
+
+EXPERT_COMBINE = KernelSpec(
+    "expert_combine", _expert_combine_triton, _expert_combine_torch, expert_combine_reference,
+    _cases, _GATE, bfloat16=(0,), timings=_timings,
+)  # fmt: skip
+EXPERT_COMBINE_BACKWARD = KernelSpec(
+    "expert_combine_backward", _expert_combine_backward_triton, _expert_combine_backward_torch,
+    expert_combine_backward_reference, _backward_cases, _GATE, bfloat16=(0, 1),
+    timings=_backward_timings,
+)  # fmt: skip

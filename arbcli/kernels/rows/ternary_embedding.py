@@ -1,0 +1,297 @@
+"""Look up rows of a packed table, y[m] = w[ids[m]], and sum gradients by id, g[v] += gy[m].
+
+Only the rows asked for are decoded. The tokens of one id are summed in an order that the ids alone
+decide, without atomics, so that the gradient is the same bits every time.
+"""
+
+from collections.abc import Iterator
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.nn.functional import embedding, embedding_bag
+
+from arbcli.kernels.codec.decode_weight import (
+    check_scales,
+    decode_weight,
+    decode_weight_f32,
+    decode_weight_reference,
+    decode_weight_torch,
+    load_scale,
+    random_packed,
+)
+from arbcli.kernels.codec.packing import PLANE, byte_tiles, check_packed, digit_of, plane_offsets
+from arbcli.kernels.runtime._triton import tl, triton
+from arbcli.kernels.runtime.backend import uses_triton
+from arbcli.kernels.runtime.overlap import overlap_options, wait_for_last
+from arbcli.kernels.runtime.spec import Case, Gate, KernelSpec, Timing
+
+
+def embedding_rows_reference(
+    ids: Tensor,
+    packed: Tensor,
+    exponent: Tensor,
+    fraction: Tensor | None,
+    embedding_dim: int,
+    group_size: int,
+) -> Tensor:
+    """Compute what `embedding_rows` must return: the whole table, then its rows."""
+    table = decode_weight_reference(packed, exponent, fraction, embedding_dim, group_size)
+    return torch.stack([table[v] for v in ids.tolist()]) if len(ids) else table[:0]
+
+
+def embedding_grad_reference(grad_y: Tensor, ids: Tensor, num_embeddings: int) -> Tensor:
+    """Compute what `embedding_grad` must return, one token at a time in float64."""
+    grad = torch.zeros(num_embeddings, grad_y.shape[1], dtype=torch.float64, device=grad_y.device)
+    for m, v in enumerate(ids.tolist()):
+        grad[v] += grad_y[m].to(torch.float64)
+    return grad
+
+
+def _embedding_rows_torch(
+    ids, packed, exponent, fraction, embedding_dim, group_size, dtype=torch.bfloat16
+):
+    if len(ids) > len(packed):  # decode a row once, however often it is used
+        table = decode_weight_torch(packed, exponent, fraction, embedding_dim, group_size, dtype)
+        return embedding(ids, table)
+    fraction = None if fraction is None else fraction[ids]
+    return decode_weight_torch(
+        packed[ids], exponent[ids], fraction, embedding_dim, group_size, dtype
+    )
+
+
+def _embedding_grad_torch(grad_y, ids, num_embeddings):
+    # a bag is one id's tokens, and is summed by one thread in their order
+    order, bounds = _segments(ids, num_embeddings)
+    rows = grad_y.to(torch.float32).contiguous()
+    return embedding_bag(order, rows, bounds, mode="sum", include_last_offset=True)
+
+
+def _segments(ids: Tensor, num_embeddings: int) -> tuple[Tensor, Tensor]:
+    """Group tokens by id: those of id v are order[bounds[v] : bounds[v + 1]], in their order."""
+    sorted_ids, order = torch.sort(ids, stable=True)
+    every_id = torch.arange(num_embeddings + 1, device=ids.device)
+    return order, torch.searchsorted(sorted_ids, every_id)
+
+
+@triton.jit
+def _embedding_rows_kernel(
+    ids_ptr, packed_ptr, exponent_ptr, fraction_ptr, y_ptr,
+    M, V, K, row_bytes,
+    stride_im, stride_pn, stride_pb, stride_en, stride_eg, stride_fn, stride_fg,
+    GROUP: tl.constexpr, HAS_FRACTION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_B: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):  # fmt: skip
+    offs_m = (tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M))[:, None]
+    offs_b = tl.program_id(1) * BLOCK_B + tl.arange(0, BLOCK_B)
+    mask_m = offs_m < M
+    wait_for_last(OVERLAP)
+    offs_n = tl.load(ids_ptr + offs_m * stride_im, mask=mask_m, other=0)  # [BLOCK_M, 1] int64
+    inside = (offs_n >= 0) & (offs_n < V)
+    byte = tl.load(  # [BLOCK_M, BLOCK_B] uint8
+        packed_ptr + offs_n * stride_pn + offs_b[None, :] * stride_pb,
+        mask=inside & (offs_b < row_bytes)[None, :], other=0,
+    )  # fmt: skip
+    for digit in tl.static_range(5):
+        k = plane_offsets(offs_b, K, digit)[None, :]
+        scale = load_scale(
+            exponent_ptr, fraction_ptr, offs_n, k // GROUP, inside & (k < K),
+            stride_en, stride_eg, stride_fn, stride_fg, HAS_FRACTION,
+        )  # fmt: skip
+        weight = tl.where(inside, digit_of(byte, digit).to(tl.float32) * scale, float("nan"))
+        y_ptrs = y_ptr + offs_m * K + k
+        tl.store(y_ptrs, weight.to(y_ptr.dtype.element_ty), mask=mask_m & (k < K))
+
+
+@triton.jit
+def _embedding_grad_kernel(
+    grad_y_ptr, order_ptr, bounds_ptr, grad_ptr,
+    D,
+    stride_ym, stride_yd,
+    BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    v = tl.program_id(0).to(tl.int64)
+    offs_d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
+    mask_d = offs_d < D
+    first = tl.load(bounds_ptr + v)
+    last = tl.load(bounds_ptr + v + 1)
+    total = tl.zeros((BLOCK_M, BLOCK_D), dtype=tl.float32)
+    for start in range(first, last, BLOCK_M):
+        offs_m = start + tl.arange(0, BLOCK_M)
+        mask_m = offs_m < last
+        token = tl.load(order_ptr + offs_m, mask=mask_m, other=0)  # [BLOCK_M] int64
+        y_ptrs = grad_y_ptr + token[:, None] * stride_ym + offs_d.to(tl.int64)[None, :] * stride_yd
+        total += tl.load(y_ptrs, mask=mask_m[:, None] & mask_d[None, :], other=0).to(tl.float32)
+    tl.store(grad_ptr + v * D + offs_d, tl.sum(total, axis=0), mask=mask_d)
+
+
+def _embedding_rows_triton(
+    ids, packed, exponent, fraction, embedding_dim, group_size, dtype=torch.bfloat16
+):
+    y = torch.empty(len(ids), embedding_dim, dtype=dtype, device=ids.device)
+    if y.numel():
+        rows, num_bytes = packed.shape
+        digits = exponent if fraction is None else fraction
+        _embedding_rows_kernel[byte_tiles(len(ids), num_bytes)](
+            ids, packed, exponent, digits, y, len(ids), rows, embedding_dim, num_bytes,
+            ids.stride(0), *packed.stride(), *exponent.stride(), *digits.stride(),
+            GROUP=group_size, HAS_FRACTION=fraction is not None, BLOCK_M=32, BLOCK_B=PLANE,
+            **overlap_options(packed),
+        )  # fmt: skip
+    return y
+
+
+def _embedding_grad_triton(grad_y, ids, num_embeddings):
+    width = grad_y.shape[1]
+    grad = torch.empty(num_embeddings, width, dtype=torch.float32, device=grad_y.device)
+    if grad.numel():
+        order, bounds = _segments(ids, num_embeddings)
+        # narrow blocks of columns: one id can have most of the tokens, and then they are few
+        _embedding_grad_kernel[(num_embeddings, triton.cdiv(width, 32))](
+            grad_y, order, bounds, grad, width, *grad_y.stride(), BLOCK_M=64, BLOCK_D=32
+        )
+    return grad
+
+
+def embedding_rows(
+    ids: Tensor,
+    packed: Tensor,
+    exponent: Tensor,
+    fraction: Tensor | None,
+    embedding_dim: int,
+    group_size: int,
+    dtype: torch.dtype = torch.bfloat16,
+) -> Tensor:
+    """Decode the rows of a packed table that `ids` asks for.
+
+    Args:
+        ids: (M,) int64 in 0..V-1, repeated ones too. One outside is an IndexError of the torch
+            backend on a CPU, and a row of NaN, rather than a wait for the device, in the kernel.
+        packed: (V, row_bytes(D)) uint8.
+        exponent: (V, ceil(D / G)) int8, E in -96..31.
+        fraction: (V, ceil(D / G)) int8, F in 0..127; None stands for zeros.
+        embedding_dim: D.
+        group_size: G.
+        dtype: bfloat16, or float32, which holds the same bf16 values.
+
+    Returns:
+        (M, D) in `dtype`; exact, and equal to the last bit on every backend.
+
+    Raises:
+        ValueError: a dtype or a shape does not fit.
+    """
+    check_ids(ids)
+    check_packed(packed, embedding_dim)
+    check_scales(packed, exponent, fraction, embedding_dim, group_size)
+    run = _embedding_rows_triton if uses_triton(packed) else _embedding_rows_torch
+    return run(ids, packed, exponent, fraction, embedding_dim, group_size, dtype)
+
+
+def embedding_grad(grad_y: Tensor, ids: Tensor, num_embeddings: int) -> Tensor:
+    """Sum the gradients of the tokens of each id.
+
+    Args:
+        grad_y: (M, D) float32 or bfloat16, any strides.
+        ids: (M,) int64 in 0..V-1.
+        num_embeddings: V.
+
+    Returns:
+        (V, D) float32, zeros for an id without tokens; summed in float32, always in the same order.
+
+    Raises:
+        ValueError: a dtype or a shape does not fit.
+    """
+    check_ids(ids)
+    if grad_y.dtype not in (torch.float32, torch.bfloat16) or grad_y.dim() != 2:
+        got = f"{grad_y.dtype} of shape {tuple(grad_y.shape)}"
+        raise ValueError(f"need a float32 or bfloat16 matrix, got {got}")
+    if len(grad_y) != len(ids):
+        raise ValueError(f"grad_y has {len(grad_y)} rows for {len(ids)} ids")
+    run = _embedding_grad_triton if uses_triton(grad_y) else _embedding_grad_torch
+    return run(grad_y, ids, num_embeddings)
+
+
+def check_ids(ids: Tensor) -> None:
+    """Refuse what is no vector of int64 ids."""
+    if ids.dtype != torch.int64 or ids.dim() != 1:
+        raise ValueError(f"need a vector of int64 ids, got {ids.dtype} {tuple(ids.shape)}")
+
+
+def _ids_cases(generator: torch.Generator) -> Iterator[tuple[str, Tensor, int]]:
+    """Draw (label, ids, number of embeddings): what is awkward about ids."""
+    yield "duplicates", torch.randint(0, 7, (40,), generator=generator), 11
+    yield "one id", torch.full((150,), 3), 5
+    yield "last id", torch.tensor([6, 0, 6]), 7
+    yield "one row", torch.tensor([0]), 1
+    yield "more rows than ids", torch.tensor([100, 2, 2]), 101
+    yield "strided ids", torch.randint(0, 9, (66,), generator=generator)[::2], 9
+    yield "no ids", torch.zeros(0, dtype=torch.int64), 4
+
+
+def _rows_cases(device: torch.device, group_size: int) -> Iterator[Case]:
+    generator = torch.Generator().manual_seed(0)
+    dims = (33, 123, 165, 1, 5, 323, 40)
+    for dim, (label, ids, rows) in zip(dims, _ids_cases(generator), strict=True):
+        state = [t.to(device) for t in random_packed(rows, dim, group_size, generator)]
+        yield Case(f"{len(ids)} of {rows}x{dim} {label}", (ids.to(device), *state, dim, group_size))
+    packed, exponent, fraction = (
+        t.to(device) for t in random_packed(14, 70, group_size, generator)
+    )
+    ids = torch.tensor([6, 1, 6], device=device)
+    yield Case("3 of 14x70 whole octaves", (ids, packed, exponent, None, 70, group_size))
+    state = (packed[::2], exponent[::2], fraction[::2])
+    yield Case("3 of 7x70 strided table", (ids, *state, 70, group_size))
+
+
+def _grad_cases(device: torch.device, _group_size: int) -> Iterator[Case]:
+    generator = torch.Generator().manual_seed(1)
+    dims = (33, 3, 64, 1, 31, 65, 40)
+    for dim, (label, ids, rows) in zip(dims, _ids_cases(generator), strict=True):
+        grad_y = torch.randn(len(ids), dim, generator=generator).to(device)
+        yield Case(f"{len(ids)}x{dim} to {rows} {label}", (grad_y, ids.to(device), rows))
+    grad_y = torch.randn(35, 40, generator=generator).to(device).T[::2]
+    ids = torch.randint(0, 6, (20,), generator=generator).to(device)
+    yield Case("20x35 to 6 strided", (grad_y, ids, 6))
+    if device.type == "cuda":  # the interpreter computes wrongly in bf16
+        grad_y = torch.randn(8192, 768, generator=generator).to(device, torch.bfloat16)
+        ids = torch.randn(8192, generator=generator).mul(20).add(128).clamp(0, 255).long()
+        yield Case("8192x768 to 256 bf16", (grad_y, ids.to(device), 256))
+
+
+def _rows_timings(device: torch.device, group_size: int) -> Iterator[Timing]:
+    ids = torch.randint(256, (16384,), device=device)
+    state = random_packed(256, 2048, group_size, torch.Generator(device))
+    yield Timing(
+        "16384 of 256x2048 bf16",
+        (ids, *state, 2048, group_size),
+        run=_embedding_rows_triton,
+        peer=partial(embedding, ids, decode_weight(*state, 2048, group_size)),
+    )
+
+
+def _grad_timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
+    ids = torch.randn(16384, device=device).mul(20).add(128).clamp(0, 255).long()
+    grad_y = torch.randn(16384, 2048, device=device, dtype=torch.bfloat16)
+    # what autograd calls for torch's `embedding`; its sums are rounded to bf16
+    peer = partial(torch.ops.aten.embedding_dense_backward, grad_y, ids, 256, -1, False)
+    yield Timing("16384x2048 to 256 bf16", (grad_y, ids, 256), peer=peer)
+
+
+EMBEDDING_ROWS = KernelSpec(
+    "embedding_rows",
+    decode_weight_f32(_embedding_rows_triton),
+    decode_weight_f32(_embedding_rows_torch),
+    embedding_rows_reference,
+    _rows_cases,
+    uses_scales=True,
+    timings=_rows_timings,
+)
+EMBEDDING_GRAD = KernelSpec(
+    "embedding_grad",
+    _embedding_grad_triton,
+    _embedding_grad_torch,
+    embedding_grad_reference,
+    _grad_cases,
+    Gate(exact=False, relative=1e-6, reason="float32 sums of up to thousands of tokens"),
+    timings=_grad_timings,
+)

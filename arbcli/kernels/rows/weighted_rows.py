@@ -1,0 +1,727 @@
+"""Weighted sums of rows of a packed table, y[m] = sum over j of weights[m, j] * w[ids[m, j]].
+
+A table can have millions of rows of which a step touches thousands, so nothing here has the shape
+of the table, and nothing but its rows' gradient has one row a slot; a *slot* is one (m, j). Rows
+are decoded where they are summed. A thread owns a few neighbouring weights of one group, for which
+it finds bytes and digits once, and of each slot it reads their bytes and their one scale.
+
+The gradient of the rows is that of the touched ones, in a compact matrix. `touched_rows` groups
+slots by row, by sorting, and the order of each sum follows from the ids alone, without atomics, so
+that the gradient is the same bits every time.
+"""
+
+from collections.abc import Iterator
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import embedding_bag
+
+from arbcli.kernels.codec.decode_weight import (
+    check_scales,
+    decode_weight,
+    decode_weight_reference,
+    decode_weight_torch,
+    load_scale,
+    random_packed,
+)
+from arbcli.kernels.codec.packing import check_packed, trit_at, trit_positions
+from arbcli.kernels.rows.ternary_embedding import check_ids
+from arbcli.kernels.runtime._triton import tl, triton
+from arbcli.kernels.runtime.backend import uses_triton
+from arbcli.kernels.runtime.spec import Case, Gate, KernelSpec, Timing
+
+FEW = 8
+"""Slots of a row up to which they are added one by one, many rows at a time."""
+CHUNK_ELEMENTS = 1 << 20
+"""Weights that the torch backend decodes at a time."""
+
+
+class TouchedRows(NamedTuple):
+    """The rows of a table that some slots name, and the slots of each."""
+
+    rows: Tensor
+    """(R,) int64: the distinct ids of rows, ascending, then the number of rows as padding."""
+    order: Tensor
+    """(S,) int64: slots sorted by id, in their order for each id; those of no row come last."""
+    bounds: Tensor
+    """(R + 1,) int64: the slots of rows[r] are order[bounds[r] : bounds[r + 1]]."""
+    count: Tensor
+    """int64 scalar: how many rows are touched, the rest of the R being padding."""
+
+
+def weighted_rows_reference(
+    ids: Tensor,
+    weights: Tensor,
+    packed: Tensor,
+    exponent: Tensor,
+    fraction: Tensor | None,
+    embedding_dim: int,
+    group_size: int,
+) -> Tensor:
+    """Compute what `weighted_rows` must return, one slot at a time in float64."""
+    table = decode_weight_reference(packed, exponent, fraction, embedding_dim, group_size).double()
+    y = table.new_zeros(len(ids), embedding_dim)
+    for m, row in enumerate(ids.tolist()):
+        for j, v in enumerate(row):
+            if 0 <= v < len(table):
+                y[m] += weights[m, j].double() * table[v]
+    return y
+
+
+def weighted_rows_grad_weights_reference(
+    grad_y: Tensor,
+    ids: Tensor,
+    packed: Tensor,
+    exponent: Tensor,
+    fraction: Tensor | None,
+    embedding_dim: int,
+    group_size: int,
+) -> Tensor:
+    """Compute what `weighted_rows_grad_weights` must return, one slot at a time in float64."""
+    table = decode_weight_reference(packed, exponent, fraction, embedding_dim, group_size).double()
+    grad = table.new_zeros(ids.shape)
+    for m, row in enumerate(ids.tolist()):
+        for j, v in enumerate(row):
+            if 0 <= v < len(table):
+                grad[m, j] = grad_y[m].double() @ table[v]
+    return grad
+
+
+def weighted_rows_grad_reference(
+    grad_y: Tensor, weights: Tensor, tokens: Tensor, order: Tensor, bounds: Tensor
+) -> Tensor:
+    """Compute what `weighted_rows_grad` must return, one slot at a time in float64."""
+    ends, slots, token = bounds.tolist(), order.tolist(), tokens.tolist()
+    grad = torch.zeros(len(ends) - 1, grad_y.shape[1], dtype=torch.float64, device=grad_y.device)
+    for r in range(len(grad)):
+        for s in slots[ends[r] : ends[r + 1]]:
+            grad[r] += weights[s].double() * grad_y[token[s]].double()
+    return grad
+
+
+def _decoded_slots(
+    ids, packed, exponent, fraction, embedding_dim, group_size
+) -> Iterator[tuple[slice, Tensor, Tensor]]:
+    """Decode the rows of a few tokens at a time: (tokens, which ids are rows, (m, k, D) rows)."""
+    (num_tokens, slots), num_rows = ids.shape, len(packed)
+    if num_rows == 0:
+        return
+    step = max(1, CHUNK_ELEMENTS // max(1, slots * embedding_dim))
+    for start in range(0, num_tokens, step):
+        part = slice(start, min(start + step, num_tokens))
+        inside = (ids[part] >= 0) & (ids[part] < num_rows)
+        flat = ids[part].clamp(0, num_rows - 1).flatten()
+        digits = None if fraction is None else fraction[flat]
+        rows = decode_weight_torch(
+            packed[flat], exponent[flat], digits, embedding_dim, group_size, torch.float32
+        )
+        yield part, inside, rows.view(*inside.shape, embedding_dim)
+
+
+def _weighted_rows_torch(
+    ids, weights, packed, exponent, fraction, embedding_dim, group_size, dtype=torch.bfloat16
+):
+    y = torch.zeros(len(ids), embedding_dim, device=ids.device)
+    state = (packed, exponent, fraction, embedding_dim, group_size)
+    for part, inside, rows in _decoded_slots(ids, *state):
+        weight = weights[part].masked_fill(~inside, 0)[..., None]
+        for j in range(ids.shape[1]):
+            y[part] += weight[:, j] * rows[:, j]
+    return y.to(dtype)
+
+
+def _weighted_rows_grad_weights_torch(
+    grad_y, ids, packed, exponent, fraction, embedding_dim, group_size
+):
+    grad = torch.zeros(ids.shape, device=ids.device)
+    state = (packed, exponent, fraction, embedding_dim, group_size)
+    for part, inside, rows in _decoded_slots(ids, *state):
+        rows *= grad_y[part].float()[:, None]  # summed by halves, which loses less than in order
+        grad[part] = rows.sum(dim=2).masked_fill_(~inside, 0)
+    return grad
+
+
+def _weighted_rows_grad_torch(grad_y, weights, tokens, order, bounds, dtype=None):
+    dtype = dtype or grad_y.dtype
+    num_rows, width = len(bounds) - 1, grad_y.shape[1]
+    if num_rows * width == 0:
+        return torch.zeros(num_rows, width, dtype=dtype, device=grad_y.device)
+    # a bag is one row's slots, and is summed by one thread in their order
+    order = order[: int(bounds[-1])]
+    grad = embedding_bag(
+        tokens[order], grad_y.to(torch.float32).contiguous(), bounds,
+        mode="sum", per_sample_weights=weights[order], include_last_offset=True,
+    )  # fmt: skip
+    return grad.to(dtype)
+
+
+@triton.jit
+def _chunk_columns(D, GROUP: tl.constexpr, WIDTH: tl.constexpr, CHUNKS: tl.constexpr):
+    """Find the group of each chunk, [CHUNKS, 1, 1], and its columns, [CHUNKS, 1, WIDTH].
+
+    A chunk is up to `WIDTH` neighbouring columns of one group; one that is short has column D.
+    """
+    per_group: tl.constexpr = (GROUP + WIDTH - 1) // WIDTH
+    chunk = (tl.program_id(1) * CHUNKS + tl.arange(0, CHUNKS))[:, None, None]
+    within = chunk % per_group * WIDTH + tl.arange(0, WIDTH)[None, None, :]
+    k = chunk // per_group * GROUP + within
+    return chunk // per_group, tl.where((within < GROUP) & (k < D), k, D)
+
+
+@triton.jit
+def _chunk_bytes(k, D):
+    """Find the byte and the factor of each column (`trit_positions`); column D reads any byte."""
+    offs_byte, factor = trit_positions(k, D)
+    return tl.where(k < D, offs_byte, 0), factor
+
+
+@triton.jit
+def _load_slot(
+    ids_ptr, packed_ptr, exponent_ptr, fraction_ptr, mask, group, offs_byte, factor, V, D,
+    stride_pn, stride_pb, stride_en, stride_eg, stride_fn, stride_fg,
+    GROUP: tl.constexpr, HAS_FRACTION: tl.constexpr,
+):  # fmt: skip
+    """Load the rows of one slot a token: which are rows of the table, their scales, their trits.
+
+    Row 0 is loaded in place of one that is not, as loads without a mask are cheaper.
+    """
+    v = tl.load(ids_ptr, mask=mask, other=-1)  # [1, BLOCK_M, 1] int64
+    inside = (v >= 0) & (v < V)
+    v = tl.where(inside, v, 0)
+    scale = load_scale(  # [CHUNKS, BLOCK_M, 1]
+        exponent_ptr, fraction_ptr, v, group, group * GROUP < D,
+        stride_en, stride_eg, stride_fn, stride_fg, HAS_FRACTION,
+    )  # fmt: skip
+    byte = tl.load(packed_ptr + v * stride_pn + offs_byte * stride_pb)
+    return inside, scale, trit_at(byte, factor)
+
+
+@triton.jit
+def _weighted_rows_kernel(
+    ids_ptr, weights_ptr, packed_ptr, exponent_ptr, fraction_ptr, y_ptr,
+    M, V, D, slots,
+    stride_im, stride_ij, stride_wm, stride_wj,
+    stride_pn, stride_pb, stride_en, stride_eg, stride_fn, stride_fg,
+    GROUP: tl.constexpr, HAS_FRACTION: tl.constexpr, WIDTH: tl.constexpr, UNROLL: tl.constexpr,
+    BLOCK_M: tl.constexpr, CHUNKS: tl.constexpr,
+):  # fmt: skip
+    offs_m = (tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M))[None, :, None]
+    mask_m = offs_m < M
+    limit = tl.where(mask_m, slots, 0)
+    group, k = _chunk_columns(D, GROUP, WIDTH, CHUNKS)
+    offs_byte, factor = _chunk_bytes(k, D)
+    total = tl.zeros((CHUNKS, BLOCK_M, WIDTH), dtype=tl.float32)
+    for start in range(0, slots, UNROLL):
+        for step in tl.static_range(UNROLL):
+            j = start + step
+            mask_j = j < limit
+            inside, scale, trit = _load_slot(
+                ids_ptr + offs_m * stride_im + j * stride_ij,
+                packed_ptr, exponent_ptr, fraction_ptr, mask_j, group, offs_byte, factor, V, D,
+                stride_pn, stride_pb, stride_en, stride_eg, stride_fn, stride_fg,
+                GROUP, HAS_FRACTION,
+            )  # fmt: skip
+            weights_ptrs = weights_ptr + offs_m * stride_wm + j * stride_wj
+            weight = tl.load(weights_ptrs, mask=inside, other=0)
+            total += (weight * scale) * trit
+    y_ptrs = y_ptr + offs_m * D + k
+    tl.store(y_ptrs, total.to(y_ptr.dtype.element_ty), mask=mask_m & (k < D))
+
+
+@triton.jit
+def _weighted_rows_grad_weights_kernel(
+    grad_y_ptr, ids_ptr, packed_ptr, exponent_ptr, fraction_ptr, parts_ptr,
+    M, V, D, slots,
+    stride_ym, stride_yd, stride_im, stride_ij,
+    stride_pn, stride_pb, stride_en, stride_eg, stride_fn, stride_fg,
+    GROUP: tl.constexpr, HAS_FRACTION: tl.constexpr, WIDTH: tl.constexpr, UNROLL: tl.constexpr,
+    BLOCK_M: tl.constexpr, CHUNKS: tl.constexpr,
+):  # fmt: skip
+    offs_m = (tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M))[None, :, None]
+    mask_m = offs_m < M
+    limit = tl.where(mask_m, slots, 0)
+    group, k = _chunk_columns(D, GROUP, WIDTH, CHUNKS)
+    grad_y = tl.load(  # [CHUNKS, BLOCK_M, WIDTH]
+        grad_y_ptr + offs_m * stride_ym + k.to(tl.int64) * stride_yd,
+        mask=mask_m & (k < D), other=0,
+    ).to(tl.float32)  # fmt: skip
+    offs_byte, factor = _chunk_bytes(k, D)
+    parts_ptrs = parts_ptr + (tl.program_id(1).to(tl.int64) * M + offs_m) * slots
+    for start in range(0, slots, UNROLL):
+        for step in tl.static_range(UNROLL):
+            j = start + step
+            mask_j = j < limit
+            inside, scale, trit = _load_slot(
+                ids_ptr + offs_m * stride_im + j * stride_ij,
+                packed_ptr, exponent_ptr, fraction_ptr, mask_j, group, offs_byte, factor, V, D,
+                stride_pn, stride_pb, stride_en, stride_eg, stride_fn, stride_fg,
+                GROUP, HAS_FRACTION,
+            )  # fmt: skip
+            of_chunk = tl.sum(grad_y * trit, axis=2, keep_dims=True) * scale
+            product = tl.sum(of_chunk, axis=0, keep_dims=True)
+            tl.store(parts_ptrs + j, tl.where(inside, product, 0), mask=mask_j)
+
+
+@triton.jit
+def _load_products(
+    grad_y_ptr, weights_ptr, tokens_ptr, order_ptr, place, mask, offs_d, D,
+    stride_ym, stride_yd, stride_w, stride_t,
+):  # fmt: skip
+    """Load weights[s] * grad_y[tokens[s]] of the slots s at some places of the order."""
+    slot = tl.load(order_ptr + place, mask=mask, other=0)
+    token = tl.load(tokens_ptr + slot * stride_t, mask=mask, other=0)
+    weight = tl.load(weights_ptr + slot * stride_w, mask=mask, other=0)
+    y_ptrs = grad_y_ptr + token[:, None] * stride_ym + offs_d.to(tl.int64)[None, :] * stride_yd
+    grad_y = tl.load(y_ptrs, mask=mask[:, None] & (offs_d < D)[None, :], other=0)
+    return weight[:, None] * grad_y.to(tl.float32)
+
+
+@triton.jit
+def _weighted_rows_grad_kernel(
+    grad_y_ptr, weights_ptr, tokens_ptr, order_ptr, bounds_ptr, grad_ptr,
+    R, D,
+    stride_ym, stride_yd, stride_w, stride_t,
+    MOST: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Add the slots of rows that have up to `MOST`, side by side, and then of each other row."""
+    first_r = tl.program_id(0).to(tl.int64) * BLOCK_R
+    offs_r = first_r + tl.arange(0, BLOCK_R)
+    offs_d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
+    mask_r = offs_r < R
+    first = tl.load(bounds_ptr + offs_r, mask=mask_r, other=0)
+    last = tl.load(bounds_ptr + offs_r + 1, mask=mask_r, other=0)
+    few = last - first <= MOST
+    total = tl.zeros((BLOCK_R, BLOCK_D), dtype=tl.float32)
+    for step in range(0, tl.max(tl.where(few, last - first, 0), axis=0)):
+        total += _load_products(
+            grad_y_ptr, weights_ptr, tokens_ptr, order_ptr, first + step,
+            few & (first + step < last), offs_d, D, stride_ym, stride_yd, stride_w, stride_t,
+        )  # fmt: skip
+    grad_ptrs = grad_ptr + offs_r[:, None] * D + offs_d[None, :]
+    mask = (mask_r & few)[:, None] & (offs_d < D)[None, :]
+    tl.store(grad_ptrs, total.to(grad_ptr.dtype.element_ty), mask=mask)
+    if tl.max(last - first, axis=0) > MOST:
+        for r in range(first_r, tl.minimum(first_r + BLOCK_R, R)):
+            begin = tl.load(bounds_ptr + r)
+            end = tl.load(bounds_ptr + r + 1)
+            if end - begin > MOST:
+                many = tl.zeros((BLOCK_M, BLOCK_D), dtype=tl.float32)
+                for start in range(begin, end, BLOCK_M):
+                    place = start + tl.arange(0, BLOCK_M)
+                    many += _load_products(
+                        grad_y_ptr, weights_ptr, tokens_ptr, order_ptr, place, place < end,
+                        offs_d, D, stride_ym, stride_yd, stride_w, stride_t,
+                    )  # fmt: skip
+                of_row = tl.sum(many, axis=0).to(grad_ptr.dtype.element_ty)
+                tl.store(grad_ptr + r * D + offs_d, of_row, mask=offs_d < D)
+
+
+def _chunking(embedding_dim: int, group_size: int) -> tuple[int, int]:
+    """Choose the width of chunks of columns, and count the chunks of a row."""
+    width = 8 if embedding_dim > 256 and group_size >= 8 else 4  # more threads for short rows
+    whole, rest = divmod(embedding_dim, group_size)
+    return width, whole * triton.cdiv(group_size, width) + triton.cdiv(rest, width)
+
+
+def _tile(chunks: int, slots: int, threads: int, most: int, unroll: int) -> dict[str, int]:
+    """Choose the tile of a program, with one chunk of one token a thread."""
+    chunks = min(most, triton.next_power_of_2(chunks))
+    return {
+        "BLOCK_M": threads // chunks, "CHUNKS": chunks, "num_warps": threads // 32,
+        "UNROLL": min(unroll, triton.next_power_of_2(slots)),
+    }  # fmt: skip
+
+
+def _weighted_rows_triton(
+    ids, weights, packed, exponent, fraction, embedding_dim, group_size, dtype=torch.bfloat16
+):
+    (num_tokens, slots), num_rows = ids.shape, len(packed)
+    y = torch.zeros if slots * num_rows == 0 else torch.empty
+    y = y(num_tokens, embedding_dim, dtype=dtype, device=ids.device)
+    if slots * num_rows * y.numel():
+        width, chunks = _chunking(embedding_dim, group_size)
+        tile = _tile(chunks, slots, threads=64, most=32, unroll=8)
+        digits = exponent if fraction is None else fraction
+        grid = (triton.cdiv(num_tokens, tile["BLOCK_M"]), triton.cdiv(chunks, tile["CHUNKS"]))
+        _weighted_rows_kernel[grid](
+            ids, weights, packed, exponent, digits, y, num_tokens, num_rows, embedding_dim, slots,
+            *ids.stride(), *weights.stride(), *packed.stride(), *exponent.stride(),
+            *digits.stride(), GROUP=group_size, HAS_FRACTION=fraction is not None, WIDTH=width,
+            **tile,
+        )  # fmt: skip
+    return y
+
+
+def _weighted_rows_grad_weights_triton(
+    grad_y, ids, packed, exponent, fraction, embedding_dim, group_size
+):
+    (num_tokens, slots), num_rows = ids.shape, len(packed)
+    if embedding_dim * num_rows * ids.numel() == 0:
+        return torch.zeros(ids.shape, device=ids.device)
+    width, chunks = _chunking(embedding_dim, group_size)
+    tile = _tile(chunks, slots, threads=128, most=32, unroll=4)  # no sum crosses warps
+    digits = exponent if fraction is None else fraction
+    grid = (triton.cdiv(num_tokens, tile["BLOCK_M"]), triton.cdiv(chunks, tile["CHUNKS"]))
+    parts = torch.empty(grid[1], num_tokens, slots, device=ids.device)
+    _weighted_rows_grad_weights_kernel[grid](
+        grad_y, ids, packed, exponent, digits, parts, num_tokens, num_rows, embedding_dim, slots,
+        *grad_y.stride(), *ids.stride(), *packed.stride(), *exponent.stride(), *digits.stride(),
+        GROUP=group_size, HAS_FRACTION=fraction is not None, WIDTH=width, **tile,
+    )  # fmt: skip
+    return parts[0] if len(parts) == 1 else parts.sum(dim=0)
+
+
+def _weighted_rows_grad_triton(grad_y, weights, tokens, order, bounds, dtype=None):
+    num_rows, width = len(bounds) - 1, grad_y.shape[1]
+    grad = torch.empty(num_rows, width, dtype=dtype or grad_y.dtype, device=grad_y.device)
+    if grad.numel():
+        # narrow blocks of columns: one row can have most of the slots, and then they are few
+        block_r, block_d = 16, 32
+        _weighted_rows_grad_kernel[(triton.cdiv(num_rows, block_r), triton.cdiv(width, block_d))](
+            grad_y, weights, tokens, order, bounds, grad, num_rows, width,
+            *grad_y.stride(), weights.stride(0), tokens.stride(0),
+            MOST=FEW, BLOCK_R=block_r, BLOCK_M=128, BLOCK_D=block_d,
+        )  # fmt: skip
+    return grad
+
+
+def weighted_rows(
+    ids: Tensor,
+    weights: Tensor,
+    packed: Tensor,
+    exponent: Tensor,
+    fraction: Tensor | None,
+    embedding_dim: int,
+    group_size: int,
+    dtype: torch.dtype = torch.bfloat16,
+) -> Tensor:
+    """Sum rows of a packed table, each with its weight.
+
+    Args:
+        ids: (M, k) int64, repeated ones too, any strides. A slot whose id is outside 0..V-1, such
+            as -1, adds nothing, whatever its weight is.
+        weights: (M, k) float32, any strides.
+        packed: (V, row_bytes(D)) uint8.
+        exponent: (V, ceil(D / G)) int8, E in -96..31.
+        fraction: (V, ceil(D / G)) int8, F in 0..127; None stands for zeros.
+        embedding_dim: D.
+        group_size: G.
+        dtype: bfloat16 or float32.
+
+    Returns:
+        (M, D) in `dtype`, y[m] = sum over j of weights[m, j] * w[ids[m, j]], added in float32 in
+        the order of j.
+
+    Raises:
+        ValueError: a dtype or a shape does not fit.
+    """
+    _check_table(ids, packed, exponent, fraction, embedding_dim, group_size)
+    _check_dtype(dtype)
+    if weights.dtype != torch.float32 or weights.shape != ids.shape:
+        got = f"{weights.dtype} {tuple(weights.shape)}"
+        raise ValueError(f"need float32 weights of shape {tuple(ids.shape)}, got {got}")
+    run = _weighted_rows_triton if uses_triton(packed) else _weighted_rows_torch
+    return run(ids, weights, packed, exponent, fraction, embedding_dim, group_size, dtype)
+
+
+def weighted_rows_grad_weights(
+    grad_y: Tensor,
+    ids: Tensor,
+    packed: Tensor,
+    exponent: Tensor,
+    fraction: Tensor | None,
+    embedding_dim: int,
+    group_size: int,
+) -> Tensor:
+    """Compute the gradient of the weights of `weighted_rows`.
+
+    Args:
+        grad_y: (M, D) float32 or bfloat16, any strides.
+        ids: (M, k) int64, as for `weighted_rows`.
+        packed: (V, row_bytes(D)) uint8.
+        exponent: (V, ceil(D / G)) int8, E in -96..31.
+        fraction: (V, ceil(D / G)) int8, F in 0..127; None stands for zeros.
+        embedding_dim: D.
+        group_size: G.
+
+    Returns:
+        (M, k) float32, the product of grad_y[m] and w[ids[m, j]]; 0 where the id is outside.
+
+    Raises:
+        ValueError: a dtype or a shape does not fit.
+    """
+    _check_table(ids, packed, exponent, fraction, embedding_dim, group_size)
+    _check_grad(grad_y)
+    shape = (len(ids), embedding_dim)
+    if tuple(grad_y.shape) != shape:
+        raise ValueError(f"need a gradient of shape {shape}, got {tuple(grad_y.shape)}")
+    triton_runs = uses_triton(packed)
+    run = _weighted_rows_grad_weights_triton if triton_runs else _weighted_rows_grad_weights_torch
+    return run(grad_y, ids, packed, exponent, fraction, embedding_dim, group_size)
+
+
+def touched_rows(ids: Tensor, num_rows: int) -> TouchedRows:
+    """Find the rows that slots name, and group the slots by row.
+
+    Shapes follow from those of the arguments, and nothing waits for the device.
+
+    Args:
+        ids: (S,) int64. A slot whose id is outside 0..V-1, such as -1, belongs to no row.
+        num_rows: V.
+
+    Returns:
+        R = min(S, V) rows, of which `count` are touched; padding has the id V and no slots.
+
+    Raises:
+        ValueError: `ids` is not a vector of int64.
+    """
+    check_ids(ids)
+    inside = (ids >= 0) & (ids < num_rows)
+    keys = ids.masked_fill(~inside, num_rows)
+    # half the bits are half the work of a sort
+    keys = keys.to(torch.int32) if num_rows < 2**31 else keys
+    keys, order = torch.sort(keys, stable=True)
+    begins = keys < num_rows
+    begins[1:] &= keys[1:] != keys[:-1]
+    ranks = torch.cumsum(begins, dim=0)  # of a slot's row, from 1
+    num_touched = min(len(ids), num_rows)
+    places = torch.arange(1, num_touched + 2, device=ids.device)
+    slots = inside.sum()
+    bounds = torch.minimum(torch.searchsorted(ranks, places), slots)
+    count = begins.sum()
+    rows = keys[bounds[:-1].clamp(max=max(len(ids) - 1, 0))].to(torch.int64)
+    rows = rows.masked_fill(places[:-1] > count, num_rows)
+    return TouchedRows(rows, order, bounds, count)
+
+
+def weighted_rows_grad(
+    grad_y: Tensor,
+    weights: Tensor,
+    tokens: Tensor,
+    touched: TouchedRows,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    """Compute the gradient of the rows that `weighted_rows` summed.
+
+    Args:
+        grad_y: (M, D) float32 or bfloat16, any strides.
+        weights: (S,) float32, of each slot.
+        tokens: (S,) int64 in 0..M-1, the row of `grad_y` that each slot belongs to.
+        touched: `touched_rows` of the S ids.
+        dtype: bfloat16 or float32; None is that of `grad_y`.
+
+    Returns:
+        (R, D) in `dtype`, row r the sum over its slots s of weights[s] * grad_y[tokens[s]], zeros
+        for padding; summed in float32, always in the same order.
+
+    Raises:
+        ValueError: a dtype or a shape does not fit.
+    """
+    _check_grad(grad_y)
+    _check_dtype(dtype or grad_y.dtype)
+    shape = tuple(touched.order.shape)
+    for name, values, kind in (
+        ("weights", weights, torch.float32),
+        ("tokens", tokens, torch.int64),
+    ):
+        if values.dtype != kind or tuple(values.shape) != shape:
+            got = f"{values.dtype} {tuple(values.shape)}"
+            raise ValueError(f"need {name} of {kind} and shape {shape}, got {got}")
+    run = _weighted_rows_grad_triton if uses_triton(grad_y) else _weighted_rows_grad_torch
+    return run(grad_y, weights, tokens, touched.order, touched.bounds, dtype)
+
+
+def _check_table(ids, packed, exponent, fraction, embedding_dim, group_size) -> None:
+    if ids.dtype != torch.int64 or ids.dim() != 2:
+        raise ValueError(f"need a matrix of int64 ids, got {ids.dtype} {tuple(ids.shape)}")
+    check_packed(packed, embedding_dim)
+    check_scales(packed, exponent, fraction, embedding_dim, group_size)
+
+
+def _check_grad(grad_y: Tensor) -> None:
+    if grad_y.dtype not in (torch.float32, torch.bfloat16) or grad_y.dim() != 2:
+        got = f"{grad_y.dtype} of shape {tuple(grad_y.shape)}"
+        raise ValueError(f"need a float32 or bfloat16 matrix, got {got}")
+
+
+def _check_dtype(dtype: torch.dtype) -> None:
+    if dtype not in (torch.float32, torch.bfloat16):
+        raise ValueError(f"need float32 or bfloat16 results, got {dtype}")
+
+
+def _slots_cases(generator: torch.Generator) -> Iterator[tuple[str, Tensor, int, int]]:
+    """Draw (label, ids, number of rows, D): what is awkward about slots."""
+
+    def draw(*shape: int, rows: int) -> Tensor:
+        return torch.randint(0, rows, shape, generator=generator)
+
+    yield "duplicates", draw(9, 8, rows=5), 5, 64
+    yield "outside", torch.tensor([[4, -1, 0], [-1, -1, -1], [5, 2, 1 << 40], [0, -9, 4]]), 5, 33
+    yield "one id", torch.full((150, 3), 2), 4, 40
+    yield "one slot", torch.tensor([[1]]), 2, 1
+    yield "more slots than unrolled", draw(3, 19, rows=40), 40, 165
+    yield "ragged", draw(5, 2, rows=11), 11, 323
+    yield "wide", draw(2, 3, rows=6), 6, 1311
+    yield "strided ids", draw(6, 70, rows=9).T[::5], 9, 70
+    yield "no tokens", draw(0, 3, rows=4), 4, 33
+    yield "no slots", draw(4, 0, rows=4), 4, 33
+    yield "empty table", torch.tensor([[0, -1, 3]]), 0, 40
+
+
+def _table_cases(device: torch.device, group_size: int) -> Iterator[tuple[str, Tensor, tuple]]:
+    """Draw (label, ids, the table's digits with D and G)."""
+    generator = torch.Generator().manual_seed(0)
+    for label, ids, rows, dim in _slots_cases(generator):
+        state = [t.to(device) for t in random_packed(rows, dim, group_size, generator, spread=8)]
+        label = f"{'x'.join(map(str, ids.shape))} of {rows}x{dim} {label}"
+        yield label, ids.to(device), (*state, dim, group_size)
+    state = random_packed(14, 70, group_size, generator, spread=127)
+    packed, exponent, fraction = (t.to(device) for t in state)
+    ids = torch.tensor([[6, 1, 6], [0, 5, 3]], device=device)
+    yield "2x3 of 14x70 whole octaves", ids, (packed, exponent, None, 70, group_size)
+    state = (packed[::2], exponent[::2], fraction[::2])
+    yield "2x3 of 7x70 strided table", ids, (*state, 70, group_size)
+
+
+def _weighted_rows_cases(device: torch.device, group_size: int) -> Iterator[Case]:
+    generator = torch.Generator().manual_seed(1)
+    for label, ids, table in _table_cases(device, group_size):
+        weights = torch.randn(ids.shape, generator=generator).to(device)
+        inside = (ids >= 0) & (ids < len(table[0]))
+        yield Case(label, (ids, weights.masked_fill_(~inside, torch.nan), *table))
+    weights = torch.randn(3, 4, generator=generator).to(device).T[::2]
+    yield Case("2x3 of 7x70 strided weights", (ids, weights, *table))
+
+
+def _grad_weights_cases(device: torch.device, group_size: int) -> Iterator[Case]:
+    generator = torch.Generator().manual_seed(2)
+    for label, ids, table in _table_cases(device, group_size):
+        grad_y = torch.randn(len(ids), table[3], generator=generator).to(device)
+        yield Case(label, (grad_y, ids, *table))
+    grad_y = torch.randn(table[3], 4, generator=generator).to(device).T[::2]
+    yield Case("2x3 of 7x70 strided gradient", (grad_y, ids, *table))
+
+
+def _grad_cases(device: torch.device, _group_size: int) -> Iterator[Case]:
+    generator = torch.Generator().manual_seed(3)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator).to(device)
+
+    for label, ids, rows, dim in _slots_cases(generator):
+        _, order, bounds, _ = touched_rows(ids.flatten().to(device), rows)
+        tokens = torch.arange(ids.numel(), device=device) // max(1, ids.shape[1])
+        weights = draw(ids.numel())
+        label = f"{'x'.join(map(str, ids.shape))} to {rows}x{dim} {label}"
+        yield Case(label, (draw(len(ids), dim), weights, tokens, order, bounds))
+    # rows with as many slots as are added one by one, one fewer, one more, none and most
+    sizes = (FEW, 1, FEW - 1, FEW + 1, 0, 300, 2)
+    ids = torch.arange(len(sizes)).repeat_interleave(torch.tensor(sizes))
+    ids = ids[torch.randperm(len(ids), generator=generator)].to(device)
+    _, order, bounds, _ = touched_rows(ids, len(sizes))
+    tokens = torch.randint(0, 20, ids.shape, generator=generator).to(device)
+    yield Case("few and many", (draw(20, 35), draw(len(ids)), tokens, order, bounds))
+    strided = (draw(35, 40).T[::2], draw(2 * len(ids))[::2], tokens.repeat_interleave(3)[::3])
+    yield Case("few and many, strided", (*strided, order, bounds))
+
+
+SHAPES = ((2048, 32, 5_000_000, 64, 76), (2048, 8, 131_072, 1024, 8))
+"""(M, k, V, D, V over the rows that a step touches)."""
+
+
+def _production_slots(
+    device: torch.device, group_size: int
+) -> Iterator[tuple[str, Tensor, Tensor, tuple]]:
+    """Draw (label, ids, weights, table), with rows far apart of a large table, each used once.
+
+    So the roofline counts the bytes that are read, and not the table.
+    """
+    for tokens, slots, rows, dim, apart in SHAPES:
+        state = random_packed(rows, dim, group_size, torch.Generator(device), spread=8)
+        packed, exponent, fraction = (digits[::apart] for digits in state)
+        ids = torch.randperm(len(packed), device=device)[: tokens * slots].view(tokens, slots)
+        weights = torch.randn(tokens, slots, device=device)
+        label = f"{tokens}x{slots} of {rows}x{dim}"
+        yield label, ids, weights, (packed, exponent, fraction, dim, group_size)
+
+
+def _weighted_rows_timings(device: torch.device, group_size: int) -> Iterator[Timing]:
+    for label, ids, weights, table in _production_slots(device, group_size):
+        half = decode_weight(*table), weights.to(torch.bfloat16)
+        peer = partial(embedding_bag, ids, half[0], mode="sum", per_sample_weights=half[1])
+        inputs = (ids, weights, *table)
+        yield Timing(f"{label} bf16", inputs, run=_weighted_rows_triton, peer=peer)
+
+
+def _grad_weights_timings(device: torch.device, group_size: int) -> Iterator[Timing]:
+    for label, ids, _, table in _production_slots(device, group_size):
+        (tokens, slots), dim = ids.shape, table[3]
+        grad_y = torch.randn(tokens, dim, device=device, dtype=torch.bfloat16)
+        # what autograd calls for torch's `embedding_bag`, which has no bf16
+        peer = partial(
+            torch.ops.aten._embedding_bag_per_sample_weights_backward,
+            grad_y.float(), decode_weight(*table, torch.float32), ids.flatten(),
+            torch.arange(0, ids.numel(), slots, device=device),
+            torch.arange(ids.numel(), device=device) // slots, 0,
+        )  # fmt: skip
+        yield Timing(f"{label} bf16", (grad_y, ids, *table), peer=peer, peer_name="torch, float32")
+
+
+def _grad_timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
+    for tokens, slots, rows, dim, _ in SHAPES:
+        size = tokens * slots
+        grad_y = torch.randn(tokens, dim, device=device, dtype=torch.bfloat16)
+        weights = torch.randn(size, device=device)
+        of_slot = torch.arange(size, device=device) // slots
+        for kind in ("spread", "one row has half"):
+            ids = torch.randint(rows, (size,), device=device)
+            if kind != "spread":
+                ids[::2] = 7
+            found = touched_rows(ids, rows)
+            inputs = (grad_y, weights, of_slot, found.order, found.bounds)
+            peer = partial(
+                _add_products, grad_y, weights, of_slot, torch.searchsorted(found.rows, ids)
+            )
+            label = f"{tokens}x{slots} to {rows}x{dim} bf16, {kind}"
+            yield Timing(label, inputs, run=_weighted_rows_grad_triton, peer=peer)
+
+
+def _add_products(grad_y: Tensor, weights: Tensor, tokens: Tensor, rows: Tensor) -> Tensor:
+    products = weights[:, None] * grad_y[tokens]
+    return products.new_zeros(products.shape).index_add_(0, rows, products)
+
+
+WEIGHTED_ROWS = KernelSpec(
+    "weighted_rows",
+    partial(_weighted_rows_triton, dtype=torch.float32),
+    partial(_weighted_rows_torch, dtype=torch.float32),
+    weighted_rows_reference,
+    _weighted_rows_cases,
+    Gate(exact=False, relative=1e-6, reason="float32 sums of up to tens of rows"),
+    uses_scales=True,
+    bfloat16=(),
+    timings=_weighted_rows_timings,
+)
+WEIGHTED_ROWS_GRAD_WEIGHTS = KernelSpec(
+    "weighted_rows_grad_weights",
+    _weighted_rows_grad_weights_triton,
+    _weighted_rows_grad_weights_torch,
+    weighted_rows_grad_weights_reference,
+    _grad_weights_cases,
+    Gate(exact=False, relative=1e-6, reason="float32 sums of up to thousands of columns"),
+    uses_scales=True,
+    bfloat16=(0,),
+    timings=_grad_weights_timings,
+)
+WEIGHTED_ROWS_GRAD = KernelSpec(
+    "weighted_rows_grad",
+    partial(_weighted_rows_grad_triton, dtype=torch.float32),
+    partial(_weighted_rows_grad_torch, dtype=torch.float32),
+    weighted_rows_grad_reference,
+    _grad_cases,
+    Gate(exact=False, relative=1e-6, reason="float32 sums of up to thousands of slots"),
+    bfloat16=(0,),
+    timings=_grad_timings,
+)

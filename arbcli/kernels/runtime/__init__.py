@@ -1,0 +1,1 @@
+"""What every kernel stands on: the language, backends, launches, what is to be verified."""

@@ -1,0 +1,107 @@
+"""Which implementation of the kernels runs: one choice, made once, named in every report."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from arbcli.errors import ArbError
+from arbcli.kernels.runtime._triton import HAS_TRITON, INTERPRETED
+
+BACKENDS = ("triton", "torch", "interpreter")
+
+_forced: str | None = None
+_assumed = (0, 0)
+
+
+def default_backend(device: torch.device) -> str:
+    """Name the backend that runs on `device` unless one is forced: `triton` or `torch`."""
+    return "triton" if device.type == "cuda" else "torch"
+
+
+def check_backend(name: str, device: torch.device) -> None:
+    """Refuse a backend that cannot run on `device`; nothing else ever stands in for it.
+
+    Raises:
+        ArbError: the backend is unknown, or cannot run here.
+    """
+    if name not in BACKENDS:
+        names = ", ".join(f"`{known}`" for known in BACKENDS)
+        raise ArbError(f"no backend is named `{name}`", hint=f"choose one of: {names}")
+    if name == "torch":
+        return
+    if not HAS_TRITON:
+        raise ArbError(
+            f"the `{name}` backend needs triton, which is not installed",
+            hint="install triton (Linux only), or use `--backend torch`",
+        )
+    if name == "interpreter" and not INTERPRETED:
+        raise ArbError(
+            "the `interpreter` backend was not asked for before the kernels were defined",
+            hint="set the environment variable `TRITON_INTERPRET=1`",
+        )
+    if name == "triton":
+        if device.type != "cuda":
+            raise ArbError(
+                f"the `triton` backend needs a CUDA device, and this run is on `{device}`",
+                hint="use `--backend torch`, or `--device cuda` on a machine with an NVIDIA GPU",
+            )
+        if torch.cuda.get_device_capability(device) < (8, 0):
+            major, minor = torch.cuda.get_device_capability(device)
+            raise ArbError(
+                f"`{torch.cuda.get_device_name(device)}` is sm_{major}{minor}; kernels need sm_80",
+                hint="use `--backend torch`, or a GPU of 2020 or later",
+            )
+
+
+@contextmanager
+def use_backend(name: str | None):
+    """Force every kernel called inside onto one backend; `None` restores the default."""
+    global _forced
+    before, _forced = _forced, name
+    try:
+        yield
+    finally:
+        _forced = before
+
+
+def uses_triton(tensor: Tensor) -> bool:
+    """Whether an operation on `tensor` launches a Triton kernel (else it is the torch backend)."""
+    return (_forced or default_backend(tensor.device)) != "torch"
+
+
+@contextmanager
+def compile_for(capability: tuple[int, int]):
+    """Let launchers called inside choose as on a GPU of this compute capability."""
+    global _assumed
+    before, _assumed = _assumed, capability
+    try:
+        yield
+    finally:
+        _assumed = before
+
+
+def capability(tensor: Tensor) -> tuple[int, int]:
+    """Find the compute capability of a tensor's GPU, or the one compiled for; else (0, 0)."""
+    if tensor.is_cuda:
+        return torch.cuda.get_device_capability(tensor.device)
+    return _assumed
+
+
+def num_processors(tensor: Tensor) -> int:
+    """Count the processors of a tensor's GPU, or make some up where there is none."""
+    if tensor.is_cuda:
+        return torch.cuda.get_device_properties(tensor.device).multi_processor_count
+    return 5  # interpreted one after another: few, so that some have several tiles to share
+
+
+def row_chunks(matrix: Tensor, elements: int = 1 << 18) -> Iterator[slice]:
+    """Split the rows of a matrix so that what the torch backend makes of a part stays in cache.
+
+    Parts begin at even rows, as two rows share their random bits.
+    """
+    rows = matrix.shape[0]
+    step = 2 * max(1, elements // max(1, 2 * matrix.shape[1]))
+    for start in range(0, rows, step):
+        yield slice(start, min(start + step, rows))

@@ -1,0 +1,118 @@
+"""Shared memory that the threads of a warp fill for one another ahead of time.
+
+Triton has no words for this, so it is PTX: copies that pass by the registers (`cp.async`, from
+compute capability 8.0 on). For a kernel that streams more than it computes: what is on its way
+would take more registers than there are, and the compiler puts loads off to spare them.
+
+A warp copies, commits, and waits for all but its latest commits; other warps have no part in it.
+Addresses are int32, one a thread. Nothing here runs in the interpreter.
+"""
+
+from arbcli.kernels.runtime._triton import tl, triton
+
+_COMMIT = tl.constexpr("cp.async.commit_group; mov.b32 $0, $1;")
+_FENCE = tl.constexpr("bar.warp.sync 0xffffffff; mov.b32 $0, $1;")
+_WRITE_FOUR = tl.constexpr("st.shared.v4.b32 [$1], {$2, $3, $4, $5}; mov.b32 $0, $1;")
+_READ = tl.constexpr("ld.shared.b32 $0, [$1];")
+_READ_FOUR = tl.constexpr("ld.shared.v4.b32 {$0, $1, $2, $3}, [$4];")
+_READ_FOUR_WHERE = tl.constexpr("""{
+.reg .pred p;
+setp.ne.b32 p, $5, 0;
+@p ld.shared.v4.b32 {$0, $1, $2, $3}, [$4];
+}""")
+
+
+@triton.constexpr_function
+def _allocate_ptx(size):
+    return f".shared .align 16 .b8 staged[{size}];\nmov.b32 $0, staged;"
+
+
+@triton.constexpr_function
+def _copy_ptx(cached):
+    return f"""{{
+.reg .pred p;
+setp.ne.b32 p, $4, 0;
+mov.b32 $0, 0;
+@p cp.async.{"ca" if cached else "cg"}.shared.global [$1], [$2], 16, $3;
+}}"""
+
+
+@triton.constexpr_function
+def _wait_ptx(behind):
+    return f"cp.async.wait_group {behind}; bar.warp.sync 0xffffffff; mov.b32 $0, $1;"
+
+
+@triton.jit
+def _execute(PTX: tl.constexpr, thread):
+    tl.inline_asm_elementwise(PTX, "=r,r", [thread], dtype=tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit
+def allocate(SIZE: tl.constexpr, thread):
+    """Reserve bytes of a program, at most 48 KB, once in a kernel; every thread has their begin."""
+    PTX: tl.constexpr = _allocate_ptx(SIZE)
+    return tl.inline_asm_elementwise(PTX, "=r,r", [thread], dtype=tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit
+def copy(target, source, there, some, CACHED: tl.constexpr):
+    """Begin to copy 16 bytes a thread where `some`; zeros instead unless they are `there`."""
+    PTX: tl.constexpr = _copy_ptx(CACHED)
+    tl.inline_asm_elementwise(
+        PTX, "=r,r,l,r,r", [target, source, tl.where(there, 16, 0), some.to(tl.int32)],
+        dtype=tl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@triton.jit
+def commit(thread):
+    """Make one of the copies since the last time."""
+    _execute(_COMMIT, thread)
+
+
+@triton.jit
+def wait_for_copies(BEHIND: tl.constexpr, thread):
+    """Wait for what the warp copied, but for its latest `BEHIND` commits."""
+    PTX: tl.constexpr = _wait_ptx(BEHIND)
+    _execute(PTX, thread)
+
+
+@triton.jit
+def wait_for_warp(thread):
+    """Wait until the warp has read what is now to be overwritten."""
+    _execute(_FENCE, thread)
+
+
+@triton.jit
+def write_four(address, words):
+    """Write four int32; others read them once they have waited for the warp."""
+    tl.inline_asm_elementwise(
+        _WRITE_FOUR, "=r,r,r,r,r,r", [address, words[0], words[1], words[2], words[3]],
+        dtype=tl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@triton.jit
+def read(address):
+    """Read an int32."""
+    return tl.inline_asm_elementwise(
+        _READ, "=r,r", [address], dtype=tl.int32, is_pure=False, pack=1
+    )  # fmt: skip
+
+
+@triton.jit
+def read_four(address):
+    """Read four int32."""
+    return tl.inline_asm_elementwise(
+        _READ_FOUR, "=r,=r,=r,=r,r", [address], dtype=(tl.int32,) * 4, is_pure=False, pack=1
+    )
+
+
+@triton.jit
+def read_four_where(address, mask, old):
+    """Read four int32 where `mask` is; elsewhere they stay what they were."""
+    return tl.inline_asm_elementwise(
+        _READ_FOUR_WHERE, "=r,=r,=r,=r,r,r,0,1,2,3",
+        [address, mask.to(tl.int32), old[0], old[1], old[2], old[3]],
+        dtype=(tl.int32,) * 4, is_pure=False, pack=1,
+    )  # fmt: skip

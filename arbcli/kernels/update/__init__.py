@@ -1,0 +1,1 @@
+"""From a gradient to an integer step."""

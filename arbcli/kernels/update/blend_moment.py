@@ -1,0 +1,252 @@
+"""Blend a step's direction into the moment: m <- SR(decay * m + gain * u), saturating, in place.
+
+m is int8 in units of `range / max` of the rule, u the direction in units of 2**-16 of its
+root-mean-square. All of it is int32: with 16 fractional bits,
+t = m * decay + ((u * gain) >> shift), and stochastic rounding is floor((t + r) / 2**16) with r
+uniform in 0..65535, which is unbiased exactly. In a nibble m is the high half of a byte, beside the
+remainder.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from arbcli.kernels.runtime._triton import tl, triton
+from arbcli.kernels.runtime.backend import row_chunks, uses_triton
+from arbcli.kernels.runtime.spec import MATRIX, Case, KernelSpec, Timing
+from arbcli.kernels.update.direction import (
+    check_direction,
+    fixed_point,
+    fixed_point_reference,
+    fixed_point_torch,
+    load_gain,
+)
+from arbcli.kernels.update.random_bits import random_halves, random_halves_reference, random_words
+
+DIRECTION_LIMIT = 1 << 21
+"""|u| saturates here, at 32 times its root-mean-square, so that u * gain fits int32."""
+
+
+def moment_max(nibble: bool) -> int:
+    """Largest magnitude of a moment: int8, or the half of a byte."""
+    return 7 if nibble else 127
+
+
+def blend_moment_reference(
+    moment: Tensor,
+    values: Tensor,
+    row_gain: Tensor | None,
+    column_gain: Tensor | None,
+    key: Tensor,
+    ok: Tensor,
+    squares: Tensor,
+    decay: int,
+    gain: int,
+    shift: int,
+    nibble: bool,
+) -> tuple[Tensor, Tensor]:
+    """Compute what `blend_moment` leaves in `moment` and in `squares`, in int64."""
+    if not ok:
+        return moment, squares
+    state = moment.to(torch.int64)
+    old = torch.div(state, 16, rounding_mode="floor") if nibble else state
+    u = fixed_point_reference(values, row_gain, column_gain, 2**21)
+    blended = old * decay + torch.div(u * gain, 2**shift, rounding_mode="floor")
+    random = random_halves_reference(int(key), *moment.shape).to(moment.device)
+    new = torch.div(blended + random, 2**16, rounding_mode="floor")
+    largest = 7 if nibble else 127
+    new = new.clamp(-largest, largest)
+    total = squares + (new * new).sum()
+    return (new * 16 + state % 16 if nibble else new).to(torch.int8), total
+
+
+def _blend_moment_torch(
+    moment, values, row_gain, column_gain, key, ok, squares, decay, gain, shift, nibble
+):
+    if not ok:
+        return moment, squares
+    largest = moment_max(nibble)
+    columns = torch.arange(moment.shape[1], dtype=torch.int32, device=moment.device)
+    for rows in row_chunks(moment):
+        state = moment[rows]
+        new = fixed_point_torch(values, row_gain, column_gain, rows, DIRECTION_LIMIT)
+        new.mul_(gain).bitwise_right_shift_(shift)
+        new += random_halves(key, rows, columns)
+        new.add_(state >> 4 if nibble else state, alpha=decay)
+        new.bitwise_right_shift_(16).clamp_(-largest, largest)
+        if nibble:
+            state.bitwise_and_(15).bitwise_or_(new.to(torch.int8) << 4)
+        else:
+            state.copy_(new)
+        squares += new.mul_(new).sum(dim=1, dtype=torch.int32).sum()
+    return moment, squares
+
+
+@triton.jit
+def _blend_moment_kernel(
+    moment_ptr, values_ptr, row_gain_ptr, column_gain_ptr, key_ptr, ok_ptr, squares_ptr,
+    N, K, decay, gain, shift,
+    stride_mn, stride_mk, stride_vn, stride_vk, stride_rn,
+    LIMIT: tl.constexpr, LARGEST: tl.constexpr, NIBBLE: tl.constexpr,
+    HAS_ROWS: tl.constexpr, HAS_COLUMNS: tl.constexpr,
+    BLOCK_P: tl.constexpr, BLOCK_K: tl.constexpr, STEPS: tl.constexpr,
+):  # fmt: skip
+    """Blend `STEPS` tiles of pairs of rows, one below the other."""
+    if tl.load(ok_ptr) == 0:
+        return
+    key = tl.load(key_ptr)
+    tiles_k = tl.cdiv(K, BLOCK_K)
+    tile_p, tile_k = tl.program_id(0).to(tl.int64) // tiles_k, tl.program_id(0) % tiles_k
+    k = (tile_k * BLOCK_K + tl.arange(0, BLOCK_K))[None, :]
+    mask_k = k < K
+    column_gain = load_gain(column_gain_ptr, k, mask_k, HAS_COLUMNS)
+    squares = tl.zeros((BLOCK_P, BLOCK_K), dtype=tl.int32)
+    for step in range(STEPS):
+        # a pair is rows 2 i and 2 i + 1
+        pair = ((tile_p * STEPS + step) * BLOCK_P + tl.arange(0, BLOCK_P))[:, None]
+        halves = ()  # loaded before the first is stored, which later loads would have to wait for
+        for half in tl.static_range(2):
+            n = 2 * pair + half
+            mask = (n < N) & mask_k
+            values = tl.load(values_ptr + n * stride_vn + k * stride_vk, mask=mask, other=0)
+            state = tl.load(moment_ptr + n * stride_mn + k * stride_mk, mask=mask, other=0)
+            row_gain = load_gain(row_gain_ptr, n * stride_rn, n < N, HAS_ROWS)
+            halves = halves + ((values, state, row_gain),)  # noqa: RUF005 (triton knows no star)
+        words = random_words(key, pair, k)  # [BLOCK_P, BLOCK_K]
+        for half in tl.static_range(2):
+            n = 2 * pair + half
+            values, state, row_gain = halves[half]
+            u = fixed_point(values, row_gain, column_gain, LIMIT, HAS_ROWS)
+            state = state.to(tl.int32)
+            old = state >> 4 if NIBBLE else state
+            new = old * decay + ((u * gain) >> shift)
+            new += ((words >> (16 * half)) & 0xFFFF).to(tl.int32)
+            # clipped before the shift, as an addition and a maximum are one instruction
+            new = tl.minimum(tl.maximum(new, -LARGEST << 16), (LARGEST << 16) + 0xFFFF) >> 16
+            squares += new * new  # 0 where masked
+            state = (new << 4) | (state & 15) if NIBBLE else new
+            moment_ptrs = moment_ptr + n * stride_mn + k * stride_mk
+            tl.store(moment_ptrs, state.to(tl.int8), mask=(n < N) & mask_k)
+    tl.atomic_add(squares_ptr, tl.sum(squares).to(tl.int64))
+
+
+def _blend_moment_triton(
+    moment, values, row_gain, column_gain, key, ok, squares, decay, gain, shift, nibble
+):
+    rows, columns = moment.shape
+    if moment.numel():
+        has_rows, has_columns = row_gain is not None, column_gain is not None
+        steps = 4 if moment.numel() >= 1 << 22 else 1  # many programs for a small matrix
+        _blend_moment_kernel[(triton.cdiv(rows, 2 * steps) * triton.cdiv(columns, 512),)](
+            moment, values, row_gain if has_rows else values,
+            column_gain if has_columns else values, key, ok, squares,
+            rows, columns, decay, gain, shift,
+            *moment.stride(), *values.stride(), row_gain.stride(0) if has_rows else 0,
+            LIMIT=DIRECTION_LIMIT, LARGEST=moment_max(nibble), NIBBLE=nibble,
+            HAS_ROWS=has_rows, HAS_COLUMNS=has_columns, BLOCK_P=1, BLOCK_K=512, STEPS=steps,
+            enable_fp_fusion=False, num_warps=2,
+        )  # fmt: skip
+    return moment, squares
+
+
+def blend_moment(
+    moment: Tensor,
+    values: Tensor,
+    row_gain: Tensor | None,
+    column_gain: Tensor | None,
+    key: Tensor,
+    ok: Tensor,
+    squares: Tensor,
+    decay: int,
+    gain: int,
+    shift: int,
+    nibble: bool,
+) -> None:
+    """Blend a direction into the moment, in place.
+
+    Args:
+        moment: (N, K) int8; with `nibble`, bytes of 16 m + (remainder mod 16).
+        values: (N, K) float32 or bfloat16, any strides.
+        row_gain: (N,) float32; u = values * row_gain * column_gain in units of 2**-16, saturating
+            at 2**21. None for the sign of the values.
+        column_gain: (K,) float32; None for ones.
+        key: int32 scalar tensor, from `stream_keys`.
+        ok: int32 scalar tensor; where 0 nothing changes.
+        squares: int64 scalar tensor; the sum of the new m squared over the matrix is added to it.
+        decay: multiplier of m in units of 2**-16, 0..65536.
+        gain: multiplier of u, 0..1023.
+        shift: the product with `gain` is shifted right by it.
+        nibble: whether m is the high half of a byte.
+
+    Raises:
+        ValueError: a dtype or a shape does not fit, or the arithmetic could overflow int32.
+    """
+    if moment.dtype != torch.int8 or moment.dim() != 2:
+        raise ValueError(f"need an int8 moment, got {moment.dtype} {tuple(moment.shape)}")
+    check_direction(values, row_gain, column_gain, moment.shape)
+    if squares.dtype != torch.int64 or squares.dim() != 0:
+        raise ValueError(f"need an int64 scalar of squares, got {squares.dtype}")
+    if not (0 <= decay <= 1 << 16 and 0 <= gain < 1 << 10):
+        raise ValueError(f"decay {decay} or gain {gain} overflows int32")
+    run = _blend_moment_triton if uses_triton(moment) else _blend_moment_torch
+    direction = (values, row_gain, column_gain)
+    run(moment, *direction, key, ok, squares, decay, gain, shift, nibble)
+
+
+def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
+    generator = torch.Generator().manual_seed(0)
+
+    def scalar(value: int, dtype: torch.dtype = torch.int32) -> Tensor:
+        return torch.tensor(value, dtype=dtype, device=device)
+
+    for nibble in (False, True):
+        name = " nibble" if nibble else ""
+        largest = moment_max(nibble)
+        for rows, columns in ((1, 1), (3, 33), (17, 259)):
+            moment = torch.randint(-largest, largest + 1, (rows, columns), generator=generator)
+            if nibble:
+                remainder = torch.randint(0, 16, (rows, columns), generator=generator)
+                moment = moment * 16 + remainder
+            moment = moment.to(torch.int8).to(device)
+            values = torch.randn(rows, columns, generator=generator).to(device)
+            gains = [torch.rand(n, generator=generator).to(device) * 400 for n in values.shape]
+            shape = f"{rows}x{columns}{name}"
+            control = (58982, 813, 7, nibble)
+            scalars = (scalar(-123456789), scalar(1), scalar(7, torch.int64), *control)
+            yield Case(shape, (moment, values, *gains, *scalars))
+        yield Case(f"{shape} rows only", (moment, values, gains[0], None, *scalars))
+        yield Case(f"{shape} sign", (moment, values, None, None, *scalars))
+        huge = values.sign() * 1e30
+        yield Case(f"{shape} saturated", (moment, huge, *gains, *scalars))
+        halves = torch.randint(-9, 10, values.shape, generator=generator).to(device) / 2
+        one = torch.ones(1, device=device).expand(rows)
+        yield Case(f"{shape} halfway", (moment, halves, one, None, *scalars))
+        yield Case(f"{shape} zero direction", (moment, values * 0, *gains, *scalars))
+        yield Case(f"{shape} refused", (moment, values, *gains, scalar(7), scalar(0), *scalars[2:]))
+        control = (scalar(7), scalar(1), scalar(0, torch.int64), 65536, 597, 9, nibble)
+        yield Case(f"{shape} no decay", (moment, values, *gains, *control))
+    strided = (moment[1::3, ::3], values.T.contiguous().T[1::3, ::3], gains[0][1::3])
+    yield Case("6x87 strided", (*strided, gains[1][:87].contiguous(), *scalars))
+
+
+def _timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
+    key, ok = torch.ones(2, dtype=torch.int32, device=device)
+    values = torch.randn(MATRIX, dtype=torch.bfloat16, device=device)
+    gains = [torch.full((size,), 2.0**8, device=device) for size in MATRIX]
+    squares = torch.zeros((), dtype=torch.int64, device=device)
+    for nibble in (False, True):
+        moment = torch.randint(-112, 113, MATRIX, dtype=torch.int8, device=device)
+        inputs = (moment, values, *gains, key, ok, squares, 58982, 813, 7, nibble)
+        yield Timing(f"11264x2048 bf16{' nibble' if nibble else ''}", inputs)
+
+
+BLEND_MOMENT = KernelSpec(
+    "blend_moment",
+    _blend_moment_triton,
+    _blend_moment_torch,
+    blend_moment_reference,
+    _cases,
+    timings=_timings,
+    bfloat16=(1,),
+)

@@ -1,0 +1,281 @@
+"""The `votes` rule: vote -sign(grad), move one notch where the votes reach a threshold, in place.
+
+The rule of the system that `arb` re-creates, kept faithfully so that `arb probe-loss` can show why
+it fails. A trit that its votes reach +-threshold moves one notch, and its votes are thrown away,
+also where it is at the end of its range already. Scales vote with the sign of their slope and move
+a whole octave; they keep what is left above the threshold.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from arbcli.kernels.codec.decode_weight import HIGHEST_EXPONENT, LOWEST_EXPONENT, num_groups
+from arbcli.kernels.codec.packing import (
+    PLANE,
+    byte_tiles,
+    check_packed,
+    digit_of,
+    pack_trits_reference,
+    pack_trits_torch,
+    place,
+    plane_offsets,
+    random_trits,
+    unpack_trits_reference,
+    unpack_trits_torch,
+)
+from arbcli.kernels.runtime._triton import tl, triton
+from arbcli.kernels.runtime.backend import uses_triton
+from arbcli.kernels.runtime.spec import MATRIX, Case, KernelSpec, Timing
+
+TRIT_THRESHOLD = 3
+SCALE_THRESHOLD = 4
+
+
+def cast_trit_votes_reference(
+    packed: Tensor, votes: Tensor, grad: Tensor, ok: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute what `cast_trit_votes` leaves in `packed` and `votes`, and returns."""
+    if not ok:
+        return packed, votes, torch.zeros((), dtype=torch.int64, device=packed.device)
+    old = unpack_trits_reference(packed, votes.shape[1]).to(torch.int64)
+    total = (votes.to(torch.int64) - torch.sign(grad).to(torch.int64)).clamp(-127, 127)
+    moved = total.abs() >= 3
+    new = torch.where(moved, old + torch.sign(total), old).clamp(-1, 1)
+    total = torch.where(moved, 0, total)
+    return pack_trits_reference(new.to(torch.int8)), total.to(torch.int8), (new != old).sum()
+
+
+def cast_scale_votes_reference(
+    exponent: Tensor, votes: Tensor, slope: Tensor, ok: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Compute what `cast_scale_votes` leaves in `exponent` and `votes`."""
+    if not ok:
+        return exponent, votes
+    total = votes.to(torch.int64) - torch.sign(slope).to(torch.int64)
+    octaves = (total >= 4).to(torch.int64) - (total <= -4).to(torch.int64)
+    new = (exponent.to(torch.int64) + octaves).clamp(-96, 31)
+    return new.to(torch.int8), (total - 4 * octaves).to(torch.int8)
+
+
+def _cast_trit_votes_torch(packed, votes, grad, ok):
+    if not ok:
+        return packed, votes, torch.zeros((), dtype=torch.int64, device=packed.device)
+    old = unpack_trits_torch(packed, votes.shape[1])
+    total = (votes.to(torch.int16) - torch.sign(grad).to(torch.int16)).clamp_(-127, 127)
+    moved = total.abs() >= TRIT_THRESHOLD
+    new = (old + torch.sign(total) * moved).clamp_(-1, 1).to(torch.int8)
+    packed.copy_(pack_trits_torch(new))
+    votes.copy_(total.masked_fill_(moved, 0))
+    return packed, votes, (new != old).sum()
+
+
+def _cast_scale_votes_torch(exponent, votes, slope, ok):
+    if ok:
+        votes -= torch.sign(slope).to(torch.int8)
+        octaves = (votes >= SCALE_THRESHOLD).to(torch.int8)
+        octaves -= (votes <= -SCALE_THRESHOLD).to(torch.int8)
+        votes -= SCALE_THRESHOLD * octaves
+        exponent.copy_((exponent + octaves).clamp_(LOWEST_EXPONENT, HIGHEST_EXPONENT))
+    return exponent, votes
+
+
+@triton.jit
+def _sign(x):
+    return (x > 0).to(tl.int32) - (x < 0).to(tl.int32)
+
+
+@triton.jit
+def _cast_trit_votes_kernel(
+    packed_ptr, votes_ptr, grad_ptr, ok_ptr, flips_ptr,
+    N, K, row_bytes,
+    stride_pn, stride_pb, stride_an, stride_ak, stride_gn, stride_gk,
+    THRESHOLD: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_B: tl.constexpr,
+):  # fmt: skip
+    program = tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
+    if tl.load(ok_ptr) == 0:
+        tl.store(flips_ptr + program, 0)
+        return
+    offs_n = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)[:, None]
+    offs_b = tl.program_id(1) * BLOCK_B + tl.arange(0, BLOCK_B)
+    mask_n = offs_n < N
+    mask_byte = mask_n & (offs_b < row_bytes)[None, :]
+    packed_ptrs = packed_ptr + offs_n * stride_pn + offs_b[None, :] * stride_pb
+    byte = tl.load(packed_ptrs, mask=mask_byte, other=0)  # [BLOCK_N, BLOCK_B] uint8
+
+    new_byte = tl.zeros((BLOCK_N, BLOCK_B), dtype=tl.int32)
+    flips = tl.zeros((BLOCK_N, BLOCK_B), dtype=tl.int32)
+    for digit in tl.static_range(5):
+        k = plane_offsets(offs_b, K, digit)[None, :]
+        mask = mask_n & (k < K)
+        votes_ptrs = votes_ptr + offs_n * stride_an + k * stride_ak
+        total = tl.load(votes_ptrs, mask=mask, other=0).to(tl.int32)
+        total -= _sign(tl.load(grad_ptr + offs_n * stride_gn + k * stride_gk, mask=mask, other=0.0))
+        total = tl.minimum(tl.maximum(total, -127), 127)
+        moved = tl.abs(total) >= THRESHOLD
+        old = digit_of(byte, digit)
+        new = tl.where(moved & mask, old + _sign(total), old)
+        new = tl.minimum(tl.maximum(new, -1), 1)
+        tl.store(votes_ptrs, tl.where(moved, 0, total).to(tl.int8), mask=mask)
+        new_byte += place(new, digit)
+        flips += (mask & (new != old)).to(tl.int32)
+
+    tl.store(packed_ptrs, new_byte.to(tl.uint8), mask=mask_byte)
+    tl.store(flips_ptr + program, tl.sum(flips))
+
+
+@triton.jit
+def _cast_scale_votes_kernel(
+    exponent_ptr, votes_ptr, slope_ptr, ok_ptr,
+    N, num_groups,
+    stride_en, stride_eg, stride_an, stride_ag, stride_sn, stride_sg,
+    THRESHOLD: tl.constexpr, LOWEST: tl.constexpr, HIGHEST: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    if tl.load(ok_ptr) == 0:
+        return
+    index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    n, g = index // num_groups, index % num_groups
+    mask = n < N
+    exponent_ptrs = exponent_ptr + n * stride_en + g * stride_eg
+    votes_ptrs = votes_ptr + n * stride_an + g * stride_ag
+    total = tl.load(votes_ptrs, mask=mask, other=0).to(tl.int32)
+    total -= _sign(tl.load(slope_ptr + n * stride_sn + g * stride_sg, mask=mask, other=0.0))
+    octaves = (total >= THRESHOLD).to(tl.int32) - (total <= -THRESHOLD).to(tl.int32)
+    exponent = tl.load(exponent_ptrs, mask=mask, other=0).to(tl.int32) + octaves
+    exponent = tl.minimum(tl.maximum(exponent, LOWEST), HIGHEST)
+    tl.store(exponent_ptrs, exponent.to(tl.int8), mask=mask)
+    tl.store(votes_ptrs, (total - THRESHOLD * octaves).to(tl.int8), mask=mask)
+
+
+def _cast_trit_votes_triton(packed, votes, grad, ok):
+    (rows, in_features), num_bytes = votes.shape, packed.shape[1]
+    grid = byte_tiles(rows, num_bytes)
+    flips = torch.empty(grid, dtype=torch.int32, device=packed.device)
+    if flips.numel():
+        _cast_trit_votes_kernel[grid](
+            packed, votes, grad, ok, flips, rows, in_features, num_bytes,
+            *packed.stride(), *votes.stride(), *grad.stride(),
+            THRESHOLD=TRIT_THRESHOLD, BLOCK_N=32, BLOCK_B=PLANE,
+        )  # fmt: skip
+    return packed, votes, flips.sum(dtype=torch.int64)
+
+
+def _cast_scale_votes_triton(exponent, votes, slope, ok):
+    if slope.numel():
+        _cast_scale_votes_kernel[(triton.cdiv(slope.numel(), 1024),)](
+            exponent, votes, slope, ok, *slope.shape,
+            *exponent.stride(), *votes.stride(), *slope.stride(),
+            THRESHOLD=SCALE_THRESHOLD, LOWEST=LOWEST_EXPONENT, HIGHEST=HIGHEST_EXPONENT, BLOCK=1024,
+        )  # fmt: skip
+    return exponent, votes
+
+
+def cast_trit_votes(packed: Tensor, votes: Tensor, grad: Tensor, ok: Tensor) -> Tensor:
+    """Vote on every trit of a matrix in place, and move those whose votes reach 3.
+
+    Args:
+        packed: (N, row_bytes(K)) uint8.
+        votes: (N, K) int8.
+        grad: (N, K) float32 or bfloat16, dL/dw; only its sign is read.
+        ok: int32 scalar tensor; where 0 nothing changes.
+
+    Returns:
+        int64 scalar tensor, the number of trits that changed.
+
+    Raises:
+        ValueError: a dtype or a shape does not fit.
+    """
+    check_packed(packed, votes.shape[1])
+    if votes.dtype != torch.int8 or votes.shape != grad.shape:
+        raise ValueError(f"votes {votes.dtype} {tuple(votes.shape)}, grad {tuple(grad.shape)}")
+    run = _cast_trit_votes_triton if uses_triton(packed) else _cast_trit_votes_torch
+    return run(packed, votes, grad, ok)[2]
+
+
+def cast_scale_votes(exponent: Tensor, votes: Tensor, slope: Tensor, ok: Tensor) -> None:
+    """Vote on every scale of a matrix in place, and move by an octave those that reach 4.
+
+    Args:
+        exponent: (N, groups) int8.
+        votes: (N, groups) int8.
+        slope: (N, groups) float32; only its sign is read.
+        ok: int32 scalar tensor; where 0 nothing changes.
+
+    Raises:
+        ValueError: a dtype or a shape does not fit.
+    """
+    if exponent.dtype != torch.int8 or not exponent.shape == votes.shape == slope.shape:
+        raise ValueError(f"exponent {exponent.dtype} {tuple(exponent.shape)} does not fit")
+    run = _cast_scale_votes_triton if uses_triton(exponent) else _cast_scale_votes_torch
+    run(exponent, votes, slope, ok)
+
+
+def _ok(value: int, device: torch.device) -> Tensor:
+    return torch.tensor(value, dtype=torch.int32, device=device)
+
+
+def _trit_cases(device: torch.device, _group_size: int) -> Iterator[Case]:
+    generator = torch.Generator().manual_seed(0)
+    for rows, columns in ((1, 1), (3, 33), (33, 165), (2, 1311)):
+        packed = pack_trits_reference(random_trits(rows, columns, generator)).to(device)
+        votes = torch.randint(-2, 3, (rows, columns), generator=generator, dtype=torch.int8)
+        grad = torch.randn(rows, columns, generator=generator)
+        grad[:, ::7] = 0
+        inputs = (packed, votes.to(device), grad.to(device))
+        yield Case(f"{rows}x{columns}", (*inputs, _ok(1, device)))
+    yield Case("2x1311 refused", (*inputs, _ok(0, device)))
+    saturated = torch.full_like(inputs[1], 127)
+    yield Case("2x1311 saturated", (packed, saturated, -inputs[2].abs(), _ok(1, device)))
+    packed = pack_trits_reference(random_trits(6, 165, generator)).to(device)
+    votes = torch.randint(-2, 3, (6, 330), generator=generator, dtype=torch.int8).to(device)
+    grad = torch.randn(165, 3, generator=generator).to(device)
+    yield Case("3x165 strided", (packed[::2], votes[::2, ::2], grad.T, _ok(1, device)))
+
+
+def _scale_cases(device: torch.device, _group_size: int) -> Iterator[Case]:
+    generator = torch.Generator().manual_seed(0)
+    for shape in ((1, 1), (3, 33), (33, 41)):
+        exponent = torch.randint(-96, 32, shape, generator=generator, dtype=torch.int8).to(device)
+        votes = torch.randint(-3, 4, shape, generator=generator, dtype=torch.int8).to(device)
+        slope = torch.randn(shape, generator=generator).to(device)
+        slope[:, ::5] = 0
+        yield Case(f"{shape[0]}x{shape[1]}", (exponent, votes, slope, _ok(1, device)))
+    for end in (-96, 31):
+        ends = torch.full_like(exponent, end)
+        yield Case(f"33x41 E = {end}", (ends, votes, slope, _ok(1, device)))
+    yield Case("33x41 refused", (exponent, votes, slope, _ok(0, device)))
+    strided = (exponent[::3, ::2], votes[::3, ::2], slope[1::3, ::2], _ok(1, device))
+    yield Case("11x21 strided", strided)
+
+
+def _trit_timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
+    packed = pack_trits_torch(random_trits(*MATRIX, torch.Generator(device)))
+    votes = torch.randint(-2, 3, MATRIX, dtype=torch.int8, device=device)
+    grad = torch.randn(MATRIX, device=device, dtype=torch.bfloat16)
+    yield Timing("11264x2048 bf16", (packed, votes, grad, _ok(1, device)))
+
+
+def _scale_timings(device: torch.device, group_size: int) -> Iterator[Timing]:
+    shape = (MATRIX[0], num_groups(MATRIX[1], group_size))
+    exponent, votes = torch.randint(-3, 4, (2, *shape), dtype=torch.int8, device=device)
+    slope = torch.randn(shape, device=device)
+    yield Timing(f"{shape[0]}x{shape[1]}", (exponent, votes, slope, _ok(1, device)))
+
+
+CAST_TRIT_VOTES = KernelSpec(
+    "cast_trit_votes",
+    _cast_trit_votes_triton,
+    _cast_trit_votes_torch,
+    cast_trit_votes_reference,
+    _trit_cases,
+    timings=_trit_timings,
+)
+CAST_SCALE_VOTES = KernelSpec(
+    "cast_scale_votes",
+    _cast_scale_votes_triton,
+    _cast_scale_votes_torch,
+    cast_scale_votes_reference,
+    _scale_cases,
+    timings=_scale_timings,
+)

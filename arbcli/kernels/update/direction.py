@@ -1,0 +1,95 @@
+"""A step's direction in fixed point: u = round(values * row_gain * column_gain), units of 2**-16.
+
+The values are a gradient, or what was made of it, and the gains bring them to unit
+root-mean-square over the matrix: two float32 products in this order, saturation, and one rounding
+to the nearest integer, ties to even. Without gains u is the sign of each value. Each of these is
+one IEEE operation, so u is the same integer on every backend; kernels that form it are launched
+with `enable_fp_fusion=False`, as a fused multiply-add would round once where two are meant.
+"""
+
+import torch
+from torch import Tensor
+
+from arbcli.kernels.runtime._triton import tl, triton
+
+UNIT = 1 << 16
+"""Fixed-point one: directions, slopes and steps have 16 fractional bits."""
+
+
+def fixed_point_reference(
+    values: Tensor, row_gain: Tensor | None, column_gain: Tensor | None, limit: int
+) -> Tensor:
+    """Compute u as int64 from (N, K) values; the arguments are those of `check_direction`."""
+    if row_gain is None:
+        return torch.sign(values).to(torch.int64) * 2**16
+    u = values.to(torch.float32) * row_gain[:, None]
+    if column_gain is not None:
+        u = u * column_gain[None, :]
+    return torch.round(u.clamp(-limit, limit)).to(torch.int64)
+
+
+def fixed_point_torch(
+    values: Tensor,
+    row_gain: Tensor | None,
+    column_gain: Tensor | None,
+    rows: slice,
+    limit: int,
+) -> Tensor:
+    """Compute u as a new int32 tensor for some rows of the matrix."""
+    if row_gain is None:
+        return torch.sign(values[rows]).to(torch.int32).mul_(UNIT)
+    u = values[rows].to(torch.float32, copy=True).mul_(row_gain[rows, None])
+    if column_gain is not None:
+        u *= column_gain
+    return u.clamp_(-limit, limit).round_().to(torch.int32)
+
+
+@triton.jit
+def round_to_int(x):
+    """Round float32 of magnitude up to 2**22 to int32, ties to even, inside a kernel.
+
+    Adding 1.5 * 2**23 leaves the integer in the low bits of the sum.
+    """
+    return (x + 12582912.0).to(tl.int32, bitcast=True) - 0x4B400000
+
+
+@triton.jit
+def load_gain(gain_ptr, offset, mask, HAS: tl.constexpr):
+    """Load gains of rows or columns inside a kernel; 1 where there are none."""
+    if HAS:
+        return tl.load(gain_ptr + offset, mask=mask, other=0)
+    else:
+        return 1.0
+
+
+@triton.jit
+def fixed_point(values, row_gain, column_gain, LIMIT: tl.constexpr, HAS_ROWS: tl.constexpr):
+    """Compute u as int32 inside a kernel; the gains broadcast to `values`."""
+    if HAS_ROWS:
+        u = values.to(tl.float32) * row_gain * column_gain
+        return round_to_int(tl.minimum(tl.maximum(u, -LIMIT), LIMIT))
+    return tl.where(values > 0, 65536, tl.where(values < 0, -65536, 0))
+
+
+def check_direction(
+    values: Tensor, row_gain: Tensor | None, column_gain: Tensor | None, shape: torch.Size
+) -> None:
+    """Raise ValueError unless a direction has the right types and the shape of its matrix.
+
+    Args:
+        values: (N, K) float32 or bfloat16, any strides.
+        row_gain: (N,) float32, any stride; None for the sign of the values.
+        column_gain: (K,) float32, contiguous; None for ones.
+        shape: (N, K).
+    """
+    if values.dtype not in (torch.float32, torch.bfloat16) or values.shape != shape:
+        got = f"{values.dtype} {tuple(values.shape)}"
+        raise ValueError(f"need float32 or bfloat16 values of shape {tuple(shape)}, got {got}")
+    if row_gain is None and column_gain is not None:
+        raise ValueError("a gain of the columns needs one of the rows")
+    for name, gain, size in (("row", row_gain, shape[0]), ("column", column_gain, shape[1])):
+        if gain is not None and (gain.dtype != torch.float32 or tuple(gain.shape) != (size,)):
+            got = f"{gain.dtype} {tuple(gain.shape)}"
+            raise ValueError(f"need a float32 {name} gain of shape ({size},), got {got}")
+    if column_gain is not None and not column_gain.is_contiguous():
+        raise ValueError("need a contiguous column gain")

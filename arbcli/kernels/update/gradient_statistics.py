@@ -1,0 +1,376 @@
+"""Read a gradient once: slopes of the scales, and sums of its squares.
+
+slope[n, g] = sum over k in group g of grad * w, the slope of the loss in the log of a scale. The
+squares are summed over the matrix, which tells whether the gradient can be used, and over its rows
+and columns. Sums come in parts, one for each tile, so that adding them up in order gives the same
+bits every time.
+"""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from arbcli.kernels.codec.decode_weight import (
+    check_scales,
+    decode_weight_reference,
+    load_scale,
+    random_packed,
+    scales_torch,
+)
+from arbcli.kernels.codec.packing import (
+    BLOCK,
+    PLANE,
+    check_packed,
+    first_digit,
+    take_trit,
+    trit_at,
+    trit_positions,
+    unpack_trits_torch,
+)
+from arbcli.kernels.runtime._triton import tl, triton
+from arbcli.kernels.runtime.backend import row_chunks, uses_triton
+from arbcli.kernels.runtime.spec import MATRIX, Case, Gate, KernelSpec, Timing
+
+TILE = 128
+"""Columns of a tile, or the most groups that fit in them."""
+
+
+class GradientStatistics(NamedTuple):
+    """What one pass over a gradient finds, in P, Q or P * Q parts."""
+
+    slope: Tensor
+    """(N, groups) float32."""
+    slope_squares: Tensor
+    """(P * Q,) float64, squares of the slope."""
+    squares: Tensor
+    """(P * Q,) float32, squares of the gradient."""
+    rows: Tensor
+    """(Q, N) float32, squares of each row; (0, N) unless asked for."""
+    columns: Tensor
+    """(P, K) float32, squares of each column; (0, K) unless asked for."""
+
+
+def gradient_statistics_reference(
+    grad: Tensor,
+    packed: Tensor,
+    exponent: Tensor,
+    fraction: Tensor | None,
+    group_size: int,
+    factored: bool,
+    signs: bool,
+) -> tuple[Tensor, ...]:
+    """Compute what `gradient_statistics` must return, in float64 and in one part each."""
+    grad = grad.double()
+    weight = decode_weight_reference(packed, exponent, fraction, grad.shape[1], group_size)
+    products = (torch.sign(grad) if signs else grad) * weight.double()
+    slope = [group.sum(1) for group in products.split(group_size, dim=1)]
+    slope, squares = torch.stack(slope, dim=1), grad * grad
+    rows, columns = (squares.sum(dim) * factored for dim in (1, 0))
+    return slope, (slope * slope).sum(), squares.sum(), rows, columns
+
+
+def _gradient_statistics_torch(grad, packed, exponent, fraction, group_size, factored, signs):
+    (num_rows, in_features), like = grad.shape, {"dtype": torch.float32, "device": grad.device}
+    whole = in_features // group_size
+    slope = torch.empty(exponent.shape, **like)
+    rows = torch.empty(int(factored), num_rows, **like)
+    columns = torch.zeros(int(factored), in_features, **like)
+    squares = torch.zeros(1, **like)
+    for part in row_chunks(grad):
+        values = grad[part].float()
+        product = unpack_trits_torch(packed[part], in_features, torch.float32)
+        product *= torch.sign(values) if signs else values
+        full = product[:, : whole * group_size].unflatten(1, (whole, group_size))
+        torch.sum(full, dim=2, out=slope[part, :whole])
+        if whole < slope.shape[1]:
+            torch.sum(product[:, whole * group_size :], dim=1, out=slope[part, whole])
+        torch.mul(values, values, out=product)
+        of_rows = torch.sum(product, dim=1)
+        squares += of_rows.sum()
+        if factored:
+            rows[0, part] = of_rows
+            columns += product.sum(dim=0)
+    slope *= scales_torch(exponent, fraction)
+    return slope, slope.double().square_().sum()[None], squares, rows, columns
+
+
+@triton.jit
+def _gradient_statistics_kernel(
+    grad_ptr, packed_ptr, exponent_ptr, fraction_ptr,
+    slope_ptr, slope_squares_ptr, squares_ptr, rows_ptr, columns_ptr,
+    N, K, num_groups, blocks, tiles,
+    stride_gn, stride_gk, stride_pn, stride_pb, stride_en, stride_eg, stride_fn, stride_fg,
+    stride_sn, stride_cp,
+    GROUP: tl.constexpr, LANES: tl.constexpr, GROUPS: tl.constexpr, HAS_FRACTION: tl.constexpr,
+    FACTORED: tl.constexpr, SIGNS: tl.constexpr, BLOCK_N: tl.constexpr, STEPS: tl.constexpr,
+):  # fmt: skip
+    """Read a tile: one of the first `blocks`, whose planes are groups, or groups behind them."""
+    tile_n, tile = tl.program_id(0) // tiles, tl.program_id(0) % tiles
+    slope_squares_ptr += tl.program_id(0)
+    squares_ptr += tl.program_id(0)
+    rows_ptr += tile.to(tl.int64) * N
+    columns_ptr += tile_n.to(tl.int64) * stride_cp
+    if tile < blocks:
+        _read_planes(
+            grad_ptr, packed_ptr, exponent_ptr, fraction_ptr,
+            slope_ptr, slope_squares_ptr, squares_ptr, rows_ptr, columns_ptr,
+            N, tile_n, tile,
+            stride_gn, stride_gk, stride_pn, stride_pb, stride_en, stride_eg, stride_fn, stride_fg,
+            stride_sn, HAS_FRACTION, FACTORED, SIGNS, BLOCK_N, STEPS,
+        )  # fmt: skip
+    else:  # what is left of a row is packed like a row of its own
+        _read_groups(
+            grad_ptr + 160 * blocks * stride_gk, packed_ptr + 32 * blocks * stride_pb,
+            exponent_ptr + 5 * blocks * stride_eg, fraction_ptr + 5 * blocks * stride_fg,
+            slope_ptr + 5 * blocks, slope_squares_ptr, squares_ptr, rows_ptr,
+            columns_ptr + 160 * blocks,
+            N, K - 160 * blocks, num_groups - 5 * blocks, tile_n, tile - blocks,
+            stride_gn, stride_gk, stride_pn, stride_pb, stride_en, stride_eg, stride_fn, stride_fg,
+            stride_sn, GROUP, LANES, GROUPS, HAS_FRACTION, FACTORED, SIGNS,
+            256 // (GROUPS * LANES), BLOCK_N * STEPS * GROUPS * LANES // 256,
+        )  # fmt: skip
+
+
+@triton.jit
+def _read_planes(
+    grad_ptr, packed_ptr, exponent_ptr, fraction_ptr,
+    slope_ptr, slope_squares_ptr, squares_ptr, rows_ptr, columns_ptr,
+    N, tile_n, block,
+    stride_gn, stride_gk, stride_pn, stride_pb, stride_en, stride_eg, stride_fn, stride_fg,
+    stride_sn,
+    HAS_FRACTION: tl.constexpr, FACTORED: tl.constexpr, SIGNS: tl.constexpr,
+    BLOCK_N: tl.constexpr, STEPS: tl.constexpr,
+):  # fmt: skip
+    """Read a full block of five planes, each a group of 32, of `STEPS` times `BLOCK_N` rows.
+
+    What is found of a row, five slopes and its squares, is brought together before it is stored.
+    """
+    offs_j, part = tl.arange(0, 32)[None, :], tl.arange(0, 8)[None, :]
+    half = tl.where(part % 2 == 0, -0.5, 0.5)  # of what `take_trit` returns
+    of_slope = tl.zeros((BLOCK_N, 8), dtype=tl.float32)
+    of_matrix = tl.zeros((BLOCK_N,), dtype=tl.float32)
+    of_columns = (
+        tl.zeros((BLOCK_N, 32), dtype=tl.float32), tl.zeros((BLOCK_N, 32), dtype=tl.float32),
+        tl.zeros((BLOCK_N, 32), dtype=tl.float32), tl.zeros((BLOCK_N, 32), dtype=tl.float32),
+        tl.zeros((BLOCK_N, 32), dtype=tl.float32),
+    )  # fmt: skip
+    for step in range(STEPS):
+        n = ((tile_n.to(tl.int64) * STEPS + step) * BLOCK_N + tl.arange(0, BLOCK_N))[:, None]
+        mask_n = n < N
+        packed_ptrs = packed_ptr + n * stride_pn + (block * 32 + offs_j) * stride_pb
+        left = first_digit(tl.load(packed_ptrs, mask=mask_n, other=0))
+        grad_ptrs = grad_ptr + n * stride_gn + (block * 160 + offs_j) * stride_gk
+        of_rows = tl.zeros((BLOCK_N, 32), dtype=tl.float32)
+        found = tl.zeros((BLOCK_N, 8), dtype=tl.float32)
+        summed = ()
+        for digit in tl.static_range(4, -1, -1):
+            value = tl.load(grad_ptrs + 32 * digit * stride_gk, mask=mask_n, other=0)
+            value = value.to(tl.float32)
+            squares = value * value
+            of_rows += squares
+            summed = (of_columns[digit] + squares,) + summed  # noqa: RUF005 (triton knows no star)
+            if SIGNS:
+                value = tl.where(value > 0, 1.0, tl.where(value < 0, -1.0, 0.0))
+            double, left = take_trit(left, digit)
+            found = tl.where(part == digit, tl.sum(value * double, axis=1)[:, None], found)
+        of_columns = summed
+        of_row = tl.sum(of_rows, axis=1)
+        of_matrix += of_row
+        found = tl.where(part == 5, of_row[:, None], found)
+        mask, group = mask_n & (part < 5), block * 5 + part
+        scale = load_scale(
+            exponent_ptr, fraction_ptr, n, group, mask,
+            stride_en, stride_eg, stride_fn, stride_fg, HAS_FRACTION,
+        )  # fmt: skip
+        slope = found * (scale * half)
+        tl.store(slope_ptr + n * stride_sn + group, slope, mask=mask)
+        of_slope += tl.where(mask, slope * slope, 0)
+        if FACTORED:
+            rows_ptrs = rows_ptr + n + tl.zeros_like(part)
+            tl.store(rows_ptrs, found, mask=mask_n & (part == 5))
+    tl.store(slope_squares_ptr, tl.sum(of_slope.to(tl.float64)))
+    tl.store(squares_ptr, tl.sum(of_matrix))
+    if FACTORED:
+        columns_ptrs = columns_ptr + block * 160
+        for digit in tl.static_range(5):
+            of_column = tl.sum(of_columns[digit], axis=0)
+            tl.store(columns_ptrs + 32 * digit + tl.arange(0, 32), of_column)
+
+
+@triton.jit
+def _read_groups(
+    grad_ptr, packed_ptr, exponent_ptr, fraction_ptr,
+    slope_ptr, slope_squares_ptr, squares_ptr, rows_ptr, columns_ptr,
+    N, K, num_groups, tile_n, tile_g,
+    stride_gn, stride_gk, stride_pn, stride_pb, stride_en, stride_eg, stride_fn, stride_fg,
+    stride_sn,
+    GROUP: tl.constexpr, LANES: tl.constexpr, GROUPS: tl.constexpr, HAS_FRACTION: tl.constexpr,
+    FACTORED: tl.constexpr, SIGNS: tl.constexpr, BLOCK_N: tl.constexpr, STEPS: tl.constexpr,
+):  # fmt: skip
+    """Read `STEPS` tiles of `BLOCK_N` rows and `GROUPS` groups, each of `LANES` lanes."""
+    offs_g = tile_g * GROUPS + tl.arange(0, GROUPS)
+    lane = tl.arange(0, GROUPS * LANES)
+    if GROUP == LANES:
+        k = tile_g * (GROUPS * LANES) + lane
+        mask_k = k < K
+    else:
+        k = (tile_g * GROUPS + lane // LANES) * GROUP + lane % LANES
+        mask_k = (k < K) & (lane % LANES < GROUP)
+    offs_byte, factor = trit_positions(k, K)
+    of_columns = tl.zeros((BLOCK_N, GROUPS * LANES), dtype=tl.float32)
+    of_rows = tl.zeros((BLOCK_N,), dtype=tl.float32)
+    of_slope = tl.zeros((BLOCK_N, GROUPS), dtype=tl.float64)
+    for step in range(STEPS):
+        n = (tile_n.to(tl.int64) * STEPS + step) * BLOCK_N + tl.arange(0, BLOCK_N)
+        mask_n = n < N
+        mask = mask_n[:, None] & mask_k[None, :]
+        grad_ptrs = grad_ptr + n[:, None] * stride_gn + k[None, :] * stride_gk
+        grad = tl.load(grad_ptrs, mask=mask, other=0).to(tl.float32)
+        packed_ptrs = packed_ptr + n[:, None] * stride_pn + offs_byte[None, :] * stride_pb
+        byte = tl.load(packed_ptrs, mask=mask, other=0).to(tl.uint32)
+        value = grad
+        if SIGNS:
+            value = tl.where(grad > 0, 1.0, tl.where(grad < 0, -1.0, 0.0))
+        product = value * trit_at(byte, factor[None, :])
+        slope = tl.sum(tl.reshape(product, (BLOCK_N, GROUPS, LANES)), axis=2)
+
+        mask_g = mask_n[:, None] & (offs_g < num_groups)[None, :]
+        slope *= load_scale(
+            exponent_ptr, fraction_ptr, n[:, None], offs_g[None, :], mask_g,
+            stride_en, stride_eg, stride_fn, stride_fg, HAS_FRACTION,
+        )  # fmt: skip
+        tl.store(slope_ptr + n[:, None] * stride_sn + offs_g[None, :], slope, mask=mask_g)
+        slope = tl.where(mask_g, slope, 0).to(tl.float64)
+        of_slope += slope * slope
+        squares = grad * grad
+        of_columns += squares
+        if FACTORED:
+            of_row = tl.sum(squares, axis=1)
+            of_rows += of_row
+            tl.store(rows_ptr + n, of_row, mask=mask_n)
+    tl.store(slope_squares_ptr, tl.sum(of_slope))
+    if FACTORED:
+        tl.store(squares_ptr, tl.sum(of_rows))
+        of_columns = tl.sum(of_columns, axis=0)
+        tl.store(columns_ptr + k, of_columns, mask=mask_k)
+    else:
+        tl.store(squares_ptr, tl.sum(of_columns))
+
+
+def _gradient_statistics_triton(grad, packed, exponent, fraction, group_size, factored, signs):
+    (rows, columns), groups = grad.shape, exponent.shape[1]
+    block_n, steps = 8, 16 if grad.numel() >= 1 << 22 else 2  # many programs for a small matrix
+    tiles_n = triton.cdiv(rows, block_n * steps)
+    blocks = columns // BLOCK if group_size == PLANE else 0  # whose planes are groups
+    lanes = triton.next_power_of_2(group_size)
+    groups_of_tile = max(PLANE if blocks else TILE, lanes) // lanes
+    tiles = blocks + triton.cdiv(groups - 5 * blocks, groups_of_tile)
+
+    def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device=grad.device)
+
+    found = (
+        empty(rows, groups),
+        empty(tiles_n * tiles, dtype=torch.float64),
+        empty(tiles_n * tiles),
+        empty(tiles * factored, rows),
+        empty(tiles_n * factored, columns),
+    )
+    digits = exponent if fraction is None else fraction
+    _gradient_statistics_kernel[(tiles_n * tiles,)](
+        grad, packed, exponent, digits, *found, rows, columns, groups, blocks, tiles,
+        *grad.stride(), *packed.stride(), *exponent.stride(), *digits.stride(), groups, columns,
+        GROUP=group_size, LANES=lanes, GROUPS=groups_of_tile, HAS_FRACTION=fraction is not None,
+        FACTORED=factored, SIGNS=signs, BLOCK_N=block_n, STEPS=steps, num_warps=1,
+    )  # fmt: skip
+    return found
+
+
+def gradient_statistics(
+    grad: Tensor,
+    packed: Tensor,
+    exponent: Tensor,
+    fraction: Tensor | None,
+    group_size: int,
+    factored: bool = False,
+    signs: bool = False,
+) -> GradientStatistics:
+    """Sum gradient times weight over every group, and the squares of the gradient, in one pass.
+
+    Args:
+        grad: (N, K) float32 or bfloat16, dL/dw, not empty, any strides.
+        packed: (N, row_bytes(K)) uint8.
+        exponent: (N, ceil(K / G)) int8.
+        fraction: like `exponent`; None stands for zeros.
+        group_size: G.
+        factored: whether to sum the squares of rows and columns too.
+        signs: whether the slope is that of the gradient's signs.
+
+    Raises:
+        ValueError: a dtype or a shape does not fit.
+    """
+    got = f"{grad.dtype} of shape {tuple(grad.shape)}"
+    if grad.dtype not in (torch.float32, torch.bfloat16) or grad.dim() != 2 or not grad.numel():
+        raise ValueError(f"need a float32 or bfloat16 matrix that is not empty, got {got}")
+    check_packed(packed, grad.shape[1])
+    check_scales(packed, exponent, fraction, grad.shape[1], group_size)
+    run = _gradient_statistics_triton if uses_triton(grad) else _gradient_statistics_torch
+    found = run(grad, packed, exponent, fraction, group_size, factored, signs)
+    return GradientStatistics(*found)
+
+
+def _cases(device: torch.device, group_size: int) -> Iterator[Case]:
+    generator = torch.Generator().manual_seed(0)
+
+    def case(label: str, rows: int, columns: int, view=lambda x: x, *flags: bool) -> Case:
+        grad = view(torch.randn(rows, columns, generator=generator).to(device))
+        state = random_packed(*grad.shape, group_size, generator, spread=8)
+        state = [digits.to(device) for digits in state]
+        return Case(label, (grad, *state, group_size, *(flags or (True, False))))
+
+    for rows, columns in ((1, 1), (3, 33), (33, 123), (2, 1311)):
+        yield case(f"{rows}x{columns}", rows, columns)
+    *_, last = (case("", 2, 165),)
+    yield Case("2x165 whole octaves", (*last.inputs[:3], None, *last.inputs[4:]))
+    yield case("9x40 not factored", 9, 40, lambda x: x, False, False)
+    yield case("9x40 signs", 9, 40, lambda x: x, False, True)
+    yield case("5x43 strided", 10, 86, lambda x: x[::2, ::2])
+    yield case("65x7 transposed", 7, 65, lambda x: x.T)
+    yield case("5x7 zeros", 5, 7, torch.zeros_like)
+    if device.type == "cuda":  # the interpreter computes wrongly in bf16, and takes its time
+        yield case("2049x2080 bf16", 2049, 2080, lambda x: x.bfloat16())
+
+
+def _timings(device: torch.device, group_size: int) -> Iterator[Timing]:
+    grad = torch.randn(MATRIX, device=device, dtype=torch.bfloat16)
+    state = random_packed(*MATRIX, group_size, torch.Generator(device), spread=8)
+    for name, factored in (("", False), (" factored", True)):
+        inputs = (grad, *state, group_size, factored, False)
+        yield Timing(f"11264x2048 bf16{name}", inputs, run=_gradient_statistics_triton)
+
+
+def _in_one_part(run):
+    """Wrap an implementation so that it adds its parts up, in float64."""
+
+    def in_one_part(*inputs):
+        slope, *sums, rows, columns = run(*inputs)
+        sums = [part.double().sum() for part in sums]
+        return slope, *sums, *(part.double().sum(0) for part in (rows, columns))
+
+    return in_one_part
+
+
+GRADIENT_STATISTICS = KernelSpec(
+    "gradient_statistics",
+    _in_one_part(_gradient_statistics_triton),
+    _in_one_part(_gradient_statistics_torch),
+    gradient_statistics_reference,
+    _cases,
+    # the square of a slope counts its error twice
+    Gate(exact=False, relative=4e-6, reason="float32 sums of products that cancel in part"),
+    uses_scales=True,
+    timings=_timings,
+    bfloat16=(0,),
+)

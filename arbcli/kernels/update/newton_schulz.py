@@ -1,0 +1,433 @@
+"""Symmetric products of Newton-Schulz iterations: A = x @ x.T and P = alpha I + beta A + gamma A A.
+
+Both results are symmetric, so only tiles on and below the diagonal are computed, and each is stored
+twice: as it is and transposed. That is half the arithmetic of a library's product.
+
+Where tiles are few for the processors, all steps along K of all of them are dealt evenly to one
+program a processor, so that no processor waits for another's last tile (2048 rows are 136 tiles of
+128, and an H200 has 132 processors). Where a tile is shared, the program with its first step adds
+to its own float32 sums those that the others left in memory, in their order: the same bits every
+run. Otherwise a program computes a whole tile.
+
+Shapes alone decide who computes what. An H200 took, in bfloat16 and microseconds, beside cuBLAS:
+
+    gram              768x768     4.1 beside 4.9      small tiles
+                      768x2048    6.3 beside 8.7
+                      768x4096    10.1 beside 10.5
+                      384x2048    5.7 beside 5.3      left to cuBLAS, as all of few rows
+                      2048x2048   26.0 beside 23.7    left to cuBLAS, as all of few products
+                      2048x5632   57.1 beside 58.2    shared tiles
+                      2048x6144   58.6 beside 63.2
+                      2048x11264  101.5 beside 113.6
+               4 of   2048x2048   79.3 beside 91.1
+                      8192x8192   866 beside 1652     many tiles; 1448 if they are shared
+    polynomial        256, 384    4.2, 4.4 beside the same, without the identity
+                      768         5.2 beside 6.3      small tiles
+                      2048        28.2 beside 29.1    shared tiles
+               4 of   2048        87.2 beside 115.0
+               8 of   768         24.2 beside 19.0    left to cuBLAS
+                      8192        933 beside 1666     many tiles; 1405 if they are shared
+"""
+
+from collections.abc import Iterator
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from arbcli.kernels.runtime._triton import INTERPRETED, TensorDescriptor, tl, triton
+from arbcli.kernels.runtime.backend import capability, num_processors, uses_triton
+from arbcli.kernels.runtime.spec import MATRIX, Case, Gate, KernelSpec, Timing
+
+HOPPER = (9, 0)
+"""Compute capability of the H100 and H200, which the kernel is tuned for."""
+SMALL_ROWS = 768
+"""Largest n for small tiles."""
+SMALL_GRAM = (512, 4096)
+"""A single matrix of few rows has its `gram` from the kernel if n is larger, and m no larger."""
+FEWEST_ROWS = 2048
+"""Smallest n beyond the small ones whose products the kernel takes."""
+FEWEST_PRODUCTS = 2**34
+"""Smallest n * n * m, of all matrices, whose `gram` the kernel takes from there on."""
+
+
+class Tiling(NamedTuple):
+    """How a product is cut: tiles of `block` by `block`, `block_k` deep a step."""
+
+    block: int
+    block_k: int
+    num_warps: int
+    num_stages: int
+
+
+SMALL_TILES = Tiling(block=64, block_k=128, num_warps=4, num_stages=4)
+GRAM_TILES = Tiling(block=128, block_k=64, num_warps=8, num_stages=6)
+POLYNOMIAL_TILES = Tiling(block=128, block_k=64, num_warps=8, num_stages=4)
+MANY_TILES = Tiling(block=128, block_k=64, num_warps=8, num_stages=3)
+"""For Hopper's matrix units, copy engine and shared memory; two programs of the last fit."""
+OTHER_TILES = Tiling(block=32, block_k=32, num_warps=8, num_stages=2)
+"""For float32, and for every other GPU."""
+MANY = 8
+"""Tiles a processor from which on they are not shared."""
+
+
+def gram_reference(x: Tensor) -> Tensor:
+    """Compute what `gram` must return, in float64."""
+    return torch.einsum("...ik,...jk->...ij", x.double(), x.double())
+
+
+def gram_polynomial_reference(a: Tensor, alpha: float, beta: float, gamma: float) -> Tensor:
+    """Compute what `gram_polynomial` must return, in float64."""
+    a = a.double()
+    square = torch.einsum("...ik,...kj->...ij", a, a)
+    return alpha * torch.eye(a.shape[-1], device=a.device) + beta * a + gamma * square
+
+
+def _gram_torch(x):
+    return x @ x.mT
+
+
+def _gram_polynomial_torch(a, alpha, beta, gamma):
+    add_product = torch.addmm if a.dim() == 2 else torch.baddbmm
+    polynomial = add_product(a, a, a, beta=beta, alpha=gamma)
+    polynomial.diagonal(dim1=-2, dim2=-1).add_(alpha)
+    return polynomial
+
+
+@triton.jit
+def _tile_at(index, T, BAND: tl.constexpr):
+    """Find (row, column) of a tile in the lower triangle of T rows of tiles, diagonal included.
+
+    The triangle's short rows, turned, complete its long ones to a rectangle. That is walked down
+    its columns in bands of BAND rows, so programs at work together read the same rows of x.
+    """
+    width = T | 1
+    height = T * (T + 1) // 2 // width
+    first = index // (BAND * width) * BAND
+    rows = tl.minimum(height - first, BAND)
+    r = first + (index - first * width) % rows
+    c = (index - first * width) // rows
+    long = c < T - r
+    return tl.where(long, T - 1 - r, r - T % 2), tl.where(long, c, c - (T - r))
+
+
+@triton.jit
+def _add_products(
+    acc, x_desc, matrix, m, n, first, last,
+    TRANSPOSED: tl.constexpr, BLOCK: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """Add a tile's products of the steps from `first` to before `last`."""
+    for number in range(first, last):
+        k = number * BLOCK_K
+        if TRANSPOSED:
+            left = x_desc.load([matrix, k, m]).reshape(BLOCK_K, BLOCK).T
+            right = x_desc.load([matrix, k, n]).reshape(BLOCK_K, BLOCK)
+        else:
+            left = x_desc.load([matrix, m, k]).reshape(BLOCK, BLOCK_K)
+            right = x_desc.load([matrix, n, k]).reshape(BLOCK, BLOCK_K).T
+        acc = tl.dot(left, right, acc, input_precision="ieee")
+    return acc
+
+
+@triton.jit
+def _store_tile(
+    acc, addend_ptr, y_desc, matrix, m, n, N, stride_matrix, stride_row, alpha, beta, gamma,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Store a tile and its transpose; one on the diagonal is made its own transpose."""
+    offs = tl.arange(0, BLOCK)
+    if addend_ptr is not None:
+        rows, columns = (m + offs)[:, None], (n + offs)[None, :]
+        addend_ptrs = addend_ptr + matrix.to(tl.int64) * stride_matrix
+        addend_ptrs += rows.to(tl.int64) * stride_row + columns
+        addend = tl.load(addend_ptrs, mask=(rows < N) & (columns < N), other=0)
+        acc = gamma * acc + beta * addend.to(tl.float32)
+        acc += tl.where(rows == columns, alpha, 0.0)
+    y = acc.to(y_desc.dtype)
+    if m == n:
+        y = tl.where(offs[:, None] >= offs[None, :], y, y.T)
+    y_desc.store([matrix, m, n], y.reshape(1, BLOCK, BLOCK))
+    y_desc.store([matrix, n, m], y.T.reshape(1, BLOCK, BLOCK))
+
+
+@triton.jit(do_not_specialize=["num_tiles"])
+def _symmetric_kernel(
+    x_desc, addend_ptr, y_desc, parts_ptr, ready_ptr,
+    N, K, num_tiles, stride_matrix, stride_row,
+    alpha, beta, gamma,
+    SHARED: tl.constexpr, TRANSPOSED: tl.constexpr,
+    BLOCK: tl.constexpr, BLOCK_K: tl.constexpr, BAND: tl.constexpr,
+):  # fmt: skip
+    """Compute y = x @ x.T, or alpha I + beta addend + gamma x @ x.T where there is an addend."""
+    steps = tl.cdiv(K, BLOCK_K)
+    tiles = tl.cdiv(N, BLOCK)
+    tiles_of_matrix = tiles * (tiles + 1) // 2
+    if not SHARED:
+        index = tl.program_id(0)
+        matrix = index // tiles_of_matrix
+        row, column = _tile_at(index - matrix * tiles_of_matrix, tiles, BAND)
+        m, n = row * BLOCK, column * BLOCK
+        acc = tl.zeros((BLOCK, BLOCK), dtype=tl.float32)
+        acc = _add_products(acc, x_desc, matrix, m, n, 0, steps, TRANSPOSED, BLOCK, BLOCK_K)
+        _store_tile(
+            acc, addend_ptr, y_desc, matrix, m, n, N, stride_matrix, stride_row,
+            alpha, beta, gamma, BLOCK,
+        )  # fmt: skip
+    else:
+        num_programs = tl.num_programs(0)
+        mine = num_programs - 1 - tl.program_id(0)  # waits are for programs that began before
+        share, rest = num_tiles * steps // num_programs, num_tiles * steps % num_programs
+        step = mine * share + tl.minimum(mine, rest)
+        end = step + share + (mine < rest).to(tl.int32)
+        offs = tl.arange(0, BLOCK)
+        offs_part = offs[:, None] * BLOCK + offs[None, :]
+        while step < end:
+            index = step // steps
+            first = step - index * steps
+            last = tl.minimum(first + end - step, steps)
+            matrix = index // tiles_of_matrix
+            row, column = _tile_at(index - matrix * tiles_of_matrix, tiles, BAND)
+            m, n = row * BLOCK, column * BLOCK
+            acc = tl.zeros((BLOCK, BLOCK), dtype=tl.float32)
+            acc = _add_products(
+                acc, x_desc, matrix, m, n, first, last, TRANSPOSED, BLOCK, BLOCK_K
+            )  # fmt: skip
+            if first > 0:  # the tile is another program's, which waits for this part
+                tl.store(parts_ptr + mine * BLOCK * BLOCK + offs_part, acc)
+                tl.debug_barrier()
+                tl.atomic_xchg(ready_ptr + mine, 1, sem="release")
+            else:
+                other = mine + 1
+                while last < steps:
+                    while tl.atomic_add(ready_ptr + other, 0, sem="acquire") == 0:
+                        pass
+                    part_ptrs = parts_ptr + other * BLOCK * BLOCK + offs_part
+                    acc += tl.load(part_ptrs, cache_modifier=".cg")
+                    last += share + (other < rest).to(tl.int32)
+                    other += 1
+                _store_tile(
+                    acc, addend_ptr, y_desc, matrix, m, n, N, stride_matrix, stride_row,
+                    alpha, beta, gamma, BLOCK,
+                )  # fmt: skip
+            step += steps - first
+
+
+def _symmetric(x, has_addend, alpha, beta, gamma):
+    """Compute a product for a matrix or a stack of them; the addend is x itself."""
+    stack = _readable(x if x.dim() == 3 else x[None])
+    y = with_aligned_rows(*stack.shape[:2], stack.shape[1], x)
+    if stack.numel():
+        _launch(stack, has_addend, y, alpha, beta, gamma)
+    else:
+        y.zero_()
+    return y if x.dim() == 3 else y[0]
+
+
+def _launch(stack, has_addend, y, alpha, beta, gamma):
+    _, n, k = stack.shape
+    (block, block_k, num_warps, num_stages), shared = _choose(stack, has_addend)
+    num_programs = num_tiles = _num_tiles(stack, block)
+    parts = ready = None
+    if shared:
+        num_programs = min(num_processors(stack), num_tiles * triton.cdiv(k, block_k))
+        parts = torch.empty(num_programs, block * block, dtype=torch.float32, device=stack.device)
+        ready = torch.zeros(num_programs, dtype=torch.int32, device=stack.device)
+    transposed = stack.stride(2) != 1
+    rows = stack.mT if transposed else stack
+    oblong = [1, block_k, block] if transposed else [1, block, block_k]
+    _symmetric_kernel[(num_programs,)](
+        TensorDescriptor.from_tensor(rows, oblong),
+        rows if has_addend else None,
+        TensorDescriptor.from_tensor(y, [1, block, block]),
+        parts, ready, n, k, num_tiles, rows.stride(0), rows.stride(1), alpha, beta, gamma,
+        SHARED=shared, TRANSPOSED=transposed, BLOCK=block, BLOCK_K=block_k, BAND=8,
+        num_warps=num_warps, num_stages=num_stages,
+    )  # fmt: skip
+
+
+def _choose(stack, has_addend):
+    """Choose a tiling, and whether programs share tiles, from the shape, the type and the GPU."""
+    many = MANY * num_processors(stack)
+    if not _fits(stack):
+        return OTHER_TILES, _num_tiles(stack, OTHER_TILES.block) < many
+    if stack.shape[1] <= SMALL_ROWS:
+        return SMALL_TILES, False
+    if _num_tiles(stack, MANY_TILES.block) >= many:
+        return MANY_TILES, False
+    return (POLYNOMIAL_TILES if has_addend else GRAM_TILES), True
+
+
+def _num_tiles(stack, block):
+    tiles = triton.cdiv(stack.shape[1], block)
+    return stack.shape[0] * (tiles * (tiles + 1) // 2)
+
+
+def _fits(x):
+    """Whether the tiles for matrix units are for this type and GPU."""
+    return x.dtype == torch.bfloat16 and capability(x) == HOPPER
+
+
+def _readable(stack):
+    """Return a stack, or a copy, that the copy engine can read: by rows or else by columns."""
+    if has_aligned_rows(stack) or has_aligned_rows(stack.mT):
+        return stack
+    return with_aligned_rows(*stack.shape, stack).copy_(stack)
+
+
+def has_aligned_rows(stack: Tensor) -> bool:
+    """Whether the copy engine can read the rows of a stack of matrices where they are."""
+    starts = (stack.data_ptr(), *(s * stack.itemsize for s in stack.stride()[:2]))
+    return stack.stride(2) == 1 and all(start % 16 == 0 and start > 0 for start in starts)
+
+
+def with_aligned_rows(matrices, n, k, like):
+    """Make an uninitialised stack whose rows begin at multiples of 16 bytes."""
+    unit = 16 // like.itemsize
+    width = triton.cdiv(k, unit) * unit
+    return torch.empty(matrices, n, width, dtype=like.dtype, device=like.device)[:, :, :k]
+
+
+def _gram_triton(x):
+    return _symmetric(x, False, 0.0, 0.0, 1.0)
+
+
+def _gram_polynomial_triton(a, alpha, beta, gamma):
+    return _symmetric(a, True, alpha, beta, gamma)
+
+
+def gram(x: Tensor) -> Tensor:
+    """Multiply a matrix by its own transpose: a[i, j] = sum over k of x[i, k] * x[j, k].
+
+    On Hopper GPUs the kernel computes those bfloat16 matrices that it is faster on, by shape (see
+    the module); the matrix library computes all others.
+
+    Args:
+        x: (n, m), or a stack (b, n, m), bfloat16 or float32, any strides.
+
+    Returns:
+        (n, n) or (b, n, n) in the dtype of `x`, accumulated in float32. The kernel's is exactly
+        symmetric; the library's to rounding.
+
+    Raises:
+        ValueError: a dtype or a shape does not fit.
+    """
+    _check_matrix(x)
+    return _gram_triton(x) if _pays(x, False) else _gram_torch(x)
+
+
+def gram_polynomial(a: Tensor, alpha: float, beta: float, gamma: float) -> Tensor:
+    """Evaluate alpha I + beta a + gamma a @ a for a symmetric matrix.
+
+    With the coefficients of Newton-Schulz the product of this with x is an iteration. The kernel
+    rounds once, and is used on Hopper GPUs for bfloat16 of the shapes that it is faster on.
+
+    Args:
+        a: (n, n), or a stack (b, n, n), bfloat16 or float32, symmetric, any strides.
+        alpha: of the identity.
+        beta: of the matrix.
+        gamma: of its square, which is accumulated in float32.
+
+    Returns:
+        Like `a`; exactly symmetric from the kernel, to rounding from the library.
+
+    Raises:
+        ValueError: a dtype or a shape does not fit.
+    """
+    _check_matrix(a)
+    if a.shape[-1] != a.shape[-2]:
+        raise ValueError(f"need square matrices, got {tuple(a.shape)}")
+    run = _gram_polynomial_triton if _pays(a, True) else _gram_polynomial_torch
+    return run(a, alpha, beta, gamma)
+
+
+def _check_matrix(x):
+    if x.dtype not in (torch.bfloat16, torch.float32) or x.dim() not in (2, 3):
+        got = f"{x.dtype} of shape {tuple(x.shape)}"
+        raise ValueError(f"need a bfloat16 or float32 matrix, or a stack of them, got {got}")
+
+
+def _pays(x, has_addend):
+    """Whether the kernel is faster than the matrix library; an addend is the polynomial's."""
+    if not (uses_triton(x) and _fits(x)):
+        return False
+    matrices, (n, m) = x.shape[:-2].numel(), x.shape[-2:]
+    if n <= SMALL_ROWS:
+        more_than, at_most = SMALL_GRAM
+        return matrices == 1 and (has_addend or (n > more_than and m <= at_most))
+    return n >= FEWEST_ROWS and (has_addend or matrices * n * n * m >= FEWEST_PRODUCTS)
+
+
+def _gram_cases(device: torch.device, _group_size: int) -> Iterator[Case]:
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator).to(device)
+
+    for n, m in ((1, 1), (1, 33), (33, 17), (64, 64), (70, 123), (131, 40), (257, 65)):
+        yield Case(f"{n}x{m}", (draw(n, m),))
+    yield Case("3 of 37x50", (draw(3, 37, 50),))
+    yield Case("40x96 transposed", (draw(96, 40).T,))
+    yield Case("2 of 36x70 transposed", (draw(2, 70, 36).mT,))
+    yield Case("35x41 strided", (draw(105, 83)[::3, 1::2],))
+    yield Case("40x64 a row for all", (draw(1, 64).expand(40, 64),))
+    yield Case("5x0 nothing to sum", (draw(5, 0),))
+    yield Case("0x5 empty", (draw(0, 5),))
+    yield Case("40x50 zeros", (draw(40, 50) * 0,))
+    if not INTERPRETED:  # Hopper's large tiles, few and many for as many processors as a CPU has
+        yield Case("776x8", (draw(776, 8),))
+        yield Case("1160x8 transposed", (draw(8, 1160).T,))
+    if device.type == "cuda":  # the interpreter computes wrongly in bf16
+        few = ((33, 17), (384, 1024), (768, 2048), (3, 640, 321))
+        for shape in (*few, (1544, 1000), (2048, 5632), (8, 2048, 64)):
+            x = draw(*shape).bfloat16()
+            label = " of ".join(["x".join(map(str, shape[-2:])), *map(str, shape[:-2])])
+            yield Case(f"{label} bf16", (x,), peer=_gram_torch)
+        x = draw(2048, 640).bfloat16()
+        yield Case("640x2048 bf16 transposed", (x.T,), peer=_gram_torch)
+
+
+def _polynomial_cases(device: torch.device, group_size: int) -> Iterator[Case]:
+    for case in _gram_cases(device, group_size):
+        (x,) = case.inputs
+        if x.numel():
+            a = gram_reference(x / torch.linalg.matrix_norm(x, dim=(-2, -1), keepdim=True))
+            a = a.nan_to_num().to(x.dtype)
+            a = a.mT if "transposed" in case.label else a
+            peer = case.peer and _gram_polynomial_torch
+            yield Case(case.label, (a, 3.4445, -4.775, 2.0315), peer)
+    yield Case("70x70 square alone", (a[:70, :70].float(), 0.0, 0.0, 1.0))
+
+
+_GATE = Gate(
+    exact=False,
+    relative=1e-5,
+    peer_slack=0.1,
+    reason="float32 sums; in bf16 no worse than torch's product by 10 %",
+)
+
+
+def _gram_timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
+    for n, m in ((768, 768), (768, 2048), (2048, 5632), MATRIX[::-1]):
+        x = torch.randn(n, m, device=device, dtype=torch.bfloat16)
+        peer = partial(_gram_torch, x)
+        yield Timing(f"{n}x{m} bf16", (x,), peer=peer, peer_name="cuBLAS", flops=2 * n * n * m)
+
+
+def _polynomial_timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
+    for n in (768, 2048):
+        x = torch.randn(n, n, device=device, dtype=torch.bfloat16)
+        inputs = (((x + x.mT) / (4 * n) ** 0.5), 3.4445, -4.775, 2.0315)
+        peer = partial(_gram_polynomial_torch, *inputs)
+        yield Timing(f"{n}x{n} bf16", inputs, peer=peer, peer_name="cuBLAS", flops=2 * n**3)
+
+
+GRAM = KernelSpec(
+    "gram", _gram_triton, _gram_torch, gram_reference, _gram_cases, _GATE,
+    not_verified=("kernels of the matrix library, which computes the other shapes",),
+    timings=_gram_timings,
+)  # fmt: skip
+GRAM_POLYNOMIAL = KernelSpec(
+    "gram_polynomial", _gram_polynomial_triton, _gram_polynomial_torch, gram_polynomial_reference,
+    _polynomial_cases, _GATE, timings=_polynomial_timings,
+)  # fmt: skip

@@ -1,0 +1,181 @@
+"""Step scales: v <- clip(v - SR(s * gain)), v = 128 E + F, in place.
+
+s is the slope of each scale over its root-mean-square across the matrix: one float32 product,
+clipped to +-3 and rounded to int32 in units of 2**-16. With 16 fractional bits
+d = (s * gain) >> shift, rounded stochastically: floor((d + r) / 2**16). v saturates with E in
+-96..31.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from arbcli.kernels.codec.decode_weight import HIGHEST_EXPONENT, LOWEST_EXPONENT, OCTAVE, num_groups
+from arbcli.kernels.runtime._triton import tl, triton
+from arbcli.kernels.runtime.backend import uses_triton
+from arbcli.kernels.runtime.spec import MATRIX, Case, KernelSpec, Timing
+from arbcli.kernels.update.direction import round_to_int
+from arbcli.kernels.update.random_bits import random_bits, random_bits_reference, random_words
+
+CLIP = 3 << 16
+"""A slope saturates here, at 3 times its root-mean-square."""
+LOWEST, HIGHEST = LOWEST_EXPONENT * OCTAVE, HIGHEST_EXPONENT * OCTAVE + OCTAVE - 1
+
+
+def step_scales_reference(
+    exponent: Tensor,
+    fraction: Tensor,
+    slope: Tensor,
+    slope_gain: Tensor,
+    key: Tensor,
+    gain: Tensor,
+    shift: Tensor,
+    ok: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """Compute what `step_scales` leaves in `exponent` and `fraction`, in int64."""
+    if not ok:
+        return exponent, fraction
+    v = exponent.to(torch.int64) * 128 + fraction.to(torch.int64)
+    s = torch.round((slope * slope_gain).clamp(-3 * 2**16, 3 * 2**16)).to(torch.int64)
+    step = torch.div(s * gain.to(torch.int64), 2 ** int(shift), rounding_mode="floor")
+    random = random_bits_reference(int(key), *v.shape).to(v.device) % 2**16
+    v = v - torch.div(step + random, 2**16, rounding_mode="floor")
+    v = v.clamp(-96 * 128, 31 * 128 + 127)
+    octave = torch.div(v, 128, rounding_mode="floor")
+    return octave.to(torch.int8), (v - octave * 128).to(torch.int8)
+
+
+def _step_scales_torch(exponent, fraction, slope, slope_gain, key, gain, shift, ok):
+    if ok:
+        rows, columns = (
+            torch.arange(size, dtype=torch.int32, device=exponent.device) for size in slope.shape
+        )
+        step = (slope * slope_gain).clamp_(-CLIP, CLIP).round_().to(torch.int32)
+        step.mul_(gain).bitwise_right_shift_(shift)
+        step += random_bits(key, rows, columns).bitwise_and_(0xFFFF)
+        v = exponent.to(torch.int32) * OCTAVE + fraction
+        v.sub_(step.bitwise_right_shift_(16)).clamp_(LOWEST, HIGHEST)
+        exponent.copy_(v >> 7)
+        fraction.copy_(v & 127)
+    return exponent, fraction
+
+
+@triton.jit
+def _step_scales_kernel(
+    exponent_ptr, fraction_ptr, slope_ptr, slope_gain_ptr, key_ptr, gain_ptr, shift_ptr, ok_ptr,
+    N, num_groups,
+    stride_en, stride_eg, stride_fn, stride_fg, stride_sn, stride_sg,
+    CLIP: tl.constexpr, LOWEST: tl.constexpr, HIGHEST: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_G: tl.constexpr,
+):  # fmt: skip
+    if tl.load(ok_ptr) == 0:
+        return
+    tiles_g = tl.cdiv(num_groups, BLOCK_G)
+    tile_n = tl.program_id(0).to(tl.int64) // tiles_g
+    n = (tile_n * BLOCK_N + tl.arange(0, BLOCK_N))[:, None]
+    g = ((tl.program_id(0) % tiles_g) * BLOCK_G + tl.arange(0, BLOCK_G))[None, :]
+    mask = (n < N) & (g < num_groups)
+    exponent_ptrs = exponent_ptr + n * stride_en + g * stride_eg
+    fraction_ptrs = fraction_ptr + n * stride_fn + g * stride_fg
+    v = tl.load(exponent_ptrs, mask=mask, other=0).to(tl.int32) * 128
+    v += tl.load(fraction_ptrs, mask=mask, other=0).to(tl.int32)
+    slope = tl.load(slope_ptr + n * stride_sn + g * stride_sg, mask=mask, other=0)
+    s = round_to_int(tl.minimum(tl.maximum(slope * tl.load(slope_gain_ptr), -CLIP), CLIP))
+    step = (s * tl.load(gain_ptr)) >> tl.load(shift_ptr)
+    step += (random_words(tl.load(key_ptr), n, g) & 0xFFFF).to(tl.int32)
+    v = tl.minimum(tl.maximum(v - (step >> 16), LOWEST), HIGHEST)
+    tl.store(exponent_ptrs, (v >> 7).to(tl.int8), mask=mask)
+    tl.store(fraction_ptrs, (v & 127).to(tl.int8), mask=mask)
+
+
+def _step_scales_triton(exponent, fraction, slope, slope_gain, key, gain, shift, ok):
+    if slope.numel():
+        rows, groups = slope.shape
+        block_g = min(triton.next_power_of_2(groups), 128)
+        block_n = 1024 // block_g
+        _step_scales_kernel[(triton.cdiv(rows, block_n) * triton.cdiv(groups, block_g),)](
+            exponent, fraction, slope, slope_gain, key, gain, shift, ok, rows, groups,
+            *exponent.stride(), *fraction.stride(), *slope.stride(),
+            CLIP=CLIP, LOWEST=LOWEST, HIGHEST=HIGHEST, BLOCK_N=block_n, BLOCK_G=block_g,
+            enable_fp_fusion=False,
+        )  # fmt: skip
+    return exponent, fraction
+
+
+def step_scales(
+    exponent: Tensor,
+    fraction: Tensor,
+    slope: Tensor,
+    slope_gain: Tensor,
+    key: Tensor,
+    gain: Tensor,
+    shift: Tensor,
+    ok: Tensor,
+) -> None:
+    """Step the scales of a matrix in place.
+
+    Args:
+        exponent: (N, groups) int8, E.
+        fraction: (N, groups) int8, F.
+        slope: (N, groups) float32.
+        slope_gain: float32 scalar tensor, 2**16 over the root-mean-square of the slope, so that
+            s = slope * slope_gain is in units of 2**-16; clipped to +-3.
+        key: int32 scalar tensor, from `stream_keys`.
+        gain: int32 scalar tensor, at most 2**12.
+        shift: int32 scalar tensor; d = (s * gain) >> shift, in units of 2**-16 of v.
+        ok: int32 scalar tensor; where 0 nothing changes.
+
+    Raises:
+        ValueError: a dtype or a shape does not fit.
+    """
+    dtypes = (exponent.dtype, fraction.dtype, slope.dtype)
+    if dtypes != (torch.int8, torch.int8, torch.float32):
+        raise ValueError(f"need int8, int8 and float32, got {dtypes}")
+    if not exponent.shape == fraction.shape == slope.shape:
+        raise ValueError(f"exponent {tuple(exponent.shape)} and slope {tuple(slope.shape)} differ")
+    run = _step_scales_triton if uses_triton(exponent) else _step_scales_torch
+    run(exponent, fraction, slope, slope_gain, key, gain, shift, ok)
+
+
+def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
+    generator = torch.Generator().manual_seed(0)
+
+    def scalars(*values: int) -> list[Tensor]:
+        return [torch.tensor(value, dtype=torch.int32, device=device) for value in values]
+
+    unit = torch.tensor(21000.0, device=device)
+    control = (unit, *scalars(-77, 4000, 10, 1))
+    for shape in ((1, 1), (3, 33), (33, 41), (2, 1311)):
+        exponent = torch.randint(-96, 32, shape, generator=generator, dtype=torch.int8).to(device)
+        fraction = torch.randint(0, 128, shape, generator=generator, dtype=torch.int8).to(device)
+        slope = 3 * torch.randn(shape, generator=generator).to(device)
+        yield Case(f"{shape[0]}x{shape[1]}", (exponent, fraction, slope, *control))
+    yield Case("2x1311 refused", (exponent, fraction, slope, *control[:4], *scalars(0)))
+    extreme = torch.full_like(slope, 1e30)
+    for sign, limit in ((1, -96), (-1, 31)):
+        ends = torch.full_like(exponent, limit)
+        yield Case(f"2x1311 E = {limit}", (ends, fraction, sign * extreme, *control))
+    halves = torch.randint(-9, 10, shape, generator=generator).to(device) / 2
+    whole = (torch.ones_like(unit), *scalars(9, 1, 0, 1))
+    yield Case("2x1311 halfway", (exponent, fraction, halves, *whole))
+    yield Case("1x437 strided", (exponent[1:, ::3], fraction[1:, ::3], slope[1:, 1::3], *control))
+
+
+def _timings(device: torch.device, group_size: int) -> Iterator[Timing]:
+    shape = (MATRIX[0], num_groups(MATRIX[1], group_size))
+    exponent, fraction = torch.randint(128, (2, *shape), dtype=torch.int8, device=device) // 8
+    slope, slope_gain = torch.randn(shape, device=device), torch.tensor(2.0**16, device=device)
+    control = torch.tensor((-77, 4000, 10, 1), dtype=torch.int32, device=device)
+    yield Timing(f"{shape[0]}x{shape[1]}", (exponent, fraction, slope, slope_gain, *control))
+
+
+STEP_SCALES = KernelSpec(
+    "step_scales",
+    _step_scales_triton,
+    _step_scales_torch,
+    step_scales_reference,
+    _cases,
+    timings=_timings,
+    bfloat16=(),
+)

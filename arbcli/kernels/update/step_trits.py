@@ -1,0 +1,581 @@
+"""Step weights: z <- clip(SR(z - u * gain)), z = P T + A, carried between the two digits, in place.
+
+The trit T is the leading digit of one integer z and the remainder A the digit below it: after the
+step T = sign(z) where |z| > P / 2, else 0, and A = z - P T, so nothing is ever reset or lost. With
+16 fractional bits the step is d = (u * gain) >> shift, clipped to +-limit, and the difference is
+rounded stochastically: floor((2**16 z - d + r) / 2**16), r uniform in 0..65535.
+
+`step_by_moment`: u is the int8 moment, or the high half of a byte beside A, and the gain brings it
+to unit root-mean-square: floor(step_size / sqrt(squares / (N K)) + 1/2), each operation one of
+correctly rounded float32.
+`step_by_direction`: u is the step's own direction.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from arbcli.kernels.codec.packing import (
+    BLOCK,
+    check_packed,
+    pack_trits_reference,
+    pack_trits_torch,
+    random_trits,
+    unpack_trits_reference,
+    unpack_trits_torch,
+)
+from arbcli.kernels.runtime._triton import tl, triton
+from arbcli.kernels.runtime.backend import row_chunks, uses_triton
+from arbcli.kernels.runtime.spec import MATRIX, Case, KernelSpec, Timing
+from arbcli.kernels.update.direction import (
+    check_direction,
+    fixed_point,
+    fixed_point_reference,
+    fixed_point_torch,
+    load_gain,
+)
+from arbcli.kernels.update.random_bits import random_halves, random_halves_reference, random_words
+
+CLIP = 1 << 18
+"""A direction saturates here, at 4 times its root-mean-square."""
+LARGEST_GAIN = 1 << 23
+"""A gain of the moment saturates here, so that their product fits int32."""
+
+
+def moment_gain(step_size: Tensor, squares: Tensor, num_weights: int) -> int:
+    """Compute what the moment is multiplied by, as an integer; waits for the device.
+
+    Between tensors on the CPU every operation is one correctly rounded float32 operation.
+    """
+    size, total = (x.to("cpu", torch.float32) for x in (step_size * 2.0**-16, squares))
+    mean_square = total / torch.tensor(num_weights, dtype=torch.float32)
+    gain = (size / torch.sqrt(mean_square)).clamp(max=LARGEST_GAIN)
+    return int(torch.floor(gain + 0.5))
+
+
+def step_by_moment_reference(
+    packed: Tensor,
+    remainder: Tensor,
+    moment: Tensor | None,
+    key: Tensor,
+    step_size: Tensor,
+    squares: Tensor,
+    limit: Tensor,
+    ok: Tensor,
+    flips: Tensor,
+    radix: int,
+    remainder_max: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute what `step_by_moment` leaves in `packed`, `remainder` and `flips`, in int64."""
+    nibble = moment is None
+    u = remainder if nibble else moment
+    u = torch.div(u.to(torch.int64), 16 if nibble else 1, rounding_mode="floor")
+    step = u * (moment_gain(step_size, squares, remainder.numel()) if ok else 0)
+    state = (packed, remainder)
+    return _step_reference(*state, step, key, limit, ok, flips, radix, remainder_max, nibble)
+
+
+def step_by_direction_reference(
+    packed: Tensor,
+    remainder: Tensor,
+    values: Tensor,
+    row_gain: Tensor | None,
+    column_gain: Tensor | None,
+    key: Tensor,
+    gain: Tensor,
+    shift: Tensor,
+    limit: Tensor,
+    ok: Tensor,
+    flips: Tensor,
+    radix: int,
+    remainder_max: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute what `step_by_direction` leaves in `packed`, `remainder` and `flips`, in int64."""
+    u = fixed_point_reference(values, row_gain, column_gain, 2**18)
+    step = torch.div(u * gain.to(torch.int64), 2 ** int(shift), rounding_mode="floor")
+    state = (packed, remainder)
+    return _step_reference(*state, step, key, limit, ok, flips, radix, remainder_max, False)
+
+
+def _step_reference(
+    packed, remainder, step, key, limit, ok, flips, radix, remainder_max, nibble
+) -> tuple[Tensor, Tensor, Tensor]:
+    if not ok:
+        return packed, remainder, flips
+    trits = unpack_trits_reference(packed, remainder.shape[1]).to(torch.int64)
+    state = remainder.to(torch.int64)
+    low = (state % 16 + 8) % 16 - 8 if nibble else state
+    step = step.clamp(-int(limit), int(limit))
+    random = random_halves_reference(int(key), *remainder.shape).to(packed.device)
+    z = (trits * radix + low) * 2**16 - step + random
+    z = torch.div(z, 2**16, rounding_mode="floor")
+    z = z.clamp(-radix - remainder_max, radix + remainder_max)
+    new = torch.sign(z) * (z.abs() > radix // 2)
+    low = z - new * radix
+    if nibble:
+        low = torch.div(state, 16, rounding_mode="floor") * 16 + low % 16
+    packed = pack_trits_reference(new.to(torch.int8))
+    return packed, low.to(torch.int8), flips + (new != trits).sum()
+
+
+def _step_by_moment_torch(
+    packed, remainder, moment, key, step_size, squares, limit, ok, flips, radix, remainder_max
+):
+    if ok:
+        gain = moment_gain(step_size, squares, remainder.numel())
+
+        def step_of(rows: slice) -> Tensor:
+            u = remainder[rows] >> 4 if moment is None else moment[rows]
+            return u.to(torch.int32).mul_(gain)
+
+        rule = (radix, remainder_max, moment is None)
+        _step_torch(packed, remainder, step_of, key, limit, flips, *rule)
+    return packed, remainder, flips
+
+
+def _step_by_direction_torch(
+    packed, remainder, values, row_gain, column_gain, key, gain, shift, limit, ok, flips,
+    radix, remainder_max,
+):  # fmt: skip
+    if ok:
+        gain, shift = int(gain), int(shift)
+
+        def step_of(rows: slice) -> Tensor:
+            u = fixed_point_torch(values, row_gain, column_gain, rows, CLIP)
+            return u.mul_(gain).bitwise_right_shift_(shift)
+
+        _step_torch(packed, remainder, step_of, key, limit, flips, radix, remainder_max, False)
+    return packed, remainder, flips
+
+
+def _step_torch(packed, remainder, step_of, key, limit, flips, radix, remainder_max, nibble):
+    in_features, limit = remainder.shape[1], int(limit)
+    columns = torch.arange(in_features, dtype=torch.int32, device=packed.device)
+    half = radix // 2
+    for rows in row_chunks(remainder):
+        state = remainder[rows]
+        step = step_of(rows).clamp_(-limit, limit)
+        step = random_halves(key, rows, columns).sub_(step).bitwise_right_shift_(16)
+        z = step.to(torch.int16)
+        z += state << 4 >> 4 if nibble else state
+        old = unpack_trits_torch(packed[rows], in_features)
+        z.add_(old, alpha=radix).clamp_(-radix - remainder_max, radix + remainder_max)
+        # the sign bits of two differences: comparisons are slower
+        new = (z + half).bitwise_right_shift_(15).sub_((half - z).bitwise_right_shift_(15))
+        z.sub_(new, alpha=radix)
+        new = new.to(torch.int8)
+        if nibble:
+            state.bitwise_and_(-16).bitwise_or_(z.bitwise_and_(15).to(torch.int8))
+        else:
+            state.copy_(z)
+        packed[rows] = pack_trits_torch(new)
+        flips += torch.count_nonzero(new.bitwise_xor_(old))
+
+
+@triton.jit
+def _step_trits_kernel(
+    packed_ptr, remainder_ptr, values_ptr, row_gain_ptr, column_gain_ptr,
+    key_ptr, gain_ptr, shift_ptr, squares_ptr, limit_ptr, ok_ptr, flips_ptr,
+    N, K, blocks, num_weights,
+    stride_pn, stride_pb, stride_an, stride_ak, stride_vn, stride_vk, stride_rn,
+    SOURCE: tl.constexpr, HAS_ROWS: tl.constexpr, HAS_COLUMNS: tl.constexpr,
+    RADIX: tl.constexpr, REMAINDER_MAX: tl.constexpr, CLIP: tl.constexpr,
+    LARGEST_GAIN: tl.constexpr, BLOCK_P: tl.constexpr,
+):  # fmt: skip
+    """Step pairs of rows in one block of 160 columns; `SOURCE` is moment, nibble or direction."""
+    if tl.load(ok_ptr) == 0:
+        return
+    gain, shift = _gain(gain_ptr, shift_ptr, squares_ptr, num_weights, SOURCE, LARGEST_GAIN)
+    key, limit = tl.load(key_ptr), tl.load(limit_ptr)
+    block = tl.program_id(0) % blocks
+    first = (tl.program_id(0) // blocks).to(tl.int64) * BLOCK_P
+    width = (K - block * 160 + 4) // 5  # of a plane; the last block may be short
+    if width >= 32:
+        flips = _step_block(
+            packed_ptr, remainder_ptr, values_ptr, row_gain_ptr, column_gain_ptr,
+            key, gain, shift, limit, first, block, 32, N, K,
+            stride_pn, stride_pb, stride_an, stride_ak, stride_vn, stride_vk, stride_rn,
+            SOURCE, HAS_ROWS, HAS_COLUMNS, RADIX, REMAINDER_MAX, CLIP, BLOCK_P, 1,
+        )  # fmt: skip
+    else:  # of any width, and so a byte at a time: with fewer of them no register spills
+        flips = _step_block(
+            packed_ptr, remainder_ptr, values_ptr, row_gain_ptr, column_gain_ptr,
+            key, gain, shift, limit, first, block, width, N, K,
+            stride_pn, stride_pb, stride_an, stride_ak, stride_vn, stride_vk, stride_rn,
+            SOURCE, HAS_ROWS, HAS_COLUMNS, RADIX, REMAINDER_MAX, CLIP, BLOCK_P // 4, 4,
+        )  # fmt: skip
+    tl.atomic_add(flips_ptr, flips)
+
+
+@triton.jit
+def _gain(
+    gain_ptr, shift_ptr, squares_ptr, num_weights,
+    SOURCE: tl.constexpr, LARGEST_GAIN: tl.constexpr,
+):  # fmt: skip
+    if SOURCE == "direction":
+        return tl.load(gain_ptr), tl.load(shift_ptr)
+    mean_square = tl.div_rn(tl.load(squares_ptr).to(tl.float32), num_weights)
+    step_size = tl.load(gain_ptr).to(tl.float32) * 0.0000152587890625  # 2**-16
+    gain = tl.div_rn(step_size, tl.sqrt_rn(mean_square))
+    return tl.floor(tl.minimum(gain, LARGEST_GAIN) + 0.5).to(tl.int32), 0
+
+
+@triton.jit
+def _step_block(
+    packed_ptr, remainder_ptr, values_ptr, row_gain_ptr, column_gain_ptr,
+    key, gain, shift, limit, first, block, width, N, K,
+    stride_pn, stride_pb, stride_an, stride_ak, stride_vn, stride_vk, stride_rn,
+    SOURCE: tl.constexpr, HAS_ROWS: tl.constexpr, HAS_COLUMNS: tl.constexpr,
+    RADIX: tl.constexpr, REMAINDER_MAX: tl.constexpr, CLIP: tl.constexpr,
+    BLOCK_P: tl.constexpr, STEPS: tl.constexpr,
+):  # fmt: skip
+    """Step pairs of rows from the pair `first` on in one block of columns, and count the flips.
+
+    The digits of a byte come most significant first, as the whole part of three times what is left
+    of byte / 243, and the new byte is built in the same order.
+    """
+    j = tl.arange(0, 32)[None, :]
+    mask_j = j < width
+    flips = tl.zeros((BLOCK_P, 32), dtype=tl.int32)
+    for step in range(STEPS):
+        pair = (first + step * BLOCK_P + tl.arange(0, BLOCK_P))[:, None]
+        even, odd = 2 * pair, 2 * pair + 1
+        even_bytes = packed_ptr + even * stride_pn + (block * 32 + j) * stride_pb
+        odd_bytes = packed_ptr + odd * stride_pn + (block * 32 + j) * stride_pb
+        # byte / 243 in units of 2**-32, rounded up
+        even_left = tl.load(even_bytes, mask=(even < N) & mask_j, other=0).to(tl.uint32) * 17674763
+        odd_left = tl.load(odd_bytes, mask=(odd < N) & mask_j, other=0).to(tl.uint32) * 17674763
+        even_byte = tl.zeros((BLOCK_P, 32), dtype=tl.int32)
+        odd_byte = tl.zeros((BLOCK_P, 32), dtype=tl.int32)
+        for plane in range(5):
+            k = block * 160 + width * (4 - plane) + j
+            mask_k = mask_j & (k < K)
+            even_u, even_low = _load_tile(
+                remainder_ptr, values_ptr, row_gain_ptr, column_gain_ptr, even, k, N, mask_k,
+                stride_an, stride_ak, stride_vn, stride_vk, stride_rn,
+                SOURCE, HAS_ROWS, HAS_COLUMNS, CLIP,
+            )  # fmt: skip
+            odd_u, odd_low = _load_tile(
+                remainder_ptr, values_ptr, row_gain_ptr, column_gain_ptr, odd, k, N, mask_k,
+                stride_an, stride_ak, stride_vn, stride_vk, stride_rn,
+                SOURCE, HAS_ROWS, HAS_COLUMNS, CLIP,
+            )  # fmt: skip
+            words = random_words(key, pair, k)
+            even_thrice, odd_thrice = even_left.to(tl.uint64) * 3, odd_left.to(tl.uint64) * 3
+            even_left, odd_left = even_thrice.to(tl.uint32), odd_thrice.to(tl.uint32)
+            even_old, odd_old = (even_thrice >> 32).to(tl.int32), (odd_thrice >> 32).to(tl.int32)
+            even_new, even_low = _step(
+                even_old, even_low, even_u, words & 0xFFFF, gain, shift, limit,
+                SOURCE, RADIX, REMAINDER_MAX,
+            )  # fmt: skip
+            odd_new, odd_low = _step(
+                odd_old, odd_low, odd_u, words >> 16, gain, shift, limit,
+                SOURCE, RADIX, REMAINDER_MAX,
+            )  # fmt: skip
+            even_ptrs = remainder_ptr + even * stride_an + k * stride_ak
+            odd_ptrs = remainder_ptr + odd * stride_an + k * stride_ak
+            tl.store(even_ptrs, even_low.to(tl.int8), mask=(even < N) & mask_k)
+            tl.store(odd_ptrs, odd_low.to(tl.int8), mask=(odd < N) & mask_k)
+            even_byte, odd_byte = even_byte * 3 + even_new, odd_byte * 3 + odd_new
+            flips += (even_new != even_old).to(tl.int32) + (odd_new != odd_old).to(tl.int32)
+        tl.store(even_bytes, even_byte.to(tl.uint8), mask=(even < N) & mask_j)
+        tl.store(odd_bytes, odd_byte.to(tl.uint8), mask=(odd < N) & mask_j)
+    return tl.sum(flips).to(tl.int64)
+
+
+@triton.jit
+def _load_tile(
+    remainder_ptr, values_ptr, row_gain_ptr, column_gain_ptr, n, k, N, mask_k,
+    stride_an, stride_ak, stride_vn, stride_vk, stride_rn,
+    SOURCE: tl.constexpr, HAS_ROWS: tl.constexpr, HAS_COLUMNS: tl.constexpr, CLIP: tl.constexpr,
+):  # fmt: skip
+    """Load u and A of some weights as int32; zeros where masked."""
+    mask_n = n < N
+    mask = mask_n & mask_k
+    low = tl.load(remainder_ptr + n * stride_an + k * stride_ak, mask=mask, other=0).to(tl.int32)
+    if SOURCE == "nibble":
+        return low >> 4, (low << 28) >> 28
+    u = tl.load(values_ptr + n * stride_vn + k * stride_vk, mask=mask, other=0)
+    if SOURCE == "direction":
+        row_gain = load_gain(row_gain_ptr, n * stride_rn, mask_n, HAS_ROWS)
+        u = fixed_point(
+            u, row_gain, load_gain(column_gain_ptr, k, mask_k, HAS_COLUMNS), CLIP, HAS_ROWS
+        )
+    return u.to(tl.int32), low
+
+
+@triton.jit
+def _step(
+    old, low, u, random, gain, shift, limit,
+    SOURCE: tl.constexpr, RADIX: tl.constexpr, REMAINDER_MAX: tl.constexpr,
+):  # fmt: skip
+    """Step weights and return both digits; trits are 0, 1, 2 here, and so z is P more."""
+    step = tl.minimum(tl.maximum((u * gain) >> shift, -limit), limit)
+    z = old * (RADIX << 16) + (low << 16) - step + random.to(tl.int32)
+    # clipped before the shift, as an addition and a maximum are one instruction
+    HIGHEST: tl.constexpr = ((2 * RADIX + REMAINDER_MAX) << 16) + 0xFFFF
+    z = tl.minimum(tl.maximum(z, -REMAINDER_MAX << 16), HIGHEST) >> 16
+    new = 2 + ((z - RADIX - RADIX // 2 - 1) >> 31) + ((z - RADIX // 2) >> 31)
+    low = z - new * RADIX
+    if SOURCE == "nibble":
+        low = (u << 4) | (low & 15)
+    return new, low
+
+
+def _launch(
+    packed, remainder, source, direction, key, gain, shift, squares, limit, ok, flips,
+    radix, remainder_max,
+):  # fmt: skip
+    if not remainder.numel():
+        return
+    (rows, columns), (values, row_gain, column_gain) = remainder.shape, direction
+    has_rows, has_columns = row_gain is not None, column_gain is not None
+    blocks, block_p = triton.cdiv(columns, BLOCK), 16
+    _step_trits_kernel[(triton.cdiv(rows, 2 * block_p) * blocks,)](
+        packed, remainder, values, row_gain if has_rows else values,
+        column_gain if has_columns else values, key, gain, shift, squares, limit, ok, flips,
+        rows, columns, blocks, float(rows * columns),
+        *packed.stride(), *remainder.stride(), *values.stride(),
+        row_gain.stride(0) if has_rows else 0,
+        SOURCE=source, HAS_ROWS=has_rows, HAS_COLUMNS=has_columns, RADIX=radix,
+        REMAINDER_MAX=remainder_max, CLIP=CLIP, LARGEST_GAIN=LARGEST_GAIN, BLOCK_P=block_p,
+        enable_fp_fusion=False,
+    )  # fmt: skip
+
+
+def _step_by_moment_triton(
+    packed, remainder, moment, key, step_size, squares, limit, ok, flips, radix, remainder_max
+):
+    nibble = moment is None
+    _launch(
+        packed, remainder, "nibble" if nibble else "moment",
+        (remainder if nibble else moment, None, None), key, step_size, step_size, squares, limit,
+        ok, flips, radix, remainder_max,
+    )  # fmt: skip
+    return packed, remainder, flips
+
+
+def _step_by_direction_triton(
+    packed, remainder, values, row_gain, column_gain, key, gain, shift, limit, ok, flips,
+    radix, remainder_max,
+):  # fmt: skip
+    direction = (values, row_gain, column_gain)
+    _launch(
+        packed, remainder, "direction", direction, key, gain, shift, gain, limit, ok, flips,
+        radix, remainder_max,
+    )  # fmt: skip
+    return packed, remainder, flips
+
+
+def step_by_moment(
+    packed: Tensor,
+    remainder: Tensor,
+    moment: Tensor | None,
+    key: Tensor,
+    step_size: Tensor,
+    squares: Tensor,
+    limit: Tensor,
+    ok: Tensor,
+    flips: Tensor,
+    radix: int,
+    remainder_max: int,
+) -> None:
+    """Step a matrix of weights by its moment, in place, carrying between trit and remainder.
+
+    Args:
+        packed: (N, row_bytes(K)) uint8, the trits T.
+        remainder: (N, K) int8, A; with no `moment`, bytes of 16 m + (A mod 16).
+        moment: (N, K) int8, m; None for the high half of the remainder's bytes.
+        key: int32 scalar tensor, from `stream_keys`.
+        step_size: int64 scalar tensor, what unit root-mean-square moves z, in units of 2**-32.
+        squares: int64 scalar tensor, the sum of m squared over the matrix.
+        limit: int32 scalar tensor, the largest |d|, in units of 2**-16 of z.
+        ok: int32 scalar tensor; where 0 nothing changes.
+        flips: int64 scalar tensor; the number of trits that changed is added to it.
+        radix: P, what a trit is worth in units of A.
+        remainder_max: z is clipped to +-(P + remainder_max).
+
+    Raises:
+        ValueError: a dtype or a shape does not fit.
+    """
+    _check(packed, remainder, flips)
+    if moment is not None and (moment.dtype != torch.int8 or moment.shape != remainder.shape):
+        raise ValueError(f"moment {moment.dtype} {tuple(moment.shape)} does not fit")
+    if (step_size.dtype, squares.dtype) != (torch.int64, torch.int64):
+        raise ValueError(f"need int64, got {step_size.dtype} and {squares.dtype}")
+    run = _step_by_moment_triton if uses_triton(packed) else _step_by_moment_torch
+    control = (key, step_size, squares, limit, ok, flips)
+    run(packed, remainder, moment, *control, radix, remainder_max)
+
+
+def step_by_direction(
+    packed: Tensor,
+    remainder: Tensor,
+    values: Tensor,
+    row_gain: Tensor | None,
+    column_gain: Tensor | None,
+    key: Tensor,
+    gain: Tensor,
+    shift: Tensor,
+    limit: Tensor,
+    ok: Tensor,
+    flips: Tensor,
+    radix: int,
+    remainder_max: int,
+) -> None:
+    """Step a matrix of weights along a direction, in place, carrying between trit and remainder.
+
+    Args:
+        packed: (N, row_bytes(K)) uint8, the trits T.
+        remainder: (N, K) int8, A.
+        values: (N, K) float32 or bfloat16, any strides.
+        row_gain: (N,) float32; u = values * row_gain * column_gain in units of 2**-16, saturating
+            at +-4. None for the sign of the values.
+        column_gain: (K,) float32; None for ones.
+        key: int32 scalar tensor, from `stream_keys`.
+        gain: int32 scalar tensor, at most 2**12.
+        shift: int32 scalar tensor; d = (u * gain) >> shift, in units of 2**-16 of z.
+        limit: int32 scalar tensor, the largest |d|.
+        ok: int32 scalar tensor; where 0 nothing changes.
+        flips: int64 scalar tensor; the number of trits that changed is added to it.
+        radix: P, what a trit is worth in units of A.
+        remainder_max: z is clipped to +-(P + remainder_max).
+
+    Raises:
+        ValueError: a dtype or a shape does not fit.
+    """
+    _check(packed, remainder, flips)
+    check_direction(values, row_gain, column_gain, remainder.shape)
+    run = _step_by_direction_triton if uses_triton(packed) else _step_by_direction_torch
+    direction = (values, row_gain, column_gain)
+    run(packed, remainder, *direction, key, gain, shift, limit, ok, flips, radix, remainder_max)
+
+
+def _check(packed, remainder, flips):
+    check_packed(packed, remainder.shape[1])
+    if remainder.dtype != torch.int8 or remainder.shape[0] != packed.shape[0]:
+        raise ValueError(f"remainder {remainder.dtype} {tuple(remainder.shape)} does not fit")
+    if flips.dtype != torch.int64 or flips.dim() != 0:
+        raise ValueError(f"need an int64 scalar of flips, got {flips.dtype}")
+
+
+SHAPES = ((1, 1), (3, 33), (33, 165), (2, 1311))
+
+
+def _scalar(value: int, device: torch.device, dtype: torch.dtype = torch.int32) -> Tensor:
+    return torch.tensor(value, dtype=dtype, device=device)
+
+
+def _state(shape: tuple[int, int], radix: int, largest: int, generator) -> tuple[Tensor, Tensor]:
+    """Draw packed trits and remainders, all that z can be."""
+    low, high = -radix - largest, radix + largest + 1
+    z = torch.randint(low, high, shape, generator=generator)
+    trits = torch.sign(z) * (z.abs() > radix // 2)
+    return pack_trits_reference(trits.to(torch.int8)), (z - trits * radix).to(torch.int8)
+
+
+def _moment_cases(device: torch.device, _group_size: int) -> Iterator[Case]:
+    generator = torch.Generator().manual_seed(0)
+
+    def control(key: int, step: float, shape: tuple[int, int], largest: int, ok: int = 1) -> tuple:
+        squares = shape[0] * shape[1] * largest**2 // 9
+        wide = [_scalar(x, device, torch.int64) for x in (round(step * 2**32), squares)]
+        return (
+            _scalar(key, device), *wide, _scalar(4 * 2 * 2**16, device), _scalar(ok, device),
+            _scalar(11, device, torch.int64),
+        )  # fmt: skip
+
+    for shape in SHAPES:
+        name = f"{shape[0]}x{shape[1]}"
+        state = [x.to(device) for x in _state(shape, 32, 127, generator)]
+        moment = torch.randint(-127, 128, shape, generator=generator, dtype=torch.int8).to(device)
+        inputs = (*state, moment, *control(987654321, 2.0, shape, 127), 32, 127)
+        yield Case(f"{name} moment", inputs)
+        packed, remainder = _state(shape, 8, 7, generator)
+        digits = torch.randint(-7, 8, shape, generator=generator) * 16 + remainder % 16
+        nibble = (packed.to(device), digits.to(torch.int8).to(device), None)
+        yield Case(f"{name} nibble", (*nibble, *control(77, 1.3, shape, 7), 8, 7))
+    yield Case(f"{name} refused", (*inputs[:3], *control(5, 2.0, shape, 127, 0), 32, 127))
+    for step in (1e-4, 1e4):
+        tilted = (*inputs[:3], *control(5, step, shape, 127), 32, 127)
+        yield Case(f"{name} step {step:g}", tilted)
+    still = (*inputs[:2], torch.zeros_like(moment), *control(5, 2.0, shape, 0), 32, 127)
+    yield Case(f"{name} no moment", still)
+    packed = pack_trits_reference(random_trits(6, 165, generator)).to(device)
+    low = torch.randint(-15, 16, (6, 330), generator=generator, dtype=torch.int8).to(device)
+    strided = (packed[::2], low[::2, ::2], low.T.contiguous().T[::2, 1::2])
+    yield Case("3x165 strided", (*strided, *control(5, 2.0, (3, 165), 15), 32, 127))
+
+
+def _direction_cases(device: torch.device, _group_size: int) -> Iterator[Case]:
+    generator = torch.Generator().manual_seed(0)
+
+    def control(ok: int = 1) -> tuple:
+        values = (-5, 3000, 10, 4 * 2 * 2**16, ok)
+        return (
+            *(_scalar(x, device) for x in values), _scalar(-3, device, torch.int64), 32, 127
+        )  # fmt: skip
+
+    for shape in SHAPES:
+        state = [x.to(device) for x in _state(shape, 32, 127, generator)]
+        values = torch.randn(shape, generator=generator).to(device)
+        gains = [torch.rand(n, generator=generator).to(device) * 600 for n in shape]
+        yield Case(f"{shape[0]}x{shape[1]}", (*state, values, *gains, *control()))
+    yield Case("2x1311 rows only", (*state, values, gains[0], None, *control()))
+    yield Case("2x1311 sign", (*state, values, None, None, *control()))
+    yield Case("2x1311 refused", (*state, values, *gains, *control(0)))
+    for sign in (1, -1):
+        huge = torch.full_like(values, sign * 1e30)
+        yield Case(f"2x1311 saturated {sign:+}", (*state, huge, *gains, *control()))
+    packed = pack_trits_reference(random_trits(6, 165, generator)).to(device)
+    low = torch.randint(-15, 16, (6, 330), generator=generator, dtype=torch.int8).to(device)
+    values = torch.randn(165, 6, generator=generator).to(device)
+    gain = 500 * torch.rand(165, generator=generator).to(device)
+    strided = (packed[::2], low[::2, ::2], values.T[::2], gain[:6:2], gain)
+    yield Case("3x165 strided", (*strided, *control()))
+
+
+def _random_state(device: torch.device) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator(device)
+    packed = pack_trits_torch(random_trits(*MATRIX, generator))
+    return packed, torch.randint(-15, 16, MATRIX, dtype=torch.int8, device=device)
+
+
+def _moment_timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
+    packed, remainder = _random_state(device)
+    moment = torch.randint(-40, 41, MATRIX, dtype=torch.int8, device=device)
+    key, limit, ok = torch.tensor((-5, 2**19, 1), dtype=torch.int32, device=device)
+    wide = (2**33, 500 * moment.numel(), 0)
+    step_size, squares, flips = torch.tensor(wide, dtype=torch.int64, device=device)
+    control = (key, step_size, squares, limit, ok, flips)
+    yield Timing("11264x2048 moment", (packed, remainder, moment, *control, 32, 127))
+    yield Timing("11264x2048 nibble", (packed, remainder, None, *control, 8, 7))
+
+
+def _direction_timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
+    values = torch.randn(MATRIX, dtype=torch.bfloat16, device=device)
+    gains = [torch.full((size,), 2.0**8, device=device) for size in MATRIX]
+    control = torch.tensor((-5, 3000, 10, 2**19, 1), dtype=torch.int32, device=device)
+    flips = torch.zeros((), dtype=torch.int64, device=device)
+    inputs = (*_random_state(device), values, *gains, *control, flips, 32, 127)
+    yield Timing("11264x2048 bf16", inputs)
+
+
+STEP_BY_MOMENT = KernelSpec(
+    "step_by_moment",
+    _step_by_moment_triton,
+    _step_by_moment_torch,
+    step_by_moment_reference,
+    _moment_cases,
+    timings=_moment_timings,
+)
+STEP_BY_DIRECTION = KernelSpec(
+    "step_by_direction",
+    _step_by_direction_triton,
+    _step_by_direction_torch,
+    step_by_direction_reference,
+    _direction_cases,
+    timings=_direction_timings,
+    bfloat16=(2,),
+)

@@ -1,0 +1,180 @@
+"""Bring a direction to unit root-mean-square: 2**16 / rms(values * row_gain * column_gain).
+
+The gain is folded into that of the rows, so the direction itself is never written down.
+"""
+
+import math
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from arbcli.kernels.runtime._triton import tl, triton
+from arbcli.kernels.runtime.backend import row_chunks, uses_triton
+from arbcli.kernels.runtime.spec import MATRIX, Case, Gate, KernelSpec, Timing
+from arbcli.kernels.update.direction import UNIT, check_direction, load_gain
+from arbcli.kernels.update.gradient_gains import sum_parts
+
+
+def unit_gain_reference(
+    values: Tensor, row_gain: Tensor | None, column_gain: Tensor | None, ok: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Compute what `unit_gain` must return, and leave in `ok`, in float64."""
+    values = values.double()
+    rows = values.new_ones(1) if row_gain is None else row_gain.double()
+    u = values * rows[:, None] * (1 if column_gain is None else column_gain.double())
+    mean_square = float(u.square().mean())
+    usable = 0 < mean_square < math.inf
+    gain = 2**16 / math.sqrt(mean_square) if usable else 0.0
+    return rows * gain, ok * usable
+
+
+def _unit_gain_torch(values, row_gain, column_gain, ok):
+    squares = torch.empty(len(values), dtype=torch.float32, device=values.device)
+    for rows in row_chunks(values):
+        u = values[rows].to(torch.float32, copy=True)
+        if column_gain is not None:
+            u *= column_gain
+        if row_gain is not None:
+            u *= row_gain[rows, None]
+        torch.sum(u.square_(), dim=1, out=squares[rows])
+    mean_square = float(squares.sum(dtype=torch.float64)) / values.numel()
+    usable = 0 < mean_square < math.inf
+    ok *= usable
+    gain = UNIT / math.sqrt(mean_square) if usable else 0.0
+    return squares.new_full((1,), gain) if row_gain is None else row_gain * gain, ok
+
+
+@triton.jit
+def _direction_squares_kernel(
+    values_ptr, row_gain_ptr, column_gain_ptr, squares_ptr,
+    N, K,
+    stride_vn, stride_vk,
+    HAS_ROWS: tl.constexpr, HAS_COLUMNS: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STEPS: tl.constexpr,
+):  # fmt: skip
+    """Sum the squares of `STEPS` tiles, one below the other."""
+    tiles_k = tl.cdiv(K, BLOCK_K)
+    tile_n, tile_k = tl.program_id(0).to(tl.int64) // tiles_k, tl.program_id(0) % tiles_k
+    k = (tile_k * BLOCK_K + tl.arange(0, BLOCK_K))[None, :]
+    mask_k = k < K
+    column_gain = load_gain(column_gain_ptr, k, mask_k, HAS_COLUMNS)
+    squares = tl.zeros((BLOCK_N, BLOCK_K), dtype=tl.float32)
+    for step in range(STEPS):
+        n = ((tile_n * STEPS + step) * BLOCK_N + tl.arange(0, BLOCK_N))[:, None]
+        mask_n = n < N
+        values_ptrs = values_ptr + n * stride_vn + k * stride_vk
+        u = tl.load(values_ptrs, mask=mask_n & mask_k, other=0).to(tl.float32)
+        u = u * load_gain(row_gain_ptr, n, mask_n, HAS_ROWS) * column_gain
+        squares += u * u
+    tl.store(squares_ptr + tl.program_id(0), tl.sum(squares))
+
+
+@triton.jit
+def _unit_gain_kernel(
+    squares_ptr, row_gain_ptr, ok_ptr, gain_ptr,
+    parts, num_weights, L,
+    HAS_ROWS: tl.constexpr, UNIT: tl.constexpr, BLOCK_L: tl.constexpr,
+):  # fmt: skip
+    mean_square = sum_parts(squares_ptr, parts, tl.float32) / num_weights
+    usable = (mean_square > 0) & (mean_square < float("inf"))
+    gain = tl.where(usable, UNIT * tl.rsqrt(mean_square), 0)
+    if tl.program_id(0) == 0 and not usable:
+        tl.store(ok_ptr, 0)
+    offs_l = tl.program_id(0) * BLOCK_L + tl.arange(0, BLOCK_L)
+    mask = offs_l < L
+    gains = tl.zeros((BLOCK_L,), dtype=tl.float32) + gain
+    if HAS_ROWS:
+        gains *= tl.load(row_gain_ptr + offs_l, mask=mask, other=0)
+    tl.store(gain_ptr + offs_l, gains, mask=mask)
+
+
+def _unit_gain_triton(values, row_gain, column_gain, ok):
+    rows, columns = values.shape
+    has_rows, has_columns = row_gain is not None, column_gain is not None
+    block_n, block_k = 4, 256
+    steps = 8 if values.numel() >= 1 << 22 else 1
+    parts = triton.cdiv(rows, block_n * steps) * triton.cdiv(columns, block_k)
+    squares, gain = (
+        torch.empty(size, dtype=torch.float32, device=values.device)
+        for size in (parts, rows if has_rows else 1)
+    )
+    _direction_squares_kernel[(parts,)](
+        values, row_gain if has_rows else squares, column_gain if has_columns else squares, squares,
+        rows, columns, *values.stride(),
+        HAS_ROWS=has_rows, HAS_COLUMNS=has_columns, BLOCK_N=block_n, BLOCK_K=block_k, STEPS=steps,
+    )  # fmt: skip
+    _unit_gain_kernel[(triton.cdiv(len(gain), 1024),)](
+        squares, row_gain if has_rows else squares, ok, gain,
+        parts, float(values.numel()), len(gain),
+        HAS_ROWS=has_rows, UNIT=UNIT, BLOCK_L=1024,
+    )  # fmt: skip
+    return gain, ok
+
+
+def unit_gain(
+    values: Tensor, row_gain: Tensor | None, column_gain: Tensor | None, ok: Tensor
+) -> Tensor:
+    """Find the gain of the rows that gives a direction unit root-mean-square over the matrix.
+
+    Args:
+        values: (N, K) float32 or bfloat16, not empty, any strides.
+        row_gain: (N,) float32, contiguous; None for ones.
+        column_gain: (K,) float32; None for ones.
+        ok: int32 scalar tensor; becomes 0 if the direction is all zero, or not finite.
+
+    Returns:
+        (N,) float32, `row_gain` times 2**16 over the root-mean-square of
+        values * row_gain * column_gain; 0 if that is none. All the same, with a stride of 0, if
+        there is no `row_gain`.
+
+    Raises:
+        ValueError: a dtype or a shape does not fit.
+    """
+    check_direction(values, row_gain, column_gain, values.shape)
+    if row_gain is not None and not row_gain.is_contiguous():
+        raise ValueError("need a contiguous row gain")
+    run = _unit_gain_triton if uses_triton(values) else _unit_gain_torch
+    gain, _ = run(values, row_gain, column_gain, ok)
+    return gain if len(gain) == len(values) else gain.expand(len(values))
+
+
+def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
+    generator = torch.Generator().manual_seed(0)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator).to(device)
+
+    def ok() -> Tensor:
+        return torch.ones((), dtype=torch.int32, device=device)
+
+    for rows, columns in ((1, 1), (3, 33), (17, 259)):
+        gains = normal(rows).exp(), normal(columns).exp()
+        yield Case(f"{rows}x{columns}", (normal(rows, columns), *gains, ok()))
+    yield Case("17x259 no gains", (normal(17, 259) * 1e-9, None, None, ok()))
+    yield Case("259x17 transposed", (normal(17, 259).T, gains[1], gains[0], ok()))
+    yield Case("17x129 strided", (normal(17, 259)[:, 1::2], None, None, ok()))
+    yield Case("17x259 zero", (normal(17, 259) * 0, *gains, ok()))
+    yield Case("17x259 not finite", (normal(17, 259) / 0, *gains, ok()))
+    if device.type == "cuda":  # the interpreter computes wrongly in bf16, and takes its time
+        yield Case("2049x2080 bf16", (normal(2049, 2080).bfloat16(), None, None, ok()))
+
+
+def _timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
+    values = torch.randn(MATRIX, dtype=torch.bfloat16, device=device)
+    gains = [torch.ones(size, device=device) for size in MATRIX]
+    yield Timing(
+        "11264x2048 bf16", (values, *gains, torch.ones((), dtype=torch.int32, device=device))
+    )
+
+
+UNIT_GAIN = KernelSpec(
+    "unit_gain",
+    _unit_gain_triton,
+    _unit_gain_torch,
+    unit_gain_reference,
+    _cases,
+    Gate(exact=False, relative=1e-5, reason="float32 sums of millions of squares"),
+    timings=_timings,
+    bfloat16=(0,),
+)

@@ -1,0 +1,141 @@
+"""The same layers with float weights, to compare with: plain, or ternary by straight-through."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from arbcli.config.model import ModelConfig
+from arbcli.model.layers.norm import NORM_EPS
+from arbcli.model.layers.rotary import rotary_table, rotate
+
+
+class FloatWeight(nn.Module):
+    """A float32 matrix; with `ste` its forward is ternary, the gradient passing straight through.
+
+    w = clip(round(latent / s), -1, 1) * s with s = mean |latent| over the matrix.
+    Source: S. Ma et al., "The Era of 1-bit LLMs", https://arxiv.org/abs/2402.17764, eq. 1-3.
+    """
+
+    def __init__(self, out_features: int, in_features: int, config: ModelConfig) -> None:
+        super().__init__()
+        self.straight_through = config.weights == "ste"
+        self.latent = nn.Parameter(torch.empty(out_features, in_features))
+        self._held: Tensor | None = None
+
+    @torch.no_grad()
+    def initialise(self, std: float, seed: int, index: int) -> None:
+        """Draw from a normal distribution; `seed` and `index` decide, not the global generator."""
+        generator = torch.Generator().manual_seed(seed * 1_000_003 + index)
+        self.latent.copy_(torch.randn(self.latent.shape, generator=generator) * std)
+
+    def weight(self, dtype: torch.dtype) -> Tensor:
+        """Make what the forward multiplies by: (N, K) of `dtype`; or give what is held of it."""
+        if self._held is not None and self._held.dtype == dtype:
+            return self._held
+        weight = self.latent
+        if self.straight_through:
+            scale = weight.detach().abs().mean()
+            ternary = (weight.detach() / scale).round().clamp(-1, 1) * scale
+            weight = weight + (ternary - weight.detach())
+        return weight.to(dtype)
+
+    @contextmanager
+    def held(self, dtype: torch.dtype) -> Iterator[None]:
+        """Make the weight once for many forwards; meanwhile it must not be trained."""
+        with torch.no_grad():
+            self._held = self.weight(dtype)
+        try:
+            yield
+        finally:
+            self._held = None
+
+
+class FloatLinear(nn.Module):
+    """y = x @ w.T with float or straight-through weights."""
+
+    def __init__(self, out_features: int, in_features: int, config: ModelConfig) -> None:
+        super().__init__()
+        self.weight = FloatWeight(out_features, in_features, config)
+
+    def forward(self, x: Tensor, before: nn.Module | None = None) -> Tensor:
+        """Apply `before` and multiply (..., K) activations to (..., N) of the same dtype."""
+        return functional.linear(before(x) if before else x, self.weight.weight(x.dtype))
+
+
+class FloatEmbedding(nn.Module):
+    """Look up rows of a float or straight-through table."""
+
+    def __init__(self, num_embeddings: int, dim: int, config: ModelConfig) -> None:
+        super().__init__()
+        self.weight = FloatWeight(num_embeddings, dim, config)
+
+    def forward(self, ids: Tensor, dtype: torch.dtype) -> Tensor:
+        """Turn (...) int64 ids into (..., D) vectors of `dtype`."""
+        return functional.embedding(ids, self.weight.weight(dtype))
+
+
+class FloatRMSNorm(nn.Module):
+    """Divide by the root-mean-square; no gain, as the ternary norm's stays the identity."""
+
+    def __init__(self, dim: int, config: ModelConfig) -> None:
+        super().__init__()
+        self.dim = dim
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalise the last dimension of (..., D), in float32."""
+        return functional.rms_norm(x.float(), (self.dim,), eps=NORM_EPS).to(x.dtype)
+
+    def after(self, x: Tensor, added: Tensor) -> tuple[Tensor, Tensor]:
+        """Return x + added, and that normalised."""
+        x = x + added
+        return x, self(x)
+
+
+class FloatGate(FloatRMSNorm):
+    """The middle of a gated MLP: silu of the first half times the second, normalised or not."""
+
+    def __init__(self, dim: int, config: ModelConfig, *, normalise: bool) -> None:
+        super().__init__(dim, config)
+        self.normalise = normalise
+
+    def forward(self, gate_up: Tensor) -> Tensor:
+        """Turn (..., 2 D) into (..., D)."""
+        gate, up = gate_up.chunk(2, dim=-1)
+        product = functional.silu(gate) * up
+        return super().forward(product) if self.normalise else product
+
+
+class FloatRotaryNorm(nn.Module):
+    """Turn queries and keys by the angles of their positions, and normalise each head.
+
+    The table is a buffer, so that a compiler reads it and does not trace how it was made.
+    """
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        table = rotary_table(config.ctx, config.head_dim, torch.empty(0).device)
+        for name, part in zip(("cos", "sin"), table, strict=True):
+            self.register_buffer(name, part, persistent=False)
+
+    def forward(
+        self, qkv: Tensor, table: tuple[Tensor, Tensor] | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Turn (B, T, 3, heads, d) into queries, keys and values, (B, heads, T, d) each.
+
+        `table` is T rows of a `rotary_table`; None is its first ones, for positions from 0 on.
+        """
+        q, k, v = qkv.permute(2, 0, 3, 1, 4)
+        cos, sin = table or (self.cos[: q.shape[-2]], self.sin[: q.shape[-2]])
+        q, k = (
+            functional.rms_norm(rotate(t, cos, sin), t.shape[-1:], eps=NORM_EPS).to(qkv.dtype)
+            for t in (q, k)
+        )
+        return q, k, v
+
+
+def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
+    """Average the cross-entropy of (M, V) logits and (M,) int64 targets: nats, float32 scalar."""
+    return functional.cross_entropy(logits.float(), targets)

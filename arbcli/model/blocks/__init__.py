@@ -1,0 +1,1 @@
+"""Blocks of layers, and the parts of models."""

@@ -1,0 +1,84 @@
+"""A codebook that is read by product keys: the best rows of millions, and no score for the rest.
+
+A query has two halves, and so has the key of a row: row i * n + j has the half keys i and j, and
+its score is the sum of theirs. The best rows are among the pairs of the best half keys, so the
+choice is exact, at any size. Source: G. Lample et al., "Large Memory Layers with Product Keys",
+https://arxiv.org/abs/1907.05242; V.-P. Berges et al., "Memory Layers at Scale",
+https://arxiv.org/abs/2412.09764.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from arbcli.config.model import GraphConfig
+from arbcli.model.layers.linear import TernaryLinear
+from arbcli.model.layers.norm import TernaryRMSNorm
+from arbcli.model.layers.table import TernaryTable
+
+
+class Found(NamedTuple):
+    """What a codebook gives for a stream of (B, T, D)."""
+
+    y: Tensor
+    """(B, T, D), to be added to the stream."""
+    codes: Tensor
+    """(B, T) int64, the best row of the first head."""
+    confidence: Tensor
+    """(B, T) float32, its weight."""
+
+
+def best_pairs(left: Tensor, right: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
+    """Choose the best of all pairs by the sum of their scores.
+
+    Args:
+        left: (M, n1) scores.
+        right: (M, n2) scores.
+        top_k: how many, at most n1 and n2.
+
+    Returns:
+        (M, top_k) float32 scores, the best first, and the pairs i * n2 + j, int64.
+    """
+    scores, index = zip(*(half.float().topk(top_k) for half in (left, right)), strict=True)
+    sums = (scores[0][:, :, None] + scores[1][:, None, :]).flatten(1)
+    best, pair = sums.topk(top_k)
+    i, j = index[0].gather(1, pair // top_k), index[1].gather(1, pair % top_k)
+    return best, i * right.shape[1] + j
+
+
+class Codebook(nn.Module):
+    """Each head's best rows, weighted by the softmax of their scores, side by side, projected.
+
+    Args:
+        halves: n1 and n2, half keys; the table has n1 * n2 rows.
+        value_dim: width of a row.
+        heads: queries of a position; they share keys and rows.
+        config: of the model.
+    """
+
+    def __init__(
+        self, halves: tuple[int, int], value_dim: int, heads: int, config: GraphConfig
+    ) -> None:
+        super().__init__()
+        self.heads, self.key_dim, self.top_k = heads, config.key_dim, config.top_k
+        self.norm = TernaryRMSNorm(config.dim, config)
+        self.query = TernaryLinear(heads * 2 * config.key_dim, config.dim, config)
+        self.query_norm = TernaryRMSNorm(config.key_dim, config)
+        self.left = TernaryLinear(halves[0], config.key_dim, config)
+        self.right = TernaryLinear(halves[1], config.key_dim, config)
+        self.table = TernaryTable(halves[0] * halves[1], value_dim, config)
+        self.sub_norm = TernaryRMSNorm(heads * value_dim, config)
+        self.output = TernaryLinear(config.dim, heads * value_dim, config)
+
+    def forward(self, x: Tensor) -> Found:
+        """Find what to add to the stream (B, T, D)."""
+        batch, length, _ = x.shape
+        query = self.query(x, self.norm).view(-1, 2, self.key_dim)  # (B * T * heads, 2, key_dim)
+        halves = self.left(query[:, 0], self.query_norm), self.right(query[:, 1], self.query_norm)
+        scores, rows = best_pairs(*halves, self.top_k)
+        weights = torch.softmax(scores, dim=1)
+        values = self.table(rows, weights, x.dtype).view(batch, length, -1)
+        first = (batch, length, self.heads, self.top_k)
+        codes, confidence = (found.view(first)[:, :, 0, 0] for found in (rows, weights))
+        return Found(self.output(values, self.sub_norm), codes, confidence)

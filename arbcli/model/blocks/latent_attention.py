@@ -1,0 +1,156 @@
+"""Attention over compressed keys and values, their rotary part apart.
+
+A position keeps one vector for all heads: `latent` numbers from which keys and values are made
+again, and `rotary` ones that are a part of every head's key and turned by the position.
+Source: DeepSeek-AI, "DeepSeek-V2", https://arxiv.org/abs/2405.04434, section 2.1.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from arbcli.config.model import GraphConfig
+from arbcli.model.layers.linear import TernaryLinear
+from arbcli.model.layers.norm import NORM_EPS, TernaryRMSNorm
+from arbcli.model.layers.rotary import rotary_table, rotate
+
+SHARPNESS = 2.0
+"""What scores are multiplied by: only a part of a normalised key tells its position, and with 1 no
+position can stand out enough."""
+
+
+class LatentAttention(nn.Module):
+    """Causal self-attention; queries and keys are normalised after their rotary part is turned."""
+
+    def __init__(self, config: GraphConfig) -> None:
+        super().__init__()
+        self.heads, self.head_dim = config.heads, config.head_dim
+        self.latent, self.rotary = config.latent, config.rotary
+        self.still = config.head_dim - config.rotary
+        compressed = config.latent + config.rotary
+        self.query_down = TernaryLinear(config.dim + compressed, config.dim, config)
+        self.latent_norm = TernaryRMSNorm(config.latent, config)
+        self.up = TernaryLinear(config.heads * (self.still + self.head_dim), config.latent, config)
+        self.sub_norm = TernaryRMSNorm(config.dim, config)
+        self.output = TernaryLinear(config.dim, config.dim, config)
+
+    def forward(
+        self, x: Tensor, norm: TernaryRMSNorm, past: "LatentBlockCache | None" = None
+    ) -> Tensor:
+        """Normalise (B, T, D) and mix every position with those before it, and with the past."""
+        batch, length, dim = x.shape
+        q, c = self.query_down(x, norm).split((dim, self.latent + self.rotary), dim=-1)
+        table = past.angles if past else rotary_table(length, self.rotary, x.device)
+        angles = [part[:, None] for part in table]  # for (T, heads, rotary)
+        q = q.view(batch, length, self.heads, self.head_dim)
+        turned = rotate(q[..., self.still :], *angles).to(x.dtype)
+        q = torch.cat((q[..., : self.still], turned), dim=-1)
+        turned = rotate(c[..., None, self.latent :], *angles).to(x.dtype)  # (B, T, 1, rotary)
+        if past is None:
+            mask = None
+        else:
+            c, turned, mask = past.extend(c[..., : self.latent], turned)
+        kv = self.up(c[..., : self.latent], self.latent_norm)
+        kv = kv.view(batch, -1, self.heads, self.still + self.head_dim)
+        k = torch.cat((kv[..., : self.still], turned.expand(-1, -1, self.heads, -1)), dim=-1)
+        q, k = (functional.rms_norm(part, (self.head_dim,), eps=NORM_EPS) for part in (q, k))
+        q, k, v = (part.transpose(1, 2) for part in (q, k, kv[..., self.still :]))
+        y = functional.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, is_causal=mask is None, scale=SHARPNESS * self.head_dim**-0.5
+        )  # (B, H, T, head_dim)
+        return self.output(y.transpose(1, 2).reshape(batch, length, dim), self.sub_norm)
+
+
+class LatentCache:
+    """Rings of compressed positions, one for every block, and the last bytes of the text.
+
+    The byte at position p is in slot p mod W and stays until the byte p + W comes.
+
+    Args:
+        config: of the model.
+        positions: bytes that the text can have.
+        history: bytes before a chunk that the text sequencer needs.
+        dtype: of what is kept.
+        device: where it is.
+    """
+
+    def __init__(
+        self,
+        config: GraphConfig,
+        positions: int,
+        history: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.positions, self.window = positions, min(config.ctx, positions)
+        self.position = torch.zeros((), dtype=torch.int32, device=device)
+        """Bytes seen; a step reads it on the device, and nobody waits for it."""
+        self.table = rotary_table(-(-positions // config.ctx) * config.ctx, config.rotary, device)
+        self.history = torch.full((1, history), -1, dtype=torch.int64, device=device)
+        like = {"dtype": dtype, "device": device}
+        self.blocks = [
+            LatentBlockCache(
+                self,
+                torch.zeros(1, self.window, config.latent, **like),
+                torch.zeros(1, self.window, 1, config.rotary, **like),
+            )
+            for _ in range(config.layers)
+        ]
+
+    @contextmanager
+    def reading(self, ids: Tensor) -> Iterator[Tensor]:
+        """Let the blocks read some bytes more, (1, T) int64, and count them afterwards.
+
+        Yields:
+            (1, history + T) int64: the bytes with those before them, negative where there are none.
+
+        Raises:
+            ValueError: more than one byte, and more than the window or the text can have.
+        """
+        length, device = ids.shape[1], ids.device
+        if length > 1 and (length > self.window or int(self.position) + length > self.positions):
+            start = int(self.position)
+            raise ValueError(f"no room for {length} bytes at {start} of {self.positions}")
+        # the first byte of a text forgets those of a text before it, as captured steps start anew
+        before = torch.where(self.position == 0, -1, self.history)
+        slots = torch.arange(self.window, device=device)
+        self.places = self.position + torch.arange(length, device=device)
+        self.angles = tuple(part[self.places] for part in self.table)
+        """Rows of the rotary table for the bytes that are being read: cos and sin, (T, d / 2)."""
+        held = self.position - 1 - (self.position - 1 - slots) % self.window  # place in each slot
+        # the ring as it was, then the new bytes themselves
+        seen = (held >= 0) & (held > self.places[:, None] - self.window)
+        self.mask = torch.cat((seen, seen.new_ones(length, length).tril()), dim=1)
+        text = torch.cat((before, ids), dim=1)
+        yield text
+        self.history.copy_(text[:, length:])
+        self.position += length
+
+
+class LatentBlockCache:
+    """The ring of one block: compressed positions, and the turned part of their keys."""
+
+    def __init__(self, whole: LatentCache, latent: Tensor, turned: Tensor) -> None:
+        self.whole, self.latent, self.turned = whole, latent, turned
+
+    @property
+    def angles(self) -> tuple[Tensor, Tensor]:
+        """Rows of the rotary table for the bytes that are being read."""
+        return self.whole.angles
+
+    def extend(self, latent: Tensor, turned: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Put the ring before the new positions, and store these.
+
+        Returns:
+            Compressed positions and turned parts, (1, W + T, ...) each, and the (T, W + T) bool
+            mask of which each new position attends to.
+        """
+        whole = self.whole
+        found = torch.cat((self.latent, latent), dim=1), torch.cat((self.turned, turned), dim=1)
+        slots = whole.places % whole.window
+        self.latent.index_copy_(1, slots, latent)
+        self.turned.index_copy_(1, slots, turned)
+        return *found, whole.mask

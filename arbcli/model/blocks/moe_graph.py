@@ -1,0 +1,131 @@
+"""Experts that are iterated: messages of a graph come in, and each position halts by itself.
+
+An iteration adds to the stream what a few experts make of it, what a low-rank adapter of its own
+adds, and what the graph's edges carry to the position's code, one hop further each time. Then the
+stream is drawn a little towards what it was at first, so that any number of iterations stays
+bounded. A position's result is the mean of its streams, weighted by its probabilities of halting.
+Source: A. Graves, "Adaptive Computation Time", https://arxiv.org/abs/1603.08983.
+"""
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from arbcli.config.model import GraphConfig
+from arbcli.model.blocks.codebook import Codebook, Found
+from arbcli.model.blocks.edges import Edges
+from arbcli.model.blocks.experts import Experts
+from arbcli.model.layers.linear import TernaryLinear
+from arbcli.model.layers.norm import TernaryRMSNorm
+from arbcli.model.layers.streamed import anchor
+
+HALT_AT = 0.99
+"""A position is done when its probabilities of halting add up to this."""
+HALT_BIAS = -1.0
+"""Added to the score of halting: at first about a quarter halts with each iteration."""
+HALT_PRIOR = 0.25
+"""What of a position is expected to halt with each iteration: see `ponder_cost`."""
+KEEP = 0.95
+"""What an iteration keeps of the stream's way from where it began."""
+
+
+class Iterated(NamedTuple):
+    """What the iterations give for a stream of (B, T, D)."""
+
+    x: Tensor
+    """(B, T, D)."""
+    shares: Tensor
+    """(iterations, B * T) float32: of each position, what halted with each iteration."""
+
+    def ponder_cost(self) -> Tensor:
+        """Measure how far halting is from a geometric distribution, a scalar in nats.
+
+        Without it iterations that have learned nothing yet are left at once, and never learn:
+        all positions were seen to halt with the first one. Source: A. Banino et al., "PonderNet",
+        https://arxiv.org/abs/2107.05407.
+        """
+        prior = [HALT_PRIOR * (1 - HALT_PRIOR) ** index for index in range(len(self.shares))]
+        prior[-1] = 1 - sum(prior[:-1])
+        shares = self.shares.clamp(min=1e-6)
+        logs = torch.stack(
+            [share.log() - math.log(p) for share, p in zip(shares, prior, strict=True)]
+        )
+        return (self.shares * logs).sum(dim=0).mean()
+
+
+class MoEGraph(nn.Module):
+    """`max_moe_iters` iterations of the same experts."""
+
+    def __init__(self, config: GraphConfig) -> None:
+        super().__init__()
+        self.config = config
+        width = config.expert_dim if config.moe else 0
+        self.parts = (width, config.gate_dim if config.moe else 0, config.adapter_rank, 1)
+        self.norm = TernaryRMSNorm(config.dim, config)
+        self.inward = TernaryLinear(sum(self.parts), config.dim, config)
+        if config.moe:
+            self.experts = Experts(config)
+            self.sub_norm = TernaryRMSNorm(width, config)
+            self.output = TernaryLinear(config.dim, width, config)
+        self.adapter_norm = TernaryRMSNorm(config.adapter_rank, config)
+        self.adapters = nn.ModuleList(
+            TernaryLinear(config.dim, config.adapter_rank, config)
+            for _ in range(config.max_moe_iters)
+        )
+        if config.graph:
+            self.edges = Edges(config)
+            self.message_norm = TernaryRMSNorm(config.code_dim, config)
+            self.message = TernaryLinear(config.dim, config.code_dim, config)
+
+    def forward(self, x: Tensor, codebook: Codebook | None, found: Found | None) -> Iterated:
+        """Iterate over the stream (B, T, D).
+
+        Args:
+            x: the stream.
+            codebook: whose rows the graph's edges carry.
+            found: what it found for this stream.
+        """
+        batch, length, dim = x.shape
+        start = stream = x.reshape(-1, dim)
+        codes = None
+        if self.config.graph:
+            codes = found.codes.flatten()
+            if torch.is_grad_enabled():
+                self.edges.note(found.codes)
+            # a hard choice: its value is 1, and its gradient goes to the weight of the code
+            sure = (1 + found.confidence - found.confidence.detach()).reshape(-1, 1)
+        gone = torch.zeros(len(stream), device=x.device)  # what has halted, 0..1
+        result, shares = torch.zeros_like(stream), []
+        for index, adapter in enumerate(self.adapters):
+            inward = self.inward(stream, self.norm).split(self.parts, dim=-1)
+            change = adapter(inward[2], self.adapter_norm)
+            if self.config.moe:
+                mixed = self.experts(inward[0], inward[1]) + inward[0]
+                change = change + self.output(mixed, self.sub_norm)
+            if codes is not None:
+                message, codes = self._hop(codes, sure, codebook, x.dtype)
+                change = change + message
+            stream = start + KEEP * (stream - start) + change
+            halt = torch.sigmoid(inward[3][:, 0].float() + HALT_BIAS)
+            last = (gone + halt >= HALT_AT) | (index == len(self.adapters) - 1)
+            share = torch.where(last, 1 - gone, halt) * (gone < HALT_AT)
+            shares.append(share)
+            result = result + share[:, None].to(x.dtype) * stream
+            gone = torch.where(last, 1.0, gone + halt)
+        return Iterated(result.view(batch, length, dim), torch.stack(shares))
+
+    def _hop(
+        self, codes: Tensor, sure: Tensor, codebook: Codebook, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor]:
+        """Find the messages to (M,) codes, (M, D), and the codes one hop further on."""
+        ids, weights = self.edges(codes, anchor(codes))
+        total = weights.abs().sum(dim=1, keepdim=True)
+        rows = codebook.table(ids, weights / total.clamp(min=1e-6), dtype)
+        # how strong the edges are counts behind the norm, which would undo it
+        strength = (total.clamp(max=1) * sure).to(dtype)
+        best = weights.detach().abs().argmax(dim=1, keepdim=True)
+        on = ids.gather(1, best)[:, 0]  # a code without an edge stays
+        message = self.message(rows, self.message_norm) * strength
+        return message, torch.where(on >= 0, on, codes)

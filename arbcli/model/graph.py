@@ -1,0 +1,196 @@
+"""`GraphLM`: n-grams, latent attention, codebooks, and experts that are iterated over a graph."""
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from arbcli.config.model import VOCABULARY, GraphConfig
+from arbcli.model.blocks.codebook import Codebook
+from arbcli.model.blocks.latent_attention import LatentAttention, LatentBlockCache, LatentCache
+from arbcli.model.blocks.memgram import ORDER, MemGram
+from arbcli.model.blocks.moe_graph import Iterated, MoEGraph
+from arbcli.model.blocks.sequencer import HISTORY, TextSequencer
+from arbcli.model.dense import MLP, RECOMPUTE
+from arbcli.model.language_model import LanguageModel
+from arbcli.model.layers.embedding import TernaryEmbedding
+from arbcli.model.layers.linear import TernaryLinear
+from arbcli.model.layers.loss import cross_entropy
+from arbcli.model.layers.norm import TernaryRMSNorm
+
+
+class LatentBlock(nn.Module):
+    """Latent attention and MLP, each behind a norm and added to the residual stream."""
+
+    def __init__(self, config: GraphConfig) -> None:
+        super().__init__()
+        if config.attention:
+            self.attention_norm = TernaryRMSNorm(config.dim, config)
+            self.attention = LatentAttention(config)
+        self.mlp_norm = TernaryRMSNorm(config.dim, config)
+        self.mlp = MLP(config)
+        self.attends = config.attention
+
+    def forward(self, x: Tensor, past: LatentBlockCache | None = None) -> Tensor:
+        """Add both branches to the stream (B, T, D)."""
+        if self.attends:
+            x = x + self.attention(x, self.attention_norm, past)
+        return x + self.mlp(x, self.mlp_norm)
+
+
+ROUTER_BIAS = 3.0
+"""Added to the score of the stream that the blocks made, which already holds the others."""
+
+
+class Router(nn.Module):
+    """Weigh what the parts of the model made of each position, and add it up."""
+
+    def __init__(self, streams: int, config: GraphConfig) -> None:
+        super().__init__()
+        self.norm = TernaryRMSNorm(config.dim, config)
+        self.scores = TernaryLinear(streams, config.dim, config)
+
+    def forward(self, streams: list[Tensor]) -> Tensor:
+        """Mix streams of (B, T, D); the first decides, and has most of the weight at first."""
+        first, *others = self.scores(streams[0], self.norm).float().unbind(dim=-1)
+        scores = torch.stack((first + ROUTER_BIAS, *others), dim=-1)
+        weights = torch.softmax(scores, dim=-1).to(streams[0].dtype)
+        mixed = weights[..., :1] * streams[0]
+        for index, stream in enumerate(streams[1:], 1):
+            mixed = mixed + weights[..., index, None] * stream
+        return mixed
+
+
+class GraphLM(LanguageModel):
+    """A language model over bytes, with every part of the system that `arb` re-creates.
+
+    bytes -> embedding, n-grams -> half of the blocks -> codebooks -> iterated experts and graph ->
+    the other blocks -> router -> byte head. A part that the configuration leaves out has no
+    weights.
+
+    Args:
+        config: its shape and storage, and its parts.
+        compute_dtype: of activations; bfloat16, or float32.
+        recompute: whether a backward computes what is inside a block again.
+    """
+
+    config: GraphConfig
+
+    def __init__(
+        self,
+        config: GraphConfig,
+        compute_dtype: torch.dtype = torch.bfloat16,
+        *,
+        recompute: bool = False,
+    ) -> None:
+        super().__init__()
+        self.config, self.compute_dtype, self.recompute = config, compute_dtype, recompute
+        self.embedding = TernaryEmbedding(VOCABULARY, config.dim, config)
+        self.sequencer = TextSequencer(config) if config.sequencer else None
+        self.memgram = MemGram(config) if config.memgram else None
+        self.blocks = nn.ModuleList(LatentBlock(config) for _ in range(config.layers))
+        books = {name: Codebook(*shape, config) for name, shape in config.codebooks.items()}
+        self.codebook, self.knowledge = books.get("codebook"), books.get("knowledge")
+        self.moe_graph = MoEGraph(config) if config.moe or config.graph else None
+        self.router = Router(2 + len(config.codebooks), config) if config.router else None
+        self.byte_norm = TernaryRMSNorm(config.dim, config)
+        self.byte_mlp = MLP(config, config.head_ffn)
+        self.norm = TernaryRMSNorm(config.dim, config)
+        self.head = TernaryLinear(VOCABULARY, config.dim, config)
+
+    def forward(self, ids: Tensor, cache: LatentCache | None = None) -> Tensor:
+        """Compute (B, T, 256) logits, in `compute_dtype`, from (B, T) int64 bytes.
+
+        With a cache B is 1: the bytes follow on those that it has seen, and are added to it.
+        """
+        if cache is None:
+            return self._logits(ids, ids, None)[0]
+        with cache.reading(ids) as text:
+            return self._logits(ids, text, cache)[0]
+
+    def loss(self, ids: Tensor, targets: Tensor) -> Tensor:
+        """Average the cross-entropy, in nats a byte, over (B, T) int64 inputs and targets."""
+        return self.losses(ids, targets)["text"]
+
+    def losses(self, ids: Tensor, targets: Tensor) -> dict[str, Tensor]:
+        """Compute the parts of the loss: `text`, and `ponder`, see `Iterated.ponder_cost`."""
+        logits, iterated = self._logits(ids, ids, None)
+        losses = {"text": cross_entropy(logits.flatten(0, 1), targets.flatten())}
+        return losses | {"ponder": iterated.ponder_cost()} if iterated else losses
+
+    def new_cache(self, positions: int) -> LatentCache:
+        """Make a cache for a text of at most `positions` bytes; no gradient passes through it."""
+        history = max(HISTORY, ORDER - 1)
+        return LatentCache(self.config, positions, history, self.compute_dtype, self.device)
+
+    def _logits(
+        self, ids: Tensor, text: Tensor, cache: LatentCache | None
+    ) -> tuple[Tensor, Iterated | None]:
+        """Compute logits of the bytes `ids`, the last ones of `text`, and what the experts gave."""
+        length = ids.shape[1]
+        x = self.embedding(ids, self.compute_dtype)
+        if self.sequencer:
+            x = x + self.sequencer(text, self.compute_dtype)[:, -length:]
+        if self.memgram:
+            x = x + self.memgram(text, length, self.compute_dtype)
+        streams, half = [x], self.config.layers // 2
+        x = self._through(self.blocks[:half], x, cache, 0)
+        found = [book(x) for book in (self.codebook, self.knowledge) if book]
+        streams += [each.y for each in found]
+        for each in found:
+            x = x + each.y
+        iterated = None
+        if self.moe_graph:
+            iterated = self.moe_graph(x, self.codebook, found[0] if self.codebook else None)
+            x = iterated.x
+        x = self._through(self.blocks[half:], x, cache, half)
+        if self.router:
+            x = self.router([x, *streams])
+        x = x + self.byte_mlp(x, self.byte_norm)
+        return self.head(x, self.norm), iterated
+
+    def _through(
+        self, blocks: nn.ModuleList, x: Tensor, cache: LatentCache | None, first: int
+    ) -> Tensor:
+        recompute = self.recompute and torch.is_grad_enabled()
+        for index, block in enumerate(blocks, first):
+            if recompute:
+                x = checkpoint(block, x, **RECOMPUTE)
+            else:
+                x = block(x, cache.blocks[index] if cache else None)
+        return x
+
+    def after_step(self) -> None:
+        """Let the graph, the balance of the experts and the memory take in what a step has seen."""
+        for part in self._memories():
+            part.after_step()
+
+    def forget_uses(self) -> None:
+        """Forget forwards whose backward never came, as after an error."""
+        super().forget_uses()
+        for part in self._memories():
+            part.forget()
+
+    def _memories(self) -> list[nn.Module]:
+        found = [self.memgram]
+        if self.moe_graph:
+            found += [self.moe_graph.edges if self.config.graph else None]
+            found += [self.moe_graph.experts.gate if self.config.moe else None]
+        return [part for part in found if part]
+
+    def gauges(self) -> dict[str, float]:
+        """Measure codebooks, experts and graph; waits for the device.
+
+        Returns:
+            alive_codes, alive_knowledge: share of rows that any step has changed.
+            fullest_expert: slots of the expert with most of them, over the mean.
+            edges: share of the graph's places that are taken.
+        """
+        found = {}
+        for name, book in (("alive_codes", self.codebook), ("alive_knowledge", self.knowledge)):
+            if book:
+                found[name] = book.table.weight.alive()
+        if self.config.moe:
+            found["fullest_expert"] = self.moe_graph.experts.gate.fullest()
+        if self.config.graph:
+            found["edges"] = float((self.moe_graph.edges.score > 0).float().mean())
+        return found

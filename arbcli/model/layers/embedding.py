@@ -1,0 +1,46 @@
+"""The embedding over a packed table that is read whole."""
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Function
+
+from arbcli.config.model import ModelConfig
+from arbcli.kernels.rows.ternary_embedding import embedding_grad, embedding_rows
+from arbcli.model.layers.streamed import StreamedTensor, anchor
+
+
+class EmbeddingWeight(StreamedTensor):
+    """The weight of a `TernaryEmbedding`."""
+
+    def gradient(self, source: Tensor, grad_y: Tensor) -> Tensor:
+        """Sum the gradients of every symbol's occurrences."""
+        return embedding_grad(grad_y, source, self.out_features)
+
+
+class _Embedding(Function):
+    """Rows of w. There is no gradient but that of w, which goes to the weight's sink."""
+
+    @staticmethod
+    def forward(ctx, ids: Tensor, anchor: Tensor, weight: EmbeddingWeight, dtype) -> Tensor:
+        ctx.weight = weight
+        ctx.save_for_backward(ids)
+        return embedding_rows(ids, *weight.packed, dtype)
+
+    @staticmethod
+    def backward(ctx, grad_y: Tensor):
+        ctx.weight.collect(*ctx.saved_tensors, grad_y)
+        return None, None, None, None
+
+
+class TernaryEmbedding(nn.Module):
+    """Look up rows of a packed ternary table."""
+
+    def __init__(self, num_embeddings: int, dim: int, config: ModelConfig) -> None:
+        super().__init__()
+        self.weight = EmbeddingWeight(num_embeddings, dim, config)
+
+    def forward(self, ids: Tensor, dtype: torch.dtype) -> Tensor:
+        """Turn (...) int64 ids into (..., D) vectors of `dtype`."""
+        self.weight.note_use()
+        y = _Embedding.apply(ids.reshape(-1), anchor(ids), self.weight, dtype)
+        return y.view(*ids.shape, -1)

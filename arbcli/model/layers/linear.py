@@ -1,0 +1,130 @@
+"""The linear layer over a packed matrix, with the norm before it."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Function
+
+from arbcli.config.model import ModelConfig
+from arbcli.kernels.matmul.arranged_matmul import Arranged, arrange, arranged_matmul
+from arbcli.kernels.matmul.fp8_matmul import fp8_matmul
+from arbcli.kernels.matmul.quantise_rows import quantise_rows
+from arbcli.kernels.matmul.ternary_matmul import (
+    FUSED_ROWS,
+    ternary_matmul,
+    ternary_matmul_grad_x,
+)
+from arbcli.model.layers.norm import NORM_EPS, TernaryRMSNorm
+from arbcli.model.layers.streamed import StreamedTensor, anchor
+
+
+class LinearWeight(StreamedTensor):
+    """The weight of a `TernaryLinear`."""
+
+    fp8 = False
+    """Whether products of many rows are computed in eight bits."""
+
+    def multiply(self, x: Tensor, before: "TernaryRMSNorm | None") -> Tensor:
+        """Compute before(x) @ w.T of (M, K) activations."""
+        if self._in_fp8(x):
+            q, scale = before.rounded(x) if before else quantise_rows(x)
+            return fp8_matmul(q, scale, *self.packed, dtype=x.dtype)
+        x = before(x) if before else x
+        return ternary_matmul(x, self.trits, *self.scales, self.group_size)
+
+    def propagate(self, grad_y: Tensor) -> Tensor:
+        """Compute grad_y @ w of the (M, N) gradient of such a product."""
+        if self._in_fp8(grad_y):
+            rounded = quantise_rows(grad_y)
+            return fp8_matmul(*rounded, *self.packed, transposed=True, dtype=grad_y.dtype)
+        return ternary_matmul_grad_x(grad_y, *self.packed)
+
+    def _in_fp8(self, rows: Tensor) -> bool:
+        return self.fp8 and len(rows) > FUSED_ROWS
+
+    def gradient(self, source: Tensor, grad_y: Tensor) -> Tensor:
+        """Multiply grad_y.T by x, summed in float32 and rounded once to the dtype of x."""
+        return grad_y.T @ source
+
+
+class _Linear(Function):
+    """y = before(x) @ w.T. The gradient of x is returned, that of w goes to the weight's sink.
+
+    `anchor` is an empty tensor that requires a gradient, so that the backward runs even where x
+    does not need one.
+    """
+
+    @staticmethod
+    def forward(ctx, x: Tensor, anchor: Tensor, weight: LinearWeight, before) -> Tensor:
+        ctx.weight, ctx.before = weight, before
+        ctx.save_for_backward(x)
+        return weight.multiply(x, before)
+
+    @staticmethod
+    def backward(ctx, grad_y: Tensor):
+        (source,) = ctx.saved_tensors
+        weight, before, grad_x = ctx.weight, ctx.before, None
+        if ctx.needs_input_grad[0]:
+            grad_x = weight.propagate(grad_y)
+            if before:
+                grad_x, source = before.backward(grad_x, source)
+        elif before:
+            source = before(source)
+        weight.collect(source, grad_y)
+        return grad_x, None, None, None
+
+
+class TernaryLinear(nn.Module):
+    """y = x @ w.T with packed ternary weights."""
+
+    def __init__(self, out_features: int, in_features: int, config: ModelConfig) -> None:
+        super().__init__()
+        self.weight = LinearWeight(out_features, in_features, config)
+        self._arranged: Arranged | None = None
+
+    def forward(self, x: Tensor, before: TernaryRMSNorm | None = None) -> Tensor:
+        """Multiply (..., K) activations to (..., N) of the same dtype.
+
+        `before` is applied to x first, and differentiated with the product, so that only x itself
+        is saved.
+        """
+        self.weight.note_use()
+        y = _Linear.apply(x.reshape(-1, x.shape[-1]), anchor(x), self.weight, before)
+        return y.view(*x.shape[:-1], -1)
+
+    @torch.no_grad()
+    def step(
+        self,
+        x: Tensor,
+        *,
+        normalise: bool,
+        gated: bool = False,
+        added: Tensor | None = None,
+    ) -> Tensor:
+        """Multiply few rows, (..., K) to (..., N), and do in the same kernel what is around that.
+
+        The weights are arranged for it when first used; `held` says until when.
+
+        Args:
+            x: activations.
+            normalise: whether to divide them by their root-mean-square first.
+            gated: whether silu of the first half of the result multiplies the second; always the
+                same for a layer.
+            added: what to add to the result, like it.
+        """
+        if self._arranged is None:
+            self._arranged = arrange(*self.weight.packed, gated)
+        eps = NORM_EPS if normalise else None
+        added = None if added is None else added.reshape(-1, added.shape[-1])
+        y = arranged_matmul(x.reshape(-1, x.shape[-1]), self._arranged, eps, added)
+        return y.view(*x.shape[:-1], -1)
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Keep the weights as they are arranged for steps; meanwhile they must not change."""
+        try:
+            yield
+        finally:
+            self._arranged = None

@@ -1,0 +1,60 @@
+"""Rotary positions: the table of angles, and queries and keys turned where they lie."""
+
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from arbcli.kernels.attention.rotary_norm import rotary_norm_, rotary_norm_backward
+from arbcli.model.layers.norm import NORM_EPS
+
+ROTARY_BASE = 10000.0
+
+
+@lru_cache(maxsize=8)
+def rotary_table(length: int, head_dim: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Compute cos and sin of every position's angles, (length, head_dim / 2) float32 each.
+
+    A derived constant: it follows from the configuration, so it is cached here and no part of the
+    state. Source: J. Su et al., "RoFormer", https://arxiv.org/abs/2104.09864, eq. 15.
+    """
+    frequency = ROTARY_BASE ** (-torch.arange(0, head_dim, 2, device=device) / head_dim)
+    angle = torch.outer(torch.arange(length, device=device, dtype=torch.float32), frequency)
+    return angle.cos(), angle.sin()
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turn the two halves of (..., d) by angles that fit them; differentiable, in float32."""
+    first, second = x.float().chunk(2, dim=-1)
+    return torch.cat([first * cos - second * sin, first * sin + second * cos], dim=-1)
+
+
+class _RotaryNorm(Function):
+    """Turn and normalise queries and keys where they are; nothing else is kept of them."""
+
+    @staticmethod
+    def forward(ctx, qkv: Tensor, cos: Tensor, sin: Tensor):
+        r = rotary_norm_(qkv, cos, sin, NORM_EPS)
+        ctx.save_for_backward(qkv, r, cos, sin)
+        return qkv.permute(2, 0, 3, 1, 4).unbind()
+
+    @staticmethod
+    def backward(ctx, *grads: Tensor):
+        return rotary_norm_backward(list(grads), *ctx.saved_tensors), None, None
+
+
+def rotary_norm(
+    qkv: Tensor, table: tuple[Tensor, Tensor] | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Turn queries and keys by the angles of their positions, and normalise each head.
+
+    Args:
+        qkv: (B, T, 3, heads, d) contiguous; overwritten.
+        table: T rows of a `rotary_table`; None is its first ones, for positions from 0 on.
+
+    Returns:
+        Queries, keys and values, views of (B, heads, T, d).
+    """
+    table = table or rotary_table(qkv.shape[1], qkv.shape[-1], qkv.device)
+    return _RotaryNorm.apply(qkv, *table)

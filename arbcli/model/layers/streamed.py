@@ -1,0 +1,59 @@
+"""Packed tensors whose gradient is formed in the backward of their last use, and handed on."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from arbcli.model.packed import GradientSink, TernaryTensor
+
+
+class StreamedTensor(TernaryTensor):
+    """A packed tensor whose gradient is formed in the backward of its last use, and handed on.
+
+    The pairs of what a use saw (input, gradient of its output) are kept until the last one has
+    come, then one gradient is formed, given to `sink`, and dropped. Nothing weight-shaped is saved
+    between forward and backward: the packed state is decoded again.
+    """
+
+    sink: GradientSink | None = None
+    """Who takes the gradient; None drops it."""
+
+    def __init__(self, *args, **kwargs) -> None:
+        super().__init__(*args, **kwargs)
+        self.forget()
+
+    def forget(self) -> None:
+        """Forget the uses of a forward whose backward never came."""
+        self._awaited = 0
+        self._pairs: list[tuple[Any, Tensor]] = []
+
+    def note_use(self) -> None:
+        """Count a use whose backward will come; a recomputed forward is none."""
+        if torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:
+            self._awaited += 1
+
+    def collect(self, source: Any, grad_y: Tensor) -> None:
+        """Take what the backward of one use saw; the last one forms the gradient."""
+        self._pairs.append((source, grad_y))
+        self._awaited -= 1
+        if self._awaited > 0:
+            return
+        sources, grads = zip(*self._pairs, strict=True)
+        self.forget()
+        if self.sink is not None:
+            self.hand_on(sources, grads[0] if len(grads) == 1 else torch.cat(grads))
+
+    def hand_on(self, sources: tuple[Any, ...], grad_y: Tensor) -> None:
+        """Form the gradient from what all uses saw, and give it to the sink."""
+        source = sources[0] if len(sources) == 1 else torch.cat(sources)
+        self.sink(self, self.gradient(source, grad_y))
+
+    def gradient(self, source: Tensor, grad_y: Tensor) -> Tensor:
+        """Form dL/dw, (N, K) float32 or bfloat16, from what all uses saw."""
+        raise NotImplementedError
+
+
+def anchor(like: Tensor) -> Tensor:
+    """Make an empty tensor that requires a gradient, so that a backward runs in any case."""
+    return torch.empty(0, device=like.device, requires_grad=torch.is_grad_enabled())

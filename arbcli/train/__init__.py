@@ -1,0 +1,1 @@
+"""Training: the step, the run, what a run leaves on disk."""

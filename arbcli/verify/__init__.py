@@ -1,0 +1,1 @@
+"""Kernels and models against their references."""

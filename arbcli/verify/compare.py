@@ -1,0 +1,116 @@
+"""Compare a result with its reference, and poison the memory that results are written to."""
+
+import math
+import warnings
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from arbcli.kernels.runtime.spec import KernelSpec
+
+
+@dataclass(frozen=True, slots=True)
+class CaseResult:
+    """How one result of one case compares with the reference."""
+
+    label: str
+    elements: int
+    unwritten: int
+    """Elements that still hold the poison of uninitialised memory, and ought not to."""
+    unequal: int
+    """Elements that differ, or that are not finite in only one of the two."""
+    max_error: float | None
+    """Largest absolute difference; None if it is not finite."""
+    relative_error: float | None
+    """Norm of the error over norm of the reference; None if it is not finite."""
+    cosine: float
+    """Of the angle to the reference; 1 where both are zero."""
+    passed: bool
+    error: str | None = None
+    """What was raised in place of a result."""
+
+    @classmethod
+    def of_error(cls, label: str, error: Exception, wanted: tuple[Tensor, ...]) -> "CaseResult":
+        """Record that there are no results, as the kernel raised an error."""
+        size = sum(expected.numel() for expected in wanted)
+        text = f"{type(error).__name__}: {error}".splitlines()[0]
+        return cls(label, size, size, size, None, None, 0.0, False, text)
+
+
+def compare(
+    spec: KernelSpec, label: str, got: Tensor, expected: Tensor, peer: Tensor | None = None
+) -> CaseResult:
+    """Compare one result with the reference by the gate of its kernel."""
+    size = expected.numel()
+    if got.shape != expected.shape:
+        text = f"shape {tuple(got.shape)}, not {tuple(expected.shape)}"
+        return CaseResult(label, size, size, size, None, None, 0.0, False, text)
+    unequal = int((got != expected).sum())
+    unwritten = int((_is_poison(got) & ~_is_poison(expected)).sum())
+    if spec.gate.exact and got.dtype == expected.dtype and unequal == 0:
+        return CaseResult(label, size, unwritten, 0, 0.0, 0.0, 1.0, True)
+    figures = errors(got, expected)
+    if spec.gate.exact:
+        passed = False
+    elif peer is not None:
+        b = expected.double()
+        allowed = float((peer.double() - b).norm()) * (1 + spec.gate.peer_slack)
+        passed = float((got.double() - b).norm()) <= allowed
+    else:
+        passed = figures[1] is not None and figures[1] <= spec.gate.relative
+    return CaseResult(label, size, unwritten, unequal, *figures, passed)
+
+
+def errors(got: Tensor, expected: Tensor) -> tuple[float | None, float | None, float]:
+    """Measure (largest error, norm of the error over norm of the reference, cosine)."""
+    a, b = (values.detach().double().flatten() for values in (got, expected))
+    error = a - b
+    norm, size = float(error.norm()), float(b.norm())
+    relative = norm / size if size else (0.0 if norm == 0 else math.inf)
+    scale = float(a.norm()) * size
+    cosine = float(a @ b) / scale if scale else float(norm == 0)
+    largest = float(error.abs().max()) if error.numel() else 0.0
+    finite = (value if math.isfinite(value) else None for value in (largest, relative))
+    return *finite, cosine if math.isfinite(cosine) else 0.0
+
+
+def worst(values: Iterable[float | None]) -> float | None:
+    """Find the largest error, of which None is worse than any number."""
+    values = list(values)
+    return None if None in values else max(values, default=0.0)
+
+
+def as_tuple(result: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """See the one result of a function as a tuple of one."""
+    return (result,) if isinstance(result, Tensor) else tuple(result)
+
+
+@contextmanager
+def poisoned(*, warn_only: bool = True) -> Iterator[None]:
+    """Make `torch.empty` return NaN, or the largest integer, instead of leftovers.
+
+    Needs torch's deterministic mode, in which `warn_only` lets other operations pass, silently.
+    """
+    before = torch.are_deterministic_algorithms_enabled()
+    before_warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    fill = torch.utils.deterministic.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True, warn_only=warn_only)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*deterministic")
+            # in lanes that a mask leaves out
+            warnings.filterwarnings("ignore", category=RuntimeWarning, module="triton")
+            yield
+    finally:
+        torch.use_deterministic_algorithms(before, warn_only=before_warn_only)
+        torch.utils.deterministic.fill_uninitialized_memory = fill
+
+
+def _is_poison(values: Tensor) -> Tensor:
+    if values.dtype.is_floating_point:
+        return values.isnan()
+    return values == torch.iinfo(values.dtype).max

@@ -1,0 +1,634 @@
+"""Draw cases of a kernel: random ones, and the matrices of real models.
+
+Every drawing makes one case for a matrix of N outputs by K inputs and M rows of activations, from
+dice that also decide strides, offsets, types and states. Loaded dice leave those plain.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from arbcli.kernels.attention.decode_attention import DECODE_ATTENTION
+from arbcli.kernels.attention.rotary_norm import ROTARY_NORM, rounded_gradient, rounded_once
+from arbcli.kernels.codec.decode_e4m3 import DECODE_E4M3
+from arbcli.kernels.codec.decode_weight import OCTAVE, decode_weight_torch, num_groups
+from arbcli.kernels.codec.packing import PLANE, pack_trits_torch
+from arbcli.kernels.matmul.arranged_matmul import ARRANGED_MATMUL, MOST_ROWS, arrange
+from arbcli.kernels.matmul.fp8_matmul import MULTIPLE
+from arbcli.kernels.matmul.grouped_matmul import GROUPED_GRAD_W, GROUPED_MATMUL
+from arbcli.kernels.matmul.quantise_rows import E4M3, QUANTISE_ROWS
+from arbcli.kernels.matmul.ternary_matmul import TERNARY_MATMUL, TERNARY_MATMUL_GRAD_X
+from arbcli.kernels.norm.gated_rms_norm import gated_rms_norm_in_its_dtype
+from arbcli.kernels.norm.rms_norm import (
+    add_rms_norm_in_its_dtype,
+    gradient_and_output,
+    rms_norm_in_its_dtype,
+)
+from arbcli.kernels.output.cross_entropy import rounded_cross_entropy
+from arbcli.kernels.rows.expert_combine import rounded_gradients, rounded_sum
+from arbcli.kernels.rows.weighted_rows import touched_rows
+from arbcli.kernels.runtime.spec import Case, KernelSpec
+from arbcli.kernels.update.blend_moment import moment_max
+from arbcli.kernels.update.newton_schulz import GRAM, GRAM_POLYNOMIAL
+
+SIZES = (1, 2, 3, 5, 16, 31, 33, 64, 123, 159, 165, 200, 257, 323)
+"""Random sizes are these: below, at and beyond the tiles, ragged in 5, in 32 and in 160."""
+ROWS = (1, 2, 7, 16, 33, 64, 65, 130)
+"""Rows of activations: on both sides of what the fused products take."""
+REAL_ROWS = (1, 64, 2048)
+
+
+class Dice:
+    """Random numbers and tensors of one case, all from one seed.
+
+    Args:
+        seed: decides everything.
+        device: of the tensors.
+        dtype: of real values. None draws it, and lets tensors be views of larger ones.
+    """
+
+    def __init__(self, seed: int, device: torch.device, dtype: torch.dtype | None = None) -> None:
+        self.generator = torch.Generator(device).manual_seed(seed)
+        self.device, self.plain = device, dtype is not None
+        # the interpreter computes wrongly in bf16
+        choices = (torch.float32, torch.bfloat16) if device.type == "cuda" else (torch.float32,)
+        self.dtype = dtype or self.pick(choices)
+
+    def below(self, limit: int) -> int:
+        """Roll 0..limit-1."""
+        return int(torch.randint(limit, (), generator=self.generator, device=self.device))
+
+    def pick(self, choices):
+        """Choose one of a sequence."""
+        return choices[self.below(len(choices))]
+
+    def chance(self, share: float) -> bool:
+        """Say yes to a share of questions; never with loaded dice."""
+        return not self.plain and self.below(1000) < 1000 * share
+
+    def scalar(self, value: int) -> Tensor:
+        """Make the int32 scalar tensor that kernels read their control from."""
+        return torch.tensor(value, dtype=torch.int32, device=self.device)
+
+    def key(self) -> Tensor:
+        """Draw the key of a random stream."""
+        return self.scalar(self.below(2**32) - 2**31)
+
+    def integers(self, low: int, high: int, *shape: int, dtype=torch.int8) -> Tensor:
+        """Draw integers in low..high, now and then all of them the same."""
+        if self.chance(0.15):
+            value = self.pick((low, high, (low + high) // 2))
+            return self.view(torch.full(shape, value, dtype=dtype, device=self.device))
+        like = {"generator": self.generator, "device": self.device, "dtype": dtype}
+        return self.view(torch.randint(low, high + 1, shape, **like))
+
+    def reals(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        """Draw normal numbers, in the type of the case."""
+        values = torch.randn(shape, generator=self.generator, device=self.device)
+        return self.view(values.to(dtype or self.dtype))
+
+    def packed(self, rows: int, columns: int) -> Tensor:
+        """Draw packed trits; their padding is 0."""
+        return self.view(pack_trits_torch(self.integers(-1, 1, rows, columns)))
+
+    def scales(self, rows: int, columns: int, group_size: int, spread: int = 8) -> list:
+        """Draw E and F of the scales of a matrix; F is None for one in ten."""
+        groups = (rows, num_groups(columns, group_size))
+        low, high = max(-96, -1 - spread), min(31, spread - 1)
+        exponent = self.integers(low, high, *groups)
+        return [exponent, None if self.chance(0.1) else self.integers(0, OCTAVE - 1, *groups)]
+
+    def view(self, values: Tensor) -> Tensor:
+        """Lay the same values out at random strides and offset, in a larger tensor."""
+        if values.dim() == 0 or not self.chance(0.5):
+            return values
+        steps = [1 + self.below(3) for _ in values.shape]
+        starts = [self.below(3) for _ in values.shape]
+        sizes = [z + s * n for z, s, n in zip(starts, steps, values.shape, strict=True)]
+        turned = values.dim() == 2 and self.chance(0.5)
+        base = torch.empty(sizes[::-1] if turned else sizes, dtype=values.dtype, device=self.device)
+        base = base.T if turned else base
+        corner = zip(starts, steps, values.shape, strict=True)
+        view = base[tuple(slice(z, z + s * n, s) for z, s, n in corner)]
+        return view.copy_(values)
+
+
+def _pack_trits(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
+    return (dice.integers(-1, 1, n, k),)
+
+
+def _unpack_trits(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
+    return dice.packed(n, k), k
+
+
+def _decode_weight(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
+    return dice.packed(n, k), *dice.scales(n, k, group_size, spread=127), k, group_size
+
+
+def _decode_e4m3(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
+    state = dice.packed(n, k), *dice.scales(n, k, group_size, spread=12)
+    return *state, k, group_size, dice.below(2) == 1
+
+
+def _quantise_rows(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
+    return (dice.view(dice.reals(m, k) * dice.pick((1.0, 2.0**-40, 2.0**40))),)
+
+
+def _fp8_matmul(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
+    n, k, transposed = -(-n // MULTIPLE) * MULTIPLE, -(-k // MULTIPLE) * MULTIPLE, dice.below(2)
+    state = dice.packed(n, k), *dice.scales(n, k, group_size), k, group_size
+    q, scale = QUANTISE_ROWS.torch(dice.reals(m, n if transposed else k))
+    return q.to(E4M3), scale, *state, transposed == 1, dice.dtype
+
+
+def _ternary_matmul(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
+    return dice.reals(m, k), dice.packed(n, k), *dice.scales(n, k, group_size), group_size
+
+
+def _ternary_matmul_grad_x(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
+    return dice.reals(m, n), dice.packed(n, k), *dice.scales(n, k, group_size), k, group_size
+
+
+def _arranged_matmul(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
+    gated, size = dice.below(2) == 1, PLANE * max(1, group_size // PLANE)
+    n, k = n + n % 2, -(-k // 8) * 8
+    weight = arrange(dice.packed(n, k), *dice.scales(n, k, size), k, size, gated)
+    m = 1 + (m - 1) % MOST_ROWS
+    x = dice.reals(m, k, dtype=torch.bfloat16).contiguous()
+    added = dice.reals(m, weight.out_features).contiguous() if dice.below(2) else None
+    return x, *weight, dice.pick((None, 1e-6)), added, dice.dtype
+
+
+def _bounds(dice: Dice, slots: int) -> Tensor:
+    """Draw bounds of experts; now and then half of the rows are nobody's."""
+    experts = dice.pick((1, 2, 4, 9))
+    spare = slots // 4 if dice.chance(0.3) else 0
+    inner = dice.integers(spare, slots - spare, experts - 1, dtype=torch.int64)
+    ends = [spare, *sorted(inner.tolist()), slots - spare]
+    return dice.view(torch.tensor(ends, dtype=torch.int64, device=dice.device))
+
+
+def _grouped_matmul(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
+    bounds = _bounds(dice, m)
+    w = dice.reals(len(bounds) - 1, n, k)
+    if dice.chance(0.3):
+        w = w.mT.contiguous().mT
+    return dice.reals(m, k), w, bounds, dice.reals(m, n) if dice.chance(0.5) else None
+
+
+def _grouped_grad_w(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
+    return dice.reals(m, n), dice.reals(m, k), _bounds(dice, m)
+
+
+def _expert_combine(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
+    slots, spare = dice.pick((1, 2, 3, 8)), dice.below(3)
+    order = torch.randperm(m * slots + spare, generator=dice.generator, device=dice.device)
+    positions = dice.view(order[: m * slots].view(m, slots))
+    gates = None if dice.chance(0.2) else dice.reals(m, slots, dtype=torch.float32)
+    return dice.reals(len(order), k), positions, gates
+
+
+def _expert_combine_backward(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
+    return dice.reals(m, k), *_expert_combine(dice, group_size, m, n, k)
+
+
+def _rms_norm(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
+    eps = 1e-6 if k > 4 else 0.1  # the gradient of a narrow norm cancels
+    return dice.reals(m, k), dice.packed(1, k), *dice.scales(1, k, group_size, 2), group_size, eps
+
+
+def _add_rms_norm(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
+    return dice.reals(m, k), *_rms_norm(dice, group_size, m, n, k)
+
+
+def _rms_norm_backward(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
+    return dice.reals(m, k), *_rms_norm(dice, group_size, m, n, k)
+
+
+def _gated_rms_norm(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
+    _, *norm = _rms_norm(dice, group_size, 1, n, k)
+    if dice.chance(0.2):
+        norm[:3] = (None,) * 3
+    return dice.reals(m, 2 * k), *norm
+
+
+def _gated_rms_norm_backward(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
+    return dice.reals(m, k), *_gated_rms_norm(dice, group_size, m, n, k)
+
+
+def _rotary_norm(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
+    batch, heads, half = 1 + dice.below(3), 1 + dice.below(4), 2 + min(k, 64)
+    angle = dice.reals(m, half, dtype=torch.float32)
+    qkv = dice.reals(batch * m * 3 * heads, 2 * half).contiguous()
+    angle = angle.contiguous()
+    return qkv.view(batch, m, 3, heads, 2 * half), angle.cos(), angle.sin(), 1e-6
+
+
+def _rotary_norm_backward(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
+    qkv, cos, sin, eps = _rotary_norm(dice, group_size, m, n, k)
+    r = ROTARY_NORM.torch(qkv, cos, sin, eps)[1]
+    batch, length, _, heads, width = qkv.shape
+    rows = [dice.reals(batch * heads * length, width) for _ in range(3)]
+    grads = [grad.reshape(batch, heads, length, width) for grad in rows]
+    return *grads, qkv, r, cos, sin
+
+
+def _decode_attention(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
+    heads, half, position = 1 + dice.below(4), 1 + min(k, 64), dice.below(3 * n)
+    qkv = dice.reals(3 * heads, 2 * half).contiguous().view(3, heads, 2 * half)
+    rings = (dice.reals(heads * n, 2 * half).contiguous() for _ in range(2))
+    angle = dice.reals(position + 1, half, dtype=torch.float32).contiguous()
+    tickets = torch.zeros(heads, dtype=torch.int32, device=dice.device)
+    return (
+        qkv, *(ring.view(heads, n, 2 * half) for ring in rings), dice.scalar(position),
+        angle.cos(), angle.sin(), tickets, 1e-6,
+    )  # fmt: skip
+
+
+def _choose_byte(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
+    symbols, place = min(k + 1, 256), dice.below(n)
+    byte, text = (dice.integers(0, 127, size, dtype=t).contiguous()
+                  for size, t in ((1, torch.int64), (n, torch.uint8)))  # fmt: skip
+    logits = (4 * dice.reals(symbols)).contiguous()
+    kept = (1 + dice.below(symbols), dice.pick((1.0, 0.9, 0.3)))
+    temperature = dice.pick((0.0, 0.5, 1.0, 2.0))
+    return byte, text, logits, dice.scalar(place), dice.key(), temperature, *kept
+
+
+def _cross_entropy(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
+    return dice.reals(m, k + 1), dice.integers(0, k, m, dtype=torch.int64)
+
+
+def _cross_entropy_backward(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
+    scale = torch.tensor(0.1, device=dice.device)
+    return *_cross_entropy(dice, group_size, m, n, k), scale
+
+
+def _embedding_rows(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
+    ids = dice.integers(0, n - 1, m, dtype=torch.int64)
+    return ids, *_decode_weight(dice, group_size, m, n, k)
+
+
+def _embedding_grad(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
+    return dice.reals(m, k), dice.integers(0, n - 1, m, dtype=torch.int64), n
+
+
+def _slots(dice: Dice, m: int, n: int) -> Tensor:
+    """Draw the ids of at least 64 slots, the same number of every token, some of them outside."""
+    return dice.integers(-1, n, m, max(1 + dice.below(12), -(-64 // m)), dtype=torch.int64)
+
+
+def _weighted_rows(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
+    ids = _slots(dice, max(m, -(-64 // k)), n)  # few sums can cancel
+    weights = dice.reals(*ids.shape, dtype=torch.float32)
+    return ids, weights, dice.packed(n, k), *dice.scales(n, k, group_size), k, group_size
+
+
+def _weighted_rows_grad_weights(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
+    table = dice.packed(n, k), *dice.scales(n, k, group_size), k, group_size
+    m = max(m, 16)  # all slots can have one id, and few products can cancel
+    return dice.reals(m, k), _slots(dice, m, n), *table
+
+
+def _weighted_rows_grad(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
+    ids = _slots(dice, m, n)
+    tokens = torch.arange(ids.numel(), device=dice.device) // ids.shape[1]
+    _, order, bounds, _ = touched_rows(ids.flatten(), n)
+    weights = dice.reals(ids.numel(), dtype=torch.float32)
+    return dice.reals(m, k), weights, dice.view(tokens), order, bounds
+
+
+def _gather_rows(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
+    dtype = dice.pick((torch.int8, torch.uint8))
+    low, high = torch.iinfo(dtype).min, torch.iinfo(dtype).max
+    return dice.integers(low, high, n, k, dtype=dtype), dice.integers(-1, n, m, dtype=torch.int64)
+
+
+def _scatter_rows(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
+    buffer, _ = _gather_rows(dice, group_size, m, n, k)
+    rows = torch.randperm(n, generator=dice.generator, device=dice.device)[:m]
+    rows = torch.where(dice.integers(0, 3, len(rows)) == 0, n, rows)  # a quarter is outside
+    limits = torch.iinfo(buffer.dtype)
+    values = dice.integers(limits.min, limits.max, len(rows), k, dtype=buffer.dtype)
+    return buffer, dice.view(rows), values
+
+
+def _gradient_statistics(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
+    state = dice.packed(n, k), *dice.scales(n, k, group_size)
+    return dice.reals(n, k), *state, group_size, dice.below(2) == 1, dice.chance(0.2)
+
+
+def _gradient_gains(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
+    def digits(length: int) -> Tensor:
+        whole = dice.integers(-128 if dice.chance(0.5) else -30, 30, length, 1)
+        return dice.view(torch.cat([whole, dice.integers(0, 127, length, 1)], dim=1))
+
+    def sums(*shape: int) -> Tensor:
+        return dice.reals(*shape, dtype=torch.float32).mul(8).exp().contiguous()
+
+    slope = torch.zeros(n, num_groups(k, group_size), device=dice.device)
+    parts = sums(m), sums(m + 2, n), sums(m + 5, k)
+    counters = [torch.zeros((), dtype=torch.int64, device=dice.device) for _ in range(2)]
+    squares = parts[0] * dice.pick((1.0, 1.0, 2.0**140))
+    state = (digits(n), digits(k)) if dice.below(4) else (None, None)
+    return slope, parts[0].double(), squares, *parts[1:], *state, dice.key(), dice.key(), *counters
+
+
+def _gram(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
+    stack = (1 + dice.below(3),) if dice.chance(0.3) else ()
+    return (dice.reals(*stack, min(n, k), max(n, k)),)
+
+
+def _gram_polynomial(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
+    (x,) = _gram(dice, group_size, m, n, k)
+    x = x.float() / max(n, k) ** 0.5
+    a = x @ x.mT
+    return dice.view(((a + a.mT) / 4).to(dice.dtype)), 3.4445, -4.775, 2.0315
+
+
+def _gains(dice: Dice, n: int, k: int, size: float) -> tuple:
+    """Draw gains of rows and of columns, of the rows only, or none."""
+    rows, columns = (dice.reals(length, dtype=torch.float32).exp() for length in (n, k))
+    return dice.pick(((rows * size, columns), (rows * size, None), (None, None)))
+
+
+def _unit_gain(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
+    return dice.reals(n, k), *_gains(dice, n, k, 1.0), dice.scalar(1)
+
+
+def _step_scales(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
+    exponent = dice.integers(-96, 31, n, k)
+    slope = dice.reals(n, k, dtype=torch.float32)
+    slope_gain = torch.tensor(dice.pick((2.0**8, 2.0**16, 3e19)), device=dice.device)
+    control = (dice.scalar(dice.below(2**12 + 1)), dice.scalar(dice.below(20)))
+    return (
+        exponent, dice.integers(0, 127, n, k), slope, slope_gain, dice.key(), *control,
+        dice.scalar(not dice.chance(0.1)),
+    )  # fmt: skip
+
+
+def _blend_moment(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
+    nibble = dice.below(2) == 1
+    largest = moment_max(nibble)
+    moment = dice.integers(-largest, largest, n, k)
+    if nibble:
+        moment = dice.view(moment * 16 + dice.integers(0, 15, n, k))
+    gains = _gains(dice, n, k, dice.pick((2.0**14, 2.0**16, 2.0**22)))
+    squares = torch.tensor(dice.below(1000), device=dice.device)
+    return (
+        moment, dice.reals(n, k), *gains, dice.key(), dice.scalar(not dice.chance(0.1)), squares,
+        dice.pick((0, 58982, 65536)), dice.below(1024), 4 + dice.below(12), nibble,
+    )  # fmt: skip
+
+
+def _weights(dice: Dice, n: int, k: int, radix: int, largest: int) -> tuple[Tensor, Tensor]:
+    """Draw trits and remainders, all that z can be."""
+    z = dice.integers(-radix - largest, radix + largest, n, k, dtype=torch.int32)
+    trits = torch.sign(z) * (z.abs() > radix // 2)
+    packed = dice.view(pack_trits_torch(trits.to(torch.int8)))
+    return packed, dice.view((z - radix * trits).to(torch.int8))
+
+
+def _step_by_moment(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
+    nibble = dice.below(2) == 1
+    radix, largest = (8, 7) if nibble else (32, 127)
+    packed, remainder = _weights(dice, n, k, radix, largest)
+    moment = None if nibble else dice.integers(-127, 127, n, k)
+    if nibble:
+        remainder = dice.view(dice.integers(-7, 7, n, k) * 16 + remainder % 16)
+    step_size, squares, flips = (
+        torch.tensor(value, device=dice.device)
+        for value in (dice.below(2**36), dice.below(n * k * largest**2), dice.below(1000))
+    )
+    limit = dice.scalar(dice.pick((2**14, 2**19, 2**23)))
+    return (
+        packed, remainder, moment, dice.key(), step_size, squares, limit,
+        dice.scalar(not dice.chance(0.1)), flips, radix, largest,
+    )  # fmt: skip
+
+
+def _step_by_direction(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
+    gains = _gains(dice, n, k, dice.pick((2.0**14, 2.0**16, 2.0**19)))
+    limit = dice.pick((2**14, 2**19, 2**23))
+    control = map(dice.scalar, (dice.below(2**12), 6 + dice.below(8), limit))
+    return (
+        *_weights(dice, n, k, 32, 127), dice.reals(n, k), *gains, dice.key(), *control,
+        dice.scalar(not dice.chance(0.1)), torch.tensor(dice.below(1000), device=dice.device),
+        32, 127,
+    )  # fmt: skip
+
+
+def _cast_trit_votes(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
+    votes = dice.integers(-127, 127, n, k) if dice.chance(0.2) else dice.integers(-2, 2, n, k)
+    grad = torch.relu(dice.reals(n, k)) - torch.relu(dice.reals(n, k))  # a quarter is 0
+    return dice.packed(n, k), votes, dice.view(grad), dice.scalar(not dice.chance(0.1))
+
+
+def _cast_scale_votes(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
+    slope = dice.reals(n, k, dtype=torch.float32)
+    votes = dice.integers(-3, 3, n, k)
+    return dice.integers(-96, 31, n, k), votes, slope, dice.scalar(not dice.chance(0.1))
+
+
+def _matmul_in_float64(x, packed, exponent, fraction, group_size):
+    weight = decode_weight_torch(packed, exponent, fraction, x.shape[1], group_size, torch.float32)
+    return x.double() @ weight.double().T
+
+
+def _grad_x_in_float64(grad_y, packed, exponent, fraction, in_features, group_size):
+    weight = decode_weight_torch(packed, exponent, fraction, in_features, group_size, torch.float32)
+    return grad_y.double() @ weight.double()
+
+
+def _gradient_statistics_in_float64(grad, packed, exponent, fraction, group_size, factored, signs):
+    columns, grad = grad.shape[1], grad.double()
+    weight = decode_weight_torch(packed, exponent, fraction, columns, group_size, torch.float32)
+    products = (grad.sign() if signs else grad) * weight.double()
+    groups = torch.arange(columns, device=grad.device) // group_size
+    slope = products.new_zeros(exponent.shape).index_add_(1, groups, products)
+    squares = grad.square()
+    of_both = (squares.sum(dim) * factored for dim in (1, 0))
+    return slope, slope.square().sum(), squares.sum(), *of_both
+
+
+def _fp8_matmul_in_float64(q, scale, *state_and_dtype):
+    weight, weight_scale = DECODE_E4M3.torch(*state_and_dtype[:-1])
+    return (q.double() * scale) @ (weight.double() * weight_scale.T).T
+
+
+def _embedding_grad_in_float64(grad_y, ids, num_embeddings):
+    zeros = grad_y.new_zeros(num_embeddings, grad_y.shape[1], dtype=torch.float64)
+    return zeros.index_add_(0, ids, grad_y.double())
+
+
+def _expert_combine_in_float64(values, positions, gates):
+    gates = torch.ones_like(positions) if gates is None else gates
+    return torch.einsum("mj,mjd->md", gates.double(), values.double()[positions])
+
+
+def _expert_combine_backward_in_float64(grad_y, values, positions, gates):
+    gates = torch.ones_like(positions) if gates is None else gates
+    grad = gates.double()[..., None] * grad_y.double()[:, None]
+    grad_values = torch.zeros_like(values, dtype=torch.float64).index_put_((positions,), grad)
+    return grad_values, torch.einsum("md,mjd->mj", grad_y.double(), values.double()[positions])
+
+
+def _weighted_rows_in_float64(ids, weights, packed, exponent, fraction, columns, group_size):
+    table = decode_weight_torch(packed, exponent, fraction, columns, group_size, torch.float32)
+    rows, weights = _padded(table), weights.double()
+    ids = ids.where((ids >= 0) & (ids < len(packed)), len(packed))
+    return sum(weights[:, j, None] * rows[ids[:, j]] for j in range(ids.shape[1]))
+
+
+def _grad_weights_in_float64(grad_y, ids, packed, exponent, fraction, columns, group_size):
+    table = decode_weight_torch(packed, exponent, fraction, columns, group_size, torch.float32)
+    rows, grad_y = _padded(table), grad_y.double()
+    ids = ids.where((ids >= 0) & (ids < len(packed)), len(packed))
+    return torch.stack([(grad_y * rows[slot]).sum(dim=1) for slot in ids.unbind(1)], dim=1)
+
+
+def _padded(table: Tensor) -> Tensor:
+    """Append a row of zeros, in float64."""
+    return torch.cat([table.double(), table.new_zeros(1, table.shape[1])])
+
+
+def _weighted_rows_grad_in_float64(grad_y, weights, tokens, order, bounds):
+    sizes = bounds.diff()
+    rows = torch.arange(len(sizes), device=bounds.device).repeat_interleave(sizes)
+    slots = order[: len(rows)]
+    grad = grad_y.new_zeros(len(sizes), grad_y.shape[1], dtype=torch.float64)
+    return grad.index_add_(0, rows, weights[slots, None].double() * grad_y[tokens[slots]])
+
+
+@dataclass(frozen=True, slots=True)
+class Drawing:
+    """How the cases of a kernel are drawn, and what large ones are compared with."""
+
+    draw: Callable[[Dice, int, int, int, int], tuple]
+    """(dice, group size, M, N, K) to the inputs of a case."""
+    reference: Callable | None = None
+    """For large cases; None is the torch backend, for exact kernels, or the reference itself."""
+    peer: Callable | None = None
+    """torch's own operation, for the gate in bf16."""
+    needs_rows: bool = False
+    """Whether M matters."""
+
+
+DRAWINGS = {
+    "pack_trits": Drawing(_pack_trits),
+    "unpack_trits": Drawing(_unpack_trits),
+    "decode_weight": Drawing(_decode_weight),
+    "decode_e4m3": Drawing(_decode_e4m3),
+    "quantise_rows": Drawing(_quantise_rows, needs_rows=True),
+    "fp8_matmul": Drawing(_fp8_matmul, _fp8_matmul_in_float64, needs_rows=True),
+    "ternary_matmul": Drawing(
+        _ternary_matmul, _matmul_in_float64, TERNARY_MATMUL.torch, needs_rows=True
+    ),
+    "ternary_matmul_grad_x": Drawing(
+        _ternary_matmul_grad_x, _grad_x_in_float64, TERNARY_MATMUL_GRAD_X.torch, needs_rows=True
+    ),
+    "arranged_matmul": Drawing(_arranged_matmul, None, ARRANGED_MATMUL.torch),
+    "grouped_matmul": Drawing(_grouped_matmul, None, GROUPED_MATMUL.torch, needs_rows=True),
+    "grouped_grad_w": Drawing(_grouped_grad_w, None, GROUPED_GRAD_W.torch, needs_rows=True),
+    "expert_combine": Drawing(
+        _expert_combine, _expert_combine_in_float64, rounded_sum, needs_rows=True
+    ),
+    "expert_combine_backward": Drawing(
+        _expert_combine_backward, _expert_combine_backward_in_float64, rounded_gradients,
+        needs_rows=True,
+    ),
+    "rms_norm": Drawing(_rms_norm, None, rms_norm_in_its_dtype, needs_rows=True),
+    "add_rms_norm": Drawing(_add_rms_norm, None, add_rms_norm_in_its_dtype, needs_rows=True),
+    "rms_norm_backward": Drawing(
+        _rms_norm_backward, None, partial(gradient_and_output, rms_norm_in_its_dtype),
+        needs_rows=True,
+    ),
+    "gated_rms_norm": Drawing(_gated_rms_norm, None, gated_rms_norm_in_its_dtype, needs_rows=True),
+    "gated_rms_norm_backward": Drawing(
+        _gated_rms_norm_backward, None, partial(gradient_and_output, gated_rms_norm_in_its_dtype),
+        needs_rows=True,
+    ),
+    "rms_norm_e4m3": Drawing(_rms_norm, needs_rows=True),
+    "gated_rms_norm_e4m3": Drawing(_gated_rms_norm, needs_rows=True),
+    "rotary_norm": Drawing(_rotary_norm, None, rounded_once, needs_rows=True),
+    "rotary_norm_backward": Drawing(
+        _rotary_norm_backward, None, rounded_gradient, needs_rows=True
+    ),
+    "decode_attention": Drawing(_decode_attention, None, DECODE_ATTENTION.torch),
+    "choose_byte": Drawing(_choose_byte),
+    "cross_entropy": Drawing(_cross_entropy, needs_rows=True),
+    "cross_entropy_backward": Drawing(
+        _cross_entropy_backward, None, rounded_cross_entropy, needs_rows=True
+    ),
+    "embedding_rows": Drawing(_embedding_rows, needs_rows=True),
+    "embedding_grad": Drawing(_embedding_grad, _embedding_grad_in_float64, needs_rows=True),
+    "weighted_rows": Drawing(_weighted_rows, _weighted_rows_in_float64, needs_rows=True),
+    "weighted_rows_grad_weights": Drawing(
+        _weighted_rows_grad_weights, _grad_weights_in_float64, needs_rows=True
+    ),
+    "weighted_rows_grad": Drawing(
+        _weighted_rows_grad, _weighted_rows_grad_in_float64, needs_rows=True
+    ),
+    "gather_rows": Drawing(_gather_rows, needs_rows=True),
+    "scatter_rows": Drawing(_scatter_rows, needs_rows=True),
+    "gradient_statistics": Drawing(_gradient_statistics, _gradient_statistics_in_float64),
+    "gradient_gains": Drawing(_gradient_gains),
+    "unit_gain": Drawing(_unit_gain),
+    "gram": Drawing(_gram, None, GRAM.torch),
+    "gram_polynomial": Drawing(_gram_polynomial, None, GRAM_POLYNOMIAL.torch),
+    "step_scales": Drawing(_step_scales),
+    "blend_moment": Drawing(_blend_moment),
+    "step_by_moment": Drawing(_step_by_moment),
+    "step_by_direction": Drawing(_step_by_direction),
+    "cast_trit_votes": Drawing(_cast_trit_votes),
+    "cast_scale_votes": Drawing(_cast_scale_votes),
+}  # fmt: skip
+
+
+def fuzz_cases(
+    name: str, device: torch.device, group_size: int, seeds: Iterable[int]
+) -> Iterator[Case]:
+    """Draw one random case of a kernel from each seed."""
+    for seed in seeds:
+        dice = Dice(seed, device)
+        m, n, k = dice.pick(ROWS), dice.pick(SIZES), dice.pick(SIZES)
+        if m * n < 64 or n * k < 64:  # so few sums can cancel to any relative error
+            m, n, k = m + 64, n + 64, k + 5
+        yield _case(name, f"seed {seed}: ", dice, group_size, m, n, k)
+
+
+def real_cases(
+    name: str, device: torch.device, group_size: int, shapes: Iterable[tuple[int, int]]
+) -> Iterator[Case]:
+    """Draw a case of a kernel for every matrix (N, K) of a model, in each type it is used in."""
+    for n, k in shapes:
+        for m in REAL_ROWS if DRAWINGS[name].needs_rows else REAL_ROWS[:1]:
+            for dtype in (torch.bfloat16, torch.float32):
+                dice = Dice(0, device, dtype)
+                case = _case(name, "", dice, group_size, m, n, k)
+                yield case
+                if not any(_is_real(value) for value in case.inputs):
+                    break
+
+
+def real_reference(spec: KernelSpec) -> Callable:
+    """Choose what large cases are compared with, as the references take a weight at a time."""
+    if DRAWINGS[spec.name].reference:
+        return DRAWINGS[spec.name].reference
+    return spec.torch if spec.gate.exact else spec.reference
+
+
+def _case(name: str, prefix: str, dice: Dice, group_size: int, m: int, n: int, k: int) -> Case:
+    drawing = DRAWINGS[name]
+    inputs = drawing.draw(dice, group_size, m, n, k)
+    size = f"{m}x{n}x{k}" if drawing.needs_rows else f"{n}x{k}"
+    low = dice.dtype == torch.bfloat16
+    label = f"{prefix}{size} bf16" if low and any(map(_is_real, inputs)) else f"{prefix}{size}"
+    return Case(label, inputs, drawing.peer if low else None)
+
+
+def _is_real(value: object) -> bool:
+    return isinstance(value, Tensor) and value.dtype.is_floating_point

@@ -1,0 +1,255 @@
+"""Time kernels beside torch's own operations, and against what the machine could do in that run.
+
+What is timed is one call, captured as a CUDA graph and replayed between two events. That is how a
+training step runs, and it leaves out Python but not the launch: a call that does nothing takes
+`Roofline.launch_us`, which is in every figure, ours and a peer's, and is not subtracted. A kernel
+of 5 us is therefore faster than its share of the roofline says, and its ratio to a peer nearer 1.
+
+Caches are cold. Before each call a buffer of four times the L2 cache is read, and meanwhile the
+call is queued, so that the GPU never waits for Python. It is read and not written, for a cache full
+of written lines would be written back at the expense of the call. For the same reason a call whose
+results stay in the cache can be above the roofline.
+
+Calls that are compared take turns, and a ratio is the median over turns, so that clocks, heat and
+other users of the machine reach both alike. Nothing here asserts a speed.
+"""
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from statistics import median
+
+import torch
+from torch import Tensor
+
+from arbcli.errors import ArbError
+from arbcli.kernels.runtime.spec import Timing
+from arbcli.verify.compare import as_tuple
+from arbcli.verify.kernels import KernelResult, find_kernels
+
+WARM_UPS = 3
+"""Calls before a capture, and turns before those that count."""
+TURNS = (10, 500)
+"""The least and the most that are taken, whatever the time for them."""
+
+
+class Stopwatch:
+    """Times calls on a GPU, each from a cold cache.
+
+    Args:
+        device: a CUDA device, which nothing else should be using.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.cache_bytes: int = torch.cuda.get_device_properties(device).L2_cache_size
+        # as many float32 as the cache has bytes: four times the cache
+        self._other_data = torch.zeros(self.cache_bytes, dtype=torch.float32, device=device)
+        self._stream = torch.cuda.Stream(device)
+
+    def capture(self, call: Callable[[], object]) -> Callable[[], object]:
+        """Turn what a call launches into one replay of it; the call must not wait for the GPU."""
+        torch.cuda.synchronize(self.device)  # inputs are made on another stream
+        with torch.cuda.stream(self._stream):
+            for _ in range(WARM_UPS):  # compiles kernels and allocates the library's workspace
+                call()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=self._stream):
+            call()
+        return graph.replay
+
+    def times(self, calls: Sequence[Callable[[], object]], turns: int) -> list[list[float]]:
+        """Time every call once a turn; microseconds of each turn, by call."""
+        torch.cuda.synchronize(self.device)
+        events = []
+        with torch.cuda.stream(self._stream):
+            for call in turns * [*calls]:
+                start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+                self._other_data.sum()
+                start.record()
+                call()
+                end.record()
+                events.append((start, end))
+        torch.cuda.synchronize(self.device)
+        elapsed = [1000 * start.elapsed_time(end) for start, end in events]
+        return [elapsed[index :: len(calls)] for index in range(len(calls))]
+
+
+def time_calls(
+    calls: Sequence[Callable[[], object]],
+    stopwatch: Stopwatch,
+    seconds: float = 0.3,
+    *,
+    capture: bool = True,
+) -> list[list[float]]:
+    """Time calls that take turns.
+
+    Args:
+        calls: what to time. What they read has to live as long as they do.
+        stopwatch: of the device they run on.
+        seconds: for all of them, warm-up not counted.
+        capture: whether to replay the launches of a call; not for one that waits for the GPU, or
+            replays a graph of its own.
+
+    Returns:
+        Microseconds of each turn, by call.
+    """
+    replays = [stopwatch.capture(call) for call in calls] if capture else list(calls)
+    started = time.perf_counter()
+    stopwatch.times(replays, WARM_UPS)
+    each = (time.perf_counter() - started) / WARM_UPS
+    least, most = TURNS
+    return stopwatch.times(replays, min(most, max(least, round(seconds / each))))
+
+
+def median_ratio(ours: Sequence[float], peers: Sequence[float]) -> float:
+    """Say how many times as fast as its peer something is, from times of the same turns."""
+    return median(peer / our for our, peer in zip(ours, peers, strict=True))
+
+
+@dataclass(frozen=True, slots=True)
+class Roofline:
+    """What the machine did in the run that it is compared with."""
+
+    bytes_per_second: float
+    """Read and written by a kernel that negates 512 MiB; a copy engine would be slower."""
+    flops_per_second: float
+    """Of a bf16 product of two random 8192 x 8192 matrices."""
+    launch_us: float
+    """Of a call that changes one number."""
+
+    def floor_us(self, moved_bytes: int, flops: int) -> tuple[float, str]:
+        """Find the least microseconds that work can take, and whether memory or products bind."""
+        memory, products = moved_bytes / self.bytes_per_second, flops / self.flops_per_second
+        return max((1e6 * memory, "memory"), (1e6 * products, "products"))
+
+
+def measure_roofline(stopwatch: Stopwatch) -> Roofline:
+    """Measure the bandwidth, the products and the launches of a device; takes a second."""
+    half = {"device": stopwatch.device, "dtype": torch.bfloat16}
+    source, target = torch.zeros(2**28, **half), torch.zeros(2**28, **half)
+    a, b = torch.randn(8192, 8192, **half), torch.randn(8192, 8192, **half)
+    one = torch.zeros(1, **half)
+    calls = (
+        partial(torch.neg, source, out=target),
+        partial(torch.matmul, a, b),
+        partial(one.add_, 1),
+    )
+    copy_us, matmul_us, launch_us = map(median, time_calls(calls, stopwatch, seconds=1))
+    return Roofline(2 * source.nbytes / copy_us * 1e6, 2 * 8192**3 / matmul_us * 1e6, launch_us)
+
+
+@dataclass(frozen=True, slots=True)
+class TimingResult:
+    """How fast a kernel is."""
+
+    kernel: str
+    shape: str
+    us: float
+    """Median of the turns, in microseconds."""
+    peer: str | None
+    """What else did the same work, if anything."""
+    peer_us: float | None
+    ratio: float | None
+    """How many times as fast as the peer."""
+    moved_bytes: int
+    """Inputs read once and results written once."""
+    flops: int
+    floor_us: float
+    """The least that the roofline allows."""
+    bound: str
+    """What sets it: `memory` or `products`."""
+    share: float
+    """Of the roofline: the floor over what it took."""
+    turns: int
+
+
+@dataclass(frozen=True, slots=True)
+class TimingReport:
+    """How fast the kernels are that were verified."""
+
+    roofline: Roofline
+    timings: tuple[TimingResult, ...]
+    not_timed: dict[str, str]
+    """Kernel to reason."""
+
+
+def check_timeable(device: torch.device, backends: Iterable[str]) -> None:
+    """Refuse to time what does not run, or is not verified first.
+
+    Raises:
+        ArbError: `device` is no GPU, or its kernels are not among the `backends` to be verified.
+    """
+    if device.type != "cuda":
+        raise ArbError(
+            f"`--time` needs a CUDA device, and this run is on `{device}`",
+            hint="leave `--time` out, or use a machine with an NVIDIA GPU",
+        )
+    if "triton" not in backends:
+        raise ArbError(
+            f"`--time` times `triton` kernels, and only {', '.join(backends)} would be verified",
+            hint="leave `--backend` out",
+        )
+
+
+def time_kernels(
+    found: Iterable[KernelResult],
+    stopwatch: Stopwatch,
+    group_size: int,
+    progress: Callable[[str], None] = lambda _: None,
+) -> TimingReport:
+    """Time the kernels that passed, and no other.
+
+    Args:
+        found: what their verification found.
+        stopwatch: of the device they were verified on.
+        group_size: of the scales of timed matrices.
+        progress: is told each kernel that is next.
+    """
+    passed: dict[str, bool] = {}
+    for result in found:
+        if result.backend == "triton":
+            passed[result.kernel] = passed.get(result.kernel, True) and result.passed
+    progress("timing  the roofline")
+    roofline = measure_roofline(stopwatch)
+    timings: list[TimingResult] = []
+    not_timed: dict[str, str] = {}
+    for name in passed:
+        (spec,) = find_kernels([name])
+        if not passed[name]:
+            not_timed[name] = "it did not pass"
+        elif spec.timings is None:
+            not_timed[name] = "it has nothing to be timed on"
+        else:
+            progress(f"timing  {name}")
+            for timing in spec.timings(stopwatch.device, group_size):
+                run = timing.run or spec.triton
+                timings.append(_time(name, run, timing, stopwatch, roofline))
+    return TimingReport(roofline, tuple(timings), not_timed)
+
+
+def _time(
+    kernel: str, run: Callable, timing: Timing, stopwatch: Stopwatch, roofline: Roofline
+) -> TimingResult:
+    results = as_tuple(run(*timing.inputs))
+    moved = (*timing.inputs, *results)
+    moved_bytes = sum(value.nbytes for value in moved if isinstance(value, Tensor))
+    del results, moved
+    calls = [partial(run, *timing.inputs), *([timing.peer] if timing.peer else [])]
+    ours, *peers = time_calls(calls, stopwatch)
+    floor_us, bound = roofline.floor_us(moved_bytes, timing.flops)
+    return TimingResult(
+        kernel=kernel,
+        shape=timing.label,
+        us=median(ours),
+        peer=timing.peer_name if peers else None,
+        peer_us=median(peers[0]) if peers else None,
+        ratio=median_ratio(ours, peers[0]) if peers else None,
+        moved_bytes=moved_bytes,
+        flops=timing.flops,
+        floor_us=floor_us,
+        bound=bound,
+        share=floor_us / median(ours),
+        turns=len(ours),
+    )

@@ -1,0 +1,129 @@
+"""A tiny `GraphLM`, parts of it, and how they are compared with their reference."""
+
+import math
+
+import torch
+
+from arbcli.config.model import GraphConfig, preset
+from arbcli.model.graph import GraphLM
+from arbcli.model.packed import INIT_SPREAD, TernaryTensor
+from arbcli.verify import parity
+from arbcli.verify.graph_reference import reference_graph_lm
+
+SHAPE = {
+    "dim": 40, "layers": 2, "heads": 2, "ffn": 48, "ctx": 8,
+    "latent": 24, "rotary": 8, "ngram_rows": 64, "ngram_dim": 16, "key_dim": 8,
+    "codes": (4, 8), "code_dim": 36, "code_heads": 2,
+    "knowledge": (8, 6), "knowledge_dim": 12, "knowledge_heads": 3, "top_k": 3,
+    "experts": 4, "expert_dim": 24, "expert_ffn": 20, "gate_dim": 8, "adapter_rank": 4,
+    "edges": (16, 2), "head_ffn": 44, "memory_rows": 64, "max_moe_iters": 3, "memgram": True,
+    "moe": True, "graph": True,
+}  # fmt: skip
+"""Two groups of scales where a row has 36, 40, 44 or 48 weights."""
+STD = 0.3
+"""Of weights of parts by themselves: large, so that what is chosen differs between positions."""
+CLOSE = {"rtol": 1e-4, "atol": 2e-5}
+
+
+def graph_config(**options) -> GraphConfig:
+    return preset("arb-tiny", **SHAPE | options)
+
+
+def initialised(part: torch.nn.Module) -> torch.nn.Module:
+    """Set the weights of a part that is no whole model."""
+    tensors = [tensor for tensor in part.modules() if isinstance(tensor, TernaryTensor)]
+    for index, tensor in enumerate(tensors):
+        if tensor.frozen:
+            tensor.fill(1)
+        else:
+            tensor.spread = INIT_SPREAD  # tables too: rows of zeros would hide a lot
+            tensor.initialise(STD, seed=0, index=index)
+    return part
+
+
+def model(*, recompute=False, **options) -> GraphLM:
+    """Make a model whose integer memories hold something."""
+    lm = GraphLM(graph_config(**options), torch.float32, recompute=recompute)
+    for tensor in lm.weights().values():
+        tensor.spread = INIT_SPREAD
+    lm.initialise(0)
+    fill_memories(lm)
+    return lm
+
+
+def fill_memories(part: torch.nn.Module) -> None:
+    parity.fill_memories(part, math.prod(SHAPE["codes"]))
+
+
+def text(rows=2, length=6, seed=0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(97, 101, (rows, length), generator=generator)
+
+
+def normal(*shape: int, seed=0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def collect(part: torch.nn.Module) -> dict[str, list]:
+    """Make every weight hand its (gradient, where) to a list of its own."""
+    found: dict[str, list] = {}
+    for name, tensor in part.named_modules():
+        if hasattr(tensor, "sink"):
+            found[name] = []
+            tensor.sink = lambda _, grad, where=None, name=name: found[name].append((grad, where))
+    return found
+
+
+def decoded(part: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Decode all weights by their names, less `.weight`, as float64 leaves."""
+    return {
+        name.removesuffix(".weight"): tensor.weight(torch.float32).double().requires_grad_()
+        for name, tensor in part.named_modules()
+        if isinstance(tensor, TernaryTensor)
+    }
+
+
+def whole(tensor: TernaryTensor, handed: list) -> torch.Tensor:
+    """Put together what a sink was given in one backward."""
+    return sum(parity.dense_gradient(tensor, *each) for each in handed)
+
+
+def times(handed: list) -> int:
+    """Count the matrices that a sink was given the gradient of."""
+    return sum(len(where) if isinstance(where, range) else 1 for _, where in handed)
+
+
+def assert_same(part, inputs, run, reference) -> None:
+    """Compare a result, and gradients of inputs and weights, with autograd's of a reference.
+
+    Args:
+        part: the module; its weights are handed to the reference by name.
+        inputs: tensors; those of floats need gradients.
+        run: from the inputs to one tensor.
+        reference: from the weights and the inputs to the same, in float64.
+    """
+    handed = collect(part)
+    ours = [x.clone().requires_grad_(x.is_floating_point()) for x in inputs]
+    y = run(*ours)
+    weights = decoded(part)
+    twins = [x.double().requires_grad_() if x.is_floating_point() else x for x in inputs]
+    expected = reference(weights, *twins)
+    torch.testing.assert_close(y.double(), expected, **CLOSE)
+    grad_y = normal(*y.shape, seed=9)
+    y.backward(grad_y)
+    expected.backward(grad_y.double())
+    for x, twin in zip(ours, twins, strict=True):
+        if x.is_floating_point():
+            torch.testing.assert_close(x.grad.double(), twin.grad, **CLOSE)
+    modules = dict(part.named_modules())
+    for name, grads in handed.items():
+        tensor, twin = modules[name], weights[name.removesuffix(".weight")]
+        assert times(grads) == tensor.matrices, name
+        got = whole(tensor, grads).double()
+        assert twin.grad is not None, name
+        error = (got - twin.grad).norm() / twin.grad.norm().clamp(min=1e-6)
+        assert error < 1e-4, name
+
+
+def logits(w, lm: GraphLM, ids, window: int | None = None) -> torch.Tensor:
+    return reference_graph_lm(w, lm, ids, window)[0]

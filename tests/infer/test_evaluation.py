@@ -1,0 +1,108 @@
+"""Every byte of a text but the first is counted exactly once, with the context it is promised."""
+
+import pytest
+import torch
+from torch import nn
+
+from arbcli.config.model import preset
+from arbcli.data import Text
+from arbcli.errors import ArbError
+from arbcli.infer.evaluation import evaluate, mean_loss, windows
+from arbcli.model.build import build_model
+from arbcli.model.dense import ByteLM
+
+CTX = 12
+
+
+class Fake(nn.Module):
+    """Whose loss of a byte says which byte of the text it is: byte b costs about b nats."""
+
+    config = preset("tiny", dim=4, layers=1, heads=1, ffn=4, ctx=CTX)
+    device = torch.device("cpu")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.batches = []
+
+    def forward(self, ids):
+        self.batches.append(tuple(ids.shape))
+        return -torch.arange(256.0).expand(*ids.shape, 256)
+
+
+def make_text(tmp_path, content: bytes) -> Text:
+    path = tmp_path / "text"
+    path.write_bytes(content)
+    return Text([path])
+
+
+@pytest.mark.parametrize("num_bytes", [2, 3, 11, 12, 13, 14, 24, 25, 37, 100])
+@pytest.mark.parametrize("stride", [1, 5, 6, 7, 11, 12])
+def test_windows_predict_every_byte_once(num_bytes, stride):
+    seen = []
+    length = min(CTX, num_bytes - 1)
+    for start, counted in windows(num_bytes, CTX, stride):
+        assert 0 <= start <= num_bytes - 1 - length
+        predicted = range(start + length + 1 - counted, start + length + 1)
+        if start:
+            assert predicted.start - start >= CTX - stride + 1
+        seen += predicted
+    assert seen == list(range(1, num_bytes))
+
+
+def test_evaluate_takes_a_graph(small_graph, tmp_path):
+    given = {k: v for k, v in small_graph.items() if k not in ("preset", "batch")}
+    model = build_model(preset("arb-tiny", **given), torch.float32)
+    model.initialise(0)
+    make_text(tmp_path, b"ternary weights. " * 8)
+    losses = [
+        evaluate(model, "x", [str(tmp_path)], stride=4, batch=batch, backend="torch").nats_per_byte
+        for batch in (1, 7)
+    ]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+
+@pytest.mark.parametrize("num_bytes", [2, 12, 13, 14, 99, 256])
+@pytest.mark.parametrize(("stride", "batch"), [(1, 3), (6, 4), (7, 100), (12, 1)])
+def test_mean_loss_counts_every_byte_but_the_first_once(num_bytes, stride, batch, tmp_path):
+    """A byte that was left out or counted twice would move the sum by its own value."""
+    text, model, told = make_text(tmp_path, bytes(range(num_bytes))), Fake(), []
+    loss = mean_loss(
+        model, text, stride=stride, batch=batch, progress=lambda *news: told.append(news)
+    )
+    log_sum = float(torch.logsumexp(-torch.arange(256.0, dtype=torch.float64), 0))
+    expected = sum(range(1, num_bytes)) / (num_bytes - 1) + log_sum
+    assert loss == pytest.approx(expected, rel=1e-6)
+    assert [done for done, _ in told] == sorted({done for done, _ in told})
+    assert told[-1] == (num_bytes - 1, loss)
+    assert max(rows for rows, _ in model.batches) <= batch
+
+
+def test_one_window_is_the_model_s_own_loss(tmp_path):
+    lm = ByteLM(Fake.config, torch.float32)
+    lm.initialise(0)
+    content = b"a small text"
+    ids = torch.tensor([list(content)])
+    with torch.no_grad():
+        expected = float(lm.loss(ids[:, :-1], ids[:, 1:]))
+    got = mean_loss(lm, make_text(tmp_path, content), stride=6, batch=2)
+    assert got == pytest.approx(expected, rel=1e-5)
+
+
+def test_report_has_bits_ratio_and_entropy(tmp_path):
+    make_text(tmp_path, bytes(64) + bytes(range(1, 3)) * 32)
+    options = {"batch": 4, "backend": "torch", "stride": None}
+    report = evaluate(Fake(), "a run", [str(tmp_path / "text")], **options)
+    assert (report.bytes, report.context, report.stride) == (128, CTX, CTX // 2)
+    assert report.bits_per_byte == pytest.approx(report.nats_per_byte / 0.6931472)
+    bits = 8 + 127 * report.bits_per_byte
+    assert report.compression_ratio == pytest.approx(128 * 8 / bits)
+    assert report.entropy == pytest.approx(1.0397208)
+
+
+@pytest.mark.parametrize(("content", "stride", "message"), [
+    (b"0123456789abcdef", 13, "`--stride` is 13"), (b"x", 6, "a text of one byte"),
+])  # fmt: skip
+def test_what_cannot_be_evaluated_is_refused(content, stride, message, tmp_path):
+    make_text(tmp_path, content)
+    with pytest.raises(ArbError, match=message):
+        evaluate(Fake(), "", [str(tmp_path / "text")], batch=4, backend="torch", stride=stride)

@@ -1,0 +1,118 @@
+"""Text from a model: the same as from plain forwards, and chosen as it was asked for."""
+
+import pytest
+import torch
+
+from arbcli.config.model import preset
+from arbcli.errors import ArbError
+from arbcli.infer.generation import Decoder, Sampling, generate
+from arbcli.model.build import build_model
+from arbcli.model.dense import ByteLM
+
+GREEDY = Sampling(temperature=0)
+
+
+def model(device, weights="ternary", dtype=torch.float32, ctx=16) -> ByteLM:
+    config = preset("tiny", dim=32, layers=2, heads=2, ffn=48, ctx=ctx, weights=weights)
+    with torch.device(device):
+        lm = ByteLM(config, dtype)
+    lm.initialise(0)
+    return lm
+
+
+def continued(lm, prompt: bytes, length: int, sampling: Sampling | None = None) -> bytes:
+    return b"".join(generate(lm, prompt, length, sampling))
+
+
+@pytest.mark.parametrize("weights", ["ternary", "float", "ste"])
+@pytest.mark.parametrize("prompt", [b"a", b"abc", b"twelve bytes"])
+def test_greedy_text_is_that_of_whole_forwards(prompt, weights, device):
+    lm = model(device, weights)
+    expected = prompt
+    for _ in range(16 - len(prompt)):
+        with torch.no_grad():
+            logits = lm(torch.tensor([list(expected)], device=device))
+        expected += bytes([int(logits[0, -1].argmax())])
+    assert prompt + continued(lm, prompt, 16 - len(prompt), GREEDY) == expected
+
+
+@pytest.mark.parametrize("memgram", [False, True])
+def test_greedy_text_of_a_graph_is_that_of_whole_forwards(memgram, small_graph, device):
+    given = {k: v for k, v in small_graph.items() if k not in ("preset", "batch")}
+    with torch.device(device):
+        lm = build_model(preset("arb-tiny", memgram=memgram, **given), torch.float32)
+    lm.initialise(0)
+    expected = b"abc"
+    for _ in range(13):
+        with torch.no_grad():
+            logits = lm(torch.tensor([list(expected)], device=device))
+        expected += bytes([int(logits[0, -1].argmax())])
+    assert b"abc" + continued(lm, b"abc", 13, GREEDY) == expected
+    assert len(continued(lm, b"abc", 40)) == 40
+
+
+def test_prompt_longer_than_the_window_is_read_whole(device):
+    lm = model(device)
+    prompt = bytes(range(50))
+    decoder = Decoder(lm, 60, GREEDY)
+    for byte in prompt:
+        decoder.read(bytes([byte]))
+    assert b"".join(decoder.stream(10)) == continued(lm, prompt, 10, GREEDY)
+
+
+def test_text_can_be_streamed_in_turns(device):
+    decoder = Decoder(model(device), 200, Sampling(seed=3))
+    decoder.read(b"ab")
+    parts = [b"".join(decoder.stream(length)) for length in (1, 40, 33)]
+    assert [len(part) for part in parts] == [1, 40, 33]
+    assert b"".join(parts) == continued(model(device), b"ab", 74, Sampling(seed=3))
+
+
+def test_seed_decides_the_text(device):
+    lm = model(device)
+    texts = [continued(lm, b"ab", 40, Sampling(seed=seed)) for seed in (0, 0, 1)]
+    assert texts[0] == texts[1] != texts[2]
+    assert len(texts[0]) == 40
+
+
+def test_no_more_bytes_than_the_text_has_room_for(device):
+    decoder = Decoder(model(device), 10)
+    with pytest.raises(ValueError, match="no room for 3 bytes after 0"):
+        next(decoder.stream(3))
+    decoder.read(b"12345678")
+    with pytest.raises(ValueError, match="no room for 3 bytes after 8"):
+        next(decoder.stream(3))
+    with pytest.raises(ValueError, match="no room for 3 bytes after 8"):
+        decoder.read(b"abc")
+
+
+def test_empty_prompt_is_refused(device):
+    with pytest.raises(ArbError, match="the prompt is empty"):
+        continued(model(device), b"", 3)
+
+
+BAD = [{"temperature": -1.0}, {"temperature": 1e-9}, {"temperature": float("nan")},
+       {"top_k": 0}, {"top_k": 257}, {"top_p": 0.0}, {"top_p": 1.5}, {"seed": -1}]  # fmt: skip
+
+
+@pytest.mark.parametrize("given", BAD, ids=str)
+def test_sampling_out_of_range_is_refused(given):
+    with pytest.raises(ArbError, match=next(iter(given)).replace("_", "-")):
+        Sampling(**given)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("weights", ["ternary", "float", "ste"])
+@pytest.mark.parametrize("sampling", [GREEDY, Sampling(top_k=20, top_p=0.9, seed=4)], ids=str)
+def test_captured_step_gives_the_bits_of_the_eager_one(sampling, weights, device):
+    lm = model(device, weights, torch.bfloat16, ctx=64)
+    texts, rings = [], []
+    with lm.held_weights():
+        for capture in (False, True):
+            decoder = Decoder(lm, 300, sampling, capture=capture)
+            decoder.read(b"0123456789" * 5)
+            texts.append(b"".join(decoder.stream(250)))
+            rings += [[(block.keys, block.values) for block in decoder.cache.blocks]]
+    assert texts[0] == texts[1]
+    for eager, captured in zip(*rings, strict=True):
+        assert all(map(torch.equal, eager, captured))

@@ -1,0 +1,171 @@
+"""The count of live tensors is right, and the predicted peak is what it measures."""
+
+import pytest
+import torch
+
+from arbcli.data import open_texts
+from arbcli.errors import ArbError
+from arbcli.inspect.audit import LiveTensors, audit, check_fit, predict_step
+from arbcli.train import run as runs
+from arbcli.train.trainer import Trainer
+
+TINY = {"dim": 32, "layers": 1, "heads": 2, "ffn": 48, "ctx": 16, "batch": 2, "device": "cpu"}
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Wait for no other core: matrices are too small to share."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def config_of(**changes):
+    return runs.new_config(**TINY | {"steps": 2, "compute": "bf16"} | changes)
+
+
+def test_live_tensors_counts_a_storage_once_until_it_dies():
+    with LiveTensors(CPU) as tensors:
+        x = torch.ones(1000)
+        views = [x[1:], x.view(10, 100)]
+        assert tensors.bytes == 4000
+        del x
+        assert tensors.bytes == 4000
+        del views
+        assert tensors.bytes == 0
+        assert tensors.stage_peak == 4000
+
+
+def test_live_tensors_counts_what_only_autograd_holds():
+    with LiveTensors(CPU) as tensors:
+        x = torch.ones(1000, requires_grad=True)
+        y = (x * 2).exp().sum()
+        assert tensors.bytes == 8004
+        del y
+        assert tensors.bytes == 4000
+
+
+def test_live_tensors_leaves_out_what_was_alive_before():
+    before = torch.ones(1000)
+    with LiveTensors(CPU) as tensors:
+        before.add_(1)
+        tensors.find()
+        assert tensors.bytes == 0
+
+
+def test_live_tensors_finds_what_no_operation_returned():
+    with LiveTensors(CPU) as tensors:
+        held = torch.frombuffer(bytearray(1000), dtype=torch.uint8)
+        tensors.find()
+        assert tensors.bytes == held.nbytes
+
+
+def test_live_tensors_names_the_largest_at_the_peak():
+    with LiveTensors(CPU) as tensors:
+        state = torch.ones(5000)
+        tensors.settle()
+        for size in (10, 4000, 200, 30):
+            torch.ones(size)
+        kept = [torch.ones(3000), torch.ones(2000), torch.ones(10), torch.ones(20)]
+    assert [tensor.shape for tensor in tensors.at_peak] == [(3000,), (2000,), (20,)]
+    assert tensors.peak == 4 * (len(state) + sum(map(len, kept)))
+
+
+SHAPES = [
+    {"rule": "moment", "ctx": 64, "batch": 4},
+    {"rule": "moment", "compute": "fp32", "dim": 192, "ffn": 256},
+    {"rule": "nibble", "sub_norms": False, "layers": 2, "ffn": 200, "batch": 8},
+    {"rule": "carry", "dim": 256, "ffn": 704, "tscale_type": "T4"},
+    {"rule": "votes", "dim": 128, "ffn": 100},
+    {"compute": "fp8", "ctx": 64, "batch": 16},
+]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: "-".join(map(str, shape.values())))
+def test_predicted_peak_is_within_a_tenth(shape):
+    report = audit(config_of(**shape))
+    assert report.passed
+    assert abs(report.peak_error) < 0.1
+
+
+GRAPHS = {
+    "small": {},
+    "fp32": {"compute": "fp32", "memgram": True},
+    "arb-tiny": None,
+    "nibble": {"rule": "nibble", "ctx": 64, "batch": 8},
+    "carry without attention": {"rule": "carry", "ctx": 64, "attention": False},
+    "votes without experts": {"rule": "votes", "moe": False, "graph": False},
+    "recompute": {"recompute": True, "ctx": 64, "batch": 8, "layers": 4, "expert_ffn": 96},
+    "experts": {"ctx": 64, "batch": 8, "expert_dim": 96, "expert_ffn": 128, "head_ffn": 32},
+    "one iteration": {"ctx": 64, "max_moe_iters": 1, "expert_ffn": 512, "batch": 8},
+    "codes": {"ctx": 64, "batch": 16, "codes": (64, 64), "code_dim": 128},
+    "knowledge": {"ctx": 64, "knowledge": (128, 64), "knowledge_dim": 128, "moe": False},
+    "only blocks": {
+        "codebook": False, "knowledge_codebook": False, "moe": False, "graph": False,
+        "router": False, "sequencer": False, "ctx": 64,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", GRAPHS)
+def test_predicted_peak_of_a_graph_is_within_a_tenth(name, small_graph):
+    given = GRAPHS[name]
+    shape = {"preset": "arb-tiny", "batch": 2, "ctx": 64} if given is None else small_graph | given
+    report = audit(runs.new_config(**{"device": "cpu", "steps": 2, "compute": "bf16"} | shape))
+    assert report.passed
+    assert report.measured.state_bytes == report.predicted.total.state_bytes
+    assert abs(report.peak_error) < 0.1
+
+
+def test_audit_measures_every_stage():
+    report = audit(config_of(accum=2))
+    stages = [(level.step, level.stage) for level in report.levels]
+    step = ["forward", "backward"] * 2 + ["end"]
+    assert stages == [(0, "load"), *((number, stage) for number in (1, 2) for stage in step)]
+    assert all(level.peak_bytes >= level.live_bytes for level in report.levels)
+    assert report.peak_bytes == max(level.peak_bytes for level in report.levels[1:])
+    assert len(report.largest) == 3
+    assert not any(tensor.dtype == "uint8" for tensor in report.largest)
+
+
+def test_audit_does_the_steps_of_training(monkeypatch):
+    config = config_of(accum=2)
+    states = []
+
+    def keep(trainer):
+        states.append({k: v.clone() for k, v in trainer.model.state_dict().items()})
+
+    class Watched(Trainer):
+        def __init__(self, *args):
+            super().__init__(*args)
+            self.updater.finish = lambda: keep(self)
+
+    monkeypatch.setattr("arbcli.inspect.audit.Trainer", Watched)
+    audit(config)
+    trainer = Trainer(config, open_texts((), (), seed=config.seed, context=config.model.ctx))
+    for state in states:
+        trainer.train_step()
+        assert all(torch.equal(v, state[k]) for k, v in trainer.model.state_dict().items())
+    assert len(states) == config.steps
+
+
+@pytest.mark.parametrize(
+    ("budget", "size"),
+    [("6GiB", 6 * 2**30), ("500MiB", 500 * 2**20), ("4GB", 4 * 10**9), ("1.5 kib", 1536), ("7", 7)],
+)
+def test_check_fit_reads_units(budget, size):
+    assert check_fit(config_of(), budget).budget_bytes == size
+
+
+@pytest.mark.parametrize("budget", ["", "GiB", "6 gallons", "-1GB", "1e9", "6GiBB"])
+def test_check_fit_refuses_what_is_no_size(budget):
+    with pytest.raises(ArbError, match="--budget"):
+        check_fit(config_of(), budget)
+
+
+def test_check_fit_is_exact():
+    peak = predict_step(config_of()).peak_bytes
+    assert check_fit(config_of(), str(peak)).fits
+    assert not check_fit(config_of(), str(peak - 1)).fits

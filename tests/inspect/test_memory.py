@@ -1,0 +1,186 @@
+"""What is predicted from a configuration equals what hangs on the model, to the byte."""
+
+import dataclasses
+import subprocess
+import sys
+from itertools import product
+
+import pytest
+import torch
+
+from arbcli.config.model import DIRECTIONS, PRESETS, RULES, SCALE_TYPES, preset
+from arbcli.inspect.memory import KINDS, measure, predict, what_if
+from arbcli.model.build import build_model
+from arbcli.model.packed import TernaryTensor
+from arbcli.train.updater import Updater
+
+TINY = {"dim": 32, "layers": 1, "heads": 2, "ffn": 48, "ctx": 16}
+RAGGED = {"dim": 44, "layers": 2, "heads": 2, "ffn": 167, "ctx": 16}
+"""Inputs of 44 and 167 weights: no multiple of 5, and of 4 at most, one longer than a block."""
+KINDS_OF_UPDATE = [
+    (rule, direction)
+    for rule in RULES
+    for direction in (DIRECTIONS if RULES[rule].direction else (None,))
+]
+
+
+def model_of(config, device="meta"):
+    with torch.device(device):
+        return build_model(config)
+
+
+def predicted_bytes(config):
+    areas = predict(config).areas.items()
+    return {
+        area: {kind: size for kind, size in part.bytes_by_kind.items() if size}
+        for area, part in areas
+    }
+
+
+@pytest.mark.parametrize(("rule", "direction"), KINDS_OF_UPDATE)
+@pytest.mark.parametrize("name", PRESETS)
+def test_prediction_equals_the_state_of_every_preset(name, rule, direction):
+    config = preset(name, rule=rule, direction=direction)
+    assert measure(model_of(config)).bytes_by_area == predicted_bytes(config)
+
+
+@pytest.mark.parametrize("scale_type", SCALE_TYPES)
+def test_prediction_equals_the_state_with_every_scale_type(scale_type):
+    for (rule, direction), shape in product(KINDS_OF_UPDATE, (TINY, RAGGED)):
+        config = preset("tiny", rule=rule, direction=direction, scale_type=scale_type, **shape)
+        measured = measure(model_of(config))
+        assert measured.bytes_by_area == predicted_bytes(config)
+        assert measured.state_bytes == predict(config).total.state_bytes
+    for name in PRESETS:
+        config = preset(name, scale_type=scale_type)
+        assert measure(model_of(config)).bytes_by_area == predicted_bytes(config)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"attention": False},
+        {"sequencer": False, "memgram": True},
+        {"codebook": False, "graph": False},
+        {"knowledge_codebook": False, "router": False},
+        {"moe": False},
+        {"moe": False, "graph": False},
+        {"moe_top_k": 3, "max_moe_iters": 2, "sub_norms": False},
+    ],
+    ids=lambda changes: "-".join(changes),
+)
+def test_prediction_follows_the_parts_of_a_graph(changes):
+    every = {"moe": True, "graph": True}
+    for rule, direction in KINDS_OF_UPDATE:
+        config = preset("arb-tiny", rule=rule, direction=direction, **every | changes)
+        assert measure(model_of(config)).bytes_by_area == predicted_bytes(config)
+
+
+def test_prediction_follows_sub_norms():
+    config = preset("tiny", sub_norms=False, **RAGGED)
+    assert measure(model_of(config)).bytes_by_area == predicted_bytes(config)
+
+
+@pytest.mark.parametrize("shape", [TINY, RAGGED], ids=["tiny", "ragged"])
+def test_weights_and_padding_are_counted_as_stored(shape):
+    config = preset("tiny", **shape)
+    report = predict(config)
+    tensors = [part for part in model_of(config).modules() if isinstance(part, TernaryTensor)]
+    weights = sum(tensor.num_weights for tensor in tensors)
+    assert report.total.weights == weights
+    assert report.total.padding_trits == sum(5 * t.trits.numel() for t in tensors) - weights
+    assert report.trained_weights == sum(t.num_weights for t in tensors if not t.frozen)
+
+
+def test_padding_of_one_row():
+    # rows of 44 weights end in a byte of 4, rows of 167 in one of 2
+    areas = predict(preset("tiny", **RAGGED)).areas
+    assert areas["embedding"].padding_trits == 256
+    assert areas["mlp"].padding_trits == 2 * (2 * 167 + 3 * 44)
+
+
+def test_frozen_norms_are_trits_and_scales_only():
+    norms = predict(preset("tiny", direction="factored")).areas["norms"]
+    assert {kind for kind in KINDS if norms.bytes_by_kind[kind]} == {"trits", "scales"}
+
+
+@pytest.mark.parametrize(
+    ("name", "millions"), [("tiny", 3.34), ("small", 10.8), ("base", 85.3), ("1b", 1234)]
+)
+def test_presets_have_their_size(name, millions):
+    assert predict(preset(name)).trained_weights / 1e6 == pytest.approx(millions, rel=2e-3)
+
+
+def test_rules_take_their_bytes_per_weight():
+    # padding and statistics come on top
+    for rule, size in {"moment": 2.2, "nibble": 1.2, "carry": 1.2, "votes": 1.2}.items():
+        mlp = predict(preset("1b", rule=rule)).areas["mlp"]
+        assert size + 2 / 32 <= mlp.bytes_per_weight < size + 2 / 32 + 0.002
+
+
+def test_adamw_takes_sixteen_bytes_a_weight():
+    report = predict(preset("tiny"))
+    assert report.adamw_bytes == 16 * report.trained_weights
+
+
+def test_what_if_covers_every_rule_and_scale_type():
+    config = preset("tiny", **RAGGED)
+    choices = what_if(config).choices
+    assert {(c.rule, c.scale_type) for c in choices} == set(product(RULES, SCALE_TYPES))
+    for choice in choices:
+        own = {"rule": choice.rule, "scale_type": choice.scale_type}
+        assert choice.direction == RULES[choice.rule].direction
+        assert choice.state_bytes == predict(preset("tiny", **own, **RAGGED)).total.state_bytes
+
+
+def test_predicting_imports_no_torch():
+    code = (
+        "import sys; from arbcli.inspect.memory import predict, what_if\n"
+        "from arbcli.inspect.peak import predict_peak\n"
+        "from arbcli.config.model import preset\n"
+        "predict(preset('1b')), what_if(preset('1b')), predict_peak(preset('1b'), batch=8)\n"
+        "predict(preset('arb-3b')), predict_peak(preset('arb-3b'), batch=8)\n"
+        "sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_measure_tells_floats_by_where_they_hang():
+    model = model_of(preset("tiny", **TINY), "cpu")
+    assert measure(model).float_names == ()
+    model.register_buffer("table", torch.zeros(3))
+    model.head.master = torch.nn.Parameter(torch.zeros(5, dtype=torch.bfloat16))
+    model.norm.cache = [{"x": torch.zeros(7)}]
+    measured = measure(model)
+    assert set(measured.float_names) == {"table", "head.master", "norm.cache.0.x"}
+    assert measured.float_buffers == 3
+    assert measured.float_parameters == 5
+    assert measured.float_attributes == 7
+
+
+def test_measure_finds_the_updater_behind_a_sink():
+    config = preset("tiny", **TINY)
+    model = model_of(config, "cpu")
+    updater = Updater(model.weights().values(), config, 0, torch.float32)
+    updater.shadow = torch.zeros(9)
+    assert measure(model).float_attributes == 0
+    assert measure(model, updater).float_attributes == 9
+    model.head.weight.sink = updater
+    assert measure(model).float_attributes == 9
+
+
+def test_measure_takes_large_integers_outside_buffers_for_state():
+    model = model_of(preset("tiny", **TINY), "cpu")
+    before = measure(model)
+    model.head.key = torch.zeros(100, dtype=torch.int32)
+    model.head.master = torch.zeros(100_000, dtype=torch.int32)
+    measured = measure(model)
+    assert measured.counter_bytes - before.counter_bytes == 400
+    assert measured.state_bytes - before.state_bytes == 400_000
+    assert measured.bytes_by_area["head"]["other"] == 400_000
+
+
+def test_reports_are_plain_values():
+    report = dataclasses.asdict(predict(preset("tiny")))
+    assert report["config"]["rule"] == "moment"
+    assert set(report["areas"]) == {"embedding", "attention", "mlp", "norms", "head"}

@@ -1,0 +1,122 @@
+"""The pictures are real PNG files with something on them, and errors come before the work."""
+
+import dataclasses
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from arbcli.errors import ArbError
+from arbcli.inspect import plots
+from arbcli.inspect.plots import plot_probe, plot_training, require_matplotlib
+
+image = pytest.importorskip("matplotlib.image")
+
+
+def painted_share(png: Path) -> float:
+    """The share of pixels that are not white."""
+    pixels = image.imread(png)[..., :3]
+    assert pixels.shape[0] > 300
+    assert pixels.shape[1] > 500
+    return float((pixels.min(axis=-1) < 0.9).mean())
+
+
+def record(step: int, val_loss: float | None) -> dict:
+    return {"step": step, "loss": 6 / math.sqrt(step), "val_loss": val_loss}
+
+
+@pytest.fixture
+def run(tmp_path) -> Path:
+    path = tmp_path / "001-256x4-moment"
+    path.mkdir()
+    (path / "config.json").write_text(json.dumps({"text": {"entropy": 3.2}}))
+    records = [record(step, 2.5 if step % 50 == 0 else None) for step in range(10, 110, 10)]
+    (path / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
+    return path
+
+
+@pytest.fixture
+def report() -> dict:
+    def reading(step: int) -> dict:
+        return {
+            "step": step,
+            "loss": None if step == 0 else 5.0 - step,
+            "val_loss": 5.5 - step,
+            "flip_share": None if step == 0 else 0.02,
+            "residual_rms": (1.0, 1.2, 1.4 + step),
+            "attention_rms": (0.4, 0.4),
+            "mlp_rms": (0.3, 0.5),
+        }
+
+    return {
+        "readings": [reading(step) for step in range(4)],
+        "text_entropy": 3.2,
+        "num_weights": 3_342_336,
+        "config": {"model": {"rule": "moment", "scale_type": "T32", "ctx": 64}},
+        "verdicts": [{"name": "ok", "evidence": ""}],
+    }
+
+
+def test_plot_training_draws_a_curve(run, tmp_path):
+    plot_training(run, tmp_path / "curve.png")
+    assert painted_share(tmp_path / "curve.png") > 0.01
+
+
+def test_plot_training_draws_a_run_without_evaluations(run, tmp_path):
+    (run / "metrics.jsonl").write_text(json.dumps(record(1, None)) + "\n")
+    plot_training(run, tmp_path / "curve.png")
+    assert painted_share(tmp_path / "curve.png") > 0.005
+
+
+@pytest.mark.parametrize("name", ["config.json", "metrics.jsonl"])
+@pytest.mark.parametrize("content", [None, "{cut off"])
+def test_plot_training_refuses_what_is_no_run(name, content, run, tmp_path):
+    (run / name).unlink()
+    if content is not None:
+        (run / name).write_text(content)
+    with pytest.raises(ArbError, match="cannot read the metrics"):
+        plot_training(run, tmp_path / "curve.png")
+
+
+def test_plot_probe_draws_three_panels(report, tmp_path):
+    plot_probe(report, tmp_path / "probe.png")
+    assert painted_share(tmp_path / "probe.png") > 0.02
+
+
+def test_plot_probe_leaves_gaps_for_what_is_not_finite(report, tmp_path):
+    for reading in report["readings"][2:]:
+        reading |= {"loss": None, "val_loss": None, "residual_rms": (None, None, None)}
+    plot_probe(report, tmp_path / "probe.png")
+    assert painted_share(tmp_path / "probe.png") > 0.02
+
+
+def test_unwritable_picture_is_an_error(report, run, tmp_path):
+    for draw, subject in ((plot_probe, report), (plot_training, run)):
+        with pytest.raises(ArbError, match="cannot write"):
+            draw(subject, tmp_path / "no-such-folder" / "picture.png")
+
+
+def test_missing_matplotlib_is_an_error_with_what_to_install(report, monkeypatch, tmp_path):
+    monkeypatch.setattr(plots, "find_spec", lambda _: None)
+    with pytest.raises(ArbError) as caught:
+        require_matplotlib()
+    assert "pip install" in caught.value.hint
+    with pytest.raises(ArbError):
+        plot_probe(report, tmp_path / "probe.png")
+
+
+def test_drawing_leaves_no_figure_open(report, tmp_path):
+    plot_probe(report, tmp_path / "probe.png")
+    from matplotlib import pyplot
+
+    assert pyplot.get_fignums() == []
+
+
+def test_plot_probe_takes_a_real_report(tmp_path):
+    from arbcli.inspect.probe import probe
+    from arbcli.train import run as runs
+
+    config = runs.new_config(dim=32, layers=1, heads=2, ffn=48, ctx=8, batch=2, steps=1)
+    plot_probe(dataclasses.asdict(probe(config, steps=1)), tmp_path / "probe.png")
+    assert painted_share(tmp_path / "probe.png") > 0.02

@@ -1,0 +1,406 @@
+"""The probe finds each fault that is planted, by its name, and nothing wrong with a sound model."""
+
+import dataclasses
+import json
+import math
+from itertools import pairwise
+
+import pytest
+import torch
+from torch.nn import functional
+
+from arbcli.data import open_texts
+from arbcli.errors import ArbError
+from arbcli.inspect.probe import examine, open_saved, probe
+from arbcli.inspect.verdicts import ProbeReport, Reading, judge
+from arbcli.model import dense as lm
+from arbcli.train import run as runs
+from arbcli.train.trainer import Trainer
+from arbcli.train.updater import Updater
+
+STEPS = 12
+SMALL = {"dim": 32, "layers": 2, "heads": 2, "ffn": 48, "ctx": 32, "batch": 8, "steps": STEPS}
+TIMID = {"lr": 0.002, "steps": 3}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory) -> str:
+    path = tmp_path_factory.mktemp("text") / "text.txt"
+    path.write_bytes(b"".join(b"%d trits are %d bytes. " % (n, n // 5) for n in range(2000)))
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def sound() -> ProbeReport:
+    """On the default text."""
+    return probe(runs.new_config(**SMALL), steps=STEPS)
+
+
+@pytest.fixture(scope="module")
+def run(text, tmp_path_factory):
+    path = tmp_path_factory.mktemp("runs") / "run"
+    runs.train(runs.new_config(**SMALL, data=[text], save_every=6), path, runs.Observer())
+    return path
+
+
+def trainer_of(text: str, **changes) -> Trainer:
+    config = runs.new_config(**SMALL | {"data": [text]} | changes)
+    return Trainer(
+        config, open_texts(config.data, None, seed=config.seed, context=config.model.ctx)
+    )
+
+
+def names(report: ProbeReport) -> list[str]:
+    return [verdict.name for verdict in report.verdicts]
+
+
+def evidence(report: ProbeReport, name: str) -> str:
+    return next(verdict.evidence for verdict in report.verdicts if verdict.name == name)
+
+
+def after_each_step(trainer: Trainer, monkeypatch, act) -> None:
+    step = trainer.train_step
+
+    def wrapped():
+        loss = step()
+        act(trainer.step)
+        return loss
+
+    monkeypatch.setattr(trainer, "train_step", wrapped)
+
+
+def test_probe_finds_nothing_wrong_with_moment(sound):
+    assert names(sound) == ["ok"]
+    assert sound.passed
+
+
+@pytest.mark.parametrize("rule", ["nibble", "carry"])
+@pytest.mark.parametrize("seed", [0, 1])
+def test_probe_finds_nothing_wrong_with_other_rules(rule, seed):
+    report = probe(runs.new_config(**SMALL, rule=rule, seed=seed), steps=STEPS)
+    assert names(report) == ["ok"]
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_probe_names_the_mass_flips_of_votes(seed):
+    report = probe(runs.new_config(**SMALL, rule="votes", seed=seed), steps=STEPS)
+    assert "spike" in names(report)
+    assert not report.passed
+    assert "of all trits" in evidence(report, "spike")
+
+
+@pytest.mark.parametrize("part", [None, "attention", "moe", "graph", "knowledge_codebook"])
+def test_probe_finds_nothing_wrong_with_a_graph(part, text, small_graph):
+    off = {part: False} if part else {"memgram": True}
+    given = small_graph | {"data": [text], "steps": STEPS, "device": "cpu", "ctx": 32} | off
+    report = probe(runs.new_config(**given), steps=STEPS)
+    assert names(report) == ["ok"]
+    last = report.readings[-1]
+    assert len(last.residual_rms) == 3
+    assert (None in last.attention_rms) == (part == "attention")
+    assert None not in last.mlp_rms
+    json.dumps(dataclasses.asdict(report), allow_nan=False)
+
+
+@pytest.mark.parametrize("part", ["codebook", "moe_graph"])
+def test_acausal_part_of_a_graph_is_named(part, text, small_graph, monkeypatch):
+    trainer = trainer_of(text, **small_graph)
+    module = getattr(trainer.model, part)
+    forward = module.forward
+
+    def leaking(x, *args):
+        found = forward(x, *args)
+        return found._replace(**{found._fields[0]: found[0] + 0.01 * x.roll(-1, dims=1)})
+
+    monkeypatch.setattr(module, "forward", leaking)
+    assert names(examine(trainer, 1))[0] == "acausal"
+
+
+def test_report_reads_the_model_before_and_after_every_step(sound):
+    assert [reading.step for reading in sound.readings] == list(range(STEPS + 1))
+    assert sound.readings[0].loss is None
+    first, last = sound.readings[0], sound.readings[-1]
+    assert first.val_loss > sound.uniform_loss > last.val_loss
+    assert len(last.residual_rms) == SMALL["layers"] + 1
+    assert last.residual_growth == pytest.approx(last.residual_rms[-1] / last.residual_rms[0])
+    assert 0 < last.prediction_entropy < sound.uniform_loss
+    assert 0 < sound.text_entropy < sound.uniform_loss
+
+
+def test_loss_by_position_averages_to_the_loss(sound):
+    starts = [*sound.position_starts, SMALL["ctx"]]
+    assert starts == [0, 1, 2, 4, 8, 16, 32]
+    last = sound.readings[-1]
+    widths = [stop - start for start, stop in pairwise(starts)]
+    total = sum(w * loss for w, loss in zip(widths, last.loss_by_position, strict=True))
+    assert total / SMALL["ctx"] == pytest.approx(last.val_loss, rel=1e-5)
+
+
+@pytest.mark.parametrize("context", [1, 2, 3])
+def test_probe_takes_contexts_of_a_few_bytes(context, text):
+    report = examine(trainer_of(text, ctx=context, steps=1), 1)
+    assert len(report.readings[-1].loss_by_position) == len(report.position_starts)
+
+
+def test_histograms_count_every_value_once(sound):
+    for tensor in sound.tensors:
+        assert sum(tensor.digits["remainder"].counts) == tensor.num_weights
+        assert sum(tensor.digits["moment"].counts) == tensor.num_weights
+        assert tensor.digits["scale"].low < tensor.digits["scale"].high
+
+
+@pytest.mark.parametrize("rule", ["moment", "nibble", "carry", "votes"])
+def test_flips_are_those_that_the_updates_count(rule, text):
+    trainer = trainer_of(text, rule=rule)
+    report = examine(trainer, 4)
+    shares = sum(reading.flip_share for reading in report.readings[1:])
+    assert round(shares * trainer.num_weights) == trainer.updater.take_flips() > 0
+    for tensor in report.tensors:
+        into_and_out = tensor.into_zero_share + tensor.out_of_zero_share
+        assert into_and_out <= tensor.up_share + tensor.down_share + 1e-12
+        assert tensor.still_share >= 1 - 4 * (tensor.up_share + tensor.down_share) - 1e-6
+
+
+def test_update_size_is_one_where_rounding_is_small(text):
+    report = examine(trainer_of(text, lr=4.0, warmup=0), 2)
+    for tensor in report.tensors:
+        if tensor.name != "embedding.weight":  # its rows of absent bytes do not move
+            assert 0.8 < tensor.update_size < 1.1, tensor.name
+
+
+def test_probe_steps_as_training_does(text):
+    probed, plain = trainer_of(text), trainer_of(text)
+    losses = [float(plain.train_step()) for _ in range(3)]
+    report = examine(probed, 3)
+    assert [reading.loss for reading in report.readings[1:]] == losses
+    for name, buffer in plain.model.state_dict().items():
+        assert torch.equal(probed.model.state_dict()[name], buffer), name
+
+
+def test_probe_leaves_no_hooks_behind(text):
+    trainer = trainer_of(text)
+    examine(trainer, 1)
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in trainer.model.modules())
+    assert all(weight.sink is trainer.updater for weight in trainer.model.weights().values())
+
+
+@pytest.mark.parametrize("shift", [1, SMALL["ctx"]], ids=["one-byte-ahead", "no-mask"])
+def test_acausal_attention_is_named(shift, text, monkeypatch):
+    attention = functional.scaled_dot_product_attention
+
+    def leaking(q, k, v, is_causal):
+        length = q.shape[-2]
+        mask = torch.ones(length, length, dtype=torch.bool, device=q.device).tril(shift)
+        return attention(q, k, v, attn_mask=mask)
+
+    monkeypatch.setattr(lm.functional, "scaled_dot_product_attention", leaking)
+    report = examine(trainer_of(text), 1)
+    assert names(report)[0] == "acausal"
+    assert report.acausal_logits > 0
+
+
+def test_blown_up_residual_stream_is_named_with_its_layer(text):
+    trainer = trainer_of(text, **TIMID)
+    trainer.model.blocks[1].mlp.output.weight.exponent += 9
+    report = examine(trainer, 2)
+    assert "residual-growth" in names(report)
+    assert report.readings[-1].takeoff_layer == 1
+    assert "taking off in block 1" in evidence(report, "residual-growth")
+
+
+def test_nan_is_traced_to_the_module_that_makes_it(text, monkeypatch):
+    trainer = trainer_of(text)
+    faulty = trainer.model.blocks[1].mlp.output
+    forward = faulty.forward
+    monkeypatch.setattr(faulty, "forward", lambda *x: forward(*x) * math.nan)
+    report = examine(trainer, 1)
+    assert report.first_nonfinite == "output of `blocks.1.mlp.output` by step 0"
+    assert names(report)[0] == "spike"
+    assert report.readings[-1].val_loss is None
+
+
+def test_infinity_made_between_modules_is_traced_to_the_one_around_it(text, monkeypatch):
+    attention = functional.scaled_dot_product_attention
+    monkeypatch.setattr(
+        lm.functional, "scaled_dot_product_attention", lambda *a, **b: attention(*a, **b) + math.inf
+    )
+    report = examine(trainer_of(text), 1)
+    assert report.first_nonfinite == "output of `blocks.0.attention` by step 0"
+
+
+def test_nan_of_a_gradient_is_traced_to_its_weight(text, monkeypatch):
+    trainer = trainer_of(text)
+    weight = trainer.model.blocks[0].attention.qkv.weight
+    gradient = weight.gradient
+    monkeypatch.setattr(weight, "gradient", lambda *pair: gradient(*pair) / 0)
+    report = examine(trainer, 2)
+    assert report.first_nonfinite == "gradient of `blocks.0.attention.qkv.weight` by step 1"
+    assert names(report)[0] == "spike"
+    assert "`blocks.0.attention.qkv.weight` changed" in evidence(report, "dead")
+
+
+def test_report_of_a_model_full_of_nan_is_json(text, monkeypatch):
+    trainer = trainer_of(text)
+    embed = trainer.model.embedding.forward
+    monkeypatch.setattr(trainer.model.embedding, "forward", lambda *a: embed(*a) * math.nan)
+    json.dumps(dataclasses.asdict(examine(trainer, 1)), allow_nan=False)
+
+
+@pytest.mark.parametrize("elements", [1, 10_000])
+def test_leaked_tensor_a_step_is_named(elements, text, monkeypatch):
+    trainer, kept = trainer_of(text), []
+    device = trainer.device
+    after_each_step(
+        trainer, monkeypatch, lambda _: kept.append(torch.zeros(elements, device=device))
+    )
+    report = examine(trainer, 4)
+    block = 512 if device.type == "cuda" else 1  # the CUDA allocator's smallest
+    grown = 2 * -(-4 * elements // block) * block
+    assert f"grew by {grown:,} bytes" in evidence(report, "leak")
+
+
+def test_live_tensors_stay_level(sound):
+    assert len({reading.live_bytes for reading in sound.readings[2:]}) == 1
+
+
+def test_zero_learning_rate_is_dead(text, monkeypatch):
+    monkeypatch.setattr(Trainer, "lr", 0.0)
+    report = examine(trainer_of(text), 2)
+    assert "dead" in names(report)
+    assert not any(tensor.changed for tensor in report.tensors)
+    assert all(tensor.update_size is None for tensor in report.tensors)
+
+
+def test_tensor_that_is_never_updated_is_dead(text, monkeypatch):
+    trainer, update = trainer_of(text), Updater.__call__
+    head = trainer.model.head.weight
+
+    def skipping(self, tensor, grad):
+        if tensor is not head:
+            update(self, tensor, grad)
+
+    monkeypatch.setattr(Updater, "__call__", skipping)
+    report = examine(trainer, 2)
+    assert evidence(report, "dead") == "no digit of `head.weight` changed"
+
+
+def test_branch_that_adds_nothing_is_dead(text):
+    trainer = trainer_of(text, **TIMID)
+    trainer.model.blocks[0].mlp.output.weight.exponent -= 20
+    assert "`blocks.0.mlp`" in evidence(examine(trainer, 1), "dead")
+
+
+def test_saturated_scales_are_named(text):
+    trainer = trainer_of(text, **TIMID)
+    weight = trainer.model.blocks[1].attention.output.weight
+    weight.exponent.fill_(-96)
+    weight.fraction.fill_(0)
+    report = examine(trainer, 1)
+    assert "`blocks.1.attention.output.weight`" in evidence(report, "saturated")
+    assert "scale" in evidence(report, "saturated")
+
+
+@pytest.mark.parametrize("rule", ["moment", "nibble"])
+def test_saturated_remainders_are_named(rule, text):
+    trainer = trainer_of(text, rule=rule, **TIMID)
+    weight = trainer.model.head.weight
+    weight.fill(1)
+    weight.remainder.fill_(weight.rule.remainder_max)
+    assert "remainder of" not in evidence(examine(trainer, 1), "saturated")
+    assert "remainder is at an end" in evidence(examine(trainer, 1), "saturated")
+
+
+def test_model_that_learns_nothing_is_worse_than_uniform(text):
+    report = examine(trainer_of(text, **TIMID), 3)
+    assert names(report) == ["worse-than-uniform"]
+
+
+def test_loss_that_climbs_is_a_spike(text, monkeypatch):
+    trainer = trainer_of(text, lr=2.0)
+
+    def blow_up(step: int) -> None:
+        if step == 8:
+            trainer.model.head.weight.exponent += 5
+
+    after_each_step(trainer, monkeypatch, blow_up)
+    assert "after step 8" in evidence(examine(trainer, 9), "spike")
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("acausal", {"acausal_logits": 1}),
+        ("spike", {"first_nonfinite": "output of `head` by step 3"}),
+    ],
+)
+def test_judge_names_one_fault_alone(name, changes, sound):
+    assert [v.name for v in judge(dataclasses.replace(sound, **changes))] == [name]
+
+
+@pytest.mark.parametrize(
+    ("name", "field", "sound_value", "faulty_value"),
+    [
+        ("spike", "flip_share", 0.09, 0.11),
+        ("spike", "val_loss", 5.0, 5.3),
+        ("residual-growth", "residual_growth", 31.0, 33.0),
+    ],
+)
+def test_judge_draws_the_line_where_the_constants_say(
+    name, field, sound_value, faulty_value, sound
+):
+    def with_last(value: float) -> ProbeReport:
+        flat = [dataclasses.replace(r, val_loss=3.7) for r in sound.readings]
+        last: Reading = dataclasses.replace(flat[-1], **{field: value})
+        return dataclasses.replace(sound, readings=(*flat[:-1], last))
+
+    assert [v.name for v in judge(with_last(sound_value))] == ["ok"]
+    assert [v.name for v in judge(with_last(faulty_value))] == [name]
+
+
+class TestSaved:
+    @staticmethod
+    def snapshot(run) -> dict:
+        return {p.name: (p.read_bytes(), p.stat().st_mtime_ns) for p in run.iterdir()}
+
+    @pytest.mark.parametrize("file", [None, "step-000012.safetensors", "step-000006.safetensors"])
+    def test_probe_goes_on_and_leaves_the_files_alone(self, file, run):
+        before = self.snapshot(run)
+        path = run / file if file else run
+        config, checkpoint = open_saved(path, steps=4, note=print)
+        report = probe(config, steps=4, checkpoint=checkpoint)
+        first = 6 if file == "step-000006.safetensors" else 12
+        assert [reading.step for reading in report.readings] == list(range(first, first + 5))
+        assert report.passed
+        assert self.snapshot(run) == before
+
+    def test_probe_of_a_saved_model_does_what_the_run_did(self, run, text):
+        config, checkpoint = open_saved(run / "step-000006.safetensors", steps=6, note=print)
+        assert config.steps == STEPS
+        report = probe(config, steps=6, checkpoint=checkpoint)
+        plain = trainer_of(text)
+        losses = [float(plain.train_step()) for _ in range(STEPS)]
+        assert [reading.loss for reading in report.readings[1:]] == losses[6:]
+
+    def test_options_replace_those_of_the_run(self, run, text):
+        config, _ = open_saved(run, steps=1, note=print, batch=3, data=[text], lr=0.5)
+        assert (config.batch, config.data, config.val, config.lr) == (3, (text,), (), 0.5)
+
+    def test_missing_run_is_an_error(self, tmp_path):
+        with pytest.raises(ArbError, match="no checkpoint"):
+            open_saved(tmp_path, steps=1, note=print)
+
+    def test_altered_checkpoint_is_refused(self, run, tmp_path):
+        path = tmp_path / "step-000012.safetensors"
+        data = bytearray((run / path.name).read_bytes())
+        data[-5] ^= 1
+        path.write_bytes(data)
+        with pytest.raises(ArbError, match="refused"):
+            open_saved(path, steps=1, note=print)

@@ -1,0 +1,75 @@
+"""One query against a ring: what the cases of the spec do not say."""
+
+import pytest
+import torch
+
+from arbcli.kernels.attention.decode_attention import decode_attention
+from arbcli.kernels.runtime.backend import use_backend
+
+BACKENDS = ("torch", "triton" if torch.cuda.is_available() else "interpreter")
+
+
+def inputs(device, heads=2, window=70, width=12, position=30) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    sizes = ((3, heads, width), (heads, window, width), (heads, window, width))
+    parts = [torch.randn(size, generator=generator).to(device) for size in sizes]
+    angle = torch.randn(300, width // 2, generator=generator).to(device)
+    position = torch.tensor(position, dtype=torch.int32, device=device)
+    tickets = torch.zeros(heads, dtype=torch.int32, device=device)
+    return [*parts, position, angle.cos(), angle.sin(), tickets]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("position", [5, 69, 70, 200])
+def test_only_the_bytes_in_the_window_matter(position, backend, device):
+    """Slots that are not written yet, and the one that is overwritten, may hold anything."""
+    results = []
+    for rubbish in (0.0, 1e6):
+        parts = inputs(device, position=position)
+        for ring in parts[1:3]:
+            ring[:, position % 70] = rubbish
+            ring[:, position + 1 :] = rubbish
+        with use_backend(backend):
+            results.append(decode_attention(*parts, 1e-6))
+    assert torch.equal(*results)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_order_of_the_slots_does_not_matter(backend, device):
+    parts = inputs(device, position=69)
+    turned = [ring.roll(-7, dims=1).contiguous() for ring in parts[1:3]]
+    with use_backend(backend):
+        y = decode_attention(*parts, 1e-6)
+        parts = inputs(device, position=69)
+        parts[1:3] = turned
+        parts[3] = parts[3] + 70 - 7  # writes to the slot 62 what went to 69
+        for table in parts[4:6]:
+            table[132] = table[69]
+        again = decode_attention(*parts, 1e-6)
+    torch.testing.assert_close(y, again)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_tickets_are_given_back(backend, device):
+    parts = inputs(device)
+    with use_backend(backend):
+        first = decode_attention(*parts, 1e-6)
+        assert not parts[-1].any()
+        assert torch.equal(decode_attention(*parts, 1e-6), first)
+
+
+def test_rejects_what_does_not_fit(device):
+    qkv, keys, values, position, cos, sin, tickets = inputs(device)
+    for wrong, match in (
+        ((qkv.double(), keys, values, position, cos, sin, tickets), "float64"),
+        ((qkv[:2], keys, values, position, cos, sin, tickets), r"\(3, heads, d\)"),
+        ((qkv.transpose(1, 2), keys, values, position, cos, sin, tickets), "contiguous"),
+        ((qkv, keys[:1], values, position, cos, sin, tickets), "ring"),
+        ((qkv, keys, values.bfloat16(), position, cos, sin, tickets), "ring"),
+        ((qkv, keys, values[:, ::2].contiguous(), position, cos, sin, tickets), "70 keys and 35"),
+        ((qkv, keys, values, position, cos[:, :5], sin, tickets), "table"),
+        ((qkv, keys, values, position.long(), cos, sin, tickets), "int32"),
+        ((qkv, keys, values, position, cos, sin, tickets[:1]), "int32"),
+    ):
+        with pytest.raises(ValueError, match=match):
+            decode_attention(*wrong, 1e-6)

@@ -1,0 +1,42 @@
+"""The turned and normalised queries and keys: what the cases of the specs do not say."""
+
+import pytest
+import torch
+
+from arbcli.config.model import preset
+from arbcli.kernels.attention.rotary_norm import rotary_norm_, rotary_norm_backward
+from arbcli.model.baselines import FloatRotaryNorm
+from arbcli.model.layers.rotary import rotary_table
+
+
+def random(*shape, dtype=torch.float32):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype)
+
+
+def test_gradient_equals_autograd_of_the_float_twin():
+    qkv = random(2, 5, 3, 2, 12).requires_grad_()
+    config = preset("tiny", dim=24, heads=2, ctx=5)
+    parts = FloatRotaryNorm(config)(qkv)
+    grads = [random(2, 2, 5, 12) * (index + 1) for index in range(3)]
+    torch.autograd.backward(parts, grads)
+    ours, table = qkv.detach().clone(), rotary_table(5, 12, torch.device("cpu"))
+    r = rotary_norm_(ours, *table, 1e-6)
+    for part, expected in zip(ours.permute(2, 0, 3, 1, 4), parts, strict=True):
+        torch.testing.assert_close(part, expected)
+    grad = rotary_norm_backward(grads, ours, r, *table)
+    torch.testing.assert_close(grad, qkv.grad)
+
+
+def test_rejects_what_does_not_fit():
+    cos, sin = rotary_table(5, 12, torch.device("cpu"))
+    qkv = random(2, 5, 3, 2, 12)
+    with pytest.raises(ValueError, match=r"shape \(B, T, 3, heads, d\)"):
+        rotary_norm_(qkv[:, :, :2], cos, sin, 1e-6)
+    with pytest.raises(ValueError, match=r"float64"):
+        rotary_norm_(qkv.double(), cos, sin, 1e-6)
+    with pytest.raises(ValueError, match="contiguous"):
+        rotary_norm_(qkv.transpose(0, 1), cos, sin, 1e-6)
+    with pytest.raises(ValueError, match="table"):
+        rotary_norm_(qkv, cos[:4], sin[:4], 1e-6)
+    with pytest.raises(ValueError, match="gradient"):
+        rotary_norm_backward([qkv[:, :, 0]] * 3, qkv, None, cos, sin)

@@ -1,0 +1,60 @@
+"""The scale of every one of the 16,384 values of v."""
+
+import math
+
+import pytest
+import torch
+
+from arbcli.kernels.codec.decode_weight import (
+    DECODE_WEIGHT,
+    _decode_weight_triton,
+    decode_weight_reference,
+    scales_torch,
+)
+from arbcli.kernels.codec.packing import pack_trits
+from arbcli.verify.kernels import copies
+
+
+def every_v() -> tuple[torch.Tensor, torch.Tensor]:
+    exponent = torch.arange(-96, 32, dtype=torch.int8)[:, None].expand(128, 128).contiguous()
+    fraction = torch.arange(128, dtype=torch.int8)[None, :].expand(128, 128).contiguous()
+    return exponent, fraction
+
+
+def test_every_scale_is_two_to_the_v_rounded_once():
+    exponent, fraction = every_v()
+    exact = torch.tensor([[2.0 ** (e + f / 128) for f in range(128)] for e in range(-96, 32)])
+    # float32 holds 2**(v / 128) far more finely than the margin to a bf16 rounding boundary
+    assert torch.equal(scales_torch(exponent, fraction), exact.to(torch.bfloat16).float())
+
+
+def test_a_fraction_out_of_range_is_a_power_of_two_as_well():
+    fraction = torch.arange(-128, 128, dtype=torch.int8)[None]  # a file may hold any
+    exact = torch.tensor([[2.0 ** (5 + f / 128) for f in range(-128, 128)]])
+    scales = scales_torch(torch.full_like(fraction, 5), fraction)
+    assert torch.equal(scales, exact.to(torch.bfloat16).float())
+
+
+def test_every_scale_keeps_its_distance_from_a_rounding_boundary():
+    steps = [128 * (2 ** (f / 128) - 1) % 1 for f in range(128)]
+    assert min(abs(step - 0.5) for step in steps) > 0.005
+
+
+def test_every_scale_is_the_same_in_the_kernel(device):
+    exponent, fraction = (digits.to(device) for digits in every_v())
+    trits = torch.ones(128, 128 * 4, dtype=torch.int8, device=device)
+    inputs = (pack_trits(trits), exponent, fraction, 128 * 4, 4)
+    expected = DECODE_WEIGHT.reference(*copies(inputs))
+    assert torch.equal(DECODE_WEIGHT.triton(*copies(inputs)), expected)
+    assert torch.equal(DECODE_WEIGHT.torch(*copies(inputs)), expected)
+    assert math.isclose(float(expected[-1, -1]), 2 ** (31 + 127 / 128), rel_tol=0.004)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_every_byte_is_decoded_and_a_weight_of_zero_has_no_sign(device, dtype):
+    packed = (torch.arange(256, device=device) % 243).to(torch.uint8).view(2, 128)
+    exponent, fraction = torch.full((2, 2, 20), 7, dtype=torch.int8, device=device)
+    weight = _decode_weight_triton(packed, exponent, fraction, 640, 32, dtype)
+    expected = decode_weight_reference(packed, exponent, fraction, 640, 32).to(dtype)
+    bits = torch.int32 if dtype == torch.float32 else torch.int16
+    assert torch.equal(weight.view(bits), expected.view(bits))

@@ -1,0 +1,73 @@
+"""The product for few rows of x: its decoder on every pair of bytes, every plan, and inf."""
+
+import pytest
+import torch
+
+from arbcli.kernels.codec.decode_weight import decode_weight_reference, random_packed
+from arbcli.kernels.codec.packing import LARGEST_BYTE
+from arbcli.kernels.codec.warp_products import HAS_PTX, spread, take_digits
+from arbcli.kernels.matmul import few_rows as module
+from arbcli.kernels.matmul.few_rows import few_rows, takes
+from arbcli.kernels.runtime._triton import tl, triton
+
+
+@triton.jit
+def _trits_kernel(words_ptr, trits_ptr, COUNT: tl.constexpr, PTX: tl.constexpr):
+    offsets = tl.program_id(0) * 128 + tl.arange(0, 128)
+    mask = offsets < COUNT
+    qs = spread(tl.load(words_ptr + offsets, mask=mask, other=0), PTX)
+    for digit in tl.static_range(4, -1, -1):
+        trits, qs = take_digits(qs, digit, PTX)
+        for i in tl.static_range(2):
+            tl.store(trits_ptr + (2 * digit + i) * COUNT + offsets, trits[i], mask=mask)
+
+
+def test_every_pair_of_bytes_is_decoded(device):
+    byte = torch.arange(LARGEST_BYTE + 1, device=device)
+    first, second = (b.flatten() for b in torch.meshgrid(byte, byte, indexing="ij"))
+    pair = first + 256 * second
+    words = torch.cat([pair, pair << 16]).to(torch.int32)
+    decoded = torch.empty(10, len(words), dtype=torch.int32, device=device)
+    _trits_kernel[(triton.cdiv(len(words), 128),)](words, decoded, COUNT=len(words), PTX=HAS_PTX)
+    bytes_of_word = words.view(torch.uint8).view(-1, 2, 2).long()  # (words, half, 2)
+    halves = decoded.view(5, 2, -1)  # (digit, half, words) of two bf16
+    for digit in range(5):
+        trits = bytes_of_word // 3**digit % 3 - 1
+        signed = trits * (2 if digit % 2 else -2)
+        got = halves[digit].contiguous().view(torch.bfloat16).view(2, -1, 2).movedim(0, 1)
+        assert torch.equal(got.float(), signed.float())
+
+
+@pytest.mark.parametrize(
+    ("rows", "plan"),
+    [
+        (2, {"TILES": 1, "HEIGHT": 1, "N_WARPS": 2, "K_WARPS": 1, "ABREAST": 4, "AHEAD": 2}),
+        (3, {"TILES": 1, "HEIGHT": 1, "N_WARPS": 1, "K_WARPS": 2, "ABREAST": 1, "AHEAD": 2}),
+        (8, {"TILES": 1, "HEIGHT": 2, "N_WARPS": 2, "K_WARPS": 1, "ABREAST": 1, "AHEAD": 2}),
+        (13, {"TILES": 2, "HEIGHT": 2, "N_WARPS": 2, "K_WARPS": 1, "ABREAST": 1, "AHEAD": 1}),
+        (17, {"TILES": 4, "HEIGHT": 1, "N_WARPS": 2, "K_WARPS": 1, "ABREAST": 1, "AHEAD": 1}),
+    ],
+)
+def test_every_plan_gives_the_product(device, monkeypatch, rows, plan):
+    monkeypatch.setattr(module, "_plan", lambda *_: {**plan, "maxnreg": None})
+    generator = torch.Generator().manual_seed(0)
+    state = random_packed(36, 805, 32, generator, spread=8)
+    x = torch.randn(rows, 805, generator=generator).to(torch.bfloat16)
+    expected = x.double() @ decode_weight_reference(*state, 805, 32).double().T
+    y = few_rows(x.to(device), *(digits.to(device) for digits in state), 32, torch.float32)
+    assert (y.cpu() - expected).norm() < 1e-5 * expected.norm()
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")])
+def test_a_row_that_is_not_finite_spoils_only_itself(device, value):
+    generator = torch.Generator().manual_seed(0)
+    packed, exponent, fraction = (
+        digits.to(device) for digits in random_packed(20, 805, 32, generator, spread=8)
+    )
+    for k in (0, 417, 804):
+        x = torch.randn(3, 805, generator=generator).to(device, torch.bfloat16)
+        x[1, k] = value
+        assert takes(x, packed, 32)
+        y = few_rows(x, packed, exponent, fraction, 32, torch.float32)
+        assert y[[0, 2]].isfinite().all()
+        assert not y[1].isfinite().any()

@@ -1,0 +1,239 @@
+"""Products of a mixture of experts: every row by its expert's matrix, whatever lies beside it."""
+
+from itertools import pairwise
+
+import pytest
+import torch
+
+from arbcli.kernels.matmul import grouped_matmul as module
+from arbcli.kernels.matmul.grouped_matmul import (
+    GROUPED_GRAD_W,
+    GROUPED_MATMUL,
+    grouped_grad_w,
+    grouped_matmul,
+)
+from arbcli.kernels.runtime.backend import compile_for, use_backend
+from arbcli.verify.compare import compare
+from arbcli.verify.kernels import copies
+
+KERNEL_BACKEND = "triton" if torch.cuda.is_available() else "interpreter"
+
+each_backend = pytest.mark.parametrize("backend", [KERNEL_BACKEND, "torch"])
+
+
+def integers(*shape, device, seed=0):
+    """Draw small integers: their sums are exact in any order."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(-5, 6, shape, generator=generator).float().to(device)
+
+
+def bounds_of(*ends, device):
+    return torch.tensor(ends, device=device)
+
+
+@each_backend
+def test_both_products_are_the_gradients_of_a_mixture_in_plain_torch(backend, device):
+    ends = (0, 20, 20, 61, 75)
+    bounds = bounds_of(*ends, device=device)
+    x, w, grad_y = (
+        torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(device)
+        for shape in ((75, 33), (4, 50, 33), (75, 50))
+    )
+    leaves = [values.double().requires_grad_() for values in (x, w)]
+    parts = [leaves[0][a:b] @ leaves[1][e].T for e, (a, b) in enumerate(pairwise(ends))]
+    y = torch.cat(parts)
+    y.backward(grad_y.double())
+    with use_backend(backend):
+        found = (
+            grouped_matmul(x, w, bounds),
+            grouped_matmul(grad_y, w.mT, bounds),
+            grouped_grad_w(grad_y, x, bounds),
+        )
+    for got, wanted in zip(found, (y.detach(), *(leaf.grad for leaf in leaves)), strict=True):
+        torch.testing.assert_close(got.double(), wanted, rtol=1e-5, atol=1e-4)
+
+
+@each_backend
+def test_calls_with_ranges_of_experts_fill_one_result(backend, device):
+    x, w = integers(90, 24, device=device), integers(5, 40, 24, device=device)
+    bounds = bounds_of(0, 9, 41, 41, 70, 90, device=device)
+    out = torch.full((90, 40), torch.nan, device=device)
+    with use_backend(backend):
+        whole = grouped_matmul(x, w, bounds)
+        for first, last in ((3, 5), (0, 1), (1, 3)):
+            part = grouped_matmul(x, w[first:last], bounds[first : last + 1], out)
+            assert part is out
+        assert torch.equal(out, whole)
+        grads = [grouped_grad_w(out, x, bounds[a : b + 1]) for a, b in ((0, 2), (2, 5))]
+        assert torch.equal(torch.cat(grads), grouped_grad_w(out, x, bounds))
+
+
+@each_backend
+@pytest.mark.parametrize(("first", "last"), [(0, 7), (7, 7), (40, 90), (33, 65), (90, 90)])
+def test_rows_of_no_expert_are_zero_or_left_as_they_are(backend, first, last, device):
+    x, w = integers(90, 8, device=device), integers(1, 5, 8, device=device)
+    bounds, before = bounds_of(first, last, device=device), integers(90, 5, device=device, seed=3)
+    out = before.clone()
+    with use_backend(backend):
+        zeroed = grouped_matmul(x, w, bounds)
+        grouped_matmul(x, w, bounds, out)
+    wanted = x @ w[0].T
+    assert torch.equal(zeroed[first:last], wanted[first:last])
+    assert torch.equal(out[first:last], wanted[first:last])
+    rest = torch.ones(90, dtype=torch.bool, device=device)
+    rest[first:last] = False
+    assert not zeroed[rest].any()
+    assert torch.equal(out[rest], before[rest])
+
+
+@each_backend
+def test_result_may_be_a_view(backend, device):
+    x, w = integers(40, 16, device=device), integers(2, 9, 16, device=device)
+    wide = torch.zeros(40, 20, device=device)
+    bounds = bounds_of(0, 13, 40, device=device)
+    with use_backend(backend):
+        grouped_matmul(x, w, bounds, wide[:, 1::2][:, :9])
+        assert torch.equal(wide[:, 1:19:2], grouped_matmul(x, w, bounds))
+    assert not wide[:, ::2].any()
+
+
+@each_backend
+def test_many_experts_have_a_row_each(backend, device):
+    x, w = integers(256, 8, device=device), integers(256, 4, 8, device=device)
+    bounds = torch.arange(257, device=device)
+    with use_backend(backend):
+        y, grad = grouped_matmul(x, w, bounds), grouped_grad_w(x[:, :4], x, bounds)
+    assert torch.equal(y, torch.einsum("sk,snk->sn", x, w))
+    assert torch.equal(grad, torch.einsum("sn,sk->snk", x[:, :4], x))
+
+
+@each_backend
+def test_rows_of_others_may_hold_anything(backend, device):
+    x, w = integers(50, 16, device=device), integers(2, 8, 16, device=device)
+    grad_y, bounds = integers(50, 8, device=device), bounds_of(10, 20, 45, device=device)
+    dirty = [values.clone() for values in (x, grad_y)]
+    for values in dirty:
+        values[:10], values[45:] = torch.nan, torch.inf
+    with use_backend(backend):
+        assert torch.equal(grouped_matmul(dirty[0], w, bounds), grouped_matmul(x, w, bounds))
+        found = grouped_grad_w(*dirty[::-1], bounds)
+        assert torch.equal(found, grouped_grad_w(grad_y, x, bounds))
+
+
+def test_bounds_beyond_the_rows_harm_nothing_in_the_kernel(device):
+    x, w = integers(20, 8, device=device), integers(3, 5, 8, device=device)
+    memory = torch.zeros(60, 5, device=device)
+    with use_backend(KERNEL_BACKEND):
+        for ends in ((-30, 10, 20, 50), (0, 15, 5, 20), (30, 40, 50, 60)):
+            grouped_matmul(x, w, bounds_of(*ends, device=device), memory[20:40])
+            grouped_grad_w(x[:, :5], x, bounds_of(*ends, device=device))
+    assert not memory[:20].any()
+    assert not memory[40:].any()
+
+
+@pytest.mark.parametrize("spec", [GROUPED_MATMUL, GROUPED_GRAD_W], ids=lambda spec: spec.name)
+def test_copy_engine_loads_the_same(spec, device):
+    if device.type == "cuda":
+        pytest.skip("the GPU decides")
+    for case in spec.cases(device, 32):
+        with compile_for((9, 0)):
+            found = spec.triton(*copies(case.inputs))
+        result = compare(spec, case.label, found, spec.reference(*copies(case.inputs)))
+        assert result.passed, result
+
+
+@pytest.mark.parametrize("num_programs", [1, 3, 132])
+def test_any_number_of_programs_computes_the_same(num_programs, monkeypatch, device):
+    x, w = integers(70, 24, device=device), integers(3, 70, 24, device=device)
+    bounds = bounds_of(5, 40, 40, 64, device=device)
+    wanted = GROUPED_MATMUL.reference(x, w, bounds)
+    monkeypatch.setattr(module, "num_processors", lambda _: num_programs)
+    assert torch.equal(GROUPED_MATMUL.triton(x, w, bounds).double(), wanted)
+
+
+@pytest.mark.parametrize(
+    "tiling", [*module.HOPPER_TILES, *module.OTHER_TILES], ids=lambda tiling: f"{tiling[:3]}"
+)
+def test_every_tiling_computes_the_same(tiling, monkeypatch, device):
+    if device.type == "cuda":
+        pytest.skip("the tiles are for bf16, and float32 of their size is slow to compile")
+    x, w = integers(300, 136, device=device), integers(3, 72, 136, device=device)
+    bounds = bounds_of(2, 150, 151, 299, device=device)
+    monkeypatch.setattr(module, "_tiling", lambda *_: tiling)
+    for source, matrices in ((x, w), (x[:, :72], w.mT)):
+        wanted = GROUPED_MATMUL.reference(source, matrices, bounds)
+        assert torch.equal(GROUPED_MATMUL.triton(source, matrices, bounds).double(), wanted)
+
+
+@pytest.mark.parametrize(
+    "tiling",
+    [*module.HOPPER_GRAD_TILES, *module.OTHER_GRAD_TILES],
+    ids=lambda tiling: f"{tiling[:3]}",
+)
+def test_every_tiling_of_the_gradient_computes_the_same(tiling, monkeypatch, device):
+    if device.type == "cuda":
+        pytest.skip("the tiles are for bf16, and float32 of their size is slow to compile")
+    x, grad_y = integers(300, 136, device=device), integers(300, 72, device=device)
+    bounds = bounds_of(2, 150, 151, 299, device=device)
+    monkeypatch.setattr(module, "_grad_tiling", lambda *_: tiling)
+    wanted = GROUPED_GRAD_W.reference(grad_y, x, bounds)
+    assert torch.equal(GROUPED_GRAD_W.triton(grad_y, x, bounds).double(), wanted)
+
+
+def test_tiles_are_chosen_by_rows_an_expert():
+    def chosen(slots, experts, dtype=torch.bfloat16):
+        x = torch.empty(slots, 1, dtype=dtype)
+        return module._tiling(x, experts), module._grad_tiling(x, experts)
+
+    with compile_for((9, 0)):
+        assert chosen(128, 64) == (module.HOPPER_TILES[0], module.HOPPER_GRAD_TILES[0])
+        assert chosen(4096, 64) == (module.HOPPER_TILES[1], module.HOPPER_GRAD_TILES[1])
+        assert chosen(16384, 40) == (module.HOPPER_TILES[2], module.HOPPER_GRAD_TILES[1])
+        assert chosen(16384, 40, torch.float32) == (module.FLOAT32_TILES,) * 2
+    with compile_for((8, 9)):
+        assert chosen(16384, 40) == (module.OTHER_TILES[2], module.OTHER_GRAD_TILES[1])
+
+
+@pytest.mark.gpu
+def test_nothing_waits_for_the_device(device):
+    x, w = (torch.randn(s, device=device).bfloat16() for s in ((512, 64), (8, 96, 64)))
+    bounds = torch.arange(0, 513, 64, device=device)
+    try:
+        for _ in range(2):  # compiled before it is watched
+            grouped_matmul(x, w, bounds)
+            grouped_grad_w(x, x, bounds)
+            torch.cuda.set_sync_debug_mode("error")
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_grouped_matmul_rejects_what_does_not_fit(device):
+    x, w = torch.zeros(6, 4, device=device), torch.zeros(2, 3, 4, device=device)
+    bounds = bounds_of(0, 3, 6, device=device)
+    with pytest.raises(ValueError, match=r"float32 or bfloat16 matrix, got torch\.float64"):
+        grouped_matmul(x.double(), w, bounds)
+    with pytest.raises(ValueError, match="float32 or bfloat16 matrix"):
+        grouped_matmul(x[:, :0], w[:, :, :0], bounds)
+    with pytest.raises(ValueError, match=r"int64 bounds of 1 to 256 experts, got torch\.int32"):
+        grouped_matmul(x, w, bounds.int())
+    with pytest.raises(ValueError, match="int64 bounds"):
+        grouped_matmul(x, w, bounds[:1])
+    with pytest.raises(ValueError, match="int64 bounds"):
+        grouped_matmul(x, w, torch.zeros(258, dtype=torch.int64, device=device))
+    for wrong in (w.mT, w[:1], w[0], w.bfloat16(), w[:, :0]):
+        with pytest.raises(ValueError, match="does not fit x"):
+            grouped_matmul(x, wrong, bounds)
+    for wrong in (x, x[:, :3].bfloat16(), x[:5, :3]):
+        with pytest.raises(ValueError, match=r"is not \(6, 3\)"):
+            grouped_matmul(x, w, bounds, wrong)
+
+
+def test_grouped_grad_w_rejects_what_does_not_fit(device):
+    x, bounds = torch.zeros(6, 4, device=device), bounds_of(0, 3, 6, device=device)
+    for wrong in (x[:5], x.bfloat16(), x[0], x[:, :0]):
+        with pytest.raises(ValueError, match="does not fit x"):
+            grouped_grad_w(wrong, x, bounds)
+    with pytest.raises(ValueError, match="int64 bounds"):
+        grouped_grad_w(x, x, bounds.int())
+    with pytest.raises(ValueError, match="float32 or bfloat16 matrix"):
+        grouped_grad_w(x, x.half(), bounds)

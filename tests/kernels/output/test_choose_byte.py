@@ -1,0 +1,79 @@
+"""Bytes are chosen as often as they ought to be, and only those that are kept."""
+
+import pytest
+import torch
+
+from arbcli.kernels.output.choose_byte import choose_byte_
+
+
+def chosen(logits: torch.Tensor, *how, count: int = 3000) -> torch.Tensor:
+    """Count the bytes that are chosen at each of many positions."""
+    place = {"dtype": torch.int32, "device": logits.device}
+    key, positions = torch.tensor(12345, **place), torch.arange(count, **place)
+    byte = torch.zeros(1, dtype=torch.int64, device=logits.device)
+    text = torch.zeros(count, dtype=torch.uint8, device=logits.device)
+    for position in positions:
+        choose_byte_(byte, text, logits, position, key, *how)
+    assert int(byte) == int(text[-1])
+    return text.long().bincount(minlength=256)
+
+
+def logits_of(device, spread: float = 3.0) -> torch.Tensor:
+    return spread * torch.randn(256, generator=torch.Generator().manual_seed(0)).to(device)
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
+def test_bytes_come_as_often_as_their_probabilities_say(temperature, device):
+    logits = logits_of(device)
+    share = (logits.double() / temperature).softmax(0)
+    counts = chosen(logits, temperature, 256, 1.0)
+    deviation = (counts - 3000 * share) / (3000 * share * (1 - share)).sqrt().clamp(min=1)
+    assert deviation.abs().max() < 5
+    assert deviation.square().mean() < 1.5
+
+
+@pytest.mark.parametrize("k", [1, 2, 7])
+def test_top_k_keeps_the_likeliest(k, device):
+    logits = logits_of(device)
+    found = chosen(logits, 2.0, k, 1.0, count=400).nonzero()[:, 0]
+    assert sorted(found.tolist()) == sorted(logits.topk(k).indices.tolist())
+
+
+def test_top_k_keeps_the_first_of_equals(device):
+    counts = chosen(torch.zeros(256, device=device), 1.0, 3, 1.0, count=200)
+    assert counts.nonzero()[:, 0].tolist() == [0, 1, 2]
+
+
+@pytest.mark.parametrize("top_k", [256, 5])
+@pytest.mark.parametrize("p", [0.01, 0.3, 0.8])
+def test_top_p_keeps_the_fewest_that_reach_the_share(p, top_k, device):
+    logits = logits_of(device)
+    order = logits.argsort(descending=True)[:top_k]
+    share = logits[order].double().softmax(0).cumsum(0)
+    kept = order[: int((share < p).sum()) + 1]
+    counts = chosen(logits, 1.0, top_k, p, count=500)
+    assert set(counts.nonzero()[:, 0].tolist()) <= set(kept.tolist())
+    assert counts[kept[-1]] > 0
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1e-30])
+def test_no_temperature_takes_the_likeliest(temperature, device):
+    logits = logits_of(device)
+    assert chosen(logits, temperature, 256, 1.0, count=50)[int(logits.argmax())] == 50
+
+
+def test_rejects_what_does_not_fit(device):
+    place = {"device": device}
+    byte, text = torch.zeros(1, dtype=torch.int64, **place), torch.zeros(4, **place).byte()
+    logits, integer = torch.zeros(256, **place), torch.zeros((), dtype=torch.int32, **place)
+    for wrong, match in (
+        ((byte, text, logits.double(), integer, integer), "float64"),
+        ((byte, text, logits.expand(2, 256), integer, integer), r"\(V,\)"),
+        ((byte, text, logits.repeat(2), integer, integer), "1 to 256"),
+        ((byte, text.long(), logits, integer, integer), "text"),
+        ((byte.int(), text, logits, integer, integer), "byte"),
+        ((byte, text, logits, integer.long(), integer), "position"),
+        ((byte, text, logits, integer, byte), "key"),
+    ):
+        with pytest.raises(ValueError, match=match):
+            choose_byte_(*wrong, 1.0, 256, 1.0)

@@ -1,0 +1,158 @@
+"""The sum of a token's slots and its backward, against autograd: no slot lost, none twice."""
+
+import pytest
+import torch
+
+from arbcli.kernels.matmul.grouped_matmul import grouped_grad_w, grouped_matmul
+from arbcli.kernels.rows.expert_combine import expert_combine, expert_combine_backward
+from arbcli.kernels.runtime.backend import use_backend
+
+KERNEL_BACKEND = "triton" if torch.cuda.is_available() else "interpreter"
+
+each_backend = pytest.mark.parametrize("backend", [KERNEL_BACKEND, "torch"])
+
+
+def draw(*shape, device, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(device)
+
+
+def places(tokens, slots, device):
+    order = torch.randperm(tokens * slots, generator=torch.Generator().manual_seed(7))
+    return order.view(tokens, slots).to(device)
+
+
+@each_backend
+@pytest.mark.parametrize("gated", [True, False])
+def test_backward_is_what_autograd_finds(backend, gated, device):
+    values, positions = draw(27, 70, device=device), places(9, 3, device)
+    gates, grad_y = draw(9, 3, device=device, seed=1), draw(9, 70, device=device, seed=2)
+    gates = gates if gated else torch.ones_like(gates)
+    leaves = [leaf.double().requires_grad_() for leaf in (values, gates)]
+    y = (leaves[0][positions] * leaves[1][..., None]).sum(dim=1)
+    y.backward(grad_y.double())
+    inputs = values, positions, gates if gated else None
+    with use_backend(backend):
+        found = expert_combine(*inputs), *expert_combine_backward(grad_y, *inputs)
+    for got, wanted in zip(found, (y.detach(), *(leaf.grad for leaf in leaves)), strict=True):
+        assert got.dtype == torch.float32
+        torch.testing.assert_close(got.double(), wanted, rtol=1e-5, atol=1e-5)
+
+
+@each_backend
+def test_without_gates_it_is_the_backward_of_the_dispatch(backend, device):
+    positions = places(9, 3, device)
+    token = torch.empty(27, dtype=torch.int64, device=device)
+    token[positions] = torch.arange(9, device=device)[:, None].expand(9, 3)
+    x = draw(9, 40, device=device).double().requires_grad_()
+    grad = draw(27, 40, device=device, seed=3)
+    x[token].backward(grad.double())
+    with use_backend(backend):
+        found = expert_combine(grad, positions, None)
+    torch.testing.assert_close(found.double(), x.grad, rtol=1e-5, atol=1e-5)
+
+
+@each_backend
+def test_a_mixture_of_experts_has_the_gradients_of_plain_torch(backend, device):
+    tokens, chosen, experts, width, inner = 30, 2, 5, 24, 40
+    x, grad_y = draw(tokens, width, device=device), draw(tokens, width, device=device, seed=1)
+    up = draw(experts, inner, width, device=device, seed=2)
+    down = draw(experts, width, inner, device=device, seed=3)
+    gates, choice = draw(tokens, experts, device=device, seed=4).topk(chosen)
+
+    leaves = [leaf.double().requires_grad_() for leaf in (x, up, down, gates)]
+    rows = []
+    for m in range(tokens):
+        parts = [leaves[2][e] @ (leaves[1][e] @ leaves[0][m]).relu() for e in choice[m].tolist()]
+        rows.append(sum(gate * part for gate, part in zip(leaves[3][m], parts, strict=True)))
+    y = torch.stack(rows)
+    y.backward(grad_y.double())
+
+    order = torch.sort(choice.flatten(), stable=True).indices  # slot to pair of token and choice
+    positions = torch.empty_like(order)
+    positions[order] = torch.arange(len(order), device=device)
+    positions = positions.view(tokens, chosen)
+    counts = torch.bincount(choice.flatten(), minlength=experts)
+    bounds = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
+    with use_backend(backend):
+        slots = x[order // chosen]
+        before = grouped_matmul(slots, up, bounds)
+        hidden = before.relu()
+        values = grouped_matmul(hidden, down, bounds)
+        found = expert_combine(values, positions, gates)
+        grad_values, grad_gates = expert_combine_backward(grad_y, values, positions, gates)
+        grad_down = grouped_grad_w(grad_values, hidden, bounds)
+        grad_before = grouped_matmul(grad_values, down.mT, bounds) * (before > 0)
+        grad_up = grouped_grad_w(grad_before, slots, bounds)
+        grad_x = expert_combine(grouped_matmul(grad_before, up.mT, bounds), positions, None)
+    found = (found, grad_x, grad_up, grad_down, grad_gates)
+    wanted = (y.detach(), *(leaf.grad for leaf in leaves))
+    for got, expected in zip(found, wanted, strict=True):
+        torch.testing.assert_close(got.double(), expected, rtol=1e-4, atol=1e-3)
+
+
+@each_backend
+def test_slots_of_no_token_have_no_gradient(backend, device):
+    values, grad_y = draw(12, 33, device=device), draw(3, 33, device=device)
+    positions = torch.tensor([[11, 0], [5, 2], [7, 9]], device=device)
+    with use_backend(backend):
+        grad_values, _ = expert_combine_backward(grad_y, values, positions, None)
+    owned = torch.zeros(12, dtype=torch.bool, device=device)
+    owned[positions] = True
+    assert torch.equal(grad_values.any(dim=1), owned)
+
+
+@each_backend
+def test_sums_are_taken_in_the_order_of_the_slots(backend, device):
+    values = torch.tensor([[1e30], [1.0], [-1e30], [3.0]], device=device)
+    with use_backend(backend):
+        for order in ([0, 1, 2, 3], [0, 2, 1, 3], [1, 0, 3, 2]):
+            total = 0.0
+            for slot in order:
+                total = total + values[slot]
+            found = expert_combine(values, torch.tensor([order], device=device), None)
+            assert torch.equal(found[0], total)
+
+
+def test_positions_outside_are_nan_in_the_kernel(device):
+    values, gates = draw(8, 40, device=device), draw(4, 2, device=device)
+    positions = torch.tensor([[0, 1], [2, 8], [-1, 3], [4, 1 << 40]], device=device)
+    with use_backend(KERNEL_BACKEND):
+        y = expert_combine(values, positions, gates)
+        grad_values, _ = expert_combine_backward(y[:1].expand(4, 40), values, positions, gates)
+    assert torch.equal(y.isnan().all(dim=1), torch.tensor([False, True, True, True]).to(device))
+    assert not y[0].isnan().any()
+    assert grad_values[:5].isfinite().all()
+
+
+def test_positions_outside_are_an_error_on_a_cpu():
+    with use_backend("torch"), pytest.raises(IndexError):
+        expert_combine(torch.zeros(2, 3), torch.tensor([[0, 2]]), None)
+
+
+def test_expert_combine_rejects_what_does_not_fit(device):
+    values, positions = torch.zeros(6, 5, device=device), places(3, 2, device)
+    gates = torch.zeros(3, 2, device=device)
+    with pytest.raises(ValueError, match=r"float32 or bfloat16 matrix, got torch\.float64"):
+        expert_combine(values.double(), positions, gates)
+    with pytest.raises(ValueError, match=r"matrix of int64 positions, got torch\.int32"):
+        expert_combine(values, positions.int(), gates)
+    with pytest.raises(ValueError, match="matrix of int64 positions"):
+        expert_combine(values, positions[0], gates)
+    for slots in (0, 17):
+        wide = torch.zeros(1, slots, dtype=torch.int64, device=device)
+        with pytest.raises(ValueError, match="1 to 16 slots"):
+            expert_combine(values, wide, None)
+    with pytest.raises(ValueError, match="5 slots do not fill positions"):
+        expert_combine(values[:5], positions, gates)
+    for wrong in (gates.bfloat16(), gates[:2], gates.T):
+        with pytest.raises(ValueError, match=r"float32 gates of shape \(3, 2\)"):
+            expert_combine(values, positions, wrong)
+
+
+def test_expert_combine_backward_rejects_what_does_not_fit(device):
+    values, positions = torch.zeros(6, 5, device=device), places(3, 2, device)
+    for wrong in (values, values[:3].bfloat16(), values[:3, :4]):
+        with pytest.raises(ValueError, match="need a gradient of"):
+            expert_combine_backward(wrong, values, positions, None)
+    with pytest.raises(ValueError, match="matrix of int64 positions"):
+        expert_combine_backward(values[:3], values, positions.int(), None)

@@ -1,0 +1,137 @@
+"""Rows of a packed table, exactly, and the gradient of a table: no token lost, none twice."""
+
+import pytest
+import torch
+
+from arbcli.config.model import SCALE_TYPES
+from arbcli.kernels.codec.decode_weight import decode_weight_reference, random_packed
+from arbcli.kernels.rows.ternary_embedding import (
+    EMBEDDING_GRAD,
+    EMBEDDING_ROWS,
+    embedding_grad,
+    embedding_rows,
+)
+from arbcli.kernels.runtime.backend import use_backend
+
+KERNEL_BACKEND = "triton" if torch.cuda.is_available() else "interpreter"
+
+each_implementation = pytest.mark.parametrize("implementation", ["triton", "torch"])
+each_backend = pytest.mark.parametrize("backend", [KERNEL_BACKEND, "torch"])
+
+
+def table(rows, dim, device, group_size=32):
+    generator = torch.Generator().manual_seed(0)
+    return [t.to(device) for t in random_packed(rows, dim, group_size, generator)]
+
+
+@each_implementation
+def test_embedding_rows_equals_reference(implementation, device):
+    for case in EMBEDDING_ROWS.cases(device, 32):
+        result = getattr(EMBEDDING_ROWS, implementation)(*case.inputs)
+        assert torch.equal(result, EMBEDDING_ROWS.reference(*case.inputs)), case.label
+
+
+@pytest.mark.parametrize("group_size", SCALE_TYPES.values(), ids=SCALE_TYPES)
+@each_implementation
+def test_embedding_rows_reads_every_scale_type(implementation, group_size, device):
+    inputs = (torch.tensor([4, 0, 4, 3], device=device), *table(5, 331, device, group_size))
+    result = getattr(EMBEDDING_ROWS, implementation)(*inputs, 331, group_size)
+    assert torch.equal(result, EMBEDDING_ROWS.reference(*inputs, 331, group_size))
+
+
+@each_backend
+def test_embedding_rows_equals_rows_of_the_decoded_table_in_bf16(backend, device):
+    if backend == "interpreter":
+        pytest.skip("the interpreter rounds bf16 wrongly")
+    state = table(7, 70, device)
+    ids = torch.tensor([6, 6, 2], device=device)
+    with use_backend(backend):
+        rows = embedding_rows(ids, *state, 70, 32)
+    assert torch.equal(rows, decode_weight_reference(*state, 70, 32)[ids])
+
+
+def test_embedding_rows_of_ids_outside_the_table_are_nan_in_the_kernel(device):
+    ids = torch.tensor([1, 5, -1, 0, 1 << 40], device=device)
+    with use_backend(KERNEL_BACKEND):
+        rows = embedding_rows(ids, *table(5, 33, device), 33, 32, torch.float32)
+    assert torch.equal(rows.isnan().all(dim=1), (ids < 0) | (ids >= 5))
+    assert not rows[::3].isnan().any()
+
+
+def test_embedding_rows_of_ids_outside_the_table_are_an_error_on_a_cpu():
+    with use_backend("torch"), pytest.raises(IndexError):
+        embedding_rows(torch.tensor([5]), *table(5, 33, "cpu"), 33, 32)
+
+
+@each_implementation
+def test_embedding_grad_is_as_close_to_the_reference_as_its_gate_asks(implementation, device):
+    for case in EMBEDDING_GRAD.cases(device, 0):
+        result = getattr(EMBEDDING_GRAD, implementation)(*case.inputs)
+        reference = EMBEDDING_GRAD.reference(*case.inputs)
+        assert result.dtype == torch.float32
+        assert result.shape == reference.shape, case.label
+        error = (result.double() - reference).norm()
+        assert error <= EMBEDDING_GRAD.gate.relative * reference.norm(), case.label
+
+
+@each_backend
+def test_embedding_grad_counts_every_token_once(backend, device):
+    # sums of small integers are exact in any order
+    for num_tokens in (1, 63, 64, 65, 200):
+        generator = torch.Generator().manual_seed(num_tokens)
+        ids = torch.randint(0, 3, (num_tokens,), generator=generator).to(device) * 2
+        grad_y = torch.randint(-9, 10, (num_tokens, 33), generator=generator).float().to(device)
+        with use_backend(backend):
+            grad = embedding_grad(grad_y, ids, 6)
+        for v in range(6):
+            assert torch.equal(grad[v], grad_y[ids == v].sum(dim=0)), (num_tokens, v)
+
+
+@each_backend
+def test_embedding_grad_is_zero_for_ids_without_tokens(backend, device):
+    with use_backend(backend):
+        grad = embedding_grad(torch.ones(2, 5, device=device), torch.tensor([3, 3]).to(device), 6)
+        assert torch.equal(grad.any(dim=1), torch.arange(6, device=device) == 3)
+        none = torch.zeros(0, 5, device=device)
+        grad = embedding_grad(none, torch.zeros(0, dtype=torch.int64, device=device), 6)
+    assert torch.equal(grad, torch.zeros(6, 5, device=device))
+
+
+@each_implementation
+def test_embedding_grad_is_deterministic(implementation, device):
+    run = getattr(EMBEDDING_GRAD, implementation)
+    for case in EMBEDDING_GRAD.cases(device, 0):
+        assert torch.equal(run(*case.inputs), run(*case.inputs)), case.label
+
+
+@each_backend
+def test_embedding_grad_sums_bf16_in_float32(backend, device):
+    if backend == "interpreter":
+        pytest.skip("the interpreter computes wrongly in bf16")
+    grad_y = torch.full((300, 2), 1.0, dtype=torch.bfloat16, device=device)
+    with use_backend(backend):
+        grad = embedding_grad(grad_y, torch.zeros(300, dtype=torch.int64, device=device), 1)
+    assert torch.equal(grad, torch.full((1, 2), 300.0, device=device))
+
+
+def test_embedding_rows_rejects_what_does_not_fit(device):
+    packed, exponent, fraction = table(5, 33, device)
+    ids = torch.tensor([1, 2], device=device)
+    with pytest.raises(ValueError, match=r"vector of int64 ids, got torch\.int32"):
+        embedding_rows(ids.int(), packed, exponent, fraction, 33, 32)
+    with pytest.raises(ValueError, match="vector of int64 ids"):
+        embedding_rows(ids[None], packed, exponent, fraction, 33, 32)
+    with pytest.raises(ValueError, match="not rows of 36 weights"):
+        embedding_rows(ids, packed, exponent, fraction, 36, 32)
+    with pytest.raises(ValueError, match="need int8 scales"):
+        embedding_rows(ids, packed, exponent, fraction[:4], 33, 32)
+
+
+def test_embedding_grad_rejects_what_does_not_fit(device):
+    ids = torch.tensor([1, 2], device=device)
+    with pytest.raises(ValueError, match=r"float32 or bfloat16 matrix, got torch\.float64"):
+        embedding_grad(torch.zeros(2, 3, device=device).double(), ids, 4)
+    with pytest.raises(ValueError, match="float32 or bfloat16 matrix"):
+        embedding_grad(torch.zeros(2, device=device), ids, 4)
+    with pytest.raises(ValueError, match="3 rows for 2 ids"):
+        embedding_grad(torch.zeros(3, 3, device=device), ids, 4)

@@ -1,0 +1,204 @@
+"""What a gradient is divided by: judged, averaged step by step, and by counting random words."""
+
+import math
+
+import pytest
+import torch
+
+from arbcli.kernels.runtime.backend import use_backend
+from arbcli.kernels.update.gradient_gains import (
+    UNSET,
+    averaged_digits,
+    gradient_gains,
+    gradient_gains_reference,
+    statistic_value,
+    statistic_value_reference,
+)
+from arbcli.kernels.update.gradient_statistics import GradientStatistics
+
+KERNEL_BACKEND = "triton" if torch.cuda.is_available() else "interpreter"
+STEP = 2 ** (1 / 128)
+
+each_backend = pytest.mark.parametrize("backend", [KERNEL_BACKEND, "torch"])
+
+
+def inputs_of(statistic, value, key=7, ok=1):
+    """Make `value` the mean squares of the columns of a gradient of one row."""
+    like = {"device": value.device}
+    total = torch.full((1,), 4.0 if ok else math.nan, **like)
+    slope = torch.ones(1, 2, **like)
+    sums = (total.double(), total, torch.full((1, 1), 0.25, **like), value[None])
+    row_statistic = digits((0, 0), device=value.device)
+    keys = (torch.tensor(key + i, dtype=torch.int32, **like) for i in range(2))
+    counters = (torch.zeros((), dtype=torch.int64, **like) for _ in range(2))
+    found = GradientStatistics(slope, *sums)
+    return found, row_statistic, statistic, *keys, *counters
+
+
+def average(statistic, value, **options):
+    """Average values into a statistic; return what `gradient_gains` does."""
+    return gradient_gains(*inputs_of(statistic, value, **options))
+
+
+def digits(*pairs, device):
+    return torch.tensor(pairs, dtype=torch.int8, device=device)
+
+
+@each_backend
+def test_gains_have_their_definition(backend, device):
+    value = torch.tensor([0.25, 16.0, 2.0**-80], device=device)
+    statistic = torch.full((3, 2), UNSET, dtype=torch.int8, device=device)
+    with use_backend(backend):
+        gains = average(statistic, value)
+    assert int(gains.ok) == 1
+    # of the slope, whose squares sum up to 4 over two groups
+    assert float(gains.slope) == pytest.approx(2**16 / math.sqrt(2))
+    torch.testing.assert_close(gains.columns, value.rsqrt(), rtol=STEP - 1, atol=0)
+    # 0.99 + 0.01 * 0.25 / 3 for the row; the gradient's own root-mean-square is sqrt(4 / 3)
+    assert float(gains.rows) == pytest.approx(math.sqrt(4 / 3 / 0.9908), rel=STEP - 1)
+
+
+@each_backend
+@pytest.mark.parametrize(
+    ("total", "refused", "nonfinite"),
+    [
+        (2.0**-120, 0, 0),
+        (2.0**120, 0, 0),
+        (0.0, 1, 0),
+        (2.0**-121, 1, 0),
+        (2.0**121, 1, 1),
+        (math.inf, 1, 1),
+        (math.nan, 1, 1),
+    ],
+)
+def test_gradient_is_judged_by_the_sum_of_its_squares(backend, total, refused, nonfinite, device):
+    found, *_, counted, flag = inputs_of(None, torch.ones(3, device=device))
+    keys = torch.zeros(2, dtype=torch.int32, device=device)
+    found = found._replace(squares=torch.full((1,), total, device=device))
+    with use_backend(backend):
+        gains = gradient_gains(found, None, None, *keys, counted, flag)
+    assert (int(gains.ok), int(counted), int(flag)) == (1 - refused, refused, nonfinite)
+    assert (len(gains.rows), len(gains.columns)) == (0, 0)
+
+
+@each_backend
+def test_slope_of_zero_has_a_gain_of_zero(backend, device):
+    found, *rest = inputs_of(None, torch.ones(3, device=device))
+    found = found._replace(slope_squares=torch.zeros_like(found.slope_squares))
+    with use_backend(backend):
+        assert float(gradient_gains(found, None, *rest[1:]).slope) == 0
+
+
+@each_backend
+def test_statistic_is_rounded_as_the_reference_nearly_everywhere(backend, device):
+    generator = torch.Generator().manual_seed(3)
+    length = 2000
+    old = torch.randint(-40 * 128, 40 * 128, (length,), generator=generator)
+    ours = torch.stack((old >> 7, old & 127), dim=1).to(device, torch.int8)
+    # of the order of the old statistic, and far from it
+    value = torch.exp2(old / 128 + 4 * torch.randn(length, generator=generator)).to(device)
+    reference = ours.clone()
+    with use_backend(backend):
+        average(ours, value)
+    found, *rest = inputs_of(reference, value)
+    gradient_gains_reference(*found, *rest)
+    whole, fraction = (ours.int() - reference.int()).unbind(1)
+    steps = whole * 128 + fraction
+    assert steps.abs().max() <= 1
+    assert (steps == 0).float().mean() > 0.99
+
+
+@pytest.mark.parametrize(
+    ("whole", "fraction", "value"),
+    [(0, 0, 1.3), (-3, 17, 0.2), (-3, 17, 0.1), (-99, 127, 1e-30), (90, 1, 0.0), (-128, 5, 0.7)],
+)
+def test_averaged_digits_are_unbiased_over_every_random_word(whole, fraction, value):
+    average = 0.99 * 2 ** (whole + fraction / 128) + 0.01 * value if whole != -128 else value
+    t = 128 * math.log2(average)
+    words = [averaged_digits(whole, fraction, value, word) for word in range(65536)]
+    counts = {v: words.count(divmod(v, 128)) for v in (math.floor(t), math.floor(t) + 1)}
+    assert sum(counts.values()) == 65536
+    assert counts[math.floor(t) + 1] == math.floor((t - math.floor(t)) * 65536)
+
+
+def test_averaged_digits_keep_an_exact_power_of_two():
+    words = (0, 1, 32768, 65535)
+    assert {averaged_digits(-128, 77, 0.125, word) for word in words} == {(-3, 0)}
+
+
+@each_backend
+def test_statistics_do_not_change_unless_ok(backend, device):
+    before = digits((-128, 3), (5, 127), (-127, 0), (0, 64), device=device)
+    statistic = before.clone()
+    value = torch.tensor([1.0, math.nan, math.inf, 3.0], device=device)
+    with use_backend(backend):
+        assert int(average(statistic, value, ok=0).ok) == 0
+    assert torch.equal(statistic, before)
+
+
+@each_backend
+def test_statistic_takes_the_first_value_whole(backend, device):
+    statistic = torch.full((5, 2), UNSET, dtype=torch.int8, device=device)
+    value = torch.tensor([1e-30, 1.0, 0.1, 1e30, 7.0], device=device)
+    with use_backend(backend):
+        average(statistic, value)
+    running = statistic_value(statistic)
+    torch.testing.assert_close(running, value, rtol=STEP - 1, atol=0)
+    assert torch.equal(statistic[1], digits((0, 0), device=device)[0])
+
+
+@each_backend
+def test_statistic_saturates_at_both_ends(backend, device):
+    statistic = digits((127, 127), (127, 127), (-127, 0), (-128, 0), (-127, 0), device=device)
+    value = torch.tensor([3e38, math.inf, 0.0, 0.0, 1e-44], device=device)
+    with use_backend(backend):
+        gains = average(statistic, value)
+    # the first is a hair below the end, and may be rounded down
+    assert statistic[0, 0] == 127
+    assert statistic[0, 1] >= 125
+    assert torch.equal(statistic[1:2], digits((127, 127), device=device))
+    # 2**-120 is added to every mean square, and a hundredth of it counts
+    assert (statistic[2:, 0] >= -127).all()
+    assert (statistic[2:, 0] <= -120).all()
+    assert gains.columns.isfinite().all()
+
+
+@each_backend
+def test_statistics_draw_other_bits_for_another_key(backend, device):
+    value = torch.full((200,), 0.3, device=device)
+    results = []
+    for key in (1, 2):
+        statistic = torch.full((200, 2), UNSET, dtype=torch.int8, device=device)
+        with use_backend(backend):
+            average(statistic, value, key=key)
+        results.append(statistic)
+    assert not torch.equal(*results)
+
+
+def test_statistic_value_decodes_every_pair_of_digits(device):
+    pairs = torch.cartesian_prod(torch.arange(-127, 128), torch.arange(128)).to(device)
+    value = statistic_value(pairs.to(torch.int8))
+    normal = pairs[:, 0] >= -126  # below that a device may flush to zero
+    reference = statistic_value_reference(pairs)
+    torch.testing.assert_close(value.double()[normal], reference[normal], rtol=1e-6, atol=0)
+    assert (value[~normal] < 2.0**-125).all()
+    unset = torch.full((128, 2), UNSET, dtype=torch.int8, device=device)
+    assert not statistic_value(unset).any()
+
+
+def test_gradient_gains_rejects_what_does_not_fit(device):
+    statistic, value = digits((0, 0), (1, 1), (2, 2), device=device), torch.ones(3, device=device)
+    found, rows, columns, row_key, column_key, *counters = inputs_of(statistic, value)
+    keys = (row_key, column_key)
+    for wrong in (columns.int(), columns.T, columns[:2]):
+        with pytest.raises(ValueError, match="int8 digits of shape"):
+            gradient_gains(found, rows, wrong, *keys, *counters)
+    with pytest.raises(ValueError, match="or of neither"):
+        gradient_gains(found, rows, None, *keys, *counters)
+    unsummed = found._replace(rows=found.rows[:0])
+    with pytest.raises(ValueError, match="need the sums"):
+        gradient_gains(unsummed, rows, columns, *keys, *counters)
+    with pytest.raises(ValueError, match="`column_key` as a scalar"):
+        gradient_gains(found, rows, columns, row_key, row_key.long(), *counters)
+    with pytest.raises(ValueError, match="`refused` as a scalar"):
+        gradient_gains(found, rows, columns, *keys, counters[0][None], counters[1])

@@ -1,0 +1,75 @@
+"""One pass over a gradient: every element is counted once, and what does not fit is refused."""
+
+import pytest
+import torch
+
+from arbcli.kernels.codec.decode_weight import decode_weight, random_packed
+from arbcli.kernels.runtime.backend import use_backend
+from arbcli.kernels.update.gradient_statistics import gradient_statistics
+
+KERNEL_BACKEND = "triton" if torch.cuda.is_available() else "interpreter"
+
+each_backend = pytest.mark.parametrize("backend", [KERNEL_BACKEND, "torch"])
+
+
+def state_of(rows, columns, group_size, device):
+    generator = torch.Generator().manual_seed(rows)
+    state = random_packed(rows, columns, group_size, generator, spread=1)
+    packed, exponent, _ = (digits.to(device) for digits in state)
+    return packed, exponent, None, group_size
+
+
+@each_backend
+@pytest.mark.parametrize("group_size", [4, 6, 32, 96])
+def test_every_element_is_counted_once(backend, group_size, device):
+    # sums of small integers, times powers of two, are exact in any order
+    for rows, columns in ((64, 128), (34, 163), (2, 640), (130, 1)):
+        generator = torch.Generator().manual_seed(rows)
+        grad = torch.randint(-3, 4, (rows, columns), generator=generator).float().to(device)
+        state = state_of(rows, columns, group_size, device)
+        with use_backend(backend):
+            found = gradient_statistics(grad, *state, factored=True)
+            weight = decode_weight(*state[:3], columns, group_size, torch.float32)
+        for start in range(0, columns, group_size):
+            group = slice(start, start + group_size)
+            wanted = (grad[:, group] * weight[:, group]).sum(dim=1)
+            assert torch.equal(found.slope[:, start // group_size], wanted)
+        squares = grad.square()
+        assert torch.equal(found.rows.sum(0), squares.sum(dim=1))
+        assert torch.equal(found.columns.sum(0), squares.sum(dim=0))
+        assert found.squares.sum() == squares.sum()
+        assert found.slope_squares.sum() == found.slope.double().square().sum()
+
+
+@each_backend
+def test_rows_and_columns_are_summed_only_if_asked_for(backend, device):
+    grad, state = torch.ones(5, 40, device=device), state_of(5, 40, 32, device)
+    with use_backend(backend):
+        found = gradient_statistics(grad, *state)
+    assert (found.rows.shape, found.columns.shape) == ((0, 5), (0, 40))
+    assert found.squares.sum() == 200
+
+
+@each_backend
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+def test_one_bad_element_shows_in_the_sum(backend, bad, device):
+    grad, state = torch.ones(70, 140, device=device), state_of(70, 140, 32, device)
+    grad[69, 139] = bad
+    with use_backend(backend):
+        assert not gradient_statistics(grad, *state).squares.sum().isfinite()
+
+
+def test_gradient_statistics_rejects_what_does_not_fit(device):
+    state = state_of(3, 4, 32, device)
+    for grad in (
+        torch.zeros(3, 4, device=device).double(),
+        torch.zeros(3, 4, dtype=torch.int8, device=device),
+        torch.zeros(3, device=device),
+        torch.zeros(0, 4, device=device),
+    ):
+        with pytest.raises(ValueError, match="float32 or bfloat16 matrix that is not empty"):
+            gradient_statistics(grad, *state)
+    with pytest.raises(ValueError, match="is not rows of 9 weights"):
+        gradient_statistics(torch.zeros(3, 9, device=device), *state)
+    with pytest.raises(ValueError, match="need int8 scales"):
+        gradient_statistics(torch.zeros(3, 4, device=device), *state[:3], 2)

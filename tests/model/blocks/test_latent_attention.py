@@ -1,0 +1,111 @@
+"""Latent attention against plain softmax over every query, and its cache against a whole text."""
+
+import pytest
+import torch
+from graph_parts import CLOSE, assert_same, decoded, graph_config, initialised, normal, text
+from torch import nn
+
+from arbcli.model.blocks.latent_attention import LatentAttention, LatentCache
+from arbcli.model.layers.norm import TernaryRMSNorm
+from arbcli.verify.graph_reference import attention, norm
+
+CONFIG = graph_config()
+WINDOW = CONFIG.ctx
+LENGTH = 21
+PARTS = {
+    "a byte at a time": [1] * LENGTH,
+    "a window, then bytes": [WINDOW, *[1] * 13],
+    "chunks of a window": [WINDOW, WINDOW, 5],
+    "ragged chunks and bytes": [3, 1, 7, 2, 8],
+}
+
+
+class Normalised(nn.Module):
+    """Attention behind a norm."""
+
+    def __init__(self, config=CONFIG) -> None:
+        super().__init__()
+        self.attention, self.before = LatentAttention(config), TernaryRMSNorm(config.dim, config)
+        initialised(self)
+
+    def forward(self, x, past=None) -> torch.Tensor:
+        return self.attention(x, self.before, past)
+
+
+def reference(config=CONFIG, window=LENGTH):
+    def run(w, x):
+        own = {name.removeprefix("attention."): weight for name, weight in w.items()}
+        return attention(own, norm(x, w["before"]), config, window)
+
+    return run
+
+
+def new_cache(positions=LENGTH, config=CONFIG) -> LatentCache:
+    return LatentCache(config, positions, 5, torch.float32, torch.device("cpu"))
+
+
+@torch.no_grad()
+def in_parts(part, x, lengths, cache) -> torch.Tensor:
+    """Read (1, T, D) with the first block of a cache."""
+    found = []
+    for each in x.split(lengths, dim=1):
+        with cache.reading(torch.zeros(each.shape[:2], dtype=torch.int64)):
+            found.append(part(each, cache.blocks[0]))
+    return torch.cat(found, dim=1)
+
+
+def check(part, x, lengths, cache, config=CONFIG) -> None:
+    with torch.no_grad():
+        expected = reference(config, config.ctx)(decoded(part), x.double())
+    torch.testing.assert_close(in_parts(part, x, lengths, cache).double(), expected, **CLOSE)
+
+
+@pytest.mark.parametrize("options", [{}, {"rotary": 20}, {"heads": 4, "rotary": 2}], ids=str)
+def test_attention_and_gradients_equal_autograd(options):
+    config = graph_config(**options)
+    part = Normalised(config)
+    assert_same(part, (normal(2, 7, config.dim),), part, reference(config))
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_cache_equals_the_whole_text_in_windows(name):
+    check(Normalised(), normal(1, LENGTH, CONFIG.dim), PARTS[name], new_cache())
+
+
+def test_first_window_is_the_plain_forward():
+    part, x = Normalised(), normal(1, WINDOW, CONFIG.dim)
+    with torch.no_grad():
+        torch.testing.assert_close(in_parts(part, x, [WINDOW], new_cache()), part(x), **CLOSE)
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_cache_that_is_set_to_the_beginning_starts_anew(name):
+    part, cache = Normalised(), new_cache()
+    in_parts(part, normal(1, LENGTH, CONFIG.dim, seed=5) * 10, [1] * LENGTH, cache)
+    cache.position.zero_()
+    check(part, normal(1, LENGTH, CONFIG.dim), PARTS[name], cache)
+
+
+def test_short_text_has_a_short_ring():
+    cache = new_cache(5)
+    assert cache.blocks[0].latent.shape == (1, 5, CONFIG.latent)
+    assert new_cache(5000).blocks[0].turned.shape == (1, WINDOW, 1, CONFIG.rotary)
+    check(Normalised(), normal(1, 5, CONFIG.dim), [2, 1, 2], cache)
+
+
+def test_cache_gives_the_bytes_before():
+    cache, ids = new_cache(), text(1, 9)
+    for start, end in ((0, 1), (1, 4), (4, 9)):
+        with cache.reading(ids[:, start:end]) as seen:
+            before = [-1] * 5 + ids[0, :end].tolist()
+            assert seen.tolist() == [before[-(end - start) - 5 :]]
+    cache.position.zero_()
+    with cache.reading(ids[:, :2]) as seen:
+        assert seen.tolist() == [[-1] * 5 + ids[0, :2].tolist()]
+
+
+@pytest.mark.parametrize(("positions", "length"), [(LENGTH, WINDOW + 1), (5, 6)])
+def test_too_many_bytes_at_once_are_refused(positions, length):
+    message = f"no room for {length} bytes at 0 of {positions}"
+    with pytest.raises(ValueError, match=message), new_cache(positions).reading(text(1, length)):
+        pass

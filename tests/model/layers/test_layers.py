@@ -1,0 +1,197 @@
+"""Streaming backward: gradients are right, formed once, and nothing weight-shaped is kept."""
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from arbcli.config.model import preset
+from arbcli.model.baselines import rotate
+from arbcli.model.dense import ByteLM
+from arbcli.model.layers.embedding import TernaryEmbedding
+from arbcli.model.layers.linear import TernaryLinear
+from arbcli.model.layers.norm import TernaryRMSNorm
+from arbcli.model.layers.rotary import rotary_table
+
+TINY = {"dim": 32, "layers": 2, "heads": 2, "ffn": 48, "ctx": 16}
+
+
+def linear(out_features=24, in_features=33) -> TernaryLinear:
+    layer = TernaryLinear(out_features, in_features, preset("tiny"))
+    layer.weight.initialise(0.1, seed=0, index=0)
+    return layer
+
+
+def model(**options) -> ByteLM:
+    lm = ByteLM(preset("tiny", **TINY, **options), torch.float32)
+    lm.initialise(0)
+    return lm
+
+
+def collect(module) -> dict[str, list[torch.Tensor]]:
+    """Make every weight hand its gradients to a list of its own."""
+    found: dict[str, list[torch.Tensor]] = {}
+    for name, part in module.named_modules():
+        if hasattr(part, "sink"):
+            found[name] = []
+            part.sink = lambda _, grad, name=name: found[name].append(grad)
+    return found
+
+
+def batch(rows=3, length=16) -> tuple[torch.Tensor, torch.Tensor]:
+    ids = torch.randint(0, 256, (rows, length + 1), generator=torch.Generator().manual_seed(0))
+    return ids[:, :-1], ids[:, 1:]
+
+
+def test_linear_gradients_equal_autograd():
+    layer, grads = linear(), None
+    grads = collect(layer)
+    x = torch.randn(5, 7, 33, requires_grad=True)
+    twin = x.detach().clone().requires_grad_()
+    weight = layer.weight.weight(torch.float32).requires_grad_()
+    grad_y = torch.randn(5, 7, 24)
+    layer(x).backward(grad_y)
+    torch.nn.functional.linear(twin, weight).backward(grad_y)
+    assert torch.allclose(x.grad, twin.grad, rtol=1e-5, atol=1e-6)
+    assert torch.allclose(grads["weight"][0], weight.grad, rtol=1e-5, atol=1e-6)
+
+
+def test_linear_streams_where_its_input_needs_no_gradient():
+    layer = linear()
+    grads = collect(layer)
+    layer(torch.randn(5, 33)).sum().backward()
+    assert len(grads["weight"]) == 1
+
+
+def test_embedding_gradient_sums_repeated_ids():
+    layer = TernaryEmbedding(10, 33, preset("tiny"))
+    layer.weight.initialise(1.0, seed=0, index=0)
+    grads = collect(layer)
+    ids, grad_y = torch.tensor([[3, 3, 9], [0, 3, 9]]), torch.randn(2, 3, 33)
+    layer(ids, torch.float32).backward(grad_y)
+    weight = torch.zeros(10, 33).index_add_(0, ids.flatten(), grad_y.flatten(0, 1))
+    assert torch.allclose(grads["weight"][0], weight, atol=1e-6)
+
+
+def test_norm_is_torchs_own_at_the_start():
+    norm = TernaryRMSNorm(33, preset("tiny"))
+    norm.weight.fill(1)
+    x = torch.randn(4, 33)
+    assert torch.allclose(norm(x), torch.nn.functional.rms_norm(x, (33,), eps=1e-6), atol=1e-6)
+
+
+def test_weight_used_twice_gets_one_gradient_after_its_last_use():
+    layer = linear(33, 33)
+    grads = collect(layer)
+    x = torch.randn(5, 33)
+    layer(layer(x)).sum().backward()
+    weight = layer.weight.weight(torch.float32).requires_grad_()
+    (x @ weight.T @ weight.T).sum().backward()
+    assert len(grads["weight"]) == 1
+    assert torch.allclose(grads["weight"][0], weight.grad, rtol=1e-4, atol=1e-4)
+
+
+def test_weights_do_not_change_while_a_backward_needs_them():
+    layer = linear(33, 33)
+    layer.weight.sink = lambda tensor, _: tensor.trits.fill_(121)  # all zeros
+    x = torch.randn(5, 33, requires_grad=True)
+    weight = layer.weight.weight(torch.float32)
+    layer(layer(x)).sum().backward()
+    assert torch.allclose(x.grad, torch.ones(5, 33) @ weight @ weight, rtol=1e-4, atol=1e-4)
+
+
+def test_recomputed_forward_is_no_use():
+    grads = []
+    for recompute in (False, True):
+        lm = model()
+        found = collect(lm)
+        if recompute:
+            for block in lm.blocks:
+                block.forward = lambda x, f=block.forward: checkpoint(f, x, use_reentrant=False)
+        lm.loss(*batch()).backward()
+        assert {len(seen) for seen in found.values()} == {1}
+        grads.append({name: seen[0] for name, seen in found.items()})
+    for name in grads[0]:
+        assert torch.equal(grads[0][name], grads[1][name]), name
+
+
+def test_evaluation_is_no_use():
+    layer = linear()
+    grads = collect(layer)
+    with torch.no_grad():
+        layer(torch.randn(5, 33))
+    layer(torch.randn(5, 33)).sum().backward()
+    assert len(grads["weight"]) == 1
+
+
+def test_forgotten_forward_does_not_hold_the_next_gradient_back():
+    lm = model()
+    grads = collect(lm)
+    lm.loss(*batch())
+    lm.forget_uses()
+    lm.loss(*batch()).backward()
+    assert {len(seen) for seen in grads.values()} == {1}
+
+
+def test_backward_saves_nothing_weight_shaped():
+    lm = model()
+    shapes = {tuple(weight.weight().shape) for weight in lm.weights().values()}
+    shapes |= {shape[::-1] for shape in shapes}
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        lm.loss(*batch(rows=3, length=13))  # 39 rows: no activation has the shape of a weight
+    assert saved
+    assert not [t for t in saved if tuple(t.shape) in shapes]
+
+
+def test_model_gradients_equal_autograd_through_decoded_weights():
+    """The whole model against a float twin that is given the same weights."""
+    lm = model()
+    grads = collect(lm)
+    twin = ByteLM(preset("tiny", **TINY, weights="float"), torch.float32)
+    with torch.no_grad():
+        for name, weight in twin.weights().items():
+            weight.latent.copy_(lm.weights()[name].weight(torch.float32))
+    loss, twin_loss = lm.loss(*batch()), twin.loss(*batch())
+    loss.backward()
+    twin_loss.backward()
+    assert torch.allclose(loss, twin_loss, rtol=1e-6)
+    for name, weight in twin.weights().items():
+        expected = weight.latent.grad
+        error = (grads[name][0] - expected).norm() / expected.norm()
+        assert error < 1e-4, name
+
+
+def test_model_is_causal():
+    lm = model()
+    ids, _ = batch()
+    changed = ids.clone()
+    changed[:, 9] ^= 1
+    with torch.no_grad():
+        before, after = lm(ids), lm(changed)
+    assert torch.equal(before[:, :9], after[:, :9])
+    assert not torch.equal(before[:, 9:], after[:, 9:])
+
+
+def test_rotation_is_undone_by_its_inverse():
+    cos, sin = rotary_table(64, 32, torch.device("cpu"))
+    assert (cos**2 + sin**2 - 1).abs().max() < 1e-6
+    x = torch.randn(2, 64, 32)
+    assert torch.allclose(rotate(rotate(x, cos, sin), cos, -sin), x, atol=1e-6)
+
+
+@pytest.mark.parametrize("weights", ["ternary", "float", "ste"])
+def test_model_has_the_weights_of_its_preset(weights):
+    with torch.device("meta"):
+        lm = ByteLM(preset("tiny", weights=weights))
+    count = sum(
+        part.num_weights if weights == "ternary" else part.latent.numel()
+        for part in lm.weights().values()
+        if weights != "ternary" or not part.frozen
+    )
+    assert count == 3_342_336
+
+
+def test_ste_twin_multiplies_by_three_values():
+    lm = ByteLM(preset("tiny", **TINY, weights="ste"), torch.float32)
+    lm.initialise(0)
+    assert lm.blocks[0].mlp.output.weight.weight(torch.bfloat16).unique().numel() == 3

@@ -1,0 +1,135 @@
+"""Tables: sums of rows and their gradients, and that a step knows nothing of the other rows."""
+
+import pytest
+import torch
+from graph_parts import assert_same, collect, graph_config, initialised, normal
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from arbcli.config.model import RULES
+from arbcli.model.layers.table import MOST_USES, TernaryTable
+from arbcli.train.updater import Updater
+
+ROWS, DIM = 50, 33
+IDS = torch.tensor([[3, 3, 9, -1], [49, 3, 0, 9], [-1, -1, -1, -1], [7, 50, 9, 9]])
+"""The same row twice in a sum and in several, and ids that are no rows."""
+TOUCHED = [0, 3, 7, 9, 49]
+
+
+def table(rows=ROWS, **options) -> TernaryTable:
+    return initialised(TernaryTable(rows, DIM, graph_config(**options)))
+
+
+def updater_of(part: TernaryTable, **options) -> Updater:
+    updater = Updater([part.weight], graph_config(**options), 0, torch.float32)
+    part.weight.sink = updater
+    updater.begin(0, lr=4.0)
+    return updater
+
+
+def look_up(part: TernaryTable, ids=IDS, seed=1) -> torch.Tensor:
+    return part(ids, normal(*ids.shape, seed=seed), torch.float32)
+
+
+def reference(w, ids, weights):
+    rows = w["weight"][ids.clamp(0, ROWS - 1)]
+    inside = (ids >= 0) & (ids < ROWS)
+    return (weights * inside)[..., None].mul(rows).sum(dim=1)
+
+
+def test_sums_and_gradients_equal_autograd():
+    part = table()
+    inputs = (IDS, normal(*IDS.shape))
+    assert_same(part, inputs, lambda *given: part(*given, torch.float32), reference)
+
+
+def test_no_row_is_zeros():
+    assert look_up(table())[2].eq(0).all()
+
+
+def test_many_uses_give_one_gradient():
+    part = table()
+    inputs = (IDS, normal(4, 4), IDS.flip(0)[:2] % 5, normal(2, 4, seed=2))
+
+    def run(ids, weights, others, more):
+        y = part(ids, weights, torch.float32)
+        return torch.cat((y, part(others, more, torch.float32), part(ids, weights * 2, y.dtype)))
+
+    def both(w, ids, weights, others, more):
+        parts = ((ids, weights), (others, more), (ids, weights * 2))
+        return torch.cat([reference(w, *each) for each in parts])
+
+    assert_same(part, inputs, run, both)
+
+
+def test_gradient_is_of_the_touched_rows_in_order():
+    part = table()
+    handed = collect(part)
+    look_up(part).sum().backward()
+    ((grad, touched),) = handed["weight"]
+    assert int(touched.count) == len(TOUCHED)
+    assert touched.rows[: touched.count].tolist() == TOUCHED
+    assert grad.shape == (IDS.numel(), DIM)
+    assert grad[touched.count :].eq(0).all()
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_only_touched_rows_change(rule):
+    part = table(rule=rule)
+    before = {name: buffer.clone() for name, buffer in part.weight.named_buffers()}
+    updater_of(part, rule=rule)
+    look_up(part).sum().backward()
+    others = torch.ones(ROWS, dtype=torch.bool).index_fill(0, torch.tensor(TOUCHED), False)
+    for name, buffer in part.weight.named_buffers():
+        changed = (buffer != before[name]).any(dim=1)
+        if name in ("remainder", "votes", "usage"):
+            assert changed[~others].all(), name
+        if name != "column_statistic":
+            assert not changed[others].any(), name
+
+
+def test_usage_counts_the_steps_of_a_row():
+    part = table()
+    part.weight.usage[9] = MOST_USES
+    updater_of(part)
+    for ids in (IDS, IDS[:1]):
+        look_up(part, ids).sum().backward()
+    used = {row: int(part.weight.usage[row]) for row in TOUCHED}
+    assert used == {0: 1, 3: 2, 7: 1, 9: MOST_USES, 49: 1}
+    assert part.weight.alive() == pytest.approx(len(TOUCHED) / ROWS)
+
+
+def test_ids_that_are_no_rows_change_nothing():
+    part = table()
+    before = {name: buffer.clone() for name, buffer in part.weight.named_buffers()}
+    updater = updater_of(part)
+    look_up(part, torch.full((3, 2), -1)).sum().backward()
+    updater.finish()
+    assert updater.counters()["nonfinite_steps"] == 0
+    for name, buffer in part.weight.named_buffers():
+        assert torch.equal(buffer, before[name]), name
+
+
+class Shapes(TorchDispatchMode):
+    """Note the shape of every result that does not lie in one of some buffers."""
+
+    def __init__(self, buffers) -> None:
+        super().__init__()
+        self.own, self.shapes = {buffer.data_ptr() for buffer in buffers}, set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        found = func(*args, **(kwargs or {}))
+        for each in found if isinstance(found, tuple | list) else (found,):
+            if isinstance(each, torch.Tensor) and each.data_ptr() not in self.own:
+                self.shapes.add(tuple(each.shape))
+        return found
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_step_makes_nothing_of_the_size_of_the_table(rule):
+    rows = 100_000
+    part = table(rows, rule=rule)
+    updater_of(part, rule=rule)
+    with Shapes(part.weight.buffers()) as seen:
+        (look_up(part) + look_up(part, IDS * 2000)).sum().backward()
+    assert (2 * IDS.numel(), DIM) in seen.shapes  # the update was watched too
+    assert not [shape for shape in seen.shapes if max(shape, default=0) >= rows]

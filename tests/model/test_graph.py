@@ -1,0 +1,297 @@
+"""The whole of `GraphLM`: equations, parts that can be left out, its cache, and training."""
+
+import dataclasses
+import json
+import math
+
+import pytest
+import torch
+from graph_parts import (
+    CLOSE,
+    assert_same,
+    collect,
+    decoded,
+    graph_config,
+    logits,
+    model,
+    normal,
+    text,
+    times,
+)
+
+from arbcli.config.model import DIRECTIONS, RULES, GraphConfig, preset
+from arbcli.errors import ArbError
+from arbcli.inspect.memory import measure, predict
+from arbcli.model.build import build_model, model_config_from
+from arbcli.model.dense import ByteLM
+from arbcli.model.graph import ROUTER_BIAS, GraphLM
+from arbcli.model.packed import TernaryTensor
+from arbcli.train.trainer import minimised
+from arbcli.train.updater import Updater
+
+PARTS = {
+    "attention": "blocks.0.attention",
+    "sequencer": "sequencer",
+    "codebook": "codebook",
+    "knowledge_codebook": "knowledge",
+    "moe": "moe_graph.experts",
+    "graph": "moe_graph.edges",
+    "router": "router",
+    "memgram": "memgram",
+}
+"""By flag, where in the model a part is."""
+LEFT_OUT = [{flag: False} | ({"graph": False} if flag == "codebook" else {}) for flag in PARTS] + [
+    dict.fromkeys(PARTS, False),
+    {"moe": False, "graph": False},
+    {"sub_norms": False},
+]
+KINDS_OF_UPDATE = [
+    (rule, direction)
+    for rule in RULES
+    for direction in (DIRECTIONS if RULES[rule].direction else (None,))
+]
+LENGTH = 21
+CHUNKS = {
+    "a byte at a time": [1] * LENGTH,
+    "a prompt, then bytes": [5, *[1] * 16],
+    "ragged chunks and bytes": [3, 1, 7, 2, 8],
+}
+
+
+def train(lm: GraphLM, steps: int, ids=None, **options) -> list[float]:
+    """Train on one batch; return the loss before each step."""
+    ids = text(3, 9) if ids is None else ids
+    tensors = lm.weights().values()
+    updater = Updater(tensors, lm.config, 0, torch.float32)
+    for tensor in tensors:
+        tensor.sink = updater
+    losses = []
+    for step in range(steps):
+        updater.begin(step, **{"lr": RULES[lm.config.rule].lr, **options})
+        parts = lm.losses(ids[:, :-1], ids[:, 1:])
+        minimised(parts).backward()
+        updater.finish()
+        lm.after_step()
+        losses.append(parts["text"].item())
+    assert updater.counters()["nonfinite_steps"] == 0
+    return losses
+
+
+@pytest.mark.parametrize("options", LEFT_OUT, ids=str)
+def test_logits_and_gradients_equal_autograd(options):
+    lm = model(**options)
+    assert_same(lm, (text(2, 8),), lm, lambda w, ids: logits(w, lm, ids))
+
+
+def test_loss_is_the_cross_entropy_of_the_logits():
+    lm, ids = model(), text(2, 8)
+    found = logits(decoded(lm), lm, ids[:, :-1]).flatten(0, 1)
+    expected = torch.nn.functional.cross_entropy(found, ids[:, 1:].flatten())
+    assert lm.loss(ids[:, :-1], ids[:, 1:]).item() == pytest.approx(expected.item(), abs=1e-4)
+    assert set(lm.losses(ids, ids)) == {"text", "ponder"}
+    assert set(model(moe=False, graph=False).losses(ids, ids)) == {"text"}
+
+
+def test_recomputed_forward_gives_the_same_gradients():
+    ids, grads = text(2, 8), []
+    for recompute in (False, True):
+        lm = model(recompute=recompute)
+        found = collect(lm)
+        lm.loss(ids, ids).backward()
+        grads.append(found)
+    for name, handed in grads[0].items():
+        for one, other in zip(handed, grads[1][name], strict=True):
+            assert torch.equal(one[0], other[0]), name
+
+
+@pytest.mark.parametrize("options", [{}, {"attention": False}], ids=str)
+def test_model_is_causal(options):
+    lm, ids = model(**options), text(2, 16)
+    changed = ids.clone()
+    changed[:, 9] ^= 1
+    with torch.no_grad():
+        difference = (lm(ids) - lm(changed)).abs().amax(dim=(0, 2))
+    assert difference[:9].max() < 1e-4
+    assert difference[9] > 1e-2
+
+
+@torch.no_grad()
+def read(lm: GraphLM, ids, lengths, cache) -> torch.Tensor:
+    return torch.cat([lm(part, cache) for part in ids.split(lengths, dim=1)], dim=1)
+
+
+@pytest.fixture(scope="module")
+def in_windows() -> tuple[GraphLM, torch.Tensor, torch.Tensor]:
+    """Give a model, a text longer than its context, and the text's logits in sliding windows."""
+    lm, ids = model(), text(1, LENGTH)
+    with torch.no_grad():
+        return lm, ids, logits(decoded(lm), lm, ids, lm.config.ctx)
+
+
+@pytest.mark.parametrize("name", CHUNKS)
+def test_cached_logits_equal_those_of_the_whole_text(name, in_windows):
+    lm, ids, expected = in_windows
+    cache = lm.new_cache(LENGTH)
+    torch.testing.assert_close(read(lm, ids, CHUNKS[name], cache).double(), expected, **CLOSE)
+
+
+def test_cache_that_is_set_to_the_beginning_starts_anew(in_windows):
+    lm, ids, expected = in_windows
+    cache = lm.new_cache(LENGTH)
+    read(lm, text(1, LENGTH, seed=3), [1] * LENGTH, cache)
+    cache.position.zero_()
+    with lm.held_weights():
+        got = read(lm, ids, [1] * LENGTH, cache)
+    torch.testing.assert_close(got.double(), expected, **CLOSE)
+
+
+@pytest.mark.parametrize("options", LEFT_OUT[:-2], ids=str)
+def test_cache_serves_what_is_left_of_the_parts(options):
+    lm, ids = model(**options), text(1, 8)
+    with torch.no_grad():
+        expected = lm(ids)
+    got = read(lm, ids, [3, 1, 4], lm.new_cache(8))
+    torch.testing.assert_close(got, expected, **CLOSE)
+
+
+def predicted_bytes(config) -> dict[str, dict[str, int]]:
+    return {
+        area: {kind: size for kind, size in part.bytes_by_kind.items() if size}
+        for area, part in predict(config).areas.items()
+    }
+
+
+@pytest.mark.parametrize("options", LEFT_OUT, ids=str)
+def test_prediction_equals_the_state_without_any_part(options):
+    for rule, direction in KINDS_OF_UPDATE:
+        config = graph_config(rule=rule, direction=direction, **options)
+        with torch.device("meta"):
+            lm = GraphLM(config)
+        assert measure(lm).bytes_by_area == predicted_bytes(config), rule
+        tensors = [part for part in lm.modules() if isinstance(part, TernaryTensor)]
+        assert predict(config).total.weights == sum(part.num_weights for part in tensors)
+
+
+@pytest.mark.parametrize(("flag", "path"), PARTS.items())
+def test_part_that_is_left_out_has_no_state(flag, path):
+    off = {flag: False, **({"graph": False} if flag == "codebook" else {})}
+    for options, there in (({}, True), (off, False)):
+        names = [name for name, _ in GraphLM(graph_config(**options)).named_buffers()]
+        assert any(name.startswith(f"{path}.") for name in names) == there
+
+
+def test_nothing_but_integers_is_kept():
+    lm = model()
+    train(lm, 2)
+    measured = measure(lm)
+    assert measured.float_names == ()
+    assert not list(lm.parameters())
+    assert measured.bytes_by_area == predicted_bytes(lm.config)
+
+
+@pytest.mark.parametrize(("rule", "direction"), KINDS_OF_UPDATE)
+def test_training_reduces_the_loss(rule, direction):
+    lm = GraphLM(graph_config(rule=rule, direction=direction), torch.float32)
+    lm.initialise(0)
+    losses = train(lm, 15 if rule == "votes" else 8)
+    assert losses[0] > 4
+    assert min(losses) < 0.5 * losses[0]
+
+
+def test_training_gives_the_same_bits_twice():
+    states = []
+    for _ in range(2):
+        lm = model(rule="nibble", direction="factored")
+        train(lm, 3)
+        states.append({name: buffer.clone() for name, buffer in lm.named_buffers()})
+    for name, buffer in states[0].items():
+        assert torch.equal(buffer, states[1][name]), name
+
+
+def test_step_over_one_byte_is_taken():
+    lm = model()
+    train(lm, 2, text(3, 2))
+
+
+def test_memories_change_after_the_step_and_not_before():
+    lm, ids = model(), text(3, 9)
+    names = ("edges.", "balance", "memgram.symbol", "memgram.strength")
+
+    def memories():
+        return {
+            name: buffer.clone()
+            for name, buffer in lm.named_buffers()
+            if any(each in name for each in names)
+        }
+
+    before = memories()
+    assert len(before) == 7
+    lm.loss(ids, ids).backward()
+    assert all(torch.equal(buffer, before[name]) for name, buffer in memories().items())
+    lm.forget_uses()
+    lm.after_step()
+    assert all(torch.equal(buffer, before[name]) for name, buffer in memories().items())
+    lm.loss(ids, ids).backward()
+    lm.after_step()
+    changed = {name for name, buffer in memories().items() if not torch.equal(buffer, before[name])}
+    assert {"moe_graph.edges.score", "moe_graph.edges.sign", "memgram.strength"} <= changed
+    assert "moe_graph.experts.gate.balance" in changed
+
+
+def test_forgotten_forward_does_not_hold_the_next_gradient_back():
+    lm, ids = model(), text(2, 8)
+    lm.loss(ids, ids)
+    lm.forget_uses()
+    handed = collect(lm)
+    lm.loss(ids, ids).backward()
+    tensors = dict(lm.named_modules())
+    for name, seen in handed.items():
+        assert times(seen) == tensors[name].matrices, name
+
+
+def test_gauges_are_shares():
+    lm = model()
+    train(lm, 1)
+    gauges = lm.gauges()
+    assert set(gauges) == {"alive_codes", "alive_knowledge", "fullest_expert", "edges"}
+    assert 0 < gauges["alive_codes"] <= 1
+    assert 1 <= gauges["fullest_expert"] <= lm.config.experts
+    assert model(**dict.fromkeys(PARTS, False)).gauges() == {}
+
+
+@pytest.mark.parametrize("name", ["arb-tiny", "arb-3b", "tiny"])
+def test_configuration_survives_json(name):
+    config = preset(name)
+    again = model_config_from(json.loads(json.dumps(dataclasses.asdict(config))))
+    assert again == config
+    assert type(again) is type(config)
+    with torch.device("meta"):
+        lm = build_model(again)
+    assert type(lm) is (GraphLM if isinstance(config, GraphConfig) else ByteLM)
+    assert measure(lm).bytes_by_area == predicted_bytes(config)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"moe_top_k": 5}, {"moe_top_k": 0}, {"max_moe_iters": 0}, {"codebook": False},
+     {"weights": "float"}, {"heads": 3}],
+    ids=str,
+)  # fmt: skip
+def test_configuration_that_does_not_fit_is_refused(options):
+    with pytest.raises(ArbError):
+        graph_config(**options)
+
+
+def test_router_with_even_scores_prefers_the_stream_of_the_blocks():
+    lm = model()
+    lm.router.scores.weight.fill(0)
+    streams = [normal(2, 3, 40, seed=seed) for seed in range(4)]
+    most = math.exp(ROUTER_BIAS)
+    expected = (most * streams[0] + sum(streams[1:])) / (most + 3)
+    torch.testing.assert_close(lm.router(streams), expected)
+
+
+def test_every_switch_is_tested():
+    fields = dataclasses.fields(GraphConfig)
+    switches = {field.name for field in fields if isinstance(field.default, bool)}
+    assert switches == {*PARTS, "sub_norms"}

@@ -1,0 +1,106 @@
+"""The packed tensor: what it holds, how it starts, and that it is nothing but integers."""
+
+import math
+
+import pytest
+import torch
+
+from arbcli.config.model import RULES, SCALE_TYPES, preset
+from arbcli.kernels.codec.packing import illegal_bytes, pack_trits, row_bytes, unpack_trits
+from arbcli.model.packed import TernaryTensor
+
+TINY = {"dim": 32, "layers": 1, "heads": 2, "ffn": 48, "ctx": 16}
+
+
+def tensor(rows: int, columns: int, **options) -> TernaryTensor:
+    return TernaryTensor(rows, columns, preset("tiny", **TINY, **options))
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("shape", [(1, 1), (3, 33), (7, 123), (2, 1311)], ids=str)
+def test_state_is_uint8_and_int8(rule, shape):
+    state = tensor(*shape, rule=rule)
+    assert {b.dtype for name, b in state.named_buffers() if name == "trits"} == {torch.uint8}
+    assert {b.dtype for name, b in state.named_buffers() if name != "trits"} == {torch.int8}
+    assert not list(state.parameters())
+
+
+@pytest.mark.parametrize("scale_type", SCALE_TYPES)
+def test_state_has_a_scale_for_every_started_group(scale_type):
+    state = tensor(3, 131, scale_type=scale_type)
+    assert state.exponent.shape == (3, math.ceil(131 / SCALE_TYPES[scale_type]))
+
+
+@pytest.mark.parametrize(
+    ("rule", "bytes_per_weight"),
+    [("moment", 2.2), ("nibble", 1.2), ("carry", 1.2), ("votes", 1.2)],
+)
+def test_state_per_weight_is_what_the_rule_says(rule, bytes_per_weight):
+    direction = "orthogonal" if RULES[rule].direction else None
+    state = tensor(64, 960, rule=rule, direction=direction)
+    total = sum(buffer.nbytes for buffer in state.buffers())
+    assert total == round((bytes_per_weight + 2 / 32) * 64 * 960)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_initialise_gives_the_standard_deviation_asked_for(rule):
+    state = tensor(512, 480, rule=rule)
+    state.initialise(0.05, seed=1, index=3)
+    # whole octaves may be off by half of one
+    tolerance = 0.42 if rule == "votes" else 0.05 if rule == "nibble" else 0.02
+    assert state.weight().float().std().item() == pytest.approx(0.05, rel=tolerance)
+    assert abs(state.weight().float().mean().item()) < 0.0005
+
+
+def test_initialise_leaves_a_third_of_the_trits_zero():
+    state = tensor(512, 480)
+    state.initialise(0.05, seed=0, index=0)
+    zeros = (unpack_trits(state.trits, 480) == 0).float().mean().item()
+    assert 0.31 < zeros < 0.33
+
+
+@pytest.mark.parametrize("rule", ["moment", "nibble", "carry"])
+def test_initialise_writes_legal_digits(rule):
+    state = tensor(33, 323, rule=rule)
+    state.initialise(0.1, seed=0, index=0)
+    assert illegal_bytes(state.trits) == 0
+    assert torch.equal(pack_trits(unpack_trits(state.trits, 323)), state.trits)
+    low = state.remainder.to(torch.int32)
+    low = (low << 28 >> 28) if rule == "nibble" else low
+    z = unpack_trits(state.trits, 323).to(torch.int32) * state.rule.radix + low
+    trits = torch.sign(z) * (z.abs() > state.rule.radix // 2)
+    assert torch.equal(trits.to(torch.int8), unpack_trits(state.trits, 323))
+
+
+def test_initialise_does_not_depend_on_the_block_size(monkeypatch):
+    first, second = tensor(70, 165), tensor(70, 165)
+    first.initialise(0.1, seed=5, index=2)
+    monkeypatch.setattr(
+        "arbcli.model.packed.row_chunks", lambda m, _: (slice(i, i + 1) for i in range(len(m)))
+    )
+    second.initialise(0.1, seed=5, index=2)
+    for a, b in zip(first.buffers(), second.buffers(), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_initialise_differs_by_seed_and_tensor():
+    states = []
+    for seed, index in ((0, 0), (1, 0), (0, 1)):
+        state = tensor(16, 165)
+        state.initialise(0.1, seed, index)
+        states.append(state.trits.clone())
+    assert not torch.equal(states[0], states[1])
+    assert not torch.equal(states[0], states[2])
+
+
+def test_fill_is_the_identity_of_a_norm():
+    state = TernaryTensor(1, 123, preset("tiny"), frozen=True)
+    state.fill(1)
+    assert torch.equal(state.weight().float(), torch.ones(1, 123))
+    assert set(dict(state.named_buffers())) == {"trits", "exponent", "fraction"}
+
+
+def test_meta_tensor_needs_no_memory():
+    with torch.device("meta"):
+        state = tensor(10_000_000, 1024)
+    assert state.trits.shape == (10_000_000, row_bytes(1024))

@@ -1,0 +1,327 @@
+"""Runs: stopped and resumed equals never stopped, and nothing that was saved is ever lost."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from arbcli import load
+from arbcli.checkpoint import checkpoints, load_checkpoint
+from arbcli.config.model import RULES
+from arbcli.errors import ArbError
+from arbcli.train import run as runs
+from arbcli.train.trainer import config_from
+
+SMALL = {"dim": 32, "layers": 1, "heads": 2, "ffn": 48, "ctx": 16, "batch": 4}
+SMALL_ARGS = [word for name, value in SMALL.items() for word in (f"--{name}", str(value))]
+
+
+@pytest.fixture
+def text(tmp_path) -> str:
+    path = tmp_path / "text.txt"
+    words = [b"ternary ", b"weights ", b"learn ", b"to ", b"read. "]
+    generator = torch.Generator().manual_seed(0)
+    order = torch.randint(0, len(words), (4000,), generator=generator).tolist()
+    path.write_bytes(b"".join(words[i] for i in order))
+    return str(path)
+
+
+@pytest.fixture(autouse=True)
+def short_samples(monkeypatch):
+    monkeypatch.setattr(runs, "SAMPLE_BYTES", 8)
+
+
+def config(text: str, device, **options):
+    given = SMALL | {"data": [text], "steps": 12, "save_every": 5, "eval_every": 6} | options
+    return runs.new_config(device=str(device), **given)
+
+
+class StopAt(runs.Observer):
+    """Sends this process a signal once a record of `step` is written."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def recorded(self, record):
+        if record.step >= self.step:
+            signal.raise_signal(signal.SIGTERM)
+
+
+def final(run: Path) -> bytes:
+    return (run / "step-000012.safetensors").read_bytes()
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_resumed_run_ends_in_the_same_file(rule, text, tmp_path, device, monkeypatch):
+    monkeypatch.setattr(runs, "LOG_EVERY", 1)
+    options = config(text, device, rule=rule, accum=2)
+    runs.train(options, tmp_path / "whole", runs.Observer())
+    for stop in (1, 5, 11):
+        run = tmp_path / f"stopped-{stop}"
+        report = runs.train(options, run, StopAt(stop))
+        assert report.steps == stop
+        assert report.stopped_by == "SIGTERM"
+        report = runs.resume(run, runs.Observer())
+        assert report.steps == 12
+        assert final(run) == final(tmp_path / "whole")
+
+
+@pytest.mark.parametrize(
+    ("options", "stop"),
+    [
+        ({}, 1), ({"rule": "nibble"}, 11), ({"memgram": True, "graph": False}, 7),
+        ({"moe": False, "router": False}, 4),
+    ],
+    ids=lambda value: "-".join(map(str, value)) or "all" if isinstance(value, dict) else str(value),
+)  # fmt: skip
+def test_resumed_run_of_a_graph_ends_in_the_same_file(
+    options, stop, text, tmp_path, device, small_graph, monkeypatch
+):
+    monkeypatch.setattr(runs, "LOG_EVERY", 1)
+    options = config(text, device, accum=2, **small_graph | options)
+    runs.train(options, tmp_path / "whole", runs.Observer())
+    assert runs.train(options, tmp_path / "stopped", StopAt(stop)).steps == stop
+    runs.resume(tmp_path / "stopped", runs.Observer())
+    assert final(tmp_path / "stopped") == final(tmp_path / "whole")
+    tensors = load_checkpoint(tmp_path / "whole" / "step-000012.safetensors").tensors
+    moved = {"codebook.table.weight.usage", "knowledge.table.weight.usage"}
+    if options.model.graph:
+        moved |= {f"moe_graph.edges.{part}" for part in ("source", "target", "sign", "score")}
+    if options.model.moe:
+        moved.add("moe_graph.experts.gate.balance")
+    if options.model.memgram:
+        moved |= {"memgram.symbol", "memgram.strength"}
+    for name in moved:
+        assert tensors[name].any(), name
+
+
+def test_run_of_a_graph_is_loaded_as_it_was_trained(text, tmp_path, device, small_graph):
+    options = config(text, device, **small_graph)
+    report = runs.train(options, tmp_path / "run", runs.Observer())
+    assert config_from(json.loads((tmp_path / "run" / "config.json").read_text())) == options
+    lm = load(tmp_path / "run", device=str(device))
+    assert lm.config == options.model
+    saved = load_checkpoint(Path(report.checkpoint)).tensors
+    for name, tensor in lm.state_dict().items():
+        assert torch.equal(tensor.cpu(), saved[name])
+    records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").open()]
+    assert set(records[-1]["parts"]) == {"ponder"}
+    gauges = {"alive_codes", "alive_knowledge", "fullest_expert", "edges"}
+    assert set(records[-1]["gauges"]) == gauges
+    assert runs.resume(tmp_path / "run", runs.Observer()).val_loss == report.val_loss
+
+
+def test_run_of_a_graph_learns(text, tmp_path, device, small_graph):
+    options = config(text, device, steps=30, warmup=10, **small_graph)
+    report = runs.train(options, tmp_path / "run", runs.Observer())
+    assert report.val_loss < report.entropy - 0.5
+
+
+def test_two_runs_end_in_the_same_file(text, tmp_path, device):
+    for name in ("a", "b"):
+        runs.train(config(text, device), tmp_path / name, runs.Observer())
+    assert final(tmp_path / "a") == final(tmp_path / "b")
+
+
+def test_runs_of_other_seeds_differ(text, tmp_path, device):
+    for seed in (0, 1):
+        runs.train(config(text, device, seed=seed), tmp_path / str(seed), runs.Observer())
+    first, second = (load_checkpoint(checkpoints(tmp_path / str(seed))[0]) for seed in (0, 1))
+    name = "blocks.0.mlp.output.weight.trits"
+    assert not torch.equal(first.tensors[name], second.tensors[name])
+
+
+def test_checkpoint_holds_integers_only(text, tmp_path, device):
+    report = runs.train(config(text, device), tmp_path / "run", runs.Observer())
+    from safetensors.torch import load_file
+
+    dtypes = {tensor.dtype for tensor in load_file(report.checkpoint).values()}
+    assert dtypes == {torch.uint8, torch.int8}
+
+
+def test_default_learning_rate_is_of_the_preset_and_else_of_the_rule():
+    def lr(**given) -> float:
+        return runs.new_config(device="cpu", **given).lr
+
+    assert lr() == lr(preset="arb-tiny") == 1.0
+    assert lr(rule="nibble") == 0.6
+    assert lr(preset="arb-3b") == 0.1
+    assert lr(preset="arb-3b", rule="moment") == 1.0
+    assert lr(preset="arb-3b", lr=0.3) == 0.3
+
+
+def test_run_learns(text, tmp_path, device):
+    report = runs.train(
+        config(text, device, steps=60, warmup=10), tmp_path / "run", runs.Observer()
+    )
+    assert report.val_loss < report.entropy - 0.5
+
+
+def test_metrics_have_a_record_for_every_evaluation(text, tmp_path, device):
+    runs.train(config(text, device), tmp_path / "run", runs.Observer())
+    records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").open()]
+    assert [r["step"] for r in records if r["val_loss"] is not None] == [6, 12]
+    assert {"step", "loss", "bits_per_byte", "val_loss", "bytes_per_second", "flip_share",
+            "state_bytes", "peak_bytes", "seconds_left"} <= set(records[-1])  # fmt: skip
+
+
+def test_metrics_of_a_resumed_run_have_no_step_twice(text, tmp_path, device, monkeypatch):
+    monkeypatch.setattr(runs, "LOG_EVERY", 1)
+    run = tmp_path / "run"
+    runs.train(config(text, device), run, StopAt(7))
+    for path in checkpoints(run)[:1]:
+        path.unlink()  # go back to the one before
+    runs.resume(run, runs.Observer())
+    steps = [json.loads(line)["step"] for line in (run / "metrics.jsonl").open()]
+    assert steps == list(range(1, 13))
+
+
+def test_resume_of_a_finished_run_evaluates_again(text, tmp_path, device):
+    first = runs.train(config(text, device), tmp_path / "run", runs.Observer())
+    again = runs.resume(tmp_path / "run", runs.Observer())
+    assert again.val_loss == first.val_loss
+    assert again.sample == first.sample
+
+
+def test_resume_refuses_another_text(text, tmp_path, device):
+    runs.train(config(text, device), tmp_path / "run", runs.Observer())
+    Path(text).write_bytes(Path(text).read_bytes().replace(b"learn", b"adore"))
+    with pytest.raises(ArbError, match="the text is not the one"):
+        runs.resume(tmp_path / "run", runs.Observer())
+
+
+def test_resume_falls_back_to_the_checkpoint_before_a_damaged_one(text, tmp_path, device):
+    run, notes = tmp_path / "run", []
+    runs.train(config(text, device), run, runs.Observer())
+    whole = final(run)
+    (run / "step-000012.safetensors").write_bytes(whole[:-7])
+    observer = runs.Observer()
+    observer.noted = notes.append
+    runs.resume(run, observer)
+    assert final(run) == whole
+    assert "step-000012.safetensors" in notes[0]
+
+
+def test_train_refuses_a_directory_that_holds_a_run(text, tmp_path, device):
+    runs.train(config(text, device), tmp_path / "run", runs.Observer())
+    before = final(tmp_path / "run")
+    with pytest.raises(ArbError, match="holds a run already"):
+        runs.train(config(text, device), tmp_path / "run", runs.Observer())
+    assert final(tmp_path / "run") == before
+
+
+def test_train_stops_after_three_steps_without_finite_gradients(
+    text, tmp_path, device, monkeypatch
+):
+    monkeypatch.setattr(runs, "LOG_EVERY", 1)
+    from arbcli.train.trainer import Trainer
+
+    loss_of = Trainer.train_step
+
+    def poisoned(self):
+        if self.step >= 5:
+            self._graph = self._capture_at = None  # a replayed step would not see the poison
+            self.model.loss = lambda ids, targets: (
+                type(self.model).loss(self.model, ids, targets) * float("nan")
+            )
+        return loss_of(self)
+
+    monkeypatch.setattr(Trainer, "train_step", poisoned)
+    with pytest.raises(ArbError, match="3 steps had gradients that are not finite"):
+        runs.train(config(text, device), tmp_path / "run", runs.Observer())
+    kept = load_checkpoint(checkpoints(tmp_path / "run")[0])
+    assert kept.step == 5
+    assert kept.counters["nonfinite_steps"] == 0
+
+
+def test_load_gives_the_model_that_was_trained(text, tmp_path, device):
+    report = runs.train(config(text, device), tmp_path / "run", runs.Observer())
+    lm = load(tmp_path / "run", device=str(device))
+    saved = load_checkpoint(Path(report.checkpoint))
+    for name, tensor in lm.state_dict().items():
+        assert torch.equal(tensor.cpu(), saved.tensors[name])
+    with torch.no_grad():
+        assert lm(torch.zeros(1, 4, dtype=torch.int64, device=device)).shape == (1, 4, 256)
+
+
+def test_load_refuses_a_checkpoint_of_another_shape(text, tmp_path, device):
+    report = runs.train(config(text, device), tmp_path / "run", runs.Observer())
+    path = Path(report.checkpoint)
+    from arbcli.checkpoint import Checkpoint, save_checkpoint
+
+    saved = load_checkpoint(path)
+    fields = {name: getattr(saved, name) for name in ("step", "counters", "data", "tensors")}
+    save_checkpoint(tmp_path, Checkpoint(config=saved.config | {"ffn": 64}, **fields))
+    with pytest.raises(ArbError, match=r"mlp\.gate_up"):
+        load(tmp_path / path.name)
+
+
+@pytest.mark.parametrize("minutes", [0.02])
+def test_minutes_become_a_recorded_number_of_steps(minutes, text, tmp_path, device):
+    report = runs.train(
+        config(text, device, steps=10**6), tmp_path / "run", runs.Observer(), minutes=minutes
+    )
+    facts = json.loads((tmp_path / "run" / "config.json").read_text())
+    assert report.steps == facts["config"]["steps"] < 10**5
+
+
+def arb(*args: str, **options) -> subprocess.Popen:
+    command = [sys.executable, "-m", "arbcli", *args]
+    return subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options
+    )
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_signal_saves_and_exits_with_its_code(number, code, text, tmp_path):
+    run = tmp_path / "run"
+    args = ["train", "--data", text, *SMALL_ARGS, "--steps", "100000", "--out", str(run)]
+    with arb(*args, "--device", "cpu") as process:
+        while not (run / "metrics.jsonl").exists():
+            assert process.poll() is None, process.stderr.read()
+            time.sleep(0.05)
+        process.send_signal(number)
+        _, stderr = process.communicate(timeout=60)
+    assert process.returncode == code
+    assert "continue with: arb train --resume" in stderr
+    step = load_checkpoint(checkpoints(run)[0]).step
+    records = (run / "metrics.jsonl").read_text().splitlines()
+    assert json.loads(records[-1])["step"] == step
+
+
+@pytest.mark.slow
+def test_kill_at_any_time_leaves_a_run_that_can_resume(text, tmp_path):
+    """SIGKILL in a loop of saves: every time the run goes on, and it ends as if it never died."""
+    run = tmp_path / "run"
+    start = ["train", "--data", text, *SMALL_ARGS, "--steps", "60", "--device", "cpu", "--quiet",
+             "--save-every", "1", "--eval-every", "60", "--out"]  # fmt: skip
+    with arb(*start, str(tmp_path / "whole")) as process:
+        assert process.wait(timeout=120) == 0
+    args, kills = [*start, str(run)], 0
+    for delay in (0.0, 0.01, 0.05, 0.02, 0.1, 0.03, None):
+        saved = len(list(run.glob("*.safetensors"))) and checkpoints(run)[0].name
+        with arb(*args) as process:
+            deadline = time.monotonic() + 60
+            while process.poll() is None and time.monotonic() < deadline:
+                newest = checkpoints(run)[:1]
+                if newest and newest[0].name != saved:
+                    break
+                time.sleep(0.002)
+            if delay is None:
+                assert process.wait(timeout=60) == 0
+                break
+            time.sleep(delay)
+            if process.poll() is None:
+                os.kill(process.pid, signal.SIGKILL)
+                kills += 1
+        if checkpoints(run):
+            args = ["train", "--resume", str(run), "--quiet"]
+    assert kills >= 4
+    name = "step-000060.safetensors"
+    assert (run / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()

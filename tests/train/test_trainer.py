@@ -1,0 +1,128 @@
+"""A step captured as a CUDA graph, and the schedule."""
+
+import pytest
+import torch
+
+from arbcli.config.model import RULES
+from arbcli.data import open_texts
+from arbcli.device import deterministic
+from arbcli.errors import ArbError
+from arbcli.model.build import build_model
+from arbcli.train import run as runs
+from arbcli.train.trainer import EAGER_STEPS, Trainer, schedule
+
+
+def small_config(folder, rule, compute="bf16"):
+    path = folder / "text.txt"
+    path.write_bytes(b"ternary weights learn to read. " * 400)
+    shape = {"dim": 64, "layers": 2, "heads": 2, "ffn": 96, "ctx": 32, "batch": 8, "accum": 2}
+    return runs.new_config(data=[str(path)], rule=rule, device="cuda", compute=compute, **shape)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("rule", "compute"), [*((rule, "bf16") for rule in RULES), ("moment", "fp8")]
+)
+def test_captured_steps_give_the_bits_of_eager_ones(rule, compute, tmp_path):
+    config = small_config(tmp_path, rule, compute)
+    texts = open_texts(config.data, None, seed=0, context=32)
+    states, losses = [], []
+    with deterministic():
+        for capture in (False, True):
+            trainer = Trainer(config, texts, capture=capture)
+            losses.append([float(trainer.train_step()) for _ in range(EAGER_STEPS + 6)])
+            states.append({name: t.clone() for name, t in trainer.model.state_dict().items()})
+            assert (trainer._graph is not None) == capture
+    assert losses[0] == losses[1]
+    for name in states[0]:
+        assert torch.equal(states[0][name], states[1][name]), name
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rule", RULES)
+def test_step_never_waits_for_the_gpu(rule, tmp_path):
+    config = small_config(tmp_path, rule)
+    with deterministic():
+        texts = open_texts(config.data, None, seed=0, context=32)
+        trainer = Trainer(config, texts, capture=True)
+        trainer.train_step()  # copies its first batch to a new buffer, and compiles
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            for _ in range(EAGER_STEPS + 3):
+                trainer.train_step()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    assert trainer._graph is not None
+
+
+def test_recomputed_blocks_keep_less_and_give_the_same_bits(tmp_path):
+    path = tmp_path / "text.txt"
+    path.write_bytes(b"ternary weights learn to read. " * 400)
+    shape = {"dim": 32, "layers": 3, "heads": 2, "ffn": 48, "ctx": 16, "batch": 4}
+    states, saved = [], []
+    for recompute in (False, True):
+        config = runs.new_config(data=[str(path)], device="cpu", recompute=recompute, **shape)
+        trainer = Trainer(config, open_texts(config.data, None, seed=0, context=16))
+        kept = []
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda t, kept=kept: kept.append(t) or t, lambda t: t
+        ):
+            trainer.model.loss(*trainer.fetch(0, "cpu"))
+        saved.append(sum(tensor.nbytes for tensor in kept))
+        for _ in range(2):
+            trainer.train_step()
+        states.append(trainer.model.state_dict())
+    assert saved[1] < saved[0] / 2
+    for name in states[0]:
+        assert torch.equal(states[0][name], states[1][name]), name
+
+
+def test_products_in_eight_bits_change_the_state_and_still_learn(tmp_path):
+    path = tmp_path / "text.txt"
+    path.write_bytes(b"ternary weights learn to read. " * 400)
+    shape = {"dim": 32, "layers": 2, "heads": 2, "ffn": 48, "ctx": 32, "batch": 4, "steps": 40}
+    first, last, states = {}, {}, {}
+    for compute in ("fp32", "fp8"):
+        config = runs.new_config(data=[str(path)], device="cpu", compute=compute, **shape)
+        trainer = Trainer(config, open_texts(config.data, None, seed=0, context=32))
+        losses = [float(trainer.train_step()) for _ in range(40)]
+        first[compute], last[compute] = losses[0], losses[-1]
+        states[compute] = trainer.model.state_dict()["blocks.0.mlp.gate_up.weight.trits"]
+    assert not torch.equal(*states.values())
+    assert first["fp8"] == pytest.approx(first["fp32"], abs=0.05)
+    assert last["fp8"] < first["fp8"] - 1.5
+    assert last["fp8"] == pytest.approx(last["fp32"], abs=0.3)
+
+
+def test_matrices_of_other_sizes_and_the_head_are_multiplied_in_bf16(small_graph):
+    config = runs.new_config(device="cpu", compute="fp8", **small_graph | {"knowledge": (20, 32)})
+    weights = build_model(config.model, fp8=True).weights()
+    assert weights["blocks.0.mlp.gate_up.weight"].fp8
+    assert not weights["knowledge.left.weight"].fp8
+    assert not weights["head.weight"].fp8
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"weights": "float"}, "a float twin is multiplied in bf16"),
+        ({"dim": 36, "heads": 2}, "sizes are multiples of 16, and this model has none"),
+    ],
+)
+def test_what_eight_bits_cannot_do_is_explained(given, message):
+    with pytest.raises(ArbError, match=message) as caught:
+        build_model(runs.new_config(device="cpu", compute="fp8", **given).model, fp8=True)
+    assert caught.value.hint
+
+
+def test_schedule_warms_up_and_ends_at_a_twentieth():
+    shares = [schedule(step, 1000, 100) for step in range(1000)]
+    assert shares[0] == pytest.approx(0.01)
+    assert max(shares) < 1
+    assert shares.index(max(shares)) == 99
+    assert shares[-1] == pytest.approx(0.05, abs=1e-4)
+
+
+def test_schedule_warms_up_for_half_of_a_short_run_at_most():
+    shares = [schedule(step, 10, 100) for step in range(10)]
+    assert shares.index(max(shares)) == 4

@@ -1,0 +1,158 @@
+"""A ledger says what was found, reads back, and shows what changed."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+
+from arbcli.errors import ArbError
+from arbcli.kernels.codec.packing import PACK_TRITS
+from arbcli.verify import kernels as verify
+from arbcli.verify import ledger as ledgers
+from arbcli.verify.compile_ahead import CompileResult
+from arbcli.verify.kernels import Checks, verify_kernels
+from arbcli.verify.ledger import (
+    compare_ledgers,
+    ledger_page,
+    new_ledger,
+    read_ledger,
+    write_ledger,
+)
+from arbcli.verify.parity import _rotary
+from arbcli.verify.timing import Roofline, TimingReport, TimingResult
+
+CPU = torch.device("cpu")
+COMPILED = CompileResult("pack_trits", "sm_90", 2, 40, 0, 1024, passed=True, error=None)
+
+TIMED = TimingResult(
+    "rms_norm", "11264x2048", us=20.0, peer="torch", peer_us=30.0, ratio=1.5, moved_bytes=10**7,
+    flops=0, floor_us=10.0, bound="memory", share=0.5, turns=90,
+)  # fmt: skip
+TIMING = TimingReport(Roofline(4e12, 7e14, 3.0), (TIMED,), {"pack_trits": "it did not pass"})
+
+
+def make(names=("pack_trits", "rms_norm"), checks=None, compiled=(COMPILED,), timing=None):
+    report = verify_kernels(names, {"T6": 6, "T32": 32}, CPU, ["torch"], checks)
+    parity = tuple(_rotary(CPU))
+    left_out = ["the moon"]
+    return new_ledger(CPU, ["T6", "T32"], report.kernels, parity, compiled, left_out, 1.25, timing)
+
+
+def off_by_one(trits):
+    return PACK_TRITS.torch(trits) + 1
+
+
+def test_page_says_what_was_found_how_and_what_was_not():
+    page = ledger_page(make())
+    for heading in ("Kernels", "The whole model", "Compiled ahead", "Ruled out", "Not verified"):
+        assert f"\n## {heading}" in page
+    assert "Everything passed" in page
+    assert "| pack_trits | torch | cases | 9 |" in page
+    assert "| pack_trits | sm_90 | 2 | 40 | 0 | 1024 | pass |" in page
+    assert "- the moon\n" in page
+    assert "33x123" in page
+    assert "- gate `equal`: integers are compared with torch.equal\n" in page
+    assert "Failures" not in page
+
+
+def test_every_row_of_a_table_is_as_wide_as_its_head():
+    widths: list[int] = []
+    for line in ledger_page(make(timing=TIMING)).splitlines():
+        widths = [*widths, line.count("|")] if line.startswith("|") else []
+        assert len(set(widths)) <= 1
+
+
+def test_page_says_how_fast_on_what():
+    assert "Speed" not in ledger_page(make())
+    page = ledger_page(make(timing=TIMING))
+    assert "| rms_norm | 11264x2048 | 20.0 | torch | 30.0 | 1.50 | 50% | memory |\n" in page
+    assert "| pack_trits | not timed: it did not pass |" in page
+    assert "copy 4.00 TB/s, bf16 product 700 TFLOP/s, empty call 3.0 us" in page
+
+
+def test_failures_come_first_with_their_command(monkeypatch):
+    monkeypatch.setattr(verify, "KERNELS", (replace(PACK_TRITS, torch=off_by_one),))
+    spilled = replace(COMPILED, passed=False, error="64 bytes of registers spill to memory")
+    found = make([], Checks(fuzz=1, seed=9), (spilled,))
+    commands = [failure.command for failure in found.failures]
+    assert commands == [
+        "arb verify-kernels pack_trits --fuzz 1 --seed 9",
+        "arb verify-kernels pack_trits --targets sm_90",
+    ]
+    assert not found.passed
+    assert not any("integer state" in item for item in found.ruled_out)
+    page = ledger_page(found)
+    assert "2 checks FAILED" in page
+    assert page.index("## Failures") < page.index("## Kernels")
+
+
+def test_failing_scale_type_is_in_the_command(monkeypatch):
+    (spec,) = verify.find_kernels(["rms_norm"])
+
+    def wrong(*inputs):
+        return spec.torch(*inputs) + 1
+
+    monkeypatch.setattr(verify, "KERNELS", (replace(spec, torch=wrong),))
+    commands = {failure.command for failure in make([]).failures}
+    assert commands == {f"arb verify-kernels rms_norm --tscale-type {t}" for t in ("T6", "T32")}
+
+
+def test_only_what_was_checked_is_ruled_out():
+    ruled_out = " ".join(make(["rms_norm"], compiled=()).ruled_out)
+    assert "rotary" in ruled_out
+    assert "causality" not in ruled_out
+    assert "integer state" not in ruled_out
+    assert "compile" not in ruled_out
+
+
+def test_written_ledger_is_strict_json_and_compares_equal(tmp_path):
+    found = make(timing=TIMING)
+    data, page = write_ledger(found, tmp_path / "new" / "folder")
+    assert page.read_text() == ledger_page(found)
+    read = json.loads(data.read_text(), parse_constant=pytest.fail)
+    assert read["kernels"][0]["kernel"] == "pack_trits"
+    assert compare_ledgers(read_ledger(data), found) == ()
+
+
+def test_comparison_shows_what_changed(tmp_path, monkeypatch):
+    data, _ = write_ledger(make(), tmp_path)
+    monkeypatch.setattr(verify, "KERNELS", (replace(PACK_TRITS, torch=off_by_one),))
+    changes = compare_ledgers(
+        read_ledger(data), make([], compiled=(replace(COMPILED, registers=41),))
+    )
+    assert "pack_trits torch cases: passed True -> False" in changes
+    assert "pack_trits torch cases: unequal 0 -> 2048" in changes
+    assert "rms_norm torch T6 cases: not compared now" in changes
+    assert "pack_trits sm_90: registers 40 -> 41" in changes
+
+
+@pytest.mark.parametrize(("us", "count"), [(21.9, 0), (22.1, 1), (18.1, 1)])
+def test_comparison_shows_speed_that_changed_by_a_tenth(tmp_path, us, count):
+    old = read_ledger(write_ledger(make(timing=TIMING), tmp_path)[0])
+    new = replace(TIMING, timings=(replace(TIMED, us=us),))
+    assert compare_ledgers(old, make(timing=new)) == (
+        f"rms_norm 11264x2048: 20.0 us -> {us} us",
+    ) * count  # fmt: skip
+    assert compare_ledgers(old, make()) == ()
+
+
+@pytest.mark.parametrize("content", ["[]", "{}", '{"format": 99}'])
+def test_file_that_is_no_ledger_is_refused(content, tmp_path):
+    path = tmp_path / "old.json"
+    path.write_text(content)
+    with pytest.raises(ArbError, match="is not a ledger of format 1"):
+        read_ledger(path)
+
+
+def test_unwritable_folder_is_an_error(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ArbError, match="cannot write"):
+        write_ledger(make(), tmp_path / "file")
+
+
+def test_commit_is_none_outside_a_checkout(tmp_path, monkeypatch):
+    (tmp_path / "__init__.py").write_text("")
+    monkeypatch.setattr(ledgers, "__file__", str(tmp_path / "ledger.py"))
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
+    assert ledgers._commit() is None

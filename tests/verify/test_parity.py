@@ -1,0 +1,92 @@
+"""The model agrees with its reference on the torch backend, and one small model in the kernels."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from arbcli.config.model import PRESETS
+from arbcli.verify import parity
+from arbcli.verify.parity import CHECKS, RAGGED, RAGGED_GRAPH, Subject, check_parity, matrix_shapes
+
+
+def failed(results):
+    return [result for result in results if not result.passed]
+
+
+@pytest.fixture(scope="module")
+def of_torch():
+    return check_parity(torch.device("cpu"), ["torch"], {"T32": 32, "T6": 6})
+
+
+@pytest.mark.parametrize("check", CHECKS)
+def test_torch_backend_agrees_with_the_reference(of_torch, check):
+    results = [result for result in of_torch if result.check == check]
+    assert results
+    assert not failed(results)
+
+
+def test_layers_agree_with_the_reference_in_the_kernels(device):
+    backend = "triton" if device.type == "cuda" else "interpreter"
+    config = replace(RAGGED, layers=1, scale_type="T6")
+    subject = Subject("ragged", config, 1, torch.float32, device, backend, "layers")
+    results = parity._check("", "", subject)
+    assert not failed(results)
+    # embedding, qkv, output, gate-up, down, head; and the inputs of the block and of the head
+    assert sum(result.check == "gradient" for result in results) == 8
+
+
+def test_graph_model_agrees_with_the_reference_on_the_torch_backend(of_torch):
+    for scale_type, bits in (("T32", (4, 1)), ("T6", (0, 0))):
+        results = [r for r in of_torch if r.model == f"graph {scale_type} fp32"]
+        counts = {check: sum(r.check == check for r in results) for check in CHECKS}
+        assert counts["end to end"] == 3
+        assert counts["whole gradient"] == len(gradients_of_graph())
+        assert (counts["causality"], counts["determinism"]) == bits
+
+
+def gradients_of_graph() -> list[str]:
+    weights = graph_subject("torch").build().weights()
+    return [name for name, tensor in weights.items() if not tensor.frozen]
+
+
+def graph_subject(backend, device="cpu", part="layers") -> Subject:
+    config = replace(RAGGED_GRAPH, scale_type="T6")
+    return Subject("graph", config, 2, torch.float32, torch.device(device), backend, part)
+
+
+def test_graph_model_agrees_with_the_reference_in_the_kernels(device):
+    backend = "triton" if device.type == "cuda" else "interpreter"
+    results = parity._check("", "", graph_subject(backend, device))
+    assert not failed(results)
+
+
+def test_graph_subject_uses_every_part():
+    """No gradient is nothing: text is recalled, edges carry, and every iteration has a share."""
+    model = graph_subject("torch").build()
+    _, gradients, losses = parity.trace(graph_subject("torch"), model)
+    assert sorted(gradients) == sorted(gradients_of_graph())
+    assert all(grad.norm() > 0 for grad in gradients.values())
+    assert set(losses) == {"text", "ponder"}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_tiny_agrees_with_the_reference_on_a_gpu(dtype, device):
+    subject = Subject("tiny", PRESETS["tiny"], 2, dtype, device, "triton")
+    assert not failed(parity._check("", "", subject))
+
+
+def test_scales_of_a_subject_differ_from_group_to_group():
+    subject = Subject("ragged", RAGGED, 1, torch.float32, torch.device("cpu"), "torch")
+    for tensor in subject.build().weights().values():
+        assert tensor.fraction.min() >= 0
+        if tensor.fraction.numel() > 1:
+            assert tensor.fraction.unique().numel() > 1
+
+
+def test_matrix_shapes_are_those_of_the_presets():
+    shapes = matrix_shapes()
+    assert len(shapes) == len(set(shapes)) == 29
+    assert (2 * 5632, 2048) in shapes
+    assert (768, 2048) in shapes

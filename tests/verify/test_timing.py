@@ -1,0 +1,206 @@
+"""Timing: what follows from the times, what may be timed, and on what. No test asserts a speed."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from arbcli.errors import ArbError
+from arbcli.kernels.codec.packing import PACK_TRITS, UNPACK_TRITS
+from arbcli.kernels.runtime.spec import Timing
+from arbcli.verify import kernels as verify
+from arbcli.verify import timing
+from arbcli.verify.compare import as_tuple
+from arbcli.verify.kernels import KERNELS, verify_kernels
+from arbcli.verify.timing import (
+    Roofline,
+    Stopwatch,
+    check_timeable,
+    measure_roofline,
+    median_ratio,
+    time_calls,
+    time_kernels,
+)
+
+CPU = torch.device("cpu")
+ROOFLINE = Roofline(bytes_per_second=1e12, flops_per_second=1e15, launch_us=3.0)
+
+
+class FakeStopwatch:
+    """Shows the times it was given, a list for each call in its place, and calls nothing."""
+
+    device = CPU
+
+    def __init__(self, *times):
+        self.shown, self.captured, self.turns, self.now = times, 0, 0, 0.0
+
+    def capture(self, call):
+        self.captured += 1
+        return call
+
+    def times(self, calls, turns):
+        self.turns = turns
+        self.now += 0.01 * turns
+        return [list(times) for times in self.shown[: len(calls)]]
+
+
+@pytest.fixture
+def known_roofline(monkeypatch):
+    monkeypatch.setattr(timing, "measure_roofline", lambda _: ROOFLINE)
+
+
+def results(*names, passed=True):
+    """Make results of verification as if the compiled kernels had run."""
+    found = verify_kernels(names, {"T6": 6}, CPU, ["torch"]).kernels
+    return [replace(result, backend="triton", passed=passed) for result in found]
+
+
+def test_slower_of_bytes_and_products_is_the_floor():
+    assert ROOFLINE.floor_us(2_000_000, 0) == (pytest.approx(2.0), "memory")
+    assert ROOFLINE.floor_us(2_000_000, 4 * 10**9) == (pytest.approx(4.0), "products")
+    assert ROOFLINE.floor_us(5_000_000, 4 * 10**9) == (pytest.approx(5.0), "memory")
+
+
+def test_ratio_is_of_the_same_turns():
+    assert median_ratio([1.0, 2.0, 4.0], [2.0, 2.0, 12.0]) == 2.0
+
+
+@pytest.mark.parametrize(("seconds", "turns"), [(0.0, 10), (0.25, 25), (60.0, 500)])
+def test_turns_fill_the_time(monkeypatch, seconds, turns):
+    stopwatch = FakeStopwatch([1.0], [2.0])
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: stopwatch.now)
+    assert time_calls([print, print], stopwatch, seconds) == [[1.0], [2.0]]
+    assert stopwatch.turns == turns
+    assert stopwatch.captured == 2
+
+
+def test_calls_can_be_left_uncaptured():
+    stopwatch = FakeStopwatch([1.0])
+    time_calls([print], stopwatch, capture=False)
+    assert stopwatch.captured == 0
+
+
+def test_result_counts_what_must_move_and_compares_it(monkeypatch, known_roofline):
+    def add(values, nothing, amount):
+        return values.add_(amount), values.sum(dtype=torch.int64)
+
+    inputs = (torch.zeros(2500, dtype=torch.int32), None, 1)
+    timings = [Timing("2500", inputs, add, peer=print, peer_name="other", flops=10**6)]
+    spec = replace(PACK_TRITS, timings=lambda *_: timings)
+    monkeypatch.setattr(verify, "KERNELS", (spec,))
+    report = time_kernels(results("pack_trits"), FakeStopwatch([4.0, 2.0, 3.0], [6.0, 6.0, 6.0]), 6)
+    (found,) = report.timings
+    assert report.roofline == ROOFLINE
+    assert (found.kernel, found.shape, found.us, found.turns) == ("pack_trits", "2500", 3.0, 3)
+    assert (found.peer, found.peer_us, found.ratio) == ("other", 6.0, 2.0)
+    assert found.moved_bytes == 2 * 10_000 + 8
+    assert found.bound == "memory"
+    assert found.floor_us == pytest.approx(0.020008)
+    assert found.share == pytest.approx(0.020008 / 3)
+
+
+def test_kernel_without_peer_has_no_ratio(monkeypatch, known_roofline):
+    spec = replace(PACK_TRITS, timings=lambda *_: [Timing("5", (torch.zeros(5),), torch.neg)])
+    monkeypatch.setattr(verify, "KERNELS", (spec,))
+    (found,) = time_kernels(results("pack_trits"), FakeStopwatch([4.0]), 6).timings
+    assert (found.peer, found.peer_us, found.ratio) == (None, None, None)
+
+
+def test_kernel_that_failed_is_not_timed(monkeypatch, known_roofline):
+    def never(*_):
+        raise AssertionError("timed")
+
+    specs = [replace(PACK_TRITS, timings=never), replace(UNPACK_TRITS, timings=lambda *_: [])]
+    monkeypatch.setattr(verify, "KERNELS", tuple(specs))
+    right, wrong = results("pack_trits", "unpack_trits"), results("pack_trits", passed=False)
+    report = time_kernels([*right, *wrong], FakeStopwatch(), 6)
+    assert report.not_timed == {"pack_trits": "it did not pass"}
+
+
+def test_kernel_that_was_not_verified_is_not_timed(known_roofline):
+    found = [replace(result, backend="torch") for result in results("pack_trits")]
+    report = time_kernels(found, FakeStopwatch(), 6)
+    assert (report.timings, report.not_timed) == ((), {})
+
+
+@pytest.mark.parametrize(
+    ("device", "backends", "message"),
+    [
+        ("cpu", ["interpreter", "torch"], "`--time` needs a CUDA device, and this run is on `cpu`"),
+        ("cuda", ["torch"], "and only torch would be verified"),
+    ],
+)
+def test_what_cannot_be_timed_is_refused(device, backends, message):
+    with pytest.raises(ArbError, match=message):
+        check_timeable(torch.device(device), backends)
+    check_timeable(torch.device("cuda"), ["triton", "torch"])
+
+
+def test_roofline_is_of_bytes_both_ways_and_of_both_operations():
+    with FakeTensorMode():
+        found = measure_roofline(FakeStopwatch([1000.0], [2000.0], [3.0]))
+    assert found.bytes_per_second == pytest.approx(2**30 / 1e-3)
+    assert found.flops_per_second == pytest.approx(2 * 8192**3 / 2e-3)
+    assert found.launch_us == 3.0
+
+
+def description(value):
+    if not isinstance(value, torch.Tensor):
+        return type(value)
+    # the cases are float32 where the interpreter runs them, as it computes wrongly in bf16
+    kind = "real" if value.dtype.is_floating_point else value.dtype
+    return kind, value.dim()
+
+
+@pytest.mark.parametrize("spec", KERNELS, ids=lambda spec: spec.name)
+def test_kernel_is_timed_on_inputs_like_its_cases(spec):
+    cases = [case.inputs for case in spec.cases(CPU, 32)]
+    known = [set(map(description, values)) for values in zip(*cases, strict=True)]
+    with FakeTensorMode(allow_non_fake_inputs=True):  # shapes and types, without the memory
+        timings = list(spec.timings(CPU, 32))
+    assert timings
+    for item in timings:
+        for value, allowed in zip(item.inputs, known, strict=True):
+            assert description(value) in allowed, item.label
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "ternary_matmul",
+        "ternary_matmul_grad_x",
+        "rms_norm",
+        "embedding_rows",
+        "embedding_grad",
+        "weighted_rows",
+        "gather_rows",
+    ],
+)
+def test_peer_does_the_same_work(name):
+    (spec,) = verify.find_kernels([name])
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        for item in spec.timings(CPU, 32):
+            shapes = [result.shape for result in as_tuple(item.peer())]
+            assert shapes == [result.shape for result in as_tuple(spec.torch(*item.inputs))]
+
+
+@pytest.mark.gpu
+def test_captured_call_is_replayed(device):
+    count = torch.zeros(1, device=device)
+    stopwatch = Stopwatch(device)
+    replay = stopwatch.capture(lambda: count.add_(1))
+    before = int(count)
+    times = stopwatch.times([replay, replay], 3)
+    assert int(count) == before + 6
+    assert [len(turns) for turns in times] == [3, 3]
+    assert all(us > 0 for turns in times for us in turns)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("spec", KERNELS, ids=lambda spec: spec.name)
+def test_kernel_can_be_timed(monkeypatch, known_roofline, spec, device):
+    monkeypatch.setattr(timing, "TURNS", (2, 2))
+    report = time_kernels(results(spec.name), Stopwatch(device), 32)
+    assert report.not_timed == {}
+    assert all(found.us > 0 and found.turns == 2 for found in report.timings)

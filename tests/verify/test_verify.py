@@ -1,0 +1,158 @@
+"""The verifier: wrong kernels fail, poison shows, and the random cases can be drawn again."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from arbcli.errors import ArbError
+from arbcli.kernels.codec.packing import PACK_TRITS
+from arbcli.kernels.norm.rms_norm import RMS_NORM
+from arbcli.verify import kernels as verify
+from arbcli.verify.compare import as_tuple, compare, poisoned
+from arbcli.verify.fuzz import DRAWINGS, fuzz_cases, real_cases, real_reference
+from arbcli.verify.kernels import KERNELS, Checks, copies, find_kernels, verify_kernels
+from arbcli.verify.workers import Workers
+
+KERNEL_BACKEND = "triton" if torch.cuda.is_available() else "interpreter"
+T6 = {"T6": 6}
+
+
+def verify_planted(monkeypatch, spec, device, **checks):
+    monkeypatch.setattr(verify, "KERNELS", (spec,))
+    return verify_kernels([], T6, device, [KERNEL_BACKEND], Checks(**checks))
+
+
+def off_by_one(trits):
+    return PACK_TRITS.triton(trits) + 1
+
+
+def test_right_kernel_passes(device):
+    report = verify_kernels(["pack_trits"], T6, device, [KERNEL_BACKEND, "torch"])
+    assert report.passed
+    assert [result.backend for result in report.kernels] == [KERNEL_BACKEND, "torch"]
+    for result in report.kernels:
+        assert (result.unequal, result.unwritten, result.max_error) == (0, 0, 0.0)
+        assert result.scale_type is None
+        assert "33x123" in result.shapes
+
+
+def test_wrong_kernel_fails_with_its_cases(monkeypatch, device):
+    report = verify_planted(monkeypatch, replace(PACK_TRITS, triton=off_by_one), device)
+    (result,) = report.kernels
+    assert not report.passed
+    assert result.unequal == result.elements > 0
+    assert "33x123" in [failure.label for failure in result.failures]
+
+
+def test_kernel_that_raises_fails_its_cases_only(monkeypatch, device):
+    def picky(trits):
+        if trits.shape == (3, 33):
+            raise RuntimeError("no\nsuch shape")
+        return PACK_TRITS.triton(trits)
+
+    (result,) = verify_planted(monkeypatch, replace(PACK_TRITS, triton=picky), device).kernels
+    (failure,) = result.failures
+    assert (failure.label, failure.error) == ("3x33", "RuntimeError: no")
+
+
+def test_outputs_that_are_not_written_are_counted(monkeypatch, device):
+    def lazy(trits):
+        packed = PACK_TRITS.triton(trits)
+        return torch.empty_like(packed).index_copy_(0, torch.arange(1, device=device), packed[:1])
+
+    spec = replace(PACK_TRITS, triton=lazy, cases=lambda *_: [*PACK_TRITS.cases(device, 0)][1:2])
+    (result,) = verify_planted(monkeypatch, spec, device).kernels
+    assert result.unwritten == result.elements * 2 // 3
+
+
+def test_memory_is_poisoned_inside_only():
+    before = torch.are_deterministic_algorithms_enabled()
+    with poisoned():
+        assert torch.empty(3).isnan().all()
+        assert (torch.empty(3, dtype=torch.int8) == 127).all()
+    assert torch.are_deterministic_algorithms_enabled() == before
+
+
+def test_integers_of_another_type_are_not_equal():
+    values = torch.tensor([1, 2], dtype=torch.int8)
+    assert not compare(PACK_TRITS, "", values.int(), values).passed
+
+
+def test_nan_fails_a_tolerance():
+    wanted = torch.ones(3)
+    found = compare(RMS_NORM, "", torch.tensor([1.0, torch.nan, 1.0]), wanted)
+    assert not found.passed
+    assert found.max_error is None
+    assert found.unwritten == 1
+
+
+def test_counts_of_unequal_elements_are_for_exact_gates_only(device):
+    report = verify_kernels(["rms_norm"], T6, device, ["torch"])
+    assert report.kernels[0].unequal is None
+    assert report.kernels[0].cosine == pytest.approx(1)
+
+
+def test_unknown_kernel_is_refused(device):
+    with pytest.raises(ArbError, match="no kernel is named `pack`"):
+        verify_kernels(["pack"], T6, device, ["torch"])
+
+
+def test_every_kernel_can_be_drawn():
+    assert set(DRAWINGS) == {spec.name for spec in KERNELS}
+
+
+@pytest.mark.parametrize("spec", KERNELS, ids=lambda spec: spec.name)
+def test_random_cases_pass(spec, device):
+    backends = [KERNEL_BACKEND, "torch"]
+    report = verify_kernels([spec.name], T6, device, backends, Checks(fuzz=2, seed=11))
+    assert report.passed, report.kernels
+
+
+@pytest.mark.parametrize("spec", KERNELS, ids=lambda spec: spec.name)
+def test_torch_backend_passes_many_random_cases(spec, device):
+    report = verify_kernels([spec.name], {"T16": 16}, device, ["torch"], Checks(fuzz=25))
+    assert report.passed, report.kernels
+
+
+@pytest.mark.parametrize("name", DRAWINGS)
+def test_random_case_is_drawn_again_from_its_seed(name, device):
+    (one,), (other,) = (list(fuzz_cases(name, device, 6, [5])) for _ in range(2))
+    assert one.label == other.label
+    for a, b in zip(one.inputs, other.inputs, strict=True):
+        if isinstance(a, torch.Tensor):
+            assert torch.equal(a, b)
+            assert a.stride() == b.stride()
+        else:
+            assert a == b
+
+
+def test_random_failure_names_its_seed(monkeypatch, device):
+    wrong = replace(PACK_TRITS, triton=off_by_one)
+    report = verify_planted(monkeypatch, wrong, device, fuzz=2, seed=40)
+    labels = [failure.label.split(":")[0] for failure in report.kernels[0].failures]
+    assert labels == ["seed 40", "seed 41"]
+
+
+@pytest.mark.parametrize("spec", KERNELS, ids=lambda spec: spec.name)
+def test_reference_of_large_cases_agrees_with_the_slow_one(spec, device):
+    for case in real_cases(spec.name, device, 6, [(33, 165)]):
+        slow = as_tuple(spec.reference(*copies(case.inputs)))
+        fast = as_tuple(real_reference(spec)(*copies(case.inputs)))
+        for got, wanted in zip(fast, slow, strict=True):
+            assert compare(spec, case.label, got, wanted).passed, case.label
+
+
+def test_other_processes_find_the_same(device):
+    names = ["step_scales", "cast_scale_votes"]
+    alone = verify_kernels(names, T6, device, ["torch"])
+    with Workers(2) as workers:
+        shared = verify_kernels(names, T6, device, ["torch"], workers=workers)
+    assert [replace(result, seconds=0) for result in shared.kernels] == [
+        replace(result, seconds=0) for result in alone.kernels
+    ]
+
+
+def test_kernels_are_found_by_name():
+    assert find_kernels([]) == list(KERNELS)
+    assert find_kernels(["pack_trits"]) == [PACK_TRITS]
