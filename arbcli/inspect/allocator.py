@@ -23,7 +23,8 @@ SEGMENT_UNIT = 2 * 2**20
 """What the size of such a segment is rounded up to."""
 
 
-def _round_up(size: int, unit: int) -> int:
+def round_up(size: int, unit: int) -> int:
+    """Find the smallest multiple of `unit` that is not below `size`."""
     return -(-size // unit) * unit
 
 
@@ -31,7 +32,7 @@ def segment_bytes(size: int) -> int:
     """Find what is taken from the device for a block of `size` bytes that fits nowhere."""
     if size <= SMALL:
         return SMALL_SEGMENT
-    return LARGE_SEGMENT if size < OWN_SEGMENT else _round_up(size, SEGMENT_UNIT)
+    return LARGE_SEGMENT if size < OWN_SEGMENT else round_up(size, SEGMENT_UNIT)
 
 
 @dataclass(slots=True, eq=False)
@@ -91,9 +92,14 @@ class Allocator:
         self._shared = self._current = (_Pool(small=True), _Pool(small=False))
         self._next_address = 0
 
+    @property
+    def is_capturing(self) -> bool:
+        """Whether blocks are given out to a CUDA graph."""
+        return self._current is not self._shared
+
     def allocate(self, size: int) -> Block:
         """Give out a block for `size` bytes, 1 or more."""
-        size = _round_up(size, UNIT)
+        size = round_up(size, UNIT)
         pool = self._current[size > SMALL]
         block = pool.take(size) or self._reserve(pool, size)
         rest = block.size - size

@@ -5,6 +5,7 @@ they allocate and release goes, in order, through a model of the CUDA allocator,
 a sum. Nothing here knows what a model consists of.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from arbcli.data import Texts
 from arbcli.device import deterministic
-from arbcli.inspect.allocator import Allocator
+from arbcli.inspect.allocator import Allocator, round_up
 from arbcli.inspect.trace import META, Storages, calling_function, without_memory
 from arbcli.kernels.runtime.backend import compile_for
 from arbcli.train.trainer import COMPUTE, TrainConfig, Trainer
@@ -52,6 +53,33 @@ class PeakReport:
     """What the model does at the peak."""
 
 
+CUBLAS_WORKSPACE = 8 * 4096 * 2**10
+"""What `CUBLAS_WORKSPACE_CONFIG` asks for, as `arbcli.environment` sets it."""
+PRODUCTS = {
+    torch.ops.aten.mm.default,
+    torch.ops.aten.bmm.default,
+    torch.ops.aten.addmm.default,
+    torch.ops.aten.baddbmm.default,
+}
+"""Operations that cuBLAS computes."""
+
+
+def _flash_backward(args: tuple, processors: int) -> tuple[int, int]:
+    """Find the float32 sums of a deterministic backward: softmax_d, and dq in several parts."""
+    batch, heads, length, width = args[1].shape
+    rows, padded = batch * heads * round_up(length, 128), round_up(width, 32)
+    parts = -(-processors // (batch * heads))
+    return 4 * rows, 4 * parts * rows * padded
+
+
+HIDDEN: dict[Any, Callable[[tuple, int], tuple[int, ...]]] = {
+    torch.ops.aten._scaled_dot_product_flash_attention_backward.default: _flash_backward,
+}
+"""What operations of torch allocate on a GPU, and release before they return, by (arguments,
+processors): bytes in their order, after the results. What is not worth a line: sums of few numbers
+in two steps, 512 bytes each."""
+
+
 class _Total:
     """A memory that only counts, as that of a CPU is."""
 
@@ -70,16 +98,41 @@ class _Total:
 class _Trace(Storages):
     """Takes every storage from a memory, and remembers what the most was made of."""
 
-    def __init__(self, memory: Allocator | _Total) -> None:
+    def __init__(self, memory: Allocator | _Total, processors: int) -> None:
         super().__init__(META)
-        self.memory = memory
+        self.memory, self.processors = memory, processors
         self.parts = dict.fromkeys(("state", "saved", "transient", "constant"), 0)
         self.peak, self.peak_parts, self.at = 0, self.parts, ""
         self.loading = True
         self._blocks: dict[int, tuple[Any, int, str]] = {}
+        self._workspaces: set[tuple[bool, bool]] = set()
+
+    @property
+    def in_backward(self) -> bool:
+        """Whether autograd runs, which has a thread of its own for a GPU."""
+        return torch._C._current_graph_task_id() >= 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run an operation, and let cuBLAS have its workspace."""
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        if func in PRODUCTS and isinstance(self.memory, Allocator) and result.is_meta:
+            # torch keeps one for each thread, and another one for each where steps are captured
+            where = (self.in_backward, self.memory.is_capturing)
+            if where not in self._workspaces:
+                self._workspaces.add(where)
+                self._allocate(CUBLAS_WORKSPACE, "constant", func)
+        if func in HIDDEN and isinstance(self.memory, Allocator):
+            sizes = HIDDEN[func](args, self.processors)
+            taken = [self._allocate(size, "transient", func) for size in sizes]
+            for block, size, part in reversed(taken):
+                self.memory.release(block)
+                self.parts[part] -= size
+        return result
 
     def came(self, key: int, tensor: Tensor, size: int, op: Any) -> None:
-        part = "transient" if torch._C._current_graph_task_id() >= 0 else "saved"
+        part = "transient" if self.in_backward else "saved"
         self._blocks[key] = self._allocate(size, "state" if self.loading else part, op)
 
     def went(self, key: int) -> None:
@@ -127,8 +180,9 @@ def predict_peak(config: TrainConfig, *, captured: bool = False) -> PeakReport:
     """
     device = torch.device(config.device)
     on_gpu = device.type == "cuda"
-    trace = _Trace(Allocator() if on_gpu else _Total())
-    with deterministic(), compile_for(*_gpu(device)), trace, without_memory(device):
+    capability, processors = _gpu(device)
+    trace = _Trace(Allocator() if on_gpu else _Total(), processors)
+    with deterministic(), compile_for(capability, processors), trace, without_memory(device):
         trainer = Trainer(config, Texts(_AnyText(), _AnyText(), ""))
         trace.end_step()
         for _ in range(WARM_STEPS):

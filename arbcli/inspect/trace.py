@@ -5,7 +5,7 @@ import heapq
 import sys
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -159,23 +159,31 @@ def calling_function() -> str:
 def without_memory(device: torch.device) -> Iterator[None]:
     """Run what would run on `device` on tensors that have shapes and storages, but no memory.
 
-    Kernels are not launched; what their launchers allocate is seen.
+    They are torch's own `meta` tensors, and what is asked for on `device` is made there. Kernels
+    are not launched; what their launchers allocate is seen. `FakeTensorMode` is made for this, but
+    its tensors of a GPU have no backward where torch was built without CUDA.
+
+    A few functions of torch are replaced meanwhile, for all threads: a mode would not reach the
+    backward. They are those that tell a `meta` tensor from one of the device (`_answers`), or that
+    compute in another way there (`_substitutes`).
     """
     default = device if device.type == "cpu" else nullcontext()
-    with fresh_tables(), replaced_launches(_launch_nothing), _Pretence(device), default:
+    with ExitStack() as stack:
+        for owner, name, function in (*_answers(device), *_substitutes(device)):
+            stack.callback(setattr, owner, name, getattr(owner, name))
+            setattr(owner, name, function)
+        stack.enter_context(fresh_tables())
+        stack.enter_context(replaced_launches(_launch_nothing))
+        stack.enter_context(_OnMeta(device))
+        stack.enter_context(default)
         yield
 
 
 def _launch_nothing(_kernel: Any, _grid: Any, *_: Any, **__: Any) -> None: ...
 
 
-class _Pretence(TorchFunctionMode):
-    """Puts what is asked for on one device on torch's `meta` device, and says it were there.
-
-    torch has `FakeTensorMode` for this, but its tensors of a GPU have no backward where torch was
-    built without CUDA. Where torch computes the same in another way on `meta`, that is put right
-    here: see `_attention` and `_rms_norm`.
-    """
+class _OnMeta(TorchFunctionMode):
+    """Puts what is asked for on one device on `meta`."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
@@ -184,47 +192,61 @@ class _Pretence(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Answer for the device, or call the function on `meta`."""
+        """Call a function with the other device."""
         kwargs = kwargs or {}
-        if func is Tensor.device.__get__:
-            real = func(*args)
-            return self.device if real == META else real
-        if func is Tensor.is_cuda.__get__:
-            return args[0].is_meta and self.device.type == "cuda"
-        if func is Tensor.data_ptr:  # aligned like an allocation, and not null
-            return 2**20 + args[0].storage_offset() * args[0].itemsize
-        if func is Tensor.pin_memory:
-            return args[0]
-        if func is functional.scaled_dot_product_attention and args[0].is_meta:
-            return self._attention(*args, **kwargs)
-        if func is functional.rms_norm and args[0].is_meta and self.device.type == "cuda":
-            return _RmsNorm.apply(args[0])
         if func is torch.device:
             return func(*args, **kwargs)
         args = tuple(map(self._moved, args))
         return func(*args, **{name: self._moved(value) for name, value in kwargs.items()})
 
-    def _attention(self, *args: Tensor, **kwargs: Any) -> Tensor:
-        """Attend as the device would: flash attention, but for float32 on a GPU."""
-        query, *others = args
-        kwargs.pop("attn_mask", None)
-        causal = {"dropout_p": 0.0, "is_causal": kwargs.pop("is_causal"), **kwargs}
-        if self.device.type == "cpu":
-            attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-            return attend(query, *others, **causal)[0]
-        if query.dtype == torch.float32:
-            return torch.ops.aten._scaled_dot_product_attention_math(query, *others, **causal)[0]
-        width = query.shape[-1]
-        padded = [functional.pad(part, (0, -width % 8)) if width % 8 else part for part in args]
-        y = torch.ops.aten._scaled_dot_product_flash_attention(*padded, **causal)[0]
-        return y[..., :width]
-
     def _moved(self, value: Any) -> Any:
-        """Turn the device, or its name, into `meta`."""
         if isinstance(value, torch.device):
             return META if value.type == self.device.type else value
         return META if isinstance(value, str) and value == self.device.type else value
 
+
+def _answers(device: torch.device) -> Iterator[tuple[Any, str, Any]]:
+    """List what a tensor is to say of itself: whose, what, and the function that says it."""
+    is_cuda, data_ptr, pin_memory = Tensor.is_cuda, Tensor.data_ptr, Tensor.pin_memory
+
+    def has_cuda(tensor: Tensor) -> bool:
+        return device.type == "cuda" if tensor.is_meta else is_cuda.__get__(tensor)
+
+    def address(tensor: Tensor) -> int:
+        if not tensor.is_meta:
+            return data_ptr(tensor)
+        return 2**20 + tensor.storage_offset() * tensor.itemsize  # aligned, as allocations are
+
+    def pinned(tensor: Tensor) -> Tensor:
+        return pin_memory(tensor) if torch.cuda.is_available() else tensor
+
+    yield Tensor, "is_cuda", property(has_cuda)
+    yield Tensor, "data_ptr", address
+    yield Tensor, "pin_memory", pinned
+
+
+def _substitutes(device: torch.device) -> Iterator[tuple[Any, str, Any]]:
+    """List functions that allocate otherwise on the device than on `meta`, as `_answers` does."""
+    attention, rms_norm = functional.scaled_dot_product_attention, functional.rms_norm
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, **how: Any) -> Tensor:
+        if not q.is_meta or how.pop("attn_mask", None) is not None:
+            return attention(q, k, v, **how)
+        if device.type == "cpu":
+            return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, **how)[0]
+        if q.dtype == torch.float32:
+            return torch.ops.aten._scaled_dot_product_attention_math(q, k, v, **how)[0]
+        width = q.shape[-1]
+        if width % 8:
+            q, k, v = (functional.pad(part, (0, -width % 8)) for part in (q, k, v))
+        return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, **how)[0][..., :width]
+
+    def normalise(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        on_gpu = x.is_meta and device.type == "cuda"
+        return _RmsNorm.apply(x) if on_gpu else rms_norm(x, *args, **kwargs)
+
+    yield functional, "scaled_dot_product_attention", attend
+    yield functional, "rms_norm", normalise
 
 
 class _RmsNorm(Function):
@@ -232,8 +254,9 @@ class _RmsNorm(Function):
 
     @staticmethod
     def forward(ctx, x: Tensor) -> Tensor:
+        y = torch.empty_like(x)
         ctx.save_for_backward(x, x.new_empty(x.shape[:-1], dtype=torch.float32))
-        return torch.empty_like(x)
+        return y
 
     @staticmethod
     def backward(ctx, grad: Tensor) -> Tensor:
