@@ -72,8 +72,15 @@ def _flash_backward(args: tuple, processors: int) -> tuple[int, int]:
     return 4 * rows, 4 * parts * rows * padded
 
 
+def _sort(args: tuple, _processors: int) -> tuple[int, ...]:
+    """Find the numbers of what is sorted, and for many the second buffers of a radix sort."""
+    number = args[0].numel()
+    return (8 * number, 16 * number + 18_943) if number > 4096 else (8 * number,)
+
+
 HIDDEN: dict[Any, Callable[[tuple, int], tuple[int, ...]]] = {
     torch.ops.aten._scaled_dot_product_flash_attention_backward.default: _flash_backward,
+    torch.ops.aten.sort.stable: _sort,
 }
 """What operations of torch allocate on a GPU, and release before they return, by (arguments,
 processors): bytes in their order, after the results. What is not worth a line: sums of few numbers
@@ -107,6 +114,20 @@ class _Trace(Storages):
         self._blocks: dict[int, tuple[Any, int, str]] = {}
         self._workspaces: set[tuple[bool, bool]] = set()
 
+    def _accumulates(self, total: Any, other: Any) -> bool:
+        """Whether autograd adds up gradients in place, as it does unless a mode looks on.
+
+        A view it leaves alone, as its base might still be in use.
+        """
+        if not self.in_backward or not isinstance(other, Tensor) or calling_function() != "autograd":
+            return False
+        return not total._is_view() and total.shape == other.shape and total.dtype == other.dtype
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether memory is that of a GPU."""
+        return isinstance(self.memory, Allocator)
+
     @property
     def in_backward(self) -> bool:
         """Whether autograd runs, which has a thread of its own for a GPU."""
@@ -115,15 +136,17 @@ class _Trace(Storages):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run an operation, and let cuBLAS have its workspace."""
+        """Run an operation as the device would, which may need more than its results."""
+        if func is torch.ops.aten.add.Tensor and self.on_gpu and self._accumulates(*args):
+            func = torch.ops.aten.add_.Tensor
         result = super().__torch_dispatch__(func, types, args, kwargs)
-        if func in PRODUCTS and isinstance(self.memory, Allocator) and result.is_meta:
+        if func in PRODUCTS and self.on_gpu and result.is_meta:
             # torch keeps one for each thread, and another one for each where steps are captured
             where = (self.in_backward, self.memory.is_capturing)
             if where not in self._workspaces:
                 self._workspaces.add(where)
                 self._allocate(CUBLAS_WORKSPACE, "constant", func)
-        if func in HIDDEN and isinstance(self.memory, Allocator):
+        if func in HIDDEN and self.on_gpu:
             sizes = HIDDEN[func](args, self.processors)
             taken = [self._allocate(size, "transient", func) for size in sizes]
             for block, size, part in reversed(taken):
