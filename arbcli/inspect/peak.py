@@ -84,8 +84,13 @@ def _flash_backward(args: tuple) -> _Hidden:
 
 def _sort(args: tuple) -> _Hidden:
     """Find the numbers of what is sorted, and for many the second buffers of a radix sort."""
-    number = args[0].numel()
-    return _Hidden(after=(8 * number, 16 * number + 18_943) if number > 4096 else (8 * number,))
+    number, size = args[0].numel(), args[0].itemsize
+    return _Hidden(after=(8 * number, _radix_bytes(number, size))[: 1 + (number > 4096)])
+
+
+def _radix_bytes(number: int, key_bytes: int) -> int:
+    """Find what cub takes to sort pairs of a key and an int64."""
+    return number * (key_bytes + 8) + 18_943
 
 
 def _index(args: tuple) -> _Hidden:
@@ -94,10 +99,45 @@ def _index(args: tuple) -> _Hidden:
     return _Hidden(before=tuple(8 * i.numel() for i in indices if i.dtype == torch.int32))
 
 
+def _scatter(args: tuple) -> _Hidden:
+    """Find what a deterministic scatter sorts: places in one number each, sorted, and whose."""
+    number = args[2].numel()
+    return _Hidden(after=(*(8 * number,) * 4, _radix_bytes(number, 8)))
+
+
+TOPK_SLICES = ((20, 20_000), (40, 10_000), (80, 8_000), (199, 5_000), (799, 3_000), (4_000, 800))
+"""For so many slices torch shares a slice among blocks if it has so many elements."""
+
+
+def _topk(args: tuple) -> _Hidden:
+    """Find the counters of a radix search whose blocks share slices, with 256 digits each."""
+    x = args[0]
+    slices, length = x.numel() // x.shape[-1], x.shape[-1]
+    if length < next((least for most, least in TOPK_SLICES if slices <= most), 400):
+        return _Hidden()
+    threads = num_processors(x) * 6 * 256
+    each = min(max(-(-x.numel() // threads), 4), 64)
+    blocks = slices * -(-length // (each * 256))
+    return _Hidden(
+        after=(4 * slices, 8 * slices, 8 * slices, 512 * blocks, 1024 * slices, *(4 * blocks,) * 2)
+    )
+
+
+def _running_sum(args: tuple) -> _Hidden:
+    """Find the int64 copy of what is added up."""
+    x = args[0]
+    return _Hidden() if x.is_floating_point() or x.itemsize == 8 else _Hidden(after=(8 * x.numel(),))
+
+
 HIDDEN: dict[Any, Callable[[tuple], _Hidden]] = {
     torch.ops.aten._scaled_dot_product_flash_attention_backward.default: _flash_backward,
     torch.ops.aten.sort.stable: _sort,
     torch.ops.aten.index.Tensor: _index,
+    torch.ops.aten.scatter_.src: _scatter,
+    torch.ops.aten.scatter_add_.default: _scatter,
+    torch.ops.aten.index_add_.default: _scatter,
+    torch.ops.aten.cumsum.default: _running_sum,
+    torch.ops.aten.topk.default: _topk,
 }
 """By operation of torch on a GPU, from its arguments; read off records of the allocator. Sums of few numbers in two steps, 512 bytes each, are left out."""
 IN_PLACE = {
