@@ -14,9 +14,7 @@ from arbcli.model.layers.norm import NORM_EPS
 ROTARY_BASE = 10000.0
 
 
-def _compute_table(
-    length: int, head_dim: int, device: torch.device
-) -> tuple[Tensor, Tensor]:
+def _compute_table(length: int, head_dim: int, device: torch.device) -> tuple[Tensor, Tensor]:
     frequency = ROTARY_BASE ** (-torch.arange(0, head_dim, 2, device=device) / head_dim)
     angle = torch.outer(torch.arange(length, device=device, dtype=torch.float32), frequency)
     return angle.cos(), angle.sin()
