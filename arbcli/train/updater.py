@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from arbcli.config.model import RULES, ModelConfig
+from arbcli.kernels.codec.packed import Packed
 from arbcli.kernels.rows.weighted_rows import TouchedRows
 from arbcli.kernels.update.blend_moment import blend_moment, moment_max
 from arbcli.kernels.update.cast_votes import cast_scale_votes, cast_trit_votes
@@ -259,10 +260,10 @@ class Updater:
         """
         keys, rule = self.keys[index].unbind(), self.rule
         limit = self.limit if share is None else self.row_limit
+        packed = Packed(matrix.trits, *matrix.scales, grad.shape[1], self.group_size)
         statistics = gradient_statistics(
-            grad, matrix.trits, *matrix.scales, self.group_size,
-            factored=self.direction == "factored", signs=self.voting,
-        )  # fmt: skip
+            grad, packed, factored=self.direction == "factored", signs=self.voting
+        )
         if share is not None:
             statistics = statistics._replace(
                 slope_squares=statistics.slope_squares / share, columns=statistics.columns / share
