@@ -28,7 +28,7 @@ from arbcli.checkpoint import (
     save_checkpoint,
     write_json,
 )
-from arbcli.config.model import RULES, GraphConfig
+from arbcli.config.model import GraphConfig
 from arbcli.config.model import preset as model_preset
 from arbcli.data import Texts, entropy, open_texts
 from arbcli.device import (
@@ -44,6 +44,7 @@ from arbcli.errors import ArbError
 from arbcli.infer.generation import Sampling, generate
 from arbcli.model.build import build_model, model_config_from
 from arbcli.model.language_model import LanguageModel
+from arbcli.rules import find_rule
 from arbcli.train.trainer import COMPUTE, TrainConfig, Trainer, config_from, schedule, text_digest
 
 LOG_EVERY = 10
@@ -216,7 +217,7 @@ def new_config(
         )
     given.setdefault("optimizer", "rule" if ternary else "adamw")
     twin = (model.weights, given["optimizer"])
-    own_lr = RULES[model.rule].lr if ternary else FLOAT_LR.get(twin, 1e-3)
+    own_lr = find_rule(model.rule).lr if ternary else FLOAT_LR.get(twin, 1e-3)
     given.setdefault("lr", PRESET_LR.get((preset, model.direction), own_lr))
     given.setdefault("compute", default_compute(place))
     check_compute(given["compute"], place)
