@@ -15,6 +15,7 @@ from arbcli.errors import ArbError
 from arbcli.kernels.runtime.backend import use_backend
 from arbcli.model.build import build_model, model_config_from
 from arbcli.model.language_model import LOSS_WEIGHTS
+from arbcli.train.compiled_twin import compile_twin, side_stream
 from arbcli.train.float_optimizer import FloatOptimizer
 from arbcli.train.updater import Updater
 
@@ -125,7 +126,8 @@ class Trainer:
         config: what to compute.
         texts: what to read.
         capture: after a few steps, replay the step as one CUDA graph: the same kernels and the same
-            bits without the launches' cost. Hooks on the model see nothing of a replayed step.
+            bits without the launches' cost. Hooks on the model see nothing of a replayed step. A
+            float twin is compiled besides, which moves its last bits.
     """
 
     def __init__(self, config: TrainConfig, texts: Texts, *, capture: bool = False) -> None:
@@ -148,9 +150,13 @@ class Trainer:
             self.updater = Updater(tensors, config.model, config.seed, dtype)
             for tensor in tensors:
                 tensor.sink = self.updater
-        else:
-            self.optimizer = FloatOptimizer(self.model, config.optimizer, config.lr)
-        capture = capture and config.backend == "triton" and self.updater is not None
+        capture = capture and config.backend == "triton"
+        self._warm_up_stream: torch.cuda.Stream | None = None
+        if self.updater is None:
+            self.optimizer = FloatOptimizer(self.model, config.optimizer, compiled=capture)
+            if capture:
+                compile_twin(self.model)
+                self._warm_up_stream = torch.cuda.Stream(self.device)
         self._capture_at = EAGER_STEPS if capture else None
         self._graph: torch.cuda.CUDAGraph | None = None
         self._batches: Tensor | None = None
@@ -177,12 +183,12 @@ class Trainer:
         self._load_batches()
         if self.updater:
             self.updater.set_step(self.step, self.lr, self.config.accum)
+        if self.optimizer:
+            self.optimizer.set_lr(self.lr)
         if self._graph is None and self._capture_at == self.step:
             self._capture()
         with use_backend(self.config.backend):
-            loss = self._compute() if self._graph is None else self._replay()
-        if self.optimizer:
-            self.optimizer.step(self.lr / self.config.lr)
+            loss = self._warm_up() if self._graph is None else self._replay()
         self.step += 1
         return loss
 
@@ -210,7 +216,7 @@ class Trainer:
         self._micro_batches = batches
 
     def _compute(self) -> Tensor:
-        """Run forward, backward and, for packed weights, the updates of the loaded batches."""
+        """Run forward, backward and the updates of the loaded batches."""
         accum, totals = self.config.accum, {}
         self.model.forget_uses()
         for micro, (ids, targets) in enumerate(self._micro_batches):
@@ -223,9 +229,18 @@ class Trainer:
                 totals[name] = totals.get(name, 0) + part.detach() / accum
         if self.updater:
             self.updater.finish()
+        if self.optimizer:
+            self.optimizer.step()
         self.model.after_step()
         self.loss_parts = totals
         return totals["text"]
+
+    def _warm_up(self) -> Tensor:
+        """Do a step that is not replayed; one of a twin that will be, on a stream of its own."""
+        if self._warm_up_stream is None:
+            return self._compute()
+        with side_stream(self._warm_up_stream):
+            return self._compute()
 
     def _capture(self) -> None:
         """Record a step as a CUDA graph. Recording executes nothing, so no state changes."""
