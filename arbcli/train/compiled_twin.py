@@ -2,10 +2,13 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
-from arbcli.model.dense import ByteLM
+from arbcli.model.dense import RECOMPUTE, ByteLM
 
 WHOLE_LAYERS = 8
 """A model of more blocks is compiled by parts, all blocks by one compilation.
@@ -16,19 +19,32 @@ nothing where a block is large.
 
 
 def compile_twin(model: ByteLM, backend: str = "inductor") -> None:
-    """Compile what a float twin computes in a step, in place; it is compiled when first used.
+    """Compile what a step of a float twin computes, in place of its `losses`.
+
+    It is compiled when first used. Whatever else uses the model finds it as it was.
 
     Args:
         model: with float weights.
         backend: of `torch.compile`.
     """
-    how = {"backend": backend, "dynamic": False, "fullgraph": True}
+    compiled = partial(torch.compile, backend=backend, dynamic=False, fullgraph=True)
     if model.config.layers <= WHOLE_LAYERS:
-        model.losses = torch.compile(model.losses, **how)
+        model.losses = compiled(model.losses)
         return
-    for part in (model.embedding, *model.blocks, model.head):
-        part.compile(**how)
-    model.cross_entropy = torch.compile(model.cross_entropy, **how)
+    embedding, *blocks = map(compiled, (model.embedding, *model.blocks))
+
+    @compiled
+    def text_loss(x: Tensor, targets: Tensor) -> Tensor:
+        logits = model.head(x, model.norm)
+        return model.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+    def losses(ids: Tensor, targets: Tensor) -> dict[str, Tensor]:
+        x = embedding(ids, model.compute_dtype)
+        for block in blocks:
+            x = checkpoint(block, x, **RECOMPUTE) if model.recompute else block(x)
+        return {"text": text_loss(x, targets)}
+
+    model.losses = losses
 
 
 @contextmanager
