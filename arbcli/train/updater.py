@@ -70,6 +70,9 @@ class Updater:
         self._unused = torch.zeros((), **counter)
         self._nonfinite_steps = torch.zeros((), **counter)
 
+    averages = True
+    """Every gradient counts by its share of the step: see `set_step`."""
+
     def begin(self, step: int, lr: float, micro: int = 0, accumulation: int = 1) -> None:
         """Prepare for the backward of one micro-batch: `set_step`, then `begin_micro`."""
         self.set_step(step, lr, accumulation)
