@@ -11,6 +11,7 @@ PACKAGE = Path(__file__).parents[1] / "arbcli"
 RANK = {
     "errors": 0,
     "environment": 0,
+    "signals": 0,
     "config": 1,
     "output": 1,
     "data": 1,
