@@ -83,9 +83,9 @@ def audit_memory(
     if budget is not None and what_if:
         raise ArbError("`--budget` and `--what-if` are two questions", hint="ask one at a time")
     from arbcli.inspect import audit, memory  # torch takes seconds to import
-    from arbcli.train import run as runs  # torch takes seconds to import
+    from arbcli.train.configure import new_config
 
-    config = runs.new_config(**given)
+    config = new_config(**given)
     if what_if:
         report = memory.what_if(config.model)
         emit(report, _what_if_table(report), as_json=as_json)

@@ -92,10 +92,10 @@ def probe_loss(
 
 def _probe(given: dict[str, Any], steps: int, checkpoint: Path | None) -> "ProbeReport":
     from arbcli.inspect import probe  # torch takes seconds to import, so not for `arb --help`
-    from arbcli.train import run as runs  # torch takes seconds to import, so not for `arb --help`
+    from arbcli.train.configure import new_config
 
     if checkpoint is None:
-        return probe.probe(runs.new_config(steps=steps, **given), steps=steps)
+        return probe.probe(new_config(steps=steps, **given), steps=steps)
     _refuse_changes(given)
     config, saved = probe.open_saved(checkpoint, steps=steps, note=note, **given)
     return probe.probe(config, steps=steps, checkpoint=saved)

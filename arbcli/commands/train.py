@@ -30,9 +30,10 @@ from arbcli.commands._options import (
 )
 from arbcli.errors import ArbError
 from arbcli.output import LiveLine, bytes_text, emit_json, note
+from arbcli.signals import exit_code
 
 if TYPE_CHECKING:
-    from arbcli.train.run import Record, TrainReport
+    from arbcli.train.record import Record, TrainReport
     from arbcli.train.trainer import Trainer
 
 
@@ -91,7 +92,9 @@ def train(
     given = {name: value for name, value in locals().items() if value is not None}
     given |= given.pop("parts")
     from arbcli.inspect import plots  # torch takes seconds to import, so not for `arb --help`
-    from arbcli.train import run as runs  # torch takes seconds to import, so not for `arb --help`
+    from arbcli.train.configure import new_config
+    from arbcli.train.directory import RUNS, latest_run, new_run_path
+    from arbcli.train.run import resume_run, start_run
 
     if plot is not None:
         plots.require_matplotlib()
@@ -101,16 +104,16 @@ def train(
     with _Display(quiet=quiet, as_json=as_json) as display:
         if resume is not None:
             _refuse_changes(given, minutes)
-            path = runs.latest_run(out or Path("runs")) if resume == "auto" else Path(resume)
-            report = runs.resume(path, display, **place)
+            path = latest_run(out or RUNS) if resume == "auto" else Path(resume)
+            report = resume_run(path, display, **place)
         else:
-            config = runs.new_config(**given, **place)
-            report = runs.train(config, out or runs.new_run_path(config), display, minutes=minutes)
+            config = new_config(**given, **place)
+            report = start_run(config, out or new_run_path(config), display, minutes=minutes)
     if plot is not None:
         plots.plot_training(Path(report.run), plot)
     display.finished(report)
     if report.stopped_by is not None:
-        raise typer.Exit(130 if report.stopped_by == "SIGINT" else 143)
+        raise typer.Exit(exit_code(report.stopped_by))
 
 
 def _refuse_changes(given: dict[str, Any], minutes: float | None) -> None:
