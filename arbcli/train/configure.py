@@ -33,14 +33,12 @@ def new_config(
         preset: name of a preset.
         device: `cpu` or `cuda`; None is the GPU if there is one.
         backend: None is the device's own.
-        given: fields of `TrainConfig` and of the preset; `tscale_type` is `scale_type`.
+        given: fields of `TrainConfig` and of the preset's model.
 
     Raises:
         ArbError: they do not fit each other, or this machine.
     """
     place = resolve_device(device)
-    if "tscale_type" in given:
-        given["scale_type"] = given.pop("tscale_type")
     names = {field.name for field in dataclasses.fields(GraphConfig)}
     shape = {name: given.pop(name) for name in list(given) if name in names}
     model = model_preset(preset, **shape)

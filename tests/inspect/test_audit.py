@@ -77,7 +77,7 @@ SHAPES = [
     {"rule": "moment", "ctx": 64, "batch": 4},
     {"rule": "moment", "compute": "fp32", "dim": 192, "ffn": 256},
     {"rule": "nibble", "sub_norms": False, "layers": 2, "ffn": 200, "batch": 8},
-    {"rule": "carry", "dim": 256, "ffn": 704, "tscale_type": "T4"},
+    {"rule": "carry", "dim": 256, "ffn": 704, "scale_type": "T4"},
     {"rule": "votes", "dim": 128, "ffn": 100},
     {"compute": "fp8", "ctx": 64, "batch": 16},
 ]
