@@ -3,10 +3,11 @@
 import dataclasses
 from typing import Any
 
-from arbcli.config.model import RULES, GraphConfig
+from arbcli.config.model import GraphConfig
 from arbcli.config.model import preset as model_preset
 from arbcli.device import check_compute, default_compute, resolve_backend, resolve_device
 from arbcli.errors import ArbError
+from arbcli.rules import find_rule
 from arbcli.train.trainer import TrainConfig
 
 FLOAT_LR = {
@@ -50,7 +51,7 @@ def new_config(
         )
     given.setdefault("optimizer", "rule" if ternary else "adamw")
     twin = (model.weights, given["optimizer"])
-    own_lr = RULES[model.rule].lr if ternary else FLOAT_LR.get(twin, 1e-3)
+    own_lr = find_rule(model.rule).lr if ternary else FLOAT_LR.get(twin, 1e-3)
     given.setdefault("lr", PRESET_LR.get((preset, model.direction), own_lr))
     given.setdefault("compute", default_compute(place))
     check_compute(given["compute"], place)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,8 +16,8 @@ from arbcli.device import COMPUTE
 from arbcli.errors import ArbError
 from arbcli.kernels.runtime.backend import use_backend
 from arbcli.model.build import build_model, model_config_from
-from arbcli.model.language_model import LOSS_WEIGHTS
 from arbcli.train.float_optimizer import FloatOptimizer
+from arbcli.train.step import TrainingStep
 from arbcli.train.updater import Updater
 
 EAGER_STEPS = 3
@@ -106,12 +107,6 @@ def schedule(step: int, steps: int, warmup: int) -> float:
     return rise * (0.05 + 0.95 * (1 + math.cos(math.pi * step / steps)) / 2)
 
 
-def minimised(parts: dict[str, Tensor]) -> Tensor:
-    """Add the other parts of a loss, each times its weight, to that of the text."""
-    others = (LOSS_WEIGHTS[name] * part for name, part in parts.items() if name != "text")
-    return sum(others, parts["text"])
-
-
 def text_digest(texts: Texts) -> str:
     """Name the content of both texts of a run."""
     return f"{digest(texts.train)}-{digest(texts.val)}"
@@ -144,11 +139,12 @@ class Trainer:
             self.model.initialise(config.seed)
         if config.model.weights == "ternary":
             tensors = self.model.weights().values()
-            self.updater = Updater(tensors, config.model, config.seed, dtype)
+            self.updater = Updater(tensors, config.seed, dtype)
             for tensor in tensors:
                 tensor.sink = self.updater
         else:
             self.optimizer = FloatOptimizer(self.model, config.optimizer, config.lr)
+        self._compute = TrainingStep(self.model, self.updater, config.accum)
         capture = capture and config.backend == "triton" and self.updater is not None
         self._capture_at = EAGER_STEPS if capture else None
         self._graph: torch.cuda.CUDAGraph | None = None
@@ -167,8 +163,11 @@ class Trainer:
         config = self.config
         return config.lr * schedule(self.step, config.steps, config.warmup)
 
-    def train_step(self) -> Tensor:
+    def train_step(self, reached: Callable[[str], None] = lambda stage: None) -> Tensor:
         """Do one step.
+
+        Args:
+            reached: is told of each stage that ends, see `TrainingStep`; not of a replayed step's.
 
         Returns:
             The loss before it, a float32 scalar tensor in nats a byte; reading it waits for a GPU.
@@ -179,7 +178,12 @@ class Trainer:
         if self._graph is None and self._capture_at == self.step:
             self._capture()
         with use_backend(self.config.backend):
-            loss = self._compute() if self._graph is None else self._replay()
+            if self._graph is None:
+                self.loss_parts = self._compute(self._micro_batches, reached)
+            else:
+                self._graph.replay()
+                self.loss_parts = self._captured_parts
+            loss = self.loss_parts["text"].clone()  # a replay overwrites its own
         if self.optimizer:
             self.optimizer.step(self.lr / self.config.lr)
         self.step += 1
@@ -208,34 +212,12 @@ class Trainer:
             batches = list(self._batches)  # (2, B, T) int64 each
         self._micro_batches = batches
 
-    def _compute(self) -> Tensor:
-        """Run forward, backward and, for packed weights, the updates of the loaded batches."""
-        accum, totals = self.config.accum, {}
-        self.model.forget_uses()
-        for micro, (ids, targets) in enumerate(self._micro_batches):
-            if self.updater:
-                self.updater.begin_micro(micro)
-            parts = self.model.losses(ids, targets)
-            loss = minimised(parts)
-            (loss if self.updater else loss / accum).backward()
-            for name, part in parts.items():
-                totals[name] = totals.get(name, 0) + part.detach() / accum
-        if self.updater:
-            self.updater.finish()
-        self.model.after_step()
-        self.loss_parts = totals
-        return totals["text"]
-
     def _capture(self) -> None:
         """Record a step as a CUDA graph. Recording executes nothing, so no state changes."""
         torch.cuda.empty_cache()  # what the steps before it held is held by the graph from now on
         self._graph = torch.cuda.CUDAGraph()
         with use_backend(self.config.backend), torch.cuda.graph(self._graph):
-            self._captured_loss = self._compute()
-
-    def _replay(self) -> Tensor:
-        self._graph.replay()
-        return self._captured_loss.clone()
+            self._captured_parts = self._compute(self._micro_batches)
 
     @torch.no_grad()
     def evaluate(self, num_batches: int = 40) -> float:

@@ -24,7 +24,7 @@ class TernaryRMSNorm(nn.Module):
 
     def __init__(self, dim: int, config: ModelConfig) -> None:
         super().__init__()
-        self.weight = TernaryTensor(1, dim, config, frozen=True)
+        self.weight = TernaryTensor(1, dim, config, area="norms", frozen=True)
         self._held: Tensor | None = None
         self.plain = False
         """Whether the weights are held, and known to be ones."""
@@ -76,7 +76,9 @@ class TernaryGate(TernaryRMSNorm):
 
     def __init__(self, dim: int, config: ModelConfig, *, normalise: bool) -> None:
         nn.Module.__init__(self)
-        self.weight = TernaryTensor(1, dim, config, frozen=True) if normalise else None
+        self.weight = (
+            TernaryTensor(1, dim, config, area="norms", frozen=True) if normalise else None
+        )
         self._held: Tensor | None = None
         self.plain = False
 
