@@ -11,6 +11,7 @@ PACKAGE = Path(__file__).parents[1] / "arbcli"
 RANK = {
     "errors": 0,
     "environment": 0,
+    "signals": 0,
     "output": 1,
     "data": 1,
     "kernels": 1,
@@ -74,10 +75,10 @@ def test_cli_loads_without_torch():
 def test_package_trains_without_triton():
     code = (
         "import sys; sys.modules['triton'] = None\n"
-        "from arbcli.train import run as runs\n"
+        "from arbcli.train.configure import new_config\n"
         "from arbcli.data import open_texts\n"
         "from arbcli.train.trainer import Trainer\n"
-        "config = runs.new_config(dim=32, layers=1, heads=2, ffn=48, ctx=16, device='cpu')\n"
+        "config = new_config(dim=32, layers=1, heads=2, ffn=48, ctx=16, device='cpu')\n"
         "texts = open_texts(None, None, seed=0, context=16)\n"
         "assert float(Trainer(config, texts).train_step()) < 8\n"
     )

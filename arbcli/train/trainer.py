@@ -12,6 +12,7 @@ from torch import Tensor
 from arbcli.checkpoint import Checkpoint, check_layout
 from arbcli.config.model import ModelConfig
 from arbcli.data import Texts, batch, digest, evaluation_batches
+from arbcli.device import COMPUTE
 from arbcli.errors import ArbError
 from arbcli.kernels.runtime.backend import use_backend
 from arbcli.model.build import build_model, model_config_from
@@ -20,8 +21,6 @@ from arbcli.train.float_optimizer import FloatOptimizer
 from arbcli.train.step import TrainingStep
 from arbcli.train.updater import Updater
 
-COMPUTE = {"bf16": torch.bfloat16, "fp8": torch.bfloat16, "fp32": torch.float32}
-"""Dtype of activations, by `--compute`."""
 EAGER_STEPS = 3
 """Steps before a step is captured: kernels compile and libraries make up their minds in them."""
 OPTIMIZERS = {"ternary": ("rule",), "float": ("adamw", "muon"), "ste": ("adamw", "muon")}

@@ -38,7 +38,7 @@ from arbcli.verify.reference import (
     rotary_angles,
     state_values,
 )
-from arbcli.verify.workers import Workers
+from arbcli.verify.workers import JobDone, Workers
 
 CHECKS = {
     "output": "every layer's output, on the input that the kernels gave it, against float64",
@@ -181,7 +181,7 @@ def check_parity(
     backends: Iterable[str],
     group_sizes: Mapping[str, int],
     workers: Workers | None = None,
-    progress: Callable[[str], None] = lambda _: None,
+    progress: Callable[[JobDone], None] = lambda _: None,
 ) -> tuple[ParityResult, ...]:
     """Compare the model with its reference, in poisoned memory.
 
@@ -191,7 +191,7 @@ def check_parity(
         group_sizes: scale types of the ragged model; presets have their own. Causality and
             determinism are checked with the first.
         workers: processes that share the work; None is this one.
-        progress: is told each part that is done.
+        progress: is told each part that is done, and what it found.
     """
     backends = tuple(backends)
     jobs = [(s.name, s.backend, s) for s in _subjects(device, backends, group_sizes)]
