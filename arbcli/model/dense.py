@@ -15,8 +15,12 @@ from arbcli.model.layers.linear import TernaryLinear
 from arbcli.model.layers.loss import cross_entropy
 from arbcli.model.layers.norm import TernaryGate, TernaryRMSNorm
 from arbcli.model.layers.rotary import rotary_norm
+from arbcli.model.layers.streamed import recompute_contexts
 
-RECOMPUTE = {"use_reentrant": False, "preserve_rng_state": False, "determinism_check": "none"}
+RECOMPUTE = {
+    "use_reentrant": False, "preserve_rng_state": False, "determinism_check": "none",
+    "context_fn": recompute_contexts,
+}  # fmt: skip
 """How torch is to compute a block again: there is no dropout, and shapes do not change."""
 
 
