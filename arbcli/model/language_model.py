@@ -11,10 +11,13 @@ from arbcli.config.model import ModelConfig
 from arbcli.model.baselines import FloatWeight
 from arbcli.model.layers.linear import TernaryLinear
 from arbcli.model.layers.norm import TernaryRMSNorm
-from arbcli.model.layers.streamed import StreamedTensor
+from arbcli.model.layers.streamed import StreamedTensor, recompute_contexts
 from arbcli.model.packed import StateModule, TernaryTensor
 
-RECOMPUTE = {"use_reentrant": False, "preserve_rng_state": False, "determinism_check": "none"}
+RECOMPUTE = {
+    "use_reentrant": False, "preserve_rng_state": False, "determinism_check": "none",
+    "context_fn": recompute_contexts,
+}  # fmt: skip
 """How torch is to compute a block again: there is no dropout, and shapes do not change."""
 LOSS_WEIGHTS = {"ponder": 0.01}
 """What each part of a loss counts in what is minimised, the text's being 1."""
