@@ -133,9 +133,9 @@ def main() -> None:
         ):  # fmt: skip
             config = preset("tiny", rule=rule, direction=direction)
             with DEVICE:
-                tensor = TernaryTensor(outputs, inputs, config)
-            tensor.initialise(0.02, 0, 0)
-            updater = Updater([tensor], config, 0, torch.bfloat16)
+                tensor = TernaryTensor(outputs, inputs, config, area="mlp", std=0.02)
+            tensor.initialise(0, 0)
+            updater = Updater([tensor], 0, torch.bfloat16)
             updater.begin(3, 1.0)
             compare(
                 stopwatch, f"{outputs}x{inputs} update, M = {rows}, {rule} {direction}",

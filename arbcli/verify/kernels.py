@@ -14,7 +14,7 @@ from arbcli.kernels.runtime.backend import check_backend, use_backend
 from arbcli.kernels.runtime.spec import Case, KernelSpec
 from arbcli.verify.compare import CaseResult, as_tuple, compare, poisoned, worst
 from arbcli.verify.fuzz import fuzz_cases, real_cases, real_reference
-from arbcli.verify.workers import Workers
+from arbcli.verify.workers import JobDone, Workers
 
 METHODS = {
     "cases": "awkward sizes and states, against the reference",
@@ -61,7 +61,6 @@ class VerifyReport:
     """What the comparison of kernels found."""
 
     kernels: tuple[KernelResult, ...]
-    not_verified: tuple[str, ...]
     seconds: float
     passed: bool
 
@@ -85,7 +84,7 @@ def verify_kernels(
     backends: Iterable[str],
     checks: Checks | None = None,
     workers: Workers | None = None,
-    progress: Callable[[str], None] = lambda _: None,
+    progress: Callable[[JobDone], None] = lambda _: None,
 ) -> VerifyReport:
     """Compare kernels with their references on all their cases, in poisoned memory.
 
@@ -96,7 +95,7 @@ def verify_kernels(
         backends: `triton` or `interpreter`, and `torch`.
         checks: which of them to make; the fixed cases by default.
         workers: processes that share the work; None is this one.
-        progress: is told each kernel that is done.
+        progress: is told each kernel that is done, and what it found.
 
     Raises:
         ArbError: no kernel has one of the names, or a backend cannot run on `device`.
@@ -116,7 +115,6 @@ def verify_kernels(
     results = [result for of_job in found for result in of_job]
     return VerifyReport(
         kernels=tuple(results),
-        not_verified=tuple(f"{spec.name}: {item}" for spec in chosen for item in spec.not_verified),
         seconds=time.perf_counter() - started,
         passed=all(result.passed for result in results),
     )

@@ -115,11 +115,12 @@ def state_values(tensor: TernaryTensor) -> dict[str, Tensor]:
     trits = unpack(tensor.trits, tensor.in_features).double()
     low = tensor.remainder.double()
     moment = getattr(tensor, "moment", torch.zeros_like(low)).double()
-    if rule.nibble:
+    share_a_byte = bool(rule.moment_range) and not hasattr(tensor, "moment")
+    if share_a_byte:
         moment = torch.floor(low / 16)
         low = low - 16 * moment
         low = torch.where(low > 7, low - 16, low)
-    largest = 7 if rule.nibble else 127
+    largest = 7 if share_a_byte else 127
     values = {
         "z": trits * rule.radix + low,
         "v": tensor.exponent.double() * 128 + tensor.fraction.double(),

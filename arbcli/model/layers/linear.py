@@ -16,6 +16,7 @@ from arbcli.kernels.matmul.ternary_matmul import (
     ternary_matmul,
     ternary_matmul_grad_x,
 )
+from arbcli.model.initial import projection_std
 from arbcli.model.layers.norm import NORM_EPS, TernaryRMSNorm
 from arbcli.model.layers.streamed import StreamedTensor, anchor
 
@@ -25,6 +26,8 @@ class LinearWeight(StreamedTensor):
 
     fp8 = False
     """Whether products of many rows are computed in eight bits."""
+    in_eight_bits = True
+    """Whether they may be."""
 
     def multiply(self, x: Tensor, before: "TernaryRMSNorm | None") -> Tensor:
         """Compute before(x) @ w.T of (M, K) activations."""
@@ -77,11 +80,31 @@ class _Linear(Function):
 
 
 class TernaryLinear(nn.Module):
-    """y = x @ w.T with packed ternary weights."""
+    """y = x @ w.T with packed ternary weights.
 
-    def __init__(self, out_features: int, in_features: int, config: ModelConfig) -> None:
+    Args:
+        out_features: N.
+        in_features: K.
+        config: of the model.
+        area: the part of the model that the weights belong to.
+        std: standard deviation of the weights at the start; None is `projection_std`.
+        in_eight_bits: whether products may be computed in eight bits where a run asks for it.
+    """
+
+    def __init__(
+        self,
+        out_features: int,
+        in_features: int,
+        config: ModelConfig,
+        *,
+        area: str,
+        std: float | None = None,
+        in_eight_bits: bool = True,
+    ) -> None:
         super().__init__()
-        self.weight = LinearWeight(out_features, in_features, config)
+        std = std or projection_std(in_features)
+        self.weight = LinearWeight(out_features, in_features, config, area=area, std=std)
+        self.weight.in_eight_bits = in_eight_bits
         self._arranged: Arranged | None = None
 
     def forward(self, x: Tensor, before: TernaryRMSNorm | None = None) -> Tensor:

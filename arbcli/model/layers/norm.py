@@ -23,7 +23,7 @@ class NormWeight(TernaryTensor):
     """
 
     def __init__(self, dim: int, config: ModelConfig) -> None:
-        super().__init__(1, dim, config, frozen=True)
+        super().__init__(1, dim, config, area="norms", frozen=True)
         self._versions_of_ones: list[int] | None = None
         self.register_load_state_dict_post_hook(_find_ones)
 
