@@ -1,8 +1,8 @@
 """Decode packed trits and scales to e4m3, for products in eight bits: w ~ q * scale.
 
-The largest octave of a matrix comes to 2**7, as in `quantise_rows`. A scale is rounded to three
-bits behind the leading one, at most 6 % off, the same way in forward and backward; what a step
-changes are still the exact digits.
+scale is one power of two for the matrix, which moves its largest octave to 2**7, as in
+`quantise_rows`. Each group's own scale is rounded to the three mantissa bits of e4m3, an error of
+at most 6 %, in the same way forward and backward. A step changes the exact digits, not these.
 """
 
 from collections.abc import Iterator
@@ -49,14 +49,17 @@ def _decode_e4m3_torch(packed: Packed, transposed: bool) -> tuple[Tensor, Tensor
 
 @triton.jit
 def _spread(word):
-    """Begin to decode four bytes as `warp_products` does: two int32, of bytes 0, 2 and 1, 3."""
+    """Start decoding four bytes as `warp_products` does: two int32, of bytes 0, 2 and of 1, 3."""
     return first_digits(word & 0xFF00FF), first_digits((word >> 8) & 0xFF00FF)
 
 
 @triton.jit
 def _times(even, odd, scales, digit: tl.constexpr):
-    """Multiply four positive e4m3 numbers by what `take_digits` gave for the bytes of `_spread`."""
-    # on top of four bytes: 00 for 0, 01 for 1, 11 for -1, and of even digits negated
+    """Multiply four positive e4m3 numbers by the trits that `take_digits` read from four bytes.
+
+    A trit is 0 or +-1, so this only masks a number and sets its sign.
+    """
+    # the top two bits of each of four bytes: 00 is 0, 01 is 1 and 11 is -1; even digits are negated
     trits = (even.to(tl.uint32, bitcast=True) >> 8) | odd.to(tl.uint32, bitcast=True)
     trits = trits.to(tl.int32, bitcast=True)
     nonzero = ((trits >> 6) & 0x01010101) * 0xFF
@@ -72,10 +75,13 @@ def _decode_e4m3_kernel(
     GROUP: tl.constexpr, HAS_FRACTION: tl.constexpr, TRANSPOSED: tl.constexpr,
     GROUPS: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Decode a block of some rows; programs follow each other along a row of q."""
+    """Decode one block of some rows; neighbouring programs write neighbouring parts of q."""
     program, blocks, tiles = tl.program_id(0), tl.cdiv(row_bytes, 32), tl.cdiv(N, BLOCK_N)
     if TRANSPOSED:
-        block, tile = blocks - 1 - program // tiles, program % tiles  # a short one takes longest
+        block, tile = (
+            blocks - 1 - program // tiles,
+            program % tiles,
+        )  # the short one first: it takes longest
     else:
         block, tile = program % blocks, program // blocks
     n, b, group = (tile * BLOCK_N).to(tl.int64), block * 32, block * 160 // GROUP
@@ -114,13 +120,13 @@ def _decode_block(
     GROUP: tl.constexpr, HAS_FRACTION: tl.constexpr, TRANSPOSED: tl.constexpr,
     GROUPS: tl.constexpr, BLOCK_N: tl.constexpr, PLANES: tl.constexpr,
 ):  # fmt: skip
-    """Decode a block of rows, four neighbours in q at once: an int32.
+    """Decode a block of rows, four neighbours in q at once, as one int32.
 
-    They come from the same byte of four rows if `TRANSPOSED`, else from four bytes of one row. All
-    is [8, rows], so that what a warp reads at once lies in few rows. With `PLANES` the block is
-    full, each plane lies within one group, and the int32 are stored whole.
+    If `TRANSPOSED`, these come from the same byte of four rows, else from four bytes of one row.
+    Tensors are [8, rows], so that a warp reads from few rows at once. With `PLANES` the block is
+    full, each plane lies within one group, and whole int32 are stored.
     """
-    PARTS: tl.constexpr = 4 if TRANSPOSED else 1  # of the bytes of a row, and rows of an int32
+    PARTS: tl.constexpr = 4 if TRANSPOSED else 1  # interleaved sets of bytes; rows of an int32
     offs_w = tl.arange(0, BLOCK_N // PARTS)[None, :]
     n, j = PARTS * offs_w, 4 * tl.arange(0, 8)[:, None]
     left = ()
@@ -191,7 +197,7 @@ def _decode_e4m3_triton(packed: Packed, transposed: bool) -> tuple[Tensor, Tenso
     q = torch.empty(shape, dtype=E4M3, device=packed.trits.device)
     scale = torch.empty(1, len(q), device=packed.trits.device)
     block_n, warps = (128, 4) if transposed else (8, 1)  # the fastest on an H200
-    # that a block may meet
+    # the most groups that a block overlaps, and at least 8
     groups = max(8, triton.next_power_of_2((BLOCK - 1) // packed.group_size + 2))
     tiles, blocks = byte_tiles(rows, num_bytes, block_n)
     _decode_e4m3_kernel[(tiles * blocks,)](

@@ -5,10 +5,11 @@ fraction. The rounded bf16 value is the weight, in every kernel, backend and ref
 from integers: E is the exponent field of a float, F one of 128 mantissas, all at least 0.005 of a
 bf16 step away from a rounding boundary, so no implementation of exp2 can land on another one.
 
-Where a plane of a block lies within one group, the kernel decodes whole blocks as `few_rows` does,
-two trits at a time, and a product makes the pair of bf16 that is stored. A warp stores 512 bytes
-side by side, by way of shared memory, and all of it takes no longer than to write zeros. What that
-leaves, the short last block or everything, is decoded by columns, each weight on its own.
+Where each plane of a block lies within one group, the kernel decodes whole blocks as `few_rows`
+does: two trits at a time, which one instruction multiplies by their scale to the pair of bf16 that
+is stored. Through shared memory a warp stores 512 contiguous bytes at once; that is as fast as
+writing zeros. The short last block, or the whole matrix where groups do not fit planes, is decoded
+by columns, one weight at a time.
 """
 
 from collections.abc import Iterator
@@ -42,7 +43,7 @@ from arbcli.kernels.runtime.shared_memory import allocate, read_four, wait_for_w
 from arbcli.kernels.runtime.spec import Case, KernelSpec, Timing
 
 ABREAST, COLUMN_ROWS = 4, 16
-"""Blocks of a row that a warp decodes at once, of eight; rows of a program that decodes columns."""
+"""Of the eight blocks a warp decodes at once, those of one row; rows of a program by columns."""
 
 
 def decode_weight_reference(packed: Packed) -> Tensor:
@@ -117,7 +118,7 @@ def _decode_weight_kernel(
     GROUP: tl.constexpr, HAS_FRACTION: tl.constexpr, BY_BLOCK: tl.constexpr,
     ABREAST: tl.constexpr, COLUMN_ROWS: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """Decode 32 columns of some rows, or with `BY_BLOCK` 32 blocks: all that are whole."""
+    """Decode 32 columns of some rows, or, with `BY_BLOCK`, 32 of the full blocks."""
     program = tl.program_id(0)
     blocks = K // 160 if BY_BLOCK else 0
     chunks = tl.cdiv(K - 160 * blocks, 32)
@@ -147,8 +148,8 @@ def _decode_columns(
 ):  # fmt: skip
     """Decode up to 32 weights of some rows, from column `first` on, which 32 divides."""
     row = first_n.to(tl.int64)
-    n = tl.minimum(tl.arange(0, ROWS), N - 1 - first_n)[None, :]  # the last one again
-    columns = first + tl.arange(0, 32)[:, None]  # in front, so that a thread takes neighbours
+    n = tl.minimum(tl.arange(0, ROWS), N - 1 - first_n)[None, :]  # rows beyond N repeat the last
+    columns = first + tl.arange(0, 32)[:, None]  # the first axis, so that a thread has neighbours
     k = tl.minimum(columns, K - 1)
     block = first // 160
     offs_byte, factor = positions_in_block(block, k - 160 * block, K)
@@ -169,15 +170,16 @@ def _decode_blocks(
     stride_pn, stride_en, stride_eg, stride_fn, stride_fg, stride_wn,
     GROUP: tl.constexpr, HAS_FRACTION: tl.constexpr, ABREAST: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """Decode whole blocks of some rows by a warp; tensors have one element a thread.
+    """Decode full blocks of some rows with one warp; tensors have one element a thread.
 
-    Thread c of four decodes the bytes 8 c .. 8 c + 7 of a block, which are eight neighbours in each
-    of five planes, then those of three more blocks. It builds the scales of the c-th of the four.
+    Thread c of four decodes bytes 8 c .. 8 c + 7 of a block, which are eight neighbours in each of
+    the five planes, and then those of three more blocks. It builds the scales of the c-th of these
+    four blocks, and the other threads fetch them from it.
     """
     thread = tl.arange(0, 32)
     c, beside = thread % 4, thread // 4 % ABREAST
     block, n = first_block + beside, first_n + thread // (4 * ABREAST)
-    mine = tl.where(n < N, blocks - block, 0)  # that are left
+    mine = tl.where(n < N, blocks - block, 0)  # blocks from this thread's to the row's end
     n = n.to(tl.int64)
     scales = ()
     for digit in tl.static_range(5):
@@ -226,7 +228,7 @@ def _decode_blocks(
 def _store_staged(
     at, weight_ptr, first_n, first_block, N, blocks, stride_wn, ABREAST: tl.constexpr
 ):
-    """Store eight blocks that a warp has put into shared memory, 512 bytes side by side."""
+    """Store eight blocks that a warp has put into shared memory, 512 contiguous bytes at a time."""
     thread = tl.arange(0, 32)
     wait_for_warp(thread)
     for part in tl.static_range(5):
@@ -240,7 +242,7 @@ def _store_staged(
 
 @triton.jit
 def _store_eight(pointer, pairs, mask):
-    """Store eight weights a thread, from four pairs of bf16, where they lie on 16 bytes."""
+    """Store eight weights a thread, from four pairs of bf16, to an address that 16 bytes divide."""
     if pointer.dtype.element_ty == tl.float32:
         _store_four(pointer, unpair(pairs[0]) + unpair(pairs[1]), mask)
         _store_four(pointer + 4, unpair(pairs[2]) + unpair(pairs[3]), mask)
@@ -257,7 +259,7 @@ def _store_four(pointer, words, mask):
 
 
 def _by_block(packed: Packed) -> bool:
-    """Whether planes have one scale, words can be loaded, and eight weights stored at once."""
+    """Whether each plane has one scale, words can be loaded, and eight weights stored at once."""
     whole = packed.group_size % PLANE == 0 and packed.in_features % 8 == 0
     return whole and packed.trits.stride(1) == 1 and torch.version.hip is None
 

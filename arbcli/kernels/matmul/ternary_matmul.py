@@ -1,9 +1,9 @@
 """Products with a packed matrix: y = x @ w.T, and its gradient grad_x = grad_y @ w.
 
-Up to `FUSED_ROWS` rows of x the packed bytes are decoded in registers: by `few_rows` where it can,
-else by a kernel for every type, stride and group size, five products of 32 weights a block. Above,
-and for gradients, the weights are decoded once into a transient buffer and the matrix library
-multiplies: reading them again for every tile of x would cost more than writing them once.
+For up to `FUSED_ROWS` rows of x the packed bytes are decoded in registers: by `few_rows` where that
+fits, else by a general kernel for every type, stride and group size. With more rows, and for
+gradients, the weights are decoded once into a transient buffer and the matrix library multiplies:
+decoding them again for every tile of x would cost more than writing them once.
 """
 
 from collections.abc import Iterator
@@ -27,7 +27,7 @@ from arbcli.kernels.runtime.backend import uses_triton
 from arbcli.kernels.runtime.spec import Case, Gate, KernelSpec, Timing
 
 FUSED_ROWS = 64
-"""Largest M that the fused kernel takes."""
+"""Largest M that is multiplied without decoding the whole matrix first."""
 
 
 def ternary_matmul_reference(x: Tensor, packed: Packed, dtype: torch.dtype | None = None) -> Tensor:

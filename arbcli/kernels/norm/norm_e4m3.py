@@ -1,7 +1,7 @@
-"""A norm before a product in eight bits: what `quantise_rows` makes of its result, in one kernel.
+"""Norm and rounding to e4m3 in one kernel: (q, scale) = quantise_rows(norm(x)), gated or not.
 
-The result is rounded to the dtype of x first, as if it had been stored. Rows that are too wide to
-be kept in registers, and those of the torch backend, are normalised and then rounded.
+The norm is rounded to the dtype of x first, as if it had been stored, so the bits are those of the
+two kernels in turn. Rows too wide for registers, and the torch backend, do run the two in turn.
 """
 
 from collections.abc import Iterator

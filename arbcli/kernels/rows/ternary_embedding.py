@@ -128,7 +128,7 @@ def _embedding_grad_triton(grad_y, ids, num_embeddings):
     grad = torch.empty(num_embeddings, width, dtype=torch.float32, device=grad_y.device)
     if grad.numel():
         order, bounds = _segments(ids, num_embeddings)
-        # narrow blocks of columns: one id can have most of the tokens, and then they are few
+        # narrow blocks of columns, for many programs even if one id has most of the tokens
         _embedding_grad_kernel[(num_embeddings, triton.cdiv(width, 32))](
             grad_y, order, bounds, grad, width, *grad_y.stride(), BLOCK_M=64, BLOCK_D=32
         )

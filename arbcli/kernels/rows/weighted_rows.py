@@ -1,13 +1,13 @@
 """Weighted sums of rows of a packed table, y[m] = sum over j of weights[m, j] * w[ids[m, j]].
 
-A table can have millions of rows of which a step touches thousands, so nothing here has the shape
-of the table, and nothing but its rows' gradient has one row a slot; a *slot* is one (m, j). Rows
-are decoded where they are summed. A thread owns a few neighbouring weights of one group, for which
-it finds bytes and digits once, and of each slot it reads their bytes and their one scale.
+A *slot* is one (m, j). A table can have millions of rows, of which a step touches thousands, so
+nothing here has the shape of the table, and only the gradient of its rows can have a row for each
+slot. Rows are decoded where they are summed. A thread owns a few neighbouring weights of one group:
+it computes their bytes and digits once, and for each slot loads these bytes and one scale.
 
-The gradient of the rows is that of the touched ones, in a compact matrix. `touched_rows` groups
-slots by row, by sorting, and the order of each sum follows from the ids alone, without atomics, so
-that the gradient is the same bits every time.
+The gradient has only the rows that were touched, in a compact matrix. `touched_rows` sorts slots by
+row. The order of each sum follows from the ids alone, without atomics, so that the gradient is the
+same bits every time.
 """
 
 from collections.abc import Iterator
@@ -32,7 +32,7 @@ from arbcli.kernels.runtime.backend import uses_triton
 from arbcli.kernels.runtime.spec import Case, Gate, KernelSpec, Timing
 
 FEW = 8
-"""Slots of a row up to which they are added one by one, many rows at a time."""
+"""Rows with at most so many slots are summed side by side, a slot at a time."""
 CHUNK_ELEMENTS = 1 << 20
 """Weights that the torch backend decodes at a time."""
 
@@ -157,7 +157,7 @@ def _load_slot(
 ):  # fmt: skip
     """Load the rows of one slot a token: which are rows of the table, their scales, their trits.
 
-    Row 0 is loaded in place of one that is not, as loads without a mask are cheaper.
+    For a slot of no row, row 0 is loaded and not used: loads without a mask are cheaper.
     """
     v = tl.load(ids_ptr, mask=mask, other=-1)  # [1, BLOCK_M, 1] int64
     inside = (v >= 0) & (v < V)
@@ -257,7 +257,7 @@ def _weighted_rows_grad_kernel(
     stride_ym, stride_yd, stride_w, stride_t,
     MOST: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Add the slots of rows that have up to `MOST`, side by side, and then of each other row."""
+    """Sum the slots of rows that have up to `MOST`, side by side; then each longer row alone."""
     first_r = tl.program_id(0).to(tl.int64) * BLOCK_R
     offs_r = first_r + tl.arange(0, BLOCK_R)
     offs_d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
@@ -343,7 +343,7 @@ def _weighted_rows_grad_triton(grad_y, weights, tokens, order, bounds, dtype=Non
     num_rows, width = len(bounds) - 1, grad_y.shape[1]
     grad = torch.empty(num_rows, width, dtype=dtype or grad_y.dtype, device=grad_y.device)
     if grad.numel():
-        # narrow blocks of columns: one row can have most of the slots, and then they are few
+        # narrow blocks of columns, for many programs even if one row has most of the slots
         block_r, block_d = 16, 32
         _weighted_rows_grad_kernel[(triton.cdiv(num_rows, block_r), triton.cdiv(width, block_d))](
             grad_y, weights, tokens, order, bounds, grad, num_rows, width,

@@ -90,10 +90,10 @@ def capability(tensor: Tensor) -> tuple[int, int]:
 
 
 def num_processors(tensor: Tensor) -> int:
-    """Count the processors of a tensor's GPU, or make some up where there is none."""
+    """Count the multiprocessors of a tensor's GPU; where there is none, assume a few."""
     if tensor.is_cuda:
         return torch.cuda.get_device_properties(tensor.device).multi_processor_count
-    return 5  # interpreted one after another: few, so that some have several tiles to share
+    return 5  # so few that a small case already gives several tiles to some of them
 
 
 def row_chunks(matrix: Tensor, elements: int = 1 << 18) -> Iterator[slice]:

@@ -32,7 +32,7 @@ from arbcli.kernels.runtime.backend import row_chunks, uses_triton
 from arbcli.kernels.runtime.spec import MATRIX, Case, Gate, KernelSpec, Timing
 
 TILE = 128
-"""Columns of a tile, or the most groups that fit in them."""
+"""Columns of a tile: as many whole groups as fit, and at least one."""
 
 
 class GradientStatistics(NamedTuple):
@@ -98,7 +98,7 @@ def _gradient_statistics_kernel(
     GROUP: tl.constexpr, LANES: tl.constexpr, GROUPS: tl.constexpr, HAS_FRACTION: tl.constexpr,
     FACTORED: tl.constexpr, SIGNS: tl.constexpr, BLOCK_N: tl.constexpr, STEPS: tl.constexpr,
 ):  # fmt: skip
-    """Read a tile: one of the first `blocks`, whose planes are groups, or groups behind them."""
+    """Read one tile: a full block whose planes are groups for the first `blocks`, else groups."""
     tile_n, tile = tl.program_id(0) // tiles, tl.program_id(0) % tiles
     slope_squares_ptr += tl.program_id(0)
     squares_ptr += tl.program_id(0)
@@ -112,7 +112,7 @@ def _gradient_statistics_kernel(
             stride_gn, stride_gk, stride_pn, stride_pb, stride_en, stride_eg, stride_fn, stride_fg,
             stride_sn, HAS_FRACTION, FACTORED, SIGNS, BLOCK_N, STEPS,
         )  # fmt: skip
-    else:  # what is left of a row is packed like a row of its own
+    else:  # behind full blocks a row is packed like a row that begins there
         _read_groups(
             grad_ptr + 160 * blocks * stride_gk, packed_ptr + 32 * blocks * stride_pb,
             exponent_ptr + 5 * blocks * stride_eg, fraction_ptr + 5 * blocks * stride_fg,
@@ -137,7 +137,7 @@ def _read_planes(
 ):  # fmt: skip
     """Read a full block of five planes, each a group of 32, of `STEPS` times `BLOCK_N` rows.
 
-    What is found of a row, five slopes and its squares, is brought together before it is stored.
+    The results of a row, five slopes and its squares, are gathered in a tensor and stored at once.
     """
     offs_j, part = tl.arange(0, 32)[None, :], tl.arange(0, 8)[None, :]
     half = tl.where(part % 2 == 0, -0.5, 0.5)  # of what `take_trit` returns
