@@ -7,6 +7,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from arbcli.errors import ArbError
+from arbcli.kernels.codec.packed import Packed
 from arbcli.kernels.codec.packing import PACK_TRITS, UNPACK_TRITS
 from arbcli.kernels.runtime.spec import Timing
 from arbcli.verify import kernels as verify
@@ -146,6 +147,8 @@ def test_roofline_is_of_bytes_both_ways_and_of_both_operations():
 
 
 def description(value):
+    if isinstance(value, Packed):
+        return tuple(map(description, value))
     if not isinstance(value, torch.Tensor):
         return type(value)
     # the cases are float32 where the interpreter runs them, as it computes wrongly in bf16

@@ -119,8 +119,14 @@ def test_torch_backend_passes_many_random_cases(spec, device):
 def test_random_case_is_drawn_again_from_its_seed(name, device):
     (one,), (other,) = (list(fuzz_cases(name, device, 6, [5])) for _ in range(2))
     assert one.label == other.label
-    for a, b in zip(one.inputs, other.inputs, strict=True):
-        if isinstance(a, torch.Tensor):
+    assert_same(one.inputs, other.inputs)
+
+
+def assert_same(inputs, others):
+    for a, b in zip(inputs, others, strict=True):
+        if isinstance(a, tuple):
+            assert_same(a, b)
+        elif isinstance(a, torch.Tensor):
             assert torch.equal(a, b)
             assert a.stride() == b.stride()
         else:

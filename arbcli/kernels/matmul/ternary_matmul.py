@@ -241,7 +241,7 @@ def _timings(grad_x: bool, device: torch.device, group_size: int) -> Iterator[Ti
         dense = decode_weight(packed)
         yield Timing(
             f"{rows}x{size}x{size}",
-            (source, packed),
+            (source, packed) if grad_x else (source, packed, source.dtype),
             peer=partial(torch.matmul, source, dense if grad_x else dense.T),
             peer_name="cuBLAS bf16",
             flops=2 * rows * size * size,
