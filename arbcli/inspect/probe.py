@@ -35,7 +35,7 @@ from arbcli.inspect.verdicts import (
     judge,
     ratio,
 )
-from arbcli.kernels.codec.decode_weight import HIGHEST_EXPONENT, LOWEST_EXPONENT, OCTAVE
+from arbcli.kernels.codec.packed import HIGHEST_EXPONENT, LOWEST_EXPONENT, OCTAVE
 from arbcli.kernels.codec.packing import unpack_trits
 from arbcli.kernels.runtime.backend import use_backend
 from arbcli.model.language_model import LanguageModel

@@ -89,8 +89,12 @@ class FloatEmbedding(nn.Module):
         self.weight = FloatWeight(num_embeddings, dim, config, std=std)
 
     def forward(self, ids: Tensor, dtype: torch.dtype) -> Tensor:
-        """Turn (...) int64 ids into (..., D) vectors of `dtype`."""
-        return functional.embedding(ids, self.weight.weight(dtype))
+        """Turn (...) int64 ids into (..., D) vectors of `dtype`.
+
+        Where gradients are wanted the cast comes last, so that those of a row are added in float32.
+        """
+        table = self.weight.weight(torch.float32 if torch.is_grad_enabled() else dtype)
+        return functional.embedding(ids, table).to(dtype)
 
 
 class FloatRMSNorm(nn.Module):

@@ -5,7 +5,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from arbcli.config.dense import VOCABULARY, ModelConfig
-from arbcli.kernels.matmul.arranged_matmul import takes
+from arbcli.kernels.matmul.arranged_matmul import fits_arranged
 from arbcli.model.blocks.attention import Attention
 from arbcli.model.blocks.mlp import MLP
 from arbcli.model.cache import BlockCache, KeyValueCache
@@ -44,9 +44,9 @@ class Block(nn.Module):
         if added is None:
             added = self.attention(x, self.attention_norm, past)
         else:
-            x, normal = self.attention_norm.after(x, added)
+            x, normal = self.attention_norm.of_sum(x, added)
             added = self.attention(normal, None, past)
-        x, normal = self.mlp_norm.after(x, added)
+        x, normal = self.mlp_norm.of_sum(x, added)
         return x, self.mlp(normal, None)
 
 
@@ -92,16 +92,16 @@ class ByteLM(LanguageModel):
                 added = None
                 for block, past in zip(self.blocks, cache.blocks, strict=True):
                     x, added = block.follow(x, added, past)
-            return self.head(self.norm.after(x, added)[1])
+            return self.head(self.norm.of_sum(x, added)[1])
         recompute = self.recompute and torch.is_grad_enabled()
         for block in self.blocks:
             x = checkpoint(block, x, **RECOMPUTE) if recompute else block(x)
         return self.head(x, self.norm)
 
     def _takes_steps(self, x: Tensor) -> bool:
-        """Whether there are kernels for a step from the stream x, and no norm has weights."""
-        fits = takes(x, self.config.group_size) and self.config.ffn % 8 == 0
-        return fits and self.plain_norms
+        """Whether weights may be arranged for steps from the stream x, and no norm has any."""
+        fits = fits_arranged(x, self.config.group_size) and self.config.ffn % 8 == 0
+        return fits and self.holds_weights and self.plain_norms
 
     def new_cache(self, positions: int) -> KeyValueCache:
         """Make a cache for a text of at most `positions` bytes; no gradient passes through it."""

@@ -11,10 +11,13 @@ from arbcli.config.dense import ModelConfig
 from arbcli.model.baselines import FloatWeight
 from arbcli.model.layers.linear import TernaryLinear
 from arbcli.model.layers.norm import TernaryRMSNorm
-from arbcli.model.layers.streamed import StreamedTensor
+from arbcli.model.layers.streamed import StreamedTensor, recompute_contexts
 from arbcli.model.packed import StateModule, TernaryTensor
 
-RECOMPUTE = {"use_reentrant": False, "preserve_rng_state": False, "determinism_check": "none"}
+RECOMPUTE = {
+    "use_reentrant": False, "preserve_rng_state": False, "determinism_check": "none",
+    "context_fn": recompute_contexts,
+}  # fmt: skip
 """How torch is to compute a block again: there is no dropout, and shapes do not change."""
 LOSS_WEIGHTS = {"ponder": 0.01}
 """What each part of a loss counts in what is minimised, the text's being 1."""
@@ -48,24 +51,31 @@ class LanguageModel(nn.Module):
 
     @property
     def plain_norms(self) -> bool:
-        """Whether weights are held, and those of all norms are ones."""
+        """Whether there are norms, and the weights of all of them are known to be ones."""
         norms = [part for part in self.modules() if isinstance(part, TernaryRMSNorm)]
         return bool(norms) and all(norm.plain for norm in norms)
+
+    holds_weights = False
+    """Whether this is inside `held_weights`."""
 
     @contextmanager
     def held_weights(self) -> Iterator[None]:
         """Make what follows from the weights once, not in every forward.
 
-        Those of a float twin are cast, and those of ternary norms decoded; matrices stay packed,
-        but steps of a text arrange them anew.
+        Those of a float twin are cast; matrices stay packed, but steps of a text arrange them anew.
+        Meanwhile no weight must change.
         """
         with ExitStack() as stack:
             for part in self.modules():
                 if isinstance(part, FloatWeight):
                     stack.enter_context(part.held(self.compute_dtype))
-                elif isinstance(part, TernaryRMSNorm | TernaryLinear):
+                elif isinstance(part, TernaryLinear):
                     stack.enter_context(part.held())
-            yield
+            before, self.holds_weights = self.holds_weights, True
+            try:
+                yield
+            finally:
+                self.holds_weights = before
 
     def initialise(self, seed: int) -> None:
         """Draw all weights anew, as each layer declares: see `initial`."""

@@ -8,11 +8,12 @@ from torch import Tensor, nn
 
 from arbcli.config.dense import ModelConfig
 from arbcli.directions import find_direction
-from arbcli.kernels.codec.decode_weight import (
+from arbcli.kernels.codec.decode_weight import decode_weight
+from arbcli.kernels.codec.packed import (
     HIGHEST_EXPONENT,
     LOWEST_EXPONENT,
     OCTAVE,
-    decode_weight,
+    Packed,
     num_groups,
 )
 from arbcli.kernels.codec.packing import pack_trits, row_bytes
@@ -117,13 +118,13 @@ class TernaryTensor(StateModule):
         return self.exponent, getattr(self, "fraction", None)
 
     @property
-    def packed(self) -> tuple[Tensor, Tensor, Tensor | None, int, int]:
-        """What kernels read weights from: trits, both digits of the scales, K and G."""
-        return self.trits, *self.scales, self.in_features, self.group_size
+    def packed(self) -> Packed:
+        """What kernels read weights from: views of trits and scales."""
+        return Packed(self.trits, *self.scales, self.in_features, self.group_size)
 
     def weight(self, dtype: torch.dtype = torch.bfloat16) -> Tensor:
         """Decode the weights: (N, K), bfloat16 or the same values in float32."""
-        return decode_weight(*self.packed, dtype)
+        return decode_weight(self.packed, dtype)
 
     @property
     def state(self) -> State:

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable
 from torch import Tensor
 
 from arbcli.model.language_model import LOSS_WEIGHTS, LanguageModel
+from arbcli.train.float_optimizer import FloatOptimizer
 from arbcli.train.updater import Updater
 
 
@@ -15,7 +16,7 @@ def minimised(parts: dict[str, Tensor]) -> Tensor:
 
 
 class TrainingStep:
-    """Forward, backward and, for packed weights, updates of every micro-batch of a step.
+    """Forward, backward and updates of every micro-batch of a step.
 
     All of it happens on the device, and nothing waits for the host: a step can be captured as one
     CUDA graph. What changes from step to step, the updater's control and the batches, is written
@@ -23,12 +24,14 @@ class TrainingStep:
 
     Args:
         model: to train.
-        updater: takes the gradients of packed weights; None leaves gradients of float ones.
+        updates: of packed weights, which step in the backward, or of float ones, after it.
         accumulation: micro-batches of a step.
     """
 
-    def __init__(self, model: LanguageModel, updater: Updater | None, accumulation: int) -> None:
-        self.model, self.updater, self.accumulation = model, updater, accumulation
+    def __init__(
+        self, model: LanguageModel, updates: Updater | FloatOptimizer, accumulation: int
+    ) -> None:
+        self.model, self.updates, self.accumulation = model, updates, accumulation
 
     def __call__(
         self,
@@ -47,16 +50,14 @@ class TrainingStep:
         totals: dict[str, Tensor] = {}
         self.model.forget_uses()
         for micro, (ids, targets) in enumerate(micro_batches):
-            if self.updater:
-                self.updater.begin_micro(micro)
+            self.updates.begin_micro(micro)
             parts = self.model.losses(ids, targets)
             reached("forward")
             loss = minimised(parts)
-            (loss if self.updater else loss / self.accumulation).backward()
+            (loss if self.updates.averages else loss / self.accumulation).backward()
             reached("backward")
             for name, part in parts.items():
                 totals[name] = totals.get(name, 0) + part.detach() / self.accumulation
-        if self.updater:
-            self.updater.finish()
+        self.updates.finish()
         self.model.after_step()
         return totals

@@ -13,6 +13,7 @@ from arbcli.data import Texts, batch, digest, evaluation_batches
 from arbcli.device import COMPUTE
 from arbcli.kernels.runtime.backend import use_backend
 from arbcli.model.build import build_model
+from arbcli.train.compiled_twin import compile_twin, side_stream
 from arbcli.train.float_optimizer import FloatOptimizer
 from arbcli.train.step import TrainingStep
 from arbcli.train.updater import Updater
@@ -40,7 +41,8 @@ class Trainer:
         config: what to compute.
         texts: what to read.
         capture: after a few steps, replay the step as one CUDA graph: the same kernels and the same
-            bits without the launches' cost. Hooks on the model see nothing of a replayed step.
+            bits without the launches' cost. Hooks on the model see nothing of a replayed step. A
+            float twin is compiled besides, which moves its last bits.
     """
 
     def __init__(self, config: TrainConfig, texts: Texts, *, capture: bool = False) -> None:
@@ -51,6 +53,7 @@ class Trainer:
             self.model = build_model(
                 config.model, dtype, recompute=config.recompute, fp8=config.compute == "fp8"
             )
+        capture = capture and config.backend == "triton"
         self.step = 0
         self.loss_parts: dict[str, Tensor] = {}
         """Parts of the last step's loss, float32 scalars by name."""
@@ -64,9 +67,13 @@ class Trainer:
             for tensor in tensors:
                 tensor.sink = self.updater
         else:
-            self.optimizer = FloatOptimizer(self.model, config.optimizer, config.lr)
-        self._compute = TrainingStep(self.model, self.updater, config.accum)
-        capture = capture and config.backend == "triton" and self.updater is not None
+            self.optimizer = FloatOptimizer(self.model, config.optimizer, compiled=capture)
+        self._updates = self.updater or self.optimizer
+        self._compute = TrainingStep(self.model, self._updates, config.accum)
+        self._warm_up_stream: torch.cuda.Stream | None = None
+        if capture and self.optimizer:
+            compile_twin(self.model)
+            self._warm_up_stream = torch.cuda.Stream(self.device)
         self._capture_at = EAGER_STEPS if capture else None
         self._graph: torch.cuda.CUDAGraph | None = None
         self._batches: Tensor | None = None
@@ -94,19 +101,17 @@ class Trainer:
             The loss before it, a float32 scalar tensor in nats a byte; reading it waits for a GPU.
         """
         self._load_batches()
-        if self.updater:
-            self.updater.set_step(self.step, self.lr, self.config.accum)
+        self._updates.set_step(self.step, self.lr, self.config.accum)
         if self._graph is None and self._capture_at == self.step:
             self._capture()
         with use_backend(self.config.backend):
-            if self._graph is None:
-                self.loss_parts = self._compute(self._micro_batches, reached)
-            else:
+            if self._graph is not None:
                 self._graph.replay()
                 self.loss_parts = self._captured_parts
+            else:
+                with side_stream(self._warm_up_stream):
+                    self.loss_parts = self._compute(self._micro_batches, reached)
             loss = self.loss_parts["text"].clone()  # a replay overwrites its own
-        if self.optimizer:
-            self.optimizer.step(self.lr / self.config.lr)
         self.step += 1
         return loss
 

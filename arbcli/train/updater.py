@@ -11,6 +11,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from arbcli.kernels.codec.packed import Packed
 from arbcli.kernels.rows.weighted_rows import TouchedRows
 from arbcli.kernels.update.direction import UNIT
 from arbcli.kernels.update.gradient_gains import gradient_gains
@@ -68,6 +69,9 @@ class Updater:
         )
         self._unused = torch.zeros((), **counter)
         self._nonfinite_steps = torch.zeros((), **counter)
+
+    averages = True
+    """Every gradient counts by its share of the step: see `set_step`."""
 
     def begin(self, step: int, lr: float, micro: int = 0, accumulation: int = 1) -> None:
         """Prepare for the backward of one micro-batch: `set_step`, then `begin_micro`."""
@@ -179,10 +183,10 @@ class Updater:
             values: what its direction is made of, if that is known.
         """
         keys, rule, direction = self.keys[index].unbind(), tensor.rule, tensor.direction
-        statistics = gradient_statistics(
-            grad, state["trits"], state["exponent"], state.get("fraction"), tensor.group_size,
-            factored=direction is not None and direction.averages, signs=rule.steps_by_signs,
-        )  # fmt: skip
+        scales = state["exponent"], state.get("fraction")
+        packed = Packed(state["trits"], *scales, tensor.in_features, tensor.group_size)
+        averages = direction is not None and direction.averages
+        statistics = gradient_statistics(grad, packed, factored=averages, signs=rule.steps_by_signs)
         if share is not None:
             statistics = statistics._replace(
                 slope_squares=statistics.slope_squares / share, columns=statistics.columns / share

@@ -256,7 +256,14 @@ def _variant(function, types, fixed, options, units, *, multiples: bool) -> Vari
 
 @contextmanager
 def recorded_launches(record: Callable[[Launch], None]) -> Iterator[None]:
-    """Let launches of kernels be recorded, and do nothing else."""
+    """Let launches of kernels be recorded, and do nothing else.
+
+    `run` of triton's `JITFunction` is not public, and replaced all the same: every launch passes
+    there, with its arguments as they were given. Triton's hooks come later, when a driver has been
+    asked for the GPU, which need not be there. Else what launchers ask for would have to be written
+    down a second time, to be compiled, and for the tests that execute it. A triton without `run` is
+    noticed by the first launch that is recorded.
+    """
     from triton.runtime.jit import JITFunction
 
     def run_instead(function, *args, grid, warmup, **kwargs) -> None:

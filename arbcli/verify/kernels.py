@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from arbcli.errors import ArbError
+from arbcli.kernels.codec.packed import Packed
 from arbcli.kernels.registry import KERNELS
 from arbcli.kernels.runtime.backend import check_backend, use_backend
 from arbcli.kernels.runtime.spec import Case, KernelSpec
@@ -229,13 +230,16 @@ def _run_case(
     ]
 
 
-def copies(inputs: tuple) -> list:
+def copies(inputs: tuple) -> tuple:
     """Clone the tensors of a case with their strides and offsets, so none is changed by a run."""
-    return [
-        torch.empty(0, dtype=value.dtype, device=value.device).set_(
-            value.untyped_storage().clone(), value.storage_offset(), value.size(), value.stride()
-        )
-        if isinstance(value, Tensor)
-        else value
-        for value in inputs
-    ]
+    return tuple(map(_copy, inputs))
+
+
+def _copy(value: object) -> object:
+    if isinstance(value, Packed):
+        return value.map(_copy)
+    if not isinstance(value, Tensor):
+        return value
+    storage = value.untyped_storage().clone()
+    like = torch.empty(0, dtype=value.dtype, device=value.device)
+    return like.set_(storage, value.storage_offset(), value.size(), value.stride())

@@ -481,9 +481,7 @@ def _rounded(subject: Subject, item: str, got: Tensor, wanted: Tensor) -> Parity
 def _votes(subject: Subject) -> Iterator[ParityResult]:
     tensor, (grad, _) = _tensor(subject)
     ok = torch.ones((), dtype=torch.int32)
-    slope, *_ = gradient_statistics_reference(
-        grad, tensor.trits, tensor.exponent, None, tensor.group_size, factored=False, signs=True
-    )
+    slope, *_ = gradient_statistics_reference(grad, tensor.packed, factored=False, signs=True)
     wanted = (
         *cast_trit_votes_reference(tensor.trits, tensor.votes, grad, ok)[:2],
         *cast_scale_votes_reference(tensor.exponent, tensor.scale_votes, slope, ok),

@@ -22,10 +22,9 @@ SLOW_WEIGHTS = 1 << 17
 
 def reference_weight(tensor: TernaryTensor) -> Tensor:
     """Decode a packed tensor to (N, K) float64."""
-    state = (tensor.trits, *tensor.scales, tensor.in_features, tensor.group_size)
     if tensor.num_weights > SLOW_WEIGHTS:
-        return decode_weight_torch(*state, torch.float32).double()
-    return decode_weight_reference(*state).double()
+        return decode_weight_torch(tensor.packed, torch.float32).double()
+    return decode_weight_reference(tensor.packed).double()
 
 
 def reference_layers(model: ByteLM) -> Iterator[tuple[str, dict[str, Tensor], Callable]]:

@@ -66,9 +66,7 @@ class ExpertWeight(StreamedTensor):
         y = x.new_empty(len(x), width)  # every slot has an expert
         for first, last in self._ranges():
             rows = slice(first * self.of_one, last * self.of_one)
-            scales = (None if part is None else part[rows] for part in self.scales)
-            state = (self.trits[rows], *scales, self.in_features, self.group_size)
-            w = decode_weight(*state, x.dtype).view(last - first, self.of_one, -1)
+            w = decode_weight(self.packed.rows(rows), x.dtype).view(last - first, self.of_one, -1)
             w = w.transpose(1, 2) if transposed else w
             grouped_matmul(x, w, bounds[first : last + 1], out=y)
         return y

@@ -24,7 +24,7 @@ class _Embedding(Function):
     def forward(ctx, ids: Tensor, anchor: Tensor, weight: EmbeddingWeight, dtype) -> Tensor:
         ctx.weight = weight
         ctx.save_for_backward(ids)
-        return embedding_rows(ids, *weight.packed, dtype)
+        return embedding_rows(ids, weight.packed, dtype)
 
     @staticmethod
     def backward(ctx, grad_y: Tensor):

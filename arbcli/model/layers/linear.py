@@ -33,16 +33,16 @@ class LinearWeight(StreamedTensor):
         """Compute before(x) @ w.T of (M, K) activations."""
         if self._in_fp8(x):
             q, scale = before.rounded(x) if before else quantise_rows(x)
-            return fp8_matmul(q, scale, *self.packed, dtype=x.dtype)
+            return fp8_matmul(q, scale, self.packed, dtype=x.dtype)
         x = before(x) if before else x
-        return ternary_matmul(x, self.trits, *self.scales, self.group_size)
+        return ternary_matmul(x, self.packed)
 
     def propagate(self, grad_y: Tensor) -> Tensor:
         """Compute grad_y @ w of the (M, N) gradient of such a product."""
         if self._in_fp8(grad_y):
             rounded = quantise_rows(grad_y)
-            return fp8_matmul(*rounded, *self.packed, transposed=True, dtype=grad_y.dtype)
-        return ternary_matmul_grad_x(grad_y, *self.packed)
+            return fp8_matmul(*rounded, self.packed, transposed=True, dtype=grad_y.dtype)
+        return ternary_matmul_grad_x(grad_y, self.packed)
 
     def _in_fp8(self, rows: Tensor) -> bool:
         return self.fp8 and len(rows) > FUSED_ROWS
@@ -138,7 +138,7 @@ class TernaryLinear(nn.Module):
             added: what to add to the result, like it.
         """
         if self._arranged is None:
-            self._arranged = arrange(*self.weight.packed, gated)
+            self._arranged = arrange(self.weight.packed, gated)
         eps = NORM_EPS if normalise else None
         added = None if added is None else added.reshape(-1, added.shape[-1])
         y = arranged_matmul(x.reshape(-1, x.shape[-1]), self._arranged, eps, added)

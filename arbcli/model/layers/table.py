@@ -67,14 +67,14 @@ class _WeightedRows(Function):
     def forward(ctx, ids: Tensor, weights: Tensor, _anchor: Tensor, table: TableWeight, dtype):
         ctx.table = table
         ctx.save_for_backward(ids, weights)
-        return weighted_rows(ids, weights, *table.packed, dtype)
+        return weighted_rows(ids, weights, table.packed, dtype)
 
     @staticmethod
     def backward(ctx, grad_y: Tensor):
         ids, weights = ctx.saved_tensors
         table, grad_weights = ctx.table, None
         if ctx.needs_input_grad[1]:
-            grad_weights = weighted_rows_grad_weights(grad_y, ids, *table.packed)
+            grad_weights = weighted_rows_grad_weights(grad_y, ids, table.packed)
         table.collect((ids, weights), grad_y)
         return None, grad_weights, None, None, None
 

@@ -6,7 +6,7 @@ from torch.utils.checkpoint import checkpoint
 
 from arbcli.config.presets import preset
 from arbcli.model.baselines import rotate
-from arbcli.model.dense import ByteLM
+from arbcli.model.dense import RECOMPUTE, ByteLM
 from arbcli.model.layers.embedding import TernaryEmbedding
 from arbcli.model.layers.linear import TernaryLinear
 from arbcli.model.layers.norm import TernaryRMSNorm
@@ -106,7 +106,7 @@ def test_recomputed_forward_is_no_use():
         found = collect(lm)
         if recompute:
             for block in lm.blocks:
-                block.forward = lambda x, f=block.forward: checkpoint(f, x, use_reentrant=False)
+                block.forward = lambda x, f=block.forward: checkpoint(f, x, **RECOMPUTE)
         lm.loss(*batch()).backward()
         assert {len(seen) for seen in found.values()} == {1}
         grads.append({name: seen[0] for name, seen in found.items()})
