@@ -11,7 +11,7 @@ import time
 
 import torch
 
-from arbcli.config.model import preset
+from arbcli.config.presets import preset
 from arbcli.data import open_texts
 from arbcli.device import deterministic
 from arbcli.inspect.memory import predict

@@ -5,7 +5,7 @@ import time
 
 import torch
 
-from arbcli.config.model import preset
+from arbcli.config.presets import preset
 from arbcli.device import deterministic
 from arbcli.infer.generation import Decoder
 from arbcli.model.dense import ByteLM

@@ -16,7 +16,7 @@ from statistics import median
 
 import torch
 
-from arbcli.config.model import preset
+from arbcli.config.presets import preset
 from arbcli.kernels.codec.decode_weight import decode_weight
 from arbcli.kernels.codec.packed import random_packed
 from arbcli.kernels.matmul.arranged_matmul import arrange, arranged_matmul

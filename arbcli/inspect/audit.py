@@ -22,13 +22,14 @@ from torch.nn import Parameter
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from arbcli.config.training import TrainConfig
 from arbcli.data import open_texts
 from arbcli.device import COMPUTE, deterministic
 from arbcli.errors import ArbError
 from arbcli.inspect.memory import MeasuredState, StateReport, measure, predict
 from arbcli.inspect.peak import PeakReport, predict_peak
 from arbcli.kernels.runtime.backend import use_backend
-from arbcli.train.trainer import TrainConfig, Trainer
+from arbcli.train.trainer import Trainer
 
 TOLERANCE = 0.01
 """How far the state may be from its prediction, as a share of it."""

@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from arbcli.config.model import VOCABULARY, GraphConfig, ModelConfig
+from arbcli.config.dense import VOCABULARY, ModelConfig
+from arbcli.config.graph import GraphConfig
 from arbcli.inspect.memory import predict
 
 CUBLAS_BYTES = 2 * 2**25

@@ -3,12 +3,12 @@
 import pytest
 import torch
 
-from arbcli.config.model import preset
+from arbcli.config.presets import preset
 from arbcli.data import open_texts
 from arbcli.model.dense import ByteLM
 from arbcli.train import compiled_twin
-from arbcli.train import run as runs
 from arbcli.train.compiled_twin import WHOLE_LAYERS, compile_twin
+from arbcli.train.configure import new_config
 from arbcli.train.float_optimizer import BETAS, CLIP_NORM, WEIGHT_DECAY, FloatOptimizer, Muon
 from arbcli.train.trainer import EAGER_STEPS, Trainer
 
@@ -136,7 +136,7 @@ def test_captured_twin_learns_as_the_eager_one_and_never_waits(optimizer, layers
     path = tmp_path / "text.txt"
     path.write_bytes(b"float weights learn to read. " * 400)
     shape = SHAPE | {"layers": layers, "batch": 8, "accum": 2, "weights": "float"}
-    config = runs.new_config(
+    config = new_config(
         data=[str(path)], device="cuda", lr=0.003, optimizer=optimizer, steps=100, **shape
     )
     texts = open_texts(config.data, None, seed=0, context=16)
