@@ -4,7 +4,7 @@ import statistics
 import time
 
 from arbcli.data import open_texts
-from arbcli.train.run import new_config
+from arbcli.train.configure import new_config
 from arbcli.train.trainer import Trainer
 
 ROUNDS, STEPS = 7, 4

@@ -18,7 +18,7 @@ import torch
 
 from arbcli.data import open_texts
 from arbcli.device import deterministic
-from arbcli.train.run import new_config
+from arbcli.train.configure import new_config
 from arbcli.train.trainer import Trainer
 
 SHAPES = {"tiny": (64, 16), "small": (256, 32), "base": (1024, 16), "1b": (2048, 8)}
