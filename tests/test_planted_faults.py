@@ -372,7 +372,7 @@ FAULTS = [
     ),
     kernel(
         "stack", "addend always of the first of a stack", "gram_polynomial",
-        rewrite("p + m.to(tl.int64) * stride_matrix", "p"), 
+        rewrite("p + m.to(tl.int64) * stride_matrix", "p"),
     ),
     # steps
     kernel(
@@ -432,7 +432,7 @@ FAULTS = [
     ),
     # updates
     module(
-        "micro-batch", "moment decays with every micro-batch", "train",
+        "micro-batch", "moment decays with every micro-batch", "rules",
         rewrite("round(a) if f else UNIT", "round(a)"), "update moment sign",
     ),
     module(
@@ -453,11 +453,11 @@ FAULTS = [
         "update nibble sign",
     ),
     module(
-        "uphill", "scales step uphill", "train",
+        "uphill", "scales step uphill", "rules.moment",
         rewrite("(a.slope, b.slope)", "(-a.slope, b.slope)"), "update moment sign",
     ),
     module(
-        "wiring", "gain of the columns not handed on", "train",
+        "wiring", "gain of the columns not handed on", "directions",
         rewrite("(g.rows, g.columns)", "(g.rows, g.columns[:0])"), "update carry factored",
     ),
     # the dense model
