@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from marks import mostly_slow
 
 from arbcli import load
 from arbcli.checkpoint import checkpoints, load_checkpoint
@@ -58,7 +59,7 @@ def final(run: Path) -> bytes:
     return (run / "step-000012.safetensors").read_bytes()
 
 
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("rule", mostly_slow(RULES, lambda rule: rule in ("moment", "votes")))
 def test_resumed_run_ends_in_the_same_file(rule, text, tmp_path, device, monkeypatch):
     monkeypatch.setattr("arbcli.train.run.LOG_EVERY", 1)
     options = config(text, device, rule=rule, accum=2)
@@ -75,10 +76,13 @@ def test_resumed_run_ends_in_the_same_file(rule, text, tmp_path, device, monkeyp
 
 @pytest.mark.parametrize(
     ("options", "stop"),
-    [
-        ({}, 1), ({"rule": "nibble"}, 11), ({"memgram": True, "graph": False}, 7),
-        ({"moe": False, "router": False}, 4),
-    ],
+    mostly_slow(
+        [
+            ({"memgram": True}, 7), ({"rule": "nibble"}, 11),
+            ({"memgram": True, "graph": False}, 1), ({"moe": False, "router": False}, 4),
+        ],
+        lambda options, stop: stop == 7,  # all that a graph can have
+    ),
     ids=lambda value: "-".join(map(str, value)) or "all" if isinstance(value, dict) else str(value),
 )  # fmt: skip
 def test_resumed_run_of_a_graph_ends_in_the_same_file(
@@ -277,7 +281,10 @@ def arb(*args: str, **options) -> subprocess.Popen:
     )
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(
+    ("number", "code"),
+    mostly_slow([(signal.SIGINT, 130), (signal.SIGTERM, 143)], lambda number, code: code == 143),
+)
 def test_signal_saves_and_exits_with_its_code(number, code, text, tmp_path):
     run = tmp_path / "run"
     args = ["train", "--data", text, *SMALL_ARGS, "--steps", "100000", "--out", str(run)]
