@@ -51,7 +51,7 @@ def root(
 
 def main() -> None:
     """Run `arb`. Exit 0: done. 1: a check failed. 2: it could not run. 130, 143: a signal."""
-    set_environment()
+    set_environment(sys.argv[1:])
     try:
         app()
     except ArbError as error:

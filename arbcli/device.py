@@ -1,13 +1,17 @@
 """Where a run computes: device, backend, dtype, determinism and peak memory."""
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
 from arbcli.errors import ArbError
 from arbcli.kernels.runtime.backend import check_backend, default_backend
+
+NATIVE_BF16 = ("avx512_bf16", "amx_bf16", "bf16", "sve_bf16")
+"""Capabilities with which a CPU multiplies bf16: two of x86, two of Arm, as torch names them."""
 
 
 def resolve_device(name: str | None) -> torch.device:
@@ -46,7 +50,22 @@ def default_compute(device: torch.device) -> str:
     """Choose the dtype of activations: bf16 wherever the hardware multiplies it."""
     if device.type == "cuda":
         return "bf16"
-    return "bf16" if torch.ops.mkldnn._is_mkldnn_bf16_supported() else "fp32"
+    # oneDNN has to know how to use what the CPU has: torch for an Apple CPU comes without oneDNN
+    onednn = torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    native = multiplies_bf16(torch.cpu.get_capabilities())
+    return "bf16" if onednn and native else "fp32"
+
+
+def multiplies_bf16(capabilities: Mapping[str, Any]) -> bool:
+    """Tell whether a CPU has instructions that multiply bf16.
+
+    oneDNN alone cannot tell: it says yes on any CPU with AVX-512, and emulates bf16 in float32
+    where there is no instruction, at less than half of float32's speed.
+
+    Args:
+        capabilities: what `torch.cpu.get_capabilities` returns.
+    """
+    return any(capabilities.get(name, False) for name in NATIVE_BF16)
 
 
 def check_compute(compute: str, device: torch.device) -> None:
