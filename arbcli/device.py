@@ -10,6 +10,8 @@ import torch
 from arbcli.errors import ArbError
 from arbcli.kernels.runtime.backend import check_backend, default_backend
 
+COMPUTE = {"bf16": torch.bfloat16, "fp8": torch.bfloat16, "fp32": torch.float32}
+"""Dtype of activations, by `--compute`."""
 NATIVE_BF16 = ("avx512_bf16", "amx_bf16", "bf16", "sve_bf16")
 """Capabilities with which a CPU multiplies bf16: two of x86, two of Arm, as torch names them."""
 

@@ -1,4 +1,4 @@
-"""What libraries read once, when they are loaded: to be set before torch is imported."""
+"""What libraries read once, when they are loaded: to be set before they are imported."""
 
 import os
 from collections.abc import Sequence
@@ -36,3 +36,15 @@ def trains_twin(words: Sequence[str]) -> bool:
         elif word.startswith("--weights="):
             weights = word.removeprefix("--weights=")
     return weights in ("float", "ste")
+
+
+def interpret_kernels_without_gpu(device: str | None) -> None:
+    """Have kernels defined for Triton's interpreter where they cannot run; before their import.
+
+    Args:
+        device: the one that was asked for; None is the GPU if there is one.
+    """
+    import torch  # takes seconds, so not for `arb --help`
+
+    if not torch.cuda.is_available() or (device or "").startswith("cpu"):
+        os.environ["TRITON_INTERPRET"] = "1"

@@ -15,7 +15,7 @@ from arbcli.config.model import preset
 from arbcli.data import open_texts
 from arbcli.device import deterministic
 from arbcli.inspect.memory import predict
-from arbcli.train.run import new_config
+from arbcli.train.configure import new_config
 from arbcli.train.trainer import Trainer
 
 PEER = {"preset": "tiny", "dim": 288, "heads": 6, "layers": 6, "ffn": 736, "ctx": 256}

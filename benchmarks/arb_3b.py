@@ -21,7 +21,7 @@ import torch
 from arbcli.checkpoint import load_checkpoint, save_checkpoint
 from arbcli.data import open_texts
 from arbcli.device import deterministic
-from arbcli.train.run import new_config
+from arbcli.train.configure import new_config
 from arbcli.train.trainer import Trainer
 from benchmarks.training_step import run_steps
 

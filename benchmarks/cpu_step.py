@@ -33,7 +33,7 @@ def serve(kind: str) -> None:
     """Do some steps for every line that comes in, and answer with the milliseconds of one."""
     from arbcli.data import open_texts
     from arbcli.train.compiled_twin import compile_twin
-    from arbcli.train.run import new_config
+    from arbcli.train.configure import new_config
     from arbcli.train.trainer import Trainer
 
     texts = open_texts(None, None, seed=0, context=CTX)

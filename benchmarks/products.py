@@ -17,7 +17,8 @@ from statistics import median
 import torch
 
 from arbcli.config.model import preset
-from arbcli.kernels.codec.decode_weight import decode_weight, random_packed
+from arbcli.kernels.codec.decode_weight import decode_weight
+from arbcli.kernels.codec.packed import random_packed
 from arbcli.kernels.matmul.arranged_matmul import arrange, arranged_matmul
 from arbcli.kernels.matmul.fp8_matmul import fp8_matmul
 from arbcli.kernels.matmul.quantise_rows import quantise_rows
@@ -60,7 +61,7 @@ def compare_few_rows(stopwatch: Stopwatch, size: int, bytes_per_second: float) -
     """Compare products of few rows by arranged matrices: one alone, and each of many in a row."""
     generator = torch.Generator(DEVICE)
     many = [
-        arrange(*random_packed(size, size, GROUP_SIZE, generator, spread=8), size, GROUP_SIZE)
+        arrange(random_packed(size, size, GROUP_SIZE, generator, spread=8))
         for _ in range(8 * stopwatch.cache_bytes // (size * size // 4) + 1)
     ]
     twins = [randn(size, size) for _ in many]
@@ -100,12 +101,12 @@ def main() -> None:
     )
     for size in (8192, 16384):
         compare_few_rows(stopwatch, size, roofline.bytes_per_second)
-        state = random_packed(size, size, GROUP_SIZE, torch.Generator(DEVICE), spread=8)
-        weight, own = randn(size, size), decode_weight(*state, size, GROUP_SIZE)
+        packed = random_packed(size, size, GROUP_SIZE, torch.Generator(DEVICE), spread=8)
+        weight, own = randn(size, size), decode_weight(packed)
         for rows in (1, 2, 4, 8, 16, 32, 64, *((4096, 8192, 16384) if size == 8192 else ())):
             x = randn(rows, size)
-            forward = partial(ternary_matmul, x, *state, GROUP_SIZE)
-            grad_x = partial(ternary_matmul_grad_x, x, *state, size, GROUP_SIZE)
+            forward = partial(ternary_matmul, x, packed)
+            grad_x = partial(ternary_matmul_grad_x, x, packed)
             cublas = partial(torch.matmul, x, weight.T)
             compare(stopwatch, f"{size}^2 forward, M = {rows}", forward, cublas)
             if rows >= 4096:
@@ -119,8 +120,8 @@ def main() -> None:
                 for name, transposed in (("forward", False), ("grad_x", True)):
                     compare(
                         stopwatch, f"{size}^2 {name} in fp8, M = {rows}",
-                        lambda x=x, state=state, k=size, t=transposed: fp8_matmul(
-                            *quantise_rows(x), *state, k, GROUP_SIZE, t
+                        lambda x=x, packed=packed, t=transposed: fp8_matmul(
+                            *quantise_rows(x), packed, t
                         ),
                         cublas,
                     )  # fmt: skip
@@ -132,9 +133,9 @@ def main() -> None:
         ):  # fmt: skip
             config = preset("tiny", rule=rule, direction=direction)
             with DEVICE:
-                tensor = TernaryTensor(outputs, inputs, config)
-            tensor.initialise(0.02, 0, 0)
-            updater = Updater([tensor], config, 0, torch.bfloat16)
+                tensor = TernaryTensor(outputs, inputs, config, area="mlp", std=0.02)
+            tensor.initialise(0, 0)
+            updater = Updater([tensor], 0, torch.bfloat16)
             updater.begin(3, 1.0)
             compare(
                 stopwatch, f"{outputs}x{inputs} update, M = {rows}, {rule} {direction}",

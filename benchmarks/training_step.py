@@ -26,7 +26,7 @@ import torch
 
 from arbcli.data import open_texts
 from arbcli.device import deterministic
-from arbcli.train.run import new_config
+from arbcli.train.configure import new_config
 from arbcli.train.trainer import EAGER_STEPS, Trainer
 from benchmarks import results
 

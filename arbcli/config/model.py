@@ -3,7 +3,9 @@
 import dataclasses
 from dataclasses import dataclass
 
+from arbcli.directions import DIRECTIONS
 from arbcli.errors import ArbError
+from arbcli.rules import RULES, find_rule
 
 VOCABULARY = 256
 """Every byte is a symbol."""
@@ -12,7 +14,6 @@ SCALE_TYPES = {f"T{size}": size for size in (4, 6, 8, 16, 32, 64, 96, 128)}
 """Scale type to group size: how many weights of a row share one scale."""
 
 WEIGHTS = ("ternary", "float", "ste")
-DIRECTIONS = ("orthogonal", "factored", "sign")
 
 PART_OPTIONS = {
     "attention": "--attention/--no-attention",
@@ -27,39 +28,6 @@ PART_OPTIONS = {
     "max_moe_iters": "--max-moe-iters",
 }
 """Fields of a `GraphConfig` that have an option, which no other preset takes."""
-
-
-@dataclass(frozen=True, slots=True)
-class Rule:
-    """How a step changes packed weights, and so what must be stored for each of them."""
-
-    radix: int
-    """P: what a trit is worth in units of the remainder."""
-    remainder_max: int
-    """Largest magnitude of the remainder above a trit; z is clipped to +-(P + this)."""
-    moment_range: float = 0.0
-    """The largest moment, in root-mean-squares of the direction; 0 where there is no moment."""
-    direction: str | None = "orthogonal"
-    """Default direction; None where the rule takes no direction."""
-    lr: float = 1.0
-    """Default `--lr`."""
-    nibble: bool = False
-    """Whether remainder and moment share a byte, four bits each."""
-
-    @property
-    def bytes_per_weight(self) -> int:
-        """Whole bytes stored for each weight beside its packed trit."""
-        return 2 if self.moment_range and not self.nibble else 1
-
-
-RULES = {
-    "moment": Rule(radix=32, remainder_max=127, moment_range=2.0),
-    "nibble": Rule(
-        radix=8, remainder_max=7, moment_range=0.6, direction="factored", lr=0.6, nibble=True
-    ),
-    "carry": Rule(radix=32, remainder_max=127, direction="factored"),
-    "votes": Rule(radix=32, remainder_max=127, direction=None),
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -245,8 +213,8 @@ def preset(name: str, **overrides: object) -> ModelConfig:
             f"the preset `{name}` has no such part: {options}", hint=f"use it with {of_graph}"
         )
     given.setdefault("rule", PRESETS[name].rule)
-    rule = RULES.get(given["rule"])
-    if rule is not None:
+    if given["rule"] in RULES:
+        rule = find_rule(given["rule"])
         if rule.direction is None and "direction" in given:
             raise ArbError(
                 f"the rule `{given['rule']}` takes no direction", hint="leave `--direction` out"

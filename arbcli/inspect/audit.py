@@ -23,12 +23,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from arbcli.data import open_texts
-from arbcli.device import deterministic
+from arbcli.device import COMPUTE, deterministic
 from arbcli.errors import ArbError
 from arbcli.inspect.memory import MeasuredState, StateReport, measure, predict
 from arbcli.inspect.peak import PeakReport, predict_peak
 from arbcli.kernels.runtime.backend import use_backend
-from arbcli.train.trainer import COMPUTE, TrainConfig, Trainer, minimised
+from arbcli.train.trainer import TrainConfig, Trainer
 
 TOLERANCE = 0.01
 """How far the state may be from its prediction, as a share of it."""
@@ -293,19 +293,9 @@ def audit(config: TrainConfig, snapshot: Path | None = None) -> AuditReport:
 
 
 def _watched_step(trainer: Trainer, tensors: LiveTensors, step: int) -> list[Level]:
-    """Do what `Trainer.train_step` does, and measure between its stages."""
-    config, lr, levels = trainer.config, trainer.lr, []
-    for micro in range(config.accum):
-        ids, targets = trainer.fetch(micro, trainer.device)
-        trainer.updater.begin(trainer.step, lr, micro, config.accum)
-        loss = minimised(trainer.model.losses(ids, targets))
-        levels.append(_read(tensors, step, "forward"))
-        loss.backward()
-        levels.append(_read(tensors, step, "backward"))
-    trainer.updater.finish()
-    trainer.model.after_step()
-    trainer.step += 1
-    del ids, targets, loss
+    """Do a step, and measure after each of its stages."""
+    levels = []
+    trainer.train_step(lambda stage: levels.append(_read(tensors, step, stage)))
     return [*levels, _read(tensors, step, "end")]
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from arbcli.config.model import VOCABULARY, GraphConfig, ModelConfig
-from arbcli.inspect.memory import divide_up, footprint, predict
+from arbcli.inspect.memory import predict
 
 CUBLAS_BYTES = 2 * 2**25
 """Workspaces that cuBLAS keeps once it has run, one for each thread: forward and backward."""
@@ -163,7 +163,7 @@ class _Step:
         sums, slots = sum(m for m, _ in uses), sum(m * k for m, k in uses)
         touched, a = min(slots, num_rows), self.a
         grad_y = a * sums * width if len(uses) > 1 else 0
-        state = footprint(self.config, 1, touched, width, frozen=False).state_bytes
+        state = _state_bytes(self.config, touched, width)
         bag = 4 * width * (touched + sums) if self.on_cpu else 0
         # ids, weights and positions of slots, that are sorted and then left
         inside = max(
@@ -393,3 +393,20 @@ def _iterated_moments(step: _Step, saved: int, beside: int) -> Iterator[_Moment]
     inside = 2 * uses * a * tokens * (inward + dim) + step.update(inward, dim)
     inside += a * tokens * dim - tokens * _iteration_bytes(step)
     yield _Moment("moe_graph.inward", saved, beside + inside)
+
+
+def divide_up(number: int, size: int) -> int:
+    """Divide, and round up."""
+    return -(-number // size)
+
+
+def _state_bytes(config: ModelConfig, rows: int, columns: int) -> int:
+    """Count what a packed matrix takes."""
+    import torch
+
+    from arbcli.model.packed import TernaryTensor
+
+    with torch.device("meta"):
+        return sum(
+            buffer.nbytes for buffer in TernaryTensor(rows, columns, config, area="").buffers()
+        )

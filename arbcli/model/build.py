@@ -13,9 +13,6 @@ from arbcli.model.graph import GraphLM
 from arbcli.model.language_model import LanguageModel
 from arbcli.model.layers.linear import LinearWeight
 
-EXACT = ("head.weight",)
-"""Weights that are multiplied in bf16 in any case."""
-
 
 def build_model(
     config: ModelConfig,
@@ -39,7 +36,7 @@ def build_model(
     kind = GraphLM if isinstance(config, GraphConfig) else ByteLM
     model = kind(config, compute_dtype, recompute=recompute)
     if fp8:
-        chosen = [weight for name, weight in model.weights().items() if _fits_fp8(name, weight)]
+        chosen = [weight for weight in model.weights().values() if _fits_fp8(weight)]
         if not chosen:
             raise ArbError(
                 f"`--compute fp8` multiplies matrices whose sizes are multiples of {MULTIPLE}, and"
@@ -51,8 +48,8 @@ def build_model(
     return model
 
 
-def _fits_fp8(name: str, weight: object) -> bool:
-    if not isinstance(weight, LinearWeight) or name in EXACT:
+def _fits_fp8(weight: object) -> bool:
+    if not isinstance(weight, LinearWeight) or not weight.in_eight_bits:
         return False
     return weight.out_features % MULTIPLE == 0 and weight.in_features % MULTIPLE == 0
 

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from arbcli.model.dense import RECOMPUTE, ByteLM
+from arbcli.model.dense import ByteLM
+from arbcli.model.language_model import RECOMPUTE
 
 WHOLE_LAYERS = 8
 """A model of more blocks is compiled by parts, all blocks by one compilation.
@@ -48,12 +49,17 @@ def compile_twin(model: ByteLM, backend: str = "inductor") -> None:
 
 
 @contextmanager
-def side_stream(stream: torch.cuda.Stream) -> Iterator[None]:
+def side_stream(stream: torch.cuda.Stream | None) -> Iterator[None]:
     """Queue work on a stream, after what was queued so far and before what comes next.
+
+    None is the stream that is in use.
 
     Work before a capture must not be on the default stream: autograd may remember where a parameter
     was last used, and a capture that touches the default stream fails.
     """
+    if stream is None:
+        yield
+        return
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         yield

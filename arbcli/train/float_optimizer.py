@@ -50,11 +50,17 @@ class FloatOptimizer:
             capturable=model.device.type == "cuda",
         )
 
-    def set_lr(self, lr: float) -> None:
+    averages = False
+    """Gradients of micro-batches add up: each loss is to be divided by their number."""
+
+    def set_step(self, step: int, lr: float, accumulation: int = 1) -> None:
         """Set the learning rate of the next step; nothing waits for the device."""
         self._lr.fill_(lr)
 
-    def step(self) -> None:
+    def begin_micro(self, micro: int) -> None:
+        """Do nothing: gradients add up by themselves."""
+
+    def finish(self) -> None:
         """Clip the gradients to a norm of `CLIP_NORM`, step every weight, drop the gradients."""
         nn.utils.clip_grad_norm_(self._parameters, CLIP_NORM)
         if self._muon:

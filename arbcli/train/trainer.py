@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,16 +12,15 @@ from torch import Tensor
 from arbcli.checkpoint import Checkpoint, check_layout
 from arbcli.config.model import ModelConfig
 from arbcli.data import Texts, batch, digest, evaluation_batches
+from arbcli.device import COMPUTE
 from arbcli.errors import ArbError
 from arbcli.kernels.runtime.backend import use_backend
 from arbcli.model.build import build_model, model_config_from
-from arbcli.model.language_model import LOSS_WEIGHTS
 from arbcli.train.compiled_twin import compile_twin, side_stream
 from arbcli.train.float_optimizer import FloatOptimizer
+from arbcli.train.step import TrainingStep
 from arbcli.train.updater import Updater
 
-COMPUTE = {"bf16": torch.bfloat16, "fp8": torch.bfloat16, "fp32": torch.float32}
-"""Dtype of activations, by `--compute`."""
 EAGER_STEPS = 3
 """Steps before a step is captured: kernels compile and libraries make up their minds in them."""
 OPTIMIZERS = {"ternary": ("rule",), "float": ("adamw", "muon"), "ste": ("adamw", "muon")}
@@ -108,12 +108,6 @@ def schedule(step: int, steps: int, warmup: int) -> float:
     return rise * (0.05 + 0.95 * (1 + math.cos(math.pi * step / steps)) / 2)
 
 
-def minimised(parts: dict[str, Tensor]) -> Tensor:
-    """Add the other parts of a loss, each times its weight, to that of the text."""
-    others = (LOSS_WEIGHTS[name] * part for name, part in parts.items() if name != "text")
-    return sum(others, parts["text"])
-
-
 def text_digest(texts: Texts) -> str:
     """Name the content of both texts of a run."""
     return f"{digest(texts.train)}-{digest(texts.val)}"
@@ -138,6 +132,7 @@ class Trainer:
             self.model = build_model(
                 config.model, dtype, recompute=config.recompute, fp8=config.compute == "fp8"
             )
+        capture = capture and config.backend == "triton"
         self.step = 0
         self.loss_parts: dict[str, Tensor] = {}
         """Parts of the last step's loss, float32 scalars by name."""
@@ -147,16 +142,17 @@ class Trainer:
             self.model.initialise(config.seed)
         if config.model.weights == "ternary":
             tensors = self.model.weights().values()
-            self.updater = Updater(tensors, config.model, config.seed, dtype)
+            self.updater = Updater(tensors, config.seed, dtype)
             for tensor in tensors:
                 tensor.sink = self.updater
-        capture = capture and config.backend == "triton"
-        self._warm_up_stream: torch.cuda.Stream | None = None
-        if self.updater is None:
+        else:
             self.optimizer = FloatOptimizer(self.model, config.optimizer, compiled=capture)
-            if capture:
-                compile_twin(self.model)
-                self._warm_up_stream = torch.cuda.Stream(self.device)
+        self._updates = self.updater or self.optimizer
+        self._compute = TrainingStep(self.model, self._updates, config.accum)
+        self._warm_up_stream: torch.cuda.Stream | None = None
+        if capture and self.optimizer:
+            compile_twin(self.model)
+            self._warm_up_stream = torch.cuda.Stream(self.device)
         self._capture_at = EAGER_STEPS if capture else None
         self._graph: torch.cuda.CUDAGraph | None = None
         self._batches: Tensor | None = None
@@ -174,21 +170,27 @@ class Trainer:
         config = self.config
         return config.lr * schedule(self.step, config.steps, config.warmup)
 
-    def train_step(self) -> Tensor:
+    def train_step(self, reached: Callable[[str], None] = lambda stage: None) -> Tensor:
         """Do one step.
+
+        Args:
+            reached: is told of each stage that ends, see `TrainingStep`; not of a replayed step's.
 
         Returns:
             The loss before it, a float32 scalar tensor in nats a byte; reading it waits for a GPU.
         """
         self._load_batches()
-        if self.updater:
-            self.updater.set_step(self.step, self.lr, self.config.accum)
-        if self.optimizer:
-            self.optimizer.set_lr(self.lr)
+        self._updates.set_step(self.step, self.lr, self.config.accum)
         if self._graph is None and self._capture_at == self.step:
             self._capture()
         with use_backend(self.config.backend):
-            loss = self._warm_up() if self._graph is None else self._replay()
+            if self._graph is not None:
+                self._graph.replay()
+                self.loss_parts = self._captured_parts
+            else:
+                with side_stream(self._warm_up_stream):
+                    self.loss_parts = self._compute(self._micro_batches, reached)
+            loss = self.loss_parts["text"].clone()  # a replay overwrites its own
         self.step += 1
         return loss
 
@@ -215,43 +217,12 @@ class Trainer:
             batches = list(self._batches)  # (2, B, T) int64 each
         self._micro_batches = batches
 
-    def _compute(self) -> Tensor:
-        """Run forward, backward and the updates of the loaded batches."""
-        accum, totals = self.config.accum, {}
-        self.model.forget_uses()
-        for micro, (ids, targets) in enumerate(self._micro_batches):
-            if self.updater:
-                self.updater.begin_micro(micro)
-            parts = self.model.losses(ids, targets)
-            loss = minimised(parts)
-            (loss if self.updater else loss / accum).backward()
-            for name, part in parts.items():
-                totals[name] = totals.get(name, 0) + part.detach() / accum
-        if self.updater:
-            self.updater.finish()
-        if self.optimizer:
-            self.optimizer.step()
-        self.model.after_step()
-        self.loss_parts = totals
-        return totals["text"]
-
-    def _warm_up(self) -> Tensor:
-        """Do a step that is not replayed; one of a twin that will be, on a stream of its own."""
-        if self._warm_up_stream is None:
-            return self._compute()
-        with side_stream(self._warm_up_stream):
-            return self._compute()
-
     def _capture(self) -> None:
         """Record a step as a CUDA graph. Recording executes nothing, so no state changes."""
         torch.cuda.empty_cache()  # what the steps before it held is held by the graph from now on
         self._graph = torch.cuda.CUDAGraph()
         with use_backend(self.config.backend), torch.cuda.graph(self._graph):
-            self._captured_loss = self._compute()
-
-    def _replay(self) -> Tensor:
-        self._graph.replay()
-        return self._captured_loss.clone()
+            self._captured_parts = self._compute(self._micro_batches)
 
     @torch.no_grad()
     def evaluate(self, num_batches: int = 40) -> float:

@@ -20,7 +20,7 @@ from arbcli.kernels.runtime._triton import HAS_TRITON, INTERPRETED, TensorDescri
 from arbcli.kernels.runtime.backend import compile_for
 from arbcli.kernels.runtime.spec import KernelSpec
 from arbcli.verify.kernels import find_kernels
-from arbcli.verify.workers import Workers
+from arbcli.verify.workers import JobDone, Workers
 
 
 class Target(NamedTuple):
@@ -117,7 +117,7 @@ def compile_kernels(
     targets: Iterable[str],
     group_size: int,
     number: int = 1,
-    progress: Callable[[str], None] = lambda _: None,
+    progress: Callable[[JobDone], None] = lambda _: None,
 ) -> tuple[CompileResult, ...]:
     """Compile kernels for each target, in processes of their own.
 
@@ -126,7 +126,7 @@ def compile_kernels(
         targets: keys of `TARGETS`.
         group_size: G.
         number: of processes.
-        progress: is told each kernel that is done.
+        progress: is told each kernel that is done, and what it found.
 
     Raises:
         ArbError: triton is missing, or a name is unknown.
@@ -256,7 +256,14 @@ def _variant(function, types, fixed, options, units, *, multiples: bool) -> Vari
 
 @contextmanager
 def recorded_launches(record: Callable[[Launch], None]) -> Iterator[None]:
-    """Let launches of kernels be recorded, and do nothing else."""
+    """Let launches of kernels be recorded, and do nothing else.
+
+    `run` of triton's `JITFunction` is not public, and replaced all the same: every launch passes
+    there, with its arguments as they were given. Triton's hooks come later, when a driver has been
+    asked for the GPU, which need not be there. Else what launchers ask for would have to be written
+    down a second time, to be compiled, and for the tests that execute it. A triton without `run` is
+    noticed by the first launch that is recorded.
+    """
     from triton.runtime.jit import JITFunction
 
     def run_instead(function, *args, grid, warmup, **kwargs) -> None:

@@ -17,7 +17,8 @@ from arbcli.model.blocks.experts import BALANCE_UNIT
 from arbcli.model.blocks.latent_attention import SHARPNESS
 from arbcli.model.blocks.memgram import MemGram
 from arbcli.model.blocks.moe_graph import MoEGraph
-from arbcli.model.graph import ROUTER_BIAS, GraphLM
+from arbcli.model.blocks.router import ROUTER_BIAS
+from arbcli.model.graph import GraphLM
 
 Weights = dict[str, Tensor]
 

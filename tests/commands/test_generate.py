@@ -7,7 +7,8 @@ import sys
 
 import pytest
 
-from arbcli.train import run as runs
+from arbcli.train.configure import new_config
+from arbcli.train.run import Observer, start_run
 
 TEXT = "ternary weights read naïve text. " * 200
 
@@ -17,8 +18,8 @@ def run(tmp_path_factory) -> str:
     folder = tmp_path_factory.mktemp("saved")
     (folder / "text.txt").write_text(TEXT, encoding="utf-8")
     sizes = {"dim": 32, "layers": 1, "heads": 2, "ffn": 48, "ctx": 16, "batch": 8}
-    config = runs.new_config(**sizes, steps=40, device="cpu", data=[str(folder / "text.txt")])
-    runs.train(config, folder / "run", runs.Observer())
+    config = new_config(**sizes, steps=40, device="cpu", data=[str(folder / "text.txt")])
+    start_run(config, folder / "run", Observer())
     return str(folder / "run")
 
 

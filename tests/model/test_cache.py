@@ -6,7 +6,8 @@ import torch
 from arbcli.config.model import preset
 from arbcli.kernels.norm import gated_rms_norm, rms_norm
 from arbcli.kernels.runtime.backend import use_backend
-from arbcli.model import dense as lm_module
+from arbcli.model import dense as dense_module
+from arbcli.model.blocks import attention as lm_module
 from arbcli.model.dense import ByteLM
 from arbcli.model.layers.norm import TernaryRMSNorm
 
@@ -81,11 +82,11 @@ def test_arranged_weights_give_the_logits_of_packed_ones(options, device, monkey
     lm, ids = model(device, torch.bfloat16, **options), text(21, device)
     with lm.held_weights():
         with monkeypatch.context() as patch:
-            patch.setattr(lm_module, "takes", lambda *_: False)
+            patch.setattr(dense_module, "fits_arranged", lambda *_: False)
             expected = forward_in_parts(lm, ids, [1] * 21)
         assert lm.plain_norms
         assert not arranged(lm)
-        monkeypatch.setattr(lm_module, "takes", lambda x, _: x.shape[1] == 1)
+        monkeypatch.setattr(dense_module, "fits_arranged", lambda x, _: x.shape[1] == 1)
         got = forward_in_parts(lm, ids, PARTS["ragged chunks and bytes"])
         assert arranged(lm) == 2 * 4 + 1
     assert not arranged(lm)

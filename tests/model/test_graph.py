@@ -19,14 +19,17 @@ from graph_parts import (
     times,
 )
 
-from arbcli.config.model import DIRECTIONS, RULES, GraphConfig, preset
+from arbcli.config.model import GraphConfig, preset
+from arbcli.directions import DIRECTIONS
 from arbcli.errors import ArbError
 from arbcli.inspect.memory import measure, predict
+from arbcli.model.blocks.router import ROUTER_BIAS
 from arbcli.model.build import build_model, model_config_from
 from arbcli.model.dense import ByteLM
-from arbcli.model.graph import ROUTER_BIAS, GraphLM
+from arbcli.model.graph import GraphLM
 from arbcli.model.packed import TernaryTensor
-from arbcli.train.trainer import minimised
+from arbcli.rules import RULES, find_rule
+from arbcli.train.step import minimised
 from arbcli.train.updater import Updater
 
 PARTS = {
@@ -48,7 +51,7 @@ LEFT_OUT = [{flag: False} | ({"graph": False} if flag == "codebook" else {}) for
 KINDS_OF_UPDATE = [
     (rule, direction)
     for rule in RULES
-    for direction in (DIRECTIONS if RULES[rule].direction else (None,))
+    for direction in (DIRECTIONS if find_rule(rule).direction else (None,))
 ]
 LENGTH = 21
 CHUNKS = {
@@ -62,12 +65,12 @@ def train(lm: GraphLM, steps: int, ids=None, **options) -> list[float]:
     """Train on one batch; return the loss before each step."""
     ids = text(3, 9) if ids is None else ids
     tensors = lm.weights().values()
-    updater = Updater(tensors, lm.config, 0, torch.float32)
+    updater = Updater(tensors, 0, torch.float32)
     for tensor in tensors:
         tensor.sink = updater
     losses = []
     for step in range(steps):
-        updater.begin(step, **{"lr": RULES[lm.config.rule].lr, **options})
+        updater.begin(step, **{"lr": find_rule(lm.config.rule).lr, **options})
         parts = lm.losses(ids[:, :-1], ids[:, 1:])
         minimised(parts).backward()
         updater.finish()

@@ -84,9 +84,9 @@ def test_adamw_steps_as_torchs_own_with_a_number_for_a_rate():
     for step in range(3):
         for model in (mine, other):
             model.loss(*windows()).backward()
-        optimizer.set_lr(0.01 * (step + 1))
+        optimizer.set_step(step, 0.01 * (step + 1))
         expected.param_groups[0]["lr"] = 0.01 * (step + 1)
-        optimizer.step()
+        optimizer.finish()
         torch.nn.utils.clip_grad_norm_(parameters, CLIP_NORM)
         expected.step()
         expected.zero_grad()
@@ -99,8 +99,8 @@ def test_muon_leaves_embedding_and_head_to_adamw_without_decay():
     model = twin()
     optimizer = FloatOptimizer(model, "muon")
     model.loss(*windows()).backward()
-    optimizer.set_lr(0.01)
-    optimizer.step()
+    optimizer.set_step(0, 0.01)
+    optimizer.finish()
     count = sum(parameter.numel() for parameter in model.blocks.parameters())
     assert sum(momentum.numel() for momentum in optimizer._muon.momenta) == count
     (group,) = optimizer._adamw.param_groups

@@ -138,7 +138,7 @@ def test_what_cannot_be_timed_is_refused(device, backends, message):
 
 
 def test_roofline_is_of_bytes_both_ways_and_of_both_operations():
-    with FakeTensorMode():
+    with FakeTensorMode():  # of torch's documentation, though its module is named as private
         found = measure_roofline(FakeStopwatch([1000.0], [2000.0], [3.0]))
     assert found.bytes_per_second == pytest.approx(2**30 / 1e-3)
     assert found.flops_per_second == pytest.approx(2 * 8192**3 / 2e-3)

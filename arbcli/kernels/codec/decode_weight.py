@@ -12,18 +12,16 @@ leaves, the short last block or everything, is decoded by columns, each weight o
 """
 
 from collections.abc import Iterator
-from functools import partial
 
 import torch
 from torch import Tensor
 
+from arbcli.kernels.codec.packed import OCTAVE, Packed, random_packed
 from arbcli.kernels.codec.packing import (
     BLOCK,
     LARGEST_BYTE,
     PLANE,
-    check_packed,
     positions_in_block,
-    row_bytes,
     trit_at,
     unpack_trits_reference,
     unpack_trits_torch,
@@ -43,24 +41,18 @@ from arbcli.kernels.runtime.backend import uses_triton
 from arbcli.kernels.runtime.shared_memory import allocate, read_four, wait_for_warp, write_four
 from arbcli.kernels.runtime.spec import Case, KernelSpec, Timing
 
-OCTAVE = 128
-"""Steps of v in a doubling of the scale."""
-LOWEST_EXPONENT, HIGHEST_EXPONENT = -96, 31
-"""v saturates with E in this range."""
 ABREAST, COLUMN_ROWS = 4, 16
 """Blocks of a row that a warp decodes at once, of eight; rows of a program that decodes columns."""
 
 
-def decode_weight_reference(
-    packed: Tensor, exponent: Tensor, fraction: Tensor | None, in_features: int, group_size: int
-) -> Tensor:
+def decode_weight_reference(packed: Packed) -> Tensor:
     """Compute what `decode_weight` must return, in float64 until the one rounding to bf16."""
-    trits = unpack_trits_reference(packed, in_features).to(torch.float64)
-    v = exponent.to(torch.float64) * OCTAVE
-    if fraction is not None:
-        v = v + fraction.to(torch.float64)
-    scale = torch.exp2(v / OCTAVE).repeat_interleave(group_size, dim=1)[:, :in_features]
-    return (trits * scale).to(torch.bfloat16)
+    trits = unpack_trits_reference(packed.trits, packed.in_features).to(torch.float64)
+    v = packed.exponent.to(torch.float64) * OCTAVE
+    if packed.fraction is not None:
+        v = v + packed.fraction.to(torch.float64)
+    scale = torch.exp2(v / OCTAVE).repeat_interleave(packed.group_size, dim=1)
+    return (trits * scale[:, : packed.in_features]).to(torch.bfloat16)
 
 
 _FRACTIONS = torch.arange(256, dtype=torch.uint8, device="cpu").view(torch.int8)
@@ -79,17 +71,11 @@ def scales_torch(exponent: Tensor, fraction: Tensor | None) -> Tensor:
     return bits.view(torch.float32)
 
 
-def decode_weight_torch(
-    packed: Tensor,
-    exponent: Tensor,
-    fraction: Tensor | None,
-    in_features: int,
-    group_size: int,
-    dtype: torch.dtype = torch.bfloat16,
-) -> Tensor:
+def decode_weight_torch(packed: Packed, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     """Decode a whole matrix with a table lookup and one product a weight."""
-    weight = unpack_trits_torch(packed, in_features, dtype)
-    scale = scales_torch(exponent, fraction).to(dtype)[..., None]
+    in_features, group_size = packed.in_features, packed.group_size
+    weight = unpack_trits_torch(packed.trits, in_features, dtype)
+    scale = scales_torch(packed.exponent, packed.fraction).to(dtype)[..., None]
     whole = in_features // group_size
     full = weight[:, : whole * group_size].unflatten(1, (whole, group_size))
     full *= scale[:, :whole]
@@ -270,55 +256,34 @@ def _store_four(pointer, words, mask):
     tl.store(tl.multiple_of(pointers, (1, 16)), four, mask=mask[:, None])
 
 
-def _by_block(packed: Tensor, in_features: int, group_size: int) -> bool:
+def _by_block(packed: Packed) -> bool:
     """Whether planes have one scale, words can be loaded, and eight weights stored at once."""
-    whole = group_size % PLANE == 0 and in_features % 8 == 0
-    return whole and packed.stride(1) == 1 and torch.version.hip is None
+    whole = packed.group_size % PLANE == 0 and packed.in_features % 8 == 0
+    return whole and packed.trits.stride(1) == 1 and torch.version.hip is None
 
 
-def _decode_weight_triton(
-    packed: Tensor,
-    exponent: Tensor,
-    fraction: Tensor | None,
-    in_features: int,
-    group_size: int,
-    dtype: torch.dtype = torch.bfloat16,
-) -> Tensor:
-    rows = packed.shape[0]
-    weight = torch.empty(rows, in_features, dtype=dtype, device=packed.device)
+def _decode_weight_triton(packed: Packed, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    rows, in_features = packed.out_features, packed.in_features
+    weight = torch.empty(rows, in_features, dtype=dtype, device=packed.trits.device)
     if weight.numel():
-        digits = exponent if fraction is None else fraction
-        by_block = _by_block(packed, in_features, group_size)
+        by_block = _by_block(packed)
         blocks = in_features // BLOCK if by_block else 0
         chunks = triton.cdiv(in_features - BLOCK * blocks, PLANE)
         programs = triton.cdiv(rows, COLUMN_ROWS) * chunks
         programs += triton.cdiv(rows, 8 // ABREAST) * triton.cdiv(blocks, 4 * ABREAST)
         _decode_weight_kernel[(programs,)](
-            packed, exponent, digits, weight, rows, in_features,
-            *packed.stride(), *exponent.stride(), *digits.stride(), weight.stride(0),
-            GROUP=group_size, HAS_FRACTION=fraction is not None,
-            BY_BLOCK=by_block, ABREAST=ABREAST, COLUMN_ROWS=COLUMN_ROWS,
+            *packed.pointers, weight, rows, in_features, *packed.strides, weight.stride(0),
+            **packed.constants, BY_BLOCK=by_block, ABREAST=ABREAST, COLUMN_ROWS=COLUMN_ROWS,
             PTX=HAS_PTX and by_block, num_warps=1,
         )  # fmt: skip
     return weight
 
 
-def decode_weight(
-    packed: Tensor,
-    exponent: Tensor,
-    fraction: Tensor | None,
-    in_features: int,
-    group_size: int,
-    dtype: torch.dtype = torch.bfloat16,
-) -> Tensor:
+def decode_weight(packed: Packed, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     """Decode a packed matrix to its weights.
 
     Args:
-        packed: (N, row_bytes(K)) uint8.
-        exponent: (N, ceil(K / G)) int8, E in -96..31.
-        fraction: (N, ceil(K / G)) int8, F in 0..127; None stands for zeros.
-        in_features: K.
-        group_size: G.
+        packed: N rows by K weights.
         dtype: bfloat16, or float32, which holds the same bf16 values.
 
     Returns:
@@ -327,61 +292,29 @@ def decode_weight(
     Raises:
         ValueError: a dtype or a shape does not fit.
     """
-    check_packed(packed, in_features)
-    check_scales(packed, exponent, fraction, in_features, group_size)
-    run = _decode_weight_triton if uses_triton(packed) else decode_weight_torch
-    return run(packed, exponent, fraction, in_features, group_size, dtype)
-
-
-def check_scales(
-    packed: Tensor, exponent: Tensor, fraction: Tensor | None, in_features: int, group_size: int
-) -> None:
-    """Raise ValueError unless the scales' digits fit the packed rows."""
-    shape = (packed.shape[0], num_groups(in_features, group_size))
-    for digits in (exponent,) if fraction is None else (exponent, fraction):
-        if digits.dtype != torch.int8 or tuple(digits.shape) != shape:
-            got = f"{digits.dtype} {tuple(digits.shape)}"
-            raise ValueError(f"need int8 scales of shape {shape}, got {got}")
-
-
-def num_groups(in_features: int, group_size: int) -> int:
-    """Count the groups of a row of `in_features` weights; the last may be short."""
-    return -(-in_features // group_size)
-
-
-def random_packed(
-    rows: int, in_features: int, group_size: int, generator: torch.Generator, spread: int = 127
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Draw packed trits, E and F where the generator is; E is within `spread` of -1."""
-    draw = partial(torch.randint, generator=generator, device=generator.device)
-    packed = draw(0, LARGEST_BYTE + 1, (rows, row_bytes(in_features)), dtype=torch.uint8)
-    shape = (rows, num_groups(in_features, group_size))
-    low, high = max(LOWEST_EXPONENT, -1 - spread), min(HIGHEST_EXPONENT, spread - 1)
-    exponent = draw(low, high + 1, shape, dtype=torch.int8)
-    return packed, exponent, draw(0, OCTAVE, shape, dtype=torch.int8)
+    packed.check()
+    run = _decode_weight_triton if uses_triton(packed.trits) else decode_weight_torch
+    return run(packed, dtype)
 
 
 def _cases(device: torch.device, group_size: int) -> Iterator[Case]:
     generator = torch.Generator().manual_seed(0)
     for rows, in_features in ((1, 1), (3, 33), (33, 123), (2, 165), (9, 1000), (2, 1311)):
-        state = [t.to(device) for t in random_packed(rows, in_features, group_size, generator)]
-        yield Case(f"{rows}x{in_features}", (*state, in_features, group_size))
-    packed, exponent, _ = state
-    yield Case("2x1311 whole octaves", (packed, exponent, None, 1311, group_size))
-    state = [t.to(device)[1::2] for t in random_packed(6, 165, group_size, generator)]
-    yield Case("3x165 strided", (*state, 165, group_size))
-    packed, exponent, fraction = state
-    apart = torch.stack([fraction, fraction], dim=2)[:, :, 0]
-    yield Case("3x165 fraction strided", (packed, exponent, apart, 165, group_size))
-    zeros = torch.full_like(packed, LARGEST_BYTE // 2)
-    yield Case("3x165 zeros", (zeros, exponent, fraction, 165, group_size))
+        packed = random_packed(rows, in_features, group_size, generator).to(device)
+        yield Case(f"{rows}x{in_features}", (packed,))
+    yield Case("2x1311 whole octaves", (packed._replace(fraction=None),))
+    packed = random_packed(6, 165, group_size, generator).to(device).rows(slice(1, None, 2))
+    yield Case("3x165 strided", (packed,))
+    apart = torch.stack([packed.fraction, packed.fraction], dim=2)[:, :, 0]
+    yield Case("3x165 fraction strided", (packed._replace(fraction=apart),))
+    zeros = torch.full_like(packed.trits, LARGEST_BYTE // 2)
+    yield Case("3x165 zeros", (packed._replace(trits=zeros),))
 
 
 def _timings(device: torch.device, group_size: int) -> Iterator[Timing]:
     for rows, in_features in ((8192, 8192), (2048, 5632)):
-        state = random_packed(rows, in_features, group_size, torch.Generator(device))
-        label, inputs = f"{rows}x{in_features}", (*state, in_features, group_size)
-        yield Timing(label, inputs, run=_decode_weight_triton)
+        packed = random_packed(rows, in_features, group_size, torch.Generator(device))
+        yield Timing(f"{rows}x{in_features}", (packed,), run=_decode_weight_triton)
 
 
 def decode_weight_f32(decode):

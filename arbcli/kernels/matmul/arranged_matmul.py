@@ -31,7 +31,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from arbcli.kernels.codec.decode_weight import decode_weight, random_packed, scales_torch
+from arbcli.kernels.codec.decode_weight import decode_weight, scales_torch
+from arbcli.kernels.codec.packed import Packed, random_packed
 from arbcli.kernels.codec.packing import PLANE, pack_trits, unpack_trits, unpack_trits_torch
 from arbcli.kernels.codec.warp_products import (
     HAS_PTX,
@@ -87,36 +88,28 @@ class Arranged(NamedTuple):
     """Whether a tile has eight rows of each half of the matrix."""
 
 
-def arrange(
-    packed: Tensor,
-    exponent: Tensor,
-    fraction: Tensor | None,
-    in_features: int,
-    group_size: int,
-    gated: bool = False,
-) -> Arranged:
+def arrange(packed: Packed, gated: bool = False) -> Arranged:
     """Arrange a packed matrix: 2.1 bits a weight, and what fills the last pieces.
 
     Args:
-        packed: (N, row_bytes(K)) uint8.
-        exponent: (N, ceil(K / G)) int8.
-        fraction: like `exponent`; None stands for zeros.
-        in_features: K.
-        group_size: G, a multiple of 32.
+        packed: N rows by K weights, in groups of a multiple of 32.
         gated: whether results are to be gated; then N is even.
 
     Raises:
         ValueError: a dtype or a shape does not fit.
     """
-    if group_size % PLANE:
-        raise ValueError(f"need groups of whole planes of {PLANE} weights, got {group_size}")
-    half, odd = divmod(len(packed), 2)
+    packed.check()
+    in_features, device = packed.in_features, packed.trits.device
+    if packed.group_size % PLANE:
+        raise ValueError(f"need groups of whole planes of {PLANE} weights, got {packed.group_size}")
+    half, odd = divmod(packed.out_features, 2)
     if gated and odd:
-        raise ValueError(f"{len(packed)} rows are not two halves")
-    trits = unpack_trits(packed, in_features)
+        raise ValueError(f"{packed.out_features} rows are not two halves")
+    trits = unpack_trits(packed.trits, in_features)
     blocks = -(-in_features // BLOCK)
-    group = torch.arange(5 * blocks, device=packed.device) * PLANE // group_size
-    scales = scales_torch(exponent, fraction)[:, group.clamp(max=exponent.shape[1] - 1)]
+    group = torch.arange(5 * blocks, device=device) * PLANE // packed.group_size
+    group = group.clamp(max=packed.num_groups - 1)
+    scales = scales_torch(packed.exponent, packed.fraction)[:, group]
     halves = trits.view(2, half, -1) if gated else trits[None]
     of_halves = scales.view(2, half, -1) if gated else scales[None]
     rows = halves.shape[1]
@@ -128,7 +121,7 @@ def arrange(
     split = (2, -1, 8) if gated else (-1, 2, 8)
     pieces = pack_trits(halves.flatten(0, 1)).view(*split, blocks, 4, 8).permute(order)
     of_planes = of_halves.reshape(*split, blocks, 5).permute(order[:5])
-    sign = torch.tensor([-0.5, 0.5, -0.5, 0.5, -0.5], device=packed.device)
+    sign = torch.tensor([-0.5, 0.5, -0.5, 0.5, -0.5], device=device)
     pieces = pieces.permute(0, 3, 4, 2, 1, 5).flatten(2)
     of_planes = (of_planes * sign).permute(0, 3, 2, 4, 1).to(torch.bfloat16)
     first, last = (part.flatten(2).view(torch.uint8) for part in of_planes.split([4, 1], dim=3))
@@ -138,7 +131,7 @@ def arrange(
     return Arranged(pieces, rows, in_features, gated)
 
 
-def takes(x: Tensor, group_size: int) -> bool:
+def fits_arranged(x: Tensor, group_size: int) -> bool:
     """Whether a step should arrange its weights: one row of bf16, kernels, and groups of planes."""
     few = x.dtype == torch.bfloat16 and x.numel() == x.shape[-1] and x.shape[-1] % 8 == 0
     return few and uses_triton(x) and group_size % PLANE == 0 and torch.version.hip is None
@@ -636,8 +629,8 @@ def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
     generator = torch.Generator().manual_seed(0)
     dtypes = (torch.float32,) if device.type == "cpu" else (torch.float32, torch.bfloat16)
     for m, rows, in_features, group_size, gated, eps, adds in SHAPES:
-        state = random_packed(rows, in_features, group_size, generator, spread=8)
-        weight = arrange(*state, in_features, group_size, gated)
+        packed = random_packed(rows, in_features, group_size, generator, spread=8)
+        weight = arrange(packed, gated)
         x = torch.randn(m, in_features, generator=generator)
         x *= 2.0 ** torch.randint(-3, 4, x.shape, generator=generator)
         added = torch.randn(m, weight.out_features, generator=generator)
@@ -657,13 +650,13 @@ def _timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
     half = {"device": device, "dtype": torch.bfloat16}
     shapes = ((1, 11264, 2048, True), (1, 2048, 5632, False), (1, *MATRIX, False))
     for m, rows, in_features, gated in (*shapes, (8, *MATRIX, False)):
-        state = random_packed(rows, in_features, 32, generator, spread=8)
-        weight = arrange(*state, in_features, 32, gated)
+        packed = random_packed(rows, in_features, 32, generator, spread=8)
+        weight = arrange(packed, gated)
         x, added = torch.randn(m, in_features, **half), torch.randn(m, weight.out_features, **half)
         yield Timing(
             f"{m}x{rows}x{in_features}{' gate' * gated}",
             (x, *weight, 1e-6, added, x.dtype),
-            peer=partial(_with_torch, x, decode_weight(*state, in_features, 32), gated, added),
+            peer=partial(_with_torch, x, decode_weight(packed), gated, added),
             peer_name="torch and cuBLAS bf16",
             flops=2 * m * rows * in_features,
         )

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from arbcli.kernels.codec.decode_weight import scale_of
+from arbcli.kernels.codec.packed import Packed
 from arbcli.kernels.codec.packing import BLOCK, PLANE
 from arbcli.kernels.codec.warp_products import (
     HAS_PTX,
@@ -496,37 +497,30 @@ def _few_rows_kernel(
             tl.store(y_ptrs, y.to(y_ptr.dtype.element_ty), mask=(m < M) & (row < N))
 
 
-def takes(x: Tensor, packed: Tensor, group_size: int) -> bool:
+def fits_few_rows(x: Tensor, packed: Packed) -> bool:
     """Whether `few_rows` can: up to `FEW_ROWS` rows of bf16, and groups of whole planes."""
     few = x.dtype == torch.bfloat16 and x.shape[0] <= FEW_ROWS and torch.version.hip is None
-    return few and group_size % PLANE == 0 and packed.stride(1) == 1
+    return few and packed.group_size % PLANE == 0 and packed.trits.stride(1) == 1
 
 
-def few_rows(
-    x: Tensor,
-    packed: Tensor,
-    exponent: Tensor,
-    fraction: Tensor | None,
-    group_size: int,
-    dtype: torch.dtype,
-) -> Tensor:
-    """Multiply `x`, of which `takes` approves, by a packed matrix; (M, N) in `dtype`."""
-    (rows, in_features), out_features = x.shape, packed.shape[0]
+def few_rows(x: Tensor, packed: Packed, dtype: torch.dtype) -> Tensor:
+    """Multiply (M, K) `x` that `fits_few_rows` by a packed matrix; (M, N) in `dtype`."""
+    (rows, in_features), out_features = x.shape, packed.out_features
     y = torch.empty(rows, out_features, dtype=dtype, device=x.device)
     if y.numel() == 0:
         return y
     x = _on_16_bytes(x)
-    digits = exponent if fraction is None else fraction
-    words = group_size == PLANE and _in_words(exponent) and _in_words(digits)
+    _, exponent, fraction = packed.pointers
+    words = packed.group_size == PLANE and _in_words(exponent) and _in_words(fraction)
     plan = _plan(rows, out_features, words, num_processors(x) if x.is_cuda else _PROCESSORS)
     tiles, k_warps = plan["TILES"], plan["K_WARPS"]
     left = triton.cdiv(in_features // BLOCK % (4 * k_warps), k_warps)
     grid = (triton.cdiv(out_features, 16 * plan["HEIGHT"] * plan["N_WARPS"]),)
+    stride_pn, _, *scale_strides = packed.strides
     _few_rows_kernel[grid](
-        x, _tiled(x, in_features, tiles) if tiles > 1 else x, packed, exponent, digits, y,
-        rows, out_features, in_features,
-        x.stride(0), packed.stride(0), *exponent.stride(), *digits.stride(), *y.stride(),
-        GROUP=group_size, HAS_FRACTION=fraction is not None, WORDS=words, LEFT=left, PTX=HAS_PTX,
+        x, _tiled(x, in_features, tiles) if tiles > 1 else x, *packed.pointers, y,
+        rows, out_features, in_features, x.stride(0), stride_pn, *scale_strides, *y.stride(),
+        **packed.constants, WORDS=words, LEFT=left, PTX=HAS_PTX,
         **plan, num_warps=plan["N_WARPS"] * k_warps,
     )  # fmt: skip
     return y

@@ -16,11 +16,11 @@ TOUCHED = [0, 3, 7, 9, 49]
 
 
 def table(rows=ROWS, **options) -> TernaryTable:
-    return initialised(TernaryTable(rows, DIM, graph_config(**options)))
+    return initialised(TernaryTable(rows, DIM, graph_config(**options), area="sequencer"))
 
 
 def updater_of(part: TernaryTable, **options) -> Updater:
-    updater = Updater([part.weight], graph_config(**options), 0, torch.float32)
+    updater = Updater([part.weight], 0, torch.float32)
     part.weight.sink = updater
     updater.begin(0, lr=4.0)
     return updater
