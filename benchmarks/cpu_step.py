@@ -26,7 +26,6 @@ KINDS = {
     "AdamW": TWIN,
     "AdamW, compiled": TWIN,
 }
-KEY = ("preset", "kind")
 
 
 def serve(kind: str) -> None:
@@ -113,7 +112,7 @@ def main() -> None:
     for row in rows:
         print(f"{row['kind']:20} {row['ms']:8.1f} ms, {twin / row['ms']:.2f} x the twin")
     command = results.command_line("cpu_step")
-    results.save("cpu_step", rows, command=command, key=KEY, folder=given.out)
+    results.save("cpu_step", rows, command=command, folder=given.out)
 
 
 if __name__ == "__main__":

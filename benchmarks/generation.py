@@ -27,7 +27,6 @@ ROUNDS, ROUND_BYTES, WARM_UP_BYTES = 5, 128, 32
 TRIAL_BYTES = 64
 LENGTH = WARM_UP_BYTES + TRIAL_BYTES + ROUNDS * ROUND_BYTES
 """Bytes that follow a prompt."""
-KEY = ("preset", "prompt_bytes", "kind")
 
 
 def build(name: str, weights: str) -> ByteLM:
@@ -160,7 +159,7 @@ def main() -> None:
                 flush=True,
             )
         command = results.command_line("generation", name)
-        results.save("generation", rows, command=command, key=KEY, folder=given.out)
+        results.save("generation", rows, command=command, folder=given.out)
 
 
 if __name__ == "__main__":

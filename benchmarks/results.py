@@ -17,6 +17,16 @@ from pathlib import Path
 from typing import Any
 
 FOLDER = Path(__file__).parents[1] / "docs" / "results"
+KEYS = {
+    "quality": ("preset", "options", "seed"),
+    "training_step": ("preset", "kind"),
+    "generation": ("preset", "prompt_bytes", "kind"),
+    "products": ("size", "rows", "what"),
+    "arb_3b": ("kind", "batch", "recompute"),
+    "ablation": ("variant", "seed", "steps"),
+    "cpu_step": ("preset", "kind"),
+}
+"""Fields that name a row, by file."""
 RUN_FIELDS = ("command", "commit", "dirty", "hardware", "versions", "rows")
 HARDWARE_FIELDS = ("gpu", "driver", "cuda", "cpu", "cpu_cores")
 VERSION_FIELDS = ("arb", "torch", "triton", "python")
@@ -45,21 +55,13 @@ def load(name: str, folder: Path = FOLDER) -> list[dict[str, Any]]:
     return found["runs"]
 
 
-def save(
-    name: str,
-    rows: Sequence[dict[str, Any]],
-    *,
-    command: str,
-    key: Sequence[str],
-    folder: Path = FOLDER,
-) -> None:
+def save(name: str, rows: Sequence[dict[str, Any]], *, command: str, folder: Path = FOLDER) -> None:
     """Add a run of this machine and commit to the file of a benchmark.
 
     Args:
         name: of the benchmark.
         rows: of plain values.
         command: that measured them.
-        key: fields that name a row; older rows of the same name are dropped.
         folder: where the file is; made if it is not there.
     """
     commit, dirty = find_commit()
@@ -71,25 +73,22 @@ def save(
         "versions": find_versions(),
         "rows": list(rows),
     }
-    add_runs(name, [run], key=key, folder=folder)
+    add_runs(name, [run], folder)
 
 
-def add_runs(
-    name: str, runs: Iterable[dict[str, Any]], *, key: Sequence[str], folder: Path = FOLDER
-) -> None:
+def add_runs(name: str, runs: Iterable[dict[str, Any]], folder: Path = FOLDER) -> None:
     """Add runs to a file, and drop what they measured again.
 
     Args:
         name: of the benchmark.
         runs: as `load` returns them.
-        key: fields that name a row.
         folder: where the file is; made if it is not there.
     """
     runs = list(runs)
-    new = {_name(row, key) for run in runs for row in run["rows"]}
+    new = {_key(name, row) for run in runs for row in run["rows"]}
     kept = []
     for run in load(name, folder):
-        rows = [row for row in run["rows"] if _name(row, key) not in new]
+        rows = [row for row in run["rows"] if _key(name, row) not in new]
         if rows:
             kept.append(run | {"rows": rows})
     folder.mkdir(parents=True, exist_ok=True)
@@ -97,8 +96,8 @@ def add_runs(
     (folder / f"{name}.json").write_text(json.dumps(whole, indent=1, allow_nan=False) + "\n")
 
 
-def _name(row: dict[str, Any], key: Sequence[str]) -> tuple:
-    return tuple(row.get(field) for field in key)
+def _key(name: str, row: dict[str, Any]) -> tuple:
+    return tuple(row[field] for field in KEYS[name])
 
 
 def find_commit() -> tuple[str, bool]:

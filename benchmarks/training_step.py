@@ -58,7 +58,6 @@ ROUNDS = 5
 ROUND_SECONDS = 0.3
 FEWEST_STEPS, MOST_STEPS = 3, 300
 """Of a round."""
-KEY = ("preset", "kind")
 
 
 @dataclass(slots=True)
@@ -218,7 +217,7 @@ def main() -> None:
                 )
             if rows:
                 command = results.command_line("training_step", preset)
-                results.save("training_step", rows, command=command, key=KEY, folder=given.out)
+                results.save("training_step", rows, command=command, folder=given.out)
 
 
 if __name__ == "__main__":
