@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from arbcli.config.model import preset
+from arbcli.config.presets import preset
 from arbcli.infer.generation import Decoder, Sampling
 from arbcli.model.dense import ByteLM
 from benchmarks.float_decoder import FloatDecoder
