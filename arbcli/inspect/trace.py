@@ -67,7 +67,7 @@ class Storages(TorchDispatchMode):
                 self._note(thing, None, count=count)
 
     def came(self, key: int, tensor: Tensor, size: int, op: Any) -> None:
-        """Is told of a new storage of `size` bytes, the first tensor of it, and what returned it."""
+        """Is told of a new storage of `size` bytes, its first tensor, and what returned it."""
         raise NotImplementedError
 
     def went(self, key: int) -> None:
