@@ -118,7 +118,8 @@ def _quality(runs: Runs, preset: str, head: Sequence[str]) -> str:
     for options, found in groups.items():
         found.sort(key=lambda pair: pair[0]["seed"])
         rows = [row for row, _ in found]
-        seeds = ", ".join(str(row["seed"]) for row in rows)
+        first, last = rows[0]["seed"], rows[-1]["seed"]
+        seeds = f"{first} to {last}" if last - first > 1 else f"{first}, {last}"
         cells = {
             "weights": rows[0]["kind"],
             "options": f"`{options}`" + (f", seeds {seeds}" if len(rows) > 1 else ""),

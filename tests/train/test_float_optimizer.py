@@ -110,8 +110,11 @@ def test_muon_leaves_embedding_and_head_to_adamw_without_decay():
     assert group["weight_decay"] == 0
 
 
-@pytest.mark.parametrize("whole", [2, 1], ids=["whole", "by parts"])
-@pytest.mark.parametrize("given", [{"sub_norms": False}, {"recompute": True}])
+@pytest.mark.parametrize(
+    ("whole", "given"),
+    [(2, {"sub_norms": False}), (1, {"sub_norms": False}), (2, {"recompute": True})],
+    ids=["whole", "by parts", "recomputed"],
+)
 def test_compiled_twin_computes_the_same(whole, given, monkeypatch):
     torch._dynamo.reset()
     monkeypatch.setattr(compiled_twin, "WHOLE_LAYERS", whole)
