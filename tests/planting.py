@@ -357,12 +357,12 @@ def edit(place: Place, change: Change) -> Planter:
     return plant
 
 
-def set_constant(name: str, value: object) -> Planter:
-    """Give a constant another value in every module that has it by this name."""
+def set_constant(room: str, name: str, value: object) -> Planter:
+    """Give a constant another value in the modules of a room that have it by this name."""
 
     def plant(stack: ExitStack, folder: Path) -> None:
         patch = stack.enter_context(pytest.MonkeyPatch.context())
-        holders = [module for module in _loaded() if name in vars(module)]
+        holders = [module for module in _modules((room,)) if name in vars(module)]
         values = {repr(getattr(module, name)) for module in holders}
         assert len(values) == 1, f"`{name}` has the values {values or 'none'}"
         assert repr(value) not in values, f"`{name}` is {value} anyway"

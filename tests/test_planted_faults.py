@@ -34,7 +34,7 @@ from planting import (
 )
 
 from arbcli import checkpoint
-from arbcli.config.model import SCALE_TYPES
+from arbcli.config.dense import SCALE_TYPES
 from arbcli.errors import ArbError
 from arbcli.kernels.runtime.backend import use_backend
 from arbcli.model.blocks.edges import Edges
@@ -372,7 +372,7 @@ FAULTS = [
     ),
     kernel(
         "stack", "addend always of the first of a stack", "gram_polynomial",
-        rewrite("p + m.to(tl.int64) * stride_matrix", "p"), 
+        rewrite("p + m.to(tl.int64) * stride_matrix", "p"),
     ),
     # steps
     kernel(
@@ -432,7 +432,7 @@ FAULTS = [
     ),
     # updates
     module(
-        "micro-batch", "moment decays with every micro-batch", "train",
+        "micro-batch", "moment decays with every micro-batch", "rules",
         rewrite("round(a) if f else UNIT", "round(a)"), "update moment sign",
     ),
     module(
@@ -440,11 +440,11 @@ FAULTS = [
         rewrite("r * SCALE_STEP / a", "r * SCALE_STEP"), "update moment sign",
     ),
     Fault(
-        "constant", "steps clipped too late", set_constant("STEP_CLIP", 40),
+        "constant", "steps clipped too late", set_constant("train", "STEP_CLIP", 40),
         "update moment factored",
     ),
     Fault(
-        "constant", "three Newton-Schulz steps", set_constant("NEWTON_SCHULZ_STEPS", 3),
+        "constant", "three Newton-Schulz steps", set_constant("directions.orthogonal", "STEPS", 3),
         "update moment orthogonal",
     ),
     Fault(
@@ -453,11 +453,11 @@ FAULTS = [
         "update nibble sign",
     ),
     module(
-        "uphill", "scales step uphill", "train",
+        "uphill", "scales step uphill", "rules.moment",
         rewrite("(a.slope, b.slope)", "(-a.slope, b.slope)"), "update moment sign",
     ),
     module(
-        "wiring", "gain of the columns not handed on", "train",
+        "wiring", "gain of the columns not handed on", "directions",
         rewrite("(g.rows, g.columns)", "(g.rows, g.columns[:0])"), "update carry factored",
     ),
     # the dense model
@@ -729,7 +729,7 @@ def test_a_change_that_changes_nothing_is_an_error(tmp_path):
     with pytest.raises(AssertionError, match="no function"):
         unfit(ExitStack(), tmp_path)
     with pytest.raises(AssertionError, match="has the values"):
-        set_constant("NO_SUCH_CONSTANT", 1)(ExitStack(), tmp_path)
+        set_constant("train", "NO_SUCH_CONSTANT", 1)(ExitStack(), tmp_path)
 
 
 def test_a_fault_is_taken_away_again(tmp_path):

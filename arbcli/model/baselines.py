@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from arbcli.config.model import ModelConfig
+from arbcli.config.dense import ModelConfig
 from arbcli.model.initial import projection_std
 from arbcli.model.layers.norm import NORM_EPS
 from arbcli.model.layers.rotary import rotary_table, rotate

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from arbcli.config.model import preset
+from arbcli.config.presets import preset
 from arbcli.kernels.norm import gated_rms_norm, rms_norm
 from arbcli.kernels.norm.rms_norm import norm_weight_torch
 from arbcli.kernels.runtime.backend import use_backend

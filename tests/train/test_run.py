@@ -10,14 +10,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from marks import mostly_slow
 
 from arbcli import load
 from arbcli.checkpoint import checkpoints, load_checkpoint
-from arbcli.config.model import RULES
+from arbcli.config.training import train_config_from
 from arbcli.errors import ArbError
+from arbcli.rules import RULES
 from arbcli.train.configure import new_config
 from arbcli.train.run import Observer, resume_run, start_run
-from arbcli.train.trainer import config_from
 
 SMALL = {"dim": 32, "layers": 1, "heads": 2, "ffn": 48, "ctx": 16, "batch": 4}
 SMALL_ARGS = [word for name, value in SMALL.items() for word in (f"--{name}", str(value))]
@@ -58,7 +59,7 @@ def final(run: Path) -> bytes:
     return (run / "step-000012.safetensors").read_bytes()
 
 
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("rule", mostly_slow(RULES, lambda rule: rule in ("moment", "votes")))
 def test_resumed_run_ends_in_the_same_file(rule, text, tmp_path, device, monkeypatch):
     monkeypatch.setattr("arbcli.train.run.LOG_EVERY", 1)
     options = config(text, device, rule=rule, accum=2)
@@ -75,10 +76,13 @@ def test_resumed_run_ends_in_the_same_file(rule, text, tmp_path, device, monkeyp
 
 @pytest.mark.parametrize(
     ("options", "stop"),
-    [
-        ({}, 1), ({"rule": "nibble"}, 11), ({"memgram": True, "graph": False}, 7),
-        ({"moe": False, "router": False}, 4),
-    ],
+    mostly_slow(
+        [
+            ({"memgram": True}, 7), ({"rule": "nibble"}, 11),
+            ({"memgram": True, "graph": False}, 1), ({"moe": False, "router": False}, 4),
+        ],
+        lambda options, stop: stop == 7,  # all that a graph can have
+    ),
     ids=lambda value: "-".join(map(str, value)) or "all" if isinstance(value, dict) else str(value),
 )  # fmt: skip
 def test_resumed_run_of_a_graph_ends_in_the_same_file(
@@ -105,7 +109,7 @@ def test_resumed_run_of_a_graph_ends_in_the_same_file(
 def test_run_of_a_graph_is_loaded_as_it_was_trained(text, tmp_path, device, small_graph):
     options = config(text, device, **small_graph)
     report = start_run(options, tmp_path / "run", Observer())
-    assert config_from(json.loads((tmp_path / "run" / "config.json").read_text())) == options
+    assert train_config_from(json.loads((tmp_path / "run" / "config.json").read_text())) == options
     lm = load(tmp_path / "run", device=str(device))
     assert lm.config == options.model
     saved = load_checkpoint(Path(report.checkpoint)).tensors
@@ -277,7 +281,10 @@ def arb(*args: str, **options) -> subprocess.Popen:
     )
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(
+    ("number", "code"),
+    mostly_slow([(signal.SIGINT, 130), (signal.SIGTERM, 143)], lambda number, code: code == 143),
+)
 def test_signal_saves_and_exits_with_its_code(number, code, text, tmp_path):
     run = tmp_path / "run"
     args = ["train", "--data", text, *SMALL_ARGS, "--steps", "100000", "--out", str(run)]
