@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from arbcli import __version__
+from arbcli.commands._options import in_options
 from arbcli.commands.audit_memory import audit_memory
 from arbcli.commands.count_params import count_params
 from arbcli.commands.evaluate import evaluate
@@ -55,7 +56,8 @@ def main() -> None:
     try:
         app()
     except ArbError as error:
-        fail(str(error), error.hint)
+        hint = error.hint and in_options(error.hint, error.fields)
+        fail(in_options(str(error), error.fields), hint)
         sys.exit(2)
     except BrokenPipeError:  # whoever read stdout has gone
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -80,9 +80,10 @@ def check_compute(compute: str, device: torch.device) -> None:
         major, minor = torch.cuda.get_device_capability(device)
         if (major, minor) < (8, 9):
             raise ArbError(
-                f"`{torch.cuda.get_device_name(device)}` is sm_{major}{minor}, and `--compute fp8`"
+                f"`{torch.cuda.get_device_name(device)}` is sm_{major}{minor}, and `compute=fp8`"
                 " needs sm_89",
-                hint="use `--compute bf16`, or a GPU of 2022 or later",
+                hint="use `compute=bf16`, or a GPU of 2022 or later",
+                fields=("compute",),
             )
 
 

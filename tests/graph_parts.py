@@ -4,7 +4,8 @@ import math
 
 import torch
 
-from arbcli.config.model import GraphConfig, preset
+from arbcli.config.graph import GraphConfig
+from arbcli.config.presets import preset
 from arbcli.model.graph import GraphLM
 from arbcli.model.packed import INIT_SPREAD, TernaryTensor
 from arbcli.verify import parity

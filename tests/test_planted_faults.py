@@ -34,7 +34,7 @@ from planting import (
 )
 
 from arbcli import checkpoint
-from arbcli.config.model import SCALE_TYPES
+from arbcli.config.dense import SCALE_TYPES
 from arbcli.errors import ArbError
 from arbcli.kernels.runtime.backend import use_backend
 from arbcli.model.blocks.edges import Edges

@@ -1,5 +1,7 @@
 """Options that several commands share."""
 
+import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -22,6 +24,22 @@ OPTION_OF_FIELD = {
 def option_of(field: str) -> str:
     """Name the option that sets a field of a configuration."""
     return OPTION_OF_FIELD.get(field, f"--{field.replace('_', '-')}")
+
+
+def in_options(text: str, fields: Iterable[str]) -> str:
+    """Rewrite what an error says of fields, `name` or `name=value`, as a command line has it."""
+    for field in fields:
+        found = re.search(rf"`{field}(?:=(\w+))?`", text)  # the first: a value may be called so
+        if found:
+            text = f"{text[: found.start()]}`{_with_value(field, found[1])}`{text[found.end() :]}"
+    return text
+
+
+def _with_value(field: str, value: str | None) -> str:
+    option, _, off = option_of(field).partition("/")
+    if off and value is not None:
+        return option if value == "True" else off
+    return option_of(field) if value is None else f"{option} {value}"
 
 
 def given_options(**values: Any) -> dict[str, Any]:

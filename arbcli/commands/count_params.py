@@ -56,7 +56,7 @@ def count_params(
     max_moe_iters: MaxMoeIters = None,
 ) -> None:
     """Count weights and bytes of a model without making it: `arb count-params --preset 1b`."""
-    from arbcli.config.model import preset as model_preset
+    from arbcli.config.presets import preset as model_preset
     from arbcli.inspect.memory import predict
 
     config = model_preset(

@@ -6,9 +6,10 @@ from pathlib import Path
 import torch
 
 from arbcli.checkpoint import check_layout, checkpoint_path, latest_checkpoint, load_checkpoint
+from arbcli.config.presets import config_from_dict
 from arbcli.device import COMPUTE, default_compute, resolve_device
 from arbcli.errors import ArbError
-from arbcli.model.build import build_model, model_config_from
+from arbcli.model.build import build_model
 from arbcli.model.language_model import LanguageModel
 
 
@@ -46,7 +47,7 @@ def load_named_model(
     name = checkpoint_path(path, checkpoint.step) if whole_run else path
     dtype = COMPUTE[default_compute(place)]
     try:
-        config = model_config_from(checkpoint.config)
+        config = config_from_dict(checkpoint.config)
     except TypeError as error:
         raise ArbError(
             f"`{path}` holds a model of another version of arb: {error}",

@@ -5,35 +5,26 @@ are counted: each is noted when an operation returns it, or when Python holds it
 when it dies. The same count names the largest tensors at the peak, on both.
 """
 
-import gc
-import heapq
 import re
-import sys
-import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
-from torch import Tensor
-from torch.nn import Parameter
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
+from arbcli.config.training import TrainConfig
 from arbcli.data import open_texts
-from arbcli.device import COMPUTE, deterministic
+from arbcli.device import deterministic
 from arbcli.errors import ArbError
 from arbcli.inspect.memory import MeasuredState, StateReport, measure, predict
 from arbcli.inspect.peak import PeakReport, predict_peak
+from arbcli.inspect.trace import NUM_LARGEST, LiveTensor, LiveTensors
 from arbcli.kernels.runtime.backend import use_backend
-from arbcli.train.trainer import TrainConfig, Trainer
+from arbcli.train.trainer import Trainer
 
 TOLERANCE = 0.01
 """How far the state may be from its prediction, as a share of it."""
-NUM_LARGEST = 3
-"""Tensors that a report names."""
 UNITS = {"": 1, "b": 1} | {
     f"{prefix}{infix}b": (1024 if infix else 1000) ** power
     for power, prefix in enumerate("kmgt", 1)
@@ -48,19 +39,6 @@ class FitReport:
     budget_bytes: int
     predicted_peak: PeakReport
     fits: bool
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LiveTensor:
-    """A tensor that was alive, the first one seen of its storage."""
-
-    shape: tuple[int, ...]
-    dtype: str
-    bytes: int
-    op: str
-    """The operation that returned it; `None` where Python held it, and none was seen."""
-    made_in: str
-    """The function of this package that called the operation; `autograd` where none did."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,110 +94,6 @@ class AuditReport:
     passed: bool
 
 
-class LiveTensors(TorchDispatchMode):
-    """Counts the bytes of one device's storages that come to life while the mode is on."""
-
-    def __init__(self, device: torch.device) -> None:
-        super().__init__()
-        self.device = device
-        self.bytes = self.stage_peak = self.peak = 0
-        self.at_peak: list[LiveTensor] = []
-        self._alive: dict[int, tuple[weakref.ref, LiveTensor | None]] = {}
-        self._state: set[int] = set()
-
-    def __enter__(self) -> "LiveTensors":
-        self.find(count=False)
-        return super().__enter__()
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        """Run an operation, and note the storages that it returns."""
-        result = func(*args, **(kwargs or {}))
-        for leaf in tree_leaves(result):
-            if isinstance(leaf, Tensor):
-                self._note(leaf, func)
-        return result
-
-    def find(self, *, count: bool = True) -> None:
-        """Note what Python holds though no operation returned it, and count it or not."""
-        for thing in gc.get_objects():
-            if type(thing) in (Tensor, Parameter) and thing.layout is torch.strided:
-                self._note(thing, None, count=count)
-
-    def settle(self) -> None:
-        """Take what is alive for the state; what comes later is transient, or derived from it."""
-        self._state = set(self._alive)
-        self.peak = self.bytes
-
-    def start_stage(self) -> None:
-        """Measure `stage_peak` anew."""
-        self.stage_peak = self.bytes
-
-    def since_settling(self) -> list[LiveTensor]:
-        """List what has come since, and is alive, the largest first."""
-        return sorted(self._transient(), key=lambda tensor: -tensor.bytes)
-
-    def _transient(self) -> list[LiveTensor]:
-        # of a copy, as the garbage collector may run at any time, and what dies is struck off
-        alive = self._alive.copy().items()
-        return [noted for key, (_, noted) in alive if noted and key not in self._state]
-
-    def _note(self, tensor: Tensor, op: Any, *, count: bool = True) -> None:
-        storage = tensor.untyped_storage()
-        key, size = id(storage), storage.nbytes()
-        if key in self._alive or size == 0 or storage.device.type != self.device.type:
-            return
-
-        def forget(_: weakref.ref) -> None:
-            del self._alive[key]
-            self._state.discard(key)
-            if count:
-                self.bytes -= size
-
-        noted = None
-        if count:
-            noted = LiveTensor(
-                shape=tuple(tensor.shape),
-                dtype=str(tensor.dtype).removeprefix("torch."),
-                bytes=size,
-                op=str(op),
-                made_in=_caller() if op else "unknown",
-            )
-        self._alive[key] = weakref.ref(storage, forget), noted
-        if not count:
-            return
-        self.bytes += size
-        self.stage_peak = max(self.stage_peak, self.bytes)
-        if self._state and self.bytes > self.peak:
-            self.peak = self.bytes
-            largest = heapq.nlargest(NUM_LARGEST, self._transient(), key=lambda noted: noted.bytes)
-            self.at_peak = largest
-
-
-def _caller() -> str:
-    """Name the innermost function of this package, but for this module, that is being run."""
-    frame = sys._getframe(3)  # past this function, and the two of the mode
-    while frame is not None and frame.f_globals.get("__name__") != __name__:
-        name = frame.f_globals.get("__name__", "")
-        if name.startswith("arbcli."):
-            return f"{name.removeprefix('arbcli.')}.{frame.f_code.co_name}"
-        frame = frame.f_back
-    return "autograd"
-
-
-def predict_step(config: TrainConfig) -> PeakReport:
-    """Predict the peak of a training step where `config` says it runs."""
-    return predict_peak(
-        config.model,
-        batch=config.batch,
-        compute_bytes=COMPUTE[config.compute].itemsize,
-        device=torch.device(config.device).type,
-        recompute=config.recompute,
-        fp8=config.compute == "fp8",
-    )
-
-
 def check_fit(config: TrainConfig, budget: str) -> FitReport:
     """Tell whether a training step fits into a budget such as `6GiB`, `500MiB` or `4GB`.
 
@@ -230,8 +104,8 @@ def check_fit(config: TrainConfig, budget: str) -> FitReport:
     unit = match and UNITS.get(match[2])
     if not unit:
         raise ArbError(f"`--budget` is `{budget}`", hint="use a number and a unit, such as `6GiB`")
-    size, peak = int(float(match[1]) * unit), predict_step(config)
-    return FitReport(budget_bytes=size, predicted_peak=peak, fits=peak.peak_bytes <= size)
+    size, peak = int(float(match[1]) * unit), predict_peak(config, captured=True)
+    return FitReport(budget_bytes=size, predicted_peak=peak, fits=peak.needed_bytes <= size)
 
 
 def audit(config: TrainConfig, snapshot: Path | None = None) -> AuditReport:
@@ -244,7 +118,7 @@ def audit(config: TrainConfig, snapshot: Path | None = None) -> AuditReport:
     Raises:
         ArbError: there is not enough memory, or the snapshot cannot be written.
     """
-    predicted_peak = predict_step(config)
+    predicted_peak = predict_peak(config)
     texts = open_texts(config.data, config.val, seed=config.seed, context=config.model.ctx)
     tensors = LiveTensors(torch.device(config.device))
     try:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from types import FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any
 
-from arbcli.config.model import SCALE_TYPES, ModelConfig
+from arbcli.config.dense import SCALE_TYPES, ModelConfig
 from arbcli.rules import RULES, find_rule
 
 if TYPE_CHECKING:

@@ -15,7 +15,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from arbcli.checkpoint import Checkpoint, latest_checkpoint, load_checkpoint, read_json
-from arbcli.config.model import VOCABULARY, GraphConfig
+from arbcli.config.dense import VOCABULARY
+from arbcli.config.graph import GraphConfig
+from arbcli.config.training import TrainConfig, train_config_from
 from arbcli.data import entropy, evaluation_batches, open_texts
 from arbcli.device import (
     deterministic,
@@ -39,7 +41,7 @@ from arbcli.kernels.runtime.backend import use_backend
 from arbcli.model.language_model import LanguageModel
 from arbcli.model.packed import TernaryTensor
 from arbcli.rules.base import STEP_OF_RADIX
-from arbcli.train.trainer import TrainConfig, Trainer, config_from
+from arbcli.train.trainer import Trainer
 
 BINS = 16
 ROUNDING = 1e-3
@@ -89,7 +91,7 @@ def open_saved(
     """
     run = path if path.is_dir() else path.parent
     checkpoint = latest_checkpoint(run, note) if run == path else load_checkpoint(path)
-    config = config_from(read_json(run / "config.json"))
+    config = train_config_from(read_json(run / "config.json"))
     place = resolve_device(device)
     if "data" in given:
         given.setdefault("val", ())

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from arbcli.config.model import ModelConfig
+from arbcli.config.dense import ModelConfig
 from arbcli.model.initial import projection_std
 from arbcli.model.layers.norm import NORM_EPS
 from arbcli.model.layers.rotary import rotary_table, rotate
@@ -108,7 +108,7 @@ class FloatRMSNorm(nn.Module):
         """Normalise the last dimension of (..., D), in float32."""
         return functional.rms_norm(x.float(), (self.dim,), eps=NORM_EPS).to(x.dtype)
 
-    def after(self, x: Tensor, added: Tensor) -> tuple[Tensor, Tensor]:
+    def of_sum(self, x: Tensor, added: Tensor) -> tuple[Tensor, Tensor]:
         """Return x + added, and that normalised."""
         x = x + added
         return x, self(x)

@@ -1,11 +1,9 @@
 """From a configuration to its model: the one place that knows which architecture is whose."""
 
-import dataclasses
-from typing import Any
-
 import torch
 
-from arbcli.config.model import GraphConfig, ModelConfig
+from arbcli.config.dense import ModelConfig
+from arbcli.config.graph import GraphConfig
 from arbcli.errors import ArbError
 from arbcli.kernels.matmul.fp8_matmul import MULTIPLE
 from arbcli.model.dense import ByteLM
@@ -52,15 +50,3 @@ def _fits_fp8(weight: object) -> bool:
     if not isinstance(weight, LinearWeight) or not weight.in_eight_bits:
         return False
     return weight.out_features % MULTIPLE == 0 and weight.in_features % MULTIPLE == 0
-
-
-def model_config_from(values: dict[str, Any]) -> ModelConfig:
-    """Rebuild a configuration from its fields, as JSON holds them.
-
-    Raises:
-        TypeError: they are of another version.
-    """
-    of_graph = {field.name for field in dataclasses.fields(GraphConfig)}
-    of_dense = {field.name for field in dataclasses.fields(ModelConfig)}
-    kind = GraphConfig if set(values) & (of_graph - of_dense) else ModelConfig
-    return kind(**values)

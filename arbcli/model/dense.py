@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from arbcli.config.model import VOCABULARY, ModelConfig
+from arbcli.config.dense import VOCABULARY, ModelConfig
 from arbcli.kernels.matmul.arranged_matmul import fits_arranged
 from arbcli.model.blocks.attention import Attention
 from arbcli.model.blocks.mlp import MLP

@@ -4,7 +4,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from arbcli.config.model import VOCABULARY, GraphConfig
+from arbcli.config.dense import VOCABULARY
+from arbcli.config.graph import GraphConfig
 from arbcli.model.blocks.codebook import Codebook
 from arbcli.model.blocks.latent_attention import LatentAttention, LatentBlockCache, LatentCache
 from arbcli.model.blocks.memgram import ORDER, MemGram

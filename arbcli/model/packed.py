@@ -6,7 +6,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from arbcli.config.model import ModelConfig
+from arbcli.config.dense import ModelConfig
 from arbcli.directions import find_direction
 from arbcli.kernels.codec.decode_weight import decode_weight
 from arbcli.kernels.codec.packed import (

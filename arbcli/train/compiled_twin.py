@@ -12,10 +12,10 @@ from arbcli.model.dense import ByteLM
 from arbcli.model.language_model import RECOMPUTE
 
 WHOLE_LAYERS = 8
-"""A model of more blocks is compiled by parts, all blocks by one compilation.
+"""A model of more blocks, or one that recomputes them, is compiled by parts, blocks only once.
 
-A compiler takes minutes for many blocks at once, and gains one fused sum a block by it, which is
-nothing where a block is large.
+A compiler takes minutes for many blocks as one piece, and gains one fused sum a block by it, which
+is nothing where a block is large.
 """
 
 
@@ -29,7 +29,7 @@ def compile_twin(model: ByteLM, backend: str = "inductor") -> None:
         backend: of `torch.compile`.
     """
     compiled = partial(torch.compile, backend=backend, dynamic=False, fullgraph=True)
-    if model.config.layers <= WHOLE_LAYERS:
+    if model.config.layers <= WHOLE_LAYERS and not model.recompute:
         model.losses = compiled(model.losses)
         return
     embedding, *blocks = map(compiled, (model.embedding, *model.blocks))

@@ -1,6 +1,5 @@
 """The directory of a run: its name, its `config.json`, and which one was last."""
 
-import dataclasses
 import os
 import platform
 from pathlib import Path
@@ -9,9 +8,10 @@ from typing import Any
 import torch
 
 from arbcli import __version__
+from arbcli.config.training import TrainConfig, train_config_dict
 from arbcli.data import Texts, entropy
 from arbcli.errors import ArbError
-from arbcli.train.trainer import TrainConfig, text_digest
+from arbcli.train.trainer import text_digest
 
 CONFIG = "config.json"
 """File of what a run computes, of its text, and of the versions that began it."""
@@ -71,7 +71,7 @@ def make_directory(run: Path) -> None:
 def run_facts(config: TrainConfig, texts: Texts) -> dict[str, Any]:
     """Gather what `config.json` is to hold."""
     return {
-        "config": dataclasses.asdict(config),
+        "config": train_config_dict(config),
         "text": {
             "description": texts.description,
             "digest": text_digest(texts),

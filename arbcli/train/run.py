@@ -21,6 +21,7 @@ from arbcli.checkpoint import (
     save_checkpoint,
     write_json,
 )
+from arbcli.config.training import TrainConfig, train_config_from
 from arbcli.data import Texts, open_texts
 from arbcli.device import (
     check_compute,
@@ -35,7 +36,7 @@ from arbcli.infer.generation import Sampling, generate
 from arbcli.signals import RememberedSignal
 from arbcli.train.directory import CONFIG, check_free, make_directory, run_facts
 from arbcli.train.record import Record, TrainReport, append_record, drop_records_after
-from arbcli.train.trainer import TrainConfig, Trainer, config_from, schedule, text_digest
+from arbcli.train.trainer import Trainer, schedule, text_digest
 
 LOG_EVERY = 10
 """Steps between records; reading a loss makes a GPU wait."""
@@ -104,7 +105,7 @@ def resume_run(
         raise ArbError(f"there is no run at `{path}`", hint="name a run directory or a checkpoint")
     run = path if path.is_dir() else path.parent
     facts = read_json(run / CONFIG)
-    config = config_from(facts)
+    config = train_config_from(facts)
     place = resolve_device(device or config.device)
     backend = resolve_backend(backend or (None if device else config.backend), place)
     check_compute(config.compute, place)

@@ -3,19 +3,16 @@
 import dataclasses
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from arbcli.checkpoint import Checkpoint, check_layout
-from arbcli.config.model import ModelConfig
+from arbcli.config.training import TrainConfig
 from arbcli.data import Texts, batch, digest, evaluation_batches
 from arbcli.device import COMPUTE
-from arbcli.errors import ArbError
 from arbcli.kernels.runtime.backend import use_backend
-from arbcli.model.build import build_model, model_config_from
+from arbcli.model.build import build_model
 from arbcli.train.compiled_twin import compile_twin, side_stream
 from arbcli.train.float_optimizer import FloatOptimizer
 from arbcli.train.step import TrainingStep
@@ -23,82 +20,6 @@ from arbcli.train.updater import Updater
 
 EAGER_STEPS = 3
 """Steps before a step is captured: kernels compile and libraries make up their minds in them."""
-OPTIMIZERS = {"ternary": ("rule",), "float": ("adamw", "muon"), "ste": ("adamw", "muon")}
-"""By the kind of weights."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrainConfig:
-    """Everything that decides what a run computes; `config.json` holds it."""
-
-    model: ModelConfig
-    data: tuple[str, ...] = ()
-    """Files, folders or globs; none is the standard library's source."""
-    val: tuple[str, ...] = ()
-    """Held-out text; none splits it off the data."""
-    steps: int = 400
-    batch: int = 16
-    """Windows of a micro-batch."""
-    accum: int = 1
-    """Micro-batches of a step."""
-    lr: float = 1.0
-    warmup: int = 100
-    """Steps; at most half of the run."""
-    seed: int = 0
-    save_every: int = 500
-    """Steps."""
-    eval_every: int = 500
-    """Steps."""
-    optimizer: str = "rule"
-    """`rule` for ternary weights; `adamw` or `muon` for float ones."""
-    recompute: bool = False
-    """Whether a backward computes the inside of a block again, to keep less for it."""
-    compute: str = "bf16"
-    """Dtype of activations: `bf16` or `fp32`; or `fp8`: bf16, multiplied in eight bits."""
-    device: str = "cpu"
-    backend: str = "torch"
-
-    def __post_init__(self) -> None:
-        """Refuse what cannot be run.
-
-        Raises:
-            ArbError: a number is out of range.
-        """
-        for option, value, known in (
-            ("--optimizer", self.optimizer, OPTIMIZERS[self.model.weights]),
-            ("--compute", self.compute, COMPUTE),
-        ):
-            if value not in known:
-                names = ", ".join(f"`{name}`" for name in known)
-                raise ArbError(f"`{option}` is `{value}`", hint=f"choose one of: {names}")
-        if self.compute == "fp8" and self.model.weights != "ternary":
-            raise ArbError("a float twin is multiplied in bf16", hint="leave `--compute fp8` out")
-        for name in ("steps", "batch", "accum", "save_every", "eval_every"):
-            if getattr(self, name) < 1:
-                option = f"--{name.replace('_', '-')}"
-                raise ArbError(f"`{option}` is {getattr(self, name)}", hint="use 1 or more")
-        if not 0 < self.lr <= 64:
-            raise ArbError(f"`--lr` is {self.lr}", hint="use a number above 0 and at most 64")
-        if not 0 <= self.seed < 2**31:
-            raise ArbError(f"`--seed` is {self.seed}", hint=f"use 0 to {2**31 - 1}")
-
-
-def config_from(facts: dict[str, Any]) -> TrainConfig:
-    """Rebuild a configuration from what `config.json` holds.
-
-    Raises:
-        ArbError: it was written by a version with other settings.
-    """
-    try:
-        values = facts["config"]
-        model = model_config_from(values["model"])
-        lists = {name: tuple(values[name]) for name in ("data", "val")}
-        return TrainConfig(**(values | lists | {"model": model}))
-    except (TypeError, KeyError) as error:
-        raise ArbError(
-            f"the run's configuration does not fit this version of arb: {error}",
-            hint="use the version that `config.json` names",
-        ) from None
 
 
 def schedule(step: int, steps: int, warmup: int) -> float:

@@ -18,6 +18,7 @@ import torch
 from arbcli.errors import ArbError
 from arbcli.kernels.runtime._triton import HAS_TRITON, INTERPRETED, TensorDescriptor
 from arbcli.kernels.runtime.backend import compile_for
+from arbcli.kernels.runtime.launches import replaced_launches
 from arbcli.kernels.runtime.spec import KernelSpec
 from arbcli.verify.kernels import find_kernels
 from arbcli.verify.workers import JobDone, Workers
@@ -256,28 +257,17 @@ def _variant(function, types, fixed, options, units, *, multiples: bool) -> Vari
 
 @contextmanager
 def recorded_launches(record: Callable[[Launch], None]) -> Iterator[None]:
-    """Let launches of kernels be recorded, and do nothing else.
+    """Let launches of kernels be recorded, and do nothing else."""
 
-    `run` of triton's `JITFunction` is not public, and replaced all the same: every launch passes
-    there, with its arguments as they were given. Triton's hooks come later, when a driver has been
-    asked for the GPU, which need not be there. Else what launchers ask for would have to be written
-    down a second time, to be compiled, and for the tests that execute it. A triton without `run` is
-    noticed by the first launch that is recorded.
-    """
-    from triton.runtime.jit import JITFunction
-
-    def run_instead(function, *args, grid, warmup, **kwargs) -> None:
+    def note(function, grid, *args, **kwargs) -> None:
         named = dict(zip(function.arg_names, args, strict=False)) | kwargs
         options = {key: named.pop(key) for key in [*named] if key not in function.arg_names}
         fixed = {p.name: named.pop(p.name) for p in function.params if p.is_constexpr}
         fixed |= {key: named.pop(key) for key in [*named] if named[key] is None}
         record(Launch(function, grid, named, fixed, options))
 
-    run, JITFunction.run = JITFunction.run, run_instead
-    try:
+    with replaced_launches(note):
         yield
-    finally:
-        JITFunction.run = run
 
 
 def _with_dtype(inputs: tuple, dtype: torch.dtype, which: tuple[int, ...] | None) -> Iterator:

@@ -11,7 +11,7 @@ import math
 import torch
 from torch import Tensor
 
-from arbcli.config.model import GraphConfig
+from arbcli.config.graph import GraphConfig
 from arbcli.model.blocks.edges import Edges
 from arbcli.model.blocks.experts import BALANCE_UNIT
 from arbcli.model.blocks.latent_attention import SHARPNESS

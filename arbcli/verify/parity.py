@@ -12,7 +12,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from arbcli.config.model import PRESETS, VOCABULARY, GraphConfig, ModelConfig
+from arbcli.config.dense import VOCABULARY, ModelConfig
+from arbcli.config.graph import GraphConfig
+from arbcli.config.presets import PRESETS
 from arbcli.device import deterministic
 from arbcli.directions import DIRECTIONS
 from arbcli.kernels.rows.weighted_rows import TouchedRows

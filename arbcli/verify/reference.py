@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from arbcli.config.model import ModelConfig
+from arbcli.config.dense import ModelConfig
 from arbcli.kernels.codec.decode_weight import decode_weight_reference, decode_weight_torch
 from arbcli.kernels.codec.packing import unpack_trits_reference, unpack_trits_torch
 from arbcli.kernels.update.gradient_gains import statistic_value_reference

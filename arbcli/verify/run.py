@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 
 import torch
 
-from arbcli.config.model import SCALE_TYPES
+from arbcli.config.checks import check_choice
+from arbcli.config.dense import SCALE_TYPES
 from arbcli.device import resolve_device
-from arbcli.errors import ArbError
 from arbcli.kernels.runtime._triton import HAS_TRITON
 from arbcli.signals import Interrupted, RaisedSignal
 from arbcli.verify.compile_ahead import CompileResult, compile_kernels, find_targets
@@ -77,9 +77,8 @@ def verify(request: VerifyRequest, show: Callable[[str], None] = lambda _: None)
     Raises:
         ArbError: there is no such kernel, scale type, target, device or backend.
     """
-    if request.scale_type not in (None, *SCALE_TYPES):
-        known = ", ".join(f"`{name}`" for name in SCALE_TYPES)
-        raise ArbError(f"`--tscale-type` is `{request.scale_type}`", hint=f"choose one of: {known}")
+    if request.scale_type is not None:
+        check_choice("scale_type", request.scale_type, SCALE_TYPES)
     device = resolve_device(request.device)
     backends = (request.backend,) if request.backend else _backends(device)
     targets = find_targets(request.targets) if request.targets else []

@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from arbcli.cli import app
-from arbcli.config.model import preset
+from arbcli.config.presets import preset
 from arbcli.inspect.memory import KINDS, predict
 
 

@@ -144,7 +144,7 @@ def test_kernel_that_fails_is_not_timed(wrong_kernel):
     ("arguments", "message"),
     [
         (["nonsense"], "no kernel is named `nonsense`"),
-        (["--tscale-type", "T5"], "`--tscale-type` is `T5`"),
+        (["--tscale-type", "T5"], "`scale_type` is `T5`"),
         (["--tscale-type", "T4", "--all-tscale-types"], "exclude each other"),
         (["--targets", "sm_1"], "no target is named `sm_1`"),
         (["--backend", "numpy"], "no backend is named `numpy`"),

@@ -8,7 +8,8 @@ from itertools import product
 import pytest
 import torch
 
-from arbcli.config.model import PRESETS, SCALE_TYPES, preset
+from arbcli.config.dense import SCALE_TYPES
+from arbcli.config.presets import PRESETS, preset
 from arbcli.directions import DIRECTIONS
 from arbcli.inspect.memory import KINDS, measure, predict, what_if
 from arbcli.model.build import build_model
@@ -139,7 +140,7 @@ def test_predicting_imports_no_torch():
     code = (
         "import sys; from arbcli.inspect.memory import predict, what_if\n"
         "from arbcli.inspect.peak import predict_peak\n"
-        "from arbcli.config.model import preset\n"
+        "from arbcli.config.presets import preset\n"
         "predict(preset('1b')), what_if(preset('1b')), predict_peak(preset('1b'), batch=8)\n"
         "predict(preset('arb-3b')), predict_peak(preset('arb-3b'), batch=8)\n"
         "sys.exit('torch' in sys.modules)"

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from arbcli.config.model import SCALE_TYPES
+from arbcli.config.dense import SCALE_TYPES
 from arbcli.kernels.runtime.backend import use_backend
 from arbcli.verify.kernels import KERNELS, compare, copies
 

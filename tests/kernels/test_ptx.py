@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from arbcli.kernels.codec.decode_weight import decode_weight_reference, random_packed
+from arbcli.kernels.codec.decode_weight import decode_weight_reference
+from arbcli.kernels.codec.packed import random_packed
 from arbcli.kernels.matmul import arranged_matmul as arranged
 from arbcli.kernels.matmul.few_rows import few_rows
 from arbcli.kernels.runtime.backend import use_backend
@@ -55,20 +56,19 @@ def error(y: torch.Tensor, expected: torch.Tensor) -> float:
 
 def few_rows_error(rows: int, out_features: int, in_features: int, group_size: int) -> float:
     generator = torch.Generator().manual_seed(0)
-    state = random_packed(out_features, in_features, group_size, generator, spread=8)
+    packed = random_packed(out_features, in_features, group_size, generator, spread=8)
     x = torch.randn(rows, in_features, generator=generator).bfloat16()
     with emulated():
-        y = few_rows(x, *state, group_size, torch.float32)
-    weight = decode_weight_reference(*state, in_features, group_size)
-    return error(y, x.double() @ weight.double().T)
+        y = few_rows(x, packed, torch.float32)
+    return error(y, x.double() @ decode_weight_reference(packed).double().T)
 
 
 def arranged_error(
     rows: int, out_features: int, in_features: int, gated: bool, eps: float | None, tiling: tuple
 ) -> float:
     generator = torch.Generator().manual_seed(0)
-    state = random_packed(out_features, in_features, 32, generator, spread=8)
-    weight = arranged.arrange(*state, in_features, 32, gated)
+    packed = random_packed(out_features, in_features, 32, generator, spread=8)
+    weight = arranged.arrange(packed, gated)
     x = torch.randn(rows, in_features, generator=generator).bfloat16()
     added = torch.randn(rows, weight.out_features, generator=generator) if gated else None
     inputs = x, *weight, eps, added, torch.float32

@@ -19,12 +19,13 @@ from graph_parts import (
     times,
 )
 
-from arbcli.config.model import GraphConfig, preset
+from arbcli.config.graph import GraphConfig
+from arbcli.config.presets import config_from_dict, preset
 from arbcli.directions import DIRECTIONS
 from arbcli.errors import ArbError
 from arbcli.inspect.memory import measure, predict
 from arbcli.model.blocks.router import ROUTER_BIAS
-from arbcli.model.build import build_model, model_config_from
+from arbcli.model.build import build_model
 from arbcli.model.dense import ByteLM
 from arbcli.model.graph import GraphLM
 from arbcli.model.packed import TernaryTensor
@@ -265,7 +266,7 @@ def test_gauges_are_shares():
 @pytest.mark.parametrize("name", ["arb-tiny", "arb-3b", "tiny"])
 def test_configuration_survives_json(name):
     config = preset(name)
-    again = model_config_from(json.loads(json.dumps(dataclasses.asdict(config))))
+    again = config_from_dict(json.loads(json.dumps(dataclasses.asdict(config))))
     assert again == config
     assert type(again) is type(config)
     with torch.device("meta"):

@@ -3,12 +3,12 @@
 import pytest
 import torch
 
-from arbcli.config.model import preset
+from arbcli.config.presets import preset
 from arbcli.data import open_texts
 from arbcli.model.dense import ByteLM
 from arbcli.train import compiled_twin
-from arbcli.train import run as runs
 from arbcli.train.compiled_twin import WHOLE_LAYERS, compile_twin
+from arbcli.train.configure import new_config
 from arbcli.train.float_optimizer import BETAS, CLIP_NORM, WEIGHT_DECAY, FloatOptimizer, Muon
 from arbcli.train.trainer import EAGER_STEPS, Trainer
 
@@ -110,8 +110,11 @@ def test_muon_leaves_embedding_and_head_to_adamw_without_decay():
     assert group["weight_decay"] == 0
 
 
-@pytest.mark.parametrize("whole", [2, 1], ids=["whole", "by parts"])
-@pytest.mark.parametrize("given", [{"sub_norms": False}, {"recompute": True}])
+@pytest.mark.parametrize(
+    ("whole", "given"),
+    [(2, {"sub_norms": False}), (1, {"sub_norms": False}), (2, {"recompute": True})],
+    ids=["whole", "by parts", "recomputed"],
+)
 def test_compiled_twin_computes_the_same(whole, given, monkeypatch):
     torch._dynamo.reset()
     monkeypatch.setattr(compiled_twin, "WHOLE_LAYERS", whole)
@@ -136,7 +139,7 @@ def test_captured_twin_learns_as_the_eager_one_and_never_waits(optimizer, layers
     path = tmp_path / "text.txt"
     path.write_bytes(b"float weights learn to read. " * 400)
     shape = SHAPE | {"layers": layers, "batch": 8, "accum": 2, "weights": "float"}
-    config = runs.new_config(
+    config = new_config(
         data=[str(path)], device="cuda", lr=0.003, optimizer=optimizer, steps=100, **shape
     )
     texts = open_texts(config.data, None, seed=0, context=16)

@@ -14,11 +14,11 @@ from marks import mostly_slow
 
 from arbcli import load
 from arbcli.checkpoint import checkpoints, load_checkpoint
-from arbcli.config.model import RULES
+from arbcli.config.training import train_config_from
 from arbcli.errors import ArbError
+from arbcli.rules import RULES
 from arbcli.train.configure import new_config
 from arbcli.train.run import Observer, resume_run, start_run
-from arbcli.train.trainer import config_from
 
 SMALL = {"dim": 32, "layers": 1, "heads": 2, "ffn": 48, "ctx": 16, "batch": 4}
 SMALL_ARGS = [word for name, value in SMALL.items() for word in (f"--{name}", str(value))]
@@ -109,7 +109,7 @@ def test_resumed_run_of_a_graph_ends_in_the_same_file(
 def test_run_of_a_graph_is_loaded_as_it_was_trained(text, tmp_path, device, small_graph):
     options = config(text, device, **small_graph)
     report = start_run(options, tmp_path / "run", Observer())
-    assert config_from(json.loads((tmp_path / "run" / "config.json").read_text())) == options
+    assert train_config_from(json.loads((tmp_path / "run" / "config.json").read_text())) == options
     lm = load(tmp_path / "run", device=str(device))
     assert lm.config == options.model
     saved = load_checkpoint(Path(report.checkpoint)).tensors

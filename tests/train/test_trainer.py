@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from arbcli.config.model import RULES
 from arbcli.data import open_texts
 from arbcli.device import deterministic
 from arbcli.errors import ArbError
 from arbcli.model.build import build_model
+from arbcli.rules import RULES
 from arbcli.train.configure import new_config
 from arbcli.train.trainer import EAGER_STEPS, Trainer, schedule
 

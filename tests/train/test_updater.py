@@ -4,7 +4,8 @@ import pytest
 import torch
 from marks import mostly_slow
 
-from arbcli.config.model import ModelConfig, preset
+from arbcli.config.dense import ModelConfig
+from arbcli.config.presets import preset
 from arbcli.directions import DIRECTIONS, find_direction, orthogonal
 from arbcli.directions.base import Ingredients
 from arbcli.directions.orthogonal import COEFFICIENTS, STEPS, orthogonalise

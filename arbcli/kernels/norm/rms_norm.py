@@ -115,9 +115,10 @@ def load_weight(ptr, offs_d, D, one, HAS_WEIGHT: tl.constexpr):
     `one` is an argument of the kernel, and so no constant to the compiler: it fuses a product with
     it into the same instructions as a product with a weight, and the results are the same bits.
     """
+    weight = one
     if HAS_WEIGHT:
-        return tl.load(ptr + offs_d, mask=offs_d < D, other=0)[None, :]
-    return one
+        weight = tl.load(ptr + offs_d, mask=offs_d < D, other=0)[None, :]
+    return weight
 
 
 @triton.jit

@@ -12,7 +12,7 @@ from arbcli.kernels.runtime._triton import HAS_TRITON, INTERPRETED
 BACKENDS = ("triton", "torch", "interpreter")
 
 _forced: str | None = None
-_assumed = (0, 0)
+_assumed: tuple[tuple[int, int], int] | None = None
 
 
 def default_backend(device: torch.device) -> str:
@@ -72,10 +72,13 @@ def uses_triton(tensor: Tensor) -> bool:
 
 
 @contextmanager
-def compile_for(capability: tuple[int, int]):
-    """Let launchers called inside choose as on a GPU of this compute capability."""
+def compile_for(capability: tuple[int, int], processors: int = 5):
+    """Let launchers called inside choose as on a GPU of this compute capability.
+
+    Processors are few unless said: interpreted one after another, some have several tiles to share.
+    """
     global _assumed
-    before, _assumed = _assumed, capability
+    before, _assumed = _assumed, (capability, processors)
     try:
         yield
     finally:
@@ -83,17 +86,19 @@ def compile_for(capability: tuple[int, int]):
 
 
 def capability(tensor: Tensor) -> tuple[int, int]:
-    """Find the compute capability of a tensor's GPU, or the one compiled for; else (0, 0)."""
-    if tensor.is_cuda:
-        return torch.cuda.get_device_capability(tensor.device)
-    return _assumed
+    """Find the compute capability compiled for, or that of a tensor's GPU; else (0, 0)."""
+    if _assumed:
+        return _assumed[0]
+    return torch.cuda.get_device_capability(tensor.device) if tensor.is_cuda else (0, 0)
 
 
 def num_processors(tensor: Tensor) -> int:
-    """Count the processors of a tensor's GPU, or make some up where there is none."""
+    """Count the processors of the GPU compiled for, or of a tensor's GPU; else make some up."""
+    if _assumed:
+        return _assumed[1]
     if tensor.is_cuda:
         return torch.cuda.get_device_properties(tensor.device).multi_processor_count
-    return 5  # interpreted one after another: few, so that some have several tiles to share
+    return 5
 
 
 def row_chunks(matrix: Tensor, elements: int = 1 << 18) -> Iterator[slice]:

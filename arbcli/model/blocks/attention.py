@@ -3,7 +3,7 @@
 from torch import Tensor, nn
 from torch.nn import functional
 
-from arbcli.config.model import ModelConfig
+from arbcli.config.dense import ModelConfig
 from arbcli.model.cache import BlockCache
 from arbcli.model.initial import output_std
 from arbcli.model.layers.kinds import layers_for

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from arbcli.config.model import GraphConfig
+from arbcli.config.graph import GraphConfig
 from arbcli.model.initial import output_std
 from arbcli.model.layers.linear import TernaryLinear
 from arbcli.model.layers.norm import TernaryRMSNorm

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from arbcli.config.model import GraphConfig
+from arbcli.config.graph import GraphConfig
 from arbcli.model.packed import StateModule
 
 MOST = 127

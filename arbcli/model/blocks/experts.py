@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 
-from arbcli.config.model import GraphConfig
+from arbcli.config.graph import GraphConfig
 from arbcli.kernels.codec.decode_weight import decode_weight
 from arbcli.kernels.matmul.grouped_matmul import grouped_grad_w, grouped_matmul
 from arbcli.kernels.rows.expert_combine import expert_combine, expert_combine_backward

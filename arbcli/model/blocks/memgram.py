@@ -9,7 +9,8 @@ other byte takes its place: the majority of a stream, in two bytes. Source: R. B
 import torch
 from torch import Tensor
 
-from arbcli.config.model import VOCABULARY, GraphConfig
+from arbcli.config.dense import VOCABULARY
+from arbcli.config.graph import GraphConfig
 from arbcli.model.blocks.sequencer import ngram_ids
 from arbcli.model.initial import output_std
 from arbcli.model.layers.linear import TernaryLinear

@@ -2,7 +2,7 @@
 
 from torch import Tensor, nn
 
-from arbcli.config.model import ModelConfig
+from arbcli.config.dense import ModelConfig
 from arbcli.model.initial import output_std
 from arbcli.model.layers.kinds import layers_for
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from arbcli.config.model import GraphConfig
+from arbcli.config.graph import GraphConfig
 from arbcli.model.blocks.codebook import Codebook, Found
 from arbcli.model.blocks.edges import Edges
 from arbcli.model.blocks.experts import Experts

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from arbcli.config.model import GraphConfig
+from arbcli.config.graph import GraphConfig
 from arbcli.model.layers.linear import TernaryLinear
 from arbcli.model.layers.norm import TernaryRMSNorm
 

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from arbcli.config.model import GraphConfig
+from arbcli.config.graph import GraphConfig
 from arbcli.model.layers.linear import TernaryLinear
 from arbcli.model.layers.norm import TernaryRMSNorm
 from arbcli.model.layers.table import TernaryTable

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 
-from arbcli.config.model import ModelConfig
+from arbcli.config.dense import ModelConfig
 from arbcli.kernels.rows.ternary_embedding import embedding_grad, embedding_rows
 from arbcli.model.layers.streamed import StreamedTensor, anchor
 

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from torch import Tensor, nn
 
-from arbcli.config.model import ModelConfig
+from arbcli.config.dense import ModelConfig
 from arbcli.model import baselines
 from arbcli.model.layers.embedding import TernaryEmbedding
 from arbcli.model.layers.linear import TernaryLinear

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 
-from arbcli.config.model import ModelConfig
+from arbcli.config.dense import ModelConfig
 from arbcli.kernels.matmul.arranged_matmul import Arranged, arrange, arranged_matmul
 from arbcli.kernels.matmul.fp8_matmul import fp8_matmul
 from arbcli.kernels.matmul.quantise_rows import quantise_rows

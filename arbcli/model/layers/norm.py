@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from arbcli.config.model import ModelConfig
+from arbcli.config.dense import ModelConfig
 from arbcli.kernels.codec.decode_weight import decode_weight_torch
 from arbcli.kernels.codec.packed import Packed
 from arbcli.kernels.norm.gated_rms_norm import gated_rms_norm, gated_rms_norm_backward

@@ -1,5 +1,7 @@
 """Rotary positions: the table of angles, and queries and keys turned where they lie."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import lru_cache
 
 import torch
@@ -12,16 +14,37 @@ from arbcli.model.layers.norm import NORM_EPS
 ROTARY_BASE = 10000.0
 
 
-@lru_cache(maxsize=8)
+def _compute_table(length: int, head_dim: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    frequency = ROTARY_BASE ** (-torch.arange(0, head_dim, 2, device=device) / head_dim)
+    angle = torch.outer(torch.arange(length, device=device, dtype=torch.float32), frequency)
+    return angle.cos(), angle.sin()
+
+
+def _new_cache():
+    return lru_cache(maxsize=8)(_compute_table)
+
+
+_tables = _new_cache()
+
+
 def rotary_table(length: int, head_dim: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Compute cos and sin of every position's angles, (length, head_dim / 2) float32 each.
 
     A derived constant: it follows from the configuration, so it is cached here and no part of the
     state. Source: J. Su et al., "RoFormer", https://arxiv.org/abs/2104.09864, eq. 15.
     """
-    frequency = ROTARY_BASE ** (-torch.arange(0, head_dim, 2, device=device) / head_dim)
-    angle = torch.outer(torch.arange(length, device=device, dtype=torch.float32), frequency)
-    return angle.cos(), angle.sin()
+    return _tables(length, head_dim, device)
+
+
+@contextmanager
+def fresh_tables() -> Iterator[None]:
+    """Make tables anew inside, and forget them at the end: for who counts what a step leaves."""
+    global _tables
+    before, _tables = _tables, _new_cache()
+    try:
+        yield
+    finally:
+        _tables = before
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

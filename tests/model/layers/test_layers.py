@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from arbcli.config.model import preset
+from arbcli.config.presets import preset
 from arbcli.model.baselines import rotate
 from arbcli.model.dense import RECOMPUTE, ByteLM
 from arbcli.model.layers.embedding import TernaryEmbedding

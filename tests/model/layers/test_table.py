@@ -5,8 +5,8 @@ import torch
 from graph_parts import assert_same, collect, graph_config, initialised, normal
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from arbcli.config.model import RULES
 from arbcli.model.layers.table import MOST_USES, TernaryTable
+from arbcli.rules import RULES
 from arbcli.train.updater import Updater
 
 ROWS, DIM = 50, 33

@@ -1,0 +1,163 @@
+"""What torch's CUDA allocator would do: blocks out of segments, and how much it has reserved.
+
+Only sizes and offsets, no memory. It follows `CUDACachingAllocator.cpp` of torch 2.11 to 2.13 as it
+is set up by default: no expandable segments, no rounding to powers of two, one stream for all that
+is not captured.
+"""
+
+from bisect import bisect_left, insort
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+UNIT = 512
+"""Every block is a multiple of these bytes."""
+SMALL = 2**20
+"""The largest block of the small pool."""
+SMALL_SEGMENT = 2 * 2**20
+LARGE_SEGMENT = 20 * 2**20
+"""What is taken from the device for a block of the large pool below `OWN_SEGMENT`."""
+OWN_SEGMENT = 10 * 2**20
+"""The smallest block that gets a segment of its own size."""
+SEGMENT_UNIT = 2 * 2**20
+"""What the size of such a segment is rounded up to."""
+
+
+def round_up(size: int, unit: int) -> int:
+    """Find the smallest multiple of `unit` that is not below `size`."""
+    return -(-size // unit) * unit
+
+
+def segment_bytes(size: int) -> int:
+    """Find what is taken from the device for a block of `size` bytes that fits nowhere."""
+    if size <= SMALL:
+        return SMALL_SEGMENT
+    return LARGE_SEGMENT if size < OWN_SEGMENT else round_up(size, SEGMENT_UNIT)
+
+
+@dataclass(slots=True, eq=False)
+class Block:
+    """A part of a segment, in use or free; the parts of a segment are a chain."""
+
+    size: int
+    """Bytes, a multiple of `UNIT`."""
+    address: int
+    """Segments get rising ones, so among blocks of one size the older segment's is the first."""
+    pool: "_Pool"
+    before: "Block | None" = None
+    behind: "Block | None" = None
+    free: bool = False
+
+    @property
+    def whole(self) -> bool:
+        """Whether it is all of its segment."""
+        return self.before is None and self.behind is None
+
+
+@dataclass(slots=True, eq=False)
+class _Pool:
+    """Free blocks of one kind, the smallest first."""
+
+    small: bool
+    free: list[tuple[int, int, Block]] = field(default_factory=list)
+
+    def put(self, block: Block) -> None:
+        block.free = True
+        insort(self.free, (block.size, block.address, block))
+
+    def remove(self, block: Block) -> None:
+        block.free = False
+        del self.free[bisect_left(self.free, (block.size, block.address))]
+
+    def take(self, size: int) -> Block | None:
+        """Take the smallest free block that is large enough."""
+        place = bisect_left(self.free, (size,))
+        if place == len(self.free):
+            return None
+        block = self.free.pop(place)[-1]
+        block.free = False
+        return block
+
+
+class Allocator:
+    """The state of a device's allocator, and the most that it ever held.
+
+    Attributes:
+        allocated, reserved: bytes given out, in whole blocks, and taken from the device.
+        peak_allocated, peak_reserved: the most so far.
+    """
+
+    def __init__(self) -> None:
+        self.allocated = self.reserved = self.peak_allocated = self.peak_reserved = 0
+        self._shared = self._current = (_Pool(small=True), _Pool(small=False))
+        self._next_address = 0
+
+    @property
+    def is_capturing(self) -> bool:
+        """Whether blocks are given out to a CUDA graph."""
+        return self._current is not self._shared
+
+    def allocate(self, size: int) -> Block:
+        """Give out a block for `size` bytes, 1 or more."""
+        size = round_up(size, UNIT)
+        pool = self._current[size > SMALL]
+        block = pool.take(size) or self._reserve(pool, size)
+        rest = block.size - size
+        if rest >= UNIT if pool.small else rest > SMALL:
+            other = Block(rest, block.address + size, pool, before=block, behind=block.behind)
+            if block.behind:
+                block.behind.before = other
+            block.behind, block.size = other, size
+            pool.put(other)
+        self.allocated += block.size
+        self.peak_allocated = max(self.peak_allocated, self.allocated)
+        return block
+
+    def release(self, block: Block) -> None:
+        """Take back a block, and join it with free neighbours."""
+        self.allocated -= block.size
+        before, behind, pool = block.before, block.behind, block.pool
+        if before and before.free:
+            pool.remove(before)
+            block.size, block.address = block.size + before.size, before.address
+            block.before = before.before
+            if block.before:
+                block.before.behind = block
+        if behind and behind.free:
+            pool.remove(behind)
+            block.size += behind.size
+            block.behind = behind.behind
+            if block.behind:
+                block.behind.before = block
+        pool.put(block)
+
+    def empty_cache(self) -> None:
+        """Return to the device every segment of which nothing is in use."""
+        for pool in self._shared:
+            for _, _, block in pool.free:
+                if block.whole:
+                    self.reserved -= block.size
+            pool.free = [entry for entry in pool.free if not entry[-1].whole]
+
+    @contextmanager
+    def capturing(self) -> Iterator[None]:
+        """Give out blocks of a new pool that no one else uses: that of a CUDA graph.
+
+        The stream that it is recorded on has its own blocks too: seed and offset of random numbers,
+        which every graph keeps.
+        """
+        self._current = (_Pool(small=True), _Pool(small=False))
+        self.allocate(8), self.allocate(8)
+        self._current = (_Pool(small=True), _Pool(small=False))
+        try:
+            yield
+        finally:
+            self._current = self._shared
+
+    def _reserve(self, pool: _Pool, size: int) -> Block:
+        size = segment_bytes(size)
+        block = Block(size, self._next_address, pool)
+        self._next_address += size
+        self.reserved += size
+        self.peak_reserved = max(self.peak_reserved, self.reserved)
+        return block

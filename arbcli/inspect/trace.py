@@ -1,0 +1,264 @@
+"""Which tensors are alive: counted in real runs, and in runs on tensors that have no memory."""
+
+import gc
+import heapq
+import sys
+import weakref
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.nn import Parameter, functional
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from arbcli.kernels.runtime.launches import replaced_launches
+from arbcli.model.layers.rotary import fresh_tables
+
+NUM_LARGEST = 3
+"""Tensors that a report names."""
+META = torch.device("meta")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LiveTensor:
+    """A tensor that was alive, the first one seen of its storage."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    bytes: int
+    op: str
+    """The operation that returned it; `None` where Python held it, and none was seen."""
+    made_in: str
+    """The function of this package that called the operation; `autograd` where none did."""
+
+
+class Storages(TorchDispatchMode):
+    """Sees the storages of one device come to life and die while the mode is on, in their order."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self.device = device
+        self._alive: dict[int, weakref.ref] = {}
+
+    def __enter__(self) -> "Storages":
+        self.find(count=False)
+        return super().__enter__()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run an operation, and note the storages that it returns."""
+        result = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, Tensor):
+                self._note(leaf, func)
+        return result
+
+    def find(self, *, count: bool = True) -> None:
+        """Note what Python holds though no operation returned it, and count it or not."""
+        for thing in gc.get_objects():
+            if type(thing) in (Tensor, Parameter) and thing.layout is torch.strided:
+                self._note(thing, None, count=count)
+
+    def came(self, key: int, tensor: Tensor, size: int, op: Any) -> None:
+        """Is told of a new storage of `size` bytes, its first tensor, and what returned it."""
+        raise NotImplementedError
+
+    def went(self, key: int) -> None:
+        """Is told that a storage has died."""
+        raise NotImplementedError
+
+    def _note(self, tensor: Tensor, op: Any, *, count: bool = True) -> None:
+        storage = tensor.untyped_storage()
+        key, size = id(storage), storage.nbytes()
+        if key in self._alive or size == 0 or storage.device.type != self.device.type:
+            return
+
+        def forget(_: weakref.ref) -> None:
+            del self._alive[key]
+            if count:
+                self.went(key)
+
+        self._alive[key] = weakref.ref(storage, forget)
+        if count:
+            self.came(key, tensor, size, op)
+
+
+class LiveTensors(Storages):
+    """Counts the bytes of one device's storages that come to life while the mode is on."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self.bytes = self.stage_peak = self.peak = 0
+        self.at_peak: list[LiveTensor] = []
+        self._counted: dict[int, LiveTensor] = {}
+        self._state: set[int] = set()
+
+    def settle(self) -> None:
+        """Take what is alive for the state; what comes later is transient, or derived from it."""
+        self._state = set(self._counted)
+        self.peak = self.bytes
+
+    def start_stage(self) -> None:
+        """Measure `stage_peak` anew."""
+        self.stage_peak = self.bytes
+
+    def since_settling(self) -> list[LiveTensor]:
+        """List what has come since, and is alive, the largest first."""
+        return sorted(self._transient(), key=lambda tensor: -tensor.bytes)
+
+    def came(self, key: int, tensor: Tensor, size: int, op: Any) -> None:
+        """Count a storage."""
+        self._counted[key] = LiveTensor(
+            shape=tuple(tensor.shape),
+            dtype=str(tensor.dtype).removeprefix("torch."),
+            bytes=size,
+            op=str(op),
+            made_in=calling_function() if op else "unknown",
+        )
+        self.bytes += size
+        self.stage_peak = max(self.stage_peak, self.bytes)
+        if self._state and self.bytes > self.peak:
+            self.peak = self.bytes
+            largest = heapq.nlargest(NUM_LARGEST, self._transient(), key=lambda noted: noted.bytes)
+            self.at_peak = largest
+
+    def went(self, key: int) -> None:
+        """Strike a storage off."""
+        self.bytes -= self._counted.pop(key).bytes
+        self._state.discard(key)
+
+    def _transient(self) -> list[LiveTensor]:
+        # of a copy, as the garbage collector may run at any time, and what dies is struck off
+        return [noted for key, noted in self._counted.copy().items() if key not in self._state]
+
+
+def calling_function() -> str:
+    """Name the innermost function of this package, but for this folder, that is being run.
+
+    A backward is run by torch, whoever asked for it.
+    """
+    frame = sys._getframe(1)
+    while frame is not None:
+        name, function = frame.f_globals.get("__name__", ""), frame.f_code.co_name
+        if name == "torch._tensor" and function == "backward":
+            break
+        if name.startswith("arbcli.") and not name.startswith("arbcli.inspect."):
+            return f"{name.removeprefix('arbcli.')}.{function}"
+        frame = frame.f_back
+    return "autograd"
+
+
+@contextmanager
+def without_memory(device: torch.device) -> Iterator[None]:
+    """Run what would run on `device` on tensors that have shapes and storages, but no memory.
+
+    They are torch's own `meta` tensors, and what is asked for on `device` is made there. Kernels
+    are not launched; what their launchers allocate is seen. `FakeTensorMode` is made for this, but
+    its tensors of a GPU have no backward where torch was built without CUDA.
+
+    A few functions of torch are replaced meanwhile, for all threads: a mode would not reach the
+    backward. They are those that tell a `meta` tensor from one of the device (`_answers`), or that
+    compute in another way there (`_substitutes`).
+    """
+    default = device if device.type == "cpu" else nullcontext()
+    with ExitStack() as stack:
+        for owner, name, function in (*_answers(device), *_substitutes(device)):
+            stack.callback(setattr, owner, name, getattr(owner, name))
+            setattr(owner, name, function)
+        stack.enter_context(fresh_tables())
+        stack.enter_context(replaced_launches(_launch_nothing))
+        stack.enter_context(_OnMeta(device))
+        stack.enter_context(default)
+        yield
+
+
+def _launch_nothing(_kernel: Any, _grid: Any, *_: Any, **__: Any) -> None: ...
+
+
+class _OnMeta(TorchFunctionMode):
+    """Puts what is asked for on one device on `meta`."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self.device = device
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Call a function with the other device."""
+        kwargs = kwargs or {}
+        if func is torch.device:
+            return func(*args, **kwargs)
+        args = tuple(map(self._moved, args))
+        return func(*args, **{name: self._moved(value) for name, value in kwargs.items()})
+
+    def _moved(self, value: Any) -> Any:
+        if isinstance(value, torch.device):
+            return META if value.type == self.device.type else value
+        return META if isinstance(value, str) and value == self.device.type else value
+
+
+def _answers(device: torch.device) -> Iterator[tuple[Any, str, Any]]:
+    """List what a tensor is to say of itself: whose, what, and the function that says it."""
+    is_cuda, data_ptr, pin_memory = Tensor.is_cuda, Tensor.data_ptr, Tensor.pin_memory
+
+    def has_cuda(tensor: Tensor) -> bool:
+        return device.type == "cuda" if tensor.is_meta else is_cuda.__get__(tensor)
+
+    def address(tensor: Tensor) -> int:
+        if not tensor.is_meta:
+            return data_ptr(tensor)
+        return 2**20 + tensor.storage_offset() * tensor.itemsize  # aligned, as allocations are
+
+    def pinned(tensor: Tensor) -> Tensor:
+        return pin_memory(tensor) if torch.cuda.is_available() else tensor
+
+    yield Tensor, "is_cuda", property(has_cuda)
+    yield Tensor, "data_ptr", address
+    yield Tensor, "pin_memory", pinned
+
+
+def _substitutes(device: torch.device) -> Iterator[tuple[Any, str, Any]]:
+    """List functions that allocate otherwise on the device than on `meta`, as `_answers` does."""
+    attention, rms_norm = functional.scaled_dot_product_attention, functional.rms_norm
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, **how: Any) -> Tensor:
+        if not q.is_meta or how.pop("attn_mask", None) is not None:
+            return attention(q, k, v, **how)
+        if device.type == "cpu":
+            return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, **how)[0]
+        if q.dtype == torch.float32:
+            return torch.ops.aten._scaled_dot_product_attention_math(q, k, v, **how)[0]
+        width = q.shape[-1]
+        if width % 8:
+            q, k, v = (functional.pad(part, (0, -width % 8)) for part in (q, k, v))
+        return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, **how)[0][..., :width]
+
+    def normalise(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        on_gpu = x.is_meta and device.type == "cuda"
+        return _RmsNorm.apply(x) if on_gpu else rms_norm(x, *args, **kwargs)
+
+    yield functional, "scaled_dot_product_attention", attend
+    yield functional, "rms_norm", normalise
+
+
+class _RmsNorm(Function):
+    """What torch's own normalisation of the last dimension makes on a GPU, and keeps."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor) -> Tensor:
+        y = torch.empty_like(x)
+        ctx.save_for_backward(x, x.new_empty(x.shape[:-1], dtype=torch.float32))
+        return y
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> Tensor:
+        grad = grad.contiguous()
+        return torch.empty_like(ctx.saved_tensors[0])
