@@ -47,9 +47,6 @@ Planter = Callable[[ExitStack, Path], None]
 """Plants until the stack is closed; the folder is for source."""
 
 
-# changes
-
-
 def rewrite(old: str, new: str, only: int | None = None) -> Change:
     """Put one expression or statement in place of another.
 
@@ -228,9 +225,6 @@ def _filled(instead: ast.AST, found: dict[str, Any]) -> ast.AST:
     return Filler().visit(copy.deepcopy(instead))
 
 
-# places
-
-
 def of_kernel(name: str, backend: str = "triton") -> Place:
     """Find all functions and kernels that a spec's implementation reaches by global names."""
 
@@ -327,9 +321,6 @@ def _reached(start: Callable) -> list:
             found[id(function)] = function
             waiting += _named(function)
     return [function for function in found.values() if not isinstance(function, partial)]
-
-
-# faults
 
 
 def edit(place: Place, change: Change) -> Planter:

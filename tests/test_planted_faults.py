@@ -690,11 +690,6 @@ def checkpoint_failures(folder: Path) -> list[str]:
     return found
 
 
-def fault_table() -> list[tuple[str, str, str, str]]:
-    """List what is planted, and noticed: (class, what that means, fault, the check)."""
-    return [(fault.kind, KINDS[fault.kind], fault.name, fault.caught_by) for fault in FAULTS]
-
-
 OF_KERNELS = {spec.name for spec in KERNELS}
 """What kernels without a fault give is in tests/kernels/test_every_kernel.py."""
 CHECKS = sorted({fault.caught_by for fault in FAULTS})
