@@ -47,9 +47,6 @@ Planter = Callable[[ExitStack, Path], None]
 """Plants until the stack is closed; the folder is for source."""
 
 
-# changes
-
-
 def rewrite(old: str, new: str, only: int | None = None) -> Change:
     """Put one expression or statement in place of another.
 
@@ -228,9 +225,6 @@ def _filled(instead: ast.AST, found: dict[str, Any]) -> ast.AST:
     return Filler().visit(copy.deepcopy(instead))
 
 
-# places
-
-
 def of_kernel(name: str, backend: str = "triton") -> Place:
     """Find all functions and kernels that a spec's implementation reaches by global names."""
 
@@ -329,30 +323,28 @@ def _reached(start: Callable) -> list:
     return [function for function in found.values() if not isinstance(function, partial)]
 
 
-# faults
-
-
 def edit(place: Place, change: Change) -> Planter:
     """Change the one function of a place that a change is about."""
 
     def plant(stack: ExitStack, folder: Path) -> None:
-        changed = []
-        for function in place():
-            plain = function.fn if _is_kernel(function) else inspect.unwrap(function)
-            tree = ast.parse(textwrap.dedent(inspect.getsource(plain)))
-            if change(tree):
-                changed.append((function, plain, ast.unparse(ast.fix_missing_locations(tree))))
-        names = [plain.__qualname__ for _, plain, _ in changed]
+        changed = {}
+        for found in place():
+            plain = found.fn if _is_kernel(found) else inspect.unwrap(found)
+            if hasattr(found, "cache_clear"):
+                found.cache_clear()
+                stack.callback(found.cache_clear)
+            if plain not in changed:
+                tree = ast.parse(textwrap.dedent(inspect.getsource(plain)))
+                if change(tree):
+                    changed[plain] = found, ast.unparse(ast.fix_missing_locations(tree))
+        names = [plain.__qualname__ for plain in changed]
         assert len(names) == 1, f"the change fits {names or 'no function'}"
-        ((function, plain, source),) = changed
+        ((plain, (found, source)),) = changed.items()
         path = folder / f"faulty_{next(_NUMBERS)}.py"
-        if _is_kernel(function):
-            _replace_kernel(stack, function, source, path)
+        if _is_kernel(found):
+            _replace_kernel(stack, found, source, path)
         else:
             _replace_code(stack, plain, source, path)
-            if hasattr(function, "cache_clear"):
-                function.cache_clear()
-                stack.callback(function.cache_clear)
 
     return plant
 

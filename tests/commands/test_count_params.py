@@ -88,8 +88,8 @@ def test_count_params_shows_areas_kinds_and_adamw():
     ],
     ids=["preset", "heads", "direction", "no such part", "codebook", "top-k", "rotary"],
 )
-def test_count_params_fails_in_one_line(arguments):
-    done = run_program(*arguments)
+def test_count_params_fails_in_one_line(arguments, arb_here):
+    done = arb_here("count-params", *arguments)
     assert done.returncode == 2
     assert done.stdout == ""
     error, hint = done.stderr.splitlines()
