@@ -8,7 +8,7 @@ KERNEL_TESTS := tests/test_planted_faults.py tests/kernels
 # what is slow and rarely tells what the others do not
 TESTS := -m "not slow"
 
-.PHONY: train test test-all test-kernels test-rest lint bench clean
+.PHONY: train test test-all test-kernels test-rest lint bench figures clean
 
 train: $(VENV)/installed
 	$(BIN)/arb train $(ARGS)
@@ -27,8 +27,13 @@ test-rest: $(VENV)/installed
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -p no:cacheprovider $(TESTS) tests \
 		$(addprefix --ignore=,$(KERNEL_TESTS))
 
+# measures; `make figures` then writes what it found into the documents
 bench: $(VENV)/installed
 	$(BIN)/python -m benchmarks
+
+figures: $(VENV)/installed
+	$(BIN)/python -m benchmarks.tables
+	$(BIN)/python -m benchmarks.plots
 
 lint: $(VENV)/installed
 	$(BIN)/ruff check

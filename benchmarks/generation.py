@@ -38,7 +38,7 @@ def build(name: str, weights: str) -> ByteLM:
     else:  # its own way draws on the CPU, for long
         with torch.no_grad():
             for weight in model.weights().values():
-                weight.latent.normal_(0, min(0.1, weight.latent.shape[1] ** -0.5))
+                weight.latent.normal_(0, weight.std)
     return model
 
 

@@ -112,3 +112,13 @@ def test_table_says_hardware_versions_commit_and_command():
     assert "torch 2.11" in text
     assert "commits `abc1234`, `def5678` with changes" in text
     assert "`python -m benchmarks.training_step`" in text
+
+
+@pytest.mark.parametrize("name", ["loss-against-memory", "speed"])
+def test_figures_are_drawn_from_the_results(name):
+    pytest.importorskip("matplotlib")
+    from benchmarks import plots
+
+    file, draw = plots.FIGURES[name]
+    assert draw(load(file)).axes
+    assert (FOLDER.parent / f"{name}.svg").exists()
