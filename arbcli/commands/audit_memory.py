@@ -95,7 +95,9 @@ def audit_memory(
     """Measure real steps: `arb audit-memory --preset small`; exit 1 on float state or growth."""
     if budget is not None and what_if:
         raise ArbError("`--budget` and `--what-if` are two questions", hint="ask one at a time")
-    from arbcli.inspect import audit, memory  # torch takes seconds to import
+    # torch takes seconds to import, so not for `arb --help`
+    from arbcli.inspect import audit, memory
+    from arbcli.inspect.peak import predict_peak
     from arbcli.train.configure import new_config
 
     given = given_options(
@@ -139,7 +141,7 @@ def audit_memory(
                 "`--snapshot` records the CUDA allocator, and this run is on the CPU",
                 hint="leave it out, or use `--device cuda`",
             )
-        peak = audit.predict_step(config)
+        peak = predict_peak(config)
         state, peak = bytes_text(peak.state_bytes), bytes_text(peak.peak_bytes)
         note(f"predicted: {state} of state, a peak of {peak}; measuring {steps} steps")
         report = audit.audit(config, snapshot)
@@ -165,10 +167,10 @@ def _what_if_table(report: "WhatIfReport") -> Table:
 
 
 def _fit_table(report: "FitReport") -> Table:
-    peak, budget = report.predicted_peak.peak_bytes, report.budget_bytes
-    verdict = f"fits, {_mib(budget - peak)} MiB to spare"
+    needed, budget = report.predicted_peak.reserved_bytes, report.budget_bytes
+    verdict = f"fits, {_mib(budget - needed)} MiB to spare"
     if not report.fits:
-        verdict = f"does not fit, {_mib(peak - budget)} MiB short"
+        verdict = f"does not fit, {_mib(needed - budget)} MiB short"
     rows = [*_peak_rows(report.predicted_peak), ["budget", _mib(budget)]]
     return table(verdict, ["", "MiB"], rows)
 
@@ -181,6 +183,7 @@ def _peak_rows(peak: "PeakReport") -> list[list[str]]:
         [f"transient, at {peak.at}", _mib(peak.transient_bytes)],
         ["constants, workspaces", _mib(peak.constant_bytes)],
         [f"predicted peak of a step on {peak.device}", _mib(peak.peak_bytes)],
+        ["taken from the device for it", _mib(peak.reserved_bytes)],
     ]
 
 

@@ -105,7 +105,7 @@ def check_fit(config: TrainConfig, budget: str) -> FitReport:
     if not unit:
         raise ArbError(f"`--budget` is `{budget}`", hint="use a number and a unit, such as `6GiB`")
     size, peak = int(float(match[1]) * unit), predict_peak(config, captured=True)
-    return FitReport(budget_bytes=size, predicted_peak=peak, fits=peak.needed_bytes <= size)
+    return FitReport(budget_bytes=size, predicted_peak=peak, fits=peak.reserved_bytes <= size)
 
 
 def audit(config: TrainConfig, snapshot: Path | None = None) -> AuditReport:

@@ -5,7 +5,8 @@ import torch
 
 from arbcli.data import open_texts
 from arbcli.errors import ArbError
-from arbcli.inspect.audit import LiveTensors, audit, check_fit, predict_step
+from arbcli.inspect.audit import LiveTensors, audit, check_fit
+from arbcli.inspect.peak import predict_peak
 from arbcli.train.configure import new_config
 from arbcli.train.trainer import Trainer
 
@@ -166,6 +167,6 @@ def test_check_fit_refuses_what_is_no_size(budget):
 
 
 def test_check_fit_is_exact():
-    peak = predict_step(config_of()).peak_bytes
+    peak = predict_peak(config_of(), captured=True).reserved_bytes
     assert check_fit(config_of(), str(peak)).fits
     assert not check_fit(config_of(), str(peak - 1)).fits
