@@ -7,17 +7,17 @@ a sum. Nothing here knows what a model consists of.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from arbcli.config.training import TrainConfig
 from arbcli.data import Texts
-from arbcli.device import deterministic
+from arbcli.device import COMPUTE, deterministic
 from arbcli.inspect.allocator import Allocator, round_up
 from arbcli.inspect.trace import META, Storages, calling_function, without_memory
-from arbcli.kernels.runtime.backend import compile_for
+from arbcli.kernels.runtime.backend import compile_for, num_processors
 from arbcli.train.trainer import Trainer
 
 ASSUMED_GPU = ((9, 0), 132)
@@ -54,38 +54,61 @@ class PeakReport:
     """What the model does at the peak."""
 
 
-CUBLAS_WORKSPACE = 8 * 4096 * 2**10
+CUBLAS_BYTES = 8 * 4096 * 2**10
 """What `CUBLAS_WORKSPACE_CONFIG` asks for, as `arbcli.environment` sets it."""
-PRODUCTS = {
-    torch.ops.aten.mm.default,
-    torch.ops.aten.bmm.default,
-    torch.ops.aten.addmm.default,
-    torch.ops.aten.baddbmm.default,
+CUBLASLT_BYTES = 2**20
+"""What torch gives cuBLASLt unless it is told."""
+WORKSPACES = {
+    torch.ops.aten.mm.default: CUBLAS_BYTES,
+    torch.ops.aten.bmm.default: CUBLAS_BYTES,
+    torch.ops.aten._scaled_mm.default: CUBLASLT_BYTES,
 }
-"""Operations that cuBLAS computes."""
+"""Bytes that a library keeps once it has computed such an operation, by operation."""
 
 
-def _flash_backward(args: tuple, processors: int) -> tuple[int, int]:
+class _Hidden(NamedTuple):
+    """What an operation allocates beside its results, and releases before it returns: bytes."""
+
+    before: tuple[int, ...] = ()
+    """Before the results."""
+    after: tuple[int, ...] = ()
+    """After them."""
+
+
+def _flash_backward(args: tuple) -> _Hidden:
     """Find the float32 sums of a deterministic backward: softmax_d, and dq in several parts."""
     batch, heads, length, width = args[1].shape
     rows, padded = batch * heads * round_up(length, 128), round_up(width, 32)
-    parts = -(-processors // (batch * heads))
-    return 4 * rows, 4 * parts * rows * padded
+    parts = -(-num_processors(args[1]) // (batch * heads))
+    return _Hidden(after=(4 * rows, 4 * parts * rows * padded))
 
 
-def _sort(args: tuple, _processors: int) -> tuple[int, ...]:
+def _sort(args: tuple) -> _Hidden:
     """Find the numbers of what is sorted, and for many the second buffers of a radix sort."""
     number = args[0].numel()
-    return (8 * number, 16 * number + 18_943) if number > 4096 else (8 * number,)
+    return _Hidden(after=(8 * number, 16 * number + 18_943) if number > 4096 else (8 * number,))
 
 
-HIDDEN: dict[Any, Callable[[tuple, int], tuple[int, ...]]] = {
+def _index(args: tuple) -> _Hidden:
+    """Find the int64 copies of int32 indices."""
+    indices = (index for index in args[1] if index is not None)
+    return _Hidden(before=tuple(8 * i.numel() for i in indices if i.dtype == torch.int32))
+
+
+HIDDEN: dict[Any, Callable[[tuple], _Hidden]] = {
     torch.ops.aten._scaled_dot_product_flash_attention_backward.default: _flash_backward,
     torch.ops.aten.sort.stable: _sort,
+    torch.ops.aten.index.Tensor: _index,
 }
-"""What operations of torch allocate on a GPU, and release before they return, by (arguments,
-processors): bytes in their order, after the results. What is not worth a line: sums of few numbers
-in two steps, 512 bytes each."""
+"""By operation of torch on a GPU, from its arguments; read off records of the allocator. Sums of
+few numbers in two steps, 512 bytes each, are left out."""
+IN_PLACE = {
+    torch.ops.aten.add.Tensor: torch.ops.aten.add_.Tensor,
+    torch.ops.aten.scatter.src: torch.ops.aten.scatter_.src,
+    torch.ops.aten.scatter_add.default: torch.ops.aten.scatter_add_.default,
+}
+"""What autograd does in place, unless a mode looks on. A view is not written to, as its base might
+still be in use."""
 
 
 class _Total:
@@ -106,78 +129,66 @@ class _Total:
 class _Trace(Storages):
     """Takes every storage from a memory, and remembers what the most was made of."""
 
-    def __init__(self, memory: Allocator | _Total, processors: int) -> None:
+    def __init__(self, device: torch.device) -> None:
         super().__init__(META)
-        self.memory, self.processors = memory, processors
+        self.on_gpu = device.type == "cuda"
+        self.memory = Allocator() if self.on_gpu else _Total()
         self.parts = dict.fromkeys(("state", "saved", "transient", "constant"), 0)
         self.peak, self.peak_parts, self.at = 0, self.parts, ""
         self.loading = True
-        self._blocks: dict[int, tuple[Any, int, str]] = {}
-        self._workspaces: set[tuple[bool, bool]] = set()
-
-    def _accumulates(self, total: Any, other: Any) -> bool:
-        """Whether autograd adds up gradients in place, as it does unless a mode looks on.
-
-        A view it leaves alone, as its base might still be in use.
-        """
-        if (
-            not self.in_backward
-            or not isinstance(other, Tensor)
-            or calling_function() != "autograd"
-        ):
-            return False
-        return not total._is_view() and total.shape == other.shape and total.dtype == other.dtype
-
-    @property
-    def on_gpu(self) -> bool:
-        """Whether memory is that of a GPU."""
-        return isinstance(self.memory, Allocator)
-
-    @property
-    def in_backward(self) -> bool:
-        """Whether autograd runs, which has a thread of its own for a GPU."""
-        return torch._C._current_graph_task_id() >= 0
+        self._blocks: dict[int, _Taken] = {}
+        self._workspaces: set[tuple[Any, bool, bool]] = set()
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Run an operation as the device would, which may need more than its results."""
-        if func is torch.ops.aten.add.Tensor and self.on_gpu and self._accumulates(*args):
-            func = torch.ops.aten.add_.Tensor
+        if not self.on_gpu:
+            return super().__torch_dispatch__(func, types, args, kwargs)
+        if func in IN_PLACE and self._is_own(args[0]):
+            func = IN_PLACE[func]
+        hidden = HIDDEN[func](args) if func in HIDDEN else _Hidden()
+        taken = [self._take(size, func) for size in hidden.before]
         result = super().__torch_dispatch__(func, types, args, kwargs)
-        if func in PRODUCTS and self.on_gpu and result.is_meta:
-            # torch keeps one for each thread, and another one for each where steps are captured
-            where = (self.in_backward, self.memory.is_capturing)
-            if where not in self._workspaces:
-                self._workspaces.add(where)
-                self._allocate(CUBLAS_WORKSPACE, "constant", func)
-        if func in HIDDEN and self.on_gpu:
-            sizes = HIDDEN[func](args, self.processors)
-            taken = [self._allocate(size, "transient", func) for size in sizes]
-            for block, size, part in reversed(taken):
-                self.memory.release(block)
-                self.parts[part] -= size
+        taken += [self._take(size, func) for size in hidden.after]
+        for one in reversed(taken):
+            self._give(one)
+        if func in WORKSPACES and result.is_meta:
+            # one for each thread that has had a product, and others where steps are captured
+            place = (WORKSPACES[func], self._in_backward, self.memory.is_capturing)
+            if place not in self._workspaces:
+                self._workspaces.add(place)
+                self._take(WORKSPACES[func], func, "constant")
         return result
 
     def came(self, key: int, tensor: Tensor, size: int, op: Any) -> None:
-        part = "transient" if self.in_backward else "saved"
-        self._blocks[key] = self._allocate(size, "state" if self.loading else part, op)
+        """Take memory for a storage."""
+        self._blocks[key] = self._take(size, op)
 
     def went(self, key: int) -> None:
-        block, size, part = self._blocks.pop(key)
-        self.memory.release(block)
-        self.parts[part] -= size
+        """Give it back."""
+        self._give(self._blocks.pop(key))
 
-    def end_step(self) -> None:
-        """Take what is alive now and was not before the steps for constants."""
+    def end_stage(self) -> None:
+        """End the loading, or a step: what is alive now and was not before is constant."""
         self.loading = False
         for key, (block, size, part) in self._blocks.items():
             if part in ("saved", "transient"):
                 self.parts[part] -= size
                 self.parts["constant"] += size
-                self._blocks[key] = block, size, "constant"
+                self._blocks[key] = _Taken(block, size, "constant")
 
-    def _allocate(self, size: int, part: str, op: Any) -> tuple[Any, int, str]:
+    @property
+    def _in_backward(self) -> bool:
+        """Whether autograd runs, which has a thread of its own for a GPU."""
+        return torch._C._current_graph_task_id() >= 0
+
+    def _is_own(self, total: Tensor) -> bool:
+        """Whether autograd itself is adding something to a tensor that is no view."""
+        return self._in_backward and not total._is_view() and calling_function() == "autograd"
+
+    def _take(self, size: int, op: Any, part: str | None = None) -> "_Taken":
+        part = part or ("state" if self.loading else "transient" if self._in_backward else "saved")
         before = self.memory.allocated
         block = self.memory.allocate(size)
         size = self.memory.allocated - before
@@ -185,7 +196,21 @@ class _Trace(Storages):
         if not self.loading and self.memory.allocated >= self.peak:
             self.peak, self.peak_parts = self.memory.allocated, self.parts.copy()
             self.at = f"{op} in {calling_function()}"
-        return block, size, part
+        return _Taken(block, size, part)
+
+    def _give(self, taken: "_Taken") -> None:
+        self.memory.release(taken.block)
+        self.parts[taken.part] -= taken.size
+
+
+class _Taken(NamedTuple):
+    """Memory that was taken."""
+
+    block: Any
+    """What the memory wants back."""
+    size: int
+    part: str
+    """What it counts as: a key of `_Trace.parts`."""
 
 
 class _AnyText:
@@ -207,25 +232,35 @@ def predict_peak(config: TrainConfig, *, captured: bool = False) -> PeakReport:
         captured: whether it is captured after a few steps, as `arb train` does it on a GPU.
     """
     device = torch.device(config.device)
-    on_gpu = device.type == "cuda"
-    capability, processors = _gpu(device)
-    trace = _Trace(Allocator() if on_gpu else _Total(), processors)
-    with deterministic(), compile_for(capability, processors), trace, without_memory(device):
+    captured = captured and config.backend == "triton"
+    trace = _Trace(device)
+    with deterministic(), compile_for(*_gpu(device)), trace, without_memory(device):
         trainer = Trainer(config, Texts(_AnyText(), _AnyText(), ""))
-        trace.end_step()
+        trace.end_stage()
         for _ in range(WARM_STEPS):
             trainer.train_step()
-            trace.end_step()
-        if captured and on_gpu and config.backend == "triton":
+            trace.end_stage()
+        if captured:
             trace.memory.empty_cache()
             with trace.memory.capturing():
                 trainer.train_step()
-    return trace
+    parts = {f"{name}_bytes": size for name, size in trace.peak_parts.items()}
+    return PeakReport(
+        device=device.type,
+        batch=config.batch,
+        compute_bytes=COMPUTE[config.compute].itemsize,
+        captured=captured,
+        **parts,
+        peak_bytes=trace.peak,
+        reserved_bytes=trace.memory.peak_reserved,
+        at=trace.at,
+    )
 
 
 def _gpu(device: torch.device) -> tuple[tuple[int, int], int]:
+    """Find what launchers choose by: of the GPU, of an assumed one, or of none."""
     if device.type == "cpu":
-        return (0, 0), 0
+        return (0, 0), 1
     if not torch.cuda.is_available():
         return ASSUMED_GPU
     properties = torch.cuda.get_device_properties(device)
