@@ -7,6 +7,9 @@ from typing import Annotated, Any
 
 import typer
 
+from arbcli.directions import DIRECTIONS
+from arbcli.rules import RULES
+
 OPTION_OF_FIELD = {
     "scale_type": "--tscale-type",
     "attention": "--attention/--no-attention",
@@ -71,11 +74,11 @@ TScaleType = Annotated[
 ]
 Rule = Annotated[
     str | None,
-    typer.Option(help="Update rule: moment, nibble, carry or votes. [default: the preset's]"),
+    typer.Option(help=f"Update rule: {', '.join(RULES)}. [default: the preset's]"),
 ]
 Direction = Annotated[
     str | None,
-    typer.Option(help="Of a step: orthogonal, factored or sign. [default: the rule's]"),
+    typer.Option(help=f"Of a step: {', '.join(DIRECTIONS)}. [default: the rule's]"),
 ]
 Backend = Annotated[
     str | None,

@@ -188,4 +188,4 @@ class Trainer:
         self.updater.restore(checkpoint.counters)
         self.step = checkpoint.step
         if self._capture_at is not None:
-            self._capture_at = self.step + EAGER_STEPS
+            self._graph, self._capture_at = None, self.step + EAGER_STEPS

@@ -47,12 +47,11 @@ def test_count_params_takes_every_override():
     assert [config[name] for name in names] == list(options.values())
 
 
-def test_count_params_counts_three_billion_in_no_time():
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+def test_count_params_counts_three_billion_without_their_memory():
     done = run_program("--preset", "arb-3b", "--json")
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
     assert json.loads(done.stdout)["total"]["weights"] == 3_122_925_280
-    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 1
+    kilobytes = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss  # of any child so far
+    assert kilobytes << 10 < 2 * 2**30  # of which torch is most; the state alone is 3.7 GiB
 
 
 def test_count_params_takes_the_options_of_parts():
