@@ -5,8 +5,10 @@ BIN := $(VENV)/bin
 ARGS ?= --ctx 64
 # half of the time that tests take
 KERNEL_TESTS := tests/test_planted_faults.py tests/kernels
+# what is slow and rarely tells what the others do not
+TESTS := -m "not slow"
 
-.PHONY: train test test-kernels test-rest lint bench clean
+.PHONY: train test test-all test-kernels test-rest lint bench figures clean
 
 train: $(VENV)/installed
 	$(BIN)/arb train $(ARGS)
@@ -15,15 +17,23 @@ train: $(VENV)/installed
 test: $(VENV)/installed lint
 	$(MAKE) --no-print-directory -j2 test-kernels test-rest
 
+test-all: $(VENV)/installed lint
+	$(MAKE) --no-print-directory -j2 TESTS= test-kernels test-rest
+
 test-kernels: $(VENV)/installed
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -p no:cacheprovider $(KERNEL_TESTS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -p no:cacheprovider $(TESTS) $(KERNEL_TESTS)
 
 test-rest: $(VENV)/installed
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -p no:cacheprovider tests \
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -p no:cacheprovider $(TESTS) tests \
 		$(addprefix --ignore=,$(KERNEL_TESTS))
 
+# measures; `make figures` then writes what it found into the documents
 bench: $(VENV)/installed
 	$(BIN)/python -m benchmarks
+
+figures: $(VENV)/installed
+	$(BIN)/python -m benchmarks.tables
+	$(BIN)/python -m benchmarks.plots
 
 lint: $(VENV)/installed
 	$(BIN)/ruff check

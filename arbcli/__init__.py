@@ -10,7 +10,7 @@ __version__ = "0.1.0"
 
 
 def load(run: Path | str, *, device: str | None = None) -> "LanguageModel":
-    """Load the model of a run, or of one checkpoint: see `arbcli.train.run.load`."""
-    from arbcli.train import run as runs  # torch takes seconds to import, so not for `arb --help`
+    """Load the model of a run, or of one checkpoint: see `arbcli.infer.load`."""
+    from arbcli.infer.load import load_model  # torch takes seconds to import, so not for `--help`
 
-    return runs.load(run, device=device)
+    return load_model(run, device=device)

@@ -14,6 +14,10 @@ are int8.
 `arb` is canonical JSON too: `format`, `step`, `config`, `counters`, `data`, `digests` (the SHA-256
 of each tensor) and `digest` (the SHA-256 of all that). Canonical is what Python's `json` writes
 with sorted keys, no spaces and ASCII only. A file with any other bytes than these is refused.
+
+The safetensors package is not used: it writes from one buffer that holds the whole file, where
+tensors are hashed and written one at a time here, and it reads what a checkpoint must refuse, such
+as another order of tensors. Tests open our files with it.
 """
 
 import hashlib

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from arbcli import __version__
+from arbcli.commands._options import in_options
 from arbcli.commands.audit_memory import audit_memory
 from arbcli.commands.count_params import count_params
 from arbcli.commands.evaluate import evaluate
@@ -51,11 +52,12 @@ def root(
 
 def main() -> None:
     """Run `arb`. Exit 0: done. 1: a check failed. 2: it could not run. 130, 143: a signal."""
-    set_environment()
+    set_environment(sys.argv[1:])
     try:
         app()
     except ArbError as error:
-        fail(str(error), error.hint)
+        hint = error.hint and in_options(error.hint, error.fields)
+        fail(in_options(str(error), error.fields), hint)
         sys.exit(2)
     except BrokenPipeError:  # whoever read stdout has gone
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

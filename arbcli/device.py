@@ -1,13 +1,19 @@
 """Where a run computes: device, backend, dtype, determinism and peak memory."""
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
 from arbcli.errors import ArbError
 from arbcli.kernels.runtime.backend import check_backend, default_backend
+
+COMPUTE = {"bf16": torch.bfloat16, "fp8": torch.bfloat16, "fp32": torch.float32}
+"""Dtype of activations, by `--compute`."""
+NATIVE_BF16 = ("avx512_bf16", "amx_bf16", "bf16", "sve_bf16")
+"""Capabilities with which a CPU multiplies bf16: two of x86, two of Arm, as torch names them."""
 
 
 def resolve_device(name: str | None) -> torch.device:
@@ -46,7 +52,22 @@ def default_compute(device: torch.device) -> str:
     """Choose the dtype of activations: bf16 wherever the hardware multiplies it."""
     if device.type == "cuda":
         return "bf16"
-    return "bf16" if torch.ops.mkldnn._is_mkldnn_bf16_supported() else "fp32"
+    # oneDNN has to know how to use what the CPU has: torch for an Apple CPU comes without oneDNN
+    onednn = torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    native = multiplies_bf16(torch.cpu.get_capabilities())
+    return "bf16" if onednn and native else "fp32"
+
+
+def multiplies_bf16(capabilities: Mapping[str, Any]) -> bool:
+    """Tell whether a CPU has instructions that multiply bf16.
+
+    oneDNN alone cannot tell: it says yes on any CPU with AVX-512, and emulates bf16 in float32
+    where there is no instruction, at less than half of float32's speed.
+
+    Args:
+        capabilities: what `torch.cpu.get_capabilities` returns.
+    """
+    return any(capabilities.get(name, False) for name in NATIVE_BF16)
 
 
 def check_compute(compute: str, device: torch.device) -> None:
@@ -59,9 +80,10 @@ def check_compute(compute: str, device: torch.device) -> None:
         major, minor = torch.cuda.get_device_capability(device)
         if (major, minor) < (8, 9):
             raise ArbError(
-                f"`{torch.cuda.get_device_name(device)}` is sm_{major}{minor}, and `--compute fp8`"
+                f"`{torch.cuda.get_device_name(device)}` is sm_{major}{minor}, and `compute=fp8`"
                 " needs sm_89",
-                hint="use `--compute bf16`, or a GPU of 2022 or later",
+                hint="use `compute=bf16`, or a GPU of 2022 or later",
+                fields=("compute",),
             )
 
 

@@ -1,17 +1,50 @@
-"""What libraries read once, when they are loaded: to be set before torch is imported."""
+"""What libraries read once, when they are loaded: to be set before they are imported."""
 
 import os
+from collections.abc import Sequence
 
 SETTINGS = {
     # cuBLAS gives the same bits every time only if it has this workspace
     "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+}
+"""Set for every command."""
+TERNARY_SETTINGS = {
     # threads that wait for each other soon give way: beside another busy program a training step
     # was seen to take 24 s instead of 0.3; with less than this it is slower alone
     "GOMP_SPINCOUNT": "2000",
 }
+"""Set unless a float twin is trained: on CPUs whose threads wake slowly this halves its speed."""
 
 
-def set_environment() -> None:
-    """Set what the user has not."""
-    for name, value in SETTINGS.items():
+def set_environment(words: Sequence[str] = ()) -> None:
+    """Set what the user has not.
+
+    Args:
+        words: of the command line; with `--weights float` or `ste` a float twin is trained.
+    """
+    settings = SETTINGS if trains_twin(words) else SETTINGS | TERNARY_SETTINGS
+    for name, value in settings.items():
         os.environ.setdefault(name, value)
+
+
+def trains_twin(words: Sequence[str]) -> bool:
+    """Tell from a command line whether it trains a float twin; the last `--weights` counts."""
+    weights = "ternary"
+    for index, word in enumerate(words):
+        if word == "--weights":
+            weights = "".join(words[index + 1 : index + 2])
+        elif word.startswith("--weights="):
+            weights = word.removeprefix("--weights=")
+    return weights in ("float", "ste")
+
+
+def interpret_kernels_without_gpu(device: str | None) -> None:
+    """Have kernels defined for Triton's interpreter where they cannot run; before their import.
+
+    Args:
+        device: the one that was asked for; None is the GPU if there is one.
+    """
+    import torch  # takes seconds, so not for `arb --help`
+
+    if not torch.cuda.is_available() or (device or "").startswith("cpu"):
+        os.environ["TRITON_INTERPRET"] = "1"

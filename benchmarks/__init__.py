@@ -1,5 +1,7 @@
-"""Figures of the README, each beside its peer in one run: `make bench`."""
+"""Figures of the README and the documents, each beside its peer in one run: `make bench`."""
+
+import sys
 
 from arbcli.environment import set_environment
 
-set_environment()  # as `arb` has it
+set_environment(sys.argv[1:])  # as `arb` has it

@@ -1,20 +1,75 @@
-"""Run all benchmarks that this machine can: `make bench`."""
+"""Run all benchmarks that this machine can: `make bench`.
 
+    python -m benchmarks [--only PART...] [--out DIR] [--list]
+
+A part is a benchmark, or `training_step.PRESET` and `generation.PRESET`. Each is a process of its
+own, so that none inherits another's memory or clocks, and one that fails stops no other.
+"""
+
+import argparse
 import subprocess
 import sys
+import time
+from pathlib import Path
 
 import torch
 
-GPU = ("products", "training_step", "generation", "arb_3b")
-CPU = ("cpu_step",)
+from benchmarks.results import FOLDER, load
+from benchmarks.tables import short_table
+
+GPU_PARTS = {
+    "training_step.tiny": 60,
+    "training_step.small": 70,
+    "training_step.base": 80,
+    "training_step.1b": 150,
+    "generation.small": 60,
+    "generation.1b": 90,
+    "products": 150,
+    "arb_3b": 240,
+}
+"""Seconds that each is thought to take on an H200, compilation included."""
+CPU_PARTS = {"cpu_step": 240}
 
 
-def main() -> None:
-    """Run each in a process of its own, so that none inherits another's memory or clocks."""
-    for name in GPU if torch.cuda.is_available() else CPU:
+def main() -> int:
+    """Run the parts, and print what they found; 1 if any failed."""
+    parts = GPU_PARTS if torch.cuda.is_available() else CPU_PARTS
+    parser = argparse.ArgumentParser(prog="python -m benchmarks")
+    parser.add_argument("--only", nargs="+", metavar="PART", help="a part, or a benchmark")
+    parser.add_argument("--out", type=Path, default=FOLDER, metavar="DIR")
+    parser.add_argument("--list", action="store_true", help="show the parts and their seconds")
+    given = parser.parse_args()
+    every = GPU_PARTS | CPU_PARTS
+    if given.list:
+        for name, seconds in every.items():
+            print(
+                f"{name:20} about {seconds:4} s{'' if name in parts else ', not on this machine'}"
+            )
+        return 0
+    wanted = given.only or list(parts)
+    chosen = [name for name in every if name in wanted or name.split(".")[0] in wanted]
+    unknown = set(wanted) - {*every, *(name.split(".")[0] for name in every)}
+    if unknown:
+        parser.error(f"no part is named {', '.join(sorted(unknown))}: see --list")
+    failed = []
+    for name in chosen:
         print(f"\n== {name}", flush=True)
-        subprocess.run([sys.executable, "-m", f"benchmarks.{name}"], check=True)
+        module, *words = name.split(".")
+        command = [sys.executable, "-m", f"benchmarks.{module}", *words, "--out", str(given.out)]
+        started = time.perf_counter()
+        code = subprocess.run(command, check=False).returncode
+        if code:
+            failed.append(name)
+        how = f"failed with {code}" if code else "done"
+        print(f"== {name} {how} after {time.perf_counter() - started:.0f} s", flush=True)
+    for name in dict.fromkeys(part.split(".")[0] for part in chosen):
+        print(f"\n{name}")
+        for line in short_table(load(name, given.out)):
+            print(f"  {line}")
+    if failed:
+        print(f"\nfailed: {', '.join(failed)}")
+    return bool(failed)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -6,17 +6,17 @@ The width of the MLPs takes up what a part leaves. NAME is one of `VARIANTS`; al
 `--equal-time` each takes as many steps as fit the time that `--steps` of `arb-tiny` take.
 """
 
-import argparse
 import time
 
 import torch
 
-from arbcli.config.model import preset
+from arbcli.config.presets import preset
 from arbcli.data import open_texts
 from arbcli.device import deterministic
 from arbcli.inspect.memory import predict
-from arbcli.train.run import new_config
+from arbcli.train.configure import new_config
 from arbcli.train.trainer import Trainer
+from benchmarks import results
 
 PEER = {"preset": "tiny", "dim": 288, "heads": 6, "layers": 6, "ffn": 736, "ctx": 256}
 """A `ByteLM` of 5.96 million weights."""
@@ -79,20 +79,30 @@ def steps_in_equal_time(name: str, paths: tuple[str, str], steps: int) -> int:
     return round(steps * next(times) / next(times))
 
 
-def train(name: str, paths: tuple[str, str], seed: int, steps: int) -> str:
-    """Train a variant; return a line about it."""
+def train(name: str, paths: tuple[str, str], seed: int, steps: int) -> dict:
+    """Train a variant; print a line about it, and return it as a row."""
     trainer = build(name, paths, seed, steps)
     milliseconds, model = run(trainer, steps), trainer.config.model
-    shape = f"{predict(model).total.weights:,} weights, ffn {model.ffn}"
-    return (
-        f"{name:13} seed {seed}: {trainer.evaluate():.4f} nats after {steps} steps,"
-        f" {milliseconds:.1f} ms a step, {shape}"
+    row = {
+        "variant": name,
+        "seed": seed,
+        "steps": steps,
+        "held_out_nats": round(trainer.evaluate(), 4),
+        "ms": round(milliseconds, 2),
+        "weights": predict(model).total.weights,
+        "ffn": model.ffn,
+    }
+    print(
+        f"{name:13} seed {seed}: {row['held_out_nats']:.4f} nats after {steps} steps,"
+        f" {milliseconds:.1f} ms a step, {row['weights']:,} weights, ffn {model.ffn}",
+        flush=True,
     )
+    return row
 
 
 def main() -> None:
-    """Print a line a variant."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.ablation")
+    """Print a line a variant, and write the rows."""
+    parser = results.options("ablation", "Train arb-tiny with and without each of its parts.")
     parser.add_argument("train")
     parser.add_argument("val")
     parser.add_argument("names", nargs="*")
@@ -100,15 +110,18 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--equal-time", action="store_true")
     given = parser.parse_intermixed_args()
-    paths = given.train, given.val
+    paths, rows = (given.train, given.val), []
     for name in given.names or VARIANTS:
         with deterministic():
             steps = given.steps
             if given.equal_time:
                 steps = steps_in_equal_time(name, paths, steps)
-            print(train(name, paths, given.seed, steps), flush=True)
+            rows.append(train(name, paths, given.seed, steps))
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
+    words = ["TRAIN", "VAL", *["--equal-time"] * given.equal_time]
+    results.save("ablation", rows, command=results.command_line("ablation", *words),
+                 folder=given.out)  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -1,16 +1,15 @@
 """Time `arb-3b` in the memory of the system it re-creates, beside a float twin that fills as much.
 
-    python -m benchmarks.arb_3b [ours] [twin] [compiled] [checkpoint]
+    python -m benchmarks.arb_3b [ours] [twin] [checkpoint] [--out DIR]
 
-The twin is a dense `ByteLM` in float32 with AdamW, as large as 5,106 MiB take at batch 1, as it is
-and compiled (`torch.compile`). Ours is captured.
+The twin is a dense `ByteLM` in float32 with AdamW, as large as 5,106 MiB take at batch 1; both are
+captured, and the twin is compiled.
 """
 
 import gc
 import itertools
 import resource
 import statistics
-import sys
 import tempfile
 import time
 from contextlib import nullcontext
@@ -21,21 +20,24 @@ import torch
 from arbcli.checkpoint import load_checkpoint, save_checkpoint
 from arbcli.data import open_texts
 from arbcli.device import deterministic
-from arbcli.train.run import new_config
+from arbcli.train.configure import new_config
 from arbcli.train.trainer import Trainer
+from benchmarks import results
 from benchmarks.training_step import run_steps
 
 LIMIT = 5106 * 2**20
 """The peak of the system that `arb-3b` re-creates."""
 CTX = 64
-TWIN = {"preset": "base", "dim": 1280, "heads": 10, "ffn": 3456, "weights": "float"}
-TWIN_LAYERS = 16
-"""As many as fit."""
+TWIN = {
+    "preset": "base", "dim": 1280, "heads": 10, "ffn": 3456, "layers": 16, "weights": "float",
+}  # fmt: skip
+"""317.8 million weights: as many as fit at batch 1."""
 TWIN_BATCHES = (1, 4, 8)
 OURS = {"preset": "arb-3b"}
 BATCHES = ((1, False), (6, False), (8, True), (24, True), (28, True), (32, True))
 """Windows of a batch, and whether blocks are computed again in the backward."""
 ROUNDS = 3
+PARTS = ("ours", "checkpoint", "twin")
 
 
 def build(batch: int, options: dict) -> Trainer:
@@ -44,25 +46,35 @@ def build(batch: int, options: dict) -> Trainer:
     return Trainer(config, open_texts(None, None, seed=0, context=CTX), capture=True)
 
 
-def measure(batch: int, options: dict, *, compiled: bool = False) -> None:
-    """Print a line about a step: milliseconds, bytes a second, and the peak of the allocator."""
+def measure(kind: str, batch: int, options: dict) -> dict:
+    """Print a line about a step, and return it as a row: time, and what the allocator held."""
     gc.collect()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
-    ours = "weights" not in options
-    with deterministic() if ours else nullcontext():
+    torch._dynamo.reset()
+    with deterministic() if kind == "arb-3b" else nullcontext():
         trainer = build(batch, options)
-        if compiled:
-            trainer.model.loss = torch.compile(trainer.model.loss)
         run_steps(trainer, 6)
         seconds = statistics.median(run_steps(trainer, 4) for _ in range(ROUNDS))
     peak = torch.cuda.max_memory_allocated()
+    row = {
+        "kind": kind,
+        "batch": batch,
+        "recompute": options.get("recompute", False),
+        "weights": trainer.num_weights,
+        "state_bytes": trainer.state_bytes(),
+        "ms": round(1e3 * seconds, 2),
+        "bytes_per_second": round(batch * CTX / seconds),
+        "allocated_bytes": peak,
+        "reserved_bytes": torch.cuda.max_memory_reserved(),
+    }
     print(
-        f"{trainer.num_weights:,} weights {options}{' compiled' * compiled} batch {batch}:"
-        f" {1e3 * seconds:.1f} ms a step, {batch * CTX / seconds:,.0f} bytes/s,"
-        f" peak {peak / 2**20:,.0f} MiB{', too much' * (peak > LIMIT)}",
+        f"{row['weights']:,} weights {options} batch {batch}: {row['ms']:.1f} ms a step,"
+        f" {row['bytes_per_second']:,} bytes/s, peak {peak / 2**20:,.0f} MiB"
+        f"{', too much' * (peak > LIMIT)}",
         flush=True,
     )
+    return row
 
 
 def time_construction() -> None:
@@ -92,20 +104,25 @@ def time_checkpoint() -> None:
     print(f"checkpoint of {size:,} bytes: written in {wrote:.1f} s, verified in {read:.1f} s")
 
 
-def main(parts: list[str]) -> None:
-    """Print a line a measurement."""
+def main() -> None:
+    """Print a line a measurement, and write those of steps as rows."""
+    parser = results.options("arb_3b", "Time arb-3b beside a float twin in the same memory.")
+    parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)}")
+    given = parser.parse_args()
+    parts, rows = given.parts or PARTS, []
     if "ours" in parts:
         time_construction()
         for batch, recompute in BATCHES:
-            options = OURS | ({"recompute": True} if recompute else {})
-            measure(batch, options)
+            rows.append(measure("arb-3b", batch, OURS | {"recompute": recompute}))
     if "checkpoint" in parts:
         time_checkpoint()
-    for part in ("twin", "compiled"):
-        if part in parts:
-            for batch in TWIN_BATCHES:
-                measure(batch, TWIN, compiled=part == "compiled")
+    if "twin" in parts:
+        for batch in TWIN_BATCHES:
+            rows.append(measure("AdamW", batch, TWIN))
+    if rows:
+        command = results.command_line("arb_3b", *given.parts)
+        results.save("arb_3b", rows, command=command, folder=given.out)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:] or ["ours", "checkpoint", "twin", "compiled"])
+    main()

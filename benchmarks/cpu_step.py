@@ -1,39 +1,118 @@
-"""Time a training step of `tiny` on the CPU beside its float twin, in turns: `make bench`."""
+"""Time a training step of `tiny` on the CPU beside its float twin, in turns: `make bench`.
 
+    python -m benchmarks.cpu_step [--out DIR]
+
+Every kind is a process of its own that waits while another one computes, as libgomp reads once how
+long its threads spin: ours as `arb` sets it, the twin's as libgomp has it. Where there is a C++
+compiler, the twin is measured compiled too.
+"""
+
+import os
+import shutil
 import statistics
+import subprocess
+import sys
 import time
 
-from arbcli.data import open_texts
-from arbcli.train.run import new_config
-from arbcli.train.trainer import Trainer
+from benchmarks import results
 
 ROUNDS, STEPS = 7, 4
+CTX = 64
+TWIN = {"weights": "float"}
 KINDS = {
     "moment, factored": {"direction": "factored"},
     "moment, orthogonal": {},
     "nibble, factored": {"rule": "nibble"},
-    "float, AdamW": {"weights": "float"},
+    "AdamW": TWIN,
+    "AdamW, compiled": TWIN,
 }
 
 
+def serve(kind: str) -> None:
+    """Do some steps for every line that comes in, and answer with the milliseconds of one."""
+    from arbcli.data import open_texts
+    from arbcli.train.compiled_twin import compile_twin
+    from arbcli.train.configure import new_config
+    from arbcli.train.trainer import Trainer
+
+    texts = open_texts(None, None, seed=0, context=CTX)
+    config = new_config(ctx=CTX, device="cpu", steps=1000, **KINDS[kind])
+    trainer = Trainer(config, texts)
+    if kind.endswith("compiled"):
+        compile_twin(trainer.model)
+    for _ in sys.stdin:
+        started = time.perf_counter()
+        for _ in range(STEPS):
+            trainer.train_step()
+        milliseconds = 1e3 * (time.perf_counter() - started) / STEPS
+        size = config.batch * config.model.ctx
+        print(milliseconds, size, config.compute, flush=True)
+
+
+def start(kind: str) -> subprocess.Popen:
+    """Start the process of a kind."""
+    # the words say to `set_environment` that a twin is trained
+    words = ["--weights", "float"] if KINDS[kind] is TWIN else []
+    environment = {key: value for key, value in os.environ.items() if key != "GOMP_SPINCOUNT"}
+    return subprocess.Popen(
+        [sys.executable, "-m", "benchmarks.cpu_step", "--serve", kind, *words],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=environment,
+    )
+
+
+def ask(process: subprocess.Popen) -> tuple[float, int, str]:
+    """Let a process do its steps: milliseconds of one, its bytes, and what it computes in."""
+    process.stdin.write("\n")
+    process.stdin.flush()
+    milliseconds, size, compute = process.stdout.readline().split()
+    return float(milliseconds), int(size), compute
+
+
 def main() -> None:
-    """Print a line a kind, with its speed against the twin's."""
-    texts = open_texts(None, None, seed=0, context=64)
-    trainers = {
-        name: Trainer(new_config(ctx=64, device="cpu", steps=1000, **options), texts)
-        for name, options in KINDS.items()
-    }
-    times: dict[str, list[float]] = {name: [] for name in trainers}
-    for _ in range(1 + ROUNDS):  # the first warms up
-        for name, trainer in trainers.items():
-            started = time.perf_counter()
-            for _ in range(STEPS):
-                trainer.train_step()
-            times[name].append((time.perf_counter() - started) / STEPS)
-    twin = times["float, AdamW"][1:]
-    for name, found in times.items():
-        ratio = statistics.median(b / a for a, b in zip(found[1:], twin, strict=True))
-        print(f"{name:20} {1e3 * statistics.median(found[1:]):7.1f} ms, {ratio:.2f} x the twin")
+    """Print a line a kind, with its speed against the faster twin's, and write the rows."""
+    parser = results.options("cpu_step", "Time training steps on the CPU beside a float twin.")
+    parser.add_argument("--serve", choices=KINDS)
+    parser.add_argument("--weights")
+    given = parser.parse_args()
+    if given.serve:
+        serve(given.serve)
+        return
+    compiler = any(shutil.which(name) for name in ("g++", "clang++", "c++"))
+    kinds = [kind for kind in KINDS if compiler or not kind.endswith("compiled")]
+    processes = {kind: start(kind) for kind in kinds}
+    times: dict[str, list[float]] = {kind: [] for kind in kinds}
+    rows = []
+    try:
+        for _ in range(1 + ROUNDS):  # the first warms up
+            for kind, process in processes.items():
+                milliseconds, size, compute = ask(process)
+                times[kind].append(milliseconds)
+    finally:
+        for process in processes.values():
+            process.kill()
+            process.wait()
+    for kind, found in times.items():
+        milliseconds = statistics.median(found[1:])
+        rows.append(
+            {
+                "preset": "tiny",
+                "kind": kind,
+                "ctx": CTX,
+                "batch": size // CTX,
+                "compute": compute,
+                "ms": round(milliseconds, 2),
+                "bytes_per_second": round(1e3 * size / milliseconds),
+                "rounds_ms": [round(value, 2) for value in found[1:]],
+            }
+        )
+    twin = min(row["ms"] for row in rows if KINDS[row["kind"]] is TWIN)
+    for row in rows:
+        print(f"{row['kind']:20} {row['ms']:8.1f} ms, {twin / row['ms']:.2f} x the twin")
+    command = results.command_line("cpu_step")
+    results.save("cpu_step", rows, command=command, folder=given.out)
 
 
 if __name__ == "__main__":

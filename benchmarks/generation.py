@@ -1,16 +1,32 @@
-"""Time generation at batch 1 beside the float twin in bf16, both captured: `make bench`."""
+"""Time generation at batch 1 beside a float model in bf16, both captured: `make bench`.
 
+    python -m benchmarks.generation [PRESET...] [--out DIR]
+
+The peer is `benchmarks.float_decoder`, compiled in the way that is fastest here. Its share of the
+copy bandwidth, measured in the same run, says how good a peer it is.
+"""
+
+import statistics
 import sys
 import time
+import traceback
+from collections.abc import Callable
+from contextlib import ExitStack
 
 import torch
 
-from arbcli.config.model import preset
+from arbcli.config.presets import preset
 from arbcli.device import deterministic
 from arbcli.infer.generation import Decoder
 from arbcli.model.dense import ByteLM
+from arbcli.verify.timing import Stopwatch, measure_roofline
+from benchmarks import results
+from benchmarks.float_decoder import MODES, FloatDecoder
 
-BYTES = 512
+ROUNDS, ROUND_BYTES, WARM_UP_BYTES = 5, 128, 32
+TRIAL_BYTES = 64
+LENGTH = WARM_UP_BYTES + TRIAL_BYTES + ROUNDS * ROUND_BYTES
+"""Bytes that follow a prompt."""
 
 
 def build(name: str, weights: str) -> ByteLM:
@@ -22,36 +38,131 @@ def build(name: str, weights: str) -> ByteLM:
     else:  # its own way draws on the CPU, for long
         with torch.no_grad():
             for weight in model.weights().values():
-                weight.latent.normal_(0, min(0.1, weight.latent.shape[1] ** -0.5))
+                weight.latent.normal_(0, weight.std)
     return model
 
 
-def bytes_per_second(model: ByteLM, prompt: int) -> float:
-    """Continue a prompt of some bytes."""
-    with model.held_weights(), deterministic():
-        decoder = Decoder(model, prompt + 2 * BYTES)
-        decoder.read(b"\n" * prompt)
-        list(decoder.stream(32))
-        torch.cuda.synchronize()
+def make_ours(model: ByteLM, prompt: int) -> Callable[[int], None]:
+    """Read a prompt; return what makes so many bytes more and waits for them."""
+    decoder = Decoder(model, prompt + LENGTH)
+    decoder.read(b"\n" * prompt)
+
+    def more(length: int) -> None:
+        made = sum(map(len, decoder.stream(length)))
+        assert made == length
+
+    return more
+
+
+def make_peer(model: ByteLM, prompt: int, mode: str) -> tuple[Callable[[int], None], int]:
+    """Do the same for the float model; and return the bytes of weights that a byte reads."""
+    torch._dynamo.reset()
+    decoder = FloatDecoder(model, prompt + LENGTH, mode=mode)
+    decoder.capture()
+    decoder.read(b"\n" * prompt)
+
+    def more(length: int) -> None:
+        begin = decoder.length
+        for _ in range(length):
+            decoder.step()
+        made = decoder.text[begin : decoder.length].tolist()  # waits for the GPU
+        assert len(made) == length
+
+    return more, decoder.read_bytes
+
+
+def bytes_per_second(more: Callable[[int], None], length: int) -> float:
+    """Time some bytes."""
+    torch.cuda.synchronize()
+    started = time.perf_counter()
+    more(length)
+    return length / (time.perf_counter() - started)
+
+
+def find_peer(
+    model: ByteLM, prompt: int, modes: list[str]
+) -> tuple[str, Callable[[int], None], int, dict[str, float]]:
+    """Find the fastest mode of the float decoder, by a few bytes; one that fails is reported."""
+    found, rates = {}, {}
+    for mode in modes:
         started = time.perf_counter()
-        length = sum(map(len, decoder.stream(BYTES)))
-        return length / (time.perf_counter() - started)
+        try:
+            found[mode] = more, _ = make_peer(model, prompt, mode)
+            more(WARM_UP_BYTES)
+            rates[mode] = round(bytes_per_second(more, TRIAL_BYTES), 1)
+        except Exception:
+            traceback.print_exc()
+            continue
+        seconds = time.perf_counter() - started
+        print(f"  {mode}: {rates[mode]} bytes/s, ready in {seconds:.0f} s", file=sys.stderr)
+    if not rates:
+        raise RuntimeError("no mode of the float decoder runs here")
+    best = max(rates, key=rates.__getitem__)
+    return best, *found[best], rates
 
 
-def main(names: list[str]) -> None:
-    """Print a line a model and prompt, and the ratio to the twin."""
-    for name in names:
-        for prompt in (1, preset(name).ctx - 300) if preset(name).ctx > 300 else (1,):
-            rates = {
-                kind: bytes_per_second(build(name, kind), prompt) for kind in ("ternary", "float")
+def measure(name: str, copy_bytes_per_second: float) -> list[dict]:
+    """Measure a preset after a byte, and near the end of its context."""
+    rows: list[dict] = []
+    prompts = (1, preset(name).ctx - 300) if preset(name).ctx > 300 else (1,)
+    twin, ours_model, modes = build(name, "float"), build(name, "ternary"), list(MODES)
+    for prompt in prompts:
+        with ExitStack() as stack:
+            mode, peer, read_bytes, rates = find_peer(twin, prompt, modes)
+            modes = [mode]  # so another prompt compiles it alone
+            stack.enter_context(ours_model.held_weights())
+            stack.enter_context(deterministic())
+            ours = make_ours(ours_model, prompt)
+            ours(WARM_UP_BYTES + TRIAL_BYTES)
+            rounds = [
+                [bytes_per_second(more, ROUND_BYTES) for more in (ours, peer)]
+                for _ in range(ROUNDS)
+            ]
+        common = {"preset": name, "prompt_bytes": prompt}
+        our_rates, peer_rates = map(list, zip(*rounds, strict=True))
+        rows.append(common | _rates("moment", our_rates))
+        peer_rate = statistics.median(peer_rates)
+        rows.append(
+            common
+            | _rates("float bf16", peer_rates)
+            | {
+                "mode": mode,
+                "modes_bytes_per_second": rates,
+                "read_bytes": read_bytes,
+                "copy_bytes_per_second": round(copy_bytes_per_second),
+                "copy_share": round(read_bytes * peer_rate / copy_bytes_per_second, 4),
             }
-            ratio = rates["ternary"] / rates["float"]
+        )
+    return rows
+
+
+def _rates(kind: str, rates: list[float]) -> dict:
+    return {
+        "kind": kind,
+        "bytes_per_second": round(statistics.median(rates), 1),
+        "rounds_bytes_per_second": [round(rate, 1) for rate in rates],
+    }
+
+
+def main() -> None:
+    """Print a line a model and prompt, and write the rows."""
+    parser = results.options("generation", "Time generation beside a float model in bf16.")
+    parser.add_argument("presets", nargs="*", metavar="PRESET", default=["small", "1b"])
+    given = parser.parse_args()
+    bandwidth = measure_roofline(Stopwatch(torch.device("cuda"))).bytes_per_second
+    for name in given.presets:
+        rows = measure(name, bandwidth)
+        for ours, peer in zip(rows[::2], rows[1::2], strict=True):
+            rate, twin = ours["bytes_per_second"], peer["bytes_per_second"]
             print(
-                f"{name:5} after {prompt} bytes: {rates['ternary']:,.0f} bytes/s,"
-                f" float twin {rates['float']:,.0f}: {ratio:.2f} x",
+                f"{name:5} after {ours['prompt_bytes']} bytes: {rate:,.0f} bytes/s, float bf16"
+                f" {twin:,.0f} ({peer['mode']}, {peer['copy_share']:.0%} of the copy bandwidth):"
+                f" {rate / twin:.2f} x",
                 flush=True,
             )
+        command = results.command_line("generation", name)
+        results.save("generation", rows, command=command, folder=given.out)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:] or ["small", "1b"])
+    main()

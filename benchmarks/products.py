@@ -15,9 +15,11 @@ from functools import partial
 from statistics import median
 
 import torch
+from torch import Tensor
 
-from arbcli.config.model import preset
-from arbcli.kernels.codec.decode_weight import decode_weight, random_packed
+from arbcli.config.presets import preset
+from arbcli.kernels.codec.decode_weight import decode_weight
+from arbcli.kernels.codec.packed import Packed, random_packed
 from arbcli.kernels.matmul.arranged_matmul import arrange, arranged_matmul
 from arbcli.kernels.matmul.fp8_matmul import fp8_matmul
 from arbcli.kernels.matmul.quantise_rows import quantise_rows
@@ -26,63 +28,95 @@ from arbcli.kernels.runtime.overlap import overlapping
 from arbcli.model.packed import TernaryTensor
 from arbcli.train.updater import Updater
 from arbcli.verify.timing import Stopwatch, measure_roofline, median_ratio, time_calls
+from benchmarks import results
 
 DEVICE = torch.device("cuda")
 GROUP_SIZE = 32
 
 
-def compare(
-    stopwatch: Stopwatch, name: str, ours: Callable, peer: Callable, number: int = 1
-) -> float:
-    """Print what ours and the peer take, and how many times as fast ours is.
+class Comparisons:
+    """Times ours and cuBLAS in turns, prints a line a pair, and keeps the rows."""
 
-    Args:
-        stopwatch: of the device.
-        name: of the work.
-        ours: does it `number` times.
-        peer: does the same.
-        number: that figures are divided by.
+    def __init__(self) -> None:
+        self.stopwatch = Stopwatch(DEVICE)
+        self.roofline = measure_roofline(self.stopwatch)
+        self.rows: list[dict] = []
 
-    Returns:
-        Microseconds of ours.
-    """
-    us, peer_us = time_calls([ours, peer], stopwatch, seconds=0.6)
-    each, peer_each = median(us) / number, median(peer_us) / number
-    print(
-        f"{name:60} {each:9.1f} us, cuBLAS {peer_each:9.1f} us:"
-        f" {median_ratio(us, peer_us):.3f} x its speed",
-        flush=True,
-    )
-    return each
+    def compare(
+        self,
+        size: tuple[int, int],
+        rows: int,
+        what: str,
+        ours: Callable,
+        peer: Callable,
+        *,
+        number: int = 1,
+        weight: Tensor | None = None,
+    ) -> None:
+        """Time a pair.
+
+        Args:
+            size: of the matrix, outputs and inputs.
+            rows: of the activations.
+            what: is done.
+            ours: does it `number` times.
+            peer: does the same.
+            number: that figures are divided by.
+            weight: whose bytes are compared with the copy bandwidth.
+        """
+        us, peer_us = time_calls([ours, peer], self.stopwatch, seconds=0.6)
+        each, peer_each = median(us) / number, median(peer_us) / number
+        ratio, share = median_ratio(us, peer_us), None
+        if weight is not None:
+            share = 1e6 * weight.nbytes / self.roofline.bytes_per_second / each
+        name = "x".join(map(str, size))
+        self.rows.append(
+            {
+                "size": name,
+                "rows": rows,
+                "what": what,
+                "us": round(each, 2),
+                "peer_us": round(peer_each, 2),
+                "ratio": round(ratio, 4),
+                "copy_share": share and round(share, 4),
+            }
+        )
+        print(
+            f"{name} {what}, M = {rows}: {each:.1f} us, cuBLAS {peer_each:.1f} us:"
+            f" {ratio:.3f} x its speed"
+            + (f", {share:.0%} of the copy bandwidth" if share is not None else ""),
+            flush=True,
+        )
 
 
-def compare_few_rows(stopwatch: Stopwatch, size: int, bytes_per_second: float) -> None:
+def compare_few_rows(found: Comparisons, size: int) -> None:
     """Compare products of few rows by arranged matrices: one alone, and each of many in a row."""
     generator = torch.Generator(DEVICE)
     many = [
-        arrange(*random_packed(size, size, GROUP_SIZE, generator, spread=8), size, GROUP_SIZE)
-        for _ in range(8 * stopwatch.cache_bytes // (size * size // 4) + 1)
+        arrange(random_packed(size, size, GROUP_SIZE, generator, spread=8))
+        for _ in range(8 * found.stopwatch.cache_bytes // (size * size // 4) + 1)
     ]
     twins = [randn(size, size) for _ in many]
 
-    def in_a_row(x: torch.Tensor) -> None:
+    def in_a_row(x: Tensor) -> None:
         with overlapping():
             for weight in many:
                 arranged_matmul(x, weight)
 
-    def twins_in_a_row(x: torch.Tensor) -> None:
+    def twins_in_a_row(x: Tensor) -> None:
         for weight in twins:
             torch.matmul(x, weight.T)
 
-    floor_us = 1e6 * many[0].pieces.nbytes / bytes_per_second
     for rows in (1, 2, 4, 8):
         x = randn(rows, size)
-        name = f"{size}^2 forward, M = {rows}, arranged"
-        alone = partial(arranged_matmul, x, many[0]), partial(torch.matmul, x, twins[0].T)
-        row = partial(in_a_row, x), partial(twins_in_a_row, x)
-        for label, calls, number in (("", alone, 1), (f", {len(many)} in a row", row, len(many))):
-            us = compare(stopwatch, name + label, *calls, number)
-            print(f"{'':60} {floor_us / us:.0%} of the copy bandwidth", flush=True)
+        one, one_twin = partial(arranged_matmul, x, many[0]), partial(torch.matmul, x, twins[0].T)
+        for what, ours, peer, number in (
+            ("arranged", one, one_twin, 1),
+            ("arranged, in a row", partial(in_a_row, x), partial(twins_in_a_row, x), len(many)),
+        ):
+            found.compare(
+                (size, size), rows, what, ours, peer, number=number, weight=many[0].pieces
+            )
 
 
 def randn(*shape: int) -> torch.Tensor:
@@ -91,56 +125,71 @@ def randn(*shape: int) -> torch.Tensor:
 
 
 def main() -> None:
-    """Print a line a comparison."""
-    stopwatch = Stopwatch(DEVICE)
-    roofline = measure_roofline(stopwatch)
+    """Print a line a comparison, and write the rows."""
+    given = results.options("products", "Time products and updates beside cuBLAS.").parse_args()
+    found = Comparisons()
+    roofline = found.roofline
     print(
         f"copy {roofline.bytes_per_second / 1e12:.2f} TB/s, products"
         f" {roofline.flops_per_second / 1e12:.0f} TFLOP/s, a launch {roofline.launch_us:.1f} us"
     )
     for size in (8192, 16384):
-        compare_few_rows(stopwatch, size, roofline.bytes_per_second)
-        state = random_packed(size, size, GROUP_SIZE, torch.Generator(DEVICE), spread=8)
-        weight, own = randn(size, size), decode_weight(*state, size, GROUP_SIZE)
-        for rows in (1, 2, 4, 8, 16, 32, 64, *((4096, 8192, 16384) if size == 8192 else ())):
-            x = randn(rows, size)
-            forward = partial(ternary_matmul, x, *state, GROUP_SIZE)
-            grad_x = partial(ternary_matmul_grad_x, x, *state, size, GROUP_SIZE)
-            cublas = partial(torch.matmul, x, weight.T)
-            compare(stopwatch, f"{size}^2 forward, M = {rows}", forward, cublas)
-            if rows >= 4096:
-                for name, ours, w in (
-                    ("grad_x", grad_x, weight),
-                    ("forward and cuBLAS of these weights", forward, own.T),
-                    ("grad_x and cuBLAS of these weights", grad_x, own),
-                ):
-                    peer = partial(torch.matmul, x, w)
-                    compare(stopwatch, f"{size}^2 {name}, M = {rows}", ours, peer)
-                for name, transposed in (("forward", False), ("grad_x", True)):
-                    compare(
-                        stopwatch, f"{size}^2 {name} in fp8, M = {rows}",
-                        lambda x=x, state=state, k=size, t=transposed: fp8_matmul(
-                            *quantise_rows(x), *state, k, GROUP_SIZE, t
-                        ),
-                        cublas,
-                    )  # fmt: skip
+        compare_few_rows(found, size)
+        compare_products(found, size)
     for outputs, inputs, rows in ((8192, 8192, 8192), (11264, 2048, 16384)):
-        grad_y, x = randn(rows, outputs), randn(rows, inputs)
-        for rule, direction in (
-            ("moment", "factored"), ("nibble", "factored"), ("carry", "factored"),
-            ("moment", "orthogonal"),
-        ):  # fmt: skip
-            config = preset("tiny", rule=rule, direction=direction)
-            with DEVICE:
-                tensor = TernaryTensor(outputs, inputs, config)
-            tensor.initialise(0.02, 0, 0)
-            updater = Updater([tensor], config, 0, torch.bfloat16)
-            updater.begin(3, 1.0)
-            compare(
-                stopwatch, f"{outputs}x{inputs} update, M = {rows}, {rule} {direction}",
-                lambda u=updater, t=tensor, y=grad_y, x=x: u(t, y.T @ x),
-                lambda y=grad_y, x=x: y.T @ x,
-            )  # fmt: skip
+        compare_updates(found, outputs, inputs, rows)
+    command = results.command_line("products")
+    results.save("products", found.rows, command=command, folder=given.out)
+
+
+def compare_products(found: Comparisons, size: int) -> None:
+    """Compare products of matrices as they are trained."""
+    packed = random_packed(size, size, GROUP_SIZE, torch.Generator(DEVICE), spread=8)
+    weight, own = randn(size, size), decode_weight(packed)
+    for rows in (1, 2, 4, 8, 16, 32, 64, *((4096, 8192, 16384) if size == 8192 else ())):
+        x = randn(rows, size)
+        forward = partial(ternary_matmul, x, packed)
+        grad_x = partial(ternary_matmul_grad_x, x, packed)
+        calls = [("forward", forward, weight.T)]
+        if rows >= 4096:
+            calls += [
+                ("grad_x", grad_x, weight),
+                ("forward, cuBLAS of these weights", forward, own.T),
+                ("grad_x, cuBLAS of these weights", grad_x, own),
+            ]
+            for what, transposed in (("forward in fp8", False), ("grad_x in fp8", True)):
+                ours = partial(multiply_in_eight_bits, x, packed, transposed)
+                calls.append((what, ours, weight.T))
+        for what, ours, w in calls:
+            found.compare((size, size), rows, what, ours, partial(torch.matmul, x, w))
+
+
+def multiply_in_eight_bits(x: Tensor, packed: Packed, transposed: bool) -> Tensor:
+    """Round activations and multiply, as a layer does."""
+    return fp8_matmul(*quantise_rows(x), packed, transposed)
+
+
+def compare_updates(found: Comparisons, outputs: int, inputs: int, rows: int) -> None:
+    """Compare forming a gradient and the whole update with cuBLAS forming it alone."""
+    grad_y, x = randn(rows, outputs), randn(rows, inputs)
+
+    def form() -> Tensor:
+        return grad_y.T @ x
+
+    for rule, direction in (
+        ("moment", "factored"), ("nibble", "factored"), ("carry", "factored"),
+        ("moment", "orthogonal"),
+    ):  # fmt: skip
+        config = preset("tiny", rule=rule, direction=direction)
+        with DEVICE:
+            tensor = TernaryTensor(outputs, inputs, config, area="mlp", std=0.02)
+        tensor.initialise(0, 0)
+        updater = Updater([tensor], 0, torch.bfloat16)
+        updater.begin(3, 1.0)
+        found.compare(
+            (outputs, inputs), rows, f"update, {rule} {direction}",
+            lambda u=updater, t=tensor: u(t, form()), form,
+        )  # fmt: skip
 
 
 if __name__ == "__main__":

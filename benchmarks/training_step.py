@@ -1,54 +1,133 @@
-"""Time a training step of every preset beside its compiled float twin: `make bench`.
+"""Time a training step of every preset beside its float twin: `make bench`.
 
-    python -m benchmarks.training_step [PRESET...] [KIND...]
+    python -m benchmarks.training_step [PRESET...] [--kinds KIND...] [--out DIR]
 
-`factored` is compared with AdamW, and `orthogonal` with Muon, which pays for the same iteration.
-A twin's model is compiled whole; its optimizer is torch's own, AdamW fused. Every step draws its
-batch as training does. The order is ours, then the twins, one after another on the same GPU.
+The twin is that of `arb train --weights float`: compiled, Muon in batches of equal shapes, its
+whole step one CUDA graph, with sub-norms as ours and without. `factored` is compared with AdamW,
+and `orthogonal` with Muon, which pays for the same iteration. Every step draws its batch as
+training does.
+
+Kinds of a group are in memory together and take turns, so that clocks and heat reach them alike.
 """
 
+import atexit
 import gc
 import statistics
 import sys
+import tempfile
 import time
-from collections.abc import Collection
+import traceback
 from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from unittest import mock
 
 import torch
 
 from arbcli.data import open_texts
 from arbcli.device import deterministic
-from arbcli.train.run import new_config
-from arbcli.train.trainer import Trainer
+from arbcli.model.baselines import FloatWeight
+from arbcli.train.configure import new_config
+from arbcli.train.trainer import EAGER_STEPS, Trainer
+from benchmarks import results
 
 SHAPES = {"tiny": (64, 16), "small": (256, 32), "base": (1024, 16), "1b": (2048, 8)}
 """Context and windows of a batch, by preset."""
-WARM_UP, ROUNDS = 6, 5
 KINDS = {
-    "moment, factored": {"rule": "moment", "direction": "factored"},
-    "moment, factored, fp8": {"rule": "moment", "direction": "factored", "compute": "fp8"},
-    "moment, orthogonal": {"rule": "moment"},
-    "moment, orthogonal, fp8": {"rule": "moment", "compute": "fp8"},
-    "float, AdamW": {"weights": "float"},
-    "float, AdamW, no sub-norms": {"weights": "float", "sub_norms": False},
-    "float, Muon": {"weights": "float", "optimizer": "muon"},
+    "factored": {"rule": "moment", "direction": "factored"},
+    "factored, fp8": {"rule": "moment", "direction": "factored", "compute": "fp8"},
+    "orthogonal": {"rule": "moment", "direction": "orthogonal"},
+    "AdamW": {"weights": "float"},
+    "AdamW, no sub-norms": {"weights": "float", "sub_norms": False},
+    "Muon": {"weights": "float", "optimizer": "muon"},
+    "Muon, no sub-norms": {"weights": "float", "optimizer": "muon", "sub_norms": False},
 }
-PEERS = {
-    "moment, factored": "float, AdamW",
-    "moment, factored, fp8": "float, AdamW",
-    "moment, orthogonal": "float, Muon",
-    "moment, orthogonal, fp8": "float, Muon",
+PEERS = {"factored": "AdamW", "factored, fp8": "AdamW", "orthogonal": "Muon"}
+ALL = tuple(kind for kind in KINDS if kind != "factored, fp8")
+GROUPS = {
+    "tiny": (ALL,),
+    "small": (ALL,),
+    "base": (tuple(KINDS),),
+    "1b": (
+        ("factored", "factored, fp8", "AdamW, no sub-norms"),
+        ("orthogonal", "Muon, no sub-norms"),
+        ("AdamW", "Muon"),
+    ),
 }
+"""What is in memory together, by preset: 90 GB of the GPU's 139 at `base`, 100 to 115 at `1b`."""
+ROUNDS = 5
+ROUND_SECONDS = 0.3
+FEWEST_STEPS, MOST_STEPS = 3, 300
+"""Of a round."""
+
+
+@dataclass(slots=True)
+class Subject:
+    """A trainer whose step is captured, and what is known of it."""
+
+    kind: str
+    trainer: Trainer
+    allocated: int
+    """Bytes, the most that tensors had at once, once compiled."""
+    reserved: int
+    """Bytes, the most that the allocator held, once compiled."""
+    seconds: list[float]
+    """Of a step, by round."""
+    clock: dict[str, float]
+    """Of the GPU under the last steps: see `results.read_clock`."""
+
+
+@cache
+def text() -> Path:
+    """Write Python's own source as one file, whose windows are drawn faster than from thousands."""
+    folder = tempfile.TemporaryDirectory()
+    atexit.register(folder.cleanup)
+    source = open_texts(None, None, seed=0, context=1).train
+    path = Path(folder.name) / "text"
+    path.write_bytes(source.read(0, len(source)))
+    return path
 
 
 def build(preset: str, options: dict) -> Trainer:
     """Make a trainer on Python's own source."""
     ctx, batch = SHAPES[preset]
     config = new_config(preset=preset, ctx=ctx, batch=batch, steps=10_000, device="cuda", **options)
-    trainer = Trainer(config, open_texts(None, None, seed=0, context=ctx), capture=True)
-    if trainer.optimizer:
-        trainer.model.loss = torch.compile(trainer.model.loss)
-    return trainer
+    texts = open_texts([str(text())], None, seed=0, context=ctx)
+    with mock.patch.object(FloatWeight, "initialise", draw):
+        return Trainer(config, texts, capture=True)
+
+
+@torch.no_grad()
+def draw(weight: FloatWeight, seed: int, index: int) -> None:
+    """Draw a twin's weight where it is: its own way draws on the CPU, 8 s for those of `1b`."""
+    weight.latent.normal_(0, weight.std)
+
+
+def prepare(preset: str, kind: str) -> Subject:
+    """Make a trainer, run it until its step is captured, and measure its memory."""
+    torch._dynamo.reset()  # what is captured needs no compiled code any more
+    empty()
+    allocated, reserved = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
+    ours = "weights" not in KINDS[kind]
+    with deterministic() if ours else nullcontext():
+        trainer = build(preset, KINDS[kind])
+        trainer.train_step()  # compiles, and tries kernels
+        torch.cuda.synchronize()
+        empty()
+        for _ in range(EAGER_STEPS + 2):
+            trainer.train_step()
+    torch.cuda.synchronize()
+    allocated = torch.cuda.max_memory_allocated() - allocated
+    reserved = torch.cuda.max_memory_reserved() - reserved
+    return Subject(kind, trainer, allocated, reserved, [], {})
+
+
+def empty() -> None:
+    """Give back what is unused, and forget the peaks."""
+    gc.collect()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
 
 
 def run_steps(trainer: Trainer, steps: int) -> float:
@@ -61,49 +140,94 @@ def run_steps(trainer: Trainer, steps: int) -> float:
     return (time.perf_counter() - started) / steps
 
 
-def measure(preset: str, options: dict) -> tuple[float, float]:
-    """Return milliseconds a step, the median of some rounds, and the peak in MiB.
+def time_in_turns(subjects: list[Subject]) -> None:
+    """Time all of them in rounds."""
+    steps = {}
+    for subject in subjects:
+        seconds = run_steps(subject.trainer, FEWEST_STEPS)
+        steps[subject.kind] = min(MOST_STEPS, max(FEWEST_STEPS, round(ROUND_SECONDS / seconds)))
+    for _ in range(ROUNDS):
+        for subject in subjects:
+            subject.seconds.append(run_steps(subject.trainer, steps[subject.kind]))
+    for subject in subjects:
+        for _ in range(steps[subject.kind]):  # queued, and running while the clock is read
+            subject.trainer.train_step()
+        subject.clock = results.read_clock()
+        torch.cuda.synchronize()
 
-    A captured step holds its memory as one pool, which the allocator counts as reserved.
+
+def measure(preset: str, kinds: tuple[str, ...]) -> list[dict]:
+    """Measure kinds in turns, or one after another if they do not fit in memory together.
+
+    What fails is reported and left out.
     """
-    ours = "weights" not in options
-    steps = 3 if preset == "1b" else 10
-    torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats()
-    with deterministic() if ours else nullcontext():
-        trainer = build(preset, options)
-        run_steps(trainer, WARM_UP)
-        seconds = statistics.median(run_steps(trainer, steps) for _ in range(ROUNDS))
-    peak = torch.cuda.max_memory_reserved() if ours else torch.cuda.max_memory_allocated()
-    return 1e3 * seconds, peak / 2**20
+    subjects: list[Subject] = []
+    alone: list[str] = []
+    for kind in kinds:
+        started = time.perf_counter()
+        try:
+            subjects.append(prepare(preset, kind))
+        except torch.OutOfMemoryError:
+            alone.append(kind)
+        except Exception:
+            traceback.print_exc()
+        seconds = time.perf_counter() - started
+        print(f"  prepared {preset} {kind} in {seconds:.0f} s", file=sys.stderr, flush=True)
+    time_in_turns(subjects)
+    rows = [to_row(preset, subject, len(subjects) > 1) for subject in subjects]
+    subjects.clear()
+    empty()
+    if len(kinds) > 1:
+        for kind in alone:
+            rows += measure(preset, (kind,))
+    elif alone:
+        print(f"{preset} {kinds[0]}: the GPU's memory is not enough", file=sys.stderr)
+    return rows
 
 
-def main(presets: list[str], kinds: Collection[str] = KINDS) -> None:
-    """Print a line a step, and the ratios of each preset."""
-    for preset in presets:
-        found = {}
-        for name in kinds:
-            options = KINDS[name]
-            found[name] = milliseconds, peak = measure(preset, options)
-            gc.collect()
-            speed = 1e3 * SHAPES[preset][0] * SHAPES[preset][1] / milliseconds
-            print(
-                f"{preset:5} {name:26} {milliseconds:8.2f} ms {speed:12,.0f} bytes/s"
-                f" {peak:8,.0f} MiB",
-                flush=True,
-            )
-        for name, peer in PEERS.items():
-            if name not in found or peer not in found:
-                continue
-            (ours, our_peak), (theirs, their_peak) = found[name], found[peer]
-            print(
-                f"{preset:5} {name} against {peer}: {theirs / ours:.2f} x its speed,"
-                f" {our_peak / their_peak:.2f} x its peak",
-                flush=True,
-            )
+def to_row(preset: str, subject: Subject, in_turns: bool) -> dict:
+    """Write a row of the results."""
+    ctx, batch = SHAPES[preset]
+    seconds = statistics.median(subject.seconds)
+    return {
+        "preset": preset,
+        "kind": subject.kind,
+        "weights": subject.trainer.num_weights,
+        "ctx": ctx,
+        "batch": batch,
+        "ms": round(1e3 * seconds, 4),
+        "bytes_per_second": round(ctx * batch / seconds),
+        "allocated_bytes": subject.allocated,
+        "reserved_bytes": subject.reserved,
+        "state_bytes": subject.trainer.state_bytes(),
+        "rounds_ms": [round(1e3 * value, 4) for value in subject.seconds],
+        "in_turns": in_turns,
+        **subject.clock,
+    }
+
+
+def main() -> None:
+    """Print a line a step, and write the rows of each preset."""
+    parser = results.options("training_step", "Time training steps beside float twins.")
+    parser.add_argument("presets", nargs="*", metavar="PRESET", help=f"of {', '.join(SHAPES)}")
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=[*KINDS])
+    given = parser.parse_args()
+    for preset in given.presets or SHAPES:
+        for group in GROUPS[preset]:
+            kinds = tuple(kind for kind in group if kind in given.kinds)
+            rows = measure(preset, kinds) if kinds else []
+            for row in rows:
+                print(
+                    f"{preset:5} {row['kind']:20} {row['ms']:9.3f} ms"
+                    f" {row['bytes_per_second']:12,} bytes/s, allocated"
+                    f" {row['allocated_bytes'] / 2**20:8,.0f} MiB,"
+                    f" reserved {row['reserved_bytes'] / 2**20:8,.0f}",
+                    flush=True,
+                )
+            if rows:
+                command = results.command_line("training_step", preset)
+                results.save("training_step", rows, command=command, folder=given.out)
 
 
 if __name__ == "__main__":
-    given = sys.argv[1:]
-    named = [name for name in given if name in KINDS]
-    main([name for name in given if name in SHAPES] or list(SHAPES), named or KINDS)
+    main()

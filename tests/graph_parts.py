@@ -4,7 +4,8 @@ import math
 
 import torch
 
-from arbcli.config.model import GraphConfig, preset
+from arbcli.config.graph import GraphConfig
+from arbcli.config.presets import preset
 from arbcli.model.graph import GraphLM
 from arbcli.model.packed import INIT_SPREAD, TernaryTensor
 from arbcli.verify import parity
@@ -33,11 +34,9 @@ def initialised(part: torch.nn.Module) -> torch.nn.Module:
     """Set the weights of a part that is no whole model."""
     tensors = [tensor for tensor in part.modules() if isinstance(tensor, TernaryTensor)]
     for index, tensor in enumerate(tensors):
-        if tensor.frozen:
-            tensor.fill(1)
-        else:
-            tensor.spread = INIT_SPREAD  # tables too: rows of zeros would hide a lot
-            tensor.initialise(STD, seed=0, index=index)
+        tensor.std = STD
+        tensor.spread = INIT_SPREAD  # tables too: rows of zeros would hide a lot
+        tensor.initialise(seed=0, index=index)
     return part
 
 

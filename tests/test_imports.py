@@ -11,21 +11,24 @@ PACKAGE = Path(__file__).parents[1] / "arbcli"
 RANK = {
     "errors": 0,
     "environment": 0,
-    "config": 1,
+    "signals": 0,
     "output": 1,
     "data": 1,
-    "kernels": 2,
-    "device": 3,
-    "model": 3,
-    "checkpoint": 3,
-    "infer": 4,
-    "inspect": 6,
-    "train": 5,
-    "verify": 7,
-    "commands": 8,
-    "cli": 9,
-    "__main__": 10,
-    "__init__": 10,
+    "kernels": 1,
+    "directions": 2,
+    "rules": 3,
+    "config": 4,
+    "device": 5,
+    "model": 5,
+    "checkpoint": 5,
+    "infer": 6,
+    "train": 7,
+    "inspect": 8,
+    "verify": 9,
+    "commands": 10,
+    "cli": 11,
+    "__main__": 12,
+    "__init__": 12,
 }
 
 
@@ -72,10 +75,10 @@ def test_cli_loads_without_torch():
 def test_package_trains_without_triton():
     code = (
         "import sys; sys.modules['triton'] = None\n"
-        "from arbcli.train import run as runs\n"
+        "from arbcli.train.configure import new_config\n"
         "from arbcli.data import open_texts\n"
         "from arbcli.train.trainer import Trainer\n"
-        "config = runs.new_config(dim=32, layers=1, heads=2, ffn=48, ctx=16, device='cpu')\n"
+        "config = new_config(dim=32, layers=1, heads=2, ffn=48, ctx=16, device='cpu')\n"
         "texts = open_texts(None, None, seed=0, context=16)\n"
         "assert float(Trainer(config, texts).train_step()) < 8\n"
     )

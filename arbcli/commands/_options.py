@@ -1,14 +1,60 @@
 """Options that several commands share."""
 
-import inspect
-from collections.abc import Callable
-from functools import wraps
+import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from arbcli.config.model import PART_OPTIONS
+from arbcli.directions import DIRECTIONS
+from arbcli.rules import RULES
+
+OPTION_OF_FIELD = {
+    "scale_type": "--tscale-type",
+    "attention": "--attention/--no-attention",
+    "sequencer": "--sequencer/--no-sequencer",
+    "codebook": "--codebook/--no-codebook",
+    "knowledge_codebook": "--knowledge/--no-knowledge",
+    "moe": "--moe/--no-moe",
+    "graph": "--graph/--no-graph",
+    "router": "--router/--no-router",
+    "memgram": "--memgram/--no-memgram",
+}
+"""Options that are not called as the field of a configuration that they set."""
+
+
+def option_of(field: str) -> str:
+    """Name the option that sets a field of a configuration."""
+    return OPTION_OF_FIELD.get(field, f"--{field.replace('_', '-')}")
+
+
+def in_options(text: str, fields: Iterable[str]) -> str:
+    """Rewrite what an error says of fields, `name` or `name=value`, as a command line has it."""
+    for field in fields:
+        found = re.search(rf"`{field}(?:=(\w+))?`", text)  # the first: a value may be called so
+        if found:
+            text = f"{text[: found.start()]}`{_with_value(field, found[1])}`{text[found.end() :]}"
+    return text
+
+
+def _with_value(field: str, value: str | None) -> str:
+    option, _, off = option_of(field).partition("/")
+    if off and value is not None:
+        return option if value == "True" else off
+    return option_of(field) if value is None else f"{option} {value}"
+
+
+def given_options(**values: Any) -> dict[str, Any]:
+    """Keep the options that were given, by the fields that they set; the others are None."""
+    return {field: value for field, value in values.items() if value is not None}
+
+
+def _part(field: str, what: str, min: int | None = None) -> Any:
+    """Declare an option of a part that only the presets with a graph have."""
+    help = f"Only with arb-tiny and arb-3b: {what}"
+    return typer.Option(option_of(field), help=help, min=min)
+
 
 Preset = Annotated[
     str | None,
@@ -28,11 +74,11 @@ TScaleType = Annotated[
 ]
 Rule = Annotated[
     str | None,
-    typer.Option(help="Update rule: moment, nibble, carry or votes. [default: the preset's]"),
+    typer.Option(help=f"Update rule: {', '.join(RULES)}. [default: the preset's]"),
 ]
 Direction = Annotated[
     str | None,
-    typer.Option(help="Of a step: orthogonal, factored or sign. [default: the rule's]"),
+    typer.Option(help=f"Of a step: {', '.join(DIRECTIONS)}. [default: the rule's]"),
 ]
 Backend = Annotated[
     str | None,
@@ -67,50 +113,18 @@ Dim = Annotated[int | None, typer.Option(min=1, help="Override the preset's widt
 Layers = Annotated[int | None, typer.Option(min=1, help="Override the preset's blocks.")]
 Heads = Annotated[int | None, typer.Option(min=1, help="Override the preset's attention heads.")]
 Ffn = Annotated[int | None, typer.Option(min=1, help="Override the preset's MLP width.")]
-
-_PARTS = {
-    "attention": (bool, "latent attention in the blocks."),
-    "sequencer": (bool, "n-grams beside the embedding."),
-    "codebook": (bool, "the shared codebook, which the graph needs."),
-    "knowledge_codebook": (bool, "the knowledge codebook."),
-    "moe": (bool, "experts that are iterated."),
-    "graph": (bool, "the graph of codes."),
-    "router": (bool, "the router before the byte head."),
-    "memgram": (bool, "a memory of what followed the text's n-grams."),
-    "moe_top_k": (int, "experts a position. [default: the preset's]"),
-    "max_moe_iters": (int, "iterations over the experts. [default: the preset's]"),
-}
-"""Fields of a `GraphConfig`: what an option takes, and what it does."""
-
-
-def takes_parts(command: Callable[..., None]) -> Callable[..., None]:
-    """Give a command the options of the parts of `arb-tiny` and `arb-3b`.
-
-    It is called with those that were given as `parts`, a dict of fields of a `GraphConfig`.
-    """
-    own = [p for p in inspect.signature(command).parameters.values() if p.name != "parts"]
-    options = [_part(name, *about) for name, about in _PARTS.items()]
-
-    @wraps(command)
-    def with_parts(**given: Any) -> None:
-        parts = {name: given.pop(name, None) for name in _PARTS}
-        command(**given, parts={k: value for k, value in parts.items() if value is not None})
-
-    every = [*own, *options]
-    with_parts.__signature__ = inspect.Signature(every)
-    with_parts.__annotations__ = {parameter.name: parameter.annotation for parameter in every}
-    return with_parts
-
-
-def option_of(name: str) -> str:
-    """Name the option that a parameter of a command stands for."""
-    return PART_OPTIONS.get(name, f"--{name.replace('_', '-')}")
-
-
-def _part(name: str, kind: type, text: str) -> inspect.Parameter:
-    number = {"min": 1} if kind is int else {}
-    option = typer.Option(
-        PART_OPTIONS[name], help=f"Only with arb-tiny and arb-3b: {text}", **number
-    )
-    keyword = inspect.Parameter.KEYWORD_ONLY
-    return inspect.Parameter(name, keyword, default=None, annotation=Annotated[kind | None, option])
+Attention = Annotated[bool | None, _part("attention", "latent attention in the blocks.")]
+Sequencer = Annotated[bool | None, _part("sequencer", "n-grams beside the embedding.")]
+Codebook = Annotated[bool | None, _part("codebook", "the shared codebook, which the graph needs.")]
+Knowledge = Annotated[bool | None, _part("knowledge_codebook", "the knowledge codebook.")]
+Moe = Annotated[bool | None, _part("moe", "experts that are iterated.")]
+Graph = Annotated[bool | None, _part("graph", "the graph of codes.")]
+Router = Annotated[bool | None, _part("router", "the router before the byte head.")]
+Memgram = Annotated[bool | None, _part("memgram", "a memory of what followed the text's n-grams.")]
+MoeTopK = Annotated[
+    int | None, _part("moe_top_k", "experts a position. [default: the preset's]", min=1)
+]
+MaxMoeIters = Annotated[
+    int | None,
+    _part("max_moe_iters", "iterations over the experts. [default: the preset's]", min=1),
+]

@@ -1,29 +1,39 @@
 """`arb audit-memory`: what training takes, predicted, then measured in real steps."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Group
 from rich.table import Table
 
 from arbcli.commands._options import (
+    Attention,
     Backend,
+    Codebook,
     Compute,
     Ctx,
     Device,
     Dim,
     Direction,
     Ffn,
+    Graph,
     Heads,
     Json,
+    Knowledge,
     Layers,
+    MaxMoeIters,
+    Memgram,
+    Moe,
+    MoeTopK,
     Preset,
     Recompute,
+    Router,
     Rule,
     Seed,
+    Sequencer,
     TScaleType,
-    takes_parts,
+    given_options,
 )
 from arbcli.commands.count_params import state_table
 from arbcli.errors import ArbError
@@ -42,7 +52,6 @@ STAGES = {
 }
 
 
-@takes_parts
 def audit_memory(
     preset: Preset = None,
     ctx: Ctx = None,
@@ -72,20 +81,53 @@ def audit_memory(
     backend: Backend = None,
     seed: Seed = None,
     as_json: Json = False,
-    *,
-    parts: dict[str, Any],
+    attention: Attention = None,
+    sequencer: Sequencer = None,
+    codebook: Codebook = None,
+    knowledge_codebook: Knowledge = None,
+    moe: Moe = None,
+    graph: Graph = None,
+    router: Router = None,
+    memgram: Memgram = None,
+    moe_top_k: MoeTopK = None,
+    max_moe_iters: MaxMoeIters = None,
 ) -> None:
     """Measure real steps: `arb audit-memory --preset small`; exit 1 on float state or growth."""
-    given = {name: value for name, value in locals().items() if value is not None}
-    given |= given.pop("parts")
-    for name in ("budget", "what_if", "snapshot", "as_json"):
-        given.pop(name, None)
     if budget is not None and what_if:
         raise ArbError("`--budget` and `--what-if` are two questions", hint="ask one at a time")
-    from arbcli.inspect import audit, memory  # torch takes seconds to import
-    from arbcli.train import run as runs  # torch takes seconds to import
+    # torch takes seconds to import, so not for `arb --help`
+    from arbcli.inspect import audit, memory
+    from arbcli.inspect.peak import predict_peak
+    from arbcli.train.configure import new_config
 
-    config = runs.new_config(**given)
+    given = given_options(
+        preset=preset,
+        ctx=ctx,
+        scale_type=tscale_type,
+        rule=rule,
+        direction=direction,
+        dim=dim,
+        layers=layers,
+        heads=heads,
+        ffn=ffn,
+        batch=batch,
+        accum=accum,
+        compute=compute,
+        recompute=recompute,
+        steps=steps,
+        seed=seed,
+        attention=attention,
+        sequencer=sequencer,
+        codebook=codebook,
+        knowledge_codebook=knowledge_codebook,
+        moe=moe,
+        graph=graph,
+        router=router,
+        memgram=memgram,
+        moe_top_k=moe_top_k,
+        max_moe_iters=max_moe_iters,
+    )
+    config = new_config(**given, device=device, backend=backend)
     if what_if:
         report = memory.what_if(config.model)
         emit(report, _what_if_table(report), as_json=as_json)
@@ -99,7 +141,7 @@ def audit_memory(
                 "`--snapshot` records the CUDA allocator, and this run is on the CPU",
                 hint="leave it out, or use `--device cuda`",
             )
-        peak = audit.predict_step(config)
+        peak = predict_peak(config)
         state, peak = bytes_text(peak.state_bytes), bytes_text(peak.peak_bytes)
         note(f"predicted: {state} of state, a peak of {peak}; measuring {steps} steps")
         report = audit.audit(config, snapshot)
@@ -125,10 +167,10 @@ def _what_if_table(report: "WhatIfReport") -> Table:
 
 
 def _fit_table(report: "FitReport") -> Table:
-    peak, budget = report.predicted_peak.peak_bytes, report.budget_bytes
-    verdict = f"fits, {_mib(budget - peak)} MiB to spare"
+    needed, budget = report.predicted_peak.reserved_bytes, report.budget_bytes
+    verdict = f"fits, {_mib(budget - needed)} MiB to spare"
     if not report.fits:
-        verdict = f"does not fit, {_mib(peak - budget)} MiB short"
+        verdict = f"does not fit, {_mib(needed - budget)} MiB short"
     rows = [*_peak_rows(report.predicted_peak), ["budget", _mib(budget)]]
     return table(verdict, ["", "MiB"], rows)
 
@@ -141,6 +183,7 @@ def _peak_rows(peak: "PeakReport") -> list[list[str]]:
         [f"transient, at {peak.at}", _mib(peak.transient_bytes)],
         ["constants, workspaces", _mib(peak.constant_bytes)],
         [f"predicted peak of a step on {peak.device}", _mib(peak.peak_bytes)],
+        ["taken from the device for it", _mib(peak.reserved_bytes)],
     ]
 
 

@@ -1,22 +1,31 @@
 """`arb count-params`: what a model takes, before there is one."""
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rich.table import Table
 from rich.text import Text
 
 from arbcli.commands._options import (
+    Attention,
+    Codebook,
     Ctx,
     Dim,
     Direction,
     Ffn,
+    Graph,
     Heads,
     Json,
+    Knowledge,
     Layers,
+    MaxMoeIters,
+    Memgram,
+    Moe,
+    MoeTopK,
     Preset,
+    Router,
     Rule,
+    Sequencer,
     TScaleType,
-    takes_parts,
 )
 from arbcli.output import emit, table
 
@@ -24,7 +33,6 @@ if TYPE_CHECKING:
     from arbcli.inspect.memory import Footprint, StateReport
 
 
-@takes_parts
 def count_params(
     preset: Preset = None,
     ctx: Ctx = None,
@@ -36,11 +44,19 @@ def count_params(
     heads: Heads = None,
     ffn: Ffn = None,
     as_json: Json = False,
-    *,
-    parts: dict[str, Any],
+    attention: Attention = None,
+    sequencer: Sequencer = None,
+    codebook: Codebook = None,
+    knowledge_codebook: Knowledge = None,
+    moe: Moe = None,
+    graph: Graph = None,
+    router: Router = None,
+    memgram: Memgram = None,
+    moe_top_k: MoeTopK = None,
+    max_moe_iters: MaxMoeIters = None,
 ) -> None:
     """Count weights and bytes of a model without making it: `arb count-params --preset 1b`."""
-    from arbcli.config.model import preset as model_preset
+    from arbcli.config.presets import preset as model_preset
     from arbcli.inspect.memory import predict
 
     config = model_preset(
@@ -53,7 +69,16 @@ def count_params(
         layers=layers,
         heads=heads,
         ffn=ffn,
-        **parts,
+        attention=attention,
+        sequencer=sequencer,
+        codebook=codebook,
+        knowledge_codebook=knowledge_codebook,
+        moe=moe,
+        graph=graph,
+        router=router,
+        memgram=memgram,
+        moe_top_k=moe_top_k,
+        max_moe_iters=max_moe_iters,
     )
     report = predict(config)
     emit(report, state_table(report), as_json=as_json)

@@ -33,11 +33,11 @@ def evaluate(
     """
     from arbcli.device import resolve_backend, resolve_device
     from arbcli.infer import evaluation  # torch takes seconds to import, so not for `arb --help`
-    from arbcli.train import run as runs  # torch takes seconds to import, so not for `arb --help`
+    from arbcli.infer.load import load_named_model
 
     place = resolve_device(device)
     backend = resolve_backend(backend, place)
-    model, name = runs.load_named(checkpoint, place, note)
+    model, name = load_named_model(checkpoint, place, note)
     with LiveLine() as line:
         report = evaluation.evaluate(
             model,

@@ -43,7 +43,7 @@ def generate(
         raise ArbError("`--bytes` and `--json` are two outputs", hint="choose one")
     from arbcli.device import resolve_backend, resolve_device
     from arbcli.infer import generation  # torch takes seconds to import, so not for `arb --help`
-    from arbcli.train import run as runs  # torch takes seconds to import, so not for `arb --help`
+    from arbcli.infer.load import load_named_model
 
     sampling = generation.Sampling(
         temperature=temperature, top_k=top_k, top_p=top_p, seed=seed or 0
@@ -51,7 +51,7 @@ def generate(
     given = sys.stdin.buffer.read() if prompt == "-" else os.fsencode(prompt)
     place = resolve_device(device)
     backend = resolve_backend(backend, place)
-    model, name = runs.load_named(checkpoint, place, note)
+    model, name = load_named_model(checkpoint, place, note)
     with TextWriter() as text:
         report = generation.continue_text(
             model,

@@ -10,23 +10,33 @@ from rich.console import Group
 from rich.table import Table
 
 from arbcli.commands._options import (
+    Attention,
     Backend,
+    Codebook,
     Ctx,
     Data,
     Device,
     Dim,
     Direction,
     Ffn,
+    Graph,
     Heads,
     Json,
+    Knowledge,
     Layers,
+    MaxMoeIters,
+    Memgram,
+    Moe,
+    MoeTopK,
     Preset,
+    Router,
     Rule,
     Seed,
+    Sequencer,
     TScaleType,
     Val,
+    given_options,
     option_of,
-    takes_parts,
 )
 from arbcli.errors import ArbError
 from arbcli.output import bytes_text, emit, note, table
@@ -36,11 +46,10 @@ if TYPE_CHECKING:
 
 STEPS = 12
 """Enough for the warm-up to reach full speed, and for votes to gather, flip and gather again."""
-OF_A_STEP = ("data", "val", "batch", "lr", "seed", "device", "backend")
-"""Options that a saved model takes too; the others are what it is."""
+OF_A_STEP = ("data", "val", "batch", "lr", "seed")
+"""Fields that can be given with a saved model; the others are what it is."""
 
 
-@takes_parts
 def probe_loss(
     preset: Preset = None,
     ctx: Ctx = None,
@@ -67,37 +76,77 @@ def probe_loss(
     ] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw stream, flips and loss to a PNG.")] = None,
     as_json: Json = False,
-    *,
-    parts: dict[str, Any],
+    attention: Attention = None,
+    sequencer: Sequencer = None,
+    codebook: Codebook = None,
+    knowledge_codebook: Knowledge = None,
+    moe: Moe = None,
+    graph: Graph = None,
+    router: Router = None,
+    memgram: Memgram = None,
+    moe_top_k: MoeTopK = None,
+    max_moe_iters: MaxMoeIters = None,
 ) -> None:
     """Do a few steps, measure everything, name what is wrong: `arb probe-loss --rule votes`.
 
     A new model does a whole training of `--steps` steps in miniature. Exit 0 if the verdict is ok,
     1 if it is not.
     """
-    given = {name: value for name, value in locals().items() if value is not None}
-    given |= given.pop("parts")
     from arbcli.inspect.plots import plot_probe, require_matplotlib
 
     if plot is not None:
         require_matplotlib()
-    for name in ("steps", "checkpoint", "plot", "as_json"):
-        given.pop(name, None)
-    report = _probe(given, steps, checkpoint)
+    given = given_options(
+        preset=preset,
+        ctx=ctx,
+        scale_type=tscale_type,
+        rule=rule,
+        direction=direction,
+        data=data,
+        val=val,
+        batch=batch,
+        lr=lr,
+        warmup=warmup,
+        dim=dim,
+        layers=layers,
+        heads=heads,
+        ffn=ffn,
+        seed=seed,
+        attention=attention,
+        sequencer=sequencer,
+        codebook=codebook,
+        knowledge_codebook=knowledge_codebook,
+        moe=moe,
+        graph=graph,
+        router=router,
+        memgram=memgram,
+        moe_top_k=moe_top_k,
+        max_moe_iters=max_moe_iters,
+    )
+    report = _probe(given, steps, checkpoint, device, backend)
     emit(report, _shown(report), as_json=as_json)
     if plot is not None:
         plot_probe(dataclasses.asdict(report), plot)
     raise typer.Exit(0 if report.passed else 1)
 
 
-def _probe(given: dict[str, Any], steps: int, checkpoint: Path | None) -> "ProbeReport":
+def _probe(
+    given: dict[str, Any],
+    steps: int,
+    checkpoint: Path | None,
+    device: str | None,
+    backend: str | None,
+) -> "ProbeReport":
     from arbcli.inspect import probe  # torch takes seconds to import, so not for `arb --help`
-    from arbcli.train import run as runs  # torch takes seconds to import, so not for `arb --help`
+    from arbcli.train.configure import new_config
 
     if checkpoint is None:
-        return probe.probe(runs.new_config(steps=steps, **given), steps=steps)
+        config = new_config(steps=steps, device=device, backend=backend, **given)
+        return probe.probe(config, steps=steps)
     _refuse_changes(given)
-    config, saved = probe.open_saved(checkpoint, steps=steps, note=note, **given)
+    config, saved = probe.open_saved(
+        checkpoint, steps=steps, note=note, device=device, backend=backend, **given
+    )
     return probe.probe(config, steps=steps, checkpoint=saved)
 
 

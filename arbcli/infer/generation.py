@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from arbcli.config.model import VOCABULARY
+from arbcli.config.dense import VOCABULARY
 from arbcli.device import deterministic, explained_out_of_memory
 from arbcli.errors import ArbError
 from arbcli.kernels.output.choose_byte import choose_byte_

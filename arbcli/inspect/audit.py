@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 
+from arbcli.config.training import TrainConfig
 from arbcli.data import open_texts
 from arbcli.device import deterministic
 from arbcli.errors import ArbError
@@ -20,7 +21,7 @@ from arbcli.inspect.memory import MeasuredState, StateReport, measure, predict
 from arbcli.inspect.peak import PeakReport, predict_peak
 from arbcli.inspect.trace import NUM_LARGEST, LiveTensor, LiveTensors
 from arbcli.kernels.runtime.backend import use_backend
-from arbcli.train.trainer import TrainConfig, Trainer, minimised
+from arbcli.train.trainer import Trainer
 
 TOLERANCE = 0.01
 """How far the state may be from its prediction, as a share of it."""
@@ -104,7 +105,7 @@ def check_fit(config: TrainConfig, budget: str) -> FitReport:
     if not unit:
         raise ArbError(f"`--budget` is `{budget}`", hint="use a number and a unit, such as `6GiB`")
     size, peak = int(float(match[1]) * unit), predict_peak(config, captured=True)
-    return FitReport(budget_bytes=size, predicted_peak=peak, fits=peak.needed_bytes <= size)
+    return FitReport(budget_bytes=size, predicted_peak=peak, fits=peak.reserved_bytes <= size)
 
 
 def audit(config: TrainConfig, snapshot: Path | None = None) -> AuditReport:
@@ -166,19 +167,9 @@ def audit(config: TrainConfig, snapshot: Path | None = None) -> AuditReport:
 
 
 def _watched_step(trainer: Trainer, tensors: LiveTensors, step: int) -> list[Level]:
-    """Do what `Trainer.train_step` does, and measure between its stages."""
-    config, lr, levels = trainer.config, trainer.lr, []
-    for micro in range(config.accum):
-        ids, targets = trainer.fetch(micro, trainer.device)
-        trainer.updater.begin(trainer.step, lr, micro, config.accum)
-        loss = minimised(trainer.model.losses(ids, targets))
-        levels.append(_read(tensors, step, "forward"))
-        loss.backward()
-        levels.append(_read(tensors, step, "backward"))
-    trainer.updater.finish()
-    trainer.model.after_step()
-    trainer.step += 1
-    del ids, targets, loss
+    """Do a step, and measure after each of its stages."""
+    levels = []
+    trainer.train_step(lambda stage: levels.append(_read(tensors, step, stage)))
     return [*levels, _read(tensors, step, "end")]
 
 

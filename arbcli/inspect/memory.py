@@ -1,19 +1,18 @@
 """The state of a model: predicted from its configuration alone, and found by walking it.
 
-A prediction is arithmetic from the definition of the packed tensor. It shares no code with the
-modules, so that the two can be compared, and imports no torch, so that it is instant.
+A prediction reads what the layers declare, of a model that is built where tensors have no memory.
 """
 
 import dataclasses
 import itertools
-import math
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from types import FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any
 
-from arbcli.config.model import RULES, SCALE_TYPES, VOCABULARY, GraphConfig, ModelConfig
+from arbcli.config.dense import SCALE_TYPES, ModelConfig
+from arbcli.rules import RULES, find_rule
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -23,26 +22,10 @@ AREAS = (
     "embedding", "sequencer", "memgram", "attention", "mlp", "codebook", "knowledge", "moe_graph",
     "router", "norms", "head",
 )  # fmt: skip
-KIND_OF_BUFFER = {
-    "trits": "trits",
-    "exponent": "scales",
-    "fraction": "scales",
-    "remainder": "remainder",
-    "moment": "moment",
-    "votes": "votes",
-    "scale_votes": "votes",
-    "row_statistic": "statistics",
-    "column_statistic": "statistics",
-    "usage": "counters",
-    "balance": "counters",
-    "symbol": "counters",
-    "strength": "counters",
-    "source": "edges",
-    "target": "edges",
-    "sign": "edges",
-    "score": "edges",
-}
-KINDS = tuple(dict.fromkeys(KIND_OF_BUFFER.values()))
+KINDS = (
+    "trits", "scales", "remainder", "moment", "votes", "statistics", "counters", "edges",
+)  # fmt: skip
+"""What the bytes of buffers are for, in the order of reports; a rule may declare more."""
 ADAMW_BYTES = 16
 """A weight, its gradient and two moments, float32 each."""
 TRITS_PER_BYTE = 5
@@ -102,7 +85,7 @@ class MeasuredState:
     """What hangs on a model: its buffers, its parameters and every other tensor it can reach."""
 
     bytes_by_area: dict[str, dict[str, int]]
-    """By area, then by kind; only what is there. A tensor nobody expects is of the kind `other`."""
+    """By area, then by kind; only what is there. What no module declares is `other`."""
     state_bytes: int
     counter_bytes: int
     """Seeds, keys and counters: small integers that are no buffers."""
@@ -117,18 +100,21 @@ class MeasuredState:
 
 
 def predict(config: ModelConfig) -> StateReport:
-    """Count the weights and the bytes of a model that does not exist yet."""
+    """Count the weights and the bytes of a model by building it where tensors have no memory."""
+    import torch  # takes seconds to import, and reports of it need none
+
+    from arbcli.model.build import build_model
+
+    with torch.device("meta"):
+        model = build_model(dataclasses.replace(config, weights="ternary"))
     parts: dict[str, list[Footprint]] = {area: [] for area in AREAS}
-    of_graph = isinstance(config, GraphConfig)
-    for name, count, rows, columns in (_graph_matrices if of_graph else _matrices)(config):
-        if count == 0:
-            continue
-        area = area_of(name)
-        parts[area].append(footprint(config, count, rows, columns, frozen=area == "norms"))
-        if name.endswith(".table"):
-            parts[area].append(_add_up(0, 0, {"counters": count * rows}))
-    for area, kind, size in _memories(config) if of_graph else ():
-        parts[area].append(_add_up(0, 0, {kind: size}))
+    for tensor in model.state_modules():
+        sizes = dict.fromkeys(KINDS, 0)
+        for name, kind in tensor.kinds.items():
+            sizes[kind] = sizes.get(kind, 0) + getattr(tensor, name).nbytes
+        weights = getattr(tensor, "num_weights", 0)
+        trits = TRITS_PER_BYTE * sizes["trits"]
+        parts[tensor.area].append(_add_up(weights, trits - weights, sizes))
     areas = {area: _sum(found) for area, found in parts.items() if found}
     total = _sum(list(areas.values()))
     trained = total.weights - areas["norms"].weights
@@ -144,8 +130,12 @@ def predict(config: ModelConfig) -> StateReport:
 def what_if(config: ModelConfig) -> WhatIfReport:
     """Predict the state under every rule, with its own direction, and every scale type."""
     choices = []
-    for scale_type, (name, rule) in itertools.product(SCALE_TYPES, RULES.items()):
-        kind = {"rule": name, "direction": rule.direction, "scale_type": scale_type}
+    for scale_type, name in itertools.product(SCALE_TYPES, RULES):
+        kind = {
+            "rule": name,
+            "direction": find_rule(name).direction,
+            "scale_type": scale_type,
+        }
         report = predict(dataclasses.replace(config, **kind))
         size = report.total.state_bytes, report.total.bytes_per_weight
         choices.append(Choice(**kind, state_bytes=size[0], bytes_per_weight=size[1]))
@@ -156,154 +146,11 @@ def what_if(config: ModelConfig) -> WhatIfReport:
     )
 
 
-def area_of(name: str) -> str:
-    """Find the area of a weight by its name in the model."""
-    if "norm" in name:
-        return "norms"
-    path = name.split(".")
-    if path[0] == "byte_mlp":
-        return "head"
-    return next((area for area in AREAS if area in path), "other")
-
-
-def _matrices(config: ModelConfig) -> list[tuple[str, int, int, int]]:
-    """List every matrix: name, how many there are, outputs, inputs."""
-    dim, ffn, layers = config.dim, config.ffn, config.layers
-    matrices = [
-        ("embedding", 1, VOCABULARY, dim),
-        ("attention_norm", layers, 1, dim),
-        ("attention.qkv", layers, 3 * dim, dim),
-        ("attention.output", layers, dim, dim),
-        ("mlp_norm", layers, 1, dim),
-        ("mlp.gate_up", layers, 2 * ffn, dim),
-        ("mlp.output", layers, dim, ffn),
-        ("norm", 1, 1, dim),
-        ("head", 1, VOCABULARY, dim),
-    ]
-    if config.sub_norms:
-        matrices += [("attention.sub_norm", layers, 1, dim), ("mlp.sub_norm", layers, 1, ffn)]
-    return matrices
-
-
-def _graph_matrices(config: GraphConfig) -> list[tuple[str, int, int, int]]:
-    """List every matrix of a `GraphLM`, as `_matrices` does."""
-    dim, layers, iterations = config.dim, config.layers, config.max_moe_iters
-    still = config.head_dim - config.rotary
-    matrices = [("embedding", 1, VOCABULARY, dim)]
-    if config.sequencer:
-        matrices += [
-            ("sequencer.table", 1, config.ngram_rows, config.ngram_dim),
-            ("sequencer.norm", 1, 1, config.ngram_dim),
-            ("sequencer.projection", 1, dim, config.ngram_dim),
-        ]
-    if config.memgram:
-        matrices += [
-            ("memgram.table", 1, VOCABULARY, dim),
-            ("memgram.norm", 1, 1, dim),
-            ("memgram.output", 1, dim, dim),
-        ]
-    if config.attention:
-        matrices += [
-            ("attention_norm", layers, 1, dim),
-            ("attention.query_down", layers, dim + config.latent + config.rotary, dim),
-            ("attention.latent_norm", layers, 1, config.latent),
-            ("attention.up", layers, config.heads * (still + config.head_dim), config.latent),
-            ("attention.sub_norm", layers, 1, dim),
-            ("attention.output", layers, dim, dim),
-        ]
-    for path, norm, count, ffn in (
-        ("mlp.", "mlp_norm", layers, config.ffn),
-        ("byte_mlp.", "byte_norm", 1, config.head_ffn),
-    ):
-        matrices += [
-            (norm, count, 1, dim),
-            (f"{path}gate_up", count, 2 * ffn, dim),
-            (f"{path}sub_norm", count if config.sub_norms else 0, 1, ffn),
-            (f"{path}output", count, dim, ffn),
-        ]
-    for name, (halves, width, heads) in config.codebooks.items():
-        matrices += [
-            (f"{name}.{part}", 1, rows, columns)
-            for part, rows, columns in (
-                ("norm", 1, dim),
-                ("query", heads * 2 * config.key_dim, dim),
-                ("query_norm", 1, config.key_dim),
-                ("left", halves[0], config.key_dim),
-                ("right", halves[1], config.key_dim),
-                ("table", halves[0] * halves[1], width),
-                ("sub_norm", 1, heads * width),
-                ("output", dim, heads * width),
-            )
-        ]
-    experts, width, ffn, gate = (
-        config.experts, config.expert_dim, config.expert_ffn, config.gate_dim
-    )  # fmt: skip
-    if config.moe or config.graph:
-        inward = (width + gate if config.moe else 0) + config.adapter_rank + 1
-        matrices += [
-            ("moe_graph.norm", 1, 1, dim),
-            ("moe_graph.inward", 1, inward, dim),
-            ("moe_graph.adapter_norm", 1, 1, config.adapter_rank),
-            ("moe_graph.adapters", iterations, dim, config.adapter_rank),
-        ]
-    if config.moe:
-        matrices += [
-            ("moe_graph.experts.gate.norm", 1, 1, gate),
-            ("moe_graph.experts.gate.keys", 1, experts, gate),
-            ("moe_graph.experts.gate_up", experts, 2 * ffn, width),
-            ("moe_graph.experts.sub_norm", 1, 1, ffn),
-            ("moe_graph.experts.down", experts, width, ffn),
-            ("moe_graph.sub_norm", 1, 1, width),
-            ("moe_graph.output", 1, dim, width),
-        ]
-    if config.graph:
-        matrices += [
-            ("moe_graph.message_norm", 1, 1, config.code_dim),
-            ("moe_graph.message", 1, dim, config.code_dim),
-        ]
-    if config.router:
-        streams = 2 + len(config.codebooks)
-        matrices += [("router.norm", 1, 1, dim), ("router.scores", 1, streams, dim)]
-    return [*matrices, ("norm", 1, 1, dim), ("head", 1, VOCABULARY, dim)]
-
-
-def _memories(config: GraphConfig) -> list[tuple[str, str, int]]:
-    """List the integers of a `GraphLM` that are no weights: area, kind and bytes."""
-    found = []
-    if config.moe:
-        found.append(("moe_graph", "counters", config.experts))
-    if config.graph:
-        found.append(("moe_graph", "edges", (4 + 4 + 1 + 1) * math.prod(config.edges)))
-    if config.memgram:
-        found.append(("memgram", "counters", 2 * config.memory_rows))
-    return found
-
-
-def footprint(
-    config: ModelConfig, count: int, rows: int, columns: int, *, frozen: bool
-) -> Footprint:
-    """Count what `count` matrices take; frozen ones are trits and scales and nothing else."""
-    rule, weights = RULES[config.rule], rows * columns
-    row_bytes = divide_up(columns, TRITS_PER_BYTE)
-    groups = rows * divide_up(columns, config.group_size)
-    voting = config.rule == "votes" and not frozen
-    sizes = {
-        "trits": rows * row_bytes,
-        "scales": groups if voting else 2 * groups,
-        "remainder": 0 if frozen or voting else weights,
-        "moment": weights if rule.moment_range and not rule.nibble and not frozen else 0,
-        "votes": weights + groups if voting else 0,
-        "statistics": 2 * (rows + columns) if config.direction == "factored" and not frozen else 0,
-    }
-    return _add_up(
-        count * weights,
-        count * rows * (TRITS_PER_BYTE * row_bytes - columns),
-        {kind: count * size for kind, size in sizes.items()},
-    )
-
-
 def _sum(parts: list[Footprint]) -> Footprint:
-    kinds = {kind: sum(part.bytes_by_kind.get(kind, 0) for part in parts) for kind in KINDS}
+    kinds: dict[str, int] = {}
+    for part in parts:
+        for kind, size in part.bytes_by_kind.items():
+            kinds[kind] = kinds.get(kind, 0) + size
     weights, padding = (
         sum(getattr(part, name) for part in parts) for name in ("weights", "padding_trits")
     )
@@ -321,11 +168,6 @@ def _add_up(weights: int, padding_trits: int, bytes_by_kind: dict[str, int]) -> 
     )
 
 
-def divide_up(number: int, size: int) -> int:
-    """Divide, and round up."""
-    return -(-number // size)
-
-
 def measure(model: "Module", *others: object) -> MeasuredState:
     """Find every tensor that hangs on a model, or on `others`, without asking their classes.
 
@@ -335,6 +177,11 @@ def measure(model: "Module", *others: object) -> MeasuredState:
     areas: dict[str, dict[str, int]] = {}
     floats = {"parameter": 0, "buffer": 0, "attribute": 0}
     names, counters = [], 0
+    declared = {
+        id(getattr(part, name)): (part.area, kind)
+        for part in model.state_modules()
+        for name, kind in part.kinds.items()
+    }
     for name, role, tensor in _held((model, *others)):
         integer = not (tensor.is_floating_point() or tensor.is_complex())
         if not integer:
@@ -343,8 +190,8 @@ def measure(model: "Module", *others: object) -> MeasuredState:
         elif role == "attribute" and tensor.nbytes <= LARGEST_COUNTER:
             counters += tensor.nbytes
             continue
-        kinds = areas.setdefault(area_of(name), {})
-        kind = KIND_OF_BUFFER.get(name.rpartition(".")[2], "other") if integer else "other"
+        area, kind = declared.get(id(tensor), ("other", "other"))
+        kinds = areas.setdefault(area, {})
         kinds[kind] = kinds.get(kind, 0) + tensor.nbytes
     return MeasuredState(
         bytes_by_area=areas,

@@ -13,12 +13,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from arbcli.config.training import TrainConfig
 from arbcli.data import Texts
-from arbcli.device import deterministic
+from arbcli.device import COMPUTE, deterministic
 from arbcli.inspect.allocator import Allocator, round_up
 from arbcli.inspect.trace import META, Storages, calling_function, without_memory
 from arbcli.kernels.runtime.backend import compile_for, num_processors
-from arbcli.train.trainer import COMPUTE, TrainConfig, Trainer
+from arbcli.train.trainer import Trainer
 
 ASSUMED_GPU = ((9, 0), 132)
 """Compute capability and processors where there is no GPU to ask: those of an H200."""

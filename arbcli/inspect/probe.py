@@ -15,7 +15,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from arbcli.checkpoint import Checkpoint, latest_checkpoint, load_checkpoint, read_json
-from arbcli.config.model import VOCABULARY, GraphConfig
+from arbcli.config.dense import VOCABULARY
+from arbcli.config.graph import GraphConfig
+from arbcli.config.training import TrainConfig, train_config_from
 from arbcli.data import entropy, evaluation_batches, open_texts
 from arbcli.device import (
     deterministic,
@@ -33,15 +35,13 @@ from arbcli.inspect.verdicts import (
     judge,
     ratio,
 )
-from arbcli.kernels.codec.decode_weight import HIGHEST_EXPONENT, LOWEST_EXPONENT, OCTAVE
+from arbcli.kernels.codec.packed import HIGHEST_EXPONENT, LOWEST_EXPONENT, OCTAVE
 from arbcli.kernels.codec.packing import unpack_trits
 from arbcli.kernels.runtime.backend import use_backend
-from arbcli.kernels.update.blend_moment import moment_max
-from arbcli.kernels.update.cast_votes import TRIT_THRESHOLD
 from arbcli.model.language_model import LanguageModel
 from arbcli.model.packed import TernaryTensor
-from arbcli.train.trainer import TrainConfig, Trainer, config_from
-from arbcli.train.updater import STEP_OF_RADIX
+from arbcli.rules.base import STEP_OF_RADIX
+from arbcli.train.trainer import Trainer
 
 BINS = 16
 ROUNDING = 1e-3
@@ -91,7 +91,7 @@ def open_saved(
     """
     run = path if path.is_dir() else path.parent
     checkpoint = latest_checkpoint(run, note) if run == path else load_checkpoint(path)
-    config = config_from(read_json(run / "config.json"))
+    config = train_config_from(read_json(run / "config.json"))
     place = resolve_device(device)
     if "data" in given:
         given.setdefault("val", ())
@@ -245,25 +245,19 @@ class _Tally:
         return counts[0] + counts[1]
 
     def _digit(self) -> Tensor:
-        """Extract the digit below the trit: A, or the votes."""
-        tensor = self.tensor
-        if hasattr(tensor, "votes"):
-            return tensor.votes
-        return ((tensor.remainder & 15) ^ 8) - 8 if tensor.rule.nibble else tensor.remainder
+        """Read the digit that carries into the trit."""
+        (digit, _), *_ = self.tensor.rule.digits(self.tensor.state).values()
+        return digit
 
     def report(self) -> TensorReport:
         """Sum up the steps, and look at every digit as it stands."""
-        tensor, rule, voting = self.tensor, self.tensor.rule, hasattr(self.tensor, "votes")
+        tensor = self.tensor
         exponent, fraction = tensor.scales
         v = exponent.int() * OCTAVE + (0 if fraction is None else fraction)
         ends = (LOWEST_EXPONENT * OCTAVE, HIGHEST_EXPONENT * OCTAVE + OCTAVE - 1)
         digits = {"scale": _histogram(v, *ends, zoom=True)}
-        end = TRIT_THRESHOLD if voting else rule.remainder_max
-        digits["votes" if voting else "remainder"] = _histogram(self._digit(), -end, end)
-        if rule.moment_range:
-            moment = tensor.remainder >> 4 if rule.nibble else tensor.moment
-            end = moment_max(rule.nibble)
-            digits["moment"] = _histogram(moment, -end, end)
+        for name, (values, end) in tensor.rule.digits(tensor.state).items():
+            digits[name] = _histogram(values, -end, end)
         up, down, into_zero, out_of_zero = (
             count / self.steps / tensor.num_weights for count in self.kinds
         )
@@ -276,7 +270,9 @@ class _Tally:
             out_of_zero_share=out_of_zero,
             still_share=1 - float(self.moved.float().mean()),
             changed=self.moves > 0,
-            update_size=None if voting else ratio(self.moves**0.5, self.expected**0.5),
+            update_size=None
+            if tensor.direction is None
+            else ratio(self.moves**0.5, self.expected**0.5),
             digits=digits,
         )
 

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from arbcli.config.model import ModelConfig
+from arbcli.config.dense import ModelConfig
+from arbcli.model.initial import projection_std
 from arbcli.model.layers.norm import NORM_EPS
 from arbcli.model.layers.rotary import rotary_table, rotate
 
@@ -19,17 +20,20 @@ class FloatWeight(nn.Module):
     Source: S. Ma et al., "The Era of 1-bit LLMs", https://arxiv.org/abs/2402.17764, eq. 1-3.
     """
 
-    def __init__(self, out_features: int, in_features: int, config: ModelConfig) -> None:
+    def __init__(
+        self, out_features: int, in_features: int, config: ModelConfig, *, std: float
+    ) -> None:
         super().__init__()
+        self.std = std
         self.straight_through = config.weights == "ste"
         self.latent = nn.Parameter(torch.empty(out_features, in_features))
         self._held: Tensor | None = None
 
     @torch.no_grad()
-    def initialise(self, std: float, seed: int, index: int) -> None:
+    def initialise(self, seed: int, index: int) -> None:
         """Draw from a normal distribution; `seed` and `index` decide, not the global generator."""
         generator = torch.Generator().manual_seed(seed * 1_000_003 + index)
-        self.latent.copy_(torch.randn(self.latent.shape, generator=generator) * std)
+        self.latent.copy_(torch.randn(self.latent.shape, generator=generator) * self.std)
 
     def weight(self, dtype: torch.dtype) -> Tensor:
         """Make what the forward multiplies by: (N, K) of `dtype`; or give what is held of it."""
@@ -54,11 +58,21 @@ class FloatWeight(nn.Module):
 
 
 class FloatLinear(nn.Module):
-    """y = x @ w.T with float or straight-through weights."""
+    """y = x @ w.T with float or straight-through weights; it takes what `TernaryLinear` does."""
 
-    def __init__(self, out_features: int, in_features: int, config: ModelConfig) -> None:
+    def __init__(
+        self,
+        out_features: int,
+        in_features: int,
+        config: ModelConfig,
+        *,
+        area: str,
+        std: float | None = None,
+        in_eight_bits: bool = False,
+    ) -> None:
         super().__init__()
-        self.weight = FloatWeight(out_features, in_features, config)
+        std = std or projection_std(in_features)
+        self.weight = FloatWeight(out_features, in_features, config, std=std)
 
     def forward(self, x: Tensor, before: nn.Module | None = None) -> Tensor:
         """Apply `before` and multiply (..., K) activations to (..., N) of the same dtype."""
@@ -68,13 +82,19 @@ class FloatLinear(nn.Module):
 class FloatEmbedding(nn.Module):
     """Look up rows of a float or straight-through table."""
 
-    def __init__(self, num_embeddings: int, dim: int, config: ModelConfig) -> None:
+    def __init__(
+        self, num_embeddings: int, dim: int, config: ModelConfig, *, area: str, std: float = 1.0
+    ) -> None:
         super().__init__()
-        self.weight = FloatWeight(num_embeddings, dim, config)
+        self.weight = FloatWeight(num_embeddings, dim, config, std=std)
 
     def forward(self, ids: Tensor, dtype: torch.dtype) -> Tensor:
-        """Turn (...) int64 ids into (..., D) vectors of `dtype`."""
-        return functional.embedding(ids, self.weight.weight(dtype))
+        """Turn (...) int64 ids into (..., D) vectors of `dtype`.
+
+        Where gradients are wanted the cast comes last, so that those of a row are added in float32.
+        """
+        table = self.weight.weight(torch.float32 if torch.is_grad_enabled() else dtype)
+        return functional.embedding(ids, table).to(dtype)
 
 
 class FloatRMSNorm(nn.Module):
@@ -88,7 +108,7 @@ class FloatRMSNorm(nn.Module):
         """Normalise the last dimension of (..., D), in float32."""
         return functional.rms_norm(x.float(), (self.dim,), eps=NORM_EPS).to(x.dtype)
 
-    def after(self, x: Tensor, added: Tensor) -> tuple[Tensor, Tensor]:
+    def of_sum(self, x: Tensor, added: Tensor) -> tuple[Tensor, Tensor]:
         """Return x + added, and that normalised."""
         x = x + added
         return x, self(x)

@@ -1,20 +1,15 @@
 """From a configuration to its model: the one place that knows which architecture is whose."""
 
-import dataclasses
-from typing import Any
-
 import torch
 
-from arbcli.config.model import GraphConfig, ModelConfig
+from arbcli.config.dense import ModelConfig
+from arbcli.config.graph import GraphConfig
 from arbcli.errors import ArbError
 from arbcli.kernels.matmul.fp8_matmul import MULTIPLE
 from arbcli.model.dense import ByteLM
 from arbcli.model.graph import GraphLM
 from arbcli.model.language_model import LanguageModel
 from arbcli.model.layers.linear import LinearWeight
-
-EXACT = ("head.weight",)
-"""Weights that are multiplied in bf16 in any case."""
 
 
 def build_model(
@@ -39,7 +34,7 @@ def build_model(
     kind = GraphLM if isinstance(config, GraphConfig) else ByteLM
     model = kind(config, compute_dtype, recompute=recompute)
     if fp8:
-        chosen = [weight for name, weight in model.weights().items() if _fits_fp8(name, weight)]
+        chosen = [weight for weight in model.weights().values() if _fits_fp8(weight)]
         if not chosen:
             raise ArbError(
                 f"`--compute fp8` multiplies matrices whose sizes are multiples of {MULTIPLE}, and"
@@ -51,19 +46,7 @@ def build_model(
     return model
 
 
-def _fits_fp8(name: str, weight: object) -> bool:
-    if not isinstance(weight, LinearWeight) or name in EXACT:
+def _fits_fp8(weight: object) -> bool:
+    if not isinstance(weight, LinearWeight) or not weight.in_eight_bits:
         return False
     return weight.out_features % MULTIPLE == 0 and weight.in_features % MULTIPLE == 0
-
-
-def model_config_from(values: dict[str, Any]) -> ModelConfig:
-    """Rebuild a configuration from its fields, as JSON holds them.
-
-    Raises:
-        TypeError: they are of another version.
-    """
-    of_graph = {field.name for field in dataclasses.fields(GraphConfig)}
-    of_dense = {field.name for field in dataclasses.fields(ModelConfig)}
-    kind = GraphConfig if set(values) & (of_graph - of_dense) else ModelConfig
-    return kind(**values)

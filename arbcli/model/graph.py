@@ -4,14 +4,17 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from arbcli.config.model import VOCABULARY, GraphConfig
+from arbcli.config.dense import VOCABULARY
+from arbcli.config.graph import GraphConfig
 from arbcli.model.blocks.codebook import Codebook
 from arbcli.model.blocks.latent_attention import LatentAttention, LatentBlockCache, LatentCache
 from arbcli.model.blocks.memgram import ORDER, MemGram
+from arbcli.model.blocks.mlp import MLP
 from arbcli.model.blocks.moe_graph import Iterated, MoEGraph
+from arbcli.model.blocks.router import Router
 from arbcli.model.blocks.sequencer import HISTORY, TextSequencer
-from arbcli.model.dense import MLP, RECOMPUTE
-from arbcli.model.language_model import LanguageModel
+from arbcli.model.initial import head_std
+from arbcli.model.language_model import RECOMPUTE, LanguageModel
 from arbcli.model.layers.embedding import TernaryEmbedding
 from arbcli.model.layers.linear import TernaryLinear
 from arbcli.model.layers.loss import cross_entropy
@@ -35,29 +38,6 @@ class LatentBlock(nn.Module):
         if self.attends:
             x = x + self.attention(x, self.attention_norm, past)
         return x + self.mlp(x, self.mlp_norm)
-
-
-ROUTER_BIAS = 3.0
-"""Added to the score of the stream that the blocks made, which already holds the others."""
-
-
-class Router(nn.Module):
-    """Weigh what the parts of the model made of each position, and add it up."""
-
-    def __init__(self, streams: int, config: GraphConfig) -> None:
-        super().__init__()
-        self.norm = TernaryRMSNorm(config.dim, config)
-        self.scores = TernaryLinear(streams, config.dim, config)
-
-    def forward(self, streams: list[Tensor]) -> Tensor:
-        """Mix streams of (B, T, D); the first decides, and has most of the weight at first."""
-        first, *others = self.scores(streams[0], self.norm).float().unbind(dim=-1)
-        scores = torch.stack((first + ROUTER_BIAS, *others), dim=-1)
-        weights = torch.softmax(scores, dim=-1).to(streams[0].dtype)
-        mixed = weights[..., :1] * streams[0]
-        for index, stream in enumerate(streams[1:], 1):
-            mixed = mixed + weights[..., index, None] * stream
-        return mixed
 
 
 class GraphLM(LanguageModel):
@@ -84,18 +64,21 @@ class GraphLM(LanguageModel):
     ) -> None:
         super().__init__()
         self.config, self.compute_dtype, self.recompute = config, compute_dtype, recompute
-        self.embedding = TernaryEmbedding(VOCABULARY, config.dim, config)
+        self.embedding = TernaryEmbedding(VOCABULARY, config.dim, config, area="embedding")
         self.sequencer = TextSequencer(config) if config.sequencer else None
         self.memgram = MemGram(config) if config.memgram else None
         self.blocks = nn.ModuleList(LatentBlock(config) for _ in range(config.layers))
-        books = {name: Codebook(*shape, config) for name, shape in config.codebooks.items()}
+        books = {
+            name: Codebook(*shape, config, area=name) for name, shape in config.codebooks.items()
+        }
         self.codebook, self.knowledge = books.get("codebook"), books.get("knowledge")
         self.moe_graph = MoEGraph(config) if config.moe or config.graph else None
         self.router = Router(2 + len(config.codebooks), config) if config.router else None
         self.byte_norm = TernaryRMSNorm(config.dim, config)
-        self.byte_mlp = MLP(config, config.head_ffn)
+        self.byte_mlp = MLP(config, config.head_ffn, area="head")
         self.norm = TernaryRMSNorm(config.dim, config)
-        self.head = TernaryLinear(VOCABULARY, config.dim, config)
+        head = {"area": "head", "std": head_std(config.dim), "in_eight_bits": False}
+        self.head = TernaryLinear(VOCABULARY, config.dim, config, **head)
 
     def forward(self, ids: Tensor, cache: LatentCache | None = None) -> Tensor:
         """Compute (B, T, 256) logits, in `compute_dtype`, from (B, T) int64 bytes.

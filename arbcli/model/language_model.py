@@ -1,20 +1,24 @@
 """What every language model here has: its weights by name, their initialisation, its losses."""
 
 import itertools
-import math
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
 import torch
 from torch import Tensor, nn
 
-from arbcli.config.model import ModelConfig
+from arbcli.config.dense import ModelConfig
 from arbcli.model.baselines import FloatWeight
 from arbcli.model.layers.linear import TernaryLinear
 from arbcli.model.layers.norm import TernaryRMSNorm
-from arbcli.model.layers.streamed import StreamedTensor
-from arbcli.model.packed import TernaryTensor
+from arbcli.model.layers.streamed import StreamedTensor, recompute_contexts
+from arbcli.model.packed import StateModule, TernaryTensor
 
+RECOMPUTE = {
+    "use_reentrant": False, "preserve_rng_state": False, "determinism_check": "none",
+    "context_fn": recompute_contexts,
+}  # fmt: skip
+"""How torch is to compute a block again: there is no dropout, and shapes do not change."""
 LOSS_WEIGHTS = {"ponder": 0.01}
 """What each part of a loss counts in what is minimised, the text's being 1."""
 
@@ -47,48 +51,36 @@ class LanguageModel(nn.Module):
 
     @property
     def plain_norms(self) -> bool:
-        """Whether weights are held, and those of all norms are ones."""
+        """Whether there are norms, and the weights of all of them are known to be ones."""
         norms = [part for part in self.modules() if isinstance(part, TernaryRMSNorm)]
         return bool(norms) and all(norm.plain for norm in norms)
+
+    holds_weights = False
+    """Whether this is inside `held_weights`."""
 
     @contextmanager
     def held_weights(self) -> Iterator[None]:
         """Make what follows from the weights once, not in every forward.
 
-        Those of a float twin are cast, and those of ternary norms decoded; matrices stay packed,
-        but steps of a text arrange them anew.
+        Those of a float twin are cast; matrices stay packed, but steps of a text arrange them anew.
+        Meanwhile no weight must change.
         """
         with ExitStack() as stack:
             for part in self.modules():
                 if isinstance(part, FloatWeight):
                     stack.enter_context(part.held(self.compute_dtype))
-                elif isinstance(part, TernaryRMSNorm | TernaryLinear):
+                elif isinstance(part, TernaryLinear):
                     stack.enter_context(part.held())
-            yield
+            before, self.holds_weights = self.holds_weights, True
+            try:
+                yield
+            finally:
+                self.holds_weights = before
 
     def initialise(self, seed: int) -> None:
-        """Draw all weights anew.
-
-        | weight | standard deviation |
-        |---|---|
-        | embedding | 1 |
-        | projections of K inputs | min(0.1, 1 / sqrt(K)) |
-        | output projections, all that add to the stream | the same / sqrt(2 * layers) |
-        | head | 1 / sqrt(dim) |
-        | norms | exactly 1 each |
-        """
-        for index, (name, weight) in enumerate(self.weights().items()):
-            into_stream = name.endswith(("output.weight", "message.weight")) or "adapters" in name
-            out_scale = math.sqrt(2 * self.config.layers) if into_stream else 1
-            if isinstance(weight, TernaryTensor) and weight.frozen:
-                weight.fill(1)
-            elif name == "embedding.weight":
-                weight.initialise(1.0, seed, index)
-            else:
-                in_features = _in_features(weight)
-                std = 1 / math.sqrt(in_features)
-                std = std if name == "head.weight" else min(0.1, std)
-                weight.initialise(std / out_scale, seed, index)
+        """Draw all weights anew, as each layer declares: see `initial`."""
+        for index, weight in enumerate(self.weights().values()):
+            weight.initialise(seed, index)
 
     def forget_uses(self) -> None:
         """Forget forwards whose backward never came, as after an error."""
@@ -96,11 +88,11 @@ class LanguageModel(nn.Module):
             if isinstance(part, StreamedTensor):
                 part.forget()
 
+    def state_modules(self) -> Iterator[StateModule]:
+        """Go through everything that declares buffers, in the order of the model."""
+        return (part for part in self.modules() if isinstance(part, StateModule))
+
     def weights(self) -> dict[str, TernaryTensor | FloatWeight]:
         """Name every weight, in the order of the model."""
         kinds = (TernaryTensor, FloatWeight)
         return {name: part for name, part in self.named_modules() if isinstance(part, kinds)}
-
-
-def _in_features(weight: TernaryTensor | FloatWeight) -> int:
-    return weight.in_features if isinstance(weight, TernaryTensor) else weight.latent.shape[1]

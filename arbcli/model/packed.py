@@ -2,43 +2,69 @@
 
 import math
 from collections.abc import Callable
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from arbcli.config.model import RULES, ModelConfig
-from arbcli.kernels.codec.decode_weight import (
+from arbcli.config.dense import ModelConfig
+from arbcli.directions import find_direction
+from arbcli.directions.base import State
+from arbcli.kernels.codec.decode_weight import decode_weight
+from arbcli.kernels.codec.packed import (
     HIGHEST_EXPONENT,
     LOWEST_EXPONENT,
     OCTAVE,
-    decode_weight,
+    Packed,
     num_groups,
 )
 from arbcli.kernels.codec.packing import pack_trits, row_bytes
 from arbcli.kernels.rows.table_rows import gather_rows, scatter_rows_
 from arbcli.kernels.runtime.backend import row_chunks
 from arbcli.kernels.update.random_bits import random_bits, stream_keys
+from arbcli.rules import find_rule
 
 INIT_SPREAD = 1.25
 """Standard deviation of z at the start, in units of P: about 32 % of the trits are zero."""
 
-UNSET = -128
-"""The whole digit of a running statistic that has seen no gradient yet."""
+
+class StateModule(nn.Module):
+    """A module with buffers that survive a step: integers, each declared where it is made.
+
+    Counting, prediction and the audit read what is declared here.
+
+    Args:
+        area: the part of the model that the buffers belong to, as reports name it.
+    """
+
+    def __init__(self, area: str) -> None:
+        super().__init__()
+        self.area = area
+        self.kinds: dict[str, str] = {}
+        """What the bytes of each buffer are for, by its name."""
+
+    def declare(self, name: str, tensor: Tensor, kind: str) -> None:
+        """Register an integer tensor as a buffer of some kind, such as `trits` or `counters`."""
+        self.register_buffer(name, tensor)
+        self.kinds[name] = kind
 
 
-class TernaryTensor(nn.Module):
+class TernaryTensor(StateModule):
     """A matrix of N outputs by K inputs that is never stored as anything but integers.
 
-    Buffers, as far as the rule needs them:
+    Buffers, besides those that its rule and its direction declare:
         trits: (N, row_bytes(K)) uint8, five weights a byte.
         exponent, fraction: (N, ceil(K / G)) int8, the digits E and F of each scale.
-        remainder: (N, K) int8, A, the digit below the trit. With `nibble` its byte also holds the
-            moment, as 16 m + (A mod 16).
-        moment: (N, K) int8, running mean of the update direction.
-        votes, scale_votes: int8, for the rule of that name, whose scales have no fraction.
-        row_statistic, column_statistic: (N, 2) and (K, 2) int8, whole and fraction of the log2 of
-            the running mean squares of the gradient, for the factored direction.
+
+    Args:
+        out_features: N.
+        in_features: K.
+        config: names rule, direction and scale type.
+        area: the part of the model that it belongs to.
+        std: standard deviation of the weights at the start.
+        spread: standard deviation of z at the start, in units of P.
+        direction: of its steps; None is that of `config`.
+        frozen: whether it is never stepped; its weights are ones, and it has trits and scales only.
+        matrices: how many matrices lie one above the other; each is stepped as one.
     """
 
     def __init__(
@@ -47,40 +73,36 @@ class TernaryTensor(nn.Module):
         in_features: int,
         config: ModelConfig,
         *,
+        area: str,
+        std: float = 1.0,
+        spread: float = INIT_SPREAD,
+        direction: str | None = None,
         frozen: bool = False,
         matrices: int = 1,
     ) -> None:
-        super().__init__()
+        super().__init__(area)
         self.out_features, self.in_features = out_features, in_features
-        self.matrices = matrices
-        """How many matrices lie one above the other; each is stepped as one."""
+        self.std, self.spread, self.frozen, self.matrices = std, spread, frozen, matrices
         self.group_size = config.group_size
-        self.rule = RULES[config.rule]
-        self.frozen = frozen
-        groups = (out_features, num_groups(in_features, config.group_size))
-        weights = (out_features, in_features)
+        self.rule = find_rule(config.rule)
+        name = direction or config.direction
+        self.direction = find_direction(name) if name and self.rule.direction else None
+        groups = num_groups(in_features, config.group_size)
         trits = torch.empty(out_features, row_bytes(in_features), dtype=torch.uint8)
-        self.register_buffer("trits", trits)
-        self._add("exponent", groups)
-        voting = config.rule == "votes" and not frozen
-        if not voting:
-            self._add("fraction", groups)
+        self.declare("trits", trits, "trits")
+        self._declare_int8("exponent", (out_features, groups), "scales")
+        if frozen or self.rule.has_fraction:
+            self._declare_int8("fraction", (out_features, groups), "scales")
         if frozen:
             return
-        self._add("votes" if voting else "remainder", weights)
-        if voting:
-            self._add("scale_votes", groups)
-        if self.rule.moment_range and not self.rule.nibble:
-            self._add("moment", weights)
-        if config.direction == "factored":
-            self._add("row_statistic", (out_features, 2))
-            self._add("column_statistic", (matrices * in_features, 2))
+        buffers = self.rule.buffers(out_features, in_features, groups)
+        if self.direction is not None:
+            buffers |= self.direction.buffers(out_features, in_features, matrices)
+        for name, buffer in buffers.items():
+            self._declare_int8(name, *buffer)
 
-    def _add(self, name: str, shape: tuple[int, int]) -> None:
-        self.register_buffer(name, torch.empty(shape, dtype=torch.int8))
-
-    spread = INIT_SPREAD
-    """Standard deviation of z at the start, in units of P."""
+    def _declare_int8(self, name: str, shape: tuple[int, int], kind: str) -> None:
+        self.declare(name, torch.empty(shape, dtype=torch.int8), kind)
 
     @property
     def num_weights(self) -> int:
@@ -93,38 +115,39 @@ class TernaryTensor(nn.Module):
         return self.exponent, getattr(self, "fraction", None)
 
     @property
-    def packed(self) -> tuple[Tensor, Tensor, Tensor | None, int, int]:
-        """What kernels read weights from: trits, both digits of the scales, K and G."""
-        return self.trits, *self.scales, self.in_features, self.group_size
+    def packed(self) -> Packed:
+        """What kernels read weights from: views of trits and scales."""
+        return Packed(self.trits, *self.scales, self.in_features, self.group_size)
 
     def weight(self, dtype: torch.dtype = torch.bfloat16) -> Tensor:
         """Decode the weights: (N, K), bfloat16 or the same values in float32."""
-        return decode_weight(*self.packed, dtype)
+        return decode_weight(self.packed, dtype)
 
-    def matrix(self, index: int) -> "Matrix":
-        """View one of the matrices."""
+    @property
+    def state(self) -> State:
+        """The buffers that rule and direction step, by name."""
+        return {
+            name: getattr(self, name) for name, kind in self.kinds.items() if kind != "counters"
+        }
 
-        def part(buffer: Tensor | None) -> Tensor | None:
-            whole = buffer is None or self.matrices == 1
-            return buffer if whole else buffer.chunk(self.matrices)[index]
+    def matrix(self, index: int) -> State:
+        """View the state of one of the matrices."""
+        if self.matrices == 1:
+            return self.state
+        return {name: part.chunk(self.matrices)[index] for name, part in self.state.items()}
 
-        return Matrix(*(part(getattr(self, name, None)) for name in Matrix._fields))
-
-    def gather(self, rows: Tensor) -> "Matrix":
+    def gather(self, rows: Tensor) -> State:
         """Copy the state of some rows, (R,) int64; a row that does not exist is zeros."""
-        copies = {name: gather_rows(buffer, rows) for name, buffer in self._row_buffers()}
-        fields = {name: copies.get(name) for name in Matrix._fields}
-        fields["column_statistic"] = getattr(self, "column_statistic", None)
-        return Matrix(**fields)
+        return {
+            name: part if name == "column_statistic" else gather_rows(part, rows)
+            for name, part in self.state.items()
+        }
 
-    def scatter(self, rows: Tensor, matrix: "Matrix") -> None:
+    def scatter(self, rows: Tensor, state: State) -> None:
         """Write back what `gather` copied; that of a row that does not exist is dropped."""
-        for name, buffer in self._row_buffers():
-            scatter_rows_(buffer, rows, getattr(matrix, name))
-
-    def _row_buffers(self) -> list[tuple[str, Tensor]]:
-        found = ((name, getattr(self, name, None)) for name in Matrix._fields)
-        return [(k, b) for k, b in found if b is not None and k != "column_statistic"]
+        for name, part in state.items():
+            if name != "column_statistic":
+                scatter_rows_(getattr(self, name), rows, part)
 
     @torch.no_grad()
     def fill(self, trit: int = 1) -> None:
@@ -135,18 +158,22 @@ class TernaryTensor(nn.Module):
         self.trits.copy_(pack_trits(row).expand_as(self.trits))
 
     @torch.no_grad()
-    def initialise(self, std: float, seed: int, index: int) -> None:
+    def initialise(self, seed: int, index: int) -> None:
         """Draw the weights straight into packed form, a block of rows at a time.
 
-        z = clamp(round(1.25 P n)), n normal, looked up by 16 counter-based random bits in a table
-        of its quantiles: the same integers on every device, whatever the block size.
+        z = clamp(round(spread P n)), n normal, looked up by 16 counter-based random bits in a table
+        of its quantiles: the same integers on every device, whatever the block size. Frozen weights
+        are ones.
 
         Args:
-            std: standard deviation of the weights.
             seed: of the run, 0..2**31-1.
             index: which tensor of the model this is.
         """
-        radix, largest = self.rule.radix, self.rule.radix + self.rule.remainder_max
+        if self.frozen:
+            self.fill(1)
+            return
+        rule, state = self.rule, self.state
+        radix, largest = rule.radix, rule.radix + rule.remainder_max
         device = self.trits.device
         integer = {"dtype": torch.int32, "device": device}
         ticks = torch.tensor(-1 - index, **integer)  # those of updates are not negative
@@ -161,45 +188,20 @@ class TernaryTensor(nn.Module):
             z = table[(random_bits(key, index, columns) >> 16) + 2**15]
             trits = (z > radix // 2).to(torch.int8) - (z < -(radix // 2)).to(torch.int8)
             self.trits[rows] = pack_trits(trits)
-            if hasattr(self, "remainder"):
-                remainder = (z - trits.to(torch.int16) * radix).to(torch.int8)
-                self.remainder[rows] = remainder & 15 if self.rule.nibble else remainder
-        v = round(OCTAVE * math.log2(std / math.sqrt(_share_of_nonzero(radix))))
-        if not hasattr(self, "fraction"):
+            rule.start(state, rows, (z - trits.to(torch.int16) * radix).to(torch.int8))
+        v = round(OCTAVE * math.log2(self.std / math.sqrt(_share_of_nonzero(radix))))
+        if not rule.has_fraction:
             v = round(v / OCTAVE) * OCTAVE
         v = min(max(v, LOWEST_EXPONENT * OCTAVE), HIGHEST_EXPONENT * OCTAVE + OCTAVE - 1)
         self.exponent.fill_(v // OCTAVE)
-        if hasattr(self, "fraction"):
+        if rule.has_fraction:
             self.fraction.fill_(v % OCTAVE)
-        if hasattr(self, "row_statistic"):
-            self.row_statistic[:, 0] = UNSET
-            self.column_statistic[:, 0] = UNSET
+        if self.direction is not None:
+            self.direction.start(state)
 
     def extra_repr(self) -> str:
         """Show the shape in `print(model)`."""
         return f"{self.out_features} x {self.in_features}{', frozen' if self.frozen else ''}"
-
-
-class Matrix(NamedTuple):
-    """What an update steps: the buffers of a `TernaryTensor`, of one of its matrices, or of rows.
-
-    Those that the rule does not need are None.
-    """
-
-    trits: Tensor
-    exponent: Tensor
-    fraction: Tensor | None
-    remainder: Tensor | None
-    moment: Tensor | None
-    votes: Tensor | None
-    scale_votes: Tensor | None
-    row_statistic: Tensor | None
-    column_statistic: Tensor | None
-
-    @property
-    def scales(self) -> tuple[Tensor, Tensor | None]:
-        """The exponent and the fraction of the scales."""
-        return self.exponent, self.fraction
 
 
 def _normal_cdf(x: float) -> float:

@@ -1,13 +1,24 @@
-"""The optimizers of the float twins: AdamW and Muon, both torch's own."""
+"""The optimizers of the float twins: AdamW, torch's own, and Muon with equal shapes as a batch.
+
+Whatever changes between steps is a tensor on the device, so a whole step can be one CUDA graph.
+"""
+
+import math
+from collections.abc import Iterable
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from arbcli.model.dense import ByteLM
 
 BETAS = (0.9, 0.95)
 WEIGHT_DECAY = 0.1
 CLIP_NORM = 1.0
+MOMENTUM = 0.95
+NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
+"""Coefficients of X, X X.T X and X X.T X X.T X in a step of Muon's iteration."""
+NEWTON_SCHULZ_STEPS = 5
+LEAST_NORM = 1e-7
 
 
 class FloatOptimizer:
@@ -16,34 +27,129 @@ class FloatOptimizer:
     Args:
         model: with float weights.
         name: `adamw` or `muon`.
-        lr: of the schedule's top, for every weight.
+        compiled: whether Muon's step is compiled.
     """
 
-    def __init__(self, model: ByteLM, name: str, lr: float) -> None:
-        self.model, self.lr = model, lr
+    def __init__(self, model: ByteLM, name: str, *, compiled: bool = False) -> None:
         blocks = list(model.blocks.parameters())
-        others = [p for p in model.parameters() if all(p is not block for block in blocks)]
-        fused = {"betas": BETAS, "fused": True}
-        if name == "adamw":
-            adamw = torch.optim.AdamW(blocks + others, lr=lr, weight_decay=WEIGHT_DECAY, **fused)
-            self._parts: list[torch.optim.Optimizer] = [adamw]
-        else:
-            muon = torch.optim.Muon(
-                blocks, lr=lr, weight_decay=WEIGHT_DECAY, adjust_lr_fn="match_rms_adamw"
-            )
-            adamw = torch.optim.AdamW(others, lr=lr, weight_decay=0.0, **fused)
-            self._parts = [muon, adamw]
+        inside = {id(parameter) for parameter in blocks}
+        others = [p for p in model.parameters() if id(p) not in inside]
+        self._parameters = blocks + others
+        self._lr = torch.zeros((), device=model.device)
+        self._muon: Muon | None = None
+        decay = WEIGHT_DECAY
+        if name == "muon":
+            self._muon = Muon(blocks, self._lr, WEIGHT_DECAY, compiled=compiled)
+            blocks, decay = [], 0.0
+        self._adamw = torch.optim.AdamW(
+            blocks + others,
+            lr=self._lr,
+            betas=BETAS,
+            weight_decay=decay,
+            fused=True,
+            capturable=model.device.type == "cuda",
+        )
 
-    def step(self, share: float) -> None:
-        """Step every weight at `share` of the learning rate, and drop the gradients."""
-        torch.nn.utils.clip_grad_norm_(self.model.parameters(), CLIP_NORM)
-        for part in self._parts:
-            for group in part.param_groups:
-                group["lr"] = self.lr * share
-            part.step()
-            part.zero_grad(set_to_none=True)
+    averages = False
+    """Gradients of micro-batches add up: each loss is to be divided by their number."""
+
+    def set_step(self, step: int, lr: float, accumulation: int = 1) -> None:
+        """Set the learning rate of the next step; nothing waits for the device."""
+        self._lr.fill_(lr)
+
+    def begin_micro(self, micro: int) -> None:
+        """Do nothing: gradients add up by themselves."""
+
+    def finish(self) -> None:
+        """Clip the gradients to a norm of `CLIP_NORM`, step every weight, drop the gradients."""
+        nn.utils.clip_grad_norm_(self._parameters, CLIP_NORM)
+        if self._muon:
+            self._muon.step()
+        self._adamw.step()
+        for parameter in self._parameters:
+            parameter.grad = None
 
     def state_tensors(self) -> list[Tensor]:
         """List what the optimizers keep between steps."""
-        states = (state for part in self._parts for state in part.state.values())
-        return [v for state in states for v in state.values() if isinstance(v, Tensor)]
+        states = (value for state in self._adamw.state.values() for value in state.values())
+        momenta = self._muon.momenta if self._muon else []
+        return [value for value in states if isinstance(value, Tensor)] + momenta
+
+
+class Muon:
+    """The steps of `torch.optim.Muon` with `adjust_lr_fn="match_rms_adamw"`, a shape at a time.
+
+    All matrices of one shape are stepped as one batch. Source: K. Jordan et al., "Muon",
+    https://kellerjordan.github.io/posts/muon/; J. Liu et al., "Muon is Scalable for LLM Training",
+    https://arxiv.org/abs/2502.16982, eq. 4.
+
+    Args:
+        parameters: matrices, float32.
+        lr: float32 scalar on their device, read in every step.
+        weight_decay: that `lr` is multiplied by.
+        compiled: whether a batch's step is compiled.
+    """
+
+    def __init__(
+        self, parameters: Iterable[Tensor], lr: Tensor, weight_decay: float, *, compiled: bool
+    ) -> None:
+        batches: dict[torch.Size, list[Tensor]] = {}
+        for parameter in parameters:
+            batches.setdefault(parameter.shape, []).append(parameter)
+        self._batches = list(batches.values())
+        self.momenta = [p[0].new_zeros(len(p), *p[0].shape) for p in self._batches]
+        """Of each batch: (matrices, N, K) float32."""
+        self._lr, self._weight_decay = lr, weight_decay
+        self._step = torch.compile(step_batch, dynamic=False) if compiled else step_batch
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """Step every matrix by its gradient."""
+        for batch, momentum in zip(self._batches, self.momenta, strict=True):
+            grads = [parameter.grad for parameter in batch]
+            self._step(batch, grads, momentum, self._lr, self._weight_decay)
+
+
+def step_batch(
+    parameters: list[Tensor],
+    grads: list[Tensor],
+    momentum: Tensor,
+    lr: Tensor,
+    weight_decay: float,
+) -> None:
+    """Step matrices of one shape by Muon with Nesterov's momentum, in place.
+
+    Args:
+        parameters: (N, K) float32 each.
+        grads: like them.
+        momentum: (matrices, N, K) float32, updated.
+        lr: float32 scalar.
+        weight_decay: that `lr` is multiplied by.
+    """
+    grad = torch.stack(grads)
+    momentum.lerp_(grad, 1 - MOMENTUM)
+    update = orthogonalise(grad.lerp(momentum, MOMENTUM))
+    size = 0.2 * math.sqrt(max(momentum.shape[1:]))  # as large as a step of AdamW
+    torch._foreach_mul_(parameters, 1 - lr * weight_decay)
+    torch._foreach_add_(parameters, list((update.float() * (-size * lr)).unbind()))
+
+
+def orthogonalise(update: Tensor) -> Tensor:
+    """Bring the singular values of a batch of matrices near 1, by Newton-Schulz steps in bf16.
+
+    Args:
+        update: (matrices, N, K) float32.
+
+    Returns:
+        The same in bfloat16, orthogonalised.
+    """
+    linear, cubic, quintic = NEWTON_SCHULZ
+    tall = update.shape[1] > update.shape[2]
+    x = update.bfloat16().mT if tall else update.bfloat16()
+    x = x / x.norm(dim=(1, 2), keepdim=True).clamp(min=LEAST_NORM)
+    for _ in range(NEWTON_SCHULZ_STEPS):
+        gram = x @ x.mT
+        x = torch.baddbmm(
+            x, torch.baddbmm(gram, gram, gram, beta=cubic, alpha=quintic), x, beta=linear
+        )
+    return x.mT if tall else x

@@ -2,102 +2,24 @@
 
 import dataclasses
 import math
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from arbcli.checkpoint import Checkpoint, check_layout
-from arbcli.config.model import ModelConfig
+from arbcli.config.training import TrainConfig
 from arbcli.data import Texts, batch, digest, evaluation_batches
-from arbcli.errors import ArbError
+from arbcli.device import COMPUTE
 from arbcli.kernels.runtime.backend import use_backend
-from arbcli.model.build import build_model, model_config_from
-from arbcli.model.language_model import LOSS_WEIGHTS
+from arbcli.model.build import build_model
+from arbcli.train.compiled_twin import compile_twin, side_stream
 from arbcli.train.float_optimizer import FloatOptimizer
+from arbcli.train.step import TrainingStep
 from arbcli.train.updater import Updater
 
-COMPUTE = {"bf16": torch.bfloat16, "fp8": torch.bfloat16, "fp32": torch.float32}
-"""Dtype of activations, by `--compute`."""
 EAGER_STEPS = 3
 """Steps before a step is captured: kernels compile and libraries make up their minds in them."""
-OPTIMIZERS = {"ternary": ("rule",), "float": ("adamw", "muon"), "ste": ("adamw", "muon")}
-"""By the kind of weights."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrainConfig:
-    """Everything that decides what a run computes; `config.json` holds it."""
-
-    model: ModelConfig
-    data: tuple[str, ...] = ()
-    """Files, folders or globs; none is the standard library's source."""
-    val: tuple[str, ...] = ()
-    """Held-out text; none splits it off the data."""
-    steps: int = 400
-    batch: int = 16
-    """Windows of a micro-batch."""
-    accum: int = 1
-    """Micro-batches of a step."""
-    lr: float = 1.0
-    warmup: int = 100
-    """Steps; at most half of the run."""
-    seed: int = 0
-    save_every: int = 500
-    """Steps."""
-    eval_every: int = 500
-    """Steps."""
-    optimizer: str = "rule"
-    """`rule` for ternary weights; `adamw` or `muon` for float ones."""
-    recompute: bool = False
-    """Whether a backward computes the inside of a block again, to keep less for it."""
-    compute: str = "bf16"
-    """Dtype of activations: `bf16` or `fp32`; or `fp8`: bf16, multiplied in eight bits."""
-    device: str = "cpu"
-    backend: str = "torch"
-
-    def __post_init__(self) -> None:
-        """Refuse what cannot be run.
-
-        Raises:
-            ArbError: a number is out of range.
-        """
-        for option, value, known in (
-            ("--optimizer", self.optimizer, OPTIMIZERS[self.model.weights]),
-            ("--compute", self.compute, COMPUTE),
-        ):
-            if value not in known:
-                names = ", ".join(f"`{name}`" for name in known)
-                raise ArbError(f"`{option}` is `{value}`", hint=f"choose one of: {names}")
-        if self.compute == "fp8" and self.model.weights != "ternary":
-            raise ArbError("a float twin is multiplied in bf16", hint="leave `--compute fp8` out")
-        for name in ("steps", "batch", "accum", "save_every", "eval_every"):
-            if getattr(self, name) < 1:
-                option = f"--{name.replace('_', '-')}"
-                raise ArbError(f"`{option}` is {getattr(self, name)}", hint="use 1 or more")
-        if not 0 < self.lr <= 64:
-            raise ArbError(f"`--lr` is {self.lr}", hint="use a number above 0 and at most 64")
-        if not 0 <= self.seed < 2**31:
-            raise ArbError(f"`--seed` is {self.seed}", hint=f"use 0 to {2**31 - 1}")
-
-
-def config_from(facts: dict[str, Any]) -> TrainConfig:
-    """Rebuild a configuration from what `config.json` holds.
-
-    Raises:
-        ArbError: it was written by a version with other settings.
-    """
-    try:
-        values = facts["config"]
-        model = model_config_from(values["model"])
-        lists = {name: tuple(values[name]) for name in ("data", "val")}
-        return TrainConfig(**(values | lists | {"model": model}))
-    except (TypeError, KeyError) as error:
-        raise ArbError(
-            f"the run's configuration does not fit this version of arb: {error}",
-            hint="use the version that `config.json` names",
-        ) from None
 
 
 def schedule(step: int, steps: int, warmup: int) -> float:
@@ -105,12 +27,6 @@ def schedule(step: int, steps: int, warmup: int) -> float:
     warmup = min(warmup, steps // 2)
     rise = min(1.0, (step + 1) / warmup) if warmup else 1.0
     return rise * (0.05 + 0.95 * (1 + math.cos(math.pi * step / steps)) / 2)
-
-
-def minimised(parts: dict[str, Tensor]) -> Tensor:
-    """Add the other parts of a loss, each times its weight, to that of the text."""
-    others = (LOSS_WEIGHTS[name] * part for name, part in parts.items() if name != "text")
-    return sum(others, parts["text"])
 
 
 def text_digest(texts: Texts) -> str:
@@ -125,7 +41,8 @@ class Trainer:
         config: what to compute.
         texts: what to read.
         capture: after a few steps, replay the step as one CUDA graph: the same kernels and the same
-            bits without the launches' cost. Hooks on the model see nothing of a replayed step.
+            bits without the launches' cost. Hooks on the model see nothing of a replayed step. A
+            float twin is compiled besides, which moves its last bits.
     """
 
     def __init__(self, config: TrainConfig, texts: Texts, *, capture: bool = False) -> None:
@@ -136,6 +53,7 @@ class Trainer:
             self.model = build_model(
                 config.model, dtype, recompute=config.recompute, fp8=config.compute == "fp8"
             )
+        capture = capture and config.backend == "triton"
         self.step = 0
         self.loss_parts: dict[str, Tensor] = {}
         """Parts of the last step's loss, float32 scalars by name."""
@@ -145,12 +63,17 @@ class Trainer:
             self.model.initialise(config.seed)
         if config.model.weights == "ternary":
             tensors = self.model.weights().values()
-            self.updater = Updater(tensors, config.model, config.seed, dtype)
+            self.updater = Updater(tensors, config.seed, dtype)
             for tensor in tensors:
                 tensor.sink = self.updater
         else:
-            self.optimizer = FloatOptimizer(self.model, config.optimizer, config.lr)
-        capture = capture and config.backend == "triton" and self.updater is not None
+            self.optimizer = FloatOptimizer(self.model, config.optimizer, compiled=capture)
+        self._updates = self.updater or self.optimizer
+        self._compute = TrainingStep(self.model, self._updates, config.accum)
+        self._warm_up_stream: torch.cuda.Stream | None = None
+        if capture and self.optimizer:
+            compile_twin(self.model)
+            self._warm_up_stream = torch.cuda.Stream(self.device)
         self._capture_at = EAGER_STEPS if capture else None
         self._graph: torch.cuda.CUDAGraph | None = None
         self._batches: Tensor | None = None
@@ -168,21 +91,27 @@ class Trainer:
         config = self.config
         return config.lr * schedule(self.step, config.steps, config.warmup)
 
-    def train_step(self) -> Tensor:
+    def train_step(self, reached: Callable[[str], None] = lambda stage: None) -> Tensor:
         """Do one step.
+
+        Args:
+            reached: is told of each stage that ends, see `TrainingStep`; not of a replayed step's.
 
         Returns:
             The loss before it, a float32 scalar tensor in nats a byte; reading it waits for a GPU.
         """
         self._load_batches()
-        if self.updater:
-            self.updater.set_step(self.step, self.lr, self.config.accum)
+        self._updates.set_step(self.step, self.lr, self.config.accum)
         if self._graph is None and self._capture_at == self.step:
             self._capture()
         with use_backend(self.config.backend):
-            loss = self._compute() if self._graph is None else self._replay()
-        if self.optimizer:
-            self.optimizer.step(self.lr / self.config.lr)
+            if self._graph is not None:
+                self._graph.replay()
+                self.loss_parts = self._captured_parts
+            else:
+                with side_stream(self._warm_up_stream):
+                    self.loss_parts = self._compute(self._micro_batches, reached)
+            loss = self.loss_parts["text"].clone()  # a replay overwrites its own
         self.step += 1
         return loss
 
@@ -209,34 +138,12 @@ class Trainer:
             batches = list(self._batches)  # (2, B, T) int64 each
         self._micro_batches = batches
 
-    def _compute(self) -> Tensor:
-        """Run forward, backward and, for packed weights, the updates of the loaded batches."""
-        accum, totals = self.config.accum, {}
-        self.model.forget_uses()
-        for micro, (ids, targets) in enumerate(self._micro_batches):
-            if self.updater:
-                self.updater.begin_micro(micro)
-            parts = self.model.losses(ids, targets)
-            loss = minimised(parts)
-            (loss if self.updater else loss / accum).backward()
-            for name, part in parts.items():
-                totals[name] = totals.get(name, 0) + part.detach() / accum
-        if self.updater:
-            self.updater.finish()
-        self.model.after_step()
-        self.loss_parts = totals
-        return totals["text"]
-
     def _capture(self) -> None:
         """Record a step as a CUDA graph. Recording executes nothing, so no state changes."""
         torch.cuda.empty_cache()  # what the steps before it held is held by the graph from now on
         self._graph = torch.cuda.CUDAGraph()
         with use_backend(self.config.backend), torch.cuda.graph(self._graph):
-            self._captured_loss = self._compute()
-
-    def _replay(self) -> Tensor:
-        self._graph.replay()
-        return self._captured_loss.clone()
+            self._captured_parts = self._compute(self._micro_batches)
 
     @torch.no_grad()
     def evaluate(self, num_batches: int = 40) -> float:
@@ -281,4 +188,4 @@ class Trainer:
         self.updater.restore(checkpoint.counters)
         self.step = checkpoint.step
         if self._capture_at is not None:
-            self._capture_at = self.step + EAGER_STEPS
+            self._graph, self._capture_at = None, self.step + EAGER_STEPS

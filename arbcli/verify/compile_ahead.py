@@ -21,7 +21,7 @@ from arbcli.kernels.runtime.backend import compile_for
 from arbcli.kernels.runtime.launches import replaced_launches
 from arbcli.kernels.runtime.spec import KernelSpec
 from arbcli.verify.kernels import find_kernels
-from arbcli.verify.workers import Workers
+from arbcli.verify.workers import JobDone, Workers
 
 
 class Target(NamedTuple):
@@ -118,7 +118,7 @@ def compile_kernels(
     targets: Iterable[str],
     group_size: int,
     number: int = 1,
-    progress: Callable[[str], None] = lambda _: None,
+    progress: Callable[[JobDone], None] = lambda _: None,
 ) -> tuple[CompileResult, ...]:
     """Compile kernels for each target, in processes of their own.
 
@@ -127,7 +127,7 @@ def compile_kernels(
         targets: keys of `TARGETS`.
         group_size: G.
         number: of processes.
-        progress: is told each kernel that is done.
+        progress: is told each kernel that is done, and what it found.
 
     Raises:
         ArbError: triton is missing, or a name is unknown.

@@ -14,7 +14,8 @@ from torch import Tensor
 from arbcli.kernels.attention.decode_attention import DECODE_ATTENTION
 from arbcli.kernels.attention.rotary_norm import ROTARY_NORM, rounded_gradient, rounded_once
 from arbcli.kernels.codec.decode_e4m3 import DECODE_E4M3
-from arbcli.kernels.codec.decode_weight import OCTAVE, decode_weight_torch, num_groups
+from arbcli.kernels.codec.decode_weight import decode_weight_torch
+from arbcli.kernels.codec.packed import OCTAVE, Packed, num_groups
 from arbcli.kernels.codec.packing import PLANE, pack_trits_torch
 from arbcli.kernels.matmul.arranged_matmul import ARRANGED_MATMUL, MOST_ROWS, arrange
 from arbcli.kernels.matmul.fp8_matmul import MULTIPLE
@@ -90,16 +91,17 @@ class Dice:
         values = torch.randn(shape, generator=self.generator, device=self.device)
         return self.view(values.to(dtype or self.dtype))
 
-    def packed(self, rows: int, columns: int) -> Tensor:
+    def trits(self, rows: int, columns: int) -> Tensor:
         """Draw packed trits; their padding is 0."""
         return self.view(pack_trits_torch(self.integers(-1, 1, rows, columns)))
 
-    def scales(self, rows: int, columns: int, group_size: int, spread: int = 8) -> list:
-        """Draw E and F of the scales of a matrix; F is None for one in ten."""
-        groups = (rows, num_groups(columns, group_size))
+    def packed(self, rows: int, columns: int, group_size: int, spread: int = 8) -> Packed:
+        """Draw a matrix, E within `spread` of -1; one in ten has no F."""
+        trits, groups = self.trits(rows, columns), (rows, num_groups(columns, group_size))
         low, high = max(-96, -1 - spread), min(31, spread - 1)
         exponent = self.integers(low, high, *groups)
-        return [exponent, None if self.chance(0.1) else self.integers(0, OCTAVE - 1, *groups)]
+        fraction = None if self.chance(0.1) else self.integers(0, OCTAVE - 1, *groups)
+        return Packed(trits, exponent, fraction, columns, group_size)
 
     def view(self, values: Tensor) -> Tensor:
         """Lay the same values out at random strides and offset, in a larger tensor."""
@@ -121,16 +123,15 @@ def _pack_trits(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
 
 
 def _unpack_trits(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
-    return dice.packed(n, k), k
+    return dice.trits(n, k), k
 
 
 def _decode_weight(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
-    return dice.packed(n, k), *dice.scales(n, k, group_size, spread=127), k, group_size
+    return (dice.packed(n, k, group_size, spread=127),)
 
 
 def _decode_e4m3(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
-    state = dice.packed(n, k), *dice.scales(n, k, group_size, spread=12)
-    return *state, k, group_size, dice.below(2) == 1
+    return dice.packed(n, k, group_size, spread=12), dice.below(2) == 1
 
 
 def _quantise_rows(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
@@ -139,23 +140,23 @@ def _quantise_rows(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple
 
 def _fp8_matmul(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
     n, k, transposed = -(-n // MULTIPLE) * MULTIPLE, -(-k // MULTIPLE) * MULTIPLE, dice.below(2)
-    state = dice.packed(n, k), *dice.scales(n, k, group_size), k, group_size
+    packed = dice.packed(n, k, group_size)
     q, scale = QUANTISE_ROWS.torch(dice.reals(m, n if transposed else k))
-    return q.to(E4M3), scale, *state, transposed == 1, dice.dtype
+    return q.to(E4M3), scale, packed, transposed == 1, dice.dtype
 
 
 def _ternary_matmul(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
-    return dice.reals(m, k), dice.packed(n, k), *dice.scales(n, k, group_size), group_size
+    return dice.reals(m, k), dice.packed(n, k, group_size)
 
 
 def _ternary_matmul_grad_x(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
-    return dice.reals(m, n), dice.packed(n, k), *dice.scales(n, k, group_size), k, group_size
+    return dice.reals(m, n), dice.packed(n, k, group_size)
 
 
 def _arranged_matmul(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
     gated, size = dice.below(2) == 1, PLANE * max(1, group_size // PLANE)
     n, k = n + n % 2, -(-k // 8) * 8
-    weight = arrange(dice.packed(n, k), *dice.scales(n, k, size), k, size, gated)
+    weight = arrange(dice.packed(n, k, size), gated)
     m = 1 + (m - 1) % MOST_ROWS
     x = dice.reals(m, k, dtype=torch.bfloat16).contiguous()
     added = dice.reals(m, weight.out_features).contiguous() if dice.below(2) else None
@@ -197,7 +198,8 @@ def _expert_combine_backward(dice: Dice, group_size: int, m: int, n: int, k: int
 
 def _rms_norm(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
     eps = 1e-6 if k > 4 else 0.1  # the gradient of a narrow norm cancels
-    return dice.reals(m, k), dice.packed(1, k), *dice.scales(1, k, group_size, 2), group_size, eps
+    weight = None if dice.chance(0.3) else dice.packed(1, k, group_size, spread=2)
+    return dice.reals(m, k), weight, eps
 
 
 def _add_rms_norm(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
@@ -209,9 +211,8 @@ def _rms_norm_backward(dice: Dice, group_size: int, m: int, n: int, k: int) -> t
 
 
 def _gated_rms_norm(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
-    _, *norm = _rms_norm(dice, group_size, 1, n, k)
-    if dice.chance(0.2):
-        norm[:3] = (None,) * 3
+    _, weight, eps = _rms_norm(dice, group_size, 1, n, k)
+    norm = (None, None) if dice.chance(0.2) else (weight, eps)
     return dice.reals(m, 2 * k), *norm
 
 
@@ -284,13 +285,13 @@ def _slots(dice: Dice, m: int, n: int) -> Tensor:
 def _weighted_rows(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
     ids = _slots(dice, max(m, -(-64 // k)), n)  # few sums can cancel
     weights = dice.reals(*ids.shape, dtype=torch.float32)
-    return ids, weights, dice.packed(n, k), *dice.scales(n, k, group_size), k, group_size
+    return ids, weights, dice.packed(n, k, group_size)
 
 
 def _weighted_rows_grad_weights(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
-    table = dice.packed(n, k), *dice.scales(n, k, group_size), k, group_size
+    packed = dice.packed(n, k, group_size)
     m = max(m, 16)  # all slots can have one id, and few products can cancel
-    return dice.reals(m, k), _slots(dice, m, n), *table
+    return dice.reals(m, k), _slots(dice, m, n), packed
 
 
 def _weighted_rows_grad(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
@@ -317,8 +318,8 @@ def _scatter_rows(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
 
 
 def _gradient_statistics(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
-    state = dice.packed(n, k), *dice.scales(n, k, group_size)
-    return dice.reals(n, k), *state, group_size, dice.below(2) == 1, dice.chance(0.2)
+    packed = dice.packed(n, k, group_size)
+    return dice.reals(n, k), packed, dice.below(2) == 1, dice.chance(0.2)
 
 
 def _gradient_gains(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
@@ -424,7 +425,7 @@ def _step_by_direction(dice: Dice, group_size: int, m: int, n: int, k: int) -> t
 def _cast_trit_votes(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
     votes = dice.integers(-127, 127, n, k) if dice.chance(0.2) else dice.integers(-2, 2, n, k)
     grad = torch.relu(dice.reals(n, k)) - torch.relu(dice.reals(n, k))  # a quarter is 0
-    return dice.packed(n, k), votes, dice.view(grad), dice.scalar(not dice.chance(0.1))
+    return dice.trits(n, k), votes, dice.view(grad), dice.scalar(not dice.chance(0.1))
 
 
 def _cast_scale_votes(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
@@ -433,29 +434,30 @@ def _cast_scale_votes(dice: Dice, group_size: int, m: int, n: int, k: int) -> tu
     return dice.integers(-96, 31, n, k), votes, slope, dice.scalar(not dice.chance(0.1))
 
 
-def _matmul_in_float64(x, packed, exponent, fraction, group_size):
-    weight = decode_weight_torch(packed, exponent, fraction, x.shape[1], group_size, torch.float32)
-    return x.double() @ weight.double().T
+def _in_float64(packed: Packed) -> Tensor:
+    return decode_weight_torch(packed, torch.float32).double()
 
 
-def _grad_x_in_float64(grad_y, packed, exponent, fraction, in_features, group_size):
-    weight = decode_weight_torch(packed, exponent, fraction, in_features, group_size, torch.float32)
-    return grad_y.double() @ weight.double()
+def _matmul_in_float64(x, packed):
+    return x.double() @ _in_float64(packed).T
 
 
-def _gradient_statistics_in_float64(grad, packed, exponent, fraction, group_size, factored, signs):
-    columns, grad = grad.shape[1], grad.double()
-    weight = decode_weight_torch(packed, exponent, fraction, columns, group_size, torch.float32)
-    products = (grad.sign() if signs else grad) * weight.double()
-    groups = torch.arange(columns, device=grad.device) // group_size
-    slope = products.new_zeros(exponent.shape).index_add_(1, groups, products)
+def _grad_x_in_float64(grad_y, packed):
+    return grad_y.double() @ _in_float64(packed)
+
+
+def _gradient_statistics_in_float64(grad, packed, factored, signs):
+    grad = grad.double()
+    products = (grad.sign() if signs else grad) * _in_float64(packed)
+    groups = torch.arange(packed.in_features, device=grad.device) // packed.group_size
+    slope = products.new_zeros(packed.exponent.shape).index_add_(1, groups, products)
     squares = grad.square()
     of_both = (squares.sum(dim) * factored for dim in (1, 0))
     return slope, slope.square().sum(), squares.sum(), *of_both
 
 
-def _fp8_matmul_in_float64(q, scale, *state_and_dtype):
-    weight, weight_scale = DECODE_E4M3.torch(*state_and_dtype[:-1])
+def _fp8_matmul_in_float64(q, scale, packed, transposed, dtype):
+    weight, weight_scale = DECODE_E4M3.torch(packed, transposed)
     return (q.double() * scale) @ (weight.double() * weight_scale.T).T
 
 
@@ -476,23 +478,22 @@ def _expert_combine_backward_in_float64(grad_y, values, positions, gates):
     return grad_values, torch.einsum("md,mjd->mj", grad_y.double(), values.double()[positions])
 
 
-def _weighted_rows_in_float64(ids, weights, packed, exponent, fraction, columns, group_size):
-    table = decode_weight_torch(packed, exponent, fraction, columns, group_size, torch.float32)
-    rows, weights = _padded(table), weights.double()
-    ids = ids.where((ids >= 0) & (ids < len(packed)), len(packed))
+def _weighted_rows_in_float64(ids, weights, packed):
+    rows, weights, num_rows = _padded(packed), weights.double(), packed.out_features
+    ids = ids.where((ids >= 0) & (ids < num_rows), num_rows)
     return sum(weights[:, j, None] * rows[ids[:, j]] for j in range(ids.shape[1]))
 
 
-def _grad_weights_in_float64(grad_y, ids, packed, exponent, fraction, columns, group_size):
-    table = decode_weight_torch(packed, exponent, fraction, columns, group_size, torch.float32)
-    rows, grad_y = _padded(table), grad_y.double()
-    ids = ids.where((ids >= 0) & (ids < len(packed)), len(packed))
+def _grad_weights_in_float64(grad_y, ids, packed):
+    rows, grad_y, num_rows = _padded(packed), grad_y.double(), packed.out_features
+    ids = ids.where((ids >= 0) & (ids < num_rows), num_rows)
     return torch.stack([(grad_y * rows[slot]).sum(dim=1) for slot in ids.unbind(1)], dim=1)
 
 
-def _padded(table: Tensor) -> Tensor:
-    """Append a row of zeros, in float64."""
-    return torch.cat([table.double(), table.new_zeros(1, table.shape[1])])
+def _padded(packed: Packed) -> Tensor:
+    """Decode a table and append a row of zeros, in float64."""
+    table = _in_float64(packed)
+    return torch.cat([table, table.new_zeros(1, table.shape[1])])
 
 
 def _weighted_rows_grad_in_float64(grad_y, weights, tokens, order, bounds):

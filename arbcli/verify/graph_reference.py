@@ -11,13 +11,14 @@ import math
 import torch
 from torch import Tensor
 
-from arbcli.config.model import GraphConfig
+from arbcli.config.graph import GraphConfig
 from arbcli.model.blocks.edges import Edges
 from arbcli.model.blocks.experts import BALANCE_UNIT
 from arbcli.model.blocks.latent_attention import SHARPNESS
 from arbcli.model.blocks.memgram import MemGram
 from arbcli.model.blocks.moe_graph import MoEGraph
-from arbcli.model.graph import ROUTER_BIAS, GraphLM
+from arbcli.model.blocks.router import ROUTER_BIAS
+from arbcli.model.graph import GraphLM
 
 Weights = dict[str, Tensor]
 

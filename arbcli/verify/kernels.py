@@ -8,12 +8,13 @@ import torch
 from torch import Tensor
 
 from arbcli.errors import ArbError
+from arbcli.kernels.codec.packed import Packed
 from arbcli.kernels.registry import KERNELS
 from arbcli.kernels.runtime.backend import check_backend, use_backend
 from arbcli.kernels.runtime.spec import Case, KernelSpec
 from arbcli.verify.compare import CaseResult, as_tuple, compare, poisoned, worst
 from arbcli.verify.fuzz import fuzz_cases, real_cases, real_reference
-from arbcli.verify.workers import Workers
+from arbcli.verify.workers import JobDone, Workers
 
 METHODS = {
     "cases": "awkward sizes and states, against the reference",
@@ -60,7 +61,6 @@ class VerifyReport:
     """What the comparison of kernels found."""
 
     kernels: tuple[KernelResult, ...]
-    not_verified: tuple[str, ...]
     seconds: float
     passed: bool
 
@@ -84,7 +84,7 @@ def verify_kernels(
     backends: Iterable[str],
     checks: Checks | None = None,
     workers: Workers | None = None,
-    progress: Callable[[str], None] = lambda _: None,
+    progress: Callable[[JobDone], None] = lambda _: None,
 ) -> VerifyReport:
     """Compare kernels with their references on all their cases, in poisoned memory.
 
@@ -95,7 +95,7 @@ def verify_kernels(
         backends: `triton` or `interpreter`, and `torch`.
         checks: which of them to make; the fixed cases by default.
         workers: processes that share the work; None is this one.
-        progress: is told each kernel that is done.
+        progress: is told each kernel that is done, and what it found.
 
     Raises:
         ArbError: no kernel has one of the names, or a backend cannot run on `device`.
@@ -115,7 +115,6 @@ def verify_kernels(
     results = [result for of_job in found for result in of_job]
     return VerifyReport(
         kernels=tuple(results),
-        not_verified=tuple(f"{spec.name}: {item}" for spec in chosen for item in spec.not_verified),
         seconds=time.perf_counter() - started,
         passed=all(result.passed for result in results),
     )
@@ -231,13 +230,16 @@ def _run_case(
     ]
 
 
-def copies(inputs: tuple) -> list:
+def copies(inputs: tuple) -> tuple:
     """Clone the tensors of a case with their strides and offsets, so none is changed by a run."""
-    return [
-        torch.empty(0, dtype=value.dtype, device=value.device).set_(
-            value.untyped_storage().clone(), value.storage_offset(), value.size(), value.stride()
-        )
-        if isinstance(value, Tensor)
-        else value
-        for value in inputs
-    ]
+    return tuple(map(_copy, inputs))
+
+
+def _copy(value: object) -> object:
+    if isinstance(value, Packed):
+        return value.map(_copy)
+    if not isinstance(value, Tensor):
+        return value
+    storage = value.untyped_storage().clone()
+    like = torch.empty(0, dtype=value.dtype, device=value.device)
+    return like.set_(storage, value.storage_offset(), value.size(), value.stride())

@@ -57,6 +57,8 @@ class Ledger:
     """Since the ledger that this one was compared with."""
     timing: TimingReport | None = None
     """None unless it was asked for."""
+    interrupted: str | None = None
+    """Name of the signal that ended the checks early; `not_verified` says before what."""
 
 
 def new_ledger(
@@ -68,6 +70,7 @@ def new_ledger(
     not_verified: Iterable[str],
     seconds: float,
     timing: TimingReport | None = None,
+    interrupted: str | None = None,
 ) -> Ledger:
     """Gather what was found, on what, and what follows from it."""
     failures = (
@@ -89,8 +92,9 @@ def new_ledger(
         ruled_out=tuple(_ruled_out(kernels, parity, compiled)),
         not_verified=tuple(not_verified),
         seconds=round(seconds, 1),
-        passed=not failures,
+        passed=not failures and interrupted is None,
         timing=timing,
+        interrupted=interrupted,
     )
 
 
@@ -290,6 +294,9 @@ def ledger_page(ledger: Ledger) -> str:
     """Write a ledger as Markdown."""
     versions = ", ".join(f"{name} {version}" for name, version in ledger.versions.items())
     outcome = f"{len(ledger.failures)} checks FAILED" if ledger.failures else "Everything passed"
+    if ledger.interrupted:
+        failed = len(ledger.failures) or "no"
+        outcome = f"Stopped by {ledger.interrupted}; {failed} checks failed until then"
     lines = [
         "# What was verified",
         "",

@@ -12,8 +12,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from arbcli.config.model import DIRECTIONS, PRESETS, RULES, VOCABULARY, GraphConfig, ModelConfig
+from arbcli.config.dense import VOCABULARY, ModelConfig
+from arbcli.config.graph import GraphConfig
+from arbcli.config.presets import PRESETS
 from arbcli.device import deterministic
+from arbcli.directions import DIRECTIONS
 from arbcli.kernels.rows.weighted_rows import TouchedRows
 from arbcli.kernels.runtime.backend import use_backend
 from arbcli.kernels.runtime.spec import EXACT, Gate
@@ -23,6 +26,7 @@ from arbcli.model.build import build_model
 from arbcli.model.language_model import LanguageModel
 from arbcli.model.layers.rotary import rotary_table, rotate
 from arbcli.model.packed import INIT_SPREAD, TernaryTensor
+from arbcli.rules import RULES, find_rule
 from arbcli.train.updater import Updater
 from arbcli.verify.compare import errors, poisoned
 from arbcli.verify.graph_reference import reference_graph_lm, reference_ponder
@@ -36,7 +40,7 @@ from arbcli.verify.reference import (
     rotary_angles,
     state_values,
 )
-from arbcli.verify.workers import Workers
+from arbcli.verify.workers import JobDone, Workers
 
 CHECKS = {
     "output": "every layer's output, on the input that the kernels gave it, against float64",
@@ -179,7 +183,7 @@ def check_parity(
     backends: Iterable[str],
     group_sizes: Mapping[str, int],
     workers: Workers | None = None,
-    progress: Callable[[str], None] = lambda _: None,
+    progress: Callable[[JobDone], None] = lambda _: None,
 ) -> tuple[ParityResult, ...]:
     """Compare the model with its reference, in poisoned memory.
 
@@ -189,7 +193,7 @@ def check_parity(
         group_sizes: scale types of the ragged model; presets have their own. Causality and
             determinism are checked with the first.
         workers: processes that share the work; None is this one.
-        progress: is told each part that is done.
+        progress: is told each part that is done, and what it found.
     """
     backends = tuple(backends)
     jobs = [(s.name, s.backend, s) for s in _subjects(device, backends, group_sizes)]
@@ -250,8 +254,8 @@ def _subjects(
             part = "layers" if index or interpreted else "model"
             place = (torch.float32, device, backend, part)
             yield Subject(f"graph {scale_type}", config, 2, *place)
-        for name, rule in RULES.items():
-            for direction in DIRECTIONS if rule.direction else (None,):
+        for name in RULES:
+            for direction in DIRECTIONS if find_rule(name).direction else (None,):
                 config = replace(RAGGED, rule=name, direction=direction)
                 title = f"{name} {direction}" if direction else name
                 yield Subject(title, config, 1, torch.float32, device, backend, "update")
@@ -385,7 +389,7 @@ def _determinism(subject: Subject) -> Iterator[ParityResult]:
     runs = []
     for _ in range(2):
         model = subject.build()
-        updater = Updater(model.weights().values(), subject.config, 3, subject.dtype)
+        updater = Updater(model.weights().values(), 3, subject.dtype)
         for tensor in updater.tensors:
             tensor.sink = updater
         updater.begin(0, LR)
@@ -428,8 +432,8 @@ def _tensor(subject: Subject) -> tuple[TernaryTensor, list[Tensor]]:
         return torch.randn(shape, generator=generator, device=subject.device)
 
     with torch.device(subject.device), use_backend("torch"):
-        tensor = TernaryTensor(37, 165, subject.config)
-        tensor.initialise(0.1, 0, 0)
+        tensor = TernaryTensor(37, 165, subject.config, area="mlp", std=0.1)
+        tensor.initialise(0, 0)
     return tensor, [
         normal(37, 165) ** 3 * normal(37, 1).exp() * normal(165).exp() for _ in range(2)
     ]
@@ -438,12 +442,13 @@ def _tensor(subject: Subject) -> tuple[TernaryTensor, list[Tensor]]:
 def _update(subject: Subject) -> Iterator[ParityResult]:
     """Compare one step with the formulas, of one micro-batch and of two, and a refused one."""
     config, unit = subject.config, {"z": 1.0, "v": 1.0}
-    rule = RULES[config.rule]
+    rule = find_rule(config.rule)
     if rule.moment_range:
-        unit["m"] = rule.moment_range / (7 if rule.nibble else 127)
+        alone = "moment" in rule.buffers(1, 1, 1)  # else it has four bits of a byte
+        unit["m"] = rule.moment_range / (127 if alone else 7)
     for micros in (1, 2):
         tensor, grads = _tensor(subject)
-        updater = Updater([tensor], config, 3, torch.float32)
+        updater = Updater([tensor], 3, torch.float32)
         for micro, grad in enumerate(grads[:micros]):
             before = state_values(tensor)
             slope = reference_slope(grad, reference_weight(tensor), tensor.group_size)
@@ -476,14 +481,12 @@ def _rounded(subject: Subject, item: str, got: Tensor, wanted: Tensor) -> Parity
 def _votes(subject: Subject) -> Iterator[ParityResult]:
     tensor, (grad, _) = _tensor(subject)
     ok = torch.ones((), dtype=torch.int32)
-    slope, *_ = gradient_statistics_reference(
-        grad, tensor.trits, tensor.exponent, None, tensor.group_size, factored=False, signs=True
-    )
+    slope, *_ = gradient_statistics_reference(grad, tensor.packed, factored=False, signs=True)
     wanted = (
         *cast_trit_votes_reference(tensor.trits, tensor.votes, grad, ok)[:2],
         *cast_scale_votes_reference(tensor.exponent, tensor.scale_votes, slope, ok),
     )
-    updater = Updater([tensor], subject.config, 3, torch.float32)
+    updater = Updater([tensor], 3, torch.float32)
     with use_backend(subject.backend):
         updater.begin(0, LR)
         updater(tensor, grad)

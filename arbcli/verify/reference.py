@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from arbcli.config.model import ModelConfig
+from arbcli.config.dense import ModelConfig
 from arbcli.kernels.codec.decode_weight import decode_weight_reference, decode_weight_torch
 from arbcli.kernels.codec.packing import unpack_trits_reference, unpack_trits_torch
 from arbcli.kernels.update.gradient_gains import statistic_value_reference
@@ -22,10 +22,9 @@ SLOW_WEIGHTS = 1 << 17
 
 def reference_weight(tensor: TernaryTensor) -> Tensor:
     """Decode a packed tensor to (N, K) float64."""
-    state = (tensor.trits, *tensor.scales, tensor.in_features, tensor.group_size)
     if tensor.num_weights > SLOW_WEIGHTS:
-        return decode_weight_torch(*state, torch.float32).double()
-    return decode_weight_reference(*state).double()
+        return decode_weight_torch(tensor.packed, torch.float32).double()
+    return decode_weight_reference(tensor.packed).double()
 
 
 def reference_layers(model: ByteLM) -> Iterator[tuple[str, dict[str, Tensor], Callable]]:
@@ -116,11 +115,12 @@ def state_values(tensor: TernaryTensor) -> dict[str, Tensor]:
     trits = unpack(tensor.trits, tensor.in_features).double()
     low = tensor.remainder.double()
     moment = getattr(tensor, "moment", torch.zeros_like(low)).double()
-    if rule.nibble:
+    share_a_byte = bool(rule.moment_range) and not hasattr(tensor, "moment")
+    if share_a_byte:
         moment = torch.floor(low / 16)
         low = low - 16 * moment
         low = torch.where(low > 7, low - 16, low)
-    largest = 7 if rule.nibble else 127
+    largest = 7 if share_a_byte else 127
     values = {
         "z": trits * rule.radix + low,
         "v": tensor.exponent.double() * 128 + tensor.fraction.double(),

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from arbcli.errors import ArbError
+from arbcli.kernels.codec.packed import Packed
 from arbcli.kernels.runtime.spec import Timing
 from arbcli.verify.compare import as_tuple
 from arbcli.verify.kernels import KernelResult, find_kernels
@@ -229,13 +230,17 @@ def time_kernels(
     return TimingReport(roofline, tuple(timings), not_timed)
 
 
+def num_bytes(value: object) -> int:
+    """Count the bytes of an argument, of all its tensors if it is a packed matrix."""
+    if isinstance(value, Packed):
+        return sum(map(num_bytes, value))
+    return value.nbytes if isinstance(value, Tensor) else 0
+
+
 def _time(
     kernel: str, run: Callable, timing: Timing, stopwatch: Stopwatch, roofline: Roofline
 ) -> TimingResult:
-    results = as_tuple(run(*timing.inputs))
-    moved = (*timing.inputs, *results)
-    moved_bytes = sum(value.nbytes for value in moved if isinstance(value, Tensor))
-    del results, moved
+    moved_bytes = sum(map(num_bytes, (*timing.inputs, *as_tuple(run(*timing.inputs)))))
     calls = [partial(run, *timing.inputs), *([timing.peer] if timing.peer else [])]
     ours, *peers = time_calls(calls, stopwatch)
     floor_us, bound = roofline.floor_us(moved_bytes, timing.flops)

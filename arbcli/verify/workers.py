@@ -1,12 +1,27 @@
 """Share work among processes: Triton compiles, and interprets, on one core at a time."""
 
 import os
+import signal
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
-from multiprocessing import get_context
+from dataclasses import dataclass
+from multiprocessing import active_children, get_context
+from multiprocessing.process import BaseProcess
 from typing import Any
 
 import torch
+
+
+@dataclass(frozen=True, slots=True)
+class JobDone:
+    """A job that is done."""
+
+    number: int
+    """How many are done, this one too."""
+    total: int
+    name: str
+    result: Any
+    """What the call returned."""
 
 
 class Workers:
@@ -20,19 +35,25 @@ class Workers:
     def __init__(self, number: int = 1, *, interpret: bool | None = None) -> None:
         self.number, self.interpret = number, interpret
         self._pool: ProcessPoolExecutor | None = None
+        self._processes: set[BaseProcess] = set()
 
     def __enter__(self) -> "Workers":
         return self
 
-    def __exit__(self, *exception: object) -> None:
-        if self._pool:
-            self._pool.shutdown(cancel_futures=True)
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """End the processes; after an error, or a signal, whatever they are at."""
+        if self._pool is None:
+            return
+        if kind is not None:
+            for process in self._processes:
+                process.terminate()
+        self._pool.shutdown(cancel_futures=True)
 
     def map(
         self,
         function: Callable,
         jobs: Iterable[tuple],
-        progress: Callable[[str], None] = lambda _: None,
+        progress: Callable[[JobDone], None] = lambda _: None,
     ) -> list[Any]:
         """Call a function with the arguments of every job.
 
@@ -49,7 +70,7 @@ class Workers:
         for index, result in self._each(function, jobs):
             results[index], count = result, count + 1
             named = " ".join(str(part) for part in jobs[index][:2] if part is not None)
-            progress(f"{count}/{len(jobs)}  {named}")
+            progress(JobDone(count, len(jobs), named, result))
         return results
 
     def _each(self, function: Callable, jobs: list[tuple]) -> Iterable[tuple[int, Any]]:
@@ -70,11 +91,20 @@ class Workers:
             if self._pool is None:
                 threads = max(1, torch.get_num_threads() // self.number)
                 self._pool = ProcessPoolExecutor(
-                    self.number, get_context("spawn"), torch.set_num_threads, (threads,)
+                    self.number, get_context("spawn"), _start_process, (threads,)
                 )
-            return {self._pool.submit(function, *job): i for i, job in enumerate(jobs)}
+            others = set(active_children())
+            futures = {self._pool.submit(function, *job): i for i, job in enumerate(jobs)}
+            self._processes |= set(active_children()) - others
+            return futures
         finally:
             if before is None:
                 os.environ.pop("TRITON_INTERPRET", None)
             else:
                 os.environ["TRITON_INTERPRET"] = before
+
+
+def _start_process(threads: int) -> None:
+    """Share the cores, and leave Ctrl-C, which all processes of a terminal get, to the first."""
+    torch.set_num_threads(threads)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)

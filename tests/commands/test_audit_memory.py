@@ -180,9 +180,8 @@ def test_audit_memory_predicts_every_rule_and_scale_type():
     ],
     ids=["budget", "two questions", "snapshot", "ctx"],
 )
-def test_audit_memory_fails_in_one_line(arguments):
-    command = [sys.executable, "-m", "arbcli", "audit-memory", *QUICK, *arguments]
-    done = subprocess.run(command, check=False, capture_output=True, text=True)
+def test_audit_memory_fails_in_one_line(arguments, arb_here):
+    done = arb_here("audit-memory", *QUICK, *arguments)
     assert done.returncode == 2
     assert done.stdout == ""
     error, hint = done.stderr.splitlines()[-2:]

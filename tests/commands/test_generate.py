@@ -7,7 +7,8 @@ import sys
 
 import pytest
 
-from arbcli.train import run as runs
+from arbcli.train.configure import new_config
+from arbcli.train.run import Observer, start_run
 
 TEXT = "ternary weights read naïve text. " * 200
 
@@ -17,8 +18,8 @@ def run(tmp_path_factory) -> str:
     folder = tmp_path_factory.mktemp("saved")
     (folder / "text.txt").write_text(TEXT, encoding="utf-8")
     sizes = {"dim": 32, "layers": 1, "heads": 2, "ffn": 48, "ctx": 16, "batch": 8}
-    config = runs.new_config(**sizes, steps=40, device="cpu", data=[str(folder / "text.txt")])
-    runs.train(config, folder / "run", runs.Observer())
+    config = new_config(**sizes, steps=40, device="cpu", data=[str(folder / "text.txt")])
+    start_run(config, folder / "run", Observer())
     return str(folder / "run")
 
 
@@ -42,13 +43,14 @@ def test_generate_writes_text_to_stdout_and_its_speed_to_stderr(run):
     assert generate(run, "--prompt", "ternary ", "--length", "40").stdout == done.stdout
 
 
-def test_generate_writes_the_same_as_json_bytes_and_text(run):
+def test_generate_writes_the_same_as_json_bytes_and_text(run, arb_here):
     args = ["--length", "60", "--temperature", "3", "--seed", "7"]
-    report = json.loads(generate(run, *args, "--json").stdout)
+    here = ["generate", "--checkpoint", run, "--device", "cpu", *args]
+    report = json.loads(arb_here(*here, "--json").stdout)
     raw = generate(run, *args, "--bytes").stdout
     assert len(raw) == 60
     assert report["text"] == raw.decode(errors="replace")
-    assert generate(run, *args).stdout == report["text"].encode()
+    assert arb_here(*here).stdout == report["text"]
     assert "\ufffd" in report["text"]
     assert (report["prompt"], report["seed"], report["length"]) == ("\n", 7, 60)
     assert report["checkpoint"].endswith("step-000040.safetensors")
@@ -63,9 +65,9 @@ def test_generate_reads_a_prompt_of_any_bytes_from_stdin(run):
     assert json.loads(done.stdout)["top_k"] == 256
 
 
-def test_generate_takes_a_checkpoint_file(run):
-    done = generate(f"{run}/step-000040.safetensors", "--length", "3")
-    assert done.returncode == 0
+def test_generate_takes_a_checkpoint_file(run, arb_here):
+    args = ["--checkpoint", f"{run}/step-000040.safetensors", "--device", "cpu"]
+    assert arb_here("generate", *args, "--length", "3").returncode == 0
 
 
 def test_generate_stops_quietly_when_nobody_reads(run):
@@ -75,16 +77,16 @@ def test_generate_stops_quietly_when_nobody_reads(run):
     assert b"Traceback" not in done.stderr
 
 
-def test_evaluate_prints_a_table_or_one_object(run, tmp_path):
+def test_evaluate_prints_a_table_or_one_object(run, tmp_path, arb_here):
     path = tmp_path / "book.txt"
     path.write_text(TEXT[:1000], encoding="utf-8")
     args = ["evaluate", "--checkpoint", run, "--data", str(path), "--device", "cpu"]
-    done = arb(*args)
+    done = arb_here(*args)
     assert done.returncode == 0, done.stderr
     for words in ("nats a byte", "bits a byte", "order-0 entropy", "compression ratio", "16, 8"):
-        assert words in done.stdout.decode()
-    assert b"100 %" in done.stderr
-    report = json.loads(arb(*args, "--json", "--stride", "16").stdout)
+        assert words in done.stdout
+    assert "100 %" in done.stderr
+    report = json.loads(arb_here(*args, "--json", "--stride", "16").stdout)
     assert report["bytes"] == path.stat().st_size
     assert report["stride"] == 16
     assert report["nats_per_byte"] < report["entropy"]
@@ -105,12 +107,12 @@ ERRORS = {
 
 
 @pytest.mark.parametrize("name", ERRORS)
-def test_a_mistake_is_explained_in_two_lines(name, run):
+def test_a_mistake_is_explained_in_two_lines(name, run, arb_here):
     args, message = ERRORS[name]
-    done = arb(*(arg.format(run=run) for arg in args))
+    done = arb_here(*(arg.format(run=run) for arg in args))
     assert done.returncode == 2
-    assert done.stdout == b""
-    lines = done.stderr.decode().splitlines()
+    assert done.stdout == ""
+    lines = done.stderr.splitlines()
     assert len(lines) == 2, lines
     assert lines[0].startswith("error: ")
     assert message in lines[0]

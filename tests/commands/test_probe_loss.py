@@ -11,7 +11,8 @@ from typer.testing import CliRunner
 from arbcli.cli import app
 from arbcli.errors import ArbError
 from arbcli.inspect import plots
-from arbcli.train import run as runs
+from arbcli.train.configure import new_config
+from arbcli.train.run import Observer, start_run
 
 SMALL = ["--dim", "32", "--layers", "2", "--heads", "2", "--ffn", "48", "--ctx", "32"]
 SMALL += ["--batch", "8", "--device", "cpu"]
@@ -69,8 +70,8 @@ def test_probe_loss_exits_with_2_and_no_traceback_if_it_cannot_run():
 def test_probe_loss_takes_a_saved_model_as_it_is(tmp_path):
     names = ("dim", "layers", "heads", "ffn", "ctx")
     sizes = dict(zip(names, (32, 1, 2, 48, 16), strict=True))
-    config = runs.new_config(**sizes, batch=4, steps=4, device="cpu")
-    runs.train(config, tmp_path / "run", runs.Observer())
+    config = new_config(**sizes, batch=4, steps=4, device="cpu")
+    start_run(config, tmp_path / "run", Observer())
     before = {path.name: path.read_bytes() for path in (tmp_path / "run").iterdir()}
     args = ["--checkpoint", str(tmp_path / "run"), "--device", "cpu", "--steps", "2", "--json"]
     report = json.loads(invoke(*args).stdout)
@@ -98,7 +99,7 @@ def test_probe_loss_asks_for_matplotlib_before_it_computes(monkeypatch):
         raise AssertionError("it computed")
 
     monkeypatch.setattr(plots, "find_spec", lambda _: None)
-    monkeypatch.setattr(runs, "new_config", never)
+    monkeypatch.setattr("arbcli.train.configure.new_config", never)
     result = invoke("--plot", "probe.png")
     assert isinstance(result.exception, ArbError)
     assert "matplotlib" in str(result.exception)

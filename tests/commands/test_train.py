@@ -38,10 +38,10 @@ def test_train_says_what_a_person_needs(text, tmp_path):
         assert words in done.stderr
 
 
-def test_train_of_a_graph_shows_what_it_measures_of_itself(text, tmp_path):
+def test_train_of_a_graph_shows_what_it_measures_of_itself(text, tmp_path, arb_here):
     args = ["train", "--preset", "arb-tiny", "--data", text, *SMALL, "--heads", "1", "--steps", "3"]
     run = tmp_path / "run"
-    done = arb(*args, "--moe", "--memgram", "--out", str(run))
+    done = arb_here(*args, "--moe", "--memgram", "--out", str(run))
     assert done.returncode == 0, done.stderr
     for words in ("of codes alive", "of knowledge alive", "fullest expert"):
         assert words in done.stderr
@@ -59,18 +59,19 @@ def test_train_prints_only_a_record_a_line_as_json(text, tmp_path):
     assert records[-1]["val_loss"] > 0
 
 
-def test_train_resumes_the_last_run_by_itself(text, tmp_path):
-    assert arb("train", "--data", text, *SMALL, cwd=tmp_path).returncode == 0
-    done = arb("train", "--resume", "auto", cwd=tmp_path)
+def test_train_resumes_the_last_run_by_itself(text, tmp_path, arb_here, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert arb_here("train", "--data", text, *SMALL).returncode == 0
+    done = arb_here("train", "--resume", "auto")
     assert done.returncode == 0
     assert "resumed at step 12" in done.stderr
 
 
 @pytest.mark.parametrize("weights", ["float", "ste"])
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
-def test_train_runs_the_twins(weights, optimizer, text, tmp_path):
+def test_train_runs_the_twins(weights, optimizer, text, tmp_path, arb_here):
     args = ["--weights", weights, "--optimizer", optimizer, "--lr", "0.01", "--steps", "30"]
-    done = arb("train", "--data", text, *SMALL, *args, "--json", "--out", str(tmp_path / "r"))
+    done = arb_here("train", "--data", text, *SMALL, *args, "--json", "--out", str(tmp_path / "r"))
     assert done.returncode == 0, done.stderr
     losses = [json.loads(line)["loss"] for line in done.stdout.splitlines()]
     assert losses[-1] < losses[0] < 6
@@ -111,9 +112,10 @@ ERRORS = {
 
 
 @pytest.mark.parametrize("name", ERRORS)
-def test_train_explains_a_mistake_in_two_lines(name, text, tmp_path):
+def test_train_explains_a_mistake_in_two_lines(name, text, tmp_path, arb_here, monkeypatch):
     args, message = ERRORS[name]
-    done = arb("train", *(arg.format(text=text) for arg in args), cwd=tmp_path)
+    monkeypatch.chdir(tmp_path)
+    done = arb_here("train", *(arg.format(text=text) for arg in args))
     assert done.returncode == 2
     assert done.stdout == ""
     lines = done.stderr.splitlines()
@@ -124,10 +126,10 @@ def test_train_explains_a_mistake_in_two_lines(name, text, tmp_path):
     assert list(tmp_path.iterdir()) == [Path(text)]
 
 
-def test_train_survives_a_full_disk_with_its_checkpoints(text, tmp_path):
+def test_train_survives_a_full_disk_with_its_checkpoints(text, tmp_path, arb_here):
     """A limit on the size of files is as good as a full disk."""
     run = tmp_path / "run"
-    assert arb("train", "--data", text, *SMALL, "--out", str(run)).returncode == 0
+    assert arb_here("train", "--data", text, *SMALL, "--out", str(run)).returncode == 0
     size = (run / "step-000012.safetensors").stat().st_size
     code = (
         "import resource, signal, sys\n"

@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from dataclasses import replace
@@ -46,7 +47,7 @@ def test_json_is_one_object_with_pinned_fields():
     assert list(found) == [
         "format", "date", "device", "versions", "commit", "scale_types", "kernels", "parity",
         "compiled", "failures", "ruled_out", "not_verified", "seconds", "passed", "changes",
-        "timing",
+        "timing", "interrupted",
     ]  # fmt: skip
     assert list(found["kernels"][0]) == [
         "kernel", "backend", "scale_type", "kind", "shapes", "outputs", "elements", "unwritten",
@@ -143,7 +144,7 @@ def test_kernel_that_fails_is_not_timed(wrong_kernel):
     ("arguments", "message"),
     [
         (["nonsense"], "no kernel is named `nonsense`"),
-        (["--tscale-type", "T5"], "`--tscale-type` is `T5`"),
+        (["--tscale-type", "T5"], "`scale_type` is `T5`"),
         (["--tscale-type", "T4", "--all-tscale-types"], "exclude each other"),
         (["--targets", "sm_1"], "no target is named `sm_1`"),
         (["--backend", "numpy"], "no backend is named `numpy`"),
@@ -166,7 +167,44 @@ def test_program_needs_no_environment_and_prints_only_json():
     )  # fmt: skip
     assert run.returncode == 0, run.stderr
     assert json.loads(run.stdout)["kernels"][0]["backend"] == BACKEND
-    assert run.stderr == ""
+    assert run.stderr == "kernels  1/1  cast_scale_votes  pass\n"
     run = subprocess.run([*command, "nonsense"], capture_output=True, text=True, check=False)
     assert (run.returncode, run.stdout) == (2, "")
     assert run.stderr.startswith("error: ")
+
+
+def test_every_kernel_is_a_line_as_it_is_done_also_into_a_pipe():
+    lines = arb("pack_trits", "step_scales", "--backend", "torch").stderr.splitlines()
+    assert lines == ["kernels  1/2  pack_trits  pass", "kernels  2/2  step_scales  pass"]
+
+
+@pytest.mark.parametrize(
+    ("number", "code", "what"),
+    [
+        pytest.param(signal.SIGINT, 130, ["pack_trits", "ternary_matmul", "rms_norm"], id="one"),
+        pytest.param(signal.SIGTERM, 143, ["--backend", "torch"], id="several processes"),
+    ],
+)
+def test_ledger_of_an_interrupted_check_holds_what_was_verified(number, code, what, tmp_path):
+    """Stopped when the first kernel is done."""
+    command = [sys.executable, "-m", "arbcli", "verify-kernels", *what, "--json"]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen([*command, "--ledger", str(tmp_path)], **pipes) as process:
+        first = process.stderr.readline()
+        process.send_signal(number)
+        stdout, stderr = process.communicate(timeout=60)
+    assert process.returncode == code, stderr
+    assert first.startswith("kernels  1/")
+    assert "Traceback" not in stderr
+    assert f"stopped by {number.name}" in stderr
+    found = json.loads(stdout)
+    assert json.loads((tmp_path / "ledger.json").read_text()) == found
+    assert f"Stopped by {number.name}; no checks failed" in (tmp_path / "ledger.md").read_text()
+    assert found["interrupted"] == number.name
+    assert not found["passed"]
+    assert not found["failures"]
+    done = {(result["kernel"], result["scale_type"]) for result in found["kernels"]}
+    assert done
+    assert found["not_verified"][0].startswith(f"stopped by {number.name} before these kernels")
+    missing = found["not_verified"][0].partition(": ")[2].split(", ")
+    assert done.isdisjoint({(*item.split(), None)[:2] for item in missing})

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from arbcli.config.model import preset
+from arbcli.config.presets import preset
 from arbcli.data import Text
 from arbcli.errors import ArbError
 from arbcli.infer.evaluation import evaluate, mean_loss, windows

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from arbcli.config.model import preset
+from arbcli.config.presets import preset
 from arbcli.errors import ArbError
 from arbcli.infer.generation import Decoder, Sampling, generate
 from arbcli.model.build import build_model

@@ -8,10 +8,13 @@ from itertools import product
 import pytest
 import torch
 
-from arbcli.config.model import DIRECTIONS, PRESETS, RULES, SCALE_TYPES, preset
+from arbcli.config.dense import SCALE_TYPES
+from arbcli.config.presets import PRESETS, preset
+from arbcli.directions import DIRECTIONS
 from arbcli.inspect.memory import KINDS, measure, predict, what_if
 from arbcli.model.build import build_model
 from arbcli.model.packed import TernaryTensor
+from arbcli.rules import RULES, find_rule
 from arbcli.train.updater import Updater
 
 TINY = {"dim": 32, "layers": 1, "heads": 2, "ffn": 48, "ctx": 16}
@@ -20,7 +23,7 @@ RAGGED = {"dim": 44, "layers": 2, "heads": 2, "ffn": 167, "ctx": 16}
 KINDS_OF_UPDATE = [
     (rule, direction)
     for rule in RULES
-    for direction in (DIRECTIONS if RULES[rule].direction else (None,))
+    for direction in (DIRECTIONS if find_rule(rule).direction else (None,))
 ]
 
 
@@ -129,7 +132,7 @@ def test_what_if_covers_every_rule_and_scale_type():
     assert {(c.rule, c.scale_type) for c in choices} == set(product(RULES, SCALE_TYPES))
     for choice in choices:
         own = {"rule": choice.rule, "scale_type": choice.scale_type}
-        assert choice.direction == RULES[choice.rule].direction
+        assert choice.direction == find_rule(choice.rule).direction
         assert choice.state_bytes == predict(preset("tiny", **own, **RAGGED)).total.state_bytes
 
 
@@ -137,7 +140,7 @@ def test_predicting_imports_no_torch():
     code = (
         "import sys; from arbcli.inspect.memory import predict, what_if\n"
         "from arbcli.inspect.peak import predict_peak\n"
-        "from arbcli.config.model import preset\n"
+        "from arbcli.config.presets import preset\n"
         "predict(preset('1b')), what_if(preset('1b')), predict_peak(preset('1b'), batch=8)\n"
         "predict(preset('arb-3b')), predict_peak(preset('arb-3b'), batch=8)\n"
         "sys.exit('torch' in sys.modules)"
@@ -161,7 +164,7 @@ def test_measure_tells_floats_by_where_they_hang():
 def test_measure_finds_the_updater_behind_a_sink():
     config = preset("tiny", **TINY)
     model = model_of(config, "cpu")
-    updater = Updater(model.weights().values(), config, 0, torch.float32)
+    updater = Updater(model.weights().values(), 0, torch.float32)
     updater.shadow = torch.zeros(9)
     assert measure(model).float_attributes == 0
     assert measure(model, updater).float_attributes == 9

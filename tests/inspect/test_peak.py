@@ -4,11 +4,12 @@ from itertools import product
 
 import pytest
 
-from arbcli.config.model import PRESETS, RULES, preset
+from arbcli.config.presets import PRESETS, preset
 from arbcli.inspect import peak as module
 from arbcli.inspect.peak import predict_peak
 from arbcli.kernels.rows import weighted_rows
 from arbcli.model.blocks import experts, sequencer
+from arbcli.rules import RULES
 from arbcli.train import updater as update
 
 

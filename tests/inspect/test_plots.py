@@ -115,8 +115,8 @@ def test_drawing_leaves_no_figure_open(report, tmp_path):
 
 def test_plot_probe_takes_a_real_report(tmp_path):
     from arbcli.inspect.probe import probe
-    from arbcli.train import run as runs
+    from arbcli.train.configure import new_config
 
-    config = runs.new_config(dim=32, layers=1, heads=2, ffn=48, ctx=8, batch=2, steps=1)
+    config = new_config(dim=32, layers=1, heads=2, ffn=48, ctx=8, batch=2, steps=1)
     plot_probe(dataclasses.asdict(probe(config, steps=1)), tmp_path / "probe.png")
     assert painted_share(tmp_path / "probe.png") > 0.02

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from arbcli.kernels.codec.decode_weight import decode_weight_reference, random_packed
+from arbcli.kernels.codec.decode_weight import decode_weight_reference
+from arbcli.kernels.codec.packed import random_packed
 from arbcli.kernels.matmul import arranged_matmul as arranged
 from arbcli.kernels.matmul.few_rows import few_rows
 from arbcli.kernels.runtime.backend import use_backend
@@ -16,6 +17,17 @@ from ptx import emulated
 
 LEFT_OUT = {"gram", "gram_polynomial", "grouped_matmul", "grouped_grad_w"}
 """Two are for the copy engine, which is not executed here; the grouped ones pass in 35 s."""
+QUICK = {"decode_weight", "step_scales"}
+"""One that has PTX of its own and shares memory among threads, and one that is plain Triton."""
+
+
+def param(*values, quick: bool):
+    """Leave a parameter to `make test-all` unless it is one of the few that tell most."""
+    return pytest.param(*values, marks=[] if quick else pytest.mark.slow, id=ids(values))
+
+
+def ids(values: tuple) -> str:
+    return "-".join(map(str, values))
 
 
 @pytest.fixture(scope="module")
@@ -44,20 +56,19 @@ def error(y: torch.Tensor, expected: torch.Tensor) -> float:
 
 def few_rows_error(rows: int, out_features: int, in_features: int, group_size: int) -> float:
     generator = torch.Generator().manual_seed(0)
-    state = random_packed(out_features, in_features, group_size, generator, spread=8)
+    packed = random_packed(out_features, in_features, group_size, generator, spread=8)
     x = torch.randn(rows, in_features, generator=generator).bfloat16()
     with emulated():
-        y = few_rows(x, *state, group_size, torch.float32)
-    weight = decode_weight_reference(*state, in_features, group_size)
-    return error(y, x.double() @ weight.double().T)
+        y = few_rows(x, packed, torch.float32)
+    return error(y, x.double() @ decode_weight_reference(packed).double().T)
 
 
 def arranged_error(
     rows: int, out_features: int, in_features: int, gated: bool, eps: float | None, tiling: tuple
 ) -> float:
     generator = torch.Generator().manual_seed(0)
-    state = random_packed(out_features, in_features, 32, generator, spread=8)
-    weight = arranged.arrange(*state, in_features, 32, gated)
+    packed = random_packed(out_features, in_features, 32, generator, spread=8)
+    weight = arranged.arrange(packed, gated)
     x = torch.randn(rows, in_features, generator=generator).bfloat16()
     added = torch.randn(rows, weight.out_features, generator=generator) if gated else None
     inputs = x, *weight, eps, added, torch.float32
@@ -67,31 +78,44 @@ def arranged_error(
     return error(y, arranged.arranged_matmul_reference(*inputs))
 
 
-@pytest.mark.parametrize("name", [spec.name for spec in KERNELS if spec.name not in LEFT_OUT])
+@pytest.mark.parametrize(
+    "name",
+    [param(spec.name, quick=spec.name in QUICK) for spec in KERNELS if spec.name not in LEFT_OUT],
+)
 def test_compiled_kernel_equals_reference(compiling, name):
     assert compiling(failures, name) == []
 
 
 @pytest.mark.parametrize(
     "shape",
-    [(1, 40, 1000, 32), (2, 70, 4000, 96), (5, 40, 1000, 32), (20, 40, 728, 32), (40, 33, 88, 32)],
-    ids=str,
+    [
+        param((1, 40, 1000, 32), quick=False),
+        param((2, 70, 4000, 96), quick=True),
+        param((5, 40, 1000, 32), quick=True),
+        param((20, 40, 728, 32), quick=False),
+        param((40, 33, 88, 32), quick=False),
+    ],
 )
 def test_few_rows(compiling, shape):
     assert compiling(few_rows_error, *shape) < 1e-6
 
 
-@pytest.mark.parametrize(("gated", "eps"), [(False, None), (True, 1e-6)], ids=str)
+TILINGS = [
+    ((1, 34, 1000), (1, 1, 16)), ((1, 34, 2048), (4, 1, 4)), ((4, 18, 1960), (2, 1, 4)),
+    ((1, 34, 5608), (1, 1, 16)), ((1, 34, 5608), (4, 1, 2)), ((2, 34, 5608), (2, 2, 4)),
+    ((2, 18, 2048), (2, 1, 8)), ((3, 66, 1000), (2, 2, 2)), ((5, 34, 640), (1, 2, 4)),
+    ((8, 130, 1992), (1, 4, 4)),
+]  # fmt: skip
+
+
 @pytest.mark.parametrize(
-    ("shape", "tiling"),
+    ("shape", "tiling", "gated", "eps"),
     [
-        ((1, 34, 1000), (1, 1, 16)), ((1, 34, 5608), (1, 1, 16)), ((1, 34, 2048), (4, 1, 4)),
-        ((1, 34, 5608), (4, 1, 2)), ((2, 34, 5608), (2, 2, 4)), ((2, 18, 2048), (2, 1, 8)),
-        ((3, 66, 1000), (2, 2, 2)), ((4, 18, 1960), (2, 1, 4)), ((5, 34, 640), (1, 2, 4)),
-        ((8, 130, 1992), (1, 4, 4)),
+        param(*each, gated, eps, quick=gated and each in TILINGS[:3])
+        for each in TILINGS
+        for gated, eps in ((False, None), (True, 1e-6))
     ],
-    ids=str,
-)  # fmt: skip
+)
 def test_arranged_matmul(compiling, shape, tiling, gated, eps):
     allowed = 1e-6 if tiling[0] == 1 or shape[0] > 2 else 1e-4  # of prefixes, or of digits
     assert compiling(arranged_error, *shape, gated, eps, tiling) < allowed

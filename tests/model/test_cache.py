@@ -3,12 +3,13 @@
 import pytest
 import torch
 
-from arbcli.config.model import preset
+from arbcli.config.presets import preset
 from arbcli.kernels.norm import gated_rms_norm, rms_norm
+from arbcli.kernels.norm.rms_norm import norm_weight_torch
 from arbcli.kernels.runtime.backend import use_backend
-from arbcli.model import dense as lm_module
+from arbcli.model import dense as dense_module
+from arbcli.model.blocks import attention as lm_module
 from arbcli.model.dense import ByteLM
-from arbcli.model.layers.norm import TernaryRMSNorm
 
 WINDOW = 8
 SHAPE = {"dim": 32, "layers": 2, "heads": 2, "ffn": 48, "ctx": WINDOW}
@@ -81,11 +82,11 @@ def test_arranged_weights_give_the_logits_of_packed_ones(options, device, monkey
     lm, ids = model(device, torch.bfloat16, **options), text(21, device)
     with lm.held_weights():
         with monkeypatch.context() as patch:
-            patch.setattr(lm_module, "takes", lambda *_: False)
+            patch.setattr(dense_module, "fits_arranged", lambda *_: False)
             expected = forward_in_parts(lm, ids, [1] * 21)
         assert lm.plain_norms
         assert not arranged(lm)
-        monkeypatch.setattr(lm_module, "takes", lambda x, _: x.shape[1] == 1)
+        monkeypatch.setattr(dense_module, "fits_arranged", lambda x, _: x.shape[1] == 1)
         got = forward_in_parts(lm, ids, PARTS["ragged chunks and bytes"])
         assert arranged(lm) == 2 * 4 + 1
     assert not arranged(lm)
@@ -149,17 +150,33 @@ def test_held_weights_are_made_once_and_let_go(device):
     assert weight.weight(torch.float32).requires_grad
 
 
-def test_norms_are_decoded_once_and_let_go(device, monkeypatch):
+def test_only_norms_whose_weights_are_not_ones_are_decoded(device, monkeypatch):
     lm, ids = model(device), text(3, device)
-    norms = [part for part in lm.modules() if isinstance(part, TernaryRMSNorm)]
-    norms[0].weight.fill(-1)
-    with torch.no_grad():
+    decoded = []
+
+    def decode(weight):
+        decoded.extend([] if weight is None else [weight])
+        return norm_weight_torch(weight)
+
+    for module in (rms_norm, gated_rms_norm):
+        monkeypatch.setattr(module, "norm_weight_torch", decode)
+    with use_backend("torch"), torch.no_grad():
         expected = lm(ids)
-        with lm.held_weights():
-            for module in (rms_norm, gated_rms_norm):
-                monkeypatch.setattr(module, "norm_weight_torch", None)
-                monkeypatch.setattr(module, "norm_weight", None)
-            assert torch.equal(lm(ids), expected)
-            assert not lm.plain_norms
-            assert norms[0]._held.tolist() == [-1.0] * lm.config.dim
-    assert not [part for norm in norms for part in vars(norm).values() if torch.is_tensor(part)]
+        assert lm.plain_norms
+        assert decoded == []
+        norm = lm.blocks[0].attention_norm
+        norm.weight.exponent.add_(0)  # may be anything now
+        assert torch.equal(lm(ids), expected)
+        assert len(decoded) == 1
+        norm.weight.fill(-1)
+        assert not torch.equal(lm(ids), expected)
+        assert not lm.plain_norms
+        state = {name: part.clone() for name, part in lm.state_dict().items()}
+        state["blocks.0.attention_norm.weight.trits"] = lm.norm.weight.trits.clone()
+        lm.load_state_dict(state)
+        assert lm.plain_norms
+        assert torch.equal(lm(ids), expected)
+        state["norm.weight.exponent"][0, 0] = 1
+        lm.load_state_dict(state)
+        assert not lm.plain_norms
+        assert not torch.equal(lm(ids), expected)

@@ -5,15 +5,17 @@ import math
 import pytest
 import torch
 
-from arbcli.config.model import RULES, SCALE_TYPES, preset
+from arbcli.config.dense import SCALE_TYPES
+from arbcli.config.presets import preset
 from arbcli.kernels.codec.packing import illegal_bytes, pack_trits, row_bytes, unpack_trits
 from arbcli.model.packed import TernaryTensor
+from arbcli.rules import RULES, find_rule
 
 TINY = {"dim": 32, "layers": 1, "heads": 2, "ffn": 48, "ctx": 16}
 
 
-def tensor(rows: int, columns: int, **options) -> TernaryTensor:
-    return TernaryTensor(rows, columns, preset("tiny", **TINY, **options))
+def tensor(rows: int, columns: int, std: float = 0.1, **options) -> TernaryTensor:
+    return TernaryTensor(rows, columns, preset("tiny", **TINY, **options), area="mlp", std=std)
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -36,7 +38,7 @@ def test_state_has_a_scale_for_every_started_group(scale_type):
     [("moment", 2.2), ("nibble", 1.2), ("carry", 1.2), ("votes", 1.2)],
 )
 def test_state_per_weight_is_what_the_rule_says(rule, bytes_per_weight):
-    direction = "orthogonal" if RULES[rule].direction else None
+    direction = "orthogonal" if find_rule(rule).direction else None
     state = tensor(64, 960, rule=rule, direction=direction)
     total = sum(buffer.nbytes for buffer in state.buffers())
     assert total == round((bytes_per_weight + 2 / 32) * 64 * 960)
@@ -44,8 +46,8 @@ def test_state_per_weight_is_what_the_rule_says(rule, bytes_per_weight):
 
 @pytest.mark.parametrize("rule", RULES)
 def test_initialise_gives_the_standard_deviation_asked_for(rule):
-    state = tensor(512, 480, rule=rule)
-    state.initialise(0.05, seed=1, index=3)
+    state = tensor(512, 480, 0.05, rule=rule)
+    state.initialise(seed=1, index=3)
     # whole octaves may be off by half of one
     tolerance = 0.42 if rule == "votes" else 0.05 if rule == "nibble" else 0.02
     assert state.weight().float().std().item() == pytest.approx(0.05, rel=tolerance)
@@ -53,8 +55,8 @@ def test_initialise_gives_the_standard_deviation_asked_for(rule):
 
 
 def test_initialise_leaves_a_third_of_the_trits_zero():
-    state = tensor(512, 480)
-    state.initialise(0.05, seed=0, index=0)
+    state = tensor(512, 480, 0.05)
+    state.initialise(seed=0, index=0)
     zeros = (unpack_trits(state.trits, 480) == 0).float().mean().item()
     assert 0.31 < zeros < 0.33
 
@@ -62,7 +64,7 @@ def test_initialise_leaves_a_third_of_the_trits_zero():
 @pytest.mark.parametrize("rule", ["moment", "nibble", "carry"])
 def test_initialise_writes_legal_digits(rule):
     state = tensor(33, 323, rule=rule)
-    state.initialise(0.1, seed=0, index=0)
+    state.initialise(seed=0, index=0)
     assert illegal_bytes(state.trits) == 0
     assert torch.equal(pack_trits(unpack_trits(state.trits, 323)), state.trits)
     low = state.remainder.to(torch.int32)
@@ -74,11 +76,11 @@ def test_initialise_writes_legal_digits(rule):
 
 def test_initialise_does_not_depend_on_the_block_size(monkeypatch):
     first, second = tensor(70, 165), tensor(70, 165)
-    first.initialise(0.1, seed=5, index=2)
+    first.initialise(seed=5, index=2)
     monkeypatch.setattr(
         "arbcli.model.packed.row_chunks", lambda m, _: (slice(i, i + 1) for i in range(len(m)))
     )
-    second.initialise(0.1, seed=5, index=2)
+    second.initialise(seed=5, index=2)
     for a, b in zip(first.buffers(), second.buffers(), strict=True):
         assert torch.equal(a, b)
 
@@ -87,14 +89,14 @@ def test_initialise_differs_by_seed_and_tensor():
     states = []
     for seed, index in ((0, 0), (1, 0), (0, 1)):
         state = tensor(16, 165)
-        state.initialise(0.1, seed, index)
+        state.initialise(seed, index)
         states.append(state.trits.clone())
     assert not torch.equal(states[0], states[1])
     assert not torch.equal(states[0], states[2])
 
 
 def test_fill_is_the_identity_of_a_norm():
-    state = TernaryTensor(1, 123, preset("tiny"), frozen=True)
+    state = TernaryTensor(1, 123, preset("tiny"), area="norms", frozen=True)
     state.fill(1)
     assert torch.equal(state.weight().float(), torch.ones(1, 123))
     assert set(dict(state.named_buffers())) == {"trits", "exponent", "fraction"}

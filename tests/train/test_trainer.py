@@ -3,12 +3,12 @@
 import pytest
 import torch
 
-from arbcli.config.model import RULES
 from arbcli.data import open_texts
 from arbcli.device import deterministic
 from arbcli.errors import ArbError
 from arbcli.model.build import build_model
-from arbcli.train import run as runs
+from arbcli.rules import RULES
+from arbcli.train.configure import new_config
 from arbcli.train.trainer import EAGER_STEPS, Trainer, schedule
 
 
@@ -16,7 +16,7 @@ def small_config(folder, rule, compute="bf16"):
     path = folder / "text.txt"
     path.write_bytes(b"ternary weights learn to read. " * 400)
     shape = {"dim": 64, "layers": 2, "heads": 2, "ffn": 96, "ctx": 32, "batch": 8, "accum": 2}
-    return runs.new_config(data=[str(path)], rule=rule, device="cuda", compute=compute, **shape)
+    return new_config(data=[str(path)], rule=rule, device="cuda", compute=compute, **shape)
 
 
 @pytest.mark.gpu
@@ -61,7 +61,7 @@ def test_recomputed_blocks_keep_less_and_give_the_same_bits(tmp_path):
     shape = {"dim": 32, "layers": 3, "heads": 2, "ffn": 48, "ctx": 16, "batch": 4}
     states, saved = [], []
     for recompute in (False, True):
-        config = runs.new_config(data=[str(path)], device="cpu", recompute=recompute, **shape)
+        config = new_config(data=[str(path)], device="cpu", recompute=recompute, **shape)
         trainer = Trainer(config, open_texts(config.data, None, seed=0, context=16))
         kept = []
         with torch.autograd.graph.saved_tensors_hooks(
@@ -83,7 +83,7 @@ def test_products_in_eight_bits_change_the_state_and_still_learn(tmp_path):
     shape = {"dim": 32, "layers": 2, "heads": 2, "ffn": 48, "ctx": 32, "batch": 4, "steps": 40}
     first, last, states = {}, {}, {}
     for compute in ("fp32", "fp8"):
-        config = runs.new_config(data=[str(path)], device="cpu", compute=compute, **shape)
+        config = new_config(data=[str(path)], device="cpu", compute=compute, **shape)
         trainer = Trainer(config, open_texts(config.data, None, seed=0, context=32))
         losses = [float(trainer.train_step()) for _ in range(40)]
         first[compute], last[compute] = losses[0], losses[-1]
@@ -95,7 +95,7 @@ def test_products_in_eight_bits_change_the_state_and_still_learn(tmp_path):
 
 
 def test_matrices_of_other_sizes_and_the_head_are_multiplied_in_bf16(small_graph):
-    config = runs.new_config(device="cpu", compute="fp8", **small_graph | {"knowledge": (20, 32)})
+    config = new_config(device="cpu", compute="fp8", **small_graph | {"knowledge": (20, 32)})
     weights = build_model(config.model, fp8=True).weights()
     assert weights["blocks.0.mlp.gate_up.weight"].fp8
     assert not weights["knowledge.left.weight"].fp8
@@ -111,7 +111,7 @@ def test_matrices_of_other_sizes_and_the_head_are_multiplied_in_bf16(small_graph
 )
 def test_what_eight_bits_cannot_do_is_explained(given, message):
     with pytest.raises(ArbError, match=message) as caught:
-        build_model(runs.new_config(device="cpu", compute="fp8", **given).model, fp8=True)
+        build_model(new_config(device="cpu", compute="fp8", **given).model, fp8=True)
     assert caught.value.hint
 
 

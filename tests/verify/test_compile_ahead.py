@@ -17,6 +17,7 @@ def test_kernels_compile_for_a_gpu_that_is_not_here():
     assert found[1].shared_bytes > 0
 
 
+@pytest.mark.slow
 def test_launchers_choose_as_on_the_gpu_that_is_compiled_for():
     hopper, other = compile_kernels(["gram"], ["sm_90", "sm_120"], 32, number=2)
     assert hopper.passed, hopper.error

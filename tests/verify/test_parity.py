@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from arbcli.config.model import PRESETS
+from arbcli.config.presets import PRESETS
 from arbcli.verify import parity
 from arbcli.verify.parity import CHECKS, RAGGED, RAGGED_GRAPH, Subject, check_parity, matrix_shapes
 

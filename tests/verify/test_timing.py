@@ -7,6 +7,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from arbcli.errors import ArbError
+from arbcli.kernels.codec.packed import Packed
 from arbcli.kernels.codec.packing import PACK_TRITS, UNPACK_TRITS
 from arbcli.kernels.runtime.spec import Timing
 from arbcli.verify import kernels as verify
@@ -138,7 +139,7 @@ def test_what_cannot_be_timed_is_refused(device, backends, message):
 
 
 def test_roofline_is_of_bytes_both_ways_and_of_both_operations():
-    with FakeTensorMode():
+    with FakeTensorMode():  # of torch's documentation, though its module is named as private
         found = measure_roofline(FakeStopwatch([1000.0], [2000.0], [3.0]))
     assert found.bytes_per_second == pytest.approx(2**30 / 1e-3)
     assert found.flops_per_second == pytest.approx(2 * 8192**3 / 2e-3)
@@ -146,6 +147,8 @@ def test_roofline_is_of_bytes_both_ways_and_of_both_operations():
 
 
 def description(value):
+    if isinstance(value, Packed):
+        return tuple(map(description, value))
     if not isinstance(value, torch.Tensor):
         return type(value)
     # the cases are float32 where the interpreter runs them, as it computes wrongly in bf16

@@ -1,15 +1,14 @@
 """Attention of one new byte over a ring of keys: y = softmax(q . k / sqrt(d)) @ v, for each head.
 
-The byte at position p has slot p mod W of W slots, so the ring holds the last W bytes, and the
-oldest is overwritten first. Its query and key are turned and normalised as `rotary_norm_` does it,
-by the row p of the tables; key and value are stored before anything is attended to. Angles are of
-absolute positions, only their differences matter to a product q . k, and a sum over keys has no
-order: so the ring is never moved, whichever slot is the oldest.
+The byte at position p is stored in slot p mod W of W slots, so the ring holds the last W bytes and
+the oldest is overwritten first. Query and key are rotated by row p of the tables and normalised, as
+`rotary_norm_` does; key and value are stored before any attention. Only differences of positions
+matter to q . k, and a sum over keys does not depend on their order, so the ring is never reordered.
 
-Programs share out the slots of a head, and each finds, of its own slots, the sum of exp(score) and
-of the values weighted by that. As queries and keys are normalised, no score is above sqrt(d), so
-none is subtracted. The last program to finish adds up what all of them found, in the order of the
-slots, so the same bits come out whoever it is.
+The slots of a head are divided among programs. Each computes, over its slots, the sum of exp(score)
+and the sum of the values weighted by that. Queries and keys are normalised, so no score exceeds
+sqrt(d), and no maximum has to be subtracted. The last program to finish adds up the sums of all, in
+the order of the slots, so the result is the same bits whichever program is last.
 """
 
 from collections.abc import Iterator
@@ -29,7 +28,7 @@ TILE = 8192
 SLOTS = 32
 """The most slots that a program has."""
 MAX_PARTS = 32
-"""What so many programs found is added up at once."""
+"""How many programs' sums are added up at a time."""
 
 
 def decode_attention_reference(
@@ -82,15 +81,15 @@ def _decode_attention_kernel(
     position = tl.load(position_ptr)
     slot, seen = position % W, tl.minimum(position + 1, W)
     if split * BLOCK_S < seen:
-        # what lies in the ring is asked for first, as it takes longest to come
+        # load from the ring first: it has the longest latency
         offs_d, offs_s = tl.arange(0, BLOCK_D), split * BLOCK_S + tl.arange(0, BLOCK_S)[:, None]
-        mask_d, is_new = offs_d < WIDTH, offs_s == slot  # which is not there yet
+        mask_d, is_new = offs_d < WIDTH, offs_s == slot  # the slot of this byte, not yet stored
         mask = (offs_s < seen) & (offs_s != slot) & mask_d[None, :]
         ring = (head.to(tl.int64) * W + offs_s) * WIDTH + offs_d[None, :]
         key = tl.load(keys_ptr + ring, mask=mask, other=0)  # [BLOCK_S, BLOCK_D]
         value = tl.load(values_ptr + ring, mask=mask, other=0)
 
-        # a query and a key, [BLOCK_D, 2]: each element turned with that of the other half
+        # query and key, [BLOCK_D, 2]: each element is rotated with its partner in the other half
         is_first = offs_d < HALF
         other, angle = tl.where(is_first, HALF, -HALF), offs_d - tl.where(is_first, 0, HALF)
         table = position.to(tl.int64) * HALF + angle
@@ -120,7 +119,7 @@ def _decode_attention_kernel(
         tl.store(totals_ptr + part, tl.sum(weight))
         tl.store(sums_ptr + part * WIDTH + offs_d, tl.sum(weight * value, axis=0), mask=mask_d)
 
-        tl.debug_barrier()  # every thread has stored before one of them takes the ticket
+        tl.debug_barrier()  # all threads store their sums before one takes a ticket
         ticket, splits = tl.atomic_add(tickets_ptr + head, 1, sem="acq_rel"), tl.cdiv(seen, BLOCK_S)
         if ticket == splits - 1:
             total, found = 0.0, tl.zeros((BLOCK_D,), dtype=tl.float32)

@@ -1,8 +1,8 @@
 """Decode packed trits and scales to e4m3, for products in eight bits: w ~ q * scale.
 
-The largest octave of a matrix comes to 2**7, as in `quantise_rows`. A scale is rounded to three
-bits behind the leading one, at most 6 % off, the same way in forward and backward; what a step
-changes are still the exact digits.
+scale is one power of two for the matrix, which moves its largest octave to 2**7, as in
+`quantise_rows`. Each group's own scale is rounded to the three mantissa bits of e4m3, an error of
+at most 6 %, in the same way forward and backward. A step changes the exact digits, not these.
 """
 
 from collections.abc import Iterator
@@ -11,13 +11,12 @@ import torch
 from torch import Tensor
 
 from arbcli.kernels.codec.decode_weight import (
-    check_scales,
     decode_weight_reference,
     decode_weight_torch,
-    random_packed,
     scale_of,
 )
-from arbcli.kernels.codec.packing import BLOCK, byte_tiles, check_packed, plane_offsets
+from arbcli.kernels.codec.packed import Packed, random_packed
+from arbcli.kernels.codec.packing import BLOCK, byte_tiles, plane_offsets
 from arbcli.kernels.codec.warp_products import first_digits, take_digits
 from arbcli.kernels.matmul.quantise_rows import (
     E4M3,
@@ -31,41 +30,36 @@ from arbcli.kernels.runtime.backend import uses_triton
 from arbcli.kernels.runtime.spec import MATRIX, Case, KernelSpec, Timing
 
 
-def decode_e4m3_reference(
-    packed: Tensor,
-    exponent: Tensor,
-    fraction: Tensor | None,
-    in_features: int,
-    group_size: int,
-    transposed: bool,
-) -> tuple[Tensor, Tensor]:
+def decode_e4m3_reference(packed: Packed, transposed: bool) -> tuple[Tensor, Tensor]:
     """Compute what `decode_e4m3` must return; q is float32 here."""
-    weight = decode_weight_reference(packed, exponent, fraction, in_features, group_size).double()
+    weight = decode_weight_reference(packed).double()
     weight = weight.T if transposed else weight
-    octave = exponent.max().double() - LARGEST_OCTAVE
+    octave = packed.exponent.max().double() - LARGEST_OCTAVE
     scale = torch.exp2(octave).expand(1, len(weight)).to(torch.float32)
     return round_e4m3_reference(weight * torch.exp2(-octave)), scale
 
 
-def _decode_e4m3_torch(packed, exponent, fraction, in_features, group_size, transposed):
-    octave = exponent.amax().to(torch.int32) - LARGEST_OCTAVE
+def _decode_e4m3_torch(packed: Packed, transposed: bool) -> tuple[Tensor, Tensor]:
+    octave = packed.exponent.amax().to(torch.int32) - LARGEST_OCTAVE
     inverse, scale = (((127 + sign * octave) << 23).view(torch.float32) for sign in (-1, 1))
-    state = (packed, exponent, fraction, in_features, group_size)
-    q = (decode_weight_torch(*state, torch.float32) * inverse).to(E4M3)
+    q = (decode_weight_torch(packed, torch.float32) * inverse).to(E4M3)
     q = q.T.contiguous() if transposed else q
     return q, scale.repeat(1, len(q))
 
 
 @triton.jit
 def _spread(word):
-    """Begin to decode four bytes as `warp_products` does: two int32, of bytes 0, 2 and 1, 3."""
+    """Start decoding four bytes as `warp_products` does: two int32, of bytes 0, 2 and of 1, 3."""
     return first_digits(word & 0xFF00FF), first_digits((word >> 8) & 0xFF00FF)
 
 
 @triton.jit
 def _times(even, odd, scales, digit: tl.constexpr):
-    """Multiply four positive e4m3 numbers by what `take_digits` gave for the bytes of `_spread`."""
-    # on top of four bytes: 00 for 0, 01 for 1, 11 for -1, and of even digits negated
+    """Multiply four positive e4m3 numbers by the trits that `take_digits` read from four bytes.
+
+    A trit is 0 or +-1, so this only masks a number and sets its sign.
+    """
+    # the top two bits of each of four bytes: 00 is 0, 01 is 1 and 11 is -1; even digits are negated
     trits = (even.to(tl.uint32, bitcast=True) >> 8) | odd.to(tl.uint32, bitcast=True)
     trits = trits.to(tl.int32, bitcast=True)
     nonzero = ((trits >> 6) & 0x01010101) * 0xFF
@@ -81,10 +75,13 @@ def _decode_e4m3_kernel(
     GROUP: tl.constexpr, HAS_FRACTION: tl.constexpr, TRANSPOSED: tl.constexpr,
     GROUPS: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Decode a block of some rows; programs follow each other along a row of q."""
+    """Decode one block of some rows; neighbouring programs write neighbouring parts of q."""
     program, blocks, tiles = tl.program_id(0), tl.cdiv(row_bytes, 32), tl.cdiv(N, BLOCK_N)
     if TRANSPOSED:
-        block, tile = blocks - 1 - program // tiles, program % tiles  # a short one takes longest
+        block, tile = (
+            blocks - 1 - program // tiles,
+            program % tiles,
+        )  # the short one first: it takes longest
     else:
         block, tile = program % blocks, program // blocks
     n, b, group = (tile * BLOCK_N).to(tl.int64), block * 32, block * 160 // GROUP
@@ -123,13 +120,13 @@ def _decode_block(
     GROUP: tl.constexpr, HAS_FRACTION: tl.constexpr, TRANSPOSED: tl.constexpr,
     GROUPS: tl.constexpr, BLOCK_N: tl.constexpr, PLANES: tl.constexpr,
 ):  # fmt: skip
-    """Decode a block of rows, four neighbours in q at once: an int32.
+    """Decode a block of rows, four neighbours in q at once, as one int32.
 
-    They come from the same byte of four rows if `TRANSPOSED`, else from four bytes of one row. All
-    is [8, rows], so that what a warp reads at once lies in few rows. With `PLANES` the block is
-    full, each plane lies within one group, and the int32 are stored whole.
+    If `TRANSPOSED`, these come from the same byte of four rows, else from four bytes of one row.
+    Tensors are [8, rows], so that a warp reads from few rows at once. With `PLANES` the block is
+    full, each plane lies within one group, and whole int32 are stored.
     """
-    PARTS: tl.constexpr = 4 if TRANSPOSED else 1  # of the bytes of a row, and rows of an int32
+    PARTS: tl.constexpr = 4 if TRANSPOSED else 1  # interleaved sets of bytes; rows of an int32
     offs_w = tl.arange(0, BLOCK_N // PARTS)[None, :]
     n, j = PARTS * offs_w, 4 * tl.arange(0, 8)[:, None]
     left = ()
@@ -194,41 +191,29 @@ def _decode_block(
                     tl.store(q_ptr + at, q, mask=(k < K) & (n_i < rows))
 
 
-def _decode_e4m3_triton(packed, exponent, fraction, in_features, group_size, transposed):
-    rows, num_bytes = packed.shape
+def _decode_e4m3_triton(packed: Packed, transposed: bool) -> tuple[Tensor, Tensor]:
+    (rows, num_bytes), in_features = packed.trits.shape, packed.in_features
     shape = (in_features, rows) if transposed else (rows, in_features)
-    q = torch.empty(shape, dtype=E4M3, device=packed.device)
-    scale = torch.empty(1, len(q), device=packed.device)
-    digits = exponent if fraction is None else fraction
+    q = torch.empty(shape, dtype=E4M3, device=packed.trits.device)
+    scale = torch.empty(1, len(q), device=packed.trits.device)
     block_n, warps = (128, 4) if transposed else (8, 1)  # the fastest on an H200
-    groups = max(8, triton.next_power_of_2((BLOCK - 1) // group_size + 2))  # that a block may meet
+    # the most groups that a block overlaps, and at least 8
+    groups = max(8, triton.next_power_of_2((BLOCK - 1) // packed.group_size + 2))
     tiles, blocks = byte_tiles(rows, num_bytes, block_n)
     _decode_e4m3_kernel[(tiles * blocks,)](
-        packed, exponent, digits, exponent.amax(), q.view(torch.uint8), scale,
-        rows, in_features, num_bytes,
-        *packed.stride(), *exponent.stride(), *digits.stride(), shape[1],
-        GROUP=group_size, HAS_FRACTION=fraction is not None, TRANSPOSED=transposed,
+        *packed.pointers, packed.exponent.amax(), q.view(torch.uint8), scale,
+        rows, in_features, num_bytes, *packed.strides, shape[1],
+        **packed.constants, TRANSPOSED=transposed,
         GROUPS=groups, BLOCK_N=block_n, num_warps=warps if groups == 8 else 4,
     )  # fmt: skip
     return q, scale
 
 
-def decode_e4m3(
-    packed: Tensor,
-    exponent: Tensor,
-    fraction: Tensor | None,
-    in_features: int,
-    group_size: int,
-    transposed: bool = False,
-) -> tuple[Tensor, Tensor]:
+def decode_e4m3(packed: Packed, transposed: bool = False) -> tuple[Tensor, Tensor]:
     """Decode a packed matrix to e4m3.
 
     Args:
-        packed: (N, row_bytes(K)) uint8, not empty.
-        exponent: (N, ceil(K / G)) int8, E in -96..31.
-        fraction: (N, ceil(K / G)) int8, F in 0..127; None stands for zeros.
-        in_features: K.
-        group_size: G.
+        packed: N rows by K weights, not empty.
         transposed: whether to decode w.T.
 
     Returns:
@@ -238,35 +223,31 @@ def decode_e4m3(
     Raises:
         ValueError: a dtype or a shape does not fit.
     """
-    check_packed(packed, in_features)
-    check_scales(packed, exponent, fraction, in_features, group_size)
-    run = _decode_e4m3_triton if uses_triton(packed) else _decode_e4m3_torch
-    return run(packed, exponent, fraction, in_features, group_size, transposed)
+    packed.check()
+    run = _decode_e4m3_triton if uses_triton(packed.trits) else _decode_e4m3_torch
+    return run(packed, transposed)
 
 
 def _cases(device: torch.device, group_size: int) -> Iterator[Case]:
     generator = torch.Generator().manual_seed(0)
     for rows, in_features in ((1, 1), (3, 33), (65, 43), (2, 165), (12, 328), (4, 651)):
-        state = random_packed(rows, in_features, group_size, generator, spread=9)
-        state = [digits.to(device) for digits in state]
+        packed = random_packed(rows, in_features, group_size, generator, spread=9).to(device)
         for transposed in (False, True):
             label = f"{rows}x{in_features}{' transposed' * transposed}"
-            yield Case(label, (*state, in_features, group_size, transposed))
-    packed, exponent, fraction = (digits[::2] for digits in state)
-    yield Case("2x651 strided", (packed, exponent, fraction, 651, group_size, True))
-    yield Case("whole octaves", (packed, exponent, None, 651, group_size, False))
+            yield Case(label, (packed, transposed))
+    packed = packed.rows(slice(None, None, 2))
+    yield Case("2x651 strided", (packed, True))
+    yield Case("whole octaves", (packed._replace(fraction=None), False))
     for end in (-96, 31):
-        yield Case(
-            f"E = {end}",
-            (packed, torch.full_like(exponent, end), fraction, 651, group_size, False),
-        )
+        ends = packed._replace(exponent=torch.full_like(packed.exponent, end))
+        yield Case(f"E = {end}", (ends, False))
 
 
 def _timings(device: torch.device, group_size: int) -> Iterator[Timing]:
-    state = random_packed(*MATRIX, group_size, torch.Generator(device), spread=8)
+    packed = random_packed(*MATRIX, group_size, torch.Generator(device), spread=8)
     for transposed in (False, True):
-        inputs = (*state, MATRIX[1], group_size, transposed)
-        yield Timing(f"11264x2048{' transposed' * transposed}", inputs, run=_decode_e4m3_triton)
+        label = f"11264x2048{' transposed' * transposed}"
+        yield Timing(label, (packed, transposed), run=_decode_e4m3_triton)
 
 
 DECODE_E4M3 = KernelSpec(

@@ -5,25 +5,24 @@ fraction. The rounded bf16 value is the weight, in every kernel, backend and ref
 from integers: E is the exponent field of a float, F one of 128 mantissas, all at least 0.005 of a
 bf16 step away from a rounding boundary, so no implementation of exp2 can land on another one.
 
-Where a plane of a block lies within one group, the kernel decodes whole blocks as `few_rows` does,
-two trits at a time, and a product makes the pair of bf16 that is stored. A warp stores 512 bytes
-side by side, by way of shared memory, and all of it takes no longer than to write zeros. What that
-leaves, the short last block or everything, is decoded by columns, each weight on its own.
+Where each plane of a block lies within one group, the kernel decodes whole blocks as `few_rows`
+does: two trits at a time, which one instruction multiplies by their scale to the pair of bf16 that
+is stored. Through shared memory a warp stores 512 contiguous bytes at once; that is as fast as
+writing zeros. The short last block, or the whole matrix where groups do not fit planes, is decoded
+by columns, one weight at a time.
 """
 
 from collections.abc import Iterator
-from functools import partial
 
 import torch
 from torch import Tensor
 
+from arbcli.kernels.codec.packed import OCTAVE, Packed, random_packed
 from arbcli.kernels.codec.packing import (
     BLOCK,
     LARGEST_BYTE,
     PLANE,
-    check_packed,
     positions_in_block,
-    row_bytes,
     trit_at,
     unpack_trits_reference,
     unpack_trits_torch,
@@ -43,24 +42,18 @@ from arbcli.kernels.runtime.backend import uses_triton
 from arbcli.kernels.runtime.shared_memory import allocate, read_four, wait_for_warp, write_four
 from arbcli.kernels.runtime.spec import Case, KernelSpec, Timing
 
-OCTAVE = 128
-"""Steps of v in a doubling of the scale."""
-LOWEST_EXPONENT, HIGHEST_EXPONENT = -96, 31
-"""v saturates with E in this range."""
 ABREAST, COLUMN_ROWS = 4, 16
-"""Blocks of a row that a warp decodes at once, of eight; rows of a program that decodes columns."""
+"""Of the eight blocks a warp decodes at once, those of one row; rows of a program by columns."""
 
 
-def decode_weight_reference(
-    packed: Tensor, exponent: Tensor, fraction: Tensor | None, in_features: int, group_size: int
-) -> Tensor:
+def decode_weight_reference(packed: Packed) -> Tensor:
     """Compute what `decode_weight` must return, in float64 until the one rounding to bf16."""
-    trits = unpack_trits_reference(packed, in_features).to(torch.float64)
-    v = exponent.to(torch.float64) * OCTAVE
-    if fraction is not None:
-        v = v + fraction.to(torch.float64)
-    scale = torch.exp2(v / OCTAVE).repeat_interleave(group_size, dim=1)[:, :in_features]
-    return (trits * scale).to(torch.bfloat16)
+    trits = unpack_trits_reference(packed.trits, packed.in_features).to(torch.float64)
+    v = packed.exponent.to(torch.float64) * OCTAVE
+    if packed.fraction is not None:
+        v = v + packed.fraction.to(torch.float64)
+    scale = torch.exp2(v / OCTAVE).repeat_interleave(packed.group_size, dim=1)
+    return (trits * scale[:, : packed.in_features]).to(torch.bfloat16)
 
 
 _FRACTIONS = torch.arange(256, dtype=torch.uint8, device="cpu").view(torch.int8)
@@ -79,17 +72,11 @@ def scales_torch(exponent: Tensor, fraction: Tensor | None) -> Tensor:
     return bits.view(torch.float32)
 
 
-def decode_weight_torch(
-    packed: Tensor,
-    exponent: Tensor,
-    fraction: Tensor | None,
-    in_features: int,
-    group_size: int,
-    dtype: torch.dtype = torch.bfloat16,
-) -> Tensor:
+def decode_weight_torch(packed: Packed, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     """Decode a whole matrix with a table lookup and one product a weight."""
-    weight = unpack_trits_torch(packed, in_features, dtype)
-    scale = scales_torch(exponent, fraction).to(dtype)[..., None]
+    in_features, group_size = packed.in_features, packed.group_size
+    weight = unpack_trits_torch(packed.trits, in_features, dtype)
+    scale = scales_torch(packed.exponent, packed.fraction).to(dtype)[..., None]
     whole = in_features // group_size
     full = weight[:, : whole * group_size].unflatten(1, (whole, group_size))
     full *= scale[:, :whole]
@@ -131,7 +118,7 @@ def _decode_weight_kernel(
     GROUP: tl.constexpr, HAS_FRACTION: tl.constexpr, BY_BLOCK: tl.constexpr,
     ABREAST: tl.constexpr, COLUMN_ROWS: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """Decode 32 columns of some rows, or with `BY_BLOCK` 32 blocks: all that are whole."""
+    """Decode 32 columns of some rows, or, with `BY_BLOCK`, 32 of the full blocks."""
     program = tl.program_id(0)
     blocks = K // 160 if BY_BLOCK else 0
     chunks = tl.cdiv(K - 160 * blocks, 32)
@@ -161,8 +148,8 @@ def _decode_columns(
 ):  # fmt: skip
     """Decode up to 32 weights of some rows, from column `first` on, which 32 divides."""
     row = first_n.to(tl.int64)
-    n = tl.minimum(tl.arange(0, ROWS), N - 1 - first_n)[None, :]  # the last one again
-    columns = first + tl.arange(0, 32)[:, None]  # in front, so that a thread takes neighbours
+    n = tl.minimum(tl.arange(0, ROWS), N - 1 - first_n)[None, :]  # rows beyond N repeat the last
+    columns = first + tl.arange(0, 32)[:, None]  # the first axis, so that a thread has neighbours
     k = tl.minimum(columns, K - 1)
     block = first // 160
     offs_byte, factor = positions_in_block(block, k - 160 * block, K)
@@ -183,15 +170,16 @@ def _decode_blocks(
     stride_pn, stride_en, stride_eg, stride_fn, stride_fg, stride_wn,
     GROUP: tl.constexpr, HAS_FRACTION: tl.constexpr, ABREAST: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """Decode whole blocks of some rows by a warp; tensors have one element a thread.
+    """Decode full blocks of some rows with one warp; tensors have one element a thread.
 
-    Thread c of four decodes the bytes 8 c .. 8 c + 7 of a block, which are eight neighbours in each
-    of five planes, then those of three more blocks. It builds the scales of the c-th of the four.
+    Thread c of four decodes bytes 8 c .. 8 c + 7 of a block, which are eight neighbours in each of
+    the five planes, and then those of three more blocks. It builds the scales of the c-th of these
+    four blocks, and the other threads fetch them from it.
     """
     thread = tl.arange(0, 32)
     c, beside = thread % 4, thread // 4 % ABREAST
     block, n = first_block + beside, first_n + thread // (4 * ABREAST)
-    mine = tl.where(n < N, blocks - block, 0)  # that are left
+    mine = tl.where(n < N, blocks - block, 0)  # blocks from this thread's to the row's end
     n = n.to(tl.int64)
     scales = ()
     for digit in tl.static_range(5):
@@ -240,7 +228,7 @@ def _decode_blocks(
 def _store_staged(
     at, weight_ptr, first_n, first_block, N, blocks, stride_wn, ABREAST: tl.constexpr
 ):
-    """Store eight blocks that a warp has put into shared memory, 512 bytes side by side."""
+    """Store eight blocks that a warp has put into shared memory, 512 contiguous bytes at a time."""
     thread = tl.arange(0, 32)
     wait_for_warp(thread)
     for part in tl.static_range(5):
@@ -254,7 +242,7 @@ def _store_staged(
 
 @triton.jit
 def _store_eight(pointer, pairs, mask):
-    """Store eight weights a thread, from four pairs of bf16, where they lie on 16 bytes."""
+    """Store eight weights a thread, from four pairs of bf16, to an address that 16 bytes divide."""
     if pointer.dtype.element_ty == tl.float32:
         _store_four(pointer, unpair(pairs[0]) + unpair(pairs[1]), mask)
         _store_four(pointer + 4, unpair(pairs[2]) + unpair(pairs[3]), mask)
@@ -270,55 +258,34 @@ def _store_four(pointer, words, mask):
     tl.store(tl.multiple_of(pointers, (1, 16)), four, mask=mask[:, None])
 
 
-def _by_block(packed: Tensor, in_features: int, group_size: int) -> bool:
-    """Whether planes have one scale, words can be loaded, and eight weights stored at once."""
-    whole = group_size % PLANE == 0 and in_features % 8 == 0
-    return whole and packed.stride(1) == 1 and torch.version.hip is None
+def _by_block(packed: Packed) -> bool:
+    """Whether each plane has one scale, words can be loaded, and eight weights stored at once."""
+    whole = packed.group_size % PLANE == 0 and packed.in_features % 8 == 0
+    return whole and packed.trits.stride(1) == 1 and torch.version.hip is None
 
 
-def _decode_weight_triton(
-    packed: Tensor,
-    exponent: Tensor,
-    fraction: Tensor | None,
-    in_features: int,
-    group_size: int,
-    dtype: torch.dtype = torch.bfloat16,
-) -> Tensor:
-    rows = packed.shape[0]
-    weight = torch.empty(rows, in_features, dtype=dtype, device=packed.device)
+def _decode_weight_triton(packed: Packed, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    rows, in_features = packed.out_features, packed.in_features
+    weight = torch.empty(rows, in_features, dtype=dtype, device=packed.trits.device)
     if weight.numel():
-        digits = exponent if fraction is None else fraction
-        by_block = _by_block(packed, in_features, group_size)
+        by_block = _by_block(packed)
         blocks = in_features // BLOCK if by_block else 0
         chunks = triton.cdiv(in_features - BLOCK * blocks, PLANE)
         programs = triton.cdiv(rows, COLUMN_ROWS) * chunks
         programs += triton.cdiv(rows, 8 // ABREAST) * triton.cdiv(blocks, 4 * ABREAST)
         _decode_weight_kernel[(programs,)](
-            packed, exponent, digits, weight, rows, in_features,
-            *packed.stride(), *exponent.stride(), *digits.stride(), weight.stride(0),
-            GROUP=group_size, HAS_FRACTION=fraction is not None,
-            BY_BLOCK=by_block, ABREAST=ABREAST, COLUMN_ROWS=COLUMN_ROWS,
+            *packed.pointers, weight, rows, in_features, *packed.strides, weight.stride(0),
+            **packed.constants, BY_BLOCK=by_block, ABREAST=ABREAST, COLUMN_ROWS=COLUMN_ROWS,
             PTX=HAS_PTX and by_block, num_warps=1,
         )  # fmt: skip
     return weight
 
 
-def decode_weight(
-    packed: Tensor,
-    exponent: Tensor,
-    fraction: Tensor | None,
-    in_features: int,
-    group_size: int,
-    dtype: torch.dtype = torch.bfloat16,
-) -> Tensor:
+def decode_weight(packed: Packed, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     """Decode a packed matrix to its weights.
 
     Args:
-        packed: (N, row_bytes(K)) uint8.
-        exponent: (N, ceil(K / G)) int8, E in -96..31.
-        fraction: (N, ceil(K / G)) int8, F in 0..127; None stands for zeros.
-        in_features: K.
-        group_size: G.
+        packed: N rows by K weights.
         dtype: bfloat16, or float32, which holds the same bf16 values.
 
     Returns:
@@ -327,61 +294,29 @@ def decode_weight(
     Raises:
         ValueError: a dtype or a shape does not fit.
     """
-    check_packed(packed, in_features)
-    check_scales(packed, exponent, fraction, in_features, group_size)
-    run = _decode_weight_triton if uses_triton(packed) else decode_weight_torch
-    return run(packed, exponent, fraction, in_features, group_size, dtype)
-
-
-def check_scales(
-    packed: Tensor, exponent: Tensor, fraction: Tensor | None, in_features: int, group_size: int
-) -> None:
-    """Raise ValueError unless the scales' digits fit the packed rows."""
-    shape = (packed.shape[0], num_groups(in_features, group_size))
-    for digits in (exponent,) if fraction is None else (exponent, fraction):
-        if digits.dtype != torch.int8 or tuple(digits.shape) != shape:
-            got = f"{digits.dtype} {tuple(digits.shape)}"
-            raise ValueError(f"need int8 scales of shape {shape}, got {got}")
-
-
-def num_groups(in_features: int, group_size: int) -> int:
-    """Count the groups of a row of `in_features` weights; the last may be short."""
-    return -(-in_features // group_size)
-
-
-def random_packed(
-    rows: int, in_features: int, group_size: int, generator: torch.Generator, spread: int = 127
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Draw packed trits, E and F where the generator is; E is within `spread` of -1."""
-    draw = partial(torch.randint, generator=generator, device=generator.device)
-    packed = draw(0, LARGEST_BYTE + 1, (rows, row_bytes(in_features)), dtype=torch.uint8)
-    shape = (rows, num_groups(in_features, group_size))
-    low, high = max(LOWEST_EXPONENT, -1 - spread), min(HIGHEST_EXPONENT, spread - 1)
-    exponent = draw(low, high + 1, shape, dtype=torch.int8)
-    return packed, exponent, draw(0, OCTAVE, shape, dtype=torch.int8)
+    packed.check()
+    run = _decode_weight_triton if uses_triton(packed.trits) else decode_weight_torch
+    return run(packed, dtype)
 
 
 def _cases(device: torch.device, group_size: int) -> Iterator[Case]:
     generator = torch.Generator().manual_seed(0)
     for rows, in_features in ((1, 1), (3, 33), (33, 123), (2, 165), (9, 1000), (2, 1311)):
-        state = [t.to(device) for t in random_packed(rows, in_features, group_size, generator)]
-        yield Case(f"{rows}x{in_features}", (*state, in_features, group_size))
-    packed, exponent, _ = state
-    yield Case("2x1311 whole octaves", (packed, exponent, None, 1311, group_size))
-    state = [t.to(device)[1::2] for t in random_packed(6, 165, group_size, generator)]
-    yield Case("3x165 strided", (*state, 165, group_size))
-    packed, exponent, fraction = state
-    apart = torch.stack([fraction, fraction], dim=2)[:, :, 0]
-    yield Case("3x165 fraction strided", (packed, exponent, apart, 165, group_size))
-    zeros = torch.full_like(packed, LARGEST_BYTE // 2)
-    yield Case("3x165 zeros", (zeros, exponent, fraction, 165, group_size))
+        packed = random_packed(rows, in_features, group_size, generator).to(device)
+        yield Case(f"{rows}x{in_features}", (packed,))
+    yield Case("2x1311 whole octaves", (packed._replace(fraction=None),))
+    packed = random_packed(6, 165, group_size, generator).to(device).rows(slice(1, None, 2))
+    yield Case("3x165 strided", (packed,))
+    apart = torch.stack([packed.fraction, packed.fraction], dim=2)[:, :, 0]
+    yield Case("3x165 fraction strided", (packed._replace(fraction=apart),))
+    zeros = torch.full_like(packed.trits, LARGEST_BYTE // 2)
+    yield Case("3x165 zeros", (packed._replace(trits=zeros),))
 
 
 def _timings(device: torch.device, group_size: int) -> Iterator[Timing]:
     for rows, in_features in ((8192, 8192), (2048, 5632)):
-        state = random_packed(rows, in_features, group_size, torch.Generator(device))
-        label, inputs = f"{rows}x{in_features}", (*state, in_features, group_size)
-        yield Timing(label, inputs, run=_decode_weight_triton)
+        packed = random_packed(rows, in_features, group_size, torch.Generator(device))
+        yield Timing(f"{rows}x{in_features}", (packed,), run=_decode_weight_triton)
 
 
 def decode_weight_f32(decode):

@@ -2,9 +2,9 @@
 
 A row of K weights is a sequence of blocks of 160 weights in 32 bytes. Byte j of block b holds the
 weights k = 160 b + 32 d + j for d = 0..4, so that one digit of a block is 32 neighbours: a tile
-of a power of two, and with T32 exactly one group. The last block of a row is short: with `rest`
-weights left its planes are ceil(rest / 5) bytes wide. Every row starts on a byte, and padding
-trits are 0.
+of a power of two, and with T32 exactly one group. These 32 weights are a *plane*. The last block of
+a row may be short: with `rest` weights left its planes are ceil(rest / 5) wide. Every row starts on
+a byte, and padding trits are 0.
 """
 
 from collections.abc import Iterator
@@ -59,7 +59,7 @@ def unpack_trits_reference(packed: Tensor, in_features: int) -> Tensor:
 
 
 def _planes(flat: Tensor, in_features: int) -> tuple[Tensor, Tensor]:
-    """View (N, bytes, 5) digits, or anything per digit, as full blocks and the short block."""
+    """View (N, bytes, 5) digits as those of full blocks and those of the short block."""
     blocks = in_features // BLOCK
     full = flat[:, : blocks * PLANE].unflatten(1, (blocks, PLANE))  # (N, blocks, 32, 5)
     return full, flat[:, blocks * PLANE :]  # (N, width, 5)
@@ -68,7 +68,7 @@ def _planes(flat: Tensor, in_features: int) -> tuple[Tensor, Tensor]:
 _DIGITS = torch.tensor(
     [[byte // 3**d % 3 - 1 for d in range(5)] + [0] * 3 for byte in range(256)], dtype=torch.int8
 ).view(torch.int64)[:, 0]
-"""The five digits of every byte, in the bytes of one number, which is quick to look up."""
+"""The five trits of every byte, as five bytes of one int64, so that one lookup fetches all."""
 
 
 def unpack_trits_torch(packed: Tensor, in_features: int, dtype: torch.dtype = torch.int8) -> Tensor:
@@ -115,21 +115,21 @@ def digit_of(byte, digit: tl.constexpr):
 
 @triton.jit
 def first_digit(byte):
-    """Bring bytes to where `take_trit` begins: byte / 81 in units of 2**-30, rounded up."""
+    """Turn bytes into the fixed-point numbers of `take_trit`: byte / 81 * 2**30, rounded up."""
     return byte.to(tl.uint32) * 13256072
 
 
 @triton.jit
 def take_trit(left, digit: tl.constexpr):
-    """Take a trit off bytes, from digit 4 down to 0.
+    """Read the next trit T of bytes, and return it with what remains; for digits 4 down to 0.
 
-    The top two bits are an even digit, 0..2. With the lower of them flipped they are -T mod 4, and
-    at the top of a float32 they mean -2 T: 00 is 0, 01 is 2, 11 is -2. Three times what was there
-    minus that leaves the next digit less 1 on top, which is T mod 4 and means 2 T. Three times that
-    plus itself leaves the digit after it, an even one again.
+    The top two bits of `left` hold a digit and the bits below a fraction, mod 4. Even digits d are
+    there as they are, 0..2; flipping the lower bit gives -T mod 4. As the top bits of a float32, 00
+    is 0, 01 is 2 and 11 is -2, which is -2 T. Then 3 left + T has the next digit less 1 on top:
+    that is its T mod 4, and reads as 2 T. From there 3 left + T has the digit after it, even again.
 
     Returns:
-        -2 T as float32 for even digits and 2 T for odd ones, and what is left.
+        -2 T as float32 for even digits and 2 T for odd ones, and the new `left`.
     """
     if digit % 2 == 0:
         bits = (left ^ 0x40000000) & 0xC0000000
@@ -142,16 +142,16 @@ def take_trit(left, digit: tl.constexpr):
 
 @triton.jit
 def place(trit, digit: tl.constexpr):
-    """Form what trit `digit` adds to its byte."""
+    """Compute what trit `digit` contributes to its byte."""
     power: tl.constexpr = 3**digit
     return (trit + 1) * power
 
 
 @triton.jit
 def plane_offsets(offs_byte, K, digit: tl.constexpr):
-    """Find the weight that `digit` of each byte of a row holds: k, not below K for padding.
+    """Find the weight k that `digit` of each byte of a row holds.
 
-    A byte beyond its row gets k >= K too, so one comparison masks both.
+    Padding, and bytes beyond the end of the row, get k >= K, so that one comparison masks both.
     """
     block = offs_byte // 32
     rest = K - block * 160
@@ -163,17 +163,17 @@ def plane_offsets(offs_byte, K, digit: tl.constexpr):
 
 @triton.jit
 def trit_positions(k, K):
-    """Find the byte of each weight `k` of a row, and the factor that brings its trit to the front.
+    """Find the byte that holds each weight `k` of a row, and the factor that `trit_at` needs.
 
-    byte * 2**32 / 3**(digit + 1), the factor rounded up, wraps around to a uint32 word whose first,
-    second and last third are the trits -1, 0 and 1; the rounding adds less than 2**8.
+    The factor is 2**32 / 3**(digit + 1), rounded up. Times the byte, mod 2**32, it is a fraction of
+    2**32: its first, second and last third are the trits -1, 0 and 1. Rounding adds under 2**8.
     """
     return positions_in_block(k // 160, k % 160, K)
 
 
 @triton.jit
 def positions_in_block(block, offset, K):
-    """Find what `trit_positions` does for weight `offset` of a block."""
+    """Do what `trit_positions` does, for weight `offset` of a block."""
     width = tl.minimum((K - block * 160 + 4) // 5, 32)
     byte, factor = block * 32 + offset, 1431655766
     for digit in tl.static_range(1, 5):
@@ -185,8 +185,8 @@ def positions_in_block(block, offset, K):
 
 @triton.jit
 def trit_at(byte, factor):
-    """Take the trit of each byte that `factor` brings to the front, as float32."""
-    # 0, 1 or 2 in the last bits of 2**23 as float32
+    """Read one trit of each byte as float32; see `trit_positions`."""
+    # the high word of 3 * fraction is 0, 1 or 2; added to the bits of 2**23 it is an exact float32
     lifted = tl.umulhi(byte.to(tl.uint32) * factor, 3) + 0x4B000000
     return lifted.to(tl.float32, bitcast=True) - 8388609.0
 

@@ -1,12 +1,13 @@
-"""How a warp decodes packed trits and multiplies 16 rows of them by eight of bf16 x, 16 deep.
+"""Decode packed trits in registers and multiply them by bf16 x with a warp's matrix instruction.
 
-A tensor here has one element a thread. `mma.m16n8k16` wants of thread 4 r + c of a warp, and gives:
+Tensors here have one element a thread. The instruction, `mma.m16n8k16`, multiplies 16 rows of w by
+8 rows of x, 16 columns deep. Thread 4 r + c of a warp supplies and receives:
 
-- of w, eight bytes of rows r and r + 8, whose digits are five planes of weights;
-- of x, for each of these digits, the eight elements of row r that meet it;
-- of y, these rows of w by the elements 2 c and 2 c + 1 of the eight rows of x.
+- of w: eight bytes of rows r and r + 8; each of their five digits is a plane of eight weights;
+- of x: for each digit, the eight elements of row r that this plane is multiplied by;
+- of y: rows r and r + 8 of w times rows 2 c and 2 c + 1 of x.
 
-Triton's interpreter cannot execute PTX, so there the same is written twice.
+Triton's interpreter cannot execute PTX, so each operation is written a second time in plain Triton.
 """
 
 from arbcli.kernels.runtime._triton import INTERPRETED, tl, triton
@@ -48,7 +49,7 @@ _MULTIPLY_REGISTERS = tl.constexpr(",".join(["=&f"] * 4 + ["r"] * 12 + ["f"] * 4
 
 @triton.jit
 def spread(word, PTX: tl.constexpr):
-    """Begin to decode four bytes: two int32, of bytes 0 and 1 and of bytes 2 and 3."""
+    """Start decoding four bytes: two int32, one of bytes 0 and 1 and one of bytes 2 and 3."""
     if PTX:
         return tl.inline_asm_elementwise(
             _SPREAD, "=&r,=&r,r", [word], dtype=(tl.int32,) * 2, is_pure=True, pack=1
@@ -60,24 +61,29 @@ def spread(word, PTX: tl.constexpr):
 
 @triton.jit
 def first_digits(two):
-    """Bring two bytes, in 16 bits each, to where `take_digits` begins.
+    """Turn two bytes, in 16 bits each, into the fixed-point numbers that `take_digits` reads.
 
-    A byte B becomes q = 202 B + 133, near enough to B / 81 in units of 2**-14: the top two bits of
-    q are its highest digit, 0..2, and what follows is the rest.
+    A byte B becomes q = 202 B + 133, about B / 81 in units of 2**-14, which is exact enough for all
+    243 bytes: the top two bits of q are the highest digit, 0..2, and the others the fraction.
     """
     return two * 202 + 0x850085
 
 
 @triton.jit
 def _take_digit(q, digit: tl.constexpr, PTX: tl.constexpr):
-    """Take the highest digit that is left: two bf16, 2 T or for even digits -2 T, and the rest.
+    """Read the next digit of two bytes, and return it with what remains of them.
 
-    For an even digit, q is the digit d and a rest f, in units of the second highest bit. With the
-    lower of its top two bits flipped they are -T mod 4, and at the top of a bf16 mean -2 T: 00 is
-    0, 01 is 2, 11 is -2. Then -3 q plus what was read is 1 - 3 f mod 4, for -3 d - T is 1 - 4 d. So
-    for an odd digit q is 1 - d - f, whose top two bits are those of -d, and flipped T; and -3 q
-    plus T is 3 f mod 4. Two bytes share a register, as what one half carries into the other is too
-    little to change a digit.
+    Returns:
+        Two bf16, 2 T for odd digits and -2 T for even ones, and q for the next digit.
+
+    Why this works, with T = d - 1 and q counted in units of its second highest bit, mod 4:
+    - Even digit: q = d + f, d the digit and 0 <= f < 1 the fraction. The top two bits are d;
+      flipping the lower one gives -T mod 4. As the top bits of a bf16, 00 is 0, 01 is 2 and 11 is
+      -2, which is -2 T. Then -3 q - T = -3 d - T - 3 f = 1 - 3 f mod 4.
+    - Odd digit: so q is 1 - 3 f of the digit before, which is 1 - d' - f' with d' + f' = 3 f the
+      new digit and its fraction. Its top two bits are those of -d'; flipping both gives T mod 4,
+      so the bf16 is 2 T. Then -3 q + T = 3 f' mod 4, what an even digit starts from.
+    Two bytes share a register: a carry from the lower half is too small to change a digit above.
     """
     if PTX:
         CODE: tl.constexpr = _EVEN_DIGIT if digit % 2 == 0 else _ODD_DIGIT
@@ -93,7 +99,7 @@ def _take_digit(q, digit: tl.constexpr, PTX: tl.constexpr):
 
 @triton.jit
 def take_digits(qs, digit: tl.constexpr, PTX: tl.constexpr):
-    """Take the highest digit of everything that was spread, from digit 4 on; see `_take_digit`."""
+    """Read one digit of all that `spread` returned: call it for digit 4, 3, 2, 1, 0 in turn."""
     trits, rest = (), ()
     for i in tl.static_range(len(qs)):
         two, q = _take_digit(qs[i], digit, PTX)
@@ -116,9 +122,10 @@ fma.rn.bf16x2 $0, $1, factor, three;
 
 @triton.jit
 def centre(word, PTX: tl.constexpr):
-    """Read four bytes B as bf16 numbers (121 - B) / 64: two int32, of bytes 0, 1 and of 2, 3.
+    """Convert four bytes B to bf16 numbers (121 - B) / 64: two int32, of bytes 0, 1 and of 2, 3.
 
-    A byte is a bf16 as it is, B * 2**-133: below 128 a subnormal one, but that makes no difference.
+    Extended to 16 bits, a byte is the bf16 number B * 2**-133, so one multiply-add converts it.
+    Numbers below 128 * 2**-133 are subnormal, which the instruction supports.
     """
     if PTX:
         return tl.inline_asm_elementwise(
@@ -131,13 +138,13 @@ def centre(word, PTX: tl.constexpr):
 
 @triton.jit
 def unpair(two):
-    """Take a pair of bf16 apart: two float32."""
+    """Split a pair of bf16 into two float32."""
     return (two << 16).to(tl.float32, bitcast=True), (two & -0x10000).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def pair(low, high):
-    """Make a pair of two float32 that bf16 can hold."""
+    """Join two float32 that bf16 holds exactly to a pair of bf16."""
     low, high = low.to(tl.int32, bitcast=True), high.to(tl.int32, bitcast=True)
     return ((low >> 16) & 0xFFFF) | (high & -0x10000)
 
@@ -163,15 +170,20 @@ def _prefix_of(v, digit: tl.constexpr):
 
 @triton.jit
 def prefixes(vs, digit: tl.constexpr, PTX: tl.constexpr):
-    """Find what the trits T_4 .. T_digit of everything that was centred spell, p.
+    """Find the number p that the leading trits T_4 .. T_digit of each byte spell.
 
-    p_4 = T_4 and p_d = 3 p_(d+1) + T_d, so that T_d = p_d - 3 p_(d+1). As the trits behind a prefix
-    are less than half of its last place, p_d is V / 3**d rounded, where V = p_0 = B - 121. Adding 3
-    in bf16 rounds to units of 1 / 64: one instruction finds two prefixes. Signs alternate, as the
-    scales that `take_digits` needs do.
+    p_4 = T_4 and p_d = 3 p_(d+1) + T_d, so that T_d = p_d - 3 p_(d+1). The trits behind a prefix
+    are worth less than half of its last place, so p_d is V / 3**d rounded, with V = p_0 = B - 121.
+    Adding 3 in bf16 rounds to multiples of 1 / 64, so one multiply-add finds two prefixes. Signs
+    alternate because the scales do; see `take_digits`.
+
+    Args:
+        vs: what `centre` returned.
+        digit: of the last trit of the prefix.
+        PTX: whether PTX is understood.
 
     Returns:
-        Pairs of bf16: -p_0 / 64, and 3 + p_d / 64 for odd digits, -(3 + p_d / 64) for even ones.
+        Pairs of bf16: -p_0 / 64; 3 + p_d / 64 for odd digits; -(3 + p_d / 64) for other even ones.
     """
     found = ()
     for i in tl.static_range(len(vs)):
@@ -182,7 +194,7 @@ def prefixes(vs, digit: tl.constexpr, PTX: tl.constexpr):
 
 @triton.jit
 def shift_pair(low, high, bits, PTX: tl.constexpr):
-    """Take 32 of 64 bits, from bit `bits` mod 32 on."""
+    """Read 32 of the 64 bits of (low, high), from bit `bits` mod 32 on."""
     if PTX:
         return tl.inline_asm_elementwise(
             _SHIFT_PAIR, "=r,r,r,r", [low, high, bits], dtype=tl.int32, is_pure=True, pack=1
@@ -193,7 +205,7 @@ def shift_pair(low, high, bits, PTX: tl.constexpr):
 
 @triton.jit
 def from_lane(value, lane, PTX: tl.constexpr):
-    """Fetch an int32 or float32 of another of the four threads of a row; `lane` is its c."""
+    """Fetch an int32 or float32 from thread c = `lane` of the four threads of the same row."""
     if PTX:
         REGISTERS: tl.constexpr = "=f,f,r" if value.dtype == tl.float32 else "=r,r,r"
         return tl.inline_asm_elementwise(
@@ -205,7 +217,7 @@ def from_lane(value, lane, PTX: tl.constexpr):
 
 @triton.jit
 def multiply_pairs(a, b, PTX: tl.constexpr):
-    """Multiply two pairs of bf16 whose products are bf16 too, or are 0, which then has no sign."""
+    """Multiply two pairs of bf16 whose products bf16 holds exactly; a product of 0 is +0."""
     if PTX:
         return tl.inline_asm_elementwise(
             _MULTIPLY_PAIRS, "=r,r,r,r", [a, b, tl.zeros_like(a)],
@@ -217,12 +229,12 @@ def multiply_pairs(a, b, PTX: tl.constexpr):
 
 @triton.jit
 def add_products(sums, trits, x, PTX: tl.constexpr):
-    """Add the products of one digit of the bytes a warp holds with 8 rows of x.
+    """Add the products of one digit of a warp's bytes with 8 rows of x.
 
     Args:
         sums: of rows r, r, r + 8, r + 8 of w by rows 2 c, 2 c + 1, 2 c, 2 c + 1 of x.
         trits: four pairs of bf16 of row r of w, and four of row r + 8.
-        x: the eight bf16 that meet them, as four int32.
+        x: the eight bf16 of x that they are multiplied by, as four int32.
         PTX: whether PTX is understood.
     """
     a, b = trits[:4], trits[4:]
@@ -258,7 +270,7 @@ def _multiply_lanes(w, x):
 
 @triton.jit
 def add_scaled(sums, products, upper, lower):
-    """Add products, the first half of row r and the others of row r + 8, times their scales."""
+    """Add products times scales: the first half of them is of row r, the other of row r + 8."""
     added = ()
     for i in tl.static_range(len(sums)):
         product = products[i] * (upper if 2 * i < len(sums) else lower)

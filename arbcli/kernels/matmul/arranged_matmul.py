@@ -1,26 +1,30 @@
-"""Few rows times a matrix, and what is around it: y = added + gate(rms_norm(x) @ w.T).
+"""Products of few rows, with norm, gate and sum fused in: y = added + gate(rms_norm(x) @ w.T).
 
-rms_norm(x) = x / sqrt(mean(x**2) + eps) has no weights, gate(a, b) = silu(a) * b of the two halves
-of a row, and each of the three can be left out. The division is left to the end: squares are summed
-beside the products.
+rms_norm(x) = x / sqrt(mean(x**2) + eps) has no weights; gate(a, b) = silu(a) * b, with a and b the
+two halves of a row of the product. Norm, gate and sum can each be left out. The norm's division is
+done last, on the products: the squares are summed while the matrix is read.
 
-The trits are *arranged*: still five in a byte, but in the order in which threads load them, so that
-a warp takes 16 rows by 160 weights at once, from side to side, whatever K is. Such a piece has 32
-times 16 bytes, for c in 0..3 and for r in 0..7: the bytes 8 c .. 8 c + 7 of row r, then those of
-row r + 8, of a block of 160 weights packed as always. Then come the scales, as bf16 halves of them,
-always those of rows r and r + 8: for r in 0..7 of digits 0, 1, 2, 3, and for r in 0..7 of digit 4.
-They are negative for even digits, as `take_digits` gives -2 T for these and 2 T for the others.
-Where a result is gated, row r + 8 is the one that is half a matrix behind row r. What is missing to
-whole pieces is zeros.
+Layout. The trits are *arranged* in pieces of 16 rows by 160 columns, stored in the order in which
+the threads of a warp load them. Incomplete pieces are padded with zeros.
 
-As in `few_rows`, thread 4 r + c of a warp multiplies the eight bytes c of rows r and r + 8. A warp
-has its pieces, and what they multiply, in shared memory, and while it computes the next ones are
-copied.
+- 512 bytes of trits, five to a byte as `packing` says. For c in 0..3 and r in 0..7: bytes
+  8 c .. 8 c + 7 of row r of the piece, then the same bytes of row r + 8.
+- 160 bytes of scales, bf16, each halved. For r in 0..7: digits 0, 1, 2, 3 of rows r and r + 8; then
+  for r in 0..7: digit 4 of rows r and r + 8. Scales of even digits are negative, because
+  `take_digits` gives -2 T for even digits and 2 T for odd ones.
 
-For up to four rows of x four or two blocks are abreast: a thread takes all bytes of a block, or
-half of them, and x is 0 in the columns of y that are another block's. For one and for two rows that
-leaves two columns each, and so digits are not taken apart at all: prefixes of them are multiplied,
-once with what meets their last digit and once with what meets the next one; see `prefixes`.
+If the result is gated, row r + 8 of a piece is the row of w half a matrix below row r, so that one
+thread has both inputs of the gate.
+
+Work. As in `few_rows`, thread 4 r + c of a warp multiplies bytes 8 c .. 8 c + 7 of rows r and
+r + 8. Pieces and the x they meet are copied to shared memory one step ahead of the arithmetic.
+
+The matrix instruction has room for eight rows of x. With up to four rows that room is used for
+several blocks *abreast*: two blocks, or four for a single row. A thread then takes half of a block,
+or all of it, and x is 0 in the columns of y that belong to another block. For one or two rows this
+leaves two columns each, and digits need not be separated at all: prefixes of them are multiplied,
+in one column by the x of their last digit and in the other by the x of the digit that follows it;
+see `prefixes` and `_of_digit`.
 """
 
 from collections.abc import Iterator
@@ -31,7 +35,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from arbcli.kernels.codec.decode_weight import decode_weight, random_packed, scales_torch
+from arbcli.kernels.codec.decode_weight import decode_weight, scales_torch
+from arbcli.kernels.codec.packed import Packed, random_packed
 from arbcli.kernels.codec.packing import PLANE, pack_trits, unpack_trits, unpack_trits_torch
 from arbcli.kernels.codec.warp_products import (
     HAS_PTX,
@@ -87,59 +92,52 @@ class Arranged(NamedTuple):
     """Whether a tile has eight rows of each half of the matrix."""
 
 
-def arrange(
-    packed: Tensor,
-    exponent: Tensor,
-    fraction: Tensor | None,
-    in_features: int,
-    group_size: int,
-    gated: bool = False,
-) -> Arranged:
+def arrange(packed: Packed, gated: bool = False) -> Arranged:
     """Arrange a packed matrix: 2.1 bits a weight, and what fills the last pieces.
 
     Args:
-        packed: (N, row_bytes(K)) uint8.
-        exponent: (N, ceil(K / G)) int8.
-        fraction: like `exponent`; None stands for zeros.
-        in_features: K.
-        group_size: G, a multiple of 32.
+        packed: N rows by K weights, in groups of a multiple of 32.
         gated: whether results are to be gated; then N is even.
 
     Raises:
         ValueError: a dtype or a shape does not fit.
     """
-    if group_size % PLANE:
-        raise ValueError(f"need groups of whole planes of {PLANE} weights, got {group_size}")
-    half, odd = divmod(len(packed), 2)
+    packed.check()
+    in_features, device = packed.in_features, packed.trits.device
+    if packed.group_size % PLANE:
+        raise ValueError(f"need groups of whole planes of {PLANE} weights, got {packed.group_size}")
+    half, odd = divmod(packed.out_features, 2)
     if gated and odd:
-        raise ValueError(f"{len(packed)} rows are not two halves")
-    trits = unpack_trits(packed, in_features)
+        raise ValueError(f"{packed.out_features} rows are not two halves")
+    trits = unpack_trits(packed.trits, in_features)
     blocks = -(-in_features // BLOCK)
-    group = torch.arange(5 * blocks, device=packed.device) * PLANE // group_size
-    scales = scales_torch(exponent, fraction)[:, group.clamp(max=exponent.shape[1] - 1)]
+    group = torch.arange(5 * blocks, device=device) * PLANE // packed.group_size
+    group = group.clamp(max=packed.num_groups - 1)
+    scales = scales_torch(packed.exponent, packed.fraction)[:, group]
     halves = trits.view(2, half, -1) if gated else trits[None]
     of_halves = scales.view(2, half, -1) if gated else scales[None]
     rows = halves.shape[1]
     missing = -rows % (ROWS // 2 if gated else ROWS)
     halves = functional.pad(halves, (0, BLOCK * blocks - in_features, 0, missing))
     of_halves = functional.pad(of_halves, (0, 0, 0, missing))
-    # to (tile, i, r, ...): row r of a tile, and the one that goes with it
+    # to (tile, i, r, ...): i = 0 is row r of a tile, i = 1 row r + 8, or the gate's other input
     order = (1, 0, 2, 3, 4, 5) if gated else (0, 1, 2, 3, 4, 5)
     split = (2, -1, 8) if gated else (-1, 2, 8)
     pieces = pack_trits(halves.flatten(0, 1)).view(*split, blocks, 4, 8).permute(order)
     of_planes = of_halves.reshape(*split, blocks, 5).permute(order[:5])
-    sign = torch.tensor([-0.5, 0.5, -0.5, 0.5, -0.5], device=packed.device)
+    sign = torch.tensor([-0.5, 0.5, -0.5, 0.5, -0.5], device=device)
     pieces = pieces.permute(0, 3, 4, 2, 1, 5).flatten(2)
     of_planes = (of_planes * sign).permute(0, 3, 2, 4, 1).to(torch.bfloat16)
     first, last = (part.flatten(2).view(torch.uint8) for part in of_planes.split([4, 1], dim=3))
     pieces = torch.cat([pieces, first, last], dim=2)
-    if pieces.is_cuda:  # a kernel that overlaps reads them before it waits for anything
+    # a kernel that overlaps the one before it reads the pieces without waiting for any kernel
+    if pieces.is_cuda:
         torch.cuda.synchronize(pieces.device)
     return Arranged(pieces, rows, in_features, gated)
 
 
-def takes(x: Tensor, group_size: int) -> bool:
-    """Whether a step should arrange its weights: one row of bf16, kernels, and groups of planes."""
+def fits_arranged(x: Tensor, group_size: int) -> bool:
+    """Whether a step should arrange its weights: one bf16 row, kernels, groups of whole planes."""
     few = x.dtype == torch.bfloat16 and x.numel() == x.shape[-1] and x.shape[-1] % 8 == 0
     return few and uses_triton(x) and group_size % PLANE == 0 and torch.version.hip is None
 
@@ -200,7 +198,7 @@ def _arranged_matmul_torch(x, pieces, out_features, in_features, gated, eps, add
 
 @triton.jit
 def _copy_pieces(starts, slot, block, blocks, ABREAST: tl.constexpr):
-    """Begin to copy the pieces of each tile that a warp takes at once, from `block` on."""
+    """Start copying the next `ABREAST` pieces of each tile, from `block` on, to shared memory."""
     UNITS: tl.constexpr = _PIECE // 16 * ABREAST
     lane = tl.arange(0, block.shape[0]) % 32
     left = _PIECE // 16 * (blocks - block) - lane
@@ -213,13 +211,13 @@ def _copy_pieces(starts, slot, block, blocks, ABREAST: tl.constexpr):
 
 @triton.constexpr_function
 def _x_stride(abreast):
-    """Find how far blocks of x are apart in shared memory, such that banks do not conflict."""
+    """Choose the stride of blocks of x in shared memory; padding avoids bank conflicts."""
     return 2 * BLOCK + (16 if abreast > 1 else 0)
 
 
 @triton.jit
 def _copy_x(x_ptr, slot, block, K, ABREAST: tl.constexpr, M: tl.constexpr):
-    """Begin to copy what these pieces multiply; what is missing to whole blocks is zeros."""
+    """Start copying the blocks of x that these pieces multiply, padded with zeros beyond K."""
     UNITS: tl.constexpr = _X_BLOCK // 16 * ABREAST
     LANES: tl.constexpr = 32 if M == 1 else 16 if M == 2 else 8 if M <= 4 else 4  # of a row
     PADDING: tl.constexpr = _x_stride(ABREAST) - _X_BLOCK
@@ -253,7 +251,7 @@ def _sum_of_squares(word):
 
 @triton.jit
 def _read_unit(pointer, address, PTX: tl.constexpr):
-    """Read eight bytes of two rows: four int32."""
+    """Read a thread's eight bytes of rows r and r + 8: four int32."""
     if PTX:
         return read_four(address)
     return _halves(tl.load(pointer)) + _halves(tl.load(pointer + 1))
@@ -261,7 +259,10 @@ def _read_unit(pointer, address, PTX: tl.constexpr):
 
 @triton.jit
 def _read_x(pointer, address, left, own, old, PTX: tl.constexpr):
-    """Read eight elements of x where they are a thread's own; elsewhere `old`, which is 0."""
+    """Read eight elements of x where `own`; elsewhere keep `old`, which is 0.
+
+    A column of y is of one block: other blocks must not add to it, so they read zeros.
+    """
     if PTX:
         return read_four_where(address, own, old)
     some = own & (left > 0)
@@ -281,11 +282,14 @@ def _read_scales(piece, r, address, last_address, PTX: tl.constexpr):
 
 @triton.jit
 def _total_planes(x_row, x_at, x_late_at, left, late, c, PTX: tl.constexpr):
-    """Add up the elements of x in each of the five planes of a thread's block."""
+    """Sum the elements of x in each of the five planes of a thread's block, by products with 1.
+
+    `_of_digit` needs these sums to undo the offset of 3 that prefixes have.
+    """
     ones = (tl.full(c.shape, 0x3F803F80, tl.int32),) * 8
     zero, totals = tl.zeros_like(c), ()
     nothing = (zero, zero, zero, zero)
-    for i in tl.static_range(3):  # two planes in columns that are neighbours, and then one
+    for i in tl.static_range(3):  # planes 0 and 1 side by side in two columns, 2 and 3, then 4
         k = 8 * c + 32 * (2 * i + (late if i < 2 else 0))
         address = (x_late_at if i < 2 else x_at) + 128 * i
         eight = _read_x(x_row + k // 4, address, left - k, c >= 0, nothing, PTX)
@@ -296,16 +300,20 @@ def _total_planes(x_row, x_at, x_late_at, left, late, c, PTX: tl.constexpr):
 
 @triton.jit
 def _of_digit(products, totals, digit: tl.constexpr):
-    """Find the products of a digit in rows r and r + 8 from those of its prefix and the last one.
+    """Find the sums of T x of one digit in rows r and r + 8, from sums of prefixes times x.
 
-    They are those of the digit T, or of -T if it is even, and in units of 1 / 64. What prefixes
-    have too much by 3 is taken back.
+    T_d = p_d - 3 p_(d+1), so a digit's sum is that of its own prefix minus three times that of the
+    prefix that is one digit shorter, with the same x. `prefixes` gives 3 + p / 64 and not p / 64:
+    what both sums contain of the plain sum of x, `totals`, is subtracted.
+
+    Returns:
+        Two sums in units of 1 / 64, with the sign of T for odd digits and of -T for even ones.
     """
     MORE: tl.constexpr = (9, -6, 6, -6, -3)[digit]
     found = ()
     for row in tl.static_range(2):
         y = products[digit][2 * row] - MORE * totals[digit]
-        if digit < 4:  # the last prefix has the other sign
+        if digit < 4:  # the shorter prefix has the opposite sign
             y += 3 * products[digit + 1][2 * row + 1]
         found = found + (y,)  # noqa: RUF005
     return found
@@ -316,11 +324,12 @@ def _add_pieces(
     sums, x, starts, slot, x_ptr, block, blocks, K,
     M: tl.constexpr, ABREAST: tl.constexpr, PREFIXES: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """Add the products of the pieces of each tile that a warp takes at once.
+    """Add the products of `ABREAST` pieces of each tile, which are what a warp does in one step.
 
-    Column r of y is of a row m of x and of one of the blocks, and with `PREFIXES` there are two of
-    them: of what meets the last digit of a prefix, and what meets the next. `x` is a ring of
-    registers, which are 0 where a column is of another block than a thread's bytes.
+    A column of the matrix instruction belongs to one row m of x and to one of the blocks. With
+    `PREFIXES` there are two columns for each pair: one multiplies a prefix by the x of its last
+    digit, the other, `late`, by the x of the digit after it. `x` is a ring of registers that are 0
+    in threads whose bytes are of another block than their column.
     """
     HEIGHT: tl.constexpr = len(starts)
     thread = tl.arange(0, block.shape[0])
@@ -337,7 +346,7 @@ def _add_pieces(
         piece = starts[i] + _PIECE // 8 * tl.minimum(block + mine, blocks - 1)
         pieces = pieces + (piece,)  # noqa: RUF005
 
-    # addresses: what differs between threads is in one sum, so that the rest costs nothing
+    # addresses: the part that depends on the thread is summed once, the rest are constants
     bytes_at = slot + (_PIECE * mine + 128 * unit + 16 * r)
     scales_at = slot + (_PIECE * mine + _SCALES + 16 * r)
     last_scale_at = slot + (_PIECE * mine + _SCALES + 128 + 4 * r)
@@ -386,7 +395,7 @@ def _add_pieces(
 
 @triton.jit
 def _over_parts(value, THREADS: tl.constexpr, PARTS: tl.constexpr):
-    """Sum over the parts of every so many threads; in each of the parts they have the sum."""
+    """Split each `THREADS` threads into `PARTS` parts, sum over these, and give all the sum."""
     if PARTS == 1:
         return value
     shape: tl.constexpr = (value.shape[0] // THREADS, PARTS, THREADS // PARTS)
@@ -396,9 +405,10 @@ def _over_parts(value, THREADS: tl.constexpr, PARTS: tl.constexpr):
 
 @triton.jit
 def _over_warps(sums, memory, apart, PTX: tl.constexpr):
-    """Sum over warps, of each tile four sums a thread: warp i then has those of tile i.
+    """Sum over warps the four sums that a thread has of each tile; warp i returns those of tile i.
 
-    `memory` is where a warp may write 512 bytes a tile, and `apart` how far from the next warp's.
+    A warp writes 512 bytes a tile to shared memory from `memory` on, `apart` bytes from those of
+    the next warp.
     """
     WARPS: tl.constexpr = memory.shape[0] // 32
     HEIGHT: tl.constexpr = len(sums)
@@ -451,7 +461,7 @@ def _store(y, added_ptr, y_ptr, at, mask, ADD: tl.constexpr):
 def _store_both(
     upper, lower, added_ptr, y_ptr, m, n, N, mask, GATED: tl.constexpr, ADD: tl.constexpr
 ):
-    """Store what rows r and r + 8 of a tile give: one result if gated, else two."""
+    """Store the results of rows r and r + 8 of a tile: one if they are gated, else two."""
     at = m * N + n
     if GATED:
         _store(upper / (1 + tl.exp(-upper)) * lower, added_ptr, y_ptr, at, mask & (n < N), ADD)
@@ -472,8 +482,8 @@ def _arranged_matmul_kernel(
     warp, c = thread // 32, thread % 4
     zero, nothing = tl.zeros(thread.shape, tl.float32), tl.zeros_like(thread)
     PREFIXES: tl.constexpr = ABREAST > 1 and M <= 2
-    X_ROWS: tl.constexpr = 1 if PREFIXES else 2  # whose products a thread has
-    UNIT: tl.constexpr = 128.0 if PREFIXES else 1.0  # of what is multiplied
+    X_ROWS: tl.constexpr = 1 if PREFIXES else 2  # rows of x whose products a thread has
+    UNIT: tl.constexpr = 128.0 if PREFIXES else 1.0  # y is this times the products
     first_tile = tl.program_id(0).to(tl.int64) * HEIGHT
     starts, sums = (), ()
     for i in tl.static_range(HEIGHT):
@@ -481,10 +491,10 @@ def _arranged_matmul_kernel(
         starts = starts + (pieces_ptr + _PIECE // 8 * blocks * tile,)  # noqa: RUF005
         sums = sums + ((zero,) * (2 * X_ROWS),)  # noqa: RUF005
     STEP: tl.constexpr = ABREAST * WARPS
-    block = ABREAST * warp  # the first of those that a warp takes
+    block = ABREAST * warp  # the first block of this warp's step
     x = ((nothing, nothing, nothing, nothing),) * (5 if ABREAST > 1 else 1)
 
-    # a warp's slots: what it multiplies, and if it takes several steps what it multiplies next
+    # shared memory of a warp: a slot for this step, and a second one if there are further steps
     PIECES: tl.constexpr = _PIECE * ABREAST * HEIGHT
     SLOT: tl.constexpr = PIECES + _x_stride(ABREAST) * ABREAST * M
     slot, free = nothing, nothing
@@ -520,7 +530,7 @@ def _arranged_matmul_kernel(
         block += STEP
         slot, free = free, slot
 
-    # of a row of x alone the sum of squares goes with the others
+    # for a single row of x, the sum of its squares is reduced together with the products
     of_x = squares[0] if NORM else zero
     shares = ()
     for i in tl.static_range(HEIGHT):
@@ -534,7 +544,7 @@ def _arranged_matmul_kernel(
     Y_ROWS: tl.constexpr = 1 if M == 1 else X_ROWS
     n = (first_tile + warp) * (8 if GATED else 16) + thread // 4 % 8
     for i in tl.static_range(Y_ROWS):
-        m = X_ROWS * c + i  # beyond M are others' once more
+        m = X_ROWS * c + i  # rows from M on repeat others, and are not stored
         scale = tl.full(m.shape, UNIT, tl.float32)
         for row in tl.static_range(M if NORM else 0):
             scale = tl.where(m == row, norms[row], scale)
@@ -548,15 +558,15 @@ class Tiling(NamedTuple):
     """How the work is shared out."""
 
     abreast: int
-    """Blocks that a warp takes at once: 1, or 4 for one row of x and 2 for up to four."""
+    """Blocks of a step: 1, or 2 for up to four rows of x, or 4 for a single one."""
     height: int
-    """Tiles of a program, which share what is loaded of x."""
+    """Tiles of a program; each element of x is loaded once for all of them."""
     warps: int
-    """Of a program; each takes a share of the columns."""
+    """Of a program; each multiplies a share of the columns."""
 
 
 def _tiling(rows: int, tiles: int, blocks: int, processors: int) -> Tiling:
-    """Choose the fastest on an H200, for small matrices the fastest when they overlap."""
+    """Choose the fastest on an H200; for small matrices, the fastest when kernels overlap."""
     many, warps = tiles > 4 * processors, 2 if blocks > 48 else 4
     if rows == 1:
         return Tiling(1, 1, 16) if tiles <= processors else Tiling(4, 1, warps)
@@ -636,8 +646,8 @@ def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
     generator = torch.Generator().manual_seed(0)
     dtypes = (torch.float32,) if device.type == "cpu" else (torch.float32, torch.bfloat16)
     for m, rows, in_features, group_size, gated, eps, adds in SHAPES:
-        state = random_packed(rows, in_features, group_size, generator, spread=8)
-        weight = arrange(*state, in_features, group_size, gated)
+        packed = random_packed(rows, in_features, group_size, generator, spread=8)
+        weight = arrange(packed, gated)
         x = torch.randn(m, in_features, generator=generator)
         x *= 2.0 ** torch.randint(-3, 4, x.shape, generator=generator)
         added = torch.randn(m, weight.out_features, generator=generator)
@@ -657,13 +667,13 @@ def _timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
     half = {"device": device, "dtype": torch.bfloat16}
     shapes = ((1, 11264, 2048, True), (1, 2048, 5632, False), (1, *MATRIX, False))
     for m, rows, in_features, gated in (*shapes, (8, *MATRIX, False)):
-        state = random_packed(rows, in_features, 32, generator, spread=8)
-        weight = arrange(*state, in_features, 32, gated)
+        packed = random_packed(rows, in_features, 32, generator, spread=8)
+        weight = arrange(packed, gated)
         x, added = torch.randn(m, in_features, **half), torch.randn(m, weight.out_features, **half)
         yield Timing(
             f"{m}x{rows}x{in_features}{' gate' * gated}",
             (x, *weight, 1e-6, added, x.dtype),
-            peer=partial(_with_torch, x, decode_weight(*state, in_features, 32), gated, added),
+            peer=partial(_with_torch, x, decode_weight(packed), gated, added),
             peer_name="torch and cuBLAS bf16",
             flops=2 * m * rows * in_features,
         )

@@ -1,21 +1,24 @@
-"""The product y = x @ w.T for few rows of bf16 x, where reading w is what takes the time.
+"""The product y = x @ w.T for few rows of bf16 x, where the time goes into reading w.
 
-A warp takes 16 or 32 rows of w and a share of their bytes, and multiplies as `warp_products` says,
-so that nothing passes through shared memory.
+A warp multiplies 16 or 32 rows of w by all rows of x, over a share of the columns, with the matrix
+instruction of `warp_products`. Trits are decoded in registers and never written to shared memory.
 
-The thread c of a row takes the bytes 8 c .. 8 c + 7 of a block. Its digits are five planes of 32
-weights, each within one group, so that a scale multiplies 32 products at once; thread c builds the
-scales of the c-th of four blocks for its neighbours. For one or two rows of x it takes a whole
-block of its own instead: four blocks abreast, whose products lie in different columns of y, as x is
-0 in the others. That takes a quarter of the sums to scale, and no exchange of scales.
+Thread c of a row decodes bytes 8 c .. 8 c + 7 of a block. The digits of these are in five planes of
+32 weights, each within one group, so that one scale multiplies 32 products at once. A thread builds
+the scales of one block of four, the c-th, and the others fetch them from it.
 
-More than eight rows of x are copied first, such that what a warp reads at once lies together.
+One or two rows of x leave columns of the instruction free. Then each thread decodes a whole block
+of its own, four blocks *abreast*: their products lie in different columns of y, because x is 0 in
+the columns of other blocks. That needs a quarter of the scalings, and no exchange of scales.
+
+With more than eight rows, x is first copied so that what a warp loads at once is contiguous.
 """
 
 import torch
 from torch import Tensor
 
 from arbcli.kernels.codec.decode_weight import scale_of
+from arbcli.kernels.codec.packed import Packed
 from arbcli.kernels.codec.packing import BLOCK, PLANE
 from arbcli.kernels.codec.warp_products import (
     HAS_PTX,
@@ -34,9 +37,9 @@ from arbcli.kernels.runtime.backend import num_processors
 FEW_ROWS = 64
 """Largest M that is faster here than with weights decoded once."""
 _PROCESSORS = 132
-"""Multiprocessors of a GPU that is not there."""
+"""Multiprocessors that are assumed where there is no GPU: those of an H200."""
 _SIZES = ("M", "N", "K", *(f"stride_{n}" for n in ("xm", "pn", "en", "fn", "ym")))
-"""Arguments of the kernel that it is not compiled anew for."""
+"""Arguments whose values do not make Triton compile the kernel again."""
 
 _LOAD_EIGHT = tl.constexpr("ld.global.v4.b32 {$0, $1, $2, $3}, [$4];")
 _LOAD_EIGHT_OVER = tl.constexpr("""{
@@ -69,9 +72,9 @@ mad.lo.u32 $0, e, 0x800000, $0;
 
 @triton.jit
 def _load_int(pointer, mask, KIND: tl.constexpr, ZERO: tl.constexpr, PTX: tl.constexpr):
-    """Load a `b32`, `s8` or `u8` as int32. Elsewhere it is 0 with `ZERO`, else undefined.
+    """Load a `b32`, `s8` or `u8` as int32 where `mask`; elsewhere 0 with `ZERO`, else undefined.
 
-    In PTX, because triton studies each of its own loads with all that depends on it, for a minute.
+    In PTX, because Triton's analysis of its own loads makes compiling this kernel take a minute.
     """
     if PTX:
         CODE: tl.constexpr = _load_ptx(KIND, ZERO)
@@ -101,7 +104,7 @@ def _load_eight(pointer, PTX: tl.constexpr):
 
 @triton.jit
 def _load_eight_over(old, pointer, mask, PTX: tl.constexpr):
-    """Load eight elements of x where `mask` is; elsewhere it stays what it was, which is 0."""
+    """Load eight elements of x where `mask`; elsewhere keep `old`, which is 0."""
     if PTX:
         x = tl.inline_asm_elementwise(
             _LOAD_EIGHT_OVER, "=r,=r,=r,=r,l,r,0,1,2,3",
@@ -166,7 +169,7 @@ def _load_words(
     pointers, skews, OFFSET: tl.constexpr, COUNT: tl.constexpr, mask, ZERO: tl.constexpr,
     PTX: tl.constexpr,
 ):  # fmt: skip
-    """Load words of each row, the last of them only where the row does not begin on a word."""
+    """Load `COUNT` words of each row; the last is needed only if the row is not word-aligned."""
     loaded = ()
     for i in tl.static_range(len(pointers)):
         words = ()
@@ -180,7 +183,7 @@ def _load_words(
 
 @triton.jit
 def _begin(words, first: tl.constexpr, skews, PTX: tl.constexpr):
-    """Shift eight bytes of each row into place, as rows begin at any byte, and spread them."""
+    """Start decoding eight bytes of each row; rows begin at any byte, so shift them first."""
     qs = ()
     for i in tl.static_range(len(words)):
         for j in tl.static_range(first, first + 2):
@@ -193,9 +196,10 @@ def _load_digits(
     rows, strides, block, c, mask, groups,
     ROWS: tl.constexpr, GROUP: tl.constexpr, WORDS: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """Load digits of five scales, of a block each thread; with `WORDS`, of the c-th from `block`.
+    """Load E, and F if there is one, of the five scales of a block, for each row.
 
-    These are the bytes 5 c .. 5 c + 4 of a round, and so lie in its words c and c + 1.
+    With `WORDS`, the block is the c-th from `block` on: its digits are bytes 5 c .. 5 c + 4 of the
+    four blocks' 20, and therefore lie in words c and c + 1.
     """
     loaded = ()
     for i in tl.static_range(len(rows)):
@@ -241,7 +245,7 @@ def _add_block(
     sums, qs, xs, BLOCK: tl.constexpr, mask, scales, LANE: tl.constexpr, c,
     TILES: tl.constexpr, MASKED: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """Add the products of a block, `BLOCK` blocks after `xs`; thread `LANE` has its scales."""
+    """Add the products of the block `BLOCK` blocks behind `xs`; thread `LANE` has its scales."""
     ROWS: tl.constexpr = len(qs) // 4
     HEIGHT: tl.constexpr = ROWS // 2
     zero, lane = tl.zeros_like(c), tl.full(c.shape, LANE, tl.int32)
@@ -258,7 +262,7 @@ def _add_block(
             trits = scaled
         added = ()
         for tile in tl.static_range(TILES):
-            # bytes: a tiled plane has 512 of a tile, and a row of x has 64
+            # in bytes: a plane has 512 a tile if x is tiled, else 64 in a row of x
             offset = 512 * ((5 * BLOCK + digit) * TILES + tile)
             if TILES == 1:
                 offset = 64 * (5 * BLOCK + digit)
@@ -274,7 +278,7 @@ def _add_block(
 
 @triton.jit
 def _add_four_blocks(sums, words, skews, xs, x, own, scales, PTX: tl.constexpr):
-    """Add the products of four blocks abreast; `x` is a ring of registers, 0 but where `own`."""
+    """Add the products of four blocks abreast; the registers `x` are 0 except where `own`."""
     zero = tl.zeros_like(sums[0])
     products = ((zero, zero, zero, zero),) * 5
     for j in tl.static_range(4):
@@ -401,7 +405,7 @@ def _few_rows_kernel(
         m = tl.minimum(8 * tile + r, M - 1).to(tl.int64)
         x_row = (x_ptr + (m * stride_xm + 8 * c)).to(tl.pointer_type(tl.uint8))
         x_rows = x_rows + (x_row,)  # noqa: RUF005
-    live = r < (8 if ABREAST == 1 else 2)  # other columns of y are not those of rows of x
+    live = r < (8 if ABREAST == 1 else 2)  # the other columns of y are of no row of x
     if TILES > 1:
         x_lanes = tiled_ptr.to(tl.pointer_type(tl.uint8)) + 16 * (thread % 32)
         X_BLOCK: tl.constexpr = 2560 * TILES
@@ -409,7 +413,7 @@ def _few_rows_kernel(
         x_lanes = x_rows[0]
         X_BLOCK: tl.constexpr = 320
 
-    # loads: of the blocks that whole rounds leave, and of the first round
+    # load ahead: the blocks left over by whole rounds, and those of the first round
     left = rounds * STEP + warp
     left_words = ()
     for i in tl.static_range(LEFT):
@@ -486,55 +490,48 @@ def _few_rows_kernel(
         for i in tl.static_range(4 * HEIGHT):
             share = sums[tile * HEIGHT + i // 4][i % 4]
             y = tl.sum(tl.reshape(share, (K_WARPS, 32 * N_WARPS)), axis=0)
-            if ABREAST == 4:  # each thread of a row has sums of blocks of its own
+            if ABREAST == 4:  # each of a row's four threads has summed other blocks
                 y = tl.reshape(y, (8 * N_WARPS, 4))
                 y = tl.reshape(tl.broadcast_to(tl.sum(y, axis=1)[:, None], y.shape), lane.shape)
-            y /= 4  # trits and scales were doubled
+            y /= 4  # trits and scales are both twice too large
             m = 8 * tile + lane % 4 * 2 + i % 2
             row = n + 8 * (i // 2)
             y_ptrs = y_ptr + m.to(tl.int64) * stride_ym + row * stride_yn
             tl.store(y_ptrs, y.to(y_ptr.dtype.element_ty), mask=(m < M) & (row < N))
 
 
-def takes(x: Tensor, packed: Tensor, group_size: int) -> bool:
+def fits_few_rows(x: Tensor, packed: Packed) -> bool:
     """Whether `few_rows` can: up to `FEW_ROWS` rows of bf16, and groups of whole planes."""
     few = x.dtype == torch.bfloat16 and x.shape[0] <= FEW_ROWS and torch.version.hip is None
-    return few and group_size % PLANE == 0 and packed.stride(1) == 1
+    return few and packed.group_size % PLANE == 0 and packed.trits.stride(1) == 1
 
 
-def few_rows(
-    x: Tensor,
-    packed: Tensor,
-    exponent: Tensor,
-    fraction: Tensor | None,
-    group_size: int,
-    dtype: torch.dtype,
-) -> Tensor:
-    """Multiply `x`, of which `takes` approves, by a packed matrix; (M, N) in `dtype`."""
-    (rows, in_features), out_features = x.shape, packed.shape[0]
+def few_rows(x: Tensor, packed: Packed, dtype: torch.dtype) -> Tensor:
+    """Multiply (M, K) `x` that `fits_few_rows` by a packed matrix; (M, N) in `dtype`."""
+    (rows, in_features), out_features = x.shape, packed.out_features
     y = torch.empty(rows, out_features, dtype=dtype, device=x.device)
     if y.numel() == 0:
         return y
     x = _on_16_bytes(x)
-    digits = exponent if fraction is None else fraction
-    words = group_size == PLANE and _in_words(exponent) and _in_words(digits)
+    _, exponent, fraction = packed.pointers
+    words = packed.group_size == PLANE and _in_words(exponent) and _in_words(fraction)
     plan = _plan(rows, out_features, words, num_processors(x) if x.is_cuda else _PROCESSORS)
     tiles, k_warps = plan["TILES"], plan["K_WARPS"]
     left = triton.cdiv(in_features // BLOCK % (4 * k_warps), k_warps)
     grid = (triton.cdiv(out_features, 16 * plan["HEIGHT"] * plan["N_WARPS"]),)
+    stride_pn, _, *scale_strides = packed.strides
     _few_rows_kernel[grid](
-        x, _tiled(x, in_features, tiles) if tiles > 1 else x, packed, exponent, digits, y,
-        rows, out_features, in_features,
-        x.stride(0), packed.stride(0), *exponent.stride(), *digits.stride(), *y.stride(),
-        GROUP=group_size, HAS_FRACTION=fraction is not None, WORDS=words, LEFT=left, PTX=HAS_PTX,
+        x, _tiled(x, in_features, tiles) if tiles > 1 else x, *packed.pointers, y,
+        rows, out_features, in_features, x.stride(0), stride_pn, *scale_strides, *y.stride(),
+        **packed.constants, WORDS=words, LEFT=left, PTX=HAS_PTX,
         **plan, num_warps=plan["N_WARPS"] * k_warps,
     )  # fmt: skip
     return y
 
 
 def _plan(rows: int, out_features: int, words: bool, processors: int) -> dict[str, int | None]:
-    """Share the work out among warps, such that they all run at once where that is best."""
-    sixteens = triton.cdiv(out_features, 16 * processors)  # sixteens of rows that a processor has
+    """Choose how warps share the work, so that all of them are resident at once if possible."""
+    sixteens = triton.cdiv(out_features, 16 * processors)  # tiles of 16 rows for each processor
     many = sixteens > 4
     tiles = next(tiles for tiles in (1, 2, 4, 8) if rows <= 8 * tiles)
     plan = {"TILES": tiles, "N_WARPS": 1, "HEIGHT": 1, "AHEAD": 2 if tiles == 1 else 1}
@@ -546,13 +543,13 @@ def _plan(rows: int, out_features: int, words: bool, processors: int) -> dict[st
         plan |= {"N_WARPS": 2, "HEIGHT": 2}
     elif sixteens > 6:
         plan |= {"N_WARPS": 2}
-    # 16 warps of a processor have 128 registers a thread, 12 have 168
+    # a processor's registers are 128 a thread for 16 warps, and 168 for 12
     crowded = sixteens * plan["K_WARPS"] > 12 and tiles * plan["HEIGHT"] == 1
     return plan | {"maxnreg": 128 if words and crowded else None}
 
 
 def _tiled(x: Tensor, in_features: int, tiles: int) -> Tensor:
-    """Copy x to (planes, rows, 32): what a warp reads at once lies together."""
+    """Copy x to (planes, rows, 32), so that what a warp loads at once is contiguous."""
     rows, planes = len(x), in_features // BLOCK * 5
     tiled = x.new_empty(planes, 8 * tiles, PLANE)
     whole = x[:, : PLANE * planes].view(rows, planes, PLANE)

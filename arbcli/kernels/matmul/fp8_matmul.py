@@ -15,8 +15,7 @@ from arbcli.kernels.codec.decode_e4m3 import (
     _decode_e4m3_triton,
     decode_e4m3_reference,
 )
-from arbcli.kernels.codec.decode_weight import check_scales, random_packed
-from arbcli.kernels.codec.packing import check_packed
+from arbcli.kernels.codec.packed import Packed, random_packed
 from arbcli.kernels.matmul.quantise_rows import E4M3, QUANTISE_ROWS
 from arbcli.kernels.runtime.backend import uses_triton
 from arbcli.kernels.runtime.spec import Case, Gate, KernelSpec, Timing
@@ -26,30 +25,19 @@ MULTIPLE = 16
 
 
 def fp8_matmul_reference(
-    q: Tensor,
-    scale: Tensor,
-    packed: Tensor,
-    exponent: Tensor,
-    fraction: Tensor | None,
-    in_features: int,
-    group_size: int,
-    transposed: bool,
-    dtype: torch.dtype,
+    q: Tensor, scale: Tensor, packed: Packed, transposed: bool, dtype: torch.dtype
 ) -> Tensor:
     """Compute what `fp8_matmul` must return, in float64."""
-    state = (packed, exponent, fraction, in_features, group_size)
-    weight, weight_scale = decode_e4m3_reference(*state, transposed)
+    weight, weight_scale = decode_e4m3_reference(packed, transposed)
     return (q.double() * scale) @ (weight.double() * weight_scale.T).T
 
 
-def _fp8_matmul_torch(q, scale, *state_and_dtype):
-    *state, dtype = state_and_dtype
-    return _multiply(q, scale, *_decode_e4m3_torch(*state), dtype)
+def _fp8_matmul_torch(q, scale, packed, transposed, dtype):
+    return _multiply(q, scale, *_decode_e4m3_torch(packed, transposed), dtype)
 
 
-def _fp8_matmul_triton(q, scale, *state_and_dtype):
-    *state, dtype = state_and_dtype
-    return _multiply(q, scale, *_decode_e4m3_triton(*state), dtype)
+def _fp8_matmul_triton(q, scale, packed, transposed, dtype):
+    return _multiply(q, scale, *_decode_e4m3_triton(packed, transposed), dtype)
 
 
 def _multiply(q, scale, weight, weight_scale, dtype) -> Tensor:
@@ -63,11 +51,7 @@ def _multiply(q, scale, weight, weight_scale, dtype) -> Tensor:
 def fp8_matmul(
     q: Tensor,
     scale: Tensor,
-    packed: Tensor,
-    exponent: Tensor,
-    fraction: Tensor | None,
-    in_features: int,
-    group_size: int,
+    packed: Packed,
     transposed: bool = False,
     dtype: torch.dtype = torch.bfloat16,
 ) -> Tensor:
@@ -78,11 +62,7 @@ def fp8_matmul(
     Args:
         q: (M, K) float8_e4m3fn, contiguous; (M, N) if `transposed`.
         scale: (M, 1) float32; both as `quantise_rows` gives them.
-        packed: (N, row_bytes(K)) uint8; N and K multiples of `MULTIPLE`.
-        exponent: (N, ceil(K / G)) int8.
-        fraction: like `exponent`; None stands for zeros.
-        in_features: K.
-        group_size: G.
+        packed: w, N rows by K weights, both multiples of `MULTIPLE`.
         transposed: whether the product is that of a gradient.
         dtype: of the result, bfloat16 or float32.
 
@@ -92,24 +72,22 @@ def fp8_matmul(
     Raises:
         ValueError: a dtype or a shape does not fit.
     """
-    check_packed(packed, in_features)
-    check_scales(packed, exponent, fraction, in_features, group_size)
-    sizes = (packed.shape[0], in_features)
+    packed.check()
+    sizes = (packed.out_features, packed.in_features)
     if any(size % MULTIPLE for size in sizes):
         raise ValueError(f"both sizes of {sizes} must be multiples of {MULTIPLE}")
     if q.dtype != E4M3 or scale.shape != (len(q), 1) or q.shape[1] != sizes[1 - transposed]:
         got = f"{q.dtype} {tuple(q.shape)} with scales {tuple(scale.shape)}"
         raise ValueError(f"{got} does not fit a matrix of {sizes}")
     run = _fp8_matmul_triton if uses_triton(q) else _fp8_matmul_torch
-    return run(q, scale, packed, exponent, fraction, in_features, group_size, transposed, dtype)
+    return run(q, scale, packed, transposed, dtype)
 
 
 def _cases(device: torch.device, group_size: int) -> Iterator[Case]:
     generator = torch.Generator().manual_seed(0)
     dtypes = (torch.float32, torch.bfloat16) if device.type == "cuda" else (torch.float32,)
     for rows, outputs, inputs in ((65, 32, 48), (3, 16, 176), (5, 48, 336)):
-        state = random_packed(outputs, inputs, group_size, generator, spread=4)
-        state = [digits.to(device) for digits in state]
+        packed = random_packed(outputs, inputs, group_size, generator, spread=4).to(device)
         for transposed in (False, True):
             width = outputs if transposed else inputs
             source = torch.randn(rows, width, generator=generator).to(device)
@@ -118,22 +96,23 @@ def _cases(device: torch.device, group_size: int) -> Iterator[Case]:
             for dtype in dtypes:
                 label = f"{rows}x{outputs}x{inputs} {str(dtype).removeprefix('torch.')}"
                 label += " transposed" * transposed
-                yield Case(label, (*rounded, *state, inputs, group_size, transposed, dtype))
-    shape = (inputs, group_size, transposed, dtype)
-    yield Case(label + " whole octaves", (*rounded, *state[:2], None, *shape))
-    yield Case(label + " zeros", (torch.zeros_like(rounded[0]), rounded[1], *state, *shape))
+                yield Case(label, (*rounded, packed, transposed, dtype))
+    octaves = packed._replace(fraction=None)
+    yield Case(label + " whole octaves", (*rounded, octaves, transposed, dtype))
+    zeros = torch.zeros_like(rounded[0])
+    yield Case(label + " zeros", (zeros, rounded[1], packed, transposed, dtype))
 
 
 def _timings(device: torch.device, group_size: int) -> Iterator[Timing]:
     rows, outputs, inputs = 8192, 8192, 8192
-    state = random_packed(outputs, inputs, group_size, torch.Generator(device), spread=8)
+    packed = random_packed(outputs, inputs, group_size, torch.Generator(device), spread=8)
     dense = torch.randn(outputs, inputs, device=device, dtype=torch.bfloat16)
     x = torch.randn(rows, inputs, device=device, dtype=torch.bfloat16)
     q, scale = QUANTISE_ROWS.torch(x)
     for transposed in (False, True):
         yield Timing(
             f"{rows}x{outputs}x{inputs}{' transposed' * transposed}",
-            (q.to(E4M3), scale, *state, inputs, group_size, transposed, torch.bfloat16),
+            (q.to(E4M3), scale, packed, transposed, torch.bfloat16),
             peer=lambda t=transposed: x @ (dense if t else dense.T),
             peer_name="cuBLAS bf16",
             flops=2 * rows * outputs * inputs,

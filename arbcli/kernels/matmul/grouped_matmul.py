@@ -1,9 +1,9 @@
 """Products of a mixture of experts: rows of x are sorted by expert, and each has its own matrix.
 
-Where the rows of an expert begin and end is known on the device alone. The shapes decide what is
-launched, and every program finds there what it has to do: nothing waits for the device. Each
-expert's rows are cut into blocks of their own, so that a tile reads one matrix; it reads on beyond
-the expert's last row, and does not store what it makes of that.
+Where the rows of an expert begin and end is known on the device only. What is launched depends on
+shapes alone, and every program looks up its work on the device, so that the host never waits. Each
+expert's rows are cut into blocks of their own, so that a tile needs a single matrix. The last block
+of an expert also reads rows of the next one, and does not store their products.
 """
 
 from collections.abc import Iterator
@@ -24,13 +24,13 @@ from arbcli.kernels.update.newton_schulz import (
 )
 
 MOST_EXPERTS = 256
-"""Every program holds all bounds at once."""
+"""Every program loads all bounds at once."""
 FEW_ROWS, SOME_ROWS = 16, 128
-"""Mean rows an expert, up to which blocks of rows are low: memory binds, or much would be empty."""
+"""Mean rows an expert up to which tiles have few rows: memory binds, or tiles would be empty."""
 PROGRAMS = 2
 """Programs of `grouped_matmul` that a processor runs at once."""
 BAND = 8
-"""Blocks of rows that walk the columns together, so that a tile of w is read while it is cached."""
+"""Blocks of rows that go through the columns together, so that a tile of w is read from cache."""
 
 
 class Tiling(NamedTuple):
@@ -254,7 +254,7 @@ def _grouped_matmul_triton(x, w, bounds, out=None):
         w_tiles, w_strides = _tiles_of(w.mT, depth, columns)
     else:
         w_tiles, w_strides = _tiles_of(w, columns, depth)
-    # at most: an expert may end within a block, as may the rows before and behind all of them
+    # an upper bound: each expert, and the rows before and behind all of them, may add a short block
     tiles = (triton.cdiv(slots, rows) + experts + 1) * triton.cdiv(out_features, columns)
     _grouped_matmul_kernel[(min(tiles, PROGRAMS * num_processors(x)),)](
         x_tiles, w_tiles, bounds, y, slots, experts, out_features, in_features,

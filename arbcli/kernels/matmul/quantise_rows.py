@@ -1,8 +1,8 @@
 """Round the rows of a matrix to e4m3, each times a power of two: x ~ q * scale.
 
-Numbers of e4m3 have three bits behind the leading one, from 2**-6 on; below they are multiples of
-2**-9, and the largest is 448. With the largest of a row between 128 and 256, what is 14 octaves
-below it still has all its bits. Powers of two lose nothing themselves.
+Numbers of e4m3 have three mantissa bits from 2**-6 on; below that they are multiples of 2**-9, and
+the largest is 448. The scale puts the largest of a row between 128 and 256, so elements of at
+least 2**-13 of it keep all three bits. Multiplying by a power of two itself is exact.
 Source: P. Micikevicius et al., "FP8 Formats for Deep Learning", https://arxiv.org/abs/2209.05433.
 """
 
@@ -18,7 +18,7 @@ from arbcli.kernels.runtime.spec import Case, KernelSpec, Timing
 
 E4M3 = torch.float8_e4m3fn
 LARGEST_OCTAVE = 7
-"""The octave that the largest magnitude of a row comes to."""
+"""The octave that the scale moves the largest magnitude of a row to."""
 WHOLE_ROW = 16384
 """Columns of a row that a program can keep in registers."""
 
@@ -79,7 +79,7 @@ def scales_of_largest(largest):
 @triton.jit
 def largest_of_rows(x):
     """Find the largest magnitude of each row of a float32 tile: infinity, or NaN above all."""
-    bits = tl.abs(x).to(tl.int32, bitcast=True)  # in the order of the numbers
+    bits = tl.abs(x).to(tl.int32, bitcast=True)  # compare like the numbers themselves
     return tl.max(bits, axis=1).to(tl.float32, bitcast=True)
 
 

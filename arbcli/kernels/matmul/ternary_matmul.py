@@ -1,9 +1,9 @@
 """Products with a packed matrix: y = x @ w.T, and its gradient grad_x = grad_y @ w.
 
-Up to `FUSED_ROWS` rows of x the packed bytes are decoded in registers: by `few_rows` where it can,
-else by a kernel for every type, stride and group size, five products of 32 weights a block. Above,
-and for gradients, the weights are decoded once into a transient buffer and the matrix library
-multiplies: reading them again for every tile of x would cost more than writing them once.
+For up to `FUSED_ROWS` rows of x the packed bytes are decoded in registers: by `few_rows` where that
+fits, else by a general kernel for every type, stride and group size. With more rows, and for
+gradients, the weights are decoded once into a transient buffer and the matrix library multiplies:
+decoding them again for every tile of x would cost more than writing them once.
 """
 
 from collections.abc import Iterator
@@ -14,58 +14,39 @@ from torch import Tensor
 
 from arbcli.kernels.codec.decode_weight import (
     _decode_weight_triton,
-    check_scales,
     decode_weight,
     decode_weight_reference,
     decode_weight_torch,
     load_scale,
-    random_packed,
 )
-from arbcli.kernels.codec.packing import PLANE, check_packed, digit_of, plane_offsets
-from arbcli.kernels.matmul.few_rows import few_rows, takes
+from arbcli.kernels.codec.packed import Packed, random_packed
+from arbcli.kernels.codec.packing import PLANE, digit_of, plane_offsets
+from arbcli.kernels.matmul.few_rows import few_rows, fits_few_rows
 from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.backend import uses_triton
 from arbcli.kernels.runtime.spec import Case, Gate, KernelSpec, Timing
 
 FUSED_ROWS = 64
-"""Largest M that the fused kernel takes."""
+"""Largest M that is multiplied without decoding the whole matrix first."""
 
 
-def ternary_matmul_reference(
-    x: Tensor,
-    packed: Tensor,
-    exponent: Tensor,
-    fraction: Tensor | None,
-    group_size: int,
-    dtype: torch.dtype | None = None,
-) -> Tensor:
+def ternary_matmul_reference(x: Tensor, packed: Packed, dtype: torch.dtype | None = None) -> Tensor:
     """Compute what `ternary_matmul` must return, in float64."""
-    weight = decode_weight_reference(packed, exponent, fraction, x.shape[1], group_size)
-    return x.double() @ weight.double().T
+    return x.double() @ decode_weight_reference(packed).double().T
 
 
-def ternary_matmul_grad_x_reference(
-    grad_y: Tensor,
-    packed: Tensor,
-    exponent: Tensor,
-    fraction: Tensor | None,
-    in_features: int,
-    group_size: int,
-) -> Tensor:
+def ternary_matmul_grad_x_reference(grad_y: Tensor, packed: Packed) -> Tensor:
     """Compute what `ternary_matmul_grad_x` must return, in float64."""
-    weight = decode_weight_reference(packed, exponent, fraction, in_features, group_size)
-    return grad_y.double() @ weight.double()
+    return grad_y.double() @ decode_weight_reference(packed).double()
 
 
-def _ternary_matmul_torch(x, packed, exponent, fraction, group_size, dtype=None):
+def _ternary_matmul_torch(x, packed, dtype=None):
     x = x.to(torch.promote_types(x.dtype, dtype or x.dtype))
-    weight = decode_weight_torch(packed, exponent, fraction, x.shape[1], group_size, x.dtype)
-    return (x @ weight.T).to(dtype or x.dtype)
+    return (x @ decode_weight_torch(packed, x.dtype).T).to(dtype or x.dtype)
 
 
-def _ternary_matmul_grad_x_torch(grad_y, packed, exponent, fraction, in_features, group_size):
-    dtype = grad_y.dtype
-    return grad_y @ decode_weight_torch(packed, exponent, fraction, in_features, group_size, dtype)
+def _ternary_matmul_grad_x_torch(grad_y, packed):
+    return grad_y @ decode_weight_torch(packed, grad_y.dtype)
 
 
 @triton.jit
@@ -105,53 +86,39 @@ def _ternary_matmul_kernel(
     tl.store(y_ptrs, acc.to(y_ptr.dtype.element_ty), mask=mask_m & mask_n)
 
 
-def _ternary_matmul_triton(x, packed, exponent, fraction, group_size, dtype=None):
-    dtype = dtype or x.dtype
-    (rows, in_features), out_features = x.shape, packed.shape[0]
-    if takes(x, packed, group_size):
-        return few_rows(x, packed, exponent, fraction, group_size, dtype)
+def _ternary_matmul_triton(x, packed, dtype=None):
+    dtype, (rows, in_features) = dtype or x.dtype, x.shape
+    if fits_few_rows(x, packed):
+        return few_rows(x, packed, dtype)
     if rows > FUSED_ROWS:
         x = x.to(torch.promote_types(x.dtype, dtype))
-        state = (packed, exponent, fraction)
-        weight = _decode_weight_triton(*state, in_features, group_size, x.dtype)
-        return (x @ weight.T).to(dtype)
+        return (x @ _decode_weight_triton(packed, x.dtype).T).to(dtype)
+    out_features, num_bytes = packed.trits.shape
     y = torch.empty(rows, out_features, dtype=dtype, device=x.device)
     if y.numel() == 0:
         return y
-    digits = exponent if fraction is None else fraction
     _ternary_matmul_kernel[(triton.cdiv(rows, 16), triton.cdiv(out_features, 32))](
-        x, packed, exponent, digits, y, rows, out_features, in_features, packed.shape[1],
-        *x.stride(), *packed.stride(), *exponent.stride(), *digits.stride(), *y.stride(),
-        GROUP=group_size, HAS_FRACTION=fraction is not None, BLOCK_M=16, BLOCK_N=32,
+        x, *packed.pointers, y, rows, out_features, in_features, num_bytes,
+        *x.stride(), *packed.strides, *y.stride(),
+        **packed.constants, BLOCK_M=16, BLOCK_N=32,
         # float32 products are unrolled one by one: with fewer warps the registers spill
         num_warps=8 if x.dtype == torch.float32 else 4,
     )  # fmt: skip
     return y
 
 
-def _ternary_matmul_grad_x_triton(grad_y, packed, exponent, fraction, in_features, group_size):
-    state = (packed, exponent, fraction, in_features, group_size)
-    return grad_y @ _decode_weight_triton(*state, grad_y.dtype)
+def _ternary_matmul_grad_x_triton(grad_y, packed):
+    return grad_y @ _decode_weight_triton(packed, grad_y.dtype)
 
 
-def ternary_matmul(
-    x: Tensor,
-    packed: Tensor,
-    exponent: Tensor,
-    fraction: Tensor | None,
-    group_size: int,
-    dtype: torch.dtype | None = None,
-) -> Tensor:
+def ternary_matmul(x: Tensor, packed: Packed, dtype: torch.dtype | None = None) -> Tensor:
     """Multiply activations by a packed matrix.
 
     y[m, n] = sum over k of x[m, k] * w[n, k], accumulated in float32
 
     Args:
         x: (M, K) bfloat16 or float32, any strides.
-        packed: (N, row_bytes(K)) uint8.
-        exponent: (N, ceil(K / G)) int8.
-        fraction: like `exponent`; None stands for zeros.
-        group_size: G.
+        packed: w, N rows by K weights.
         dtype: of the result, bfloat16 or float32; by default that of `x`.
 
     Returns:
@@ -160,31 +127,19 @@ def ternary_matmul(
     Raises:
         ValueError: a dtype or a shape does not fit.
     """
-    check_packed(packed, x.shape[1])
-    check_scales(packed, exponent, fraction, x.shape[1], group_size)
+    packed.check(in_features=x.shape[1])
     run = _ternary_matmul_triton if uses_triton(x) else _ternary_matmul_torch
-    return run(x, packed, exponent, fraction, group_size, dtype)
+    return run(x, packed, dtype)
 
 
-def ternary_matmul_grad_x(
-    grad_y: Tensor,
-    packed: Tensor,
-    exponent: Tensor,
-    fraction: Tensor | None,
-    in_features: int,
-    group_size: int,
-) -> Tensor:
+def ternary_matmul_grad_x(grad_y: Tensor, packed: Packed) -> Tensor:
     """Propagate a gradient back through `ternary_matmul`.
 
     grad_x[m, k] = sum over n of grad_y[m, n] * w[n, k], accumulated in float32
 
     Args:
         grad_y: (M, N) bfloat16 or float32, any strides.
-        packed: (N, row_bytes(K)) uint8.
-        exponent: (N, ceil(K / G)) int8.
-        fraction: like `exponent`; None stands for zeros.
-        in_features: K.
-        group_size: G.
+        packed: w, N rows by K weights.
 
     Returns:
         (M, K) in the dtype of `grad_y`.
@@ -192,14 +147,11 @@ def ternary_matmul_grad_x(
     Raises:
         ValueError: a dtype or a shape does not fit.
     """
-    check_packed(packed, in_features)
-    check_scales(packed, exponent, fraction, in_features, group_size)
-    if grad_y.shape[1] != packed.shape[0]:
-        raise ValueError(f"grad_y {tuple(grad_y.shape)} does not fit {packed.shape[0]} outputs")
-    state = (packed, exponent, fraction, in_features, group_size)
-    if uses_triton(grad_y):
-        return _ternary_matmul_grad_x_triton(grad_y, *state)
-    return _ternary_matmul_grad_x_torch(grad_y, *state)
+    packed.check()
+    if grad_y.shape[1] != packed.out_features:
+        raise ValueError(f"grad_y {tuple(grad_y.shape)} does not fit {packed.out_features} outputs")
+    run = _ternary_matmul_grad_x_triton if uses_triton(grad_y) else _ternary_matmul_grad_x_torch
+    return run(grad_y, packed)
 
 
 SHAPES = (
@@ -210,27 +162,26 @@ SHAPES = (
 
 def _inputs(
     device: torch.device, group_size: int, columns: str
-) -> Iterator[tuple[str, Tensor, list]]:
-    """Draw (label, activations, state) with activations of N or K columns, as `columns` says."""
+) -> Iterator[tuple[str, Tensor, Packed]]:
+    """Draw (label, activations, matrix) with activations of N or K columns, as `columns` says."""
     generator = torch.Generator().manual_seed(0)
     dtypes = (torch.float32, torch.bfloat16) if device.type == "cuda" else (torch.float32,)
     for rows, out_features, in_features in SHAPES:
         width = {"N": out_features, "K": in_features}[columns]
         source = torch.randn(rows, 2 * width, generator=generator).to(device)
-        state = random_packed(out_features, in_features, group_size, generator, spread=8)
-        state = [digits.to(device) for digits in state]
+        packed = random_packed(out_features, in_features, group_size, generator, spread=8)
+        packed = packed.to(device)
         for dtype in dtypes:
             label = f"{rows}x{out_features}x{in_features} {str(dtype).removeprefix('torch.')}"
-            yield label, source[:, :width].to(dtype), [*state, in_features]
-    yield label + " strided", source.to(dtype)[:, ::2], [*state, in_features]
-    yield label + " whole octaves", source[:3, ::2].to(dtype), [*state[:2], None, in_features]
-    yield label + " empty", source[:0, ::2].to(dtype), [*state, in_features]
+            yield label, source[:, :width].to(dtype), packed
+    yield label + " strided", source.to(dtype)[:, ::2], packed
     few = source[:3, ::2].to(dtype)
-    zeros = torch.full_like(state[0], 121)
-    yield label + " zeros", few, [zeros, *state[1:], in_features]
+    yield label + " whole octaves", few, packed._replace(fraction=None)
+    yield label + " empty", source[:0, ::2].to(dtype), packed
+    yield label + " zeros", few, packed._replace(trits=torch.full_like(packed.trits, 121))
     for end in (-96, 31):
-        exponent = torch.full_like(state[1], end)
-        yield f"{label} E = {end}", few, [state[0], exponent, state[2], in_features]
+        exponent = torch.full_like(packed.exponent, end)
+        yield f"{label} E = {end}", few, packed._replace(exponent=exponent)
 
 
 FEW_ROWS_SHAPES = ((1, 1, 1), (3, 33, 123), (8, 16, 640), (9, 17, 805), (3, 2, 5280), (2, 3, 5480))
@@ -238,17 +189,12 @@ FEW_ROWS_SHAPES = ((1, 1, 1), (3, 33, 123), (8, 16, 640), (9, 17, 805), (3, 2, 5
 
 
 def _forward_cases(device: torch.device, group_size: int) -> Iterator[Case]:
-    def peer(x, packed, exponent, fraction, group_size, dtype):
-        return (
-            x @ decode_weight_torch(packed, exponent, fraction, x.shape[1], group_size, x.dtype).T
-        )
+    def peer(x: Tensor, packed: Packed, dtype: torch.dtype) -> Tensor:
+        return x @ decode_weight_torch(packed, x.dtype).T
 
-    for label, x, (packed, exponent, fraction, _) in _inputs(device, group_size, "K"):
-        yield Case(
-            label,
-            (x, packed, exponent, fraction, group_size, x.dtype),
-            peer=peer if x.dtype == torch.bfloat16 else None,
-        )
+    for label, x, packed in _inputs(device, group_size, "K"):
+        low = x.dtype == torch.bfloat16
+        yield Case(label, (x, packed, x.dtype), peer=peer if low else None)
     if group_size % PLANE == 0:
         yield from _few_rows_cases(device, group_size)
 
@@ -259,32 +205,27 @@ def _few_rows_cases(device: torch.device, group_size: int) -> Iterator[Case]:
     for rows, out_features, in_features in FEW_ROWS_SHAPES:
         x = torch.randn(rows, in_features, generator=generator)
         x *= 2.0 ** torch.randint(-12, 13, x.shape, generator=generator)
-        state = random_packed(out_features, in_features, group_size, generator, spread=8)
-        x, *state = (values.to(device) for values in (x.to(torch.bfloat16), *state))
+        packed = random_packed(out_features, in_features, group_size, generator, spread=8)
+        x, packed = x.to(device, torch.bfloat16), packed.to(device)
         label = f"{rows}x{out_features}x{in_features} bfloat16 to float32"
-        yield Case(label, (x, *state, group_size, torch.float32))
+        yield Case(label, (x, packed, torch.float32))
     # rows of w that begin on any byte of a view, and digits that cannot be loaded as words
-    packed, exponent, fraction = (torch.cat([digits, digits], dim=1) for digits in state)
-    packed, exponent = packed[:, 3 : 3 + state[0].shape[1]], exponent[:, : state[1].shape[1]]
-    fraction = fraction[:, 1 : 1 + state[1].shape[1]]
-    yield Case(label + " views", (x, packed, exponent, fraction, group_size, torch.float32))
-    zeros = torch.full_like(state[0], 121)
-    yield Case(label + " zeros", (x, zeros, exponent, None, group_size, torch.float32))
+    trits, exponent, fraction = (torch.cat([part, part], dim=1) for part in packed[:3])
+    views = packed._replace(
+        trits=trits[:, 3 : 3 + packed.trits.shape[1]],
+        exponent=exponent[:, : packed.num_groups],
+        fraction=fraction[:, 1 : 1 + packed.num_groups],
+    )
+    yield Case(label + " views", (x, views, torch.float32))
+    zeros = torch.full_like(packed.trits, 121)
+    zeros = views._replace(trits=zeros, fraction=None)
+    yield Case(label + " zeros", (x, zeros, torch.float32))
 
 
 def _grad_x_cases(device: torch.device, group_size: int) -> Iterator[Case]:
-    def peer(grad_y, packed, exponent, fraction, in_features, group_size):
-        dtype = grad_y.dtype
-        return grad_y @ decode_weight_torch(
-            packed, exponent, fraction, in_features, group_size, dtype
-        )
-
-    for label, grad_y, state in _inputs(device, group_size, "N"):
-        yield Case(
-            label,
-            (grad_y, *state, group_size),
-            peer=peer if grad_y.dtype == torch.bfloat16 else None,
-        )
+    for label, grad_y, packed in _inputs(device, group_size, "N"):
+        low = grad_y.dtype == torch.bfloat16
+        yield Case(label, (grad_y, packed), peer=_ternary_matmul_grad_x_torch if low else None)
 
 
 TIMED = (*((m, size) for size in (8192, 16384) for m in (1, 8, 64)), (4096, 8192), (8192, 8192))
@@ -294,13 +235,13 @@ TIMED = (*((m, size) for size in (8192, 16384) for m in (1, 8, 64)), (4096, 8192
 def _timings(grad_x: bool, device: torch.device, group_size: int) -> Iterator[Timing]:
     generator = torch.Generator(device)
     for rows, size in TIMED:
-        state = random_packed(size, size, group_size, generator, spread=8)
+        packed = random_packed(size, size, group_size, generator, spread=8)
         source = torch.randn(rows, size, generator=generator, device=device, dtype=torch.bfloat16)
         # the same values: their many zeros cost a GPU less power, and so make it faster
-        dense = decode_weight(*state, size, group_size)
+        dense = decode_weight(packed)
         yield Timing(
             f"{rows}x{size}x{size}",
-            (source, *state, *((size, group_size) if grad_x else (group_size, source.dtype))),
+            (source, packed) if grad_x else (source, packed, source.dtype),
             peer=partial(torch.matmul, source, dense if grad_x else dense.T),
             peer_name="cuBLAS bf16",
             flops=2 * rows * size * size,

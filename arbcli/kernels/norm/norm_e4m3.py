@@ -1,7 +1,7 @@
-"""A norm before a product in eight bits: what `quantise_rows` makes of its result, in one kernel.
+"""Norm and rounding to e4m3 in one kernel: (q, scale) = quantise_rows(norm(x)), gated or not.
 
-The result is rounded to the dtype of x first, as if it had been stored. Rows that are too wide to
-be kept in registers, and those of the torch backend, are normalised and then rounded.
+The norm is rounded to the dtype of x first, as if it had been stored, so the bits are those of the
+two kernels in turn. Rows too wide for registers, and the torch backend, do run the two in turn.
 """
 
 from collections.abc import Iterator
@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from arbcli.kernels.codec.packed import Packed
 from arbcli.kernels.matmul.quantise_rows import (
     E4M3,
     has_e4m3,
@@ -53,9 +54,9 @@ def gated_rms_norm_e4m3_reference(gate_up: Tensor, *norm) -> tuple[Tensor, Tenso
 @triton.jit
 def _norm_e4m3_kernel(
     x_ptr, up_ptr, weight_ptr, q_ptr, scale_ptr,
-    M, D, eps,
+    M, D, eps, one,
     stride_xm,
-    GATED: tl.constexpr, HAS_NORM: tl.constexpr,
+    GATED: tl.constexpr, HAS_NORM: tl.constexpr, HAS_WEIGHT: tl.constexpr,
     WHOLE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
     offs_m = (tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M))[:, None]
@@ -66,64 +67,55 @@ def _norm_e4m3_kernel(
         y = y * sigmoid(y) * load_rows(up_ptr, offs_m, offs_d, mask, stride_xm)
     if HAS_NORM:
         r = tl.rsqrt(tl.sum(y * y, axis=1) / D + eps)[:, None]
-        y = y * r * load_weight(weight_ptr, offs_d, D)
+        y = y * r * load_weight(weight_ptr, offs_d, D, one, HAS_WEIGHT)
     y = y.to(x_ptr.dtype.element_ty).to(tl.float32)
     store_e4m3(q_ptr, scale_ptr, y, offs_m, offs_d, mask, M, D, NATIVE)
 
 
-def _launch(x: Tensor, norm: tuple, *, gated: bool) -> tuple[Tensor, Tensor]:
-    packed, exponent, fraction, group_size, eps = norm
+def _launch(
+    x: Tensor, weight: Packed | None, eps: float | None, *, gated: bool
+) -> tuple[Tensor, Tensor]:
     rows, width = len(x), x.shape[1] // (2 if gated else 1)
     q = torch.empty(rows, width, dtype=E4M3, device=x.device)
     scale = torch.empty(rows, 1, device=x.device)
     if q.numel():
-        has_norm = packed is not None
-        weight = norm_weight(packed, exponent, fraction, width, group_size) if has_norm else scale
+        decoded = norm_weight(weight)
         grid, tile = tiling(rows, width)
         _norm_e4m3_kernel[grid](
-            x, x[:, width:] if gated else x, weight, q.view(torch.uint8), scale,
-            rows, width, eps, x.stride(0),
-            GATED=gated, HAS_NORM=has_norm, NATIVE=has_e4m3(x), **tile,
+            x, x[:, width:] if gated else x, scale if decoded is None else decoded,
+            q.view(torch.uint8), scale, rows, width, eps or 0.0, 1.0, x.stride(0),
+            GATED=gated, HAS_NORM=eps is not None, HAS_WEIGHT=decoded is not None,
+            NATIVE=has_e4m3(x), **tile,
         )  # fmt: skip
     return q, scale
 
 
-def _rms_norm_e4m3_triton(x: Tensor, *norm) -> tuple[Tensor, Tensor]:
+def _rms_norm_e4m3_triton(x, weight, eps):
     if x.shape[1] > WHOLE_ROW:
-        return quantise_rows(rms_norm(x, *norm))
-    return _launch(dense_rows(x), norm, gated=False)
+        return quantise_rows(rms_norm(x, weight, eps))
+    return _launch(dense_rows(x), weight, eps, gated=False)
 
 
-def _gated_rms_norm_e4m3_triton(gate_up: Tensor, *norm) -> tuple[Tensor, Tensor]:
+def _gated_rms_norm_e4m3_triton(gate_up, weight, eps):
     if gate_up.shape[1] > 2 * WHOLE_ROW:
-        return quantise_rows(gated_rms_norm(gate_up, *norm))
-    return _launch(dense_rows(gate_up), norm, gated=True)
+        return quantise_rows(gated_rms_norm(gate_up, weight, eps))
+    return _launch(dense_rows(gate_up), weight, eps, gated=True)
 
 
-def _rms_norm_e4m3_torch(x: Tensor, *norm) -> tuple[Tensor, Tensor]:
-    return quantise_rows(rms_norm(x, *norm))
+def _rms_norm_e4m3_torch(x, weight, eps):
+    return quantise_rows(rms_norm(x, weight, eps))
 
 
-def _gated_rms_norm_e4m3_torch(gate_up: Tensor, *norm) -> tuple[Tensor, Tensor]:
-    return quantise_rows(gated_rms_norm(gate_up, *norm))
+def _gated_rms_norm_e4m3_torch(gate_up, weight, eps):
+    return quantise_rows(gated_rms_norm(gate_up, weight, eps))
 
 
-def rms_norm_e4m3(
-    x: Tensor,
-    packed: Tensor,
-    exponent: Tensor,
-    fraction: Tensor | None,
-    group_size: int,
-    eps: float,
-) -> tuple[Tensor, Tensor]:
+def rms_norm_e4m3(x: Tensor, weight: Packed | None, eps: float) -> tuple[Tensor, Tensor]:
     """Normalise the rows of `x` as `rms_norm` does, and round them as `quantise_rows` does.
 
     Args:
         x: (M, D) float32 or bfloat16, any strides.
-        packed: (1, row_bytes(D)) uint8.
-        exponent: (1, ceil(D / G)) int8, E in -96..31.
-        fraction: (1, ceil(D / G)) int8, F in 0..127; None stands for zeros.
-        group_size: G.
+        weight: one row of D weights; None is ones.
         eps: added to the mean square.
 
     Returns:
@@ -132,27 +124,22 @@ def rms_norm_e4m3(
     Raises:
         ValueError: a dtype or a shape does not fit.
     """
-    check_rms_norm(x, packed, exponent, fraction, group_size)
+    check_rms_norm(x, weight)
     run = _rms_norm_e4m3_triton if uses_triton(x) else _rms_norm_e4m3_torch
-    return run(x, packed, exponent, fraction, group_size, eps)
+    return run(x, weight, eps)
 
 
 def gated_rms_norm_e4m3(
-    gate_up: Tensor,
-    packed: Tensor | None,
-    exponent: Tensor | None,
-    fraction: Tensor | None,
-    group_size: int,
-    eps: float,
+    gate_up: Tensor, weight: Packed | None, eps: float | None
 ) -> tuple[Tensor, Tensor]:
     """Do for (M, 2 D) `gate_up` what `rms_norm_e4m3` does, behind the gate of `gated_rms_norm`.
 
     Raises:
         ValueError: a dtype or a shape does not fit.
     """
-    check_gated_rms_norm(gate_up, packed, exponent, fraction, group_size)
+    check_gated_rms_norm(gate_up, weight, eps)
     run = _gated_rms_norm_e4m3_triton if uses_triton(gate_up) else _gated_rms_norm_e4m3_torch
-    return run(gate_up, packed, exponent, fraction, group_size, eps)
+    return run(gate_up, weight, eps)
 
 
 def _cases_of(spec: KernelSpec):

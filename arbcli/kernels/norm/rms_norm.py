@@ -1,9 +1,11 @@
 """Root-mean-square normalise rows with ternary weights: y = x * rsqrt(mean(x**2) + eps) * w.
 
-w is one packed row of frozen weights, decoded before the kernels run, or by the caller. Backward,
-with r = rsqrt(mean(x**2) + eps), xhat = x * r: grad_x = r * (gy * w - xhat * mean(xhat * gy * w)).
-The backward gives y again too: who keeps x for it need not keep y for whatever y was used in. Rows
-are kept in registers; those too wide are walked in blocks, twice.
+w is one packed row of frozen weights, decoded before a kernel runs; without weights it is ones.
+Backward, with r = rsqrt(mean(x**2) + eps) and xhat = x * r:
+grad_x = r * (gy * w - xhat * mean(xhat * gy * w)).
+
+The backward also returns y, so that only x has to be saved, not what the next layer multiplied.
+Rows are kept in registers; rows too wide for that are read in blocks, twice.
 """
 
 from collections.abc import Iterator
@@ -15,13 +17,10 @@ from torch.nn.functional import rms_norm as torch_rms_norm
 
 from arbcli.kernels.codec.decode_weight import (
     _decode_weight_triton,
-    check_scales,
-    decode_weight,
     decode_weight_reference,
     decode_weight_torch,
-    random_packed,
 )
-from arbcli.kernels.codec.packing import check_packed
+from arbcli.kernels.codec.packed import Packed, random_packed
 from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.backend import row_chunks, uses_triton
 from arbcli.kernels.runtime.spec import Case, Gate, KernelSpec, Timing
@@ -32,11 +31,11 @@ WHOLE_ROW = 8192
 """Columns of a row that a program can keep in registers."""
 
 
-def rms_norm_reference(x: Tensor, packed, exponent, fraction, group_size, eps) -> Tensor:
+def rms_norm_reference(x: Tensor, weight: Packed | None, eps: float) -> Tensor:
     """Compute what `rms_norm` must return, in float64."""
     x = x.to(torch.float64)
-    weight = decode_weight_reference(packed, exponent, fraction, x.shape[-1], group_size)
-    return x / torch.sqrt((x * x).mean(dim=-1, keepdim=True) + eps) * weight[0].to(torch.float64)
+    y = x / torch.sqrt((x * x).mean(dim=-1, keepdim=True) + eps)
+    return y if weight is None else y * decode_weight_reference(weight)[0].to(torch.float64)
 
 
 def add_rms_norm_reference(x: Tensor, added: Tensor, *norm) -> tuple[Tensor, Tensor]:
@@ -58,10 +57,8 @@ def gradient_and_output(function, grad_y: Tensor, x: Tensor, *norm) -> tuple[Ten
         return torch.autograd.grad(y, x, grad_y)[0], y.detach()
 
 
-def _rms_norm_torch(x, packed, exponent, fraction, group_size, eps, weight=None):
-    width = x.shape[-1]
-    if weight is None:
-        weight = norm_weight_torch(packed, exponent, fraction, width, group_size)
+def _rms_norm_torch(x, weight, eps):
+    width, weight = x.shape[-1], norm_weight_torch(weight)
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     x, out = x.reshape(-1, width), y.view(-1, width)
     for rows in row_chunks(x):
@@ -69,14 +66,13 @@ def _rms_norm_torch(x, packed, exponent, fraction, group_size, eps, weight=None)
     return y
 
 
-def _add_rms_norm_torch(x, added, *norm):
+def _add_rms_norm_torch(x, added, weight, eps):
     total = (x + added).contiguous()
-    return total, _rms_norm_torch(total, *norm)
+    return total, _rms_norm_torch(total, weight, eps)
 
 
-def _rms_norm_backward_torch(grad_y, x, packed, exponent, fraction, group_size, eps):
-    width = x.shape[-1]
-    weight = norm_weight_torch(packed, exponent, fraction, width, group_size)
+def _rms_norm_backward_torch(grad_y, x, weight, eps):
+    width, weight = x.shape[-1], norm_weight_torch(weight)
     grad_x, y = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for _ in range(2))
     results = grad_x.view(-1, width), y.view(-1, width)
     grad_y, x = grad_y.reshape(-1, width), x.reshape(-1, width)
@@ -87,21 +83,23 @@ def _rms_norm_backward_torch(grad_y, x, packed, exponent, fraction, group_size, 
     return grad_x, y
 
 
-def norm_weight_torch(packed, exponent, fraction, width, group_size) -> Tensor:
-    """Decode the weights of a norm to (D,) float32 by torch."""
-    state = (packed, exponent, fraction, width, group_size)
-    return decode_weight_torch(*state, torch.float32)[0]
+def norm_weight_torch(weight: Packed | None) -> Tensor | None:
+    """Decode the weights of a norm to (D,) float32 by torch; None stays None."""
+    return None if weight is None else decode_weight_torch(weight, torch.float32)[0]
 
 
-def norm_gradient(grad_y: Tensor, x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def norm_gradient(
+    grad_y: Tensor, x: Tensor, weight: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor]:
     """Compute grad_x and y of some rows by torch; (M, D) float32 x, (D,) float32 weights."""
     width = x.shape[-1]
     norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
     r = norm.square_().div_(width).add_(eps).rsqrt_()
     xhat = x * r
-    grad_x = grad_y * weight
+    grad_x = grad_y.to(torch.float32, copy=True) if weight is None else grad_y * weight
     mean = torch.linalg.vecdot(xhat, grad_x)[:, None] / width
-    return grad_x.addcmul_(xhat, mean, value=-1).mul_(r), xhat.mul_(weight)
+    grad_x.addcmul_(xhat, mean, value=-1).mul_(r)
+    return grad_x, xhat if weight is None else xhat.mul_(weight)
 
 
 @triton.jit
@@ -111,9 +109,16 @@ def load_rows(ptr, offs_m, offs_d, mask, stride_m):
 
 
 @triton.jit
-def load_weight(ptr, offs_d, D):
-    """Load float32 weights of columns, [1, BLOCK_D]."""
-    return tl.load(ptr + offs_d, mask=offs_d < D, other=0)[None, :]
+def load_weight(ptr, offs_d, D, one, HAS_WEIGHT: tl.constexpr):
+    """Load float32 weights of columns, [1, BLOCK_D]; without weights give `one`, which is 1.
+
+    `one` is an argument of the kernel, and so no constant to the compiler: it fuses a product with
+    it into the same instructions as a product with a weight, and the results are the same bits.
+    """
+    weight = one
+    if HAS_WEIGHT:
+        weight = tl.load(ptr + offs_d, mask=offs_d < D, other=0)[None, :]
+    return weight
 
 
 @triton.jit
@@ -126,16 +131,17 @@ def store_rows(ptr, values, offs_m, offs_d, mask, stride_m):
 @triton.jit
 def _rms_norm_kernel(
     x_ptr, added_ptr, weight_ptr, total_ptr, y_ptr,
-    M, D, eps,
+    M, D, eps, one,
     stride_xm, stride_am,
-    ADD: tl.constexpr, WHOLE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
+    HAS_WEIGHT: tl.constexpr, ADD: tl.constexpr,
+    WHOLE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     offs_m = (tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M))[:, None]
     if WHOLE:  # rows stay in registers
         offs_d = tl.arange(0, BLOCK_D)
         mask = (offs_m < M) & (offs_d < D)[None, :]
         x = load_rows(x_ptr, offs_m, offs_d, mask, stride_xm)
-        weight = load_weight(weight_ptr, offs_d, D)
+        weight = load_weight(weight_ptr, offs_d, D, one, HAS_WEIGHT)
         if ADD:  # what is normalised is the sum as it is stored
             x += load_rows(added_ptr, offs_m, offs_d, mask, stride_am)
             x = x.to(total_ptr.dtype.element_ty).to(tl.float32)
@@ -154,15 +160,16 @@ def _rms_norm_kernel(
             offs_d = start + tl.arange(0, BLOCK_D)
             mask = (offs_m < M) & (offs_d < D)[None, :]
             x = load_rows(x_ptr, offs_m, offs_d, mask, stride_xm)
-            y = x * r * load_weight(weight_ptr, offs_d, D)
+            y = x * r * load_weight(weight_ptr, offs_d, D, one, HAS_WEIGHT)
             store_rows(y_ptr, y, offs_m, offs_d, mask, D)
 
 
 @triton.jit
 def _rms_norm_backward_kernel(
     grad_y_ptr, x_ptr, weight_ptr, grad_x_ptr, y_ptr,
-    M, D, eps,
+    M, D, eps, one,
     stride_ym, stride_xm,
+    HAS_WEIGHT: tl.constexpr,
     WHOLE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     offs_m = (tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M))[:, None]
@@ -170,7 +177,7 @@ def _rms_norm_backward_kernel(
         offs_d = tl.arange(0, BLOCK_D)
         mask = (offs_m < M) & (offs_d < D)[None, :]
         x = load_rows(x_ptr, offs_m, offs_d, mask, stride_xm)
-        weight = load_weight(weight_ptr, offs_d, D)
+        weight = load_weight(weight_ptr, offs_d, D, one, HAS_WEIGHT)
         grad_xhat = load_rows(grad_y_ptr, offs_m, offs_d, mask, stride_ym) * weight
         r = tl.rsqrt(tl.sum(x * x, axis=1) / D + eps)[:, None]
         xhat = x * r
@@ -186,14 +193,15 @@ def _rms_norm_backward_kernel(
             x = load_rows(x_ptr, offs_m, offs_d, mask, stride_xm)
             grad_y = load_rows(grad_y_ptr, offs_m, offs_d, mask, stride_ym)
             squares += tl.sum(x * x, axis=1)
-            products += tl.sum(x * grad_y * load_weight(weight_ptr, offs_d, D), axis=1)
+            weight = load_weight(weight_ptr, offs_d, D, one, HAS_WEIGHT)
+            products += tl.sum(x * grad_y * weight, axis=1)
         r = tl.rsqrt(squares / D + eps)
         mean = (products * r / D)[:, None]  # of xhat * gy * w
         r = r[:, None]
         for start in range(0, D, BLOCK_D):
             offs_d = start + tl.arange(0, BLOCK_D)
             mask = (offs_m < M) & (offs_d < D)[None, :]
-            weight = load_weight(weight_ptr, offs_d, D)
+            weight = load_weight(weight_ptr, offs_d, D, one, HAS_WEIGHT)
             xhat = load_rows(x_ptr, offs_m, offs_d, mask, stride_xm) * r
             grad_xhat = load_rows(grad_y_ptr, offs_m, offs_d, mask, stride_ym) * weight
             store_rows(grad_x_ptr, r * (grad_xhat - xhat * mean), offs_m, offs_d, mask, D)
@@ -222,10 +230,9 @@ def tiling(
     return (triton.cdiv(rows, block_m),), tile
 
 
-def norm_weight(packed, exponent, fraction, width, group_size) -> Tensor:
-    """Decode the weights of a norm to (D,) float32 with the kernel."""
-    state = (packed, exponent, fraction, width, group_size)
-    return _decode_weight_triton(*state, torch.float32)[0]
+def norm_weight(weight: Packed | None) -> Tensor | None:
+    """Decode the weights of a norm to (D,) float32 with the kernel; None stays None."""
+    return None if weight is None else _decode_weight_triton(weight, torch.float32)[0]
 
 
 def dense_rows(x: Tensor) -> Tensor:
@@ -234,72 +241,58 @@ def dense_rows(x: Tensor) -> Tensor:
     return x if x.stride(1) == 1 else x.contiguous()
 
 
-def _rms_norm_triton(x, packed, exponent, fraction, group_size, eps, weight=None):
+def _rms_norm_triton(x, weight, eps):
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if y.numel():
-        x, width = dense_rows(x), x.shape[-1]
-        if weight is None:
-            weight = norm_weight(packed, exponent, fraction, width, group_size)
+        x, width, decoded = dense_rows(x), x.shape[-1], norm_weight(weight)
         grid, tile = tiling(len(x), width)
         _rms_norm_kernel[grid](
-            x, x, weight, y, y, len(x), width, eps, x.stride(0), 0, ADD=False, **tile
-        )
+            x, x, y if decoded is None else decoded, y, y, len(x), width, eps, 1.0, x.stride(0), 0,
+            HAS_WEIGHT=decoded is not None, ADD=False, **tile,
+        )  # fmt: skip
     return y
 
 
-def _add_rms_norm_triton(
-    x, added, packed, exponent, fraction, group_size, eps, weight=None
-) -> tuple[Tensor, Tensor]:
+def _add_rms_norm_triton(x, added, weight, eps):
     width = x.shape[-1]
     grid, tile = tiling(x.numel() // max(width, 1), width)
     if not (x.numel() and tile["WHOLE"]):
         total = (x + added).contiguous()
-        norm = (packed, exponent, fraction, group_size, eps, weight)
-        return total, _rms_norm_triton(total, *norm)
+        return total, _rms_norm_triton(total, weight, eps)
     total, y = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for _ in range(2))
-    x, added = dense_rows(x), dense_rows(added)
-    if weight is None:
-        weight = norm_weight(packed, exponent, fraction, width, group_size)
+    x, added, decoded = dense_rows(x), dense_rows(added), norm_weight(weight)
     _rms_norm_kernel[grid](
-        x, added, weight, total, y, len(x), width, eps, x.stride(0), added.stride(0),
-        ADD=True, **tile,
+        x, added, y if decoded is None else decoded, total, y, len(x), width, eps, 1.0,
+        x.stride(0), added.stride(0), HAS_WEIGHT=decoded is not None, ADD=True, **tile,
     )  # fmt: skip
     return total, y
 
 
-def _rms_norm_backward_triton(grad_y, x, packed, exponent, fraction, group_size, eps):
+def _rms_norm_backward_triton(grad_y, x, weight, eps):
     grad_x = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     y = torch.empty_like(grad_x)
     if y.numel():
-        x, grad_y, width = dense_rows(x), dense_rows(grad_y), x.shape[-1]
-        weight = norm_weight(packed, exponent, fraction, width, group_size)
+        x, grad_y, width, decoded = (
+            dense_rows(x),
+            dense_rows(grad_y),
+            x.shape[-1],
+            norm_weight(weight),
+        )
         grid, tile = tiling(len(x), width)
         _rms_norm_backward_kernel[grid](
-            grad_y, x, weight, grad_x, y, len(x), width, eps, grad_y.stride(0), x.stride(0), **tile
-        )
+            grad_y, x, y if decoded is None else decoded, grad_x, y, len(x), width, eps, 1.0,
+            grad_y.stride(0), x.stride(0), HAS_WEIGHT=decoded is not None, **tile,
+        )  # fmt: skip
     return grad_x, y
 
 
-def rms_norm(
-    x: Tensor,
-    packed: Tensor,
-    exponent: Tensor,
-    fraction: Tensor | None,
-    group_size: int,
-    eps: float,
-    weight: Tensor | None = None,
-) -> Tensor:
+def rms_norm(x: Tensor, weight: Packed | None, eps: float) -> Tensor:
     """Normalise the rows of `x` and multiply them by ternary weights.
 
     Args:
         x: (..., D) float32 or bfloat16, any strides.
-        packed: (1, row_bytes(D)) uint8.
-        exponent: (1, ceil(D / G)) int8, E in -96..31.
-        fraction: (1, ceil(D / G)) int8, F in 0..127; None stands for zeros.
-        group_size: G.
+        weight: one row of D weights; None is ones, and gives the same bits as ones.
         eps: added to the mean square.
-        weight: (D,) float32, contiguous: what `packed` and its scales decode to, where it is at
-            hand already.
 
     Returns:
         (..., D) in the dtype of `x`, contiguous; computed in float32 and rounded once.
@@ -307,21 +300,13 @@ def rms_norm(
     Raises:
         ValueError: a dtype or a shape does not fit.
     """
-    check_rms_norm(x, packed, exponent, fraction, group_size)
-    check_decoded(weight, x.shape[-1])
+    check_rms_norm(x, weight)
     run = _rms_norm_triton if uses_triton(x) else _rms_norm_torch
-    return run(x, packed, exponent, fraction, group_size, eps, weight)
+    return run(x, weight, eps)
 
 
 def add_rms_norm(
-    x: Tensor,
-    added: Tensor,
-    packed: Tensor,
-    exponent: Tensor,
-    fraction: Tensor | None,
-    group_size: int,
-    eps: float,
-    weight: Tensor | None = None,
+    x: Tensor, added: Tensor, weight: Packed | None, eps: float
 ) -> tuple[Tensor, Tensor]:
     """Add to the rows of `x`, and normalise them as `rms_norm` does.
 
@@ -333,21 +318,14 @@ def add_rms_norm(
     Raises:
         ValueError: a dtype or a shape does not fit.
     """
-    check_rms_norm(x, packed, exponent, fraction, group_size)
+    check_rms_norm(x, weight)
     _check_like(added, x, "added")
-    check_decoded(weight, x.shape[-1])
     run = _add_rms_norm_triton if uses_triton(x) else _add_rms_norm_torch
-    return run(x, added, packed, exponent, fraction, group_size, eps, weight)
+    return run(x, added, weight, eps)
 
 
 def rms_norm_backward(
-    grad_y: Tensor,
-    x: Tensor,
-    packed: Tensor,
-    exponent: Tensor,
-    fraction: Tensor | None,
-    group_size: int,
-    eps: float,
+    grad_y: Tensor, x: Tensor, weight: Packed | None, eps: float
 ) -> tuple[Tensor, Tensor]:
     """Compute the gradient of `rms_norm` with respect to `x`, and its result again.
 
@@ -359,25 +337,26 @@ def rms_norm_backward(
     Raises:
         ValueError: a dtype or a shape does not fit.
     """
-    check_rms_norm(x, packed, exponent, fraction, group_size)
+    check_rms_norm(x, weight)
     _check_like(grad_y, x, "grad_y")
     run = _rms_norm_backward_triton if uses_triton(x) else _rms_norm_backward_torch
-    return run(grad_y, x, packed, exponent, fraction, group_size, eps)
+    return run(grad_y, x, weight, eps)
 
 
-def check_rms_norm(x, packed, exponent, fraction, group_size) -> None:
+def check_rms_norm(x: Tensor, weight: Packed | None) -> None:
     """Raise ValueError unless these are rows, and weights of their norm."""
     if x.dtype not in (torch.float32, torch.bfloat16) or x.dim() == 0:
         raise ValueError(f"need float32 or bfloat16 rows, got {x.dtype} of shape {tuple(x.shape)}")
-    check_norm(packed, exponent, fraction, x.shape[-1], group_size)
+    check_norm(weight, x.shape[-1])
 
 
-def check_norm(packed, exponent, fraction, width, group_size) -> None:
-    """Raise ValueError unless the digits are those of one row of `width` weights."""
-    if packed.dim() != 2 or packed.shape[0] != 1:
-        raise ValueError(f"need one packed row, got shape {tuple(packed.shape)}")
-    check_packed(packed, width)
-    check_scales(packed, exponent, fraction, width, group_size)
+def check_norm(weight: Packed | None, width: int) -> None:
+    """Raise ValueError unless the weights, if any, are one row of `width`."""
+    if weight is None:
+        return
+    if weight.trits.dim() != 2 or weight.out_features != 1:
+        raise ValueError(f"need one packed row, got shape {tuple(weight.trits.shape)}")
+    weight.check(in_features=width)
 
 
 def _check_like(other: Tensor, x: Tensor, name: str) -> None:
@@ -386,32 +365,21 @@ def _check_like(other: Tensor, x: Tensor, name: str) -> None:
         raise ValueError(f"need {name} like x, {x.dtype} {tuple(x.shape)}, got {got}")
 
 
-def check_decoded(weight: Tensor | None, width: int) -> None:
-    """Refuse decoded weights that a norm of this width cannot have.
-
-    Raises:
-        ValueError: a dtype or a shape does not fit.
-    """
-    if weight is None:
-        return
-    if weight.dtype != torch.float32 or weight.shape != (width,) or not weight.is_contiguous():
-        got = f"{weight.dtype} of shape {tuple(weight.shape)}"
-        raise ValueError(f"need contiguous float32 weights of shape ({width},), got {got}")
-
-
-def rms_norm_in_its_dtype(x, packed, exponent, fraction, group_size, eps):
+def rms_norm_in_its_dtype(x: Tensor, weight: Packed | None, eps: float) -> Tensor:
     """Do what torch alone would do, in the dtype of `x`: what bf16 is held to."""
-    weight = decode_weight_torch(packed, exponent, fraction, x.shape[-1], group_size, x.dtype)
-    return torch_rms_norm(x, x.shape[-1:], weight[0], eps)
+    decoded = None if weight is None else decode_weight_torch(weight, x.dtype)[0]
+    return torch_rms_norm(x, x.shape[-1:], decoded, eps)
 
 
 def _cases(device: torch.device, group_size: int) -> Iterator[Case]:
     generator = torch.Generator().manual_seed(0)
 
-    def case(label, shape, view=lambda x: x, dtype=torch.float32, peer=None, eps=1e-6):
+    def case(
+        label, shape, view=lambda x: x, dtype=torch.float32, peer=None, eps=1e-6, ones=False
+    ) -> Case:
         x = view((3 * torch.randn(shape, generator=generator)).to(device, dtype))
-        norm = random_packed(1, x.shape[-1], group_size, generator, spread=2)
-        return Case(label, (x, *(digits.to(device) for digits in norm), group_size, eps), peer)
+        weight = random_packed(1, x.shape[-1], group_size, generator, spread=2).to(device)
+        return Case(label, (x, None if ones else weight, eps), peer)
 
     for rows in (5, 9):
         # with a small eps the gradient cancels to nothing
@@ -421,17 +389,21 @@ def _cases(device: torch.device, group_size: int) -> Iterator[Case]:
     # wide rows take the interpreter seconds, and many rows too
     if device.type == "cuda" or group_size == 6:
         wide = WHOLE_ROW + 5
-        yield case(f"1x{wide}", (1, wide), eps=0.1)  # which tells
+        for ones in (False, True):  # an eps that tells
+            yield case(f"1x{wide}{' ones' * ones}", (1, wide), eps=0.1, ones=ones)
     if device.type == "cuda" or group_size == 32:
         yield case("261x5", (261, 5))
     yield case("2x3x165", (2, 3, 165))
     yield case("3x165 strided", (6, 331), lambda x: x[1::2, 1::2])
     yield case("4x40 transposed", (40, 4), lambda x: x.T)
+    yield case("9x165 ones", (9, 165), ones=True)
     yield case("0x40 empty", (0, 40))
     if device.type == "cuda":  # the interpreter computes wrongly in bf16
         for shape in ((5, 33), (4096, 768), (2048, 2048), (1025, 5632)):
             label = f"{shape[0]}x{shape[1]} bf16"
-            yield case(label, shape, dtype=torch.bfloat16, peer=rms_norm_in_its_dtype)
+            low = {"dtype": torch.bfloat16, "peer": rms_norm_in_its_dtype}
+            yield case(label, shape, **low)
+            yield case(f"{label} ones", shape, **low, ones=True)
 
 
 def _add_cases(device: torch.device, group_size: int) -> Iterator[Case]:
@@ -454,37 +426,38 @@ def _backward_cases(device: torch.device, group_size: int) -> Iterator[Case]:
         yield Case(case.label, (grad_y, *case.inputs), peer)
 
 
-def _timings(device: torch.device, group_size: int) -> Iterator[Timing]:
-    x, _, norm, weight = _timed_inputs(device, group_size)
-    peer = partial(torch_rms_norm, x, weight.shape, weight, norm[-1])
-    yield Timing("16384x2048 bf16", (x, *norm), peer=peer)
+TIMED_EPS = 1e-6
 
 
-def _add_timings(device: torch.device, group_size: int) -> Iterator[Timing]:
-    x, added, norm, weight = _timed_inputs(device, group_size)
+def _timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
+    x, _, weight = _timed_inputs(device)
+    peer = partial(torch_rms_norm, x, weight.shape, weight, TIMED_EPS)
+    yield Timing("16384x2048 bf16", (x, None, TIMED_EPS), peer=peer)
+
+
+def _add_timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
+    x, added, weight = _timed_inputs(device)
     x, added = x[:1], added[:1]
 
     def peer():
-        return torch_rms_norm(x + added, weight.shape, weight, norm[-1])
+        return torch_rms_norm(x + added, weight.shape, weight, TIMED_EPS)
 
-    run = partial(_add_rms_norm_triton, weight=weight.float())
-    yield Timing("1x2048 bf16", (x, added, *norm), run=run, peer=peer)
+    yield Timing("1x2048 bf16", (x, added, None, TIMED_EPS), peer=peer)
 
 
-def _backward_timings(device: torch.device, group_size: int) -> Iterator[Timing]:
-    x, grad_y, norm, weight = _timed_inputs(device, group_size)
-    _, r = torch.ops.aten._fused_rms_norm(x, weight.shape, weight, norm[-1])
+def _backward_timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
+    x, grad_y, weight = _timed_inputs(device)
+    _, r = torch.ops.aten._fused_rms_norm(x, weight.shape, weight, TIMED_EPS)
     # what autograd calls for torch's `rms_norm`, for the gradient of x alone
     inputs = (grad_y, x, weight.shape, r, weight, [True, False])
     peer = partial(torch.ops.aten._fused_rms_norm_backward, *inputs)
-    yield Timing("16384x2048 bf16", (grad_y, x, *norm), peer=peer)
+    yield Timing("16384x2048 bf16", (grad_y, x, None, TIMED_EPS), peer=peer)
 
 
-def _timed_inputs(device: torch.device, group_size: int) -> tuple[Tensor, Tensor, tuple, Tensor]:
-    """Draw (x, grad_y, norm, its weight)."""
+def _timed_inputs(device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """Draw (x, grad_y, weights of ones for torch); a model's own norms have none."""
     x, grad_y = torch.randn(2, 16384, 2048, device=device, dtype=torch.bfloat16)
-    state = random_packed(1, 2048, group_size, torch.Generator(device), spread=2)
-    return x, grad_y, (*state, group_size, 1e-6), decode_weight(*state, 2048, group_size)[0]
+    return x, grad_y, x.new_ones(2048)
 
 
 _GATE = Gate(

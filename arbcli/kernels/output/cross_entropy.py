@@ -69,7 +69,9 @@ def _cross_entropy_kernel(
     offs_m = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     offs_v = tl.arange(0, BLOCK_V)
     inside = offs_m < M
-    row = tl.minimum(offs_m, M - 1)[:, None]  # a row beyond the end reads the last, and is not kept
+    row = tl.minimum(offs_m, M - 1)[
+        :, None
+    ]  # beyond the end, read the last row; its loss is not stored
     x, total = _softmax_parts(logits_ptr, row, offs_v, (offs_v < V)[None, :], stride_m, stride_v)
     target = tl.load(targets_ptr + offs_m * stride_t, mask=inside, other=0)
     of_target = tl.sum(tl.where(offs_v[None, :] == target[:, None], x, 0.0), axis=1)

@@ -1,10 +1,9 @@
-"""Add up what a token's experts made of it: y[m] = sum over j of gates[m, j] * values[p[m, j]].
+"""Sum the outputs of a token's experts: y[m] = sum over j of gates[m, j] * values[p[m, j]].
 
-The values lie sorted by expert, and the positions p say where those of each token are. The backward
-reads them once more: the gradient of a gate is their product with the gradient of the sum.
+The values are sorted by expert, and the positions p say where those of each token are. The backward
+reads them again: the gradient of a gate is the dot product of its value and the gradient of y.
 
-Without gates the sum is also the backward of the dispatch, which hands every slot a copy of its
-token.
+Without gates, the sum is also the backward of the dispatch, which copies a token to all its slots.
 """
 
 from collections.abc import Iterator

@@ -12,31 +12,23 @@ from torch import Tensor
 from torch.nn.functional import embedding, embedding_bag
 
 from arbcli.kernels.codec.decode_weight import (
-    check_scales,
     decode_weight,
     decode_weight_f32,
     decode_weight_reference,
     decode_weight_torch,
     load_scale,
-    random_packed,
 )
-from arbcli.kernels.codec.packing import PLANE, byte_tiles, check_packed, digit_of, plane_offsets
+from arbcli.kernels.codec.packed import Packed, random_packed
+from arbcli.kernels.codec.packing import PLANE, byte_tiles, digit_of, plane_offsets
 from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.backend import uses_triton
 from arbcli.kernels.runtime.overlap import overlap_options, wait_for_last
 from arbcli.kernels.runtime.spec import Case, Gate, KernelSpec, Timing
 
 
-def embedding_rows_reference(
-    ids: Tensor,
-    packed: Tensor,
-    exponent: Tensor,
-    fraction: Tensor | None,
-    embedding_dim: int,
-    group_size: int,
-) -> Tensor:
+def embedding_rows_reference(ids: Tensor, packed: Packed) -> Tensor:
     """Compute what `embedding_rows` must return: the whole table, then its rows."""
-    table = decode_weight_reference(packed, exponent, fraction, embedding_dim, group_size)
+    table = decode_weight_reference(packed)
     return torch.stack([table[v] for v in ids.tolist()]) if len(ids) else table[:0]
 
 
@@ -48,16 +40,10 @@ def embedding_grad_reference(grad_y: Tensor, ids: Tensor, num_embeddings: int) -
     return grad
 
 
-def _embedding_rows_torch(
-    ids, packed, exponent, fraction, embedding_dim, group_size, dtype=torch.bfloat16
-):
-    if len(ids) > len(packed):  # decode a row once, however often it is used
-        table = decode_weight_torch(packed, exponent, fraction, embedding_dim, group_size, dtype)
-        return embedding(ids, table)
-    fraction = None if fraction is None else fraction[ids]
-    return decode_weight_torch(
-        packed[ids], exponent[ids], fraction, embedding_dim, group_size, dtype
-    )
+def _embedding_rows_torch(ids, packed, dtype=torch.bfloat16):
+    if len(ids) > packed.out_features:  # decode a row once, however often it is used
+        return embedding(ids, decode_weight_torch(packed, dtype))
+    return decode_weight_torch(packed.rows(ids), dtype)
 
 
 def _embedding_grad_torch(grad_y, ids, num_embeddings):
@@ -125,18 +111,14 @@ def _embedding_grad_kernel(
     tl.store(grad_ptr + v * D + offs_d, tl.sum(total, axis=0), mask=mask_d)
 
 
-def _embedding_rows_triton(
-    ids, packed, exponent, fraction, embedding_dim, group_size, dtype=torch.bfloat16
-):
-    y = torch.empty(len(ids), embedding_dim, dtype=dtype, device=ids.device)
+def _embedding_rows_triton(ids, packed, dtype=torch.bfloat16):
+    y = torch.empty(len(ids), packed.in_features, dtype=dtype, device=ids.device)
     if y.numel():
-        rows, num_bytes = packed.shape
-        digits = exponent if fraction is None else fraction
+        rows, num_bytes = packed.trits.shape
         _embedding_rows_kernel[byte_tiles(len(ids), num_bytes)](
-            ids, packed, exponent, digits, y, len(ids), rows, embedding_dim, num_bytes,
-            ids.stride(0), *packed.stride(), *exponent.stride(), *digits.stride(),
-            GROUP=group_size, HAS_FRACTION=fraction is not None, BLOCK_M=32, BLOCK_B=PLANE,
-            **overlap_options(packed),
+            ids, *packed.pointers, y, len(ids), rows, packed.in_features, num_bytes,
+            ids.stride(0), *packed.strides,
+            **packed.constants, BLOCK_M=32, BLOCK_B=PLANE, **overlap_options(ids),
         )  # fmt: skip
     return y
 
@@ -146,32 +128,20 @@ def _embedding_grad_triton(grad_y, ids, num_embeddings):
     grad = torch.empty(num_embeddings, width, dtype=torch.float32, device=grad_y.device)
     if grad.numel():
         order, bounds = _segments(ids, num_embeddings)
-        # narrow blocks of columns: one id can have most of the tokens, and then they are few
+        # narrow blocks of columns, for many programs even if one id has most of the tokens
         _embedding_grad_kernel[(num_embeddings, triton.cdiv(width, 32))](
             grad_y, order, bounds, grad, width, *grad_y.stride(), BLOCK_M=64, BLOCK_D=32
         )
     return grad
 
 
-def embedding_rows(
-    ids: Tensor,
-    packed: Tensor,
-    exponent: Tensor,
-    fraction: Tensor | None,
-    embedding_dim: int,
-    group_size: int,
-    dtype: torch.dtype = torch.bfloat16,
-) -> Tensor:
+def embedding_rows(ids: Tensor, packed: Packed, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     """Decode the rows of a packed table that `ids` asks for.
 
     Args:
         ids: (M,) int64 in 0..V-1, repeated ones too. One outside is an IndexError of the torch
             backend on a CPU, and a row of NaN, rather than a wait for the device, in the kernel.
-        packed: (V, row_bytes(D)) uint8.
-        exponent: (V, ceil(D / G)) int8, E in -96..31.
-        fraction: (V, ceil(D / G)) int8, F in 0..127; None stands for zeros.
-        embedding_dim: D.
-        group_size: G.
+        packed: the table, V rows by D weights.
         dtype: bfloat16, or float32, which holds the same bf16 values.
 
     Returns:
@@ -181,10 +151,9 @@ def embedding_rows(
         ValueError: a dtype or a shape does not fit.
     """
     check_ids(ids)
-    check_packed(packed, embedding_dim)
-    check_scales(packed, exponent, fraction, embedding_dim, group_size)
-    run = _embedding_rows_triton if uses_triton(packed) else _embedding_rows_torch
-    return run(ids, packed, exponent, fraction, embedding_dim, group_size, dtype)
+    packed.check()
+    run = _embedding_rows_triton if uses_triton(ids) else _embedding_rows_torch
+    return run(ids, packed, dtype)
 
 
 def embedding_grad(grad_y: Tensor, ids: Tensor, num_embeddings: int) -> Tensor:
@@ -232,15 +201,12 @@ def _rows_cases(device: torch.device, group_size: int) -> Iterator[Case]:
     generator = torch.Generator().manual_seed(0)
     dims = (33, 123, 165, 1, 5, 323, 40)
     for dim, (label, ids, rows) in zip(dims, _ids_cases(generator), strict=True):
-        state = [t.to(device) for t in random_packed(rows, dim, group_size, generator)]
-        yield Case(f"{len(ids)} of {rows}x{dim} {label}", (ids.to(device), *state, dim, group_size))
-    packed, exponent, fraction = (
-        t.to(device) for t in random_packed(14, 70, group_size, generator)
-    )
+        packed = random_packed(rows, dim, group_size, generator).to(device)
+        yield Case(f"{len(ids)} of {rows}x{dim} {label}", (ids.to(device), packed))
+    packed = random_packed(14, 70, group_size, generator).to(device)
     ids = torch.tensor([6, 1, 6], device=device)
-    yield Case("3 of 14x70 whole octaves", (ids, packed, exponent, None, 70, group_size))
-    state = (packed[::2], exponent[::2], fraction[::2])
-    yield Case("3 of 7x70 strided table", (ids, *state, 70, group_size))
+    yield Case("3 of 14x70 whole octaves", (ids, packed._replace(fraction=None)))
+    yield Case("3 of 7x70 strided table", (ids, packed.rows(slice(None, None, 2))))
 
 
 def _grad_cases(device: torch.device, _group_size: int) -> Iterator[Case]:
@@ -260,12 +226,12 @@ def _grad_cases(device: torch.device, _group_size: int) -> Iterator[Case]:
 
 def _rows_timings(device: torch.device, group_size: int) -> Iterator[Timing]:
     ids = torch.randint(256, (16384,), device=device)
-    state = random_packed(256, 2048, group_size, torch.Generator(device))
+    packed = random_packed(256, 2048, group_size, torch.Generator(device))
     yield Timing(
         "16384 of 256x2048 bf16",
-        (ids, *state, 2048, group_size),
+        (ids, packed),
         run=_embedding_rows_triton,
-        peer=partial(embedding, ids, decode_weight(*state, 2048, group_size)),
+        peer=partial(embedding, ids, decode_weight(packed)),
     )
 
 

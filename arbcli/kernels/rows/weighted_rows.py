@@ -1,13 +1,13 @@
 """Weighted sums of rows of a packed table, y[m] = sum over j of weights[m, j] * w[ids[m, j]].
 
-A table can have millions of rows of which a step touches thousands, so nothing here has the shape
-of the table, and nothing but its rows' gradient has one row a slot; a *slot* is one (m, j). Rows
-are decoded where they are summed. A thread owns a few neighbouring weights of one group, for which
-it finds bytes and digits once, and of each slot it reads their bytes and their one scale.
+A *slot* is one (m, j). A table can have millions of rows, of which a step touches thousands, so
+nothing here has the shape of the table, and only the gradient of its rows can have a row for each
+slot. Rows are decoded where they are summed. A thread owns a few neighbouring weights of one group:
+it computes their bytes and digits once, and for each slot loads these bytes and one scale.
 
-The gradient of the rows is that of the touched ones, in a compact matrix. `touched_rows` groups
-slots by row, by sorting, and the order of each sum follows from the ids alone, without atomics, so
-that the gradient is the same bits every time.
+The gradient has only the rows that were touched, in a compact matrix. `touched_rows` sorts slots by
+row. The order of each sum follows from the ids alone, without atomics, so that the gradient is the
+same bits every time.
 """
 
 from collections.abc import Iterator
@@ -19,21 +19,20 @@ from torch import Tensor
 from torch.nn.functional import embedding_bag
 
 from arbcli.kernels.codec.decode_weight import (
-    check_scales,
     decode_weight,
     decode_weight_reference,
     decode_weight_torch,
     load_scale,
-    random_packed,
 )
-from arbcli.kernels.codec.packing import check_packed, trit_at, trit_positions
+from arbcli.kernels.codec.packed import Packed, random_packed
+from arbcli.kernels.codec.packing import trit_at, trit_positions
 from arbcli.kernels.rows.ternary_embedding import check_ids
 from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.backend import uses_triton
 from arbcli.kernels.runtime.spec import Case, Gate, KernelSpec, Timing
 
 FEW = 8
-"""Slots of a row up to which they are added one by one, many rows at a time."""
+"""Rows with at most so many slots are summed side by side, a slot at a time."""
 CHUNK_ELEMENTS = 1 << 20
 """Weights that the torch backend decodes at a time."""
 
@@ -51,18 +50,10 @@ class TouchedRows(NamedTuple):
     """int64 scalar: how many rows are touched, the rest of the R being padding."""
 
 
-def weighted_rows_reference(
-    ids: Tensor,
-    weights: Tensor,
-    packed: Tensor,
-    exponent: Tensor,
-    fraction: Tensor | None,
-    embedding_dim: int,
-    group_size: int,
-) -> Tensor:
+def weighted_rows_reference(ids: Tensor, weights: Tensor, packed: Packed) -> Tensor:
     """Compute what `weighted_rows` must return, one slot at a time in float64."""
-    table = decode_weight_reference(packed, exponent, fraction, embedding_dim, group_size).double()
-    y = table.new_zeros(len(ids), embedding_dim)
+    table = decode_weight_reference(packed).double()
+    y = table.new_zeros(len(ids), packed.in_features)
     for m, row in enumerate(ids.tolist()):
         for j, v in enumerate(row):
             if 0 <= v < len(table):
@@ -70,17 +61,9 @@ def weighted_rows_reference(
     return y
 
 
-def weighted_rows_grad_weights_reference(
-    grad_y: Tensor,
-    ids: Tensor,
-    packed: Tensor,
-    exponent: Tensor,
-    fraction: Tensor | None,
-    embedding_dim: int,
-    group_size: int,
-) -> Tensor:
+def weighted_rows_grad_weights_reference(grad_y: Tensor, ids: Tensor, packed: Packed) -> Tensor:
     """Compute what `weighted_rows_grad_weights` must return, one slot at a time in float64."""
-    table = decode_weight_reference(packed, exponent, fraction, embedding_dim, group_size).double()
+    table = decode_weight_reference(packed).double()
     grad = table.new_zeros(ids.shape)
     for m, row in enumerate(ids.tolist()):
         for j, v in enumerate(row):
@@ -101,43 +84,32 @@ def weighted_rows_grad_reference(
     return grad
 
 
-def _decoded_slots(
-    ids, packed, exponent, fraction, embedding_dim, group_size
-) -> Iterator[tuple[slice, Tensor, Tensor]]:
+def _decoded_slots(ids: Tensor, packed: Packed) -> Iterator[tuple[slice, Tensor, Tensor]]:
     """Decode the rows of a few tokens at a time: (tokens, which ids are rows, (m, k, D) rows)."""
-    (num_tokens, slots), num_rows = ids.shape, len(packed)
+    (num_tokens, slots), num_rows, width = ids.shape, packed.out_features, packed.in_features
     if num_rows == 0:
         return
-    step = max(1, CHUNK_ELEMENTS // max(1, slots * embedding_dim))
+    step = max(1, CHUNK_ELEMENTS // max(1, slots * width))
     for start in range(0, num_tokens, step):
         part = slice(start, min(start + step, num_tokens))
         inside = (ids[part] >= 0) & (ids[part] < num_rows)
         flat = ids[part].clamp(0, num_rows - 1).flatten()
-        digits = None if fraction is None else fraction[flat]
-        rows = decode_weight_torch(
-            packed[flat], exponent[flat], digits, embedding_dim, group_size, torch.float32
-        )
-        yield part, inside, rows.view(*inside.shape, embedding_dim)
+        rows = decode_weight_torch(packed.rows(flat), torch.float32)
+        yield part, inside, rows.view(*inside.shape, width)
 
 
-def _weighted_rows_torch(
-    ids, weights, packed, exponent, fraction, embedding_dim, group_size, dtype=torch.bfloat16
-):
-    y = torch.zeros(len(ids), embedding_dim, device=ids.device)
-    state = (packed, exponent, fraction, embedding_dim, group_size)
-    for part, inside, rows in _decoded_slots(ids, *state):
+def _weighted_rows_torch(ids, weights, packed, dtype=torch.bfloat16):
+    y = torch.zeros(len(ids), packed.in_features, device=ids.device)
+    for part, inside, rows in _decoded_slots(ids, packed):
         weight = weights[part].masked_fill(~inside, 0)[..., None]
         for j in range(ids.shape[1]):
             y[part] += weight[:, j] * rows[:, j]
     return y.to(dtype)
 
 
-def _weighted_rows_grad_weights_torch(
-    grad_y, ids, packed, exponent, fraction, embedding_dim, group_size
-):
+def _weighted_rows_grad_weights_torch(grad_y, ids, packed):
     grad = torch.zeros(ids.shape, device=ids.device)
-    state = (packed, exponent, fraction, embedding_dim, group_size)
-    for part, inside, rows in _decoded_slots(ids, *state):
+    for part, inside, rows in _decoded_slots(ids, packed):
         rows *= grad_y[part].float()[:, None]  # summed by halves, which loses less than in order
         grad[part] = rows.sum(dim=2).masked_fill_(~inside, 0)
     return grad
@@ -185,7 +157,7 @@ def _load_slot(
 ):  # fmt: skip
     """Load the rows of one slot a token: which are rows of the table, their scales, their trits.
 
-    Row 0 is loaded in place of one that is not, as loads without a mask are cheaper.
+    For a slot of no row, row 0 is loaded and not used: loads without a mask are cheaper.
     """
     v = tl.load(ids_ptr, mask=mask, other=-1)  # [1, BLOCK_M, 1] int64
     inside = (v >= 0) & (v < V)
@@ -285,7 +257,7 @@ def _weighted_rows_grad_kernel(
     stride_ym, stride_yd, stride_w, stride_t,
     MOST: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Add the slots of rows that have up to `MOST`, side by side, and then of each other row."""
+    """Sum the slots of rows that have up to `MOST`, side by side; then each longer row alone."""
     first_r = tl.program_id(0).to(tl.int64) * BLOCK_R
     offs_r = first_r + tl.arange(0, BLOCK_R)
     offs_d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
@@ -318,10 +290,11 @@ def _weighted_rows_grad_kernel(
                 tl.store(grad_ptr + r * D + offs_d, of_row, mask=offs_d < D)
 
 
-def _chunking(embedding_dim: int, group_size: int) -> tuple[int, int]:
+def _chunking(packed: Packed) -> tuple[int, int]:
     """Choose the width of chunks of columns, and count the chunks of a row."""
-    width = 8 if embedding_dim > 256 and group_size >= 8 else 4  # more threads for short rows
-    whole, rest = divmod(embedding_dim, group_size)
+    dim, group_size = packed.in_features, packed.group_size
+    width = 8 if dim > 256 and group_size >= 8 else 4  # more threads for short rows
+    whole, rest = divmod(dim, group_size)
     return width, whole * triton.cdiv(group_size, width) + triton.cdiv(rest, width)
 
 
@@ -334,41 +307,34 @@ def _tile(chunks: int, slots: int, threads: int, most: int, unroll: int) -> dict
     }  # fmt: skip
 
 
-def _weighted_rows_triton(
-    ids, weights, packed, exponent, fraction, embedding_dim, group_size, dtype=torch.bfloat16
-):
-    (num_tokens, slots), num_rows = ids.shape, len(packed)
+def _weighted_rows_triton(ids, weights, packed, dtype=torch.bfloat16):
+    (num_tokens, slots), num_rows, dim = ids.shape, packed.out_features, packed.in_features
     y = torch.zeros if slots * num_rows == 0 else torch.empty
-    y = y(num_tokens, embedding_dim, dtype=dtype, device=ids.device)
+    y = y(num_tokens, dim, dtype=dtype, device=ids.device)
     if slots * num_rows * y.numel():
-        width, chunks = _chunking(embedding_dim, group_size)
+        width, chunks = _chunking(packed)
         tile = _tile(chunks, slots, threads=64, most=32, unroll=8)
-        digits = exponent if fraction is None else fraction
         grid = (triton.cdiv(num_tokens, tile["BLOCK_M"]), triton.cdiv(chunks, tile["CHUNKS"]))
         _weighted_rows_kernel[grid](
-            ids, weights, packed, exponent, digits, y, num_tokens, num_rows, embedding_dim, slots,
-            *ids.stride(), *weights.stride(), *packed.stride(), *exponent.stride(),
-            *digits.stride(), GROUP=group_size, HAS_FRACTION=fraction is not None, WIDTH=width,
-            **tile,
+            ids, weights, *packed.pointers, y, num_tokens, num_rows, dim, slots,
+            *ids.stride(), *weights.stride(), *packed.strides,
+            **packed.constants, WIDTH=width, **tile,
         )  # fmt: skip
     return y
 
 
-def _weighted_rows_grad_weights_triton(
-    grad_y, ids, packed, exponent, fraction, embedding_dim, group_size
-):
-    (num_tokens, slots), num_rows = ids.shape, len(packed)
-    if embedding_dim * num_rows * ids.numel() == 0:
+def _weighted_rows_grad_weights_triton(grad_y, ids, packed):
+    (num_tokens, slots), num_rows, dim = ids.shape, packed.out_features, packed.in_features
+    if dim * num_rows * ids.numel() == 0:
         return torch.zeros(ids.shape, device=ids.device)
-    width, chunks = _chunking(embedding_dim, group_size)
+    width, chunks = _chunking(packed)
     tile = _tile(chunks, slots, threads=128, most=32, unroll=4)  # no sum crosses warps
-    digits = exponent if fraction is None else fraction
     grid = (triton.cdiv(num_tokens, tile["BLOCK_M"]), triton.cdiv(chunks, tile["CHUNKS"]))
     parts = torch.empty(grid[1], num_tokens, slots, device=ids.device)
     _weighted_rows_grad_weights_kernel[grid](
-        grad_y, ids, packed, exponent, digits, parts, num_tokens, num_rows, embedding_dim, slots,
-        *grad_y.stride(), *ids.stride(), *packed.stride(), *exponent.stride(), *digits.stride(),
-        GROUP=group_size, HAS_FRACTION=fraction is not None, WIDTH=width, **tile,
+        grad_y, ids, *packed.pointers, parts, num_tokens, num_rows, dim, slots,
+        *grad_y.stride(), *ids.stride(), *packed.strides,
+        **packed.constants, WIDTH=width, **tile,
     )  # fmt: skip
     return parts[0] if len(parts) == 1 else parts.sum(dim=0)
 
@@ -377,7 +343,7 @@ def _weighted_rows_grad_triton(grad_y, weights, tokens, order, bounds, dtype=Non
     num_rows, width = len(bounds) - 1, grad_y.shape[1]
     grad = torch.empty(num_rows, width, dtype=dtype or grad_y.dtype, device=grad_y.device)
     if grad.numel():
-        # narrow blocks of columns: one row can have most of the slots, and then they are few
+        # narrow blocks of columns, for many programs even if one row has most of the slots
         block_r, block_d = 16, 32
         _weighted_rows_grad_kernel[(triton.cdiv(num_rows, block_r), triton.cdiv(width, block_d))](
             grad_y, weights, tokens, order, bounds, grad, num_rows, width,
@@ -388,14 +354,7 @@ def _weighted_rows_grad_triton(grad_y, weights, tokens, order, bounds, dtype=Non
 
 
 def weighted_rows(
-    ids: Tensor,
-    weights: Tensor,
-    packed: Tensor,
-    exponent: Tensor,
-    fraction: Tensor | None,
-    embedding_dim: int,
-    group_size: int,
-    dtype: torch.dtype = torch.bfloat16,
+    ids: Tensor, weights: Tensor, packed: Packed, dtype: torch.dtype = torch.bfloat16
 ) -> Tensor:
     """Sum rows of a packed table, each with its weight.
 
@@ -403,11 +362,7 @@ def weighted_rows(
         ids: (M, k) int64, repeated ones too, any strides. A slot whose id is outside 0..V-1, such
             as -1, adds nothing, whatever its weight is.
         weights: (M, k) float32, any strides.
-        packed: (V, row_bytes(D)) uint8.
-        exponent: (V, ceil(D / G)) int8, E in -96..31.
-        fraction: (V, ceil(D / G)) int8, F in 0..127; None stands for zeros.
-        embedding_dim: D.
-        group_size: G.
+        packed: the table, V rows by D weights.
         dtype: bfloat16 or float32.
 
     Returns:
@@ -417,34 +372,22 @@ def weighted_rows(
     Raises:
         ValueError: a dtype or a shape does not fit.
     """
-    _check_table(ids, packed, exponent, fraction, embedding_dim, group_size)
+    _check_table(ids, packed)
     _check_dtype(dtype)
     if weights.dtype != torch.float32 or weights.shape != ids.shape:
         got = f"{weights.dtype} {tuple(weights.shape)}"
         raise ValueError(f"need float32 weights of shape {tuple(ids.shape)}, got {got}")
-    run = _weighted_rows_triton if uses_triton(packed) else _weighted_rows_torch
-    return run(ids, weights, packed, exponent, fraction, embedding_dim, group_size, dtype)
+    run = _weighted_rows_triton if uses_triton(ids) else _weighted_rows_torch
+    return run(ids, weights, packed, dtype)
 
 
-def weighted_rows_grad_weights(
-    grad_y: Tensor,
-    ids: Tensor,
-    packed: Tensor,
-    exponent: Tensor,
-    fraction: Tensor | None,
-    embedding_dim: int,
-    group_size: int,
-) -> Tensor:
+def weighted_rows_grad_weights(grad_y: Tensor, ids: Tensor, packed: Packed) -> Tensor:
     """Compute the gradient of the weights of `weighted_rows`.
 
     Args:
         grad_y: (M, D) float32 or bfloat16, any strides.
         ids: (M, k) int64, as for `weighted_rows`.
-        packed: (V, row_bytes(D)) uint8.
-        exponent: (V, ceil(D / G)) int8, E in -96..31.
-        fraction: (V, ceil(D / G)) int8, F in 0..127; None stands for zeros.
-        embedding_dim: D.
-        group_size: G.
+        packed: the table, V rows by D weights.
 
     Returns:
         (M, k) float32, the product of grad_y[m] and w[ids[m, j]]; 0 where the id is outside.
@@ -452,14 +395,14 @@ def weighted_rows_grad_weights(
     Raises:
         ValueError: a dtype or a shape does not fit.
     """
-    _check_table(ids, packed, exponent, fraction, embedding_dim, group_size)
+    _check_table(ids, packed)
     _check_grad(grad_y)
-    shape = (len(ids), embedding_dim)
+    shape = (len(ids), packed.in_features)
     if tuple(grad_y.shape) != shape:
         raise ValueError(f"need a gradient of shape {shape}, got {tuple(grad_y.shape)}")
-    triton_runs = uses_triton(packed)
+    triton_runs = uses_triton(ids)
     run = _weighted_rows_grad_weights_triton if triton_runs else _weighted_rows_grad_weights_torch
-    return run(grad_y, ids, packed, exponent, fraction, embedding_dim, group_size)
+    return run(grad_y, ids, packed)
 
 
 def touched_rows(ids: Tensor, num_rows: int) -> TouchedRows:
@@ -533,11 +476,10 @@ def weighted_rows_grad(
     return run(grad_y, weights, tokens, touched.order, touched.bounds, dtype)
 
 
-def _check_table(ids, packed, exponent, fraction, embedding_dim, group_size) -> None:
+def _check_table(ids: Tensor, packed: Packed) -> None:
     if ids.dtype != torch.int64 or ids.dim() != 2:
         raise ValueError(f"need a matrix of int64 ids, got {ids.dtype} {tuple(ids.shape)}")
-    check_packed(packed, embedding_dim)
-    check_scales(packed, exponent, fraction, embedding_dim, group_size)
+    packed.check()
 
 
 def _check_grad(grad_y: Tensor) -> None:
@@ -570,38 +512,36 @@ def _slots_cases(generator: torch.Generator) -> Iterator[tuple[str, Tensor, int,
     yield "empty table", torch.tensor([[0, -1, 3]]), 0, 40
 
 
-def _table_cases(device: torch.device, group_size: int) -> Iterator[tuple[str, Tensor, tuple]]:
-    """Draw (label, ids, the table's digits with D and G)."""
+def _table_cases(device: torch.device, group_size: int) -> Iterator[tuple[str, Tensor, Packed]]:
+    """Draw (label, ids, table)."""
     generator = torch.Generator().manual_seed(0)
     for label, ids, rows, dim in _slots_cases(generator):
-        state = [t.to(device) for t in random_packed(rows, dim, group_size, generator, spread=8)]
+        packed = random_packed(rows, dim, group_size, generator, spread=8).to(device)
         label = f"{'x'.join(map(str, ids.shape))} of {rows}x{dim} {label}"
-        yield label, ids.to(device), (*state, dim, group_size)
-    state = random_packed(14, 70, group_size, generator, spread=127)
-    packed, exponent, fraction = (t.to(device) for t in state)
+        yield label, ids.to(device), packed
+    packed = random_packed(14, 70, group_size, generator, spread=127).to(device)
     ids = torch.tensor([[6, 1, 6], [0, 5, 3]], device=device)
-    yield "2x3 of 14x70 whole octaves", ids, (packed, exponent, None, 70, group_size)
-    state = (packed[::2], exponent[::2], fraction[::2])
-    yield "2x3 of 7x70 strided table", ids, (*state, 70, group_size)
+    yield "2x3 of 14x70 whole octaves", ids, packed._replace(fraction=None)
+    yield "2x3 of 7x70 strided table", ids, packed.rows(slice(None, None, 2))
 
 
 def _weighted_rows_cases(device: torch.device, group_size: int) -> Iterator[Case]:
     generator = torch.Generator().manual_seed(1)
-    for label, ids, table in _table_cases(device, group_size):
+    for label, ids, packed in _table_cases(device, group_size):
         weights = torch.randn(ids.shape, generator=generator).to(device)
-        inside = (ids >= 0) & (ids < len(table[0]))
-        yield Case(label, (ids, weights.masked_fill_(~inside, torch.nan), *table))
+        inside = (ids >= 0) & (ids < packed.out_features)
+        yield Case(label, (ids, weights.masked_fill_(~inside, torch.nan), packed))
     weights = torch.randn(3, 4, generator=generator).to(device).T[::2]
-    yield Case("2x3 of 7x70 strided weights", (ids, weights, *table))
+    yield Case("2x3 of 7x70 strided weights", (ids, weights, packed))
 
 
 def _grad_weights_cases(device: torch.device, group_size: int) -> Iterator[Case]:
     generator = torch.Generator().manual_seed(2)
-    for label, ids, table in _table_cases(device, group_size):
-        grad_y = torch.randn(len(ids), table[3], generator=generator).to(device)
-        yield Case(label, (grad_y, ids, *table))
-    grad_y = torch.randn(table[3], 4, generator=generator).to(device).T[::2]
-    yield Case("2x3 of 7x70 strided gradient", (grad_y, ids, *table))
+    for label, ids, packed in _table_cases(device, group_size):
+        grad_y = torch.randn(len(ids), packed.in_features, generator=generator).to(device)
+        yield Case(label, (grad_y, ids, packed))
+    grad_y = torch.randn(packed.in_features, 4, generator=generator).to(device).T[::2]
+    yield Case("2x3 of 7x70 strided gradient", (grad_y, ids, packed))
 
 
 def _grad_cases(device: torch.device, _group_size: int) -> Iterator[Case]:
@@ -633,40 +573,40 @@ SHAPES = ((2048, 32, 5_000_000, 64, 76), (2048, 8, 131_072, 1024, 8))
 
 def _production_slots(
     device: torch.device, group_size: int
-) -> Iterator[tuple[str, Tensor, Tensor, tuple]]:
+) -> Iterator[tuple[str, Tensor, Tensor, Packed]]:
     """Draw (label, ids, weights, table), with rows far apart of a large table, each used once.
 
     So the roofline counts the bytes that are read, and not the table.
     """
     for tokens, slots, rows, dim, apart in SHAPES:
-        state = random_packed(rows, dim, group_size, torch.Generator(device), spread=8)
-        packed, exponent, fraction = (digits[::apart] for digits in state)
-        ids = torch.randperm(len(packed), device=device)[: tokens * slots].view(tokens, slots)
+        packed = random_packed(rows, dim, group_size, torch.Generator(device), spread=8)
+        packed = packed.rows(slice(None, None, apart))
+        ids = torch.randperm(packed.out_features, device=device)[: tokens * slots]
         weights = torch.randn(tokens, slots, device=device)
         label = f"{tokens}x{slots} of {rows}x{dim}"
-        yield label, ids, weights, (packed, exponent, fraction, dim, group_size)
+        yield label, ids.view(tokens, slots), weights, packed
 
 
 def _weighted_rows_timings(device: torch.device, group_size: int) -> Iterator[Timing]:
-    for label, ids, weights, table in _production_slots(device, group_size):
-        half = decode_weight(*table), weights.to(torch.bfloat16)
+    for label, ids, weights, packed in _production_slots(device, group_size):
+        half = decode_weight(packed), weights.to(torch.bfloat16)
         peer = partial(embedding_bag, ids, half[0], mode="sum", per_sample_weights=half[1])
-        inputs = (ids, weights, *table)
+        inputs = (ids, weights, packed)
         yield Timing(f"{label} bf16", inputs, run=_weighted_rows_triton, peer=peer)
 
 
 def _grad_weights_timings(device: torch.device, group_size: int) -> Iterator[Timing]:
-    for label, ids, _, table in _production_slots(device, group_size):
-        (tokens, slots), dim = ids.shape, table[3]
-        grad_y = torch.randn(tokens, dim, device=device, dtype=torch.bfloat16)
+    for label, ids, _, packed in _production_slots(device, group_size):
+        tokens, slots = ids.shape
+        grad_y = torch.randn(tokens, packed.in_features, device=device, dtype=torch.bfloat16)
         # what autograd calls for torch's `embedding_bag`, which has no bf16
         peer = partial(
             torch.ops.aten._embedding_bag_per_sample_weights_backward,
-            grad_y.float(), decode_weight(*table, torch.float32), ids.flatten(),
+            grad_y.float(), decode_weight(packed, torch.float32), ids.flatten(),
             torch.arange(0, ids.numel(), slots, device=device),
             torch.arange(ids.numel(), device=device) // slots, 0,
         )  # fmt: skip
-        yield Timing(f"{label} bf16", (grad_y, ids, *table), peer=peer, peer_name="torch, float32")
+        yield Timing(f"{label} bf16", (grad_y, ids, packed), peer=peer, peer_name="torch, float32")
 
 
 def _grad_timings(device: torch.device, _group_size: int) -> Iterator[Timing]:

@@ -93,12 +93,12 @@ def capability(tensor: Tensor) -> tuple[int, int]:
 
 
 def num_processors(tensor: Tensor) -> int:
-    """Count the processors of the GPU compiled for, or of a tensor's GPU; else make some up."""
+    """Count the multiprocessors of the GPU compiled for, or of a tensor's; else assume a few."""
     if _assumed:
         return _assumed[1]
     if tensor.is_cuda:
         return torch.cuda.get_device_properties(tensor.device).multi_processor_count
-    return 5
+    return 5  # so few that a small case already gives several tiles to some of them
 
 
 def row_chunks(matrix: Tensor, elements: int = 1 << 18) -> Iterator[slice]:

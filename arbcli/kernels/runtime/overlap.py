@@ -1,9 +1,9 @@
 """Kernels that begin while the one before them still runs: programmatic dependent launch.
 
-A small kernel computes for less time than it takes to start it and to fetch its first bytes. One
-that is launched to overlap is started as soon as every program of the one before it has passed its
-own wait; it loads what that one does not write, waits until all that it wrote is there, and goes
-on. So when a kernel starts, only the one before it can still be running.
+Starting a small kernel and fetching its first bytes takes longer than its computation. A kernel
+that is launched to overlap starts as soon as every program of the kernel before it has passed
+`wait_for_last`. It first loads what that kernel does not write, such as weights, then waits for
+that kernel's results. So when a kernel starts, only the one before it can still be running.
 """
 
 from collections.abc import Iterator

@@ -1,11 +1,11 @@
-"""Shared memory that the threads of a warp fill for one another ahead of time.
+"""Asynchronous copies from global to shared memory, each warp for itself.
 
-Triton has no words for this, so it is PTX: copies that pass by the registers (`cp.async`, from
-compute capability 8.0 on). For a kernel that streams more than it computes: what is on its way
-would take more registers than there are, and the compiler puts loads off to spare them.
+Triton does not expose this, so it is PTX: `cp.async`, from compute capability 8.0 on, which copies
+without passing through registers. It is for kernels bound by memory: with ordinary loads, the data
+in flight would need more registers than there are, and the compiler delays the loads instead.
 
-A warp copies, commits, and waits for all but its latest commits; other warps have no part in it.
-Addresses are int32, one a thread. Nothing here runs in the interpreter.
+A warp starts copies, commits them as a group, and waits for all but its latest groups; other warps
+are not involved. Addresses are int32, one a thread. Nothing here runs in the interpreter.
 """
 
 from arbcli.kernels.runtime._triton import tl, triton
@@ -49,14 +49,14 @@ def _execute(PTX: tl.constexpr, thread):
 
 @triton.jit
 def allocate(SIZE: tl.constexpr, thread):
-    """Reserve bytes of a program, at most 48 KB, once in a kernel; every thread has their begin."""
+    """Reserve up to 48 KB for a program, once in a kernel; every thread gets the start address."""
     PTX: tl.constexpr = _allocate_ptx(SIZE)
     return tl.inline_asm_elementwise(PTX, "=r,r", [thread], dtype=tl.int32, is_pure=False, pack=1)
 
 
 @triton.jit
 def copy(target, source, there, some, CACHED: tl.constexpr):
-    """Begin to copy 16 bytes a thread where `some`; zeros instead unless they are `there`."""
+    """Start copying 16 bytes a thread where `some`; where not `there`, write zeros instead."""
     PTX: tl.constexpr = _copy_ptx(CACHED)
     tl.inline_asm_elementwise(
         PTX, "=r,r,l,r,r", [target, source, tl.where(there, 16, 0), some.to(tl.int32)],
@@ -66,26 +66,26 @@ def copy(target, source, there, some, CACHED: tl.constexpr):
 
 @triton.jit
 def commit(thread):
-    """Make one of the copies since the last time."""
+    """Make a group of the copies since the last commit, to be waited for together."""
     _execute(_COMMIT, thread)
 
 
 @triton.jit
 def wait_for_copies(BEHIND: tl.constexpr, thread):
-    """Wait for what the warp copied, but for its latest `BEHIND` commits."""
+    """Wait for all copies of the warp except those of its latest `BEHIND` groups."""
     PTX: tl.constexpr = _wait_ptx(BEHIND)
     _execute(PTX, thread)
 
 
 @triton.jit
 def wait_for_warp(thread):
-    """Wait until the warp has read what is now to be overwritten."""
+    """Wait for all threads of the warp, so that what they have read can be overwritten."""
     _execute(_FENCE, thread)
 
 
 @triton.jit
 def write_four(address, words):
-    """Write four int32; others read them once they have waited for the warp."""
+    """Write four int32; other threads of the warp may read them after `wait_for_warp`."""
     tl.inline_asm_elementwise(
         _WRITE_FOUR, "=r,r,r,r,r,r", [address, words[0], words[1], words[2], words[3]],
         dtype=tl.int32, is_pure=False, pack=1,
@@ -110,7 +110,7 @@ def read_four(address):
 
 @triton.jit
 def read_four_where(address, mask, old):
-    """Read four int32 where `mask` is; elsewhere they stay what they were."""
+    """Read four int32 where `mask`; elsewhere keep those of `old`."""
     return tl.inline_asm_elementwise(
         _READ_FOUR_WHERE, "=r,=r,=r,=r,r,r,0,1,2,3",
         [address, mask.to(tl.int32), old[0], old[1], old[2], old[3]],

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from arbcli.kernels.codec.decode_weight import HIGHEST_EXPONENT, LOWEST_EXPONENT, num_groups
+from arbcli.kernels.codec.packed import HIGHEST_EXPONENT, LOWEST_EXPONENT, num_groups
 from arbcli.kernels.codec.packing import (
     PLANE,
     byte_tiles,

@@ -213,7 +213,7 @@ def _gradient_gains_kernel(
     SMALLEST: tl.constexpr, LARGEST: tl.constexpr, LOWEST: tl.constexpr, HIGHEST: tl.constexpr,
     FLOOR: tl.constexpr, FACTORED: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_L: tl.constexpr,
 ):  # fmt: skip
-    """Judge in the first program; average rows in the next ones, and columns in the last."""
+    """Decide in the first program if the gradient is usable; others average rows, then columns."""
     total = sum_parts(squares_ptr, parts, tl.float32)
     ok = (total >= SMALLEST) & (total <= LARGEST)
     tile = tl.program_id(0) - 1

@@ -13,16 +13,14 @@ import torch
 from torch import Tensor
 
 from arbcli.kernels.codec.decode_weight import (
-    check_scales,
     decode_weight_reference,
     load_scale,
-    random_packed,
     scales_torch,
 )
+from arbcli.kernels.codec.packed import Packed, random_packed
 from arbcli.kernels.codec.packing import (
     BLOCK,
     PLANE,
-    check_packed,
     first_digit,
     take_trit,
     trit_at,
@@ -34,7 +32,7 @@ from arbcli.kernels.runtime.backend import row_chunks, uses_triton
 from arbcli.kernels.runtime.spec import MATRIX, Case, Gate, KernelSpec, Timing
 
 TILE = 128
-"""Columns of a tile, or the most groups that fit in them."""
+"""Columns of a tile: as many whole groups as fit, and at least one."""
 
 
 class GradientStatistics(NamedTuple):
@@ -53,34 +51,28 @@ class GradientStatistics(NamedTuple):
 
 
 def gradient_statistics_reference(
-    grad: Tensor,
-    packed: Tensor,
-    exponent: Tensor,
-    fraction: Tensor | None,
-    group_size: int,
-    factored: bool,
-    signs: bool,
+    grad: Tensor, packed: Packed, factored: bool, signs: bool
 ) -> tuple[Tensor, ...]:
     """Compute what `gradient_statistics` must return, in float64 and in one part each."""
-    grad = grad.double()
-    weight = decode_weight_reference(packed, exponent, fraction, grad.shape[1], group_size)
+    grad, weight = grad.double(), decode_weight_reference(packed)
     products = (torch.sign(grad) if signs else grad) * weight.double()
-    slope = [group.sum(1) for group in products.split(group_size, dim=1)]
+    slope = [group.sum(1) for group in products.split(packed.group_size, dim=1)]
     slope, squares = torch.stack(slope, dim=1), grad * grad
     rows, columns = (squares.sum(dim) * factored for dim in (1, 0))
     return slope, (slope * slope).sum(), squares.sum(), rows, columns
 
 
-def _gradient_statistics_torch(grad, packed, exponent, fraction, group_size, factored, signs):
+def _gradient_statistics_torch(grad, packed, factored, signs):
     (num_rows, in_features), like = grad.shape, {"dtype": torch.float32, "device": grad.device}
+    group_size = packed.group_size
     whole = in_features // group_size
-    slope = torch.empty(exponent.shape, **like)
+    slope = torch.empty(packed.exponent.shape, **like)
     rows = torch.empty(int(factored), num_rows, **like)
     columns = torch.zeros(int(factored), in_features, **like)
     squares = torch.zeros(1, **like)
     for part in row_chunks(grad):
         values = grad[part].float()
-        product = unpack_trits_torch(packed[part], in_features, torch.float32)
+        product = unpack_trits_torch(packed.trits[part], in_features, torch.float32)
         product *= torch.sign(values) if signs else values
         full = product[:, : whole * group_size].unflatten(1, (whole, group_size))
         torch.sum(full, dim=2, out=slope[part, :whole])
@@ -92,7 +84,7 @@ def _gradient_statistics_torch(grad, packed, exponent, fraction, group_size, fac
         if factored:
             rows[0, part] = of_rows
             columns += product.sum(dim=0)
-    slope *= scales_torch(exponent, fraction)
+    slope *= scales_torch(packed.exponent, packed.fraction)
     return slope, slope.double().square_().sum()[None], squares, rows, columns
 
 
@@ -106,7 +98,7 @@ def _gradient_statistics_kernel(
     GROUP: tl.constexpr, LANES: tl.constexpr, GROUPS: tl.constexpr, HAS_FRACTION: tl.constexpr,
     FACTORED: tl.constexpr, SIGNS: tl.constexpr, BLOCK_N: tl.constexpr, STEPS: tl.constexpr,
 ):  # fmt: skip
-    """Read a tile: one of the first `blocks`, whose planes are groups, or groups behind them."""
+    """Read one tile: a full block whose planes are groups for the first `blocks`, else groups."""
     tile_n, tile = tl.program_id(0) // tiles, tl.program_id(0) % tiles
     slope_squares_ptr += tl.program_id(0)
     squares_ptr += tl.program_id(0)
@@ -120,7 +112,7 @@ def _gradient_statistics_kernel(
             stride_gn, stride_gk, stride_pn, stride_pb, stride_en, stride_eg, stride_fn, stride_fg,
             stride_sn, HAS_FRACTION, FACTORED, SIGNS, BLOCK_N, STEPS,
         )  # fmt: skip
-    else:  # what is left of a row is packed like a row of its own
+    else:  # behind full blocks a row is packed like a row that begins there
         _read_groups(
             grad_ptr + 160 * blocks * stride_gk, packed_ptr + 32 * blocks * stride_pb,
             exponent_ptr + 5 * blocks * stride_eg, fraction_ptr + 5 * blocks * stride_fg,
@@ -145,7 +137,7 @@ def _read_planes(
 ):  # fmt: skip
     """Read a full block of five planes, each a group of 32, of `STEPS` times `BLOCK_N` rows.
 
-    What is found of a row, five slopes and its squares, is brought together before it is stored.
+    The results of a row, five slopes and its squares, are gathered in a tensor and stored at once.
     """
     offs_j, part = tl.arange(0, 32)[None, :], tl.arange(0, 8)[None, :]
     half = tl.where(part % 2 == 0, -0.5, 0.5)  # of what `take_trit` returns
@@ -259,8 +251,8 @@ def _read_groups(
         tl.store(squares_ptr, tl.sum(of_columns))
 
 
-def _gradient_statistics_triton(grad, packed, exponent, fraction, group_size, factored, signs):
-    (rows, columns), groups = grad.shape, exponent.shape[1]
+def _gradient_statistics_triton(grad, packed, factored, signs):
+    (rows, columns), groups, group_size = grad.shape, packed.num_groups, packed.group_size
     block_n, steps = 8, 16 if grad.numel() >= 1 << 22 else 2  # many programs for a small matrix
     tiles_n = triton.cdiv(rows, block_n * steps)
     blocks = columns // BLOCK if group_size == PLANE else 0  # whose planes are groups
@@ -278,33 +270,23 @@ def _gradient_statistics_triton(grad, packed, exponent, fraction, group_size, fa
         empty(tiles * factored, rows),
         empty(tiles_n * factored, columns),
     )
-    digits = exponent if fraction is None else fraction
     _gradient_statistics_kernel[(tiles_n * tiles,)](
-        grad, packed, exponent, digits, *found, rows, columns, groups, blocks, tiles,
-        *grad.stride(), *packed.stride(), *exponent.stride(), *digits.stride(), groups, columns,
-        GROUP=group_size, LANES=lanes, GROUPS=groups_of_tile, HAS_FRACTION=fraction is not None,
+        grad, *packed.pointers, *found, rows, columns, groups, blocks, tiles,
+        *grad.stride(), *packed.strides, groups, columns,
+        **packed.constants, LANES=lanes, GROUPS=groups_of_tile,
         FACTORED=factored, SIGNS=signs, BLOCK_N=block_n, STEPS=steps, num_warps=1,
     )  # fmt: skip
     return found
 
 
 def gradient_statistics(
-    grad: Tensor,
-    packed: Tensor,
-    exponent: Tensor,
-    fraction: Tensor | None,
-    group_size: int,
-    factored: bool = False,
-    signs: bool = False,
+    grad: Tensor, packed: Packed, factored: bool = False, signs: bool = False
 ) -> GradientStatistics:
     """Sum gradient times weight over every group, and the squares of the gradient, in one pass.
 
     Args:
         grad: (N, K) float32 or bfloat16, dL/dw, not empty, any strides.
-        packed: (N, row_bytes(K)) uint8.
-        exponent: (N, ceil(K / G)) int8.
-        fraction: like `exponent`; None stands for zeros.
-        group_size: G.
+        packed: the matrix, N rows by K weights.
         factored: whether to sum the squares of rows and columns too.
         signs: whether the slope is that of the gradient's signs.
 
@@ -314,11 +296,9 @@ def gradient_statistics(
     got = f"{grad.dtype} of shape {tuple(grad.shape)}"
     if grad.dtype not in (torch.float32, torch.bfloat16) or grad.dim() != 2 or not grad.numel():
         raise ValueError(f"need a float32 or bfloat16 matrix that is not empty, got {got}")
-    check_packed(packed, grad.shape[1])
-    check_scales(packed, exponent, fraction, grad.shape[1], group_size)
+    packed.check(in_features=grad.shape[1])
     run = _gradient_statistics_triton if uses_triton(grad) else _gradient_statistics_torch
-    found = run(grad, packed, exponent, fraction, group_size, factored, signs)
-    return GradientStatistics(*found)
+    return GradientStatistics(*run(grad, packed, factored, signs))
 
 
 def _cases(device: torch.device, group_size: int) -> Iterator[Case]:
@@ -326,14 +306,13 @@ def _cases(device: torch.device, group_size: int) -> Iterator[Case]:
 
     def case(label: str, rows: int, columns: int, view=lambda x: x, *flags: bool) -> Case:
         grad = view(torch.randn(rows, columns, generator=generator).to(device))
-        state = random_packed(*grad.shape, group_size, generator, spread=8)
-        state = [digits.to(device) for digits in state]
-        return Case(label, (grad, *state, group_size, *(flags or (True, False))))
+        packed = random_packed(*grad.shape, group_size, generator, spread=8).to(device)
+        return Case(label, (grad, packed, *(flags or (True, False))))
 
     for rows, columns in ((1, 1), (3, 33), (33, 123), (2, 1311)):
         yield case(f"{rows}x{columns}", rows, columns)
-    *_, last = (case("", 2, 165),)
-    yield Case("2x165 whole octaves", (*last.inputs[:3], None, *last.inputs[4:]))
+    grad, packed, *flags = case("", 2, 165).inputs
+    yield Case("2x165 whole octaves", (grad, packed._replace(fraction=None), *flags))
     yield case("9x40 not factored", 9, 40, lambda x: x, False, False)
     yield case("9x40 signs", 9, 40, lambda x: x, False, True)
     yield case("5x43 strided", 10, 86, lambda x: x[::2, ::2])
@@ -345,9 +324,9 @@ def _cases(device: torch.device, group_size: int) -> Iterator[Case]:
 
 def _timings(device: torch.device, group_size: int) -> Iterator[Timing]:
     grad = torch.randn(MATRIX, device=device, dtype=torch.bfloat16)
-    state = random_packed(*MATRIX, group_size, torch.Generator(device), spread=8)
+    packed = random_packed(*MATRIX, group_size, torch.Generator(device), spread=8)
     for name, factored in (("", False), (" factored", True)):
-        inputs = (grad, *state, group_size, factored, False)
+        inputs = (grad, packed, factored, False)
         yield Timing(f"11264x2048 bf16{name}", inputs, run=_gradient_statistics_triton)
 
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from arbcli.kernels.codec.decode_weight import HIGHEST_EXPONENT, LOWEST_EXPONENT, OCTAVE, num_groups
+from arbcli.kernels.codec.packed import HIGHEST_EXPONENT, LOWEST_EXPONENT, OCTAVE, num_groups
 from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.backend import uses_triton
 from arbcli.kernels.runtime.spec import MATRIX, Case, KernelSpec, Timing

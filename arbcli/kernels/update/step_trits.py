@@ -198,7 +198,7 @@ def _step_trits_kernel(
             stride_pn, stride_pb, stride_an, stride_ak, stride_vn, stride_vk, stride_rn,
             SOURCE, HAS_ROWS, HAS_COLUMNS, RADIX, REMAINDER_MAX, CLIP, BLOCK_P, 1,
         )  # fmt: skip
-    else:  # of any width, and so a byte at a time: with fewer of them no register spills
+    else:  # any width, so loads are bytes; with a quarter of the rows at once no register spills
         flips = _step_block(
             packed_ptr, remainder_ptr, values_ptr, row_gain_ptr, column_gain_ptr,
             key, gain, shift, limit, first, block, width, N, K,
@@ -230,10 +230,10 @@ def _step_block(
     RADIX: tl.constexpr, REMAINDER_MAX: tl.constexpr, CLIP: tl.constexpr,
     BLOCK_P: tl.constexpr, STEPS: tl.constexpr,
 ):  # fmt: skip
-    """Step pairs of rows from the pair `first` on in one block of columns, and count the flips.
+    """Step pairs of rows, from the pair `first` on, in one block of columns; count the flips.
 
-    The digits of a byte come most significant first, as the whole part of three times what is left
-    of byte / 243, and the new byte is built in the same order.
+    Digits are read most significant first: with `left` the fraction of byte / 243, the digit is the
+    integer part of 3 * left, and its fraction the new `left`. The new byte is built in this order.
     """
     j = tl.arange(0, 32)[None, :]
     mask_j = j < width

@@ -12,7 +12,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from arbcli.config.model import GraphConfig
+from arbcli.config.graph import GraphConfig
+from arbcli.model.initial import output_std
 from arbcli.model.layers.linear import TernaryLinear
 from arbcli.model.layers.norm import TernaryRMSNorm
 from arbcli.model.layers.table import TernaryTable
@@ -55,21 +56,23 @@ class Codebook(nn.Module):
         value_dim: width of a row.
         heads: queries of a position; they share keys and rows.
         config: of the model.
+        area: the part of the model that this is.
     """
 
     def __init__(
-        self, halves: tuple[int, int], value_dim: int, heads: int, config: GraphConfig
+        self, halves: tuple[int, int], value_dim: int, heads: int, config: GraphConfig, area: str
     ) -> None:
         super().__init__()
+        std = output_std(heads * value_dim, config.layers)
         self.heads, self.key_dim, self.top_k = heads, config.key_dim, config.top_k
         self.norm = TernaryRMSNorm(config.dim, config)
-        self.query = TernaryLinear(heads * 2 * config.key_dim, config.dim, config)
+        self.query = TernaryLinear(heads * 2 * config.key_dim, config.dim, config, area=area)
         self.query_norm = TernaryRMSNorm(config.key_dim, config)
-        self.left = TernaryLinear(halves[0], config.key_dim, config)
-        self.right = TernaryLinear(halves[1], config.key_dim, config)
-        self.table = TernaryTable(halves[0] * halves[1], value_dim, config)
+        self.left = TernaryLinear(halves[0], config.key_dim, config, area=area)
+        self.right = TernaryLinear(halves[1], config.key_dim, config, area=area)
+        self.table = TernaryTable(halves[0] * halves[1], value_dim, config, area=area)
         self.sub_norm = TernaryRMSNorm(heads * value_dim, config)
-        self.output = TernaryLinear(config.dim, heads * value_dim, config)
+        self.output = TernaryLinear(config.dim, heads * value_dim, config, area=area, std=std)
 
     def forward(self, x: Tensor) -> Found:
         """Find what to add to the stream (B, T, D)."""

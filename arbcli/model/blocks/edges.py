@@ -7,16 +7,17 @@ the row of the code it leads to, times sign and score. Nothing here is different
 """
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd import Function
 
-from arbcli.config.model import GraphConfig
+from arbcli.config.graph import GraphConfig
+from arbcli.model.packed import StateModule
 
 MOST = 127
 NEW_SCORE, NEW_SIGN = 16, 64
 
 
-class Edges(nn.Module):
+class Edges(StateModule):
     """The edges, as integer buffers of (buckets, edges of a bucket).
 
     source, target: int32 codes.
@@ -25,12 +26,12 @@ class Edges(nn.Module):
     """
 
     def __init__(self, config: GraphConfig) -> None:
-        super().__init__()
+        super().__init__(area="moe_graph")
         for name, dtype in (
             ("source", torch.int32), ("target", torch.int32),
             ("sign", torch.int8), ("score", torch.int8),
         ):  # fmt: skip
-            self.register_buffer(name, torch.zeros(config.edges, dtype=dtype))
+            self.declare(name, torch.zeros(config.edges, dtype=dtype), "edges")
         self.forget()
 
     def forget(self) -> None:

@@ -13,13 +13,15 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 
-from arbcli.config.model import GraphConfig
+from arbcli.config.graph import GraphConfig
 from arbcli.kernels.codec.decode_weight import decode_weight
 from arbcli.kernels.matmul.grouped_matmul import grouped_grad_w, grouped_matmul
 from arbcli.kernels.rows.expert_combine import expert_combine, expert_combine_backward
+from arbcli.model.initial import projection_std
 from arbcli.model.layers.linear import TernaryLinear
 from arbcli.model.layers.norm import TernaryGate, TernaryRMSNorm
 from arbcli.model.layers.streamed import StreamedTensor, anchor
+from arbcli.model.packed import StateModule
 
 WEIGHTS_AT_ONCE = 2**25
 """Weights of experts that are decoded, or have their gradient formed, at the same time."""
@@ -54,7 +56,8 @@ class ExpertWeight(StreamedTensor):
     def __init__(
         self, experts: int, out_features: int, in_features: int, config: GraphConfig
     ) -> None:
-        super().__init__(experts * out_features, in_features, config, matrices=experts)
+        about = {"area": "moe_graph", "std": projection_std(in_features), "matrices": experts}
+        super().__init__(experts * out_features, in_features, config, **about)
         self.of_one = out_features
 
     def product(self, x: Tensor, bounds: Tensor, *, transposed: bool = False) -> Tensor:
@@ -63,9 +66,7 @@ class ExpertWeight(StreamedTensor):
         y = x.new_empty(len(x), width)  # every slot has an expert
         for first, last in self._ranges():
             rows = slice(first * self.of_one, last * self.of_one)
-            scales = (None if part is None else part[rows] for part in self.scales)
-            state = (self.trits[rows], *scales, self.in_features, self.group_size)
-            w = decode_weight(*state, x.dtype).view(last - first, self.of_one, -1)
+            w = decode_weight(self.packed.rows(rows), x.dtype).view(last - first, self.of_one, -1)
             w = w.transpose(1, 2) if transposed else w
             grouped_matmul(x, w, bounds[first : last + 1], out=y)
         return y
@@ -138,15 +139,15 @@ class _Combine(Function):
         return *expert_combine_backward(grad_y, values, positions, gates), None
 
 
-class Gate(nn.Module):
+class Gate(StateModule):
     """Choose experts: the scores are products of a ternary query with a ternary key of each."""
 
     def __init__(self, config: GraphConfig) -> None:
-        super().__init__()
+        super().__init__(area="moe_graph")
         self.top_k, self.experts = config.moe_top_k, config.experts
         self.norm = TernaryRMSNorm(config.gate_dim, config)
-        self.keys = TernaryLinear(config.experts, config.gate_dim, config)
-        self.register_buffer("balance", torch.zeros(config.experts, dtype=torch.int8))
+        self.keys = TernaryLinear(config.experts, config.gate_dim, config, area="moe_graph")
+        self.declare("balance", torch.zeros(config.experts, dtype=torch.int8), "counters")
         self.load = torch.zeros(config.experts, dtype=torch.int64)
         """Slots of each expert in the last step."""
         self.forget()

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from arbcli.config.model import GraphConfig
+from arbcli.config.graph import GraphConfig
+from arbcli.model.initial import output_std
 from arbcli.model.layers.linear import TernaryLinear
 from arbcli.model.layers.norm import NORM_EPS, TernaryRMSNorm
 from arbcli.model.layers.rotary import rotary_table, rotate
@@ -31,11 +32,14 @@ class LatentAttention(nn.Module):
         self.latent, self.rotary = config.latent, config.rotary
         self.still = config.head_dim - config.rotary
         compressed = config.latent + config.rotary
-        self.query_down = TernaryLinear(config.dim + compressed, config.dim, config)
+        about = {"area": "attention"}
+        self.query_down = TernaryLinear(config.dim + compressed, config.dim, config, **about)
         self.latent_norm = TernaryRMSNorm(config.latent, config)
-        self.up = TernaryLinear(config.heads * (self.still + self.head_dim), config.latent, config)
+        up = config.heads * (self.still + self.head_dim)
+        self.up = TernaryLinear(up, config.latent, config, **about)
         self.sub_norm = TernaryRMSNorm(config.dim, config)
-        self.output = TernaryLinear(config.dim, config.dim, config)
+        about["std"] = output_std(config.dim, config.layers)
+        self.output = TernaryLinear(config.dim, config.dim, config, **about)
 
     def forward(
         self, x: Tensor, norm: TernaryRMSNorm, past: "LatentBlockCache | None" = None

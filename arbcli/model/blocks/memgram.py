@@ -7,20 +7,23 @@ other byte takes its place: the majority of a stream, in two bytes. Source: R. B
 """
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from arbcli.config.model import VOCABULARY, GraphConfig
+from arbcli.config.dense import VOCABULARY
+from arbcli.config.graph import GraphConfig
 from arbcli.model.blocks.sequencer import ngram_ids
+from arbcli.model.initial import output_std
 from arbcli.model.layers.linear import TernaryLinear
 from arbcli.model.layers.norm import TernaryRMSNorm
 from arbcli.model.layers.table import TernaryTable
+from arbcli.model.packed import StateModule
 
 ORDER = 6
 """Length of the n-grams."""
 MOST = 127
 
 
-class MemGram(nn.Module):
+class MemGram(StateModule):
     """Vectors of the bytes that are remembered behind the last 6 bytes, by their strength.
 
     Buffers, one of each for an entry:
@@ -29,12 +32,13 @@ class MemGram(nn.Module):
     """
 
     def __init__(self, config: GraphConfig) -> None:
-        super().__init__()
+        super().__init__(area="memgram")
         for name in ("symbol", "strength"):
-            self.register_buffer(name, torch.zeros(config.memory_rows, dtype=torch.int8))
-        self.table = TernaryTable(VOCABULARY, config.dim, config)
+            self.declare(name, torch.zeros(config.memory_rows, dtype=torch.int8), "counters")
+        self.table = TernaryTable(VOCABULARY, config.dim, config, area="memgram")
         self.norm = TernaryRMSNorm(config.dim, config)
-        self.output = TernaryLinear(config.dim, config.dim, config)
+        std = output_std(config.dim, config.layers)
+        self.output = TernaryLinear(config.dim, config.dim, config, area="memgram", std=std)
         self.forget()
 
     def forget(self) -> None:

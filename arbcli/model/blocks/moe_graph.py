@@ -13,10 +13,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from arbcli.config.model import GraphConfig
+from arbcli.config.graph import GraphConfig
 from arbcli.model.blocks.codebook import Codebook, Found
 from arbcli.model.blocks.edges import Edges
 from arbcli.model.blocks.experts import Experts
+from arbcli.model.initial import output_std
 from arbcli.model.layers.linear import TernaryLinear
 from arbcli.model.layers.norm import TernaryRMSNorm
 from arbcli.model.layers.streamed import anchor
@@ -62,22 +63,28 @@ class MoEGraph(nn.Module):
         super().__init__()
         self.config = config
         width = config.expert_dim if config.moe else 0
+
+        def linear(out_features: int, in_features: int, std: float | None = None) -> TernaryLinear:
+            return TernaryLinear(out_features, in_features, config, area="moe_graph", std=std)
+
+        def to_stream(in_features: int) -> TernaryLinear:
+            return linear(config.dim, in_features, output_std(in_features, config.layers))
+
         self.parts = (width, config.gate_dim if config.moe else 0, config.adapter_rank, 1)
         self.norm = TernaryRMSNorm(config.dim, config)
-        self.inward = TernaryLinear(sum(self.parts), config.dim, config)
+        self.inward = linear(sum(self.parts), config.dim)
         if config.moe:
             self.experts = Experts(config)
             self.sub_norm = TernaryRMSNorm(width, config)
-            self.output = TernaryLinear(config.dim, width, config)
+            self.output = to_stream(width)
         self.adapter_norm = TernaryRMSNorm(config.adapter_rank, config)
         self.adapters = nn.ModuleList(
-            TernaryLinear(config.dim, config.adapter_rank, config)
-            for _ in range(config.max_moe_iters)
+            to_stream(config.adapter_rank) for _ in range(config.max_moe_iters)
         )
         if config.graph:
             self.edges = Edges(config)
             self.message_norm = TernaryRMSNorm(config.code_dim, config)
-            self.message = TernaryLinear(config.dim, config.code_dim, config)
+            self.message = to_stream(config.code_dim)
 
     def forward(self, x: Tensor, codebook: Codebook | None, found: Found | None) -> Iterated:
         """Iterate over the stream (B, T, D).

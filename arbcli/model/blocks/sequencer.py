@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from arbcli.config.model import GraphConfig
+from arbcli.config.graph import GraphConfig
 from arbcli.model.layers.linear import TernaryLinear
 from arbcli.model.layers.norm import TernaryRMSNorm
 from arbcli.model.layers.table import TernaryTable
@@ -44,9 +44,10 @@ class TextSequencer(nn.Module):
 
     def __init__(self, config: GraphConfig) -> None:
         super().__init__()
-        self.table = TernaryTable(config.ngram_rows, config.ngram_dim, config)
+        self.table = TernaryTable(config.ngram_rows, config.ngram_dim, config, area="sequencer")
         self.norm = TernaryRMSNorm(config.ngram_dim, config)
-        self.projection = TernaryLinear(config.dim, config.ngram_dim, config)
+        about = {"area": "sequencer"}
+        self.projection = TernaryLinear(config.dim, config.ngram_dim, config, **about)
 
     def forward(self, ids: Tensor, dtype: torch.dtype) -> Tensor:
         """Turn (B, T) int64 bytes, negative ones before the text, into (B, T, D) features."""

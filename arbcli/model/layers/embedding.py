@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 
-from arbcli.config.model import ModelConfig
+from arbcli.config.dense import ModelConfig
 from arbcli.kernels.rows.ternary_embedding import embedding_grad, embedding_rows
 from arbcli.model.layers.streamed import StreamedTensor, anchor
 
@@ -24,7 +24,7 @@ class _Embedding(Function):
     def forward(ctx, ids: Tensor, anchor: Tensor, weight: EmbeddingWeight, dtype) -> Tensor:
         ctx.weight = weight
         ctx.save_for_backward(ids)
-        return embedding_rows(ids, *weight.packed, dtype)
+        return embedding_rows(ids, weight.packed, dtype)
 
     @staticmethod
     def backward(ctx, grad_y: Tensor):
@@ -35,9 +35,11 @@ class _Embedding(Function):
 class TernaryEmbedding(nn.Module):
     """Look up rows of a packed ternary table."""
 
-    def __init__(self, num_embeddings: int, dim: int, config: ModelConfig) -> None:
+    def __init__(
+        self, num_embeddings: int, dim: int, config: ModelConfig, *, area: str, std: float = 1.0
+    ) -> None:
         super().__init__()
-        self.weight = EmbeddingWeight(num_embeddings, dim, config)
+        self.weight = EmbeddingWeight(num_embeddings, dim, config, area=area, std=std)
 
     def forward(self, ids: Tensor, dtype: torch.dtype) -> Tensor:
         """Turn (...) int64 ids into (..., D) vectors of `dtype`."""

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 
-from arbcli.config.model import ModelConfig
+from arbcli.config.dense import ModelConfig
 from arbcli.kernels.matmul.arranged_matmul import Arranged, arrange, arranged_matmul
 from arbcli.kernels.matmul.fp8_matmul import fp8_matmul
 from arbcli.kernels.matmul.quantise_rows import quantise_rows
@@ -16,6 +16,7 @@ from arbcli.kernels.matmul.ternary_matmul import (
     ternary_matmul,
     ternary_matmul_grad_x,
 )
+from arbcli.model.initial import projection_std
 from arbcli.model.layers.norm import NORM_EPS, TernaryRMSNorm
 from arbcli.model.layers.streamed import StreamedTensor, anchor
 
@@ -25,21 +26,23 @@ class LinearWeight(StreamedTensor):
 
     fp8 = False
     """Whether products of many rows are computed in eight bits."""
+    in_eight_bits = True
+    """Whether they may be."""
 
     def multiply(self, x: Tensor, before: "TernaryRMSNorm | None") -> Tensor:
         """Compute before(x) @ w.T of (M, K) activations."""
         if self._in_fp8(x):
             q, scale = before.rounded(x) if before else quantise_rows(x)
-            return fp8_matmul(q, scale, *self.packed, dtype=x.dtype)
+            return fp8_matmul(q, scale, self.packed, dtype=x.dtype)
         x = before(x) if before else x
-        return ternary_matmul(x, self.trits, *self.scales, self.group_size)
+        return ternary_matmul(x, self.packed)
 
     def propagate(self, grad_y: Tensor) -> Tensor:
         """Compute grad_y @ w of the (M, N) gradient of such a product."""
         if self._in_fp8(grad_y):
             rounded = quantise_rows(grad_y)
-            return fp8_matmul(*rounded, *self.packed, transposed=True, dtype=grad_y.dtype)
-        return ternary_matmul_grad_x(grad_y, *self.packed)
+            return fp8_matmul(*rounded, self.packed, transposed=True, dtype=grad_y.dtype)
+        return ternary_matmul_grad_x(grad_y, self.packed)
 
     def _in_fp8(self, rows: Tensor) -> bool:
         return self.fp8 and len(rows) > FUSED_ROWS
@@ -77,11 +80,31 @@ class _Linear(Function):
 
 
 class TernaryLinear(nn.Module):
-    """y = x @ w.T with packed ternary weights."""
+    """y = x @ w.T with packed ternary weights.
 
-    def __init__(self, out_features: int, in_features: int, config: ModelConfig) -> None:
+    Args:
+        out_features: N.
+        in_features: K.
+        config: of the model.
+        area: the part of the model that the weights belong to.
+        std: standard deviation of the weights at the start; None is `projection_std`.
+        in_eight_bits: whether products may be computed in eight bits where a run asks for it.
+    """
+
+    def __init__(
+        self,
+        out_features: int,
+        in_features: int,
+        config: ModelConfig,
+        *,
+        area: str,
+        std: float | None = None,
+        in_eight_bits: bool = True,
+    ) -> None:
         super().__init__()
-        self.weight = LinearWeight(out_features, in_features, config)
+        std = std or projection_std(in_features)
+        self.weight = LinearWeight(out_features, in_features, config, area=area, std=std)
+        self.weight.in_eight_bits = in_eight_bits
         self._arranged: Arranged | None = None
 
     def forward(self, x: Tensor, before: TernaryRMSNorm | None = None) -> Tensor:
@@ -115,7 +138,7 @@ class TernaryLinear(nn.Module):
             added: what to add to the result, like it.
         """
         if self._arranged is None:
-            self._arranged = arrange(*self.weight.packed, gated)
+            self._arranged = arrange(self.weight.packed, gated)
         eps = NORM_EPS if normalise else None
         added = None if added is None else added.reshape(-1, added.shape[-1])
         y = arranged_matmul(x.reshape(-1, x.shape[-1]), self._arranged, eps, added)

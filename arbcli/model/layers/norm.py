@@ -1,19 +1,54 @@
 """Root-mean-square norms with packed weights, and the middle of a gated MLP."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from arbcli.config.model import ModelConfig
-from arbcli.kernels.codec.decode_weight import decode_weight
+from arbcli.config.dense import ModelConfig
+from arbcli.kernels.codec.decode_weight import decode_weight_torch
+from arbcli.kernels.codec.packed import Packed
 from arbcli.kernels.norm.gated_rms_norm import gated_rms_norm, gated_rms_norm_backward
 from arbcli.kernels.norm.norm_e4m3 import gated_rms_norm_e4m3, rms_norm_e4m3
 from arbcli.kernels.norm.rms_norm import add_rms_norm, rms_norm, rms_norm_backward
 from arbcli.model.packed import TernaryTensor
 
 NORM_EPS = 1e-6
+
+
+class NormWeight(TernaryTensor):
+    """The frozen weights of a norm, one row, which knows when they are all ones.
+
+    That is found out where they are set, never in a forward, which must not wait for the device.
+    """
+
+    def __init__(self, dim: int, config: ModelConfig) -> None:
+        super().__init__(1, dim, config, area="norms", frozen=True)
+        self._versions_of_ones: list[int] | None = None
+        self.register_load_state_dict_post_hook(_find_ones)
+
+    def fill(self, trit: int = 1) -> None:
+        """Set every weight to `trit`."""
+        super().fill(trit)
+        self._versions_of_ones = self._versions() if trit == 1 else None
+
+    def find_ones(self) -> None:
+        """Look whether all weights are ones; waits for the device."""
+        ones = bool((decode_weight_torch(self.packed, torch.float32) == 1).all())
+        self._versions_of_ones = self._versions() if ones else None
+
+    @property
+    def are_ones(self) -> bool:
+        """Whether all weights are known to be ones: nothing has changed them since."""
+        return self._versions_of_ones == self._versions()
+
+    def _versions(self) -> list[int]:
+        """Count the changes in place of each buffer, as torch does."""
+        return [buffer._version for buffer in self.buffers()]
+
+
+def _find_ones(weight: NormWeight, _incompatible_keys: Any) -> None:
+    weight.find_ones()
 
 
 class TernaryRMSNorm(nn.Module):
@@ -24,20 +59,17 @@ class TernaryRMSNorm(nn.Module):
 
     def __init__(self, dim: int, config: ModelConfig) -> None:
         super().__init__()
-        self.weight = TernaryTensor(1, dim, config, frozen=True)
-        self._held: Tensor | None = None
-        self.plain = False
-        """Whether the weights are held, and known to be ones."""
+        self.weight = NormWeight(dim, config)
 
     @torch.no_grad()
     def forward(self, x: Tensor) -> Tensor:
         """Normalise the last dimension of (..., D); not differentiable."""
-        return rms_norm(x, *self._norm(), self._held)
+        return rms_norm(x, *self._norm())
 
     @torch.no_grad()
-    def after(self, x: Tensor, added: Tensor) -> tuple[Tensor, Tensor]:
+    def of_sum(self, x: Tensor, added: Tensor) -> tuple[Tensor, Tensor]:
         """Return x + added, and that normalised; not differentiable."""
-        return add_rms_norm(x, added, *self._norm(), self._held)
+        return add_rms_norm(x, added, *self._norm())
 
     @torch.no_grad()
     def rounded(self, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -48,23 +80,14 @@ class TernaryRMSNorm(nn.Module):
         """Compute the gradient of x, and the result again."""
         return rms_norm_backward(grad_y, x, *self._norm())
 
-    @contextmanager
-    def held(self) -> Iterator[None]:
-        """Decode the weights once for many forwards; meanwhile they must not change."""
-        self.plain = True
-        if self.weight is not None:
-            packed, *scales, group_size, _ = self._norm()
-            width = self.weight.in_features
-            self._held = decode_weight(packed, *scales, width, group_size, torch.float32)[0]
-            self.plain = bool((self._held == 1).all())
-        try:
-            yield
-        finally:
-            self._held, self.plain = None, False
+    @property
+    def plain(self) -> bool:
+        """Whether there are no weights to multiply by, or they are known to be ones."""
+        return self.weight.are_ones
 
-    def _norm(self) -> tuple:
-        weight = self.weight
-        return weight.trits, *weight.scales, weight.group_size, NORM_EPS
+    def _norm(self) -> tuple[Packed | None, float | None]:
+        """Give what kernels take for weights and eps; weights of ones are not even decoded."""
+        return None if self.plain else self.weight.packed, NORM_EPS
 
 
 class TernaryGate(TernaryRMSNorm):
@@ -76,14 +99,12 @@ class TernaryGate(TernaryRMSNorm):
 
     def __init__(self, dim: int, config: ModelConfig, *, normalise: bool) -> None:
         nn.Module.__init__(self)
-        self.weight = TernaryTensor(1, dim, config, frozen=True) if normalise else None
-        self._held: Tensor | None = None
-        self.plain = False
+        self.weight = NormWeight(dim, config) if normalise else None
 
     @torch.no_grad()
     def forward(self, gate_up: Tensor) -> Tensor:
         """Turn (..., 2 D) into (..., D); not differentiable."""
-        return gated_rms_norm(gate_up, *self._norm(), self._held)
+        return gated_rms_norm(gate_up, *self._norm())
 
     @torch.no_grad()
     def rounded(self, gate_up: Tensor) -> tuple[Tensor, Tensor]:
@@ -94,5 +115,10 @@ class TernaryGate(TernaryRMSNorm):
         """Compute the gradient of gate_up, and the result again."""
         return gated_rms_norm_backward(grad_y, gate_up, *self._norm())
 
-    def _norm(self) -> tuple:
-        return super()._norm() if self.weight else (None, None, None, 1, NORM_EPS)
+    @property
+    def plain(self) -> bool:
+        """Whether there are no weights to multiply by, or they are known to be ones."""
+        return self.weight is None or super().plain
+
+    def _norm(self) -> tuple[Packed | None, float | None]:
+        return super()._norm() if self.weight else (None, None)

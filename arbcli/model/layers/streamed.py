@@ -1,11 +1,34 @@
 """Packed tensors whose gradient is formed in the backward of their last use, and handed on."""
 
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from arbcli.model.packed import GradientSink, TernaryTensor
+
+_recomputing = False
+
+
+def recompute_contexts() -> tuple[AbstractContextManager, AbstractContextManager]:
+    """Give torch's `checkpoint`, as its `context_fn`, what a forward and its recomputation are in.
+
+    A backward that computes a forward again would else count its uses, and wait for backwards of
+    them that never come.
+    """
+    return nullcontext(), _recomputed()
+
+
+@contextmanager
+def _recomputed() -> Iterator[None]:
+    global _recomputing
+    _recomputing = True
+    try:
+        yield
+    finally:
+        _recomputing = False
 
 
 class StreamedTensor(TernaryTensor):
@@ -30,7 +53,7 @@ class StreamedTensor(TernaryTensor):
 
     def note_use(self) -> None:
         """Count a use whose backward will come; a recomputed forward is none."""
-        if torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:
+        if torch.is_grad_enabled() and not _recomputing:
             self._awaited += 1
 
     def collect(self, source: Any, grad_y: Tensor) -> None:

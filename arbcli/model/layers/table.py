@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 
-from arbcli.config.model import ModelConfig
+from arbcli.config.dense import ModelConfig
 from arbcli.kernels.rows.table_rows import gather_rows, scatter_rows_
 from arbcli.kernels.rows.weighted_rows import (
     touched_rows,
@@ -19,8 +19,11 @@ from arbcli.kernels.rows.weighted_rows import (
     weighted_rows_grad,
     weighted_rows_grad_weights,
 )
+from arbcli.model.initial import projection_std
 from arbcli.model.layers.streamed import StreamedTensor, anchor
 
+SPARSE_SPREAD = 0.25
+"""Spread of z at the start, in units of P: 4 % of the trits are not zero."""
 MOST_USES = 127
 """Where the counters of rows stop."""
 
@@ -32,11 +35,10 @@ class TableWeight(StreamedTensor):
     A further buffer, `usage`, (V, 1) int8, counts the steps that changed a row, up to 127.
     """
 
-    spread = 0.25
-
-    def __init__(self, num_rows: int, dim: int, config: ModelConfig) -> None:
-        super().__init__(num_rows, dim, config)
-        self._add("usage", (num_rows, 1))
+    def __init__(self, num_rows: int, dim: int, config: ModelConfig, *, area: str) -> None:
+        about = {"std": projection_std(dim), "spread": SPARSE_SPREAD}
+        super().__init__(num_rows, dim, config, area=area, **about)
+        self.declare("usage", torch.empty(num_rows, 1, dtype=torch.int8), "counters")
 
     def hand_on(self, sources: tuple[Any, ...], grad_y: Tensor) -> None:
         """Sum the gradients of the rows that were touched, and give these to the sink."""
@@ -65,14 +67,14 @@ class _WeightedRows(Function):
     def forward(ctx, ids: Tensor, weights: Tensor, _anchor: Tensor, table: TableWeight, dtype):
         ctx.table = table
         ctx.save_for_backward(ids, weights)
-        return weighted_rows(ids, weights, *table.packed, dtype)
+        return weighted_rows(ids, weights, table.packed, dtype)
 
     @staticmethod
     def backward(ctx, grad_y: Tensor):
         ids, weights = ctx.saved_tensors
         table, grad_weights = ctx.table, None
         if ctx.needs_input_grad[1]:
-            grad_weights = weighted_rows_grad_weights(grad_y, ids, *table.packed)
+            grad_weights = weighted_rows_grad_weights(grad_y, ids, table.packed)
         table.collect((ids, weights), grad_y)
         return None, grad_weights, None, None, None
 
@@ -84,11 +86,12 @@ class TernaryTable(nn.Module):
         num_rows: V.
         dim: D.
         config: of the model.
+        area: the part of the model that the rows belong to.
     """
 
-    def __init__(self, num_rows: int, dim: int, config: ModelConfig) -> None:
+    def __init__(self, num_rows: int, dim: int, config: ModelConfig, *, area: str) -> None:
         super().__init__()
-        self.weight = TableWeight(num_rows, dim, config)
+        self.weight = TableWeight(num_rows, dim, config, area=area)
 
     def forward(self, ids: Tensor, weights: Tensor, dtype: torch.dtype) -> Tensor:
         """Add up weighted rows.

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from arbcli.config.model import preset
+from arbcli.config.presets import preset
 from arbcli.kernels.attention.rotary_norm import rotary_norm_, rotary_norm_backward
 from arbcli.model.baselines import FloatRotaryNorm
 from arbcli.model.layers.rotary import rotary_table

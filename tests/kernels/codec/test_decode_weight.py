@@ -11,6 +11,7 @@ from arbcli.kernels.codec.decode_weight import (
     decode_weight_reference,
     scales_torch,
 )
+from arbcli.kernels.codec.packed import Packed
 from arbcli.kernels.codec.packing import pack_trits
 from arbcli.verify.kernels import copies
 
@@ -43,7 +44,7 @@ def test_every_scale_keeps_its_distance_from_a_rounding_boundary():
 def test_every_scale_is_the_same_in_the_kernel(device):
     exponent, fraction = (digits.to(device) for digits in every_v())
     trits = torch.ones(128, 128 * 4, dtype=torch.int8, device=device)
-    inputs = (pack_trits(trits), exponent, fraction, 128 * 4, 4)
+    inputs = (Packed(pack_trits(trits), exponent, fraction, 128 * 4, 4),)
     expected = DECODE_WEIGHT.reference(*copies(inputs))
     assert torch.equal(DECODE_WEIGHT.triton(*copies(inputs)), expected)
     assert torch.equal(DECODE_WEIGHT.torch(*copies(inputs)), expected)
@@ -52,9 +53,10 @@ def test_every_scale_is_the_same_in_the_kernel(device):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_every_byte_is_decoded_and_a_weight_of_zero_has_no_sign(device, dtype):
-    packed = (torch.arange(256, device=device) % 243).to(torch.uint8).view(2, 128)
+    trits = (torch.arange(256, device=device) % 243).to(torch.uint8).view(2, 128)
     exponent, fraction = torch.full((2, 2, 20), 7, dtype=torch.int8, device=device)
-    weight = _decode_weight_triton(packed, exponent, fraction, 640, 32, dtype)
-    expected = decode_weight_reference(packed, exponent, fraction, 640, 32).to(dtype)
+    packed = Packed(trits, exponent, fraction, 640, 32)
+    weight = _decode_weight_triton(packed, dtype)
+    expected = decode_weight_reference(packed).to(dtype)
     bits = torch.int32 if dtype == torch.float32 else torch.int16
     assert torch.equal(weight.view(bits), expected.view(bits))

@@ -1,13 +1,17 @@
 """The product for few rows of x: its decoder on every pair of bytes, every plan, and inf."""
 
+import math
+
 import pytest
 import torch
+from marks import mostly_slow
 
-from arbcli.kernels.codec.decode_weight import decode_weight_reference, random_packed
+from arbcli.kernels.codec.decode_weight import decode_weight_reference
+from arbcli.kernels.codec.packed import random_packed
 from arbcli.kernels.codec.packing import LARGEST_BYTE
 from arbcli.kernels.codec.warp_products import HAS_PTX, spread, take_digits
 from arbcli.kernels.matmul import few_rows as module
-from arbcli.kernels.matmul.few_rows import few_rows, takes
+from arbcli.kernels.matmul.few_rows import few_rows, fits_few_rows
 from arbcli.kernels.runtime._triton import tl, triton
 
 
@@ -22,6 +26,7 @@ def _trits_kernel(words_ptr, trits_ptr, COUNT: tl.constexpr, PTX: tl.constexpr):
             tl.store(trits_ptr + (2 * digit + i) * COUNT + offsets, trits[i], mask=mask)
 
 
+@pytest.mark.slow  # every trit of random matrices is compared elsewhere
 def test_every_pair_of_bytes_is_decoded(device):
     byte = torch.arange(LARGEST_BYTE + 1, device=device)
     first, second = (b.flatten() for b in torch.meshgrid(byte, byte, indexing="ij"))
@@ -40,34 +45,38 @@ def test_every_pair_of_bytes_is_decoded(device):
 
 @pytest.mark.parametrize(
     ("rows", "plan"),
-    [
-        (2, {"TILES": 1, "HEIGHT": 1, "N_WARPS": 2, "K_WARPS": 1, "ABREAST": 4, "AHEAD": 2}),
-        (3, {"TILES": 1, "HEIGHT": 1, "N_WARPS": 1, "K_WARPS": 2, "ABREAST": 1, "AHEAD": 2}),
-        (8, {"TILES": 1, "HEIGHT": 2, "N_WARPS": 2, "K_WARPS": 1, "ABREAST": 1, "AHEAD": 2}),
-        (13, {"TILES": 2, "HEIGHT": 2, "N_WARPS": 2, "K_WARPS": 1, "ABREAST": 1, "AHEAD": 1}),
-        (17, {"TILES": 4, "HEIGHT": 1, "N_WARPS": 2, "K_WARPS": 1, "ABREAST": 1, "AHEAD": 1}),
-    ],
+    mostly_slow(
+        [
+            (2, {"TILES": 1, "HEIGHT": 1, "N_WARPS": 2, "K_WARPS": 1, "ABREAST": 4, "AHEAD": 2}),
+            (3, {"TILES": 1, "HEIGHT": 1, "N_WARPS": 1, "K_WARPS": 2, "ABREAST": 1, "AHEAD": 2}),
+            (8, {"TILES": 1, "HEIGHT": 2, "N_WARPS": 2, "K_WARPS": 1, "ABREAST": 1, "AHEAD": 2}),
+            (13, {"TILES": 2, "HEIGHT": 2, "N_WARPS": 2, "K_WARPS": 1, "ABREAST": 1, "AHEAD": 1}),
+            (17, {"TILES": 4, "HEIGHT": 1, "N_WARPS": 2, "K_WARPS": 1, "ABREAST": 1, "AHEAD": 1}),
+        ],
+        lambda rows, plan: rows <= 8,
+    ),
 )
 def test_every_plan_gives_the_product(device, monkeypatch, rows, plan):
     monkeypatch.setattr(module, "_plan", lambda *_: {**plan, "maxnreg": None})
     generator = torch.Generator().manual_seed(0)
-    state = random_packed(36, 805, 32, generator, spread=8)
+    packed = random_packed(36, 805, 32, generator, spread=8)
     x = torch.randn(rows, 805, generator=generator).to(torch.bfloat16)
-    expected = x.double() @ decode_weight_reference(*state, 805, 32).double().T
-    y = few_rows(x.to(device), *(digits.to(device) for digits in state), 32, torch.float32)
+    expected = x.double() @ decode_weight_reference(packed).double().T
+    y = few_rows(x.to(device), packed.to(device), torch.float32)
     assert (y.cpu() - expected).norm() < 1e-5 * expected.norm()
 
 
-@pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")])
+NOT_FINITE = (float("inf"), float("-inf"), float("nan"))
+
+
+@pytest.mark.parametrize("value", mostly_slow(NOT_FINITE, math.isnan))
 def test_a_row_that_is_not_finite_spoils_only_itself(device, value):
     generator = torch.Generator().manual_seed(0)
-    packed, exponent, fraction = (
-        digits.to(device) for digits in random_packed(20, 805, 32, generator, spread=8)
-    )
+    packed = random_packed(20, 805, 32, generator, spread=8).to(device)
     for k in (0, 417, 804):
         x = torch.randn(3, 805, generator=generator).to(device, torch.bfloat16)
         x[1, k] = value
-        assert takes(x, packed, 32)
-        y = few_rows(x, packed, exponent, fraction, 32, torch.float32)
+        assert fits_few_rows(x, packed)
+        y = few_rows(x, packed, torch.float32)
         assert y[[0, 2]].isfinite().all()
         assert not y[1].isfinite().any()

@@ -3,8 +3,9 @@
 import pytest
 import torch
 
-from arbcli.config.model import SCALE_TYPES
-from arbcli.kernels.codec.decode_weight import decode_weight_reference, random_packed
+from arbcli.config.dense import SCALE_TYPES
+from arbcli.kernels.codec.decode_weight import decode_weight_reference
+from arbcli.kernels.codec.packed import random_packed
 from arbcli.kernels.rows.ternary_embedding import (
     EMBEDDING_GRAD,
     EMBEDDING_ROWS,
@@ -21,7 +22,7 @@ each_backend = pytest.mark.parametrize("backend", [KERNEL_BACKEND, "torch"])
 
 def table(rows, dim, device, group_size=32):
     generator = torch.Generator().manual_seed(0)
-    return [t.to(device) for t in random_packed(rows, dim, group_size, generator)]
+    return random_packed(rows, dim, group_size, generator).to(device)
 
 
 @each_implementation
@@ -34,33 +35,33 @@ def test_embedding_rows_equals_reference(implementation, device):
 @pytest.mark.parametrize("group_size", SCALE_TYPES.values(), ids=SCALE_TYPES)
 @each_implementation
 def test_embedding_rows_reads_every_scale_type(implementation, group_size, device):
-    inputs = (torch.tensor([4, 0, 4, 3], device=device), *table(5, 331, device, group_size))
-    result = getattr(EMBEDDING_ROWS, implementation)(*inputs, 331, group_size)
-    assert torch.equal(result, EMBEDDING_ROWS.reference(*inputs, 331, group_size))
+    inputs = (torch.tensor([4, 0, 4, 3], device=device), table(5, 331, device, group_size))
+    result = getattr(EMBEDDING_ROWS, implementation)(*inputs)
+    assert torch.equal(result, EMBEDDING_ROWS.reference(*inputs))
 
 
 @each_backend
 def test_embedding_rows_equals_rows_of_the_decoded_table_in_bf16(backend, device):
     if backend == "interpreter":
         pytest.skip("the interpreter rounds bf16 wrongly")
-    state = table(7, 70, device)
+    packed = table(7, 70, device)
     ids = torch.tensor([6, 6, 2], device=device)
     with use_backend(backend):
-        rows = embedding_rows(ids, *state, 70, 32)
-    assert torch.equal(rows, decode_weight_reference(*state, 70, 32)[ids])
+        rows = embedding_rows(ids, packed)
+    assert torch.equal(rows, decode_weight_reference(packed)[ids])
 
 
 def test_embedding_rows_of_ids_outside_the_table_are_nan_in_the_kernel(device):
     ids = torch.tensor([1, 5, -1, 0, 1 << 40], device=device)
     with use_backend(KERNEL_BACKEND):
-        rows = embedding_rows(ids, *table(5, 33, device), 33, 32, torch.float32)
+        rows = embedding_rows(ids, table(5, 33, device), torch.float32)
     assert torch.equal(rows.isnan().all(dim=1), (ids < 0) | (ids >= 5))
     assert not rows[::3].isnan().any()
 
 
 def test_embedding_rows_of_ids_outside_the_table_are_an_error_on_a_cpu():
     with use_backend("torch"), pytest.raises(IndexError):
-        embedding_rows(torch.tensor([5]), *table(5, 33, "cpu"), 33, 32)
+        embedding_rows(torch.tensor([5]), table(5, 33, "cpu"))
 
 
 @each_implementation
@@ -115,16 +116,16 @@ def test_embedding_grad_sums_bf16_in_float32(backend, device):
 
 
 def test_embedding_rows_rejects_what_does_not_fit(device):
-    packed, exponent, fraction = table(5, 33, device)
+    packed = table(5, 33, device)
     ids = torch.tensor([1, 2], device=device)
     with pytest.raises(ValueError, match=r"vector of int64 ids, got torch\.int32"):
-        embedding_rows(ids.int(), packed, exponent, fraction, 33, 32)
+        embedding_rows(ids.int(), packed)
     with pytest.raises(ValueError, match="vector of int64 ids"):
-        embedding_rows(ids[None], packed, exponent, fraction, 33, 32)
+        embedding_rows(ids[None], packed)
     with pytest.raises(ValueError, match="not rows of 36 weights"):
-        embedding_rows(ids, packed, exponent, fraction, 36, 32)
+        embedding_rows(ids, packed._replace(in_features=36))
     with pytest.raises(ValueError, match="need int8 scales"):
-        embedding_rows(ids, packed, exponent, fraction[:4], 33, 32)
+        embedding_rows(ids, packed._replace(fraction=packed.fraction[:4]))
 
 
 def test_embedding_grad_rejects_what_does_not_fit(device):

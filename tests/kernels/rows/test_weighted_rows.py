@@ -4,8 +4,9 @@ import pytest
 import torch
 from torch.nn.functional import embedding_bag
 
-from arbcli.config.model import SCALE_TYPES
-from arbcli.kernels.codec.decode_weight import decode_weight_reference, random_packed
+from arbcli.config.dense import SCALE_TYPES
+from arbcli.kernels.codec.decode_weight import decode_weight_reference
+from arbcli.kernels.codec.packed import Packed, random_packed
 from arbcli.kernels.codec.packing import pack_trits_reference
 from arbcli.kernels.rows.weighted_rows import (
     WEIGHTED_ROWS,
@@ -26,17 +27,16 @@ def small_table(device):
     """Rows [1, 0, -1], [2, 2, 0] and [0, -4, 4] in two groups of two columns."""
     trits = torch.tensor([[1, 0, -1], [1, 1, 0], [0, -1, 1]], dtype=torch.int8)
     exponent = torch.tensor([[0, 0], [1, 5], [2, 2]], dtype=torch.int8)
-    return pack_trits_reference(trits).to(device), exponent.to(device), None, 3, 2
+    return Packed(pack_trits_reference(trits), exponent, None, 3, 2).to(device)
 
 
 def table(rows, dim, device, group_size=32, spread=4):
     generator = torch.Generator().manual_seed(0)
-    state = random_packed(rows, dim, group_size, generator, spread=spread)
-    return *(t.to(device) for t in state), dim, group_size
+    return random_packed(rows, dim, group_size, generator, spread=spread).to(device)
 
 
-def decoded(state):
-    return decode_weight_reference(*state).double()
+def decoded(packed):
+    return decode_weight_reference(packed).double()
 
 
 def drawn(*shape, device, seed=0):
@@ -50,7 +50,7 @@ def test_weighted_rows_by_hand(backend, device):
     nan = torch.nan
     weights = torch.tensor([[3.0, 0.5], [1.0, -0.25], [nan, 2.0], [nan, 1.0]], device=device)
     with use_backend(backend):
-        y = weighted_rows(ids, weights, *small_table(device), dtype=torch.float32)
+        y = weighted_rows(ids, weights, small_table(device), dtype=torch.float32)
     wanted = [[4.0, 1.0, -3.0], [0.0, -3.0, 3.0], [2.0, 0.0, -2.0], [0.0, 0.0, 0.0]]
     assert torch.equal(y, torch.tensor(wanted, device=device))
 
@@ -60,7 +60,7 @@ def test_gradient_of_the_weights_by_hand(backend, device):
     ids = torch.tensor([[0, 1, -1], [2, 7, 0]], device=device)
     grad_y = torch.tensor([[1.0, 10.0, 100.0], [2.0, 3.0, 5.0]], device=device)
     with use_backend(backend):
-        grad = weighted_rows_grad_weights(grad_y, ids, *small_table(device))
+        grad = weighted_rows_grad_weights(grad_y, ids, small_table(device))
     wanted = torch.tensor([[-99.0, 22.0, 0.0], [8.0, 0.0, -3.0]], device=device)
     assert torch.equal(grad, wanted)
 
@@ -82,7 +82,7 @@ def test_weights_that_are_not_finite_reach_their_own_token_only(backend, device)
     ids = torch.tensor([[0, 1], [1, 2]], device=device)
     weights = torch.tensor([[torch.nan, 1.0], [1.0, 1.0]], device=device)
     with use_backend(backend):
-        y = weighted_rows(ids, weights, *small_table(device), dtype=torch.float32)
+        y = weighted_rows(ids, weights, small_table(device), dtype=torch.float32)
     assert y[0].isnan().all()
     assert y[1].isfinite().all()
 
@@ -93,7 +93,7 @@ def test_rows_are_added_in_the_order_of_the_slots(backend, device):
     ids = torch.zeros(1, 4, dtype=torch.int64, device=device)
     weights = torch.tensor([[2.0**24, 1.0, -(2.0**24), 1.0]], device=device)
     with use_backend(backend):
-        y = weighted_rows(ids, weights, *small_table(device), dtype=torch.float32)
+        y = weighted_rows(ids, weights, small_table(device), dtype=torch.float32)
     assert y.tolist() == [[1.0, 0.0, -1.0]]
 
 
@@ -101,20 +101,20 @@ def test_rows_are_added_in_the_order_of_the_slots(backend, device):
 @pytest.mark.parametrize("dim", [5, 331])
 @each_backend
 def test_one_slot_of_weight_one_is_its_row_exactly(backend, dim, group_size, device):
-    state = table(7, dim, device, group_size, spread=127)
+    packed = table(7, dim, device, group_size, spread=127)
     ids = torch.tensor([[6], [0], [3]], device=device)
     with use_backend(backend):
-        y = weighted_rows(ids, torch.ones(3, 1, device=device), *state, dtype=torch.float32)
-    assert torch.equal(y.double(), decoded(state)[ids[:, 0]])
+        y = weighted_rows(ids, torch.ones(3, 1, device=device), packed, dtype=torch.float32)
+    assert torch.equal(y.double(), decoded(packed)[ids[:, 0]])
 
 
 @each_backend
 def test_bf16_is_the_rounded_sum(backend, device):
     if backend == "interpreter":
         pytest.skip("the interpreter rounds bf16 wrongly")
-    state = table(7, 70, device)
+    packed = table(7, 70, device)
     ids = torch.tensor([[6, 6, 2], [1, -1, 0]], device=device)
-    inputs = (ids, drawn(2, 3, device=device), *state)
+    inputs = (ids, drawn(2, 3, device=device), packed)
     with use_backend(backend):
         y, exact = weighted_rows(*inputs), weighted_rows(*inputs, dtype=torch.float32)
     assert y.dtype == torch.bfloat16
@@ -123,14 +123,14 @@ def test_bf16_is_the_rounded_sum(backend, device):
 
 def test_torch_backend_decodes_a_few_tokens_at_a_time(monkeypatch, device):
     ids = torch.randint(-1, 6, (23, 3), generator=torch.Generator().manual_seed(0)).to(device)
-    state, weights = table(5, 40, device), drawn(23, 3, device=device)
+    packed, weights = table(5, 40, device), drawn(23, 3, device=device)
     grad_y = drawn(23, 40, device=device, seed=1)
     with use_backend("torch"):
-        whole = weighted_rows(ids, weights, *state, dtype=torch.float32)
-        whole_grad = weighted_rows_grad_weights(grad_y, ids, *state)
+        whole = weighted_rows(ids, weights, packed, dtype=torch.float32)
+        whole_grad = weighted_rows_grad_weights(grad_y, ids, packed)
         monkeypatch.setattr("arbcli.kernels.rows.weighted_rows.CHUNK_ELEMENTS", 5 * 3 * 40)
-        parts = weighted_rows(ids, weights, *state, dtype=torch.float32)
-        parts_grad = weighted_rows_grad_weights(grad_y, ids, *state)
+        parts = weighted_rows(ids, weights, packed, dtype=torch.float32)
+        parts_grad = weighted_rows_grad_weights(grad_y, ids, packed)
     assert torch.equal(parts, whole)
     assert torch.equal(parts_grad, whole_grad)
 
@@ -172,18 +172,18 @@ def test_touched_rows_of_awkward_ids(ids, num_rows, rows, device):
 def test_gradients_equal_those_of_autograd(backend, seed, device):
     generator = torch.Generator().manual_seed(seed)
     num_rows, dim, tokens, slots = (31, 40, 9, 7) if seed % 2 else (6, 33, 20, 5)
-    state = table(num_rows, dim, device, 8)
+    packed = table(num_rows, dim, device, 8)
     ids = torch.randint(-1, num_rows, (tokens, slots), generator=generator).to(device)
     inside = ids >= 0
-    dense = decoded(state).requires_grad_()
+    dense = decoded(packed).requires_grad_()
     weights = drawn(tokens, slots, device=device, seed=seed)
     w = (weights.double() * inside).requires_grad_()
     grad_y = drawn(tokens, dim, device=device, seed=seed + 100)
     y = embedding_bag(ids.clamp(min=0), dense, mode="sum", per_sample_weights=w)
     y.backward(grad_y.double())
     with use_backend(backend):
-        found = weighted_rows(ids, weights, *state, dtype=torch.float32)
-        of_weights = weighted_rows_grad_weights(grad_y, ids, *state)
+        found = weighted_rows(ids, weights, packed, dtype=torch.float32)
+        of_weights = weighted_rows_grad_weights(grad_y, ids, packed)
         touched = touched_rows(ids.flatten(), num_rows)
         of_slot = torch.arange(ids.numel(), device=device) // slots
         of_rows = weighted_rows_grad(grad_y, weights.flatten(), of_slot, touched)
@@ -253,16 +253,16 @@ def test_nothing_is_as_large_as_the_table_or_its_slots(monkeypatch, device):
 
 @pytest.mark.gpu
 def test_a_step_is_captured_without_waiting_for_the_host(device):
-    state = table(50, 70, device)
+    packed = table(50, 70, device)
     ids = torch.randint(-1, 50, (8, 5), device=device)
     weights, grad_y = drawn(8, 5, device=device), drawn(8, 70, device=device)
     of_slot = torch.arange(40, device=device) // 5
 
     def step():
-        y = weighted_rows(ids, weights, *state)
+        y = weighted_rows(ids, weights, packed)
         touched = touched_rows(ids.flatten(), 50)
         grad = weighted_rows_grad(grad_y, weights.flatten(), of_slot, touched)
-        return y, weighted_rows_grad_weights(grad_y, ids, *state), grad, *touched
+        return y, weighted_rows_grad_weights(grad_y, ids, packed), grad, *touched
 
     wanted = step()
     graph = torch.cuda.CUDAGraph()
@@ -274,33 +274,33 @@ def test_a_step_is_captured_without_waiting_for_the_host(device):
 
 
 def test_weighted_rows_rejects_what_does_not_fit(device):
-    packed, exponent, fraction, dim, group = table(5, 33, device)
+    packed = table(5, 33, device)
     ids, weights = torch.tensor([[1, 2]], device=device), torch.ones(1, 2, device=device)
     with pytest.raises(ValueError, match=r"matrix of int64 ids, got torch\.int32"):
-        weighted_rows(ids.int(), weights, packed, exponent, fraction, dim, group)
+        weighted_rows(ids.int(), weights, packed)
     with pytest.raises(ValueError, match="matrix of int64 ids"):
-        weighted_rows(ids[0], weights[0], packed, exponent, fraction, dim, group)
+        weighted_rows(ids[0], weights[0], packed)
     with pytest.raises(ValueError, match=r"float32 weights of shape \(1, 2\), got torch\.float64"):
-        weighted_rows(ids, weights.double(), packed, exponent, fraction, dim, group)
+        weighted_rows(ids, weights.double(), packed)
     with pytest.raises(ValueError, match=r"got torch\.float32 \(2, 1\)"):
-        weighted_rows(ids, weights.T, packed, exponent, fraction, dim, group)
+        weighted_rows(ids, weights.T, packed)
     with pytest.raises(ValueError, match="not rows of 36 weights"):
-        weighted_rows(ids, weights, packed, exponent, fraction, 36, group)
+        weighted_rows(ids, weights, packed._replace(in_features=36))
     with pytest.raises(ValueError, match="need int8 scales"):
-        weighted_rows(ids, weights, packed, exponent[:4], fraction, dim, group)
+        weighted_rows(ids, weights, packed._replace(exponent=packed.exponent[:4]))
     with pytest.raises(ValueError, match=r"float32 or bfloat16 results, got torch\.float16"):
-        weighted_rows(ids, weights, packed, exponent, fraction, dim, group, torch.float16)
+        weighted_rows(ids, weights, packed, torch.float16)
 
 
 def test_gradients_reject_what_does_not_fit(device):
-    state, ids = table(5, 33, device), torch.tensor([[1, 2]], device=device)
+    packed, ids = table(5, 33, device), torch.tensor([[1, 2]], device=device)
     grad_y = torch.ones(1, 33, device=device)
     with pytest.raises(ValueError, match=r"gradient of shape \(1, 33\), got \(2, 33\)"):
-        weighted_rows_grad_weights(torch.ones(2, 33, device=device), ids, *state)
+        weighted_rows_grad_weights(torch.ones(2, 33, device=device), ids, packed)
     with pytest.raises(ValueError, match=r"float32 or bfloat16 matrix, got torch\.float64"):
-        weighted_rows_grad_weights(grad_y.double(), ids, *state)
+        weighted_rows_grad_weights(grad_y.double(), ids, packed)
     with pytest.raises(ValueError, match="matrix of int64 ids"):
-        weighted_rows_grad_weights(grad_y, ids[0], *state)
+        weighted_rows_grad_weights(grad_y, ids[0], packed)
     with pytest.raises(ValueError, match=r"vector of int64 ids, got torch\.int64 \(1, 2\)"):
         touched_rows(ids, 5)
     touched = touched_rows(ids[0], 5)

@@ -27,7 +27,7 @@ def test_best_pairs_of_ties_are_different_pairs():
 
 
 def part() -> Codebook:
-    return initialised(Codebook(HALVES, WIDTH, HEADS, graph_config(top_k=TOP_K)))
+    return initialised(Codebook(HALVES, WIDTH, HEADS, graph_config(top_k=TOP_K), "codebook"))
 
 
 def test_found_rows_and_gradients_equal_autograd():

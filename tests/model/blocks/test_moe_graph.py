@@ -23,7 +23,7 @@ class Both(nn.Module):
         super().__init__()
         config = graph_config(**options)
         self.graph = MoEGraph(config)
-        self.codebook = Codebook(config.codes, config.code_dim, 1, config)
+        self.codebook = Codebook(config.codes, config.code_dim, 1, config, "codebook")
         initialised(self)
         fill_memories(self)
 

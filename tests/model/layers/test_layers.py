@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from arbcli.config.model import preset
+from arbcli.config.presets import preset
 from arbcli.model.baselines import rotate
-from arbcli.model.dense import ByteLM
+from arbcli.model.dense import RECOMPUTE, ByteLM
 from arbcli.model.layers.embedding import TernaryEmbedding
 from arbcli.model.layers.linear import TernaryLinear
 from arbcli.model.layers.norm import TernaryRMSNorm
@@ -16,8 +16,8 @@ TINY = {"dim": 32, "layers": 2, "heads": 2, "ffn": 48, "ctx": 16}
 
 
 def linear(out_features=24, in_features=33) -> TernaryLinear:
-    layer = TernaryLinear(out_features, in_features, preset("tiny"))
-    layer.weight.initialise(0.1, seed=0, index=0)
+    layer = TernaryLinear(out_features, in_features, preset("tiny"), area="mlp", std=0.1)
+    layer.weight.initialise(seed=0, index=0)
     return layer
 
 
@@ -63,8 +63,8 @@ def test_linear_streams_where_its_input_needs_no_gradient():
 
 
 def test_embedding_gradient_sums_repeated_ids():
-    layer = TernaryEmbedding(10, 33, preset("tiny"))
-    layer.weight.initialise(1.0, seed=0, index=0)
+    layer = TernaryEmbedding(10, 33, preset("tiny"), area="embedding")
+    layer.weight.initialise(seed=0, index=0)
     grads = collect(layer)
     ids, grad_y = torch.tensor([[3, 3, 9], [0, 3, 9]]), torch.randn(2, 3, 33)
     layer(ids, torch.float32).backward(grad_y)
@@ -106,7 +106,7 @@ def test_recomputed_forward_is_no_use():
         found = collect(lm)
         if recompute:
             for block in lm.blocks:
-                block.forward = lambda x, f=block.forward: checkpoint(f, x, use_reentrant=False)
+                block.forward = lambda x, f=block.forward: checkpoint(f, x, **RECOMPUTE)
         lm.loss(*batch()).backward()
         assert {len(seen) for seen in found.values()} == {1}
         grads.append({name: seen[0] for name, seen in found.items()})

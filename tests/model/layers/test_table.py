@@ -5,8 +5,8 @@ import torch
 from graph_parts import assert_same, collect, graph_config, initialised, normal
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from arbcli.config.model import RULES
 from arbcli.model.layers.table import MOST_USES, TernaryTable
+from arbcli.rules import RULES
 from arbcli.train.updater import Updater
 
 ROWS, DIM = 50, 33
@@ -16,11 +16,11 @@ TOUCHED = [0, 3, 7, 9, 49]
 
 
 def table(rows=ROWS, **options) -> TernaryTable:
-    return initialised(TernaryTable(rows, DIM, graph_config(**options)))
+    return initialised(TernaryTable(rows, DIM, graph_config(**options), area="sequencer"))
 
 
 def updater_of(part: TernaryTable, **options) -> Updater:
-    updater = Updater([part.weight], graph_config(**options), 0, torch.float32)
+    updater = Updater([part.weight], 0, torch.float32)
     part.weight.sink = updater
     updater.begin(0, lr=4.0)
     return updater

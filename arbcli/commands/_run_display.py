@@ -1,0 +1,98 @@
+"""What `arb train` shows of a run."""
+
+import dataclasses
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from arbcli.output import LiveLine, bytes_text, emit_json, note
+
+if TYPE_CHECKING:
+    from arbcli.train.record import Record, TrainReport
+    from arbcli.train.trainer import Trainer
+
+
+class RunDisplay:
+    """Shows a run: a live line and tables for a person, or a JSON object a record."""
+
+    def __init__(self, *, quiet: bool, as_json: bool) -> None:
+        self.quiet, self.as_json = quiet, as_json
+        self.line = LiveLine()
+
+    def __enter__(self) -> "RunDisplay":
+        self.line.__enter__()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.line.__exit__(*exception)
+
+    def started(self, run: Path, trainer: "Trainer", facts: dict[str, Any]) -> None:
+        if self.quiet:
+            return
+        config, text = trainer.config, facts["text"]
+        self.steps = config.steps
+        model = config.model
+        kind = f"{model.rule}" if model.weights == "ternary" else model.weights
+        number = trainer.num_weights
+        note(f"run     {run}")
+        note(f"text    {text['description']}: {text['train_bytes']:,} bytes to train on,")
+        note(f"        {text['val_bytes']:,} held out, order-0 entropy {text['entropy']:.3f} nats")
+        note(f"model   {number:,} {kind} weights, {model.scale_type}, ctx {model.ctx}")
+        note(f"device  {config.device}, backend {config.backend}, {config.compute}")
+        if trainer.step:
+            note(f"resumed at step {trainer.step}")
+
+    def recorded(self, record: "Record") -> None:
+        if self.as_json:
+            emit_json(dataclasses.asdict(record))
+        if self.quiet:
+            return
+        line = (
+            f"step {record.step}/{self.steps}  loss {record.loss:.3f} nats"
+            f"  {record.bits_per_byte:.3f} bits  {record.bytes_per_second:,.0f} bytes/s"
+            f"  {_clock(record.seconds_left)} left"
+            f"  {bytes_text(record.state_bytes)} state, {bytes_text(record.peak_bytes)} peak"
+        )
+        if record.flip_share is not None:
+            line += f"  {record.flip_share:.2%} flipped"
+        if record.val_loss is not None:
+            line += f"  held-out {record.val_loss:.4f}"
+        self.line.show(line, keep=record.val_loss is not None)
+        if record.val_loss is not None and record.gauges:
+            self.line.show(_gauges(record.gauges), keep=True)
+
+    def noted(self, message: str) -> None:
+        note(message)
+
+    def finished(self, report: "TrainReport") -> None:
+        """Show how the run ended."""
+        if report.stopped_by:
+            note(f"stopped by {report.stopped_by} after step {report.steps}")
+            if report.checkpoint:
+                note(f"continue with: arb train --resume {report.run}")
+            return
+        if not self.quiet:
+            note(f"\nsample\n{report.sample}\n")
+            bits = report.bits_per_byte
+            note(f"held-out loss  {report.val_loss:.4f} nats = {bits:.4f} bits a byte")
+            note(f"               {report.entropy:.4f} nats is the text's order-0 entropy,")
+            note(f"               {math.log(256):.4f} nats is uniform, ln 256")
+            note(f"time           {_clock(report.seconds)}")
+        note(f"checkpoint     {report.checkpoint or 'none: a float twin is measured, not kept'}")
+
+
+def _gauges(gauges: dict[str, float]) -> str:
+    """Show what a model measures of itself: shares, and the load of its fullest expert."""
+    shown = {
+        "alive_codes": "{:.1%} of codes alive",
+        "alive_knowledge": "{:.1%} of knowledge alive",
+        "fullest_expert": "fullest expert {:.1f} times the mean",
+        "edges": "{:.1%} of edges taken",
+    }
+    return "  " + ", ".join(shown.get(name, name + " {}").format(v) for name, v in gauges.items())
+
+
+def _clock(seconds: float) -> str:
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes}:{seconds:02d}"

@@ -1,0 +1,149 @@
+"""What a run computes, from the preset of its model to its seed."""
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+from arbcli.config.checks import check_choice, check_positive
+from arbcli.config.dense import ModelConfig
+from arbcli.config.graph import GraphConfig
+from arbcli.config.presets import config_from_dict
+from arbcli.config.presets import preset as model_preset
+from arbcli.errors import ArbError
+from arbcli.rules import find_rule
+
+COMPUTES = ("bf16", "fp8", "fp32")
+"""Choices of `compute`."""
+OPTIMIZERS = {"ternary": ("rule",), "float": ("adamw", "muon"), "ste": ("adamw", "muon")}
+"""By the kind of weights."""
+FLOAT_LR = {
+    ("float", "adamw"): 1e-3,
+    ("float", "muon"): 3e-3,
+    ("ste", "adamw"): 3e-3,
+    ("ste", "muon"): 3e-3,
+}
+"""Default `lr` of the twins, by weights and optimizer."""
+PRESET_LR = {("arb-3b", "factored"): 0.1}
+"""Default `lr` where a preset needs another than its rule's, by preset and direction.
+
+With the factored direction a wide model takes smaller steps: at the rule's own its stream grows
+manifold, and what is chosen in it, experts and codes, becomes the same for every position.
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainConfig:
+    """Everything that decides what a run computes; `config.json` holds it."""
+
+    model: ModelConfig
+    data: tuple[str, ...] = ()
+    """Files, folders or globs; none is the standard library's source."""
+    val: tuple[str, ...] = ()
+    """Held-out text; none splits it off the data."""
+    steps: int = 400
+    batch: int = 16
+    """Windows of a micro-batch."""
+    accum: int = 1
+    """Micro-batches of a step."""
+    lr: float = 1.0
+    warmup: int = 100
+    """Steps; at most half of the run."""
+    seed: int = 0
+    save_every: int = 500
+    """Steps."""
+    eval_every: int = 500
+    """Steps."""
+    optimizer: str = "rule"
+    """`rule` for ternary weights; `adamw` or `muon` for float ones."""
+    recompute: bool = False
+    """Whether a backward computes the inside of a block again, to keep less for it."""
+    compute: str = "bf16"
+    """Dtype of activations: `bf16` or `fp32`; or `fp8`: bf16, multiplied in eight bits."""
+    device: str = "cpu"
+    backend: str = "torch"
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot be run.
+
+        Raises:
+            ArbError: a number is out of range.
+        """
+        check_choice("optimizer", self.optimizer, OPTIMIZERS[self.model.weights])
+        check_choice("compute", self.compute, COMPUTES)
+        if self.compute == "fp8" and self.model.weights != "ternary":
+            raise ArbError(
+                "a float twin is multiplied in bf16",
+                hint="leave `compute=fp8` out",
+                fields=("compute",),
+            )
+        for name in ("steps", "batch", "accum", "save_every", "eval_every"):
+            check_positive(name, getattr(self, name))
+        if not 0 < self.lr <= 64:
+            raise ArbError(
+                f"`lr` is {self.lr}", hint="use a number above 0 and at most 64", fields=("lr",)
+            )
+        if not 0 <= self.seed < 2**31:
+            raise ArbError(f"`seed` is {self.seed}", hint=f"use 0 to {2**31 - 1}", fields=("seed",))
+
+
+def train_config(
+    preset: str, *, device: str, backend: str, compute: str, **given: Any
+) -> TrainConfig:
+    """Build a configuration from the settings that were given, and defaults for the rest.
+
+    Args:
+        preset: name of a preset.
+        device: where to compute, as torch names it.
+        backend: what runs the kernels.
+        compute: one of `COMPUTES`.
+        given: fields of `TrainConfig` and of the preset's model.
+
+    Raises:
+        ArbError: they do not fit each other.
+    """
+    of_models = {field.name for field in dataclasses.fields(GraphConfig)}
+    shape = {name: given.pop(name) for name in list(given) if name in of_models}
+    model = model_preset(preset, **shape)
+    ternary = model.weights == "ternary"
+    if ternary and "optimizer" in given:
+        raise ArbError(
+            "ternary weights are stepped by a rule, not by an optimizer",
+            hint="use `rule`, or `weights=float` or `ste`",
+            fields=("rule", "weights"),
+        )
+    optimizer = given.pop("optimizer", "rule" if ternary else "adamw")
+    given.setdefault("lr", default_lr(preset, model, optimizer))
+    texts = {name: tuple(map(str, given.pop(name, ()))) for name in ("data", "val")}
+    place = {"device": device, "backend": backend, "compute": compute}
+    return TrainConfig(model=model, optimizer=optimizer, **texts, **place, **given)
+
+
+def default_lr(preset: str, model: ModelConfig, optimizer: str) -> float:
+    """Find the learning rate of a model for which none is given."""
+    if model.weights != "ternary":
+        return FLOAT_LR.get((model.weights, optimizer), 1e-3)
+    return PRESET_LR.get((preset, model.direction), find_rule(model.rule).lr)
+
+
+def train_config_from(facts: dict[str, Any]) -> TrainConfig:
+    """Rebuild a configuration from what `config.json` holds.
+
+    Raises:
+        ArbError: it was written by a version with other settings.
+    """
+    try:
+        values = facts["config"]
+        model = config_from_dict(values["model"])
+        lists = {name: tuple(values[name]) for name in ("data", "val")}
+        return TrainConfig(**(values | lists | {"model": model}))
+    except (TypeError, KeyError) as error:
+        raise ArbError(
+            f"the run's configuration does not fit this version of arb: {error}",
+            hint="use the version that `config.json` names",
+        ) from None
+
+
+def train_config_dict(config: TrainConfig) -> dict[str, Any]:
+    """List the fields of a configuration for `config.json`, and of which kind its model is."""
+    values = dataclasses.asdict(config)
+    return values | {"model": {"kind": config.model.kind} | values["model"]}

@@ -1,0 +1,82 @@
+"""`orthogonal`: the gradient with its singular values pushed towards 1, as in Muon."""
+
+import torch
+from torch import Tensor
+
+from arbcli.directions.base import Direction
+from arbcli.kernels.update.newton_schulz import gram, gram_polynomial
+
+TINY = 1e-30
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+STEPS = 5
+RUNS = (3, 2)
+"""The same for wide matrices: steps that are composed before the matrix is multiplied by them."""
+WIDE = 2
+"""Smallest m / n of a wide matrix, (n, m). Composing saves three products x @ x.T and three p @ x,
+for nine of (n, n) by (n, n); with symmetric products at half price that is even here."""
+WIDE_PRODUCTS = 2**31
+"""Smallest n * n * m, of all matrices of a stack; below, three more launches take what is saved."""
+
+
+class Orthogonal(Direction):
+    """A matrix whole, or each of a stack: it wants every singular value alike."""
+
+    def values(self, grad: Tensor, dtype: torch.dtype) -> Tensor:
+        """Orthogonalise (N, K), or each matrix of (B, N, K), in `dtype`."""
+        return orthogonalise(grad, dtype)
+
+
+def orthogonalise(grad: Tensor, dtype: torch.dtype) -> Tensor:
+    """Push the singular values of a matrix towards 1 with Newton-Schulz iterations.
+
+    On the smaller side of the matrix, X being (n, m) with n <= m:
+
+        X_k+1 = P(A_k) X_k,  A_k = X_k X_k.T,  P(A) = alpha I + beta A + gamma A A
+
+    So X_k = Q_k X_0, and Q_k, (n, n), is found from A_0 alone. For wide matrices the steps of a run
+    are composed to one Q, and X is multiplied twice a run instead of twice a step. A has the
+    squares of the singular values, though: small ones are lost in its rounding, may come back below
+    zero, and are then multiplied by 12 with every step. Two or three steps do not show it, five
+    diverge. So there are two runs, and the second restarts from the X of the first.
+
+    Sources: K. Jordan et al., "Muon", https://kellerjordan.github.io/posts/muon/, and for runs and
+    restart Dao-AILab, "Gram Newton-Schulz", https://dao-lab.ai/blog/2026/gram-newton-schulz
+
+    Args:
+        grad: (N, K), or a stack (B, N, K); each matrix finite. One of zeros stays so.
+        dtype: of the products; bfloat16 is enough.
+
+    Returns:
+        Like `grad`, of `dtype`.
+    """
+    tall = grad.shape[-2] > grad.shape[-1]
+    x = grad.mT if tall else grad
+    norm = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True)
+    x = torch.div(x, norm + TINY, out=torch.empty_like(x, dtype=dtype))
+    n, m = x.shape[-2:]
+    wide = m >= WIDE * n and x.numel() * n >= WIDE_PRODUCTS
+    for steps in RUNS if wide else [1] * STEPS:
+        x = _compose(gram(x), steps) @ x
+    return x.mT if tall else x
+
+
+def _compose(square: Tensor, steps: int) -> Tensor:
+    """Find the Q of so many Newton-Schulz steps in a row: A_k = Q_k A_0 Q_k.T, Q_k+1 = P(A_k) Q_k.
+
+    Polynomials of A commute, rounded ones do not. In this order that does not matter: every A is of
+    the X that Q gives, whatever Q is.
+
+    Args:
+        square: (n, n) or (B, n, n), A_0.
+        steps: 1 or more.
+
+    Returns:
+        Like `square`.
+    """
+    q = gram_polynomial(square, *COEFFICIENTS)
+    for _ in range(steps - 1):
+        q = gram_polynomial(q @ (square @ q.mT), *COEFFICIENTS) @ q
+    return q
+
+
+DIRECTION = Orthogonal()

@@ -1,0 +1,110 @@
+"""A packed matrix as kernels read it: trits five to a byte, and the two digits of each scale."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from arbcli.kernels.codec.packing import LARGEST_BYTE, check_packed, row_bytes
+
+OCTAVE = 128
+"""Steps of v = 128 E + F in a doubling of the scale."""
+LOWEST_EXPONENT, HIGHEST_EXPONENT = -96, 31
+"""v saturates with E in this range."""
+
+
+class Packed(NamedTuple):
+    """A matrix of N rows by K weights, with one scale for every G neighbours of a row."""
+
+    trits: Tensor
+    """(N, row_bytes(K)) uint8, in 0..242."""
+    exponent: Tensor
+    """(N, ceil(K / G)) int8, E in -96..31."""
+    fraction: Tensor | None
+    """(N, ceil(K / G)) int8, F in 0..127; None stands for zeros."""
+    in_features: int
+    """K, in weights rather than bytes."""
+    group_size: int
+    """G."""
+
+    @property
+    def out_features(self) -> int:
+        """N."""
+        return self.trits.shape[0]
+
+    @property
+    def num_groups(self) -> int:
+        """Scales of a row."""
+        return num_groups(self.in_features, self.group_size)
+
+    def check(self, in_features: int | None = None) -> None:
+        """Refuse parts that do not belong together.
+
+        Args:
+            in_features: what K has to be; None is whatever it is.
+
+        Raises:
+            ValueError: a dtype or a shape does not fit.
+        """
+        check_packed(self.trits, self.in_features)
+        if in_features not in (None, self.in_features):
+            got = f"{tuple(self.trits.shape)}, rows of {self.in_features} weights,"
+            raise ValueError(f"packed {got} is not rows of {in_features} weights")
+        shape = (self.out_features, self.num_groups)
+        for digits in (self.exponent,) if self.fraction is None else (self.exponent, self.fraction):
+            if digits.dtype != torch.int8 or tuple(digits.shape) != shape:
+                got = f"{digits.dtype} {tuple(digits.shape)}"
+                raise ValueError(f"need int8 scales of shape {shape}, got {got}")
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> "Packed":
+        """Apply a function to each of the tensors, such as one that takes some of the rows."""
+        fraction = None if self.fraction is None else function(self.fraction)
+        trits, exponent = function(self.trits), function(self.exponent)
+        return self._replace(trits=trits, exponent=exponent, fraction=fraction)
+
+    def rows(self, index: slice | Tensor) -> "Packed":
+        """Take some of the rows: a view of a slice, a copy of (R,) int64 row numbers."""
+        return self.map(lambda part: part[index])
+
+    def to(self, device: torch.device) -> "Packed":
+        """Copy the tensors to a device, unless they are there."""
+        return self.map(lambda part: part.to(device))
+
+    @property
+    def pointers(self) -> tuple[Tensor, Tensor, Tensor]:
+        """What a kernel names packed_ptr, exponent_ptr and fraction_ptr; None is never read."""
+        return self.trits, self.exponent, self._fraction_or_any
+
+    @property
+    def strides(self) -> tuple[int, ...]:
+        """What a kernel names stride_pn, stride_pb, stride_en, stride_eg, stride_fn, stride_fg."""
+        return (*self.trits.stride(), *self.exponent.stride(), *self._fraction_or_any.stride())
+
+    @property
+    def constants(self) -> dict[str, Any]:
+        """What a kernel is compiled for."""
+        return {"GROUP": self.group_size, "HAS_FRACTION": self.fraction is not None}
+
+    @property
+    def _fraction_or_any(self) -> Tensor:
+        return self.exponent if self.fraction is None else self.fraction
+
+
+def num_groups(in_features: int, group_size: int) -> int:
+    """Count the groups of a row of `in_features` weights; the last may be short."""
+    return -(-in_features // group_size)
+
+
+def random_packed(
+    rows: int, in_features: int, group_size: int, generator: torch.Generator, spread: int = 127
+) -> Packed:
+    """Draw packed trits, E and F where the generator is; E is within `spread` of -1."""
+    draw = partial(torch.randint, generator=generator, device=generator.device)
+    trits = draw(0, LARGEST_BYTE + 1, (rows, row_bytes(in_features)), dtype=torch.uint8)
+    shape = (rows, num_groups(in_features, group_size))
+    low, high = max(LOWEST_EXPONENT, -1 - spread), min(HIGHEST_EXPONENT, spread - 1)
+    exponent = draw(low, high + 1, shape, dtype=torch.int8)
+    fraction = draw(0, OCTAVE, shape, dtype=torch.int8)
+    return Packed(trits, exponent, fraction, in_features, group_size)

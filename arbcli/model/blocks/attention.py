@@ -1,0 +1,44 @@
+"""Attention of a dense block: fused projections, rotary positions, normalised queries and keys."""
+
+from torch import Tensor, nn
+from torch.nn import functional
+
+from arbcli.config.dense import ModelConfig
+from arbcli.model.cache import BlockCache
+from arbcli.model.initial import output_std
+from arbcli.model.layers.kinds import layers_for
+
+
+class Attention(nn.Module):
+    """Causal self-attention over rotary positions, with normalised queries and keys."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        parts = layers_for(config)
+        self.heads, self.rotary_norm = config.heads, parts.rotary_norm
+        self.qkv = parts.linear(3 * config.dim, config.dim, config, area="attention")
+        self.sub_norm = parts.norm(config.dim, config) if config.sub_norms else None
+        std = output_std(config.dim, config.layers)
+        self.output = parts.linear(config.dim, config.dim, config, area="attention", std=std)
+
+    def forward(self, x: Tensor, norm: nn.Module | None, past: BlockCache | None = None) -> Tensor:
+        """Normalise (B, T, D) and mix every position with those before it, and with the past.
+
+        Without a norm, x was normalised before.
+        """
+        batch, length, dim = x.shape
+        qkv = self.qkv(x, norm).view(batch, length, 3, self.heads, dim // self.heads)
+        if past is None:
+            q, k, v = self.rotary_norm(qkv)  # (B, heads, T, head_dim) each
+            y = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        elif length == 1:
+            y = past.attend_one(qkv)
+        else:
+            y = past.attend(*self.rotary_norm(qkv, past.angles))
+        return self.output(y.transpose(1, 2).reshape(batch, length, dim), self.sub_norm)
+
+    def step(self, x: Tensor, past: BlockCache) -> Tensor:
+        """Normalise one position of the stream, mix it with the past, and add that to it."""
+        qkv = self.qkv.step(x, normalise=True)
+        y = past.attend_one(qkv.view(1, 1, 3, self.heads, -1)).view(x.shape)
+        return self.output.step(y, normalise=self.sub_norm is not None, added=x)

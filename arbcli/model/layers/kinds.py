@@ -1,0 +1,41 @@
+"""Which layers a kind of weights has: packed ones, or those of the float baselines."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from torch import Tensor, nn
+
+from arbcli.config.dense import ModelConfig
+from arbcli.model import baselines
+from arbcli.model.layers.embedding import TernaryEmbedding
+from arbcli.model.layers.linear import TernaryLinear
+from arbcli.model.layers.loss import cross_entropy
+from arbcli.model.layers.norm import TernaryGate, TernaryRMSNorm
+from arbcli.model.layers.rotary import rotary_norm
+
+
+class Layers(NamedTuple):
+    """What a dense model is built of; both kinds take the same arguments."""
+
+    linear: type[nn.Module]
+    embedding: type[nn.Module]
+    norm: type[nn.Module]
+    gate: type[nn.Module]
+    rotary_norm: Callable[..., tuple[Tensor, Tensor, Tensor]]
+    cross_entropy: Callable[[Tensor, Tensor], Tensor]
+
+
+def layers_for(config: ModelConfig) -> Layers:
+    """Choose the layers of the kind of weights that a configuration names."""
+    if config.weights == "ternary":
+        return Layers(
+            TernaryLinear, TernaryEmbedding, TernaryRMSNorm, TernaryGate, rotary_norm, cross_entropy
+        )
+    return Layers(
+        baselines.FloatLinear,
+        baselines.FloatEmbedding,
+        baselines.FloatRMSNorm,
+        baselines.FloatGate,
+        baselines.FloatRotaryNorm(config),
+        baselines.cross_entropy,
+    )

@@ -1,0 +1,114 @@
+"""What a rule is: its buffers, their bytes and first values, and its step."""
+
+import math
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from arbcli.directions.base import Buffer, Ingredients, State
+from arbcli.kernels.update.gradient_gains import GradientGains
+from arbcli.kernels.update.gradient_statistics import GradientStatistics
+
+STEP_CLIP = 4
+"""Largest step of a weight, in root-mean-squares of the direction."""
+STEP_OF_RADIX = 1 / 16
+"""What a step of unit root-mean-square moves z at `lr` 1, in units of P."""
+SCALE_STEP = 4
+"""What a slope of unit root-mean-square moves v at `lr` 1."""
+
+MOMENT, TRIT, SCALE, ROW, COLUMN = range(5)
+"""Streams of random bits of a matrix: each kind of rounding has its own."""
+NUM_STREAMS = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Gradient:
+    """A gradient, and what was found of it before a rule steps."""
+
+    values: Tensor
+    """(N, K) float32 or bfloat16."""
+    statistics: GradientStatistics
+    gains: GradientGains
+    direction: Ingredients | None
+    """The direction of unit root-mean-square; None if the rule takes none."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepControl:
+    """What a step of one matrix needs beside its state: scalars on the device, but for flags."""
+
+    keys: Tensor
+    """(NUM_STREAMS,) int32, of the streams of random bits."""
+    scale_gain: tuple[Tensor, Tensor]
+    """What a slope is multiplied by, int32 gain and shift."""
+    direct_gain: tuple[Tensor, Tensor]
+    """What a direction is multiplied by where z steps by it directly, int32 gain and shift."""
+    step_size: Tensor
+    """What the moment is multiplied by, int64 in units of 2**-32 of z."""
+    limit: Tensor
+    """The largest step of z, int32 in units of 2**-16."""
+    flips: Tensor
+    """int64; trits that change are added to it."""
+    squares: Tensor
+    """int64; sums the squares of the moment."""
+    share: Tensor | None
+    """Share of the rows that take part; None is all."""
+    first: bool
+    """Whether this is the first gradient of the step: the moment decays."""
+    last: bool
+    """Whether this is the last gradient of the step: the weights step."""
+    accumulation: int
+    """Gradients of a step."""
+
+
+class Rule(ABC):
+    """How a step changes packed weights. z = T * P + A is what trit and remainder are digits of."""
+
+    radix: int
+    """P: what a trit is worth in units of the remainder."""
+    remainder_max: int
+    """Largest magnitude of the remainder above a trit; z is clipped to +-(P + this)."""
+    moment_range: float = 0.0
+    """The largest moment, in root-mean-squares of the direction; 0 where there is no moment."""
+    lr: float = 1.0
+    """Default learning rate."""
+    direction: str | None = "orthogonal"
+    """Default direction; None where the rule takes no direction."""
+    has_fraction: bool = True
+    """Whether scales have a fraction of an octave."""
+    steps_by_signs: bool = False
+    """Whether slopes of the scales are of the signs of the gradient."""
+
+    @abstractmethod
+    def buffers(self, rows: int, columns: int, groups: int) -> dict[str, Buffer]:
+        """Declare what is stored beside trits and scales of a matrix, all zero at first."""
+
+    def start(self, state: State, rows: slice, remainder: Tensor) -> None:
+        """Write the first remainders of some rows, (R, K) int8, if the rule keeps them."""
+        if "remainder" in state:
+            state["remainder"][rows] = remainder
+
+    @abstractmethod
+    def digits(self, state: State) -> dict[str, tuple[Tensor, int]]:
+        """Read the digits below the trit, (N, K) int8 by name, and the largest magnitude of each.
+
+        The first is the one that carries into the trit.
+        """
+
+    @abstractmethod
+    def step(self, state: State, gradient: Gradient, control: StepControl) -> None:
+        """Change the state of one matrix, in place."""
+
+
+def fixed_point_gain(factor: float, bits: int = 12) -> tuple[int, int]:
+    """Write a positive factor as gain / 2**shift with a gain of `bits` bits.
+
+    Raises:
+        ValueError: the factor is too large for a step.
+    """
+    mantissa, exponent = math.frexp(factor)
+    gain, shift = round(mantissa * (1 << bits)), bits - exponent
+    if shift < 0:
+        raise ValueError(f"a step of {factor} times the direction overflows")
+    return (gain, shift) if shift <= 31 else (0, 31)

@@ -1,0 +1,36 @@
+"""`carry`: an int8 remainder and no moment. Every gradient steps z by its share at once."""
+
+from torch import Tensor
+
+from arbcli.kernels.update.step_scales import step_scales
+from arbcli.kernels.update.step_trits import step_by_direction
+from arbcli.rules.base import SCALE, TRIT, Buffer, Gradient, Rule, State, StepControl
+
+
+class Carry(Rule):
+    """A remainder, a byte."""
+
+    radix, remainder_max = 32, 127
+    direction = "factored"
+
+    def buffers(self, rows: int, columns: int, groups: int) -> dict[str, Buffer]:
+        """Declare the remainder."""
+        return {"remainder": Buffer((rows, columns), "remainder")}
+
+    def digits(self, state: State) -> dict[str, tuple[Tensor, int]]:
+        """Read the remainder as it is."""
+        return {"remainder": (state["remainder"], self.remainder_max)}
+
+    def step(self, state: State, gradient: Gradient, control: StepControl) -> None:
+        """Step scales and weights along the direction."""
+        keys, ok = control.keys, gradient.gains.ok
+        slope = (gradient.statistics.slope, gradient.gains.slope)
+        scales = state["exponent"], state["fraction"]
+        step_scales(*scales, *slope, keys[SCALE], *control.scale_gain, ok)
+        step_by_direction(
+            state["trits"], state["remainder"], *gradient.direction, keys[TRIT],
+            *control.direct_gain, control.limit, ok, control.flips, self.radix, self.remainder_max,
+        )  # fmt: skip
+
+
+RULE = Carry()

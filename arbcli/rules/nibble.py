@@ -1,0 +1,34 @@
+"""`nibble`: as `moment`, with remainder and moment in one byte: 16 * moment + (A mod 16)."""
+
+from torch import Tensor
+
+from arbcli.kernels.update.blend_moment import moment_max
+from arbcli.rules.base import Buffer, State
+from arbcli.rules.moment import Moment
+
+
+class Nibble(Moment):
+    """Four bits of remainder, four bits of moment."""
+
+    radix, remainder_max, moment_range = 8, 7, 0.6
+    lr, direction = 0.6, "factored"
+    share_a_byte = True
+
+    def buffers(self, rows: int, columns: int, groups: int) -> dict[str, Buffer]:
+        """Declare the byte of both."""
+        return {"remainder": Buffer((rows, columns), "remainder")}
+
+    def start(self, state: State, rows: slice, remainder: Tensor) -> None:
+        """Write remainders to the low four bits; the moment is zero."""
+        state["remainder"][rows] = remainder & 15
+
+    def digits(self, state: State) -> dict[str, tuple[Tensor, int]]:
+        """Take the byte apart; both halves are two's complement."""
+        byte = state["remainder"]
+        return {
+            "remainder": (((byte & 15) ^ 8) - 8, self.remainder_max),
+            "moment": (byte >> 4, moment_max(self.share_a_byte)),
+        }
+
+
+RULE = Nibble()

@@ -1,0 +1,87 @@
+"""The directory of a run: its name, its `config.json`, and which one was last."""
+
+import os
+import platform
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from arbcli import __version__
+from arbcli.config.training import TrainConfig, train_config_dict
+from arbcli.data import Texts, entropy
+from arbcli.errors import ArbError
+from arbcli.train.trainer import text_digest
+
+CONFIG = "config.json"
+"""File of what a run computes, of its text, and of the versions that began it."""
+RUNS = Path("runs")
+"""Where runs are kept unless another place is named."""
+
+
+def new_run_path(config: TrainConfig, root: Path = RUNS) -> Path:
+    """Name the next free run directory: `runs/003-256x4-moment` and so on."""
+    kind = config.model.rule if config.model.weights == "ternary" else config.model.weights
+    names = os.listdir(root) if root.is_dir() else []
+    number = max((int(name[:3]) for name in names if name[:3].isdigit()), default=0) + 1
+    return root / f"{number:03d}-{config.model.dim}x{config.model.layers}-{kind}"
+
+
+def latest_run(root: Path = RUNS) -> Path:
+    """Find the run directory that was written to last.
+
+    Raises:
+        ArbError: there is none.
+    """
+    configs = sorted(root.glob(f"*/{CONFIG}"), key=lambda path: path.parent.stat().st_mtime)
+    if not configs:
+        raise ArbError(
+            f"there is no run in `{root}`", hint="name one: `--resume PATH`, or start without it"
+        )
+    return configs[-1].parent
+
+
+def check_free(run: Path) -> None:
+    """Refuse a directory that holds a run.
+
+    Raises:
+        ArbError: it does.
+    """
+    if (run / CONFIG).exists():
+        raise ArbError(
+            f"`{run}` holds a run already",
+            hint=f"continue it with `--resume {run}`, or choose another `--out`",
+        )
+
+
+def make_directory(run: Path) -> None:
+    """Make the directory of a new run.
+
+    Raises:
+        ArbError: it cannot be made.
+    """
+    try:
+        run.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ArbError(
+            f"cannot make `{run}`: {error.strerror}", hint="choose another `--out`"
+        ) from error
+
+
+def run_facts(config: TrainConfig, texts: Texts) -> dict[str, Any]:
+    """Gather what `config.json` is to hold."""
+    return {
+        "config": train_config_dict(config),
+        "text": {
+            "description": texts.description,
+            "digest": text_digest(texts),
+            "entropy": entropy(texts.val),
+            "train_bytes": len(texts.train),
+            "val_bytes": len(texts.val),
+        },
+        "versions": {
+            "arb": __version__,
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+        },
+    }

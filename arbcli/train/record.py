@@ -1,0 +1,93 @@
+"""What a run tells while it goes on and when it ends, and the file of its records."""
+
+import dataclasses
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from arbcli.errors import ArbError
+
+METRICS = "metrics.jsonl"
+"""File of a run's records, a JSON object a line."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Record:
+    """One line of `metrics.jsonl`."""
+
+    step: int
+    """Steps done."""
+    loss: float
+    """Mean since the last record, nats a byte."""
+    bits_per_byte: float
+    """The same in bits."""
+    val_loss: float | None
+    """Nats a byte of held-out text, where it was evaluated."""
+    lr: float
+    """Learning rate of the last step."""
+    bytes_per_second: float
+    """Text seen a second since the last record, evaluation not counted."""
+    flip_share: float | None
+    """Share of the trits that changed in a step, on average since the last record."""
+    state_bytes: int
+    """What survives a step: weights and whatever the rule or the optimizer keeps."""
+    peak_bytes: int
+    """The most memory held at once: of the CUDA allocator, or of the process on a CPU."""
+    seconds_left: float
+    nonfinite_steps: int
+    """Steps so far in which a gradient was not finite."""
+    parts: dict[str, float]
+    """What else the last step minimised, by name: see `LOSS_WEIGHTS`."""
+    gauges: dict[str, float]
+    """What the model measures of itself."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainReport:
+    """What a finished or interrupted run reports."""
+
+    run: str
+    checkpoint: str | None
+    """None for a float twin, which is measured and not kept."""
+    steps: int
+    val_loss: float | None
+    """Nats a byte; None if the run was stopped before its last evaluation."""
+    bits_per_byte: float | None
+    entropy: float
+    """Order-0 entropy of the held-out text, nats a byte."""
+    seconds: float
+    sample: str
+    stopped_by: str | None
+    """Name of the signal that ended the run early."""
+
+
+def append_record(run: Path, record: Record) -> None:
+    """Add a line to the records of a run.
+
+    Raises:
+        ArbError: it cannot be written.
+    """
+    path = run / METRICS
+    try:
+        with path.open("a") as file:
+            file.write(json.dumps(dataclasses.asdict(record)) + "\n")
+    except OSError as error:
+        raise ArbError(
+            f"cannot write `{path}`: {error.strerror}",
+            hint=f"free some space, then continue with `--resume {run}`",
+        ) from error
+
+
+def drop_records_after(run: Path, step: int) -> None:
+    """Drop the records after `step`, and one that was cut off; they will be written again."""
+    path = run / METRICS
+    if not path.exists():
+        return
+    kept = []
+    for line in path.read_text().splitlines():
+        try:
+            if json.loads(line)["step"] <= step:
+                kept.append(line + "\n")
+        except (ValueError, KeyError):
+            break
+    path.write_text("".join(kept))

@@ -1,0 +1,63 @@
+"""One training step: what a run, its captured replay and the audit have in common."""
+
+from collections.abc import Callable, Iterable
+
+from torch import Tensor
+
+from arbcli.model.language_model import LOSS_WEIGHTS, LanguageModel
+from arbcli.train.float_optimizer import FloatOptimizer
+from arbcli.train.updater import Updater
+
+
+def minimised(parts: dict[str, Tensor]) -> Tensor:
+    """Add the other parts of a loss, each times its weight, to that of the text."""
+    others = (LOSS_WEIGHTS[name] * part for name, part in parts.items() if name != "text")
+    return sum(others, parts["text"])
+
+
+class TrainingStep:
+    """Forward, backward and updates of every micro-batch of a step.
+
+    All of it happens on the device, and nothing waits for the host: a step can be captured as one
+    CUDA graph. What changes from step to step, the updater's control and the batches, is written
+    before: see `Updater.set_step`.
+
+    Args:
+        model: to train.
+        updates: of packed weights, which step in the backward, or of float ones, after it.
+        accumulation: micro-batches of a step.
+    """
+
+    def __init__(
+        self, model: LanguageModel, updates: Updater | FloatOptimizer, accumulation: int
+    ) -> None:
+        self.model, self.updates, self.accumulation = model, updates, accumulation
+
+    def __call__(
+        self,
+        micro_batches: Iterable[tuple[Tensor, Tensor]],
+        reached: Callable[[str], None] = lambda stage: None,
+    ) -> dict[str, Tensor]:
+        """Do the step.
+
+        Args:
+            micro_batches: inputs and targets, (B, T) int64 each, on the device.
+            reached: is told of each stage of a micro-batch that ends: `forward`, then `backward`.
+
+        Returns:
+            The parts of the loss before the step, float32 scalars by name, means of micro-batches.
+        """
+        totals: dict[str, Tensor] = {}
+        self.model.forget_uses()
+        for micro, (ids, targets) in enumerate(micro_batches):
+            self.updates.begin_micro(micro)
+            parts = self.model.losses(ids, targets)
+            reached("forward")
+            loss = minimised(parts)
+            (loss if self.updates.averages else loss / self.accumulation).backward()
+            reached("backward")
+            for name, part in parts.items():
+                totals[name] = totals.get(name, 0) + part.detach() / self.accumulation
+        self.updates.finish()
+        self.model.after_step()
+        return totals

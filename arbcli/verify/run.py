@@ -1,0 +1,224 @@
+"""A verification from request to ledger: what is checked where, and what was left out."""
+
+import os
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+import torch
+
+from arbcli.config.checks import check_choice
+from arbcli.config.dense import SCALE_TYPES
+from arbcli.device import resolve_device
+from arbcli.kernels.runtime._triton import HAS_TRITON
+from arbcli.signals import Interrupted, RaisedSignal
+from arbcli.verify.compile_ahead import CompileResult, compile_kernels, find_targets
+from arbcli.verify.kernels import Checks, KernelResult, find_kernels, verify_kernels
+from arbcli.verify.ledger import Ledger, new_ledger, verdict
+from arbcli.verify.parity import ParityResult, check_parity, matrix_shapes
+from arbcli.verify.timing import Stopwatch, TimingReport, check_timeable, time_kernels
+from arbcli.verify.workers import JobDone, Workers
+
+DEFAULT_SCALE_TYPE = "T32"
+GPU_PROCESSES = 12
+"""The most processes that share a GPU; each takes memory of it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VerifyRequest:
+    """What to verify, and where."""
+
+    names: tuple[str, ...] = ()
+    """Kernels; none is every one, and the model made of them."""
+    scale_type: str | None = DEFAULT_SCALE_TYPE
+    """None is every one."""
+    fuzz: int = 0
+    """Random cases a kernel; where there are any, nothing else is checked."""
+    seed: int = 0
+    """Of the first random case."""
+    targets: str | None = None
+    """GPUs to compile for, as `find_targets` reads them."""
+    timed: bool = False
+    """Whether the kernels that pass are timed too."""
+    device: str | None = None
+    """None is the GPU if there is one."""
+    backend: str | None = None
+    """None is every one that runs on the device."""
+
+    @property
+    def scale_types(self) -> dict[str, int]:
+        """Scale types to check, and how many weights share a scale."""
+        chosen = SCALE_TYPES if self.scale_type is None else (self.scale_type,)
+        return {name: SCALE_TYPES[name] for name in chosen}
+
+    @property
+    def whole_model(self) -> bool:
+        """Whether the model made of the kernels is checked too."""
+        return not self.names and not self.fuzz
+
+
+@dataclass(slots=True)
+class _Found:
+    """What has been found so far."""
+
+    kernels: list[KernelResult] = field(default_factory=list)
+    parity: list[ParityResult] = field(default_factory=list)
+    compiled: list[CompileResult] = field(default_factory=list)
+    timing: TimingReport | None = None
+
+
+def verify(request: VerifyRequest, show: Callable[[str], None] = lambda _: None) -> Ledger:
+    """Make the checks that are asked for; SIGINT or SIGTERM ends them with what was found so far.
+
+    Args:
+        request: which checks, and where.
+        show: is told of each part as it is done, in a line.
+
+    Raises:
+        ArbError: there is no such kernel, scale type, target, device or backend.
+    """
+    if request.scale_type is not None:
+        check_choice("scale_type", request.scale_type, SCALE_TYPES)
+    device = resolve_device(request.device)
+    backends = (request.backend,) if request.backend else _backends(device)
+    targets = find_targets(request.targets) if request.targets else []
+    if request.timed:
+        check_timeable(device, backends)
+    found, interrupted, started = _Found(), None, time.perf_counter()
+    try:
+        with RaisedSignal():
+            _check(request, device, backends, targets, found, show)
+    except Interrupted as signal:
+        interrupted = signal.name
+    left_out = [
+        *(_not_reached(request, found, interrupted) if interrupted else ()),
+        *_of_kernels(request),
+        *_left_out(request, device, backends),
+    ]
+    seconds = time.perf_counter() - started
+    return new_ledger(
+        device,
+        request.scale_types,
+        tuple(found.kernels),
+        tuple(found.parity),
+        tuple(found.compiled),
+        left_out,
+        seconds,
+        found.timing,
+        interrupted,
+    )
+
+
+def _check(
+    request: VerifyRequest,
+    device: torch.device,
+    backends: tuple[str, ...],
+    targets: list[str],
+    found: _Found,
+    show: Callable[[str], None],
+) -> None:
+    """Make the checks, and put what each part finds into `found` as it is done."""
+
+    def keep(title: str, results: list) -> Callable[[JobDone], None]:
+        def done(job: JobDone) -> None:
+            of_job = job.result if isinstance(job.result, list) else [job.result]
+            results.extend(of_job)
+            show(f"{title}  {job.number}/{job.total}  {job.name}  {verdict(of_job)}")
+
+        return done
+
+    names, scale_types = request.names, request.scale_types
+    group_size = SCALE_TYPES[request.scale_type or DEFAULT_SCALE_TYPE]  # compiled ahead and timed
+    checks = Checks(real_shapes=matrix_shapes(), fuzz=request.fuzz, seed=request.seed)
+    with Workers(1 if names else _num_workers(device)) as workers:
+        progress = keep("kernels", found.kernels)
+        report = verify_kernels(names, scale_types, device, backends, checks, workers, progress)
+        found.kernels = list(report.kernels)  # in the order of the kernels
+        if request.whole_model:
+            progress = keep("model", found.parity)
+            found.parity = list(check_parity(device, backends, scale_types, workers, progress))
+    if request.timed:  # when the other processes are gone
+        found.timing = time_kernels(found.kernels, Stopwatch(device), group_size, show)
+    if targets:
+        progress = keep("compiled", found.compiled)
+        number = os.cpu_count() or 1
+        found.compiled = list(compile_kernels(names, targets, group_size, number, progress))
+
+
+def _backends(device: torch.device) -> tuple[str, ...]:
+    if not HAS_TRITON:
+        return ("torch",)
+    return ("triton" if device.type == "cuda" else "interpreter", "torch")
+
+
+def _num_workers(device: torch.device) -> int:
+    """Choose a number of processes; each takes memory of a GPU, too."""
+    cores = os.cpu_count() or 1
+    if device.type != "cuda":
+        return cores
+    return max(1, min(cores, GPU_PROCESSES, torch.cuda.mem_get_info(device)[0] >> 32))
+
+
+def _not_reached(request: VerifyRequest, found: _Found, signal: str) -> Iterable[str]:
+    """List what an interrupted run did not come to, or did not finish."""
+    done = {(result.kernel, result.scale_type) for result in found.kernels}
+    missing = [
+        f"{spec.name} {scale_type}" if scale_type else spec.name
+        for spec in find_kernels(request.names)
+        for scale_type in (request.scale_types if spec.uses_scales else (None,))
+        if (spec.name, scale_type) not in done
+    ]
+    if missing:
+        yield f"stopped by {signal} before these kernels were done: {', '.join(missing)}"
+    if request.whole_model:
+        yield f"stopped by {signal} after {len(found.parity)} comparisons of the whole model"
+    if request.timed and found.timing is None:
+        yield f"stopped by {signal} before the kernels were timed"
+    if request.targets:
+        yield f"stopped by {signal} after {len(found.compiled)} kernels were compiled ahead"
+
+
+def _of_kernels(request: VerifyRequest) -> Iterable[str]:
+    """List what kernels say that no check of theirs can tell."""
+    for spec in find_kernels(request.names):
+        yield from (f"{spec.name}: {item}" for item in spec.not_verified)
+
+
+def _left_out(
+    request: VerifyRequest, device: torch.device, backends: tuple[str, ...]
+) -> Iterable[str]:
+    """List what was not asked for or cannot be verified here, and why."""
+    if "triton" not in backends:
+        yield f"the compiled kernels: nothing ran on a GPU, but on {device.type}"
+        yield "bfloat16 in the kernels: Triton's interpreter computes it wrongly"
+        yield "the real sizes of the presets: they need a GPU"
+    if "torch" not in backends:
+        yield "the torch backend: another one was asked for"
+    if request.names:
+        yield "other kernels, and the whole model: kernels were named"
+    elif request.fuzz:
+        yield "the fixed cases, and the whole model: random cases were asked for"
+    else:
+        yield "blocks of a preset after its fourth: all are alike"
+        yield "causality and determinism of the ragged models in more than one scale type"
+        yield "the graph model at the sizes of its presets: a small one stands for them"
+        yield (
+            "the graph model in bf16 against float64: another expert or code may be chosen there,"
+            " and all else follows"
+        )
+        if "interpreter" in backends:
+            yield (
+                "causality and determinism of the graph model in the interpreter, and more than two"
+                " scale types: they take minutes"
+            )
+    missing = [name for name in SCALE_TYPES if name not in request.scale_types]
+    if missing:
+        yield f"scale types {', '.join(missing)}: `--all-tscale-types` was not given"
+    if request.targets:
+        yield "whether kernels run on the GPUs that they were only compiled for"
+    else:
+        yield "compilation for other GPUs: `--targets` was not given"
+    yield "logits and loss in bf16 from the bytes on: layers are compared one by one there"
+    yield "float twins and their optimizers: they are torch's own"
+    if not request.timed:
+        yield "speed: `--time` was not given"

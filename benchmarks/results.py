@@ -1,0 +1,198 @@
+"""What was measured, as files: `docs/results/NAME.json`, one a benchmark.
+
+A file is `{"name": ..., "runs": [...]}`, and a run says where its rows come from: `command`,
+`commit`, `dirty` (whether the tree had changes beside), `hardware`, `versions`. A row that is
+measured again leaves its old run, and a run without rows the file. No file holds a date: git knows.
+"""
+
+import argparse
+import json
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Iterable, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+FOLDER = Path(__file__).parents[1] / "docs" / "results"
+KEYS = {
+    "quality": ("preset", "options", "seed"),
+    "training_step": ("preset", "kind"),
+    "generation": ("preset", "prompt_bytes", "kind"),
+    "products": ("size", "rows", "what"),
+    "arb_3b": ("kind", "batch", "recompute"),
+    "ablation": ("variant", "seed", "steps"),
+    "cpu_step": ("preset", "kind"),
+}
+"""Fields that name a row, by file."""
+RUN_FIELDS = ("command", "commit", "dirty", "hardware", "versions", "rows")
+HARDWARE_FIELDS = ("gpu", "driver", "cuda", "cpu", "cpu_cores")
+VERSION_FIELDS = ("arb", "torch", "triton", "python")
+
+
+def load(name: str, folder: Path = FOLDER) -> list[dict[str, Any]]:
+    """Read the runs of a benchmark, in the order of the file; none if there is no file.
+
+    Raises:
+        ValueError: the file is no such file.
+    """
+    path = folder / f"{name}.json"
+    if not path.exists():
+        return []
+    found = json.loads(path.read_text())
+    if found.get("name") != name or set(found) != {"name", "runs"}:
+        raise ValueError(f"{path}: not the results of {name}")
+    for run in found["runs"]:
+        for part, fields in (
+            (run, RUN_FIELDS),
+            (run.get("hardware", {}), HARDWARE_FIELDS),
+            (run.get("versions", {}), VERSION_FIELDS),
+        ):
+            if set(part) != set(fields):
+                raise ValueError(f"{path}: fields {sorted(part)}, not {sorted(fields)}")
+    return found["runs"]
+
+
+def save(name: str, rows: Sequence[dict[str, Any]], *, command: str, folder: Path = FOLDER) -> None:
+    """Add a run of this machine and commit to the file of a benchmark.
+
+    Args:
+        name: of the benchmark.
+        rows: of plain values.
+        command: that measured them.
+        folder: where the file is; made if it is not there.
+    """
+    commit, dirty = find_commit()
+    run = {
+        "command": command,
+        "commit": commit,
+        "dirty": dirty,
+        "hardware": find_hardware(),
+        "versions": find_versions(),
+        "rows": list(rows),
+    }
+    add_runs(name, [run], folder)
+
+
+def add_runs(name: str, runs: Iterable[dict[str, Any]], folder: Path = FOLDER) -> None:
+    """Add runs to a file, and drop what they measured again.
+
+    Args:
+        name: of the benchmark.
+        runs: as `load` returns them.
+        folder: where the file is; made if it is not there.
+    """
+    runs = list(runs)
+    new = {_key(name, row) for run in runs for row in run["rows"]}
+    kept = []
+    for run in load(name, folder):
+        rows = [row for row in run["rows"] if _key(name, row) not in new]
+        if rows:
+            kept.append(run | {"rows": rows})
+    folder.mkdir(parents=True, exist_ok=True)
+    whole = {"name": name, "runs": kept + runs}
+    (folder / f"{name}.json").write_text(json.dumps(whole, indent=1, allow_nan=False) + "\n")
+
+
+def _key(name: str, row: dict[str, Any]) -> tuple:
+    return tuple(row[field] for field in KEYS[name])
+
+
+def find_commit() -> tuple[str, bool]:
+    """Find the commit, and whether the tree has changes beside it.
+
+    `ARB_COMMIT` says it where the tree is a copy without its history; `+` at its end says that
+    there are changes.
+
+    Raises:
+        SystemExit: nothing says it.
+    """
+    given = os.environ.get("ARB_COMMIT")
+    if given:
+        return given.rstrip("+"), given.endswith("+")
+    try:
+        commit = _output("git", "rev-parse", "--short=7", "HEAD")
+        return commit, bool(_output("git", "status", "--porcelain"))
+    except (OSError, subprocess.CalledProcessError):
+        sys.exit("no commit is known: set ARB_COMMIT")
+
+
+def _output(*command: str) -> str:
+    folder = Path(__file__).parent
+    done = subprocess.run(command, cwd=folder, check=True, capture_output=True, text=True)
+    return done.stdout.strip()
+
+
+def find_hardware() -> dict[str, str | int | None]:
+    """Name the GPU with its driver and CUDA, None where there is none, and the CPU."""
+    import torch
+
+    gpu = driver = None
+    if torch.cuda.is_available():
+        gpu, driver = torch.cuda.get_device_name(), query_gpu("driver_version")
+    return {
+        "gpu": gpu,
+        "driver": driver,
+        "cuda": torch.version.cuda if gpu else None,
+        "cpu": _cpu_name(),
+        "cpu_cores": len(os.sched_getaffinity(0)),
+    }
+
+
+def query_gpu(field: str) -> str | None:
+    """Ask the driver about the GPU, as `nvidia-smi --query-gpu` does; None if it cannot tell."""
+    try:
+        return _output("nvidia-smi", f"--query-gpu={field}", "--format=csv,noheader,nounits", "-i0")
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+def read_clock() -> dict[str, float | None]:
+    """Read the GPU's clock in MHz and its power in watts; None where the driver cannot tell."""
+    found = (query_gpu("clocks.sm,power.draw") or "").split(", ")
+    if len(found) != 2:
+        return {"sm_mhz": None, "watts": None}
+    return {"sm_mhz": float(found[0]), "watts": float(found[1])}
+
+
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()
+
+
+def find_versions() -> dict[str, str | None]:
+    """List the versions that decide what is measured."""
+    from arbcli import __version__
+
+    found: dict[str, str | None] = {"arb": __version__, "python": platform.python_version()}
+    for name in ("torch", "triton"):
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = None
+    return found
+
+
+def options(name: str, what: str) -> argparse.ArgumentParser:
+    """Begin the options of a benchmark with those that all have.
+
+    Args:
+        name: of the module in `benchmarks`.
+        what: it does, in a sentence.
+    """
+    parser = argparse.ArgumentParser(prog=f"python -m benchmarks.{name}", description=what)
+    parser.add_argument(
+        "--out", type=Path, default=FOLDER, metavar="DIR", help="folder of the JSON file"
+    )
+    return parser
+
+
+def command_line(name: str, *words: str) -> str:
+    """Write how a benchmark was called."""
+    return " ".join(["python -m", f"benchmarks.{name}", *words])

@@ -1,0 +1,361 @@
+"""Write the tables of README.md and `docs/` from `docs/results/`.
+
+    python -m benchmarks.tables [--take DIR]
+
+A table stands between `<!-- table: NAME -->` and `<!-- end -->`, and NAME is one of `TABLES`.
+`--take` first adds the files of a folder, as a benchmark on another machine wrote them.
+"""
+
+import argparse
+import re
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from statistics import mean, median, stdev
+from textwrap import fill
+from typing import Any
+
+from benchmarks.results import FOLDER, KEYS, add_runs, load
+
+ROOT = FOLDER.parents[1]
+MARKED = re.compile(r"(<!-- table: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
+PRESETS = ("tiny", "small", "base", "1b")
+MIB = 2**20
+
+Row = dict[str, Any]
+Runs = list[dict[str, Any]]
+
+
+def rows_of(runs: Runs, **fields: Any) -> list[Row]:
+    """List the rows that have these values."""
+    rows = (row for run in runs for row in run["rows"])
+    return [row for row in rows if all(row[name] == value for name, value in fields.items())]
+
+
+def row_of(runs: Runs, **fields: Any) -> Row | None:
+    """Find the row that has these values, None if nothing measured it."""
+    found = rows_of(runs, **fields)
+    return found[0] if found else None
+
+
+def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Write a table."""
+    first, *others = (
+        "".join(f"| {cell} " if cell else "| " for cell in line) + "|\n" for line in [head, *rows]
+    )
+    return "".join([first, f"|{'---|' * len(head)}\n", *others])
+
+
+def source(runs: Runs) -> str:
+    """Say in a line where figures come from: hardware, versions, commits and commands."""
+    parts = []
+    for fields, shown in (
+        ("hardware", {"gpu": "", "driver": "driver ", "cuda": "CUDA ", "cpu": ""}),
+        ("versions", {"python": "Python ", "torch": "torch ", "triton": "triton "}),
+    ):
+        for name, title in shown.items():
+            values = {run[fields][name] for run in runs} - {None}
+            parts += [f"{title}{value}" for value in sorted(values)]
+    found = [f"`{run['commit']}`{' with changes' * run['dirty']}" for run in runs]
+    names = dict.fromkeys(found)
+    parts.append(f"commit{'s' * (len(names) > 1)} {', '.join(names)}")
+    parts += dict.fromkeys(f"`{_program(run['command'])}`" for run in runs)
+    return "\n" + fill(", ".join(parts) + ".", 100, break_on_hyphens=False) + "\n"
+
+
+def _program(command: str) -> str:
+    """Leave out which part of a benchmark was run."""
+    return " ".join(command.split()[:3]) if command.startswith("python -m") else command
+
+
+def speed_ratio(ours: Row | None, peer: Row | None) -> float | None:
+    """Find how many times as fast ours is: the median over rounds in turns, else of the medians."""
+    if not ours or not peer:
+        return None
+    if ours.get("in_turns") and peer.get("in_turns"):
+        pairs = zip(ours["rounds_ms"], peer["rounds_ms"], strict=True)
+        return median(theirs / mine for mine, theirs in pairs)
+    return peer["ms"] / ours["ms"]
+
+
+def faster(runs: Runs, preset: str, twin: str) -> Row | None:
+    """Find the faster of the twins with sub-norms and without."""
+    found = [row_of(runs, preset=preset, kind=f"{twin}{how}") for how in ("", ", no sub-norms")]
+    return min((row for row in found if row), key=lambda row: row["ms"], default=None)
+
+
+def _number(value: float | None, form: str = ",") -> str:
+    return "" if value is None else format(value, form)
+
+
+def _share(value: float | None) -> str:
+    return "" if value is None else f"{value:.0%}".replace("%", " %")
+
+
+def quality(runs: Runs) -> str:
+    """Loss beside state, `small`."""
+    return _quality(runs, "small", ("weights", "options", "held-out loss", "state"))
+
+
+def quality_of_small(runs: Runs) -> str:
+    """Loss beside state, with commits, `small`."""
+    return _quality(runs, "small", ("options", "held-out loss", "state", "commit"))
+
+
+def quality_of_base(runs: Runs) -> str:
+    """The same for `base`."""
+    return _quality(runs, "base", ("options", "held-out loss", "state", "commit"))
+
+
+def _quality(runs: Runs, preset: str, head: Sequence[str]) -> str:
+    groups: dict[str, list[tuple[Row, str]]] = {}
+    of_preset = [run for run in runs if rows_of([run], preset=preset)]
+    for run in of_preset:
+        for row in rows_of([run], preset=preset):
+            if "fp8" not in row["options"]:
+                groups.setdefault(row["options"], []).append((row, run["commit"]))
+    lines = []
+    for options, found in groups.items():
+        found.sort(key=lambda pair: pair[0]["seed"])
+        rows = [row for row, _ in found]
+        first, last = rows[0]["seed"], rows[-1]["seed"]
+        seeds = f"{first} to {last}" if last - first > 1 else f"{first}, {last}"
+        cells = {
+            "weights": rows[0]["kind"],
+            "options": f"`{options}`" + (f", seeds {seeds}" if len(rows) > 1 else ""),
+            "held-out loss": ", ".join(f"{row['held_out_nats']:.4f}" for row in rows),
+            "state": f"{rows[0]['state_mib']} MiB",
+            "commit": ", ".join(dict.fromkeys(f"`{commit}`" for _, commit in found)),
+        }
+        lines.append([cells[name] for name in head])
+    used = [run for run in of_preset if any("fp8" not in row["options"] for row in run["rows"])]
+    return markdown(head, lines) + source(used)
+
+
+def quality_in_eight_bits(runs: Runs) -> str:
+    """Loss with `--compute fp8`, beside bf16."""
+    lines = []
+    for name, options in (("`--compute fp8`", "--compute fp8"), ("bf16", "--rule moment")):
+        rows = sorted(rows_of(runs, preset="small", options=options), key=lambda row: row["seed"])
+        losses = [row["held_out_nats"] for row in rows]
+        seeds = ", ".join(f"{loss:.4f}" for loss in losses)
+        lines.append([name, seeds, f"{mean(losses):.4f}", f"{stdev(losses):.4f}"])
+    used = [
+        run
+        for run in runs
+        if rows_of([run], preset="small", options="--compute fp8")
+        or rows_of([run], preset="small", options="--rule moment")
+    ]
+    return markdown(["", "seeds 0 to 5", "mean", "standard deviation"], lines) + source(used)
+
+
+def speed(runs: Runs) -> str:
+    """Bytes a second of a training step beside the faster twin's."""
+    lines = []
+    for preset in PRESETS:
+        ours, peer = row_of(runs, preset=preset, kind="factored"), faster(runs, preset, "AdamW")
+        orthogonal = row_of(runs, preset=preset, kind="orthogonal")
+        lines.append(
+            [
+                f"`{preset}`",
+                f"{ours['weights'] / 1e6:,.1f} M" if ours else "",
+                _number(ours and ours["bytes_per_second"]),
+                _number(peer and peer["bytes_per_second"]),
+                _number(speed_ratio(ours, peer), ".2f"),
+                _number(speed_ratio(orthogonal, faster(runs, preset, "Muon")), ".2f"),
+            ]
+        )
+    head = ["preset", "weights", "ours, factored direction", "float AdamW", "ratio"]
+    return markdown([*head, "ratio, orthogonal against Muon"], lines) + source(runs)
+
+
+def ratios(runs: Runs) -> str:
+    """Speed and memory of training steps as shares of the twins'."""
+    shapes = [row_of(runs, preset=preset, kind="factored") for preset in PRESETS]
+    shown = [f"{row['ctx']}, {row['batch']}" if row else "" for row in shapes]
+    lines = [["context, windows a batch", *shown]]
+    for ours, title, twin in (
+        ("factored", "factored", "AdamW"),
+        ("factored, fp8", "factored with `--compute fp8`", "AdamW"),
+        ("orthogonal", "orthogonal", "Muon"),
+    ):
+        for name in (twin, f"{twin}, no sub-norms"):
+            pairs = [
+                [row_of(runs, preset=preset, kind=kind) for kind in (ours, name)]
+                for preset in PRESETS
+            ]
+            found = [_number(speed_ratio(*pair), ".2f") for pair in pairs]
+            lines.append([f"speed, {title} against {name}", *found])
+    for ours, twin in (("factored", "AdamW"), ("orthogonal", "Muon")):
+        for field in ("allocated_bytes", "reserved_bytes"):
+            found = []
+            for preset in PRESETS:
+                mine, peer = row_of(runs, preset=preset, kind=ours), faster(runs, preset, twin)
+                known = mine and peer and field in mine and field in peer
+                found.append(f"{mine[field] / peer[field]:.2f}" if known else "")
+            how = field.removesuffix("_bytes")
+            lines.append([f"peak {how}, {ours} against the faster {twin}", *found])
+    kept = [line for line in lines if any(line[1:])]
+    return markdown(["", *(f"`{preset}`" for preset in PRESETS)], kept) + source(runs)
+
+
+def steps(runs: Runs) -> str:
+    """Every training step that was timed."""
+    lines = []
+    for preset in PRESETS:
+        for row in rows_of(runs, preset=preset):
+            memory = [row.get(name) for name in ("allocated_bytes", "reserved_bytes")]
+            lines.append(
+                [
+                    f"`{preset}`",
+                    row["kind"],
+                    f"{row['ms']:,.2f}",
+                    f"{row['bytes_per_second']:,}",
+                    *(_number(value and value / MIB, ",.0f") for value in memory),
+                    _number(row.get("sm_mhz"), ".0f"),
+                ]
+            )
+    head = ["preset", "step", "ms", "bytes/s", "MiB allocated", "MiB reserved", "GPU MHz"]
+    return markdown(head, lines) + source(runs)
+
+
+def products(runs: Runs) -> str:
+    """Products and updates as multiples of cuBLAS's speed."""
+
+    def ratio(size: str, rows: int, what: str, form: str) -> str:
+        found = row_of(runs, size=size, rows=rows, what=what)
+        return _number(found and found["ratio"], form)
+
+    large, square = (4096, 8192, 16384), "8192x8192"
+    lines = []
+    for what, title, form in (
+        ("forward", "8192 x 8192 forward, unpacking included", ".3f"),
+        ("grad_x", "its gradient of x", ".3f"),
+        (
+            "forward, cuBLAS of these weights",
+            "forward, cuBLAS given our ternary weights, whose zeros save power",
+            ".3f",
+        ),
+        ("grad_x, cuBLAS of these weights", "gradient of x, the same", ".3f"),
+        ("forward in fp8", "`--compute fp8`, forward", ".2f"),
+        ("grad_x in fp8", "`--compute fp8`, gradient of x", ".2f"),
+    ):
+        lines.append([title, *(ratio(square, rows, what, form) for rows in large)])
+    text = markdown(["large products", "M = 4096", "8192", "16384"], lines)
+    few, lines = (1, 2, 4, 8), []
+    for size, number in (("16384x16384", "eight"), (square, "31")):
+        for what, title in (
+            ("arranged", "one alone, its launch included"),
+            ("arranged, in a row", f"each of {number} in a row, as a generated byte has them"),
+        ):
+            found = [row_of(runs, size=size, rows=rows, what=what) for rows in few]
+            title = f"{size.replace('x', ' x ')}, {title}"
+            lines.append([title, *(_number(row and row["ratio"], ".2f") for row in found)])
+            lines.append(["in us", *(_number(row and row["us"], ".1f") for row in found)])
+            shares = [_share(row and row["copy_share"]) for row in found]
+            lines.append(["as a share of the copy bandwidth", *shares])
+    kept = [line for line in lines if any(line[1:])]
+    text += "\n" + markdown(["arranged for generation", "M = 1", "2", "4", "8"], kept)
+    some = (1, 2, 4, 8, 16, 32, 64)
+    lines = [
+        [size.replace("x", " x "), *(ratio(size, rows, "forward", ".2f") for rows in some)]
+        for size in ("16384x16384", square)
+    ]
+    text += "\n" + markdown(["as trained", "M = 1", *map(str, some[1:])], lines)
+    rules = ("moment", "nibble", "carry")
+    lines = [
+        [title, *(ratio(size, rows, f"update, {rule} factored", ".3f") for rule in rules)]
+        for size, rows, title in (
+            (square, 8192, "8192 x 8192, M = 8192"),
+            ("11264x2048", 16384, "11264 x 2048, the largest matrix of `1b`, M = 16384"),
+        )
+    ]
+    head = (
+        "gradient of the weights and the whole update, factored, against cuBLAS computing that"
+        " gradient alone"
+    )
+    text += "\n" + markdown([head, *(f"`{rule}`" for rule in rules)], lines)
+    return text + source(runs)
+
+
+def generation(runs: Runs) -> str:
+    """Bytes a second at batch 1 beside the float decoder's."""
+    lines = []
+    for ours in rows_of(runs, kind="moment"):
+        name, prompt = ours["preset"], ours["prompt_bytes"]
+        peer = row_of(runs, preset=name, prompt_bytes=prompt, kind="float bf16")
+        rate, twin = ours["bytes_per_second"], peer["bytes_per_second"]
+        lines.append(
+            [
+                f"`{name}`, after {prompt:,} byte{'s' * (prompt > 1)}",
+                f"{rate:,.0f} bytes/s",
+                f"{twin:,.0f} bytes/s",
+                f"{rate / twin:.2f}",
+                f"{_share(peer['copy_share'])} ({peer['mode']})",
+            ]
+        )
+    head = ["", "ours", "float in bf16", "ratio", "its weights, share of the copy bandwidth"]
+    return markdown(head, lines) + source(runs)
+
+
+def short_table(runs: Runs) -> list[str]:
+    """Write the rows of any file as lines, leaving out what is long."""
+    lines = []
+    for run in runs:
+        for row in run["rows"]:
+            shown = {key: value for key, value in row.items() if not isinstance(value, list | dict)}
+            lines.append(", ".join(f"{key} {value}" for key, value in shown.items()))
+    return lines
+
+
+TABLES: dict[str, tuple[str, Callable[[Runs], str]]] = {
+    "quality": ("quality", quality),
+    "quality-small": ("quality", quality_of_small),
+    "quality-base": ("quality", quality_of_base),
+    "quality-fp8": ("quality", quality_in_eight_bits),
+    "speed": ("training_step", speed),
+    "ratios": ("training_step", ratios),
+    "steps": ("training_step", steps),
+    "products": ("products", products),
+    "generation": ("generation", generation),
+}
+"""By the name that a document uses: whose results, and what writes the table."""
+
+
+def documents() -> list[Path]:
+    """List what may have tables."""
+    return [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def with_tables(text: str) -> str:
+    """Write every marked table of a document anew.
+
+    Raises:
+        KeyError: there is no such table.
+    """
+
+    def write(found: re.Match) -> str:
+        file, table = TABLES[found[2]]
+        return found[1] + table(load(file)) + found[3]
+
+    return MARKED.sub(write, text)
+
+
+def main() -> None:
+    """Take new results, and write the tables of all documents."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.tables")
+    parser.add_argument("--take", type=Path, metavar="DIR", help="add the JSON files of a folder")
+    given = parser.parse_args()
+    if given.take:
+        for name in KEYS:
+            runs = load(name, given.take)
+            if runs:
+                add_runs(name, runs)
+                print(f"{name}: {sum(len(run['rows']) for run in runs)} rows", file=sys.stderr)
+    for path in documents():
+        text = path.read_text()
+        path.write_text(with_tables(text))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,52 @@
+"""Errors speak of fields, and a command line of its options: one place translates."""
+
+from pathlib import Path
+
+import pytest
+
+from arbcli import config
+from arbcli.commands._options import OPTION_OF_FIELD, in_options
+from arbcli.config.dense import ModelConfig
+from arbcli.config.presets import PRESETS, preset
+from arbcli.config.training import TrainConfig
+from arbcli.errors import ArbError
+
+SHOWN = {
+    ("`lr` is -1.0", "lr"): "`--lr` is -1.0",
+    ("`scale_type` is `T5`", "scale_type"): "`--tscale-type` is `T5`",
+    ("`rule` is `rule`", "rule"): "`--rule` is `rule`",
+    ("`moe_top_k` is 9 of 8 experts", "moe_top_k"): "`--moe-top-k` is 9 of 8 experts",
+    ("add `graph=False`", "graph"): "add `--no-graph`",
+    ("add `knowledge_codebook=True`", "knowledge_codebook"): "add `--knowledge`",
+    ("leave `compute=fp8` out", "compute"): "leave `--compute fp8` out",
+    ("leave `compute` out", "lr"): "leave `compute` out",
+    ("no such part: `moe`", "moe"): "no such part: `--moe/--no-moe`",
+}
+
+
+@pytest.mark.parametrize(("text", "field"), SHOWN)
+def test_field_of_an_error_is_shown_as_its_option(text, field):
+    assert in_options(text, (field,)) == SHOWN[text, field]
+
+
+def test_every_field_of_an_error_is_shown():
+    text = "make `dim` a multiple of 8, or choose other `heads`"
+    shown = "make `--dim` a multiple of 8, or choose other `--heads`"
+    assert in_options(text, ("dim", "heads")) == shown
+
+
+def test_error_of_a_configuration_names_the_field():
+    with pytest.raises(ArbError, match="`scale_type` is `T5`") as caught:
+        preset("tiny", scale_type="T5")
+    assert caught.value.fields == ("scale_type",)
+
+
+def test_configurations_know_no_option():
+    for path in Path(config.__file__).parent.glob("*.py"):
+        assert "--" not in path.read_text(), path
+
+
+def test_every_option_that_is_called_otherwise_is_of_a_field():
+    fields = {*TrainConfig.__slots__, *ModelConfig.__slots__}
+    fields.update(*(type(model).__slots__ for model in PRESETS.values()))
+    assert OPTION_OF_FIELD.keys() <= fields

@@ -1,0 +1,48 @@
+"""A configuration is rebuilt from what a file holds, with or without the kind of its model."""
+
+import dataclasses
+import json
+
+import pytest
+
+from arbcli.config.presets import KINDS, PRESETS, config_from_dict, preset
+from arbcli.config.training import (
+    COMPUTES,
+    TrainConfig,
+    train_config,
+    train_config_dict,
+    train_config_from,
+)
+from arbcli.device import COMPUTE
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_fields_of_a_checkpoint_are_enough(name):
+    config = preset(name)
+    values = json.loads(json.dumps(dataclasses.asdict(config)))
+    assert "kind" not in values
+    rebuilt = config_from_dict(values)
+    assert rebuilt == config
+    assert type(rebuilt) is type(config) is KINDS[config.kind]
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_configuration_of_a_run_says_its_kind(name):
+    config = train_config(name, device="cpu", backend="torch", compute="fp32", data=["a.txt"])
+    values = json.loads(json.dumps({"config": train_config_dict(config)}))
+    assert values["config"]["model"]["kind"] == config.model.kind
+    assert train_config_from(values) == config
+    del values["config"]["model"]["kind"]  # as runs of before have it
+    assert train_config_from(values) == config
+
+
+def test_fields_of_another_version_are_refused():
+    values = dataclasses.asdict(preset("tiny"))
+    for wrong in (values | {"wings": 2}, values | {"kind": "bird"}, {"dim": 32}):
+        with pytest.raises(TypeError):
+            config_from_dict(wrong)
+
+
+def test_every_compute_has_a_dtype():
+    assert COMPUTE.keys() == set(COMPUTES)
+    assert TrainConfig.__dataclass_fields__["compute"].default in COMPUTES

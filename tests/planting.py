@@ -1,0 +1,421 @@
+"""Plant a fault on purpose: a function's syntax tree is changed, or a constant of a module.
+
+A fault is planted on a seam, which survives a rename of locals and the moving of files. A *place*
+finds functions: those that a kernel's `KernelSpec` reaches, the methods of a class, all that is
+defined in a room. A *change* is a pattern of an expression or a statement, and what takes its
+place. A lower-case letter in a pattern is anything at all, the same wherever it is met, so what
+locals are called does not matter; other names, constants and what is called are meant. A change
+that changes no function, or several, is an error: then the pattern tells too little, or the code
+has none of this any more.
+
+A changed function takes the place of the real one in two ways, and both are needed:
+
+- A Python function gets the faulty code object. So it is faulty wherever it is held: by a spec, a
+  class, a closure, another module. Nobody has to be found.
+- A kernel is no Python function any more. Triton's interpreter reads its source again, by
+  `inspect`, from a file, and compiles that. So the faulty source, decorators and all, is written
+  to a file and executed with the module's own globals, and the kernel it makes is put wherever a
+  module of `arbcli` has the real one. No private part of triton is touched. Kernels that were
+  compiled for a GPU refuse globals that change, so faults are planted in interpreted ones only.
+"""
+
+import ast
+import copy
+import inspect
+import sys
+import textwrap
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from importlib import import_module
+from itertools import count
+from pathlib import Path
+from pkgutil import walk_packages
+from types import CodeType, FunctionType, ModuleType
+from typing import Any
+
+import pytest
+
+from arbcli.verify.kernels import find_kernels
+
+Place = Callable[[], list]
+"""Finds functions and kernels."""
+Change = Callable[[ast.AST], int]
+"""Changes the tree of a function in place, and counts the changes."""
+Planter = Callable[[ExitStack, Path], None]
+"""Plants until the stack is closed; the folder is for source."""
+
+
+def rewrite(old: str, new: str, only: int | None = None) -> Change:
+    """Put one expression or statement in place of another.
+
+    Args:
+        old: the pattern: a lower-case letter is anything, `...` behind arguments any further ones.
+        new: what takes its place, with the same letters.
+        only: which of the matches in a function, from 0, in the order of its source; None is all.
+    """
+    (pattern,), (instead,) = ast.parse(old).body, ast.parse(new).body
+    if isinstance(pattern, ast.Expr):
+        pattern, instead = pattern.value, instead.value
+
+    def change(tree: ast.AST) -> int:
+        rewriter = _Rewriter(pattern, instead, only)
+        rewriter.visit(tree)
+        return rewriter.changed
+
+    return change
+
+
+def change_constant(old: object, new: object) -> Change:
+    """Change a number or a string."""
+    return rewrite(repr(old), repr(new))
+
+
+def swap_arguments(function: str, first: int, second: int) -> Change:
+    """Exchange two arguments of the calls of a function, by their places."""
+    letters = [*"abcdefgh"[: max(first, second) + 1]]
+    old = f"{function}({', '.join(letters)}, ...)"
+    letters[first], letters[second] = letters[second], letters[first]
+    return rewrite(old, f"{function}({', '.join(letters)}, ...)")
+
+
+def drop_call(function: str) -> Change:
+    """Leave a call of a function out: its first argument is the result."""
+    return rewrite(f"{function}(a, ...)", "a")
+
+
+def drop_addition(value: str) -> Change:
+    """Leave a term of a sum out."""
+    return rewrite(f"a + {value}", "a")
+
+
+def drop_condition(value: str) -> Change:
+    """Leave a condition out that is joined to others by `&`, in front or behind."""
+    return _either(rewrite(f"a & {value}", "a"), rewrite(f"{value} & a", "a"))
+
+
+def overwrite_sum(value: str) -> Change:
+    """Forget what was summed before each term."""
+    return rewrite(f"a += {value}", f"a = {value}")
+
+
+def ignore_stride(only: int) -> Change:
+    """Take a stride to be 1: the `only`-th product with one, in the order of the source."""
+
+    def change(tree: ast.AST) -> int:
+        ignorer = _StrideIgnorer(only)
+        ignorer.visit(tree)
+        return ignorer.changed
+
+    return change
+
+
+def skip_check(message: str) -> Change:
+    """Let what a check refuses with a message that has these words pass: `require(True, ...)`."""
+
+    def change(tree: ast.AST) -> int:
+        skipped = 0
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Call) and len(node.args) > 1:
+                literals = [part for argument in node.args[1:] for part in ast.walk(argument)]
+                texts = [part.value for part in literals if isinstance(part, ast.Constant)]
+                if any(isinstance(text, str) and message in text for text in texts):
+                    node.args[0] = ast.Constant(True)
+                    skipped += 1
+        return skipped
+
+    return change
+
+
+def _either(*changes: Change) -> Change:
+    return lambda tree: sum(change(tree) for change in changes)
+
+
+class _Rewriter(ast.NodeTransformer):
+    def __init__(self, pattern: ast.AST, instead: ast.AST, only: int | None) -> None:
+        self.pattern, self.instead, self.only = pattern, instead, only
+        self.met = self.changed = 0
+
+    def visit(self, node: ast.AST) -> ast.AST:
+        found: dict[str, Any] = {}
+        if _matches(self.pattern, node, found):
+            self.met += 1
+            filled = _filled(self.instead, found)
+            if self.only in (None, self.met - 1) and not _same(filled, node):
+                self.changed += 1
+                return filled
+        return self.generic_visit(node)
+
+
+class _StrideIgnorer(ast.NodeTransformer):
+    def __init__(self, only: int) -> None:
+        self.only, self.met, self.changed = only, 0, 0
+
+    def visit_BinOp(self, node: ast.BinOp) -> ast.AST:
+        self.generic_visit(node)
+        name = getattr(node.right, "id", getattr(node.right, "attr", ""))
+        if not (isinstance(node.op, ast.Mult) and name.startswith("stride")):
+            return node
+        self.met += 1
+        if self.met - 1 != self.only:
+            return node
+        self.changed += 1
+        return node.left
+
+
+def _letter(node: object) -> str | None:
+    """Name the letter that stands for anything, if a part of a pattern is one."""
+    name = node.id if isinstance(node, ast.Name) else ""
+    return name if len(name) == 1 and name.islower() else None
+
+
+def _is_rest(node: object) -> bool:
+    return isinstance(node, ast.Constant) and node.value is ...
+
+
+def _matches(pattern: object, node: object, found: dict[str, Any]) -> bool:
+    """Compare a part of a pattern with a part of a function, and note what letters stand for."""
+    if letter := _letter(pattern):
+        if not isinstance(node, ast.expr) or isinstance(node, ast.Slice):
+            return False
+        return _same(found.setdefault(letter, node), node)
+    if isinstance(pattern, list):
+        if not isinstance(node, list):
+            return False
+        if pattern and _is_rest(pattern[-1]):
+            pattern, found["..."] = pattern[:-1], node[len(pattern) - 1 :]
+            node = node[: len(pattern)]
+        return len(pattern) == len(node) and all(
+            _matches(part, other, found) for part, other in zip(pattern, node, strict=True)
+        )
+    if not isinstance(pattern, ast.AST):
+        return type(pattern) is type(node) and pattern == node
+    if type(pattern) is not type(node):
+        return False
+    if isinstance(pattern, ast.Call) and pattern.args and _is_rest(pattern.args[-1]):
+        found["keywords"] = node.keywords
+        pattern = ast.Call(pattern.func, pattern.args, node.keywords)
+    fields = [field for field in pattern._fields if field not in ("ctx", "kind", "type_comment")]
+    return all(
+        _matches(getattr(pattern, name, None), getattr(node, name, None), found) for name in fields
+    )
+
+
+def _same(one: ast.AST, other: ast.AST) -> bool:
+    return ast.unparse(one) == ast.unparse(other)
+
+
+def _filled(instead: ast.AST, found: dict[str, Any]) -> ast.AST:
+    """Copy what takes a pattern's place, with what its letters stand for."""
+
+    class Filler(ast.NodeTransformer):
+        def visit_Name(self, node: ast.Name) -> ast.AST:
+            return copy.deepcopy(found[node.id]) if _letter(node) else node
+
+        def visit_Call(self, node: ast.Call) -> ast.AST:
+            rest = bool(node.args) and _is_rest(node.args[-1])
+            node.args = node.args[:-1] if rest else node.args
+            self.generic_visit(node)
+            if rest:
+                node.args += copy.deepcopy(found["..."])
+                node.keywords += copy.deepcopy(found["keywords"])
+            return node
+
+    return Filler().visit(copy.deepcopy(instead))
+
+
+def of_kernel(name: str, backend: str = "triton") -> Place:
+    """Find all functions and kernels that a spec's implementation reaches by global names."""
+
+    def find() -> list:
+        (spec,) = find_kernels([name])
+        return _reached(getattr(spec, backend))
+
+    return find
+
+
+def launched(name: str) -> Place:
+    """Find the kernels that a spec's launchers launch, without those that these call."""
+
+    def find() -> list:
+        functions = [found for found in of_kernel(name)() if isinstance(found, FunctionType)]
+        inner = [named for function in functions for named in _named(function)]
+        return [found for found in inner if _is_kernel(found)]
+
+    return find
+
+
+def in_room(*rooms: str) -> Place:
+    """Find all functions and methods that are defined in packages or modules of `arbcli`."""
+
+    def find() -> list:
+        found: dict[int, Any] = {}
+        for module in _modules(rooms):
+            for value in vars(module).values():
+                if getattr(value, "__module__", None) == module.__name__:
+                    parts = vars(value).values() if isinstance(value, type) else [value]
+                    found |= {id(part): part for part in map(_function, parts) if part}
+        return [*found.values()]
+
+    return find
+
+
+def method(owner: type, name: str) -> Place:
+    """Find a method of a class."""
+    return lambda: [_function(vars(owner)[name])]
+
+
+def _modules(rooms: tuple[str, ...]) -> Iterator[ModuleType]:
+    for room in rooms:
+        module = import_module(f"arbcli.{room}")
+        yield module
+        for info in walk_packages(getattr(module, "__path__", []), f"{module.__name__}."):
+            yield import_module(info.name)
+
+
+def _function(value: object) -> Callable | None:
+    """Take a function out of what a class wraps it in; None if it is none, or was generated."""
+    if isinstance(value, staticmethod | classmethod):
+        value = value.__func__
+    if isinstance(value, property):
+        value = value.fget
+    plain = inspect.unwrap(value) if callable(value) else None
+    written = isinstance(plain, FunctionType) and Path(plain.__code__.co_filename).exists()
+    return value if written else None
+
+
+def _is_kernel(value: object) -> bool:
+    """Whether triton made this of a function; both of its kinds have that as `fn`."""
+    return type(value).__module__.startswith("triton.") and hasattr(value, "fn")
+
+
+def _names(code: CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _names(constant)
+
+
+def _named(function: object) -> list:
+    """List the functions and kernels of `arbcli` that a function has global names for, or holds."""
+    if isinstance(function, partial):
+        return [function.func, *(a for a in function.args if isinstance(a, FunctionType))]
+    function = function.fn if _is_kernel(function) else inspect.unwrap(function)
+    values = [function.__globals__.get(name) for name in _names(function.__code__)]
+    values += [cell.cell_contents for cell in function.__closure__ or ()]
+    kernels = [value for value in values if _is_kernel(value)]
+    functions = [value for value in values if isinstance(value, FunctionType)]
+    return [
+        value
+        for value in kernels + functions
+        if (value.fn if _is_kernel(value) else value).__module__.startswith("arbcli.")
+    ]
+
+
+def _reached(start: Callable) -> list:
+    found, waiting = {}, [start]
+    while waiting:
+        function = waiting.pop(0)
+        if id(function) not in found:
+            found[id(function)] = function
+            waiting += _named(function)
+    return [function for function in found.values() if not isinstance(function, partial)]
+
+
+def edit(place: Place, change: Change) -> Planter:
+    """Change the one function of a place that a change is about."""
+
+    def plant(stack: ExitStack, folder: Path) -> None:
+        changed = {}
+        for found in place():
+            plain = found.fn if _is_kernel(found) else inspect.unwrap(found)
+            if hasattr(found, "cache_clear"):
+                found.cache_clear()
+                stack.callback(found.cache_clear)
+            if plain not in changed:
+                tree = ast.parse(textwrap.dedent(inspect.getsource(plain)))
+                if change(tree):
+                    changed[plain] = found, ast.unparse(ast.fix_missing_locations(tree))
+        names = [plain.__qualname__ for plain in changed]
+        assert len(names) == 1, f"the change fits {names or 'no function'}"
+        ((plain, (found, source)),) = changed.items()
+        path = folder / f"faulty_{next(_NUMBERS)}.py"
+        if _is_kernel(found):
+            _replace_kernel(stack, found, source, path)
+        else:
+            _replace_code(stack, plain, source, path)
+
+    return plant
+
+
+def set_constant(room: str, name: str, value: object) -> Planter:
+    """Give a constant another value in the modules of a room that have it by this name."""
+
+    def plant(stack: ExitStack, folder: Path) -> None:
+        patch = stack.enter_context(pytest.MonkeyPatch.context())
+        holders = [module for module in _modules((room,)) if name in vars(module)]
+        values = {repr(getattr(module, name)) for module in holders}
+        assert len(values) == 1, f"`{name}` has the values {values or 'none'}"
+        assert repr(value) not in values, f"`{name}` is {value} anyway"
+        for module in holders:
+            patch.setattr(module, name, value)
+
+    return plant
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One mistake, and who must notice it."""
+
+    kind: str
+    name: str
+    plant: Planter
+    caught_by: str
+    slow: bool = False
+    """Whether it takes long to find, and others of its kind do for `make test`."""
+
+    @contextmanager
+    def planted(self, folder: Path) -> Iterator[None]:
+        """Plant it, and take it away again."""
+        with ExitStack() as stack:
+            self.plant(stack, folder)
+            yield
+
+
+_NUMBERS = count()
+
+
+def _loaded() -> list[ModuleType]:
+    return [module for name, module in sys.modules.items() if name.split(".")[0] == "arbcli"]
+
+
+def _replace_kernel(stack: ExitStack, kernel: object, source: str, path: Path) -> None:
+    """Make a kernel of the source, and put it wherever a module has the real one."""
+    path.write_text(source)
+    made: dict[str, Any] = {}
+    exec(compile(source, str(path), "exec"), kernel.fn.__globals__, made)
+    (faulty,) = made.values()
+    patch = stack.enter_context(pytest.MonkeyPatch.context())
+    for module in _loaded():
+        for name, value in [*vars(module).items()]:
+            if value is kernel:
+                patch.setattr(module, name, faulty)
+
+
+def _replace_code(stack: ExitStack, function: FunctionType, source: str, path: Path) -> None:
+    """Compile the source, without decorators, to the code of the function."""
+    definition = ast.parse(source).body[0]
+    definition.decorator_list = []
+    free = function.__code__.co_freevars
+    around = f"def around({', '.join(free)}):\n{textwrap.indent(ast.unparse(definition), '    ')}"
+    path.write_text(around)
+    (outer,) = _codes(compile(around, str(path), "exec"), "around")
+    (code,) = _codes(outer, function.__name__)
+    assert code.co_freevars == free
+    patch = stack.enter_context(pytest.MonkeyPatch.context())
+    patch.setattr(function, "__code__", code)
+
+
+def _codes(code: CodeType, name: str) -> list[CodeType]:
+    return [part for part in code.co_consts if isinstance(part, CodeType) and part.co_name == name]

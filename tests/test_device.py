@@ -1,0 +1,61 @@
+"""The dtype of activations is one that the CPU multiplies by itself."""
+
+import pytest
+import torch
+
+from arbcli import device as devices
+from arbcli.device import default_compute, multiplies_bf16
+
+X86 = {"architecture": "x86_64", "avx2": True, "avx512_f": False, "avx512_bf16": False,
+       "avx512_fp16": False, "amx_tile": False, "amx_int8": False, "amx_bf16": False}  # fmt: skip
+ARM = {"architecture": "arm64", "neon": True, "fp16_arith": True, "bf16": False, "sve": False}
+CPUS = {
+    "AVX2": (X86, "fp32"),
+    "AVX-512 of 2017, where oneDNN emulates": (X86 | {"avx512_f": True}, "fp32"),
+    "AVX-512 and tiles of integers": (X86 | {"avx512_f": True, "amx_int8": True}, "fp32"),
+    "AVX-512 BF16": (X86 | {"avx512_f": True, "avx512_bf16": True}, "bf16"),
+    "AMX": (X86 | {"amx_tile": True, "amx_bf16": True}, "bf16"),
+    "Arm": (ARM, "fp32"),
+    "Arm with fp16 and SVE": (ARM | {"sve": True, "sve_bf16": False, "sve_max_length": 32}, "fp32"),
+    "Arm of v8.6": (ARM | {"bf16": True}, "bf16"),
+    "Arm with SVE and bf16": (ARM | {"sve": True, "sve_bf16": True}, "bf16"),
+    "unknown": ({"architecture": "riscv64"}, "fp32"),
+}
+
+
+@pytest.mark.parametrize("name", CPUS)
+def test_compute_is_what_the_cpu_multiplies_natively(name, monkeypatch):
+    capabilities, compute = CPUS[name]
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities)
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: True)
+    assert default_compute(torch.device("cpu")) == compute
+    assert multiplies_bf16(capabilities) == (compute == "bf16")
+
+
+def test_compute_is_fp32_where_onednn_cannot_use_the_instructions(monkeypatch):
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: ARM | {"bf16": True})
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: False)
+    assert default_compute(torch.device("cpu")) == "fp32"
+
+
+def test_compute_of_this_machine_is_the_one_that_its_flags_promise():
+    """Linux on x86 lists the same instructions in /proc/cpuinfo."""
+    try:
+        with open("/proc/cpuinfo") as file:
+            flags = next((line.split() for line in file if line.startswith("flags")), None)
+    except OSError:
+        flags = None
+    if flags is None:
+        pytest.skip("no /proc/cpuinfo of an x86 CPU")
+    native = bool({"avx512_bf16", "amx_bf16"} & set(flags))
+    assert default_compute(torch.device("cpu")) == ("bf16" if native else "fp32")
+
+
+def test_every_capability_that_decides_is_one_that_torch_reports():
+    known = torch.cpu.get_capabilities()
+    names = {"x86_64": devices.NATIVE_BF16[:2], "arm64": devices.NATIVE_BF16[2:3]}
+    assert set(names.get(known["architecture"], ())) <= set(known)
+
+
+def test_compute_of_a_gpu_is_bf16():
+    assert default_compute(torch.device("cuda")) == "bf16"

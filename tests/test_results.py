@@ -1,0 +1,124 @@
+"""Results are files of one form, and every table in the documents is what they say."""
+
+import json
+import re
+
+import pytest
+
+from benchmarks import results, tables
+from benchmarks.results import FOLDER, KEYS, add_runs, load
+
+DATE = re.compile(r"\b20\d\d-\d\d-\d\d\b|\d\d:\d\d:\d\d")
+
+
+def run(rows, commit="abc1234", **given):
+    return {
+        "command": "python -m benchmarks.training_step",
+        "commit": commit,
+        "dirty": False,
+        "hardware": dict.fromkeys(results.HARDWARE_FIELDS) | {"gpu": "a GPU"},
+        "versions": dict.fromkeys(results.VERSION_FIELDS) | {"torch": "2.11"},
+        "rows": rows,
+    } | given
+
+
+def step(preset, kind, ms, **given):
+    shape = {"weights": 1_000_000, "ctx": 64, "batch": 16, "bytes_per_second": round(1e6 / ms)}
+    return {"preset": preset, "kind": kind, "ms": ms} | shape | given
+
+
+@pytest.mark.parametrize("path", sorted(FOLDER.glob("*.json")), ids=lambda path: path.stem)
+def test_file_has_runs_with_their_source_and_rows_named_once(path):
+    runs = load(path.stem)
+    names = [tuple(row[field] for field in KEYS[path.stem]) for run in runs for row in run["rows"]]
+    assert names
+    assert len(names) == len(set(names))
+    assert all(re.fullmatch(r"[0-9a-f]{7,40}", run["commit"]) for run in runs)
+    assert not DATE.search(path.read_text())
+
+
+@pytest.mark.parametrize("path", tables.documents(), ids=lambda path: path.name)
+def test_tables_are_what_the_results_say(path):
+    """After a change of either: `python -m benchmarks.tables`."""
+    text = path.read_text()
+    assert tables.with_tables(text) == text
+    marks = text.count("<!-- table: ") - text.count("<!-- table: ...")
+    assert marks == len(tables.MARKED.findall(text))
+
+
+def test_every_table_is_in_a_document():
+    shown = {name for path in tables.documents() for _, name, _ in
+             tables.MARKED.findall(path.read_text())}  # fmt: skip
+    assert shown == set(tables.TABLES)
+
+
+def test_row_measured_again_leaves_its_old_run(tmp_path):
+    first = [step("tiny", "factored", 2.0), step("tiny", "AdamW", 1.0)]
+    add_runs("training_step", [run(first)], tmp_path)
+    add_runs("training_step", [run([step("tiny", "AdamW", 0.5)], "def5678")], tmp_path)
+    old, new = load("training_step", tmp_path)
+    assert [row["kind"] for row in old["rows"]] == ["factored"]
+    assert (new["commit"], new["rows"][0]["ms"]) == ("def5678", 0.5)
+    add_runs("training_step", [run([step("tiny", "factored", 1.0)], "def5678")], tmp_path)
+    assert [found["commit"] for found in load("training_step", tmp_path)] == ["def5678"] * 2
+
+
+def test_file_without_the_fields_is_refused(tmp_path):
+    path = tmp_path / "products.json"
+    path.write_text(json.dumps({"name": "products", "runs": [{"rows": []}]}))
+    with pytest.raises(ValueError, match="fields"):
+        load("products", tmp_path)
+    path.write_text(json.dumps({"name": "other", "runs": []}))
+    with pytest.raises(ValueError, match="not the results of products"):
+        load("products", tmp_path)
+
+
+def test_saved_run_says_where_it_comes_from(tmp_path, monkeypatch):
+    monkeypatch.setenv("ARB_COMMIT", "abc1234+")
+    rows = [step("tiny", "AdamW", 1.0)]
+    results.save("training_step", rows, command="python -m benchmarks.training_step tiny",
+                 folder=tmp_path)  # fmt: skip
+    (saved,) = load("training_step", tmp_path)
+    assert (saved["commit"], saved["dirty"]) == ("abc1234", True)
+    assert saved["versions"]["torch"]
+    assert saved["hardware"]["cpu"]
+    assert saved["rows"] == rows
+
+
+def test_speed_is_compared_with_the_faster_twin():
+    rows = [
+        step("tiny", "factored", 2.0),
+        step("tiny", "AdamW", 1.5),
+        step("tiny", "AdamW, no sub-norms", 1.0),
+    ]
+    found = [run(rows)]
+    assert tables.faster(found, "tiny", "AdamW")["ms"] == 1.0
+    assert tables.faster(found, "tiny", "Muon") is None
+    line = next(line for line in tables.speed(found).splitlines() if "`tiny`" in line)
+    assert line == "| `tiny` | 1.0 M | 500,000 | 1,000,000 | 0.50 | |"
+
+
+def test_ratio_of_turns_is_the_median_over_rounds():
+    ours = step("tiny", "factored", 2.0, in_turns=True, rounds_ms=[2.0, 4.0, 2.0])
+    peer = step("tiny", "AdamW", 1.0, in_turns=True, rounds_ms=[1.0, 8.0, 1.0])
+    assert tables.speed_ratio(ours, peer) == 0.5
+    assert tables.speed_ratio(ours | {"in_turns": False}, peer) == 0.5
+    assert tables.speed_ratio(ours, None) is None
+
+
+def test_table_says_hardware_versions_commit_and_command():
+    text = tables.source([run([]), run([], "def5678", dirty=True)])
+    assert "a GPU" in text
+    assert "torch 2.11" in text
+    assert "commits `abc1234`, `def5678` with changes" in text
+    assert "`python -m benchmarks.training_step`" in text
+
+
+@pytest.mark.parametrize("name", ["loss-against-memory", "speed"])
+def test_figures_are_drawn_from_the_results(name):
+    pytest.importorskip("matplotlib")
+    from benchmarks import plots
+
+    file, draw = plots.FIGURES[name]
+    assert draw(load(file)).axes
+    assert (FOLDER.parent / f"{name}.svg").exists()
