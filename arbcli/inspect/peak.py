@@ -137,6 +137,10 @@ def _running_sum(args: tuple) -> _Hidden:
     )
 
 
+def _is_mask(index: Tensor | None) -> bool:
+    return index is not None and index.is_meta and index.dtype == torch.bool
+
+
 HIDDEN: dict[Any, Callable[[tuple], _Hidden]] = {
     torch.ops.aten._scaled_dot_product_flash_attention_backward.default: _flash_backward,
     torch.ops.aten.sort.stable: _sort,
@@ -193,6 +197,8 @@ class _Trace(Storages):
         """Run an operation as the device would, which may need more than its results."""
         if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
             return torch.ones((), dtype=args[0].dtype, device="cpu").item()  # finite, and not 0
+        if func is torch.ops.aten.index.Tensor and any(_is_mask(index) for index in args[1]):
+            func, args = torch.ops.aten.clone.default, args[:1]  # as if all rows were chosen
         if not self.on_gpu:
             kwargs = kwargs or {}
             if kwargs.get("device") == torch.device("cpu"):
