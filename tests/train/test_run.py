@@ -166,14 +166,6 @@ def test_run_learns(text, tmp_path, device):
     assert report.val_loss < report.entropy - 0.5
 
 
-def test_metrics_have_a_record_for_every_evaluation(text, tmp_path, device):
-    start_run(config(text, device), tmp_path / "run", Observer())
-    records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").open()]
-    assert [r["step"] for r in records if r["val_loss"] is not None] == [6, 12]
-    assert {"step", "loss", "bits_per_byte", "val_loss", "bytes_per_second", "flip_share",
-            "state_bytes", "peak_bytes", "seconds_left"} <= set(records[-1])  # fmt: skip
-
-
 def test_metrics_of_a_resumed_run_have_no_step_twice(text, tmp_path, device, monkeypatch):
     monkeypatch.setattr("arbcli.train.run.LOG_EVERY", 1)
     run = tmp_path / "run"
