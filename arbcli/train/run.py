@@ -4,7 +4,7 @@ import dataclasses
 import math
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -152,6 +152,10 @@ def _run(trainer: Trainer, run: Path, facts: dict[str, Any], observer: Observer)
         return _Loop(trainer, run, facts, observer).run()
 
 
+class _Diverged(ArbError):
+    """The state is of no use."""
+
+
 class _Loop:
     """The steps of a run from where its trainer stands to the end, or to a signal."""
 
@@ -169,7 +173,7 @@ class _Loop:
         trainer, config = self.trainer, self.config
         self.observer.started(self.run_path, trainer, self.facts)
         val_loss, sample = None, ""
-        with RememberedSignal() as signal:
+        with RememberedSignal() as signal, self._saved_after_an_error():
             while trainer.step < config.steps and not signal.received:
                 self.losses.append(trainer.train_step())
                 if trainer.step < config.steps:
@@ -194,6 +198,21 @@ class _Loop:
             sample=sample,
             stopped_by=signal.received.name if signal.received else None,
         )
+
+    @contextmanager
+    def _saved_after_an_error(self) -> Iterator[None]:
+        """Save before an error ends the run, unless its state is what is wrong."""
+        try:
+            yield
+        except _Diverged:
+            raise
+        except Exception:
+            with suppress(Exception):  # the error that began it is what is told
+                if self.trainer.between_steps and self._unsaved():
+                    self._save()
+                    step = self.trainer.step
+                    self.observer.noted(f"step {step} is saved: go on with `--resume`")
+            raise
 
     def _unsaved(self) -> bool:
         newest = next(iter(checkpoints(self.run_path)), None)
@@ -261,10 +280,10 @@ class _Loop:
         append_record(self.run_path, record)
         self.observer.recorded(record)
         if nonfinite >= MAX_NONFINITE_STEPS:
-            raise ArbError(
+            raise _Diverged(
                 f"{nonfinite} steps had gradients that are not finite; the last was before step"
                 f" {trainer.step}",
                 hint=f"the checkpoints in `{self.run_path}` are intact; try a smaller `--lr`",
             )
         if not math.isfinite(loss) and trainer.updater is None:
-            raise ArbError(f"the loss is {loss}", hint="try a smaller `--lr`")
+            raise _Diverged(f"the loss is {loss}", hint="try a smaller `--lr`")

@@ -59,6 +59,49 @@ def final(run: Path) -> bytes:
     return (run / "step-000012.safetensors").read_bytes()
 
 
+def test_hangup_saves_like_a_termination(text, tmp_path, device, monkeypatch):
+    monkeypatch.setattr("arbcli.train.run.LOG_EVERY", 1)
+    observer = Observer()
+    # a terminal that is closed sends it more than once
+    observer.recorded = lambda record: [signal.raise_signal(signal.SIGHUP) for _ in range(2)]
+    before = signal.getsignal(signal.SIGHUP)
+    report = start_run(config(text, device), tmp_path / "run", observer)
+    assert report.stopped_by == "SIGHUP"
+    assert report.checkpoint == str(tmp_path / "run" / "step-000001.safetensors")
+    assert signal.getsignal(signal.SIGHUP) == before
+
+
+def test_hangup_that_is_ignored_stays_so(text, tmp_path, device):
+    observer = Observer()
+    observer.recorded = lambda record: signal.raise_signal(signal.SIGHUP)
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        assert start_run(config(text, device, steps=2), tmp_path / "run", observer).steps == 2
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_error_between_steps_is_raised_after_a_save(text, tmp_path, device, monkeypatch):
+    monkeypatch.setattr("arbcli.train.run.LOG_EVERY", 3)
+    observer = Observer()
+    observer.recorded = lambda record: 1 / 0
+    with pytest.raises(ZeroDivisionError):
+        start_run(config(text, device), tmp_path / "run", observer)
+    assert load_checkpoint(checkpoints(tmp_path / "run")[0]).step == 3
+
+
+def test_error_within_a_step_saves_no_half_of_it(text, tmp_path, device, monkeypatch):
+    from arbcli.train.step import TrainingStep
+
+    def torn(self, *_):
+        raise RuntimeError
+
+    monkeypatch.setattr(TrainingStep, "__call__", torn)
+    with pytest.raises(RuntimeError):
+        start_run(config(text, device), tmp_path / "run", Observer())
+    assert not checkpoints(tmp_path / "run")
+
+
 @pytest.mark.parametrize("rule", mostly_slow(RULES, lambda rule: rule in ("moment", "votes")))
 def test_resumed_run_ends_in_the_same_file(rule, text, tmp_path, device, monkeypatch):
     monkeypatch.setattr("arbcli.train.run.LOG_EVERY", 1)
