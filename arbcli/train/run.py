@@ -19,6 +19,7 @@ from arbcli.checkpoint import (
     read_json,
     run_lock,
     save_checkpoint,
+    set_aside,
     write_json,
 )
 from arbcli.config.training import TrainConfig, train_config_from
@@ -123,11 +124,8 @@ def resume_run(
             )
         trainer = _build(config, texts)
         trainer.restore(checkpoint)
-        for later in checkpoints(run):
-            if int(later.stem.removeprefix("step-")) > trainer.step:
-                later.unlink()
         drop_records_after(run, trainer.step)
-        return _run(trainer, run, facts, observer)
+        return _run(trainer, run, facts, observer, resumed=True)
 
 
 def _build(config: TrainConfig, texts: Texts) -> Trainer:
@@ -147,9 +145,11 @@ def _fit_to_minutes(config: TrainConfig, texts: Texts, minutes: float) -> TrainC
     return dataclasses.replace(config, steps=max(1, int(minutes * 60 / seconds)))
 
 
-def _run(trainer: Trainer, run: Path, facts: dict[str, Any], observer: Observer) -> TrainReport:
+def _run(
+    trainer: Trainer, run: Path, facts: dict[str, Any], observer: Observer, *, resumed: bool = False
+) -> TrainReport:
     with explained_out_of_memory():
-        return _Loop(trainer, run, facts, observer).run()
+        return _Loop(trainer, run, facts, observer, trainer.step if resumed else None).run()
 
 
 class _Diverged(ArbError):
@@ -157,13 +157,31 @@ class _Diverged(ArbError):
 
 
 class _Loop:
-    """The steps of a run from where its trainer stands to the end, or to a signal."""
+    """The steps of a run from where its trainer stands to the end, or to a signal.
+
+    Args:
+        trainer: of the run.
+        run: its directory.
+        facts: what `config.json` says.
+        observer: is told of progress.
+        saved_step: step of the checkpoint that the trainer stands at; None if there is none.
+    """
 
     def __init__(
-        self, trainer: Trainer, run: Path, facts: dict[str, Any], observer: Observer
+        self,
+        trainer: Trainer,
+        run: Path,
+        facts: dict[str, Any],
+        observer: Observer,
+        saved_step: int | None,
     ) -> None:
         self.trainer, self.run_path, self.facts, self.observer = trainer, run, facts, observer
         self.config = trainer.config
+        self.saved_step = saved_step
+        self.left_behind = [
+            path for path in checkpoints(run) if int(path.stem.removeprefix("step-")) > trainer.step
+        ]
+        """Checkpoints of later steps, which the run, gone back, will come to again."""
         self.losses: list[Tensor] = []
         self.started = self.last_record = time.perf_counter()
         self.paused = 0.0
@@ -178,7 +196,7 @@ class _Loop:
                 self.losses.append(trainer.train_step())
                 if trainer.step < config.steps:
                     self._after_step(trainer.step)
-            if self._unsaved():
+            if self.saved_step != trainer.step:
                 self._save()
             if not signal.received:
                 val_loss = self._evaluate()
@@ -186,10 +204,10 @@ class _Loop:
                 self._record(val_loss)
             if not signal.received:
                 sample = self._sample()
-        saved = checkpoints(self.run_path)
+        saved = self.saved_step is not None and checkpoint_path(self.run_path, self.saved_step)
         return TrainReport(
             run=str(self.run_path),
-            checkpoint=str(saved[0]) if saved else None,
+            checkpoint=str(saved) if saved else None,
             steps=trainer.step,
             val_loss=val_loss,
             bits_per_byte=None if val_loss is None else val_loss / math.log(2),
@@ -208,15 +226,11 @@ class _Loop:
             raise
         except Exception:
             with suppress(Exception):  # the error that began it is what is told
-                if self.trainer.between_steps and self._unsaved():
+                if self.trainer.between_steps and self.saved_step != self.trainer.step:
                     self._save()
                     step = self.trainer.step
                     self.observer.noted(f"step {step} is saved: go on with `--resume`")
             raise
-
-    def _unsaved(self) -> bool:
-        newest = next(iter(checkpoints(self.run_path)), None)
-        return newest is None or newest != checkpoint_path(self.run_path, self.trainer.step)
 
     def _after_step(self, step: int) -> None:
         """Do what is due after a step that is not the last."""
@@ -245,7 +259,15 @@ class _Loop:
             return
         with self._not_timed():
             checkpoint = self.trainer.checkpoint(self.facts["text"]["digest"])
+            path = checkpoint_path(self.run_path, checkpoint.step)
+            aside = [set_aside(path, leave=True)] if path in self.left_behind else []
             save_checkpoint(self.run_path, checkpoint)
+            self.saved_step = checkpoint.step
+            aside += [set_aside(later) for later in self.left_behind if later != path]
+        if aside:
+            self.left_behind = []
+            names = ", ".join(f"`{name}`" for name in aside)
+            self.observer.noted(f"checkpoints of before the run went back are set aside: {names}")
 
     def _evaluate(self) -> float:
         with self._not_timed():

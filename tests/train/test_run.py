@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -252,6 +253,45 @@ def test_resume_falls_back_to_the_checkpoint_before_a_damaged_one(text, tmp_path
     resume_run(run, observer)
     assert final(run) == whole
     assert "step-000012.safetensors" in notes[0]
+
+
+def test_resume_from_an_early_step_loses_no_later_checkpoint(text, tmp_path, device):
+    run, notes = tmp_path / "run", []
+    start_run(config(text, device), run, Observer())
+    middle = run / "step-000010.safetensors"
+    whole = final(run)
+    observer = Observer()
+    observer.noted = notes.append
+    resume_run(middle, observer)
+    assert final(run) == whole
+    assert (run / "step-000012.safetensors.aside").read_bytes() == whole
+    assert "step-000012.safetensors.aside" in notes[0]
+
+
+def test_resume_that_saves_nothing_leaves_later_checkpoints(text, tmp_path, device, monkeypatch):
+    run = tmp_path / "run"
+    start_run(config(text, device), run, Observer())
+    before = {path.name: path.read_bytes() for path in checkpoints(run)}
+    broken = mock.Mock(side_effect=ZeroDivisionError)
+    monkeypatch.setattr("arbcli.train.trainer.Trainer.train_step", broken)
+    with pytest.raises(ZeroDivisionError):
+        resume_run(run / "step-000010.safetensors", Observer())
+    assert {path.name: path.read_bytes() for path in checkpoints(run)} == before
+
+
+def test_resume_stops_at_a_checkpoint_that_may_be_whole(text, tmp_path, device):
+    run = tmp_path / "run"
+    start_run(config(text, device), run, Observer())
+    newest = run / "step-000099.safetensors"
+    newest.symlink_to(newest)  # as unreadable as a file can be, for root too
+    with pytest.raises(ArbError, match=f"cannot read `{newest}`"):
+        resume_run(run, Observer())
+    newest.unlink()
+    newer = final(run).replace(b'\\"format\\":1', b'\\"format\\":2')
+    newest.write_bytes(newer)
+    with pytest.raises(ArbError, match="newer arb"):
+        resume_run(run, Observer())
+    assert newest.read_bytes() == newer
 
 
 def test_train_refuses_a_directory_that_holds_a_run(text, tmp_path, device):
