@@ -1,13 +1,17 @@
 """The directory of a run: its name, its `config.json`, and which one was last."""
 
+import json
 import os
 import platform
+from dataclasses import asdict
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from arbcli import __version__
+from arbcli.checkpoint import Checkpoint
 from arbcli.config.training import TrainConfig, train_config_dict
 from arbcli.data import Texts, entropy
 from arbcli.errors import ArbError
@@ -15,6 +19,8 @@ from arbcli.train.trainer import text_digest
 
 CONFIG = "config.json"
 """File of what a run computes, of its text, and of the versions that began it."""
+DECISIVE = ("steps", "batch", "accum", "lr", "warmup", "seed", "optimizer", "compute")
+"""Settings that a checkpoint depends on, besides the model's."""
 RUNS = Path("runs")
 """Where runs are kept unless another place is named."""
 
@@ -68,10 +74,47 @@ def make_directory(run: Path) -> None:
         ) from error
 
 
+def field_digests(config: TrainConfig) -> dict[str, str]:
+    """Hash each setting that a checkpoint depends on, so that a change can be named."""
+    values = {name: getattr(config, name) for name in DECISIVE}
+    values |= {f"model.{name}": value for name, value in asdict(config.model).items()}
+    return {name: sha256(json.dumps(value).encode()).hexdigest() for name, value in values.items()}
+
+
+def check_same_run(
+    run: Path, facts: dict[str, Any], config: TrainConfig, checkpoint: Checkpoint
+) -> None:
+    """Refuse to go on from a checkpoint with settings that are not those that made it.
+
+    A checkpoint tells its model and its seed; the rest of `config.json` is held against the digests
+    of when the run began.
+
+    Raises:
+        ArbError: some differ.
+    """
+    hint = "put back what belongs to the run, or start a new run with `--out`"
+    began = facts.get("digests", {})  # absent from a run that an earlier version began
+    now = field_digests(config)
+    if changed := [name for name in now if name in began and began[name] != now[name]]:
+        names = ", ".join(f"`{name}`" for name in changed)
+        raise ArbError(f"`{run / CONFIG}` was changed since the run began: {names}", hint=hint)
+    made_with = checkpoint.config | {"seed": checkpoint.data.get("seed")}
+    wanted = json.loads(json.dumps(asdict(config.model))) | {"seed": config.seed}
+    for name in sorted(made_with.keys() | wanted.keys()):
+        found, expected = made_with.get(name, "missing"), wanted.get(name, "missing")
+        if found != expected:
+            raise ArbError(
+                f"the checkpoint of step {checkpoint.step} is of another run than `{run / CONFIG}`:"
+                f" its `{name}` is {found}, not {expected}",
+                hint=hint,
+            )
+
+
 def run_facts(config: TrainConfig, texts: Texts) -> dict[str, Any]:
     """Gather what `config.json` is to hold."""
     return {
         "config": train_config_dict(config),
+        "digests": field_digests(config),
         "text": {
             "description": texts.description,
             "digest": text_digest(texts),

@@ -35,7 +35,7 @@ from arbcli.device import (
 from arbcli.errors import ArbError
 from arbcli.infer.generation import Sampling, generate
 from arbcli.signals import RememberedSignal
-from arbcli.train.directory import CONFIG, check_free, make_directory, run_facts
+from arbcli.train.directory import CONFIG, check_free, check_same_run, make_directory, run_facts
 from arbcli.train.record import Record, TrainReport, append_record, drop_records_after
 from arbcli.train.trainer import Trainer, schedule, text_digest
 
@@ -122,6 +122,7 @@ def resume_run(
                 f"the text is not the one that `{run}` was trained on",
                 hint="restore it, or start a new run on the new text with `--out`",
             )
+        check_same_run(run, facts, config, checkpoint)
         trainer = _build(config, texts)
         trainer.restore(checkpoint)
         drop_records_after(run, trainer.step)

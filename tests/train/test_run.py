@@ -243,6 +243,40 @@ def test_resume_refuses_another_text(text, tmp_path, device):
         resume_run(tmp_path / "run", Observer())
 
 
+@pytest.fixture
+def started(text, tmp_path, monkeypatch) -> Path:
+    """Stop a run after its first step."""
+    monkeypatch.setattr("arbcli.train.run.LOG_EVERY", 1)
+    start_run(config(text, "cpu", steps=11), tmp_path / "run", StopAt(0))
+    return tmp_path / "run"
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("lr", 0.5), ("steps", 13), ("warmup", 3), ("model.heads", 1)]
+)
+def test_resume_refuses_a_configuration_that_was_changed(field, value, started):
+    facts = json.loads((started / "config.json").read_text())
+    *of_model, name = field.split(".")
+    (facts["config"]["model"] if of_model else facts["config"])[name] = value
+    (started / "config.json").write_text(json.dumps(facts))
+    with pytest.raises(ArbError, match=f"was changed since the run began: `{field}`"):
+        resume_run(started, Observer())
+
+
+@pytest.mark.parametrize("field", ["seed", "heads", "direction"])
+def test_resume_refuses_a_checkpoint_of_another_run(field, started):
+    from arbcli.checkpoint import Checkpoint, save_checkpoint
+
+    saved = load_checkpoint(checkpoints(started)[0])
+    other = {"seed": 3, "heads": 1, "direction": "sign"}[field]
+    place = saved.data if field == "seed" else saved.config
+    place[field] = other
+    parts = {name: getattr(saved, name) for name in Checkpoint.__dataclass_fields__}
+    save_checkpoint(started, Checkpoint(**parts))
+    with pytest.raises(ArbError, match=f"is of another run .* its `{field}` is {other}, not"):
+        resume_run(started, Observer())
+
+
 def test_resume_falls_back_to_the_checkpoint_before_a_damaged_one(text, tmp_path, device):
     run, notes = tmp_path / "run", []
     start_run(config(text, device), run, Observer())
