@@ -3,7 +3,9 @@
 import json
 import os
 import platform
+from contextlib import suppress
 from dataclasses import asdict
+from datetime import UTC, datetime
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -11,9 +13,9 @@ from typing import Any
 import torch
 
 from arbcli import __version__
-from arbcli.checkpoint import Checkpoint
+from arbcli.checkpoint import Checkpoint, checkpoints, read_json
 from arbcli.config.training import TrainConfig, train_config_dict
-from arbcli.data import Texts, entropy
+from arbcli.data import Texts, entropy, open_texts
 from arbcli.errors import ArbError
 from arbcli.train.trainer import text_digest
 
@@ -34,17 +36,23 @@ def new_run_path(config: TrainConfig, root: Path = RUNS) -> Path:
 
 
 def latest_run(root: Path = RUNS) -> Path:
-    """Find the run directory that was written to last.
+    """Find the run that was started last, of those with a checkpoint.
 
     Raises:
-        ArbError: there is none.
+        ArbError: there is none, or a `config.json` is not JSON.
     """
-    configs = sorted(root.glob(f"*/{CONFIG}"), key=lambda path: path.parent.stat().st_mtime)
-    if not configs:
+    runs = [path.parent for path in root.glob(f"*/{CONFIG}") if checkpoints(path.parent)]
+    if not runs:
         raise ArbError(
-            f"there is no run in `{root}`", hint="name one: `--resume PATH`, or start without it"
+            f"there is no run in `{root}` that has saved anything",
+            hint="name one: `--resume PATH`, or start without it",
         )
-    return configs[-1].parent
+
+    def started(run: Path) -> tuple[str, str]:
+        # no time of a file: a copy has another
+        return read_json(run / CONFIG).get("started", ""), run.name
+
+    return max(runs, key=started)
 
 
 def check_free(run: Path) -> None:
@@ -110,6 +118,23 @@ def check_same_run(
             )
 
 
+def _absolute(entries: tuple[str, ...]) -> list[str]:
+    return [os.path.abspath(os.path.expanduser(entry)) for entry in entries]
+
+
+def open_texts_again(facts: dict[str, Any], config: TrainConfig) -> Texts:
+    """Open the texts of a run where they were, or else where they were named from here.
+
+    Raises:
+        ArbError: they are at neither place.
+    """
+    where = {"seed": config.seed, "context": config.model.ctx}
+    if paths := facts["text"].get("paths"):  # absent from a run that an earlier version began
+        with suppress(ArbError):
+            return open_texts(paths["data"], paths["val"], **where)
+    return open_texts(config.data, config.val, **where)
+
+
 def run_facts(config: TrainConfig, texts: Texts) -> dict[str, Any]:
     """Gather what `config.json` is to hold."""
     return {
@@ -119,9 +144,11 @@ def run_facts(config: TrainConfig, texts: Texts) -> dict[str, Any]:
             "description": texts.description,
             "digest": text_digest(texts),
             "entropy": entropy(texts.val),
+            "paths": {name: _absolute(getattr(config, name)) for name in ("data", "val")},
             "train_bytes": len(texts.train),
             "val_bytes": len(texts.val),
         },
+        "started": datetime.now(UTC).isoformat(timespec="microseconds"),
         "versions": {
             "arb": __version__,
             "python": platform.python_version(),

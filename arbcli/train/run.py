@@ -35,12 +35,21 @@ from arbcli.device import (
 from arbcli.errors import ArbError
 from arbcli.infer.generation import Sampling, generate
 from arbcli.signals import RememberedSignal
-from arbcli.train.directory import CONFIG, check_free, check_same_run, make_directory, run_facts
+from arbcli.train.directory import (
+    CONFIG,
+    check_free,
+    check_same_run,
+    make_directory,
+    open_texts_again,
+    run_facts,
+)
 from arbcli.train.record import Record, TrainReport, append_record, drop_records_after
 from arbcli.train.trainer import Trainer, schedule, text_digest
 
 LOG_EVERY = 10
 """Steps between records; reading a loss makes a GPU wait."""
+SAVE_SECONDS = 300
+"""A checkpoint is written as soon as the last is so old, whatever `save_every` says."""
 MAX_NONFINITE_STEPS = 3
 TIMED_STEPS = 20
 """Steps that are timed, and thrown away, to turn minutes into a number of steps."""
@@ -114,7 +123,7 @@ def resume_run(
     if config.model.weights != "ternary":
         raise ArbError("a float twin keeps no checkpoint", hint="start it again with `--out`")
     with run_lock(run), deterministic():
-        texts = open_texts(config.data, config.val, seed=config.seed, context=config.model.ctx)
+        texts = open_texts_again(facts, config)
         whole_run = path == run
         checkpoint = latest_checkpoint(run, observer.noted) if whole_run else load_checkpoint(path)
         if checkpoint.data["digest"] != text_digest(texts):
@@ -184,7 +193,7 @@ class _Loop:
         ]
         """Checkpoints of later steps, which the run, gone back, will come to again."""
         self.losses: list[Tensor] = []
-        self.started = self.last_record = time.perf_counter()
+        self.started = self.last_record = self.last_save = time.perf_counter()
         self.paused = 0.0
 
     def run(self) -> TrainReport:
@@ -193,6 +202,8 @@ class _Loop:
         self.observer.started(self.run_path, trainer, self.facts)
         val_loss, sample = None, ""
         with RememberedSignal() as signal, self._saved_after_an_error():
+            if self.saved_step is None:
+                self._save()
             while trainer.step < config.steps and not signal.received:
                 self.losses.append(trainer.train_step())
                 if trainer.step < config.steps:
@@ -235,9 +246,10 @@ class _Loop:
 
     def _after_step(self, step: int) -> None:
         """Do what is due after a step that is not the last."""
-        if step % self.config.save_every == 0:
+        old = time.perf_counter() - self.last_save >= SAVE_SECONDS
+        if old or step % self.config.save_every == 0:
             self._save()
-        evaluating = step % self.config.eval_every == 0
+        evaluating = step % self.config.eval_interval == 0
         if evaluating or step % LOG_EVERY == 0:
             self._record(self._evaluate() if evaluating else None)
 
@@ -263,7 +275,7 @@ class _Loop:
             path = checkpoint_path(self.run_path, checkpoint.step)
             aside = [set_aside(path, leave=True)] if path in self.left_behind else []
             save_checkpoint(self.run_path, checkpoint)
-            self.saved_step = checkpoint.step
+            self.saved_step, self.last_save = checkpoint.step, time.perf_counter()
             aside += [set_aside(later) for later in self.left_behind if later != path]
         if aside:
             self.left_behind = []

@@ -167,7 +167,7 @@ ERRORS = {
         "`--moe/--no-moe` cannot be given",
     ),
     "resume of nothing": (["--resume", "nowhere"], "there is no run at `nowhere`"),
-    "no run to resume": (["--resume", "auto"], "there is no run in `runs`"),
+    "no run to resume": (["--resume", "auto"], "there is no run in `runs` that has saved"),
     "resume with other settings": (["--resume", "auto", "--steps", "9"], "cannot be given"),
     "out that is a file": (["--data", "{text}", "--out", "{text}"], "cannot make"),
 }

@@ -19,6 +19,7 @@ from arbcli.config.training import train_config_from
 from arbcli.errors import ArbError
 from arbcli.rules import RULES
 from arbcli.train.configure import new_config
+from arbcli.train.directory import latest_run
 from arbcli.train.run import Observer, resume_run, start_run
 
 SMALL = {"dim": 32, "layers": 1, "heads": 2, "ffn": 48, "ctx": 16, "batch": 4}
@@ -100,7 +101,52 @@ def test_error_within_a_step_saves_no_half_of_it(text, tmp_path, device, monkeyp
     monkeypatch.setattr(TrainingStep, "__call__", torn)
     with pytest.raises(RuntimeError):
         start_run(config(text, device), tmp_path / "run", Observer())
-    assert not checkpoints(tmp_path / "run")
+    assert load_checkpoint(*checkpoints(tmp_path / "run")).step == 0
+
+
+def test_run_is_saved_at_the_start_and_by_time(text, tmp_path, device, monkeypatch):
+    saved = []
+
+    def note(run, checkpoint):
+        saved.append(checkpoint.step)
+
+    monkeypatch.setattr("arbcli.train.run.save_checkpoint", note)
+    start_run(config(text, device, steps=3, save_every=500), tmp_path / "a", Observer())
+    assert saved == [0, 3]
+    monkeypatch.setattr("arbcli.train.run.SAVE_SECONDS", 0)
+    start_run(config(text, device, steps=3, save_every=500), tmp_path / "b", Observer())
+    assert saved == [0, 3, 0, 1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("steps", "given", "interval"),
+    [(12, None, 50), (400, None, 100), (10**5, None, 500), (12, 6, 6), (10**5, 700, 700)],
+)
+def test_held_out_text_is_evaluated_a_handful_of_times(steps, given, interval):
+    options = {} if given is None else {"eval_every": given}
+    assert new_config(device="cpu", steps=steps, **options).eval_interval == interval
+
+
+def test_latest_run_is_the_one_started_last_that_has_a_checkpoint(tmp_path):
+    runs = {"001-a": "2026-01-02", "002-b": "2026-01-01", "003-c": "2026-01-03"}
+    for name, started in runs.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps({"started": started}))
+        if name != "003-c":
+            (tmp_path / name / "step-000000.safetensors").touch()
+    os.utime(tmp_path / "002-b")
+    assert latest_run(tmp_path) == tmp_path / "001-a"
+
+
+def test_run_that_named_its_text_from_one_folder_resumes_in_another(
+    text, tmp_path, monkeypatch, device
+):
+    monkeypatch.chdir(tmp_path)
+    names = {"data": [Path(text).name], "steps": 2}
+    start_run(config(text, device, **names), Path("run"), Observer())
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert resume_run(tmp_path / "run", Observer()).steps == 2
 
 
 @pytest.mark.parametrize("rule", mostly_slow(RULES, lambda rule: rule in ("moment", "votes")))
