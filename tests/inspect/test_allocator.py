@@ -11,8 +11,9 @@ from arbcli.inspect.allocator import Allocator, segment_bytes
 
 MIB = 2**20
 RECORDED = Path(__file__).parent / "recorded_tiny.txt"
-"""All that torch 2.11 allocated on an H200 from the start of `tiny`, batch 16, to its captured step:
-a size, or minus how many allocations ago what is freed was made; `c` where the capture begins."""
+"""All that torch 2.11 allocated on an H200 from the start of `tiny`, batch 16, to its captured
+step: a size, or minus how many allocations ago what is freed was made; `c` where the capture
+begins."""
 
 
 @pytest.mark.parametrize(
