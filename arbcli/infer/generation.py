@@ -63,8 +63,8 @@ class Decoder:
     """A model, its cache, and the text so far.
 
     Args:
-        model: any `LanguageModel`. It is faster inside `model.prepared_weights()`; what was captured
-            there cannot be used outside.
+        model: any `LanguageModel`. It is faster inside `model.prepared_weights()`; what was
+            captured there cannot be used outside.
         positions: bytes that the text can have: the prompt and what follows.
         sampling: how bytes are chosen.
         backend: what runs the kernels; None is the device's own.
