@@ -110,7 +110,7 @@ def measure(name: str, copy_bytes_per_second: float) -> list[dict]:
         with ExitStack() as stack:
             mode, peer, read_bytes, rates = find_peer(twin, prompt, modes)
             modes = [mode]  # so another prompt compiles it alone
-            stack.enter_context(ours_model.held_weights())
+            stack.enter_context(ours_model.prepared_weights())
             stack.enter_context(deterministic())
             ours = make_ours(ours_model, prompt)
             ours(WARM_UP_BYTES + TRIAL_BYTES)

@@ -63,8 +63,8 @@ class Decoder:
     """A model, its cache, and the text so far.
 
     Args:
-        model: any `LanguageModel`. It steps faster inside `model.held_weights()`; what was captured
-            there cannot step outside.
+        model: any `LanguageModel`. It is faster inside `model.prepared_weights()`; what was
+            captured there cannot be used outside.
         positions: bytes that the text can have: the prompt and what follows.
         sampling: how bytes are chosen.
         backend: what runs the kernels; None is the device's own.
@@ -215,7 +215,7 @@ def generate(
     Raises:
         ArbError: the prompt is empty, or a GPU's memory is not enough.
     """
-    with explained_out_of_memory(OUT_OF_MEMORY), model.held_weights():
+    with explained_out_of_memory(OUT_OF_MEMORY), model.prepared_weights():
         decoder = Decoder(model, len(prompt) + length, sampling, backend=backend)
         decoder.read(prompt)
         yield from decoder.stream(length)
@@ -267,7 +267,7 @@ def continue_text(
         ArbError: the prompt is empty, or a GPU's memory is not enough.
     """
     made = bytearray()
-    with deterministic(), explained_out_of_memory(OUT_OF_MEMORY), model.held_weights():
+    with deterministic(), explained_out_of_memory(OUT_OF_MEMORY), model.prepared_weights():
         decoder = Decoder(model, len(prompt) + length, sampling, backend=backend)
         decoder.read(prompt)
         if decoder.device.type == "cuda":

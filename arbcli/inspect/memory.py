@@ -182,7 +182,7 @@ def measure(model: "Module", *others: object) -> MeasuredState:
         for part in model.state_modules()
         for name, kind in part.kinds.items()
     }
-    for name, role, tensor in _held((model, *others)):
+    for name, role, tensor in _reachable((model, *others)):
         integer = not (tensor.is_floating_point() or tensor.is_complex())
         if not integer:
             floats[role] += tensor.numel()
@@ -204,7 +204,7 @@ def measure(model: "Module", *others: object) -> MeasuredState:
     )
 
 
-def _held(roots: tuple[object, ...]) -> Iterator[tuple[str, str, "Tensor"]]:
+def _reachable(roots: tuple[object, ...]) -> Iterator[tuple[str, str, "Tensor"]]:
     """Yield (name, role, tensor) of every tensor reachable from the roots, each once."""
     from torch import Tensor  # takes seconds to import, and a prediction needs none
     from torch.nn import Module

@@ -27,7 +27,7 @@ class FloatWeight(nn.Module):
         self.std = std
         self.straight_through = config.weights == "ste"
         self.latent = nn.Parameter(torch.empty(out_features, in_features))
-        self._held: Tensor | None = None
+        self._cast: Tensor | None = None
 
     @torch.no_grad()
     def initialise(self, seed: int, index: int) -> None:
@@ -36,9 +36,9 @@ class FloatWeight(nn.Module):
         self.latent.copy_(torch.randn(self.latent.shape, generator=generator) * self.std)
 
     def weight(self, dtype: torch.dtype) -> Tensor:
-        """Make what the forward multiplies by: (N, K) of `dtype`; or give what is held of it."""
-        if self._held is not None and self._held.dtype == dtype:
-            return self._held
+        """Make what the forward multiplies by: (N, K) of `dtype`; or give what was made of it."""
+        if self._cast is not None and self._cast.dtype == dtype:
+            return self._cast
         weight = self.latent
         if self.straight_through:
             scale = weight.detach().abs().mean()
@@ -47,14 +47,14 @@ class FloatWeight(nn.Module):
         return weight.to(dtype)
 
     @contextmanager
-    def held(self, dtype: torch.dtype) -> Iterator[None]:
+    def cast_once(self, dtype: torch.dtype) -> Iterator[None]:
         """Make the weight once for many forwards; meanwhile it must not be trained."""
         with torch.no_grad():
-            self._held = self.weight(dtype)
+            self._cast = self.weight(dtype)
         try:
             yield
         finally:
-            self._held = None
+            self._cast = None
 
 
 class FloatLinear(nn.Module):

@@ -85,10 +85,10 @@ class ByteLM(LanguageModel):
         x = self.embedding(ids, self.compute_dtype)
         if cache is not None:
             with cache.reading(ids.shape[1]):
-                if self._takes_steps(x):
+                if self._takes_one_position(x):
                     for block, past in zip(self.blocks, cache.blocks, strict=True):
-                        x = block.mlp.step(block.attention.step(x, past))
-                    return self.head.step(x, normalise=True)
+                        x = block.mlp.one_position(block.attention.one_position(x, past))
+                    return self.head.fused(x, normalise=True)
                 added = None
                 for block, past in zip(self.blocks, cache.blocks, strict=True):
                     x, added = block.follow(x, added, past)
@@ -98,10 +98,10 @@ class ByteLM(LanguageModel):
             x = checkpoint(block, x, **RECOMPUTE) if recompute else block(x)
         return self.head(x, self.norm)
 
-    def _takes_steps(self, x: Tensor) -> bool:
+    def _takes_one_position(self, x: Tensor) -> bool:
         """Whether weights may be arranged for steps from the stream x, and no norm has any."""
         fits = fits_arranged(x, self.config.group_size) and self.config.ffn % 8 == 0
-        return fits and self.holds_weights and self.plain_norms
+        return fits and self.weights_are_prepared and self.plain_norms
 
     def new_cache(self, positions: int) -> KeyValueCache:
         """Make a cache for a text of at most `positions` bytes; no gradient passes through it."""

@@ -144,16 +144,16 @@ class GraphLM(LanguageModel):
 
     def after_step(self) -> None:
         """Let the graph, the balance of the experts and the memory take in what a step has seen."""
-        for part in self._memories():
+        for part in self._integer_parts():
             part.after_step()
 
     def forget_uses(self) -> None:
         """Forget forwards whose backward never came, as after an error."""
         super().forget_uses()
-        for part in self._memories():
+        for part in self._integer_parts():
             part.forget()
 
-    def _memories(self) -> list[nn.Module]:
+    def _integer_parts(self) -> list[nn.Module]:
         found = [self.memgram]
         if self.moe_graph:
             found += [self.moe_graph.edges if self.config.graph else None]

@@ -55,11 +55,11 @@ class LanguageModel(nn.Module):
         norms = [part for part in self.modules() if isinstance(part, TernaryRMSNorm)]
         return bool(norms) and all(norm.plain for norm in norms)
 
-    holds_weights = False
-    """Whether this is inside `held_weights`."""
+    weights_are_prepared = False
+    """Whether this is inside `prepared_weights`."""
 
     @contextmanager
-    def held_weights(self) -> Iterator[None]:
+    def prepared_weights(self) -> Iterator[None]:
         """Make what follows from the weights once, not in every forward.
 
         Those of a float twin are cast; matrices stay packed, but steps of a text arrange them anew.
@@ -68,14 +68,14 @@ class LanguageModel(nn.Module):
         with ExitStack() as stack:
             for part in self.modules():
                 if isinstance(part, FloatWeight):
-                    stack.enter_context(part.held(self.compute_dtype))
+                    stack.enter_context(part.cast_once(self.compute_dtype))
                 elif isinstance(part, TernaryLinear):
-                    stack.enter_context(part.held())
-            before, self.holds_weights = self.holds_weights, True
+                    stack.enter_context(part.arranged_once())
+            before, self.weights_are_prepared = self.weights_are_prepared, True
             try:
                 yield
             finally:
-                self.holds_weights = before
+                self.weights_are_prepared = before
 
     def initialise(self, seed: int) -> None:
         """Draw all weights anew, as each layer declares: see `initial`."""

@@ -107,7 +107,7 @@ def test_sampling_out_of_range_is_refused(given):
 def test_captured_step_gives_the_bits_of_the_eager_one(sampling, weights, device):
     lm = model(device, weights, torch.bfloat16, ctx=64)
     texts, rings = [], []
-    with lm.held_weights():
+    with lm.prepared_weights():
         for capture in (False, True):
             decoder = Decoder(lm, 300, sampling, capture=capture)
             decoder.read(b"0123456789" * 5)

@@ -80,7 +80,7 @@ def test_kernels_give_the_logits_of_one_forward(device, monkeypatch):
 @pytest.mark.parametrize("options", [{}, {"sub_norms": False}], ids=str)
 def test_arranged_weights_give_the_logits_of_packed_ones(options, device, monkeypatch):
     lm, ids = model(device, torch.bfloat16, **options), text(21, device)
-    with lm.held_weights():
+    with lm.prepared_weights():
         with monkeypatch.context() as patch:
             patch.setattr(dense_module, "fits_arranged", lambda *_: False)
             expected = forward_in_parts(lm, ids, [1] * 21)
@@ -104,7 +104,7 @@ def test_twins_take_the_same_cache(weights, device, monkeypatch):
     lm, ids = model(device, weights=weights), text(21, device)
     same = model(device, weights=weights, ctx=21)  # a twin turns no more positions than its context
     expected = forward_in_windows(same, ids, monkeypatch)
-    with lm.held_weights():
+    with lm.prepared_weights():
         got = forward_in_parts(lm, ids, PARTS["ragged chunks and bytes"])
     torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
 
@@ -142,7 +142,7 @@ def test_held_weights_are_made_once_and_let_go(device):
     lm = model(device, weights="ste")
     weight = lm.blocks[0].mlp.output.weight
     before = weight.weight(torch.float32)
-    with lm.held_weights():
+    with lm.prepared_weights():
         assert weight.weight(torch.float32) is weight.weight(torch.float32)
         assert torch.equal(weight.weight(torch.float32), before)
         assert weight.weight(torch.bfloat16).dtype == torch.bfloat16

@@ -145,7 +145,7 @@ def test_cache_that_is_set_to_the_beginning_starts_anew(in_windows):
     cache = lm.new_cache(LENGTH)
     read(lm, text(1, LENGTH, seed=3), [1] * LENGTH, cache)
     cache.position.zero_()
-    with lm.held_weights():
+    with lm.prepared_weights():
         got = read(lm, ids, [1] * LENGTH, cache)
     torch.testing.assert_close(got.double(), expected, **CLOSE)
 

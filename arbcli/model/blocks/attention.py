@@ -37,8 +37,8 @@ class Attention(nn.Module):
             y = past.attend(*self.rotary_norm(qkv, past.angles))
         return self.output(y.transpose(1, 2).reshape(batch, length, dim), self.sub_norm)
 
-    def step(self, x: Tensor, past: BlockCache) -> Tensor:
+    def one_position(self, x: Tensor, past: BlockCache) -> Tensor:
         """Normalise one position of the stream, mix it with the past, and add that to it."""
-        qkv = self.qkv.step(x, normalise=True)
+        qkv = self.qkv.fused(x, normalise=True)
         y = past.attend_one(qkv.view(1, 1, 3, self.heads, -1)).view(x.shape)
-        return self.output.step(y, normalise=self.sub_norm is not None, added=x)
+        return self.output.fused(y, normalise=self.sub_norm is not None, added=x)

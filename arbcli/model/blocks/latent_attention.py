@@ -124,9 +124,9 @@ class LatentCache:
         self.places = self.position + torch.arange(length, device=device)
         self.angles = tuple(part[self.places] for part in self.table)
         """Rows of the rotary table for the bytes that are being read: cos and sin, (T, d / 2)."""
-        held = self.position - 1 - (self.position - 1 - slots) % self.window  # place in each slot
+        place = self.position - 1 - (self.position - 1 - slots) % self.window  # place in each slot
         # the ring as it was, then the new bytes themselves
-        seen = (held >= 0) & (held > self.places[:, None] - self.window)
+        seen = (place >= 0) & (place > self.places[:, None] - self.window)
         self.mask = torch.cat((seen, seen.new_ones(length, length).tril()), dim=1)
         text = torch.cat((before, ids), dim=1)
         yield text

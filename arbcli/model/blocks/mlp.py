@@ -22,7 +22,7 @@ class MLP(nn.Module):
         """Normalise as `Attention` does, and transform every position of (B, T, D) by itself."""
         return self.output(self.gate_up(x, norm), self.sub_norm)
 
-    def step(self, x: Tensor) -> Tensor:
+    def one_position(self, x: Tensor) -> Tensor:
         """Normalise one position of the stream, transform it, and add that to it."""
-        hidden = self.gate_up.step(x, normalise=True, gated=True)
-        return self.output.step(hidden, normalise=self.sub_norm.weight is not None, added=x)
+        hidden = self.gate_up.fused(x, normalise=True, gated=True)
+        return self.output.fused(hidden, normalise=self.sub_norm.weight is not None, added=x)

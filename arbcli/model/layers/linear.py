@@ -118,7 +118,7 @@ class TernaryLinear(nn.Module):
         return y.view(*x.shape[:-1], -1)
 
     @torch.no_grad()
-    def step(
+    def fused(
         self,
         x: Tensor,
         *,
@@ -128,7 +128,7 @@ class TernaryLinear(nn.Module):
     ) -> Tensor:
         """Multiply few rows, (..., K) to (..., N), and do in the same kernel what is around that.
 
-        The weights are arranged for it when first used; `held` says until when.
+        The weights are arranged for it when first used; `arranged_once` says until when.
 
         Args:
             x: activations.
@@ -145,7 +145,7 @@ class TernaryLinear(nn.Module):
         return y.view(*x.shape[:-1], -1)
 
     @contextmanager
-    def held(self) -> Iterator[None]:
+    def arranged_once(self) -> Iterator[None]:
         """Keep the weights as they are arranged for steps; meanwhile they must not change."""
         try:
             yield

@@ -1,0 +1,134 @@
+"""What weights are before the first step: as wide as the table says by kind, and new each time."""
+
+import itertools
+
+import pytest
+import torch
+
+from arbcli.config.presets import preset
+from arbcli.kernels.codec.packing import unpack_trits
+from arbcli.model.build import build_model
+from arbcli.model.packed import TernaryTensor
+
+DENSE = {"preset": "tiny", "dim": 144, "layers": 3, "heads": 3, "ffn": 200, "ctx": 16}
+NONZERO = {"moment": (0.6800, 0.0392), "carry": (0.6800, 0.0392), "nibble": (0.6527, 0.0244)}
+"""Shares of trits that are not zero, of matrices and of tables: of a normal distribution what is
+beyond 16.5 of 40 and of 8, or 4.5 of 10 and of 2, in steps of z."""
+
+DENSE_STDS = {
+    "embedding": 1.0,
+    "attention.qkv": 0.083333,  # 1 / sqrt(144)
+    "mlp.gate_up": 0.083333,
+    "attention.output": 0.034021,  # 1 / sqrt(144 * 2 * 3)
+    "mlp.output": 0.028868,  # 1 / sqrt(200 * 2 * 3)
+    "head": 0.083333,
+}
+GRAPH_STDS = {
+    "embedding": 1.0,
+    "table": 0.1,
+    "sequencer.projection": 0.1,
+    "attention.query_down": 0.1,
+    "attention.up": 0.1,
+    "mlp.gate_up": 0.1,
+    "byte_mlp.gate_up": 0.1,
+    "codebook.query": 0.1,
+    "knowledge.query": 0.1,
+    "left": 0.1,
+    "right": 0.1,
+    "moe_graph.inward": 0.1,
+    "experts.gate.keys": 0.1,
+    "experts.gate_up": 0.1,
+    "experts.down": 0.1,
+    "router.scores": 0.1,
+    "attention.output": 0.05,  # 0.1 / sqrt(2 * 2)
+    "mlp.output": 0.05,
+    "byte_mlp.output": 0.05,
+    "memgram.output": 0.05,
+    "codebook.output": 0.05,
+    "knowledge.output": 0.05,
+    "moe_graph.output": 0.05,
+    "moe_graph.message": 0.05,
+    "adapters": 0.05,
+    "head": 0.176777,  # 1 / sqrt(32)
+}
+"""By the end of a name, or by a part of it; of 32 inputs at most, and two layers."""
+
+
+def build(seed: int = 0, **options):
+    options = {k: v for k, v in options.items() if k != "batch"}
+    model = build_model(preset(options.pop("preset"), **options), torch.float32)
+    model.initialise(seed)
+    return model
+
+
+def kind_of(name: str, stds: dict[str, float]) -> str:
+    return max((part for part in stds if f".{part}." in f".{name}."), key=len)
+
+
+def is_norm(name: str) -> bool:
+    return "norm" in name
+
+
+@pytest.mark.parametrize("rule", ["moment", "nibble", "carry"])
+@pytest.mark.parametrize("shape", ["dense", "graph"])
+def test_packed_weights_spread_as_the_table_says(shape, rule, small_graph):
+    """In size to the rounding to bfloat16, in the share that is not zero to the sampling error."""
+    options = DENSE if shape == "dense" else small_graph | {"memgram": True}
+    stds, seen = DENSE_STDS if shape == "dense" else GRAPH_STDS, set()
+    for name, tensor in build(rule=rule, **options).weights().items():
+        weight = tensor.weight(torch.float32)
+        if is_norm(name):
+            assert (weight == 1).all(), name
+            continue
+        kind = kind_of(name, stds)
+        seen.add(kind)
+        full, of_tables = NONZERO[rule]
+        share, size = of_tables if kind == "table" else full, stds[kind] / full**0.5
+        assert weight.abs().unique()[-1].item() == pytest.approx(size, rel=0.008), name
+        assert len(weight.abs().unique()) == 2, name
+        error = (share * (1 - share) / weight.numel()) ** 0.5
+        assert (weight != 0).float().mean().item() == pytest.approx(share, abs=5 * error), name
+        assert abs(weight.sign().mean().item()) < 5 * (share / weight.numel()) ** 0.5, name
+    assert seen == set(stds)
+
+
+@pytest.mark.parametrize("weights", ["float", "ste"])
+def test_weights_of_a_twin_spread_as_the_table_says(weights):
+    for name, part in build(weights=weights, **DENSE).weights().items():
+        if not is_norm(name):
+            std, latent = DENSE_STDS[kind_of(name, DENSE_STDS)], part.latent
+            error = 5 / (2 * latent.numel()) ** 0.5
+            assert latent.std().item() == pytest.approx(std, rel=error), name
+            assert abs(latent.mean().item()) < 5 * std / latent.numel() ** 0.5, name
+
+
+def values(part) -> torch.Tensor:
+    """Read what was drawn: z of a packed tensor, else the weights."""
+    if not isinstance(part, TernaryTensor):
+        return part.latent.detach().double()
+    (digit, _), *_ = part.rule.digits(part.state).values()
+    return unpack_trits(part.trits, part.in_features).double() * part.rule.radix + digit
+
+
+def correlation(a: torch.Tensor, b: torch.Tensor) -> float:
+    """Correlate in units of the standard error of independent values."""
+    return torch.corrcoef(torch.stack([a.flatten(), b.flatten()]))[0, 1].item() * a.numel() ** 0.5
+
+
+@pytest.mark.parametrize("kind", ["ternary", "float", "graph"])
+def test_two_seeds_differ_everywhere_and_no_two_tensors_are_alike(kind, small_graph):
+    options = small_graph | {"memgram": True} if kind == "graph" else DENSE | {"weights": kind}
+    drawn = [
+        {name: values(part) for name, part in build(seed, **options).weights().items()
+         if not is_norm(name)}
+        for seed in (0, 1)
+    ]  # fmt: skip
+    for name in drawn[0]:
+        assert abs(correlation(drawn[0][name], drawn[1][name])) < 5, name
+    for one, other in itertools.combinations(drawn[0], 2):
+        a, b = drawn[0][one], drawn[0][other]
+        rows, columns = min(len(a), len(b)), min(a.shape[1], b.shape[1])
+        assert abs(correlation(a[:rows, :columns], b[:rows, :columns])) < 5, (one, other)
+    for name, value in drawn[0].items():  # nor two halves of one
+        half = len(value) // 2
+        assert abs(correlation(value[:half], value[half : 2 * half])) < 5, name

@@ -1,0 +1,283 @@
+"""What a run reads of which text and when, and that its records say what happened."""
+
+import json
+import math
+from collections import Counter
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from arbcli.checkpoint import load_checkpoint
+from arbcli.data import open_texts
+from arbcli.train import run as runs
+from arbcli.train import trainer as training
+from arbcli.train.configure import new_config
+from arbcli.train.run import Observer, resume_run, start_run
+from arbcli.train.trainer import Trainer
+
+TRAIN, VAL = b"abcdefgh", b"WXYZ"
+"""Alphabets of the training and of the held-out text: no byte is in both."""
+SHAPE = {"dim": 32, "layers": 1, "heads": 2, "ffn": 48, "ctx": 16, "batch": 4, "accum": 2}
+
+
+@pytest.fixture(scope="module")
+def options(tmp_path_factory) -> dict:
+    """Options of a small run in float32 whose texts share no byte."""
+    generator, folder = torch.Generator().manual_seed(0), tmp_path_factory.mktemp("texts")
+    paths = {}
+    for name, alphabet in (("data", TRAIN), ("val", VAL)):
+        order = torch.randint(len(alphabet), (4000,), generator=generator).tolist()
+        paths[name] = folder / f"{name}.txt"
+        paths[name].write_bytes(bytes(alphabet[i] for i in order))
+    texts = {name: [str(path)] for name, path in paths.items()}
+    return SHAPE | texts | {"device": "cpu", "compute": "fp32", "steps": 6, "warmup": 2}
+
+
+@pytest.fixture(autouse=True)
+def short_samples(monkeypatch):
+    monkeypatch.setattr(runs, "SAMPLE_BYTES", 4)
+
+
+def trainer_of(options: dict, **changes) -> Trainer:
+    config = new_config(**options | changes)
+    return Trainer(config, open_texts(config.data, config.val, seed=0, context=config.model.ctx))
+
+
+def spy(monkeypatch, owner, name: str) -> list:
+    """Note the arguments of every call of a function, and call it."""
+    calls, function = [], getattr(owner, name)
+
+    def noted(*args, **kwargs):
+        calls.append((args, kwargs))
+        return function(*args, **kwargs)
+
+    monkeypatch.setattr(owner, name, noted)
+    return calls
+
+
+def test_each_micro_batch_is_asked_for_once_and_of_the_right_text(options, monkeypatch):
+    trainer = trainer_of(options, seed=5, accum=3)
+    calls = spy(monkeypatch, training, "batch")
+    for _ in range(2):
+        trainer.train_step()
+    for args, asked in calls:
+        assert args == (trainer.texts.train,)
+        assert (asked["seed"], asked["batch_size"], asked["context"]) == (5, 4, 16)
+    assert [(asked["step"], asked["micro"]) for _, asked in calls] == [
+        (0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2),
+    ]  # fmt: skip
+
+
+def test_evaluation_asks_for_the_held_out_text(options, monkeypatch):
+    trainer = trainer_of(options, seed=5)
+    calls = spy(monkeypatch, training, "evaluation_batches")
+    trainer.evaluate()
+    trainer.train_step()
+    trainer.evaluate()
+    first, second = calls
+    assert first[0] == second[0] == (trainer.texts.val,)
+    assert first[1] == second[1]
+    assert {"num_batches": 40, "batch_size": 4, "context": 16}.items() <= first[1].items()
+    assert first[1].get("seed", 7) == 7  # every run is measured on the same windows
+
+
+def read_by(trainer: Trainer) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Note what the model is given to train on, as it is given."""
+    seen, losses = [], trainer.model.losses
+
+    def noted(ids, targets):
+        seen.append((ids.clone(), targets.clone()))
+        return losses(ids, targets)
+
+    trainer.model.losses = noted
+    return seen
+
+
+def test_model_reads_the_training_text_alone_and_nothing_twice(options):
+    trainer = trainer_of(options)
+    seen = read_by(trainer)
+    for _ in range(3):
+        trainer.train_step()
+    assert len(seen) == 6
+    for ids, targets in seen:
+        assert set(ids.flatten().tolist()) | set(targets.flatten().tolist()) <= set(TRAIN)
+        assert torch.equal(ids[:, 1:], targets[:, :-1])
+    rows = {tuple(row.tolist()) for ids, _ in seen for row in ids}
+    assert len(rows) == 6 * 4  # windows of 16 among 8**16: none comes up twice
+
+
+def test_model_is_measured_on_the_held_out_text_alone(options, monkeypatch):
+    trainer = trainer_of(options)
+    seen, loss = [], trainer.model.loss
+    trainer.model.loss = lambda *pair: seen.append(pair) or loss(*pair)
+    found = trainer.evaluate()
+    assert len(seen) == 40
+    for ids, targets in seen:
+        assert set(ids.flatten().tolist()) | set(targets.flatten().tolist()) <= set(VAL)
+    with torch.no_grad():
+        expected = sum(float(loss(*pair)) for pair in seen) / 40
+    assert found == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("weights", ["ternary", "float"])
+def test_runs_of_two_seeds_read_other_windows(weights, options):
+    read = []
+    for seed in (0, 1):
+        trainer = trainer_of(options, weights=weights, seed=seed)
+        read.append(torch.stack([trainer.fetch(micro, "cpu")[0] for micro in range(2)]))
+    assert not (read[0].flatten(0, 1)[:, None] == read[1].flatten(0, 1)).all(-1).any()
+
+
+@pytest.mark.parametrize("weights", ["ternary", "float"])
+def test_loss_of_a_step_is_the_mean_of_its_micro_batches(weights, options):
+    trainer = trainer_of(options, weights=weights, accum=4)
+    seen, losses = [], trainer.model.losses
+
+    def noted(*pair):
+        parts = losses(*pair)
+        seen.append(parts["text"].item())
+        return parts
+
+    trainer.model.losses = noted
+    found = float(trainer.train_step())
+    assert max(seen) - min(seen) > 1e-3
+    assert found == pytest.approx(sum(seen) / 4, rel=1e-5)
+
+
+def test_gradient_of_a_float_twin_is_the_mean_over_its_micro_batches(options):
+    trainer = trainer_of(options, weights="float", accum=4)
+    pairs = [trainer.fetch(micro, "cpu") for micro in range(4)]
+    ids, targets = (torch.cat(part) for part in zip(*pairs, strict=True))
+    parameters = list(trainer.model.parameters())
+    expected = torch.autograd.grad(trainer.model.loss(ids, targets), parameters)
+    trainer.optimizer.finish = lambda: None  # which would clip them, step and drop them
+    trainer.train_step()
+    for parameter, grad in zip(parameters, expected, strict=True):
+        torch.testing.assert_close(parameter.grad, grad, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("weights", ["ternary", "float", "ste"])
+def test_learning_rate_follows_the_schedule(weights, options, monkeypatch):
+    trainer = trainer_of(options, weights=weights, lr=0.01, steps=6, warmup=2)
+    calls = spy(monkeypatch, trainer._updates, "set_step")
+    for _ in range(6):
+        trainer.train_step()
+    shares = [0.05 + 0.95 * (1 + math.cos(math.pi * step / 6)) / 2 for step in range(6)]
+    shares[0] *= 0.5  # of a warm-up of two steps
+    assert [args[0] for args, _ in calls] == list(range(6))
+    assert [args[1] for args, _ in calls] == pytest.approx([0.01 * share for share in shares])
+    assert [args[2] for args, _ in calls] == [2] * 6
+    if weights != "ternary":
+        assert float(trainer.optimizer._lr) == pytest.approx(0.01 * shares[5])
+
+
+class Clock(SimpleNamespace):
+    """A clock that only stands or leaps: half a second a step, minutes for all else."""
+
+    now = 0.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+    def take(self, monkeypatch, owner, name: str, seconds: float) -> None:
+        function = getattr(owner, name)
+
+        def slow(*args, **kwargs):
+            self.now += seconds
+            return function(*args, **kwargs)
+
+        monkeypatch.setattr(owner, name, slow)
+
+
+GOLDEN = [
+    (1, 6.0853, None, 0.5, 0.00989),
+    (2, 5.8547, None, 0.936362, 0.01802),
+    (3, 5.3905, 6.1739, 0.7625, 0.01391),
+    (4, 5.0141, None, 0.525, 0.01068),
+    (5, 4.5285, None, 0.2875, 0.00586),
+    (6, 4.6352, 6.1637, 0.113638, 0.00263),
+]
+"""Step, loss, held-out loss, learning rate and share of flipped trits of the records below.
+
+Last bits of a product differ between CPUs, and with them a few of the flips.
+"""
+
+
+@pytest.fixture(scope="module")
+def records(options, tmp_path_factory) -> list[dict]:
+    clock, run = Clock(), tmp_path_factory.mktemp("golden") / "run"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(runs, "SAMPLE_BYTES", 4)
+        patch.setattr(runs, "LOG_EVERY", 1)
+        patch.setattr(runs, "time", clock)
+        clock.take(patch, Trainer, "train_step", 0.5)
+        clock.take(patch, Trainer, "evaluate", 100)
+        clock.take(patch, runs, "save_checkpoint", 1000)
+        start_run(new_config(**options | {"save_every": 2, "eval_every": 3}), run, Observer())
+    return [json.loads(line) for line in (run / "metrics.jsonl").open()]
+
+
+def test_records_of_a_run_are_what_they_were(records):
+    for record, (step, loss, val_loss, lr, flip_share) in zip(records, GOLDEN, strict=True):
+        assert record["step"] == step
+        assert record["loss"] == pytest.approx(loss, rel=3e-3)
+        assert record["val_loss"] == (val_loss and pytest.approx(val_loss, rel=3e-3))
+        assert record["lr"] == pytest.approx(lr, rel=1e-5)
+        assert record["flip_share"] == pytest.approx(flip_share, rel=0.05)
+        assert (record["state_bytes"], record["parts"], record["gauges"]) == (57298, {}, {})
+
+
+def test_records_have_the_right_units(records):
+    for record in records:
+        assert record["bits_per_byte"] == pytest.approx(record["loss"] / 0.693147, rel=1e-5)
+        assert record["bytes_per_second"] == 2 * 4 * 16 / 0.5  # windows of 16 bytes, twice four
+        assert record["seconds_left"] == 0.5 * (6 - record["step"])
+        assert record["nonfinite_steps"] == 0
+        assert record["peak_bytes"] > record["state_bytes"]
+
+
+def test_record_has_the_mean_of_all_steps_since_the_last(records, options, tmp_path, monkeypatch):
+    monkeypatch.setattr(runs, "LOG_EVERY", 4)
+    start_run(new_config(**options), tmp_path / "seldom", Observer())
+    seldom = [json.loads(line) for line in (tmp_path / "seldom" / "metrics.jsonl").open()]
+    assert [record["step"] for record in seldom] == [4, 6]
+    for name in ("loss", "flip_share"):
+        each = [record[name] for record in records]
+        means = [sum(each[:4]) / 4, sum(each[4:]) / 2]
+        assert [record[name] for record in seldom] == pytest.approx(means, rel=1e-5)
+
+
+def test_report_has_the_entropy_of_the_held_out_text(options, tmp_path):
+    report = start_run(new_config(**options | {"steps": 1}), tmp_path / "run", Observer())
+    content = Path(options["val"][0]).read_bytes()
+    shares = [count / len(content) for count in Counter(content).values()]
+    assert report.entropy == pytest.approx(-sum(share * math.log(share) for share in shares))
+    assert report.bits_per_byte == pytest.approx(report.val_loss / 0.693147, rel=1e-5)
+
+
+def test_counters_go_on_through_a_resume(options, tmp_path, monkeypatch):
+    """One step without a finite gradient is counted once before, and still after."""
+    monkeypatch.setattr(runs, "LOG_EVERY", 1)
+    step_of = Trainer.train_step
+
+    def poisoned(self, *args):
+        if self.step == 1:
+            losses = self.model.losses
+            self.model.losses = lambda *pair: {k: v * math.nan for k, v in losses(*pair).items()}
+            loss = step_of(self, *args)
+            del self.model.losses
+            return loss
+        return step_of(self, *args)
+
+    monkeypatch.setattr(Trainer, "train_step", poisoned)
+    run = tmp_path / "run"
+    start_run(new_config(**options | {"save_every": 3}), run, Observer())
+    checkpoint = load_checkpoint(run / "step-000003.safetensors")
+    assert checkpoint.counters["nonfinite_steps"] == 1
+    assert checkpoint.counters["refused"] > 1
+    resume_run(run / "step-000003.safetensors", Observer())
+    assert load_checkpoint(run / "step-000006.safetensors").counters == checkpoint.counters
+    records = [json.loads(line) for line in (run / "metrics.jsonl").open()]
+    assert [record["nonfinite_steps"] for record in records] == [0, 1, 1, 1, 1, 1]
