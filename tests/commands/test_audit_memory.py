@@ -1,5 +1,6 @@
 """`arb audit-memory`: what it prints, what it lets pass, and the faults that it catches."""
 
+import dataclasses
 import json
 import subprocess
 import sys
@@ -10,6 +11,7 @@ import torch
 from typer.testing import CliRunner
 
 from arbcli.cli import app
+from arbcli.inspect.memory import predict
 from arbcli.model.dense import ByteLM
 from arbcli.train.updater import Updater
 
@@ -134,21 +136,25 @@ def test_audit_memory_fails_on_state_outside_the_model(monkeypatch):
 
 
 def test_audit_memory_fails_on_a_wrong_prediction(monkeypatch):
-    monkeypatch.setattr("arbcli.inspect.memory.TRITS_PER_BYTE", 4)
+    def predict_other(config):
+        return predict(dataclasses.replace(config, layers=config.layers + 1))
+
+    monkeypatch.setattr("arbcli.inspect.audit.predict", predict_other)
     result = run("--steps", "2", "--json")
     assert result.exit_code == 1
     assert checks_of(result)["state-as-predicted"] is False
 
 
 @pytest.fixture
-def nothing_is_made(monkeypatch):
+def nothing_is_measured(monkeypatch):
     def refuse(*_):
-        raise AssertionError("a model was made")
+        raise AssertionError("a step was measured")
 
-    monkeypatch.setattr(ByteLM, "__init__", refuse)
+    monkeypatch.setattr("arbcli.inspect.audit.audit", refuse)
+    monkeypatch.setattr("arbcli.inspect.audit.open_texts", refuse)
 
 
-@pytest.mark.usefixtures("nothing_is_made")
+@pytest.mark.usefixtures("nothing_is_measured")
 @pytest.mark.parametrize(("budget", "code"), [("1MiB", 0), ("1kB", 1)])
 def test_audit_memory_tells_whether_a_step_fits(budget, code):
     result = run("--budget", budget, "--json")
@@ -159,7 +165,7 @@ def test_audit_memory_tells_whether_a_step_fits(budget, code):
     assert ("fits" if code == 0 else "does not fit") in run("--budget", budget).stdout
 
 
-@pytest.mark.usefixtures("nothing_is_made")
+@pytest.mark.usefixtures("nothing_is_measured")
 def test_audit_memory_predicts_every_rule_and_scale_type():
     report = json.loads(run("--what-if", "--json").stdout)
     assert len(report["choices"]) == 32
