@@ -6,7 +6,7 @@ when it dies. The same count names the largest tensors at the peak, on both.
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -96,7 +96,7 @@ class AuditReport:
 
 
 def check_fit(config: TrainConfig, budget: str) -> FitReport:
-    """Tell whether a training step fits into a budget such as `6GiB`, `500MiB` or `4GB`.
+    """Tell whether the steps and evaluations of a run fit into a budget: `6GiB`, `500MiB`, `4GB`.
 
     Raises:
         ArbError: that is no number of bytes.
@@ -106,24 +106,28 @@ def check_fit(config: TrainConfig, budget: str) -> FitReport:
     if not unit:
         raise ArbError(f"`--budget` is `{budget}`", hint="use a number and a unit, such as `6GiB`")
     size, peak = int(float(match[1]) * unit), predict_peak(config, captured=True)
-    return FitReport(budget_bytes=size, predicted_peak=peak, fits=peak.reserved_bytes <= size)
+    return FitReport(budget_bytes=size, predicted_peak=peak, fits=peak.evaluated_bytes <= size)
 
 
 def audit(
-    config: TrainConfig, snapshot: Path | None = None, predicted_peak: PeakReport | None = None
+    config: TrainConfig,
+    snapshot: Path | None = None,
+    on_prediction: Callable[[PeakReport], None] = lambda _: None,
 ) -> AuditReport:
     """Do the steps of a run, on the text it would read, and measure memory all along.
 
     Args:
         config: what to run, for two steps or more.
         snapshot: where to write torch's own record of every CUDA allocation.
-        predicted_peak: of a step that is not captured; None predicts it.
+        on_prediction: is told the predicted peak before the steps.
 
     Raises:
-        ArbError: there is not enough memory, or the snapshot cannot be written.
+        ArbError: the text is too short, there is not enough memory, or the snapshot cannot be
+            written.
     """
-    predicted_peak = predicted_peak or predict_peak(config)
     texts = open_texts(config.data, config.val, seed=config.seed, context=config.model.ctx)
+    predicted_peak = predict_peak(config)
+    on_prediction(predicted_peak)
     tensors = LiveTensors(torch.device(config.device))
     try:
         with (

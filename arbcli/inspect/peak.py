@@ -51,8 +51,10 @@ class PeakReport:
     """The sum of these four; on CUDA in the allocator's blocks."""
     reserved_bytes: int
     """What the CUDA allocator takes from the device for it, gaps included; on a CPU the same."""
+    evaluated_bytes: int
+    """The same once the run has also evaluated: outside of a captured step that takes its own."""
     at: str
-    """What the model does at the peak."""
+    """The function that allocates the last of it; of `autograd` the operation too."""
 
 
 ORDERS = 8
@@ -272,7 +274,8 @@ class _Trace(Storages):
         self.parts[part] += size
         if not self.loading and self.allocated >= self.peak:
             self.peak, self.peak_parts = self.allocated, self.parts.copy()
-            self.at = f"{op} in {calling_function()}"
+            function = calling_function()
+            self.at = f"{op} in {function}" if function == "autograd" else function
         return _Taken(blocks, size, part)
 
     def _give(self, taken: "_Taken") -> None:
@@ -321,16 +324,16 @@ def predict_peak(config: TrainConfig, *, captured: bool = False) -> PeakReport:
         if captured:
             with trace.capturing():
                 trainer.train_step()
-    parts = {f"{name}_bytes": size for name, size in trace.peak_parts.items()}
+        steps = {f"{name}_bytes": size for name, size in trace.peak_parts.items()}
+        steps |= {"peak_bytes": trace.peak, "reserved_bytes": trace.reserved(), "at": trace.at}
+        trainer.evaluate(num_batches=1)
     return PeakReport(
         device=device.type,
         batch=config.batch,
         compute_bytes=COMPUTE[config.compute].itemsize,
         captured=captured,
-        **parts,
-        peak_bytes=trace.peak,
-        reserved_bytes=trace.reserved(),
-        at=trace.at,
+        **steps,
+        evaluated_bytes=trace.reserved(),
     )
 
 
