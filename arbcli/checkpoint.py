@@ -258,7 +258,15 @@ def write_json(path: Path, value: Any) -> None:
     Raises:
         ArbError: it cannot be written; what was there before is intact.
     """
-    text = json.dumps(value, indent=2, sort_keys=True, allow_nan=False) + "\n"
+    write_text(path, json.dumps(value, indent=2, sort_keys=True, allow_nan=False) + "\n")
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write text, whole or not at all.
+
+    Raises:
+        ArbError: it cannot be written; what was there before is intact.
+    """
     with _os_errors("write", path, _WRITE_HINT):
         _write_whole(path, lambda file: file.write(text.encode()))
 

@@ -143,7 +143,7 @@ def train(
     )
     from arbcli.inspect import plots  # torch takes seconds to import, so not for `arb --help`
     from arbcli.train.configure import new_config
-    from arbcli.train.directory import RUNS, latest_run, new_run_path
+    from arbcli.train.directory import RUNS, latest_run
     from arbcli.train.run import resume_run, start_run
 
     if plot is not None:
@@ -155,7 +155,7 @@ def train(
             report = resume_run(path, display, device=device, backend=backend)
         else:
             config = new_config(**given, device=device, backend=backend)
-            report = start_run(config, out or new_run_path(config), display, minutes=minutes)
+            report = start_run(config, out, display, minutes=minutes)
     if plot is not None:
         plots.plot_training(Path(report.run), plot)
     display.finished(report)

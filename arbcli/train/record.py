@@ -5,6 +5,7 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
+from arbcli.checkpoint import write_text
 from arbcli.errors import ArbError
 
 METRICS = "metrics.jsonl"
@@ -79,15 +80,25 @@ def append_record(run: Path, record: Record) -> None:
 
 
 def drop_records_after(run: Path, step: int) -> None:
-    """Drop the records after `step`, and one that was cut off; they will be written again."""
+    """Drop the records after `step`, which will be written again, and lines that are none.
+
+    Raises:
+        ArbError: the file cannot be read or written; what was there before is intact.
+    """
     path = run / METRICS
-    if not path.exists():
-        return
-    kept = []
-    for line in path.read_text().splitlines():
-        try:
-            if json.loads(line)["step"] <= step:
-                kept.append(line + "\n")
-        except (ValueError, KeyError):
-            break
-    path.write_text("".join(kept))
+    try:
+        text = path.read_text(errors="replace") if path.exists() else ""
+    except OSError as error:
+        raise ArbError(
+            f"cannot read `{path}`: {error.strerror}", hint="check the path and its permissions"
+        ) from error
+    kept = "".join(line + "\n" for line in text.splitlines() if _is_until(step, line))
+    if kept != text:
+        write_text(path, kept)
+
+
+def _is_until(step: int, line: str) -> bool:
+    try:
+        return json.loads(line)["step"] <= step
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return False

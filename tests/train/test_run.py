@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from unittest import mock
 
@@ -19,7 +20,8 @@ from arbcli.config.training import train_config_from
 from arbcli.errors import ArbError
 from arbcli.rules import RULES
 from arbcli.train.configure import new_config
-from arbcli.train.directory import latest_run
+from arbcli.train.directory import latest_run, make_next_directory
+from arbcli.train.record import drop_records_after
 from arbcli.train.run import Observer, resume_run, start_run
 
 SMALL = {"dim": 32, "layers": 1, "heads": 2, "ffn": 48, "ctx": 16, "batch": 4}
@@ -273,6 +275,53 @@ def test_metrics_of_a_resumed_run_have_no_step_twice(text, tmp_path, device, mon
     resume_run(run, Observer())
     steps = [json.loads(line)["step"] for line in (run / "metrics.jsonl").open()]
     assert steps == list(range(1, 13))
+
+
+def test_last_record_is_written_before_the_last_checkpoint(text, tmp_path, device, monkeypatch):
+    """Who is killed between the two comes to both again."""
+    monkeypatch.setattr("arbcli.train.run._Loop._save_if_new", mock.Mock(side_effect=SystemExit))
+    with pytest.raises(SystemExit):
+        start_run(config(text, device, steps=2), tmp_path / "run", Observer())
+    (line,) = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    assert json.loads(line)["val_loss"] > 0
+
+
+@pytest.mark.parametrize("damage", [b"\xff\n", b"5\n", b"[]\n", b'{"step": 9', b"[" * 10**5])
+def test_records_are_cut_whole_or_not_at_all(damage, tmp_path, monkeypatch):
+    path = tmp_path / "metrics.jsonl"
+    before = b'{"step": 1}\n{"step": 2}\n' + damage
+    path.write_bytes(before)
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "replace", mock.Mock(side_effect=OSError(28, "No space left")))
+        with pytest.raises(ArbError, match="No space left"):
+            drop_records_after(tmp_path, 1)
+    assert path.read_bytes() == before
+    drop_records_after(tmp_path, 1)
+    assert path.read_bytes() == b'{"step": 1}\n'
+
+
+def test_next_directory_is_never_another_run_s(tmp_path, monkeypatch):
+    options, root = new_config(device="cpu"), tmp_path / "runs"
+    assert make_next_directory(options, root).name == "001-256x4-moment"
+    seen = iter([[], ["001-"]])
+    monkeypatch.setattr(os, "listdir", lambda _: next(seen))
+    assert make_next_directory(options, root).name == "002-256x4-moment"  # another was faster
+    monkeypatch.undo()
+    for number in (999, 1000):
+        (root / f"{number}-x").mkdir()
+    assert make_next_directory(options, root).name == "1001-256x4-moment"
+
+
+def test_two_starts_in_one_directory_cannot_overwrite_each_other(text, tmp_path, device):
+    run = tmp_path / "run"
+
+    def lock(directory):
+        (run / "config.json").write_text("of another start, which has ended")
+        return nullcontext()
+
+    with mock.patch("arbcli.train.run.run_lock", lock), pytest.raises(ArbError, match="already"):
+        start_run(config(text, device), run, Observer())
+    assert (run / "config.json").read_text().startswith("of another")
 
 
 def test_resume_of_a_finished_run_evaluates_again(text, tmp_path, device):
