@@ -500,6 +500,7 @@ def _write_whole(path: Path, write: Callable[[BufferedIOBase], object]) -> None:
     if hasattr(os, "O_DIRECTORY"):  # elsewhere a directory cannot be synced
         descriptor = os.open(path.parent, os.O_RDONLY)
         try:
-            os.fsync(descriptor)
+            with suppress(OSError):  # some network file systems refuse; the file itself is synced
+                os.fsync(descriptor)
         finally:
             os.close(descriptor)

@@ -68,6 +68,11 @@ def main() -> None:
         hint = error.hint and in_options(error.hint, error.fields)
         fail(in_options(str(error), error.fields), hint)
         sys.exit(2)
+    except OSError as error:
+        if error.filename is None:
+            raise
+        fail(f"cannot use `{error.filename}`: {error.strerror}", "check the path and permissions")
+        sys.exit(2)
     except Exception:
         traceback.print_exc()
         sys.exit(2)

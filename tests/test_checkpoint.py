@@ -1,5 +1,6 @@
 """Checkpoints against a hostile disk: a file comes back to the last bit, or is refused by name."""
 
+import errno
 import json
 import os
 import re
@@ -588,6 +589,18 @@ def test_full_disk_leaves_what_was_there(tmp_path):
     assert {path.name for path in tmp_path.iterdir()} == {"config.json", "step-000100.safetensors"}
     assert_same(latest_checkpoint(tmp_path, pytest.fail), example(100))
     assert read_json(tmp_path / "config.json") == {"seed": 1}
+
+
+def test_save_where_a_directory_cannot_be_synced(tmp_path, monkeypatch):
+    sync = os.fsync
+
+    def refuse(descriptor):
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            raise OSError(errno.EINVAL, "Invalid argument")
+        sync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", refuse)
+    assert_same(load_checkpoint(save_checkpoint(tmp_path, example())), example())
 
 
 def test_interrupted_save_leaves_no_temporary(tmp_path, saved, monkeypatch):

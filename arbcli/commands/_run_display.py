@@ -1,6 +1,5 @@
 """What `arb train` shows of a run."""
 
-import dataclasses
 import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -45,7 +44,7 @@ class RunDisplay:
     def recorded(self, record: "Record") -> None:
         if self.as_json:
             try:
-                emit_json(dataclasses.asdict(record))
+                emit_json(record.as_json())
             except OutputError as error:
                 self.as_json = False
                 note(f"{error}; the run goes on, and its directory has every record")

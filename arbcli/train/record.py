@@ -2,8 +2,10 @@
 
 import dataclasses
 import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from arbcli.checkpoint import write_text
 from arbcli.errors import ArbError
@@ -42,6 +44,16 @@ class Record:
     gauges: dict[str, float]
     """What the model measures of itself."""
 
+    def as_json(self) -> dict[str, Any]:
+        """List the fields; a number that is not finite, which JSON has not, is None."""
+        return _finite(dataclasses.asdict(self))
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _finite(part) for name, part in value.items()}
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainReport:
@@ -71,7 +83,7 @@ def append_record(run: Path, record: Record) -> None:
     path = run / METRICS
     try:
         with path.open("a") as file:
-            file.write(json.dumps(dataclasses.asdict(record)) + "\n")
+            file.write(json.dumps(record.as_json(), allow_nan=False) + "\n")
     except OSError as error:
         raise ArbError(
             f"cannot write `{path}`: {error.strerror}",

@@ -47,6 +47,7 @@ from arbcli.train.directory import (
 from arbcli.train.record import Record, TrainReport, append_record, drop_records_after
 from arbcli.train.trainer import Trainer, schedule, text_digest
 
+MOST_MINUTES = 60 * 24 * 366
 LOG_EVERY = 10
 """Steps between records; reading a loss makes a GPU wait."""
 SAVE_SECONDS = 300
@@ -85,6 +86,8 @@ def start_run(
     Raises:
         ArbError: something the user can fix; whatever was saved before is intact.
     """
+    if minutes is not None and not 0 < minutes <= MOST_MINUTES:
+        raise ArbError(f"`--minutes` is {minutes}", hint=f"use a number up to {MOST_MINUTES:,}")
     if run is not None:
         check_free(run)
     texts = open_texts(config.data, config.val, seed=config.seed, context=config.model.ctx)

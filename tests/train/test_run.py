@@ -21,7 +21,7 @@ from arbcli.errors import ArbError
 from arbcli.rules import RULES
 from arbcli.train.configure import new_config
 from arbcli.train.directory import latest_run, make_next_directory
-from arbcli.train.record import drop_records_after
+from arbcli.train.record import Record, append_record, drop_records_after
 from arbcli.train.run import Observer, resume_run, start_run
 
 SMALL = {"dim": 32, "layers": 1, "heads": 2, "ffn": 48, "ctx": 16, "batch": 4}
@@ -284,6 +284,34 @@ def test_last_record_is_written_before_the_last_checkpoint(text, tmp_path, devic
         start_run(config(text, device, steps=2), tmp_path / "run", Observer())
     (line,) = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
     assert json.loads(line)["val_loss"] > 0
+
+
+@pytest.mark.parametrize("minutes", [float("inf"), float("nan"), -1.0])
+def test_minutes_that_are_no_time_are_refused(minutes, text, tmp_path):
+    with pytest.raises(ArbError, match="`--minutes` is"):
+        start_run(config(text, "cpu"), tmp_path / "run", Observer(), minutes=minutes)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("error", [MemoryError(), RuntimeError("DefaultCPUAllocator: can't")])
+def test_memory_of_a_cpu_that_is_not_enough_is_explained(error, text, tmp_path, monkeypatch):
+    monkeypatch.setattr("arbcli.train.run.Trainer", mock.Mock(side_effect=error))
+    with pytest.raises(ArbError, match="machine's memory is not enough"):
+        start_run(config(text, "cpu"), tmp_path / "run", Observer())
+
+
+@pytest.mark.parametrize("damage", ["[]", '{"config": 5}', '{"config": {"model": []}}', "{}"])
+def test_resume_explains_a_damaged_configuration(damage, tmp_path):
+    (tmp_path / "config.json").write_text(damage)
+    with pytest.raises(ArbError, match="does not fit this version"):
+        resume_run(tmp_path, Observer())
+
+
+def test_number_that_is_not_finite_is_null_in_a_record(tmp_path):
+    values = dict.fromkeys(Record.__dataclass_fields__, 0.0) | {"loss": float("nan")}
+    append_record(tmp_path, Record(**values | {"gauges": {}, "parts": {"ponder": float("inf")}}))
+    line = json.loads((tmp_path / "metrics.jsonl").read_text())
+    assert (line["loss"], line["parts"], line["lr"]) == (None, {"ponder": None}, 0.0)
 
 
 @pytest.mark.parametrize("damage", [b"\xff\n", b"5\n", b"[]\n", b'{"step": 9', b"[" * 10**5])
