@@ -1,5 +1,6 @@
 """A trained model from a run or a checkpoint."""
 
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from arbcli.model.language_model import LanguageModel
 
 
 def load_model(path: Path | str, *, device: str | None = None) -> LanguageModel:
-    """Load a trained model.
+    """Load a trained model; a warning tells of each damaged checkpoint that is passed over.
 
     Args:
         path: a run directory, whose newest intact checkpoint is taken, or a checkpoint.
@@ -26,7 +27,11 @@ def load_model(path: Path | str, *, device: str | None = None) -> LanguageModel:
     Raises:
         ArbError: there is no checkpoint, or it is damaged.
     """
-    return load_named_model(Path(path), resolve_device(device), lambda _: None)[0]
+
+    def warn(message: str) -> None:
+        warnings.warn(message, stacklevel=2)
+
+    return load_named_model(Path(path), resolve_device(device), warn)[0]
 
 
 def load_named_model(

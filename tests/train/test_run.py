@@ -493,6 +493,13 @@ def test_load_gives_the_model_that_was_trained(text, tmp_path, device):
         assert lm(torch.zeros(1, 4, dtype=torch.int64, device=device)).shape == (1, 4, 256)
 
 
+def test_load_warns_of_a_checkpoint_that_it_passes_over(started):
+    newest = started / "step-000009.safetensors"
+    newest.write_bytes(b"")
+    with pytest.warns(UserWarning, match=f"`{newest}`: refused: .*; using the one before it"):
+        load(started, device="cpu")
+
+
 def test_load_refuses_a_checkpoint_of_another_shape(text, tmp_path, device):
     report = start_run(config(text, device), tmp_path / "run", Observer())
     path = Path(report.checkpoint)
