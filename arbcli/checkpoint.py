@@ -64,7 +64,7 @@ _FILE_NAME = re.compile(r"step-([0-9]{6,})\.safetensors")
 _TENSOR_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 _READ_HINT = "check the path and its permissions"
 _WRITE_HINT = "check permissions and free space; whatever was saved before is intact"
-_REFUSED_HINT = "it was truncated or altered: delete it, or use an earlier one"
+_REFUSED_HINT = "it is no checkpoint of arb, or was truncated or altered: name another"
 
 
 class DamagedError(ArbError):

@@ -517,6 +517,14 @@ def test_load_refuses_a_huge_header_unread(tmp_path, length):
     tracemalloc.stop()
 
 
+def test_hint_about_a_file_that_is_not_ours_is_no_advice_to_delete_it(tmp_path):
+    (tmp_path / "text.txt").write_bytes(b"a text that its owner needs")
+    with pytest.raises(ArbError) as caught:
+        load_checkpoint(tmp_path / "text.txt")
+    assert "it is no checkpoint" in caught.value.hint
+    assert "delete" not in caught.value.hint
+
+
 def test_latest_falls_back_and_says_why(tmp_path):
     for step in (100, 200, 300):
         save_checkpoint(tmp_path, example(step), keep=3)

@@ -36,6 +36,7 @@ from arbcli.commands._options import (
     given_options,
     option_of,
 )
+from arbcli.commands._outputs import PICTURES, check_file
 from arbcli.commands._run_display import RunDisplay
 from arbcli.errors import ArbError
 from arbcli.signals import exit_code
@@ -90,7 +91,7 @@ def train(
     device: Device = None,
     backend: Backend = None,
     seed: Seed = None,
-    plot: Annotated[Path | None, typer.Option(help="Draw the losses to this PNG.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw the losses: .png, .pdf or .svg.")] = None,
     quiet: Annotated[bool, typer.Option("--quiet", help="No progress.")] = False,
     as_json: Json = False,
     attention: Attention = None,
@@ -148,6 +149,7 @@ def train(
 
     if plot is not None:
         plots.require_matplotlib()
+        check_file(plot, "--plot", PICTURES)
     with RunDisplay(quiet=quiet, as_json=as_json) as display:
         if resume is not None:
             _refuse_changes(given | given_options(minutes=minutes))

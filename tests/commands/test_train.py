@@ -169,6 +169,8 @@ ERRORS = {
     "resume of nothing": (["--resume", "nowhere"], "there is no run at `nowhere`"),
     "no run to resume": (["--resume", "auto"], "there is no run in `runs` that has saved"),
     "resume with other settings": (["--resume", "auto", "--steps", "9"], "cannot be given"),
+    "plot over a text": (["--data", "{text}", "--plot", "{text}"], "`--plot` is"),
+    "plot in no folder": (["--plot", "nowhere/a.svg"], "there is no folder `nowhere`"),
     "out too long": (["--data", "{text}", "--out", "x" * 300], "File name too long"),
     "out that is a file": (["--data", "{text}", "--out", "{text}"], "is a file"),
 }
