@@ -34,10 +34,12 @@ from arbcli.commands._options import (
     TScaleType,
     Val,
     given_options,
+    one_of,
     option_of,
 )
 from arbcli.commands._outputs import PICTURES, check_file
 from arbcli.commands._run_display import RunDisplay
+from arbcli.config.dense import WEIGHTS
 from arbcli.errors import ArbError
 from arbcli.signals import exit_code
 
@@ -62,7 +64,11 @@ def train(
     direction: Direction = None,
     tscale_type: TScaleType = None,
     weights: Annotated[
-        str | None, typer.Option(help="ternary, or a twin: float or ste. [default: ternary]")
+        str | None,
+        typer.Option(
+            help="ternary, or a twin: float or ste. [default: ternary]",
+            callback=one_of("weights", WEIGHTS),
+        ),
     ] = None,
     optimizer: Annotated[
         str | None, typer.Option(help="Of a twin: adamw or muon. [default: adamw]")

@@ -14,6 +14,7 @@ import pytest
 from typer.testing import CliRunner
 
 from arbcli.cli import app, main
+from arbcli.errors import ArbError
 
 SMALL = ["--dim", "32", "--layers", "1", "--heads", "2", "--ffn", "48", "--ctx", "16"]
 SMALL += ["--batch", "4", "--steps", "12", "--device", "cpu"]
@@ -239,6 +240,25 @@ def test_no_option_comes_or_goes_unnoticed(command):
     words = (word.strip(",.`") for word in page.replace("/", " ").split())
     options = {word[2:] for word in words if word.startswith("--")} - {"help"}
     assert options == set(OPTIONS[command].split())
+
+
+@pytest.mark.parametrize("command", ["", *OPTIONS])
+def test_short_option_of_help(command):
+    page = CliRunner().invoke(app, [*command.split(), "-h"])
+    assert page.exit_code == 0
+    assert "Usage" in page.stdout
+
+
+@pytest.mark.parametrize(
+    "mistake", ["--rule=adam", "--preset=huge", "--direction=up", "--tscale-type=T5",
+                "--weights=half", "--compute=fp4"]
+)  # fmt: skip
+def test_unknown_name_is_refused_while_options_are_read(mistake, monkeypatch):
+    """So before torch is imported, which takes seconds."""
+    monkeypatch.setitem(sys.modules, "arbcli.inspect", None)  # the first import of the command
+    result = CliRunner().invoke(app, ["train", mistake])
+    assert isinstance(result.exception, ArbError)
+    assert "choose one of" in result.exception.hint
 
 
 def test_help_comes_without_torch():
