@@ -121,6 +121,13 @@ Compute = Annotated[
         callback=one_of("compute", COMPUTES),
     ),
 ]
+ComputeOfRun = Annotated[
+    str | None,
+    typer.Option(
+        help="Activations: bf16 or fp32. [default: as the run was trained]",
+        callback=one_of("compute", ("bf16", "fp32")),
+    ),
+]
 Recompute = Annotated[
     bool | None,
     typer.Option("--recompute", help="Compute activations again in the backward: less memory."),

@@ -222,8 +222,9 @@ OPTIONS = {
     "train": "accum backend batch compute ctx data device dim direction eval-every ffn heads json"
     " layers lr minutes no-sub-norms optimizer out plot preset quiet recompute resume rule"
     " save-every seed steps sub-norms tscale-type val warmup weights" + PARTS,
-    "generate": "backend bytes checkpoint device json length prompt seed temperature top-k top-p",
-    "evaluate": "backend batch checkpoint data device json stride",
+    "generate": "backend bytes checkpoint compute device json length prompt seed temperature"
+    " top-k top-p",
+    "evaluate": "backend batch checkpoint compute data device json stride",
     "count-params": "ctx dim direction ffn heads json layers preset rule tscale-type" + PARTS,
     "audit-memory": "accum backend batch budget compute ctx device dim direction ffn heads json"
     " layers preset recompute rule seed snapshot steps tscale-type what-if" + PARTS,

@@ -17,6 +17,7 @@ from marks import mostly_slow
 from arbcli import load
 from arbcli.checkpoint import checkpoints, load_checkpoint
 from arbcli.config.training import train_config_from
+from arbcli.device import COMPUTE
 from arbcli.errors import ArbError
 from arbcli.rules import RULES
 from arbcli.train.configure import new_config
@@ -491,6 +492,17 @@ def test_load_gives_the_model_that_was_trained(text, tmp_path, device):
         assert torch.equal(tensor.cpu(), saved.tensors[name])
     with torch.no_grad():
         assert lm(torch.zeros(1, 4, dtype=torch.int64, device=device)).shape == (1, 4, 256)
+
+
+@pytest.mark.parametrize("compute", ["fp32", "bf16"])
+def test_load_computes_as_the_run_did_unless_told_otherwise(compute, started):
+    facts = json.loads((started / "config.json").read_text())
+    facts["config"]["compute"] = compute
+    (started / "config.json").write_text(json.dumps(facts))
+    assert load(started, device="cpu").compute_dtype == COMPUTE[compute]
+    assert load(checkpoints(started)[0], device="cpu").compute_dtype == COMPUTE[compute]
+    other = {"fp32": "bf16", "bf16": "fp32"}[compute]
+    assert load(started, device="cpu", compute=other).compute_dtype == COMPUTE[other]
 
 
 def test_load_warns_of_a_checkpoint_that_it_passes_over(started):
