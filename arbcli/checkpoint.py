@@ -14,9 +14,14 @@ are int8.
 `arb` is canonical JSON too: `format`, `step`, `config`, `counters`, `data`, `digests` (the SHA-256
 of each tensor) and `digest` (the SHA-256 of all that). Canonical is what Python's `json` writes
 with sorted keys, no spaces and ASCII only. A file with any other bytes than these is refused.
+
+The safetensors package is not used: it writes from one buffer that holds the whole file, where
+tensors are hashed and written one at a time here, and it reads what a checkpoint must refuse, such
+as another order of tensors. Tests open our files with it.
 """
 
 import hashlib
+import itertools
 import json
 import math
 import os
@@ -26,7 +31,7 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from io import BufferedIOBase, BufferedReader
 from pathlib import Path
@@ -64,6 +69,14 @@ _TENSOR_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 _READ_HINT = "check the path and its permissions"
 _WRITE_HINT = "check permissions and free space; whatever was saved before is intact"
 _REFUSED_HINT = "it was truncated or altered: delete it, or use an earlier one"
+
+
+class DamagedError(ArbError):
+    """The bytes of a checkpoint are not those that were written.
+
+    Whatever else keeps a checkpoint from being read, such as permissions, a fault of the disk or an
+    older arb than the one that wrote it, is no such error: the file may be whole.
+    """
 
 
 @dataclass(frozen=True, eq=False)
@@ -143,18 +156,20 @@ def load_checkpoint(path: Path) -> Checkpoint:
         The checkpoint, its tensors on the CPU and in memory of their own.
 
     Raises:
-        ArbError: the file cannot be read, or is not to the last byte what `save_checkpoint` wrote.
+        DamagedError: the file is not to the last byte what `save_checkpoint` wrote.
+        ArbError: it cannot be read, or a newer arb wrote it.
     """
     with _os_errors("read", path, _READ_HINT):
         try:
-            _require(stat.S_ISREG(path.stat().st_mode), "it is not a regular file")
+            if not stat.S_ISREG(path.stat().st_mode):
+                raise ArbError("it is not a regular file", hint=_READ_HINT)
             with path.open("rb") as file:
                 return _read_checkpoint(file)
         except ArbError as error:
-            why, hint = str(error), error.hint
+            kind, why, hint = type(error), str(error), error.hint
         except RecursionError:
-            why, hint = "its header is nested too deeply", _REFUSED_HINT
-    raise ArbError(f"checkpoint `{path}`: refused: {why}", hint=hint)
+            kind, why, hint = DamagedError, "its header is nested too deeply", _REFUSED_HINT
+    raise kind(f"checkpoint `{path}`: refused: {why}", hint=hint)
 
 
 def checkpoint_path(directory: Path, step: int) -> Path:
@@ -169,14 +184,14 @@ def checkpoints(directory: Path) -> list[Path]:
 
 
 def latest_checkpoint(directory: Path, note: Callable[[str], None]) -> Checkpoint:
-    """Load the newest checkpoint that is intact.
+    """Load the newest checkpoint that is intact, passing over those that are damaged.
 
     Args:
         directory: the run.
         note: is told of each checkpoint that is passed over, and why.
 
     Raises:
-        ArbError: none can be used.
+        ArbError: none can be used, or one cannot be read that may be whole.
     """
     refusals: list[str] = []
     for path in checkpoints(directory):
@@ -184,7 +199,7 @@ def latest_checkpoint(directory: Path, note: Callable[[str], None]) -> Checkpoin
             note(f"{refusals[-1]}; using the one before it")
         try:
             return load_checkpoint(path)
-        except ArbError as error:
+        except DamagedError as error:
             refusals.append(str(error))
     if not refusals:
         raise ArbError(
@@ -195,6 +210,30 @@ def latest_checkpoint(directory: Path, note: Callable[[str], None]) -> Checkpoin
         f"no checkpoint in `{directory}` can be used: {'; '.join(refusals)}",
         hint="restore one from a copy, or start again in another directory",
     )
+
+
+def set_aside(path: Path, *, leave: bool = False) -> Path:
+    """Give a file a name that is no checkpoint's, so that nothing here reads or removes it.
+
+    Args:
+        path: of the file.
+        leave: whether it keeps its own name besides, until another file takes that.
+
+    Returns:
+        The name: that of the file and `.aside`, with a number if there is one already.
+
+    Raises:
+        ArbError: it cannot be renamed.
+    """
+    names = (path.with_name(f"{path.name}.aside{n or ''}") for n in itertools.count())
+    aside = next(name for name in names if not name.exists())
+    with _os_errors("rename", path, _WRITE_HINT):
+        if leave:
+            with suppress(OSError):  # not every file system has links
+                os.link(path, aside)
+                return aside
+        path.rename(aside)
+    return aside
 
 
 def check_layout(tensors: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
@@ -209,11 +248,12 @@ def check_layout(tensors: Mapping[str, Tensor], expected: Mapping[str, Tensor]) 
             f"{state[name].dtype} {list(state[name].shape)}" if name in state else "missing"
             for state in (tensors, expected)
         )
-        _require(
-            found == wanted,
-            f"`{name}` is {found} in the checkpoint and {wanted} in the model",
-            hint="the checkpoint is of another preset, rule or scale type: use those of its run",
-        )
+        if found != wanted:
+            raise ArbError(
+                f"`{name}` is {found} in the checkpoint and {wanted} in the model",
+                hint="the checkpoint is of another preset, rule or scale type: use those of its"
+                " run",
+            )
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -277,9 +317,9 @@ def _os_errors(action: str, path: Path, hint: str) -> Iterator[None]:
         raise ArbError(f"cannot {action} `{path}`: {reason}", hint=hint) from error
 
 
-def _require(condition: bool, otherwise: str, hint: str = _REFUSED_HINT) -> None:
+def _require(condition: bool, otherwise: str) -> None:
     if not condition:
-        raise ArbError(otherwise, hint=hint)
+        raise DamagedError(otherwise, hint=_REFUSED_HINT)
 
 
 def _step(path: Path) -> int:
@@ -407,7 +447,8 @@ def _read_metadata(entry: Any) -> dict[str, Any]:
     metadata = _parse_object(entry["arb"].encode(errors="replace"), "metadata")
     version = metadata.get("format")
     newer = type(version) is int and version > FORMAT
-    _require(not newer, "it was written by a newer arb", "upgrade arb")
+    if newer:
+        raise ArbError("it was written by a newer arb", hint="upgrade arb")
     types = {field: type(value) for field, value in metadata.items()}
     _require(types == FIELDS, "its metadata does not have the fields of ours")
     _require(_seal(metadata) == metadata, "its metadata was altered")

@@ -1,6 +1,5 @@
 """The `arb` program: registers the commands and turns errors into exit codes."""
 
-import os
 import sys
 import traceback
 from typing import Annotated
@@ -18,15 +17,16 @@ from arbcli.commands.train import train
 from arbcli.commands.verify_kernels import verify_kernels
 from arbcli.environment import set_environment
 from arbcli.errors import ArbError
-from arbcli.output import fail
+from arbcli.output import OutputError, fail, open_closed_streams
+from arbcli.signals import STOPPED_UNSAVED, Interrupted, RaisedSignal
 
 app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,  # it would swallow `[default: ...]`
-    epilog="Exit codes: 0 done, 1 a check failed, 2 could not run, 130 or 143 stopped by a signal"
-    " with the state saved.",
+    epilog="Exit codes: 0 done, 1 a check failed, 2 could not run, 129, 130 or 143 stopped by a"
+    " signal with the state saved, 3 stopped by a signal with nothing saved.",
 )
 for command in (
     train, generate, evaluate, audit_memory, verify_kernels, count_params, probe_loss
@@ -51,16 +51,22 @@ def root(
 
 
 def main() -> None:
-    """Run `arb`. Exit 0: done. 1: a check failed. 2: it could not run. 130, 143: a signal."""
+    """Run `arb`, which ends with one of the exit codes that `arb --help` lists."""
+    open_closed_streams()
     set_environment(sys.argv[1:])
     try:
-        app()
+        with RaisedSignal():
+            app()
+    except Interrupted as stopped:
+        fail(f"stopped by {stopped.name}, with nothing saved since the start or the last save")
+        sys.exit(STOPPED_UNSAVED)
+    except OutputError as error:
+        if not error.reader_gone:
+            fail(str(error), error.hint)
+        sys.exit(2)
     except ArbError as error:
         hint = error.hint and in_options(error.hint, error.fields)
         fail(in_options(str(error), error.fields), hint)
-        sys.exit(2)
-    except BrokenPipeError:  # whoever read stdout has gone
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(2)
     except Exception:
         traceback.print_exc()

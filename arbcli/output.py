@@ -1,18 +1,124 @@
-"""All printing. Data goes to stdout, everything said to a person goes to stderr."""
+"""All printing. Data goes to stdout, everything said to a person goes to stderr.
+
+What cannot be said is dropped: no work is to end because a terminal was closed or a log's disk is
+full. Data that cannot be written is an `OutputError`, as a report that nobody gets is a failure.
+"""
 
 import codecs
+import contextlib
 import dataclasses
+import errno
+import io
 import json
+import os
 import sys
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, TextIO
 
 from rich.console import Console, RenderableType
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-_out = Console(highlight=False)
-_err = Console(stderr=True, highlight=False, soft_wrap=True)
+from arbcli.errors import ArbError
+
+
+class OutputError(ArbError):
+    """Data cannot be written to stdout; from then on what is written there is dropped.
+
+    Args:
+        error: of the operating system.
+    """
+
+    def __init__(self, error: OSError) -> None:
+        super().__init__(
+            f"cannot write to stdout: {error.strerror or error}", hint="write it to another place"
+        )
+        self.reader_gone = error.errno == errno.EPIPE
+        """Whether whoever read stdout has ended: `head` has what it wants."""
+
+
+class _Stream:
+    """A standard stream for rich, found anew at every use, that drops what it cannot write.
+
+    Args:
+        name: `stdout` or `stderr`.
+        tells: whether a failure is raised besides, as an `OutputError`.
+    """
+
+    def __init__(self, name: str, *, tells: bool) -> None:
+        self._name, self._tells = name, tells
+
+    def _find(self) -> TextIO:
+        stream = getattr(sys, self._name) or io.StringIO()  # closed, and not opened yet
+        return getattr(stream, "rich_proxied_file", stream)  # a live line puts its own in place
+
+    def write(self, text: str) -> int:
+        """Write text, or drop it."""
+        with self.guarded() as stream:
+            stream.write(text)
+        return len(text)
+
+    def write_bytes(self, data: bytes) -> None:
+        """Write bytes as they are, at once."""
+        with self.guarded() as stream:
+            stream.buffer.write(data)
+            stream.buffer.flush()
+
+    def flush(self) -> None:
+        """Write what is buffered, or drop it."""
+        with self.guarded() as stream:
+            stream.flush()
+
+    @contextlib.contextmanager
+    def guarded(self) -> Iterator[TextIO]:
+        """Turn a failure to write into silence, from now on."""
+        stream = self._find()
+        try:
+            yield stream
+        except OSError as error:
+            _silence(stream)
+            if self._tells:
+                raise OutputError(error) from error
+
+    def isatty(self) -> bool:
+        """Tell whether a person watches."""
+        return self._find().isatty()
+
+    def fileno(self) -> int:
+        """Return the descriptor."""
+        return self._find().fileno()
+
+    @property
+    def encoding(self) -> str:
+        """Name the encoding."""
+        return self._find().encoding
+
+
+def _silence(stream: TextIO) -> None:
+    """Send what is still written to a stream, and what it holds, nowhere."""
+    with contextlib.suppress(OSError, ValueError):  # it may have no descriptor
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, stream.fileno())
+        os.close(nowhere)
+
+
+def open_closed_streams() -> None:
+    """Open whatever standard stream was closed, as `2>&-` does.
+
+    Else a file of the run would get its descriptor, and what is said would be written there.
+    """
+    for descriptor, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest that is free
+            setattr(sys, name, os.fdopen(descriptor, mode, closefd=False))
+
+
+_stdout = _Stream("stdout", tells=True)
+_out = Console(file=_stdout, highlight=False)
+_err = Console(file=_Stream("stderr", tells=False), stderr=True, highlight=False, soft_wrap=True)
 
 
 def emit(report: object, shown: RenderableType, *, as_json: bool) -> None:
@@ -24,14 +130,22 @@ def emit(report: object, shown: RenderableType, *, as_json: bool) -> None:
 
 
 def emit_json(value: dict[str, Any]) -> None:
-    """Print one JSON object on a line of its own, at once."""
-    print(json.dumps(value, allow_nan=False), flush=True)
+    """Print one JSON object on a line of its own, at once.
+
+    Raises:
+        OutputError: it cannot be written.
+    """
+    _stdout.write(json.dumps(value, allow_nan=False) + "\n")
+    _stdout.flush()
 
 
 def write_bytes(data: bytes) -> None:
-    """Write bytes to stdout as they are, at once."""
-    sys.stdout.buffer.write(data)
-    sys.stdout.buffer.flush()
+    """Write bytes to stdout as they are, at once.
+
+    Raises:
+        OutputError: they cannot be written.
+    """
+    _stdout.write_bytes(data)
 
 
 class TextWriter:
@@ -60,7 +174,7 @@ def note(message: str) -> None:
     _err.print(message, markup=False)
 
 
-def fail(message: str, hint: str | None) -> None:
+def fail(message: str, hint: str | None = None) -> None:
     """Print an error, and below it what to do about it."""
     _err.print("error: ", style="red", end="")
     _err.print(message, markup=False)  # a shape such as [dim, hidden] is markup to rich

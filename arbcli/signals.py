@@ -1,10 +1,16 @@
-"""SIGINT and SIGTERM: remembered until there is time for them, or raised out of a long call."""
+"""Signals that ask to stop: remembered until there is time for them, or raised out of a call.
+
+They are SIGINT, SIGTERM and, of a terminal that is closed, SIGHUP.
+"""
 
 import signal
 from collections.abc import Callable
 from typing import Any
 
-STOPPING = (signal.SIGINT, signal.SIGTERM)
+HANGUP = getattr(signal, "SIGHUP", None)  # Windows has none
+STOPPING = (signal.SIGINT, signal.SIGTERM, *([HANGUP] if HANGUP else []))
+STOPPED_UNSAVED = 3
+"""Exit code of a program that a signal ended before it saved anything."""
 
 
 class Interrupted(BaseException):
@@ -20,13 +26,19 @@ class Interrupted(BaseException):
 
 
 class _Listener:
-    """Receives the first stopping signal; a second one has its usual effect."""
+    """Receives the first stopping signal; a second one has the effect that it had before.
+
+    But a SIGHUP that comes second has none: a terminal that is closed sends more than one. Where
+    it is ignored from the start, as `nohup` has it, it stays so.
+    """
 
     def __init__(self) -> None:
         self._before: dict[int, Callable | int | None] = {}
 
     def __enter__(self) -> Any:
         for number in STOPPING:
+            if number == HANGUP and signal.getsignal(number) == signal.SIG_IGN:
+                continue
             try:
                 self._before[number] = signal.signal(number, self._receive)
             except ValueError:  # only the main thread may listen
@@ -37,7 +49,11 @@ class _Listener:
         self._restore()
 
     def _receive(self, number: int, _frame: object) -> None:
+        hangup_before = self._before.get(HANGUP)
         self._restore()
+        if hangup_before is not None:
+            self._before[HANGUP] = hangup_before  # for `__exit__`
+            signal.signal(HANGUP, signal.SIG_IGN)
         self._act(signal.Signals(number))
 
     def _restore(self) -> None:

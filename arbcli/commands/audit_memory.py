@@ -141,10 +141,10 @@ def audit_memory(
                 "`--snapshot` records the CUDA allocator, and this run is on the CPU",
                 hint="leave it out, or use `--device cuda`",
             )
-        peak = predict_peak(config)
-        state, peak = bytes_text(peak.state_bytes), bytes_text(peak.peak_bytes)
+        predicted = predict_peak(config)
+        state, peak = bytes_text(predicted.state_bytes), bytes_text(predicted.peak_bytes)
         note(f"predicted: {state} of state, a peak of {peak}; measuring {steps} steps")
-        report = audit.audit(config, snapshot)
+        report = audit.audit(config, snapshot, predicted)
         emit(report, _audit_tables(report), as_json=as_json)
         raise typer.Exit(0 if report.passed else 1)
 

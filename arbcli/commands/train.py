@@ -78,8 +78,13 @@ def train(
         str | None,
         typer.Option(metavar="auto|PATH", help="Go on with the last run, or the one named."),
     ] = None,
-    save_every: Annotated[int | None, typer.Option(min=1, help="Steps. [default: 500]")] = None,
-    eval_every: Annotated[int | None, typer.Option(min=1, help="Steps. [default: 500]")] = None,
+    save_every: Annotated[
+        int | None,
+        typer.Option(min=1, help="Steps; and at the start, and every 5 minutes. [default: 500]"),
+    ] = None,
+    eval_every: Annotated[
+        int | None, typer.Option(min=1, help="Steps. [default: a quarter of them, 50 to 500]")
+    ] = None,
     compute: Compute = None,
     recompute: Recompute = None,
     device: Device = None,

@@ -12,6 +12,8 @@ from arbcli.config.presets import preset as model_preset
 from arbcli.errors import ArbError
 from arbcli.rules import find_rule
 
+EVAL_EVERY = (50, 500)
+"""Least and most steps between evaluations where no number is given."""
 COMPUTES = ("bf16", "fp8", "fp32")
 """Choices of `compute`."""
 OPTIMIZERS = {"ternary": ("rule",), "float": ("adamw", "muon"), "ste": ("adamw", "muon")}
@@ -51,8 +53,8 @@ class TrainConfig:
     seed: int = 0
     save_every: int = 500
     """Steps."""
-    eval_every: int = 500
-    """Steps."""
+    eval_every: int | None = None
+    """Steps; None is a quarter of the run, within `EVAL_EVERY`."""
     optimizer: str = "rule"
     """`rule` for ternary weights; `adamw` or `muon` for float ones."""
     recompute: bool = False
@@ -76,14 +78,23 @@ class TrainConfig:
                 hint="leave `compute=fp8` out",
                 fields=("compute",),
             )
-        for name in ("steps", "batch", "accum", "save_every", "eval_every"):
+        for name in ("steps", "batch", "accum", "save_every"):
             check_positive(name, getattr(self, name))
+        check_positive("eval_every", self.eval_interval)
         if not 0 < self.lr <= 64:
             raise ArbError(
                 f"`lr` is {self.lr}", hint="use a number above 0 and at most 64", fields=("lr",)
             )
         if not 0 <= self.seed < 2**31:
             raise ArbError(f"`seed` is {self.seed}", hint=f"use 0 to {2**31 - 1}", fields=("seed",))
+
+    @property
+    def eval_interval(self) -> int:
+        """Steps between evaluations."""
+        if self.eval_every is not None:
+            return self.eval_every
+        least, most = EVAL_EVERY
+        return min(max(self.steps // 4, least), most)
 
 
 def train_config(

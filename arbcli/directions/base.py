@@ -8,6 +8,17 @@ from torch import Tensor
 from arbcli.kernels.update.gradient_gains import GradientGains
 from arbcli.kernels.update.unit_gain import unit_gain
 
+State = dict[str, Tensor]
+"""The buffers of one matrix by name: `trits`, `exponent`, and what rule and direction declare."""
+
+
+class Buffer(NamedTuple):
+    """A buffer that a rule or a direction keeps for a matrix, int8."""
+
+    shape: tuple[int, int]
+    kind: str
+    """What the bytes are for, as reports name it."""
+
 
 class Ingredients(NamedTuple):
     """A direction u = values * row_gain * column_gain, which kernels form where they use it."""
@@ -24,8 +35,21 @@ class Direction:
     """How a gradient becomes a direction of unit root-mean-square over its matrix."""
 
     averages: bool = False
-    """Whether running mean squares of rows and columns are kept: `row_statistic` (N, 2) and
-    `column_statistic` (K, 2), int8 pairs, whole and 1/128 of their log2."""
+    """Whether running mean squares of rows and columns are kept, as `row_statistic` and
+    `column_statistic`."""
+
+    def buffers(self, rows: int, columns: int, matrices: int) -> dict[str, Buffer]:
+        """Declare what is kept of earlier gradients, for so many matrices one above the other.
+
+        Args:
+            rows: N, of all matrices.
+            columns: K.
+            matrices: how many there are.
+        """
+        return {}
+
+    def start(self, state: State) -> None:
+        """Write the first values of these buffers; they are zero."""
 
     def values(self, grad: Tensor, dtype: torch.dtype) -> Tensor:
         """Make what gains turn into a direction, of one gradient (N, K) or a stack (B, N, K).

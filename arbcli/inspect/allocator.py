@@ -9,6 +9,7 @@ from bisect import bisect_left, insort
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from random import Random
 
 UNIT = 512
 """Every block is a multiple of these bytes."""
@@ -42,7 +43,7 @@ class Block:
     size: int
     """Bytes, a multiple of `UNIT`."""
     address: int
-    """Segments get rising ones, so among blocks of one size the older segment's is the first."""
+    """The driver's choice; of free blocks of one size that of the lowest address is taken."""
     pool: "_Pool"
     before: "Block | None" = None
     behind: "Block | None" = None
@@ -82,15 +83,18 @@ class _Pool:
 class Allocator:
     """The state of a device's allocator, and the most that it ever held.
 
+    Args:
+        seed: of the addresses that the driver would give to segments, in no order.
+
     Attributes:
         allocated, reserved: bytes given out, in whole blocks, and taken from the device.
         peak_allocated, peak_reserved: the most so far.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, seed: int = 0) -> None:
         self.allocated = self.reserved = self.peak_allocated = self.peak_reserved = 0
         self._shared = self._current = (_Pool(small=True), _Pool(small=False))
-        self._next_address = 0
+        self._random = Random(seed)
 
     @property
     def is_capturing(self) -> bool:
@@ -147,7 +151,8 @@ class Allocator:
         which every graph keeps.
         """
         self._current = (_Pool(small=True), _Pool(small=False))
-        self.allocate(8), self.allocate(8)
+        for _ in range(2):
+            self.allocate(8)
         self._current = (_Pool(small=True), _Pool(small=False))
         try:
             yield
@@ -156,8 +161,7 @@ class Allocator:
 
     def _reserve(self, pool: _Pool, size: int) -> Block:
         size = segment_bytes(size)
-        block = Block(size, self._next_address, pool)
-        self._next_address += size
+        block = Block(size, self._random.getrandbits(64) << 64, pool)
         self.reserved += size
         self.peak_reserved = max(self.peak_reserved, self.reserved)
         return block

@@ -21,6 +21,7 @@ from arbcli.inspect.memory import MeasuredState, StateReport, measure, predict
 from arbcli.inspect.peak import PeakReport, predict_peak
 from arbcli.inspect.trace import NUM_LARGEST, LiveTensor, LiveTensors
 from arbcli.kernels.runtime.backend import use_backend
+from arbcli.model.layers.rotary import fresh_tables
 from arbcli.train.trainer import Trainer
 
 TOLERANCE = 0.01
@@ -108,21 +109,30 @@ def check_fit(config: TrainConfig, budget: str) -> FitReport:
     return FitReport(budget_bytes=size, predicted_peak=peak, fits=peak.reserved_bytes <= size)
 
 
-def audit(config: TrainConfig, snapshot: Path | None = None) -> AuditReport:
+def audit(
+    config: TrainConfig, snapshot: Path | None = None, predicted_peak: PeakReport | None = None
+) -> AuditReport:
     """Do the steps of a run, on the text it would read, and measure memory all along.
 
     Args:
         config: what to run, for two steps or more.
         snapshot: where to write torch's own record of every CUDA allocation.
+        predicted_peak: of a step that is not captured; None predicts it.
 
     Raises:
         ArbError: there is not enough memory, or the snapshot cannot be written.
     """
-    predicted_peak = predict_peak(config)
+    predicted_peak = predicted_peak or predict_peak(config)
     texts = open_texts(config.data, config.val, seed=config.seed, context=config.model.ctx)
     tensors = LiveTensors(torch.device(config.device))
     try:
-        with _recorded(snapshot), deterministic(), use_backend(config.backend), tensors:
+        with (
+            _recorded(snapshot),
+            deterministic(),
+            fresh_tables(),
+            use_backend(config.backend),
+            tensors,
+        ):
             trainer = Trainer(config, texts)
             levels = [_read(tensors, 0, "load")]
             loaded_bytes = tensors.bytes

@@ -17,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from arbcli.kernels.matmul import grouped_matmul
 from arbcli.kernels.runtime.backend import row_chunks
 from arbcli.kernels.runtime.launches import replaced_launches
 from arbcli.model import packed
@@ -69,7 +70,7 @@ class Storages(TorchDispatchMode):
                 self._note(thing, None, count=count)
 
     def came(self, key: int, tensor: Tensor, size: int, op: Any) -> None:
-        """Is told of a new storage of `size` bytes, its first tensor, and what returned it."""
+        """Is told of a new storage of `size` bytes, its first tensor, and what returned that."""
         raise NotImplementedError
 
     def went(self, key: int) -> None:
@@ -253,7 +254,13 @@ def _substitutes(device: torch.device) -> Iterator[tuple[Any, str, Any]]:
         chunks = [*row_chunks(*args)]  # all of them are alike, and each takes its time
         return chunks[:2] + chunks[2:][-2:]
 
+    def even_ranges(bounds: Tensor, slots: int) -> Iterator[tuple[int, slice]]:
+        share = -(-slots // (len(bounds) - 1))  # as the balance of the experts would have it
+        for expert in range(len(bounds) - 1):
+            yield expert, slice(expert * share, min((expert + 1) * share, slots))
+
     yield packed, "row_chunks", some_chunks
+    yield grouped_matmul, "_ranges", even_ranges
     yield functional, "scaled_dot_product_attention", attend
     yield functional, "rms_norm", normalise
 

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from arbcli.config.dense import ModelConfig
 from arbcli.directions import find_direction
+from arbcli.directions.base import State
 from arbcli.kernels.codec.decode_weight import decode_weight
 from arbcli.kernels.codec.packed import (
     HIGHEST_EXPONENT,
@@ -21,13 +22,9 @@ from arbcli.kernels.rows.table_rows import gather_rows, scatter_rows_
 from arbcli.kernels.runtime.backend import row_chunks
 from arbcli.kernels.update.random_bits import random_bits, stream_keys
 from arbcli.rules import find_rule
-from arbcli.rules.base import State
 
 INIT_SPREAD = 1.25
 """Standard deviation of z at the start, in units of P: about 32 % of the trits are zero."""
-
-UNSET = -128
-"""The whole digit of a running statistic that has seen no gradient yet."""
 
 
 class StateModule(nn.Module):
@@ -98,11 +95,11 @@ class TernaryTensor(StateModule):
             self._declare_int8("fraction", (out_features, groups), "scales")
         if frozen:
             return
-        for name, buffer in self.rule.buffers(out_features, in_features, groups).items():
+        buffers = self.rule.buffers(out_features, in_features, groups)
+        if self.direction is not None:
+            buffers |= self.direction.buffers(out_features, in_features, matrices)
+        for name, buffer in buffers.items():
             self._declare_int8(name, *buffer)
-        if self.direction is not None and self.direction.averages:
-            self._declare_int8("row_statistic", (out_features, 2), "statistics")
-            self._declare_int8("column_statistic", (matrices * in_features, 2), "statistics")
 
     def _declare_int8(self, name: str, shape: tuple[int, int], kind: str) -> None:
         self.declare(name, torch.empty(shape, dtype=torch.int8), kind)
@@ -199,9 +196,8 @@ class TernaryTensor(StateModule):
         self.exponent.fill_(v // OCTAVE)
         if rule.has_fraction:
             self.fraction.fill_(v % OCTAVE)
-        if self.direction is not None and self.direction.averages:
-            self.row_statistic[:, 0] = UNSET
-            self.column_statistic[:, 0] = UNSET
+        if self.direction is not None:
+            self.direction.start(state)
 
     def extra_repr(self) -> str:
         """Show the shape in `print(model)`."""

@@ -3,11 +3,10 @@
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from torch import Tensor
 
-from arbcli.directions.base import Ingredients
+from arbcli.directions.base import Buffer, Ingredients, State
 from arbcli.kernels.update.gradient_gains import GradientGains
 from arbcli.kernels.update.gradient_statistics import GradientStatistics
 
@@ -21,17 +20,6 @@ SCALE_STEP = 4
 MOMENT, TRIT, SCALE, ROW, COLUMN = range(5)
 """Streams of random bits of a matrix: each kind of rounding has its own."""
 NUM_STREAMS = 5
-
-State = dict[str, Tensor]
-"""The buffers of one matrix by name: `trits`, `exponent`, and what rule and direction declare."""
-
-
-class Buffer(NamedTuple):
-    """A buffer that a rule or a direction keeps for a matrix, int8."""
-
-    shape: tuple[int, int]
-    kind: str
-    """What the bytes are for, as reports name it."""
 
 
 @dataclass(frozen=True, slots=True)

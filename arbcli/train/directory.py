@@ -1,20 +1,28 @@
 """The directory of a run: its name, its `config.json`, and which one was last."""
 
+import json
 import os
 import platform
+from contextlib import suppress
+from dataclasses import asdict
+from datetime import UTC, datetime
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from arbcli import __version__
+from arbcli.checkpoint import Checkpoint, checkpoints, read_json
 from arbcli.config.training import TrainConfig, train_config_dict
-from arbcli.data import Texts, entropy
+from arbcli.data import Texts, entropy, open_texts
 from arbcli.errors import ArbError
 from arbcli.train.trainer import text_digest
 
 CONFIG = "config.json"
 """File of what a run computes, of its text, and of the versions that began it."""
+DECISIVE = ("steps", "batch", "accum", "lr", "warmup", "seed", "optimizer", "compute")
+"""Settings that a checkpoint depends on, besides the model's."""
 RUNS = Path("runs")
 """Where runs are kept unless another place is named."""
 
@@ -28,17 +36,23 @@ def new_run_path(config: TrainConfig, root: Path = RUNS) -> Path:
 
 
 def latest_run(root: Path = RUNS) -> Path:
-    """Find the run directory that was written to last.
+    """Find the run that was started last, of those with a checkpoint.
 
     Raises:
-        ArbError: there is none.
+        ArbError: there is none, or a `config.json` is not JSON.
     """
-    configs = sorted(root.glob(f"*/{CONFIG}"), key=lambda path: path.parent.stat().st_mtime)
-    if not configs:
+    runs = [path.parent for path in root.glob(f"*/{CONFIG}") if checkpoints(path.parent)]
+    if not runs:
         raise ArbError(
-            f"there is no run in `{root}`", hint="name one: `--resume PATH`, or start without it"
+            f"there is no run in `{root}` that has saved anything",
+            hint="name one: `--resume PATH`, or start without it",
         )
-    return configs[-1].parent
+
+    def started(run: Path) -> tuple[str, str]:
+        # no time of a file: a copy has another
+        return read_json(run / CONFIG).get("started", ""), run.name
+
+    return max(runs, key=started)
 
 
 def check_free(run: Path) -> None:
@@ -68,17 +82,73 @@ def make_directory(run: Path) -> None:
         ) from error
 
 
+def field_digests(config: TrainConfig) -> dict[str, str]:
+    """Hash each setting that a checkpoint depends on, so that a change can be named."""
+    values = {name: getattr(config, name) for name in DECISIVE}
+    values |= {f"model.{name}": value for name, value in asdict(config.model).items()}
+    return {name: sha256(json.dumps(value).encode()).hexdigest() for name, value in values.items()}
+
+
+def check_same_run(
+    run: Path, facts: dict[str, Any], config: TrainConfig, checkpoint: Checkpoint
+) -> None:
+    """Refuse to go on from a checkpoint with settings that are not those that made it.
+
+    A checkpoint tells its model and its seed; the rest of `config.json` is held against the digests
+    of when the run began.
+
+    Raises:
+        ArbError: some differ.
+    """
+    hint = "put back what belongs to the run, or start a new run with `--out`"
+    began = facts.get("digests", {})  # absent from a run that an earlier version began
+    now = field_digests(config)
+    if changed := [name for name in now if name in began and began[name] != now[name]]:
+        names = ", ".join(f"`{name}`" for name in changed)
+        raise ArbError(f"`{run / CONFIG}` was changed since the run began: {names}", hint=hint)
+    made_with = checkpoint.config | {"seed": checkpoint.data.get("seed")}
+    wanted = json.loads(json.dumps(asdict(config.model))) | {"seed": config.seed}
+    for name in sorted(made_with.keys() | wanted.keys()):
+        found, expected = made_with.get(name, "missing"), wanted.get(name, "missing")
+        if found != expected:
+            raise ArbError(
+                f"the checkpoint of step {checkpoint.step} is of another run than `{run / CONFIG}`:"
+                f" its `{name}` is {found}, not {expected}",
+                hint=hint,
+            )
+
+
+def _absolute(entries: tuple[str, ...]) -> list[str]:
+    return [os.path.abspath(os.path.expanduser(entry)) for entry in entries]
+
+
+def open_texts_again(facts: dict[str, Any], config: TrainConfig) -> Texts:
+    """Open the texts of a run where they were, or else where they were named from here.
+
+    Raises:
+        ArbError: they are at neither place.
+    """
+    where = {"seed": config.seed, "context": config.model.ctx}
+    if paths := facts["text"].get("paths"):  # absent from a run that an earlier version began
+        with suppress(ArbError):
+            return open_texts(paths["data"], paths["val"], **where)
+    return open_texts(config.data, config.val, **where)
+
+
 def run_facts(config: TrainConfig, texts: Texts) -> dict[str, Any]:
     """Gather what `config.json` is to hold."""
     return {
         "config": train_config_dict(config),
+        "digests": field_digests(config),
         "text": {
             "description": texts.description,
             "digest": text_digest(texts),
             "entropy": entropy(texts.val),
+            "paths": {name: _absolute(getattr(config, name)) for name in ("data", "val")},
             "train_bytes": len(texts.train),
             "val_bytes": len(texts.val),
         },
+        "started": datetime.now(UTC).isoformat(timespec="microseconds"),
         "versions": {
             "arb": __version__,
             "python": platform.python_version(),

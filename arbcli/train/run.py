@@ -4,7 +4,7 @@ import dataclasses
 import math
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from arbcli.checkpoint import (
     read_json,
     run_lock,
     save_checkpoint,
+    set_aside,
     write_json,
 )
 from arbcli.config.training import TrainConfig, train_config_from
@@ -34,12 +35,21 @@ from arbcli.device import (
 from arbcli.errors import ArbError
 from arbcli.infer.generation import Sampling, generate
 from arbcli.signals import RememberedSignal
-from arbcli.train.directory import CONFIG, check_free, make_directory, run_facts
+from arbcli.train.directory import (
+    CONFIG,
+    check_free,
+    check_same_run,
+    make_directory,
+    open_texts_again,
+    run_facts,
+)
 from arbcli.train.record import Record, TrainReport, append_record, drop_records_after
 from arbcli.train.trainer import Trainer, schedule, text_digest
 
 LOG_EVERY = 10
 """Steps between records; reading a loss makes a GPU wait."""
+SAVE_SECONDS = 300
+"""A checkpoint is written as soon as the last is so old, whatever `save_every` says."""
 MAX_NONFINITE_STEPS = 3
 TIMED_STEPS = 20
 """Steps that are timed, and thrown away, to turn minutes into a number of steps."""
@@ -113,7 +123,7 @@ def resume_run(
     if config.model.weights != "ternary":
         raise ArbError("a float twin keeps no checkpoint", hint="start it again with `--out`")
     with run_lock(run), deterministic():
-        texts = open_texts(config.data, config.val, seed=config.seed, context=config.model.ctx)
+        texts = open_texts_again(facts, config)
         whole_run = path == run
         checkpoint = latest_checkpoint(run, observer.noted) if whole_run else load_checkpoint(path)
         if checkpoint.data["digest"] != text_digest(texts):
@@ -121,13 +131,11 @@ def resume_run(
                 f"the text is not the one that `{run}` was trained on",
                 hint="restore it, or start a new run on the new text with `--out`",
             )
+        check_same_run(run, facts, config, checkpoint)
         trainer = _build(config, texts)
         trainer.restore(checkpoint)
-        for later in checkpoints(run):
-            if int(later.stem.removeprefix("step-")) > trainer.step:
-                later.unlink()
         drop_records_after(run, trainer.step)
-        return _run(trainer, run, facts, observer)
+        return _run(trainer, run, facts, observer, resumed=True)
 
 
 def _build(config: TrainConfig, texts: Texts) -> Trainer:
@@ -147,21 +155,45 @@ def _fit_to_minutes(config: TrainConfig, texts: Texts, minutes: float) -> TrainC
     return dataclasses.replace(config, steps=max(1, int(minutes * 60 / seconds)))
 
 
-def _run(trainer: Trainer, run: Path, facts: dict[str, Any], observer: Observer) -> TrainReport:
+def _run(
+    trainer: Trainer, run: Path, facts: dict[str, Any], observer: Observer, *, resumed: bool = False
+) -> TrainReport:
     with explained_out_of_memory():
-        return _Loop(trainer, run, facts, observer).run()
+        return _Loop(trainer, run, facts, observer, trainer.step if resumed else None).run()
+
+
+class _Diverged(ArbError):
+    """The state is of no use."""
 
 
 class _Loop:
-    """The steps of a run from where its trainer stands to the end, or to a signal."""
+    """The steps of a run from where its trainer stands to the end, or to a signal.
+
+    Args:
+        trainer: of the run.
+        run: its directory.
+        facts: what `config.json` says.
+        observer: is told of progress.
+        saved_step: step of the checkpoint that the trainer stands at; None if there is none.
+    """
 
     def __init__(
-        self, trainer: Trainer, run: Path, facts: dict[str, Any], observer: Observer
+        self,
+        trainer: Trainer,
+        run: Path,
+        facts: dict[str, Any],
+        observer: Observer,
+        saved_step: int | None,
     ) -> None:
         self.trainer, self.run_path, self.facts, self.observer = trainer, run, facts, observer
         self.config = trainer.config
+        self.saved_step = saved_step
+        self.left_behind = [
+            path for path in checkpoints(run) if int(path.stem.removeprefix("step-")) > trainer.step
+        ]
+        """Checkpoints of later steps, which the run, gone back, will come to again."""
         self.losses: list[Tensor] = []
-        self.started = self.last_record = time.perf_counter()
+        self.started = self.last_record = self.last_save = time.perf_counter()
         self.paused = 0.0
 
     def run(self) -> TrainReport:
@@ -169,12 +201,14 @@ class _Loop:
         trainer, config = self.trainer, self.config
         self.observer.started(self.run_path, trainer, self.facts)
         val_loss, sample = None, ""
-        with RememberedSignal() as signal:
+        with RememberedSignal() as signal, self._saved_after_an_error():
+            if self.saved_step is None:
+                self._save()
             while trainer.step < config.steps and not signal.received:
                 self.losses.append(trainer.train_step())
                 if trainer.step < config.steps:
                     self._after_step(trainer.step)
-            if self._unsaved():
+            if self.saved_step != trainer.step:
                 self._save()
             if not signal.received:
                 val_loss = self._evaluate()
@@ -182,10 +216,10 @@ class _Loop:
                 self._record(val_loss)
             if not signal.received:
                 sample = self._sample()
-        saved = checkpoints(self.run_path)
+        saved = self.saved_step is not None and checkpoint_path(self.run_path, self.saved_step)
         return TrainReport(
             run=str(self.run_path),
-            checkpoint=str(saved[0]) if saved else None,
+            checkpoint=str(saved) if saved else None,
             steps=trainer.step,
             val_loss=val_loss,
             bits_per_byte=None if val_loss is None else val_loss / math.log(2),
@@ -195,15 +229,27 @@ class _Loop:
             stopped_by=signal.received.name if signal.received else None,
         )
 
-    def _unsaved(self) -> bool:
-        newest = next(iter(checkpoints(self.run_path)), None)
-        return newest is None or newest != checkpoint_path(self.run_path, self.trainer.step)
+    @contextmanager
+    def _saved_after_an_error(self) -> Iterator[None]:
+        """Save before an error ends the run, unless its state is what is wrong."""
+        try:
+            yield
+        except _Diverged:
+            raise
+        except Exception:
+            with suppress(Exception):  # the error that began it is what is told
+                if self.trainer.between_steps and self.saved_step != self.trainer.step:
+                    self._save()
+                    step = self.trainer.step
+                    self.observer.noted(f"step {step} is saved: go on with `--resume`")
+            raise
 
     def _after_step(self, step: int) -> None:
         """Do what is due after a step that is not the last."""
-        if step % self.config.save_every == 0:
+        old = time.perf_counter() - self.last_save >= SAVE_SECONDS
+        if old or step % self.config.save_every == 0:
             self._save()
-        evaluating = step % self.config.eval_every == 0
+        evaluating = step % self.config.eval_interval == 0
         if evaluating or step % LOG_EVERY == 0:
             self._record(self._evaluate() if evaluating else None)
 
@@ -226,7 +272,15 @@ class _Loop:
             return
         with self._not_timed():
             checkpoint = self.trainer.checkpoint(self.facts["text"]["digest"])
+            path = checkpoint_path(self.run_path, checkpoint.step)
+            aside = [set_aside(path, leave=True)] if path in self.left_behind else []
             save_checkpoint(self.run_path, checkpoint)
+            self.saved_step, self.last_save = checkpoint.step, time.perf_counter()
+            aside += [set_aside(later) for later in self.left_behind if later != path]
+        if aside:
+            self.left_behind = []
+            names = ", ".join(f"`{name}`" for name in aside)
+            self.observer.noted(f"checkpoints of before the run went back are set aside: {names}")
 
     def _evaluate(self) -> float:
         with self._not_timed():
@@ -261,10 +315,10 @@ class _Loop:
         append_record(self.run_path, record)
         self.observer.recorded(record)
         if nonfinite >= MAX_NONFINITE_STEPS:
-            raise ArbError(
+            raise _Diverged(
                 f"{nonfinite} steps had gradients that are not finite; the last was before step"
                 f" {trainer.step}",
                 hint=f"the checkpoints in `{self.run_path}` are intact; try a smaller `--lr`",
             )
         if not math.isfinite(loss) and trainer.updater is None:
-            raise ArbError(f"the loss is {loss}", hint="try a smaller `--lr`")
+            raise _Diverged(f"the loss is {loss}", hint="try a smaller `--lr`")

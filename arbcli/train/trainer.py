@@ -55,6 +55,8 @@ class Trainer:
             )
         capture = capture and config.backend == "triton"
         self.step = 0
+        self.between_steps = True
+        """Whether the state is that of a whole number of steps; an error may end one half-way."""
         self.loss_parts: dict[str, Tensor] = {}
         """Parts of the last step's loss, float32 scalars by name."""
         self.updater: Updater | None = None
@@ -104,6 +106,7 @@ class Trainer:
         self._updates.set_step(self.step, self.lr, self.config.accum)
         if self._graph is None and self._capture_at == self.step:
             self._capture()
+        self.between_steps = False
         with use_backend(self.config.backend):
             if self._graph is not None:
                 self._graph.replay()
@@ -113,6 +116,7 @@ class Trainer:
                     self.loss_parts = self._compute(self._micro_batches, reached)
             loss = self.loss_parts["text"].clone()  # a replay overwrites its own
         self.step += 1
+        self.between_steps = True
         return loss
 
     def fetch(self, micro: int, device: torch.device | str) -> tuple[Tensor, Tensor]:

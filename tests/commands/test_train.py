@@ -1,15 +1,19 @@
 """`arb train` as a person or a program meets it: streams, exit codes, one-line errors."""
 
+import errno
+import io
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
 from typer.testing import CliRunner
 
-from arbcli.cli import app
+from arbcli.cli import app, main
 
 SMALL = ["--dim", "32", "--layers", "1", "--heads", "2", "--ffn", "48", "--ctx", "16"]
 SMALL += ["--batch", "4", "--steps", "12", "--device", "cpu"]
@@ -59,6 +63,64 @@ def test_train_prints_only_a_record_a_line_as_json(text, tmp_path):
     assert records[-1]["val_loss"] > 0
 
 
+class BrokenStream(io.StringIO):
+    """Takes a few writes, then fails as a pipe whose reader has gone, or a full disk."""
+
+    def __init__(self, error: int, writes: int) -> None:
+        super().__init__()
+        self.error, self.writes = error, writes
+
+    def write(self, text: str) -> int:
+        self.writes -= 1
+        if self.writes < 0:
+            raise OSError(self.error, os.strerror(self.error))
+        return super().write(text)
+
+
+@pytest.mark.parametrize(("error", "writes"), [(errno.EPIPE, 1), (errno.ENOSPC, 0)])
+def test_train_ends_though_nobody_gets_its_output(error, writes, text, tmp_path, monkeypatch):
+    """`arb train --json | head -1`, `2>&1 | head -2`, `> /dev/full`, a terminal that is gone."""
+    monkeypatch.setattr(sys, "stdout", BrokenStream(error, writes))
+    monkeypatch.setattr(sys, "stderr", BrokenStream(error, writes))
+    run = tmp_path / "run"
+    monkeypatch.setattr("arbcli.train.run.SAMPLE_BYTES", 1)
+    args = ["--steps", "2", "--batch", "1", "--json", "--out", str(run)]
+    app(["train", "--data", text, *SMALL, *args], standalone_mode=False)
+    assert len(sys.stdout.getvalue().splitlines()) == writes
+    assert (run / "step-000002.safetensors").exists()
+
+
+@pytest.mark.parametrize("error", [errno.EPIPE, errno.ENOSPC])
+def test_report_that_cannot_be_written_is_a_failure(error, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["arb", "count-params"])
+    monkeypatch.setattr(sys, "stdout", BrokenStream(error, 0))
+    with pytest.raises(SystemExit) as stopped:
+        main()
+    assert stopped.value.code == 2
+    told = capsys.readouterr().err
+    assert told == "" if error == errno.EPIPE else "cannot write to stdout: No space left" in told
+
+
+def test_streams_that_are_closed_are_opened_before_a_file_gets_their_place():
+    code = (
+        "import os\n"
+        "from arbcli.output import note, open_closed_streams\n"
+        "open_closed_streams()\n"
+        "note('dropped')\n"
+        "assert os.open(os.devnull, os.O_RDONLY) > 2\n"
+    )
+    command = ["sh", "-c", 'exec "$0" "$@" >&- 2>&-', sys.executable, "-c", code]
+    assert subprocess.run(command, check=False).returncode == 0
+
+
+def test_signal_before_anything_is_saved_has_its_own_code(text, tmp_path, arb_here, monkeypatch):
+    raised = mock.Mock(side_effect=lambda *_, **__: signal.raise_signal(signal.SIGTERM))
+    monkeypatch.setattr("arbcli.train.run.open_texts", raised)
+    done = arb_here("train", "--data", text, *SMALL, "--out", str(tmp_path / "run"))
+    assert done.returncode == 3
+    assert done.stderr.startswith("error: stopped by SIGTERM, with nothing saved")
+
+
 def test_train_resumes_the_last_run_by_itself(text, tmp_path, arb_here, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert arb_here("train", "--data", text, *SMALL).returncode == 0
@@ -105,7 +167,7 @@ ERRORS = {
         "`--moe/--no-moe` cannot be given",
     ),
     "resume of nothing": (["--resume", "nowhere"], "there is no run at `nowhere`"),
-    "no run to resume": (["--resume", "auto"], "there is no run in `runs`"),
+    "no run to resume": (["--resume", "auto"], "there is no run in `runs` that has saved"),
     "resume with other settings": (["--resume", "auto", "--steps", "9"], "cannot be given"),
     "out that is a file": (["--data", "{text}", "--out", "{text}"], "cannot make"),
 }

@@ -7,6 +7,7 @@ from itertools import pairwise
 
 import pytest
 import torch
+from marks import mostly_slow
 from torch.nn import functional
 
 from arbcli.data import open_texts
@@ -98,7 +99,10 @@ def test_probe_names_the_mass_flips_of_votes(seed):
     assert "of all trits" in evidence(report, "spike")
 
 
-@pytest.mark.parametrize("part", [None, "attention", "moe", "graph", "knowledge_codebook"])
+PARTS = (None, "attention", "moe", "graph", "knowledge_codebook")
+
+
+@pytest.mark.parametrize("part", mostly_slow(PARTS, lambda part: part in (None, "attention")))
 def test_probe_finds_nothing_wrong_with_a_graph(part, text, small_graph):
     off = {part: False} if part else {"memgram": True}
     given = small_graph | {"data": [text], "steps": STEPS, "device": "cpu", "ctx": 32} | off

@@ -149,7 +149,7 @@ def test_captured_twin_learns_as_the_eager_one_and_never_waits(optimizer, layers
         losses.append([float(trainer.train_step()) for _ in range(EAGER_STEPS + 20)])
         assert (trainer._graph is not None) == capture
     assert losses[1] == pytest.approx(losses[0], rel=0.02)
-    assert losses[1][-1] < losses[1][0] - 1
+    assert losses[1][-1] < losses[1][0] - 0.5
     torch.cuda.set_sync_debug_mode("error")
     try:
         trainer.train_step()

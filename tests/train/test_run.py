@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from arbcli.config.training import train_config_from
 from arbcli.errors import ArbError
 from arbcli.rules import RULES
 from arbcli.train.configure import new_config
+from arbcli.train.directory import latest_run
 from arbcli.train.run import Observer, resume_run, start_run
 
 SMALL = {"dim": 32, "layers": 1, "heads": 2, "ffn": 48, "ctx": 16, "batch": 4}
@@ -57,6 +59,94 @@ class StopAt(Observer):
 
 def final(run: Path) -> bytes:
     return (run / "step-000012.safetensors").read_bytes()
+
+
+def test_hangup_saves_like_a_termination(text, tmp_path, device, monkeypatch):
+    monkeypatch.setattr("arbcli.train.run.LOG_EVERY", 1)
+    observer = Observer()
+    # a terminal that is closed sends it more than once
+    observer.recorded = lambda record: [signal.raise_signal(signal.SIGHUP) for _ in range(2)]
+    before = signal.getsignal(signal.SIGHUP)
+    report = start_run(config(text, device), tmp_path / "run", observer)
+    assert report.stopped_by == "SIGHUP"
+    assert report.checkpoint == str(tmp_path / "run" / "step-000001.safetensors")
+    assert signal.getsignal(signal.SIGHUP) == before
+
+
+def test_hangup_that_is_ignored_stays_so(text, tmp_path, device):
+    observer = Observer()
+    observer.recorded = lambda record: signal.raise_signal(signal.SIGHUP)
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        assert start_run(config(text, device, steps=2), tmp_path / "run", observer).steps == 2
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_error_between_steps_is_raised_after_a_save(text, tmp_path, device, monkeypatch):
+    monkeypatch.setattr("arbcli.train.run.LOG_EVERY", 3)
+    observer = Observer()
+    observer.recorded = lambda record: 1 / 0
+    with pytest.raises(ZeroDivisionError):
+        start_run(config(text, device), tmp_path / "run", observer)
+    assert load_checkpoint(checkpoints(tmp_path / "run")[0]).step == 3
+
+
+def test_error_within_a_step_saves_no_half_of_it(text, tmp_path, device, monkeypatch):
+    from arbcli.train.step import TrainingStep
+
+    def torn(self, *_):
+        raise RuntimeError
+
+    monkeypatch.setattr(TrainingStep, "__call__", torn)
+    with pytest.raises(RuntimeError):
+        start_run(config(text, device), tmp_path / "run", Observer())
+    assert load_checkpoint(*checkpoints(tmp_path / "run")).step == 0
+
+
+def test_run_is_saved_at_the_start_and_by_time(text, tmp_path, device, monkeypatch):
+    saved = []
+
+    def note(run, checkpoint):
+        saved.append(checkpoint.step)
+
+    monkeypatch.setattr("arbcli.train.run.save_checkpoint", note)
+    start_run(config(text, device, steps=3, save_every=500), tmp_path / "a", Observer())
+    assert saved == [0, 3]
+    monkeypatch.setattr("arbcli.train.run.SAVE_SECONDS", 0)
+    start_run(config(text, device, steps=3, save_every=500), tmp_path / "b", Observer())
+    assert saved == [0, 3, 0, 1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("steps", "given", "interval"),
+    [(12, None, 50), (400, None, 100), (10**5, None, 500), (12, 6, 6), (10**5, 700, 700)],
+)
+def test_held_out_text_is_evaluated_a_handful_of_times(steps, given, interval):
+    options = {} if given is None else {"eval_every": given}
+    assert new_config(device="cpu", steps=steps, **options).eval_interval == interval
+
+
+def test_latest_run_is_the_one_started_last_that_has_a_checkpoint(tmp_path):
+    runs = {"001-a": "2026-01-02", "002-b": "2026-01-01", "003-c": "2026-01-03"}
+    for name, started in runs.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps({"started": started}))
+        if name != "003-c":
+            (tmp_path / name / "step-000000.safetensors").touch()
+    os.utime(tmp_path / "002-b")
+    assert latest_run(tmp_path) == tmp_path / "001-a"
+
+
+def test_run_that_named_its_text_from_one_folder_resumes_in_another(
+    text, tmp_path, monkeypatch, device
+):
+    monkeypatch.chdir(tmp_path)
+    names = {"data": [Path(text).name], "steps": 2}
+    start_run(config(text, device, **names), Path("run"), Observer())
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert resume_run(tmp_path / "run", Observer()).steps == 2
 
 
 @pytest.mark.parametrize("rule", mostly_slow(RULES, lambda rule: rule in ("moment", "votes")))
@@ -191,6 +281,40 @@ def test_resume_refuses_another_text(text, tmp_path, device):
         resume_run(tmp_path / "run", Observer())
 
 
+@pytest.fixture
+def started(text, tmp_path, monkeypatch) -> Path:
+    """Stop a run after its first step."""
+    monkeypatch.setattr("arbcli.train.run.LOG_EVERY", 1)
+    start_run(config(text, "cpu", steps=11), tmp_path / "run", StopAt(0))
+    return tmp_path / "run"
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("lr", 0.5), ("steps", 13), ("warmup", 3), ("model.heads", 1)]
+)
+def test_resume_refuses_a_configuration_that_was_changed(field, value, started):
+    facts = json.loads((started / "config.json").read_text())
+    *of_model, name = field.split(".")
+    (facts["config"]["model"] if of_model else facts["config"])[name] = value
+    (started / "config.json").write_text(json.dumps(facts))
+    with pytest.raises(ArbError, match=f"was changed since the run began: `{field}`"):
+        resume_run(started, Observer())
+
+
+@pytest.mark.parametrize("field", ["seed", "heads", "direction"])
+def test_resume_refuses_a_checkpoint_of_another_run(field, started):
+    from arbcli.checkpoint import Checkpoint, save_checkpoint
+
+    saved = load_checkpoint(checkpoints(started)[0])
+    other = {"seed": 3, "heads": 1, "direction": "sign"}[field]
+    place = saved.data if field == "seed" else saved.config
+    place[field] = other
+    parts = {name: getattr(saved, name) for name in Checkpoint.__dataclass_fields__}
+    save_checkpoint(started, Checkpoint(**parts))
+    with pytest.raises(ArbError, match=f"is of another run .* its `{field}` is {other}, not"):
+        resume_run(started, Observer())
+
+
 def test_resume_falls_back_to_the_checkpoint_before_a_damaged_one(text, tmp_path, device):
     run, notes = tmp_path / "run", []
     start_run(config(text, device), run, Observer())
@@ -201,6 +325,45 @@ def test_resume_falls_back_to_the_checkpoint_before_a_damaged_one(text, tmp_path
     resume_run(run, observer)
     assert final(run) == whole
     assert "step-000012.safetensors" in notes[0]
+
+
+def test_resume_from_an_early_step_loses_no_later_checkpoint(text, tmp_path, device):
+    run, notes = tmp_path / "run", []
+    start_run(config(text, device), run, Observer())
+    middle = run / "step-000010.safetensors"
+    whole = final(run)
+    observer = Observer()
+    observer.noted = notes.append
+    resume_run(middle, observer)
+    assert final(run) == whole
+    assert (run / "step-000012.safetensors.aside").read_bytes() == whole
+    assert "step-000012.safetensors.aside" in notes[0]
+
+
+def test_resume_that_saves_nothing_leaves_later_checkpoints(text, tmp_path, device, monkeypatch):
+    run = tmp_path / "run"
+    start_run(config(text, device), run, Observer())
+    before = {path.name: path.read_bytes() for path in checkpoints(run)}
+    broken = mock.Mock(side_effect=ZeroDivisionError)
+    monkeypatch.setattr("arbcli.train.trainer.Trainer.train_step", broken)
+    with pytest.raises(ZeroDivisionError):
+        resume_run(run / "step-000010.safetensors", Observer())
+    assert {path.name: path.read_bytes() for path in checkpoints(run)} == before
+
+
+def test_resume_stops_at_a_checkpoint_that_may_be_whole(text, tmp_path, device):
+    run = tmp_path / "run"
+    start_run(config(text, device), run, Observer())
+    newest = run / "step-000099.safetensors"
+    newest.symlink_to(newest)  # as unreadable as a file can be, for root too
+    with pytest.raises(ArbError, match=f"cannot read `{newest}`"):
+        resume_run(run, Observer())
+    newest.unlink()
+    newer = final(run).replace(b'\\"format\\":1', b'\\"format\\":2')
+    newest.write_bytes(newer)
+    with pytest.raises(ArbError, match="newer arb"):
+        resume_run(run, Observer())
+    assert newest.read_bytes() == newer
 
 
 def test_train_refuses_a_directory_that_holds_a_run(text, tmp_path, device):

@@ -75,21 +75,21 @@ def grouped_grad_w_reference(grad_y: Tensor, x: Tensor, bounds: Tensor) -> Tenso
     return torch.stack(grad_w)
 
 
-def _ranges(bounds: Tensor) -> Iterator[tuple[int, slice]]:
+def _ranges(bounds: Tensor, _slots: int) -> Iterator[tuple[int, slice]]:
     for e, (first, last) in enumerate(pairwise(bounds.tolist())):
         yield e, slice(first, last)
 
 
 def _grouped_matmul_torch(x, w, bounds, out=None):
     y = x.new_zeros(len(x), w.shape[1]) if out is None else out
-    for e, rows in _ranges(bounds):
+    for e, rows in _ranges(bounds, len(x)):
         y[rows] = x[rows] @ w[e].T
     return y
 
 
 def _grouped_grad_w_torch(grad_y, x, bounds):
     grad = x.new_empty(len(bounds) - 1, grad_y.shape[1], x.shape[1])
-    for e, rows in _ranges(bounds):
+    for e, rows in _ranges(bounds, len(x)):
         grad[e] = grad_y[rows].T @ x[rows]
     return grad
 

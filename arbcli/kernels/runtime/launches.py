@@ -1,7 +1,7 @@
-"""The one way from a launcher to the GPU, for those who want to see launches instead of doing them.
+"""The one way from a launcher to the GPU, for who wants to see launches instead of doing them.
 
-Every kernel here is launched as `kernel[grid](...)`, triton's own notation, compiled and
-interpreted alike. Replacing what that does reaches all of them, and a new one needs no word for it.
+Every kernel here is launched as `kernel[grid](...)`, triton's own notation, whether it is compiled
+or interpreted. Replacing what that does reaches all of them, and a new one needs no word for it.
 """
 
 from collections.abc import Callable, Iterator

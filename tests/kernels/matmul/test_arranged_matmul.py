@@ -1,7 +1,10 @@
 """Few rows times an arranged matrix: how it is arranged, and what its cases do not say."""
 
+import math
+
 import pytest
 import torch
+from marks import mostly_slow
 
 from arbcli.kernels.codec.decode_weight import decode_weight_reference
 from arbcli.kernels.codec.packed import Packed, random_packed
@@ -81,7 +84,7 @@ def test_power_of_two_in_front_of_a_row_does_not_matter(device):
     assert torch.equal(y, scaled)
 
 
-@pytest.mark.parametrize("value", [float("inf"), float("nan")])
+@pytest.mark.parametrize("value", mostly_slow([float("inf"), float("nan")], math.isnan))
 @pytest.mark.parametrize("rows", [1, 2, 3])
 def test_what_is_not_finite_is_not_hidden_and_stays_in_its_row(rows, value, device):
     weight = arrange(matrix(device, rows=5))
@@ -94,7 +97,9 @@ def test_what_is_not_finite_is_not_hidden_and_stays_in_its_row(rows, value, devi
         assert not y[-1].isfinite().any()
 
 
-@pytest.mark.parametrize("rows", range(1, MOST_ROWS + 1))
+@pytest.mark.parametrize(
+    "rows", mostly_slow(range(1, MOST_ROWS + 1), lambda rows: rows in (1, 2, 3, MOST_ROWS))
+)
 def test_every_number_of_rows(rows, device):
     gpu = device.type == "cuda"  # many tiles and steps are not for the interpreter
     for out_features, in_features in ((35, 1000), *(((8488, 8008), (8488, 328)) if gpu else ())):

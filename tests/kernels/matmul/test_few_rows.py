@@ -1,7 +1,10 @@
 """The product for few rows of x: its decoder on every pair of bytes, every plan, and inf."""
 
+import math
+
 import pytest
 import torch
+from marks import mostly_slow
 
 from arbcli.kernels.codec.decode_weight import decode_weight_reference
 from arbcli.kernels.codec.packed import random_packed
@@ -23,6 +26,7 @@ def _trits_kernel(words_ptr, trits_ptr, COUNT: tl.constexpr, PTX: tl.constexpr):
             tl.store(trits_ptr + (2 * digit + i) * COUNT + offsets, trits[i], mask=mask)
 
 
+@pytest.mark.slow  # every trit of random matrices is compared elsewhere
 def test_every_pair_of_bytes_is_decoded(device):
     byte = torch.arange(LARGEST_BYTE + 1, device=device)
     first, second = (b.flatten() for b in torch.meshgrid(byte, byte, indexing="ij"))
@@ -41,13 +45,16 @@ def test_every_pair_of_bytes_is_decoded(device):
 
 @pytest.mark.parametrize(
     ("rows", "plan"),
-    [
-        (2, {"TILES": 1, "HEIGHT": 1, "N_WARPS": 2, "K_WARPS": 1, "ABREAST": 4, "AHEAD": 2}),
-        (3, {"TILES": 1, "HEIGHT": 1, "N_WARPS": 1, "K_WARPS": 2, "ABREAST": 1, "AHEAD": 2}),
-        (8, {"TILES": 1, "HEIGHT": 2, "N_WARPS": 2, "K_WARPS": 1, "ABREAST": 1, "AHEAD": 2}),
-        (13, {"TILES": 2, "HEIGHT": 2, "N_WARPS": 2, "K_WARPS": 1, "ABREAST": 1, "AHEAD": 1}),
-        (17, {"TILES": 4, "HEIGHT": 1, "N_WARPS": 2, "K_WARPS": 1, "ABREAST": 1, "AHEAD": 1}),
-    ],
+    mostly_slow(
+        [
+            (2, {"TILES": 1, "HEIGHT": 1, "N_WARPS": 2, "K_WARPS": 1, "ABREAST": 4, "AHEAD": 2}),
+            (3, {"TILES": 1, "HEIGHT": 1, "N_WARPS": 1, "K_WARPS": 2, "ABREAST": 1, "AHEAD": 2}),
+            (8, {"TILES": 1, "HEIGHT": 2, "N_WARPS": 2, "K_WARPS": 1, "ABREAST": 1, "AHEAD": 2}),
+            (13, {"TILES": 2, "HEIGHT": 2, "N_WARPS": 2, "K_WARPS": 1, "ABREAST": 1, "AHEAD": 1}),
+            (17, {"TILES": 4, "HEIGHT": 1, "N_WARPS": 2, "K_WARPS": 1, "ABREAST": 1, "AHEAD": 1}),
+        ],
+        lambda rows, plan: rows <= 8,
+    ),
 )
 def test_every_plan_gives_the_product(device, monkeypatch, rows, plan):
     monkeypatch.setattr(module, "_plan", lambda *_: {**plan, "maxnreg": None})
@@ -59,7 +66,10 @@ def test_every_plan_gives_the_product(device, monkeypatch, rows, plan):
     assert (y.cpu() - expected).norm() < 1e-5 * expected.norm()
 
 
-@pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")])
+NOT_FINITE = (float("inf"), float("-inf"), float("nan"))
+
+
+@pytest.mark.parametrize("value", mostly_slow(NOT_FINITE, math.isnan))
 def test_a_row_that_is_not_finite_spoils_only_itself(device, value):
     generator = torch.Generator().manual_seed(0)
     packed = random_packed(20, 805, 32, generator, spread=8).to(device)

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from marks import mostly_slow
 
 from arbcli.kernels.codec.packed import random_packed
 from arbcli.kernels.matmul.quantise_rows import QUANTISE_ROWS
@@ -14,7 +15,12 @@ KERNELS = "triton" if torch.cuda.is_available() else "interpreter"
 
 
 @pytest.mark.parametrize("backend", [KERNELS, "torch"])
-@pytest.mark.parametrize(("rows", "width"), [(5, 33), (9, 160), (70, 256), (1, WHOLE_ROW + 1)])
+@pytest.mark.parametrize(
+    ("rows", "width"),
+    mostly_slow(
+        [(5, 33), (9, 160), (70, 256), (1, WHOLE_ROW + 1)], lambda rows, width: width <= WHOLE_ROW
+    ),
+)
 def test_bits_are_those_of_norm_and_rounding(rows, width, backend, device):
     generator = torch.Generator().manual_seed(0)
     weight = random_packed(1, width, 32, generator, spread=2).to(device)

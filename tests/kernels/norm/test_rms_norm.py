@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from marks import mostly_slow
 from torch.nn.functional import rms_norm as torch_rms_norm
 
 from arbcli.kernels.codec.packed import Packed, random_packed
@@ -49,7 +50,9 @@ def randn(*shape, device, seed=1):
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(device)
 
 
-@pytest.mark.parametrize("width", [1024, 1025, 8192, 8229])
+@pytest.mark.parametrize(
+    "width", mostly_slow([1024, 1025, 8192, 8229], lambda width: width != 8192)
+)
 @each_backend
 def test_rms_norm_walks_wide_rows_to_their_end(backend, width, device):
     # one element has all of the mean square, so to miss it would change every other
