@@ -53,7 +53,7 @@ CONSTANTS = {
         "BETAS": (0.9, 0.95), "WEIGHT_DECAY": 0.1, "CLIP_NORM": 1.0, "MOMENTUM": 0.95,
         "NEWTON_SCHULZ": (3.4445, -4.7750, 2.0315), "NEWTON_SCHULZ_STEPS": 5,
     },
-    model_packed: {"INIT_SPREAD": 1.25, "UNSET": -128},
+    model_packed: {"INIT_SPREAD": 1.25},
     norm: {"NORM_EPS": 1e-6},
     rotary: {"ROTARY_BASE": 10000.0},
     table: {"SPARSE_SPREAD": 0.25, "MOST_USES": 127},
