@@ -4,7 +4,9 @@ import pytest
 import torch
 
 from arbcli.config.dense import SCALE_TYPES
-from arbcli.kernels.runtime.backend import use_backend
+from arbcli.kernels.rows import weighted_rows
+from arbcli.kernels.runtime.backend import row_chunks, use_backend
+from arbcli.verify.compare import as_tuple
 from arbcli.verify.kernels import KERNELS, compare, copies
 
 BACKENDS = ("torch", "triton" if torch.cuda.is_available() else "interpreter")
@@ -44,6 +46,21 @@ def test_kernel_equals_reference(spec, scale_type, backend, device):
         for result, expected, other in zip(got, wanted, peer or (None,) * len(got), strict=True):
             found = compare(spec, case.label, result, expected, other)
             assert found.passed, found
+
+
+@pytest.mark.parametrize("spec", KERNELS, ids=lambda spec: spec.name)
+def test_torch_backend_gives_the_same_in_chunks_of_two_rows(spec, monkeypatch):
+    """Matrices of real sizes are worked on in parts, and no case of a test is that large."""
+    for case in spec.cases(torch.device("cpu"), SCALE_TYPES["T6"]):
+        found = []
+        for elements in (1 << 18, 1):
+            monkeypatch.setattr(row_chunks, "__defaults__", (elements,))
+            monkeypatch.setattr(weighted_rows, "CHUNK_ELEMENTS", elements)
+            with use_backend("torch"):
+                found.append(as_tuple(spec.torch(*copies(case.inputs))))
+        for whole, parts in zip(*found, strict=True):
+            # as close as is asked for, though a peer would allow for more
+            assert compare(spec, case.label, parts, whole, None).passed, case.label
 
 
 @pytest.mark.slow  # the interpreter runs programs in order: what may differ does on a GPU
