@@ -3,7 +3,9 @@
 import dataclasses
 import subprocess
 import sys
+from collections import deque
 from itertools import product
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -159,6 +161,59 @@ def test_measure_tells_floats_by_where_they_hang():
     assert measured.float_buffers == 3
     assert measured.float_parameters == 5
     assert measured.float_attributes == 7
+
+
+@dataclasses.dataclass(slots=True)
+class Slotted:
+    """Has no dictionary of attributes."""
+
+    kept: object
+
+
+CONTAINERS = {
+    "itself": lambda x: x,
+    "list": lambda x: [1, x],
+    "tuple": lambda x: (None, x),
+    "dictionary": lambda x: {"_kept": x},
+    "set": lambda x: {x},
+    "frozen set": lambda x: frozenset([x]),
+    "queue": lambda x: deque([x], maxlen=2),
+    "object": lambda x: SimpleNamespace(_kept=x),
+    "slots": Slotted,
+    "nested": lambda x: [{"_a": (SimpleNamespace(__b=[Slotted(x)]),)}],
+}
+
+
+@pytest.mark.parametrize("name", ["cache", "_cache", "__cache", "_parameters_of", "training_"])
+def test_measure_sees_a_tensor_by_any_name_in_any_container(name):
+    """So do buffers, parameters and submodules, whatever they are called."""
+    model = model_of(preset("tiny", **TINY), "cpu")
+    before, owners = measure(model).state_bytes, (model, model.head, model.blocks[0].mlp)
+    number = 0
+    for owner in owners:
+        for container in CONTAINERS.values():
+            number += 1
+            setattr(owner, f"{name}{number}", container(torch.zeros(3)))
+    measured = measure(model)
+    assert measured.float_attributes == 3 * number
+    model.norm.register_buffer(name, torch.zeros(5))
+    model.head.register_parameter(name, torch.nn.Parameter(torch.zeros(7)))
+    model.register_module(name, torch.nn.Linear(2, 3, bias=False))
+    measured = measure(model)
+    found = (measured.float_attributes, measured.float_buffers, measured.float_parameters)
+    assert found == (3 * number, 5, 7 + 6)
+    assert measured.state_bytes - before == 4 * sum(found)
+
+
+def test_integers_in_a_buffer_are_state_by_any_name():
+    """Only attributes that are no buffers may be small counters."""
+    model = model_of(preset("tiny", **TINY), "cpu")
+    before = measure(model)
+    for name in ("count", "_count", "__count"):
+        model.head.register_buffer(name, torch.zeros(10, dtype=torch.int8))
+    after = measure(model)
+    assert after.state_bytes - before.state_bytes == 30
+    assert after.counter_bytes == before.counter_bytes
 
 
 def test_measure_finds_the_updater_behind_a_sink():
