@@ -174,12 +174,21 @@ def test_audit_memory_predicts_every_rule_and_scale_type():
         ("--budget", "6 gallons"),
         ("--budget", "6GiB", "--what-if"),
         ("--snapshot", "memory.pickle"),
-        ("--ctx", "999999999"),
     ],
-    ids=["budget", "two questions", "snapshot", "ctx"],
+    ids=["budget", "two questions", "snapshot"],
 )
 def test_audit_memory_fails_in_one_line(arguments, arb_here):
-    done = arb_here("audit-memory", *QUICK, *arguments)
+    check_refused(arb_here("audit-memory", *QUICK, *arguments))
+
+
+def test_audit_memory_refuses_a_step_beyond_any_memory():
+    """In a process of its own, which is not to take this one along."""
+    command = [sys.executable, "-m", "arbcli", "audit-memory", *QUICK, "--ctx", "999999999"]
+    run = {"check": False, "capture_output": True, "text": True, "timeout": 60}
+    check_refused(subprocess.run(command, **run))
+
+
+def check_refused(done):
     assert done.returncode == 2
     assert done.stdout == ""
     error, hint = done.stderr.splitlines()[-2:]
