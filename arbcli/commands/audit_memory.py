@@ -97,7 +97,6 @@ def audit_memory(
         raise ArbError("`--budget` and `--what-if` are two questions", hint="ask one at a time")
     # torch takes seconds to import, so not for `arb --help`
     from arbcli.inspect import audit, memory
-    from arbcli.inspect.peak import predict_peak
     from arbcli.train.configure import new_config
 
     given = given_options(
@@ -141,10 +140,12 @@ def audit_memory(
                 "`--snapshot` records the CUDA allocator, and this run is on the CPU",
                 hint="leave it out, or use `--device cuda`",
             )
-        predicted = predict_peak(config)
-        state, peak = bytes_text(predicted.state_bytes), bytes_text(predicted.peak_bytes)
-        note(f"predicted: {state} of state, a peak of {peak}; measuring {steps} steps")
-        report = audit.audit(config, snapshot, predicted)
+
+        def tell(predicted: "PeakReport") -> None:
+            state, peak = bytes_text(predicted.state_bytes), bytes_text(predicted.peak_bytes)
+            note(f"predicted: {state} of state, a peak of {peak}; measuring {steps} steps")
+
+        report = audit.audit(config, snapshot, tell)
         emit(report, _audit_tables(report), as_json=as_json)
         raise typer.Exit(0 if report.passed else 1)
 

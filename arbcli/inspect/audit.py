@@ -6,7 +6,7 @@ when it dies. The same count names the largest tensors at the peak, on both.
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -110,20 +110,24 @@ def check_fit(config: TrainConfig, budget: str) -> FitReport:
 
 
 def audit(
-    config: TrainConfig, snapshot: Path | None = None, predicted_peak: PeakReport | None = None
+    config: TrainConfig,
+    snapshot: Path | None = None,
+    predicted: Callable[[PeakReport], None] = lambda peak: None,
 ) -> AuditReport:
     """Do the steps of a run, on the text it would read, and measure memory all along.
 
     Args:
         config: what to run, for two steps or more.
         snapshot: where to write torch's own record of every CUDA allocation.
-        predicted_peak: of a step that is not captured; None predicts it.
+        predicted: is told of the peak before it is measured.
 
     Raises:
         ArbError: there is not enough memory, or the snapshot cannot be written.
     """
-    predicted_peak = predicted_peak or predict_peak(config)
+    # a text that is shorter than the context is refused before a step of such a size is traced
     texts = open_texts(config.data, config.val, seed=config.seed, context=config.model.ctx)
+    predicted_peak = predict_peak(config)
+    predicted(predicted_peak)
     tensors = LiveTensors(torch.device(config.device))
     try:
         with (
@@ -148,11 +152,11 @@ def audit(
             hint="use a smaller `--batch`, `--ctx` or `--preset`",
         ) from error
     peak_bytes = max(level.peak_bytes for level in levels[1:])
-    predicted, measured = predict(config.model), measure(trainer.model, trainer.updater)
+    state, measured = predict(config.model), measure(trainer.model, trainer.updater)
     ends = [level.live_bytes for level in levels if level.stage == "end"]
     checks = (
         _check_floats(measured),
-        _check_prediction(predicted, measured, loaded_bytes),
+        _check_prediction(state, measured, loaded_bytes),
         _check_levels(ends),
     )
     return AuditReport(
@@ -162,7 +166,7 @@ def audit(
         batch=config.batch,
         accum=config.accum,
         steps=config.steps,
-        predicted=predicted,
+        predicted=state,
         predicted_peak=predicted_peak,
         measured=measured,
         levels=tuple(levels),

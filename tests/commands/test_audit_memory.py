@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ import torch
 from typer.testing import CliRunner
 
 from arbcli.cli import app
+from arbcli.inspect.memory import predict
 from arbcli.model.dense import ByteLM
 from arbcli.train.updater import Updater
 
@@ -134,21 +136,13 @@ def test_audit_memory_fails_on_state_outside_the_model(monkeypatch):
 
 
 def test_audit_memory_fails_on_a_wrong_prediction(monkeypatch):
-    monkeypatch.setattr("arbcli.inspect.memory.TRITS_PER_BYTE", 4)
+    finer = lambda config: predict(replace(config, scale_type="T4"))  # noqa: E731
+    monkeypatch.setattr("arbcli.inspect.audit.predict", finer)
     result = run("--steps", "2", "--json")
     assert result.exit_code == 1
     assert checks_of(result)["state-as-predicted"] is False
 
 
-@pytest.fixture
-def nothing_is_made(monkeypatch):
-    def refuse(*_):
-        raise AssertionError("a model was made")
-
-    monkeypatch.setattr(ByteLM, "__init__", refuse)
-
-
-@pytest.mark.usefixtures("nothing_is_made")
 @pytest.mark.parametrize(("budget", "code"), [("1MiB", 0), ("1kB", 1)])
 def test_audit_memory_tells_whether_a_step_fits(budget, code):
     result = run("--budget", budget, "--json")
@@ -159,7 +153,6 @@ def test_audit_memory_tells_whether_a_step_fits(budget, code):
     assert ("fits" if code == 0 else "does not fit") in run("--budget", budget).stdout
 
 
-@pytest.mark.usefixtures("nothing_is_made")
 def test_audit_memory_predicts_every_rule_and_scale_type():
     report = json.loads(run("--what-if", "--json").stdout)
     assert len(report["choices"]) == 32
@@ -181,11 +174,10 @@ def test_audit_memory_fails_in_one_line(arguments, arb_here):
     check_refused(arb_here("audit-memory", *QUICK, *arguments))
 
 
-def test_audit_memory_refuses_a_step_beyond_any_memory():
-    """In a process of its own, which is not to take this one along."""
-    command = [sys.executable, "-m", "arbcli", "audit-memory", *QUICK, "--ctx", "999999999"]
-    run = {"check": False, "capture_output": True, "text": True, "timeout": 60}
-    check_refused(subprocess.run(command, **run))
+def test_audit_memory_refuses_a_context_beyond_any_text(arb_here):
+    done = arb_here("audit-memory", *QUICK, "--ctx", "999999999")
+    check_refused(done)
+    assert "`--ctx` is 999,999,999" in done.stderr
 
 
 def check_refused(done):
