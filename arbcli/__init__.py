@@ -9,8 +9,10 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 
-def load(run: Path | str, *, device: str | None = None) -> "LanguageModel":
+def load(
+    run: Path | str, *, device: str | None = None, compute: str | None = None
+) -> "LanguageModel":
     """Load the model of a run, or of one checkpoint: see `arbcli.infer.load`."""
     from arbcli.infer.load import load_model  # torch takes seconds to import, so not for `--help`
 
-    return load_model(run, device=device)
+    return load_model(run, device=device, compute=compute)

@@ -68,7 +68,7 @@ _FILE_NAME = re.compile(r"step-([0-9]{6,})\.safetensors")
 _TENSOR_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 _READ_HINT = "check the path and its permissions"
 _WRITE_HINT = "check permissions and free space; whatever was saved before is intact"
-_REFUSED_HINT = "it was truncated or altered: delete it, or use an earlier one"
+_REFUSED_HINT = "it is no checkpoint of arb, or was truncated or altered: name another"
 
 
 class DamagedError(ArbError):
@@ -262,7 +262,15 @@ def write_json(path: Path, value: Any) -> None:
     Raises:
         ArbError: it cannot be written; what was there before is intact.
     """
-    text = json.dumps(value, indent=2, sort_keys=True, allow_nan=False) + "\n"
+    write_text(path, json.dumps(value, indent=2, sort_keys=True, allow_nan=False) + "\n")
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write text, whole or not at all.
+
+    Raises:
+        ArbError: it cannot be written; what was there before is intact.
+    """
     with _os_errors("write", path, _WRITE_HINT):
         _write_whole(path, lambda file: file.write(text.encode()))
 
@@ -496,6 +504,7 @@ def _write_whole(path: Path, write: Callable[[BufferedIOBase], object]) -> None:
     if hasattr(os, "O_DIRECTORY"):  # elsewhere a directory cannot be synced
         descriptor = os.open(path.parent, os.O_RDONLY)
         try:
-            os.fsync(descriptor)
+            with suppress(OSError):  # some network file systems refuse; the file itself is synced
+                os.fsync(descriptor)
         finally:
             os.close(descriptor)

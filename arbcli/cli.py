@@ -22,6 +22,7 @@ from arbcli.signals import STOPPED_UNSAVED, Interrupted, RaisedSignal
 
 app = typer.Typer(
     no_args_is_help=True,
+    context_settings={"help_option_names": ["-h", "--help"]},  # of every command too
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,  # it would swallow `[default: ...]`
@@ -67,6 +68,11 @@ def main() -> None:
     except ArbError as error:
         hint = error.hint and in_options(error.hint, error.fields)
         fail(in_options(str(error), error.fields), hint)
+        sys.exit(2)
+    except OSError as error:
+        if error.filename is None:
+            raise
+        fail(f"cannot use `{error.filename}`: {error.strerror}", "check the path and permissions")
         sys.exit(2)
     except Exception:
         traceback.print_exc()

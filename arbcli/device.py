@@ -118,6 +118,10 @@ def explained_out_of_memory(
         yield
     except torch.OutOfMemoryError as error:
         raise ArbError("the GPU's memory is not enough for this model", hint=hint) from error
+    except (MemoryError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and "DefaultCPUAllocator" not in str(error):
+            raise  # torch has no kind of its own for this one
+        raise ArbError("this machine's memory is not enough for this model", hint=hint) from error
 
 
 def peak_bytes(device: torch.device) -> int:

@@ -1,5 +1,6 @@
 """Checkpoints against a hostile disk: a file comes back to the last bit, or is refused by name."""
 
+import errno
 import json
 import os
 import re
@@ -516,6 +517,14 @@ def test_load_refuses_a_huge_header_unread(tmp_path, length):
     tracemalloc.stop()
 
 
+def test_hint_about_a_file_that_is_not_ours_is_no_advice_to_delete_it(tmp_path):
+    (tmp_path / "text.txt").write_bytes(b"a text that its owner needs")
+    with pytest.raises(ArbError) as caught:
+        load_checkpoint(tmp_path / "text.txt")
+    assert "it is no checkpoint" in caught.value.hint
+    assert "delete" not in caught.value.hint
+
+
 def test_latest_falls_back_and_says_why(tmp_path):
     for step in (100, 200, 300):
         save_checkpoint(tmp_path, example(step), keep=3)
@@ -588,6 +597,18 @@ def test_full_disk_leaves_what_was_there(tmp_path):
     assert {path.name for path in tmp_path.iterdir()} == {"config.json", "step-000100.safetensors"}
     assert_same(latest_checkpoint(tmp_path, pytest.fail), example(100))
     assert read_json(tmp_path / "config.json") == {"seed": 1}
+
+
+def test_save_where_a_directory_cannot_be_synced(tmp_path, monkeypatch):
+    sync = os.fsync
+
+    def refuse(descriptor):
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            raise OSError(errno.EINVAL, "Invalid argument")
+        sync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", refuse)
+    assert_same(load_checkpoint(save_checkpoint(tmp_path, example())), example())
 
 
 def test_interrupted_save_leaves_no_temporary(tmp_path, saved, monkeypatch):

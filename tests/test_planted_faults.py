@@ -586,7 +586,7 @@ FAULTS = [
         skip_check("metadata was altered"), "checkpoint",
     ),
     module(
-        "unchecked file", "newer format accepted", "checkpoint", skip_check("by a newer"),
+        "unchecked file", "newer format accepted", "checkpoint", rewrite("v > FORMAT", "False"),
         "checkpoint",
     ),
     module(

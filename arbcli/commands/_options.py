@@ -1,12 +1,16 @@
 """Options that several commands share."""
 
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from arbcli.config.checks import check_choice
+from arbcli.config.dense import SCALE_TYPES
+from arbcli.config.presets import check_preset
+from arbcli.config.training import COMPUTES
 from arbcli.directions import DIRECTIONS
 from arbcli.rules import RULES
 
@@ -50,6 +54,23 @@ def given_options(**values: Any) -> dict[str, Any]:
     return {field: value for field, value in values.items() if value is not None}
 
 
+def one_of(field: str, known: Iterable[str]) -> Callable[[str | None], str | None]:
+    """Make a callback that refuses a name before torch is imported, which takes seconds."""
+
+    def check(value: str | None) -> str | None:
+        if value is not None:
+            check_choice(field, value, known)
+        return value
+
+    return check
+
+
+def _check_preset(name: str | None) -> str | None:
+    if name is not None:
+        check_preset(name)
+    return name
+
+
 def _part(field: str, what: str, min: int | None = None) -> Any:
     """Declare an option of a part that only the presets with a graph have."""
     help = f"Only with arb-tiny and arb-3b: {what}"
@@ -60,7 +81,8 @@ Preset = Annotated[
     str | None,
     typer.Option(
         help="Kind and size of the model: tiny, small, base or 1b, of dense blocks; arb-tiny or"
-        " arb-3b, of n-grams, codebooks, experts and a graph. [default: tiny]"
+        " arb-3b, of n-grams, codebooks, experts and a graph. [default: tiny]",
+        callback=_check_preset,
     ),
 ]
 Ctx = Annotated[int | None, typer.Option(min=1, help="Context in bytes. [default: the preset's]")]
@@ -70,15 +92,22 @@ TScaleType = Annotated[
         "--tscale-type",
         help="How many weights share a scale: T4, T6, T8, T16, T32, T64, T96 or T128."
         " [default: the preset's]",
+        callback=one_of("scale_type", SCALE_TYPES),
     ),
 ]
 Rule = Annotated[
     str | None,
-    typer.Option(help=f"Update rule: {', '.join(RULES)}. [default: the preset's]"),
+    typer.Option(
+        help=f"Update rule: {', '.join(RULES)}. [default: the preset's]",
+        callback=one_of("rule", RULES),
+    ),
 ]
 Direction = Annotated[
     str | None,
-    typer.Option(help=f"Of a step: {', '.join(DIRECTIONS)}. [default: the rule's]"),
+    typer.Option(
+        help=f"Of a step: {', '.join(DIRECTIONS)}. [default: the rule's]",
+        callback=one_of("direction", DIRECTIONS),
+    ),
 ]
 Backend = Annotated[
     str | None,
@@ -88,7 +117,15 @@ Compute = Annotated[
     str | None,
     typer.Option(
         help="Activations: bf16 or fp32; or fp8, which is bf16 with products in eight bits."
-        " [default: bf16 where it is fast]"
+        " [default: bf16 where it is fast]",
+        callback=one_of("compute", COMPUTES),
+    ),
+]
+ComputeOfRun = Annotated[
+    str | None,
+    typer.Option(
+        help="Activations: bf16 or fp32. [default: as the run was trained]",
+        callback=one_of("compute", ("bf16", "fp32")),
     ),
 ]
 Recompute = Annotated[

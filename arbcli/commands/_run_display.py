@@ -1,14 +1,13 @@
 """What `arb train` shows of a run."""
 
-import dataclasses
 import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from arbcli.output import LiveLine, OutputError, bytes_text, emit_json, note
-from arbcli.train.record import METRICS, Record, TrainReport
 
 if TYPE_CHECKING:
+    from arbcli.train.record import Record, TrainReport
     from arbcli.train.trainer import Trainer
 
 
@@ -42,13 +41,13 @@ class RunDisplay:
         if trainer.step:
             note(f"resumed at step {trainer.step}")
 
-    def recorded(self, record: Record) -> None:
+    def recorded(self, record: "Record") -> None:
         if self.as_json:
             try:
-                emit_json(dataclasses.asdict(record))
+                emit_json(record.as_json())
             except OutputError as error:
                 self.as_json = False
-                note(f"{error}; the run goes on, and its `{METRICS}` has every record")
+                note(f"{error}; the run goes on, and its directory has every record")
         if self.quiet:
             return
         line = (
@@ -68,7 +67,7 @@ class RunDisplay:
     def noted(self, message: str) -> None:
         note(message)
 
-    def finished(self, report: TrainReport) -> None:
+    def finished(self, report: "TrainReport") -> None:
         """Show how the run ended."""
         if report.stopped_by:
             note(f"stopped by {report.stopped_by} after step {report.steps}")

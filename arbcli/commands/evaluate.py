@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.table import Table
 
-from arbcli.commands._options import Backend, Checkpoint, Device, Json
+from arbcli.commands._options import Backend, Checkpoint, ComputeOfRun, Device, Json
 from arbcli.output import LiveLine, emit, note, table
 
 if TYPE_CHECKING:
@@ -23,6 +23,7 @@ def evaluate(
         typer.Option(min=1, help="Bytes between windows. [default: half the model's context]"),
     ] = None,
     batch: Annotated[int, typer.Option(min=1, help="Windows at once.")] = 16,
+    compute: ComputeOfRun = None,
     device: Device = None,
     backend: Backend = None,
     as_json: Json = False,
@@ -37,7 +38,7 @@ def evaluate(
 
     place = resolve_device(device)
     backend = resolve_backend(backend, place)
-    model, name = load_named_model(checkpoint, place, note)
+    model, name = load_named_model(checkpoint, place, note, compute)
     with LiveLine() as line:
         report = evaluation.evaluate(
             model,

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from arbcli.commands._options import Backend, Checkpoint, Device, Json, Seed
+from arbcli.commands._options import Backend, Checkpoint, ComputeOfRun, Device, Json, Seed
 from arbcli.errors import ArbError
 from arbcli.output import TextWriter, emit_json, note, write_bytes
 
@@ -28,6 +28,7 @@ def generate(
         float, typer.Option(min=0, max=1, help="Choose among those that have this share together.")
     ] = 1.0,
     seed: Seed = None,
+    compute: ComputeOfRun = None,
     device: Device = None,
     backend: Backend = None,
     raw: Annotated[
@@ -51,7 +52,7 @@ def generate(
     given = sys.stdin.buffer.read() if prompt == "-" else os.fsencode(prompt)
     place = resolve_device(device)
     backend = resolve_backend(backend, place)
-    model, name = load_named_model(checkpoint, place, note)
+    model, name = load_named_model(checkpoint, place, note, compute)
     with TextWriter() as text:
         report = generation.continue_text(
             model,

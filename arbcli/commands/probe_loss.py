@@ -38,6 +38,7 @@ from arbcli.commands._options import (
     given_options,
     option_of,
 )
+from arbcli.commands._outputs import PICTURES, check_file
 from arbcli.errors import ArbError
 from arbcli.output import bytes_text, emit, note, table
 
@@ -74,7 +75,9 @@ def probe_loss(
     checkpoint: Annotated[
         Path | None, typer.Option(metavar="RUN|FILE", help="Probe a saved model, left as it is.")
     ] = None,
-    plot: Annotated[Path | None, typer.Option(help="Draw stream, flips and loss to a PNG.")] = None,
+    plot: Annotated[
+        Path | None, typer.Option(help="Draw stream, flips, loss: .png, .pdf or .svg.")
+    ] = None,
     as_json: Json = False,
     attention: Attention = None,
     sequencer: Sequencer = None,
@@ -96,6 +99,7 @@ def probe_loss(
 
     if plot is not None:
         require_matplotlib()
+        check_file(plot, "--plot", PICTURES)
     given = given_options(
         preset=preset,
         ctx=ctx,

@@ -34,9 +34,12 @@ from arbcli.commands._options import (
     TScaleType,
     Val,
     given_options,
+    one_of,
     option_of,
 )
+from arbcli.commands._outputs import PICTURES, check_file
 from arbcli.commands._run_display import RunDisplay
+from arbcli.config.dense import WEIGHTS
 from arbcli.errors import ArbError
 from arbcli.signals import exit_code
 
@@ -61,7 +64,11 @@ def train(
     direction: Direction = None,
     tscale_type: TScaleType = None,
     weights: Annotated[
-        str | None, typer.Option(help="ternary, or a twin: float or ste. [default: ternary]")
+        str | None,
+        typer.Option(
+            help="ternary, or a twin: float or ste. [default: ternary]",
+            callback=one_of("weights", WEIGHTS),
+        ),
     ] = None,
     optimizer: Annotated[
         str | None, typer.Option(help="Of a twin: adamw or muon. [default: adamw]")
@@ -90,7 +97,7 @@ def train(
     device: Device = None,
     backend: Backend = None,
     seed: Seed = None,
-    plot: Annotated[Path | None, typer.Option(help="Draw the losses to this PNG.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw the losses: .png, .pdf or .svg.")] = None,
     quiet: Annotated[bool, typer.Option("--quiet", help="No progress.")] = False,
     as_json: Json = False,
     attention: Attention = None,
@@ -143,11 +150,12 @@ def train(
     )
     from arbcli.inspect import plots  # torch takes seconds to import, so not for `arb --help`
     from arbcli.train.configure import new_config
-    from arbcli.train.directory import RUNS, latest_run, new_run_path
+    from arbcli.train.directory import RUNS, latest_run
     from arbcli.train.run import resume_run, start_run
 
     if plot is not None:
         plots.require_matplotlib()
+        check_file(plot, "--plot", PICTURES)
     with RunDisplay(quiet=quiet, as_json=as_json) as display:
         if resume is not None:
             _refuse_changes(given | given_options(minutes=minutes))
@@ -155,7 +163,7 @@ def train(
             report = resume_run(path, display, device=device, backend=backend)
         else:
             config = new_config(**given, device=device, backend=backend)
-            report = start_run(config, out or new_run_path(config), display, minutes=minutes)
+            report = start_run(config, out, display, minutes=minutes)
     if plot is not None:
         plots.plot_training(Path(report.run), plot)
     display.finished(report)

@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from arbcli.commands._options import Backend, Device, Json, Seed, TScaleType
+from arbcli.commands._outputs import check_folder
 from arbcli.commands._verify_tables import emit_gates, ledger_tables
 from arbcli.environment import interpret_kernels_without_gpu
 from arbcli.errors import ArbError
@@ -61,6 +62,8 @@ def verify_kernels(
         raise ArbError(
             "`--tscale-type` and `--all-tscale-types` exclude each other", hint="give one of them"
         )
+    if ledger is not None:
+        check_folder(ledger, "--ledger")
     interpret_kernels_without_gpu(device)
     # torch takes seconds to import, so not for `arb --help`
     from arbcli.verify.ledger import compare_ledgers, read_ledger, write_ledger

@@ -24,3 +24,13 @@ def check_positive(field: str, value: int | tuple[int, ...]) -> None:
     """
     if min(value if isinstance(value, tuple) else (value,)) < 1:
         raise ArbError(f"`{field}` is {value}", hint="use 1 or more", fields=(field,))
+
+
+def check_at_most(field: str, value: int, most: int) -> None:
+    """Refuse a size above what anything here was made for.
+
+    Raises:
+        ArbError: it is above.
+    """
+    if value > most:
+        raise ArbError(f"`{field}` is {value:,}", hint=f"use at most {most:,}", fields=(field,))

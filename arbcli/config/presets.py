@@ -32,6 +32,17 @@ PRESETS = {
 }  # fmt: skip
 
 
+def check_preset(name: str) -> None:
+    """Refuse a name that is no preset's.
+
+    Raises:
+        ArbError: it is none.
+    """
+    if name not in PRESETS:
+        names = ", ".join(f"`{known}`" for known in PRESETS)
+        raise ArbError(f"no preset is named `{name}`", hint=f"choose one of: {names}")
+
+
 def preset(name: str, **overrides: object) -> ModelConfig:
     """Build the configuration called `name`, with the overrides that are not None.
 
@@ -40,9 +51,7 @@ def preset(name: str, **overrides: object) -> ModelConfig:
     Raises:
         ArbError: no preset has that name, or a value does not fit.
     """
-    if name not in PRESETS:
-        names = ", ".join(f"`{known}`" for known in PRESETS)
-        raise ArbError(f"no preset is named `{name}`", hint=f"choose one of: {names}")
+    check_preset(name)
     given = {key: value for key, value in overrides.items() if value is not None}
     fields = {field.name for field in dataclasses.fields(PRESETS[name])}
     if others := [key for key in given if key not in fields]:

@@ -140,14 +140,14 @@ def train_config_from(facts: dict[str, Any]) -> TrainConfig:
     """Rebuild a configuration from what `config.json` holds.
 
     Raises:
-        ArbError: it was written by a version with other settings.
+        ArbError: it was written by a version with other settings, or damaged.
     """
     try:
         values = facts["config"]
         model = config_from_dict(values["model"])
         lists = {name: tuple(values[name]) for name in ("data", "val")}
         return TrainConfig(**(values | lists | {"model": model}))
-    except (TypeError, KeyError) as error:
+    except (TypeError, KeyError, ValueError, AttributeError) as error:
         raise ArbError(
             f"the run's configuration does not fit this version of arb: {error}",
             hint="use the version that `config.json` names",

@@ -112,22 +112,22 @@ def check_fit(config: TrainConfig, budget: str) -> FitReport:
 def audit(
     config: TrainConfig,
     snapshot: Path | None = None,
-    on_prediction: Callable[[PeakReport], None] = lambda _: None,
+    predicted: Callable[[PeakReport], None] = lambda peak: None,
 ) -> AuditReport:
     """Do the steps of a run, on the text it would read, and measure memory all along.
 
     Args:
         config: what to run, for two steps or more.
         snapshot: where to write torch's own record of every CUDA allocation.
-        on_prediction: is told the predicted peak before the steps.
+        predicted: is told of the peak before it is measured.
 
     Raises:
-        ArbError: the text is too short, there is not enough memory, or the snapshot cannot be
-            written.
+        ArbError: there is not enough memory, or the snapshot cannot be written.
     """
+    # a text that is shorter than the context is refused before a step of such a size is traced
     texts = open_texts(config.data, config.val, seed=config.seed, context=config.model.ctx)
     predicted_peak = predict_peak(config)
-    on_prediction(predicted_peak)
+    predicted(predicted_peak)
     tensors = LiveTensors(torch.device(config.device))
     try:
         with (
@@ -152,11 +152,11 @@ def audit(
             hint="use a smaller `--batch`, `--ctx` or `--preset`",
         ) from error
     peak_bytes = max(level.peak_bytes for level in levels[1:])
-    predicted, measured = predict(config.model), measure(trainer.model, trainer.updater)
+    state, measured = predict(config.model), measure(trainer.model, trainer.updater)
     ends = [level.live_bytes for level in levels if level.stage == "end"]
     checks = (
         _check_floats(measured),
-        _check_prediction(predicted, measured, loaded_bytes),
+        _check_prediction(state, measured, loaded_bytes),
         _check_levels(ends),
     )
     return AuditReport(
@@ -166,7 +166,7 @@ def audit(
         batch=config.batch,
         accum=config.accum,
         steps=config.steps,
-        predicted=predicted,
+        predicted=state,
         predicted_peak=predicted_peak,
         measured=measured,
         levels=tuple(levels),

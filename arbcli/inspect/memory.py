@@ -7,7 +7,7 @@ import dataclasses
 import itertools
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from types import FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -222,7 +222,7 @@ def _reachable(roots: tuple[object, ...]) -> Iterator[tuple[str, str, "Tensor"]]
             yield ".".join(path), role, value
         elif isinstance(value, dict):
             found = [((*path, str(key)), role, entry) for key, entry in value.items()]
-        elif isinstance(value, list | tuple | set):
+        elif isinstance(value, list | tuple | set | frozenset | deque):
             found = [((*path, str(index)), role, entry) for index, entry in enumerate(value)]
         elif isinstance(value, Module):
             for key, entry in vars(value).items():
@@ -230,6 +230,9 @@ def _reachable(roots: tuple[object, ...]) -> Iterator[tuple[str, str, "Tensor"]]
                 found.append((*within, entry))
         elif hasattr(value, "__dict__") and not isinstance(value, type | ModuleType | FunctionType):
             found = [(path, "attribute", vars(value))]
+        elif is_dataclass(value) and not isinstance(value, type):  # of slots
+            names = (field.name for field in fields(value))
+            found = [((*path, name), "attribute", getattr(value, name)) for name in names]
         # the tree of modules comes first: what is in it keeps the name that it has there
         queue.extend(entry for entry in found if entry[1] == "attribute")
         queue.extendleft(entry for entry in found if entry[1] != "attribute")

@@ -1,4 +1,4 @@
-"""Pictures of a run and of a probe, as PNG files. Only they need matplotlib."""
+"""Pictures of a run and of a probe, as PNG, PDF or SVG files. Only they need matplotlib."""
 
 import json
 import math
@@ -157,7 +157,7 @@ def _number(value: float | None) -> float:
 
 def _save(figure: "Figure", png: Path) -> None:
     try:
-        figure.savefig(png, format="png")
+        figure.savefig(png, format=png.suffix.removeprefix(".").lower())
     except OSError as error:
         raise ArbError(
             f"cannot write `{png}`: {error.strerror}", hint="choose another `--plot`"

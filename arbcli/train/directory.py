@@ -3,7 +3,9 @@
 import json
 import os
 import platform
-from contextlib import suppress
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from datetime import UTC, datetime
 from hashlib import sha256
@@ -27,12 +29,23 @@ RUNS = Path("runs")
 """Where runs are kept unless another place is named."""
 
 
-def new_run_path(config: TrainConfig, root: Path = RUNS) -> Path:
-    """Name the next free run directory: `runs/003-256x4-moment` and so on."""
+def make_next_directory(config: TrainConfig, root: Path = RUNS) -> Path:
+    """Make the next free run directory: `runs/003-256x4-moment` and so on.
+
+    Raises:
+        ArbError: it cannot be made.
+    """
     kind = config.model.rule if config.model.weights == "ternary" else config.model.weights
-    names = os.listdir(root) if root.is_dir() else []
-    number = max((int(name[:3]) for name in names if name[:3].isdigit()), default=0) + 1
-    return root / f"{number:03d}-{config.model.dim}x{config.model.layers}-{kind}"
+    while True:
+        with _explained_making(root):
+            names = os.listdir(root) if root.exists() else []
+        numbers = (re.match("[0-9]+(?=-)", name) for name in names)
+        number = max((int(found[0]) for found in numbers if found), default=0) + 1
+        run = root / f"{number:03d}-{config.model.dim}x{config.model.layers}-{kind}"
+        with suppress(FileExistsError), _explained_making(run):  # another start was faster
+            root.mkdir(parents=True, exist_ok=True)
+            run.mkdir()
+            return run
 
 
 def latest_run(root: Path = RUNS) -> Path:
@@ -75,10 +88,21 @@ def make_directory(run: Path) -> None:
         ArbError: it cannot be made.
     """
     try:
-        run.mkdir(parents=True, exist_ok=True)
+        with _explained_making(run):
+            run.mkdir(parents=True, exist_ok=True)
+    except FileExistsError:
+        raise ArbError(f"`{run}` is a file", hint="choose another `--out`") from None
+
+
+@contextmanager
+def _explained_making(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except FileExistsError:
+        raise
     except OSError as error:
         raise ArbError(
-            f"cannot make `{run}`: {error.strerror}", hint="choose another `--out`"
+            f"cannot make `{path}`: {error.strerror}", hint="choose another `--out`"
         ) from error
 
 

@@ -2,9 +2,12 @@
 
 import dataclasses
 import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+from arbcli.checkpoint import write_text
 from arbcli.errors import ArbError
 
 METRICS = "metrics.jsonl"
@@ -41,6 +44,16 @@ class Record:
     gauges: dict[str, float]
     """What the model measures of itself."""
 
+    def as_json(self) -> dict[str, Any]:
+        """List the fields; a number that is not finite, which JSON has not, is None."""
+        return _finite(dataclasses.asdict(self))
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _finite(part) for name, part in value.items()}
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainReport:
@@ -70,7 +83,7 @@ def append_record(run: Path, record: Record) -> None:
     path = run / METRICS
     try:
         with path.open("a") as file:
-            file.write(json.dumps(dataclasses.asdict(record)) + "\n")
+            file.write(json.dumps(record.as_json(), allow_nan=False) + "\n")
     except OSError as error:
         raise ArbError(
             f"cannot write `{path}`: {error.strerror}",
@@ -79,15 +92,25 @@ def append_record(run: Path, record: Record) -> None:
 
 
 def drop_records_after(run: Path, step: int) -> None:
-    """Drop the records after `step`, and one that was cut off; they will be written again."""
+    """Drop the records after `step`, which will be written again, and lines that are none.
+
+    Raises:
+        ArbError: the file cannot be read or written; what was there before is intact.
+    """
     path = run / METRICS
-    if not path.exists():
-        return
-    kept = []
-    for line in path.read_text().splitlines():
-        try:
-            if json.loads(line)["step"] <= step:
-                kept.append(line + "\n")
-        except (ValueError, KeyError):
-            break
-    path.write_text("".join(kept))
+    try:
+        text = path.read_text(errors="replace") if path.exists() else ""
+    except OSError as error:
+        raise ArbError(
+            f"cannot read `{path}`: {error.strerror}", hint="check the path and its permissions"
+        ) from error
+    kept = "".join(line + "\n" for line in text.splitlines() if _is_until(step, line))
+    if kept != text:
+        write_text(path, kept)
+
+
+def _is_until(step: int, line: str) -> bool:
+    try:
+        return json.loads(line)["step"] <= step
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return False

@@ -40,12 +40,14 @@ from arbcli.train.directory import (
     check_free,
     check_same_run,
     make_directory,
+    make_next_directory,
     open_texts_again,
     run_facts,
 )
 from arbcli.train.record import Record, TrainReport, append_record, drop_records_after
 from arbcli.train.trainer import Trainer, schedule, text_digest
 
+MOST_MINUTES = 60 * 24 * 366
 LOG_EVERY = 10
 """Steps between records; reading a loss makes a GPU wait."""
 SAVE_SECONDS = 300
@@ -71,23 +73,30 @@ class Observer:
 
 
 def start_run(
-    config: TrainConfig, run: Path, observer: Observer, *, minutes: float | None = None
+    config: TrainConfig, run: Path | None, observer: Observer, *, minutes: float | None = None
 ) -> TrainReport:
     """Start a run in a new directory.
 
     Args:
         config: what to compute.
-        run: directory to make; it must not hold a run.
+        run: directory to make; it must not hold a run. None is the next free one in `RUNS`.
         observer: is told of progress.
         minutes: sets the number of steps by timing a few.
 
     Raises:
         ArbError: something the user can fix; whatever was saved before is intact.
     """
-    check_free(run)
+    if minutes is not None and not 0 < minutes <= MOST_MINUTES:
+        raise ArbError(f"`--minutes` is {minutes}", hint=f"use a number up to {MOST_MINUTES:,}")
+    if run is not None:
+        check_free(run)
     texts = open_texts(config.data, config.val, seed=config.seed, context=config.model.ctx)
-    make_directory(run)
+    if run is None:
+        run = make_next_directory(config)
+    else:
+        make_directory(run)
     with run_lock(run), deterministic():
+        check_free(run)  # nobody else can start one here from now on
         if minutes is not None:
             config = _fit_to_minutes(config, texts, minutes)
         facts = run_facts(config, texts)
@@ -208,12 +217,14 @@ class _Loop:
                 self.losses.append(trainer.train_step())
                 if trainer.step < config.steps:
                     self._after_step(trainer.step)
-            if self.saved_step != trainer.step:
-                self._save()
-            if not signal.received:
+            # the end is saved last: who dies before gets there again, with the same record
+            if signal.received:
+                self._save_if_new()
+            else:
                 val_loss = self._evaluate()
             if self.losses:
                 self._record(val_loss)
+            self._save_if_new()
             if not signal.received:
                 sample = self._sample()
         saved = self.saved_step is not None and checkpoint_path(self.run_path, self.saved_step)
@@ -281,6 +292,10 @@ class _Loop:
             self.left_behind = []
             names = ", ".join(f"`{name}`" for name in aside)
             self.observer.noted(f"checkpoints of before the run went back are set aside: {names}")
+
+    def _save_if_new(self) -> None:
+        if self.saved_step != self.trainer.step:
+            self._save()
 
     def _evaluate(self) -> float:
         with self._not_timed():

@@ -13,11 +13,8 @@ from torch import Tensor
 
 from arbcli.config.graph import GraphConfig
 from arbcli.model.blocks.edges import Edges
-from arbcli.model.blocks.experts import BALANCE_UNIT
-from arbcli.model.blocks.latent_attention import SHARPNESS
 from arbcli.model.blocks.memgram import MemGram
 from arbcli.model.blocks.moe_graph import MoEGraph
-from arbcli.model.blocks.router import ROUTER_BIAS
 from arbcli.model.graph import GraphLM
 
 Weights = dict[str, Tensor]
@@ -171,7 +168,7 @@ def attention(w: Weights, x: Tensor, config: GraphConfig, window: int) -> Tensor
         rows = []
         for t in range(x.shape[1]):
             seen = slice(max(0, t - window + 1), t + 1)
-            scores = (q[:, t, None] * k[:, seen]).sum(dim=-1) * SHARPNESS / math.sqrt(size)
+            scores = (q[:, t, None] * k[:, seen]).sum(dim=-1) * 2 / math.sqrt(size)
             rows.append((scores.softmax(dim=1)[..., None] * v[:, seen]).sum(dim=1))
         y.append(torch.stack(rows, dim=1))
     return norm(torch.cat(y, dim=-1), w["sub_norm"]) @ w["output"].T
@@ -201,7 +198,7 @@ def codebook(w: Weights, x: Tensor, heads: int, top_k: int) -> tuple[Tensor, Ten
 def experts(w: Weights, x: Tensor, query: Tensor, config: GraphConfig, balance: Tensor) -> Tensor:
     """Send one position, (expert_dim,), to its experts."""
     scores = norm(query, w["gate.norm"]) @ w["gate.keys"].T
-    chances = (scores + balance * BALANCE_UNIT).tolist()
+    chances = (scores + balance / 8).tolist()
     chosen = sorted(range(config.experts), key=lambda e: -chances[e])[: config.moe_top_k]
     gates = scores[chosen].softmax(dim=0)
     y = 0
@@ -297,7 +294,7 @@ def edges_by_code(edges: Edges) -> dict[int, list[tuple[int, float]]]:
 def router(w: Weights, streams: list[Tensor]) -> Tensor:
     """Mix streams of (B, T, D) by scores of the first."""
     bias = torch.zeros(len(streams), dtype=torch.float64, device=streams[0].device)
-    bias[0] = ROUTER_BIAS
+    bias[0] = 3
     shares = (norm(streams[0], w["norm"]) @ w["scores"].T + bias).softmax(dim=-1)
     return sum(
         share[..., None] * part for share, part in zip(shares.unbind(-1), streams, strict=True)

@@ -1,9 +1,9 @@
 """`arb audit-memory`: what it prints, what it lets pass, and the faults that it catches."""
 
-import dataclasses
 import json
 import subprocess
 import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -136,25 +136,13 @@ def test_audit_memory_fails_on_state_outside_the_model(monkeypatch):
 
 
 def test_audit_memory_fails_on_a_wrong_prediction(monkeypatch):
-    def predict_other(config):
-        return predict(dataclasses.replace(config, layers=config.layers + 1))
-
-    monkeypatch.setattr("arbcli.inspect.audit.predict", predict_other)
+    finer = lambda config: predict(replace(config, scale_type="T4"))  # noqa: E731
+    monkeypatch.setattr("arbcli.inspect.audit.predict", finer)
     result = run("--steps", "2", "--json")
     assert result.exit_code == 1
     assert checks_of(result)["state-as-predicted"] is False
 
 
-@pytest.fixture
-def nothing_is_measured(monkeypatch):
-    def refuse(*_):
-        raise AssertionError("a step was measured")
-
-    monkeypatch.setattr("arbcli.inspect.audit.audit", refuse)
-    monkeypatch.setattr("arbcli.inspect.audit.open_texts", refuse)
-
-
-@pytest.mark.usefixtures("nothing_is_measured")
 @pytest.mark.parametrize(("budget", "code"), [("1MiB", 0), ("1kB", 1)])
 def test_audit_memory_tells_whether_a_step_fits(budget, code):
     result = run("--budget", budget, "--json")
@@ -165,7 +153,6 @@ def test_audit_memory_tells_whether_a_step_fits(budget, code):
     assert ("fits" if code == 0 else "does not fit") in run("--budget", budget).stdout
 
 
-@pytest.mark.usefixtures("nothing_is_measured")
 def test_audit_memory_predicts_every_rule_and_scale_type():
     report = json.loads(run("--what-if", "--json").stdout)
     assert len(report["choices"]) == 32
@@ -180,12 +167,20 @@ def test_audit_memory_predicts_every_rule_and_scale_type():
         ("--budget", "6 gallons"),
         ("--budget", "6GiB", "--what-if"),
         ("--snapshot", "memory.pickle"),
-        ("--ctx", "999999999"),
     ],
-    ids=["budget", "two questions", "snapshot", "ctx"],
+    ids=["budget", "two questions", "snapshot"],
 )
 def test_audit_memory_fails_in_one_line(arguments, arb_here):
-    done = arb_here("audit-memory", *QUICK, *arguments)
+    check_refused(arb_here("audit-memory", *QUICK, *arguments))
+
+
+def test_audit_memory_refuses_a_context_beyond_any_text(arb_here):
+    done = arb_here("audit-memory", *QUICK, "--ctx", "999999999")
+    check_refused(done)
+    assert "`--ctx` is 999,999,999" in done.stderr
+
+
+def check_refused(done):
     assert done.returncode == 2
     assert done.stdout == ""
     error, hint = done.stderr.splitlines()[-2:]

@@ -14,6 +14,7 @@ import pytest
 from typer.testing import CliRunner
 
 from arbcli.cli import app, main
+from arbcli.errors import ArbError
 
 SMALL = ["--dim", "32", "--layers", "1", "--heads", "2", "--ffn", "48", "--ctx", "16"]
 SMALL += ["--batch", "4", "--steps", "12", "--device", "cpu"]
@@ -169,7 +170,10 @@ ERRORS = {
     "resume of nothing": (["--resume", "nowhere"], "there is no run at `nowhere`"),
     "no run to resume": (["--resume", "auto"], "there is no run in `runs` that has saved"),
     "resume with other settings": (["--resume", "auto", "--steps", "9"], "cannot be given"),
-    "out that is a file": (["--data", "{text}", "--out", "{text}"], "cannot make"),
+    "plot over a text": (["--data", "{text}", "--plot", "{text}"], "`--plot` is"),
+    "plot in no folder": (["--plot", "nowhere/a.svg"], "there is no folder `nowhere`"),
+    "out too long": (["--data", "{text}", "--out", "x" * 300], "File name too long"),
+    "out that is a file": (["--data", "{text}", "--out", "{text}"], "is a file"),
 }
 
 
@@ -218,8 +222,9 @@ OPTIONS = {
     "train": "accum backend batch compute ctx data device dim direction eval-every ffn heads json"
     " layers lr minutes no-sub-norms optimizer out plot preset quiet recompute resume rule"
     " save-every seed steps sub-norms tscale-type val warmup weights" + PARTS,
-    "generate": "backend bytes checkpoint device json length prompt seed temperature top-k top-p",
-    "evaluate": "backend batch checkpoint data device json stride",
+    "generate": "backend bytes checkpoint compute device json length prompt seed temperature"
+    " top-k top-p",
+    "evaluate": "backend batch checkpoint compute data device json stride",
     "count-params": "ctx dim direction ffn heads json layers preset rule tscale-type" + PARTS,
     "audit-memory": "accum backend batch budget compute ctx device dim direction ffn heads json"
     " layers preset recompute rule seed snapshot steps tscale-type what-if" + PARTS,
@@ -236,6 +241,25 @@ def test_no_option_comes_or_goes_unnoticed(command):
     words = (word.strip(",.`") for word in page.replace("/", " ").split())
     options = {word[2:] for word in words if word.startswith("--")} - {"help"}
     assert options == set(OPTIONS[command].split())
+
+
+@pytest.mark.parametrize("command", ["", *OPTIONS])
+def test_short_option_of_help(command):
+    page = CliRunner().invoke(app, [*command.split(), "-h"])
+    assert page.exit_code == 0
+    assert "Usage" in page.stdout
+
+
+@pytest.mark.parametrize(
+    "mistake", ["--rule=adam", "--preset=huge", "--direction=up", "--tscale-type=T5",
+                "--weights=half", "--compute=fp4"]
+)  # fmt: skip
+def test_unknown_name_is_refused_while_options_are_read(mistake, monkeypatch):
+    """So before torch is imported, which takes seconds."""
+    monkeypatch.setitem(sys.modules, "arbcli.inspect", None)  # the first import of the command
+    result = CliRunner().invoke(app, ["train", mistake])
+    assert isinstance(result.exception, ArbError)
+    assert "choose one of" in result.exception.hint
 
 
 def test_help_comes_without_torch():

@@ -1,5 +1,7 @@
 """Text from a model: the same as from plain forwards, and chosen as it was asked for."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -73,6 +75,60 @@ def test_seed_decides_the_text(device):
     texts = [continued(lm, b"ab", 40, Sampling(seed=seed)) for seed in (0, 0, 1)]
     assert texts[0] == texts[1] != texts[2]
     assert len(texts[0]) == 40
+
+
+class Fixed:
+    """Stands for a model whose next byte follows one distribution, whatever came before."""
+
+    def __init__(self, logits: torch.Tensor) -> None:
+        self.logits = logits
+
+    def new_cache(self, positions: int) -> SimpleNamespace:
+        position = torch.zeros((), dtype=torch.int32, device=self.logits.device)
+        return SimpleNamespace(position=position, window=16)
+
+    def __call__(self, ids: torch.Tensor, cache: SimpleNamespace) -> torch.Tensor:
+        cache.position += ids.shape[1]
+        return self.logits.expand(*ids.shape, 256)
+
+
+def kept_share(logits: torch.Tensor, how: Sampling) -> torch.Tensor:
+    """Compute the distribution of the next byte: soften, then cut by rank, then by share."""
+    share = torch.softmax(logits.double() / how.temperature, 0)
+    order = share.argsort(descending=True)[: how.top_k]
+    before = (share[order] / share[order].sum()).cumsum(0).roll(1)
+    before[0] = 0
+    order = order[before < how.top_p] if how.top_p < 1 else order
+    kept = torch.zeros_like(share)
+    kept[order] = share[order]
+    return kept / kept.sum()
+
+
+@pytest.mark.parametrize(
+    "how",
+    [{"temperature": 0.5}, {"temperature": 1.0}, {"temperature": 2.0},
+     {"temperature": 1.5, "top_k": 6}, {"temperature": 1.5, "top_p": 0.7},
+     {"temperature": 2.0, "top_k": 9, "top_p": 0.8}],
+    ids=str,
+)  # fmt: skip
+def test_bytes_of_a_text_are_drawn_from_the_softmax_that_was_asked_for(how, device):
+    """Pearson's statistic of 400 bytes, within five of its standard errors, and nothing else."""
+    logits = 3 * torch.randn(256, generator=torch.Generator().manual_seed(5))
+    sampling = Sampling(seed=1, **how)
+    decoder = Decoder(Fixed(logits.to(device)), 401, sampling)
+    decoder.read(b"a")
+    text = b"".join(decoder.stream(400))
+    share = kept_share(logits, sampling)
+    counts = torch.tensor(list(text)).bincount(minlength=256)
+    assert not counts[share == 0].any()
+    often = share > 5 / 400
+    expected = torch.cat([share[often], share[~often].sum()[None]]) * 400
+    found = torch.cat([counts[often], counts[~often].sum()[None]])
+    expected, found = expected[expected > 0], found[expected > 0]
+    assert len(expected) > 2
+    statistic = ((found - expected) ** 2 / expected).sum().item()
+    freedom = len(expected) - 1
+    assert statistic < freedom + 5 * (2 * freedom) ** 0.5
 
 
 def test_no_more_bytes_than_the_text_has_room_for(device):

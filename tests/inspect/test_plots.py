@@ -91,6 +91,12 @@ def test_plot_probe_leaves_gaps_for_what_is_not_finite(report, tmp_path):
     assert painted_share(tmp_path / "probe.png") > 0.02
 
 
+@pytest.mark.parametrize(("suffix", "start"), [("pdf", b"%PDF"), ("svg", b"<?xml")])
+def test_picture_is_of_the_kind_that_its_name_says(suffix, start, run, tmp_path):
+    plot_training(run, tmp_path / f"curve.{suffix}")
+    assert (tmp_path / f"curve.{suffix}").read_bytes().startswith(start)
+
+
 def test_unwritable_picture_is_an_error(report, run, tmp_path):
     for draw, subject in ((plot_probe, report), (plot_training, run)):
         with pytest.raises(ArbError, match="cannot write"):

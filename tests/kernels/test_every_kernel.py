@@ -4,7 +4,10 @@ import pytest
 import torch
 
 from arbcli.config.dense import SCALE_TYPES
-from arbcli.kernels.runtime.backend import use_backend
+from arbcli.kernels.rows import weighted_rows
+from arbcli.kernels.runtime.backend import row_chunks, use_backend
+from arbcli.verify.compare import as_tuple
+from arbcli.verify.fuzz import DRAWINGS, Dice
 from arbcli.verify.kernels import KERNELS, compare, copies
 
 BACKENDS = ("torch", "triton" if torch.cuda.is_available() else "interpreter")
@@ -44,6 +47,57 @@ def test_kernel_equals_reference(spec, scale_type, backend, device):
         for result, expected, other in zip(got, wanted, peer or (None,) * len(got), strict=True):
             found = compare(spec, case.label, result, expected, other)
             assert found.passed, found
+
+
+@pytest.mark.parametrize("spec", KERNELS, ids=lambda spec: spec.name)
+def test_torch_backend_gives_the_same_in_chunks_of_two_rows(spec, monkeypatch):
+    """Matrices of real sizes are worked on in parts, and no case of a test is that large."""
+    for case in spec.cases(torch.device("cpu"), SCALE_TYPES["T6"]):
+        found = []
+        for elements in (1 << 18, 1):
+            monkeypatch.setattr(row_chunks, "__defaults__", (elements,))
+            monkeypatch.setattr(weighted_rows, "CHUNK_ELEMENTS", elements)
+            with use_backend("torch"):
+                found.append(as_tuple(spec.torch(*copies(case.inputs))))
+        for whole, parts in zip(*found, strict=True):
+            # as close as is asked for, though a peer would allow for more
+            assert compare(spec, case.label, parts, whole, None).passed, case.label
+
+
+IN_BFLOAT16 = [
+    "ternary_matmul", "ternary_matmul_grad_x", "arranged_matmul", "grouped_matmul",
+    "grouped_grad_w", "expert_combine", "expert_combine_backward", "rms_norm", "add_rms_norm",
+    "rms_norm_backward", "gated_rms_norm", "gated_rms_norm_backward", "rotary_norm",
+    "rotary_norm_backward", "decode_attention", "cross_entropy", "cross_entropy_backward",
+    "weighted_rows_grad_weights", "weighted_rows_grad", "gradient_statistics", "unit_gain", "gram",
+    "gram_polynomial", "quantise_rows", "rms_norm_e4m3", "gated_rms_norm_e4m3", "choose_byte",
+    "embedding_grad", "blend_moment", "step_by_direction", "cast_trit_votes",
+]  # fmt: skip
+"""Kernels with inputs in bfloat16."""
+SEVERAL_ROUNDINGS = {"gram_polynomial", "decode_attention"}
+"""Those whose results are rounded to bfloat16 more than once."""
+
+
+@pytest.mark.parametrize("name", IN_BFLOAT16)
+def test_torch_backend_in_bfloat16_is_off_by_its_rounding_only(name):
+    """Against float64, with no peer: one rounding to bfloat16 is 1.7e-3, and float32 is 1e-7."""
+    (spec,) = (spec for spec in KERNELS if spec.name == name)
+    for seed, (m, n, k) in enumerate(((7, 33, 165), (16, 64, 64), (33, 31, 200))):
+        dice = Dice(seed, torch.device("cpu"), torch.bfloat16)
+        inputs = DRAWINGS[name].draw(dice, SCALE_TYPES["T6"], m, n, k)
+        dtypes = {value.dtype for value in inputs if isinstance(value, torch.Tensor)}
+        assert torch.bfloat16 in dtypes
+        wanted = as_tuple(spec.reference(*copies(inputs)))
+        with use_backend("torch"):
+            found = as_tuple(spec.torch(*copies(inputs)))
+        for got, expected in zip(found, wanted, strict=True):
+            if not got.is_floating_point():
+                assert torch.equal(got.long(), expected.long())
+            elif got.numel():
+                low = 6e-3 if name in SEVERAL_ROUNDINGS else 2.5e-3
+                bound = low if got.dtype == torch.bfloat16 else 1e-6
+                error = (got.double() - expected.double()).norm()
+                assert error <= bound * expected.double().norm()
 
 
 @pytest.mark.slow  # the interpreter runs programs in order: what may differ does on a GPU

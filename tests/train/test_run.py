@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from unittest import mock
 
@@ -16,10 +17,12 @@ from marks import mostly_slow
 from arbcli import load
 from arbcli.checkpoint import checkpoints, load_checkpoint
 from arbcli.config.training import train_config_from
+from arbcli.device import COMPUTE
 from arbcli.errors import ArbError
 from arbcli.rules import RULES
 from arbcli.train.configure import new_config
-from arbcli.train.directory import latest_run
+from arbcli.train.directory import latest_run, make_next_directory
+from arbcli.train.record import Record, append_record, drop_records_after
 from arbcli.train.run import Observer, resume_run, start_run
 
 SMALL = {"dim": 32, "layers": 1, "heads": 2, "ffn": 48, "ctx": 16, "batch": 4}
@@ -267,6 +270,81 @@ def test_metrics_of_a_resumed_run_have_no_step_twice(text, tmp_path, device, mon
     assert steps == list(range(1, 13))
 
 
+def test_last_record_is_written_before_the_last_checkpoint(text, tmp_path, device, monkeypatch):
+    """Who is killed between the two comes to both again."""
+    monkeypatch.setattr("arbcli.train.run._Loop._save_if_new", mock.Mock(side_effect=SystemExit))
+    with pytest.raises(SystemExit):
+        start_run(config(text, device, steps=2), tmp_path / "run", Observer())
+    (line,) = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    assert json.loads(line)["val_loss"] > 0
+
+
+@pytest.mark.parametrize("minutes", [float("inf"), float("nan"), -1.0])
+def test_minutes_that_are_no_time_are_refused(minutes, text, tmp_path):
+    with pytest.raises(ArbError, match="`--minutes` is"):
+        start_run(config(text, "cpu"), tmp_path / "run", Observer(), minutes=minutes)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("error", [MemoryError(), RuntimeError("DefaultCPUAllocator: can't")])
+def test_memory_of_a_cpu_that_is_not_enough_is_explained(error, text, tmp_path, monkeypatch):
+    monkeypatch.setattr("arbcli.train.run.Trainer", mock.Mock(side_effect=error))
+    with pytest.raises(ArbError, match="machine's memory is not enough"):
+        start_run(config(text, "cpu"), tmp_path / "run", Observer())
+
+
+@pytest.mark.parametrize("damage", ["[]", '{"config": 5}', '{"config": {"model": []}}', "{}"])
+def test_resume_explains_a_damaged_configuration(damage, tmp_path):
+    (tmp_path / "config.json").write_text(damage)
+    with pytest.raises(ArbError, match="does not fit this version"):
+        resume_run(tmp_path, Observer())
+
+
+def test_number_that_is_not_finite_is_null_in_a_record(tmp_path):
+    values = dict.fromkeys(Record.__dataclass_fields__, 0.0) | {"loss": float("nan")}
+    append_record(tmp_path, Record(**values | {"gauges": {}, "parts": {"ponder": float("inf")}}))
+    line = json.loads((tmp_path / "metrics.jsonl").read_text())
+    assert (line["loss"], line["parts"], line["lr"]) == (None, {"ponder": None}, 0.0)
+
+
+@pytest.mark.parametrize("damage", [b"\xff\n", b"5\n", b"[]\n", b'{"step": 9', b"[" * 10**5])
+def test_records_are_cut_whole_or_not_at_all(damage, tmp_path, monkeypatch):
+    path = tmp_path / "metrics.jsonl"
+    before = b'{"step": 1}\n{"step": 2}\n' + damage
+    path.write_bytes(before)
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "replace", mock.Mock(side_effect=OSError(28, "No space left")))
+        with pytest.raises(ArbError, match="No space left"):
+            drop_records_after(tmp_path, 1)
+    assert path.read_bytes() == before
+    drop_records_after(tmp_path, 1)
+    assert path.read_bytes() == b'{"step": 1}\n'
+
+
+def test_next_directory_is_never_another_run_s(tmp_path, monkeypatch):
+    options, root = new_config(device="cpu"), tmp_path / "runs"
+    assert make_next_directory(options, root).name == "001-256x4-moment"
+    seen = iter([[], ["001-"]])
+    monkeypatch.setattr(os, "listdir", lambda _: next(seen))
+    assert make_next_directory(options, root).name == "002-256x4-moment"  # another was faster
+    monkeypatch.undo()
+    for number in (999, 1000):
+        (root / f"{number}-x").mkdir()
+    assert make_next_directory(options, root).name == "1001-256x4-moment"
+
+
+def test_two_starts_in_one_directory_cannot_overwrite_each_other(text, tmp_path, device):
+    run = tmp_path / "run"
+
+    def lock(directory):
+        (run / "config.json").write_text("of another start, which has ended")
+        return nullcontext()
+
+    with mock.patch("arbcli.train.run.run_lock", lock), pytest.raises(ArbError, match="already"):
+        start_run(config(text, device), run, Observer())
+    assert (run / "config.json").read_text().startswith("of another")
+
+
 def test_resume_of_a_finished_run_evaluates_again(text, tmp_path, device):
     first = start_run(config(text, device), tmp_path / "run", Observer())
     again = resume_run(tmp_path / "run", Observer())
@@ -406,6 +484,24 @@ def test_load_gives_the_model_that_was_trained(text, tmp_path, device):
         assert torch.equal(tensor.cpu(), saved.tensors[name])
     with torch.no_grad():
         assert lm(torch.zeros(1, 4, dtype=torch.int64, device=device)).shape == (1, 4, 256)
+
+
+@pytest.mark.parametrize("compute", ["fp32", "bf16"])
+def test_load_computes_as_the_run_did_unless_told_otherwise(compute, started):
+    facts = json.loads((started / "config.json").read_text())
+    facts["config"]["compute"] = compute
+    (started / "config.json").write_text(json.dumps(facts))
+    assert load(started, device="cpu").compute_dtype == COMPUTE[compute]
+    assert load(checkpoints(started)[0], device="cpu").compute_dtype == COMPUTE[compute]
+    other = {"fp32": "bf16", "bf16": "fp32"}[compute]
+    assert load(started, device="cpu", compute=other).compute_dtype == COMPUTE[other]
+
+
+def test_load_warns_of_a_checkpoint_that_it_passes_over(started):
+    newest = started / "step-000009.safetensors"
+    newest.write_bytes(b"")
+    with pytest.warns(UserWarning, match=f"`{newest}`: refused: .*; using the one before it"):
+        load(started, device="cpu")
 
 
 def test_load_refuses_a_checkpoint_of_another_shape(text, tmp_path, device):

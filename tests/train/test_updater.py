@@ -8,7 +8,7 @@ from arbcli.config.dense import ModelConfig
 from arbcli.config.presets import preset
 from arbcli.directions import DIRECTIONS, find_direction, orthogonal
 from arbcli.directions.base import Ingredients
-from arbcli.directions.orthogonal import COEFFICIENTS, STEPS, orthogonalise
+from arbcli.directions.orthogonal import STEPS, orthogonalise
 from arbcli.inspect.audit import LiveTensors
 from arbcli.kernels.codec.packing import unpack_trits
 from arbcli.kernels.rows.weighted_rows import TouchedRows, touched_rows
@@ -235,8 +235,8 @@ def composed(request, monkeypatch):
 def newton_schulz(grad: torch.Tensor) -> torch.Tensor:
     """Iterate step by step in float64."""
     x = grad.double() / torch.linalg.matrix_norm(grad.double(), keepdim=True).clamp(min=1e-30)
-    a, b, c = COEFFICIENTS
-    for _ in range(STEPS):
+    a, b, c = 3.4445, -4.7750, 2.0315
+    for _ in range(5):
         square = x @ x.mT if x.shape[-2] <= x.shape[-1] else x.mT @ x
         polynomial = b * square + c * square @ square
         x = a * x + (polynomial @ x if x.shape[-2] <= x.shape[-1] else x @ polynomial)

@@ -34,7 +34,7 @@ def decode_e4m3_reference(packed: Packed, transposed: bool) -> tuple[Tensor, Ten
     """Compute what `decode_e4m3` must return; q is float32 here."""
     weight = decode_weight_reference(packed).double()
     weight = weight.T if transposed else weight
-    octave = packed.exponent.max().double() - LARGEST_OCTAVE
+    octave = packed.exponent.max().double() - 7
     scale = torch.exp2(octave).expand(1, len(weight)).to(torch.float32)
     return round_e4m3_reference(weight * torch.exp2(-octave)), scale
 

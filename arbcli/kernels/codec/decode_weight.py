@@ -49,10 +49,10 @@ ABREAST, COLUMN_ROWS = 4, 16
 def decode_weight_reference(packed: Packed) -> Tensor:
     """Compute what `decode_weight` must return, in float64 until the one rounding to bf16."""
     trits = unpack_trits_reference(packed.trits, packed.in_features).to(torch.float64)
-    v = packed.exponent.to(torch.float64) * OCTAVE
+    v = packed.exponent.to(torch.float64) * 128
     if packed.fraction is not None:
         v = v + packed.fraction.to(torch.float64)
-    scale = torch.exp2(v / OCTAVE).repeat_interleave(packed.group_size, dim=1)
+    scale = torch.exp2(v / 128).repeat_interleave(packed.group_size, dim=1)
     return (trits * scale[:, : packed.in_features]).to(torch.bfloat16)
 
 

@@ -32,16 +32,18 @@ def row_bytes(in_features: int) -> int:
 def pack_trits_reference(trits: Tensor) -> Tensor:
     """Compute what `pack_trits` must return, one weight at a time."""
     rows, in_features = trits.shape
-    packed = torch.zeros(rows, row_bytes(in_features), dtype=torch.int64)
+    packed = torch.zeros(
+        rows, in_features // 160 * 32 + -(-(in_features % 160) // 5), dtype=torch.int64
+    )
     values = trits.tolist()
     for n in range(rows):
-        for block in range(-(-in_features // BLOCK)):
-            width = min(PLANE, -(-(in_features - BLOCK * block) // 5))
+        for block in range(-(-in_features // 160)):
+            width = min(32, -(-(in_features - 160 * block) // 5))
             for j in range(width):
                 for digit in range(5):
-                    k = BLOCK * block + width * digit + j
+                    k = 160 * block + width * digit + j
                     trit = values[n][k] if k < in_features else 0
-                    packed[n, PLANE * block + j] += (trit + 1) * 3**digit
+                    packed[n, 32 * block + j] += (trit + 1) * 3**digit
     return packed.to(torch.uint8).to(trits.device)
 
 
@@ -51,10 +53,10 @@ def unpack_trits_reference(packed: Tensor, in_features: int) -> Tensor:
     trits = torch.zeros(packed.shape[0], in_features, dtype=torch.int8)
     for n in range(packed.shape[0]):
         for k in range(in_features):
-            block, offset = divmod(k, BLOCK)
-            width = min(PLANE, -(-(in_features - BLOCK * block) // 5))
+            block, offset = divmod(k, 160)
+            width = min(32, -(-(in_features - 160 * block) // 5))
             digit, j = divmod(offset, width)
-            trits[n, k] = values[n][PLANE * block + j] // 3**digit % 3 - 1
+            trits[n, k] = values[n][32 * block + j] // 3**digit % 3 - 1
     return trits.to(packed.device)
 
 

@@ -35,8 +35,8 @@ def quantise_rows_reference(x: Tensor) -> tuple[Tensor, Tensor]:
     values = x.double()
     largest = values.abs().amax(dim=1, keepdim=True)
     octave = (torch.frexp(largest).exponent - 1).clamp(min=-119)
-    scale = torch.exp2((octave - LARGEST_OCTAVE).double())
-    scale[largest == 0] = 2.0 ** (-119 - LARGEST_OCTAVE)
+    scale = torch.exp2((octave - 7).double())
+    scale[largest == 0] = 2.0**-126
     return round_e4m3_reference(values / scale), scale.to(torch.float32)
 
 

@@ -18,7 +18,7 @@ from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.backend import uses_triton
 from arbcli.kernels.runtime.overlap import overlap_options, wait_for_last
 from arbcli.kernels.runtime.spec import EXACT, Case, KernelSpec, Timing
-from arbcli.kernels.update.random_bits import GOLDEN, mix_reference, random_bits, random_words
+from arbcli.kernels.update.random_bits import mix_reference, random_bits, random_words
 
 MAX_SYMBOLS = 256
 """Every byte; one program holds all logits."""
@@ -44,7 +44,7 @@ def choose_byte_reference(
         for i in score:
             if before >= top_p * total and top_p < 1:
                 break
-            word = mix_reference(i * GOLDEN % 2**32 ^ mix_reference((place ^ int(key)) % 2**32))
+            word = mix_reference(i * 0x9E3779B9 % 2**32 ^ mix_reference((place ^ int(key)) % 2**32))
             noisy[i] = score[i] - math.log(-math.log(((word >> 9) + 0.5) / 2**23))
             before += math.exp(score[i])
         choice = max(noisy, key=noisy.__getitem__)

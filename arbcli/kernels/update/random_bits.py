@@ -28,7 +28,7 @@ def random_bits_reference(key: int, rows: int, columns: int) -> Tensor:
     """Compute (rows, columns) int64 random words in 0..2**32-1, one Python integer at a time."""
     words = [
         [
-            mix_reference((k * GOLDEN & _MASK) ^ mix_reference(n ^ key & _MASK))
+            mix_reference((k * 0x9E3779B9 & _MASK) ^ mix_reference(n ^ key & _MASK))
             for k in range(columns)
         ]
         for n in range(rows)

@@ -71,7 +71,14 @@ def step_by_moment_reference(
     nibble = moment is None
     u = remainder if nibble else moment
     u = torch.div(u.to(torch.int64), 16 if nibble else 1, rounding_mode="floor")
-    step = u * (moment_gain(step_size, squares, remainder.numel()) if ok else 0)
+    gain = 0
+    if ok:  # in float32, whose rounding the gain is defined with
+        size, total, number = (
+            torch.tensor(x, dtype=torch.float32)
+            for x in (int(step_size) / 2**16, int(squares), remainder.numel())
+        )
+        gain = float((size / (total / number).sqrt()).clamp(max=2**23) + 0.5) // 1
+    step = u * int(gain)
     state = (packed, remainder)
     return _step_reference(*state, step, key, limit, ok, flips, radix, remainder_max, nibble)
 

@@ -1,0 +1,118 @@
+"""Numbers that a checkpoint or a curve depends on, and that no comparison of two codes can tell.
+
+Where model, kernels and their references share a constant, a wrong one is wrong everywhere alike.
+So each is written a second time here. To change one is to change the format, or what is learnt.
+"""
+
+import pytest
+import torch
+
+from arbcli.directions import orthogonal
+from arbcli.kernels.codec import packed, packing
+from arbcli.kernels.matmul import quantise_rows
+from arbcli.kernels.update import (
+    blend_moment,
+    cast_votes,
+    direction,
+    gradient_gains,
+    random_bits,
+    step_scales,
+    step_trits,
+)
+from arbcli.model import language_model
+from arbcli.model import packed as model_packed
+from arbcli.model.blocks import (
+    edges,
+    experts,
+    latent_attention,
+    memgram,
+    moe_graph,
+    router,
+    sequencer,
+)
+from arbcli.model.layers import norm, rotary, table
+from arbcli.rules import RULES, base, find_rule, moment
+from arbcli.train import float_optimizer, updater
+
+CONSTANTS = {
+    packing: {"TRITS_PER_BYTE": 5, "PLANE": 32, "BLOCK": 160, "LARGEST_BYTE": 242},
+    packed: {"OCTAVE": 128, "LOWEST_EXPONENT": -96, "HIGHEST_EXPONENT": 31},
+    quantise_rows: {"LARGEST_OCTAVE": 7},
+    random_bits: {"GOLDEN": 2654435769},
+    direction: {"UNIT": 65536},
+    blend_moment: {"DIRECTION_LIMIT": 32 * 65536},
+    cast_votes: {"TRIT_THRESHOLD": 3, "SCALE_THRESHOLD": 4},
+    gradient_gains: {"UNSET": -128, "LOWEST": -16256, "HIGHEST": 16383, "FLOOR": 2.0**-120},
+    step_scales: {"CLIP": 3 * 65536, "LOWEST": -12288, "HIGHEST": 4095},
+    step_trits: {"CLIP": 4 * 65536, "LARGEST_GAIN": 8388608},
+    orthogonal: {"COEFFICIENTS": (3.4445, -4.7750, 2.0315), "STEPS": 5, "RUNS": (3, 2)},
+    base: {"STEP_CLIP": 4, "STEP_OF_RADIX": 0.0625, "SCALE_STEP": 4, "NUM_STREAMS": 5},
+    moment: {"DECAY": 0.9},
+    updater: {"ROW_CLIP": 2},
+    float_optimizer: {
+        "BETAS": (0.9, 0.95), "WEIGHT_DECAY": 0.1, "CLIP_NORM": 1.0, "MOMENTUM": 0.95,
+        "NEWTON_SCHULZ": (3.4445, -4.7750, 2.0315), "NEWTON_SCHULZ_STEPS": 5,
+    },
+    model_packed: {"INIT_SPREAD": 1.25},
+    norm: {"NORM_EPS": 1e-6},
+    rotary: {"ROTARY_BASE": 10000.0},
+    table: {"SPARSE_SPREAD": 0.25, "MOST_USES": 127},
+    latent_attention: {"SHARPNESS": 2.0},
+    experts: {"BALANCE_UNIT": 0.125, "MOST_BALANCE": 127},
+    router: {"ROUTER_BIAS": 3.0},
+    edges: {"MOST": 127, "NEW_SCORE": 16, "NEW_SIGN": 64},
+    sequencer: {"ORDERS": (2, 3, 4)},
+    memgram: {"ORDER": 6, "MOST": 127},
+    moe_graph: {"HALT_AT": 0.99, "HALT_BIAS": -1.0, "HALT_PRIOR": 0.25, "KEEP": 0.95},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("module", CONSTANTS, ids=lambda module: module.__name__)
+def test_constants_are_what_they_were(module):
+    assert {name: getattr(module, name) for name in CONSTANTS[module]} == CONSTANTS[module]
+
+
+def test_rules_are_what_they_were():
+    found = {name: find_rule(name) for name in RULES}
+    assert {
+        name: (rule.radix, rule.remainder_max, rule.moment_range, rule.lr, rule.direction)
+        for name, rule in found.items()
+    } == {
+        "moment": (32, 127, 2.0, 1.0, "orthogonal"),
+        "nibble": (8, 7, 0.6, 0.6, "factored"),
+        "carry": (32, 127, 0.0, 1.0, "factored"),
+        "votes": (32, 127, 0.0, 1.0, None),
+    }
+
+
+def test_weights_of_the_losses_are_what_they_were():
+    assert language_model.LOSS_WEIGHTS == {"ponder": 0.01}
+
+
+ROW_BYTES = {1: 1, 5: 1, 6: 2, 33: 7, 155: 31, 156: 32, 160: 32, 161: 33, 165: 33, 166: 34,
+             320: 64, 1311: 263, 2048: 410}  # fmt: skip
+
+
+@pytest.mark.parametrize("in_features", ROW_BYTES)
+def test_rows_take_the_bytes_that_they_took(in_features):
+    assert packing.row_bytes(in_features) == ROW_BYTES[in_features]
+
+
+def test_trits_lie_in_the_bytes_where_they_lay():
+    """Of 167 weights, in turns 1, 0, -1, 1, 0, ..., the bytes of a full and of a short block."""
+    trits = torch.tensor([1 - k % 3 for k in range(167)], dtype=torch.int8)[None]
+    found = packing.pack_trits(trits)[0].tolist()
+    whole = [sum((2 - (32 * d + j) % 3) * 3**d for d in range(5)) for j in range(32)]
+    rest = [1 - k % 3 for k in range(160, 167)] + [0] * 3
+    short = [sum((rest[2 * d + j] + 1) * 3**d for d in range(5)) for j in range(2)]
+    assert found == whole + short
+
+
+@pytest.mark.parametrize(
+    ("step_size", "squares", "gain"),
+    [(2.0, 4 * 9, 2 * 65536 / 3), (0.001, 4 * 16, 65.536 / 4), (1e4, 4, 8388608), (1, 0, 8388608)],
+)
+def test_gain_of_a_moment_is_the_step_over_its_root_mean_square(step_size, squares, gain):
+    """In units of 2**-16, rounded to the nearest; it stops at 2**23."""
+    arguments = (torch.tensor(value, dtype=torch.int64) for value in (step_size * 2**32, squares))
+    assert step_trits.moment_gain(*arguments, num_weights=4) == int(gain + 0.5)

@@ -1,0 +1,294 @@
+"""The verifier by itself: a fault put into any of its stages comes out, and so does what it skips.
+
+Each stage is replaced by one that finds what it is told, so that only the way from there to the
+verdict is tested; that kernels and models are checked rightly is tested elsewhere.
+"""
+
+import json
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from arbcli import cli
+from arbcli.config.dense import SCALE_TYPES
+from arbcli.kernels.codec.packing import PACK_TRITS
+from arbcli.kernels.registry import KERNELS
+from arbcli.verify import kernels as verify_module
+from arbcli.verify import run as stages
+from arbcli.verify.compare import poisoned
+from arbcli.verify.compile_ahead import CompileResult
+from arbcli.verify.fuzz import DRAWINGS, fuzz_cases
+from arbcli.verify.kernels import Checks, verify_kernels
+from arbcli.verify.ledger import ledger_page, new_ledger
+from arbcli.verify.parity import CHECKS, _rotary
+from arbcli.verify.run import VerifyRequest, verify
+from arbcli.verify.workers import Workers
+
+CPU = torch.device("cpu")
+(RIGHT,) = verify_kernels(["pack_trits"], {"T32": 32}, CPU, ["torch"]).kernels
+WRONG = replace(RIGHT, passed=False, unequal=3)
+PARITY = next(iter(_rotary(CPU)))
+COMPILED = CompileResult("pack_trits", "sm_90", 2, 40, 0, 1024, passed=True, error=None)
+
+
+def off_by_one(trits):
+    return PACK_TRITS.torch(trits) + 1
+
+
+@pytest.fixture
+def small(monkeypatch):
+    """Leave one kernel, no other processes, and stages that find that all is well."""
+    monkeypatch.setattr(verify_module, "KERNELS", (PACK_TRITS,))
+    monkeypatch.setattr(stages, "_num_workers", lambda _: 1)
+    monkeypatch.setattr(stages, "check_parity", lambda *_: (PARITY,))
+    monkeypatch.setattr(stages, "find_targets", lambda _: ["sm_90"])
+    monkeypatch.setattr(stages, "compile_kernels", lambda *_: (COMPILED,))
+    return monkeypatch
+
+
+WHOLE = VerifyRequest(backend="torch", device="cpu", targets="sm_90")
+
+
+def break_kernel(patch):
+    patch.setattr(verify_module, "KERNELS", (replace(PACK_TRITS, torch=off_by_one),))
+
+
+def break_parity(patch):
+    patch.setattr(stages, "check_parity", lambda *_: (PARITY, replace(PARITY, passed=False)))
+
+
+def break_compiled(patch):
+    spilled = replace(COMPILED, kernel="rms_norm", passed=False, error="64 bytes spill")
+    patch.setattr(stages, "compile_kernels", lambda *_: (COMPILED, spilled))
+
+
+BREAKS = {
+    break_kernel: "integer state",
+    break_parity: "rotary tables",
+    break_compiled: "do not compile",
+}
+
+
+def test_nothing_wrong_passes(small):
+    found = verify(WHOLE)
+    assert found.passed
+    assert not found.failures
+    for what in BREAKS.values():
+        assert sum(what in item for item in found.ruled_out) == 1
+
+
+@pytest.mark.parametrize("break_", BREAKS, ids=lambda break_: break_.__name__)
+def test_one_fault_in_any_stage_fails_the_whole(break_, small):
+    """It fails, on the page and in the exit code, and what it casts doubt on is not excluded."""
+    break_(small)
+    found = verify(WHOLE)
+    assert not found.passed
+    assert len({failure.item for failure in found.failures}) == 1
+    assert "FAILED" in ledger_page(found)
+    ruled_out = {what: any(what in item for item in found.ruled_out) for what in BREAKS.values()}
+    assert ruled_out == {what: what != BREAKS[break_] for what in BREAKS.values()}
+    arguments = ["verify-kernels", "--backend", "torch", "--device", "cpu", "--targets", "sm_90"]
+    result = CliRunner().invoke(cli.app, [*arguments, "--json"])
+    assert (result.exit_code, type(result.exception)) == (1, SystemExit), result.output
+    assert json.loads(result.stdout)["passed"] is False
+
+
+@pytest.mark.parametrize("check", CHECKS)
+def test_one_failure_of_a_check_of_the_model_is_enough(check):
+    """Neither does a pass elsewhere excuse it, nor does one comparison stand for all."""
+    right = replace(PARITY, check=check)
+    parts = (right, replace(right, passed=False), right)
+    ledgers = [new_ledger(CPU, ["T32"], (RIGHT,), of, (), (), 1.0) for of in ((right,) * 3, parts)]
+    assert [ledger.passed for ledger in ledgers] == [True, False]
+    excluded = set(ledgers[0].ruled_out) - set(ledgers[1].ruled_out)
+    assert len(excluded) == 1
+    assert excluded.pop().endswith(": 3 comparisons")
+
+
+@pytest.mark.parametrize(
+    ("change", "what"),
+    [({"unequal": 1, "passed": False}, "integer state"),
+     ({"unwritten": 1, "passed": False}, "left unwritten"),
+     ({"kind": "fuzz", "passed": False}, "strides or offsets")],
+    ids=str,
+)  # fmt: skip
+def test_one_kernel_that_fails_is_enough(change, what):
+    other = replace(RIGHT, kernel="other", kind=change.get("kind", "cases"))
+    for kernels in ((other, other), (other, replace(RIGHT, **change)), (replace(RIGHT, **change),)):
+        found = new_ledger(CPU, ["T32"], kernels, (), (), (), 1.0)
+        passed = kernels == (other, other)
+        assert any(what in item for item in found.ruled_out) == passed
+
+
+def test_interrupted_run_does_not_pass(small):
+    assert not new_ledger(CPU, ["T32"], (RIGHT,), (), (), (), 1.0, interrupted="SIGINT").passed
+
+
+@pytest.mark.parametrize("stage", ["verify_kernels", "check_parity", "compile_kernels"])
+def test_unexpected_error_of_a_stage_ends_the_program_with_2(stage, small, capsys):
+    def fail(*_):
+        raise RuntimeError("not foreseen")
+
+    small.setattr(stages, stage, fail)
+    arguments = ["verify-kernels", "--backend", "torch", "--device", "cpu", "--targets", "sm_90"]
+    small.setattr(sys, "argv", ["arb", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert ended.value.code == 2
+    assert "RuntimeError: not foreseen" in capsys.readouterr().err
+
+
+def fail_second(number: int) -> int:
+    if number == 2:
+        raise RuntimeError("not foreseen")
+    return number
+
+
+def test_error_of_one_job_is_not_lost():
+    with pytest.raises(RuntimeError, match="not foreseen"), Workers(1) as workers:
+        workers.map(fail_second, [(1,), (2,), (3,)])
+
+
+SKIPPED = {
+    "the compiled kernels": {"backend": "torch"},
+    "bfloat16 in the kernels": {"backend": "torch"},
+    "the real sizes of the presets": {"backend": "torch"},
+    "the torch backend": {"backend": "interpreter"},
+    "other kernels, and the whole model": {"names": ("pack_trits",)},
+    "the fixed cases, and the whole model": {"fuzz": 1},
+    "blocks of a preset after its fourth": {},
+    "causality and determinism of the ragged models": {},
+    "the graph model at the sizes of its presets": {},
+    "the graph model in bf16": {},
+    "causality and determinism of the graph model in the interpreter": {"backend": "interpreter"},
+    "scale types T4, T6, ": {},
+    "compilation for other GPUs": {"targets": None},
+    "whether kernels run on the GPUs": {"targets": "sm_90"},
+    "logits and loss in bf16": {},
+    "float twins and their optimizers": {},
+    "speed": {},
+}
+"""What a request leaves out, by the beginning of how the ledger says so."""
+
+
+@pytest.mark.parametrize("what", SKIPPED)
+def test_what_is_skipped_is_listed_once(what, small):
+    small.setattr(stages, "verify_kernels", lambda *_: verify_module.VerifyReport((), 0.0, True))
+    request = replace(WHOLE, **SKIPPED[what])
+    listed = verify(request).not_verified
+    assert sum(item.startswith(what) for item in listed) == 1, listed
+
+
+def test_what_kernels_cannot_tell_is_listed():
+    request = VerifyRequest(backend="torch", device="cpu")
+    items = [f"{spec.name}: {item}" for spec in KERNELS for item in spec.not_verified]
+    assert list(stages._of_kernels(request)) == items
+
+
+def test_each_random_case_has_a_seed_of_its_own(monkeypatch):
+    report = verify_kernels(["step_scales"], {"T6": 6}, CPU, ["torch"], Checks(fuzz=4, seed=7))
+    (result,) = report.kernels
+    seeds, drawn = zip(*(label.split(":", 1) for label in result.shapes), strict=True)
+    assert seeds == ("seed 7", "seed 8", "seed 9", "seed 10")
+    assert len(set(drawn)) == 4
+
+
+def tensors(value) -> list[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        return [value]
+    return [part for each in value for part in tensors(each)] if isinstance(value, tuple) else []
+
+
+PLAIN = {"arranged_matmul", "rotary_norm", "decode_attention", "choose_byte"}
+"""Kernels whose own inputs are laid out in one way only."""
+
+
+@pytest.mark.parametrize("name", DRAWINGS)
+def test_random_cases_are_of_many_shapes_and_strides(name):
+    cases = list(fuzz_cases(name, CPU, 6, range(12)))
+    assert len({case.label.split(":", 1)[1] for case in cases}) == 12
+    shapes = {tuple(tuple(part.shape) for part in tensors(case.inputs)) for case in cases}
+    assert len(shapes) >= 6
+    strided = sum(any(not x.is_contiguous() for x in tensors(case.inputs)) for case in cases)
+    assert strided >= (0 if name in PLAIN else 3)
+
+
+@pytest.mark.parametrize("name", ["decode_weight", "ternary_matmul", "step_scales", "blend_moment"])
+def test_random_cases_have_states_at_their_ends(name):
+    """Now and then all of a tensor is one number, at times the least or the largest."""
+    ends = {-96, 31, -127, 127, 0, -9, 7}
+    found = set()
+    for case in fuzz_cases(name, CPU, 6, range(40)):
+        for part in tensors(case.inputs):
+            if part.dtype == torch.int8 and part.numel() > 4 and (part == part.flatten()[0]).all():
+                found.add(int(part.flatten()[0]))
+    assert len(found & ends) >= 2, found
+
+
+@pytest.fixture
+def plain_memory(poison_uninitialised_memory):
+    """Take back what every other test has: memory that is poisoned before the verifier comes."""
+    torch.use_deterministic_algorithms(False)
+    torch.utils.deterministic.fill_uninitialized_memory = False
+
+
+@pytest.mark.parametrize("fuzz", [0, 2])
+def test_verifier_poisons_memory_by_itself(fuzz, plain_memory, monkeypatch):
+    seen = []
+
+    def lazy(trits):
+        seen.append(torch.empty(4).isnan().all().item())
+        return torch.empty_like(PACK_TRITS.torch(trits))
+
+    monkeypatch.setattr(verify_module, "KERNELS", (replace(PACK_TRITS, torch=lazy),))
+    report = verify_kernels([], {"T32": 32}, CPU, ["torch"], Checks(fuzz=fuzz))
+    assert seen
+    assert all(seen)
+    assert report.kernels[0].unwritten == report.kernels[0].elements > 0
+
+
+def test_memory_is_poisoned_inside_only(plain_memory):
+    for _ in range(2):
+        with poisoned():
+            assert torch.empty(3).isnan().all()
+            assert (torch.empty(3, dtype=torch.int8) == 127).all()
+        assert not torch.are_deterministic_algorithms_enabled()
+
+
+CASES = {
+    "pack_trits": 9, "unpack_trits": 11, "decode_weight": 10, "decode_e4m3": 16,
+    "quantise_rows": 10, "fp8_matmul": 8, "ternary_matmul": 20, "ternary_matmul_grad_x": 12,
+    "arranged_matmul": 9, "grouped_matmul": 28, "grouped_grad_w": 15, "expert_combine": 10,
+    "expert_combine_backward": 10, "rms_norm": 12, "add_rms_norm": 12, "rms_norm_backward": 12,
+    "gated_rms_norm": 13, "gated_rms_norm_backward": 13, "rms_norm_e4m3": 9,
+    "gated_rms_norm_e4m3": 9, "rotary_norm": 6, "rotary_norm_backward": 6, "decode_attention": 8,
+    "choose_byte": 42, "cross_entropy": 7, "cross_entropy_backward": 7, "embedding_rows": 9,
+    "embedding_grad": 8, "weighted_rows": 14, "weighted_rows_grad_weights": 14,
+    "weighted_rows_grad": 13, "gather_rows": 13, "scatter_rows": 13, "gradient_statistics": 10,
+    "gradient_gains": 14, "unit_gain": 8, "gram": 15, "gram_polynomial": 14, "step_scales": 9,
+    "blend_moment": 21, "step_by_moment": 13, "step_by_direction": 10, "cast_trit_votes": 7,
+    "cast_scale_votes": 7,
+}  # fmt: skip
+"""How many cases each kernel is checked on, each with a label of its own; not fewer."""
+
+
+@pytest.mark.parametrize("spec", KERNELS, ids=lambda spec: spec.name)
+def test_no_case_of_a_kernel_is_gone(spec):
+    labels = [case.label for case in spec.cases(CPU, SCALE_TYPES["T32"])]
+    assert len(set(labels)) == len(labels) >= CASES[spec.name]
+
+
+def test_every_case_is_run_on_every_backend(monkeypatch):
+    runs = []
+
+    def counted(trits):
+        runs.append(trits.shape)
+        return PACK_TRITS.torch(trits)
+
+    monkeypatch.setattr(verify_module, "KERNELS", (replace(PACK_TRITS, torch=counted),))
+    (result,) = verify_kernels([], {"T32": 32}, CPU, ["torch"]).kernels
+    assert len(runs) == len(result.shapes) == CASES["pack_trits"]
+    assert result.outputs == CASES["pack_trits"]
