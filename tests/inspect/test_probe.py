@@ -14,7 +14,7 @@ from arbcli.data import open_texts
 from arbcli.errors import ArbError
 from arbcli.inspect.probe import examine, open_saved, probe
 from arbcli.inspect.verdicts import ProbeReport, Reading, judge
-from arbcli.model import dense as lm
+from arbcli.model.blocks import attention as attention_block
 from arbcli.train.configure import new_config
 from arbcli.train.run import Observer, start_run
 from arbcli.train.trainer import Trainer
@@ -206,7 +206,7 @@ def test_acausal_attention_is_named(shift, text, monkeypatch):
         mask = torch.ones(length, length, dtype=torch.bool, device=q.device).tril(shift)
         return attention(q, k, v, attn_mask=mask)
 
-    monkeypatch.setattr(lm.functional, "scaled_dot_product_attention", leaking)
+    monkeypatch.setattr(attention_block.functional, "scaled_dot_product_attention", leaking)
     report = examine(trainer_of(text), 1)
     assert names(report)[0] == "acausal"
     assert report.acausal_logits > 0
@@ -235,7 +235,9 @@ def test_nan_is_traced_to_the_module_that_makes_it(text, monkeypatch):
 def test_infinity_made_between_modules_is_traced_to_the_one_around_it(text, monkeypatch):
     attention = functional.scaled_dot_product_attention
     monkeypatch.setattr(
-        lm.functional, "scaled_dot_product_attention", lambda *a, **b: attention(*a, **b) + math.inf
+        attention_block.functional,
+        "scaled_dot_product_attention",
+        lambda *a, **b: attention(*a, **b) + math.inf,
     )
     report = examine(trainer_of(text), 1)
     assert report.first_nonfinite == "output of `blocks.0.attention` by step 0"

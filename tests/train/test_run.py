@@ -69,11 +69,14 @@ def test_hangup_saves_like_a_termination(text, tmp_path, device, monkeypatch):
     observer = Observer()
     # a terminal that is closed sends it more than once
     observer.recorded = lambda record: [signal.raise_signal(signal.SIGHUP) for _ in range(2)]
-    before = signal.getsignal(signal.SIGHUP)
-    report = start_run(config(text, device), tmp_path / "run", observer)
-    assert report.stopped_by == "SIGHUP"
-    assert report.checkpoint == str(tmp_path / "run" / "step-000001.safetensors")
-    assert signal.getsignal(signal.SIGHUP) == before
+    ignored = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # as under `nohup`
+    try:
+        report = start_run(config(text, device), tmp_path / "run", observer)
+        assert report.stopped_by == "SIGHUP"
+        assert report.checkpoint == str(tmp_path / "run" / "step-000001.safetensors")
+        assert signal.getsignal(signal.SIGHUP) == signal.SIG_DFL
+    finally:
+        signal.signal(signal.SIGHUP, ignored)
 
 
 def test_hangup_that_is_ignored_stays_so(text, tmp_path, device):
