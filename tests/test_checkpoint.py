@@ -355,13 +355,21 @@ def test_load_refuses_what_is_no_readable_file(tmp_path, saved):
         assert "Permission denied" in refusal(tmp_path / "locked")
 
 
-def test_load_refuses_illegal_trits_with_a_correct_digest(tmp_path, monkeypatch):
-    illegal = {"head.trits": torch.tensor([[0, 242, 243]], dtype=torch.uint8)}
+ILLEGAL = {
+    "head.trits": torch.tensor([[0, 242, 243]], dtype=torch.uint8),
+    "head.exponent": torch.tensor([[-96, 31, 32]], dtype=torch.int8),
+    "exponent": torch.tensor(-97, dtype=torch.int8),
+    "head.fraction": torch.tensor([[0, 127, -1]], dtype=torch.int8),
+}
+
+
+@pytest.mark.parametrize("name", ILLEGAL)
+def test_load_refuses_illegal_bytes_with_a_correct_digest(name, tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
-        patch.setattr(module, "illegal_bytes", lambda packed: 0)
-        path = save_checkpoint(tmp_path, replace(example(), tensors=illegal))
+        patch.setattr(module, "_is_legal", lambda name, tensor: True)
+        path = save_checkpoint(tmp_path, replace(example(), tensors={name: ILLEGAL[name]}))
         load_checkpoint(path)
-    assert "`head.trits` has a byte that is no five trits" in refusal(path)
+    assert f"`{name}` has a byte that cannot be there" in refusal(path)
 
 
 def test_load_asks_to_upgrade_for_a_newer_format(saved):

@@ -4,7 +4,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
-from arbcli.config.checks import check_choice, check_positive
+from arbcli.config.checks import check_at_most, check_choice, check_fields, check_positive
 from arbcli.config.dense import ModelConfig
 from arbcli.config.graph import GraphConfig
 from arbcli.config.presets import config_from_dict
@@ -14,6 +14,8 @@ from arbcli.rules import find_rule
 
 EVAL_EVERY = (50, 500)
 """Least and most steps between evaluations where no number is given."""
+MOST = 2**31 - 1
+"""Of a count."""
 COMPUTES = ("bf16", "fp8", "fp32")
 """Choices of `compute`."""
 OPTIMIZERS = {"ternary": ("rule",), "float": ("adamw", "muon"), "ste": ("adamw", "muon")}
@@ -70,6 +72,7 @@ class TrainConfig:
         Raises:
             ArbError: a number is out of range.
         """
+        check_fields(self)
         check_choice("optimizer", self.optimizer, OPTIMIZERS[self.model.weights])
         check_choice("compute", self.compute, COMPUTES)
         if self.compute == "fp8" and self.model.weights != "ternary":
@@ -80,13 +83,23 @@ class TrainConfig:
             )
         for name in ("steps", "batch", "accum", "save_every"):
             check_positive(name, getattr(self, name))
+            check_at_most(name, getattr(self, name), MOST)
         check_positive("eval_every", self.eval_interval)
+        check_at_most("warmup", self.warmup, MOST)
+        if self.steps * self.accum > MOST:  # each of a run's micro-batches has an int32 number
+            raise ArbError(
+                f"{self.steps:,} steps of {self.accum:,} batches are too many to number",
+                hint="use fewer `steps`, or less `accum`",
+                fields=("steps", "accum"),
+            )
+        if self.warmup < 0:
+            raise ArbError(f"`warmup` is {self.warmup}", hint="use 0 or more", fields=("warmup",))
         if not 0 < self.lr <= 64:
             raise ArbError(
                 f"`lr` is {self.lr}", hint="use a number above 0 and at most 64", fields=("lr",)
             )
-        if not 0 <= self.seed < 2**31:
-            raise ArbError(f"`seed` is {self.seed}", hint=f"use 0 to {2**31 - 1}", fields=("seed",))
+        if not 0 <= self.seed <= MOST:
+            raise ArbError(f"`seed` is {self.seed}", hint=f"use 0 to {MOST}", fields=("seed",))
 
     @property
     def eval_interval(self) -> int:

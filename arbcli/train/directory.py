@@ -63,7 +63,8 @@ def latest_run(root: Path = RUNS) -> Path:
 
     def started(run: Path) -> tuple[str, str]:
         # no time of a file: a copy has another
-        return read_json(run / CONFIG).get("started", ""), run.name
+        facts = read_json(run / CONFIG)
+        return str(facts.get("started", "") if isinstance(facts, dict) else ""), run.name
 
     return max(runs, key=started)
 
@@ -106,6 +107,45 @@ def _explained_making(path: Path) -> Iterator[None]:
         ) from error
 
 
+FACTS = {
+    "config": dict,
+    "digests": dict,
+    "started": str,
+    "text": dict,
+    "text.description": str,
+    "text.entropy": float,
+    "text.paths": dict,
+    "text.paths.data": list,
+    "text.paths.val": list,
+    "text.train_bytes": int,
+    "text.val_bytes": int,
+}
+"""What `config.json` holds that is read again, by the way to it, and of which type it is."""
+NEWER_FACTS = ("digests", "text.paths")
+"""Absent from a run that an earlier version began."""
+
+
+def read_facts(run: Path) -> dict[str, Any]:
+    """Read the `config.json` of a run.
+
+    Raises:
+        ArbError: it cannot be read, or something in it is missing or of another type.
+    """
+    facts = read_json(run / CONFIG)
+    for way, kind in FACTS.items():
+        value: Any = facts
+        for name in way.split("."):
+            value = value.get(name) if isinstance(value, dict) else None
+        absent = value is None and way.startswith(NEWER_FACTS)
+        texts = kind is not list or all(type(entry) is str for entry in value or ())
+        if not absent and not (type(value) is kind and texts):
+            raise ArbError(
+                f"`{run / CONFIG}` has no `{way}` that can be one",
+                hint="it was truncated or altered: restore it from a copy",
+            )
+    return facts
+
+
 def field_digests(config: TrainConfig) -> dict[str, str]:
     """Hash each setting that a checkpoint depends on, so that a change can be named."""
     values = {name: getattr(config, name) for name in DECISIVE}
@@ -137,7 +177,7 @@ def check_same_run(
         if found != expected:
             raise ArbError(
                 f"the checkpoint of step {checkpoint.step} is of another run than `{run / CONFIG}`:"
-                f" its `{name}` is {found}, not {expected}",
+                f" its `{name}` is {found!s:.60}, not {expected!s:.60}",
                 hint=hint,
             )
 

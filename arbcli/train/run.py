@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from arbcli.checkpoint import (
+    Checkpoint,
     checkpoint_path,
     checkpoints,
     latest_checkpoint,
     load_checkpoint,
-    read_json,
     run_lock,
     save_checkpoint,
     set_aside,
@@ -34,6 +34,7 @@ from arbcli.device import (
 )
 from arbcli.errors import ArbError
 from arbcli.infer.generation import Sampling, generate
+from arbcli.infer.load import check_saved
 from arbcli.signals import RememberedSignal
 from arbcli.train.directory import (
     CONFIG,
@@ -42,6 +43,7 @@ from arbcli.train.directory import (
     make_directory,
     make_next_directory,
     open_texts_again,
+    read_facts,
     run_facts,
 )
 from arbcli.train.record import Record, TrainReport, append_record, drop_records_after
@@ -123,7 +125,7 @@ def resume_run(
     if not path.exists():
         raise ArbError(f"there is no run at `{path}`", hint="name a run directory or a checkpoint")
     run = path if path.is_dir() else path.parent
-    facts = read_json(run / CONFIG)
+    facts = read_facts(run)
     config = train_config_from(facts)
     place = resolve_device(device or config.device)
     backend = resolve_backend(backend or (None if device else config.backend), place)
@@ -133,14 +135,21 @@ def resume_run(
         raise ArbError("a float twin keeps no checkpoint", hint="start it again with `--out`")
     with run_lock(run), deterministic():
         texts = open_texts_again(facts, config)
-        whole_run = path == run
-        checkpoint = latest_checkpoint(run, observer.noted) if whole_run else load_checkpoint(path)
-        if checkpoint.data["digest"] != text_digest(texts):
-            raise ArbError(
-                f"the text is not the one that `{run}` was trained on",
-                hint="restore it, or start a new run on the new text with `--out`",
-            )
-        check_same_run(run, facts, config, checkpoint)
+        digest = text_digest(texts)
+
+        def accept(checkpoint: Checkpoint) -> None:
+            if checkpoint.data.get("digest") != digest:
+                raise ArbError(
+                    f"the text is not the one that `{run}` was trained on",
+                    hint="restore it, or start a new run on the new text with `--out`",
+                )
+            check_same_run(run, facts, config, checkpoint)
+            check_saved(checkpoint)
+
+        if path == run:
+            checkpoint = latest_checkpoint(run, observer.noted, accept)
+        else:
+            checkpoint = load_checkpoint(path, accept)
         trainer = _build(config, texts)
         trainer.restore(checkpoint)
         drop_records_after(run, trainer.step)
