@@ -76,7 +76,7 @@ def _is_of(value: Any, kind: Any) -> bool:
 
 
 def _shown(value: Any) -> str:
-    text = str(value)
+    text = f"{value:,}" if type(value) is int else str(value)
     return text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
 
 

@@ -23,6 +23,7 @@ from arbcli.device import COMPUTE, check_room, default_compute, resolve_device
 from arbcli.errors import ArbError
 from arbcli.model.build import build_model
 from arbcli.model.language_model import LanguageModel
+from arbcli.output import printable
 
 
 def load_model(
@@ -43,7 +44,7 @@ def load_model(
     """
 
     def warn(message: str) -> None:
-        warnings.warn(message, stacklevel=2)
+        warnings.warn(printable(message), stacklevel=2)
 
     return load_named_model(Path(path), resolve_device(device), warn, compute)[0]
 

@@ -299,7 +299,7 @@ def test_memory_of_a_cpu_that_is_not_enough_is_explained(error, text, tmp_path, 
 @pytest.mark.parametrize("damage", ["[]", '{"config": 5}', '{"config": {"model": []}}', "{}"])
 def test_resume_explains_a_damaged_configuration(damage, tmp_path):
     (tmp_path / "config.json").write_text(damage)
-    with pytest.raises(ArbError, match="has no `|does not fit this version"):
+    with pytest.raises(ArbError, match=r"has no `|does not fit this version"):
         resume_run(tmp_path, Observer())
 
 
