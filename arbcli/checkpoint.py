@@ -200,7 +200,8 @@ def checkpoint_path(directory: Path, step: int) -> Path:
 def checkpoints(directory: Path) -> list[Path]:
     """List the checkpoints of a run by their names, the highest step first."""
     paths = directory.glob("step-*.safetensors")
-    return sorted((p for p in paths if _FILE_NAME.fullmatch(p.name)), key=_step, reverse=True)
+    found = (path for path in paths if _FILE_NAME.fullmatch(path.name) and not path.is_dir())
+    return sorted(found, key=_step, reverse=True)
 
 
 def latest_checkpoint(
@@ -536,9 +537,9 @@ def _write_whole(path: Path, write: Callable[[BufferedIOBase], object]) -> None:
         temporary.unlink(missing_ok=True)
         raise
     if hasattr(os, "O_DIRECTORY"):  # elsewhere a directory cannot be synced
-        descriptor = os.open(path.parent, os.O_RDONLY)
-        try:
-            with suppress(OSError):  # some network file systems refuse; the file itself is synced
+        with suppress(OSError):  # some network file systems refuse; the file itself is synced
+            descriptor = os.open(path.parent, os.O_RDONLY)
+            try:
                 os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+            finally:
+                os.close(descriptor)

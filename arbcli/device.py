@@ -149,16 +149,22 @@ def available_bytes() -> int | None:
     return max(0, min(found)) if found else None
 
 
-def check_room(needed_bytes: int, what: str, hint: str) -> None:
-    """Refuse what the host has no memory for, before any of it is taken.
+def check_room(needed_bytes: int, what: str, hint: str, available: int | None = None) -> None:
+    """Refuse what there is no memory for, before any of it is taken.
+
+    Args:
+        needed_bytes: at least.
+        what: needs it.
+        hint: what to do about it.
+        available: bytes; None is what this process can take on the host.
 
     Raises:
-        ArbError: it has not.
+        ArbError: it is not enough.
     """
-    available = available_bytes()
+    available = available_bytes() if available is None else available
     if available is not None and needed_bytes > available:
         need, have = (f"{size / 2**30:,.2f} GiB" for size in (needed_bytes, available))
-        raise ArbError(f"{what} needs {need} of memory, and {have} are free", hint=hint)
+        raise ArbError(f"{what} needs {need} of memory at least, and {have} are free", hint=hint)
 
 
 def peak_bytes(device: torch.device) -> int:

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -617,6 +618,19 @@ def test_save_where_a_directory_cannot_be_synced(tmp_path, monkeypatch):
 
     monkeypatch.setattr(os, "fsync", refuse)
     assert_same(load_checkpoint(save_checkpoint(tmp_path, example())), example())
+
+
+def test_save_where_a_directory_cannot_be_opened(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "open", mock.Mock(side_effect=PermissionError))
+    assert_same(load_checkpoint(save_checkpoint(tmp_path, example())), example())
+
+
+def test_folder_named_like_a_checkpoint_is_none(tmp_path):
+    for step in (100, 300):
+        (tmp_path / f"step-000{step}.safetensors").mkdir()
+    path = save_checkpoint(tmp_path, example(), keep=1)
+    assert checkpoints(tmp_path) == [path]
+    assert latest_checkpoint(tmp_path, pytest.fail).step == 200
 
 
 def test_interrupted_save_leaves_no_temporary(tmp_path, saved, monkeypatch):

@@ -98,6 +98,9 @@ def train(
     backend: Backend = None,
     seed: Seed = None,
     plot: Annotated[Path | None, typer.Option(help="Draw the losses: .png, .pdf or .svg.")] = None,
+    force: Annotated[
+        bool, typer.Option("--force", help="Start though memory is predicted not to be enough.")
+    ] = False,
     quiet: Annotated[bool, typer.Option("--quiet", help="No progress.")] = False,
     as_json: Json = False,
     attention: Attention = None,
@@ -148,7 +151,7 @@ def train(
         moe_top_k=moe_top_k,
         max_moe_iters=max_moe_iters,
     )
-    from arbcli.inspect import plots  # torch takes seconds to import, so not for `arb --help`
+    from arbcli.inspect import plots, room  # torch takes seconds to import, so not for `arb --help`
     from arbcli.train.configure import new_config
     from arbcli.train.directory import RUNS, latest_run
     from arbcli.train.run import resume_run, start_run
@@ -163,6 +166,8 @@ def train(
             report = resume_run(path, display, device=device, backend=backend)
         else:
             config = new_config(**given, device=device, backend=backend)
+            if not force:
+                room.check_memory(config, f"{room.HINT}, or `--force` to try it")
             report = start_run(config, out, display, minutes=minutes)
     if plot is not None:
         plots.plot_training(Path(report.run), plot)
