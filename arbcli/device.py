@@ -116,6 +116,17 @@ def deterministic() -> Iterator[None]:
 
 
 @contextmanager
+def cpu_threads(number: int) -> Iterator[None]:
+    """Compute with so many threads on the CPU: their number decides how sums are split."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(number)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+@contextmanager
 def explained_out_of_memory(
     hint: str = "use a smaller `--batch`, `--ctx` or `--preset`; `arb audit-memory --budget`"
     " predicts the need",

@@ -16,6 +16,7 @@ import torch
 
 from arbcli import __version__
 from arbcli.checkpoint import Checkpoint, checkpoints, read_json
+from arbcli.config.checks import check_at_most, check_positive
 from arbcli.config.training import TrainConfig, train_config_dict
 from arbcli.data import Texts, entropy, open_texts
 from arbcli.errors import ArbError
@@ -25,6 +26,8 @@ CONFIG = "config.json"
 """File of what a run computes, of its text, and of the versions that began it."""
 DECISIVE = ("steps", "batch", "accum", "lr", "warmup", "seed", "optimizer", "compute")
 """Settings that a checkpoint depends on, besides the model's."""
+MOST_THREADS = 1024
+"""Of a CPU; more are a mistake of a file."""
 RUNS = Path("runs")
 """Where runs are kept unless another place is named."""
 
@@ -119,9 +122,10 @@ FACTS = {
     "text.paths.val": list,
     "text.train_bytes": int,
     "text.val_bytes": int,
+    "threads": int,
 }
 """What `config.json` holds that is read again, by the way to it, and of which type it is."""
-NEWER_FACTS = ("digests", "text.paths")
+NEWER_FACTS = ("digests", "text.paths", "threads")
 """Absent from a run that an earlier version began."""
 
 
@@ -143,6 +147,8 @@ def read_facts(run: Path) -> dict[str, Any]:
                 f"`{run / CONFIG}` has no `{way}` that can be one",
                 hint="it was truncated or altered: restore it from a copy",
             )
+    check_at_most("threads", facts.get("threads", 1), MOST_THREADS)
+    check_positive("threads", facts.get("threads", 1))
     return facts
 
 
@@ -212,6 +218,7 @@ def run_facts(config: TrainConfig, texts: Texts) -> dict[str, Any]:
             "train_bytes": len(texts.train),
             "val_bytes": len(texts.val),
         },
+        "threads": torch.get_num_threads(),
         "started": datetime.now(UTC).isoformat(timespec="microseconds"),
         "versions": {
             "arb": __version__,

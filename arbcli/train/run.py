@@ -26,6 +26,7 @@ from arbcli.config.training import TrainConfig, train_config_from
 from arbcli.data import Texts, open_texts
 from arbcli.device import (
     check_compute,
+    cpu_threads,
     deterministic,
     explained_out_of_memory,
     peak_bytes,
@@ -133,7 +134,10 @@ def resume_run(
     config = dataclasses.replace(config, device=str(place), backend=backend)
     if config.model.weights != "ternary":
         raise ArbError("a float twin keeps no checkpoint", hint="start it again with `--out`")
-    with run_lock(run), deterministic():
+    threads = facts.get("threads", now := torch.get_num_threads())
+    if threads != now and place.type == "cpu":
+        observer.noted(f"computing with {threads} threads, as the run began: {now} give other bits")
+    with run_lock(run), deterministic(), cpu_threads(threads):
         texts = open_texts_again(facts, config)
         digest = text_digest(texts)
 
