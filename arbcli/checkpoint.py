@@ -26,6 +26,7 @@ import json
 import math
 import os
 import re
+import shutil
 import stat
 import warnings
 from collections import deque
@@ -72,6 +73,7 @@ _RANGES = {
 }
 """Least and most, by the last part of a name; any other may have all values of its dtype."""
 _FILE_NAME = re.compile(r"step-([0-9]{6,})\.safetensors")
+_BEST_NAME = re.compile(r"best-([0-9]{6,})\.safetensors")
 _TENSOR_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 _READ_HINT = "check the path and its permissions"
 _WRITE_HINT = "check permissions and free space; whatever was saved before is intact"
@@ -150,7 +152,7 @@ def save_checkpoint(directory: Path, checkpoint: Checkpoint, keep: int = 2) -> P
         for stale in directory.glob(".step-*.tmp"):  # a killed process left it
             stale.unlink()
         _write_whole(path, write)
-        older = [old for old in checkpoints(directory) if _step(old) < checkpoint.step]
+        older = [old for old in checkpoints(directory) if step_of(old) < checkpoint.step]
         for old in older[keep - 1 :]:
             old.unlink()
     return path
@@ -201,7 +203,7 @@ def checkpoints(directory: Path) -> list[Path]:
     """List the checkpoints of a run by their names, the highest step first."""
     paths = directory.glob("step-*.safetensors")
     found = (path for path in paths if _FILE_NAME.fullmatch(path.name) and not path.is_dir())
-    return sorted(found, key=_step, reverse=True)
+    return sorted(found, key=step_of, reverse=True)
 
 
 def latest_checkpoint(
@@ -258,6 +260,40 @@ def set_aside(path: Path, *, leave: bool = False) -> Path:
                 return aside
         path.rename(aside)
     return aside
+
+
+def keep_best(path: Path) -> Path:
+    """Give a checkpoint a second name, `best-000200.safetensors`, in place of the one that had it.
+
+    Raises:
+        ArbError: the name cannot be given; the one before is intact.
+    """
+    best = path.with_name(f"best-{step_of(path):06d}.safetensors")
+    with _os_errors("write", best, _WRITE_HINT):
+        if not best.exists():
+            try:
+                os.link(path, best)
+            except OSError:  # not every file system has links
+                _write_whole(best, lambda file: _copy(path, file))
+        for other in best_checkpoints(path.parent):
+            if other != best:
+                other.unlink()
+    return best
+
+
+def best_checkpoints(directory: Path) -> list[Path]:
+    """List what `keep_best` has named, at most one unless it was ended in between."""
+    return sorted(p for p in directory.glob("best-*.safetensors") if _BEST_NAME.fullmatch(p.name))
+
+
+def _copy(path: Path, file: BufferedIOBase) -> None:
+    with path.open("rb") as source:
+        shutil.copyfileobj(source, file)
+
+
+def step_of(path: Path) -> int:
+    """Read the step off the name of a checkpoint, or of one that is kept as the best."""
+    return int((_FILE_NAME.fullmatch(path.name) or _BEST_NAME.fullmatch(path.name))[1])
 
 
 def check_layout(tensors: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
@@ -352,10 +388,6 @@ def _os_errors(action: str, path: Path, hint: str) -> Iterator[None]:
 def _require(condition: bool, otherwise: str) -> None:
     if not condition:
         raise DamagedError(otherwise, hint=_REFUSED_HINT)
-
-
-def _step(path: Path) -> int:
-    return int(_FILE_NAME.fullmatch(path.name)[1])
 
 
 def _dtype(name: str) -> torch.dtype:

@@ -4,6 +4,7 @@ import dataclasses
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -65,17 +66,35 @@ def load_named_model(
     """
     if compute is not None:
         check_choice("compute", compute, COMPUTE)
-    whole_run = path.is_dir()
-    if whole_run:
-        checkpoint = latest_checkpoint(path, note, check_saved)
-    else:
-        checkpoint = load_checkpoint(path, check_saved)
-    name = checkpoint_path(path, checkpoint.step) if whole_run else path
-    dtype = COMPUTE[compute or _trained_in(path if whole_run else path.parent, place)]
+    name, checkpoint = read_saved(path, note)
+    dtype = COMPUTE[compute or _trained_in(name.parent, place)]
     with torch.device(place):
         model = build_model(saved_config(checkpoint), dtype)
     model.load_state_dict(checkpoint.tensors)
     return model, str(name)
+
+
+class SavedModel(NamedTuple):
+    """A checkpoint, and the path of its file."""
+
+    path: Path
+    checkpoint: Checkpoint
+
+
+def read_saved(path: Path, note: Callable[[str], None]) -> SavedModel:
+    """Read a checkpoint, or the newest intact one of a run, once it is known to be of a model.
+
+    Args:
+        path: a run directory, or a checkpoint.
+        note: is told of each checkpoint that is passed over.
+
+    Raises:
+        ArbError: there is no checkpoint, or it is damaged, or of no model.
+    """
+    if not path.is_dir():
+        return SavedModel(path, load_checkpoint(path, check_saved))
+    checkpoint = latest_checkpoint(path, note, check_saved)
+    return SavedModel(checkpoint_path(path, checkpoint.step), checkpoint)
 
 
 def saved_config(checkpoint: Checkpoint) -> ModelConfig:

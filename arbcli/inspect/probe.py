@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from arbcli.checkpoint import Checkpoint, latest_checkpoint, load_checkpoint
+from arbcli.checkpoint import Checkpoint
 from arbcli.config.dense import VOCABULARY
 from arbcli.config.graph import GraphConfig
 from arbcli.config.training import TrainConfig, train_config_from
@@ -26,7 +26,7 @@ from arbcli.device import (
     resolve_backend,
     resolve_device,
 )
-from arbcli.infer.load import check_saved
+from arbcli.infer.load import read_saved
 from arbcli.inspect.verdicts import (
     TAKEOFF,
     Histogram,
@@ -92,10 +92,7 @@ def open_saved(
         ArbError: there is no checkpoint, or it is damaged.
     """
     run = path if path.is_dir() else path.parent
-    if run == path:
-        checkpoint = latest_checkpoint(run, note, check_saved)
-    else:
-        checkpoint = load_checkpoint(path, check_saved)
+    checkpoint = read_saved(path, note).checkpoint
     config = train_config_from(read_facts(run))
     place = resolve_device(device)
     if "data" in given:

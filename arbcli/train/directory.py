@@ -25,7 +25,10 @@ from arbcli.train.trainer import text_digest
 
 CONFIG = "config.json"
 """File of what a run computes, of its text, and of the versions that began it."""
-DECISIVE = ("steps", "batch", "accum", "lr", "warmup", "seed", "optimizer", "compute")
+DECISIVE = (
+    "steps", "batch", "accum", "lr", "warmup", "schedule", "final_lr", "seed", "optimizer",
+    "compute",
+)  # fmt: skip
 """Settings that a checkpoint depends on, besides the model's."""
 MOST_THREADS = 1024
 """Of a CPU; more are a mistake of a file."""
@@ -114,6 +117,7 @@ def _explained_making(path: Path) -> Iterator[None]:
 FACTS = {
     "config": dict,
     "digests": dict,
+    "extended": list,
     "started": str,
     "text": dict,
     "text.description": str,
@@ -126,7 +130,7 @@ FACTS = {
     "threads": int,
 }
 """What `config.json` holds that is read again, by the way to it, and of which type it is."""
-NEWER_FACTS = ("digests", "text.paths", "threads")
+NEWER_FACTS = ("digests", "extended", "text.paths", "threads")
 """Absent from a run that an earlier version began."""
 
 
@@ -142,7 +146,7 @@ def read_facts(run: Path) -> dict[str, Any]:
         for name in way.split("."):
             value = value.get(name) if isinstance(value, dict) else None
         absent = value is None and way.startswith(NEWER_FACTS)
-        texts = kind is not list or all(type(entry) is str for entry in value or ())
+        texts = "paths" not in way or all(type(entry) is str for entry in value or ())
         if not absent and not (type(value) is kind and texts):
             raise ArbError(
                 f"`{run / CONFIG}` has no `{way}` that can be one",

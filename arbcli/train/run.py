@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -13,16 +14,19 @@ from torch import Tensor
 
 from arbcli.checkpoint import (
     Checkpoint,
+    best_checkpoints,
     checkpoint_path,
     checkpoints,
+    keep_best,
     latest_checkpoint,
     load_checkpoint,
     run_lock,
     save_checkpoint,
     set_aside,
+    step_of,
     write_json,
 )
-from arbcli.config.training import TrainConfig, train_config_from
+from arbcli.config.training import TrainConfig, train_config_dict, train_config_from
 from arbcli.data import Texts, open_texts
 from arbcli.device import (
     check_compute,
@@ -35,20 +39,22 @@ from arbcli.device import (
 )
 from arbcli.errors import ArbError
 from arbcli.infer.generation import Sampling, generate
-from arbcli.infer.load import check_saved
+from arbcli.infer.load import SavedModel, check_saved
 from arbcli.signals import RememberedSignal
 from arbcli.train.directory import (
     CONFIG,
     check_free,
     check_same_run,
+    field_digests,
     make_directory,
     make_next_directory,
     open_texts_again,
     read_facts,
     run_facts,
 )
-from arbcli.train.record import Record, TrainReport, append_record, drop_records_after
-from arbcli.train.trainer import Trainer, schedule, text_digest
+from arbcli.train.record import Record, TrainReport, append_record, best_step, drop_records_after
+from arbcli.train.schedule import learning_rate
+from arbcli.train.trainer import Trainer, text_digest
 
 MOST_MINUTES = 60 * 24 * 366
 LOG_EVERY = 10
@@ -76,7 +82,12 @@ class Observer:
 
 
 def start_run(
-    config: TrainConfig, run: Path | None, observer: Observer, *, minutes: float | None = None
+    config: TrainConfig,
+    run: Path | None,
+    observer: Observer,
+    *,
+    minutes: float | None = None,
+    initial: SavedModel | None = None,
 ) -> TrainReport:
     """Start a run in a new directory.
 
@@ -85,6 +96,8 @@ def start_run(
         run: directory to make; it must not hold a run. None is the next free one in `RUNS`.
         observer: is told of progress.
         minutes: sets the number of steps by timing a few.
+        initial: what to begin with: the weights, and all that rule and direction keep beside them;
+            it must be of the model of `config`, but for `ctx`.
 
     Raises:
         ArbError: something the user can fix; whatever was saved before is intact.
@@ -104,12 +117,21 @@ def start_run(
             config = _fit_to_minutes(config, texts, minutes)
         facts = run_facts(config, texts)
         trainer = _build(config, texts)
+        if initial is not None:
+            trainer.take_weights(initial.checkpoint)
+            facts["init_from"] = os.path.abspath(initial.path)
+            del initial  # it may be large
         write_json(run / CONFIG, facts)
         return _run(trainer, run, facts, observer)
 
 
 def resume_run(
-    path: Path, observer: Observer, *, device: str | None = None, backend: str | None = None
+    path: Path,
+    observer: Observer,
+    *,
+    device: str | None = None,
+    backend: str | None = None,
+    steps: int | None = None,
 ) -> TrainReport:
     """Continue a run from its newest intact checkpoint, or from the checkpoint that is named.
 
@@ -119,6 +141,7 @@ def resume_run(
         device: where to go on; None is where it was. The same bits come only from the same kind
             of machine.
         backend: what runs the kernels; None is what ran them.
+        steps: that the run is to have from now on; its schedule becomes that of so many.
 
     Raises:
         ArbError: there is nothing to continue, or the text has changed.
@@ -154,10 +177,40 @@ def resume_run(
             checkpoint = latest_checkpoint(run, observer.noted, accept)
         else:
             checkpoint = load_checkpoint(path, accept)
+        if steps not in (None, config.steps):
+            config, facts = _extended(run, facts, config, checkpoint.step, steps, observer)
         trainer = _build(config, texts)
         trainer.restore(checkpoint)
         drop_records_after(run, trainer.step)
         return _run(trainer, run, facts, observer, resumed=True)
+
+
+def _extended(
+    run: Path,
+    facts: dict[str, Any],
+    config: TrainConfig,
+    done: int,
+    steps: int,
+    observer: Observer,
+) -> tuple[TrainConfig, dict[str, Any]]:
+    """Give a run another number of steps, and say what that does to its learning rate."""
+    if steps <= done:
+        raise ArbError(
+            f"the run has {done:,} steps behind it",
+            hint=f"use more than that, or `--resume {run}` alone",
+        )
+    longer = dataclasses.replace(config, steps=steps)
+    rates = [learning_rate(each, min(done, each.steps)) for each in (config, longer)]
+    observer.noted(
+        f"{steps:,} steps instead of {config.steps:,}: the `{config.schedule}` schedule is that of"
+        f" {steps:,} from step {done:,} on, and its rate there {rates[1]:.4g} instead of"
+        f" {rates[0]:.4g}"
+    )
+    changes = [*facts.get("extended", []), {"at": done, "from": config.steps, "to": steps}]
+    recorded = train_config_dict(dataclasses.replace(train_config_from(facts), steps=steps))
+    facts |= {"config": recorded, "digests": field_digests(longer), "extended": changes}
+    write_json(run / CONFIG, facts)
+    return longer, facts
 
 
 def _build(config: TrainConfig, texts: Texts) -> Trainer:
@@ -210,9 +263,8 @@ class _Loop:
         self.trainer, self.run_path, self.facts, self.observer = trainer, run, facts, observer
         self.config = trainer.config
         self.saved_step = saved_step
-        self.left_behind = [
-            path for path in checkpoints(run) if int(path.stem.removeprefix("step-")) > trainer.step
-        ]
+        saved = [*checkpoints(run), *best_checkpoints(run)]
+        self.left_behind = [path for path in saved if step_of(path) > trainer.step]
         """Checkpoints of later steps, which the run, gone back, will come to again."""
         self.losses: list[Tensor] = []
         self.started = self.last_record = self.last_save = time.perf_counter()
@@ -226,6 +278,7 @@ class _Loop:
         with RememberedSignal() as signal, self._saved_after_an_error():
             if self.saved_step is None:
                 self._save()
+            self._keep_best()  # unless whoever saved it was ended before
             while trainer.step < config.steps and not signal.received:
                 self.losses.append(trainer.train_step())
                 if trainer.step < config.steps:
@@ -238,6 +291,7 @@ class _Loop:
             if self.losses:
                 self._record(val_loss)
             self._save_if_new()
+            self._keep_best()
             if not signal.received:
                 sample = self._sample()
         saved = self.saved_step is not None and checkpoint_path(self.run_path, self.saved_step)
@@ -276,6 +330,8 @@ class _Loop:
         evaluating = step % self.config.eval_interval == 0
         if evaluating or step % LOG_EVERY == 0:
             self._record(self._evaluate() if evaluating else None)
+        if evaluating:
+            self._keep_best()
 
     def _sample(self) -> str:
         model, config = self.trainer.model, self.config
@@ -298,7 +354,7 @@ class _Loop:
             checkpoint = self.trainer.checkpoint(self.facts["text"]["digest"])
             path = checkpoint_path(self.run_path, checkpoint.step)
             aside = [set_aside(path, leave=True)] if path in self.left_behind else []
-            save_checkpoint(self.run_path, checkpoint)
+            save_checkpoint(self.run_path, checkpoint, self.config.keep)
             self.saved_step, self.last_save = checkpoint.step, time.perf_counter()
             aside += [set_aside(later) for later in self.left_behind if later != path]
         if aside:
@@ -309,6 +365,12 @@ class _Loop:
     def _save_if_new(self) -> None:
         if self.saved_step != self.trainer.step:
             self._save()
+
+    def _keep_best(self) -> None:
+        """Keep the checkpoint of this step, if no other has a lower held-out loss."""
+        if self.config.keep_best and best_step(self.run_path) == self.trainer.step:
+            self._save_if_new()
+            keep_best(checkpoint_path(self.run_path, self.trainer.step))
 
     def _evaluate(self) -> float:
         with self._not_timed():
@@ -328,7 +390,7 @@ class _Loop:
             loss=loss,
             bits_per_byte=loss / math.log(2),
             val_loss=val_loss,
-            lr=config.lr * schedule(trainer.step - 1, config.steps, config.warmup),
+            lr=learning_rate(config, trainer.step - 1),
             bytes_per_second=config.batch * config.accum * config.model.ctx / seconds,
             flip_share=flip_share,
             state_bytes=trainer.state_bytes(),

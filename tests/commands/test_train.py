@@ -169,7 +169,16 @@ ERRORS = {
     ),
     "resume of nothing": (["--resume", "nowhere"], "there is no run at `nowhere`"),
     "no run to resume": (["--resume", "auto"], "there is no run in `runs` that has saved"),
-    "resume with other settings": (["--resume", "auto", "--steps", "9"], "cannot be given"),
+    "resume with other settings": (["--resume", "auto", "--lr", "1"], "cannot be given"),
+    "init from nothing": (["--init-from", "nowhere"], "cannot read `nowhere`"),
+    "init with a shape": (["--init-from", "x", "--dim", "8"], "`--dim` cannot be given"),
+    "unknown schedule": (["--schedule", "step"], "`--schedule` is `step`"),
+    "final rate above the first": (["--lr", "0.5", "--final-lr", "1"], "`--final-lr` is 1.0"),
+    "constant with another end": (
+        ["--schedule", "constant", "--final-lr", "0.1"],
+        "a constant learning rate",
+    ),
+    "best of a twin": (["--weights", "float", "--keep-best"], "a float twin keeps no checkpoint"),
     "plot over a text": (["--data", "{text}", "--plot", "{text}"], "`--plot` is"),
     "plot in no folder": (["--plot", "nowhere/a.svg"], "there is no folder `nowhere`"),
     "out too long": (["--data", "{text}", "--out", "x" * 300], "File name too long"),
@@ -236,9 +245,10 @@ PARTS = (
     " no-codebook no-graph no-knowledge no-memgram no-moe no-router no-sequencer router sequencer"
 )
 OPTIONS = {
-    "train": "accum backend batch compute ctx data device dim direction eval-every ffn force heads"
-    " json layers lr minutes no-sub-norms optimizer out plot preset quiet recompute resume rule"
-    " save-every seed steps sub-norms tscale-type val warmup weights" + PARTS,
+    "train": "accum backend batch compute ctx data device dim direction eval-every ffn final-lr"
+    " force heads init-from json keep keep-best layers lr minutes no-sub-norms optimizer out plot"
+    " preset quiet recompute resume rule save-every schedule seed steps sub-norms tscale-type val"
+    " warmup weights" + PARTS,
     "generate": "backend bytes checkpoint compute device json length prompt seed temperature"
     " top-k top-p",
     "evaluate": "backend batch checkpoint compute data device json stride",
