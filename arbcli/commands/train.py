@@ -204,9 +204,15 @@ def train(
                 initial = read_saved(init_from, display.noted)
                 given["preset"] = saved_config(initial.checkpoint)
             config = new_config(**given, device=device, backend=backend)
-            if not force:
-                room.check_memory(config, f"{room.HINT}, or `--force` to try it")
-            report = start_run(config, out, display, minutes=minutes, initial=initial)
+            hint = f"{room.HINT}, or `--force` to try it"
+            report = start_run(
+                config,
+                out,
+                display,
+                minutes=minutes,
+                initial=initial,
+                check=lambda config: None if force else room.check_memory(config, hint),
+            )
     if plot is not None:
         plots.plot_training(Path(report.run), plot)
     display.finished(report)

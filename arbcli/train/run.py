@@ -4,7 +4,7 @@ import dataclasses
 import math
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -88,6 +88,7 @@ def start_run(
     *,
     minutes: float | None = None,
     initial: SavedModel | None = None,
+    check: Callable[[TrainConfig], None] = lambda _: None,
 ) -> TrainReport:
     """Start a run in a new directory.
 
@@ -98,6 +99,7 @@ def start_run(
         minutes: sets the number of steps by timing a few.
         initial: what to begin with: the weights, and all that rule and direction keep beside them;
             it must be of the model of `config`, but for `ctx`.
+        check: may refuse the run, once its text is known and before anything is made for it.
 
     Raises:
         ArbError: something the user can fix; whatever was saved before is intact.
@@ -107,6 +109,7 @@ def start_run(
     if run is not None:
         check_free(run)
     texts = open_texts(config.data, config.val, seed=config.seed, context=config.model.ctx)
+    check(config)
     if run is None:
         run = make_next_directory(config)
     else:

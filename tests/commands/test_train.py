@@ -209,13 +209,13 @@ def test_train_explains_a_mistake_in_two_lines(name, text, tmp_path, arb_here, m
 
 def test_train_of_a_model_beyond_memory_starts_by_force_only(arb_here, monkeypatch):
     monkeypatch.setattr("arbcli.device.available_bytes", lambda: 2**33)
-    monkeypatch.setattr("arbcli.train.run.start_run", mock.Mock(side_effect=ArbError("started")))
-    large = ["train", "--preset", "1b", "--device", "cpu"]
+    monkeypatch.setattr("arbcli.train.run.make_directory", mock.Mock(side_effect=ArbError("made")))
+    large = ["train", "--preset", "1b", "--device", "cpu", "--out", "nowhere"]
     told = arb_here(*large).stderr
     assert "a training step needs" in told
     assert "at least, and 8.00 GiB are free" in told
     assert "`--force`" in told
-    assert "started" in arb_here(*large, "--force").stderr
+    assert "made" in arb_here(*large, "--force").stderr
 
 
 def test_train_survives_a_full_disk_with_its_checkpoints(text, tmp_path, arb_here):
@@ -245,8 +245,8 @@ PARTS = (
     " no-codebook no-graph no-knowledge no-memgram no-moe no-router no-sequencer router sequencer"
 )
 OPTIONS = {
-    "train": "accum backend batch compute ctx data device dim direction eval-every ffn final-lr"
-    " force heads init-from json keep keep-best layers lr minutes no-sub-norms optimizer out plot"
+    "train": "accum backend batch compute ctx data device digits dim direction eval-every ffn"
+    " final-lr force heads init-from json keep keep-best layers lr minutes no-sub-norms optimizer out plot"
     " preset quiet recompute resume rule save-every schedule seed steps sub-norms tscale-type val"
     " warmup weights" + PARTS,
     "generate": "backend bytes checkpoint compute device json length prompt seed temperature"
