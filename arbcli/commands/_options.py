@@ -54,6 +54,15 @@ def given_options(**values: Any) -> dict[str, Any]:
     return {field: value for field, value in values.items() if value is not None}
 
 
+def find_run(path: Path) -> Path:
+    """Find the run that `auto` stands for, the last one in `runs`; any other path is what it is."""
+    if str(path) != "auto":
+        return path
+    from arbcli.train.directory import latest_run  # imports torch
+
+    return latest_run()
+
+
 def one_of(field: str, known: Iterable[str]) -> Callable[[str | None], str | None]:
     """Make a callback that refuses a name before torch is imported, which takes seconds."""
 
@@ -143,7 +152,11 @@ Recompute = Annotated[
 Device = Annotated[str | None, typer.Option(help="cpu or cuda. [default: cuda if there is one]")]
 Seed = Annotated[int | None, typer.Option(min=0, max=2**31 - 1, help="[default: 0]")]
 Checkpoint = Annotated[
-    Path, typer.Option(metavar="RUN|FILE", help="A run, or one of its checkpoints.")
+    Path,
+    typer.Option(
+        metavar="auto|RUN|FILE",
+        help="A run, or one of its checkpoints; auto is the run that was started last.",
+    ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON on stdout and no table.")]
 Data = Annotated[

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.table import Table
 
-from arbcli.commands._options import Backend, Checkpoint, ComputeOfRun, Device, Json
+from arbcli.commands._options import Backend, Checkpoint, ComputeOfRun, Device, Json, find_run
 from arbcli.output import LiveLine, emit, note, table
 
 if TYPE_CHECKING:
@@ -16,8 +16,12 @@ if TYPE_CHECKING:
 def evaluate(
     checkpoint: Checkpoint,
     data: Annotated[
-        list[str], typer.Option(help="File, folder or glob; may be given again, for one text.")
-    ],
+        list[str] | None,
+        typer.Option(
+            help="File, folder or glob; may be given again, for one text."
+            " [default: the run's held-out text]"
+        ),
+    ] = None,
     stride: Annotated[
         int | None,
         typer.Option(min=1, help="Bytes between windows. [default: half the model's context]"),
@@ -32,10 +36,14 @@ def evaluate(
 
     Every byte but the first is predicted once, with at least the context less the stride before it.
     """
+    from arbcli.data import open_text
     from arbcli.device import resolve_backend, resolve_device
     from arbcli.infer import evaluation  # torch takes seconds to import, so not for `arb --help`
     from arbcli.infer.load import load_named_model
+    from arbcli.train.directory import held_out_text, run_of
 
+    checkpoint = find_run(checkpoint)
+    text = open_text(data) if data else held_out_text(run_of(checkpoint))
     place = resolve_device(device)
     backend = resolve_backend(backend, place)
     model, name = load_named_model(checkpoint, place, note, compute)
@@ -43,7 +51,7 @@ def evaluate(
         report = evaluation.evaluate(
             model,
             name,
-            data,
+            *text,
             stride=stride,
             batch=batch,
             backend=backend,

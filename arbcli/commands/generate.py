@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from arbcli.commands._options import Backend, Checkpoint, ComputeOfRun, Device, Json, Seed
+from arbcli.commands._options import Backend, Checkpoint, ComputeOfRun, Device, Json, Seed, find_run
 from arbcli.errors import ArbError
 from arbcli.output import TextWriter, emit_json, note, write_bytes
 
@@ -52,7 +52,7 @@ def generate(
     given = sys.stdin.buffer.read() if prompt == "-" else os.fsencode(prompt)
     place = resolve_device(device)
     backend = resolve_backend(backend, place)
-    model, name = load_named_model(checkpoint, place, note, compute)
+    model, name = load_named_model(find_run(checkpoint), place, note, compute)
     with TextWriter() as text:
         report = generation.continue_text(
             model,

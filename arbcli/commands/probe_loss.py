@@ -35,6 +35,7 @@ from arbcli.commands._options import (
     Sequencer,
     TScaleType,
     Val,
+    find_run,
     given_options,
     option_of,
 )
@@ -73,7 +74,8 @@ def probe_loss(
     device: Device = None,
     seed: Seed = None,
     checkpoint: Annotated[
-        Path | None, typer.Option(metavar="RUN|FILE", help="Probe a saved model, left as it is.")
+        Path | None,
+        typer.Option(metavar="auto|RUN|FILE", help="Probe a saved model, left as it is."),
     ] = None,
     plot: Annotated[
         Path | None, typer.Option(help="Draw stream, flips, loss: .png, .pdf or .svg.")
@@ -150,7 +152,7 @@ def _probe(
         return probe.probe(config, steps=steps)
     _refuse_changes(given)
     config, saved = probe.open_saved(
-        checkpoint, steps=steps, note=note, device=device, backend=backend, **given
+        find_run(checkpoint), steps=steps, note=note, device=device, backend=backend, **given
     )
     return probe.probe(config, steps=steps, checkpoint=saved)
 

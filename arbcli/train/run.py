@@ -52,7 +52,14 @@ from arbcli.train.directory import (
     read_facts,
     run_facts,
 )
-from arbcli.train.record import Record, TrainReport, append_record, best_step, drop_records_after
+from arbcli.train.record import (
+    Record,
+    TrainReport,
+    append_record,
+    best_step,
+    drop_records_after,
+    seconds_so_far,
+)
 from arbcli.train.schedule import learning_rate
 from arbcli.train.trainer import Trainer, text_digest
 
@@ -269,6 +276,7 @@ class _Loop:
         saved = [*checkpoints(run), *best_checkpoints(run)]
         self.left_behind = [path for path in saved if step_of(path) > trainer.step]
         """Checkpoints of later steps, which the run, gone back, will come to again."""
+        self.seconds_before = seconds_so_far(run) if saved_step is not None else 0.0
         self.losses: list[Tensor] = []
         self.started = self.last_record = self.last_save = time.perf_counter()
         self.paused = 0.0
@@ -384,6 +392,7 @@ class _Loop:
         loss = float(torch.stack(self.losses).mean())  # waits for the GPU
         now, steps = time.perf_counter(), len(self.losses)
         seconds = max(now - self.last_record - self.paused, 1e-9) / steps
+        step_bytes = config.batch * config.accum * config.model.ctx
         flip_share, nonfinite = None, 0
         if trainer.updater:
             flip_share = trainer.updater.take_flips() / steps / trainer.updater.num_weights
@@ -394,7 +403,9 @@ class _Loop:
             bits_per_byte=loss / math.log(2),
             val_loss=val_loss,
             lr=learning_rate(config, trainer.step - 1),
-            bytes_per_second=config.batch * config.accum * config.model.ctx / seconds,
+            bytes_seen=trainer.step * step_bytes,
+            seconds=self.seconds_before + now - self.started,
+            bytes_per_second=step_bytes / seconds,
             flip_share=flip_share,
             state_bytes=trainer.state_bytes(),
             peak_bytes=peak_bytes(trainer.device),

@@ -60,8 +60,24 @@ def test_train_of_a_graph_shows_what_it_measures_of_itself(text, tmp_path, arb_h
 def test_train_prints_only_a_record_a_line_as_json(text, tmp_path):
     done = arb("train", "--data", text, *SMALL, "--json", "--quiet", "--out", str(tmp_path / "r"))
     records = [json.loads(line) for line in done.stdout.splitlines()]
+    *records, report = records
     assert [record["step"] for record in records] == [10, 12]
-    assert records[-1]["val_loss"] > 0
+    assert records[-1]["val_loss"] == report["val_loss"] > 0
+    assert [record["bytes_seen"] for record in records] == [10 * 4 * 16, 12 * 4 * 16]
+    assert 0 < records[0]["seconds"] < records[1]["seconds"]
+    run = str(tmp_path / "r")
+    assert (report["run"], report["steps"]) == (run, 12)
+    assert report["checkpoint"] == f"{run}/step-000012.safetensors"
+    assert report["sample"]
+    assert report["stopped_by"] is None
+
+
+def test_train_ends_with_an_object_where_nothing_is_left_to_do(text, tmp_path, arb_here):
+    run = ["--out", str(tmp_path / "r"), "--steps", "1", "--json"]
+    first = arb_here("train", "--data", text, *SMALL, *run).stdout.splitlines()[-1]
+    (again,) = arb_here("train", "--resume", run[1], "--json").stdout.splitlines()
+    same = ("run", "checkpoint", "steps", "val_loss", "sample")
+    assert [json.loads(again)[key] for key in same] == [json.loads(first)[key] for key in same]
 
 
 class BrokenStream(io.StringIO):
@@ -246,9 +262,9 @@ PARTS = (
 )
 OPTIONS = {
     "train": "accum backend batch compute ctx data device digits dim direction eval-every ffn"
-    " final-lr force heads init-from json keep keep-best layers lr minutes no-sub-norms optimizer out plot"
-    " preset quiet recompute resume rule save-every schedule seed steps sub-norms tscale-type val"
-    " warmup weights" + PARTS,
+    " final-lr force heads init-from json keep keep-best layers lr minutes no-sub-norms optimizer"
+    " out plot preset quiet recompute resume rule save-every schedule seed steps sub-norms"
+    " tscale-type val warmup weights" + PARTS,
     "generate": "backend bytes checkpoint compute device json length prompt seed temperature"
     " top-k top-p",
     "evaluate": "backend batch checkpoint compute data device json stride",
