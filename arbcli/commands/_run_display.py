@@ -25,6 +25,11 @@ class RunDisplay:
     def __exit__(self, *exception: object) -> None:
         self.line.__exit__(*exception)
 
+    def wait(self, what: str) -> None:
+        """Show what is waited for, until there is something else to show."""
+        if not self.quiet:
+            self.line.show_wait(what)
+
     def started(self, run: Path, trainer: "Trainer", facts: dict[str, Any]) -> None:
         if self.quiet:
             return

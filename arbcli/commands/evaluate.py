@@ -30,24 +30,26 @@ def evaluate(
     compute: ComputeOfRun = None,
     device: Device = None,
     backend: Backend = None,
+    quiet: Annotated[bool, typer.Option("--quiet", help="No progress.")] = False,
     as_json: Json = False,
 ) -> None:
     """Measure bits per byte over all of a text: `arb evaluate --checkpoint RUN --data book.txt`.
 
     Every byte but the first is predicted once, with at least the context less the stride before it.
     """
-    from arbcli.data import open_text
-    from arbcli.device import resolve_backend, resolve_device
-    from arbcli.infer import evaluation  # torch takes seconds to import, so not for `arb --help`
-    from arbcli.infer.load import load_named_model
-    from arbcli.train.directory import held_out_text, run_of
-
-    checkpoint = find_run(checkpoint)
-    text = open_text(data) if data else held_out_text(run_of(checkpoint))
-    place = resolve_device(device)
-    backend = resolve_backend(backend, place)
-    model, name = load_named_model(checkpoint, place, note, compute)
     with LiveLine() as line:
+        line.show_wait("loading")
+        from arbcli.data import open_text
+        from arbcli.device import resolve_backend, resolve_device
+        from arbcli.infer import evaluation  # torch takes seconds, so not for `arb --help`
+        from arbcli.infer.load import load_named_model
+        from arbcli.train.directory import held_out_text, run_of
+
+        checkpoint = find_run(checkpoint)
+        text = open_text(data) if data else held_out_text(run_of(checkpoint))
+        place = resolve_device(device)
+        backend = resolve_backend(backend, place)
+        model, name = load_named_model(checkpoint, place, note, compute)
         report = evaluation.evaluate(
             model,
             name,
@@ -55,19 +57,24 @@ def evaluate(
             stride=stride,
             batch=batch,
             backend=backend,
-            progress=_Progress(line),
+            progress=_ignore if quiet else _Progress(line),
         )
     emit(report, _table(report), as_json=as_json)
 
 
+def _ignore(*_: object) -> None:
+    pass
+
+
 class _Progress:
-    """Shows how far it is, at every whole per cent."""
+    """Shows how far it is: every per cent in a terminal, else every tenth part."""
 
     def __init__(self, line: LiveLine) -> None:
         self.line, self.shown = line, -1
+        self.step = 1 if line.is_live else 10
 
     def __call__(self, done: int, size: int, loss: float) -> None:
-        percent = 100 * done // size
+        percent = 100 * done // size // self.step * self.step
         if percent > self.shown:
             self.shown = percent
             self.line.show(f"{percent:3} %  {done:,} bytes  {loss / math.log(2):.4f} bits a byte")

@@ -1,6 +1,7 @@
 """`arb probe-loss`: a few training steps under the microscope."""
 
 import dataclasses
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -41,7 +42,7 @@ from arbcli.commands._options import (
 )
 from arbcli.commands._outputs import PICTURES, check_file
 from arbcli.errors import ArbError
-from arbcli.output import bytes_text, emit, note, table
+from arbcli.output import LiveLine, bytes_text, emit, note, table
 
 if TYPE_CHECKING:
     from arbcli.inspect.probe import ProbeReport, TensorReport
@@ -97,10 +98,7 @@ def probe_loss(
     A new model does a whole training of `--steps` steps in miniature. Exit 0 if the verdict is ok,
     1 if it is not.
     """
-    from arbcli.inspect.plots import plot_probe, require_matplotlib
-
     if plot is not None:
-        require_matplotlib()
         check_file(plot, "--plot", PICTURES)
     given = given_options(
         preset=preset,
@@ -129,7 +127,13 @@ def probe_loss(
         moe_top_k=moe_top_k,
         max_moe_iters=max_moe_iters,
     )
-    report = _probe(given, steps, checkpoint, device, backend)
+    with LiveLine() as line:
+        line.show_wait("loading")
+        from arbcli.inspect.plots import plot_probe, require_matplotlib
+
+        if plot is not None:
+            require_matplotlib()
+        report = _probe(given, steps, checkpoint, device, backend, line.show_wait)
     emit(report, _shown(report), as_json=as_json)
     if plot is not None:
         plot_probe(dataclasses.asdict(report), plot)
@@ -142,6 +146,7 @@ def _probe(
     checkpoint: Path | None,
     device: str | None,
     backend: str | None,
+    progress: Callable[[str], None],
 ) -> "ProbeReport":
     from arbcli.inspect import probe, room  # torch takes seconds to import, so not for `arb --help`
     from arbcli.train.configure import new_config
@@ -149,12 +154,12 @@ def _probe(
     if checkpoint is None:
         config = new_config(steps=steps, device=device, backend=backend, **given)
         room.check_memory(config)
-        return probe.probe(config, steps=steps)
+        return probe.probe(config, steps=steps, progress=progress)
     _refuse_changes(given)
     config, saved = probe.open_saved(
         find_run(checkpoint), steps=steps, note=note, device=device, backend=backend, **given
     )
-    return probe.probe(config, steps=steps, checkpoint=saved)
+    return probe.probe(config, steps=steps, checkpoint=saved, progress=progress)
 
 
 def _refuse_changes(given: dict[str, Any]) -> None:

@@ -182,25 +182,31 @@ def train(
         moe_top_k=moe_top_k,
         max_moe_iters=max_moe_iters,
     )
-    from arbcli.infer.load import read_saved, saved_config
-    from arbcli.inspect import plots, room  # torch takes seconds to import, so not for `arb --help`
-    from arbcli.train.configure import new_config
-    from arbcli.train.directory import RUNS, latest_run
-    from arbcli.train.run import resume_run, start_run
-
+    if resume is not None:
+        others = {name: value for name, value in given.items() if name != "steps"}
+        _refuse_changes(others | given_options(minutes=minutes, init_from=init_from))
+    elif minutes is not None and steps is not None:
+        raise ArbError("`--minutes` and `--steps` both say how long", hint="give one of them")
+    elif init_from is not None:
+        _refuse_shapes(given)
     if plot is not None:
-        plots.require_matplotlib()
         check_file(plot, "--plot", PICTURES)
     with RunDisplay(quiet=quiet, as_json=as_json) as display:
+        display.wait("loading")
+        from arbcli.infer.load import read_saved, saved_config
+        from arbcli.inspect import plots, room  # torch takes seconds, so not for `arb --help`
+        from arbcli.train.configure import new_config
+        from arbcli.train.directory import RUNS, latest_run
+        from arbcli.train.run import resume_run, start_run
+
+        if plot is not None:
+            plots.require_matplotlib()
         if resume is not None:
-            others = {name: value for name, value in given.items() if name != "steps"}
-            _refuse_changes(others | given_options(minutes=minutes, init_from=init_from))
             path = latest_run(out or RUNS) if resume == "auto" else Path(resume)
             report = resume_run(path, display, device=device, backend=backend, steps=steps)
         else:
             initial = None
             if init_from is not None:
-                _refuse_shapes(given)
                 initial = read_saved(init_from, display.noted)
                 given["preset"] = saved_config(initial.checkpoint)
             config = new_config(**given, device=device, backend=backend)

@@ -61,7 +61,7 @@ from arbcli.train.record import (
     seconds_so_far,
 )
 from arbcli.train.schedule import learning_rate
-from arbcli.train.trainer import Trainer, text_digest
+from arbcli.train.trainer import EAGER_STEPS, EVAL_BATCHES, Trainer, text_digest
 
 MOST_MINUTES = 60 * 24 * 366
 LOG_EVERY = 10
@@ -70,7 +70,11 @@ SAVE_SECONDS = 300
 """A checkpoint is written as soon as the last is so old, whatever `save_every` says."""
 MAX_NONFINITE_STEPS = 3
 TIMED_STEPS = 20
-"""Steps that are timed, and thrown away, to turn minutes into a number of steps."""
+"""Steps that are timed at most, and thrown away, to turn minutes into a number of steps."""
+TIMED_SHARE = 0.1
+"""Of the minutes, that these take at most."""
+TIMED_BATCHES = 4
+"""Of an evaluation, that are timed."""
 SAMPLE_BYTES = 256
 PROMPT = b"\n"
 
@@ -229,15 +233,31 @@ def _build(config: TrainConfig, texts: Texts) -> Trainer:
 
 
 def _fit_to_minutes(config: TrainConfig, texts: Texts, minutes: float) -> TrainConfig:
-    """Turn minutes into steps by timing a few, on a trainer that is thrown away."""
+    """Turn minutes into steps by timing a few, on a trainer that is thrown away.
+
+    What that takes comes off the minutes, and so do evaluations.
+    """
+    started, most = time.perf_counter(), minutes * 60
     trainer = _build(config, texts)
-    trainer.train_step()
-    started = time.perf_counter()
-    for _ in range(TIMED_STEPS):
+    for _ in range(EAGER_STEPS + 1 if trainer.captures else 1):
         loss = trainer.train_step()
+    float(loss)  # waits for a GPU
+    begun, done = time.perf_counter(), 0
+    while done == 0 or (done < TIMED_STEPS and time.perf_counter() - started < TIMED_SHARE * most):
+        loss = trainer.train_step()
+        done += 1
     float(loss)
-    seconds = (time.perf_counter() - started) / TIMED_STEPS
-    return dataclasses.replace(config, steps=max(1, int(minutes * 60 / seconds)))
+    ended = time.perf_counter()
+    trainer.evaluate(TIMED_BATCHES)
+    now = time.perf_counter()
+    of_step, of_evaluation = (ended - begun) / done, (now - ended) * EVAL_BATCHES / TIMED_BATCHES
+    left = most - (now - started)
+    steps = max(1, int(left / of_step))
+    for _ in range(3):  # how often it is evaluated depends on the number of steps
+        interval = dataclasses.replace(config, steps=steps).eval_interval
+        evaluations = -(-steps // interval)
+        steps = max(1, int((left - evaluations * of_evaluation) / of_step))
+    return dataclasses.replace(config, steps=steps)
 
 
 def _run(

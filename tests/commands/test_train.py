@@ -203,6 +203,7 @@ ERRORS = {
     "more batches than numbers": (["--accum", "2000000000"], "are too many to number"),
     "layers that take an hour to make": (["--layers", "1000000000"], "`--layers` is 1,000,000,000"),
     "width of terabytes": (["--data", "{text}", "--dim", "1000000"], "are free"),
+    "two lengths": (["--minutes", "1", "--steps", "9"], "both say how long"),
     "minutes that never end": (["--data", "{text}", "--minutes", "inf"], "`--minutes` is inf"),
     "out that is a file": (["--data", "{text}", "--out", "{text}"], "is a file"),
 }
@@ -267,7 +268,7 @@ OPTIONS = {
     " tscale-type val warmup weights" + PARTS,
     "generate": "backend bytes checkpoint compute device json length prompt seed temperature"
     " top-k top-p",
-    "evaluate": "backend batch checkpoint compute data device json stride",
+    "evaluate": "backend batch checkpoint compute data device json quiet stride",
     "count-params": "ctx dim direction ffn heads json layers preset rule tscale-type" + PARTS,
     "audit-memory": "accum backend batch budget compute ctx device dim direction ffn heads json"
     " layers preset recompute rule seed snapshot steps tscale-type what-if" + PARTS,
