@@ -151,7 +151,9 @@ def _ruled_out(
             f"results left unwritten: {outputs:,} outputs were written whole, {elements:,}"
             " elements, over poisoned memory"
         )
-    if any(r.kind == "fuzz" for r in kernels) and all(r.passed for r in kernels):
+    drawn = [r.drawn for r in kernels if r.drawn]
+    seen = drawn and not any({"strided", "offset"} & {*d.never} for d in drawn)
+    if seen and all(r.passed for r in kernels):
         yield "results that depend on strides or offsets, in the random cases listed"
     excluded = {
         "output": "a layer's forward that departs from float64 on the same input",
@@ -312,6 +314,7 @@ def ledger_page(ledger: Ledger) -> str:
     columns = ["kernel", "backend", "method", "cases", "elements", *figures]
     lines += _section("Kernels", columns, _kernel_rows(ledger))
     lines += _notes(METHODS, ledger.kernels, "kind")
+    lines += _section("What random cases were", DRAWN_COLUMNS, _drawn_rows(ledger))
     columns = ["check", "model", "backend", "comparisons", *figures]
     lines += _section("The whole model", columns, _parity_rows(ledger))
     lines += _notes(CHECKS, ledger.parity, "check")
@@ -334,6 +337,21 @@ def _kernel_rows(ledger: Ledger) -> Iterable[list[str]]:
         cases, elements = sum(len(r.shapes) for r in group), sum(r.elements for r in group)
         figures = [str(cases), f"{elements:,}", *_worst_figures(group), group[0].gate]
         yield [kernel, backend, kind, *figures, verdict(group)]
+
+
+DRAWN_COLUMNS = [
+    "kernel", "scales", "cases", "elements", "types", "strided", "offset", "saturated", "in parts",
+]  # fmt: skip
+
+
+def _drawn_rows(ledger: Ledger) -> Iterable[list[str]]:
+    """Lay out what was drawn of each kernel, the same for all of its backends."""
+    for (kernel, scale_type), (r, *_) in grouped(ledger.kernels, "kernel", "scale_type"):
+        if d := r.drawn:
+            sizes = f"{d.elements[0]:,} to {d.elements[1]:,}"
+            types = ", ".join(f"{name} {count}" for name, count in d.dtypes.items())
+            counts = map(str, (d.strided, d.offset, d.saturated, d.in_parts))
+            yield [kernel, scale_type or "", str(d.cases), sizes, types, *counts]
 
 
 def _parity_rows(ledger: Ledger) -> Iterable[list[str]]:

@@ -52,7 +52,7 @@ def test_json_is_one_object_with_pinned_fields():
     assert list(found["kernels"][0]) == [
         "kernel", "backend", "scale_type", "kind", "shapes", "outputs", "elements", "unwritten",
         "gate", "reason", "unequal", "max_error", "relative_error", "cosine", "seconds", "passed",
-        "failures",
+        "failures", "drawn",
     ]  # fmt: skip
 
 
