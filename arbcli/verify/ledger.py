@@ -18,6 +18,7 @@ from arbcli.verify.compare import worst
 from arbcli.verify.compile_ahead import PARKED_BYTES, CompileResult
 from arbcli.verify.kernels import METHODS, KernelResult
 from arbcli.verify.parity import CHECKS, ParityResult
+from arbcli.verify.strength import Strength, find_strength, strength_text
 from arbcli.verify.timing import Roofline, TimingReport
 
 FORMAT = 1
@@ -59,6 +60,8 @@ class Ledger:
     """None unless it was asked for."""
     interrupted: str | None = None
     """Name of the signal that ended the checks early; `not_verified` says before what."""
+    strength: tuple[Strength, ...] = ()
+    """Which mistakes the checks that were made are known to catch."""
 
 
 def new_ledger(
@@ -95,6 +98,7 @@ def new_ledger(
         passed=not failures and interrupted is None,
         timing=timing,
         interrupted=interrupted,
+        strength=find_strength(kernels, parity),
     )
 
 
@@ -326,6 +330,9 @@ def ledger_page(ledger: Ledger) -> str:
         lines += [f"- {key}: {text}" for key, text in notes.items()]
     if ledger.changes:
         lines += ["", "## Changed", "", *(f"- {change}" for change in ledger.changes)]
+    columns = ["class of mistakes", "what it is", "planted", "caught here", "by"]
+    lines += _section("Strength", columns, _strength_rows(ledger))
+    lines += [f"One at a time, in the interpreter: {strength_text(ledger.strength)}."]
     lines += ["", "## Ruled out", "", *(f"- {item}" for item in ledger.ruled_out)]
     lines += ["", "## Not verified here", "", *(f"- {item}" for item in ledger.not_verified)]
     lines += ["", "## Shapes", "", *_shape_lines(ledger)]
@@ -352,6 +359,11 @@ def _drawn_rows(ledger: Ledger) -> Iterable[list[str]]:
             types = ", ".join(f"{name} {count}" for name, count in d.dtypes.items())
             counts = map(str, (d.strided, d.offset, d.saturated, d.in_parts))
             yield [kernel, scale_type or "", str(d.cases), sizes, types, *counts]
+
+
+def _strength_rows(ledger: Ledger) -> Iterable[list[str]]:
+    for s in ledger.strength:
+        yield [s.kind, s.what, str(s.planted), str(s.caught), ", ".join(s.by)]
 
 
 def _parity_rows(ledger: Ledger) -> Iterable[list[str]]:

@@ -28,6 +28,7 @@ from arbcli.verify.kernels import Checks, verify_kernels
 from arbcli.verify.ledger import ledger_page, new_ledger
 from arbcli.verify.parity import CHECKS, _rotary
 from arbcli.verify.run import VerifyRequest, verify
+from arbcli.verify.strength import find_strength
 from arbcli.verify.workers import Workers
 
 CPU = torch.device("cpu")
@@ -183,6 +184,39 @@ def test_what_is_skipped_is_listed_once(what, small):
     request = replace(WHOLE, **SKIPPED[what])
     listed = verify(request).not_verified
     assert sum(item.startswith(what) for item in listed) == 1, listed
+
+
+def strength_of(kind: str, kernels=(), parity=()) -> tuple:
+    (found,) = (row for row in find_strength(kernels, parity) if row.kind == kind)
+    return found.caught, found.by
+
+
+def test_strength_is_of_the_checks_that_were_made():
+    """Of octaves one fault is planted, in the decoding of T6; of saturation one has no scales."""
+    decoded = [
+        replace(RIGHT, kernel="decode_weight", scale_type="T6", backend=backend)
+        for backend in ("interpreter", "torch")
+    ]
+    assert strength_of("octave", decoded) == (1, ("decode_weight T6",))
+    others = {"scale_type": "T32"}, {"kind": "fuzz"}, {"kernel": "decode_e4m3"}
+    for other in others:
+        assert strength_of("octave", [replace(result, **other) for result in decoded]) == (0, ())
+    assert strength_of("octave", decoded[:1]) == strength_of("octave", decoded[1:]) == (0, ())
+    assert strength_of("causality", (), [PARITY]) == (0, ())
+    caught, by = strength_of("causality", (), [replace(PARITY, check="causality")])
+    assert (caught > 1, by) == (True, ("model: causality",))
+    no_scales = [replace(result, kernel="step_scales", scale_type=None) for result in decoded]
+    assert "step_scales" in strength_of("saturation", no_scales)[1]
+
+
+def test_strength_is_told_on_the_page_and_below_the_tables(small):
+    small.setattr(stages, "check_parity", lambda *_: (replace(PARITY, check="causality"),))
+    caught = strength_of("causality", (), [replace(PARITY, check="causality")])[0]
+    total = sum(row.planted for row in find_strength((), ()))
+    text = f"catch {caught} of {total} planted faults, of 1 of 37 classes of mistakes"
+    assert text in ledger_page(verify(WHOLE))
+    arguments = ["verify-kernels", "--backend", "torch", "--device", "cpu"]
+    assert text in " ".join(CliRunner().invoke(cli.app, arguments).stdout.split())
 
 
 def test_what_kernels_cannot_tell_is_listed():
