@@ -141,11 +141,12 @@ def _probe(
     device: str | None,
     backend: str | None,
 ) -> "ProbeReport":
-    from arbcli.inspect import probe  # torch takes seconds to import, so not for `arb --help`
+    from arbcli.inspect import probe, room  # torch takes seconds to import, so not for `arb --help`
     from arbcli.train.configure import new_config
 
     if checkpoint is None:
         config = new_config(steps=steps, device=device, backend=backend, **given)
+        room.check_memory(config)
         return probe.probe(config, steps=steps)
     _refuse_changes(given)
     config, saved = probe.open_saved(
