@@ -328,6 +328,39 @@ FAULTS = [
         "stride", "column stride of values ignored", "scatter_rows", ignore_stride(2),
         place=launched,
     ),
+    # chunks
+    kernel(
+        "threshold", "one chunk too many", "find_chunks",
+        rewrite("b & (n <= C)", "b & (n <= C + 1)"),
+    ),
+    kernel(
+        "position", "chunks taken for the next slot", "find_chunks",
+        rewrite("tl.minimum(n, C) - 1", "tl.minimum(n, C - 1)"),
+    ),
+    kernel(
+        "neighbour", "rows taken from the first sequence", "gather_chunks",
+        rewrite("x + b * stride_xb + p * s", "x + p * s"),
+    ),
+    kernel(
+        "missing term", "mean of the tile before forgotten", "smooth_chunks",
+        rewrite("s = d * l + t", "s = t"),
+    ),
+    kernel(
+        "gradient", "gradient of a share without the mean before", "smooth_chunks_backward",
+        rewrite("g * (z - b)", "g * z"),
+    ),
+    kernel(
+        "position", "decay of a chunk's own share, not of the next one's",
+        "smooth_chunks_backward", rewrite("p + stride_pc", "p"),
+    ),
+    kernel(
+        "missing term", "position's own vector left out", "spread_chunks",
+        rewrite("tl.load(x, ...).to(tl.float32) + s", "tl.load(x, ...).to(tl.float32) * 0 + s"),
+    ),
+    kernel(
+        "cut short", "last position of a chunk left out of its sum", "spread_chunks_backward",
+        rewrite("(t < e) & (d < D)", "(t < e - 1) & (d < D)"),
+    ),
     # statistics of a gradient
     kernel(
         "group", "next group's weights counted where a tile is wider than a group",
