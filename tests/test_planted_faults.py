@@ -330,6 +330,14 @@ FAULTS = [
     ),
     # chunks
     kernel(
+        "missing term", "positions compared without their projections", "boundary_scores",
+        rewrite("x + tl.load(p, ...).to(tl.float32)", "x + 0 * tl.load(p, ...).to(tl.float32)"),
+    ),
+    kernel(
+        "gradient", "gradient along the vector itself not taken out", "boundary_scores_backward",
+        rewrite("v - tl.sum(u * v, axis=1)[:, None] * u", "v"),
+    ),
+    kernel(
         "threshold", "one chunk too many", "find_chunks",
         rewrite("b & (n <= C)", "b & (n <= C + 1)"),
     ),

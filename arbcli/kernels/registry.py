@@ -2,6 +2,7 @@
 
 from arbcli.kernels.attention.decode_attention import DECODE_ATTENTION
 from arbcli.kernels.attention.rotary_norm import ROTARY_NORM, ROTARY_NORM_BACKWARD
+from arbcli.kernels.chunks.boundary_scores import BOUNDARY_SCORES, BOUNDARY_SCORES_BACKWARD
 from arbcli.kernels.chunks.find_chunks import FIND_CHUNKS
 from arbcli.kernels.chunks.gather_chunks import GATHER_CHUNKS
 from arbcli.kernels.chunks.smooth_chunks import SMOOTH_CHUNKS, SMOOTH_CHUNKS_BACKWARD
@@ -71,6 +72,8 @@ KERNELS: tuple[KernelSpec, ...] = (
     WEIGHTED_ROWS_GRAD,
     GATHER_ROWS,
     SCATTER_ROWS,
+    BOUNDARY_SCORES,
+    BOUNDARY_SCORES_BACKWARD,
     FIND_CHUNKS,
     GATHER_CHUNKS,
     SMOOTH_CHUNKS,

@@ -61,7 +61,7 @@ class TernaryTensor(StateModule):
         config: names rule, direction and scale type.
         area: the part of the model that it belongs to.
         std: standard deviation of the weights at the start.
-        spread: standard deviation of z at the start, in units of P.
+        spread: standard deviation of z at the start, in units of P; 0 is weights of zero.
         direction: of its steps; None is that of `config`.
         frozen: whether it is never stepped; its weights are ones, and it has trits and scales only.
         matrices: how many matrices lie one above the other; each is stepped as one.
@@ -210,6 +210,8 @@ def _normal_cdf(x: float) -> float:
 
 def _quantiles(spread: float, largest: int) -> list[int]:
     """List z = clamp(round(spread * n)) at 65536 evenly spaced quantiles of n, normal."""
+    if spread == 0:
+        return [0] * 2**16
     table = []
     for z in range(-largest, largest + 1):
         share = 1.0 if z == largest else _normal_cdf((z + 0.5) / spread)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from arbcli.kernels.attention.decode_attention import DECODE_ATTENTION
 from arbcli.kernels.attention.rotary_norm import ROTARY_NORM, rounded_gradient, rounded_once
+from arbcli.kernels.chunks.boundary_scores import rounded_score_gradients
 from arbcli.kernels.chunks.find_chunks import FIND_CHUNKS
 from arbcli.kernels.chunks.smooth_chunks import SMOOTH_CHUNKS, rounded_smooth_gradients
 from arbcli.kernels.chunks.spread_chunks import rounded_spread
@@ -197,6 +198,16 @@ def _expert_combine(dice: Dice, group_size: int, m: int, n: int, k: int) -> tupl
 
 def _expert_combine_backward(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
     return dice.reals(m, k), *_expert_combine(dice, group_size, m, n, k)
+
+
+def _boundary_scores(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
+    sequences, k = dice.pick((1, 3)), max(k, 5)  # of one number a cosine has no gradient
+    return dice.reals(sequences, m, k), dice.reals(sequences, m, 2 * k)
+
+
+def _boundary_scores_backward(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
+    x, qk = _boundary_scores(dice, group_size, m, n, k)
+    return dice.reals(*x.shape[:2], dtype=torch.float32), x, qk
 
 
 def _boundaries(dice: Dice, sequences: int, length: int) -> Tensor:
@@ -631,6 +642,10 @@ DRAWINGS = {
     ),
     "gather_rows": Drawing(_gather_rows, needs_rows=True),
     "scatter_rows": Drawing(_scatter_rows, needs_rows=True),
+    "boundary_scores": Drawing(_boundary_scores, needs_rows=True),
+    "boundary_scores_backward": Drawing(
+        _boundary_scores_backward, None, rounded_score_gradients, needs_rows=True
+    ),
     "find_chunks": Drawing(_find_chunks, needs_rows=True),
     "gather_chunks": Drawing(_gather_chunks, needs_rows=True),
     "smooth_chunks": Drawing(_smooth_chunks, needs_rows=True),

@@ -19,6 +19,7 @@ from arbcli.kernels.matmul.ternary_matmul import (
 from arbcli.model.initial import projection_std
 from arbcli.model.layers.norm import NORM_EPS, TernaryRMSNorm
 from arbcli.model.layers.streamed import StreamedTensor, anchor
+from arbcli.model.packed import INIT_SPREAD
 
 
 class LinearWeight(StreamedTensor):
@@ -88,6 +89,7 @@ class TernaryLinear(nn.Module):
         config: of the model.
         area: the part of the model that the weights belong to.
         std: standard deviation of the weights at the start; None is `projection_std`.
+        spread: of z at the start; 0 is weights of zero, which can grow to what `std` says.
         in_eight_bits: whether products may be computed in eight bits where a run asks for it.
     """
 
@@ -99,11 +101,12 @@ class TernaryLinear(nn.Module):
         *,
         area: str,
         std: float | None = None,
+        spread: float = INIT_SPREAD,
         in_eight_bits: bool = True,
     ) -> None:
         super().__init__()
-        std = std or projection_std(in_features)
-        self.weight = LinearWeight(out_features, in_features, config, area=area, std=std)
+        about = {"std": std or projection_std(in_features), "spread": spread}
+        self.weight = LinearWeight(out_features, in_features, config, area=area, **about)
         self.weight.in_eight_bits = in_eight_bits
         self._arranged: Arranged | None = None
 
