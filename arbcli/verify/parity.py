@@ -71,9 +71,9 @@ RAGGED_GRAPH = GraphConfig(
 """The same of a `GraphLM` with all of its parts; a context has a 6-gram, which can be recalled."""
 RAGGED_HNET = HNetConfig(
     dim=24, layers=2, heads=2, ffn=13, ctx=17, outer_dim=(20, 28), outer_layers=(1, 1),
-    outer_heads=(2, 1), outer_ffn=(11, 9), chunk_length=(8, 2), window=5,
+    outer_heads=(2, 1), outer_ffn=(11, 9), chunk_length=(5, 2), window=5,
 )  # fmt: skip
-"""The same of an `HNet` of two stages; more chunks begin than there are slots."""
+"""The same of an `HNet` of two stages; one text has too many chunks for its slots, one too few."""
 HNETS = {
     "hnet": RAGGED_HNET,
     "hnet words": replace(
