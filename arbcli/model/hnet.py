@@ -318,6 +318,17 @@ class HNetCache:
         """Bytes seen; a step reads it on the device, and nobody waits for it."""
         return self.stages[0].decoder.position
 
+    def depths(self) -> Tensor:
+        """Count the stages that began a chunk at each byte that was read last: (T,) int64."""
+        counts = torch.zeros_like(self.stages[0].begins[0], dtype=torch.int64)
+        places = torch.arange(len(counts), device=counts.device)
+        for stage in self.stages:
+            places = places[stage.begins[0]]
+            if not len(places):  # what is inside has read nothing
+                break
+            counts[places] += 1
+        return counts
+
     def reset(self) -> None:
         """Begin a new text."""
         for stage in self.stages:
