@@ -270,7 +270,9 @@ CASES = {
     "weighted_rows_grad": 13, "gather_rows": 13, "scatter_rows": 13, "gradient_statistics": 10,
     "gradient_gains": 14, "unit_gain": 8, "gram": 15, "gram_polynomial": 14, "step_scales": 9,
     "blend_moment": 21, "step_by_moment": 13, "step_by_direction": 10, "cast_trit_votes": 7,
-    "cast_scale_votes": 7,
+    "cast_scale_votes": 7, "boundary_scores": 9, "boundary_scores_backward": 9,
+    "find_chunks": 11, "gather_chunks": 7, "smooth_chunks": 7, "smooth_chunks_backward": 7,
+    "spread_chunks": 6, "spread_chunks_backward": 6,
 }  # fmt: skip
 """How many cases each kernel is checked on, each with a label of its own; not fewer."""
 
