@@ -14,6 +14,10 @@ from torch import Tensor
 
 from arbcli.kernels.attention.decode_attention import DECODE_ATTENTION
 from arbcli.kernels.attention.rotary_norm import ROTARY_NORM, rounded_gradient, rounded_once
+from arbcli.kernels.chunks.boundary_scores import rounded_score_gradients
+from arbcli.kernels.chunks.find_chunks import FIND_CHUNKS
+from arbcli.kernels.chunks.smooth_chunks import SMOOTH_CHUNKS, rounded_smooth_gradients
+from arbcli.kernels.chunks.spread_chunks import rounded_spread
 from arbcli.kernels.codec.decode_digits import decode_digits_torch
 from arbcli.kernels.codec.decode_e4m3 import DECODE_E4M3
 from arbcli.kernels.codec.packed import OCTAVE, Packed, num_groups
@@ -228,6 +232,56 @@ def _expert_combine(dice: Dice, group_size: int, m: int, n: int, k: int) -> tupl
 
 def _expert_combine_backward(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
     return dice.reals(m, k), *_expert_combine(dice, group_size, m, n, k)
+
+
+def _boundary_scores(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
+    sequences, k = dice.pick((1, 3)), max(k, 5)  # of one number a cosine has no gradient
+    return dice.reals(sequences, m, k), dice.reals(sequences, m, 2 * k)
+
+
+def _boundary_scores_backward(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
+    x, qk = _boundary_scores(dice, group_size, m, n, k)
+    return dice.reals(*x.shape[:2], dtype=torch.float32), x, qk
+
+
+def _boundaries(dice: Dice, sequences: int, length: int) -> Tensor:
+    """Draw boundaries, few or many of them."""
+    share = dice.pick((0.05, 0.25, 0.9))
+    values = torch.rand(sequences, length, generator=dice.generator, device=dice.device)
+    return dice.view(values < share)
+
+
+def _find_chunks(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
+    return _boundaries(dice, m, k), dice.pick((1, 7, k, 2 * k))
+
+
+def _gather_chunks(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
+    sequences = dice.pick((1, 3))
+    places = dice.integers(-1, m - 1, sequences, dice.pick((1, 9, m)), dtype=torch.int64)
+    return dice.reals(sequences, m, k), places
+
+
+def _smooth_chunks(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
+    z = dice.reals(dice.pick((1, 3)), m, k)
+    p = torch.rand(z.shape[:2], generator=dice.generator, device=dice.device)
+    return z, dice.view(p.clamp(1e-4, 1 - 1e-4))
+
+
+def _smooth_chunks_backward(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
+    z, p = _smooth_chunks(dice, group_size, m, n, k)
+    s = SMOOTH_CHUNKS.torch(z, p)
+    return dice.reals(*z.shape, dtype=torch.float32), z, p, s
+
+
+def _spread_chunks_backward(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
+    sequences, chunks = dice.pick((1, 3)), dice.pick((1, 7, m))
+    found = FIND_CHUNKS.torch(_boundaries(dice, sequences, m), chunks)
+    s = dice.reals(sequences, chunks, k, dtype=torch.float32)
+    return dice.reals(sequences, m, k), s, dice.view(found.owner), dice.view(found.first)
+
+
+def _spread_chunks(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
+    return _spread_chunks_backward(dice, group_size, m, n, k)[:3]
 
 
 def _rms_norm(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
@@ -547,6 +601,19 @@ def _weighted_rows_grad_in_float64(grad_y, weights, tokens, order, bounds):
     return grad.index_add_(0, rows, weights[slots, None].double() * grad_y[tokens[slots]])
 
 
+def _spread_chunks_in_float64(x, s, owner):
+    rows = torch.arange(len(x), device=x.device)[:, None]
+    return x.double() + s.double()[rows, owner]
+
+
+def _spread_chunks_backward_in_float64(grad_y, s, owner, _first):
+    rows = torch.arange(len(s), device=s.device)[:, None]
+    grad_y, s = grad_y.double(), s.double()
+    places = (owner + rows * s.shape[1]).flatten()
+    grad_s = torch.zeros_like(s.flatten(0, 1)).index_add_(0, places, grad_y.flatten(0, 1))
+    return grad_s.view(s.shape), (grad_y * s[rows, owner]).sum(dim=2)
+
+
 @dataclass(frozen=True, slots=True)
 class Drawing:
     """How the cases of a kernel are drawn, and what large ones are compared with."""
@@ -629,6 +696,22 @@ DRAWINGS = {
     ),
     "gather_rows": Drawing(_gather_rows, needs_rows=True),
     "scatter_rows": Drawing(_scatter_rows, needs_rows=True),
+    "boundary_scores": Drawing(_boundary_scores, needs_rows=True),
+    "boundary_scores_backward": Drawing(
+        _boundary_scores_backward, None, rounded_score_gradients, needs_rows=True
+    ),
+    "find_chunks": Drawing(_find_chunks, needs_rows=True),
+    "gather_chunks": Drawing(_gather_chunks, needs_rows=True),
+    "smooth_chunks": Drawing(_smooth_chunks, needs_rows=True),
+    "smooth_chunks_backward": Drawing(
+        _smooth_chunks_backward, None, rounded_smooth_gradients, needs_rows=True
+    ),
+    "spread_chunks": Drawing(
+        _spread_chunks, _spread_chunks_in_float64, rounded_spread, needs_rows=True
+    ),
+    "spread_chunks_backward": Drawing(
+        _spread_chunks_backward, _spread_chunks_backward_in_float64, needs_rows=True
+    ),
     "gradient_statistics": Drawing(_gradient_statistics, _gradient_statistics_in_float64),
     "gradient_gains": Drawing(_gradient_gains),
     "unit_gain": Drawing(_unit_gain),

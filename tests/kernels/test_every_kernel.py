@@ -69,7 +69,9 @@ IN_BFLOAT16 = [
     "rotary_norm_backward", "decode_attention", "cross_entropy", "cross_entropy_backward",
     "weighted_rows_grad_weights", "weighted_rows_grad", "gradient_statistics", "unit_gain", "gram",
     "gram_polynomial", "quantise_rows", "rms_norm_e4m3", "gated_rms_norm_e4m3", "choose_byte",
-    "embedding_grad", "blend_moment", "step_by_direction", "cast_trit_votes",
+    "embedding_grad", "blend_moment", "step_by_direction", "cast_trit_votes", "gather_chunks",
+    "smooth_chunks", "smooth_chunks_backward", "spread_chunks", "spread_chunks_backward",
+    "boundary_scores", "boundary_scores_backward",
 ]  # fmt: skip
 """Kernels with inputs in bfloat16."""
 SEVERAL_ROUNDINGS = {"gram_polynomial", "decode_attention"}

@@ -223,6 +223,22 @@ def test_resumed_run_of_a_graph_ends_in_the_same_file(
         assert tensors[name].any(), name
 
 
+def test_resumed_run_of_chunks_ends_in_the_same_file(
+    text, tmp_path, device, small_hnet, monkeypatch
+):
+    monkeypatch.setattr("arbcli.train.run.LOG_EVERY", 1)
+    monkeypatch.setattr("arbcli.train.run.SAMPLE_BYTES", 8)
+    options = config(text, device, **small_hnet)
+    start_run(options, tmp_path / "whole", Observer())
+    assert start_run(options, tmp_path / "stopped", StopAt(4)).steps == 4
+    resume_run(tmp_path / "stopped", Observer())
+    assert final(tmp_path / "stopped") == final(tmp_path / "whole")
+    records = [json.loads(line) for line in (tmp_path / "stopped" / "metrics.jsonl").open()]
+    assert set(records[-1]["parts"]) == {"ratio"}
+    assert set(records[-1]["gauges"]) == {"chunk_length", "chunk_length_2", "joined"}
+    assert load(tmp_path / "stopped", device=str(device)).config == options.model
+
+
 def test_run_of_a_graph_is_loaded_as_it_was_trained(text, tmp_path, device, small_graph):
     options = config(text, device, **small_graph)
     report = start_run(options, tmp_path / "run", Observer())
