@@ -16,7 +16,8 @@ import json
 import os
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from typing import Any, TextIO
 
 from rich.console import Console, Group, RenderableType
@@ -25,6 +26,10 @@ from rich.table import Table
 from rich.text import Text
 
 from arbcli.errors import ArbError
+
+CHUNK_COLOURS = ("cyan", "yellow", "green", "magenta")
+CHUNK_MARK = "\u2502"
+"""Before a chunk, where there are no colours."""
 
 
 class OutputError(ArbError):
@@ -199,6 +204,36 @@ class TextWriter:
 
     def _print(self, text: str) -> None:
         write_bytes(self._shown(text).encode())
+
+
+def chunked_text(text: bytes, depths: Sequence[int]) -> Text:
+    """Show the chunks of a text: in colours on a terminal, else with marks.
+
+    Args:
+        text: bytes; those that are no UTF-8 within a chunk are U+FFFD.
+        depths: for each byte, how many stages begin a chunk there; so many marks are before it.
+            On a terminal the first character of a chunk of chunks is underlined.
+    """
+    starts = [index for index, depth in enumerate(depths) if depth or not index]
+    shown = Text()
+    for number, (start, end) in enumerate(pairwise([*starts, len(text)])):
+        piece = text[start:end].decode(errors="replace")
+        if _out.is_terminal:
+            colour = CHUNK_COLOURS[number % len(CHUNK_COLOURS)]
+            shown.append(piece[:1], style=f"underline {colour}" if depths[start] > 1 else colour)
+            shown.append(piece[1:], style=colour)
+        else:
+            shown.append(CHUNK_MARK * depths[start] + piece)
+    return shown
+
+
+def write_chunks(text: bytes, depths: Sequence[int]) -> None:
+    """Write a text with its chunks to stdout: see `chunked_text`.
+
+    Raises:
+        OutputError: it cannot be written.
+    """
+    _out.print(chunked_text(text, depths), soft_wrap=True)
 
 
 def note(message: str) -> None:

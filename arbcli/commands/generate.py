@@ -9,7 +9,7 @@ import typer
 
 from arbcli.commands._options import Backend, Checkpoint, ComputeOfRun, Device, Json, Seed, find_run
 from arbcli.errors import ArbError
-from arbcli.output import LiveLine, TextWriter, emit_json, note, write_bytes
+from arbcli.output import LiveLine, TextWriter, emit_json, note, write_bytes, write_chunks
 
 
 def generate(
@@ -34,6 +34,14 @@ def generate(
     raw: Annotated[
         bool, typer.Option("--bytes", help="Write bytes as they come, not as UTF-8.")
     ] = False,
+    chunks: Annotated[
+        bool,
+        typer.Option(
+            "--chunks",
+            help="Only with hnet presets: write prompt and text in the end, in colours by chunk, or"
+            " with marks where stdout is no terminal.",
+        ),
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Continue a prompt: `arb generate --checkpoint runs/001-256x4-moment --prompt "import "`.
@@ -42,10 +50,13 @@ def generate(
     """
     if raw and as_json:
         raise ArbError("`--bytes` and `--json` are two outputs", hint="choose one")
+    if raw and chunks:
+        raise ArbError("`--chunks` marks text, and `--bytes` has none", hint="choose one")
     with LiveLine() as line:
         line.show_wait("loading")
         from arbcli.device import resolve_backend, resolve_device
         from arbcli.infer import generation  # torch takes seconds, so not for `arb --help`
+        from arbcli.infer.chunks import check_chunks, chunk_depths
         from arbcli.infer.load import load_named_model
 
         place = resolve_device(device)
@@ -55,6 +66,9 @@ def generate(
         temperature=temperature, top_k=top_k, top_p=top_p, seed=seed or 0
     )
     given = sys.stdin.buffer.read() if prompt == "-" else os.fsencode(prompt)
+    if chunks:
+        check_chunks(model)
+    made = bytearray(given)
     with TextWriter() as text:
         report = generation.continue_text(
             model,
@@ -63,12 +77,11 @@ def generate(
             length,
             sampling,
             backend=backend,
-            on_bytes=_ignore if as_json else write_bytes if raw else text.write,
+            on_bytes=made.extend if as_json or chunks else write_bytes if raw else text.write,
         )
+    depths = chunk_depths(model, bytes(made), backend) if chunks else None
     if as_json:
-        emit_json(asdict(report))
+        emit_json(asdict(report) | ({"chunk_depths": depths} if chunks else {}))
+    elif chunks:
+        write_chunks(bytes(made), depths)
     note(f"\n{length} bytes, {report.bytes_per_second:,.0f} bytes/s on {place}, backend {backend}")
-
-
-def _ignore(_: bytes) -> None:
-    pass

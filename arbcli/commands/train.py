@@ -8,6 +8,8 @@ import typer
 from arbcli.commands._options import (
     Attention,
     Backend,
+    Boundaries,
+    ChunkLength,
     Codebook,
     Compute,
     Ctx,
@@ -139,6 +141,8 @@ def train(
     memgram: Memgram = None,
     moe_top_k: MoeTopK = None,
     max_moe_iters: MaxMoeIters = None,
+    boundaries: Boundaries = None,
+    chunk_length: ChunkLength = None,
 ) -> None:
     """Train a model on bytes, or continue a run: `arb train --ctx 64`."""
     given = given_options(
@@ -181,6 +185,8 @@ def train(
         memgram=memgram,
         moe_top_k=moe_top_k,
         max_moe_iters=max_moe_iters,
+        boundaries=boundaries,
+        chunk_length=chunk_length,
     )
     if resume is not None:
         others = {name: value for name, value in given.items() if name != "steps"}

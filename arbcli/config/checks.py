@@ -99,7 +99,7 @@ def check_positive(field: str, value: int | tuple[int, ...]) -> None:
     Raises:
         ArbError: there is one.
     """
-    if min(value if isinstance(value, tuple) else (value,)) < 1:
+    if min(value if isinstance(value, tuple) else (value,), default=1) < 1:
         raise ArbError(f"`{field}` is {_shown(value)}", hint="use 1 or more", fields=(field,))
 
 

@@ -6,8 +6,7 @@ from typing import Any
 
 from arbcli.config.checks import check_at_most, check_choice, check_fields, check_positive
 from arbcli.config.dense import ModelConfig
-from arbcli.config.graph import GraphConfig
-from arbcli.config.presets import config_from_dict
+from arbcli.config.presets import KINDS, config_from_dict
 from arbcli.config.presets import preset as model_preset
 from arbcli.errors import ArbError
 from arbcli.rules import find_rule
@@ -154,7 +153,7 @@ def train_config(
     Raises:
         ArbError: they do not fit each other.
     """
-    of_models = {field.name for field in dataclasses.fields(GraphConfig)}
+    of_models = {field.name for kind in KINDS.values() for field in dataclasses.fields(kind)}
     shape = {name: given.pop(name) for name in list(given) if name in of_models}
     if isinstance(preset, str):
         model = model_preset(preset, **shape)

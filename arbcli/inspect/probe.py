@@ -29,6 +29,7 @@ from arbcli.device import (
 from arbcli.infer.load import read_saved
 from arbcli.inspect.verdicts import (
     TAKEOFF,
+    ChunkReport,
     Histogram,
     ProbeReport,
     Reading,
@@ -39,6 +40,7 @@ from arbcli.inspect.verdicts import (
 from arbcli.kernels.codec.packed import HIGHEST_EXPONENT, LOWEST_EXPONENT, OCTAVE
 from arbcli.kernels.codec.packing import unpack_trits
 from arbcli.kernels.runtime.backend import use_backend
+from arbcli.model.hnet import HNet
 from arbcli.model.language_model import LanguageModel
 from arbcli.model.packed import TernaryTensor
 from arbcli.rules.base import STEP_OF_RADIX
@@ -46,6 +48,8 @@ from arbcli.train.directory import read_facts
 from arbcli.train.trainer import Trainer
 
 BINS = 16
+SAMPLE_BYTES = 400
+"""Of the held-out text whose chunks are shown."""
 ROUNDING = 1e-3
 """Movement of a logit, over the root-mean-square of all, that rounding alone may cause."""
 
@@ -141,6 +145,7 @@ def examine(
             flips = sum(tally.finish(about["lr"]) for tally in tallies)
             about |= {"flip_share": flips / trainer.num_weights, "live_bytes": live_bytes()}
             readings.append(_read(trainer, watch, *held_out, starts, about))
+        chunks = _chunks(trainer.model, held_out[0])
     report = ProbeReport(
         passed=False,
         verdicts=(),
@@ -154,6 +159,7 @@ def examine(
         tensors=tuple(tally.report() for tally in tallies),
         first_nonfinite=watch.first_nonfinite,
         acausal_logits=acausal,
+        chunks=chunks,
         state_bytes=trainer.state_bytes(),
         peak_bytes=peak,
     )
@@ -354,6 +360,24 @@ def _count_acausal(model: LanguageModel, ids: Tensor) -> int:
     moved = ~same.all(-1)  # (B, T)
     earlier = torch.arange(length, device=ids.device) < positions[:, None]
     return int((moved & earlier).sum())
+
+
+def _chunks(model: LanguageModel, ids: Tensor) -> ChunkReport | None:
+    """Look where a model begins chunks in (B, T) bytes."""
+    if not isinstance(model, HNet):
+        return None
+    stages = torch.stack(model.boundaries(ids)).cpu()  # (stages, B, T)
+    places = torch.nonzero(functional.pad(stages[0], (0, 1), value=True).flatten()).flatten()
+    lengths = places.diff()  # a window ends with one place more, which is no byte of it
+    ends = torch.tensor([place % (ids.shape[1] + 1) == ids.shape[1] for place in places.tolist()])
+    sample = ids[0, :SAMPLE_BYTES].tolist()
+    return ChunkReport(
+        mean_lengths=tuple(ids.numel() / count for count in stages.sum(dim=(1, 2)).tolist()),
+        lengths=tuple(lengths[~ends[:-1]].bincount()[1:].tolist()),
+        sample=bytes(sample).decode(errors="replace"),
+        sample_bytes=tuple(sample),
+        sample_depths=tuple(stages[:, 0, :SAMPLE_BYTES].sum(dim=0).tolist()),
+    )
 
 
 @contextmanager

@@ -31,12 +31,19 @@ class KeyValueCache:
         positions: bytes that the text can have.
         dtype: of keys and values.
         device: where they are.
+        window: positions that each one attends to; None is `ctx` of them.
     """
 
     def __init__(
-        self, config: ModelConfig, positions: int, dtype: torch.dtype, device: torch.device
+        self,
+        config: ModelConfig,
+        positions: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        window: int | None = None,
     ) -> None:
-        self.positions, self.window = positions, min(config.ctx, positions)
+        self.positions, self.window = positions, min(window or config.ctx, config.ctx, positions)
         self.position = torch.zeros((), dtype=torch.int32, device=device)
         """Bytes seen; a step reads it on the device, and nobody waits for it."""
         self.tickets = torch.zeros(config.heads, dtype=torch.int32, device=device)
@@ -47,6 +54,10 @@ class KeyValueCache:
             for _ in range(config.layers)
         ]
         self.chunk: _Chunk | None = None
+
+    def reset(self) -> None:
+        """Begin a new text."""
+        self.position.zero_()
 
     @contextmanager
     def reading(self, length: int) -> Iterator[None]:

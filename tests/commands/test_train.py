@@ -263,9 +263,9 @@ PARTS = (
 )
 OPTIONS = {
     "train": "accum backend batch compute ctx data device digits dim direction eval-every ffn"
-    " final-lr force heads init-from json keep keep-best layers lr minutes no-sub-norms optimizer"
-    " out plot preset quiet recompute resume rule save-every schedule seed steps sub-norms"
-    " tscale-type val warmup weights" + PARTS,
+    " final-lr force heads init-from json keep keep-best layers lr minutes no-sub-norms"
+    " optimizer out plot preset quiet recompute resume rule save-every schedule seed steps"
+    " sub-norms tscale-type val warmup weights" + PARTS,
     "generate": "backend bytes checkpoint compute device json length prompt seed temperature"
     " top-k top-p",
     "evaluate": "backend batch checkpoint compute data device json quiet stride",

@@ -4,14 +4,13 @@ import pytest
 import torch
 
 from arbcli.config.dense import SCALE_TYPES
-from arbcli.kernels.rows import weighted_rows
-from arbcli.kernels.runtime.backend import row_chunks, use_backend
+from arbcli.kernels.runtime.backend import chunks_of, use_backend
 from arbcli.verify.compare import as_tuple
 from arbcli.verify.fuzz import DRAWINGS, Dice
 from arbcli.verify.kernels import KERNELS, compare, copies
 
 BACKENDS = ("torch", "triton" if torch.cuda.is_available() else "interpreter")
-PLANES = {"decode_weight", "decode_e4m3", "ternary_matmul", "gradient_statistics"}
+PLANES = {"decode_weight", "decode_e4m3", "ternary_matmul", "gradient_statistics", "decode_digits"}
 """Kernels with code of its own for groups that are planes of a block, as those of T32 are."""
 
 
@@ -50,14 +49,12 @@ def test_kernel_equals_reference(spec, scale_type, backend, device):
 
 
 @pytest.mark.parametrize("spec", KERNELS, ids=lambda spec: spec.name)
-def test_torch_backend_gives_the_same_in_chunks_of_two_rows(spec, monkeypatch):
+def test_torch_backend_gives_the_same_in_chunks_of_two_rows(spec):
     """Matrices of real sizes are worked on in parts, and no case of a test is that large."""
     for case in spec.cases(torch.device("cpu"), SCALE_TYPES["T6"]):
         found = []
-        for elements in (1 << 18, 1):
-            monkeypatch.setattr(row_chunks, "__defaults__", (elements,))
-            monkeypatch.setattr(weighted_rows, "CHUNK_ELEMENTS", elements)
-            with use_backend("torch"):
+        for elements in (None, 1):
+            with use_backend("torch"), chunks_of(elements):
                 found.append(as_tuple(spec.torch(*copies(case.inputs))))
         for whole, parts in zip(*found, strict=True):
             # as close as is asked for, though a peer would allow for more
@@ -65,13 +62,16 @@ def test_torch_backend_gives_the_same_in_chunks_of_two_rows(spec, monkeypatch):
 
 
 IN_BFLOAT16 = [
-    "ternary_matmul", "ternary_matmul_grad_x", "arranged_matmul", "grouped_matmul",
+    "ternary_matmul", "ternary_matmul_grad_x", "arranged_matmul", "digits_matmul",
+    "unit_rows", "grouped_matmul",
     "grouped_grad_w", "expert_combine", "expert_combine_backward", "rms_norm", "add_rms_norm",
     "rms_norm_backward", "gated_rms_norm", "gated_rms_norm_backward", "rotary_norm",
     "rotary_norm_backward", "decode_attention", "cross_entropy", "cross_entropy_backward",
     "weighted_rows_grad_weights", "weighted_rows_grad", "gradient_statistics", "unit_gain", "gram",
     "gram_polynomial", "quantise_rows", "rms_norm_e4m3", "gated_rms_norm_e4m3", "choose_byte",
-    "embedding_grad", "blend_moment", "step_by_direction", "cast_trit_votes",
+    "embedding_grad", "blend_moment", "step_by_direction", "cast_trit_votes", "gather_chunks",
+    "smooth_chunks", "smooth_chunks_backward", "spread_chunks", "spread_chunks_backward",
+    "boundary_scores", "boundary_scores_backward",
 ]  # fmt: skip
 """Kernels with inputs in bfloat16."""
 SEVERAL_ROUNDINGS = {"gram_polynomial", "decode_attention"}

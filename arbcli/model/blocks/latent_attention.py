@@ -104,6 +104,10 @@ class LatentCache:
             for _ in range(config.layers)
         ]
 
+    def reset(self) -> None:
+        """Begin a new text."""
+        self.position.zero_()
+
     @contextmanager
     def reading(self, ids: Tensor) -> Iterator[Tensor]:
         """Let the blocks read some bytes more, (1, T) int64, and count them afterwards.
