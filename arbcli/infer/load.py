@@ -19,6 +19,7 @@ from arbcli.checkpoint import (
 )
 from arbcli.config.checks import check_choice
 from arbcli.config.dense import ModelConfig
+from arbcli.config.hnet import HNetConfig
 from arbcli.config.presets import config_from_dict
 from arbcli.device import COMPUTE, check_room, default_compute, resolve_device
 from arbcli.errors import ArbError
@@ -74,6 +75,10 @@ def load_named_model(
     return model, str(name)
 
 
+LEAST_TENSORS = 10
+"""Of a block."""
+
+
 class SavedModel(NamedTuple):
     """A checkpoint, and the path of its file."""
 
@@ -124,6 +129,13 @@ def check_saved(checkpoint: Checkpoint) -> None:
         ArbError: it is refused.
     """
     config, tensors = saved_config(checkpoint), checkpoint.tensors
+    if isinstance(config, HNetConfig):
+        blocks = config.layers + 2 * sum(config.outer_layers)
+        if blocks * LEAST_TENSORS > len(tensors):
+            raise ArbError(
+                f"it has {len(tensors)} tensors, too few for {blocks} blocks",
+                hint="it was altered: name another",
+            )
     in_blocks, in_one = (
         sum(name.startswith("blocks.") for name in names)
         for names in (tensors, _layout(dataclasses.replace(config, layers=1)))
