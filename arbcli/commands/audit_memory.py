@@ -134,7 +134,10 @@ def audit_memory(
         boundaries=boundaries,
         chunk_length=chunk_length,
     )
-    config = new_config(**given, device=device, backend=backend)
+    if budget is not None and (device or "").startswith("cuda"):
+        config = audit.config_of_any_gpu(**given)
+    else:
+        config = new_config(**given, device=device, backend=backend)
     if what_if:
         report = memory.what_if(config.model)
         emit(report, _what_if_table(report), as_json=as_json)
@@ -186,6 +189,7 @@ def _fit_table(report: "FitReport") -> Table:
     verdict = f"fits, {_mib(budget - needed)} MiB to spare"
     if not report.fits:
         verdict = f"does not fit, {_mib(needed - budget)} MiB short"
+        verdict += f"; {report.advice}"
     rows = [*_peak_rows(report.predicted_peak), ["budget", _mib(budget)]]
     return table(verdict, ["", "MiB"], rows)
 

@@ -44,7 +44,7 @@ from arbcli.commands._outputs import PICTURES, check_file
 from arbcli.commands._run_display import RunDisplay
 from arbcli.config.dense import WEIGHTS, ModelConfig
 from arbcli.config.graph import GraphConfig
-from arbcli.config.training import SCHEDULES
+from arbcli.config.training import OPTIMIZERS, SCHEDULES
 from arbcli.errors import ArbError
 from arbcli.signals import exit_code
 
@@ -54,13 +54,13 @@ def train(
     ctx: Ctx = None,
     data: Data = None,
     val: Val = None,
-    steps: Annotated[int | None, typer.Option(min=1, help="[default: 400]")] = None,
+    steps: Annotated[int | None, typer.Option(min=1, help="How many. [default: 400]")] = None,
     minutes: Annotated[
         float | None, typer.Option(min=0.01, help="Train as many steps as fit, not --steps.")
     ] = None,
     batch: Annotated[int | None, typer.Option(min=1, help="Windows a batch. [default: 16]")] = None,
     accum: Annotated[int | None, typer.Option(min=1, help="Batches a step. [default: 1]")] = None,
-    lr: Annotated[float | None, typer.Option(help="[default: the rule's; 0.1 for arb-3b]")] = None,
+    lr: Annotated[float | None, typer.Option(help="Learning rate. [default: the rule's]")] = None,
     warmup: Annotated[
         int | None,
         typer.Option(min=0, help="Steps, at most half of them. [default: 100]"),
@@ -88,7 +88,11 @@ def train(
         ),
     ] = None,
     optimizer: Annotated[
-        str | None, typer.Option(help="Of a twin: adamw or muon. [default: adamw]")
+        str | None,
+        typer.Option(
+            help="Of a twin: adamw or muon. [default: adamw]",
+            callback=one_of("optimizer", OPTIMIZERS["float"]),
+        ),
     ] = None,
     sub_norms: Annotated[
         bool | None, typer.Option(help="Norms before the output projections. [default: yes]")
@@ -97,7 +101,9 @@ def train(
     layers: Layers = None,
     heads: Heads = None,
     ffn: Ffn = None,
-    out: Annotated[Path | None, typer.Option(help="[default: the next free one in runs/]")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Directory to make. [default: the next free one in runs/]")
+    ] = None,
     resume: Annotated[
         str | None,
         typer.Option(metavar="auto|PATH", help="Go on with the last run, or the one named."),

@@ -4,6 +4,7 @@ import errno
 import io
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -203,6 +204,7 @@ ERRORS = {
     "more batches than numbers": (["--accum", "2000000000"], "are too many to number"),
     "layers that take an hour to make": (["--layers", "1000000000"], "`--layers` is 1,000,000,000"),
     "width of terabytes": (["--data", "{text}", "--dim", "1000000"], "are free"),
+    "rule of a twin": (["--weights", "float", "--rule", "nibble"], "so `--rule` cannot be given"),
     "two lengths": (["--minutes", "1", "--steps", "9"], "both say how long"),
     "minutes that never end": (["--data", "{text}", "--minutes", "inf"], "`--minutes` is inf"),
     "out that is a file": (["--data", "{text}", "--out", "{text}"], "is a file"),
@@ -295,15 +297,16 @@ def test_short_option_of_help(command):
 
 
 @pytest.mark.parametrize(
-    "mistake", ["--rule=adam", "--preset=huge", "--direction=up", "--tscale-type=T5",
-                "--weights=half", "--compute=fp4"]
+    "mistake", ["--device=tpu", "--backend=cuda", "--optimizer=sgd", "--rule=adam", "--preset=huge",
+                "--direction=up", "--tscale-type=T5", "--weights=half", "--compute=fp4",
+                "--digits=some", "--schedule=step", "--boundaries=none"]
 )  # fmt: skip
 def test_unknown_name_is_refused_while_options_are_read(mistake, monkeypatch):
     """So before torch is imported, which takes seconds."""
     monkeypatch.setitem(sys.modules, "arbcli.inspect", None)  # the first import of the command
     result = CliRunner().invoke(app, ["train", mistake])
     assert isinstance(result.exception, ArbError)
-    assert "choose one of" in result.exception.hint
+    assert re.match("choose one of|use `cpu` or `cuda`", result.exception.hint)
 
 
 def test_help_comes_without_torch():
