@@ -38,6 +38,7 @@ from arbcli.commands._options import (
     TScaleType,
     given_options,
 )
+from arbcli.commands._outputs import check_file
 from arbcli.commands.count_params import state_table
 from arbcli.errors import ArbError
 from arbcli.output import LiveLine, bytes_text, emit, table
@@ -101,6 +102,8 @@ def audit_memory(
     """Measure real steps: `arb audit-memory --preset small`; exit 1 on float state or growth."""
     if budget is not None and what_if:
         raise ArbError("`--budget` and `--what-if` are two questions", hint="ask one at a time")
+    if snapshot is not None:
+        check_file(snapshot, "--snapshot", (".pickle", ".pkl"))
     with LiveLine() as line:
         line.show_wait("loading")
         # torch takes seconds to import, so not for `arb --help`

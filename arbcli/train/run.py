@@ -61,6 +61,7 @@ from arbcli.train.record import (
     seconds_so_far,
 )
 from arbcli.train.schedule import learning_rate
+from arbcli.train.text_warnings import text_warnings
 from arbcli.train.trainer import EAGER_STEPS, EVAL_BATCHES, Trainer, text_digest
 
 MOST_MINUTES = 60 * 24 * 366
@@ -121,6 +122,8 @@ def start_run(
         check_free(run)
     texts = open_texts(config.data, config.val, seed=config.seed, context=config.model.ctx)
     check(config)
+    for warning in text_warnings(texts):
+        observer.noted(warning)
     if run is None:
         run = make_next_directory(config)
     else:
