@@ -10,6 +10,7 @@ from arbcli import __version__
 from arbcli.commands._help import Command
 from arbcli.commands._options import in_options, repeat_options
 from arbcli.commands.audit_memory import audit_memory
+from arbcli.commands.check import check
 from arbcli.commands.count_params import count_params
 from arbcli.commands.evaluate import evaluate
 from arbcli.commands.generate import generate
@@ -33,7 +34,7 @@ app = typer.Typer(
     " signal with the state saved, 3 stopped by a signal with nothing saved.",
 )
 for command in (
-    train, generate, evaluate, audit_memory, verify_kernels, count_params, probe_loss
+    train, generate, evaluate, check, audit_memory, verify_kernels, count_params, probe_loss
 ):  # fmt: skip
     app.command(cls=Command)(command)
 

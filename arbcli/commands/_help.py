@@ -14,7 +14,7 @@ GROUPS = {
     "Text": "data val",
     "Optimisation": "steps minutes batch accum lr warmup schedule final_lr optimizer recompute"
     " compute init_from seed",
-    "Run": "out resume save_every keep keep_best eval_every device backend force",
+    "Run": "out resume save_every keep keep_best eval_every device backend force dry_run",
     "Output": "plot quiet as_json",
 }
 """Names of parameters, by the heading of their group; any other stands before these."""

@@ -42,6 +42,7 @@ from arbcli.commands._options import (
 )
 from arbcli.commands._outputs import PICTURES, check_file
 from arbcli.commands._run_display import RunDisplay
+from arbcli.commands.check import show_check
 from arbcli.config.dense import WEIGHTS, ModelConfig
 from arbcli.config.graph import GraphConfig
 from arbcli.config.training import OPTIMIZERS, SCHEDULES
@@ -135,6 +136,9 @@ def train(
     force: Annotated[
         bool, typer.Option("--force", help="Start though memory is predicted not to be enough.")
     ] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Only tell what --resume would do, as arb check.")
+    ] = False,
     quiet: Annotated[bool, typer.Option("--quiet", help="No progress.")] = False,
     as_json: Json = False,
     attention: Attention = None,
@@ -201,6 +205,12 @@ def train(
         raise ArbError("`--minutes` and `--steps` both say how long", hint="give one of them")
     elif init_from is not None:
         _refuse_shapes(given)
+    if dry_run:
+        if resume is None:
+            raise ArbError(
+                "`--dry-run` tells what a resume would do", hint="give `--resume` with it"
+            )
+        raise typer.Exit(show_check(Path(resume), as_json=as_json))
     if plot is not None:
         check_file(plot, "--plot", PICTURES)
     with RunDisplay(quiet=quiet, as_json=as_json) as display:

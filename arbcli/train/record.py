@@ -111,6 +111,19 @@ def read_records(run: Path) -> Iterator[dict[str, Any]]:
                 yield record
 
 
+def count_records(run: Path, step: int) -> tuple[int, int, int]:
+    """Count the records of a run, the lines that are none, and the records after a step."""
+    path = run / METRICS
+    good = bad = after = 0
+    for line in path.read_text(errors="replace").splitlines() if path.exists() else ():
+        if not _is_until(math.inf, line):
+            bad += 1
+        else:
+            good += 1
+            after += not _is_until(step, line)
+    return good, bad, after
+
+
 def best_step(run: Path) -> int | None:
     """Find the step with the lowest held-out loss of a run; None if there is none yet."""
     best: tuple[float, int] | None = None
@@ -145,7 +158,7 @@ def drop_records_after(run: Path, step: int) -> None:
         write_text(path, kept)
 
 
-def _is_until(step: int, line: str) -> bool:
+def _is_until(step: float, line: str) -> bool:
     try:
         return json.loads(line)["step"] <= step
     except (ValueError, KeyError, TypeError, RecursionError):

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from arbcli.checkpoint import (
+    Accept,
     Checkpoint,
     best_checkpoints,
     checkpoint_path,
@@ -179,17 +180,7 @@ def resume_run(
         observer.noted(f"computing with {threads} threads, as the run began: {now} give other bits")
     with run_lock(run), deterministic(), cpu_threads(threads):
         texts = open_texts_again(facts, config)
-        digest = text_digest(texts)
-
-        def accept(checkpoint: Checkpoint) -> None:
-            if checkpoint.data.get("digest") != digest:
-                raise ArbError(
-                    f"the text is not the one that `{run}` was trained on",
-                    hint="restore it, or start a new run on the new text with `--out`",
-                )
-            check_same_run(run, facts, config, checkpoint)
-            check_saved(checkpoint)
-
+        accept = accept_of(run, facts, config, text_digest(texts))
         if path == run:
             checkpoint = latest_checkpoint(run, observer.noted, accept)
         else:
@@ -200,6 +191,28 @@ def resume_run(
         trainer.restore(checkpoint)
         drop_records_after(run, trainer.step)
         return _run(trainer, run, facts, observer, resumed=True)
+
+
+def accept_of(run: Path, facts: dict[str, Any], config: TrainConfig, digest: str | None) -> Accept:
+    """Make what refuses a checkpoint that a run cannot go on from.
+
+    Args:
+        run: its directory.
+        facts: what `config.json` says.
+        config: made of that.
+        digest: of its text as it is now; None if that does not matter.
+    """
+
+    def accept(checkpoint: Checkpoint) -> None:
+        if digest is not None and checkpoint.data.get("digest") != digest:
+            raise ArbError(
+                f"the text is not the one that `{run}` was trained on",
+                hint="restore it, or start a new run on the new text with `--out`",
+            )
+        check_same_run(run, facts, config, checkpoint)
+        check_saved(checkpoint)
+
+    return accept
 
 
 def _extended(

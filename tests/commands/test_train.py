@@ -265,10 +265,11 @@ PARTS = (
     " no-sequencer router sequencer"
 )
 OPTIONS = {
-    "train": "accum backend batch compute ctx data device digits dim direction eval-every ffn"
-    " final-lr force heads init-from json keep keep-best layers lr minutes no-sub-norms"
-    " optimizer out plot preset quiet recompute resume rule save-every schedule seed steps"
+    "train": "accum backend batch compute ctx data device digits dim direction dry-run"
+    " eval-every ffn final-lr force heads init-from json keep keep-best layers lr minutes"
+    " no-sub-norms optimizer out plot preset quiet recompute resume rule save-every schedule seed steps"
     " sub-norms tscale-type val warmup weights" + PARTS,
+    "check": "json",
     "generate": "backend bytes checkpoint chunks compute device json length prompt seed temperature"
     " top-k top-p",
     "evaluate": "backend batch checkpoint compute data device json quiet stride",
