@@ -17,7 +17,7 @@ from arbcli.config.training import TrainConfig, train_config_from
 from arbcli.errors import ArbError
 from arbcli.train.directory import CONFIG, open_texts_again, read_facts, run_of
 from arbcli.train.record import METRICS, count_records
-from arbcli.train.run import accept_of
+from arbcli.train.run import accept_of, can_begin_again
 from arbcli.train.trainer import text_digest
 
 
@@ -87,6 +87,8 @@ def check_run(path: Path) -> CheckReport:
     resumes_at = None
     if stops is None:
         resumes_at, stops = _start(verified, path if path != run else None)
+        if not verified and can_begin_again(run, facts):
+            resumes_at, stops = 0, None
     removes = [finding.name for finding in findings if finding.name.endswith(".tmp")]
     sets_aside: list[str] = []
     if resumes_at is not None:

@@ -59,6 +59,7 @@ from arbcli.train.record import (
     append_record,
     best_step,
     drop_records_after,
+    read_records,
     seconds_so_far,
 )
 from arbcli.train.schedule import learning_rate
@@ -181,6 +182,9 @@ def resume_run(
     with run_lock(run), deterministic(), cpu_threads(threads):
         texts = open_texts_again(facts, config)
         accept = accept_of(run, facts, config, text_digest(texts))
+        if path == run and not checkpoints(run) and can_begin_again(run, facts):
+            observer.noted("the run was ended before it saved anything: it begins again")
+            return _run(_build(config, texts), run, facts, observer)
         if path == run:
             checkpoint = latest_checkpoint(run, observer.noted, accept)
         else:
@@ -191,6 +195,14 @@ def resume_run(
         trainer.restore(checkpoint)
         drop_records_after(run, trainer.step)
         return _run(trainer, run, facts, observer, resumed=True)
+
+
+def can_begin_again(run: Path, facts: dict[str, Any]) -> bool:
+    """Tell whether a run without a checkpoint never got to save one, and needs no other run's weights.
+
+    The first checkpoint is saved before the first record.
+    """
+    return "init_from" not in facts and next(read_records(run), None) is None
 
 
 def accept_of(run: Path, facts: dict[str, Any], config: TrainConfig, digest: str | None) -> Accept:

@@ -267,8 +267,8 @@ PARTS = (
 OPTIONS = {
     "train": "accum backend batch compute ctx data device digits dim direction dry-run"
     " eval-every ffn final-lr force heads init-from json keep keep-best layers lr minutes"
-    " no-sub-norms optimizer out plot preset quiet recompute resume rule save-every schedule seed steps"
-    " sub-norms tscale-type val warmup weights" + PARTS,
+    " no-sub-norms optimizer out plot preset quiet recompute resume rule save-every schedule seed"
+    " steps sub-norms tscale-type val warmup weights" + PARTS,
     "check": "json",
     "generate": "backend bytes checkpoint chunks compute device json length prompt seed temperature"
     " top-k top-p",
