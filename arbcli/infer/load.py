@@ -48,7 +48,22 @@ def load_model(
     def warn(message: str) -> None:
         warnings.warn(printable(message), stacklevel=2)
 
-    return load_named_model(Path(path), resolve_device(device), warn, compute)[0]
+    model = load_named_model(Path(path), resolve_device(device), warn, compute)[0]
+    model.register_forward_pre_hook(_take_any_integers)
+    return model
+
+
+def _take_any_integers(model: LanguageModel, inputs: tuple) -> tuple:
+    """Convert bytes of any integer dtype, and refuse what is no batch of them."""
+    ids, *others = inputs
+    if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
+        raise ValueError(f"a model takes bytes as integers, and got {ids.dtype}")
+    if ids.ndim != 2:
+        raise ValueError(
+            f"a model takes bytes of shape (batch, length), and got {tuple(ids.shape)}; of one text"
+            " `ids[None]` is a batch"
+        )
+    return ids.long(), *others
 
 
 def load_named_model(

@@ -198,7 +198,7 @@ def resume_run(
 
 
 def can_begin_again(run: Path, facts: dict[str, Any]) -> bool:
-    """Tell whether a run without a checkpoint never got to save one, and needs no other run's weights.
+    """Tell whether a run never got to save anything, and needs no weights of another run.
 
     The first checkpoint is saved before the first record.
     """
