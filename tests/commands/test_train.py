@@ -242,7 +242,8 @@ def test_train_survives_a_full_disk_with_its_checkpoints(text, tmp_path, arb_her
 
 PARTS = (
     " attention boundaries chunk-length codebook graph knowledge max-moe-iters memgram moe"
-    " moe-top-k no-attention no-codebook no-graph no-knowledge no-memgram no-moe no-router no-sequencer router sequencer"
+    " moe-top-k no-attention no-codebook no-graph no-knowledge no-memgram no-moe no-router"
+    " no-sequencer router sequencer"
 )
 OPTIONS = {
     "train": "accum backend batch compute ctx data device digits dim direction eval-every ffn"
