@@ -114,5 +114,5 @@ class HNetConfig(ModelConfig):
         return self._dense(**shape, ctx=self.slots[-1])
 
     def _dense(self, **shape: int) -> ModelConfig:
-        stored = ("scale_type", "rule", "direction", "weights", "sub_norms")
+        stored = ("scale_type", "rule", "direction", "digits", "weights", "sub_norms")
         return ModelConfig(**shape, **{name: getattr(self, name) for name in stored})

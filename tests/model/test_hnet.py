@@ -14,7 +14,6 @@ from arbcli.infer.generation import Decoder, Sampling
 from arbcli.inspect.memory import measure, predict
 from arbcli.model.blocks.chunking import Routed, ratio_loss
 from arbcli.model.hnet import HNet
-from arbcli.model.packed import INIT_SPREAD
 from arbcli.train.step import minimised
 from arbcli.train.updater import Updater
 from arbcli.verify.hnet_reference import reference_hnet
@@ -50,7 +49,7 @@ def model(kind: str = "learned", *, drawn: bool = True, recompute: bool = False,
     lm = HNet(config(kind, **options), torch.float32, recompute=recompute)
     if drawn and lm.config.weights == "ternary":
         for tensor in lm.weights().values():
-            tensor.spread = INIT_SPREAD
+            tensor.spread = 1.0
     lm.initialise(0)
     return lm
 
@@ -163,7 +162,7 @@ def test_captured_phases_make_the_text_of_phases_one_by_one(kind, device):
     with torch.device(device):
         lm = HNet(config(kind), torch.bfloat16)
     for tensor in lm.weights().values():
-        tensor.spread = INIT_SPREAD
+        tensor.spread = 1.0
     lm.initialise(0)
     texts = []
     for capture in (False, True):
