@@ -165,7 +165,7 @@ SKIPPED = {
     "the fixed cases, and the whole model": {"fuzz": 1},
     "blocks of a preset after its fourth": {},
     "causality and determinism of the ragged models": {},
-    "the graph model at the sizes of its presets": {},
+    "the graph model and HNet at the sizes": {},
     "the graph model and HNet in bf16": {},
     "causality and determinism of the graph model in the interpreter": {"backend": "interpreter"},
     "scale types T4, T6, ": {},
