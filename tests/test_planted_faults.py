@@ -655,7 +655,7 @@ FAULTS = [
         "hnet: end to end",
     ),
     module(
-        "wiring", "inner network given the next positions", "model.blocks",
+        "causality", "inner network given the next positions", "model.blocks",
         rewrite("gather_chunks(x, c.first)", "gather_chunks(x.roll(-1, 1), c.first)"),
         "hnet: causality",
     ),
