@@ -32,6 +32,7 @@ from arbcli.commands._options import (
     Memgram,
     Moe,
     MoeTopK,
+    OuterBlocks,
     Preset,
     Router,
     Rule,
@@ -95,6 +96,7 @@ def probe_loss(
     max_moe_iters: MaxMoeIters = None,
     boundaries: Boundaries = None,
     chunk_length: ChunkLength = None,
+    outer_blocks: OuterBlocks = None,
 ) -> None:
     """Do a few steps, measure everything, name what is wrong: `arb probe-loss --rule votes`.
 
@@ -134,6 +136,7 @@ def probe_loss(
         max_moe_iters=max_moe_iters,
         boundaries=boundaries,
         chunk_length=chunk_length,
+        outer_blocks=outer_blocks,
     )
     report = _probe(given, steps, checkpoint, device, backend)
     emit(report, _shown(report), as_json=as_json)

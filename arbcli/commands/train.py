@@ -28,6 +28,7 @@ from arbcli.commands._options import (
     Memgram,
     Moe,
     MoeTopK,
+    OuterBlocks,
     Preset,
     Recompute,
     Router,
@@ -116,6 +117,7 @@ def train(
     max_moe_iters: MaxMoeIters = None,
     boundaries: Boundaries = None,
     chunk_length: ChunkLength = None,
+    outer_blocks: OuterBlocks = None,
 ) -> None:
     """Train a model on bytes, or continue a run: `arb train --ctx 64`."""
     given = given_options(
@@ -156,6 +158,7 @@ def train(
         max_moe_iters=max_moe_iters,
         boundaries=boundaries,
         chunk_length=chunk_length,
+        outer_blocks=outer_blocks,
     )
     from arbcli.inspect import plots  # torch takes seconds to import, so not for `arb --help`
     from arbcli.train.configure import new_config

@@ -114,11 +114,14 @@ def _decay_scan_triton(q, k, v, g, reverse):
         block_t, block_n, block_p = (
             max(16, triton.next_power_of_2(size)) for size in (length, states, width)
         )
-        block_t, block_p = min(PIECE, block_t), min(64, block_p)
+        # products in float32 are of single numbers, and take many registers
+        most_t, most_state = (PIECE, 4096) if q.dtype == torch.bfloat16 else (16, 1024)
+        block_t, block_p = min(most_t, block_t), min(64, max(16, most_state // block_n), block_p)
         _decay_scan_kernel[(triton.cdiv(width, block_p), batch * heads)](
             q, k, v, g, y, length, heads, states, width,
             *q.stride(), *k.stride(), *v.stride(), *g.stride(),
             REVERSE=reverse, BLOCK_T=block_t, BLOCK_N=block_n, BLOCK_P=block_p,
+            num_warps=8 if block_n * block_p >= 1024 else 4,
         )  # fmt: skip
     return y
 
