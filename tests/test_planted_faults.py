@@ -153,6 +153,30 @@ FAULTS = [
         scale="T32", slow=True,
     ),
     kernel(
+        "sign", "four bits of remainder read as unsigned", "decode_digits",
+        rewrite("(a << 28) >> 28", "a & 15"),
+    ),
+    kernel(
+        "rounding", "weights of all digits cut off, not rounded", "decode_digits",
+        rewrite("(a + 0x7FFF + ((a >> 16) & 1)) & -0x10000", "a & -0x10000"),
+    ),
+    kernel(
+        "missing term", "slopes of all digits by the trit alone", "gradient_statistics",
+        rewrite("(t * RADIX + l.to(tl.float32)) * (1.0 / UNIT)", "t * (RADIX / UNIT)"),
+    ),
+    kernel(
+        "octave", "all digits in e4m3 an octave too large", "decode_e4m3",
+        rewrite("tl.load(p).to(tl.int32) - 6", "tl.load(p).to(tl.int32) - 7"),
+    ),
+    kernel(
+        "layout", "the gate's other input read from the row behind", "digits_matmul",
+        rewrite("n + N", "n + N + 1"),
+    ),
+    kernel(
+        "missing term", "rows of zeros counted like others", "unit_rows",
+        rewrite("tl.rsqrt(s * h)", "tl.rsqrt(s)"),
+    ),
+    kernel(
         "stride", "column stride ignored", "pack_trits", ignore_stride(1), place=launched,
     ),
     kernel(

@@ -17,7 +17,7 @@ def generate(
     prompt: Annotated[
         str, typer.Option(help="What to continue, or - for stdin.", show_default="a newline")
     ] = "\n",
-    length: Annotated[int, typer.Option(min=1, help="Bytes to make.")] = 512,
+    length: Annotated[int, typer.Option(min=1, max=2**24, help="Bytes to make.")] = 512,
     temperature: Annotated[
         float, typer.Option(min=0, help="Divides the logits; 0 takes the likeliest byte.")
     ] = 0.8,

@@ -20,6 +20,7 @@ from arbcli.commands._options import (
     Ctx,
     Data,
     Device,
+    Digits,
     Dim,
     Direction,
     Ffn,
@@ -61,6 +62,7 @@ def probe_loss(
     ctx: Ctx = None,
     tscale_type: TScaleType = None,
     rule: Rule = None,
+    digits: Digits = None,
     direction: Direction = None,
     data: Data = None,
     val: Val = None,
@@ -113,6 +115,7 @@ def probe_loss(
         ctx=ctx,
         scale_type=tscale_type,
         rule=rule,
+        digits=digits,
         direction=direction,
         data=data,
         val=val,
@@ -152,11 +155,12 @@ def _probe(
     device: str | None,
     backend: str | None,
 ) -> "ProbeReport":
-    from arbcli.inspect import probe  # torch takes seconds to import, so not for `arb --help`
+    from arbcli.inspect import probe, room  # torch takes seconds to import, so not for `arb --help`
     from arbcli.train.configure import new_config
 
     if checkpoint is None:
         config = new_config(steps=steps, device=device, backend=backend, **given)
+        room.check_memory(config)
         return probe.probe(config, steps=steps)
     _refuse_changes(given)
     config, saved = probe.open_saved(

@@ -4,8 +4,8 @@ import math
 from dataclasses import dataclass
 from typing import ClassVar
 
-from arbcli.config.checks import check_at_most, check_choice, check_positive
-from arbcli.config.dense import LONGEST_CONTEXT, ModelConfig
+from arbcli.config.checks import check_choice
+from arbcli.config.dense import ModelConfig
 from arbcli.errors import ArbError
 
 BOUNDARIES = ("learned", "every", "space")
@@ -49,23 +49,23 @@ class HNetConfig(ModelConfig):
         Raises:
             ArbError: a size does not fit.
         """
-        # a slotted dataclass is a copy of the class that `super()` would mean here
-        ModelConfig.__post_init__(self)
-        stages = 1 if isinstance(self.outer_dim, int) else len(self.outer_dim)
+        stages = len(self.outer_dim) if isinstance(self.outer_dim, tuple | list) else 1
         for name in OF_STAGES:
             value = getattr(self, name)  # JSON has lists, and one number is for every stage
-            value = (value,) * stages if isinstance(value, int) else tuple(value)
-            object.__setattr__(self, name, value)
+            if type(value) is int:
+                object.__setattr__(self, name, (value,) * stages)
+            elif isinstance(value, list):
+                object.__setattr__(self, name, tuple(value))
+        # a slotted dataclass is a copy of the class that `super()` would mean here
+        ModelConfig.__post_init__(self)
+        for name in OF_STAGES:
+            value = getattr(self, name)
             if len(value) != stages or not stages:
                 raise ArbError(
                     f"`{name}` is of {len(value)} stages, and `outer_dim` of {stages}",
                     hint="give a number for each stage, of which there is one at least",
                     fields=(name, "outer_dim"),
                 )
-            check_positive(name, value)
-        check_positive("window", self.window)
-        check_at_most("window", self.window, LONGEST_CONTEXT)
-        check_positive("states", self.states)
         check_choice("boundaries", self.boundaries, BOUNDARIES)
         check_choice("outer_blocks", self.outer_blocks, OUTER_BLOCKS)
         if self.outer_blocks == "mamba" and self.weights != "ternary":

@@ -102,6 +102,7 @@ def config_from_dict(values: dict[str, Any]) -> ModelConfig:
 
     Raises:
         TypeError: they are of another version.
+        ArbError: no model can have them.
     """
     fields = {name: value for name, value in values.items() if name != "kind"}
     for name, kind in KINDS.items():

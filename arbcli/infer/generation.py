@@ -29,6 +29,8 @@ WARM_UP_STEPS = 3
 """Steps before one is captured: kernels compile and libraries make up their minds in them."""
 FETCHED_STEPS = 16
 """Bytes that come from a GPU at once."""
+LONGEST_TEXT = 2**24
+"""Bytes of a prompt and what follows it; positions beyond have no exact angle in float32."""
 OUT_OF_MEMORY = "close what else uses the GPU, or use `--device cpu`"
 
 
@@ -73,6 +75,9 @@ class Decoder:
         backend: what runs the kernels; None is the device's own.
         capture: whether a step is replayed as one CUDA graph, which gives the same bits; None is
             wherever it can be.
+
+    Raises:
+        ArbError: the text is longer than `LONGEST_TEXT`.
     """
 
     @torch.no_grad()
@@ -85,6 +90,11 @@ class Decoder:
         backend: str | None = None,
         capture: bool | None = None,
     ) -> None:
+        if positions > LONGEST_TEXT:
+            raise ArbError(
+                f"a prompt and what follows it are {positions:,} bytes",
+                hint=f"use `--length` for {LONGEST_TEXT:,} together at most",
+            )
         self.model, self.sampling = model, sampling or Sampling()
         self.cache = model.new_cache(positions)
         device = self.device = self.cache.position.device

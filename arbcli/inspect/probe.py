@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from arbcli.checkpoint import Checkpoint, latest_checkpoint, load_checkpoint, read_json
+from arbcli.checkpoint import Checkpoint
 from arbcli.config.dense import VOCABULARY
 from arbcli.config.graph import GraphConfig
 from arbcli.config.training import TrainConfig, train_config_from
@@ -26,6 +26,7 @@ from arbcli.device import (
     resolve_backend,
     resolve_device,
 )
+from arbcli.infer.load import read_saved
 from arbcli.inspect.verdicts import (
     TAKEOFF,
     ChunkReport,
@@ -43,6 +44,7 @@ from arbcli.model.hnet import HNet
 from arbcli.model.language_model import LanguageModel
 from arbcli.model.packed import TernaryTensor
 from arbcli.rules.base import STEP_OF_RADIX
+from arbcli.train.directory import read_facts
 from arbcli.train.trainer import Trainer
 
 BINS = 16
@@ -94,8 +96,8 @@ def open_saved(
         ArbError: there is no checkpoint, or it is damaged.
     """
     run = path if path.is_dir() else path.parent
-    checkpoint = latest_checkpoint(run, note) if run == path else load_checkpoint(path)
-    config = train_config_from(read_json(run / "config.json"))
+    checkpoint = read_saved(path, note).checkpoint
+    config = train_config_from(read_facts(run))
     place = resolve_device(device)
     if "data" in given:
         given.setdefault("val", ())

@@ -23,6 +23,7 @@ from arbcli.kernels.codec.decode_e4m3 import DECODE_E4M3
 from arbcli.kernels.codec.packed import OCTAVE, Packed, num_groups
 from arbcli.kernels.codec.packing import PLANE, pack_trits_torch
 from arbcli.kernels.matmul.arranged_matmul import ARRANGED_MATMUL, MOST_ROWS, arrange
+from arbcli.kernels.matmul.digits_matmul import DIGITS_MATMUL, arrange_digits
 from arbcli.kernels.matmul.fp8_matmul import MULTIPLE
 from arbcli.kernels.matmul.grouped_matmul import GROUPED_GRAD_W, GROUPED_MATMUL
 from arbcli.kernels.matmul.quantise_rows import E4M3, QUANTISE_ROWS
@@ -109,13 +110,23 @@ class Dice:
         """Draw packed trits; their padding is 0."""
         return self.view(pack_trits_torch(self.integers(-1, 1, rows, columns)))
 
-    def packed(self, rows: int, columns: int, group_size: int, spread: int = 8) -> Packed:
-        """Draw a matrix, E within `spread` of -1; one in ten has no F."""
+    def packed(
+        self, rows: int, columns: int, group_size: int, spread: int = 8, digits: str = "any"
+    ) -> Packed:
+        """Draw a matrix, E within `spread` of -1; one in ten has no F.
+
+        The weights of three in ten are all digits, unless `digits` says which: `trit` or `all`.
+        """
         trits, groups = self.trits(rows, columns), (rows, num_groups(columns, group_size))
         low, high = max(-96, -1 - spread), min(31, spread - 1)
         exponent = self.integers(low, high, *groups)
         fraction = None if self.chance(0.1) else self.integers(0, OCTAVE - 1, *groups)
-        return Packed(trits, exponent, fraction, columns, group_size)
+        packed = Packed(trits, exponent, fraction, columns, group_size)
+        if digits == "trit" or (digits == "any" and not self.chance(0.3)):
+            return packed
+        radix, nibble = self.pick(((64, False), (14, True)))
+        remainder = self.integers(-128, 127, rows, columns)
+        return packed._replace(remainder=remainder, radix=radix, nibble=nibble)
 
     def view(self, values: Tensor) -> Tensor:
         """Lay the same values out at random strides and offset, in a larger tensor."""
@@ -144,6 +155,10 @@ def _decode_weight(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple
     return (dice.packed(n, k, group_size, spread=127),)
 
 
+def _decode_digits(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
+    return (dice.packed(n, k, group_size, spread=90, digits="all"),)
+
+
 def _decode_e4m3(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
     return dice.packed(n, k, group_size, spread=12), dice.below(2) == 1
 
@@ -170,10 +185,21 @@ def _ternary_matmul_grad_x(dice: Dice, group_size: int, m: int, n: int, k: int) 
 def _arranged_matmul(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
     gated, size = dice.below(2) == 1, PLANE * max(1, group_size // PLANE)
     n, k = n + n % 2, -(-k // 8) * 8
-    weight = arrange(dice.packed(n, k, size), gated)
+    weight = arrange(dice.packed(n, k, size, digits="trit"), gated)
     m = 1 + (m - 1) % MOST_ROWS
     x = dice.reals(m, k, dtype=torch.bfloat16).contiguous()
     added = dice.reals(m, weight.out_features).contiguous() if dice.below(2) else None
+    return x, *weight, dice.pick((None, 1e-6)), added, dice.dtype
+
+
+def _digits_matmul(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
+    gated, size = dice.below(2) == 1, PLANE * max(1, group_size // PLANE)
+    packed = dice.packed(n + n % 2, k, size, digits="all")
+    if not packed.nibble:  # z is within a byte
+        packed = packed._replace(remainder=(packed.remainder >> 1).clamp(min=-63))
+    weight = arrange_digits(packed, gated)
+    x = dice.reals(1 + (m - 1) % MOST_ROWS, k, dtype=torch.bfloat16).contiguous()
+    added = dice.reals(len(x), weight.out_features).contiguous() if dice.below(2) else None
     return x, *weight, dice.pick((None, 1e-6)), added, dice.dtype
 
 
@@ -440,6 +466,13 @@ def _gains(dice: Dice, n: int, k: int, size: float) -> tuple:
     return dice.pick(((rows * size, columns), (rows * size, None), (None, None)))
 
 
+def _unit_rows(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
+    values = dice.reals(n, k)
+    if dice.chance(0.3):
+        values[:: 1 + dice.below(3)] = 0
+    return values, dice.scalar(1)
+
+
 def _unit_gain(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
     return dice.reals(n, k), *_gains(dice, n, k, 1.0), dice.scalar(1)
 
@@ -622,6 +655,7 @@ DRAWINGS = {
     "pack_trits": Drawing(_pack_trits),
     "unpack_trits": Drawing(_unpack_trits),
     "decode_weight": Drawing(_decode_weight),
+    "decode_digits": Drawing(_decode_digits),
     "decode_e4m3": Drawing(_decode_e4m3),
     "quantise_rows": Drawing(_quantise_rows, needs_rows=True),
     "fp8_matmul": Drawing(_fp8_matmul, _fp8_matmul_in_float64, needs_rows=True),
@@ -634,6 +668,7 @@ DRAWINGS = {
     "arranged_matmul": Drawing(
         _arranged_matmul, None, ARRANGED_MATMUL.torch, one_layout=True
     ),
+    "digits_matmul": Drawing(_digits_matmul, None, DIGITS_MATMUL.torch, one_layout=True),
     "grouped_matmul": Drawing(_grouped_matmul, None, GROUPED_MATMUL.torch, needs_rows=True),
     "grouped_grad_w": Drawing(_grouped_grad_w, None, GROUPED_GRAD_W.torch, needs_rows=True),
     "expert_combine": Drawing(
@@ -703,6 +738,7 @@ DRAWINGS = {
     "gradient_statistics": Drawing(_gradient_statistics, _gradient_statistics_in_float64),
     "gradient_gains": Drawing(_gradient_gains),
     "unit_gain": Drawing(_unit_gain),
+    "unit_rows": Drawing(_unit_rows),
     "gram": Drawing(_gram, None, GRAM.torch),
     "gram_polynomial": Drawing(_gram_polynomial, None, GRAM_POLYNOMIAL.torch),
     "step_scales": Drawing(_step_scales),

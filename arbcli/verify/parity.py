@@ -396,8 +396,10 @@ def _layers(subject: Subject) -> Iterator[ParityResult]:
 def _whole(subject: Subject) -> Iterator[ParityResult]:
     """Compare a model from the bytes on: logits, losses, and the gradient of every weight."""
     model, gate = subject.build(), subject.gate
-    reason = "float32 sums over the whole depth of the model"
-    gate = replace(gate, relative=10 * gate.relative, reason=reason)
+    reason, looser = "float32 sums over the whole depth of the model", 10
+    if subject.of_hnet and subject.config.outer_blocks == "mamba":
+        reason, looser = f"{reason}; gradients of decays are what large sums differ by", 50
+    gate = replace(gate, relative=looser * gate.relative, reason=reason)
     (ids, targets), (outputs, gradients, losses) = subject.bytes(), trace(subject, model)
     tensors = model.weights()
     weights = {name: reference_weight(tensor) for name, tensor in tensors.items()}

@@ -1,7 +1,7 @@
 """Packed vectors and taps: small tensors that are read whole, as numbers and not as a matrix.
 
-A vector of n numbers is a packed matrix of (n, 1): every number has a trit and a scale of its own.
-So its size is stored to 1/128 of an octave, and its steps are shares of it.
+A vector of n numbers is a packed matrix of (n, 1): every number has digits and a scale of its own.
+All of its digits count, also where the weights of matrices are trits alone.
 """
 
 import math
@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.autograd import Function
 
 from arbcli.config.dense import ModelConfig
-from arbcli.kernels.codec.packed import HIGHEST_EXPONENT, LOWEST_EXPONENT, OCTAVE
+from arbcli.directions.base import State
+from arbcli.kernels.codec.packed import HIGHEST_EXPONENT, LOWEST_EXPONENT, OCTAVE, Packed
 from arbcli.kernels.codec.packing import pack_trits
 from arbcli.model.layers.streamed import StreamedTensor, anchor
 
@@ -35,19 +36,17 @@ class VectorWeight(ReadWeight):
 
     @torch.no_grad()
     def initialise(self, seed: int, index: int) -> None:
-        """Set trits to the signs of the first values, and scales to their sizes.
-
-        Where weights are trits alone z begins at its end, as far as can be from a trit of zero:
-        there a number moves by its scale.
-        """
+        """Set digits to the signs of the first values, and scales to their sizes."""
         for buffer in self.buffers():
             buffer.zero_()
-        rule, device = self.rule, self.trits.device
-        largest = rule.radix + rule.remainder_max
-        z, share = (rule.radix, rule.radix / self.packed.unit) if rule.reads_all else (largest, 1)
+        rule, device, share = self.rule, self.trits.device, 1.0
         signs = torch.tensor([[1 if value > 0 else -1] for value in self.values], device=device)
         self.trits.copy_(pack_trits(signs.to(torch.int8)))
-        rule.start(self.state, slice(None), ((z - rule.radix) * signs).to(torch.int8))
+        if self.packed.remainder is not None:
+            # half-way to the end, where a unit is a small share and there is room to grow
+            z = (rule.radix + rule.remainder_max) // 2
+            rule.start(self.state, slice(None), ((z - rule.radix) * signs).to(torch.int8))
+            share = z / self.packed.unit
         steps = [round(OCTAVE * math.log2(abs(value) / share)) for value in self.values]
         if not rule.has_fraction:
             steps = [round(step / OCTAVE) * OCTAVE for step in steps]
@@ -58,6 +57,17 @@ class VectorWeight(ReadWeight):
             self.fraction.copy_(v % OCTAVE)
         if self.direction is not None:
             self.direction.start(self.state)
+
+    def packed_of(self, state: State) -> Packed:
+        """Read all digits of the numbers, whatever the weights of the model are.
+
+        A trit alone would jump from its size to nothing: dt of a head was seen to.
+        """
+        packed = super().packed_of(state)
+        if self.rule.reads_all or "remainder" not in state:
+            return packed
+        about = {"radix": self.rule.radix, "nibble": self.rule.share_a_byte}
+        return packed._replace(remainder=state["remainder"], **about)
 
 
 class _Read(Function):

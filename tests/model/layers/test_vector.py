@@ -39,7 +39,9 @@ def test_gradient_of_all_uses_is_added_up():
     first, second = part(), part()
     (first * torch.arange(6.0) + second.square()).sum().backward()
     (grad,) = handed
-    torch.testing.assert_close(grad[:, 0], torch.arange(6.0) + 2 * torch.tensor(VALUES), rtol=0.01, atol=0)
+    torch.testing.assert_close(
+        grad[:, 0], torch.arange(6.0) + 2 * torch.tensor(VALUES), rtol=0.01, atol=0
+    )
 
 
 def test_taps_have_a_gradient_of_their_shape():
