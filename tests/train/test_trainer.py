@@ -57,6 +57,23 @@ def test_step_never_waits_for_the_gpu(rule, tmp_path):
     assert trainer._graph is not None
 
 
+def test_forward_without_a_backward_does_not_hold_the_next_step_back(tmp_path):
+    """As where an error came between them; else no weight would step again, for ever."""
+    path = tmp_path / "text.txt"
+    path.write_bytes(b"ternary weights learn to read. " * 40)
+    shape = {"dim": 32, "layers": 1, "heads": 2, "ffn": 48, "ctx": 16, "batch": 2}
+    config = new_config(data=[str(path)], device="cpu", compute="fp32", **shape)
+    states = []
+    for forwards in (0, 1):
+        trainer = Trainer(config, open_texts(config.data, None, seed=0, context=16))
+        for _ in range(forwards):
+            trainer.model.loss(*trainer.fetch(0, "cpu"))
+        trainer.train_step()
+        states.append(trainer.model.state_dict())
+    for name in states[0]:
+        assert torch.equal(states[0][name], states[1][name]), name
+
+
 def test_recomputed_blocks_keep_less_and_give_the_same_bits(tmp_path):
     path = tmp_path / "text.txt"
     path.write_bytes(b"ternary weights learn to read. " * 400)
