@@ -8,11 +8,14 @@ import typer
 from arbcli.commands._options import (
     Attention,
     Backend,
+    Boundaries,
+    ChunkLength,
     Codebook,
     Compute,
     Ctx,
     Data,
     Device,
+    Digits,
     Dim,
     Direction,
     Ffn,
@@ -39,7 +42,9 @@ from arbcli.commands._options import (
 )
 from arbcli.commands._outputs import PICTURES, check_file
 from arbcli.commands._run_display import RunDisplay
-from arbcli.config.dense import WEIGHTS
+from arbcli.config.dense import WEIGHTS, ModelConfig
+from arbcli.config.graph import GraphConfig
+from arbcli.config.training import SCHEDULES
 from arbcli.errors import ArbError
 from arbcli.signals import exit_code
 
@@ -60,7 +65,19 @@ def train(
         int | None,
         typer.Option(min=0, help="Steps, at most half of them. [default: 100]"),
     ] = None,
+    schedule: Annotated[
+        str | None,
+        typer.Option(
+            help="How the rate falls behind the warm-up: cosine, linear, wsd (in the last fifth) or"
+            " constant. [default: cosine]",
+            callback=one_of("schedule", SCHEDULES),
+        ),
+    ] = None,
+    final_lr: Annotated[
+        float | None, typer.Option(min=0, help="Where it falls to. [default: lr / 20]")
+    ] = None,
     rule: Rule = None,
+    digits: Digits = None,
     direction: Direction = None,
     tscale_type: TScaleType = None,
     weights: Annotated[
@@ -89,6 +106,17 @@ def train(
         int | None,
         typer.Option(min=1, help="Steps; and at the start, and every 5 minutes. [default: 500]"),
     ] = None,
+    keep: Annotated[
+        int | None, typer.Option(min=1, help="Newest checkpoints to keep. [default: 2]")
+    ] = None,
+    keep_best: Annotated[
+        bool | None,
+        typer.Option("--keep-best", help="Keep that of the lowest held-out loss, too."),
+    ] = None,
+    init_from: Annotated[
+        Path | None,
+        typer.Option(metavar="RUN|FILE", help="Begin a new run with the weights of a saved model."),
+    ] = None,
     eval_every: Annotated[
         int | None, typer.Option(min=1, help="Steps. [default: a quarter of them, 50 to 500]")
     ] = None,
@@ -98,6 +126,9 @@ def train(
     backend: Backend = None,
     seed: Seed = None,
     plot: Annotated[Path | None, typer.Option(help="Draw the losses: .png, .pdf or .svg.")] = None,
+    force: Annotated[
+        bool, typer.Option("--force", help="Start though memory is predicted not to be enough.")
+    ] = False,
     quiet: Annotated[bool, typer.Option("--quiet", help="No progress.")] = False,
     as_json: Json = False,
     attention: Attention = None,
@@ -110,6 +141,8 @@ def train(
     memgram: Memgram = None,
     moe_top_k: MoeTopK = None,
     max_moe_iters: MaxMoeIters = None,
+    boundaries: Boundaries = None,
+    chunk_length: ChunkLength = None,
 ) -> None:
     """Train a model on bytes, or continue a run: `arb train --ctx 64`."""
     given = given_options(
@@ -122,7 +155,10 @@ def train(
         accum=accum,
         lr=lr,
         warmup=warmup,
+        schedule=schedule,
+        final_lr=final_lr,
         rule=rule,
+        digits=digits,
         direction=direction,
         scale_type=tscale_type,
         weights=weights,
@@ -134,6 +170,8 @@ def train(
         ffn=ffn,
         save_every=save_every,
         eval_every=eval_every,
+        keep=keep,
+        keep_best=keep_best,
         compute=compute,
         recompute=recompute,
         seed=seed,
@@ -147,8 +185,11 @@ def train(
         memgram=memgram,
         moe_top_k=moe_top_k,
         max_moe_iters=max_moe_iters,
+        boundaries=boundaries,
+        chunk_length=chunk_length,
     )
-    from arbcli.inspect import plots  # torch takes seconds to import, so not for `arb --help`
+    from arbcli.infer.load import read_saved, saved_config
+    from arbcli.inspect import plots, room  # torch takes seconds to import, so not for `arb --help`
     from arbcli.train.configure import new_config
     from arbcli.train.directory import RUNS, latest_run
     from arbcli.train.run import resume_run, start_run
@@ -158,12 +199,26 @@ def train(
         check_file(plot, "--plot", PICTURES)
     with RunDisplay(quiet=quiet, as_json=as_json) as display:
         if resume is not None:
-            _refuse_changes(given | given_options(minutes=minutes))
+            others = {name: value for name, value in given.items() if name != "steps"}
+            _refuse_changes(others | given_options(minutes=minutes, init_from=init_from))
             path = latest_run(out or RUNS) if resume == "auto" else Path(resume)
-            report = resume_run(path, display, device=device, backend=backend)
+            report = resume_run(path, display, device=device, backend=backend, steps=steps)
         else:
+            initial = None
+            if init_from is not None:
+                _refuse_shapes(given)
+                initial = read_saved(init_from, display.noted)
+                given["preset"] = saved_config(initial.checkpoint)
             config = new_config(**given, device=device, backend=backend)
-            report = start_run(config, out, display, minutes=minutes)
+            hint = f"{room.HINT}, or `--force` to try it"
+            report = start_run(
+                config,
+                out,
+                display,
+                minutes=minutes,
+                initial=initial,
+                check=lambda config: None if force else room.check_memory(config, hint),
+            )
     if plot is not None:
         plots.plot_training(Path(report.run), plot)
     display.finished(report)
@@ -177,4 +232,13 @@ def _refuse_changes(given: dict[str, Any]) -> None:
         raise ArbError(
             f"a run goes on with its own settings, so {options} cannot be given to it",
             hint="leave them out, or start a new run without `--resume`",
+        )
+
+
+def _refuse_shapes(given: dict[str, Any]) -> None:
+    shapes = {"preset", *GraphConfig.__slots__, *ModelConfig.__slots__} - {"ctx"}
+    if own := [f"`{option_of(name)}`" for name in given if name in shapes]:
+        raise ArbError(
+            f"a saved model keeps its own settings, so {', '.join(own)} cannot be given to it",
+            hint="leave them out, or start without `--init-from`",
         )

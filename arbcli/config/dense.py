@@ -3,10 +3,10 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from arbcli.config.checks import check_at_most, check_choice, check_positive
+from arbcli.config.checks import check_choice, check_fields, check_sizes
 from arbcli.directions import DIRECTIONS
 from arbcli.errors import ArbError
-from arbcli.rules import RULES
+from arbcli.rules import DIGITS, RULES, WITH_DIGITS
 
 VOCABULARY = 256
 """Every byte is a symbol."""
@@ -14,8 +14,6 @@ VOCABULARY = 256
 SCALE_TYPES = {f"T{size}": size for size in (4, 6, 8, 16, 32, 64, 96, 128)}
 """Scale type to group size: how many weights of a row share one scale."""
 
-LONGEST_CONTEXT = 2**20
-"""Bytes; no text of training has so long a thread, and a larger number is a slip of the hand."""
 WEIGHTS = ("ternary", "float", "ste")
 
 
@@ -39,6 +37,8 @@ class ModelConfig:
     """How many weights share a scale."""
     rule: str = "moment"
     """The update rule, which decides what is stored beside the trits."""
+    digits: str = "trit"
+    """What a weight is: the `trit`, or `all` digits that the rule stores."""
     direction: str | None = "orthogonal"
     """The direction of a step; `factored` stores statistics of rows and columns."""
     weights: str = "ternary"
@@ -50,11 +50,10 @@ class ModelConfig:
         """Refuse what no model can be built from.
 
         Raises:
-            ArbError: a size is not positive, or a name is unknown.
+            ArbError: a value is of another type, a size is out of range, or a name is unknown.
         """
-        for name in ("dim", "layers", "heads", "ffn", "ctx"):
-            check_positive(name, getattr(self, name))
-        check_at_most("ctx", self.ctx, LONGEST_CONTEXT)
+        check_fields(self)
+        check_sizes(self)
         if self.dim % (2 * self.heads):
             raise ArbError(
                 f"{self.heads} heads do not divide a width of {self.dim} into even parts",
@@ -63,6 +62,14 @@ class ModelConfig:
             )
         check_choice("scale_type", self.scale_type, SCALE_TYPES)
         check_choice("rule", self.rule, RULES)
+        check_choice("digits", self.digits, DIGITS)
+        if self.digits == "all" and (self.rule not in WITH_DIGITS or self.weights != "ternary"):
+            what = f"the rule `{self.rule}`" if self.weights == "ternary" else "a float twin"
+            raise ArbError(
+                f"{what} stores no digits below the trit",
+                hint=f"leave `digits=all` out, or use one of: {', '.join(WITH_DIGITS)}",
+                fields=("digits",),
+            )
         check_choice("direction", self.direction or DIRECTIONS[0], DIRECTIONS)
         check_choice("weights", self.weights, WEIGHTS)
 

@@ -1,12 +1,16 @@
 """A trained model from a run or a checkpoint."""
 
+import dataclasses
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from arbcli.checkpoint import (
+    Checkpoint,
     check_layout,
     checkpoint_path,
     latest_checkpoint,
@@ -14,11 +18,13 @@ from arbcli.checkpoint import (
     read_json,
 )
 from arbcli.config.checks import check_choice
+from arbcli.config.dense import ModelConfig
 from arbcli.config.presets import config_from_dict
-from arbcli.device import COMPUTE, default_compute, resolve_device
+from arbcli.device import COMPUTE, check_room, default_compute, resolve_device
 from arbcli.errors import ArbError
 from arbcli.model.build import build_model
 from arbcli.model.language_model import LanguageModel
+from arbcli.output import printable
 
 
 def load_model(
@@ -39,7 +45,7 @@ def load_model(
     """
 
     def warn(message: str) -> None:
-        warnings.warn(message, stacklevel=2)
+        warnings.warn(printable(message), stacklevel=2)
 
     return load_named_model(Path(path), resolve_device(device), warn, compute)[0]
 
@@ -60,22 +66,82 @@ def load_named_model(
     """
     if compute is not None:
         check_choice("compute", compute, COMPUTE)
-    whole_run = path.is_dir()
-    checkpoint = latest_checkpoint(path, note) if whole_run else load_checkpoint(path)
-    name = checkpoint_path(path, checkpoint.step) if whole_run else path
-    dtype = COMPUTE[compute or _trained_in(path if whole_run else path.parent, place)]
-    try:
-        config = config_from_dict(checkpoint.config)
-    except TypeError as error:
-        raise ArbError(
-            f"`{path}` holds a model of another version of arb: {error}",
-            hint="load it with the version that wrote it",
-        ) from None
+    name, checkpoint = read_saved(path, note)
+    dtype = COMPUTE[compute or _trained_in(name.parent, place)]
     with torch.device(place):
-        model = build_model(config, dtype)
-    check_layout(checkpoint.tensors, model.state_dict())
+        model = build_model(saved_config(checkpoint), dtype)
     model.load_state_dict(checkpoint.tensors)
     return model, str(name)
+
+
+class SavedModel(NamedTuple):
+    """A checkpoint, and the path of its file."""
+
+    path: Path
+    checkpoint: Checkpoint
+
+
+def read_saved(path: Path, note: Callable[[str], None]) -> SavedModel:
+    """Read a checkpoint, or the newest intact one of a run, once it is known to be of a model.
+
+    Args:
+        path: a run directory, or a checkpoint.
+        note: is told of each checkpoint that is passed over.
+
+    Raises:
+        ArbError: there is no checkpoint, or it is damaged, or of no model.
+    """
+    if not path.is_dir():
+        return SavedModel(path, load_checkpoint(path, check_saved))
+    checkpoint = latest_checkpoint(path, note, check_saved)
+    return SavedModel(checkpoint_path(path, checkpoint.step), checkpoint)
+
+
+def saved_config(checkpoint: Checkpoint) -> ModelConfig:
+    """Find out what model a checkpoint is of.
+
+    Raises:
+        ArbError: of none that this version can make.
+    """
+    try:
+        return config_from_dict(checkpoint.config)
+    except TypeError as error:
+        raise ArbError(
+            f"it holds a model of another version of arb: {error}",
+            hint="load it with the version that wrote it",
+        ) from None
+
+
+def check_saved(checkpoint: Checkpoint) -> None:
+    """Refuse a checkpoint whose tensors are not those of its own model, or too large; see `Accept`.
+
+    A file is no reason to make room: the model is built where tensors have no memory.
+
+    Args:
+        checkpoint: its tensors may be on `meta`.
+
+    Raises:
+        ArbError: it is refused.
+    """
+    config, tensors = saved_config(checkpoint), checkpoint.tensors
+    in_blocks, in_one = (
+        sum(name.startswith("blocks.") for name in names)
+        for names in (tensors, _layout(dataclasses.replace(config, layers=1)))
+    )
+    if in_blocks != in_one * config.layers:  # told at once, as many blocks take time to build
+        raise ArbError(
+            f"its blocks have {in_blocks} tensors, and those of its configuration"
+            f" {config.layers} times {in_one}",
+            hint="it was altered: name another",
+        )
+    check_layout(tensors, _layout(config))
+    size = sum(tensor.nbytes for tensor in tensors.values())
+    check_room(2 * size, "to read it, and make its model,", "use a machine with more memory")
+
+
+def _layout(config: ModelConfig) -> dict[str, Tensor]:
+    with torch.device("meta"):
+        return build_model(config).state_dict()
 
 
 def _trained_in(run: Path, place: torch.device) -> str:

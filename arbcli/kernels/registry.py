@@ -2,10 +2,17 @@
 
 from arbcli.kernels.attention.decode_attention import DECODE_ATTENTION
 from arbcli.kernels.attention.rotary_norm import ROTARY_NORM, ROTARY_NORM_BACKWARD
+from arbcli.kernels.chunks.boundary_scores import BOUNDARY_SCORES, BOUNDARY_SCORES_BACKWARD
+from arbcli.kernels.chunks.find_chunks import FIND_CHUNKS
+from arbcli.kernels.chunks.gather_chunks import GATHER_CHUNKS
+from arbcli.kernels.chunks.smooth_chunks import SMOOTH_CHUNKS, SMOOTH_CHUNKS_BACKWARD
+from arbcli.kernels.chunks.spread_chunks import SPREAD_CHUNKS, SPREAD_CHUNKS_BACKWARD
+from arbcli.kernels.codec.decode_digits import DECODE_DIGITS
 from arbcli.kernels.codec.decode_e4m3 import DECODE_E4M3
 from arbcli.kernels.codec.decode_weight import DECODE_WEIGHT
 from arbcli.kernels.codec.packing import PACK_TRITS, UNPACK_TRITS
 from arbcli.kernels.matmul.arranged_matmul import ARRANGED_MATMUL
+from arbcli.kernels.matmul.digits_matmul import DIGITS_MATMUL
 from arbcli.kernels.matmul.fp8_matmul import FP8_MATMUL
 from arbcli.kernels.matmul.grouped_matmul import GROUPED_GRAD_W, GROUPED_MATMUL
 from arbcli.kernels.matmul.quantise_rows import QUANTISE_ROWS
@@ -32,17 +39,20 @@ from arbcli.kernels.update.newton_schulz import GRAM, GRAM_POLYNOMIAL
 from arbcli.kernels.update.step_scales import STEP_SCALES
 from arbcli.kernels.update.step_trits import STEP_BY_DIRECTION, STEP_BY_MOMENT
 from arbcli.kernels.update.unit_gain import UNIT_GAIN
+from arbcli.kernels.update.unit_rows import UNIT_ROWS
 
 KERNELS: tuple[KernelSpec, ...] = (
     PACK_TRITS,
     UNPACK_TRITS,
     DECODE_WEIGHT,
+    DECODE_DIGITS,
     DECODE_E4M3,
     QUANTISE_ROWS,
     FP8_MATMUL,
     TERNARY_MATMUL,
     TERNARY_MATMUL_GRAD_X,
     ARRANGED_MATMUL,
+    DIGITS_MATMUL,
     GROUPED_MATMUL,
     GROUPED_GRAD_W,
     EXPERT_COMBINE,
@@ -67,9 +77,18 @@ KERNELS: tuple[KernelSpec, ...] = (
     WEIGHTED_ROWS_GRAD,
     GATHER_ROWS,
     SCATTER_ROWS,
+    BOUNDARY_SCORES,
+    BOUNDARY_SCORES_BACKWARD,
+    FIND_CHUNKS,
+    GATHER_CHUNKS,
+    SMOOTH_CHUNKS,
+    SMOOTH_CHUNKS_BACKWARD,
+    SPREAD_CHUNKS,
+    SPREAD_CHUNKS_BACKWARD,
     GRADIENT_STATISTICS,
     GRADIENT_GAINS,
     UNIT_GAIN,
+    UNIT_ROWS,
     GRAM,
     GRAM_POLYNOMIAL,
     STEP_SCALES,

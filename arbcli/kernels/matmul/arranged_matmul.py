@@ -35,9 +35,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from arbcli.kernels.codec.decode_weight import decode_weight, scales_torch
+from arbcli.kernels.codec.decode_weight import decode_weight
 from arbcli.kernels.codec.packed import Packed, random_packed
 from arbcli.kernels.codec.packing import PLANE, pack_trits, unpack_trits, unpack_trits_torch
+from arbcli.kernels.codec.scales import scales_torch
 from arbcli.kernels.codec.warp_products import (
     HAS_PTX,
     add_products,
@@ -104,6 +105,8 @@ def arrange(packed: Packed, gated: bool = False) -> Arranged:
     """
     packed.check()
     in_features, device = packed.in_features, packed.trits.device
+    if packed.remainder is not None:
+        raise ValueError("weights of all digits are arranged by `arrange_digits`")
     if packed.group_size % PLANE:
         raise ValueError(f"need groups of whole planes of {PLANE} weights, got {packed.group_size}")
     half, odd = divmod(packed.out_features, 2)
