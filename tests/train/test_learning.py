@@ -5,7 +5,8 @@ does. The same seeds end at the same loss, but for last bits of products: these 
 and grow until some weights are rounded another way. So the bars stand on how far 27 runs were moved
 by another instruction set (no AVX in torch, oneDNN and MKL, against AVX-512): one run by 0.7 % (a
 standard deviation; 1.9 % at most), the mean of three seeds by 0.6 % at most, the mean of all by
-0.05 %. Three seeds themselves differ by 0.7 % (by 0.2 to 1.6 % of their mean, by rule and
+0.05 %. Steps by signs hardly depend on last bits: all nine such runs ended at the same four
+digits. Three seeds themselves differ by 0.7 % (by 0.2 to 1.6 % of their mean, by rule and
 direction), the rounding alone makes 0.4 to 0.8 % of it.
 
 `votes` is left out, as it does not learn.
@@ -40,8 +41,9 @@ KNOWN = {
     ("carry", "sign"): (2.3538, 2.4055, 2.3539),
 }
 """Held-out loss in nats a byte of each of `RUNS`, by rule and direction."""
-ONE, THREE, ALL = 0.03, 0.012, 0.005
-"""How far the loss of one run, of three seeds, of all runs, may be from what is known."""
+BAR, BAR_OF_ALL = 0.012, 0.005
+"""How far the mean loss of three seeds, or of one that steps by signs, may be from what is known;
+and that of all runs together."""
 
 
 @pytest.fixture(scope="module")
@@ -81,21 +83,21 @@ def losses(texts):
 
 
 def test_rule_learns_as_well_as_it_did(texts):
-    found = held_out_loss(texts, "moment", "orthogonal", *RUNS[1])
-    assert abs(found / KNOWN["moment", "orthogonal"][1] - 1) <= ONE
+    found = held_out_loss(texts, "moment", "sign", *RUNS[1])
+    assert abs(found / KNOWN["moment", "sign"][1] - 1) <= BAR, found
 
 
 @pytest.mark.slow  # forty seconds, with all of the next
 @pytest.mark.parametrize(("rule", "direction"), KNOWN)
 def test_rule_with_a_direction_learns_as_well_as_it_did(rule, direction, losses):
     found = losses(rule, direction)
-    assert abs(excess(found, KNOWN[rule, direction])) <= THREE, found
+    assert abs(excess(found, KNOWN[rule, direction])) <= BAR, found
 
 
 @pytest.mark.slow
 def test_all_rules_together_learn_as_well_as_they_did(losses):
     """What makes every run a little worse, by half a per cent or more, is seen here."""
-    assert abs(statistics.mean(excess(losses(*of), KNOWN[of]) for of in KNOWN)) <= ALL
+    assert abs(statistics.mean(excess(losses(*of), KNOWN[of]) for of in KNOWN)) <= BAR_OF_ALL
 
 
 def test_every_rule_that_learns_is_known_with_every_direction():
@@ -111,5 +113,5 @@ def test_every_rule_that_learns_is_known_with_every_direction():
 )
 def test_what_learns_worse_is_seen(owner, constant, value, texts, monkeypatch):
     monkeypatch.setattr(owner, constant, value)
-    found = held_out_loss(texts, "moment", "orthogonal", *RUNS[1])
-    assert found / KNOWN["moment", "orthogonal"][1] - 1 > ONE
+    found = held_out_loss(texts, "moment", "sign", *RUNS[1])
+    assert found / KNOWN["moment", "sign"][1] - 1 > BAR
