@@ -9,7 +9,7 @@ import typer
 
 from arbcli.config.checks import check_choice
 from arbcli.config.dense import SCALE_TYPES
-from arbcli.config.hnet import BOUNDARIES
+from arbcli.config.hnet import BOUNDARIES, OUTER_BLOCKS
 from arbcli.config.presets import check_preset
 from arbcli.config.training import COMPUTES
 from arbcli.directions import DIRECTIONS
@@ -221,6 +221,14 @@ Boundaries = Annotated[
         help="Where chunks begin: learned, every (so many bytes) or space"
         " (after one). [default: learned]",
         callback=one_of("boundaries", BOUNDARIES),
+    ),
+]
+OuterBlocks = Annotated[
+    str | None,
+    typer.Option(
+        help="Only with hnet presets: what encoders and decoders are made of, attention (in a"
+        " window) or mamba (Mamba-2). [default: attention]",
+        callback=one_of("outer_blocks", OUTER_BLOCKS),
     ),
 ]
 ChunkLength = Annotated[

@@ -99,6 +99,8 @@ def test_report_has_bits_ratio_and_entropy(tmp_path):
     bits = 8 + 127 * report.bits_per_byte
     assert report.compression_ratio == pytest.approx(128 * 8 / bits)
     assert report.entropy == pytest.approx(1.0397208)
+    assert report.bytes_per_second == pytest.approx(report.bytes / report.seconds)
+    assert report.seconds > 0
 
 
 @pytest.mark.parametrize(("content", "stride", "message"), [
