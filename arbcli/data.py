@@ -30,6 +30,12 @@ MAX_OPEN_MAPS = 64
 BLOCK_BYTES = 2**20
 MAX_BLOCKS = 256
 """Blocks that `entropy` and `digest` read: a text of more than 256 MiB is sampled."""
+FEW_FILES = 20
+"""With more of them a tenth of the files is a fair sample."""
+USUAL_SHARES = (0.02, 0.3)
+"""Of all bytes, that a tenth of the files has unless some are much larger than others."""
+FAR_NATS = 0.5
+"""Difference of order-0 entropies; parts of one kind of text differ by hundredths."""
 NOT_TEXT = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test"})
 """Folders left out of the standard library: what was installed, and tests."""
 
@@ -62,6 +68,15 @@ class Text:
             begin += size
         self._begins = [0, *accumulate(self.sizes)]
         self._maps: OrderedDict[int, mmap] = OrderedDict()
+
+    @classmethod
+    def of_parts(cls, parts: Sequence[tuple[Path, int, int]]) -> "Text":
+        """Make one of parts of files: (path, start, stop) each, in bytes."""
+        text = cls([])
+        pieces = (_Piece(Path(os.path.abspath(path)), *where) for path, *where in parts)
+        text._pieces = [piece for piece in pieces if piece.start < piece.stop]
+        text._begins = [0, *accumulate(text.sizes)]
+        return text
 
     def __len__(self) -> int:
         return self._begins[-1]
@@ -232,10 +247,17 @@ class Texts:
     """Not part of `train`, unless the caller named it so."""
     description: str
     """A few words for people: what was named, and its number of files."""
+    split: str | None = None
+    """How several files were split: by `files`, or `within` each; None if there was no choice."""
 
 
 def open_texts(
-    data: Sequence[str] | None, val: Sequence[str] | None, *, seed: int, context: int
+    data: Sequence[str] | None,
+    val: Sequence[str] | None,
+    *,
+    seed: int,
+    context: int,
+    split: str | None = None,
 ) -> Texts:
     """Find the files of a run and split them into training and validation.
 
@@ -246,9 +268,11 @@ def open_texts(
         data: entries; None is the standard library source of the running Python.
         val: entries that are the validation, all of `data` being training. None is the last tenth
             of a single file, or a tenth of several files, chosen by a hash of `seed` and their
-            paths within their common folder.
+            paths within their common folder. If that is much more or less than a tenth of few
+            files, or another kind of text, it is the last tenth of each of them.
         seed: seed of the split by file.
         context: in bytes; each text must hold one window of `context` + 1.
+        split: how several files are split, as `Texts.split` has it; None chooses.
 
     Raises:
         ArbError: an entry names nothing, or what cannot be read; a text is too short.
@@ -266,7 +290,7 @@ def open_texts(
         cut = num_bytes - num_bytes // 10
         texts = Text(files, stop=cut), Text(files, start=cut)
     else:
-        texts = tuple(map(Text, _split_files(files, seed)))
+        split, texts = _split(files, seed, split if data else "files", context)
     for text, role in zip(texts, ("training", "validation"), strict=True):
         if len(text) <= context:
             raise ArbError(
@@ -274,7 +298,7 @@ def open_texts(
                 f" and this one has {len(text):,}",
                 hint="choose a smaller `--ctx`, or name more text with `--data` and `--val`",
             )
-    return Texts(*texts, _describe(name, len(files)))
+    return Texts(*texts, _describe(name, len(files)), split)
 
 
 def open_text(entries: Sequence[str]) -> tuple[Text, str]:
@@ -296,6 +320,28 @@ def _name(entries: Sequence[str]) -> str:
 
 def _describe(name: str, num_files: int) -> str:
     return f"{name} ({num_files:,} file{'' if num_files == 1 else 's'})"
+
+
+def _split(
+    files: list[Path], seed: int, how: str | None, context: int
+) -> tuple[str, tuple[Text, Text]]:
+    """Split two or more files into training and validation, and tell how."""
+    if how != "within":
+        by_file = tuple(map(Text, _split_files(files, seed)))
+        if how == "files" or len(files) >= FEW_FILES or _are_alike(*by_file):
+            return "files", by_file
+    cuts = [(path, size - size // 10, size) for path in files for size in [_file_bytes(path)]]
+    within = Text.of_parts([(path, 0, cut) for path, cut, _ in cuts]), Text.of_parts(cuts)
+    if how is None and len(within[1]) <= context:  # files of a few bytes
+        return "files", by_file
+    return "within", within
+
+
+def _are_alike(train: Text, val: Text) -> bool:
+    """Tell whether one text may be held out of the other: by its size and its entropy."""
+    least, most = USUAL_SHARES
+    share = len(val) / max(1, len(train) + len(val))
+    return least <= share <= most and abs(entropy(train) - entropy(val)) <= FAR_NATS
 
 
 def _split_files(files: list[Path], seed: int) -> tuple[list[Path], list[Path]]:

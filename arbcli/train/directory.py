@@ -213,6 +213,7 @@ def open_texts_again(facts: dict[str, Any], config: TrainConfig) -> Texts:
         ArbError: they are at neither place.
     """
     where = {"seed": config.seed, "context": config.model.ctx}
+    where["split"] = facts["text"].get("split", "files")  # as an earlier version did
     if paths := facts["text"].get("paths"):  # absent from a run that an earlier version began
         with suppress(ArbError):
             return open_texts(paths["data"], paths["val"], **where)
@@ -259,6 +260,7 @@ def run_facts(config: TrainConfig, texts: Texts) -> dict[str, Any]:
         "digests": field_digests(config),
         "text": {
             "description": texts.description,
+            "split": texts.split,
             "digest": text_digest(texts),
             "entropy": entropy(texts.val),
             "paths": {name: _absolute(getattr(config, name)) for name in ("data", "val")},
