@@ -1,6 +1,8 @@
 """Pages of help: options in groups, with types that a person reads."""
 
+import inspect
 import re
+from collections.abc import Callable
 from typing import Any
 
 from typer.core import TyperCommand
@@ -8,7 +10,7 @@ from typer.core import TyperCommand
 PARTS = "Parts of arb-tiny and arb-3b"
 GROUPS = {
     "Model": "preset ctx rule digits direction tscale_type weights sub_norms dim layers heads ffn",
-    "Parts of hnet presets": "boundaries chunk_length",
+    "Parts of hnet presets": "boundaries chunk_length outer_blocks",
     PARTS: "attention sequencer codebook knowledge_codebook moe graph router memgram moe_top_k"
     " max_moe_iters",
     "Text": "data val",
@@ -24,6 +26,11 @@ _TYPE = re.compile(r" (<[^>]+>|[A-Z][A-Z ]*)$")
 """What Typer writes behind an option, in its present words and in those of earlier versions."""
 TYPES = {"int": "N", "float": "X", "path": "PATH", "list": "PATH"}
 """What stands for a value, by how Typer calls its type; a name for any other."""
+
+
+def summary(command: Callable) -> str:
+    """Find what a command does in a line of the list of commands: its first line, no example."""
+    return re.split(r": `|[;.]", inspect.getdoc(command).splitlines()[0])[0] + "."
 
 
 class Command(TyperCommand):
