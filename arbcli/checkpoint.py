@@ -29,7 +29,7 @@ import re
 import stat
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
@@ -93,6 +93,8 @@ class Checkpoint:
     """Which text, by its digest, and the position in it."""
     tensors: Mapping[str, Tensor]
     """By name, whose last part tells the dtype: see above."""
+    digest: str = ""
+    """Of the file that it was read from, see above; empty for one that was not."""
 
 
 def save_checkpoint(directory: Path, checkpoint: Checkpoint, keep: int = 2) -> Path:
@@ -114,6 +116,25 @@ def save_checkpoint(directory: Path, checkpoint: Checkpoint, keep: int = 2) -> P
     """
     if checkpoint.step < 0 or keep < 1:
         raise ValueError(f"cannot save step {checkpoint.step} and keep {keep}")
+    path = checkpoint_path(directory, checkpoint.step)
+    with _os_errors("write", path, _WRITE_HINT):
+        for stale in directory.glob(".step-*.tmp"):  # a killed process left it
+            stale.unlink()
+    write_checkpoint(path, checkpoint)
+    with _os_errors("write", path, _WRITE_HINT):
+        older = [old for old in checkpoints(directory) if _step(old) < checkpoint.step]
+        for old in older[keep - 1 :]:
+            old.unlink()
+    return path
+
+
+def write_checkpoint(path: Path, checkpoint: Checkpoint) -> None:
+    """Write a checkpoint to a file of any name, whole or not at all.
+
+    Raises:
+        ArbError: it cannot be written; what was there before is intact.
+        ValueError: a tensor is not what its name says, or the name is not plain ASCII.
+    """
     tensors = dict(sorted(checkpoint.tensors.items()))
     for name, tensor in tensors.items():
         if not _TENSOR_NAME.fullmatch(name) or tensor.dtype != _dtype(name):
@@ -138,19 +159,19 @@ def save_checkpoint(directory: Path, checkpoint: Checkpoint, keep: int = 2) -> P
         file.seek(0)
         file.write(header(digests))
 
-    path = checkpoint_path(directory, checkpoint.step)
-    with _os_errors("write", path, _WRITE_HINT):
-        for stale in directory.glob(".step-*.tmp"):  # a killed process left it
-            stale.unlink()
-        _write_whole(path, write)
-        older = [old for old in checkpoints(directory) if _step(old) < checkpoint.step]
-        for old in older[keep - 1 :]:
-            old.unlink()
-    return path
+    write_file(path, write)
 
 
-def load_checkpoint(path: Path) -> Checkpoint:
+Select = Callable[[dict[str, Any]], Container[str]]
+"""From what a checkpoint says of its model to the names of the tensors that are wanted."""
+
+
+def load_checkpoint(path: Path, select: Select | None = None) -> Checkpoint:
     """Read a checkpoint, trusting nothing in the file before it is checked.
+
+    Args:
+        path: of the file.
+        select: names the tensors to keep, the others are checked and forgotten; None keeps all.
 
     Returns:
         The checkpoint, its tensors on the CPU and in memory of their own.
@@ -164,7 +185,7 @@ def load_checkpoint(path: Path) -> Checkpoint:
             if not stat.S_ISREG(path.stat().st_mode):
                 raise ArbError("it is not a regular file", hint=_READ_HINT)
             with path.open("rb") as file:
-                return _read_checkpoint(file)
+                return _read_checkpoint(file, select)
         except ArbError as error:
             kind, why, hint = type(error), str(error), error.hint
         except RecursionError:
@@ -183,12 +204,15 @@ def checkpoints(directory: Path) -> list[Path]:
     return sorted((p for p in paths if _FILE_NAME.fullmatch(p.name)), key=_step, reverse=True)
 
 
-def latest_checkpoint(directory: Path, note: Callable[[str], None]) -> Checkpoint:
+def latest_checkpoint(
+    directory: Path, note: Callable[[str], None], select: Select | None = None
+) -> Checkpoint:
     """Load the newest checkpoint that is intact, passing over those that are damaged.
 
     Args:
         directory: the run.
         note: is told of each checkpoint that is passed over, and why.
+        select: names the tensors to keep; None keeps all.
 
     Raises:
         ArbError: none can be used, or one cannot be read that may be whole.
@@ -198,7 +222,7 @@ def latest_checkpoint(directory: Path, note: Callable[[str], None]) -> Checkpoin
         if refusals:
             note(f"{refusals[-1]}; using the one before it")
         try:
-            return load_checkpoint(path)
+            return load_checkpoint(path, select)
         except DamagedError as error:
             refusals.append(str(error))
     if not refusals:
@@ -271,8 +295,21 @@ def write_text(path: Path, text: str) -> None:
     Raises:
         ArbError: it cannot be written; what was there before is intact.
     """
+    write_file(path, lambda file: file.write(text.encode()))
+
+
+def write_file(path: Path, write: Callable[[BufferedIOBase], object]) -> None:
+    """Write a file, whole or not at all.
+
+    Args:
+        path: of the file.
+        write: writes what it holds to a file that is open.
+
+    Raises:
+        ArbError: it cannot be written; what was there before is intact.
+    """
     with _os_errors("write", path, _WRITE_HINT):
-        _write_whole(path, lambda file: file.write(text.encode()))
+        _write_whole(path, write)
 
 
 def read_json(path: Path) -> Any:
@@ -415,7 +452,7 @@ def _size(name: str, shape: list[int]) -> int:
     return _dtype(name).itemsize * math.prod(shape)
 
 
-def _read_checkpoint(file: BufferedReader) -> Checkpoint:
+def _read_checkpoint(file: BufferedReader, select: Select | None) -> Checkpoint:
     """Read the header, and what it says only once the header is found to be ours."""
     size = os.fstat(file.fileno()).st_size
     prefix = file.read(8)
@@ -432,19 +469,22 @@ def _read_checkpoint(file: BufferedReader) -> Checkpoint:
     _require(size >= expected, f"it is truncated: it has {size} bytes of {expected}")
     _require(size == expected, f"it has {size - expected} bytes too many")
 
+    wanted = select(metadata["config"]) if select else shapes
+
     def read() -> Iterator[tuple[str, Tensor]]:
         for name, shape in shapes.items():
             tensor = torch.empty(shape, dtype=_dtype(name), device="cpu")
             file.readinto(_bytes(tensor))  # a short read fails the digest
             yield name, tensor
 
-    def verify(name: str, tensor: Tensor) -> tuple[str, Tensor]:
+    def verify(name: str, tensor: Tensor) -> tuple[str, Tensor | None]:
         _require(_digest(name, tensor) == metadata["digests"][name], f"`{name}` was altered")
         _require(_is_legal(name, tensor), f"`{name}` has a byte that is no five trits")
-        return name, tensor
+        return name, tensor if name in wanted else None
 
-    tensors = dict(_in_threads(verify, read()))
-    fields = {field: metadata[field] for field in ("step", "config", "counters", "data")}
+    checked = _in_threads(verify, read())
+    tensors = {name: tensor for name, tensor in checked if tensor is not None}
+    fields = {field: metadata[field] for field in ("step", "config", "counters", "data", "digest")}
     return Checkpoint(**fields, tensors=tensors)
 
 

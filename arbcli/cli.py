@@ -11,6 +11,7 @@ from arbcli.commands._options import in_options
 from arbcli.commands.audit_memory import audit_memory
 from arbcli.commands.count_params import count_params
 from arbcli.commands.evaluate import evaluate
+from arbcli.commands.export import export
 from arbcli.commands.generate import generate
 from arbcli.commands.probe_loss import probe_loss
 from arbcli.commands.train import train
@@ -30,7 +31,7 @@ app = typer.Typer(
     " signal with the state saved, 3 stopped by a signal with nothing saved.",
 )
 for command in (
-    train, generate, evaluate, audit_memory, verify_kernels, count_params, probe_loss
+    train, generate, evaluate, export, audit_memory, verify_kernels, count_params, probe_loss
 ):  # fmt: skip
     app.command()(command)
 

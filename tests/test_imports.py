@@ -23,6 +23,7 @@ RANK = {
     "checkpoint": 5,
     "infer": 6,
     "train": 7,
+    "export": 8,
     "inspect": 8,
     "verify": 9,
     "commands": 10,

@@ -2,11 +2,14 @@
 
 import warnings
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from arbcli.checkpoint import (
+    Checkpoint,
     check_layout,
     checkpoint_path,
     latest_checkpoint,
@@ -63,19 +66,84 @@ def load_named_model(
     whole_run = path.is_dir()
     checkpoint = latest_checkpoint(path, note) if whole_run else load_checkpoint(path)
     name = checkpoint_path(path, checkpoint.step) if whole_run else path
-    dtype = COMPUTE[compute or _trained_in(path if whole_run else path.parent, place)]
+    trained_in = checkpoint.data.get("compute") or _trained_in(_run_of(path), place)
+    with torch.device(place):
+        model = _build(path, checkpoint.config, COMPUTE[compute or trained_in])
+    if is_export(checkpoint):
+        model.drop_training_state()
+    check_layout(checkpoint.tensors, model.state_dict())
+    model.load_state_dict(checkpoint.tensors)
+    return model, str(name)
+
+
+@dataclass(frozen=True, eq=False)
+class Weights:
+    """A trained model without what only a step needs, and where it comes from."""
+
+    model: LanguageModel
+    """On the CPU, in float32."""
+    checkpoint: Checkpoint
+    """What it was read from; its tensors are those of the model."""
+    path: Path
+    """Of the checkpoint."""
+    compute: str
+    """What the run was trained in."""
+
+    @property
+    def origin(self) -> str:
+        """Digest of the checkpoint that training wrote, also where this is an export of it."""
+        return self.checkpoint.data.get("origin", self.checkpoint.digest)
+
+
+def load_weights(path: Path, note: Callable[[str], None]) -> Weights:
+    """Load a trained model to be written in another form; training state is checked and forgotten.
+
+    Args:
+        path: a run directory, whose newest intact checkpoint is taken, or a checkpoint.
+        note: is told of each checkpoint that is passed over.
+
+    Raises:
+        ArbError: there is no checkpoint, or it is damaged.
+    """
+
+    def build(config: dict[str, Any]) -> LanguageModel:
+        with torch.device("meta"):
+            model = _build(path, config, torch.float32)
+        model.drop_training_state()
+        return model
+
+    def select(config: dict[str, Any]) -> set[str]:
+        return set(build(config).state_dict())
+
+    whole_run = path.is_dir()
+    reading = (path, note) if whole_run else (path,)
+    checkpoint = (latest_checkpoint if whole_run else load_checkpoint)(*reading, select)
+    model = build(checkpoint.config)
+    check_layout(checkpoint.tensors, model.state_dict())
+    model.load_state_dict(checkpoint.tensors, assign=True)
+    place = checkpoint_path(path, checkpoint.step) if whole_run else path
+    compute = checkpoint.data.get("compute") or _trained_in(_run_of(path), torch.device("cpu"))
+    return Weights(model, checkpoint, place, compute)
+
+
+def is_export(checkpoint: Checkpoint) -> bool:
+    """Whether a checkpoint has the weights only, as `arb export --to safetensors` writes it."""
+    return "origin" in checkpoint.data
+
+
+def _build(path: Path, fields: dict[str, Any], dtype: torch.dtype) -> LanguageModel:
     try:
-        config = config_from_dict(checkpoint.config)
+        config = config_from_dict(fields)
     except TypeError as error:
         raise ArbError(
             f"`{path}` holds a model of another version of arb: {error}",
             hint="load it with the version that wrote it",
         ) from None
-    with torch.device(place):
-        model = build_model(config, dtype)
-    check_layout(checkpoint.tensors, model.state_dict())
-    model.load_state_dict(checkpoint.tensors)
-    return model, str(name)
+    return build_model(config, dtype)
+
+
+def _run_of(path: Path) -> Path:
+    return path if path.is_dir() else path.parent
 
 
 def _trained_in(run: Path, place: torch.device) -> str:
