@@ -13,6 +13,7 @@ from arbcli.commands.count_params import count_params
 from arbcli.commands.evaluate import evaluate
 from arbcli.commands.export import export
 from arbcli.commands.generate import generate
+from arbcli.commands.inspect import inspect
 from arbcli.commands.probe_loss import probe_loss
 from arbcli.commands.train import train
 from arbcli.commands.verify_kernels import verify_kernels
@@ -31,7 +32,8 @@ app = typer.Typer(
     " signal with the state saved, 3 stopped by a signal with nothing saved.",
 )
 for command in (
-    train, generate, evaluate, export, audit_memory, verify_kernels, count_params, probe_loss
+    train, generate, evaluate, export, inspect, audit_memory, verify_kernels, count_params,
+    probe_loss,
 ):  # fmt: skip
     app.command()(command)
 

@@ -24,12 +24,12 @@ RANK = {
     "infer": 6,
     "train": 7,
     "export": 8,
-    "inspect": 8,
-    "verify": 9,
-    "commands": 10,
-    "cli": 11,
-    "__main__": 12,
-    "__init__": 12,
+    "inspect": 9,
+    "verify": 10,
+    "commands": 11,
+    "cli": 12,
+    "__main__": 13,
+    "__init__": 13,
 }
 
 

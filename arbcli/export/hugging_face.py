@@ -8,12 +8,16 @@ from io import BufferedIOBase
 from pathlib import Path
 from typing import Any
 
-from arbcli.checkpoint import write_file, write_json, write_text
+import torch
+from torch import Tensor
+
+from arbcli.checkpoint import read_json, write_file, write_json, write_text
 from arbcli.config.dense import VOCABULARY, ModelConfig
 from arbcli.errors import ArbError
 from arbcli.export.block_types import BF16, F32, BlockType, encode_numbers
 from arbcli.export.card import model_card
 from arbcli.export.gguf import END, byte_symbols
+from arbcli.export.gguf_file import Entry
 from arbcli.export.qwen3 import read, sources
 from arbcli.infer.load import Weights
 from arbcli.model.dense import ByteLM
@@ -66,8 +70,8 @@ def write_folder(path: Path, weights: Weights, name: str, kind: str | None) -> B
 def _write_files(folder: Path, weights: Weights, name: str, kind: BlockType) -> None:
     config = weights.model.config
     ends = {"eos_token_id": END, "pad_token_id": END}
-    write_file(folder / "model.safetensors", lambda file: _write_weights(file, weights, kind))
-    write_json(folder / "config.json", _config(config, kind) | ends)
+    write_file(folder / ModelFolder.WEIGHTS, lambda file: _write_weights(file, weights, kind))
+    write_json(folder / ModelFolder.CONFIG, _config(config, kind) | ends | _about(weights))
     write_json(folder / "generation_config.json", ends)
     write_json(folder / "tokenizer.json", _tokenizer())
     write_json(
@@ -142,6 +146,79 @@ def _config(config: ModelConfig, kind: BlockType) -> dict[str, Any]:
             },
         }
     return values
+
+
+def _about(weights: Weights) -> dict[str, Any]:
+    return {"arb.step": weights.checkpoint.step, "arb.origin": weights.origin}
+
+
+class ModelFolder:
+    """A folder that is read; its tensors have the names of GGUF.
+
+    Raises:
+        ArbError: it is none that `arb export` writes, or a file is damaged.
+    """
+
+    CONFIG, WEIGHTS = "config.json", "model.safetensors"
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.keys: dict[str, Any] = {}
+        """What is said of the model."""
+        self.entries: dict[str, Entry] = {}
+        """The tensors by name."""
+        self._begins: dict[str, int] = {}
+        try:
+            self.keys = read_json(path / self.CONFIG)
+            self._read_header((path / self.WEIGHTS).stat().st_size)
+        except (KeyError, TypeError, ValueError) as error:
+            raise self._refused(f"it is none of `arb export`: {error}") from None
+
+    def tensor(self, name: str) -> Tensor:
+        """Read a tensor: float32."""
+        entry = self.entries[name]
+        data = bytearray(entry.num_bytes)
+        with (self.path / self.WEIGHTS).open("rb") as file:
+            file.seek(self._begins[name])
+            file.readinto(data)
+        numbers = torch.frombuffer(data, dtype=entry.kind.dtype)
+        return numbers.view(entry.shape).to(torch.float32)
+
+    def _read_header(self, size: int) -> None:
+        with (self.path / self.WEIGHTS).open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            if 8 + length > size:
+                raise self._refused("its weights are truncated")
+            header = json.loads(file.read(length))
+        header.pop("__metadata__", None)
+        names = self._names()
+        if names.keys() != header.keys():
+            raise self._refused("its weights are not those that its configuration names")
+        for theirs, entry in header.items():
+            name, (begin, end) = names[theirs], entry["data_offsets"]
+            kind = TYPES[entry["dtype"].lower()]
+            self.entries[name] = Entry(name, tuple(entry["shape"]), kind)
+            self._begins[name] = 8 + length + begin
+            if self.entries[name].num_bytes != end - begin or 8 + length + end > size:
+                raise self._refused("its weights are truncated, or were altered")
+
+    def _names(self) -> dict[str, str]:
+        """Name the tensors in GGUF, by what they are called here."""
+        says = self.keys
+        config = ModelConfig(
+            dim=says["hidden_size"],
+            layers=says["num_hidden_layers"],
+            heads=says["num_attention_heads"],
+            ffn=says["intermediate_size"],
+            ctx=says["sliding_window"],
+            sub_norms="auto_map" in says,
+        )
+        with torch.device("meta"):
+            every = sources(ByteLM(config))
+        return {part.hugging_face: part.gguf for source in every for part in source.parts}
+
+    def _refused(self, why: str) -> ArbError:
+        return ArbError(f"`{self.path}`: refused: {why}", hint="name a folder of `arb export`")
 
 
 def _tokenizer() -> dict[str, Any]:

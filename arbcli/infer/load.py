@@ -67,11 +67,7 @@ def load_named_model(
     checkpoint = latest_checkpoint(path, note) if whole_run else load_checkpoint(path)
     name = checkpoint_path(path, checkpoint.step) if whole_run else path
     trained_in = checkpoint.data.get("compute") or _trained_in(_run_of(path), place)
-    with torch.device(place):
-        model = _build(path, checkpoint.config, COMPUTE[compute or trained_in])
-    if is_export(checkpoint):
-        model.drop_training_state()
-    check_layout(checkpoint.tensors, model.state_dict())
+    model = empty_model(path, checkpoint, place, COMPUTE[compute or trained_in])
     model.load_state_dict(checkpoint.tensors)
     return model, str(name)
 
@@ -107,8 +103,7 @@ def load_weights(path: Path, note: Callable[[str], None]) -> Weights:
     """
 
     def build(config: dict[str, Any]) -> LanguageModel:
-        with torch.device("meta"):
-            model = _build(path, config, torch.float32)
+        model = _build(path, config, torch.device("meta"), torch.float32)
         model.drop_training_state()
         return model
 
@@ -131,7 +126,33 @@ def is_export(checkpoint: Checkpoint) -> bool:
     return "origin" in checkpoint.data
 
 
-def _build(path: Path, fields: dict[str, Any], dtype: torch.dtype) -> LanguageModel:
+def empty_model(
+    path: Path,
+    checkpoint: Checkpoint,
+    place: torch.device | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> LanguageModel:
+    """Make the model that a checkpoint fits, its weights not yet set.
+
+    Args:
+        path: of the checkpoint, for an error.
+        checkpoint: what to fit.
+        place: where to put it; None is torch's `meta` device.
+        dtype: of activations.
+
+    Raises:
+        ArbError: it is of another version of arb, or has other tensors.
+    """
+    model = _build(path, checkpoint.config, place or torch.device("meta"), dtype)
+    if is_export(checkpoint):
+        model.drop_training_state()
+    check_layout(checkpoint.tensors, model.state_dict())
+    return model
+
+
+def _build(
+    path: Path, fields: dict[str, Any], place: torch.device, dtype: torch.dtype
+) -> LanguageModel:
     try:
         config = config_from_dict(fields)
     except TypeError as error:
@@ -139,7 +160,8 @@ def _build(path: Path, fields: dict[str, Any], dtype: torch.dtype) -> LanguageMo
             f"`{path}` holds a model of another version of arb: {error}",
             hint="load it with the version that wrote it",
         ) from None
-    return build_model(config, dtype)
+    with place:
+        return build_model(config, dtype)
 
 
 def _run_of(path: Path) -> Path:
