@@ -24,6 +24,7 @@ RANK = {
     "infer": 6,
     "train": 7,
     "export": 8,
+    "loggers": 8,
     "inspect": 9,
     "verify": 10,
     "commands": 11,

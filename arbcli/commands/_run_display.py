@@ -67,6 +67,9 @@ class RunDisplay:
     def noted(self, message: str) -> None:
         note(message)
 
+    def ended(self, report: "TrainReport") -> None:
+        """Show nothing yet: the curve may still be drawn."""
+
     def finished(self, report: "TrainReport") -> None:
         """Show how the run ended."""
         if report.stopped_by:

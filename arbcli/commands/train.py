@@ -41,7 +41,14 @@ from arbcli.commands._outputs import PICTURES, check_file
 from arbcli.commands._run_display import RunDisplay
 from arbcli.config.dense import WEIGHTS
 from arbcli.errors import ArbError
+from arbcli.loggers import LOGGERS, check_logger, find_logger
 from arbcli.signals import exit_code
+
+
+def _check_loggers(names: list[str] | None) -> list[str] | None:
+    for name in names or ():
+        check_logger(name)
+    return names
 
 
 def train(
@@ -98,6 +105,13 @@ def train(
     backend: Backend = None,
     seed: Seed = None,
     plot: Annotated[Path | None, typer.Option(help="Draw the losses: .png, .pdf or .svg.")] = None,
+    log: Annotated[
+        list[str] | None,
+        typer.Option(
+            help=f"Hand on figures to {', '.join(LOGGERS)}; may be given again.",
+            callback=_check_loggers,
+        ),
+    ] = None,
     quiet: Annotated[bool, typer.Option("--quiet", help="No progress.")] = False,
     as_json: Json = False,
     attention: Attention = None,
@@ -151,19 +165,21 @@ def train(
     from arbcli.inspect import plots  # torch takes seconds to import, so not for `arb --help`
     from arbcli.train.configure import new_config
     from arbcli.train.directory import RUNS, latest_run
-    from arbcli.train.run import resume_run, start_run
+    from arbcli.train.run import Observers, resume_run, start_run
 
     if plot is not None:
         plots.require_matplotlib()
         check_file(plot, "--plot", PICTURES)
     with RunDisplay(quiet=quiet, as_json=as_json) as display:
+        loggers = [find_logger(name, display.noted) for name in dict.fromkeys(log or ())]
+        observer = Observers([display, *loggers])
         if resume is not None:
             _refuse_changes(given | given_options(minutes=minutes))
             path = latest_run(out or RUNS) if resume == "auto" else Path(resume)
-            report = resume_run(path, display, device=device, backend=backend)
+            report = resume_run(path, observer, device=device, backend=backend)
         else:
             config = new_config(**given, device=device, backend=backend)
-            report = start_run(config, out, display, minutes=minutes)
+            report = start_run(config, out, observer, minutes=minutes)
     if plot is not None:
         plots.plot_training(Path(report.run), plot)
     display.finished(report)

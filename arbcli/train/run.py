@@ -3,7 +3,7 @@
 import dataclasses
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -70,6 +70,36 @@ class Observer:
 
     def noted(self, message: str) -> None:
         """Something that a person should know."""
+
+    def ended(self, report: TrainReport) -> None:
+        """The run has come to its end, or to a signal; an error is not told."""
+
+
+class Observers(Observer):
+    """Tells several observers, in their order."""
+
+    def __init__(self, observers: Sequence[Observer]) -> None:
+        self.observers = observers
+
+    def started(self, run: Path, trainer: Trainer, facts: dict[str, Any]) -> None:
+        """Tell that the run begins."""
+        for observer in self.observers:
+            observer.started(run, trainer, facts)
+
+    def recorded(self, record: Record) -> None:
+        """Tell of a record."""
+        for observer in self.observers:
+            observer.recorded(record)
+
+    def noted(self, message: str) -> None:
+        """Tell what a person should know."""
+        for observer in self.observers:
+            observer.noted(message)
+
+    def ended(self, report: TrainReport) -> None:
+        """Tell how the run ended."""
+        for observer in self.observers:
+            observer.ended(report)
 
 
 def start_run(
@@ -228,7 +258,7 @@ class _Loop:
             if not signal.received:
                 sample = self._sample()
         saved = self.saved_step is not None and checkpoint_path(self.run_path, self.saved_step)
-        return TrainReport(
+        report = TrainReport(
             run=str(self.run_path),
             checkpoint=str(saved) if saved else None,
             steps=trainer.step,
@@ -239,6 +269,8 @@ class _Loop:
             sample=sample,
             stopped_by=signal.received.name if signal.received else None,
         )
+        self.observer.ended(report)
+        return report
 
     @contextmanager
     def _saved_after_an_error(self) -> Iterator[None]:
