@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.table import Table
 
-from arbcli.commands._options import Backend, Checkpoint, ComputeOfRun, Device, Json
+from arbcli.commands._options import Backend, Checkpoint, ComputeOfRun, Device, Field, Json
 from arbcli.output import LiveLine, emit, note, table
 
 if TYPE_CHECKING:
@@ -18,6 +18,7 @@ def evaluate(
     data: Annotated[
         list[str], typer.Option(help="File, folder or glob; may be given again, for one text.")
     ],
+    field: Field = None,
     stride: Annotated[
         int | None,
         typer.Option(min=1, help="Bytes between windows. [default: half the model's context]"),
@@ -44,6 +45,7 @@ def evaluate(
             model,
             name,
             data,
+            field=field,
             stride=stride,
             batch=batch,
             backend=backend,

@@ -16,6 +16,7 @@ from arbcli.commands._options import (
     Dim,
     Direction,
     Ffn,
+    Field,
     Graph,
     Heads,
     Json,
@@ -40,8 +41,11 @@ from arbcli.commands._options import (
 from arbcli.commands._outputs import PICTURES, check_file
 from arbcli.commands._run_display import RunDisplay
 from arbcli.config.dense import WEIGHTS
+from arbcli.config.file import read_settings, settings_text
+from arbcli.config.training import train_config_dict
 from arbcli.errors import ArbError
 from arbcli.loggers import LOGGERS, check_logger, find_logger
+from arbcli.output import emit_json, write_bytes
 from arbcli.signals import exit_code
 
 
@@ -56,6 +60,7 @@ def train(
     ctx: Ctx = None,
     data: Data = None,
     val: Val = None,
+    field: Field = None,
     steps: Annotated[int | None, typer.Option(min=1, help="[default: 400]")] = None,
     minutes: Annotated[
         float | None, typer.Option(min=0.01, help="Train as many steps as fit, not --steps.")
@@ -87,6 +92,15 @@ def train(
     layers: Layers = None,
     heads: Heads = None,
     ffn: Ffn = None,
+    config_file: Annotated[
+        Path | None,
+        typer.Option(
+            "--config", help="Settings as TOML, or a run's config.json; options go first."
+        ),
+    ] = None,
+    print_config: Annotated[
+        bool, typer.Option("--print-config", help="Print the settings as TOML, and do not train.")
+    ] = False,
     out: Annotated[Path | None, typer.Option(help="[default: the next free one in runs/]")] = None,
     resume: Annotated[
         str | None,
@@ -131,6 +145,7 @@ def train(
         ctx=ctx,
         data=data,
         val=val,
+        field=field,
         steps=steps,
         batch=batch,
         accum=accum,
@@ -162,11 +177,23 @@ def train(
         moe_top_k=moe_top_k,
         max_moe_iters=max_moe_iters,
     )
+    if print_config and resume is not None:
+        raise ArbError("a run goes on with its own settings", hint="read them in its `config.json`")
+    if config_file is not None and resume is None:
+        given = read_settings(config_file) | given
     from arbcli.inspect import plots  # torch takes seconds to import, so not for `arb --help`
     from arbcli.train.configure import new_config
     from arbcli.train.directory import RUNS, latest_run
     from arbcli.train.run import Observers, resume_run, start_run
 
+    place = given_options(device=device, backend=backend)
+    if print_config:
+        config = new_config(**given | place)
+        if as_json:
+            emit_json(train_config_dict(config))
+        else:
+            write_bytes(settings_text(config, given.get("preset", "tiny")).encode())
+        return
     if plot is not None:
         plots.require_matplotlib()
         check_file(plot, "--plot", PICTURES)
@@ -174,11 +201,11 @@ def train(
         loggers = [find_logger(name, display.noted) for name in dict.fromkeys(log or ())]
         observer = Observers([display, *loggers])
         if resume is not None:
-            _refuse_changes(given | given_options(minutes=minutes))
+            _refuse_changes(given | given_options(minutes=minutes, config=config_file))
             path = latest_run(out or RUNS) if resume == "auto" else Path(resume)
             report = resume_run(path, observer, device=device, backend=backend)
         else:
-            config = new_config(**given, device=device, backend=backend)
+            config = new_config(**given | place)
             report = start_run(config, out, observer, minutes=minutes)
     if plot is not None:
         plots.plot_training(Path(report.run), plot)

@@ -107,6 +107,7 @@ def evaluate(
     stride: int | None,
     batch: int,
     backend: str,
+    field: str | None = None,
     progress: Callable[[int, int, float], None] = lambda *_: None,
 ) -> EvaluateReport:
     """Measure how well a model predicts a text.
@@ -118,6 +119,7 @@ def evaluate(
         stride: from one window to the next; None is half a window.
         batch: windows at once.
         backend: what runs the kernels.
+        field: of files of records, which has the text.
         progress: is told after every batch how many bytes were predicted, of how many, and their
             mean loss in nats.
 
@@ -131,7 +133,7 @@ def evaluate(
             f"`--stride` is {stride}, and a window has {context} bytes",
             hint=f"use 1 to {context}: the smaller, the more context a byte has, and the slower",
         )
-    text, description = open_text(data)
+    text, description = open_text(data, field)
     if len(text) < 2:
         raise ArbError("a text of one byte has none to predict", hint="name a longer text")
     started = time.perf_counter()

@@ -23,7 +23,7 @@ from arbcli.checkpoint import (
     write_json,
 )
 from arbcli.config.training import TrainConfig, train_config_from
-from arbcli.data import Texts, open_texts
+from arbcli.data import Texts
 from arbcli.device import (
     check_compute,
     deterministic,
@@ -41,6 +41,7 @@ from arbcli.train.directory import (
     check_same_run,
     make_directory,
     make_next_directory,
+    open_run_texts,
     open_texts_again,
     run_facts,
 )
@@ -120,7 +121,7 @@ def start_run(
         raise ArbError(f"`--minutes` is {minutes}", hint=f"use a number up to {MOST_MINUTES:,}")
     if run is not None:
         check_free(run)
-    texts = open_texts(config.data, config.val, seed=config.seed, context=config.model.ctx)
+    texts = open_run_texts(config)
     if run is None:
         run = make_next_directory(config)
     else:

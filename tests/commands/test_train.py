@@ -219,14 +219,15 @@ PARTS = (
     " no-codebook no-graph no-knowledge no-memgram no-moe no-router no-sequencer router sequencer"
 )
 OPTIONS = {
-    "train": "accum backend batch compute ctx data device dim direction eval-every ffn heads json"
-    " layers log lr minutes no-sub-norms optimizer out plot preset quiet recompute resume rule"
+    "train": "accum backend batch compute config ctx data device dim direction eval-every ffn field"
+    " heads json layers log lr minutes no-sub-norms optimizer out plot preset print-config quiet"
+    " recompute resume rule"
     " save-every seed steps sub-norms tscale-type val warmup weights" + PARTS,
     "generate": "backend bytes checkpoint compute device json length prompt seed temperature"
     " top-k top-p",
     "export": "json out to type",
     "inspect": "diff json",
-    "evaluate": "backend batch checkpoint compute data device json stride",
+    "evaluate": "backend batch checkpoint compute data device field json stride",
     "count-params": "ctx dim direction ffn heads json layers preset rule tscale-type" + PARTS,
     "audit-memory": "accum backend batch budget compute ctx device dim direction ffn heads json"
     " layers preset recompute rule seed snapshot steps tscale-type what-if" + PARTS,
