@@ -7,7 +7,7 @@ import torch
 from arbcli.config.graph import GraphConfig
 from arbcli.config.presets import preset
 from arbcli.model.graph import GraphLM
-from arbcli.model.packed import INIT_SPREAD, TernaryTensor
+from arbcli.model.packed import TernaryTensor
 from arbcli.verify import parity
 from arbcli.verify.graph_reference import reference_graph_lm
 
@@ -35,7 +35,7 @@ def initialised(part: torch.nn.Module) -> torch.nn.Module:
     tensors = [tensor for tensor in part.modules() if isinstance(tensor, TernaryTensor)]
     for index, tensor in enumerate(tensors):
         tensor.std = STD
-        tensor.spread = INIT_SPREAD  # tables too: rows of zeros would hide a lot
+        tensor.spread = 1.0  # tables too: rows of zeros would hide a lot
         tensor.initialise(seed=0, index=index)
     return part
 
@@ -44,7 +44,7 @@ def model(*, recompute=False, **options) -> GraphLM:
     """Make a model whose integer memories hold something."""
     lm = GraphLM(graph_config(**options), torch.float32, recompute=recompute)
     for tensor in lm.weights().values():
-        tensor.spread = INIT_SPREAD
+        tensor.spread = 1.0
     lm.initialise(0)
     fill_memories(lm)
     return lm

@@ -20,7 +20,6 @@ from arbcli.kernels.update import (
     step_trits,
 )
 from arbcli.model import language_model
-from arbcli.model import packed as model_packed
 from arbcli.model.blocks import (
     edges,
     experts,
@@ -53,10 +52,9 @@ CONSTANTS = {
         "BETAS": (0.9, 0.95), "WEIGHT_DECAY": 0.1, "CLIP_NORM": 1.0, "MOMENTUM": 0.95,
         "NEWTON_SCHULZ": (3.4445, -4.7750, 2.0315), "NEWTON_SCHULZ_STEPS": 5,
     },
-    model_packed: {"INIT_SPREAD": 1.25},
     norm: {"NORM_EPS": 1e-6},
     rotary: {"ROTARY_BASE": 10000.0},
-    table: {"SPARSE_SPREAD": 0.25, "MOST_USES": 127},
+    table: {"SPARSE_SPREAD": 0.2, "MOST_USES": 127},
     latent_attention: {"SHARPNESS": 2.0},
     experts: {"BALANCE_UNIT": 0.125, "MOST_BALANCE": 127},
     router: {"ROUTER_BIAS": 3.0},
@@ -79,7 +77,7 @@ def test_rules_are_what_they_were():
         for name, rule in found.items()
     } == {
         "moment": (32, 127, 2.0, 1.0, "orthogonal"),
-        "nibble": (8, 7, 0.6, 0.6, "factored"),
+        "nibble": (14, 7, 0.6, 0.4, "orthogonal"),
         "carry": (32, 127, 0.0, 1.0, "factored"),
         "votes": (32, 127, 0.0, 1.0, None),
     }

@@ -12,7 +12,7 @@ from arbcli.config.dense import SCALE_TYPES
 from arbcli.config.presets import check_preset
 from arbcli.config.training import COMPUTES
 from arbcli.directions import DIRECTIONS
-from arbcli.rules import RULES
+from arbcli.rules import DIGITS, RULES
 
 OPTION_OF_FIELD = {
     "scale_type": "--tscale-type",
@@ -107,6 +107,14 @@ Direction = Annotated[
     typer.Option(
         help=f"Of a step: {', '.join(DIRECTIONS)}. [default: the rule's]",
         callback=one_of("direction", DIRECTIONS),
+    ),
+]
+Digits = Annotated[
+    str | None,
+    typer.Option(
+        help="What a weight is: the trit, or all digits that the rule stores, which learns better"
+        " in the same memory. [default: trit]",
+        callback=one_of("digits", DIGITS),
     ),
 ]
 Backend = Annotated[

@@ -13,6 +13,7 @@ from arbcli.commands._options import (
     Ctx,
     Data,
     Device,
+    Digits,
     Dim,
     Direction,
     Ffn,
@@ -73,6 +74,7 @@ def train(
         typer.Option(min=0, help="Steps, at most half of them. [default: 100]"),
     ] = None,
     rule: Rule = None,
+    digits: Digits = None,
     direction: Direction = None,
     tscale_type: TScaleType = None,
     weights: Annotated[
@@ -152,6 +154,7 @@ def train(
         lr=lr,
         warmup=warmup,
         rule=rule,
+        digits=digits,
         direction=direction,
         scale_type=tscale_type,
         weights=weights,

@@ -6,7 +6,7 @@ from typing import ClassVar
 from arbcli.config.checks import check_at_most, check_choice, check_positive
 from arbcli.directions import DIRECTIONS
 from arbcli.errors import ArbError
-from arbcli.rules import RULES
+from arbcli.rules import DIGITS, RULES, WITH_DIGITS
 
 VOCABULARY = 256
 """Every byte is a symbol."""
@@ -39,6 +39,8 @@ class ModelConfig:
     """How many weights share a scale."""
     rule: str = "moment"
     """The update rule, which decides what is stored beside the trits."""
+    digits: str = "trit"
+    """What a weight is: the `trit`, or `all` digits that the rule stores."""
     direction: str | None = "orthogonal"
     """The direction of a step; `factored` stores statistics of rows and columns."""
     weights: str = "ternary"
@@ -63,6 +65,14 @@ class ModelConfig:
             )
         check_choice("scale_type", self.scale_type, SCALE_TYPES)
         check_choice("rule", self.rule, RULES)
+        check_choice("digits", self.digits, DIGITS)
+        if self.digits == "all" and (self.rule not in WITH_DIGITS or self.weights != "ternary"):
+            what = f"the rule `{self.rule}`" if self.weights == "ternary" else "a float twin"
+            raise ArbError(
+                f"{what} stores no digits below the trit",
+                hint=f"leave `digits=all` out, or use one of: {', '.join(WITH_DIGITS)}",
+                fields=("digits",),
+            )
         check_choice("direction", self.direction or DIRECTIONS[0], DIRECTIONS)
         check_choice("weights", self.weights, WEIGHTS)
 

@@ -135,7 +135,7 @@ def default_lr(preset: str, model: ModelConfig, optimizer: str) -> float:
     """Find the learning rate of a model for which none is given."""
     if model.weights != "ternary":
         return FLOAT_LR.get((model.weights, optimizer), 1e-3)
-    return PRESET_LR.get((preset, model.direction), find_rule(model.rule).lr)
+    return PRESET_LR.get((preset, model.direction), find_rule(model.rule, model.digits).lr)
 
 
 def train_config_from(facts: dict[str, Any]) -> TrainConfig:

@@ -1,10 +1,16 @@
-"""`orthogonal`: the gradient with its singular values pushed towards 1, as in Muon."""
+"""`orthogonal`: the gradient with its singular values pushed towards 1, and rows of one length.
+
+The first is Muon's, the second NorMuon's, who takes a running mean of the rows' squares; that of
+the one step does as well here, and nothing is stored for it.
+"""
 
 import torch
 from torch import Tensor
 
-from arbcli.directions.base import Direction
+from arbcli.directions.base import Direction, Ingredients
+from arbcli.kernels.update.gradient_gains import GradientGains
 from arbcli.kernels.update.newton_schulz import gram, gram_polynomial
+from arbcli.kernels.update.unit_rows import unit_rows
 
 TINY = 1e-30
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
@@ -24,6 +30,13 @@ class Orthogonal(Direction):
     def values(self, grad: Tensor, dtype: torch.dtype) -> Tensor:
         """Orthogonalise (N, K), or each matrix of (B, N, K), in `dtype`."""
         return orthogonalise(grad, dtype)
+
+    def ingredients(
+        self, values: Tensor, gains: GradientGains, share: Tensor | None
+    ) -> Ingredients:
+        """Find the gains of the rows; those that do not take part are zero, and stay so."""
+        unit = unit_rows(values, gains.ok)
+        return Ingredients(values, unit if share is None else unit * share.sqrt(), None)
 
 
 def orthogonalise(grad: Tensor, dtype: torch.dtype) -> Tensor:

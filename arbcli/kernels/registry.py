@@ -2,6 +2,7 @@
 
 from arbcli.kernels.attention.decode_attention import DECODE_ATTENTION
 from arbcli.kernels.attention.rotary_norm import ROTARY_NORM, ROTARY_NORM_BACKWARD
+from arbcli.kernels.codec.decode_digits import DECODE_DIGITS
 from arbcli.kernels.codec.decode_e4m3 import DECODE_E4M3
 from arbcli.kernels.codec.decode_weight import DECODE_WEIGHT
 from arbcli.kernels.codec.packing import PACK_TRITS, UNPACK_TRITS
@@ -32,11 +33,13 @@ from arbcli.kernels.update.newton_schulz import GRAM, GRAM_POLYNOMIAL
 from arbcli.kernels.update.step_scales import STEP_SCALES
 from arbcli.kernels.update.step_trits import STEP_BY_DIRECTION, STEP_BY_MOMENT
 from arbcli.kernels.update.unit_gain import UNIT_GAIN
+from arbcli.kernels.update.unit_rows import UNIT_ROWS
 
 KERNELS: tuple[KernelSpec, ...] = (
     PACK_TRITS,
     UNPACK_TRITS,
     DECODE_WEIGHT,
+    DECODE_DIGITS,
     DECODE_E4M3,
     QUANTISE_ROWS,
     FP8_MATMUL,
@@ -70,6 +73,7 @@ KERNELS: tuple[KernelSpec, ...] = (
     GRADIENT_STATISTICS,
     GRADIENT_GAINS,
     UNIT_GAIN,
+    UNIT_ROWS,
     GRAM,
     GRAM_POLYNOMIAL,
     STEP_SCALES,

@@ -22,9 +22,7 @@ from arbcli.kernels.rows.table_rows import gather_rows, scatter_rows_
 from arbcli.kernels.runtime.backend import row_chunks
 from arbcli.kernels.update.random_bits import random_bits, stream_keys
 from arbcli.rules import find_rule
-
-INIT_SPREAD = 1.25
-"""Standard deviation of z at the start, in units of P: about 32 % of the trits are zero."""
+from arbcli.rules.start import quantiles
 
 
 class StateModule(nn.Module):
@@ -61,7 +59,7 @@ class TernaryTensor(StateModule):
         config: names rule, direction and scale type.
         area: the part of the model that it belongs to.
         std: standard deviation of the weights at the start.
-        spread: standard deviation of z at the start, in units of P.
+        spread: standard deviation of z at the start, as a share of the rule's.
         direction: of its steps; None is that of `config`.
         frozen: whether it is never stepped; its weights are ones, and it has trits and scales only.
         matrices: how many matrices lie one above the other; each is stepped as one.
@@ -75,7 +73,7 @@ class TernaryTensor(StateModule):
         *,
         area: str,
         std: float = 1.0,
-        spread: float = INIT_SPREAD,
+        spread: float = 1.0,
         direction: str | None = None,
         frozen: bool = False,
         matrices: int = 1,
@@ -84,7 +82,7 @@ class TernaryTensor(StateModule):
         self.out_features, self.in_features = out_features, in_features
         self.std, self.spread, self.frozen, self.matrices = std, spread, frozen, matrices
         self.group_size = config.group_size
-        self.rule = find_rule(config.rule)
+        self.rule = find_rule(config.rule, "trit" if frozen else config.digits)
         name = direction or config.direction
         self.direction = find_direction(name) if name and self.rule.direction else None
         groups = num_groups(in_features, config.group_size)
@@ -127,7 +125,13 @@ class TernaryTensor(StateModule):
     @property
     def packed(self) -> Packed:
         """What kernels read weights from: views of trits and scales."""
-        return Packed(self.trits, *self.scales, self.in_features, self.group_size)
+        return self.packed_of(self.state)
+
+    def packed_of(self, state: State) -> Packed:
+        """Do as `packed` does, for the state of one of the matrices, or of some rows."""
+        scales = state["exponent"], state.get("fraction")
+        packed = Packed(state["trits"], *scales, self.in_features, self.group_size)
+        return packed if self.frozen else self.rule.read(packed, state)
 
     def weight(self, dtype: torch.dtype = torch.bfloat16) -> Tensor:
         """Decode the weights: (N, K), bfloat16 or the same values in float32."""
@@ -188,8 +192,8 @@ class TernaryTensor(StateModule):
         integer = {"dtype": torch.int32, "device": device}
         ticks = torch.tensor(-1 - index, **integer)  # those of updates are not negative
         key = stream_keys(torch.tensor(seed, **integer), ticks, 1, 1)[0, 0]
-        quantiles = _quantiles(self.spread * radix, largest)
-        table = torch.tensor(quantiles, dtype=torch.int16, device=device)
+        table = quantiles(self.spread * rule.spread * radix, largest)
+        table = torch.tensor(table, dtype=torch.int16, device=device)
         columns = torch.arange(self.in_features, **integer)
         for buffer in self.buffers():
             buffer.zero_()
@@ -199,7 +203,7 @@ class TernaryTensor(StateModule):
             trits = (z > radix // 2).to(torch.int8) - (z < -(radix // 2)).to(torch.int8)
             self.trits[rows] = pack_trits(trits)
             rule.start(state, rows, (z - trits.to(torch.int16) * radix).to(torch.int8))
-        v = round(OCTAVE * math.log2(self.std / math.sqrt(_share_of_nonzero(radix))))
+        v = round(OCTAVE * math.log2(self.std / rule.unit_std))
         if not rule.has_fraction:
             v = round(v / OCTAVE) * OCTAVE
         v = min(max(v, LOWEST_EXPONENT * OCTAVE), HIGHEST_EXPONENT * OCTAVE + OCTAVE - 1)
@@ -212,23 +216,6 @@ class TernaryTensor(StateModule):
     def extra_repr(self) -> str:
         """Show the shape in `print(model)`."""
         return f"{self.out_features} x {self.in_features}{', frozen' if self.frozen else ''}"
-
-
-def _normal_cdf(x: float) -> float:
-    return 0.5 * math.erfc(-x / math.sqrt(2))
-
-
-def _quantiles(spread: float, largest: int) -> list[int]:
-    """List z = clamp(round(spread * n)) at 65536 evenly spaced quantiles of n, normal."""
-    table = []
-    for z in range(-largest, largest + 1):
-        share = 1.0 if z == largest else _normal_cdf((z + 0.5) / spread)
-        table += [z] * (round(share * 2**16) - len(table))
-    return table
-
-
-def _share_of_nonzero(radix: int) -> float:
-    return 2 * _normal_cdf(-(radix // 2 + 0.5) / (INIT_SPREAD * radix))
 
 
 GradientSink = Callable[..., None]

@@ -13,8 +13,14 @@ if TYPE_CHECKING:
 RULES = ("moment", "nibble", "carry", "votes")
 """Names of rules, each that of its file here, which defines `RULE`."""
 
+DIGITS = ("trit", "all")
+"""What a weight is: the trit of z = T * P + A, or all digits of z."""
+WITH_DIGITS = ("moment", "nibble", "carry")
+"""Rules that keep digits below the trit; their files define `ALL_DIGITS` too."""
+
 
 @cache
-def find_rule(name: str) -> "Rule":
-    """Load the rule of a name in `RULES`."""
-    return import_module(f"arbcli.rules.{name}").RULE
+def find_rule(name: str, digits: str = "trit") -> "Rule":
+    """Load the rule of a name in `RULES`, for weights that are the trit or all digits."""
+    module = import_module(f"arbcli.rules.{name}")
+    return module.RULE if digits == "trit" else module.ALL_DIGITS

@@ -7,8 +7,11 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from arbcli.directions.base import Buffer, Ingredients, State
+from arbcli.kernels.codec.packed import Packed
 from arbcli.kernels.update.gradient_gains import GradientGains
 from arbcli.kernels.update.gradient_statistics import GradientStatistics
+from arbcli.kernels.update.step_scales import step_scales
+from arbcli.rules.start import root_mean_square, share_of_nonzero
 
 STEP_CLIP = 4
 """Largest step of a weight, in root-mean-squares of the direction."""
@@ -65,12 +68,18 @@ class StepControl:
 class Rule(ABC):
     """How a step changes packed weights. z = T * P + A is what trit and remainder are digits of."""
 
+    reads_all: bool = False
+    """Whether the weights are all digits of z, and not the trit alone."""
     radix: int
     """P: what a trit is worth in units of the remainder."""
     remainder_max: int
     """Largest magnitude of the remainder above a trit; z is clipped to +-(P + this)."""
     moment_range: float = 0.0
     """The largest moment, in root-mean-squares of the direction; 0 where there is no moment."""
+    spread: float = 1.25
+    """Standard deviation of z at the start, in units of P: about 32 % of the trits are zero."""
+    share_a_byte: bool = False
+    """Whether remainder and moment share a byte, four bits each."""
     lr: float = 1.0
     """Default learning rate."""
     direction: str | None = "orthogonal"
@@ -95,6 +104,28 @@ class Rule(ABC):
 
         The first is the one that carries into the trit.
         """
+
+    def read(self, packed: Packed, state: State) -> Packed:
+        """Add to trits and scales what else the weights are made of."""
+        if not self.reads_all:
+            return packed
+        below = state["remainder"]
+        return packed._replace(remainder=below, radix=self.radix, nibble=self.share_a_byte)
+
+    @property
+    def unit_std(self) -> float:
+        """Standard deviation of the weights at the start, in units of their scale."""
+        if not self.reads_all:
+            return math.sqrt(share_of_nonzero(self.radix, self.spread))
+        largest = self.radix + self.remainder_max
+        unit = 1 << (self.radix - 1).bit_length()
+        return root_mean_square(self.spread * self.radix, largest) / unit
+
+    def step_scales(self, state: State, gradient: Gradient, control: StepControl) -> None:
+        """Step the scales against their slopes."""
+        slope = (gradient.statistics.slope, gradient.gains.slope)
+        key, ok = control.keys[SCALE], gradient.gains.ok
+        step_scales(state["exponent"], state["fraction"], *slope, key, *control.scale_gain, ok)
 
     @abstractmethod
     def step(self, state: State, gradient: Gradient, control: StepControl) -> None:

@@ -2,9 +2,8 @@
 
 from torch import Tensor
 
-from arbcli.kernels.update.step_scales import step_scales
 from arbcli.kernels.update.step_trits import step_by_direction
-from arbcli.rules.base import SCALE, TRIT, Buffer, Gradient, Rule, State, StepControl
+from arbcli.rules.base import TRIT, Buffer, Gradient, Rule, State, StepControl
 
 
 class Carry(Rule):
@@ -24,13 +23,17 @@ class Carry(Rule):
     def step(self, state: State, gradient: Gradient, control: StepControl) -> None:
         """Step scales and weights along the direction."""
         keys, ok = control.keys, gradient.gains.ok
-        slope = (gradient.statistics.slope, gradient.gains.slope)
-        scales = state["exponent"], state["fraction"]
-        step_scales(*scales, *slope, keys[SCALE], *control.scale_gain, ok)
+        self.step_scales(state, gradient, control)
         step_by_direction(
             state["trits"], state["remainder"], *gradient.direction, keys[TRIT],
             *control.direct_gain, control.limit, ok, control.flips, self.radix, self.remainder_max,
         )  # fmt: skip
 
 
-RULE = Carry()
+class CarryOfAllDigits(Carry):
+    """The same, where weights are all digits of z."""
+
+    reads_all, radix, remainder_max, spread, lr = True, 64, 63, 1.0, 0.25
+
+
+RULE, ALL_DIGITS = Carry(), CarryOfAllDigits()

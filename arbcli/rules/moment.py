@@ -8,11 +8,9 @@ from torch import Tensor
 
 from arbcli.kernels.update.blend_moment import blend_moment, moment_max
 from arbcli.kernels.update.direction import UNIT
-from arbcli.kernels.update.step_scales import step_scales
 from arbcli.kernels.update.step_trits import step_by_moment
 from arbcli.rules.base import (
     MOMENT,
-    SCALE,
     TRIT,
     Buffer,
     Gradient,
@@ -29,8 +27,6 @@ class Moment(Rule):
     """Remainder and moment, a byte each."""
 
     radix, remainder_max, moment_range = 32, 127, 2.0
-    share_a_byte = False
-    """Whether remainder and moment share a byte, four bits each."""
 
     def buffers(self, rows: int, columns: int, groups: int) -> dict[str, Buffer]:
         """Declare remainder and moment."""
@@ -49,9 +45,7 @@ class Moment(Rule):
     def step(self, state: State, gradient: Gradient, control: StepControl) -> None:
         """Blend the direction into the moment, and after the last one step along it."""
         keys, ok, share_a_byte = control.keys, gradient.gains.ok, self.share_a_byte
-        slope = (gradient.statistics.slope, gradient.gains.slope)
-        scales = state["exponent"], state["fraction"]
-        step_scales(*scales, *slope, keys[SCALE], *control.scale_gain, ok)
+        self.step_scales(state, gradient, control)
         moment = state["remainder"] if share_a_byte else state["moment"]
         decay = round(DECAY * UNIT) if control.first else UNIT
         together = 1 if control.first and control.last else control.accumulation
@@ -77,4 +71,14 @@ class Moment(Rule):
         return (gain, shift) if gain < 1024 else (gain >> 1, shift - 1)
 
 
-RULE = Moment()
+class MomentOfAllDigits(Moment):
+    """The same, where weights are all digits of z: they are finer, and steps are smaller.
+
+    z is within +-127, which a byte holds.
+    """
+
+    reads_all, radix, remainder_max, moment_range = True, 64, 63, 1.0
+    spread, lr = 1.0, 0.35
+
+
+RULE, ALL_DIGITS = Moment(), MomentOfAllDigits()

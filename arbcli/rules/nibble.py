@@ -8,10 +8,13 @@ from arbcli.rules.moment import Moment
 
 
 class Nibble(Moment):
-    """Four bits of remainder, four bits of moment."""
+    """Four bits of remainder, four bits of moment.
 
-    radix, remainder_max, moment_range = 8, 7, 0.6
-    lr, direction = 0.6, "factored"
+    P is the largest even number whose remainders of up to P / 2 have four bits.
+    """
+
+    radix, remainder_max, moment_range = 14, 7, 0.6
+    lr = 0.4
     share_a_byte = True
 
     def buffers(self, rows: int, columns: int, groups: int) -> dict[str, Buffer]:
@@ -31,4 +34,10 @@ class Nibble(Moment):
         }
 
 
-RULE = Nibble()
+class NibbleOfAllDigits(Nibble):
+    """The same, where weights are all digits of z."""
+
+    reads_all, spread = True, 1.0
+
+
+RULE, ALL_DIGITS = Nibble(), NibbleOfAllDigits()

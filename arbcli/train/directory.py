@@ -16,6 +16,7 @@ import torch
 
 from arbcli import __version__
 from arbcli.checkpoint import Checkpoint, checkpoints, read_json
+from arbcli.config.presets import config_from_dict
 from arbcli.config.training import TrainConfig, train_config_dict
 from arbcli.data import Texts, entropy, open_texts
 from arbcli.errors import ArbError
@@ -130,7 +131,7 @@ def check_same_run(
     if changed := [name for name in now if name in began and began[name] != now[name]]:
         names = ", ".join(f"`{name}`" for name in changed)
         raise ArbError(f"`{run / CONFIG}` was changed since the run began: {names}", hint=hint)
-    made_with = checkpoint.config | {"seed": checkpoint.data.get("seed")}
+    made_with = _all_fields(checkpoint.config) | {"seed": checkpoint.data.get("seed")}
     wanted = json.loads(json.dumps(asdict(config.model))) | {"seed": config.seed}
     for name in sorted(made_with.keys() | wanted.keys()):
         found, expected = made_with.get(name, "missing"), wanted.get(name, "missing")
@@ -140,6 +141,14 @@ def check_same_run(
                 f" its `{name}` is {found}, not {expected}",
                 hint=hint,
             )
+
+
+def _all_fields(config: dict[str, Any]) -> dict[str, Any]:
+    """Add the fields that the model of an earlier version had not, as it was built without them."""
+    try:
+        return json.loads(json.dumps(asdict(config_from_dict(config)))) | config
+    except TypeError:
+        return config
 
 
 def _absolute(entries: tuple[str, ...]) -> list[str]:

@@ -11,7 +11,6 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from arbcli.kernels.codec.packed import Packed
 from arbcli.kernels.rows.weighted_rows import TouchedRows
 from arbcli.kernels.update.direction import UNIT
 from arbcli.kernels.update.gradient_gains import gradient_gains
@@ -183,8 +182,7 @@ class Updater:
             values: what its direction is made of, if that is known.
         """
         keys, rule, direction = self.keys[index].unbind(), tensor.rule, tensor.direction
-        scales = state["exponent"], state.get("fraction")
-        packed = Packed(state["trits"], *scales, tensor.in_features, tensor.group_size)
+        packed = tensor.packed_of(state)
         averages = direction is not None and direction.averages
         statistics = gradient_statistics(grad, packed, factored=averages, signs=rule.steps_by_signs)
         if share is not None:

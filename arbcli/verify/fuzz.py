@@ -13,8 +13,8 @@ from torch import Tensor
 
 from arbcli.kernels.attention.decode_attention import DECODE_ATTENTION
 from arbcli.kernels.attention.rotary_norm import ROTARY_NORM, rounded_gradient, rounded_once
+from arbcli.kernels.codec.decode_digits import decode_digits_torch
 from arbcli.kernels.codec.decode_e4m3 import DECODE_E4M3
-from arbcli.kernels.codec.decode_weight import decode_weight_torch
 from arbcli.kernels.codec.packed import OCTAVE, Packed, num_groups
 from arbcli.kernels.codec.packing import PLANE, pack_trits_torch
 from arbcli.kernels.matmul.arranged_matmul import ARRANGED_MATMUL, MOST_ROWS, arrange
@@ -435,7 +435,7 @@ def _cast_scale_votes(dice: Dice, group_size: int, m: int, n: int, k: int) -> tu
 
 
 def _in_float64(packed: Packed) -> Tensor:
-    return decode_weight_torch(packed, torch.float32).double()
+    return decode_digits_torch(packed, torch.float32).double()
 
 
 def _matmul_in_float64(x, packed):

@@ -25,7 +25,7 @@ from arbcli.kernels.update.gradient_statistics import gradient_statistics_refere
 from arbcli.model.build import build_model
 from arbcli.model.language_model import LanguageModel
 from arbcli.model.layers.rotary import rotary_table, rotate
-from arbcli.model.packed import INIT_SPREAD, TernaryTensor
+from arbcli.model.packed import TernaryTensor
 from arbcli.rules import RULES, find_rule
 from arbcli.train.updater import Updater
 from arbcli.verify.compare import errors, poisoned
@@ -120,7 +120,7 @@ class Subject:
         with torch.device(self.device):
             model = build_model(self.config, self.dtype)
         for tensor in model.weights().values():
-            tensor.spread = INIT_SPREAD  # of tables too: rows of zeros would hide a lot
+            tensor.spread = 1.0  # of tables too: rows of zeros would hide a lot
         with use_backend("torch"):
             model.initialise(0)
         for tensor in model.weights().values():
@@ -442,7 +442,7 @@ def _tensor(subject: Subject) -> tuple[TernaryTensor, list[Tensor]]:
 def _update(subject: Subject) -> Iterator[ParityResult]:
     """Compare one step with the formulas, of one micro-batch and of two, and a refused one."""
     config, unit = subject.config, {"z": 1.0, "v": 1.0}
-    rule = find_rule(config.rule)
+    rule = find_rule(config.rule, config.digits)
     if rule.moment_range:
         alone = "moment" in rule.buffers(1, 1, 1)  # else it has four bits of a byte
         unit["m"] = rule.moment_range / (127 if alone else 7)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from arbcli.config.dense import ModelConfig
-from arbcli.kernels.codec.decode_weight import decode_weight_reference, decode_weight_torch
+from arbcli.kernels.codec.decode_digits import decode_digits_reference, decode_digits_torch
 from arbcli.kernels.codec.packing import unpack_trits_reference, unpack_trits_torch
 from arbcli.kernels.update.gradient_gains import statistic_value_reference
 from arbcli.model.dense import ByteLM
@@ -23,8 +23,8 @@ SLOW_WEIGHTS = 1 << 17
 def reference_weight(tensor: TernaryTensor) -> Tensor:
     """Decode a packed tensor to (N, K) float64."""
     if tensor.num_weights > SLOW_WEIGHTS:
-        return decode_weight_torch(tensor.packed, torch.float32).double()
-    return decode_weight_reference(tensor.packed).double()
+        return decode_digits_torch(tensor.packed, torch.float32).double()
+    return decode_digits_reference(tensor.packed).double()
 
 
 def reference_layers(model: ByteLM) -> Iterator[tuple[str, dict[str, Tensor], Callable]]:

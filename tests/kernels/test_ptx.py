@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from arbcli.kernels.codec.decode_weight import decode_weight_reference
+from arbcli.kernels.codec.decode_digits import decode_digits_reference
 from arbcli.kernels.codec.packed import random_packed
 from arbcli.kernels.matmul import arranged_matmul as arranged
 from arbcli.kernels.matmul.few_rows import few_rows
@@ -60,7 +60,7 @@ def few_rows_error(rows: int, out_features: int, in_features: int, group_size: i
     x = torch.randn(rows, in_features, generator=generator).bfloat16()
     with emulated():
         y = few_rows(x, packed, torch.float32)
-    return error(y, x.double() @ decode_weight_reference(packed).double().T)
+    return error(y, x.double() @ decode_digits_reference(packed).double().T)
 
 
 def arranged_error(

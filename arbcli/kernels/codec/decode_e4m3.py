@@ -10,13 +10,10 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from arbcli.kernels.codec.decode_weight import (
-    decode_weight_reference,
-    decode_weight_torch,
-    scale_of,
-)
+from arbcli.kernels.codec.decode_digits import decode_digits_reference, decode_digits_torch
 from arbcli.kernels.codec.packed import Packed, random_packed
 from arbcli.kernels.codec.packing import BLOCK, byte_tiles, plane_offsets
+from arbcli.kernels.codec.scales import scale_of
 from arbcli.kernels.codec.warp_products import first_digits, take_digits
 from arbcli.kernels.matmul.quantise_rows import (
     E4M3,
@@ -32,7 +29,7 @@ from arbcli.kernels.runtime.spec import MATRIX, Case, KernelSpec, Timing
 
 def decode_e4m3_reference(packed: Packed, transposed: bool) -> tuple[Tensor, Tensor]:
     """Compute what `decode_e4m3` must return; q is float32 here."""
-    weight = decode_weight_reference(packed).double()
+    weight = decode_digits_reference(packed).double()
     weight = weight.T if transposed else weight
     octave = packed.exponent.max().double() - 7
     scale = torch.exp2(octave).expand(1, len(weight)).to(torch.float32)
@@ -42,7 +39,7 @@ def decode_e4m3_reference(packed: Packed, transposed: bool) -> tuple[Tensor, Ten
 def _decode_e4m3_torch(packed: Packed, transposed: bool) -> tuple[Tensor, Tensor]:
     octave = packed.exponent.amax().to(torch.int32) - LARGEST_OCTAVE
     inverse, scale = (((127 + sign * octave) << 23).view(torch.float32) for sign in (-1, 1))
-    q = (decode_weight_torch(packed, torch.float32) * inverse).to(E4M3)
+    q = (decode_digits_torch(packed, torch.float32) * inverse).to(E4M3)
     q = q.T.contiguous() if transposed else q
     return q, scale.repeat(1, len(q))
 

@@ -17,16 +17,21 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from arbcli.kernels.codec.packed import OCTAVE, Packed, random_packed
+from arbcli.kernels.codec.decode_digits import (
+    decode_digits_reference,
+    decode_digits_torch,
+    decode_digits_triton,
+    in_float32,
+)
+from arbcli.kernels.codec.packed import Packed, random_packed
 from arbcli.kernels.codec.packing import (
     BLOCK,
     LARGEST_BYTE,
     PLANE,
     positions_in_block,
     trit_at,
-    unpack_trits_reference,
-    unpack_trits_torch,
 )
+from arbcli.kernels.codec.scales import load_scale
 from arbcli.kernels.codec.warp_products import (
     HAS_PTX,
     from_lane,
@@ -44,70 +49,6 @@ from arbcli.kernels.runtime.spec import Case, KernelSpec, Timing
 
 ABREAST, COLUMN_ROWS = 4, 16
 """Of the eight blocks a warp decodes at once, those of one row; rows of a program by columns."""
-
-
-def decode_weight_reference(packed: Packed) -> Tensor:
-    """Compute what `decode_weight` must return, in float64 until the one rounding to bf16."""
-    trits = unpack_trits_reference(packed.trits, packed.in_features).to(torch.float64)
-    v = packed.exponent.to(torch.float64) * 128
-    if packed.fraction is not None:
-        v = v + packed.fraction.to(torch.float64)
-    scale = torch.exp2(v / 128).repeat_interleave(packed.group_size, dim=1)
-    return (trits * scale[:, : packed.in_features]).to(torch.bfloat16)
-
-
-_FRACTIONS = torch.arange(256, dtype=torch.uint8, device="cpu").view(torch.int8)
-_ROOTS = torch.exp2(_FRACTIONS / OCTAVE).bfloat16().float().view(torch.int32)
-"""2**(F / 128) rounded to bf16, as the bits of a float32; F is counted as an unsigned byte."""
-
-
-def scales_torch(exponent: Tensor, fraction: Tensor | None) -> Tensor:
-    """Build (N, groups) float32 scales, each exactly representable in bf16, from E and F."""
-    if fraction is None:
-        bits = (exponent.to(torch.int32) + 127) << 23
-    else:
-        index = fraction.view(torch.uint8).to(torch.int32).flatten()
-        roots = _ROOTS.to(fraction.device).index_select(0, index)
-        bits = torch.add(roots.view(fraction.shape), exponent, alpha=1 << 23)
-    return bits.view(torch.float32)
-
-
-def decode_weight_torch(packed: Packed, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    """Decode a whole matrix with a table lookup and one product a weight."""
-    in_features, group_size = packed.in_features, packed.group_size
-    weight = unpack_trits_torch(packed.trits, in_features, dtype)
-    scale = scales_torch(packed.exponent, packed.fraction).to(dtype)[..., None]
-    whole = in_features // group_size
-    full = weight[:, : whole * group_size].unflatten(1, (whole, group_size))
-    full *= scale[:, :whole]
-    if whole * group_size < in_features:
-        weight[:, whole * group_size :] *= scale[:, whole]
-    return weight
-
-
-@triton.jit
-def scale_of(exponent, fraction):
-    """Build float32 scales 2**E * bf16(2**(F / 128)) from int8 digits inside a kernel."""
-    power = ((fraction.to(tl.int32) << 16) + 0x3F800000).to(tl.float32, bitcast=True)  # 1 + F / 128
-    rounded = (tl.exp2(power).to(tl.int32, bitcast=True) + 0x8000) & -0x10000  # to bf16
-    return (rounded + ((exponent.to(tl.int32) - 1) << 23)).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def load_scale(
-    exponent_ptr, fraction_ptr, offs_n, offs_g, mask,
-    stride_en, stride_eg, stride_fn, stride_fg,
-    HAS_FRACTION: tl.constexpr,
-):  # fmt: skip
-    """Load the digits of scales and build them; `offs_n` and `offs_g` broadcast."""
-    offset = offs_n * stride_en + offs_g * stride_eg
-    exponent = tl.load(exponent_ptr + offset, mask=mask, other=0)
-    if HAS_FRACTION:
-        offset = offs_n * stride_fn + offs_g * stride_fg
-        fraction = tl.load(fraction_ptr + offset, mask=mask, other=0)
-    else:
-        fraction = tl.zeros_like(exponent)
-    return scale_of(exponent, fraction)
 
 
 @triton.jit
@@ -264,7 +205,10 @@ def _by_block(packed: Packed) -> bool:
     return whole and packed.trits.stride(1) == 1 and torch.version.hip is None
 
 
-def _decode_weight_triton(packed: Packed, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+def decode_weight_triton(packed: Packed, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    """Decode weights that are trits or all digits, by the kernel for them."""
+    if packed.remainder is not None:
+        return decode_digits_triton(packed, dtype)
     rows, in_features = packed.out_features, packed.in_features
     weight = torch.empty(rows, in_features, dtype=dtype, device=packed.trits.device)
     if weight.numel():
@@ -295,7 +239,7 @@ def decode_weight(packed: Packed, dtype: torch.dtype = torch.bfloat16) -> Tensor
         ValueError: a dtype or a shape does not fit.
     """
     packed.check()
-    run = _decode_weight_triton if uses_triton(packed.trits) else decode_weight_torch
+    run = decode_weight_triton if uses_triton(packed.trits) else decode_digits_torch
     return run(packed, dtype)
 
 
@@ -316,29 +260,14 @@ def _cases(device: torch.device, group_size: int) -> Iterator[Case]:
 def _timings(device: torch.device, group_size: int) -> Iterator[Timing]:
     for rows, in_features in ((8192, 8192), (2048, 5632)):
         packed = random_packed(rows, in_features, group_size, torch.Generator(device))
-        yield Timing(f"{rows}x{in_features}", (packed,), run=_decode_weight_triton)
-
-
-def decode_weight_f32(decode):
-    """Wrap an implementation so that it decodes to float32, rounded to bf16 for the comparison.
-
-    Triton's interpreter rounds bf16 wrongly; float32 holds the same values.
-    """
-
-    def run(*inputs):
-        weight = decode(*inputs, dtype=torch.float32)
-        rounded = weight.to(torch.bfloat16)
-        # a value that bf16 cannot hold is an error, and NaN equals nothing
-        return torch.where(rounded.float() == weight, rounded, torch.nan)
-
-    return run
+        yield Timing(f"{rows}x{in_features}", (packed,), run=decode_weight_triton)
 
 
 DECODE_WEIGHT = KernelSpec(
     "decode_weight",
-    decode_weight_f32(_decode_weight_triton),
-    decode_weight_f32(decode_weight_torch),
-    decode_weight_reference,
+    in_float32(decode_weight_triton),
+    in_float32(decode_digits_torch),
+    decode_digits_reference,
     _cases,
     uses_scales=True,
     timings=_timings,

@@ -28,6 +28,13 @@ class Packed(NamedTuple):
     """K, in weights rather than bytes."""
     group_size: int
     """G."""
+    remainder: Tensor | None = None
+    """(N, K) int8, A: the digit below the trit, where weights are all digits, z = T * P + A; None
+    where they are the trit alone."""
+    radix: int = 1
+    """P: what a trit is worth in units of the remainder."""
+    nibble: bool = False
+    """Whether the remainder is only the low four bits of each byte."""
 
     @property
     def out_features(self) -> int:
@@ -57,12 +64,18 @@ class Packed(NamedTuple):
             if digits.dtype != torch.int8 or tuple(digits.shape) != shape:
                 got = f"{digits.dtype} {tuple(digits.shape)}"
                 raise ValueError(f"need int8 scales of shape {shape}, got {got}")
+        if self.remainder is not None:
+            shape = (self.out_features, self.in_features)
+            if self.remainder.dtype != torch.int8 or tuple(self.remainder.shape) != shape:
+                got = f"{self.remainder.dtype} {tuple(self.remainder.shape)}"
+                raise ValueError(f"need an int8 remainder of shape {shape}, got {got}")
 
     def map(self, function: Callable[[Tensor], Tensor]) -> "Packed":
         """Apply a function to each of the tensors, such as one that takes some of the rows."""
-        fraction = None if self.fraction is None else function(self.fraction)
-        trits, exponent = function(self.trits), function(self.exponent)
-        return self._replace(trits=trits, exponent=exponent, fraction=fraction)
+        parts = {"trits": self.trits, "exponent": self.exponent}
+        parts |= {"fraction": self.fraction, "remainder": self.remainder}
+        mapped = {name: function(part) for name, part in parts.items() if part is not None}
+        return self._replace(**mapped)
 
     def rows(self, index: slice | Tensor) -> "Packed":
         """Take some of the rows: a view of a slice, a copy of (R,) int64 row numbers."""
@@ -86,6 +99,27 @@ class Packed(NamedTuple):
     def constants(self) -> dict[str, Any]:
         """What a kernel is compiled for."""
         return {"GROUP": self.group_size, "HAS_FRACTION": self.fraction is not None}
+
+    @property
+    def unit(self) -> int:
+        """What z is divided by where the weights are all digits: a power of two, at least P."""
+        return 1 << (self.radix - 1).bit_length()
+
+    @property
+    def all_pointers(self) -> tuple[Tensor, ...]:
+        """`pointers`, and what a kernel that reads all digits names remainder_ptr."""
+        return (*self.pointers, self.trits if self.remainder is None else self.remainder)
+
+    @property
+    def all_strides(self) -> tuple[int, ...]:
+        """`strides`, and what a kernel that reads all digits names stride_an, stride_ak."""
+        return (*self.strides, *((0, 0) if self.remainder is None else self.remainder.stride()))
+
+    @property
+    def all_constants(self) -> dict[str, Any]:
+        """`constants`, and RADIX, P or 0 where weights are trits alone, UNIT and NIBBLE."""
+        radix = 0 if self.remainder is None else self.radix
+        return self.constants | {"RADIX": radix, "UNIT": self.unit, "NIBBLE": self.nibble}
 
     @property
     def _fraction_or_any(self) -> Tensor:

@@ -35,9 +35,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from arbcli.kernels.codec.decode_weight import decode_weight, scales_torch
+from arbcli.kernels.codec.decode_weight import decode_weight
 from arbcli.kernels.codec.packed import Packed, random_packed
 from arbcli.kernels.codec.packing import PLANE, pack_trits, unpack_trits, unpack_trits_torch
+from arbcli.kernels.codec.scales import scales_torch
 from arbcli.kernels.codec.warp_products import (
     HAS_PTX,
     add_products,

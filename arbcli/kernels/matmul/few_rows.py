@@ -17,9 +17,9 @@ With more than eight rows, x is first copied so that what a warp loads at once i
 import torch
 from torch import Tensor
 
-from arbcli.kernels.codec.decode_weight import scale_of
 from arbcli.kernels.codec.packed import Packed
 from arbcli.kernels.codec.packing import BLOCK, PLANE
+from arbcli.kernels.codec.scales import scale_of
 from arbcli.kernels.codec.warp_products import (
     HAS_PTX,
     add_products,
@@ -501,7 +501,9 @@ def _few_rows_kernel(
 
 
 def fits_few_rows(x: Tensor, packed: Packed) -> bool:
-    """Whether `few_rows` can: up to `FEW_ROWS` rows of bf16, and groups of whole planes."""
+    """Whether `few_rows` can: up to `FEW_ROWS` rows of bf16, trits, groups of whole planes."""
+    if packed.remainder is not None:
+        return False
     few = x.dtype == torch.bfloat16 and x.shape[0] <= FEW_ROWS and torch.version.hip is None
     return few and packed.group_size % PLANE == 0 and packed.trits.stride(1) == 1
 

@@ -3,7 +3,8 @@
 For up to `FUSED_ROWS` rows of x the packed bytes are decoded in registers: by `few_rows` where that
 fits, else by a general kernel for every type, stride and group size. With more rows, and for
 gradients, the weights are decoded once into a transient buffer and the matrix library multiplies:
-decoding them again for every tile of x would cost more than writing them once.
+decoding them again for every tile of x would cost more than writing them once. So are weights
+that are all digits, for any number of rows.
 """
 
 from collections.abc import Iterator
@@ -12,15 +13,15 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from arbcli.kernels.codec.decode_weight import (
-    _decode_weight_triton,
-    decode_weight,
-    decode_weight_reference,
-    decode_weight_torch,
-    load_scale,
+from arbcli.kernels.codec.decode_digits import (
+    decode_digits_reference,
+    decode_digits_torch,
+    with_remainders,
 )
+from arbcli.kernels.codec.decode_weight import decode_weight, decode_weight_triton
 from arbcli.kernels.codec.packed import Packed, random_packed
 from arbcli.kernels.codec.packing import PLANE, digit_of, plane_offsets
+from arbcli.kernels.codec.scales import load_scale
 from arbcli.kernels.matmul.few_rows import few_rows, fits_few_rows
 from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.backend import uses_triton
@@ -32,21 +33,21 @@ FUSED_ROWS = 64
 
 def ternary_matmul_reference(x: Tensor, packed: Packed, dtype: torch.dtype | None = None) -> Tensor:
     """Compute what `ternary_matmul` must return, in float64."""
-    return x.double() @ decode_weight_reference(packed).double().T
+    return x.double() @ decode_digits_reference(packed).double().T
 
 
 def ternary_matmul_grad_x_reference(grad_y: Tensor, packed: Packed) -> Tensor:
     """Compute what `ternary_matmul_grad_x` must return, in float64."""
-    return grad_y.double() @ decode_weight_reference(packed).double()
+    return grad_y.double() @ decode_digits_reference(packed).double()
 
 
 def _ternary_matmul_torch(x, packed, dtype=None):
     x = x.to(torch.promote_types(x.dtype, dtype or x.dtype))
-    return (x @ decode_weight_torch(packed, x.dtype).T).to(dtype or x.dtype)
+    return (x @ decode_digits_torch(packed, x.dtype).T).to(dtype or x.dtype)
 
 
 def _ternary_matmul_grad_x_torch(grad_y, packed):
-    return grad_y @ decode_weight_torch(packed, grad_y.dtype)
+    return grad_y @ decode_digits_torch(packed, grad_y.dtype)
 
 
 @triton.jit
@@ -90,9 +91,9 @@ def _ternary_matmul_triton(x, packed, dtype=None):
     dtype, (rows, in_features) = dtype or x.dtype, x.shape
     if fits_few_rows(x, packed):
         return few_rows(x, packed, dtype)
-    if rows > FUSED_ROWS:
+    if rows > FUSED_ROWS or packed.remainder is not None:
         x = x.to(torch.promote_types(x.dtype, dtype))
-        return (x @ _decode_weight_triton(packed, x.dtype).T).to(dtype)
+        return (x @ decode_weight_triton(packed, x.dtype).T).to(dtype)
     out_features, num_bytes = packed.trits.shape
     y = torch.empty(rows, out_features, dtype=dtype, device=x.device)
     if y.numel() == 0:
@@ -108,7 +109,7 @@ def _ternary_matmul_triton(x, packed, dtype=None):
 
 
 def _ternary_matmul_grad_x_triton(grad_y, packed):
-    return grad_y @ _decode_weight_triton(packed, grad_y.dtype)
+    return grad_y @ decode_weight_triton(packed, grad_y.dtype)
 
 
 def ternary_matmul(x: Tensor, packed: Packed, dtype: torch.dtype | None = None) -> Tensor:
@@ -174,6 +175,8 @@ def _inputs(
         for dtype in dtypes:
             label = f"{rows}x{out_features}x{in_features} {str(dtype).removeprefix('torch.')}"
             yield label, source[:, :width].to(dtype), packed
+    for name, all_digits in with_remainders(packed, generator):
+        yield f"{label} {name}", source[:, :width].to(dtype), all_digits
     yield label + " strided", source.to(dtype)[:, ::2], packed
     few = source[:3, ::2].to(dtype)
     yield label + " whole octaves", few, packed._replace(fraction=None)
@@ -190,7 +193,7 @@ FEW_ROWS_SHAPES = ((1, 1, 1), (3, 33, 123), (8, 16, 640), (9, 17, 805), (3, 2, 5
 
 def _forward_cases(device: torch.device, group_size: int) -> Iterator[Case]:
     def peer(x: Tensor, packed: Packed, dtype: torch.dtype) -> Tensor:
-        return x @ decode_weight_torch(packed, x.dtype).T
+        return x @ decode_digits_torch(packed, x.dtype).T
 
     for label, x, packed in _inputs(device, group_size, "K"):
         low = x.dtype == torch.bfloat16

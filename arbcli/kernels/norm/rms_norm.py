@@ -15,11 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import rms_norm as torch_rms_norm
 
-from arbcli.kernels.codec.decode_weight import (
-    _decode_weight_triton,
-    decode_weight_reference,
-    decode_weight_torch,
-)
+from arbcli.kernels.codec.decode_digits import decode_digits_reference, decode_digits_torch
+from arbcli.kernels.codec.decode_weight import decode_weight_triton
 from arbcli.kernels.codec.packed import Packed, random_packed
 from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.backend import row_chunks, uses_triton
@@ -35,7 +32,7 @@ def rms_norm_reference(x: Tensor, weight: Packed | None, eps: float) -> Tensor:
     """Compute what `rms_norm` must return, in float64."""
     x = x.to(torch.float64)
     y = x / torch.sqrt((x * x).mean(dim=-1, keepdim=True) + eps)
-    return y if weight is None else y * decode_weight_reference(weight)[0].to(torch.float64)
+    return y if weight is None else y * decode_digits_reference(weight)[0].to(torch.float64)
 
 
 def add_rms_norm_reference(x: Tensor, added: Tensor, *norm) -> tuple[Tensor, Tensor]:
@@ -85,7 +82,7 @@ def _rms_norm_backward_torch(grad_y, x, weight, eps):
 
 def norm_weight_torch(weight: Packed | None) -> Tensor | None:
     """Decode the weights of a norm to (D,) float32 by torch; None stays None."""
-    return None if weight is None else decode_weight_torch(weight, torch.float32)[0]
+    return None if weight is None else decode_digits_torch(weight, torch.float32)[0]
 
 
 def norm_gradient(
@@ -232,7 +229,7 @@ def tiling(
 
 def norm_weight(weight: Packed | None) -> Tensor | None:
     """Decode the weights of a norm to (D,) float32 with the kernel; None stays None."""
-    return None if weight is None else _decode_weight_triton(weight, torch.float32)[0]
+    return None if weight is None else decode_weight_triton(weight, torch.float32)[0]
 
 
 def dense_rows(x: Tensor) -> Tensor:
@@ -367,7 +364,7 @@ def _check_like(other: Tensor, x: Tensor, name: str) -> None:
 
 def rms_norm_in_its_dtype(x: Tensor, weight: Packed | None, eps: float) -> Tensor:
     """Do what torch alone would do, in the dtype of `x`: what bf16 is held to."""
-    decoded = None if weight is None else decode_weight_torch(weight, x.dtype)[0]
+    decoded = None if weight is None else decode_digits_torch(weight, x.dtype)[0]
     return torch_rms_norm(x, x.shape[-1:], decoded, eps)
 
 

@@ -11,15 +11,18 @@ import torch
 from torch import Tensor
 from torch.nn.functional import embedding, embedding_bag
 
-from arbcli.kernels.codec.decode_weight import (
-    decode_weight,
-    decode_weight_f32,
-    decode_weight_reference,
-    decode_weight_torch,
-    load_scale,
+from arbcli.kernels.codec.decode_digits import (
+    add_remainder,
+    decode_digits_reference,
+    decode_digits_torch,
+    in_float32,
+    round_weight,
+    with_remainders,
 )
+from arbcli.kernels.codec.decode_weight import decode_weight
 from arbcli.kernels.codec.packed import Packed, random_packed
 from arbcli.kernels.codec.packing import PLANE, byte_tiles, digit_of, plane_offsets
+from arbcli.kernels.codec.scales import load_scale
 from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.backend import uses_triton
 from arbcli.kernels.runtime.overlap import overlap_options, wait_for_last
@@ -28,7 +31,7 @@ from arbcli.kernels.runtime.spec import Case, Gate, KernelSpec, Timing
 
 def embedding_rows_reference(ids: Tensor, packed: Packed) -> Tensor:
     """Compute what `embedding_rows` must return: the whole table, then its rows."""
-    table = decode_weight_reference(packed)
+    table = decode_digits_reference(packed)
     return torch.stack([table[v] for v in ids.tolist()]) if len(ids) else table[:0]
 
 
@@ -42,8 +45,8 @@ def embedding_grad_reference(grad_y: Tensor, ids: Tensor, num_embeddings: int) -
 
 def _embedding_rows_torch(ids, packed, dtype=torch.bfloat16):
     if len(ids) > packed.out_features:  # decode a row once, however often it is used
-        return embedding(ids, decode_weight_torch(packed, dtype))
-    return decode_weight_torch(packed.rows(ids), dtype)
+        return embedding(ids, decode_digits_torch(packed, dtype))
+    return decode_digits_torch(packed.rows(ids), dtype)
 
 
 def _embedding_grad_torch(grad_y, ids, num_embeddings):
@@ -62,11 +65,13 @@ def _segments(ids: Tensor, num_embeddings: int) -> tuple[Tensor, Tensor]:
 
 @triton.jit
 def _embedding_rows_kernel(
-    ids_ptr, packed_ptr, exponent_ptr, fraction_ptr, y_ptr,
+    ids_ptr, packed_ptr, exponent_ptr, fraction_ptr, remainder_ptr, y_ptr,
     M, V, K, row_bytes,
     stride_im, stride_pn, stride_pb, stride_en, stride_eg, stride_fn, stride_fg,
-    GROUP: tl.constexpr, HAS_FRACTION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_B: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    stride_an, stride_ak,
+    GROUP: tl.constexpr, HAS_FRACTION: tl.constexpr, RADIX: tl.constexpr, UNIT: tl.constexpr,
+    NIBBLE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_B: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     offs_m = (tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M))[:, None]
     offs_b = tl.program_id(1) * BLOCK_B + tl.arange(0, BLOCK_B)
@@ -84,7 +89,10 @@ def _embedding_rows_kernel(
             exponent_ptr, fraction_ptr, offs_n, k // GROUP, inside & (k < K),
             stride_en, stride_eg, stride_fn, stride_fg, HAS_FRACTION,
         )  # fmt: skip
-        weight = tl.where(inside, digit_of(byte, digit).to(tl.float32) * scale, float("nan"))
+        trit = digit_of(byte, digit).to(tl.float32)
+        offset, some = offs_n * stride_an + k * stride_ak, inside & (k < K)
+        digits = add_remainder(trit, remainder_ptr, offset, some, RADIX, UNIT, NIBBLE)
+        weight = tl.where(inside, round_weight(digits * scale, RADIX), float("nan"))
         y_ptrs = y_ptr + offs_m * K + k
         tl.store(y_ptrs, weight.to(y_ptr.dtype.element_ty), mask=mask_m & (k < K))
 
@@ -116,9 +124,9 @@ def _embedding_rows_triton(ids, packed, dtype=torch.bfloat16):
     if y.numel():
         rows, num_bytes = packed.trits.shape
         _embedding_rows_kernel[byte_tiles(len(ids), num_bytes)](
-            ids, *packed.pointers, y, len(ids), rows, packed.in_features, num_bytes,
-            ids.stride(0), *packed.strides,
-            **packed.constants, BLOCK_M=32, BLOCK_B=PLANE, **overlap_options(ids),
+            ids, *packed.all_pointers, y, len(ids), rows, packed.in_features, num_bytes,
+            ids.stride(0), *packed.all_strides,
+            **packed.all_constants, BLOCK_M=32, BLOCK_B=PLANE, **overlap_options(ids),
         )  # fmt: skip
     return y
 
@@ -207,6 +215,8 @@ def _rows_cases(device: torch.device, group_size: int) -> Iterator[Case]:
     ids = torch.tensor([6, 1, 6], device=device)
     yield Case("3 of 14x70 whole octaves", (ids, packed._replace(fraction=None)))
     yield Case("3 of 7x70 strided table", (ids, packed.rows(slice(None, None, 2))))
+    for name, all_digits in with_remainders(packed, generator):
+        yield Case(f"3 of 14x70 {name}", (ids, all_digits))
 
 
 def _grad_cases(device: torch.device, _group_size: int) -> Iterator[Case]:
@@ -245,8 +255,8 @@ def _grad_timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
 
 EMBEDDING_ROWS = KernelSpec(
     "embedding_rows",
-    decode_weight_f32(_embedding_rows_triton),
-    decode_weight_f32(_embedding_rows_torch),
+    in_float32(_embedding_rows_triton),
+    in_float32(_embedding_rows_torch),
     embedding_rows_reference,
     _rows_cases,
     uses_scales=True,

@@ -18,14 +18,17 @@ import torch
 from torch import Tensor
 from torch.nn.functional import embedding_bag
 
-from arbcli.kernels.codec.decode_weight import (
-    decode_weight,
-    decode_weight_reference,
-    decode_weight_torch,
-    load_scale,
+from arbcli.kernels.codec.decode_digits import (
+    add_remainder,
+    decode_digits_reference,
+    decode_digits_torch,
+    round_weight,
+    with_remainders,
 )
+from arbcli.kernels.codec.decode_weight import decode_weight
 from arbcli.kernels.codec.packed import Packed, random_packed
 from arbcli.kernels.codec.packing import trit_at, trit_positions
+from arbcli.kernels.codec.scales import load_scale
 from arbcli.kernels.rows.ternary_embedding import check_ids
 from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.backend import uses_triton
@@ -52,7 +55,7 @@ class TouchedRows(NamedTuple):
 
 def weighted_rows_reference(ids: Tensor, weights: Tensor, packed: Packed) -> Tensor:
     """Compute what `weighted_rows` must return, one slot at a time in float64."""
-    table = decode_weight_reference(packed).double()
+    table = decode_digits_reference(packed).double()
     y = table.new_zeros(len(ids), packed.in_features)
     for m, row in enumerate(ids.tolist()):
         for j, v in enumerate(row):
@@ -63,7 +66,7 @@ def weighted_rows_reference(ids: Tensor, weights: Tensor, packed: Packed) -> Ten
 
 def weighted_rows_grad_weights_reference(grad_y: Tensor, ids: Tensor, packed: Packed) -> Tensor:
     """Compute what `weighted_rows_grad_weights` must return, one slot at a time in float64."""
-    table = decode_weight_reference(packed).double()
+    table = decode_digits_reference(packed).double()
     grad = table.new_zeros(ids.shape)
     for m, row in enumerate(ids.tolist()):
         for j, v in enumerate(row):
@@ -94,7 +97,7 @@ def _decoded_slots(ids: Tensor, packed: Packed) -> Iterator[tuple[slice, Tensor,
         part = slice(start, min(start + step, num_tokens))
         inside = (ids[part] >= 0) & (ids[part] < num_rows)
         flat = ids[part].clamp(0, num_rows - 1).flatten()
-        rows = decode_weight_torch(packed.rows(flat), torch.float32)
+        rows = decode_digits_torch(packed.rows(flat), torch.float32)
         yield part, inside, rows.view(*inside.shape, width)
 
 
@@ -151,11 +154,13 @@ def _chunk_bytes(k, D):
 
 @triton.jit
 def _load_slot(
-    ids_ptr, packed_ptr, exponent_ptr, fraction_ptr, mask, group, offs_byte, factor, V, D,
-    stride_pn, stride_pb, stride_en, stride_eg, stride_fn, stride_fg,
-    GROUP: tl.constexpr, HAS_FRACTION: tl.constexpr,
+    ids_ptr, packed_ptr, exponent_ptr, fraction_ptr, remainder_ptr,
+    mask, group, k, offs_byte, factor, V, D,
+    stride_pn, stride_pb, stride_en, stride_eg, stride_fn, stride_fg, stride_an, stride_ak,
+    GROUP: tl.constexpr, HAS_FRACTION: tl.constexpr, RADIX: tl.constexpr, UNIT: tl.constexpr,
+    NIBBLE: tl.constexpr,
 ):  # fmt: skip
-    """Load the rows of one slot a token: which are rows of the table, their scales, their trits.
+    """Load the rows of one slot a token: which are rows of the table, their scales, their digits.
 
     For a slot of no row, row 0 is loaded and not used: loads without a mask are cheaper.
     """
@@ -167,17 +172,19 @@ def _load_slot(
         stride_en, stride_eg, stride_fn, stride_fg, HAS_FRACTION,
     )  # fmt: skip
     byte = tl.load(packed_ptr + v * stride_pn + offs_byte * stride_pb)
-    return inside, scale, trit_at(byte, factor)
+    trit, offset = trit_at(byte, factor), v * stride_an + k * stride_ak
+    return inside, scale, add_remainder(trit, remainder_ptr, offset, k < D, RADIX, UNIT, NIBBLE)
 
 
 @triton.jit
 def _weighted_rows_kernel(
-    ids_ptr, weights_ptr, packed_ptr, exponent_ptr, fraction_ptr, y_ptr,
+    ids_ptr, weights_ptr, packed_ptr, exponent_ptr, fraction_ptr, remainder_ptr, y_ptr,
     M, V, D, slots,
     stride_im, stride_ij, stride_wm, stride_wj,
-    stride_pn, stride_pb, stride_en, stride_eg, stride_fn, stride_fg,
-    GROUP: tl.constexpr, HAS_FRACTION: tl.constexpr, WIDTH: tl.constexpr, UNROLL: tl.constexpr,
-    BLOCK_M: tl.constexpr, CHUNKS: tl.constexpr,
+    stride_pn, stride_pb, stride_en, stride_eg, stride_fn, stride_fg, stride_an, stride_ak,
+    GROUP: tl.constexpr, HAS_FRACTION: tl.constexpr, RADIX: tl.constexpr, UNIT: tl.constexpr,
+    NIBBLE: tl.constexpr,
+    WIDTH: tl.constexpr, UNROLL: tl.constexpr, BLOCK_M: tl.constexpr, CHUNKS: tl.constexpr,
 ):  # fmt: skip
     offs_m = (tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M))[None, :, None]
     mask_m = offs_m < M
@@ -189,27 +196,32 @@ def _weighted_rows_kernel(
         for step in tl.static_range(UNROLL):
             j = start + step
             mask_j = j < limit
-            inside, scale, trit = _load_slot(
+            inside, scale, digits = _load_slot(
                 ids_ptr + offs_m * stride_im + j * stride_ij,
-                packed_ptr, exponent_ptr, fraction_ptr, mask_j, group, offs_byte, factor, V, D,
+                packed_ptr, exponent_ptr, fraction_ptr, remainder_ptr,
+                mask_j, group, k, offs_byte, factor, V, D,
                 stride_pn, stride_pb, stride_en, stride_eg, stride_fn, stride_fg,
-                GROUP, HAS_FRACTION,
+                stride_an, stride_ak, GROUP, HAS_FRACTION, RADIX, UNIT, NIBBLE,
             )  # fmt: skip
             weights_ptrs = weights_ptr + offs_m * stride_wm + j * stride_wj
             weight = tl.load(weights_ptrs, mask=inside, other=0)
-            total += (weight * scale) * trit
+            if RADIX:
+                total += weight * round_weight(scale * digits, RADIX)
+            else:
+                total += (weight * scale) * digits
     y_ptrs = y_ptr + offs_m * D + k
     tl.store(y_ptrs, total.to(y_ptr.dtype.element_ty), mask=mask_m & (k < D))
 
 
 @triton.jit
 def _weighted_rows_grad_weights_kernel(
-    grad_y_ptr, ids_ptr, packed_ptr, exponent_ptr, fraction_ptr, parts_ptr,
+    grad_y_ptr, ids_ptr, packed_ptr, exponent_ptr, fraction_ptr, remainder_ptr, parts_ptr,
     M, V, D, slots,
     stride_ym, stride_yd, stride_im, stride_ij,
-    stride_pn, stride_pb, stride_en, stride_eg, stride_fn, stride_fg,
-    GROUP: tl.constexpr, HAS_FRACTION: tl.constexpr, WIDTH: tl.constexpr, UNROLL: tl.constexpr,
-    BLOCK_M: tl.constexpr, CHUNKS: tl.constexpr,
+    stride_pn, stride_pb, stride_en, stride_eg, stride_fn, stride_fg, stride_an, stride_ak,
+    GROUP: tl.constexpr, HAS_FRACTION: tl.constexpr, RADIX: tl.constexpr, UNIT: tl.constexpr,
+    NIBBLE: tl.constexpr,
+    WIDTH: tl.constexpr, UNROLL: tl.constexpr, BLOCK_M: tl.constexpr, CHUNKS: tl.constexpr,
 ):  # fmt: skip
     offs_m = (tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M))[None, :, None]
     mask_m = offs_m < M
@@ -225,13 +237,18 @@ def _weighted_rows_grad_weights_kernel(
         for step in tl.static_range(UNROLL):
             j = start + step
             mask_j = j < limit
-            inside, scale, trit = _load_slot(
+            inside, scale, digits = _load_slot(
                 ids_ptr + offs_m * stride_im + j * stride_ij,
-                packed_ptr, exponent_ptr, fraction_ptr, mask_j, group, offs_byte, factor, V, D,
+                packed_ptr, exponent_ptr, fraction_ptr, remainder_ptr,
+                mask_j, group, k, offs_byte, factor, V, D,
                 stride_pn, stride_pb, stride_en, stride_eg, stride_fn, stride_fg,
-                GROUP, HAS_FRACTION,
+                stride_an, stride_ak, GROUP, HAS_FRACTION, RADIX, UNIT, NIBBLE,
             )  # fmt: skip
-            of_chunk = tl.sum(grad_y * trit, axis=2, keep_dims=True) * scale
+            if RADIX:
+                weight = round_weight(scale * digits, RADIX)
+                of_chunk = tl.sum(grad_y * weight, axis=2, keep_dims=True)
+            else:
+                of_chunk = tl.sum(grad_y * digits, axis=2, keep_dims=True) * scale
             product = tl.sum(of_chunk, axis=0, keep_dims=True)
             tl.store(parts_ptrs + j, tl.where(inside, product, 0), mask=mask_j)
 
@@ -316,9 +333,9 @@ def _weighted_rows_triton(ids, weights, packed, dtype=torch.bfloat16):
         tile = _tile(chunks, slots, threads=64, most=32, unroll=8)
         grid = (triton.cdiv(num_tokens, tile["BLOCK_M"]), triton.cdiv(chunks, tile["CHUNKS"]))
         _weighted_rows_kernel[grid](
-            ids, weights, *packed.pointers, y, num_tokens, num_rows, dim, slots,
-            *ids.stride(), *weights.stride(), *packed.strides,
-            **packed.constants, WIDTH=width, **tile,
+            ids, weights, *packed.all_pointers, y, num_tokens, num_rows, dim, slots,
+            *ids.stride(), *weights.stride(), *packed.all_strides,
+            **packed.all_constants, WIDTH=width, **tile,
         )  # fmt: skip
     return y
 
@@ -332,9 +349,9 @@ def _weighted_rows_grad_weights_triton(grad_y, ids, packed):
     grid = (triton.cdiv(num_tokens, tile["BLOCK_M"]), triton.cdiv(chunks, tile["CHUNKS"]))
     parts = torch.empty(grid[1], num_tokens, slots, device=ids.device)
     _weighted_rows_grad_weights_kernel[grid](
-        grad_y, ids, *packed.pointers, parts, num_tokens, num_rows, dim, slots,
-        *grad_y.stride(), *ids.stride(), *packed.strides,
-        **packed.constants, WIDTH=width, **tile,
+        grad_y, ids, *packed.all_pointers, parts, num_tokens, num_rows, dim, slots,
+        *grad_y.stride(), *ids.stride(), *packed.all_strides,
+        **packed.all_constants, WIDTH=width, **tile,
     )  # fmt: skip
     return parts[0] if len(parts) == 1 else parts.sum(dim=0)
 
@@ -521,6 +538,8 @@ def _table_cases(device: torch.device, group_size: int) -> Iterator[tuple[str, T
         yield label, ids.to(device), packed
     packed = random_packed(14, 70, group_size, generator, spread=127).to(device)
     ids = torch.tensor([[6, 1, 6], [0, 5, 3]], device=device)
+    for name, all_digits in with_remainders(packed, generator):
+        yield f"2x3 of 14x70 {name}", ids, all_digits
     yield "2x3 of 14x70 whole octaves", ids, packed._replace(fraction=None)
     yield "2x3 of 7x70 strided table", ids, packed.rows(slice(None, None, 2))
 

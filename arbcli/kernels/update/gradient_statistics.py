@@ -12,10 +12,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from arbcli.kernels.codec.decode_weight import (
-    decode_weight_reference,
-    load_scale,
-    scales_torch,
+from arbcli.kernels.codec.decode_digits import (
+    add_remainder,
+    digits_reference,
+    digits_torch,
+    scales_reference,
+    with_remainders,
 )
 from arbcli.kernels.codec.packed import Packed, random_packed
 from arbcli.kernels.codec.packing import (
@@ -25,8 +27,8 @@ from arbcli.kernels.codec.packing import (
     take_trit,
     trit_at,
     trit_positions,
-    unpack_trits_torch,
 )
+from arbcli.kernels.codec.scales import load_scale, scales_torch
 from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.backend import row_chunks, uses_triton
 from arbcli.kernels.runtime.spec import MATRIX, Case, Gate, KernelSpec, Timing
@@ -54,8 +56,9 @@ def gradient_statistics_reference(
     grad: Tensor, packed: Packed, factored: bool, signs: bool
 ) -> tuple[Tensor, ...]:
     """Compute what `gradient_statistics` must return, in float64 and in one part each."""
-    grad, weight = grad.double(), decode_weight_reference(packed)
-    products = (torch.sign(grad) if signs else grad) * weight.double()
+    grad = grad.double()
+    weight = digits_reference(packed) * scales_reference(packed).to(torch.bfloat16).double()
+    products = (torch.sign(grad) if signs else grad) * weight
     slope = [group.sum(1) for group in products.split(packed.group_size, dim=1)]
     slope, squares = torch.stack(slope, dim=1), grad * grad
     rows, columns = (squares.sum(dim) * factored for dim in (1, 0))
@@ -72,7 +75,7 @@ def _gradient_statistics_torch(grad, packed, factored, signs):
     squares = torch.zeros(1, **like)
     for part in row_chunks(grad):
         values = grad[part].float()
-        product = unpack_trits_torch(packed.trits[part], in_features, torch.float32)
+        product = digits_torch(packed, torch.float32, part)
         product *= torch.sign(values) if signs else values
         full = product[:, : whole * group_size].unflatten(1, (whole, group_size))
         torch.sum(full, dim=2, out=slope[part, :whole])
@@ -90,12 +93,13 @@ def _gradient_statistics_torch(grad, packed, factored, signs):
 
 @triton.jit
 def _gradient_statistics_kernel(
-    grad_ptr, packed_ptr, exponent_ptr, fraction_ptr,
+    grad_ptr, packed_ptr, exponent_ptr, fraction_ptr, remainder_ptr,
     slope_ptr, slope_squares_ptr, squares_ptr, rows_ptr, columns_ptr,
     N, K, num_groups, blocks, tiles,
     stride_gn, stride_gk, stride_pn, stride_pb, stride_en, stride_eg, stride_fn, stride_fg,
-    stride_sn, stride_cp,
+    stride_an, stride_ak, stride_sn, stride_cp,
     GROUP: tl.constexpr, LANES: tl.constexpr, GROUPS: tl.constexpr, HAS_FRACTION: tl.constexpr,
+    RADIX: tl.constexpr, UNIT: tl.constexpr, NIBBLE: tl.constexpr,
     FACTORED: tl.constexpr, SIGNS: tl.constexpr, BLOCK_N: tl.constexpr, STEPS: tl.constexpr,
 ):  # fmt: skip
     """Read one tile: a full block whose planes are groups for the first `blocks`, else groups."""
@@ -106,33 +110,37 @@ def _gradient_statistics_kernel(
     columns_ptr += tile_n.to(tl.int64) * stride_cp
     if tile < blocks:
         _read_planes(
-            grad_ptr, packed_ptr, exponent_ptr, fraction_ptr,
+            grad_ptr, packed_ptr, exponent_ptr, fraction_ptr, remainder_ptr,
             slope_ptr, slope_squares_ptr, squares_ptr, rows_ptr, columns_ptr,
             N, tile_n, tile,
             stride_gn, stride_gk, stride_pn, stride_pb, stride_en, stride_eg, stride_fn, stride_fg,
-            stride_sn, HAS_FRACTION, FACTORED, SIGNS, BLOCK_N, STEPS,
+            stride_an, stride_ak, stride_sn,
+            HAS_FRACTION, RADIX, UNIT, NIBBLE, FACTORED, SIGNS, BLOCK_N, STEPS,
         )  # fmt: skip
     else:  # behind full blocks a row is packed like a row that begins there
         _read_groups(
             grad_ptr + 160 * blocks * stride_gk, packed_ptr + 32 * blocks * stride_pb,
             exponent_ptr + 5 * blocks * stride_eg, fraction_ptr + 5 * blocks * stride_fg,
+            remainder_ptr + 160 * blocks * stride_ak,
             slope_ptr + 5 * blocks, slope_squares_ptr, squares_ptr, rows_ptr,
             columns_ptr + 160 * blocks,
             N, K - 160 * blocks, num_groups - 5 * blocks, tile_n, tile - blocks,
             stride_gn, stride_gk, stride_pn, stride_pb, stride_en, stride_eg, stride_fn, stride_fg,
-            stride_sn, GROUP, LANES, GROUPS, HAS_FRACTION, FACTORED, SIGNS,
+            stride_an, stride_ak, stride_sn,
+            GROUP, LANES, GROUPS, HAS_FRACTION, RADIX, UNIT, NIBBLE, FACTORED, SIGNS,
             256 // (GROUPS * LANES), BLOCK_N * STEPS * GROUPS * LANES // 256,
         )  # fmt: skip
 
 
 @triton.jit
 def _read_planes(
-    grad_ptr, packed_ptr, exponent_ptr, fraction_ptr,
+    grad_ptr, packed_ptr, exponent_ptr, fraction_ptr, remainder_ptr,
     slope_ptr, slope_squares_ptr, squares_ptr, rows_ptr, columns_ptr,
     N, tile_n, block,
     stride_gn, stride_gk, stride_pn, stride_pb, stride_en, stride_eg, stride_fn, stride_fg,
-    stride_sn,
-    HAS_FRACTION: tl.constexpr, FACTORED: tl.constexpr, SIGNS: tl.constexpr,
+    stride_an, stride_ak, stride_sn,
+    HAS_FRACTION: tl.constexpr, RADIX: tl.constexpr, UNIT: tl.constexpr, NIBBLE: tl.constexpr,
+    FACTORED: tl.constexpr, SIGNS: tl.constexpr,
     BLOCK_N: tl.constexpr, STEPS: tl.constexpr,
 ):  # fmt: skip
     """Read a full block of five planes, each a group of 32, of `STEPS` times `BLOCK_N` rows.
@@ -166,6 +174,10 @@ def _read_planes(
             if SIGNS:
                 value = tl.where(value > 0, 1.0, tl.where(value < 0, -1.0, 0.0))
             double, left = take_trit(left, digit)
+            if RADIX:
+                trit = double * (0.5 if digit % 2 else -0.5)
+                offset = n * stride_an + (block * 160 + 32 * digit + offs_j) * stride_ak
+                double = add_remainder(trit, remainder_ptr, offset, mask_n, RADIX, UNIT, NIBBLE)
             found = tl.where(part == digit, tl.sum(value * double, axis=1)[:, None], found)
         of_columns = summed
         of_row = tl.sum(of_rows, axis=1)
@@ -176,7 +188,7 @@ def _read_planes(
             exponent_ptr, fraction_ptr, n, group, mask,
             stride_en, stride_eg, stride_fn, stride_fg, HAS_FRACTION,
         )  # fmt: skip
-        slope = found * (scale * half)
+        slope = found * (scale if RADIX else scale * half)
         tl.store(slope_ptr + n * stride_sn + group, slope, mask=mask)
         of_slope += tl.where(mask, slope * slope, 0)
         if FACTORED:
@@ -193,12 +205,13 @@ def _read_planes(
 
 @triton.jit
 def _read_groups(
-    grad_ptr, packed_ptr, exponent_ptr, fraction_ptr,
+    grad_ptr, packed_ptr, exponent_ptr, fraction_ptr, remainder_ptr,
     slope_ptr, slope_squares_ptr, squares_ptr, rows_ptr, columns_ptr,
     N, K, num_groups, tile_n, tile_g,
     stride_gn, stride_gk, stride_pn, stride_pb, stride_en, stride_eg, stride_fn, stride_fg,
-    stride_sn,
+    stride_an, stride_ak, stride_sn,
     GROUP: tl.constexpr, LANES: tl.constexpr, GROUPS: tl.constexpr, HAS_FRACTION: tl.constexpr,
+    RADIX: tl.constexpr, UNIT: tl.constexpr, NIBBLE: tl.constexpr,
     FACTORED: tl.constexpr, SIGNS: tl.constexpr, BLOCK_N: tl.constexpr, STEPS: tl.constexpr,
 ):  # fmt: skip
     """Read `STEPS` tiles of `BLOCK_N` rows and `GROUPS` groups, each of `LANES` lanes."""
@@ -225,7 +238,9 @@ def _read_groups(
         value = grad
         if SIGNS:
             value = tl.where(grad > 0, 1.0, tl.where(grad < 0, -1.0, 0.0))
-        product = value * trit_at(byte, factor[None, :])
+        offset = n[:, None] * stride_an + k[None, :] * stride_ak
+        trit = trit_at(byte, factor[None, :])
+        product = value * add_remainder(trit, remainder_ptr, offset, mask, RADIX, UNIT, NIBBLE)
         slope = tl.sum(tl.reshape(product, (BLOCK_N, GROUPS, LANES)), axis=2)
 
         mask_g = mask_n[:, None] & (offs_g < num_groups)[None, :]
@@ -271,9 +286,9 @@ def _gradient_statistics_triton(grad, packed, factored, signs):
         empty(tiles_n * factored, columns),
     )
     _gradient_statistics_kernel[(tiles_n * tiles,)](
-        grad, *packed.pointers, *found, rows, columns, groups, blocks, tiles,
-        *grad.stride(), *packed.strides, groups, columns,
-        **packed.constants, LANES=lanes, GROUPS=groups_of_tile,
+        grad, *packed.all_pointers, *found, rows, columns, groups, blocks, tiles,
+        *grad.stride(), *packed.all_strides, groups, columns,
+        **packed.all_constants, LANES=lanes, GROUPS=groups_of_tile,
         FACTORED=factored, SIGNS=signs, BLOCK_N=block_n, STEPS=steps, num_warps=1,
     )  # fmt: skip
     return found
@@ -318,6 +333,9 @@ def _cases(device: torch.device, group_size: int) -> Iterator[Case]:
     yield case("5x43 strided", 10, 86, lambda x: x[::2, ::2])
     yield case("65x7 transposed", 7, 65, lambda x: x.T)
     yield case("5x7 zeros", 5, 7, torch.zeros_like)
+    grad, packed, *flags = case("", 3, 333).inputs
+    for name, all_digits in with_remainders(packed, generator):
+        yield Case(f"3x333 {name}", (grad, all_digits, *flags))
     if device.type == "cuda":  # the interpreter computes wrongly in bf16, and takes its time
         yield case("2049x2080 bf16", 2049, 2080, lambda x: x.bfloat16())
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from arbcli.config.dense import ModelConfig
-from arbcli.kernels.codec.decode_weight import decode_weight_torch
+from arbcli.kernels.codec.decode_digits import decode_digits_torch
 from arbcli.kernels.codec.packed import Packed
 from arbcli.kernels.norm.gated_rms_norm import gated_rms_norm, gated_rms_norm_backward
 from arbcli.kernels.norm.norm_e4m3 import gated_rms_norm_e4m3, rms_norm_e4m3
@@ -34,7 +34,7 @@ class NormWeight(TernaryTensor):
 
     def find_ones(self) -> None:
         """Look whether all weights are ones; waits for the device."""
-        ones = bool((decode_weight_torch(self.packed, torch.float32) == 1).all())
+        ones = bool((decode_digits_torch(self.packed, torch.float32) == 1).all())
         self._versions_of_ones = self._versions() if ones else None
 
     @property

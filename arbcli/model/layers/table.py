@@ -22,8 +22,8 @@ from arbcli.kernels.rows.weighted_rows import (
 from arbcli.model.initial import projection_std
 from arbcli.model.layers.streamed import StreamedTensor, anchor
 
-SPARSE_SPREAD = 0.25
-"""Spread of z at the start, in units of P: 4 % of the trits are not zero."""
+SPARSE_SPREAD = 0.2
+"""Spread of z at the start, as a share of the rule's: 4 % of the trits are not zero."""
 MOST_USES = 127
 """Where the counters of rows stop."""
 

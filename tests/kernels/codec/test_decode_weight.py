@@ -5,14 +5,11 @@ import math
 import pytest
 import torch
 
-from arbcli.kernels.codec.decode_weight import (
-    DECODE_WEIGHT,
-    _decode_weight_triton,
-    decode_weight_reference,
-    scales_torch,
-)
+from arbcli.kernels.codec.decode_digits import decode_digits_reference
+from arbcli.kernels.codec.decode_weight import DECODE_WEIGHT, decode_weight_triton
 from arbcli.kernels.codec.packed import Packed
 from arbcli.kernels.codec.packing import pack_trits
+from arbcli.kernels.codec.scales import scales_torch
 from arbcli.verify.kernels import copies
 
 
@@ -56,7 +53,7 @@ def test_every_byte_is_decoded_and_a_weight_of_zero_has_no_sign(device, dtype):
     trits = (torch.arange(256, device=device) % 243).to(torch.uint8).view(2, 128)
     exponent, fraction = torch.full((2, 2, 20), 7, dtype=torch.int8, device=device)
     packed = Packed(trits, exponent, fraction, 640, 32)
-    weight = _decode_weight_triton(packed, dtype)
-    expected = decode_weight_reference(packed).to(dtype)
+    weight = decode_weight_triton(packed, dtype)
+    expected = decode_digits_reference(packed).to(dtype)
     bits = torch.int32 if dtype == torch.float32 else torch.int16
     assert torch.equal(weight.view(bits), expected.view(bits))

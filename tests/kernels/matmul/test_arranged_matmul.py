@@ -6,7 +6,7 @@ import pytest
 import torch
 from marks import mostly_slow
 
-from arbcli.kernels.codec.decode_weight import decode_weight_reference
+from arbcli.kernels.codec.decode_digits import decode_digits_reference
 from arbcli.kernels.codec.packed import Packed, random_packed
 from arbcli.kernels.codec.packing import LARGEST_BYTE
 from arbcli.kernels.codec.warp_products import HAS_PTX, centre, prefixes
@@ -56,7 +56,7 @@ def test_prefixes_of_every_byte(device):
 @pytest.mark.parametrize("group_size", [32, 96])
 def test_arranged_weights_are_the_packed_ones(group_size, in_features, device):
     packed = matrix(device, in_features=in_features, group_size=group_size)
-    expected = decode_weight_reference(packed).double()
+    expected = decode_digits_reference(packed).double()
     weight = arrange(packed)
     for k in {0, in_features // 2, in_features - 1}:
         x = torch.zeros(1, in_features, device=device)
@@ -67,7 +67,7 @@ def test_arranged_weights_are_the_packed_ones(group_size, in_features, device):
 
 def test_a_gated_matrix_is_arranged_by_halves(device):
     packed = matrix(device, rows=22)
-    weight, halves = arrange(packed, gated=True), decode_weight_reference(packed)
+    weight, halves = arrange(packed, gated=True), decode_digits_reference(packed)
     x = torch.randn(2, 328, generator=torch.Generator().manual_seed(1)).to(device)
     gate, up = (x.double() @ halves.double().T).chunk(2, dim=1)
     got = arranged_matmul_reference(x, *weight, None, None, torch.float32)
@@ -106,7 +106,7 @@ def test_every_number_of_rows(rows, device):
         packed = matrix(device, out_features, in_features)
         x = torch.randn(rows, in_features, generator=torch.Generator().manual_seed(1))
         x = x.to(device, torch.bfloat16)
-        expected = x.double() @ decode_weight_reference(packed).double().T
+        expected = x.double() @ decode_digits_reference(packed).double().T
         of_prefixes = rows <= 2
         for backend, allowed in ((KERNELS, 1e-4 if of_prefixes else 1e-5), ("torch", 1e-5)):
             with use_backend(backend):

@@ -6,7 +6,7 @@ import pytest
 import torch
 from marks import mostly_slow
 
-from arbcli.kernels.codec.decode_weight import decode_weight_reference
+from arbcli.kernels.codec.decode_digits import decode_digits_reference
 from arbcli.kernels.codec.packed import random_packed
 from arbcli.kernels.codec.packing import LARGEST_BYTE
 from arbcli.kernels.codec.warp_products import HAS_PTX, spread, take_digits
@@ -61,7 +61,7 @@ def test_every_plan_gives_the_product(device, monkeypatch, rows, plan):
     generator = torch.Generator().manual_seed(0)
     packed = random_packed(36, 805, 32, generator, spread=8)
     x = torch.randn(rows, 805, generator=generator).to(torch.bfloat16)
-    expected = x.double() @ decode_weight_reference(packed).double().T
+    expected = x.double() @ decode_digits_reference(packed).double().T
     y = few_rows(x.to(device), packed.to(device), torch.float32)
     assert (y.cpu() - expected).norm() < 1e-5 * expected.norm()
 

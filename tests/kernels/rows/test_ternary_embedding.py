@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from arbcli.config.dense import SCALE_TYPES
-from arbcli.kernels.codec.decode_weight import decode_weight_reference
+from arbcli.kernels.codec.decode_digits import decode_digits_reference
 from arbcli.kernels.codec.packed import random_packed
 from arbcli.kernels.rows.ternary_embedding import (
     EMBEDDING_GRAD,
@@ -48,7 +48,7 @@ def test_embedding_rows_equals_rows_of_the_decoded_table_in_bf16(backend, device
     ids = torch.tensor([6, 6, 2], device=device)
     with use_backend(backend):
         rows = embedding_rows(ids, packed)
-    assert torch.equal(rows, decode_weight_reference(packed)[ids])
+    assert torch.equal(rows, decode_digits_reference(packed)[ids])
 
 
 def test_embedding_rows_of_ids_outside_the_table_are_nan_in_the_kernel(device):

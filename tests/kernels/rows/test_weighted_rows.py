@@ -5,7 +5,7 @@ import torch
 from torch.nn.functional import embedding_bag
 
 from arbcli.config.dense import SCALE_TYPES
-from arbcli.kernels.codec.decode_weight import decode_weight_reference
+from arbcli.kernels.codec.decode_digits import decode_digits_reference
 from arbcli.kernels.codec.packed import Packed, random_packed
 from arbcli.kernels.codec.packing import pack_trits_reference
 from arbcli.kernels.rows.weighted_rows import (
@@ -36,7 +36,7 @@ def table(rows, dim, device, group_size=32, spread=4):
 
 
 def decoded(packed):
-    return decode_weight_reference(packed).double()
+    return decode_digits_reference(packed).double()
 
 
 def drawn(*shape, device, seed=0):

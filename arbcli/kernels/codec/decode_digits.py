@@ -1,0 +1,230 @@
+"""Decode weights that are all digits of z = T * P + A: w[n, k] = bf16(z[n, k] / U * scale).
+
+The unit U is P, or the next power of two. z has nine bits with an int8 remainder and at most six
+with one of four bits, and the scale eight, so that z / U * scale is exact in float32 and rounded
+once, to bf16. Every kernel, backend and reference has the same weight.
+"""
+
+import math
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from arbcli.kernels.codec.packed import Packed, random_packed
+from arbcli.kernels.codec.packing import BLOCK, digit_of, unpack_trits_reference, unpack_trits_torch
+from arbcli.kernels.codec.scales import load_scale, scales_torch
+from arbcli.kernels.runtime._triton import tl, triton
+from arbcli.kernels.runtime.spec import Case, KernelSpec, Timing
+
+ROWS = 32
+"""Rows of a program, each of one block."""
+
+
+def digits_reference(packed: Packed) -> Tensor:
+    """Compute T, or z / U where the weights are all digits, in float64."""
+    trits = unpack_trits_reference(packed.trits, packed.in_features).double()
+    if packed.remainder is None:
+        return trits
+    low = packed.remainder.to(torch.int64)
+    low = (low % 16 + 8) % 16 - 8 if packed.nibble else low
+    return (trits * packed.radix + low) / 2 ** math.ceil(math.log2(packed.radix))
+
+
+def scales_reference(packed: Packed) -> Tensor:
+    """Compute the scale of each weight, in float64, not rounded."""
+    v = packed.exponent.to(torch.float64) * 128
+    if packed.fraction is not None:
+        v = v + packed.fraction.to(torch.float64)
+    scale = torch.exp2(v / 128).repeat_interleave(packed.group_size, dim=1)
+    return scale[:, : packed.in_features]
+
+
+def decode_digits_reference(packed: Packed) -> Tensor:
+    """Compute what decoding must return, in float64 but for scales and weights, which are bf16."""
+    scale = scales_reference(packed).to(torch.bfloat16).double()
+    return (digits_reference(packed) * scale).to(torch.bfloat16)
+
+
+def digits_torch(packed: Packed, dtype: torch.dtype, rows: slice | None = None) -> Tensor:
+    """Read T, or z / U where the weights are all digits: exact in bfloat16 and float32."""
+    packed = packed if rows is None else packed.rows(rows)
+    trits = unpack_trits_torch(packed.trits, packed.in_features, dtype)
+    if packed.remainder is None:
+        return trits
+    low = packed.remainder << 4 >> 4 if packed.nibble else packed.remainder
+    return trits.mul_(packed.radix).add_(low.to(dtype)).mul_(1 / packed.unit)
+
+
+def decode_digits_torch(packed: Packed, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    """Decode a whole matrix, whatever its weights are, with one product a weight."""
+    in_features, group_size = packed.in_features, packed.group_size
+    weight = digits_torch(packed, dtype)
+    scale = scales_torch(packed.exponent, packed.fraction).to(dtype)[..., None]
+    whole = in_features // group_size
+    full = weight[:, : whole * group_size].unflatten(1, (whole, group_size))
+    full *= scale[:, :whole]
+    if whole * group_size < in_features:
+        weight[:, whole * group_size :] *= scale[:, whole]
+    if packed.remainder is not None and dtype != torch.bfloat16:
+        weight.copy_(weight.bfloat16())  # the product of a trit is not rounded
+    return weight
+
+
+@triton.jit
+def add_remainder(
+    trit, remainder_ptr, offset, mask, RADIX: tl.constexpr, UNIT: tl.constexpr, NIBBLE: tl.constexpr
+):  # fmt: skip
+    """Turn trits into z / U, as float32, where `RADIX` is not 0; `offset` is each weight's."""
+    if RADIX:
+        low = tl.load(remainder_ptr + offset, mask=mask, other=0).to(tl.int32)
+        if NIBBLE:
+            low = (low << 28) >> 28
+        trit = (trit * RADIX + low.to(tl.float32)) * (1.0 / UNIT)
+    return trit
+
+
+@triton.jit
+def round_weight(weight, RADIX: tl.constexpr):
+    """Round float32 weights to bf16, to nearest even; those of trits are bf16 already."""
+    if RADIX:
+        bits = weight.to(tl.int32, bitcast=True)
+        rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) & -0x10000
+        weight = rounded.to(tl.float32, bitcast=True)
+    return weight
+
+
+@triton.jit
+def _decode_digits_kernel(
+    packed_ptr, exponent_ptr, fraction_ptr, remainder_ptr, weight_ptr,
+    N, K, blocks,
+    stride_pn, stride_pb, stride_en, stride_eg, stride_fn, stride_fg,
+    stride_an, stride_ak, stride_wn,
+    GROUP: tl.constexpr, HAS_FRACTION: tl.constexpr,
+    RADIX: tl.constexpr, UNIT: tl.constexpr, NIBBLE: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """Decode one block of some rows."""
+    block = tl.program_id(0) % blocks
+    n = ((tl.program_id(0) // blocks).to(tl.int64) * ROWS + tl.arange(0, ROWS))[:, None]
+    width = tl.minimum((K - block * 160 + 4) // 5, 32)
+    if width == 32:  # offsets that a compiler knows: several weights are loaded at once
+        _decode_planes(
+            packed_ptr, exponent_ptr, fraction_ptr, remainder_ptr, weight_ptr,
+            n, block, 32, N, K,
+            stride_pn, stride_pb, stride_en, stride_eg, stride_fn, stride_fg,
+            stride_an, stride_ak, stride_wn,
+            GROUP, HAS_FRACTION, RADIX, UNIT, NIBBLE, GROUP % 32 == 0,
+        )  # fmt: skip
+    else:
+        _decode_planes(
+            packed_ptr, exponent_ptr, fraction_ptr, remainder_ptr, weight_ptr,
+            n, block, width, N, K,
+            stride_pn, stride_pb, stride_en, stride_eg, stride_fn, stride_fg,
+            stride_an, stride_ak, stride_wn,
+            GROUP, HAS_FRACTION, RADIX, UNIT, NIBBLE, False,
+        )  # fmt: skip
+
+
+@triton.jit
+def _decode_planes(
+    packed_ptr, exponent_ptr, fraction_ptr, remainder_ptr, weight_ptr,
+    n, block, width, N, K,
+    stride_pn, stride_pb, stride_en, stride_eg, stride_fn, stride_fg,
+    stride_an, stride_ak, stride_wn,
+    GROUP: tl.constexpr, HAS_FRACTION: tl.constexpr,
+    RADIX: tl.constexpr, UNIT: tl.constexpr, NIBBLE: tl.constexpr, ONE_SCALE: tl.constexpr,
+):  # fmt: skip
+    """Decode five planes, each `width` weights wide; with `ONE_SCALE` a plane lies in one group."""
+    j = tl.arange(0, 32)[None, :]
+    mask_b = (n < N) & (j < width)
+    byte = tl.load(packed_ptr + n * stride_pn + (block * 32 + j) * stride_pb, mask=mask_b, other=0)
+    for digit in tl.static_range(5):
+        k = block * 160 + width * digit + j
+        mask = mask_b & (k < K)
+        if ONE_SCALE:
+            group, some = (block * 160 + 32 * digit) // GROUP, n < N
+        else:
+            group, some = k // GROUP, mask
+        scale = load_scale(
+            exponent_ptr, fraction_ptr, n, group, some,
+            stride_en, stride_eg, stride_fn, stride_fg, HAS_FRACTION,
+        )  # fmt: skip
+        trit = digit_of(byte, digit).to(tl.float32)
+        offset = n * stride_an + k * stride_ak
+        digits = add_remainder(trit, remainder_ptr, offset, mask, RADIX, UNIT, NIBBLE)
+        weight = round_weight(digits * scale, RADIX)
+        tl.store(weight_ptr + n * stride_wn + k, weight.to(weight_ptr.dtype.element_ty), mask=mask)
+
+
+def decode_digits_triton(packed: Packed, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    """Decode weights that are all digits, by the kernel."""
+    rows, in_features = packed.out_features, packed.in_features
+    weight = torch.empty(rows, in_features, dtype=dtype, device=packed.trits.device)
+    if weight.numel():
+        blocks = triton.cdiv(in_features, BLOCK)
+        _decode_digits_kernel[(triton.cdiv(rows, ROWS) * blocks,)](
+            *packed.all_pointers, weight, rows, in_features, blocks,
+            *packed.all_strides, weight.stride(0),
+            **packed.all_constants, ROWS=ROWS, num_warps=4,
+        )  # fmt: skip
+    return weight
+
+
+def with_remainders(packed: Packed, generator: torch.Generator) -> Iterator[tuple[str, Packed]]:
+    """Draw remainders, any int8, for a packed matrix, whose weights are all digits then.
+
+    Yields:
+        What it is called, and the matrix: with a remainder of eight bits, then with one of four.
+    """
+    shape = (packed.out_features, packed.in_features)
+    like = {"generator": generator, "device": generator.device, "dtype": torch.int8}
+    for radix, bits in ((64, 8), (14, 4)):
+        low = torch.randint(-128, 128, shape, **like).to(packed.trits.device)
+        about = {"remainder": low, "radix": radix, "nibble": bits == 4}
+        yield f"all digits of {bits} bits", packed._replace(**about)
+
+
+def _cases(device: torch.device, group_size: int) -> Iterator[Case]:
+    generator = torch.Generator().manual_seed(0)
+    for rows, in_features in ((1, 1), (3, 33), (33, 123), (2, 165), (9, 1000)):
+        packed = random_packed(rows, in_features, group_size, generator, spread=90).to(device)
+        for name, all_digits in with_remainders(packed, generator):
+            yield Case(f"{rows}x{in_features} {name}", (all_digits,))
+    packed = all_digits
+    yield Case("9x1000 whole octaves", (packed._replace(fraction=None),))
+    yield Case("5x1000 strided", (packed.rows(slice(None, None, 2)),))
+    apart = torch.stack([packed.remainder, packed.remainder], dim=2)[:, :, 0]
+    yield Case("9x1000 remainder strided", (packed._replace(remainder=apart),))
+
+
+def _timings(device: torch.device, group_size: int) -> Iterator[Timing]:
+    generator = torch.Generator(device)
+    packed = random_packed(8192, 8192, group_size, generator)
+    for name, all_digits in with_remainders(packed, generator):
+        yield Timing(f"8192x8192 {name}", (all_digits,), run=decode_digits_triton)
+
+
+def in_float32(decode):
+    """Wrap an implementation so that it decodes to float32, rounded to bf16 for the comparison.
+
+    Triton's interpreter rounds bf16 wrongly; float32 holds the same values.
+    """
+
+    def run(*inputs):
+        weight = decode(*inputs, dtype=torch.float32)
+        rounded = weight.to(torch.bfloat16)
+        # a value that bf16 cannot hold is an error, and NaN equals nothing
+        return torch.where(rounded.float() == weight, rounded, torch.nan)
+
+    return run
+
+
+DECODE_DIGITS = KernelSpec(
+    "decode_digits",
+    in_float32(decode_digits_triton),
+    in_float32(decode_digits_torch),
+    decode_digits_reference,
+    _cases,
+    uses_scales=True,
+    timings=_timings,
+)

@@ -1,0 +1,158 @@
+"""Give the rows of a direction one length, and the whole unit root-mean-square over its matrix.
+
+A row of zeros stays one: gain[n] = 2**16 sqrt(N / R) / rms(values[n]), R the rows that are not
+zero. Source, with a running mean instead of that of the one step: Z. Li et al., "NorMuon",
+https://arxiv.org/abs/2510.05491.
+"""
+
+import math
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from arbcli.kernels.runtime._triton import tl, triton
+from arbcli.kernels.runtime.backend import row_chunks, uses_triton
+from arbcli.kernels.runtime.spec import MATRIX, Case, Gate, KernelSpec, Timing
+from arbcli.kernels.update.direction import UNIT, check_direction
+
+
+def unit_rows_reference(values: Tensor, ok: Tensor) -> tuple[Tensor, Tensor]:
+    """Compute what `unit_rows` must return, and leave in `ok`, in float64."""
+    gain = torch.zeros(len(values), dtype=torch.float64, device=values.device)
+    for n, row in enumerate(values.double()):
+        mean_square = float((row * row).mean())
+        if not mean_square < float("inf"):
+            ok = ok * 0
+        elif mean_square > 0:
+            gain[n] = 2**16 / mean_square**0.5
+    rows = int((gain > 0).sum())
+    return gain * (len(gain) / max(rows, 1)) ** 0.5, ok
+
+
+def _unit_rows_torch(values, ok):
+    squares = torch.empty(len(values), dtype=torch.float32, device=values.device)
+    for rows in row_chunks(values):
+        torch.sum(values[rows].to(torch.float32, copy=True).square_(), dim=1, out=squares[rows])
+    gain = (squares / values.shape[1]).rsqrt_().mul_(UNIT)
+    usable = (squares > 0) & (squares < float("inf"))
+    ok *= torch.isfinite(squares).all()
+    gain *= math.sqrt(len(gain) / max(1, int(usable.sum())))
+    return torch.where(usable, gain, 0), ok
+
+
+@triton.jit
+def _row_squares_kernel(
+    values_ptr, squares_ptr,
+    N, K,
+    stride_vn, stride_vk,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    n = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
+    squares = tl.zeros((BLOCK_N, BLOCK_K), dtype=tl.float32)
+    for start in range(0, K, BLOCK_K):
+        k = start + tl.arange(0, BLOCK_K)[None, :]
+        values_ptrs = values_ptr + n[:, None] * stride_vn + k.to(tl.int64) * stride_vk
+        u = tl.load(values_ptrs, mask=(n < N)[:, None] & (k < K), other=0).to(tl.float32)
+        squares += u * u
+    tl.store(squares_ptr + n, tl.sum(squares, axis=1) / K, mask=n < N)
+
+
+@triton.jit
+def _unit_rows_kernel(squares_ptr, ok_ptr, gain_ptr, N, UNIT: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Find the gains of some rows; every program counts, of all of them, those that are not zero.
+
+    The square of a row stands for what it is: above 0, 0, or not finite.
+    """
+    rows = tl.zeros((BLOCK_N,), dtype=tl.int32)
+    bad = tl.zeros((BLOCK_N,), dtype=tl.int32)
+    for start in range(0, N, BLOCK_N):
+        n = start + tl.arange(0, BLOCK_N)
+        square = tl.load(squares_ptr + n, mask=n < N, other=0)
+        rows += ((square > 0) & (square < float("inf"))).to(tl.int32)
+        bad += 1 - (square < float("inf")).to(tl.int32)
+    if tl.program_id(0) == 0 and tl.sum(bad) > 0:
+        tl.store(ok_ptr, 0)
+    share = tl.maximum(tl.sum(rows), 1).to(tl.float32) / N
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    square = tl.load(squares_ptr + n, mask=n < N, other=0)
+    usable = (square > 0) & (square < float("inf"))
+    gain = tl.where(usable, UNIT * tl.rsqrt(square * share), 0)
+    tl.store(gain_ptr + n, gain, mask=n < N)
+
+
+def _unit_rows_triton(values, ok):
+    squares, gain = torch.empty(2, len(values), dtype=torch.float32, device=values.device)
+    by_rows = values.stride(1) == 1  # else neighbours in memory are of one column
+    block_n, block_k = (4, 512) if by_rows else (32, 32)
+    _row_squares_kernel[(triton.cdiv(len(values), block_n),)](
+        values, squares, *values.shape, *values.stride(), BLOCK_N=block_n, BLOCK_K=block_k
+    )
+    _unit_rows_kernel[(triton.cdiv(len(values), 1024),)](
+        squares, ok, gain, len(values), UNIT=UNIT, BLOCK_N=1024
+    )
+    return gain, ok
+
+
+def unit_rows(values: Tensor, ok: Tensor) -> Tensor:
+    """Find the gain of each row, so that all are of one length, of unit root-mean-square together.
+
+    Args:
+        values: (N, K) float32 or bfloat16, not empty, any strides.
+        ok: int32 scalar tensor; becomes 0 if a row is not finite.
+
+    Returns:
+        (N,) float32, 2**16 over the root-mean-square of the row times that of the share of rows
+        that are not zero; 0 for those that are, or are not finite.
+
+    Raises:
+        ValueError: a dtype or a shape does not fit.
+    """
+    check_direction(values, None, None, values.shape)
+    gain, _ = (_unit_rows_triton if uses_triton(values) else _unit_rows_torch)(values, ok)
+    return gain
+
+
+def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
+    generator = torch.Generator().manual_seed(0)
+
+    def case(label: str, values: Tensor) -> Case:
+        return Case(label, (values, torch.ones((), dtype=torch.int32, device=device)))
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator).to(device)
+
+    for rows, columns in ((1, 1), (3, 33), (17, 1059)):
+        yield case(f"{rows}x{columns}", normal(rows, columns) * 1e-9)
+    yield case("259x67 transposed", normal(67, 259).T)
+    yield case("17x129 strided", normal(17, 259)[:, 1::2])
+    yield case("2311x3", normal(2311, 3))
+    zero = normal(2311, 3)
+    zero[::3] = 0
+    yield case("2311x3 rows of zeros", zero)
+    yield case("9x40 zero", normal(9, 40) * 0)
+    for value in (torch.inf, torch.nan):
+        bad = normal(9, 40)
+        bad[7, 5] = value
+        yield case(f"9x40 {value}", bad)
+    if device.type == "cuda":  # the interpreter computes wrongly in bf16, and takes its time
+        yield case("2049x2080 bf16", normal(2049, 2080).bfloat16())
+
+
+def _timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
+    values = torch.randn(MATRIX, dtype=torch.bfloat16, device=device)
+    ok = torch.ones((), dtype=torch.int32, device=device)
+    yield Timing("11264x2048 bf16", (values, ok))
+    yield Timing("2048x11264 bf16 transposed", (values.T, ok))
+
+
+UNIT_ROWS = KernelSpec(
+    "unit_rows",
+    _unit_rows_triton,
+    _unit_rows_torch,
+    unit_rows_reference,
+    _cases,
+    Gate(exact=False, relative=1e-5, reason="float32 sums of thousands of squares"),
+    timings=_timings,
+    bfloat16=(0,),
+)

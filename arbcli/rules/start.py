@@ -1,0 +1,27 @@
+"""The first values of z: quantiles of a normal distribution, rounded and clipped."""
+
+import math
+
+
+def _normal_cdf(x: float) -> float:
+    return 0.5 * math.erfc(-x / math.sqrt(2))
+
+
+def quantiles(spread: float, largest: int) -> list[int]:
+    """List z = clamp(round(spread * n)) at 65536 evenly spaced quantiles of n, normal."""
+    table = []
+    for z in range(-largest, largest + 1):
+        share = 1.0 if z == largest else _normal_cdf((z + 0.5) / spread)
+        table += [z] * (round(share * 2**16) - len(table))
+    return table
+
+
+def share_of_nonzero(radix: int, spread: float) -> float:
+    """Find the share of trits that are not zero, where z is normal with spread times P."""
+    return 2 * _normal_cdf(-(radix // 2 + 0.5) / (spread * radix))
+
+
+def root_mean_square(spread: float, largest: int) -> float:
+    """Find that of `quantiles`."""
+    table = quantiles(spread, largest)
+    return math.sqrt(sum(z * z for z in table) / len(table))
