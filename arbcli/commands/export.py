@@ -29,7 +29,7 @@ def export(
         str | None,
         typer.Option(
             help=f"Of the weights: {', '.join(TYPES)}; bf16 or f32 for hf. [default: the smallest"
-            " that rounds nothing; bf16 for hf]",
+            " that holds what they are made of; bf16 for hf]",
             callback=one_of("type", TYPES),
         ),
     ] = None,
@@ -40,7 +40,7 @@ def export(
 ) -> None:
     """Write a trained model for other programs: `arb export RUN --to gguf`.
 
-    Every weight is written as it is, or the export is refused.
+    A type that does not hold the weights is refused.
     """
     from arbcli.export import run as exporting  # torch takes seconds to import
 

@@ -27,8 +27,9 @@ def model_card(weights: Weights, name: str) -> str:
     """Write a card in Markdown, with the figures of the run if it lies beside the checkpoint."""
     config, checkpoint = weights.model.config, weights.checkpoint
     number = sum(tensor.num_weights for tensor in weights.model.weights().values())
+    of = "-1, 0 or +1" if config.digits == "trit" else "an integer of one byte"
     rows = {
-        "weights": f"{number:,}, each -1, 0 or +1 times a scale of {config.group_size}",
+        "weights": f"{number:,}, each {of} times a scale of {config.group_size}",
         "shape": f"{config.layers} blocks of width {config.dim}, {config.heads} heads, MLP"
         f" {config.ffn}, context {config.ctx} bytes",
         "tokens": "the 256 bytes; byte 0 ends a text",

@@ -6,5 +6,5 @@ FORMATS = {
     "safetensors": "the packed weights alone, for arb",
 }
 """What each is for."""
-TYPES = ("f32", "bf16", "f16", "q4_0", "q2_0")
+TYPES = ("f32", "bf16", "f16", "q8_0", "q4_0", "q2_0")
 """Types of weights; hf has f32 and bf16 of them."""

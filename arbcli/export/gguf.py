@@ -15,10 +15,11 @@ from arbcli.export.block_types import (
     F32,
     Q2_0,
     Q4_0,
+    Q8_0,
     TYPES,
     BlockType,
+    encode_digits,
     encode_numbers,
-    encode_trits,
 )
 from arbcli.export.gguf_file import (
     BOOL,
@@ -32,8 +33,10 @@ from arbcli.export.gguf_file import (
 )
 from arbcli.export.qwen3 import Part, Source, read, sources
 from arbcli.infer.load import Weights
-from arbcli.kernels.codec.decode_weight import scales_torch
+from arbcli.kernels.codec.decode_digits import digits_torch
+from arbcli.kernels.codec.packed import Packed
 from arbcli.kernels.codec.packing import unpack_trits
+from arbcli.kernels.codec.scales import scales_torch
 from arbcli.model.dense import ByteLM
 from arbcli.model.layers.norm import NORM_EPS
 from arbcli.model.layers.rotary import ROTARY_BASE
@@ -42,7 +45,7 @@ END = 0
 """The byte that ends a text: no text has it, and whoever generates stops there."""
 NORMAL_TOKEN = 1
 OF_GROUP_SIZE = {32: Q4_0, 96: Q4_0, 64: Q2_0, 128: Q2_0}
-"""The smallest type that rounds nothing, by the weights that share a scale; for others BF16."""
+"""The smallest type that holds trits, by the weights that share a scale; for others BF16."""
 
 
 def write_model(path: Path, weights: Weights, name: str, kind: str | None) -> BlockType:
@@ -52,7 +55,8 @@ def write_model(path: Path, weights: Weights, name: str, kind: str | None) -> Bl
         path: of the file.
         weights: a `ByteLM` without sub-norms.
         name: of the model.
-        kind: of the matrices, a name of `TYPES`; None is the smallest that rounds nothing.
+        kind: of the matrices, a name of `TYPES`; None is the smallest that holds what the weights
+            are made of.
 
     Returns:
         The type of the matrices.
@@ -62,7 +66,7 @@ def write_model(path: Path, weights: Weights, name: str, kind: str | None) -> Bl
     """
     model = weights.model
     check_model(model)
-    chosen = TYPES[kind] if kind else OF_GROUP_SIZE.get(model.config.group_size, BF16)
+    chosen = TYPES[kind] if kind else smallest_type(model.config)
     every = list(sources(model))
     entries = [_entry(part, chosen) for source in every for part in source.parts]
     keys = _keys(model.config, name, weights)
@@ -73,6 +77,12 @@ def write_model(path: Path, weights: Weights, name: str, kind: str | None) -> Bl
 
     write_file(path, lambda file: write_gguf(file, keys, entries, parts()))
     return chosen
+
+
+def smallest_type(config: ModelConfig) -> BlockType:
+    """Choose the smallest type that holds what the weights of a model are made of."""
+    of_trits = OF_GROUP_SIZE.get(config.group_size, BF16)
+    return of_trits if config.digits == "trit" or of_trits is BF16 else Q8_0
 
 
 def check_model(model: torch.nn.Module) -> None:
@@ -117,12 +127,18 @@ def _encoded(source: Source, kind: BlockType) -> Iterator[Tensor]:
         for part, weight in read(source):
             yield encode_numbers(part.gguf, weight, kind if is_matrix else F32)
         return
-    tensor = source.tensor
-    trits = unpack_trits(tensor.trits, tensor.in_features)
-    scales = scales_torch(*tensor.scales)
+    packed = source.tensor.packed
+    digits, scales = integers(packed), scales_torch(packed.exponent, packed.fraction) / packed.unit
     for part in source.parts:
         rows = part.rows
-        yield encode_trits(part.gguf, trits[rows], scales[rows], tensor.group_size, kind)
+        yield encode_digits(part.gguf, digits[rows], scales[rows], packed.group_size, kind)
+
+
+def integers(packed: Packed) -> Tensor:
+    """Read what weights are made of, (N, K) int8: trits, or z where they are all digits."""
+    if packed.remainder is None:
+        return unpack_trits(packed.trits, packed.in_features)
+    return (digits_torch(packed, torch.float32) * packed.unit).to(torch.int8)
 
 
 def _keys(config: ModelConfig, name: str, weights: Weights) -> dict[str, tuple[int, Any]]:

@@ -1,4 +1,7 @@
-"""The weights alone, in the format of a checkpoint: trits and scales, and whose they are."""
+"""The weights alone, in the format of a checkpoint: trits and scales, and whose they are.
+
+Where weights are all digits, the remainders are among them.
+"""
 
 from pathlib import Path
 

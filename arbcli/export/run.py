@@ -72,7 +72,7 @@ def export(
     if path.exists():
         raise ArbError(f"`{path}` exists", hint="remove it, or choose another `--out`")
     weights = load_weights(source, note)
-    type_name = "trits"
+    type_name = "trits" if weights.model.config.digits == "trit" else "all digits"
     if format == "gguf":
         type_name = gguf.write_model(path, weights, name, kind).name
     elif format == "hf":

@@ -100,7 +100,8 @@ class TernaryTensor(StateModule):
             buffers |= self.direction.buffers(out_features, in_features, matrices)
         for name, buffer in buffers.items():
             self._declare_int8(name, *buffer)
-        self.of_training = tuple(buffers)
+        read = {"remainder"} if self.rule.reads_all else set()
+        self.of_training = tuple(name for name in buffers if name not in read)
 
     def drop_training_state(self) -> None:
         """Forget what only a step needs, for good: the weights can be read and no more."""

@@ -8,6 +8,7 @@ from arbcli.config.dense import SCALE_TYPES
 from arbcli.errors import ArbError
 from arbcli.export import gguf
 from arbcli.export.gguf_file import GGUFFile
+from arbcli.export.qwen3 import read, sources
 from arbcli.infer.load import load_model, load_weights
 
 TEXT = b"def main(self):\n    return 1\n"
@@ -31,6 +32,21 @@ def test_smallest_type_decodes_to_the_same_weights(saved, tmp_path, scale_type):
 def test_every_type_decodes_to_the_same_weights(saved, tmp_path, kind):
     path = tmp_path / "model.gguf"
     weights, _ = written(saved, path, kind, scale_type="T64")
+    assert gguf.count_differences(path, weights.model) == 0
+
+
+@pytest.mark.parametrize("rule", ["moment", "nibble", "carry"])
+def test_all_digits_are_off_by_the_rounding_alone(saved, tmp_path, rule):
+    path = tmp_path / "model.gguf"
+    weights, kind = written(saved, path, rule=rule, digits="all")
+    assert kind.name == "Q8_0"
+    file = GGUFFile(path)
+    for source in sources(weights.model):
+        for part, weight in read(source):
+            found = file.tensor(part.gguf)
+            assert torch.equal(found.bfloat16().float(), weight), part.gguf
+            assert ((found - weight).abs() <= 2**-8 * weight.abs()).all()
+    written(saved, path, "bf16", rule=rule, digits="all")
     assert gguf.count_differences(path, weights.model) == 0
 
 
@@ -61,7 +77,7 @@ def test_another_reader_finds_the_same(saved, tmp_path):
 
 @pytest.mark.parametrize(("kind", "scale_type", "bound"), [
     ("f32", "T32", 1e-5), ("f32", "T6", 1e-5), ("bf16", "T32", 0.05), ("f16", "T32", 0.01),
-    ("q4_0", "T32", 0.1), ("q2_0", "T64", 0.1),
+    ("q8_0", "T32", 0.1), ("q4_0", "T32", 0.1), ("q2_0", "T64", 0.1),
 ])  # fmt: skip
 def test_llama_cpp_predicts_the_same(saved, tmp_path, kind, scale_type, bound):
     from llama import Llama
