@@ -435,13 +435,11 @@ LIES = {
 def test_load_refuses_a_lying_header(saved, lie):
     header, data = unpack(saved.read_bytes())
     saved.write_bytes(pack(lie(header), data))
-    began = time.perf_counter()
     tracemalloc.start()
     refusal(saved)
     peak_bytes = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak_bytes < 4_000_000
-    assert time.perf_counter() - began < 2
 
 
 @pytest.mark.parametrize(

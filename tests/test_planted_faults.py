@@ -43,6 +43,7 @@ from arbcli.verify import parity
 from arbcli.verify.compare import as_tuple, compare, poisoned
 from arbcli.verify.kernels import KERNELS, copies, find_kernels
 from arbcli.verify.parity import RAGGED, RAGGED_GRAPH, Subject
+from arbcli.verify.strength import PLANTED
 
 pytestmark = pytest.mark.skipif(
     torch.cuda.is_available(), reason="compiled kernels refuse globals that change"
@@ -606,8 +607,14 @@ def failures(check: str, folder: Path) -> list:
     if kind == "checkpoint":
         return checkpoint_failures(folder)
     if kind not in MODELS:
-        return kernel_failures(kind, SCALE_TYPES[rest or ("T32" if "norm" in kind else "T6")])
+        return kernel_failures(kind, SCALE_TYPES[scale_type_of(kind, rest) or "T6"])
     return [result for result in MODELS[kind](rest) if not result.passed]
+
+
+def scale_type_of(kernel: str, named: str) -> str | None:
+    """Choose the scale type that faults of a kernel are looked for in; None if it has no scales."""
+    (spec,) = find_kernels([kernel])
+    return (named or ("T32" if "norm" in kernel else "T6")) if spec.uses_scales else None
 
 
 def of_model(name: str, config, check: str) -> list:
@@ -717,6 +724,13 @@ def test_every_kind_of_mistake_and_every_kernel_has_a_fault():
     assert {fault.kind for fault in quick} == set(KINDS)
     assert len({fault.name for fault in FAULTS}) == len(FAULTS)
     assert {fault.caught_by.split()[0] for fault in quick} >= OF_KERNELS
+
+
+def test_program_knows_which_faults_are_planted():
+    """Written by `python tests/write_planted.py`."""
+    from write_planted import planted
+
+    assert PLANTED.read_text() == planted()
 
 
 def test_a_change_that_changes_nothing_is_an_error(tmp_path):

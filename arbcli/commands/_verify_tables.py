@@ -25,6 +25,7 @@ def ledger_tables(found: "Ledger") -> "Group":
         verdict,
         worst,
     )
+    from arbcli.verify.strength import strength_text
 
     kernels, checks = [], []
     for key, group in grouped(found.kernels, "kernel", "backend"):
@@ -70,6 +71,7 @@ def ledger_tables(found: "Ledger") -> "Group":
             f" {unwritten:,} elements left unwritten; {found.seconds:.0f} s"
         )
     )
+    parts.append(Text(strength_text(found.strength)))
     return Group(*parts)
 
 

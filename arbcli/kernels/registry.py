@@ -7,6 +7,7 @@ from arbcli.kernels.codec.decode_e4m3 import DECODE_E4M3
 from arbcli.kernels.codec.decode_weight import DECODE_WEIGHT
 from arbcli.kernels.codec.packing import PACK_TRITS, UNPACK_TRITS
 from arbcli.kernels.matmul.arranged_matmul import ARRANGED_MATMUL
+from arbcli.kernels.matmul.digits_matmul import DIGITS_MATMUL
 from arbcli.kernels.matmul.fp8_matmul import FP8_MATMUL
 from arbcli.kernels.matmul.grouped_matmul import GROUPED_GRAD_W, GROUPED_MATMUL
 from arbcli.kernels.matmul.quantise_rows import QUANTISE_ROWS
@@ -46,6 +47,7 @@ KERNELS: tuple[KernelSpec, ...] = (
     TERNARY_MATMUL,
     TERNARY_MATMUL_GRAD_X,
     ARRANGED_MATMUL,
+    DIGITS_MATMUL,
     GROUPED_MATMUL,
     GROUPED_GRAD_W,
     EXPERT_COMBINE,

@@ -4,8 +4,9 @@ Every drawing makes one case for a matrix of N outputs by K inputs and M rows of
 dice that also decide strides, offsets, types and states. Loaded dice leave those plain.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -35,10 +36,11 @@ from arbcli.kernels.runtime.spec import Case, KernelSpec
 from arbcli.kernels.update.blend_moment import moment_max
 from arbcli.kernels.update.newton_schulz import GRAM, GRAM_POLYNOMIAL
 
-SIZES = (1, 2, 3, 5, 16, 31, 33, 64, 123, 159, 165, 200, 257, 323)
-"""Random sizes are these: below, at and beyond the tiles, ragged in 5, in 32 and in 160."""
-ROWS = (1, 2, 7, 16, 33, 64, 65, 130)
-"""Rows of activations: on both sides of what the fused products take."""
+TILES = (16, 32, 64, 128, 160, 256, 320)
+"""Where tiles, planes and blocks of weights end."""
+SMALL_SIZES = (1, 2, 3, 5)
+ROW_TILES = (8, 16, 32, 64, 128)
+"""The same of rows of activations, which fused products take up to 64 of."""
 REAL_ROWS = (1, 64, 2048)
 
 
@@ -65,6 +67,12 @@ class Dice:
     def pick(self, choices):
         """Choose one of a sequence."""
         return choices[self.below(len(choices))]
+
+    def near(self, boundaries: tuple[int, ...]) -> int:
+        """Choose a size: small, or at most one away from a boundary."""
+        if self.below(5) == 0:
+            return self.pick(SMALL_SIZES)
+        return self.pick(boundaries) - 1 + self.below(3)
 
     def chance(self, share: float) -> bool:
         """Say yes to a share of questions; never with loaded dice."""
@@ -324,6 +332,8 @@ def _gradient_statistics(dice: Dice, group_size: int, m: int, n: int, k: int) ->
 
 def _gradient_gains(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
     def digits(length: int) -> Tensor:
+        if dice.chance(0.15):
+            return dice.view(dice.integers(30, 30, length, 2))
         whole = dice.integers(-128 if dice.chance(0.5) else -30, 30, length, 1)
         return dice.view(torch.cat([whole, dice.integers(0, 127, length, 1)], dim=1))
 
@@ -516,6 +526,9 @@ class Drawing:
     """torch's own operation, for the gate in bf16."""
     needs_rows: bool = False
     """Whether M matters."""
+    one_layout: bool = False
+    """Whether its inputs are laid out as its one caller does it: contiguous, in an order of its
+    own."""
 
 
 DRAWINGS = {
@@ -531,7 +544,9 @@ DRAWINGS = {
     "ternary_matmul_grad_x": Drawing(
         _ternary_matmul_grad_x, _grad_x_in_float64, TERNARY_MATMUL_GRAD_X.torch, needs_rows=True
     ),
-    "arranged_matmul": Drawing(_arranged_matmul, None, ARRANGED_MATMUL.torch),
+    "arranged_matmul": Drawing(
+        _arranged_matmul, None, ARRANGED_MATMUL.torch, one_layout=True
+    ),
     "grouped_matmul": Drawing(_grouped_matmul, None, GROUPED_MATMUL.torch, needs_rows=True),
     "grouped_grad_w": Drawing(_grouped_grad_w, None, GROUPED_GRAD_W.torch, needs_rows=True),
     "expert_combine": Drawing(
@@ -554,12 +569,16 @@ DRAWINGS = {
     ),
     "rms_norm_e4m3": Drawing(_rms_norm, needs_rows=True),
     "gated_rms_norm_e4m3": Drawing(_gated_rms_norm, needs_rows=True),
-    "rotary_norm": Drawing(_rotary_norm, None, rounded_once, needs_rows=True),
+    "rotary_norm": Drawing(
+        _rotary_norm, None, rounded_once, needs_rows=True, one_layout=True
+    ),
     "rotary_norm_backward": Drawing(
         _rotary_norm_backward, None, rounded_gradient, needs_rows=True
     ),
-    "decode_attention": Drawing(_decode_attention, None, DECODE_ATTENTION.torch),
-    "choose_byte": Drawing(_choose_byte),
+    "decode_attention": Drawing(
+        _decode_attention, None, DECODE_ATTENTION.torch, one_layout=True
+    ),
+    "choose_byte": Drawing(_choose_byte, one_layout=True),
     "cross_entropy": Drawing(_cross_entropy, needs_rows=True),
     "cross_entropy_backward": Drawing(
         _cross_entropy_backward, None, rounded_cross_entropy, needs_rows=True
@@ -595,10 +614,93 @@ def fuzz_cases(
     """Draw one random case of a kernel from each seed."""
     for seed in seeds:
         dice = Dice(seed, device)
-        m, n, k = dice.pick(ROWS), dice.pick(SIZES), dice.pick(SIZES)
+        m, n, k = dice.near(ROW_TILES), dice.near(TILES), dice.near(TILES)
         if m * n < 64 or n * k < 64:  # so few sums can cancel to any relative error
             m, n, k = m + 64, n + 64, k + 5
-        yield _case(name, f"seed {seed}: ", dice, group_size, m, n, k)
+        case = _case(name, f"seed {seed}: ", dice, group_size, m, n, k)
+        # two rows of some matrix at a time, or about half of one
+        chunk = dice.pick((None, 1, n * k // 2, m * k // 2))
+        label = case.label if chunk is None else f"{case.label} by {chunk}"
+        yield replace(case, label=label, chunk_elements=chunk)
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """What random cases of a kernel really were, read off their inputs."""
+
+    cases: int
+    elements: tuple[int, int]
+    """Of the largest tensor of a case: the fewest and the most."""
+    dtypes: dict[str, int]
+    """Cases by the type of a tensor that they have; so are the other counts."""
+    group_sizes: dict[str, int]
+    strided: int
+    """Cases with a tensor that is not contiguous."""
+    offset: int
+    """Cases with a tensor that begins inside of its memory."""
+    saturated: int
+    """Cases with a tensor of bytes all of which are one number, and not 0."""
+    in_parts: int
+    """Cases that the torch backend works on in parts."""
+    never: tuple[str, ...]
+    """Which of these the kernel could have had, and had not."""
+
+
+class Tally:
+    """Counts what the random cases of a kernel are, one after another.
+
+    Args:
+        name: of the kernel.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name, self.counts = name, Counter()
+        self.dtypes, self.group_sizes = Counter(), Counter()
+        self.elements: list[int] = []
+        self.has_bytes = False
+
+    def add(self, case: Case) -> None:
+        """Count one case."""
+        tensors = list(_tensors(case.inputs))
+        size_of = {v.group_size for v in case.inputs if isinstance(v, Packed)}
+        of_bytes = [t for t in tensors if t.dtype in (torch.int8, torch.uint8)]
+        self.has_bytes |= bool(of_bytes)
+        self.elements.append(max(t.numel() for t in tensors))
+        self.dtypes.update({str(t.dtype).removeprefix("torch.") for t in tensors})
+        self.group_sizes.update(map(str, size_of))
+        self.counts["strided"] += any(not t.is_contiguous() for t in tensors)
+        self.counts["offset"] += any(t.storage_offset() > 0 for t in tensors)
+        self.counts["saturated"] += any(map(_is_saturated, of_bytes))
+        self.counts["in_parts"] += case.chunk_elements is not None
+
+    def drawn(self) -> Drawn:
+        """Sum up."""
+        possible = ["in_parts"]
+        if not DRAWINGS[self.name].one_layout:
+            possible += ["strided", "offset", *(["saturated"] if self.has_bytes else [])]
+        return Drawn(
+            cases=len(self.elements),
+            elements=(min(self.elements), max(self.elements)),
+            dtypes=dict(sorted(self.dtypes.items())),
+            group_sizes=dict(self.group_sizes),
+            **{name: self.counts[name] for name in ("strided", "offset", "saturated", "in_parts")},
+            never=tuple(name.replace("_", " ") for name in possible if not self.counts[name]),
+        )
+
+
+def _tensors(inputs: tuple) -> Iterator[Tensor]:
+    for value in inputs:
+        if isinstance(value, tuple):
+            yield from _tensors(value)
+        elif isinstance(value, Tensor):
+            yield value
+
+
+def _is_saturated(values: Tensor) -> bool:
+    if values.numel() < 5:
+        return False
+    first = values[(0,) * values.dim()]
+    return bool(first != 0) and bool((values == first).all())
 
 
 def real_cases(

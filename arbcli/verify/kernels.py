@@ -10,10 +10,10 @@ from torch import Tensor
 from arbcli.errors import ArbError
 from arbcli.kernels.codec.packed import Packed
 from arbcli.kernels.registry import KERNELS
-from arbcli.kernels.runtime.backend import check_backend, use_backend
+from arbcli.kernels.runtime.backend import check_backend, chunks_of, use_backend
 from arbcli.kernels.runtime.spec import Case, KernelSpec
 from arbcli.verify.compare import CaseResult, as_tuple, compare, poisoned, worst
-from arbcli.verify.fuzz import fuzz_cases, real_cases, real_reference
+from arbcli.verify.fuzz import Drawn, Tally, fuzz_cases, real_cases, real_reference
 from arbcli.verify.workers import JobDone, Workers
 
 METHODS = {
@@ -54,6 +54,8 @@ class KernelResult:
     seconds: float
     passed: bool
     failures: tuple[CaseResult, ...]
+    drawn: Drawn | None = None
+    """What random cases were; None of others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,10 +176,13 @@ def _verify(
 ) -> list[KernelResult]:
     """Run cases on every backend; one at a time, as some are large."""
     labels: list[str] = []
+    tally = Tally(spec.name) if kind == "fuzz" else None
     found: dict[str, list[CaseResult]] = {backend: [] for backend in backends}
     seconds = dict.fromkeys(backends, 0.0)
     for case in cases:
         labels.append(case.label)
+        if tally:
+            tally.add(case)
         wanted = as_tuple(reference(*copies(case.inputs)))
         peers = as_tuple(case.peer(*copies(case.inputs))) if case.peer else (None,) * len(wanted)
         for backend in backends:
@@ -203,6 +208,7 @@ def _verify(
             seconds=seconds[backend],
             passed=all(result.passed for result in results),
             failures=tuple(result for result in results if not result.passed),
+            drawn=tally.drawn() if tally else None,
         )
         for backend, results in found.items()
     ]
@@ -218,7 +224,7 @@ def _run_case(
 ) -> list[CaseResult]:
     run = spec.torch if backend == "torch" else spec.triton
     try:
-        with use_backend(backend):
+        with use_backend(backend), chunks_of(case.chunk_elements):
             got = as_tuple(run(*copies(case.inputs)))
         if device.type == "cuda":
             torch.cuda.synchronize(device)

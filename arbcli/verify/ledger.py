@@ -18,6 +18,7 @@ from arbcli.verify.compare import worst
 from arbcli.verify.compile_ahead import PARKED_BYTES, CompileResult
 from arbcli.verify.kernels import METHODS, KernelResult
 from arbcli.verify.parity import CHECKS, ParityResult
+from arbcli.verify.strength import Strength, find_strength, strength_text
 from arbcli.verify.timing import Roofline, TimingReport
 
 FORMAT = 1
@@ -59,6 +60,8 @@ class Ledger:
     """None unless it was asked for."""
     interrupted: str | None = None
     """Name of the signal that ended the checks early; `not_verified` says before what."""
+    strength: tuple[Strength, ...] = ()
+    """Which mistakes the checks that were made are known to catch."""
 
 
 def new_ledger(
@@ -95,6 +98,7 @@ def new_ledger(
         passed=not failures and interrupted is None,
         timing=timing,
         interrupted=interrupted,
+        strength=find_strength(kernels, parity),
     )
 
 
@@ -151,7 +155,9 @@ def _ruled_out(
             f"results left unwritten: {outputs:,} outputs were written whole, {elements:,}"
             " elements, over poisoned memory"
         )
-    if any(r.kind == "fuzz" for r in kernels) and all(r.passed for r in kernels):
+    drawn = [r.drawn for r in kernels if r.drawn]
+    seen = drawn and not any({"strided", "offset"} & {*d.never} for d in drawn)
+    if seen and all(r.passed for r in kernels):
         yield "results that depend on strides or offsets, in the random cases listed"
     excluded = {
         "output": "a layer's forward that departs from float64 on the same input",
@@ -312,6 +318,7 @@ def ledger_page(ledger: Ledger) -> str:
     columns = ["kernel", "backend", "method", "cases", "elements", *figures]
     lines += _section("Kernels", columns, _kernel_rows(ledger))
     lines += _notes(METHODS, ledger.kernels, "kind")
+    lines += _section("What random cases were", DRAWN_COLUMNS, _drawn_rows(ledger))
     columns = ["check", "model", "backend", "comparisons", *figures]
     lines += _section("The whole model", columns, _parity_rows(ledger))
     lines += _notes(CHECKS, ledger.parity, "check")
@@ -323,6 +330,9 @@ def ledger_page(ledger: Ledger) -> str:
         lines += [f"- {key}: {text}" for key, text in notes.items()]
     if ledger.changes:
         lines += ["", "## Changed", "", *(f"- {change}" for change in ledger.changes)]
+    columns = ["class of mistakes", "what it is", "planted", "caught here", "by"]
+    lines += _section("Strength", columns, _strength_rows(ledger))
+    lines += [f"One at a time, in the interpreter: {strength_text(ledger.strength)}."]
     lines += ["", "## Ruled out", "", *(f"- {item}" for item in ledger.ruled_out)]
     lines += ["", "## Not verified here", "", *(f"- {item}" for item in ledger.not_verified)]
     lines += ["", "## Shapes", "", *_shape_lines(ledger)]
@@ -334,6 +344,26 @@ def _kernel_rows(ledger: Ledger) -> Iterable[list[str]]:
         cases, elements = sum(len(r.shapes) for r in group), sum(r.elements for r in group)
         figures = [str(cases), f"{elements:,}", *_worst_figures(group), group[0].gate]
         yield [kernel, backend, kind, *figures, verdict(group)]
+
+
+DRAWN_COLUMNS = [
+    "kernel", "scales", "cases", "elements", "types", "strided", "offset", "saturated", "in parts",
+]  # fmt: skip
+
+
+def _drawn_rows(ledger: Ledger) -> Iterable[list[str]]:
+    """Lay out what was drawn of each kernel, the same for all of its backends."""
+    for (kernel, scale_type), (r, *_) in grouped(ledger.kernels, "kernel", "scale_type"):
+        if d := r.drawn:
+            sizes = f"{d.elements[0]:,} to {d.elements[1]:,}"
+            types = ", ".join(f"{name} {count}" for name, count in d.dtypes.items())
+            counts = map(str, (d.strided, d.offset, d.saturated, d.in_parts))
+            yield [kernel, scale_type or "", str(d.cases), sizes, types, *counts]
+
+
+def _strength_rows(ledger: Ledger) -> Iterable[list[str]]:
+    for s in ledger.strength:
+        yield [s.kind, s.what, str(s.planted), str(s.caught), ", ".join(s.by)]
 
 
 def _parity_rows(ledger: Ledger) -> Iterable[list[str]]:

@@ -93,6 +93,7 @@ def verify(request: VerifyRequest, show: Callable[[str], None] = lambda _: None)
     left_out = [
         *(_not_reached(request, found, interrupted) if interrupted else ()),
         *_of_kernels(request),
+        *_not_drawn(found),
         *_left_out(request, device, backends),
     ]
     seconds = time.perf_counter() - started
@@ -182,6 +183,16 @@ def _of_kernels(request: VerifyRequest) -> Iterable[str]:
     """List what kernels say that no check of theirs can tell."""
     for spec in find_kernels(request.names):
         yield from (f"{spec.name}: {item}" for item in spec.not_verified)
+
+
+def _not_drawn(found: _Found) -> Iterable[str]:
+    """List what random cases could have been and were not."""
+    missing: dict[str, dict[str, None]] = {}
+    for result in found.kernels:
+        for what in result.drawn.never if result.drawn else ():
+            missing.setdefault(what, {})[result.kernel] = None
+    for what, kernels in missing.items():
+        yield f"random cases, {what}: none was drawn of {', '.join(kernels)}"
 
 
 def _left_out(

@@ -55,7 +55,7 @@ def test_audit_memory_of_a_graph_passes(parts):
     report = json.loads(CliRunner().invoke(app, command).stdout)
     assert report["passed"]
     assert report["measured"]["state_bytes"] == report["predicted"]["total"]["state_bytes"]
-    assert abs(report["peak_error"]) < 0.05
+    assert report["peak_error"] == 0
 
 
 def test_audit_memory_shows_levels_and_checks():

@@ -47,12 +47,12 @@ def test_json_is_one_object_with_pinned_fields():
     assert list(found) == [
         "format", "date", "device", "versions", "commit", "scale_types", "kernels", "parity",
         "compiled", "failures", "ruled_out", "not_verified", "seconds", "passed", "changes",
-        "timing", "interrupted",
+        "timing", "interrupted", "strength",
     ]  # fmt: skip
     assert list(found["kernels"][0]) == [
         "kernel", "backend", "scale_type", "kind", "shapes", "outputs", "elements", "unwritten",
         "gate", "reason", "unequal", "max_error", "relative_error", "cosine", "seconds", "passed",
-        "failures",
+        "failures", "drawn",
     ]  # fmt: skip
 
 

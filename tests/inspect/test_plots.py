@@ -58,9 +58,35 @@ def report() -> dict:
     }
 
 
-def test_plot_training_draws_a_curve(run, tmp_path):
+@pytest.fixture
+def figures(monkeypatch) -> list:
+    """Keep the figures that are drawn."""
+    kept, save = [], plots._save
+    monkeypatch.setattr(plots, "_save", lambda *args: kept.append(args[0]) or save(*args))
+    return kept
+
+
+def lines_of(axes) -> dict:
+    """Find the points of the curves that a legend names; None where there is a gap."""
+    return {
+        line.get_label(): [
+            (float(x), None if math.isnan(y) else float(y)) for x, y in line.get_xydata()
+        ]
+        for line in axes.get_lines()
+        if not line.get_label().startswith("_")
+    }
+
+
+def test_plot_training_draws_a_curve(run, figures, tmp_path):
     plot_training(run, tmp_path / "curve.png")
     assert painted_share(tmp_path / "curve.png") > 0.01
+    (axes,) = figures[0].axes
+    assert lines_of(axes) == {
+        "training": [(step, 6 / math.sqrt(step)) for step in range(10, 110, 10)],
+        "held out": [(50, 2.5), (100, 2.5)],
+    }
+    marks = {line.get_ydata()[0] for line in axes.get_lines() if line.get_linestyle() == ":"}
+    assert marks == {math.log(256), 3.2}
 
 
 def test_plot_training_draws_a_run_without_evaluations(run, tmp_path):
@@ -79,9 +105,22 @@ def test_plot_training_refuses_what_is_no_run(name, content, run, tmp_path):
         plot_training(run, tmp_path / "curve.png")
 
 
-def test_plot_probe_draws_three_panels(report, tmp_path):
+def test_plot_probe_draws_three_panels(report, figures, tmp_path):
     plot_probe(report, tmp_path / "probe.png")
     assert painted_share(tmp_path / "probe.png") > 0.02
+    stream, flips, loss = figures[0].axes
+    assert lines_of(stream) == {
+        "after step 0": [(0, 1.0), (1, 1.2), (2, 1.4)],
+        "after step 3": [(0, 1.0), (1, 1.2), (2, 4.4)],
+        "attention branch": [(1, 0.4), (2, 0.4)],
+        "MLP branch": [(1, 0.3), (2, 0.5)],
+    }
+    bars = [(bar.get_x() + bar.get_width() / 2, bar.get_height()) for bar in flips.patches]
+    assert bars == [pytest.approx((step, 2.0)) for step in (1, 2, 3)]
+    assert lines_of(loss) == {
+        "held out": [(0, 5.5), (1, 4.5), (2, 3.5), (3, 2.5)],
+        "training": [(0, 4.0), (1, 3.0), (2, 2.0)],
+    }
 
 
 def test_plot_probe_leaves_gaps_for_what_is_not_finite(report, tmp_path):

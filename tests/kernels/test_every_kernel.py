@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from arbcli.config.dense import SCALE_TYPES
-from arbcli.kernels.rows import weighted_rows
-from arbcli.kernels.runtime.backend import row_chunks, use_backend
+from arbcli.kernels.runtime.backend import chunks_of, use_backend
 from arbcli.verify.compare import as_tuple
 from arbcli.verify.fuzz import DRAWINGS, Dice
 from arbcli.verify.kernels import KERNELS, compare, copies
@@ -50,14 +49,12 @@ def test_kernel_equals_reference(spec, scale_type, backend, device):
 
 
 @pytest.mark.parametrize("spec", KERNELS, ids=lambda spec: spec.name)
-def test_torch_backend_gives_the_same_in_chunks_of_two_rows(spec, monkeypatch):
+def test_torch_backend_gives_the_same_in_chunks_of_two_rows(spec):
     """Matrices of real sizes are worked on in parts, and no case of a test is that large."""
     for case in spec.cases(torch.device("cpu"), SCALE_TYPES["T6"]):
         found = []
-        for elements in (1 << 18, 1):
-            monkeypatch.setattr(row_chunks, "__defaults__", (elements,))
-            monkeypatch.setattr(weighted_rows, "CHUNK_ELEMENTS", elements)
-            with use_backend("torch"):
+        for elements in (None, 1):
+            with use_backend("torch"), chunks_of(elements):
                 found.append(as_tuple(spec.torch(*copies(case.inputs))))
         for whole, parts in zip(*found, strict=True):
             # as close as is asked for, though a peer would allow for more

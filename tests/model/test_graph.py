@@ -259,10 +259,16 @@ def test_forgotten_forward_does_not_hold_the_next_gradient_back():
 def test_gauges_are_shares():
     lm = model()
     train(lm, 1)
+    graph = lm.moe_graph
+    shares = {
+        "alive_codes": lm.codebook.table.weight.usage > 0,
+        "alive_knowledge": lm.knowledge.table.weight.usage > 0,
+        "edges": graph.edges.score > 0,
+    }
     gauges = lm.gauges()
-    assert set(gauges) == {"alive_codes", "alive_knowledge", "fullest_expert", "edges"}
-    assert 0 < gauges["alive_codes"] <= 1
-    assert 1 <= gauges["fullest_expert"] <= lm.config.experts
+    assert gauges.pop("fullest_expert") == graph.experts.gate.fullest() > 1
+    assert gauges == {name: pytest.approx(part.double().mean()) for name, part in shares.items()}
+    assert 0 < min(gauges.values()) < 1
     assert model(**dict.fromkeys(PARTS, False)).gauges() == {}
 
 

@@ -95,6 +95,21 @@ def test_adamw_steps_as_torchs_own_with_a_number_for_a_rate():
         assert torch.allclose(ours, theirs, atol=1e-6)
 
 
+@pytest.mark.parametrize(("name", "moments"), [("adamw", 2), ("muon", 1)])
+def test_state_of_a_twin_has_the_moments_of_its_optimizer(name, moments):
+    config = new_config(
+        weights="float", optimizer=name, device="cpu", compute="fp32", batch=2, steps=2, **SHAPE
+    )
+    trainer = Trainer(config, open_texts((), (), seed=0, context=config.model.ctx))
+    trainer.train_step()
+    inside = sum(parameter.numel() for parameter in trainer.model.blocks.parameters())
+    others = trainer.num_weights - inside
+    floats = trainer.num_weights + moments * inside + 2 * others
+    steps = len(trainer.optimizer._adamw.state)  # a counter for each parameter
+    tables = sum(buffer.nbytes for buffer in trainer.model.buffers())
+    assert trainer.state_bytes() == 4 * (floats + steps) + tables
+
+
 def test_muon_leaves_embedding_and_head_to_adamw_without_decay():
     model = twin()
     optimizer = FloatOptimizer(model, "muon")

@@ -4,7 +4,6 @@ import pytest
 import torch
 from marks import mostly_slow
 
-from arbcli.config.dense import ModelConfig
 from arbcli.config.presets import preset
 from arbcli.directions import DIRECTIONS, find_direction, orthogonal
 from arbcli.directions.base import Ingredients
@@ -407,11 +406,6 @@ def test_fixed_point_gain_is_close_and_does_not_overflow(factor):
     assert gain / 2**shift == pytest.approx(factor, rel=1 / 2000 if factor > 1e-5 else 1)
 
 
-def test_update_config_names_every_rule():
-    assert set(RULES) == {"moment", "nibble", "carry", "votes"}
-    assert isinstance(preset("tiny"), ModelConfig)
-
-
 DIM = 33
 ROWS = torch.tensor([2, 5, 11, 12, 30, 39])
 """Of a table of 40, each named by some slots."""
@@ -547,6 +541,8 @@ def test_stacked_matrices_step_as_separate_ones(rule, direction, parts):
         if step == 1:
             after = stack.matrix(1).values()
             assert all(map(torch.equal, before, after))
+    # an expert that no byte chose is nothing to count
+    assert (updater.counters()["refused"], alone.counters()["refused"]) == (0, 1)
     limit = 0.005 if direction == "orthogonal" else 0
     for index, tensor in enumerate(separate):
         for name, buffer in tensor.named_buffers():

@@ -14,17 +14,21 @@ from typer.testing import CliRunner
 
 from arbcli import cli
 from arbcli.config.dense import SCALE_TYPES
+from arbcli.kernels.codec.packed import Packed
 from arbcli.kernels.codec.packing import PACK_TRITS
 from arbcli.kernels.registry import KERNELS
+from arbcli.kernels.runtime.backend import chunk_elements
+from arbcli.kernels.runtime.spec import Case
 from arbcli.verify import kernels as verify_module
 from arbcli.verify import run as stages
 from arbcli.verify.compare import poisoned
 from arbcli.verify.compile_ahead import CompileResult
-from arbcli.verify.fuzz import DRAWINGS, fuzz_cases
+from arbcli.verify.fuzz import DRAWINGS, TILES, Dice, Drawn, Tally, fuzz_cases
 from arbcli.verify.kernels import Checks, verify_kernels
 from arbcli.verify.ledger import ledger_page, new_ledger
 from arbcli.verify.parity import CHECKS, _rotary
 from arbcli.verify.run import VerifyRequest, verify
+from arbcli.verify.strength import find_strength
 from arbcli.verify.workers import Workers
 
 CPU = torch.device("cpu")
@@ -182,6 +186,39 @@ def test_what_is_skipped_is_listed_once(what, small):
     assert sum(item.startswith(what) for item in listed) == 1, listed
 
 
+def strength_of(kind: str, kernels=(), parity=()) -> tuple:
+    (found,) = (row for row in find_strength(kernels, parity) if row.kind == kind)
+    return found.caught, found.by
+
+
+def test_strength_is_of_the_checks_that_were_made():
+    """Of octaves one fault is planted, in the decoding of T6; of saturation one has no scales."""
+    decoded = [
+        replace(RIGHT, kernel="decode_weight", scale_type="T6", backend=backend)
+        for backend in ("interpreter", "torch")
+    ]
+    assert strength_of("octave", decoded) == (1, ("decode_weight T6",))
+    others = {"scale_type": "T32"}, {"kind": "fuzz"}, {"kernel": "decode_e4m3"}
+    for other in others:
+        assert strength_of("octave", [replace(result, **other) for result in decoded]) == (0, ())
+    assert strength_of("octave", decoded[:1]) == strength_of("octave", decoded[1:]) == (0, ())
+    assert strength_of("causality", (), [PARITY]) == (0, ())
+    caught, by = strength_of("causality", (), [replace(PARITY, check="causality")])
+    assert (caught > 1, by) == (True, ("model: causality",))
+    no_scales = [replace(result, kernel="step_scales", scale_type=None) for result in decoded]
+    assert "step_scales" in strength_of("saturation", no_scales)[1]
+
+
+def test_strength_is_told_on_the_page_and_below_the_tables(small):
+    small.setattr(stages, "check_parity", lambda *_: (replace(PARITY, check="causality"),))
+    caught = strength_of("causality", (), [replace(PARITY, check="causality")])[0]
+    total = sum(row.planted for row in find_strength((), ()))
+    text = f"catch {caught} of {total} planted faults, of 1 of 37 classes of mistakes"
+    assert text in ledger_page(verify(WHOLE))
+    arguments = ["verify-kernels", "--backend", "torch", "--device", "cpu"]
+    assert text in " ".join(CliRunner().invoke(cli.app, arguments).stdout.split())
+
+
 def test_what_kernels_cannot_tell_is_listed():
     request = VerifyRequest(backend="torch", device="cpu")
     items = [f"{spec.name}: {item}" for spec in KERNELS for item in spec.not_verified]
@@ -196,36 +233,77 @@ def test_each_random_case_has_a_seed_of_its_own(monkeypatch):
     assert len(set(drawn)) == 4
 
 
-def tensors(value) -> list[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        return [value]
-    return [part for each in value for part in tensors(each)] if isinstance(value, tuple) else []
-
-
-PLAIN = {"arranged_matmul", "rotary_norm", "decode_attention", "choose_byte"}
-"""Kernels whose own inputs are laid out in one way only."""
+def draw(name: str, seeds: int) -> Drawn:
+    tally = Tally(name)
+    for case in fuzz_cases(name, CPU, 6, range(seeds)):
+        tally.add(case)
+    return tally.drawn()
 
 
 @pytest.mark.parametrize("name", DRAWINGS)
-def test_random_cases_are_of_many_shapes_and_strides(name):
-    cases = list(fuzz_cases(name, CPU, 6, range(12)))
-    assert len({case.label.split(":", 1)[1] for case in cases}) == 12
-    shapes = {tuple(tuple(part.shape) for part in tensors(case.inputs)) for case in cases}
-    assert len(shapes) >= 6
-    strided = sum(any(not x.is_contiguous() for x in tensors(case.inputs)) for case in cases)
-    assert strided >= (0 if name in PLAIN else 3)
+def test_random_cases_are_all_that_they_can_be(name):
+    labels = [case.label.split(":", 1)[1] for case in fuzz_cases(name, CPU, 6, range(12))]
+    assert len(set(labels)) >= 11
+    drawn = draw(name, 40)
+    assert not drawn.never
+    assert drawn.cases == 40
+    assert drawn.elements[1] > 4 * drawn.elements[0]
+    assert drawn.group_sizes in ({}, {"6": drawn.group_sizes.get("6")})
 
 
-@pytest.mark.parametrize("name", ["decode_weight", "ternary_matmul", "step_scales", "blend_moment"])
-def test_random_cases_have_states_at_their_ends(name):
-    """Now and then all of a tensor is one number, at times the least or the largest."""
-    ends = {-96, 31, -127, 127, 0, -9, 7}
-    found = set()
-    for case in fuzz_cases(name, CPU, 6, range(40)):
-        for part in tensors(case.inputs):
-            if part.dtype == torch.int8 and part.numel() > 4 and (part == part.flatten()[0]).all():
-                found.add(int(part.flatten()[0]))
-    assert len(found & ends) >= 2, found
+def test_random_sizes_are_on_both_sides_of_every_boundary():
+    sizes = {Dice(seed, CPU).near(TILES) for seed in range(600)}
+    assert sizes == {1, 2, 3, 5} | {tile + by for tile in TILES for by in (-1, 0, 1)}
+
+
+def test_what_was_drawn_is_read_off_the_inputs():
+    tally, bytes_ = Tally("rms_norm"), torch.full((3, 4), -96, dtype=torch.int8)
+    x = torch.zeros(8, 8)
+    packed = Packed(bytes_.view(torch.uint8), bytes_, None, 20, 6)
+    tally.add(Case("", (x, packed, 1e-6)))
+    tally.add(Case("", (x[:, ::2], None, 1e-6), chunk_elements=5))
+    tally.add(Case("", (x[1:], None, 1e-6)))
+    assert tally.drawn() == Drawn(
+        cases=3, elements=(32, 64), dtypes={"float32": 3, "int8": 1, "uint8": 1},
+        group_sizes={"6": 1}, strided=1, offset=1, saturated=1, in_parts=1, never=(),
+    )  # fmt: skip
+    zeros = Tally("rms_norm")
+    zeros.add(Case("", (x, packed._replace(exponent=0 * bytes_, trits=x.to(torch.uint8)), 1e-6)))
+    assert zeros.drawn().never == ("in parts", "strided", "offset", "saturated")
+
+
+LOADED = {
+    "strided": ("view", lambda self, values: values),
+    "offset": ("view", lambda self, values: values),
+    "saturated": ("chance", lambda self, share: share not in (0.15, 0.1) and self.below(2) == 1),
+    "in parts": ("pick", lambda self, choices: choices[-1 if None not in choices else 0]),
+}
+"""Dice that never show something: which method of theirs is another."""
+
+
+@pytest.mark.parametrize("what", LOADED)
+def test_random_cases_that_were_never_drawn_are_listed(what, monkeypatch):
+    monkeypatch.setattr(Dice, *LOADED[what])
+    request = VerifyRequest(names=("step_scales",), fuzz=12, backend="torch", device="cpu")
+    found = verify(request)
+    begin = f"random cases, {what}: none was drawn of step_scales"
+    assert begin in found.not_verified
+    independent = any("strides or offsets" in item for item in found.ruled_out)
+    assert independent == (what in ("saturated", "in parts"))
+
+
+def test_torch_backend_works_on_random_cases_in_the_parts_that_were_drawn(monkeypatch):
+    seen = []
+
+    def noted(trits):
+        seen.append(chunk_elements(-1))
+        return PACK_TRITS.torch(trits)
+
+    monkeypatch.setattr(verify_module, "KERNELS", (replace(PACK_TRITS, torch=noted),))
+    verify_kernels([], {"T32": 32}, CPU, ["torch"], Checks(fuzz=9))
+    cases = fuzz_cases("pack_trits", CPU, 32, range(9))
+    assert seen == [-1 if case.chunk_elements is None else case.chunk_elements for case in cases]
+    assert {-1, 1} < set(seen)
 
 
 @pytest.fixture

@@ -94,12 +94,12 @@ def test_every_kernel_can_be_drawn():
     assert set(DRAWINGS) == {spec.name for spec in KERNELS}
 
 
+SLOW = {"weighted_rows", "weighted_rows_grad", "weighted_rows_grad_weights", "arranged_matmul"}
+
+
 @pytest.mark.parametrize(
     "spec",
-    [
-        pytest.param(spec, marks=[pytest.mark.slow] if "weighted_rows" in spec.name else [])
-        for spec in KERNELS
-    ],
+    [pytest.param(spec, marks=[pytest.mark.slow] if spec.name in SLOW else []) for spec in KERNELS],
     ids=lambda spec: spec.name,
 )
 def test_random_cases_pass(spec, device):

@@ -1,8 +1,10 @@
 """Decode packed trits and scales to e4m3, for products in eight bits: w ~ q * scale.
 
 scale is one power of two for the matrix, which moves its largest octave to 2**7, as in
-`quantise_rows`. Each group's own scale is rounded to the three mantissa bits of e4m3, an error of
-at most 6 %, in the same way forward and backward. A step changes the exact digits, not these.
+`quantise_rows`, or to 2**6 where weights are all digits, of up to three times their scale. Each
+group's own scale, or each weight of all digits, is rounded to the three mantissa bits of e4m3, an
+error of at most 6 %, in the same way forward and backward. A step changes the exact digits, not
+these.
 """
 
 from collections.abc import Iterator
@@ -10,10 +12,16 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from arbcli.kernels.codec.decode_digits import decode_digits_reference, decode_digits_torch
+from arbcli.kernels.codec.decode_digits import (
+    add_remainder,
+    decode_digits_reference,
+    decode_digits_torch,
+    round_weight,
+    with_remainders,
+)
 from arbcli.kernels.codec.packed import Packed, random_packed
-from arbcli.kernels.codec.packing import BLOCK, byte_tiles, plane_offsets
-from arbcli.kernels.codec.scales import scale_of
+from arbcli.kernels.codec.packing import BLOCK, byte_tiles, digit_of, plane_offsets
+from arbcli.kernels.codec.scales import load_scale, scale_of
 from arbcli.kernels.codec.warp_products import first_digits, take_digits
 from arbcli.kernels.matmul.quantise_rows import (
     E4M3,
@@ -31,17 +39,74 @@ def decode_e4m3_reference(packed: Packed, transposed: bool) -> tuple[Tensor, Ten
     """Compute what `decode_e4m3` must return; q is float32 here."""
     weight = decode_digits_reference(packed).double()
     weight = weight.T if transposed else weight
-    octave = packed.exponent.max().double() - 7
+    octave = packed.exponent.max().double() - (7 if packed.remainder is None else 6)
     scale = torch.exp2(octave).expand(1, len(weight)).to(torch.float32)
     return round_e4m3_reference(weight * torch.exp2(-octave)), scale
 
 
 def _decode_e4m3_torch(packed: Packed, transposed: bool) -> tuple[Tensor, Tensor]:
-    octave = packed.exponent.amax().to(torch.int32) - LARGEST_OCTAVE
+    octave = packed.exponent.amax().to(torch.int32) - _largest_octave(packed)
     inverse, scale = (((127 + sign * octave) << 23).view(torch.float32) for sign in (-1, 1))
     q = (decode_digits_torch(packed, torch.float32) * inverse).to(E4M3)
     q = q.T.contiguous() if transposed else q
     return q, scale.repeat(1, len(q))
+
+
+def _largest_octave(packed: Packed) -> int:
+    return LARGEST_OCTAVE - (packed.remainder is not None)
+
+
+@triton.jit
+def _decode_digits_kernel(
+    packed_ptr, exponent_ptr, fraction_ptr, remainder_ptr, largest_ptr, q_ptr, scale_ptr,
+    N, K, blocks,
+    stride_pn, stride_pb, stride_en, stride_eg, stride_fn, stride_fg, stride_an, stride_ak,
+    stride_qn, stride_qk,
+    GROUP: tl.constexpr, HAS_FRACTION: tl.constexpr, RADIX: tl.constexpr, UNIT: tl.constexpr,
+    NIBBLE: tl.constexpr, TRANSPOSED: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Decode one block of some rows whose weights are all digits."""
+    block, tile = tl.program_id(0) % blocks, tl.program_id(0) // blocks
+    offs_n = tile.to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
+    n, j = offs_n[:, None], tl.arange(0, 32)
+    width = tl.minimum((K - block * 160 + 4) // 5, 32)
+    octave = tl.load(largest_ptr).to(tl.int32) - 6
+    inverse = ((127 - octave) << 23).to(tl.float32, bitcast=True)
+    power = ((127 + octave) << 23).to(tl.float32, bitcast=True)
+    mask_b = (n < N) & (j < width)[None, :]
+    packed_ptrs = packed_ptr + n * stride_pn + (block * 32 + j)[None, :] * stride_pb
+    byte = tl.load(packed_ptrs, mask=mask_b, other=0)
+    for digit in tl.static_range(5):
+        offs_k = block * 160 + width * digit + j
+        k, mask = offs_k[None, :], mask_b & (offs_k < K)[None, :]
+        scale = load_scale(
+            exponent_ptr, fraction_ptr, n, k // GROUP, mask,
+            stride_en, stride_eg, stride_fn, stride_fg, HAS_FRACTION,
+        )  # fmt: skip
+        offset, trit = n * stride_an + k * stride_ak, digit_of(byte, digit).to(tl.float32)
+        digits = add_remainder(trit, remainder_ptr, offset, mask, RADIX, UNIT, NIBBLE)
+        q = to_e4m3(round_weight(digits * scale, RADIX) * inverse, False)
+        at = n * stride_qn + k.to(tl.int64) * stride_qk
+        tl.store(q_ptr + at, q.to(tl.uint8), mask=mask)
+        of_k = TRANSPOSED & (tile == 0) & (j < width) & (offs_k < K)
+        tl.store(scale_ptr + offs_k, power, mask=of_k)
+    of_n = (TRANSPOSED == 0) & (block == 0) & (offs_n < N)
+    tl.store(scale_ptr + offs_n, power, mask=of_n)
+
+
+def _decode_digits_triton(packed: Packed, transposed: bool) -> tuple[Tensor, Tensor]:
+    rows, in_features = packed.out_features, packed.in_features
+    shape = (in_features, rows) if transposed else (rows, in_features)
+    q = torch.empty(shape, dtype=E4M3, device=packed.trits.device)
+    scale = torch.empty(1, len(q), device=packed.trits.device)
+    blocks = triton.cdiv(in_features, BLOCK)
+    strides = q.stride()[::-1] if transposed else q.stride()
+    _decode_digits_kernel[(triton.cdiv(rows, 32) * blocks,)](
+        *packed.all_pointers, packed.exponent.amax(), q.view(torch.uint8), scale,
+        rows, in_features, blocks, *packed.all_strides, *strides,
+        **packed.all_constants, TRANSPOSED=transposed, BLOCK_N=32, num_warps=4,
+    )  # fmt: skip
+    return q, scale
 
 
 @triton.jit
@@ -189,6 +254,8 @@ def _decode_block(
 
 
 def _decode_e4m3_triton(packed: Packed, transposed: bool) -> tuple[Tensor, Tensor]:
+    if packed.remainder is not None:
+        return _decode_digits_triton(packed, transposed)
     (rows, num_bytes), in_features = packed.trits.shape, packed.in_features
     shape = (in_features, rows) if transposed else (rows, in_features)
     q = torch.empty(shape, dtype=E4M3, device=packed.trits.device)
@@ -235,16 +302,24 @@ def _cases(device: torch.device, group_size: int) -> Iterator[Case]:
     packed = packed.rows(slice(None, None, 2))
     yield Case("2x651 strided", (packed, True))
     yield Case("whole octaves", (packed._replace(fraction=None), False))
+    for name, all_digits in with_remainders(packed, generator):
+        for transposed in (False, True):
+            yield Case(f"2x651 {name}{' transposed' * transposed}", (all_digits, transposed))
     for end in (-96, 31):
         ends = packed._replace(exponent=torch.full_like(packed.exponent, end))
         yield Case(f"E = {end}", (ends, False))
 
 
 def _timings(device: torch.device, group_size: int) -> Iterator[Timing]:
-    packed = random_packed(*MATRIX, group_size, torch.Generator(device), spread=8)
+    generator = torch.Generator(device)
+    packed = random_packed(*MATRIX, group_size, generator, spread=8)
     for transposed in (False, True):
         label = f"11264x2048{' transposed' * transposed}"
         yield Timing(label, (packed, transposed), run=_decode_e4m3_triton)
+    _, (name, all_digits) = with_remainders(packed, generator)
+    for transposed in (False, True):
+        label = f"11264x2048 {name}{' transposed' * transposed}"
+        yield Timing(label, (all_digits, transposed), run=_decode_e4m3_triton)
 
 
 DECODE_E4M3 = KernelSpec(

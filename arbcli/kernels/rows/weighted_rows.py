@@ -31,7 +31,7 @@ from arbcli.kernels.codec.packing import trit_at, trit_positions
 from arbcli.kernels.codec.scales import load_scale
 from arbcli.kernels.rows.ternary_embedding import check_ids
 from arbcli.kernels.runtime._triton import tl, triton
-from arbcli.kernels.runtime.backend import uses_triton
+from arbcli.kernels.runtime.backend import chunk_elements, uses_triton
 from arbcli.kernels.runtime.spec import Case, Gate, KernelSpec, Timing
 
 FEW = 8
@@ -92,7 +92,7 @@ def _decoded_slots(ids: Tensor, packed: Packed) -> Iterator[tuple[slice, Tensor,
     (num_tokens, slots), num_rows, width = ids.shape, packed.out_features, packed.in_features
     if num_rows == 0:
         return
-    step = max(1, CHUNK_ELEMENTS // max(1, slots * width))
+    step = max(1, chunk_elements(CHUNK_ELEMENTS) // max(1, slots * width))
     for start in range(0, num_tokens, step):
         part = slice(start, min(start + step, num_tokens))
         inside = (ids[part] >= 0) & (ids[part] < num_rows)

@@ -13,6 +13,7 @@ BACKENDS = ("triton", "torch", "interpreter")
 
 _forced: str | None = None
 _assumed: tuple[tuple[int, int], int] | None = None
+_chunk_elements: int | None = None
 
 
 def default_backend(device: torch.device) -> str:
@@ -101,12 +102,28 @@ def num_processors(tensor: Tensor) -> int:
     return 5  # so few that a small case already gives several tiles to some of them
 
 
+@contextmanager
+def chunks_of(elements: int | None):
+    """Let the torch backend work on parts of so many elements; `None` is as many as it likes."""
+    global _chunk_elements
+    before, _chunk_elements = _chunk_elements, elements
+    try:
+        yield
+    finally:
+        _chunk_elements = before
+
+
+def chunk_elements(usual: int) -> int:
+    """Say how many elements a part may have, that has `usual` ones unless told otherwise."""
+    return usual if _chunk_elements is None else _chunk_elements
+
+
 def row_chunks(matrix: Tensor, elements: int = 1 << 18) -> Iterator[slice]:
     """Split the rows of a matrix so that what the torch backend makes of a part stays in cache.
 
     Parts begin at even rows, as two rows share their random bits.
     """
     rows = matrix.shape[0]
-    step = 2 * max(1, elements // max(1, 2 * matrix.shape[1]))
+    step = 2 * max(1, chunk_elements(elements) // max(1, 2 * matrix.shape[1]))
     for start in range(0, rows, step):
         yield slice(start, min(start + step, rows))

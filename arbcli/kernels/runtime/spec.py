@@ -17,6 +17,8 @@ class Case:
     """Positional arguments; whoever runs the case passes clones, so updates in place are safe."""
     peer: Callable[..., Tensor] | None = None
     """torch's own operation on these inputs, where the gate is "no worse than torch"."""
+    chunk_elements: int | None = None
+    """Elements of the parts that the torch backend works on; None is as many as it likes."""
 
 
 MATRIX = (11264, 2048)

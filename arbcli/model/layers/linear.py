@@ -9,6 +9,11 @@ from torch.autograd import Function
 
 from arbcli.config.dense import ModelConfig
 from arbcli.kernels.matmul.arranged_matmul import Arranged, arrange, arranged_matmul
+from arbcli.kernels.matmul.digits_matmul import (
+    ArrangedDigits,
+    arrange_digits,
+    digits_matmul,
+)
 from arbcli.kernels.matmul.fp8_matmul import fp8_matmul
 from arbcli.kernels.matmul.quantise_rows import quantise_rows
 from arbcli.kernels.matmul.ternary_matmul import (
@@ -105,7 +110,7 @@ class TernaryLinear(nn.Module):
         std = std or projection_std(in_features)
         self.weight = LinearWeight(out_features, in_features, config, area=area, std=std)
         self.weight.in_eight_bits = in_eight_bits
-        self._arranged: Arranged | None = None
+        self._arranged: Arranged | ArrangedDigits | None = None
 
     def forward(self, x: Tensor, before: TernaryRMSNorm | None = None) -> Tensor:
         """Multiply (..., K) activations to (..., N) of the same dtype.
@@ -137,11 +142,13 @@ class TernaryLinear(nn.Module):
                 same for a layer.
             added: what to add to the result, like it.
         """
+        all_digits = self.weight.rule.reads_all
         if self._arranged is None:
-            self._arranged = arrange(self.weight.packed, gated)
+            self._arranged = (arrange_digits if all_digits else arrange)(self.weight.packed, gated)
         eps = NORM_EPS if normalise else None
         added = None if added is None else added.reshape(-1, added.shape[-1])
-        y = arranged_matmul(x.reshape(-1, x.shape[-1]), self._arranged, eps, added)
+        multiply = digits_matmul if all_digits else arranged_matmul
+        y = multiply(x.reshape(-1, x.shape[-1]), self._arranged, eps, added)
         return y.view(*x.shape[:-1], -1)
 
     @contextmanager
