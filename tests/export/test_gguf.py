@@ -80,7 +80,8 @@ def test_another_reader_finds_the_same(saved, tmp_path):
     ("q8_0", "T32", 0.1), ("q4_0", "T32", 0.1), ("q2_0", "T64", 0.1),
 ])  # fmt: skip
 def test_llama_cpp_predicts_the_same(saved, tmp_path, kind, scale_type, bound):
-    from llama import Llama
+    pytest.importorskip("xllamacpp", reason="needs the extra `export-test`")
+    from benchmarks.llama_cpp import Llama
 
     path = tmp_path / "model.gguf"
     written(saved, path, kind, scale_type=scale_type)

@@ -2,11 +2,9 @@
 
 from pathlib import Path
 
-import pytest
 import torch
+import xllamacpp
 from torch import Tensor
-
-xllamacpp = pytest.importorskip("xllamacpp", reason="needs the extra `export-test`")
 
 
 class Llama:
