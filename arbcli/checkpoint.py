@@ -9,7 +9,7 @@
 
 The last part of a tensor's name tells its dtype: `trits` is packed trits, uint8 with no byte above
 242; `source` and `target` are int32, little-endian, at whatever offset they come to lie; all others
-are int8.
+are int8: an `exponent` is within -96..31, a `fraction`, `score`, `strength` or `usage` not below 0.
 
 `arb` is canonical JSON too: `format`, `step`, `config`, `counters`, `data`, `digests` (the SHA-256
 of each tensor) and `digest` (the SHA-256 of all that). Canonical is what Python's `json` writes
@@ -26,6 +26,7 @@ import json
 import math
 import os
 import re
+import shutil
 import stat
 import warnings
 from collections import deque
@@ -41,6 +42,7 @@ import torch
 from torch import Tensor
 
 from arbcli.errors import ArbError
+from arbcli.kernels.codec.packed import HIGHEST_EXPONENT, LOWEST_EXPONENT, OCTAVE
 from arbcli.kernels.codec.packing import illegal_bytes
 
 try:
@@ -64,7 +66,14 @@ THREADS = min(16, os.cpu_count() or 1)
 _CODES = {torch.uint8: "U8", torch.int8: "I8", torch.int32: "I32"}
 _DTYPES = {"trits": torch.uint8, "source": torch.int32, "target": torch.int32}
 """By the last part of a name; any other is int8."""
+_RANGES = {
+    "exponent": (LOWEST_EXPONENT, HIGHEST_EXPONENT),
+    "fraction": (0, OCTAVE - 1),
+    **dict.fromkeys(("score", "strength", "usage"), (0, 127)),
+}
+"""Least and most, by the last part of a name; any other may have all values of its dtype."""
 _FILE_NAME = re.compile(r"step-([0-9]{6,})\.safetensors")
+_BEST_NAME = re.compile(r"best-([0-9]{6,})\.safetensors")
 _TENSOR_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 _READ_HINT = "check the path and its permissions"
 _WRITE_HINT = "check permissions and free space; whatever was saved before is intact"
@@ -122,7 +131,7 @@ def save_checkpoint(directory: Path, checkpoint: Checkpoint, keep: int = 2) -> P
             stale.unlink()
     write_checkpoint(path, checkpoint)
     with _os_errors("write", path, _WRITE_HINT):
-        older = [old for old in checkpoints(directory) if _step(old) < checkpoint.step]
+        older = [old for old in checkpoints(directory) if step_of(old) < checkpoint.step]
         for old in older[keep - 1 :]:
             old.unlink()
     return path
@@ -162,30 +171,36 @@ def write_checkpoint(path: Path, checkpoint: Checkpoint) -> None:
     write_file(path, write)
 
 
-Select = Callable[[dict[str, Any]], Container[str]]
-"""From what a checkpoint says of its model to the names of the tensors that are wanted."""
+Accept = Callable[[Checkpoint], Container[str] | None]
+"""Is shown a checkpoint whose tensors are on `meta`, without values, and raises ArbError to refuse
+it before room is made for any of them. It names the tensors to keep, the others being checked and
+forgotten; None keeps all."""
 
 
-def load_checkpoint(path: Path, select: Select | None = None) -> Checkpoint:
+def _accept_any(_: Checkpoint) -> None:
+    """Refuse nothing, and keep all."""
+
+
+def load_checkpoint(path: Path, accept: Accept = _accept_any) -> Checkpoint:
     """Read a checkpoint, trusting nothing in the file before it is checked.
 
     Args:
         path: of the file.
-        select: names the tensors to keep, the others are checked and forgotten; None keeps all.
+        accept: may refuse it by its header, and choose what to keep.
 
     Returns:
         The checkpoint, its tensors on the CPU and in memory of their own.
 
     Raises:
         DamagedError: the file is not to the last byte what `save_checkpoint` wrote.
-        ArbError: it cannot be read, or a newer arb wrote it.
+        ArbError: it cannot be read, a newer arb wrote it, or it is refused.
     """
     with _os_errors("read", path, _READ_HINT):
         try:
             if not stat.S_ISREG(path.stat().st_mode):
                 raise ArbError("it is not a regular file", hint=_READ_HINT)
             with path.open("rb") as file:
-                return _read_checkpoint(file, select)
+                return _read_checkpoint(file, accept)
         except ArbError as error:
             kind, why, hint = type(error), str(error), error.hint
         except RecursionError:
@@ -201,18 +216,19 @@ def checkpoint_path(directory: Path, step: int) -> Path:
 def checkpoints(directory: Path) -> list[Path]:
     """List the checkpoints of a run by their names, the highest step first."""
     paths = directory.glob("step-*.safetensors")
-    return sorted((p for p in paths if _FILE_NAME.fullmatch(p.name)), key=_step, reverse=True)
+    found = (path for path in paths if _FILE_NAME.fullmatch(path.name) and not path.is_dir())
+    return sorted(found, key=step_of, reverse=True)
 
 
 def latest_checkpoint(
-    directory: Path, note: Callable[[str], None], select: Select | None = None
+    directory: Path, note: Callable[[str], None], accept: Accept = _accept_any
 ) -> Checkpoint:
     """Load the newest checkpoint that is intact, passing over those that are damaged.
 
     Args:
         directory: the run.
         note: is told of each checkpoint that is passed over, and why.
-        select: names the tensors to keep; None keeps all.
+        accept: may refuse one by its header, and with it all; and choose what to keep.
 
     Raises:
         ArbError: none can be used, or one cannot be read that may be whole.
@@ -222,7 +238,7 @@ def latest_checkpoint(
         if refusals:
             note(f"{refusals[-1]}; using the one before it")
         try:
-            return load_checkpoint(path, select)
+            return load_checkpoint(path, accept)
         except DamagedError as error:
             refusals.append(str(error))
     if not refusals:
@@ -258,6 +274,40 @@ def set_aside(path: Path, *, leave: bool = False) -> Path:
                 return aside
         path.rename(aside)
     return aside
+
+
+def keep_best(path: Path) -> Path:
+    """Give a checkpoint a second name, `best-000200.safetensors`, in place of the one that had it.
+
+    Raises:
+        ArbError: the name cannot be given; the one before is intact.
+    """
+    best = path.with_name(f"best-{step_of(path):06d}.safetensors")
+    with _os_errors("write", best, _WRITE_HINT):
+        if not best.exists():
+            try:
+                os.link(path, best)
+            except OSError:  # not every file system has links
+                _write_whole(best, lambda file: _copy(path, file))
+        for other in best_checkpoints(path.parent):
+            if other != best:
+                other.unlink()
+    return best
+
+
+def best_checkpoints(directory: Path) -> list[Path]:
+    """List what `keep_best` has named, at most one unless it was ended in between."""
+    return sorted(p for p in directory.glob("best-*.safetensors") if _BEST_NAME.fullmatch(p.name))
+
+
+def _copy(path: Path, file: BufferedIOBase) -> None:
+    with path.open("rb") as source:
+        shutil.copyfileobj(source, file)
+
+
+def step_of(path: Path) -> int:
+    """Read the step off the name of a checkpoint, or of one that is kept as the best."""
+    return int((_FILE_NAME.fullmatch(path.name) or _BEST_NAME.fullmatch(path.name))[1])
 
 
 def check_layout(tensors: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
@@ -367,16 +417,18 @@ def _require(condition: bool, otherwise: str) -> None:
         raise DamagedError(otherwise, hint=_REFUSED_HINT)
 
 
-def _step(path: Path) -> int:
-    return int(_FILE_NAME.fullmatch(path.name)[1])
-
-
 def _dtype(name: str) -> torch.dtype:
     return _DTYPES.get(name.rpartition(".")[2], torch.int8)
 
 
 def _is_legal(name: str, tensor: Tensor) -> bool:
-    return _dtype(name) != torch.uint8 or illegal_bytes(tensor) == 0
+    if _dtype(name) == torch.uint8:
+        return illegal_bytes(tensor) == 0
+    least, most = _RANGES.get(name.rpartition(".")[2], (None, None))
+    if least is None or not tensor.numel():
+        return True
+    lowest, highest = tensor.aminmax()
+    return least <= int(lowest) and int(highest) <= most
 
 
 def _bytes(tensor: Tensor) -> memoryview:
@@ -421,7 +473,7 @@ def _to_save(name: str, tensor: Tensor) -> tuple[str, memoryview, str]:
     """Copy a tensor to the CPU, and hash it there."""
     on_cpu = tensor.cpu().contiguous()
     if not _is_legal(name, on_cpu):
-        raise ValueError(f"`{name}` has a byte that is no five trits")
+        raise ValueError(f"`{name}` has a byte that cannot be there")
     return name, _bytes(on_cpu), _digest(name, on_cpu)
 
 
@@ -452,7 +504,7 @@ def _size(name: str, shape: list[int]) -> int:
     return _dtype(name).itemsize * math.prod(shape)
 
 
-def _read_checkpoint(file: BufferedReader, select: Select | None) -> Checkpoint:
+def _read_checkpoint(file: BufferedReader, accept: Accept) -> Checkpoint:
     """Read the header, and what it says only once the header is found to be ours."""
     size = os.fstat(file.fileno()).st_size
     prefix = file.read(8)
@@ -468,8 +520,13 @@ def _read_checkpoint(file: BufferedReader, select: Select | None) -> Checkpoint:
     expected = 8 + length + sum(_size(*entry) for entry in shapes.items())
     _require(size >= expected, f"it is truncated: it has {size} bytes of {expected}")
     _require(size == expected, f"it has {size - expected} bytes too many")
-
-    wanted = select(metadata["config"]) if select else shapes
+    fields = {field: metadata[field] for field in ("step", "config", "counters", "data", "digest")}
+    layout = {
+        name: torch.empty(shape, dtype=_dtype(name), device="meta")
+        for name, shape in shapes.items()
+    }
+    chosen = accept(Checkpoint(**fields, tensors=layout))
+    wanted = shapes if chosen is None else chosen
 
     def read() -> Iterator[tuple[str, Tensor]]:
         for name, shape in shapes.items():
@@ -479,12 +536,11 @@ def _read_checkpoint(file: BufferedReader, select: Select | None) -> Checkpoint:
 
     def verify(name: str, tensor: Tensor) -> tuple[str, Tensor | None]:
         _require(_digest(name, tensor) == metadata["digests"][name], f"`{name}` was altered")
-        _require(_is_legal(name, tensor), f"`{name}` has a byte that is no five trits")
+        _require(_is_legal(name, tensor), f"`{name}` has a byte that cannot be there")
         return name, tensor if name in wanted else None
 
     checked = _in_threads(verify, read())
     tensors = {name: tensor for name, tensor in checked if tensor is not None}
-    fields = {field: metadata[field] for field in ("step", "config", "counters", "data", "digest")}
     return Checkpoint(**fields, tensors=tensors)
 
 
@@ -501,7 +557,7 @@ def _read_metadata(entry: Any) -> dict[str, Any]:
     _require(types == FIELDS, "its metadata does not have the fields of ours")
     _require(_seal(metadata) == metadata, "its metadata was altered")
     counts = (metadata["step"], *metadata["counters"].values())
-    integers = all(type(count) is int for count in counts) and metadata["step"] >= 0
+    integers = all(type(count) is int and 0 <= count < 2**63 for count in counts)
     _require(version == FORMAT and integers, "its metadata has a value that cannot be")
     return metadata
 
@@ -542,9 +598,9 @@ def _write_whole(path: Path, write: Callable[[BufferedIOBase], object]) -> None:
         temporary.unlink(missing_ok=True)
         raise
     if hasattr(os, "O_DIRECTORY"):  # elsewhere a directory cannot be synced
-        descriptor = os.open(path.parent, os.O_RDONLY)
-        try:
-            with suppress(OSError):  # some network file systems refuse; the file itself is synced
+        with suppress(OSError):  # some network file systems refuse; the file itself is synced
+            descriptor = os.open(path.parent, os.O_RDONLY)
+            try:
                 os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+            finally:
+                os.close(descriptor)

@@ -19,8 +19,10 @@ from arbcli.commands.train import train
 from arbcli.commands.verify_kernels import verify_kernels
 from arbcli.environment import set_environment
 from arbcli.errors import ArbError
-from arbcli.output import OutputError, fail, open_closed_streams
+from arbcli.output import OutputError, fail, note, open_closed_streams
 from arbcli.signals import STOPPED_UNSAVED, Interrupted, RaisedSignal
+
+(UsageError,) = typer.BadParameter.__bases__  # typer itself does not export it
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -60,7 +62,14 @@ def main() -> None:
     set_environment(sys.argv[1:])
     try:
         with RaisedSignal():
-            app()
+            sys.exit(app(standalone_mode=False) or 0)
+    except UsageError as error:
+        if not sys.argv[1:]:
+            error.show()  # all of the help
+        else:
+            command = error.ctx.command_path if error.ctx else "arb"
+            fail(error.format_message(), f"`{command} --help` lists what there is")
+        sys.exit(2)
     except Interrupted as stopped:
         fail(f"stopped by {stopped.name}, with nothing saved since the start or the last save")
         sys.exit(STOPPED_UNSAVED)
@@ -78,5 +87,5 @@ def main() -> None:
         fail(f"cannot use `{error.filename}`: {error.strerror}", "check the path and permissions")
         sys.exit(2)
     except Exception:
-        traceback.print_exc()
+        note(traceback.format_exc())
         sys.exit(2)

@@ -1,8 +1,10 @@
 """Where a run computes: device, backend, dtype, determinism and peak memory."""
 
+import os
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,6 +14,11 @@ from arbcli.kernels.runtime.backend import check_backend, default_backend
 
 COMPUTE = {"bf16": torch.bfloat16, "fp8": torch.bfloat16, "fp32": torch.float32}
 """Dtype of activations, by `--compute`."""
+CONTAINER_MEMORY = (
+    ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
+    ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
+)
+"""Files with the limit of a container and what it uses, in the two versions of Linux's groups."""
 NATIVE_BF16 = ("avx512_bf16", "amx_bf16", "bf16", "sve_bf16")
 """Capabilities with which a CPU multiplies bf16: two of x86, two of Arm, as torch names them."""
 
@@ -109,6 +116,17 @@ def deterministic() -> Iterator[None]:
 
 
 @contextmanager
+def cpu_threads(number: int) -> Iterator[None]:
+    """Compute with so many threads on the CPU: their number decides how sums are split."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(number)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+@contextmanager
 def explained_out_of_memory(
     hint: str = "use a smaller `--batch`, `--ctx` or `--preset`; `arb audit-memory --budget`"
     " predicts the need",
@@ -122,6 +140,42 @@ def explained_out_of_memory(
         if isinstance(error, RuntimeError) and "DefaultCPUAllocator" not in str(error):
             raise  # torch has no kind of its own for this one
         raise ArbError("this machine's memory is not enough for this model", hint=hint) from error
+
+
+def available_bytes() -> int | None:
+    """Find how much memory this process can still take on the host; None where nothing tells.
+
+    It is what Linux calls available, or what a container may still take; elsewhere all there is.
+    """
+    found = []
+    with suppress(OSError, ValueError, IndexError):
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        found += [int(ln.split()[1]) * 1024 for ln in lines if ln.startswith("MemAvailable:")]
+    for limit, used in CONTAINER_MEMORY:
+        with suppress(OSError, ValueError):  # a limit of `max` is none
+            found.append(int(Path(limit).read_text()) - int(Path(used).read_text()))
+    if not found:
+        with suppress(AttributeError, OSError, ValueError):  # Windows
+            found.append(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+    return max(0, min(found)) if found else None
+
+
+def check_room(needed_bytes: int, what: str, hint: str, available: int | None = None) -> None:
+    """Refuse what there is no memory for, before any of it is taken.
+
+    Args:
+        needed_bytes: at least.
+        what: needs it.
+        hint: what to do about it.
+        available: bytes; None is what this process can take on the host.
+
+    Raises:
+        ArbError: it is not enough.
+    """
+    available = available_bytes() if available is None else available
+    if available is not None and needed_bytes > available:
+        need, have = (f"{size / 2**30:,.2f} GiB" for size in (needed_bytes, available))
+        raise ArbError(f"{what} needs {need} of memory at least, and {have} are free", hint=hint)
 
 
 def peak_bytes(device: torch.device) -> int:

@@ -2,6 +2,9 @@
 
 What cannot be said is dropped: no work is to end because a terminal was closed or a log's disk is
 full. Data that cannot be written is an `OutputError`, as a report that nobody gets is a failure.
+
+Names of files, texts, samples and whatever else comes from elsewhere may hold sequences that a
+terminal obeys: `printable` shows them instead, and everything said here goes through it.
 """
 
 import codecs
@@ -11,16 +14,22 @@ import errno
 import io
 import json
 import os
+import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from typing import Any, TextIO
 
-from rich.console import Console, RenderableType
+from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
 from arbcli.errors import ArbError
+
+CHUNK_COLOURS = ("cyan", "yellow", "green", "magenta")
+CHUNK_MARK = "\u2502"
+"""Before a chunk, where there are no colours."""
 
 
 class OutputError(ArbError):
@@ -36,6 +45,29 @@ class OutputError(ArbError):
         )
         self.reader_gone = error.errno == errno.EPIPE
         """Whether whoever read stdout has ended: `head` has what it wants."""
+
+
+_OBEYED = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f"  # controls, but for the tab and the end of a line
+    "\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069"  # what changes the order of letters, or lines
+    "\ud800-\udfff]"  # bytes of a name that are no UTF-8
+)
+
+
+def printable(text: str) -> str:
+    """Write what a terminal would obey, and not show, as the escape that Python has for it."""
+    return _OBEYED.sub(lambda found: ascii(found[0])[1:-1], text)
+
+
+def _clean(shown: RenderableType) -> RenderableType:
+    """Make what is shown printable, down to its parts; tables of `table` are."""
+    if isinstance(shown, str):
+        return printable(shown)
+    if isinstance(shown, Text):
+        return Text(printable(shown.plain), style=shown.style)
+    if isinstance(shown, Group):
+        return Group(*map(_clean, shown.renderables))
+    return shown
 
 
 class _Stream:
@@ -56,7 +88,8 @@ class _Stream:
     def write(self, text: str) -> int:
         """Write text, or drop it."""
         with self.guarded() as stream:
-            stream.write(text)
+            encoding = stream.encoding or "utf-8"  # one that lacks a letter shows its escape
+            stream.write(text.encode(encoding, "backslashreplace").decode(encoding))
         return len(text)
 
     def write_bytes(self, data: bytes) -> None:
@@ -126,7 +159,7 @@ def emit(report: object, shown: RenderableType, *, as_json: bool) -> None:
     if as_json:
         emit_json(dataclasses.asdict(report))
     else:
-        _out.print(shown, markup=False)
+        _out.print(_clean(shown), markup=False)
 
 
 def emit_json(value: dict[str, Any]) -> None:
@@ -162,9 +195,13 @@ def read_line(mark: str) -> str | None:
 
 
 class TextWriter:
-    """Writes text to stdout as its bytes come: whole characters, and U+FFFD for what is none."""
+    """Writes text to stdout as its bytes come: whole characters, and U+FFFD for what is none.
+
+    A terminal is shown what it would obey, anything else gets all characters as they are.
+    """
 
     def __init__(self) -> None:
+        self._shown = printable if _stdout.isatty() else str
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def __enter__(self) -> "TextWriter":
@@ -179,21 +216,55 @@ class TextWriter:
         self._print(self._decoder.decode(data))
 
     def _print(self, text: str) -> None:
-        write_bytes(text.encode())
+        write_bytes(self._shown(text).encode())
+
+
+def chunked_text(text: bytes, depths: Sequence[int]) -> Text:
+    """Show the chunks of a text: in colours on a terminal, else with marks.
+
+    Args:
+        text: bytes; those that are no UTF-8 within a chunk are U+FFFD.
+        depths: for each byte, how many stages begin a chunk there; so many marks are before it.
+            On a terminal the first character of a chunk of chunks is underlined.
+    """
+    starts = [index for index, depth in enumerate(depths) if depth or not index]
+    shown = Text()
+    for number, (start, end) in enumerate(pairwise([*starts, len(text)])):
+        piece = text[start:end].decode(errors="replace")
+        if _out.is_terminal:
+            colour = CHUNK_COLOURS[number % len(CHUNK_COLOURS)]
+            shown.append(piece[:1], style=f"underline {colour}" if depths[start] > 1 else colour)
+            shown.append(piece[1:], style=colour)
+        else:
+            shown.append(CHUNK_MARK * depths[start] + piece)
+    return shown
+
+
+def write_chunks(text: bytes, depths: Sequence[int]) -> None:
+    """Write a text with its chunks to stdout: see `chunked_text`.
+
+    Raises:
+        OutputError: it cannot be written.
+    """
+    _out.print(chunked_text(text, depths), soft_wrap=True)
 
 
 def note(message: str) -> None:
     """Tell a person something on stderr."""
-    _err.print(message, markup=False)
+    _err.print(printable(message), markup=False)
 
 
 def fail(message: str, hint: str | None = None) -> None:
     """Print an error, and below it what to do about it."""
     _err.print("error: ", style="red", end="")
-    _err.print(message, markup=False)  # a shape such as [dim, hidden] is markup to rich
+    _err.print(_one_line(message), markup=False)  # a shape such as [dim, hidden] is markup to rich
     if hint:
         _err.print("hint: ", style="cyan", end="")
-        _err.print(hint, markup=False)
+        _err.print(_one_line(hint), markup=False)
+
+
+def _one_line(text: str) -> str:
+    return printable(text).replace("\n", "\\n")
 
 
 class LiveLine:
@@ -216,17 +287,19 @@ class LiveLine:
         if self._live is None or keep:
             note(text)
         else:
-            self._live.update(Text(text, no_wrap=True, overflow="ellipsis"), refresh=True)
+            self._live.update(
+                Text(printable(text), no_wrap=True, overflow="ellipsis"), refresh=True
+            )
 
 
 def table(title: str, columns: list[str], rows: list[list[str]], *, left: int = 1) -> Table:
     """Lay out a table; all columns but the first `left` are aligned to the right."""
-    result = Table(title=Text(title), title_justify="left")
+    result = Table(title=Text(printable(title)), title_justify="left")
     for index, column in enumerate(columns):
         justify = "left" if index < left else "right"
         result.add_column(Text(column), justify=justify, overflow="fold")
     for row in rows:
-        result.add_row(*(Text(cell) for cell in row))
+        result.add_row(*(Text(printable(cell)) for cell in row))
     return result
 
 

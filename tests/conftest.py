@@ -46,6 +46,16 @@ def small_graph() -> dict:
     }  # fmt: skip
 
 
+@pytest.fixture(scope="session")
+def small_hnet() -> dict:
+    """Options of an `hnet-tiny` of two stages whose steps take no time."""
+    return {
+        "preset": "hnet-tiny", "dim": 32, "layers": 1, "heads": 2, "ffn": 48, "ctx": 24,
+        "batch": 4, "outer_dim": (24, 32), "outer_layers": (1, 1), "outer_heads": (2, 2),
+        "outer_ffn": (40, 40), "chunk_length": (3, 2), "window": 8,
+    }  # fmt: skip
+
+
 @pytest.fixture(autouse=True)
 def poison_uninitialised_memory():
     """Make `torch.empty` return NaN, or the largest integer, instead of leftovers."""

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -355,13 +356,21 @@ def test_load_refuses_what_is_no_readable_file(tmp_path, saved):
         assert "Permission denied" in refusal(tmp_path / "locked")
 
 
-def test_load_refuses_illegal_trits_with_a_correct_digest(tmp_path, monkeypatch):
-    illegal = {"head.trits": torch.tensor([[0, 242, 243]], dtype=torch.uint8)}
+ILLEGAL = {
+    "head.trits": torch.tensor([[0, 242, 243]], dtype=torch.uint8),
+    "head.exponent": torch.tensor([[-96, 31, 32]], dtype=torch.int8),
+    "exponent": torch.tensor(-97, dtype=torch.int8),
+    "head.fraction": torch.tensor([[0, 127, -1]], dtype=torch.int8),
+}
+
+
+@pytest.mark.parametrize("name", ILLEGAL)
+def test_load_refuses_illegal_bytes_with_a_correct_digest(name, tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
-        patch.setattr(module, "illegal_bytes", lambda packed: 0)
-        path = save_checkpoint(tmp_path, replace(example(), tensors=illegal))
+        patch.setattr(module, "_is_legal", lambda name, tensor: True)
+        path = save_checkpoint(tmp_path, replace(example(), tensors={name: ILLEGAL[name]}))
         load_checkpoint(path)
-    assert "`head.trits` has a byte that is no five trits" in refusal(path)
+    assert f"`{name}` has a byte that cannot be there" in refusal(path)
 
 
 def test_load_asks_to_upgrade_for_a_newer_format(saved):
@@ -607,6 +616,19 @@ def test_save_where_a_directory_cannot_be_synced(tmp_path, monkeypatch):
 
     monkeypatch.setattr(os, "fsync", refuse)
     assert_same(load_checkpoint(save_checkpoint(tmp_path, example())), example())
+
+
+def test_save_where_a_directory_cannot_be_opened(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "open", mock.Mock(side_effect=PermissionError))
+    assert_same(load_checkpoint(save_checkpoint(tmp_path, example())), example())
+
+
+def test_folder_named_like_a_checkpoint_is_none(tmp_path):
+    for step in (100, 300):
+        (tmp_path / f"step-000{step}.safetensors").mkdir()
+    path = save_checkpoint(tmp_path, example(), keep=1)
+    assert checkpoints(tmp_path) == [path]
+    assert latest_checkpoint(tmp_path, pytest.fail).step == 200
 
 
 def test_interrupted_save_leaves_no_temporary(tmp_path, saved, monkeypatch):

@@ -42,7 +42,7 @@ from arbcli.model.dense import Attention, Block
 from arbcli.verify import parity
 from arbcli.verify.compare import as_tuple, compare, poisoned
 from arbcli.verify.kernels import KERNELS, copies, find_kernels
-from arbcli.verify.parity import RAGGED, RAGGED_GRAPH, Subject
+from arbcli.verify.parity import RAGGED, RAGGED_GRAPH, RAGGED_HNET, Subject
 from arbcli.verify.strength import PLANTED
 
 pytestmark = pytest.mark.skipif(
@@ -109,9 +109,11 @@ def kernel(
 torch_backend = partial(of_kernel, backend="torch")
 
 
-def module(kind: str, name: str, room: str, change: Change, caught_by: str) -> Fault:
+def module(
+    kind: str, name: str, room: str, change: Change, caught_by: str, *, slow: bool = False
+) -> Fault:
     """Plant a fault in a room of `arbcli`."""
-    return Fault(kind, name, edit(in_room(room), change), caught_by)
+    return Fault(kind, name, edit(in_room(room), change), caught_by, slow)
 
 
 FAULTS = [
@@ -149,6 +151,30 @@ FAULTS = [
         "layout", "words of a row taken twice", "decode_weight",
         rewrite("shift_pair(l[3 * i], h, s, p)", "shift_pair(l[3 * i + 1], h, s, p)"),
         scale="T32", slow=True,
+    ),
+    kernel(
+        "sign", "four bits of remainder read as unsigned", "decode_digits",
+        rewrite("(a << 28) >> 28", "a & 15"),
+    ),
+    kernel(
+        "rounding", "weights of all digits cut off, not rounded", "decode_digits",
+        rewrite("(a + 0x7FFF + ((a >> 16) & 1)) & -0x10000", "a & -0x10000"),
+    ),
+    kernel(
+        "missing term", "slopes of all digits by the trit alone", "gradient_statistics",
+        rewrite("(t * RADIX + l.to(tl.float32)) * (1.0 / UNIT)", "t * (RADIX / UNIT)"),
+    ),
+    kernel(
+        "octave", "all digits in e4m3 an octave too large", "decode_e4m3",
+        rewrite("tl.load(p).to(tl.int32) - 6", "tl.load(p).to(tl.int32) - 7"),
+    ),
+    kernel(
+        "layout", "the gate's other input read from the row behind", "digits_matmul",
+        rewrite("n + N", "n + N + 1"),
+    ),
+    kernel(
+        "missing term", "rows of zeros counted like others", "unit_rows",
+        rewrite("tl.rsqrt(s * h)", "tl.rsqrt(s)"),
     ),
     kernel(
         "stride", "column stride ignored", "pack_trits", ignore_stride(1), place=launched,
@@ -328,6 +354,47 @@ FAULTS = [
     kernel(
         "stride", "column stride of values ignored", "scatter_rows", ignore_stride(2),
         place=launched,
+    ),
+    # chunks
+    kernel(
+        "missing term", "positions compared without their projections", "boundary_scores",
+        rewrite("x + tl.load(p, ...).to(tl.float32)", "x + 0 * tl.load(p, ...).to(tl.float32)"),
+    ),
+    kernel(
+        "gradient", "gradient along the vector itself not taken out", "boundary_scores_backward",
+        rewrite("v - tl.sum(u * v, axis=1)[:, None] * u", "v"),
+    ),
+    kernel(
+        "threshold", "one chunk too many", "find_chunks",
+        rewrite("b & (n <= C)", "b & (n <= C + 1)"),
+    ),
+    kernel(
+        "position", "chunks taken for the next slot", "find_chunks",
+        rewrite("tl.minimum(n, C) - 1", "tl.minimum(n, C - 1)"),
+    ),
+    kernel(
+        "neighbour", "rows taken from the first sequence", "gather_chunks",
+        rewrite("x + b * stride_xb + p * s", "x + p * s"),
+    ),
+    kernel(
+        "missing term", "mean of the tile before forgotten", "smooth_chunks",
+        rewrite("s = d * l + t", "s = t"),
+    ),
+    kernel(
+        "gradient", "gradient of a share without the mean before", "smooth_chunks_backward",
+        rewrite("g * (z - b)", "g * z"),
+    ),
+    kernel(
+        "position", "decay of a chunk's own share, not of the next one's",
+        "smooth_chunks_backward", rewrite("p + stride_pc", "p"),
+    ),
+    kernel(
+        "missing term", "position's own vector left out", "spread_chunks",
+        rewrite("tl.load(x, ...).to(tl.float32) + s", "tl.load(x, ...).to(tl.float32) * 0 + s"),
+    ),
+    kernel(
+        "cut short", "last position of a chunk left out of its sum", "spread_chunks_backward",
+        rewrite("(t < e) & (d < D)", "(t < e - 1) & (d < D)"),
     ),
     # statistics of a gradient
     kernel(
@@ -577,6 +644,45 @@ FAULTS = [
         ),
         "graph: causality",
     ),
+    # the model of chunks
+    module(
+        "causality", "window of attention sees later bytes", "model.blocks",
+        rewrite("(k <= q) & (k > q - w)", "k > q - w"), "hnet: causality",
+    ),
+    module(
+        "position", "window of attention one too wide", "model.blocks",
+        rewrite("(k <= q) & (k > q - w)", "(k <= q) & (k >= q - w)"), "hnet: end to end",
+        slow=True,
+    ),
+    module(
+        "gradient", "confidence of a position that begins no chunk not turned", "model.blocks",
+        rewrite("torch.where(s >= 0, f, -c)", "torch.where(s >= 0, f, c)"),
+        "hnet: whole gradient",
+    ),
+    module(
+        "gradient", "p of a chunk's share without a gradient", "model.blocks",
+        rewrite("c + s.gather(1, a)", "c + 0 * s.gather(1, a)"), "hnet: whole gradient",
+        slow=True,
+    ),
+    module(
+        "causality", "chunks given to the position before they begin", "model.blocks",
+        rewrite("spread_chunks(r, s, c.owner)", "spread_chunks(r, s, c.owner.roll(-1, 1))"),
+        "hnet: causality", slow=True,
+    ),
+    module(
+        "normaliser", "positions that there are not counted in the ratio", "model.blocks",
+        rewrite("(b * v).sum() / c", "(b * v).mean()"), "hnet: end to end", slow=True,
+    ),
+    module(
+        "wiring", "what goes past the inner network left out", "model",
+        rewrite("spread(z, r.p, s.residual(x), c)", "spread(z, r.p, 0 * s.residual(x), c)"),
+        "hnet: end to end",
+    ),
+    module(
+        "wiring", "inner network given the next positions", "model.blocks",
+        rewrite("gather_chunks(x, c.first)", "gather_chunks(x.roll(-1, 1), c.first)"),
+        "hnet: causality",
+    ),
     # checkpoints
     module(
         "unchecked file", "altered tensors accepted", "checkpoint", skip_check("` was altered"),
@@ -635,6 +741,7 @@ def of_update(rule_and_direction: str) -> list:
 MODELS: dict[str, Callable[[str], list]] = {
     "model:": partial(of_model, "ragged", RAGGED),
     "graph:": partial(of_model, "graph", RAGGED_GRAPH),
+    "hnet:": partial(of_model, "hnet", RAGGED_HNET),
     "update": of_update,
     "rotary": lambda _: list(parity._rotary(CPU)),
 }

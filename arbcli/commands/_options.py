@@ -9,6 +9,7 @@ import typer
 
 from arbcli.config.checks import check_choice
 from arbcli.config.dense import SCALE_TYPES
+from arbcli.config.hnet import BOUNDARIES
 from arbcli.config.presets import check_preset
 from arbcli.config.training import COMPUTES
 from arbcli.directions import DIRECTIONS
@@ -81,7 +82,8 @@ Preset = Annotated[
     str | None,
     typer.Option(
         help="Kind and size of the model: tiny, small, base or 1b, of dense blocks; arb-tiny or"
-        " arb-3b, of n-grams, codebooks, experts and a graph. [default: tiny]",
+        " arb-3b, of n-grams, codebooks, experts and a graph; hnet-tiny, hnet-small, hnet-base or"
+        " hnet-two-stage, which find chunks of their own. [default: tiny]",
         callback=_check_preset,
     ),
 ]
@@ -172,6 +174,22 @@ Moe = Annotated[bool | None, _part("moe", "experts that are iterated.")]
 Graph = Annotated[bool | None, _part("graph", "the graph of codes.")]
 Router = Annotated[bool | None, _part("router", "the router before the byte head.")]
 Memgram = Annotated[bool | None, _part("memgram", "a memory of what followed the text's n-grams.")]
+Boundaries = Annotated[
+    str | None,
+    typer.Option(
+        help="Only with hnet presets: where chunks begin, learned, every (so many bytes) or space"
+        " (after one). [default: learned]",
+        callback=one_of("boundaries", BOUNDARIES),
+    ),
+]
+ChunkLength = Annotated[
+    int | None,
+    typer.Option(
+        help="Only with hnet presets: positions of a chunk on average, at every stage."
+        " [default: the preset's]",
+        min=2,
+    ),
+]
 MoeTopK = Annotated[
     int | None, _part("moe_top_k", "experts a position. [default: the preset's]", min=1)
 ]

@@ -58,6 +58,8 @@ class RunDisplay:
         )
         if record.flip_share is not None:
             line += f"  {record.flip_share:.2%} flipped"
+        if (length := record.gauges.get("chunk_length")) is not None:
+            line += f"  {length:.2f} bytes a chunk"
         if record.val_loss is not None:
             line += f"  held-out {record.val_loss:.4f}"
         self.line.show(line, keep=record.val_loss is not None)
@@ -88,12 +90,15 @@ class RunDisplay:
 
 
 def _gauges(gauges: dict[str, float]) -> str:
-    """Show what a model measures of itself: shares, and the load of its fullest expert."""
+    """Show what a model measures of itself: shares, lengths, the load of its fullest expert."""
     shown = {
         "alive_codes": "{:.1%} of codes alive",
         "alive_knowledge": "{:.1%} of knowledge alive",
         "fullest_expert": "fullest expert {:.1f} times the mean",
         "edges": "{:.1%} of edges taken",
+        "chunk_length": "{:.2f} bytes a chunk",
+        "chunk_length_2": "{:.2f} chunks in one of the second stage",
+        "joined": "{:.1%} of chunks joined for want of slots",
     }
     return "  " + ", ".join(shown.get(name, name + " {}").format(v) for name, v in gauges.items())
 

@@ -10,6 +10,8 @@ from rich.table import Table
 from arbcli.commands._options import (
     Attention,
     Backend,
+    Boundaries,
+    ChunkLength,
     Codebook,
     Compute,
     Ctx,
@@ -91,6 +93,8 @@ def audit_memory(
     memgram: Memgram = None,
     moe_top_k: MoeTopK = None,
     max_moe_iters: MaxMoeIters = None,
+    boundaries: Boundaries = None,
+    chunk_length: ChunkLength = None,
 ) -> None:
     """Measure real steps: `arb audit-memory --preset small`; exit 1 on float state or growth."""
     if budget is not None and what_if:
@@ -125,6 +129,8 @@ def audit_memory(
         memgram=memgram,
         moe_top_k=moe_top_k,
         max_moe_iters=max_moe_iters,
+        boundaries=boundaries,
+        chunk_length=chunk_length,
     )
     config = new_config(**given, device=device, backend=backend)
     if what_if:

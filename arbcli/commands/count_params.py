@@ -7,6 +7,8 @@ from rich.text import Text
 
 from arbcli.commands._options import (
     Attention,
+    Boundaries,
+    ChunkLength,
     Codebook,
     Ctx,
     Dim,
@@ -54,6 +56,8 @@ def count_params(
     memgram: Memgram = None,
     moe_top_k: MoeTopK = None,
     max_moe_iters: MaxMoeIters = None,
+    boundaries: Boundaries = None,
+    chunk_length: ChunkLength = None,
 ) -> None:
     """Count weights and bytes of a model without making it: `arb count-params --preset 1b`."""
     from arbcli.config.presets import preset as model_preset
@@ -79,6 +83,8 @@ def count_params(
         memgram=memgram,
         moe_top_k=moe_top_k,
         max_moe_iters=max_moe_iters,
+        boundaries=boundaries,
+        chunk_length=chunk_length,
     )
     report = predict(config)
     emit(report, state_table(report), as_json=as_json)

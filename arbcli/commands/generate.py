@@ -10,7 +10,7 @@ import typer
 from arbcli.commands._chat import chat
 from arbcli.commands._options import Backend, Checkpoint, ComputeOfRun, Device, Json, Seed
 from arbcli.errors import ArbError
-from arbcli.output import TextWriter, emit_json, is_terminal, note, write_bytes
+from arbcli.output import TextWriter, emit_json, is_terminal, note, write_bytes, write_chunks
 
 
 def generate(
@@ -22,7 +22,7 @@ def generate(
             " newline]"
         ),
     ] = None,
-    length: Annotated[int, typer.Option(min=1, help="Bytes to make.")] = 512,
+    length: Annotated[int, typer.Option(min=1, max=2**24, help="Bytes to make.")] = 512,
     temperature: Annotated[
         float, typer.Option(min=0, help="Divides the logits; 0 takes the likeliest byte.")
     ] = 0.8,
@@ -39,6 +39,14 @@ def generate(
     raw: Annotated[
         bool, typer.Option("--bytes", help="Write bytes as they come, not as UTF-8.")
     ] = False,
+    chunks: Annotated[
+        bool,
+        typer.Option(
+            "--chunks",
+            help="Only with hnet presets: write prompt and text in the end, in colours by chunk, or"
+            " with marks where stdout is no terminal.",
+        ),
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Continue a prompt: `arb generate --checkpoint runs/001-256x4-moment --prompt "import "`.
@@ -48,14 +56,17 @@ def generate(
     """
     if raw and as_json:
         raise ArbError("`--bytes` and `--json` are two outputs", hint="choose one")
+    if raw and chunks:
+        raise ArbError("`--chunks` marks text, and `--bytes` has none", hint="choose one")
     from arbcli.device import resolve_backend, resolve_device
     from arbcli.infer import generation  # torch takes seconds to import, so not for `arb --help`
+    from arbcli.infer.chunks import check_chunks, chunk_depths
     from arbcli.infer.load import load_named_model
 
     sampling = generation.Sampling(
         temperature=temperature, top_k=top_k, top_p=top_p, seed=seed or 0
     )
-    chatting = prompt is None and not (raw or as_json) and is_terminal()
+    chatting = prompt is None and not (raw or as_json or chunks) and is_terminal()
     prompt = "\n" if prompt is None else prompt
     given = sys.stdin.buffer.read() if prompt == "-" else os.fsencode(prompt)
     place = resolve_device(device)
@@ -64,6 +75,9 @@ def generate(
     if chatting:
         chat(model, length, sampling, backend)
         return
+    if chunks:
+        check_chunks(model)
+    made = bytearray(given)
     with TextWriter() as text:
         report = generation.continue_text(
             model,
@@ -72,12 +86,11 @@ def generate(
             length,
             sampling,
             backend=backend,
-            on_bytes=_ignore if as_json else write_bytes if raw else text.write,
+            on_bytes=made.extend if as_json or chunks else write_bytes if raw else text.write,
         )
+    depths = chunk_depths(model, bytes(made), backend) if chunks else None
     if as_json:
-        emit_json(asdict(report))
+        emit_json(asdict(report) | ({"chunk_depths": depths} if chunks else {}))
+    elif chunks:
+        write_chunks(bytes(made), depths)
     note(f"\n{length} bytes, {report.bytes_per_second:,.0f} bytes/s on {place}, backend {backend}")
-
-
-def _ignore(_: bytes) -> None:
-    pass

@@ -1,6 +1,7 @@
 """`arb probe-loss`: a few training steps under the microscope."""
 
 import dataclasses
+from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -8,10 +9,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Group
 from rich.table import Table
+from rich.text import Text
 
 from arbcli.commands._options import (
     Attention,
     Backend,
+    Boundaries,
+    ChunkLength,
     Codebook,
     Ctx,
     Data,
@@ -40,10 +44,10 @@ from arbcli.commands._options import (
 )
 from arbcli.commands._outputs import PICTURES, check_file
 from arbcli.errors import ArbError
-from arbcli.output import bytes_text, emit, note, table
+from arbcli.output import bytes_text, chunked_text, emit, note, table
 
 if TYPE_CHECKING:
-    from arbcli.inspect.probe import ProbeReport, TensorReport
+    from arbcli.inspect.probe import ChunkReport, ProbeReport, TensorReport
 
 STEPS = 12
 """Enough for the warm-up to reach full speed, and for votes to gather, flip and gather again."""
@@ -89,6 +93,8 @@ def probe_loss(
     memgram: Memgram = None,
     moe_top_k: MoeTopK = None,
     max_moe_iters: MaxMoeIters = None,
+    boundaries: Boundaries = None,
+    chunk_length: ChunkLength = None,
 ) -> None:
     """Do a few steps, measure everything, name what is wrong: `arb probe-loss --rule votes`.
 
@@ -126,6 +132,8 @@ def probe_loss(
         memgram=memgram,
         moe_top_k=moe_top_k,
         max_moe_iters=max_moe_iters,
+        boundaries=boundaries,
+        chunk_length=chunk_length,
     )
     report = _probe(given, steps, checkpoint, device, backend)
     emit(report, _shown(report), as_json=as_json)
@@ -141,11 +149,12 @@ def _probe(
     device: str | None,
     backend: str | None,
 ) -> "ProbeReport":
-    from arbcli.inspect import probe  # torch takes seconds to import, so not for `arb --help`
+    from arbcli.inspect import probe, room  # torch takes seconds to import, so not for `arb --help`
     from arbcli.train.configure import new_config
 
     if checkpoint is None:
         config = new_config(steps=steps, device=device, backend=backend, **given)
+        room.check_memory(config)
         return probe.probe(config, steps=steps)
     _refuse_changes(given)
     config, saved = probe.open_saved(
@@ -182,10 +191,17 @@ def _shown(report: "ProbeReport") -> Group:
         f"scales            v from {lowest} to {highest}, in 1/128 octaves",
         f"first NaN or Inf  {report.first_nonfinite or 'none'}",
         f"causality         {report.acausal_logits} predictions moved by a later byte",
+        *(_chunks(report.chunks) if report.chunks else ()),
         f"memory            {bytes_text(report.state_bytes)} state,"
         f" {bytes_text(last.live_bytes)} live, {bytes_text(report.peak_bytes)} peak",
         *(f"verdict           {verdict.name}: {verdict.evidence}" for verdict in report.verdicts),
     )
+
+
+def _chunks(chunks: "ChunkReport") -> Iterator[str | Text]:
+    lengths = ", then ".join(f"{length:.2f}" for length in chunks.mean_lengths)
+    yield f"chunks            {lengths} bytes on average; in the held-out text:"
+    yield chunked_text(bytes(chunks.sample_bytes), chunks.sample_depths)
 
 
 def _steps(report: "ProbeReport") -> Table:

@@ -8,6 +8,8 @@ import typer
 from arbcli.commands._options import (
     Attention,
     Backend,
+    Boundaries,
+    ChunkLength,
     Codebook,
     Compute,
     Ctx,
@@ -41,9 +43,10 @@ from arbcli.commands._options import (
 )
 from arbcli.commands._outputs import PICTURES, check_file
 from arbcli.commands._run_display import RunDisplay
-from arbcli.config.dense import WEIGHTS
+from arbcli.config.dense import WEIGHTS, ModelConfig
 from arbcli.config.file import read_settings, settings_text
-from arbcli.config.training import train_config_dict
+from arbcli.config.graph import GraphConfig
+from arbcli.config.training import SCHEDULES, train_config_dict
 from arbcli.errors import ArbError
 from arbcli.loggers import LOGGERS, check_logger, find_logger
 from arbcli.output import emit_json, write_bytes
@@ -72,6 +75,17 @@ def train(
     warmup: Annotated[
         int | None,
         typer.Option(min=0, help="Steps, at most half of them. [default: 100]"),
+    ] = None,
+    schedule: Annotated[
+        str | None,
+        typer.Option(
+            help="How the rate falls behind the warm-up: cosine, linear, wsd (in the last fifth) or"
+            " constant. [default: cosine]",
+            callback=one_of("schedule", SCHEDULES),
+        ),
+    ] = None,
+    final_lr: Annotated[
+        float | None, typer.Option(min=0, help="Where it falls to. [default: lr / 20]")
     ] = None,
     rule: Rule = None,
     digits: Digits = None,
@@ -112,6 +126,17 @@ def train(
         int | None,
         typer.Option(min=1, help="Steps; and at the start, and every 5 minutes. [default: 500]"),
     ] = None,
+    keep: Annotated[
+        int | None, typer.Option(min=1, help="Newest checkpoints to keep. [default: 2]")
+    ] = None,
+    keep_best: Annotated[
+        bool | None,
+        typer.Option("--keep-best", help="Keep that of the lowest held-out loss, too."),
+    ] = None,
+    init_from: Annotated[
+        Path | None,
+        typer.Option(metavar="RUN|FILE", help="Begin a new run with the weights of a saved model."),
+    ] = None,
     eval_every: Annotated[
         int | None, typer.Option(min=1, help="Steps. [default: a quarter of them, 50 to 500]")
     ] = None,
@@ -128,6 +153,9 @@ def train(
             callback=_check_loggers,
         ),
     ] = None,
+    force: Annotated[
+        bool, typer.Option("--force", help="Start though memory is predicted not to be enough.")
+    ] = False,
     quiet: Annotated[bool, typer.Option("--quiet", help="No progress.")] = False,
     as_json: Json = False,
     attention: Attention = None,
@@ -140,6 +168,8 @@ def train(
     memgram: Memgram = None,
     moe_top_k: MoeTopK = None,
     max_moe_iters: MaxMoeIters = None,
+    boundaries: Boundaries = None,
+    chunk_length: ChunkLength = None,
 ) -> None:
     """Train a model on bytes, or continue a run: `arb train --ctx 64`."""
     given = given_options(
@@ -153,6 +183,8 @@ def train(
         accum=accum,
         lr=lr,
         warmup=warmup,
+        schedule=schedule,
+        final_lr=final_lr,
         rule=rule,
         digits=digits,
         direction=direction,
@@ -166,6 +198,8 @@ def train(
         ffn=ffn,
         save_every=save_every,
         eval_every=eval_every,
+        keep=keep,
+        keep_best=keep_best,
         compute=compute,
         recompute=recompute,
         seed=seed,
@@ -179,12 +213,15 @@ def train(
         memgram=memgram,
         moe_top_k=moe_top_k,
         max_moe_iters=max_moe_iters,
+        boundaries=boundaries,
+        chunk_length=chunk_length,
     )
-    if print_config and resume is not None:
-        raise ArbError("a run goes on with its own settings", hint="read them in its `config.json`")
+    if print_config and (resume or init_from):
+        raise ArbError("what is saved has its own settings", hint="read them with `arb inspect`")
     if config_file is not None and resume is None:
         given = read_settings(config_file) | given
-    from arbcli.inspect import plots  # torch takes seconds to import, so not for `arb --help`
+    from arbcli.infer.load import read_saved, saved_config
+    from arbcli.inspect import plots, room  # torch takes seconds to import, so not for `arb --help`
     from arbcli.train.configure import new_config
     from arbcli.train.directory import RUNS, latest_run
     from arbcli.train.run import Observers, resume_run, start_run
@@ -204,12 +241,27 @@ def train(
         loggers = [find_logger(name, display.noted) for name in dict.fromkeys(log or ())]
         observer = Observers([display, *loggers])
         if resume is not None:
-            _refuse_changes(given | given_options(minutes=minutes, config=config_file))
+            others = {name: value for name, value in given.items() if name != "steps"}
+            others |= given_options(minutes=minutes, init_from=init_from, config=config_file)
+            _refuse_changes(others)
             path = latest_run(out or RUNS) if resume == "auto" else Path(resume)
-            report = resume_run(path, observer, device=device, backend=backend)
+            report = resume_run(path, observer, device=device, backend=backend, steps=steps)
         else:
+            initial = None
+            if init_from is not None:
+                _refuse_shapes(given)
+                initial = read_saved(init_from, display.noted)
+                given["preset"] = saved_config(initial.checkpoint)
             config = new_config(**given | place)
-            report = start_run(config, out, observer, minutes=minutes)
+            hint = f"{room.HINT}, or `--force` to try it"
+            report = start_run(
+                config,
+                out,
+                observer,
+                minutes=minutes,
+                initial=initial,
+                check=lambda config: None if force else room.check_memory(config, hint),
+            )
     if plot is not None:
         plots.plot_training(Path(report.run), plot)
     display.finished(report)
@@ -223,4 +275,13 @@ def _refuse_changes(given: dict[str, Any]) -> None:
         raise ArbError(
             f"a run goes on with its own settings, so {options} cannot be given to it",
             hint="leave them out, or start a new run without `--resume`",
+        )
+
+
+def _refuse_shapes(given: dict[str, Any]) -> None:
+    shapes = {"preset", *GraphConfig.__slots__, *ModelConfig.__slots__} - {"ctx"}
+    if own := [f"`{option_of(name)}`" for name in given if name in shapes]:
+        raise ArbError(
+            f"a saved model keeps its own settings, so {', '.join(own)} cannot be given to it",
+            hint="leave them out, or start without `--init-from`",
         )

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from arbcli.config.checks import check_at_most, check_choice, check_positive
+from arbcli.config.checks import check_choice, check_fields, check_sizes
 from arbcli.directions import DIRECTIONS
 from arbcli.errors import ArbError
 from arbcli.rules import DIGITS, RULES, WITH_DIGITS
@@ -14,8 +14,6 @@ VOCABULARY = 256
 SCALE_TYPES = {f"T{size}": size for size in (4, 6, 8, 16, 32, 64, 96, 128)}
 """Scale type to group size: how many weights of a row share one scale."""
 
-LONGEST_CONTEXT = 2**20
-"""Bytes; no text of training has so long a thread, and a larger number is a slip of the hand."""
 WEIGHTS = ("ternary", "float", "ste")
 
 
@@ -52,11 +50,10 @@ class ModelConfig:
         """Refuse what no model can be built from.
 
         Raises:
-            ArbError: a size is not positive, or a name is unknown.
+            ArbError: a value is of another type, a size is out of range, or a name is unknown.
         """
-        for name in ("dim", "layers", "heads", "ffn", "ctx"):
-            check_positive(name, getattr(self, name))
-        check_at_most("ctx", self.ctx, LONGEST_CONTEXT)
+        check_fields(self)
+        check_sizes(self)
         if self.dim % (2 * self.heads):
             raise ArbError(
                 f"{self.heads} heads do not divide a width of {self.dim} into even parts",

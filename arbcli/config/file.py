@@ -56,12 +56,17 @@ def read_settings(path: Path) -> dict[str, Any]:
         )
     model = dict(values.pop("model", {}))
     kind = model.pop("kind", None)
-    default = next(name for name, known in PRESETS.items() if kind in (None, known.kind))
-    preset = values.pop("preset", default)
-    if not isinstance(preset, str):
-        raise ArbError(f"`preset` of `{path}` is {preset!r}", hint="name a preset in quotes")
+    settings: dict[str, Any] = {}
+    if kind is not None and "preset" not in values:  # one of that kind, whose sizes are replaced
+        found = (name for name, known in PRESETS.items() if kind == known.kind)
+        values["preset"] = next(found, kind)
+    if "preset" in values:
+        settings["preset"] = values.pop("preset")
+        if not isinstance(settings["preset"], str):
+            raise ArbError(
+                f"`preset` of `{path}` is {settings['preset']!r}", hint="name a preset in quotes"
+            )
     of_models = {f.name: f.type for known in KINDS.values() for f in dataclasses.fields(known)}
-    settings = {"preset": preset}
     for found, types, where in ((values, TOP, ""), (model, of_models, "model.")):
         for name, value in found.items():
             if name not in types:

@@ -1,10 +1,8 @@
 """What a model of n-grams, codebooks, experts and a graph is made of."""
 
-import dataclasses
 from dataclasses import dataclass
 from typing import ClassVar
 
-from arbcli.config.checks import check_positive
 from arbcli.config.dense import ModelConfig
 from arbcli.errors import ArbError
 
@@ -70,14 +68,11 @@ class GraphConfig(ModelConfig):
         Raises:
             ArbError: a size does not fit.
         """
+        for name in ("codes", "knowledge", "edges"):
+            if isinstance(value := getattr(self, name), list):  # JSON has no tuples
+                object.__setattr__(self, name, tuple(value))
         # a slotted dataclass is a copy of the class that `super()` would mean here
         ModelConfig.__post_init__(self)
-        for name in ("codes", "knowledge", "edges"):  # JSON has lists
-            object.__setattr__(self, name, tuple(getattr(self, name)))
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            if type(value) in (int, tuple):
-                check_positive(field.name, value)
         if self.rotary % 2 or self.rotary > self.head_dim:
             raise ArbError(
                 f"heads of {self.head_dim} have no even part of {self.rotary} to turn",

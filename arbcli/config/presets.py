@@ -5,10 +5,11 @@ from typing import Any
 
 from arbcli.config.dense import ModelConfig
 from arbcli.config.graph import GraphConfig
+from arbcli.config.hnet import HNetConfig
 from arbcli.errors import ArbError
 from arbcli.rules import RULES, find_rule
 
-KINDS = {kind.kind: kind for kind in (ModelConfig, GraphConfig)}
+KINDS = {kind.kind: kind for kind in (ModelConfig, GraphConfig, HNetConfig)}
 """Classes of configurations, by the kind of model that they describe."""
 PRESETS = {
     "tiny": ModelConfig(dim=256, layers=4, heads=4, ffn=704, ctx=64),
@@ -28,6 +29,23 @@ PRESETS = {
         codes=(512, 256), code_dim=1024, code_heads=4, knowledge=(2500, 2000), knowledge_dim=64,
         knowledge_heads=16, top_k=8, experts=56, expert_dim=1280, expert_ffn=2560, gate_dim=224,
         adapter_rank=64, edges=(32768, 4), head_ffn=17600,
+    ),
+    "hnet-tiny": HNetConfig(
+        dim=256, layers=3, heads=4, ffn=704, ctx=256, outer_dim=(128,), outer_layers=(1,),
+        outer_heads=(4,), outer_ffn=(352,), chunk_length=(4,), window=32,
+    ),
+    "hnet-small": HNetConfig(
+        dim=384, layers=5, heads=6, ffn=1024, ctx=1024, outer_dim=(256,), outer_layers=(1,),
+        outer_heads=(4,), outer_ffn=(704,), chunk_length=(4,), window=128,
+    ),
+    "hnet-base": HNetConfig(
+        dim=768, layers=10, heads=12, ffn=2048, ctx=4096, outer_dim=(512,), outer_layers=(2,),
+        outer_heads=(8,), outer_ffn=(1408,), chunk_length=(4,), window=128,
+    ),
+    "hnet-two-stage": HNetConfig(
+        dim=768, layers=10, heads=12, ffn=2048, ctx=4096, outer_dim=(384, 512),
+        outer_layers=(2, 2), outer_heads=(6, 8), outer_ffn=(1024, 1408), chunk_length=(3, 3),
+        window=128,
     ),
 }  # fmt: skip
 
@@ -84,6 +102,7 @@ def config_from_dict(values: dict[str, Any]) -> ModelConfig:
 
     Raises:
         TypeError: they are of another version.
+        ArbError: no model can have them.
     """
     fields = {name: value for name, value in values.items() if name != "kind"}
     for name, kind in KINDS.items():

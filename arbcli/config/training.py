@@ -4,16 +4,19 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
-from arbcli.config.checks import check_choice, check_positive
+from arbcli.config.checks import check_at_most, check_choice, check_fields, check_positive
 from arbcli.config.dense import ModelConfig
-from arbcli.config.graph import GraphConfig
-from arbcli.config.presets import config_from_dict
+from arbcli.config.presets import KINDS, config_from_dict
 from arbcli.config.presets import preset as model_preset
 from arbcli.errors import ArbError
 from arbcli.rules import find_rule
 
 EVAL_EVERY = (50, 500)
 """Least and most steps between evaluations where no number is given."""
+MOST = 2**31 - 1
+"""Of a count."""
+SCHEDULES = ("cosine", "linear", "wsd", "constant")
+"""Choices of `schedule`."""
 COMPUTES = ("bf16", "fp8", "fp32")
 """Choices of `compute`."""
 OPTIMIZERS = {"ternary": ("rule",), "float": ("adamw", "muon"), "ste": ("adamw", "muon")}
@@ -52,11 +55,19 @@ class TrainConfig:
     lr: float = 1.0
     warmup: int = 100
     """Steps; at most half of the run."""
+    schedule: str = "cosine"
+    """How the learning rate falls; `wsd` stays, and falls in the last fifth."""
+    final_lr: float | None = None
+    """Where it falls to; None is a twentieth of `lr`."""
     seed: int = 0
     save_every: int = 500
     """Steps."""
     eval_every: int | None = None
     """Steps; None is a quarter of the run, within `EVAL_EVERY`."""
+    keep: int = 2
+    """Checkpoints, the newest ones."""
+    keep_best: bool = False
+    """Whether the checkpoint of the lowest held-out loss is kept besides."""
     optimizer: str = "rule"
     """`rule` for ternary weights; `adamw` or `muon` for float ones."""
     recompute: bool = False
@@ -72,23 +83,53 @@ class TrainConfig:
         Raises:
             ArbError: a number is out of range.
         """
+        check_fields(self)
         check_choice("optimizer", self.optimizer, OPTIMIZERS[self.model.weights])
         check_choice("compute", self.compute, COMPUTES)
+        check_choice("schedule", self.schedule, SCHEDULES)
         if self.compute == "fp8" and self.model.weights != "ternary":
             raise ArbError(
                 "a float twin is multiplied in bf16",
                 hint="leave `compute=fp8` out",
                 fields=("compute",),
             )
-        for name in ("steps", "batch", "accum", "save_every"):
+        if self.keep_best and self.model.weights != "ternary":
+            raise ArbError(
+                "a float twin keeps no checkpoint",
+                hint="leave `keep_best=True` out",
+                fields=("keep_best",),
+            )
+        for name in ("steps", "batch", "accum", "save_every", "keep"):
             check_positive(name, getattr(self, name))
+            check_at_most(name, getattr(self, name), MOST)
         check_positive("eval_every", self.eval_interval)
+        check_at_most("warmup", self.warmup, MOST)
+        if self.steps * self.accum > MOST:  # each of a run's micro-batches has an int32 number
+            raise ArbError(
+                f"{self.steps:,} steps of {self.accum:,} batches are too many to number",
+                hint="use fewer `steps`, or less `accum`",
+                fields=("steps", "accum"),
+            )
+        if self.warmup < 0:
+            raise ArbError(f"`warmup` is {self.warmup}", hint="use 0 or more", fields=("warmup",))
         if not 0 < self.lr <= 64:
             raise ArbError(
                 f"`lr` is {self.lr}", hint="use a number above 0 and at most 64", fields=("lr",)
             )
-        if not 0 <= self.seed < 2**31:
-            raise ArbError(f"`seed` is {self.seed}", hint=f"use 0 to {2**31 - 1}", fields=("seed",))
+        if self.final_lr is not None and not 0 <= self.final_lr <= self.lr:
+            raise ArbError(
+                f"`final_lr` is {self.final_lr}",
+                hint=f"use 0 to {self.lr}, the learning rate",
+                fields=("final_lr",),
+            )
+        if self.final_lr is not None and self.schedule == "constant":
+            raise ArbError(
+                "a constant learning rate has no other at the end",
+                hint="leave `final_lr` out, or choose another `schedule`",
+                fields=("final_lr", "schedule"),
+            )
+        if not 0 <= self.seed <= MOST:
+            raise ArbError(f"`seed` is {self.seed}", hint=f"use 0 to {MOST}", fields=("seed",))
 
     @property
     def eval_interval(self) -> int:
@@ -100,12 +141,12 @@ class TrainConfig:
 
 
 def train_config(
-    preset: str, *, device: str, backend: str, compute: str, **given: Any
+    preset: str | ModelConfig, *, device: str, backend: str, compute: str, **given: Any
 ) -> TrainConfig:
     """Build a configuration from the settings that were given, and defaults for the rest.
 
     Args:
-        preset: name of a preset.
+        preset: name of a preset, or a model as it is saved.
         device: where to compute, as torch names it.
         backend: what runs the kernels.
         compute: one of `COMPUTES`.
@@ -114,9 +155,12 @@ def train_config(
     Raises:
         ArbError: they do not fit each other.
     """
-    of_models = {field.name for field in dataclasses.fields(GraphConfig)}
+    of_models = {field.name for kind in KINDS.values() for field in dataclasses.fields(kind)}
     shape = {name: given.pop(name) for name in list(given) if name in of_models}
-    model = model_preset(preset, **shape)
+    if isinstance(preset, str):
+        model = model_preset(preset, **shape)
+    else:
+        model = dataclasses.replace(preset, **shape)
     ternary = model.weights == "ternary"
     if ternary and "optimizer" in given:
         raise ArbError(
@@ -131,7 +175,7 @@ def train_config(
     return TrainConfig(model=model, optimizer=optimizer, **texts, **place, **given)
 
 
-def default_lr(preset: str, model: ModelConfig, optimizer: str) -> float:
+def default_lr(preset: str | ModelConfig, model: ModelConfig, optimizer: str) -> float:
     """Find the learning rate of a model for which none is given."""
     if model.weights != "ternary":
         return FLOAT_LR.get((model.weights, optimizer), 1e-3)

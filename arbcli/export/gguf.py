@@ -93,7 +93,7 @@ def check_model(model: torch.nn.Module) -> None:
     """
     if not isinstance(model, ByteLM):
         raise ArbError(
-            "GGUF has no architecture for a model with n-grams, codebooks, experts or a graph",
+            "GGUF has no architecture for a model that is more than dense blocks",
             hint="use `--to safetensors`, or train one of tiny, small, base and 1b",
         )
     if model.config.sub_norms:

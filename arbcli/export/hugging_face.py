@@ -48,7 +48,7 @@ def write_folder(path: Path, weights: Weights, name: str, kind: str | None) -> B
     """
     if not isinstance(weights.model, ByteLM):
         raise ArbError(
-            "Transformers has no model with n-grams, codebooks, experts or a graph",
+            "Transformers has no model that is more than dense blocks",
             hint="use `--to safetensors`, which arb reads",
         )
     chosen = TYPES[kind or "bf16"]

@@ -2,7 +2,8 @@
 
 A step has the same shapes wherever it is in the text, and nothing in it waits for the device: the
 position is read there, the byte is chosen there, and fetched while later steps run. So on a GPU the
-whole step is one CUDA graph.
+whole step is one CUDA graph. A model that leaves parts of itself out for some bytes has a graph for
+each phase of a step, and the host waits to know which of them to run.
 """
 
 import dataclasses
@@ -10,8 +11,10 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import torch
+from torch import Tensor
 
 from arbcli.config.dense import VOCABULARY
 from arbcli.device import deterministic, explained_out_of_memory
@@ -20,12 +23,14 @@ from arbcli.kernels.output.choose_byte import choose_byte_
 from arbcli.kernels.runtime.backend import default_backend, use_backend
 from arbcli.kernels.runtime.overlap import overlapping
 from arbcli.kernels.update.random_bits import stream_keys
-from arbcli.model.language_model import LanguageModel
+from arbcli.model.language_model import LanguageModel, Phase
 
 WARM_UP_STEPS = 3
 """Steps before one is captured: kernels compile and libraries make up their minds in them."""
 FETCHED_STEPS = 16
 """Bytes that come from a GPU at once."""
+LONGEST_TEXT = 2**24
+"""Bytes of a prompt and what follows it; positions beyond have no exact angle in float32."""
 OUT_OF_MEMORY = "close what else uses the GPU, or use `--device cpu`"
 
 
@@ -70,6 +75,9 @@ class Decoder:
         backend: what runs the kernels; None is the device's own.
         capture: whether a step is replayed as one CUDA graph, which gives the same bits; None is
             wherever it can be.
+
+    Raises:
+        ArbError: the text is longer than `LONGEST_TEXT`.
     """
 
     @torch.no_grad()
@@ -82,6 +90,11 @@ class Decoder:
         backend: str | None = None,
         capture: bool | None = None,
     ) -> None:
+        if positions > LONGEST_TEXT:
+            raise ArbError(
+                f"a prompt and what follows it are {positions:,} bytes",
+                hint=f"use `--length` for {LONGEST_TEXT:,} together at most",
+            )
         self.model, self.sampling = model, sampling or Sampling()
         self.cache = model.new_cache(positions)
         device = self.device = self.cache.position.device
@@ -92,7 +105,7 @@ class Decoder:
         self._byte = torch.zeros(1, 1, dtype=torch.int64, device=device)  # the last one
         seed = torch.tensor(self.sampling.seed, dtype=torch.int32, device=device)
         self._key = stream_keys(seed, torch.zeros_like(seed), 1, 1)[0, 0]
-        self._graph: torch.cuda.CUDAGraph | None = None
+        self._phases = model.step_phases(self._byte, self.cache)
         can_capture = device.type == "cuda" and self.backend == "triton"
         if can_capture if capture is None else capture:
             self._capture()
@@ -142,21 +155,29 @@ class Decoder:
 
     @torch.no_grad()
     def _step(self) -> None:
-        if self._graph is not None:
-            self._graph.replay()
-        else:
-            self._compute()
+        deepest = 0
+        for phase in self._phases:
+            if phase.depth > deepest:
+                continue
+            self._compute(phase)
+            if phase.leads_deeper is not None:
+                deepest = phase.depth + int(phase.leads_deeper())
         self.length += 1
 
-    def _compute(self) -> None:
-        """Read the last byte and choose the next one; every tensor is where it always is."""
+    def _compute(self, phase: Phase) -> None:
+        """Do a phase of reading the last byte, and choose the next one when it is the last.
+
+        Every tensor is where it always is.
+        """
         how = self.sampling
         with use_backend(self.backend), overlapping():
-            logits = self.model(self._byte, self.cache)[0, 0]
+            logits = phase.run()
+            if logits is None:
+                return
             choose_byte_(
                 self._byte,
                 self._text,
-                logits,
+                logits[0, 0],
                 self.cache.position,  # by now that of the byte to choose
                 self._key,
                 how.temperature,
@@ -165,14 +186,21 @@ class Decoder:
             )
 
     def _capture(self) -> None:
-        """Record a step as a CUDA graph, after a few whose bytes are then forgotten."""
+        """Record a step as CUDA graphs, after a few steps whose bytes are then forgotten."""
         for _ in range(WARM_UP_STEPS):
-            self.cache.position.zero_()
-            self._compute()
-        self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._graph):
-            self._compute()
-        self.cache.position.zero_()
+            self.cache.reset()
+            for phase in self._phases:
+                self._compute(phase)
+        captured: list[Phase] = []
+        graph = None
+        for phase in self._phases:
+            pool = graph.pool() if graph else None
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=pool):
+                self._compute(phase)
+            captured.append(_replayed(phase, graph))
+        self._phases = captured
+        self.cache.reset()
 
     def _fetch(self, begin: int) -> Callable[[], bytes]:
         """Copy the text from `begin` on to the host; the function returned waits for it."""
@@ -190,6 +218,12 @@ class Decoder:
             return bytes(on_host.tolist())
 
         return wait
+
+
+def _replayed(phase: Phase, graph: torch.cuda.CUDAGraph) -> Phase:
+    """Make the phase that a graph recorded; what it leads to is read where the graph writes it."""
+    leads_deeper = phase.leads_deeper and partial(Tensor.detach, phase.leads_deeper())
+    return Phase(phase.depth, graph.replay, leads_deeper)
 
 
 def generate(

@@ -1,14 +1,16 @@
 """A trained model from a run or a checkpoint."""
 
+import dataclasses
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 import torch
 
 from arbcli.checkpoint import (
+    Accept,
     Checkpoint,
     check_layout,
     checkpoint_path,
@@ -17,11 +19,13 @@ from arbcli.checkpoint import (
     read_json,
 )
 from arbcli.config.checks import check_choice
+from arbcli.config.dense import ModelConfig
 from arbcli.config.presets import config_from_dict
-from arbcli.device import COMPUTE, default_compute, resolve_device
+from arbcli.device import COMPUTE, check_room, default_compute, resolve_device
 from arbcli.errors import ArbError
 from arbcli.model.build import build_model
 from arbcli.model.language_model import LanguageModel
+from arbcli.output import printable
 
 
 def load_model(
@@ -42,7 +46,7 @@ def load_model(
     """
 
     def warn(message: str) -> None:
-        warnings.warn(message, stacklevel=2)
+        warnings.warn(printable(message), stacklevel=2)
 
     return load_named_model(Path(path), resolve_device(device), warn, compute)[0]
 
@@ -63,11 +67,9 @@ def load_named_model(
     """
     if compute is not None:
         check_choice("compute", compute, COMPUTE)
-    whole_run = path.is_dir()
-    checkpoint = latest_checkpoint(path, note) if whole_run else load_checkpoint(path)
-    name = checkpoint_path(path, checkpoint.step) if whole_run else path
-    trained_in = checkpoint.data.get("compute") or _trained_in(_run_of(path), place)
-    model = empty_model(path, checkpoint, place, COMPUTE[compute or trained_in])
+    name, checkpoint = read_saved(path, note)
+    dtype = COMPUTE[compute or _trained_in(name, checkpoint, place)]
+    model = empty_model(checkpoint, place, dtype)
     model.load_state_dict(checkpoint.tensors)
     return model, str(name)
 
@@ -102,23 +104,15 @@ def load_weights(path: Path, note: Callable[[str], None]) -> Weights:
         ArbError: there is no checkpoint, or it is damaged.
     """
 
-    def build(config: dict[str, Any]) -> LanguageModel:
-        model = _build(path, config, torch.device("meta"), torch.float32)
-        model.drop_training_state()
-        return model
+    def accept(checkpoint: Checkpoint) -> set[str]:
+        check_saved(checkpoint)
+        return set(empty_model(checkpoint, weights_only=True).state_dict())
 
-    def select(config: dict[str, Any]) -> set[str]:
-        return set(build(config).state_dict())
-
-    whole_run = path.is_dir()
-    reading = (path, note) if whole_run else (path,)
-    checkpoint = (latest_checkpoint if whole_run else load_checkpoint)(*reading, select)
-    model = build(checkpoint.config)
-    check_layout(checkpoint.tensors, model.state_dict())
+    name, checkpoint = read_saved(path, note, accept)
+    model = empty_model(checkpoint, weights_only=True)
     model.load_state_dict(checkpoint.tensors, assign=True)
-    place = checkpoint_path(path, checkpoint.step) if whole_run else path
-    compute = checkpoint.data.get("compute") or _trained_in(_run_of(path), torch.device("cpu"))
-    return Weights(model, checkpoint, place, compute)
+    compute = _trained_in(name, checkpoint, torch.device("cpu"))
+    return Weights(model, checkpoint, name, compute)
 
 
 def is_export(checkpoint: Checkpoint) -> bool:
@@ -127,53 +121,110 @@ def is_export(checkpoint: Checkpoint) -> bool:
 
 
 def empty_model(
-    path: Path,
     checkpoint: Checkpoint,
     place: torch.device | None = None,
     dtype: torch.dtype = torch.float32,
+    *,
+    weights_only: bool = False,
 ) -> LanguageModel:
     """Make the model that a checkpoint fits, its weights not yet set.
 
     Args:
-        path: of the checkpoint, for an error.
         checkpoint: what to fit.
         place: where to put it; None is torch's `meta` device.
         dtype: of activations.
+        weights_only: leaves out what only a step needs, as an export does.
 
     Raises:
-        ArbError: it is of another version of arb, or has other tensors.
+        ArbError: it is of no model that this version can make.
     """
-    model = _build(path, checkpoint.config, place or torch.device("meta"), dtype)
-    if is_export(checkpoint):
+    with place or torch.device("meta"):
+        model = build_model(saved_config(checkpoint), dtype)
+    if weights_only or is_export(checkpoint):
         model.drop_training_state()
-    check_layout(checkpoint.tensors, model.state_dict())
     return model
 
 
-def _build(
-    path: Path, fields: dict[str, Any], place: torch.device, dtype: torch.dtype
-) -> LanguageModel:
+class SavedModel(NamedTuple):
+    """A checkpoint, and the path of its file."""
+
+    path: Path
+    checkpoint: Checkpoint
+
+
+def read_saved(path: Path, note: Callable[[str], None], accept: Accept | None = None) -> SavedModel:
+    """Read a checkpoint, or the newest intact one of a run, once it is known to be of a model.
+
+    Args:
+        path: a run directory, or a checkpoint.
+        note: is told of each checkpoint that is passed over.
+        accept: may refuse it; None is `check_saved`.
+
+    Raises:
+        ArbError: there is no checkpoint, or it is damaged, or of no model.
+    """
+    accept = accept or check_saved
+    if not path.is_dir():
+        return SavedModel(path, load_checkpoint(path, accept))
+    checkpoint = latest_checkpoint(path, note, accept)
+    return SavedModel(checkpoint_path(path, checkpoint.step), checkpoint)
+
+
+def saved_config(checkpoint: Checkpoint) -> ModelConfig:
+    """Find out what model a checkpoint is of.
+
+    Raises:
+        ArbError: of none that this version can make.
+    """
     try:
-        config = config_from_dict(fields)
+        return config_from_dict(checkpoint.config)
     except TypeError as error:
         raise ArbError(
-            f"`{path}` holds a model of another version of arb: {error}",
+            f"it holds a model of another version of arb: {error}",
             hint="load it with the version that wrote it",
         ) from None
-    with place:
-        return build_model(config, dtype)
 
 
-def _run_of(path: Path) -> Path:
-    return path if path.is_dir() else path.parent
+def check_saved(checkpoint: Checkpoint) -> None:
+    """Refuse a checkpoint whose tensors are not those of its own model, or too large; see `Accept`.
+
+    A file is no reason to make room: the model is built where tensors have no memory.
+
+    Args:
+        checkpoint: its tensors may be on `meta`.
+
+    Raises:
+        ArbError: it is refused.
+    """
+    config, tensors = saved_config(checkpoint), checkpoint.tensors
+    one_block = dataclasses.asdict(dataclasses.replace(config, layers=1))
+    smallest = dataclasses.replace(checkpoint, config=one_block)
+    in_blocks, in_one = (
+        sum(name.startswith("blocks.") for name in names)
+        for names in (tensors, empty_model(smallest).state_dict())
+    )
+    if in_blocks != in_one * config.layers:  # told at once, as many blocks take time to build
+        raise ArbError(
+            f"its blocks have {in_blocks} tensors, and those of its configuration"
+            f" {config.layers} times {in_one}",
+            hint="it was altered: name another",
+        )
+    check_layout(tensors, empty_model(checkpoint).state_dict())
+    size = sum(tensor.nbytes for tensor in tensors.values())
+    check_room(2 * size, "to read it, and make its model,", "use a machine with more memory")
 
 
-def _trained_in(run: Path, place: torch.device) -> str:
+def _trained_in(file: Path, checkpoint: Checkpoint, place: torch.device) -> str:
     """Find the dtype of activations of a run, or of the device if a checkpoint lies alone."""
-    path = run / "config.json"
-    if not path.exists():
+    path = file.parent / "config.json"
+    if is_export(checkpoint):  # which says it, wherever it lies
+        path = file
+    elif not path.exists():
         return default_compute(place)
     try:
+        if is_export(checkpoint):
+            check_choice("compute", checkpoint.data["compute"], COMPUTE)
+            return checkpoint.data["compute"]
         compute = read_json(path)["config"]["compute"]
         check_choice("compute", compute, COMPUTE)
     except (KeyError, TypeError) as error:

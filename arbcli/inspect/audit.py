@@ -15,10 +15,11 @@ import torch
 
 from arbcli.config.training import TrainConfig
 from arbcli.data import open_texts
-from arbcli.device import deterministic
+from arbcli.device import check_room, deterministic
 from arbcli.errors import ArbError
 from arbcli.inspect.memory import MeasuredState, StateReport, measure, predict
 from arbcli.inspect.peak import PeakReport, predict_peak
+from arbcli.inspect.room import BATCH_BYTES, HINT, check_memory
 from arbcli.inspect.trace import NUM_LARGEST, LiveTensor, LiveTensors
 from arbcli.kernels.runtime.backend import use_backend
 from arbcli.model.layers.rotary import fresh_tables
@@ -99,12 +100,14 @@ def check_fit(config: TrainConfig, budget: str) -> FitReport:
     """Tell whether the steps and evaluations of a run fit into a budget: `6GiB`, `500MiB`, `4GB`.
 
     Raises:
-        ArbError: that is no number of bytes.
+        ArbError: that is no number of bytes, or the batches alone are beyond any machine.
     """
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", budget.lower())
     unit = match and UNITS.get(match[2])
     if not unit:
         raise ArbError(f"`--budget` is `{budget}`", hint="use a number and a unit, such as `6GiB`")
+    positions = config.batch * config.accum * config.model.ctx
+    check_room(positions * BATCH_BYTES, "to trace such a step", HINT)
     size, peak = int(float(match[1]) * unit), predict_peak(config, captured=True)
     return FitReport(budget_bytes=size, predicted_peak=peak, fits=peak.evaluated_bytes <= size)
 
@@ -126,6 +129,7 @@ def audit(
     """
     # a text that is shorter than the context is refused before a step of such a size is traced
     texts = open_texts(config.data, config.val, seed=config.seed, context=config.model.ctx)
+    check_memory(config)
     predicted_peak = predict_peak(config)
     predicted(predicted_peak)
     tensors = LiveTensors(torch.device(config.device))

@@ -61,7 +61,7 @@ def plot_training(run: Path, png: Path) -> None:
 
 
 def plot_probe(report: dict[str, Any], png: Path) -> None:
-    """Draw residual stream, flips and losses of a probe.
+    """Draw residual stream, flips and losses of a probe, and lengths of chunks if there are any.
 
     Args:
         report: the object that `arb probe-loss --json` prints.
@@ -70,7 +70,8 @@ def plot_probe(report: dict[str, Any], png: Path) -> None:
     Raises:
         ArbError: matplotlib is missing, or the file cannot be written.
     """
-    figure, (stream, flips, loss) = _figure(3)
+    chunks = report["chunks"]
+    figure, (stream, flips, loss, *more) = _figure(4 if chunks else 3)
     readings = report["readings"]
     first, last = readings[0], readings[-1]
     for reading, color in ((first, FAINT), (last, BLUE)):
@@ -100,6 +101,14 @@ def plot_probe(report: dict[str, Any], png: Path) -> None:
     _mark_losses(loss, report["text_entropy"])
     loss.legend(frameon=False, fontsize=8)
     _label(loss, "loss", "steps done", "nats a byte")
+
+    for axes in more:
+        counts = chunks["lengths"]
+        axes.bar(range(1, len(counts) + 1), counts, color=GREEN, width=0.8)
+        mean = chunks["mean_lengths"][0]
+        axes.axvline(mean, color=ORANGE, linewidth=1.2, label=f"mean {mean:.2f}")
+        axes.legend(frameon=False, fontsize=8)
+        _label(axes, "chunks of the held-out text", "bytes of a chunk", "chunks")
 
     model = report["config"]["model"]
     verdicts = ", ".join(verdict["name"] for verdict in report["verdicts"])

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from arbcli.checkpoint import Checkpoint, latest_checkpoint, load_checkpoint, read_json
+from arbcli.checkpoint import Checkpoint
 from arbcli.config.dense import VOCABULARY
 from arbcli.config.graph import GraphConfig
 from arbcli.config.training import TrainConfig, train_config_from
@@ -26,8 +26,10 @@ from arbcli.device import (
     resolve_backend,
     resolve_device,
 )
+from arbcli.infer.load import read_saved
 from arbcli.inspect.verdicts import (
     TAKEOFF,
+    ChunkReport,
     Histogram,
     ProbeReport,
     Reading,
@@ -38,12 +40,16 @@ from arbcli.inspect.verdicts import (
 from arbcli.kernels.codec.packed import HIGHEST_EXPONENT, LOWEST_EXPONENT, OCTAVE
 from arbcli.kernels.codec.packing import unpack_trits
 from arbcli.kernels.runtime.backend import use_backend
+from arbcli.model.hnet import HNet
 from arbcli.model.language_model import LanguageModel
 from arbcli.model.packed import TernaryTensor
 from arbcli.rules.base import STEP_OF_RADIX
+from arbcli.train.directory import read_facts
 from arbcli.train.trainer import Trainer
 
 BINS = 16
+SAMPLE_BYTES = 400
+"""Of the held-out text whose chunks are shown."""
 ROUNDING = 1e-3
 """Movement of a logit, over the root-mean-square of all, that rounding alone may cause."""
 
@@ -90,8 +96,8 @@ def open_saved(
         ArbError: there is no checkpoint, or it is damaged.
     """
     run = path if path.is_dir() else path.parent
-    checkpoint = latest_checkpoint(run, note) if run == path else load_checkpoint(path)
-    config = train_config_from(read_json(run / "config.json"))
+    checkpoint = read_saved(path, note).checkpoint
+    config = train_config_from(read_facts(run))
     place = resolve_device(device)
     if "data" in given:
         given.setdefault("val", ())
@@ -129,6 +135,7 @@ def examine(trainer: Trainer, steps: int) -> ProbeReport:
             flips = sum(tally.finish(about["lr"]) for tally in tallies)
             about |= {"flip_share": flips / trainer.num_weights, "live_bytes": live_bytes()}
             readings.append(_read(trainer, watch, *held_out, starts, about))
+        chunks = _chunks(trainer.model, held_out[0])
     report = ProbeReport(
         passed=False,
         verdicts=(),
@@ -142,6 +149,7 @@ def examine(trainer: Trainer, steps: int) -> ProbeReport:
         tensors=tuple(tally.report() for tally in tallies),
         first_nonfinite=watch.first_nonfinite,
         acausal_logits=acausal,
+        chunks=chunks,
         state_bytes=trainer.state_bytes(),
         peak_bytes=peak,
     )
@@ -342,6 +350,24 @@ def _count_acausal(model: LanguageModel, ids: Tensor) -> int:
     moved = ~same.all(-1)  # (B, T)
     earlier = torch.arange(length, device=ids.device) < positions[:, None]
     return int((moved & earlier).sum())
+
+
+def _chunks(model: LanguageModel, ids: Tensor) -> ChunkReport | None:
+    """Look where a model begins chunks in (B, T) bytes."""
+    if not isinstance(model, HNet):
+        return None
+    stages = torch.stack(model.boundaries(ids)).cpu()  # (stages, B, T)
+    places = torch.nonzero(functional.pad(stages[0], (0, 1), value=True).flatten()).flatten()
+    lengths = places.diff()  # a window ends with one place more, which is no byte of it
+    ends = torch.tensor([place % (ids.shape[1] + 1) == ids.shape[1] for place in places.tolist()])
+    sample = ids[0, :SAMPLE_BYTES].tolist()
+    return ChunkReport(
+        mean_lengths=tuple(ids.numel() / count for count in stages.sum(dim=(1, 2)).tolist()),
+        lengths=tuple(lengths[~ends[:-1]].bincount()[1:].tolist()),
+        sample=bytes(sample).decode(errors="replace"),
+        sample_bytes=tuple(sample),
+        sample_depths=tuple(stages[:, 0, :SAMPLE_BYTES].sum(dim=0).tolist()),
+    )
 
 
 @contextmanager

@@ -11,19 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from arbcli.checkpoint import (
-    Checkpoint,
-    checkpoint_path,
-    checkpoints,
-    latest_checkpoint,
-    load_checkpoint,
-    read_json,
-)
+from arbcli.checkpoint import Checkpoint, checkpoints, read_json
 from arbcli.errors import ArbError
 from arbcli.export.gguf_file import MAGIC, GGUFFile
 from arbcli.export.hugging_face import ModelFolder
 from arbcli.export.qwen3 import sources
-from arbcli.infer.load import empty_model, is_export
+from arbcli.infer.load import empty_model, is_export, read_saved
 from arbcli.kernels.codec.packing import unpack_trits
 from arbcli.kernels.runtime.backend import row_chunks
 from arbcli.model.dense import ByteLM
@@ -125,7 +118,7 @@ class Packed(Saved):
         self.kind = "weights" if is_export(checkpoint) else "checkpoint"
         self.config, self.step, self.digest = checkpoint.config, checkpoint.step, checkpoint.digest
         self.origin = checkpoint.data.get("origin")
-        self.model = empty_model(path, checkpoint)
+        self.model = empty_model(checkpoint)
         self.model.load_state_dict(checkpoint.tensors, assign=True)
 
     def weights(self) -> Decoders:
@@ -214,15 +207,14 @@ def open_saved(path: Path, note: Callable[[str], None]) -> Saved:
     if path.is_dir() and (path / ModelFolder.WEIGHTS).exists():
         return Plain(path, "hf", ModelFolder(path))
     if path.is_dir():
-        checkpoint = latest_checkpoint(path, note)
-        saved = Packed(checkpoint_path(path, checkpoint.step), checkpoint)
+        saved = Packed(*read_saved(path, note))
         saved.kind, saved.run = "run", _run_facts(path)
         return saved
     with path.open("rb") as file:
         is_gguf = file.read(len(MAGIC)) == MAGIC
     if is_gguf:
         return Plain(path, "gguf", GGUFFile(path))
-    return Packed(path, load_checkpoint(path))
+    return Packed(*read_saved(path, note))
 
 
 def _run_facts(run: Path) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 import gc
 import heapq
+import math
 import sys
 import weakref
 from collections.abc import Iterator
@@ -235,11 +236,13 @@ def _substitutes(device: torch.device) -> Iterator[tuple[Any, str, Any]]:
     attention, rms_norm = functional.scaled_dot_product_attention, functional.rms_norm
 
     def attend(q: Tensor, k: Tensor, v: Tensor, **how: Any) -> Tensor:
-        if not q.is_meta or how.pop("attn_mask", None) is not None:
+        if not q.is_meta:
             return attention(q, k, v, **how)
+        if (mask := how.get("attn_mask")) is not None:  # as torch itself makes numbers of it
+            how["attn_mask"] = torch.zeros_like(mask, dtype=q.dtype).masked_fill_(~mask, -math.inf)
         if device.type == "cpu":
             return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, **how)[0]
-        if q.dtype == torch.float32:
+        if q.dtype == torch.float32 or mask is not None:
             return torch.ops.aten._scaled_dot_product_attention_math(q, k, v, **how)[0]
         width = q.shape[-1]
         if width % 8:

@@ -102,6 +102,22 @@ class Verdict:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ChunkReport:
+    """The chunks that a model finds in the batch of held-out text, after the last step."""
+
+    mean_lengths: tuple[float, ...]
+    """Bytes of a chunk of each stage, the outermost first."""
+    lengths: tuple[int, ...]
+    """How many chunks of the outermost stage have 1, 2 and so on bytes."""
+    sample: str
+    """The beginning of the first window; bytes that are no UTF-8 are U+FFFD."""
+    sample_bytes: tuple[int, ...]
+    """The same."""
+    sample_depths: tuple[int, ...]
+    """For each of these bytes, how many stages begin a chunk there."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ProbeReport:
     """Everything that a probe measured, and what it makes of it."""
 
@@ -125,6 +141,8 @@ class ProbeReport:
     """Where the first NaN or infinity was: which module made it, or which gradient it was in."""
     acausal_logits: int
     """Predictions that moved when a byte after them was changed; each one is an error."""
+    chunks: ChunkReport | None
+    """None of a model without chunks."""
     state_bytes: int
     peak_bytes: int
     """Most memory held at once in the steps: of the CUDA allocator, or of the process on a CPU."""

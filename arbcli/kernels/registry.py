@@ -2,6 +2,11 @@
 
 from arbcli.kernels.attention.decode_attention import DECODE_ATTENTION
 from arbcli.kernels.attention.rotary_norm import ROTARY_NORM, ROTARY_NORM_BACKWARD
+from arbcli.kernels.chunks.boundary_scores import BOUNDARY_SCORES, BOUNDARY_SCORES_BACKWARD
+from arbcli.kernels.chunks.find_chunks import FIND_CHUNKS
+from arbcli.kernels.chunks.gather_chunks import GATHER_CHUNKS
+from arbcli.kernels.chunks.smooth_chunks import SMOOTH_CHUNKS, SMOOTH_CHUNKS_BACKWARD
+from arbcli.kernels.chunks.spread_chunks import SPREAD_CHUNKS, SPREAD_CHUNKS_BACKWARD
 from arbcli.kernels.codec.decode_digits import DECODE_DIGITS
 from arbcli.kernels.codec.decode_e4m3 import DECODE_E4M3
 from arbcli.kernels.codec.decode_weight import DECODE_WEIGHT
@@ -72,6 +77,14 @@ KERNELS: tuple[KernelSpec, ...] = (
     WEIGHTED_ROWS_GRAD,
     GATHER_ROWS,
     SCATTER_ROWS,
+    BOUNDARY_SCORES,
+    BOUNDARY_SCORES_BACKWARD,
+    FIND_CHUNKS,
+    GATHER_CHUNKS,
+    SMOOTH_CHUNKS,
+    SMOOTH_CHUNKS_BACKWARD,
+    SPREAD_CHUNKS,
+    SPREAD_CHUNKS_BACKWARD,
     GRADIENT_STATISTICS,
     GRADIENT_GAINS,
     UNIT_GAIN,

@@ -12,6 +12,9 @@ from arbcli.model.initial import projection_std
 from arbcli.model.layers.norm import NORM_EPS
 from arbcli.model.layers.rotary import rotary_table, rotate
 
+TINY = 1e-30
+"""Least scale: a matrix of zeros, which some are at the start, has none."""
+
 
 class FloatWeight(nn.Module):
     """A float32 matrix; with `ste` its forward is ternary, the gradient passing straight through.
@@ -41,7 +44,7 @@ class FloatWeight(nn.Module):
             return self._cast
         weight = self.latent
         if self.straight_through:
-            scale = weight.detach().abs().mean()
+            scale = weight.detach().abs().mean().clamp(min=TINY)
             ternary = (weight.detach() / scale).round().clamp(-1, 1) * scale
             weight = weight + (ternary - weight.detach())
         return weight.to(dtype)
@@ -68,10 +71,11 @@ class FloatLinear(nn.Module):
         *,
         area: str,
         std: float | None = None,
+        spread: float = 1.0,
         in_eight_bits: bool = False,
     ) -> None:
         super().__init__()
-        std = std or projection_std(in_features)
+        std = (std or projection_std(in_features)) if spread else 0.0
         self.weight = FloatWeight(out_features, in_features, config, std=std)
 
     def forward(self, x: Tensor, before: nn.Module | None = None) -> Tensor:

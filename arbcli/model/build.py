@@ -4,12 +4,17 @@ import torch
 
 from arbcli.config.dense import ModelConfig
 from arbcli.config.graph import GraphConfig
+from arbcli.config.hnet import HNetConfig
 from arbcli.errors import ArbError
 from arbcli.kernels.matmul.fp8_matmul import MULTIPLE
 from arbcli.model.dense import ByteLM
 from arbcli.model.graph import GraphLM
+from arbcli.model.hnet import HNet
 from arbcli.model.language_model import LanguageModel
 from arbcli.model.layers.linear import LinearWeight
+
+MODELS = {ModelConfig: ByteLM, GraphConfig: GraphLM, HNetConfig: HNet}
+"""Classes of models by those of their configurations."""
 
 
 def build_model(
@@ -31,8 +36,7 @@ def build_model(
     Raises:
         ArbError: there is no such layer.
     """
-    kind = GraphLM if isinstance(config, GraphConfig) else ByteLM
-    model = kind(config, compute_dtype, recompute=recompute)
+    model = MODELS[type(config)](config, compute_dtype, recompute=recompute)
     if fp8:
         chosen = [weight for weight in model.weights().values() if _fits_fp8(weight)]
         if not chosen:

@@ -16,7 +16,7 @@ from torch.nn import functional
 from arbcli.config.dense import ModelConfig
 from arbcli.kernels.attention.decode_attention import decode_attention
 from arbcli.model.layers.norm import NORM_EPS
-from arbcli.model.layers.rotary import rotary_table
+from arbcli.model.layers.rotary import rotary_table, table_rows
 
 
 class KeyValueCache:
@@ -31,23 +31,33 @@ class KeyValueCache:
         positions: bytes that the text can have.
         dtype: of keys and values.
         device: where they are.
+        window: positions that each one attends to; None is `ctx` of them.
     """
 
     def __init__(
-        self, config: ModelConfig, positions: int, dtype: torch.dtype, device: torch.device
+        self,
+        config: ModelConfig,
+        positions: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        window: int | None = None,
     ) -> None:
-        self.positions, self.window = positions, min(config.ctx, positions)
+        self.positions, self.window = positions, min(window or config.ctx, config.ctx, positions)
         self.position = torch.zeros((), dtype=torch.int32, device=device)
         """Bytes seen; a step reads it on the device, and nobody waits for it."""
         self.tickets = torch.zeros(config.heads, dtype=torch.int32, device=device)
-        whole_windows = -(-positions // config.ctx) * config.ctx  # so that tables can be shared
-        self.table = rotary_table(whole_windows, config.head_dim, device)
+        self.table = rotary_table(table_rows(positions, config.ctx), config.head_dim, device)
         ring = (2, config.heads, self.window, config.head_dim)
         self.blocks = [
             BlockCache(self, *torch.zeros(ring, dtype=dtype, device=device))
             for _ in range(config.layers)
         ]
         self.chunk: _Chunk | None = None
+
+    def reset(self) -> None:
+        """Begin a new text."""
+        self.position.zero_()
 
     @contextmanager
     def reading(self, length: int) -> Iterator[None]:

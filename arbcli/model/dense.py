@@ -17,11 +17,11 @@ from arbcli.model.layers.kinds import layers_for
 class Block(nn.Module):
     """Attention and MLP, each behind a norm and added to the residual stream."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, window: int | None = None) -> None:
         super().__init__()
         parts = layers_for(config)
         self.attention_norm = parts.norm(config.dim, config)
-        self.attention = Attention(config)
+        self.attention = Attention(config, window)
         self.mlp_norm = parts.norm(config.dim, config)
         self.mlp = MLP(config)
 
@@ -48,6 +48,22 @@ class Block(nn.Module):
             added = self.attention(normal, None, past)
         x, normal = self.mlp_norm.of_sum(x, added)
         return x, self.mlp(normal, None)
+
+    def one_position(self, x: Tensor, past: BlockCache) -> Tensor:
+        """Do as `forward` does with one position after a past: see `takes_one_position`."""
+        return self.mlp.one_position(self.attention.one_position(x, past))
+
+
+def takes_one_position(model: LanguageModel, x: Tensor, config: ModelConfig) -> bool:
+    """Whether a model's weights may be arranged for steps, and no norm has any.
+
+    Args:
+        model: whose weights they are.
+        x: the stream that blocks are given.
+        config: of these blocks.
+    """
+    fits = fits_arranged(x, config.group_size) and config.ffn % 8 == 0
+    return fits and model.weights_are_prepared and model.plain_norms
 
 
 class ByteLM(LanguageModel):
@@ -85,9 +101,9 @@ class ByteLM(LanguageModel):
         x = self.embedding(ids, self.compute_dtype)
         if cache is not None:
             with cache.reading(ids.shape[1]):
-                if self._takes_one_position(x):
+                if takes_one_position(self, x, self.config):
                     for block, past in zip(self.blocks, cache.blocks, strict=True):
-                        x = block.mlp.one_position(block.attention.one_position(x, past))
+                        x = block.one_position(x, past)
                     return self.head.fused(x, normalise=True)
                 added = None
                 for block, past in zip(self.blocks, cache.blocks, strict=True):
@@ -97,11 +113,6 @@ class ByteLM(LanguageModel):
         for block in self.blocks:
             x = checkpoint(block, x, **RECOMPUTE) if recompute else block(x)
         return self.head(x, self.norm)
-
-    def _takes_one_position(self, x: Tensor) -> bool:
-        """Whether weights may be arranged for steps from the stream x, and no norm has any."""
-        fits = fits_arranged(x, self.config.group_size) and self.config.ffn % 8 == 0
-        return fits and self.weights_are_prepared and self.plain_norms
 
     def new_cache(self, positions: int) -> KeyValueCache:
         """Make a cache for a text of at most `positions` bytes; no gradient passes through it."""

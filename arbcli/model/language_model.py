@@ -1,8 +1,9 @@
 """What every language model here has: its weights by name, their initialisation, its losses."""
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -19,8 +20,19 @@ RECOMPUTE = {
     "context_fn": recompute_contexts,
 }  # fmt: skip
 """How torch is to compute a block again: there is no dropout, and shapes do not change."""
-LOSS_WEIGHTS = {"ponder": 0.01}
+LOSS_WEIGHTS = {"ponder": 0.01, "ratio": 0.03}
 """What each part of a loss counts in what is minimised, the text's being 1."""
+
+
+class Phase(NamedTuple):
+    """A part of reading one byte of a text, with the same shapes every time."""
+
+    depth: int
+    """It runs if the phases before it have led so deep; the first ones, of depth 0, always do."""
+    run: Callable[[], Tensor | None]
+    """Do it; that of the last phase returns the logits, (1, 1, 256)."""
+    leads_deeper: Callable[[], Tensor] | None = None
+    """Afterwards, a tensor of one bool: whether phases that are one deeper run; None is no."""
 
 
 class LanguageModel(nn.Module):
@@ -36,6 +48,15 @@ class LanguageModel(nn.Module):
     def losses(self, ids: Tensor, targets: Tensor) -> dict[str, Tensor]:
         """Compute the parts of the loss that a step minimises, each times its `LOSS_WEIGHTS`."""
         return {"text": self.loss(ids, targets)}
+
+    def step_phases(self, ids: Tensor, cache: Any) -> list[Phase]:
+        """List what reading one byte of a text takes, in order.
+
+        Args:
+            ids: (1, 1) int64, read anew in every step.
+            cache: of `new_cache`.
+        """
+        return [Phase(0, lambda: self(ids, cache))]
 
     def after_step(self) -> None:
         """Let integer memories take in what a step has seen; all of it on the device."""

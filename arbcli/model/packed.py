@@ -59,7 +59,7 @@ class TernaryTensor(StateModule):
         config: names rule, direction and scale type.
         area: the part of the model that it belongs to.
         std: standard deviation of the weights at the start.
-        spread: standard deviation of z at the start, as a share of the rule's.
+        spread: standard deviation of z at the start, as a share of the rule's; 0 is all zero.
         direction: of its steps; None is that of `config`.
         frozen: whether it is never stepped; its weights are ones, and it has trits and scales only.
         matrices: how many matrices lie one above the other; each is stepped as one.

@@ -9,6 +9,8 @@ def _normal_cdf(x: float) -> float:
 
 def quantiles(spread: float, largest: int) -> list[int]:
     """List z = clamp(round(spread * n)) at 65536 evenly spaced quantiles of n, normal."""
+    if spread == 0:
+        return [0] * 2**16
     table = []
     for z in range(-largest, largest + 1):
         share = 1.0 if z == largest else _normal_cdf((z + 0.5) / spread)

@@ -2,13 +2,14 @@
 
 from typing import Any
 
+from arbcli.config.dense import ModelConfig
 from arbcli.config.training import TrainConfig, train_config
 from arbcli.device import check_compute, default_compute, resolve_backend, resolve_device
 
 
 def new_config(
     *,
-    preset: str = "tiny",
+    preset: str | ModelConfig = "tiny",
     device: str | None = None,
     backend: str | None = None,
     compute: str | None = None,
@@ -17,7 +18,7 @@ def new_config(
     """Build a configuration from the settings that were given, and defaults for the rest.
 
     Args:
-        preset: name of a preset.
+        preset: name of a preset, or a model as it is saved.
         device: `cpu` or `cuda`; None is the GPU if there is one.
         backend: None is the device's own.
         compute: dtype of activations; None is the one that the device multiplies natively.

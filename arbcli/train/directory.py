@@ -16,6 +16,7 @@ import torch
 
 from arbcli import __version__
 from arbcli.checkpoint import Checkpoint, checkpoints, read_json
+from arbcli.config.checks import check_at_most, check_positive
 from arbcli.config.presets import config_from_dict
 from arbcli.config.training import TrainConfig, train_config_dict
 from arbcli.data import Texts, entropy, open_texts
@@ -24,8 +25,13 @@ from arbcli.train.trainer import text_digest
 
 CONFIG = "config.json"
 """File of what a run computes, of its text, and of the versions that began it."""
-DECISIVE = ("steps", "batch", "accum", "lr", "warmup", "seed", "optimizer", "compute")
+DECISIVE = (
+    "steps", "batch", "accum", "lr", "warmup", "schedule", "final_lr", "seed", "optimizer",
+    "compute",
+)  # fmt: skip
 """Settings that a checkpoint depends on, besides the model's."""
+MOST_THREADS = 1024
+"""Of a CPU; more are a mistake of a file."""
 RUNS = Path("runs")
 """Where runs are kept unless another place is named."""
 
@@ -64,7 +70,8 @@ def latest_run(root: Path = RUNS) -> Path:
 
     def started(run: Path) -> tuple[str, str]:
         # no time of a file: a copy has another
-        return read_json(run / CONFIG).get("started", ""), run.name
+        facts = read_json(run / CONFIG)
+        return str(facts.get("started", "") if isinstance(facts, dict) else ""), run.name
 
     return max(runs, key=started)
 
@@ -107,6 +114,49 @@ def _explained_making(path: Path) -> Iterator[None]:
         ) from error
 
 
+FACTS = {
+    "config": dict,
+    "digests": dict,
+    "extended": list,
+    "started": str,
+    "text": dict,
+    "text.description": str,
+    "text.entropy": float,
+    "text.paths": dict,
+    "text.paths.data": list,
+    "text.paths.val": list,
+    "text.train_bytes": int,
+    "text.val_bytes": int,
+    "threads": int,
+}
+"""What `config.json` holds that is read again, by the way to it, and of which type it is."""
+NEWER_FACTS = ("digests", "extended", "text.paths", "threads")
+"""Absent from a run that an earlier version began."""
+
+
+def read_facts(run: Path) -> dict[str, Any]:
+    """Read the `config.json` of a run.
+
+    Raises:
+        ArbError: it cannot be read, or something in it is missing or of another type.
+    """
+    facts = read_json(run / CONFIG)
+    for way, kind in FACTS.items():
+        value: Any = facts
+        for name in way.split("."):
+            value = value.get(name) if isinstance(value, dict) else None
+        absent = value is None and way.startswith(NEWER_FACTS)
+        texts = "paths" not in way or all(type(entry) is str for entry in value or ())
+        if not absent and not (type(value) is kind and texts):
+            raise ArbError(
+                f"`{run / CONFIG}` has no `{way}` that can be one",
+                hint="it was truncated or altered: restore it from a copy",
+            )
+    check_at_most("threads", facts.get("threads", 1), MOST_THREADS)
+    check_positive("threads", facts.get("threads", 1))
+    return facts
+
+
 def field_digests(config: TrainConfig) -> dict[str, str]:
     """Hash each setting that a checkpoint depends on, so that a change can be named."""
     values = {name: getattr(config, name) for name in DECISIVE}
@@ -138,7 +188,7 @@ def check_same_run(
         if found != expected:
             raise ArbError(
                 f"the checkpoint of step {checkpoint.step} is of another run than `{run / CONFIG}`:"
-                f" its `{name}` is {found}, not {expected}",
+                f" its `{name}` is {found!s:.60}, not {expected!s:.60}",
                 hint=hint,
             )
 
@@ -191,6 +241,7 @@ def run_facts(config: TrainConfig, texts: Texts) -> dict[str, Any]:
             "train_bytes": len(texts.train),
             "val_bytes": len(texts.val),
         },
+        "threads": torch.get_num_threads(),
         "started": datetime.now(UTC).isoformat(timespec="microseconds"),
         "versions": {
             "arb": __version__,

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -89,6 +90,19 @@ def append_record(run: Path, record: Record) -> None:
             f"cannot write `{path}`: {error.strerror}",
             hint=f"free some space, then continue with `--resume {run}`",
         ) from error
+
+
+def best_step(run: Path) -> int | None:
+    """Find the step with the lowest held-out loss of a run; None if there is none yet."""
+    path = run / METRICS
+    best: tuple[float, int] | None = None
+    for line in path.read_text(errors="replace").splitlines() if path.exists() else ():
+        with suppress(ValueError, KeyError, TypeError, RecursionError):
+            record = json.loads(line)
+            if record["val_loss"] is not None:
+                found = float(record["val_loss"]), int(record["step"])
+                best = min(best or found, found)
+    return None if best is None else best[1]
 
 
 def drop_records_after(run: Path, step: int) -> None:

@@ -2,8 +2,9 @@
 
 import dataclasses
 import math
+import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -12,20 +13,24 @@ import torch
 from torch import Tensor
 
 from arbcli.checkpoint import (
+    Checkpoint,
+    best_checkpoints,
     checkpoint_path,
     checkpoints,
+    keep_best,
     latest_checkpoint,
     load_checkpoint,
-    read_json,
     run_lock,
     save_checkpoint,
     set_aside,
+    step_of,
     write_json,
 )
-from arbcli.config.training import TrainConfig, train_config_from
+from arbcli.config.training import TrainConfig, train_config_dict, train_config_from
 from arbcli.data import Texts
 from arbcli.device import (
     check_compute,
+    cpu_threads,
     deterministic,
     explained_out_of_memory,
     peak_bytes,
@@ -34,19 +39,23 @@ from arbcli.device import (
 )
 from arbcli.errors import ArbError
 from arbcli.infer.generation import Sampling, generate
+from arbcli.infer.load import SavedModel, check_saved
 from arbcli.signals import RememberedSignal
 from arbcli.train.directory import (
     CONFIG,
     check_free,
     check_same_run,
+    field_digests,
     make_directory,
     make_next_directory,
     open_run_texts,
     open_texts_again,
+    read_facts,
     run_facts,
 )
-from arbcli.train.record import Record, TrainReport, append_record, drop_records_after
-from arbcli.train.trainer import Trainer, schedule, text_digest
+from arbcli.train.record import Record, TrainReport, append_record, best_step, drop_records_after
+from arbcli.train.schedule import learning_rate
+from arbcli.train.trainer import Trainer, text_digest
 
 MOST_MINUTES = 60 * 24 * 366
 LOG_EVERY = 10
@@ -104,7 +113,13 @@ class Observers(Observer):
 
 
 def start_run(
-    config: TrainConfig, run: Path | None, observer: Observer, *, minutes: float | None = None
+    config: TrainConfig,
+    run: Path | None,
+    observer: Observer,
+    *,
+    minutes: float | None = None,
+    initial: SavedModel | None = None,
+    check: Callable[[TrainConfig], None] = lambda _: None,
 ) -> TrainReport:
     """Start a run in a new directory.
 
@@ -113,6 +128,9 @@ def start_run(
         run: directory to make; it must not hold a run. None is the next free one in `RUNS`.
         observer: is told of progress.
         minutes: sets the number of steps by timing a few.
+        initial: what to begin with: the weights, and all that rule and direction keep beside them;
+            it must be of the model of `config`, but for `ctx`.
+        check: may refuse the run, once its text is known and before anything is made for it.
 
     Raises:
         ArbError: something the user can fix; whatever was saved before is intact.
@@ -122,6 +140,7 @@ def start_run(
     if run is not None:
         check_free(run)
     texts = open_run_texts(config)
+    check(config)
     if run is None:
         run = make_next_directory(config)
     else:
@@ -132,12 +151,21 @@ def start_run(
             config = _fit_to_minutes(config, texts, minutes)
         facts = run_facts(config, texts)
         trainer = _build(config, texts)
+        if initial is not None:
+            trainer.take_weights(initial.checkpoint)
+            facts["init_from"] = os.path.abspath(initial.path)
+            del initial  # it may be large
         write_json(run / CONFIG, facts)
         return _run(trainer, run, facts, observer)
 
 
 def resume_run(
-    path: Path, observer: Observer, *, device: str | None = None, backend: str | None = None
+    path: Path,
+    observer: Observer,
+    *,
+    device: str | None = None,
+    backend: str | None = None,
+    steps: int | None = None,
 ) -> TrainReport:
     """Continue a run from its newest intact checkpoint, or from the checkpoint that is named.
 
@@ -147,6 +175,7 @@ def resume_run(
         device: where to go on; None is where it was. The same bits come only from the same kind
             of machine.
         backend: what runs the kernels; None is what ran them.
+        steps: that the run is to have from now on; its schedule becomes that of so many.
 
     Raises:
         ArbError: there is nothing to continue, or the text has changed.
@@ -154,7 +183,7 @@ def resume_run(
     if not path.exists():
         raise ArbError(f"there is no run at `{path}`", hint="name a run directory or a checkpoint")
     run = path if path.is_dir() else path.parent
-    facts = read_json(run / CONFIG)
+    facts = read_facts(run)
     config = train_config_from(facts)
     place = resolve_device(device or config.device)
     backend = resolve_backend(backend or (None if device else config.backend), place)
@@ -162,20 +191,60 @@ def resume_run(
     config = dataclasses.replace(config, device=str(place), backend=backend)
     if config.model.weights != "ternary":
         raise ArbError("a float twin keeps no checkpoint", hint="start it again with `--out`")
-    with run_lock(run), deterministic():
+    threads = facts.get("threads", now := torch.get_num_threads())
+    if threads != now and place.type == "cpu":
+        observer.noted(f"computing with {threads} threads, as the run began: {now} give other bits")
+    with run_lock(run), deterministic(), cpu_threads(threads):
         texts = open_texts_again(facts, config)
-        whole_run = path == run
-        checkpoint = latest_checkpoint(run, observer.noted) if whole_run else load_checkpoint(path)
-        if checkpoint.data["digest"] != text_digest(texts):
-            raise ArbError(
-                f"the text is not the one that `{run}` was trained on",
-                hint="restore it, or start a new run on the new text with `--out`",
-            )
-        check_same_run(run, facts, config, checkpoint)
+        digest = text_digest(texts)
+
+        def accept(checkpoint: Checkpoint) -> None:
+            if checkpoint.data.get("digest") != digest:
+                raise ArbError(
+                    f"the text is not the one that `{run}` was trained on",
+                    hint="restore it, or start a new run on the new text with `--out`",
+                )
+            check_same_run(run, facts, config, checkpoint)
+            check_saved(checkpoint)
+
+        if path == run:
+            checkpoint = latest_checkpoint(run, observer.noted, accept)
+        else:
+            checkpoint = load_checkpoint(path, accept)
+        if steps not in (None, config.steps):
+            config, facts = _extended(run, facts, config, checkpoint.step, steps, observer)
         trainer = _build(config, texts)
         trainer.restore(checkpoint)
         drop_records_after(run, trainer.step)
         return _run(trainer, run, facts, observer, resumed=True)
+
+
+def _extended(
+    run: Path,
+    facts: dict[str, Any],
+    config: TrainConfig,
+    done: int,
+    steps: int,
+    observer: Observer,
+) -> tuple[TrainConfig, dict[str, Any]]:
+    """Give a run another number of steps, and say what that does to its learning rate."""
+    if steps <= done:
+        raise ArbError(
+            f"the run has {done:,} steps behind it",
+            hint=f"use more than that, or `--resume {run}` alone",
+        )
+    longer = dataclasses.replace(config, steps=steps)
+    rates = [learning_rate(each, min(done, each.steps)) for each in (config, longer)]
+    observer.noted(
+        f"{steps:,} steps instead of {config.steps:,}: the `{config.schedule}` schedule is that of"
+        f" {steps:,} from step {done:,} on, and its rate there {rates[1]:.4g} instead of"
+        f" {rates[0]:.4g}"
+    )
+    changes = [*facts.get("extended", []), {"at": done, "from": config.steps, "to": steps}]
+    recorded = train_config_dict(dataclasses.replace(train_config_from(facts), steps=steps))
+    facts |= {"config": recorded, "digests": field_digests(longer), "extended": changes}
+    write_json(run / CONFIG, facts)
+    return longer, facts
 
 
 def _build(config: TrainConfig, texts: Texts) -> Trainer:
@@ -228,9 +297,8 @@ class _Loop:
         self.trainer, self.run_path, self.facts, self.observer = trainer, run, facts, observer
         self.config = trainer.config
         self.saved_step = saved_step
-        self.left_behind = [
-            path for path in checkpoints(run) if int(path.stem.removeprefix("step-")) > trainer.step
-        ]
+        saved = [*checkpoints(run), *best_checkpoints(run)]
+        self.left_behind = [path for path in saved if step_of(path) > trainer.step]
         """Checkpoints of later steps, which the run, gone back, will come to again."""
         self.losses: list[Tensor] = []
         self.started = self.last_record = self.last_save = time.perf_counter()
@@ -244,6 +312,7 @@ class _Loop:
         with RememberedSignal() as signal, self._saved_after_an_error():
             if self.saved_step is None:
                 self._save()
+            self._keep_best()  # unless whoever saved it was ended before
             while trainer.step < config.steps and not signal.received:
                 self.losses.append(trainer.train_step())
                 if trainer.step < config.steps:
@@ -256,6 +325,7 @@ class _Loop:
             if self.losses:
                 self._record(val_loss)
             self._save_if_new()
+            self._keep_best()
             if not signal.received:
                 sample = self._sample()
         saved = self.saved_step is not None and checkpoint_path(self.run_path, self.saved_step)
@@ -296,6 +366,8 @@ class _Loop:
         evaluating = step % self.config.eval_interval == 0
         if evaluating or step % LOG_EVERY == 0:
             self._record(self._evaluate() if evaluating else None)
+        if evaluating:
+            self._keep_best()
 
     def _sample(self) -> str:
         model, config = self.trainer.model, self.config
@@ -318,7 +390,7 @@ class _Loop:
             checkpoint = self.trainer.checkpoint(self.facts["text"]["digest"])
             path = checkpoint_path(self.run_path, checkpoint.step)
             aside = [set_aside(path, leave=True)] if path in self.left_behind else []
-            save_checkpoint(self.run_path, checkpoint)
+            save_checkpoint(self.run_path, checkpoint, self.config.keep)
             self.saved_step, self.last_save = checkpoint.step, time.perf_counter()
             aside += [set_aside(later) for later in self.left_behind if later != path]
         if aside:
@@ -329,6 +401,12 @@ class _Loop:
     def _save_if_new(self) -> None:
         if self.saved_step != self.trainer.step:
             self._save()
+
+    def _keep_best(self) -> None:
+        """Keep the checkpoint of this step, if no other has a lower held-out loss."""
+        if self.config.keep_best and best_step(self.run_path) == self.trainer.step:
+            self._save_if_new()
+            keep_best(checkpoint_path(self.run_path, self.trainer.step))
 
     def _evaluate(self) -> float:
         with self._not_timed():
@@ -348,7 +426,7 @@ class _Loop:
             loss=loss,
             bits_per_byte=loss / math.log(2),
             val_loss=val_loss,
-            lr=config.lr * schedule(trainer.step - 1, config.steps, config.warmup),
+            lr=learning_rate(config, trainer.step - 1),
             bytes_per_second=config.batch * config.accum * config.model.ctx / seconds,
             flip_share=flip_share,
             state_bytes=trainer.state_bytes(),

@@ -1,7 +1,6 @@
 """Training, one step at a time: what a run computes, and nothing of its files."""
 
 import dataclasses
-import math
 from collections.abc import Callable
 
 import torch
@@ -17,18 +16,12 @@ from arbcli.kernels.runtime.backend import use_backend
 from arbcli.model.build import build_model
 from arbcli.train.compiled_twin import compile_twin, side_stream
 from arbcli.train.float_optimizer import FloatOptimizer
+from arbcli.train.schedule import learning_rate
 from arbcli.train.step import TrainingStep
 from arbcli.train.updater import Updater
 
 EAGER_STEPS = 3
 """Steps before a step is captured: kernels compile and libraries make up their minds in them."""
-
-
-def schedule(step: int, steps: int, warmup: int) -> float:
-    """Compute the share of the learning rate at `step` of `steps`: linear warm-up times cosine."""
-    warmup = min(warmup, steps // 2)
-    rise = min(1.0, (step + 1) / warmup) if warmup else 1.0
-    return rise * (0.05 + 0.95 * (1 + math.cos(math.pi * step / steps)) / 2)
 
 
 def text_digest(texts: Texts) -> str:
@@ -92,8 +85,7 @@ class Trainer:
     @property
     def lr(self) -> float:
         """Learning rate of the next step."""
-        config = self.config
-        return config.lr * schedule(self.step, config.steps, config.warmup)
+        return learning_rate(self.config, self.step)
 
     def train_step(self, reached: Callable[[str], None] = lambda stage: None) -> Tensor:
         """Do one step.
@@ -183,8 +175,8 @@ class Trainer:
             tensors=self.model.state_dict(),
         )
 
-    def restore(self, checkpoint: Checkpoint) -> None:
-        """Continue from a checkpoint.
+    def take_weights(self, checkpoint: Checkpoint) -> None:
+        """Begin with the state of a checkpoint, at step 0 and with counters of 0.
 
         Raises:
             ArbError: it is of another model.
@@ -196,6 +188,14 @@ class Trainer:
             )
         check_layout(checkpoint.tensors, self.model.state_dict())
         self.model.load_state_dict(checkpoint.tensors)
+
+    def restore(self, checkpoint: Checkpoint) -> None:
+        """Continue from a checkpoint.
+
+        Raises:
+            ArbError: it is of another model.
+        """
+        self.take_weights(checkpoint)
         self.updater.restore(checkpoint.counters)
         self.step = checkpoint.step
         if self._capture_at is not None:

@@ -11,6 +11,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from arbcli.errors import ArbError
 from arbcli.kernels.rows.weighted_rows import TouchedRows
 from arbcli.kernels.update.direction import UNIT
 from arbcli.kernels.update.gradient_gains import gradient_gains
@@ -227,7 +228,17 @@ class Updater:
         return {"nonfinite_steps": int(self._nonfinite_steps), "refused": int(self._refused.sum())}
 
     def restore(self, counters: dict[str, int]) -> None:
-        """Continue the counters of an earlier run."""
+        """Continue the counters of an earlier run.
+
+        Raises:
+            ArbError: they are others.
+        """
+        if counters.keys() != self.counters().keys():
+            names = ", ".join(f"`{name}`" for name in counters)
+            raise ArbError(
+                f"the checkpoint counts other things: {names or 'none'}",
+                hint="it is of another version of arb, or was altered: name another",
+            )
         self._nonfinite_steps.fill_(counters["nonfinite_steps"])
         self._refused.zero_()
         self._refused[0] = counters["refused"]

@@ -14,11 +14,16 @@ from torch import Tensor
 
 from arbcli.kernels.attention.decode_attention import DECODE_ATTENTION
 from arbcli.kernels.attention.rotary_norm import ROTARY_NORM, rounded_gradient, rounded_once
+from arbcli.kernels.chunks.boundary_scores import rounded_score_gradients
+from arbcli.kernels.chunks.find_chunks import FIND_CHUNKS
+from arbcli.kernels.chunks.smooth_chunks import SMOOTH_CHUNKS, rounded_smooth_gradients
+from arbcli.kernels.chunks.spread_chunks import rounded_spread
 from arbcli.kernels.codec.decode_digits import decode_digits_torch
 from arbcli.kernels.codec.decode_e4m3 import DECODE_E4M3
 from arbcli.kernels.codec.packed import OCTAVE, Packed, num_groups
 from arbcli.kernels.codec.packing import PLANE, pack_trits_torch
 from arbcli.kernels.matmul.arranged_matmul import ARRANGED_MATMUL, MOST_ROWS, arrange
+from arbcli.kernels.matmul.digits_matmul import DIGITS_MATMUL, arrange_digits
 from arbcli.kernels.matmul.fp8_matmul import MULTIPLE
 from arbcli.kernels.matmul.grouped_matmul import GROUPED_GRAD_W, GROUPED_MATMUL
 from arbcli.kernels.matmul.quantise_rows import E4M3, QUANTISE_ROWS
@@ -103,13 +108,23 @@ class Dice:
         """Draw packed trits; their padding is 0."""
         return self.view(pack_trits_torch(self.integers(-1, 1, rows, columns)))
 
-    def packed(self, rows: int, columns: int, group_size: int, spread: int = 8) -> Packed:
-        """Draw a matrix, E within `spread` of -1; one in ten has no F."""
+    def packed(
+        self, rows: int, columns: int, group_size: int, spread: int = 8, digits: str = "any"
+    ) -> Packed:
+        """Draw a matrix, E within `spread` of -1; one in ten has no F.
+
+        The weights of three in ten are all digits, unless `digits` says which: `trit` or `all`.
+        """
         trits, groups = self.trits(rows, columns), (rows, num_groups(columns, group_size))
         low, high = max(-96, -1 - spread), min(31, spread - 1)
         exponent = self.integers(low, high, *groups)
         fraction = None if self.chance(0.1) else self.integers(0, OCTAVE - 1, *groups)
-        return Packed(trits, exponent, fraction, columns, group_size)
+        packed = Packed(trits, exponent, fraction, columns, group_size)
+        if digits == "trit" or (digits == "any" and not self.chance(0.3)):
+            return packed
+        radix, nibble = self.pick(((64, False), (14, True)))
+        remainder = self.integers(-128, 127, rows, columns)
+        return packed._replace(remainder=remainder, radix=radix, nibble=nibble)
 
     def view(self, values: Tensor) -> Tensor:
         """Lay the same values out at random strides and offset, in a larger tensor."""
@@ -138,6 +153,10 @@ def _decode_weight(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple
     return (dice.packed(n, k, group_size, spread=127),)
 
 
+def _decode_digits(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
+    return (dice.packed(n, k, group_size, spread=90, digits="all"),)
+
+
 def _decode_e4m3(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
     return dice.packed(n, k, group_size, spread=12), dice.below(2) == 1
 
@@ -164,10 +183,21 @@ def _ternary_matmul_grad_x(dice: Dice, group_size: int, m: int, n: int, k: int) 
 def _arranged_matmul(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
     gated, size = dice.below(2) == 1, PLANE * max(1, group_size // PLANE)
     n, k = n + n % 2, -(-k // 8) * 8
-    weight = arrange(dice.packed(n, k, size), gated)
+    weight = arrange(dice.packed(n, k, size, digits="trit"), gated)
     m = 1 + (m - 1) % MOST_ROWS
     x = dice.reals(m, k, dtype=torch.bfloat16).contiguous()
     added = dice.reals(m, weight.out_features).contiguous() if dice.below(2) else None
+    return x, *weight, dice.pick((None, 1e-6)), added, dice.dtype
+
+
+def _digits_matmul(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
+    gated, size = dice.below(2) == 1, PLANE * max(1, group_size // PLANE)
+    packed = dice.packed(n + n % 2, k, size, digits="all")
+    if not packed.nibble:  # z is within a byte
+        packed = packed._replace(remainder=packed.remainder >> 1)
+    weight = arrange_digits(packed, gated)
+    x = dice.reals(1 + (m - 1) % MOST_ROWS, k, dtype=torch.bfloat16).contiguous()
+    added = dice.reals(len(x), weight.out_features).contiguous() if dice.below(2) else None
     return x, *weight, dice.pick((None, 1e-6)), added, dice.dtype
 
 
@@ -202,6 +232,56 @@ def _expert_combine(dice: Dice, group_size: int, m: int, n: int, k: int) -> tupl
 
 def _expert_combine_backward(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
     return dice.reals(m, k), *_expert_combine(dice, group_size, m, n, k)
+
+
+def _boundary_scores(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
+    sequences, k = dice.pick((1, 3)), max(k, 5)  # of one number a cosine has no gradient
+    return dice.reals(sequences, m, k), dice.reals(sequences, m, 2 * k)
+
+
+def _boundary_scores_backward(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
+    x, qk = _boundary_scores(dice, group_size, m, n, k)
+    return dice.reals(*x.shape[:2], dtype=torch.float32), x, qk
+
+
+def _boundaries(dice: Dice, sequences: int, length: int) -> Tensor:
+    """Draw boundaries, few or many of them."""
+    share = dice.pick((0.05, 0.25, 0.9))
+    values = torch.rand(sequences, length, generator=dice.generator, device=dice.device)
+    return dice.view(values < share)
+
+
+def _find_chunks(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
+    return _boundaries(dice, m, k), dice.pick((1, 7, k, 2 * k))
+
+
+def _gather_chunks(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
+    sequences = dice.pick((1, 3))
+    places = dice.integers(-1, m - 1, sequences, dice.pick((1, 9, m)), dtype=torch.int64)
+    return dice.reals(sequences, m, k), places
+
+
+def _smooth_chunks(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
+    z = dice.reals(dice.pick((1, 3)), m, k)
+    p = torch.rand(z.shape[:2], generator=dice.generator, device=dice.device)
+    return z, dice.view(p.clamp(1e-4, 1 - 1e-4))
+
+
+def _smooth_chunks_backward(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
+    z, p = _smooth_chunks(dice, group_size, m, n, k)
+    s = SMOOTH_CHUNKS.torch(z, p)
+    return dice.reals(*z.shape, dtype=torch.float32), z, p, s
+
+
+def _spread_chunks_backward(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
+    sequences, chunks = dice.pick((1, 3)), dice.pick((1, 7, m))
+    found = FIND_CHUNKS.torch(_boundaries(dice, sequences, m), chunks)
+    s = dice.reals(sequences, chunks, k, dtype=torch.float32)
+    return dice.reals(sequences, m, k), s, dice.view(found.owner), dice.view(found.first)
+
+
+def _spread_chunks(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
+    return _spread_chunks_backward(dice, group_size, m, n, k)[:3]
 
 
 def _rms_norm(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
@@ -366,6 +446,13 @@ def _gains(dice: Dice, n: int, k: int, size: float) -> tuple:
     return dice.pick(((rows * size, columns), (rows * size, None), (None, None)))
 
 
+def _unit_rows(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
+    values = dice.reals(n, k)
+    if dice.chance(0.3):
+        values[:: 1 + dice.below(3)] = 0
+    return values, dice.scalar(1)
+
+
 def _unit_gain(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
     return dice.reals(n, k), *_gains(dice, n, k, 1.0), dice.scalar(1)
 
@@ -514,6 +601,19 @@ def _weighted_rows_grad_in_float64(grad_y, weights, tokens, order, bounds):
     return grad.index_add_(0, rows, weights[slots, None].double() * grad_y[tokens[slots]])
 
 
+def _spread_chunks_in_float64(x, s, owner):
+    rows = torch.arange(len(x), device=x.device)[:, None]
+    return x.double() + s.double()[rows, owner]
+
+
+def _spread_chunks_backward_in_float64(grad_y, s, owner, _first):
+    rows = torch.arange(len(s), device=s.device)[:, None]
+    grad_y, s = grad_y.double(), s.double()
+    places = (owner + rows * s.shape[1]).flatten()
+    grad_s = torch.zeros_like(s.flatten(0, 1)).index_add_(0, places, grad_y.flatten(0, 1))
+    return grad_s.view(s.shape), (grad_y * s[rows, owner]).sum(dim=2)
+
+
 @dataclass(frozen=True, slots=True)
 class Drawing:
     """How the cases of a kernel are drawn, and what large ones are compared with."""
@@ -535,6 +635,7 @@ DRAWINGS = {
     "pack_trits": Drawing(_pack_trits),
     "unpack_trits": Drawing(_unpack_trits),
     "decode_weight": Drawing(_decode_weight),
+    "decode_digits": Drawing(_decode_digits),
     "decode_e4m3": Drawing(_decode_e4m3),
     "quantise_rows": Drawing(_quantise_rows, needs_rows=True),
     "fp8_matmul": Drawing(_fp8_matmul, _fp8_matmul_in_float64, needs_rows=True),
@@ -547,6 +648,7 @@ DRAWINGS = {
     "arranged_matmul": Drawing(
         _arranged_matmul, None, ARRANGED_MATMUL.torch, one_layout=True
     ),
+    "digits_matmul": Drawing(_digits_matmul, None, DIGITS_MATMUL.torch, one_layout=True),
     "grouped_matmul": Drawing(_grouped_matmul, None, GROUPED_MATMUL.torch, needs_rows=True),
     "grouped_grad_w": Drawing(_grouped_grad_w, None, GROUPED_GRAD_W.torch, needs_rows=True),
     "expert_combine": Drawing(
@@ -594,9 +696,26 @@ DRAWINGS = {
     ),
     "gather_rows": Drawing(_gather_rows, needs_rows=True),
     "scatter_rows": Drawing(_scatter_rows, needs_rows=True),
+    "boundary_scores": Drawing(_boundary_scores, needs_rows=True),
+    "boundary_scores_backward": Drawing(
+        _boundary_scores_backward, None, rounded_score_gradients, needs_rows=True
+    ),
+    "find_chunks": Drawing(_find_chunks, needs_rows=True),
+    "gather_chunks": Drawing(_gather_chunks, needs_rows=True),
+    "smooth_chunks": Drawing(_smooth_chunks, needs_rows=True),
+    "smooth_chunks_backward": Drawing(
+        _smooth_chunks_backward, None, rounded_smooth_gradients, needs_rows=True
+    ),
+    "spread_chunks": Drawing(
+        _spread_chunks, _spread_chunks_in_float64, rounded_spread, needs_rows=True
+    ),
+    "spread_chunks_backward": Drawing(
+        _spread_chunks_backward, _spread_chunks_backward_in_float64, needs_rows=True
+    ),
     "gradient_statistics": Drawing(_gradient_statistics, _gradient_statistics_in_float64),
     "gradient_gains": Drawing(_gradient_gains),
     "unit_gain": Drawing(_unit_gain),
+    "unit_rows": Drawing(_unit_rows),
     "gram": Drawing(_gram, None, GRAM.torch),
     "gram_polynomial": Drawing(_gram_polynomial, None, GRAM_POLYNOMIAL.torch),
     "step_scales": Drawing(_step_scales),

@@ -2,7 +2,8 @@
 
 Every layer of a `ByteLM` is compared on the very input and output gradient that the kernels gave
 it, so an error is found where it is made, and a rounding in one layer does not count in the next.
-A small `GraphLM` with all of its parts is compared from the bytes on.
+A small `GraphLM` with all of its parts is compared from the bytes on, and so are small ones of
+`HNet`.
 """
 
 import math
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 
 from arbcli.config.dense import VOCABULARY, ModelConfig
 from arbcli.config.graph import GraphConfig
+from arbcli.config.hnet import HNetConfig
 from arbcli.config.presets import PRESETS
 from arbcli.device import deterministic
 from arbcli.directions import DIRECTIONS
@@ -30,6 +32,7 @@ from arbcli.rules import RULES, find_rule
 from arbcli.train.updater import Updater
 from arbcli.verify.compare import errors, poisoned
 from arbcli.verify.graph_reference import reference_graph_lm, reference_ponder
+from arbcli.verify.hnet_reference import reference_hnet
 from arbcli.verify.reference import (
     reference_direction,
     reference_layers,
@@ -47,7 +50,7 @@ CHECKS = {
     "gradient": "gradients of every layer's input and weights, for the same gradient of its"
     " output, against float64 autograd",
     "end to end": "logits and loss from the bytes on, against float64",
-    "whole gradient": "of the graph model's losses, added up, by every weight as its sink is"
+    "whole gradient": "of the other models' losses, added up, by every weight as its sink is"
     " handed it, against float64 autograd from the bytes on",
     "causality": "a byte is changed: no earlier logit may differ in a bit, and its own must; in the"
     " graph model earlier ones may by a rounding, as positions share the products of an expert",
@@ -66,6 +69,20 @@ RAGGED_GRAPH = GraphConfig(
     adapter_rank=3, edges=(17, 2), head_ffn=11, memory_rows=59, max_moe_iters=2, memgram=True,
 )  # fmt: skip
 """The same of a `GraphLM` with all of its parts; a context has a 6-gram, which can be recalled."""
+RAGGED_HNET = HNetConfig(
+    dim=24, layers=2, heads=2, ffn=13, ctx=17, outer_dim=(20, 28), outer_layers=(1, 1),
+    outer_heads=(2, 1), outer_ffn=(11, 9), chunk_length=(5, 2), window=5,
+)  # fmt: skip
+"""The same of an `HNet` of two stages; one text has too many chunks for its slots, one too few."""
+HNETS = {
+    "hnet": RAGGED_HNET,
+    "hnet words": replace(
+        RAGGED_HNET, outer_dim=20, outer_layers=1, outer_heads=2, outer_ffn=11, chunk_length=8,
+        boundaries="space",
+    ),
+    "hnet every": replace(RAGGED_HNET, boundaries="every"),
+}  # fmt: skip
+"""An `HNet` of each kind of boundaries."""
 LAYERS = 4
 """Blocks of a preset that are compared, as all of them are alike."""
 LR = 2.0
@@ -111,6 +128,11 @@ class Subject:
         """Whether it is a `GraphLM`."""
         return isinstance(self.config, GraphConfig)
 
+    @property
+    def of_hnet(self) -> bool:
+        """Whether it is an `HNet`."""
+        return isinstance(self.config, HNetConfig)
+
     def build(self) -> LanguageModel:
         """Make the model, with scales that differ from group to group, and memories that hold some.
 
@@ -139,7 +161,10 @@ class Subject:
         """Draw (B, T) inputs and targets."""
         generator = torch.Generator().manual_seed(2)
         shape = (self.batch, self.config.ctx + 1)
-        ids = torch.randint(VOCABULARY, shape, generator=generator).to(self.device)
+        ids = torch.randint(VOCABULARY, shape, generator=generator)
+        if self.of_hnet:  # words and spaces
+            ids = torch.where(ids < VOCABULARY // 3, ord(" "), ids)
+        ids = ids.to(self.device)
         return ids[:, :-1], ids[:, 1:]
 
     def result(
@@ -206,14 +231,18 @@ def _check(_name: str, _backend: str, subject: Subject) -> list[ParityResult]:
     with deterministic(), poisoned(warn_only=False):
         if subject.part == "update":
             return list(_votes(subject) if subject.config.rule == "votes" else _update(subject))
-        results = list(_whole(subject) if subject.of_graph else _layers(subject))
+        whole = subject.of_graph or subject.of_hnet
+        results = list(_whole(subject) if whole else _layers(subject))
         if subject.part == "model":
             results += [*_causality(subject), *_determinism(subject)]
         return results
 
 
 def matrix_shapes() -> tuple[tuple[int, int], ...]:
-    """List the (N, K) of matrices of the presets, each once: of a `GraphLM` the largest ones."""
+    """List the (N, K) of matrices of the presets, each once.
+
+    Of a `GraphLM` they are the largest ones, and of an `HNet` those of its main network.
+    """
     shapes: dict[tuple[int, int], None] = {}
     for config in PRESETS.values():
         dim, ffn = config.dim, config.ffn
@@ -237,8 +266,8 @@ def _subjects(
             place = (dtype, device, backend)
             if backend == "triton":
                 for name, config in PRESETS.items():
-                    if isinstance(config, GraphConfig):
-                        continue  # a small one stands for them, below
+                    if isinstance(config, GraphConfig | HNetConfig):
+                        continue  # small ones stand for them, below
                     fewer = replace(config, layers=min(config.layers, LAYERS))
                     yield Subject(name, fewer, 1, *place)
             # few rows go through the fused products, many do not
@@ -254,6 +283,12 @@ def _subjects(
             part = "layers" if index or interpreted else "model"
             place = (torch.float32, device, backend, part)
             yield Subject(f"graph {scale_type}", config, 2, *place)
+        for index, (name, config) in enumerate(HNETS.items()):
+            if index and interpreted:
+                continue
+            place = (torch.float32, device, backend, "layers" if interpreted else "model")
+            config = replace(config, scale_type=next(iter(group_sizes)))
+            yield Subject(f"{name} {config.scale_type}", config, 2, *place)
         for name in RULES:
             for direction in DIRECTIONS if find_rule(name).direction else (None,):
                 config = replace(RAGGED, rule=name, direction=direction)
@@ -349,7 +384,7 @@ def _layers(subject: Subject) -> Iterator[ParityResult]:
 
 
 def _whole(subject: Subject) -> Iterator[ParityResult]:
-    """Compare a `GraphLM` from the bytes on: logits, losses, and the gradient of every weight."""
+    """Compare a model from the bytes on: logits, losses, and the gradient of every weight."""
     model, gate = subject.build(), subject.gate
     reason = "float32 sums over the whole depth of the model"
     gate = replace(gate, relative=10 * gate.relative, reason=reason)
@@ -357,9 +392,14 @@ def _whole(subject: Subject) -> Iterator[ParityResult]:
     tensors = model.weights()
     weights = {name: reference_weight(tensor) for name, tensor in tensors.items()}
     leaves = {name: w.requires_grad_() for name, w in weights.items() if not tensors[name].frozen}
-    named = {name.removesuffix(".weight"): weight for name, weight in weights.items()}
-    logits, shares = reference_graph_lm(named, model, ids)
-    wanted = {"text": reference_loss(logits, targets), "ponder": reference_ponder(shares)}
+    if subject.of_hnet:
+        logits, ratio = reference_hnet(weights, model.config, ids)
+        others = {} if ratio is None else {"ratio": ratio}
+    else:
+        named = {name.removesuffix(".weight"): weight for name, weight in weights.items()}
+        logits, shares = reference_graph_lm(named, model, ids)
+        others = {"ponder": reference_ponder(shares)}
+    wanted = {"text": reference_loss(logits, targets)} | others
     yield subject.result("end to end", "logits", outputs[-1], logits, gate)
     for name, loss in wanted.items():
         yield subject.result("end to end", f"{name} loss", losses[name], loss, gate)

@@ -48,10 +48,15 @@ def reference_layers(model: ByteLM) -> Iterator[tuple[str, dict[str, Tensor], Ca
     yield "head", weights("norm.", "head."), reference_logits
 
 
-def reference_block(x: Tensor, weights: dict[str, Tensor], config: ModelConfig) -> Tensor:
-    """Compute a block's output, (B, T, D), from its input and its decoded weights by name."""
+def reference_block(
+    x: Tensor, weights: dict[str, Tensor], config: ModelConfig, window: int | None = None
+) -> Tensor:
+    """Compute a block's output, (B, T, D), from its input and its decoded weights by name.
+
+    `window` is how many positions each one attends to; None is all before it, and itself.
+    """
     h = _norm(x, weights["attention_norm.weight"])
-    h = _attention(h @ weights["attention.qkv.weight"].T, config.heads)
+    h = _attention(h @ weights["attention.qkv.weight"].T, config.heads, window)
     if config.sub_norms:
         h = _norm(h, weights["attention.sub_norm.weight"])
     x = x + h @ weights["attention.output.weight"].T
@@ -78,14 +83,16 @@ def _norm(x: Tensor, weight: Tensor | float = 1.0) -> Tensor:
     return x / torch.sqrt((x * x).mean(dim=-1, keepdim=True) + 1e-6) * weight
 
 
-def _attention(qkv: Tensor, heads: int) -> Tensor:
+def _attention(qkv: Tensor, heads: int, window: int | None) -> Tensor:
     """Attend causally over (B, T, 3 D) projections, one after another q, k and v of all heads."""
     batch, length, width = qkv.shape
     q, k, v = qkv.view(batch, length, 3, heads, width // 3 // heads).permute(2, 0, 3, 1, 4)
     q, k = _norm(_turn(q)), _norm(_turn(k))
     scores = q @ k.transpose(-1, -2) / math.sqrt(q.shape[-1])
-    later = torch.ones(length, length, dtype=torch.bool, device=qkv.device).triu(1)
-    y = torch.softmax(scores.masked_fill(later, -math.inf), dim=-1) @ v
+    place = torch.arange(length, device=qkv.device)
+    distance = place[:, None] - place
+    unseen = (distance < 0) | (distance >= (window or length))
+    y = torch.softmax(scores.masked_fill(unseen, -math.inf), dim=-1) @ v
     return y.transpose(1, 2).reshape(batch, length, width // 3)
 
 

@@ -2,10 +2,11 @@
 
 import os
 import signal
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
+from contextlib import contextmanager
 from dataclasses import dataclass
-from multiprocessing import active_children, get_context
+from multiprocessing import active_children, get_context, resource_tracker
 from multiprocessing.process import BaseProcess
 from typing import Any
 
@@ -94,7 +95,8 @@ class Workers:
                     self.number, get_context("spawn"), _start_process, (threads,)
                 )
             others = set(active_children())
-            futures = {self._pool.submit(function, *job): i for i, job in enumerate(jobs)}
+            with _interrupts_held_back():
+                futures = {self._pool.submit(function, *job): i for i, job in enumerate(jobs)}
             self._processes |= set(active_children()) - others
             return futures
         finally:
@@ -104,7 +106,25 @@ class Workers:
                 os.environ["TRITON_INTERPRET"] = before
 
 
+@contextmanager
+def _interrupts_held_back() -> Iterator[None]:
+    """Leave Ctrl-C, which all processes of a terminal get, to this one.
+
+    What is held back here comes when it is over. A process that is started meanwhile never gets it,
+    from its first moment on.
+    """
+    if not hasattr(signal, "pthread_sigmask"):  # Windows
+        yield
+        return
+    resource_tracker.ensure_running()  # when it starts it lets signals through again
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 def _start_process(threads: int) -> None:
-    """Share the cores, and leave Ctrl-C, which all processes of a terminal get, to the first."""
+    """Share the cores."""
     torch.set_num_threads(threads)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # where it could not be held back

@@ -77,6 +77,20 @@ def test_generate_stops_quietly_when_nobody_reads(run):
     assert b"Traceback" not in done.stderr
 
 
+@pytest.mark.parametrize("length", [2**24 + 1, 10**13])
+def test_generate_refuses_a_length_before_it_makes_room(length, run, arb_here):
+    done = arb_here("generate", "--checkpoint", run, "--length", str(length))
+    assert done.returncode == 2
+    assert "16777216" in done.stderr
+    assert len(done.stderr.splitlines()) == 2
+
+
+def test_generate_refuses_a_prompt_with_what_follows_beyond_any_text(run, arb_here, monkeypatch):
+    monkeypatch.setattr("arbcli.infer.generation.LONGEST_TEXT", 20)
+    done = arb_here("generate", "--checkpoint", run, "--length", "20", "--prompt", "ab")
+    assert "a prompt and what follows it are 22 bytes" in done.stderr
+
+
 def test_evaluate_prints_a_table_or_one_object(run, tmp_path, arb_here):
     path = tmp_path / "book.txt"
     path.write_text(TEXT[:1000], encoding="utf-8")

@@ -169,10 +169,25 @@ ERRORS = {
     ),
     "resume of nothing": (["--resume", "nowhere"], "there is no run at `nowhere`"),
     "no run to resume": (["--resume", "auto"], "there is no run in `runs` that has saved"),
-    "resume with other settings": (["--resume", "auto", "--steps", "9"], "cannot be given"),
+    "resume with other settings": (["--resume", "auto", "--lr", "1"], "cannot be given"),
+    "init from nothing": (["--init-from", "nowhere"], "cannot read `nowhere`"),
+    "init with a shape": (["--init-from", "x", "--dim", "8"], "`--dim` cannot be given"),
+    "unknown schedule": (["--schedule", "step"], "`--schedule` is `step`"),
+    "final rate above the first": (["--lr", "0.5", "--final-lr", "1"], "`--final-lr` is 1.0"),
+    "constant with another end": (
+        ["--schedule", "constant", "--final-lr", "0.1"],
+        "a constant learning rate",
+    ),
+    "best of a twin": (["--weights", "float", "--keep-best"], "a float twin keeps no checkpoint"),
     "plot over a text": (["--data", "{text}", "--plot", "{text}"], "`--plot` is"),
     "plot in no folder": (["--plot", "nowhere/a.svg"], "there is no folder `nowhere`"),
     "out too long": (["--data", "{text}", "--out", "x" * 300], "File name too long"),
+    "more windows than memory": (["--data", "{text}", "--batch", "1000000000"], "are free"),
+    "more steps than numbers": (["--steps", "3000000000"], "`--steps` is 3,000,000,000"),
+    "more batches than numbers": (["--accum", "2000000000"], "are too many to number"),
+    "layers that take an hour to make": (["--layers", "1000000000"], "`--layers` is 1,000,000,000"),
+    "width of terabytes": (["--data", "{text}", "--dim", "1000000"], "are free"),
+    "minutes that never end": (["--data", "{text}", "--minutes", "inf"], "`--minutes` is inf"),
     "out that is a file": (["--data", "{text}", "--out", "{text}"], "is a file"),
 }
 
@@ -190,6 +205,17 @@ def test_train_explains_a_mistake_in_two_lines(name, text, tmp_path, arb_here, m
     assert message in lines[0]
     assert lines[1].startswith("hint: ")
     assert list(tmp_path.iterdir()) == [Path(text)]
+
+
+def test_train_of_a_model_beyond_memory_starts_by_force_only(arb_here, monkeypatch):
+    monkeypatch.setattr("arbcli.device.available_bytes", lambda: 2**33)
+    monkeypatch.setattr("arbcli.train.run.make_directory", mock.Mock(side_effect=ArbError("made")))
+    large = ["train", "--preset", "1b", "--device", "cpu", "--out", "nowhere"]
+    told = arb_here(*large).stderr
+    assert "a training step needs" in told
+    assert "at least, and 8.00 GiB are free" in told
+    assert "`--force`" in told
+    assert "made" in arb_here(*large, "--force").stderr
 
 
 def test_train_survives_a_full_disk_with_its_checkpoints(text, tmp_path, arb_here):
@@ -219,10 +245,10 @@ PARTS = (
     " no-codebook no-graph no-knowledge no-memgram no-moe no-router no-sequencer router sequencer"
 )
 OPTIONS = {
-    "train": "accum backend batch compute config ctx data device dim direction eval-every ffn field"
-    " heads json layers log lr minutes no-sub-norms optimizer out plot preset print-config quiet"
-    " recompute resume rule"
-    " save-every seed steps sub-norms tscale-type val warmup weights" + PARTS,
+    "train": "accum backend batch compute config ctx data device digits dim direction eval-every"
+    " ffn field final-lr force heads init-from json keep keep-best layers log lr minutes"
+    " no-sub-norms optimizer out plot preset print-config quiet recompute resume rule save-every"
+    " schedule seed steps sub-norms tscale-type val warmup weights" + PARTS,
     "generate": "backend bytes checkpoint compute device json length prompt seed temperature"
     " top-k top-p",
     "export": "json out to type",

@@ -33,7 +33,7 @@ def test_few_settings_are_enough(tmp_path):
     path.write_text('preset = "small"\nlr = 1\n[model]\nctx = 32\n')
     assert read_settings(path) == {"preset": "small", "lr": 1.0, "ctx": 32}
     path.write_text("")
-    assert read_settings(path) == {"preset": "tiny"}
+    assert read_settings(path) == {}
 
 
 WRONG = {
@@ -83,4 +83,4 @@ def test_command_prints_settings_and_options_go_first(tmp_path, arb_here):
     for refused in (["--config", str(path)], ["--print-config"]):
         done = arb_here("train", "--resume", "auto", *refused)
         assert done.returncode == 2
-        assert "own settings" in done.stderr
+        assert "its own settings" in done.stderr

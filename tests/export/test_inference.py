@@ -77,4 +77,4 @@ def test_weights_alone_are_not_trained_on(saved, tmp_path):
 
     export(saved(), "safetensors", out=tmp_path / "weights.safetensors")
     with pytest.raises(ArbError, match="the weights alone"):
-        Trainer.restore(None, load_checkpoint(tmp_path / "weights.safetensors"))
+        Trainer.take_weights(None, load_checkpoint(tmp_path / "weights.safetensors"))

@@ -10,6 +10,7 @@ from arbcli.errors import ArbError
 from arbcli.infer.generation import Decoder, Sampling, generate
 from arbcli.model.build import build_model
 from arbcli.model.dense import ByteLM
+from arbcli.model.language_model import LanguageModel
 
 GREEDY = Sampling(temperature=0)
 
@@ -85,7 +86,9 @@ class Fixed:
 
     def new_cache(self, positions: int) -> SimpleNamespace:
         position = torch.zeros((), dtype=torch.int32, device=self.logits.device)
-        return SimpleNamespace(position=position, window=16)
+        return SimpleNamespace(position=position, window=16, reset=position.zero_)
+
+    step_phases = LanguageModel.step_phases
 
     def __call__(self, ids: torch.Tensor, cache: SimpleNamespace) -> torch.Tensor:
         cache.position += ids.shape[1]

@@ -52,6 +52,7 @@ def report() -> dict:
     return {
         "readings": [reading(step) for step in range(4)],
         "text_entropy": 3.2,
+        "chunks": None,
         "num_weights": 3_342_336,
         "config": {"model": {"rule": "moment", "scale_type": "T32", "ctx": 64}},
         "verdicts": [{"name": "ok", "evidence": ""}],
@@ -165,3 +166,9 @@ def test_plot_probe_takes_a_real_report(tmp_path):
     config = new_config(dim=32, layers=1, heads=2, ffn=48, ctx=8, batch=2, steps=1)
     plot_probe(dataclasses.asdict(probe(config, steps=1)), tmp_path / "probe.png")
     assert painted_share(tmp_path / "probe.png") > 0.02
+
+
+def test_plot_probe_draws_lengths_of_chunks(report, tmp_path):
+    report["chunks"] = {"lengths": (5, 3, 0, 1), "mean_lengths": (1.7,)}
+    plot_probe(report, tmp_path / "probe.png")
+    assert painted_share(tmp_path / "probe.png") > 0.01

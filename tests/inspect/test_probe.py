@@ -116,6 +116,21 @@ def test_probe_finds_nothing_wrong_with_a_graph(part, text, small_graph):
     json.dumps(dataclasses.asdict(report), allow_nan=False)
 
 
+def test_probe_shows_the_chunks_of_a_model(text, small_hnet):
+    given = small_hnet | {"data": [text], "steps": 3, "device": "cpu"}
+    report = probe(new_config(**given), steps=3)
+    assert names(report) == ["ok"]
+    chunks = report.chunks
+    assert len(chunks.mean_lengths) == 2
+    assert 1 <= chunks.mean_lengths[0] <= chunks.mean_lengths[1] <= 24
+    places = sum(number * (length + 1) for length, number in enumerate(chunks.lengths))
+    assert places == 4 * 24
+    assert sum(chunks.lengths) * chunks.mean_lengths[0] == pytest.approx(places)
+    assert len(chunks.sample_bytes) == len(chunks.sample_depths) == 24
+    assert chunks.sample_depths[0] == 2
+    json.dumps(dataclasses.asdict(report), allow_nan=False)
+
+
 @pytest.mark.parametrize("part", ["codebook", "moe_graph"])
 def test_acausal_part_of_a_graph_is_named(part, text, small_graph, monkeypatch):
     trainer = trainer_of(text, **small_graph)

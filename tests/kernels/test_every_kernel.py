@@ -10,7 +10,7 @@ from arbcli.verify.fuzz import DRAWINGS, Dice
 from arbcli.verify.kernels import KERNELS, compare, copies
 
 BACKENDS = ("torch", "triton" if torch.cuda.is_available() else "interpreter")
-PLANES = {"decode_weight", "decode_e4m3", "ternary_matmul", "gradient_statistics"}
+PLANES = {"decode_weight", "decode_e4m3", "ternary_matmul", "gradient_statistics", "decode_digits"}
 """Kernels with code of its own for groups that are planes of a block, as those of T32 are."""
 
 
@@ -62,13 +62,16 @@ def test_torch_backend_gives_the_same_in_chunks_of_two_rows(spec):
 
 
 IN_BFLOAT16 = [
-    "ternary_matmul", "ternary_matmul_grad_x", "arranged_matmul", "grouped_matmul",
+    "ternary_matmul", "ternary_matmul_grad_x", "arranged_matmul", "digits_matmul",
+    "unit_rows", "grouped_matmul",
     "grouped_grad_w", "expert_combine", "expert_combine_backward", "rms_norm", "add_rms_norm",
     "rms_norm_backward", "gated_rms_norm", "gated_rms_norm_backward", "rotary_norm",
     "rotary_norm_backward", "decode_attention", "cross_entropy", "cross_entropy_backward",
     "weighted_rows_grad_weights", "weighted_rows_grad", "gradient_statistics", "unit_gain", "gram",
     "gram_polynomial", "quantise_rows", "rms_norm_e4m3", "gated_rms_norm_e4m3", "choose_byte",
-    "embedding_grad", "blend_moment", "step_by_direction", "cast_trit_votes",
+    "embedding_grad", "blend_moment", "step_by_direction", "cast_trit_votes", "gather_chunks",
+    "smooth_chunks", "smooth_chunks_backward", "spread_chunks", "spread_chunks_backward",
+    "boundary_scores", "boundary_scores_backward",
 ]  # fmt: skip
 """Kernels with inputs in bfloat16."""
 SEVERAL_ROUNDINGS = {"gram_polynomial", "decode_attention"}

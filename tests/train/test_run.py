@@ -15,13 +15,13 @@ import torch
 from marks import mostly_slow
 
 from arbcli import load
-from arbcli.checkpoint import checkpoints, load_checkpoint
+from arbcli.checkpoint import checkpoints, load_checkpoint, write_json
 from arbcli.config.training import train_config_from
 from arbcli.device import COMPUTE
 from arbcli.errors import ArbError
 from arbcli.rules import RULES
 from arbcli.train.configure import new_config
-from arbcli.train.directory import latest_run, make_next_directory
+from arbcli.train.directory import latest_run, make_next_directory, read_facts
 from arbcli.train.record import Record, append_record, drop_records_after
 from arbcli.train.run import Observer, resume_run, start_run
 
@@ -87,6 +87,27 @@ def test_hangup_that_is_ignored_stays_so(text, tmp_path, device):
         assert start_run(config(text, device, steps=2), tmp_path / "run", observer).steps == 2
     finally:
         signal.signal(signal.SIGHUP, before)
+
+
+def test_run_goes_on_with_the_threads_that_it_began_with(text, tmp_path, device, monkeypatch):
+    monkeypatch.setattr("arbcli.train.run.LOG_EVERY", 1)
+    begun, notes, seen = tmp_path / "run", [], []
+    start_run(config(text, device, steps=2, batch=1), begun, StopAt(1))
+    facts = read_facts(begun)
+    assert facts["threads"] == 1
+    write_json(begun / "config.json", facts | {"threads": 2})
+    observer = Observer()
+    observer.noted = notes.append
+    observer.recorded = lambda record: seen.append(torch.get_num_threads())
+    resume_run(begun, observer)
+    assert set(seen) == {2}
+    assert torch.get_num_threads() == 1
+    if device.type == "cpu":
+        assert any("computing with 2 threads" in note for note in notes)
+    for number in (0, 10**9, "2"):
+        write_json(begun / "config.json", facts | {"threads": number})
+        with pytest.raises(ArbError, match="threads"):
+            resume_run(begun, Observer())
 
 
 def test_error_between_steps_is_raised_after_a_save(text, tmp_path, device, monkeypatch):
@@ -202,6 +223,22 @@ def test_resumed_run_of_a_graph_ends_in_the_same_file(
         assert tensors[name].any(), name
 
 
+def test_resumed_run_of_chunks_ends_in_the_same_file(
+    text, tmp_path, device, small_hnet, monkeypatch
+):
+    monkeypatch.setattr("arbcli.train.run.LOG_EVERY", 1)
+    monkeypatch.setattr("arbcli.train.run.SAMPLE_BYTES", 8)
+    options = config(text, device, **small_hnet)
+    start_run(options, tmp_path / "whole", Observer())
+    assert start_run(options, tmp_path / "stopped", StopAt(4)).steps == 4
+    resume_run(tmp_path / "stopped", Observer())
+    assert final(tmp_path / "stopped") == final(tmp_path / "whole")
+    records = [json.loads(line) for line in (tmp_path / "stopped" / "metrics.jsonl").open()]
+    assert set(records[-1]["parts"]) == {"ratio"}
+    assert set(records[-1]["gauges"]) == {"chunk_length", "chunk_length_2", "joined"}
+    assert load(tmp_path / "stopped", device=str(device)).config == options.model
+
+
 def test_run_of_a_graph_is_loaded_as_it_was_trained(text, tmp_path, device, small_graph):
     options = config(text, device, **small_graph)
     report = start_run(options, tmp_path / "run", Observer())
@@ -294,7 +331,7 @@ def test_memory_of_a_cpu_that_is_not_enough_is_explained(error, text, tmp_path, 
 @pytest.mark.parametrize("damage", ["[]", '{"config": 5}', '{"config": {"model": []}}', "{}"])
 def test_resume_explains_a_damaged_configuration(damage, tmp_path):
     (tmp_path / "config.json").write_text(damage)
-    with pytest.raises(ArbError, match="does not fit this version"):
+    with pytest.raises(ArbError, match=r"has no `|does not fit this version"):
         resume_run(tmp_path, Observer())
 
 

@@ -1,6 +1,4 @@
-"""A step captured as a CUDA graph, and the schedule."""
-
-import math
+"""A step captured as a CUDA graph, and what eight bits can do."""
 
 import pytest
 import torch
@@ -11,7 +9,7 @@ from arbcli.errors import ArbError
 from arbcli.model.build import build_model
 from arbcli.rules import RULES
 from arbcli.train.configure import new_config
-from arbcli.train.trainer import EAGER_STEPS, Trainer, schedule
+from arbcli.train.trainer import EAGER_STEPS, Trainer
 
 
 def small_config(folder, rule, compute="bf16"):
@@ -115,18 +113,3 @@ def test_what_eight_bits_cannot_do_is_explained(given, message):
     with pytest.raises(ArbError, match=message) as caught:
         build_model(new_config(device="cpu", compute="fp8", **given).model, fp8=True)
     assert caught.value.hint
-
-
-def test_schedule_warms_up_and_ends_at_a_twentieth():
-    shares = [schedule(step, 1000, 100) for step in range(1000)]
-    assert shares[0] == pytest.approx(0.01)
-    assert max(shares) < 1
-    assert shares.index(max(shares)) == 99
-    assert shares[-1] == pytest.approx(0.05, abs=1e-4)
-
-
-def test_schedule_warms_up_for_half_of_a_short_run_at_most():
-    shares = [schedule(step, 10, 100) for step in range(10)]
-    fall = [0.05 + 0.95 * (1 + math.cos(math.pi * step / 10)) / 2 for step in range(10)]
-    rise = [0.2, 0.4, 0.6, 0.8, *[1.0] * 6]
-    assert shares == pytest.approx([a * b for a, b in zip(rise, fall, strict=True)])

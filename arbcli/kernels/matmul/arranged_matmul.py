@@ -105,6 +105,8 @@ def arrange(packed: Packed, gated: bool = False) -> Arranged:
     """
     packed.check()
     in_features, device = packed.in_features, packed.trits.device
+    if packed.remainder is not None:
+        raise ValueError("weights of all digits are arranged by `arrange_digits`")
     if packed.group_size % PLANE:
         raise ValueError(f"need groups of whole planes of {PLANE} weights, got {packed.group_size}")
     half, odd = divmod(packed.out_features, 2)

@@ -4,17 +4,23 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from arbcli.config.dense import ModelConfig
+from arbcli.model.blocks.window import attend_in_window
 from arbcli.model.cache import BlockCache
 from arbcli.model.initial import output_std
 from arbcli.model.layers.kinds import layers_for
 
 
 class Attention(nn.Module):
-    """Causal self-attention over rotary positions, with normalised queries and keys."""
+    """Causal self-attention over rotary positions, with normalised queries and keys.
 
-    def __init__(self, config: ModelConfig) -> None:
+    Args:
+        config: of the block.
+        window: positions that each one attends to, itself one of them; None is all before it.
+    """
+
+    def __init__(self, config: ModelConfig, window: int | None = None) -> None:
         super().__init__()
-        parts = layers_for(config)
+        parts, self.window = layers_for(config), window
         self.heads, self.rotary_norm = config.heads, parts.rotary_norm
         self.qkv = parts.linear(3 * config.dim, config.dim, config, area="attention")
         self.sub_norm = parts.norm(config.dim, config) if config.sub_norms else None
@@ -30,7 +36,10 @@ class Attention(nn.Module):
         qkv = self.qkv(x, norm).view(batch, length, 3, self.heads, dim // self.heads)
         if past is None:
             q, k, v = self.rotary_norm(qkv)  # (B, heads, T, head_dim) each
-            y = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+            if self.window is None or self.window >= length:
+                y = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+            else:
+                y = attend_in_window(q, k, v, self.window)
         elif length == 1:
             y = past.attend_one(qkv)
         else:

@@ -16,7 +16,7 @@ from arbcli.config.graph import GraphConfig
 from arbcli.model.initial import output_std
 from arbcli.model.layers.linear import TernaryLinear
 from arbcli.model.layers.norm import NORM_EPS, TernaryRMSNorm
-from arbcli.model.layers.rotary import rotary_table, rotate
+from arbcli.model.layers.rotary import rotary_table, rotate, table_rows
 
 SHARPNESS = 2.0
 """What scores are multiplied by: only a part of a normalised key tells its position, and with 1 no
@@ -92,7 +92,7 @@ class LatentCache:
         self.positions, self.window = positions, min(config.ctx, positions)
         self.position = torch.zeros((), dtype=torch.int32, device=device)
         """Bytes seen; a step reads it on the device, and nobody waits for it."""
-        self.table = rotary_table(-(-positions // config.ctx) * config.ctx, config.rotary, device)
+        self.table = rotary_table(table_rows(positions, config.ctx), config.rotary, device)
         self.history = torch.full((1, history), -1, dtype=torch.int64, device=device)
         like = {"dtype": dtype, "device": device}
         self.blocks = [
@@ -103,6 +103,10 @@ class LatentCache:
             )
             for _ in range(config.layers)
         ]
+
+    def reset(self) -> None:
+        """Begin a new text."""
+        self.position.zero_()
 
     @contextmanager
     def reading(self, ids: Tensor) -> Iterator[Tensor]:

@@ -93,6 +93,7 @@ class TernaryLinear(nn.Module):
         config: of the model.
         area: the part of the model that the weights belong to.
         std: standard deviation of the weights at the start; None is `projection_std`.
+        spread: of z at the start; 0 is weights of zero, which can grow to what `std` says.
         in_eight_bits: whether products may be computed in eight bits where a run asks for it.
     """
 
@@ -104,11 +105,12 @@ class TernaryLinear(nn.Module):
         *,
         area: str,
         std: float | None = None,
+        spread: float = 1.0,
         in_eight_bits: bool = True,
     ) -> None:
         super().__init__()
-        std = std or projection_std(in_features)
-        self.weight = LinearWeight(out_features, in_features, config, area=area, std=std)
+        about = {"std": std or projection_std(in_features), "spread": spread}
+        self.weight = LinearWeight(out_features, in_features, config, area=area, **about)
         self.weight.in_eight_bits = in_eight_bits
         self._arranged: Arranged | ArrangedDigits | None = None
 

@@ -12,6 +12,8 @@ from arbcli.kernels.attention.rotary_norm import rotary_norm_, rotary_norm_backw
 from arbcli.model.layers.norm import NORM_EPS
 
 ROTARY_BASE = 10000.0
+MOST_SPARE_ROWS = 2**16
+"""Of a table beyond the positions that a text has."""
 
 
 def _compute_table(length: int, head_dim: int, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -34,6 +36,12 @@ def rotary_table(length: int, head_dim: int, device: torch.device) -> tuple[Tens
     state. Source: J. Su et al., "RoFormer", https://arxiv.org/abs/2104.09864, eq. 15.
     """
     return _tables(length, head_dim, device)
+
+
+def table_rows(positions: int, context: int) -> int:
+    """Find the rows of the table for a text: whole contexts, so that texts can share it."""
+    unit = min(context, MOST_SPARE_ROWS)
+    return -(-positions // unit) * unit
 
 
 @contextmanager

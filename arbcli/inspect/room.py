@@ -1,0 +1,58 @@
+"""Whether there is memory for a run, told before any of it is taken.
+
+An allocator of a GPU says no in time, with nothing lost. That of a CPU does not: the machine swaps,
+or ends the process. What is counted here is what every step holds for certain, so it is known at
+once and refuses no run that fits; `arb audit-memory --budget` predicts the whole of it.
+"""
+
+import torch
+
+from arbcli.config.dense import VOCABULARY
+from arbcli.config.graph import GraphConfig
+from arbcli.config.training import TrainConfig
+from arbcli.device import COMPUTE, check_room
+from arbcli.inspect.memory import predict
+
+HINT = "use a smaller `--batch`, `--ctx` or `--preset`"
+BATCH_BYTES = 2 * 8
+"""Inputs and targets of a position, int64."""
+
+
+def least_bytes(config: TrainConfig) -> int:
+    """Count the bytes that a step holds at once, at least."""
+    model, state = config.model, predict(config.model)
+    ternary = model.weights == "ternary"
+    positions = config.batch * model.ctx
+    width = model.layers * _saved_width(config) + 2 * VOCABULARY  # logits and their gradient
+    return (
+        (state.total.state_bytes if ternary else state.adamw_bytes)
+        + positions * config.accum * BATCH_BYTES
+        + positions * width * COMPUTE[config.compute].itemsize
+    )
+
+
+def _saved_width(config: TrainConfig) -> int:
+    """Count the activations that a block keeps for its backward, of each position."""
+    model = config.model
+    if config.recompute or model.weights != "ternary":  # a compiler may recompute, too
+        return model.dim
+    mlp = model.dim + 2 * model.ffn  # its input, gate and product
+    if isinstance(model, GraphConfig) and not model.attention:
+        return mlp
+    return mlp + 5 * model.dim  # input, queries, keys, values and output of attention
+
+
+def check_memory(config: TrainConfig, hint: str = HINT) -> None:
+    """Refuse a run that this machine has no memory for.
+
+    Args:
+        config: what to compute, and where.
+        hint: what to do about it.
+
+    Raises:
+        ArbError: it has not enough.
+    """
+    free = None
+    if config.device != "cpu":
+        free, _ = torch.cuda.mem_get_info(torch.device(config.device))
+    check_room(least_bytes(config), "a training step", hint, free)

@@ -1,0 +1,298 @@
+"""How likely a chunk begins at each position: little agreement with the position before.
+
+    p[t] = (1 - cos(u[t - 1], v[t])) / 2,   u = x + q,   v = x + k,   p[0] = 1
+
+The projections of the paper are the identity at first. Here they are the identity plus what packed
+weights add, (q, k) = x @ w.T, which is zero at first. Vectors of zeros have cosines of 0.
+
+Source: S. Hwang et al., "Dynamic Chunking for End-to-End Hierarchical Sequence Modeling",
+https://arxiv.org/abs/2507.07955, eq. 4.
+"""
+
+from collections.abc import Iterator
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from arbcli.kernels.runtime._triton import tl, triton
+from arbcli.kernels.runtime.backend import uses_triton
+from arbcli.kernels.runtime.spec import Case, Gate, KernelSpec, Timing
+
+TINY = tl.constexpr(1e-6)
+"""Added to squared lengths."""
+
+
+def boundary_scores_reference(x: Tensor, qk: Tensor) -> Tensor:
+    """Compute what `boundary_scores` must return, a position at a time in float64."""
+    x, qk = x.double(), qk.double()
+    width, p = x.shape[2], []
+    for t in range(x.shape[1]):
+        if t == 0:
+            p.append(0 * x[:, t].sum(dim=1) + 1)
+            continue
+        u, v = x[:, t - 1] + qk[:, t - 1, :width], x[:, t] + qk[:, t, width:]
+        lengths = ((u * u).sum(dim=1) + 1e-6).sqrt() * ((v * v).sum(dim=1) + 1e-6).sqrt()
+        p.append((1 - (u * v).sum(dim=1) / lengths) / 2)
+    return torch.stack(p, dim=1) if p else x.new_zeros(x.shape[:2])
+
+
+def boundary_scores_backward_reference(
+    grad_p: Tensor, x: Tensor, qk: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Compute what `boundary_scores_backward` must return, by autograd in float64."""
+    x, qk = x.double().requires_grad_(), qk.double().requires_grad_()
+    if not x.numel():
+        return torch.zeros_like(x), torch.zeros_like(qk)
+    total = (boundary_scores_reference(x, qk) * grad_p.double()).sum()
+    return torch.autograd.grad(total + 0 * qk.sum(), (x, qk))
+
+
+def _pairs(x, qk):
+    """Give u[t - 1] and v[t] for t from 1 on, in float32, and their lengths."""
+    q, k = qk.float().chunk(2, dim=2)
+    u, v = (x.float() + q)[:, :-1], (x.float() + k)[:, 1:]
+    return u, v, *((part.square().sum(dim=2, keepdim=True) + 1e-6).sqrt() for part in (u, v))
+
+
+def _boundary_scores_torch(x, qk):
+    p = torch.ones(x.shape[:2], dtype=torch.float32, device=x.device)
+    if x.shape[1] > 1:
+        u, v, length_u, length_v = _pairs(x, qk)
+        p[:, 1:] = (1 - (u * v / (length_u * length_v)).sum(dim=2)) / 2
+    return p
+
+
+def _boundary_scores_backward_torch(grad_p, x, qk):
+    width = x.shape[2]
+    grad_qk = torch.zeros(qk.shape, dtype=torch.float32, device=x.device)
+    if x.shape[1] > 1:
+        u, v, length_u, length_v = _pairs(x, qk)
+        u, v = u / length_u, v / length_v
+        cos, half = (u * v).sum(dim=2, keepdim=True), -grad_p[:, 1:, None] / 2
+        grad_qk[:, :-1, :width] = half * (v - cos * u) / length_u
+        grad_qk[:, 1:, width:] = half * (u - cos * v) / length_v
+    grad_x = grad_qk[..., :width] + grad_qk[..., width:]
+    return grad_x.to(x.dtype), grad_qk.to(qk.dtype)
+
+
+@triton.jit
+def _load_sum(x_ptr, qk_ptr, t, offset, d, stride_xt, stride_xd, stride_qt, stride_qd, inside, D):
+    """Load x + q of some positions, or x + k if the offset is D."""
+    mask = inside & (d < D)
+    x = tl.load(x_ptr + t * stride_xt + d * stride_xd, mask=mask, other=0).to(tl.float32)
+    qk_ptrs = qk_ptr + t * stride_qt + (offset + d) * stride_qd
+    return x + tl.load(qk_ptrs, mask=mask, other=0).to(tl.float32)
+
+
+@triton.jit
+def _inverse_length(u):
+    return 1 / tl.sqrt(tl.sum(u * u, axis=1)[:, None] + TINY)
+
+
+@triton.jit
+def _boundary_scores_kernel(
+    x_ptr, qk_ptr, p_ptr,
+    T, D, stride_xb, stride_xt, stride_xd, stride_qb, stride_qt, stride_qd,
+    BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    b = tl.program_id(1).to(tl.int64)
+    t = (tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)).to(tl.int64)[:, None]
+    d = tl.arange(0, BLOCK_D).to(tl.int64)[None, :]
+    x_ptr += b * stride_xb
+    qk_ptr += b * stride_qb
+    strides = (stride_xt, stride_xd, stride_qt, stride_qd)
+    u = _load_sum(x_ptr, qk_ptr, t - 1, 0, d, *strides, (t > 0) & (t < T), D)
+    v = _load_sum(x_ptr, qk_ptr, t, D, d, *strides, t < T, D)
+    cos = tl.sum(u * v, axis=1)[:, None] * (_inverse_length(u) * _inverse_length(v))
+    tl.store(p_ptr + b * T + t, tl.where(t == 0, 1.0, (1 - cos) / 2), mask=t < T)
+
+
+@triton.jit
+def _boundary_scores_backward_kernel(
+    grad_p_ptr, x_ptr, qk_ptr, grad_x_ptr, grad_qk_ptr,
+    T, D, stride_gb, stride_gt, stride_xb, stride_xt, stride_xd, stride_qb, stride_qt, stride_qd,
+    BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    b = tl.program_id(1).to(tl.int64)
+    t = (tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)).to(tl.int64)[:, None]
+    d = tl.arange(0, BLOCK_D).to(tl.int64)[None, :]
+    x_ptr += b * stride_xb
+    qk_ptr += b * stride_qb
+    strides = (stride_xt, stride_xd, stride_qt, stride_qd)
+    has_next = t + 1 < T
+    grad_ptrs = grad_p_ptr + b * stride_gb + t * stride_gt
+    # of v[t], by the position before
+    u = _load_sum(x_ptr, qk_ptr, t - 1, 0, d, *strides, (t > 0) & (t < T), D)
+    v = _load_sum(x_ptr, qk_ptr, t, D, d, *strides, t < T, D)
+    per_v = _inverse_length(v)
+    u *= _inverse_length(u)
+    v *= per_v
+    grad = -tl.load(grad_ptrs, mask=(t > 0) & (t < T), other=0) / 2
+    grad_v = grad * per_v * (u - tl.sum(u * v, axis=1)[:, None] * v)
+    # of u[t], by the position after
+    u = _load_sum(x_ptr, qk_ptr, t, 0, d, *strides, t < T, D)
+    v = _load_sum(x_ptr, qk_ptr, t + 1, D, d, *strides, has_next, D)
+    per_u = _inverse_length(u)
+    v *= _inverse_length(v)
+    u *= per_u
+    grad = -tl.load(grad_ptrs + stride_gt, mask=has_next, other=0) / 2
+    grad_u = grad * per_u * (v - tl.sum(u * v, axis=1)[:, None] * u)
+    mask = (t < T) & (d < D)
+    dtype = grad_x_ptr.dtype.element_ty
+    tl.store(grad_x_ptr + (b * T + t) * D + d, (grad_u + grad_v).to(dtype), mask=mask)
+    grad_qk_ptrs = grad_qk_ptr + (b * T + t) * 2 * D + d
+    tl.store(grad_qk_ptrs, grad_u.to(dtype), mask=mask)
+    tl.store(grad_qk_ptrs + D, grad_v.to(dtype), mask=mask)
+
+
+def _boundary_scores_triton(x, qk):
+    batch, length, width = x.shape
+    p = torch.empty(batch, length, dtype=torch.float32, device=x.device)
+    if p.numel():
+        blocks = _blocks(width)
+        _boundary_scores_kernel[(triton.cdiv(length, blocks["BLOCK_T"]), batch)](
+            x, qk, p, length, width, *x.stride(), *qk.stride(), **blocks
+        )
+    return p
+
+
+def _boundary_scores_backward_triton(grad_p, x, qk):
+    batch, length, width = x.shape
+    grad_x = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    grad_qk = torch.empty(qk.shape, dtype=qk.dtype, device=x.device)
+    if grad_x.numel():
+        blocks = _blocks(width)
+        _boundary_scores_backward_kernel[(triton.cdiv(length, blocks["BLOCK_T"]), batch)](
+            grad_p, x, qk, grad_x, grad_qk, length, width,
+            *grad_p.stride(), *x.stride(), *qk.stride(), **blocks,
+        )  # fmt: skip
+    return grad_x, grad_qk
+
+
+def _blocks(width):
+    block_d = triton.next_power_of_2(width)
+    return {"BLOCK_T": max(1, min(16, 2048 // block_d)), "BLOCK_D": block_d}
+
+
+def boundary_scores(x: Tensor, qk: Tensor) -> Tensor:
+    """Compare every position with the one before.
+
+    Args:
+        x: (B, T, D) float32 or bfloat16, any strides.
+        qk: (B, T, 2 D) like x, what is added to it on both sides: first q, then k.
+
+    Returns:
+        (B, T) float32 in 0..1.
+
+    Raises:
+        ValueError: a dtype or a shape does not fit.
+    """
+    _check(x, qk)
+    return (_boundary_scores_triton if uses_triton(x) else _boundary_scores_torch)(x, qk)
+
+
+def boundary_scores_backward(grad_p: Tensor, x: Tensor, qk: Tensor) -> tuple[Tensor, Tensor]:
+    """Propagate a gradient back through `boundary_scores`.
+
+    Args:
+        grad_p: (B, T) float32, any strides.
+        x: what `boundary_scores` was given.
+        qk: what it was given.
+
+    Returns:
+        Gradients of x and qk, like them.
+
+    Raises:
+        ValueError: a dtype or a shape does not fit.
+    """
+    _check(x, qk)
+    if grad_p.dtype != torch.float32 or grad_p.shape != x.shape[:2]:
+        got = f"{grad_p.dtype} {tuple(grad_p.shape)}"
+        raise ValueError(f"need a float32 gradient of shape {tuple(x.shape[:2])}, got {got}")
+    run = _boundary_scores_backward_triton if uses_triton(x) else _boundary_scores_backward_torch
+    return run(grad_p, x, qk)
+
+
+def _check(x, qk):
+    if x.dtype not in (torch.float32, torch.bfloat16) or x.dim() != 3:
+        got = f"{x.dtype} of shape {tuple(x.shape)}"
+        raise ValueError(f"need float32 or bfloat16 positions, got {got}")
+    wanted = (*x.shape[:2], 2 * x.shape[2])
+    if qk.dtype != x.dtype or tuple(qk.shape) != wanted:
+        raise ValueError(f"need {x.dtype} {wanted}, got {qk.dtype} {tuple(qk.shape)}")
+
+
+def _draw(device: torch.device) -> Iterator[tuple[str, Tensor, Tensor, Tensor]]:
+    """Draw (label, x, qk, gradient of the result)."""
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator).to(device)
+
+    for batch, length, width in ((1, 1, 5), (2, 33, 7), (3, 5, 33), (1, 18, 159)):
+        label = f"{batch}x{length}x{width}"
+        yield label, draw(batch, length, width), draw(batch, length, 2 * width), draw(batch, length)
+    x = draw(2, 9, 40)
+    yield "2x9x40 identity", x, torch.zeros(2, 9, 80, device=device), draw(2, 9)
+    same = x[:, :1].expand(-1, 9, -1)
+    yield "2x9x40 all alike", same, draw(2, 1, 80).expand(-1, 9, -1), draw(2, 9)
+    x, qk = draw(2, 9, 40), draw(2, 9, 80)
+    x[:, 4:], qk[:, 4:] = 0, 0
+    yield "2x9x40 zeros at the end", x, qk, draw(2, 9)
+    strided = draw(10, 9, 6).permute(2, 1, 0)[::2], draw(20, 9, 3).permute(2, 1, 0)
+    yield "3x9x10 strided", *strided, draw(9, 3).T
+    yield "2x0x5 empty", draw(2, 0, 5), draw(2, 0, 10), draw(2, 0)
+    if device.type == "cuda":  # the interpreter computes wrongly in bf16
+        x, qk = draw(3, 300, 776).bfloat16(), draw(3, 300, 1552).bfloat16()
+        yield "3x300x776 bf16", x, qk, draw(3, 300)
+
+
+def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
+    for label, x, qk, _ in _draw(device):
+        yield Case(label, (x, qk))
+
+
+def _backward_cases(device: torch.device, _group_size: int) -> Iterator[Case]:
+    for label, x, qk, grad_p in _draw(device):
+        peer = rounded_score_gradients if x.dtype == torch.bfloat16 else None
+        yield Case(label, (grad_p, x, qk), peer)
+
+
+def rounded_score_gradients(grad_p, x, qk):
+    """Round the reference of `boundary_scores_backward`, and nothing before it."""
+    return tuple(grad.to(x.dtype) for grad in boundary_scores_backward_reference(grad_p, x, qk))
+
+
+def _timed(device: torch.device) -> tuple[str, tuple[Tensor, Tensor]]:
+    x, qk = (torch.randn(32, 4096, n, device=device, dtype=torch.bfloat16) for n in (512, 1024))
+    return "32x4096x512 bf16", (x, qk)
+
+
+def _timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
+    label, inputs = _timed(device)
+    yield Timing(label, inputs, peer=partial(_boundary_scores_torch, *inputs))
+
+
+def _backward_timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
+    label, inputs = _timed(device)
+    inputs = torch.randn(32, 4096, device=device), *inputs
+    yield Timing(label, inputs, peer=partial(_boundary_scores_backward_torch, *inputs))
+
+
+_GATE = Gate(
+    exact=False,
+    relative=1e-5,
+    peer_slack=0.1,
+    reason="float32 sums over a row, of which differences are taken; in bf16 one rounding",
+)
+
+BOUNDARY_SCORES = KernelSpec(
+    "boundary_scores", _boundary_scores_triton, _boundary_scores_torch, boundary_scores_reference,
+    _cases, _GATE, timings=_timings,
+)  # fmt: skip
+BOUNDARY_SCORES_BACKWARD = KernelSpec(
+    "boundary_scores_backward", _boundary_scores_backward_triton, _boundary_scores_backward_torch,
+    boundary_scores_backward_reference, _backward_cases, _GATE, bfloat16=(1, 2),
+    timings=_backward_timings,
+)  # fmt: skip

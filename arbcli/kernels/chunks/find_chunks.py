@@ -1,0 +1,156 @@
+"""Find the chunks that boundaries cut a sequence into, in a fixed number of slots.
+
+    owner[t] = min(b[0] + ... + b[t], C) - 1,   b[0] taken to be 1
+
+A boundary b[t] begins the next chunk. Of C slots the last one takes what more chunks there are, so
+shapes never depend on the text, and nothing waits for the host.
+"""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from arbcli.kernels.runtime._triton import tl, triton
+from arbcli.kernels.runtime.backend import uses_triton
+from arbcli.kernels.runtime.spec import Case, KernelSpec, Timing
+
+
+class Chunks(NamedTuple):
+    """The chunks of B sequences of T positions, in C slots each."""
+
+    first: Tensor
+    """(B, C) int64, the position that a chunk begins with; -1 in slots without a chunk, which are
+    the last ones."""
+    owner: Tensor
+    """(B, T) int64, the slot of the chunk that a position belongs to."""
+    slot: Tensor
+    """(B, T) int64, the slot of the chunk that begins at a position; -1 where none does."""
+    overflow: Tensor
+    """(B,) int64, boundaries that began no chunk, as all slots were taken."""
+
+
+def find_chunks_reference(boundaries: Tensor, capacity: int) -> Chunks:
+    """Compute what `find_chunks` must return, a position at a time."""
+    batch, length = boundaries.shape
+    like = {"dtype": torch.int64, "device": boundaries.device}
+    first = torch.full((batch, capacity), -1, **like)
+    owner, slot = torch.zeros(batch, length, **like), torch.full((batch, length), -1, **like)
+    overflow = torch.zeros(batch, **like)
+    for row, marks in enumerate(boundaries.tolist()):
+        found = 0
+        for t, mark in enumerate(marks):
+            if (mark or t == 0) and found < capacity:
+                first[row, found], slot[row, t] = t, found
+                found += 1
+            elif mark:
+                overflow[row] += 1
+            owner[row, t] = found - 1
+    return Chunks(first, owner, slot, overflow)
+
+
+def _find_chunks_torch(boundaries, capacity):
+    batch, length = boundaries.shape
+    begins = functional.pad(boundaries[:, 1:], (1, 0), value=True) if length else boundaries
+    found = begins.long().cumsum(1)
+    fits = begins & (found <= capacity)
+    slot = torch.where(fits, found - 1, -1)
+    # what begins no chunk writes to a slot behind the last, which is cut off
+    first = found.new_full((batch, capacity + 1), -1)
+    places = torch.arange(length, device=found.device).expand(batch, length)
+    first.scatter_(1, torch.where(fits, slot, capacity), torch.where(fits, places, -1))
+    owner = found.clamp(max=capacity) - 1
+    return Chunks(first[:, :capacity].contiguous(), owner, slot, (begins & ~fits).sum(1))
+
+
+@triton.jit
+def _find_chunks_kernel(
+    boundaries_ptr, first_ptr, owner_ptr, slot_ptr, overflow_ptr,
+    T, C, stride_bb, stride_bt,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    offs = tl.arange(0, BLOCK)
+    found = 0
+    for start in range(0, T, BLOCK):
+        t = start + offs
+        inside = t < T
+        marks_ptr = boundaries_ptr + row * stride_bb + t.to(tl.int64) * stride_bt
+        begins = ((tl.load(marks_ptr, mask=inside, other=0) != 0) | (t == 0)) & inside
+        number = found + tl.cumsum(begins.to(tl.int32), axis=0)
+        fits = begins & (number <= C)
+        tl.store(first_ptr + row * C + number - 1, t.to(tl.int64), mask=fits)
+        slot = tl.where(fits, number - 1, -1)
+        tl.store(slot_ptr + row * T + t, slot.to(tl.int64), mask=inside)
+        owner = tl.minimum(number, C) - 1
+        tl.store(owner_ptr + row * T + t, owner.to(tl.int64), mask=inside)
+        found += tl.sum(begins.to(tl.int32), axis=0)
+    tl.store(overflow_ptr + row, tl.maximum(found - C, 0).to(tl.int64))
+    for start in range(0, C, BLOCK):
+        c = start + offs
+        tl.store(first_ptr + row * C + c, tl.full((BLOCK,), -1, tl.int64), (c >= found) & (c < C))
+
+
+def _find_chunks_triton(boundaries, capacity):
+    (batch, length), like = boundaries.shape, {"dtype": torch.int64, "device": boundaries.device}
+    first, owner = torch.empty(batch, capacity, **like), torch.empty(batch, length, **like)
+    chunks = Chunks(first, owner, torch.empty_like(owner), torch.empty(batch, **like))
+    if batch:
+        _find_chunks_kernel[(batch,)](
+            boundaries.view(torch.uint8), *chunks, length, capacity, *boundaries.stride(),
+            BLOCK=256,
+        )  # fmt: skip
+    return chunks
+
+
+def find_chunks(boundaries: Tensor, capacity: int) -> Chunks:
+    """Cut sequences into chunks.
+
+    Args:
+        boundaries: (B, T) bool, any strides; whether a chunk begins. One always begins at 0.
+        capacity: C, the slots of a sequence; at least 1.
+
+    Raises:
+        ValueError: a dtype, a shape or a number does not fit.
+    """
+    if boundaries.dtype != torch.bool or boundaries.dim() != 2:
+        got = f"{boundaries.dtype} of shape {tuple(boundaries.shape)}"
+        raise ValueError(f"need a matrix of bool, got {got}")
+    if capacity < 1:
+        raise ValueError(f"need 1 slot or more, got {capacity}")
+    return (_find_chunks_triton if uses_triton(boundaries) else _find_chunks_torch)(
+        boundaries, capacity
+    )
+
+
+def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(batch: int, length: int, share: float) -> Tensor:
+        return (torch.rand(batch, length, generator=generator) < share).to(device)
+
+    for batch, length, capacity, share in (
+        (1, 1, 1, 0.5), (2, 33, 9, 0.25), (3, 159, 31, 0.3), (1, 1311, 400, 0.25),
+    ):  # fmt: skip
+        yield Case(f"{batch}x{length} in {capacity}", (draw(batch, length, share), capacity))
+    yield Case("2x40 in 40 all begin", (draw(2, 40, 2.0), 40))
+    yield Case("2x40 in 7 none begins", (draw(2, 40, -1.0), 7))
+    yield Case("2x300 in 3 far too many", (draw(2, 300, 0.9), 3))
+    yield Case("5x31 in 300 more slots than positions", (draw(5, 31, 0.5), 300))
+    yield Case("7x20 in 6 strided", (draw(40, 14, 0.4).T[::2, ::2], 6))
+    yield Case("0x5 in 2 empty", (draw(0, 5, 0.5), 2))
+    yield Case("2x0 in 2 empty", (draw(2, 0, 0.5), 2))
+
+
+def _timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
+    boundaries = torch.rand(32, 4096, device=device) < 0.25
+    inputs = boundaries, 1536
+    yield Timing("32x4096 in 1536", inputs, peer=lambda: _find_chunks_torch(*inputs))
+
+
+FIND_CHUNKS = KernelSpec(
+    "find_chunks", _find_chunks_triton, _find_chunks_torch, find_chunks_reference, _cases,
+    timings=_timings,
+)  # fmt: skip

@@ -1,0 +1,116 @@
+"""Copy chosen positions of each sequence: y[b, r] = x[b, index[b, r]], or zeros where that is -1.
+
+Forward it takes the positions that chunks begin with, each at most once; so backward it takes, for
+every position, the gradient of the chunk that begins there.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from arbcli.kernels.runtime._triton import tl, triton
+from arbcli.kernels.runtime.backend import uses_triton
+from arbcli.kernels.runtime.spec import EXACT, Case, KernelSpec, Timing
+
+
+def gather_chunks_reference(x: Tensor, index: Tensor) -> Tensor:
+    """Compute what `gather_chunks` must return, a row at a time."""
+    y = torch.zeros(*index.shape, x.shape[2], dtype=x.dtype, device=x.device)
+    for b, places in enumerate(index.tolist()):
+        for r, place in enumerate(places):
+            if place >= 0:
+                y[b, r] = x[b, place]
+    return y
+
+
+def _gather_chunks_torch(x, index):
+    if not x.shape[1]:
+        return x.new_zeros(*index.shape, x.shape[2])
+    rows = torch.arange(len(x), device=x.device)[:, None]
+    return torch.where((index >= 0)[..., None], x[rows, index.clamp(min=0)], 0)
+
+
+@triton.jit
+def _gather_chunks_kernel(
+    x_ptr, index_ptr, y_ptr,
+    R, D, stride_xb, stride_xs, stride_xd, stride_ib, stride_ir,
+    BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    b = tl.program_id(2).to(tl.int64)
+    r = (tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)).to(tl.int64)[:, None]
+    d = (tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)).to(tl.int64)[None, :]
+    place = tl.load(index_ptr + b * stride_ib + r * stride_ir, mask=r < R, other=-1)
+    inside = (place >= 0) & (d < D)
+    x_ptrs = x_ptr + b * stride_xb + place * stride_xs + d * stride_xd
+    x = tl.load(x_ptrs, mask=inside, other=0)
+    tl.store(y_ptr + (b * R + r) * D + d, x, mask=(r < R) & (d < D))
+
+
+def _gather_chunks_triton(x, index):
+    (batch, rows), width = index.shape, x.shape[2]
+    y = torch.empty(batch, rows, width, dtype=x.dtype, device=x.device)
+    if y.numel():
+        block_r, block_d = 4, 256
+        grid = triton.cdiv(rows, block_r), triton.cdiv(width, block_d), batch
+        _gather_chunks_kernel[grid](
+            x, index, y, rows, width, *x.stride(), *index.stride(),
+            BLOCK_R=block_r, BLOCK_D=block_d,
+        )  # fmt: skip
+    return y
+
+
+def gather_chunks(x: Tensor, index: Tensor) -> Tensor:
+    """Copy rows of each sequence.
+
+    Args:
+        x: (B, S, D) float32 or bfloat16, any strides.
+        index: (B, R) int64 below S; a negative one gives zeros.
+
+    Returns:
+        (B, R, D) like x.
+
+    Raises:
+        ValueError: a dtype or a shape does not fit.
+    """
+    if x.dtype not in (torch.float32, torch.bfloat16) or x.dim() != 3:
+        got = f"{x.dtype} of shape {tuple(x.shape)}"
+        raise ValueError(f"need float32 or bfloat16 sequences, got {got}")
+    if index.dtype != torch.int64 or index.dim() != 2 or len(index) != len(x):
+        got = f"{index.dtype} of shape {tuple(index.shape)}"
+        raise ValueError(f"need int64 places of {len(x)} sequences, got {got}")
+    return (_gather_chunks_triton if uses_triton(x) else _gather_chunks_torch)(x, index)
+
+
+def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator).to(device)
+
+    def places(batch: int, rows: int, length: int) -> Tensor:
+        return torch.randint(-1, length, (batch, rows), generator=generator).to(device)
+
+    for batch, length, rows, width in ((1, 1, 1, 1), (2, 33, 9, 159), (3, 7, 31, 300)):
+        inputs = draw(batch, length, width), places(batch, rows, length)
+        yield Case(f"{batch}x{rows} of {length}x{width}", inputs)
+    x, index = draw(70, 6, 5).permute(2, 1, 0)[::2, ::2], places(9, 6, 3).T[::2, ::2]
+    yield Case("3x5 of 3x70 strided", (x, index))
+    yield Case("2x5 of 4x9 nowhere", (draw(2, 4, 9), places(2, 5, 1).clamp(max=-1)))
+    yield Case("2x0 of 4x9 empty", (draw(2, 4, 9), places(2, 0, 1)))
+    yield Case("2x3 of 0x9 empty", (draw(2, 0, 9), places(2, 3, 1).clamp(max=-1)))
+    if device.type == "cuda":  # the interpreter computes wrongly in bf16
+        yield Case("4x300 of 700x776 bf16", (draw(4, 700, 776).bfloat16(), places(4, 300, 700)))
+
+
+def _timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
+    x = torch.randn(32, 4096, 512, device=device, dtype=torch.bfloat16)
+    index = torch.arange(1024, device=device).mul(4).expand(32, 1024).contiguous()
+    inputs = x, index
+    yield Timing("32x1024 of 4096x512 bf16", inputs, peer=lambda: _gather_chunks_torch(*inputs))
+
+
+GATHER_CHUNKS = KernelSpec(
+    "gather_chunks", _gather_chunks_triton, _gather_chunks_torch, gather_chunks_reference, _cases,
+    EXACT, bfloat16=(0,), timings=_timings,
+)  # fmt: skip

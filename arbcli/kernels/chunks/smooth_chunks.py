@@ -1,0 +1,291 @@
+"""Smooth the vectors of chunks by how sure their boundaries are: a running mean over chunks.
+
+    s[j] = p[j] z[j] + (1 - p[j]) s[j - 1],   s[-1] = 0
+
+A boundary that was unsure leaves most of the chunk before it, so a small change of p never makes a
+large one of the result. Backward, with g[j] the whole gradient of s[j]:
+
+    g[j] = grad_s[j] + (1 - p[j + 1]) g[j + 1]
+    grad_z[j] = p[j] g[j],   grad_p[j] = sum over d of g[j] (z[j] - s[j - 1])
+
+Source: S. Hwang et al., "Dynamic Chunking for End-to-End Hierarchical Sequence Modeling",
+https://arxiv.org/abs/2507.07955, eq. 5.
+"""
+
+from collections.abc import Iterator
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from arbcli.kernels.runtime._triton import tl, triton
+from arbcli.kernels.runtime.backend import uses_triton
+from arbcli.kernels.runtime.spec import Case, Gate, KernelSpec, Timing
+
+
+def smooth_chunks_reference(z: Tensor, p: Tensor) -> Tensor:
+    """Compute what `smooth_chunks` must return, one chunk after another in float64."""
+    s, last = torch.zeros(z.shape, dtype=torch.float64, device=z.device), 0.0
+    for j in range(z.shape[1]):
+        share = p[:, j, None].double()
+        last = s[:, j] = share * z[:, j].double() + (1 - share) * last
+    return s
+
+
+def smooth_chunks_backward_reference(
+    grad_s: Tensor, z: Tensor, p: Tensor, s: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Compute what `smooth_chunks_backward` must return, by autograd in float64."""
+    z, p = z.double().requires_grad_(), p.double().requires_grad_()
+    total, last = 0.0, torch.zeros_like(z[:, 0]) if z.shape[1] else 0.0
+    for j in range(z.shape[1]):
+        last = p[:, j, None] * z[:, j] + (1 - p[:, j, None]) * last
+        total = total + (last * grad_s[:, j].double()).sum()
+    if not z.numel():
+        return torch.zeros_like(z), torch.zeros_like(p)
+    return torch.autograd.grad(total, (z, p))
+
+
+def _smooth_chunks_torch(z, p):
+    s = torch.empty(z.shape, dtype=torch.float32, device=z.device)
+    last = torch.zeros_like(s[:, :1])
+    for j in range(z.shape[1]):
+        share = p[:, j, None, None]
+        last = share * z[:, j : j + 1].float() + (1 - share) * last
+        s[:, j : j + 1] = last
+    return s
+
+
+def _smooth_chunks_backward_torch(grad_s, z, p, s):
+    grad_z, grad_p = torch.empty_like(z, memory_format=torch.contiguous_format), p.new_empty(0)
+    before = torch.cat((torch.zeros_like(s[:, :1]), s[:, :-1]), dim=1)[:, : s.shape[1]]
+    whole = torch.empty(z.shape, dtype=torch.float32, device=z.device)
+    g = torch.zeros_like(whole[:, 0]) if z.shape[1] else None
+    for j in reversed(range(z.shape[1])):
+        g = whole[:, j] = grad_s[:, j] + (g if j == z.shape[1] - 1 else (1 - p[:, j + 1, None]) * g)
+    grad_p = (whole * (z.float() - before)).sum(dim=2)
+    grad_z.copy_(p[..., None] * whole)
+    return grad_z, grad_p
+
+
+@triton.jit
+def _compose(decay_a, sum_a, decay_b, sum_b):
+    return decay_a * decay_b, sum_a * decay_b + sum_b
+
+
+@triton.jit
+def _smooth_chunks_kernel(
+    z_ptr, p_ptr, s_ptr,
+    C, D, stride_zb, stride_zc, stride_zd, stride_pb, stride_pc,
+    BLOCK_C: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    b = tl.program_id(1).to(tl.int64)
+    offs = tl.arange(0, BLOCK_C)[:, None]
+    d = (tl.program_id(0) * BLOCK_D + tl.arange(0, BLOCK_D)).to(tl.int64)[None, :]
+    last = tl.zeros((1, BLOCK_D), dtype=tl.float32)
+    for start in range(0, C, BLOCK_C):
+        c = (start + offs).to(tl.int64)
+        # chunks behind the last keep what was before them
+        p = tl.load(p_ptr + b * stride_pb + c * stride_pc, mask=c < C, other=0)
+        mask = (c < C) & (d < D)
+        z_ptrs = z_ptr + b * stride_zb + c * stride_zc + d * stride_zd
+        z = tl.load(z_ptrs, mask=mask, other=0).to(tl.float32)
+        decay = tl.broadcast_to(1 - p, (BLOCK_C, BLOCK_D))
+        decay, total = tl.associative_scan((decay, p * z), 0, _compose)
+        s = decay * last + total
+        tl.store(s_ptr + (b * C + c) * D + d, s, mask=mask)
+        last = tl.sum(tl.where(offs == BLOCK_C - 1, s, 0), axis=0)[None, :]
+
+
+@triton.jit
+def _smooth_chunks_backward_kernel(
+    grad_s_ptr, z_ptr, p_ptr, s_ptr, grad_z_ptr, grad_p_ptr,
+    C, D, stride_gb, stride_gc, stride_gd, stride_zb, stride_zc, stride_zd, stride_pb, stride_pc,
+    stride_sb, stride_sc, stride_sd,
+    BLOCK_C: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    b, part = tl.program_id(1).to(tl.int64), tl.program_id(0).to(tl.int64)
+    offs = tl.arange(0, BLOCK_C)[:, None]
+    d = (part * BLOCK_D + tl.arange(0, BLOCK_D))[None, :]
+    after = tl.zeros((1, BLOCK_D), dtype=tl.float32)
+    for start in range(0, C, BLOCK_C):
+        c = (C - 1 - start - offs).to(tl.int64)  # from the last chunk to the first
+        mask = (c >= 0) & (d < D)
+        p_ptrs = p_ptr + b * stride_pb + c * stride_pc
+        p = tl.load(p_ptrs, mask=c >= 0, other=0)
+        p_next = tl.load(p_ptrs + stride_pc, mask=(c >= 0) & (c + 1 < C), other=0)
+        grad_ptrs = grad_s_ptr + b * stride_gb + c * stride_gc + d * stride_gd
+        grad = tl.load(grad_ptrs, mask=mask, other=0).to(tl.float32)
+        decay = tl.broadcast_to(1 - p_next, (BLOCK_C, BLOCK_D))
+        decay, total = tl.associative_scan((decay, grad), 0, _compose)
+        g = decay * after + total
+        after = tl.sum(tl.where(offs == BLOCK_C - 1, g, 0), axis=0)[None, :]
+        z_ptrs = z_ptr + b * stride_zb + c * stride_zc + d * stride_zd
+        z = tl.load(z_ptrs, mask=mask, other=0).to(tl.float32)
+        s_ptrs = s_ptr + b * stride_sb + (c - 1) * stride_sc + d * stride_sd
+        before = tl.load(s_ptrs, mask=mask & (c > 0), other=0)
+        grad_z = (p * g).to(grad_z_ptr.dtype.element_ty)
+        tl.store(grad_z_ptr + (b * C + c) * D + d, grad_z, mask=mask)
+        grad_p = tl.sum(tl.where(mask, g * (z - before), 0), axis=1)[:, None]
+        parts = tl.num_programs(0)
+        tl.store(grad_p_ptr + (b * C + c) * parts + part, grad_p, mask=c >= 0)
+
+
+def _smooth_chunks_triton(z, p):
+    batch, chunks, width = z.shape
+    s = torch.empty(z.shape, dtype=torch.float32, device=z.device)
+    if s.numel():
+        blocks = _blocks(chunks, width)
+        _smooth_chunks_kernel[(triton.cdiv(width, blocks["BLOCK_D"]), batch)](
+            z, p, s, chunks, width, *z.stride(), *p.stride(), **blocks
+        )
+    return s
+
+
+def _blocks(chunks, width):
+    """Choose tiles, small ones for small tensors: they take long to interpret."""
+    most_chunks, most_width = (min(32, triton.next_power_of_2(size)) for size in (chunks, width))
+    return {"BLOCK_C": most_chunks, "BLOCK_D": most_width}
+
+
+def _smooth_chunks_backward_triton(grad_s, z, p, s):
+    batch, chunks, width = z.shape
+    blocks = _blocks(max(chunks, 1), max(width, 1))
+    parts = triton.cdiv(width, blocks["BLOCK_D"])
+    grad_z = torch.empty(z.shape, dtype=z.dtype, device=z.device)
+    grad_p = torch.empty(batch, chunks, parts, dtype=torch.float32, device=z.device)
+    if grad_z.numel():
+        _smooth_chunks_backward_kernel[(parts, batch)](
+            grad_s, z, p, s, grad_z, grad_p, chunks, width,
+            *grad_s.stride(), *z.stride(), *p.stride(), *s.stride(), **blocks,
+        )  # fmt: skip
+    return grad_z, grad_p.sum(dim=2)
+
+
+def smooth_chunks(z: Tensor, p: Tensor) -> Tensor:
+    """Average each chunk with those before it.
+
+    Args:
+        z: (B, C, D) float32 or bfloat16, any strides.
+        p: (B, C) float32, how much of a chunk's mean is its own vector.
+
+    Returns:
+        (B, C, D) float32.
+
+    Raises:
+        ValueError: a dtype or a shape does not fit.
+    """
+    _check(z, p)
+    return (_smooth_chunks_triton if uses_triton(z) else _smooth_chunks_torch)(z, p)
+
+
+def smooth_chunks_backward(
+    grad_s: Tensor, z: Tensor, p: Tensor, s: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Propagate a gradient back through `smooth_chunks`.
+
+    Args:
+        grad_s: (B, C, D) float32, any strides.
+        z: what `smooth_chunks` was given.
+        p: what it was given.
+        s: what it returned.
+
+    Returns:
+        Gradients of z, like it, and of p, float32.
+
+    Raises:
+        ValueError: a dtype or a shape does not fit.
+    """
+    _check(z, p)
+    for tensor in (grad_s, s):
+        if tensor.dtype != torch.float32 or tensor.shape != z.shape:
+            got = f"{tensor.dtype} {tuple(tensor.shape)}"
+            raise ValueError(f"need float32 {tuple(z.shape)}, got {got}")
+    run = _smooth_chunks_backward_triton if uses_triton(z) else _smooth_chunks_backward_torch
+    return run(grad_s, z, p, s)
+
+
+def _check(z, p):
+    if z.dtype not in (torch.float32, torch.bfloat16) or z.dim() != 3:
+        got = f"{z.dtype} of shape {tuple(z.shape)}"
+        raise ValueError(f"need float32 or bfloat16 chunks, got {got}")
+    if p.dtype != torch.float32 or p.shape != z.shape[:2]:
+        got = f"{p.dtype} {tuple(p.shape)}"
+        raise ValueError(f"need float32 shares of shape {tuple(z.shape[:2])}, got {got}")
+
+
+def _draw(device: torch.device) -> Iterator[tuple[str, Tensor, Tensor, Tensor]]:
+    """Draw (label, z, p, gradient of the result)."""
+    generator = torch.Generator().manual_seed(0)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator).to(device)
+
+    def shares(*shape: int) -> Tensor:
+        return torch.rand(shape, generator=generator).to(device)
+
+    for shape in ((1, 1, 1), (2, 33, 7), (3, 5, 33)):
+        label = "x".join(map(str, shape))
+        yield label, normal(*shape), shares(*shape[:2]), normal(*shape)
+    ends = (shares(2, 40) < 0.5).float()
+    yield "2x40x5 all or nothing", normal(2, 40, 5), ends, normal(2, 40, 5)
+    low = torch.full((1, 65), 1e-4, device=device)
+    yield "1x65x3 almost nothing", normal(1, 65, 3), low, normal(1, 65, 3)
+    strided = normal(10, 9, 6).permute(2, 1, 0)[::2], shares(9, 6).T[::2]
+    yield "3x9x10 strided", *strided, normal(10, 3, 9).permute(1, 2, 0)
+    yield "2x0x3 empty", normal(2, 0, 3), shares(2, 0), normal(2, 0, 3)
+    if device.type == "cuda":  # the interpreter computes wrongly in bf16
+        z = normal(3, 700, 776).bfloat16()
+        yield "3x700x776 bf16", z, shares(3, 700), normal(3, 700, 776)
+
+
+def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
+    for label, z, p, _ in _draw(device):
+        yield Case(label, (z, p))
+
+
+def _backward_cases(device: torch.device, _group_size: int) -> Iterator[Case]:
+    for label, z, p, grad in _draw(device):
+        peer = rounded_smooth_gradients if z.dtype == torch.bfloat16 else None
+        yield Case(label, (grad, z, p, smooth_chunks_reference(z, p).float()), peer)
+
+
+def rounded_smooth_gradients(grad_s, z, p, s):
+    """Round the first result of `smooth_chunks_backward`; the other is float32 always."""
+    grad_z, _ = smooth_chunks_backward_reference(grad_s, z, p, s)
+    return grad_z.to(z.dtype), None
+
+
+def _timed(device: torch.device) -> tuple[str, Tensor, Tensor]:
+    z = torch.randn(32, 1024, 512, device=device, dtype=torch.bfloat16)
+    return "32x1024x512 bf16", z, torch.rand(32, 1024, device=device)
+
+
+def _timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
+    label, z, p = _timed(device)
+    yield Timing(label, (z, p), peer=partial(torch.cumsum, z.float(), 1), peer_name="cumsum")
+
+
+def _backward_timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
+    label, z, p = _timed(device)
+    inputs = torch.randn(z.shape, device=device), z, p, _smooth_chunks_triton(z, p)
+    peer = partial(torch.cumsum, inputs[0], 1)
+    yield Timing(label, inputs, peer=peer, peer_name="cumsum")
+
+
+_GATE = Gate(
+    exact=False,
+    relative=1e-5,
+    peer_slack=0.1,
+    reason="float32 sums over chunks and columns; in bf16 no worse than one rounding",
+)
+
+SMOOTH_CHUNKS = KernelSpec(
+    "smooth_chunks", _smooth_chunks_triton, _smooth_chunks_torch, smooth_chunks_reference, _cases,
+    _GATE, bfloat16=(0,), timings=_timings,
+)  # fmt: skip
+SMOOTH_CHUNKS_BACKWARD = KernelSpec(
+    "smooth_chunks_backward", _smooth_chunks_backward_triton, _smooth_chunks_backward_torch,
+    smooth_chunks_backward_reference, _backward_cases, _GATE, bfloat16=(1,),
+    timings=_backward_timings,
+)  # fmt: skip

@@ -1,0 +1,271 @@
+"""Give every position the vector of its chunk: y[t] = x[t] + s[owner[t]].
+
+The backward sums a chunk's positions, and finds what a factor of its vector at each position would
+have for a gradient: the factor is 1, and only its gradient counts.
+
+    grad_s[j] = sum over t of chunk j of grad_y[t]
+    grad_c[t] = sum over d of grad_y[t] s[owner[t]]
+"""
+
+from collections.abc import Iterator
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from arbcli.kernels.chunks.find_chunks import find_chunks_reference
+from arbcli.kernels.runtime._triton import tl, triton
+from arbcli.kernels.runtime.backend import uses_triton
+from arbcli.kernels.runtime.spec import Case, Gate, KernelSpec, Timing
+
+
+def spread_chunks_reference(x: Tensor, s: Tensor, owner: Tensor) -> Tensor:
+    """Compute what `spread_chunks` must return, a position at a time in float64."""
+    y = x.double().clone()
+    for b, chunks in enumerate(owner.tolist()):
+        for t, chunk in enumerate(chunks):
+            y[b, t] += s[b, chunk].double()
+    return y
+
+
+def spread_chunks_backward_reference(
+    grad_y: Tensor, s: Tensor, owner: Tensor, first: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Compute what `spread_chunks_backward` must return, a position at a time in float64."""
+    grad_s = torch.zeros(s.shape, dtype=torch.float64, device=s.device)
+    grad_c = torch.zeros(owner.shape, dtype=torch.float64, device=s.device)
+    for b, chunks in enumerate(owner.tolist()):
+        for t, chunk in enumerate(chunks):
+            grad_s[b, chunk] += grad_y[b, t].double()
+            grad_c[b, t] = (grad_y[b, t].double() * s[b, chunk].double()).sum()
+    return grad_s, grad_c
+
+
+def _rows(owner):
+    return torch.arange(len(owner), device=owner.device)[:, None]
+
+
+def _spread_chunks_torch(x, s, owner):
+    if not owner.numel():
+        return torch.empty_like(x)
+    return (x.float() + s[_rows(owner), owner]).to(x.dtype)
+
+
+def _spread_chunks_backward_torch(grad_y, s, owner, first):
+    grad_s = torch.zeros_like(s, memory_format=torch.contiguous_format)
+    if not owner.numel():
+        return grad_s, s.new_zeros(owner.shape)
+    grad_y = grad_y.float()
+    grad_c = (grad_y * s[_rows(owner), owner]).sum(dim=2)
+    places = (owner + _rows(owner) * s.shape[1]).flatten()
+    grad_s.view(-1, s.shape[2]).index_add_(0, places, grad_y.flatten(0, 1))
+    return grad_s, grad_c
+
+
+@triton.jit
+def _spread_chunks_kernel(
+    x_ptr, s_ptr, owner_ptr, y_ptr,
+    T, D, stride_xb, stride_xt, stride_xd, stride_sb, stride_sc, stride_sd, stride_ob, stride_ot,
+    BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    b = tl.program_id(2).to(tl.int64)
+    t = (tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)).to(tl.int64)[:, None]
+    d = (tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)).to(tl.int64)[None, :]
+    mask = (t < T) & (d < D)
+    chunk = tl.load(owner_ptr + b * stride_ob + t * stride_ot, mask=t < T, other=0)
+    s = tl.load(s_ptr + b * stride_sb + chunk * stride_sc + d * stride_sd, mask=mask, other=0)
+    x_ptrs = x_ptr + b * stride_xb + t * stride_xt + d * stride_xd
+    y = tl.load(x_ptrs, mask=mask, other=0).to(tl.float32) + s
+    tl.store(y_ptr + (b * T + t) * D + d, y.to(y_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _spread_chunks_backward_kernel(
+    grad_y_ptr, s_ptr, first_ptr, grad_s_ptr, grad_c_ptr,
+    T, C, D, stride_yb, stride_yt, stride_yd, stride_sb, stride_sc, stride_sd,
+    stride_fb, stride_fc,
+    BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    j, b = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
+    begin = tl.load(first_ptr + b * stride_fb + j * stride_fc)
+    next_ptr = first_ptr + b * stride_fb + (j + 1) * stride_fc
+    end = tl.load(next_ptr, mask=j + 1 < C, other=-1)
+    # the last chunk has all that is left, and a slot without one has nothing
+    end = tl.where(end < 0, T, end)
+    begin = tl.where(begin < 0, end, begin)
+    d = tl.arange(0, BLOCK_D).to(tl.int64)[None, :]
+    s = tl.load(s_ptr + b * stride_sb + j * stride_sc + d * stride_sd, mask=d < D, other=0)
+    total = tl.zeros((BLOCK_T, BLOCK_D), dtype=tl.float32)
+    for start in range(begin, end, BLOCK_T):
+        t = (start + tl.arange(0, BLOCK_T)).to(tl.int64)[:, None]
+        grad_ptrs = grad_y_ptr + b * stride_yb + t * stride_yt + d * stride_yd
+        grad = tl.load(grad_ptrs, mask=(t < end) & (d < D), other=0).to(tl.float32)
+        total += grad
+        grad_c = tl.sum(grad * s, axis=1)[:, None]
+        tl.store(grad_c_ptr + b * T + t, grad_c, mask=t < end)
+    grad_s = tl.sum(total, axis=0)[None, :]
+    tl.store(grad_s_ptr + (b * C + j) * D + d, grad_s, mask=d < D)
+
+
+def _spread_chunks_triton(x, s, owner):
+    batch, length, width = x.shape
+    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    if y.numel():
+        block_t, block_d = 4, 256
+        grid = triton.cdiv(length, block_t), triton.cdiv(width, block_d), batch
+        _spread_chunks_kernel[grid](
+            x, s, owner, y, length, width, *x.stride(), *s.stride(), *owner.stride(),
+            BLOCK_T=block_t, BLOCK_D=block_d,
+        )  # fmt: skip
+    return y
+
+
+def _spread_chunks_backward_triton(grad_y, s, owner, first):
+    (batch, length, width), chunks = grad_y.shape, s.shape[1]
+    grad_s = torch.empty(s.shape, dtype=torch.float32, device=s.device)
+    grad_c = torch.empty(batch, length, dtype=torch.float32, device=s.device)
+    if grad_s.numel():
+        _spread_chunks_backward_kernel[(chunks, batch)](
+            grad_y, s, first, grad_s, grad_c, length, chunks, width,
+            *grad_y.stride(), *s.stride(), *first.stride(),
+            BLOCK_T=4, BLOCK_D=triton.next_power_of_2(width),
+        )  # fmt: skip
+    return grad_s, grad_c
+
+
+def spread_chunks(x: Tensor, s: Tensor, owner: Tensor) -> Tensor:
+    """Add to every position the vector of its chunk.
+
+    Args:
+        x: (B, T, D) float32 or bfloat16, any strides.
+        s: (B, C, D) float32, any strides.
+        owner: (B, T) int64 in 0..C-1, of `find_chunks`.
+
+    Returns:
+        (B, T, D) in the dtype of x; added in float32.
+
+    Raises:
+        ValueError: a dtype or a shape does not fit.
+    """
+    _check(x, s, owner)
+    return (_spread_chunks_triton if uses_triton(x) else _spread_chunks_torch)(x, s, owner)
+
+
+def spread_chunks_backward(
+    grad_y: Tensor, s: Tensor, owner: Tensor, first: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Propagate a gradient back through `spread_chunks`; that of x is `grad_y` itself.
+
+    Args:
+        grad_y: (B, T, D) float32 or bfloat16, any strides.
+        s: what `spread_chunks` was given.
+        owner: what it was given.
+        first: (B, C) int64, of `find_chunks`.
+
+    Returns:
+        Gradients of s, (B, C, D), and of a factor of it at each position, (B, T); float32.
+
+    Raises:
+        ValueError: a dtype or a shape does not fit.
+    """
+    _check(grad_y, s, owner)
+    if first.dtype != torch.int64 or first.shape != s.shape[:2]:
+        got = f"{first.dtype} {tuple(first.shape)}"
+        raise ValueError(f"need int64 places of shape {tuple(s.shape[:2])}, got {got}")
+    run = _spread_chunks_backward_triton if uses_triton(s) else _spread_chunks_backward_torch
+    return run(grad_y, s, owner, first)
+
+
+def _check(x, s, owner):
+    if x.dtype not in (torch.float32, torch.bfloat16) or x.dim() != 3:
+        got = f"{x.dtype} of shape {tuple(x.shape)}"
+        raise ValueError(f"need float32 or bfloat16 positions, got {got}")
+    if owner.dtype != torch.int64 or owner.shape != x.shape[:2]:
+        got = f"{owner.dtype} {tuple(owner.shape)}"
+        raise ValueError(f"need int64 chunks of shape {tuple(x.shape[:2])}, got {got}")
+    if s.dtype != torch.float32 or s.dim() != 3 or s.shape[::2] != x.shape[::2]:
+        got = f"{s.dtype} {tuple(s.shape)}"
+        raise ValueError(f"need float32 chunks of width {x.shape[2]}, got {got}")
+
+
+def _draw(device: torch.device) -> Iterator[tuple[str, Tensor, Tensor, Tensor, Tensor]]:
+    """Draw (label, positions, vectors of chunks, owner, first)."""
+    generator = torch.Generator().manual_seed(0)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator).to(device)
+
+    for batch, length, chunks, width, share in (
+        (1, 1, 1, 1, 0.5), (2, 33, 9, 7, 0.2), (3, 21, 30, 33, 0.5), (2, 40, 3, 159, 0.9),
+    ):  # fmt: skip
+        marks = torch.rand(batch, length, generator=generator) < share
+        found = find_chunks_reference(marks.to(device), chunks)
+        label = f"{batch}x{length} in {chunks} of {width}"
+        sizes = normal(batch, length, width), normal(batch, chunks, width)
+        yield label, *sizes, found.owner, found.first
+    x, s = normal(10, 9, 6).permute(2, 1, 0)[::2], normal(10, 4, 3).permute(2, 1, 0)
+    found = find_chunks_reference(torch.rand(3, 9, device=device) < 0.4, 4)
+    owner, first = (part.T.contiguous().T for part in (found.owner, found.first))
+    yield "3x9 in 4 of 10 strided", x, s, owner, first
+    found = find_chunks_reference(torch.ones(2, 0, dtype=torch.bool, device=device), 3)
+    yield "2x0 in 3 of 5 empty", normal(2, 0, 5), normal(2, 3, 5), found.owner, found.first
+    if device.type == "cuda":  # the interpreter computes wrongly in bf16
+        found = find_chunks_reference(torch.rand(3, 700, device=device) < 0.3, 200)
+        x = normal(3, 700, 776).bfloat16()
+        yield "3x700 in 200 of 776 bf16", x, normal(3, 200, 776), found.owner, found.first
+
+
+def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
+    for label, x, s, owner, _ in _draw(device):
+        peer = rounded_spread if x.dtype == torch.bfloat16 else None
+        yield Case(label, (x, s, owner), peer)
+
+
+def _backward_cases(device: torch.device, _group_size: int) -> Iterator[Case]:
+    for label, *inputs in _draw(device):
+        yield Case(label, tuple(inputs))
+
+
+def rounded_spread(x, s, owner):
+    """Round the reference of `spread_chunks`, and nothing before it."""
+    return spread_chunks_reference(x, s, owner).to(x.dtype)
+
+
+def _timed(device: torch.device) -> tuple[str, tuple, Tensor]:
+    x = torch.randn(32, 4096, 512, device=device, dtype=torch.bfloat16)
+    owner = (torch.arange(4096, device=device) // 4).expand(32, 4096).contiguous()
+    first = (torch.arange(1024, device=device) * 4).expand(32, 1024).contiguous()
+    return (
+        "32x4096 in 1024 of 512 bf16",
+        (x, torch.randn(32, 1024, 512, device=device), owner),
+        first,
+    )
+
+
+def _timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
+    label, inputs, _ = _timed(device)
+    yield Timing(label, inputs, peer=partial(_spread_chunks_torch, *inputs))
+
+
+def _backward_timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
+    label, inputs, first = _timed(device)
+    peer = partial(_spread_chunks_backward_torch, *inputs, first)
+    yield Timing(label, (*inputs, first), peer=peer)
+
+
+_GATE = Gate(
+    exact=False,
+    relative=1e-5,
+    peer_slack=0.1,
+    reason="float32 sums over a chunk or a row; in bf16 no worse than one rounding",
+)
+
+SPREAD_CHUNKS = KernelSpec(
+    "spread_chunks", _spread_chunks_triton, _spread_chunks_torch, spread_chunks_reference, _cases,
+    _GATE, bfloat16=(0,), timings=_timings,
+)  # fmt: skip
+SPREAD_CHUNKS_BACKWARD = KernelSpec(
+    "spread_chunks_backward", _spread_chunks_backward_triton, _spread_chunks_backward_torch,
+    spread_chunks_backward_reference, _backward_cases, _GATE, bfloat16=(0,),
+    timings=_backward_timings,
+)  # fmt: skip

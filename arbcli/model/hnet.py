@@ -1,0 +1,407 @@
+"""`HNet`: outer blocks on bytes, which find chunks; a main network on these; and back to bytes."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from arbcli.config.dense import VOCABULARY, ModelConfig
+from arbcli.config.hnet import HNetConfig
+from arbcli.kernels.chunks.boundary_scores import boundary_scores
+from arbcli.kernels.chunks.find_chunks import find_chunks
+from arbcli.kernels.chunks.smooth_chunks import smooth_chunks
+from arbcli.kernels.chunks.spread_chunks import spread_chunks
+from arbcli.model.blocks.chunking import (
+    Routed,
+    Router,
+    norm,
+    ratio_loss,
+    route_every,
+    route_words,
+    share_of,
+    spread,
+    take_chunks,
+)
+from arbcli.model.cache import KeyValueCache
+from arbcli.model.dense import Block, takes_one_position
+from arbcli.model.initial import head_std
+from arbcli.model.language_model import RECOMPUTE, LanguageModel, Phase
+from arbcli.model.layers.kinds import layers_for
+from arbcli.model.layers.norm import NORM_EPS
+
+
+class Stage(nn.Module):
+    """Everything around an inner network: encoder, router, the ways in and out, decoder."""
+
+    def __init__(self, config: HNetConfig, stage: int) -> None:
+        super().__init__()
+        own = self.config = config.outer(stage)
+        inner = config.outer(stage + 1) if stage + 1 < config.stages else config.main()
+        parts, about = layers_for(own), {"area": "chunking"}
+
+        def blocks() -> nn.ModuleList:
+            return nn.ModuleList(Block(own, config.window) for _ in range(own.layers))
+
+        self.encoder = blocks()
+        self.router = Router(own) if config.boundaries == "learned" else None
+        self.inward = parts.linear(inner.dim, own.dim, own, **about)
+        self.outward_norm = parts.norm(inner.dim, inner)
+        self.outward = parts.linear(own.dim, inner.dim, own, **about)
+        self.residual = parts.linear(own.dim, own.dim, own, spread=0.0, **about)
+        self.decoder = blocks()
+
+
+class _Seen(NamedTuple):
+    """What a stage made of a batch."""
+
+    ratio: Tensor | None
+    """Its ratio loss; None where nothing is learned."""
+    counts: Tensor
+    """(3,) int64: positions, chunks, and boundaries that found no slot."""
+
+
+class HNet(LanguageModel):
+    """A language model over bytes that works on chunks of them.
+
+    Args:
+        config: its shape and storage.
+        compute_dtype: of activations; bfloat16, or float32.
+        recompute: whether a backward computes what is inside a block again.
+    """
+
+    config: HNetConfig
+
+    def __init__(
+        self,
+        config: HNetConfig,
+        compute_dtype: torch.dtype = torch.bfloat16,
+        *,
+        recompute: bool = False,
+    ) -> None:
+        super().__init__()
+        self.config, self.compute_dtype, self.recompute = config, compute_dtype, recompute
+        outer, main = config.outer(0), config.main()
+        parts = layers_for(outer)
+        self.cross_entropy = parts.cross_entropy
+        self.embedding = parts.embedding(VOCABULARY, outer.dim, outer, area="embedding")
+        self.stages = nn.ModuleList(Stage(config, stage) for stage in range(config.stages))
+        self.main_config = main
+        self.blocks = nn.ModuleList(Block(main) for _ in range(main.layers))
+        self.norm = parts.norm(outer.dim, outer)
+        head = {"area": "head", "std": head_std(outer.dim), "in_eight_bits": False}
+        self.head = parts.linear(VOCABULARY, outer.dim, outer, **head)
+        self._counts: Tensor | None = None
+
+    def forward(self, ids: Tensor, cache: "HNetCache | None" = None) -> Tensor:
+        """Compute (B, T, 256) logits, in `compute_dtype`, from (B, T) int64 bytes.
+
+        With a cache B is 1: the bytes follow on those that it has seen, and are added to it.
+        """
+        if cache is None:
+            return self._logits(ids)[0]
+        x = self._follow(0, self.embedding(ids, self.compute_dtype), ids, cache)
+        return self.head(x, self.norm)
+
+    def loss(self, ids: Tensor, targets: Tensor) -> Tensor:
+        """Average the cross-entropy, in nats a byte, over (B, T) int64 inputs and targets."""
+        return self.losses(ids, targets)["text"]
+
+    def losses(self, ids: Tensor, targets: Tensor) -> dict[str, Tensor]:
+        """Compute the parts of the loss: `text`, and `ratio` of all stages where it is learned."""
+        logits, seen = self._logits(ids)
+        if torch.is_grad_enabled():
+            self._counts = torch.stack([stage.counts for stage in seen])
+        losses = {"text": self.cross_entropy(logits.flatten(0, 1), targets.flatten())}
+        ratios = [stage.ratio for stage in seen if stage.ratio is not None]
+        return losses | ({"ratio": sum(ratios)} if ratios else {})
+
+    def boundaries(self, ids: Tensor) -> list[Tensor]:
+        """Find where chunks begin in (B, T) bytes: for each stage (B, T) bool, at bytes."""
+        found: list[Tensor] = []
+        with torch.no_grad():
+            self._logits(ids, found)
+        return found
+
+    def _logits(self, ids: Tensor, found: list[Tensor] | None = None) -> tuple[Tensor, list[_Seen]]:
+        """Compute logits, what the stages saw, and into `found` where their chunks begin."""
+        seen: list[_Seen] = []
+        places = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
+        x = self._through(0, self.embedding(ids, self.compute_dtype), ids, places, seen, found)
+        return self.head(x, self.norm), seen
+
+    def _through(
+        self,
+        index: int,
+        x: Tensor,
+        ids: Tensor,
+        places: Tensor | None,
+        seen: list[_Seen],
+        found: list[Tensor] | None,
+    ) -> Tensor:
+        """Pass (B, T, D) through a stage and all inside it.
+
+        Args:
+            index: of the stage; that behind the last is the main network.
+            x: the stream.
+            ids: the bytes of the text.
+            places: (B, T) int64, the bytes that positions stand for; -1 is no position.
+            seen: what stages see is added to it.
+            found: where their chunks begin is.
+        """
+        if index == len(self.stages):
+            return self._run(self.blocks, x)
+        stage, config = self.stages[index], self.config
+        x = self._run(stage.encoder, x)
+        x = norm(x, NORM_EPS)
+        valid = places >= 0 if index else None
+        routed = self._route(stage, index, x, ids)
+        if valid is not None:
+            routed = routed._replace(begins=routed.begins & valid)
+        chunks = find_chunks(routed.begins, config.capacity(index, x.shape[1]))
+        begun = places.gather(1, chunks.first.clamp(min=0))
+        begun = begun.masked_fill(chunks.first < 0, -1)
+        positions = valid.sum() if index else torch.full_like(begun[0, 0], places.numel())
+        counts = positions, (chunks.first >= 0).sum(), chunks.overflow.sum()
+        ratio = ratio_loss(routed, config.chunk_length[index], valid) if stage.router else None
+        seen.append(_Seen(ratio, torch.stack(counts)))
+        if found is not None:
+            marks = torch.zeros_like(ids, dtype=torch.bool)
+            # slots without a chunk mark the first byte, which begins one anyway
+            found.append(marks.scatter_(1, begun.clamp(min=0), True))
+        z = stage.inward(take_chunks(x, chunks))
+        z = self._through(index + 1, z, ids, begun, seen, found)
+        z = stage.outward(z, stage.outward_norm)
+        return self._run(stage.decoder, spread(z, routed.p, stage.residual(x), chunks))
+
+    def _route(self, stage: Stage, index: int, x: Tensor, ids: Tensor) -> Routed:
+        if stage.router:
+            return stage.router(x)
+        if self.config.boundaries == "space":
+            return route_words(ids, torch.full_like(ids[:, :1], -1))
+        positions = torch.arange(x.shape[1], device=x.device).expand(x.shape[:2])
+        return route_every(self.config.chunk_length[index], positions)
+
+    def _run(self, blocks: nn.ModuleList, x: Tensor) -> Tensor:
+        recompute = self.recompute and torch.is_grad_enabled()
+        for block in blocks:
+            x = checkpoint(block, x, **RECOMPUTE) if recompute else block(x)
+        return x
+
+    def gauges(self) -> dict[str, float]:
+        """Measure the chunks of the last step; waits for the device.
+
+        Returns:
+            chunk_length: bytes of a chunk on average; chunk_length_2 and so on, positions of a
+                chunk of the stages inside.
+            joined: share of the boundaries that found no slot, so that chunks were joined.
+        """
+        if self._counts is None:
+            return {}
+        found, joined, begun = {}, 0, 0
+        for index, (positions, chunks, overflow) in enumerate(self._counts.tolist()):
+            found[f"chunk_length_{index + 1}" if index else "chunk_length"] = positions / chunks
+            joined, begun = joined + overflow, begun + chunks + overflow
+        return found | {"joined": joined / begun}
+
+    def new_cache(self, positions: int) -> "HNetCache":
+        """Make a cache for a text of at most `positions` bytes; no gradient passes through it."""
+        return HNetCache(self.config, positions, self.compute_dtype, self.device)
+
+    def step_phases(self, ids: Tensor, cache: "HNetCache") -> list[Phase]:
+        """List what reading one byte takes; a byte that begins no chunk needs but the outer ones.
+
+        Args:
+            ids: (1, 1) int64, read anew in every step.
+            cache: read and written in place.
+        """
+        last = len(self.stages)
+
+        def down(index: int) -> None:
+            if index == 0:
+                x = self.embedding(ids, self.compute_dtype)
+            else:
+                x = self.stages[index - 1].inward(cache.stages[index - 1].x)
+            self._down(index, x, ids, cache)
+
+        def outward(index: int, z: Tensor) -> None:
+            stage = self.stages[index]
+            cache.stages[index].take_in(stage.outward(z, stage.outward_norm))
+
+        def main() -> None:
+            x = self.stages[-1].inward(cache.stages[-1].x)
+            outward(last - 1, self._follow(last, x, ids, cache))
+
+        def up(index: int) -> Tensor | None:
+            x = self._up(index, cache)
+            if index == 0:
+                return self.head(x, self.norm)
+            return outward(index - 1, x)
+
+        phases = [
+            Phase(index, lambda i=index: down(i), lambda i=index: cache.stages[i].begins)
+            for index in range(last)
+        ]
+        phases.append(Phase(last, main))
+        return phases + [Phase(i, lambda i=i: up(i)) for i in reversed(range(last))]
+
+    def _follow(self, index: int, x: Tensor, ids: Tensor, cache: "HNetCache") -> Tensor:
+        """Do as `_through` does, after a past; waits for the device to know how many chunks."""
+        if index == len(self.stages):
+            return self._run_after(self.blocks, x, cache.main, self.main_config)
+        stage, past = self.stages[index], cache.stages[index]
+        self._down(index, x, ids, cache)
+        if past.begins.any():
+            z = self._follow(index + 1, stage.inward(past.chosen()), ids, cache)
+            past.take_in(stage.outward(z, stage.outward_norm))
+        return self._up(index, cache)
+
+    def _down(self, index: int, x: Tensor, ids: Tensor, cache: "HNetCache") -> None:
+        """Encode new positions (1, T, D), and find which of them begin chunks."""
+        stage, past = self.stages[index], cache.stages[index]
+        first = past.encoder.position.clone()
+        x = norm(self._run_after(stage.encoder, x, past.encoder, stage.config), NORM_EPS)
+        places = (first + torch.arange(x.shape[1], device=x.device))[None]
+        if stage.router:
+            routed = past.route(x, stage.router.query_key(x), places)
+        elif self.config.boundaries == "space":
+            before = torch.where(first == 0, -1, past.byte)
+            routed = route_words(ids, before)
+            past.byte.copy_(ids[:, -1:])
+        else:
+            routed = route_every(self.config.chunk_length[index], places)
+        past.x, past.residual = x, stage.residual(x)
+        past.p, past.begins = routed
+
+    def _up(self, index: int, cache: "HNetCache") -> Tensor:
+        """Decode the positions that `_down` was given last."""
+        stage, past = self.stages[index], cache.stages[index]
+        return self._run_after(stage.decoder, past.spread(), past.decoder, stage.config)
+
+    def _run_after(
+        self, blocks: nn.ModuleList, x: Tensor, past: KeyValueCache, config: ModelConfig
+    ) -> Tensor:
+        """Pass new positions (1, T, D) through blocks, after their past."""
+        pairs = list(zip(blocks, past.blocks, strict=True))
+        with past.reading(x.shape[1]):
+            if takes_one_position(self, x, config):
+                for block, of_block in pairs:
+                    x = block.one_position(x, of_block)
+                return x
+            added = None
+            for block, of_block in pairs:
+                x, added = block.follow(x, added, of_block)
+            return x + added
+
+
+class HNetCache:
+    """What an `HNet` remembers of one text: keys and values of all blocks, and the last chunk.
+
+    Args:
+        config: of the model.
+        positions: bytes that the text can have.
+        dtype: of keys and values.
+        device: where they are.
+    """
+
+    def __init__(
+        self, config: HNetConfig, positions: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self.positions, self.window = positions, min(config.window, *config.slots, positions)
+        self.stages = [
+            StageCache(config, stage, positions, dtype, device) for stage in range(config.stages)
+        ]
+        self.main = KeyValueCache(config.main(), positions, dtype, device)
+
+    @property
+    def position(self) -> Tensor:
+        """Bytes seen; a step reads it on the device, and nobody waits for it."""
+        return self.stages[0].decoder.position
+
+    def depths(self) -> Tensor:
+        """Count the stages that began a chunk at each byte that was read last: (T,) int64."""
+        counts = torch.zeros_like(self.stages[0].begins[0], dtype=torch.int64)
+        places = torch.arange(len(counts), device=counts.device)
+        for stage in self.stages:
+            places = places[stage.begins[0]]
+            if not len(places):  # what is inside has read nothing
+                break
+            counts[places] += 1
+        return counts
+
+    def reset(self) -> None:
+        """Begin a new text."""
+        for stage in self.stages:
+            stage.encoder.reset()
+            stage.decoder.reset()
+            stage.mean.zero_()
+        self.main.reset()
+
+
+class StageCache:
+    """What a stage remembers, and what its encoder leaves for its decoder."""
+
+    x: Tensor
+    """(1, T, D), the new positions, encoded and normalised."""
+    residual: Tensor
+    """(1, T, D), what of them goes past the inner network."""
+    p: Tensor
+    """(1, T) float32, how likely chunks begin at them."""
+    begins: Tensor
+    """(1, T) bool, whether they do."""
+
+    def __init__(
+        self,
+        config: HNetConfig,
+        stage: int,
+        positions: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        own = config.outer(stage)
+        self.encoder, self.decoder = (
+            KeyValueCache(own, positions, dtype, device, window=config.window) for _ in range(2)
+        )
+        like = {"dtype": dtype, "device": device}
+        self.last = torch.zeros(1, 1, own.dim, **like)
+        """The position before the new ones, encoded and normalised."""
+        self.last_query_key = torch.zeros(1, 1, 2 * own.dim, **like)
+        self.mean = torch.zeros(1, 1, own.dim, dtype=torch.float32, device=device)
+        """The last chunk, smoothed."""
+        self.byte = torch.zeros(1, 1, dtype=torch.int64, device=device)
+        """The last byte."""
+        self._means: Tensor | None = None
+
+    def route(self, x: Tensor, query_key: Tensor, places: Tensor) -> Routed:
+        """Compare new positions (1, T, D) with those before them; `places` is where they are."""
+        before = (
+            torch.cat((self.last, x), dim=1),
+            torch.cat((self.last_query_key, query_key), dim=1),
+        )
+        p = boundary_scores(*before)[:, 1:].masked_fill(places == 0, 1)
+        self.last.copy_(x[:, -1:])
+        self.last_query_key.copy_(query_key[:, -1:])
+        return Routed(p, p > 0.5)
+
+    def chosen(self) -> Tensor:
+        """Take the new positions that begin chunks, (1, n, D)."""
+        return self.x[self.begins][None]
+
+    def take_in(self, z: Tensor) -> None:
+        """Smooth new chunks, (1, n, D) of what the inner network gives.
+
+        Of one new position, which begins a chunk, no shape depends on the text.
+        """
+        p = self.p if self.p.shape[1] == 1 else self.p[self.begins][None]
+        share = torch.cat((torch.ones_like(p[:, :1]), share_of(p)), dim=1)
+        self._means = smooth_chunks(torch.cat((self.mean, z.float()), dim=1), share)
+        self.mean.copy_(self._means[:, -1:])
+
+    def spread(self) -> Tensor:
+        """Give every new position its chunk, (1, T, D), and what went past the inner network."""
+        means, self._means = self._means, None
+        if means is None or self.begins.shape[1] == 1:
+            means, owner = self.mean, torch.zeros_like(self.begins, dtype=torch.int64)
+        else:
+            owner = self.begins.cumsum(1)
+        return spread_chunks(self.residual, means, owner)

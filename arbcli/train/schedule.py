@@ -1,0 +1,41 @@
+"""The learning rate of every step: a linear warm-up times a shape that ends at the final rate."""
+
+import math
+
+from arbcli.config.training import SCHEDULES, TrainConfig
+
+FINAL_SHARE = 0.05
+"""Of the learning rate, where no final one is given."""
+DECAY_SHARE = 0.2
+"""Of the steps, at the end, in which `wsd` (warm-up, stable, decay) decays."""
+SHAPES = {
+    "cosine": lambda step, steps: (1 + math.cos(math.pi * step / steps)) / 2,
+    "linear": lambda step, steps: 1 - step / steps,
+    "wsd": lambda step, steps: min(1.0, (steps - step) / (DECAY_SHARE * steps)),
+    "constant": lambda step, steps: 1.0,
+}
+"""From a step, of so many, to what falls from 1 to 0."""
+assert tuple(SHAPES) == SCHEDULES
+
+
+def schedule(
+    step: int, steps: int, warmup: int, shape: str = "cosine", final: float = FINAL_SHARE
+) -> float:
+    """Compute the share of the learning rate at `step` of `steps`.
+
+    Args:
+        step: from 0.
+        steps: of the run.
+        warmup: steps of the rise, at most half of the run.
+        shape: a name of `SHAPES`.
+        final: the share at the end; `constant` never comes near it.
+    """
+    warmup = min(warmup, steps // 2)
+    rise = min(1.0, (step + 1) / warmup) if warmup else 1.0
+    return rise * (final + (1 - final) * SHAPES[shape](step, steps))
+
+
+def learning_rate(config: TrainConfig, step: int) -> float:
+    """Compute the learning rate of a step of a run."""
+    final = FINAL_SHARE if config.final_lr is None else config.final_lr / config.lr
+    return config.lr * schedule(step, config.steps, config.warmup, config.schedule, final)

@@ -1,0 +1,42 @@
+"""A run that cannot fit is refused before it starts, and none that can."""
+
+import pytest
+from marks import mostly_slow
+
+from arbcli.errors import ArbError
+from arbcli.inspect.peak import predict_peak
+from arbcli.inspect.room import check_memory, least_bytes
+from arbcli.train.configure import new_config
+
+SMALL = {"dim": 32, "layers": 1, "heads": 2, "ffn": 48, "ctx": 16, "batch": 4, "device": "cpu"}
+
+
+def test_run_is_refused_where_less_is_free_than_a_step_takes(monkeypatch):
+    config = new_config(**SMALL)
+    least = least_bytes(config)
+    for available in (None, least):
+        monkeypatch.setattr("arbcli.device.available_bytes", lambda size=available: size)
+        check_memory(config)
+    monkeypatch.setattr("arbcli.device.available_bytes", lambda: least - 1)
+    with pytest.raises(ArbError, match="a training step needs"):
+        check_memory(config)
+
+
+@pytest.mark.parametrize(
+    ("options", "most"),
+    mostly_slow(
+        [({}, 1.6), ({"recompute": True}, 3.0), ({"compute": "bf16"}, 2.5), ({"accum": 3}, 1.6),
+         ({"preset": "arb-tiny", "batch": 16}, 3.0)],
+        lambda options, _: not options,
+    ),
+)  # fmt: skip
+def test_least_is_what_a_step_takes_and_not_much_less(options, most):
+    sizes = {"dim": 64, "layers": 2, "heads": 2, "ffn": 176, "ctx": 64, "batch": 64}
+    config = new_config(**sizes | {"compute": "fp32", "device": "cpu"} | options)
+    least = least_bytes(config)
+    assert least <= predict_peak(config).peak_bytes <= most * least
+
+
+def test_least_of_a_twin_has_its_optimizer():
+    config = new_config(**SMALL, weights="float")
+    assert least_bytes(config) > 16 * 32 * (4 * 32 + 3 * 48)

@@ -1,0 +1,99 @@
+"""Chunks by hand: where they begin, what they hold, and what the kernels refuse."""
+
+import pytest
+import torch
+
+from arbcli.kernels.chunks.boundary_scores import boundary_scores, boundary_scores_backward
+from arbcli.kernels.chunks.find_chunks import find_chunks
+from arbcli.kernels.chunks.gather_chunks import gather_chunks
+from arbcli.kernels.chunks.smooth_chunks import smooth_chunks, smooth_chunks_backward
+from arbcli.kernels.chunks.spread_chunks import spread_chunks, spread_chunks_backward
+from arbcli.kernels.runtime.backend import use_backend
+
+KERNEL_BACKEND = "triton" if torch.cuda.is_available() else "interpreter"
+each_backend = pytest.mark.parametrize("backend", [KERNEL_BACKEND, "torch"])
+
+
+@each_backend
+def test_boundaries_by_hand_give_chunks_by_hand(backend, device):
+    marks = torch.tensor([[0, 0, 1, 1, 0, 1], [1, 1, 0, 0, 0, 0]], dtype=torch.bool, device=device)
+    with use_backend(backend):
+        chunks = find_chunks(marks, 3)
+    assert chunks.first.tolist() == [[0, 2, 3], [0, 1, -1]]
+    assert chunks.owner.tolist() == [[0, 0, 1, 2, 2, 2], [0, 1, 1, 1, 1, 1]]
+    assert chunks.slot.tolist() == [[0, -1, 1, 2, -1, -1], [0, 1, -1, -1, -1, -1]]
+    assert chunks.overflow.tolist() == [1, 0]
+
+
+@each_backend
+def test_vectors_by_hand_give_means_and_positions_by_hand(backend, device):
+    z = torch.tensor([[[8.0], [4.0], [2.0]]], device=device)
+    p = torch.tensor([[1.0, 0.5, 0.25]], device=device)
+    owner = torch.tensor([[0, 0, 1, 2]], device=device)
+    with use_backend(backend):
+        s = smooth_chunks(z, p)
+        y = spread_chunks(torch.ones(1, 4, 1, device=device), s, owner)
+    assert s.flatten().tolist() == [8, 6, 5]
+    assert y.flatten().tolist() == [9, 9, 7, 6]
+
+
+@each_backend
+def test_scores_are_half_for_what_is_at_right_angles(backend, device):
+    x = torch.tensor([[[1.0, 0], [1, 0], [0, 3], [0, -3]]], device=device)
+    with use_backend(backend):
+        p = boundary_scores(x, torch.zeros(1, 4, 4, device=device))
+    torch.testing.assert_close(p, torch.tensor([[1, 0, 0.5, 1]], device=device))
+
+
+@each_backend
+def test_whole_chain_has_the_gradients_of_plain_torch(backend, device):
+    generator = torch.Generator().manual_seed(0)
+    z, p = torch.randn(2, 4, 5, generator=generator), torch.rand(2, 4, generator=generator)
+    x, grad_y = (torch.randn(2, 9, 5, generator=generator) for _ in range(2))
+    marks = torch.rand(2, 9, generator=generator) < 0.3
+    z, p, x, grad_y, marks = (part.to(device) for part in (z, p, x, grad_y, marks))
+    with use_backend(backend):
+        chunks = find_chunks(marks, 4)
+        s = smooth_chunks(z, p)
+        grad_s, grad_c = spread_chunks_backward(grad_y, s, chunks.owner, chunks.first)
+        found = *smooth_chunks_backward(grad_s, z, p, s), grad_c
+    leaves = [part.double().requires_grad_() for part in (z, p, torch.ones_like(x[..., 0]))]
+    means, last = [], 0
+    for j in range(4):
+        last = leaves[1][:, j, None] * leaves[0][:, j] + (1 - leaves[1][:, j, None]) * last
+        means.append(last)
+    rows = torch.arange(2, device=device)[:, None]
+    y = x + leaves[2][..., None] * torch.stack(means, dim=1)[rows, chunks.owner]
+    y.backward(grad_y.double())
+    for got, leaf in zip(found, leaves, strict=True):
+        torch.testing.assert_close(got.double(), leaf.grad, rtol=1e-5, atol=1e-5)
+
+
+def test_what_does_not_fit_is_refused(device):
+    x, marks = torch.zeros(2, 6, 5, device=device), torch.zeros(2, 6, device=device) > 0
+    chunks = find_chunks(marks, 3)
+    s = torch.zeros(2, 3, 5, device=device)
+    for call, words in (
+        (lambda: find_chunks(marks.long(), 3), "matrix of bool, got torch.int64"),
+        (lambda: find_chunks(marks, 0), "1 slot or more, got 0"),
+        (lambda: gather_chunks(x.double(), chunks.first), "float32 or bfloat16 sequences"),
+        (lambda: gather_chunks(x, chunks.first[:1]), "int64 places of 2 sequences"),
+        (lambda: smooth_chunks(s, torch.zeros(2, 4, device=device)), r"of shape \(2, 3\)"),
+        (lambda: smooth_chunks(s[0], s[0, :, 0]), "float32 or bfloat16 chunks"),
+        (lambda: smooth_chunks_backward(s.bfloat16(), s, s[..., 0], s), "need float32"),
+        (lambda: spread_chunks(x, s, chunks.owner[:, :3]), "int64 chunks of shape"),
+        (lambda: spread_chunks(x, s.bfloat16(), chunks.owner), "float32 chunks of width 5"),
+        (lambda: spread_chunks(x[0], s, chunks.owner), "float32 or bfloat16 positions"),
+        (
+            lambda: spread_chunks_backward(x, s, chunks.owner, chunks.owner),
+            r"int64 places of shape \(2, 3\)",
+        ),
+        (lambda: boundary_scores(x, x), r"need torch.float32 \(2, 6, 10\)"),
+        (lambda: boundary_scores(x.double(), x), "float32 or bfloat16 positions"),
+        (
+            lambda: boundary_scores_backward(x, x, torch.cat((x, x), dim=2)),
+            r"float32 gradient of shape \(2, 6\)",
+        ),
+    ):
+        with pytest.raises(ValueError, match=words):
+            call()

@@ -1,0 +1,294 @@
+"""The whole of `HNet`: boundaries, cache, causality, what it trains to and what it keeps."""
+
+import dataclasses
+import json
+
+import pytest
+import torch
+
+from arbcli.config.hnet import HNetConfig
+from arbcli.config.presets import config_from_dict, preset
+from arbcli.errors import ArbError
+from arbcli.infer.chunks import chunk_depths
+from arbcli.infer.generation import Decoder, Sampling
+from arbcli.inspect.memory import measure, predict
+from arbcli.model.blocks.chunking import Routed, ratio_loss
+from arbcli.model.hnet import HNet
+from arbcli.train.step import minimised
+from arbcli.train.updater import Updater
+from arbcli.verify.hnet_reference import reference_hnet
+from arbcli.verify.reference import reference_weight
+
+SHAPE = {
+    "dim": 32, "layers": 1, "heads": 2, "ffn": 40, "ctx": 24, "outer_dim": (24,),
+    "outer_layers": (1,), "outer_heads": (2,), "outer_ffn": (36,), "chunk_length": (3,),
+    "window": 5,
+}  # fmt: skip
+TWO_STAGES = {
+    "outer_dim": (24, 28), "outer_layers": (1, 1), "outer_heads": (2, 2), "outer_ffn": (36, 36),
+    "chunk_length": (2, 2),
+}  # fmt: skip
+KINDS = {
+    "learned": {},
+    "every": {"boundaries": "every"},
+    "space": {"boundaries": "space"},
+    "two stages": TWO_STAGES,
+    "every, two stages": TWO_STAGES | {"boundaries": "every"},
+}
+"""Options by who says where chunks begin."""
+each_kind = pytest.mark.parametrize("kind", KINDS)
+CLOSE = {"rtol": 1e-4, "atol": 5e-5}
+
+
+def config(kind: str = "learned", **options) -> HNetConfig:
+    return preset("hnet-tiny", **SHAPE | KINDS[kind] | options)
+
+
+def model(kind: str = "learned", *, drawn: bool = True, recompute: bool = False, **options) -> HNet:
+    """Make a model; `drawn` fills what is zero at the start, too."""
+    lm = HNet(config(kind, **options), torch.float32, recompute=recompute)
+    if drawn and lm.config.weights == "ternary":
+        for tensor in lm.weights().values():
+            tensor.spread = 1.0
+    lm.initialise(0)
+    return lm
+
+
+def text(rows: int = 2, length: int = 24, seed: int = 0) -> torch.Tensor:
+    """Draw words of a few letters."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(97, 123, (rows, length), generator=generator)
+    return torch.where(torch.rand(rows, length, generator=generator) < 0.25, 32, ids)
+
+
+def train(lm: HNet, steps: int, ids: torch.Tensor) -> list[float]:
+    tensors = lm.weights().values()
+    updater = Updater(tensors, 0, torch.float32)
+    for tensor in tensors:
+        tensor.sink = updater
+    losses = []
+    for step in range(steps):
+        updater.begin(step, 1.0)
+        parts = lm.losses(ids[:, :-1], ids[:, 1:])
+        minimised(parts).backward()
+        updater.finish()
+        losses.append(parts["text"].item())
+    assert updater.counters() == {"nonfinite_steps": 0, "refused": 0}
+    return losses
+
+
+@torch.no_grad()
+def read(lm: HNet, ids: torch.Tensor, lengths: list[int]) -> torch.Tensor:
+    cache = lm.new_cache(ids.shape[1])
+    return torch.cat([lm(part, cache) for part in ids.split(lengths, dim=1)], dim=1)
+
+
+@each_kind
+def test_changing_a_byte_changes_no_earlier_logit(kind):
+    lm, ids = model(kind), text(3)
+    with torch.no_grad():
+        before = lm(ids)
+        for place in (0, 7, 15, 23):
+            changed = ids.clone()
+            changed[:, place] = torch.where(ids[:, place] == 32, 97, 32)  # boundaries move, too
+            moved = (lm(changed) != before).any(dim=2)
+            assert not moved[:, :place].any()
+            assert moved[:, place].all()
+
+
+@each_kind
+def test_text_that_is_read_in_pieces_has_the_logits_of_the_whole(kind):
+    lm, ids = model(kind), text(1, 24)
+    with torch.no_grad():
+        whole = lm(ids)
+        assert lm(ids).shape == (1, 24, 256)
+    for lengths in ([1] * 24, [3, 1, 5, 2, 5, 4, *[1] * 4]):
+        torch.testing.assert_close(read(lm, ids, lengths), whole, **CLOSE)
+
+
+@each_kind
+def test_text_longer_than_the_context_is_read_as_by_the_reference(kind):
+    lm, ids = model(kind, ctx=12), text(1, 31)
+    weights = {name: reference_weight(tensor) for name, tensor in lm.weights().items()}
+    wanted, _ = reference_hnet(weights, lm.config, ids, endless=True)
+    got = read(lm, ids, [4, *[1] * 9, 2, *[1] * 16])
+    torch.testing.assert_close(got.double(), wanted, **CLOSE)
+
+
+def test_cache_that_is_reset_begins_a_new_text():
+    lm, ids = model("two stages"), text(1, 12)
+    cache = lm.new_cache(12)
+    with torch.no_grad():
+        for byte in text(1, 12, seed=5).split(1, dim=1):
+            lm(byte, cache)
+        cache.reset()
+        again = torch.cat([lm(byte, cache) for byte in ids.split(1, dim=1)], dim=1)
+        torch.testing.assert_close(again, lm(ids), **CLOSE)
+
+
+@each_kind
+def test_byte_that_begins_no_chunk_never_runs_the_main_network(kind):
+    lm, runs = model(kind), []
+    prompt = bytes(text(1, 6)[0].tolist())
+    decoder = Decoder(lm, 40, Sampling(seed=1), capture=False)
+    decoder.read(prompt)
+    handle = lm.blocks[0].attention.register_forward_hook(lambda *_: runs.append(decoder.length))
+    made = prompt + b"".join(decoder.stream(30))
+    handle.remove()
+    depths = chunk_depths(lm, made, "torch")
+    # a step reads the byte before the one it makes
+    wanted = [place + 1 for place in range(5, 35) if depths[place] == lm.config.stages]
+    assert runs == wanted
+    assert len(runs) < 30
+
+
+@each_kind
+def test_phases_of_a_step_make_the_text_of_whole_forwards(kind):
+    lm, prompt = model(kind), bytes(text(1, 5)[0].tolist())
+    decoder = Decoder(lm, 20, Sampling(temperature=0), capture=False)
+    decoder.read(prompt)
+    made = b"".join(decoder.stream(15))
+    expected = prompt
+    for _ in range(15):
+        with torch.no_grad():
+            logits = lm(torch.tensor([list(expected)]))
+        expected += bytes([int(logits[0, -1].argmax())])
+    assert prompt + made == expected
+
+
+@pytest.mark.gpu
+@each_kind
+def test_captured_phases_make_the_text_of_phases_one_by_one(kind, device):
+    with torch.device(device):
+        lm = HNet(config(kind), torch.bfloat16)
+    for tensor in lm.weights().values():
+        tensor.spread = 1.0
+    lm.initialise(0)
+    texts = []
+    for capture in (False, True):
+        with lm.prepared_weights():
+            decoder = Decoder(lm, 200, Sampling(seed=2), capture=capture)
+            decoder.read(b"the text ")
+            texts.append(b"".join(decoder.stream(180)))
+    assert texts[0] == texts[1]
+
+
+def test_words_begin_after_spaces():
+    lm = model("space")
+    assert chunk_depths(lm, b"a bc  d\n\te ", "torch") == [1, 0, 1, 0, 0, 0, 1, 0, 0, 1, 0]
+
+
+def test_chunks_of_fixed_length_begin_at_its_multiples():
+    lm = model("every, two stages")
+    assert chunk_depths(lm, b"abcdefghij", "torch") == [2, 0, 1, 0, 2, 0, 1, 0, 2, 0]
+    marks = lm.boundaries(text(1, 10))
+    assert [part[0].nonzero().flatten().tolist() for part in marks] == [[0, 2, 4, 6, 8], [0, 4, 8]]
+
+
+def test_boundaries_are_where_the_cache_finds_them():
+    lm, ids = model("two stages", chunk_length=(2, 2), ctx=60), text(1, 24)
+    marks = torch.stack(lm.boundaries(ids)).sum(dim=0)[0].tolist()
+    assert chunk_depths(lm, bytes(ids[0].tolist()), "torch") == marks
+    assert 2 in marks
+
+
+def test_new_model_has_an_identity_for_projections_and_no_residual():
+    lm, ids = model(drawn=False), text()
+    assert not lm.stages[0].router.query_key.weight.weight().any()
+    assert not lm.stages[0].residual.weight.weight().any()
+    same = torch.full((1, 6), 97)
+    x = torch.nn.functional.rms_norm(torch.randn(1, 1, 24), (24,)).expand(1, 6, 24)
+    routed = lm.stages[0].router(x)
+    torch.testing.assert_close(routed.p, torch.tensor([[1.0, 0, 0, 0, 0, 0]]), atol=1e-6, rtol=0)
+    assert lm(same).isfinite().all()
+    assert lm(ids).isfinite().all()
+
+
+def test_too_many_chunks_join_the_last_and_are_counted():
+    lm = model("space", chunk_length=(12,))  # 3 slots for 24 bytes
+    ids = torch.tensor([list(b"a b c d e f g h i j k l ")])
+    lm.losses(ids, ids)
+    assert lm.gauges() == {"chunk_length": 8.0, "joined": 9 / 12}
+    assert [part.sum().item() for part in lm.boundaries(ids)] == [3]
+
+
+def test_ratio_loss_is_one_where_chunks_have_the_wanted_length():
+    parts = model("learned").losses(text(), text())
+    assert set(parts) == {"text", "ratio"}
+    assert set(model("space").losses(text(), text())) == {"text"}
+    begins = torch.tensor([[True, False, False, False] * 3])
+    assert ratio_loss(Routed(begins.float() * 0.9 + 0.025, begins), 4, None).item() == 1
+    assert ratio_loss(Routed(torch.ones(1, 12), torch.ones(1, 12) > 0), 4, None).item() == 4
+
+
+def test_recomputed_forward_gives_the_same_gradients():
+    ids, grads = text(), []
+    for recompute in (False, True):
+        lm, found = model("two stages", recompute=recompute), {}
+        for name, tensor in lm.weights().items():
+            tensor.sink = lambda _, grad, name=name, found=found: found.update({name: grad})
+        sum(lm.losses(ids, ids).values()).backward()
+        grads.append(found)
+    assert grads[0].keys() == grads[1].keys()
+    assert all(torch.equal(grad, grads[1][name]) for name, grad in grads[0].items())
+
+
+@each_kind
+def test_training_reduces_the_loss_and_keeps_integers_only(kind):
+    lm = model(kind, drawn=False)
+    losses = train(lm, 8, text(4, 25))
+    assert losses[-1] < 0.8 * losses[0]
+    measured = measure(lm)
+    assert measured.float_names == ()
+    assert not list(lm.parameters())
+    assert measured.state_bytes == predict(lm.config).total.state_bytes
+    assert 0 < lm.gauges()["chunk_length"] <= 24
+
+
+@pytest.mark.parametrize("weights", ["float", "ste"])
+def test_twins_learn_too(weights):
+    lm, ids = model(weights=weights), text(4, 25)
+    optimizer = torch.optim.AdamW(lm.parameters(), 3e-3)
+    losses = []
+    for _ in range(8):
+        optimizer.zero_grad()
+        parts = lm.losses(ids[:, :-1], ids[:, 1:])
+        minimised(parts).backward()
+        optimizer.step()
+        losses.append(parts["text"].item())
+    assert losses[-1] < 0.8 * losses[0]
+    with lm.prepared_weights(), torch.no_grad():
+        torch.testing.assert_close(read(lm, ids[:1, :24], [1] * 24), lm(ids[:1, :24]), **CLOSE)
+
+
+@pytest.mark.parametrize(
+    ("name", "millions"),
+    [("hnet-tiny", 3.0), ("hnet-small", 11), ("hnet-base", 85.5), ("hnet-two-stage", 93.4)],
+)
+def test_presets_survive_json_and_are_predicted(name, millions):
+    chosen = preset(name)
+    again = config_from_dict(json.loads(json.dumps(dataclasses.asdict(chosen))))
+    assert again == chosen
+    assert type(again) is HNetConfig
+    assert predict(chosen).total.weights == pytest.approx(millions * 1e6, rel=0.01)
+
+
+def test_one_number_is_for_every_stage():
+    assert preset("hnet-two-stage", chunk_length=4).chunk_length == (4, 4)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"chunk_length": (3, 3)}, "`chunk_length` is of 2 stages, and `outer_dim` of 1"),
+        ({"chunk_length": 1}, "`chunk_length` is 1"),
+        ({"boundaries": "words"}, "`boundaries` is `words`"),
+        ({"window": 0}, "`window` is 0"),
+        ({"outer_heads": 5}, "5 heads do not divide a width of 24"),
+        (TWO_STAGES | {"boundaries": "space"}, "chunks of chunks have no spaces"),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_configuration_that_does_not_fit_is_refused(options, words):
+    with pytest.raises(ArbError, match=words):
+        config(**options)

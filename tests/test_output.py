@@ -1,0 +1,119 @@
+"""What comes from elsewhere is shown to a terminal, and never obeyed by it."""
+
+import io
+import os
+import sys
+from contextlib import suppress
+
+import pytest
+from rich.console import Group
+
+from arbcli import cli, output
+from arbcli.errors import ArbError
+from arbcli.infer.load import load_model
+from arbcli.output import LiveLine, TextWriter, emit, fail, note, printable, table
+
+CLIPBOARD = "\x1b]52;c;cm0gLXJmIC8=\x07"
+SHOWN = r"\x1b]52;c;cm0gLXJmIC8=\x07"
+OBEYED = {
+    CLIPBOARD: SHOWN,
+    "\x1b[2J\x1b[1;1H": r"\x1b[2J\x1b[1;1H",
+    "\x9b31m\x7f\x00": r"\x9b31m\x7f\x00",
+    "over\rwritten\b\v\f": r"over\rwritten\x08\x0b\x0c",
+    "txt.\u202efdp": r"txt.\u202efdp",
+    "\u2066\u2028\u200f": r"\u2066\u2028\u200f",
+    os.fsdecode(b"name \xff"): r"name \udcff",
+    "naïve\tπ\n[bold] \\": "naïve\tπ\n[bold] \\",
+}
+
+
+@pytest.mark.parametrize("text", OBEYED, ids=range(len(OBEYED)))
+def test_what_a_terminal_would_obey_is_shown(text):
+    assert printable(text) == OBEYED[text]
+
+
+class Terminal(io.TextIOWrapper):
+    """A stream of bytes that says it is a terminal."""
+
+    def __init__(self) -> None:
+        super().__init__(io.BytesIO(), encoding="utf-8", write_through=True)
+
+    def isatty(self) -> bool:
+        return True
+
+    def text(self) -> str:
+        return self.buffer.getvalue().decode()
+
+
+SAY = {
+    "note": note,
+    "fail": fail,
+    "hint": lambda text: fail("a", text),
+    "report": lambda text: emit(None, text, as_json=False),
+    "group": lambda text: emit(None, Group("a", text), as_json=False),
+    "title": lambda text: emit(None, table(text, ["", ""], [["a", "b"]]), as_json=False),
+    "cell": lambda text: emit(None, table("a", ["", ""], [["b", text]]), as_json=False),
+    "line": lambda text: LiveLine().show(text),
+}
+
+
+@pytest.mark.parametrize("name", SAY)
+def test_everything_said_is_shown(name, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "160")
+    SAY[name](f"a{CLIPBOARD}b")
+    told = "".join(capsys.readouterr())
+    assert SHOWN in "".join(told.split())
+    assert not {"\x1b", "\x07"} & set(told)
+
+
+def test_error_is_one_line(capsys):
+    fail("no `a\nhint: b`")
+    assert capsys.readouterr().err == "error: no `a\\nhint: b`\n"
+
+
+def test_text_of_a_model_is_obeyed_by_no_terminal_and_reaches_a_pipe_as_it_is(monkeypatch):
+    for stream, expected in ((Terminal(), f"{SHOWN}\nb"), (io.TextIOWrapper(io.BytesIO()), None)):
+        monkeypatch.setattr(sys, "stdout", stream)
+        with TextWriter() as writer:
+            writer.write(f"{CLIPBOARD}\nb".encode())
+        assert stream.buffer.getvalue().decode() == (expected or f"{CLIPBOARD}\nb")
+
+
+def test_raw_bytes_reach_a_terminal(monkeypatch):
+    monkeypatch.setattr(sys, "stdout", Terminal())
+    output.write_bytes(CLIPBOARD.encode())
+    assert sys.stdout.text() == CLIPBOARD
+
+
+def test_letter_that_a_stream_has_not_is_shown_as_an_escape(monkeypatch):
+    stream = io.TextIOWrapper(io.BytesIO(), encoding="ascii", write_through=True)
+    monkeypatch.setattr(sys, "stderr", stream)
+    note("π")
+    assert stream.buffer.getvalue() == b"\\u03c0\n"
+
+
+@pytest.mark.parametrize(
+    "words", [["generate", "--checkpoint", CLIPBOARD], ["train", "--data", CLIPBOARD],
+              ["train", "--resume", CLIPBOARD], ["train", CLIPBOARD], ["train", "--" + CLIPBOARD],
+              ["train", "--steps", CLIPBOARD], ["train", "--rule", CLIPBOARD], [CLIPBOARD],
+              ["train", "--data", os.fsdecode(b"\xff\x1b")]]
+)  # fmt: skip
+def test_no_word_of_a_command_line_is_obeyed(words, capfd, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["arb", *words])
+    with pytest.raises(SystemExit) as stopped:
+        cli.main()
+    stdout, stderr = capfd.readouterr()
+    assert stopped.value.code == 2
+    assert not {"\x1b", "\x07"} & set(stdout + stderr)
+    lines = stderr.splitlines()
+    assert [line.split(":")[0] for line in lines] == ["error", "hint"], stderr
+
+
+def test_warning_of_the_library_is_not_obeyed(tmp_path):
+    folder = tmp_path / CLIPBOARD
+    folder.mkdir()
+    for step in (1, 2):
+        (folder / f"step-00000{step}.safetensors").write_bytes(b"no checkpoint")
+    with pytest.warns(UserWarning, match="using the one before it") as told, suppress(ArbError):
+        load_model(folder, device="cpu")
+    assert SHOWN in str(told[0].message)

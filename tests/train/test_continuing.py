@@ -1,0 +1,118 @@
+"""Runs that go on further than they were to, begin with saved weights, or keep their best."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from arbcli.checkpoint import checkpoints, load_checkpoint
+from arbcli.errors import ArbError
+from arbcli.infer.load import load_model, read_saved, saved_config
+from arbcli.train.configure import new_config
+from arbcli.train.directory import read_facts
+from arbcli.train.run import Observer, resume_run, start_run
+
+SMALL = {"dim": 16, "layers": 1, "heads": 1, "ffn": 16, "ctx": 8, "batch": 2, "device": "cpu"}
+
+
+@pytest.fixture
+def text(tmp_path) -> str:
+    path = tmp_path / "text.txt"
+    path.write_bytes(b"ternary weights learn to read. " * 100)
+    return str(path)
+
+
+@pytest.fixture(autouse=True)
+def short_runs(monkeypatch):
+    monkeypatch.setattr("arbcli.train.run.SAMPLE_BYTES", 1)
+    monkeypatch.setattr("arbcli.train.run.LOG_EVERY", 1)
+
+
+def records(run: Path) -> list[dict]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+class Noting(Observer):
+    def __init__(self) -> None:
+        self.notes: list[str] = []
+
+    def noted(self, message: str) -> None:
+        self.notes.append(message)
+
+
+def test_run_is_extended_and_says_what_that_does_to_its_rate(text, tmp_path):
+    run, observer = tmp_path / "run", Noting()
+    start_run(new_config(**SMALL, data=[text], steps=2, warmup=0), run, Observer())
+    report = resume_run(run, observer, steps=4)
+    assert report.steps == 4
+    assert [record["step"] for record in records(run)] == [1, 2, 3, 4]
+    (note,) = observer.notes
+    assert note == (
+        "4 steps instead of 2: the `cosine` schedule is that of 4 from step 2 on, and its rate"
+        " there 0.525 instead of 0.05"
+    )
+    assert records(run)[2]["lr"] == pytest.approx(0.525)
+    facts = read_facts(run)
+    assert facts["config"]["steps"] == 4
+    assert facts["extended"] == [{"at": 2, "from": 2, "to": 4}]
+    assert resume_run(run, Observer()).steps == 4
+    with pytest.raises(ArbError, match="has 4 steps behind it"):
+        resume_run(run, Observer(), steps=3)
+
+
+def test_constant_rate_extended_is_the_longer_run(text, tmp_path):
+    config = {"data": [text], "schedule": "constant", "warmup": 0} | SMALL
+    start_run(new_config(**config, steps=2), tmp_path / "a", Observer())
+    resume_run(tmp_path / "a", Observer(), steps=4)
+    start_run(new_config(**config, steps=4), tmp_path / "b", Observer())
+    a, b = (tmp_path / name / "step-000004.safetensors" for name in "ab")
+    assert a.read_bytes() == b.read_bytes()
+
+
+def test_run_begins_with_saved_weights(text, tmp_path):
+    start_run(new_config(**SMALL, data=[text], steps=2), tmp_path / "a", Observer())
+    other = tmp_path / "other.txt"
+    other.write_bytes(b"Other words, of another kind. " * 100)
+    initial = read_saved(tmp_path / "a", pytest.fail)
+    sizes = {"ctx": 12, "batch": 2, "device": "cpu", "steps": 1, "lr": 0.25, "seed": 3}
+    config = new_config(preset=saved_config(initial.checkpoint), data=[str(other)], **sizes)
+    start_run(config, tmp_path / "b", Observer(), initial=initial)
+    first = load_checkpoint(tmp_path / "b" / "step-000000.safetensors")
+    assert first.step == 0
+    assert first.tensors.keys() == initial.checkpoint.tensors.keys()
+    assert all(torch.equal(first.tensors[n], t) for n, t in initial.checkpoint.tensors.items())
+    assert read_facts(tmp_path / "b")["init_from"].endswith("a/step-000002.safetensors")
+    assert load_model(tmp_path / "b").config.ctx == 12
+    assert resume_run(tmp_path / "b", Observer()).steps == 1
+
+
+def test_weights_of_another_shape_are_refused(text, tmp_path):
+    start_run(new_config(**SMALL, data=[text], steps=1), tmp_path / "a", Observer())
+    initial = read_saved(tmp_path / "a", pytest.fail)
+    wider = new_config(**SMALL | {"ffn": 32}, data=[text], steps=1)
+    with pytest.raises(ArbError, match="in the checkpoint and"):
+        start_run(wider, tmp_path / "b", Observer(), initial=initial)
+
+
+@pytest.mark.parametrize("losses", [[3.0, 1.0, 2.0], [3.0, 2.0, 1.0], [1.0, float("nan"), 1.0]])
+def test_newest_and_best_are_kept(losses, text, tmp_path, monkeypatch):
+    found = iter(losses)
+    monkeypatch.setattr("arbcli.train.trainer.Trainer.evaluate", lambda self: next(found))
+    options = {"steps": 3, "eval_every": 1, "save_every": 1, "keep": 1, "keep_best": True}
+    start_run(new_config(**SMALL, data=[text], **options), tmp_path / "run", Observer())
+    assert [path.name for path in checkpoints(tmp_path / "run")] == ["step-000003.safetensors"]
+    (best,) = (tmp_path / "run").glob("best-*")
+    assert load_checkpoint(best).step == 1 + losses.index(min(losses))
+    assert load_model(best).config.dim == 16
+
+
+def test_best_of_a_future_that_is_given_up_is_set_aside(text, tmp_path):
+    run, observer = tmp_path / "run", Noting()
+    options = {"steps": 3, "eval_every": 1, "save_every": 1, "keep": 9, "keep_best": True}
+    start_run(new_config(**SMALL, data=[text], **options), run, Observer())
+    (best,) = run.glob("best-*")
+    back = run / "step-000000.safetensors"
+    resume_run(back, observer)
+    assert list(run.glob("best-*.safetensors")) == [best]
+    assert (run / f"{best.name}.aside").exists()
