@@ -27,7 +27,6 @@ from arbcli.signals import STOPPED_UNSAVED, Interrupted, RaisedSignal
 app = typer.Typer(
     no_args_is_help=True,
     context_settings={"help_option_names": ["-h", "--help"]},  # of every command too
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,  # it would swallow `[default: ...]`
     epilog="Exit codes: 0 done, 1 a check failed, 2 could not run, 129, 130 or 143 stopped by a"

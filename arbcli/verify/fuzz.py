@@ -194,7 +194,7 @@ def _digits_matmul(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple
     gated, size = dice.below(2) == 1, PLANE * max(1, group_size // PLANE)
     packed = dice.packed(n + n % 2, k, size, digits="all")
     if not packed.nibble:  # z is within a byte
-        packed = packed._replace(remainder=packed.remainder >> 1)
+        packed = packed._replace(remainder=(packed.remainder >> 1).clamp(min=-63))
     weight = arrange_digits(packed, gated)
     x = dice.reals(1 + (m - 1) % MOST_ROWS, k, dtype=torch.bfloat16).contiguous()
     added = dice.reals(len(x), weight.out_features).contiguous() if dice.below(2) else None

@@ -241,27 +241,44 @@ def test_train_survives_a_full_disk_with_its_checkpoints(text, tmp_path, arb_her
 
 
 PARTS = (
-    " attention codebook graph knowledge max-moe-iters memgram moe moe-top-k no-attention"
-    " no-codebook no-graph no-knowledge no-memgram no-moe no-router no-sequencer router sequencer"
+    " attention boundaries chunk-length codebook graph knowledge max-moe-iters memgram moe"
+    " moe-top-k no-attention no-codebook no-graph no-knowledge no-memgram no-moe no-router"
+    " no-sequencer router sequencer"
 )
 OPTIONS = {
     "train": "accum backend batch compute config ctx data device digits dim direction eval-every"
     " ffn field final-lr force heads init-from json keep keep-best layers log lr minutes"
     " no-sub-norms optimizer out plot preset print-config quiet recompute resume rule save-every"
     " schedule seed steps sub-norms tscale-type val warmup weights" + PARTS,
-    "generate": "backend bytes checkpoint compute device json length prompt seed temperature"
+    "generate": "backend bytes checkpoint chunks compute device json length prompt seed temperature"
     " top-k top-p",
     "export": "json out to type",
     "inspect": "diff json",
     "evaluate": "backend batch checkpoint compute data device field json stride",
-    "count-params": "ctx dim direction ffn heads json layers preset rule tscale-type" + PARTS,
-    "audit-memory": "accum backend batch budget compute ctx device dim direction ffn heads json"
-    " layers preset recompute rule seed snapshot steps tscale-type what-if" + PARTS,
-    "probe-loss": "backend batch checkpoint ctx data device dim direction ffn heads json layers lr"
+    "count-params": "ctx digits dim direction ffn heads json layers preset rule tscale-type"
+    + PARTS,
+    "audit-memory": "accum backend batch budget compute ctx device digits dim direction ffn heads"
+    " json layers preset recompute rule seed snapshot steps tscale-type what-if" + PARTS,
+    "probe-loss": "backend batch checkpoint ctx data device digits dim direction ffn heads json"
+    " layers lr"
     " plot preset rule seed steps tscale-type val warmup" + PARTS,
     "verify-kernels": "all-tscale-types backend compare device fuzz json ledger list seed targets"
     " time tscale-type",
 }
+
+
+@pytest.mark.parametrize(
+    ("words", "found"),
+    [("arb ex", "export"), ("arb export --t", "--to"), ("arb train --pri", "--print-config")],
+)
+def test_shell_completes_commands_and_options(words, found, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["arb"])
+    monkeypatch.setenv("_ARB_COMPLETE", "complete_bash")
+    monkeypatch.setenv("COMP_WORDS", words)
+    monkeypatch.setenv("COMP_CWORD", str(words.count(" ")))
+    with pytest.raises(SystemExit):
+        app(prog_name="arb")
+    assert found in capsys.readouterr().out.split()
 
 
 @pytest.mark.parametrize("command", OPTIONS)
