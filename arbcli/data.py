@@ -247,11 +247,8 @@ def digest(text: Text) -> str:
     """
     hasher = sha256(" ".join(map(str, text.sizes)).encode() + b"\n")
     if isinstance(text, Mixture):
-        hasher.update(
-            repr(
-                [(len(part), w) for part, w in zip(text.texts, text.weights, strict=True)]
-            ).encode()
-        )
+        parts = [(len(part), weight) for part, weight in zip(text.texts, text.weights, strict=True)]
+        hasher.update(repr(parts).encode())
     for block in _blocks(text):
         hasher.update(block)
     return hasher.hexdigest()

@@ -154,7 +154,10 @@ class GGUFFile:
             number, offset = self._take("<IQ")
             if number not in BY_NUMBER:
                 raise self._refused(f"`{name}` is of a type that arb does not write: {number}")
-            self.entries[name] = Entry(name, sizes[::-1], BY_NUMBER[number])
+            kind = BY_NUMBER[number]
+            if not sizes or sizes[0] % kind.block:
+                raise self._refused(f"`{name}` has rows of no whole blocks")
+            self.entries[name] = Entry(name, sizes[::-1], kind)
             offsets[name] = offset
         begin = _padded(self._at)
         for name, entry in self.entries.items():

@@ -18,7 +18,7 @@ from arbcli.export.block_types import BF16, F32, BlockType, encode_numbers
 from arbcli.export.card import model_card
 from arbcli.export.gguf import END, byte_symbols
 from arbcli.export.gguf_file import Entry
-from arbcli.export.qwen3 import read, sources
+from arbcli.export.qwen3 import Part, read, sources
 from arbcli.infer.load import Weights
 from arbcli.model.dense import ByteLM
 from arbcli.model.layers.norm import NORM_EPS
@@ -191,19 +191,22 @@ class ModelFolder:
                 raise self._refused("its weights are truncated")
             header = json.loads(file.read(length))
         header.pop("__metadata__", None)
-        names = self._names()
-        if names.keys() != header.keys():
+        if self.keys["num_hidden_layers"] > len(header):
+            raise self._refused("it has more layers than tensors")
+        parts = self._parts()
+        shapes = {name: entry["shape"] for name, entry in header.items()}
+        if {name: list(part.shape) for name, part in parts.items()} != shapes:
             raise self._refused("its weights are not those that its configuration names")
         for theirs, entry in header.items():
-            name, (begin, end) = names[theirs], entry["data_offsets"]
+            name, (begin, end) = parts[theirs].gguf, entry["data_offsets"]
             kind = TYPES[entry["dtype"].lower()]
             self.entries[name] = Entry(name, tuple(entry["shape"]), kind)
             self._begins[name] = 8 + length + begin
             if self.entries[name].num_bytes != end - begin or 8 + length + end > size:
                 raise self._refused("its weights are truncated, or were altered")
 
-    def _names(self) -> dict[str, str]:
-        """Name the tensors in GGUF, by what they are called here."""
+    def _parts(self) -> dict[str, Part]:
+        """List the tensors that the configuration asks for, by what they are called here."""
         says = self.keys
         config = ModelConfig(
             dim=says["hidden_size"],
@@ -215,7 +218,7 @@ class ModelFolder:
         )
         with torch.device("meta"):
             every = sources(ByteLM(config))
-        return {part.hugging_face: part.gguf for source in every for part in source.parts}
+        return {part.hugging_face: part for source in every for part in source.parts}
 
     def _refused(self, why: str) -> ArbError:
         return ArbError(f"`{self.path}`: refused: {why}", hint="name a folder of `arb export`")

@@ -68,6 +68,7 @@ def export(
     started = time.perf_counter()
     run = source if source.is_dir() else source.parent
     name = run.resolve().name if (run / "config.json").exists() else source.stem
+    name = name.encode(errors="replace").decode()  # files of text are UTF-8, names need not be
     path = out or Path(NAMES[format].format(name))
     if path.exists():
         raise ArbError(f"`{path}` exists", hint="remove it, or choose another `--out`")

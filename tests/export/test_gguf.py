@@ -112,7 +112,8 @@ def test_damaged_file_is_refused(saved, tmp_path):
     path = tmp_path / "model.gguf"
     written(saved, path)
     whole = path.read_bytes()
-    for data in (b"", whole[:3], whole[:40], whole[:3000], whole[:-60], b"x" + whole):
+    tall = whole.replace((64).to_bytes(8, "little") * 2, (63).to_bytes(8, "little") * 2)
+    for data in (b"", whole[:3], whole[:40], whole[:3000], whole[:-60], b"x" + whole, tall):
         path.write_bytes(data)
         with pytest.raises(ArbError, match="refused"):
             GGUFFile(path)
