@@ -47,6 +47,7 @@ class SavedReport:
     config: dict[str, Any]
     """What it says of the model."""
     num_weights: int
+    """Logical weights; of an export with numbers those of the matrices."""
     bytes: int
     """Of the file, or of all files of the folder."""
     bytes_by_area: dict[str, dict[str, int]]
