@@ -110,6 +110,17 @@ def test_evaluate_takes_the_held_out_text_of_the_last_run(run, arb_here, tmp_pat
         text.write_text(TEXT, encoding="utf-8")
 
 
+def test_evaluate_reads_the_field_that_is_named(run, arb_here, tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"said": "ternary weights"}\n')
+    args = ["evaluate", "--checkpoint", run, "--device", "cpu", "--json", "--field", "said"]
+    done = arb_here(*args, "--data", str(tmp_path / "a.jsonl"))
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["bytes"] < 20
+    done = arb_here(*args)
+    assert done.returncode == 2
+    assert "`--field` is of `--data`" in done.stderr
+
+
 def test_auto_in_a_folder_without_runs_is_explained(arb_here, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for command in ("generate", "evaluate", "probe-loss"):
