@@ -360,6 +360,19 @@ def test_model_that_learns_nothing_is_worse_than_uniform(text):
     assert names(report) == ["worse-than-uniform"]
 
 
+@pytest.mark.parametrize(("early", "late", "worse"), [(4.0, -0.1, False), (-0.5, 0.1, True)])
+def test_losses_of_the_last_half_are_judged(early, late, worse, sound):
+    before, *after = sound.readings
+    half = len(after) // 2
+    shifts = [early] * half + [late] * (len(after) - half)
+    readings = [
+        dataclasses.replace(reading, val_loss=sound.uniform_loss + shift)
+        for reading, shift in zip(after, shifts, strict=True)
+    ]
+    report = dataclasses.replace(sound, readings=(before, *readings))
+    assert ("worse-than-uniform" in {verdict.name for verdict in judge(report)}) == worse
+
+
 def test_loss_that_climbs_is_a_spike(text, monkeypatch):
     trainer = trainer_of(text, lr=2.0)
 
