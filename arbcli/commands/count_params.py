@@ -11,6 +11,7 @@ from arbcli.commands._options import (
     ChunkLength,
     Codebook,
     Ctx,
+    Digits,
     Dim,
     Direction,
     Ffn,
@@ -23,6 +24,7 @@ from arbcli.commands._options import (
     Memgram,
     Moe,
     MoeTopK,
+    OuterBlocks,
     Preset,
     Router,
     Rule,
@@ -40,6 +42,7 @@ def count_params(
     ctx: Ctx = None,
     tscale_type: TScaleType = None,
     rule: Rule = None,
+    digits: Digits = None,
     direction: Direction = None,
     dim: Dim = None,
     layers: Layers = None,
@@ -58,6 +61,7 @@ def count_params(
     max_moe_iters: MaxMoeIters = None,
     boundaries: Boundaries = None,
     chunk_length: ChunkLength = None,
+    outer_blocks: OuterBlocks = None,
 ) -> None:
     """Count weights and bytes of a model without making it: `arb count-params --preset 1b`."""
     from arbcli.config.presets import preset as model_preset
@@ -68,6 +72,7 @@ def count_params(
         ctx=ctx,
         scale_type=tscale_type,
         rule=rule,
+        digits=digits,
         direction=direction,
         dim=dim,
         layers=layers,
@@ -85,6 +90,7 @@ def count_params(
         max_moe_iters=max_moe_iters,
         boundaries=boundaries,
         chunk_length=chunk_length,
+        outer_blocks=outer_blocks,
     )
     report = predict(config)
     emit(report, state_table(report), as_json=as_json)

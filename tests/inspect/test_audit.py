@@ -8,6 +8,7 @@ from marks import mostly_slow
 
 from arbcli.data import open_texts
 from arbcli.errors import ArbError
+from arbcli.inspect import audit as audit_module
 from arbcli.inspect.audit import LiveTensors, audit, check_fit
 from arbcli.inspect.peak import predict_peak
 from arbcli.train.configure import new_config
@@ -179,3 +180,41 @@ def test_check_fit_is_exact():
     peak = predict_peak(config_of(), captured=True).reserved_bytes
     assert check_fit(config_of(), str(peak)).fits
     assert not check_fit(config_of(), str(peak - 1)).fits
+
+
+@pytest.mark.parametrize(
+    ("fixed", "window", "recomputed", "budget", "advice"),
+    [
+        (100, 50, 0.5, "700B", "it fits with --batch 12"),
+        (100, 50, 0.5, "140B", "it fits with --batch 1 --recompute"),
+        (100, 50, 0.0, "149B", "it fits with --recompute"),
+        (100, 50, 1.0, "149B", "no batch fits"),
+        (200, 50, 0.5, "150B", "no batch fits"),
+    ],
+)
+def test_budget_that_is_too_small_is_told_what_would_fit(
+    fixed, window, recomputed, budget, advice, monkeypatch
+):
+    tried = []
+
+    def predict(config, captured):
+        tried.append(config)
+        share = recomputed if config.recompute else 1.0
+        size = int(fixed + window * share * config.batch)
+        return SimpleNamespace(state_bytes=fixed, evaluated_bytes=size)
+
+    monkeypatch.setattr(audit_module, "predict_peak", predict)
+    config = new_config(dim=32, layers=1, heads=2, ffn=48, ctx=16, device="cpu")
+    report = audit_module.check_fit(config, budget)
+    assert not report.fits
+    assert advice in report.advice
+    assert len(tried) <= 8
+
+
+def test_gpu_that_is_not_there_is_predicted_for():
+    config = audit_module.config_of_any_gpu(dim=32, layers=1, heads=2, ffn=48, ctx=16)
+    assert (config.device, config.backend, config.compute) == ("cuda", "triton", "bf16")
+    report = audit_module.check_fit(config, "1G")
+    assert report.fits
+    assert report.budget_bytes == 2**30
+    assert report.predicted_peak.captured
