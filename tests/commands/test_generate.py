@@ -38,7 +38,7 @@ def test_generate_writes_text_to_stdout_and_its_speed_to_stderr(run):
     done = generate(run, "--prompt", "ternary ", "--length", "40")
     assert done.returncode == 0, done.stderr
     text = done.stdout.decode("utf-8")
-    assert len(text.replace("\ufffd", "?")) <= 40
+    assert 0 < len(text.replace("\ufffd", "?")) <= 40
     assert b"40 bytes, " in done.stderr
     assert b"bytes/s on cpu, backend torch" in done.stderr
     assert generate(run, "--prompt", "ternary ", "--length", "40").stdout == done.stdout

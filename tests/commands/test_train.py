@@ -15,6 +15,7 @@ import pytest
 from typer.testing import CliRunner
 
 from arbcli.cli import app, main
+from arbcli.commands._run_display import _clock
 from arbcli.errors import ArbError
 from arbcli.train import run as running
 
@@ -340,3 +341,11 @@ def test_help_comes_without_torch():
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0
     assert "verify-kernels" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("seconds", "shown"),
+    [(0, "0:00"), (9.4, "0:09"), (65, "1:05"), (3599.6, "1:00:00"), (7265, "2:01:05")],
+)
+def test_time_is_shown_as_a_clock_shows_it(seconds, shown):
+    assert _clock(seconds) == shown
