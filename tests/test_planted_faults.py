@@ -396,6 +396,24 @@ FAULTS = [
         "cut short", "last position of a chunk left out of its sum", "spread_chunks_backward",
         rewrite("(t < e) & (d < D)", "(t < e - 1) & (d < D)"),
     ),
+    # scans
+    kernel(
+        "missing term", "state of the piece before forgotten", "decay_scan",
+        rewrite("tl.exp(e) * s + tl.dot(f, v, input_precision='ieee')",
+                "tl.dot(f, v, input_precision='ieee')"),
+    ),
+    kernel(
+        "position", "decay of its own position backwards", "decay_scan",
+        rewrite("g + stride_gt", "g"),
+    ),
+    kernel(
+        "position", "taps one position late", "causal_conv",
+        rewrite("t - TAPS + 1 + i", "t - TAPS + i"), place=launched,
+    ),
+    kernel(
+        "partial sum", "gradient of taps from the last positions alone", "causal_conv_grad_w",
+        overwrite_sum("g * tl.load(x, ...).to(tl.float32)"),
+    ),
     # statistics of a gradient
     kernel(
         "group", "next group's weights counted where a tile is wider than a group",
@@ -679,7 +697,7 @@ FAULTS = [
         "hnet: end to end",
     ),
     module(
-        "wiring", "inner network given the next positions", "model.blocks",
+        "causality", "inner network given the next positions", "model.blocks",
         rewrite("gather_chunks(x, c.first)", "gather_chunks(x.roll(-1, 1), c.first)"),
         "hnet: causality",
     ),

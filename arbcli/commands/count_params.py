@@ -24,6 +24,7 @@ from arbcli.commands._options import (
     Memgram,
     Moe,
     MoeTopK,
+    OuterBlocks,
     Preset,
     Router,
     Rule,
@@ -60,6 +61,7 @@ def count_params(
     max_moe_iters: MaxMoeIters = None,
     boundaries: Boundaries = None,
     chunk_length: ChunkLength = None,
+    outer_blocks: OuterBlocks = None,
 ) -> None:
     """Count weights and bytes of a model without making it: `arb count-params --preset 1b`."""
     from arbcli.config.presets import preset as model_preset
@@ -88,6 +90,7 @@ def count_params(
         max_moe_iters=max_moe_iters,
         boundaries=boundaries,
         chunk_length=chunk_length,
+        outer_blocks=outer_blocks,
     )
     report = predict(config)
     emit(report, state_table(report), as_json=as_json)

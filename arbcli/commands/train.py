@@ -29,6 +29,7 @@ from arbcli.commands._options import (
     Memgram,
     Moe,
     MoeTopK,
+    OuterBlocks,
     Preset,
     Recompute,
     Router,
@@ -43,10 +44,11 @@ from arbcli.commands._options import (
 )
 from arbcli.commands._outputs import PICTURES, check_file
 from arbcli.commands._run_display import RunDisplay
+from arbcli.commands.check import show_check
 from arbcli.config.dense import WEIGHTS, ModelConfig
 from arbcli.config.file import read_settings, settings_text
 from arbcli.config.graph import GraphConfig
-from arbcli.config.training import SCHEDULES, train_config_dict
+from arbcli.config.training import OPTIMIZERS, SCHEDULES, train_config_dict
 from arbcli.errors import ArbError
 from arbcli.loggers import LOGGERS, check_logger, find_logger
 from arbcli.output import emit_json, write_bytes
@@ -65,13 +67,13 @@ def train(
     data: Data = None,
     val: Val = None,
     field: Field = None,
-    steps: Annotated[int | None, typer.Option(min=1, help="[default: 400]")] = None,
+    steps: Annotated[int | None, typer.Option(min=1, help="How many. [default: 400]")] = None,
     minutes: Annotated[
         float | None, typer.Option(min=0.01, help="Train as many steps as fit, not --steps.")
     ] = None,
     batch: Annotated[int | None, typer.Option(min=1, help="Windows a batch. [default: 16]")] = None,
     accum: Annotated[int | None, typer.Option(min=1, help="Batches a step. [default: 1]")] = None,
-    lr: Annotated[float | None, typer.Option(help="[default: the rule's; 0.1 for arb-3b]")] = None,
+    lr: Annotated[float | None, typer.Option(help="Learning rate. [default: the rule's]")] = None,
     warmup: Annotated[
         int | None,
         typer.Option(min=0, help="Steps, at most half of them. [default: 100]"),
@@ -99,7 +101,11 @@ def train(
         ),
     ] = None,
     optimizer: Annotated[
-        str | None, typer.Option(help="Of a twin: adamw or muon. [default: adamw]")
+        str | None,
+        typer.Option(
+            help="Of a twin: adamw or muon. [default: adamw]",
+            callback=one_of("optimizer", OPTIMIZERS["float"]),
+        ),
     ] = None,
     sub_norms: Annotated[
         bool | None, typer.Option(help="Norms before the output projections. [default: yes]")
@@ -117,7 +123,9 @@ def train(
     print_config: Annotated[
         bool, typer.Option("--print-config", help="Print the settings as TOML, and do not train.")
     ] = False,
-    out: Annotated[Path | None, typer.Option(help="[default: the next free one in runs/]")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Directory to make. [default: the next free one in runs/]")
+    ] = None,
     resume: Annotated[
         str | None,
         typer.Option(metavar="auto|PATH", help="Go on with the last run, or the one named."),
@@ -156,6 +164,9 @@ def train(
     force: Annotated[
         bool, typer.Option("--force", help="Start though memory is predicted not to be enough.")
     ] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Only tell what --resume would do, as arb check.")
+    ] = False,
     quiet: Annotated[bool, typer.Option("--quiet", help="No progress.")] = False,
     as_json: Json = False,
     attention: Attention = None,
@@ -170,6 +181,7 @@ def train(
     max_moe_iters: MaxMoeIters = None,
     boundaries: Boundaries = None,
     chunk_length: ChunkLength = None,
+    outer_blocks: OuterBlocks = None,
 ) -> None:
     """Train a model on bytes, or continue a run: `arb train --ctx 64`."""
     given = given_options(
@@ -215,19 +227,32 @@ def train(
         max_moe_iters=max_moe_iters,
         boundaries=boundaries,
         chunk_length=chunk_length,
+        outer_blocks=outer_blocks,
     )
     if print_config and (resume or init_from):
         raise ArbError("what is saved has its own settings", hint="read them with `arb inspect`")
-    if config_file is not None and resume is None:
+    if resume is not None:
+        others = {name: value for name, value in given.items() if name != "steps"}
+        others |= given_options(minutes=minutes, init_from=init_from, config=config_file)
+        _refuse_changes(others)
+    elif minutes is not None and steps is not None:
+        raise ArbError("`--minutes` and `--steps` both say how long", hint="give one of them")
+    elif init_from is not None:
+        _refuse_shapes(given)
+    if dry_run:
+        if resume is None:
+            raise ArbError(
+                "`--dry-run` tells what a resume would do", hint="give `--resume` with it"
+            )
+        raise typer.Exit(show_check(Path(resume), as_json=as_json))
+    if config_file is not None:
         given = read_settings(config_file) | given
-    from arbcli.infer.load import read_saved, saved_config
-    from arbcli.inspect import plots, room  # torch takes seconds to import, so not for `arb --help`
-    from arbcli.train.configure import new_config
-    from arbcli.train.directory import RUNS, latest_run
-    from arbcli.train.run import Observers, resume_run, start_run
-
+        if init_from is not None:
+            _refuse_shapes(given)
     place = given_options(device=device, backend=backend)
     if print_config:
+        from arbcli.train.configure import new_config
+
         config = new_config(**given | place)
         if as_json:
             emit_json(train_config_dict(config))
@@ -235,21 +260,25 @@ def train(
             write_bytes(settings_text(config, given.get("preset", "tiny")).encode())
         return
     if plot is not None:
-        plots.require_matplotlib()
         check_file(plot, "--plot", PICTURES)
     with RunDisplay(quiet=quiet, as_json=as_json) as display:
+        display.wait("loading")
+        from arbcli.infer.load import read_saved, saved_config
+        from arbcli.inspect import plots, room  # torch takes seconds, so not for `arb --help`
+        from arbcli.train.configure import new_config
+        from arbcli.train.directory import RUNS, latest_run
+        from arbcli.train.run import Observers, resume_run, start_run
+
+        if plot is not None:
+            plots.require_matplotlib()
         loggers = [find_logger(name, display.noted) for name in dict.fromkeys(log or ())]
         observer = Observers([display, *loggers])
         if resume is not None:
-            others = {name: value for name, value in given.items() if name != "steps"}
-            others |= given_options(minutes=minutes, init_from=init_from, config=config_file)
-            _refuse_changes(others)
             path = latest_run(out or RUNS) if resume == "auto" else Path(resume)
             report = resume_run(path, observer, device=device, backend=backend, steps=steps)
         else:
             initial = None
             if init_from is not None:
-                _refuse_shapes(given)
                 initial = read_saved(init_from, display.noted)
                 given["preset"] = saved_config(initial.checkpoint)
             config = new_config(**given | place)

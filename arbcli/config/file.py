@@ -20,7 +20,7 @@ from types import UnionType
 from typing import Any, get_args, get_origin
 
 from arbcli.config.presets import KINDS, PRESETS
-from arbcli.config.training import OPTIMIZERS, TrainConfig, train_config_dict
+from arbcli.config.training import TrainConfig, train_config_dict
 from arbcli.errors import ArbError
 
 TOP = {field.name: field.type for field in dataclasses.fields(TrainConfig) if field.name != "model"}
@@ -50,6 +50,8 @@ def read_settings(path: Path) -> dict[str, Any]:
         ) from None
     if path.suffix == ".json" and isinstance(values, dict):
         values = values.get("config", values)  # what else a run's has is of what it was made on
+        if isinstance(values, dict) and isinstance(values.get("model"), dict):
+            values = _chosen(values)
     if not isinstance(values, dict) or not isinstance(values.get("model", {}), dict):
         raise ArbError(
             f"`{path}` has no settings by name", hint="write lines such as `steps = 100`"
@@ -73,8 +75,6 @@ def read_settings(path: Path) -> dict[str, Any]:
                 raise _unknown(path, where, name, types, of_models)
             if value is not None:  # JSON has null where nothing was given
                 settings[name] = _checked(path, where + name, value, types[name])
-    if settings.get("optimizer") == OPTIMIZERS["ternary"][0]:  # follows from the weights
-        del settings["optimizer"]
     return settings
 
 
@@ -85,10 +85,19 @@ def settings_text(config: TrainConfig, preset: str) -> str:
         config: what to write.
         preset: name of the one that it was made of.
     """
-    values = train_config_dict(config)
+    values = _chosen(train_config_dict(config))
     model = values.pop("model")
     lines = [f"preset = {_toml(preset)}", *_lines(values), "", "[model]", *_lines(model)]
     return "\n".join(lines) + "\n"
+
+
+def _chosen(values: dict[str, Any]) -> dict[str, Any]:
+    """Leave out what follows from the kind of weights, and so cannot be given with it."""
+    ternary = values["model"].get("weights", "ternary") == "ternary"
+    left_out = ("optimizer",) if ternary else ("rule", "direction")
+    model = {name: value for name, value in values["model"].items() if name not in left_out}
+    kept = {name: value for name, value in values.items() if name not in left_out}
+    return kept | {"model": model}
 
 
 def _lines(values: dict[str, Any]) -> list[str]:

@@ -10,8 +10,11 @@ from arbcli.errors import ArbError
 
 BOUNDARIES = ("learned", "every", "space")
 """Who says where chunks begin: a router that learns it, every so many bytes, or after a space."""
+OUTER_BLOCKS = ("attention", "mamba")
+"""What encoders and decoders are made of: windowed attention and MLP, or Mamba-2."""
 OF_STAGES = ("outer_dim", "outer_layers", "outer_heads", "outer_ffn", "chunk_length")
 """Fields with a number for each stage, the outermost first."""
+MOST_STAGES = 8
 SPARE_SLOTS = 1.5
 """Slots for chunks, over those that a text of chunks of `chunk_length` takes."""
 
@@ -33,7 +36,11 @@ class HNetConfig(ModelConfig):
     chunk_length: tuple[int, ...]
     """Positions of a chunk that the router of a stage is held to, on average."""
     window: int
-    """Positions that an outer block attends to."""
+    """Positions that an outer block of attention attends to."""
+    outer_blocks: str = "attention"
+    """One of `OUTER_BLOCKS`."""
+    states: int = 64
+    """Numbers of the state of a Mamba-2 block, for each number of a head."""
     boundaries: str = "learned"
     """One of `BOUNDARIES`."""
 
@@ -54,13 +61,20 @@ class HNetConfig(ModelConfig):
         ModelConfig.__post_init__(self)
         for name in OF_STAGES:
             value = getattr(self, name)
-            if len(value) != stages or not stages:
+            if len(value) != stages or not 1 <= stages <= MOST_STAGES:
                 raise ArbError(
                     f"`{name}` is of {len(value)} stages, and `outer_dim` of {stages}",
-                    hint="give a number for each stage, of which there is one at least",
+                    hint=f"give a number for each stage, of which there are 1 to {MOST_STAGES}",
                     fields=(name, "outer_dim"),
                 )
         check_choice("boundaries", self.boundaries, BOUNDARIES)
+        check_choice("outer_blocks", self.outer_blocks, OUTER_BLOCKS)
+        if self.outer_blocks == "mamba" and self.weights != "ternary":
+            raise ArbError(
+                f"`weights` is `{self.weights}`, and Mamba-2 blocks have no float twin",
+                hint="use blocks of attention for twins",
+                fields=("weights",),
+            )
         if min(self.chunk_length) < 2:
             raise ArbError(
                 f"`chunk_length` is {min(self.chunk_length)}",
@@ -115,5 +129,5 @@ class HNetConfig(ModelConfig):
         return self._dense(**shape, ctx=self.slots[-1])
 
     def _dense(self, **shape: int) -> ModelConfig:
-        stored = ("scale_type", "rule", "direction", "weights", "sub_norms")
+        stored = ("scale_type", "rule", "direction", "digits", "weights", "sub_norms")
         return ModelConfig(**shape, **{name: getattr(self, name) for name in stored})

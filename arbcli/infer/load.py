@@ -20,6 +20,7 @@ from arbcli.checkpoint import (
 )
 from arbcli.config.checks import check_choice
 from arbcli.config.dense import ModelConfig
+from arbcli.config.hnet import HNetConfig
 from arbcli.config.presets import config_from_dict
 from arbcli.device import COMPUTE, check_room, default_compute, resolve_device
 from arbcli.errors import ArbError
@@ -48,7 +49,22 @@ def load_model(
     def warn(message: str) -> None:
         warnings.warn(printable(message), stacklevel=2)
 
-    return load_named_model(Path(path), resolve_device(device), warn, compute)[0]
+    model = load_named_model(Path(path), resolve_device(device), warn, compute)[0]
+    model.register_forward_pre_hook(_take_any_integers)
+    return model
+
+
+def _take_any_integers(model: LanguageModel, inputs: tuple) -> tuple:
+    """Convert bytes of any integer dtype, and refuse what is no batch of them."""
+    ids, *others = inputs
+    if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
+        raise ValueError(f"a model takes bytes as integers, and got {ids.dtype}")
+    if ids.ndim != 2:
+        raise ValueError(
+            f"a model takes bytes of shape (batch, length), and got {tuple(ids.shape)}; of one text"
+            " `ids[None]` is a batch"
+        )
+    return ids.long(), *others
 
 
 def load_named_model(
@@ -145,6 +161,10 @@ def empty_model(
     return model
 
 
+LEAST_TENSORS = 10
+"""Of a block."""
+
+
 class SavedModel(NamedTuple):
     """A checkpoint, and the path of its file."""
 
@@ -197,6 +217,13 @@ def check_saved(checkpoint: Checkpoint) -> None:
         ArbError: it is refused.
     """
     config, tensors = saved_config(checkpoint), checkpoint.tensors
+    if isinstance(config, HNetConfig):
+        blocks = config.layers + 2 * sum(config.outer_layers)
+        if blocks * LEAST_TENSORS > len(tensors):
+            raise ArbError(
+                f"it has {len(tensors)} tensors, too few for {blocks} blocks",
+                hint="it was altered: name another",
+            )
     one_block = dataclasses.asdict(dataclasses.replace(config, layers=1))
     smallest = dataclasses.replace(checkpoint, config=one_block)
     in_blocks, in_one = (

@@ -31,6 +31,8 @@ from arbcli.kernels.rows.weighted_rows import (
     WEIGHTED_ROWS_GRAD_WEIGHTS,
 )
 from arbcli.kernels.runtime.spec import KernelSpec
+from arbcli.kernels.scan.causal_conv import CAUSAL_CONV, CAUSAL_CONV_GRAD_W
+from arbcli.kernels.scan.decay_scan import DECAY_SCAN
 from arbcli.kernels.update.blend_moment import BLEND_MOMENT
 from arbcli.kernels.update.cast_votes import CAST_SCALE_VOTES, CAST_TRIT_VOTES
 from arbcli.kernels.update.gradient_gains import GRADIENT_GAINS
@@ -85,6 +87,9 @@ KERNELS: tuple[KernelSpec, ...] = (
     SMOOTH_CHUNKS_BACKWARD,
     SPREAD_CHUNKS,
     SPREAD_CHUNKS_BACKWARD,
+    DECAY_SCAN,
+    CAUSAL_CONV,
+    CAUSAL_CONV_GRAD_W,
     GRADIENT_STATISTICS,
     GRADIENT_GAINS,
     UNIT_GAIN,

@@ -23,6 +23,7 @@ from arbcli.model.blocks.chunking import (
     spread,
     take_chunks,
 )
+from arbcli.model.blocks.mamba import MambaBlock, MambaCache
 from arbcli.model.cache import KeyValueCache
 from arbcli.model.dense import Block, takes_one_position
 from arbcli.model.initial import head_std
@@ -41,6 +42,8 @@ class Stage(nn.Module):
         parts, about = layers_for(own), {"area": "chunking"}
 
         def blocks() -> nn.ModuleList:
+            if config.outer_blocks == "mamba":
+                return nn.ModuleList(MambaBlock(own, config.states) for _ in range(own.layers))
             return nn.ModuleList(Block(own, config.window) for _ in range(own.layers))
 
         self.encoder = blocks()
@@ -279,12 +282,16 @@ class HNet(LanguageModel):
         return self._run_after(stage.decoder, past.spread(), past.decoder, stage.config)
 
     def _run_after(
-        self, blocks: nn.ModuleList, x: Tensor, past: KeyValueCache, config: ModelConfig
+        self,
+        blocks: nn.ModuleList,
+        x: Tensor,
+        past: KeyValueCache | MambaCache,
+        config: ModelConfig,
     ) -> Tensor:
         """Pass new positions (1, T, D) through blocks, after their past."""
         pairs = list(zip(blocks, past.blocks, strict=True))
         with past.reading(x.shape[1]):
-            if takes_one_position(self, x, config):
+            if isinstance(past, KeyValueCache) and takes_one_position(self, x, config):
                 for block, of_block in pairs:
                     x = block.one_position(x, of_block)
                 return x
@@ -359,9 +366,13 @@ class StageCache:
         device: torch.device,
     ) -> None:
         own = config.outer(stage)
-        self.encoder, self.decoder = (
-            KeyValueCache(own, positions, dtype, device, window=config.window) for _ in range(2)
-        )
+
+        def new_cache() -> KeyValueCache | MambaCache:
+            if config.outer_blocks == "mamba":
+                return MambaCache(own, config.states, dtype, device)
+            return KeyValueCache(own, positions, dtype, device, window=config.window)
+
+        self.encoder, self.decoder = new_cache(), new_cache()
         like = {"dtype": dtype, "device": device}
         self.last = torch.zeros(1, 1, own.dim, **like)
         """The position before the new ones, encoded and normalised."""

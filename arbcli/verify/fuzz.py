@@ -38,6 +38,8 @@ from arbcli.kernels.output.cross_entropy import rounded_cross_entropy
 from arbcli.kernels.rows.expert_combine import rounded_gradients, rounded_sum
 from arbcli.kernels.rows.weighted_rows import touched_rows
 from arbcli.kernels.runtime.spec import Case, KernelSpec
+from arbcli.kernels.scan.causal_conv import rounded_conv
+from arbcli.kernels.scan.decay_scan import scan_in_bf16
 from arbcli.kernels.update.blend_moment import moment_max
 from arbcli.kernels.update.newton_schulz import GRAM, GRAM_POLYNOMIAL
 
@@ -282,6 +284,24 @@ def _spread_chunks_backward(dice: Dice, group_size: int, m: int, n: int, k: int)
 
 def _spread_chunks(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
     return _spread_chunks_backward(dice, group_size, m, n, k)[:3]
+
+
+def _decay_scan(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
+    batch, heads, states = dice.pick((1, 2)), dice.pick((1, 3)), dice.pick((1, 9, 32))
+    q, k_ = (dice.reals(batch, m, heads, states) for _ in range(2))
+    g = -dice.reals(batch, m, heads, dtype=torch.float32).square()
+    v = dice.reals(batch, m, heads, min(n, 70))
+    return q, k_, v, dice.view(g), dice.below(2) == 1
+
+
+def _causal_conv(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
+    taps = dice.reals(k, dice.pick((1, 4, 8)), dtype=torch.float32)
+    return dice.reals(dice.pick((1, 3)), m, k), taps, dice.below(2) == 1
+
+
+def _causal_conv_grad_w(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
+    shape = dice.pick((1, 3)), m + 8, k
+    return dice.reals(*shape), dice.reals(*shape), dice.pick((1, 4, 8))
 
 
 def _rms_norm(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
@@ -712,6 +732,9 @@ DRAWINGS = {
     "spread_chunks_backward": Drawing(
         _spread_chunks_backward, _spread_chunks_backward_in_float64, needs_rows=True
     ),
+    "decay_scan": Drawing(_decay_scan, None, scan_in_bf16, needs_rows=True),
+    "causal_conv": Drawing(_causal_conv, None, rounded_conv, needs_rows=True),
+    "causal_conv_grad_w": Drawing(_causal_conv_grad_w, needs_rows=True),
     "gradient_statistics": Drawing(_gradient_statistics, _gradient_statistics_in_float64),
     "gradient_gains": Drawing(_gradient_gains),
     "unit_gain": Drawing(_unit_gain),

@@ -7,6 +7,7 @@ time: no kernel is called, no layer of the model, and there are no spare slots.
 import torch
 from torch import Tensor
 
+from arbcli.config.dense import ModelConfig
 from arbcli.config.hnet import HNetConfig
 from arbcli.verify.reference import reference_block, reference_logits
 
@@ -79,9 +80,7 @@ def _through(
             x = reference_block(x, _under(w, f"blocks.{index}."), own, own.ctx)
         return x
     own, prefix = config.outer(stage), f"stages.{stage}."
-    for index in range(own.layers):
-        x = reference_block(x, _under(w, f"{prefix}encoder.{index}."), own, config.window)
-    x = _norm(x[0])
+    x = _norm(_outer(w, config, f"{prefix}encoder", own, x)[0])
     p, begins = reference_boundaries(w, config, stage, x, text)
     routed[stage].append((p, torch.tensor(begins, device=x.device)))
     starts = [t for t, begin in enumerate(begins) if begin]
@@ -99,10 +98,44 @@ def _through(
             confidence = p[t]
         straight_through = confidence + (1 - confidence).detach()
         rows.append(straight_through * mean + w[f"{prefix}residual.weight"] @ x[t])
-    x = torch.stack(rows)[None]
+    return _outer(w, config, f"{prefix}decoder", own, torch.stack(rows)[None])
+
+
+def _outer(w: Weights, config: HNetConfig, prefix: str, own: ModelConfig, x: Tensor) -> Tensor:
+    """Pass (1, T, D) through the blocks of an encoder or a decoder."""
     for index in range(own.layers):
-        x = reference_block(x, _under(w, f"{prefix}decoder.{index}."), own, config.window)
+        of_block = _under(w, f"{prefix}.{index}.")
+        if config.outer_blocks == "mamba":
+            x = reference_mamba_block(x, of_block, 2 * own.heads, config.states)
+        else:
+            x = reference_block(x, of_block, own, config.window)
     return x
+
+
+def reference_mamba_block(x: Tensor, w: Weights, heads: int, states: int) -> Tensor:
+    """Compute a Mamba-2 block's output, (B, T, D), a position, a head and a tap at a time."""
+    inner = 2 * x.shape[-1]
+    projected = _norm(x) * w["norm.weight"] @ w["mamba.projection.weight"].T
+    z, mixed, dt = projected.split((inner, inner + 2 * states, heads), dim=-1)
+    taps, rows = w["mamba.taps.weight"], []
+    state = torch.zeros(len(x), heads, states, inner // heads, dtype=x.dtype, device=x.device)
+    for t in range(x.shape[1]):
+        mix = sum(taps[:, i] * mixed[:, t - 3 + i] for i in range(4) if t - 3 + i >= 0)
+        mix = mix * torch.sigmoid(mix)
+        step = torch.log1p(torch.exp(dt[:, t] + w["mamba.bias.weight"][:, 0]))
+        rate = torch.exp(w["mamba.rate.weight"][:, 0])
+        b, c = mix[:, inner : inner + states], mix[:, inner + states :]
+        u, heard, after = mix[:, :inner].chunk(heads, dim=1), [], []
+        for head in range(heads):
+            fading = torch.exp(-rate[head] * step[:, head, None, None])
+            new = step[:, head, None, None] * b[:, :, None] * u[head][:, None, :]
+            after.append(fading * state[:, head] + new)
+            y = (c[:, :, None] * after[-1]).sum(dim=1)
+            heard.append(y + w["mamba.skip.weight"][head, 0] * u[head])
+        state = torch.stack(after, dim=1)
+        rows.append(torch.cat(heard, dim=1))
+    y = z * torch.sigmoid(z) * torch.stack(rows, dim=1)
+    return x + _norm(y) * w["mamba.gate.weight"] @ w["mamba.output.weight"].T
 
 
 def _under(w: Weights, prefix: str) -> Weights:

@@ -212,10 +212,10 @@ def _left_out(
     else:
         yield "blocks of a preset after its fourth: all are alike"
         yield "causality and determinism of the ragged models in more than one scale type"
-        yield "the graph model at the sizes of its presets: a small one stands for them"
+        yield "the graph model and HNet at the sizes of their presets: small ones stand for them"
         yield (
-            "the graph model in bf16 against float64: another expert or code may be chosen there,"
-            " and all else follows"
+            "the graph model and HNet in bf16 against float64: another expert, code or boundary may"
+            " be chosen there, and all else follows"
         )
         if "interpreter" in backends:
             yield (

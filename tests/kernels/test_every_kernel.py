@@ -71,7 +71,8 @@ IN_BFLOAT16 = [
     "gram_polynomial", "quantise_rows", "rms_norm_e4m3", "gated_rms_norm_e4m3", "choose_byte",
     "embedding_grad", "blend_moment", "step_by_direction", "cast_trit_votes", "gather_chunks",
     "smooth_chunks", "smooth_chunks_backward", "spread_chunks", "spread_chunks_backward",
-    "boundary_scores", "boundary_scores_backward",
+    "boundary_scores", "boundary_scores_backward", "decay_scan", "causal_conv",
+    "causal_conv_grad_w",
 ]  # fmt: skip
 """Kernels with inputs in bfloat16."""
 SEVERAL_ROUNDINGS = {"gram_polynomial", "decode_attention"}

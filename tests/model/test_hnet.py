@@ -33,6 +33,7 @@ KINDS = {
     "every": {"boundaries": "every"},
     "space": {"boundaries": "space"},
     "two stages": TWO_STAGES,
+    "mamba": {"outer_blocks": "mamba", "states": 7},
     "every, two stages": TWO_STAGES | {"boundaries": "every"},
 }
 """Options by who says where chunks begin."""

@@ -55,6 +55,60 @@ def test_step_never_waits_for_the_gpu(rule, tmp_path):
     assert trainer._graph is not None
 
 
+def hnet_config(folder, **options):
+    path = folder / "text.txt"
+    path.write_bytes(b"chunks of ternary weights learn to read. " * 400)
+    shape = {
+        "preset": "hnet-tiny", "dim": 64, "layers": 2, "heads": 2, "ffn": 96, "ctx": 64, "batch": 4,
+        "outer_dim": (64, 64), "outer_layers": (1, 1), "outer_heads": (2, 2), "outer_ffn": (96, 96),
+        "chunk_length": (3, 2), "window": 16, "accum": 2,
+    }  # fmt: skip
+    return new_config(data=[str(path)], device="cuda", steps=20, **shape | options)
+
+
+HNETS = [{}, {"boundaries": "every"}, {"recompute": True}, {"compute": "fp8"}]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("options", HNETS, ids=str)
+def test_captured_steps_of_chunks_give_the_bits_of_eager_ones_and_never_wait(options, tmp_path):
+    config = hnet_config(tmp_path, **options)
+    texts = open_texts(config.data, None, seed=0, context=64)
+    states, losses, gauges = [], [], []
+    with deterministic():
+        for capture in (False, True):
+            trainer = Trainer(config, texts, capture=capture)
+            of_steps = [trainer.train_step()]
+            torch.cuda.set_sync_debug_mode("error")
+            try:
+                of_steps += [trainer.train_step() for _ in range(EAGER_STEPS + 6)]
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+            assert (trainer._graph is not None) == capture
+            losses.append([float(loss) for loss in of_steps])
+            states.append({name: t.clone() for name, t in trainer.model.state_dict().items()})
+            gauges.append(trainer.model.gauges())
+    assert losses[0] == losses[1]
+    assert gauges[0] == gauges[1]
+
+
+def test_forward_without_a_backward_does_not_hold_the_next_step_back(tmp_path):
+    """As where an error came between them; else no weight would step again, for ever."""
+    path = tmp_path / "text.txt"
+    path.write_bytes(b"ternary weights learn to read. " * 40)
+    shape = {"dim": 32, "layers": 1, "heads": 2, "ffn": 48, "ctx": 16, "batch": 2}
+    config = new_config(data=[str(path)], device="cpu", compute="fp32", **shape)
+    states = []
+    for forwards in (0, 1):
+        trainer = Trainer(config, open_texts(config.data, None, seed=0, context=16))
+        for _ in range(forwards):
+            trainer.model.loss(*trainer.fetch(0, "cpu"))
+        trainer.train_step()
+        states.append(trainer.model.state_dict())
+    for name in states[0]:
+        assert torch.equal(states[0][name], states[1][name]), name
+
+
 def test_recomputed_blocks_keep_less_and_give_the_same_bits(tmp_path):
     path = tmp_path / "text.txt"
     path.write_bytes(b"ternary weights learn to read. " * 400)

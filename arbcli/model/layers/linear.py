@@ -93,7 +93,7 @@ class TernaryLinear(nn.Module):
         config: of the model.
         area: the part of the model that the weights belong to.
         std: standard deviation of the weights at the start; None is `projection_std`.
-        spread: of z at the start; 0 is weights of zero, which can grow to what `std` says.
+        spread: of z at the start, as a share of the rule's; 0 is weights of zero, which grow.
         in_eight_bits: whether products may be computed in eight bits where a run asks for it.
     """
 

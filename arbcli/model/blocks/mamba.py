@@ -1,0 +1,213 @@
+"""A block of a state space model: Mamba-2, with packed projections, taps and vectors.
+
+    z, u, B, C, dt = projection of the normalised stream
+    u, B, C = silu(causal convolution of width 4)
+    dt = softplus(dt + bias),  a = exp(-exp(A) dt)
+    S[t] = a[t] S[t - 1] + dt[t] B[t] u[t],  y[t] = C[t] S[t] + D u[t]        in each head
+    stream + output(norm(silu(z) y))
+
+B and C are the same for all heads.
+
+Source: T. Dao and A. Gu, "Transformers are SSMs", https://arxiv.org/abs/2405.21060, section 7.
+"""
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Function
+from torch.nn import functional
+
+from arbcli.config.dense import ModelConfig
+from arbcli.kernels.scan.causal_conv import causal_conv, causal_conv_grad_w
+from arbcli.kernels.scan.decay_scan import decay_scan
+from arbcli.model.initial import projection_std
+from arbcli.model.layers.linear import TernaryLinear
+from arbcli.model.layers.norm import TernaryGate, TernaryRMSNorm
+from arbcli.model.layers.vector import TernaryTaps, TernaryVector
+
+EXPAND = 2
+"""Width inside the block, over that of the stream."""
+TAPS = 4
+RATES = (1.0, 16.0)
+"""exp(A) of the first and of the last head at the start."""
+STEPS = (1e-3, 1e-1)
+"""dt of the first and of the last head at the start, without the projection's part."""
+
+
+def mamba_values(heads: int) -> tuple[list[float], list[float]]:
+    """Choose A and the bias of dt of each head at the start: evenly between their ends.
+
+    A zero cannot be written, and is a number that is close.
+    """
+    shares = [index / max(1, heads - 1) for index in range(heads)]
+    rates = [math.log(RATES[0] + share * (RATES[1] - RATES[0])) or 1e-3 for share in shares]
+    steps = [STEPS[0] * (STEPS[1] / STEPS[0]) ** share for share in shares]
+    return rates, [math.log(math.expm1(step)) for step in steps]
+
+
+class Mamba(nn.Module):
+    """What a block adds to the stream.
+
+    Args:
+        config: of the block; inside there are `EXPAND` times its heads, of the same width.
+        states: N, numbers of the state for each number of a head.
+    """
+
+    def __init__(self, config: ModelConfig, states: int) -> None:
+        super().__init__()
+        self.heads, self.inner = EXPAND * config.heads, EXPAND * config.dim
+        self.states = states
+        self.mixed = self.inner + 2 * states
+        rates, biases = mamba_values(self.heads)
+        about = {"area": "mamba"}
+        projected = self.inner + self.mixed + self.heads
+        self.projection = TernaryLinear(projected, config.dim, config, **about)
+        self.taps = TernaryTaps(self.mixed, TAPS, config, **about)
+        self.rate = TernaryVector(rates, config, **about)
+        self.bias = TernaryVector(biases, config, **about)
+        self.skip = TernaryVector([1.0] * self.heads, config, **about)
+        self.gate = TernaryGate(self.inner, config, normalise=True)
+        std = projection_std(self.inner) / math.sqrt(config.layers)  # one of them in each block
+        self.output = TernaryLinear(config.dim, self.inner, config, std=std, **about)
+
+    def forward(
+        self, x: Tensor, norm: nn.Module | None, past: "MambaBlockCache | None" = None
+    ) -> Tensor:
+        """Normalise (B, T, D) and mix every position with those before it, and with the past.
+
+        Without a norm, x was normalised before.
+        """
+        z, mixed, dt = self.projection(x, norm).split((self.inner, self.mixed, self.heads), dim=-1)
+        if past is None:
+            mixed = _CausalConv.apply(mixed, self.taps())
+        else:
+            mixed = past.convolve(mixed, self.taps())
+        u, b, c = functional.silu(mixed).split((self.inner, self.states, self.states), dim=-1)
+        u = u.unflatten(-1, (self.heads, -1))  # (B, T, H, P)
+        dt = functional.softplus(dt.float() + self.bias())
+        decay = -self.rate().exp() * dt  # (B, T, H), its logarithm
+        values = (u.float() * dt[..., None]).to(x.dtype)
+        b, c = (part[:, :, None].expand(-1, -1, self.heads, -1) for part in (b, c))
+        y = (
+            _DecayScan.apply(c, b, values, decay)
+            if past is None
+            else past.scan(c, b, values, decay)
+        )
+        y = (y + self.skip()[:, None] * u.float()).to(x.dtype)
+        return self.output(torch.cat((z, y.flatten(-2)), dim=-1), self.gate)
+
+
+class MambaBlock(nn.Module):
+    """A Mamba-2 layer behind a norm, added to the residual stream."""
+
+    def __init__(self, config: ModelConfig, states: int) -> None:
+        super().__init__()
+        self.norm = TernaryRMSNorm(config.dim, config)
+        self.mamba = Mamba(config, states)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Add to the stream (B, T, D)."""
+        return x + self.mamba(x, self.norm)
+
+    def follow(
+        self, x: Tensor, added: Tensor | None, past: "MambaBlockCache"
+    ) -> tuple[Tensor, Tensor]:
+        """Do as `Block.follow` does."""
+        if added is None:
+            return x, self.mamba(x, self.norm, past)
+        x, normal = self.norm.of_sum(x, added)
+        return x, self.mamba(normal, None, past)
+
+
+class _CausalConv(Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, taps: Tensor) -> Tensor:
+        ctx.save_for_backward(x, taps)
+        return causal_conv(x, taps)
+
+    @staticmethod
+    def backward(ctx, grad_y: Tensor):
+        x, taps = ctx.saved_tensors
+        return causal_conv(grad_y, taps, reverse=True), causal_conv_grad_w(grad_y, x, taps.shape[1])
+
+
+class _DecayScan(Function):
+    @staticmethod
+    def forward(ctx, q: Tensor, k: Tensor, v: Tensor, g: Tensor) -> Tensor:
+        y = decay_scan(q, k, v, g)
+        ctx.save_for_backward(q, k, v, g, y)
+        return y
+
+    @staticmethod
+    def backward(ctx, grad_y: Tensor):
+        q, k, v, g, y = ctx.saved_tensors
+        low = grad_y.to(q.dtype)
+        grad_v = decay_scan(k, q, low, g, reverse=True)
+        grad_k = decay_scan(v, low, q, g, reverse=True)
+        grad_q = decay_scan(low, v, k, g)
+        of_sums = (grad_y * y).sum(dim=-1) - (grad_v * v.float()).sum(dim=-1)
+        grad_g = of_sums.flip(1).cumsum(1).flip(1)
+        return grad_q.to(q.dtype), grad_k.to(k.dtype), grad_v.to(v.dtype), grad_g
+
+
+class MambaCache:
+    """States of some blocks for one text; it serves as a `KeyValueCache` does.
+
+    Args:
+        config: of the blocks.
+        states: N.
+        dtype: of activations.
+        device: where they are.
+    """
+
+    def __init__(
+        self, config: ModelConfig, states: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self.position = torch.zeros((), dtype=torch.int32, device=device)
+        """Positions seen."""
+        self.blocks = [MambaBlockCache(config, states, dtype, device) for _ in range(config.layers)]
+
+    def reset(self) -> None:
+        """Begin a new text."""
+        self.position.zero_()
+        for block in self.blocks:
+            block.last.zero_()
+            block.state.zero_()
+
+    @contextmanager
+    def reading(self, length: int) -> Iterator[None]:
+        """Let the blocks read so many positions more, and count them afterwards."""
+        yield
+        self.position += length
+
+
+class MambaBlockCache:
+    """The state of one block, and what its convolution still needs."""
+
+    def __init__(
+        self, config: ModelConfig, states: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        inner = EXPAND * config.dim
+        shape = (1, EXPAND * config.heads, states, config.head_dim)
+        self.state = torch.zeros(shape, dtype=torch.float32, device=device)
+        self.last = torch.zeros(1, TAPS - 1, inner + 2 * states, dtype=dtype, device=device)
+
+    def convolve(self, x: Tensor, taps: Tensor) -> Tensor:
+        """Convolve new positions, (1, T, D), and those before them."""
+        x = torch.cat((self.last, x), dim=1)
+        self.last.copy_(x[:, 1 - TAPS :])
+        return causal_conv(x, taps)[:, TAPS - 1 :]
+
+    def scan(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor) -> Tensor:
+        """Do as `decay_scan` does with new positions, after the state, and bring it up to them."""
+        c = g.cumsum(1).transpose(1, 2)  # (1, H, T)
+        end = c[..., -1:]
+        past = c.exp()[..., None] * (q.float().transpose(1, 2) @ self.state)
+        y = decay_scan(q, k, v, g) + past.transpose(1, 2)
+        fading = k.float().transpose(1, 2) * (end - c).exp()[..., None]
+        added = fading.mT @ v.float().transpose(1, 2)
+        self.state.copy_(end.exp()[..., None] * self.state + added)
+        return y

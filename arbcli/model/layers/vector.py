@@ -1,0 +1,123 @@
+"""Packed vectors and taps: small tensors that are read whole, as numbers and not as a matrix.
+
+A vector of n numbers is a packed matrix of (n, 1): every number has digits and a scale of its own.
+All of its digits count, also where the weights of matrices are trits alone.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Function
+
+from arbcli.config.dense import ModelConfig
+from arbcli.directions.base import State
+from arbcli.kernels.codec.packed import HIGHEST_EXPONENT, LOWEST_EXPONENT, OCTAVE, Packed
+from arbcli.kernels.codec.packing import pack_trits
+from arbcli.model.layers.streamed import StreamedTensor, anchor
+
+
+class ReadWeight(StreamedTensor):
+    """A packed tensor that is decoded, and whose gradient comes as it is."""
+
+    def hand_on(self, sources: tuple[Any, ...], grad_y: Tensor) -> None:
+        """Add up the gradients of all uses, and give that to the sink."""
+        self.sink(self, grad_y.view(len(sources), self.out_features, -1).sum(dim=0))
+
+
+class VectorWeight(ReadWeight):
+    """A packed vector whose first values are given, none of them zero."""
+
+    def __init__(self, values: Sequence[float], config: ModelConfig, *, area: str) -> None:
+        super().__init__(len(values), 1, config, area=area)
+        self.values = tuple(values)
+
+    @torch.no_grad()
+    def initialise(self, seed: int, index: int) -> None:
+        """Set digits to the signs of the first values, and scales to their sizes."""
+        for buffer in self.buffers():
+            buffer.zero_()
+        rule, device, share = self.rule, self.trits.device, 1.0
+        signs = torch.tensor([[1 if value > 0 else -1] for value in self.values], device=device)
+        self.trits.copy_(pack_trits(signs.to(torch.int8)))
+        if self.packed.remainder is not None:
+            # half-way to the end, where a unit is a small share and there is room to grow
+            z = (rule.radix + rule.remainder_max) // 2
+            rule.start(self.state, slice(None), ((z - rule.radix) * signs).to(torch.int8))
+            share = z / self.packed.unit
+        steps = [round(OCTAVE * math.log2(abs(value) / share)) for value in self.values]
+        if not rule.has_fraction:
+            steps = [round(step / OCTAVE) * OCTAVE for step in steps]
+        least, most = LOWEST_EXPONENT * OCTAVE, HIGHEST_EXPONENT * OCTAVE + OCTAVE - 1
+        v = torch.tensor([[min(max(step, least), most)] for step in steps], device=device)
+        self.exponent.copy_(v // OCTAVE)
+        if rule.has_fraction:
+            self.fraction.copy_(v % OCTAVE)
+        if self.direction is not None:
+            self.direction.start(self.state)
+
+    def packed_of(self, state: State) -> Packed:
+        """Read all digits of the numbers, whatever the weights of the model are.
+
+        A trit alone would jump from its size to nothing: dt of a head was seen to.
+        """
+        packed = super().packed_of(state)
+        if self.rule.reads_all or "remainder" not in state:
+            return packed
+        about = {"radix": self.rule.radix, "nibble": self.rule.share_a_byte}
+        return packed._replace(remainder=state["remainder"], **about)
+
+
+class _Read(Function):
+    """Decode; the gradient goes to the tensor's sink."""
+
+    @staticmethod
+    def forward(ctx, _anchor: Tensor, weight: ReadWeight) -> Tensor:
+        ctx.weight = weight
+        return weight.weight(torch.float32)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        ctx.weight.collect(None, grad)
+        return None, None
+
+
+class TernaryVector(nn.Module):
+    """A packed vector of n numbers.
+
+    Args:
+        values: the first ones, none of them zero.
+        config: of the model.
+        area: the part of the model that it belongs to.
+    """
+
+    def __init__(self, values: Sequence[float], config: ModelConfig, *, area: str) -> None:
+        super().__init__()
+        self.weight = VectorWeight(values, config, area=area)
+
+    def forward(self) -> Tensor:
+        """Decode to (n,) float32; differentiable."""
+        self.weight.note_use()
+        return _Read.apply(anchor(self.weight.trits), self.weight).flatten()
+
+
+class TernaryTaps(nn.Module):
+    """The packed taps of a short convolution, so many for each channel.
+
+    Args:
+        channels: D.
+        taps: W.
+        config: of the model.
+        area: the part of the model that they belong to.
+    """
+
+    def __init__(self, channels: int, taps: int, config: ModelConfig, *, area: str) -> None:
+        super().__init__()
+        self.weight = ReadWeight(channels, taps, config, area=area, std=1 / math.sqrt(taps))
+
+    def forward(self) -> Tensor:
+        """Decode to (D, W) float32; differentiable."""
+        self.weight.note_use()
+        return _Read.apply(anchor(self.weight.trits), self.weight)

@@ -1,0 +1,68 @@
+"""Packed vectors and taps: their first values, their gradients, and what steps do to them."""
+
+import pytest
+import torch
+
+from arbcli.config.presets import preset
+from arbcli.model.layers.vector import TernaryTaps, TernaryVector
+from arbcli.train.updater import Updater
+
+VALUES = (-6.9, -0.01, 1e-3, 1.0, 2.77, 40.0)
+KINDS = [
+    {"rule": rule, "digits": digits}
+    for rule, digits in (
+        ("moment", "trit"), ("moment", "all"), ("nibble", "trit"), ("nibble", "all"),
+        ("carry", "trit"), ("carry", "all"),
+    )
+]  # fmt: skip
+
+
+def vector(**options) -> TernaryVector:
+    part = TernaryVector(VALUES, preset("tiny", **options), area="mamba")
+    part.weight.initialise(0, 0)
+    return part
+
+
+@pytest.mark.parametrize("options", KINDS, ids=str)
+def test_first_values_are_the_given_ones_to_a_share(options):
+    torch.testing.assert_close(vector(**options)(), torch.tensor(VALUES), rtol=0.008, atol=0)
+
+
+def test_first_values_of_votes_are_powers_of_two():
+    found = vector(rule="votes", direction=None)()
+    assert ((found / torch.tensor(VALUES)).log2().abs() <= 0.51).all()
+
+
+def test_gradient_of_all_uses_is_added_up():
+    part, handed = vector(), []
+    part.weight.sink = lambda _, grad: handed.append(grad)
+    first, second = part(), part()
+    (first * torch.arange(6.0) + second.square()).sum().backward()
+    (grad,) = handed
+    torch.testing.assert_close(
+        grad[:, 0], torch.arange(6.0) + 2 * torch.tensor(VALUES), rtol=0.01, atol=0
+    )
+
+
+def test_taps_have_a_gradient_of_their_shape():
+    part, handed = TernaryTaps(7, 4, preset("tiny"), area="mamba"), []
+    part.weight.initialise(0, 0)
+    part.weight.sink = lambda _, grad: handed.append(grad)
+    (part() * torch.arange(28.0).view(7, 4)).sum().backward()
+    assert torch.equal(handed[0], torch.arange(28.0).view(7, 4))
+    assert float(part().std()) == pytest.approx(0.5, rel=0.4)
+
+
+@pytest.mark.parametrize("options", KINDS, ids=str)
+def test_steps_bring_numbers_where_they_ought_to_be(options):
+    """Each wants to be half as large again; none jumps to nothing on the way."""
+    part = vector(**options)
+    updater = Updater([part.weight], 0, torch.float32)
+    part.weight.sink = updater
+    goal = 1.5 * torch.tensor(VALUES)
+    for step in range(60):
+        updater.begin(step, part.weight.rule.lr * 0.5)
+        (part().div(goal) - 1).square().sum().backward()
+        found = part.weight.weight(torch.float32).flatten() / goal
+        assert (found > 0.3).all()
+    assert (found - 1).abs().max() < 0.3
