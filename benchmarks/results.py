@@ -25,6 +25,7 @@ KEYS = {
     "arb_3b": ("kind", "batch", "recompute"),
     "ablation": ("variant", "seed", "steps"),
     "cpu_step": ("preset", "kind"),
+    "hnet": ("preset", "kind"),
 }
 """Fields that name a row, by file."""
 RUN_FIELDS = ("command", "commit", "dirty", "hardware", "versions", "rows")
