@@ -8,7 +8,6 @@ its shapes are fixed. Generation does not, so it is timed with boundaries at eve
 are as many as a router is held to, and with learned ones after the few steps that were timed.
 """
 
-import gc
 import statistics
 
 import torch
@@ -16,6 +15,7 @@ import torch
 from arbcli.data import open_texts
 from arbcli.device import deterministic
 from arbcli.infer.generation import Decoder
+from arbcli.model.language_model import LanguageModel
 from arbcli.train.configure import new_config
 from arbcli.train.trainer import EAGER_STEPS, Trainer
 from benchmarks import results
@@ -52,18 +52,21 @@ def measure(preset: str, ctx: int, batch: int, options: dict) -> dict:
             "allocated_bytes": torch.cuda.max_memory_allocated(),
             "gauges": trainer.model.gauges(),
         }
-        with trainer.model.prepared_weights():
-            decoder = Decoder(trainer.model, 2 * LENGTH + 1)
-            decoder.read(b"\n")
-
-            def more(length: int) -> None:
-                assert sum(map(len, decoder.stream(length))) == length
-
-            more(LENGTH)
-            row["generated_bytes_per_second"] = round(bytes_per_second(more, LENGTH), 1)
-    del decoder, trainer, more
-    gc.collect()
+        row["generated_bytes_per_second"] = round(time_generation(trainer.model), 1)
     return row
+
+
+def time_generation(model: LanguageModel) -> float:
+    """Time the second half of a text, in bytes a second."""
+    with model.prepared_weights():
+        decoder = Decoder(model, 2 * LENGTH + 1)
+        decoder.read(b"\n")
+
+        def more(length: int) -> None:
+            assert sum(map(len, decoder.stream(length))) == length
+
+        more(LENGTH)
+        return bytes_per_second(more, LENGTH)
 
 
 def main() -> None:
