@@ -1,10 +1,23 @@
-"""Train byte-level language models whose whole persistent state is packed trits and int8."""
+"""Train byte-level language models whose whole persistent state is packed trits and int8.
 
+What `import arbcli` offers is described, with examples, in docs/library.md. Torch takes seconds to
+import, so each function imports what it needs when it is called.
+"""
+
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+from arbcli.environment import set_environment
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
+    from arbcli.config.training import TrainConfig
+    from arbcli.infer.evaluation import EvaluateReport
     from arbcli.model.language_model import LanguageModel
+    from arbcli.train.record import TrainReport
+    from arbcli.train.run import Observer
 
 __version__ = "0.1.0"
 
@@ -13,6 +26,148 @@ def load(
     run: Path | str, *, device: str | None = None, compute: str | None = None
 ) -> "LanguageModel":
     """Load the model of a run, or of one checkpoint: see `arbcli.infer.load`."""
-    from arbcli.infer.load import load_model  # torch takes seconds to import, so not for `--help`
+    set_environment()
+    from arbcli.infer.load import load_model
 
     return load_model(run, device=device, compute=compute)
+
+
+def configure(**settings: Any) -> "TrainConfig":
+    """Make the configuration of a run: see `arbcli.train.configure`.
+
+    Args:
+        settings: as the options of `arb train` are called, with `_` for `-`: `preset`, `data`,
+            `steps`, `lr`, `device`; but `scale_type` for `--tscale-type`. Texts are lists.
+
+    Raises:
+        ArbError: they do not fit each other, or this machine.
+    """
+    set_environment(("--weights", settings.get("weights") or "ternary"))
+    from arbcli.train.configure import new_config
+
+    return new_config(**settings)
+
+
+def train(
+    config: "TrainConfig",
+    out: Path | str | None = None,
+    *,
+    minutes: float | None = None,
+    init_from: Path | str | None = None,
+    observer: "Observer | None" = None,
+) -> "TrainReport":
+    """Train a model in a new directory: see `arbcli.train.run.start_run`.
+
+    Args:
+        config: from `configure`.
+        out: directory to make; None is the next free one in `runs`.
+        minutes: sets the number of steps by timing a few.
+        init_from: a run or a checkpoint to begin with; see `saved_config` for its configuration.
+        observer: is told of records; None tells nobody.
+
+    Returns:
+        Where the run is, its losses and a sample.
+
+    Raises:
+        ArbError: something the user can fix; whatever was saved before is intact.
+    """
+    from arbcli.infer.load import read_saved
+    from arbcli.train.run import Observer, start_run
+
+    observer = observer or Observer()
+    initial = None if init_from is None else read_saved(Path(init_from), observer.noted)
+    place = None if out is None else Path(out)
+    return start_run(config, place, observer, minutes=minutes, initial=initial)
+
+
+start_training = train
+"""The same; `arbcli.train` is the package as well, once a part of it has been imported."""
+
+
+def resume(
+    run: Path | str, *, steps: int | None = None, observer: "Observer | None" = None
+) -> "TrainReport":
+    """Go on with a run, or from a checkpoint in one: see `arbcli.train.run.resume_run`.
+
+    Args:
+        run: a run directory, or a checkpoint in one.
+        steps: that the run is to have from now on; None leaves them as they are.
+        observer: is told of records; None tells nobody.
+
+    Raises:
+        ArbError: there is nothing to continue, or the text has changed.
+    """
+    set_environment()
+    from arbcli.train.run import Observer, resume_run
+
+    return resume_run(Path(run), observer or Observer(), steps=steps)
+
+
+def generate(
+    model: "LanguageModel",
+    prompt: bytes | str,
+    length: int,
+    *,
+    temperature: float = 0.8,
+    top_k: int = 256,
+    top_p: float = 1.0,
+    seed: int = 0,
+) -> bytes:
+    """Continue a prompt, the same bytes every time: see `arbcli.infer.generation.generate`.
+
+    Args:
+        model: from `load`.
+        prompt: at least one byte; text is taken as UTF-8.
+        length: bytes to make.
+        temperature: divides the logits; 0 takes the likeliest byte.
+        top_k: choose among so many of the likeliest bytes.
+        top_p: then among the likeliest ones that together have at least this share.
+        seed: of the random numbers.
+
+    Returns:
+        The bytes that follow the prompt.
+
+    Raises:
+        ArbError: the prompt is empty, or a number is out of range.
+    """
+    from arbcli.device import deterministic
+    from arbcli.infer import generation
+
+    sampling = generation.Sampling(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
+    prompt = prompt.encode() if isinstance(prompt, str) else prompt
+    with deterministic():
+        return b"".join(generation.generate(model, prompt, length, sampling))
+
+
+def evaluate(
+    model: "LanguageModel", data: Sequence[str], *, stride: int | None = None, batch: int = 16
+) -> "EvaluateReport":
+    """Measure how well a model predicts a text: see `arbcli.infer.evaluation.evaluate`.
+
+    Args:
+        model: from `load`.
+        data: files, folders or globs, read as one text.
+        stride: bytes from one window to the next; None is half a window.
+        batch: windows at once.
+
+    Raises:
+        ArbError: the text or the stride does not do.
+    """
+    from arbcli.data import open_text
+    from arbcli.infer import evaluation
+    from arbcli.kernels.runtime.backend import default_backend
+
+    backend = default_backend(model.device)
+    about = {"stride": stride, "batch": batch, "backend": backend}
+    return evaluation.evaluate(model, "", *open_text(data), **about)
+
+
+def dense_weights(model: "LanguageModel") -> "dict[str, Tensor]":
+    """Decode every packed matrix of a model, by its name.
+
+    Returns:
+        (outputs, inputs) float32 each, on the device of the model; they take 20 times the trits.
+    """
+    import torch
+
+    return {name: part.weight(torch.float32) for name, part in model.weights().items()}

@@ -7,8 +7,10 @@ from typing import Annotated
 import typer
 
 from arbcli import __version__
-from arbcli.commands._options import in_options
+from arbcli.commands._help import Command
+from arbcli.commands._options import in_options, repeat_options
 from arbcli.commands.audit_memory import audit_memory
+from arbcli.commands.check import check
 from arbcli.commands.count_params import count_params
 from arbcli.commands.evaluate import evaluate
 from arbcli.commands.generate import generate
@@ -32,9 +34,9 @@ app = typer.Typer(
     " signal with the state saved, 3 stopped by a signal with nothing saved.",
 )
 for command in (
-    train, generate, evaluate, audit_memory, verify_kernels, count_params, probe_loss
+    train, generate, evaluate, check, audit_memory, verify_kernels, count_params, probe_loss
 ):  # fmt: skip
-    app.command()(command)
+    app.command(cls=Command)(command)
 
 
 def _print_version(wanted: bool) -> None:
@@ -59,7 +61,7 @@ def main() -> None:
     set_environment(sys.argv[1:])
     try:
         with RaisedSignal():
-            sys.exit(app(standalone_mode=False) or 0)
+            sys.exit(app(repeat_options(sys.argv[1:]), standalone_mode=False) or 0)
     except UsageError as error:
         if not sys.argv[1:]:
             error.show()  # all of the help

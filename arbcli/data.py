@@ -76,6 +76,11 @@ class Text:
         """List the bytes that each of these files gives to the text."""
         return [piece.stop - piece.start for piece in self._pieces]
 
+    @property
+    def files(self) -> list[Path]:
+        """List these files."""
+        return [piece.path for piece in self._pieces]
+
     def read(self, offset: int, length: int) -> bytes:
         """Copy bytes [offset, offset + length) of the text, across files where need be.
 

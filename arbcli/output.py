@@ -255,10 +255,18 @@ def _one_line(text: str) -> str:
 
 
 class LiveLine:
-    """One line on stderr that is written over, or a line each time where that is no terminal."""
+    """A line on stderr that is written over, or a line each time where that is no terminal.
+
+    What is too long for the terminal goes on in the next line.
+    """
 
     def __init__(self) -> None:
-        self._live = Live(console=_err, auto_refresh=False) if _err.is_terminal else None
+        self.is_live = _err.is_terminal
+        """Whether lines are written over."""
+        self._live = (
+            Live(console=_err, auto_refresh=False, transient=True) if self.is_live else None
+        )
+        self._last: str | None = None
 
     def __enter__(self) -> "LiveLine":
         if self._live:
@@ -266,17 +274,31 @@ class LiveLine:
         return self
 
     def __exit__(self, *_: object) -> None:
+        """Leave the last line there."""
         if self._live:
             self._live.stop()
+            if self._last is not None:
+                note(self._last)
 
     def show(self, text: str, *, keep: bool = False) -> None:
         """Show a line; `keep` leaves it above the next one."""
-        if self._live is None or keep:
+        if self._live is None:
             note(text)
+        elif keep:
+            self._write("")
+            note(text)
+            self._last = None
         else:
-            self._live.update(
-                Text(printable(text), no_wrap=True, overflow="ellipsis"), refresh=True
-            )
+            self._write(text)
+            self._last = text
+
+    def show_wait(self, text: str) -> None:
+        """Show a person what is waited for, until there is something else to show."""
+        if self._live:
+            self._write(text)
+
+    def _write(self, text: str) -> None:
+        self._live.update(Text(printable(text)), refresh=True)
 
 
 def table(title: str, columns: list[str], rows: list[list[str]], *, left: int = 1) -> Table:

@@ -2,8 +2,9 @@
 
     python -m benchmarks.generation [PRESET...] [--out DIR]
 
-The peer is `benchmarks.float_decoder`, compiled in the way that is fastest here. Its share of the
-copy bandwidth, measured in the same run, says how good a peer it is.
+The peer is the fastest of several: `benchmarks.float_decoder`, compiled in some ways, and our own
+decoder with weights in bf16, `benchmarks.dense_rows`. Its share of the copy bandwidth, measured in
+the same run, says how good a peer it is.
 """
 
 import statistics
@@ -21,10 +22,13 @@ from arbcli.infer.generation import Decoder
 from arbcli.model.dense import ByteLM
 from arbcli.verify.timing import Stopwatch, measure_roofline
 from benchmarks import results
+from benchmarks.dense_rows import read_dense
 from benchmarks.float_decoder import MODES, FloatDecoder
 
 ROUNDS, ROUND_BYTES, WARM_UP_BYTES = 5, 128, 32
 TRIAL_BYTES = 64
+DENSE = "our decoder, dense"
+"""The mode of a peer that is not a `FloatDecoder`."""
 LENGTH = WARM_UP_BYTES + TRIAL_BYTES + ROUNDS * ROUND_BYTES
 """Bytes that follow a prompt."""
 
@@ -54,8 +58,17 @@ def make_ours(model: ByteLM, prompt: int) -> Callable[[int], None]:
     return more
 
 
-def make_peer(model: ByteLM, prompt: int, mode: str) -> tuple[Callable[[int], None], int]:
+def make_peer(
+    name: str, model: ByteLM, prompt: int, mode: str
+) -> tuple[Callable[[int], None], int]:
     """Do the same for the float model; and return the bytes of weights that a byte reads."""
+    if mode == DENSE:
+        dense = build(name, "ternary")
+        read = read_dense(dense)
+        with dense.prepared_weights(), deterministic():
+            more = make_ours(dense, prompt)
+            more(1)
+        return more, read
     torch._dynamo.reset()
     decoder = FloatDecoder(model, prompt + LENGTH, mode=mode)
     decoder.capture()
@@ -80,14 +93,14 @@ def bytes_per_second(more: Callable[[int], None], length: int) -> float:
 
 
 def find_peer(
-    model: ByteLM, prompt: int, modes: list[str]
+    name: str, model: ByteLM, prompt: int, modes: list[str]
 ) -> tuple[str, Callable[[int], None], int, dict[str, float]]:
     """Find the fastest mode of the float decoder, by a few bytes; one that fails is reported."""
     found, rates = {}, {}
     for mode in modes:
         started = time.perf_counter()
         try:
-            found[mode] = more, _ = make_peer(model, prompt, mode)
+            found[mode] = more, _ = make_peer(name, model, prompt, mode)
             more(WARM_UP_BYTES)
             rates[mode] = round(bytes_per_second(more, TRIAL_BYTES), 1)
         except Exception:
@@ -101,14 +114,14 @@ def find_peer(
     return best, *found[best], rates
 
 
-def measure(name: str, copy_bytes_per_second: float) -> list[dict]:
+def measure(name: str, modes: list[str], copy_bytes_per_second: float) -> list[dict]:
     """Measure a preset after a byte, and near the end of its context."""
     rows: list[dict] = []
     prompts = (1, preset(name).ctx - 300) if preset(name).ctx > 300 else (1,)
-    twin, ours_model, modes = build(name, "float"), build(name, "ternary"), list(MODES)
+    twin, ours_model = build(name, "float"), build(name, "ternary")
     for prompt in prompts:
         with ExitStack() as stack:
-            mode, peer, read_bytes, rates = find_peer(twin, prompt, modes)
+            mode, peer, read_bytes, rates = find_peer(name, twin, prompt, modes)
             modes = [mode]  # so another prompt compiles it alone
             stack.enter_context(ours_model.prepared_weights())
             stack.enter_context(deterministic())
@@ -148,10 +161,14 @@ def main() -> None:
     """Print a line a model and prompt, and write the rows."""
     parser = results.options("generation", "Time generation beside a float model in bf16.")
     parser.add_argument("presets", nargs="*", metavar="PRESET", default=["small", "1b"])
+    all_modes = [DENSE, *MODES]
+    parser.add_argument(
+        "--mode", action="append", choices=all_modes, help="of the peer; all of them"
+    )
     given = parser.parse_args()
     bandwidth = measure_roofline(Stopwatch(torch.device("cuda"))).bytes_per_second
     for name in given.presets:
-        rows = measure(name, bandwidth)
+        rows = measure(name, given.mode or all_modes, bandwidth)
         for ours, peer in zip(rows[::2], rows[1::2], strict=True):
             rate, twin = ours["bytes_per_second"], peer["bytes_per_second"]
             print(

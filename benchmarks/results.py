@@ -19,6 +19,7 @@ from typing import Any
 FOLDER = Path(__file__).parents[1] / "docs" / "results"
 KEYS = {
     "quality": ("preset", "options", "seed"),
+    "code": ("preset", "options", "seed"),
     "training_step": ("preset", "kind"),
     "generation": ("preset", "prompt_bytes", "kind"),
     "products": ("size", "rows", "what"),

@@ -692,6 +692,19 @@ def test_kill_at_any_time_leaves_a_checkpoint_that_loads(tmp_path):
     run_elsewhere(kill_savers, tmp_path)
 
 
+@pytest.mark.parametrize("leave", [False, True])
+def test_file_set_aside_takes_a_name_that_is_free(leave, tmp_path):
+    path, names = tmp_path / "step-000100.safetensors", []
+    for content in ("first", "second", "third"):
+        path.unlink(missing_ok=True)
+        path.write_text(content)
+        names.append(module.set_aside(path, leave=leave))
+        assert path.exists() == leave
+    assert [name.name.removeprefix(path.name) for name in names] == [".aside", ".aside1", ".aside2"]
+    assert [name.read_text() for name in names] == ["first", "second", "third"]
+    assert checkpoints(tmp_path) == [path] * leave
+
+
 def test_run_lock_refuses_a_second_holder(tmp_path):
     in_use = pytest.raises(ArbError, match="in use by another process")
     with run_lock(tmp_path), in_use, run_lock(tmp_path):

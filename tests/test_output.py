@@ -6,7 +6,7 @@ import sys
 from contextlib import suppress
 
 import pytest
-from rich.console import Group
+from rich.console import Console, Group
 
 from arbcli import cli, output
 from arbcli.errors import ArbError
@@ -90,6 +90,47 @@ def test_letter_that_a_stream_has_not_is_shown_as_an_escape(monkeypatch):
     monkeypatch.setattr(sys, "stderr", stream)
     note("π")
     assert stream.buffer.getvalue() == b"\\u03c0\n"
+
+
+@pytest.fixture
+def terminal(monkeypatch) -> io.StringIO:
+    stream = io.StringIO()
+    monkeypatch.setattr(
+        output, "_err", Console(file=stream, force_terminal=True, highlight=False, width=80)
+    )
+    return stream
+
+
+def test_older_line_is_not_drawn_again_after_the_last_one(terminal):
+    with LiveLine() as line:
+        line.show_wait("loading")
+        line.show("step 10")
+        line.show("step 12", keep=True)
+    told = terminal.getvalue()
+    assert told.index("loading") < told.index("step 10") < told.index("step 12")
+    assert told.rindex("step 10") < told.index("step 12")
+    assert told.count("step 12") == 1
+
+
+def test_last_line_stays_and_what_was_waited_for_does_not(terminal):
+    with LiveLine() as line:
+        line.show("step 10")
+    assert terminal.getvalue().endswith("step 10\n")
+    with LiveLine() as line:
+        line.show_wait("loading")
+    assert not terminal.getvalue().endswith("loading\n")
+
+
+def test_line_that_is_too_long_goes_on_in_the_next(terminal):
+    with LiveLine() as line:
+        line.show("  ".join(f"{number:08d}" for number in range(12)))
+    assert "00000011" in terminal.getvalue()
+
+
+def test_what_is_waited_for_is_shown_to_a_person_alone(capsys):
+    with LiveLine() as line:
+        line.show_wait("loading")
+    assert capsys.readouterr().err == ""
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from arbcli.config.hnet import BOUNDARIES, OUTER_BLOCKS
 from arbcli.config.presets import check_preset
 from arbcli.config.training import COMPUTES
 from arbcli.directions import DIRECTIONS
+from arbcli.errors import ArbError
 from arbcli.rules import DIGITS, RULES
 
 OPTION_OF_FIELD = {
@@ -55,6 +56,36 @@ def given_options(**values: Any) -> dict[str, Any]:
     return {field: value for field, value in values.items() if value is not None}
 
 
+BACKENDS = ("triton", "torch", "interpreter")
+"""What runs kernels; `arbcli.kernels` has them too, and imports torch."""
+REPEATED = ("--data", "--val")
+"""Options of several values, which may follow one another: a shell makes them of `*.txt`."""
+
+
+def repeat_options(words: list[str]) -> list[str]:
+    """Write `--data a.txt b.txt` as `--data a.txt --data b.txt`, which is all that Typer reads."""
+    found: list[str] = []
+    option, values = None, 0
+    for word in words:
+        if word.startswith("-") and word != "-":
+            option, values = (word if word in REPEATED else None), 0
+        elif option is not None:
+            values += 1
+            if values > 1:
+                found.append(option)
+        found.append(word)
+    return found
+
+
+def find_run(path: Path) -> Path:
+    """Find the run that `auto` stands for, the last one in `runs`; any other path is what it is."""
+    if str(path) != "auto":
+        return path
+    from arbcli.train.directory import latest_run  # imports torch
+
+    return latest_run()
+
+
 def one_of(field: str, known: Iterable[str]) -> Callable[[str | None], str | None]:
     """Make a callback that refuses a name before torch is imported, which takes seconds."""
 
@@ -72,10 +103,16 @@ def _check_preset(name: str | None) -> str | None:
     return name
 
 
+def _check_device(name: str | None) -> str | None:
+    """Refuse a name before torch is imported; whether there is such a device is told later."""
+    if name is not None and not re.fullmatch(r"cpu|cuda(:[0-9]{1,3})?", name):
+        raise ArbError(f"no device is named `{name}`", hint="use `cpu` or `cuda`")
+    return name
+
+
 def _part(field: str, what: str, min: int | None = None) -> Any:
     """Declare an option of a part that only the presets with a graph have."""
-    help = f"Only with arb-tiny and arb-3b: {what}"
-    return typer.Option(option_of(field), help=help, min=min)
+    return typer.Option(option_of(field), help=what[0].upper() + what[1:], min=min)
 
 
 Preset = Annotated[
@@ -121,7 +158,10 @@ Digits = Annotated[
 ]
 Backend = Annotated[
     str | None,
-    typer.Option(help="triton, torch or interpreter. [default: triton on a GPU, else torch]"),
+    typer.Option(
+        help="triton, torch or interpreter. [default: triton on a GPU, else torch]",
+        callback=one_of("backend", BACKENDS),
+    ),
 ]
 Compute = Annotated[
     str | None,
@@ -142,10 +182,17 @@ Recompute = Annotated[
     bool | None,
     typer.Option("--recompute", help="Compute activations again in the backward: less memory."),
 ]
-Device = Annotated[str | None, typer.Option(help="cpu or cuda. [default: cuda if there is one]")]
+Device = Annotated[
+    str | None,
+    typer.Option(help="cpu or cuda. [default: cuda if there is one]", callback=_check_device),
+]
 Seed = Annotated[int | None, typer.Option(min=0, max=2**31 - 1, help="[default: 0]")]
 Checkpoint = Annotated[
-    Path, typer.Option(metavar="RUN|FILE", help="A run, or one of its checkpoints.")
+    Path,
+    typer.Option(
+        metavar="auto|RUN|FILE",
+        help="A run, or one of its checkpoints; auto is the run that was started last.",
+    ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON on stdout and no table.")]
 Data = Annotated[
@@ -171,7 +218,7 @@ Memgram = Annotated[bool | None, _part("memgram", "a memory of what followed the
 Boundaries = Annotated[
     str | None,
     typer.Option(
-        help="Only with hnet presets: where chunks begin, learned, every (so many bytes) or space"
+        help="Where chunks begin: learned, every (so many bytes) or space"
         " (after one). [default: learned]",
         callback=one_of("boundaries", BOUNDARIES),
     ),
@@ -187,8 +234,7 @@ OuterBlocks = Annotated[
 ChunkLength = Annotated[
     int | None,
     typer.Option(
-        help="Only with hnet presets: positions of a chunk on average, at every stage."
-        " [default: the preset's]",
+        help="Positions of a chunk on average, at every stage. [default: the preset's]",
         min=2,
     ),
 ]

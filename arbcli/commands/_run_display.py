@@ -25,6 +25,11 @@ class RunDisplay:
     def __exit__(self, *exception: object) -> None:
         self.line.__exit__(*exception)
 
+    def wait(self, what: str) -> None:
+        """Show what is waited for, until there is something else to show."""
+        if not self.quiet:
+            self.line.show_wait(what)
+
     def started(self, run: Path, trainer: "Trainer", facts: dict[str, Any]) -> None:
         if self.quiet:
             return
@@ -42,12 +47,7 @@ class RunDisplay:
             note(f"resumed at step {trainer.step}")
 
     def recorded(self, record: "Record") -> None:
-        if self.as_json:
-            try:
-                emit_json(record.as_json())
-            except OutputError as error:
-                self.as_json = False
-                note(f"{error}; the run goes on, and its directory has every record")
+        self._emit(record.as_json())
         if self.quiet:
             return
         line = (
@@ -66,11 +66,22 @@ class RunDisplay:
         if record.val_loss is not None and record.gauges:
             self.line.show(_gauges(record.gauges), keep=True)
 
+    def _emit(self, value: dict[str, Any]) -> None:
+        """Print an object if objects are wanted, as long as somebody reads them."""
+        if not self.as_json:
+            return
+        try:
+            emit_json(value)
+        except OutputError as error:
+            self.as_json = False
+            note(f"{error}; the run goes on, and its directory has every record")
+
     def noted(self, message: str) -> None:
         note(message)
 
     def finished(self, report: "TrainReport") -> None:
         """Show how the run ended."""
+        self._emit(report.as_json())
         if report.stopped_by:
             note(f"stopped by {report.stopped_by} after step {report.steps}")
             if report.checkpoint:

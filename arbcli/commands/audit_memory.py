@@ -39,9 +39,10 @@ from arbcli.commands._options import (
     TScaleType,
     given_options,
 )
+from arbcli.commands._outputs import check_file
 from arbcli.commands.count_params import state_table
 from arbcli.errors import ArbError
-from arbcli.output import bytes_text, emit, note, table
+from arbcli.output import LiveLine, bytes_text, emit, table
 
 if TYPE_CHECKING:
     from arbcli.inspect.audit import AuditReport, FitReport
@@ -103,9 +104,13 @@ def audit_memory(
     """Measure real steps: `arb audit-memory --preset small`; exit 1 on float state or growth."""
     if budget is not None and what_if:
         raise ArbError("`--budget` and `--what-if` are two questions", hint="ask one at a time")
-    # torch takes seconds to import, so not for `arb --help`
-    from arbcli.inspect import audit, memory
-    from arbcli.train.configure import new_config
+    if snapshot is not None:
+        check_file(snapshot, "--snapshot", (".pickle", ".pkl"))
+    with LiveLine() as line:
+        line.show_wait("loading")
+        # torch takes seconds to import, so not for `arb --help`
+        from arbcli.inspect import audit, memory
+        from arbcli.train.configure import new_config
 
     given = given_options(
         preset=preset,
@@ -138,12 +143,17 @@ def audit_memory(
         chunk_length=chunk_length,
         outer_blocks=outer_blocks,
     )
-    config = new_config(**given, device=device, backend=backend)
+    if budget is not None and (device or "").startswith("cuda"):
+        config = audit.config_of_any_gpu(**given)
+    else:
+        config = new_config(**given, device=device, backend=backend)
     if what_if:
         report = memory.what_if(config.model)
         emit(report, _what_if_table(report), as_json=as_json)
     elif budget is not None:
-        report = audit.check_fit(config, budget)
+        with LiveLine() as line:
+            line.show_wait("predicting")
+            report = audit.check_fit(config, budget)
         emit(report, _fit_table(report), as_json=as_json)
         raise typer.Exit(0 if report.fits else 1)
     else:
@@ -153,11 +163,15 @@ def audit_memory(
                 hint="leave it out, or use `--device cuda`",
             )
 
-        def tell(predicted: "PeakReport") -> None:
-            state, peak = bytes_text(predicted.state_bytes), bytes_text(predicted.peak_bytes)
-            note(f"predicted: {state} of state, a peak of {peak}; measuring {steps} steps")
+        with LiveLine() as line:
 
-        report = audit.audit(config, snapshot, tell)
+            def tell(predicted: "PeakReport") -> None:
+                state, peak = bytes_text(predicted.state_bytes), bytes_text(predicted.peak_bytes)
+                text = f"predicted: {state} of state, a peak of {peak}; measuring {steps} steps"
+                line.show(text, keep=True)
+
+            line.show_wait("predicting")
+            report = audit.audit(config, snapshot, tell)
         emit(report, _audit_tables(report), as_json=as_json)
         raise typer.Exit(0 if report.passed else 1)
 
@@ -184,6 +198,7 @@ def _fit_table(report: "FitReport") -> Table:
     verdict = f"fits, {_mib(budget - needed)} MiB to spare"
     if not report.fits:
         verdict = f"does not fit, {_mib(needed - budget)} MiB short"
+        verdict += f"; {report.advice}"
     rows = [*_peak_rows(report.predicted_peak), ["budget", _mib(budget)]]
     return table(verdict, ["", "MiB"], rows)
 

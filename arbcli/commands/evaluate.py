@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.table import Table
 
-from arbcli.commands._options import Backend, Checkpoint, ComputeOfRun, Device, Json
+from arbcli.commands._options import Backend, Checkpoint, ComputeOfRun, Device, Json, find_run
 from arbcli.output import LiveLine, emit, note, table
 
 if TYPE_CHECKING:
@@ -16,8 +16,12 @@ if TYPE_CHECKING:
 def evaluate(
     checkpoint: Checkpoint,
     data: Annotated[
-        list[str], typer.Option(help="File, folder or glob; may be given again, for one text.")
-    ],
+        list[str] | None,
+        typer.Option(
+            help="File, folder or glob; may be given again, for one text."
+            " [default: the run's held-out text]"
+        ),
+    ] = None,
     stride: Annotated[
         int | None,
         typer.Option(min=1, help="Bytes between windows. [default: half the model's context]"),
@@ -26,40 +30,51 @@ def evaluate(
     compute: ComputeOfRun = None,
     device: Device = None,
     backend: Backend = None,
+    quiet: Annotated[bool, typer.Option("--quiet", help="No progress.")] = False,
     as_json: Json = False,
 ) -> None:
     """Measure bits per byte over all of a text: `arb evaluate --checkpoint RUN --data book.txt`.
 
     Every byte but the first is predicted once, with at least the context less the stride before it.
     """
-    from arbcli.device import resolve_backend, resolve_device
-    from arbcli.infer import evaluation  # torch takes seconds to import, so not for `arb --help`
-    from arbcli.infer.load import load_named_model
-
-    place = resolve_device(device)
-    backend = resolve_backend(backend, place)
-    model, name = load_named_model(checkpoint, place, note, compute)
     with LiveLine() as line:
+        line.show_wait("loading")
+        from arbcli.data import open_text
+        from arbcli.device import resolve_backend, resolve_device
+        from arbcli.infer import evaluation  # torch takes seconds, so not for `arb --help`
+        from arbcli.infer.load import load_named_model
+        from arbcli.train.directory import held_out_text, run_of
+
+        checkpoint = find_run(checkpoint)
+        text = open_text(data) if data else held_out_text(run_of(checkpoint))
+        place = resolve_device(device)
+        backend = resolve_backend(backend, place)
+        model, name = load_named_model(checkpoint, place, note, compute)
         report = evaluation.evaluate(
             model,
             name,
-            data,
+            *text,
             stride=stride,
             batch=batch,
             backend=backend,
-            progress=_Progress(line),
+            progress=_ignore if quiet else _Progress(line),
         )
     emit(report, _table(report), as_json=as_json)
 
 
+def _ignore(*_: object) -> None:
+    pass
+
+
 class _Progress:
-    """Shows how far it is, at every whole per cent."""
+    """Shows how far it is: every per cent in a terminal, else every tenth part."""
 
     def __init__(self, line: LiveLine) -> None:
         self.line, self.shown = line, -1
+        self.step = 1 if line.is_live else 10
 
     def __call__(self, done: int, size: int, loss: float) -> None:
-        percent = 100 * done // size
+        percent = 100 * done // size // self.step * self.step
         if percent > self.shown:
             self.shown = percent
             self.line.show(f"{percent:3} %  {done:,} bytes  {loss / math.log(2):.4f} bits a byte")

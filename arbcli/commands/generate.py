@@ -7,9 +7,9 @@ from typing import Annotated
 
 import typer
 
-from arbcli.commands._options import Backend, Checkpoint, ComputeOfRun, Device, Json, Seed
+from arbcli.commands._options import Backend, Checkpoint, ComputeOfRun, Device, Json, Seed, find_run
 from arbcli.errors import ArbError
-from arbcli.output import TextWriter, emit_json, note, write_bytes, write_chunks
+from arbcli.output import LiveLine, TextWriter, emit_json, note, write_bytes, write_chunks
 
 
 def generate(
@@ -52,18 +52,20 @@ def generate(
         raise ArbError("`--bytes` and `--json` are two outputs", hint="choose one")
     if raw and chunks:
         raise ArbError("`--chunks` marks text, and `--bytes` has none", hint="choose one")
-    from arbcli.device import resolve_backend, resolve_device
-    from arbcli.infer import generation  # torch takes seconds to import, so not for `arb --help`
-    from arbcli.infer.chunks import check_chunks, chunk_depths
-    from arbcli.infer.load import load_named_model
+    with LiveLine() as line:
+        line.show_wait("loading")
+        from arbcli.device import resolve_backend, resolve_device
+        from arbcli.infer import generation  # torch takes seconds, so not for `arb --help`
+        from arbcli.infer.chunks import check_chunks, chunk_depths
+        from arbcli.infer.load import load_named_model
 
+        place = resolve_device(device)
+        backend = resolve_backend(backend, place)
+        model, name = load_named_model(find_run(checkpoint), place, note, compute)
     sampling = generation.Sampling(
         temperature=temperature, top_k=top_k, top_p=top_p, seed=seed or 0
     )
     given = sys.stdin.buffer.read() if prompt == "-" else os.fsencode(prompt)
-    place = resolve_device(device)
-    backend = resolve_backend(backend, place)
-    model, name = load_named_model(checkpoint, place, note, compute)
     if chunks:
         check_chunks(model)
     made = bytearray(given)

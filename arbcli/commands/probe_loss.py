@@ -1,7 +1,7 @@
 """`arb probe-loss`: a few training steps under the microscope."""
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -41,12 +41,13 @@ from arbcli.commands._options import (
     Sequencer,
     TScaleType,
     Val,
+    find_run,
     given_options,
     option_of,
 )
 from arbcli.commands._outputs import PICTURES, check_file
 from arbcli.errors import ArbError
-from arbcli.output import bytes_text, chunked_text, emit, note, table
+from arbcli.output import LiveLine, bytes_text, chunked_text, emit, note, table
 
 if TYPE_CHECKING:
     from arbcli.inspect.probe import ChunkReport, ProbeReport, TensorReport
@@ -80,7 +81,8 @@ def probe_loss(
     device: Device = None,
     seed: Seed = None,
     checkpoint: Annotated[
-        Path | None, typer.Option(metavar="RUN|FILE", help="Probe a saved model, left as it is.")
+        Path | None,
+        typer.Option(metavar="auto|RUN|FILE", help="Probe a saved model, left as it is."),
     ] = None,
     plot: Annotated[
         Path | None, typer.Option(help="Draw stream, flips, loss: .png, .pdf or .svg.")
@@ -105,10 +107,7 @@ def probe_loss(
     A new model does a whole training of `--steps` steps in miniature. Exit 0 if the verdict is ok,
     1 if it is not.
     """
-    from arbcli.inspect.plots import plot_probe, require_matplotlib
-
     if plot is not None:
-        require_matplotlib()
         check_file(plot, "--plot", PICTURES)
     given = given_options(
         preset=preset,
@@ -141,7 +140,13 @@ def probe_loss(
         chunk_length=chunk_length,
         outer_blocks=outer_blocks,
     )
-    report = _probe(given, steps, checkpoint, device, backend)
+    with LiveLine() as line:
+        line.show_wait("loading")
+        from arbcli.inspect.plots import plot_probe, require_matplotlib
+
+        if plot is not None:
+            require_matplotlib()
+        report = _probe(given, steps, checkpoint, device, backend, line.show_wait)
     emit(report, _shown(report), as_json=as_json)
     if plot is not None:
         plot_probe(dataclasses.asdict(report), plot)
@@ -154,6 +159,7 @@ def _probe(
     checkpoint: Path | None,
     device: str | None,
     backend: str | None,
+    progress: Callable[[str], None],
 ) -> "ProbeReport":
     from arbcli.inspect import probe, room  # torch takes seconds to import, so not for `arb --help`
     from arbcli.train.configure import new_config
@@ -161,12 +167,12 @@ def _probe(
     if checkpoint is None:
         config = new_config(steps=steps, device=device, backend=backend, **given)
         room.check_memory(config)
-        return probe.probe(config, steps=steps)
+        return probe.probe(config, steps=steps, progress=progress)
     _refuse_changes(given)
     config, saved = probe.open_saved(
-        checkpoint, steps=steps, note=note, device=device, backend=backend, **given
+        find_run(checkpoint), steps=steps, note=note, device=device, backend=backend, **given
     )
-    return probe.probe(config, steps=steps, checkpoint=saved)
+    return probe.probe(config, steps=steps, checkpoint=saved, progress=progress)
 
 
 def _refuse_changes(given: dict[str, Any]) -> None:

@@ -43,9 +43,10 @@ from arbcli.commands._options import (
 )
 from arbcli.commands._outputs import PICTURES, check_file
 from arbcli.commands._run_display import RunDisplay
+from arbcli.commands.check import show_check
 from arbcli.config.dense import WEIGHTS, ModelConfig
 from arbcli.config.graph import GraphConfig
-from arbcli.config.training import SCHEDULES
+from arbcli.config.training import OPTIMIZERS, SCHEDULES
 from arbcli.errors import ArbError
 from arbcli.signals import exit_code
 
@@ -55,13 +56,13 @@ def train(
     ctx: Ctx = None,
     data: Data = None,
     val: Val = None,
-    steps: Annotated[int | None, typer.Option(min=1, help="[default: 400]")] = None,
+    steps: Annotated[int | None, typer.Option(min=1, help="How many. [default: 400]")] = None,
     minutes: Annotated[
         float | None, typer.Option(min=0.01, help="Train as many steps as fit, not --steps.")
     ] = None,
     batch: Annotated[int | None, typer.Option(min=1, help="Windows a batch. [default: 16]")] = None,
     accum: Annotated[int | None, typer.Option(min=1, help="Batches a step. [default: 1]")] = None,
-    lr: Annotated[float | None, typer.Option(help="[default: the rule's; 0.1 for arb-3b]")] = None,
+    lr: Annotated[float | None, typer.Option(help="Learning rate. [default: the rule's]")] = None,
     warmup: Annotated[
         int | None,
         typer.Option(min=0, help="Steps, at most half of them. [default: 100]"),
@@ -89,7 +90,11 @@ def train(
         ),
     ] = None,
     optimizer: Annotated[
-        str | None, typer.Option(help="Of a twin: adamw or muon. [default: adamw]")
+        str | None,
+        typer.Option(
+            help="Of a twin: adamw or muon. [default: adamw]",
+            callback=one_of("optimizer", OPTIMIZERS["float"]),
+        ),
     ] = None,
     sub_norms: Annotated[
         bool | None, typer.Option(help="Norms before the output projections. [default: yes]")
@@ -98,7 +103,9 @@ def train(
     layers: Layers = None,
     heads: Heads = None,
     ffn: Ffn = None,
-    out: Annotated[Path | None, typer.Option(help="[default: the next free one in runs/]")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Directory to make. [default: the next free one in runs/]")
+    ] = None,
     resume: Annotated[
         str | None,
         typer.Option(metavar="auto|PATH", help="Go on with the last run, or the one named."),
@@ -129,6 +136,9 @@ def train(
     plot: Annotated[Path | None, typer.Option(help="Draw the losses: .png, .pdf or .svg.")] = None,
     force: Annotated[
         bool, typer.Option("--force", help="Start though memory is predicted not to be enough.")
+    ] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Only tell what --resume would do, as arb check.")
     ] = False,
     quiet: Annotated[bool, typer.Option("--quiet", help="No progress.")] = False,
     as_json: Json = False,
@@ -191,25 +201,37 @@ def train(
         chunk_length=chunk_length,
         outer_blocks=outer_blocks,
     )
-    from arbcli.infer.load import read_saved, saved_config
-    from arbcli.inspect import plots, room  # torch takes seconds to import, so not for `arb --help`
-    from arbcli.train.configure import new_config
-    from arbcli.train.directory import RUNS, latest_run
-    from arbcli.train.run import resume_run, start_run
-
+    if resume is not None:
+        others = {name: value for name, value in given.items() if name != "steps"}
+        _refuse_changes(others | given_options(minutes=minutes, init_from=init_from))
+    elif minutes is not None and steps is not None:
+        raise ArbError("`--minutes` and `--steps` both say how long", hint="give one of them")
+    elif init_from is not None:
+        _refuse_shapes(given)
+    if dry_run:
+        if resume is None:
+            raise ArbError(
+                "`--dry-run` tells what a resume would do", hint="give `--resume` with it"
+            )
+        raise typer.Exit(show_check(Path(resume), as_json=as_json))
     if plot is not None:
-        plots.require_matplotlib()
         check_file(plot, "--plot", PICTURES)
     with RunDisplay(quiet=quiet, as_json=as_json) as display:
+        display.wait("loading")
+        from arbcli.infer.load import read_saved, saved_config
+        from arbcli.inspect import plots, room  # torch takes seconds, so not for `arb --help`
+        from arbcli.train.configure import new_config
+        from arbcli.train.directory import RUNS, latest_run
+        from arbcli.train.run import resume_run, start_run
+
+        if plot is not None:
+            plots.require_matplotlib()
         if resume is not None:
-            others = {name: value for name, value in given.items() if name != "steps"}
-            _refuse_changes(others | given_options(minutes=minutes, init_from=init_from))
             path = latest_run(out or RUNS) if resume == "auto" else Path(resume)
             report = resume_run(path, display, device=device, backend=backend, steps=steps)
         else:
             initial = None
             if init_from is not None:
-                _refuse_shapes(given)
                 initial = read_saved(init_from, display.noted)
                 given["preset"] = saved_config(initial.checkpoint)
             config = new_config(**given, device=device, backend=backend)

@@ -64,10 +64,12 @@ def verify_kernels(
         )
     if ledger is not None:
         check_folder(ledger, "--ledger")
-    interpret_kernels_without_gpu(device)
-    # torch takes seconds to import, so not for `arb --help`
-    from arbcli.verify.ledger import compare_ledgers, read_ledger, write_ledger
-    from arbcli.verify.run import DEFAULT_SCALE_TYPE, VerifyRequest, verify
+    with LiveLine() as line:
+        line.show_wait("loading")
+        interpret_kernels_without_gpu(device)
+        # torch takes seconds to import, so not for `arb --help`
+        from arbcli.verify.ledger import compare_ledgers, read_ledger, write_ledger
+        from arbcli.verify.run import DEFAULT_SCALE_TYPE, VerifyRequest, verify
 
     if list_only:
         emit_gates(as_json=as_json)

@@ -15,7 +15,8 @@ from arbcli.errors import ArbError
 LARGEST = 2**20
 """Of a size, unless it is in `LARGEST_OF`; no product of those of a tensor leaves 63 bits."""
 LARGEST_OF = {
-    "layers": 1024, "max_moe_iters": 256, "ngram_rows": 2**31 - 1, "memory_rows": 2**31 - 1,
+    "layers": 1024, "outer_layers": 256, "max_moe_iters": 256, "ngram_rows": 2**31 - 1,
+    "memory_rows": 2**31 - 1,
 }  # fmt: skip
 SHOWN = 60
 """Characters of a value that are shown."""

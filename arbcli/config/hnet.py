@@ -14,6 +14,7 @@ OUTER_BLOCKS = ("attention", "mamba")
 """What encoders and decoders are made of: windowed attention and MLP, or Mamba-2."""
 OF_STAGES = ("outer_dim", "outer_layers", "outer_heads", "outer_ffn", "chunk_length")
 """Fields with a number for each stage, the outermost first."""
+MOST_STAGES = 8
 SPARE_SLOTS = 1.5
 """Slots for chunks, over those that a text of chunks of `chunk_length` takes."""
 
@@ -60,10 +61,10 @@ class HNetConfig(ModelConfig):
         ModelConfig.__post_init__(self)
         for name in OF_STAGES:
             value = getattr(self, name)
-            if len(value) != stages or not stages:
+            if len(value) != stages or not 1 <= stages <= MOST_STAGES:
                 raise ArbError(
                     f"`{name}` is of {len(value)} stages, and `outer_dim` of {stages}",
-                    hint="give a number for each stage, of which there is one at least",
+                    hint=f"give a number for each stage, of which there are 1 to {MOST_STAGES}",
                     fields=(name, "outer_dim"),
                 )
         check_choice("boundaries", self.boundaries, BOUNDARIES)

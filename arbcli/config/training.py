@@ -166,6 +166,14 @@ def train_config(
             hint="use `rule`, or `weights=float` or `ste`",
             fields=("rule", "weights"),
         )
+    stepped = [name for name in ("rule", "direction") if shape.get(name) is not None]
+    if not ternary and stepped:
+        names = ", ".join(f"`{name}`" for name in stepped)
+        raise ArbError(
+            f"a float twin is stepped by an optimizer, so {names} cannot be given to it",
+            hint="leave them out, or use `weights=ternary`",
+            fields=(*stepped, "weights"),
+        )
     optimizer = given.pop("optimizer", "rule" if ternary else "adamw")
     given.setdefault("lr", default_lr(preset, model, optimizer))
     texts = {name: tuple(map(str, given.pop(name, ()))) for name in ("data", "val")}

@@ -9,13 +9,13 @@ it is whole.
 import itertools
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
 from torch.nn import functional
 
-from arbcli.data import Text, entropy, open_text
+from arbcli.data import Text, entropy
 from arbcli.device import deterministic, explained_out_of_memory
 from arbcli.errors import ArbError
 from arbcli.kernels.runtime.backend import use_backend
@@ -102,7 +102,8 @@ def mean_loss(
 def evaluate(
     model: LanguageModel,
     checkpoint: str,
-    data: Sequence[str],
+    text: Text,
+    description: str,
     *,
     stride: int | None,
     batch: int,
@@ -114,7 +115,8 @@ def evaluate(
     Args:
         model: any `LanguageModel`.
         checkpoint: its name, for the report.
-        data: files, folders or globs, read as one text.
+        text: what to predict.
+        description: of the text, for the report.
         stride: from one window to the next; None is half a window.
         batch: windows at once.
         backend: what runs the kernels.
@@ -131,7 +133,6 @@ def evaluate(
             f"`--stride` is {stride}, and a window has {context} bytes",
             hint=f"use 1 to {context}: the smaller, the more context a byte has, and the slower",
         )
-    text, description = open_text(data)
     if len(text) < 2:
         raise ArbError("a text of one byte has none to predict", hint="name a longer text")
     started = time.perf_counter()

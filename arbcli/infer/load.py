@@ -19,6 +19,7 @@ from arbcli.checkpoint import (
 )
 from arbcli.config.checks import check_choice
 from arbcli.config.dense import ModelConfig
+from arbcli.config.hnet import HNetConfig
 from arbcli.config.presets import config_from_dict
 from arbcli.device import COMPUTE, check_room, default_compute, resolve_device
 from arbcli.errors import ArbError
@@ -47,7 +48,22 @@ def load_model(
     def warn(message: str) -> None:
         warnings.warn(printable(message), stacklevel=2)
 
-    return load_named_model(Path(path), resolve_device(device), warn, compute)[0]
+    model = load_named_model(Path(path), resolve_device(device), warn, compute)[0]
+    model.register_forward_pre_hook(_take_any_integers)
+    return model
+
+
+def _take_any_integers(model: LanguageModel, inputs: tuple) -> tuple:
+    """Convert bytes of any integer dtype, and refuse what is no batch of them."""
+    ids, *others = inputs
+    if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
+        raise ValueError(f"a model takes bytes as integers, and got {ids.dtype}")
+    if ids.ndim != 2:
+        raise ValueError(
+            f"a model takes bytes of shape (batch, length), and got {tuple(ids.shape)}; of one text"
+            " `ids[None]` is a batch"
+        )
+    return ids.long(), *others
 
 
 def load_named_model(
@@ -72,6 +88,10 @@ def load_named_model(
         model = build_model(saved_config(checkpoint), dtype)
     model.load_state_dict(checkpoint.tensors)
     return model, str(name)
+
+
+LEAST_TENSORS = 10
+"""Of a block."""
 
 
 class SavedModel(NamedTuple):
@@ -124,6 +144,13 @@ def check_saved(checkpoint: Checkpoint) -> None:
         ArbError: it is refused.
     """
     config, tensors = saved_config(checkpoint), checkpoint.tensors
+    if isinstance(config, HNetConfig):
+        blocks = config.layers + 2 * sum(config.outer_layers)
+        if blocks * LEAST_TENSORS > len(tensors):
+            raise ArbError(
+                f"it has {len(tensors)} tensors, too few for {blocks} blocks",
+                hint="it was altered: name another",
+            )
     in_blocks, in_one = (
         sum(name.startswith("blocks.") for name in names)
         for names in (tensors, _layout(dataclasses.replace(config, layers=1)))

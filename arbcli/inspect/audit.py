@@ -5,11 +5,13 @@ are counted: each is noted when an operation returns it, or when Python holds it
 when it dies. The same count names the largest tensors at the peak, on both.
 """
 
+import dataclasses
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -23,6 +25,7 @@ from arbcli.inspect.room import BATCH_BYTES, HINT, check_memory
 from arbcli.inspect.trace import NUM_LARGEST, LiveTensor, LiveTensors
 from arbcli.kernels.runtime.backend import use_backend
 from arbcli.model.layers.rotary import fresh_tables
+from arbcli.train.configure import new_config
 from arbcli.train.trainer import Trainer
 
 TOLERANCE = 0.01
@@ -32,6 +35,7 @@ UNITS = {"": 1, "b": 1} | {
     for power, prefix in enumerate("kmgt", 1)
     for infix in ("", "i")
 }
+UNITS |= {prefix: 1024**power for power, prefix in enumerate("kmgt", 1)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +45,8 @@ class FitReport:
     budget_bytes: int
     predicted_peak: PeakReport
     fits: bool
+    advice: str | None
+    """What would fit, where it does not."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,8 +102,17 @@ class AuditReport:
     passed: bool
 
 
+def config_of_any_gpu(**given: Any) -> TrainConfig:
+    """Build a configuration for a GPU, which need not be there: for predictions alone."""
+    if torch.cuda.is_available():
+        return new_config(**given, device="cuda")
+    compute = given.pop("compute", "bf16")
+    config = new_config(**given, device="cpu", compute=compute)
+    return dataclasses.replace(config, device="cuda", backend="triton")
+
+
 def check_fit(config: TrainConfig, budget: str) -> FitReport:
-    """Tell whether the steps and evaluations of a run fit into a budget: `6GiB`, `500MiB`, `4GB`.
+    """Tell whether the steps and evaluations of a run fit into a budget: `6GiB`, `6G`, `4GB`.
 
     Raises:
         ArbError: that is no number of bytes, or the batches alone are beyond any machine.
@@ -109,7 +124,29 @@ def check_fit(config: TrainConfig, budget: str) -> FitReport:
     positions = config.batch * config.accum * config.model.ctx
     check_room(positions * BATCH_BYTES, "to trace such a step", HINT)
     size, peak = int(float(match[1]) * unit), predict_peak(config, captured=True)
-    return FitReport(budget_bytes=size, predicted_peak=peak, fits=peak.evaluated_bytes <= size)
+    fits = peak.evaluated_bytes <= size
+    advice = None if fits else _what_fits(config, peak, size)
+    return FitReport(budget_bytes=size, predicted_peak=peak, fits=fits, advice=advice)
+
+
+def _what_fits(config: TrainConfig, peak: PeakReport, budget: int) -> str:
+    """Find the largest batch that fits, or a switch that makes one window fit: by prediction."""
+    for change in ({}, {"recompute": True}) if not config.recompute else ({},):
+        words = "".join(f" --{name}" for name in change)
+        changed = dataclasses.replace(config, **change)
+        batch = config.batch
+        if change:
+            peak = predict_peak(changed, captured=True)
+            if peak.evaluated_bytes <= budget:
+                return f"it fits with{words}"
+        while batch > 1:
+            # what grows with the batch is at most all that is not state
+            share = (budget - peak.state_bytes) / (peak.evaluated_bytes - peak.state_bytes)
+            batch = max(1, min(batch - 1, int(batch * share)))
+            peak = predict_peak(dataclasses.replace(changed, batch=batch), captured=True)
+            if peak.evaluated_bytes <= budget:
+                return f"it fits with --batch {batch}{words}"
+    return "no batch fits: use a smaller --ctx or --preset, or --rule nibble"
 
 
 def audit(

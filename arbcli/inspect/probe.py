@@ -54,13 +54,20 @@ ROUNDING = 1e-3
 """Movement of a logit, over the root-mean-square of all, that rounding alone may cause."""
 
 
-def probe(config: TrainConfig, *, steps: int, checkpoint: Checkpoint | None = None) -> ProbeReport:
+def probe(
+    config: TrainConfig,
+    *,
+    steps: int,
+    checkpoint: Checkpoint | None = None,
+    progress: Callable[[str], None] = lambda _: None,
+) -> ProbeReport:
     """Do a few steps of a new model, or of a saved one, and judge what happens.
 
     Args:
         config: what to compute, with ternary weights.
         steps: how many; at least 1.
         checkpoint: where to start; None is a new model.
+        progress: is told of each step before it is done.
 
     Raises:
         ArbError: something the user can fix.
@@ -70,7 +77,7 @@ def probe(config: TrainConfig, *, steps: int, checkpoint: Checkpoint | None = No
         trainer = Trainer(config, texts)
         if checkpoint is not None:
             trainer.restore(checkpoint)
-        return examine(trainer, steps)
+        return examine(trainer, steps, progress)
 
 
 def open_saved(
@@ -107,7 +114,9 @@ def open_saved(
     return dataclasses.replace(config, steps=longest, **given), checkpoint
 
 
-def examine(trainer: Trainer, steps: int) -> ProbeReport:
+def examine(
+    trainer: Trainer, steps: int, progress: Callable[[str], None] = lambda _: None
+) -> ProbeReport:
     """Do `steps` steps of a trainer of ternary weights, and judge what happens."""
     config, device, context = trainer.config, trainer.device, trainer.config.model.ctx
     weights = trainer.model.weights().items()
@@ -125,7 +134,8 @@ def examine(trainer: Trainer, steps: int) -> ProbeReport:
         acausal = _count_acausal(trainer.model, held_out[0])
         about = {"lr": None, "loss": None, "flip_share": None, "live_bytes": live_bytes()}
         readings = [_read(trainer, watch, *held_out, starts, about)]
-        for _ in range(steps):
+        for number in range(1, steps + 1):
+            progress(f"step {number} of {steps}")
             for tally in tallies:
                 tally.begin()
             if device.type == "cuda":

@@ -9,6 +9,7 @@ import torch
 
 from arbcli.config.dense import VOCABULARY
 from arbcli.config.graph import GraphConfig
+from arbcli.config.hnet import HNetConfig
 from arbcli.config.training import TrainConfig
 from arbcli.device import COMPUTE, check_room
 from arbcli.inspect.memory import predict
@@ -34,6 +35,8 @@ def least_bytes(config: TrainConfig) -> int:
 def _saved_width(config: TrainConfig) -> int:
     """Count the activations that a block keeps for its backward, of each position."""
     model = config.model
+    if isinstance(model, HNetConfig):  # its blocks see chunks, as many as there are
+        return 0
     if config.recompute or model.weights != "ternary":  # a compiler may recompute, too
         return model.dim
     mlp = model.dim + 2 * model.ffn  # its input, gate and product

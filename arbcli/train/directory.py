@@ -18,8 +18,8 @@ from arbcli import __version__
 from arbcli.checkpoint import Checkpoint, checkpoints, read_json
 from arbcli.config.checks import check_at_most, check_positive
 from arbcli.config.presets import config_from_dict
-from arbcli.config.training import TrainConfig, train_config_dict
-from arbcli.data import Texts, entropy, open_texts
+from arbcli.config.training import TrainConfig, train_config_dict, train_config_from
+from arbcli.data import Text, Texts, entropy, open_texts
 from arbcli.errors import ArbError
 from arbcli.train.trainer import text_digest
 
@@ -121,6 +121,7 @@ FACTS = {
     "started": str,
     "text": dict,
     "text.description": str,
+    "text.digest": str,
     "text.entropy": float,
     "text.paths": dict,
     "text.paths.data": list,
@@ -216,6 +217,39 @@ def open_texts_again(facts: dict[str, Any], config: TrainConfig) -> Texts:
         with suppress(ArbError):
             return open_texts(paths["data"], paths["val"], **where)
     return open_texts(config.data, config.val, **where)
+
+
+def run_of(path: Path) -> Path:
+    """Find the run of a checkpoint; a directory is the run itself."""
+    return path if path.is_dir() else path.parent
+
+
+def held_out_text(run: Path) -> tuple[Text, str]:
+    """Open the held-out text of a run.
+
+    Returns:
+        The text, and a few words for people.
+
+    Raises:
+        ArbError: it is not there any more, or another.
+    """
+    facts = read_facts(run)
+    texts = open_texts_again(facts, train_config_from(facts))
+    check_same_text(run, facts, text_digest(texts))
+    return texts.val, f"held out of {texts.description}"
+
+
+def check_same_text(run: Path, facts: dict[str, Any], digest: str) -> None:
+    """Refuse a text that is not the one of a run.
+
+    Raises:
+        ArbError: it is not.
+    """
+    if facts["text"]["digest"] != digest:
+        raise ArbError(
+            f"the text is not the one that `{run}` was trained on",
+            hint="restore it, or name another with `--data`",
+        )
 
 
 def run_facts(config: TrainConfig, texts: Texts) -> dict[str, Any]:

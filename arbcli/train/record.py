@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +30,10 @@ class Record:
     """Nats a byte of held-out text, where it was evaluated."""
     lr: float
     """Learning rate of the last step."""
+    bytes_seen: int
+    """Of text, by all steps so far; what is seen again counts again."""
+    seconds: float
+    """Since the run began, evaluations and saves too, but not while it was stopped."""
     bytes_per_second: float
     """Text seen a second since the last record, evaluation not counted."""
     flip_share: float | None
@@ -74,6 +79,10 @@ class TrainReport:
     stopped_by: str | None
     """Name of the signal that ended the run early."""
 
+    def as_json(self) -> dict[str, Any]:
+        """List the fields, as `Record.as_json` does."""
+        return _finite(dataclasses.asdict(self))
+
 
 def append_record(run: Path, record: Record) -> None:
     """Add a line to the records of a run.
@@ -92,17 +101,43 @@ def append_record(run: Path, record: Record) -> None:
         ) from error
 
 
+def read_records(run: Path) -> Iterator[dict[str, Any]]:
+    """Read the records of a run, as `Record.as_json` has them; a line that is none is left out."""
+    path = run / METRICS
+    for line in path.read_text(errors="replace").splitlines() if path.exists() else ():
+        with suppress(ValueError, RecursionError):
+            record = json.loads(line)
+            if isinstance(record, dict):
+                yield record
+
+
+def count_records(run: Path, step: int) -> tuple[int, int, int]:
+    """Count the records of a run, the lines that are none, and the records after a step."""
+    path = run / METRICS
+    good = bad = after = 0
+    for line in path.read_text(errors="replace").splitlines() if path.exists() else ():
+        if not _is_until(math.inf, line):
+            bad += 1
+        else:
+            good += 1
+            after += not _is_until(step, line)
+    return good, bad, after
+
+
 def best_step(run: Path) -> int | None:
     """Find the step with the lowest held-out loss of a run; None if there is none yet."""
-    path = run / METRICS
     best: tuple[float, int] | None = None
-    for line in path.read_text(errors="replace").splitlines() if path.exists() else ():
-        with suppress(ValueError, KeyError, TypeError, RecursionError):
-            record = json.loads(line)
-            if record["val_loss"] is not None:
-                found = float(record["val_loss"]), int(record["step"])
-                best = min(best or found, found)
+    for record in read_records(run):
+        with suppress(ValueError, KeyError, TypeError):  # one without a loss among them
+            found = float(record["val_loss"]), int(record["step"])
+            best = min(best or found, found)
     return None if best is None else best[1]
+
+
+def seconds_so_far(run: Path) -> float:
+    """Find how long a run has taken until its last record; one of an earlier version has none."""
+    found = [record.get("seconds") for record in read_records(run)]
+    return max((s for s in found if type(s) in (int, float)), default=0.0)
 
 
 def drop_records_after(run: Path, step: int) -> None:
@@ -123,7 +158,7 @@ def drop_records_after(run: Path, step: int) -> None:
         write_text(path, kept)
 
 
-def _is_until(step: int, line: str) -> bool:
+def _is_until(step: float, line: str) -> bool:
     try:
         return json.loads(line)["step"] <= step
     except (ValueError, KeyError, TypeError, RecursionError):

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from arbcli.checkpoint import (
+    Accept,
     Checkpoint,
     best_checkpoints,
     checkpoint_path,
@@ -52,9 +53,18 @@ from arbcli.train.directory import (
     read_facts,
     run_facts,
 )
-from arbcli.train.record import Record, TrainReport, append_record, best_step, drop_records_after
+from arbcli.train.record import (
+    Record,
+    TrainReport,
+    append_record,
+    best_step,
+    drop_records_after,
+    read_records,
+    seconds_so_far,
+)
 from arbcli.train.schedule import learning_rate
-from arbcli.train.trainer import Trainer, text_digest
+from arbcli.train.text_warnings import text_warnings
+from arbcli.train.trainer import EAGER_STEPS, EVAL_BATCHES, Trainer, text_digest
 
 MOST_MINUTES = 60 * 24 * 366
 LOG_EVERY = 10
@@ -63,7 +73,11 @@ SAVE_SECONDS = 300
 """A checkpoint is written as soon as the last is so old, whatever `save_every` says."""
 MAX_NONFINITE_STEPS = 3
 TIMED_STEPS = 20
-"""Steps that are timed, and thrown away, to turn minutes into a number of steps."""
+"""Steps that are timed at most, and thrown away, to turn minutes into a number of steps."""
+TIMED_SHARE = 0.1
+"""Of the minutes, that these take at most."""
+TIMED_BATCHES = 4
+"""Of an evaluation, that are timed."""
 SAMPLE_BYTES = 256
 PROMPT = b"\n"
 
@@ -110,6 +124,8 @@ def start_run(
         check_free(run)
     texts = open_texts(config.data, config.val, seed=config.seed, context=config.model.ctx)
     check(config)
+    for warning in text_warnings(texts):
+        observer.noted(warning)
     if run is None:
         run = make_next_directory(config)
     else:
@@ -165,17 +181,10 @@ def resume_run(
         observer.noted(f"computing with {threads} threads, as the run began: {now} give other bits")
     with run_lock(run), deterministic(), cpu_threads(threads):
         texts = open_texts_again(facts, config)
-        digest = text_digest(texts)
-
-        def accept(checkpoint: Checkpoint) -> None:
-            if checkpoint.data.get("digest") != digest:
-                raise ArbError(
-                    f"the text is not the one that `{run}` was trained on",
-                    hint="restore it, or start a new run on the new text with `--out`",
-                )
-            check_same_run(run, facts, config, checkpoint)
-            check_saved(checkpoint)
-
+        accept = accept_of(run, facts, config, text_digest(texts))
+        if path == run and not checkpoints(run) and can_begin_again(run, facts):
+            observer.noted("the run was ended before it saved anything: it begins again")
+            return _run(_build(config, texts), run, facts, observer)
         if path == run:
             checkpoint = latest_checkpoint(run, observer.noted, accept)
         else:
@@ -186,6 +195,36 @@ def resume_run(
         trainer.restore(checkpoint)
         drop_records_after(run, trainer.step)
         return _run(trainer, run, facts, observer, resumed=True)
+
+
+def can_begin_again(run: Path, facts: dict[str, Any]) -> bool:
+    """Tell whether a run never got to save anything, and needs no weights of another run.
+
+    The first checkpoint is saved before the first record.
+    """
+    return "init_from" not in facts and next(read_records(run), None) is None
+
+
+def accept_of(run: Path, facts: dict[str, Any], config: TrainConfig, digest: str | None) -> Accept:
+    """Make what refuses a checkpoint that a run cannot go on from.
+
+    Args:
+        run: its directory.
+        facts: what `config.json` says.
+        config: made of that.
+        digest: of its text as it is now; None if that does not matter.
+    """
+
+    def accept(checkpoint: Checkpoint) -> None:
+        if digest is not None and checkpoint.data.get("digest") != digest:
+            raise ArbError(
+                f"the text is not the one that `{run}` was trained on",
+                hint="restore it, or start a new run on the new text with `--out`",
+            )
+        check_same_run(run, facts, config, checkpoint)
+        check_saved(checkpoint)
+
+    return accept
 
 
 def _extended(
@@ -222,15 +261,31 @@ def _build(config: TrainConfig, texts: Texts) -> Trainer:
 
 
 def _fit_to_minutes(config: TrainConfig, texts: Texts, minutes: float) -> TrainConfig:
-    """Turn minutes into steps by timing a few, on a trainer that is thrown away."""
+    """Turn minutes into steps by timing a few, on a trainer that is thrown away.
+
+    What that takes comes off the minutes, and so do evaluations.
+    """
+    started, most = time.perf_counter(), minutes * 60
     trainer = _build(config, texts)
-    trainer.train_step()
-    started = time.perf_counter()
-    for _ in range(TIMED_STEPS):
+    for _ in range(EAGER_STEPS + 1 if trainer.captures else 1):
         loss = trainer.train_step()
+    float(loss)  # waits for a GPU
+    begun, done = time.perf_counter(), 0
+    while done == 0 or (done < TIMED_STEPS and time.perf_counter() - started < TIMED_SHARE * most):
+        loss = trainer.train_step()
+        done += 1
     float(loss)
-    seconds = (time.perf_counter() - started) / TIMED_STEPS
-    return dataclasses.replace(config, steps=max(1, int(minutes * 60 / seconds)))
+    ended = time.perf_counter()
+    trainer.evaluate(TIMED_BATCHES)
+    now = time.perf_counter()
+    of_step, of_evaluation = (ended - begun) / done, (now - ended) * EVAL_BATCHES / TIMED_BATCHES
+    left = most - (now - started)
+    steps = max(1, int(left / of_step))
+    for _ in range(3):  # how often it is evaluated depends on the number of steps
+        interval = dataclasses.replace(config, steps=steps).eval_interval
+        evaluations = -(-steps // interval)
+        steps = max(1, int((left - evaluations * of_evaluation) / of_step))
+    return dataclasses.replace(config, steps=steps)
 
 
 def _run(
@@ -269,6 +324,7 @@ class _Loop:
         saved = [*checkpoints(run), *best_checkpoints(run)]
         self.left_behind = [path for path in saved if step_of(path) > trainer.step]
         """Checkpoints of later steps, which the run, gone back, will come to again."""
+        self.seconds_before = seconds_so_far(run) if saved_step is not None else 0.0
         self.losses: list[Tensor] = []
         self.started = self.last_record = self.last_save = time.perf_counter()
         self.paused = 0.0
@@ -384,6 +440,7 @@ class _Loop:
         loss = float(torch.stack(self.losses).mean())  # waits for the GPU
         now, steps = time.perf_counter(), len(self.losses)
         seconds = max(now - self.last_record - self.paused, 1e-9) / steps
+        step_bytes = config.batch * config.accum * config.model.ctx
         flip_share, nonfinite = None, 0
         if trainer.updater:
             flip_share = trainer.updater.take_flips() / steps / trainer.updater.num_weights
@@ -394,7 +451,9 @@ class _Loop:
             bits_per_byte=loss / math.log(2),
             val_loss=val_loss,
             lr=learning_rate(config, trainer.step - 1),
-            bytes_per_second=config.batch * config.accum * config.model.ctx / seconds,
+            bytes_seen=trainer.step * step_bytes,
+            seconds=self.seconds_before + now - self.started,
+            bytes_per_second=step_bytes / seconds,
             flip_share=flip_share,
             state_bytes=trainer.state_bytes(),
             peak_bytes=peak_bytes(trainer.device),

@@ -20,6 +20,8 @@ from arbcli.train.updater import Updater
 
 EAGER_STEPS = 3
 """Steps before a step is captured: kernels compile and libraries make up their minds in them."""
+EVAL_BATCHES = 40
+"""Of an evaluation."""
 
 
 def text_digest(texts: Texts) -> str:
@@ -72,6 +74,11 @@ class Trainer:
         self._capture_at = EAGER_STEPS if capture else None
         self._graph: torch.cuda.CUDAGraph | None = None
         self._batches: Tensor | None = None
+
+    @property
+    def captures(self) -> bool:
+        """Whether steps are, or will be, one CUDA graph."""
+        return self._capture_at is not None
 
     @property
     def num_weights(self) -> int:
@@ -142,7 +149,7 @@ class Trainer:
             self._captured_parts = self._compute(self._micro_batches)
 
     @torch.no_grad()
-    def evaluate(self, num_batches: int = 40) -> float:
+    def evaluate(self, num_batches: int = EVAL_BATCHES) -> float:
         """Average the loss over fixed batches of the held-out text, in nats a byte."""
         losses = []
         with use_backend(self.config.backend):

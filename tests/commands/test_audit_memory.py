@@ -167,8 +167,10 @@ def test_audit_memory_predicts_every_rule_and_scale_type():
         ("--budget", "6 gallons"),
         ("--budget", "6GiB", "--what-if"),
         ("--snapshot", "memory.pickle"),
+        ("--snapshot", "README.md"),
+        ("--snapshot", "nowhere/memory.pickle"),
     ],
-    ids=["budget", "two questions", "snapshot"],
+    ids=["budget", "two questions", "snapshot", "snapshot over a text", "snapshot in no folder"],
 )
 def test_audit_memory_fails_in_one_line(arguments, arb_here):
     check_refused(arb_here("audit-memory", *QUICK, *arguments))

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -89,6 +90,32 @@ def test_generate_refuses_a_prompt_with_what_follows_beyond_any_text(run, arb_he
     monkeypatch.setattr("arbcli.infer.generation.LONGEST_TEXT", 20)
     done = arb_here("generate", "--checkpoint", run, "--length", "20", "--prompt", "ab")
     assert "a prompt and what follows it are 22 bytes" in done.stderr
+
+
+def test_evaluate_takes_the_held_out_text_of_the_last_run(run, arb_here, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs").symlink_to(Path(run).parent)
+    done = arb_here("evaluate", "--checkpoint", "auto", "--device", "cpu", "--json")
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert report["text"].startswith("held out of ")
+    assert report["bytes"] == len(TEXT.encode()) // 10
+    assert report["checkpoint"] == "runs/run/step-000040.safetensors"
+    told = "the text is not the one that"
+    text = Path(run).parent / "text.txt"
+    text.write_bytes(TEXT.encode() + b"more")
+    try:
+        assert told in arb_here("evaluate", "--checkpoint", run, "--device", "cpu").stderr
+    finally:
+        text.write_text(TEXT, encoding="utf-8")
+
+
+def test_auto_in_a_folder_without_runs_is_explained(arb_here, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for command in ("generate", "evaluate", "probe-loss"):
+        done = arb_here(command, "--checkpoint", "auto")
+        assert "there is no run in `runs`" in done.stderr
+        assert done.returncode == 2
 
 
 def test_evaluate_prints_a_table_or_one_object(run, tmp_path, arb_here):

@@ -1,15 +1,22 @@
 """Errors speak of fields, and a command line of its options: one place translates."""
 
+import inspect
+import re
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 from arbcli import config
-from arbcli.commands._options import OPTION_OF_FIELD, in_options
+from arbcli.cli import app
+from arbcli.commands._help import GROUPS
+from arbcli.commands._options import BACKENDS, OPTION_OF_FIELD, in_options, repeat_options
+from arbcli.commands.train import train
 from arbcli.config.dense import ModelConfig
 from arbcli.config.presets import PRESETS, preset
 from arbcli.config.training import TrainConfig
 from arbcli.errors import ArbError
+from arbcli.kernels.runtime import backend
 
 SHOWN = {
     ("`lr` is -1.0", "lr"): "`--lr` is -1.0",
@@ -39,6 +46,36 @@ def test_error_of_a_configuration_names_the_field():
     with pytest.raises(ArbError, match="`scale_type` is `T5`") as caught:
         preset("tiny", scale_type="T5")
     assert caught.value.fields == ("scale_type",)
+
+
+def test_values_of_an_option_may_follow_one_another():
+    """A shell makes them of `--data *.txt`."""
+    words = "train --data a.txt b.txt - --val c d --steps 5 --data=e f --json"
+    said = "train --data a.txt --data b.txt --data - --val c --val d --steps 5 --data=e f --json"
+    assert repeat_options(words.split()) == said.split()
+    assert repeat_options([]) == []
+
+
+def test_backends_are_those_that_there_are():
+    assert BACKENDS == backend.BACKENDS
+
+
+def test_every_parameter_is_in_one_group_of_the_help_at_most():
+    names = " ".join(GROUPS.values()).split()
+    assert len(names) == len(set(names))
+    assert set(names) <= set(inspect.signature(train).parameters)
+    assert set(inspect.signature(train).parameters) <= set(names)
+
+
+def test_page_of_help_has_groups_and_types_that_a_person_reads():
+    page = CliRunner().invoke(app, ["train", "--help"], terminal_width=120).stdout
+    for title in GROUPS:
+        assert f"\n{title}:\n" in page
+    for words in ("--steps N ", "--lr X ", "--data PATH ", "--preset NAME ", "--plot PATH ",
+                  "--resume auto|PATH ", "--moe / --no-moe "):  # fmt: skip
+        assert words in page
+    assert page.count("arb-tiny and arb-3b") == 1
+    assert not re.search("x[<>]=|range|<str>|TEXT|INTEGER", page)
 
 
 def test_configurations_know_no_option():

@@ -4,6 +4,7 @@ import errno
 import io
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -60,8 +61,24 @@ def test_train_of_a_graph_shows_what_it_measures_of_itself(text, tmp_path, arb_h
 def test_train_prints_only_a_record_a_line_as_json(text, tmp_path):
     done = arb("train", "--data", text, *SMALL, "--json", "--quiet", "--out", str(tmp_path / "r"))
     records = [json.loads(line) for line in done.stdout.splitlines()]
+    *records, report = records
     assert [record["step"] for record in records] == [10, 12]
-    assert records[-1]["val_loss"] > 0
+    assert records[-1]["val_loss"] == report["val_loss"] > 0
+    assert [record["bytes_seen"] for record in records] == [10 * 4 * 16, 12 * 4 * 16]
+    assert 0 < records[0]["seconds"] < records[1]["seconds"]
+    run = str(tmp_path / "r")
+    assert (report["run"], report["steps"]) == (run, 12)
+    assert report["checkpoint"] == f"{run}/step-000012.safetensors"
+    assert report["sample"]
+    assert report["stopped_by"] is None
+
+
+def test_train_ends_with_an_object_where_nothing_is_left_to_do(text, tmp_path, arb_here):
+    run = ["--out", str(tmp_path / "r"), "--steps", "1", "--json"]
+    first = arb_here("train", "--data", text, *SMALL, *run).stdout.splitlines()[-1]
+    (again,) = arb_here("train", "--resume", run[1], "--json").stdout.splitlines()
+    same = ("run", "checkpoint", "steps", "val_loss", "sample")
+    assert [json.loads(again)[key] for key in same] == [json.loads(first)[key] for key in same]
 
 
 class BrokenStream(io.StringIO):
@@ -187,6 +204,8 @@ ERRORS = {
     "more batches than numbers": (["--accum", "2000000000"], "are too many to number"),
     "layers that take an hour to make": (["--layers", "1000000000"], "`--layers` is 1,000,000,000"),
     "width of terabytes": (["--data", "{text}", "--dim", "1000000"], "are free"),
+    "rule of a twin": (["--weights", "float", "--rule", "nibble"], "so `--rule` cannot be given"),
+    "two lengths": (["--minutes", "1", "--steps", "9"], "both say how long"),
     "minutes that never end": (["--data", "{text}", "--minutes", "inf"], "`--minutes` is inf"),
     "out that is a file": (["--data", "{text}", "--out", "{text}"], "is a file"),
 }
@@ -246,13 +265,14 @@ PARTS = (
     " no-sequencer router sequencer"
 )
 OPTIONS = {
-    "train": "accum backend batch compute ctx data device digits dim direction eval-every ffn"
-    " final-lr force heads init-from json keep keep-best layers lr minutes no-sub-norms"
-    " optimizer out plot preset quiet recompute resume rule save-every schedule seed steps"
-    " sub-norms tscale-type val warmup weights" + PARTS,
+    "train": "accum backend batch compute ctx data device digits dim direction dry-run"
+    " eval-every ffn final-lr force heads init-from json keep keep-best layers lr minutes"
+    " no-sub-norms optimizer out plot preset quiet recompute resume rule save-every schedule seed"
+    " steps sub-norms tscale-type val warmup weights" + PARTS,
+    "check": "json",
     "generate": "backend bytes checkpoint chunks compute device json length prompt seed temperature"
     " top-k top-p",
-    "evaluate": "backend batch checkpoint compute data device json stride",
+    "evaluate": "backend batch checkpoint compute data device json quiet stride",
     "count-params": "ctx digits dim direction ffn heads json layers preset rule tscale-type"
     + PARTS,
     "audit-memory": "accum backend batch budget compute ctx device digits dim direction ffn heads"
@@ -281,15 +301,16 @@ def test_short_option_of_help(command):
 
 
 @pytest.mark.parametrize(
-    "mistake", ["--rule=adam", "--preset=huge", "--direction=up", "--tscale-type=T5",
-                "--weights=half", "--compute=fp4"]
+    "mistake", ["--device=tpu", "--backend=cuda", "--optimizer=sgd", "--rule=adam", "--preset=huge",
+                "--direction=up", "--tscale-type=T5", "--weights=half", "--compute=fp4",
+                "--digits=some", "--schedule=step", "--boundaries=none"]
 )  # fmt: skip
 def test_unknown_name_is_refused_while_options_are_read(mistake, monkeypatch):
     """So before torch is imported, which takes seconds."""
     monkeypatch.setitem(sys.modules, "arbcli.inspect", None)  # the first import of the command
     result = CliRunner().invoke(app, ["train", mistake])
     assert isinstance(result.exception, ArbError)
-    assert "choose one of" in result.exception.hint
+    assert re.match("choose one of|use `cpu` or `cuda`", result.exception.hint)
 
 
 def test_help_comes_without_torch():

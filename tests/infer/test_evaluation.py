@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from arbcli.config.presets import preset
-from arbcli.data import Text
+from arbcli.data import Text, open_text
 from arbcli.errors import ArbError
 from arbcli.infer.evaluation import evaluate, mean_loss, windows
 from arbcli.model.build import build_model
@@ -55,7 +55,9 @@ def test_evaluate_takes_a_graph(small_graph, tmp_path):
     model.initialise(0)
     make_text(tmp_path, b"ternary weights. " * 8)
     losses = [
-        evaluate(model, "x", [str(tmp_path)], stride=4, batch=batch, backend="torch").nats_per_byte
+        evaluate(
+            model, "x", *open_text([str(tmp_path)]), stride=4, batch=batch, backend="torch"
+        ).nats_per_byte
         for batch in (1, 7)
     ]
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
@@ -91,12 +93,14 @@ def test_one_window_is_the_model_s_own_loss(tmp_path):
 def test_report_has_bits_ratio_and_entropy(tmp_path):
     make_text(tmp_path, bytes(64) + bytes(range(1, 3)) * 32)
     options = {"batch": 4, "backend": "torch", "stride": None}
-    report = evaluate(Fake(), "a run", [str(tmp_path / "text")], **options)
+    report = evaluate(Fake(), "a run", *open_text([str(tmp_path / "text")]), **options)
     assert (report.bytes, report.context, report.stride) == (128, CTX, CTX // 2)
     assert report.bits_per_byte == pytest.approx(report.nats_per_byte / 0.6931472)
     bits = 8 + 127 * report.bits_per_byte
     assert report.compression_ratio == pytest.approx(128 * 8 / bits)
     assert report.entropy == pytest.approx(1.0397208)
+    assert report.bytes_per_second == pytest.approx(report.bytes / report.seconds)
+    assert report.seconds > 0
 
 
 @pytest.mark.parametrize(("content", "stride", "message"), [
@@ -105,4 +109,11 @@ def test_report_has_bits_ratio_and_entropy(tmp_path):
 def test_what_cannot_be_evaluated_is_refused(content, stride, message, tmp_path):
     make_text(tmp_path, content)
     with pytest.raises(ArbError, match=message):
-        evaluate(Fake(), "", [str(tmp_path / "text")], batch=4, backend="torch", stride=stride)
+        evaluate(
+            Fake(),
+            "",
+            *open_text([str(tmp_path / "text")]),
+            batch=4,
+            backend="torch",
+            stride=stride,
+        )

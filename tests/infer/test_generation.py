@@ -7,7 +7,8 @@ import torch
 
 from arbcli.config.presets import preset
 from arbcli.errors import ArbError
-from arbcli.infer.generation import Decoder, Sampling, generate
+from arbcli.infer import generation
+from arbcli.infer.generation import Decoder, Sampling, continue_text, generate
 from arbcli.model.build import build_model
 from arbcli.model.dense import ByteLM
 from arbcli.model.language_model import LanguageModel
@@ -175,3 +176,29 @@ def test_captured_step_gives_the_bits_of_the_eager_one(sampling, weights, device
     assert texts[0] == texts[1]
     for eager, captured in zip(*rings, strict=True):
         assert all(map(torch.equal, eager, captured))
+
+
+def test_speed_is_of_what_was_made_once_the_prompt_was_read(monkeypatch):
+    """A clock that leaps a minute with the prompt, and a second with every byte."""
+    clock = SimpleNamespace(now=0.0)
+    clock.perf_counter = lambda: clock.now
+
+    def take(name: str, seconds: float) -> None:
+        function = getattr(Decoder, name)
+
+        def slow(self, *args):
+            clock.now += seconds
+            return function(self, *args)
+
+        monkeypatch.setattr(Decoder, name, slow)
+
+    take("read", 60)
+    take("_step", 0.5)
+    monkeypatch.setattr(generation, "time", clock)
+    made: list[bytes] = []
+    report = continue_text(
+        model("cpu"), "a run", b"abcdef", 7, GREEDY, backend="torch", on_bytes=made.append
+    )
+    assert report.bytes_per_second == 2
+    assert (report.length, report.prompt) == (7, "abcdef")
+    assert b"".join(made).decode(errors="replace") == report.text

@@ -195,7 +195,9 @@ def test_nothing_but_integers_is_kept():
 
 @pytest.mark.parametrize(
     ("rule", "direction"),
-    mostly_slow(KINDS_OF_UPDATE, lambda rule, direction: direction in ("factored", None)),
+    mostly_slow(
+        KINDS_OF_UPDATE, lambda rule, direction: (rule, direction) == ("nibble", "factored")
+    ),
 )
 def test_training_reduces_the_loss(rule, direction):
     lm = GraphLM(graph_config(rule=rule, direction=direction), torch.float32)

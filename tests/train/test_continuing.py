@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ import torch
 from arbcli.checkpoint import checkpoints, load_checkpoint
 from arbcli.errors import ArbError
 from arbcli.infer.load import load_model, read_saved, saved_config
+from arbcli.train.check import check_run
 from arbcli.train.configure import new_config
 from arbcli.train.directory import read_facts
 from arbcli.train.run import Observer, resume_run, start_run
@@ -59,6 +61,29 @@ def test_run_is_extended_and_says_what_that_does_to_its_rate(text, tmp_path):
     assert resume_run(run, Observer()).steps == 4
     with pytest.raises(ArbError, match="has 4 steps behind it"):
         resume_run(run, Observer(), steps=3)
+
+
+def test_run_that_was_killed_before_its_first_save_begins_again(text, tmp_path, monkeypatch):
+    config = new_config(**SMALL, data=[text], steps=2)
+    with monkeypatch.context() as patch:
+        patch.setattr("arbcli.train.run.save_checkpoint", mock.Mock(side_effect=SystemExit))
+        with pytest.raises(SystemExit):
+            start_run(config, tmp_path / "a", Observer())
+    assert not checkpoints(tmp_path / "a")
+    assert check_run(tmp_path / "a").resumes_at == 0
+    resume_run(tmp_path / "a", Observer())
+    start_run(config, tmp_path / "b", Observer())
+    a, b = (tmp_path / name / "step-000002.safetensors" for name in "ab")
+    assert a.read_bytes() == b.read_bytes()
+
+
+def test_run_whose_checkpoints_are_gone_does_not_begin_again(text, tmp_path):
+    start_run(new_config(**SMALL, data=[text], steps=2), tmp_path / "a", Observer())
+    for path in checkpoints(tmp_path / "a"):
+        path.unlink()
+    with pytest.raises(ArbError, match="there is no checkpoint"):
+        resume_run(tmp_path / "a", Observer())
+    assert len(records(tmp_path / "a")) == 2
 
 
 def test_constant_rate_extended_is_the_longer_run(text, tmp_path):

@@ -5,7 +5,8 @@ does. The same seeds end at the same loss, but for last bits of products: these 
 and grow until some weights are rounded another way. So the bars stand on how far 27 runs were moved
 by another instruction set (no AVX in torch, oneDNN and MKL, against AVX-512): one run by 0.7 % (a
 standard deviation; 1.9 % at most), the mean of three seeds by 0.6 % at most, the mean of all by
-0.05 %. Three seeds themselves differ by 0.7 % (by 0.2 to 1.6 % of their mean, by rule and
+0.05 %. Steps by signs hardly depend on last bits: all nine such runs ended at the same four
+digits. Three seeds themselves differ by 0.7 % (by 0.2 to 1.6 % of their mean, by rule and
 direction), the rounding alone makes 0.4 to 0.8 % of it.
 
 `votes` is left out, as it does not learn.
@@ -46,9 +47,11 @@ KNOWN = {
     ("carry", "all", "factored"): (2.4526, 2.4610, 2.4685),
 }
 """Held-out loss in nats a byte of each of `RUNS`, by rule, digits and direction."""
-DEFAULT = ("moment", "trit", "orthogonal")
-ONE, THREE, ALL = 0.03, 0.012, 0.005
-"""How far the loss of one run, of three seeds, of all runs, may be from what is known."""
+STEADY = ("moment", "trit", "sign")
+"""That of which one run tells most: directions of signs hardly differ between CPUs."""
+BAR, BAR_OF_ALL = 0.012, 0.005
+"""How far the mean loss of three seeds, or of one that steps by signs, may be from what is known;
+and that of all runs together."""
 
 
 @pytest.fixture(scope="module")
@@ -87,20 +90,21 @@ def losses(texts):
 
 
 def test_rule_learns_as_well_as_it_did(texts):
-    found = held_out_loss(texts, DEFAULT, *RUNS[1])
-    assert abs(found / KNOWN[DEFAULT][1] - 1) <= ONE
+    found = held_out_loss(texts, STEADY, *RUNS[1])
+    assert abs(found / KNOWN[STEADY][1] - 1) <= BAR, found
 
 
 @pytest.mark.slow  # a minute, with all of the next
 @pytest.mark.parametrize("of", KNOWN, ids=" ".join)
 def test_rule_with_a_direction_learns_as_well_as_it_did(of, losses):
-    assert abs(excess(losses(of), KNOWN[of])) <= THREE
+    found = losses(of)
+    assert abs(excess(found, KNOWN[of])) <= BAR, found
 
 
 @pytest.mark.slow
 def test_all_rules_together_learn_as_well_as_they_did(losses):
     """What makes every run a little worse, by half a per cent or more, is seen here."""
-    assert abs(statistics.mean(excess(losses(of), KNOWN[of]) for of in KNOWN)) <= ALL
+    assert abs(statistics.mean(excess(losses(of), KNOWN[of]) for of in KNOWN)) <= BAR_OF_ALL
 
 
 def test_every_rule_that_learns_is_known_with_every_direction():
@@ -119,5 +123,5 @@ def test_every_rule_that_learns_is_known_with_every_direction():
 )
 def test_what_learns_worse_is_seen(owner, constant, value, texts, monkeypatch):
     monkeypatch.setattr(owner, constant, value)
-    found = [held_out_loss(texts, DEFAULT, *run) for run in RUNS]
-    assert excess(found, KNOWN[DEFAULT]) > THREE
+    found = held_out_loss(texts, STEADY, *RUNS[1])
+    assert found / KNOWN[STEADY][1] - 1 > BAR

@@ -3,6 +3,7 @@
 import json
 import math
 from collections import Counter
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -10,10 +11,12 @@ import pytest
 import torch
 
 from arbcli.checkpoint import load_checkpoint
+from arbcli.config.training import TrainConfig
 from arbcli.data import open_texts
 from arbcli.train import run as runs
 from arbcli.train import trainer as training
 from arbcli.train.configure import new_config
+from arbcli.train.directory import field_digests
 from arbcli.train.run import Observer, resume_run, start_run
 from arbcli.train.trainer import Trainer
 
@@ -255,6 +258,57 @@ def test_report_has_the_entropy_of_the_held_out_text(options, tmp_path):
     shares = [count / len(content) for count in Counter(content).values()]
     assert report.entropy == pytest.approx(-sum(share * math.log(share) for share in shares))
     assert report.bits_per_byte == pytest.approx(report.val_loss / 0.693147, rel=1e-5)
+
+
+@pytest.mark.parametrize(("minutes", "steps"), [(0.05, 6), (0.1, 12), (0.001, 1)])
+def test_minutes_are_as_many_steps_as_they_have_room_for(minutes, steps, options, monkeypatch):
+    """Half a second a step; what the first one takes to warm up is not counted."""
+    clock, begun = Clock(), runs._build
+
+    def build(*args):
+        trainer = begun(*args)
+        step_of = trainer.train_step
+        trainer.train_step = lambda: step_of() if trainer.step else clock_leap(clock, step_of)
+        return trainer
+
+    monkeypatch.setattr(runs, "time", clock)
+    clock.take(monkeypatch, Trainer, "train_step", 0.5)
+    monkeypatch.setattr(runs, "_build", build)
+    monkeypatch.setattr(runs, "TIMED_STEPS", 2)
+    config = new_config(**options | {"steps": 10**6})
+    texts = open_texts(config.data, config.val, seed=0, context=config.model.ctx)
+    assert runs._fit_to_minutes(config, texts, minutes).steps == steps
+
+
+def clock_leap(clock: Clock, call):
+    clock.now += 1000
+    return call()
+
+
+def test_sample_of_a_run_is_asked_for_with_its_seed(options, tmp_path, monkeypatch):
+    calls = spy(monkeypatch, runs, "generate")
+    config = new_config(**options | {"steps": 1, "seed": 5})
+    report = start_run(config, tmp_path / "run", Observer())
+    ((_, prompt, length, sampling), _), *others = calls
+    assert not others
+    assert (prompt, length, sampling.seed) == (runs.PROMPT, 4, 5)
+    assert report.steps == 1
+
+
+def test_every_setting_that_decides_a_run_is_held_against_its_beginning(options):
+    """What else there is says where a run reads, saves and computes, or how it keeps its memory."""
+    config = new_config(**options)
+    free = {
+        "data", "val", "save_every", "eval_every", "keep", "keep_best", "recompute", "device",
+        "backend", "model",
+    }  # fmt: skip
+    settings = {name for name in TrainConfig.__dataclass_fields__ if name not in free}
+    of_model = {f"model.{name}" for name in asdict(config.model)}
+    before = field_digests(config)
+    assert before.keys() == settings | of_model
+    other = field_digests(new_config(**options | {"accum": 3, "compute": "bf16", "dim": 64}))
+    changed = {name for name in before if before[name] != other[name]}
+    assert changed == {"accum", "compute", "model.dim"}
 
 
 def test_counters_go_on_through_a_resume(options, tmp_path, monkeypatch):

@@ -8,6 +8,7 @@ import sys
 import time
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -20,6 +21,7 @@ from arbcli.config.training import train_config_from
 from arbcli.device import COMPUTE
 from arbcli.errors import ArbError
 from arbcli.rules import RULES
+from arbcli.train import run as run_module
 from arbcli.train.configure import new_config
 from arbcli.train.directory import latest_run, make_next_directory, read_facts
 from arbcli.train.record import Record, append_record, drop_records_after
@@ -558,6 +560,29 @@ def test_minutes_become_a_recorded_number_of_steps(minutes, text, tmp_path, devi
     )
     facts = json.loads((tmp_path / "run" / "config.json").read_text())
     assert report.steps == facts["config"]["steps"] < 10**5
+
+
+@pytest.mark.parametrize(("minutes", "of_building"), [(0.3, 2.0), (10, 5.0), (10, 0.0)])
+def test_minutes_count_everything(minutes, of_building, text, monkeypatch):
+    """The trial is a tenth at most, and it, the building and evaluations come off the minutes."""
+    clock, of_step, of_batch = [0.0], 0.5, 0.125
+
+    def pass_time(seconds):
+        clock[0] += seconds
+        return torch.tensor(1.0)
+
+    trainer = SimpleNamespace(
+        captures=False,
+        train_step=lambda: pass_time(of_step),
+        evaluate=lambda batches: pass_time(batches * of_batch),
+    )
+    monkeypatch.setattr(run_module, "_build", lambda *_: pass_time(of_building) is None or trainer)
+    monkeypatch.setattr(run_module, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
+    found = run_module._fit_to_minutes(config(text, "cpu", eval_every=None), None, minutes)
+    evaluations = -(-found.steps // found.eval_interval)
+    whole = clock[0] + found.steps * of_step + evaluations * 40 * of_batch
+    assert 0.95 * minutes * 60 <= whole <= minutes * 60
+    assert clock[0] - of_building <= 0.1 * minutes * 60 + 3 * of_step
 
 
 def arb(*args: str, **options) -> subprocess.Popen:

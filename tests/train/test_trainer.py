@@ -93,6 +93,21 @@ def test_captured_steps_of_chunks_give_the_bits_of_eager_ones_and_never_wait(opt
             gauges.append(trainer.model.gauges())
     assert losses[0] == losses[1]
     assert gauges[0] == gauges[1]
+
+
+def test_forward_without_a_backward_does_not_hold_the_next_step_back(tmp_path):
+    """As where an error came between them; else no weight would step again, for ever."""
+    path = tmp_path / "text.txt"
+    path.write_bytes(b"ternary weights learn to read. " * 40)
+    shape = {"dim": 32, "layers": 1, "heads": 2, "ffn": 48, "ctx": 16, "batch": 2}
+    config = new_config(data=[str(path)], device="cpu", compute="fp32", **shape)
+    states = []
+    for forwards in (0, 1):
+        trainer = Trainer(config, open_texts(config.data, None, seed=0, context=16))
+        for _ in range(forwards):
+            trainer.model.loss(*trainer.fetch(0, "cpu"))
+        trainer.train_step()
+        states.append(trainer.model.state_dict())
     for name in states[0]:
         assert torch.equal(states[0][name], states[1][name]), name
 

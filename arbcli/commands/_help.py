@@ -1,0 +1,59 @@
+"""Pages of help: options in groups, with types that a person reads."""
+
+import re
+from typing import Any
+
+from typer.core import TyperCommand
+
+PARTS = "Parts of arb-tiny and arb-3b"
+GROUPS = {
+    "Model": "preset ctx rule digits direction tscale_type weights sub_norms dim layers heads ffn",
+    "Parts of hnet presets": "boundaries chunk_length",
+    PARTS: "attention sequencer codebook knowledge_codebook moe graph router memgram moe_top_k"
+    " max_moe_iters",
+    "Text": "data val",
+    "Optimisation": "steps minutes batch accum lr warmup schedule final_lr optimizer recompute"
+    " compute init_from seed",
+    "Run": "out resume save_every keep keep_best eval_every device backend force dry_run",
+    "Output": "plot quiet as_json",
+}
+"""Names of parameters, by the heading of their group; any other stands before these."""
+_GROUP_OF = {name: title for title, names in GROUPS.items() for name in names.split()}
+_RANGE = re.compile(r"\s*\[[^\]]*x[<>]=?[^\]]*\]")
+_TYPE = re.compile(r" (<[^>]+>|[A-Z][A-Z ]*)$")
+"""What Typer writes behind an option, in its present words and in those of earlier versions."""
+TYPES = {"int": "N", "float": "X", "path": "PATH", "list": "PATH"}
+"""What stands for a value, by how Typer calls its type; a name for any other."""
+
+
+class Command(TyperCommand):
+    """A command whose page of help has headings."""
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        """Write the options, a group at a time."""
+        groups: dict[str, list[tuple[str, str]]] = {"Options": []}
+        for title in GROUPS:
+            groups[title] = []
+        for param in self.get_params(ctx):
+            record = param.get_help_record(ctx)
+            if record is not None:
+                row = (_with_readable_type(param, record[0]), _RANGE.sub("", record[1]))
+                groups[_GROUP_OF.get(param.name, "Options")].append(row)
+        for title, rows in groups.items():
+            if rows:
+                with formatter.section(title):
+                    formatter.write_dl(rows)
+
+
+def _with_readable_type(param: Any, text: str) -> str:
+    """Write `--steps N` for `--steps <int range>`."""
+    if param.metavar is not None:
+        return text
+
+    def shorten(found: re.Match) -> str:
+        if getattr(param, "multiple", False):
+            return " PATH"
+        kind = found[1].strip("<").lower()
+        return " " + next((name for start, name in TYPES.items() if kind.startswith(start)), "NAME")
+
+    return _TYPE.sub(shorten, text)

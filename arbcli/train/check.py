@@ -1,0 +1,163 @@
+"""Every file of a run verified, and what a resume would do with them; nothing is changed."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from arbcli.checkpoint import (
+    Accept,
+    DamagedError,
+    best_checkpoints,
+    checkpoints,
+    load_checkpoint,
+    step_of,
+)
+from arbcli.config.training import TrainConfig, train_config_from
+from arbcli.errors import ArbError
+from arbcli.train.directory import CONFIG, open_texts_again, read_facts, run_of
+from arbcli.train.record import METRICS, count_records
+from arbcli.train.run import accept_of, can_begin_again
+from arbcli.train.trainer import text_digest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """A file of a run, or its text."""
+
+    name: str
+    state: str
+    """`ok`, `damaged`, `refused` (it may be whole, and cannot be used) or `left over`."""
+    detail: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckReport:
+    """What a run has, and what a resume would do."""
+
+    run: str
+    findings: tuple[Finding, ...]
+    resumes_at: int | None
+    """Step of the checkpoint that a resume takes; None if it does not start."""
+    stops: str | None
+    """Why it does not start."""
+    steps: int | None
+    """Of the whole run."""
+    drops_records: int
+    """Of later steps, which would be written again."""
+    sets_aside: tuple[str, ...]
+    """Checkpoints of later steps, renamed at the first save."""
+    removes: tuple[str, ...]
+    """Older checkpoints, removed at the first save, and what killed processes left."""
+    passed: bool
+    """Whether nothing is damaged or refused."""
+
+
+def check_run(path: Path) -> CheckReport:
+    """Verify every file of a run to the last byte, and tell what a resume would do.
+
+    Args:
+        path: a run directory, or the checkpoint in one that a resume would name.
+
+    Raises:
+        ArbError: there is no run.
+    """
+    run = run_of(path)
+    if not (run / CONFIG).exists():
+        raise ArbError(f"there is no run at `{path}`", hint="name a run directory or a checkpoint")
+    findings: list[Finding] = []
+    facts, config, stops = None, None, None
+    try:
+        facts = read_facts(run)
+        config = train_config_from(facts)
+        began = f"{config.steps:,} steps, begun {facts['started'][:19]}"
+        findings.append(Finding(name=CONFIG, state="ok", detail=began))
+    except ArbError as error:
+        findings.append(Finding(name=CONFIG, state="refused", detail=str(error)))
+        stops = str(error)
+    if config is not None:
+        finding = _check_text(facts, config)
+        findings.append(finding)
+        stops = None if finding.state == "ok" else finding.detail
+    findings.append(_check_records(run))
+    accept = accept_of(run, facts, config, None) if config else lambda _: None
+    verified = {file: _check_checkpoint(file, accept) for file in checkpoints(run)}
+    findings += [*verified.values(), *(_check_checkpoint(f, accept) for f in best_checkpoints(run))]
+    findings += _left_over(run)
+    resumes_at = None
+    if stops is None:
+        resumes_at, stops = _start(verified, path if path != run else None)
+        if not verified and can_begin_again(run, facts):
+            resumes_at, stops = 0, None
+    removes = [finding.name for finding in findings if finding.name.endswith(".tmp")]
+    sets_aside: list[str] = []
+    if resumes_at is not None:
+        sets_aside = [file.name for file in verified if step_of(file) > resumes_at]
+        older = [file.name for file in verified if step_of(file) <= resumes_at]
+        if resumes_at < config.steps:  # else there is nothing to save
+            removes += older[config.keep - 1 :]
+    return CheckReport(
+        run=str(run),
+        findings=tuple(findings),
+        resumes_at=resumes_at,
+        stops=stops,
+        steps=config and config.steps,
+        drops_records=0 if resumes_at is None else count_records(run, resumes_at)[2],
+        sets_aside=tuple(sets_aside),
+        removes=tuple(removes),
+        passed=stops is None and all(f.state in ("ok", "left over") for f in findings),
+    )
+
+
+def _check_text(facts: dict[str, Any], config: TrainConfig) -> Finding:
+    try:
+        texts = open_texts_again(facts, config)
+        digest = text_digest(texts)
+    except ArbError as error:
+        return Finding(name="text", state="refused", detail=str(error))
+    if digest != facts["text"]["digest"]:
+        return Finding(name="text", state="refused", detail="it is not the one of the run")
+    size = f"{len(texts.train):,} + {len(texts.val):,} bytes"
+    return Finding(name="text", state="ok", detail=f"{texts.description}, {size}")
+
+
+def _check_records(run: Path) -> Finding:
+    good, bad, _ = count_records(run, 0)
+    state = "damaged" if bad else "ok"
+    detail = f"{good:,} records" + (f", and {bad:,} lines that are none" if bad else "")
+    return Finding(name=METRICS, state=state, detail=detail)
+
+
+def _check_checkpoint(path: Path, accept: Accept) -> Finding:
+    try:
+        found = load_checkpoint(path, accept)
+    except DamagedError as error:
+        return Finding(name=path.name, state="damaged", detail=str(error))
+    except ArbError as error:
+        return Finding(name=path.name, state="refused", detail=str(error))
+    size = sum(tensor.nbytes for tensor in found.tensors.values())
+    if found.step != step_of(path):
+        return Finding(name=path.name, state="damaged", detail=f"it is of step {found.step:,}")
+    return Finding(name=path.name, state="ok", detail=f"{size:,} bytes of state, as written")
+
+
+def _left_over(run: Path) -> Iterator[Finding]:
+    kinds = {
+        ".*.tmp": "a process that was killed left it",
+        "*.aside*": "set aside by a resume; nothing here reads it",
+    }
+    for pattern, what in kinds.items():
+        for path in sorted(run.glob(pattern)):
+            yield Finding(name=path.name, state="left over", detail=what)
+
+
+def _start(verified: dict[Path, Finding], named: Path | None) -> tuple[int | None, str | None]:
+    """Find the checkpoint that a resume takes: its step, or why there is none."""
+    for path, finding in verified.items():
+        if named is not None and path.name != named.name:
+            continue
+        if finding.state == "ok":
+            return step_of(path), None
+        if finding.state == "refused" or named is not None:
+            return None, finding.detail
+    return None, "there is no checkpoint that can be used"

@@ -1,0 +1,40 @@
+"""What is odd about the texts of a run: said before it starts, and then it starts."""
+
+from pathlib import Path
+
+from arbcli.data import Text, Texts, entropy
+
+LOOKED_AT_BYTES = 2**13
+"""Of each file, from its beginning."""
+MOST_FILES = 1000
+"""That are looked at."""
+FAR_NATS = 0.5
+"""Difference of order-0 entropies; parts of one kind of text differ by hundredths."""
+
+
+def text_warnings(texts: Texts) -> list[str]:
+    """Say whether texts have files that are no text, and whether both are of one kind."""
+    found = [file for text in (texts.train, texts.val) for file in _binary_files(text)]
+    warnings = []
+    if found:
+        more = f" and {len(found) - 1} more" if len(found) > 1 else ""
+        warnings.append(
+            f"warning: `{found[0]}`{more} have bytes of 0, as no text has: leave them out, unless"
+            " they are meant"
+        )
+    train, val = (entropy(text) for text in (texts.train, texts.val))
+    if abs(train - val) > FAR_NATS:
+        warnings.append(
+            f"warning: the held-out text is of another kind than the training text: its order-0"
+            f" entropy is {val:.2f} nats, and not {train:.2f}; name another with `--val`"
+        )
+    return warnings
+
+
+def _binary_files(text: Text) -> list[Path]:
+    found, begin = [], 0
+    for file, size in list(zip(text.files, text.sizes, strict=True))[:MOST_FILES]:
+        if b"\0" in text.read(begin, min(size, LOOKED_AT_BYTES)):
+            found.append(file)
+        begin += size
+    return found
