@@ -8,7 +8,7 @@ from typer.core import TyperCommand
 PARTS = "Parts of arb-tiny and arb-3b"
 GROUPS = {
     "Model": "preset ctx rule digits direction tscale_type weights sub_norms dim layers heads ffn",
-    "Parts of hnet presets": "boundaries chunk_length",
+    "Parts of hnet presets": "boundaries chunk_length outer_blocks",
     PARTS: "attention sequencer codebook knowledge_codebook moe graph router memgram moe_top_k"
     " max_moe_iters",
     "Text": "data val",
