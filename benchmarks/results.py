@@ -27,6 +27,7 @@ KEYS = {
     "ablation": ("variant", "seed", "steps"),
     "cpu_step": ("preset", "kind"),
     "exports": ("model", "program", "type"),
+    "hnet": ("preset", "kind"),
 }
 """Fields that name a row, by file."""
 RUN_FIELDS = ("command", "commit", "dirty", "hardware", "versions", "rows")
