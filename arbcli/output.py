@@ -181,6 +181,19 @@ def write_bytes(data: bytes) -> None:
     _stdout.write_bytes(data)
 
 
+def is_terminal() -> bool:
+    """Tell whether a person types, and reads what is written."""
+    return sys.stdin.isatty() and _stdout.isatty()
+
+
+def read_line(mark: str) -> str | None:
+    """Read a line that a person types behind a mark; None at the end of them."""
+    try:
+        return input(mark)
+    except EOFError:
+        return None
+
+
 class TextWriter:
     """Writes text to stdout as its bytes come: whole characters, and U+FFFD for what is none.
 

@@ -1,10 +1,12 @@
 """The dtype of activations is one that the CPU multiplies by itself."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from arbcli import device as devices
-from arbcli.device import default_compute, multiplies_bf16
+from arbcli.device import default_compute, multiplies_bf16, peak_bytes
 
 X86 = {"architecture": "x86_64", "avx2": True, "avx512_f": False, "avx512_bf16": False,
        "avx512_fp16": False, "amx_tile": False, "amx_int8": False, "amx_bf16": False}  # fmt: skip
@@ -59,3 +61,13 @@ def test_every_capability_that_decides_is_one_that_torch_reports():
 
 def test_compute_of_a_gpu_is_bf16():
     assert default_compute(torch.device("cuda")) == "bf16"
+
+
+@pytest.mark.parametrize(("platform", "expected"), [("linux", 1024 * 1000), ("darwin", 1000)])
+def test_peak_of_a_process_is_in_bytes(platform, expected, monkeypatch):
+    """Linux counts in KiB, macOS in bytes."""
+    resource = pytest.importorskip("resource")
+    usage = SimpleNamespace(ru_maxrss=1000)
+    monkeypatch.setattr(resource, "getrusage", lambda _: usage)
+    monkeypatch.setattr("arbcli.device.sys", SimpleNamespace(platform=platform))
+    assert peak_bytes(torch.device("cpu")) == expected

@@ -38,7 +38,7 @@ def test_generate_writes_text_to_stdout_and_its_speed_to_stderr(run):
     done = generate(run, "--prompt", "ternary ", "--length", "40")
     assert done.returncode == 0, done.stderr
     text = done.stdout.decode("utf-8")
-    assert len(text.replace("\ufffd", "?")) <= 40
+    assert 0 < len(text.replace("\ufffd", "?")) <= 40
     assert b"40 bytes, " in done.stderr
     assert b"bytes/s on cpu, backend torch" in done.stderr
     assert generate(run, "--prompt", "ternary ", "--length", "40").stdout == done.stdout
@@ -108,6 +108,17 @@ def test_evaluate_takes_the_held_out_text_of_the_last_run(run, arb_here, tmp_pat
         assert told in arb_here("evaluate", "--checkpoint", run, "--device", "cpu").stderr
     finally:
         text.write_text(TEXT, encoding="utf-8")
+
+
+def test_evaluate_reads_the_field_that_is_named(run, arb_here, tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"said": "ternary weights"}\n')
+    args = ["evaluate", "--checkpoint", run, "--device", "cpu", "--json", "--field", "said"]
+    done = arb_here(*args, "--data", str(tmp_path / "a.jsonl"))
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["bytes"] < 20
+    done = arb_here(*args)
+    assert done.returncode == 2
+    assert "`--field` is of `--data`" in done.stderr
 
 
 def test_auto_in_a_folder_without_runs_is_explained(arb_here, tmp_path, monkeypatch):

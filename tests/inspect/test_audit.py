@@ -9,7 +9,7 @@ from marks import mostly_slow
 from arbcli.data import open_texts
 from arbcli.errors import ArbError
 from arbcli.inspect import audit as audit_module
-from arbcli.inspect.audit import LiveTensors, audit, check_fit
+from arbcli.inspect.audit import LiveTensors, _check_levels, audit, check_fit
 from arbcli.inspect.peak import predict_peak
 from arbcli.train.configure import new_config
 from arbcli.train.trainer import Trainer
@@ -135,6 +135,9 @@ def test_audit_measures_every_stage():
     assert stages == [(0, "load"), *((number, stage) for number in (1, 2) for stage in step)]
     assert all(level.peak_bytes >= level.live_bytes for level in report.levels)
     assert report.peak_bytes == max(level.peak_bytes for level in report.levels[1:])
+    assert report.levels[-1].peak_bytes < report.peak_bytes  # of the end of a step, and no more
+    first_end = next(level for level in report.levels if level.stage == "end")
+    assert report.derived_bytes == first_end.live_bytes - report.levels[0].live_bytes > 0
     assert len(report.largest) == 3
     assert not any(tensor.dtype == "uint8" for tensor in report.largest)
 
@@ -218,3 +221,10 @@ def test_gpu_that_is_not_there_is_predicted_for():
     assert report.fits
     assert report.budget_bytes == 2**30
     assert report.predicted_peak.captured
+
+
+@pytest.mark.parametrize(
+    ("ends", "passed"), [([7, 7, 7], True), ([7, 8, 7], False), ([7, 7, 8], False)]
+)
+def test_every_step_returns_to_the_level_of_the_first(ends, passed):
+    assert _check_levels(ends).passed == passed

@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from arbcli.data import open_texts
 from arbcli.errors import ArbError
-from arbcli.inspect.probe import examine, open_saved, probe
+from arbcli.inspect.probe import _histogram, examine, open_saved, probe
 from arbcli.inspect.verdicts import ProbeReport, Reading, judge
 from arbcli.kernels.codec.packing import unpack_trits
 from arbcli.model.blocks import attention as attention_block
@@ -360,6 +360,19 @@ def test_model_that_learns_nothing_is_worse_than_uniform(text):
     assert names(report) == ["worse-than-uniform"]
 
 
+@pytest.mark.parametrize(("early", "late", "worse"), [(4.0, -0.1, False), (-0.5, 0.1, True)])
+def test_losses_of_the_last_half_are_judged(early, late, worse, sound):
+    before, *after = sound.readings
+    half = len(after) // 2
+    shifts = [early] * half + [late] * (len(after) - half)
+    readings = [
+        dataclasses.replace(reading, val_loss=sound.uniform_loss + shift)
+        for reading, shift in zip(after, shifts, strict=True)
+    ]
+    report = dataclasses.replace(sound, readings=(before, *readings))
+    assert ("worse-than-uniform" in {verdict.name for verdict in judge(report)}) == worse
+
+
 def test_loss_that_climbs_is_a_spike(text, monkeypatch):
     trainer = trainer_of(text, lr=2.0)
 
@@ -441,3 +454,18 @@ class TestSaved:
         path.write_bytes(data)
         with pytest.raises(ArbError, match="refused"):
             open_saved(path, steps=1, note=print)
+
+
+@pytest.mark.parametrize(
+    ("values", "ends", "counts", "share"),
+    [
+        (range(-8, 8), (-8, 7), [1] * 16, 2 / 16),
+        (range(-128, 128), (-128, 127), [16] * 16, 2 / 256),
+        ([-3, 3, 3, 0], (-3, 3), [1, 0, 0, 1, 0, 0, 2], 3 / 4),
+    ],
+)
+def test_bins_of_a_histogram_are_of_equal_width(values, ends, counts, share):
+    found = _histogram(torch.tensor(list(values)), *ends)
+    assert (found.low, found.high) == ends
+    assert list(found.counts) == counts
+    assert found.saturated_share == pytest.approx(share)

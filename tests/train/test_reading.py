@@ -260,29 +260,17 @@ def test_report_has_the_entropy_of_the_held_out_text(options, tmp_path):
     assert report.bits_per_byte == pytest.approx(report.val_loss / 0.693147, rel=1e-5)
 
 
-@pytest.mark.parametrize(("minutes", "steps"), [(0.05, 6), (0.1, 12), (0.001, 1)])
+@pytest.mark.parametrize(("minutes", "steps"), [(0.5, 57), (1, 117), (0.02, 1)])
 def test_minutes_are_as_many_steps_as_they_have_room_for(minutes, steps, options, monkeypatch):
-    """Half a second a step; what the first one takes to warm up is not counted."""
-    clock, begun = Clock(), runs._build
-
-    def build(*args):
-        trainer = begun(*args)
-        step_of = trainer.train_step
-        trainer.train_step = lambda: step_of() if trainer.step else clock_leap(clock, step_of)
-        return trainer
-
+    """Half a second a step; the three that time it come off, and evaluations take nothing here."""
+    clock = Clock()
     monkeypatch.setattr(runs, "time", clock)
     clock.take(monkeypatch, Trainer, "train_step", 0.5)
-    monkeypatch.setattr(runs, "_build", build)
+    clock.take(monkeypatch, Trainer, "evaluate", 0)
     monkeypatch.setattr(runs, "TIMED_STEPS", 2)
     config = new_config(**options | {"steps": 10**6})
     texts = open_texts(config.data, config.val, seed=0, context=config.model.ctx)
     assert runs._fit_to_minutes(config, texts, minutes).steps == steps
-
-
-def clock_leap(clock: Clock, call):
-    clock.now += 1000
-    return call()
 
 
 def test_sample_of_a_run_is_asked_for_with_its_seed(options, tmp_path, monkeypatch):
@@ -309,6 +297,33 @@ def test_every_setting_that_decides_a_run_is_held_against_its_beginning(options)
     other = field_digests(new_config(**options | {"accum": 3, "compute": "bf16", "dim": 64}))
     changed = {name for name in before if before[name] != other[name]}
     assert changed == {"accum", "compute", "model.dim"}
+
+
+def test_time_since_the_last_save_decides_when_to_save(options, tmp_path, monkeypatch):
+    clock, saved = Clock(), []
+    monkeypatch.setattr(runs, "time", clock)
+    monkeypatch.setattr(runs, "SAVE_SECONDS", 1.4)
+    clock.take(monkeypatch, Trainer, "train_step", 0.5)
+    save = runs.save_checkpoint
+
+    def noted(run, checkpoint, *args, **kwargs):
+        saved.append(checkpoint.step)
+        return save(run, checkpoint, *args, **kwargs)
+
+    monkeypatch.setattr(runs, "save_checkpoint", noted)
+    start_run(new_config(**options | {"steps": 8}), tmp_path / "run", Observer())
+    assert saved == [0, 3, 6, 8]
+
+
+def test_digest_of_a_run_is_of_both_texts(options, tmp_path):
+    config = new_config(**options)
+    other = tmp_path / "other.txt"
+    other.write_bytes(b"abcd" * 500)
+    digests = set()
+    for data, val in ((config.data, config.val), (config.data, [other]), ([other], config.val)):
+        texts = open_texts(list(map(str, data)), list(map(str, val)), seed=0, context=16)
+        digests.add(training.text_digest(texts))
+    assert len(digests) == 3
 
 
 def test_counters_go_on_through_a_resume(options, tmp_path, monkeypatch):

@@ -75,6 +75,7 @@ def test_hangup_saves_like_a_termination(text, tmp_path, device, monkeypatch):
     try:
         report = start_run(config(text, device), tmp_path / "run", observer)
         assert report.stopped_by == "SIGHUP"
+        assert report.val_loss is None  # nobody waits for an evaluation
         assert report.checkpoint == str(tmp_path / "run" / "step-000001.safetensors")
         assert signal.getsignal(signal.SIGHUP) == signal.SIG_DFL
     finally:
@@ -291,10 +292,12 @@ def test_default_learning_rate_is_of_the_preset_and_else_of_the_rule():
         return new_config(device="cpu", **given).lr
 
     assert lr() == lr(preset="arb-tiny") == 1.0
-    assert lr(rule="nibble") == 0.6
+    assert lr(rule="nibble") == 0.4
     assert lr(preset="arb-3b") == 0.1
     assert lr(preset="arb-3b", rule="moment") == 1.0
     assert lr(preset="arb-3b", lr=0.3) == 0.3
+    assert (lr(weights="float"), lr(weights="ste")) == (1e-3, 3e-3)
+    assert {lr(weights=twin, optimizer="muon") for twin in ("float", "ste")} == {3e-3}
 
 
 def test_metrics_of_a_resumed_run_have_no_step_twice(text, tmp_path, device, monkeypatch):

@@ -156,3 +156,13 @@ def test_commit_is_none_outside_a_checkout(tmp_path, monkeypatch):
     monkeypatch.setattr(ledgers, "__file__", str(tmp_path / "ledger.py"))
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
     assert ledgers._commit() is None
+
+
+@pytest.mark.parametrize(("factor", "count"), [(3.9, 0), (4.1, 1), (0.24, 1)])
+def test_comparison_shows_errors_that_grew_or_shrank_fourfold(tmp_path, factor, count):
+    found = make(["rms_norm"], compiled=())
+    before = tuple(replace(result, relative_error=1e-4) for result in found.kernels)
+    old = read_ledger(write_ledger(replace(found, kernels=before), tmp_path)[0])
+    first, *others = before
+    after = (replace(first, relative_error=1e-4 * factor), *others)
+    assert len(compare_ledgers(old, replace(found, kernels=after))) == count

@@ -90,3 +90,38 @@ def test_matrix_shapes_are_those_of_the_presets():
     assert len(shapes) == len(set(shapes)) == 29
     assert (2 * 5632, 2048) in shapes
     assert (768, 2048) in shapes
+
+
+def test_update_compares_every_number_and_every_buffer():
+    config = replace(RAGGED, rule="moment", direction="factored")
+    subject = Subject("", config, 1, torch.float32, torch.device("cpu"), "torch", "update")
+    items = {result.item for result in parity._check("", "", subject)}
+    numbers = {
+        f"{name} of micro-batch {micro}" for name in "zvm" for micro in ("1/1", "1/2", "2/2")
+    }
+    buffers = ("trits", "exponent", "fraction", "remainder", "moment",
+               "row_statistic", "column_statistic")  # fmt: skip
+    assert items == numbers | {f"{name} given NaN" for name in buffers}
+
+
+@pytest.mark.parametrize(("shift", "passed"), [(0.0, True), (0.2, False)])
+def test_rounding_that_is_biased_fails_though_each_number_is_near(shift, passed):
+    subject = Subject("", RAGGED, 1, torch.float32, torch.device("cpu"), "torch", "update")
+    wanted = torch.linspace(-5, 5, 4000, dtype=torch.float64)
+    got = (wanted + shift + torch.rand(4000, generator=torch.Generator().manual_seed(0))).floor()
+    assert parity._rounded(subject, "", got, wanted).passed == passed
+
+
+def test_models_are_compared_in_poisoned_memory(monkeypatch):
+    seen = []
+
+    def layers(_):
+        seen.append(torch.empty(3).isnan().all().item())
+        return []
+
+    monkeypatch.setattr(parity, "_layers", layers)
+    torch.use_deterministic_algorithms(False)
+    torch.utils.deterministic.fill_uninitialized_memory = False
+    subject = Subject("", RAGGED, 1, torch.float32, torch.device("cpu"), "torch", "layers")
+    parity._check("", "", subject)
+    assert seen == [True]

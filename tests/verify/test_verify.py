@@ -8,6 +8,7 @@ import torch
 from arbcli.errors import ArbError
 from arbcli.kernels.codec.packing import PACK_TRITS
 from arbcli.kernels.norm.rms_norm import RMS_NORM
+from arbcli.kernels.runtime.spec import Gate
 from arbcli.verify import kernels as verify
 from arbcli.verify.compare import as_tuple, compare
 from arbcli.verify.fuzz import DRAWINGS, fuzz_cases, real_cases, real_reference
@@ -162,3 +163,45 @@ def test_other_processes_find_the_same(device):
 def test_kernels_are_found_by_name():
     assert find_kernels([]) == list(KERNELS)
     assert find_kernels(["pack_trits"]) == [PACK_TRITS]
+
+
+def close(relative: float, peer_slack: float = 0.0):
+    return replace(RMS_NORM, gate=Gate(exact=False, relative=relative, peer_slack=peer_slack))
+
+
+@pytest.mark.parametrize(("error", "passed"), [(1.05e-3, True), (1.15e-3, False)])
+def test_error_of_a_peer_and_its_slack_are_the_bar(error, passed):
+    wanted = torch.ones(50, dtype=torch.float64)
+    peer = wanted + 1e-3
+    assert compare(close(1e-9, 0.1), "", wanted + error, wanted, peer).passed == passed
+    assert not compare(close(1e-9, 0.1), "", wanted + error, wanted).passed
+
+
+@pytest.mark.parametrize(("relative", "passed"), [(0.49, False), (0.51, True)])
+def test_errors_are_relative_to_the_reference(relative, passed):
+    """2 beside 4 is half of it, and 4 beside 2 is all of it."""
+    small, large = torch.full((9,), 2.0), torch.full((9,), 4.0)
+    assert compare(close(relative), "", small, large).passed == passed
+    assert not compare(close(relative), "", large, small).passed
+
+
+def test_figures_of_a_kernel_are_those_of_its_worst_case(device):
+    shape = next(case.inputs[0].shape for case in RMS_NORM.cases(device, 6))
+
+    def wrong_once(*inputs):
+        y, r = RMS_NORM.torch(*inputs)
+        return (-y if y.shape == shape else y), r
+
+    report = verify_kernels(["rms_norm"], T6, device, ["torch"])
+    assert report.kernels[0].cosine > 0.999
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(verify, "KERNELS", (replace(RMS_NORM, torch=wrong_once),))
+        (result,) = verify_kernels([], T6, device, ["torch"]).kernels
+    assert result.cosine < -0.999
+    assert result.max_error > 0.1
+
+
+def test_real_matrices_are_multiplied_by_few_and_by_many_rows():
+    cases = list(real_cases("rms_norm", torch.device("cpu"), 32, [(3, 40)]))
+    found = {(case.inputs[0].shape[0], case.inputs[0].dtype) for case in cases}
+    assert found == {(m, t) for m in (1, 64, 2048) for t in (torch.bfloat16, torch.float32)}

@@ -5,7 +5,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from arbcli.config.presets import preset
-from arbcli.model.baselines import rotate
+from arbcli.model.baselines import FloatRMSNorm, FloatWeight, rotate
 from arbcli.model.dense import RECOMPUTE, ByteLM
 from arbcli.model.layers.embedding import TernaryEmbedding
 from arbcli.model.layers.linear import TernaryLinear
@@ -195,3 +195,33 @@ def test_ste_twin_multiplies_by_three_values():
     lm = ByteLM(preset("tiny", **TINY, weights="ste"), torch.float32)
     lm.initialise(0)
     assert lm.blocks[0].mlp.output.weight.weight(torch.bfloat16).unique().numel() == 3
+
+
+def float_weight(weights: str, rows: int, columns: int) -> FloatWeight:
+    return FloatWeight(rows, columns, preset("tiny", weights=weights), std=0.1)
+
+
+def test_straight_through_weights_are_rounded_in_units_of_their_mean():
+    part = float_weight("ste", 1, 4)
+    with torch.no_grad():
+        part.latent.copy_(torch.tensor([[0.2, 0.6, -1.0, 0.2]]))  # 0.5 in the mean
+    weight = part.weight(torch.float32)
+    assert weight.tolist() == [[0.0, pytest.approx(0.5), pytest.approx(-0.5), 0.0]]
+    weight.backward(torch.tensor([[1.0, 2.0, 3.0, 4.0]]))
+    assert part.latent.grad.tolist() == [[1.0, 2.0, 3.0, 4.0]]
+
+
+def test_weights_of_a_twin_are_drawn_by_seed_and_place():
+    drawn = []
+    for seed, index in ((0, 0), (0, 1), (1, 0), (1, 1)):
+        part = float_weight("float", 5, 7)
+        part.initialise(seed, index)
+        drawn.append(part.latent.detach().clone())
+    for i, one in enumerate(drawn):
+        assert not any(torch.equal(one, other) for other in drawn[:i])
+
+
+def test_norm_of_a_twin_is_rounded_once():
+    x = 3 * torch.randn(64, 33, generator=torch.Generator().manual_seed(0)).bfloat16()
+    exact = torch.nn.functional.rms_norm(x.double(), (33,), eps=1e-6)
+    assert torch.equal(FloatRMSNorm(33, preset("tiny"))(x), exact.bfloat16())
