@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from arbcli import __version__
-from arbcli.commands._help import Command
+from arbcli.commands._help import Command, summary
 from arbcli.commands._options import in_options, repeat_options
 from arbcli.commands.audit_memory import audit_memory
 from arbcli.commands.check import check
@@ -38,7 +38,7 @@ for command in (
     train, generate, evaluate, export, check, inspect, audit_memory, verify_kernels, count_params,
     probe_loss,
 ):  # fmt: skip
-    app.command(cls=Command)(command)
+    app.command(cls=Command, short_help=summary(command))(command)
 
 
 def _print_version(wanted: bool) -> None:

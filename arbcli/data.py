@@ -32,6 +32,12 @@ MAX_OPEN_MAPS = 64
 BLOCK_BYTES = 2**20
 MAX_BLOCKS = 256
 """Blocks that `entropy` and `digest` read: a text of more than 256 MiB is sampled."""
+FEW_FILES = 20
+"""With more of them a tenth of the files is a fair sample."""
+USUAL_SHARES = (0.02, 0.3)
+"""Of all bytes, that a tenth of the files has unless some are much larger than others."""
+FAR_NATS = 0.5
+"""Difference of order-0 entropies; parts of one kind of text differ by hundredths."""
 NOT_TEXT = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test"})
 """Folders left out of the standard library: what was installed, and tests."""
 
@@ -64,6 +70,15 @@ class Text:
             begin += size
         self._begins = [0, *accumulate(self.sizes)]
         self._maps: OrderedDict[int, mmap] = OrderedDict()
+
+    @classmethod
+    def of_parts(cls, parts: Sequence[tuple[Path, int, int]]) -> "Text":
+        """Make one of parts of files: (path, start, stop) each, in bytes."""
+        text = cls([])
+        pieces = (_Piece(Path(os.path.abspath(path)), *where) for path, *where in parts)
+        text._pieces = [piece for piece in pieces if piece.start < piece.stop]
+        text._begins = [0, *accumulate(text.sizes)]
+        return text
 
     def __len__(self) -> int:
         return self._begins[-1]
@@ -277,6 +292,8 @@ class Texts:
     """Not part of `train`, unless the caller named it so."""
     description: str
     """A few words for people: what was named, and its number of files."""
+    split: str | None = None
+    """How several files were split: by `files`, or `within` each; None if there was no choice."""
 
 
 def open_texts(
@@ -286,6 +303,7 @@ def open_texts(
     seed: int,
     context: int,
     field: str | None = None,
+    split: str | None = None,
 ) -> Texts:
     """Find the files of a run and split them into training and validation.
 
@@ -300,10 +318,12 @@ def open_texts(
         data: entries; None is the standard library source of the running Python.
         val: entries that are the validation, all of `data` being training. None is the last tenth
             of a single file, or a tenth of several files, chosen by a hash of `seed` and their
-            paths within their common folder.
+            paths within their common folder. If that is much more or less than a tenth of few
+            files, or another kind of text, it is the last tenth of each of them.
         seed: seed of the split by file.
         context: in bytes; each text must hold one window of `context` + 1.
         field: of records, which has the text.
+        split: how several files are split, as `Texts.split` has it; None chooses.
 
     Raises:
         ArbError: an entry names nothing, or what cannot be read; a text is too short.
@@ -315,9 +335,11 @@ def open_texts(
         parts = [(_find_standard_library(), None)]
         name = f"standard library source of Python {sys.version_info[0]}.{sys.version_info[1]}"
     if val:
-        pairs = [(_plain_text(files, field), None) for files, _ in parts]
+        pairs, found = [(_plain_text(files, field), None) for files, _ in parts], [None]
     else:
-        pairs = [_split(files, seed, field) for files, _ in parts]
+        how = split if data else "files"
+        each = [_split(files, seed, field, how, context) for files, _ in parts]
+        found, pairs = zip(*each, strict=True)
     weights = [weight for _, weight in parts]
     texts = [_mix([pair[0] for pair in pairs], weights)]
     if val:
@@ -333,7 +355,8 @@ def open_texts(
                 hint="choose a smaller `--ctx`, or name more text with `--data` and `--val`",
             )
     num_files = sum(len(files) for files, _ in parts)
-    return Texts(*texts, _describe(name, num_files))
+    # texts of a mixture are each split in their own way, which is found again
+    return Texts(*texts, _describe(name, num_files), found[0] if len(found) == 1 else None)
 
 
 def open_text(entries: Sequence[str], field: str | None = None) -> tuple[Text, str]:
@@ -386,23 +409,46 @@ def _plain_text(files: Sequence[Path], field: str | None) -> Text:
     return Text([plain_file(file, field) for file in files])
 
 
-def _split(files: list[Path], seed: int, field: str | None) -> tuple[Text, Text]:
-    """Hold out the last tenth of a single file, or a tenth of several."""
-    if len(files) > 1:
-        train, val = _split_files(files, seed)
-        return _plain_text(train, field), _plain_text(val, field)
-    plain = plain_file(files[0], field)
-    num_bytes = _file_bytes(plain)
-    cut = num_bytes - num_bytes // 10
-    return Text([plain], stop=cut), Text([plain], start=cut)
-
-
 def _name(entries: Sequence[str]) -> str:
     return entries[0] if len(entries) == 1 else f"{entries[0]} and {len(entries) - 1} more"
 
 
 def _describe(name: str, num_files: int) -> str:
     return f"{name} ({num_files:,} file{'' if num_files == 1 else 's'})"
+
+
+def _split(
+    files: list[Path], seed: int, field: str | None, how: str | None, context: int
+) -> tuple[str | None, tuple[Text, Text]]:
+    """Hold out the last tenth of a single file, or a tenth of several, and tell how of these.
+
+    Args:
+        files: one or more.
+        seed: of a split by file.
+        field: of records, which has the text.
+        how: several files are split, see `Texts.split`; None chooses.
+        context: in bytes.
+    """
+    plain = {file: plain_file(file, field) for file in files}
+    if len(files) > 1 and how != "within":
+        by_file = tuple(Text([plain[file] for file in part]) for part in _split_files(files, seed))
+        if how == "files" or len(files) >= FEW_FILES or _are_alike(*by_file):
+            return "files", by_file
+    sizes = [(path, _file_bytes(path)) for path in plain.values()]
+    cuts = [(path, size - size // 10, size) for path, size in sizes]
+    within = Text.of_parts([(path, 0, cut) for path, cut, _ in cuts]), Text.of_parts(cuts)
+    if len(files) == 1:
+        return None, within
+    if how is None and len(within[1]) <= context:  # files of a few bytes
+        return "files", by_file
+    return "within", within
+
+
+def _are_alike(train: Text, val: Text) -> bool:
+    """Tell whether one text may be held out of the other: by its size and its entropy."""
+    least, most = USUAL_SHARES
+    share = len(val) / max(1, len(train) + len(val))
+    return least <= share <= most and abs(entropy(train) - entropy(val)) <= FAR_NATS
 
 
 def _split_files(files: list[Path], seed: int) -> tuple[list[Path], list[Path]]:

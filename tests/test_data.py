@@ -327,9 +327,35 @@ def test_open_texts_splits_a_real_file_by_position():
 @pytest.mark.parametrize(("num_files", "num_val"), [(2, 1), (3, 1), (14, 1), (17, 2), (40, 4)])
 def test_open_texts_splits_files_into_disjoint_parts(tmp_path, num_files, num_val):
     lines = write_lines(tmp_path, num_files)
-    texts = open_texts([str(tmp_path)], None, seed=0, context=1)
+    texts = open_texts([str(tmp_path)], None, seed=0, context=1, split="files")
     assert sorted(lines_of(texts.train) + lines_of(texts.val)) == sorted(lines)
     assert texts.val.num_files == num_val
+
+
+@pytest.mark.parametrize("large", [0, 3, 8])
+def test_few_files_are_split_within_where_one_is_most_of_them(tmp_path, large):
+    contents = [random_bytes(100_000 if i == large else 1000 + i) for i in range(9)]
+    paths = write_all(tmp_path, contents)
+    chosen = set()
+    for seed in range(6):
+        texts = open_texts(list(map(str, paths)), None, seed=seed, context=8)
+        chosen.add(texts.split)
+        assert texts.split == "within"
+        assert read_all(texts.train) == b"".join(c[: len(c) - len(c) // 10] for c in contents)
+        assert read_all(texts.val) == b"".join(c[len(c) - len(c) // 10 :] for c in contents)
+    by_file = open_texts(list(map(str, paths)), None, seed=0, context=8, split="files")
+    assert by_file.split == "files"
+    assert by_file.val.num_files == 1
+
+
+def test_few_files_are_split_within_where_the_held_out_one_is_of_another_kind(tmp_path):
+    prose = b"Ternary weights learn to read, a byte at a time. " * 400
+    paths = [str(path) for path in write_all(tmp_path, [prose] * 15 + [random_bytes(len(prose))])]
+    found = {open_texts(paths, None, seed=seed, context=8).split for seed in range(40)}
+    assert found == {"files", "within"}
+    for seed in range(40):
+        texts = open_texts(paths, None, seed=seed, context=8)
+        assert (texts.val.num_files == 16) == (texts.split == "within")
 
 
 def test_open_texts_splits_files_whatever_their_order(tmp_path):

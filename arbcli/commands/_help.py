@@ -1,6 +1,8 @@
 """Pages of help: options in groups, with types that a person reads."""
 
+import inspect
 import re
+from collections.abc import Callable
 from typing import Any
 
 from typer.core import TyperCommand
@@ -25,6 +27,11 @@ _TYPE = re.compile(r" (<[^>]+>|[A-Z][A-Z ]*)$")
 """What Typer writes behind an option, in its present words and in those of earlier versions."""
 TYPES = {"int": "N", "float": "X", "path": "PATH", "list": "PATH"}
 """What stands for a value, by how Typer calls its type; a name for any other."""
+
+
+def summary(command: Callable) -> str:
+    """Find what a command does in a line of the list of commands: its first line, no example."""
+    return re.split(r": `|[;.]", inspect.getdoc(command).splitlines()[0])[0] + "."
 
 
 class Command(TyperCommand):

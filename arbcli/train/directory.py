@@ -212,20 +212,30 @@ def open_texts_again(facts: dict[str, Any], config: TrainConfig) -> Texts:
     Raises:
         ArbError: they are at neither place.
     """
+    split = facts["text"].get("split", "files")  # as an earlier version did
     if paths := facts["text"].get("paths"):  # absent from a run that an earlier version began
         with suppress(ArbError):
-            return open_run_texts(config, paths)
-    return open_run_texts(config)
+            return open_run_texts(config, paths, split)
+    return open_run_texts(config, split=split)
 
 
-def open_run_texts(config: TrainConfig, paths: dict[str, list[str]] | None = None) -> Texts:
+def open_run_texts(
+    config: TrainConfig, paths: dict[str, list[str]] | None = None, split: str | None = None
+) -> Texts:
     """Open the texts that a configuration names, or those of `data` and `val` in `paths`.
+
+    `split` is how several files are split, as `Texts.split` has it; None chooses.
 
     Raises:
         ArbError: they are not there, or do not fit.
     """
     data, val = (paths["data"], paths["val"]) if paths else (config.data, config.val)
-    about = {"seed": config.seed, "context": config.model.ctx, "field": config.field}
+    about = {
+        "seed": config.seed,
+        "context": config.model.ctx,
+        "field": config.field,
+        "split": split,
+    }
     return open_texts(data, val, **about)
 
 
@@ -269,6 +279,7 @@ def run_facts(config: TrainConfig, texts: Texts) -> dict[str, Any]:
         "digests": field_digests(config),
         "text": {
             "description": texts.description,
+            "split": texts.split,
             "digest": text_digest(texts),
             "entropy": entropy(texts.val),
             "paths": {name: _absolute(getattr(config, name)) for name in ("data", "val")},

@@ -281,9 +281,8 @@ OPTIONS = {
     + PARTS,
     "audit-memory": "accum backend batch budget compute ctx device digits dim direction ffn heads"
     " json layers preset recompute rule seed snapshot steps tscale-type what-if" + PARTS,
-    "probe-loss": "backend batch checkpoint ctx data device digits dim direction ffn heads json"
-    " layers lr"
-    " plot preset rule seed steps tscale-type val warmup" + PARTS,
+    "probe-loss": "backend batch checkpoint compute ctx data device digits dim direction ffn heads"
+    " json layers lr plot preset rule seed steps tscale-type val warmup" + PARTS,
     "verify-kernels": "all-tscale-types backend compare device fuzz json ledger list seed targets"
     " time tscale-type",
 }
@@ -329,6 +328,12 @@ def test_unknown_name_is_refused_while_options_are_read(mistake, monkeypatch):
     result = CliRunner().invoke(app, ["train", mistake])
     assert isinstance(result.exception, ArbError)
     assert re.match("choose one of|use `cpu` or `cuda`", result.exception.hint)
+
+
+def test_list_of_commands_has_whole_sentences():
+    page = CliRunner().invoke(app, ["--help"], terminal_width=100).stdout
+    assert "..." not in page.partition("Commands:")[2]
+    assert "Verify every file of a run, and tell what a resume would do.\n" in page
 
 
 def test_help_comes_without_torch():
