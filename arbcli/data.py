@@ -335,12 +335,11 @@ def open_texts(
         parts = [(_find_standard_library(), None)]
         name = f"standard library source of Python {sys.version_info[0]}.{sys.version_info[1]}"
     if val:
-        pairs = [(_plain_text(files, field), None) for files, _ in parts]
+        pairs, found = [(_plain_text(files, field), None) for files, _ in parts], [None]
     else:
-        # each text of a mixture is a sample of its own, by its files
-        how = split if data and len(parts) == 1 else "files"
-        found = [_split(files, seed, field, how, context) for files, _ in parts]
-        split, pairs = found[0][0], [pair for _, pair in found]
+        how = split if data else "files"
+        each = [_split(files, seed, field, how, context) for files, _ in parts]
+        found, pairs = zip(*each, strict=True)
     weights = [weight for _, weight in parts]
     texts = [_mix([pair[0] for pair in pairs], weights)]
     if val:
@@ -356,7 +355,8 @@ def open_texts(
                 hint="choose a smaller `--ctx`, or name more text with `--data` and `--val`",
             )
     num_files = sum(len(files) for files, _ in parts)
-    return Texts(*texts, _describe(name, num_files), split)
+    # texts of a mixture are each split in their own way, which is found again
+    return Texts(*texts, _describe(name, num_files), found[0] if len(found) == 1 else None)
 
 
 def open_text(entries: Sequence[str], field: str | None = None) -> tuple[Text, str]:
@@ -420,24 +420,22 @@ def _describe(name: str, num_files: int) -> str:
 def _split(
     files: list[Path], seed: int, field: str | None, how: str | None, context: int
 ) -> tuple[str | None, tuple[Text, Text]]:
-    """Hold out the last tenth of a single file, a tenth of several, or a tenth of each; tell how.
+    """Hold out the last tenth of a single file, or a tenth of several, and tell how of these.
 
     Args:
-        files: as they are named.
-        seed: of the split by file.
+        files: one or more.
+        seed: of a split by file.
         field: of records, which has the text.
-        how: see `Texts.split`; None chooses.
-        context: bytes that the held-out text must exceed.
+        how: several files are split, see `Texts.split`; None chooses.
+        context: in bytes.
     """
+    plain = {file: plain_file(file, field) for file in files}
     if len(files) > 1 and how != "within":
-        by_file = tuple(_plain_text(part, field) for part in _split_files(files, seed))
+        by_file = tuple(Text([plain[file] for file in part]) for part in _split_files(files, seed))
         if how == "files" or len(files) >= FEW_FILES or _are_alike(*by_file):
             return "files", by_file
-    cuts = []
-    for file in files:
-        plain = plain_file(file, field)
-        size = _file_bytes(plain)
-        cuts.append((plain, size - size // 10, size))
+    sizes = [(path, _file_bytes(path)) for path in plain.values()]
+    cuts = [(path, size - size // 10, size) for path, size in sizes]
     within = Text.of_parts([(path, 0, cut) for path, cut, _ in cuts]), Text.of_parts(cuts)
     if len(files) == 1:
         return None, within

@@ -153,14 +153,17 @@ def encode_digits(
             f" of {kind.block} as {kind.name} has them",
             hint="use `--type bf16`, which holds any weights",
         )
-    if digits.numel() and max(int(digits.max()), -int(digits.min())) > kind.largest:
+    digits = digits.contiguous()
+    lowest, highest = map(int, digits.aminmax())
+    if max(highest, -lowest) > kind.largest:
         raise ArbError(
             f"`{name}` has weights of more digits than {kind.name} holds",
             hint="use `--type q8_0`, or `--type bf16`, which holds any weights",
         )
     of_blocks = scales.repeat_interleave(group_size // kind.block, dim=1)
     of_blocks = of_blocks[:, : columns // kind.block]
-    used = digits.unflatten(1, (-1, kind.block)).any(dim=2)
+    words = digits.view(torch.int64).unflatten(1, (-1, kind.block // 8))  # eight at once
+    used = words.ne(0).any(dim=2)
     of_blocks = torch.where(used, of_blocks, 0.0)
     if not torch.equal(of_blocks.to(torch.float16).to(torch.float32), of_blocks):
         raise _not_held(name, kind)

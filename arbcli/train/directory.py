@@ -224,17 +224,19 @@ def open_run_texts(
 ) -> Texts:
     """Open the texts that a configuration names, or those of `data` and `val` in `paths`.
 
-    Args:
-        config: of the run.
-        paths: where they are; None is where the configuration says.
-        split: how several files are split; None chooses.
+    `split` is how several files are split, as `Texts.split` has it; None chooses.
 
     Raises:
         ArbError: they are not there, or do not fit.
     """
     data, val = (paths["data"], paths["val"]) if paths else (config.data, config.val)
-    about = {"seed": config.seed, "context": config.model.ctx, "field": config.field}
-    return open_texts(data, val, split=split, **about)
+    about = {
+        "seed": config.seed,
+        "context": config.model.ctx,
+        "field": config.field,
+        "split": split,
+    }
+    return open_texts(data, val, **about)
 
 
 def run_of(path: Path) -> Path:

@@ -106,3 +106,10 @@ def test_meta_tensor_needs_no_memory():
     with torch.device("meta"):
         state = tensor(10_000_000, 1024)
     assert state.trits.shape == (10_000_000, row_bytes(1024))
+
+
+@pytest.mark.parametrize(("std", "octave"), [(0.1, -3), (0.075, -3), (0.07, -4), (1.0, 0)])
+def test_scales_of_whole_octaves_begin_at_the_nearest(std, octave):
+    state = tensor(16, 165, std, rule="votes")
+    state.initialise(0, 0)
+    assert state.exponent.unique().tolist() == [octave]

@@ -204,9 +204,9 @@ def float_weight(weights: str, rows: int, columns: int) -> FloatWeight:
 def test_straight_through_weights_are_rounded_in_units_of_their_mean():
     part = float_weight("ste", 1, 4)
     with torch.no_grad():
-        part.latent.copy_(torch.tensor([[0.2, 0.6, -1.0, 0.2]]))  # 0.5 in the mean
+        part.latent.copy_(torch.tensor([[0.1, 0.35, -1.25, 0.3]]))  # 0.5 in the mean
     weight = part.weight(torch.float32)
-    assert weight.tolist() == [[0.0, pytest.approx(0.5), pytest.approx(-0.5), 0.0]]
+    assert weight.tolist() == [[0.0, *map(pytest.approx, (0.5, -0.5, 0.5))]]
     weight.backward(torch.tensor([[1.0, 2.0, 3.0, 4.0]]))
     assert part.latent.grad.tolist() == [[1.0, 2.0, 3.0, 4.0]]
 
