@@ -9,6 +9,7 @@ from arbcli.errors import ArbError
 from arbcli.model.build import build_model
 from arbcli.rules import RULES
 from arbcli.train.configure import new_config
+from arbcli.train.step import minimised
 from arbcli.train.trainer import EAGER_STEPS, Trainer
 
 
@@ -170,3 +171,9 @@ def test_what_eight_bits_cannot_do_is_explained(given, message):
     with pytest.raises(ArbError, match=message) as caught:
         build_model(new_config(device="cpu", compute="fp8", **given).model, fp8=True)
     assert caught.value.hint
+
+
+def test_other_parts_of_a_loss_count_by_their_weights():
+    parts = {"text": torch.tensor(2.0), "ponder": torch.tensor(3.0)}
+    assert float(minimised(parts)) == pytest.approx(2.03)
+    assert float(minimised({"text": parts["text"]})) == 2

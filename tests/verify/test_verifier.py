@@ -158,6 +158,16 @@ def test_error_of_one_job_is_not_lost():
         workers.map(fail_second, [(1,), (2,), (3,)])
 
 
+def test_results_are_in_the_order_of_the_jobs_however_they_end(monkeypatch):
+    monkeypatch.setattr(Workers, "_each", lambda *_: [(2, "c"), (0, "a"), (1, "b")])
+    told: list[tuple[int, str]] = []
+    found = Workers().map(
+        str, [("one",), ("two",), ("three",)], lambda job: told.append((job.number, job.name))
+    )
+    assert found == ["a", "b", "c"]
+    assert told == [(1, "three"), (2, "one"), (3, "two")]
+
+
 SKIPPED = {
     "the compiled kernels": {"backend": "torch"},
     "bfloat16 in the kernels": {"backend": "torch"},
