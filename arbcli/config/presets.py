@@ -64,7 +64,7 @@ def check_preset(name: str) -> None:
 def preset(name: str, **overrides: object) -> ModelConfig:
     """Build the configuration called `name`, with the overrides that are not None.
 
-    A rule brings its own direction, unless one is given.
+    Another rule than the preset's brings its own direction, unless one is given.
 
     Raises:
         ArbError: no preset has that name, or a value does not fit.
@@ -89,7 +89,8 @@ def preset(name: str, **overrides: object) -> ModelConfig:
                 hint="leave `direction` out",
                 fields=("direction",),
             )
-        given.setdefault("direction", rule.direction)
+        own = given["rule"] == PRESETS[name].rule
+        given.setdefault("direction", PRESETS[name].direction if own else rule.direction)
     return dataclasses.replace(PRESETS[name], **given)
 
 
