@@ -26,7 +26,7 @@ DECAY = 0.9
 class Moment(Rule):
     """Remainder and moment, a byte each."""
 
-    radix, remainder_max, moment_range = 32, 127, 2.0
+    radix, remainder_max, moment_range = 64, 127, 2.0
 
     def buffers(self, rows: int, columns: int, groups: int) -> dict[str, Buffer]:
         """Declare remainder and moment."""
