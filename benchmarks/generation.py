@@ -66,9 +66,7 @@ def make_peer(
         dense = build(name, "ternary")
         read = read_dense(dense)
         with dense.prepared_weights(), deterministic():
-            more = make_ours(dense, prompt)
-            more(1)
-        return more, read
+            return make_ours(dense, prompt), read
     torch._dynamo.reset()
     decoder = FloatDecoder(model, prompt + LENGTH, mode=mode)
     decoder.capture()

@@ -18,12 +18,19 @@ matplotlib.rcParams["svg.fonttype"] = "none"
 
 from matplotlib import pyplot  # noqa: E402  a backend is chosen before
 
-COLOURS = {"ternary": "#1769aa", "straight-through": "#b8860b", "float": "#888888"}
+COLOURS = {
+    "ternary": "#1769aa",
+    "all digits": "#2e8b57",
+    "straight-through": "#b8860b",
+    "float": "#888888",
+}
 LABELS = {
     "--rule moment": "moment",
     "--rule nibble": "nibble",
+    "--rule moment --digits all": "moment, all digits",
+    "--rule nibble --digits all": "nibble, all digits",
     "--rule carry": "carry",
-    "--weights ste --lr 3e-3": "straight-through, AdamW",
+    "--weights ste --optimizer muon --lr 3e-3": "straight-through, Muon",
     "--weights float --lr 1e-3": "float, AdamW",
     "--weights float --optimizer muon --lr 3e-3": "float, Muon",
 }

@@ -20,6 +20,7 @@ COMMON = {
     "code": "--preset small --ctx 512 --batch 64 --steps 2500",
 }
 """Options of every run, by the file of results."""
+DIGITS = {"trit": "ternary", "all": "all digits"}
 KINDS = {"float": "float", "ste": "straight-through"}
 """What tables call the weights of a twin."""
 
@@ -36,7 +37,7 @@ def measure(options: str, common: str, text: list[str], seed: int) -> dict:
     return {
         "preset": "small",
         "options": options,
-        "kind": KINDS.get(weights, "ternary" if config["model"]["digits"] == "trit" else "integer"),
+        "kind": KINDS.get(weights, DIGITS[config["model"]["digits"]]),
         "seed": seed,
         "steps": last["step"],
         "held_out_nats": round(last["val_loss"], 4),

@@ -112,7 +112,7 @@ def _quality(runs: Runs, preset: str, head: Sequence[str]) -> str:
     of_preset = [run for run in runs if rows_of([run], preset=preset)]
     for run in of_preset:
         for row in rows_of([run], preset=preset):
-            if "fp8" not in row["options"]:
+            if _is_of_today(row, preset):
                 groups.setdefault(row["options"], []).append((row, run["commit"]))
     lines = []
     for options, found in groups.items():
@@ -128,14 +128,29 @@ def _quality(runs: Runs, preset: str, head: Sequence[str]) -> str:
             "commit": ", ".join(dict.fromkeys(f"`{commit}`" for _, commit in found)),
         }
         lines.append([cells[name] for name in head])
-    used = [run for run in of_preset if any("fp8" not in row["options"] for row in run["rows"])]
+    used = [run for run in of_preset if any(_is_of_today(row, preset) for row in run["rows"])]
     return markdown(head, lines) + source(used)
+
+
+EARLIER = " (until c5ecf49)"
+"""Behind the options of a run whose rule has changed since."""
+
+
+def _is_of_today(row: Row, preset: str) -> bool:
+    """Whether a row belongs in the tables of quality; `base` was not measured again."""
+    return "fp8" not in row["options"] and (preset == "base" or EARLIER not in row["options"])
+
+
+def quality_of_code(runs: Runs) -> str:
+    """Loss beside state on source code, `small`."""
+    return _quality(runs, "small", ("weights", "options", "held-out loss", "state"))
 
 
 def quality_in_eight_bits(runs: Runs) -> str:
     """Loss with `--compute fp8`, beside bf16."""
     lines = []
-    for name, options in (("`--compute fp8`", "--compute fp8"), ("bf16", "--rule moment")):
+    both = {"`--compute fp8`": f"--compute fp8{EARLIER}", "bf16": f"--rule moment{EARLIER}"}
+    for name, options in both.items():
         rows = sorted(rows_of(runs, preset="small", options=options), key=lambda row: row["seed"])
         losses = [row["held_out_nats"] for row in rows]
         seeds = ", ".join(f"{loss:.4f}" for loss in losses)
@@ -143,8 +158,7 @@ def quality_in_eight_bits(runs: Runs) -> str:
     used = [
         run
         for run in runs
-        if rows_of([run], preset="small", options="--compute fp8")
-        or rows_of([run], preset="small", options="--rule moment")
+        if any(rows_of([run], preset="small", options=options) for options in both.values())
     ]
     return markdown(["", "seeds 0 to 5", "mean", "standard deviation"], lines) + source(used)
 
@@ -332,6 +346,7 @@ TABLES: dict[str, tuple[str, Callable[[Runs], str]]] = {
     "quality-small": ("quality", quality_of_small),
     "quality-base": ("quality", quality_of_base),
     "quality-fp8": ("quality", quality_in_eight_bits),
+    "quality-code": ("code", quality_of_code),
     "speed": ("training_step", speed),
     "ratios": ("training_step", ratios),
     "steps": ("training_step", steps),
