@@ -140,13 +140,19 @@ def generate(
 
 
 def evaluate(
-    model: "LanguageModel", data: Sequence[str], *, stride: int | None = None, batch: int = 16
+    model: "LanguageModel",
+    data: Sequence[str],
+    *,
+    field: str | None = None,
+    stride: int | None = None,
+    batch: int = 16,
 ) -> "EvaluateReport":
     """Measure how well a model predicts a text: see `arbcli.infer.evaluation.evaluate`.
 
     Args:
         model: from `load`.
         data: files, folders or globs, read as one text.
+        field: of files of records, which has the text.
         stride: bytes from one window to the next; None is half a window.
         batch: windows at once.
 
@@ -159,7 +165,7 @@ def evaluate(
 
     backend = default_backend(model.device)
     about = {"stride": stride, "batch": batch, "backend": backend}
-    return evaluation.evaluate(model, "", *open_text(data), **about)
+    return evaluation.evaluate(model, "", *open_text(data, field), **about)
 
 
 def dense_weights(model: "LanguageModel") -> "dict[str, Tensor]":

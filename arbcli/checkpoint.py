@@ -30,7 +30,7 @@ import shutil
 import stat
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
@@ -102,6 +102,8 @@ class Checkpoint:
     """Which text, by its digest, and the position in it."""
     tensors: Mapping[str, Tensor]
     """By name, whose last part tells the dtype: see above."""
+    digest: str = ""
+    """Of the file that it was read from, see above; empty for one that was not."""
 
 
 def save_checkpoint(directory: Path, checkpoint: Checkpoint, keep: int = 2) -> Path:
@@ -123,6 +125,25 @@ def save_checkpoint(directory: Path, checkpoint: Checkpoint, keep: int = 2) -> P
     """
     if checkpoint.step < 0 or keep < 1:
         raise ValueError(f"cannot save step {checkpoint.step} and keep {keep}")
+    path = checkpoint_path(directory, checkpoint.step)
+    with _os_errors("write", path, _WRITE_HINT):
+        for stale in directory.glob(".step-*.tmp"):  # a killed process left it
+            stale.unlink()
+    write_checkpoint(path, checkpoint)
+    with _os_errors("write", path, _WRITE_HINT):
+        older = [old for old in checkpoints(directory) if step_of(old) < checkpoint.step]
+        for old in older[keep - 1 :]:
+            old.unlink()
+    return path
+
+
+def write_checkpoint(path: Path, checkpoint: Checkpoint) -> None:
+    """Write a checkpoint to a file of any name, whole or not at all.
+
+    Raises:
+        ArbError: it cannot be written; what was there before is intact.
+        ValueError: a tensor is not what its name says, or the name is not plain ASCII.
+    """
     tensors = dict(sorted(checkpoint.tensors.items()))
     for name, tensor in tensors.items():
         if not _TENSOR_NAME.fullmatch(name) or tensor.dtype != _dtype(name):
@@ -147,24 +168,17 @@ def save_checkpoint(directory: Path, checkpoint: Checkpoint, keep: int = 2) -> P
         file.seek(0)
         file.write(header(digests))
 
-    path = checkpoint_path(directory, checkpoint.step)
-    with _os_errors("write", path, _WRITE_HINT):
-        for stale in directory.glob(".step-*.tmp"):  # a killed process left it
-            stale.unlink()
-        _write_whole(path, write)
-        older = [old for old in checkpoints(directory) if step_of(old) < checkpoint.step]
-        for old in older[keep - 1 :]:
-            old.unlink()
-    return path
+    write_file(path, write)
 
 
-Accept = Callable[[Checkpoint], None]
+Accept = Callable[[Checkpoint], Container[str] | None]
 """Is shown a checkpoint whose tensors are on `meta`, without values, and raises ArbError to refuse
-it before room is made for any of them."""
+it before room is made for any of them. It names the tensors to keep, the others being checked and
+forgotten; None keeps all."""
 
 
 def _accept_any(_: Checkpoint) -> None:
-    """Refuse nothing."""
+    """Refuse nothing, and keep all."""
 
 
 def load_checkpoint(path: Path, accept: Accept = _accept_any) -> Checkpoint:
@@ -172,7 +186,7 @@ def load_checkpoint(path: Path, accept: Accept = _accept_any) -> Checkpoint:
 
     Args:
         path: of the file.
-        accept: may refuse it by its header.
+        accept: may refuse it by its header, and choose what to keep.
 
     Returns:
         The checkpoint, its tensors on the CPU and in memory of their own.
@@ -214,7 +228,7 @@ def latest_checkpoint(
     Args:
         directory: the run.
         note: is told of each checkpoint that is passed over, and why.
-        accept: may refuse one by its header, and with it all.
+        accept: may refuse one by its header, and with it all; and choose what to keep.
 
     Raises:
         ArbError: none can be used, or one cannot be read that may be whole.
@@ -331,8 +345,21 @@ def write_text(path: Path, text: str) -> None:
     Raises:
         ArbError: it cannot be written; what was there before is intact.
     """
+    write_file(path, lambda file: file.write(text.encode()))
+
+
+def write_file(path: Path, write: Callable[[BufferedIOBase], object]) -> None:
+    """Write a file, whole or not at all.
+
+    Args:
+        path: of the file.
+        write: writes what it holds to a file that is open.
+
+    Raises:
+        ArbError: it cannot be written; what was there before is intact.
+    """
     with _os_errors("write", path, _WRITE_HINT):
-        _write_whole(path, lambda file: file.write(text.encode()))
+        _write_whole(path, write)
 
 
 def read_json(path: Path) -> Any:
@@ -493,12 +520,13 @@ def _read_checkpoint(file: BufferedReader, accept: Accept) -> Checkpoint:
     expected = 8 + length + sum(_size(*entry) for entry in shapes.items())
     _require(size >= expected, f"it is truncated: it has {size} bytes of {expected}")
     _require(size == expected, f"it has {size - expected} bytes too many")
-    fields = {field: metadata[field] for field in ("step", "config", "counters", "data")}
+    fields = {field: metadata[field] for field in ("step", "config", "counters", "data", "digest")}
     layout = {
         name: torch.empty(shape, dtype=_dtype(name), device="meta")
         for name, shape in shapes.items()
     }
-    accept(Checkpoint(**fields, tensors=layout))
+    chosen = accept(Checkpoint(**fields, tensors=layout))
+    wanted = shapes if chosen is None else chosen
 
     def read() -> Iterator[tuple[str, Tensor]]:
         for name, shape in shapes.items():
@@ -506,12 +534,13 @@ def _read_checkpoint(file: BufferedReader, accept: Accept) -> Checkpoint:
             file.readinto(_bytes(tensor))  # a short read fails the digest
             yield name, tensor
 
-    def verify(name: str, tensor: Tensor) -> tuple[str, Tensor]:
+    def verify(name: str, tensor: Tensor) -> tuple[str, Tensor | None]:
         _require(_digest(name, tensor) == metadata["digests"][name], f"`{name}` was altered")
         _require(_is_legal(name, tensor), f"`{name}` has a byte that cannot be there")
-        return name, tensor
+        return name, tensor if name in wanted else None
 
-    tensors = dict(_in_threads(verify, read()))
+    checked = _in_threads(verify, read())
+    tensors = {name: tensor for name, tensor in checked if tensor is not None}
     return Checkpoint(**fields, tensors=tensors)
 
 

@@ -7,13 +7,15 @@ from typing import Annotated
 import typer
 
 from arbcli import __version__
-from arbcli.commands._help import Command
+from arbcli.commands._help import Command, summary
 from arbcli.commands._options import in_options, repeat_options
 from arbcli.commands.audit_memory import audit_memory
 from arbcli.commands.check import check
 from arbcli.commands.count_params import count_params
 from arbcli.commands.evaluate import evaluate
+from arbcli.commands.export import export
 from arbcli.commands.generate import generate
+from arbcli.commands.inspect import inspect
 from arbcli.commands.probe_loss import probe_loss
 from arbcli.commands.train import train
 from arbcli.commands.verify_kernels import verify_kernels
@@ -27,16 +29,16 @@ from arbcli.signals import STOPPED_UNSAVED, Interrupted, RaisedSignal
 app = typer.Typer(
     no_args_is_help=True,
     context_settings={"help_option_names": ["-h", "--help"]},  # of every command too
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,  # it would swallow `[default: ...]`
     epilog="Exit codes: 0 done, 1 a check failed, 2 could not run, 129, 130 or 143 stopped by a"
     " signal with the state saved, 3 stopped by a signal with nothing saved.",
 )
 for command in (
-    train, generate, evaluate, check, audit_memory, verify_kernels, count_params, probe_loss
+    train, generate, evaluate, export, check, inspect, audit_memory, verify_kernels, count_params,
+    probe_loss,
 ):  # fmt: skip
-    app.command(cls=Command)(command)
+    app.command(cls=Command, short_help=summary(command))(command)
 
 
 def _print_version(wanted: bool) -> None:

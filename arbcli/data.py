@@ -6,6 +6,7 @@ places follow from (seed, step, micro) alone: to resume at a step, nothing but t
 
 import glob
 import os
+import re
 import stat
 import struct
 import sys
@@ -24,12 +25,19 @@ import torch
 from torch import Tensor
 
 from arbcli.errors import ArbError
+from arbcli.plain_text import plain_file
 
 MAX_OPEN_MAPS = 64
 """Files that one text keeps mapped; each holds a descriptor, and some systems grant only 256."""
 BLOCK_BYTES = 2**20
 MAX_BLOCKS = 256
 """Blocks that `entropy` and `digest` read: a text of more than 256 MiB is sampled."""
+FEW_FILES = 20
+"""With more of them a tenth of the files is a fair sample."""
+USUAL_SHARES = (0.02, 0.3)
+"""Of all bytes, that a tenth of the files has unless some are much larger than others."""
+FAR_NATS = 0.5
+"""Difference of order-0 entropies; parts of one kind of text differ by hundredths."""
 NOT_TEXT = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test"})
 """Folders left out of the standard library: what was installed, and tests."""
 
@@ -62,6 +70,15 @@ class Text:
             begin += size
         self._begins = [0, *accumulate(self.sizes)]
         self._maps: OrderedDict[int, mmap] = OrderedDict()
+
+    @classmethod
+    def of_parts(cls, parts: Sequence[tuple[Path, int, int]]) -> "Text":
+        """Make one of parts of files: (path, start, stop) each, in bytes."""
+        text = cls([])
+        pieces = (_Piece(Path(os.path.abspath(path)), *where) for path, *where in parts)
+        text._pieces = [piece for piece in pieces if piece.start < piece.stop]
+        text._begins = [0, *accumulate(text.sizes)]
+        return text
 
     def __len__(self) -> int:
         return self._begins[-1]
@@ -99,6 +116,16 @@ class Text:
             offset, length, index = offset + taken, length - taken, index + 1
         return b"".join(parts)
 
+    def windows(self, length: int) -> int:
+        """Count the windows of `length` bytes."""
+        return max(0, len(self) - length + 1)
+
+    def starts(self, key: bytes, count: int, length: int) -> list[int]:
+        """Draw where windows of `length` bytes begin, each equally likely, by a hash of `key`."""
+        draws = shake_256(key).digest(8 * count)
+        # the bias of the remainder is below the number of windows / 2**64
+        return [draw % self.windows(length) for draw in struct.unpack(f"<{count}Q", draws)]
+
     def window_batch(self, starts: Sequence[int], length: int) -> Tensor:
         """Copy the windows that begin at `starts` to (B, length) uint8 on the CPU."""
         windows = bytearray().join([self.read(start, length) for start in starts])
@@ -133,6 +160,36 @@ class Text:
         return self._maps[index]
 
 
+class Mixture(Text):
+    """Texts, and the share of the windows that each gives; no window goes from one to the next.
+
+    Args:
+        parts: texts and their weights, which are above 0 and are divided by their sum.
+    """
+
+    def __init__(self, parts: Sequence[tuple[Text, float]]) -> None:
+        super().__init__([])
+        self.texts, self.weights = zip(*parts, strict=True)
+        self._pieces = [piece for text in self.texts for piece in text._pieces]
+        self._begins = [0, *accumulate(self.sizes)]
+
+    def windows(self, length: int) -> int:
+        """Count the windows of `length` bytes; none if one of the texts has none."""
+        counts = [text.windows(length) for text in self.texts]
+        return sum(counts) if all(counts) else 0
+
+    def starts(self, key: bytes, count: int, length: int) -> list[int]:
+        """Draw a text for each window by the weights, and then where in it, by a hash of `key`."""
+        bounds = list(accumulate(self.weights))
+        firsts = [0, *accumulate(map(len, self.texts))]
+        draws = shake_256(key).digest(16 * count)
+        starts = []
+        for which, where in struct.iter_unpack("<QQ", draws):
+            index = bisect_right(bounds, which / 2**64 * bounds[-1], hi=len(bounds) - 1)
+            starts.append(firsts[index] + where % self.texts[index].windows(length))
+        return starts
+
+
 def batch(
     text: Text,
     *,
@@ -163,13 +220,11 @@ def batch(
         ArbError: a file has vanished or become shorter.
         ValueError: the text is too short.
     """
-    num_windows = len(text) - context
-    if num_windows < 1:
+    if not text.windows(context + 1):
         raise ValueError(f"a text of {len(text)} bytes has no window of {context} + 1 bytes")
     # not torch.Generator: on the CPU it keeps 32 bits of its seed, too few for long runs
-    draws = shake_256(f"arb batch {seed} {step} {micro}".encode()).digest(8 * batch_size)
-    # the bias of the remainder is below num_windows / 2**64
-    starts = [draw % num_windows for draw in struct.unpack(f"<{batch_size}Q", draws)]
+    key = f"arb batch {seed} {step} {micro}".encode()
+    starts = text.starts(key, batch_size, context + 1)
     windows = text.window_batch(starts, context + 1).to(device).long()  # (B, T + 1) int64
     return windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
 
@@ -205,10 +260,15 @@ def entropy(text: Text) -> float:
 def digest(text: Text) -> str:
     """Hash the sizes of the files and then their bytes, but no names, to the hex of a SHA-256.
 
+    Of a mixture the sizes and weights of the texts come between.
+
     Of a text above 256 MiB it reads what `entropy` reads: a change between these blocks that
     leaves every size as it was is not seen.
     """
     hasher = sha256(" ".join(map(str, text.sizes)).encode() + b"\n")
+    if isinstance(text, Mixture):
+        parts = [(len(part), weight) for part, weight in zip(text.texts, text.weights, strict=True)]
+        hasher.update(repr(parts).encode())
     for block in _blocks(text):
         hasher.update(block)
     return hasher.hexdigest()
@@ -232,52 +292,74 @@ class Texts:
     """Not part of `train`, unless the caller named it so."""
     description: str
     """A few words for people: what was named, and its number of files."""
+    split: str | None = None
+    """How several files were split: by `files`, or `within` each; None if there was no choice."""
 
 
 def open_texts(
-    data: Sequence[str] | None, val: Sequence[str] | None, *, seed: int, context: int
+    data: Sequence[str] | None,
+    val: Sequence[str] | None,
+    *,
+    seed: int,
+    context: int,
+    field: str | None = None,
+    split: str | None = None,
 ) -> Texts:
     """Find the files of a run and split them into training and validation.
 
     An entry is a file, a glob (`**` for any depth) or a folder: all regular files below it, but for
-    what is hidden or behind a link to a folder. A file named twice counts once.
+    what is hidden or behind a link to a folder. A file named twice counts once. Files that are not
+    plain are unpacked: see `plain_text`.
+
+    Entries of the form `book.txt:0.7` are a mixture: windows are drawn from each by its weight, and
+    each is split for itself.
 
     Args:
         data: entries; None is the standard library source of the running Python.
         val: entries that are the validation, all of `data` being training. None is the last tenth
             of a single file, or a tenth of several files, chosen by a hash of `seed` and their
-            paths within their common folder.
+            paths within their common folder. If that is much more or less than a tenth of few
+            files, or another kind of text, it is the last tenth of each of them.
         seed: seed of the split by file.
         context: in bytes; each text must hold one window of `context` + 1.
+        field: of records, which has the text.
+        split: how several files are split, as `Texts.split` has it; None chooses.
 
     Raises:
         ArbError: an entry names nothing, or what cannot be read; a text is too short.
     """
     if data:
-        files = _find_files(data)
+        parts = _find_parts(data)
         name = _name(data)
     else:
-        files = _find_standard_library()
+        parts = [(_find_standard_library(), None)]
         name = f"standard library source of Python {sys.version_info[0]}.{sys.version_info[1]}"
     if val:
-        texts = Text(files), Text(_find_files(val))
-    elif len(files) == 1:
-        num_bytes = _file_bytes(files[0])
-        cut = num_bytes - num_bytes // 10
-        texts = Text(files, stop=cut), Text(files, start=cut)
+        pairs, found = [(_plain_text(files, field), None) for files, _ in parts], [None]
     else:
-        texts = tuple(map(Text, _split_files(files, seed)))
+        how = split if data else "files"
+        each = [_split(files, seed, field, how, context) for files, _ in parts]
+        found, pairs = zip(*each, strict=True)
+    weights = [weight for _, weight in parts]
+    texts = [_mix([pair[0] for pair in pairs], weights)]
+    if val:
+        texts.append(_plain_text(_find_files(val), field))
+    else:
+        texts.append(_mix([pair[1] for pair in pairs], weights))
     for text, role in zip(texts, ("training", "validation"), strict=True):
-        if len(text) <= context:
+        if not text.windows(context + 1):
+            shortest = min(map(len, text.texts)) if isinstance(text, Mixture) else len(text)
             raise ArbError(
                 f"a context of {context:,} needs a {role} text of {context + 1:,} bytes or more,"
-                f" and this one has {len(text):,}",
+                f" and this one has {shortest:,}",
                 hint="choose a smaller `--ctx`, or name more text with `--data` and `--val`",
             )
-    return Texts(*texts, _describe(name, len(files)))
+    num_files = sum(len(files) for files, _ in parts)
+    # texts of a mixture are each split in their own way, which is found again
+    return Texts(*texts, _describe(name, num_files), found[0] if len(found) == 1 else None)
 
 
-def open_text(entries: Sequence[str]) -> tuple[Text, str]:
+def open_text(entries: Sequence[str], field: str | None = None) -> tuple[Text, str]:
     """Find the files that `entries` name, as `open_texts` does, and read them as one text.
 
     Returns:
@@ -287,7 +369,44 @@ def open_text(entries: Sequence[str]) -> tuple[Text, str]:
         ArbError: an entry names nothing, or what cannot be read.
     """
     files = _find_files(entries)
-    return Text(files), _describe(_name(entries), len(files))
+    return _plain_text(files, field), _describe(_name(entries), len(files))
+
+
+def _find_parts(entries: Sequence[str]) -> list[tuple[list[Path], float | None]]:
+    """Find the files of each text of a mixture, and its weight; of no mixture one text, and None.
+
+    Raises:
+        ArbError: only some entries have weights, or one is 0.
+    """
+    weighed = [_weight(entry) for entry in entries]
+    weights = [weight for _, weight in weighed]
+    if all(weight is None for weight in weights):
+        return [(_find_files(entries), None)]
+    for entry, weight in zip(entries, weights, strict=True):
+        if not weight:
+            raise ArbError(
+                f"`{entry}` has no weight above 0, and another text has one",
+                hint="give all of them one, as in `--data a.txt:0.7 --data b.txt:0.3`, or none",
+            )
+    return [(_find_files([entry]), weight) for entry, weight in weighed]
+
+
+def _weight(entry: str) -> tuple[str, float | None]:
+    """Split `book.txt:0.7` into the entry and its weight; a file may be called so, too."""
+    found = re.fullmatch(r"(.+):([0-9]*\.?[0-9]+)", entry, re.DOTALL)
+    if found is None or _mode(os.path.expanduser(entry)):
+        return entry, None
+    return found[1], float(found[2])
+
+
+def _mix(texts: list[Text], weights: list[float | None]) -> Text:
+    if weights == [None]:
+        return texts[0]
+    return Mixture(list(zip(texts, weights, strict=True)))
+
+
+def _plain_text(files: Sequence[Path], field: str | None) -> Text:
+    return Text([plain_file(file, field) for file in files])
 
 
 def _name(entries: Sequence[str]) -> str:
@@ -296,6 +415,40 @@ def _name(entries: Sequence[str]) -> str:
 
 def _describe(name: str, num_files: int) -> str:
     return f"{name} ({num_files:,} file{'' if num_files == 1 else 's'})"
+
+
+def _split(
+    files: list[Path], seed: int, field: str | None, how: str | None, context: int
+) -> tuple[str | None, tuple[Text, Text]]:
+    """Hold out the last tenth of a single file, or a tenth of several, and tell how of these.
+
+    Args:
+        files: one or more.
+        seed: of a split by file.
+        field: of records, which has the text.
+        how: several files are split, see `Texts.split`; None chooses.
+        context: in bytes.
+    """
+    plain = {file: plain_file(file, field) for file in files}
+    if len(files) > 1 and how != "within":
+        by_file = tuple(Text([plain[file] for file in part]) for part in _split_files(files, seed))
+        if how == "files" or len(files) >= FEW_FILES or _are_alike(*by_file):
+            return "files", by_file
+    sizes = [(path, _file_bytes(path)) for path in plain.values()]
+    cuts = [(path, size - size // 10, size) for path, size in sizes]
+    within = Text.of_parts([(path, 0, cut) for path, cut, _ in cuts]), Text.of_parts(cuts)
+    if len(files) == 1:
+        return None, within
+    if how is None and len(within[1]) <= context:  # files of a few bytes
+        return "files", by_file
+    return "within", within
+
+
+def _are_alike(train: Text, val: Text) -> bool:
+    """Tell whether one text may be held out of the other: by its size and its entropy."""
+    least, most = USUAL_SHARES
+    share = len(val) / max(1, len(train) + len(val))
+    return least <= share <= most and abs(entropy(train) - entropy(val)) <= FAR_NATS
 
 
 def _split_files(files: list[Path], seed: int) -> tuple[list[Path], list[Path]]:

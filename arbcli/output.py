@@ -63,7 +63,7 @@ def _clean(shown: RenderableType) -> RenderableType:
     """Make what is shown printable, down to its parts; tables of `table` are."""
     if isinstance(shown, str):
         return printable(shown)
-    if isinstance(shown, Text):
+    if isinstance(shown, Text) and printable(shown.plain) != shown.plain:
         return Text(printable(shown.plain), style=shown.style)
     if isinstance(shown, Group):
         return Group(*map(_clean, shown.renderables))
@@ -181,6 +181,19 @@ def write_bytes(data: bytes) -> None:
     _stdout.write_bytes(data)
 
 
+def is_terminal() -> bool:
+    """Tell whether a person types, and reads what is written."""
+    return sys.stdin.isatty() and _stdout.isatty()
+
+
+def read_line(mark: str) -> str | None:
+    """Read a line that a person types behind a mark; None at the end of them."""
+    try:
+        return input(mark)
+    except EOFError:
+        return None
+
+
 class TextWriter:
     """Writes text to stdout as its bytes come: whole characters, and U+FFFD for what is none.
 
@@ -220,8 +233,9 @@ def chunked_text(text: bytes, depths: Sequence[int]) -> Text:
         piece = text[start:end].decode(errors="replace")
         if _out.is_terminal:
             colour = CHUNK_COLOURS[number % len(CHUNK_COLOURS)]
-            shown.append(piece[:1], style=f"underline {colour}" if depths[start] > 1 else colour)
-            shown.append(piece[1:], style=colour)
+            style = f"underline {colour}" if depths[start] > 1 else colour
+            shown.append(printable(piece[:1]), style=style)
+            shown.append(printable(piece[1:]), style=colour)
         else:
             shown.append(CHUNK_MARK * depths[start] + piece)
     return shown

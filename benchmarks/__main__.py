@@ -26,6 +26,8 @@ GPU_PARTS = {
     "generation.1b": 90,
     "products": 150,
     "arb_3b": 240,
+    "hnet.hnet-small": 150,
+    "hnet.hnet-base": 200,
 }
 """Seconds that each is thought to take on an H200, compilation included."""
 CPU_PARTS = {"cpu_step": 240}

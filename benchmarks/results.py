@@ -26,6 +26,8 @@ KEYS = {
     "arb_3b": ("kind", "batch", "recompute"),
     "ablation": ("variant", "seed", "steps"),
     "cpu_step": ("preset", "kind"),
+    "exports": ("model", "program", "type"),
+    "hnet": ("preset", "kind"),
 }
 """Fields that name a row, by file."""
 RUN_FIELDS = ("command", "commit", "dirty", "hardware", "versions", "rows")

@@ -298,6 +298,25 @@ def generation(runs: Runs) -> str:
     return markdown(head, lines) + source(runs)
 
 
+def exports(runs: Runs) -> str:
+    """Compare what other programs make of an export with what `arb` computes."""
+    head = ["model", "program", "type", "bytes a weight", "log-probabilities", "first divergence"]
+    rows = []
+    for row in rows_of(runs):
+        first = row["first_divergence"]
+        rows.append(
+            [
+                f"`{row['model']}`",
+                row["program"],
+                row["type"],
+                f"{row['bytes'] / row['num_weights']:.3f}",
+                f"{row['largest']:.1e}",
+                "none" if first is None else f"byte {first}",
+            ]
+        )
+    return markdown(head, rows) + source(runs)
+
+
 def short_table(runs: Runs) -> list[str]:
     """Write the rows of any file as lines, leaving out what is long."""
     lines = []
@@ -318,6 +337,7 @@ TABLES: dict[str, tuple[str, Callable[[Runs], str]]] = {
     "steps": ("training_step", steps),
     "products": ("products", products),
     "generation": ("generation", generation),
+    "exports": ("exports", exports),
 }
 """By the name that a document uses: whose results, and what writes the table."""
 

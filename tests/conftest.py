@@ -1,6 +1,12 @@
 """Run kernels on the GPU if there is one, else in Triton's interpreter."""
 
+import dataclasses
 import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from subprocess import CompletedProcess
+from unittest import mock
 
 import pytest
 import torch
@@ -57,3 +63,51 @@ def poison_uninitialised_memory():
     torch.utils.deterministic.fill_uninitialized_memory = True
     yield
     torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture
+def saved(tmp_path) -> Callable[..., Path]:
+    """Save a model whose scales differ from group to group, as after training."""
+
+    from arbcli.checkpoint import Checkpoint, save_checkpoint  # not before the variable is set
+    from arbcli.config.presets import preset
+    from arbcli.model.build import build_model
+
+    sizes = {"dim": 64, "layers": 2, "heads": 2, "ffn": 192, "ctx": 32}
+
+    def save(name: str = "tiny", **options) -> Path:
+        config = preset(name, **{**(sizes if name == "tiny" else {}), **options})
+        model = build_model(config, torch.float32)
+        model.initialise(3)
+        generator = torch.Generator().manual_seed(0)
+        for weight in model.weights().values():
+            if not weight.frozen and weight.scales[1] is not None:
+                shape = weight.fraction.shape
+                weight.fraction.copy_(torch.randint(0, 128, shape, generator=generator))
+        checkpoint = Checkpoint(
+            step=7,
+            config=dataclasses.asdict(config),
+            counters={"nonfinite_steps": 0},
+            data={"digest": "of a text", "seed": 3, "position": 7},
+            tensors=model.state_dict(),
+        )
+        return save_checkpoint(tmp_path, checkpoint)
+
+    return save
+
+
+@pytest.fixture
+def arb_here(capfd, monkeypatch):
+    """Run `arb` in this process: to load torch once more takes seconds of each mistake."""
+    from arbcli.cli import main
+
+    monkeypatch.setenv("COLUMNS", "160")
+
+    def run(*arguments: str) -> CompletedProcess:
+        monkeypatch.setattr(sys, "argv", ["arb", *arguments])
+        with mock.patch.dict(os.environ), pytest.raises(SystemExit) as stopped:
+            main()
+        stdout, stderr = capfd.readouterr()
+        return CompletedProcess(arguments, stopped.value.code, stdout, stderr)
+
+    return run

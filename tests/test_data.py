@@ -11,7 +11,16 @@ import pytest
 import torch
 
 from arbcli import data
-from arbcli.data import MAX_OPEN_MAPS, Text, batch, digest, entropy, evaluation_batches, open_texts
+from arbcli.data import (
+    MAX_OPEN_MAPS,
+    Mixture,
+    Text,
+    batch,
+    digest,
+    entropy,
+    evaluation_batches,
+    open_texts,
+)
 from arbcli.errors import ArbError
 
 SHAKESPEARE = Path(__file__).parents[2] / "shared/data/tinyshakespeare.txt"
@@ -318,9 +327,35 @@ def test_open_texts_splits_a_real_file_by_position():
 @pytest.mark.parametrize(("num_files", "num_val"), [(2, 1), (3, 1), (14, 1), (17, 2), (40, 4)])
 def test_open_texts_splits_files_into_disjoint_parts(tmp_path, num_files, num_val):
     lines = write_lines(tmp_path, num_files)
-    texts = open_texts([str(tmp_path)], None, seed=0, context=1)
+    texts = open_texts([str(tmp_path)], None, seed=0, context=1, split="files")
     assert sorted(lines_of(texts.train) + lines_of(texts.val)) == sorted(lines)
     assert texts.val.num_files == num_val
+
+
+@pytest.mark.parametrize("large", [0, 3, 8])
+def test_few_files_are_split_within_where_one_is_most_of_them(tmp_path, large):
+    contents = [random_bytes(100_000 if i == large else 1000 + i) for i in range(9)]
+    paths = write_all(tmp_path, contents)
+    chosen = set()
+    for seed in range(6):
+        texts = open_texts(list(map(str, paths)), None, seed=seed, context=8)
+        chosen.add(texts.split)
+        assert texts.split == "within"
+        assert read_all(texts.train) == b"".join(c[: len(c) - len(c) // 10] for c in contents)
+        assert read_all(texts.val) == b"".join(c[len(c) - len(c) // 10 :] for c in contents)
+    by_file = open_texts(list(map(str, paths)), None, seed=0, context=8, split="files")
+    assert by_file.split == "files"
+    assert by_file.val.num_files == 1
+
+
+def test_few_files_are_split_within_where_the_held_out_one_is_of_another_kind(tmp_path):
+    prose = b"Ternary weights learn to read, a byte at a time. " * 400
+    paths = [str(path) for path in write_all(tmp_path, [prose] * 15 + [random_bytes(len(prose))])]
+    found = {open_texts(paths, None, seed=seed, context=8).split for seed in range(40)}
+    assert found == {"files", "within"}
+    for seed in range(40):
+        texts = open_texts(paths, None, seed=seed, context=8)
+        assert (texts.val.num_files == 16) == (texts.split == "within")
 
 
 def test_open_texts_splits_files_whatever_their_order(tmp_path):
@@ -552,3 +587,62 @@ def test_read_accepts_a_file_that_has_grown(tmp_path):
     text = Text([path])
     write(path, b"abcdef")
     assert read_all(text) == b"abc"
+
+
+def mixture(tmp_path, **sizes: int) -> list[str]:
+    for name, size in sizes.items():
+        (tmp_path / name).write_bytes(name.encode() * size)
+    return [f"{tmp_path}/a:0.75", f"{tmp_path}/b:.25"]
+
+
+def test_mixture_draws_by_weight_and_never_across(tmp_path):
+    texts = open_texts(mixture(tmp_path, a=2000, b=90000), None, seed=0, context=8)
+    about = {"batch_size": 4000, "context": 8, "device": "cpu"}
+    for text in (texts.train, texts.val):
+        inputs, targets = batch(text, seed=1, step=2, micro=0, **about)
+        windows = torch.cat([inputs, targets[:, -1:]], dim=1)
+        assert (windows == windows[:, :1]).all()
+        share = float((windows[:, 0] == ord("a")).float().mean())
+        assert share == pytest.approx(0.75, abs=0.03)
+    again = batch(texts.val, seed=1, step=2, micro=0, **about)
+    assert torch.equal(again[0], inputs)
+    assert len(texts.val) == 9200
+
+
+def test_mixture_reaches_every_window(tmp_path):
+    text = Mixture([(one(tmp_path, b"abcd"), 1.0), (one(tmp_path, b"efghi"), 3.0)])
+    starts = text.starts(b"key", 500, 3)
+    assert set(starts) == {0, 1, 4, 5, 6}
+    assert len(text) == 9
+    assert text.windows(5) == 0
+
+
+def one(tmp_path, data: bytes) -> Text:
+    path = tmp_path / data.decode()
+    path.write_bytes(data)
+    return Text([path])
+
+
+def test_weights_are_part_of_the_digest(tmp_path):
+    a, b = one(tmp_path, b"abcd"), one(tmp_path, b"efghi")
+    digests = {digest(Mixture([(a, 1.0), (b, weight)])) for weight in (1.0, 2.0)}
+    assert len(digests | {digest(Text([tmp_path / "abcd", tmp_path / "efghi"]))}) == 3
+
+
+def test_mixture_that_cannot_be_is_refused(tmp_path):
+    entries = mixture(tmp_path, a=200, b=200)
+    about = {"seed": 0, "context": 8}
+    for wrong in (f"{tmp_path}/b", f"{tmp_path}/b:0"):
+        with pytest.raises(ArbError, match="has no weight above 0"):
+            open_texts([entries[0], wrong], None, **about)
+    (tmp_path / "b").write_bytes(b"b" * 8)
+    with pytest.raises(ArbError, match="this one has"):
+        open_texts(entries, None, **about)
+    (tmp_path / "a:0.5").write_bytes(b"c" * 400)  # a file may be called so
+    assert len(open_texts([f"{tmp_path}/a:0.5"], None, **about).train) == 360
+
+
+def test_windows_without_weights_are_where_they_always_were(tmp_path):
+    text = one(tmp_path, b"0123456789")
+    inputs, _ = batch(text, seed=0, step=0, micro=0, batch_size=6, context=2, device="cpu")
+    assert bytes(inputs[:, 0].tolist()) == b"462743"

@@ -2,11 +2,13 @@
 
 import io
 import os
+import re
 import sys
 from contextlib import suppress
 
 import pytest
 from rich.console import Console, Group
+from rich.text import Text
 
 from arbcli import cli, output
 from arbcli.errors import ArbError
@@ -77,6 +79,18 @@ def test_text_of_a_model_is_obeyed_by_no_terminal_and_reaches_a_pipe_as_it_is(mo
         with TextWriter() as writer:
             writer.write(f"{CLIPBOARD}\nb".encode())
         assert stream.buffer.getvalue().decode() == (expected or f"{CLIPBOARD}\nb")
+
+
+def test_chunks_of_a_text_are_obeyed_by_no_terminal(monkeypatch):
+    stream = io.StringIO()
+    console = Console(file=stream, force_terminal=True, highlight=False, width=80)
+    monkeypatch.setattr(output, "_out", console)
+    text = f"a{CLIPBOARD}b".encode()
+    output.write_chunks(text, [1, 2, *[0] * (len(text) - 2)])
+    told = re.sub(r"\x1b\[[0-9;]*m", "", stream.getvalue())  # colours are ours
+    assert told == f"a{SHOWN}b\n"
+    emit(None, Group(Text("red", style="red")), as_json=False)
+    assert "\x1b[31mred" in stream.getvalue()
 
 
 def test_raw_bytes_reach_a_terminal(monkeypatch):

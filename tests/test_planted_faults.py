@@ -42,7 +42,7 @@ from arbcli.model.dense import Attention, Block
 from arbcli.verify import parity
 from arbcli.verify.compare import as_tuple, compare, poisoned
 from arbcli.verify.kernels import KERNELS, copies, find_kernels
-from arbcli.verify.parity import RAGGED, RAGGED_GRAPH, RAGGED_HNET, Subject
+from arbcli.verify.parity import HNETS, RAGGED, RAGGED_GRAPH, RAGGED_HNET, Subject
 from arbcli.verify.strength import PLANTED
 
 pytestmark = pytest.mark.skipif(
@@ -692,6 +692,19 @@ FAULTS = [
         rewrite("(b * v).sum() / c", "(b * v).mean()"), "hnet: end to end", slow=True,
     ),
     module(
+        "gradient", "decays' gradient without what they take from later positions", "model.blocks",
+        rewrite("running_sum(o, reverse=True)", "o"), "mamba: whole gradient",
+    ),
+    module(
+        "sign", "a state that grows instead of fading", "model.blocks",
+        rewrite("-self.rate().exp() * d", "self.rate().exp() * d"), "mamba: end to end", slow=True,
+    ),
+    module(
+        "exchange", "B and C exchanged", "model.blocks",
+        rewrite("_DecayScan.apply(c, b, v, d)", "_DecayScan.apply(b, c, v, d)"),
+        "mamba: whole gradient", slow=True,
+    ),
+    module(
         "wiring", "what goes past the inner network left out", "model",
         rewrite("spread(z, r.p, s.residual(x), c)", "spread(z, r.p, 0 * s.residual(x), c)"),
         "hnet: end to end",
@@ -760,6 +773,7 @@ MODELS: dict[str, Callable[[str], list]] = {
     "model:": partial(of_model, "ragged", RAGGED),
     "graph:": partial(of_model, "graph", RAGGED_GRAPH),
     "hnet:": partial(of_model, "hnet", RAGGED_HNET),
+    "mamba:": partial(of_model, "mamba", HNETS["hnet mamba"]),
     "update": of_update,
     "rotary": lambda _: list(parity._rotary(CPU)),
 }

@@ -1,6 +1,8 @@
 """Pages of help: options in groups, with types that a person reads."""
 
+import inspect
 import re
+from collections.abc import Callable
 from typing import Any
 
 from typer.core import TyperCommand
@@ -8,14 +10,15 @@ from typer.core import TyperCommand
 PARTS = "Parts of arb-tiny and arb-3b"
 GROUPS = {
     "Model": "preset ctx rule digits direction tscale_type weights sub_norms dim layers heads ffn",
-    "Parts of hnet presets": "boundaries chunk_length",
+    "Parts of hnet presets": "boundaries chunk_length outer_blocks",
     PARTS: "attention sequencer codebook knowledge_codebook moe graph router memgram moe_top_k"
     " max_moe_iters",
-    "Text": "data val",
+    "Text": "data val field",
     "Optimisation": "steps minutes batch accum lr warmup schedule final_lr optimizer recompute"
     " compute init_from seed",
-    "Run": "out resume save_every keep keep_best eval_every device backend force dry_run",
-    "Output": "plot quiet as_json",
+    "Run": "config_file print_config out resume save_every keep keep_best eval_every device backend"
+    " force dry_run",
+    "Output": "plot log quiet as_json",
 }
 """Names of parameters, by the heading of their group; any other stands before these."""
 _GROUP_OF = {name: title for title, names in GROUPS.items() for name in names.split()}
@@ -24,6 +27,11 @@ _TYPE = re.compile(r" (<[^>]+>|[A-Z][A-Z ]*)$")
 """What Typer writes behind an option, in its present words and in those of earlier versions."""
 TYPES = {"int": "N", "float": "X", "path": "PATH", "list": "PATH"}
 """What stands for a value, by how Typer calls its type; a name for any other."""
+
+
+def summary(command: Callable) -> str:
+    """Find what a command does in a line of the list of commands: its first line, no example."""
+    return re.split(r": `|[;.]", inspect.getdoc(command).splitlines()[0])[0] + "."
 
 
 class Command(TyperCommand):

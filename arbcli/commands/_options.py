@@ -197,7 +197,13 @@ Checkpoint = Annotated[
 Json = Annotated[bool, typer.Option("--json", help="Print JSON on stdout and no table.")]
 Data = Annotated[
     list[str] | None,
-    typer.Option(help="File, folder or glob; may be given again. [default: Python's own source]"),
+    typer.Option(
+        help="File, folder or glob; may be given again, and all with weights, as a.txt:0.7."
+        " .gz, .zst and .parquet are unpacked. [default: Python's own source]"
+    ),
+]
+Field = Annotated[
+    str | None, typer.Option(help="Field of .jsonl or .parquet files that has the text.")
 ]
 Val = Annotated[
     list[str] | None,

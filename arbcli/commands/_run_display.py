@@ -79,6 +79,9 @@ class RunDisplay:
     def noted(self, message: str) -> None:
         note(message)
 
+    def ended(self, report: "TrainReport") -> None:
+        """Show nothing yet: the curve may still be drawn."""
+
     def finished(self, report: "TrainReport") -> None:
         """Show how the run ended."""
         self._emit(report.as_json())

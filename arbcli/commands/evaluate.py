@@ -6,7 +6,16 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.table import Table
 
-from arbcli.commands._options import Backend, Checkpoint, ComputeOfRun, Device, Json, find_run
+from arbcli.commands._options import (
+    Backend,
+    Checkpoint,
+    ComputeOfRun,
+    Device,
+    Field,
+    Json,
+    find_run,
+)
+from arbcli.errors import ArbError
 from arbcli.output import LiveLine, emit, note, table
 
 if TYPE_CHECKING:
@@ -22,6 +31,7 @@ def evaluate(
             " [default: the run's held-out text]"
         ),
     ] = None,
+    field: Field = None,
     stride: Annotated[
         int | None,
         typer.Option(min=1, help="Bytes between windows. [default: half the model's context]"),
@@ -37,6 +47,8 @@ def evaluate(
 
     Every byte but the first is predicted once, with at least the context less the stride before it.
     """
+    if field is not None and not data:
+        raise ArbError("`--field` is of `--data`", hint="give it, or leave `--field` out")
     with LiveLine() as line:
         line.show_wait("loading")
         from arbcli.data import open_text
@@ -46,7 +58,7 @@ def evaluate(
         from arbcli.train.directory import held_out_text, run_of
 
         checkpoint = find_run(checkpoint)
-        text = open_text(data) if data else held_out_text(run_of(checkpoint))
+        text = open_text(data, field) if data else held_out_text(run_of(checkpoint))
         place = resolve_device(device)
         backend = resolve_backend(backend, place)
         model, name = load_named_model(checkpoint, place, note, compute)

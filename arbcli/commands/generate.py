@@ -7,16 +7,29 @@ from typing import Annotated
 
 import typer
 
+from arbcli.commands._chat import chat
 from arbcli.commands._options import Backend, Checkpoint, ComputeOfRun, Device, Json, Seed, find_run
 from arbcli.errors import ArbError
-from arbcli.output import LiveLine, TextWriter, emit_json, note, write_bytes, write_chunks
+from arbcli.output import (
+    LiveLine,
+    TextWriter,
+    emit_json,
+    is_terminal,
+    note,
+    write_bytes,
+    write_chunks,
+)
 
 
 def generate(
     checkpoint: Checkpoint,
     prompt: Annotated[
-        str, typer.Option(help="What to continue, or - for stdin.", show_default="a newline")
-    ] = "\n",
+        str | None,
+        typer.Option(
+            help="What to continue, or - for stdin. [default: asked for on a terminal, else a"
+            " newline]"
+        ),
+    ] = None,
     length: Annotated[int, typer.Option(min=1, max=2**24, help="Bytes to make.")] = 512,
     temperature: Annotated[
         float, typer.Option(min=0, help="Divides the logits; 0 takes the likeliest byte.")
@@ -46,7 +59,8 @@ def generate(
 ) -> None:
     """Continue a prompt: `arb generate --checkpoint runs/001-256x4-moment --prompt "import "`.
 
-    The text that follows the prompt goes to stdout as it is made.
+    The text that follows the prompt goes to stdout as it is made. Without a prompt, on a terminal,
+    it asks for one again and again.
     """
     if raw and as_json:
         raise ArbError("`--bytes` and `--json` are two outputs", hint="choose one")
@@ -65,7 +79,12 @@ def generate(
     sampling = generation.Sampling(
         temperature=temperature, top_k=top_k, top_p=top_p, seed=seed or 0
     )
+    chatting = prompt is None and not (raw or as_json or chunks) and is_terminal()
+    prompt = "\n" if prompt is None else prompt
     given = sys.stdin.buffer.read() if prompt == "-" else os.fsencode(prompt)
+    if chatting:
+        chat(model, length, sampling, backend)
+        return
     if chunks:
         check_chunks(model)
     made = bytearray(given)

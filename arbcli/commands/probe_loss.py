@@ -17,6 +17,7 @@ from arbcli.commands._options import (
     Boundaries,
     ChunkLength,
     Codebook,
+    Compute,
     Ctx,
     Data,
     Device,
@@ -54,7 +55,7 @@ if TYPE_CHECKING:
 
 STEPS = 12
 """Enough for the warm-up to reach full speed, and for votes to gather, flip and gather again."""
-OF_A_STEP = ("data", "val", "batch", "lr", "seed")
+OF_A_STEP = ("data", "val", "batch", "lr", "seed", "compute")
 """Fields that can be given with a saved model; the others are what it is."""
 
 
@@ -80,6 +81,7 @@ def probe_loss(
     backend: Backend = None,
     device: Device = None,
     seed: Seed = None,
+    compute: Compute = None,
     checkpoint: Annotated[
         Path | None,
         typer.Option(metavar="auto|RUN|FILE", help="Probe a saved model, left as it is."),
@@ -126,6 +128,7 @@ def probe_loss(
         heads=heads,
         ffn=ffn,
         seed=seed,
+        compute=compute,
         attention=attention,
         sequencer=sequencer,
         codebook=codebook,

@@ -19,6 +19,7 @@ from arbcli.commands._options import (
     Dim,
     Direction,
     Ffn,
+    Field,
     Graph,
     Heads,
     Json,
@@ -45,10 +46,19 @@ from arbcli.commands._outputs import PICTURES, check_file
 from arbcli.commands._run_display import RunDisplay
 from arbcli.commands.check import show_check
 from arbcli.config.dense import WEIGHTS, ModelConfig
+from arbcli.config.file import read_settings, settings_text
 from arbcli.config.graph import GraphConfig
-from arbcli.config.training import OPTIMIZERS, SCHEDULES
+from arbcli.config.training import OPTIMIZERS, SCHEDULES, train_config_dict
 from arbcli.errors import ArbError
+from arbcli.loggers import LOGGERS, check_logger, find_logger
+from arbcli.output import LiveLine, emit_json, write_bytes
 from arbcli.signals import exit_code
+
+
+def _check_loggers(names: list[str] | None) -> list[str] | None:
+    for name in names or ():
+        check_logger(name)
+    return names
 
 
 def train(
@@ -56,6 +66,7 @@ def train(
     ctx: Ctx = None,
     data: Data = None,
     val: Val = None,
+    field: Field = None,
     steps: Annotated[int | None, typer.Option(min=1, help="How many. [default: 400]")] = None,
     minutes: Annotated[
         float | None, typer.Option(min=0.01, help="Train as many steps as fit, not --steps.")
@@ -103,6 +114,15 @@ def train(
     layers: Layers = None,
     heads: Heads = None,
     ffn: Ffn = None,
+    config_file: Annotated[
+        Path | None,
+        typer.Option(
+            "--config", help="Settings as TOML, or a run's config.json; options go first."
+        ),
+    ] = None,
+    print_config: Annotated[
+        bool, typer.Option("--print-config", help="Print the settings as TOML, and do not train.")
+    ] = False,
     out: Annotated[
         Path | None, typer.Option(help="Directory to make. [default: the next free one in runs/]")
     ] = None,
@@ -134,6 +154,14 @@ def train(
     backend: Backend = None,
     seed: Seed = None,
     plot: Annotated[Path | None, typer.Option(help="Draw the losses: .png, .pdf or .svg.")] = None,
+    log: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME",
+            help=f"Hand on figures to {', '.join(LOGGERS)}; may be given again.",
+            callback=_check_loggers,
+        ),
+    ] = None,
     force: Annotated[
         bool, typer.Option("--force", help="Start though memory is predicted not to be enough.")
     ] = False,
@@ -162,6 +190,7 @@ def train(
         ctx=ctx,
         data=data,
         val=val,
+        field=field,
         steps=steps,
         batch=batch,
         accum=accum,
@@ -201,9 +230,14 @@ def train(
         chunk_length=chunk_length,
         outer_blocks=outer_blocks,
     )
+    if print_config and (resume or init_from):
+        raise ArbError("what is saved has its own settings", hint="read them with `arb inspect`")
+    if config_file is not None and resume is None:
+        given = read_settings(config_file) | given
     if resume is not None:
         others = {name: value for name, value in given.items() if name != "steps"}
-        _refuse_changes(others | given_options(minutes=minutes, init_from=init_from))
+        others |= given_options(minutes=minutes, init_from=init_from, config=config_file)
+        _refuse_changes(others)
     elif minutes is not None and steps is not None:
         raise ArbError("`--minutes` and `--steps` both say how long", hint="give one of them")
     elif init_from is not None:
@@ -214,6 +248,10 @@ def train(
                 "`--dry-run` tells what a resume would do", hint="give `--resume` with it"
             )
         raise typer.Exit(show_check(Path(resume), as_json=as_json))
+    place = given_options(device=device, backend=backend)
+    if print_config:
+        _show_settings(given | place, as_json=as_json)
+        return
     if plot is not None:
         check_file(plot, "--plot", PICTURES)
     with RunDisplay(quiet=quiet, as_json=as_json) as display:
@@ -222,24 +260,26 @@ def train(
         from arbcli.inspect import plots, room  # torch takes seconds, so not for `arb --help`
         from arbcli.train.configure import new_config
         from arbcli.train.directory import RUNS, latest_run
-        from arbcli.train.run import resume_run, start_run
+        from arbcli.train.run import Observers, resume_run, start_run
 
         if plot is not None:
             plots.require_matplotlib()
+        loggers = [find_logger(name, display.noted) for name in dict.fromkeys(log or ())]
+        observer = Observers([display, *loggers])
         if resume is not None:
             path = latest_run(out or RUNS) if resume == "auto" else Path(resume)
-            report = resume_run(path, display, device=device, backend=backend, steps=steps)
+            report = resume_run(path, observer, device=device, backend=backend, steps=steps)
         else:
             initial = None
             if init_from is not None:
                 initial = read_saved(init_from, display.noted)
                 given["preset"] = saved_config(initial.checkpoint)
-            config = new_config(**given, device=device, backend=backend)
+            config = new_config(**given | place)
             hint = f"{room.HINT}, or `--force` to try it"
             report = start_run(
                 config,
                 out,
-                display,
+                observer,
                 minutes=minutes,
                 initial=initial,
                 check=lambda config: None if force else room.check_memory(config, hint),
@@ -249,6 +289,19 @@ def train(
     display.finished(report)
     if report.stopped_by is not None:
         raise typer.Exit(exit_code(report.stopped_by))
+
+
+def _show_settings(given: dict[str, Any], *, as_json: bool) -> None:
+    """Print the settings of the run that there would be."""
+    with LiveLine() as line:
+        line.show_wait("loading")
+        from arbcli.train.configure import new_config  # torch takes seconds to import
+
+        config = new_config(**given)
+    if as_json:
+        emit_json(train_config_dict(config))
+    else:
+        write_bytes(settings_text(config, given.get("preset", "tiny")).encode())
 
 
 def _refuse_changes(given: dict[str, Any]) -> None:

@@ -45,6 +45,8 @@ class TrainConfig:
     """Files, folders or globs; none is the standard library's source."""
     val: tuple[str, ...] = ()
     """Held-out text; none splits it off the data."""
+    field: str | None = None
+    """Which field of files of records has the text."""
     steps: int = 400
     batch: int = 16
     """Windows of a micro-batch."""

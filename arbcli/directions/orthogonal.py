@@ -20,8 +20,9 @@ RUNS = (3, 2)
 WIDE = 2
 """Smallest m / n of a wide matrix, (n, m). Composing saves three products x @ x.T and three p @ x,
 for nine of (n, n) by (n, n); with symmetric products at half price that is even here."""
-WIDE_PRODUCTS = 2**31
-"""Smallest n * n * m, of all matrices of a stack; below, three more launches take what is saved."""
+WIDE_PRODUCTS = {"cpu": 0, "cuda": 2**31}
+"""Smallest n * n * m, of all matrices of a stack, by kind of device: below it three more launches
+of a GPU take what is saved."""
 
 
 class Orthogonal(Direction):
@@ -67,7 +68,8 @@ def orthogonalise(grad: Tensor, dtype: torch.dtype) -> Tensor:
     norm = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True)
     x = torch.div(x, norm + TINY, out=torch.empty_like(x, dtype=dtype))
     n, m = x.shape[-2:]
-    wide = m >= WIDE * n and x.numel() * n >= WIDE_PRODUCTS
+    least = WIDE_PRODUCTS.get(x.device.type, WIDE_PRODUCTS["cuda"])
+    wide = m >= WIDE * n and x.numel() * n >= least
     for steps in RUNS if wide else [1] * STEPS:
         x = _compose(gram(x), steps) @ x
     return x.mT if tall else x

@@ -3,13 +3,14 @@
 import dataclasses
 import warnings
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
 from arbcli.checkpoint import (
+    Accept,
     Checkpoint,
     check_layout,
     checkpoint_path,
@@ -26,6 +27,9 @@ from arbcli.errors import ArbError
 from arbcli.model.build import build_model
 from arbcli.model.language_model import LanguageModel
 from arbcli.output import printable
+
+LEAST_TENSORS = 10
+"""Of a block."""
 
 
 def load_model(
@@ -83,15 +87,81 @@ def load_named_model(
     if compute is not None:
         check_choice("compute", compute, COMPUTE)
     name, checkpoint = read_saved(path, note)
-    dtype = COMPUTE[compute or _trained_in(name.parent, place)]
-    with torch.device(place):
-        model = build_model(saved_config(checkpoint), dtype)
+    dtype = COMPUTE[compute or _trained_in(name, checkpoint, place)]
+    model = empty_model(checkpoint, place, dtype)
     model.load_state_dict(checkpoint.tensors)
     return model, str(name)
 
 
-LEAST_TENSORS = 10
-"""Of a block."""
+@dataclass(frozen=True, eq=False)
+class Weights:
+    """A trained model without what only a step needs, and where it comes from."""
+
+    model: LanguageModel
+    """On the CPU, in float32."""
+    checkpoint: Checkpoint
+    """What it was read from; its tensors are those of the model."""
+    path: Path
+    """Of the checkpoint."""
+    compute: str
+    """What the run was trained in."""
+
+    @property
+    def origin(self) -> str:
+        """Digest of the checkpoint that training wrote, also where this is an export of it."""
+        return self.checkpoint.data.get("origin", self.checkpoint.digest)
+
+
+def load_weights(path: Path, note: Callable[[str], None]) -> Weights:
+    """Load a trained model to be written in another form; training state is checked and forgotten.
+
+    Args:
+        path: a run directory, whose newest intact checkpoint is taken, or a checkpoint.
+        note: is told of each checkpoint that is passed over.
+
+    Raises:
+        ArbError: there is no checkpoint, or it is damaged.
+    """
+
+    def accept(checkpoint: Checkpoint) -> set[str]:
+        check_saved(checkpoint)
+        return set(empty_model(checkpoint, weights_only=True).state_dict())
+
+    name, checkpoint = read_saved(path, note, accept)
+    model = empty_model(checkpoint, weights_only=True)
+    model.load_state_dict(checkpoint.tensors, assign=True)
+    compute = _trained_in(name, checkpoint, torch.device("cpu"))
+    return Weights(model, checkpoint, name, compute)
+
+
+def is_export(checkpoint: Checkpoint) -> bool:
+    """Whether a checkpoint has the weights only, as `arb export --to safetensors` writes it."""
+    return "origin" in checkpoint.data
+
+
+def empty_model(
+    checkpoint: Checkpoint,
+    place: torch.device | None = None,
+    dtype: torch.dtype = torch.float32,
+    *,
+    weights_only: bool = False,
+) -> LanguageModel:
+    """Make the model that a checkpoint fits, its weights not yet set.
+
+    Args:
+        checkpoint: what to fit.
+        place: where to put it; None is torch's `meta` device.
+        dtype: of activations.
+        weights_only: leaves out what only a step needs, as an export does.
+
+    Raises:
+        ArbError: it is of no model that this version can make.
+    """
+    with place or torch.device("meta"):
+        model = build_model(saved_config(checkpoint), dtype)
+    if weights_only or is_export(checkpoint):
+        model.drop_training_state()
+    return model
 
 
 class SavedModel(NamedTuple):
@@ -101,19 +171,21 @@ class SavedModel(NamedTuple):
     checkpoint: Checkpoint
 
 
-def read_saved(path: Path, note: Callable[[str], None]) -> SavedModel:
+def read_saved(path: Path, note: Callable[[str], None], accept: Accept | None = None) -> SavedModel:
     """Read a checkpoint, or the newest intact one of a run, once it is known to be of a model.
 
     Args:
         path: a run directory, or a checkpoint.
         note: is told of each checkpoint that is passed over.
+        accept: may refuse it; None is `check_saved`.
 
     Raises:
         ArbError: there is no checkpoint, or it is damaged, or of no model.
     """
+    accept = accept or check_saved
     if not path.is_dir():
-        return SavedModel(path, load_checkpoint(path, check_saved))
-    checkpoint = latest_checkpoint(path, note, check_saved)
+        return SavedModel(path, load_checkpoint(path, accept))
+    checkpoint = latest_checkpoint(path, note, accept)
     return SavedModel(checkpoint_path(path, checkpoint.step), checkpoint)
 
 
@@ -151,9 +223,11 @@ def check_saved(checkpoint: Checkpoint) -> None:
                 f"it has {len(tensors)} tensors, too few for {blocks} blocks",
                 hint="it was altered: name another",
             )
+    one_block = dataclasses.asdict(dataclasses.replace(config, layers=1))
+    smallest = dataclasses.replace(checkpoint, config=one_block)
     in_blocks, in_one = (
         sum(name.startswith("blocks.") for name in names)
-        for names in (tensors, _layout(dataclasses.replace(config, layers=1)))
+        for names in (tensors, empty_model(smallest).state_dict())
     )
     if in_blocks != in_one * config.layers:  # told at once, as many blocks take time to build
         raise ArbError(
@@ -161,22 +235,22 @@ def check_saved(checkpoint: Checkpoint) -> None:
             f" {config.layers} times {in_one}",
             hint="it was altered: name another",
         )
-    check_layout(tensors, _layout(config))
+    check_layout(tensors, empty_model(checkpoint).state_dict())
     size = sum(tensor.nbytes for tensor in tensors.values())
     check_room(2 * size, "to read it, and make its model,", "use a machine with more memory")
 
 
-def _layout(config: ModelConfig) -> dict[str, Tensor]:
-    with torch.device("meta"):
-        return build_model(config).state_dict()
-
-
-def _trained_in(run: Path, place: torch.device) -> str:
+def _trained_in(file: Path, checkpoint: Checkpoint, place: torch.device) -> str:
     """Find the dtype of activations of a run, or of the device if a checkpoint lies alone."""
-    path = run / "config.json"
-    if not path.exists():
+    path = file.parent / "config.json"
+    if is_export(checkpoint):  # which says it, wherever it lies
+        path = file
+    elif not path.exists():
         return default_compute(place)
     try:
+        if is_export(checkpoint):
+            check_choice("compute", checkpoint.data["compute"], COMPUTE)
+            return checkpoint.data["compute"]
         compute = read_json(path)["config"]["compute"]
         check_choice("compute", compute, COMPUTE)
     except (KeyError, TypeError) as error:

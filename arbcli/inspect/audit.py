@@ -131,6 +131,9 @@ def check_fit(config: TrainConfig, budget: str) -> FitReport:
 
 def _what_fits(config: TrainConfig, peak: PeakReport, budget: int) -> str:
     """Find the largest batch that fits, or a switch that makes one window fit: by prediction."""
+    nothing = "no batch fits: use a smaller --ctx or --preset, or --rule nibble"
+    if budget <= peak.state_bytes:
+        return nothing
     for change in ({}, {"recompute": True}) if not config.recompute else ({},):
         words = "".join(f" --{name}" for name in change)
         changed = dataclasses.replace(config, **change)
@@ -146,7 +149,7 @@ def _what_fits(config: TrainConfig, peak: PeakReport, budget: int) -> str:
             peak = predict_peak(dataclasses.replace(changed, batch=batch), captured=True)
             if peak.evaluated_bytes <= budget:
                 return f"it fits with --batch {batch}{words}"
-    return "no batch fits: use a smaller --ctx or --preset, or --rule nibble"
+    return nothing
 
 
 def audit(

@@ -109,6 +109,11 @@ class LanguageModel(nn.Module):
             if isinstance(part, StreamedTensor):
                 part.forget()
 
+    def drop_training_state(self) -> None:
+        """Forget what only a step needs, for good: see `TernaryTensor.drop_training_state`."""
+        for weight in self.weights().values():
+            weight.drop_training_state()
+
     def state_modules(self) -> Iterator[StateModule]:
         """Go through everything that declares buffers, in the order of the model."""
         return (part for part in self.modules() if isinstance(part, StateModule))

@@ -88,6 +88,8 @@ class TernaryTensor(StateModule):
         groups = num_groups(in_features, config.group_size)
         trits = torch.empty(out_features, row_bytes(in_features), dtype=torch.uint8)
         self.declare("trits", trits, "trits")
+        self.of_training: tuple[str, ...] = ()
+        """Names of the buffers that a step needs and a forward does not."""
         self._declare_int8("exponent", (out_features, groups), "scales")
         if frozen or self.rule.has_fraction:
             self._declare_int8("fraction", (out_features, groups), "scales")
@@ -98,6 +100,15 @@ class TernaryTensor(StateModule):
             buffers |= self.direction.buffers(out_features, in_features, matrices)
         for name, buffer in buffers.items():
             self._declare_int8(name, *buffer)
+        read = {"remainder"} if self.rule.reads_all else set()
+        self.of_training = tuple(name for name in buffers if name not in read)
+
+    def drop_training_state(self) -> None:
+        """Forget what only a step needs, for good: the weights can be read and no more."""
+        for name in self.of_training:
+            delattr(self, name)
+            del self.kinds[name]
+        self.of_training = ()
 
     def _declare_int8(self, name: str, shape: tuple[int, int], kind: str) -> None:
         self.declare(name, torch.empty(shape, dtype=torch.int8), kind)

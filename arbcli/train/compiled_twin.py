@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from arbcli.model.dense import ByteLM
+from arbcli.model.dense import Block, ByteLM
+from arbcli.model.hnet import HNet
 from arbcli.model.language_model import RECOMPUTE
 
 WHOLE_LAYERS = 8
@@ -19,16 +20,24 @@ is nothing where a block is large.
 """
 
 
-def compile_twin(model: ByteLM, backend: str = "inductor") -> None:
+def compile_twin(model: ByteLM | HNet, backend: str = "inductor") -> None:
     """Compile what a step of a float twin computes, in place of its `losses`.
 
-    It is compiled when first used. Whatever else uses the model finds it as it was.
+    It is compiled when first used. Whatever else uses the model finds it as it was, but for the
+    blocks of an `HNet`: they are compiled where they stand, as what is between them launches
+    kernels.
 
     Args:
         model: with float weights.
         backend: of `torch.compile`.
     """
-    compiled = partial(torch.compile, backend=backend, dynamic=False, fullgraph=True)
+    how = {"backend": backend, "dynamic": False, "fullgraph": True}
+    if isinstance(model, HNet):
+        for block in model.modules():
+            if isinstance(block, Block):
+                block.compile(**how)
+        return
+    compiled = partial(torch.compile, **how)
     if model.config.layers <= WHOLE_LAYERS and not model.recompute:
         model.losses = compiled(model.losses)
         return

@@ -212,11 +212,31 @@ def open_texts_again(facts: dict[str, Any], config: TrainConfig) -> Texts:
     Raises:
         ArbError: they are at neither place.
     """
-    where = {"seed": config.seed, "context": config.model.ctx}
+    split = facts["text"].get("split", "files")  # as an earlier version did
     if paths := facts["text"].get("paths"):  # absent from a run that an earlier version began
         with suppress(ArbError):
-            return open_texts(paths["data"], paths["val"], **where)
-    return open_texts(config.data, config.val, **where)
+            return open_run_texts(config, paths, split)
+    return open_run_texts(config, split=split)
+
+
+def open_run_texts(
+    config: TrainConfig, paths: dict[str, list[str]] | None = None, split: str | None = None
+) -> Texts:
+    """Open the texts that a configuration names, or those of `data` and `val` in `paths`.
+
+    `split` is how several files are split, as `Texts.split` has it; None chooses.
+
+    Raises:
+        ArbError: they are not there, or do not fit.
+    """
+    data, val = (paths["data"], paths["val"]) if paths else (config.data, config.val)
+    about = {
+        "seed": config.seed,
+        "context": config.model.ctx,
+        "field": config.field,
+        "split": split,
+    }
+    return open_texts(data, val, **about)
 
 
 def run_of(path: Path) -> Path:
@@ -259,6 +279,7 @@ def run_facts(config: TrainConfig, texts: Texts) -> dict[str, Any]:
         "digests": field_digests(config),
         "text": {
             "description": texts.description,
+            "split": texts.split,
             "digest": text_digest(texts),
             "entropy": entropy(texts.val),
             "paths": {name: _absolute(getattr(config, name)) for name in ("data", "val")},

@@ -4,7 +4,7 @@ import dataclasses
 import math
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ from arbcli.checkpoint import (
     write_json,
 )
 from arbcli.config.training import TrainConfig, train_config_dict, train_config_from
-from arbcli.data import Texts, open_texts
+from arbcli.data import Texts
 from arbcli.device import (
     check_compute,
     cpu_threads,
@@ -49,6 +49,7 @@ from arbcli.train.directory import (
     field_digests,
     make_directory,
     make_next_directory,
+    open_run_texts,
     open_texts_again,
     read_facts,
     run_facts,
@@ -94,6 +95,36 @@ class Observer:
     def noted(self, message: str) -> None:
         """Something that a person should know."""
 
+    def ended(self, report: TrainReport) -> None:
+        """The run has come to its end, or to a signal; an error is not told."""
+
+
+class Observers(Observer):
+    """Tells several observers, in their order."""
+
+    def __init__(self, observers: Sequence[Observer]) -> None:
+        self.observers = observers
+
+    def started(self, run: Path, trainer: Trainer, facts: dict[str, Any]) -> None:
+        """Tell that the run begins."""
+        for observer in self.observers:
+            observer.started(run, trainer, facts)
+
+    def recorded(self, record: Record) -> None:
+        """Tell of a record."""
+        for observer in self.observers:
+            observer.recorded(record)
+
+    def noted(self, message: str) -> None:
+        """Tell what a person should know."""
+        for observer in self.observers:
+            observer.noted(message)
+
+    def ended(self, report: TrainReport) -> None:
+        """Tell how the run ended."""
+        for observer in self.observers:
+            observer.ended(report)
+
 
 def start_run(
     config: TrainConfig,
@@ -122,7 +153,7 @@ def start_run(
         raise ArbError(f"`--minutes` is {minutes}", hint=f"use a number up to {MOST_MINUTES:,}")
     if run is not None:
         check_free(run)
-    texts = open_texts(config.data, config.val, seed=config.seed, context=config.model.ctx)
+    texts = open_run_texts(config)
     check(config)
     for warning in text_warnings(texts):
         observer.noted(warning)
@@ -354,7 +385,7 @@ class _Loop:
             if not signal.received:
                 sample = self._sample()
         saved = self.saved_step is not None and checkpoint_path(self.run_path, self.saved_step)
-        return TrainReport(
+        report = TrainReport(
             run=str(self.run_path),
             checkpoint=str(saved) if saved else None,
             steps=trainer.step,
@@ -365,6 +396,8 @@ class _Loop:
             sample=sample,
             stopped_by=signal.received.name if signal.received else None,
         )
+        self.observer.ended(report)
+        return report
 
     @contextmanager
     def _saved_after_an_error(self) -> Iterator[None]:

@@ -2,14 +2,12 @@
 
 from pathlib import Path
 
-from arbcli.data import Text, Texts, entropy
+from arbcli.data import FAR_NATS, Text, Texts, entropy
 
 LOOKED_AT_BYTES = 2**13
 """Of each file, from its beginning."""
 MOST_FILES = 1000
 """That are looked at."""
-FAR_NATS = 0.5
-"""Difference of order-0 entropies; parts of one kind of text differ by hundredths."""
 
 
 def text_warnings(texts: Texts) -> list[str]:

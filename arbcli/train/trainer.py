@@ -10,6 +10,8 @@ from arbcli.checkpoint import Checkpoint, check_layout
 from arbcli.config.training import TrainConfig
 from arbcli.data import Texts, batch, digest, evaluation_batches
 from arbcli.device import COMPUTE
+from arbcli.errors import ArbError
+from arbcli.infer.load import is_export
 from arbcli.kernels.runtime.backend import use_backend
 from arbcli.model.build import build_model
 from arbcli.train.compiled_twin import compile_twin, side_stream
@@ -186,6 +188,11 @@ class Trainer:
         Raises:
             ArbError: it is of another model.
         """
+        if is_export(checkpoint):
+            raise ArbError(
+                "the file has the weights alone, and no state to train on from",
+                hint="name a checkpoint of the run that it is an export of",
+            )
         check_layout(checkpoint.tensors, self.model.state_dict())
         self.model.load_state_dict(checkpoint.tensors)
 

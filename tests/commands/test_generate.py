@@ -110,6 +110,17 @@ def test_evaluate_takes_the_held_out_text_of_the_last_run(run, arb_here, tmp_pat
         text.write_text(TEXT, encoding="utf-8")
 
 
+def test_evaluate_reads_the_field_that_is_named(run, arb_here, tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"said": "ternary weights"}\n')
+    args = ["evaluate", "--checkpoint", run, "--device", "cpu", "--json", "--field", "said"]
+    done = arb_here(*args, "--data", str(tmp_path / "a.jsonl"))
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["bytes"] < 20
+    done = arb_here(*args)
+    assert done.returncode == 2
+    assert "`--field` is of `--data`" in done.stderr
+
+
 def test_auto_in_a_folder_without_runs_is_explained(arb_here, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for command in ("generate", "evaluate", "probe-loss"):
@@ -158,3 +169,30 @@ def test_a_mistake_is_explained_in_two_lines(name, run, arb_here):
     assert lines[0].startswith("error: ")
     assert message in lines[0]
     assert lines[1].startswith("hint: ")
+
+
+@pytest.fixture(scope="module")
+def run_of_chunks(small_hnet, tmp_path_factory) -> str:
+    folder = tmp_path_factory.mktemp("chunks")
+    (folder / "text.txt").write_text(TEXT, encoding="utf-8")
+    given = small_hnet | {"data": [str(folder / "text.txt")], "boundaries": "every"}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("arbcli.train.run.SAMPLE_BYTES", 1)
+        start_run(new_config(**given, steps=2, device="cpu"), folder / "run", Observer())
+    return str(folder / "run")
+
+
+def test_generate_marks_chunks_where_nobody_watches(run_of_chunks, arb_here):
+    here = ["generate", "--checkpoint", run_of_chunks, "--device", "cpu", "--prompt", "abcdefg"]
+    shown = arb_here(*here, "--length", "5", "--chunks")
+    assert shown.stdout.startswith("││abc│def││g")
+    report = json.loads(arb_here(*here, "--length", "5", "--chunks", "--json").stdout)
+    assert report["chunk_depths"] == [2, 0, 0, 1, 0, 0, 2, 0, 0, 1, 0, 0]
+
+
+def test_chunks_are_refused_of_a_model_without_any(run, arb_here):
+    done = arb_here("generate", "--checkpoint", run, "--device", "cpu", "--chunks")
+    assert done.returncode == 2
+    assert "has no chunks" in done.stderr
+    done = arb_here("generate", "--checkpoint", run, "--chunks", "--bytes")
+    assert "choose one" in done.stderr

@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 from arbcli.cli import app, main
 from arbcli.commands._run_display import _clock
 from arbcli.errors import ArbError
+from arbcli.train import run as running
 
 SMALL = ["--dim", "32", "--layers", "1", "--heads", "2", "--ffn", "48", "--ctx", "16"]
 SMALL += ["--batch", "4", "--steps", "12", "--device", "cpu"]
@@ -134,7 +135,7 @@ def test_streams_that_are_closed_are_opened_before_a_file_gets_their_place():
 
 def test_signal_before_anything_is_saved_has_its_own_code(text, tmp_path, arb_here, monkeypatch):
     raised = mock.Mock(side_effect=lambda *_, **__: signal.raise_signal(signal.SIGTERM))
-    monkeypatch.setattr("arbcli.train.run.open_texts", raised)
+    monkeypatch.setattr(running, "open_run_texts", raised)
     done = arb_here("train", "--data", text, *SMALL, "--out", str(tmp_path / "run"))
     assert done.returncode == 3
     assert done.stderr.startswith("error: stopped by SIGTERM, with nothing saved")
@@ -154,7 +155,7 @@ def test_train_runs_the_twins(weights, optimizer, text, tmp_path, arb_here):
     args = ["--weights", weights, "--optimizer", optimizer, "--lr", "0.01", "--steps", "30"]
     done = arb_here("train", "--data", text, *SMALL, *args, "--json", "--out", str(tmp_path / "r"))
     assert done.returncode == 0, done.stderr
-    losses = [json.loads(line)["loss"] for line in done.stdout.splitlines()]
+    losses = [json.loads(line)["loss"] for line in done.stdout.splitlines()[:-1]]
     assert losses[-1] < losses[0] < 6
     assert "a float twin is measured, not kept" in done.stderr
 
@@ -263,27 +264,42 @@ def test_train_survives_a_full_disk_with_its_checkpoints(text, tmp_path, arb_her
 PARTS = (
     " attention boundaries chunk-length codebook graph knowledge max-moe-iters memgram moe"
     " moe-top-k no-attention no-codebook no-graph no-knowledge no-memgram no-moe no-router"
-    " no-sequencer router sequencer"
+    " no-sequencer outer-blocks router sequencer"
 )
 OPTIONS = {
-    "train": "accum backend batch compute ctx data device digits dim direction dry-run"
-    " eval-every ffn final-lr force heads init-from json keep keep-best layers lr minutes"
-    " no-sub-norms optimizer out plot preset quiet recompute resume rule save-every schedule seed"
-    " steps sub-norms tscale-type val warmup weights" + PARTS,
+    "train": "accum backend batch compute config ctx data device digits dim direction dry-run"
+    " eval-every ffn field final-lr force heads init-from json keep keep-best layers log lr minutes"
+    " no-sub-norms optimizer out plot preset print-config quiet recompute resume rule save-every"
+    " schedule seed steps sub-norms tscale-type val warmup weights" + PARTS,
     "check": "json",
     "generate": "backend bytes checkpoint chunks compute device json length prompt seed temperature"
     " top-k top-p",
-    "evaluate": "backend batch checkpoint compute data device json quiet stride",
+    "export": "json out to type",
+    "inspect": "diff json",
+    "evaluate": "backend batch checkpoint compute data device field json quiet stride",
     "count-params": "ctx digits dim direction ffn heads json layers preset rule tscale-type"
     + PARTS,
     "audit-memory": "accum backend batch budget compute ctx device digits dim direction ffn heads"
     " json layers preset recompute rule seed snapshot steps tscale-type what-if" + PARTS,
-    "probe-loss": "backend batch checkpoint ctx data device digits dim direction ffn heads json"
-    " layers lr"
-    " plot preset rule seed steps tscale-type val warmup" + PARTS,
+    "probe-loss": "backend batch checkpoint compute ctx data device digits dim direction ffn heads"
+    " json layers lr plot preset rule seed steps tscale-type val warmup" + PARTS,
     "verify-kernels": "all-tscale-types backend compare device fuzz json ledger list seed targets"
     " time tscale-type",
 }
+
+
+@pytest.mark.parametrize(
+    ("words", "found"),
+    [("arb ex", "export"), ("arb export --t", "--to"), ("arb train --pri", "--print-config")],
+)
+def test_shell_completes_commands_and_options(words, found, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["arb"])
+    monkeypatch.setenv("_ARB_COMPLETE", "complete_bash")
+    monkeypatch.setenv("COMP_WORDS", words)
+    monkeypatch.setenv("COMP_CWORD", str(words.count(" ")))
+    with pytest.raises(SystemExit):
+        app(prog_name="arb")
+    assert found in capsys.readouterr().out.split()
 
 
 @pytest.mark.parametrize("command", OPTIONS)
@@ -312,6 +328,12 @@ def test_unknown_name_is_refused_while_options_are_read(mistake, monkeypatch):
     result = CliRunner().invoke(app, ["train", mistake])
     assert isinstance(result.exception, ArbError)
     assert re.match("choose one of|use `cpu` or `cuda`", result.exception.hint)
+
+
+def test_list_of_commands_has_whole_sentences():
+    page = CliRunner().invoke(app, ["--help"], terminal_width=100).stdout
+    assert "..." not in page.partition("Commands:")[2]
+    assert "Verify every file of a run, and tell what a resume would do.\n" in page
 
 
 def test_help_comes_without_torch():

@@ -30,20 +30,20 @@ SHAPE = {"dim": 64, "layers": 1, "heads": 4, "ffn": 96, "ctx": 32, "steps": 80, 
 RUNS = ((0, 1), (1, 2), (2, 1))
 """Seed and micro-batches of a step, which are 16 windows of text in all."""
 KNOWN = {
-    ("moment", "trit", "orthogonal"): (2.2996, 2.2954, 2.2841),
+    ("moment", "trit", "orthogonal"): (2.2803, 2.2963, 2.3023),
     ("moment", "trit", "factored"): (2.2476, 2.2423, 2.2830),
     ("moment", "trit", "sign"): (2.2976, 2.2957, 2.2848),
-    ("nibble", "trit", "orthogonal"): (2.5148, 2.4760, 2.5434),
+    ("nibble", "trit", "orthogonal"): (2.5071, 2.4852, 2.5172),
     ("nibble", "trit", "factored"): (2.3716, 2.3686, 2.3831),
     ("nibble", "trit", "sign"): (2.4325, 2.4616, 2.4188),
-    ("carry", "trit", "orthogonal"): (2.4080, 2.4226, 2.4052),
+    ("carry", "trit", "orthogonal"): (2.4024, 2.4393, 2.4208),
     ("carry", "trit", "factored"): (2.3431, 2.3618, 2.3459),
     ("carry", "trit", "sign"): (2.3538, 2.4055, 2.3539),
-    ("moment", "all", "orthogonal"): (2.2532, 2.2974, 2.3158),
+    ("moment", "all", "orthogonal"): (2.2517, 2.2976, 2.3141),
     ("moment", "all", "factored"): (2.2271, 2.2393, 2.2494),
-    ("nibble", "all", "orthogonal"): (2.2221, 2.2771, 2.2689),
+    ("nibble", "all", "orthogonal"): (2.2230, 2.2762, 2.2681),
     ("nibble", "all", "factored"): (2.1922, 2.2256, 2.1992),
-    ("carry", "all", "orthogonal"): (2.7379, 2.7799, 2.7718),
+    ("carry", "all", "orthogonal"): (2.7370, 2.7802, 2.7725),
     ("carry", "all", "factored"): (2.4526, 2.4610, 2.4685),
 }
 """Held-out loss in nats a byte of each of `RUNS`, by rule, digits and direction."""

@@ -94,6 +94,7 @@ def test_hangup_that_is_ignored_stays_so(text, tmp_path, device):
 
 def test_run_goes_on_with_the_threads_that_it_began_with(text, tmp_path, device, monkeypatch):
     monkeypatch.setattr("arbcli.train.run.LOG_EVERY", 1)
+    monkeypatch.setattr("arbcli.train.trainer.Trainer.evaluate", lambda self: 1.0)
     begun, notes, seen = tmp_path / "run", [], []
     start_run(config(text, device, steps=2, batch=1), begun, StopAt(1))
     facts = read_facts(begun)
@@ -137,7 +138,7 @@ def test_error_within_a_step_saves_no_half_of_it(text, tmp_path, device, monkeyp
 def test_run_is_saved_at_the_start_and_by_time(text, tmp_path, device, monkeypatch):
     saved = []
 
-    def note(run, checkpoint):
+    def note(run, checkpoint, keep):
         saved.append(checkpoint.step)
 
     monkeypatch.setattr("arbcli.train.run.save_checkpoint", note)

@@ -67,7 +67,10 @@ def hnet_config(folder, **options):
     return new_config(data=[str(path)], device="cuda", steps=20, **shape | options)
 
 
-HNETS = [{}, {"boundaries": "every"}, {"recompute": True}, {"compute": "fp8"}]
+HNETS = [
+    {}, {"boundaries": "every"}, {"recompute": True}, {"compute": "fp8"},
+    {"outer_blocks": "mamba", "states": 16}, {"outer_blocks": "mamba", "digits": "all"},
+]  # fmt: skip
 
 
 @pytest.mark.gpu

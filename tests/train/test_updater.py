@@ -223,11 +223,15 @@ def test_scales_saturate_and_never_wrap(device):
         assert (tensor.exponent == (31 if sign < 0 else -96)).float().mean() > 0.9
 
 
+def set_least_products(monkeypatch, least: int) -> None:
+    monkeypatch.setattr(orthogonal, "WIDE_PRODUCTS", dict.fromkeys(("cpu", "cuda"), least))
+
+
 @pytest.fixture(params=["steps", "composed"])
 def composed(request, monkeypatch):
     """Whether small wide matrices have their Newton-Schulz steps composed, as large ones have."""
     on = request.param == "composed"
-    monkeypatch.setattr(orthogonal, "WIDE_PRODUCTS", 0 if on else 2**62)
+    set_least_products(monkeypatch, 0 if on else 2**62)
     return on
 
 
@@ -307,7 +311,7 @@ def test_composed_steps_in_bf16_lose_no_more_than_single_ones(
     grad = grad.mT if transposed else grad
     errors, expected = {}, newton_schulz(grad)
     for least in (0, 2**62):
-        monkeypatch.setattr(orthogonal, "WIDE_PRODUCTS", least)
+        set_least_products(monkeypatch, least)
         found = orthogonalise(grad, torch.bfloat16).double()
         assert found.isfinite().all()
         assert torch.linalg.matrix_norm(found, 2) < 1.3

@@ -122,6 +122,15 @@ class MambaBlock(nn.Module):
         return x, self.mamba(normal, None, past)
 
 
+def running_sum(x: Tensor, *, reverse: bool = False) -> Tensor:
+    """Sum each of (B, T, H) with those before it, or with those after it, in float32.
+
+    It is a scan without decay. torch's own sum on a GPU gives other bits every time.
+    """
+    ones, zeros = (x.new_full((1, 1, 1), value).expand(x.shape) for value in (1, 0))
+    return decay_scan(ones[..., None], ones[..., None], x[..., None], zeros, reverse)[..., 0]
+
+
 class _CausalConv(Function):
     @staticmethod
     def forward(ctx, x: Tensor, taps: Tensor) -> Tensor:
@@ -149,7 +158,7 @@ class _DecayScan(Function):
         grad_k = decay_scan(v, low, q, g, reverse=True)
         grad_q = decay_scan(low, v, k, g)
         of_sums = (grad_y * y).sum(dim=-1) - (grad_v * v.float()).sum(dim=-1)
-        grad_g = of_sums.flip(1).cumsum(1).flip(1)
+        grad_g = running_sum(of_sums, reverse=True)
         return grad_q.to(q.dtype), grad_k.to(k.dtype), grad_v.to(v.dtype), grad_g
 
 
@@ -203,7 +212,7 @@ class MambaBlockCache:
 
     def scan(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor) -> Tensor:
         """Do as `decay_scan` does with new positions, after the state, and bring it up to them."""
-        c = g.cumsum(1).transpose(1, 2)  # (1, H, T)
+        c = running_sum(g).transpose(1, 2)  # (1, H, T)
         end = c[..., -1:]
         past = c.exp()[..., None] * (q.float().transpose(1, 2) @ self.state)
         y = decay_scan(q, k, v, g) + past.transpose(1, 2)

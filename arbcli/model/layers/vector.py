@@ -18,6 +18,9 @@ from arbcli.kernels.codec.packed import HIGHEST_EXPONENT, LOWEST_EXPONENT, OCTAV
 from arbcli.kernels.codec.packing import pack_trits
 from arbcli.model.layers.streamed import StreamedTensor, anchor
 
+DIRECTION = "factored"
+"""Of steps: rows have nothing to be orthogonal to, and gradients of sizes of their own."""
+
 
 class ReadWeight(StreamedTensor):
     """A packed tensor that is decoded, and whose gradient comes as it is."""
@@ -31,7 +34,7 @@ class VectorWeight(ReadWeight):
     """A packed vector whose first values are given, none of them zero."""
 
     def __init__(self, values: Sequence[float], config: ModelConfig, *, area: str) -> None:
-        super().__init__(len(values), 1, config, area=area)
+        super().__init__(len(values), 1, config, area=area, direction=DIRECTION)
         self.values = tuple(values)
 
     @torch.no_grad()
@@ -115,7 +118,8 @@ class TernaryTaps(nn.Module):
 
     def __init__(self, channels: int, taps: int, config: ModelConfig, *, area: str) -> None:
         super().__init__()
-        self.weight = ReadWeight(channels, taps, config, area=area, std=1 / math.sqrt(taps))
+        about = {"std": 1 / math.sqrt(taps), "direction": DIRECTION}
+        self.weight = ReadWeight(channels, taps, config, area=area, **about)
 
     def forward(self) -> Tensor:
         """Decode to (D, W) float32; differentiable."""

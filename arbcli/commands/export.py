@@ -1,0 +1,60 @@
+"""`arb export`: a trained model for other programs."""
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.table import Table
+
+from arbcli.commands._options import Json, one_of
+from arbcli.commands._outputs import check_folder
+from arbcli.export.formats import FORMATS, TYPES
+from arbcli.output import bytes_text, emit, note, table
+
+if TYPE_CHECKING:
+    from arbcli.export.run import ExportReport
+
+
+def export(
+    run: Annotated[Path, typer.Argument(metavar="RUN|FILE", help="A run, or a checkpoint.")],
+    to: Annotated[
+        str,
+        typer.Option(
+            help="; ".join(f"{name}: {what}" for name, what in FORMATS.items()) + ".",
+            callback=one_of("to", FORMATS),
+        ),
+    ],
+    type: Annotated[
+        str | None,
+        typer.Option(
+            help=f"Of the weights: {', '.join(TYPES)}; bf16 or f32 for hf. [default: the smallest"
+            " that holds what they are made of; bf16 for hf]",
+            callback=one_of("type", TYPES),
+        ),
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="File or folder. [default: one here, named for the run]")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Write a trained model for other programs: `arb export RUN --to gguf`.
+
+    A type that does not hold the weights is refused.
+    """
+    from arbcli.export import run as exporting  # torch takes seconds to import
+
+    if out is not None:
+        check_folder(out.parent, "--out")
+    report = exporting.export(run, to, out=out, kind=type, note=note)
+    emit(report, _table(report), as_json=as_json)
+
+
+def _table(report: "ExportReport") -> Table:
+    shown = asdict(report) | {
+        "bytes": bytes_text(report.bytes),
+        "num_weights": f"{report.num_weights:,}",
+        "seconds": f"{report.seconds:.1f}",
+    }
+    rows = [[name.replace("num_", ""), str(value)] for name, value in shown.items()]
+    return table(f"Exported to {report.format}", ["", ""], rows)

@@ -1,0 +1,96 @@
+"""`arb inspect`: what a saved model is, and how two differ."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Group, RenderableType
+
+from arbcli.commands._options import Json
+from arbcli.output import bytes_text, emit, note, table
+
+if TYPE_CHECKING:
+    from arbcli.inspect.saved import DifferenceReport, SavedReport
+
+SHOWN = 30
+"""Tensors that a table of differences lists; JSON has all."""
+
+
+def inspect(
+    file: Annotated[
+        Path, typer.Argument(metavar="RUN|FILE", help="A run, a checkpoint, or an export.")
+    ],
+    diff: Annotated[
+        Path | None, typer.Option(metavar="RUN|FILE", help="Compare with another.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Show what a saved model is: `arb inspect RUN`. Digests are checked, if it has any."""
+    from arbcli.inspect import saved  # torch takes seconds to import, so not for `arb --help`
+
+    first = saved.open_saved(file, note)
+    if diff is None:
+        report = first.report()
+        emit(report, _tables(report), as_json=as_json)
+        return
+    differences = saved.compare(first, saved.open_saved(diff, note))
+    emit(differences, _differences(differences), as_json=as_json)
+
+
+def _tables(report: "SavedReport") -> RenderableType:
+    about = {
+        "kind": report.kind,
+        "step": report.step,
+        "digests": report.digests,
+        "digest": report.digest,
+        "export of": report.origin,
+        "weights": f"{report.num_weights:,}",
+        "bytes": bytes_text(report.bytes),
+        **{f"model.{name}": value for name, value in report.config.items()},
+        **dict(_flat(report.run)),
+    }
+    rows = [[name, str(value)] for name, value in about.items() if value is not None]
+    parts = [
+        [area, kind, bytes_text(size)]
+        for area, kinds in report.bytes_by_area.items()
+        for kind, size in kinds.items()
+    ]
+    signs = [
+        [area, *(f"{share:.1%}" for share in shares), _octaves(report.octaves[area])]
+        for area, shares in report.trits.items()
+    ]
+    return Group(
+        table(report.path, ["", ""], rows, left=2),
+        table("Bytes", ["area", "of", ""], parts, left=2),
+        table("Weights", ["area", "below 0", "0", "above 0", "octave: how many"], signs),
+    )
+
+
+def _flat(values: dict[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
+    """List what is in a dictionary and in those that it holds."""
+    for name, value in values.items():
+        if isinstance(value, dict):
+            yield from _flat(value, f"{before}{name}.")
+        else:
+            yield before + name, ", ".join(value) if isinstance(value, list) else value
+
+
+def _octaves(counts: dict[int, int]) -> str:
+    total = sum(counts.values())
+    shown = {octave: count / total for octave, count in counts.items() if count / total >= 0.001}
+    return ", ".join(f"{octave}: {share:.1%}" for octave, share in shown.items())
+
+
+def _differences(report: "DifferenceReport") -> RenderableType:
+    rows = [[f"model.{name}", f"{a} and {b}", "", ""] for name, (a, b) in report.config.items()]
+    rows += [[name, what, "", ""] for name, what in report.missing.items()]
+    for found in report.tensors[:SHOWN]:
+        share = f"{found.different:,} of {found.elements:,}"
+        relative = "" if found.relative is None else f"{found.relative:.2%}"
+        rows.append([found.name, share, f"{found.largest:.3g}", relative])
+    if len(report.tensors) > SHOWN:
+        rows.append([f"and {len(report.tensors) - SHOWN} more", "", "", ""])
+    rows.append([f"{report.num_equal} tensors", "equal", "", ""])
+    columns = [report.compared, "different", "largest", "root-mean-square"]
+    return table(f"{report.first} and {report.second}", columns, rows)

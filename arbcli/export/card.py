@@ -1,0 +1,76 @@
+"""A model card: what a model is and how it was trained, from its run."""
+
+import json
+import math
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from arbcli.checkpoint import read_json
+from arbcli.errors import ArbError
+from arbcli.infer.load import Weights
+from arbcli.train.directory import CONFIG
+from arbcli.train.record import METRICS
+
+USE = """```python
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+tokenizer = AutoTokenizer.from_pretrained(FOLDER)
+model = AutoModelForCausalLM.from_pretrained(FOLDER{trust})
+ids = tokenizer("import ", return_tensors="pt")
+print(tokenizer.decode(model.generate(**ids, max_new_tokens=200)[0]))
+```
+"""
+
+
+def model_card(weights: Weights, name: str) -> str:
+    """Write a card in Markdown, with the figures of the run if it lies beside the checkpoint."""
+    config, checkpoint = weights.model.config, weights.checkpoint
+    number = sum(tensor.num_weights for tensor in weights.model.weights().values())
+    of = "-1, 0 or +1" if config.digits == "trit" else "an integer of one byte"
+    rows = {
+        "weights": f"{number:,}, each {of} times a scale of {config.group_size}",
+        "shape": f"{config.layers} blocks of width {config.dim}, {config.heads} heads, MLP"
+        f" {config.ffn}, context {config.ctx} bytes",
+        "tokens": "the 256 bytes; byte 0 ends a text",
+        "norms before the output projections": "yes" if config.sub_norms else "no",
+        "update rule": config.rule,
+        "steps": f"{checkpoint.step:,}",
+        "trained in": weights.compute,
+        "origin": f"checkpoint with the digest `{weights.origin}`",
+        **run_figures(weights.path.parent, checkpoint.step),
+    }
+    table = "".join(f"| {key} | {value} |\n" for key, value in rows.items())
+    use = USE.format(trust=", trust_remote_code=True" if config.sub_norms else "")
+    return (
+        "---\nlibrary_name: transformers\npipeline_tag: text-generation\ntags: [arb, ternary]\n"
+        f"---\n\n# {name}\n\nA language model over bytes, trained by `arb` with packed trits and"
+        f" int8 as its whole state.\n\n| | |\n|---|---|\n{table}\n{use}"
+    )
+
+
+def run_figures(run: Path, step: int) -> dict[str, str]:
+    """Find text and losses of a run as it was at a step; nothing if there is no run."""
+    figures: dict[str, str] = {}
+    with suppress(ArbError, KeyError, TypeError):
+        facts = read_json(run / CONFIG)
+        text = facts["text"]
+        figures["text"] = f"{text['train_bytes']:,} bytes, and {text['val_bytes']:,} held out"
+    for record in _records(run, step):
+        if record.get("val_loss") is not None:
+            bits = record["val_loss"] / math.log(2)
+            loss = f"{record['val_loss']:.4f} nats = {bits:.4f} bits a byte"
+            figures["held-out loss"] = f"{loss}, after {record['step']:,} steps"
+    return figures
+
+
+def _records(run: Path, step: int) -> list[dict[str, Any]]:
+    """Read the records of a run until a step, and pass over lines that are none."""
+    records = []
+    with suppress(OSError):
+        for line in (run / METRICS).read_text(errors="replace").splitlines():
+            with suppress(ValueError):
+                record = json.loads(line)
+                if isinstance(record, dict) and record.get("step", step + 1) <= step:
+                    records.append(record)
+    return records

@@ -1,0 +1,98 @@
+"""A `ByteLM` as the architecture Qwen3, which computes the same.
+
+The order of turning queries and keys and of normalising them does not matter where the norm has no
+gain: a turn leaves the root-mean-square as it is. The gains of those norms, which a `ByteLM` has
+not, are ones.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from arbcli.model.dense import ByteLM
+from arbcli.model.packed import TernaryTensor
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Rows of a packed tensor that are a tensor of Qwen3."""
+
+    gguf: str
+    """Its name there."""
+    hugging_face: str
+    """Its name there."""
+    rows: slice
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A packed tensor and all its parts; None for ones."""
+
+    tensor: TernaryTensor | None
+    parts: tuple[Part, ...]
+
+
+ATTENTION = ("attn_q", "q_proj"), ("attn_k", "k_proj"), ("attn_v", "v_proj")
+MLP = ("ffn_gate", "gate_proj"), ("ffn_up", "up_proj")
+
+
+def sources(model: ByteLM) -> Iterator[Source]:
+    """Go through the tensors of a model, and name what they are in Qwen3."""
+    yield _whole(model.embedding.weight, "token_embd", "model.embed_tokens")
+    for index, block in enumerate(model.blocks):
+        ours, theirs = f"blk.{index}.", f"model.layers.{index}."
+        yield _norm(block.attention_norm.weight, f"{ours}attn_norm", f"{theirs}input_layernorm")
+        qkv, attention = block.attention.qkv.weight, f"{theirs}self_attn."
+        yield Source(qkv, _split(qkv, ours, attention, ATTENTION))
+        width = model.config.head_dim
+        for letter in "qk":
+            names = f"{ours}attn_{letter}_norm.weight", f"{attention}{letter}_norm.weight"
+            yield Source(None, (Part(*names, slice(0, 1), (width,)),))
+        yield _whole(block.attention.output.weight, f"{ours}attn_output", f"{attention}o_proj")
+        norm = block.mlp_norm.weight
+        yield _norm(norm, f"{ours}ffn_norm", f"{theirs}post_attention_layernorm")
+        gate_up = block.mlp.gate_up.weight
+        yield Source(gate_up, _split(gate_up, ours, f"{theirs}mlp.", MLP))
+        yield _whole(block.mlp.output.weight, f"{ours}ffn_down", f"{theirs}mlp.down_proj")
+    yield _norm(model.norm.weight, "output_norm", "model.norm")
+    yield _whole(model.head.weight, "output", "lm_head")
+
+
+def read(source: Source) -> Iterator[tuple[Part, Tensor]]:
+    """Decode a tensor once, and yield the weights of its parts, float32 of their shapes."""
+    if source.tensor is None:
+        yield from ((part, torch.ones(part.shape)) for part in source.parts)
+        return
+    weight = source.tensor.weight(torch.float32)
+    for part in source.parts:
+        yield part, weight[part.rows].view(part.shape)
+
+
+def _whole(tensor: TernaryTensor, ours: str, theirs: str) -> Source:
+    rows = slice(0, tensor.out_features)
+    shape = tensor.out_features, tensor.in_features
+    return Source(tensor, (Part(f"{ours}.weight", f"{theirs}.weight", rows, shape),))
+
+
+def _norm(tensor: TernaryTensor, ours: str, theirs: str) -> Source:
+    part = Part(f"{ours}.weight", f"{theirs}.weight", slice(0, 1), (tensor.in_features,))
+    return Source(tensor, (part,))
+
+
+def _split(
+    tensor: TernaryTensor, ours: str, theirs: str, names: tuple[tuple[str, str], ...]
+) -> tuple[Part, ...]:
+    """Cut a fused matrix into as many equal parts as there are names."""
+    height = tensor.out_features // len(names)
+    return tuple(
+        Part(
+            f"{ours}{here}.weight",
+            f"{theirs}{there}.weight",
+            slice(index * height, (index + 1) * height),
+            (height, tensor.in_features),
+        )
+        for index, (here, there) in enumerate(names)
+    )

@@ -1,0 +1,94 @@
+"""From a run to a file, or a folder, that another program reads."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from arbcli.errors import ArbError
+from arbcli.export import gguf, hugging_face
+from arbcli.export.block_types import TYPES
+from arbcli.export.formats import FORMATS
+from arbcli.export.inference import write_inference
+from arbcli.infer.load import load_weights
+
+NAMES = {"gguf": "{}.gguf", "hf": "{}-hf", "safetensors": "{}-weights.safetensors"}
+"""What a format calls the export of a run unless a name is given."""
+TYPES_OF = {"gguf": tuple(TYPES), "hf": tuple(hugging_face.TYPES), "safetensors": ()}
+"""Types of weights that a format has a choice of."""
+assert NAMES.keys() == TYPES_OF.keys() == set(FORMATS)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExportReport:
+    """What was written."""
+
+    checkpoint: str
+    format: str
+    path: str
+    type: str
+    """Of the matrices."""
+    step: int
+    num_weights: int
+    bytes: int
+    """Of the file, or of all files of the folder."""
+    origin: str
+    """Digest of the checkpoint that training wrote."""
+    seconds: float
+
+
+def export(
+    source: Path,
+    format: str,
+    *,
+    out: Path | None = None,
+    kind: str | None = None,
+    note: Callable[[str], None] = lambda message: None,
+) -> ExportReport:
+    """Write a trained model in another form.
+
+    Args:
+        source: a run, or one of its checkpoints, or an export of `safetensors`.
+        format: one of `FORMATS`.
+        out: the file or folder to write, which must not exist; None is one in the working
+            directory, named for the run.
+        kind: type of the weights; None is the format's own.
+        note: is told of each damaged checkpoint that is passed over.
+
+    Raises:
+        ArbError: there is no intact checkpoint, the format cannot hold the model, or the place
+            cannot be written to.
+    """
+    if kind is not None and kind not in TYPES_OF[format]:
+        known = ", ".join(f"`{name}`" for name in TYPES_OF[format])
+        raise ArbError(
+            f"`--to {format}` has no type `{kind}`",
+            hint=f"choose one of: {known}" if known else "leave `--type` out",
+        )
+    started = time.perf_counter()
+    run = source if source.is_dir() else source.parent
+    name = run.resolve().name if (run / "config.json").exists() else source.stem
+    name = name.encode(errors="replace").decode()  # files of text are UTF-8, names need not be
+    path = out or Path(NAMES[format].format(name))
+    if path.exists():
+        raise ArbError(f"`{path}` exists", hint="remove it, or choose another `--out`")
+    weights = load_weights(source, note)
+    type_name = "trits" if weights.model.config.digits == "trit" else "all digits"
+    if format == "gguf":
+        type_name = gguf.write_model(path, weights, name, kind).name
+    elif format == "hf":
+        type_name = hugging_face.write_folder(path, weights, name, kind).name
+    else:
+        write_inference(path, weights)
+    files = path.iterdir() if path.is_dir() else [path]
+    return ExportReport(
+        checkpoint=str(weights.path),
+        format=format,
+        path=str(path),
+        type=type_name,
+        step=weights.checkpoint.step,
+        num_weights=sum(tensor.num_weights for tensor in weights.model.weights().values()),
+        bytes=sum(file.stat().st_size for file in files),
+        origin=weights.origin,
+        seconds=time.perf_counter() - started,
+    )

@@ -1,0 +1,337 @@
+"""What a saved model is: a run, a checkpoint, or an export of any form."""
+
+import json
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from arbcli.checkpoint import Checkpoint, checkpoints, read_json
+from arbcli.errors import ArbError
+from arbcli.export.gguf_file import MAGIC, GGUFFile
+from arbcli.export.hugging_face import ModelFolder
+from arbcli.export.qwen3 import sources
+from arbcli.infer.load import empty_model, is_export, read_saved
+from arbcli.kernels.codec.packing import unpack_trits
+from arbcli.kernels.runtime.backend import row_chunks
+from arbcli.model.dense import ByteLM
+from arbcli.model.packed import TernaryTensor
+from arbcli.train.directory import CONFIG
+from arbcli.train.record import METRICS
+
+Decoders = Mapping[str, Callable[[], Tensor]]
+"""What decodes each weight, by name."""
+_AREAS = {"attn": "attention", "ffn": "mlp", "token": "embedding", "output": "head"}
+"""Of a matrix of GGUF, by how its name begins behind the number of its block."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SavedReport:
+    """What a saved model is."""
+
+    path: str
+    kind: str
+    """`run`, `checkpoint`, `weights` (of `arb export --to safetensors`), `gguf` or `hf`."""
+    step: int | None
+    digests: str
+    """Whether those of the tensors were `checked`, or that it has `none`."""
+    digest: str | None
+    """Of all of a checkpoint."""
+    origin: str | None
+    """Digest of the checkpoint that it is an export of."""
+    config: dict[str, Any]
+    """What it says of the model."""
+    num_weights: int
+    """Logical weights; of an export with numbers those of the matrices."""
+    bytes: int
+    """Of the file, or of all files of the folder."""
+    bytes_by_area: dict[str, dict[str, int]]
+    """By part of the model, and by what they are for; of an export by their type."""
+    trits: dict[str, list[float]]
+    """Shares of the weights below, at and above 0, by area."""
+    octaves: dict[str, dict[int, int]]
+    """How many scales are in [2**E, 2**(E + 1)), by area and E; of an export, how many weights."""
+    run: dict[str, Any] = field(default_factory=dict)
+    """Of a run: its text, versions, checkpoints and last record."""
+
+
+class Saved(ABC):
+    """A saved model that was opened."""
+
+    kind: str
+    step: int | None
+    digests: str
+    digest: str | None
+    origin: str | None
+    config: dict[str, Any]
+    run: Mapping[str, Any] = {}
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    @abstractmethod
+    def weights(self) -> Decoders:
+        """List the matrices; those of a `ByteLM` have the names of GGUF."""
+
+    @abstractmethod
+    def bytes_by_area(self) -> dict[str, Counter]:
+        """Add up what it holds."""
+
+    @abstractmethod
+    def histograms(self) -> tuple[dict[str, list[int]], dict[str, Counter]]:
+        """Count weights below, at and above 0, and octaves, by area."""
+
+    def report(self) -> SavedReport:
+        """Look at all of it."""
+        signs, octaves = self.histograms()
+        files = [path for path in self.path.rglob("*") if path.is_file()]
+        return SavedReport(
+            path=str(self.path),
+            kind=self.kind,
+            step=self.step,
+            digests=self.digests,
+            digest=self.digest,
+            origin=self.origin,
+            config=dict(self.config),
+            num_weights=sum(map(sum, signs.values())),
+            bytes=sum(file.stat().st_size for file in files or [self.path]),
+            bytes_by_area={area: dict(kinds) for area, kinds in self.bytes_by_area().items()},
+            trits={area: [n / sum(counts) for n in counts] for area, counts in signs.items()},
+            octaves={area: dict(sorted(counts.items())) for area, counts in octaves.items()},
+            run=dict(self.run),
+        )
+
+
+class Packed(Saved):
+    """A checkpoint, or the weights alone, all digests checked."""
+
+    digests = "checked"
+
+    def __init__(self, path: Path, checkpoint: Checkpoint) -> None:
+        super().__init__(path)
+        self.tensors = checkpoint.tensors
+        """The state, by name."""
+        self.kind = "weights" if is_export(checkpoint) else "checkpoint"
+        self.config, self.step, self.digest = checkpoint.config, checkpoint.step, checkpoint.digest
+        self.origin = checkpoint.data.get("origin")
+        self.model = empty_model(checkpoint)
+        self.model.load_state_dict(checkpoint.tensors, assign=True)
+
+    def weights(self) -> Decoders:
+        """List the matrices."""
+        if not isinstance(self.model, ByteLM):
+            return {name: tensor.weight for name, tensor in self.model.weights().items()}
+        return {
+            part.gguf: _decoder(source.tensor, part.rows)
+            for source in sources(self.model)
+            for part in source.parts
+            if len(part.shape) == 2
+        }
+
+    def bytes_by_area(self) -> dict[str, Counter]:
+        """Add up the state by what it is for."""
+        found: dict[str, Counter] = {}
+        for module in self.model.state_modules():
+            for name, kind in module.kinds.items():
+                size = getattr(module, name).nbytes
+                found.setdefault(module.area, Counter())[kind] += size
+        return found
+
+    def histograms(self) -> tuple[dict[str, list[int]], dict[str, Counter]]:
+        """Count trits and the octaves of scales."""
+        signs: dict[str, list[int]] = {}
+        octaves: dict[str, Counter] = {}
+        for tensor in self.model.weights().values():
+            for rows in row_chunks(tensor.trits):
+                trits = unpack_trits(tensor.trits[rows], tensor.in_features)
+                _count_signs(signs, tensor.area, trits)
+            _count_values(octaves, tensor.area, tensor.exponent)
+        return signs, octaves
+
+
+class Plain(Saved):
+    """An export whose weights are numbers: GGUF, or a folder for Transformers."""
+
+    digests, digest = "none", None
+
+    def __init__(self, path: Path, kind: str, file: GGUFFile | ModelFolder) -> None:
+        super().__init__(path)
+        self.kind, self.file = kind, file
+        lists = [name for name, value in file.keys.items() if isinstance(value, list)]
+        self.config = {name: file.keys[name] for name in file.keys if name not in lists}
+        self.step, self.origin = file.keys.get("arb.step"), file.keys.get("arb.origin")
+
+    def weights(self) -> Decoders:
+        """List the matrices."""
+        return {
+            entry.name: lambda name=entry.name: self.file.tensor(name)
+            for entry in self.file.entries.values()
+            if len(entry.shape) == 2
+        }
+
+    def bytes_by_area(self) -> dict[str, Counter]:
+        """Add up the tensors by type."""
+        found: dict[str, Counter] = {}
+        for entry in self.file.entries.values():
+            area = _area(entry.name) if len(entry.shape) == 2 else "norms"
+            found.setdefault(area, Counter())[entry.kind.name] += entry.num_bytes
+        return found
+
+    def histograms(self) -> tuple[dict[str, list[int]], dict[str, Counter]]:
+        """Count signs and octaves of the weights."""
+        signs: dict[str, list[int]] = {}
+        octaves: dict[str, Counter] = {}
+        for name, read in self.weights().items():
+            weight = read()
+            _count_signs(signs, _area(name), weight.sign())
+            _count_values(octaves, _area(name), torch.frexp(weight[weight != 0]).exponent - 1)
+        return signs, octaves
+
+
+def open_saved(path: Path, note: Callable[[str], None]) -> Saved:
+    """Open whatever was saved, and check what it has digests of.
+
+    Args:
+        path: a run, a checkpoint, or an export.
+        note: is told of each damaged checkpoint that is passed over.
+
+    Raises:
+        ArbError: it is nothing that arb writes, or it is damaged.
+    """
+    if not path.exists():
+        raise ArbError(f"there is no `{path}`", hint="name a run, a checkpoint or an export")
+    if path.is_dir() and (path / ModelFolder.WEIGHTS).exists():
+        return Plain(path, "hf", ModelFolder(path))
+    if path.is_dir():
+        saved = Packed(*read_saved(path, note))
+        saved.kind, saved.run = "run", _run_facts(path)
+        return saved
+    with path.open("rb") as file:
+        is_gguf = file.read(len(MAGIC)) == MAGIC
+    if is_gguf:
+        return Plain(path, "gguf", GGUFFile(path))
+    return Packed(*read_saved(path, note))
+
+
+def _run_facts(run: Path) -> dict[str, Any]:
+    """Gather what the other files of a run say; nothing of those that are missing."""
+    facts: dict[str, Any] = {"checkpoints": [path.name for path in checkpoints(run)]}
+    if (run / CONFIG).exists():
+        told = read_json(run / CONFIG)
+        facts |= {name: told[name] for name in ("text", "versions", "started") if name in told}
+    if (run / METRICS).exists():
+        lines = (run / METRICS).read_text(errors="replace").splitlines()
+        facts["last_record"] = json.loads(lines[-1]) if lines else None
+    return facts
+
+
+def _decoder(tensor: TernaryTensor, rows: slice) -> Callable[[], Tensor]:
+    return lambda: tensor.weight(torch.float32)[rows]
+
+
+def _area(name: str) -> str:
+    own = name.split(".")[2] if name.startswith("blk.") else name
+    return _AREAS[own.partition("_")[0].partition(".")[0]]
+
+
+def _count_signs(counts: dict[str, list[int]], area: str, signs: Tensor) -> None:
+    found = [int((signs == sign).sum()) for sign in (-1, 0, 1)]
+    before = counts.setdefault(area, [0, 0, 0])
+    counts[area] = [a + b for a, b in zip(before, found, strict=True)]
+
+
+def _count_values(counts: dict[str, Counter], area: str, values: Tensor) -> None:
+    found, numbers = values.unique(return_counts=True)
+    pairs = zip(found.tolist(), numbers.tolist(), strict=True)
+    counts.setdefault(area, Counter()).update(dict(pairs))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Difference:
+    """How a tensor of one differs from that of another."""
+
+    name: str
+    elements: int
+    different: int
+    """Elements that differ; of trits, trits."""
+    largest: float
+    relative: float | None
+    """Root-mean-square of the differences, over that of the first; None if that is 0."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DifferenceReport:
+    """How two saved models differ."""
+
+    first: str
+    second: str
+    compared: str
+    """`state`: all tensors of two checkpoints; or `weights`: decoded matrices."""
+    config: dict[str, list[Any]]
+    """Fields that differ, with both values; of two checkpoints."""
+    missing: dict[str, str]
+    """Tensors that only one has, and which; or that have other shapes."""
+    tensors: list[Difference]
+    """Those that differ."""
+    num_equal: int
+    """Those that do not."""
+    equal: bool
+    """Whether both have the same tensors, and all are equal."""
+
+
+def compare(first: Saved, second: Saved) -> DifferenceReport:
+    """Compare the state of two checkpoints, or the weights of any two."""
+    packed = isinstance(first, Packed) and isinstance(second, Packed)
+    both = [_state(saved) if packed else saved.weights() for saved in (first, second)]
+    differences, missing, equal = [], {}, 0
+    for name in sorted(both[0].keys() | both[1].keys()):
+        if name not in both[0] or name not in both[1]:
+            missing[name] = "only in the first" if name in both[0] else "only in the second"
+            continue
+        one, other = (named[name]().float() for named in both)
+        if one.shape != other.shape:
+            missing[name] = f"{list(one.shape)} and {list(other.shape)}"
+            continue
+        apart = other - one
+        if different := int(apart.count_nonzero()):
+            size = float(one.norm())
+            differences.append(
+                Difference(
+                    name=name,
+                    elements=one.numel(),
+                    different=different,
+                    largest=float(apart.abs().max()),
+                    relative=float(apart.norm()) / size if size else None,
+                )
+            )
+        else:
+            equal += 1
+    fields = sorted(first.config.keys() | second.config.keys()) if packed else []
+    values = {name: [saved.config.get(name) for saved in (first, second)] for name in fields}
+    return DifferenceReport(
+        first=str(first.path),
+        second=str(second.path),
+        compared="state" if packed else "weights",
+        config={name: pair for name, pair in values.items() if pair[0] != pair[1]},
+        missing=missing,
+        tensors=differences,
+        num_equal=equal,
+        equal=not differences and not missing,
+    )
+
+
+def _state(saved: Packed) -> Decoders:
+    """List the state; trits are unpacked, so that each counts."""
+    widths = {f"{name}.trits": w.in_features for name, w in saved.model.weights().items()}
+
+    def reader(name: str, tensor: Tensor) -> Callable[[], Tensor]:
+        if name in widths:
+            return lambda: unpack_trits(tensor, widths[name])
+        return lambda: tensor
+
+    return {name: reader(name, tensor) for name, tensor in saved.tensors.items()}

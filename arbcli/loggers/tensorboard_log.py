@@ -1,0 +1,51 @@
+"""TensorBoard: files in the run's own directory, `RUN/tensorboard`."""
+
+from pathlib import Path
+from typing import Any
+
+from torch.utils.tensorboard import SummaryWriter
+
+from arbcli.loggers import base
+
+
+class Logger(base.Logger):
+    """Writes event files."""
+
+    name = "tensorboard"
+
+    def open(self, run: Path, step: int, facts: dict[str, Any]) -> None:
+        """Begin; what an earlier process wrote of later steps is hidden."""
+        self._writer = SummaryWriter(str(run / "tensorboard"), purge_step=step + 1)
+        settings = "".join(f"    {k}: {v}\n" for k, v in base.flat_settings(facts).items())
+        self._writer.add_text("settings", settings, step)
+
+    def scalars(self, step: int, values: dict[str, float]) -> None:
+        """Write numbers."""
+        for name, value in values.items():
+            self._writer.add_scalar(name, value, step)
+
+    def histograms(self, step: int, values: dict[str, base.Histogram]) -> None:
+        """Write histograms as they are."""
+        for name, found in values.items():
+            middles = [(a + b) / 2 for a, b in zip(found.edges, found.edges[1:], strict=False)]
+            pairs = list(zip(middles, found.counts, strict=True))
+            self._writer.add_histogram_raw(
+                name,
+                min=found.edges[0],
+                max=found.edges[-1],
+                num=sum(found.counts),
+                sum=sum(middle * count for middle, count in pairs),
+                sum_squares=sum(middle**2 * count for middle, count in pairs),
+                bucket_limits=found.edges[1:],
+                bucket_counts=found.counts,
+                global_step=step,
+            )
+
+    def text(self, step: int, text: str) -> None:
+        """Write a sample as it is: indented, it is no Markdown."""
+        lines = "".join(f"    {line}\n" for line in text.splitlines())
+        self._writer.add_text("sample", lines, step)
+
+    def close(self) -> None:
+        """Write what is left."""
+        self._writer.close()

@@ -1,0 +1,125 @@
+"""Run exports of trained models in llama.cpp and Transformers, and compare with `arb`.
+
+    python -m benchmarks.exports RUN [RUN...] [--out DIR]
+
+The runs are of `--no-sub-norms`, with a context of 256 bytes or more. Compared with those of `arb`
+in float32 are the logarithms of the probabilities of all 256 bytes, after some beginnings of the
+held-out text, and 200 bytes of greedy text.
+"""
+
+import dataclasses
+import shutil
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from arbcli.checkpoint import read_json
+from arbcli.config.dense import ModelConfig
+from arbcli.config.training import train_config_from
+from arbcli.export.gguf import smallest_type
+from arbcli.export.run import export
+from arbcli.infer.generation import Sampling, generate
+from arbcli.infer.load import load_model
+from arbcli.train.directory import CONFIG, open_texts_again
+from benchmarks import results
+from benchmarks.llama_cpp import Llama
+
+LENGTHS = (1, 2, 3, 7, 20, 50, 100, 150, 200, 250)
+PROMPT, LENGTH = b"import ", 200
+Predict = Callable[[bytes], Tensor]
+
+
+def main() -> None:
+    """Print a line for each export, and write the rows."""
+    parser = results.options("exports", "Compare exports with what arb computes.")
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN")
+    given = parser.parse_args()
+    rows = [row for run in given.runs for row in measure(run)]
+    results.save("exports", rows, command=results.command_line("exports"), folder=given.out)
+
+
+def measure(run: Path) -> list[dict]:
+    """Export a run each way, and compare."""
+    facts = read_json(run / CONFIG)
+    texts = open_texts_again(facts, train_config_from(facts))
+    text = texts.val.read(0, max(LENGTHS))
+    model = load_model(run, device="cpu", compute="fp32")
+    ours = torch.cat([log_probabilities(model(ids(text[:n]))) for n in LENGTHS])
+    greedy = b"".join(generate(model, PROMPT, LENGTH, Sampling(temperature=0)))
+    smallest = smallest_type(model.config).name.lower()
+    rows = []
+    for program, types in (
+        ("llama.cpp", dict.fromkeys(("f32", "bf16", "f16", smallest))),
+        ("Transformers", ("f32", "bf16")),
+    ):
+        for kind in types:
+            rows.append(compare(run, program, kind, text, ours, greedy) | about(model.config))
+            print(", ".join(f"{name} {value}" for name, value in rows[-1].items()), flush=True)
+    return rows
+
+
+def compare(run: Path, program: str, kind: str, text: bytes, ours: Tensor, greedy: bytes) -> dict:
+    """Export a run one way, and compare."""
+    folder = Path(tempfile.mkdtemp())
+    try:
+        form = "gguf" if program == "llama.cpp" else "hf"
+        report = export(run, form, out=folder / "model", kind=kind)
+        load = in_llama_cpp if form == "gguf" else in_transformers
+        predict, made = load(folder / "model", kind)
+        theirs = torch.stack([predict(text[:n]) for n in LENGTHS])
+    finally:
+        shutil.rmtree(folder)
+    pairs = enumerate(zip(greedy, made, strict=False))
+    return {
+        "program": program,
+        "type": report.type,
+        "bytes": report.bytes,
+        "num_weights": report.num_weights,
+        "step": report.step,
+        "largest": float((theirs - ours).abs().max()),
+        "first_divergence": next((index for index, (a, b) in pairs if a != b), None),
+    }
+
+
+def in_llama_cpp(path: Path, _kind: str) -> tuple[Predict, bytes]:
+    """Load a file: what predicts, and the greedy text."""
+    llama = Llama(path, max(LENGTHS) + 1)
+    return llama.log_probabilities, llama.greedy(PROMPT, LENGTH)
+
+
+def in_transformers(path: Path, kind: str) -> tuple[Predict, bytes]:
+    """Load a folder: what predicts, and the greedy text."""
+    dtype = {"f32": torch.float32, "bf16": torch.bfloat16}[kind]
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
+    prompt = ids(PROMPT)
+    made = model.generate(prompt, max_new_tokens=LENGTH, do_sample=False)
+
+    def predict(text: bytes) -> Tensor:
+        with torch.no_grad():
+            return log_probabilities(model(ids(text)).logits)[0]
+
+    return predict, bytes(made[0, prompt.shape[1] :].tolist())
+
+
+def ids(text: bytes) -> Tensor:
+    """Make a batch of one."""
+    return torch.tensor([list(text)])
+
+
+def log_probabilities(logits: Tensor) -> Tensor:
+    """Take the last of (1, T, 256) logits: (1, 256) float64."""
+    return logits[:, -1].detach().double().log_softmax(-1)
+
+
+def about(config: ModelConfig) -> dict:
+    """Name a model by what its weights are."""
+    shape = dataclasses.asdict(config)
+    return {"model": " ".join(str(shape[name]) for name in ("rule", "digits", "scale_type"))}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,87 @@
+"""The prompt loop: lines are continued after the text so far, and Ctrl-C stops the text only."""
+
+import os
+import pty
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from arbcli.commands import _chat
+from arbcli.infer.generation import Sampling, generate
+from arbcli.infer.load import load_model
+from arbcli.signals import Interrupted
+
+
+@pytest.fixture
+def model(saved):
+    return load_model(saved(), device="cpu", compute="fp32")
+
+
+@pytest.fixture
+def typed(monkeypatch):
+    """Type lines; what is no text is done instead."""
+
+    def type_lines(*lines) -> None:
+        waiting = iter([*lines, None])
+
+        def read(_mark):
+            line = next(waiting)
+            return line() if callable(line) else line
+
+        monkeypatch.setattr(_chat, "read_line", read)
+
+    return type_lines
+
+
+def test_lines_are_continued_after_the_text_so_far(model, typed, capfd):
+    typed("abc", "", "de")
+    _chat.chat(model, 5, Sampling(seed=3), "torch")
+    text, made = b"", []
+    for line, seed in ((b"abc", 3), (b"", 4), (b"\nde", 5)):
+        text += line
+        made.append(b"".join(generate(model, text[-32:], 5, Sampling(seed=seed))))
+        text += made[-1]
+    stdout, stderr = capfd.readouterr()
+    assert stdout == "".join(part.decode(errors="replace") for part in made)
+    assert _chat.WELCOME in stderr
+
+
+def test_ctrl_c_stops_the_text_and_not_the_program(model, typed, capfd, monkeypatch):
+    steps = []
+
+    def slow(*arguments, **options):
+        for part in generate(*arguments, **options):
+            steps.append(part)
+            if len(steps) == 2:
+                signal.raise_signal(signal.SIGINT)
+            yield part
+
+    monkeypatch.setattr("arbcli.infer.generation.generate", slow)
+    typed(lambda: signal.raise_signal(signal.SIGINT), "a", "b")
+    _chat.chat(model, 5, Sampling(), "torch")
+    assert len(steps) == 2 + 5
+
+
+def test_other_signals_end_the_program(model, typed):
+    typed(lambda: signal.raise_signal(signal.SIGTERM))
+    with pytest.raises(Interrupted):
+        _chat.chat(model, 5, Sampling(), "torch")
+
+
+@pytest.mark.slow  # a process that loads torch
+def test_terminal_without_a_prompt_is_asked(saved):
+    command = ["generate", "--checkpoint", str(saved()), "--length", "3", "--device", "cpu"]
+    ours, theirs = pty.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "arbcli", *command], stdin=theirs, stdout=theirs, stderr=theirs
+    )
+    os.close(theirs)
+    seen = b""
+    for awaited, answer in ((b"> ", b"abc\n"), (b"> ", b"\x04")):
+        while awaited not in seen:
+            seen += os.read(ours, 4096)
+        seen = seen.split(awaited, 1)[1]
+        os.write(ours, answer)
+    assert process.wait() == 0

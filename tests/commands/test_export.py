@@ -1,0 +1,72 @@
+"""`arb export` as a person or a program meets it."""
+
+import json
+
+import pytest
+
+from arbcli.train.configure import new_config
+from arbcli.train.run import Observer, start_run
+
+SIZES = {"dim": 32, "layers": 1, "heads": 2, "ffn": 64, "ctx": 16, "batch": 4}
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory) -> str:
+    folder = tmp_path_factory.mktemp("trained")
+    (folder / "text.txt").write_text("ternary weights learn to read. " * 100)
+    text = [str(folder / "text.txt")]
+    config = new_config(**SIZES, sub_norms=False, steps=2, device="cpu", data=text)
+    start_run(config, folder / "run", Observer())
+    return str(folder / "run")
+
+
+def test_export_writes_what_is_named_for_the_run(run, tmp_path, arb_here, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name, place in (("gguf", "run.gguf"), ("hf", "run-hf"), ("safetensors", "run-weights")):
+        done = arb_here("export", run, "--to", name, "--json")
+        assert done.returncode == 0, done.stderr
+        report = json.loads(done.stdout)
+        assert report["path"].startswith(place)
+        assert (report["format"], report["step"]) == (name, 2)
+        assert report["bytes"] > 0
+    shown = arb_here("export", run, "--to", "gguf", "--out", "other.gguf", "--type", "f32")
+    assert "F32" in shown.stdout
+    args = ["--device", "cpu", "--length", "5", "--temperature", "0"]
+    texts = {
+        arb_here("generate", "--checkpoint", place, *args).stdout
+        for place in (run, "run-weights.safetensors")
+    }
+    assert len(texts) == 1
+
+
+ERRORS = {
+    "no run": (["nowhere", "--to", "gguf"], "cannot read `nowhere`"),
+    "no such format": (["{run}", "--to", "onnx"], "`--to` is `onnx`"),
+    "no such type": (["{run}", "--to", "hf", "--type", "q4_0"], "has no type `q4_0`"),
+    "there already": (["{run}", "--to", "hf", "--out", "{run}"], "exists"),
+    "no folder": (["{run}", "--to", "gguf", "--out", "{run}/config.json/a"], "is no folder"),
+}
+
+
+@pytest.mark.parametrize("name", ERRORS)
+def test_a_mistake_is_explained_in_two_lines(name, run, arb_here):
+    args, message = ERRORS[name]
+    done = arb_here("export", *(arg.format(run=run) for arg in args))
+    assert (done.returncode, done.stdout) == (2, "")
+    lines = done.stderr.splitlines()
+    assert len(lines) == 2, lines
+    assert message in lines[0]
+
+
+def test_damaged_checkpoint_is_refused(run, tmp_path, arb_here):
+    with open(f"{run}/step-000002.safetensors", "rb") as file:
+        data = bytearray(file.read())
+    length = int.from_bytes(data[:8], "little")
+    moment = json.loads(data[8 : 8 + length])["head.weight.moment"]  # which an export has not
+    data[8 + length + moment["data_offsets"][0]] ^= 1
+    damaged = tmp_path / "damaged.safetensors"
+    damaged.write_bytes(data)
+    done = arb_here("export", str(damaged), "--to", "gguf", "--out", str(tmp_path / "x.gguf"))
+    assert done.returncode == 2
+    assert "`head.weight.moment` was altered" in done.stderr
+    assert not (tmp_path / "x.gguf").exists()

@@ -1,0 +1,94 @@
+"""Settings from a file are those of the options, and what is no setting is refused."""
+
+import json
+
+import pytest
+
+from arbcli.config.file import read_settings, settings_text
+from arbcli.config.training import train_config_dict
+from arbcli.errors import ArbError
+from arbcli.train.configure import new_config
+
+GIVEN = [
+    {"preset": "tiny", "data": ('a "b"\\\x7f\n.txt', "ü"), "sub_norms": False, "lr": 1e-5},
+    {"preset": "small", "rule": "votes", "steps": 7, "eval_every": 3, "field": "text"},
+    {"preset": "arb-tiny", "moe": True, "graph": True, "codes": (8, 8)},
+    {"preset": "base", "weights": "float", "optimizer": "muon"},
+    {"preset": "hnet-tiny", "outer_blocks": "mamba", "chunk_length": (5,), "digits": "all"},
+]
+
+
+@pytest.mark.parametrize("given", GIVEN, ids=lambda given: given["preset"])
+def test_printed_settings_are_read_back(tmp_path, given):
+    config = new_config(**given, device="cpu")
+    path = tmp_path / "run.toml"
+    path.write_text(settings_text(config, given["preset"]), encoding="utf-8")
+    assert new_config(**read_settings(path)) == config
+    facts = tmp_path / "config.json"
+    facts.write_text(json.dumps({"config": train_config_dict(config), "text": {}}))
+    assert new_config(**read_settings(facts)) == config
+
+
+def test_twin_is_given_no_rule_by_a_file_either(tmp_path):
+    path = tmp_path / "run.toml"
+    path.write_text('[model]\nweights = "float"\nrule = "votes"\n')
+    with pytest.raises(ArbError, match="a float twin is stepped by an optimizer"):
+        new_config(**read_settings(path), device="cpu")
+
+
+def test_few_settings_are_enough(tmp_path):
+    path = tmp_path / "run.toml"
+    path.write_text('preset = "small"\nlr = 1\n[model]\nctx = 32\n')
+    assert read_settings(path) == {"preset": "small", "lr": 1.0, "ctx": 32}
+    path.write_text("")
+    assert read_settings(path) == {}
+
+
+WRONG = {
+    "steps": "is no TOML",
+    "stepps = 1": "has no setting `stepps`",
+    "dim = 32": "`dim` in `.*` is a setting of the model",
+    "[model]\nwidth = 3": "has no setting `model.width`",
+    'steps = "many"': "`steps` in `.*` is 'many'",
+    "steps = true": "`steps` in `.*` is True",
+    "lr = [1.0]": "`lr` in `.*` is ",
+    "data = [1]": "`data` in `.*` is ",
+    "[model]\nsub_norms = 1": "`model.sub_norms` in `.*` is 1",
+    "model = 1": "has no settings by name",
+    "preset = 1": "`preset` of `.*` is 1",
+}
+
+
+@pytest.mark.parametrize("text", WRONG)
+def test_wrong_file_is_refused(tmp_path, text):
+    path = tmp_path / "run.toml"
+    path.write_text(text)
+    with pytest.raises(ArbError, match=WRONG[text]) as caught:
+        read_settings(path)
+    assert caught.value.hint
+
+
+def test_missing_and_broken_files_are_refused(tmp_path):
+    with pytest.raises(ArbError, match="cannot read"):
+        read_settings(tmp_path / "nowhere.toml")
+    (tmp_path / "config.json").write_text("[1]")
+    with pytest.raises(ArbError, match="no settings by name"):
+        read_settings(tmp_path / "config.json")
+
+
+def test_command_prints_settings_and_options_go_first(tmp_path, arb_here):
+    path = tmp_path / "run.toml"
+    options = ["--steps", "9", "--dim", "32", "--heads", "2", "--device", "cpu"]
+    printed = arb_here("train", *options, "--print-config")
+    assert printed.returncode == 0, printed.stderr
+    path.write_text(printed.stdout)
+    again = arb_here("train", "--config", str(path), "--steps", "5", "--print-config")
+    assert again.stdout == printed.stdout.replace("steps = 9", "steps = 5")
+    as_json = json.loads(
+        arb_here("train", "--config", str(path), "--print-config", "--json").stdout
+    )
+    assert (as_json["steps"], as_json["model"]["dim"]) == (9, 32)
+    for refused in (["--config", str(path)], ["--print-config"]):
+        done = arb_here("train", "--resume", "auto", *refused)
+        assert done.returncode == 2
+        assert "its own settings" in done.stderr

@@ -1,0 +1,119 @@
+"""A file for llama.cpp holds the same weights, and llama.cpp computes the same with it."""
+
+import pytest
+import torch
+from marks import mostly_slow
+
+from arbcli.config.dense import SCALE_TYPES
+from arbcli.errors import ArbError
+from arbcli.export import gguf
+from arbcli.export.gguf_file import GGUFFile
+from arbcli.export.qwen3 import read, sources
+from arbcli.infer.load import load_model, load_weights
+
+TEXT = b"def main(self):\n    return 1\n"
+SMALLEST = {"T32": "Q4_0", "T96": "Q4_0", "T64": "Q2_0", "T128": "Q2_0"}
+
+
+def written(saved, path, kind=None, **options):
+    weights = load_weights(saved(sub_norms=False, **options), print)
+    return weights, gguf.write_model(path, weights, "name", kind)
+
+
+@pytest.mark.parametrize("scale_type", mostly_slow(SCALE_TYPES, lambda name: name in ("T4", "T64")))
+def test_smallest_type_decodes_to_the_same_weights(saved, tmp_path, scale_type):
+    path = tmp_path / "model.gguf"
+    weights, kind = written(saved, path, scale_type=scale_type)
+    assert kind.name == SMALLEST.get(scale_type, "BF16")
+    assert gguf.count_differences(path, weights.model) == 0
+
+
+@pytest.mark.parametrize("kind", mostly_slow(gguf.TYPES, lambda name: name == "f16"))
+def test_every_type_decodes_to_the_same_weights(saved, tmp_path, kind):
+    path = tmp_path / "model.gguf"
+    weights, _ = written(saved, path, kind, scale_type="T64")
+    assert gguf.count_differences(path, weights.model) == 0
+
+
+@pytest.mark.parametrize("rule", ["moment", "nibble", "carry"])
+def test_all_digits_are_off_by_the_rounding_alone(saved, tmp_path, rule):
+    path = tmp_path / "model.gguf"
+    weights, kind = written(saved, path, rule=rule, digits="all")
+    assert kind.name == "Q8_0"
+    file = GGUFFile(path)
+    for source in sources(weights.model):
+        for part, weight in read(source):
+            found = file.tensor(part.gguf)
+            assert torch.equal(found.bfloat16().float(), weight), part.gguf
+            assert ((found - weight).abs() <= 2**-8 * weight.abs()).all()
+    written(saved, path, "bf16", rule=rule, digits="all")
+    assert gguf.count_differences(path, weights.model) == 0
+
+
+def test_file_says_what_the_model_is(saved, tmp_path):
+    weights, _ = written(saved, tmp_path / "model.gguf", rule="votes")
+    file = GGUFFile(tmp_path / "model.gguf")
+    assert file.keys["general.architecture"] == "qwen3"
+    assert file.keys["qwen3.context_length"] == 32
+    assert file.keys["qwen3.attention.key_length"] == 32
+    assert len(set(file.keys["tokenizer.ggml.tokens"])) == 256
+    assert file.keys["tokenizer.ggml.tokens"][ord("a")] == "a"
+    assert file.keys["tokenizer.ggml.merges"] == []
+    assert (file.keys["arb.step"], file.keys["arb.origin"]) == (7, weights.checkpoint.digest)
+    assert file.entries["blk.1.attn_q.weight"].shape == (64, 64)
+    assert file.entries["blk.1.attn_q_norm.weight"].shape == (32,)
+    assert (file.tensor("output_norm.weight") == 1).all()
+
+
+def test_another_reader_finds_the_same(saved, tmp_path):
+    reading = pytest.importorskip("gguf", reason="needs the extra `export-test`")
+    written(saved, tmp_path / "model.gguf")
+    ours, theirs = GGUFFile(tmp_path / "model.gguf"), reading.GGUFReader(tmp_path / "model.gguf")
+    assert [tensor.name for tensor in theirs.tensors] == list(ours.entries)
+    for tensor in theirs.tensors:
+        read = reading.quants.dequantize(tensor.data, tensor.tensor_type)
+        assert torch.equal(torch.from_numpy(read.copy()), ours.tensor(tensor.name)), tensor.name
+
+
+@pytest.mark.parametrize(("kind", "scale_type", "bound"), [
+    ("f32", "T32", 1e-5), ("f32", "T6", 1e-5), ("bf16", "T32", 0.05), ("f16", "T32", 0.01),
+    ("q8_0", "T32", 0.1), ("q4_0", "T32", 0.1), ("q2_0", "T64", 0.1),
+])  # fmt: skip
+def test_llama_cpp_predicts_the_same(saved, tmp_path, kind, scale_type, bound):
+    pytest.importorskip("xllamacpp", reason="needs the extra `export-test`")
+    from benchmarks.llama_cpp import Llama
+
+    path = tmp_path / "model.gguf"
+    written(saved, path, kind, scale_type=scale_type)
+    model = load_model(tmp_path, device="cpu", compute="fp32")
+    with torch.no_grad():
+        ours = model(torch.tensor([list(TEXT)])).double().log_softmax(-1)[0]
+    llama = Llama(path, 64)
+    for length in (1, 2, len(TEXT)):
+        assert (llama.log_probabilities(TEXT[:length]) - ours[length - 1]).abs().max() < bound
+
+
+@pytest.mark.parametrize(("name", "options", "hint"), [
+    ("tiny", {}, "--no-sub-norms"),
+    ("arb-tiny", "graph", "--to safetensors"),
+])  # fmt: skip
+def test_model_that_gguf_cannot_hold_is_refused(saved, tmp_path, small_graph, name, options, hint):
+    drop = ("preset", "batch")
+    if options == "graph":
+        options = {key: value for key, value in small_graph.items() if key not in drop}
+    weights = load_weights(saved(name, **options), print)
+    with pytest.raises(ArbError, match="GGUF has no architecture") as caught:
+        gguf.write_model(tmp_path / "model.gguf", weights, "name", None)
+    assert hint in caught.value.hint
+    assert not (tmp_path / "model.gguf").exists()
+
+
+def test_damaged_file_is_refused(saved, tmp_path):
+    path = tmp_path / "model.gguf"
+    written(saved, path)
+    whole = path.read_bytes()
+    tall = whole.replace((64).to_bytes(8, "little") * 2, (63).to_bytes(8, "little") * 2)
+    for data in (b"", whole[:3], whole[:40], whole[:3000], whole[:-60], b"x" + whole, tall):
+        path.write_bytes(data)
+        with pytest.raises(ArbError, match="refused"):
+            GGUFFile(path)

@@ -1,0 +1,90 @@
+"""A folder for Transformers: the same weights, and Transformers computes the same with them."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from arbcli.errors import ArbError
+from arbcli.export.qwen3 import read, sources
+from arbcli.export.run import export
+from arbcli.infer.generation import Sampling, generate
+from arbcli.infer.load import load_model, load_weights
+
+TEXT = "naïve Ā \0\x7f  x\n\n\ty'll"
+
+
+@pytest.mark.parametrize("kind", ["bf16", "f32"])
+def test_folder_holds_the_same_weights(saved, tmp_path, kind):
+    checkpoint = saved()
+    report = export(checkpoint, "hf", out=tmp_path / "model", kind=kind)
+    assert report.type.lower() == kind
+    found = load_file(tmp_path / "model" / "model.safetensors")
+    model = load_weights(checkpoint, print).model
+    expected = {part.hugging_face: w for s in sources(model) for part, w in read(s)}
+    assert found.keys() == expected.keys()
+    for name, weight in expected.items():
+        assert torch.equal(found[name].float(), weight), name
+    card = (tmp_path / "model" / "README.md").read_text()
+    assert report.origin in card
+    assert report.bytes > found["lm_head.weight"].nbytes
+
+
+def test_model_with_sub_norms_brings_its_code(saved, tmp_path):
+    for sub_norms in (True, False):
+        folder = tmp_path / f"{sub_norms}"
+        export(saved(sub_norms=sub_norms), "hf", out=folder)
+        config = json.loads((folder / "config.json").read_text())
+        assert ("auto_map" in config) == (folder / "modeling_arb.py").exists() == sub_norms
+        assert (config["model_type"] == "qwen3") != sub_norms
+
+
+def test_card_has_the_figures_of_the_run(saved, tmp_path):
+    checkpoint = saved()
+    config = {"compute": "fp32"}
+    text = {"train_bytes": 1234567, "val_bytes": 89}
+    (tmp_path / "config.json").write_text(json.dumps({"config": config, "text": text}))
+    records = [{"step": 5, "val_loss": 2.0}, {"step": 7, "val_loss": None}, {"step": 9}]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records) + "{")
+    export(checkpoint, "hf", out=tmp_path / "model")
+    card = (tmp_path / "model" / "README.md").read_text()
+    assert "1,234,567 bytes" in card
+    assert "2.0000 nats = 2.8854 bits a byte, after 5 steps" in card
+
+
+def test_graph_is_refused(saved, tmp_path, small_graph):
+    drop = ("preset", "batch")
+    options = {key: value for key, value in small_graph.items() if key not in drop}
+    with pytest.raises(ArbError, match="Transformers has no model"):
+        export(saved("arb-tiny", **options), "hf", out=tmp_path / "model")
+    assert not (tmp_path / "model").exists()
+
+
+@pytest.mark.slow  # transformers takes seconds to import
+@pytest.mark.parametrize("sub_norms", [False, True])
+def test_transformers_computes_the_same(saved, tmp_path, sub_norms):
+    transformers = pytest.importorskip("transformers", reason="needs the extra `export-test`")
+    checkpoint, folder = saved(sub_norms=sub_norms), tmp_path / "model"
+    export(checkpoint, "hf", out=folder)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    assert tokenizer(TEXT)["input_ids"] == list(TEXT.encode())
+    assert tokenizer.decode(list(TEXT.encode())) == TEXT
+    load = transformers.AutoModelForCausalLM.from_pretrained
+    if sub_norms:  # never loaded as a model without
+        with pytest.raises(ValueError, match="trust_remote_code"):
+            load(folder, trust_remote_code=False)
+    ids = torch.tensor([list(range(32, 64))])
+    for compute, dtype, bound in (("fp32", torch.float32, 1e-5), ("bf16", torch.bfloat16, 0.05)):
+        theirs = load(folder, dtype=dtype, trust_remote_code=sub_norms)
+        ours = load_model(checkpoint, device="cpu", compute=compute)
+        with torch.no_grad():
+            wanted = ours(ids).float()
+            assert (theirs(ids).logits.float() - wanted).abs().max() < bound * wanted.abs().max()
+        if compute == "fp32":  # beyond the context, too
+            text = b"".join(generate(ours, b"import ", 60, Sampling(temperature=0)))
+            prompt = torch.tensor([list(b"import ")])
+            made = theirs.generate(prompt, max_new_tokens=60, do_sample=False, eos_token_id=None)
+            assert bytes(made[0, 7:].tolist()) == text
+            pipeline = transformers.pipeline("text-generation", model=theirs, tokenizer=tokenizer)
+            assert pipeline("import ", max_new_tokens=5)[0]["generated_text"].startswith("import ")

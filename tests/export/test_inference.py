@@ -1,0 +1,80 @@
+"""The weights alone: a quarter of a byte each, and all that generating and evaluating need."""
+
+import os
+
+import pytest
+import torch
+
+import arbcli
+from arbcli.checkpoint import load_checkpoint
+from arbcli.errors import ArbError
+from arbcli.export.run import export
+from arbcli.infer.generation import Sampling, generate
+from arbcli.infer.load import load_model
+
+
+@pytest.mark.parametrize(
+    ("rule", "digits"),
+    [
+        ("moment", "trit"),
+        ("nibble", "trit"),
+        ("votes", "trit"),
+        ("moment", "all"),
+        ("nibble", "all"),
+    ],
+)
+def test_weights_alone_predict_the_same(saved, tmp_path, rule, digits):
+    checkpoint = saved(rule=rule, digits=digits)
+    path = tmp_path / "weights.safetensors"
+    report = export(checkpoint, "safetensors", out=path)
+    assert report.origin == load_checkpoint(checkpoint).digest
+    whole = load_model(checkpoint, device="cpu")
+    alone = arbcli.load(path, device="cpu")
+    ids = torch.arange(32).view(1, 32)
+    assert torch.equal(alone(ids), whole(ids))
+    text = [b"".join(generate(model, b"a", 6, Sampling())) for model in (whole, alone)]
+    assert text[0] == text[1]
+    assert {name.rpartition(".")[2] for name in alone.state_dict()} <= {
+        "trits", "exponent", "fraction", *(["remainder"] if digits == "all" else [])
+    }  # fmt: skip
+    assert (rule, digits) == ("nibble", "all") or path.stat().st_size < checkpoint.stat().st_size
+
+
+def test_weights_of_a_graph_keep_its_memories(saved, tmp_path, small_graph):
+    drop = ("preset", "batch")
+    options = {key: value for key, value in small_graph.items() if key not in drop}
+    checkpoint = saved("arb-tiny", **options)
+    path = tmp_path / "weights.safetensors"
+    export(checkpoint, "safetensors", out=path)
+    whole, alone = load_checkpoint(checkpoint), load_checkpoint(path)
+    dropped = {name.rpartition(".")[2] for name in whole.tensors.keys() - alone.tensors.keys()}
+    assert dropped == {"remainder", "moment"}
+    ids = torch.arange(16).view(1, 16)
+    models = [
+        load_model(place, device="cpu") for place in (checkpoint, tmp_path / "weights.safetensors")
+    ]
+    assert torch.equal(models[0](ids), models[1](ids))
+
+
+def test_export_of_an_export_is_the_same_file(saved, tmp_path):
+    first, second = tmp_path / "first.safetensors", tmp_path / "second.safetensors"
+    export(saved(), "safetensors", out=first)
+    export(first, "safetensors", out=second)
+    assert first.read_bytes() == second.read_bytes()
+
+
+def test_weights_keep_what_they_were_trained_in(saved, tmp_path):
+    checkpoint = saved()
+    (tmp_path / "config.json").write_text('{"config": {"compute": "bf16"}}')
+    os.mkdir(tmp_path / "elsewhere")
+    export(checkpoint, "safetensors", out=tmp_path / "elsewhere" / "weights.safetensors")
+    loaded = load_model(tmp_path / "elsewhere" / "weights.safetensors", device="cpu")
+    assert loaded.compute_dtype == torch.bfloat16
+
+
+def test_weights_alone_are_not_trained_on(saved, tmp_path):
+    from arbcli.train.trainer import Trainer
+
+    export(saved(), "safetensors", out=tmp_path / "weights.safetensors")
+    with pytest.raises(ArbError, match="the weights alone"):
+        Trainer.take_weights(None, load_checkpoint(tmp_path / "weights.safetensors"))

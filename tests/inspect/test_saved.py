@@ -1,0 +1,107 @@
+"""Whatever is saved can be looked into and compared, and what is damaged is refused."""
+
+import json
+import shutil
+
+import pytest
+import torch
+
+from arbcli.errors import ArbError
+from arbcli.export.run import export
+from arbcli.inspect.saved import compare, open_saved
+
+
+@pytest.fixture
+def forms(saved, tmp_path) -> dict:
+    """The same model in every form."""
+    paths = {"checkpoint": saved(sub_norms=False)}
+    for kind, form in (("weights", "safetensors"), ("gguf", "gguf"), ("hf", "hf")):
+        paths[kind] = tmp_path / kind
+        export(paths["checkpoint"], form, out=paths[kind])
+    return paths
+
+
+def test_every_form_says_what_it_is(forms):
+    reports = {kind: open_saved(path, print).report() for kind, path in forms.items()}
+    for kind, report in reports.items():
+        assert (report.kind, report.step) == (kind, 7)
+        assert sum(map(sum, report.trits.values())) == pytest.approx(len(report.trits))
+        assert report.trits["mlp"] == reports["checkpoint"].trits["mlp"]
+        assert report.digests == ("checked" if kind in ("checkpoint", "weights") else "none")
+    assert reports["gguf"].bytes_by_area["norms"].keys() == {"F32"}
+    assert reports["gguf"].bytes_by_area["mlp"].keys() == {"Q4_0"}
+    kinds = reports["checkpoint"].bytes_by_area["mlp"].keys()
+    assert kinds - reports["weights"].bytes_by_area["mlp"].keys() == {"remainder", "moment"}
+    origins = {report.origin for kind, report in reports.items() if kind != "checkpoint"}
+    assert origins == {reports["checkpoint"].digest}
+    assert reports["checkpoint"].octaves["head"] == {-3: 256 * 2}
+
+
+def test_forms_of_one_model_have_equal_weights(forms):
+    opened = {kind: open_saved(path, print) for kind, path in forms.items()}
+    for kind in ("gguf", "hf"):
+        found = compare(opened["checkpoint"], opened[kind])
+        assert (found.compared, found.equal, found.num_equal) == ("weights", True, 16)
+    found = compare(opened["weights"], opened["checkpoint"])
+    assert not found.equal
+    assert not found.tensors
+    assert set(found.missing.values()) == {"only in the second"}
+
+
+def test_difference_counts_trits(saved, tmp_path):
+    first = open_saved(saved(), print)
+    shutil.copy(first.path, tmp_path / "second.safetensors")
+    second = open_saved(tmp_path / "second.safetensors", print)
+    assert compare(first, second).equal
+    weight = second.model.head.weight
+    before = weight.weight(torch.float32)
+    weight.trits[0, 0] = 242 - int(weight.trits[0, 0])  # all five change their sign
+    changed = int((before != weight.weight(torch.float32)).sum())
+    (found,) = compare(first, second).tensors
+    assert (found.name, found.elements) == ("head.weight.trits", 256 * 64)
+    assert found.different == changed > 0
+    assert found.largest == 2
+
+
+def test_run_tells_of_its_files(saved, tmp_path):
+    saved()
+    text = {"description": "a book"}
+    (tmp_path / "config.json").write_text(json.dumps({"text": text}))
+    (tmp_path / "metrics.jsonl").write_text('{"step": 5}\n{"step": 7}\n')
+    report = open_saved(tmp_path, print).report()
+    assert report.kind == "run"
+    assert report.run["last_record"] == {"step": 7}
+    assert report.run["text"] == text
+    assert report.run["checkpoints"] == ["step-000007.safetensors"]
+
+
+def test_what_is_damaged_or_no_model_is_refused(forms, tmp_path):
+    weights = forms["hf"] / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1])
+    forms["gguf"].write_bytes(forms["gguf"].read_bytes()[:-100])
+    forms["weights"].write_bytes(forms["weights"].read_bytes()[:-1] + b"\0")
+    (tmp_path / "text").write_text("a text")
+    others = [tmp_path / "text", tmp_path / "nowhere"]
+    for path in [*others, *(path for kind, path in forms.items() if kind != "checkpoint")]:
+        with pytest.raises(ArbError, match=r"refused|there is no"):
+            open_saved(path, print)
+
+
+def test_folder_that_says_another_shape_is_refused(forms):
+    path = forms["hf"] / "config.json"
+    said = json.loads(path.read_text())
+    for name, value in (("num_hidden_layers", 10**9), ("hidden_size", 32), ("hidden_size", "a")):
+        path.write_text(json.dumps(said | {name: value}))
+        with pytest.raises(ArbError):
+            open_saved(forms["hf"], print).report()
+
+
+def test_command_shows_and_compares(forms, arb_here):
+    shown = arb_here("inspect", str(forms["checkpoint"]))
+    assert (shown.returncode, shown.stderr) == (0, "")
+    for words in ("checked", "model.dim", "remainder", "below 0"):
+        assert words in shown.stdout
+    args = ["inspect", str(forms["gguf"]), "--diff", str(forms["hf"])]
+    assert "16 tensors" in arb_here(*args).stdout
+    assert json.loads(arb_here(*args, "--json").stdout)["equal"]
+    assert json.loads(arb_here("inspect", str(forms["hf"]), "--json").stdout)["kind"] == "hf"

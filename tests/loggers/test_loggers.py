@@ -1,0 +1,193 @@
+"""Loggers are told the figures of a run; a failure of one is told, and the run goes on."""
+
+import importlib.util
+import json
+import sqlite3
+import sys
+from pathlib import Path
+
+import pytest
+
+from arbcli.errors import ArbError
+from arbcli.loggers import LOGGERS, base, check_logger, find_logger
+from arbcli.train.configure import new_config
+from arbcli.train.run import Observer, Observers, resume_run, start_run
+
+SIZES = {"dim": 32, "layers": 1, "heads": 2, "ffn": 48, "ctx": 16, "batch": 2}
+
+
+class Listening(base.Logger):
+    name = "listening"
+
+    def __init__(self, tell=print):
+        super().__init__(tell)
+        self.heard: list[tuple] = []
+
+    def open(self, run, step, facts):
+        self.heard.append(("open", step, base.flat_settings(facts)["model.dim"]))
+        sys.stdout.write("chatter of the package")
+
+    def scalars(self, step, values):
+        self.heard.append(("scalars", step, values))
+
+    def histograms(self, step, values):
+        self.heard.append(("histograms", step, values))
+
+    def text(self, step, text):
+        self.heard.append(("text", step, text))
+
+    def close(self):
+        self.heard.append(("close",))
+
+
+@pytest.fixture
+def text(tmp_path) -> str:
+    (tmp_path / "text.txt").write_text("ternary weights learn to read. " * 100)
+    return str(tmp_path / "text.txt")
+
+
+@pytest.fixture(autouse=True)
+def short_samples(monkeypatch):
+    monkeypatch.setattr("arbcli.train.run.SAMPLE_BYTES", 4)
+
+
+def train(text: str, run: Path, observer: Observer, **options):
+    given = {"steps": 3, **SIZES, **options}
+    return start_run(new_config(**given, data=[text], device="cpu"), run, observer)
+
+
+def test_logger_hears_the_whole_run(text, tmp_path, capsys):
+    logger = Listening()
+    train(text, tmp_path / "run", logger)
+    opened, scalars, histograms, sample, closed = logger.heard
+    assert opened == ("open", 0, 32)
+    assert scalars[1] == histograms[1] == sample[1] == 3
+    assert {"loss", "val_loss", "lr", "flip_share"} <= scalars[2].keys()
+    assert all(isinstance(value, int | float) for value in scalars[2].values())
+    head = histograms[2]["trits/head"]
+    assert (head.edges, sum(head.counts)) == ([-1.5, -0.5, 0.5, 1.5], 256 * 32)
+    octaves = histograms[2]["octaves/mlp"]
+    assert len(octaves.edges) == len(octaves.counts) + 1
+    assert closed == ("close",)
+    assert capsys.readouterr().out == ""
+
+
+def test_failure_of_a_logger_is_told_and_the_run_goes_on(text, tmp_path):
+    told = []
+    failing, sound = Listening(told.append), Listening()
+    failing.scalars = lambda step, values: 1 / 0
+    report = train(text, tmp_path / "run", Observers([failing, sound]))
+    assert report.steps == 3
+    (message,) = told
+    assert "`--log listening` failed" in message
+    assert "ZeroDivisionError" in message
+    assert failing.heard == [("open", 0, 32)]
+    assert sound.heard[-1] == ("close",)
+
+
+def test_twin_has_no_histograms(text, tmp_path):
+    logger = Listening()
+    train(text, tmp_path / "run", logger, weights="float", steps=1)
+    assert logger.heard[2] == ("histograms", 1, {})
+
+
+@pytest.mark.parametrize("name", LOGGERS)
+def test_missing_package_is_one_clear_line(name, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda package: None)
+    with pytest.raises(ArbError, match=f"`--log {name}` needs the package {name}") as caught:
+        check_logger(name)
+    assert f"pip install {name}" in caught.value.hint
+
+
+def test_unknown_and_broken_loggers_are_refused(monkeypatch):
+    with pytest.raises(ArbError, match="no logger is named `paper`"):
+        check_logger("paper")
+    monkeypatch.setattr("arbcli.loggers.check_logger", lambda name: None)
+    monkeypatch.setitem(sys.modules, "trackio", None)
+    monkeypatch.delitem(sys.modules, "arbcli.loggers.trackio_log", raising=False)
+    with pytest.raises(ArbError, match="`--log trackio` cannot be used"):
+        find_logger("trackio", print)
+
+
+def test_command_refuses_a_logger_before_it_begins(arb_here):
+    done = arb_here("train", "--log", "paper")
+    assert done.returncode == 2
+    assert "no logger is named `paper`" in done.stderr
+
+
+def _tensorboard(run: Path) -> set[str]:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(run / "tensorboard")).Reload()
+    tags = events.Tags()
+    assert [event.step for event in events.Scalars("val_loss")] == [3]
+    assert {"sample/text_summary", "settings/text_summary"} <= set(tags["tensors"])
+    return {*tags["scalars"], *tags["histograms"]}
+
+
+def _wandb(run: Path) -> set[str]:
+    import wandb
+
+    wandb.teardown()  # its own process has written all of it then
+    (file,) = run.glob("wandb/offline-run-*/*.wandb")
+    data = file.read_bytes()
+    return {name for name in ("val_loss", "trits/head", "sample") if name.encode() in data}
+
+
+def _trackio(run: Path) -> set[str]:
+    (file,) = run.parent.glob("trackio/arb.db")
+    rows = sqlite3.connect(file).execute("select metrics from metrics").fetchall()
+    return set().union(*(json.loads(row[0]) for row in rows))
+
+
+def _mlflow(run: Path) -> set[str]:
+    import mlflow
+
+    (found,) = mlflow.search_runs(experiment_names=["arb"], output_format="list")
+    assert found.data.params["model.dim"] == "32"
+    assert found.info.status == "FINISHED"
+    files = mlflow.MlflowClient().list_artifacts(found.info.run_id)
+    assert {file.path for file in files} == {"histograms", "samples"}
+    return {*found.data.metrics, "trits/head"}
+
+
+READERS = {"tensorboard": _tensorboard, "wandb": _wandb, "trackio": _trackio, "mlflow": _mlflow}
+
+
+@pytest.fixture
+def logged_here(tmp_path, monkeypatch):
+    """Keep what packages write in the folder of a test."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/mlflow.db")
+    for module in [name for name in sys.modules if "trackio" in name]:  # which reads its own once
+        monkeypatch.delitem(sys.modules, module)
+
+
+def needs(name: str) -> None:
+    if importlib.util.find_spec(LOGGERS[name]) is None:
+        pytest.skip(f"needs the package of `--log {name}`")
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("logged_here")
+@pytest.mark.parametrize("name", LOGGERS)
+def test_package_has_what_was_logged(name, text, tmp_path):
+    needs(name)
+    told = []
+    train(text, tmp_path / "run", find_logger(name, told.append))
+    assert told == []
+    assert {"val_loss", "trits/head"} <= READERS[name](tmp_path / "run")
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("logged_here")
+@pytest.mark.parametrize("name", LOGGERS)
+def test_run_that_goes_on_is_logged_on(name, text, tmp_path):
+    needs(name)
+    told = []
+    train(text, tmp_path / "run", find_logger(name, told.append))
+    (tmp_path / "run" / "step-000003.safetensors").unlink()
+    resume_run(tmp_path / "run", find_logger(name, told.append))
+    assert told == []

@@ -1,0 +1,85 @@
+"""A Mamba-2 block, its gradients against float64, and its state against a whole text."""
+
+import pytest
+import torch
+
+from arbcli.config.dense import ModelConfig
+from arbcli.kernels.runtime.backend import use_backend
+from arbcli.model.blocks.mamba import MambaBlock, MambaCache, mamba_values, running_sum
+from arbcli.model.packed import TernaryTensor
+from arbcli.verify.hnet_reference import reference_mamba_block
+from arbcli.verify.reference import reference_weight
+
+CONFIG = ModelConfig(dim=20, layers=1, heads=2, ffn=11, ctx=64)
+KERNELS = "triton" if torch.cuda.is_available() else "interpreter"
+
+
+def block(device) -> tuple[MambaBlock, dict[str, TernaryTensor]]:
+    with torch.device(device):
+        part = MambaBlock(CONFIG, 7)
+    tensors = {name: t for name, t in part.named_modules() if isinstance(t, TernaryTensor)}
+    for index, tensor in enumerate(tensors.values()):
+        tensor.initialise(0, index)
+    return part, tensors
+
+
+def normal(*shape, device, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(device)
+
+
+@pytest.mark.parametrize("backend", ["torch", pytest.param(KERNELS, marks=pytest.mark.slow)])
+def test_block_and_its_gradients_equal_the_reference(backend, device):
+    part, tensors = block(device)
+    handed = {}
+    for name, tensor in tensors.items():
+        tensor.sink = lambda _, grad, name=name: handed.update({name: grad})
+    x, grad_y = normal(2, 17, 20, device=device), normal(2, 17, 20, device=device, seed=1)
+    weights = {name: reference_weight(tensor) for name, tensor in tensors.items()}
+    leaves = {n: w.requires_grad_() for n, w in weights.items() if not tensors[n].frozen}
+    ours, twin = x.clone().requires_grad_(), x.double().requires_grad_()
+    with use_backend(backend):
+        y = part(ours)
+        y.backward(grad_y)
+    wanted = reference_mamba_block(twin, weights, 4, 7)
+    wanted.backward(grad_y.double())
+    torch.testing.assert_close(y.double(), wanted, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(ours.grad.double(), twin.grad, rtol=1e-4, atol=1e-5)
+    assert handed.keys() == leaves.keys()
+    for name, grad in handed.items():
+        error = (grad - leaves[name].grad).norm() / leaves[name].grad.norm()
+        # decays' gradients are small differences of large sums
+        assert error < (1e-3 if grad.shape[1] == 1 else 1e-5), name
+
+
+@torch.no_grad()
+def test_text_in_pieces_gives_what_the_whole_gives(device):
+    part, _ = block(device)
+    x = normal(1, 23, 20, device=device)
+    cache = MambaCache(CONFIG, 7, torch.float32, torch.device(device))
+    whole = part(x)
+    for _ in range(2):
+        found = []
+        for piece in x.split([4, 1, 1, 9, 2, 6], dim=1):
+            with cache.reading(piece.shape[1]):
+                stream, added = part.follow(piece, None, cache.blocks[0])
+            found.append(stream + added)
+        torch.testing.assert_close(torch.cat(found, dim=1), whole, rtol=1e-4, atol=1e-5)
+        assert cache.position == 23
+        cache.reset()
+
+
+def test_running_sums_run_both_ways(device):
+    x = normal(2, 150, 3, device=device)
+    torch.testing.assert_close(running_sum(x), x.cumsum(1), rtol=1e-5, atol=1e-5)
+    wanted = x.flip(1).cumsum(1).flip(1)
+    torch.testing.assert_close(running_sum(x, reverse=True), wanted, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("heads", [1, 2, 16])
+def test_heads_begin_with_different_steps_and_rates(heads):
+    rates, biases = mamba_values(heads)
+    assert len(set(rates)) == len(set(biases)) == heads
+    assert 0 not in (*rates, *biases)
+    steps = torch.nn.functional.softplus(torch.tensor(biases))
+    assert (steps >= 0.99e-3).all()
+    assert (steps <= 0.101).all()

@@ -1,0 +1,104 @@
+"""What is published: the wheel and the source distribution have all that `arb` needs."""
+
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+import zipfile
+from email import message_from_bytes
+from pathlib import Path
+
+import pytest
+
+import arbcli
+
+ROOT = Path(arbcli.__file__).parents[1]
+SOURCES = ("pyproject.toml", "README.md", "LICENSE", "CHANGELOG.md", "arbcli")
+BUILD = "import sys; from setuptools import build_meta as b; getattr(b, sys.argv[1])(sys.argv[2])"
+
+
+def build(kind: str, tree: Path, out: Path) -> Path:
+    """Build in a copy of the tree, without looking for anything on the network."""
+    out.mkdir(exist_ok=True)
+    command = [sys.executable, "-c", BUILD, f"build_{kind}", str(out)]
+    done = subprocess.run(command, cwd=tree, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    (made,) = out.iterdir()
+    return made
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory) -> Path:
+    """Build the source distribution, and the wheel from that."""
+    pytest.importorskip("setuptools", minversion="77", reason="builds the package")
+    folder = tmp_path_factory.mktemp("build")
+    tree = folder / "tree"
+    tree.mkdir()
+    for name in SOURCES:
+        copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
+        copy(ROOT / name, tree / name)
+    source = build("sdist", tree, folder / "sdist")
+    with tarfile.open(source) as archive:
+        archive.extractall(folder / "unpacked", filter="data")
+    (unpacked,) = (folder / "unpacked").iterdir()
+    return build("wheel", unpacked, folder / "wheel")
+
+
+@pytest.mark.slow
+def test_wheel_has_every_module_and_says_what_it_is(wheel):
+    with zipfile.ZipFile(wheel) as archive:
+        names = set(archive.namelist())
+        (about,) = (name for name in names if name.endswith(".dist-info/METADATA"))
+        metadata = message_from_bytes(archive.read(about))
+    modules = {str(p.relative_to(ROOT)) for p in (ROOT / "arbcli").rglob("*.py")}
+    assert modules | {"arbcli/py.typed"} <= names
+    assert not any(name.startswith(("tests", "benchmarks")) for name in names)
+    assert metadata["Version"] == arbcli.__version__
+    assert metadata["License-Expression"] == "Apache-2.0"
+    assert any(name.endswith("/LICENSE") for name in names)
+    assert "# arb" in metadata.get_payload()
+
+
+@pytest.mark.slow
+def test_installed_wheel_runs(wheel, tmp_path):
+    command = [sys.executable, "-m", "pip", "install", "--no-deps", "--no-index", "--quiet"]
+    place = tmp_path / "place"
+    subprocess.run([*command, "--target", str(place), str(wheel)], check=True)
+    env = os.environ | {"PYTHONPATH": str(place)}
+    for arguments, said in ((["--version"], arbcli.__version__), (["--help"], "export")):
+        run = [sys.executable, str(place / "bin" / "arb"), *arguments]
+        done = subprocess.run(
+            run, cwd=tmp_path, env=env, capture_output=True, text=True, check=True
+        )
+        assert said in done.stdout
+    code = "import arbcli; print(arbcli.__file__)"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=tmp_path,
+        env=env,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert Path(done.stdout.strip()).is_relative_to(place)
+
+
+@pytest.mark.slow
+def test_example_trains_exports_and_runs_the_model(tmp_path):
+    pytest.importorskip("xllamacpp", reason="needs the extra `export-test`")
+    text = tmp_path / "text.txt"
+    text.write_text("import ternary, weights\n" * 500)
+    script = ROOT / "examples" / "train_export_run.py"
+    command = [sys.executable, str(script), str(text), "--steps", "2", "--length", "3"]
+    env = os.environ | {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(
+        [*command, "--out", str(tmp_path / "run")],
+        env=env,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "llama.cpp, F32" in done.stdout
+    assert "llama.cpp, Q4_0" in done.stdout

@@ -1,0 +1,130 @@
+"""Compressed and structured files are read as their plain bytes, made once and checked."""
+
+import gzip
+import json
+from pathlib import Path
+
+import pytest
+
+from arbcli.data import open_text, open_texts
+from arbcli.errors import ArbError
+from arbcli.plain_text import cache_folder, plain_file
+
+TEXT = ("naïve ternary weights\n" * 100).encode()
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return cache_folder()
+
+
+def read(path: Path, field: str | None = None) -> bytes:
+    return plain_file(path, field).read_bytes()
+
+
+def test_plain_file_is_itself(tmp_path, cache):
+    path = tmp_path / "book.txt"
+    path.write_bytes(TEXT)
+    assert plain_file(path, None) == plain_file(path, "text") == path
+    records = tmp_path / "book.jsonl"
+    records.write_bytes(TEXT)
+    assert plain_file(records, None) == records
+    assert not cache.exists()
+
+
+def test_gzip_is_unpacked_once(tmp_path, cache):
+    path = tmp_path / "book.txt.GZ"
+    path.write_bytes(gzip.compress(TEXT))
+    plain = plain_file(path, None)
+    assert plain.read_bytes() == TEXT
+    before = plain.stat().st_mtime_ns
+    assert plain_file(path, None) == plain
+    assert plain.stat().st_mtime_ns == before
+    plain.write_bytes(TEXT[:-1] + b"!")  # not what was written
+    assert read(path) == TEXT
+    path.write_bytes(gzip.compress(b"another"))
+    assert read(path) == b"another"
+    assert not list(cache.glob(".*"))
+
+
+def test_zstandard_is_unpacked(tmp_path):
+    zstandard = pytest.importorskip("zstandard", reason="needs the extra `zst`")
+    path = tmp_path / "book.txt.zst"
+    path.write_bytes(zstandard.compress(TEXT))
+    assert read(path) == TEXT
+    path.write_bytes(zstandard.compress(TEXT) * 2)
+    assert read(path) == TEXT * 2
+    for data in (path.read_bytes()[:-9], b"x" * 50):
+        path.write_bytes(data)
+        with pytest.raises(ArbError, match="cannot be unpacked"):
+            read(path)
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz"])
+def test_field_of_records_is_the_text(tmp_path, name):
+    lines = [json.dumps({"text": text, "id": 1}) for text in ("naïve", "two\nlines", "")]
+    data = ("\n".join(lines) + "\n\n").encode()
+    (tmp_path / name).write_bytes(gzip.compress(data) if name.endswith(".gz") else data)
+    assert read(tmp_path / name, "text") == "naïve\ntwo\nlines\n\n".encode()
+    with pytest.raises(ArbError, match=r"line 1 of .* it has no `body`"):
+        read(tmp_path / name, "body")
+    with pytest.raises(ArbError, match="it is no text"):
+        read(tmp_path / name, "id")
+
+
+def test_column_of_a_table_is_the_text(tmp_path):
+    arrow = pytest.importorskip("pyarrow", reason="needs the extra `parquet`")
+    from pyarrow import parquet
+
+    path = tmp_path / "a.parquet"
+    parquet.write_table(arrow.table({"text": ["naïve", None, "two"], "id": [1, 2, 3]}), path)
+    assert read(path, "text") == "naïve\ntwo\n".encode()
+    for field, message in ((None, "has columns"), ("body", "no column `body`"), ("id", "no text")):
+        with pytest.raises(ArbError, match=message):
+            read(path, field)
+    path.write_bytes(path.read_bytes()[:-9])
+    with pytest.raises(ArbError, match="cannot be read"):
+        read(path, "text")
+
+
+@pytest.mark.parametrize("cut", [5, -3])
+def test_damaged_file_leaves_nothing(tmp_path, cache, cut):
+    path = tmp_path / "book.gz"
+    path.write_bytes(gzip.compress(TEXT)[:cut])
+    with pytest.raises(ArbError, match="cannot be unpacked"):
+        read(path)
+    assert list(cache.iterdir()) == []
+
+
+@pytest.mark.parametrize(("name", "package"), [("a.zst", "zstandard"), ("a.parquet", "pyarrow")])
+def test_missing_package_is_one_clear_line(tmp_path, monkeypatch, name, package):
+    (tmp_path / name).write_bytes(TEXT)
+    monkeypatch.setitem(__import__("sys").modules, package, None)
+    with pytest.raises(ArbError, match=f"read with the package {package}") as caught:
+        read(tmp_path / name, "text")
+    assert caught.value.hint == f"install it: `pip install {package}`"
+
+
+def test_cache_that_cannot_be_written_is_told(tmp_path, monkeypatch):
+    (tmp_path / "book.gz").write_bytes(gzip.compress(TEXT))
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    with pytest.raises(ArbError, match="cannot make plain bytes") as caught:
+        read(tmp_path / "book.gz")
+    assert "XDG_CACHE_HOME" in caught.value.hint
+
+
+def test_texts_are_split_as_if_they_were_plain(tmp_path):
+    packed, plain = tmp_path / "packed", tmp_path / "plain"
+    for folder in (packed, plain):
+        folder.mkdir()
+    for index in range(12):
+        part = TEXT[: 100 + index]
+        (packed / f"{index}.gz").write_bytes(gzip.compress(part))
+        (plain / f"{index}.gz.txt").write_bytes(part)
+    texts = [open_texts([str(folder)], None, seed=0, context=8) for folder in (packed, plain)]
+    assert [len(text.train) + len(text.val) for text in texts] == [12 * 100 + 66] * 2
+    assert len(open_text([str(packed)])[0]) == 12 * 100 + 66
+    single = open_texts([str(packed / "3.gz")], None, seed=0, context=8)
+    assert (len(single.train), len(single.val)) == (93, 10)
