@@ -13,7 +13,7 @@ from rich.text import Text
 from arbcli import cli, output
 from arbcli.errors import ArbError
 from arbcli.infer.load import load_model
-from arbcli.output import LiveLine, TextWriter, emit, fail, note, printable, table
+from arbcli.output import LiveLine, TextWriter, bytes_text, emit, fail, note, printable, table
 
 CLIPBOARD = "\x1b]52;c;cm0gLXJmIC8=\x07"
 SHOWN = r"\x1b]52;c;cm0gLXJmIC8=\x07"
@@ -172,3 +172,10 @@ def test_warning_of_the_library_is_not_obeyed(tmp_path):
     with pytest.warns(UserWarning, match="using the one before it") as told, suppress(ArbError):
         load_model(folder, device="cpu")
     assert SHOWN in str(told[0].message)
+
+
+@pytest.mark.parametrize(
+    ("count", "shown"), [(0, "0.0 MiB"), (3 * 2**20, "3.0 MiB"), (1234 * 2**20, "1,234.0 MiB")]
+)
+def test_bytes_are_shown_in_mebibytes(count, shown):
+    assert bytes_text(count) == shown

@@ -440,6 +440,8 @@ class TestSaved:
         assert [reading.loss for reading in report.readings[1:]] == losses[6:]
 
     def test_options_replace_those_of_the_run(self, run, text):
+        config, checkpoint = open_saved(run, steps=5, note=print)
+        assert config.steps == checkpoint.step + 5 > STEPS  # it has ended, and is taken to go on
         config, _ = open_saved(run, steps=1, note=print, batch=3, data=[text], lr=0.5)
         assert (config.batch, config.data, config.val, config.lr) == (3, (text,), (), 0.5)
 
