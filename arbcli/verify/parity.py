@@ -29,7 +29,7 @@ from arbcli.model.language_model import LanguageModel
 from arbcli.model.layers.rotary import rotary_table, rotate
 from arbcli.model.layers.vector import VectorWeight
 from arbcli.model.packed import TernaryTensor
-from arbcli.rules import RULES, find_rule
+from arbcli.rules import RULES, WITH_DIGITS, find_rule
 from arbcli.train.updater import Updater
 from arbcli.verify.compare import errors, poisoned
 from arbcli.verify.graph_reference import reference_graph_lm, reference_ponder
@@ -286,6 +286,10 @@ def _subjects(
                     config = replace(RAGGED, scale_type=scale_type)
                     part = "layers" if index else "model"
                     yield Subject(f"ragged {scale_type} batch {batch}", config, batch, *place, part)
+        for name in () if backend == "interpreter" else WITH_DIGITS:  # its kernels run above
+            config = replace(RAGGED, rule=name, digits="all", scale_type=next(iter(group_sizes)))
+            about = (config, 1, torch.float32, device, backend, "layers")
+            yield Subject(f"all digits of {name} {config.scale_type}", *about)
         # in float32 alone: in bf16 another expert or code may be chosen, and all else follows
         interpreted = backend == "interpreter"  # 10 s each
         for index, scale_type in enumerate([*group_sizes][: 2 if interpreted else None]):
@@ -303,6 +307,12 @@ def _subjects(
             for direction in DIRECTIONS if find_rule(name).direction else (None,):
                 config = replace(RAGGED, rule=name, direction=direction)
                 title = f"{name} {direction}" if direction else name
+                yield Subject(title, config, 1, torch.float32, device, backend, "update")
+            if name in WITH_DIGITS:
+                config = replace(
+                    RAGGED, rule=name, digits="all", direction=find_rule(name).direction
+                )
+                title = f"{name} {config.direction} all digits"
                 yield Subject(title, config, 1, torch.float32, device, backend, "update")
 
 

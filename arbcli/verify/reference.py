@@ -153,6 +153,8 @@ def reference_direction(grad: Tensor, direction: str, before: dict[str, Tensor])
         for _ in range(5):
             gram = u @ u.T
             u = 3.4445 * u + (-4.7750 * gram + 2.0315 * gram @ gram) @ u
+        length = u.norm(dim=1, keepdim=True)
+        u = torch.where(length > 0, u / length, 0)
     return u / _rms(u)
 
 
