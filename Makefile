@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 ARGS ?= --ctx 64
 # half of the time that tests take
-KERNEL_TESTS := tests/test_planted_faults.py tests/kernels tests/model
+KERNEL_TESTS := tests/test_planted_faults.py tests/kernels tests/model tests/infer tests/export
 # what is slow and rarely tells what the others do not
 TESTS := -m "not slow"
 

@@ -530,8 +530,8 @@ FAULTS = [
         "update moment factored",
     ),
     Fault(
-        "constant", "three Newton-Schulz steps", set_constant("directions.orthogonal", "STEPS", 3),
-        "update moment orthogonal",
+        "constant", "three Newton-Schulz steps",
+        set_constant("directions.orthogonal", "RUNS", (3,)), "update moment orthogonal",
     ),
     Fault(
         "bad gradient", "NaN gradients accepted",
@@ -539,8 +539,9 @@ FAULTS = [
         "update nibble sign",
     ),
     module(
-        "uphill", "scales step uphill", "rules.moment",
-        rewrite("(a.slope, b.slope)", "(-a.slope, b.slope)"), "update moment sign",
+        "uphill", "scales step uphill", "rules.base",
+        rewrite("(g.statistics.slope, g.gains.slope)", "(-g.statistics.slope, g.gains.slope)"),
+        "update moment sign",
     ),
     module(
         "wiring", "gain of the columns not handed on", "directions",

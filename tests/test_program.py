@@ -3,6 +3,7 @@
 import signal
 import subprocess
 import sys
+from functools import partial
 
 import pytest
 
@@ -26,7 +27,9 @@ runpy.run_module("arbcli", run_name="__main__")
 def test_signal_while_the_program_is_loaded_ends_it_in_a_line(number, name):
     code = LOADING.format(name=name, number=int(number))
     command = [sys.executable, "-c", code]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    # as from a terminal, though the tests may run where a signal is ignored
+    heard = partial(signal.signal, number, signal.SIG_DFL)
+    done = subprocess.run(command, capture_output=True, text=True, check=False, preexec_fn=heard)
     assert done.returncode == 3
     (line,) = done.stderr.splitlines()
     assert line.startswith(f"error: stopped by {signal.Signals(number).name}, with nothing saved")

@@ -121,7 +121,7 @@ class Rule(ABC):
         unit = 1 << (self.radix - 1).bit_length()
         return root_mean_square(self.spread * self.radix, largest) / unit
 
-    def step_scales(self, state: State, gradient: Gradient, control: StepControl) -> None:
+    def move_scales(self, state: State, gradient: Gradient, control: StepControl) -> None:
         """Step the scales against their slopes."""
         slope = (gradient.statistics.slope, gradient.gains.slope)
         key, ok = control.keys[SCALE], gradient.gains.ok

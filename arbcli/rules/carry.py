@@ -23,7 +23,7 @@ class Carry(Rule):
     def step(self, state: State, gradient: Gradient, control: StepControl) -> None:
         """Step scales and weights along the direction."""
         keys, ok = control.keys, gradient.gains.ok
-        self.step_scales(state, gradient, control)
+        self.move_scales(state, gradient, control)
         step_by_direction(
             state["trits"], state["remainder"], *gradient.direction, keys[TRIT],
             *control.direct_gain, control.limit, ok, control.flips, self.radix, self.remainder_max,

@@ -45,7 +45,7 @@ class Moment(Rule):
     def step(self, state: State, gradient: Gradient, control: StepControl) -> None:
         """Blend the direction into the moment, and after the last one step along it."""
         keys, ok, share_a_byte = control.keys, gradient.gains.ok, self.share_a_byte
-        self.step_scales(state, gradient, control)
+        self.move_scales(state, gradient, control)
         moment = state["remainder"] if share_a_byte else state["moment"]
         decay = round(DECAY * UNIT) if control.first else UNIT
         together = 1 if control.first and control.last else control.accumulation

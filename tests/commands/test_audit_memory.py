@@ -48,6 +48,7 @@ def test_audit_memory_prints_one_json_object():
     assert [level["stage"] for level in report["levels"]].count("end") == report["steps"] == 3
 
 
+@pytest.mark.slow  # ten seconds each; the audit of a graph is tested without the program too
 @pytest.mark.parametrize("parts", [[], ["--moe", "--graph", "--memgram", "--recompute"]])
 def test_audit_memory_of_a_graph_passes(parts):
     shape = ["--preset", "arb-tiny", "--ctx", "32", "--batch", "2", "--device", "cpu"]

@@ -46,6 +46,7 @@ def test_train_says_what_a_person_needs(text, tmp_path):
         assert words in done.stderr
 
 
+@pytest.mark.slow  # fifteen seconds
 def test_train_of_a_graph_shows_what_it_measures_of_itself(text, tmp_path, arb_here):
     args = ["train", "--preset", "arb-tiny", "--data", text, *SMALL, "--heads", "1", "--steps", "3"]
     run = tmp_path / "run"

@@ -147,7 +147,7 @@ def test_kernel_that_fails_is_not_timed(wrong_kernel):
         (["--tscale-type", "T5"], "`scale_type` is `T5`"),
         (["--tscale-type", "T4", "--all-tscale-types"], "exclude each other"),
         (["--targets", "sm_1"], "no target is named `sm_1`"),
-        (["--backend", "numpy"], "no backend is named `numpy`"),
+        (["--backend", "numpy"], "`backend` is `numpy`"),
         (["pack_trits", "--backend", "torch", "--compare", "/nowhere.json"], "cannot read"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",

@@ -47,7 +47,7 @@ CHANGES = {
     "fp8": {"compute": "fp8", "dim": 64, "ffn": 96, "heads": 4},
 }
 
-QUICK = ("moment", "recompute")
+QUICK = ("recompute",)
 """Of a graph; the others are alike."""
 DENSE_ONLY = ("dim", "ffn", "heads", "sub_norms")
 

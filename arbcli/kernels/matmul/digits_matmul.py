@@ -18,7 +18,6 @@ from torch import Tensor
 from torch.nn import functional
 
 from arbcli.kernels.codec.decode_digits import digits_torch, with_remainders
-from arbcli.kernels.codec.decode_weight import decode_weight
 from arbcli.kernels.codec.packed import Packed, random_packed
 from arbcli.kernels.codec.packing import PLANE
 from arbcli.kernels.codec.scales import scales_torch
@@ -286,13 +285,18 @@ def _timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
     half = {"device": device, "dtype": torch.bfloat16}
     shapes = ((1, 11264, 2048, True), (1, 2048, 5632, False), (1, *MATRIX, False))
     for m, rows, in_features, gated in (*shapes, (1, 16384, 16384, False), (8, *MATRIX, False)):
-        packed = random_digits(rows, in_features, 32, generator)
-        weight = arrange_digits(packed, gated)
+        z = torch.randint(
+            -LARGEST_Z, LARGEST_Z + 1, (rows, -(-in_features // PLANE), PLANE),
+            generator=generator, device=device, dtype=torch.int8,
+        )  # fmt: skip
+        scales = torch.full(z.shape[:2], 2.0**-12, **half)
+        weight = ArrangedDigits(z, scales, rows // (1 + gated), in_features, gated)
+        dense = (z * scales[:, :, None]).flatten(1)[:, :in_features].contiguous()
         x, added = torch.randn(m, in_features, **half), torch.randn(m, weight.out_features, **half)
         yield Timing(
             f"{m}x{rows}x{in_features}{' gate' * gated}",
             (x, *weight, 1e-6, added, x.dtype),
-            peer=partial(_with_torch, x, decode_weight(packed), gated, added),
+            peer=partial(_with_torch, x, dense, gated, added),
             peer_name="torch and cuBLAS bf16",
             flops=2 * m * rows * in_features,
         )
