@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from arbcli.directions.base import Buffer, Ingredients, State
-from arbcli.kernels.codec.packed import Packed
+from arbcli.kernels.codec.packed import Packed, unit_of
 from arbcli.kernels.update.gradient_gains import GradientGains
 from arbcli.kernels.update.gradient_statistics import GradientStatistics
 from arbcli.kernels.update.step_scales import step_scales
@@ -118,8 +118,7 @@ class Rule(ABC):
         if not self.reads_all:
             return math.sqrt(share_of_nonzero(self.radix, self.spread))
         largest = self.radix + self.remainder_max
-        unit = 1 << (self.radix - 1).bit_length()
-        return root_mean_square(self.spread * self.radix, largest) / unit
+        return root_mean_square(self.spread * self.radix, largest) / unit_of(self.radix)
 
     def move_scales(self, state: State, gradient: Gradient, control: StepControl) -> None:
         """Step the scales against their slopes."""

@@ -102,8 +102,8 @@ class Packed(NamedTuple):
 
     @property
     def unit(self) -> int:
-        """What z is divided by where the weights are all digits: a power of two, at least P."""
-        return 1 << (self.radix - 1).bit_length()
+        """What z is divided by where the weights are all digits."""
+        return unit_of(self.radix)
 
     @property
     def all_pointers(self) -> tuple[Tensor, ...]:
@@ -124,6 +124,11 @@ class Packed(NamedTuple):
     @property
     def _fraction_or_any(self) -> Tensor:
         return self.exponent if self.fraction is None else self.fraction
+
+
+def unit_of(radix: int) -> int:
+    """Find the unit of z where a trit counts P of it: the next power of two."""
+    return 1 << (radix - 1).bit_length()
 
 
 def num_groups(in_features: int, group_size: int) -> int:
