@@ -132,6 +132,18 @@ def _quality(runs: Runs, preset: str, head: Sequence[str]) -> str:
     return markdown(head, lines) + source(used)
 
 
+def steps_on_a_cpu(runs: Runs) -> str:
+    """Milliseconds of a step of `tiny` on a CPU, and the twins' speed as a share."""
+    rows = {row["kind"]: row for row in rows_of(runs, preset="tiny")}
+    twins = [rows[kind]["ms"] for kind in ("AdamW", "AdamW, compiled")]
+    lines = [
+        [kind, f"{row['ms']:.0f} ms", *(f"{ms / row['ms']:.2f}" for ms in twins)]
+        for kind, row in rows.items()
+    ]
+    head = ["", "a step", "the twin being 1", "the compiled twin being 1"]
+    return markdown(head, lines) + source(runs)
+
+
 EARLIER = " (until c5ecf49)"
 """Behind the options of a run whose rule has changed since."""
 
@@ -347,6 +359,7 @@ TABLES: dict[str, tuple[str, Callable[[Runs], str]]] = {
     "quality-base": ("quality", quality_of_base),
     "quality-fp8": ("quality", quality_in_eight_bits),
     "quality-code": ("code", quality_of_code),
+    "cpu-step": ("cpu_step", steps_on_a_cpu),
     "speed": ("training_step", speed),
     "ratios": ("training_step", ratios),
     "steps": ("training_step", steps),
