@@ -75,11 +75,14 @@ def route_words(ids: Tensor, before: Tensor) -> Routed:
         before: (B, 1) int64, the byte before each; negative at the beginning of a text, which
             begins a chunk in any case.
     """
-    spaces = torch.zeros(256, dtype=torch.bool, device=ids.device)
-    spaces[9:14] = spaces[32] = True
     previous = torch.cat((before, ids[:, :-1]), dim=1)
-    begins = (previous < 0) | (spaces[previous.clamp(min=0)] & ~spaces[ids])
+    begins = (previous < 0) | (_are_spaces(previous) & ~_are_spaces(ids))
     return Routed(begins.float(), begins)
+
+
+def _are_spaces(ids: Tensor) -> Tensor:
+    """Tell which bytes are ASCII's space, or a tab, or the end of a line or a page."""
+    return (ids == 32) | ((ids >= 9) & (ids < 14))
 
 
 def ratio_loss(routed: Routed, length: int, valid: Tensor | None) -> Tensor:
