@@ -204,7 +204,7 @@ def _timings(device: torch.device, group_size: int) -> Iterator[Timing]:
         yield Timing(f"8192x8192 {name}", (all_digits,), run=decode_digits_triton)
 
 
-def in_float32(decode):
+def in_rounded_float32(decode):
     """Wrap an implementation so that it decodes to float32, rounded to bf16 for the comparison.
 
     Triton's interpreter rounds bf16 wrongly; float32 holds the same values.
@@ -221,8 +221,8 @@ def in_float32(decode):
 
 DECODE_DIGITS = KernelSpec(
     "decode_digits",
-    in_float32(decode_digits_triton),
-    in_float32(decode_digits_torch),
+    in_rounded_float32(decode_digits_triton),
+    in_rounded_float32(decode_digits_torch),
     decode_digits_reference,
     _cases,
     uses_scales=True,

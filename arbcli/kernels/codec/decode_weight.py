@@ -21,7 +21,7 @@ from arbcli.kernels.codec.decode_digits import (
     decode_digits_reference,
     decode_digits_torch,
     decode_digits_triton,
-    in_float32,
+    in_rounded_float32,
 )
 from arbcli.kernels.codec.packed import Packed, random_packed
 from arbcli.kernels.codec.packing import (
@@ -265,8 +265,8 @@ def _timings(device: torch.device, group_size: int) -> Iterator[Timing]:
 
 DECODE_WEIGHT = KernelSpec(
     "decode_weight",
-    in_float32(decode_weight_triton),
-    in_float32(decode_digits_torch),
+    in_rounded_float32(decode_weight_triton),
+    in_rounded_float32(decode_digits_torch),
     decode_digits_reference,
     _cases,
     uses_scales=True,

@@ -621,18 +621,41 @@ def arranged_matmul(
         ValueError: a dtype or a shape does not fit.
     """
     dtype = dtype or x.dtype
-    got = f"{x.dtype} of shape {tuple(x.shape)}"
-    fits = x.dim() == 2 and x.shape[1] == weight.in_features and x.is_contiguous()
-    if x.dtype != torch.bfloat16 or not fits:
-        raise ValueError(f"need contiguous bfloat16 rows of {weight.in_features}, got {got}")
-    if not 1 <= len(x) <= MOST_ROWS or x.shape[1] % 8:
-        raise ValueError(f"need 1 to {MOST_ROWS} rows of a multiple of 8 elements, got {got}")
-    like = dtype, (len(x), weight.out_features)
-    if added is not None and (added.dtype, added.shape) != like:
-        got = f"{added.dtype} {tuple(added.shape)}"
-        raise ValueError(f"need {like[0]} {like[1]} to add to, got {got}")
+    check_few_rows(x, weight.in_features, added, (dtype, weight.out_features), multiple=8)
     run = _arranged_matmul_triton if uses_triton(x) else _arranged_matmul_torch
     return run(x, *weight, eps, added, dtype)
+
+
+def check_few_rows(
+    x: Tensor,
+    in_features: int,
+    added: Tensor | None,
+    like: tuple[torch.dtype, int],
+    multiple: int = 1,
+) -> None:
+    """Refuse what cannot be multiplied as few rows, or added to the result.
+
+    Args:
+        x: (M, K) bfloat16, contiguous, 1 to `MOST_ROWS` rows.
+        in_features: K.
+        added: (M, N), or None.
+        like: dtype and N of the result.
+        multiple: what K has to be one of.
+
+    Raises:
+        ValueError: a dtype or a shape does not fit.
+    """
+    got = f"{x.dtype} of shape {tuple(x.shape)}"
+    fits = x.dim() == 2 and x.shape[1] == in_features and x.is_contiguous()
+    if x.dtype != torch.bfloat16 or not fits:
+        raise ValueError(f"need contiguous bfloat16 rows of {in_features}, got {got}")
+    if not 1 <= len(x) <= MOST_ROWS or in_features % multiple:
+        of = f" of a multiple of {multiple} elements" if multiple > 1 else ""
+        raise ValueError(f"need 1 to {MOST_ROWS} rows{of}, got {got}")
+    dtype, shape = like[0], (len(x), like[1])
+    if added is not None and (added.dtype, added.shape) != (dtype, shape):
+        got = f"{added.dtype} {tuple(added.shape)}"
+        raise ValueError(f"need {dtype} {shape} to add to, got {got}")
 
 
 SHAPES = (
@@ -676,13 +699,13 @@ def _timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
         yield Timing(
             f"{m}x{rows}x{in_features}{' gate' * gated}",
             (x, *weight, 1e-6, added, x.dtype),
-            peer=partial(_with_torch, x, decode_weight(packed), gated, added),
+            peer=partial(with_torch, x, decode_weight(packed), gated, added),
             peer_name="torch and cuBLAS bf16",
             flops=2 * m * rows * in_features,
         )
 
 
-def _with_torch(x: Tensor, weight: Tensor, gated: bool, added: Tensor) -> Tensor:
+def with_torch(x: Tensor, weight: Tensor, gated: bool, added: Tensor) -> Tensor:
     """Do the same with dense weights, one operation at a time."""
     y = functional.linear(functional.rms_norm(x, x.shape[1:], eps=1e-6), weight)
     if gated:

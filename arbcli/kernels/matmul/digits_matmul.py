@@ -17,17 +17,16 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from arbcli.kernels.codec.decode_digits import digits_torch, with_remainders
+from arbcli.kernels.codec.decode_digits import digits_torch, round_weight, with_remainders
 from arbcli.kernels.codec.packed import Packed, random_packed
 from arbcli.kernels.codec.packing import PLANE
 from arbcli.kernels.codec.scales import scales_torch
+from arbcli.kernels.matmul.arranged_matmul import check_few_rows, with_torch
 from arbcli.kernels.runtime._triton import INTERPRETED, tl, triton
 from arbcli.kernels.runtime.backend import uses_triton
 from arbcli.kernels.runtime.overlap import overlap_options, wait_for_last
 from arbcli.kernels.runtime.spec import MATRIX, Case, Gate, KernelSpec, Timing
 
-MOST_ROWS = 8
-"""Largest M."""
 LARGEST_Z = 127
 
 
@@ -119,13 +118,8 @@ def _digits_matmul_torch(x, z, scales, out_features, in_features, gated, eps, ad
 def _weights(z, scale, INTERPRETED: tl.constexpr):
     """Multiply z by its scale, and round to bf16: float32 [rows, planes, 32]."""
     weight = z.to(tl.float32) * scale
-    if INTERPRETED:  # which rounds bf16 wrongly
-        bits = weight.to(tl.int32, bitcast=True)
-        bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & -0x10000
-        weight = bits.to(tl.float32, bitcast=True)
-    else:
-        weight = weight.to(tl.bfloat16).to(tl.float32)
-    return weight
+    # the interpreter rounds bf16 wrongly
+    return round_weight(weight, 1) if INTERPRETED else weight.to(tl.bfloat16).to(tl.float32)
 
 
 @triton.jit
@@ -230,15 +224,7 @@ def digits_matmul(
         ValueError: a dtype or a shape does not fit.
     """
     dtype = dtype or x.dtype
-    fits = x.dim() == 2 and x.shape[1] == weight.in_features and x.is_contiguous()
-    if x.dtype != torch.bfloat16 or not fits or not 1 <= len(x) <= MOST_ROWS:
-        got = f"{x.dtype} of shape {tuple(x.shape)}"
-        need = f"1 to {MOST_ROWS} contiguous bfloat16 rows of {weight.in_features}"
-        raise ValueError(f"need {need}, got {got}")
-    like = dtype, (len(x), weight.out_features)
-    if added is not None and (added.dtype, added.shape) != like:
-        got = f"{added.dtype} {tuple(added.shape)}"
-        raise ValueError(f"need {like[0]} {like[1]} to add to, got {got}")
+    check_few_rows(x, weight.in_features, added, (dtype, weight.out_features))
     run = _digits_matmul_triton if uses_triton(x) else _digits_matmul_torch
     return run(x, *weight, eps, added, dtype)
 
@@ -296,19 +282,10 @@ def _timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
         yield Timing(
             f"{m}x{rows}x{in_features}{' gate' * gated}",
             (x, *weight, 1e-6, added, x.dtype),
-            peer=partial(_with_torch, x, dense, gated, added),
+            peer=partial(with_torch, x, dense, gated, added),
             peer_name="torch and cuBLAS bf16",
             flops=2 * m * rows * in_features,
         )
-
-
-def _with_torch(x: Tensor, weight: Tensor, gated: bool, added: Tensor) -> Tensor:
-    """Do the same with dense weights, one operation at a time."""
-    y = functional.linear(functional.rms_norm(x, x.shape[1:], eps=1e-6), weight)
-    if gated:
-        gate, up = y.chunk(2, dim=1)
-        y = functional.silu(gate) * up
-    return added + y
 
 
 DIGITS_MATMUL = KernelSpec(

@@ -15,7 +15,7 @@ from arbcli.kernels.codec.decode_digits import (
     add_remainder,
     decode_digits_reference,
     decode_digits_torch,
-    in_float32,
+    in_rounded_float32,
     round_weight,
     with_remainders,
 )
@@ -255,8 +255,8 @@ def _grad_timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
 
 EMBEDDING_ROWS = KernelSpec(
     "embedding_rows",
-    in_float32(_embedding_rows_triton),
-    in_float32(_embedding_rows_torch),
+    in_rounded_float32(_embedding_rows_triton),
+    in_rounded_float32(_embedding_rows_torch),
     embedding_rows_reference,
     _rows_cases,
     uses_scales=True,
