@@ -48,6 +48,7 @@ def _tables(report: "SavedReport") -> RenderableType:
         "weights": f"{report.num_weights:,}",
         "bytes": bytes_text(report.bytes),
         **{f"model.{name}": value for name, value in report.config.items()},
+        **{f"run.{name}": value for name, value in report.settings.items()},
         **dict(_flat(report.run)),
     }
     rows = [[name, str(value)] for name, value in about.items() if value is not None]
@@ -84,6 +85,7 @@ def _octaves(counts: dict[int, int]) -> str:
 
 def _differences(report: "DifferenceReport") -> RenderableType:
     rows = [[f"model.{name}", f"{a} and {b}", "", ""] for name, (a, b) in report.config.items()]
+    rows += [[f"run.{name}", f"{a} and {b}", "", ""] for name, (a, b) in report.settings.items()]
     rows += [[name, what, "", ""] for name, what in report.missing.items()]
     for found in report.tensors[:SHOWN]:
         share = f"{found.different:,} of {found.elements:,}"

@@ -28,6 +28,11 @@ FLOAT_LR = {
     ("ste", "muon"): 3e-3,
 }
 """Default `lr` of the twins, by weights and optimizer."""
+DECISIVE = (
+    "steps", "batch", "accum", "lr", "warmup", "schedule", "final_lr", "seed", "optimizer",
+    "compute",
+)  # fmt: skip
+"""Settings of a run that its weights depend on, besides the model's."""
 PRESET_LR = {("arb-3b", "factored"): 0.1}
 """Default `lr` where a preset needs another than its rule's, by preset and direction.
 
@@ -138,6 +143,10 @@ class TrainConfig:
             return self.eval_every
         least, most = EVAL_EVERY
         return min(max(self.steps // 4, least), most)
+
+    def decisive(self) -> dict[str, Any]:
+        """List the settings that the weights depend on, besides the model's."""
+        return {name: getattr(self, name) for name in DECISIVE}
 
 
 def train_config(

@@ -46,6 +46,7 @@ from arbcli.train.directory import (
     CONFIG,
     check_free,
     check_same_run,
+    check_same_text,
     field_digests,
     make_directory,
     make_next_directory,
@@ -170,6 +171,7 @@ def start_run(
         if initial is not None:
             trainer.take_weights(initial.checkpoint)
             facts["init_from"] = os.path.abspath(initial.path)
+            facts["init_digest"] = initial.checkpoint.digest
             del initial  # it may be large
         write_json(run / CONFIG, facts)
         return _run(trainer, run, facts, observer)
@@ -212,7 +214,9 @@ def resume_run(
         observer.noted(f"computing with {threads} threads, as the run began: {now} give other bits")
     with run_lock(run), deterministic(), cpu_threads(threads):
         texts = open_texts_again(facts, config)
-        accept = accept_of(run, facts, config, text_digest(texts))
+        new_run = "start a new run on the new text with `--out`"
+        check_same_text(run, facts, text_digest(texts), new_run)
+        accept = accept_of(run, facts, config)
         if path == run and not checkpoints(run) and can_begin_again(run, facts):
             observer.noted("the run was ended before it saved anything: it begins again")
             return _run(_build(config, texts), run, facts, observer)
@@ -236,22 +240,16 @@ def can_begin_again(run: Path, facts: dict[str, Any]) -> bool:
     return "init_from" not in facts and next(read_records(run), None) is None
 
 
-def accept_of(run: Path, facts: dict[str, Any], config: TrainConfig, digest: str | None) -> Accept:
+def accept_of(run: Path, facts: dict[str, Any], config: TrainConfig) -> Accept:
     """Make what refuses a checkpoint that a run cannot go on from.
 
     Args:
         run: its directory.
         facts: what `config.json` says.
         config: made of that.
-        digest: of its text as it is now; None if that does not matter.
     """
 
     def accept(checkpoint: Checkpoint) -> None:
-        if digest is not None and checkpoint.data.get("digest") != digest:
-            raise ArbError(
-                f"the text is not the one that `{run}` was trained on",
-                hint="restore it, or start a new run on the new text with `--out`",
-            )
         check_same_run(run, facts, config, checkpoint)
         check_saved(checkpoint)
 
@@ -279,6 +277,8 @@ def _extended(
         f" {steps:,} from step {done:,} on, and its rate there {rates[1]:.4g} instead of"
         f" {rates[0]:.4g}"
     )
+    # who is ended after this goes on from the same checkpoint, and not from one of the old schedule
+    _note_aside([set_aside(path) for path in _later(run, done)], observer)
     changes = [*facts.get("extended", []), {"at": done, "from": config.steps, "to": steps}]
     recorded = train_config_dict(dataclasses.replace(train_config_from(facts), steps=steps))
     facts |= {"config": recorded, "digests": field_digests(longer), "extended": changes}
@@ -326,6 +326,17 @@ def _run(
         return _Loop(trainer, run, facts, observer, trainer.step if resumed else None).run()
 
 
+def _later(run: Path, step: int) -> list[Path]:
+    saved = [*checkpoints(run), *best_checkpoints(run)]
+    return [path for path in saved if step_of(path) > step]
+
+
+def _note_aside(aside: Sequence[Path], observer: Observer) -> None:
+    if aside:
+        names = ", ".join(f"`{name}`" for name in aside)
+        observer.noted(f"checkpoints of before the run went back are set aside: {names}")
+
+
 class _Diverged(ArbError):
     """The state is of no use."""
 
@@ -352,8 +363,7 @@ class _Loop:
         self.trainer, self.run_path, self.facts, self.observer = trainer, run, facts, observer
         self.config = trainer.config
         self.saved_step = saved_step
-        saved = [*checkpoints(run), *best_checkpoints(run)]
-        self.left_behind = [path for path in saved if step_of(path) > trainer.step]
+        self.left_behind = _later(run, trainer.step)
         """Checkpoints of later steps, which the run, gone back, will come to again."""
         self.seconds_before = seconds_so_far(run) if saved_step is not None else 0.0
         self.losses: list[Tensor] = []
@@ -443,16 +453,15 @@ class _Loop:
         if self.trainer.updater is None:
             return
         with self._not_timed():
-            checkpoint = self.trainer.checkpoint(self.facts["text"]["digest"])
+            digests = self.facts["text"]["digest"], self.facts.get("init_digest")
+            checkpoint = self.trainer.checkpoint(*digests)
             path = checkpoint_path(self.run_path, checkpoint.step)
             aside = [set_aside(path, leave=True)] if path in self.left_behind else []
             save_checkpoint(self.run_path, checkpoint, self.config.keep)
             self.saved_step, self.last_save = checkpoint.step, time.perf_counter()
             aside += [set_aside(later) for later in self.left_behind if later != path]
-        if aside:
-            self.left_behind = []
-            names = ", ".join(f"`{name}`" for name in aside)
-            self.observer.noted(f"checkpoints of before the run went back are set aside: {names}")
+        self.left_behind = []
+        _note_aside(aside, self.observer)
 
     def _save_if_new(self) -> None:
         if self.saved_step != self.trainer.step:
