@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Group, RenderableType
 
-from arbcli.commands._options import Json
+from arbcli.commands._options import Json, find_run
 from arbcli.output import bytes_text, emit, note, table
 
 if TYPE_CHECKING:
@@ -19,22 +19,26 @@ SHOWN = 30
 
 def inspect(
     file: Annotated[
-        Path, typer.Argument(metavar="RUN|FILE", help="A run, a checkpoint, or an export.")
+        Path,
+        typer.Argument(
+            metavar="auto|RUN|FILE",
+            help="A run, a checkpoint, or an export; auto is the run that was started last.",
+        ),
     ],
     diff: Annotated[
-        Path | None, typer.Option(metavar="RUN|FILE", help="Compare with another.")
+        Path | None, typer.Option(metavar="auto|RUN|FILE", help="Compare with another.")
     ] = None,
     as_json: Json = False,
 ) -> None:
     """Show what a saved model is: `arb inspect RUN`. Digests are checked, if it has any."""
     from arbcli.inspect import saved  # torch takes seconds to import, so not for `arb --help`
 
-    first = saved.open_saved(file, note)
+    first = saved.open_saved(find_run(file), note)
     if diff is None:
         report = first.report()
         emit(report, _tables(report), as_json=as_json)
         return
-    differences = saved.compare(first, saved.open_saved(diff, note))
+    differences = saved.compare(first, saved.open_saved(find_run(diff), note))
     emit(differences, _differences(differences), as_json=as_json)
 
 

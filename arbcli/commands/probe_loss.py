@@ -25,6 +25,7 @@ from arbcli.commands._options import (
     Dim,
     Direction,
     Ffn,
+    Field,
     Graph,
     Heads,
     Json,
@@ -55,7 +56,7 @@ if TYPE_CHECKING:
 
 STEPS = 12
 """Enough for the warm-up to reach full speed, and for votes to gather, flip and gather again."""
-OF_A_STEP = ("data", "val", "batch", "lr", "seed", "compute")
+OF_A_STEP = ("data", "val", "field", "batch", "lr", "seed", "compute")
 """Fields that can be given with a saved model; the others are what it is."""
 
 
@@ -68,6 +69,7 @@ def probe_loss(
     direction: Direction = None,
     data: Data = None,
     val: Val = None,
+    field: Field = None,
     steps: Annotated[int, typer.Option(min=1, help="Steps to do.")] = STEPS,
     batch: Annotated[int | None, typer.Option(min=1, help="Windows a batch. [default: 16]")] = None,
     lr: Annotated[float | None, typer.Option(help="[default: the rule's]")] = None,
@@ -120,6 +122,7 @@ def probe_loss(
         direction=direction,
         data=data,
         val=val,
+        field=field,
         batch=batch,
         lr=lr,
         warmup=warmup,
@@ -172,6 +175,8 @@ def _probe(
         room.check_memory(config)
         return probe.probe(config, steps=steps, progress=progress)
     _refuse_changes(given)
+    if "field" in given and "data" not in given:
+        raise ArbError("`--field` is of `--data`", hint="give it, or leave `--field` out")
     config, saved = probe.open_saved(
         find_run(checkpoint), steps=steps, note=note, device=device, backend=backend, **given
     )
