@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable, Iterable
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -60,6 +61,20 @@ BACKENDS = ("triton", "torch", "interpreter")
 """What runs kernels; `arbcli.kernels` has them too, and imports torch."""
 REPEATED = ("--data", "--val")
 """Options of several values, which may follow one another: a shell makes them of `*.txt`."""
+
+
+OPTIONAL = {"--profile": "3"}
+"""Options that may stand without a value, which is then this."""
+
+
+def fill_options(words: list[str]) -> list[str]:
+    """Write `--profile` as `--profile 3`, as Typer reads no option whose value may be left out."""
+    found: list[str] = []
+    for word, following in pairwise([*words, ""]):
+        found.append(word)
+        if word in OPTIONAL and not re.fullmatch("-?[0-9]+", following):
+            found.append(OPTIONAL[word])
+    return found
 
 
 def repeat_options(words: list[str]) -> list[str]:

@@ -6,6 +6,7 @@ from typing import Annotated, Any
 import typer
 
 from arbcli.commands._options import (
+    OPTIONAL,
     Attention,
     Backend,
     Boundaries,
@@ -148,6 +149,9 @@ def train(
     eval_every: Annotated[
         int | None, typer.Option(min=1, help="Steps. [default: a quarter of them, 50 to 500]")
     ] = None,
+    sample_every: Annotated[
+        int | None, typer.Option(min=1, help="Steps between samples of text. [default: at the end]")
+    ] = None,
     compute: Compute = None,
     recompute: Recompute = None,
     device: Device = None,
@@ -160,6 +164,14 @@ def train(
             metavar="NAME",
             help=f"Hand on figures to {', '.join(LOGGERS)}; may be given again.",
             callback=_check_loggers,
+        ),
+    ] = None,
+    profile: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            metavar="[N]",
+            help=f"Trace N steps with torch's profiler. [default of N: {OPTIONAL['--profile']}]",
         ),
     ] = None,
     force: Annotated[
@@ -211,6 +223,7 @@ def train(
         ffn=ffn,
         save_every=save_every,
         eval_every=eval_every,
+        sample_every=sample_every,
         keep=keep,
         keep_best=keep_best,
         compute=compute,
@@ -268,7 +281,9 @@ def train(
         observer = Observers([display, *loggers])
         if resume is not None:
             path = latest_run(out or RUNS) if resume == "auto" else Path(resume)
-            report = resume_run(path, observer, device=device, backend=backend, steps=steps)
+            report = resume_run(
+                path, observer, device=device, backend=backend, steps=steps, profile=profile
+            )
         else:
             initial = None
             if init_from is not None:
@@ -282,6 +297,7 @@ def train(
                 observer,
                 minutes=minutes,
                 initial=initial,
+                profile=profile,
                 check=lambda config: None if force else room.check_memory(config, hint),
             )
     if plot is not None:

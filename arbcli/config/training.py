@@ -69,6 +69,8 @@ class TrainConfig:
     """Steps."""
     eval_every: int | None = None
     """Steps; None is a quarter of the run, within `EVAL_EVERY`."""
+    sample_every: int | None = None
+    """Steps; None is a sample of text at the end alone."""
     keep: int = 2
     """Checkpoints, the newest ones."""
     keep_best: bool = False
@@ -108,6 +110,8 @@ class TrainConfig:
             check_positive(name, getattr(self, name))
             check_at_most(name, getattr(self, name), MOST)
         check_positive("eval_every", self.eval_interval)
+        if self.sample_every is not None:
+            check_positive("sample_every", self.sample_every)
         check_at_most("warmup", self.warmup, MOST)
         if self.steps * self.accum > MOST:  # each of a run's micro-batches has an int32 number
             raise ArbError(

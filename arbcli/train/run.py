@@ -5,7 +5,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -35,12 +35,14 @@ from arbcli.device import (
     deterministic,
     explained_out_of_memory,
     peak_bytes,
+    peak_operations,
     resolve_backend,
     resolve_device,
 )
 from arbcli.errors import ArbError
 from arbcli.infer.generation import Sampling, generate
 from arbcli.infer.load import SavedModel, check_saved
+from arbcli.model.operations import step_operations
 from arbcli.signals import RememberedSignal
 from arbcli.train.directory import (
     CONFIG,
@@ -55,6 +57,7 @@ from arbcli.train.directory import (
     read_facts,
     run_facts,
 )
+from arbcli.train.profiling import StepTrace
 from arbcli.train.record import (
     Record,
     TrainReport,
@@ -134,6 +137,7 @@ def start_run(
     *,
     minutes: float | None = None,
     initial: SavedModel | None = None,
+    profile: int | None = None,
     check: Callable[[TrainConfig], None] = lambda _: None,
 ) -> TrainReport:
     """Start a run in a new directory.
@@ -145,6 +149,7 @@ def start_run(
         minutes: sets the number of steps by timing a few.
         initial: what to begin with: the weights, and all that rule and direction keep beside them;
             it must be of the model of `config`, but for `ctx`.
+        profile: steps to trace by torch's profiler, to a file in the directory: see `StepTrace`.
         check: may refuse the run, once its text is known and before anything is made for it.
 
     Raises:
@@ -174,7 +179,7 @@ def start_run(
             facts["init_digest"] = initial.checkpoint.digest
             del initial  # it may be large
         write_json(run / CONFIG, facts)
-        return _run(trainer, run, facts, observer)
+        return _run(trainer, run, facts, observer, profile)
 
 
 def resume_run(
@@ -184,6 +189,7 @@ def resume_run(
     device: str | None = None,
     backend: str | None = None,
     steps: int | None = None,
+    profile: int | None = None,
 ) -> TrainReport:
     """Continue a run from its newest intact checkpoint, or from the checkpoint that is named.
 
@@ -194,6 +200,7 @@ def resume_run(
             of machine.
         backend: what runs the kernels; None is what ran them.
         steps: that the run is to have from now on; its schedule becomes that of so many.
+        profile: steps to trace by torch's profiler, as `start_run` has it.
 
     Raises:
         ArbError: there is nothing to continue, or the text has changed.
@@ -219,7 +226,7 @@ def resume_run(
         accept = accept_of(run, facts, config)
         if path == run and not checkpoints(run) and can_begin_again(run, facts):
             observer.noted("the run was ended before it saved anything: it begins again")
-            return _run(_build(config, texts), run, facts, observer)
+            return _run(_build(config, texts), run, facts, observer, profile)
         if path == run:
             checkpoint = latest_checkpoint(run, observer.noted, accept)
         else:
@@ -229,7 +236,7 @@ def resume_run(
         trainer = _build(config, texts)
         trainer.restore(checkpoint)
         drop_records_after(run, trainer.step)
-        return _run(trainer, run, facts, observer, resumed=True)
+        return _run(trainer, run, facts, observer, profile, resumed=True)
 
 
 def can_begin_again(run: Path, facts: dict[str, Any]) -> bool:
@@ -320,10 +327,17 @@ def _fit_to_minutes(config: TrainConfig, texts: Texts, minutes: float) -> TrainC
 
 
 def _run(
-    trainer: Trainer, run: Path, facts: dict[str, Any], observer: Observer, *, resumed: bool = False
+    trainer: Trainer,
+    run: Path,
+    facts: dict[str, Any],
+    observer: Observer,
+    profile: int | None,
+    *,
+    resumed: bool = False,
 ) -> TrainReport:
+    saved_step = trainer.step if resumed else None
     with explained_out_of_memory():
-        return _Loop(trainer, run, facts, observer, trainer.step if resumed else None).run()
+        return _Loop(trainer, run, facts, observer, saved_step, profile).run()
 
 
 def _later(run: Path, step: int) -> list[Path]:
@@ -350,6 +364,7 @@ class _Loop:
         facts: what `config.json` says.
         observer: is told of progress.
         saved_step: step of the checkpoint that the trainer stands at; None if there is none.
+        profile: steps to trace; None traces none.
     """
 
     def __init__(
@@ -359,13 +374,16 @@ class _Loop:
         facts: dict[str, Any],
         observer: Observer,
         saved_step: int | None,
+        profile: int | None,
     ) -> None:
         self.trainer, self.run_path, self.facts, self.observer = trainer, run, facts, observer
         self.config = trainer.config
         self.saved_step = saved_step
+        self.trace = StepTrace(run, trainer, profile, observer.noted) if profile else None
         self.left_behind = _later(run, trainer.step)
         """Checkpoints of later steps, which the run, gone back, will come to again."""
         self.seconds_before = seconds_so_far(run) if saved_step is not None else 0.0
+        self.peak_operations = peak_operations(trainer.device)
         self.losses: list[Tensor] = []
         self.started = self.last_record = self.last_save = time.perf_counter()
         self.paused = 0.0
@@ -379,10 +397,12 @@ class _Loop:
             if self.saved_step is None:
                 self._save()
             self._keep_best()  # unless whoever saved it was ended before
-            while trainer.step < config.steps and not signal.received:
-                self.losses.append(trainer.train_step())
-                if trainer.step < config.steps:
-                    self._after_step(trainer.step)
+            with self.trace or nullcontext():
+                while trainer.step < config.steps and not signal.received:
+                    self.losses.append(trainer.train_step())
+                    self._count_traced()
+                    if trainer.step < config.steps:
+                        self._after_step(trainer.step)
             # the end is saved last: who dies before gets there again, with the same record
             if signal.received:
                 self._save_if_new()
@@ -430,16 +450,26 @@ class _Loop:
         if old or step % self.config.save_every == 0:
             self._save()
         evaluating = step % self.config.eval_interval == 0
-        if evaluating or step % LOG_EVERY == 0:
-            self._record(self._evaluate() if evaluating else None)
+        every = self.config.sample_every
+        sampling = every is not None and step % every == 0
+        if evaluating or sampling or step % LOG_EVERY == 0:
+            val_loss = self._evaluate() if evaluating else None
+            self._record(val_loss, self._sample() if sampling else None)
         if evaluating:
             self._keep_best()
+
+    def _count_traced(self) -> None:
+        if self.trace:
+            writes = self.trainer.step == self.trace.last
+            with self._not_timed() if writes else nullcontext():
+                self.trace.step_done()
 
     def _sample(self) -> str:
         model, config = self.trainer.model, self.config
         sampling = Sampling(seed=config.seed)
-        text = generate(model, PROMPT, SAMPLE_BYTES, sampling, backend=config.backend)
-        return b"".join(text).decode(errors="replace")
+        with self._not_timed():
+            text = generate(model, PROMPT, SAMPLE_BYTES, sampling, backend=config.backend)
+            return b"".join(text).decode(errors="replace")
 
     @contextmanager
     def _not_timed(self) -> Iterator[None]:
@@ -477,13 +507,16 @@ class _Loop:
         with self._not_timed():
             return self.trainer.evaluate()
 
-    def _record(self, val_loss: float | None) -> None:
+    def _record(self, val_loss: float | None, sample: str | None = None) -> None:
         trainer, config = self.trainer, self.config
         loss = float(torch.stack(self.losses).mean())  # waits for the GPU
         now, steps = time.perf_counter(), len(self.losses)
         seconds = max(now - self.last_record - self.paused, 1e-9) / steps
         step_bytes = config.batch * config.accum * config.model.ctx
-        flip_share, nonfinite = None, 0
+        mfu, flip_share, nonfinite = None, None, 0
+        if self.peak_operations:
+            needed = config.batch * config.accum * step_operations(config.model)
+            mfu = needed / seconds / self.peak_operations
         if trainer.updater:
             flip_share = trainer.updater.take_flips() / steps / trainer.updater.num_weights
             nonfinite = trainer.updater.counters()["nonfinite_steps"]
@@ -496,6 +529,7 @@ class _Loop:
             bytes_seen=trainer.step * step_bytes,
             seconds=self.seconds_before + now - self.started,
             bytes_per_second=step_bytes / seconds,
+            mfu=mfu,
             flip_share=flip_share,
             state_bytes=trainer.state_bytes(),
             peak_bytes=peak_bytes(trainer.device),
@@ -503,6 +537,7 @@ class _Loop:
             nonfinite_steps=nonfinite,
             parts={k: float(v) for k, v in trainer.loss_parts.items() if k != "text"},
             gauges=trainer.model.gauges(),
+            sample=sample,
         )
         self.losses.clear()
         self.last_record, self.paused = now, 0.0

@@ -76,6 +76,19 @@ def test_train_prints_only_a_record_a_line_as_json(text, tmp_path):
     assert report["stopped_by"] is None
 
 
+def test_train_shows_samples_utilisation_and_where_the_trace_is(
+    text, tmp_path, arb_here, monkeypatch
+):
+    monkeypatch.setattr("arbcli.train.run.peak_operations", lambda device: 1e12)
+    monkeypatch.setattr("arbcli.train.run.SAMPLE_BYTES", 8)
+    args = ["--data", text, *SMALL, "--steps", "5", "--sample-every", "4", "--profile"]
+    done = arb_here("train", *args, "--out", str(tmp_path / "r"))
+    assert done.returncode == 0, done.stderr
+    assert "\nsample at step 4\n" in done.stderr
+    assert "% MFU" in done.stderr
+    assert f"the trace is `{tmp_path}/r/trace-000003.json.gz`" in done.stderr
+
+
 def test_train_ends_with_an_object_where_nothing_is_left_to_do(text, tmp_path, arb_here):
     run = ["--out", str(tmp_path / "r"), "--steps", "1", "--json"]
     first = arb_here("train", "--data", text, *SMALL, *run).stdout.splitlines()[-1]

@@ -1,5 +1,6 @@
 """Runs: stopped and resumed equals never stopped, and nothing that was saved is ever lost."""
 
+import gzip
 import json
 import os
 import re
@@ -22,6 +23,7 @@ from arbcli.checkpoint import checkpoints, load_checkpoint, save_checkpoint, wri
 from arbcli.config.training import DECISIVE, train_config_from
 from arbcli.device import COMPUTE
 from arbcli.errors import ArbError
+from arbcli.model.operations import step_operations
 from arbcli.rules import RULES
 from arbcli.train import run as run_module
 from arbcli.train.check import check_run
@@ -159,6 +161,45 @@ def test_run_is_saved_at_the_start_and_by_time(text, tmp_path, device, monkeypat
 def test_held_out_text_is_evaluated_a_handful_of_times(steps, given, interval):
     options = {} if given is None else {"eval_every": given}
     assert new_config(device="cpu", steps=steps, **options).eval_interval == interval
+
+
+def test_samples_and_a_trace_change_nothing_of_a_run(text, tmp_path, device):
+    start_run(config(text, device), tmp_path / "plain", Observer())
+    run, notes, observer = tmp_path / "run", [], Observer()
+    observer.noted = notes.append
+    start_run(config(text, device, sample_every=5), run, observer, profile=2)
+    assert final(run) == final(tmp_path / "plain")
+    records = [json.loads(line) for line in (run / "metrics.jsonl").open()]
+    assert [record["step"] for record in records if record["sample"]] == [5, 10]
+    first = 3 if device.type == "cpu" else 6
+    path = run / f"trace-{first:06d}.json.gz"
+    assert notes == [f"the trace is `{path}`: open it at https://ui.perfetto.dev"]
+    with gzip.open(path) as file:
+        names = {event.get("name") for event in json.load(file)["traceEvents"]}
+    steps = sorted(name for name in names if name and name.startswith("ProfilerStep"))
+    assert steps == [f"ProfilerStep#{first + n - 1}" for n in range(2)]
+    assert [found.name for found in run.glob("*trace*")] == [path.name]
+
+
+def test_run_that_ends_before_a_step_is_traced_says_so(text, tmp_path):
+    observer = Observer()
+    observer.noted = mock.Mock()
+    start_run(config(text, "cpu", steps=2), tmp_path / "run", observer, profile=3)
+    observer.noted.assert_called_once()
+    assert "no step was traced" in observer.noted.call_args.args[0]
+    assert not list((tmp_path / "run").glob("*trace*"))
+
+
+def test_utilisation_is_what_the_model_needs_over_what_the_gpu_can(text, tmp_path, monkeypatch):
+    monkeypatch.setattr("arbcli.train.run.peak_operations", lambda device: 1e9)
+    told = []
+    observer = Observer()
+    observer.recorded = told.append
+    options = config(text, "cpu", steps=2)
+    start_run(options, tmp_path / "run", observer)
+    (record,) = told
+    of_byte = step_operations(options.model) / options.model.ctx
+    assert record.mfu == pytest.approx(record.bytes_per_second * of_byte / 1e9)
 
 
 def test_latest_run_is_the_one_started_last_that_has_a_checkpoint(tmp_path):
