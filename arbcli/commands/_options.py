@@ -1,5 +1,6 @@
 """Options that several commands share."""
 
+import inspect
 import re
 from collections.abc import Callable, Iterable
 from itertools import pairwise
@@ -125,52 +126,19 @@ def _check_device(name: str | None) -> str | None:
     return name
 
 
-def _part(field: str, what: str, min: int | None = None) -> Any:
-    """Declare an option of a part that only the presets with a graph have."""
-    return typer.Option(option_of(field), help=what[0].upper() + what[1:], min=min)
+def _part(field: str, what: str) -> Any:
+    """Declare the switch of a part."""
+    return Annotated[bool | None, typer.Option(option_of(field), help=what)]
 
 
-Preset = Annotated[
-    str | None,
-    typer.Option(
-        help="Kind and size of the model: tiny, small, base or 1b, of dense blocks; arb-tiny or"
-        " arb-3b, of n-grams, codebooks, experts and a graph; hnet-tiny, hnet-small, hnet-base or"
-        " hnet-two-stage, which find chunks of their own. [default: tiny]",
-        callback=_check_preset,
-    ),
-]
-Ctx = Annotated[int | None, typer.Option(min=1, help="Context in bytes. [default: the preset's]")]
-TScaleType = Annotated[
-    str | None,
-    typer.Option(
-        "--tscale-type",
-        help="How many weights share a scale: T4, T6, T8, T16, T32, T64, T96 or T128."
-        " [default: the preset's]",
-        callback=one_of("scale_type", SCALE_TYPES),
-    ),
-]
-Rule = Annotated[
-    str | None,
-    typer.Option(
-        help=f"Update rule: {', '.join(RULES)}. [default: the preset's]",
-        callback=one_of("rule", RULES),
-    ),
-]
-Direction = Annotated[
-    str | None,
-    typer.Option(
-        help=f"Of a step: {', '.join(DIRECTIONS)}. [default: the rule's]",
-        callback=one_of("direction", DIRECTIONS),
-    ),
-]
-Digits = Annotated[
-    str | None,
-    typer.Option(
-        help="What a weight is: the trit, or all digits that the rule stores, which learns better"
-        " in the same memory. [default: trit]",
-        callback=one_of("digits", DIGITS),
-    ),
-]
+def _number(what: str, min: int) -> Any:
+    return Annotated[int | None, typer.Option(help=what, min=min)]
+
+
+def _size(what: str) -> Any:
+    return _number(f"Override the preset's {what}.", min=1)
+
+
 Backend = Annotated[
     str | None,
     typer.Option(
@@ -224,45 +192,114 @@ Val = Annotated[
     list[str] | None,
     typer.Option(help="Held-out text. [default: the last tenth of one file, or a tenth of files]"),
 ]
-Dim = Annotated[int | None, typer.Option(min=1, help="Override the preset's width.")]
-Layers = Annotated[int | None, typer.Option(min=1, help="Override the preset's blocks.")]
-Heads = Annotated[int | None, typer.Option(min=1, help="Override the preset's attention heads.")]
-Ffn = Annotated[int | None, typer.Option(min=1, help="Override the preset's MLP width.")]
-Attention = Annotated[bool | None, _part("attention", "latent attention in the blocks.")]
-Sequencer = Annotated[bool | None, _part("sequencer", "n-grams beside the embedding.")]
-Codebook = Annotated[bool | None, _part("codebook", "the shared codebook, which the graph needs.")]
-Knowledge = Annotated[bool | None, _part("knowledge_codebook", "the knowledge codebook.")]
-Moe = Annotated[bool | None, _part("moe", "experts that are iterated.")]
-Graph = Annotated[bool | None, _part("graph", "the graph of codes.")]
-Router = Annotated[bool | None, _part("router", "the router before the byte head.")]
-Memgram = Annotated[bool | None, _part("memgram", "a memory of what followed the text's n-grams.")]
-Boundaries = Annotated[
+Batch = Annotated[int | None, typer.Option(min=1, help="Windows a batch. [default: 16]")]
+Accum = Annotated[int | None, typer.Option(min=1, help="Batches a step. [default: 1]")]
+ScaleType = Annotated[
     str | None,
     typer.Option(
-        help="Where chunks begin: learned, every (so many bytes) or space"
-        " (after one). [default: learned]",
-        callback=one_of("boundaries", BOUNDARIES),
+        option_of("scale_type"),
+        help="How many weights share a scale: T4, T6, T8, T16, T32, T64, T96 or T128."
+        " [default: the preset's]",
+        callback=one_of("scale_type", SCALE_TYPES),
     ),
 ]
-OuterBlocks = Annotated[
-    str | None,
-    typer.Option(
-        help="Only with hnet presets: what encoders and decoders are made of, attention (in a"
-        " window) or mamba (Mamba-2). [default: attention]",
-        callback=one_of("outer_blocks", OUTER_BLOCKS),
+
+MODEL = {
+    "preset": Annotated[
+        str | None,
+        typer.Option(
+            help="Kind and size of the model: tiny, small, base or 1b, of dense blocks; arb-tiny or"
+            " arb-3b, of n-grams, codebooks, experts and a graph; hnet-tiny, hnet-small, hnet-base"
+            " or hnet-two-stage, which find chunks of their own. [default: tiny]",
+            callback=_check_preset,
+        ),
+    ],
+    "ctx": Annotated[
+        int | None, typer.Option(min=1, help="Context in bytes. [default: the preset's]")
+    ],
+    "scale_type": ScaleType,
+    "rule": Annotated[
+        str | None,
+        typer.Option(
+            help=f"Update rule: {', '.join(RULES)}. [default: the preset's]",
+            callback=one_of("rule", RULES),
+        ),
+    ],
+    "digits": Annotated[
+        str | None,
+        typer.Option(
+            help="What a weight is: the trit, or all digits that the rule stores, which learns"
+            " better in the same memory. [default: trit]",
+            callback=one_of("digits", DIGITS),
+        ),
+    ],
+    "direction": Annotated[
+        str | None,
+        typer.Option(
+            help=f"Of a step: {', '.join(DIRECTIONS)}. [default: the rule's]",
+            callback=one_of("direction", DIRECTIONS),
+        ),
+    ],
+    "dim": _size("width"),
+    "layers": _size("blocks"),
+    "heads": _size("attention heads"),
+    "ffn": _size("MLP width"),
+}
+"""Options of every model, by the fields that they set."""
+GRAPH_PARTS = {
+    "attention": _part("attention", "Latent attention in the blocks."),
+    "sequencer": _part("sequencer", "N-grams beside the embedding."),
+    "codebook": _part("codebook", "The shared codebook, which the graph needs."),
+    "knowledge_codebook": _part("knowledge_codebook", "The knowledge codebook."),
+    "moe": _part("moe", "Experts that are iterated."),
+    "graph": _part("graph", "The graph of codes."),
+    "router": _part("router", "The router before the byte head."),
+    "memgram": _part("memgram", "A memory of what followed the text's n-grams."),
+    "moe_top_k": _number("Experts a position. [default: the preset's]", min=1),
+    "max_moe_iters": _number("Iterations over the experts. [default: the preset's]", min=1),
+}
+"""Options that only the presets with a graph have."""
+HNET_PARTS = {
+    "boundaries": Annotated[
+        str | None,
+        typer.Option(
+            help="Where chunks begin: learned, every (so many bytes) or space"
+            " (after one). [default: learned]",
+            callback=one_of("boundaries", BOUNDARIES),
+        ),
+    ],
+    "chunk_length": _number(
+        "Positions of a chunk on average, at every stage. [default: the preset's]", min=2
     ),
-]
-ChunkLength = Annotated[
-    int | None,
-    typer.Option(
-        help="Positions of a chunk on average, at every stage. [default: the preset's]",
-        min=2,
-    ),
-]
-MoeTopK = Annotated[
-    int | None, _part("moe_top_k", "experts a position. [default: the preset's]", min=1)
-]
-MaxMoeIters = Annotated[
-    int | None,
-    _part("max_moe_iters", "iterations over the experts. [default: the preset's]", min=1),
-]
+    "outer_blocks": Annotated[
+        str | None,
+        typer.Option(
+            help="Only with hnet presets: what encoders and decoders are made of, attention (in a"
+            " window) or mamba (Mamba-2). [default: attention]",
+            callback=one_of("outer_blocks", OUTER_BLOCKS),
+        ),
+    ],
+}
+"""Options that only the presets with chunks have."""
+
+
+def takes_model(first: str = "") -> Callable[[Callable], Callable]:
+    """Give a command the options of a model, in place of its `**model`, which they are handed to.
+
+    Args:
+        first: names of parameters that pages of help show before others, in this order.
+    """
+
+    def add(command: Callable) -> Callable:
+        signature = inspect.signature(command)
+        *own, _ = signature.parameters.values()
+        added = [
+            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=kind)
+            for name, kind in (MODEL | GRAPH_PARTS | HNET_PARTS).items()
+        ]
+        named = {param.name: param.replace(kind=added[0].kind) for param in (*added, *own)}
+        order = dict.fromkeys((*first.split(), *named))
+        command.__signature__ = signature.replace(parameters=[named[name] for name in order])
+        return command
+
+    return add

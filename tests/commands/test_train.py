@@ -283,8 +283,8 @@ PARTS = (
 OPTIONS = {
     "train": "accum backend batch compute config ctx data device digits dim direction dry-run"
     " eval-every ffn field final-lr force heads init-from json keep keep-best layers log lr minutes"
-    " no-sub-norms optimizer out plot preset print-config quiet recompute resume rule save-every"
-    " schedule seed steps sub-norms tscale-type val warmup weights" + PARTS,
+    " no-sub-norms optimizer out plot preset print-config profile quiet recompute resume rule"
+    " sample-every save-every schedule seed steps sub-norms tscale-type val warmup weights" + PARTS,
     "check": "json",
     "generate": "backend bytes checkpoint chunks compute device json length prompt seed temperature"
     " top-k top-p",
@@ -295,8 +295,8 @@ OPTIONS = {
     + PARTS,
     "audit-memory": "accum backend batch budget compute ctx device digits dim direction ffn heads"
     " json layers preset recompute rule seed snapshot steps tscale-type what-if" + PARTS,
-    "probe-loss": "backend batch checkpoint compute ctx data device digits dim direction ffn heads"
-    " json layers lr plot preset rule seed steps tscale-type val warmup" + PARTS,
+    "probe-loss": "backend batch checkpoint compute ctx data device digits dim direction ffn field"
+    " heads json layers lr plot preset rule seed steps tscale-type val warmup" + PARTS,
     "verify-kernels": "all-tscale-types backend compare device fuzz json ledger list seed targets"
     " time tscale-type",
 }
