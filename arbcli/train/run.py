@@ -454,7 +454,7 @@ class _Loop:
         sampling = every is not None and step % every == 0
         if evaluating or sampling or step % LOG_EVERY == 0:
             val_loss = self._evaluate() if evaluating else None
-            self._record(val_loss, self._sample() if sampling else None)
+            self._record(val_loss, self._sample_on_the_way() if sampling else None)
         if evaluating:
             self._keep_best()
 
@@ -463,6 +463,14 @@ class _Loop:
             writes = self.trainer.step == self.trace.last
             with self._not_timed() if writes else nullcontext():
                 self.trace.step_done()
+
+    def _sample_on_the_way(self) -> str | None:
+        """Make a sample; a run does not end for want of the memory that it takes."""
+        try:
+            return self._sample()
+        except ArbError as error:
+            self.observer.noted(f"no sample of step {self.trainer.step}: {error}")
+            return None
 
     def _sample(self) -> str:
         model, config = self.trainer.model, self.config

@@ -181,6 +181,23 @@ def test_samples_and_a_trace_change_nothing_of_a_run(text, tmp_path, device):
     assert [found.name for found in run.glob("*trace*")] == [path.name]
 
 
+def test_sample_that_finds_no_memory_is_told_and_the_run_goes_on(text, tmp_path, monkeypatch):
+    asked = iter([ArbError("the GPU's memory is not enough"), None, None])
+
+    def sample(self):
+        if (error := next(asked)) is not None:
+            raise error
+        return "text"
+
+    monkeypatch.setattr("arbcli.train.run._Loop._sample", sample)
+    observer = Observer()
+    observer.noted, observer.recorded = mock.Mock(), mock.Mock()
+    start_run(config(text, "cpu", steps=3, sample_every=1), tmp_path / "run", observer)
+    observer.noted.assert_called_once_with("no sample of step 1: the GPU's memory is not enough")
+    samples = [call.args[0].sample for call in observer.recorded.call_args_list]
+    assert samples == [None, "text", None]
+
+
 def test_run_that_ends_before_a_step_is_traced_says_so(text, tmp_path):
     observer = Observer()
     observer.noted = mock.Mock()
