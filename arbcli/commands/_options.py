@@ -126,6 +126,12 @@ def _check_device(name: str | None) -> str | None:
     return name
 
 
+def _name(field: str, known: Iterable[str], what: str) -> Any:
+    """Declare an option that is one of some names."""
+    how = {"help": what, "callback": one_of(field, known)}
+    return Annotated[str | None, typer.Option(option_of(field), **how)]
+
+
 def _part(field: str, what: str) -> Any:
     """Declare the switch of a part."""
     return Annotated[bool | None, typer.Option(option_of(field), help=what)]
@@ -139,28 +145,20 @@ def _size(what: str) -> Any:
     return _number(f"Override the preset's {what}.", min=1)
 
 
-Backend = Annotated[
-    str | None,
-    typer.Option(
-        help="triton, torch or interpreter. [default: triton on a GPU, else torch]",
-        callback=one_of("backend", BACKENDS),
-    ),
-]
-Compute = Annotated[
-    str | None,
-    typer.Option(
-        help="Activations: bf16 or fp32; or fp8, which is bf16 with products in eight bits."
-        " [default: bf16 where it is fast]",
-        callback=one_of("compute", COMPUTES),
-    ),
-]
-ComputeOfRun = Annotated[
-    str | None,
-    typer.Option(
-        help="Activations: bf16 or fp32. [default: as the run was trained]",
-        callback=one_of("compute", ("bf16", "fp32")),
-    ),
-]
+Backend = _name(
+    "backend", BACKENDS, "triton, torch or interpreter. [default: triton on a GPU, else torch]"
+)
+Compute = _name(
+    "compute",
+    COMPUTES,
+    "Activations: bf16 or fp32; or fp8, which is bf16 with products in eight bits."
+    " [default: bf16 where it is fast]",
+)
+ComputeOfRun = _name(
+    "compute",
+    ("bf16", "fp32"),
+    "Activations: bf16 or fp32. [default: as the run was trained]",
+)
 Recompute = Annotated[
     bool | None,
     typer.Option("--recompute", help="Compute activations again in the backward: less memory."),
@@ -194,15 +192,12 @@ Val = Annotated[
 ]
 Batch = Annotated[int | None, typer.Option(min=1, help="Windows a batch. [default: 16]")]
 Accum = Annotated[int | None, typer.Option(min=1, help="Batches a step. [default: 1]")]
-ScaleType = Annotated[
-    str | None,
-    typer.Option(
-        option_of("scale_type"),
-        help="How many weights share a scale: T4, T6, T8, T16, T32, T64, T96 or T128."
-        " [default: the preset's]",
-        callback=one_of("scale_type", SCALE_TYPES),
-    ),
-]
+ScaleType = _name(
+    "scale_type",
+    SCALE_TYPES,
+    "How many weights share a scale: T4, T6, T8, T16, T32, T64, T96 or T128."
+    " [default: the preset's]",
+)
 
 MODEL = {
     "preset": Annotated[
@@ -218,28 +213,16 @@ MODEL = {
         int | None, typer.Option(min=1, help="Context in bytes. [default: the preset's]")
     ],
     "scale_type": ScaleType,
-    "rule": Annotated[
-        str | None,
-        typer.Option(
-            help=f"Update rule: {', '.join(RULES)}. [default: the preset's]",
-            callback=one_of("rule", RULES),
-        ),
-    ],
-    "digits": Annotated[
-        str | None,
-        typer.Option(
-            help="What a weight is: the trit, or all digits that the rule stores, which learns"
-            " better in the same memory. [default: trit]",
-            callback=one_of("digits", DIGITS),
-        ),
-    ],
-    "direction": Annotated[
-        str | None,
-        typer.Option(
-            help=f"Of a step: {', '.join(DIRECTIONS)}. [default: the rule's]",
-            callback=one_of("direction", DIRECTIONS),
-        ),
-    ],
+    "rule": _name("rule", RULES, f"Update rule: {', '.join(RULES)}. [default: the preset's]"),
+    "digits": _name(
+        "digits",
+        DIGITS,
+        "What a weight is: the trit, or all digits that the rule stores, which learns better in the"
+        " same memory. [default: trit]",
+    ),
+    "direction": _name(
+        "direction", DIRECTIONS, f"Of a step: {', '.join(DIRECTIONS)}. [default: the rule's]"
+    ),
     "dim": _size("width"),
     "layers": _size("blocks"),
     "heads": _size("attention heads"),
@@ -260,25 +243,21 @@ GRAPH_PARTS = {
 }
 """Options that only the presets with a graph have."""
 HNET_PARTS = {
-    "boundaries": Annotated[
-        str | None,
-        typer.Option(
-            help="Where chunks begin: learned, every (so many bytes) or space"
-            " (after one). [default: learned]",
-            callback=one_of("boundaries", BOUNDARIES),
-        ),
-    ],
+    "boundaries": _name(
+        "boundaries",
+        BOUNDARIES,
+        "Where chunks begin: learned, every (so many bytes) or space (after one)."
+        " [default: learned]",
+    ),
     "chunk_length": _number(
         "Positions of a chunk on average, at every stage. [default: the preset's]", min=2
     ),
-    "outer_blocks": Annotated[
-        str | None,
-        typer.Option(
-            help="Only with hnet presets: what encoders and decoders are made of, attention (in a"
-            " window) or mamba (Mamba-2). [default: attention]",
-            callback=one_of("outer_blocks", OUTER_BLOCKS),
-        ),
-    ],
+    "outer_blocks": _name(
+        "outer_blocks",
+        OUTER_BLOCKS,
+        "Only with hnet presets: what encoders and decoders are made of, attention (in a window) or"
+        " mamba (Mamba-2). [default: attention]",
+    ),
 }
 """Options that only the presets with chunks have."""
 
