@@ -460,8 +460,8 @@ class _Loop:
 
     def _count_traced(self) -> None:
         if self.trace:
-            writes = self.trainer.step == self.trace.last
-            with self._not_timed() if writes else nullcontext():
+            turns = self.trainer.step in self.trace.turns
+            with self._not_timed() if turns else nullcontext():
                 self.trace.step_done()
 
     def _sample_on_the_way(self) -> str | None:
