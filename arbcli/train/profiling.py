@@ -4,6 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 
+from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile, schedule
 
 from arbcli.train.trainer import EAGER_STEPS, Trainer
@@ -35,11 +36,10 @@ class StepTrace:
         """Steps behind which the profiler gets ready, begins, and writes: it takes its time."""
         self.path = run / f"trace-{first:06d}.json.gz"
         self._left_out = passed + DISCARDED
-        kinds = [ProfilerActivity.CPU]
-        if trainer.device.type == "cuda":
-            kinds.append(ProfilerActivity.CUDA)
+        on_gpu = trainer.device.type == "cuda"
+        self._wanted = DeviceType.CUDA if on_gpu else DeviceType.CPU
         self._profiler = profile(
-            activities=kinds,
+            activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])],
             schedule=schedule(wait=passed, warmup=DISCARDED, active=steps, repeat=1),
             on_trace_ready=self._write,
         )
@@ -80,3 +80,6 @@ class StepTrace:
             unfinished.unlink(missing_ok=True)
         else:
             self.tell(f"the trace is `{self.path}`: open it at https://ui.perfetto.dev")
+            kinds = {event.device_type for event in profiler.events()}
+            if self._wanted not in kinds:  # a driver may keep its counters to an administrator
+                self.tell("the trace has nothing of the GPU: its driver did not let it be traced")
