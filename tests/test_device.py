@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from arbcli import device as devices
-from arbcli.device import default_compute, multiplies_bf16, peak_bytes
+from arbcli.device import default_compute, multiplies_bf16, peak_bytes, peak_operations
 
 X86 = {"architecture": "x86_64", "avx2": True, "avx512_f": False, "avx512_bf16": False,
        "avx512_fp16": False, "amx_tile": False, "amx_int8": False, "amx_bf16": False}  # fmt: skip
@@ -71,3 +71,19 @@ def test_peak_of_a_process_is_in_bytes(platform, expected, monkeypatch):
     monkeypatch.setattr(resource, "getrusage", lambda _: usage)
     monkeypatch.setattr("arbcli.device.sys", SimpleNamespace(platform=platform))
     assert peak_bytes(torch.device("cpu")) == expected
+
+
+NAMES = {
+    "NVIDIA H200": 989.4e12,
+    "NVIDIA H200 NVL": 835.5e12,
+    "NVIDIA H100 80GB HBM3 MIG 1g.10gb": None,
+    "NVIDIA GeForce RTX 4090 Laptop GPU": None,
+    "NVIDIA Next": None,
+}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_peak_is_that_of_a_known_gpu_and_never_a_guess(name, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+    assert peak_operations(torch.device("cuda")) == NAMES[name]
+    assert peak_operations(torch.device("cpu")) is None

@@ -28,6 +28,11 @@ FLOAT_LR = {
     ("ste", "muon"): 3e-3,
 }
 """Default `lr` of the twins, by weights and optimizer."""
+DECISIVE = (
+    "steps", "batch", "accum", "lr", "warmup", "schedule", "final_lr", "seed", "optimizer",
+    "compute",
+)  # fmt: skip
+"""Settings of a run that its weights depend on, besides the model's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,6 +63,8 @@ class TrainConfig:
     """Steps."""
     eval_every: int | None = None
     """Steps; None is a quarter of the run, within `EVAL_EVERY`."""
+    sample_every: int | None = None
+    """Steps; None is a sample of text at the end alone."""
     keep: int = 2
     """Checkpoints, the newest ones."""
     keep_best: bool = False
@@ -97,6 +104,8 @@ class TrainConfig:
             check_positive(name, getattr(self, name))
             check_at_most(name, getattr(self, name), MOST)
         check_positive("eval_every", self.eval_interval)
+        if self.sample_every is not None:
+            check_positive("sample_every", self.sample_every)
         check_at_most("warmup", self.warmup, MOST)
         if self.steps * self.accum > MOST:  # each of a run's micro-batches has an int32 number
             raise ArbError(
@@ -132,6 +141,10 @@ class TrainConfig:
             return self.eval_every
         least, most = EVAL_EVERY
         return min(max(self.steps // 4, least), most)
+
+    def decisive(self) -> dict[str, Any]:
+        """List the settings that the weights depend on, besides the model's."""
+        return {name: getattr(self, name) for name in DECISIVE}
 
 
 def train_config(

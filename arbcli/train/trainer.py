@@ -172,13 +172,25 @@ class Trainer:
             state += self.optimizer.state_tensors()
         return sum(tensor.nbytes for tensor in state)
 
-    def checkpoint(self, text_digest: str) -> Checkpoint:
-        """Gather the whole state."""
+    def checkpoint(self, text_digest: str, init_digest: str | None = None) -> Checkpoint:
+        """Gather the whole state, and the settings that made it.
+
+        Args:
+            text_digest: of both texts.
+            init_digest: of the checkpoint that the run began with; None if it began with none.
+        """
+        settings = self.config.decisive() | {"init_from": init_digest}
+        seed = settings.pop("seed")
         return Checkpoint(
             step=self.step,
             config=dataclasses.asdict(self.config.model),
             counters=self.updater.counters(),
-            data={"digest": text_digest, "seed": self.config.seed, "position": self.step},
+            data={
+                "digest": text_digest,
+                "seed": seed,
+                "position": self.step,
+                "settings": settings,
+            },
             tensors=self.model.state_dict(),
         )
 
