@@ -4,6 +4,7 @@ import dataclasses
 import os
 import sys
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from subprocess import CompletedProcess
 from unittest import mock
@@ -18,6 +19,10 @@ torch.set_num_threads(1)
 # triton reads this when a kernel is defined, so it is set before any import of one
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
+    if find_spec("triton"):
+        from interpreter import quicken
+
+        quicken()
 
 
 def pytest_collection_modifyitems(items):
