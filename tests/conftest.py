@@ -64,10 +64,10 @@ def small_hnet() -> dict:
 @pytest.fixture(autouse=True)
 def poison_uninitialised_memory():
     """Make `torch.empty` return NaN, or the largest integer, instead of leftovers."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.set_deterministic_debug_mode("warn")
     torch.utils.deterministic.fill_uninitialized_memory = True
     yield
-    torch.use_deterministic_algorithms(False)
+    torch.set_deterministic_debug_mode("default")
 
 
 @pytest.fixture
