@@ -1,12 +1,13 @@
 """The dtype of activations is one that the CPU multiplies by itself."""
 
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from arbcli import device as devices
-from arbcli.device import default_compute, multiplies_bf16, peak_bytes
+from arbcli.device import available_bytes, default_compute, multiplies_bf16, peak_bytes
 
 X86 = {"architecture": "x86_64", "avx2": True, "avx512_f": False, "avx512_bf16": False,
        "avx512_fp16": False, "amx_tile": False, "amx_int8": False, "amx_bf16": False}  # fmt: skip
@@ -71,3 +72,32 @@ def test_peak_of_a_process_is_in_bytes(platform, expected, monkeypatch):
     monkeypatch.setattr(resource, "getrusage", lambda _: usage)
     monkeypatch.setattr("arbcli.device.sys", SimpleNamespace(platform=platform))
     assert peak_bytes(torch.device("cpu")) == expected
+
+
+@pytest.mark.parametrize(
+    ("limit", "used", "expected"),
+    [
+        ("4096", "1024", 3072),  # a container that may take less than the machine has
+        ("max", "1024", 7 * 1024),  # one without a limit
+        ("1048576", "0", 7 * 1024),
+        ("1024", "4096", 0),
+    ],
+)
+def test_memory_that_is_free_is_the_least_of_the_machine_and_its_container(
+    limit, used, expected, tmp_path, monkeypatch
+):
+    files = {"meminfo": "MemTotal: 9 kB\nMemAvailable: 7 kB\n", "limit": limit, "used": used}
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    groups = [(tmp_path / "limit", tmp_path / "used"), (tmp_path / "none", tmp_path / "none")]
+    monkeypatch.setattr(devices, "CONTAINER_MEMORY", groups)
+    memory = tmp_path / "meminfo"
+    monkeypatch.setattr(devices, "Path", lambda p: memory if str(p) == "/proc/meminfo" else Path(p))
+    assert available_bytes() == expected
+    memory.unlink()
+    if limit == "max":  # nothing but the machine itself tells
+        sizes = {"SC_PHYS_PAGES": 5, "SC_PAGE_SIZE": 4096}
+        monkeypatch.setattr("os.sysconf", sizes.__getitem__)
+        assert available_bytes() == 5 * 4096
+    else:
+        assert available_bytes() == max(0, int(limit) - int(used))
