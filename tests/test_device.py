@@ -1,5 +1,6 @@
 """The dtype of activations is one that the CPU multiplies by itself."""
 
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 
 from arbcli import device as devices
 from arbcli.device import (
+    available_bytes,
     default_compute,
     deterministic,
     multiplies_bf16,
@@ -117,3 +119,32 @@ def test_compiler_is_told_what_torch_is_told(monkeypatch):
         tell_compiler()
     warn, error = {"warn_only": True}, {"warn_only": False}
     assert told == [(False, error), (True, warn), (True, error)]
+
+
+@pytest.mark.parametrize(
+    ("limit", "used", "expected"),
+    [
+        ("4096", "1024", 3072),  # a container that may take less than the machine has
+        ("max", "1024", 7 * 1024),  # one without a limit
+        ("1048576", "0", 7 * 1024),
+        ("1024", "4096", 0),
+    ],
+)
+def test_memory_that_is_free_is_the_least_of_the_machine_and_its_container(
+    limit, used, expected, tmp_path, monkeypatch
+):
+    files = {"meminfo": "MemTotal: 9 kB\nMemAvailable: 7 kB\n", "limit": limit, "used": used}
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    groups = [(tmp_path / "limit", tmp_path / "used"), (tmp_path / "none", tmp_path / "none")]
+    monkeypatch.setattr(devices, "CONTAINER_MEMORY", groups)
+    memory = tmp_path / "meminfo"
+    monkeypatch.setattr(devices, "Path", lambda p: memory if str(p) == "/proc/meminfo" else Path(p))
+    assert available_bytes() == expected
+    memory.unlink()
+    if limit == "max":  # nothing but the machine itself tells
+        sizes = {"SC_PHYS_PAGES": 5, "SC_PAGE_SIZE": 4096}
+        monkeypatch.setattr("os.sysconf", sizes.__getitem__)
+        assert available_bytes() == 5 * 4096
+    else:
+        assert available_bytes() == max(0, int(limit) - int(used))
