@@ -112,20 +112,30 @@ def deterministic() -> Iterator[None]:
     """Make torch's own operations give the same bits every time, as resuming needs.
 
     cuBLAS needs `CUBLAS_WORKSPACE_CONFIG` besides, which the `arb` program sets before it starts.
+    torch's compiler has to be told by `tell_compiler`.
     """
-    before = torch.are_deterministic_algorithms_enabled()
+    before = torch.get_deterministic_debug_mode()
     fill = torch.utils.deterministic.fill_uninitialized_memory
-    torch.use_deterministic_algorithms(True)
+    # `use_deterministic_algorithms` does the same, but loads a compiler, which takes two seconds
+    torch.set_deterministic_debug_mode("error")
     torch.utils.deterministic.fill_uninitialized_memory = False  # it would write every buffer twice
     torch.backends.cuda.enable_mem_efficient_sdp(False)  # its backward adds in any order
     torch.backends.cuda.enable_cudnn_sdp(False)
     try:
         yield
     finally:
-        torch.use_deterministic_algorithms(before)
+        torch.set_deterministic_debug_mode(before)
         torch.utils.deterministic.fill_uninitialized_memory = fill
         torch.backends.cuda.enable_mem_efficient_sdp(True)
         torch.backends.cuda.enable_cudnn_sdp(True)
+
+
+def tell_compiler() -> None:
+    """Let what is compiled from now on be as deterministic as torch's own operations are."""
+    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(
+        torch.are_deterministic_algorithms_enabled(), warn_only=warn_only
+    )
 
 
 @contextmanager

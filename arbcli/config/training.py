@@ -33,12 +33,6 @@ DECISIVE = (
     "compute",
 )  # fmt: skip
 """Settings of a run that its weights depend on, besides the model's."""
-PRESET_LR = {("arb-3b", "factored"): 0.1}
-"""Default `lr` where a preset needs another than its rule's, by preset and direction.
-
-With the factored direction a wide model takes smaller steps: at the rule's own its stream grows
-manifold, and what is chosen in it, experts and codes, becomes the same for every position.
-"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -190,17 +184,17 @@ def train_config(
             fields=(*stepped, "weights"),
         )
     optimizer = given.pop("optimizer", "rule" if ternary else "adamw")
-    given.setdefault("lr", default_lr(preset, model, optimizer))
+    given.setdefault("lr", default_lr(model, optimizer))
     texts = {name: tuple(map(str, given.pop(name, ()))) for name in ("data", "val")}
     place = {"device": device, "backend": backend, "compute": compute}
     return TrainConfig(model=model, optimizer=optimizer, **texts, **place, **given)
 
 
-def default_lr(preset: str | ModelConfig, model: ModelConfig, optimizer: str) -> float:
+def default_lr(model: ModelConfig, optimizer: str) -> float:
     """Find the learning rate of a model for which none is given."""
     if model.weights != "ternary":
         return FLOAT_LR.get((model.weights, optimizer), 1e-3)
-    return PRESET_LR.get((preset, model.direction), find_rule(model.rule, model.digits).lr)
+    return find_rule(model.rule, model.digits).lr
 
 
 def train_config_from(facts: dict[str, Any]) -> TrainConfig:

@@ -259,7 +259,7 @@ class _Tally:
         self.kinds = [total + count for total, count in zip(self.kinds, counts, strict=True)]
         self.steps += 1
         self.moves += moves
-        self.expected += (lr * radix * STEP_OF_RADIX) ** 2
+        self.expected += (lr * tensor.lr_factor * radix * STEP_OF_RADIX) ** 2
         self.moved |= (new != old).cpu()
         return counts[0] + counts[1]
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from arbcli.checkpoint import Checkpoint, check_layout
 from arbcli.config.training import TrainConfig
 from arbcli.data import Texts, batch, digest, evaluation_batches
-from arbcli.device import COMPUTE
+from arbcli.device import COMPUTE, tell_compiler
 from arbcli.errors import ArbError
 from arbcli.infer.load import is_export
 from arbcli.kernels.runtime.backend import use_backend
@@ -71,6 +71,7 @@ class Trainer:
         self._compute = TrainingStep(self.model, self._updates, config.accum)
         self._warm_up_stream: torch.cuda.Stream | None = None
         if capture and self.optimizer:
+            tell_compiler()
             compile_twin(self.model)
             self._warm_up_stream = torch.cuda.Stream(self.device)
         self._capture_at = EAGER_STEPS if capture else None
