@@ -81,6 +81,7 @@ def test_train_shows_samples_utilisation_and_where_the_trace_is(
 ):
     monkeypatch.setattr("arbcli.train.run.peak_operations", lambda device: 1e12)
     monkeypatch.setattr("arbcli.train.run.SAMPLE_BYTES", 8)
+    monkeypatch.setattr("arbcli.train.trainer.Trainer.evaluate", lambda self: 1.0)
     args = ["--data", text, *SMALL, "--steps", "5", "--sample-every", "4", "--profile"]
     done = arb_here("train", *args, "--out", str(tmp_path / "r"))
     assert done.returncode == 0, done.stderr
