@@ -5,8 +5,7 @@
 The runs are of `--no-sub-norms`, with a context of 256 bytes or more. Compared with those of `arb`
 in float32 are the logarithms of the probabilities of all 256 bytes, after some beginnings of the
 held-out text, and 200 bytes of greedy text. All logarithms are also compared with those of the
-reference in float64, to tell whose error a difference is: `arb` as it is, and with rotary angles
-that are computed in float64 and rounded once.
+reference in float64, to tell whose error a difference is.
 """
 
 import dataclasses
@@ -14,7 +13,6 @@ import shutil
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from unittest import mock
 
 import torch
 from torch import Tensor
@@ -28,9 +26,8 @@ from arbcli.export.run import export
 from arbcli.infer.generation import Sampling, generate
 from arbcli.infer.load import load_model
 from arbcli.model.dense import ByteLM
-from arbcli.model.layers import rotary
 from arbcli.train.directory import CONFIG, open_texts_again
-from arbcli.verify.reference import reference_layers, rotary_angles
+from arbcli.verify.reference import reference_layers
 from benchmarks import results
 from benchmarks.llama_cpp import Llama
 
@@ -57,12 +54,7 @@ def measure(run: Path) -> list[dict]:
     exact = in_float64(model, text)
     ours = predicted(model, text)
     greedy = b"".join(generate(model, PROMPT, LENGTH, Sampling(temperature=0)))
-    rows = []
-    with mock.patch.object(rotary, "_compute_table", exact_table), rotary.fresh_tables():
-        exact_angles = predicted(model, text)
-    for program, found in (("arb", ours), ("arb, exact angles", exact_angles)):
-        rows.append(about(model.config) | distances(found, ours, exact))
-        rows[-1] |= {"program": program, "type": "F32"}
+    rows = [about(model.config) | distances(ours, ours, exact) | {"program": "arb", "type": "F32"}]
     smallest = smallest_type(model.config).name.lower()
     for program, types in (
         ("llama.cpp", dict.fromkeys(("f32", "bf16", "f16", smallest))),
@@ -121,12 +113,6 @@ def in_float64(model: ByteLM, text: bytes) -> Tensor:
     for _, weights, function in reference_layers(model):
         x = function(x, weights)
     return x.detach().log_softmax(-1)[0, [n - 1 for n in LENGTHS]]
-
-
-def exact_table(length: int, head_dim: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Compute cos and sin of every angle in float64, and round them once."""
-    angle = rotary_angles(length, head_dim, device)
-    return angle.cos().float(), angle.sin().float()
 
 
 def in_llama_cpp(path: Path, _kind: str) -> tuple[Predict, bytes]:
