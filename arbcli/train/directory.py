@@ -27,7 +27,7 @@ CONFIG = "config.json"
 """File of what a run computes, of its text, and of the versions that began it."""
 DECISIVE = (
     "steps", "batch", "accum", "lr", "warmup", "schedule", "final_lr", "seed", "optimizer",
-    "compute",
+    "compute", "wire",
 )  # fmt: skip
 """Settings that a checkpoint depends on, besides the model's."""
 MOST_THREADS = 1024

@@ -6,6 +6,8 @@ from torch import Tensor
 
 from arbcli.model.language_model import LOSS_WEIGHTS, LanguageModel
 from arbcli.train.float_optimizer import FloatOptimizer
+from arbcli.train.parallel.group import Group
+from arbcli.train.parallel.shared_updater import SharedUpdater
 from arbcli.train.updater import Updater
 
 
@@ -25,13 +27,19 @@ class TrainingStep:
     Args:
         model: to train.
         updates: of packed weights, which step in the backward, or of float ones, after it.
-        accumulation: micro-batches of a step.
+        accumulation: micro-batches of a step, of all processes.
+        group: the processes that share the step.
     """
 
     def __init__(
-        self, model: LanguageModel, updates: Updater | FloatOptimizer, accumulation: int
+        self,
+        model: LanguageModel,
+        updates: Updater | SharedUpdater | FloatOptimizer,
+        accumulation: int,
+        group: Group,
     ) -> None:
         self.model, self.updates, self.accumulation = model, updates, accumulation
+        self.group = group
 
     def __call__(
         self,
@@ -41,13 +49,13 @@ class TrainingStep:
         """Do the step.
 
         Args:
-            micro_batches: inputs and targets, (B, T) int64 each, on the device.
+            micro_batches: of this process: inputs and targets, (B, T) int64 each, on the device.
             reached: is told of each stage of a micro-batch that ends: `forward`, then `backward`.
 
         Returns:
             The parts of the loss before the step, float32 scalars by name, means of micro-batches.
         """
-        totals: dict[str, Tensor] = {}
+        found: dict[str, list[Tensor]] = {}
         self.model.forget_uses()
         for micro, (ids, targets) in enumerate(micro_batches):
             self.updates.begin_micro(micro)
@@ -57,7 +65,8 @@ class TrainingStep:
             (loss if self.updates.averages else loss / self.accumulation).backward()
             reached("backward")
             for name, part in parts.items():
-                totals[name] = totals.get(name, 0) + part.detach() / self.accumulation
+                found.setdefault(name, []).append(part.detach() / self.accumulation)
         self.updates.finish()
+        self.model.join(self.group)
         self.model.after_step()
-        return totals
+        return {name: sum(self.group.in_order(shares)) for name, shares in found.items()}

@@ -1,6 +1,7 @@
 """Training, one step at a time: what a run computes, and nothing of its files."""
 
 import dataclasses
+import itertools
 from collections.abc import Callable
 
 import torch
@@ -14,16 +15,48 @@ from arbcli.errors import ArbError
 from arbcli.infer.load import is_export
 from arbcli.kernels.runtime.backend import use_backend
 from arbcli.model.build import build_model
+from arbcli.model.language_model import LanguageModel
 from arbcli.train.compiled_twin import compile_twin, side_stream
 from arbcli.train.float_optimizer import FloatOptimizer
+from arbcli.train.parallel.group import Group
+from arbcli.train.parallel.shared_updater import SharedUpdater
 from arbcli.train.schedule import learning_rate
-from arbcli.train.step import TrainingStep
+from arbcli.train.step import TrainingStep, minimised
 from arbcli.train.updater import Updater
 
 EAGER_STEPS = 3
 """Steps before a step is captured: kernels compile and libraries make up their minds in them."""
 EVAL_BATCHES = 40
 """Of an evaluation."""
+
+
+WIRE = ".wire_exponent"
+"""How the names end of what only a shared run keeps."""
+
+
+def layout_of(model: LanguageModel) -> dict[str, Tensor]:
+    """List the state of a model by name, on the `meta` device."""
+    return {n: torch.empty_like(part, device="meta") for n, part in model.state_dict().items()}
+
+
+def check_shares(config: TrainConfig, size: int) -> None:
+    """Refuse to share a run among so many processes where that cannot be done.
+
+    Raises:
+        ArbError: it cannot.
+    """
+    if config.accum % size:
+        raise ArbError(
+            f"{config.accum} micro-batches cannot be dealt out evenly to {size} processes",
+            hint=f"use an `accum` that is a multiple of {size}",
+            fields=("accum",),
+        )
+    if size > 1 and config.model.weights == "ternary" and config.wire is None:
+        raise ArbError(
+            "the run steps by each gradient as it comes, which one process does alone",
+            hint="go on with one process, or start a run with `wire=int8`",
+            fields=("wire",),
+        )
 
 
 def text_digest(texts: Texts) -> str:
@@ -40,10 +73,23 @@ class Trainer:
         capture: after a few steps, replay the step as one CUDA graph: the same kernels and the same
             bits without the launches' cost. Hooks on the model see nothing of a replayed step. A
             float twin is compiled besides, which moves its last bits.
+        group: the processes that share the run; None is this one alone.
+
+    Raises:
+        ArbError: the run cannot be shared out so.
     """
 
-    def __init__(self, config: TrainConfig, texts: Texts, *, capture: bool = False) -> None:
+    def __init__(
+        self,
+        config: TrainConfig,
+        texts: Texts,
+        *,
+        capture: bool = False,
+        group: Group | None = None,
+    ) -> None:
         self.config, self.texts = config, texts
+        self.group = group or Group()
+        check_shares(config, self.group.size)
         self.device = torch.device(config.device)
         dtype = COMPUTE[config.compute]
         with torch.device(self.device):
@@ -56,19 +102,30 @@ class Trainer:
         """Whether the state is that of a whole number of steps; an error may end one half-way."""
         self.loss_parts: dict[str, Tensor] = {}
         """Parts of the last step's loss, float32 scalars by name."""
-        self.updater: Updater | None = None
+        self.updater: Updater | SharedUpdater | None = None
+        self.shared: SharedUpdater | None = None
+        """The updater, where gradients travel as integers."""
         self.optimizer: FloatOptimizer | None = None
         with use_backend(config.backend):
             self.model.initialise(config.seed)
         if config.model.weights == "ternary":
             tensors = self.model.weights().values()
-            self.updater = Updater(tensors, config.seed, dtype)
+            if config.wire is None:
+                self.updater = Updater(tensors, config.seed, dtype)
+            else:
+                self.model.declare_wire()
+                about = config.seed, dtype, config.accum, self.group
+                self.updater = self.shared = SharedUpdater(tensors, *about)
+            self._layout = layout_of(self.model)
+            if self.shared:
+                self.shared.release()
             for tensor in tensors:
                 tensor.sink = self.updater
         else:
             self.optimizer = FloatOptimizer(self.model, config.optimizer, compiled=capture)
         self._updates = self.updater or self.optimizer
-        self._compute = TrainingStep(self.model, self._updates, config.accum)
+        self._compute = TrainingStep(self.model, self._updates, config.accum, self.group)
+        self._local = self.group.local(config.accum)
         self._warm_up_stream: torch.cuda.Stream | None = None
         if capture and self.optimizer:
             compile_twin(self.model)
@@ -76,6 +133,8 @@ class Trainer:
         self._capture_at = EAGER_STEPS if capture else None
         self._graph: torch.cuda.CUDAGraph | None = None
         self._batches: Tensor | None = None
+        self._measured = False
+        """Whether what gradients are divided by is known."""
 
     @property
     def captures(self) -> bool:
@@ -104,6 +163,8 @@ class Trainer:
             The loss before it, a float32 scalar tensor in nats a byte; reading it waits for a GPU.
         """
         self._load_batches()
+        if self.shared and not self._measured:
+            self._measure()
         self._updates.set_step(self.step, self.lr, self.config.accum)
         if self._graph is None and self._capture_at == self.step:
             self._capture()
@@ -134,7 +195,7 @@ class Trainer:
 
     def _load_batches(self) -> None:
         """Fetch the micro-batches of this step, on a GPU into the buffers that a graph reads."""
-        batches = [self.fetch(micro, "cpu") for micro in range(self.config.accum)]
+        batches = [self.fetch(micro, "cpu") for micro in self._local]
         if self.device.type == "cuda":
             loaded = torch.stack([torch.stack(pair) for pair in batches]).pin_memory()
             if self._batches is None:
@@ -142,6 +203,16 @@ class Trainer:
             self._batches.copy_(loaded, non_blocking=True)
             batches = list(self._batches)  # (2, B, T) int64 each
         self._micro_batches = batches
+
+    def _measure(self) -> None:
+        """Find how large the gradients of the first step are, where nobody knows that yet."""
+        if self.shared.needs_measuring:
+            with use_backend(self.config.backend), self.shared.measuring():
+                for ids, targets in self._micro_batches:
+                    self.model.forget_uses()
+                    minimised(self.model.losses(ids, targets)).backward()
+                self.model.forget_uses()
+        self._measured = True
 
     def _capture(self) -> None:
         """Record a step as a CUDA graph. Recording executes nothing, so no state changes."""
@@ -152,18 +223,23 @@ class Trainer:
 
     @torch.no_grad()
     def evaluate(self, num_batches: int = EVAL_BATCHES) -> float:
-        """Average the loss over fixed batches of the held-out text, in nats a byte."""
-        losses = []
+        """Average the loss over fixed batches of the held-out text, in nats a byte.
+
+        Processes share them where they can be dealt out evenly.
+        """
+        group = self.group if num_batches % self.group.size == 0 else Group()
+        mine, losses = group.local(num_batches), []
         with use_backend(self.config.backend):
-            for ids, targets in evaluation_batches(
+            batches = evaluation_batches(
                 self.texts.val,
                 num_batches=num_batches,
                 batch_size=self.config.batch,
                 context=self.config.model.ctx,
                 device=self.device,
-            ):
+            )
+            for ids, targets in itertools.islice(batches, mine.start, mine.stop):
                 losses.append(self.model.loss(ids, targets))
-        return float(torch.stack(losses).mean())
+        return float(torch.stack(group.in_order(losses)).mean())
 
     def state_bytes(self) -> int:
         """Count what survives a step."""
@@ -173,13 +249,18 @@ class Trainer:
         return sum(tensor.nbytes for tensor in state)
 
     def checkpoint(self, text_digest: str) -> Checkpoint:
-        """Gather the whole state."""
+        """Gather the whole state; of several processes the first one has it, the others a part."""
+        data = {"digest": text_digest, "seed": self.config.seed, "position": self.step}
+        tensors = self.model.state_dict()
+        if self.shared:
+            data["wire"] = self.config.wire
+            tensors |= self.shared.gather(self.model)
         return Checkpoint(
             step=self.step,
             config=dataclasses.asdict(self.config.model),
             counters=self.updater.counters(),
-            data={"digest": text_digest, "seed": self.config.seed, "position": self.step},
-            tensors=self.model.state_dict(),
+            data=data,
+            tensors=tensors,
         )
 
     def take_weights(self, checkpoint: Checkpoint) -> None:
@@ -193,8 +274,14 @@ class Trainer:
                 "the file has the weights alone, and no state to train on from",
                 hint="name a checkpoint of the run that it is an export of",
             )
-        check_layout(checkpoint.tensors, self.model.state_dict())
-        self.model.load_state_dict(checkpoint.tensors)
+        tensors = dict(checkpoint.tensors)
+        if ("wire" in checkpoint.data) != (self.shared is not None):
+            tensors = {n: part for n, part in tensors.items() if not n.endswith(WIRE)}
+            tensors |= {n: part for n, part in self.model.state_dict().items() if n.endswith(WIRE)}
+        check_layout(tensors, self._layout)
+        own = self.model.state_dict()
+        self.model.load_state_dict({n: part[: len(own[n])] for n, part in tensors.items()})
+        self._measured = False
 
     def restore(self, checkpoint: Checkpoint) -> None:
         """Continue from a checkpoint.

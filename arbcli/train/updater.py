@@ -6,7 +6,7 @@ shape of the matrix is made but the orthogonalised gradient.
 """
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
@@ -118,9 +118,13 @@ class Updater:
         self.step_size = control[6]
         self._squares.zero_()
 
-    def finish(self) -> None:
-        """End a step: count it if one of its gradients was not finite."""
-        self._nonfinite_steps += self._nonfinite.amax()
+    def finish(self, of_all: Callable[[Tensor], Tensor] = lambda flag: flag) -> None:
+        """End a step: count it if one of its gradients was not finite.
+
+        Args:
+            of_all: finds the largest of an integer of all processes.
+        """
+        self._nonfinite_steps += of_all(self._nonfinite.amax())
         self._nonfinite.zero_()
 
     @torch.no_grad()
@@ -156,6 +160,7 @@ class Updater:
             share = where.count.clamp(min=1) / len(where.rows)
             self._update(tensor, rows, grad, index, self._unused, True, True, share)
             tensor.scatter(where.rows, rows)
+            tensor.count_use(where.rows)
 
     def _update(
         self,
@@ -211,6 +216,10 @@ class Updater:
             accumulation=self.accumulation,
         )
         rule.step(state, Gradient(grad, statistics, gains, ingredients), control)
+
+    def index_of(self, tensor: TernaryTensor) -> int:
+        """Find the place of a tensor's first matrix among all matrices."""
+        return self._index[id(tensor)]
 
     def take_flips(self) -> int:
         """Count the trits that changed since the last call; waits for the device."""
