@@ -42,7 +42,10 @@ class RunDisplay:
         note(f"text    {text['description']}: {text['train_bytes']:,} bytes to train on,")
         note(f"        {text['val_bytes']:,} held out, order-0 entropy {text['entropy']:.3f} nats")
         note(f"model   {number:,} {kind} weights, {model.scale_type}, ctx {model.ctx}")
-        note(f"device  {config.device}, backend {config.backend}, {config.compute}")
+        place = f"{config.device}, backend {config.backend}, {config.compute}"
+        if (size := trainer.group.size) > 1:
+            place += f", {size} processes with {config.accum // size} of {config.accum} batches"
+        note(f"device  {place}")
         if trainer.step:
             note(f"resumed at step {trainer.step}")
 
@@ -60,6 +63,8 @@ class RunDisplay:
             line += f"  {record.flip_share:.2%} flipped"
         if (length := record.gauges.get("chunk_length")) is not None:
             line += f"  {length:.2f} bytes a chunk"
+        if (wire := record.gauges.get("wire")) is not None:
+            line += f"  {wire:.2f} bytes a weight on the wire"
         if record.val_loss is not None:
             line += f"  held-out {record.val_loss:.4f}"
         self.line.show(line, keep=record.val_loss is not None)
@@ -109,6 +114,7 @@ def _gauges(gauges: dict[str, float]) -> str:
         "edges": "{:.1%} of edges taken",
         "chunk_length": "{:.2f} bytes a chunk",
         "chunk_length_2": "{:.2f} chunks in one of the second stage",
+        "wire": "{:.2f} bytes a weight on the wire",
         "joined": "{:.1%} of chunks joined for want of slots",
     }
     return "  " + ", ".join(shown.get(name, name + " {}").format(v) for name, v in gauges.items())

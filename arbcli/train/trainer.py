@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from arbcli.checkpoint import Checkpoint, check_layout
+from arbcli.checkpoint import Checkpoint, check_layout, tensor_digest
 from arbcli.config.training import TrainConfig
 from arbcli.data import Texts, batch, digest, evaluation_batches
 from arbcli.device import COMPUTE
@@ -30,6 +30,7 @@ EVAL_BATCHES = 40
 """Of an evaluation."""
 
 
+RELOAD = "go on from the last checkpoint with `--resume`; if it comes again, a GPU may be faulty"
 WIRE = ".wire_exponent"
 """How the names end of what only a shared run keeps."""
 
@@ -262,6 +263,27 @@ class Trainer:
             data=data,
             tensors=tensors,
         )
+
+    def check_agreement(self) -> None:
+        """Compare what all processes keep of the state.
+
+        Raises:
+            ArbError: in all of them, if one has something else.
+        """
+        if self.group.size > 1 and self.shared:
+            own = self.shared.names_kept(self.model)
+            parts = {n: part for n, part in self.model.state_dict().items() if n not in own}
+            found = {name: tensor_digest(name, part) for name, part in parts.items()}
+            self.group.compare(found, "state", RELOAD)
+
+    def gauges(self) -> dict[str, float]:
+        """Measure what is worth a line in the log: see `LanguageModel.gauges`.
+
+        Returns:
+            wire: bytes that a process receives in a step for each weight, where there are several.
+        """
+        shared = self.shared if self.group.size > 1 else None
+        return self.model.gauges() | ({"wire": shared.bytes_a_weight()} if shared else {})
 
     def take_weights(self, checkpoint: Checkpoint) -> None:
         """Begin with the state of a checkpoint, at step 0 and with counters of 0.

@@ -17,6 +17,8 @@ from arbcli.errors import ArbError
 
 STARTED_BY_TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
+SAME = "start all of them with the same arguments, files and versions"
+
 
 class Group:
     """The processes that share a run; without arguments it is this one alone.
@@ -121,12 +123,13 @@ class Group:
             dist.broadcast_object_list(values, 0, device=torch.device("cpu"))
         return values[0]
 
-    def compare(self, values: dict[str, Any], what: str) -> None:
+    def compare(self, values: dict[str, Any], what: str, hint: str = SAME) -> None:
         """Refuse to go on where processes differ.
 
         Args:
             values: by name.
             what: they are, for the error.
+            hint: what to do then.
 
         Raises:
             ArbError: in all processes, if one of them has others than the first.
@@ -142,7 +145,7 @@ class Group:
                 listed = ", ".join(f"`{name}`" for name in sorted(names)[:5])
                 raise ArbError(
                     f"process {rank} has another {what} than process 0: {listed}",
-                    hint="start all of them with the same arguments, files and versions",
+                    hint=hint,
                 )
 
     def fetch(self, tensor: Tensor | None, like: Tensor, owner: int) -> Tensor | None:
@@ -208,6 +211,24 @@ def explained_loss() -> Iterator[None]:
 def started_by_torchrun() -> bool:
     """Tell whether the environment says that this process is one of several."""
     return all(name in os.environ for name in STARTED_BY_TORCHRUN)
+
+
+def own_device(place: torch.device) -> torch.device:
+    """Find the device of this process: of several, each has a GPU of its own.
+
+    Raises:
+        ArbError: there are fewer GPUs than processes.
+    """
+    if place.type != "cuda" or not started_by_torchrun():
+        return place
+    index, there = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
+    if index >= there:
+        raise ArbError(
+            f"process {index} of this machine has no GPU: there are {there}",
+            hint=f"start at most {there}, or use `--device cpu`",
+        )
+    torch.cuda.set_device(index)
+    return torch.device("cuda", index)
 
 
 @contextmanager

@@ -143,17 +143,21 @@ class SharedUpdater:
         Returns:
             By the names of its state; on other processes what they have.
         """
-        names = {id(part): name for name, part in model.named_modules()}
+        modules = {id(part): name for name, part in model.named_modules()}
         found = {}
         for member in self.members():
             for name, like in self.layout[id(member.tensor)].items():
                 part = self.group.fetch(getattr(member.tensor, name), like, member.owner)
                 if part is not None:
-                    # one at a time on a GPU; the host has room for all
-                    found[f"{names[id(member.tensor)]}.{name}"] = (
-                        part.cpu() if member.owner else part
-                    )
+                    # a GPU has no room for all of them
+                    part = part.cpu() if member.owner else part
+                    found[f"{modules[id(member.tensor)]}.{name}"] = part
         return found
+
+    def names_kept(self, model: nn.Module) -> set[str]:
+        """Name what owners alone keep of the state of a model."""
+        modules = {id(part): name for name, part in model.named_modules()}
+        return {f"{modules[key]}.{name}" for key, own in self.layout.items() for name in own}
 
     # a step
 
