@@ -156,9 +156,8 @@ def write_checkpoint(path: Path, checkpoint: Checkpoint) -> None:
     def header(digests: dict[str, str]) -> bytes:
         return _header(_seal(metadata | {"digests": digests}), shapes)
 
-    room = header(
-        dict.fromkeys(tensors, tensor_digest("", torch.empty(0)))
-    )  # all are of this length
+    longest = tensor_digest("", torch.empty(0))  # all are of this length
+    room = header(dict.fromkeys(tensors, longest))
     assert len(room) <= LARGEST_HEADER, "more tensors than a header has room for"
 
     def write(file: BufferedIOBase) -> None:

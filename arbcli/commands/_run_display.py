@@ -68,8 +68,9 @@ class RunDisplay:
         if record.val_loss is not None:
             line += f"  held-out {record.val_loss:.4f}"
         self.line.show(line, keep=record.val_loss is not None)
-        if record.val_loss is not None and record.gauges:
-            self.line.show(_gauges(record.gauges), keep=True)
+        gauges = {name: value for name, value in record.gauges.items() if name != "wire"}
+        if record.val_loss is not None and gauges:
+            self.line.show(_gauges(gauges), keep=True)
 
     def _emit(self, value: dict[str, Any]) -> None:
         """Print an object if objects are wanted, as long as somebody reads them."""
@@ -114,7 +115,6 @@ def _gauges(gauges: dict[str, float]) -> str:
         "edges": "{:.1%} of edges taken",
         "chunk_length": "{:.2f} bytes a chunk",
         "chunk_length_2": "{:.2f} chunks in one of the second stage",
-        "wire": "{:.2f} bytes a weight on the wire",
         "joined": "{:.1%} of chunks joined for want of slots",
     }
     return "  " + ", ".join(shown.get(name, name + " {}").format(v) for name, v in gauges.items())

@@ -307,7 +307,8 @@ def train(
         plots.plot_training(Path(report.run), plot)
     if alone:
         display.finished(report)
-    if report.stopped_by is not None:
+    # the first process speaks for all: torchrun ends the others as soon as one fails
+    if report.stopped_by is not None and alone:
         raise typer.Exit(exit_code(report.stopped_by))
 
 
