@@ -40,6 +40,8 @@ class TrainingStep:
     ) -> None:
         self.model, self.updates, self.accumulation = model, updates, accumulation
         self.group = group
+        self.losses: Callable[[Tensor, Tensor], dict[str, Tensor]] | None = None
+        """What computes the losses in place of the model."""
 
     def __call__(
         self,
@@ -57,12 +59,13 @@ class TrainingStep:
         """
         found: dict[str, list[Tensor]] = {}
         self.model.forget_uses()
+        local = self.accumulation // self.group.size
         for micro, (ids, targets) in enumerate(micro_batches):
             self.updates.begin_micro(micro)
-            parts = self.model.losses(ids, targets)
+            parts = (self.losses or self.model.losses)(ids, targets)
             reached("forward")
             loss = minimised(parts)
-            (loss if self.updates.averages else loss / self.accumulation).backward()
+            (loss if self.updates.averages else loss / local).backward()
             reached("backward")
             for name, part in parts.items():
                 found.setdefault(name, []).append(part.detach() / self.accumulation)

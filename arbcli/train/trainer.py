@@ -19,6 +19,7 @@ from arbcli.model.language_model import LanguageModel
 from arbcli.train.compiled_twin import compile_twin, side_stream
 from arbcli.train.float_optimizer import FloatOptimizer
 from arbcli.train.parallel.group import Group
+from arbcli.train.parallel.replicas import Replicas
 from arbcli.train.parallel.shared_updater import SharedUpdater
 from arbcli.train.schedule import learning_rate
 from arbcli.train.step import TrainingStep, minimised
@@ -97,7 +98,7 @@ class Trainer:
             self.model = build_model(
                 config.model, dtype, recompute=config.recompute, fp8=config.compute == "fp8"
             )
-        capture = capture and config.backend == "triton"
+        capture = compiled = capture and config.backend == "triton"
         self.step = 0
         self.between_steps = True
         """Whether the state is that of a whole number of steps; an error may end one half-way."""
@@ -123,13 +124,17 @@ class Trainer:
             for tensor in tensors:
                 tensor.sink = self.updater
         else:
-            self.optimizer = FloatOptimizer(self.model, config.optimizer, compiled=capture)
+            self.optimizer = FloatOptimizer(self.model, config.optimizer, compiled=compiled)
         self._updates = self.updater or self.optimizer
         self._compute = TrainingStep(self.model, self._updates, config.accum, self.group)
         self._local = self.group.local(config.accum)
+        if self.optimizer and self.group.size > 1:
+            capture = False
+            self._compute.losses = Replicas(self.model, len(self._local))
         self._warm_up_stream: torch.cuda.Stream | None = None
-        if capture and self.optimizer:
+        if compiled and self.optimizer:
             compile_twin(self.model)
+        if capture and self.optimizer:
             self._warm_up_stream = torch.cuda.Stream(self.device)
         self._capture_at = EAGER_STEPS if capture else None
         self._graph: torch.cuda.CUDAGraph | None = None
@@ -219,7 +224,10 @@ class Trainer:
         """Record a step as a CUDA graph. Recording executes nothing, so no state changes."""
         torch.cuda.empty_cache()  # what the steps before it held is held by the graph from now on
         self._graph = torch.cuda.CUDAGraph()
-        with use_backend(self.config.backend), torch.cuda.graph(self._graph):
+        # NCCL has a thread of its own that looks at events meanwhile
+        mode = "global" if self.group.size == 1 else "thread_local"
+        graph = torch.cuda.graph(self._graph, capture_error_mode=mode)
+        with use_backend(self.config.backend), graph:
             self._captured_parts = self._compute(self._micro_batches)
 
     @torch.no_grad()

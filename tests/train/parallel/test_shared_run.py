@@ -165,3 +165,17 @@ def test_gradient_that_is_not_finite_is_counted_once_in_every_number_of_processe
     assert alone[0] == {"nonfinite_steps": 1, "refused": 1}
     if not torch.cuda.is_available():  # else processes are not forked, and know no inner function
         assert in_processes(2, step)[0] == alone
+
+
+def twin_losses(group, texts):
+    given = SMALL | ABOUT | {"wire": None, "weights": "float"}
+    trainer = Trainer(new_config(**given), texts, group=group)
+    losses = [float(trainer.train_step()) for _ in range(3)]
+    return [*losses, trainer.evaluate(num_batches=4)]
+
+
+def test_twin_learns_the_same_in_two_processes(texts):
+    alone = twin_losses(Group(), texts)
+    found = in_processes(2, twin_losses, texts)
+    assert found[0] == found[1]
+    assert found[0] == pytest.approx(alone, abs=1e-5)
