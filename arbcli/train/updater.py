@@ -160,7 +160,6 @@ class Updater:
             share = where.count.clamp(min=1) / len(where.rows)
             self._update(tensor, rows, grad, index, self._unused, True, True, share)
             tensor.scatter(where.rows, rows)
-            tensor.count_use(where.rows)
 
     def _update(
         self,
