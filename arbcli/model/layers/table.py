@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch.autograd import Function
 
 from arbcli.config.dense import ModelConfig
-from arbcli.directions.base import State
 from arbcli.kernels.rows.table_rows import gather_rows, scatter_rows_
 from arbcli.kernels.rows.weighted_rows import (
     touched_rows,
@@ -53,11 +52,8 @@ class TableWeight(StreamedTensor):
         touched = touched_rows(torch.cat(ids), self.out_features)
         grad = weighted_rows_grad(grad_y, torch.cat(weights), torch.cat(tokens), touched)
         self.sink(self, grad, touched)
-
-    def scatter(self, rows: Tensor, state: State) -> None:
-        """Write back what a step made of some rows, and count that."""
-        super().scatter(rows, state)
-        self.count_use(rows)
+        if not getattr(self.sink, "counts_rows", False):
+            self.count_use(touched.rows)
 
     def count_use(self, rows: Tensor) -> None:
         """Count a step of some rows, (R,) int64; one that does not exist is dropped."""

@@ -71,6 +71,8 @@ class SharedUpdater:
 
     averages = True
     """A step's gradient counts by its direction, whatever its size."""
+    counts_rows = True
+    """Rows of tables are counted here, once all processes have said which they touched."""
 
     def __init__(
         self,
@@ -407,6 +409,7 @@ class SharedUpdater:
         values = sums.view(-1, columns).to(self.dtype)  # which has all of an int8
         grad = weighted_rows_grad(values, weights, tokens, touched, torch.float32)
         self.updates(tensor, grad, touched)
+        tensor.count_use(touched.rows)
         return touched.rows
 
     def _rows_bytes(self, tensor: TernaryTensor, number: int) -> int:
