@@ -139,6 +139,7 @@ def learn(preset: str, texts: Texts, group: Group, steps: int) -> list[dict]:
         "rule, 1 x 32": {"batch": 32},
         "wire, 4 x 8": {"batch": 8, "accum": 4, "wire": "int8"},
         "wire, 1 x 32": {"batch": 32, "wire": "int8"},
+        "int16, 4 x 8": {"batch": 8, "accum": 4, "wire": "int16"},
     }
     jobs = [(kind, seed) for kind in options for seed in SEEDS]
     rows = []

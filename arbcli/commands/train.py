@@ -152,7 +152,7 @@ def train(
     wire: Annotated[
         str | None,
         typer.Option(
-            help="How gradients travel between processes: int8. [default: int8 of several]",
+            help="How gradients travel between processes: int8, int16. [default: int8 of several]",
             callback=one_of("wire", WIRES),
         ),
     ] = None,

@@ -57,7 +57,8 @@ class TrainingStep:
         Returns:
             The parts of the loss before the step, float32 scalars by name, means of micro-batches.
         """
-        found: dict[str, list[Tensor]] = {}
+        totals: dict[str, Tensor] = {}
+        shares: dict[str, list[Tensor]] = {}
         self.model.forget_uses()
         local = self.accumulation // self.group.size
         for micro, (ids, targets) in enumerate(micro_batches):
@@ -68,8 +69,12 @@ class TrainingStep:
             (loss if self.updates.averages else loss / local).backward()
             reached("backward")
             for name, part in parts.items():
-                found.setdefault(name, []).append(part.detach() / self.accumulation)
+                share = part.detach() / self.accumulation
+                if self.group.size == 1:
+                    totals[name] = totals.get(name, 0) + share
+                else:
+                    shares.setdefault(name, []).append(share)
         self.updates.finish()
         self.model.join(self.group)
         self.model.after_step()
-        return {name: sum(self.group.in_order(shares)) for name, shares in found.items()}
+        return totals | {name: sum(self.group.in_order(own)) for name, own in shares.items()}

@@ -15,7 +15,6 @@ from arbcli.errors import ArbError
 from arbcli.infer.load import is_export
 from arbcli.kernels.runtime.backend import use_backend
 from arbcli.model.build import build_model
-from arbcli.model.language_model import LanguageModel
 from arbcli.train.compiled_twin import compile_twin, side_stream
 from arbcli.train.float_optimizer import FloatOptimizer
 from arbcli.train.parallel.group import Group
@@ -34,11 +33,6 @@ EVAL_BATCHES = 40
 RELOAD = "go on from the last checkpoint with `--resume`; if it comes again, a GPU may be faulty"
 WIRE = ".wire_exponent"
 """How the names end of what only a shared run keeps."""
-
-
-def layout_of(model: LanguageModel) -> dict[str, Tensor]:
-    """List the state of a model by name, on the `meta` device."""
-    return {n: torch.empty_like(part, device="meta") for n, part in model.state_dict().items()}
 
 
 def check_shares(config: TrainConfig, size: int) -> None:
@@ -116,9 +110,8 @@ class Trainer:
                 self.updater = Updater(tensors, config.seed, dtype)
             else:
                 self.model.declare_wire()
-                about = config.seed, dtype, config.accum, self.group
+                about = config.seed, dtype, config.wire, config.accum, self.group
                 self.updater = self.shared = SharedUpdater(tensors, *about)
-            self._layout = layout_of(self.model)
             if self.shared:
                 self.shared.release()
             for tensor in tensors:
@@ -279,7 +272,7 @@ class Trainer:
             ArbError: in all of them, if one has something else.
         """
         if self.group.size > 1 and self.shared:
-            own = self.shared.names_kept(self.model)
+            own = self.shared.layout(self.model)
             parts = {n: part for n, part in self.model.state_dict().items() if n not in own}
             found = {name: tensor_digest(name, part) for name, part in parts.items()}
             self.group.compare(found, "state", RELOAD)
@@ -308,8 +301,9 @@ class Trainer:
         if ("wire" in checkpoint.data) != (self.shared is not None):
             tensors = {n: part for n, part in tensors.items() if not n.endswith(WIRE)}
             tensors |= {n: part for n, part in self.model.state_dict().items() if n.endswith(WIRE)}
-        check_layout(tensors, self._layout)
         own = self.model.state_dict()
+        whole = self.shared.layout(self.model) if self.shared else {}
+        check_layout(tensors, own | whole)
         self.model.load_state_dict({n: part[: len(own[n])] for n, part in tensors.items()})
         self._measured = False
 

@@ -183,7 +183,7 @@ def quantise_gradient(
             sums cannot wrap: each part is within -limit..limit.
         fitting: (N,) int8, contiguous; becomes the exponents that would have fitted, or with `add`
             the larger of these and what is there.
-        limit: 1..127.
+        limit: 1..32767, no more than `sums` hold.
         add: whether what is in `sums` and `fitting` counts.
 
     Raises:
@@ -201,8 +201,8 @@ def quantise_gradient(
         if not (good and vector.is_contiguous()):
             got = f"{vector.dtype} {tuple(vector.shape)}"
             raise ValueError(f"need `{name}` as contiguous int8 of shape ({shape[0]},), got {got}")
-    if not 1 <= limit <= 127:
-        raise ValueError(f"need a limit of 1 to 127, got {limit}")
+    if not 1 <= limit <= min(32767, torch.iinfo(sums.dtype).max):
+        raise ValueError(f"need a limit of 1 to the largest {sums.dtype}, got {limit}")
     run = _quantise_gradient_triton if uses_triton(grad) else _quantise_gradient_torch
     run(grad, exponent, key, sums, fitting, limit, add)
 
@@ -227,6 +227,7 @@ def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
         yield case(f"{rows}x{columns}", draw(rows, columns), 127, False)
         yield case(f"{rows}x{columns} added", draw(rows, columns), 31, True)
     yield case("9x40 int16 added", draw(9, 40), 63, True, torch.int16)
+    yield case("9x40 fifteen bits", draw(9, 40), 32767, False, torch.int16)
     yield case("9x40 int32 added", draw(9, 40), 31, True, torch.int32)
     yield case("6x20 strided", draw(12, 60)[::2, ::3], 127, False)
     yield case("5x43 transposed", draw(43, 5).T, 127, True, torch.int16)

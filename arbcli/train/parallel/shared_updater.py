@@ -28,22 +28,24 @@ from arbcli.train.parallel.group import Group, Travelling
 from arbcli.train.parallel.owners import ALIGNMENT, Bucket, Member, kept, plan, rounded_up, told
 from arbcli.train.updater import Updater
 
-LARGEST = 127
-"""Of a part: an int8."""
-LEAST_LIMIT = 31
-"""Where more micro-batches would narrow a part further, sums are wider instead."""
+LARGEST = {"int8": 127, "int16": 32767}
+"""Of a part, by `wire`."""
+MOST_NARROWED = 4
+"""Parts are narrowed so that a sum of so many is no wider than one; sums of more are wider."""
+LARGEST_OF_ROWS = 127
+"""Of what is sent of a row of a table."""
 WIRE_SEED = 0x5BD1E995
 """Parts are rounded by bits of another seed than updates."""
 IN_FLIGHT = 1
 """Buckets that travel while the backward goes on."""
 
 
-def part_limit(micro_batches: int) -> int:
-    """Find the largest magnitude of a part of a step of so many: their sum is an int8, up to four.
+def part_limit(wire: str, micro_batches: int) -> int:
+    """Find the largest magnitude of a part of a step of so many.
 
     It depends on the step alone, and not on how many processes share it.
     """
-    return max(LEAST_LIMIT, LARGEST // micro_batches)
+    return LARGEST[wire] // min(micro_batches, MOST_NARROWED)
 
 
 def sum_dtype(limit: int, micro_batches: int) -> torch.dtype:
@@ -65,6 +67,7 @@ class SharedUpdater:
             `declare_wire` behind them.
         seed: of the stochastic rounding, 0..2**31-1.
         dtype: of the Newton-Schulz products.
+        wire: what gradients travel as, one of `WIRES`.
         micro_batches: of a step, of all processes.
         group: the processes.
     """
@@ -79,13 +82,14 @@ class SharedUpdater:
         tensors: Iterable[TernaryTensor],
         seed: int,
         dtype: torch.dtype,
+        wire: str,
         micro_batches: int,
         group: Group,
     ) -> None:
         self.updates = Updater(tensors, seed, dtype)
         self.group, self.micro_batches, self.dtype = group, micro_batches, dtype
         self.local = group.local(micro_batches)
-        self.limit = part_limit(micro_batches)
+        self.limit = part_limit(wire, micro_batches)
         self.sums = sum_dtype(self.limit, len(self.local))
         # bfloat16 has every integer up to 256
         exact = dtype == torch.bfloat16 and self.limit * micro_batches <= 256
@@ -103,14 +107,13 @@ class SharedUpdater:
         }
         self.received = 0
         """Bytes that all processes received of others in the last step, added up."""
-        self.layout = {
+        self._kept = {
             id(member.tensor): {
-                name: torch.empty_like(part, device="meta")
-                for name, part in kept(member.tensor).items()
+                name: (part.shape, part.dtype) for name, part in kept(member.tensor).items()
             }
             for member in self.members()
         }
-        """By the `id` of a tensor: what its owner alone keeps."""
+        """By the `id` of a tensor: shapes and dtypes of what its owner alone keeps, by name."""
         self._forget()
 
     def _forget(self) -> None:
@@ -136,6 +139,15 @@ class SharedUpdater:
                 for name, part in kept(member.tensor).items():
                     setattr(member.tensor, name, part[:0].clone())
 
+    def layout(self, model: nn.Module) -> dict[str, Tensor]:
+        """List what owners alone keep of the state of a model, by name, without memory."""
+        modules = {id(part): name for name, part in model.named_modules()}
+        return {
+            f"{modules[key]}.{name}": torch.empty(shape, dtype=dtype, device="meta")
+            for key, own in self._kept.items()
+            for name, (shape, dtype) in own.items()
+        }
+
     def gather(self, model: nn.Module) -> dict[str, Tensor]:
         """Bring what owners alone keep to the first process.
 
@@ -146,20 +158,16 @@ class SharedUpdater:
             By the names of its state; on other processes what they have.
         """
         modules = {id(part): name for name, part in model.named_modules()}
-        found = {}
+        layout, found = self.layout(model), {}
         for member in self.members():
-            for name, like in self.layout[id(member.tensor)].items():
-                part = self.group.fetch(getattr(member.tensor, name), like, member.owner)
+            for own in self._kept[id(member.tensor)]:
+                name = f"{modules[id(member.tensor)]}.{own}"
+                part = getattr(member.tensor, own)
+                part = self.group.fetch(part, layout[name], member.owner)
                 if part is not None:
                     # a GPU has no room for all of them
-                    part = part.cpu() if member.owner else part
-                    found[f"{modules[id(member.tensor)]}.{name}"] = part
+                    found[name] = part.cpu() if member.owner else part
         return found
-
-    def names_kept(self, model: nn.Module) -> set[str]:
-        """Name what owners alone keep of the state of a model."""
-        modules = {id(part): name for name, part in model.named_modules()}
-        return {f"{modules[key]}.{name}" for key, own in self.layout.items() for name in own}
 
     # a step
 
@@ -358,12 +366,12 @@ class SharedUpdater:
     def _take_rows(self, tensor: TernaryTensor, grad: Tensor, touched: TouchedRows) -> None:
         """Quantise the rows of a table that a micro-batch touched, each with its own exponent."""
         bucket, _ = self._bucket_of[id(tensor)]
-        exponent = fitting_exponents(grad.abs().amax(dim=1).float(), LARGEST)
+        exponent = fitting_exponents(grad.abs().amax(dim=1).float(), LARGEST_OF_ROWS)
         sums = torch.empty(grad.shape, dtype=torch.int8, device=grad.device)
         dividing = torch.where(exponent == NOT_FINITE, NONE, exponent)
         fitting = torch.empty_like(exponent)
         key = self._key(tensor, 0)
-        quantise_gradient(grad, dividing, key, sums, fitting, LARGEST, False)
+        quantise_gradient(grad, dividing, key, sums, fitting, LARGEST_OF_ROWS, False)
         rows = touched.rows.to(torch.int32).view(torch.uint8)
         parts = [rows, exponent.view(torch.uint8), sums.view(torch.uint8).flatten()]
         padding = rows.new_zeros(-sum(map(len, parts)) % ALIGNMENT)
