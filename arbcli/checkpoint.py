@@ -1,6 +1,7 @@
 """Checkpoints and the other files of a run: state to disk and back, whole or not at all.
 
-`step-000200.safetensors` is a function of the state, byte for byte, and a safetensors file:
+`step-000200.safetensors` is a function of the state and the settings of its run, byte for byte, and
+a safetensors file:
 
     8 bytes  length of the header, little-endian
     header   canonical JSON, padded with spaces to a multiple of 8: the dtype, shape and offsets of
@@ -99,7 +100,7 @@ class Checkpoint:
     counters: dict[str, int]
     """What was counted on the way."""
     data: dict[str, Any]
-    """Which text, by its digest, and the position in it."""
+    """Which text, by its digest, the position in it, and the settings that decide the run."""
     tensors: Mapping[str, Tensor]
     """By name, whose last part tells the dtype: see above."""
     digest: str = ""

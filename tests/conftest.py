@@ -4,6 +4,7 @@ import dataclasses
 import os
 import sys
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from subprocess import CompletedProcess
 from unittest import mock
@@ -18,6 +19,10 @@ torch.set_num_threads(1)
 # triton reads this when a kernel is defined, so it is set before any import of one
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
+    if find_spec("triton"):
+        from interpreter import quicken
+
+        quicken()
 
 
 def pytest_collection_modifyitems(items):
@@ -59,10 +64,10 @@ def small_hnet() -> dict:
 @pytest.fixture(autouse=True)
 def poison_uninitialised_memory():
     """Make `torch.empty` return NaN, or the largest integer, instead of leftovers."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.set_deterministic_debug_mode("warn")
     torch.utils.deterministic.fill_uninitialized_memory = True
     yield
-    torch.use_deterministic_algorithms(False)
+    torch.set_deterministic_debug_mode("default")
 
 
 @pytest.fixture

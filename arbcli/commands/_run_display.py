@@ -59,6 +59,8 @@ class RunDisplay:
             f"  {_clock(record.seconds_left)} left"
             f"  {bytes_text(record.state_bytes)} state, {bytes_text(record.peak_bytes)} peak"
         )
+        if record.mfu is not None:
+            line += f"  {record.mfu:.1%} MFU"
         if record.flip_share is not None:
             line += f"  {record.flip_share:.2%} flipped"
         if (length := record.gauges.get("chunk_length")) is not None:
@@ -71,6 +73,8 @@ class RunDisplay:
         gauges = {name: value for name, value in record.gauges.items() if name != "wire"}
         if record.val_loss is not None and gauges:
             self.line.show(_gauges(gauges), keep=True)
+        if record.sample is not None:
+            self.line.show(f"\nsample at step {record.step}\n{record.sample}\n", keep=True)
 
     def _emit(self, value: dict[str, Any]) -> None:
         """Print an object if objects are wanted, as long as somebody reads them."""

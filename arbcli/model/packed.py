@@ -62,6 +62,7 @@ class TernaryTensor(StateModule):
         std: standard deviation of the weights at the start.
         spread: standard deviation of z at the start, as a share of the rule's; 0 is all zero.
         direction: of its steps; None is that of `config`.
+        lr_factor: what the learning rate is multiplied by.
         frozen: whether it is never stepped; its weights are ones, and it has trits and scales only.
         matrices: how many matrices lie one above the other; each is stepped as one.
     """
@@ -76,11 +77,13 @@ class TernaryTensor(StateModule):
         std: float = 1.0,
         spread: float = 1.0,
         direction: str | None = None,
+        lr_factor: float = 1.0,
         frozen: bool = False,
         matrices: int = 1,
     ) -> None:
         super().__init__(area)
         self.out_features, self.in_features = out_features, in_features
+        self.lr_factor = lr_factor
         self.std, self.spread, self.frozen, self.matrices = std, spread, frozen, matrices
         self.group_size = config.group_size
         self.rule = find_rule(config.rule, "trit" if frozen else config.digits)

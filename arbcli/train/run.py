@@ -37,17 +37,20 @@ from arbcli.device import (
     deterministic,
     explained_out_of_memory,
     peak_bytes,
+    peak_operations,
     resolve_backend,
     resolve_device,
 )
 from arbcli.errors import ArbError
 from arbcli.infer.generation import Sampling, generate
 from arbcli.infer.load import SavedModel, check_saved
+from arbcli.model.operations import step_operations
 from arbcli.signals import RememberedSignal
 from arbcli.train.directory import (
     CONFIG,
     check_free,
     check_same_run,
+    check_same_text,
     field_digests,
     make_directory,
     make_next_directory,
@@ -57,6 +60,7 @@ from arbcli.train.directory import (
     run_facts,
 )
 from arbcli.train.parallel.group import Group, joined, own_device
+from arbcli.train.profiling import StepTrace
 from arbcli.train.record import (
     Record,
     TrainReport,
@@ -142,6 +146,7 @@ def start_run(
     *,
     minutes: float | None = None,
     initial: SavedModel | None = None,
+    profile: int | None = None,
     check: Callable[[TrainConfig], None] = lambda _: None,
 ) -> TrainReport:
     """Start a run in a new directory.
@@ -153,6 +158,7 @@ def start_run(
         minutes: sets the number of steps by timing a few.
         initial: what to begin with: the weights, and all that rule and direction keep beside them;
             it must be of the model of `config`, but for `ctx`.
+        profile: steps to trace by torch's profiler, to a file in the directory: see `StepTrace`.
         check: may refuse the run, once its text is known and before anything is made for it.
 
     Raises:
@@ -187,10 +193,11 @@ def start_run(
             if initial is not None:
                 trainer.take_weights(initial.checkpoint)
                 facts["init_from"] = os.path.abspath(initial.path)
+                facts["init_digest"] = initial.checkpoint.digest
                 del initial  # it may be large
             if group.first:
                 write_json(run / CONFIG, facts)
-            return _run(trainer, run, facts, observer)
+            return _run(trainer, run, facts, observer, profile)
 
 
 def resume_run(
@@ -200,6 +207,7 @@ def resume_run(
     device: str | None = None,
     backend: str | None = None,
     steps: int | None = None,
+    profile: int | None = None,
 ) -> TrainReport:
     """Continue a run from its newest intact checkpoint, or from the checkpoint that is named.
 
@@ -210,6 +218,7 @@ def resume_run(
             of machine.
         backend: what runs the kernels; None is what ran them.
         steps: that the run is to have from now on; its schedule becomes that of so many.
+        profile: steps to trace by torch's profiler, as `start_run` has it.
 
     Raises:
         ArbError: there is nothing to continue, or the text has changed.
@@ -234,10 +243,13 @@ def resume_run(
         with _locked(run, group), deterministic(), cpu_threads(threads):
             texts = open_texts_again(facts, config)
             group.compare(what_decides(config, texts), "setting")
-            accept = accept_of(run, facts, config, text_digest(texts))
+            new_run = "start a new run on the new text with `--out`"
+            check_same_text(run, facts, text_digest(texts), new_run)
+            accept = accept_of(run, facts, config)
             if path == run and not checkpoints(run) and can_begin_again(run, facts):
                 observer.noted("the run was ended before it saved anything: it begins again")
-                return _run(_build(config, texts, group), run, facts, observer)
+                trainer = _build(config, texts, group)
+                return _run(trainer, run, facts, observer, profile)
             if path == run:
                 checkpoint = latest_checkpoint(run, observer.noted, accept)
             else:
@@ -251,7 +263,7 @@ def resume_run(
             trainer.restore(checkpoint)
             if group.first:
                 drop_records_after(run, trainer.step)
-            return _run(trainer, run, facts, observer, resumed=True)
+            return _run(trainer, run, facts, observer, profile, resumed=True)
 
 
 def what_decides(config: TrainConfig, texts: Texts) -> dict[str, Any]:
@@ -266,6 +278,8 @@ def what_decides(config: TrainConfig, texts: Texts) -> dict[str, Any]:
         "save_every": config.save_every,
         "eval_every": config.eval_every,
         "keep_best": config.keep_best,
+        "wire": config.wire,
+        "sample_every": config.sample_every,
         "version of arb": __version__,
         "version of torch": torch.__version__,
     }
@@ -284,22 +298,16 @@ def can_begin_again(run: Path, facts: dict[str, Any]) -> bool:
     return "init_from" not in facts and next(read_records(run), None) is None
 
 
-def accept_of(run: Path, facts: dict[str, Any], config: TrainConfig, digest: str | None) -> Accept:
+def accept_of(run: Path, facts: dict[str, Any], config: TrainConfig) -> Accept:
     """Make what refuses a checkpoint that a run cannot go on from.
 
     Args:
         run: its directory.
         facts: what `config.json` says.
         config: made of that.
-        digest: of its text as it is now; None if that does not matter.
     """
 
     def accept(checkpoint: Checkpoint) -> None:
-        if digest is not None and checkpoint.data.get("digest") != digest:
-            raise ArbError(
-                f"the text is not the one that `{run}` was trained on",
-                hint="restore it, or start a new run on the new text with `--out`",
-            )
         check_same_run(run, facts, config, checkpoint)
         check_saved(checkpoint)
 
@@ -328,6 +336,9 @@ def _extended(
         f" {steps:,} from step {done:,} on, and its rate there {rates[1]:.4g} instead of"
         f" {rates[0]:.4g}"
     )
+    # who is ended after this goes on from the same checkpoint, and not from one of the old schedule
+    if group.first:
+        _note_aside([set_aside(path) for path in _later(run, done)], observer)
     changes = [*facts.get("extended", []), {"at": done, "from": config.steps, "to": steps}]
     recorded = train_config_dict(dataclasses.replace(train_config_from(facts), steps=steps))
     facts |= {"config": recorded, "digests": field_digests(longer), "extended": changes}
@@ -374,10 +385,28 @@ def _fit_to_minutes(config: TrainConfig, texts: Texts, minutes: float, group: Gr
 
 
 def _run(
-    trainer: Trainer, run: Path, facts: dict[str, Any], observer: Observer, *, resumed: bool = False
+    trainer: Trainer,
+    run: Path,
+    facts: dict[str, Any],
+    observer: Observer,
+    profile: int | None,
+    *,
+    resumed: bool = False,
 ) -> TrainReport:
+    saved_step = trainer.step if resumed else None
     with explained_out_of_memory():
-        return _Loop(trainer, run, facts, observer, trainer.step if resumed else None).run()
+        return _Loop(trainer, run, facts, observer, saved_step, profile).run()
+
+
+def _later(run: Path, step: int) -> list[Path]:
+    saved = [*checkpoints(run), *best_checkpoints(run)]
+    return [path for path in saved if step_of(path) > step]
+
+
+def _note_aside(aside: Sequence[Path], observer: Observer) -> None:
+    if aside:
+        names = ", ".join(f"`{name}`" for name in aside)
+        observer.noted(f"checkpoints of before the run went back are set aside: {names}")
 
 
 class _Diverged(ArbError):
@@ -393,6 +422,7 @@ class _Loop:
         facts: what `config.json` says.
         observer: is told of progress.
         saved_step: step of the checkpoint that the trainer stands at; None if there is none.
+        profile: steps to trace; None traces none.
     """
 
     def __init__(
@@ -402,6 +432,7 @@ class _Loop:
         facts: dict[str, Any],
         observer: Observer,
         saved_step: int | None,
+        profile: int | None,
     ) -> None:
         self.trainer, self.run_path, self.facts, self.observer = trainer, run, facts, observer
         self.config, self.group = trainer.config, trainer.group
@@ -409,10 +440,12 @@ class _Loop:
         """The signal that ended the run; of several processes one of them has received it."""
         self._old = False
         self.saved_step = saved_step
-        saved = [*checkpoints(run), *best_checkpoints(run)]
-        self.left_behind = [path for path in saved if step_of(path) > trainer.step]
+        traced = profile if self.group.first else None
+        self.trace = StepTrace(run, trainer, traced, observer.noted) if traced else None
+        self.left_behind = _later(run, trainer.step)
         """Checkpoints of later steps, which the run, gone back, will come to again."""
         self.seconds_before = seconds_so_far(run) if saved_step is not None else 0.0
+        self.peak_operations = peak_operations(trainer.device)
         self.losses: list[Tensor] = []
         self.started = self.last_record = self.last_save = time.perf_counter()
         self.paused = 0.0
@@ -426,10 +459,12 @@ class _Loop:
             if self.saved_step is None:
                 self._save()
             self._keep_best()  # unless whoever saved it was ended before
-            while trainer.step < config.steps and not self._is_stopped(signal):
-                self.losses.append(trainer.train_step())
-                if trainer.step < config.steps:
-                    self._after_step(trainer.step)
+            with self.trace or nullcontext():
+                while trainer.step < config.steps and not self._is_stopped(signal):
+                    self.losses.append(trainer.train_step())
+                    self._count_traced()
+                    if trainer.step < config.steps:
+                        self._after_step(trainer.step)
             # the end is saved last: who dies before gets there again, with the same record
             if self._is_stopped(signal):
                 self._save_if_new()
@@ -491,16 +526,37 @@ class _Loop:
         if old or step % self.config.save_every == 0:
             self._save()
         evaluating = step % self.config.eval_interval == 0
-        if evaluating or step % LOG_EVERY == 0:
-            self._record(self._evaluate() if evaluating else None)
+        every = self.config.sample_every
+        sampling = every is not None and step % every == 0
+        shown = sampling and self.group.first
+        if evaluating or sampling or step % LOG_EVERY == 0:
+            val_loss = self._evaluate() if evaluating else None
+            self._record(
+                val_loss, self._sample_on_the_way() if sampling and self.group.first else None
+            )
         if evaluating:
             self._keep_best()
+
+    def _count_traced(self) -> None:
+        if self.trace:
+            turns = self.trainer.step in self.trace.turns
+            with self._not_timed() if turns else nullcontext():
+                self.trace.step_done()
+
+    def _sample_on_the_way(self) -> str | None:
+        """Make a sample; a run does not end for want of the memory that it takes."""
+        try:
+            return self._sample()
+        except ArbError as error:
+            self.observer.noted(f"no sample of step {self.trainer.step}: {error}")
+            return None
 
     def _sample(self) -> str:
         model, config = self.trainer.model, self.config
         sampling = Sampling(seed=config.seed)
-        text = generate(model, PROMPT, SAMPLE_BYTES, sampling, backend=config.backend)
-        return b"".join(text).decode(errors="replace")
+        with self._not_timed():
+            text = generate(model, PROMPT, SAMPLE_BYTES, sampling, backend=config.backend)
+            return b"".join(text).decode(errors="replace")
 
     @contextmanager
     def _not_timed(self) -> Iterator[None]:
@@ -515,13 +571,12 @@ class _Loop:
             return
         with self._not_timed():
             self.trainer.check_agreement()
-            checkpoint = self.trainer.checkpoint(self.facts["text"]["digest"])
+            digests = self.facts["text"]["digest"], self.facts.get("init_digest")
+            checkpoint = self.trainer.checkpoint(*digests)
             aside = self._write(checkpoint) if self.group.first else []
             self.saved_step, self.last_save = checkpoint.step, time.perf_counter()
-        if aside:
-            self.left_behind = []
-            names = ", ".join(f"`{name}`" for name in aside)
-            self.observer.noted(f"checkpoints of before the run went back are set aside: {names}")
+        self.left_behind = []
+        _note_aside(aside, self.observer)
 
     def _write(self, checkpoint: Checkpoint) -> list[Path]:
         """Write a checkpoint; return what had to be set aside for it."""
@@ -549,13 +604,16 @@ class _Loop:
         with self._not_timed():
             return self.trainer.evaluate()
 
-    def _record(self, val_loss: float | None) -> None:
+    def _record(self, val_loss: float | None, sample: str | None = None) -> None:
         trainer, config = self.trainer, self.config
         loss = float(torch.stack(self.losses).mean())  # waits for the GPU
         now, steps = time.perf_counter(), len(self.losses)
         seconds = max(now - self.last_record - self.paused, 1e-9) / steps
         step_bytes = config.batch * config.accum * config.model.ctx
-        flip_share, nonfinite = None, 0
+        mfu, flip_share, nonfinite = None, None, 0
+        if self.peak_operations:
+            needed = config.batch * config.accum * step_operations(config.model)
+            mfu = needed / seconds / (self.peak_operations * self.group.size)
         if trainer.updater:
             flip_share = trainer.updater.take_flips() / steps / trainer.updater.num_weights
             nonfinite = trainer.updater.counters()["nonfinite_steps"]
@@ -570,6 +628,7 @@ class _Loop:
             bytes_seen=trainer.step * step_bytes,
             seconds=self.seconds_before + now - self.started,
             bytes_per_second=step_bytes / seconds,
+            mfu=mfu,
             flip_share=flip_share,
             state_bytes=state,
             peak_bytes=peak,
@@ -577,6 +636,7 @@ class _Loop:
             nonfinite_steps=nonfinite,
             parts={k: float(v) for k, v in trainer.loss_parts.items() if k != "text"},
             gauges=trainer.gauges(),
+            sample=sample,
         )
         self.losses.clear()
         self.last_record, self.paused = now, 0.0

@@ -10,7 +10,7 @@ from torch import Tensor
 from arbcli.checkpoint import Checkpoint, check_layout, tensor_digest
 from arbcli.config.training import TrainConfig
 from arbcli.data import Texts, batch, digest, evaluation_batches
-from arbcli.device import COMPUTE
+from arbcli.device import COMPUTE, tell_compiler
 from arbcli.errors import ArbError
 from arbcli.infer.load import is_export
 from arbcli.kernels.runtime.backend import use_backend
@@ -126,6 +126,7 @@ class Trainer:
             self._compute.losses = Replicas(self.model, len(self._local))
         self._warm_up_stream: torch.cuda.Stream | None = None
         if compiled and self.optimizer:
+            tell_compiler()
             compile_twin(self.model)
         if capture and self.optimizer:
             self._warm_up_stream = torch.cuda.Stream(self.device)
@@ -250,18 +251,32 @@ class Trainer:
             state += self.optimizer.state_tensors()
         return sum(tensor.nbytes for tensor in state)
 
-    def checkpoint(self, text_digest: str) -> Checkpoint:
-        """Gather the whole state; of several processes the first one has it, the others a part."""
-        data = {"digest": text_digest, "seed": self.config.seed, "position": self.step}
-        tensors = self.model.state_dict()
+    def checkpoint(self, text_digest: str, init_digest: str | None = None) -> Checkpoint:
+        """Gather the whole state, and the settings that made it.
+
+        Of several processes the first one has all of it, the others a part.
+
+        Args:
+            text_digest: of both texts.
+            init_digest: of the checkpoint that the run began with; None if it began with none.
+        """
+        settings = self.config.decisive() | {"init_from": init_digest}
+        seed = settings.pop("seed")
+        tensors, wire = self.model.state_dict(), {}
         if self.shared:
-            data["wire"] = self.config.wire
+            wire = {"wire": self.config.wire}
             tensors |= self.shared.gather(self.model)
         return Checkpoint(
             step=self.step,
             config=dataclasses.asdict(self.config.model),
             counters=self.updater.counters(),
-            data=data,
+            data={
+                "digest": text_digest,
+                "seed": seed,
+                "position": self.step,
+                "settings": settings,
+            }
+            | wire,
             tensors=tensors,
         )
 

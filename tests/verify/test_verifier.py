@@ -321,7 +321,7 @@ def test_torch_backend_works_on_random_cases_in_the_parts_that_were_drawn(monkey
 @pytest.fixture
 def plain_memory(poison_uninitialised_memory):
     """Take back what every other test has: memory that is poisoned before the verifier comes."""
-    torch.use_deterministic_algorithms(False)
+    torch.set_deterministic_debug_mode("default")
     torch.utils.deterministic.fill_uninitialized_memory = False
 
 
