@@ -531,9 +531,7 @@ class _Loop:
         shown = sampling and self.group.first
         if evaluating or sampling or step % LOG_EVERY == 0:
             val_loss = self._evaluate() if evaluating else None
-            self._record(
-                val_loss, self._sample_on_the_way() if sampling and self.group.first else None
-            )
+            self._record(val_loss, self._sample_on_the_way() if shown else None)
         if evaluating:
             self._keep_best()
 
