@@ -24,12 +24,13 @@ from arbcli.commands._options import (
     takes_model,
 )
 from arbcli.commands._outputs import PICTURES, check_file
+from arbcli.commands._processes import start_processes, this_process
 from arbcli.commands._run_display import RunDisplay
 from arbcli.commands.check import show_check
 from arbcli.config.dense import WEIGHTS, ModelConfig
 from arbcli.config.file import read_settings, settings_text
 from arbcli.config.graph import GraphConfig
-from arbcli.config.training import OPTIMIZERS, SCHEDULES, train_config_dict
+from arbcli.config.training import OPTIMIZERS, SCHEDULES, WIRES, train_config_dict
 from arbcli.errors import ArbError
 from arbcli.loggers import LOGGERS, check_logger, find_logger
 from arbcli.output import LiveLine, emit_json, write_bytes
@@ -120,6 +121,17 @@ def train(
     eval_every: Annotated[
         int | None, typer.Option(min=1, help="Steps. [default: a quarter of them, 50 to 500]")
     ] = None,
+    wire: Annotated[
+        str | None,
+        typer.Option(
+            help="How gradients travel between processes: int8, int16. [default: int8 of several]",
+            callback=one_of("wire", WIRES),
+        ),
+    ] = None,
+    gpus: Annotated[
+        int | None,
+        typer.Option(min=1, help="Processes to start here, a GPU each; --accum is a multiple."),
+    ] = None,
     sample_every: Annotated[
         int | None, typer.Option(min=1, help="Steps between samples of text. [default: at the end]")
     ] = None,
@@ -178,8 +190,11 @@ def train(
         keep_best=keep_best,
         compute=compute,
         recompute=recompute,
+        wire=wire,
         seed=seed,
     )
+    if gpus is not None and not dry_run and not print_config:
+        start_processes(gpus)
     if print_config and (resume or init_from):
         raise ArbError("what is saved has its own settings", hint="read them with `arb inspect`")
     if config_file is not None and resume is None:
@@ -204,7 +219,11 @@ def train(
         return
     if plot is not None:
         check_file(plot, "--plot", PICTURES)
-    with RunDisplay(quiet=quiet, as_json=as_json) as display:
+    rank, processes = this_process()
+    if processes > 1 and weights in (None, "ternary") and resume is None:
+        given.setdefault("wire", "int8")
+    alone = rank == 0  # in showing anything
+    with RunDisplay(quiet=quiet or not alone, as_json=as_json and alone) as display:
         display.wait("loading")
         from arbcli.infer.load import read_saved, saved_config
         from arbcli.inspect import plots, room  # torch takes seconds, so not for `arb --help`
@@ -237,10 +256,12 @@ def train(
                 profile=profile,
                 check=lambda config: None if force else room.check_memory(config, hint),
             )
-    if plot is not None:
+    if plot is not None and alone:
         plots.plot_training(Path(report.run), plot)
-    display.finished(report)
-    if report.stopped_by is not None:
+    if alone:
+        display.finished(report)
+    # the first process speaks for all: torchrun ends the others as soon as one fails
+    if report.stopped_by is not None and alone:
         raise typer.Exit(exit_code(report.stopped_by))
 
 

@@ -19,6 +19,8 @@ SCHEDULES = ("cosine", "linear", "wsd", "constant")
 """Choices of `schedule`."""
 COMPUTES = ("bf16", "fp8", "fp32")
 """Choices of `compute`."""
+WIRES = ("int8", "int16")
+"""Choices of `wire`: what each part of a gradient of a matrix is rounded to."""
 OPTIMIZERS = {"ternary": ("rule",), "float": ("adamw", "muon"), "ste": ("adamw", "muon")}
 """By the kind of weights."""
 FLOAT_LR = {
@@ -73,6 +75,8 @@ class TrainConfig:
     """`rule` for ternary weights; `adamw` or `muon` for float ones."""
     recompute: bool = False
     """Whether a backward computes the inside of a block again, to keep less for it."""
+    wire: str | None = None
+    """How gradients travel between processes, one of `WIRES`; None steps by each at once."""
     compute: str = "bf16"
     """Dtype of activations: `bf16` or `fp32`; or `fp8`: bf16, multiplied in eight bits."""
     device: str = "cpu"
@@ -88,6 +92,14 @@ class TrainConfig:
         check_choice("optimizer", self.optimizer, OPTIMIZERS[self.model.weights])
         check_choice("compute", self.compute, COMPUTES)
         check_choice("schedule", self.schedule, SCHEDULES)
+        if self.wire is not None:
+            check_choice("wire", self.wire, WIRES)
+            if self.model.weights != "ternary":
+                raise ArbError(
+                    "gradients of a float twin travel as they are",
+                    hint="leave `wire` out",
+                    fields=("wire",),
+                )
         if self.compute == "fp8" and self.model.weights != "ternary":
             raise ArbError(
                 "a float twin is multiplied in bf16",

@@ -1,5 +1,7 @@
 """`GraphLM`: n-grams, latent attention, codebooks, and experts that are iterated over a graph."""
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -144,6 +146,11 @@ class GraphLM(LanguageModel):
         """Let the graph, the balance of the experts and the memory take in what a step has seen."""
         for part in self._integer_parts():
             part.after_step()
+
+    def join(self, group: Any) -> None:
+        """Bring together what each process has seen: see `LanguageModel.join`."""
+        for part in self._integer_parts():
+            part.join(group)
 
     def forget_uses(self) -> None:
         """Forget forwards whose backward never came, as after an error."""

@@ -1,6 +1,6 @@
 """`HNet`: outer blocks on bytes, which find chunks; a main network on these; and back to bytes."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -188,6 +188,10 @@ class HNet(LanguageModel):
         for block in blocks:
             x = checkpoint(block, x, **RECOMPUTE) if recompute else block(x)
         return x
+
+    def join(self, group: Any) -> None:
+        """Take the counts of the last micro-batch, which one process has seen."""
+        self._counts = group.in_order([self._counts])[-1]
 
     def gauges(self) -> dict[str, float]:
         """Measure the chunks of the last step; waits for the device.

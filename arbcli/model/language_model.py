@@ -117,6 +117,18 @@ class LanguageModel(nn.Module):
         for weight in self.weights().values():
             weight.drop_training_state()
 
+    def declare_wire(self) -> None:
+        """Declare what a run that is shared out keeps besides: `TernaryTensor.declare_wire`."""
+        for weight in self.weights().values():
+            weight.declare_wire()
+
+    def join(self, group: Any) -> None:
+        """Bring together what each process has seen of a step, before `after_step`.
+
+        Args:
+            group: `arbcli.train.parallel.group.Group`.
+        """
+
     def state_modules(self) -> Iterator[StateModule]:
         """Go through everything that declares buffers, in the order of the model."""
         return (part for part in self.modules() if isinstance(part, StateModule))

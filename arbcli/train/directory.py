@@ -25,7 +25,7 @@ from arbcli.train.trainer import text_digest
 
 CONFIG = "config.json"
 """File of what a run computes, of its text, and of the versions that began it."""
-DATA = {"seed": "seed", "text": "digest"}
+DATA = {"seed": "seed", "text": "digest", "wire": "wire"}
 """What every checkpoint tells besides its model, and what its `data` calls that."""
 MOST_NAMED = 3
 """Fields that an error lists."""
@@ -185,7 +185,7 @@ def check_same_run(
     made_with = _all_fields(checkpoint.config)
     made_with |= {name: checkpoint.data.get(key) for name, key in DATA.items()}
     wanted = json.loads(json.dumps(asdict(config.model)))
-    wanted |= {"seed": config.seed, "text": facts["text"]["digest"]}
+    wanted |= {"seed": config.seed, "text": facts["text"]["digest"], "wire": config.wire}
     settings = checkpoint.data.get("settings", {})  # absent from one of an earlier version
     if not isinstance(settings, dict):
         settings = {"settings": settings}

@@ -6,7 +6,7 @@ shape of the matrix is made but the orthogonalised gradient.
 """
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 import torch
@@ -138,9 +138,13 @@ class Updater:
         }
         self._squares.zero_()
 
-    def finish(self) -> None:
-        """End a step: count it if one of its gradients was not finite."""
-        self._nonfinite_steps += self._nonfinite.amax()
+    def finish(self, of_all: Callable[[Tensor], Tensor] = lambda flag: flag) -> None:
+        """End a step: count it if one of its gradients was not finite.
+
+        Args:
+            of_all: finds the largest of an integer of all processes.
+        """
+        self._nonfinite_steps += of_all(self._nonfinite.amax())
         self._nonfinite.zero_()
 
     @torch.no_grad()
@@ -232,6 +236,10 @@ class Updater:
             accumulation=self.accumulation,
         )
         rule.step(state, Gradient(grad, statistics, gains, ingredients), control)
+
+    def index_of(self, tensor: TernaryTensor) -> int:
+        """Find the place of a tensor's first matrix among all matrices."""
+        return self._index[id(tensor)]
 
     def take_flips(self) -> int:
         """Count the trits that changed since the last call; waits for the device."""

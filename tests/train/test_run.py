@@ -29,6 +29,7 @@ from arbcli.train import run as run_module
 from arbcli.train.check import check_run
 from arbcli.train.configure import new_config
 from arbcli.train.directory import latest_run, make_next_directory, read_facts
+from arbcli.train.parallel.group import Group
 from arbcli.train.record import Record, append_record, drop_records_after
 from arbcli.train.run import Observer, accept_of, resume_run, start_run
 
@@ -686,7 +687,8 @@ def test_minutes_count_everything(minutes, of_building, text, monkeypatch):
     )
     monkeypatch.setattr(run_module, "_build", lambda *_: pass_time(of_building) is None or trainer)
     monkeypatch.setattr(run_module, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
-    found = run_module._fit_to_minutes(config(text, "cpu", eval_every=None), None, minutes)
+    settings = config(text, "cpu", eval_every=None)
+    found = run_module._fit_to_minutes(settings, None, minutes, Group())
     evaluations = -(-found.steps // found.eval_interval)
     whole = clock[0] + found.steps * of_step + evaluations * 40 * of_batch
     assert 0.95 * minutes * 60 <= whole <= minutes * 60
