@@ -1,5 +1,6 @@
 """The dtype of activations is one that the CPU multiplies by itself."""
 
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -7,10 +8,12 @@ import torch
 
 from arbcli import device as devices
 from arbcli.device import (
+    available_bytes,
     default_compute,
     deterministic,
     multiplies_bf16,
     peak_bytes,
+    peak_operations,
     tell_compiler,
 )
 
@@ -79,6 +82,22 @@ def test_peak_of_a_process_is_in_bytes(platform, expected, monkeypatch):
     assert peak_bytes(torch.device("cpu")) == expected
 
 
+NAMES = {
+    "NVIDIA H200": 989.4e12,
+    "NVIDIA H200 NVL": 835.5e12,
+    "NVIDIA H100 80GB HBM3 MIG 1g.10gb": None,
+    "NVIDIA GeForce RTX 4090 Laptop GPU": None,
+    "NVIDIA Next": None,
+}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_peak_is_that_of_a_known_gpu_and_never_a_guess(name, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+    assert peak_operations(torch.device("cuda")) == NAMES[name]
+    assert peak_operations(torch.device("cpu")) is None
+
+
 @pytest.mark.parametrize("before", [0, 1, 2])
 def test_determinism_is_an_error_where_it_cannot_be_and_ends(before):
     torch.set_deterministic_debug_mode(before)
@@ -100,3 +119,32 @@ def test_compiler_is_told_what_torch_is_told(monkeypatch):
         tell_compiler()
     warn, error = {"warn_only": True}, {"warn_only": False}
     assert told == [(False, error), (True, warn), (True, error)]
+
+
+@pytest.mark.parametrize(
+    ("limit", "used", "expected"),
+    [
+        ("4096", "1024", 3072),  # a container that may take less than the machine has
+        ("max", "1024", 7 * 1024),  # one without a limit
+        ("1048576", "0", 7 * 1024),
+        ("1024", "4096", 0),
+    ],
+)
+def test_memory_that_is_free_is_the_least_of_the_machine_and_its_container(
+    limit, used, expected, tmp_path, monkeypatch
+):
+    files = {"meminfo": "MemTotal: 9 kB\nMemAvailable: 7 kB\n", "limit": limit, "used": used}
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    groups = [(tmp_path / "limit", tmp_path / "used"), (tmp_path / "none", tmp_path / "none")]
+    monkeypatch.setattr(devices, "CONTAINER_MEMORY", groups)
+    memory = tmp_path / "meminfo"
+    monkeypatch.setattr(devices, "Path", lambda p: memory if str(p) == "/proc/meminfo" else Path(p))
+    assert available_bytes() == expected
+    memory.unlink()
+    if limit == "max":  # nothing but the machine itself tells
+        sizes = {"SC_PHYS_PAGES": 5, "SC_PAGE_SIZE": 4096}
+        monkeypatch.setattr("os.sysconf", sizes.__getitem__)
+        assert available_bytes() == 5 * 4096
+    else:
+        assert available_bytes() == max(0, int(limit) - int(used))

@@ -118,8 +118,11 @@ def test_evaluate_reads_the_field_that_is_named(run, arb_here, tmp_path):
 
 def test_auto_in_a_folder_without_runs_is_explained(arb_here, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    for command in ("generate", "evaluate", "probe-loss"):
-        done = arb_here(command, "--checkpoint", "auto")
+    for words in (
+        "generate --checkpoint auto", "evaluate --checkpoint auto", "probe-loss --checkpoint auto",
+        "export auto --to gguf", "inspect auto", "check auto",
+    ):  # fmt: skip
+        done = arb_here(*words.split())
         assert "there is no run in `runs`" in done.stderr
         assert done.returncode == 2
 

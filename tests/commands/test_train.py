@@ -72,6 +72,20 @@ def test_train_prints_only_a_record_a_line_as_json(text, tmp_path, arb_here):
     assert report["stopped_by"] is None
 
 
+def test_train_shows_samples_utilisation_and_where_the_trace_is(
+    text, tmp_path, arb_here, monkeypatch
+):
+    monkeypatch.setattr("arbcli.train.run.peak_operations", lambda device: 1e12)
+    monkeypatch.setattr("arbcli.train.run.SAMPLE_BYTES", 8)
+    monkeypatch.setattr("arbcli.train.trainer.Trainer.evaluate", lambda self: 1.0)
+    args = ["--data", text, *SMALL, "--steps", "5", "--sample-every", "4", "--profile"]
+    done = arb_here("train", *args, "--out", str(tmp_path / "r"))
+    assert done.returncode == 0, done.stderr
+    assert "\nsample at step 4\n" in done.stderr
+    assert "% MFU" in done.stderr
+    assert f"the trace is `{tmp_path}/r/trace-000003.json.gz`" in done.stderr
+
+
 def test_train_ends_with_an_object_where_nothing_is_left_to_do(text, tmp_path, arb_here):
     run = ["--out", str(tmp_path / "r"), "--steps", "1", "--json"]
     first = arb_here("train", "--data", text, *SMALL, *run).stdout.splitlines()[-1]
@@ -256,8 +270,8 @@ PARTS = (
 OPTIONS = {
     "train": "accum backend batch compute config ctx data device digits dim direction dry-run"
     " eval-every ffn field final-lr force heads init-from json keep keep-best layers log lr minutes"
-    " no-sub-norms optimizer out plot preset print-config quiet recompute resume rule save-every"
-    " schedule seed steps sub-norms tscale-type val warmup weights" + PARTS,
+    " no-sub-norms optimizer out plot preset print-config profile quiet recompute resume rule"
+    " sample-every save-every schedule seed steps sub-norms tscale-type val warmup weights" + PARTS,
     "check": "json",
     "generate": "backend bytes checkpoint chunks compute device json length prompt seed temperature"
     " top-k top-p",
@@ -268,8 +282,8 @@ OPTIONS = {
     + PARTS,
     "audit-memory": "accum backend batch budget compute ctx device digits dim direction ffn heads"
     " json layers preset recompute rule seed snapshot steps tscale-type what-if" + PARTS,
-    "probe-loss": "backend batch checkpoint compute ctx data device digits dim direction ffn heads"
-    " json layers lr plot preset rule seed steps tscale-type val warmup" + PARTS,
+    "probe-loss": "backend batch checkpoint compute ctx data device digits dim direction ffn field"
+    " heads json layers lr plot preset rule seed steps tscale-type val warmup" + PARTS,
     "verify-kernels": "all-tscale-types backend compare device fuzz json ledger list seed targets"
     " time tscale-type",
 }

@@ -5,7 +5,7 @@ import torch
 
 from arbcli.config.dense import SCALE_TYPES
 from arbcli.kernels.runtime.backend import chunks_of, use_backend
-from arbcli.verify.compare import as_tuple
+from arbcli.verify.compare import as_tuple, poisoned
 from arbcli.verify.fuzz import DRAWINGS, Dice
 from arbcli.verify.kernels import KERNELS, compare, copies
 
@@ -61,6 +61,20 @@ def test_torch_backend_gives_the_same_in_chunks_of_two_rows(spec):
             assert compare(spec, case.label, parts, whole, None).passed, case.label
 
 
+@pytest.mark.parametrize(("name", "rows"), [("blend_moment", 19), ("unit_gain", 35)])
+def test_program_of_a_large_matrix_takes_several_tiles(name, rows, device, monkeypatch):
+    """No case of a test is of the size from which on that is so."""
+    monkeypatch.setattr("arbcli.kernels.runtime.backend.LARGE_ELEMENTS", 1)
+    (spec,) = (spec for spec in KERNELS if spec.name == name)
+    inputs = DRAWINGS[name].draw(Dice(1, device, torch.float32), SCALE_TYPES["T6"], 1, rows, 7)
+    wanted = as_tuple(spec.reference(*copies(inputs)))
+    with poisoned(), use_backend(BACKENDS[1]):
+        got = as_tuple(spec.triton(*copies(inputs)))
+    for result, expected in zip(got, wanted, strict=True):
+        found = compare(spec, name, result, expected)
+        assert found.passed, found
+
+
 IN_BFLOAT16 = [
     "ternary_matmul", "ternary_matmul_grad_x", "arranged_matmul", "digits_matmul",
     "unit_rows", "grouped_matmul",
@@ -72,7 +86,7 @@ IN_BFLOAT16 = [
     "embedding_grad", "blend_moment", "step_by_direction", "cast_trit_votes", "gather_chunks",
     "smooth_chunks", "smooth_chunks_backward", "spread_chunks", "spread_chunks_backward",
     "boundary_scores", "boundary_scores_backward", "decay_scan", "causal_conv",
-    "causal_conv_grad_w",
+    "causal_conv_grad_w", "quantise_gradient",
 ]  # fmt: skip
 """Kernels with inputs in bfloat16."""
 SEVERAL_ROUNDINGS = {"gram_polynomial", "decode_attention"}

@@ -5,6 +5,7 @@ import json
 import sqlite3
 import sys
 from pathlib import Path
+from unittest.mock import MagicMock, call
 
 import pytest
 
@@ -70,6 +71,14 @@ def test_logger_hears_the_whole_run(text, tmp_path, capsys):
     assert len(octaves.edges) == len(octaves.counts) + 1
     assert closed == ("close",)
     assert capsys.readouterr().out == ""
+
+
+def test_logger_hears_samples_of_steps(text, tmp_path):
+    logger = Listening()
+    train(text, tmp_path / "run", logger, sample_every=1)
+    scalars = [entry for entry in logger.heard if entry[0] == "scalars"]
+    assert [entry[1] for entry in logger.heard if entry[0] == "text"] == [1, 2, 3]
+    assert all("sample" not in values for _, _, values in scalars)
 
 
 def test_failure_of_a_logger_is_told_and_the_run_goes_on(text, tmp_path):
@@ -191,3 +200,103 @@ def test_run_that_goes_on_is_logged_on(name, text, tmp_path):
     (tmp_path / "run" / "step-000003.safetensors").unlink()
     resume_run(tmp_path / "run", find_logger(name, told.append))
     assert told == []
+
+
+FACTS = {
+    "config": {"steps": 5, "model": {"dim": 32}},
+    "started": "2026-01-02",
+}
+SETTINGS = {"steps": 5, "model.dim": 32}
+FOUND = {"trits/head": base.Histogram([-1.5, -0.5, 0.5, 1.5], [3, 1, 2])}
+
+
+def stand_in(name: str, monkeypatch) -> tuple[base.Logger, MagicMock]:
+    """Make a logger whose package only remembers what it was told."""
+    package, module = MagicMock(), f"arbcli.loggers.{name}_log"
+    where = {"tensorboard": "torch.utils.tensorboard"}.get(name, name)
+    monkeypatch.setitem(sys.modules, where, package)
+    monkeypatch.delitem(sys.modules, module, raising=False)
+    logger = importlib.import_module(module).Logger()
+    del sys.modules[module]  # made of no real package, so that nobody else is to find it
+    return logger, package
+
+
+def log_all(logger: base.Logger, run: Path) -> None:
+    logger.open(run, 40, FACTS)
+    logger.scalars(50, {"loss": 1.5})
+    logger.histograms(50, FOUND)
+    logger.text(60, "a\nb")
+    logger.close()
+
+
+def test_tensorboard_hides_what_comes_after_the_step_gone_on_from(tmp_path, monkeypatch):
+    logger, package = stand_in("tensorboard", monkeypatch)
+    log_all(logger, tmp_path)
+    writer = package.SummaryWriter.return_value
+    # the record of the step itself stays
+    package.SummaryWriter.assert_called_once_with(str(tmp_path / "tensorboard"), purge_step=41)
+    assert writer.add_text.call_args_list == [
+        call("settings", "    steps: 5\n    model.dim: 32\n", 40),
+        call("sample", "    a\n    b\n", 60),
+    ]
+    writer.add_scalar.assert_called_once_with("loss", 1.5, 50)
+    writer.add_histogram_raw.assert_called_once_with(
+        "trits/head",
+        min=-1.5,
+        max=1.5,
+        num=6,
+        sum=-1.0,
+        sum_squares=5.0,
+        bucket_limits=[-0.5, 0.5, 1.5],
+        bucket_counts=[3, 1, 2],
+        global_step=50,
+    )
+    writer.close.assert_called_once_with()
+
+
+def test_wandb_goes_on_with_a_run_and_never_with_another(tmp_path, monkeypatch):
+    logger, package = stand_in("wandb", monkeypatch)
+    log_all(logger, tmp_path / "a")
+    given = package.init.call_args.kwargs
+    expected = {"project": "arb", "name": "a", "resume": "allow", "config": SETTINGS}
+    assert expected.items() <= given.items()
+    ids = [given["id"]]
+    started = FACTS | {"started": "2026-01-03"}  # a new run in the place of one that was removed
+    for run, facts in (("a", FACTS), ("b", FACTS), ("a", started)):
+        logger.open(tmp_path / run, 0, facts)
+        ids.append(package.init.call_args.kwargs["id"])
+    assert ids[0] == ids[1]
+    assert len({*ids}) == 3
+    logged = package.init.return_value
+    assert logged.log.call_args_list[0] == call({"loss": 1.5}, step=50)
+    assert [told.kwargs["step"] for told in logged.log.call_args_list] == [50, 50, 60]
+    package.Histogram.assert_called_once_with(np_histogram=([3, 1, 2], [-1.5, -0.5, 0.5, 1.5]))
+    logged.finish.assert_called_once_with()
+
+
+def test_trackio_goes_on_with_a_run(tmp_path, monkeypatch):
+    logger, package = stand_in("trackio", monkeypatch)
+    log_all(logger, tmp_path / "a")
+    given = package.init.call_args.kwargs
+    expected = {"project": "arb", "name": "a", "resume": "allow", "config": SETTINGS}
+    assert expected.items() <= given.items()
+    assert package.log.call_args_list[0] == call({"loss": 1.5}, step=50)
+    assert [told.kwargs["step"] for told in package.log.call_args_list] == [50, 50, 60]
+    package.Histogram.assert_called_once_with(np_histogram=([3, 1, 2], [-1.5, -0.5, 0.5, 1.5]))
+    package.finish.assert_called_once_with()
+
+
+def test_mlflow_is_told_into_the_run_that_was_made(tmp_path, monkeypatch):
+    logger, package = stand_in("mlflow", monkeypatch)
+    client = package.MlflowClient.return_value
+    client.create_run.return_value.info.run_id = "made"
+    log_all(logger, tmp_path / "a")
+    experiment = package.set_experiment.return_value.experiment_id
+    client.create_run.assert_called_once_with(experiment, run_name="a")
+    params = [told.args for told in client.log_param.call_args_list]
+    assert params == [("made", *setting) for setting in SETTINGS.items()]
+    client.log_metric.assert_called_once_with("made", "loss", 1.5, step=50)
+    bars = {"trits/head": {"edges": [-1.5, -0.5, 0.5, 1.5], "counts": [3, 1, 2]}}
+    client.log_dict.assert_called_once_with("made", bars, "histograms/step-000050.json")
+    client.log_text.assert_called_once_with("made", "a\nb", "samples/step-000060.txt")
+    client.set_terminated.assert_called_once_with("made")

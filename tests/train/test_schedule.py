@@ -33,9 +33,10 @@ def test_default_is_the_cosine_to_the_bit(steps):
         assert learning_rate(config, step) == 0.6 * share
 
 
+@pytest.mark.parametrize("final_lr", [0.2, 0.0])
 @pytest.mark.parametrize("shape", SCHEDULES)
-def test_rate_falls_from_the_first_to_the_final_one(shape):
-    given = {} if shape == "constant" else {"final_lr": 0.2}
+def test_rate_falls_from_the_first_to_the_final_one(shape, final_lr):
+    given = {} if shape == "constant" else {"final_lr": final_lr}
     config = new_config(device="cpu", steps=1000, lr=0.8, warmup=0, schedule=shape, **given)
     rates = [learning_rate(config, step) for step in range(1001)]
     assert rates[0] == 0.8

@@ -127,6 +127,23 @@ def test_comparison_shows_what_changed(tmp_path, monkeypatch):
     assert "pack_trits sm_90: registers 40 -> 41" in changes
 
 
+@pytest.mark.parametrize("part", ["kernels", "parity", "compiled"])
+def test_comparison_keeps_every_row_apart(part, tmp_path):
+    """A row that was taken for another one would hide that it failed."""
+    checks = Checks(fuzz=1)
+    found = make(["rms_norm"])
+    fuzzed, other = make(["rms_norm"], checks).kernels, replace(COMPILED, target="sm_80")
+    found = replace(found, kernels=found.kernels + fuzzed, compiled=(COMPILED, other))
+    old = read_ledger(write_ledger(found, tmp_path)[0])
+    rows = getattr(found, part)
+    assert len(rows) > 1
+    for index, row in enumerate(rows):
+        after = [*rows]
+        after[index] = replace(row, passed=False)
+        changes = compare_ledgers(old, replace(found, **{part: tuple(after)}))
+        assert len([c for c in changes if "passed True -> False" in c]) == 1, row
+
+
 @pytest.mark.parametrize(("us", "count"), [(21.9, 0), (22.1, 1), (18.1, 1)])
 def test_comparison_shows_speed_that_changed_by_a_tenth(tmp_path, us, count):
     old = read_ledger(write_ledger(make(timing=TIMING), tmp_path)[0])

@@ -11,6 +11,9 @@ from arbcli.kernels.runtime._triton import HAS_TRITON, INTERPRETED
 
 BACKENDS = ("triton", "torch", "interpreter")
 
+LARGE_ELEMENTS = 1 << 22
+"""Of a matrix from whose size on a program of a kernel takes several tiles, one below the other."""
+
 _forced: str | None = None
 _assumed: tuple[tuple[int, int], int] | None = None
 _chunk_elements: int | None = None
@@ -116,6 +119,11 @@ def chunks_of(elements: int | None):
 def chunk_elements(usual: int) -> int:
     """Say how many elements a part may have, that has `usual` ones unless told otherwise."""
     return usual if _chunk_elements is None else _chunk_elements
+
+
+def tiles_of_a_program(matrix: Tensor, few: int, many: int) -> int:
+    """Say how many tiles a program takes: few, so that a small matrix has programs enough."""
+    return many if matrix.numel() >= LARGE_ELEMENTS else few
 
 
 def row_chunks(matrix: Tensor, elements: int = 1 << 18) -> Iterator[slice]:

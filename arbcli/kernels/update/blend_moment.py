@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from arbcli.kernels.runtime._triton import tl, triton
-from arbcli.kernels.runtime.backend import row_chunks, uses_triton
+from arbcli.kernels.runtime.backend import row_chunks, tiles_of_a_program, uses_triton
 from arbcli.kernels.runtime.spec import MATRIX, Case, KernelSpec, Timing
 from arbcli.kernels.update.direction import (
     check_direction,
@@ -137,7 +137,7 @@ def _blend_moment_triton(
     rows, columns = moment.shape
     if moment.numel():
         has_rows, has_columns = row_gain is not None, column_gain is not None
-        steps = 4 if moment.numel() >= 1 << 22 else 1  # many programs for a small matrix
+        steps = tiles_of_a_program(moment, 1, 4)
         _blend_moment_kernel[(triton.cdiv(rows, 2 * steps) * triton.cdiv(columns, 512),)](
             moment, values, row_gain if has_rows else values,
             column_gain if has_columns else values, key, ok, squares,

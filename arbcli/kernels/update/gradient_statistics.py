@@ -30,7 +30,7 @@ from arbcli.kernels.codec.packing import (
 )
 from arbcli.kernels.codec.scales import load_scale, scales_torch
 from arbcli.kernels.runtime._triton import tl, triton
-from arbcli.kernels.runtime.backend import row_chunks, uses_triton
+from arbcli.kernels.runtime.backend import row_chunks, tiles_of_a_program, uses_triton
 from arbcli.kernels.runtime.spec import MATRIX, Case, Gate, KernelSpec, Timing
 
 TILE = 128
@@ -268,7 +268,7 @@ def _read_groups(
 
 def _gradient_statistics_triton(grad, packed, factored, signs):
     (rows, columns), groups, group_size = grad.shape, packed.num_groups, packed.group_size
-    block_n, steps = 8, 16 if grad.numel() >= 1 << 22 else 2  # many programs for a small matrix
+    block_n, steps = 8, tiles_of_a_program(grad, 2, 16)
     tiles_n = triton.cdiv(rows, block_n * steps)
     blocks = columns // BLOCK if group_size == PLANE else 0  # whose planes are groups
     lanes = triton.next_power_of_2(group_size)

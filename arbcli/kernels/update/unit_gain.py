@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from arbcli.kernels.runtime._triton import tl, triton
-from arbcli.kernels.runtime.backend import row_chunks, uses_triton
+from arbcli.kernels.runtime.backend import row_chunks, tiles_of_a_program, uses_triton
 from arbcli.kernels.runtime.spec import MATRIX, Case, Gate, KernelSpec, Timing
 from arbcli.kernels.update.direction import UNIT, check_direction, load_gain
 from arbcli.kernels.update.gradient_gains import sum_parts
@@ -93,7 +93,7 @@ def _unit_gain_triton(values, row_gain, column_gain, ok):
     rows, columns = values.shape
     has_rows, has_columns = row_gain is not None, column_gain is not None
     block_n, block_k = 4, 256
-    steps = 8 if values.numel() >= 1 << 22 else 1
+    steps = tiles_of_a_program(values, 1, 8)
     parts = triton.cdiv(rows, block_n * steps) * triton.cdiv(columns, block_k)
     squares, gain = (
         torch.empty(size, dtype=torch.float32, device=values.device)
