@@ -351,13 +351,13 @@ def test_checkpoint_holds_integers_only(text, tmp_path, device):
     assert dtypes == {torch.uint8, torch.int8}
 
 
-def test_default_learning_rate_is_of_the_preset_and_else_of_the_rule():
+def test_default_learning_rate_is_of_the_rule_at_every_width():
     def lr(**given) -> float:
         return new_config(device="cpu", **given).lr
 
     assert lr() == lr(preset="arb-tiny") == 1.0
     assert lr(rule="nibble") == 0.4
-    assert lr(preset="arb-3b") == 0.1
+    assert lr(preset="arb-3b") == 0.4  # its rule is nibble
     assert lr(preset="arb-3b", rule="moment") == 1.0
     assert lr(preset="arb-3b", lr=0.3) == 0.3
     assert (lr(weights="float"), lr(weights="ste")) == (1e-3, 3e-3)
