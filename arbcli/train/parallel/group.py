@@ -163,10 +163,10 @@ class Group:
             return tensor if self.first else None
         with explained_loss():
             if self.rank == owner:
-                dist.send(tensor.contiguous(), 0)
+                _exchange(dist.P2POp(dist.isend, tensor.contiguous(), 0))
             elif self.first:
                 result = torch.empty(like.shape, dtype=like.dtype, device=self.device)
-                dist.recv(result, owner)
+                _exchange(dist.P2POp(dist.irecv, result, owner))
                 return result
         return None
 
@@ -193,6 +193,12 @@ class Travelling:
                 self._work.wait()
             self._work = self._kept = None
         return self._tensor
+
+
+def _exchange(*operations: dist.P2POp) -> None:
+    """Send and receive between two processes, as a batch: NCCL warns of anything else."""
+    for work in dist.batch_isend_irecv([*operations]):
+        work.wait()
 
 
 @contextmanager
@@ -235,6 +241,8 @@ def own_device(place: torch.device) -> torch.device:
 def joined(device: torch.device) -> Iterator[Group]:
     """Join the processes that `torchrun` has started; a process alone is a group of one.
 
+    Captured graphs must be gone before it ends: NCCL waits for those that have its messages.
+
     Args:
         device: of the tensors that travel.
 
@@ -254,5 +262,7 @@ def joined(device: torch.device) -> Iterator[Group]:
     group.device = device
     try:
         yield group
-    finally:
-        dist.destroy_process_group()
+    except BaseException:
+        dist.group.WORLD.abort()  # nobody waits for what others may never send
+        raise
+    dist.destroy_process_group()
