@@ -340,22 +340,6 @@ def chunked(runs: Runs) -> str:
     return markdown(head, lines) + source(runs)
 
 
-def frontier(runs: Runs) -> str:
-    """The best held-out loss of every kind by budget of memory, and the model that has it."""
-    rows = rows_of(runs)
-    budgets = (256, 512, 1024, 2048, 4096)
-    lines = []
-    for kind in dict.fromkeys(row["kind"] for row in rows):
-        cells = []
-        for budget in budgets:
-            fit = [row for row in rows if row["kind"] == kind and row["peak_mib"] <= budget]
-            best = min(fit, key=lambda row: row["held_out_nats"], default=None)
-            cells.append(f"{best['held_out_nats']:.4f} ({best['shape']})" if best else "")
-        lines.append([kind, *cells])
-    head = ["peak memory, at most", *(f"{budget / 1024:g} GiB" for budget in budgets)]
-    return markdown(head, lines) + source(runs)
-
-
 def exports(runs: Runs) -> str:
     """Compare what other programs make of an export with what `arb` computes."""
     head = ["model", "program", "type", "bytes a weight", "from arb", "from float64"]
@@ -401,7 +385,6 @@ TABLES: dict[str, tuple[str, Callable[[Runs], str]]] = {
     "generation": ("generation", generation),
     "exports": ("exports", exports),
     "hnet": ("hnet", chunked),
-    "frontier": ("frontier", frontier),
 }
 """By the name that a document uses: whose results, and what writes the table."""
 
