@@ -1,11 +1,14 @@
 """`arb generate` and `arb evaluate` as a person or a program meets them."""
 
+import importlib
 import io
 import json
 import subprocess
 import sys
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -51,6 +54,36 @@ def test_generate_writes_the_same_as_json_bytes_and_text(run, generate):
     assert (report["prompt"], report["seed"], report["length"]) == ("\n", 7, 60)
     assert report["checkpoint"].endswith("step-000040.safetensors")
     assert report["bytes_per_second"] > 0
+
+
+def test_every_option_reaches_what_it_is_for(run, arb_here, tmp_path, monkeypatch):
+    def spy(name: str) -> mock.Mock:
+        owner, _, function = name.rpartition(".")
+        watched = mock.Mock(wraps=getattr(importlib.import_module(owner), function))
+        monkeypatch.setattr(name, watched)
+        return watched
+
+    loads = spy("arbcli.infer.load.load_named_model")
+    continues = spy("arbcli.infer.generation.continue_text")
+    evaluates = spy("arbcli.infer.evaluation.evaluate")
+    path = tmp_path / "text.txt"
+    path.write_text("ternary weights")
+    place = ["--checkpoint", run, "--device", "cpu", "--backend", "torch", "--compute", "bf16"]
+    how = ["--temperature", "0.5", "--top-k", "3", "--top-p", "0.25", "--seed", "9"]
+    done = arb_here("generate", *place, *how, "--length", "4", "--prompt", "to")
+    assert done.returncode == 0, done.stderr
+    done = arb_here("evaluate", *place, "--data", str(path), "--stride", "3", "--batch", "2")
+    assert done.returncode == 0, done.stderr
+    for told in loads.call_args_list:
+        named, device, _, compute = told.args
+        assert (str(named), str(device), compute) == (run, "cpu", "bf16")
+    _, name, prompt, length, sampling = continues.call_args.args
+    assert (Path(name).name, prompt, length) == ("step-000040.safetensors", b"to", 4)
+    assert asdict(sampling) == {"temperature": 0.5, "top_k": 3, "top_p": 0.25, "seed": 9}
+    assert continues.call_args.kwargs["backend"] == "torch"
+    about = evaluates.call_args.kwargs
+    assert (about["stride"], about["batch"], about["backend"]) == (3, 2, "torch")
+    assert len(loads.call_args_list) == 2
 
 
 def test_generate_reads_a_prompt_of_any_bytes_from_stdin(generate, monkeypatch):
