@@ -1,6 +1,7 @@
 """Checkpoints and the other files of a run: state to disk and back, whole or not at all.
 
-`step-000200.safetensors` is a function of the state, byte for byte, and a safetensors file:
+`step-000200.safetensors` is a function of the state and the settings of its run, byte for byte, and
+a safetensors file:
 
     8 bytes  length of the header, little-endian
     header   canonical JSON, padded with spaces to a multiple of 8: the dtype, shape and offsets of
@@ -99,7 +100,7 @@ class Checkpoint:
     counters: dict[str, int]
     """What was counted on the way."""
     data: dict[str, Any]
-    """Which text, by its digest, and the position in it."""
+    """Which text, by its digest, the position in it, and the settings that decide the run."""
     tensors: Mapping[str, Tensor]
     """By name, whose last part tells the dtype: see above."""
     digest: str = ""
@@ -156,7 +157,8 @@ def write_checkpoint(path: Path, checkpoint: Checkpoint) -> None:
     def header(digests: dict[str, str]) -> bytes:
         return _header(_seal(metadata | {"digests": digests}), shapes)
 
-    room = header(dict.fromkeys(tensors, _digest("", torch.empty(0))))  # all are of this length
+    longest = tensor_digest("", torch.empty(0))  # all are of this length
+    room = header(dict.fromkeys(tensors, longest))
     assert len(room) <= LARGEST_HEADER, "more tensors than a header has room for"
 
     def write(file: BufferedIOBase) -> None:
@@ -436,7 +438,7 @@ def _bytes(tensor: Tensor) -> memoryview:
     return memoryview(tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy())
 
 
-def _digest(name: str, tensor: Tensor) -> str:
+def tensor_digest(name: str, tensor: Tensor) -> str:
     """Hash dtype, shape and bytes: `U8[3, 5]`, then fifteen bytes."""
     digest = hashlib.sha256(f"{_CODES[_dtype(name)]}{list(tensor.shape)}".encode())
     digest.update(_bytes(tensor))
@@ -474,7 +476,7 @@ def _to_save(name: str, tensor: Tensor) -> tuple[str, memoryview, str]:
     on_cpu = tensor.cpu().contiguous()
     if not _is_legal(name, on_cpu):
         raise ValueError(f"`{name}` has a byte that cannot be there")
-    return name, _bytes(on_cpu), _digest(name, on_cpu)
+    return name, _bytes(on_cpu), tensor_digest(name, on_cpu)
 
 
 def _canonical(value: Any) -> str:
@@ -535,7 +537,7 @@ def _read_checkpoint(file: BufferedReader, accept: Accept) -> Checkpoint:
             yield name, tensor
 
     def verify(name: str, tensor: Tensor) -> tuple[str, Tensor | None]:
-        _require(_digest(name, tensor) == metadata["digests"][name], f"`{name}` was altered")
+        _require(tensor_digest(name, tensor) == metadata["digests"][name], f"`{name}` was altered")
         _require(_is_legal(name, tensor), f"`{name}` has a byte that cannot be there")
         return name, tensor if name in wanted else None
 

@@ -8,7 +8,7 @@ import typer
 
 from arbcli import __version__
 from arbcli.commands._help import Command, summary
-from arbcli.commands._options import in_options, repeat_options
+from arbcli.commands._options import fill_options, in_options, repeat_options
 from arbcli.commands.audit_memory import audit_memory
 from arbcli.commands.check import check
 from arbcli.commands.count_params import count_params
@@ -63,7 +63,8 @@ def main() -> None:
     set_environment(sys.argv[1:])
     try:
         with RaisedSignal():
-            sys.exit(app(repeat_options(sys.argv[1:]), standalone_mode=False) or 0)
+            words = fill_options(repeat_options(sys.argv[1:]))
+            sys.exit(app(words, standalone_mode=False) or 0)
     except UsageError as error:
         if not sys.argv[1:]:
             error.show()  # all of the help

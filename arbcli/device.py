@@ -19,6 +19,19 @@ CONTAINER_MEMORY = (
     ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
 )
 """Files with the limit of a container and what it uses, in the two versions of Linux's groups."""
+PEAK_TERAOPS = {
+    "NVIDIA B200": 2250.0,
+    "NVIDIA H200": 989.4, "NVIDIA H200 NVL": 835.5, "NVIDIA GH200 480GB": 989.4,
+    "NVIDIA H100 80GB HBM3": 989.4, "NVIDIA H100 NVL": 835.5, "NVIDIA H100 PCIe": 756.0,
+    "NVIDIA H20": 148.0,
+    "NVIDIA A100-SXM4-40GB": 312.0, "NVIDIA A100-SXM4-80GB": 312.0,
+    "NVIDIA A100-PCIE-40GB": 312.0, "NVIDIA A100 80GB PCIe": 312.0,
+    "NVIDIA A30": 165.0, "NVIDIA A40": 149.7, "NVIDIA A10": 125.0,
+    "NVIDIA L40S": 362.0, "NVIDIA L40": 181.0, "NVIDIA L4": 121.0,
+    "NVIDIA GeForce RTX 4090": 165.2, "NVIDIA GeForce RTX 3090": 71.0,
+}  # fmt: skip
+"""Dense bf16 products with sums in float32, in 10**12 operations a second, by what torch calls a
+GPU. They are those of its maker's data sheet, which may tell twice as many: of sparse ones."""
 NATIVE_BF16 = ("avx512_bf16", "amx_bf16", "bf16", "sve_bf16")
 """Capabilities with which a CPU multiplies bf16: two of x86, two of Arm, as torch names them."""
 
@@ -99,20 +112,30 @@ def deterministic() -> Iterator[None]:
     """Make torch's own operations give the same bits every time, as resuming needs.
 
     cuBLAS needs `CUBLAS_WORKSPACE_CONFIG` besides, which the `arb` program sets before it starts.
+    torch's compiler has to be told by `tell_compiler`.
     """
-    before = torch.are_deterministic_algorithms_enabled()
+    before = torch.get_deterministic_debug_mode()
     fill = torch.utils.deterministic.fill_uninitialized_memory
-    torch.use_deterministic_algorithms(True)
+    # `use_deterministic_algorithms` does the same, but loads a compiler, which takes two seconds
+    torch.set_deterministic_debug_mode("error")
     torch.utils.deterministic.fill_uninitialized_memory = False  # it would write every buffer twice
     torch.backends.cuda.enable_mem_efficient_sdp(False)  # its backward adds in any order
     torch.backends.cuda.enable_cudnn_sdp(False)
     try:
         yield
     finally:
-        torch.use_deterministic_algorithms(before)
+        torch.set_deterministic_debug_mode(before)
         torch.utils.deterministic.fill_uninitialized_memory = fill
         torch.backends.cuda.enable_mem_efficient_sdp(True)
         torch.backends.cuda.enable_cudnn_sdp(True)
+
+
+def tell_compiler() -> None:
+    """Let what is compiled from now on be as deterministic as torch's own operations are."""
+    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(
+        torch.are_deterministic_algorithms_enabled(), warn_only=warn_only
+    )
 
 
 @contextmanager
@@ -176,6 +199,14 @@ def check_room(needed_bytes: int, what: str, hint: str, available: int | None = 
     if available is not None and needed_bytes > available:
         need, have = (f"{size / 2**30:,.2f} GiB" for size in (needed_bytes, available))
         raise ArbError(f"{what} needs {need} of memory at least, and {have} are free", hint=hint)
+
+
+def peak_operations(device: torch.device) -> float | None:
+    """Find how many dense bf16 operations a second a GPU can do at most; None if nobody knows."""
+    if device.type != "cuda":
+        return None
+    peak = PEAK_TERAOPS.get(torch.cuda.get_device_name(device))
+    return None if peak is None else peak * 1e12
 
 
 def peak_bytes(device: torch.device) -> int:

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 SETTINGS = {
     # cuBLAS gives the same bits every time only if it has this workspace
     "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+    # torch's profiler would say on stderr when it begins and ends
+    "KINETO_LOG_LEVEL": "8",
 }
 """Set for every command."""
 TERNARY_SETTINGS = {

@@ -16,6 +16,9 @@ from arbcli.model.dense import ByteLM
 from arbcli.model.layers.linear import TernaryLinear
 from arbcli.model.layers.norm import NORM_EPS
 
+ROWS, MOST_COLUMNS, WARPS = (8, 4), 2048, 4
+"""A program's rows, without a gate and with one; its columns at a time; its warps."""
+
 
 @triton.jit(do_not_specialize=["N"])
 def _dense_row_kernel(
@@ -75,12 +78,12 @@ def dense_row(x: Tensor, weight: Tensor, gated: bool, normalise: bool, added: Te
     """
     out_features, in_features = len(weight) // (1 + gated), len(x)
     y = torch.empty(out_features, dtype=x.dtype, device=x.device)
-    block_k = min(2048, triton.next_power_of_2(in_features))
-    block_n = 2 if gated else 4
+    block_k = min(MOST_COLUMNS, triton.next_power_of_2(in_features))
+    block_n = ROWS[gated]
     _dense_row_kernel[(triton.cdiv(out_features, block_n),)](
         x, weight, y if added is None else added, y, out_features, in_features, NORM_EPS,
         NORM=normalise, GATED=gated, ADD=added is not None,
-        BLOCK_N=block_n, BLOCK_K=block_k, num_warps=4, **overlap_options(x),
+        BLOCK_N=block_n, BLOCK_K=block_k, num_warps=WARPS, **overlap_options(x),
     )  # fmt: skip
     return y
 

@@ -4,7 +4,8 @@
 
 The runs are of `--no-sub-norms`, with a context of 256 bytes or more. Compared with those of `arb`
 in float32 are the logarithms of the probabilities of all 256 bytes, after some beginnings of the
-held-out text, and 200 bytes of greedy text.
+held-out text, and 200 bytes of greedy text. All logarithms are also compared with those of the
+reference in float64, to tell whose error a difference is.
 """
 
 import dataclasses
@@ -24,7 +25,9 @@ from arbcli.export.gguf import smallest_type
 from arbcli.export.run import export
 from arbcli.infer.generation import Sampling, generate
 from arbcli.infer.load import load_model
+from arbcli.model.dense import ByteLM
 from arbcli.train.directory import CONFIG, open_texts_again
+from arbcli.verify.reference import reference_layers
 from benchmarks import results
 from benchmarks.llama_cpp import Llama
 
@@ -48,22 +51,27 @@ def measure(run: Path) -> list[dict]:
     texts = open_texts_again(facts, train_config_from(facts))
     text = texts.val.read(0, max(LENGTHS))
     model = load_model(run, device="cpu", compute="fp32")
-    ours = torch.cat([log_probabilities(model(ids(text[:n]))) for n in LENGTHS])
+    exact = in_float64(model, text)
+    ours = predicted(model, text)
     greedy = b"".join(generate(model, PROMPT, LENGTH, Sampling(temperature=0)))
+    rows = [about(model.config) | distances(ours, ours, exact) | {"program": "arb", "type": "F32"}]
     smallest = smallest_type(model.config).name.lower()
-    rows = []
     for program, types in (
         ("llama.cpp", dict.fromkeys(("f32", "bf16", "f16", smallest))),
         ("Transformers", ("f32", "bf16")),
     ):
         for kind in types:
-            rows.append(compare(run, program, kind, text, ours, greedy) | about(model.config))
-            print(", ".join(f"{name} {value}" for name, value in rows[-1].items()), flush=True)
+            row, theirs = run_export(run, program, kind, text, greedy)
+            rows.append(row | about(model.config) | distances(theirs, ours, exact))
+    for row in rows:
+        print(", ".join(f"{name} {value}" for name, value in row.items()), flush=True)
     return rows
 
 
-def compare(run: Path, program: str, kind: str, text: bytes, ours: Tensor, greedy: bytes) -> dict:
-    """Export a run one way, and compare."""
+def run_export(
+    run: Path, program: str, kind: str, text: bytes, greedy: bytes
+) -> tuple[dict, Tensor]:
+    """Export a run one way: what that gave, and the log-probabilities that the program finds."""
     folder = Path(tempfile.mkdtemp())
     try:
         form = "gguf" if program == "llama.cpp" else "hf"
@@ -74,15 +82,37 @@ def compare(run: Path, program: str, kind: str, text: bytes, ours: Tensor, greed
     finally:
         shutil.rmtree(folder)
     pairs = enumerate(zip(greedy, made, strict=False))
-    return {
+    row = {
         "program": program,
         "type": report.type,
         "bytes": report.bytes,
         "num_weights": report.num_weights,
         "step": report.step,
-        "largest": float((theirs - ours).abs().max()),
         "first_divergence": next((index for index, (a, b) in pairs if a != b), None),
     }
+    return row, theirs
+
+
+def distances(found: Tensor, ours: Tensor, exact: Tensor) -> dict[str, float]:
+    """Find how far log-probabilities are from those of `arb`, and from those in float64."""
+    return {
+        "largest": float((found - ours).abs().max()),
+        "from_float64": float((found - exact).abs().max()),
+    }
+
+
+def predicted(model: ByteLM, text: bytes) -> Tensor:
+    """Compute the log-probabilities after every beginning, (len(LENGTHS), 256) float64."""
+    with torch.no_grad():
+        return torch.cat([log_probabilities(model(ids(text[:n]))) for n in LENGTHS])
+
+
+def in_float64(model: ByteLM, text: bytes) -> Tensor:
+    """Compute the same by the reference."""
+    x = ids(text)
+    for _, weights, function in reference_layers(model):
+        x = function(x, weights)
+    return x.detach().log_softmax(-1)[0, [n - 1 for n in LENGTHS]]
 
 
 def in_llama_cpp(path: Path, _kind: str) -> tuple[Predict, bytes]:

@@ -2,8 +2,11 @@
 
 import dataclasses
 import os
+import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from subprocess import CompletedProcess
 from unittest import mock
@@ -18,6 +21,10 @@ torch.set_num_threads(1)
 # triton reads this when a kernel is defined, so it is set before any import of one
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
+    if find_spec("triton"):
+        from interpreter import quicken
+
+        quicken()
 
 
 def pytest_collection_modifyitems(items):
@@ -59,10 +66,10 @@ def small_hnet() -> dict:
 @pytest.fixture(autouse=True)
 def poison_uninitialised_memory():
     """Make `torch.empty` return NaN, or the largest integer, instead of leftovers."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.set_deterministic_debug_mode("warn")
     torch.utils.deterministic.fill_uninitialized_memory = True
     yield
-    torch.use_deterministic_algorithms(False)
+    torch.set_deterministic_debug_mode("default")
 
 
 @pytest.fixture
@@ -94,6 +101,26 @@ def saved(tmp_path) -> Callable[..., Path]:
         return save_checkpoint(tmp_path, checkpoint)
 
     return save
+
+
+@contextmanager
+def _files_no_longer_than(size: int) -> Iterator[None]:
+    import resource  # Windows has none
+
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, handler)
+
+
+@pytest.fixture
+def full_disk() -> Callable[[int], AbstractContextManager]:
+    """Stop a write half-way, as a full disk does: by a limit on the size of files, in bytes."""
+    return _files_no_longer_than
 
 
 @pytest.fixture

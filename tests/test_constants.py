@@ -15,11 +15,12 @@ from arbcli.kernels.update import (
     cast_votes,
     direction,
     gradient_gains,
+    quantise_gradient,
     random_bits,
     step_scales,
     step_trits,
 )
-from arbcli.model import language_model
+from arbcli.model import language_model, widths
 from arbcli.model.blocks import (
     edges,
     experts,
@@ -42,9 +43,11 @@ CONSTANTS = {
     blend_moment: {"DIRECTION_LIMIT": 32 * 65536},
     cast_votes: {"TRIT_THRESHOLD": 3, "SCALE_THRESHOLD": 4},
     gradient_gains: {"UNSET": -128, "LOWEST": -16256, "HIGHEST": 16383, "FLOOR": 2.0**-120},
+    quantise_gradient: {"NONE": -128, "NOT_FINITE": 127, "LOWEST": -100, "HIGHEST": 100},
     step_scales: {"CLIP": 3 * 65536, "LOWEST": -12288, "HIGHEST": 4095},
     step_trits: {"CLIP": 4 * 65536, "LARGEST_GAIN": 8388608},
     orthogonal: {"COEFFICIENTS": (3.4445, -4.7750, 2.0315), "STEPS": 5, "RUNS": (3, 2)},
+    widths: {"REFERENCE_WIDTH": 384, "HEAD": 0.25},
     base: {"STEP_CLIP": 4, "STEP_OF_RADIX": 0.0625, "SCALE_STEP": 4, "NUM_STREAMS": 5},
     moment: {"DECAY": 0.9},
     updater: {"ROW_CLIP": 2},
@@ -84,7 +87,7 @@ def test_rules_are_what_they_were():
 
 
 def test_weights_of_the_losses_are_what_they_were():
-    assert language_model.LOSS_WEIGHTS == {"ponder": 0.01, "ratio": 0.03}
+    assert language_model.LOSS_WEIGHTS == {"ponder": 0.01, "ratio": 0.3}
 
 
 ROW_BYTES = {1: 1, 5: 1, 6: 2, 33: 7, 155: 31, 156: 32, 160: 32, 161: 33, 165: 33, 166: 34,

@@ -7,7 +7,15 @@ import pytest
 import torch
 
 from arbcli import device as devices
-from arbcli.device import available_bytes, default_compute, multiplies_bf16, peak_bytes
+from arbcli.device import (
+    available_bytes,
+    default_compute,
+    deterministic,
+    multiplies_bf16,
+    peak_bytes,
+    peak_operations,
+    tell_compiler,
+)
 
 X86 = {"architecture": "x86_64", "avx2": True, "avx512_f": False, "avx512_bf16": False,
        "avx512_fp16": False, "amx_tile": False, "amx_int8": False, "amx_bf16": False}  # fmt: skip
@@ -72,6 +80,45 @@ def test_peak_of_a_process_is_in_bytes(platform, expected, monkeypatch):
     monkeypatch.setattr(resource, "getrusage", lambda _: usage)
     monkeypatch.setattr("arbcli.device.sys", SimpleNamespace(platform=platform))
     assert peak_bytes(torch.device("cpu")) == expected
+
+
+NAMES = {
+    "NVIDIA H200": 989.4e12,
+    "NVIDIA H200 NVL": 835.5e12,
+    "NVIDIA H100 80GB HBM3 MIG 1g.10gb": None,
+    "NVIDIA GeForce RTX 4090 Laptop GPU": None,
+    "NVIDIA Next": None,
+}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_peak_is_that_of_a_known_gpu_and_never_a_guess(name, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+    assert peak_operations(torch.device("cuda")) == NAMES[name]
+    assert peak_operations(torch.device("cpu")) is None
+
+
+@pytest.mark.parametrize("before", [0, 1, 2])
+def test_determinism_is_an_error_where_it_cannot_be_and_ends(before):
+    torch.set_deterministic_debug_mode(before)
+    with deterministic():
+        assert torch.are_deterministic_algorithms_enabled()
+        assert not torch.is_deterministic_algorithms_warn_only_enabled()
+        assert not torch.utils.deterministic.fill_uninitialized_memory
+    assert torch.get_deterministic_debug_mode() == before
+    assert torch.utils.deterministic.fill_uninitialized_memory
+
+
+def test_compiler_is_told_what_torch_is_told(monkeypatch):
+    told = []
+    monkeypatch.setattr(
+        torch, "use_deterministic_algorithms", lambda *mode, **how: told.append((*mode, how))
+    )
+    for mode in ("default", "warn", "error"):
+        torch.set_deterministic_debug_mode(mode)
+        tell_compiler()
+    warn, error = {"warn_only": True}, {"warn_only": False}
+    assert told == [(False, error), (True, warn), (True, error)]
 
 
 @pytest.mark.parametrize(

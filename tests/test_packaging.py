@@ -1,10 +1,12 @@
 """What is published: the wheel and the source distribution have all that `arb` needs."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
 import tarfile
+import tomllib
 import zipfile
 from email import message_from_bytes
 from pathlib import Path
@@ -14,7 +16,13 @@ import pytest
 import arbcli
 
 ROOT = Path(arbcli.__file__).parents[1]
-SOURCES = ("pyproject.toml", "README.md", "LICENSE", "CHANGELOG.md", "arbcli")
+CONTAINERFILE = (ROOT / "Containerfile").read_text()
+COPIED = {
+    place: sources.split()
+    for sources, place in re.findall(r"^COPY (.+) (\S+)$", CONTAINERFILE, re.MULTILINE)
+}
+"""What the container file takes of the tree, by where it puts it."""
+SOURCES = [name for names in COPIED.values() for name in names]
 BUILD = "import sys; from setuptools import build_meta as b; getattr(b, sys.argv[1])(sys.argv[2])"
 
 
@@ -30,7 +38,7 @@ def build(kind: str, tree: Path, out: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory) -> Path:
-    """Build the source distribution, and the wheel from that."""
+    """Build the source distribution of what the container file takes, and the wheel from that."""
     pytest.importorskip("setuptools", minversion="77", reason="builds the package")
     folder = tmp_path_factory.mktemp("build")
     tree = folder / "tree"
@@ -43,6 +51,27 @@ def wheel(tmp_path_factory) -> Path:
         archive.extractall(folder / "unpacked", filter="data")
     (unpacked,) = (folder / "unpacked").iterdir()
     return build("wheel", unpacked, folder / "wheel")
+
+
+def test_container_file_names_what_there_is(arb_here):
+    about = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert {place: (ROOT / names[0]).is_dir() for place, names in COPIED.items()} == {
+        "/arb/": False,
+        "/arb/arbcli": True,
+    }
+    assert {"pyproject.toml", about["readme"], *about["license-files"], "arbcli"} == set(SOURCES)
+    assert all((ROOT / name).exists() for name in SOURCES)
+    (version,) = re.findall(r"^FROM python:([0-9.]+)-slim$", CONTAINERFILE, re.MULTILINE)
+    assert f"Programming Language :: Python :: {version}" in about["classifiers"]
+    assert re.search(r"^RUN pip install --no-cache-dir /arb$", CONTAINERFILE, re.MULTILINE)
+    (command,) = re.findall(r'^ENTRYPOINT \["(.+)"\]$', CONTAINERFILE, re.MULTILINE)
+    assert command in about["scripts"]
+    (options,) = re.findall(r'^CMD \["(.+)"\]$', CONTAINERFILE, re.MULTILINE)
+    assert arb_here(options).returncode == 0
+    (folder,) = re.findall(r"^WORKDIR (.+)$", CONTAINERFILE, re.MULTILINE)
+    (mounted, name, *used) = re.findall(r'-v "\$PWD:(\S+)" (\S+) (\S+) (--\S+)', CONTAINERFILE)[0]
+    assert (mounted, name) == (folder, "arb")
+    assert used[1] in arb_here(used[0], "--help").stdout
 
 
 @pytest.mark.slow

@@ -482,6 +482,18 @@ FAULTS = [
         rewrite("tl.load(p) == 0", "tl.load(p) == 2"),
     ),
     kernel(
+        "random bits", "a quantised gradient rounded down", "quantise_gradient",
+        rewrite("x + (y >> 16)", "x"),
+    ),
+    kernel(
+        "saturation", "fitting exponents without bounds", "quantise_gradient",
+        rewrite("tl.minimum(tl.maximum(x, -100), 100)", "x"),
+    ),
+    kernel(
+        "bad gradient", "parts that are not finite added up", "sum_gradients",
+        rewrite("(w == 127)[:, None]", "(w == 126)[:, None]"),
+    ),
+    kernel(
         "saturation", "scales wrap around", "step_scales",
         rewrite("tl.minimum(tl.maximum(v - (s >> 16), a), b)", "v - (s >> 16)"),
     ),
@@ -558,7 +570,8 @@ FAULTS = [
     ),
     module(
         "rounding", "rotary table in bf16", "model",
-        rewrite("(a.cos(), a.sin())", "(a.cos().bfloat16().float(), a.sin().bfloat16().float())"),
+        rewrite("(a.cos().float(), a.sin().float())",
+                "(a.cos().bfloat16().float(), a.sin().bfloat16().float())"),
         "rotary",
     ),
     Fault(

@@ -7,18 +7,19 @@ from typing import Any
 
 from typer.core import TyperCommand
 
+from arbcli.commands._options import GRAPH_PARTS, HNET_PARTS, MODEL
+
 PARTS = "Parts of arb-tiny and arb-3b"
 GROUPS = {
-    "Model": "preset ctx rule digits direction tscale_type weights sub_norms dim layers heads ffn",
-    "Parts of hnet presets": "boundaries chunk_length outer_blocks",
-    PARTS: "attention sequencer codebook knowledge_codebook moe graph router memgram moe_top_k"
-    " max_moe_iters",
+    "Model": " ".join((*MODEL, "weights sub_norms")),
+    "Parts of hnet presets": " ".join(HNET_PARTS),
+    PARTS: " ".join(GRAPH_PARTS),
     "Text": "data val field",
     "Optimisation": "steps minutes batch accum lr warmup schedule final_lr optimizer recompute"
     " compute init_from seed",
-    "Run": "config_file print_config out resume save_every keep keep_best eval_every device backend"
-    " force dry_run",
-    "Output": "plot log quiet as_json",
+    "Run": "config_file print_config out resume save_every keep keep_best eval_every sample_every"
+    " device backend force dry_run",
+    "Output": "plot log profile quiet as_json",
 }
 """Names of parameters, by the heading of their group; any other stands before these."""
 _GROUP_OF = {name: title for title, names in GROUPS.items() for name in names.split()}

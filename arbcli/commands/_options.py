@@ -1,7 +1,9 @@
 """Options that several commands share."""
 
+import inspect
 import re
 from collections.abc import Callable, Iterable
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -62,6 +64,20 @@ REPEATED = ("--data", "--val")
 """Options of several values, which may follow one another: a shell makes them of `*.txt`."""
 
 
+OPTIONAL = {"--profile": "3"}
+"""Options that may stand without a value, which is then this."""
+
+
+def fill_options(words: list[str]) -> list[str]:
+    """Write `--profile` as `--profile 3`, as Typer reads no option whose value may be left out."""
+    found: list[str] = []
+    for word, following in pairwise([*words, ""]):
+        found.append(word)
+        if word in OPTIONAL and not re.fullmatch("-?[0-9]+", following):
+            found.append(OPTIONAL[word])
+    return found
+
+
 def repeat_options(words: list[str]) -> list[str]:
     """Write `--data a.txt b.txt` as `--data a.txt --data b.txt`, which is all that Typer reads."""
     found: list[str] = []
@@ -110,74 +126,39 @@ def _check_device(name: str | None) -> str | None:
     return name
 
 
-def _part(field: str, what: str, min: int | None = None) -> Any:
-    """Declare an option of a part that only the presets with a graph have."""
-    return typer.Option(option_of(field), help=what[0].upper() + what[1:], min=min)
+def _name(field: str, known: Iterable[str], what: str) -> Any:
+    """Declare an option that is one of some names."""
+    how = {"help": what, "callback": one_of(field, known)}
+    return Annotated[str | None, typer.Option(option_of(field), **how)]
 
 
-Preset = Annotated[
-    str | None,
-    typer.Option(
-        help="Kind and size of the model: tiny, small, base or 1b, of dense blocks; arb-tiny or"
-        " arb-3b, of n-grams, codebooks, experts and a graph; hnet-tiny, hnet-small, hnet-base or"
-        " hnet-two-stage, which find chunks of their own. [default: tiny]",
-        callback=_check_preset,
-    ),
-]
-Ctx = Annotated[int | None, typer.Option(min=1, help="Context in bytes. [default: the preset's]")]
-TScaleType = Annotated[
-    str | None,
-    typer.Option(
-        "--tscale-type",
-        help="How many weights share a scale: T4, T6, T8, T16, T32, T64, T96 or T128."
-        " [default: the preset's]",
-        callback=one_of("scale_type", SCALE_TYPES),
-    ),
-]
-Rule = Annotated[
-    str | None,
-    typer.Option(
-        help=f"Update rule: {', '.join(RULES)}. [default: the preset's]",
-        callback=one_of("rule", RULES),
-    ),
-]
-Direction = Annotated[
-    str | None,
-    typer.Option(
-        help=f"Of a step: {', '.join(DIRECTIONS)}. [default: the rule's]",
-        callback=one_of("direction", DIRECTIONS),
-    ),
-]
-Digits = Annotated[
-    str | None,
-    typer.Option(
-        help="What a weight is: the trit, or all digits that the rule stores, which learns better"
-        " in the same memory. [default: trit]",
-        callback=one_of("digits", DIGITS),
-    ),
-]
-Backend = Annotated[
-    str | None,
-    typer.Option(
-        help="triton, torch or interpreter. [default: triton on a GPU, else torch]",
-        callback=one_of("backend", BACKENDS),
-    ),
-]
-Compute = Annotated[
-    str | None,
-    typer.Option(
-        help="Activations: bf16 or fp32; or fp8, which is bf16 with products in eight bits."
-        " [default: bf16 where it is fast]",
-        callback=one_of("compute", COMPUTES),
-    ),
-]
-ComputeOfRun = Annotated[
-    str | None,
-    typer.Option(
-        help="Activations: bf16 or fp32. [default: as the run was trained]",
-        callback=one_of("compute", ("bf16", "fp32")),
-    ),
-]
+def _part(field: str, what: str) -> Any:
+    """Declare the switch of a part."""
+    return Annotated[bool | None, typer.Option(option_of(field), help=what)]
+
+
+def _number(what: str, min: int) -> Any:
+    return Annotated[int | None, typer.Option(help=what, min=min)]
+
+
+def _size(what: str) -> Any:
+    return _number(f"Override the preset's {what}.", min=1)
+
+
+Backend = _name(
+    "backend", BACKENDS, "triton, torch or interpreter. [default: triton on a GPU, else torch]"
+)
+Compute = _name(
+    "compute",
+    COMPUTES,
+    "Activations: bf16 or fp32; or fp8, which is bf16 with products in eight bits."
+    " [default: bf16 where it is fast]",
+)
+ComputeOfRun = _name(
+    "compute",
+    ("bf16", "fp32"),
+    "Activations: bf16 or fp32. [default: as the run was trained]",
+)
 Recompute = Annotated[
     bool | None,
     typer.Option("--recompute", help="Compute activations again in the backward: less memory."),
@@ -209,45 +190,95 @@ Val = Annotated[
     list[str] | None,
     typer.Option(help="Held-out text. [default: the last tenth of one file, or a tenth of files]"),
 ]
-Dim = Annotated[int | None, typer.Option(min=1, help="Override the preset's width.")]
-Layers = Annotated[int | None, typer.Option(min=1, help="Override the preset's blocks.")]
-Heads = Annotated[int | None, typer.Option(min=1, help="Override the preset's attention heads.")]
-Ffn = Annotated[int | None, typer.Option(min=1, help="Override the preset's MLP width.")]
-Attention = Annotated[bool | None, _part("attention", "latent attention in the blocks.")]
-Sequencer = Annotated[bool | None, _part("sequencer", "n-grams beside the embedding.")]
-Codebook = Annotated[bool | None, _part("codebook", "the shared codebook, which the graph needs.")]
-Knowledge = Annotated[bool | None, _part("knowledge_codebook", "the knowledge codebook.")]
-Moe = Annotated[bool | None, _part("moe", "experts that are iterated.")]
-Graph = Annotated[bool | None, _part("graph", "the graph of codes.")]
-Router = Annotated[bool | None, _part("router", "the router before the byte head.")]
-Memgram = Annotated[bool | None, _part("memgram", "a memory of what followed the text's n-grams.")]
-Boundaries = Annotated[
-    str | None,
-    typer.Option(
-        help="Where chunks begin: learned, every (so many bytes) or space"
-        " (after one). [default: learned]",
-        callback=one_of("boundaries", BOUNDARIES),
+Batch = Annotated[int | None, typer.Option(min=1, help="Windows a batch. [default: 16]")]
+Accum = Annotated[int | None, typer.Option(min=1, help="Batches a step. [default: 1]")]
+ScaleType = _name(
+    "scale_type",
+    SCALE_TYPES,
+    "How many weights share a scale: T4, T6, T8, T16, T32, T64, T96 or T128."
+    " [default: the preset's]",
+)
+
+MODEL = {
+    "preset": Annotated[
+        str | None,
+        typer.Option(
+            help="Kind and size of the model: tiny, small, base or 1b, of dense blocks; arb-tiny or"
+            " arb-3b, of n-grams, codebooks, experts and a graph; hnet-tiny, hnet-small, hnet-base"
+            " or hnet-two-stage, which find chunks of their own. [default: tiny]",
+            callback=_check_preset,
+        ),
+    ],
+    "ctx": Annotated[
+        int | None, typer.Option(min=1, help="Context in bytes. [default: the preset's]")
+    ],
+    "scale_type": ScaleType,
+    "rule": _name("rule", RULES, f"Update rule: {', '.join(RULES)}. [default: the preset's]"),
+    "digits": _name(
+        "digits",
+        DIGITS,
+        "What a weight is: the trit, or all digits that the rule stores, which learns better in the"
+        " same memory. [default: trit]",
     ),
-]
-OuterBlocks = Annotated[
-    str | None,
-    typer.Option(
-        help="Only with hnet presets: what encoders and decoders are made of, attention (in a"
-        " window) or mamba (Mamba-2). [default: attention]",
-        callback=one_of("outer_blocks", OUTER_BLOCKS),
+    "direction": _name(
+        "direction", DIRECTIONS, f"Of a step: {', '.join(DIRECTIONS)}. [default: the rule's]"
     ),
-]
-ChunkLength = Annotated[
-    int | None,
-    typer.Option(
-        help="Positions of a chunk on average, at every stage. [default: the preset's]",
-        min=2,
+    "dim": _size("width"),
+    "layers": _size("blocks"),
+    "heads": _size("attention heads"),
+    "ffn": _size("MLP width"),
+}
+"""Options of every model, by the fields that they set."""
+GRAPH_PARTS = {
+    "attention": _part("attention", "Latent attention in the blocks."),
+    "sequencer": _part("sequencer", "N-grams beside the embedding."),
+    "codebook": _part("codebook", "The shared codebook, which the graph needs."),
+    "knowledge_codebook": _part("knowledge_codebook", "The knowledge codebook."),
+    "moe": _part("moe", "Experts that are iterated."),
+    "graph": _part("graph", "The graph of codes."),
+    "router": _part("router", "The router before the byte head."),
+    "memgram": _part("memgram", "A memory of what followed the text's n-grams."),
+    "moe_top_k": _number("Experts a position. [default: the preset's]", min=1),
+    "max_moe_iters": _number("Iterations over the experts. [default: the preset's]", min=1),
+}
+"""Options that only the presets with a graph have."""
+HNET_PARTS = {
+    "boundaries": _name(
+        "boundaries",
+        BOUNDARIES,
+        "Where chunks begin: learned, every (so many bytes) or space (after one)."
+        " [default: learned]",
     ),
-]
-MoeTopK = Annotated[
-    int | None, _part("moe_top_k", "experts a position. [default: the preset's]", min=1)
-]
-MaxMoeIters = Annotated[
-    int | None,
-    _part("max_moe_iters", "iterations over the experts. [default: the preset's]", min=1),
-]
+    "chunk_length": _number(
+        "Positions of a chunk on average, at every stage. [default: the preset's]", min=2
+    ),
+    "outer_blocks": _name(
+        "outer_blocks",
+        OUTER_BLOCKS,
+        "Only with hnet presets: what encoders and decoders are made of, attention (in a window) or"
+        " mamba (Mamba-2). [default: attention]",
+    ),
+}
+"""Options that only the presets with chunks have."""
+
+
+def takes_model(first: str = "") -> Callable[[Callable], Callable]:
+    """Give a command the options of a model, in place of its `**model`, which they are handed to.
+
+    Args:
+        first: names of parameters that pages of help show before others, in this order.
+    """
+
+    def add(command: Callable) -> Callable:
+        signature = inspect.signature(command)
+        *own, _ = signature.parameters.values()
+        added = [
+            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=kind)
+            for name, kind in (MODEL | GRAPH_PARTS | HNET_PARTS).items()
+        ]
+        named = {param.name: param.replace(kind=added[0].kind) for param in (*added, *own)}
+        order = dict.fromkeys((*first.split(), *named))
+        command.__signature__ = signature.replace(parameters=[named[name] for name in order])
+        return command
+
+    return add

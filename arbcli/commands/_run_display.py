@@ -42,7 +42,10 @@ class RunDisplay:
         note(f"text    {text['description']}: {text['train_bytes']:,} bytes to train on,")
         note(f"        {text['val_bytes']:,} held out, order-0 entropy {text['entropy']:.3f} nats")
         note(f"model   {number:,} {kind} weights, {model.scale_type}, ctx {model.ctx}")
-        note(f"device  {config.device}, backend {config.backend}, {config.compute}")
+        place = f"{config.device}, backend {config.backend}, {config.compute}"
+        if (size := trainer.group.size) > 1:
+            place += f", {size} processes with {config.accum // size} of {config.accum} batches"
+        note(f"device  {place}")
         if trainer.step:
             note(f"resumed at step {trainer.step}")
 
@@ -56,15 +59,22 @@ class RunDisplay:
             f"  {_clock(record.seconds_left)} left"
             f"  {bytes_text(record.state_bytes)} state, {bytes_text(record.peak_bytes)} peak"
         )
+        if record.mfu is not None:
+            line += f"  {record.mfu:.1%} MFU"
         if record.flip_share is not None:
             line += f"  {record.flip_share:.2%} flipped"
         if (length := record.gauges.get("chunk_length")) is not None:
             line += f"  {length:.2f} bytes a chunk"
+        if (wire := record.gauges.get("wire")) is not None:
+            line += f"  {wire:.2f} bytes a weight on the wire"
         if record.val_loss is not None:
             line += f"  held-out {record.val_loss:.4f}"
         self.line.show(line, keep=record.val_loss is not None)
-        if record.val_loss is not None and record.gauges:
-            self.line.show(_gauges(record.gauges), keep=True)
+        gauges = {name: value for name, value in record.gauges.items() if name != "wire"}
+        if record.val_loss is not None and gauges:
+            self.line.show(_gauges(gauges), keep=True)
+        if record.sample is not None:
+            self.line.show(f"\nsample at step {record.step}\n{record.sample}\n", keep=True)
 
     def _emit(self, value: dict[str, Any]) -> None:
         """Print an object if objects are wanted, as long as somebody reads them."""

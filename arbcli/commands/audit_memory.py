@@ -1,43 +1,23 @@
 """`arb audit-memory`: what training takes, predicted, then measured in real steps."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Group
 from rich.table import Table
 
 from arbcli.commands._options import (
-    Attention,
+    Accum,
     Backend,
-    Boundaries,
-    ChunkLength,
-    Codebook,
+    Batch,
     Compute,
-    Ctx,
     Device,
-    Digits,
-    Dim,
-    Direction,
-    Ffn,
-    Graph,
-    Heads,
     Json,
-    Knowledge,
-    Layers,
-    MaxMoeIters,
-    Memgram,
-    Moe,
-    MoeTopK,
-    OuterBlocks,
-    Preset,
     Recompute,
-    Router,
-    Rule,
     Seed,
-    Sequencer,
-    TScaleType,
     given_options,
+    takes_model,
 )
 from arbcli.commands._outputs import check_file
 from arbcli.commands.count_params import state_table
@@ -57,19 +37,10 @@ STAGES = {
 }
 
 
+@takes_model()
 def audit_memory(
-    preset: Preset = None,
-    ctx: Ctx = None,
-    tscale_type: TScaleType = None,
-    rule: Rule = None,
-    digits: Digits = None,
-    direction: Direction = None,
-    dim: Dim = None,
-    layers: Layers = None,
-    heads: Heads = None,
-    ffn: Ffn = None,
-    batch: Annotated[int | None, typer.Option(min=1, help="Windows a batch. [default: 16]")] = None,
-    accum: Annotated[int | None, typer.Option(min=1, help="Batches a step. [default: 1]")] = None,
+    batch: Batch = None,
+    accum: Accum = None,
     compute: Compute = None,
     recompute: Recompute = None,
     steps: Annotated[int, typer.Option(min=2, help="Real steps to measure.")] = 3,
@@ -87,19 +58,7 @@ def audit_memory(
     backend: Backend = None,
     seed: Seed = None,
     as_json: Json = False,
-    attention: Attention = None,
-    sequencer: Sequencer = None,
-    codebook: Codebook = None,
-    knowledge_codebook: Knowledge = None,
-    moe: Moe = None,
-    graph: Graph = None,
-    router: Router = None,
-    memgram: Memgram = None,
-    moe_top_k: MoeTopK = None,
-    max_moe_iters: MaxMoeIters = None,
-    boundaries: Boundaries = None,
-    chunk_length: ChunkLength = None,
-    outer_blocks: OuterBlocks = None,
+    **model: Any,
 ) -> None:
     """Measure real steps: `arb audit-memory --preset small`; exit 1 on float state or growth."""
     if budget is not None and what_if:
@@ -113,35 +72,13 @@ def audit_memory(
         from arbcli.train.configure import new_config
 
     given = given_options(
-        preset=preset,
-        ctx=ctx,
-        scale_type=tscale_type,
-        rule=rule,
-        digits=digits,
-        direction=direction,
-        dim=dim,
-        layers=layers,
-        heads=heads,
-        ffn=ffn,
+        **model,
         batch=batch,
         accum=accum,
         compute=compute,
         recompute=recompute,
         steps=steps,
         seed=seed,
-        attention=attention,
-        sequencer=sequencer,
-        codebook=codebook,
-        knowledge_codebook=knowledge_codebook,
-        moe=moe,
-        graph=graph,
-        router=router,
-        memgram=memgram,
-        moe_top_k=moe_top_k,
-        max_moe_iters=max_moe_iters,
-        boundaries=boundaries,
-        chunk_length=chunk_length,
-        outer_blocks=outer_blocks,
     )
     if budget is not None and (device or "").startswith("cuda"):
         config = audit.config_of_any_gpu(**given)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.table import Table
 
-from arbcli.commands._options import Json, one_of
+from arbcli.commands._options import Json, find_run, one_of
 from arbcli.commands._outputs import check_folder
 from arbcli.export.formats import FORMATS, TYPES
 from arbcli.output import bytes_text, emit, note, table
@@ -17,7 +17,13 @@ if TYPE_CHECKING:
 
 
 def export(
-    run: Annotated[Path, typer.Argument(metavar="RUN|FILE", help="A run, or a checkpoint.")],
+    run: Annotated[
+        Path,
+        typer.Argument(
+            metavar="auto|RUN|FILE",
+            help="A run, or a checkpoint; auto is the run that was started last.",
+        ),
+    ],
     to: Annotated[
         str,
         typer.Option(
@@ -46,7 +52,7 @@ def export(
 
     if out is not None:
         check_folder(out.parent, "--out")
-    report = exporting.export(run, to, out=out, kind=type, note=note)
+    report = exporting.export(find_run(run), to, out=out, kind=type, note=note)
     emit(report, _table(report), as_json=as_json)
 
 

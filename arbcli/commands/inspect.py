@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Group, RenderableType
 
-from arbcli.commands._options import Json
+from arbcli.commands._options import Json, find_run
 from arbcli.output import bytes_text, emit, note, table
 
 if TYPE_CHECKING:
@@ -19,22 +19,26 @@ SHOWN = 30
 
 def inspect(
     file: Annotated[
-        Path, typer.Argument(metavar="RUN|FILE", help="A run, a checkpoint, or an export.")
+        Path,
+        typer.Argument(
+            metavar="auto|RUN|FILE",
+            help="A run, a checkpoint, or an export; auto is the run that was started last.",
+        ),
     ],
     diff: Annotated[
-        Path | None, typer.Option(metavar="RUN|FILE", help="Compare with another.")
+        Path | None, typer.Option(metavar="auto|RUN|FILE", help="Compare with another.")
     ] = None,
     as_json: Json = False,
 ) -> None:
     """Show what a saved model is: `arb inspect RUN`. Digests are checked, if it has any."""
     from arbcli.inspect import saved  # torch takes seconds to import, so not for `arb --help`
 
-    first = saved.open_saved(file, note)
+    first = saved.open_saved(find_run(file), note)
     if diff is None:
         report = first.report()
         emit(report, _tables(report), as_json=as_json)
         return
-    differences = saved.compare(first, saved.open_saved(diff, note))
+    differences = saved.compare(first, saved.open_saved(find_run(diff), note))
     emit(differences, _differences(differences), as_json=as_json)
 
 
@@ -48,6 +52,7 @@ def _tables(report: "SavedReport") -> RenderableType:
         "weights": f"{report.num_weights:,}",
         "bytes": bytes_text(report.bytes),
         **{f"model.{name}": value for name, value in report.config.items()},
+        **{f"run.{name}": value for name, value in report.settings.items()},
         **dict(_flat(report.run)),
     }
     rows = [[name, str(value)] for name, value in about.items() if value is not None]
@@ -84,6 +89,7 @@ def _octaves(counts: dict[int, int]) -> str:
 
 def _differences(report: "DifferenceReport") -> RenderableType:
     rows = [[f"model.{name}", f"{a} and {b}", "", ""] for name, (a, b) in report.config.items()]
+    rows += [[f"run.{name}", f"{a} and {b}", "", ""] for name, (a, b) in report.settings.items()]
     rows += [[name, what, "", ""] for name, what in report.missing.items()]
     for found in report.tensors[:SHOWN]:
         share = f"{found.different:,} of {found.elements:,}"

@@ -12,39 +12,19 @@ from rich.table import Table
 from rich.text import Text
 
 from arbcli.commands._options import (
-    Attention,
     Backend,
-    Boundaries,
-    ChunkLength,
-    Codebook,
+    Batch,
     Compute,
-    Ctx,
     Data,
     Device,
-    Digits,
-    Dim,
-    Direction,
-    Ffn,
-    Graph,
-    Heads,
+    Field,
     Json,
-    Knowledge,
-    Layers,
-    MaxMoeIters,
-    Memgram,
-    Moe,
-    MoeTopK,
-    OuterBlocks,
-    Preset,
-    Router,
-    Rule,
     Seed,
-    Sequencer,
-    TScaleType,
     Val,
     find_run,
     given_options,
     option_of,
+    takes_model,
 )
 from arbcli.commands._outputs import PICTURES, check_file
 from arbcli.errors import ArbError
@@ -55,29 +35,21 @@ if TYPE_CHECKING:
 
 STEPS = 12
 """Enough for the warm-up to reach full speed, and for votes to gather, flip and gather again."""
-OF_A_STEP = ("data", "val", "batch", "lr", "seed", "compute")
+OF_A_STEP = ("data", "val", "field", "batch", "lr", "seed", "compute")
 """Fields that can be given with a saved model; the others are what it is."""
 
 
+@takes_model()
 def probe_loss(
-    preset: Preset = None,
-    ctx: Ctx = None,
-    tscale_type: TScaleType = None,
-    rule: Rule = None,
-    digits: Digits = None,
-    direction: Direction = None,
     data: Data = None,
     val: Val = None,
+    field: Field = None,
     steps: Annotated[int, typer.Option(min=1, help="Steps to do.")] = STEPS,
-    batch: Annotated[int | None, typer.Option(min=1, help="Windows a batch. [default: 16]")] = None,
+    batch: Batch = None,
     lr: Annotated[float | None, typer.Option(help="[default: the rule's]")] = None,
     warmup: Annotated[
         int | None, typer.Option(min=0, help="Steps, at most half of them. [default: half]")
     ] = None,
-    dim: Dim = None,
-    layers: Layers = None,
-    heads: Heads = None,
-    ffn: Ffn = None,
     backend: Backend = None,
     device: Device = None,
     seed: Seed = None,
@@ -90,19 +62,7 @@ def probe_loss(
         Path | None, typer.Option(help="Draw stream, flips, loss: .png, .pdf or .svg.")
     ] = None,
     as_json: Json = False,
-    attention: Attention = None,
-    sequencer: Sequencer = None,
-    codebook: Codebook = None,
-    knowledge_codebook: Knowledge = None,
-    moe: Moe = None,
-    graph: Graph = None,
-    router: Router = None,
-    memgram: Memgram = None,
-    moe_top_k: MoeTopK = None,
-    max_moe_iters: MaxMoeIters = None,
-    boundaries: Boundaries = None,
-    chunk_length: ChunkLength = None,
-    outer_blocks: OuterBlocks = None,
+    **model: Any,
 ) -> None:
     """Do a few steps, measure everything, name what is wrong: `arb probe-loss --rule votes`.
 
@@ -112,36 +72,15 @@ def probe_loss(
     if plot is not None:
         check_file(plot, "--plot", PICTURES)
     given = given_options(
-        preset=preset,
-        ctx=ctx,
-        scale_type=tscale_type,
-        rule=rule,
-        digits=digits,
-        direction=direction,
+        **model,
         data=data,
         val=val,
+        field=field,
         batch=batch,
         lr=lr,
         warmup=warmup,
-        dim=dim,
-        layers=layers,
-        heads=heads,
-        ffn=ffn,
         seed=seed,
         compute=compute,
-        attention=attention,
-        sequencer=sequencer,
-        codebook=codebook,
-        knowledge_codebook=knowledge_codebook,
-        moe=moe,
-        graph=graph,
-        router=router,
-        memgram=memgram,
-        moe_top_k=moe_top_k,
-        max_moe_iters=max_moe_iters,
-        boundaries=boundaries,
-        chunk_length=chunk_length,
-        outer_blocks=outer_blocks,
     )
     with LiveLine() as line:
         line.show_wait("loading")
@@ -172,6 +111,8 @@ def _probe(
         room.check_memory(config)
         return probe.probe(config, steps=steps, progress=progress)
     _refuse_changes(given)
+    if "field" in given and "data" not in given:
+        raise ArbError("`--field` is of `--data`", hint="give it, or leave `--field` out")
     config, saved = probe.open_saved(
         find_run(checkpoint), steps=steps, note=note, device=device, backend=backend, **given
     )

@@ -6,49 +6,31 @@ from typing import Annotated, Any
 import typer
 
 from arbcli.commands._options import (
-    Attention,
+    OPTIONAL,
+    Accum,
     Backend,
-    Boundaries,
-    ChunkLength,
-    Codebook,
+    Batch,
     Compute,
-    Ctx,
     Data,
     Device,
-    Digits,
-    Dim,
-    Direction,
-    Ffn,
     Field,
-    Graph,
-    Heads,
     Json,
-    Knowledge,
-    Layers,
-    MaxMoeIters,
-    Memgram,
-    Moe,
-    MoeTopK,
-    OuterBlocks,
-    Preset,
     Recompute,
-    Router,
-    Rule,
     Seed,
-    Sequencer,
-    TScaleType,
     Val,
     given_options,
     one_of,
     option_of,
+    takes_model,
 )
 from arbcli.commands._outputs import PICTURES, check_file
+from arbcli.commands._processes import start_processes, this_process
 from arbcli.commands._run_display import RunDisplay
 from arbcli.commands.check import show_check
 from arbcli.config.dense import WEIGHTS, ModelConfig
 from arbcli.config.file import read_settings, settings_text
 from arbcli.config.graph import GraphConfig
-from arbcli.config.training import OPTIMIZERS, SCHEDULES, train_config_dict
+from arbcli.config.training import OPTIMIZERS, SCHEDULES, WIRES, train_config_dict
 from arbcli.errors import ArbError
 from arbcli.loggers import LOGGERS, check_logger, find_logger
 from arbcli.output import LiveLine, emit_json, write_bytes
@@ -61,9 +43,8 @@ def _check_loggers(names: list[str] | None) -> list[str] | None:
     return names
 
 
+@takes_model(first="preset ctx rule digits direction scale_type weights sub_norms")
 def train(
-    preset: Preset = None,
-    ctx: Ctx = None,
     data: Data = None,
     val: Val = None,
     field: Field = None,
@@ -71,8 +52,8 @@ def train(
     minutes: Annotated[
         float | None, typer.Option(min=0.01, help="Train as many steps as fit, not --steps.")
     ] = None,
-    batch: Annotated[int | None, typer.Option(min=1, help="Windows a batch. [default: 16]")] = None,
-    accum: Annotated[int | None, typer.Option(min=1, help="Batches a step. [default: 1]")] = None,
+    batch: Batch = None,
+    accum: Accum = None,
     lr: Annotated[float | None, typer.Option(help="Learning rate. [default: the rule's]")] = None,
     warmup: Annotated[
         int | None,
@@ -89,10 +70,6 @@ def train(
     final_lr: Annotated[
         float | None, typer.Option(min=0, help="Where it falls to. [default: lr / 20]")
     ] = None,
-    rule: Rule = None,
-    digits: Digits = None,
-    direction: Direction = None,
-    tscale_type: TScaleType = None,
     weights: Annotated[
         str | None,
         typer.Option(
@@ -110,10 +87,6 @@ def train(
     sub_norms: Annotated[
         bool | None, typer.Option(help="Norms before the output projections. [default: yes]")
     ] = None,
-    dim: Dim = None,
-    layers: Layers = None,
-    heads: Heads = None,
-    ffn: Ffn = None,
     config_file: Annotated[
         Path | None,
         typer.Option(
@@ -148,6 +121,20 @@ def train(
     eval_every: Annotated[
         int | None, typer.Option(min=1, help="Steps. [default: a quarter of them, 50 to 500]")
     ] = None,
+    wire: Annotated[
+        str | None,
+        typer.Option(
+            help="How gradients travel between processes: int8, int16. [default: int8 of several]",
+            callback=one_of("wire", WIRES),
+        ),
+    ] = None,
+    gpus: Annotated[
+        int | None,
+        typer.Option(min=1, help="Processes to start here, a GPU each; --accum is a multiple."),
+    ] = None,
+    sample_every: Annotated[
+        int | None, typer.Option(min=1, help="Steps between samples of text. [default: at the end]")
+    ] = None,
     compute: Compute = None,
     recompute: Recompute = None,
     device: Device = None,
@@ -162,6 +149,14 @@ def train(
             callback=_check_loggers,
         ),
     ] = None,
+    profile: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            metavar="[N]",
+            help=f"Trace N steps with torch's profiler. [default of N: {OPTIONAL['--profile']}]",
+        ),
+    ] = None,
     force: Annotated[
         bool, typer.Option("--force", help="Start though memory is predicted not to be enough.")
     ] = False,
@@ -170,24 +165,11 @@ def train(
     ] = False,
     quiet: Annotated[bool, typer.Option("--quiet", help="No progress.")] = False,
     as_json: Json = False,
-    attention: Attention = None,
-    sequencer: Sequencer = None,
-    codebook: Codebook = None,
-    knowledge_codebook: Knowledge = None,
-    moe: Moe = None,
-    graph: Graph = None,
-    router: Router = None,
-    memgram: Memgram = None,
-    moe_top_k: MoeTopK = None,
-    max_moe_iters: MaxMoeIters = None,
-    boundaries: Boundaries = None,
-    chunk_length: ChunkLength = None,
-    outer_blocks: OuterBlocks = None,
+    **model: Any,
 ) -> None:
     """Train a model on bytes, or continue a run: `arb train --ctx 64`."""
     given = given_options(
-        preset=preset,
-        ctx=ctx,
+        **model,
         data=data,
         val=val,
         field=field,
@@ -198,38 +180,21 @@ def train(
         warmup=warmup,
         schedule=schedule,
         final_lr=final_lr,
-        rule=rule,
-        digits=digits,
-        direction=direction,
-        scale_type=tscale_type,
         weights=weights,
         optimizer=optimizer,
         sub_norms=sub_norms,
-        dim=dim,
-        layers=layers,
-        heads=heads,
-        ffn=ffn,
         save_every=save_every,
         eval_every=eval_every,
+        sample_every=sample_every,
         keep=keep,
         keep_best=keep_best,
         compute=compute,
         recompute=recompute,
+        wire=wire,
         seed=seed,
-        attention=attention,
-        sequencer=sequencer,
-        codebook=codebook,
-        knowledge_codebook=knowledge_codebook,
-        moe=moe,
-        graph=graph,
-        router=router,
-        memgram=memgram,
-        moe_top_k=moe_top_k,
-        max_moe_iters=max_moe_iters,
-        boundaries=boundaries,
-        chunk_length=chunk_length,
-        outer_blocks=outer_blocks,
     )
+    if gpus is not None and not dry_run and not print_config:
+        start_processes(gpus)
     if print_config and (resume or init_from):
         raise ArbError("what is saved has its own settings", hint="read them with `arb inspect`")
     if config_file is not None and resume is None:
@@ -254,7 +219,11 @@ def train(
         return
     if plot is not None:
         check_file(plot, "--plot", PICTURES)
-    with RunDisplay(quiet=quiet, as_json=as_json) as display:
+    rank, processes = this_process()
+    if processes > 1 and weights in (None, "ternary") and resume is None:
+        given.setdefault("wire", "int8")
+    alone = rank == 0  # in showing anything
+    with RunDisplay(quiet=quiet or not alone, as_json=as_json and alone) as display:
         display.wait("loading")
         from arbcli.infer.load import read_saved, saved_config
         from arbcli.inspect import plots, room  # torch takes seconds, so not for `arb --help`
@@ -268,7 +237,9 @@ def train(
         observer = Observers([display, *loggers])
         if resume is not None:
             path = latest_run(out or RUNS) if resume == "auto" else Path(resume)
-            report = resume_run(path, observer, device=device, backend=backend, steps=steps)
+            report = resume_run(
+                path, observer, device=device, backend=backend, steps=steps, profile=profile
+            )
         else:
             initial = None
             if init_from is not None:
@@ -282,12 +253,15 @@ def train(
                 observer,
                 minutes=minutes,
                 initial=initial,
+                profile=profile,
                 check=lambda config: None if force else room.check_memory(config, hint),
             )
-    if plot is not None:
+    if plot is not None and alone:
         plots.plot_training(Path(report.run), plot)
-    display.finished(report)
-    if report.stopped_by is not None:
+    if alone:
+        display.finished(report)
+    # the first process speaks for all: torchrun ends the others as soon as one fails
+    if report.stopped_by is not None and alone:
         raise typer.Exit(exit_code(report.stopped_by))
 
 

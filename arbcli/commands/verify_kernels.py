@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from arbcli.commands._options import Backend, Device, Json, Seed, TScaleType
+from arbcli.commands._options import Backend, Device, Json, ScaleType, Seed
 from arbcli.commands._outputs import check_folder
 from arbcli.commands._verify_tables import emit_gates, ledger_tables
 from arbcli.environment import interpret_kernels_without_gpu
@@ -20,7 +20,7 @@ def verify_kernels(
         list[str] | None,
         typer.Argument(metavar="[KERNEL]...", help="[default: every kernel, and the model]"),
     ] = None,
-    tscale_type: TScaleType = None,
+    scale_type: ScaleType = None,
     all_tscale_types: Annotated[
         bool, typer.Option("--all-tscale-types", help="Check every one of them.")
     ] = False,
@@ -58,7 +58,7 @@ def verify_kernels(
     as_json: Json = False,
 ) -> None:
     """Compare kernels with their references: `arb verify-kernels --all-tscale-types`."""
-    if all_tscale_types and tscale_type:
+    if all_tscale_types and scale_type:
         raise ArbError(
             "`--tscale-type` and `--all-tscale-types` exclude each other", hint="give one of them"
         )
@@ -77,7 +77,7 @@ def verify_kernels(
     old = read_ledger(compare) if compare else None
     request = VerifyRequest(
         names=tuple(names or ()),
-        scale_type=None if all_tscale_types else tscale_type or DEFAULT_SCALE_TYPE,
+        scale_type=None if all_tscale_types else scale_type or DEFAULT_SCALE_TYPE,
         fuzz=fuzz,
         seed=seed or 0,
         targets=targets,

@@ -19,6 +19,8 @@ SCHEDULES = ("cosine", "linear", "wsd", "constant")
 """Choices of `schedule`."""
 COMPUTES = ("bf16", "fp8", "fp32")
 """Choices of `compute`."""
+WIRES = ("int8", "int16")
+"""Choices of `wire`: what each part of a gradient of a matrix is rounded to."""
 OPTIMIZERS = {"ternary": ("rule",), "float": ("adamw", "muon"), "ste": ("adamw", "muon")}
 """By the kind of weights."""
 FLOAT_LR = {
@@ -28,12 +30,11 @@ FLOAT_LR = {
     ("ste", "muon"): 3e-3,
 }
 """Default `lr` of the twins, by weights and optimizer."""
-PRESET_LR = {("arb-3b", "factored"): 0.1}
-"""Default `lr` where a preset needs another than its rule's, by preset and direction.
-
-With the factored direction a wide model takes smaller steps: at the rule's own its stream grows
-manifold, and what is chosen in it, experts and codes, becomes the same for every position.
-"""
+DECISIVE = (
+    "steps", "batch", "accum", "lr", "warmup", "schedule", "final_lr", "seed", "optimizer",
+    "compute",
+)  # fmt: skip
+"""Settings of a run that its weights depend on, besides the model's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,6 +65,8 @@ class TrainConfig:
     """Steps."""
     eval_every: int | None = None
     """Steps; None is a quarter of the run, within `EVAL_EVERY`."""
+    sample_every: int | None = None
+    """Steps; None is a sample of text at the end alone."""
     keep: int = 2
     """Checkpoints, the newest ones."""
     keep_best: bool = False
@@ -72,6 +75,8 @@ class TrainConfig:
     """`rule` for ternary weights; `adamw` or `muon` for float ones."""
     recompute: bool = False
     """Whether a backward computes the inside of a block again, to keep less for it."""
+    wire: str | None = None
+    """How gradients travel between processes, one of `WIRES`; None steps by each at once."""
     compute: str = "bf16"
     """Dtype of activations: `bf16` or `fp32`; or `fp8`: bf16, multiplied in eight bits."""
     device: str = "cpu"
@@ -87,6 +92,14 @@ class TrainConfig:
         check_choice("optimizer", self.optimizer, OPTIMIZERS[self.model.weights])
         check_choice("compute", self.compute, COMPUTES)
         check_choice("schedule", self.schedule, SCHEDULES)
+        if self.wire is not None:
+            check_choice("wire", self.wire, WIRES)
+            if self.model.weights != "ternary":
+                raise ArbError(
+                    "gradients of a float twin travel as they are",
+                    hint="leave `wire` out",
+                    fields=("wire",),
+                )
         if self.compute == "fp8" and self.model.weights != "ternary":
             raise ArbError(
                 "a float twin is multiplied in bf16",
@@ -103,6 +116,8 @@ class TrainConfig:
             check_positive(name, getattr(self, name))
             check_at_most(name, getattr(self, name), MOST)
         check_positive("eval_every", self.eval_interval)
+        if self.sample_every is not None:
+            check_positive("sample_every", self.sample_every)
         check_at_most("warmup", self.warmup, MOST)
         if self.steps * self.accum > MOST:  # each of a run's micro-batches has an int32 number
             raise ArbError(
@@ -138,6 +153,10 @@ class TrainConfig:
             return self.eval_every
         least, most = EVAL_EVERY
         return min(max(self.steps // 4, least), most)
+
+    def decisive(self) -> dict[str, Any]:
+        """List the settings that the weights depend on, besides the model's."""
+        return {name: getattr(self, name) for name in DECISIVE}
 
 
 def train_config(
@@ -177,17 +196,17 @@ def train_config(
             fields=(*stepped, "weights"),
         )
     optimizer = given.pop("optimizer", "rule" if ternary else "adamw")
-    given.setdefault("lr", default_lr(preset, model, optimizer))
+    given.setdefault("lr", default_lr(model, optimizer))
     texts = {name: tuple(map(str, given.pop(name, ()))) for name in ("data", "val")}
     place = {"device": device, "backend": backend, "compute": compute}
     return TrainConfig(model=model, optimizer=optimizer, **texts, **place, **given)
 
 
-def default_lr(preset: str | ModelConfig, model: ModelConfig, optimizer: str) -> float:
+def default_lr(model: ModelConfig, optimizer: str) -> float:
     """Find the learning rate of a model for which none is given."""
     if model.weights != "ternary":
         return FLOAT_LR.get((model.weights, optimizer), 1e-3)
-    return PRESET_LR.get((preset, model.direction), find_rule(model.rule, model.digits).lr)
+    return find_rule(model.rule, model.digits).lr
 
 
 def train_config_from(facts: dict[str, Any]) -> TrainConfig:

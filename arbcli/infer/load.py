@@ -159,6 +159,8 @@ def empty_model(
     """
     with place or torch.device("meta"):
         model = build_model(saved_config(checkpoint), dtype)
+        if "wire" in checkpoint.data:
+            model.declare_wire()
     if weights_only or is_export(checkpoint):
         model.drop_training_state()
     return model

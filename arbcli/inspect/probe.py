@@ -18,7 +18,7 @@ from arbcli.checkpoint import Checkpoint
 from arbcli.config.dense import VOCABULARY
 from arbcli.config.graph import GraphConfig
 from arbcli.config.training import TrainConfig, train_config_from
-from arbcli.data import entropy, evaluation_batches, open_texts
+from arbcli.data import entropy, evaluation_batches
 from arbcli.device import (
     deterministic,
     explained_out_of_memory,
@@ -44,7 +44,7 @@ from arbcli.model.hnet import HNet
 from arbcli.model.language_model import LanguageModel
 from arbcli.model.packed import TernaryTensor
 from arbcli.rules.base import STEP_OF_RADIX
-from arbcli.train.directory import read_facts
+from arbcli.train.directory import open_run_texts, read_facts
 from arbcli.train.trainer import Trainer
 
 BINS = 16
@@ -72,7 +72,7 @@ def probe(
     Raises:
         ArbError: something the user can fix.
     """
-    texts = open_texts(config.data, config.val, seed=config.seed, context=config.model.ctx)
+    texts = open_run_texts(config)
     with deterministic(), explained_out_of_memory():
         trainer = Trainer(config, texts)
         if checkpoint is not None:
@@ -108,6 +108,7 @@ def open_saved(
     place = resolve_device(device)
     if "data" in given:
         given.setdefault("val", ())
+        given.setdefault("field", None)
     given |= {name: tuple(given[name]) for name in ("data", "val") if name in given}
     given |= {"device": str(place), "backend": resolve_backend(backend, place)}
     longest = max(config.steps, checkpoint.step + steps)
@@ -258,7 +259,7 @@ class _Tally:
         self.kinds = [total + count for total, count in zip(self.kinds, counts, strict=True)]
         self.steps += 1
         self.moves += moves
-        self.expected += (lr * radix * STEP_OF_RADIX) ** 2
+        self.expected += (lr * tensor.lr_factor * radix * STEP_OF_RADIX) ** 2
         self.moved |= (new != old).cpu()
         return counts[0] + counts[1]
 

@@ -46,6 +46,8 @@ class SavedReport:
     """Digest of the checkpoint that it is an export of."""
     config: dict[str, Any]
     """What it says of the model."""
+    settings: dict[str, Any]
+    """What a checkpoint says of the run that made it; empty for one of an earlier version."""
     num_weights: int
     """Logical weights; of an export with numbers those of the matrices."""
     bytes: int
@@ -69,6 +71,7 @@ class Saved(ABC):
     digest: str | None
     origin: str | None
     config: dict[str, Any]
+    settings: Mapping[str, Any] = {}
     run: Mapping[str, Any] = {}
 
     def __init__(self, path: Path) -> None:
@@ -98,6 +101,7 @@ class Saved(ABC):
             digest=self.digest,
             origin=self.origin,
             config=dict(self.config),
+            settings=dict(self.settings),
             num_weights=sum(map(sum, signs.values())),
             bytes=sum(file.stat().st_size for file in files or [self.path]),
             bytes_by_area={area: dict(kinds) for area, kinds in self.bytes_by_area().items()},
@@ -119,6 +123,9 @@ class Packed(Saved):
         self.kind = "weights" if is_export(checkpoint) else "checkpoint"
         self.config, self.step, self.digest = checkpoint.config, checkpoint.step, checkpoint.digest
         self.origin = checkpoint.data.get("origin")
+        settings = checkpoint.data.get("settings")
+        if isinstance(settings, dict):
+            self.settings = settings | {"seed": checkpoint.data.get("seed")}
         self.model = empty_model(checkpoint)
         self.model.load_state_dict(checkpoint.tensors, assign=True)
 
@@ -274,6 +281,8 @@ class DifferenceReport:
     """`state`: all tensors of two checkpoints; or `weights`: decoded matrices."""
     config: dict[str, list[Any]]
     """Fields that differ, with both values; of two checkpoints."""
+    settings: dict[str, list[Any]]
+    """Those of the runs likewise, where both checkpoints have them."""
     missing: dict[str, str]
     """Tensors that only one has, and which; or that have other shapes."""
     tensors: list[Difference]
@@ -311,18 +320,24 @@ def compare(first: Saved, second: Saved) -> DifferenceReport:
             )
         else:
             equal += 1
-    fields = sorted(first.config.keys() | second.config.keys()) if packed else []
-    values = {name: [saved.config.get(name) for saved in (first, second)] for name in fields}
+    told = first.settings and second.settings
     return DifferenceReport(
         first=str(first.path),
         second=str(second.path),
         compared="state" if packed else "weights",
-        config={name: pair for name, pair in values.items() if pair[0] != pair[1]},
+        config=_differing(first.config, second.config) if packed else {},
+        settings=_differing(first.settings, second.settings) if told else {},
         missing=missing,
         tensors=differences,
         num_equal=equal,
         equal=not differences and not missing,
     )
+
+
+def _differing(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, list[Any]]:
+    names = sorted(first.keys() | second.keys())
+    values = {name: [found.get(name) for found in (first, second)] for name in names}
+    return {name: pair for name, pair in values.items() if pair[0] != pair[1]}
 
 
 def _state(saved: Packed) -> Decoders:

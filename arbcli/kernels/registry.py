@@ -38,8 +38,10 @@ from arbcli.kernels.update.cast_votes import CAST_SCALE_VOTES, CAST_TRIT_VOTES
 from arbcli.kernels.update.gradient_gains import GRADIENT_GAINS
 from arbcli.kernels.update.gradient_statistics import GRADIENT_STATISTICS
 from arbcli.kernels.update.newton_schulz import GRAM, GRAM_POLYNOMIAL
+from arbcli.kernels.update.quantise_gradient import QUANTISE_GRADIENT
 from arbcli.kernels.update.step_scales import STEP_SCALES
 from arbcli.kernels.update.step_trits import STEP_BY_DIRECTION, STEP_BY_MOMENT
+from arbcli.kernels.update.sum_gradients import SUM_GRADIENTS
 from arbcli.kernels.update.unit_gain import UNIT_GAIN
 from arbcli.kernels.update.unit_rows import UNIT_ROWS
 
@@ -102,4 +104,6 @@ KERNELS: tuple[KernelSpec, ...] = (
     STEP_BY_DIRECTION,
     CAST_TRIT_VOTES,
     CAST_SCALE_VOTES,
+    QUANTISE_GRADIENT,
+    SUM_GRADIENTS,
 )

@@ -88,6 +88,8 @@ class Logger(Observer):
                 with use_backend(self._trainer.config.backend):
                     found = state_histograms(self._trainer.model)
                 self.histograms(record.step, found)
+            if record.sample is not None:
+                self.text(record.step, record.sample)
 
         self._guarded(log)
 
@@ -115,7 +117,7 @@ class Logger(Observer):
 def numbers(record: Record) -> dict[str, float]:
     """List the numbers of a record by name; those of `parts` and `gauges` as `parts/ponder`."""
     values = record.as_json()
-    del values["step"]
+    del values["step"], values["sample"]
     for group in ("parts", "gauges"):
         values |= {f"{group}/{name}": value for name, value in values.pop(group).items()}
     return {name: value for name, value in values.items() if value is not None}

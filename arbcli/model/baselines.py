@@ -72,6 +72,7 @@ class FloatLinear(nn.Module):
         area: str,
         std: float | None = None,
         spread: float = 1.0,
+        lr_factor: float | None = None,
         in_eight_bits: bool = False,
     ) -> None:
         super().__init__()

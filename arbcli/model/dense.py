@@ -9,9 +9,8 @@ from arbcli.kernels.matmul.arranged_matmul import fits_arranged
 from arbcli.model.blocks.attention import Attention
 from arbcli.model.blocks.mlp import MLP
 from arbcli.model.cache import BlockCache, KeyValueCache
-from arbcli.model.initial import head_std
 from arbcli.model.language_model import RECOMPUTE, LanguageModel
-from arbcli.model.layers.kinds import layers_for
+from arbcli.model.layers.kinds import byte_head, layers_for
 
 
 class Block(nn.Module):
@@ -90,8 +89,7 @@ class ByteLM(LanguageModel):
         self.embedding = parts.embedding(VOCABULARY, config.dim, config, area="embedding")
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
         self.norm = parts.norm(config.dim, config)
-        head = {"area": "head", "std": head_std(config.dim), "in_eight_bits": False}
-        self.head = parts.linear(VOCABULARY, config.dim, config, **head)
+        self.head = byte_head(config)
 
     def forward(self, ids: Tensor, cache: KeyValueCache | None = None) -> Tensor:
         """Compute (B, T, 256) logits, in `compute_dtype`, from (B, T) int64 bytes.

@@ -1,5 +1,7 @@
 """`GraphLM`: n-grams, latent attention, codebooks, and experts that are iterated over a graph."""
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -13,10 +15,9 @@ from arbcli.model.blocks.mlp import MLP
 from arbcli.model.blocks.moe_graph import Iterated, MoEGraph
 from arbcli.model.blocks.router import Router
 from arbcli.model.blocks.sequencer import HISTORY, TextSequencer
-from arbcli.model.initial import head_std
 from arbcli.model.language_model import RECOMPUTE, LanguageModel
 from arbcli.model.layers.embedding import TernaryEmbedding
-from arbcli.model.layers.linear import TernaryLinear
+from arbcli.model.layers.kinds import byte_head
 from arbcli.model.layers.loss import cross_entropy
 from arbcli.model.layers.norm import TernaryRMSNorm
 
@@ -77,8 +78,7 @@ class GraphLM(LanguageModel):
         self.byte_norm = TernaryRMSNorm(config.dim, config)
         self.byte_mlp = MLP(config, config.head_ffn, area="head")
         self.norm = TernaryRMSNorm(config.dim, config)
-        head = {"area": "head", "std": head_std(config.dim), "in_eight_bits": False}
-        self.head = TernaryLinear(VOCABULARY, config.dim, config, **head)
+        self.head = byte_head(config)
 
     def forward(self, ids: Tensor, cache: LatentCache | None = None) -> Tensor:
         """Compute (B, T, 256) logits, in `compute_dtype`, from (B, T) int64 bytes.
@@ -146,6 +146,11 @@ class GraphLM(LanguageModel):
         """Let the graph, the balance of the experts and the memory take in what a step has seen."""
         for part in self._integer_parts():
             part.after_step()
+
+    def join(self, group: Any) -> None:
+        """Bring together what each process has seen: see `LanguageModel.join`."""
+        for part in self._integer_parts():
+            part.join(group)
 
     def forget_uses(self) -> None:
         """Forget forwards whose backward never came, as after an error."""

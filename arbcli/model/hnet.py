@@ -1,6 +1,6 @@
 """`HNet`: outer blocks on bytes, which find chunks; a main network on these; and back to bytes."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -26,9 +26,8 @@ from arbcli.model.blocks.chunking import (
 from arbcli.model.blocks.mamba import MambaBlock, MambaCache
 from arbcli.model.cache import KeyValueCache
 from arbcli.model.dense import Block, takes_one_position
-from arbcli.model.initial import head_std
 from arbcli.model.language_model import RECOMPUTE, LanguageModel, Phase
-from arbcli.model.layers.kinds import layers_for
+from arbcli.model.layers.kinds import byte_head, layers_for
 from arbcli.model.layers.norm import NORM_EPS
 
 
@@ -92,8 +91,7 @@ class HNet(LanguageModel):
         self.main_config = main
         self.blocks = nn.ModuleList(Block(main) for _ in range(main.layers))
         self.norm = parts.norm(outer.dim, outer)
-        head = {"area": "head", "std": head_std(outer.dim), "in_eight_bits": False}
-        self.head = parts.linear(VOCABULARY, outer.dim, outer, **head)
+        self.head = byte_head(outer)
         self._counts: Tensor | None = None
 
     def forward(self, ids: Tensor, cache: "HNetCache | None" = None) -> Tensor:
@@ -190,6 +188,10 @@ class HNet(LanguageModel):
         for block in blocks:
             x = checkpoint(block, x, **RECOMPUTE) if recompute else block(x)
         return x
+
+    def join(self, group: Any) -> None:
+        """Take the counts of the last micro-batch, which one process has seen."""
+        self._counts = group.in_order([self._counts])[-1]
 
     def gauges(self) -> dict[str, float]:
         """Measure the chunks of the last step; waits for the device.

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -20,6 +21,7 @@ from arbcli.kernels.codec.packed import (
 from arbcli.kernels.codec.packing import pack_trits, row_bytes
 from arbcli.kernels.rows.table_rows import gather_rows, scatter_rows_
 from arbcli.kernels.runtime.backend import row_chunks
+from arbcli.kernels.update.quantise_gradient import NONE
 from arbcli.kernels.update.random_bits import random_bits, stream_keys
 from arbcli.rules import find_rule
 from arbcli.rules.start import quantiles
@@ -61,6 +63,7 @@ class TernaryTensor(StateModule):
         std: standard deviation of the weights at the start.
         spread: standard deviation of z at the start, as a share of the rule's; 0 is all zero.
         direction: of its steps; None is that of `config`.
+        lr_factor: what the learning rate is multiplied by.
         frozen: whether it is never stepped; its weights are ones, and it has trits and scales only.
         matrices: how many matrices lie one above the other; each is stepped as one.
     """
@@ -75,11 +78,13 @@ class TernaryTensor(StateModule):
         std: float = 1.0,
         spread: float = 1.0,
         direction: str | None = None,
+        lr_factor: float = 1.0,
         frozen: bool = False,
         matrices: int = 1,
     ) -> None:
         super().__init__(area)
         self.out_features, self.in_features = out_features, in_features
+        self.lr_factor = lr_factor
         self.std, self.spread, self.frozen, self.matrices = std, spread, frozen, matrices
         self.group_size = config.group_size
         self.rule = find_rule(config.rule, "trit" if frozen else config.digits)
@@ -109,6 +114,17 @@ class TernaryTensor(StateModule):
             delattr(self, name)
             del self.kinds[name]
         self.of_training = ()
+
+    def declare_wire(self) -> None:
+        """Declare what the gradients of each row are divided by where they travel as integers.
+
+        `wire_exponent`, (N, 1) int8, is a power of two, or `NONE` before the first gradient. It
+        belongs to a run that is shared out, and to its checkpoints.
+        """
+        if not self.frozen:
+            about = {"dtype": torch.int8, "device": self.trits.device}
+            self.declare("wire_exponent", torch.full((self.out_features, 1), NONE, **about), "wire")
+            self.of_training += ("wire_exponent",)
 
     def _declare_int8(self, name: str, shape: tuple[int, int], kind: str) -> None:
         self.declare(name, torch.empty(shape, dtype=torch.int8), kind)
@@ -142,7 +158,9 @@ class TernaryTensor(StateModule):
     def state(self) -> State:
         """The buffers that rule and direction step, by name."""
         return {
-            name: getattr(self, name) for name, kind in self.kinds.items() if kind != "counters"
+            name: getattr(self, name)
+            for name, kind in self.kinds.items()
+            if kind not in ("counters", "wire")
         }
 
     def matrix(self, index: int) -> State:
@@ -194,7 +212,7 @@ class TernaryTensor(StateModule):
         ticks = torch.tensor(-1 - index, **integer)  # those of updates are not negative
         key = stream_keys(torch.tensor(seed, **integer), ticks, 1, 1)[0, 0]
         table = quantiles(self.spread * rule.spread * radix, largest)
-        table = torch.tensor(table, dtype=torch.int16, device=device)
+        table = torch.tensor(np.frombuffer(table, np.int16), device=device)
         columns = torch.arange(self.in_features, **integer)
         for buffer in self.buffers():
             buffer.zero_()

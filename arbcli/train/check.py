@@ -80,7 +80,7 @@ def check_run(path: Path) -> CheckReport:
         findings.append(finding)
         stops = None if finding.state == "ok" else finding.detail
     findings.append(_check_records(run))
-    accept = accept_of(run, facts, config, None) if config else lambda _: None
+    accept = accept_of(run, facts, config) if config else lambda _: None
     verified = {file: _check_checkpoint(file, accept) for file in checkpoints(run)}
     findings += [*verified.values(), *(_check_checkpoint(f, accept) for f in best_checkpoints(run))]
     findings += _left_over(run)

@@ -25,11 +25,10 @@ from arbcli.train.trainer import text_digest
 
 CONFIG = "config.json"
 """File of what a run computes, of its text, and of the versions that began it."""
-DECISIVE = (
-    "steps", "batch", "accum", "lr", "warmup", "schedule", "final_lr", "seed", "optimizer",
-    "compute",
-)  # fmt: skip
-"""Settings that a checkpoint depends on, besides the model's."""
+DATA = {"seed": "seed", "text": "digest", "wire": "wire"}
+"""What every checkpoint tells besides its model, and what its `data` calls that."""
+MOST_NAMED = 3
+"""Fields that an error lists."""
 MOST_THREADS = 1024
 """Of a CPU; more are a mistake of a file."""
 RUNS = Path("runs")
@@ -118,6 +117,7 @@ FACTS = {
     "config": dict,
     "digests": dict,
     "extended": list,
+    "init_digest": str,
     "started": str,
     "text": dict,
     "text.description": str,
@@ -131,8 +131,8 @@ FACTS = {
     "threads": int,
 }
 """What `config.json` holds that is read again, by the way to it, and of which type it is."""
-NEWER_FACTS = ("digests", "extended", "text.paths", "threads")
-"""Absent from a run that an earlier version began."""
+NEWER_FACTS = ("digests", "extended", "init_digest", "text.paths", "threads")
+"""Absent from a run that an earlier version began, or that has no use for them."""
 
 
 def read_facts(run: Path) -> dict[str, Any]:
@@ -160,7 +160,7 @@ def read_facts(run: Path) -> dict[str, Any]:
 
 def field_digests(config: TrainConfig) -> dict[str, str]:
     """Hash each setting that a checkpoint depends on, so that a change can be named."""
-    values = {name: getattr(config, name) for name in DECISIVE}
+    values = config.decisive()
     values |= {f"model.{name}": value for name, value in asdict(config.model).items()}
     return {name: sha256(json.dumps(value).encode()).hexdigest() for name, value in values.items()}
 
@@ -170,8 +170,8 @@ def check_same_run(
 ) -> None:
     """Refuse to go on from a checkpoint with settings that are not those that made it.
 
-    A checkpoint tells its model and its seed; the rest of `config.json` is held against the digests
-    of when the run began.
+    `config.json` is held against its digests of when the run began, and the checkpoint against
+    `config.json`. One of before the run was given more steps tells how many it had then.
 
     Raises:
         ArbError: some differ.
@@ -182,16 +182,41 @@ def check_same_run(
     if changed := [name for name in now if name in began and began[name] != now[name]]:
         names = ", ".join(f"`{name}`" for name in changed)
         raise ArbError(f"`{run / CONFIG}` was changed since the run began: {names}", hint=hint)
-    made_with = _all_fields(checkpoint.config) | {"seed": checkpoint.data.get("seed")}
-    wanted = json.loads(json.dumps(asdict(config.model))) | {"seed": config.seed}
-    for name in sorted(made_with.keys() | wanted.keys()):
-        found, expected = made_with.get(name, "missing"), wanted.get(name, "missing")
-        if found != expected:
-            raise ArbError(
-                f"the checkpoint of step {checkpoint.step} is of another run than `{run / CONFIG}`:"
-                f" its `{name}` is {found!s:.60}, not {expected!s:.60}",
-                hint=hint,
-            )
+    made_with = _all_fields(checkpoint.config)
+    made_with |= {name: checkpoint.data.get(key) for name, key in DATA.items()}
+    wanted = json.loads(json.dumps(asdict(config.model)))
+    wanted |= {"seed": config.seed, "text": facts["text"]["digest"], "wire": config.wire}
+    settings = checkpoint.data.get("settings", {})  # absent from one of an earlier version
+    if not isinstance(settings, dict):
+        settings = {"settings": settings}
+    known = config.decisive() | {"init_from": facts.get("init_digest")}
+    made_with |= settings
+    wanted |= {name: known[name] for name in settings if name in known}
+    if made_with.get("steps") in _earlier_steps(facts, checkpoint.step):
+        wanted["steps"] = made_with["steps"]
+    differing = [
+        f"its `{name}` is {made_with.get(name, 'missing')!s:.60},"
+        f" not {wanted.get(name, 'missing')!s:.60}"
+        for name in sorted(made_with.keys() | wanted.keys())
+        if made_with.get(name, "missing") != wanted.get(name, "missing")
+    ]
+    if differing:
+        more = f", and {len(differing) - MOST_NAMED} more" if len(differing) > MOST_NAMED else ""
+        raise ArbError(
+            f"the checkpoint of step {checkpoint.step} is of another run than `{run / CONFIG}`:"
+            f" {', '.join(differing[:MOST_NAMED])}{more}",
+            hint=hint,
+        )
+
+
+def _earlier_steps(facts: dict[str, Any], step: int) -> list[int]:
+    """List how many steps a run was to have before it was given others at `step` or later."""
+    found = []
+    for change in facts.get("extended", []):
+        with suppress(TypeError, KeyError):  # what a person made of it is no such change
+            if step <= change["at"]:
+                found.append(change["from"])
+    return found
 
 
 def _all_fields(config: dict[str, Any]) -> dict[str, Any]:
@@ -255,12 +280,18 @@ def held_out_text(run: Path) -> tuple[Text, str]:
     """
     facts = read_facts(run)
     texts = open_texts_again(facts, train_config_from(facts))
-    check_same_text(run, facts, text_digest(texts))
+    check_same_text(run, facts, text_digest(texts), "name another with `--data`")
     return texts.val, f"held out of {texts.description}"
 
 
-def check_same_text(run: Path, facts: dict[str, Any], digest: str) -> None:
+def check_same_text(run: Path, facts: dict[str, Any], digest: str, otherwise: str) -> None:
     """Refuse a text that is not the one of a run.
+
+    Args:
+        run: its directory.
+        facts: what `config.json` says.
+        digest: of the text as it is now.
+        otherwise: what can be done but to restore it.
 
     Raises:
         ArbError: it is not.
@@ -268,7 +299,7 @@ def check_same_text(run: Path, facts: dict[str, Any], digest: str) -> None:
     if facts["text"]["digest"] != digest:
         raise ArbError(
             f"the text is not the one that `{run}` was trained on",
-            hint="restore it, or name another with `--data`",
+            hint=f"restore it, or {otherwise}",
         )
 
 

@@ -36,6 +36,9 @@ class Record:
     """Since the run began, evaluations and saves too, but not while it was stopped."""
     bytes_per_second: float
     """Text seen a second since the last record, evaluation not counted."""
+    mfu: float | None
+    """Model FLOPs utilisation: the operations that the model needs, as a share of what the GPU can
+    do in bf16; None where the peak of the device is not known. See `model.operations`."""
     flip_share: float | None
     """Share of the trits that changed in a step, on average since the last record."""
     state_bytes: int
@@ -49,6 +52,8 @@ class Record:
     """What else the last step minimised, by name: see `LOSS_WEIGHTS`."""
     gauges: dict[str, float]
     """What the model measures of itself."""
+    sample: str | None
+    """What the model wrote at this step, where a sample was due."""
 
     def as_json(self) -> dict[str, Any]:
         """List the fields; a number that is not finite, which JSON has not, is None."""

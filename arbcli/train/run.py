@@ -3,15 +3,17 @@
 import dataclasses
 import math
 import os
+import signal as signals
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from arbcli import __version__
 from arbcli.checkpoint import (
     Accept,
     Checkpoint,
@@ -35,17 +37,20 @@ from arbcli.device import (
     deterministic,
     explained_out_of_memory,
     peak_bytes,
+    peak_operations,
     resolve_backend,
     resolve_device,
 )
 from arbcli.errors import ArbError
 from arbcli.infer.generation import Sampling, generate
 from arbcli.infer.load import SavedModel, check_saved
+from arbcli.model.operations import step_operations
 from arbcli.signals import RememberedSignal
 from arbcli.train.directory import (
     CONFIG,
     check_free,
     check_same_run,
+    check_same_text,
     field_digests,
     make_directory,
     make_next_directory,
@@ -54,6 +59,8 @@ from arbcli.train.directory import (
     read_facts,
     run_facts,
 )
+from arbcli.train.parallel.group import Group, joined, own_device
+from arbcli.train.profiling import StepTrace
 from arbcli.train.record import (
     Record,
     TrainReport,
@@ -65,7 +72,13 @@ from arbcli.train.record import (
 )
 from arbcli.train.schedule import learning_rate
 from arbcli.train.text_warnings import text_warnings
-from arbcli.train.trainer import EAGER_STEPS, EVAL_BATCHES, Trainer, text_digest
+from arbcli.train.trainer import (
+    EAGER_STEPS,
+    EVAL_BATCHES,
+    Trainer,
+    check_shares,
+    text_digest,
+)
 
 MOST_MINUTES = 60 * 24 * 366
 LOG_EVERY = 10
@@ -133,6 +146,7 @@ def start_run(
     *,
     minutes: float | None = None,
     initial: SavedModel | None = None,
+    profile: int | None = None,
     check: Callable[[TrainConfig], None] = lambda _: None,
 ) -> TrainReport:
     """Start a run in a new directory.
@@ -144,6 +158,7 @@ def start_run(
         minutes: sets the number of steps by timing a few.
         initial: what to begin with: the weights, and all that rule and direction keep beside them;
             it must be of the model of `config`, but for `ctx`.
+        profile: steps to trace by torch's profiler, to a file in the directory: see `StepTrace`.
         check: may refuse the run, once its text is known and before anything is made for it.
 
     Raises:
@@ -153,26 +168,36 @@ def start_run(
         raise ArbError(f"`--minutes` is {minutes}", hint=f"use a number up to {MOST_MINUTES:,}")
     if run is not None:
         check_free(run)
-    texts = open_run_texts(config)
-    check(config)
-    for warning in text_warnings(texts):
-        observer.noted(warning)
-    if run is None:
-        run = make_next_directory(config)
-    else:
-        make_directory(run)
-    with run_lock(run), deterministic():
-        check_free(run)  # nobody else can start one here from now on
-        if minutes is not None:
-            config = _fit_to_minutes(config, texts, minutes)
-        facts = run_facts(config, texts)
-        trainer = _build(config, texts)
-        if initial is not None:
-            trainer.take_weights(initial.checkpoint)
-            facts["init_from"] = os.path.abspath(initial.path)
-            del initial  # it may be large
-        write_json(run / CONFIG, facts)
-        return _run(trainer, run, facts, observer)
+    config = dataclasses.replace(config, device=str(own_device(torch.device(config.device))))
+    with joined(torch.device(config.device)) as group:
+        observer = observer if group.first else Observer()
+        check_shares(config, group.size)
+        texts = open_run_texts(config)
+        group.compare(what_decides(config, texts), "setting")
+        check(config)
+        for warning in text_warnings(texts):
+            observer.noted(warning)
+        if group.first:
+            if run is None:
+                run = make_next_directory(config)
+            else:
+                make_directory(run)
+        run = group.tell(run)
+        with _locked(run, group), deterministic():
+            if group.first:
+                check_free(run)  # nobody else can start one here from now on
+            if minutes is not None:
+                config = _fit_to_minutes(config, texts, minutes, group)
+            facts = run_facts(config, texts)
+            trainer = _build(config, texts, group)
+            if initial is not None:
+                trainer.take_weights(initial.checkpoint)
+                facts["init_from"] = os.path.abspath(initial.path)
+                facts["init_digest"] = initial.checkpoint.digest
+                del initial  # it may be large
+            if group.first:
+                write_json(run / CONFIG, facts)
+            return _run(trainer, run, facts, observer, profile)
 
 
 def resume_run(
@@ -182,6 +207,7 @@ def resume_run(
     device: str | None = None,
     backend: str | None = None,
     steps: int | None = None,
+    profile: int | None = None,
 ) -> TrainReport:
     """Continue a run from its newest intact checkpoint, or from the checkpoint that is named.
 
@@ -192,6 +218,7 @@ def resume_run(
             of machine.
         backend: what runs the kernels; None is what ran them.
         steps: that the run is to have from now on; its schedule becomes that of so many.
+        profile: steps to trace by torch's profiler, as `start_run` has it.
 
     Raises:
         ArbError: there is nothing to continue, or the text has changed.
@@ -201,7 +228,7 @@ def resume_run(
     run = path if path.is_dir() else path.parent
     facts = read_facts(run)
     config = train_config_from(facts)
-    place = resolve_device(device or config.device)
+    place = own_device(resolve_device(device or config.device))
     backend = resolve_backend(backend or (None if device else config.backend), place)
     check_compute(config.compute, place)
     config = dataclasses.replace(config, device=str(place), backend=backend)
@@ -210,22 +237,57 @@ def resume_run(
     threads = facts.get("threads", now := torch.get_num_threads())
     if threads != now and place.type == "cpu":
         observer.noted(f"computing with {threads} threads, as the run began: {now} give other bits")
-    with run_lock(run), deterministic(), cpu_threads(threads):
-        texts = open_texts_again(facts, config)
-        accept = accept_of(run, facts, config, text_digest(texts))
-        if path == run and not checkpoints(run) and can_begin_again(run, facts):
-            observer.noted("the run was ended before it saved anything: it begins again")
-            return _run(_build(config, texts), run, facts, observer)
-        if path == run:
-            checkpoint = latest_checkpoint(run, observer.noted, accept)
-        else:
-            checkpoint = load_checkpoint(path, accept)
-        if steps not in (None, config.steps):
-            config, facts = _extended(run, facts, config, checkpoint.step, steps, observer)
-        trainer = _build(config, texts)
-        trainer.restore(checkpoint)
-        drop_records_after(run, trainer.step)
-        return _run(trainer, run, facts, observer, resumed=True)
+    with joined(place) as group:
+        observer = observer if group.first else Observer()
+        check_shares(config, group.size)
+        with _locked(run, group), deterministic(), cpu_threads(threads):
+            texts = open_texts_again(facts, config)
+            group.compare(what_decides(config, texts), "setting")
+            new_run = "start a new run on the new text with `--out`"
+            check_same_text(run, facts, text_digest(texts), new_run)
+            accept = accept_of(run, facts, config)
+            if path == run and not checkpoints(run) and can_begin_again(run, facts):
+                observer.noted("the run was ended before it saved anything: it begins again")
+                trainer = _build(config, texts, group)
+                return _run(trainer, run, facts, observer, profile)
+            if path == run:
+                checkpoint = latest_checkpoint(run, observer.noted, accept)
+            else:
+                checkpoint = load_checkpoint(path, accept)
+            group.compare({"checkpoint": checkpoint.digest}, "file")
+            if steps not in (None, config.steps):
+                config, facts = _extended(
+                    run, facts, config, checkpoint.step, steps, observer, group
+                )
+            trainer = _build(config, texts, group)
+            trainer.restore(checkpoint)
+            if group.first:
+                drop_records_after(run, trainer.step)
+            return _run(trainer, run, facts, observer, profile, resumed=True)
+
+
+def what_decides(config: TrainConfig, texts: Texts) -> dict[str, Any]:
+    """List what must be the same in all processes of a run, by name."""
+    device = torch.device(config.device)
+    on_gpu = device.type == "cuda"
+    return field_digests(config) | {
+        "text": text_digest(texts),
+        "device": torch.cuda.get_device_name(device) if on_gpu else "cpu",
+        "backend": config.backend,
+        "threads": None if on_gpu else torch.get_num_threads(),
+        "save_every": config.save_every,
+        "eval_every": config.eval_every,
+        "keep_best": config.keep_best,
+        "wire": config.wire,
+        "sample_every": config.sample_every,
+        "version of arb": __version__,
+        "version of torch": torch.__version__,
+    }
+
+
+def _locked(run: Path, group: Group) -> AbstractContextManager:
+    """Lock a run, which its first process does for all of them."""
+    return run_lock(run) if group.first else nullcontext()
 
 
 def can_begin_again(run: Path, facts: dict[str, Any]) -> bool:
@@ -236,22 +298,16 @@ def can_begin_again(run: Path, facts: dict[str, Any]) -> bool:
     return "init_from" not in facts and next(read_records(run), None) is None
 
 
-def accept_of(run: Path, facts: dict[str, Any], config: TrainConfig, digest: str | None) -> Accept:
+def accept_of(run: Path, facts: dict[str, Any], config: TrainConfig) -> Accept:
     """Make what refuses a checkpoint that a run cannot go on from.
 
     Args:
         run: its directory.
         facts: what `config.json` says.
         config: made of that.
-        digest: of its text as it is now; None if that does not matter.
     """
 
     def accept(checkpoint: Checkpoint) -> None:
-        if digest is not None and checkpoint.data.get("digest") != digest:
-            raise ArbError(
-                f"the text is not the one that `{run}` was trained on",
-                hint="restore it, or start a new run on the new text with `--out`",
-            )
         check_same_run(run, facts, config, checkpoint)
         check_saved(checkpoint)
 
@@ -265,6 +321,7 @@ def _extended(
     done: int,
     steps: int,
     observer: Observer,
+    group: Group,
 ) -> tuple[TrainConfig, dict[str, Any]]:
     """Give a run another number of steps, and say what that does to its learning rate."""
     if steps <= done:
@@ -279,35 +336,44 @@ def _extended(
         f" {steps:,} from step {done:,} on, and its rate there {rates[1]:.4g} instead of"
         f" {rates[0]:.4g}"
     )
+    # who is ended after this goes on from the same checkpoint, and not from one of the old schedule
+    if group.first:
+        _note_aside([set_aside(path) for path in _later(run, done)], observer)
     changes = [*facts.get("extended", []), {"at": done, "from": config.steps, "to": steps}]
     recorded = train_config_dict(dataclasses.replace(train_config_from(facts), steps=steps))
     facts |= {"config": recorded, "digests": field_digests(longer), "extended": changes}
-    write_json(run / CONFIG, facts)
+    if group.first:
+        write_json(run / CONFIG, facts)
     return longer, facts
 
 
-def _build(config: TrainConfig, texts: Texts) -> Trainer:
+def _build(config: TrainConfig, texts: Texts, group: Group) -> Trainer:
     with explained_out_of_memory():
-        return Trainer(config, texts, capture=True)
+        return Trainer(config, texts, capture=True, group=group)
 
 
-def _fit_to_minutes(config: TrainConfig, texts: Texts, minutes: float) -> TrainConfig:
+def _fit_to_minutes(config: TrainConfig, texts: Texts, minutes: float, group: Group) -> TrainConfig:
     """Turn minutes into steps by timing a few, on a trainer that is thrown away.
 
     What that takes comes off the minutes, and so do evaluations.
     """
     started, most = time.perf_counter(), minutes * 60
-    trainer = _build(config, texts)
+    trainer = _build(config, texts, group)
     for _ in range(EAGER_STEPS + 1 if trainer.captures else 1):
         loss = trainer.train_step()
     float(loss)  # waits for a GPU
     begun, done = time.perf_counter(), 0
-    while done == 0 or (done < TIMED_STEPS and time.perf_counter() - started < TIMED_SHARE * most):
+
+    def is_enough() -> bool:
+        return done > 0 and time.perf_counter() - started >= TIMED_SHARE * most
+
+    while done < TIMED_STEPS and not any(group.agree(is_enough())):
         loss = trainer.train_step()
         done += 1
     float(loss)
     ended = time.perf_counter()
     trainer.evaluate(TIMED_BATCHES)
+    trainer.release_graph()
     now = time.perf_counter()
     of_step, of_evaluation = (ended - begun) / done, (now - ended) * EVAL_BATCHES / TIMED_BATCHES
     left = most - (now - started)
@@ -316,14 +382,35 @@ def _fit_to_minutes(config: TrainConfig, texts: Texts, minutes: float) -> TrainC
         interval = dataclasses.replace(config, steps=steps).eval_interval
         evaluations = -(-steps // interval)
         steps = max(1, int((left - evaluations * of_evaluation) / of_step))
-    return dataclasses.replace(config, steps=steps)
+    return dataclasses.replace(config, steps=group.tell(steps))
 
 
 def _run(
-    trainer: Trainer, run: Path, facts: dict[str, Any], observer: Observer, *, resumed: bool = False
+    trainer: Trainer,
+    run: Path,
+    facts: dict[str, Any],
+    observer: Observer,
+    profile: int | None,
+    *,
+    resumed: bool = False,
 ) -> TrainReport:
-    with explained_out_of_memory():
-        return _Loop(trainer, run, facts, observer, trainer.step if resumed else None).run()
+    saved_step = trainer.step if resumed else None
+    try:
+        with explained_out_of_memory():
+            return _Loop(trainer, run, facts, observer, saved_step, profile).run()
+    finally:
+        trainer.release_graph()
+
+
+def _later(run: Path, step: int) -> list[Path]:
+    saved = [*checkpoints(run), *best_checkpoints(run)]
+    return [path for path in saved if step_of(path) > step]
+
+
+def _note_aside(aside: Sequence[Path], observer: Observer) -> None:
+    if aside:
+        names = ", ".join(f"`{name}`" for name in aside)
+        observer.noted(f"checkpoints of before the run went back are set aside: {names}")
 
 
 class _Diverged(ArbError):
@@ -339,6 +426,7 @@ class _Loop:
         facts: what `config.json` says.
         observer: is told of progress.
         saved_step: step of the checkpoint that the trainer stands at; None if there is none.
+        profile: steps to trace; None traces none.
     """
 
     def __init__(
@@ -348,14 +436,20 @@ class _Loop:
         facts: dict[str, Any],
         observer: Observer,
         saved_step: int | None,
+        profile: int | None,
     ) -> None:
         self.trainer, self.run_path, self.facts, self.observer = trainer, run, facts, observer
-        self.config = trainer.config
+        self.config, self.group = trainer.config, trainer.group
+        self.stopped_by: signals.Signals | None = None
+        """The signal that ended the run; of several processes one of them has received it."""
+        self._old = False
         self.saved_step = saved_step
-        saved = [*checkpoints(run), *best_checkpoints(run)]
-        self.left_behind = [path for path in saved if step_of(path) > trainer.step]
+        traced = profile if self.group.first else None
+        self.trace = StepTrace(run, trainer, traced, observer.noted) if traced else None
+        self.left_behind = _later(run, trainer.step)
         """Checkpoints of later steps, which the run, gone back, will come to again."""
         self.seconds_before = seconds_so_far(run) if saved_step is not None else 0.0
+        self.peak_operations = peak_operations(trainer.device)
         self.losses: list[Tensor] = []
         self.started = self.last_record = self.last_save = time.perf_counter()
         self.paused = 0.0
@@ -369,12 +463,14 @@ class _Loop:
             if self.saved_step is None:
                 self._save()
             self._keep_best()  # unless whoever saved it was ended before
-            while trainer.step < config.steps and not signal.received:
-                self.losses.append(trainer.train_step())
-                if trainer.step < config.steps:
-                    self._after_step(trainer.step)
+            with self.trace or nullcontext():
+                while trainer.step < config.steps and not self._is_stopped(signal):
+                    self.losses.append(trainer.train_step())
+                    self._count_traced()
+                    if trainer.step < config.steps:
+                        self._after_step(trainer.step)
             # the end is saved last: who dies before gets there again, with the same record
-            if signal.received:
+            if self._is_stopped(signal):
                 self._save_if_new()
             else:
                 val_loss = self._evaluate()
@@ -382,8 +478,9 @@ class _Loop:
                 self._record(val_loss)
             self._save_if_new()
             self._keep_best()
-            if not signal.received:
-                sample = self._sample()
+            if not self._is_stopped(signal):
+                sample = self._sample() if self.group.first else ""
+            self.group.agree(0)  # let all be done before one leaves
         saved = self.saved_step is not None and checkpoint_path(self.run_path, self.saved_step)
         report = TrainReport(
             run=str(self.run_path),
@@ -394,10 +491,19 @@ class _Loop:
             entropy=self.facts["text"]["entropy"],
             seconds=time.perf_counter() - self.started,
             sample=sample,
-            stopped_by=signal.received.name if signal.received else None,
+            stopped_by=self.stopped_by.name if self.stopped_by else None,
         )
         self.observer.ended(report)
         return report
+
+    def _is_stopped(self, signal: RememberedSignal) -> bool:
+        """Tell whether any process has been asked to stop, and agree on who needs a checkpoint."""
+        old = self.group.first and time.perf_counter() - self.last_save >= SAVE_SECONDS
+        received, old = self.group.agree(signal.received or 0, old)
+        self._old = bool(old)
+        if received:
+            self.stopped_by = signals.Signals(received)
+        return bool(received)
 
     @contextmanager
     def _saved_after_an_error(self) -> Iterator[None]:
@@ -408,7 +514,9 @@ class _Loop:
             raise
         except Exception:
             with suppress(Exception):  # the error that began it is what is told
-                if self.trainer.between_steps and self.saved_step != self.trainer.step:
+                alone = self.group.size == 1  # others may be elsewhere, or gone
+                new = self.saved_step != self.trainer.step
+                if alone and self.trainer.between_steps and new:
                     self._save()
                     step = self.trainer.step
                     self.observer.noted(f"step {step} is saved: go on with `--resume`")
@@ -417,19 +525,40 @@ class _Loop:
     def _after_step(self, step: int) -> None:
         """Do what is due after a step that is not the last."""
         old = time.perf_counter() - self.last_save >= SAVE_SECONDS
+        if self.group.size > 1:
+            old = self._old  # as all know it
         if old or step % self.config.save_every == 0:
             self._save()
         evaluating = step % self.config.eval_interval == 0
-        if evaluating or step % LOG_EVERY == 0:
-            self._record(self._evaluate() if evaluating else None)
+        every = self.config.sample_every
+        sampling = every is not None and step % every == 0
+        shown = sampling and self.group.first
+        if evaluating or sampling or step % LOG_EVERY == 0:
+            val_loss = self._evaluate() if evaluating else None
+            self._record(val_loss, self._sample_on_the_way() if shown else None)
         if evaluating:
             self._keep_best()
+
+    def _count_traced(self) -> None:
+        if self.trace:
+            turns = self.trainer.step in self.trace.turns
+            with self._not_timed() if turns else nullcontext():
+                self.trace.step_done()
+
+    def _sample_on_the_way(self) -> str | None:
+        """Make a sample; a run does not end for want of the memory that it takes."""
+        try:
+            return self._sample()
+        except ArbError as error:
+            self.observer.noted(f"no sample of step {self.trainer.step}: {error}")
+            return None
 
     def _sample(self) -> str:
         model, config = self.trainer.model, self.config
         sampling = Sampling(seed=config.seed)
-        text = generate(model, PROMPT, SAMPLE_BYTES, sampling, backend=config.backend)
-        return b"".join(text).decode(errors="replace")
+        with self._not_timed():
+            text = generate(model, PROMPT, SAMPLE_BYTES, sampling, backend=config.backend)
+            return b"".join(text).decode(errors="replace")
 
     @contextmanager
     def _not_timed(self) -> Iterator[None]:
@@ -443,16 +572,20 @@ class _Loop:
         if self.trainer.updater is None:
             return
         with self._not_timed():
-            checkpoint = self.trainer.checkpoint(self.facts["text"]["digest"])
-            path = checkpoint_path(self.run_path, checkpoint.step)
-            aside = [set_aside(path, leave=True)] if path in self.left_behind else []
-            save_checkpoint(self.run_path, checkpoint, self.config.keep)
+            self.trainer.check_agreement()
+            digests = self.facts["text"]["digest"], self.facts.get("init_digest")
+            checkpoint = self.trainer.checkpoint(*digests)
+            aside = self._write(checkpoint) if self.group.first else []
             self.saved_step, self.last_save = checkpoint.step, time.perf_counter()
-            aside += [set_aside(later) for later in self.left_behind if later != path]
-        if aside:
-            self.left_behind = []
-            names = ", ".join(f"`{name}`" for name in aside)
-            self.observer.noted(f"checkpoints of before the run went back are set aside: {names}")
+        self.left_behind = []
+        _note_aside(aside, self.observer)
+
+    def _write(self, checkpoint: Checkpoint) -> list[Path]:
+        """Write a checkpoint; return what had to be set aside for it."""
+        path = checkpoint_path(self.run_path, checkpoint.step)
+        aside = [set_aside(path, leave=True)] if path in self.left_behind else []
+        save_checkpoint(self.run_path, checkpoint, self.config.keep)
+        return aside + [set_aside(later) for later in self.left_behind if later != path]
 
     def _save_if_new(self) -> None:
         if self.saved_step != self.trainer.step:
@@ -460,24 +593,34 @@ class _Loop:
 
     def _keep_best(self) -> None:
         """Keep the checkpoint of this step, if no other has a lower held-out loss."""
-        if self.config.keep_best and best_step(self.run_path) == self.trainer.step:
+        if not self.config.keep_best:
+            return
+        # the first process alone reads what it alone writes
+        best = self.group.first and best_step(self.run_path) == self.trainer.step
+        if any(self.group.agree(best)):
             self._save_if_new()
-            keep_best(checkpoint_path(self.run_path, self.trainer.step))
+            if self.group.first:
+                keep_best(checkpoint_path(self.run_path, self.trainer.step))
 
     def _evaluate(self) -> float:
         with self._not_timed():
             return self.trainer.evaluate()
 
-    def _record(self, val_loss: float | None) -> None:
+    def _record(self, val_loss: float | None, sample: str | None = None) -> None:
         trainer, config = self.trainer, self.config
         loss = float(torch.stack(self.losses).mean())  # waits for the GPU
         now, steps = time.perf_counter(), len(self.losses)
         seconds = max(now - self.last_record - self.paused, 1e-9) / steps
         step_bytes = config.batch * config.accum * config.model.ctx
-        flip_share, nonfinite = None, 0
+        mfu, flip_share, nonfinite = None, None, 0
+        if self.peak_operations:
+            needed = config.batch * config.accum * step_operations(config.model)
+            mfu = needed / seconds / (self.peak_operations * self.group.size)
         if trainer.updater:
             flip_share = trainer.updater.take_flips() / steps / trainer.updater.num_weights
             nonfinite = trainer.updater.counters()["nonfinite_steps"]
+        # of the process with the most
+        state, peak = self.group.agree(trainer.state_bytes(), peak_bytes(trainer.device))
         record = Record(
             step=trainer.step,
             loss=loss,
@@ -487,17 +630,20 @@ class _Loop:
             bytes_seen=trainer.step * step_bytes,
             seconds=self.seconds_before + now - self.started,
             bytes_per_second=step_bytes / seconds,
+            mfu=mfu,
             flip_share=flip_share,
-            state_bytes=trainer.state_bytes(),
-            peak_bytes=peak_bytes(trainer.device),
+            state_bytes=state,
+            peak_bytes=peak,
             seconds_left=seconds * (config.steps - trainer.step),
             nonfinite_steps=nonfinite,
             parts={k: float(v) for k, v in trainer.loss_parts.items() if k != "text"},
-            gauges=trainer.model.gauges(),
+            gauges=trainer.gauges(),
+            sample=sample,
         )
         self.losses.clear()
         self.last_record, self.paused = now, 0.0
-        append_record(self.run_path, record)
+        if self.group.first:
+            append_record(self.run_path, record)
         self.observer.recorded(record)
         if nonfinite >= MAX_NONFINITE_STEPS:
             raise _Diverged(

@@ -6,6 +6,8 @@ from torch import Tensor
 
 from arbcli.model.language_model import LOSS_WEIGHTS, LanguageModel
 from arbcli.train.float_optimizer import FloatOptimizer
+from arbcli.train.parallel.group import Group
+from arbcli.train.parallel.shared_updater import SharedUpdater
 from arbcli.train.updater import Updater
 
 
@@ -25,13 +27,21 @@ class TrainingStep:
     Args:
         model: to train.
         updates: of packed weights, which step in the backward, or of float ones, after it.
-        accumulation: micro-batches of a step.
+        accumulation: micro-batches of a step, of all processes.
+        group: the processes that share the step.
     """
 
     def __init__(
-        self, model: LanguageModel, updates: Updater | FloatOptimizer, accumulation: int
+        self,
+        model: LanguageModel,
+        updates: Updater | SharedUpdater | FloatOptimizer,
+        accumulation: int,
+        group: Group,
     ) -> None:
         self.model, self.updates, self.accumulation = model, updates, accumulation
+        self.group = group
+        self.losses: Callable[[Tensor, Tensor], dict[str, Tensor]] | None = None
+        """What computes the losses in place of the model."""
 
     def __call__(
         self,
@@ -41,23 +51,30 @@ class TrainingStep:
         """Do the step.
 
         Args:
-            micro_batches: inputs and targets, (B, T) int64 each, on the device.
+            micro_batches: of this process: inputs and targets, (B, T) int64 each, on the device.
             reached: is told of each stage of a micro-batch that ends: `forward`, then `backward`.
 
         Returns:
             The parts of the loss before the step, float32 scalars by name, means of micro-batches.
         """
         totals: dict[str, Tensor] = {}
+        shares: dict[str, list[Tensor]] = {}
         self.model.forget_uses()
+        local = self.accumulation // self.group.size
         for micro, (ids, targets) in enumerate(micro_batches):
             self.updates.begin_micro(micro)
-            parts = self.model.losses(ids, targets)
+            parts = (self.losses or self.model.losses)(ids, targets)
             reached("forward")
             loss = minimised(parts)
-            (loss if self.updates.averages else loss / self.accumulation).backward()
+            (loss if self.updates.averages else loss / local).backward()
             reached("backward")
             for name, part in parts.items():
-                totals[name] = totals.get(name, 0) + part.detach() / self.accumulation
+                share = part.detach() / self.accumulation
+                if self.group.size == 1:
+                    totals[name] = totals.get(name, 0) + share
+                else:
+                    shares.setdefault(name, []).append(share)
         self.updates.finish()
+        self.model.join(self.group)
         self.model.after_step()
-        return totals
+        return totals | {name: sum(self.group.in_order(own)) for name, own in shares.items()}

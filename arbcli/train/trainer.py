@@ -1,29 +1,58 @@
 """Training, one step at a time: what a run computes, and nothing of its files."""
 
 import dataclasses
+import itertools
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from arbcli.checkpoint import Checkpoint, check_layout
+from arbcli.checkpoint import Checkpoint, check_layout, tensor_digest
 from arbcli.config.training import TrainConfig
 from arbcli.data import Texts, batch, digest, evaluation_batches
-from arbcli.device import COMPUTE
+from arbcli.device import COMPUTE, tell_compiler
 from arbcli.errors import ArbError
 from arbcli.infer.load import is_export
 from arbcli.kernels.runtime.backend import use_backend
 from arbcli.model.build import build_model
 from arbcli.train.compiled_twin import compile_twin, side_stream
 from arbcli.train.float_optimizer import FloatOptimizer
+from arbcli.train.parallel.group import Group
+from arbcli.train.parallel.replicas import Replicas
+from arbcli.train.parallel.shared_updater import SharedUpdater
 from arbcli.train.schedule import learning_rate
-from arbcli.train.step import TrainingStep
+from arbcli.train.step import TrainingStep, minimised
 from arbcli.train.updater import Updater
 
 EAGER_STEPS = 3
 """Steps before a step is captured: kernels compile and libraries make up their minds in them."""
 EVAL_BATCHES = 40
 """Of an evaluation."""
+
+
+RELOAD = "go on from the last checkpoint with `--resume`; if it comes again, a GPU may be faulty"
+WIRE = ".wire_exponent"
+"""How the names end of what only a shared run keeps."""
+
+
+def check_shares(config: TrainConfig, size: int) -> None:
+    """Refuse to share a run among so many processes where that cannot be done.
+
+    Raises:
+        ArbError: it cannot.
+    """
+    if config.accum % size:
+        raise ArbError(
+            f"{config.accum} micro-batches cannot be dealt out evenly to {size} processes",
+            hint=f"use an `accum` that is a multiple of {size}",
+            fields=("accum",),
+        )
+    if size > 1 and config.model.weights == "ternary" and config.wire is None:
+        raise ArbError(
+            "the run steps by each gradient as it comes, which one process does alone",
+            hint="go on with one process, or start a run with `wire=int8`",
+            fields=("wire",),
+        )
 
 
 def text_digest(texts: Texts) -> str:
@@ -40,42 +69,72 @@ class Trainer:
         capture: after a few steps, replay the step as one CUDA graph: the same kernels and the same
             bits without the launches' cost. Hooks on the model see nothing of a replayed step. A
             float twin is compiled besides, which moves its last bits.
+        group: the processes that share the run; None is this one alone.
+
+    Raises:
+        ArbError: the run cannot be shared out so.
     """
 
-    def __init__(self, config: TrainConfig, texts: Texts, *, capture: bool = False) -> None:
+    def __init__(
+        self,
+        config: TrainConfig,
+        texts: Texts,
+        *,
+        capture: bool = False,
+        group: Group | None = None,
+    ) -> None:
         self.config, self.texts = config, texts
+        self.group = group or Group()
+        check_shares(config, self.group.size)
         self.device = torch.device(config.device)
         dtype = COMPUTE[config.compute]
         with torch.device(self.device):
             self.model = build_model(
                 config.model, dtype, recompute=config.recompute, fp8=config.compute == "fp8"
             )
-        capture = capture and config.backend == "triton"
+        capture = compiled = capture and config.backend == "triton"
         self.step = 0
         self.between_steps = True
         """Whether the state is that of a whole number of steps; an error may end one half-way."""
         self.loss_parts: dict[str, Tensor] = {}
         """Parts of the last step's loss, float32 scalars by name."""
-        self.updater: Updater | None = None
+        self.updater: Updater | SharedUpdater | None = None
+        self.shared: SharedUpdater | None = None
+        """The updater, where gradients travel as integers."""
         self.optimizer: FloatOptimizer | None = None
         with use_backend(config.backend):
             self.model.initialise(config.seed)
         if config.model.weights == "ternary":
             tensors = self.model.weights().values()
-            self.updater = Updater(tensors, config.seed, dtype)
+            if config.wire is None:
+                self.updater = Updater(tensors, config.seed, dtype)
+            else:
+                self.model.declare_wire()
+                about = config.seed, dtype, config.wire, config.accum, self.group
+                self.updater = self.shared = SharedUpdater(tensors, *about)
+            if self.shared:
+                self.shared.release()
             for tensor in tensors:
                 tensor.sink = self.updater
         else:
-            self.optimizer = FloatOptimizer(self.model, config.optimizer, compiled=capture)
+            self.optimizer = FloatOptimizer(self.model, config.optimizer, compiled=compiled)
         self._updates = self.updater or self.optimizer
-        self._compute = TrainingStep(self.model, self._updates, config.accum)
+        self._compute = TrainingStep(self.model, self._updates, config.accum, self.group)
+        self._local = self.group.local(config.accum)
+        if self.optimizer and self.group.size > 1:
+            capture = False
+            self._compute.losses = Replicas(self.model, len(self._local))
         self._warm_up_stream: torch.cuda.Stream | None = None
-        if capture and self.optimizer:
+        if compiled and self.optimizer:
+            tell_compiler()
             compile_twin(self.model)
+        if capture and self.optimizer:
             self._warm_up_stream = torch.cuda.Stream(self.device)
         self._capture_at = EAGER_STEPS if capture else None
         self._graph: torch.cuda.CUDAGraph | None = None
         self._batches: Tensor | None = None
+        self._measured = False
+        """Whether what gradients are divided by is known."""
 
     @property
     def captures(self) -> bool:
@@ -104,6 +163,8 @@ class Trainer:
             The loss before it, a float32 scalar tensor in nats a byte; reading it waits for a GPU.
         """
         self._load_batches()
+        if self.shared and not self._measured:
+            self._measure()
         self._updates.set_step(self.step, self.lr, self.config.accum)
         if self._graph is None and self._capture_at == self.step:
             self._capture()
@@ -134,7 +195,7 @@ class Trainer:
 
     def _load_batches(self) -> None:
         """Fetch the micro-batches of this step, on a GPU into the buffers that a graph reads."""
-        batches = [self.fetch(micro, "cpu") for micro in range(self.config.accum)]
+        batches = [self.fetch(micro, "cpu") for micro in self._local]
         if self.device.type == "cuda":
             loaded = torch.stack([torch.stack(pair) for pair in batches]).pin_memory()
             if self._batches is None:
@@ -143,27 +204,51 @@ class Trainer:
             batches = list(self._batches)  # (2, B, T) int64 each
         self._micro_batches = batches
 
+    def _measure(self) -> None:
+        """Find how large the gradients of the first step are, where nobody knows that yet."""
+        if self.shared.needs_measuring:
+            with use_backend(self.config.backend), self.shared.measuring():
+                for ids, targets in self._micro_batches:
+                    self.model.forget_uses()
+                    minimised(self.model.losses(ids, targets)).backward()
+                self.model.forget_uses()
+        self._measured = True
+
     def _capture(self) -> None:
         """Record a step as a CUDA graph. Recording executes nothing, so no state changes."""
         torch.cuda.empty_cache()  # what the steps before it held is held by the graph from now on
         self._graph = torch.cuda.CUDAGraph()
-        with use_backend(self.config.backend), torch.cuda.graph(self._graph):
+        # NCCL has a thread of its own that looks at events meanwhile
+        mode = "global" if self.group.size == 1 else "thread_local"
+        graph = torch.cuda.graph(self._graph, capture_error_mode=mode)
+        with use_backend(self.config.backend), graph:
             self._captured_parts = self._compute(self._micro_batches)
+
+    def release_graph(self) -> None:
+        """Free the captured step; NCCL does not end while there is one that has its messages."""
+        if self._graph is not None:
+            self._graph.reset()
+            self._graph = None
 
     @torch.no_grad()
     def evaluate(self, num_batches: int = EVAL_BATCHES) -> float:
-        """Average the loss over fixed batches of the held-out text, in nats a byte."""
-        losses = []
+        """Average the loss over fixed batches of the held-out text, in nats a byte.
+
+        Processes share them where they can be dealt out evenly.
+        """
+        group = self.group if num_batches % self.group.size == 0 else Group()
+        mine, losses = group.local(num_batches), []
         with use_backend(self.config.backend):
-            for ids, targets in evaluation_batches(
+            batches = evaluation_batches(
                 self.texts.val,
                 num_batches=num_batches,
                 batch_size=self.config.batch,
                 context=self.config.model.ctx,
                 device=self.device,
-            ):
+            )
+            for ids, targets in itertools.islice(batches, mine.start, mine.stop):
                 losses.append(self.model.loss(ids, targets))
-        return float(torch.stack(losses).mean())
+        return float(torch.stack(group.in_order(losses)).mean())
 
     def state_bytes(self) -> int:
         """Count what survives a step."""
@@ -172,15 +257,55 @@ class Trainer:
             state += self.optimizer.state_tensors()
         return sum(tensor.nbytes for tensor in state)
 
-    def checkpoint(self, text_digest: str) -> Checkpoint:
-        """Gather the whole state."""
+    def checkpoint(self, text_digest: str, init_digest: str | None = None) -> Checkpoint:
+        """Gather the whole state, and the settings that made it.
+
+        Of several processes the first one has all of it, the others a part.
+
+        Args:
+            text_digest: of both texts.
+            init_digest: of the checkpoint that the run began with; None if it began with none.
+        """
+        settings = self.config.decisive() | {"init_from": init_digest}
+        seed = settings.pop("seed")
+        tensors, wire = self.model.state_dict(), {}
+        if self.shared:
+            wire = {"wire": self.config.wire}
+            tensors |= self.shared.gather(self.model)
         return Checkpoint(
             step=self.step,
             config=dataclasses.asdict(self.config.model),
             counters=self.updater.counters(),
-            data={"digest": text_digest, "seed": self.config.seed, "position": self.step},
-            tensors=self.model.state_dict(),
+            data={
+                "digest": text_digest,
+                "seed": seed,
+                "position": self.step,
+                "settings": settings,
+            }
+            | wire,
+            tensors=tensors,
         )
+
+    def check_agreement(self) -> None:
+        """Compare what all processes keep of the state.
+
+        Raises:
+            ArbError: in all of them, if one has something else.
+        """
+        if self.group.size > 1 and self.shared:
+            own = self.shared.layout(self.model)
+            parts = {n: part for n, part in self.model.state_dict().items() if n not in own}
+            found = {name: tensor_digest(name, part) for name, part in parts.items()}
+            self.group.compare(found, "state", RELOAD)
+
+    def gauges(self) -> dict[str, float]:
+        """Measure what is worth a line in the log: see `LanguageModel.gauges`.
+
+        Returns:
+            wire: bytes that a process receives in a step for each weight, where there are several.
+        """
+        shared = self.shared if self.group.size > 1 else None
+        return self.model.gauges() | ({"wire": shared.bytes_a_weight()} if shared else {})
 
     def take_weights(self, checkpoint: Checkpoint) -> None:
         """Begin with the state of a checkpoint, at step 0 and with counters of 0.
@@ -193,8 +318,15 @@ class Trainer:
                 "the file has the weights alone, and no state to train on from",
                 hint="name a checkpoint of the run that it is an export of",
             )
-        check_layout(checkpoint.tensors, self.model.state_dict())
-        self.model.load_state_dict(checkpoint.tensors)
+        tensors = dict(checkpoint.tensors)
+        if ("wire" in checkpoint.data) != (self.shared is not None):
+            tensors = {n: part for n, part in tensors.items() if not n.endswith(WIRE)}
+            tensors |= {n: part for n, part in self.model.state_dict().items() if n.endswith(WIRE)}
+        own = self.model.state_dict()
+        whole = self.shared.layout(self.model) if self.shared else {}
+        check_layout(tensors, own | whole)
+        self.model.load_state_dict({n: part[: len(own[n])] for n, part in tensors.items()})
+        self._measured = False
 
     def restore(self, checkpoint: Checkpoint) -> None:
         """Continue from a checkpoint.

@@ -6,7 +6,8 @@ shape of the matrix is made but the orthogonalised gradient.
 """
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -36,6 +37,15 @@ ROW_CLIP = 2
 are read most have most of the direction, and were seen to swing from one side to the other."""
 
 
+class _StepSizes(NamedTuple):
+    """What a learning rate makes of slopes, directions and moments: see `StepControl`."""
+
+    scale_gain: tuple[Tensor, Tensor]
+    direct_gain: tuple[Tensor, Tensor]
+    limit: Tensor
+    step_size: Tensor
+
+
 class Updater:
     """Steps the weights of a model, each as soon as its gradient is there.
 
@@ -61,6 +71,7 @@ class Updater:
             id(tensor): index for tensor, index in zip(self.tensors, first[:-1], strict=True)
         }
         self.num_weights = sum(tensor.num_weights for tensor in self.tensors)
+        self._lr_factors = sorted({tensor.lr_factor for tensor in self.tensors})
         self._control = torch.empty(0, dtype=torch.int64, device=self.device)
         # one of each for every matrix, so that updates of several may run side by side
         counter = {"dtype": torch.int64, "device": self.device}
@@ -89,14 +100,11 @@ class Updater:
                 step by a share with each.
         """
         self.accumulation = accumulation
-        step_size = lr * self.radix * STEP_OF_RADIX
-        same = [
-            *fixed_point_gain(lr * SCALE_STEP / accumulation),
-            *fixed_point_gain(step_size / accumulation),
-            min(round(STEP_CLIP * step_size * UNIT), 2**30),
-            round(step_size * 2**32),
+        sizes = [self._step_sizes(lr * factor) for factor in self._lr_factors]
+        rows = [
+            [[step * accumulation + micro, *size] for size in sizes]
+            for micro in range(accumulation)
         ]
-        rows = [[step * accumulation + micro, *same] for micro in range(accumulation)]
         control = torch.tensor(rows, dtype=torch.int64, device="cpu")
         if self._control.shape != control.shape:
             self._control = control.to(self.device)
@@ -105,22 +113,38 @@ class Updater:
         else:
             self._control.copy_(control)
 
+    def _step_sizes(self, lr: float) -> tuple[int, ...]:
+        """Write what a learning rate makes of slopes, directions and moments, in fixed point."""
+        step_size = lr * self.radix * STEP_OF_RADIX
+        return (
+            *fixed_point_gain(lr * SCALE_STEP / self.accumulation),
+            *fixed_point_gain(step_size / self.accumulation),
+            min(round(STEP_CLIP * step_size * UNIT), 2**30),
+            round(step_size * 2**32),
+        )
+
     def begin_micro(self, micro: int) -> None:
         """Prepare for the backward of micro-batch `micro`, from 0, by work on the device alone."""
         self.first, self.last = micro == 0, micro == self.accumulation - 1
         control = self._control[micro]
-        integers = control[:6].to(torch.int32).unbind()
-        tick, scale_gain, scale_shift, gain, shift, self.limit = integers
-        self.row_limit = self.limit * ROW_CLIP // STEP_CLIP
+        integers = control[:, :6].to(torch.int32)
+        tick = integers[0, 0]
         self.keys = stream_keys(self.seed, tick, self._num_matrices, NUM_STREAMS)
-        self.scale_gain = (scale_gain, scale_shift)
-        self.direct_gain = (gain, shift)
-        self.step_size = control[6]
+        self._sizes = {
+            factor: _StepSizes((scale, scale_shift), (direct, shift), limit, size)
+            for factor, (_, scale, scale_shift, direct, shift, limit), size in zip(
+                self._lr_factors, map(Tensor.unbind, integers), control[:, 6], strict=True
+            )
+        }
         self._squares.zero_()
 
-    def finish(self) -> None:
-        """End a step: count it if one of its gradients was not finite."""
-        self._nonfinite_steps += self._nonfinite.amax()
+    def finish(self, of_all: Callable[[Tensor], Tensor] = lambda flag: flag) -> None:
+        """End a step: count it if one of its gradients was not finite.
+
+        Args:
+            of_all: finds the largest of an integer of all processes.
+        """
+        self._nonfinite_steps += of_all(self._nonfinite.amax())
         self._nonfinite.zero_()
 
     @torch.no_grad()
@@ -183,6 +207,7 @@ class Updater:
             values: what its direction is made of, if that is known.
         """
         keys, rule, direction = self.keys[index].unbind(), tensor.rule, tensor.direction
+        sizes = self._sizes[tensor.lr_factor]
         packed = tensor.packed_of(state)
         averages = direction is not None and direction.averages
         statistics = gradient_statistics(grad, packed, factored=averages, signs=rule.steps_by_signs)
@@ -199,10 +224,10 @@ class Updater:
             ingredients = direction.ingredients(values, gains, share)
         control = StepControl(
             keys=keys,
-            scale_gain=self.scale_gain,
-            direct_gain=self.direct_gain,
-            step_size=self.step_size,
-            limit=self.limit if share is None else self.row_limit,
+            scale_gain=sizes.scale_gain,
+            direct_gain=sizes.direct_gain,
+            step_size=sizes.step_size,
+            limit=sizes.limit if share is None else sizes.limit * ROW_CLIP // STEP_CLIP,
             flips=self._flips[index],
             squares=self._squares[index],
             share=share,
@@ -211,6 +236,10 @@ class Updater:
             accumulation=self.accumulation,
         )
         rule.step(state, Gradient(grad, statistics, gains, ingredients), control)
+
+    def index_of(self, tensor: TernaryTensor) -> int:
+        """Find the place of a tensor's first matrix among all matrices."""
+        return self._index[id(tensor)]
 
     def take_flips(self) -> int:
         """Count the trits that changed since the last call; waits for the device."""

@@ -94,10 +94,9 @@ def poisoned(*, warn_only: bool = True) -> Iterator[None]:
 
     Needs torch's deterministic mode, in which `warn_only` lets other operations pass, silently.
     """
-    before = torch.are_deterministic_algorithms_enabled()
-    before_warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    before = torch.get_deterministic_debug_mode()
     fill = torch.utils.deterministic.fill_uninitialized_memory
-    torch.use_deterministic_algorithms(True, warn_only=warn_only)
+    torch.set_deterministic_debug_mode("warn" if warn_only else "error")
     torch.utils.deterministic.fill_uninitialized_memory = True
     try:
         with warnings.catch_warnings():
@@ -106,7 +105,7 @@ def poisoned(*, warn_only: bool = True) -> Iterator[None]:
             warnings.filterwarnings("ignore", category=RuntimeWarning, module="triton")
             yield
     finally:
-        torch.use_deterministic_algorithms(before, warn_only=before_warn_only)
+        torch.set_deterministic_debug_mode(before)
         torch.utils.deterministic.fill_uninitialized_memory = fill
 
 

@@ -42,6 +42,7 @@ from arbcli.kernels.scan.causal_conv import rounded_conv
 from arbcli.kernels.scan.decay_scan import scan_in_bf16
 from arbcli.kernels.update.blend_moment import moment_max
 from arbcli.kernels.update.newton_schulz import GRAM, GRAM_POLYNOMIAL
+from arbcli.kernels.update.quantise_gradient import NONE
 
 TILES = (16, 32, 64, 128, 160, 256, 320)
 """Where tiles, planes and blocks of weights end."""
@@ -502,6 +503,24 @@ def _blend_moment(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
     )  # fmt: skip
 
 
+def _quantise_gradient(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
+    dtype = dice.pick((torch.int8, torch.int16, torch.int32))
+    sums = torch.full((n, k), dice.below(99), dtype=dtype, device=dice.device)
+    exponent, fitting = (dice.integers(-9, 1, n).contiguous() for _ in range(2))
+    if dice.chance(0.2):
+        exponent[:: 1 + dice.below(4)] = NONE
+    # sums of int8 have room for so much
+    return dice.reals(n, k), exponent, dice.key(), sums, fitting, 1 + dice.below(29), True
+
+
+def _sum_gradients(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
+    number, dtype = 1 + dice.below(4), dice.pick((torch.int8, torch.int16, torch.int32))
+    room = torch.zeros(number, n * k + dice.below(3), dtype=dtype, device=dice.device)
+    parts = room[:, : n * k].unflatten(1, (n, k))
+    parts.copy_(dice.integers(-127, 127, number, n, k))
+    return parts, *(dice.integers(-9, 9, *shape).contiguous() for shape in ((n,), (number, n)))
+
+
 def _weights(dice: Dice, n: int, k: int, radix: int, largest: int) -> tuple[Tensor, Tensor]:
     """Draw trits and remainders, all that z can be."""
     z = dice.integers(-radix - largest, radix + largest, n, k, dtype=torch.int32)
@@ -747,6 +766,8 @@ DRAWINGS = {
     "step_by_direction": Drawing(_step_by_direction),
     "cast_trit_votes": Drawing(_cast_trit_votes),
     "cast_scale_votes": Drawing(_cast_scale_votes),
+    "quantise_gradient": Drawing(_quantise_gradient),
+    "sum_gradients": Drawing(_sum_gradients),
 }  # fmt: skip
 
 

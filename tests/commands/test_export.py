@@ -20,6 +20,21 @@ def run(tmp_path_factory) -> str:
     return str(folder / "run")
 
 
+def test_auto_is_the_run_that_was_started_last(run, tmp_path, arb_here, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs" / "one").symlink_to(run)
+    done = arb_here("export", "auto", "--to", "gguf", "--json")
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert report["checkpoint"] == "runs/one/step-000002.safetensors"
+    done = arb_here("inspect", "auto", "--json")
+    assert json.loads(done.stdout)["kind"] == "run"
+    assert json.loads(arb_here("inspect", report["path"], "--diff", "auto", "--json").stdout)[
+        "equal"
+    ]
+
+
 def test_export_writes_what_is_named_for_the_run(run, tmp_path, arb_here, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name, place in (("gguf", "run.gguf"), ("hf", "run-hf"), ("safetensors", "run-weights")):

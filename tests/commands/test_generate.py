@@ -1,11 +1,12 @@
 """`arb generate` and `arb evaluate` as a person or a program meets them."""
 
 import importlib
+import io
 import json
-import os
 import subprocess
 import sys
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from unittest import mock
 
@@ -27,34 +28,28 @@ def run(tmp_path_factory) -> str:
     return str(folder / "run")
 
 
-def arb(*args: str, stdin: bytes = b"") -> subprocess.CompletedProcess:
-    command = [sys.executable, "-m", "arbcli", *args]
-    env = os.environ | {"COLUMNS": "160"}
-    return subprocess.run(command, input=stdin, capture_output=True, check=False, env=env)
+@pytest.fixture
+def generate(run, arb_here):
+    return partial(arb_here, "generate", "--checkpoint", run, "--device", "cpu")
 
 
-def generate(run: str, *args: str, stdin: bytes = b"") -> subprocess.CompletedProcess:
-    return arb("generate", "--checkpoint", run, "--device", "cpu", *args, stdin=stdin)
-
-
-def test_generate_writes_text_to_stdout_and_its_speed_to_stderr(run):
-    done = generate(run, "--prompt", "ternary ", "--length", "40")
+def test_generate_writes_text_to_stdout_and_its_speed_to_stderr(generate):
+    done = generate("--prompt", "ternary ", "--length", "40")
     assert done.returncode == 0, done.stderr
-    text = done.stdout.decode("utf-8")
-    assert 0 < len(text.replace("\ufffd", "?")) <= 40
-    assert b"40 bytes, " in done.stderr
-    assert b"bytes/s on cpu, backend torch" in done.stderr
-    assert generate(run, "--prompt", "ternary ", "--length", "40").stdout == done.stdout
+    assert 0 < len(done.stdout.replace("\ufffd", "?")) <= 40
+    assert "40 bytes, " in done.stderr
+    assert "bytes/s on cpu, backend torch" in done.stderr
+    assert generate("--prompt", "ternary ", "--length", "40").stdout == done.stdout
 
 
-def test_generate_writes_the_same_as_json_bytes_and_text(run, arb_here):
+def test_generate_writes_the_same_as_json_bytes_and_text(run, generate):
     args = ["--length", "60", "--temperature", "3", "--seed", "7"]
-    here = ["generate", "--checkpoint", run, "--device", "cpu", *args]
-    report = json.loads(arb_here(*here, "--json").stdout)
-    raw = generate(run, *args, "--bytes").stdout
+    report = json.loads(generate(*args, "--json").stdout)
+    command = [sys.executable, "-m", "arbcli", "generate", "--checkpoint", run, "--device", "cpu"]
+    raw = subprocess.run([*command, *args, "--bytes"], capture_output=True, check=False).stdout
     assert len(raw) == 60
     assert report["text"] == raw.decode(errors="replace")
-    assert arb_here(*here).stdout == report["text"]
+    assert generate(*args).stdout == report["text"]
     assert "\ufffd" in report["text"]
     assert (report["prompt"], report["seed"], report["length"]) == ("\n", 7, 60)
     assert report["checkpoint"].endswith("step-000040.safetensors")
@@ -91,10 +86,10 @@ def test_every_option_reaches_what_it_is_for(run, arb_here, tmp_path, monkeypatc
     assert len(loads.call_args_list) == 2
 
 
-def test_generate_reads_a_prompt_of_any_bytes_from_stdin(run):
+def test_generate_reads_a_prompt_of_any_bytes_from_stdin(generate, monkeypatch):
     prompt = b"na\xc3\xafve \xff"
-    args = ["--prompt", "-", "--length", "5", "--temperature", "0", "--json"]
-    done = generate(run, *args, stdin=prompt)
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(prompt), encoding="ascii"))
+    done = generate("--prompt", "-", "--length", "5", "--temperature", "0", "--json")
     assert json.loads(done.stdout)["prompt"] == prompt.decode(errors="replace")
     assert json.loads(done.stdout)["top_k"] == 256
 
@@ -156,8 +151,11 @@ def test_evaluate_reads_the_field_that_is_named(run, arb_here, tmp_path):
 
 def test_auto_in_a_folder_without_runs_is_explained(arb_here, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    for command in ("generate", "evaluate", "probe-loss"):
-        done = arb_here(command, "--checkpoint", "auto")
+    for words in (
+        "generate --checkpoint auto", "evaluate --checkpoint auto", "probe-loss --checkpoint auto",
+        "export auto --to gguf", "inspect auto", "check auto",
+    ):  # fmt: skip
+        done = arb_here(*words.split())
         assert "there is no run in `runs`" in done.stderr
         assert done.returncode == 2
 

@@ -12,7 +12,13 @@ from typer.testing import CliRunner
 from arbcli import config
 from arbcli.cli import app
 from arbcli.commands._help import GROUPS
-from arbcli.commands._options import BACKENDS, OPTION_OF_FIELD, in_options, repeat_options
+from arbcli.commands._options import (
+    BACKENDS,
+    OPTION_OF_FIELD,
+    fill_options,
+    in_options,
+    repeat_options,
+)
 from arbcli.commands.train import train
 from arbcli.config.dense import ModelConfig
 from arbcli.config.presets import PRESETS, preset
@@ -57,6 +63,17 @@ def test_values_of_an_option_may_follow_one_another():
     said = "train --data a.txt --data b.txt --data - --val c --val d --steps 5 --data=e f --json"
     assert repeat_options(words.split()) == said.split()
     assert repeat_options([]) == []
+
+
+@pytest.mark.parametrize(("words", "said"), [
+    ("train --profile", "train --profile 3"),
+    ("train --profile --json", "train --profile 3 --json"),
+    ("train --profile 7 --json", "train --profile 7 --json"),
+    ("train --profile=7 --profile", "train --profile=7 --profile 3"),
+    ("train --profile -1", "train --profile -1"),
+])  # fmt: skip
+def test_value_of_an_option_may_be_left_out(words, said):
+    assert fill_options(words.split()) == said.split()
 
 
 def test_backends_are_those_that_there_are():

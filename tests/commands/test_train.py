@@ -30,14 +30,9 @@ def text(tmp_path) -> str:
     return str(path)
 
 
-def arb(*args: str, cwd: Path | None = None, **environment: str) -> subprocess.CompletedProcess:
-    command = [sys.executable, "-m", "arbcli", *args]
-    env = os.environ | environment
-    return subprocess.run(command, capture_output=True, text=True, check=False, cwd=cwd, env=env)
-
-
-def test_train_says_what_a_person_needs(text, tmp_path):
-    done = arb("train", "--data", text, *SMALL, cwd=tmp_path)
+def test_train_says_what_a_person_needs(text, tmp_path, arb_here, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    done = arb_here("train", "--data", text, *SMALL)
     assert done.returncode == 0
     assert done.stdout == ""
     for words in ("run     runs/001-32x1-moment", "order-0 entropy", "device  cpu, backend torch",
@@ -61,8 +56,9 @@ def test_train_of_a_graph_shows_what_it_measures_of_itself(text, tmp_path, arb_h
     assert json.loads(done.stdout)["context"] == 16
 
 
-def test_train_prints_only_a_record_a_line_as_json(text, tmp_path):
-    done = arb("train", "--data", text, *SMALL, "--json", "--quiet", "--out", str(tmp_path / "r"))
+def test_train_prints_only_a_record_a_line_as_json(text, tmp_path, arb_here):
+    out = ["--out", str(tmp_path / "r")]
+    done = arb_here("train", "--data", text, *SMALL, "--json", "--quiet", *out)
     records = [json.loads(line) for line in done.stdout.splitlines()]
     *records, report = records
     assert [record["step"] for record in records] == [10, 12]
@@ -74,6 +70,20 @@ def test_train_prints_only_a_record_a_line_as_json(text, tmp_path):
     assert report["checkpoint"] == f"{run}/step-000012.safetensors"
     assert report["sample"]
     assert report["stopped_by"] is None
+
+
+def test_train_shows_samples_utilisation_and_where_the_trace_is(
+    text, tmp_path, arb_here, monkeypatch
+):
+    monkeypatch.setattr("arbcli.train.run.peak_operations", lambda device: 1e12)
+    monkeypatch.setattr("arbcli.train.run.SAMPLE_BYTES", 8)
+    monkeypatch.setattr("arbcli.train.trainer.Trainer.evaluate", lambda self: 1.0)
+    args = ["--data", text, *SMALL, "--steps", "5", "--sample-every", "4", "--profile"]
+    done = arb_here("train", *args, "--out", str(tmp_path / "r"))
+    assert done.returncode == 0, done.stderr
+    assert "\nsample at step 4\n" in done.stderr
+    assert "% MFU" in done.stderr
+    assert f"the trace is `{tmp_path}/r/trace-000003.json.gz`" in done.stderr
 
 
 def test_train_ends_with_an_object_where_nothing_is_left_to_do(text, tmp_path, arb_here):
@@ -240,22 +250,12 @@ def test_train_of_a_model_beyond_memory_starts_by_force_only(arb_here, monkeypat
     assert "made" in arb_here(*large, "--force").stderr
 
 
-def test_train_survives_a_full_disk_with_its_checkpoints(text, tmp_path, arb_here):
-    """A limit on the size of files is as good as a full disk."""
+def test_train_survives_a_full_disk_with_its_checkpoints(text, tmp_path, arb_here, full_disk):
     run = tmp_path / "run"
     assert arb_here("train", "--data", text, *SMALL, "--out", str(run)).returncode == 0
     size = (run / "step-000012.safetensors").stat().st_size
-    code = (
-        "import resource, signal, sys\n"
-        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
-        f"resource.setrlimit(resource.RLIMIT_FSIZE, ({size - 1000},) * 2)\n"
-        "from arbcli.cli import main\n"
-        f"sys.argv = ['arb', 'train', '--data', {text!r}, *{SMALL!r}]\n"
-        f"sys.argv += ['--out', {str(run) + '2'!r}]\n"
-        "main()\n"
-    )
-    command = [sys.executable, "-c", code]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    with full_disk(size - 1000):
+        done = arb_here("train", "--data", text, *SMALL, "--out", str(run) + "2")
     assert done.returncode == 2
     assert "error: cannot write" in done.stderr
     assert "Traceback" not in done.stderr
@@ -270,8 +270,8 @@ PARTS = (
 OPTIONS = {
     "train": "accum backend batch compute config ctx data device digits dim direction dry-run"
     " eval-every ffn field final-lr force heads init-from json keep keep-best layers log lr minutes"
-    " no-sub-norms optimizer out plot preset print-config quiet recompute resume rule save-every"
-    " schedule seed steps sub-norms tscale-type val warmup weights" + PARTS,
+    " no-sub-norms optimizer out plot preset print-config profile quiet recompute resume rule"
+    " sample-every save-every schedule seed steps sub-norms tscale-type val warmup weights" + PARTS,
     "check": "json",
     "generate": "backend bytes checkpoint chunks compute device json length prompt seed temperature"
     " top-k top-p",
@@ -282,8 +282,8 @@ OPTIONS = {
     + PARTS,
     "audit-memory": "accum backend batch budget compute ctx device digits dim direction ffn heads"
     " json layers preset recompute rule seed snapshot steps tscale-type what-if" + PARTS,
-    "probe-loss": "backend batch checkpoint compute ctx data device digits dim direction ffn heads"
-    " json layers lr plot preset rule seed steps tscale-type val warmup" + PARTS,
+    "probe-loss": "backend batch checkpoint compute ctx data device digits dim direction ffn field"
+    " heads json layers lr plot preset rule seed steps tscale-type val warmup" + PARTS,
     "verify-kernels": "all-tscale-types backend compare device fuzz json ledger list seed targets"
     " time tscale-type",
 }

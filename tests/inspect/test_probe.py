@@ -445,6 +445,15 @@ class TestSaved:
         config, _ = open_saved(run, steps=1, note=print, batch=3, data=[text], lr=0.5)
         assert (config.batch, config.data, config.val, config.lr) == (3, (text,), (), 0.5)
 
+    def test_probe_reads_the_field_that_is_named(self, run, tmp_path):
+        records = tmp_path / "a.jsonl"
+        records.write_text('{"said": "' + "abc " * 200 + '", "other": "' + "x" * 4000 + '"}\n')
+        config, checkpoint = open_saved(run, steps=1, note=print, data=[str(records)], field="said")
+        assert config.field == "said"
+        read = probe(config, steps=1, checkpoint=checkpoint)
+        assert "a.jsonl" in read.text
+        assert read.text_entropy == pytest.approx(math.log(4), rel=0.1)
+
     def test_missing_run_is_an_error(self, tmp_path):
         with pytest.raises(ArbError, match="no checkpoint"):
             open_saved(tmp_path, steps=1, note=print)

@@ -73,6 +73,14 @@ def test_logger_hears_the_whole_run(text, tmp_path, capsys):
     assert capsys.readouterr().out == ""
 
 
+def test_logger_hears_samples_of_steps(text, tmp_path):
+    logger = Listening()
+    train(text, tmp_path / "run", logger, sample_every=1)
+    scalars = [entry for entry in logger.heard if entry[0] == "scalars"]
+    assert [entry[1] for entry in logger.heard if entry[0] == "text"] == [1, 2, 3]
+    assert all("sample" not in values for _, _, values in scalars)
+
+
 def test_failure_of_a_logger_is_told_and_the_run_goes_on(text, tmp_path):
     told = []
     failing, sound = Listening(told.append), Listening()

@@ -299,8 +299,8 @@ def test_every_setting_that_decides_a_run_is_held_against_its_beginning(options)
     """What else there is says where a run reads, saves and computes, or how it keeps its memory."""
     config = new_config(**options)
     free = {
-        "data", "val", "field", "save_every", "eval_every", "keep", "keep_best", "recompute",
-        "device", "backend", "model",
+        "data", "val", "field", "save_every", "eval_every", "sample_every", "keep", "keep_best",
+        "recompute", "device", "backend", "model",
     }  # fmt: skip
     settings = {name for name in TrainConfig.__dataclass_fields__ if name not in free}
     of_model = {f"model.{name}" for name in asdict(config.model)}

@@ -2,8 +2,11 @@
 
 import copy
 import dataclasses
+import gzip
 import json
 import os
+import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -18,16 +21,19 @@ import torch
 from marks import mostly_slow
 
 from arbcli import load
-from arbcli.checkpoint import checkpoints, load_checkpoint, write_json
-from arbcli.config.training import TrainConfig, train_config_from
+from arbcli.checkpoint import checkpoints, load_checkpoint, save_checkpoint, write_json
+from arbcli.config.training import DECISIVE, TrainConfig, train_config_from
 from arbcli.device import COMPUTE
 from arbcli.errors import ArbError
+from arbcli.model.operations import step_operations
 from arbcli.rules import RULES
 from arbcli.train import run as run_module
+from arbcli.train.check import check_run
 from arbcli.train.configure import new_config
 from arbcli.train.directory import field_digests, latest_run, make_next_directory, read_facts
+from arbcli.train.parallel.group import Group
 from arbcli.train.record import Record, append_record, drop_records_after
-from arbcli.train.run import Observer, resume_run, start_run
+from arbcli.train.run import Observer, accept_of, resume_run, start_run
 
 SMALL = {"dim": 32, "layers": 1, "heads": 2, "ffn": 48, "ctx": 16, "batch": 4}
 SMALL_ARGS = [word for name, value in SMALL.items() for word in (f"--{name}", str(value))]
@@ -64,8 +70,8 @@ class StopAt(Observer):
             signal.raise_signal(signal.SIGTERM)
 
 
-def final(run: Path) -> bytes:
-    return (run / "step-000012.safetensors").read_bytes()
+def final(run: Path, step: int = 12) -> bytes:
+    return (run / f"step-{step:06d}.safetensors").read_bytes()
 
 
 def test_hangup_saves_like_a_termination(text, tmp_path, device, monkeypatch):
@@ -160,6 +166,63 @@ def test_held_out_text_is_evaluated_a_handful_of_times(steps, given, interval):
     assert new_config(device="cpu", steps=steps, **options).eval_interval == interval
 
 
+def test_samples_and_a_trace_change_nothing_of_a_run(text, tmp_path, device, monkeypatch):
+    monkeypatch.setattr("arbcli.train.trainer.Trainer.evaluate", lambda self: 1.0)
+    start_run(config(text, device), tmp_path / "plain", Observer())
+    run, notes, observer = tmp_path / "run", [], Observer()
+    observer.noted = notes.append
+    start_run(config(text, device, sample_every=5), run, observer, profile=2)
+    assert final(run) == final(tmp_path / "plain")
+    records = [json.loads(line) for line in (run / "metrics.jsonl").open()]
+    assert [record["step"] for record in records if record["sample"]] == [5, 10]
+    first = 3 if device.type == "cpu" else 6
+    path = run / f"trace-{first:06d}.json.gz"
+    assert notes == [f"the trace is `{path}`: open it at https://ui.perfetto.dev"]
+    with gzip.open(path) as file:
+        names = {event.get("name") for event in json.load(file)["traceEvents"]}
+    steps = sorted(name for name in names if name and name.startswith("ProfilerStep"))
+    assert steps == [f"ProfilerStep#{first + n - 1}" for n in range(2)]
+    assert [found.name for found in run.glob("*trace*")] == [path.name]
+
+
+def test_sample_that_finds_no_memory_is_told_and_the_run_goes_on(text, tmp_path, monkeypatch):
+    asked = iter([ArbError("the GPU's memory is not enough"), None, None])
+
+    def sample(self):
+        if (error := next(asked)) is not None:
+            raise error
+        return "text"
+
+    monkeypatch.setattr("arbcli.train.run._Loop._sample", sample)
+    observer = Observer()
+    observer.noted, observer.recorded = mock.Mock(), mock.Mock()
+    start_run(config(text, "cpu", steps=3, sample_every=1), tmp_path / "run", observer)
+    observer.noted.assert_called_once_with("no sample of step 1: the GPU's memory is not enough")
+    samples = [call.args[0].sample for call in observer.recorded.call_args_list]
+    assert samples == [None, "text", None]
+
+
+def test_run_that_ends_before_a_step_is_traced_says_so(text, tmp_path):
+    observer = Observer()
+    observer.noted = mock.Mock()
+    start_run(config(text, "cpu", steps=2), tmp_path / "run", observer, profile=3)
+    observer.noted.assert_called_once()
+    assert "no step was traced" in observer.noted.call_args.args[0]
+    assert not list((tmp_path / "run").glob("*trace*"))
+
+
+def test_utilisation_is_what_the_model_needs_over_what_the_gpu_can(text, tmp_path, monkeypatch):
+    monkeypatch.setattr("arbcli.train.run.peak_operations", lambda device: 1e9)
+    told = []
+    observer = Observer()
+    observer.recorded = told.append
+    options = config(text, "cpu", steps=2)
+    start_run(options, tmp_path / "run", observer)
+    (record,) = told
+    of_byte = step_operations(options.model) / options.model.ctx
+    assert record.mfu == pytest.approx(record.bytes_per_second * of_byte / 1e9)
+
+
 def test_latest_run_is_the_one_started_last_that_has_a_checkpoint(tmp_path):
     runs = {"001-a": "2026-01-02", "002-b": "2026-01-01", "003-c": "2026-01-03"}
     for name, started in runs.items():
@@ -201,10 +264,10 @@ def test_resumed_run_ends_in_the_same_file(rule, text, tmp_path, device, monkeyp
     ("options", "stop"),
     mostly_slow(
         [
-            ({"memgram": True}, 7), ({"rule": "nibble"}, 11),
+            ({"memgram": True}, 3), ({"rule": "nibble"}, 5),
             ({"memgram": True, "graph": False}, 1), ({"moe": False, "router": False}, 4),
         ],
-        lambda options, stop: stop == 7,  # all that a graph can have
+        lambda options, stop: stop == 3,  # all that a graph can have
     ),
     ids=lambda value: "-".join(map(str, value)) or "all" if isinstance(value, dict) else str(value),
 )  # fmt: skip
@@ -212,12 +275,13 @@ def test_resumed_run_of_a_graph_ends_in_the_same_file(
     options, stop, text, tmp_path, device, small_graph, monkeypatch
 ):
     monkeypatch.setattr("arbcli.train.run.LOG_EVERY", 1)
-    options = config(text, device, accum=2, seed=1, **small_graph | options)
+    steps = {"steps": 6, "eval_every": 6, "save_every": 2}
+    options = config(text, device, accum=2, seed=1, **small_graph | steps | options)
     start_run(options, tmp_path / "whole", Observer())
     assert start_run(options, tmp_path / "stopped", StopAt(stop)).steps == stop
     resume_run(tmp_path / "stopped", Observer())
-    assert final(tmp_path / "stopped") == final(tmp_path / "whole")
-    tensors = load_checkpoint(tmp_path / "whole" / "step-000012.safetensors").tensors
+    assert final(tmp_path / "stopped", 6) == final(tmp_path / "whole", 6)
+    tensors = load_checkpoint(tmp_path / "whole" / "step-000006.safetensors").tensors
     moved = {"codebook.table.weight.usage", "knowledge.table.weight.usage"}
     if options.model.graph:
         moved |= {f"moe_graph.edges.{part}" for part in ("source", "target", "sign", "score")}
@@ -233,12 +297,11 @@ def test_resumed_run_of_chunks_ends_in_the_same_file(
     text, tmp_path, device, small_hnet, monkeypatch
 ):
     monkeypatch.setattr("arbcli.train.run.LOG_EVERY", 1)
-    monkeypatch.setattr("arbcli.train.run.SAMPLE_BYTES", 8)
-    options = config(text, device, **small_hnet)
+    options = config(text, device, **small_hnet, steps=6)
     start_run(options, tmp_path / "whole", Observer())
     assert start_run(options, tmp_path / "stopped", StopAt(4)).steps == 4
     resume_run(tmp_path / "stopped", Observer())
-    assert final(tmp_path / "stopped") == final(tmp_path / "whole")
+    assert final(tmp_path / "stopped", 6) == final(tmp_path / "whole", 6)
     records = [json.loads(line) for line in (tmp_path / "stopped" / "metrics.jsonl").open()]
     assert set(records[-1]["parts"]) == {"ratio"}
     assert set(records[-1]["gauges"]) == {"chunk_length", "chunk_length_2", "joined"}
@@ -246,7 +309,7 @@ def test_resumed_run_of_chunks_ends_in_the_same_file(
 
 
 def test_run_of_a_graph_is_loaded_as_it_was_trained(text, tmp_path, device, small_graph):
-    options = config(text, device, **small_graph)
+    options = config(text, device, **small_graph, steps=3)
     report = start_run(options, tmp_path / "run", Observer())
     assert train_config_from(json.loads((tmp_path / "run" / "config.json").read_text())) == options
     lm = load(tmp_path / "run", device=str(device))
@@ -290,13 +353,13 @@ def test_checkpoint_holds_integers_only(text, tmp_path, device):
     assert dtypes == {torch.uint8, torch.int8}
 
 
-def test_default_learning_rate_is_of_the_preset_and_else_of_the_rule():
+def test_default_learning_rate_is_of_the_rule_at_every_width():
     def lr(**given) -> float:
         return new_config(device="cpu", **given).lr
 
     assert lr() == lr(preset="arb-tiny") == 1.0
     assert lr(rule="nibble") == 0.4
-    assert lr(preset="arb-3b") == 0.1
+    assert lr(preset="arb-3b") == 0.4  # its rule is nibble
     assert lr(preset="arb-3b", rule="moment") == 1.0
     assert lr(preset="arb-3b", lr=0.3) == 0.3
     assert (lr(weights="float"), lr(weights="ste")) == (1e-3, 3e-3)
@@ -425,9 +488,12 @@ def test_resume_refuses_a_configuration_that_was_changed(field, value, started):
 
 FREE = {
     "data", "val", "field",  # the text itself is compared, wherever it lies
-    "save_every", "eval_every", "keep", "keep_best", "recompute", "device", "backend",
+    "save_every", "eval_every", "sample_every", "keep", "keep_best", "recompute",
+    "device", "backend",
+    "wire",  # a checkpoint says it, and is compared
 }  # fmt: skip
-"""Settings that change no bit of a checkpoint, or that a resume may change."""
+"""Settings that change no bit of a checkpoint, that a resume may change, or that are seen besides.
+"""
 
 
 @pytest.mark.parametrize("field", [field.name for field in dataclasses.fields(TrainConfig)])
@@ -449,18 +515,59 @@ def test_change_of_any_other_setting_is_seen_by_its_name(field):
     assert seen == (set() if field in FREE else {"model.ffn" if field == "model" else field})
 
 
-@pytest.mark.parametrize("field", ["seed", "heads", "direction"])
-def test_resume_refuses_a_checkpoint_of_another_run(field, started):
-    from arbcli.checkpoint import Checkpoint, save_checkpoint
-
+def test_checkpoint_of_another_run_is_refused_by_field(started):
     saved = load_checkpoint(checkpoints(started)[0])
-    other = {"seed": 3, "heads": 1, "direction": "sign"}[field]
-    place = saved.data if field == "seed" else saved.config
-    place[field] = other
-    parts = {name: getattr(saved, name) for name in Checkpoint.__dataclass_fields__}
-    save_checkpoint(started, Checkpoint(**parts))
-    with pytest.raises(ArbError, match=f"is of another run .* its `{field}` is {other}, not"):
-        resume_run(started, Observer())
+    facts = read_facts(started)
+    accept = accept_of(started, facts, train_config_from(facts))
+    accept(saved)
+    settings = saved.data["settings"]
+    assert {*settings, "seed"} == {*DECISIVE, "init_from"}
+    others = [(saved.config, "heads", "heads", 1), (saved.config, "ctx", "ctx", 8)]
+    others += [(saved.config, "direction", "direction", "sign")]
+    others += [
+        (saved.data, name, field, 3) for name, field in (("seed", "seed"), ("digest", "text"))
+    ]
+    others += [(settings, name, name, 3) for name in (*settings, "of a newer version")]
+    others += [(saved.data, "settings", "settings", [3])]
+    for place, name, field, value in others:
+        before = dict(place)
+        place[name] = value
+        named = re.escape(f" its `{field}` is {value}, not")
+        with pytest.raises(ArbError, match=f"is of another run .*{named}"):
+            accept(saved)
+        place.clear()
+        place.update(before)
+    saved.data["settings"] = settings | dict.fromkeys(DECISIVE, 7)
+    with pytest.raises(ArbError, match=r"its `accum` is 7, not 1, its `batch` .*, and 7 more"):
+        accept(saved)
+
+
+def test_resume_refuses_a_checkpoint_that_was_copied_from_another_run(started, text, tmp_path):
+    others = config(text, "cpu", steps=11, lr=0.5, schedule="linear")
+    start_run(others, tmp_path / "other", StopAt(0))
+    copied = "step-000001.safetensors"
+    shutil.copy(tmp_path / "other" / copied, started / copied)
+    named = r"its `lr` is 0.5, not 1.0, its `schedule` is linear, not cosine"
+    for path in (started, started / copied):
+        with pytest.raises(ArbError, match=named):
+            resume_run(path, Observer())
+    report = check_run(started)
+    assert not report.passed
+    assert re.search(named, report.stops)
+    assert {f.name: f.state for f in report.findings}[copied] == "refused"
+
+
+def test_checkpoint_of_an_earlier_version_goes_on_as_before(text, tmp_path):
+    whole, run = tmp_path / "whole", tmp_path / "run"
+    start_run(config(text, "cpu", save_every=10), whole, Observer())
+    shutil.copytree(whole, run)
+    (run / "step-000012.safetensors").unlink()
+    saved = load_checkpoint(run / "step-000010.safetensors")
+    del saved.data["settings"]
+    save_checkpoint(run, saved)
+    assert check_run(run).resumes_at == 10
+    resume_run(run, Observer())
+    assert final(run) == final(whole)
 
 
 def test_resume_falls_back_to_the_checkpoint_before_a_damaged_one(text, tmp_path, device):
@@ -611,7 +718,8 @@ def test_minutes_count_everything(minutes, of_building, text, monkeypatch):
     )
     monkeypatch.setattr(run_module, "_build", lambda *_: pass_time(of_building) is None or trainer)
     monkeypatch.setattr(run_module, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
-    found = run_module._fit_to_minutes(config(text, "cpu", eval_every=None), None, minutes)
+    settings = config(text, "cpu", eval_every=None)
+    found = run_module._fit_to_minutes(settings, None, minutes, Group())
     evaluations = -(-found.steps // found.eval_interval)
     whole = clock[0] + found.steps * of_step + evaluations * 40 * of_batch
     assert 0.95 * minutes * 60 <= whole <= minutes * 60

@@ -120,7 +120,7 @@ def test_models_are_compared_in_poisoned_memory(monkeypatch):
         return []
 
     monkeypatch.setattr(parity, "_layers", layers)
-    torch.use_deterministic_algorithms(False)
+    torch.set_deterministic_debug_mode("default")
     torch.utils.deterministic.fill_uninitialized_memory = False
     subject = Subject("", RAGGED, 1, torch.float32, torch.device("cpu"), "torch", "layers")
     parity._check("", "", subject)

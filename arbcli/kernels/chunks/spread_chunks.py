@@ -204,13 +204,15 @@ def _draw(device: torch.device) -> Iterator[tuple[str, Tensor, Tensor, Tensor, T
         sizes = normal(batch, length, width), normal(batch, chunks, width)
         yield label, *sizes, found.owner, found.first
     x, s = normal(10, 9, 6).permute(2, 1, 0)[::2], normal(10, 4, 3).permute(2, 1, 0)
-    found = find_chunks_reference(torch.rand(3, 9, device=device) < 0.4, 4)
+    found = find_chunks_reference((torch.rand(3, 9, generator=generator) < 0.4).to(device), 4)
     owner, first = (part.T.contiguous().T for part in (found.owner, found.first))
     yield "3x9 in 4 of 10 strided", x, s, owner, first
     found = find_chunks_reference(torch.ones(2, 0, dtype=torch.bool, device=device), 3)
     yield "2x0 in 3 of 5 empty", normal(2, 0, 5), normal(2, 3, 5), found.owner, found.first
     if device.type == "cuda":  # the interpreter computes wrongly in bf16
-        found = find_chunks_reference(torch.rand(3, 700, device=device) < 0.3, 200)
+        found = find_chunks_reference(
+            (torch.rand(3, 700, generator=generator) < 0.3).to(device), 200
+        )
         x = normal(3, 700, 776).bfloat16()
         yield "3x700 in 200 of 776 bf16", x, normal(3, 200, 776), found.owner, found.first
 

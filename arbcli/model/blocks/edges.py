@@ -6,6 +6,8 @@ sum of votes for and against it, one a step, by the gradient of the loss. What a
 the row of the code it leads to, times sign and score. Nothing here is differentiated.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.autograd import Function
@@ -74,6 +76,11 @@ class Edges(StateModule):
         """Remember the codes of a batch, (B, T), until the step ends."""
         if codes.shape[1] > 1:
             self._pairs.append(torch.stack((codes[:, :-1], codes[:, 1:])).flatten(1))
+
+    def join(self, group: Any) -> None:
+        """Take what all processes have seen, in the order of the micro-batches, and all votes."""
+        self._pairs = group.in_order(self._pairs)
+        self._votes = None if self._votes is None else group.sum(self._votes)
 
     @torch.no_grad()
     def after_step(self) -> None:

@@ -162,6 +162,10 @@ class Gate(StateModule):
             self._load = load if self._load is None else self._load + load
         return chosen, torch.softmax(scores.gather(1, chosen), dim=1)
 
+    def join(self, group: Any) -> None:
+        """Add up the loads of all processes."""
+        self._load = None if self._load is None else group.sum(self._load)
+
     @torch.no_grad()
     def after_step(self) -> None:
         """Make experts that had more than their share a little less likely, and others more."""

@@ -6,6 +6,8 @@ other byte takes its place: the majority of a stream, in two bytes. Source: R. B
 "MJRTY: A Fast Majority Vote Algorithm", 1981.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -67,6 +69,10 @@ class MemGram(StateModule):
         y = self.output(self.table(symbols, torch.ones_like(strength), dtype), self.norm)
         # behind the norm, which would undo it
         return (y * strength.sqrt().to(dtype)).view(len(text), length, -1)
+
+    def join(self, group: Any) -> None:
+        """Take what all processes have seen, in the order of the micro-batches."""
+        self._seen = group.in_order(self._seen)
 
     @torch.no_grad()
     def after_step(self) -> None:

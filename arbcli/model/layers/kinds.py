@@ -5,13 +5,15 @@ from typing import NamedTuple
 
 from torch import Tensor, nn
 
-from arbcli.config.dense import ModelConfig
+from arbcli.config.dense import VOCABULARY, ModelConfig
 from arbcli.model import baselines
+from arbcli.model.initial import head_std
 from arbcli.model.layers.embedding import TernaryEmbedding
 from arbcli.model.layers.linear import TernaryLinear
 from arbcli.model.layers.loss import cross_entropy
 from arbcli.model.layers.norm import TernaryGate, TernaryRMSNorm
 from arbcli.model.layers.rotary import rotary_norm
+from arbcli.model.widths import head_lr_factor
 
 
 class Layers(NamedTuple):
@@ -38,4 +40,17 @@ def layers_for(config: ModelConfig) -> Layers:
         baselines.FloatGate,
         baselines.FloatRotaryNorm(config),
         baselines.cross_entropy,
+    )
+
+
+def byte_head(config: ModelConfig) -> nn.Module:
+    """Make the linear layer that gives logits; it is never multiplied in eight bits."""
+    return layers_for(config).linear(
+        VOCABULARY,
+        config.dim,
+        config,
+        area="head",
+        std=head_std(config.dim),
+        lr_factor=head_lr_factor(config),
+        in_eight_bits=False,
     )

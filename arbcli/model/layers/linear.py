@@ -24,6 +24,7 @@ from arbcli.kernels.matmul.ternary_matmul import (
 from arbcli.model.initial import projection_std
 from arbcli.model.layers.norm import NORM_EPS, TernaryRMSNorm
 from arbcli.model.layers.streamed import StreamedTensor, anchor
+from arbcli.model.widths import inner_lr_factor
 
 
 class LinearWeight(StreamedTensor):
@@ -94,6 +95,7 @@ class TernaryLinear(nn.Module):
         area: the part of the model that the weights belong to.
         std: standard deviation of the weights at the start; None is `projection_std`.
         spread: of z at the start, as a share of the rule's; 0 is weights of zero, which grow.
+        lr_factor: what the learning rate is multiplied by; None is `inner_lr_factor`.
         in_eight_bits: whether products may be computed in eight bits where a run asks for it.
     """
 
@@ -106,10 +108,15 @@ class TernaryLinear(nn.Module):
         area: str,
         std: float | None = None,
         spread: float = 1.0,
+        lr_factor: float | None = None,
         in_eight_bits: bool = True,
     ) -> None:
         super().__init__()
-        about = {"std": std or projection_std(in_features), "spread": spread}
+        about = {
+            "std": std or projection_std(in_features),
+            "spread": spread,
+            "lr_factor": lr_factor or inner_lr_factor(config, config.direction),
+        }
         self.weight = LinearWeight(out_features, in_features, config, area=area, **about)
         self.weight.in_eight_bits = in_eight_bits
         self._arranged: Arranged | ArrangedDigits | None = None

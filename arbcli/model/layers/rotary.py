@@ -17,9 +17,10 @@ MOST_SPARE_ROWS = 2**16
 
 
 def _compute_table(length: int, head_dim: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    frequency = ROTARY_BASE ** (-torch.arange(0, head_dim, 2, device=device) / head_dim)
-    angle = torch.outer(torch.arange(length, device=device, dtype=torch.float32), frequency)
-    return angle.cos(), angle.sin()
+    exact = {"device": device, "dtype": torch.float64}  # in float32 far positions lose digits
+    frequency = ROTARY_BASE ** (-torch.arange(0, head_dim, 2, **exact) / head_dim)
+    angle = torch.outer(torch.arange(length, **exact), frequency)
+    return angle.cos().float(), angle.sin().float()
 
 
 def _new_cache():

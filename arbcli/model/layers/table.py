@@ -52,8 +52,16 @@ class TableWeight(StreamedTensor):
         touched = touched_rows(torch.cat(ids), self.out_features)
         grad = weighted_rows_grad(grad_y, torch.cat(weights), torch.cat(tokens), touched)
         self.sink(self, grad, touched)
-        used = gather_rows(self.usage, touched.rows)
-        scatter_rows_(self.usage, touched.rows, used + (used < MOST_USES).to(torch.int8))
+        if not getattr(self.sink, "counts_rows", False):
+            self.count_use(touched.rows)
+
+    def count_use(self, rows: Tensor) -> None:
+        """Count a step of some rows, (R,) int64; one that does not exist is dropped."""
+        used = gather_rows(self.usage, rows)
+        scatter_rows_(self.usage, rows, used + (used < MOST_USES).to(torch.int8))
+
+    def declare_wire(self) -> None:
+        """Declare nothing: what a step sends of a row has an exponent of its own."""
 
     def alive(self) -> float:
         """Find the share of rows that any step has changed; waits for the device."""

@@ -5,11 +5,12 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from arbcli.config.presets import preset
-from arbcli.model.baselines import FloatRMSNorm, FloatWeight, rotate
+from arbcli.kernels.matmul.ternary_matmul import FUSED_ROWS
+from arbcli.model.baselines import FloatLinear, FloatRMSNorm, FloatWeight, rotate
 from arbcli.model.dense import RECOMPUTE, ByteLM
 from arbcli.model.layers.embedding import TernaryEmbedding
 from arbcli.model.layers.linear import TernaryLinear
-from arbcli.model.layers.norm import TernaryRMSNorm
+from arbcli.model.layers.norm import TernaryGate, TernaryRMSNorm
 from arbcli.model.layers.rotary import rotary_table
 
 TINY = {"dim": 32, "layers": 2, "heads": 2, "ffn": 48, "ctx": 16}
@@ -55,11 +56,79 @@ def test_linear_gradients_equal_autograd():
     assert torch.allclose(grads["weight"][0], weight.grad, rtol=1e-5, atol=1e-6)
 
 
-def test_linear_streams_where_its_input_needs_no_gradient():
-    layer = linear()
+def norm_of_all_sizes() -> TernaryRMSNorm:
+    """Make a norm whose weights are no ones: applied twice it is another function."""
+    norm = TernaryRMSNorm(48, preset("tiny"))
+    norm.weight.fill(1)
+    norm.weight.exponent += torch.arange(norm.weight.exponent.numel()).view(1, -1) % 3
+    norm.weight.trits[0, ::2] = 0  # five weights of -1
+    return norm
+
+
+def gate_of_all_sizes() -> TernaryGate:
+    gate = TernaryGate(48, preset("tiny"), normalise=True)
+    gate.weight = norm_of_all_sizes().weight
+    return gate
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+@pytest.mark.parametrize("needed", [True, False])
+@pytest.mark.parametrize("before", [None, norm_of_all_sizes, gate_of_all_sizes])
+def test_weight_has_one_gradient_whether_or_not_its_input_needs_one(before, needed, fp8):
+    layer, before = linear(32, 48), before and before()
+    layer.weight.fp8 = fp8
     grads = collect(layer)
-    layer(torch.randn(5, 33)).sum().backward()
-    assert len(grads["weight"]) == 1
+    rows, generator = FUSED_ROWS + 1 if fp8 else 5, torch.Generator().manual_seed(0)
+    gated = isinstance(before, TernaryGate)
+    # of the size of eps, where a norm is not what it is of its own result
+    x = 2e-3 * torch.randn(rows, 96 if gated else 48, generator=generator)
+    if gated:
+        x[:, 48:] *= 1e3
+    grad_y = torch.randn(rows, 32, generator=generator)
+    y = layer(x.requires_grad_(needed), before)
+    y.backward(grad_y)
+    normal = x.detach().double()
+    if gated:
+        normal = torch.nn.functional.silu(normal[:, :48]) * normal[:, 48:]
+    if before:
+        normal = torch.nn.functional.rms_norm(normal, (48,), eps=1e-6)
+        normal = normal * before.weight.weight(torch.float64)
+    wanted = normal @ layer.weight.weight(torch.float64).T
+    assert (y - wanted).norm() < (0.05 if fp8 else 1e-5) * wanted.norm()
+    (grad,) = grads["weight"]
+    torch.testing.assert_close(grad.double(), grad_y.double().T @ normal, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("digits", ["trit", "all"])
+@pytest.mark.parametrize("normalise", [True, False])
+def test_fused_product_normalises_once(normalise, digits):
+    layer = TernaryLinear(24, 40, preset("tiny", digits=digits), area="mlp", std=0.1)
+    layer.weight.initialise(seed=0, index=0)
+    # of the size of eps, where a norm is not what it is of its own result
+    x = 1e-3 * torch.randn(5, 40, generator=torch.Generator().manual_seed(0)).bfloat16()
+    added = torch.randn(5, 24, generator=torch.Generator().manual_seed(1)).bfloat16()
+    row = x.float()
+    if normalise:
+        row = torch.nn.functional.rms_norm(row, (40,), eps=1e-6)
+    expected = row @ layer.weight.weight(torch.float32).T
+    found = layer.fused(x, normalise=normalise)
+    assert (found - expected).norm() < 0.01 * expected.norm()
+    assert (layer.fused(x, normalise=normalise, added=added) - added - expected).norm() < (
+        0.01 * (expected + added).norm()
+    )
+
+
+def test_twin_normalises_once():
+    config = preset("tiny", weights="float")
+    layer, norm = FloatLinear(24, 33, config, area="mlp"), FloatRMSNorm(33, config)
+    layer.weight.initialise(0, 0)
+    x = 1e-3 * torch.randn(5, 33, generator=torch.Generator().manual_seed(0))
+    normal = torch.nn.functional.rms_norm(x, (33,), eps=1e-6)
+    assert torch.allclose(layer(x, norm), normal @ layer.weight.latent.T, rtol=1e-5)
+    added = x.flip(0)
+    total, of_sum = norm.of_sum(x, added)
+    assert torch.equal(total, x + added)
+    assert torch.allclose(of_sum, torch.nn.functional.rms_norm(total, (33,), eps=1e-6))
 
 
 def test_embedding_gradient_sums_repeated_ids():

@@ -42,6 +42,16 @@ def test_sums_and_gradients_equal_autograd():
     assert_same(part, inputs, lambda *given: part(*given, torch.float32), reference)
 
 
+def test_rows_have_one_gradient_whether_or_not_the_weights_need_one():
+    found = []
+    for needed in (True, False):
+        part = table()
+        handed = collect(part)
+        part(IDS, normal(*IDS.shape).requires_grad_(needed), torch.float32).sum().backward()
+        found.append(handed["weight"][0][0])
+    assert torch.equal(*found)
+
+
 def test_no_row_is_zeros():
     assert look_up(table())[2].eq(0).all()
 

@@ -1,0 +1,262 @@
+"""Quantise a gradient to small integers that can be added in any order: q <- q + SR(g / 2**e[n]).
+
+Each row has a power of two, which the caller knows before the gradient is there. With
+x = |g| / 2**e[n], clipped to `limit`,
+
+    q = sign(g) * floor(x + r / 2**16),  r uniform in 0..65535
+
+which is unbiased but for what is clipped. Integers add up to the same sum in every order, so a
+gradient of many parts does not depend on who added which.
+
+Beside the sums stands for each row the power of two that would have fitted: of the largest g,
+e = floor(log2 |g|) + 1 - bits, so that |g| / 2**e is below 2**bits, where `limit` has so many bits.
+A row of zeros has `NONE`, and one that is not finite `NOT_FINITE`.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from arbcli.kernels.runtime._triton import tl, triton
+from arbcli.kernels.runtime.backend import row_chunks, uses_triton
+from arbcli.kernels.runtime.spec import MATRIX, Case, KernelSpec, Timing
+from arbcli.kernels.update.random_bits import random_halves, random_halves_reference, random_words
+
+NONE = -128
+"""The exponent of a row that has had no gradient; its quotients are 0."""
+NOT_FINITE = 127
+"""Stands for the exponent of a row that is not finite; its elements that are not count as 0."""
+LOWEST, HIGHEST = -100, 100
+"""Exponents of rows are within these."""
+
+
+def quantise_gradient_reference(
+    grad: Tensor,
+    exponent: Tensor,
+    key: Tensor,
+    sums: Tensor,
+    fitting: Tensor,
+    limit: int,
+    add: bool,
+) -> tuple[Tensor, Tensor]:
+    """Compute what `quantise_gradient` leaves in `sums` and `fitting`, in float64."""
+    values, e = grad.double(), exponent.long()[:, None]
+    size = torch.where(values.abs() < torch.inf, values.abs(), 0) * torch.exp2(-e.double())
+    size = torch.where(e == -128, 0, size.clamp(max=limit))
+    parts = torch.floor(size * 65536).long()  # exact: below 2**53
+    random = random_halves_reference(int(key), *grad.shape).to(grad.device)
+    q = torch.sign(values).nan_to_num(0).long() * ((parts + random) // 65536).clamp(max=limit)
+    found = []
+    for row in values.abs():
+        largest = float(row.max()) if bool(torch.isfinite(row).all()) else float("inf")
+        fits = torch.frexp(torch.tensor(largest, dtype=torch.float64)).exponent.item()
+        normal = 2.0**-126 <= largest < float("inf")
+        octave = min(max(fits - limit.bit_length(), -100), 100) if normal else -128
+        found.append(127 if largest == float("inf") else octave)
+    new = torch.tensor(found, dtype=torch.int8, device=fitting.device)
+    total = sums.long() + q if add else q
+    return total.to(sums.dtype), torch.maximum(fitting, new) if add else new
+
+
+def fitting_exponents(largest: Tensor, limit: int) -> Tensor:
+    """Find the exponents that fit rows whose largest magnitudes are known.
+
+    Args:
+        largest: float32, infinite or NaN where a row is not finite.
+        limit: of the quotients.
+
+    Returns:
+        int8 like `largest`, within `LOWEST` and `HIGHEST`, or `NONE` or `NOT_FINITE`.
+    """
+    field = largest.view(torch.int32) >> 23
+    e = (field - 126 - limit.bit_length()).clamp(LOWEST, HIGHEST)
+    e = torch.where(field == 0, NONE, e)
+    return torch.where(field == 255, NOT_FINITE, e).to(torch.int8)
+
+
+def _quantise_gradient_torch(grad, exponent, key, sums, fitting, limit, add):
+    columns = torch.arange(grad.shape[1], dtype=torch.int32, device=grad.device)
+    inverse = ((127 - exponent.int()) << 23).view(torch.float32)
+    inverse = torch.where(exponent == NONE, 0.0, inverse)[:, None]
+    for rows in row_chunks(grad):
+        values = grad[rows].float()
+        size = values.abs()
+        largest = size.view(torch.int32).amax(dim=1).view(torch.float32)
+        found = fitting_exponents(largest, limit)
+        fitting[rows] = torch.maximum(fitting[rows], found) if add else found
+        size = torch.where(size < torch.inf, size * inverse[rows], 0).clamp_(max=limit)
+        whole = size.floor()
+        part = (size - whole).mul_(65536).to(torch.int32)
+        part += random_halves(key, rows, columns)
+        q = whole.to(torch.int32).add_(part.bitwise_right_shift_(16)).clamp_(max=limit)
+        q *= torch.sign(values).nan_to_num_(0).to(torch.int32)
+        if add:
+            q += sums[rows]
+        sums[rows] = q.to(sums.dtype)
+    return sums, fitting
+
+
+@triton.jit
+def _quantise_gradient_kernel(
+    grad_ptr, exponent_ptr, key_ptr, sums_ptr, fitting_ptr,
+    N, K, stride_gn, stride_gk, stride_sn,
+    LIMIT: tl.constexpr, BITS: tl.constexpr, ADD: tl.constexpr,
+    BLOCK_P: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """Quantise whole rows, `BLOCK_P` pairs of them."""
+    pair = tl.program_id(0).to(tl.int64) * BLOCK_P + tl.arange(0, BLOCK_P)
+    key = tl.load(key_ptr)
+    e0 = tl.load(exponent_ptr + 2 * pair, mask=2 * pair < N, other=-128).to(tl.int32)
+    e1 = tl.load(exponent_ptr + 2 * pair + 1, mask=2 * pair + 1 < N, other=-128).to(tl.int32)
+    largest0 = tl.zeros((BLOCK_P,), dtype=tl.int32)
+    largest1 = tl.zeros((BLOCK_P,), dtype=tl.int32)
+    for start in range(0, K, BLOCK_K):
+        k = (start + tl.arange(0, BLOCK_K))[None, :]
+        words = random_words(key, pair[:, None], k)
+        for half in tl.static_range(2):
+            n = (2 * pair + half)[:, None]
+            mask = (n < N) & (k < K)
+            grad = tl.load(grad_ptr + n * stride_gn + k * stride_gk, mask=mask, other=0)
+            grad = grad.to(tl.float32)
+            bits = tl.abs(grad).to(tl.int32, bitcast=True)  # compare like the numbers
+            found = tl.max(bits, axis=1)
+            e = e1 if half else e0
+            inverse = ((127 - e) << 23).to(tl.float32, bitcast=True)
+            inverse = tl.where(e == -128, 0.0, inverse)[:, None]
+            size = tl.where(bits < 0x7F800000, tl.abs(grad) * inverse, 0.0)
+            size = tl.minimum(size, LIMIT * 1.0)
+            whole = size.to(tl.int32)
+            part = ((size - whole.to(tl.float32)) * 65536.0).to(tl.int32)
+            part += ((words >> (16 * half)) & 0xFFFF).to(tl.int32)
+            q = tl.minimum(whole + (part >> 16), LIMIT)
+            q = tl.where(grad < 0, -q, q)
+            sums_ptrs = sums_ptr + n * stride_sn + k
+            if ADD:
+                q += tl.load(sums_ptrs, mask=mask, other=0).to(tl.int32)
+            tl.store(sums_ptrs, q.to(sums_ptr.dtype.element_ty), mask=mask)
+            if half:
+                largest1 = tl.maximum(largest1, found)
+            else:
+                largest0 = tl.maximum(largest0, found)
+    for half in tl.static_range(2):
+        n = 2 * pair + half
+        field = (largest1 if half else largest0) >> 23
+        fits = tl.minimum(tl.maximum(field - 126 - BITS, -100), 100)
+        fits = tl.where(field == 0, -128, tl.where(field == 255, 127, fits))
+        if ADD:
+            before = tl.load(fitting_ptr + n, mask=n < N, other=-128).to(tl.int32)
+            fits = tl.maximum(fits, before)
+        tl.store(fitting_ptr + n, fits.to(tl.int8), mask=n < N)
+
+
+def _quantise_gradient_triton(grad, exponent, key, sums, fitting, limit, add):
+    rows, columns = grad.shape
+    if grad.numel():
+        block_k = min(512, triton.next_power_of_2(columns))
+        block_p = max(1, 256 // block_k)
+        _quantise_gradient_kernel[(triton.cdiv(rows, 2 * block_p),)](
+            grad, exponent, key, sums, fitting,
+            rows, columns, *grad.stride(), sums.stride(0),
+            LIMIT=limit, BITS=limit.bit_length(), ADD=add, BLOCK_P=block_p, BLOCK_K=block_k,
+            enable_fp_fusion=False, num_warps=4 if block_k > 128 else 2,
+        )  # fmt: skip
+    return sums, fitting
+
+
+def quantise_gradient(
+    grad: Tensor,
+    exponent: Tensor,
+    key: Tensor,
+    sums: Tensor,
+    fitting: Tensor,
+    limit: int,
+    add: bool,
+) -> None:
+    """Quantise a gradient, and add it to integers or write it over them, in place.
+
+    Args:
+        grad: (N, K) float32 or bfloat16, any strides.
+        exponent: (N,) int8, e of each row, within `LOWEST` and `HIGHEST`, or `NONE`; contiguous.
+        key: int32 scalar tensor, from `stream_keys`.
+        sums: (N, K) int8, int16 or int32, with rows that are contiguous. The caller knows that the
+            sums cannot wrap: each part is within -limit..limit.
+        fitting: (N,) int8, contiguous; becomes the exponents that would have fitted, or with `add`
+            the larger of these and what is there.
+        limit: 1..32767, no more than `sums` hold.
+        add: whether what is in `sums` and `fitting` counts.
+
+    Raises:
+        ValueError: a dtype or a shape does not fit.
+    """
+    shape = tuple(grad.shape)
+    if grad.dtype not in (torch.float32, torch.bfloat16) or grad.dim() != 2:
+        raise ValueError(f"need a float32 or bfloat16 matrix, got {grad.dtype} {shape}")
+    if sums.dtype not in (torch.int8, torch.int16, torch.int32) or tuple(sums.shape) != shape:
+        raise ValueError(f"need integers of shape {shape}, got {sums.dtype} {tuple(sums.shape)}")
+    if shape[1] > 1 and sums.stride(1) != 1:
+        raise ValueError("need sums with contiguous rows")
+    for name, vector in (("exponent", exponent), ("fitting", fitting)):
+        good = vector.dtype == torch.int8 and tuple(vector.shape) == shape[:1]
+        if not (good and vector.is_contiguous()):
+            got = f"{vector.dtype} {tuple(vector.shape)}"
+            raise ValueError(f"need `{name}` as contiguous int8 of shape ({shape[0]},), got {got}")
+    if not 1 <= limit <= min(32767, torch.iinfo(sums.dtype).max):
+        raise ValueError(f"need a limit of 1 to the largest {sums.dtype}, got {limit}")
+    run = _quantise_gradient_triton if uses_triton(grad) else _quantise_gradient_torch
+    run(grad, exponent, key, sums, fitting, limit, add)
+
+
+def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
+    generator = torch.Generator().manual_seed(0)
+
+    def case(label: str, grad: Tensor, limit: int, add: bool, dtype=torch.int8) -> Case:
+        rows = len(grad)
+        exponent = torch.randint(-8, 2, (rows,), generator=generator).to(torch.int8)
+        exponent[::5] = NONE
+        sums = torch.randint(-90, 90, grad.shape, generator=generator).to(dtype)
+        fitting = torch.randint(-9, 0, (rows,), generator=generator).to(torch.int8)
+        key = torch.tensor(-987654321, dtype=torch.int32)
+        found = (grad, exponent, key, sums, fitting)
+        return Case(label, (*(tensor.to(device) for tensor in found), limit, add))
+
+    def draw(rows: int, columns: int) -> Tensor:
+        return torch.randn(rows, columns, generator=generator)
+
+    for rows, columns in ((1, 1), (3, 33), (33, 1), (17, 523)):
+        yield case(f"{rows}x{columns}", draw(rows, columns), 127, False)
+        yield case(f"{rows}x{columns} added", draw(rows, columns), 31, True)
+    yield case("9x40 int16 added", draw(9, 40), 63, True, torch.int16)
+    yield case("9x40 fifteen bits", draw(9, 40), 32767, False, torch.int16)
+    yield case("9x40 int32 added", draw(9, 40), 31, True, torch.int32)
+    yield case("6x20 strided", draw(12, 60)[::2, ::3], 127, False)
+    yield case("5x43 transposed", draw(43, 5).T, 127, True, torch.int16)
+    yield case("5x7 zeros", torch.zeros(5, 7), 127, True)
+    yield case("6x9 clipped", draw(6, 9) * 1e30, 31, False)
+    yield case("6x9 tiny", draw(6, 9) * 1e-33, 127, False)
+    wrong = draw(7, 12)
+    wrong[1, 3], wrong[2, 0], wrong[3, 11] = torch.nan, torch.inf, -torch.inf
+    yield case("7x12 not finite", wrong, 127, False)
+    halves = torch.arange(-64, 64).float()[None].expand(7, 128) / 16
+    yield case("7x128 halfway", halves, 15, False)
+
+
+def _timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
+    grad = torch.randn(MATRIX, device=device, dtype=torch.bfloat16)
+    exponent = torch.full(MATRIX[:1], -4, dtype=torch.int8, device=device)
+    key = torch.ones((), dtype=torch.int32, device=device)
+    sums = torch.zeros(MATRIX, dtype=torch.int8, device=device)
+    for add in (False, True):
+        inputs = (grad, exponent, key, sums, exponent.clone(), 31, add)
+        yield Timing(f"11264x2048 bf16{' added' if add else ''}", inputs)
+
+
+QUANTISE_GRADIENT = KernelSpec(
+    "quantise_gradient",
+    _quantise_gradient_triton,
+    _quantise_gradient_torch,
+    quantise_gradient_reference,
+    _cases,
+    timings=_timings,
+    bfloat16=(0,),
+)

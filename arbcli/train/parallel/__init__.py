@@ -1,0 +1,1 @@
+"""A run shared out to several processes, each with a GPU of its own: `torch.distributed`."""

@@ -1,0 +1,268 @@
+"""The processes of a run: who they are, and what they tell each other.
+
+`torchrun` starts them and says in the environment which is which. Tensors on a GPU travel by NCCL,
+those on a CPU by gloo. Whatever is added up here is integers, so that no order matters.
+"""
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from arbcli.errors import ArbError
+
+STARTED_BY_TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+
+SAME = "start all of them with the same arguments, files and versions"
+
+
+class Group:
+    """The processes that share a run; without arguments it is this one alone.
+
+    Every method but the properties is called by all processes, in the same order.
+
+    Args:
+        rank: of this process, from 0; the first one writes and prints.
+        size: how many there are.
+    """
+
+    def __init__(self, rank: int = 0, size: int = 1) -> None:
+        self.rank, self.size = rank, size
+        self.received = 0
+        """Bytes of a step that all processes have received of others, added up: see `Wire`."""
+
+    @property
+    def first(self) -> bool:
+        """Whether this process writes and prints."""
+        return self.rank == 0
+
+    def local(self, number: int) -> range:
+        """List which of so many micro-batches are this process's."""
+        each = number // self.size
+        return range(self.rank * each, (self.rank + 1) * each)
+
+    def send_to_owners(self, sent: Tensor, sizes: Sequence[int]) -> "Travelling":
+        """Send each process its own part, and get from all what is this one's.
+
+        Args:
+            sent: bytes, one part behind the other.
+            sizes: of the parts.
+
+        Returns:
+            On its way: (processes, sizes[rank]) bytes, by rank.
+        """
+        if self.size == 1:
+            return Travelling(sent[None])
+        own = sizes[self.rank]
+        result = sent.new_empty(self.size * own)
+        with explained_loss():
+            work = dist.all_to_all_single(result, sent, [own] * self.size, [*sizes], async_op=True)
+        self.received += (self.size - 1) * sum(sizes)
+        return Travelling(result.view(self.size, own), work, sent)
+
+    def tell_all(self, tensor: Tensor, owner: int) -> "Travelling":
+        """Send what one process has to all others, in place."""
+        if self.size == 1:
+            return Travelling(tensor)
+        with explained_loss():
+            work = dist.broadcast(tensor, owner, async_op=True)
+        self.received += (self.size - 1) * tensor.nbytes
+        return Travelling(tensor, work)
+
+    def in_order(self, tensors: list[Tensor]) -> list[Tensor]:
+        """Bring together what each process has of its micro-batches, in the order of these.
+
+        Args:
+            tensors: of the same shapes everywhere.
+        """
+        if self.size == 1 or not tensors:
+            return tensors
+        own = torch.stack(tensors)
+        found = [torch.empty_like(own) for _ in range(self.size)]
+        with explained_loss():
+            dist.all_gather(found, own)
+        self.received += self.size * (self.size - 1) * own.nbytes
+        return [tensor for part in found for tensor in part]
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        """Add up integers of all processes."""
+        return self._reduce(tensor, dist.ReduceOp.SUM)
+
+    def largest(self, tensor: Tensor) -> Tensor:
+        """Find the largest integers of all processes."""
+        return self._reduce(tensor, dist.ReduceOp.MAX)
+
+    def _reduce(self, tensor: Tensor, how: Any) -> Tensor:
+        if self.size == 1:
+            return tensor
+        result = tensor.clone()
+        with explained_loss():
+            dist.all_reduce(result, how)
+        self.received += 2 * (self.size - 1) * result.nbytes
+        return result
+
+    def agree(self, *numbers: int) -> list[int]:
+        """Find the largest of each number; on the host, nothing waits for a GPU."""
+        if self.size == 1:
+            return [*numbers]
+        found = torch.tensor(numbers, dtype=torch.int64, device="cpu")
+        with explained_loss():
+            dist.all_reduce(found, dist.ReduceOp.MAX)
+        return found.tolist()
+
+    def tell(self, value: Any) -> Any:
+        """Give all processes what the first one has: anything that can be pickled."""
+        if self.size == 1:
+            return value
+        values = [value]
+        with explained_loss():
+            dist.broadcast_object_list(values, 0, device=torch.device("cpu"))
+        return values[0]
+
+    def compare(self, values: dict[str, Any], what: str, hint: str = SAME) -> None:
+        """Refuse to go on where processes differ.
+
+        Args:
+            values: by name.
+            what: they are, for the error.
+            hint: what to do then.
+
+        Raises:
+            ArbError: in all processes, if one of them has others than the first.
+        """
+        if self.size == 1:
+            return
+        found: list[Any] = [None] * self.size
+        with explained_loss():
+            dist.all_gather_object(found, values)
+        for rank, other in enumerate(found):
+            names = [n for n in values.keys() | other.keys() if found[0].get(n) != other.get(n)]
+            if names:
+                listed = ", ".join(f"`{name}`" for name in sorted(names)[:5])
+                raise ArbError(
+                    f"process {rank} has another {what} than process 0: {listed}",
+                    hint=hint,
+                )
+
+    def fetch(self, tensor: Tensor | None, like: Tensor, owner: int) -> Tensor | None:
+        """Bring a tensor from its owner to the first process.
+
+        Args:
+            tensor: what the owner has.
+            like: a tensor of its shape and dtype, on any device.
+            owner: which process.
+
+        Returns:
+            It on the first process, None elsewhere.
+        """
+        if owner == 0:
+            return tensor if self.first else None
+        with explained_loss():
+            if self.rank == owner:
+                _exchange(dist.P2POp(dist.isend, tensor.contiguous(), 0))
+            elif self.first:
+                result = torch.empty(like.shape, dtype=like.dtype, device=self.device)
+                _exchange(dist.P2POp(dist.irecv, result, owner))
+                return result
+        return None
+
+    device: torch.device = torch.device("cpu")
+    """Of the tensors that travel."""
+
+
+class Travelling:
+    """A tensor on its way.
+
+    Args:
+        tensor: where it arrives.
+        work: what `wait` waits for; None if it is there.
+        kept: what must not be freed before.
+    """
+
+    def __init__(self, tensor: Tensor, work: Any = None, kept: Tensor | None = None) -> None:
+        self._tensor, self._work, self._kept = tensor, work, kept
+
+    def wait(self) -> Tensor:
+        """Let the current stream wait, or the host on a CPU, and return it."""
+        if self._work is not None:
+            with explained_loss():
+                self._work.wait()
+            self._work = self._kept = None
+        return self._tensor
+
+
+def _exchange(*operations: dist.P2POp) -> None:
+    """Send and receive between two processes, as a batch: NCCL warns of anything else."""
+    for work in dist.batch_isend_irecv([*operations]):
+        work.wait()
+
+
+@contextmanager
+def explained_loss() -> Iterator[None]:
+    """Turn torch's complaint about a process that is gone into an error that says what to do."""
+    try:
+        yield
+    except RuntimeError as error:
+        reason = str(error).splitlines()[0][:160] if str(error) else type(error).__name__
+        raise ArbError(
+            f"another process of the run is gone, or does not answer: {reason}",
+            hint="go on from the last checkpoint with `--resume`, on any number of processes",
+        ) from error
+
+
+def started_by_torchrun() -> bool:
+    """Tell whether the environment says that this process is one of several."""
+    return all(name in os.environ for name in STARTED_BY_TORCHRUN)
+
+
+def own_device(place: torch.device) -> torch.device:
+    """Find the device of this process: of several, each has a GPU of its own.
+
+    Raises:
+        ArbError: there are fewer GPUs than processes.
+    """
+    if place.type != "cuda" or not started_by_torchrun():
+        return place
+    index, there = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
+    if index >= there:
+        raise ArbError(
+            f"process {index} of this machine has no GPU: there are {there}",
+            hint=f"start at most {there}, or use `--device cpu`",
+        )
+    torch.cuda.set_device(index)
+    return torch.device("cuda", index)
+
+
+@contextmanager
+def joined(device: torch.device) -> Iterator[Group]:
+    """Join the processes that `torchrun` has started; a process alone is a group of one.
+
+    Captured graphs must be gone before it ends: NCCL waits for those that have its messages.
+
+    Args:
+        device: of the tensors that travel.
+
+    Raises:
+        ArbError: there is no such GPU here, or the others do not come.
+    """
+    if not started_by_torchrun() or os.environ["WORLD_SIZE"] == "1":
+        yield Group()
+        return
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    about: dict[str, Any] = {"backend": "gloo"}
+    if device.type == "cuda":
+        about = {"backend": "cpu:gloo,cuda:nccl", "device_id": device}
+    with explained_loss():
+        dist.init_process_group(rank=rank, world_size=size, **about)
+    group = Group(rank, size)
+    group.device = device
+    try:
+        yield group
+    except BaseException:
+        dist.group.WORLD.abort()  # nobody waits for what others may never send
+        raise
+    dist.destroy_process_group()

@@ -1,0 +1,517 @@
+"""Updates of a run that is shared out: gradients become integers, and those of all are added up.
+
+Every micro-batch of a step, whichever process has it, is quantised by the same powers of two and
+the same random bits. Sums of integers are the same in every order, so what an owner steps by does
+not depend on how many processes there are: one process does the same with all micro-batches.
+"""
+
+from collections import deque
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from arbcli.kernels.rows.table_rows import gather_rows, scatter_rows_
+from arbcli.kernels.rows.weighted_rows import TouchedRows, touched_rows, weighted_rows_grad
+from arbcli.kernels.update.quantise_gradient import (
+    LOWEST,
+    NONE,
+    NOT_FINITE,
+    fitting_exponents,
+    quantise_gradient,
+)
+from arbcli.kernels.update.random_bits import stream_keys
+from arbcli.kernels.update.sum_gradients import sum_gradients
+from arbcli.model.packed import TernaryTensor
+from arbcli.train.parallel.group import Group, Travelling
+from arbcli.train.parallel.owners import ALIGNMENT, Bucket, Member, kept, plan, rounded_up, told
+from arbcli.train.updater import Updater
+
+LARGEST = {"int8": 127, "int16": 32767}
+"""Of a part, by `wire`."""
+MOST_NARROWED = 4
+"""Parts are narrowed so that a sum of so many is no wider than one; sums of more are wider."""
+LARGEST_OF_ROWS = 127
+"""Of what is sent of a row of a table."""
+WIRE_SEED = 0x5BD1E995
+"""Parts are rounded by bits of another seed than updates."""
+IN_FLIGHT = 1
+"""Buckets that travel while the backward goes on."""
+
+
+def part_limit(wire: str, micro_batches: int) -> int:
+    """Find the largest magnitude of a part of a step of so many.
+
+    It depends on the step alone, and not on how many processes share it.
+    """
+    return LARGEST[wire] // min(micro_batches, MOST_NARROWED)
+
+
+def sum_dtype(limit: int, micro_batches: int) -> torch.dtype:
+    """Choose integers that the sum of so many parts cannot wrap."""
+    largest = limit * micro_batches
+    for dtype in (torch.int8, torch.int16, torch.int32):
+        if largest <= torch.iinfo(dtype).max:
+            return dtype
+    raise ValueError(f"{micro_batches} parts of {limit} are too many to add up")
+
+
+class SharedUpdater:
+    """Steps the weights of a model by the gradients of all processes.
+
+    Connect it as the `sink` of the model's tensors, as an `Updater`.
+
+    Args:
+        tensors: the packed tensors of the model, in an order that never changes; they have
+            `declare_wire` behind them.
+        seed: of the stochastic rounding, 0..2**31-1.
+        dtype: of the Newton-Schulz products.
+        wire: what gradients travel as, one of `WIRES`.
+        micro_batches: of a step, of all processes.
+        group: the processes.
+    """
+
+    averages = True
+    """A step's gradient counts by its direction, whatever its size."""
+    counts_rows = True
+    """Rows of tables are counted here, once all processes have said which they touched."""
+
+    def __init__(
+        self,
+        tensors: Iterable[TernaryTensor],
+        seed: int,
+        dtype: torch.dtype,
+        wire: str,
+        micro_batches: int,
+        group: Group,
+    ) -> None:
+        self.updates = Updater(tensors, seed, dtype)
+        self.group, self.micro_batches, self.dtype = group, micro_batches, dtype
+        self.local = group.local(micro_batches)
+        self.limit = part_limit(wire, micro_batches)
+        self.sums = sum_dtype(self.limit, len(self.local))
+        # bfloat16 has every integer up to 256
+        exact = dtype == torch.bfloat16 and self.limit * micro_batches <= 256
+        self.gradients = torch.bfloat16 if exact else torch.float32
+        self.tensors = self.updates.tensors
+        self.num_weights = self.updates.num_weights
+        self.device = self.updates.device
+        self._seed = self.updates.seed ^ WIRE_SEED
+        self._ticks = torch.empty(0, dtype=torch.int32, device=self.device)
+        self.buckets = plan(self.tensors, group.size, self.sums.itemsize)
+        self._bucket_of = {
+            id(member.tensor): (bucket, member)
+            for bucket in self.buckets
+            for member in bucket.members
+        }
+        self.received = 0
+        """Bytes that all processes received of others in the last step, added up."""
+        self._kept = {
+            id(member.tensor): {
+                name: (part.shape, part.dtype) for name, part in kept(member.tensor).items()
+            }
+            for member in self.members()
+        }
+        """By the `id` of a tensor: shapes and dtypes of what its owner alone keeps, by name."""
+        self._forget()
+
+    def _forget(self) -> None:
+        """Begin a step."""
+        self._sent: dict[int, Tensor] = {}
+        self._written: set[tuple[int, int]] = set()
+        self._arrived: dict[int, int] = {}
+        self._payloads: dict[int, list[Tensor]] = {}
+        self._num_rows: dict[int, int] = {}
+        self._launched: set[int] = set()
+        self._up: deque[tuple[Bucket, Travelling]] = deque()
+        self._down: deque[tuple[Bucket, list[tuple[int, Travelling]]]] = deque()
+        self._measured: dict[int, Tensor] | None = None
+
+    def members(self) -> list[Member]:
+        """List every tensor with its owner."""
+        return [member for bucket in self.buckets for member in bucket.members]
+
+    def release(self) -> None:
+        """Free what only the owners of other tensors need."""
+        for member in self.members():
+            if member.owner != self.group.rank:
+                for name, part in kept(member.tensor).items():
+                    setattr(member.tensor, name, part[:0].clone())
+
+    def layout(self, model: nn.Module) -> dict[str, Tensor]:
+        """List what owners alone keep of the state of a model, by name, without memory."""
+        modules = {id(part): name for name, part in model.named_modules()}
+        return {
+            f"{modules[key]}.{name}": torch.empty(shape, dtype=dtype, device="meta")
+            for key, own in self._kept.items()
+            for name, (shape, dtype) in own.items()
+        }
+
+    def gather(self, model: nn.Module) -> dict[str, Tensor]:
+        """Bring what owners alone keep to the first process.
+
+        Args:
+            model: whose tensors they are.
+
+        Returns:
+            By the names of its state; on other processes what they have.
+        """
+        modules = {id(part): name for name, part in model.named_modules()}
+        layout, found = self.layout(model), {}
+        for member in self.members():
+            for own in self._kept[id(member.tensor)]:
+                name = f"{modules[id(member.tensor)]}.{own}"
+                part = getattr(member.tensor, own)
+                part = self.group.fetch(part, layout[name], member.owner)
+                if part is not None:
+                    # a GPU has no room for all of them
+                    found[name] = part.cpu() if member.owner else part
+        return found
+
+    # a step
+
+    def set_step(self, step: int, lr: float, accumulation: int = 1) -> None:
+        """Write what the updates of a step need to the device.
+
+        Args:
+            step: number of the step, from 0.
+            lr: its learning rate.
+            accumulation: micro-batches of this process.
+        """
+        self.updates.set_step(step, lr)
+        ticks = [step * self.micro_batches + micro for micro in self.local]
+        control = torch.tensor(ticks, dtype=torch.int32, device="cpu")
+        if self._ticks.shape != control.shape:
+            self._ticks = control.to(self.device)
+        elif self.device.type == "cuda":
+            self._ticks.copy_(control.pin_memory(), non_blocking=True)
+        else:
+            self._ticks.copy_(control)
+
+    def begin_micro(self, micro: int) -> None:
+        """Prepare for the backward of the process's micro-batch `micro`, from 0."""
+        if micro == 0:
+            self._forget()
+            self.group.received = 0
+            self.updates.begin_micro(0)
+        self.last = micro == len(self.local) - 1
+        self.keys = stream_keys(self._seed, self._ticks[micro], len(self.updates.keys), 1)
+
+    @torch.no_grad()
+    def __call__(
+        self, tensor: TernaryTensor, grad: Tensor, where: "range | TouchedRows | None" = None
+    ) -> None:
+        """Quantise a gradient; with the last one of a bucket, send it off.
+
+        Args:
+            tensor: one of those the updater was made with.
+            grad: (N, K) float32 or bfloat16.
+            where: as of `Updater`.
+        """
+        if isinstance(where, TouchedRows):
+            if self._measured is None:
+                self._take_rows(tensor, grad, where)
+            return
+        first = where.start if where is not None else 0
+        grad = grad.reshape(-1, grad.shape[-1])
+        begin = first * (tensor.out_features // tensor.matrices)
+        rows = slice(begin, begin + len(grad))
+        if self._measured is not None:
+            self._measure(tensor, grad, rows)
+            return
+        bucket, member = self._bucket_of[id(tensor)]
+        sums, fitting = self._own_sums(bucket, member)
+        part = (id(tensor), begin)
+        quantise_gradient(
+            grad, tensor.wire_exponent[rows, 0], self._key(tensor, first), sums[rows],
+            fitting[rows], self.limit, part in self._written,
+        )  # fmt: skip
+        self._written.add(part)
+        if self.last:
+            arrived = self._arrived.get(id(bucket), 0) + len(grad)
+            self._arrived[id(bucket)] = arrived
+            if arrived == bucket.rows:
+                self._launch(bucket)
+
+    def finish(self) -> None:
+        """End a step: send off what is left, step what is owned, take what others tell."""
+        for bucket in self.buckets:
+            if id(bucket) not in self._launched:
+                self._launch(bucket)
+        while self._up:
+            self._complete()
+        while self._down:
+            self._receive()
+        self.updates.finish(self.group.largest)
+        self._forget()
+        self.received = self.group.received
+
+    def _key(self, tensor: TernaryTensor, matrix: int) -> Tensor:
+        return self.keys[self.updates.index_of(tensor) + matrix, 0]
+
+    def _own_sums(self, bucket: Bucket, member: Member) -> tuple[Tensor, Tensor]:
+        """Find where the sums of a tensor lie, (N, K), and what would fit them, (N,) int8."""
+        if id(bucket) not in self._sent:
+            like = {"dtype": torch.uint8, "device": self.device}
+            self._sent[id(bucket)] = torch.empty(sum(bucket.up_sizes), **like)
+        begin = sum(bucket.up_sizes[: member.owner])
+        own = self._sent[id(bucket)][begin : begin + bucket.up_sizes[member.owner]]
+        sums, fitting = self._read_sums(own[None], member)
+        return sums[0], fitting[0]
+
+    def _read_sums(self, parts: Tensor, member: Member) -> tuple[Tensor, Tensor]:
+        """View the sums of a tensor in (P, bytes): (P, N, K), and (P, N) int8."""
+        tensor = member.tensor
+        size = tensor.num_weights * self.sums.itemsize
+        sums = parts[:, member.up : member.up + size].view(self.sums)
+        behind = member.up + rounded_up(size)
+        fitting = parts[:, behind : behind + tensor.out_features].view(torch.int8)
+        return sums.unflatten(1, (tensor.out_features, tensor.in_features)), fitting
+
+    def _launch(self, bucket: Bucket) -> None:
+        """Send the sums of a bucket to their owners; what has no gradient in this step is zeros."""
+        self._launched.add(id(bucket))
+        if self._is_table(bucket):
+            payloads = self._payloads.pop(id(bucket), None)
+            if payloads is None:
+                return
+            sizes = [0] * self.group.size
+            sent = torch.cat(payloads)
+            sizes[bucket.members[0].owner] = len(sent)
+        else:
+            if id(bucket) not in self._sent:
+                return
+            self._fill_missing(bucket)
+            sent, sizes = self._sent.pop(id(bucket)), bucket.up_sizes
+        self._up.append((bucket, self.group.send_to_owners(sent, sizes)))
+        while len(self._up) > IN_FLIGHT:
+            self._complete()
+
+    def _fill_missing(self, bucket: Bucket) -> None:
+        if self._arrived.get(id(bucket), 0) == bucket.rows:
+            return
+        written = {key for key, _ in self._written}
+        for member in bucket.members:
+            if id(member.tensor) not in written:
+                sums, fitting = self._own_sums(bucket, member)
+                sums.zero_()
+                fitting.fill_(NONE)
+
+    def _complete(self) -> None:
+        """Step what this process owns of a bucket that has arrived, and tell the others."""
+        bucket, travelling = self._up.popleft()
+        parts = travelling.wait()
+        if self._is_table(bucket):
+            self._complete_rows(bucket, parts)
+            return
+        rank, told_by = self.group.rank, []
+        for member in bucket.members:
+            if member.owner == rank:
+                self._step(member, *self._read_sums(parts, member))
+        if self.group.size > 1:
+            for owner, size in enumerate(bucket.down_sizes):
+                if not size:
+                    continue
+                message = torch.empty(size, dtype=torch.uint8, device=self.device)
+                if owner == rank:
+                    for part, place in self._places(bucket, owner, message):
+                        place.copy_(part)
+                told_by.append((owner, self.group.tell_all(message, owner)))
+            self._down.append((bucket, told_by))
+            while len(self._down) > IN_FLIGHT:
+                self._receive()
+
+    def _step(self, member: Member, sums: Tensor, fitting: Tensor) -> None:
+        """Step a tensor by the sums of all processes, and move its exponents."""
+        tensor = member.tensor
+        exponent = tensor.wire_exponent
+        grad = sum_gradients(sums, exponent[:, 0], fitting, self.gradients)
+        if tensor.matrices == 1:
+            self.updates(tensor, grad)
+        else:
+            self.updates(tensor, grad.unflatten(0, (tensor.matrices, -1)), range(tensor.matrices))
+        exponent[:, 0] = next_exponents(exponent[:, 0], fitting.amax(dim=0))
+
+    def _places(
+        self, bucket: Bucket, owner: int, message: Tensor
+    ) -> Iterable[tuple[Tensor, Tensor]]:
+        """Go through what an owner tells of a bucket: each buffer, and its place in the message."""
+        for member in bucket.members:
+            if member.owner == owner:
+                begin = member.down
+                for part in told(member.tensor).values():
+                    place = message[begin : begin + part.nbytes]
+                    yield part, place.view(part.dtype).view(part.shape)
+                    begin += rounded_up(part.nbytes)
+
+    def _receive(self) -> None:
+        """Take what the owners of a bucket tell."""
+        bucket, told_by = self._down.popleft()
+        for owner, travelling in told_by:
+            message = travelling.wait()
+            if owner == self.group.rank:
+                continue
+            if self._is_table(bucket):
+                self._receive_rows(bucket, message)
+            else:
+                for part, place in self._places(bucket, owner, message):
+                    part.copy_(place)
+
+    # tables
+
+    def _is_table(self, bucket: Bucket) -> bool:
+        return not hasattr(bucket.members[0].tensor, "wire_exponent")
+
+    def _take_rows(self, tensor: TernaryTensor, grad: Tensor, touched: TouchedRows) -> None:
+        """Quantise the rows of a table that a micro-batch touched, each with its own exponent."""
+        bucket, _ = self._bucket_of[id(tensor)]
+        exponent = fitting_exponents(grad.abs().amax(dim=1).float(), LARGEST_OF_ROWS)
+        sums = torch.empty(grad.shape, dtype=torch.int8, device=grad.device)
+        dividing = torch.where(exponent == NOT_FINITE, NONE, exponent)
+        fitting = torch.empty_like(exponent)
+        key = self._key(tensor, 0)
+        quantise_gradient(grad, dividing, key, sums, fitting, LARGEST_OF_ROWS, False)
+        rows = touched.rows.to(torch.int32).view(torch.uint8)
+        parts = [rows, exponent.view(torch.uint8), sums.view(torch.uint8).flatten()]
+        padding = rows.new_zeros(-sum(map(len, parts)) % ALIGNMENT)
+        self._payloads.setdefault(id(bucket), []).append(torch.cat([*parts, padding]))
+        self._num_rows[id(bucket)] = len(grad)
+        if self.last:
+            self._launch(bucket)
+
+    def _complete_rows(self, bucket: Bucket, parts: Tensor) -> None:
+        """Add up the rows that all micro-batches touched, step them, and tell what they are now.
+
+        Args:
+            bucket: of the table.
+            parts: (P, bytes) on the owner, of all processes.
+        """
+        (member,) = bucket.members
+        tensor, number = member.tensor, self._num_rows[id(bucket)]
+        own = member.owner == self.group.rank
+        rows = self._step_rows(tensor, parts.view(self.micro_batches, -1), number) if own else None
+        if self.group.size == 1:
+            return
+        most = min(number * self.micro_batches, tensor.out_features)
+        message = torch.empty(self._rows_bytes(tensor, most), dtype=torch.uint8, device=self.device)
+        if own:
+            places = self._places_of_rows(tensor, message, most)
+            next(places)[1].copy_(rows[:, None])
+            for part, place in places:
+                place.copy_(gather_rows(part, rows))
+        self._down.append((bucket, [(member.owner, self.group.tell_all(message, member.owner))]))
+        while len(self._down) > IN_FLIGHT:
+            self._receive()
+
+    def _step_rows(self, tensor: TernaryTensor, parts: Tensor, number: int) -> Tensor:
+        """Step the rows that are in (micro-batches, bytes); return which they are."""
+        columns, ends = tensor.in_features, (4 * number, 5 * number)
+        ids = parts[:, : ends[0]].contiguous().view(torch.int32).flatten().to(torch.int64)
+        exponent = parts[:, ends[0] : ends[1]].contiguous().view(torch.int8).flatten()
+        sums = parts[:, ends[1] : ends[1] + number * columns].contiguous().view(torch.int8)
+        touched = touched_rows(ids, tensor.out_features)
+        weights = torch.exp2(exponent.float()).masked_fill_(exponent == NONE, 0)
+        weights.masked_fill_(exponent == NOT_FINITE, torch.inf)
+        tokens = torch.arange(len(ids), device=ids.device)
+        values = sums.view(-1, columns).to(self.dtype)  # which has all of an int8
+        grad = weighted_rows_grad(values, weights, tokens, touched, torch.float32)
+        self.updates(tensor, grad, touched)
+        tensor.count_use(touched.rows)
+        return touched.rows
+
+    def _rows_bytes(self, tensor: TernaryTensor, number: int) -> int:
+        widths = (part.shape[1] for part in told(tensor).values())
+        return rounded_up(4 * number) + sum(rounded_up(number * width) for width in widths)
+
+    def _places_of_rows(
+        self, tensor: TernaryTensor, message: Tensor, number: int
+    ) -> Iterator[tuple[Tensor | None, Tensor]]:
+        """Go through what is told of rows: their numbers, then each buffer; (R, width) places."""
+        yield None, message[: 4 * number].view(torch.int32)[:, None]
+        begin = rounded_up(4 * number)
+        for part in told(tensor).values():
+            size = number * part.shape[1]
+            yield part, message[begin : begin + size].view(part.dtype).view(number, -1)
+            begin += rounded_up(size)
+
+    def _receive_rows(self, bucket: Bucket, message: Tensor) -> None:
+        """Write what the owner of a table tells of the rows that were touched."""
+        tensor = bucket.members[0].tensor
+        number = min(self._num_rows[id(bucket)] * self.micro_batches, tensor.out_features)
+        places = self._places_of_rows(tensor, message, number)
+        rows = next(places)[1][:, 0].to(torch.int64)
+        for part, place in places:
+            scatter_rows_(part, rows, place)
+        tensor.count_use(rows)
+
+    # before the first step
+
+    @property
+    def needs_measuring(self) -> bool:
+        """Whether no exponents are known yet; waits for the device."""
+        return all(bool((t.wire_exponent == NONE).all()) for t in self._measurable())
+
+    def _measurable(self) -> list[TernaryTensor]:
+        return [tensor for tensor in self.tensors if hasattr(tensor, "wire_exponent")]
+
+    @contextmanager
+    def measuring(self) -> Iterator[None]:
+        """Only look at the gradients of what is computed inside, and set the exponents by them."""
+        self._forget()
+        self._measured = {
+            id(tensor): torch.full_like(tensor.wire_exponent[:, 0], NONE)
+            for tensor in self._measurable()
+        }
+        self.last = False
+        yield
+        found = torch.cat([self._measured[id(tensor)] for tensor in self._measurable()])
+        found = self.group.largest(found).split([t.out_features for t in self._measurable()])
+        for tensor, fitting in zip(self._measurable(), found, strict=True):
+            tensor.wire_exponent[:, 0] = next_exponents(tensor.wire_exponent[:, 0], fitting)
+        self._forget()
+
+    def _measure(self, tensor: TernaryTensor, grad: Tensor, rows: slice) -> None:
+        found = fitting_exponents(grad.abs().amax(dim=1).float(), self.limit)
+        so_far = self._measured[id(tensor)]
+        so_far[rows] = torch.maximum(so_far[rows], found)
+
+    # what is counted
+
+    def take_flips(self) -> int:
+        """Count the trits that changed since the last call, of all processes."""
+        return int(self.group.sum(torch.tensor([self.updates.take_flips()], device=self.device)))
+
+    def counters(self) -> dict[str, int]:
+        """Count as `Updater.counters` does, of all processes."""
+        found = self.updates.counters()
+        refused = torch.tensor([found["refused"]], device=self.device)
+        return found | {"refused": int(self.group.sum(refused))}
+
+    def restore(self, counters: dict[str, int]) -> None:
+        """Continue the counters of an earlier run.
+
+        Raises:
+            ArbError: they are others.
+        """
+        self.updates.restore(counters if self.group.first else counters | {"refused": 0})
+
+    def bytes_a_weight(self) -> float:
+        """Find what a process received in the last step, for each weight, on average."""
+        return self.received / self.group.size / self.num_weights
+
+
+def next_exponents(exponent: Tensor, fitting: Tensor) -> Tensor:
+    """Move exponents to what would have fitted: up at once, down by one octave a step.
+
+    A row that has never had a gradient takes the largest of its tensor.
+
+    Args:
+        exponent: (N,) int8, as they are.
+        fitting: (N,) int8, what `quantise_gradient` found, the largest of all micro-batches.
+    """
+    down = (exponent.to(torch.int16) - 1).clamp(min=LOWEST).to(torch.int8)
+    moved = torch.where(exponent == NONE, fitting, torch.maximum(fitting, down))
+    found = (fitting != NONE) & (fitting != NOT_FINITE)
+    moved = torch.where(found, moved, exponent)
+    return torch.where(moved == NONE, moved.amax(), moved)

@@ -1,0 +1,204 @@
+"""Measure a run that several GPUs share: its bits, its speed beside a twin's, and what it learns.
+
+    torchrun --nproc-per-node 2 -m benchmarks.many_gpus bits|speed|quality [--preset NAME]
+        [--data FILE --val FILE] [--eager] [--steps N]
+
+`bits` trains with all GPUs, and with the first one alone that does all micro-batches, and compares
+every tensor of the state. `speed` times a step of all GPUs with one micro-batch each, and of one
+GPU with one: weak scaling is what each GPU does of that. The peer is the float twin under torch's
+DistributedDataParallel, compiled, with gradients in bfloat16. `quality` compares held-out losses
+with those of the rule that steps by one gradient of the same windows; each GPU has its own runs.
+"""
+
+import argparse
+import gc
+import json
+import os
+import statistics
+import sys
+import time
+from contextlib import nullcontext
+from pathlib import Path
+from unittest import mock
+
+import torch
+
+from arbcli.checkpoint import tensor_digest
+from arbcli.data import Texts, evaluation_batches, open_texts
+from arbcli.device import deterministic
+from arbcli.kernels.runtime.backend import use_backend
+from arbcli.model.baselines import FloatWeight
+from arbcli.train.configure import new_config
+from arbcli.train.parallel.group import Group, joined, own_device
+from arbcli.train.trainer import EAGER_STEPS, Trainer
+from benchmarks.training_step import SHAPES, draw
+
+TWIN = {"weights": "float", "optimizer": "muon", "sub_norms": False}
+ROUNDS, ROUND_SECONDS = 3, 0.7
+SEEDS = (0, 1, 2)
+
+
+def build(
+    preset: str, texts: Texts, group: Group, *, capture: bool, steps: int = 10_000, **options
+) -> Trainer:
+    """Make a trainer."""
+    place = str(own_device(torch.device("cuda")))
+    config = new_config(preset=preset, steps=steps, device=place, **options)
+    with mock.patch.object(FloatWeight, "initialise", draw):
+        return Trainer(config, texts, capture=capture, group=group)
+
+
+def compare_bits(
+    preset: str, texts: Texts, group: Group, capture: bool, steps: int, accum: int
+) -> dict:
+    """Train with all processes and with the first alone; compare every tensor."""
+    about = {"capture": capture, "accum": accum, "batch": 8, "wire": "int8", "seed": 7}
+    trainer = build(preset, texts, group, **about)
+    losses = [float(trainer.train_step()) for _ in range(steps)]
+    trainer.check_agreement()
+    saved = trainer.checkpoint("").tensors
+    wire = trainer.shared.bytes_a_weight()
+    trainer.release_graph()
+    row = {"preset": preset, "captured": capture, "wire_bytes_a_weight": wire, "steps": steps}
+    if group.first:
+        digests = {name: tensor_digest(name, part) for name, part in saved.items()}
+        alone = build(preset, texts, Group(), **about)
+        same = losses == [float(alone.train_step()) for _ in range(steps)]
+        tensors = alone.checkpoint("").tensors
+        differ = [n for n, part in tensors.items() if digests[n] != tensor_digest(n, part)]
+        row |= {"losses_equal": same, "tensors": len(tensors), "tensors_that_differ": len(differ)}
+        row |= {"first_that_differs": differ[:1], "last_loss": losses[-1]}
+    group.agree(0)
+    return row
+
+
+def seconds_a_step(trainer: Trainer, group: Group) -> float:
+    """Time steps in rounds; the median."""
+
+    def run(steps: int) -> float:
+        torch.cuda.synchronize()
+        started = time.perf_counter()
+        for _ in range(steps):
+            group.agree(0, 0)  # as a run does
+            trainer.train_step()
+        torch.cuda.synchronize()
+        return (time.perf_counter() - started) / steps
+
+    run(EAGER_STEPS + 2)
+    steps = max(group.agree(min(200, max(3, int(ROUND_SECONDS / run(3))))))
+    return statistics.median(run(steps) for _ in range(ROUNDS))
+
+
+def time_steps(preset: str, texts: Texts, group: Group, capture: bool, kinds: list[str]) -> list:
+    """Time every kind with one GPU and with all."""
+    batch, rows = SHAPES[preset][1], []
+    all_kinds = {
+        "wire": {"wire": "int8"}, "rule": {}, "twin": TWIN,
+        "factored": {"wire": "int8", "direction": "factored"},
+    }  # fmt: skip
+    for kind in kinds:
+        for size in (1, group.size):
+            if kind == "rule" and size > 1:
+                continue
+            part = group if size > 1 else Group()
+            seconds = peak = state = wire = 0
+            if size > 1 or group.first:
+                ours = nullcontext() if kind == "twin" else deterministic()
+                torch._dynamo.reset()
+                torch.cuda.reset_peak_memory_stats()
+                with ours:
+                    options = all_kinds[kind] | {"batch": batch, "accum": size}
+                    trainer = build(preset, texts, part, capture=capture, **options)
+                    seconds = seconds_a_step(trainer, part)
+                peak, state = torch.cuda.max_memory_allocated(), trainer.state_bytes()
+                wire = trainer.shared.bytes_a_weight() if trainer.shared else 0
+                trainer.release_graph()
+                del trainer
+                gc.collect()
+                torch.cuda.empty_cache()
+            group.agree(0)
+            rows.append({
+                "preset": preset, "kind": kind, "gpus": size, "captured": capture,
+                "milliseconds": 1000 * seconds, "peak_gb": peak / 1e9, "state_gb": state / 1e9,
+                "wire_bytes_a_weight": wire,
+            })  # fmt: skip
+            if group.first:
+                print(json.dumps(rows[-1]), flush=True)
+        first, last = (
+            next(r for r in rows if r["kind"] == kind and r["gpus"] == size)
+            for size in (1, 1 if kind == "rule" else group.size)
+        )
+        if group.first:
+            share = first["milliseconds"] / last["milliseconds"]
+            print(f"weak scaling {preset} {kind}: {share:.1%}", flush=True)
+    return rows
+
+
+def learn(preset: str, texts: Texts, group: Group, steps: int) -> list[dict]:
+    """Train every seed in one step of 32 windows, and in four parts that travel as integers."""
+    options = {
+        "rule, 1 x 32": {"batch": 32},
+        "wire, 4 x 8": {"batch": 8, "accum": 4, "wire": "int8"},
+        "wire, 1 x 32": {"batch": 32, "wire": "int8"},
+        "int16, 4 x 8": {"batch": 8, "accum": 4, "wire": "int16"},
+    }
+    jobs = [(kind, seed) for kind in options for seed in SEEDS]
+    rows = []
+    for kind, seed in jobs[group.rank :: group.size]:
+        started = time.perf_counter()
+        with deterministic():
+            about = options[kind] | {"seed": seed}
+            trainer = build(preset, texts, Group(), capture=True, steps=steps, **about)
+            for _ in range(steps):
+                trainer.train_step()
+            with torch.no_grad(), use_backend(trainer.config.backend):
+                losses = [
+                    trainer.model.loss(*pair)
+                    for pair in evaluation_batches(
+                        texts.val, num_batches=40, batch_size=32,
+                        context=trainer.config.model.ctx, device=trainer.device,
+                    )
+                ]  # fmt: skip
+            loss = float(torch.stack(losses).mean())
+        seconds = time.perf_counter() - started
+        rows.append({"kind": kind, "seed": seed, "val_loss": loss, "seconds": seconds})
+        print(json.dumps(rows[-1]), flush=True)
+        trainer.release_graph()
+        del trainer
+        gc.collect()
+        torch.cuda.empty_cache()
+    return rows
+
+
+def main() -> int:
+    """Measure one part; the first process prints."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.many_gpus")
+    parser.add_argument("part", choices=("bits", "speed", "quality"))
+    parser.add_argument("--preset", default="small")
+    parser.add_argument("--data", type=Path)
+    parser.add_argument("--val", type=Path)
+    parser.add_argument("--eager", action="store_true", help="do not capture steps")
+    parser.add_argument("--kinds", nargs="+", default=["wire", "rule", "twin"])
+    parser.add_argument("--steps", type=int)
+    args = parser.parse_args()
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    place = own_device(torch.device("cuda"))
+    files = [[str(path)] if path else None for path in (args.data, args.val)]
+    texts = open_texts(*files, seed=0, context=256)
+    with joined(place) as group:
+        if args.part == "bits":
+            with deterministic():
+                steps = args.steps or 8
+                row = compare_bits(args.preset, texts, group, not args.eager, steps, 4)
+            if group.first:
+                print(json.dumps(row), flush=True)
+        elif args.part == "speed":
+            time_steps(args.preset, texts, group, not args.eager, args.kinds)
+        else:
+            learn(args.preset, texts, group, args.steps or 2000)
+        group.agree(0)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

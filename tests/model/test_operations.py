@@ -1,0 +1,76 @@
+"""Operations are counted by a configuration as torch counts those of its model."""
+
+import pytest
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from arbcli.config import hnet
+from arbcli.config.dense import ModelConfig
+from arbcli.config.presets import PRESETS, preset
+from arbcli.model.build import build_model
+from arbcli.model.operations import forward_operations, step_operations
+
+DENSE = {"dim": 32, "layers": 2, "heads": 2, "ffn": 48, "ctx": 16}
+GRAPH = (
+    {"memgram": True},
+    {"moe": False, "router": False},
+    {"graph": False, "attention": False, "sequencer": False},
+    {"codebook": False, "graph": False},
+)
+HNET = ({}, {"boundaries": "every"}, {"weights": "float"})
+
+
+def counted(config: ModelConfig, *, backward: bool = False) -> FlopCounterMode:
+    """Let torch count; attention is products for it only if it is computed as such."""
+    model = build_model(config, torch.float32)
+    model.initialise(0)
+    ids = torch.zeros(1, config.ctx, dtype=torch.int64)
+    with (
+        FlopCounterMode(display=False) as counter,
+        sdpa_kernel(SDPBackend.MATH),
+        torch.set_grad_enabled(backward),
+    ):
+        loss = model.loss(ids, ids)
+        if backward:
+            loss.backward()
+    return counter
+
+
+def test_operations_of_a_step_are_those_of_the_float_twin():
+    config = preset("tiny", **DENSE, weights="float")
+    assert counted(config).get_total_flops() == forward_operations(config)
+    assert counted(config, backward=True).get_total_flops() == step_operations(config)
+
+
+@pytest.mark.parametrize("parts", GRAPH, ids=str)
+def test_operations_of_a_graph_are_those_that_torch_counts(parts, small_graph):
+    options = {name: value for name, value in small_graph.items() if name not in ("batch",)}
+    config = preset(options.pop("preset"), **options | parts)
+    assert counted(config).get_total_flops() == forward_operations(config)
+
+
+@pytest.mark.parametrize("parts", HNET, ids=str)
+def test_operations_of_chunks_are_those_that_torch_counts(parts, small_hnet, monkeypatch):
+    monkeypatch.setattr(hnet, "SPARE_SLOTS", 1)  # slots are computed whether taken or not
+    options = {name: value for name, value in small_hnet.items() if name not in ("batch",)}
+    config = preset(options.pop("preset"), **options | {"window": 24} | parts)
+    assert counted(config).get_total_flops() == forward_operations(config)
+
+
+def test_operations_of_mamba_are_its_projections_and_a_recurrence(small_hnet, monkeypatch):
+    monkeypatch.setattr(hnet, "SPARE_SLOTS", 1)
+    options = {name: value for name, value in small_hnet.items() if name not in ("batch",)}
+    config = preset(options.pop("preset"), **options | {"outer_blocks": "mamba", "states": 5})
+    products = counted(config).get_flop_counts()["Global"][torch.ops.aten.mm]
+    inner_widths, positions, of_main = (2 * 24, 2 * 32), (24, 8), 4
+    scans = sum(2 * 2 * 5 * w * n for w, n in zip(inner_widths, positions, strict=True))
+    attention = of_main * 2 * 32 * of_main
+    assert 2 * (scans + attention) == forward_operations(config) - products
+
+
+def test_operations_of_presets_are_six_a_weight_and_attention():
+    """By hand: 2,048 bytes of 24 blocks, and the head; of the embedding rows are read."""
+    config = PRESETS["1b"]
+    weights = 24 * (4 * 2048**2 + 3 * 2048 * 5632) + 256 * 2048
+    assert step_operations(config) == 2048 * (6 * weights + 12 * 24 * 2048 * 2048)

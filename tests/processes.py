@@ -1,0 +1,47 @@
+"""Several processes of one run, as `torchrun` starts them, but quickly."""
+
+import os
+import socket
+from collections.abc import Callable
+from unittest import mock
+
+import torch
+from torch import multiprocessing
+
+from arbcli.train.parallel.group import joined
+
+
+def in_processes(size: int, work: Callable, *args, device: str = "cpu") -> list:
+    """Call work(group, *args) in so many processes; return what each of them returned, by rank."""
+    # a process that has used CUDA cannot be forked
+    start = "spawn" if torch.cuda.is_available() else "fork"
+    context = multiprocessing.get_context(start)
+    results = context.SimpleQueue()
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    call = (size, port, device, results, work, args)
+    options = {"nprocs": size, "start_method": start, "join": False}
+    processes = multiprocessing.start_processes(_process, args=call, **options)
+    found, over = {}, False
+    while not over:
+        over = processes.join(timeout=0.02)  # raises what a process raised
+        while not results.empty():  # a pipe holds only so much
+            rank, result = results.get()
+            found[rank] = result
+    return [found[rank] for rank in range(size)]
+
+
+def environment(rank: int, size: int, port: int) -> dict[str, str]:
+    """Make the environment that `torchrun` gives a process."""
+    values = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "MASTER_PORT": port}
+    return {name: str(value) for name, value in values.items()} | {"MASTER_ADDR": "127.0.0.1"}
+
+
+def _process(rank, size, port, device, results, work, args) -> None:
+    torch.set_num_threads(1)
+    place = torch.device(device, rank) if device == "cuda" else torch.device(device)
+    if device == "cuda":
+        torch.cuda.set_device(place)
+    with mock.patch.dict(os.environ, environment(rank, size, port)), joined(place) as group:
+        results.put((rank, work(group, *args)))
+        group.agree(0)

@@ -1,0 +1,181 @@
+"""A run in several processes: the same bits as in one, whatever their number."""
+
+import dataclasses
+
+import pytest
+import torch
+from processes import in_processes
+
+from arbcli.checkpoint import tensor_digest
+from arbcli.data import open_texts
+from arbcli.errors import ArbError
+from arbcli.model.packed import StateModule
+from arbcli.train.configure import new_config
+from arbcli.train.parallel.group import Group
+from arbcli.train.trainer import Trainer
+
+SMALL = {"dim": 32, "layers": 1, "heads": 2, "ffn": 48, "ctx": 16, "batch": 2}
+ABOUT = {"accum": 4, "steps": 9, "seed": 3, "wire": "int8", "device": "cpu", "compute": "fp32"}
+DECIDED = {"lr": 0.5} | ABOUT
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory):
+    path = tmp_path_factory.mktemp("text") / "text.txt"
+    path.write_bytes(b"".join(b"line %d of a text to learn. " % (i * i) for i in range(900)))
+    return open_texts((str(path),), (), seed=3, context=32)
+
+
+def trained(group, texts, given, steps, checkpoint=None):
+    """Train; return digests of the state by name, the losses, and what was counted."""
+    trainer = Trainer(new_config(**(DECIDED | given)), texts, group=group)
+    if checkpoint is not None:
+        trainer.restore(checkpoint)
+    losses = [float(trainer.train_step()) for _ in range(steps)]
+    trainer.check_agreement()
+    losses.append(trainer.evaluate(num_batches=4))
+    saved, flips = trainer.checkpoint("text"), trainer.updater.take_flips()
+    digests = {n: tensor_digest(n, part) for n, part in saved.tensors.items()}
+    return digests, losses, (saved.counters, flips), trainer.shared.bytes_a_weight()
+
+
+def assert_the_same(texts, given, sizes, steps=2):
+    digests, losses, counted, wire = trained(Group(), texts, given, steps)
+    assert wire == 0
+    for size in sizes:
+        found = in_processes(size, trained, texts, given, steps)
+        assert {name for name in digests if digests[name] != found[0][0][name]} == set()
+        assert all(each[1:3] == (losses, counted) for each in found)
+        assert 0 < found[0][3] <= (2.8 if given.get("digits") == "all" else 1.5)
+    return digests
+
+
+def test_two_and_four_processes_give_the_bits_of_one(texts):
+    assert_the_same(texts, SMALL, (2, 4))
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"rule": "nibble", "digits": "all"},
+        pytest.param({"rule": "nibble", "direction": "factored"}, marks=pytest.mark.slow),
+        pytest.param({"rule": "carry", "direction": "sign"}, marks=pytest.mark.slow),
+        pytest.param({"rule": "carry", "digits": "all"}, marks=pytest.mark.slow),
+        pytest.param({"direction": "factored", "digits": "all"}, marks=pytest.mark.slow),
+        pytest.param({"direction": "sign", "recompute": True}, marks=pytest.mark.slow),
+        pytest.param({"rule": "votes"}, marks=pytest.mark.slow),
+        pytest.param({"accum": 16, "tscale": "T6"}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_every_rule_gives_the_bits_of_one_process(given, texts):
+    scale = {"scale_type": given["tscale"]} if "tscale" in given else {}
+    given = {name: value for name, value in given.items() if name != "tscale"}
+    assert_the_same(texts, SMALL | given | scale, (2,))
+
+
+def test_every_buffer_that_a_step_changes_is_told(texts, small_graph):
+    """All kinds of state move, and are the same in both processes and in one."""
+    given = small_graph | {"memgram": True, "batch": 2, "accum": 2, "direction": "factored"}
+    after = assert_the_same(texts, given, (2,), steps=1)
+    model = Trainer(new_config(**(DECIDED | given)), texts).model
+    before = {name: tensor_digest(name, part) for name, part in model.state_dict().items()}
+    moved = {name for name in after if before[name] != after[name]}
+    modules = {name: part for name, part in model.named_modules() if isinstance(part, StateModule)}
+    kinds = {
+        f"{name}.{buffer}": kind
+        for name, part in modules.items()
+        for buffer, kind in part.kinds.items()
+    }
+    assert {kinds[name] for name in moved} == set(kinds.values())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("outer", ["attention", "mamba"])
+def test_hnet_gives_the_bits_of_one_process(outer, texts, small_hnet):
+    given = small_hnet | {"outer_blocks": outer, "batch": 2}
+    assert_the_same(texts, given | ({"states": 16} if outer == "mamba" else {}), (2, 4))
+
+
+def kept_bytes(group, texts):
+    trainer = Trainer(new_config(**(DECIDED | SMALL)), texts, group=group)
+    trainer.train_step()
+    return trainer.state_bytes()
+
+
+def test_state_is_shared_out_and_a_run_goes_on_with_another_number(texts):
+    alone = Trainer(new_config(**(DECIDED | SMALL)), texts)
+    alone.train_step()
+    checkpoint = alone.checkpoint("text")
+    digests, losses, *_ = trained(Group(), texts, SMALL, 2, checkpoint)
+    found = in_processes(2, trained, texts, SMALL, 2, checkpoint)
+    assert (found[0][0], found[0][1]) == (digests, losses)
+
+
+def test_owners_alone_keep_what_only_a_step_needs(texts):
+    alone = kept_bytes(Group(), texts)
+    shares = in_processes(2, kept_bytes, texts)
+    told = sum(shares) - alone  # what both have
+    assert told < 0.35 * alone
+    assert max(shares) < 0.75 * alone
+
+
+def differing(group, texts):
+    values = {"steps": 3, "lr": group.rank}
+    with pytest.raises(ArbError, match="process 1 has another setting than process 0: `lr`"):
+        group.compare(values, "setting")
+    trainer = Trainer(new_config(**(DECIDED | SMALL)), texts, group=group)
+    trainer.check_agreement()
+    if group.rank:
+        trainer.model.head.weight.trits[0, 0] ^= 1
+    with pytest.raises(ArbError, match="process 1 has another state than process 0: `head"):
+        trainer.check_agreement()
+    return group.agree(group.rank, 5), group.tell(group.rank)
+
+
+def test_processes_that_differ_are_refused(texts):
+    assert in_processes(2, differing, texts) == [([1, 5], 0)] * 2
+
+
+def test_batches_that_cannot_be_dealt_out_are_refused(texts):
+    config = new_config(**(DECIDED | SMALL))
+    with pytest.raises(ArbError, match="4 micro-batches cannot be dealt out evenly to 3"):
+        Trainer(config, texts, group=Group(0, 3))
+    with pytest.raises(ArbError, match="which one process does alone"):
+        Trainer(dataclasses.replace(config, wire=None), texts, group=Group(0, 2))
+
+
+def test_gradient_that_is_not_finite_is_counted_once_in_every_number_of_processes(texts):
+    def step(group):
+        trainer = Trainer(new_config(**(DECIDED | SMALL)), texts, group=group)
+        trainer.train_step()
+        if group.rank == group.size - 1:  # in the last micro-batch
+            sink, bad = trainer.shared, trainer.model.head.weight
+
+            def spoil(tensor, grad, where=None):
+                wrong = tensor is bad and sink.last
+                sink(tensor, grad.fill_(torch.nan) if wrong else grad, where)
+
+            bad.sink = spoil
+        trainer.train_step()
+        saved = trainer.checkpoint("text")
+        return saved.counters, {n: tensor_digest(n, part) for n, part in saved.tensors.items()}
+
+    alone = step(Group())
+    assert alone[0] == {"nonfinite_steps": 1, "refused": 1}
+    if not torch.cuda.is_available():  # else processes are not forked, and know no inner function
+        assert in_processes(2, step)[0] == alone
+
+
+def twin_losses(group, texts):
+    given = SMALL | ABOUT | {"wire": None, "weights": "float"}
+    trainer = Trainer(new_config(**given), texts, group=group)
+    losses = [float(trainer.train_step()) for _ in range(3)]
+    return [*losses, trainer.evaluate(num_batches=4)]
+
+
+def test_twin_learns_the_same_in_two_processes(texts):
+    alone = twin_losses(Group(), texts)
+    found = in_processes(2, twin_losses, texts)
+    assert found[0] == found[1]
+    assert found[0] == pytest.approx(alone, abs=1e-5)
