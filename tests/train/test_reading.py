@@ -243,6 +243,17 @@ def test_records_have_the_right_units(records):
         assert record["peak_bytes"] > record["state_bytes"]
 
 
+def test_time_of_a_save_counts_from_the_one_before(options, tmp_path, monkeypatch):
+    clock, saved = Clock(), []
+    monkeypatch.setattr(runs, "time", clock)
+    monkeypatch.setattr(runs, "SAMPLE_BYTES", 1)
+    clock.take(monkeypatch, Trainer, "train_step", runs.SAVE_SECONDS / 3)
+    monkeypatch.setattr(runs, "save_checkpoint", lambda _, made, keep: saved.append(made.step))
+    short = {"steps": 10, "save_every": 99, "accum": 1, "batch": 1}
+    start_run(new_config(**options | short), tmp_path / "run", Observer())
+    assert saved == [0, 3, 6, 9, 10]
+
+
 def test_record_has_the_mean_of_all_steps_since_the_last(records, options, tmp_path, monkeypatch):
     monkeypatch.setattr(runs, "LOG_EVERY", 4)
     start_run(new_config(**options), tmp_path / "seldom", Observer())

@@ -1,5 +1,7 @@
 """Runs: stopped and resumed equals never stopped, and nothing that was saved is ever lost."""
 
+import copy
+import dataclasses
 import gzip
 import json
 import os
@@ -20,7 +22,7 @@ from marks import mostly_slow
 
 from arbcli import load
 from arbcli.checkpoint import checkpoints, load_checkpoint, save_checkpoint, write_json
-from arbcli.config.training import DECISIVE, train_config_from
+from arbcli.config.training import DECISIVE, TrainConfig, train_config_from
 from arbcli.device import COMPUTE
 from arbcli.errors import ArbError
 from arbcli.model.operations import step_operations
@@ -28,7 +30,7 @@ from arbcli.rules import RULES
 from arbcli.train import run as run_module
 from arbcli.train.check import check_run
 from arbcli.train.configure import new_config
-from arbcli.train.directory import latest_run, make_next_directory, read_facts
+from arbcli.train.directory import field_digests, latest_run, make_next_directory, read_facts
 from arbcli.train.parallel.group import Group
 from arbcli.train.record import Record, append_record, drop_records_after
 from arbcli.train.run import Observer, accept_of, resume_run, start_run
@@ -482,6 +484,35 @@ def test_resume_refuses_a_configuration_that_was_changed(field, value, started):
     (started / "config.json").write_text(json.dumps(facts))
     with pytest.raises(ArbError, match=f"was changed since the run began: `{field}`"):
         resume_run(started, Observer())
+
+
+FREE = {
+    "data", "val", "field",  # the text itself is compared, wherever it lies
+    "save_every", "eval_every", "sample_every", "keep", "keep_best", "recompute",
+    "device", "backend",
+    "wire",  # a checkpoint says it, and is compared
+}  # fmt: skip
+"""Settings that change no bit of a checkpoint, that a resume may change, or that are seen besides.
+"""
+
+
+@pytest.mark.parametrize("field", [field.name for field in dataclasses.fields(TrainConfig)])
+def test_change_of_any_other_setting_is_seen_by_its_name(field):
+    given = config("text.txt", "cpu", steps=11)
+    other = {
+        "model": dataclasses.replace(given.model, ffn=7), "data": ("a",), "val": ("b",),
+        "schedule": "wsd", "optimizer": "adamw", "compute": "other", "field": "c",
+        "device": "cuda", "backend": "triton",
+    }.get(field)  # fmt: skip
+    if other is None:
+        before = getattr(given, field)
+        other = not before if type(before) is bool else (before or 0) + 1
+    changed = copy.copy(given)
+    object.__setattr__(changed, field, other)  # whether or not it could be run
+    before, now = field_digests(given), field_digests(changed)
+    assert before.keys() == now.keys()
+    seen = {name for name in now if before[name] != now[name]}
+    assert seen == (set() if field in FREE else {"model.ffn" if field == "model" else field})
 
 
 def test_checkpoint_of_another_run_is_refused_by_field(started):
