@@ -18,7 +18,7 @@ from arbcli.config.training import TrainConfig
 from arbcli.data import Texts
 from arbcli.device import COMPUTE, deterministic
 from arbcli.inspect.allocator import Allocator, round_up
-from arbcli.inspect.trace import META, Storages, calling_function, without_memory
+from arbcli.inspect.trace import META, KnownShapes, Storages, calling_function, without_memory
 from arbcli.kernels.runtime.backend import compile_for, num_processors
 from arbcli.train.parallel.group import Group, Travelling
 from arbcli.train.trainer import Trainer
@@ -194,6 +194,7 @@ class _Trace(Storages):
         self.loading = True
         self._blocks: dict[int, _Taken] = {}
         self._workspaces: set[tuple[Any, bool, bool]] = set()
+        self._shapes = KnownShapes()
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
@@ -223,6 +224,10 @@ class _Trace(Storages):
                 self._workspaces.add(place)
                 self._take(WORKSPACES[func], func, "constant")
         return result
+
+    def run(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """Compute the result of an operation."""
+        return self._shapes.run(func, args, kwargs)
 
     def came(self, key: int, tensor: Tensor, size: int, op: Any) -> None:
         """Take memory for a storage."""
