@@ -288,7 +288,8 @@ def _substitutes(device: torch.device) -> Iterator[tuple[Any, str, Any]]:
     def attend(q: Tensor, k: Tensor, v: Tensor, **how: Any) -> Tensor:
         if not q.is_meta:
             return attention(q, k, v, **how)
-        if (mask := how.get("attn_mask")) is not None:  # as torch itself makes numbers of it
+        mask = how.pop("attn_mask", None)
+        if mask is not None:  # as torch itself makes numbers of it
             how["attn_mask"] = torch.zeros_like(mask, dtype=q.dtype).masked_fill_(~mask, -math.inf)
         if device.type == "cpu":
             return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, **how)[0]

@@ -17,6 +17,7 @@ from arbcli.train import run as runs
 from arbcli.train import trainer as training
 from arbcli.train.configure import new_config
 from arbcli.train.directory import field_digests
+from arbcli.train.parallel.group import Group
 from arbcli.train.run import Observer, resume_run, start_run
 from arbcli.train.trainer import Trainer
 
@@ -282,7 +283,7 @@ def test_minutes_are_as_many_steps_as_they_have_room_for(minutes, steps, options
     monkeypatch.setattr(runs, "TIMED_STEPS", 2)
     config = new_config(**options | {"steps": 10**6})
     texts = open_texts(config.data, config.val, seed=0, context=config.model.ctx)
-    assert runs._fit_to_minutes(config, texts, minutes).steps == steps
+    assert runs._fit_to_minutes(config, texts, minutes, Group()).steps == steps
 
 
 def test_sample_of_a_run_is_asked_for_with_its_seed(options, tmp_path, monkeypatch):
@@ -301,6 +302,7 @@ def test_every_setting_that_decides_a_run_is_held_against_its_beginning(options)
     free = {
         "data", "val", "field", "save_every", "eval_every", "sample_every", "keep", "keep_best",
         "recompute", "device", "backend", "model",
+        "wire",  # a checkpoint has it in its data
     }  # fmt: skip
     settings = {name for name in TrainConfig.__dataclass_fields__ if name not in free}
     of_model = {f"model.{name}" for name in asdict(config.model)}

@@ -123,6 +123,15 @@ class Group:
             dist.broadcast_object_list(values, 0, device=torch.device("cpu"))
         return values[0]
 
+    def collect(self, value: Any) -> list[Any]:
+        """Give all processes what each of them has, by rank: anything that can be pickled."""
+        if self.size == 1:
+            return [value]
+        found: list[Any] = [None] * self.size
+        with explained_loss():
+            dist.all_gather_object(found, value)
+        return found
+
     def compare(self, values: dict[str, Any], what: str, hint: str = SAME) -> None:
         """Refuse to go on where processes differ.
 
@@ -134,11 +143,7 @@ class Group:
         Raises:
             ArbError: in all processes, if one of them has others than the first.
         """
-        if self.size == 1:
-            return
-        found: list[Any] = [None] * self.size
-        with explained_loss():
-            dist.all_gather_object(found, values)
+        found = self.collect(values)
         for rank, other in enumerate(found):
             names = [n for n in values.keys() | other.keys() if found[0].get(n) != other.get(n)]
             if names:
