@@ -9,10 +9,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
 
 from arbcli.config.graph import GraphConfig
+from arbcli.kernels.attention.eight_bits import decode_entries, quantise_entries
+from arbcli.model.cache import CachedAttention
 from arbcli.model.initial import output_std
 from arbcli.model.layers.linear import TernaryLinear
 from arbcli.model.layers.norm import NORM_EPS, TernaryRMSNorm
@@ -23,7 +25,7 @@ SHARPNESS = 2.0
 position can stand out enough."""
 
 
-class LatentAttention(nn.Module):
+class LatentAttention(CachedAttention):
     """Causal self-attention; queries and keys are normalised after their rotary part is turned."""
 
     def __init__(self, config: GraphConfig) -> None:
@@ -53,11 +55,12 @@ class LatentAttention(nn.Module):
         turned = rotate(q[..., self.still :], *angles).to(x.dtype)
         q = torch.cat((q[..., : self.still], turned), dim=-1)
         turned = rotate(c[..., None, self.latent :], *angles).to(x.dtype)  # (B, T, 1, rotary)
+        latent, mask = c[..., : self.latent], None
         if past is None:
-            mask = None
+            (latent,) = self.as_stored(latent)
         else:
-            c, turned, mask = past.extend(c[..., : self.latent], turned)
-        kv = self.up(c[..., : self.latent], self.latent_norm)
+            latent, turned, mask = past.extend(latent, turned)
+        kv = self.up(latent, self.latent_norm)
         kv = kv.view(batch, -1, self.heads, self.still + self.head_dim)
         k = torch.cat((kv[..., : self.still], turned.expand(-1, -1, self.heads, -1)), dim=-1)
         q, k = (functional.rms_norm(part, (self.head_dim,), eps=NORM_EPS) for part in (q, k))
@@ -79,6 +82,8 @@ class LatentCache:
         history: bytes before a chunk that the text sequencer needs.
         dtype: of what is kept.
         device: where it is.
+        stored: float8_e4m3fn or int8, to keep compressed positions in eight bits; what is turned by
+            positions stays in `dtype`. None is `dtype` for both.
     """
 
     def __init__(
@@ -88,6 +93,8 @@ class LatentCache:
         history: int,
         dtype: torch.dtype,
         device: torch.device,
+        *,
+        stored: torch.dtype | None = None,
     ) -> None:
         self.positions, self.window = positions, min(config.ctx, positions)
         self.position = torch.zeros((), dtype=torch.int32, device=device)
@@ -98,11 +105,17 @@ class LatentCache:
         self.blocks = [
             LatentBlockCache(
                 self,
-                torch.zeros(1, self.window, config.latent, **like),
+                torch.zeros(1, self.window, config.latent, dtype=stored or dtype, device=device),
                 torch.zeros(1, self.window, 1, config.rotary, **like),
+                torch.zeros(1, self.window, dtype=torch.int8, device=device) if stored else None,
             )
             for _ in range(config.layers)
         ]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the rings take."""
+        return sum(block.nbytes for block in self.blocks)
 
     def reset(self) -> None:
         """Begin a new text."""
@@ -139,10 +152,20 @@ class LatentCache:
 
 
 class LatentBlockCache:
-    """The ring of one block: compressed positions, and the turned part of their keys."""
+    """The ring of one block: compressed positions, and the turned part of their keys.
 
-    def __init__(self, whole: LatentCache, latent: Tensor, turned: Tensor) -> None:
-        self.whole, self.latent, self.turned = whole, latent, turned
+    In eight bits the first are codes, and `exponents`, (1, W) int8, are theirs.
+    """
+
+    def __init__(
+        self, whole: LatentCache, latent: Tensor, turned: Tensor, exponents: Tensor | None = None
+    ) -> None:
+        self.whole, self.latent, self.turned, self.exponents = whole, latent, turned, exponents
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the ring takes."""
+        return sum(t.nbytes for t in (self.latent, self.turned, self.exponents) if t is not None)
 
     @property
     def angles(self) -> tuple[Tensor, Tensor]:
@@ -157,8 +180,17 @@ class LatentBlockCache:
             mask of which each new position attends to.
         """
         whole = self.whole
-        found = torch.cat((self.latent, latent), dim=1), torch.cat((self.turned, turned), dim=1)
-        slots = whole.places % whole.window
-        self.latent.index_copy_(1, slots, latent)
+        slots, before = whole.places % whole.window, self.latent
+        if self.exponents is None:
+            after = torch.cat((before, latent), dim=1)
+            self.latent.index_copy_(1, slots, latent)
+        else:
+            codes, exponents = quantise_entries(latent, before.dtype)
+            before = decode_entries(before, self.exponents, latent.dtype)
+            after = torch.cat((before, decode_entries(codes, exponents, latent.dtype)), dim=1)
+            # torch copies no e4m3 by index
+            self.latent.view(torch.int8).index_copy_(1, slots, codes.view(torch.int8))
+            self.exponents.index_copy_(1, slots, exponents)
+        found = after, torch.cat((self.turned, turned), dim=1)
         self.turned.index_copy_(1, slots, turned)
         return *found, whole.mask
