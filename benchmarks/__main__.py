@@ -25,6 +25,7 @@ GPU_PARTS = {
     "generation.small": 60,
     "generation.1b": 90,
     "products": 150,
+    "digits": 60,
     "arb_3b": 240,
     "hnet.hnet-small": 150,
     "hnet.hnet-base": 200,

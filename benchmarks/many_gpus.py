@@ -58,6 +58,7 @@ def compare_bits(
     trainer.check_agreement()
     saved = trainer.checkpoint("").tensors
     wire = trainer.shared.bytes_a_weight()
+    trainer.release_graph()
     row = {"preset": preset, "captured": capture, "wire_bytes_a_weight": wire, "steps": steps}
     if group.first:
         digests = {name: tensor_digest(name, part) for name, part in saved.items()}
@@ -111,7 +112,7 @@ def time_steps(preset: str, texts: Texts, group: Group, capture: bool, kinds: li
                     seconds = seconds_a_step(trainer, part)
                 peak, state = torch.cuda.max_memory_allocated(), trainer.state_bytes()
                 wire = trainer.shared.bytes_a_weight() if trainer.shared else 0
-                trainer._graph = None
+                trainer.release_graph()
                 del trainer
                 gc.collect()
                 torch.cuda.empty_cache()
@@ -162,7 +163,7 @@ def learn(preset: str, texts: Texts, group: Group, steps: int) -> list[dict]:
         seconds = time.perf_counter() - started
         rows.append({"kind": kind, "seed": seed, "val_loss": loss, "seconds": seconds})
         print(json.dumps(rows[-1]), flush=True)
-        trainer._graph = None
+        trainer.release_graph()
         del trainer
         gc.collect()
         torch.cuda.empty_cache()

@@ -29,6 +29,8 @@ KEYS = {
     "cpu_step": ("preset", "kind"),
     "exports": ("model", "program", "type"),
     "hnet": ("preset", "kind"),
+    "digits": ("rule", "rows", "what"),
+    "frontier": ("kind", "shape", "way", "seconds", "seed"),
 }
 """Fields that name a row, by file."""
 RUN_FIELDS = ("command", "commit", "dirty", "hardware", "versions", "rows")

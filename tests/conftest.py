@@ -2,8 +2,10 @@
 
 import dataclasses
 import os
+import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from subprocess import CompletedProcess
@@ -99,6 +101,26 @@ def saved(tmp_path) -> Callable[..., Path]:
         return save_checkpoint(tmp_path, checkpoint)
 
     return save
+
+
+@contextmanager
+def _files_no_longer_than(size: int) -> Iterator[None]:
+    import resource  # Windows has none
+
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, handler)
+
+
+@pytest.fixture
+def full_disk() -> Callable[[int], AbstractContextManager]:
+    """Stop a write half-way, as a full disk does: by a limit on the size of files, in bytes."""
+    return _files_no_longer_than
 
 
 @pytest.fixture

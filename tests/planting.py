@@ -27,7 +27,7 @@ import textwrap
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from importlib import import_module
 from itertools import count
 from pathlib import Path
@@ -334,7 +334,7 @@ def edit(place: Place, change: Change) -> Planter:
                 found.cache_clear()
                 stack.callback(found.cache_clear)
             if plain not in changed:
-                tree = ast.parse(textwrap.dedent(inspect.getsource(plain)))
+                tree = ast.parse(_source(plain.__code__))
                 if change(tree):
                     changed[plain] = found, ast.unparse(ast.fix_missing_locations(tree))
         names = [plain.__qualname__ for plain in changed]
@@ -347,6 +347,11 @@ def edit(place: Place, change: Change) -> Planter:
             _replace_code(stack, plain, source, path)
 
     return plant
+
+
+@cache
+def _source(code: CodeType) -> str:
+    return textwrap.dedent(inspect.getsource(code))
 
 
 def set_constant(room: str, name: str, value: object) -> Planter:

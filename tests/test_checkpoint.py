@@ -4,7 +4,6 @@ import errno
 import json
 import os
 import re
-import resource
 import signal
 import stat
 import subprocess
@@ -587,20 +586,15 @@ def test_check_layout_names_the_first_difference(changes, message):
     assert "preset" in caught.value.hint
 
 
-def fill_the_disk(directory: Path) -> None:
-    """Save, then again under a limit on file size, which stops a write half-way as a full disk."""
-    save_checkpoint(directory, example(100))
-    write_json(directory / "config.json", {"seed": 1})
-    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
-    with pytest.raises(ArbError, match=r"cannot write `.*/step-000200\.safetensors`: File too lar"):
-        save_checkpoint(directory, example(200, size=100_000), keep=1)
-    with pytest.raises(ArbError, match=r"cannot write `.*/config\.json`: File too large"):
-        write_json(directory / "config.json", {"seed": "2" * 30_000})
-
-
-def test_full_disk_leaves_what_was_there(tmp_path):
-    run_elsewhere(fill_the_disk, tmp_path)
+def test_full_disk_leaves_what_was_there(tmp_path, full_disk):
+    save_checkpoint(tmp_path, example(100))
+    write_json(tmp_path / "config.json", {"seed": 1})
+    refused = r"cannot write `.*/step-000200\.safetensors`: File too lar"
+    with full_disk(20_000):
+        with pytest.raises(ArbError, match=refused):
+            save_checkpoint(tmp_path, example(200, size=100_000), keep=1)
+        with pytest.raises(ArbError, match=r"cannot write `.*/config\.json`: File too large"):
+            write_json(tmp_path / "config.json", {"seed": "2" * 30_000})
     assert {path.name for path in tmp_path.iterdir()} == {"config.json", "step-000100.safetensors"}
     assert_same(latest_checkpoint(tmp_path, pytest.fail), example(100))
     assert read_json(tmp_path / "config.json") == {"seed": 1}

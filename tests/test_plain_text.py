@@ -2,7 +2,12 @@
 
 import gzip
 import json
+import sys
+import zlib
 from pathlib import Path
+from types import ModuleType
+from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 
@@ -61,16 +66,68 @@ def test_zstandard_is_unpacked(tmp_path):
             read(path)
 
 
+@pytest.mark.parametrize("end", ["", "\n", "\n\n"])
+@pytest.mark.parametrize("block", [7, 2**20])
 @pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz"])
-def test_field_of_records_is_the_text(tmp_path, name):
+def test_field_of_records_is_the_text(tmp_path, name, block, end, monkeypatch):
+    monkeypatch.setattr("arbcli.plain_text.BLOCK_BYTES", block)
     lines = [json.dumps({"text": text, "id": 1}) for text in ("naïve", "two\nlines", "")]
-    data = ("\n".join(lines) + "\n\n").encode()
+    data = ("\n".join(lines) + end).encode()
     (tmp_path / name).write_bytes(gzip.compress(data) if name.endswith(".gz") else data)
     assert read(tmp_path / name, "text") == "naïve\ntwo\nlines\n\n".encode()
     with pytest.raises(ArbError, match=r"line 1 of .* it has no `body`"):
         read(tmp_path / name, "body")
     with pytest.raises(ArbError, match="it is no text"):
         read(tmp_path / name, "id")
+
+
+class Zstandard(ModuleType):
+    """The package as it is used here, by zlib: its objects read one frame, and hand on the rest."""
+
+    ZstdError = zlib.error
+
+    class ZstdDecompressor:
+        def decompressobj(self) -> Any:
+            return zlib.decompressobj()
+
+
+@pytest.mark.parametrize("block", [1, 5, 2**20])
+def test_frames_are_read_one_after_another_in_blocks_of_any_size(tmp_path, block, monkeypatch):
+    """Runs without the package."""
+    monkeypatch.setitem(sys.modules, "zstandard", Zstandard("zstandard"))
+    monkeypatch.setattr("arbcli.plain_text.BLOCK_BYTES", block)
+    path = tmp_path / "book.txt.zst"
+    path.write_bytes(zlib.compress(TEXT) + zlib.compress(b"") + zlib.compress(b"the end"))
+    assert read(path) == TEXT + b"the end"
+    for damaged in (path.read_bytes()[:-9], zlib.compress(TEXT) + b"x" * 50):
+        path.write_bytes(damaged)
+        with pytest.raises(ArbError, match="cannot be unpacked"):
+            read(path)
+
+
+def test_rows_without_a_text_are_left_out(tmp_path, monkeypatch):
+    """Runs without the package."""
+    data = {"text": ["naïve", None, b"two"], "id": [1, 2, 3]}
+    arrow, parquet = ModuleType("pyarrow"), MagicMock()
+    arrow.ArrowException = KeyError
+    table = parquet.ParquetFile.return_value.__enter__.return_value
+    table.schema_arrow.names = [*data]
+
+    def batches(batch_size, columns):
+        for value in data[columns[0]]:  # one row at a time
+            rows = MagicMock()
+            rows.column(0).to_pylist.return_value = [value]
+            yield rows
+
+    table.iter_batches = batches
+    monkeypatch.setitem(sys.modules, "pyarrow", arrow)
+    monkeypatch.setitem(sys.modules, "pyarrow.parquet", parquet)
+    path = tmp_path / "a.parquet"
+    path.write_bytes(b"a table")
+    assert read(path, "text") == "naïve\ntwo\n".encode()
+    for field, message in ((None, "has columns"), ("body", "no column `body`"), ("id", "no text")):
+        with pytest.raises(ArbError, match=message):
+            read(path, field)
 
 
 def test_column_of_a_table_is_the_text(tmp_path):

@@ -588,7 +588,8 @@ FAULTS = [
     ),
     module(
         "rounding", "rotary table in bf16", "model",
-        rewrite("(a.cos(), a.sin())", "(a.cos().bfloat16().float(), a.sin().bfloat16().float())"),
+        rewrite("(a.cos().float(), a.sin().float())",
+                "(a.cos().bfloat16().float(), a.sin().bfloat16().float())"),
         "rotary",
     ),
     Fault(

@@ -1,5 +1,6 @@
 """`arb audit-memory`: what training takes, predicted, then measured in real steps."""
 
+import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -20,14 +21,17 @@ from arbcli.commands._options import (
     takes_model,
 )
 from arbcli.commands._outputs import check_file
+from arbcli.commands._processes import start_processes, this_process
 from arbcli.commands.count_params import state_table
 from arbcli.errors import ArbError
 from arbcli.output import LiveLine, bytes_text, emit, table
 
 if TYPE_CHECKING:
+    from arbcli.config.training import TrainConfig
     from arbcli.inspect.audit import AuditReport, FitReport
     from arbcli.inspect.memory import WhatIfReport
     from arbcli.inspect.peak import PeakReport
+    from arbcli.inspect.ranks import RanksReport
 
 STAGES = {
     "load": "loading",
@@ -51,6 +55,10 @@ def audit_memory(
     what_if: Annotated[
         bool, typer.Option("--what-if", help="Only predict all rules and scale types.")
     ] = False,
+    ranks: Annotated[
+        int | None,
+        typer.Option(min=2, help="Processes that share the run; with --budget not started."),
+    ] = None,
     snapshot: Annotated[
         Path | None, typer.Option(help="Write torch's own memory snapshot; CUDA only.")
     ] = None,
@@ -65,6 +73,11 @@ def audit_memory(
         raise ArbError("`--budget` and `--what-if` are two questions", hint="ask one at a time")
     if snapshot is not None:
         check_file(snapshot, "--snapshot", (".pickle", ".pkl"))
+    rank, processes = this_process()
+    if ranks is not None:
+        _check_ranks(ranks, processes, what_if=what_if, snapshot=snapshot)
+        if budget is None and processes == 1:
+            start_processes(ranks)
     with LiveLine() as line:
         line.show_wait("loading")
         # torch takes seconds to import, so not for `arb --help`
@@ -80,6 +93,8 @@ def audit_memory(
         steps=steps,
         seed=seed,
     )
+    if ranks is not None:
+        given = {"accum": ranks, "wire": "int8"} | given
     if budget is not None and (device or "").startswith("cuda"):
         config = audit.config_of_any_gpu(**given)
     else:
@@ -87,6 +102,16 @@ def audit_memory(
     if what_if:
         report = memory.what_if(config.model)
         emit(report, _what_if_table(report), as_json=as_json)
+    elif ranks is not None:
+        if budget is not None:
+            from arbcli.inspect.ranks import predict_ranks
+
+            report = predict_ranks(config, ranks, audit.budget_bytes(budget))
+        else:
+            report = _audit_ranks(config)
+        if rank == 0:
+            emit(report, _ranks_table(report), as_json=as_json)
+        raise typer.Exit(0 if report.passed else 1)
     elif budget is not None:
         with LiveLine() as line:
             line.show_wait("predicting")
@@ -111,6 +136,29 @@ def audit_memory(
             report = audit.audit(config, snapshot, tell)
         emit(report, _audit_tables(report), as_json=as_json)
         raise typer.Exit(0 if report.passed else 1)
+
+
+def _audit_ranks(config: "TrainConfig") -> "RanksReport":
+    """Join the others that were started, and measure."""
+    import torch  # takes seconds to import
+
+    from arbcli.inspect.ranks import audit_ranks
+    from arbcli.train.parallel.group import joined, own_device
+
+    place = own_device(torch.device(config.device))
+    with joined(place) as group:
+        return audit_ranks(dataclasses.replace(config, device=str(place)), group)
+
+
+def _check_ranks(ranks: int, processes: int, *, what_if: bool, snapshot: Path | None) -> None:
+    if what_if or snapshot is not None:
+        other = "--what-if" if what_if else "--snapshot"
+        raise ArbError(f"`{other}` is of one process", hint="leave `--ranks` out")
+    if processes not in (1, ranks):
+        raise ArbError(
+            f"`--ranks` is {ranks}, and `torchrun` has started {processes} processes",
+            hint="start the command without `torchrun`",
+        )
 
 
 def _mib(size: int | None) -> str:
@@ -151,6 +199,29 @@ def _peak_rows(peak: "PeakReport") -> list[list[str]]:
         ["taken from the device for it", _mib(peak.reserved_bytes)],
         ["with evaluations beside it", _mib(peak.evaluated_bytes)],
     ]
+
+
+def _ranks_table(report: "RanksReport") -> Table:
+    rows = []
+    for each in report.ranks:
+        share, peak, found = each.share, each.predicted_peak, each.measured
+        row = [f"{share.rank}", f"{share.weights / 1e6:,.2f}"]
+        row += map(_mib, (share.kept_bytes, share.state_bytes, peak.peak_bytes))
+        if found is None:
+            row.append(_mib(peak.evaluated_bytes))
+        else:
+            failed = [check.name for check in found.checks if not check.passed]
+            row += [_mib(found.measured.state_bytes), _mib(found.peak_bytes)]
+            row.append(", ".join(failed) or "ok")
+        rows.append(row)
+    columns = ["process", "owns, M", "alone", "state", "peak"]
+    measured = report.ranks[0].measured is not None
+    columns += ["state found", "peak found", "checks"] if measured else ["with evaluations"]
+    title = f"{len(report.ranks)} processes on {report.device}, {report.wire} between them, MiB"
+    title += f": one alone has {_mib(report.state_bytes)} of state"
+    if report.budget_bytes is not None:
+        title += f"; each {'fits' if report.passed else 'does not fit'} {_mib(report.budget_bytes)}"
+    return table(title, columns, rows)
 
 
 def _audit_tables(report: "AuditReport") -> Group:

@@ -26,6 +26,7 @@ from arbcli.inspect.trace import NUM_LARGEST, LiveTensor, LiveTensors
 from arbcli.kernels.runtime.backend import use_backend
 from arbcli.model.layers.rotary import fresh_tables
 from arbcli.train.configure import new_config
+from arbcli.train.parallel.group import Group
 from arbcli.train.trainer import Trainer
 
 TOLERANCE = 0.01
@@ -117,16 +118,26 @@ def check_fit(config: TrainConfig, budget: str) -> FitReport:
     Raises:
         ArbError: that is no number of bytes, or the batches alone are beyond any machine.
     """
+    size = budget_bytes(budget)
+    positions = config.batch * config.accum * config.model.ctx
+    check_room(positions * BATCH_BYTES, "to trace such a step", HINT)
+    peak = predict_peak(config, captured=True)
+    fits = peak.evaluated_bytes <= size
+    advice = None if fits else _what_fits(config, peak, size)
+    return FitReport(budget_bytes=size, predicted_peak=peak, fits=fits, advice=advice)
+
+
+def budget_bytes(budget: str) -> int:
+    """Read a number of bytes: `6GiB`, `6G`, `4GB`.
+
+    Raises:
+        ArbError: it is none.
+    """
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", budget.lower())
     unit = match and UNITS.get(match[2])
     if not unit:
         raise ArbError(f"`--budget` is `{budget}`", hint="use a number and a unit, such as `6GiB`")
-    positions = config.batch * config.accum * config.model.ctx
-    check_room(positions * BATCH_BYTES, "to trace such a step", HINT)
-    size, peak = int(float(match[1]) * unit), predict_peak(config, captured=True)
-    fits = peak.evaluated_bytes <= size
-    advice = None if fits else _what_fits(config, peak, size)
-    return FitReport(budget_bytes=size, predicted_peak=peak, fits=fits, advice=advice)
+    return int(float(match[1]) * unit)
 
 
 def _what_fits(config: TrainConfig, peak: PeakReport, budget: int) -> str:
@@ -156,6 +167,9 @@ def audit(
     config: TrainConfig,
     snapshot: Path | None = None,
     predicted: Callable[[PeakReport], None] = lambda peak: None,
+    *,
+    group: Group | None = None,
+    state_bytes: int | None = None,
 ) -> AuditReport:
     """Do the steps of a run, on the text it would read, and measure memory all along.
 
@@ -163,6 +177,8 @@ def audit(
         config: what to run, for two steps or more.
         snapshot: where to write torch's own record of every CUDA allocation.
         predicted: is told of the peak before it is measured.
+        group: the processes that share the steps; None is this one alone.
+        state_bytes: that this process is to hold, where it is not the whole state.
 
     Raises:
         ArbError: there is not enough memory, or the snapshot cannot be written.
@@ -170,7 +186,8 @@ def audit(
     # a text that is shorter than the context is refused before a step of such a size is traced
     texts = open_texts(config.data, config.val, seed=config.seed, context=config.model.ctx)
     check_memory(config)
-    predicted_peak = predict_peak(config)
+    group = group or Group()
+    predicted_peak = predict_peak(config, rank=group.rank, size=group.size)
     predicted(predicted_peak)
     tensors = LiveTensors(torch.device(config.device))
     try:
@@ -181,7 +198,7 @@ def audit(
             use_backend(config.backend),
             tensors,
         ):
-            trainer = Trainer(config, texts)
+            trainer = Trainer(config, texts, group=group)
             levels = [_read(tensors, 0, "load")]
             loaded_bytes = tensors.bytes
             loaded_bytes -= measure(trainer.model, trainer.updater).counter_bytes
@@ -197,10 +214,11 @@ def audit(
         ) from error
     peak_bytes = max(level.peak_bytes for level in levels[1:])
     state, measured = predict(config.model), measure(trainer.model, trainer.updater)
+    expected = state.total.state_bytes if state_bytes is None else state_bytes
     ends = [level.live_bytes for level in levels if level.stage == "end"]
     checks = (
         _check_floats(measured),
-        _check_prediction(state, measured, loaded_bytes),
+        _check_prediction(expected, measured, loaded_bytes),
         _check_levels(ends),
     )
     return AuditReport(
@@ -256,12 +274,12 @@ def _check_floats(measured: MeasuredState) -> Check:
     )
 
 
-def _check_prediction(predicted: StateReport, measured: MeasuredState, loaded_bytes: int) -> Check:
+def _check_prediction(expected: int, measured: MeasuredState, loaded_bytes: int) -> Check:
     """Compare the prediction with what the walk found, and with all that the loading left alive.
 
     Counters are left out of both.
     """
-    expected, found = predicted.total.state_bytes, measured.state_bytes
+    found = measured.state_bytes
     hidden = loaded_bytes - found
     error = max(abs(found - expected), abs(loaded_bytes - expected)) / expected
     detail = f"{expected:,} bytes predicted, {found:,} found in the model"

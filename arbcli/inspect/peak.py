@@ -5,9 +5,10 @@ they allocate and release goes, in order, through a model of the CUDA allocator,
 a sum. Nothing here knows what a model consists of.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -17,8 +18,9 @@ from arbcli.config.training import TrainConfig
 from arbcli.data import Texts
 from arbcli.device import COMPUTE, deterministic
 from arbcli.inspect.allocator import Allocator, round_up
-from arbcli.inspect.trace import META, Storages, calling_function, without_memory
+from arbcli.inspect.trace import META, KnownShapes, Storages, calling_function, without_memory
 from arbcli.kernels.runtime.backend import compile_for, num_processors
+from arbcli.train.parallel.group import Group, Travelling
 from arbcli.train.trainer import Trainer
 
 ASSUMED_GPU = ((9, 0), 132)
@@ -192,6 +194,7 @@ class _Trace(Storages):
         self.loading = True
         self._blocks: dict[int, _Taken] = {}
         self._workspaces: set[tuple[Any, bool, bool]] = set()
+        self._shapes = KnownShapes()
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
@@ -221,6 +224,10 @@ class _Trace(Storages):
                 self._workspaces.add(place)
                 self._take(WORKSPACES[func], func, "constant")
         return result
+
+    def run(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """Compute the result of an operation."""
+        return self._shapes.run(func, args, kwargs)
 
     def came(self, key: int, tensor: Tensor, size: int, op: Any) -> None:
         """Take memory for a storage."""
@@ -311,18 +318,49 @@ class _AnyText:
         return windows.view(len(starts), length)
 
 
-def predict_peak(config: TrainConfig, *, captured: bool = False) -> PeakReport:
+class _Imagined(Group):
+    """One of several processes whose others are not there: what they send has no values.
+
+    It allocates what a process does, which is all that a prediction looks at.
+    """
+
+    def send_to_owners(self, sent: Tensor, sizes: Sequence[int]) -> Travelling:
+        """Take memory for what all would send."""
+        arrived = sent.new_empty(self.size, sizes[self.rank])
+        return Travelling(arrived, SimpleNamespace(wait=lambda: None), sent)
+
+    def tell_all(self, tensor: Tensor, owner: int) -> Travelling:
+        """Do nothing: a message arrives where it is expected."""
+        return Travelling(tensor)
+
+    def in_order(self, tensors: list[Tensor]) -> list[Tensor]:
+        """Take memory for what all have."""
+        if not tensors:
+            return tensors
+        own = torch.stack(tensors)
+        return [part for _ in range(self.size) for part in torch.empty_like(own)]
+
+    def _reduce(self, tensor: Tensor, how: Any) -> Tensor:
+        return tensor.clone()
+
+
+def predict_peak(
+    config: TrainConfig, *, captured: bool = False, rank: int = 0, size: int = 1
+) -> PeakReport:
     """Predict the most memory that a training step holds at once where `config` says it runs.
 
     Args:
         config: of a run with packed weights.
         captured: whether it is captured after a few steps, as `arb train` does it on a GPU.
+        rank: of the process it is asked for.
+        size: how many processes share the run.
     """
     device = torch.device(config.device)
+    group = _Imagined(rank, size) if size > 1 else None
     captured = captured and config.backend == "triton"
     trace = _Trace(device)
     with deterministic(), compile_for(*_gpu(device)), trace, without_memory(device):
-        trainer = Trainer(config, Texts(_AnyText(), _AnyText(), ""))
+        trainer = Trainer(config, Texts(_AnyText(), _AnyText(), ""), group=group)
         trace.end_stage()
         for _ in range(WARM_STEPS):
             trainer.train_step()

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -211,7 +212,7 @@ class TernaryTensor(StateModule):
         ticks = torch.tensor(-1 - index, **integer)  # those of updates are not negative
         key = stream_keys(torch.tensor(seed, **integer), ticks, 1, 1)[0, 0]
         table = quantiles(self.spread * rule.spread * radix, largest)
-        table = torch.tensor(table, dtype=torch.int16, device=device)
+        table = torch.tensor(np.frombuffer(table, np.int16), device=device)
         columns = torch.arange(self.in_features, **integer)
         for buffer in self.buffers():
             buffer.zero_()

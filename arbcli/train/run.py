@@ -373,6 +373,7 @@ def _fit_to_minutes(config: TrainConfig, texts: Texts, minutes: float, group: Gr
     float(loss)
     ended = time.perf_counter()
     trainer.evaluate(TIMED_BATCHES)
+    trainer.release_graph()
     now = time.perf_counter()
     of_step, of_evaluation = (ended - begun) / done, (now - ended) * EVAL_BATCHES / TIMED_BATCHES
     left = most - (now - started)
@@ -394,8 +395,11 @@ def _run(
     resumed: bool = False,
 ) -> TrainReport:
     saved_step = trainer.step if resumed else None
-    with explained_out_of_memory():
-        return _Loop(trainer, run, facts, observer, saved_step, profile).run()
+    try:
+        with explained_out_of_memory():
+            return _Loop(trainer, run, facts, observer, saved_step, profile).run()
+    finally:
+        trainer.release_graph()
 
 
 def _later(run: Path, step: int) -> list[Path]:

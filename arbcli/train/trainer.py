@@ -224,6 +224,12 @@ class Trainer:
         with use_backend(self.config.backend), graph:
             self._captured_parts = self._compute(self._micro_batches)
 
+    def release_graph(self) -> None:
+        """Free the captured step; NCCL does not end while there is one that has its messages."""
+        if self._graph is not None:
+            self._graph.reset()
+            self._graph = None
+
     @torch.no_grad()
     def evaluate(self, num_batches: int = EVAL_BATCHES) -> float:
         """Average the loss over fixed batches of the held-out text, in nats a byte.

@@ -1,8 +1,6 @@
 """`arb audit-memory`: what it prints, what it lets pass, and the faults that it catches."""
 
 import json
-import subprocess
-import sys
 from dataclasses import replace
 
 import numpy as np
@@ -37,9 +35,8 @@ def checks_of(result):
     return {check["name"]: check["passed"] for check in json.loads(result.stdout)["checks"]}
 
 
-def test_audit_memory_prints_one_json_object():
-    command = [sys.executable, "-m", "arbcli", "audit-memory", *QUICK, "--json"]
-    done = subprocess.run(command, check=False, capture_output=True, text=True)
+def test_audit_memory_prints_one_json_object(arb_here):
+    done = arb_here("audit-memory", *QUICK, "--json")
     assert done.returncode == 0
     report = json.loads(done.stdout)
     assert report["passed"]

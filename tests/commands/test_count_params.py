@@ -17,13 +17,8 @@ def run(*arguments):
     return CliRunner().invoke(app, ["count-params", *arguments])
 
 
-def run_program(*arguments):
-    command = [sys.executable, "-m", "arbcli", "count-params", *arguments]
-    return subprocess.run(command, check=False, capture_output=True, text=True)
-
-
-def test_count_params_prints_one_json_object():
-    done = run_program("--preset", "1b", "--rule", "nibble", "--json")
+def test_count_params_prints_one_json_object(arb_here):
+    done = arb_here("count-params", "--preset", "1b", "--rule", "nibble", "--json")
     assert done.returncode == 0
     assert done.stderr == ""
     report, expected = json.loads(done.stdout), predict(preset("1b", rule="nibble"))
@@ -48,7 +43,8 @@ def test_count_params_takes_every_override():
 
 
 def test_count_params_counts_three_billion_without_their_memory():
-    done = run_program("--preset", "arb-3b", "--json")
+    command = [sys.executable, "-m", "arbcli", "count-params", "--preset", "arb-3b", "--json"]
+    done = subprocess.run(command, check=False, capture_output=True, text=True)
     assert json.loads(done.stdout)["total"]["weights"] == 3_122_925_280
     kilobytes = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss  # of any child so far
     assert kilobytes << 10 < 2 * 2**30  # of which torch is most; the state alone is 3.7 GiB

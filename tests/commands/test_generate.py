@@ -1,10 +1,14 @@
 """`arb generate` and `arb evaluate` as a person or a program meets them."""
 
+import importlib
+import io
 import json
-import os
 import subprocess
 import sys
+from dataclasses import asdict
+from functools import partial
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -24,24 +28,18 @@ def run(tmp_path_factory) -> str:
     return str(folder / "run")
 
 
-def arb(*args: str, stdin: bytes = b"") -> subprocess.CompletedProcess:
-    command = [sys.executable, "-m", "arbcli", *args]
-    env = os.environ | {"COLUMNS": "160"}
-    return subprocess.run(command, input=stdin, capture_output=True, check=False, env=env)
+@pytest.fixture
+def generate(run, arb_here):
+    return partial(arb_here, "generate", "--checkpoint", run, "--device", "cpu")
 
 
-def generate(run: str, *args: str, stdin: bytes = b"") -> subprocess.CompletedProcess:
-    return arb("generate", "--checkpoint", run, "--device", "cpu", *args, stdin=stdin)
-
-
-def test_generate_writes_text_to_stdout_and_its_speed_to_stderr(run):
-    done = generate(run, "--prompt", "ternary ", "--length", "40")
+def test_generate_writes_text_to_stdout_and_its_speed_to_stderr(generate):
+    done = generate("--prompt", "ternary ", "--length", "40")
     assert done.returncode == 0, done.stderr
-    text = done.stdout.decode("utf-8")
-    assert 0 < len(text.replace("\ufffd", "?")) <= 40
-    assert b"40 bytes, " in done.stderr
-    assert b"bytes/s on cpu, backend torch" in done.stderr
-    assert generate(run, "--prompt", "ternary ", "--length", "40").stdout == done.stdout
+    assert 0 < len(done.stdout.replace("\ufffd", "?")) <= 40
+    assert "40 bytes, " in done.stderr
+    assert "bytes/s on cpu, backend torch" in done.stderr
+    assert generate("--prompt", "ternary ", "--length", "40").stdout == done.stdout
 
 
 @pytest.mark.parametrize("kv", ["fp8", "int8"])
@@ -58,24 +56,54 @@ def test_eight_bits_take_half_the_cache_and_hardly_any_loss(kv, run, arb_here):
     assert 0 < abs(losses[1] - losses[0]) < 0.02
 
 
-def test_generate_writes_the_same_as_json_bytes_and_text(run, arb_here):
+def test_generate_writes_the_same_as_json_bytes_and_text(run, generate):
     args = ["--length", "60", "--temperature", "3", "--seed", "7"]
-    here = ["generate", "--checkpoint", run, "--device", "cpu", *args]
-    report = json.loads(arb_here(*here, "--json").stdout)
-    raw = generate(run, *args, "--bytes").stdout
+    report = json.loads(generate(*args, "--json").stdout)
+    command = [sys.executable, "-m", "arbcli", "generate", "--checkpoint", run, "--device", "cpu"]
+    raw = subprocess.run([*command, *args, "--bytes"], capture_output=True, check=False).stdout
     assert len(raw) == 60
     assert report["text"] == raw.decode(errors="replace")
-    assert arb_here(*here).stdout == report["text"]
+    assert generate(*args).stdout == report["text"]
     assert "\ufffd" in report["text"]
     assert (report["prompt"], report["seed"], report["length"]) == ("\n", 7, 60)
     assert report["checkpoint"].endswith("step-000040.safetensors")
     assert report["bytes_per_second"] > 0
 
 
-def test_generate_reads_a_prompt_of_any_bytes_from_stdin(run):
+def test_every_option_reaches_what_it_is_for(run, arb_here, tmp_path, monkeypatch):
+    def spy(name: str) -> mock.Mock:
+        owner, _, function = name.rpartition(".")
+        watched = mock.Mock(wraps=getattr(importlib.import_module(owner), function))
+        monkeypatch.setattr(name, watched)
+        return watched
+
+    loads = spy("arbcli.infer.load.load_named_model")
+    continues = spy("arbcli.infer.generation.continue_text")
+    evaluates = spy("arbcli.infer.evaluation.evaluate")
+    path = tmp_path / "text.txt"
+    path.write_text("ternary weights")
+    place = ["--checkpoint", run, "--device", "cpu", "--backend", "torch", "--compute", "bf16"]
+    how = ["--temperature", "0.5", "--top-k", "3", "--top-p", "0.25", "--seed", "9"]
+    done = arb_here("generate", *place, *how, "--length", "4", "--prompt", "to")
+    assert done.returncode == 0, done.stderr
+    done = arb_here("evaluate", *place, "--data", str(path), "--stride", "3", "--batch", "2")
+    assert done.returncode == 0, done.stderr
+    for told in loads.call_args_list:
+        named, device, _, compute = told.args
+        assert (str(named), str(device), compute) == (run, "cpu", "bf16")
+    _, name, prompt, length, sampling = continues.call_args.args
+    assert (Path(name).name, prompt, length) == ("step-000040.safetensors", b"to", 4)
+    assert asdict(sampling) == {"temperature": 0.5, "top_k": 3, "top_p": 0.25, "seed": 9}
+    assert continues.call_args.kwargs["backend"] == "torch"
+    about = evaluates.call_args.kwargs
+    assert (about["stride"], about["batch"], about["backend"]) == (3, 2, "torch")
+    assert len(loads.call_args_list) == 2
+
+
+def test_generate_reads_a_prompt_of_any_bytes_from_stdin(generate, monkeypatch):
     prompt = b"na\xc3\xafve \xff"
-    args = ["--prompt", "-", "--length", "5", "--temperature", "0", "--json"]
-    done = generate(run, *args, stdin=prompt)
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(prompt), encoding="ascii"))
+    done = generate("--prompt", "-", "--length", "5", "--temperature", "0", "--json")
     assert json.loads(done.stdout)["prompt"] == prompt.decode(errors="replace")
     assert json.loads(done.stdout)["top_k"] == 256
 

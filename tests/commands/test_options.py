@@ -3,8 +3,10 @@
 import inspect
 import re
 from pathlib import Path
+from unittest import mock
 
 import pytest
+import typer.main
 from typer.testing import CliRunner
 
 from arbcli import config
@@ -23,6 +25,7 @@ from arbcli.config.presets import PRESETS, preset
 from arbcli.config.training import TrainConfig
 from arbcli.errors import ArbError
 from arbcli.kernels.runtime import backend
+from arbcli.train import configure
 
 SHOWN = {
     ("`lr` is -1.0", "lr"): "`--lr` is -1.0",
@@ -104,3 +107,46 @@ def test_every_option_that_is_called_otherwise_is_of_a_field():
     fields = {*TrainConfig.__slots__, *ModelConfig.__slots__}
     fields.update(*(type(model).__slots__ for model in PRESETS.values()))
     assert OPTION_OF_FIELD.keys() <= fields
+
+
+CHOSEN = {
+    "preset": "hnet-tiny", "data": ["a.txt", "b.txt"], "val": ["c.txt"], "field": "body",
+    "schedule": "wsd", "rule": "nibble", "digits": "all", "direction": "sign",
+    "scale_type": "T6", "weights": "ste", "optimizer": "muon", "compute": "fp32",
+    "device": "cuda:1", "backend": "torch", "boundaries": "space", "outer_blocks": "mamba",
+    "wire": "int8",
+}  # fmt: skip
+"""A value of each option that is no number and no switch."""
+OTHERS = {
+    "minutes", "config_file", "print_config", "out", "resume", "init_from", "plot", "log", "force",
+    "dry_run", "quiet", "as_json", "budget", "what_if", "snapshot", "checkpoint", "gpus", "profile",
+}  # fmt: skip
+"""Options that set no field of a configuration."""
+
+
+def arguments_of(option, number: int) -> tuple[list[str], object]:
+    """Give an option a value that no other one has: the words, and what is to come of them."""
+    if option.is_flag:
+        return ([option.secondary_opts[0]], False) if option.secondary_opts else (option.opts, True)
+    name = option.opts[0]
+    if option.name in CHOSEN:
+        value = CHOSEN[option.name]
+        words = [word for one in value for word in (name, one)]
+        return (words if option.multiple else [name, value]), value
+    value = number + 0.5 if option.name in ("lr", "final_lr") else number
+    return [name, str(value)], value
+
+
+@pytest.mark.parametrize("command", ["train", "audit-memory", "probe-loss"])
+def test_every_option_reaches_its_field(command, arb_here, monkeypatch):
+    known = typer.main.get_command(app).commands[command].params
+    options = [option for option in known if option.name not in {*OTHERS, "help"}]
+    new_config = mock.Mock(side_effect=ArbError("enough"))
+    monkeypatch.setattr(configure, "new_config", new_config)
+    words, expected = [], {}
+    for number, option in enumerate(options, 11):
+        given, value = arguments_of(option, number)
+        words += given
+        expected[option.name] = value
+    assert "enough" in arb_here(command, *words).stderr
+    assert new_config.call_args.kwargs == expected

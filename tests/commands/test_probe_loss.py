@@ -1,9 +1,6 @@
 """`arb probe-loss` as a person or a program meets it: exit codes, streams, errors before work."""
 
 import json
-import os
-import subprocess
-import sys
 
 import pytest
 from typer.testing import CliRunner
@@ -22,14 +19,8 @@ def invoke(*args: str):
     return CliRunner().invoke(app, ["probe-loss", *args])
 
 
-def arb(*args: str) -> subprocess.CompletedProcess:
-    command = [sys.executable, "-m", "arbcli", "probe-loss", *args]
-    env = os.environ | {"COLUMNS": "160"}
-    return subprocess.run(command, capture_output=True, text=True, check=False, env=env)
-
-
-def test_probe_loss_shows_a_person_what_it_measured():
-    done = arb(*SMALL)
+def test_probe_loss_shows_a_person_what_it_measured(arb_here):
+    done = arb_here("probe-loss", *SMALL)
     assert done.returncode == 0, done.stdout + done.stderr
     for words in ("backend torch", "growth", "block 1", "1.mlp.gate_up", "off 0", "v from",
                   "order-0 entropy", "uniform 5.5452", "16-31", "first NaN or Inf  none",
@@ -49,8 +40,8 @@ def test_probe_loss_shows_a_graph_without_attention():
     assert "attention.up" not in result.stdout
 
 
-def test_probe_loss_prints_only_one_object_as_json():
-    done = arb(*SMALL, "--steps", "12", "--rule", "votes", "--json")
+def test_probe_loss_prints_only_one_object_as_json(arb_here):
+    done = arb_here("probe-loss", *SMALL, "--steps", "12", "--rule", "votes", "--json")
     assert done.returncode == 1
     report = json.loads(done.stdout)
     assert [verdict["name"] for verdict in report["verdicts"]] == ["spike"]
@@ -59,8 +50,8 @@ def test_probe_loss_prints_only_one_object_as_json():
     assert done.stderr == ""
 
 
-def test_probe_loss_exits_with_2_and_no_traceback_if_it_cannot_run():
-    done = arb("--checkpoint", "/no/such/run", "--json")
+def test_probe_loss_exits_with_2_and_no_traceback_if_it_cannot_run(arb_here):
+    done = arb_here("probe-loss", "--checkpoint", "/no/such/run", "--json")
     assert done.returncode == 2
     assert done.stdout == ""
     assert done.stderr.startswith("error: ")

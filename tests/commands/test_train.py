@@ -30,14 +30,9 @@ def text(tmp_path) -> str:
     return str(path)
 
 
-def arb(*args: str, cwd: Path | None = None, **environment: str) -> subprocess.CompletedProcess:
-    command = [sys.executable, "-m", "arbcli", *args]
-    env = os.environ | environment
-    return subprocess.run(command, capture_output=True, text=True, check=False, cwd=cwd, env=env)
-
-
-def test_train_says_what_a_person_needs(text, tmp_path):
-    done = arb("train", "--data", text, *SMALL, cwd=tmp_path)
+def test_train_says_what_a_person_needs(text, tmp_path, arb_here, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    done = arb_here("train", "--data", text, *SMALL)
     assert done.returncode == 0
     assert done.stdout == ""
     for words in ("run     runs/001-32x1-moment", "order-0 entropy", "device  cpu, backend torch",
@@ -61,8 +56,9 @@ def test_train_of_a_graph_shows_what_it_measures_of_itself(text, tmp_path, arb_h
     assert json.loads(done.stdout)["context"] == 16
 
 
-def test_train_prints_only_a_record_a_line_as_json(text, tmp_path):
-    done = arb("train", "--data", text, *SMALL, "--json", "--quiet", "--out", str(tmp_path / "r"))
+def test_train_prints_only_a_record_a_line_as_json(text, tmp_path, arb_here):
+    out = ["--out", str(tmp_path / "r")]
+    done = arb_here("train", "--data", text, *SMALL, "--json", "--quiet", *out)
     records = [json.loads(line) for line in done.stdout.splitlines()]
     *records, report = records
     assert [record["step"] for record in records] == [10, 12]
@@ -254,22 +250,12 @@ def test_train_of_a_model_beyond_memory_starts_by_force_only(arb_here, monkeypat
     assert "made" in arb_here(*large, "--force").stderr
 
 
-def test_train_survives_a_full_disk_with_its_checkpoints(text, tmp_path, arb_here):
-    """A limit on the size of files is as good as a full disk."""
+def test_train_survives_a_full_disk_with_its_checkpoints(text, tmp_path, arb_here, full_disk):
     run = tmp_path / "run"
     assert arb_here("train", "--data", text, *SMALL, "--out", str(run)).returncode == 0
     size = (run / "step-000012.safetensors").stat().st_size
-    code = (
-        "import resource, signal, sys\n"
-        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
-        f"resource.setrlimit(resource.RLIMIT_FSIZE, ({size - 1000},) * 2)\n"
-        "from arbcli.cli import main\n"
-        f"sys.argv = ['arb', 'train', '--data', {text!r}, *{SMALL!r}]\n"
-        f"sys.argv += ['--out', {str(run) + '2'!r}]\n"
-        "main()\n"
-    )
-    command = [sys.executable, "-c", code]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    with full_disk(size - 1000):
+        done = arb_here("train", "--data", text, *SMALL, "--out", str(run) + "2")
     assert done.returncode == 2
     assert "error: cannot write" in done.stderr
     assert "Traceback" not in done.stderr

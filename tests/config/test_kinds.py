@@ -26,6 +26,23 @@ def test_fields_of_a_checkpoint_are_enough(name):
     assert type(rebuilt) is type(config) is KINDS[config.kind]
 
 
+@pytest.mark.parametrize(
+    ("name", "given", "direction"),
+    [
+        ("tiny", {}, "orthogonal"),
+        ("tiny", {"rule": "carry"}, "factored"),
+        ("tiny", {"rule": "carry", "direction": "sign"}, "sign"),
+        ("tiny", {"rule": "votes"}, None),
+        ("arb-3b", {}, "factored"),  # and not that of its rule
+        ("arb-3b", {"rule": "nibble"}, "factored"),
+        ("arb-3b", {"rule": "moment"}, "orthogonal"),
+        ("hnet-base", {}, "orthogonal"),
+    ],
+)
+def test_direction_is_of_the_preset_and_else_of_another_rule(name, given, direction):
+    assert preset(name, **given).direction == direction
+
+
 @pytest.mark.parametrize("name", PRESETS)
 def test_configuration_of_a_run_says_its_kind(name):
     config = train_config(name, device="cpu", backend="torch", compute="fp32", data=["a.txt"])

@@ -56,6 +56,18 @@ def test_weights_of_a_graph_keep_its_memories(saved, tmp_path, small_graph):
     assert torch.equal(models[0](ids), models[1](ids))
 
 
+@pytest.mark.parametrize("rule", ["moment", "nibble", "votes"])
+def test_vectors_keep_the_digits_that_a_forward_reads(saved, tmp_path, small_hnet, rule):
+    drop = ("preset", "batch")
+    options = {key: value for key, value in small_hnet.items() if key not in drop}
+    options |= {"outer_blocks": "mamba", "states": 16, "rule": rule}
+    checkpoint, path = saved("hnet-tiny", **options), tmp_path / "weights.safetensors"
+    export(checkpoint, "safetensors", out=path)
+    ids = torch.arange(16).view(1, 16)
+    whole, alone = (load_model(place, device="cpu") for place in (checkpoint, path))
+    assert torch.equal(whole(ids), alone(ids))
+
+
 def test_export_of_an_export_is_the_same_file(saved, tmp_path):
     first, second = tmp_path / "first.safetensors", tmp_path / "second.safetensors"
     export(saved(), "safetensors", out=first)

@@ -5,12 +5,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 from marks import mostly_slow
+from torch.nn import functional
 
 from arbcli.data import open_texts
 from arbcli.errors import ArbError
 from arbcli.inspect import audit as audit_module
 from arbcli.inspect.audit import LiveTensors, _check_levels, audit, check_fit
 from arbcli.inspect.peak import predict_peak
+from arbcli.inspect.trace import without_memory
 from arbcli.train.configure import new_config
 from arbcli.train.trainer import Trainer
 
@@ -221,6 +223,16 @@ def test_gpu_that_is_not_there_is_predicted_for():
     assert report.fits
     assert report.budget_bytes == 2**30
     assert report.predicted_peak.captured
+
+
+@pytest.mark.parametrize("mask", [None, torch.ones(4, 4, dtype=torch.bool)])
+def test_attention_on_a_gpu_is_traced_with_a_mask_or_none(mask):
+    with without_memory(torch.device("cuda")):
+        q = torch.empty(1, 2, 4, 12, dtype=torch.bfloat16, device="cuda")
+        mask = None if mask is None else mask.to("cuda")
+        y = functional.scaled_dot_product_attention(q, q, q, attn_mask=mask, is_causal=mask is None)
+    assert y.is_meta
+    assert y.shape == q.shape
 
 
 @pytest.mark.parametrize(

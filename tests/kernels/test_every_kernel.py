@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from arbcli.config.dense import SCALE_TYPES
+from arbcli.kernels.norm.rms_norm import WHOLE_ROW
 from arbcli.kernels.runtime.backend import chunks_of, use_backend
 from arbcli.verify.compare import as_tuple, poisoned
 from arbcli.verify.fuzz import DRAWINGS, Dice
@@ -71,6 +72,22 @@ def test_program_of_a_large_matrix_takes_several_tiles(name, rows, device, monke
     with poisoned(), use_backend(BACKENDS[1]):
         got = as_tuple(spec.triton(*copies(inputs)))
     for result, expected in zip(got, wanted, strict=True):
+        found = compare(spec, name, result, expected)
+        assert found.passed, found
+
+
+@pytest.mark.parametrize("name", ["rms_norm", "rms_norm_backward", "gated_rms_norm"])
+def test_row_that_is_too_wide_for_registers_is_walked(name, device):
+    """Cases of such rows have weights, which take the interpreter seconds to decode."""
+    (spec,) = (spec for spec in KERNELS if spec.name == name)
+    x, grad = torch.randn(2, 1, WHOLE_ROW + 5, generator=torch.Generator().manual_seed(0))
+    inputs = {"rms_norm": (x,), "rms_norm_backward": (grad, x)}.get(
+        name, (torch.cat((x, grad), 1),)
+    )
+    inputs = (*(part.to(device) for part in inputs), None, 0.1)
+    with poisoned(), use_backend(BACKENDS[1]):
+        got = as_tuple(spec.triton(*copies(inputs)))
+    for result, expected in zip(got, as_tuple(spec.reference(*copies(inputs))), strict=True):
         found = compare(spec, name, result, expected)
         assert found.passed, found
 

@@ -222,6 +222,21 @@ def test_ratio_loss_is_one_where_chunks_have_the_wanted_length():
     assert ratio_loss(Routed(torch.ones(1, 12), torch.ones(1, 12) > 0), 4, None).item() == 4
 
 
+def test_ratio_loss_counts_positions_that_there_are():
+    """Inner stages have slots without a chunk, which are no positions."""
+    p = torch.rand(2, 9, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    valid = torch.arange(9) < torch.tensor([[7], [4]])
+    begins = (p > 0.5) & valid
+    loss = ratio_loss(Routed(p, begins), 3, valid)
+    there = Routed(p[valid][None], begins[valid][None])
+    wanted = ratio_loss(there, 3, None)
+    f, g = float(begins[valid].double().mean()), float(p.detach()[valid].double().mean())
+    assert loss.item() == pytest.approx(3 / 2 * (2 * f * g + (1 - f) * (1 - g)))
+    grads = [torch.autograd.grad(each, p)[0] for each in (loss, wanted)]
+    torch.testing.assert_close(*grads)
+    assert not grads[0][~valid].any()
+
+
 def test_recomputed_forward_gives_the_same_gradients():
     ids, grads = text(), []
     for recompute in (False, True):

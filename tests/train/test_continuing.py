@@ -111,6 +111,27 @@ def test_checkpoint_tells_what_its_run_began_with(text, tmp_path):
     assert "its `init_from` is" in check_run(tmp_path / "b").stops
 
 
+def test_run_of_a_gpu_goes_on_where_it_is_told_to(text, tmp_path, monkeypatch):
+    """What ran its kernels there is not asked to run them on another device."""
+    run = tmp_path / "run"
+    start_run(new_config(**SMALL, data=[text], steps=1), run, Observer())
+    facts = read_facts(run)
+    facts["config"] |= {"device": "cuda", "backend": "triton"}
+    write_json(run / "config.json", facts)
+    places = []
+
+    class Started(Observer):
+        def started(self, run, trainer, facts):
+            places.append((trainer.config.device, trainer.config.backend))
+
+    resume_run(run, Started(), device="cpu")
+    resume_run(run, Started(), device="cpu", backend="torch")
+    assert places == [("cpu", "torch")] * 2
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    with pytest.raises(ArbError, match="there is no CUDA device"):
+        resume_run(run, Started())
+
+
 def test_run_that_was_killed_before_its_first_save_begins_again(text, tmp_path, monkeypatch):
     config = new_config(**SMALL, data=[text], steps=2)
     with monkeypatch.context() as patch:

@@ -1,5 +1,7 @@
 """Runs: stopped and resumed equals never stopped, and nothing that was saved is ever lost."""
 
+import copy
+import dataclasses
 import gzip
 import json
 import os
@@ -20,7 +22,7 @@ from marks import mostly_slow
 
 from arbcli import load
 from arbcli.checkpoint import checkpoints, load_checkpoint, save_checkpoint, write_json
-from arbcli.config.training import DECISIVE, train_config_from
+from arbcli.config.training import DECISIVE, TrainConfig, train_config_from
 from arbcli.device import COMPUTE
 from arbcli.errors import ArbError
 from arbcli.model.operations import step_operations
@@ -28,7 +30,7 @@ from arbcli.rules import RULES
 from arbcli.train import run as run_module
 from arbcli.train.check import check_run
 from arbcli.train.configure import new_config
-from arbcli.train.directory import latest_run, make_next_directory, read_facts
+from arbcli.train.directory import field_digests, latest_run, make_next_directory, read_facts
 from arbcli.train.parallel.group import Group
 from arbcli.train.record import Record, append_record, drop_records_after
 from arbcli.train.run import Observer, accept_of, resume_run, start_run
@@ -68,8 +70,8 @@ class StopAt(Observer):
             signal.raise_signal(signal.SIGTERM)
 
 
-def final(run: Path) -> bytes:
-    return (run / "step-000012.safetensors").read_bytes()
+def final(run: Path, step: int = 12) -> bytes:
+    return (run / f"step-{step:06d}.safetensors").read_bytes()
 
 
 def test_hangup_saves_like_a_termination(text, tmp_path, device, monkeypatch):
@@ -88,12 +90,14 @@ def test_hangup_saves_like_a_termination(text, tmp_path, device, monkeypatch):
         signal.signal(signal.SIGHUP, ignored)
 
 
-def test_hangup_that_is_ignored_stays_so(text, tmp_path, device):
+def test_hangup_that_is_ignored_stays_so(text, tmp_path, device, monkeypatch):
+    monkeypatch.setattr("arbcli.train.run.LOG_EVERY", 1)  # it comes before the last step
     observer = Observer()
     observer.recorded = lambda record: signal.raise_signal(signal.SIGHUP)
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        assert start_run(config(text, device, steps=2), tmp_path / "run", observer).steps == 2
+        report = start_run(config(text, device, steps=2), tmp_path / "run", observer)
+        assert (report.steps, report.stopped_by) == (2, None)
     finally:
         signal.signal(signal.SIGHUP, before)
 
@@ -262,10 +266,10 @@ def test_resumed_run_ends_in_the_same_file(rule, text, tmp_path, device, monkeyp
     ("options", "stop"),
     mostly_slow(
         [
-            ({"memgram": True}, 7), ({"rule": "nibble"}, 11),
+            ({"memgram": True}, 3), ({"rule": "nibble"}, 5),
             ({"memgram": True, "graph": False}, 1), ({"moe": False, "router": False}, 4),
         ],
-        lambda options, stop: stop == 7,  # all that a graph can have
+        lambda options, stop: stop == 3,  # all that a graph can have
     ),
     ids=lambda value: "-".join(map(str, value)) or "all" if isinstance(value, dict) else str(value),
 )  # fmt: skip
@@ -273,12 +277,13 @@ def test_resumed_run_of_a_graph_ends_in_the_same_file(
     options, stop, text, tmp_path, device, small_graph, monkeypatch
 ):
     monkeypatch.setattr("arbcli.train.run.LOG_EVERY", 1)
-    options = config(text, device, accum=2, seed=1, **small_graph | options)
+    steps = {"steps": 6, "eval_every": 6, "save_every": 2}
+    options = config(text, device, accum=2, seed=1, **small_graph | steps | options)
     start_run(options, tmp_path / "whole", Observer())
     assert start_run(options, tmp_path / "stopped", StopAt(stop)).steps == stop
     resume_run(tmp_path / "stopped", Observer())
-    assert final(tmp_path / "stopped") == final(tmp_path / "whole")
-    tensors = load_checkpoint(tmp_path / "whole" / "step-000012.safetensors").tensors
+    assert final(tmp_path / "stopped", 6) == final(tmp_path / "whole", 6)
+    tensors = load_checkpoint(tmp_path / "whole" / "step-000006.safetensors").tensors
     moved = {"codebook.table.weight.usage", "knowledge.table.weight.usage"}
     if options.model.graph:
         moved |= {f"moe_graph.edges.{part}" for part in ("source", "target", "sign", "score")}
@@ -294,12 +299,11 @@ def test_resumed_run_of_chunks_ends_in_the_same_file(
     text, tmp_path, device, small_hnet, monkeypatch
 ):
     monkeypatch.setattr("arbcli.train.run.LOG_EVERY", 1)
-    monkeypatch.setattr("arbcli.train.run.SAMPLE_BYTES", 8)
-    options = config(text, device, **small_hnet)
+    options = config(text, device, **small_hnet, steps=6)
     start_run(options, tmp_path / "whole", Observer())
     assert start_run(options, tmp_path / "stopped", StopAt(4)).steps == 4
     resume_run(tmp_path / "stopped", Observer())
-    assert final(tmp_path / "stopped") == final(tmp_path / "whole")
+    assert final(tmp_path / "stopped", 6) == final(tmp_path / "whole", 6)
     records = [json.loads(line) for line in (tmp_path / "stopped" / "metrics.jsonl").open()]
     assert set(records[-1]["parts"]) == {"ratio"}
     assert set(records[-1]["gauges"]) == {"chunk_length", "chunk_length_2", "joined"}
@@ -307,7 +311,7 @@ def test_resumed_run_of_chunks_ends_in_the_same_file(
 
 
 def test_run_of_a_graph_is_loaded_as_it_was_trained(text, tmp_path, device, small_graph):
-    options = config(text, device, **small_graph)
+    options = config(text, device, **small_graph, steps=3)
     report = start_run(options, tmp_path / "run", Observer())
     assert train_config_from(json.loads((tmp_path / "run" / "config.json").read_text())) == options
     lm = load(tmp_path / "run", device=str(device))
@@ -351,13 +355,13 @@ def test_checkpoint_holds_integers_only(text, tmp_path, device):
     assert dtypes == {torch.uint8, torch.int8}
 
 
-def test_default_learning_rate_is_of_the_preset_and_else_of_the_rule():
+def test_default_learning_rate_is_of_the_rule_at_every_width():
     def lr(**given) -> float:
         return new_config(device="cpu", **given).lr
 
     assert lr() == lr(preset="arb-tiny") == 1.0
     assert lr(rule="nibble") == 0.4
-    assert lr(preset="arb-3b") == 0.1
+    assert lr(preset="arb-3b") == 0.4  # its rule is nibble
     assert lr(preset="arb-3b", rule="moment") == 1.0
     assert lr(preset="arb-3b", lr=0.3) == 0.3
     assert (lr(weights="float"), lr(weights="ste")) == (1e-3, 3e-3)
@@ -482,6 +486,35 @@ def test_resume_refuses_a_configuration_that_was_changed(field, value, started):
     (started / "config.json").write_text(json.dumps(facts))
     with pytest.raises(ArbError, match=f"was changed since the run began: `{field}`"):
         resume_run(started, Observer())
+
+
+FREE = {
+    "data", "val", "field",  # the text itself is compared, wherever it lies
+    "save_every", "eval_every", "sample_every", "keep", "keep_best", "recompute",
+    "device", "backend",
+    "wire",  # a checkpoint says it, and is compared
+}  # fmt: skip
+"""Settings that change no bit of a checkpoint, that a resume may change, or that are seen besides.
+"""
+
+
+@pytest.mark.parametrize("field", [field.name for field in dataclasses.fields(TrainConfig)])
+def test_change_of_any_other_setting_is_seen_by_its_name(field):
+    given = config("text.txt", "cpu", steps=11)
+    other = {
+        "model": dataclasses.replace(given.model, ffn=7), "data": ("a",), "val": ("b",),
+        "schedule": "wsd", "optimizer": "adamw", "compute": "other", "field": "c",
+        "device": "cuda", "backend": "triton",
+    }.get(field)  # fmt: skip
+    if other is None:
+        before = getattr(given, field)
+        other = not before if type(before) is bool else (before or 0) + 1
+    changed = copy.copy(given)
+    object.__setattr__(changed, field, other)  # whether or not it could be run
+    before, now = field_digests(given), field_digests(changed)
+    assert before.keys() == now.keys()
+    seen = {name for name in now if before[name] != now[name]}
+    assert seen == (set() if field in FREE else {"model.ffn" if field == "model" else field})
 
 
 def test_checkpoint_of_another_run_is_refused_by_field(started):

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd import Function
 
 from arbcli.config.dense import ModelConfig
@@ -22,7 +22,8 @@ from arbcli.kernels.matmul.ternary_matmul import (
     ternary_matmul_grad_x,
 )
 from arbcli.model.initial import projection_std
-from arbcli.model.layers.norm import NORM_EPS, TernaryRMSNorm
+from arbcli.model.layers.compiled import Findable, find, refuse_without_gradient
+from arbcli.model.layers.norm import NORM_EPS, TernaryGate, TernaryRMSNorm
 from arbcli.model.layers.streamed import StreamedTensor, anchor
 from arbcli.model.widths import inner_lr_factor
 
@@ -57,6 +58,20 @@ class LinearWeight(StreamedTensor):
         """Multiply grad_y.T by x, summed in float32 and rounded once to the dtype of x."""
         return grad_y.T @ source
 
+    def pass_back(
+        self, grad_y: Tensor, x: Tensor, before: "TernaryRMSNorm | None", wanted: bool
+    ) -> Tensor | None:
+        """Take the gradient of what `multiply` gave: return that of x if it is wanted."""
+        grad_x, source = None, x
+        if wanted:
+            grad_x = self.propagate(grad_y)
+            if before:
+                grad_x, source = before.backward(grad_x, x)
+        elif before:
+            source = before(x)
+        self.collect(source, grad_y)
+        return grad_x
+
 
 class _Linear(Function):
     """y = before(x) @ w.T. The gradient of x is returned, that of w goes to the weight's sink.
@@ -73,19 +88,66 @@ class _Linear(Function):
 
     @staticmethod
     def backward(ctx, grad_y: Tensor):
-        (source,) = ctx.saved_tensors
-        weight, before, grad_x = ctx.weight, ctx.before, None
-        if ctx.needs_input_grad[0]:
-            grad_x = weight.propagate(grad_y)
-            if before:
-                grad_x, source = before.backward(grad_x, source)
-        elif before:
-            source = before(source)
-        weight.collect(source, grad_y)
+        wanted = ctx.needs_input_grad[0]
+        grad_x = ctx.weight.pass_back(grad_y, *ctx.saved_tensors, ctx.before, wanted)
         return grad_x, None, None, None
 
 
-class TernaryLinear(nn.Module):
+@torch.library.custom_op("arb::linear", mutates_args=())
+def _compiled_linear(
+    x: Tensor, trits: Tensor, norm: Tensor | None, gated: bool, trained: bool
+) -> Tensor:
+    """Do as `_Linear` does, in a compiled function.
+
+    Args:
+        x: (M, K) activations.
+        trits: of the layer.
+        norm: of the norm before it; None is none, or a gate without weights.
+        gated: whether a gate is before it.
+        trained: whether a backward follows.
+    """
+    weight = find(trits).weight
+    if trained:
+        weight.await_backward()
+    return weight.multiply(x, _before(norm, gated))
+
+
+@_compiled_linear.register_fake
+def _(x, trits, norm, gated, trained):
+    return x.new_empty(len(x), len(trits))
+
+
+@torch.library.custom_op("arb::linear_backward", mutates_args=())
+def _compiled_linear_backward(
+    grad_y: Tensor, x: Tensor, trits: Tensor, norm: Tensor | None, gated: bool
+) -> Tensor:
+    return find(trits).weight.pass_back(grad_y, x, _before(norm, gated), True)
+
+
+@_compiled_linear_backward.register_fake
+def _(grad_y, x, trits, norm, gated):
+    return torch.empty_like(x)
+
+
+def _before(norm: Tensor | None, gated: bool) -> "TernaryRMSNorm | None":
+    if norm is not None:
+        return find(norm)
+    return TernaryGate.without_norm() if gated else None
+
+
+def _save_for_backward(ctx, inputs, output):
+    x, trits, norm, ctx.gated, _ = inputs
+    ctx.save_for_backward(x, trits, norm)
+
+
+def _backward_of_compiled(ctx, grad_y):
+    return _compiled_linear_backward(grad_y, *ctx.saved_tensors, ctx.gated), *[None] * 4
+
+
+_compiled_linear.register_autograd(_backward_of_compiled, setup_context=_save_for_backward)
+
+
+class TernaryLinear(Findable):
     """y = x @ w.T with packed ternary weights.
 
     Args:
@@ -127,8 +189,15 @@ class TernaryLinear(nn.Module):
         `before` is applied to x first, and differentiated with the product, so that only x itself
         is saved.
         """
-        self.weight.note_use()
-        y = _Linear.apply(x.reshape(-1, x.shape[-1]), anchor(x), self.weight, before)
+        rows = x.reshape(-1, x.shape[-1])
+        if torch.compiler.is_compiling():
+            refuse_without_gradient(x)
+            norm = before.weight.trits if before is not None and before.weight else None
+            about = (isinstance(before, TernaryGate), torch.is_grad_enabled())
+            y = _compiled_linear(rows, self.weight.trits, norm, *about)
+        else:
+            self.weight.note_use()
+            y = _Linear.apply(rows, anchor(x), self.weight, before)
         return y.view(*x.shape[:-1], -1)
 
     @torch.no_grad()

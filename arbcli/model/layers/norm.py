@@ -1,9 +1,10 @@
 """Root-mean-square norms with packed weights, and the middle of a gated MLP."""
 
+from functools import cache
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from arbcli.config.dense import ModelConfig
 from arbcli.kernels.codec.decode_digits import decode_digits_torch
@@ -11,6 +12,7 @@ from arbcli.kernels.codec.packed import Packed
 from arbcli.kernels.norm.gated_rms_norm import gated_rms_norm, gated_rms_norm_backward
 from arbcli.kernels.norm.norm_e4m3 import gated_rms_norm_e4m3, rms_norm_e4m3
 from arbcli.kernels.norm.rms_norm import add_rms_norm, rms_norm, rms_norm_backward
+from arbcli.model.layers.compiled import Findable
 from arbcli.model.packed import TernaryTensor
 
 NORM_EPS = 1e-6
@@ -51,7 +53,7 @@ def _find_ones(weight: NormWeight, _incompatible_keys: Any) -> None:
     weight.find_ones()
 
 
-class TernaryRMSNorm(nn.Module):
+class TernaryRMSNorm(Findable):
     """Divide by the root-mean-square, then multiply by frozen ternary weights, all ones.
 
     A norm is part of the linear layer behind it, which differentiates it: see `TernaryLinear`.
@@ -98,8 +100,17 @@ class TernaryGate(TernaryRMSNorm):
     """
 
     def __init__(self, dim: int, config: ModelConfig, *, normalise: bool) -> None:
-        nn.Module.__init__(self)
+        Findable.__init__(self)
         self.weight = NormWeight(dim, config) if normalise else None
+
+    @classmethod
+    @cache
+    def without_norm(cls) -> "TernaryGate":
+        """Give a gate that does not normalise: one has nothing that another has not."""
+        gate = cls.__new__(cls)
+        Findable.__init__(gate)
+        gate.weight = None
+        return gate
 
     @torch.no_grad()
     def forward(self, gate_up: Tensor) -> Tensor:

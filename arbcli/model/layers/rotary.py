@@ -69,11 +69,57 @@ class _RotaryNorm(Function):
     def forward(ctx, qkv: Tensor, cos: Tensor, sin: Tensor):
         r = rotary_norm_(qkv, cos, sin, NORM_EPS)
         ctx.save_for_backward(qkv, r, cos, sin)
-        return qkv.permute(2, 0, 3, 1, 4).unbind()
+        return _parts(qkv)
 
     @staticmethod
     def backward(ctx, *grads: Tensor):
         return rotary_norm_backward(list(grads), *ctx.saved_tensors), None, None
+
+
+@torch.library.custom_op("arb::rotary_norm", mutates_args=())
+def _compiled_rotary_norm(qkv: Tensor) -> tuple[Tensor, Tensor]:
+    """Do as `_RotaryNorm` does to a copy, in a compiled function: it, and what was multiplied by.
+
+    A compiler puts the copy where nothing else needs its input.
+    """
+    qkv = qkv.clone(memory_format=torch.contiguous_format)
+    return qkv, rotary_norm_(qkv, *_table_for(qkv), NORM_EPS)
+
+
+@_compiled_rotary_norm.register_fake
+def _(qkv):
+    batch, length, _, heads, _ = qkv.shape
+    like = torch.empty_like(qkv, memory_format=torch.contiguous_format)
+    return like, qkv.new_empty(batch, length, 2, heads, dtype=torch.float32)
+
+
+@torch.library.custom_op("arb::rotary_norm_backward", mutates_args=())
+def _compiled_rotary_norm_backward(grad: Tensor, qkv: Tensor, r: Tensor) -> Tensor:
+    return rotary_norm_backward(list(_parts(grad)), qkv, r, *_table_for(qkv))
+
+
+@_compiled_rotary_norm_backward.register_fake
+def _(grad, qkv, r):
+    return torch.empty_like(qkv)
+
+
+def _save_for_backward(ctx, inputs, output):
+    ctx.save_for_backward(*output)
+
+
+def _backward_of_compiled(ctx, grad, _):
+    return _compiled_rotary_norm_backward(grad, *ctx.saved_tensors)
+
+
+_compiled_rotary_norm.register_autograd(_backward_of_compiled, setup_context=_save_for_backward)
+
+
+def _table_for(qkv: Tensor) -> tuple[Tensor, Tensor]:
+    return rotary_table(qkv.shape[1], qkv.shape[-1], qkv.device)
+
+
+def _parts(qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    return qkv.permute(2, 0, 3, 1, 4).unbind()
 
 
 def rotary_norm(
@@ -88,5 +134,6 @@ def rotary_norm(
     Returns:
         Queries, keys and values, views of (B, heads, T, d).
     """
-    table = table or rotary_table(qkv.shape[1], qkv.shape[-1], qkv.device)
-    return _RotaryNorm.apply(qkv, *table)
+    if table is None and torch.compiler.is_compiling():
+        return _parts(_compiled_rotary_norm(qkv)[0])
+    return _RotaryNorm.apply(qkv, *(table or _table_for(qkv)))

@@ -53,7 +53,12 @@ class StreamedTensor(TernaryTensor):
 
     def note_use(self) -> None:
         """Count a use whose backward will come; a recomputed forward is none."""
-        if torch.is_grad_enabled() and not _recomputing:
+        if torch.is_grad_enabled():
+            self.await_backward()
+
+    def await_backward(self) -> None:
+        """Expect the backward of one use more; a recomputed forward has none of its own."""
+        if not _recomputing:
             self._awaited += 1
 
     def collect(self, source: Any, grad_y: Tensor) -> None:

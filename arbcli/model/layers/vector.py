@@ -36,6 +36,8 @@ class VectorWeight(ReadWeight):
     def __init__(self, values: Sequence[float], config: ModelConfig, *, area: str) -> None:
         super().__init__(len(values), 1, config, area=area, direction=DIRECTION)
         self.values = tuple(values)
+        # a forward reads it here, whatever it reads elsewhere
+        self.of_training = tuple(name for name in self.of_training if name != "remainder")
 
     @torch.no_grad()
     def initialise(self, seed: int, index: int) -> None:

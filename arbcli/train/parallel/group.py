@@ -123,6 +123,15 @@ class Group:
             dist.broadcast_object_list(values, 0, device=torch.device("cpu"))
         return values[0]
 
+    def collect(self, value: Any) -> list[Any]:
+        """Give all processes what each of them has, by rank: anything that can be pickled."""
+        if self.size == 1:
+            return [value]
+        found: list[Any] = [None] * self.size
+        with explained_loss():
+            dist.all_gather_object(found, value)
+        return found
+
     def compare(self, values: dict[str, Any], what: str, hint: str = SAME) -> None:
         """Refuse to go on where processes differ.
 
@@ -134,11 +143,7 @@ class Group:
         Raises:
             ArbError: in all processes, if one of them has others than the first.
         """
-        if self.size == 1:
-            return
-        found: list[Any] = [None] * self.size
-        with explained_loss():
-            dist.all_gather_object(found, values)
+        found = self.collect(values)
         for rank, other in enumerate(found):
             names = [n for n in values.keys() | other.keys() if found[0].get(n) != other.get(n)]
             if names:
@@ -163,10 +168,10 @@ class Group:
             return tensor if self.first else None
         with explained_loss():
             if self.rank == owner:
-                dist.send(tensor.contiguous(), 0)
+                _exchange(dist.P2POp(dist.isend, tensor.contiguous(), 0))
             elif self.first:
                 result = torch.empty(like.shape, dtype=like.dtype, device=self.device)
-                dist.recv(result, owner)
+                _exchange(dist.P2POp(dist.irecv, result, owner))
                 return result
         return None
 
@@ -193,6 +198,12 @@ class Travelling:
                 self._work.wait()
             self._work = self._kept = None
         return self._tensor
+
+
+def _exchange(*operations: dist.P2POp) -> None:
+    """Send and receive between two processes, as a batch: NCCL warns of anything else."""
+    for work in dist.batch_isend_irecv([*operations]):
+        work.wait()
 
 
 @contextmanager
@@ -235,6 +246,8 @@ def own_device(place: torch.device) -> torch.device:
 def joined(device: torch.device) -> Iterator[Group]:
     """Join the processes that `torchrun` has started; a process alone is a group of one.
 
+    Captured graphs must be gone before it ends: NCCL waits for those that have its messages.
+
     Args:
         device: of the tensors that travel.
 
@@ -254,5 +267,7 @@ def joined(device: torch.device) -> Iterator[Group]:
     group.device = device
     try:
         yield group
-    finally:
-        dist.destroy_process_group()
+    except BaseException:
+        dist.group.WORLD.abort()  # nobody waits for what others may never send
+        raise
+    dist.destroy_process_group()

@@ -1,0 +1,132 @@
+"""What each process of a shared run holds: predicted for any number, measured where they run."""
+
+from dataclasses import dataclass
+
+import torch
+
+from arbcli.config.training import TrainConfig
+from arbcli.inspect.audit import AuditReport, audit
+from arbcli.inspect.peak import PeakReport, predict_peak
+from arbcli.model.build import build_model
+from arbcli.model.packed import TernaryTensor
+from arbcli.train.parallel.group import Group
+from arbcli.train.parallel.owners import deal_out, kept
+from arbcli.train.trainer import check_shares
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Share:
+    """What one process of several holds between steps."""
+
+    rank: int
+    weights: int
+    """Weights that it owns."""
+    kept_bytes: int
+    """What it alone has: remainders, moments and statistics of what it owns."""
+    state_bytes: int
+    """That, and what all have."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankReport:
+    """One process of a shared run."""
+
+    share: Share
+    predicted_peak: PeakReport
+    measured: AuditReport | None
+    """None where it was only predicted."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RanksReport:
+    """All processes of a shared run."""
+
+    device: str
+    batch: int
+    accum: int
+    wire: str
+    state_bytes: int
+    """Of one process that does the same alone."""
+    budget_bytes: int | None
+    """What each process may take; None if that was not asked."""
+    ranks: tuple[RankReport, ...]
+    passed: bool
+    """Whether each fits the budget, and all that was measured is as it must be."""
+
+
+def predict_ranks(config: TrainConfig, size: int, budget: int | None = None) -> RanksReport:
+    """Predict what each of so many processes holds.
+
+    Args:
+        config: of a run whose gradients travel.
+        size: how many processes.
+        budget: bytes that each may take.
+
+    Raises:
+        ArbError: the run cannot be shared out so.
+    """
+    check_shares(config, size)
+    ranks = []
+    for share in share_out(config, size):
+        peak = predict_peak(config, captured=True, rank=share.rank, size=size)
+        ranks.append(RankReport(share=share, predicted_peak=peak, measured=None))
+    return _report(config, ranks, budget)
+
+
+def audit_ranks(config: TrainConfig, group: Group) -> RanksReport:
+    """Measure real steps in processes that share them, one of which this is.
+
+    Args:
+        config: what to run; its device is this process's own.
+        group: the processes.
+
+    Returns:
+        The same in all of them.
+
+    Raises:
+        ArbError: the run cannot be shared out so, or there is not enough memory.
+    """
+    check_shares(config, group.size)
+    share = share_out(config, group.size)[group.rank]
+    measured = audit(config, group=group, state_bytes=share.state_bytes)
+    own = RankReport(share=share, predicted_peak=measured.predicted_peak, measured=measured)
+    return _report(config, group.collect(own), None)
+
+
+def share_out(config: TrainConfig, size: int) -> list[Share]:
+    """Find what each of so many processes holds between steps."""
+    tensors, whole = _declared(config)
+    owners = deal_out(tensors, size)
+    weights, own = [0] * size, [0] * size
+    for tensor in tensors:
+        owner = owners[id(tensor)]
+        weights[owner] += tensor.num_weights
+        own[owner] += sum(part.nbytes for part in kept(tensor).values())
+    told = whole - sum(own)
+    return [
+        Share(rank=rank, weights=weights[rank], kept_bytes=own[rank], state_bytes=told + own[rank])
+        for rank in range(size)
+    ]
+
+
+def _declared(config: TrainConfig) -> tuple[list[TernaryTensor], int]:
+    """Make the tensors that are stepped, without memory, and count the bytes of all state."""
+    with torch.device("meta"):
+        model = build_model(config.model)
+        model.declare_wire()
+    tensors = [tensor for tensor in model.weights().values() if not tensor.frozen]
+    return tensors, sum(buffer.nbytes for buffer in model.buffers())
+
+
+def _report(config: TrainConfig, ranks: list[RankReport], budget: int | None) -> RanksReport:
+    fits = budget is None or all(r.predicted_peak.evaluated_bytes <= budget for r in ranks)
+    return RanksReport(
+        device=torch.device(config.device).type,
+        batch=config.batch,
+        accum=config.accum,
+        wire=config.wire,
+        state_bytes=_declared(config)[1],
+        budget_bytes=budget,
+        ranks=tuple(ranks),
+        passed=fits and all(rank.measured is None or rank.measured.passed for rank in ranks),
+    )

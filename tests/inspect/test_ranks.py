@@ -1,0 +1,75 @@
+"""What each process of a shared run holds is what was predicted."""
+
+from types import SimpleNamespace
+
+import pytest
+from processes import in_processes
+
+from arbcli.errors import ArbError
+from arbcli.inspect import ranks
+from arbcli.inspect.ranks import audit_ranks, predict_ranks, share_out
+from arbcli.train.configure import new_config
+
+SHAPE = {"dim": 32, "layers": 1, "heads": 2, "ffn": 48, "ctx": 16, "batch": 2, "steps": 2}
+SHARED = SHAPE | {"accum": 4, "wire": "int8", "device": "cpu", "compute": "fp32"}
+
+
+def audited(group, config):
+    report = audit_ranks(config, group)
+    assert group.collect(report) == [report] * group.size
+    return report
+
+
+@pytest.mark.slow
+def test_two_processes_hold_what_was_predicted():
+    config = new_config(**SHARED)
+    predicted = predict_ranks(config, 2, budget=2**30)
+    assert predicted.passed
+    found = in_processes(2, audited, config)[0]
+    assert found.passed
+    for before, after in zip(predicted.ranks, found.ranks, strict=True):
+        assert before.share == after.share
+        assert after.measured.measured.state_bytes == after.share.state_bytes
+        assert before.predicted_peak.peak_bytes == pytest.approx(
+            after.measured.peak_bytes, rel=0.02
+        )
+    assert not predict_ranks(config, 2, budget=1000).passed
+
+
+def test_shares_of_a_graph_add_up(small_graph):
+    config = new_config(**SHARED | small_graph)
+    shares = share_out(config, 4)
+    (alone,) = share_out(config, 1)
+    own = sum(share.kept_bytes for share in shares)
+    assert own == alone.kept_bytes
+    assert sum(share.weights for share in shares) == alone.weights
+    told = alone.state_bytes - own
+    assert {share.state_bytes - share.kept_bytes for share in shares} == {told}
+
+
+def test_ranks_that_cannot_share_the_batch_are_refused():
+    with pytest.raises(ArbError, match="4 micro-batches cannot be dealt out evenly to 3"):
+        predict_ranks(new_config(**SHARED), 3)
+
+
+@pytest.mark.parametrize(("budget", "verdict"), [("1MB", "each fits"), ("1KB", "does not fit")])
+def test_ranks_are_told_of_a_budget(budget, verdict, arb_here, monkeypatch):
+    peak = SimpleNamespace(peak_bytes=9000, evaluated_bytes=10_000)
+    monkeypatch.setattr(ranks, "predict_peak", lambda config, **about: peak)
+    sizes = [f"--{name}={SHAPE[name]}" for name in ("dim", "layers", "heads", "ffn", "ctx")]
+    result = arb_here("audit-memory", "--ranks", "2", "--budget", budget, "--device=cpu", *sizes)
+    assert result.returncode == (0 if "each" in verdict else 1)
+    assert verdict in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--what-if"], "`--what-if` is of one process"),
+        (["--snapshot", "a.pickle"], "`--snapshot` is of one process"),
+    ],
+)
+def test_what_is_of_one_process_is_refused(words, message, arb_here):
+    result = arb_here("audit-memory", "--ranks", "2", *words)
+    assert result.returncode == 2
+    assert message in result.stderr

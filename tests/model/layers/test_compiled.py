@@ -1,0 +1,89 @@
+import copy
+
+import pytest
+import torch
+from marks import mostly_slow
+from torch._dynamo.testing import CompileCounterWithBackend
+
+from arbcli.config.presets import preset
+from arbcli.model.dense import Block
+from arbcli.model.layers.compiled import find
+from arbcli.model.packed import TernaryTensor
+from arbcli.train.updater import Updater
+
+SHAPE = {"dim": 32, "layers": 2, "heads": 2, "ffn": 48, "ctx": 8}
+
+
+class Stack:
+    """Two blocks with an updater, whose weights step in the backward."""
+
+    def __init__(self, **given) -> None:
+        self.blocks = [Block(preset("tiny", **SHAPE, **given)) for _ in range(2)]
+        self.tensors = [
+            part
+            for block in self.blocks
+            for part in block.modules()
+            if isinstance(part, TernaryTensor)
+        ]
+        for index, tensor in enumerate(self.tensors):
+            tensor.initialise(0, index)
+        self.updater = Updater(self.tensors, 0, torch.float32)
+        for tensor in self.updater.tensors:
+            tensor.sink = self.updater
+        self.calls = self.blocks
+
+    def step(self, step: int) -> tuple[torch.Tensor, torch.Tensor]:
+        torch.manual_seed(step)
+        x = torch.randn(2, 8, 32, requires_grad=True)
+        y = x
+        self.updater.begin(step, 1.0)
+        for block in self.calls:
+            y = block(y)
+        y.square().sum().backward()
+        return y.detach(), x.grad
+
+    def compile(self) -> CompileCounterWithBackend:
+        torch._dynamo.reset()
+        counter = CompileCounterWithBackend("aot_eager")
+        self.calls = [
+            torch.compile(block, backend=counter, fullgraph=True) for block in self.blocks
+        ]
+        return counter
+
+    def state(self) -> list[torch.Tensor]:
+        return [buffer.clone() for tensor in self.tensors for buffer in tensor.buffers()]
+
+
+def equal(some, others) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(some, others, strict=True))
+
+
+@pytest.mark.parametrize("sub_norms", mostly_slow([True, False], bool))
+def test_compiler_takes_a_block_whole_once_for_all_of_them(sub_norms):
+    plain, compiled = Stack(sub_norms=sub_norms), Stack(sub_norms=sub_norms)
+    before, counter = plain.state(), compiled.compile()
+    for step in range(2):
+        assert equal(compiled.step(step), plain.step(step))
+    assert counter.frame_count == 1
+    assert equal(compiled.state(), plain.state())
+    assert not equal(before, plain.state())
+    with torch.no_grad():
+        x = torch.randn(2, 8, 32)
+        assert torch.equal(compiled.calls[0](x), plain.blocks[0](x))
+    assert all(tensor._awaited == 0 for tensor in compiled.updater.tensors)
+
+
+def test_compiled_layer_refuses_to_lose_its_update():
+    stack = Stack()
+    stack.compile()
+    with pytest.raises(Exception, match="only if its input requires a gradient"):
+        stack.calls[0](torch.randn(2, 8, 32))
+
+
+def test_layer_is_found_by_its_trits_and_so_is_its_copy():
+    (block,) = Stack().blocks[:1]
+    twin = copy.deepcopy(block)
+    for part in (block.mlp.output, block.mlp.sub_norm, twin.mlp.output):
+        assert find(part.weight.trits) is part
+    with pytest.raises(LookupError, match="a copy of them"):
+        find(block.mlp.output.weight.trits.clone())

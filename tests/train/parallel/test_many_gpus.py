@@ -1,0 +1,98 @@
+"""Runs on several GPUs give the bits of one, captured or not; the command ends, and goes on."""
+
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+import torch
+from processes import in_processes
+
+from arbcli.checkpoint import tensor_digest
+from arbcli.data import open_texts
+from arbcli.device import deterministic
+from arbcli.train.configure import new_config
+from arbcli.train.trainer import EAGER_STEPS, Trainer
+
+SHAPE = {"dim": 64, "layers": 2, "heads": 2, "ffn": 96, "ctx": 32, "batch": 2, "accum": 4}
+STEPS = EAGER_STEPS + 3
+TIMEOUT = 600
+"""Seconds; a command that hangs shall not hang all."""
+
+
+def needs_gpus(size: int) -> pytest.MarkDecorator:
+    there = torch.cuda.device_count()
+    return pytest.mark.skipif(there < size, reason=f"needs {size} GPUs, and there are {there}")
+
+
+SIZES = [pytest.param(size, marks=[pytest.mark.gpu, needs_gpus(size)]) for size in (2, 4)]
+
+
+@pytest.fixture
+def text(tmp_path):
+    path = tmp_path / "text.txt"
+    path.write_bytes(b"".join(b"line %d of a text to learn. " % (i * i) for i in range(900)))
+    return path
+
+
+def trained(group, text, given, capture):
+    """Train on the GPU of this process; return digests of the state, and the losses."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    place = f"cuda:{torch.cuda.current_device()}"
+    texts = open_texts((str(text),), (), seed=3, context=32)
+    about = SHAPE | given | {"steps": 9, "seed": 3, "wire": "int8", "device": place}
+    with deterministic():
+        trainer = Trainer(new_config(**about), texts, group=group, capture=capture)
+        losses = [float(trainer.train_step()) for _ in range(STEPS)]
+        trainer.check_agreement()
+        saved = trainer.checkpoint("text")
+    trainer.release_graph()
+    return {name: tensor_digest(name, part) for name, part in saved.tensors.items()}, losses
+
+
+@pytest.mark.parametrize("capture", [False, True], ids=["eager", "captured"])
+@pytest.mark.parametrize("size", SIZES)
+def test_gpus_give_the_bits_of_one(size, capture, text):
+    (alone,) = in_processes(1, trained, text, {}, False, device="cuda")
+    found = in_processes(size, trained, text, {}, capture, device="cuda")
+    assert found[0] == alone
+    assert {tuple(losses) for _, losses in found} == {tuple(alone[1])}
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_graph_on_gpus_gives_the_bits_of_one(size, text, small_graph):
+    given = small_graph | {"accum": 4, "memgram": True}
+    (alone,) = in_processes(1, trained, text, given, False, device="cuda")
+    assert in_processes(size, trained, text, given, False, device="cuda")[0] == alone
+
+
+def arb(*words: str) -> None:
+    command = [sys.executable, "-m", "arbcli", "train", "--quiet", *map(str, words)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT)
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+@pytest.mark.parametrize(
+    ("size", "device"),
+    [
+        pytest.param(2, "cpu", marks=pytest.mark.slow),
+        *(pytest.param(size, "cuda", marks=[pytest.mark.gpu, needs_gpus(size)]) for size in (2, 4)),
+    ],
+)
+def test_command_ends_and_its_run_goes_on_with_another_number(size, device, text, tmp_path):
+    shape = [word for name, value in SHAPE.items() for word in (f"--{name}", value)]
+    about = [*shape, "--data", text, "--steps", 12, "--save-every", 6, "--keep", 3, "--seed", 3]
+    about += ["--device", device, "--wire", "int8"]
+    one, many, back, forth = (tmp_path / name for name in ("one", "many", "back", "forth"))
+    arb(*about, "--out", one)
+    arb(*about, "--out", many, "--gpus", size)
+    for source, target in ((many, back), (one, forth)):
+        target.mkdir()
+        for name in ("config.json", "step-000006.safetensors"):
+            shutil.copy(source / name, target / name)
+        (target / "metrics.jsonl").touch()
+    arb("--resume", back)
+    arb("--resume", forth, "--gpus", size)
+    last = "step-000012.safetensors"
+    assert len({(run / last).read_bytes() for run in (one, many, back, forth)}) == 1
