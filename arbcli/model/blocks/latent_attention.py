@@ -2,6 +2,11 @@
 
 A position keeps one vector for all heads: `latent` numbers from which keys and values are made
 again, and `rotary` ones that are a part of every head's key and turned by the position.
+
+One new byte attends to these vectors as they are. A query times W n, a head's key, is (W.T query)
+times n, and a mean of W' n, the values, is W' times the mean of n; so two products of one row take
+the place of making all keys and values again. Only the lengths of the keys, which are normalised,
+are kept beside them.
 Source: DeepSeek-AI, "DeepSeek-V2", https://arxiv.org/abs/2405.04434, section 2.1.
 """
 
@@ -60,15 +65,46 @@ class LatentAttention(CachedAttention):
             (latent,) = self.as_stored(latent)
         else:
             latent, turned, mask = past.extend(latent, turned)
-        kv = self.up(latent, self.latent_norm)
-        kv = kv.view(batch, -1, self.heads, self.still + self.head_dim)
-        k = torch.cat((kv[..., : self.still], turned.expand(-1, -1, self.heads, -1)), dim=-1)
+            if length == 1:
+                y = self._attend_one(q, latent, turned, past)
+                return self.output(y.view(batch, length, dim), self.sub_norm)
+        k, v = self._keys_and_values(latent, turned)
+        if past is not None:
+            past.extend_lengths(k[:, -length:])
         q, k = (functional.rms_norm(part, (self.head_dim,), eps=NORM_EPS) for part in (q, k))
-        q, k, v = (part.transpose(1, 2) for part in (q, k, kv[..., self.still :]))
+        q, k, v = (part.transpose(1, 2) for part in (q, k, v))
         y = functional.scaled_dot_product_attention(
             q, k, v, attn_mask=mask, is_causal=mask is None, scale=SHARPNESS * self.head_dim**-0.5
         )  # (B, H, T, head_dim)
         return self.output(y.transpose(1, 2).reshape(batch, length, dim), self.sub_norm)
+
+    def _keys_and_values(self, latent: Tensor, turned: Tensor) -> tuple[Tensor, Tensor]:
+        """Make them of compressed positions: (B, T, heads, head_dim) each, not yet normalised."""
+        kv = self.up(latent, self.latent_norm)
+        kv = kv.view(len(kv), -1, self.heads, self.still + self.head_dim)
+        k = torch.cat((kv[..., : self.still], turned.expand(-1, -1, self.heads, -1)), dim=-1)
+        return k, kv[..., self.still :]
+
+    def _attend_one(
+        self, q: Tensor, latent: Tensor, turned: Tensor, past: "LatentBlockCache"
+    ) -> Tensor:
+        """Attend with one query, (1, 1, heads, head_dim), to the ring with the new position behind.
+
+        Returns:
+            (heads, head_dim), computed in float32.
+        """
+        k, _ = self._keys_and_values(latent[:, -1:], turned[:, -1:])
+        up = self.up.weight.weight(torch.float32).view(self.heads, -1, self.latent)
+        to_keys, to_values = up.split((self.still, self.head_dim), dim=1)  # (heads, ..., latent)
+        q = functional.rms_norm(q[0, 0], (self.head_dim,), eps=NORM_EPS).float()
+        still, query = q.split((self.still, self.rotary), dim=-1)
+        n = self.latent_norm(latent[0]).float()  # (W + 1, latent)
+        in_latent = (still[:, None] @ to_keys)[:, 0]  # (heads, latent)
+        scores = in_latent @ n.T + query @ turned[0, :, 0].float().T  # (heads, W + 1)
+        scores *= past.extend_lengths(k).T * (SHARPNESS * self.head_dim**-0.5)
+        share = torch.softmax(scores.masked_fill(~past.whole.mask, -torch.inf), dim=-1)
+        y = to_values @ (share @ n)[..., None]  # (heads, head_dim, 1)
+        return y[..., 0].to(latent.dtype)
 
 
 class LatentCache:
@@ -107,6 +143,7 @@ class LatentCache:
                 self,
                 torch.zeros(1, self.window, config.latent, dtype=stored or dtype, device=device),
                 torch.zeros(1, self.window, 1, config.rotary, **like),
+                torch.zeros(self.window, config.heads, device=device),
                 torch.zeros(1, self.window, dtype=torch.int8, device=device) if stored else None,
             )
             for _ in range(config.layers)
@@ -154,18 +191,40 @@ class LatentCache:
 class LatentBlockCache:
     """The ring of one block: compressed positions, and the turned part of their keys.
 
-    In eight bits the first are codes, and `exponents`, (1, W) int8, are theirs.
+    In eight bits the first are codes, and `exponents`, (1, W) int8, are theirs. `lengths`,
+    (W, heads) float32, has what normalises each key.
     """
 
     def __init__(
-        self, whole: LatentCache, latent: Tensor, turned: Tensor, exponents: Tensor | None = None
+        self,
+        whole: LatentCache,
+        latent: Tensor,
+        turned: Tensor,
+        lengths: Tensor,
+        exponents: Tensor | None = None,
     ) -> None:
-        self.whole, self.latent, self.turned, self.exponents = whole, latent, turned, exponents
+        self.whole, self.latent, self.turned = whole, latent, turned
+        self.lengths, self.exponents = lengths, exponents
 
     @property
     def nbytes(self) -> int:
         """Bytes that the ring takes."""
-        return sum(t.nbytes for t in (self.latent, self.turned, self.exponents) if t is not None)
+        parts = (self.latent, self.turned, self.lengths, self.exponents)
+        return sum(part.nbytes for part in parts if part is not None)
+
+    def extend_lengths(self, k: Tensor) -> Tensor:
+        """Put what normalises the keys in the ring before that of new ones, and store these.
+
+        Args:
+            k: (1, T, heads, head_dim), not yet normalised.
+
+        Returns:
+            (W + T, heads) float32.
+        """
+        lengths = torch.rsqrt(k[0].float().square().mean(dim=-1) + NORM_EPS)
+        found = torch.cat((self.lengths, lengths))
+        self.lengths.index_copy_(0, self.whole.places % self.whole.window, lengths)
+        return found
 
     @property
     def angles(self) -> tuple[Tensor, Tensor]:
