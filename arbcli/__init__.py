@@ -112,6 +112,7 @@ def generate(
     top_k: int = 256,
     top_p: float = 1.0,
     seed: int = 0,
+    kv: str | None = None,
 ) -> bytes:
     """Continue a prompt, the same bytes every time: see `arbcli.infer.generation.generate`.
 
@@ -123,6 +124,7 @@ def generate(
         top_k: choose among so many of the likeliest bytes.
         top_p: then among the likeliest ones that together have at least this share.
         seed: of the random numbers.
+        kv: what keys and values are kept in: `bf16`, `fp8` or `int8`; None is as activations.
 
     Returns:
         The bytes that follow the prompt.
@@ -136,7 +138,7 @@ def generate(
     sampling = generation.Sampling(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
     prompt = prompt.encode() if isinstance(prompt, str) else prompt
     with deterministic():
-        return b"".join(generation.generate(model, prompt, length, sampling))
+        return b"".join(generation.generate(model, prompt, length, sampling, kv=kv))
 
 
 def evaluate(
@@ -146,6 +148,7 @@ def evaluate(
     field: str | None = None,
     stride: int | None = None,
     batch: int = 16,
+    kv: str | None = None,
 ) -> "EvaluateReport":
     """Measure how well a model predicts a text: see `arbcli.infer.evaluation.evaluate`.
 
@@ -155,6 +158,7 @@ def evaluate(
         field: of files of records, which has the text.
         stride: bytes from one window to the next; None is half a window.
         batch: windows at once.
+        kv: what keys and values are rounded to, as `generate` keeps them.
 
     Raises:
         ArbError: the text or the stride does not do.
@@ -164,7 +168,7 @@ def evaluate(
     from arbcli.kernels.runtime.backend import default_backend
 
     backend = default_backend(model.device)
-    about = {"stride": stride, "batch": batch, "backend": backend}
+    about = {"stride": stride, "batch": batch, "backend": backend, "kv": kv}
     return evaluation.evaluate(model, "", *open_text(data, field), **about)
 
 

@@ -296,6 +296,24 @@ FAULTS = [
         rewrite("tl.store(p, 0)", "tl.store(p, 1)"),
     ),
     kernel(
+        "missing term", "scales of keys in eight bits forgotten", "decode_attention_8bit",
+        rewrite("scale_of_entry(a, E4M3) * scale", "scale"),
+    ),
+    kernel(
+        "neighbour", "scales of the positions before", "decode_attention_8bit",
+        rewrite("tl.load(exponents_ptr + a, ...)",
+                "tl.load(exponents_ptr + tl.maximum(a - 1, 0), ...)"),
+    ),
+    kernel(
+        "wrong place", "scale of a new value stored over its key's", "decode_attention_8bit",
+        rewrite("tl.store(x + (a + HEADS).to(tl.int64) * W, e)",
+                "tl.store(x + a.to(tl.int64) * W, e)"),
+    ),
+    kernel(
+        "saturation", "128 stored as -128", "decode_attention_8bit",
+        rewrite("tl.minimum(i, 127).to(tl.int8)", "i.to(tl.int8)"),
+    ),
+    kernel(
         "tie", "the last of equals kept", "choose_byte",
         rewrite("(a == b) & (c < d)", "(a == b) & (c > d)"),
     ),

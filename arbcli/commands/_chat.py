@@ -19,7 +19,13 @@ WELCOME = (
 MARK = "> "
 
 
-def chat(model: "LanguageModel", length: int, sampling: "Sampling", backend: str) -> None:
+def chat(
+    model: "LanguageModel",
+    length: int,
+    sampling: "Sampling",
+    backend: str,
+    kv: str | None = None,
+) -> None:
     """Continue what is typed, line after line, until there is no more.
 
     A line is continued as it is, without a newline behind it; one comes before it. The model sees
@@ -30,6 +36,7 @@ def chat(model: "LanguageModel", length: int, sampling: "Sampling", backend: str
         length: bytes to make each time.
         sampling: how they are chosen; the seed goes up by one each time.
         backend: what runs the kernels.
+        kv: what keys and values are kept in.
     """
     from arbcli.infer.generation import generate
 
@@ -54,7 +61,7 @@ def chat(model: "LanguageModel", length: int, sampling: "Sampling", backend: str
         made = bytearray()
         try:
             with RaisedSignal(), TextWriter() as writer:
-                for part in generate(model, seen, length, sampling, backend=backend):
+                for part in generate(model, seen, length, sampling, backend=backend, kv=kv):
                     made += part
                     writer.write(part)
         except Interrupted as stopped:

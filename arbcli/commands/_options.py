@@ -58,6 +58,8 @@ def given_options(**values: Any) -> dict[str, Any]:
     return {field: value for field, value in values.items() if value is not None}
 
 
+KEPT_IN = ("bf16", "fp8", "int8")
+"""What keys and values can be kept in."""
 BACKENDS = ("triton", "torch", "interpreter")
 """What runs kernels; `arbcli.kernels` has them too, and imports torch."""
 REPEATED = ("--data", "--val")
@@ -158,6 +160,11 @@ ComputeOfRun = _name(
     "compute",
     ("bf16", "fp32"),
     "Activations: bf16 or fp32. [default: as the run was trained]",
+)
+KeptIn = _name(
+    "kv",
+    KEPT_IN,
+    "Keys and values: bf16, or in eight bits fp8 or int8. [default: as activations]",
 )
 Recompute = Annotated[
     bool | None,

@@ -13,6 +13,7 @@ from arbcli.commands._options import (
     Device,
     Field,
     Json,
+    KeptIn,
     find_run,
 )
 from arbcli.errors import ArbError
@@ -38,6 +39,7 @@ def evaluate(
     ] = None,
     batch: Annotated[int, typer.Option(min=1, help="Windows at once.")] = 16,
     compute: ComputeOfRun = None,
+    kv: KeptIn = None,
     device: Device = None,
     backend: Backend = None,
     quiet: Annotated[bool, typer.Option("--quiet", help="No progress.")] = False,
@@ -69,6 +71,7 @@ def evaluate(
             stride=stride,
             batch=batch,
             backend=backend,
+            kv=kv,
             progress=_ignore if quiet else _Progress(line),
         )
     emit(report, _table(report), as_json=as_json)
@@ -102,6 +105,7 @@ def _table(report: "EvaluateReport") -> Table:
         ["order-0 entropy, nats", f"{report.entropy:.4f}"],
         ["compression ratio", f"{report.compression_ratio:.3f}"],
         ["context, stride", f"{report.context:,}, {report.stride:,}"],
+        ["keys and values", report.kv],
         ["bytes/s", f"{report.bytes_per_second:,.0f}"],
     ]
     return table(f"Loss of a whole text: {report.device}, backend {report.backend}", ["", ""], rows)

@@ -8,7 +8,16 @@ from typing import Annotated
 import typer
 
 from arbcli.commands._chat import chat
-from arbcli.commands._options import Backend, Checkpoint, ComputeOfRun, Device, Json, Seed, find_run
+from arbcli.commands._options import (
+    Backend,
+    Checkpoint,
+    ComputeOfRun,
+    Device,
+    Json,
+    KeptIn,
+    Seed,
+    find_run,
+)
 from arbcli.errors import ArbError
 from arbcli.output import (
     LiveLine,
@@ -42,6 +51,7 @@ def generate(
     ] = 1.0,
     seed: Seed = None,
     compute: ComputeOfRun = None,
+    kv: KeptIn = None,
     device: Device = None,
     backend: Backend = None,
     raw: Annotated[
@@ -83,7 +93,7 @@ def generate(
     prompt = "\n" if prompt is None else prompt
     given = sys.stdin.buffer.read() if prompt == "-" else os.fsencode(prompt)
     if chatting:
-        chat(model, length, sampling, backend)
+        chat(model, length, sampling, backend, kv)
         return
     if chunks:
         check_chunks(model)
@@ -96,6 +106,7 @@ def generate(
             length,
             sampling,
             backend=backend,
+            kv=kv,
             on_bytes=made.extend if as_json or chunks else write_bytes if raw else text.write,
         )
     depths = chunk_depths(model, bytes(made), backend) if chunks else None
@@ -103,4 +114,8 @@ def generate(
         emit_json(asdict(report) | ({"chunk_depths": depths} if chunks else {}))
     elif chunks:
         write_chunks(bytes(made), depths)
-    note(f"\n{length} bytes, {report.bytes_per_second:,.0f} bytes/s on {place}, backend {backend}")
+    rate, cache = f"{report.bytes_per_second:,.0f}", f"{report.cache_bytes:,}"
+    note(
+        f"\n{length} bytes, {rate} bytes/s on {place}, backend {backend}, cache of {cache} bytes in"
+        f" {report.kv}"
+    )

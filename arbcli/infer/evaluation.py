@@ -44,6 +44,8 @@ class EvaluateReport:
     """Bytes from one window to the next."""
     seconds: float
     bytes_per_second: float
+    kv: str
+    """What keys and values were rounded to."""
     device: str
     backend: str
 
@@ -108,6 +110,7 @@ def evaluate(
     stride: int | None,
     batch: int,
     backend: str,
+    kv: str | None = None,
     progress: Callable[[int, int, float], None] = lambda *_: None,
 ) -> EvaluateReport:
     """Measure how well a model predicts a text.
@@ -120,11 +123,13 @@ def evaluate(
         stride: from one window to the next; None is half a window.
         batch: windows at once.
         backend: what runs the kernels.
+        kv: what keys and values are rounded to, as in a cache: see `LanguageModel.keeping`.
         progress: is told after every batch how many bytes were predicted, of how many, and their
             mean loss in nats.
 
     Raises:
-        ArbError: the text or the stride does not do, or a GPU's memory is not enough.
+        ArbError: the text or the stride does not do, the model keeps nothing so, or a GPU's memory
+            is not enough.
     """
     context = model.config.ctx
     stride = max(1, context // 2) if stride is None else stride
@@ -136,7 +141,13 @@ def evaluate(
     if len(text) < 2:
         raise ArbError("a text of one byte has none to predict", hint="name a longer text")
     started = time.perf_counter()
-    with deterministic(), explained_out_of_memory("use a smaller `--batch`"), use_backend(backend):
+    with (
+        deterministic(),
+        explained_out_of_memory("use a smaller `--batch`"),
+        use_backend(backend),
+        model.keeping(kv),
+    ):
+        kept_in = model.kept_in
         nats = mean_loss(
             model,
             text,
@@ -158,6 +169,7 @@ def evaluate(
         stride=stride,
         seconds=seconds,
         bytes_per_second=len(text) / seconds,
+        kv=kept_in,
         device=str(model.device),
         backend=backend,
     )

@@ -233,6 +233,7 @@ def generate(
     sampling: Sampling | None = None,
     *,
     backend: str | None = None,
+    kv: str | None = None,
 ) -> Iterator[bytes]:
     """Continue a prompt.
 
@@ -242,15 +243,17 @@ def generate(
         length: bytes to make.
         sampling: how they are chosen.
         backend: what runs the kernels; None is the device's own.
+        kv: what keys and values are kept in: see `LanguageModel.keeping`.
 
     Yields:
         One or more bytes at a time.
 
     Raises:
-        ArbError: the prompt is empty, or a GPU's memory is not enough.
+        ArbError: the prompt is empty, the model keeps nothing so, or a GPU's memory is not enough.
     """
     with explained_out_of_memory(OUT_OF_MEMORY), model.prepared_weights():
-        decoder = Decoder(model, len(prompt) + length, sampling, backend=backend)
+        with model.keeping(kv):
+            decoder = Decoder(model, len(prompt) + length, sampling, backend=backend)
         decoder.read(prompt)
         yield from decoder.stream(length)
 
@@ -272,6 +275,10 @@ class GenerateReport:
     temperature: float
     top_k: int
     top_p: float
+    kv: str
+    """What keys and values were kept in."""
+    cache_bytes: int
+    """What those of this text take, or a model's states."""
     device: str
     backend: str
 
@@ -284,6 +291,7 @@ def continue_text(
     sampling: Sampling,
     *,
     backend: str,
+    kv: str | None = None,
     on_bytes: Callable[[bytes], None] = lambda _: None,
 ) -> GenerateReport:
     """Continue a prompt and measure how fast; the same bits every time on the same machine.
@@ -295,14 +303,17 @@ def continue_text(
         length: bytes to make.
         sampling: how they are chosen.
         backend: what runs the kernels.
+        kv: what keys and values are kept in: see `LanguageModel.keeping`.
         on_bytes: is given the bytes as they come.
 
     Raises:
-        ArbError: the prompt is empty, or a GPU's memory is not enough.
+        ArbError: the prompt is empty, the model keeps nothing so, or a GPU's memory is not enough.
     """
     made = bytearray()
     with deterministic(), explained_out_of_memory(OUT_OF_MEMORY), model.prepared_weights():
-        decoder = Decoder(model, len(prompt) + length, sampling, backend=backend)
+        with model.keeping(kv):
+            decoder = Decoder(model, len(prompt) + length, sampling, backend=backend)
+            kept_in = model.kept_in
         decoder.read(prompt)
         if decoder.device.type == "cuda":
             torch.cuda.synchronize(decoder.device)
@@ -318,6 +329,8 @@ def continue_text(
         length=length,
         bytes_per_second=length / seconds,
         **dataclasses.asdict(sampling),
+        kv=kept_in,
+        cache_bytes=decoder.cache.nbytes,
         device=str(decoder.device),
         backend=decoder.backend,
     )

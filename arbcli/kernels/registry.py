@@ -1,6 +1,7 @@
 """Every kernel there is, by its spec: what `arb verify-kernels`, tests and timings go through."""
 
 from arbcli.kernels.attention.decode_attention import DECODE_ATTENTION
+from arbcli.kernels.attention.decode_attention_8bit import DECODE_ATTENTION_8BIT
 from arbcli.kernels.attention.rotary_norm import ROTARY_NORM, ROTARY_NORM_BACKWARD
 from arbcli.kernels.chunks.boundary_scores import BOUNDARY_SCORES, BOUNDARY_SCORES_BACKWARD
 from arbcli.kernels.chunks.find_chunks import FIND_CHUNKS
@@ -71,6 +72,7 @@ KERNELS: tuple[KernelSpec, ...] = (
     ROTARY_NORM,
     ROTARY_NORM_BACKWARD,
     DECODE_ATTENTION,
+    DECODE_ATTENTION_8BIT,
     CHOOSE_BYTE,
     CROSS_ENTROPY,
     CROSS_ENTROPY_BACKWARD,

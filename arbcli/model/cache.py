@@ -3,6 +3,9 @@
 A model is trained on windows of `ctx` bytes, so a byte attends to itself and the `ctx` - 1 before
 it, in every block. That is what a forward over the whole text would give with a banded causal mask:
 byte i sees the bytes i - ctx + 1 to i.
+
+Keys and values may be kept in eight bits, as entries of `eight_bits`. Then a byte attends to what
+was stored, its own key and value too, whether it is read by itself or with others.
 """
 
 from collections.abc import Iterator
@@ -10,13 +13,28 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 
 from arbcli.config.dense import ModelConfig
 from arbcli.kernels.attention.decode_attention import decode_attention
+from arbcli.kernels.attention.decode_attention_8bit import decode_attention_8bit
+from arbcli.kernels.attention.eight_bits import decode_entries, quantise_entries, round_entries
 from arbcli.model.layers.norm import NORM_EPS
 from arbcli.model.layers.rotary import rotary_table, table_rows
+
+
+class CachedAttention(nn.Module):
+    """Attention whose keys and values a cache keeps."""
+
+    stored: torch.dtype | None = None
+    """What a forward without a cache rounds them to, as if they came from one in eight bits."""
+
+    def as_stored(self, *parts: Tensor) -> tuple[Tensor, ...]:
+        """Round tensors of entries, (..., d), to what is read back of them."""
+        if self.stored is None:
+            return parts
+        return tuple(round_entries(part, self.stored) for part in parts)
 
 
 class KeyValueCache:
@@ -32,6 +50,7 @@ class KeyValueCache:
         dtype: of keys and values.
         device: where they are.
         window: positions that each one attends to; None is `ctx` of them.
+        stored: float8_e4m3fn or int8, to keep them in eight bits; None is `dtype`.
     """
 
     def __init__(
@@ -42,6 +61,7 @@ class KeyValueCache:
         device: torch.device,
         *,
         window: int | None = None,
+        stored: torch.dtype | None = None,
     ) -> None:
         self.positions, self.window = positions, min(window or config.ctx, config.ctx, positions)
         self.position = torch.zeros((), dtype=torch.int32, device=device)
@@ -50,10 +70,19 @@ class KeyValueCache:
         self.table = rotary_table(table_rows(positions, config.ctx), config.head_dim, device)
         ring = (2, config.heads, self.window, config.head_dim)
         self.blocks = [
-            BlockCache(self, *torch.zeros(ring, dtype=dtype, device=device))
+            BlockCache(
+                self,
+                *torch.zeros(ring, dtype=stored or dtype, device=device),
+                torch.zeros(ring[:-1], dtype=torch.int8, device=device) if stored else None,
+            )
             for _ in range(config.layers)
         ]
         self.chunk: _Chunk | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the rings take."""
+        return sum(block.nbytes for block in self.blocks)
 
     def reset(self) -> None:
         """Begin a new text."""
@@ -101,10 +130,20 @@ class _Chunk:
 
 
 class BlockCache:
-    """The rings of one block: `keys` and `values`, (heads, W, d) each."""
+    """The rings of one block: `keys` and `values`, (heads, W, d) each.
 
-    def __init__(self, whole: KeyValueCache, keys: Tensor, values: Tensor) -> None:
-        self.whole, self.keys, self.values = whole, keys, values
+    In eight bits these are codes, and `exponents`, (2, heads, W) int8, are those of both.
+    """
+
+    def __init__(
+        self, whole: KeyValueCache, keys: Tensor, values: Tensor, exponents: Tensor | None = None
+    ) -> None:
+        self.whole, self.keys, self.values, self.exponents = whole, keys, values, exponents
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the rings take."""
+        return sum(t.nbytes for t in (self.keys, self.values, self.exponents) if t is not None)
 
     @property
     def angles(self) -> tuple[Tensor, Tensor]:
@@ -116,18 +155,40 @@ class BlockCache:
 
         All are (1, heads, T, d), turned and normalised.
         """
+        if self.exponents is None:
+            y = self._attend(q, k, v, self.keys, self.values)
+            self._store(self.keys, k[0])
+            self._store(self.values, v[0])
+            return y
+        rings = (self.keys, self.values)
+        entries = [quantise_entries(new[0], self.keys.dtype) for new in (k, v)]
+        k, v = (decode_entries(*entry, q.dtype)[None] for entry in entries)
+        y = self._attend(q, k, v, *rings)
+        for ring, of_ring, (codes, exponents) in zip(rings, self.exponents, entries, strict=True):
+            self._store(ring.view(torch.int8), codes.view(torch.int8))  # torch copies no e4m3 so
+            self._store(of_ring, exponents)
+        return y
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, *rings: Tensor) -> Tensor:
         chunk = self.whole.chunk
         if chunk.before is None:
-            y = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-        else:
-            keys, values = (
-                torch.cat([ring[:, chunk.before], new[0]], dim=1)[None]
-                for ring, new in ((self.keys, k), (self.values, v))
-            )
-            y = functional.scaled_dot_product_attention(q, keys, values, attn_mask=chunk.mask)
-        self.keys.index_copy_(1, chunk.slots, k[0])
-        self.values.index_copy_(1, chunk.slots, v[0])
-        return y
+            return functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        keys, values = (
+            torch.cat([self._before(index, ring, q.dtype), new[0]], dim=1)[None]
+            for index, (ring, new) in enumerate(zip(rings, (k, v), strict=True))
+        )
+        return functional.scaled_dot_product_attention(q, keys, values, attn_mask=chunk.mask)
+
+    def _before(self, index: int, ring: Tensor, dtype: torch.dtype) -> Tensor:
+        """Read what is before the new bytes in one of the rings."""
+        before = self.whole.chunk.before
+        if self.exponents is None:
+            return ring[:, before]
+        codes = ring.view(torch.int8)[:, before].view(ring.dtype)
+        return decode_entries(codes, self.exponents[index][:, before], dtype)
+
+    def _store(self, ring: Tensor, new: Tensor) -> None:
+        ring.index_copy_(1, self.whole.chunk.slots, new)
 
     def attend_one(self, qkv: Tensor) -> Tensor:
         """Store one new byte, and attend to the last W; no shape depends on its position.
@@ -139,7 +200,10 @@ class BlockCache:
             (1, heads, 1, d).
         """
         whole = self.whole
-        y = decode_attention(
-            qkv[0, 0], self.keys, self.values, whole.position, *whole.table, whole.tickets, NORM_EPS
-        )
+        about = (whole.position, *whole.table, whole.tickets, NORM_EPS)
+        if self.exponents is None:
+            y = decode_attention(qkv[0, 0], self.keys, self.values, *about)
+        else:
+            rings = (self.keys, self.values, self.exponents)
+            y = decode_attention_8bit(qkv[0, 0], *rings, *about)
         return y[None, :, None]

@@ -114,7 +114,8 @@ class ByteLM(LanguageModel):
 
     def new_cache(self, positions: int) -> KeyValueCache:
         """Make a cache for a text of at most `positions` bytes; no gradient passes through it."""
-        return KeyValueCache(self.config, positions, self.compute_dtype, self.device)
+        about = (self.config, positions, self.compute_dtype, self.device)
+        return KeyValueCache(*about, stored=self.stored)
 
     def loss(self, ids: Tensor, targets: Tensor) -> Tensor:
         """Average the cross-entropy, in nats a byte, over (B, T) int64 inputs and targets."""

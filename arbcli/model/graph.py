@@ -103,7 +103,8 @@ class GraphLM(LanguageModel):
     def new_cache(self, positions: int) -> LatentCache:
         """Make a cache for a text of at most `positions` bytes; no gradient passes through it."""
         history = max(HISTORY, ORDER - 1)
-        return LatentCache(self.config, positions, history, self.compute_dtype, self.device)
+        about = (self.config, positions, history, self.compute_dtype, self.device)
+        return LatentCache(*about, stored=self.stored)
 
     def _logits(
         self, ids: Tensor, text: Tensor, cache: LatentCache | None

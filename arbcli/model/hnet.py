@@ -211,7 +211,8 @@ class HNet(LanguageModel):
 
     def new_cache(self, positions: int) -> "HNetCache":
         """Make a cache for a text of at most `positions` bytes; no gradient passes through it."""
-        return HNetCache(self.config, positions, self.compute_dtype, self.device)
+        about = (self.config, positions, self.compute_dtype, self.device)
+        return HNetCache(*about, stored=self.stored)
 
     def step_phases(self, ids: Tensor, cache: "HNetCache") -> list[Phase]:
         """List what reading one byte takes; a byte that begins no chunk needs but the outer ones.
@@ -311,16 +312,31 @@ class HNetCache:
         positions: bytes that the text can have.
         dtype: of keys and values.
         device: where they are.
+        stored: float8_e4m3fn or int8, to keep them in eight bits; None is `dtype`. States of
+            Mamba-2 are none of them.
     """
 
     def __init__(
-        self, config: HNetConfig, positions: int, dtype: torch.dtype, device: torch.device
+        self,
+        config: HNetConfig,
+        positions: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        stored: torch.dtype | None = None,
     ) -> None:
         self.positions, self.window = positions, min(config.window, *config.slots, positions)
         self.stages = [
-            StageCache(config, stage, positions, dtype, device) for stage in range(config.stages)
+            StageCache(config, stage, positions, dtype, device, stored)
+            for stage in range(config.stages)
         ]
-        self.main = KeyValueCache(config.main(), positions, dtype, device)
+        self.main = KeyValueCache(config.main(), positions, dtype, device, stored=stored)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that keys, values and states take."""
+        of_stages = sum(stage.encoder.nbytes + stage.decoder.nbytes for stage in self.stages)
+        return self.main.nbytes + of_stages
 
     @property
     def position(self) -> Tensor:
@@ -366,13 +382,15 @@ class StageCache:
         positions: int,
         dtype: torch.dtype,
         device: torch.device,
+        stored: torch.dtype | None,
     ) -> None:
         own = config.outer(stage)
 
         def new_cache() -> KeyValueCache | MambaCache:
             if config.outer_blocks == "mamba":
                 return MambaCache(own, config.states, dtype, device)
-            return KeyValueCache(own, positions, dtype, device, window=config.window)
+            about = {"window": config.window, "stored": stored}
+            return KeyValueCache(own, positions, dtype, device, **about)
 
         self.encoder, self.decoder = new_cache(), new_cache()
         like = {"dtype": dtype, "device": device}

@@ -9,7 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from arbcli.config.dense import ModelConfig
+from arbcli.errors import ArbError
+from arbcli.kernels.attention.eight_bits import FORMATS
 from arbcli.model.baselines import FloatWeight
+from arbcli.model.cache import CachedAttention
 from arbcli.model.layers.linear import TernaryLinear
 from arbcli.model.layers.norm import TernaryRMSNorm
 from arbcli.model.layers.streamed import StreamedTensor, recompute_contexts
@@ -100,6 +103,49 @@ class LanguageModel(nn.Module):
                 yield
             finally:
                 self.weights_are_prepared = before
+
+    stored: torch.dtype | None = None
+    """What a cache keeps keys and values in; None is the dtype of activations."""
+
+    @contextmanager
+    def keeping(self, kv: str | None) -> Iterator[None]:
+        """Keep keys and values in another type in caches that are made here.
+
+        A forward without a cache rounds them as such a cache does, so that its losses are those of
+        a text that is read byte by byte. It is for reading only: no gradient is promised.
+
+        Args:
+            kv: `bf16`, which activations must be too, `fp8` or `int8`; None is the dtype of
+                activations.
+
+        Raises:
+            ArbError: the model keeps none, or not so.
+        """
+        if kv == "bf16" and self.compute_dtype != torch.bfloat16:
+            raise ArbError(
+                "keys and values are kept in the dtype of activations, which is float32",
+                hint="leave `--kv` out, or give `--compute bf16` too",
+            )
+        stored = FORMATS.get(kv)
+        attentions = [part for part in self.modules() if isinstance(part, CachedAttention)]
+        if stored and not attentions:
+            raise ArbError("this model keeps no keys and values", hint="leave `--kv` out")
+        before = self.stored
+        for part in (self, *attentions):
+            part.stored = stored
+        try:
+            yield
+        finally:
+            for part in (self, *attentions):
+                part.stored = before
+
+    @property
+    def kept_in(self) -> str:
+        """Name the type that keys and values are kept in."""
+        for name, stored in FORMATS.items():
+            if stored == self.stored:
+                return name
+        return "bf16" if self.compute_dtype == torch.bfloat16 else "fp32"
 
     def initialise(self, seed: int) -> None:
         """Draw all weights anew, as each layer declares: see `initial`."""

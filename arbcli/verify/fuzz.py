@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from arbcli.kernels.attention.decode_attention import DECODE_ATTENTION
+from arbcli.kernels.attention.eight_bits import FORMATS, quantise_entries
 from arbcli.kernels.attention.rotary_norm import ROTARY_NORM, rounded_gradient, rounded_once
 from arbcli.kernels.chunks.boundary_scores import rounded_score_gradients
 from arbcli.kernels.chunks.find_chunks import FIND_CHUNKS
@@ -356,6 +357,14 @@ def _decode_attention(dice: Dice, group_size: int, m: int, n: int, k: int) -> tu
         qkv, *(ring.view(heads, n, 2 * half) for ring in rings), dice.scalar(position),
         angle.cos(), angle.sin(), tickets, 1e-6,
     )  # fmt: skip
+
+
+def _decode_attention_8bit(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
+    qkv, keys, values, *rest = _decode_attention(dice, group_size, m, n, k)
+    stored = dice.pick((*FORMATS.values(),))
+    values = values * torch.exp2(dice.integers(-9, 9, *values.shape[:2])[..., None].float())
+    (keys, of_keys), (values, of_values) = (quantise_entries(x, stored) for x in (keys, values))
+    return qkv, keys, values, torch.stack((of_keys, of_values)), *rest
 
 
 def _choose_byte(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
@@ -719,6 +728,7 @@ DRAWINGS = {
     "decode_attention": Drawing(
         _decode_attention, None, DECODE_ATTENTION.torch, one_layout=True
     ),
+    "decode_attention_8bit": Drawing(_decode_attention_8bit, one_layout=True),
     "choose_byte": Drawing(_choose_byte, one_layout=True),
     "cross_entropy": Drawing(_cross_entropy, needs_rows=True),
     "cross_entropy_backward": Drawing(

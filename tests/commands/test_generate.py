@@ -42,6 +42,20 @@ def test_generate_writes_text_to_stdout_and_its_speed_to_stderr(generate):
     assert generate("--prompt", "ternary ", "--length", "40").stdout == done.stdout
 
 
+@pytest.mark.parametrize("kv", ["fp8", "int8"])
+def test_eight_bits_take_half_the_cache_and_hardly_any_loss(kv, run, arb_here):
+    here = ["--checkpoint", run, "--device", "cpu", "--compute", "bf16", "--json"]
+    sizes, losses = [], []
+    for given in ([], ["--kv", kv]):
+        made = json.loads(arb_here("generate", *here, "--length", "20", *given).stdout)
+        read = json.loads(arb_here("evaluate", *here, "--stride", "16", *given).stdout)
+        assert made["kv"] == read["kv"] == (given or ["bf16"])[-1]
+        sizes.append(made["cache_bytes"])
+        losses.append(read["nats_per_byte"])
+    assert sizes == [2 * 2 * 16 * 2 * 16, 2 * 2 * 16 * 17]  # keys and values, heads, window
+    assert 0 < abs(losses[1] - losses[0]) < 0.02
+
+
 def test_generate_writes_the_same_as_json_bytes_and_text(run, generate):
     args = ["--length", "60", "--temperature", "3", "--seed", "7"]
     report = json.loads(generate(*args, "--json").stdout)
@@ -179,6 +193,9 @@ ERRORS = {
     "no run": (["generate", "--checkpoint", "nowhere"], "cannot read `nowhere`"),
     "empty prompt": (["generate", "--checkpoint", "{run}", "--prompt", ""], "the prompt is empty"),
     "nothing kept": (["generate", "--checkpoint", "{run}", "--top-p", "0"], "`--top-p` is 0.0"),
+    "unknown kv": (["generate", "--checkpoint", "{run}", "--kv", "fp4"], "`fp4`"),
+    "bf16 of fp32": (["evaluate", "--checkpoint", "{run}", "--compute", "fp32", "--kv", "bf16"],
+                     "kept in the dtype of activations"),
     "two outputs": (["generate", "--checkpoint", "{run}", "--bytes", "--json"], "two outputs"),
     "no GPU": (["generate", "--checkpoint", "{run}", "--device", "cpu", "--backend", "triton"],
                "needs a CUDA device"),

@@ -158,7 +158,7 @@ def test_mistakes_are_explained(arguments, message):
     assert result.exception.hint
 
 
-def test_program_needs_no_environment_and_prints_only_json():
+def test_program_needs_no_environment_and_prints_only_json(arb_here):
     environment = {key: os.environ[key] for key in os.environ if key != "TRITON_INTERPRET"}
     command = [sys.executable, "-m", "arbcli", "verify-kernels"]
     run = subprocess.run(
@@ -168,7 +168,7 @@ def test_program_needs_no_environment_and_prints_only_json():
     assert run.returncode == 0, run.stderr
     assert json.loads(run.stdout)["kernels"][0]["backend"] == BACKEND
     assert run.stderr == "kernels  1/1  cast_scale_votes  pass\n"
-    run = subprocess.run([*command, "nonsense"], capture_output=True, text=True, check=False)
+    run = arb_here("verify-kernels", "nonsense")
     assert (run.returncode, run.stdout) == (2, "")
     assert run.stderr.startswith("error: ")
 

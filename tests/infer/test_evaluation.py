@@ -10,6 +10,7 @@ from arbcli.errors import ArbError
 from arbcli.infer.evaluation import evaluate, mean_loss, windows
 from arbcli.model.build import build_model
 from arbcli.model.dense import ByteLM
+from arbcli.model.language_model import LanguageModel
 
 CTX = 12
 
@@ -19,6 +20,8 @@ class Fake(nn.Module):
 
     config = preset("tiny", dim=4, layers=1, heads=1, ffn=4, ctx=CTX)
     device = torch.device("cpu")
+    compute_dtype, stored = torch.float32, None
+    keeping, kept_in = LanguageModel.keeping, LanguageModel.kept_in
 
     def __init__(self) -> None:
         super().__init__()

@@ -85,14 +85,19 @@ def test_probe_finds_nothing_wrong_with_moment(sound):
     assert sound.passed
 
 
-@pytest.mark.parametrize("rule", ["nibble", "carry"])
-@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize(
+    ("rule", "seed"),
+    mostly_slow(
+        [("nibble", 0), ("carry", 1), ("nibble", 1), ("carry", 0)],
+        lambda rule, seed: seed == (rule == "carry"),
+    ),
+)
 def test_probe_finds_nothing_wrong_with_other_rules(rule, seed):
     report = probe(new_config(**SMALL, rule=rule, seed=seed), steps=STEPS)
     assert names(report) == ["ok"]
 
 
-@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize("seed", mostly_slow([0, 1, 2], lambda seed: seed == 0))
 def test_probe_names_the_mass_flips_of_votes(seed):
     report = probe(new_config(**SMALL, rule="votes", seed=seed), steps=STEPS)
     assert "spike" in names(report)

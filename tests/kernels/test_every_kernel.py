@@ -98,6 +98,7 @@ IN_BFLOAT16 = [
     "grouped_grad_w", "expert_combine", "expert_combine_backward", "rms_norm", "add_rms_norm",
     "rms_norm_backward", "gated_rms_norm", "gated_rms_norm_backward", "rotary_norm",
     "rotary_norm_backward", "decode_attention", "cross_entropy", "cross_entropy_backward",
+    "decode_attention_8bit",
     "weighted_rows_grad_weights", "weighted_rows_grad", "gradient_statistics", "unit_gain", "gram",
     "gram_polynomial", "quantise_rows", "rms_norm_e4m3", "gated_rms_norm_e4m3", "choose_byte",
     "embedding_grad", "blend_moment", "step_by_direction", "cast_trit_votes", "gather_chunks",
@@ -106,7 +107,7 @@ IN_BFLOAT16 = [
     "causal_conv_grad_w", "quantise_gradient",
 ]  # fmt: skip
 """Kernels with inputs in bfloat16."""
-SEVERAL_ROUNDINGS = {"gram_polynomial", "decode_attention"}
+SEVERAL_ROUNDINGS = {"gram_polynomial", "decode_attention", "decode_attention_8bit"}
 """Those whose results are rounded to bfloat16 more than once."""
 
 

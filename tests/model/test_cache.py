@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from arbcli.config.presets import preset
+from arbcli.errors import ArbError
 from arbcli.kernels.norm import gated_rms_norm, rms_norm
 from arbcli.kernels.norm.rms_norm import norm_weight_torch
 from arbcli.kernels.runtime.backend import use_backend
@@ -180,3 +181,45 @@ def test_only_norms_whose_weights_are_not_ones_are_decoded(device, monkeypatch):
         lm.load_state_dict(state)
         assert not lm.plain_norms
         assert not torch.equal(lm(ids), expected)
+
+
+KEPT = ["fp8", "int8"]
+
+
+@pytest.mark.parametrize("kv", KEPT)
+@torch.no_grad()
+def test_prompt_in_eight_bits_is_read_as_byte_by_byte(kv, device):
+    lm, ids = model(device), text(21, device)
+    with lm.keeping(kv):
+        one_by_one = forward_in_parts(lm, ids, [1] * 21)
+        for name in ("a window, then bytes", "ragged chunks and bytes"):
+            got = forward_in_parts(lm, ids, PARTS[name])
+            torch.testing.assert_close(got, one_by_one, rtol=1e-4, atol=1e-4)
+        plain = lm(ids[:, :WINDOW])
+    torch.testing.assert_close(one_by_one[:, :WINDOW], plain, rtol=1e-4, atol=1e-4)
+    assert not torch.equal(lm(ids[:, :WINDOW]), plain)
+
+
+def test_eight_bits_are_half_the_bytes(device):
+    lm = model(device, torch.bfloat16)
+    sizes = {}
+    for kv in ("bf16", *KEPT):
+        with lm.keeping(kv):
+            cache = lm.new_cache(100)
+            assert lm.kept_in == kv
+        parts = [block.keys for block in cache.blocks] + [block.values for block in cache.blocks]
+        parts += [block.exponents for block in cache.blocks if block.exponents is not None]
+        assert cache.nbytes == sum(part.nbytes for part in parts)
+        sizes[kv] = cache.nbytes
+    entries = 2 * 2 * 2 * WINDOW  # blocks, keys and values, heads
+    assert sizes == {"bf16": entries * 32, "fp8": entries * 17, "int8": entries * 17}
+
+
+def test_what_cannot_be_kept_so_is_refused(device):
+    lm = model(device)
+    with pytest.raises(ArbError, match="dtype of activations"), lm.keeping("bf16"):
+        pass
+    with pytest.raises(RuntimeError), lm.keeping("int8"):
+        raise RuntimeError
+    assert lm.kept_in == "fp32"
+    assert all(block.attention.stored is None for block in lm.blocks)

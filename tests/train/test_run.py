@@ -90,12 +90,14 @@ def test_hangup_saves_like_a_termination(text, tmp_path, device, monkeypatch):
         signal.signal(signal.SIGHUP, ignored)
 
 
-def test_hangup_that_is_ignored_stays_so(text, tmp_path, device):
+def test_hangup_that_is_ignored_stays_so(text, tmp_path, device, monkeypatch):
+    monkeypatch.setattr("arbcli.train.run.LOG_EVERY", 1)  # it comes before the last step
     observer = Observer()
     observer.recorded = lambda record: signal.raise_signal(signal.SIGHUP)
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        assert start_run(config(text, device, steps=2), tmp_path / "run", observer).steps == 2
+        report = start_run(config(text, device, steps=2), tmp_path / "run", observer)
+        assert (report.steps, report.stopped_by) == (2, None)
     finally:
         signal.signal(signal.SIGHUP, before)
 

@@ -69,6 +69,56 @@ def _decode_attention_torch(qkv, keys, values, position, cos, sin, tickets, eps)
 
 
 @triton.jit
+def load_turned(
+    qkv_ptr, cos_ptr, sin_ptr, position, head, offs_d, mask_d, HEADS, eps,
+    HALF: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """Load a head's query, key and value, turn and normalise the first two: [BLOCK_D] each."""
+    WIDTH: tl.constexpr = 2 * HALF
+    # query and key, [BLOCK_D, 2]: each element is rotated with its partner in the other half
+    is_first = offs_d < HALF
+    other, angle = tl.where(is_first, HALF, -HALF), offs_d - tl.where(is_first, 0, HALF)
+    table = position.to(tl.int64) * HALF + angle
+    cos = tl.load(cos_ptr + table, mask=mask_d, other=0)
+    sin = tl.load(sin_ptr + table, mask=mask_d, other=0)
+    sin = tl.where(is_first, -sin, sin)
+    q_ptrs = qkv_ptr + head * WIDTH + offs_d
+    both = q_ptrs[:, None] + (HEADS * WIDTH * tl.arange(0, 2))[None, :]
+    wait_for_last(OVERLAP)
+    x = tl.load(both, mask=mask_d[:, None], other=0).to(tl.float32)
+    partner = tl.load(both + other[:, None], mask=mask_d[:, None], other=0).to(tl.float32)
+    v = tl.load(q_ptrs + 2 * HEADS * WIDTH, mask=mask_d, other=0)
+    r = tl.rsqrt(tl.sum(x * x, axis=0) / WIDTH + eps)
+    x = (x * cos[:, None] + partner * sin[:, None]) * r[None, :]
+    q, k = tl.split(x.to(qkv_ptr.dtype.element_ty))
+    return q, k, v
+
+
+@triton.jit
+def add_parts(
+    totals_ptr, sums_ptr, tickets_ptr, y_ptr, head, seen, offs_d, mask_d,
+    WIDTH: tl.constexpr, BLOCK_S: tl.constexpr, SPLITS: tl.constexpr, BLOCK_P: tl.constexpr,
+):  # fmt: skip
+    """Take a ticket; with the last one, add up what the programs of a head have stored."""
+    tl.debug_barrier()  # all threads store their sums before one takes a ticket
+    ticket, splits = tl.atomic_add(tickets_ptr + head, 1, sem="acq_rel"), tl.cdiv(seen, BLOCK_S)
+    if ticket == splits - 1:
+        total, found = 0.0, tl.zeros(offs_d.shape, dtype=tl.float32)
+        for start in range(0, splits, BLOCK_P):
+            offs_p = start + tl.arange(0, BLOCK_P)
+            mask_p, parts = offs_p < splits, head * SPLITS + offs_p
+            sums = tl.load(  # [BLOCK_P, BLOCK_D]
+                sums_ptr + parts[:, None] * WIDTH + offs_d[None, :],
+                mask=mask_p[:, None] & mask_d[None, :], other=0,
+            )  # fmt: skip
+            total += tl.sum(tl.load(totals_ptr + parts, mask=mask_p, other=0))
+            found += tl.sum(sums, axis=0)
+        y = (found / total).to(y_ptr.dtype.element_ty)
+        tl.store(y_ptr + head * WIDTH + offs_d, y, mask=mask_d)
+        tl.store(tickets_ptr + head, 0)
+
+
+@triton.jit
 def _decode_attention_kernel(
     qkv_ptr, keys_ptr, values_ptr, position_ptr, cos_ptr, sin_ptr, tickets_ptr,
     totals_ptr, sums_ptr, y_ptr,
@@ -89,23 +139,9 @@ def _decode_attention_kernel(
         key = tl.load(keys_ptr + ring, mask=mask, other=0)  # [BLOCK_S, BLOCK_D]
         value = tl.load(values_ptr + ring, mask=mask, other=0)
 
-        # query and key, [BLOCK_D, 2]: each element is rotated with its partner in the other half
-        is_first = offs_d < HALF
-        other, angle = tl.where(is_first, HALF, -HALF), offs_d - tl.where(is_first, 0, HALF)
-        table = position.to(tl.int64) * HALF + angle
-        cos = tl.load(cos_ptr + table, mask=mask_d, other=0)
-        sin = tl.load(sin_ptr + table, mask=mask_d, other=0)
-        sin = tl.where(is_first, -sin, sin)
-        q_ptrs = qkv_ptr + head * WIDTH + offs_d
-        both = q_ptrs[:, None] + (HEADS * WIDTH * tl.arange(0, 2))[None, :]
-        wait_for_last(OVERLAP)
-        x = tl.load(both, mask=mask_d[:, None], other=0).to(tl.float32)
-        partner = tl.load(both + other[:, None], mask=mask_d[:, None], other=0).to(tl.float32)
-        v = tl.load(q_ptrs + 2 * HEADS * WIDTH, mask=mask_d, other=0)
-        r = tl.rsqrt(tl.sum(x * x, axis=0) / WIDTH + eps)
-        x = (x * cos[:, None] + partner * sin[:, None]) * r[None, :]
-        q, k = tl.split(x.to(qkv_ptr.dtype.element_ty))
-
+        q, k, v = load_turned(
+            qkv_ptr, cos_ptr, sin_ptr, position, head, offs_d, mask_d, HEADS, eps, HALF, OVERLAP
+        )
         if slot // BLOCK_S == split:
             new = (head.to(tl.int64) * W + slot) * WIDTH + offs_d
             tl.store(keys_ptr + new, k, mask=mask_d)
@@ -119,25 +155,13 @@ def _decode_attention_kernel(
         tl.store(totals_ptr + part, tl.sum(weight))
         tl.store(sums_ptr + part * WIDTH + offs_d, tl.sum(weight * value, axis=0), mask=mask_d)
 
-        tl.debug_barrier()  # all threads store their sums before one takes a ticket
-        ticket, splits = tl.atomic_add(tickets_ptr + head, 1, sem="acq_rel"), tl.cdiv(seen, BLOCK_S)
-        if ticket == splits - 1:
-            total, found = 0.0, tl.zeros((BLOCK_D,), dtype=tl.float32)
-            for start in range(0, splits, BLOCK_P):
-                offs_p = start + tl.arange(0, BLOCK_P)
-                mask_p, parts = offs_p < splits, head * SPLITS + offs_p
-                sums = tl.load(  # [BLOCK_P, BLOCK_D]
-                    sums_ptr + parts[:, None] * WIDTH + offs_d[None, :],
-                    mask=mask_p[:, None] & mask_d[None, :], other=0,
-                )  # fmt: skip
-                total += tl.sum(tl.load(totals_ptr + parts, mask=mask_p, other=0))
-                found += tl.sum(sums, axis=0)
-            y = (found / total).to(y_ptr.dtype.element_ty)
-            tl.store(y_ptr + head * WIDTH + offs_d, y, mask=mask_d)
-            tl.store(tickets_ptr + head, 0)
+        add_parts(
+            totals_ptr, sums_ptr, tickets_ptr, y_ptr, head, seen, offs_d, mask_d,
+            WIDTH, BLOCK_S, SPLITS, BLOCK_P,
+        )  # fmt: skip
 
 
-def _tiling(width: int, dtype: torch.dtype) -> tuple[int, int]:
+def tiling(width: int, dtype: torch.dtype) -> tuple[int, int]:
     """Choose the slots of a program, and its warps, by what was fastest on an H200."""
     block_d = triton.next_power_of_2(width)
     slots = max(1, min(SLOTS, TILE // block_d))
@@ -148,7 +172,7 @@ def _tiling(width: int, dtype: torch.dtype) -> tuple[int, int]:
 
 def _decode_attention_triton(qkv, keys, values, position, cos, sin, tickets, eps):
     heads, window, width = keys.shape
-    block_s, num_warps = _tiling(width, qkv.dtype)
+    block_s, num_warps = tiling(width, qkv.dtype)
     splits = triton.cdiv(window, block_s)
     parts = heads * splits
     found = torch.empty(parts * (width + 1), dtype=torch.float32, device=qkv.device)
@@ -202,18 +226,31 @@ def decode_attention(
 
 
 def _check(qkv, keys, values, position, cos, sin, tickets):
+    check_new_byte(qkv, position, cos, sin, tickets)
+    _, heads, width = qkv.shape
+    for ring in (keys, values):
+        fits = ring.dim() == 3 and (ring.shape[0], ring.shape[2]) == (heads, width)
+        if ring.dtype != qkv.dtype or not fits or not ring.is_contiguous():
+            got = f"{qkv.dtype} of shape {tuple(qkv.shape)}"
+            raise ValueError(f"ring {ring.dtype} {tuple(ring.shape)} does not fit {got}")
+    if keys.shape != values.shape or keys.shape[1] < 1:
+        raise ValueError(f"rings of {keys.shape[1]} keys and {values.shape[1]} values do not fit")
+
+
+def check_new_byte(
+    qkv: Tensor, position: Tensor, cos: Tensor, sin: Tensor, tickets: Tensor
+) -> None:
+    """Refuse what `decode_attention` is given beside a ring, where it does not fit.
+
+    Raises:
+        ValueError: a dtype or a shape does not fit.
+    """
     got = f"{qkv.dtype} of shape {tuple(qkv.shape)}"
     if qkv.dtype not in (torch.float32, torch.bfloat16) or qkv.dim() != 3 or len(qkv) != 3:
         raise ValueError(f"need float32 or bfloat16 of shape (3, heads, d), got {got}")
     _, heads, width = qkv.shape
     if width % 2 or not qkv.is_contiguous():
         raise ValueError(f"need a contiguous tensor of even heads, got {got}")
-    for ring in (keys, values):
-        fits = ring.dim() == 3 and (ring.shape[0], ring.shape[2]) == (heads, width)
-        if ring.dtype != qkv.dtype or not fits or not ring.is_contiguous():
-            raise ValueError(f"ring {ring.dtype} {tuple(ring.shape)} does not fit {got}")
-    if keys.shape != values.shape or keys.shape[1] < 1:
-        raise ValueError(f"rings of {keys.shape[1]} keys and {values.shape[1]} values do not fit")
     for table in (cos, sin):
         if table.dtype != torch.float32 or table.shape != (len(cos), width // 2):
             raise ValueError(f"table {table.dtype} {tuple(table.shape)} does not fit {got}")

@@ -5,12 +5,12 @@ from torch.nn import functional
 
 from arbcli.config.dense import ModelConfig
 from arbcli.model.blocks.window import attend_in_window
-from arbcli.model.cache import BlockCache
+from arbcli.model.cache import BlockCache, CachedAttention
 from arbcli.model.initial import output_std
 from arbcli.model.layers.kinds import layers_for
 
 
-class Attention(nn.Module):
+class Attention(CachedAttention):
     """Causal self-attention over rotary positions, with normalised queries and keys.
 
     Args:
@@ -36,6 +36,7 @@ class Attention(nn.Module):
         qkv = self.qkv(x, norm).view(batch, length, 3, self.heads, dim // self.heads)
         if past is None:
             q, k, v = self.rotary_norm(qkv)  # (B, heads, T, head_dim) each
+            k, v = self.as_stored(k, v)
             if self.window is None or self.window >= length:
                 y = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
             else:

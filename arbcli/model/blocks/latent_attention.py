@@ -2,6 +2,11 @@
 
 A position keeps one vector for all heads: `latent` numbers from which keys and values are made
 again, and `rotary` ones that are a part of every head's key and turned by the position.
+
+One new byte attends to these vectors as they are. A query times W n, a head's key, is (W.T query)
+times n, and a mean of W' n, the values, is W' times the mean of n; so two products of one row take
+the place of making all keys and values again. Only the lengths of the keys, which are normalised,
+are kept beside them.
 Source: DeepSeek-AI, "DeepSeek-V2", https://arxiv.org/abs/2405.04434, section 2.1.
 """
 
@@ -9,10 +14,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
 
 from arbcli.config.graph import GraphConfig
+from arbcli.kernels.attention.eight_bits import decode_entries, quantise_entries
+from arbcli.model.cache import CachedAttention
 from arbcli.model.initial import output_std
 from arbcli.model.layers.linear import TernaryLinear
 from arbcli.model.layers.norm import NORM_EPS, TernaryRMSNorm
@@ -23,7 +30,7 @@ SHARPNESS = 2.0
 position can stand out enough."""
 
 
-class LatentAttention(nn.Module):
+class LatentAttention(CachedAttention):
     """Causal self-attention; queries and keys are normalised after their rotary part is turned."""
 
     def __init__(self, config: GraphConfig) -> None:
@@ -53,19 +60,51 @@ class LatentAttention(nn.Module):
         turned = rotate(q[..., self.still :], *angles).to(x.dtype)
         q = torch.cat((q[..., : self.still], turned), dim=-1)
         turned = rotate(c[..., None, self.latent :], *angles).to(x.dtype)  # (B, T, 1, rotary)
+        latent, mask = c[..., : self.latent], None
         if past is None:
-            mask = None
+            (latent,) = self.as_stored(latent)
         else:
-            c, turned, mask = past.extend(c[..., : self.latent], turned)
-        kv = self.up(c[..., : self.latent], self.latent_norm)
-        kv = kv.view(batch, -1, self.heads, self.still + self.head_dim)
-        k = torch.cat((kv[..., : self.still], turned.expand(-1, -1, self.heads, -1)), dim=-1)
+            latent, turned, mask = past.extend(latent, turned)
+            if length == 1:
+                y = self._attend_one(q, latent, turned, past)
+                return self.output(y.view(batch, length, dim), self.sub_norm)
+        k, v = self._keys_and_values(latent, turned)
+        if past is not None:
+            past.extend_lengths(k[:, -length:])
         q, k = (functional.rms_norm(part, (self.head_dim,), eps=NORM_EPS) for part in (q, k))
-        q, k, v = (part.transpose(1, 2) for part in (q, k, kv[..., self.still :]))
+        q, k, v = (part.transpose(1, 2) for part in (q, k, v))
         y = functional.scaled_dot_product_attention(
             q, k, v, attn_mask=mask, is_causal=mask is None, scale=SHARPNESS * self.head_dim**-0.5
         )  # (B, H, T, head_dim)
         return self.output(y.transpose(1, 2).reshape(batch, length, dim), self.sub_norm)
+
+    def _keys_and_values(self, latent: Tensor, turned: Tensor) -> tuple[Tensor, Tensor]:
+        """Make them of compressed positions: (B, T, heads, head_dim) each, not yet normalised."""
+        kv = self.up(latent, self.latent_norm)
+        kv = kv.view(len(kv), -1, self.heads, self.still + self.head_dim)
+        k = torch.cat((kv[..., : self.still], turned.expand(-1, -1, self.heads, -1)), dim=-1)
+        return k, kv[..., self.still :]
+
+    def _attend_one(
+        self, q: Tensor, latent: Tensor, turned: Tensor, past: "LatentBlockCache"
+    ) -> Tensor:
+        """Attend with one query, (1, 1, heads, head_dim), to the ring with the new position behind.
+
+        Returns:
+            (heads, head_dim), computed in float32.
+        """
+        k, _ = self._keys_and_values(latent[:, -1:], turned[:, -1:])
+        up = self.up.weight.weight(torch.float32).view(self.heads, -1, self.latent)
+        to_keys, to_values = up.split((self.still, self.head_dim), dim=1)  # (heads, ..., latent)
+        q = functional.rms_norm(q[0, 0], (self.head_dim,), eps=NORM_EPS).float()
+        still, query = q.split((self.still, self.rotary), dim=-1)
+        n = self.latent_norm(latent[0]).float()  # (W + 1, latent)
+        in_latent = (still[:, None] @ to_keys)[:, 0]  # (heads, latent)
+        scores = in_latent @ n.T + query @ turned[0, :, 0].float().T  # (heads, W + 1)
+        scores *= past.extend_lengths(k).T * (SHARPNESS * self.head_dim**-0.5)
+        share = torch.softmax(scores.masked_fill(~past.whole.mask, -torch.inf), dim=-1)
+        y = to_values @ (share @ n)[..., None]  # (heads, head_dim, 1)
+        return y[..., 0].to(latent.dtype)
 
 
 class LatentCache:
@@ -79,6 +118,8 @@ class LatentCache:
         history: bytes before a chunk that the text sequencer needs.
         dtype: of what is kept.
         device: where it is.
+        stored: float8_e4m3fn or int8, to keep compressed positions in eight bits; what is turned by
+            positions stays in `dtype`. None is `dtype` for both.
     """
 
     def __init__(
@@ -88,6 +129,8 @@ class LatentCache:
         history: int,
         dtype: torch.dtype,
         device: torch.device,
+        *,
+        stored: torch.dtype | None = None,
     ) -> None:
         self.positions, self.window = positions, min(config.ctx, positions)
         self.position = torch.zeros((), dtype=torch.int32, device=device)
@@ -98,11 +141,18 @@ class LatentCache:
         self.blocks = [
             LatentBlockCache(
                 self,
-                torch.zeros(1, self.window, config.latent, **like),
+                torch.zeros(1, self.window, config.latent, dtype=stored or dtype, device=device),
                 torch.zeros(1, self.window, 1, config.rotary, **like),
+                torch.zeros(self.window, config.heads, device=device),
+                torch.zeros(1, self.window, dtype=torch.int8, device=device) if stored else None,
             )
             for _ in range(config.layers)
         ]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the rings take."""
+        return sum(block.nbytes for block in self.blocks)
 
     def reset(self) -> None:
         """Begin a new text."""
@@ -139,10 +189,42 @@ class LatentCache:
 
 
 class LatentBlockCache:
-    """The ring of one block: compressed positions, and the turned part of their keys."""
+    """The ring of one block: compressed positions, and the turned part of their keys.
 
-    def __init__(self, whole: LatentCache, latent: Tensor, turned: Tensor) -> None:
+    In eight bits the first are codes, and `exponents`, (1, W) int8, are theirs. `lengths`,
+    (W, heads) float32, has what normalises each key.
+    """
+
+    def __init__(
+        self,
+        whole: LatentCache,
+        latent: Tensor,
+        turned: Tensor,
+        lengths: Tensor,
+        exponents: Tensor | None = None,
+    ) -> None:
         self.whole, self.latent, self.turned = whole, latent, turned
+        self.lengths, self.exponents = lengths, exponents
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the ring takes."""
+        parts = (self.latent, self.turned, self.lengths, self.exponents)
+        return sum(part.nbytes for part in parts if part is not None)
+
+    def extend_lengths(self, k: Tensor) -> Tensor:
+        """Put what normalises the keys in the ring before that of new ones, and store these.
+
+        Args:
+            k: (1, T, heads, head_dim), not yet normalised.
+
+        Returns:
+            (W + T, heads) float32.
+        """
+        lengths = torch.rsqrt(k[0].float().square().mean(dim=-1) + NORM_EPS)
+        found = torch.cat((self.lengths, lengths))
+        self.lengths.index_copy_(0, self.whole.places % self.whole.window, lengths)
+        return found
 
     @property
     def angles(self) -> tuple[Tensor, Tensor]:
@@ -157,8 +239,17 @@ class LatentBlockCache:
             mask of which each new position attends to.
         """
         whole = self.whole
-        found = torch.cat((self.latent, latent), dim=1), torch.cat((self.turned, turned), dim=1)
-        slots = whole.places % whole.window
-        self.latent.index_copy_(1, slots, latent)
+        slots, before = whole.places % whole.window, self.latent
+        if self.exponents is None:
+            after = torch.cat((before, latent), dim=1)
+            self.latent.index_copy_(1, slots, latent)
+        else:
+            codes, exponents = quantise_entries(latent, before.dtype)
+            before = decode_entries(before, self.exponents, latent.dtype)
+            after = torch.cat((before, decode_entries(codes, exponents, latent.dtype)), dim=1)
+            # torch copies no e4m3 by index
+            self.latent.view(torch.int8).index_copy_(1, slots, codes.view(torch.int8))
+            self.exponents.index_copy_(1, slots, exponents)
+        found = after, torch.cat((self.turned, turned), dim=1)
         self.turned.index_copy_(1, slots, turned)
         return *found, whole.mask

@@ -179,6 +179,11 @@ class MambaCache:
         """Positions seen."""
         self.blocks = [MambaBlockCache(config, states, dtype, device) for _ in range(config.layers)]
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the states take, with what the convolutions need."""
+        return sum(block.state.nbytes + block.last.nbytes for block in self.blocks)
+
     def reset(self) -> None:
         """Begin a new text."""
         self.position.zero_()

@@ -5,6 +5,7 @@ import torch
 from graph_parts import CLOSE, assert_same, decoded, graph_config, initialised, normal, text
 from torch import nn
 
+from arbcli.kernels.attention.eight_bits import FORMATS
 from arbcli.model.blocks.latent_attention import LatentAttention, LatentCache
 from arbcli.model.layers.norm import TernaryRMSNorm
 from arbcli.verify.graph_reference import attention, norm
@@ -109,3 +110,24 @@ def test_too_many_bytes_at_once_are_refused(positions, length):
     message = f"no room for {length} bytes at 0 of {positions}"
     with pytest.raises(ValueError, match=message), new_cache(positions).reading(text(1, length)):
         pass
+
+
+@pytest.mark.parametrize("kv", ["fp8", "int8"])
+@torch.no_grad()
+def test_cache_in_eight_bits_is_read_as_byte_by_byte(kv):
+    """Compressed positions in eight bits, what is turned as it is; as without a cache, too."""
+    part, x, about = Normalised(), normal(1, LENGTH, CONFIG.dim), {"stored": FORMATS[kv]}
+    plain = part(x[:, :WINDOW])
+    part.attention.stored = FORMATS[kv]
+
+    def read(lengths: list[int]) -> torch.Tensor:
+        cache = LatentCache(CONFIG, LENGTH, 5, torch.float32, torch.device("cpu"), **about)
+        assert cache.blocks[0].latent.nbytes == WINDOW * CONFIG.latent
+        return in_parts(part, x, lengths, cache)
+
+    one_by_one = read([1] * LENGTH)
+    torch.testing.assert_close(read(PARTS["ragged chunks and bytes"]), one_by_one, **CLOSE)
+    torch.testing.assert_close(one_by_one[:, :WINDOW], part(x[:, :WINDOW]), **CLOSE)
+    assert not torch.equal(plain, part(x[:, :WINDOW]))
+    # attention with a sharp peak: close, not equal
+    assert torch.cosine_similarity(plain.flatten(), one_by_one[:, :WINDOW].flatten(), 0) > 0.999

@@ -1,0 +1,300 @@
+"""Attention of one new byte over a ring in eight bits: `decode_attention` with half the bytes.
+
+Keys and values are entries of `eight_bits`: codes, and one exponent a position and head. The new
+key and value are rounded to entries first, and attended to as what is then stored, so a byte that
+is read by itself sees what it would see had it been part of a prompt. A key's power of two
+multiplies its score, a value's its weight, so codes are only converted.
+"""
+
+from collections.abc import Iterator
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from arbcli.kernels.attention.decode_attention import (
+    LARGE,
+    MAX_PARTS,
+    SHAPES,
+    add_parts,
+    check_new_byte,
+    decode_attention,
+    load_turned,
+    tiling,
+)
+from arbcli.kernels.attention.eight_bits import (
+    FORMATS,
+    ROOM,
+    decode_entries,
+    numbers_of,
+    quantise_entries,
+    quantise_entry,
+    scale_of_entry,
+)
+from arbcli.kernels.matmul.quantise_rows import E4M3, has_e4m3, round_e4m3_reference
+from arbcli.kernels.runtime._triton import tl, triton
+from arbcli.kernels.runtime.backend import uses_triton
+from arbcli.kernels.runtime.overlap import overlap_options
+from arbcli.kernels.runtime.spec import Case, Gate, KernelSpec, Timing
+
+
+def decode_attention_8bit_reference(
+    qkv: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    exponents: Tensor,
+    position: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    tickets: Tensor,
+    eps: float,
+) -> tuple[Tensor, ...]:
+    """Compute what `decode_attention_8bit` must return, and leave in the ring: float64.
+
+    Keys and values are numbers here, not codes.
+    """
+    p, (_, window, width) = int(position), keys.shape
+    x = qkv.to(torch.float64)
+    turned = torch.complex(*x[:2].chunk(2, dim=-1)) * torch.complex(cos[p], sin[p])
+    root = (x[:2].square().mean(-1, True) + eps).sqrt()
+    q, k = (torch.cat([turned.real, turned.imag], -1) / root).to(qkv.dtype).to(torch.float64)
+    rings = []
+    for ring, exponent, new in zip((keys, values), exponents, (k, x[2]), strict=True):
+        room = 7 if ring.dtype == E4M3 else 6
+        numbers = torch.ldexp(ring.double(), exponent[..., None].int() + 1 - room)
+        octave = torch.frexp(new.abs().amax(-1, True)).exponent - 1
+        scale = torch.exp2((octave.clamp(min=-119) - room).double())
+        if ring.dtype == E4M3:
+            codes = round_e4m3_reference(new / scale).double()
+        else:
+            codes = torch.round(new / scale).clamp(max=127)
+        numbers[:, p % window] = codes * scale
+        rings.append(numbers)
+    keys, values = rings
+    seen = min(p + 1, window)
+    y = torch.empty_like(q)
+    for head in range(len(q)):
+        weight = torch.exp(keys[head, :seen] @ q[head] / width**0.5)
+        y[head] = weight / weight.sum() @ values[head, :seen]
+    return y, keys, values, torch.zeros_like(tickets)
+
+
+def _decode_attention_8bit_torch(qkv, keys, values, exponents, position, cos, sin, tickets, eps):
+    window, slot = keys.shape[1], (position % keys.shape[1]).long()[None]
+    cos, sin = (table.index_select(0, position[None]) for table in (cos, sin))
+    first, second = qkv[:2].float().chunk(2, dim=-1)
+    turned = torch.cat([first * cos - second * sin, first * sin + second * cos], dim=-1)
+    q, k = functional.rms_norm(turned, turned.shape[-1:], eps=eps).to(qkv.dtype)
+    numbers = []
+    for ring, exponent, new in zip((keys, values), exponents, (k, qkv[2]), strict=True):
+        codes, new_exponent = quantise_entries(new, ring.dtype)
+        # torch copies no e4m3 by index
+        ring.view(torch.int8).index_copy_(1, slot, codes.view(torch.int8)[:, None])
+        exponent.index_copy_(1, slot, new_exponent[:, None])
+        numbers.append(decode_entries(ring, exponent, torch.float32)[None])
+    seen = torch.arange(window, device=qkv.device) <= position
+    parts = (q.float()[None, :, None], *numbers)
+    y = functional.scaled_dot_product_attention(*parts, attn_mask=seen[None])[0, :, 0]
+    return y.to(qkv.dtype)
+
+
+@triton.jit
+def _decode_attention_8bit_kernel(
+    qkv_ptr, keys_ptr, values_ptr, exponents_ptr, position_ptr, cos_ptr, sin_ptr, tickets_ptr,
+    totals_ptr, sums_ptr, y_ptr,
+    W, HEADS, scale, eps,
+    HALF: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr,
+    SPLITS: tl.constexpr, BLOCK_P: tl.constexpr,
+    E4M3: tl.constexpr, NATIVE: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    WIDTH: tl.constexpr = 2 * HALF
+    head, split = tl.program_id(0), tl.program_id(1)
+    position = tl.load(position_ptr)
+    slot, seen = position % W, tl.minimum(position + 1, W)
+    if split * BLOCK_S < seen:
+        # load from the ring first: it has the longest latency
+        offs_d, offs_s = tl.arange(0, BLOCK_D), split * BLOCK_S + tl.arange(0, BLOCK_S)[:, None]
+        mask_d, is_new = offs_d < WIDTH, offs_s == slot  # the slot of this byte, not yet stored
+        is_old = (offs_s < seen) & (offs_s != slot)
+        of_keys = head.to(tl.int64) * W + offs_s
+        of_values = (head + HEADS).to(tl.int64) * W + offs_s
+        ring, mask = of_keys * WIDTH + offs_d[None, :], is_old & mask_d[None, :]
+        key = tl.load(keys_ptr + ring, mask=mask, other=0)  # [BLOCK_S, BLOCK_D]
+        value = tl.load(values_ptr + ring, mask=mask, other=0)
+        key_exponent = tl.load(exponents_ptr + of_keys, mask=is_old, other=0)
+        value_exponent = tl.load(exponents_ptr + of_values, mask=is_old, other=0)
+
+        q, k, v = load_turned(
+            qkv_ptr, cos_ptr, sin_ptr, position, head, offs_d, mask_d, HEADS, eps, HALF, OVERLAP
+        )
+        k, new_key_exponent = quantise_entry(k.to(tl.float32), E4M3, NATIVE)
+        v, new_value_exponent = quantise_entry(v.to(tl.float32), E4M3, NATIVE)
+
+        if slot // BLOCK_S == split:
+            entry = head.to(tl.int64) * W + slot
+            tl.store(keys_ptr + entry * WIDTH + offs_d, k, mask=mask_d)
+            tl.store(values_ptr + entry * WIDTH + offs_d, v, mask=mask_d)
+            at = exponents_ptr + slot + tl.arange(0, 1)
+            tl.store(at + head.to(tl.int64) * W, new_key_exponent)
+            tl.store(at + (head + HEADS).to(tl.int64) * W, new_value_exponent)
+
+        key = numbers_of(tl.where(is_new, k[None, :], key), E4M3, NATIVE)
+        value = numbers_of(tl.where(is_new, v[None, :], value), E4M3, NATIVE)
+        key_exponent = tl.where(is_new, new_key_exponent[None, :], key_exponent)
+        value_exponent = tl.where(is_new, new_value_exponent[None, :], value_exponent)
+        score = tl.sum(key * q.to(tl.float32)[None, :], axis=1, keep_dims=True)
+        score *= scale_of_entry(key_exponent, E4M3) * scale
+        weight = tl.where(offs_s < seen, tl.exp(score), 0)  # [BLOCK_S, 1]
+        part = head * SPLITS + split
+        tl.store(totals_ptr + part, tl.sum(weight))
+        weight *= scale_of_entry(value_exponent, E4M3)
+        tl.store(sums_ptr + part * WIDTH + offs_d, tl.sum(weight * value, axis=0), mask=mask_d)
+        add_parts(
+            totals_ptr, sums_ptr, tickets_ptr, y_ptr, head, seen, offs_d, mask_d,
+            WIDTH, BLOCK_S, SPLITS, BLOCK_P,
+        )  # fmt: skip
+
+
+def _tiling(width: int, dtype: torch.dtype) -> tuple[int, int]:
+    """Choose the slots of a program, and its warps, so that no register spills."""
+    slots, warps = tiling(width, dtype)
+    return slots, 4 * warps if width > 128 and dtype != torch.float32 else warps
+
+
+def _decode_attention_8bit_triton(qkv, keys, values, exponents, position, cos, sin, tickets, eps):
+    heads, window, width = keys.shape
+    block_s, num_warps = _tiling(width, qkv.dtype)
+    splits = triton.cdiv(window, block_s)
+    parts = heads * splits
+    found = torch.empty(parts * (width + 1), dtype=torch.float32, device=qkv.device)
+    y = torch.empty(heads, width, dtype=qkv.dtype, device=qkv.device)
+    is_e4m3 = keys.dtype == E4M3
+    codes = [ring.view(torch.uint8) if is_e4m3 else ring for ring in (keys, values)]
+    _decode_attention_8bit_kernel[(heads, splits)](
+        qkv, *codes, exponents, position, cos, sin, tickets,
+        *found.split([parts, parts * width]), y, window, heads, width**-0.5, eps,
+        HALF=width // 2, BLOCK_D=triton.next_power_of_2(width), BLOCK_S=block_s, SPLITS=splits,
+        BLOCK_P=min(triton.next_power_of_2(splits), MAX_PARTS),
+        E4M3=is_e4m3, NATIVE=has_e4m3(qkv),
+        num_warps=num_warps, **overlap_options(qkv),
+    )  # fmt: skip
+    return y
+
+
+def decode_attention_8bit(
+    qkv: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    exponents: Tensor,
+    position: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    tickets: Tensor,
+    eps: float,
+) -> Tensor:
+    """Store the key and value of one byte in a ring in eight bits, and attend to all in it.
+
+    Args:
+        qkv: (3, heads, d) float32 or bfloat16, contiguous, d even: query, key and value.
+        keys: (heads, W, d) float8_e4m3fn or int8, contiguous: codes of `quantise_entries`; slot
+            `position` mod W is written.
+        values: like `keys`.
+        exponents: (2, heads, W) int8, contiguous: of the keys, and of the values.
+        position: int32 scalar tensor: how many bytes came before. It is read on the device, and
+            must be below P.
+        cos: (P, d / 2) float32, contiguous.
+        sin: like `cos`.
+        tickets: (heads,) int32 zeros, and zeros again afterwards.
+        eps: added to the mean square.
+
+    Returns:
+        (heads, d) in the dtype of `qkv`: what `decode_attention` computes over the numbers that
+        codes and exponents stand for, the new ones among them; in float32.
+
+    Raises:
+        ValueError: a dtype or a shape does not fit.
+    """
+    check_new_byte(qkv, position, cos, sin, tickets)
+    heads, window, width = len(qkv[0]), keys.shape[1] if keys.dim() == 3 else 0, qkv.shape[2]
+    for ring in (keys, values):
+        fits = ring.shape == (heads, window, width) and window > 0 and ring.is_contiguous()
+        if ring.dtype not in ROOM or ring.dtype != keys.dtype or not fits:
+            got = f"{ring.dtype} {tuple(ring.shape)}"
+            raise ValueError(f"ring {got} in eight bits does not fit {tuple(qkv.shape)}")
+    if exponents.dtype != torch.int8 or exponents.shape != (2, heads, window):
+        got = f"{exponents.dtype} {tuple(exponents.shape)}"
+        raise ValueError(f"need int8 exponents of shape {(2, heads, window)}, got {got}")
+    run = _decode_attention_8bit_triton if uses_triton(qkv) else _decode_attention_8bit_torch
+    return run(qkv, keys, values, exponents, position, cos, sin, tickets, eps)
+
+
+SMALL_8BIT = (*SHAPES[:-1], (1, 40, 512, 33))
+LARGE_8BIT = (*LARGE, (1, 300, 512, 299), (4, 16384, 64, 16383), (2, 16384, 128, 40000))
+
+
+def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(*shape, torch.float32) for shape in SMALL_8BIT]
+    if device.type == "cuda":  # the interpreter computes wrongly in bf16
+        large = (torch.float32, torch.bfloat16)
+        shapes += [(*shape, dtype) for shape in LARGE_8BIT for dtype in large]
+    for heads, window, width, position, dtype in shapes:
+        qkv = torch.randn(3, heads, width, generator=generator).to(device, dtype)
+        if width == 10:
+            qkv[2, :, 3] = 3.99  # rounds to the next octave, which integers do not have
+        rings = [torch.randn(heads, window, width, generator=generator) for _ in range(2)]
+        rings[1] *= torch.exp2(torch.randint(-9, 9, (heads, window, 1), generator=generator))
+        angle = 7 * torch.randn(position + 1, width // 2, generator=generator).to(device)
+        place = torch.tensor(position, dtype=torch.int32, device=device)
+        tickets = torch.zeros(heads, dtype=torch.int32, device=device)
+        for name, stored in FORMATS.items():
+            coded = [quantise_entries(ring.to(device), stored) for ring in rings]
+            (keys, values), exponents = zip(*coded, strict=True)
+            label = f"{name} {heads}x{window}x{width} at {position}"
+            label += " bf16" if dtype == torch.bfloat16 else ""
+            state = (keys, values, torch.stack(exponents), place)
+            yield Case(label, (qkv, *state, angle.cos(), angle.sin(), tickets, 1e-6))
+
+
+def _with_state(run):
+    """Wrap an implementation so that it returns what it left in the ring too, as numbers."""
+
+    def with_state(qkv, keys, values, exponents, position, cos, sin, tickets, eps):
+        y = run(qkv, keys, values, exponents, position, cos, sin, tickets, eps)
+        rings = zip((keys, values), exponents, strict=True)
+        return y, *(decode_entries(*ring, torch.float32) for ring in rings), tickets
+
+    return with_state
+
+
+def _timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
+    real = {"device": device, "dtype": torch.bfloat16}
+    for heads, window, width in ((16, 2048, 128), (16, 16384, 64)):
+        qkv = torch.randn(3, heads, width, **real)
+        plain = torch.randn(2, heads, window, width, **real)
+        position = torch.tensor(window - 1, dtype=torch.int32, device=device)
+        table = torch.rand(2, window, width // 2, device=device).unbind()
+        tickets = torch.zeros(heads, dtype=torch.int32, device=device)
+        rest = (position, *table, tickets, 1e-6)
+        for name, stored in FORMATS.items():
+            codes, exponents = quantise_entries(plain, stored)
+            yield Timing(
+                f"{name} {heads}x{window}x{width}",
+                (qkv, *codes.unbind(), exponents, *rest),
+                run=_decode_attention_8bit_triton,
+                peer=partial(decode_attention, qkv, *plain.unbind(), *rest),
+                peer_name="the ring in bf16",
+            )
+
+
+DECODE_ATTENTION_8BIT = KernelSpec(
+    "decode_attention_8bit", _with_state(_decode_attention_8bit_triton),
+    _with_state(_decode_attention_8bit_torch), decode_attention_8bit_reference, _cases,
+    Gate(
+        exact=False,
+        relative=3e-3,
+        reason="a result in bf16 is rounded, and a sum's last bit may decide how a code is",
+    ),
+    timings=_timings,
+)  # fmt: skip

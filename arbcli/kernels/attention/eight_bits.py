@@ -1,0 +1,95 @@
+"""Keys and values in eight bits: a number of eight bits each, and one power of two for all of them.
+
+What a position leaves in a cache for one head is an entry, d numbers x ~ code * 2**(e + 1 - room).
+Codes are e4m3, or integers of -127 to 127. e is one less than the octave of the entry's largest
+magnitude, so that infinity's octave, 128, is an int8 too, and an entry that is not finite stays so.
+`room` is the octave that the largest is moved to: 7 for e4m3, whose largest is 448, and 6 for
+integers. A code times a power of two is exact in bfloat16, so what is read back is no further
+rounding.
+
+e4m3 has three mantissa bits wherever a number lies, so its error is 2.4 % of an entry's norm.
+Integers divide the span of the largest evenly, which suits entries whose largest is a few times
+their mean, as normalised keys are: see docs/performance.md.
+"""
+
+import torch
+from torch import Tensor
+
+from arbcli.kernels.matmul.quantise_rows import E4M3, largest_of_rows, to_e4m3
+from arbcli.kernels.runtime._triton import tl, triton
+
+FORMATS = {"fp8": E4M3, "int8": torch.int8}
+"""Types of codes, by the names of `--kv`."""
+ROOM = {E4M3: 7, torch.int8: 6}
+"""The octave that the largest magnitude of an entry is moved to."""
+
+
+def quantise_entries(x: Tensor, stored: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Round entries to eight bits.
+
+    Args:
+        x: (..., d) float32 or bfloat16.
+        stored: float8_e4m3fn or int8.
+
+    Returns:
+        (..., d) codes in `stored`, and (...) int8 exponents.
+    """
+    values, room = x.float(), ROOM[stored]
+    field = (values.abs().amax(dim=-1).view(torch.int32) >> 23).clamp(min=8)
+    inverse = ((254 + room - field) << 23).view(torch.float32)
+    scaled = values * inverse[..., None]
+    codes = scaled if stored == E4M3 else scaled.round().clamp(max=127)
+    return codes.to(stored), (field - 128).to(torch.int8)
+
+
+def decode_entries(codes: Tensor, exponents: Tensor, dtype: torch.dtype) -> Tensor:
+    """Read entries back: exact in float32 and bfloat16.
+
+    Args:
+        codes: (..., d), as `quantise_entries` returns them.
+        exponents: (...) int8.
+        dtype: of the result, (..., d).
+    """
+    power = ((exponents.to(torch.int32) + 128) << 23).view(torch.float32)
+    scale = power * 2.0 ** -ROOM[codes.dtype]
+    return (codes.float() * scale[..., None]).to(dtype)
+
+
+def round_entries(x: Tensor, stored: torch.dtype) -> Tensor:
+    """Round entries as if they had been stored and read back; the dtype stays."""
+    return decode_entries(*quantise_entries(x, stored), x.dtype)
+
+
+@triton.jit
+def quantise_entry(x, E4M3: tl.constexpr, NATIVE: tl.constexpr):
+    """Round one entry, [BLOCK_D] float32, zeros beyond it: codes, and an int8 exponent in a [1]."""
+    ROOM: tl.constexpr = 7 if E4M3 else 6
+    field = largest_of_rows(x[None, :]).to(tl.int32, bitcast=True) >> 23
+    field = tl.maximum(field, 8)
+    scaled = x * ((254 + ROOM - field) << 23).to(tl.float32, bitcast=True)
+    if E4M3:
+        codes = to_e4m3(scaled, NATIVE)
+    else:  # adding 1.5 * 2**23 rounds to an integer, ties to even, in the last bits of the sum
+        integers = (scaled + 12582912.0).to(tl.int32, bitcast=True) - 0x4B400000
+        codes = tl.minimum(integers, 127).to(tl.int8)
+    return codes, (field - 128).to(tl.int8)
+
+
+@triton.jit
+def numbers_of(codes, E4M3: tl.constexpr, NATIVE: tl.constexpr):
+    """Read codes as float32, exactly, before they are scaled."""
+    if E4M3:
+        if NATIVE:
+            return codes.to(tl.float8e4nv, bitcast=True).to(tl.float32)
+        bits = codes.to(tl.int32)
+        # seen as the exponent and mantissa of a float32, they are 2**120 too small
+        small = (((bits & 0x80) << 24) | ((bits & 0x7F) << 20)).to(tl.float32, bitcast=True)
+        return small * 1.329227995784916e36  # 2**120
+    return codes.to(tl.float32)
+
+
+@triton.jit
+def scale_of_entry(exponent, E4M3: tl.constexpr):
+    """Build the scale of entries from their int8 exponents."""
+    power = ((exponent.to(tl.int32) + 128) << 23).to(tl.float32, bitcast=True)
+    return power * (0.0078125 if E4M3 else 0.015625)  # 2**-7, 2**-6

@@ -1,0 +1,100 @@
+"""Time generation with keys and values in bf16, in fp8 and in int8, the cache full.
+
+    python -m benchmarks.kv_cache [PRESET...] [--ctx 16384] [--out DIR]
+
+Models have random weights, as no speed depends on them; the texts take turns, so that all see the
+same clocks. What eight bits cost in loss is measured by `arb evaluate --kv`.
+"""
+
+import statistics
+from collections.abc import Callable
+
+import torch
+
+from arbcli.config.presets import preset
+from arbcli.device import deterministic
+from arbcli.infer.generation import Decoder
+from arbcli.model.build import build_model
+from arbcli.model.language_model import LanguageModel
+from benchmarks import results
+from benchmarks.generation import bytes_per_second
+
+KEPT_IN = ("bf16", "fp8", "int8")
+ROUNDS, ROUND_BYTES, WARM_UP_BYTES = 7, 256, 64
+LENGTH = WARM_UP_BYTES + ROUNDS * ROUND_BYTES
+"""Bytes that follow a prompt."""
+
+
+def build(name: str, ctx: int) -> LanguageModel:
+    """Make a model of random weights on the GPU."""
+    with torch.device("cuda"):
+        model = build_model(preset(name, ctx=ctx))
+    model.initialise(0)
+    return model
+
+
+def make_text(model: LanguageModel, kv: str) -> tuple[Callable[[int], None], int]:
+    """Read a prompt that fills the cache.
+
+    Returns:
+        What makes so many bytes more and waits for them, and the bytes of the cache.
+    """
+    prompt = model.config.ctx
+    with model.keeping(kv):
+        decoder = Decoder(model, prompt + LENGTH)
+    decoder.read(bytes(index * 131 % 251 for index in range(prompt)))
+
+    def more(length: int) -> None:
+        made = sum(map(len, decoder.stream(length)))
+        assert made == length
+
+    return more, decoder.cache.nbytes
+
+
+def measure(name: str, ctx: int) -> list[dict]:
+    """Measure a preset in each type."""
+    model = build(name, ctx)
+    with model.prepared_weights(), deterministic():
+        texts = {kv: make_text(model, kv) for kv in KEPT_IN}
+        for more, _ in texts.values():
+            more(WARM_UP_BYTES)
+        rates: dict[str, list[float]] = {kv: [] for kv in KEPT_IN}
+        for _ in range(ROUNDS):
+            for kv, (more, _) in texts.items():
+                rates[kv].append(bytes_per_second(more, ROUND_BYTES))
+    return [
+        {
+            "preset": name,
+            "ctx": ctx,
+            "kv": kv,
+            "cache_bytes": texts[kv][1],
+            "bytes_per_second": round(statistics.median(rates[kv]), 1),
+            "rounds_bytes_per_second": [round(rate, 1) for rate in rates[kv]],
+        }
+        for kv in KEPT_IN
+    ]
+
+
+def main() -> None:
+    """Print a line a model and type, and write the rows."""
+    parser = results.options("kv_cache", "Time generation with a full cache, by its type.")
+    parser.add_argument("presets", nargs="*", metavar="PRESET", default=["small", "1b"])
+    parser.add_argument("--ctx", type=int, default=16384, help="bytes of the cache")
+    given = parser.parse_args()
+    for name in given.presets:
+        rows = measure(name, given.ctx)
+        plain = rows[0]
+        for row in rows:
+            print(
+                f"{name:5} ctx {given.ctx:,} in {row['kv']}: {row['bytes_per_second']:,.0f} bytes/s"
+                f" ({row['bytes_per_second'] / plain['bytes_per_second']:.2f} x), cache of"
+                f" {row['cache_bytes']:,} bytes"
+                f" ({row['cache_bytes'] / plain['cache_bytes']:.3f} x)",
+                flush=True,
+            )
+        command = results.command_line("kv_cache", name, "--ctx", str(given.ctx))
+        results.save("kv_cache", rows, command=command, folder=given.out)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,140 @@
+"""Entries of a cache in eight bits: exact where they can be, and as close as was measured."""
+
+import pytest
+import torch
+
+from arbcli.kernels.attention.decode_attention_8bit import decode_attention_8bit
+from arbcli.kernels.attention.eight_bits import (
+    FORMATS,
+    decode_entries,
+    quantise_entries,
+    round_entries,
+)
+from arbcli.kernels.runtime.backend import use_backend
+
+BACKENDS = ("torch", "triton" if torch.cuda.is_available() else "interpreter")
+
+
+def draw(*shape: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize("stored", FORMATS.values(), ids=FORMATS)
+def test_every_code_is_read_back_exactly(stored):
+    """In bfloat16 too; and what was read back has the same codes again."""
+    codes = torch.arange(256, dtype=torch.uint8).view(stored).float()
+    codes = codes[codes.isfinite() & (codes.abs() < (256 if stored != torch.int8 else 128))]
+    for exponent in (-119, -1, 0, 100):
+        x = codes * 2.0**exponent
+        for dtype in (torch.float32, torch.bfloat16):
+            assert torch.equal(round_entries(x.to(dtype), stored).float(), x)
+
+
+@pytest.mark.parametrize(("name", "bound"), [("fp8", 2**-4), ("int8", 2**-7)])
+def test_error_is_within_half_a_step(name, bound):
+    """e4m3 is off by a share of each number, integers by a share of the largest."""
+    x = draw(50, 64) * torch.exp2(torch.arange(50.0) - 25)[:, None]
+    error = (round_entries(x, FORMATS[name]) - x).abs()
+    largest = x.abs().amax(-1, keepdim=True)
+    floor = largest * 2**-16 if name == "fp8" else largest
+    assert (error <= bound * (torch.maximum(x.abs(), floor) if name == "fp8" else floor)).all()
+
+
+@pytest.mark.parametrize("stored", FORMATS.values(), ids=FORMATS)
+@pytest.mark.parametrize("bad", [torch.inf, -torch.inf, torch.nan], ids=str)
+def test_what_is_not_finite_stays_so(bad, stored):
+    x = draw(3, 8)
+    x[1, 2] = bad
+    found = round_entries(x, stored).isfinite()
+    assert found[[0, 2]].all()
+    assert not found[1].any()
+
+
+@pytest.mark.parametrize("stored", FORMATS.values(), ids=FORMATS)
+def test_zeros_are_zeros(stored):
+    assert not round_entries(torch.zeros(2, 4), stored).any()
+
+
+def attend_in_float64(q, k, v) -> torch.Tensor:
+    return torch.softmax(k.double() @ q.double() / q.shape[-1] ** 0.5, 0) @ v.double()
+
+
+@pytest.mark.parametrize(("name", "least"), [("fp8", 0.998), ("int8", 0.9998)])
+@pytest.mark.parametrize("width", [64, 512])
+def test_attention_over_rounded_entries_is_close_to_that_over_unrounded_ones(name, least, width):
+    """Normal values, whose mean is 0, are the hardest; cosines of eight heads together."""
+    for length in (1, 33, 600):
+        q, *kv = draw(8, 2 * length + 1, width).split((1, length, length), dim=1)
+        q, k = (torch.nn.functional.rms_norm(x, (width,)) for x in (q[:, 0], kv[0]))
+        rounded = [round_entries(x, FORMATS[name]) for x in (k, kv[1])]
+        y, z = (
+            torch.stack([attend_in_float64(*head) for head in zip(q, *parts, strict=True)])
+            for parts in ((k, kv[1]), rounded)
+        )
+        assert torch.cosine_similarity(y.flatten(), z.flatten(), 0) > least
+
+
+def inputs(device, stored, position: int) -> list:
+    heads, window, width = 2, 70, 12
+    rings = [quantise_entries(ring, stored) for ring in draw(2, heads, window, width)]
+    (keys, values), exponents = zip(*rings, strict=True)
+    angle = draw(300, width // 2)
+    return [
+        part.to(device)
+        for part in (
+            draw(3, heads, width), keys, values, torch.stack(exponents),
+            torch.tensor(position, dtype=torch.int32), angle.cos(), angle.sin(),
+            torch.zeros(heads, dtype=torch.int32),
+        )
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("stored", FORMATS.values(), ids=FORMATS)
+def test_only_the_bytes_in_the_window_matter(stored, backend, device):
+    """Codes and exponents of slots that are not written yet, and of the one that is overwritten."""
+    for position in (5, 70):
+        results = []
+        for rubbish in (0, 99):
+            parts = inputs(device, stored, position)
+            for ring in (*parts[1:3], parts[3].movedim(0, -1)):
+                slots = ring.view(torch.int8)
+                slots[:, position % 70] = rubbish
+                slots[:, position + 1 :] = rubbish
+            with use_backend(backend):
+                results.append(decode_attention_8bit(*parts, 1e-6))
+        assert torch.equal(*results)
+
+
+@pytest.mark.parametrize("stored", FORMATS.values(), ids=FORMATS)
+def test_kernel_stores_the_codes_of_the_torch_backend(stored, device):
+    rings = []
+    for backend in BACKENDS:
+        parts = inputs(device, stored, 30)
+        with use_backend(backend):
+            decode_attention_8bit(*parts, 1e-6)
+        rings.append(
+            [
+                decode_entries(*ring, torch.float32)
+                for ring in zip(parts[1:3], parts[3], strict=True)
+            ]
+        )
+    for one, other in zip(*rings, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-6, atol=0)
+
+
+def test_rejects_what_does_not_fit(device):
+    parts = inputs(device, torch.int8, 5)
+    for index, wrong, match in (
+        (0, parts[0].double(), "float64"),
+        (1, parts[1].float(), "ring"),
+        (2, parts[2][:, :5].contiguous(), "ring"),
+        (2, parts[2].to(torch.float8_e4m3fn), "ring"),
+        (3, parts[3][:1], "exponents"),
+        (3, parts[3].int(), "exponents"),
+        (7, parts[7][:1], "int32"),
+    ):
+        given = [*parts]
+        given[index] = wrong
+        with pytest.raises(ValueError, match=match):
+            decode_attention_8bit(*given, 1e-6)
