@@ -281,7 +281,7 @@ OPTIONS = {
     "count-params": "ctx digits dim direction ffn heads json layers preset rule tscale-type"
     + PARTS,
     "audit-memory": "accum backend batch budget compute ctx device digits dim direction ffn heads"
-    " json layers preset recompute rule seed snapshot steps tscale-type what-if" + PARTS,
+    " json layers preset ranks recompute rule seed snapshot steps tscale-type what-if" + PARTS,
     "probe-loss": "backend batch checkpoint compute ctx data device digits dim direction ffn field"
     " heads json layers lr plot preset rule seed steps tscale-type val warmup" + PARTS,
     "verify-kernels": "all-tscale-types backend compare device fuzz json ledger list seed targets"
