@@ -4,8 +4,9 @@
     python -m benchmarks.kv_cache --error
 
 `--error` needs no GPU: it compares attention over rounded keys and values with that over the same
-ones unrounded, in float64. Models have random weights, as no speed depends on them; the texts take turns, so that all see the
-same clocks. What eight bits cost in loss is measured by `arb evaluate --kv`.
+ones unrounded, in float64. For speed models have random weights, as none depends on them; the texts
+take turns, so that all see the same clocks. What eight bits cost in loss is measured by
+`arb evaluate --kv`.
 """
 
 import statistics
