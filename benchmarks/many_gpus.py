@@ -1,7 +1,7 @@
 """Measure a run that several GPUs share: its bits, its speed beside a twin's, and what it learns.
 
     torchrun --nproc-per-node 2 -m benchmarks.many_gpus bits|speed|quality [--preset NAME]
-        [--data FILE --val FILE] [--eager] [--steps N]
+        [--data FILE --val FILE] [--eager] [--steps N] [--kinds KIND...]
 
 `bits` trains with all GPUs, and with the first one alone that does all micro-batches, and compares
 every tensor of the state. `speed` times a step of all GPUs with one micro-batch each, and of one
@@ -33,9 +33,21 @@ from arbcli.train.parallel.group import Group, joined, own_device
 from arbcli.train.trainer import EAGER_STEPS, Trainer
 from benchmarks.training_step import SHAPES, draw
 
+ABOUT = {preset: {"ctx": ctx, "batch": batch} for preset, (ctx, batch) in SHAPES.items()} | {
+    "arb-tiny": {"ctx": 128, "batch": 16},
+    "arb-3b": {"ctx": 64, "batch": 24, "recompute": True},
+}
+"""Context and windows of a micro-batch, by preset."""
+STARTED = time.perf_counter()
 TWIN = {"weights": "float", "optimizer": "muon", "sub_norms": False}
 ROUNDS, ROUND_SECONDS = 3, 0.7
 SEEDS = (0, 1, 2)
+
+
+def progress(group: Group, text: str) -> None:
+    """Say where it is, so that one that is ended tells how far it got."""
+    if group.first:
+        print(f"[{time.perf_counter() - STARTED:6.1f} s] {text}", file=sys.stderr, flush=True)
 
 
 def build(
@@ -54,7 +66,9 @@ def compare_bits(
     """Train with all processes and with the first alone; compare every tensor."""
     about = {"capture": capture, "accum": accum, "batch": 8, "wire": "int8", "seed": 7}
     trainer = build(preset, texts, group, **about)
+    progress(group, f"bits of {preset}: made")
     losses = [float(trainer.train_step()) for _ in range(steps)]
+    progress(group, "steps of all are done")
     trainer.check_agreement()
     saved = trainer.checkpoint("").tensors
     wire = trainer.shared.bytes_a_weight()
@@ -91,7 +105,7 @@ def seconds_a_step(trainer: Trainer, group: Group) -> float:
 
 def time_steps(preset: str, texts: Texts, group: Group, capture: bool, kinds: list[str]) -> list:
     """Time every kind with one GPU and with all."""
-    batch, rows = SHAPES[preset][1], []
+    rows = []
     all_kinds = {
         "wire": {"wire": "int8"}, "rule": {}, "twin": TWIN,
         "factored": {"wire": "int8", "direction": "factored"},
@@ -102,24 +116,32 @@ def time_steps(preset: str, texts: Texts, group: Group, capture: bool, kinds: li
                 continue
             part = group if size > 1 else Group()
             seconds = peak = state = wire = 0
+            captured = False
             if size > 1 or group.first:
                 ours = nullcontext() if kind == "twin" else deterministic()
                 torch._dynamo.reset()
                 torch.cuda.reset_peak_memory_stats()
                 with ours:
-                    options = all_kinds[kind] | {"batch": batch, "accum": size}
+                    options = all_kinds[kind] | ABOUT[preset] | {"accum": size}
+                    progress(part, f"{preset}, {kind} on {size}: making it")
                     trainer = build(preset, texts, part, capture=capture, **options)
+                    progress(part, "first steps, which compile")
                     seconds = seconds_a_step(trainer, part)
+                    progress(part, "timed")
                 peak, state = torch.cuda.max_memory_allocated(), trainer.state_bytes()
                 wire = trainer.shared.bytes_a_weight() if trainer.shared else 0
+                captured = trainer.captures
                 trainer.release_graph()
                 del trainer
                 gc.collect()
                 torch.cuda.empty_cache()
             group.agree(0)
+            positions = ABOUT[preset]["ctx"] * ABOUT[preset]["batch"] * size
+            bytes_per_second = positions / seconds if seconds else 0
             rows.append({
-                "preset": preset, "kind": kind, "gpus": size, "captured": capture,
-                "milliseconds": 1000 * seconds, "peak_gb": peak / 1e9, "state_gb": state / 1e9,
+                "preset": preset, "kind": kind, "gpus": size, "captured": captured,
+                "milliseconds": 1000 * seconds, "bytes_per_second": bytes_per_second,
+                "peak_gb": peak / 1e9, "state_gb": state / 1e9,
                 "wire_bytes_a_weight": wire,
             })  # fmt: skip
             if group.first:
@@ -134,7 +156,9 @@ def time_steps(preset: str, texts: Texts, group: Group, capture: bool, kinds: li
     return rows
 
 
-def learn(preset: str, texts: Texts, group: Group, steps: int) -> list[dict]:
+def learn(
+    preset: str, texts: Texts, group: Group, steps: int, kinds: list[str] | None
+) -> list[dict]:
     """Train every seed in one step of 32 windows, and in four parts that travel as integers."""
     options = {
         "rule, 1 x 32": {"batch": 32},
@@ -142,7 +166,7 @@ def learn(preset: str, texts: Texts, group: Group, steps: int) -> list[dict]:
         "wire, 1 x 32": {"batch": 32, "wire": "int8"},
         "int16, 4 x 8": {"batch": 8, "accum": 4, "wire": "int16"},
     }
-    jobs = [(kind, seed) for kind in options for seed in SEEDS]
+    jobs = [(kind, seed) for kind in kinds or options for seed in SEEDS]
     rows = []
     for kind, seed in jobs[group.rank :: group.size]:
         started = time.perf_counter()
@@ -178,7 +202,7 @@ def main() -> int:
     parser.add_argument("--data", type=Path)
     parser.add_argument("--val", type=Path)
     parser.add_argument("--eager", action="store_true", help="do not capture steps")
-    parser.add_argument("--kinds", nargs="+", default=["wire", "rule", "twin"])
+    parser.add_argument("--kinds", nargs="+")
     parser.add_argument("--steps", type=int)
     args = parser.parse_args()
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -193,9 +217,11 @@ def main() -> int:
             if group.first:
                 print(json.dumps(row), flush=True)
         elif args.part == "speed":
-            time_steps(args.preset, texts, group, not args.eager, args.kinds)
+            time_steps(
+                args.preset, texts, group, not args.eager, args.kinds or ["wire", "rule", "twin"]
+            )
         else:
-            learn(args.preset, texts, group, args.steps or 2000)
+            learn(args.preset, texts, group, args.steps or 2000, args.kinds)
         group.agree(0)
     return 0
 

@@ -1,5 +1,6 @@
 """Errors speak of fields, and a command line of its options: one place translates."""
 
+import dataclasses
 import inspect
 import re
 from pathlib import Path
@@ -120,6 +121,7 @@ CHOSEN = {
 OTHERS = {
     "minutes", "config_file", "print_config", "out", "resume", "init_from", "plot", "log", "force",
     "dry_run", "quiet", "as_json", "budget", "what_if", "snapshot", "checkpoint", "gpus", "profile",
+    "ranks", "help",
 }  # fmt: skip
 """Options that set no field of a configuration."""
 
@@ -140,7 +142,11 @@ def arguments_of(option, number: int) -> tuple[list[str], object]:
 @pytest.mark.parametrize("command", ["train", "audit-memory", "probe-loss"])
 def test_every_option_reaches_its_field(command, arb_here, monkeypatch):
     known = typer.main.get_command(app).commands[command].params
-    options = [option for option in known if option.name not in {*OTHERS, "help"}]
+    kinds = (TrainConfig, *(type(config) for config in PRESETS.values()))
+    fields = {"preset", *(field.name for kind in kinds for field in dataclasses.fields(kind))}
+    options = [option for option in known if option.name in fields]
+    # one that is new is either, and none is given that does what nobody expects here
+    assert {option.name for option in known} <= {*fields, *OTHERS}
     new_config = mock.Mock(side_effect=ArbError("enough"))
     monkeypatch.setattr(configure, "new_config", new_config)
     words, expected = [], {}
