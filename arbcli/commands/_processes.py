@@ -44,5 +44,4 @@ def torchrun(number: int, words: Sequence[str]) -> list[str]:
             skipped = True
         elif not word.startswith("--gpus="):
             kept.append(word)
-    start = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(number)]
-    return [sys.executable, *start, "-m", "arbcli", *kept]
+    return [sys.executable, "-m", "arbcli.train.parallel.launch", str(number), *kept]

@@ -194,6 +194,11 @@ def train(
         seed=seed,
     )
     if gpus is not None and not dry_run and not print_config:
+        if resume is None and config_file is None and (accum or 1) % gpus:
+            raise ArbError(
+                f"`--accum` is {accum or 1}, which {gpus} processes cannot share evenly",
+                hint=f"use a multiple of {gpus}",
+            )
         start_processes(gpus)
     if print_config and (resume or init_from):
         raise ArbError("what is saved has its own settings", hint="read them with `arb inspect`")

@@ -269,19 +269,20 @@ PARTS = (
 )
 OPTIONS = {
     "train": "accum backend batch compute config ctx data device digits dim direction dry-run"
-    " eval-every ffn field final-lr force heads init-from json keep keep-best layers log lr minutes"
+    " eval-every ffn field final-lr force gpus heads init-from json keep keep-best layers log lr minutes"
     " no-sub-norms optimizer out plot preset print-config profile quiet recompute resume rule"
-    " sample-every save-every schedule seed steps sub-norms tscale-type val warmup weights" + PARTS,
+    " sample-every save-every schedule seed steps sub-norms tscale-type val warmup weights wire"
+    + PARTS,
     "check": "json",
-    "generate": "backend bytes checkpoint chunks compute device json length prompt seed temperature"
+    "generate": "backend bytes checkpoint chunks compute device json kv length prompt seed temperature"
     " top-k top-p",
     "export": "json out to type",
     "inspect": "diff json",
-    "evaluate": "backend batch checkpoint compute data device field json quiet stride",
+    "evaluate": "backend batch checkpoint compute data device field json kv quiet stride",
     "count-params": "ctx digits dim direction ffn heads json layers preset rule tscale-type"
     + PARTS,
     "audit-memory": "accum backend batch budget compute ctx device digits dim direction ffn heads"
-    " json layers preset recompute rule seed snapshot steps tscale-type what-if" + PARTS,
+    " json layers preset ranks recompute rule seed snapshot steps tscale-type what-if" + PARTS,
     "probe-loss": "backend batch checkpoint compute ctx data device digits dim direction ffn field"
     " heads json layers lr plot preset rule seed steps tscale-type val warmup" + PARTS,
     "verify-kernels": "all-tscale-types backend compare device fuzz json ledger list seed targets"

@@ -152,8 +152,8 @@ def test_audit_does_the_steps_of_training(monkeypatch):
         states.append({k: v.clone() for k, v in trainer.model.state_dict().items()})
 
     class Watched(Trainer):
-        def __init__(self, *args):
-            super().__init__(*args)
+        def __init__(self, *args, **about):
+            super().__init__(*args, **about)
             self.updater.finish = lambda: keep(self)
 
     monkeypatch.setattr("arbcli.inspect.audit.Trainer", Watched)
