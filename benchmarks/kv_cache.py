@@ -1,19 +1,24 @@
 """Time generation with keys and values in bf16, in fp8 and in int8, the cache full.
 
     python -m benchmarks.kv_cache [PRESET...] [--ctx 16384] [--out DIR]
+    python -m benchmarks.kv_cache --error
 
-Models have random weights, as no speed depends on them; the texts take turns, so that all see the
-same clocks. What eight bits cost in loss is measured by `arb evaluate --kv`.
+`--error` needs no GPU: it compares attention over rounded keys and values with that over the same
+ones unrounded, in float64. For speed models have random weights, as none depends on them; the texts
+take turns, so that all see the same clocks. What eight bits cost in loss is measured by
+`arb evaluate --kv`.
 """
 
 import statistics
 from collections.abc import Callable
 
 import torch
+from torch.nn import functional
 
 from arbcli.config.presets import preset
 from arbcli.device import deterministic
 from arbcli.infer.generation import Decoder
+from arbcli.kernels.attention.eight_bits import FORMATS, round_entries
 from arbcli.model.build import build_model
 from arbcli.model.language_model import LanguageModel
 from benchmarks import results
@@ -75,12 +80,44 @@ def measure(name: str, ctx: int) -> list[dict]:
     ]
 
 
+def cosine(stored: torch.dtype, heads: int, length: int, width: int) -> float:
+    """Compare attention of one query over rounded entries with that over unrounded ones.
+
+    All are normal numbers, queries and keys normalised; the cosine is that of all heads together.
+    """
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (
+        torch.randn(heads, rows, width, generator=generator, dtype=torch.float64)
+        for rows in (1, length, length)
+    )
+    q, k = (functional.rms_norm(part, (width,)) for part in (q, k))
+    rounded = (round_entries(part.float(), stored).double() for part in (k, v))
+    one, other = (
+        functional.scaled_dot_product_attention(q, *parts).flatten() for parts in ((k, v), rounded)
+    )
+    return float(functional.cosine_similarity(one, other, dim=0))
+
+
+def print_errors() -> None:
+    """Print a line a head width and length."""
+    for width in (64, 128, 512):
+        for length in (1, 33, 2048, 16384):
+            found = (f"{kv} {cosine(FORMATS[kv], 8, length, width):.5f}" for kv in FORMATS)
+            print(
+                f"head width {width}, {length:,} positions: cosine {', '.join(found)}", flush=True
+            )
+
+
 def main() -> None:
     """Print a line a model and type, and write the rows."""
     parser = results.options("kv_cache", "Time generation with a full cache, by its type.")
     parser.add_argument("presets", nargs="*", metavar="PRESET", default=["small", "1b"])
     parser.add_argument("--ctx", type=int, default=16384, help="bytes of the cache")
+    parser.add_argument("--error", action="store_true", help="of rounding, on a CPU, and no speed")
     given = parser.parse_args()
+    if given.error:
+        print_errors()
+        return
     for name in given.presets:
         rows = measure(name, given.ctx)
         plain = rows[0]

@@ -162,6 +162,23 @@ def test_sampling_out_of_range_is_refused(given):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("kv", ["fp8", "int8"])
+def test_captured_step_in_eight_bits_gives_the_bits_of_the_eager_one(kv, device):
+    lm, found = model(device, dtype=torch.bfloat16, ctx=64), []
+    with lm.prepared_weights():
+        for capture in (False, True):
+            with lm.keeping(kv):
+                decoder = Decoder(lm, 300, GREEDY, capture=capture)
+            decoder.read(b"0123456789" * 5)
+            text = b"".join(decoder.stream(250))
+            rings = [(b.keys, b.values, b.exponents) for b in decoder.cache.blocks]
+            found.append((text, [part.view(torch.int8) for ring in rings for part in ring]))
+    (text, eager), (same, captured) = found
+    assert text == same
+    assert all(map(torch.equal, eager, captured))
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("weights", ["ternary", "float", "ste"])
 @pytest.mark.parametrize("sampling", [GREEDY, Sampling(top_k=20, top_p=0.9, seed=4)], ids=str)
 def test_captured_step_gives_the_bits_of_the_eager_one(sampling, weights, device):

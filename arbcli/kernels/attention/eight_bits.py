@@ -7,7 +7,7 @@ magnitude, so that infinity's octave, 128, is an int8 too, and an entry that is 
 integers. A code times a power of two is exact in bfloat16, so what is read back is no further
 rounding.
 
-e4m3 has three mantissa bits wherever a number lies, so its error is 2.4 % of an entry's norm.
+e4m3 has three mantissa bits wherever a number lies, so its error is some 2.7 % of an entry's norm.
 Integers divide the span of the largest evenly, which suits entries whose largest is a few times
 their mean, as normalised keys are: see docs/performance.md.
 """
