@@ -6,12 +6,14 @@ starts `arb WORD...` so many times, and ends with the exit code of the first pro
 """
 
 import logging
+import os
 import sys
 from collections.abc import Sequence
 
 
 def main(words: Sequence[str]) -> int:
     """Start the processes, wait for them, and return an exit code."""
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # which torchrun would set, and say so at length
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import parse_args, run

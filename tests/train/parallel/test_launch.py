@@ -29,6 +29,7 @@ def test_exit_code_is_that_of_the_first_that_failed(code, expected, monkeypatch)
             raise ChildFailedError("arbcli", {0: failure})
 
     monkeypatch.setattr(run, "run", imagined)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
     assert launch.main(["2", "train", "--steps", "3"]) == expected
     assert started[0].nproc_per_node == "2"
     assert started[0].training_script_args == ["train", "--steps", "3"]
@@ -42,6 +43,7 @@ def test_signal_that_ends_torchrun_is_in_its_exit_code(monkeypatch):
         raise SignalException("ended", sigval=signal.SIGTERM)
 
     monkeypatch.setattr(run, "run", imagined)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
     assert launch.main(["2", "train"]) == 143
 
 
