@@ -715,6 +715,7 @@ def test_minutes_count_everything(minutes, of_building, text, monkeypatch):
 
     trainer = SimpleNamespace(
         captures=False,
+        release_graph=lambda: None,
         train_step=lambda: pass_time(of_step),
         evaluate=lambda batches: pass_time(batches * of_batch),
     )

@@ -114,13 +114,16 @@ def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
     ):  # fmt: skip
         parts = integers(-limit, limit + 1, number, rows, columns, dtype=dtype)
         exponent, fitting = integers(-100, 100, rows), integers(-9, 0, number, rows)
-        yield Case(f"{number}x{rows}x{columns} {dtype}", (parts, exponent, fitting))
+        inputs = parts, exponent, fitting
+        yield Case(f"{number}x{rows}x{columns} {dtype}", (*inputs, torch.float32))
+        if limit * number <= 256:  # which bfloat16 has exactly
+            yield Case(f"{number}x{rows}x{columns} {dtype} bf16", (*inputs, torch.bfloat16))
     exponent, fitting = exponent.clone(), fitting.clone()
     exponent[1], fitting[1, 2] = NONE, NOT_FINITE
-    yield Case("2x5x7 none and not finite", (parts, exponent, fitting))
+    yield Case("2x5x7 none and not finite", (parts, exponent, fitting, torch.float32))
     wide = integers(-31, 32, 4, 8 * 40 + 16)
     apart = wide[:, :320].unflatten(1, (8, 40)), integers(-9, 9, 8), integers(-9, 0, 4, 24)[:, :8]
-    yield Case("4x8x40 with gaps", apart)
+    yield Case("4x8x40 with gaps", (*apart, torch.float32))
 
 
 def _timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
