@@ -47,7 +47,7 @@ KNOWN = {
     ("carry", "all", "factored"): (2.4295, 2.4240, 2.4431),
 }
 """Held-out loss in nats a byte of each of `RUNS`, by rule, digits and direction."""
-STEADY = ("moment", "trit", "sign")
+STEADY = ("nibble", "trit", "sign")
 """That of which one run tells most: directions of signs hardly differ between CPUs."""
 BAR, BAR_OF_ALL = 0.012, 0.005
 """How far the mean loss of three seeds, or of one that steps by signs, may be from what is known;
