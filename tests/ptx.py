@@ -32,7 +32,11 @@ OPERATORS = {
     "and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor,
     "eq": np.equal, "ne": np.not_equal, "lt": np.less, "le": np.less_equal,
     "gt": np.greater, "ge": np.greater_equal,
+    "equ": lambda a, b: ~((a < b) | (a > b)), "neu": lambda a, b: ~(a == b),
+    "ltu": lambda a, b: ~(a >= b), "leu": lambda a, b: ~(a > b),
+    "gtu": lambda a, b: ~(a <= b), "geu": lambda a, b: ~(a < b),
 }  # fmt: skip
+"""Comparisons that end in u are true where a number is none."""
 
 
 def parse(ptx: str, shared_bytes: int) -> tuple:
@@ -116,6 +120,8 @@ class Program:
         elif operand.startswith(("%ctaid", "%nctaid")):
             of = self.index if operand[1] == "c" else self.grid
             value = np.full(self.threads, of["xyz".index(operand[-1])], "u8")
+        elif operand.startswith("%"):  # never written: half of a word that nobody reads
+            value = np.full(self.threads, 0xBAD0BAD0BAD0BAD0, "u8")
         else:
             number = int(re.sub(r"^0[fd]", "0x", operand).rstrip("U"), 0)
             value = np.full(self.threads, number & (2**64 - 1), "u8")
@@ -172,7 +178,7 @@ class Program:
             high, low = (to_bf16(self.read(operand, "f32")) for operand in operands[1:])
             self.write(operands[0], high.astype("u4") << 16 | low)
         elif to == "bf16":
-            self.write(operands[0], to_bf16(self.read(operands[1], "f32")))
+            self.write(operands[0], to_bf16(self.read(operands[1], of)))
         elif of == "bf16":
             self.write(operands[0], from_bf16(self.read(operands[1], "b16")))
         else:
@@ -207,6 +213,10 @@ class Program:
         self.write(operands[0], left.view(TYPES[how[-1]]) >> (32 - bits).astype(TYPES[how[-1]]))
 
     def _mul(self, name, how, operands):
+        if how[-1] == "bf16":
+            a, b = (from_bf16(self.read(operand, "b16")) for operand in operands[1:])
+            self.write(operands[0], to_bf16(a * b))
+            return
         dtype = TYPES[how[-1]]
         if how[0] in ("wide", "hi"):
             dtype = np.dtype(f"{dtype.kind}{2 * dtype.itemsize}")
@@ -230,6 +240,9 @@ class Program:
                 for x, y, z in ((a, b, c), (a >> 16, b >> 16, c >> 16))
             ]  # fmt: skip
             self.write(operands[0], halves[1].astype("u4") << 16 | halves[0])
+        elif how[-1] == "bf16":
+            a, b, c = (from_bf16(self.read(operand, "b16")) for operand in operands[1:])
+            self.write(operands[0], to_bf16(a.astype("f8") * b + c))
         else:
             kind = how[-1]
             a, b, c = (self.read(operand, kind).astype("f8") for operand in operands[1:])
