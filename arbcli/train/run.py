@@ -173,7 +173,7 @@ def start_run(
         observer = observer if group.first else Observer()
         check_shares(config, group.size)
         texts = open_run_texts(config)
-        group.compare(what_decides(config, texts), "setting")
+        _compare_settings(config, texts, group)
         check(config)
         for warning in text_warnings(texts):
             observer.noted(warning)
@@ -242,7 +242,7 @@ def resume_run(
         check_shares(config, group.size)
         with _locked(run, group), deterministic(), cpu_threads(threads):
             texts = open_texts_again(facts, config)
-            group.compare(what_decides(config, texts), "setting")
+            _compare_settings(config, texts, group)
             new_run = "start a new run on the new text with `--out`"
             check_same_text(run, facts, text_digest(texts), new_run)
             accept = accept_of(run, facts, config)
@@ -264,6 +264,12 @@ def resume_run(
             if group.first:
                 drop_records_after(run, trainer.step)
             return _run(trainer, run, facts, observer, profile, resumed=True)
+
+
+def _compare_settings(config: TrainConfig, texts: Texts, group: Group) -> None:
+    """Refuse processes that would train differently; one alone need not read its text for that."""
+    if group.size > 1:
+        group.compare(what_decides(config, texts), "setting")
 
 
 def what_decides(config: TrainConfig, texts: Texts) -> dict[str, Any]:

@@ -43,7 +43,26 @@ class _StepSizes(NamedTuple):
     scale_gain: tuple[Tensor, Tensor]
     direct_gain: tuple[Tensor, Tensor]
     limit: Tensor
+    row_limit: Tensor
+    """The limit of rows of tables."""
     step_size: Tensor
+
+
+def loaded(numbers: Tensor, before: Tensor) -> Tensor:
+    """Bring numbers of a step to the device, where a captured step reads them.
+
+    Args:
+        numbers: on the host.
+        before: those of the step before, on the device; written over if they have the same shape.
+
+    Returns:
+        Where they are.
+    """
+    if before.shape != numbers.shape:
+        return numbers.to(before.device)
+    if before.device.type == "cuda":
+        return before.copy_(numbers.pin_memory(), non_blocking=True)
+    return before.copy_(numbers)
 
 
 class Updater:
@@ -105,13 +124,7 @@ class Updater:
             [[step * accumulation + micro, *size] for size in sizes]
             for micro in range(accumulation)
         ]
-        control = torch.tensor(rows, dtype=torch.int64, device="cpu")
-        if self._control.shape != control.shape:
-            self._control = control.to(self.device)
-        elif self.device.type == "cuda":
-            self._control.copy_(control.pin_memory(), non_blocking=True)
-        else:
-            self._control.copy_(control)
+        self._control = loaded(torch.tensor(rows, dtype=torch.int64, device="cpu"), self._control)
 
     def _step_sizes(self, lr: float) -> tuple[int, ...]:
         """Write what a learning rate makes of slopes, directions and moments, in fixed point."""
@@ -128,12 +141,16 @@ class Updater:
         self.first, self.last = micro == 0, micro == self.accumulation - 1
         control = self._control[micro]
         integers = control[:, :6].to(torch.int32)
-        tick = integers[0, 0]
+        tick, row_limits = integers[0, 0], integers[:, 5] * ROW_CLIP // STEP_CLIP
         self.keys = stream_keys(self.seed, tick, self._num_matrices, NUM_STREAMS)
         self._sizes = {
-            factor: _StepSizes((scale, scale_shift), (direct, shift), limit, size)
-            for factor, (_, scale, scale_shift, direct, shift, limit), size in zip(
-                self._lr_factors, map(Tensor.unbind, integers), control[:, 6], strict=True
+            factor: _StepSizes((scale, scale_shift), (direct, shift), limit, row_limit, size)
+            for factor, (_, scale, scale_shift, direct, shift, limit), row_limit, size in zip(
+                self._lr_factors,
+                map(Tensor.unbind, integers),
+                row_limits,
+                control[:, 6],
+                strict=True,
             )
         }
         self._squares.zero_()
@@ -227,7 +244,7 @@ class Updater:
             scale_gain=sizes.scale_gain,
             direct_gain=sizes.direct_gain,
             step_size=sizes.step_size,
-            limit=sizes.limit if share is None else sizes.limit * ROW_CLIP // STEP_CLIP,
+            limit=sizes.limit if share is None else sizes.row_limit,
             flips=self._flips[index],
             squares=self._squares[index],
             share=share,

@@ -42,25 +42,35 @@ def decode_attention_reference(
     eps: float,
 ) -> tuple[Tensor, ...]:
     """Compute what `decode_attention` must return, leave in the ring and in `tickets`: float64."""
-    p, (_, window, width) = int(position), keys.shape
+    p, window = int(position), keys.shape[1]
     qkv, keys, values = (part.to(torch.float64) for part in (qkv, keys, values))
     x = torch.complex(*qkv[:2].chunk(2, dim=-1)) * torch.complex(cos[p], sin[p])
     q, k = torch.cat([x.real, x.imag], -1) / (qkv[:2].square().mean(-1, True) + eps).sqrt()
     keys[:, p % window], values[:, p % window] = k, qkv[2]
-    seen = min(p + 1, window)
+    return attend_reference(q, keys, values, p), keys, values, torch.zeros_like(tickets)
+
+
+def attend_reference(q: Tensor, keys: Tensor, values: Tensor, position: int) -> Tensor:
+    """Attend to what a ring has after the byte at `position`, in float64."""
+    seen = min(position + 1, keys.shape[1])
     y = torch.empty_like(q)
     for head in range(len(q)):
-        weight = torch.exp(keys[head, :seen] @ q[head] / width**0.5)
+        weight = torch.exp(keys[head, :seen] @ q[head] / q.shape[-1] ** 0.5)
         y[head] = weight / weight.sum() @ values[head, :seen]
-    return y, keys, values, torch.zeros_like(tickets)
+    return y
+
+
+def turned_torch(qkv, position, cos, sin, eps):
+    """Turn and normalise the query and the key of one byte."""
+    cos, sin = (table.index_select(0, position[None]) for table in (cos, sin))
+    first, second = qkv[:2].float().chunk(2, dim=-1)
+    turned = torch.cat([first * cos - second * sin, first * sin + second * cos], dim=-1)
+    return functional.rms_norm(turned, turned.shape[-1:], eps=eps).to(qkv.dtype)
 
 
 def _decode_attention_torch(qkv, keys, values, position, cos, sin, tickets, eps):
     window, slot = keys.shape[1], (position % keys.shape[1]).long()[None]
-    cos, sin = (table.index_select(0, position[None]) for table in (cos, sin))
-    first, second = qkv[:2].float().chunk(2, dim=-1)
-    turned = torch.cat([first * cos - second * sin, first * sin + second * cos], dim=-1)
-    q, k = functional.rms_norm(turned, turned.shape[-1:], eps=eps).to(qkv.dtype)
+    q, k = turned_torch(qkv, position, cos, sin, eps)
     keys.index_copy_(1, slot, k[:, None])
     values.index_copy_(1, slot, qkv[2][:, None])
     seen = torch.arange(window, device=qkv.device) <= position

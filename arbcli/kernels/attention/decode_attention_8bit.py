@@ -18,10 +18,12 @@ from arbcli.kernels.attention.decode_attention import (
     MAX_PARTS,
     SHAPES,
     add_parts,
+    attend_reference,
     check_new_byte,
     decode_attention,
     load_turned,
     tiling,
+    turned_torch,
 )
 from arbcli.kernels.attention.eight_bits import (
     FORMATS,
@@ -54,7 +56,7 @@ def decode_attention_8bit_reference(
 
     Keys and values are numbers here, not codes.
     """
-    p, (_, window, width) = int(position), keys.shape
+    p, window = int(position), keys.shape[1]
     x = qkv.to(torch.float64)
     turned = torch.complex(*x[:2].chunk(2, dim=-1)) * torch.complex(cos[p], sin[p])
     root = (x[:2].square().mean(-1, True) + eps).sqrt()
@@ -71,21 +73,12 @@ def decode_attention_8bit_reference(
             codes = torch.round(new / scale).clamp(max=127)
         numbers[:, p % window] = codes * scale
         rings.append(numbers)
-    keys, values = rings
-    seen = min(p + 1, window)
-    y = torch.empty_like(q)
-    for head in range(len(q)):
-        weight = torch.exp(keys[head, :seen] @ q[head] / width**0.5)
-        y[head] = weight / weight.sum() @ values[head, :seen]
-    return y, keys, values, torch.zeros_like(tickets)
+    return attend_reference(q, *rings, p), *rings, torch.zeros_like(tickets)
 
 
 def _decode_attention_8bit_torch(qkv, keys, values, exponents, position, cos, sin, tickets, eps):
     window, slot = keys.shape[1], (position % keys.shape[1]).long()[None]
-    cos, sin = (table.index_select(0, position[None]) for table in (cos, sin))
-    first, second = qkv[:2].float().chunk(2, dim=-1)
-    turned = torch.cat([first * cos - second * sin, first * sin + second * cos], dim=-1)
-    q, k = functional.rms_norm(turned, turned.shape[-1:], eps=eps).to(qkv.dtype)
+    q, k = turned_torch(qkv, position, cos, sin, eps)
     numbers = []
     for ring, exponent, new in zip((keys, values), exponents, (k, qkv[2]), strict=True):
         codes, new_exponent = quantise_entries(new, ring.dtype)

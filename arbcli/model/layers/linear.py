@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
-from torch import Tensor
+from torch import Tensor, library
 from torch.autograd import Function
 
 from arbcli.config.dense import ModelConfig
@@ -93,7 +93,7 @@ class _Linear(Function):
         return grad_x, None, None, None
 
 
-@torch.library.custom_op("arb::linear", mutates_args=())
+@library.custom_op("arb::linear", mutates_args=())
 def _compiled_linear(
     x: Tensor, trits: Tensor, norm: Tensor | None, gated: bool, trained: bool
 ) -> Tensor:
@@ -117,7 +117,7 @@ def _(x, trits, norm, gated, trained):
     return x.new_empty(len(x), len(trits))
 
 
-@torch.library.custom_op("arb::linear_backward", mutates_args=())
+@library.custom_op("arb::linear_backward", mutates_args=())
 def _compiled_linear_backward(
     grad_y: Tensor, x: Tensor, trits: Tensor, norm: Tensor | None, gated: bool
 ) -> Tensor:

@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from functools import lru_cache
 
 import torch
-from torch import Tensor
+from torch import Tensor, library
 from torch.autograd import Function
 
 from arbcli.kernels.attention.rotary_norm import rotary_norm_, rotary_norm_backward
@@ -76,7 +76,7 @@ class _RotaryNorm(Function):
         return rotary_norm_backward(list(grads), *ctx.saved_tensors), None, None
 
 
-@torch.library.custom_op("arb::rotary_norm", mutates_args=())
+@library.custom_op("arb::rotary_norm", mutates_args=())
 def _compiled_rotary_norm(qkv: Tensor) -> tuple[Tensor, Tensor]:
     """Do as `_RotaryNorm` does to a copy, in a compiled function: it, and what was multiplied by.
 
@@ -93,7 +93,7 @@ def _(qkv):
     return like, qkv.new_empty(batch, length, 2, heads, dtype=torch.float32)
 
 
-@torch.library.custom_op("arb::rotary_norm_backward", mutates_args=())
+@library.custom_op("arb::rotary_norm_backward", mutates_args=())
 def _compiled_rotary_norm_backward(grad: Tensor, qkv: Tensor, r: Tensor) -> Tensor:
     return rotary_norm_backward(list(_parts(grad)), qkv, r, *_table_for(qkv))
 

@@ -26,7 +26,7 @@ from arbcli.kernels.update.sum_gradients import sum_gradients
 from arbcli.model.packed import TernaryTensor
 from arbcli.train.parallel.group import Group, Travelling
 from arbcli.train.parallel.owners import ALIGNMENT, Bucket, Member, kept, plan, rounded_up, told
-from arbcli.train.updater import Updater
+from arbcli.train.updater import Updater, loaded
 
 LARGEST = {"int8": 127, "int16": 32767}
 """Of a part, by `wire`."""
@@ -181,13 +181,7 @@ class SharedUpdater:
         """
         self.updates.set_step(step, lr)
         ticks = [step * self.micro_batches + micro for micro in self.local]
-        control = torch.tensor(ticks, dtype=torch.int32, device="cpu")
-        if self._ticks.shape != control.shape:
-            self._ticks = control.to(self.device)
-        elif self.device.type == "cuda":
-            self._ticks.copy_(control.pin_memory(), non_blocking=True)
-        else:
-            self._ticks.copy_(control)
+        self._ticks = loaded(torch.tensor(ticks, dtype=torch.int32, device="cpu"), self._ticks)
 
     def begin_micro(self, micro: int) -> None:
         """Prepare for the backward of the process's micro-batch `micro`, from 0."""
