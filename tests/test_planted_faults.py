@@ -169,8 +169,8 @@ FAULTS = [
         rewrite("tl.load(p).to(tl.int32) - 6", "tl.load(p).to(tl.int32) - 7"),
     ),
     kernel(
-        "layout", "the gate's other input read from the row behind", "digits_matmul",
-        rewrite("n + N", "n + N + 1"),
+        "layout", "both rows of a thread by the first one's scale", "digits_matmul",
+        rewrite("a >> (16 * b)", "a >> (0 * b)"),
     ),
     kernel(
         "missing term", "rows of zeros counted like others", "unit_rows",

@@ -196,6 +196,7 @@ def _arranged_matmul(dice: Dice, group_size: int, m: int, n: int, k: int) -> tup
 
 def _digits_matmul(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
     gated, size = dice.below(2) == 1, PLANE * max(1, group_size // PLANE)
+    k = -(-k // 8) * 8
     packed = dice.packed(n + n % 2, k, size, digits="all")
     if not packed.nibble:  # z is within a byte
         packed = packed._replace(remainder=(packed.remainder >> 1).clamp(min=-63))

@@ -242,7 +242,7 @@ def _halves(word):
 
 
 @triton.jit
-def _sum_of_squares(word):
+def sum_of_squares(word):
     """Add up the squares of the four bf16 elements of an int64."""
     a, b = _halves(word)
     total = tl.zeros(word.shape, tl.float32)
@@ -397,7 +397,7 @@ def _add_pieces(
 
 
 @triton.jit
-def _over_parts(value, THREADS: tl.constexpr, PARTS: tl.constexpr):
+def over_parts(value, THREADS: tl.constexpr, PARTS: tl.constexpr):
     """Split each `THREADS` threads into `PARTS` parts, sum over these, and give all the sum."""
     if PARTS == 1:
         return value
@@ -431,7 +431,7 @@ def _over_warps(sums, memory, apart, PTX: tl.constexpr):
     else:
         for i in tl.static_range(HEIGHT):
             for j in tl.static_range(4):
-                total = _over_parts(sums[i][j], 32 * WARPS, WARPS)
+                total = over_parts(sums[i][j], 32 * WARPS, WARPS)
                 total = tl.where(warp == i, total, found[j])
                 found = found[:j] + (total,) + found[j + 1 :]  # noqa: RUF005
     return found
@@ -461,7 +461,7 @@ def _store(y, added_ptr, y_ptr, at, mask, ADD: tl.constexpr):
 
 
 @triton.jit
-def _store_both(
+def store_both(
     upper, lower, added_ptr, y_ptr, m, n, N, mask, GATED: tl.constexpr, ADD: tl.constexpr
 ):
     """Store the results of rows r and r + 8 of a tile: one if they are gated, else two."""
@@ -516,7 +516,7 @@ def _arranged_matmul_kernel(
             for start in tl.static_range(0, SQUARES):
                 at = thread + 32 * WARPS * start
                 word = tl.load(x_ptr + (i * (K // 4) + at), mask=4 * at < K, other=0)
-                of_row += _sum_of_squares(word)
+                of_row += sum_of_squares(word)
             squares = squares + (of_row,)  # noqa: RUF005
 
     for _ in range(1 if ONE else steps):
@@ -542,7 +542,7 @@ def _arranged_matmul_kernel(
     totals = _over_warps(shares, free, SLOT, PTX)
     norms = ()
     for row in tl.static_range(M if NORM else 0):
-        total = _over_parts(totals[2], 32, 32) if M == 1 else tl.sum(squares[row])
+        total = over_parts(totals[2], 32, 32) if M == 1 else tl.sum(squares[row])
         norms = norms + (UNIT * tl.rsqrt(total / K + eps),)  # noqa: RUF005
     Y_ROWS: tl.constexpr = 1 if M == 1 else X_ROWS
     n = (first_tile + warp) * (8 if GATED else 16) + thread // 4 % 8
@@ -551,10 +551,10 @@ def _arranged_matmul_kernel(
         scale = tl.full(m.shape, UNIT, tl.float32)
         for row in tl.static_range(M if NORM else 0):
             scale = tl.where(m == row, norms[row], scale)
-        upper = _over_parts(totals[i], 4, ABREAST) * scale
-        lower = _over_parts(totals[Y_ROWS + i], 4, ABREAST) * scale
+        upper = over_parts(totals[i], 4, ABREAST) * scale
+        lower = over_parts(totals[Y_ROWS + i], 4, ABREAST) * scale
         mask = (m < M) & (warp < HEIGHT)
-        _store_both(upper, lower, added_ptr, y_ptr, m, n, N, mask, GATED, ADD)
+        store_both(upper, lower, added_ptr, y_ptr, m, n, N, mask, GATED, ADD)
 
 
 class Tiling(NamedTuple):
