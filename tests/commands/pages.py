@@ -102,19 +102,20 @@ def _shown_by_train(*, quiet: bool = False) -> str:
     )}  # fmt: skip
     evaluated = dataclasses.replace(record, gauges=gauges)
     on_the_way = dataclasses.replace(
-        record, val_loss=None, sample=None, mfu=None, flip_share=None, gauges={}
+        record, val_loss=None, sample=None, mfu=None, flip_share=None, gauges={"edges": 0.5}
     )
+    bare = dataclasses.replace(evaluated, sample=None, gauges={"wire": 1.5})
     report = dataclasses.replace(filled(TrainReport), stopped_by=None)
     twin = dataclasses.replace(report, checkpoint=None)
     stopped = filled(TrainReport)
     text = {"description": "book.txt", "train_bytes": 9_000_000, "val_bytes": 1_000_000,
             "entropy": 3.14159}  # fmt: skip
     config = types.SimpleNamespace(
-        steps=4321, model=preset("tiny", ctx=96, scale_type="T6", rule="nibble"), accum=12,
+        steps=4321, model=preset("tiny", ctx=96, scale_type="T6", rule="nibble"), accum=6,
         device="cuda:0", backend="triton", compute="fp8",
     )  # fmt: skip
     trainer = types.SimpleNamespace(
-        config=config, num_weights=7_654_321, group=types.SimpleNamespace(size=4), step=17
+        config=config, num_weights=7_654_321, group=types.SimpleNamespace(size=2), step=17
     )
     alone = types.SimpleNamespace(**vars(trainer) | {"group": types.SimpleNamespace(size=1)})
     alone.step, alone.config = 0, types.SimpleNamespace(**vars(config))
@@ -129,7 +130,7 @@ def _shown_by_train(*, quiet: bool = False) -> str:
         display.wait("loading")
         display.started(Path("runs/007"), alone, {"text": text})
         display.started(Path("runs/007"), trainer, {"text": text})
-        for told in (on_the_way, evaluated):
+        for told in (on_the_way, evaluated, bare):
             display.recorded(told)
         display.noted("a note")
         for told in (report, twin, stopped, dataclasses.replace(stopped, checkpoint=None)):
