@@ -218,6 +218,7 @@ class Trainer:
         """Record a step as a CUDA graph. Recording executes nothing, so no state changes."""
         torch.cuda.empty_cache()  # what the steps before it held is held by the graph from now on
         self._graph = torch.cuda.CUDAGraph()
+        self.group.remember(self._graph)
         # NCCL has a thread of its own that looks at events meanwhile
         mode = "global" if self.group.size == 1 else "thread_local"
         graph = torch.cuda.graph(self._graph, capture_error_mode=mode)
@@ -225,7 +226,7 @@ class Trainer:
             self._captured_parts = self._compute(self._micro_batches)
 
     def release_graph(self) -> None:
-        """Free the captured step; NCCL does not end while there is one that has its messages."""
+        """Free the captured step, and the memory that it holds."""
         if self._graph is not None:
             self._graph.reset()
             self._graph = None
@@ -338,4 +339,5 @@ class Trainer:
         self.updater.restore(checkpoint.counters)
         self.step = checkpoint.step
         if self._capture_at is not None:
-            self._graph, self._capture_at = None, self.step + EAGER_STEPS
+            self.release_graph()
+            self._capture_at = self.step + EAGER_STEPS
