@@ -19,10 +19,9 @@ from torch import Tensor
 from arbcli.config.dense import VOCABULARY
 from arbcli.device import deterministic, explained_out_of_memory
 from arbcli.errors import ArbError
-from arbcli.infer.step_graph import Part, StepGraph, fits_step_graph
+from arbcli.infer.step_graph import StepGraph, fits_step_graph
 from arbcli.kernels.output.choose_byte import choose_byte_
 from arbcli.kernels.runtime.backend import default_backend, use_backend
-from arbcli.kernels.runtime.conditions import tell_condition
 from arbcli.kernels.runtime.overlap import overlapping
 from arbcli.kernels.update.random_bits import stream_keys
 from arbcli.model.language_model import LanguageModel, Phase
@@ -166,17 +165,14 @@ class Decoder:
                 deepest = phase.depth + int(phase.leads_deeper())
         self.length += 1
 
-    def _compute(self, phase: Phase, handle: Tensor | None = None) -> None:
+    def _compute(self, phase: Phase) -> None:
         """Do a phase of reading the last byte, and choose the next one when it is the last.
 
-        Every tensor is where it always is. With a handle, of `tell_condition`, the device is told
-        whether the phase leads deeper.
+        Every tensor is where it always is.
         """
         how = self.sampling
         with use_backend(self.backend), overlapping():
             logits = phase.run()
-            if handle is not None:
-                tell_condition(handle, phase.leads_deeper())
             if logits is None:
                 return
             choose_byte_(
@@ -192,27 +188,23 @@ class Decoder:
 
     def _capture(self) -> None:
         """Record a step as CUDA graphs, after a few steps whose bytes are then forgotten."""
-        leads = [phase.leads_deeper is not None for phase in self._phases]
-        joined = any(leads) and fits_step_graph()
-        like = {"dtype": torch.int64, "device": self.device}
-        handles = [torch.zeros(1, **like) if lead and joined else None for lead in leads]
-        phases = list(zip(self._phases, handles, strict=True))
+        joined = self._phases[0].handle is not None and fits_step_graph()
         for _ in range(WARM_UP_STEPS):
             self.cache.reset()
-            for phase, handle in phases:
-                self._compute(phase, handle)
-        parts: list[Part] = []
-        for phase, handle in phases:
-            pool = parts[-1].graph.pool() if parts else None
-            graph = torch.cuda.CUDAGraph(keep_graph=joined)
-            with torch.cuda.graph(graph, pool=pool):
-                self._compute(phase, handle)
-            parts.append(Part(phase.depth, graph, handle))
+            for phase in self._phases:
+                self._compute(phase)
+        graphs: list[torch.cuda.CUDAGraph] = []
+        for phase in self._phases:
+            pool = graphs[-1].pool() if graphs else None
+            graphs.append(torch.cuda.CUDAGraph(keep_graph=joined))
+            with torch.cuda.graph(graphs[-1], pool=pool):
+                self._compute(phase)
         if joined:
-            self._phases = [Phase(0, StepGraph(parts, self.device).replay)]
+            step = StepGraph(self._phases, graphs, self.device)
+            self._phases = [Phase(0, step.replay)]
         else:
-            pairs = zip(self._phases, parts, strict=True)
-            self._phases = [_replayed(phase, part.graph) for phase, part in pairs]
+            pairs = zip(self._phases, graphs, strict=True)
+            self._phases = [_replayed(phase, graph) for phase, graph in pairs]
         self.cache.reset()
 
     def _fetch(self, begin: int) -> Callable[[], bytes]:

@@ -10,10 +10,11 @@ import ctypes
 import weakref
 from collections import deque
 from functools import cache
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from arbcli.model.language_model import Phase
 
 OLDEST_DRIVER = 12040
 """Version of CUDA that a driver needs to know conditional nodes."""
@@ -61,40 +62,33 @@ def fits_step_graph() -> bool:
     return version.value >= OLDEST_DRIVER
 
 
-class Part(NamedTuple):
-    """A captured phase."""
-
-    depth: int
-    """As in `Phase`."""
-    graph: torch.cuda.CUDAGraph
-    """Of `keep_graph`; it is kept as long as the step, since what it computes in is its own."""
-    handle: Tensor | None
-    """Int64 of one element, which its last kernel reads; None is a phase that leads no deeper."""
-
-
 class StepGraph:
     """The phases of a step, joined.
 
     Args:
-        parts: in the order of the step; `handle` of each is written here.
+        phases: in the order of the step; `handle` of each is written here.
+        graphs: that torch captured of them, of `keep_graph`. They are kept as long as the step,
+            since what they compute in is theirs.
         device: a GPU.
 
     Raises:
         RuntimeError: the driver refuses a call.
     """
 
-    def __init__(self, parts: list[Part], device: torch.device) -> None:
-        self._parts, self._device = parts, device
+    def __init__(
+        self, phases: list[Phase], graphs: list[torch.cuda.CUDAGraph], device: torch.device
+    ) -> None:
+        self._graphs, self._device = graphs, device
         self._context, self._executable = ctypes.c_void_p(), ctypes.c_void_p()
         _call("cuCtxGetCurrent", ctypes.byref(self._context))
-        graph = ctypes.c_void_p()
-        _call("cuGraphCreate", ctypes.byref(graph), 0)
+        whole = ctypes.c_void_p()
+        _call("cuGraphCreate", ctypes.byref(whole), 0)
         try:
-            self._fill(graph, deque(parts), 0)
+            self._fill(whole, deque(zip(phases, graphs, strict=True)), 0)
             to, flags = ctypes.byref(self._executable), ctypes.c_ulonglong(0)
-            _call("cuGraphInstantiateWithFlags", to, graph, flags)
+            _call("cuGraphInstantiateWithFlags", to, whole, flags)
         finally:
-            _call("cuGraphDestroy", graph)
+            _call("cuGraphDestroy", whole)
         weakref.finalize(self, _call, "cuGraphExecDestroy", self._executable).atexit = False
 
     def replay(self) -> None:
@@ -102,34 +96,32 @@ class StepGraph:
         stream = torch.cuda.current_stream(self._device).cuda_stream
         _call("cuGraphLaunch", self._executable, ctypes.c_void_p(stream))
 
-    def _fill(self, graph: ctypes.c_void_p, parts: deque[Part], depth: int) -> None:
-        """Add the parts from the first on that are this deep or deeper, one after another."""
+    def _fill(self, whole: ctypes.c_void_p, parts: deque, depth: int) -> None:
+        """Add phases from the first on that are this deep or deeper, one after another."""
         last = None
-        while parts and parts[0].depth == depth:
-            part = parts.popleft()
-            last = self._add_part(graph, last, part)
-            if part.handle is not None:
-                body, last = self._add_condition(graph, last, part.handle)
+        while parts and parts[0][0].depth == depth:
+            phase, graph = parts.popleft()
+            node, captured = ctypes.c_void_p(), ctypes.c_void_p(graph.raw_cuda_graph())
+            to = ctypes.byref(node)
+            _call("cuGraphAddChildGraphNode", to, whole, *_after(last), captured)
+            last = node
+            if phase.leads_deeper is not None:
+                body, last = self._add_condition(whole, last, phase.handle)
                 self._fill(body, parts, depth + 1)
 
-    def _add_part(self, graph: ctypes.c_void_p, last: ctypes.c_void_p | None, part: Part):
-        """Add a phase behind the last node; return its node."""
-        node, captured = ctypes.c_void_p(), ctypes.c_void_p(part.graph.raw_cuda_graph())
-        to = ctypes.byref(node)
-        _call("cuGraphAddChildGraphNode", to, graph, *_after(last), captured)
-        return node
-
-    def _add_condition(self, graph: ctypes.c_void_p, last: ctypes.c_void_p, handle: Tensor):
+    def _add_condition(
+        self, whole: ctypes.c_void_p, last: ctypes.c_void_p, handle: Tensor
+    ) -> tuple[ctypes.c_void_p, ctypes.c_void_p]:
         """Add a conditional node behind the last one; return its empty body, and the node."""
         found = ctypes.c_uint64()
         flags = ctypes.c_uint(0), ctypes.c_uint(0)  # what it is at first does not matter
-        _call("cuGraphConditionalHandleCreate", ctypes.byref(found), graph, self._context, *flags)
-        handle.fill_(found.value)
+        _call("cuGraphConditionalHandleCreate", ctypes.byref(found), whole, self._context, *flags)
+        handle.fill_(ctypes.c_int64(found.value).value)
         params = _NodeParams(type=_CONDITIONAL, handle=found, condition=_IF, size=1)
         params.context = self._context
         node, (before, count) = ctypes.c_void_p(), _after(last)
         about = (before, None, count, ctypes.byref(params))
-        _call("cuGraphAddNode_v2", ctypes.byref(node), graph, *about)
+        _call("cuGraphAddNode_v2", ctypes.byref(node), whole, *about)
         return ctypes.c_void_p(params.bodies[0]), node
 
 
