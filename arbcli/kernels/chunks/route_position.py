@@ -52,7 +52,10 @@ def route_position_reference(
     eps: float,
     handle: Tensor | None,
 ) -> tuple[Tensor, ...]:
-    """Compute what `route_position_` returns and leaves behind, in float64."""
+    """Compute what `route_position_` returns and leaves behind, in float64.
+
+    Of p, a small difference of large numbers, it is 1 + p, and of `begins` a number.
+    """
     width, position = len(x), int(encoder)
     last, p = last.clone(), float(position == 0)
     if router == "learned":
@@ -71,7 +74,7 @@ def route_position_reference(
         p = float(before and not now)
     about = {"device": x.device}
     return (
-        torch.tensor([p], **about), torch.tensor([p > 0.5], **about),
+        torch.tensor([1 + p], **about), torch.tensor([int(p > 0.5)], **about),
         rows.double()[-width:] + mean, last, ids.clone(), encoder + 1, encoder.clone(),
     )  # fmt: skip
 
@@ -346,7 +349,7 @@ def _route_cases(device: torch.device, _group_size: int) -> Iterator[Case]:
             tensors = (part.to(device) for part in (*reals, *byte_and_ids, *places))
             low = " bf16" if dtype == torch.bfloat16 else ""
             yield Case(
-                f"{router} {width} at {position} after {before}{low}",
+                f"{router} {width} at {position}, {byte} after {before}{low}",
                 (router, *tensors, 4, 1e-6, None),
                 _route_peer if low else None,
             )
@@ -368,13 +371,13 @@ def _take_cases(device: torch.device, _group_size: int) -> Iterator[Case]:
 
 
 def _route_with_state(run):
-    """Wrap an implementation so that it returns what it left behind too."""
+    """Wrap an implementation so that it returns what its reference does."""
 
     def with_state(router, x, rows, mean, last, byte, ids, encoder, decoder, length, eps, handle):
         about = (mean, last, byte, ids, encoder, decoder, length, eps, handle)
         p, begins, y = run(router, x, rows, *about)
         byte = byte if router == "space" else ids
-        return p, begins, y, last, byte, encoder, decoder
+        return 1 + p, begins.long(), y, last, byte, encoder, decoder
 
     return with_state
 
