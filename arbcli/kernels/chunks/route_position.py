@@ -175,7 +175,7 @@ def _route_position_kernel(
             tl.store(byte_ptr, byte)
     tl.store(y_ptr + d, (residual + mean).to(dtype), mask=mask)
     tl.store(p_ptr, p)
-    tl.store(begins_ptr, p > 0.5)
+    tl.store(begins_ptr, (p > 0.5).to(tl.uint8))
     if TELLS:
         tell_condition(handle_ptr, p > 0.5)
     tl.debug_barrier()
@@ -212,7 +212,8 @@ def _route_position_triton(
     y = torch.empty_like(x)
     _route_position_kernel[(1,)](
         x, rows, mean, last, byte, ids, encoder, decoder,
-        encoder if handle is None else handle, p, begins, y, len(x), length, eps,
+        encoder if handle is None else handle, p, begins.view(torch.uint8), y,
+        len(x), length, eps,
         LEARNED=router == "learned", EVERY=router == "every", TELLS=handle is not None,
         **_blocks(len(x)), **overlap_options(x),
     )  # fmt: skip
