@@ -414,6 +414,22 @@ FAULTS = [
         "cut short", "last position of a chunk left out of its sum", "spread_chunks_backward",
         rewrite("(t < e) & (d < D)", "(t < e - 1) & (d < D)"),
     ),
+    kernel(
+        "position", "chunks of fixed length begin one late", "route_position",
+        rewrite("p % n == 0", "p % n == 1"),
+    ),
+    kernel(
+        "missing term", "projection of the position before left out", "route_position",
+        rewrite("u += a", "u = u"),
+    ),
+    kernel(
+        "left behind", "byte not kept for the next step", "route_position",
+        rewrite("tl.store(b, a)", "tl.load(b)"),
+    ),
+    kernel(
+        "threshold", "share not held away from 0 and 1", "take_chunk",
+        rewrite("tl.minimum(tl.maximum(s, a), b)", "s"),
+    ),
     # scans
     kernel(
         "missing term", "state of the piece before forgotten", "decay_scan",

@@ -6,6 +6,7 @@ from arbcli.kernels.attention.rotary_norm import ROTARY_NORM, ROTARY_NORM_BACKWA
 from arbcli.kernels.chunks.boundary_scores import BOUNDARY_SCORES, BOUNDARY_SCORES_BACKWARD
 from arbcli.kernels.chunks.find_chunks import FIND_CHUNKS
 from arbcli.kernels.chunks.gather_chunks import GATHER_CHUNKS
+from arbcli.kernels.chunks.route_position import ROUTE_POSITION, TAKE_CHUNK
 from arbcli.kernels.chunks.smooth_chunks import SMOOTH_CHUNKS, SMOOTH_CHUNKS_BACKWARD
 from arbcli.kernels.chunks.spread_chunks import SPREAD_CHUNKS, SPREAD_CHUNKS_BACKWARD
 from arbcli.kernels.codec.decode_digits import DECODE_DIGITS
@@ -91,6 +92,8 @@ KERNELS: tuple[KernelSpec, ...] = (
     SMOOTH_CHUNKS_BACKWARD,
     SPREAD_CHUNKS,
     SPREAD_CHUNKS_BACKWARD,
+    ROUTE_POSITION,
+    TAKE_CHUNK,
     DECAY_SCAN,
     CAUSAL_CONV,
     CAUSAL_CONV_GRAD_W,

@@ -39,6 +39,8 @@ class Phase(NamedTuple):
     """Do it; that of the last phase returns the logits, (1, 1, 256)."""
     leads_deeper: Callable[[], Tensor] | None = None
     """Afterwards, a tensor of one bool: whether phases that are one deeper run; None is no."""
+    handle: Tensor | None = None
+    """On a GPU, int64 of one element: that of the conditional node that is told so; 0 is none."""
 
 
 class LanguageModel(nn.Module):
