@@ -74,10 +74,10 @@ def orthogonalise(grad: Tensor, dtype: torch.dtype) -> Tensor:
     Returns:
         Like `grad`, of `dtype`.
     """
-    x = grad.mT if _is_tall(grad) else grad
-    x = _divide_by_norm(x, torch.empty_like(x, dtype=dtype))
-    x = _iterate(x)
-    return x.mT if _is_tall(grad) else x
+    tall = grad.shape[-2] > grad.shape[-1]
+    x = grad.mT if tall else grad
+    x = _iterate(_divide_by_norm(x, torch.empty_like(x, dtype=dtype)))
+    return x.mT if tall else x
 
 
 def orthogonalise_stacked(grads: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
@@ -90,26 +90,26 @@ def orthogonalise_stacked(grads: list[Tensor], dtype: torch.dtype) -> list[Tenso
     Returns:
         Like `grads`, of `dtype`, views of the stacks.
     """
-    found: list[Tensor] = [torch.empty(0)] * len(grads)
+    found: list[Tensor] = [*grads]
     order = sorted(range(len(grads)), key=lambda i: (grads[i].shape, str(grads[i].dtype)))
-    for shape, alike in groupby(order, key=lambda i: grads[i].shape):
-        places = list(alike)
-        tall = _is_tall(grads[places[0]])
-        stack = torch.empty(len(places), *shape, dtype=dtype, device=grads[places[0]].device)
-        stack, begin = stack.mT if tall else stack, 0
-        for _, some in groupby(places, key=lambda i: grads[i].dtype):
-            part = torch.stack([grads[i] for i in some])
-            part = part.mT if tall else part
-            _divide_by_norm(part, stack[begin : begin + len(part)])
-            begin += len(part)
-        stack = _iterate(stack)
+    for (rows, columns), alike in groupby(order, key=lambda i: grads[i].shape):
+        places, tall = list(alike), rows > columns
+        stack = _iterate(_normal_stack([grads[i] for i in places], tall, dtype))
         for i, x in zip(places, stack.mT if tall else stack, strict=True):
             found[i] = x
     return found
 
 
-def _is_tall(grad: Tensor) -> bool:
-    return grad.shape[-2] > grad.shape[-1]
+def _normal_stack(grads: list[Tensor], tall: bool, dtype: torch.dtype) -> Tensor:
+    """Stack matrices of one shape, those of a dtype side by side, each of norm 1 and none tall."""
+    stack = torch.empty(len(grads), *grads[0].shape, dtype=dtype, device=grads[0].device)
+    stack, begin = stack.mT if tall else stack, 0
+    for _, some in groupby(grads, key=lambda grad: grad.dtype):
+        part = torch.stack(list(some))
+        part = part.mT if tall else part
+        _divide_by_norm(part, stack[begin : begin + len(part)])
+        begin += len(part)
+    return stack
 
 
 def _divide_by_norm(x: Tensor, out: Tensor) -> Tensor:

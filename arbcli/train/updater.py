@@ -101,7 +101,8 @@ class Updater:
         self.dtype = dtype
         (self.radix,) = {tensor.rule.radix for tensor in self.tensors}
         self.device = self.tensors[0].trits.device
-        self.seed = torch.tensor(seed, dtype=torch.int32, device=self.device)
+        self._host_seed = torch.tensor(seed, dtype=torch.int32, device="cpu")
+        self.seed = self._host_seed.to(self.device)
         self._index = {
             id(tensor): index for tensor, index in zip(self.tensors, first[:-1], strict=True)
         }
@@ -138,38 +139,42 @@ class Updater:
         self._held.clear()  # what an error left
         self.accumulation = accumulation
         sizes = [self._step_sizes(lr * factor) for factor in self._lr_factors]
-        rows = [
-            [[step * accumulation + micro, *size] for size in sizes]
-            for micro in range(accumulation)
-        ]
-        self._control = loaded(torch.tensor(rows, dtype=torch.int64, device="cpu"), self._control)
+        step_sizes, others = zip(*sizes, strict=True)
+        numbers = [*step_sizes, *itertools.chain(*others)]
+        rows = torch.tensor([numbers] * accumulation, dtype=torch.int64, device="cpu")
+        ticks = range(step * accumulation, (step + 1) * accumulation)
+        keys = torch.stack([self._keys_of(tick) for tick in ticks])
+        self._control = loaded(torch.cat([rows, keys], dim=1), self._control)
 
-    def _step_sizes(self, lr: float) -> tuple[int, ...]:
-        """Write what a learning rate makes of slopes, directions and moments, in fixed point."""
+    def _keys_of(self, tick: int) -> Tensor:
+        """Derive the keys of all matrices on the host, where that takes no launches."""
+        tick = torch.tensor(tick, dtype=torch.int64, device="cpu").to(torch.int32)
+        keys = stream_keys(self._host_seed, tick, self._num_matrices, NUM_STREAMS)
+        return keys.flatten().to(torch.int64)
+
+    def _step_sizes(self, lr: float) -> tuple[int, tuple[int, ...]]:
+        """Write what a learning rate makes of moments, slopes and directions, in fixed point."""
         step_size = lr * self.radix * STEP_OF_RADIX
-        return (
+        limit = min(round(STEP_CLIP * step_size * UNIT), 2**30)
+        return round(step_size * 2**32), (
             *fixed_point_gain(lr * SCALE_STEP / self.accumulation),
             *fixed_point_gain(step_size / self.accumulation),
-            min(round(STEP_CLIP * step_size * UNIT), 2**30),
-            round(step_size * 2**32),
+            limit,
+            limit * ROW_CLIP // STEP_CLIP,
         )
 
     def begin_micro(self, micro: int) -> None:
         """Prepare for the backward of micro-batch `micro`, from 0, by work on the device alone."""
         self.step_held()
         self.first, self.last = micro == 0, micro == self.accumulation - 1
-        control = self._control[micro]
-        integers = control[:, :6].to(torch.int32)
-        tick, row_limits = integers[0, 0], integers[:, 5] * ROW_CLIP // STEP_CLIP
-        self.keys = stream_keys(self.seed, tick, self._num_matrices, NUM_STREAMS)
+        control, factors = self._control[micro], len(self._lr_factors)
+        integers = control[factors:].to(torch.int32)
+        self.keys = integers[6 * factors :].view(self._num_matrices, NUM_STREAMS)
+        sizes = integers[: 6 * factors].view(factors, 6)
         self._sizes = {
             factor: _StepSizes((scale, scale_shift), (direct, shift), limit, row_limit, size)
-            for factor, (_, scale, scale_shift, direct, shift, limit), row_limit, size in zip(
-                self._lr_factors,
-                map(Tensor.unbind, integers),
-                row_limits,
-                control[:, 6],
-                strict=True,
+            for factor, size, (scale, scale_shift, direct, shift, limit, row_limit) in zip(
+                self._lr_factors, control, map(Tensor.unbind, sizes), strict=False
             )
         }
         self._squares.zero_()
