@@ -2,6 +2,7 @@
 
 from arbcli.kernels.attention.decode_attention import DECODE_ATTENTION
 from arbcli.kernels.attention.decode_attention_8bit import DECODE_ATTENTION_8BIT
+from arbcli.kernels.attention.decode_attention_rows import DECODE_ATTENTION_ROWS
 from arbcli.kernels.attention.rotary_norm import ROTARY_NORM, ROTARY_NORM_BACKWARD
 from arbcli.kernels.chunks.boundary_scores import BOUNDARY_SCORES, BOUNDARY_SCORES_BACKWARD
 from arbcli.kernels.chunks.find_chunks import FIND_CHUNKS
@@ -23,6 +24,7 @@ from arbcli.kernels.norm.gated_rms_norm import GATED_RMS_NORM, GATED_RMS_NORM_BA
 from arbcli.kernels.norm.norm_e4m3 import GATED_RMS_NORM_E4M3, RMS_NORM_E4M3
 from arbcli.kernels.norm.rms_norm import ADD_RMS_NORM, RMS_NORM, RMS_NORM_BACKWARD
 from arbcli.kernels.output.choose_byte import CHOOSE_BYTE
+from arbcli.kernels.output.choose_bytes import CHOOSE_BYTES
 from arbcli.kernels.output.cross_entropy import CROSS_ENTROPY, CROSS_ENTROPY_BACKWARD
 from arbcli.kernels.rows.expert_combine import EXPERT_COMBINE, EXPERT_COMBINE_BACKWARD
 from arbcli.kernels.rows.table_rows import GATHER_ROWS, SCATTER_ROWS
@@ -75,7 +77,9 @@ KERNELS: tuple[KernelSpec, ...] = (
     ROTARY_NORM_BACKWARD,
     DECODE_ATTENTION,
     DECODE_ATTENTION_8BIT,
+    DECODE_ATTENTION_ROWS,
     CHOOSE_BYTE,
+    CHOOSE_BYTES,
     CROSS_ENTROPY,
     CROSS_ENTROPY_BACKWARD,
     EMBEDDING_ROWS,

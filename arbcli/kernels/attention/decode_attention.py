@@ -108,11 +108,12 @@ def load_turned(
 def add_parts(
     totals_ptr, sums_ptr, tickets_ptr, y_ptr, head, seen, offs_d, mask_d,
     WIDTH: tl.constexpr, BLOCK_S: tl.constexpr, SPLITS: tl.constexpr, BLOCK_P: tl.constexpr,
+    PROGRAMS: tl.constexpr,
 ):  # fmt: skip
     """Take a ticket; with the last one, add up what the programs of a head have stored."""
     tl.debug_barrier()  # all threads store their sums before one takes a ticket
     ticket, splits = tl.atomic_add(tickets_ptr + head, 1, sem="acq_rel"), tl.cdiv(seen, BLOCK_S)
-    if ticket == splits - 1:
+    if ticket == tl.minimum(splits, PROGRAMS) - 1:
         total, found = 0.0, tl.zeros(offs_d.shape, dtype=tl.float32)
         for start in range(0, splits, BLOCK_P):
             offs_p = start + tl.arange(0, BLOCK_P)
@@ -167,7 +168,7 @@ def _decode_attention_kernel(
 
         add_parts(
             totals_ptr, sums_ptr, tickets_ptr, y_ptr, head, seen, offs_d, mask_d,
-            WIDTH, BLOCK_S, SPLITS, BLOCK_P,
+            WIDTH, BLOCK_S, SPLITS, BLOCK_P, SPLITS,
         )  # fmt: skip
 
 

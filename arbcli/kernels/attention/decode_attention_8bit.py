@@ -145,7 +145,7 @@ def _decode_attention_8bit_kernel(
         tl.store(sums_ptr + part * WIDTH + offs_d, tl.sum(weight * value, axis=0), mask=mask_d)
         add_parts(
             totals_ptr, sums_ptr, tickets_ptr, y_ptr, head, seen, offs_d, mask_d,
-            WIDTH, BLOCK_S, SPLITS, BLOCK_P,
+            WIDTH, BLOCK_S, SPLITS, BLOCK_P, SPLITS,
         )  # fmt: skip
 
 
