@@ -140,9 +140,14 @@ def arrange(packed: Packed, gated: bool = False) -> Arranged:
 
 
 def fits_arranged(x: Tensor, group_size: int) -> bool:
-    """Whether a step should arrange its weights: one bf16 row, kernels, groups of whole planes."""
-    few = x.dtype == torch.bfloat16 and x.numel() == x.shape[-1] and x.shape[-1] % 8 == 0
-    return few and uses_triton(x) and group_size % PLANE == 0 and torch.version.hip is None
+    """Whether a step should arrange its weights: bf16, kernels, groups of whole planes.
+
+    Args:
+        x: the stream, (B, 1, K) of one position of each text.
+        group_size: of the weights.
+    """
+    step = x.dtype == torch.bfloat16 and x.shape[1] == 1 and x.shape[2] % 8 == 0
+    return step and uses_triton(x) and group_size % PLANE == 0 and torch.version.hip is None
 
 
 def arranged_matmul_reference(
