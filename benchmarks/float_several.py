@@ -39,9 +39,9 @@ def attend(q: Tensor, keys: Tensor, values: Tensor, position: Tensor, mode: str)
     seen = torch.arange(keys.shape[2], device=q.device) <= position
     if mode == "torch's attention":
         mask = seen.expand(len(q), 1, 1, -1)
-        return functional.scaled_dot_product_attention(
-            q[:, :, None], keys, values, attn_mask=mask
-        )[:, :, 0]
+        return functional.scaled_dot_product_attention(q[:, :, None], keys, values, attn_mask=mask)[
+            :, :, 0
+        ]
     scores = (keys.float() * q.float()[:, :, None]).sum(3) * q.shape[-1] ** -0.5
     shares = torch.where(seen, scores.exp(), 0.0)  # normalised heads: no score is large
     y = (shares[..., None] * values.float()).sum(2) / shares.sum(2)[..., None]
