@@ -84,6 +84,9 @@ class LanguageModel(nn.Module):
         norms = [part for part in self.modules() if isinstance(part, TernaryRMSNorm)]
         return bool(norms) and all(norm.plain for norm in norms)
 
+    makes_several = False
+    """Whether `new_several_cache` makes a cache for several texts, which a forward takes."""
+
     weights_are_prepared = False
     """Whether this is inside `prepared_weights`."""
 

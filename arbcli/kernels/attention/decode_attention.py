@@ -112,11 +112,12 @@ def load_turned(
 def add_parts(
     totals_ptr, sums_ptr, tickets_ptr, y_ptr, head, splits, offs_d, mask_d,
     WIDTH: tl.constexpr, SPLITS: tl.constexpr, BLOCK_P: tl.constexpr,
+    PROGRAMS: tl.constexpr,
 ):  # fmt: skip
-    """Take a ticket; with the last one, add up what `splits` programs of a head have stored."""
+    """Take a ticket; with the last one, add up the `splits` sums of a head, of any `PROGRAMS`."""
     tl.debug_barrier()  # all threads store their sums before one takes a ticket
     ticket = tl.atomic_add(tickets_ptr + head, 1, sem="acq_rel")
-    if ticket == splits - 1:
+    if ticket == tl.minimum(splits, PROGRAMS) - 1:
         total, found = 0.0, tl.zeros(offs_d.shape, dtype=tl.float32)
         for start in range(0, splits, BLOCK_P):
             offs_p = start + tl.arange(0, BLOCK_P)
@@ -209,7 +210,7 @@ def _decode_attention_kernel(
         tl.store(sums_ptr + part * WIDTH + offs_d, tl.sum(sums, axis=0), mask=mask_d)
         add_parts(
             totals_ptr, sums_ptr, tickets_ptr, y_ptr, head, tl.cdiv(seen, span), offs_d, mask_d,
-            WIDTH, SPLITS, BLOCK_P,
+            WIDTH, SPLITS, BLOCK_P, SPLITS,
         )  # fmt: skip
 
 

@@ -177,7 +177,7 @@ def _decode_attention_8bit_kernel(
         tl.store(sums_ptr + part * WIDTH + offs_d, tl.sum(sums, axis=0), mask=mask_d)
         add_parts(
             totals_ptr, sums_ptr, tickets_ptr, y_ptr, head, tl.cdiv(seen, span), offs_d, mask_d,
-            WIDTH, SPLITS, BLOCK_P,
+            WIDTH, SPLITS, BLOCK_P, SPLITS,
         )  # fmt: skip
 
 
