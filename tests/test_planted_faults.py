@@ -42,7 +42,7 @@ from arbcli.model.dense import Attention, Block
 from arbcli.verify import parity
 from arbcli.verify.compare import as_tuple, compare, poisoned
 from arbcli.verify.kernels import KERNELS, copies, find_kernels
-from arbcli.verify.parity import HNETS, RAGGED, RAGGED_GRAPH, RAGGED_HNET, Subject
+from arbcli.verify.parity import GATES, HNETS, RAGGED, RAGGED_GRAPH, RAGGED_HNET, Subject
 from arbcli.verify.strength import PLANTED
 
 pytestmark = pytest.mark.skipif(
@@ -653,6 +653,27 @@ FAULTS = [
         "graph: end to end",
     ),
     module(
+        "wrong function", "scores of experts without the root", "model.blocks",
+        rewrite("functional.softplus(x).sqrt()", "functional.softplus(x)"),
+        "gates: end to end",
+    ),
+    module(
+        "normaliser", "weights of experts not brought to one", "model.blocks",
+        rewrite("(c, s / s.sum(dim=1, keepdim=True))", "(c, s)"), "gates: end to end",
+    ),
+    module(
+        "sign", "shared expert taken away", "model.blocks",
+        rewrite("y + self.shared(x) if self.shared else y",
+                "y - self.shared(x) if self.shared else y"),
+        "gates: end to end",
+    ),
+    module(
+        "position", "experts hashed by the next bytes", "model.blocks",
+        rewrite("ngram_ids(t, 1 << BITS, (ORDER,))",
+                "ngram_ids(t.roll(-1, 1), 1 << BITS, (ORDER,))"),
+        "hashed: causality",
+    ),
+    module(
         "gradient", "gradient of one slot only", "model.blocks",
         rewrite("expert_combine(g, c.positions, None)",
                 "expert_combine(g, c.positions[:, :1], None)"),
@@ -820,6 +841,8 @@ def of_update(rule_and_direction: str) -> list:
 MODELS: dict[str, Callable[[str], list]] = {
     "model:": partial(of_model, "ragged", RAGGED),
     "graph:": partial(of_model, "graph", RAGGED_GRAPH),
+    "gates:": partial(of_model, "gates", GATES["graph softplus"]),
+    "hashed:": partial(of_model, "hashed", GATES["graph hash"]),
     "hnet:": partial(of_model, "hnet", RAGGED_HNET),
     "mamba:": partial(of_model, "mamba", HNETS["hnet mamba"]),
     "update": of_update,
