@@ -6,6 +6,9 @@ from typing import ClassVar
 from arbcli.config.dense import ModelConfig
 from arbcli.errors import ArbError
 
+GRAPH_ATTENTIONS = ("latent", "none")
+"""What blocks of a `GraphLM` may have."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GraphConfig(ModelConfig):
