@@ -9,6 +9,8 @@ from arbcli.errors import ArbError
 ATTENTIONS = ("dense", "compressed")
 """What the attention of a dense model is to: all positions, or compressed ones and the last."""
 
+MOST_RATIOS = 8
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompressedConfig(ModelConfig):
@@ -61,10 +63,11 @@ class CompressedConfig(ModelConfig):
                 hint="use a divisor",
                 fields=("kv_heads", "heads"),
             )
-        if not self.ratios or min(self.ratios) < 2:
+        if not 1 <= len(self.ratios) <= MOST_RATIOS or min(self.ratios) < 2:
             raise ArbError(
-                f"`ratios` is {self.ratios}",
-                hint="use 2 or more: an entry of one byte compresses nothing",
+                f"`ratios` has {len(self.ratios)} numbers, of which the least is"
+                f" {min(self.ratios, default=0):,}",
+                hint=f"use 1 to {MOST_RATIOS} of them, and 2 bytes or more",
                 fields=("ratios",),
             )
         if self.index_width % 4:
