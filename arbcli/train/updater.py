@@ -48,6 +48,11 @@ class _StepSizes(NamedTuple):
     step_size: Tensor
 
 
+def step_limit(step_size: float) -> int:
+    """Find the largest step of z, in units of 2**-16, of a root-mean-square of `step_size`."""
+    return min(round(STEP_CLIP * step_size * UNIT), 2**30)
+
+
 def loaded(numbers: Tensor, before: Tensor) -> Tensor:
     """Bring numbers of a step to the device, where a captured step reads them.
 
@@ -132,7 +137,7 @@ class Updater:
         return (
             *fixed_point_gain(lr * SCALE_STEP / self.accumulation),
             *fixed_point_gain(step_size / self.accumulation),
-            min(round(STEP_CLIP * step_size * UNIT), 2**30),
+            step_limit(step_size),
             round(step_size * 2**32),
         )
 
