@@ -528,6 +528,14 @@ FAULTS = [
         rewrite("(w == 127)[:, None]", "(w == 126)[:, None]"),
     ),
     kernel(
+        "layout", "bits of the odd row told as those of the even one", "last_bits",
+        rewrite("(a | (b << 4)).to(c)", "(b | (a << 4)).to(c)"),
+    ),
+    kernel(
+        "octave", "last bits read as no number below the one before", "take_last_bits",
+        rewrite("(a - b + 8 & 15) - 8", "a - b & 15"),
+    ),
+    kernel(
         "saturation", "scales wrap around", "step_scales",
         rewrite("tl.minimum(tl.maximum(v - (s >> 16), a), b)", "v - (s >> 16)"),
     ),

@@ -42,6 +42,7 @@ from arbcli.kernels.update.blend_moment import BLEND_MOMENT
 from arbcli.kernels.update.cast_votes import CAST_SCALE_VOTES, CAST_TRIT_VOTES
 from arbcli.kernels.update.gradient_gains import GRADIENT_GAINS
 from arbcli.kernels.update.gradient_statistics import GRADIENT_STATISTICS
+from arbcli.kernels.update.last_bits import LAST_BITS, TAKE_LAST_BITS
 from arbcli.kernels.update.newton_schulz import GRAM, GRAM_POLYNOMIAL
 from arbcli.kernels.update.quantise_gradient import QUANTISE_GRADIENT
 from arbcli.kernels.update.step_scales import STEP_SCALES
@@ -117,4 +118,6 @@ KERNELS: tuple[KernelSpec, ...] = (
     CAST_SCALE_VOTES,
     QUANTISE_GRADIENT,
     SUM_GRADIENTS,
+    LAST_BITS,
+    TAKE_LAST_BITS,
 )

@@ -575,6 +575,21 @@ def _step_by_moment(dice: Dice, group_size: int, m: int, n: int, k: int) -> tupl
     )  # fmt: skip
 
 
+def _last_bits(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
+    nibble = dice.below(2) == 1
+    radix = 14 if nibble else 64
+    packed, remainder = _weights(dice, n, k, radix, 7 if nibble else 63)
+    if nibble:
+        remainder = dice.view(dice.integers(-7, 7, n, k) * 16 + remainder % 16)
+    return packed, remainder, radix, nibble
+
+
+def _take_last_bits(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
+    *state, radix, nibble = _last_bits(dice, group_size, m, n, k)
+    bits = dice.integers(0, 255, (n + 1) // 2, k, dtype=torch.uint8).contiguous()
+    return *state, bits, radix, nibble
+
+
 def _step_by_direction(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
     gains = _gains(dice, n, k, dice.pick((2.0**14, 2.0**16, 2.0**19)))
     limit = dice.pick((2**14, 2**19, 2**23))
@@ -799,6 +814,8 @@ DRAWINGS = {
     "cast_scale_votes": Drawing(_cast_scale_votes),
     "quantise_gradient": Drawing(_quantise_gradient),
     "sum_gradients": Drawing(_sum_gradients),
+    "last_bits": Drawing(_last_bits),
+    "take_last_bits": Drawing(_take_last_bits),
 }  # fmt: skip
 
 
