@@ -295,7 +295,7 @@ class HNet(LanguageModel):
     ) -> Tensor:
         """Pass a position through blocks, after their past; it is counted elsewhere."""
         pairs = zip(blocks, past.blocks, strict=True)
-        if isinstance(past, KeyValueCache) and self._fuses(x):
+        if self._fuses(x):
             for block, of_block in pairs:
                 x = block.one_position(x, of_block)
             return x
