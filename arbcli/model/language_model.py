@@ -41,7 +41,8 @@ class Phase(NamedTuple):
     leads_deeper: Callable[[], Tensor] | None = None
     """Afterwards, a tensor of one bool: whether phases that are one deeper run; None is no."""
     handle: Tensor | None = None
-    """On a GPU, int64 of one element: that of the conditional node that is told so; 0 is none."""
+    """Int64 of one element: that of the conditional node that is told so, 0 being none; None where
+    there can be none."""
 
 
 class LanguageModel(nn.Module):
