@@ -432,6 +432,14 @@ FAULTS = [
     ),
     # scans
     kernel(
+        "position", "convolution one slot late", "mamba_step",
+        rewrite("(p + 1 + i) % t", "(p + i) % t"),
+    ),
+    kernel(
+        "neighbour", "every head has the first one's state", "mamba_step",
+        rewrite("(h * N + n[:, None]) * P", "n[:, None] * P"),
+    ),
+    kernel(
         "missing term", "state of the piece before forgotten", "decay_scan",
         rewrite("tl.exp(e) * s + tl.dot(f, v, input_precision='ieee')",
                 "tl.dot(f, v, input_precision='ieee')"),

@@ -38,6 +38,7 @@ from arbcli.kernels.rows.weighted_rows import (
 from arbcli.kernels.runtime.spec import KernelSpec
 from arbcli.kernels.scan.causal_conv import CAUSAL_CONV, CAUSAL_CONV_GRAD_W
 from arbcli.kernels.scan.decay_scan import DECAY_SCAN
+from arbcli.kernels.scan.mamba_step import MAMBA_STEP
 from arbcli.kernels.update.blend_moment import BLEND_MOMENT
 from arbcli.kernels.update.cast_votes import CAST_SCALE_VOTES, CAST_TRIT_VOTES
 from arbcli.kernels.update.gradient_gains import GRADIENT_GAINS
@@ -104,6 +105,7 @@ KERNELS: tuple[KernelSpec, ...] = (
     DECAY_SCAN,
     CAUSAL_CONV,
     CAUSAL_CONV_GRAD_W,
+    MAMBA_STEP,
     GRADIENT_STATISTICS,
     GRADIENT_GAINS,
     UNIT_GAIN,

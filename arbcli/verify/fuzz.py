@@ -42,6 +42,7 @@ from arbcli.kernels.rows.weighted_rows import touched_rows
 from arbcli.kernels.runtime.spec import Case, KernelSpec
 from arbcli.kernels.scan.causal_conv import rounded_conv
 from arbcli.kernels.scan.decay_scan import scan_in_bf16
+from arbcli.kernels.scan.mamba_step import MAMBA_STEP, draw_step
 from arbcli.kernels.update.blend_moment import moment_max
 from arbcli.kernels.update.newton_schulz import GRAM, GRAM_POLYNOMIAL
 from arbcli.kernels.update.quantise_gradient import NONE
@@ -313,6 +314,12 @@ def _decay_scan(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
     g = -dice.reals(batch, m, heads, dtype=torch.float32).square()
     v = dice.reals(batch, m, heads, min(n, 70))
     return q, k_, v, dice.view(g), dice.below(2) == 1
+
+
+def _mamba_step(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
+    heads, states, taps = dice.pick((3, 4)), dice.pick((1, 9, 64)), dice.pick((2, 4, 8))
+    shape = heads, states, min(n, 70), taps, dice.below(9)
+    return draw_step(*shape, dice.dtype, dice.generator)
 
 
 def _causal_conv(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
@@ -800,6 +807,7 @@ DRAWINGS = {
     "decay_scan": Drawing(_decay_scan, None, scan_in_bf16, needs_rows=True),
     "causal_conv": Drawing(_causal_conv, None, rounded_conv, needs_rows=True),
     "causal_conv_grad_w": Drawing(_causal_conv_grad_w, needs_rows=True),
+    "mamba_step": Drawing(_mamba_step, None, MAMBA_STEP.torch, one_layout=True),
     "gradient_statistics": Drawing(_gradient_statistics, _gradient_statistics_in_float64),
     "gradient_gains": Drawing(_gradient_gains),
     "unit_gain": Drawing(_unit_gain),
