@@ -19,6 +19,7 @@ from torch import Tensor
 from arbcli.config.dense import VOCABULARY
 from arbcli.device import deterministic, explained_out_of_memory
 from arbcli.errors import ArbError
+from arbcli.infer.step_graph import StepGraph, fits_step_graph
 from arbcli.kernels.output.choose_byte import choose_byte_
 from arbcli.kernels.runtime.backend import default_backend, use_backend
 from arbcli.kernels.runtime.overlap import overlapping
@@ -189,19 +190,23 @@ class Decoder:
 
     def _capture(self) -> None:
         """Record a step as CUDA graphs, after a few steps whose bytes are then forgotten."""
+        joined = self._phases[0].handle is not None and fits_step_graph()
         for _ in range(WARM_UP_STEPS):
             self.cache.reset()
             for phase in self._phases:
                 self._compute(phase)
-        captured: list[Phase] = []
-        graph = None
+        graphs: list[torch.cuda.CUDAGraph] = []
         for phase in self._phases:
-            pool = graph.pool() if graph else None
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=pool):
+            pool = graphs[-1].pool() if graphs else None
+            graphs.append(torch.cuda.CUDAGraph(keep_graph=joined))
+            with torch.cuda.graph(graphs[-1], pool=pool):
                 self._compute(phase)
-            captured.append(_replayed(phase, graph))
-        self._phases = captured
+        if joined:
+            step = StepGraph(self._phases, graphs, self.device)
+            self._phases = [Phase(0, step.replay)]
+        else:
+            pairs = zip(self._phases, graphs, strict=True)
+            self._phases = [_replayed(phase, graph) for phase, graph in pairs]
         self.cache.reset()
 
     def _fetch(self, begin: int) -> Callable[[], bytes]:

@@ -7,6 +7,7 @@ from arbcli.kernels.attention.rotary_norm import ROTARY_NORM, ROTARY_NORM_BACKWA
 from arbcli.kernels.chunks.boundary_scores import BOUNDARY_SCORES, BOUNDARY_SCORES_BACKWARD
 from arbcli.kernels.chunks.find_chunks import FIND_CHUNKS
 from arbcli.kernels.chunks.gather_chunks import GATHER_CHUNKS
+from arbcli.kernels.chunks.route_position import ROUTE_POSITION, TAKE_CHUNK
 from arbcli.kernels.chunks.smooth_chunks import SMOOTH_CHUNKS, SMOOTH_CHUNKS_BACKWARD
 from arbcli.kernels.chunks.spread_chunks import SPREAD_CHUNKS, SPREAD_CHUNKS_BACKWARD
 from arbcli.kernels.codec.decode_digits import DECODE_DIGITS
@@ -41,6 +42,7 @@ from arbcli.kernels.update.blend_moment import BLEND_MOMENT
 from arbcli.kernels.update.cast_votes import CAST_SCALE_VOTES, CAST_TRIT_VOTES
 from arbcli.kernels.update.gradient_gains import GRADIENT_GAINS
 from arbcli.kernels.update.gradient_statistics import GRADIENT_STATISTICS
+from arbcli.kernels.update.last_bits import LAST_BITS, TAKE_LAST_BITS
 from arbcli.kernels.update.newton_schulz import GRAM, GRAM_POLYNOMIAL
 from arbcli.kernels.update.quantise_gradient import QUANTISE_GRADIENT
 from arbcli.kernels.update.step_scales import STEP_SCALES
@@ -97,6 +99,8 @@ KERNELS: tuple[KernelSpec, ...] = (
     SMOOTH_CHUNKS_BACKWARD,
     SPREAD_CHUNKS,
     SPREAD_CHUNKS_BACKWARD,
+    ROUTE_POSITION,
+    TAKE_CHUNK,
     DECAY_SCAN,
     CAUSAL_CONV,
     CAUSAL_CONV_GRAD_W,
@@ -114,4 +118,6 @@ KERNELS: tuple[KernelSpec, ...] = (
     CAST_SCALE_VOTES,
     QUANTISE_GRADIENT,
     SUM_GRADIENTS,
+    LAST_BITS,
+    TAKE_LAST_BITS,
 )

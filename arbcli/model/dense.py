@@ -90,9 +90,13 @@ class ByteLM(LanguageModel):
         self.config, self.compute_dtype, self.recompute = config, compute_dtype, recompute
         self.cross_entropy = parts.cross_entropy
         self.embedding = parts.embedding(VOCABULARY, config.dim, config, area="embedding")
-        self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
+        self.blocks = nn.ModuleList(self.make_blocks(config))
         self.norm = parts.norm(config.dim, config)
         self.head = byte_head(config)
+
+    def make_blocks(self, config: ModelConfig) -> list[nn.Module]:
+        """Make the blocks."""
+        return [Block(config) for _ in range(config.layers)]
 
     def forward(self, ids: Tensor, cache: KeyValueCache | SeveralCache | None = None) -> Tensor:
         """Compute (B, T, 256) logits, in `compute_dtype`, from (B, T) int64 bytes.

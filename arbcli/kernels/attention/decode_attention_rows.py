@@ -1,6 +1,6 @@
 """`decode_attention` for one new byte of each of several texts, which know nothing of each other.
 
-Each text has rings and a position of its own. The slots of a head are split as there; a program
+Each text has rings and a position of its own. The slots of a head are split into blocks; a program
 takes every `PROGRAMS`-th split, so that many texts need no more programs than a GPU can hold. What
 is summed together, and in which order, depends on nothing but the slots: a text has the same bits
 whatever the others are, how many, and how long.
@@ -109,14 +109,14 @@ def _decode_attention_rows_kernel(
             tl.store(sums_ptr + part.to(tl.int64) * WIDTH + offs_d, sums, mask=mask_d)
             key, value = next_key, next_value
         add_parts(
-            totals_ptr, sums_ptr, tickets_ptr, y_ptr, place, seen, offs_d, mask_d,
-            WIDTH, BLOCK_S, SPLITS, BLOCK_P, PROGRAMS,
+            totals_ptr, sums_ptr, tickets_ptr, y_ptr, place, splits, offs_d, mask_d,
+            WIDTH, SPLITS, BLOCK_P, PROGRAMS,
         )  # fmt: skip
 
 
 def _decode_attention_rows_triton(qkv, keys, values, position, cos, sin, tickets, eps):
     texts, heads, window, width = keys.shape
-    block_s, _ = tiling(width, qkv.dtype)
+    block_s = tiling(heads, window, width, qkv.dtype).slots
     splits = triton.cdiv(window, block_s)
     wanted = RESIDENT * num_processors(qkv) // (texts * heads)
     parts = texts * heads * splits

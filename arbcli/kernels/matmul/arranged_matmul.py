@@ -253,7 +253,7 @@ def split_word(word):
 
 
 @triton.jit
-def _sum_of_squares(word):
+def sum_of_squares(word):
     """Add up the squares of the four bf16 elements of an int64."""
     a, b = split_word(word)
     total = tl.zeros(word.shape, tl.float32)
@@ -528,7 +528,7 @@ def _arranged_matmul_kernel(
             for start in tl.static_range(0, SQUARES):
                 at = thread + 32 * WARPS * start
                 word = tl.load(x_ptr + (i * (K // 4) + at), mask=4 * at < K, other=0)
-                of_row += _sum_of_squares(word)
+                of_row += sum_of_squares(word)
             squares = squares + (of_row,)  # noqa: RUF005
 
     for _ in range(1 if ONE else steps):

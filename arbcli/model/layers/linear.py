@@ -209,6 +209,7 @@ class TernaryLinear(Findable):
         normalise: bool,
         gated: bool = False,
         added: Tensor | None = None,
+        beside: "TernaryLinear | None" = None,
     ) -> Tensor:
         """Multiply few rows, (..., K) to (..., N), and do in the same kernel what is around that.
 
@@ -222,10 +223,15 @@ class TernaryLinear(Findable):
             gated: whether silu of the first half of the result multiplies the second; always the
                 same for a layer.
             added: what to add to the result, like it.
+            beside: a layer of the same config whose results, of the same rows, come behind; always
+                the same for a layer.
         """
         all_digits = self.weight.rule.reads_all
         if self._arranged is None:
-            self._arranged = (arrange_digits if all_digits else arrange)(self.weight.packed, gated)
+            packed = self.weight.packed
+            if beside is not None:
+                packed = packed.above(beside.weight.packed)
+            self._arranged = (arrange_digits if all_digits else arrange)(packed, gated)
         eps = NORM_EPS if normalise else None
         added = None if added is None else added.reshape(-1, added.shape[-1])
         rows = x.reshape(-1, x.shape[-1])
