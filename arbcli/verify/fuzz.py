@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from arbcli.kernels.attention.decode_attention import DECODE_ATTENTION
+from arbcli.kernels.attention.decode_attention_rows import DECODE_ATTENTION_ROWS
 from arbcli.kernels.attention.eight_bits import FORMATS, quantise_entries
 from arbcli.kernels.attention.rotary_norm import ROTARY_NORM, rounded_gradient, rounded_once
 from arbcli.kernels.chunks.boundary_scores import rounded_score_gradients
@@ -25,6 +26,7 @@ from arbcli.kernels.codec.decode_e4m3 import DECODE_E4M3
 from arbcli.kernels.codec.packed import OCTAVE, Packed, num_groups
 from arbcli.kernels.codec.packing import PLANE, pack_trits_torch
 from arbcli.kernels.matmul.arranged_matmul import ARRANGED_MATMUL, MOST_ROWS, arrange
+from arbcli.kernels.matmul.arranged_rows import ARRANGED_ROWS, MOST_TEXTS
 from arbcli.kernels.matmul.digits_matmul import DIGITS_MATMUL, arrange_digits
 from arbcli.kernels.matmul.fp8_matmul import MULTIPLE
 from arbcli.kernels.matmul.grouped_matmul import GROUPED_GRAD_W, GROUPED_MATMUL
@@ -194,6 +196,14 @@ def _arranged_matmul(dice: Dice, group_size: int, m: int, n: int, k: int) -> tup
     x = dice.reals(m, k, dtype=torch.bfloat16).contiguous()
     added = dice.reals(m, weight.out_features).contiguous() if dice.below(2) else None
     return x, *weight, dice.pick((None, 1e-6)), added, dice.dtype
+
+
+def _arranged_rows(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
+    _, *weight, eps, _, dtype = _arranged_matmul(dice, group_size, m, n, k)
+    m = 1 + (m - 1) % MOST_TEXTS
+    x = dice.reals(m, weight[2], dtype=torch.bfloat16).contiguous()
+    added = dice.reals(m, weight[1]).contiguous() if dice.below(2) else None
+    return x, *weight, eps, added, dtype
 
 
 def _digits_matmul(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
@@ -393,6 +403,19 @@ def _decode_attention_8bit(dice: Dice, group_size: int, m: int, n: int, k: int) 
     return qkv, keys, values, torch.stack((of_keys, of_values)), *rest
 
 
+def _decode_attention_rows(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
+    texts, heads, half = 1 + m % 4, 1 + dice.below(3), 1 + min(k, 64)
+    qkv = dice.reals(texts * 3 * heads, 2 * half).contiguous().view(texts, 3, heads, 2 * half)
+    rings = (dice.reals(texts * heads * n, 2 * half).contiguous() for _ in range(2))
+    position = dice.integers(0, 3 * n - 1, texts, dtype=torch.int32).contiguous()
+    angle = dice.reals(3 * n, half, dtype=torch.float32).contiguous()
+    tickets = torch.zeros(texts, heads, dtype=torch.int32, device=dice.device)
+    return (
+        qkv, *(ring.view(texts, heads, n, 2 * half) for ring in rings), position,
+        angle.cos(), angle.sin(), tickets, 1e-6,
+    )  # fmt: skip
+
+
 def _choose_byte(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
     symbols, place = min(k + 1, 256), dice.below(n)
     byte, text = (dice.integers(0, 127, size, dtype=t).contiguous()
@@ -401,6 +424,20 @@ def _choose_byte(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
     kept = (1 + dice.below(symbols), dice.pick((1.0, 0.9, 0.3)))
     temperature = dice.pick((0.0, 0.5, 1.0, 2.0))
     return byte, text, logits, dice.scalar(place), dice.key(), temperature, *kept
+
+
+def _choose_bytes(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
+    texts = 1 + m % 5
+    rows = [_choose_byte(dice, group_size, m, n, k) for _ in range(texts)]
+    _, _, logits, place, key, heat, top_k, top_p = zip(*rows, strict=True)
+    symbols = min(len(each) for each in logits)
+    here = {"device": dice.device}
+    return (
+        torch.full((texts, 1), 300, **here), torch.zeros(texts, n, dtype=torch.uint8, **here),
+        torch.stack([each[:symbols] for each in logits]), torch.stack(place), torch.stack(key),
+        torch.tensor(heat, **here), torch.tensor(top_k, dtype=torch.int32, **here),
+        torch.tensor(top_p, **here),
+    )  # fmt: skip
 
 
 def _cross_entropy(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
@@ -737,6 +774,7 @@ DRAWINGS = {
     "arranged_matmul": Drawing(
         _arranged_matmul, None, ARRANGED_MATMUL.torch, one_layout=True
     ),
+    "arranged_rows": Drawing(_arranged_rows, None, ARRANGED_ROWS.torch, one_layout=True),
     "digits_matmul": Drawing(_digits_matmul, None, DIGITS_MATMUL.torch, one_layout=True),
     "grouped_matmul": Drawing(_grouped_matmul, None, GROUPED_MATMUL.torch, needs_rows=True),
     "grouped_grad_w": Drawing(_grouped_grad_w, None, GROUPED_GRAD_W.torch, needs_rows=True),
@@ -770,6 +808,10 @@ DRAWINGS = {
         _decode_attention, None, DECODE_ATTENTION.torch, one_layout=True
     ),
     "decode_attention_8bit": Drawing(_decode_attention_8bit, one_layout=True),
+    "decode_attention_rows": Drawing(
+        _decode_attention_rows, None, DECODE_ATTENTION_ROWS.torch, one_layout=True
+    ),
+    "choose_bytes": Drawing(_choose_bytes, one_layout=True),
     "choose_byte": Drawing(_choose_byte, one_layout=True),
     "cross_entropy": Drawing(_cross_entropy, needs_rows=True),
     "cross_entropy_backward": Drawing(
