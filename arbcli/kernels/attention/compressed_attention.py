@@ -14,10 +14,7 @@ Vectors are normalised and turned by their positions, R_i, so what y has of one 
 by how far it is away. No score exceeds sqrt(d), and no maximum has to be subtracted.
 
 The share of an entry in a group is the sum of its p over the group's bytes and over heads, which is
-what an indexer learns from. With D[t] = y[t] . dy[t] and do = R_t dy[t], the gradients are
-
-    ds[i] = p[i] (do . c[i] - D),  dc[i] = sum over t, h of p[i] do + ds[i] q / sqrt(d)
-    dq = sum over i of ds[i] c[i] / sqrt(d),  dsink = -sum over t of exp(sink) / total D
+what an indexer learns from.
 
 Sources: DeepSeek-AI, "DeepSeek-V3.2-Exp", 2025, for choosing; the sink is that of OpenAI, gpt-oss.
 """
@@ -29,7 +26,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from arbcli.kernels.runtime.backend import chunk_elements
+from arbcli.kernels.runtime._triton import tl, triton
+from arbcli.kernels.runtime.backend import chunk_elements, uses_triton
 
 
 class Sight(NamedTuple):
@@ -101,28 +99,6 @@ def compressed_attention_reference(
     return torch.stack(rows).view(*shape, width), torch.stack(logs).view(shape), shares
 
 
-def compressed_attention_backward_reference(
-    grad_y: Tensor,
-    _y: Tensor,
-    _logs: Tensor,
-    x: Tensor,
-    recent: Tensor,
-    entries: Tensor,
-    chosen: Tensor | None,
-    sink: Tensor,
-    *rest,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Compute what `compressed_attention_backward` must return, by autograd of the reference."""
-    leaves = [part.double().requires_grad_() for part in (x, recent, entries, sink)]
-    with torch.enable_grad():
-        y, *_ = compressed_attention_reference(*leaves[:3], chosen, leaves[3], *rest)
-    found = torch.autograd.grad(y, leaves, grad_y.double(), allow_unused=True)
-    return tuple(
-        torch.zeros_like(leaf) if grad is None else grad
-        for leaf, grad in zip(leaves, found, strict=True)
-    )
-
-
 def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Turn (B, T, H, d) float32 by (T, d / 2) angles."""
     first, second = x.chunk(2, dim=-1)
@@ -130,7 +106,7 @@ def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((first * cos - second * sin, first * sin + second * cos), dim=-1)
 
 
-class _Part(NamedTuple):
+class Part(NamedTuple):
     """Whole groups of queries, which the torch backend attends with at a time."""
 
     groups: slice
@@ -143,7 +119,7 @@ class _Part(NamedTuple):
     """Places of the first group that no query is at."""
 
 
-def _parts(length: int, lead: int, sight: Sight, number: int) -> Iterator[_Part]:
+def parts_of(length: int, lead: int, sight: Sight, number: int) -> Iterator[Part]:
     """Cut so many queries into parts of so many groups."""
     groups = sight.groups(length)
     for first in range(groups.start, groups.stop, number):
@@ -152,10 +128,10 @@ def _parts(length: int, lead: int, sight: Sight, number: int) -> Iterator[_Part]
         queries = slice(max(0, begin), min(length, last * sight.ratio - 1 - sight.start))
         keys = slice(max(0, queries.start + lead - sight.window + 1), queries.stop + lead)
         of_groups = slice(first - groups.start, last - groups.start)
-        yield _Part(of_groups, queries, keys, max(0, -begin))
+        yield Part(of_groups, queries, keys, max(0, -begin))
 
 
-def _attend(
+def attend_part(
     x: Tensor,
     recent: Tensor,
     entries: Tensor,
@@ -165,7 +141,7 @@ def _attend(
     sin: Tensor,
     sight: Sight,
     eps: float,
-    part: _Part,
+    part: Part,
     lead: int,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Attend with the queries of a part; they, their keys and choices alone are given."""
@@ -214,7 +190,9 @@ ELEMENTS = 1 << 22
 """Of the largest tensor of a part."""
 
 
-def _number(x: Tensor, recent: Tensor, entries: Tensor, chosen: Tensor | None, sight: Sight) -> int:
+def groups_of_part(
+    x: Tensor, recent: Tensor, entries: Tensor, chosen: Tensor | None, sight: Sight
+) -> int:
     """Choose how many groups the torch backend takes at a time."""
     batch, _, heads, _ = x.shape
     if chosen is None:
@@ -231,9 +209,9 @@ def _compressed_attention_torch(x, recent, entries, chosen, sink, cos, sin, sigh
     y = torch.empty_like(x, memory_format=torch.contiguous_format)
     logs = torch.empty(batch, length, heads, dtype=torch.float32, device=x.device)
     shares = None if chosen is None else torch.empty(chosen.shape, device=x.device)
-    for part in _parts(length, lead, sight, _number(x, recent, entries, chosen, sight)):
+    for part in parts_of(length, lead, sight, groups_of_part(x, recent, entries, chosen, sight)):
         own = None if chosen is None else chosen[:, part.groups]
-        found = _attend(
+        found = attend_part(
             x[:, part.queries], recent[:, part.keys], entries, own, sink,
             cos[part.queries], sin[part.queries], sight, eps, part, lead,
         )  # fmt: skip
@@ -243,27 +221,200 @@ def _compressed_attention_torch(x, recent, entries, chosen, sink, cos, sin, sigh
     return y, logs, shares
 
 
-def _compressed_attention_backward_torch(
-    grad_y, y, logs, x, recent, entries, chosen, sink, cos, sin, sight, eps
-):
-    length, lead = x.shape[1], recent.shape[1] - x.shape[1]
-    grad_x = torch.empty_like(x, memory_format=torch.contiguous_format)
-    sums = [torch.zeros(t.shape, device=x.device) for t in (recent, entries, sink)]
-    for part in _parts(length, lead, sight, _number(x, recent, entries, chosen, sight)):
-        own = None if chosen is None else chosen[:, part.groups]
-        given = x[:, part.queries], recent[:, part.keys], entries, sink
-        leaves = [t.detach().float().requires_grad_() for t in given]
-        with torch.enable_grad():
-            y, *_ = _attend(
-                *leaves[:3], own, leaves[3], cos[part.queries], sin[part.queries],
-                sight, eps, part, lead,
-            )  # fmt: skip
-        grads = torch.autograd.grad(y, leaves, grad_y[:, part.queries].float())
-        grad_x[:, part.queries] = grads[0].to(x.dtype)
-        sums[0][:, part.keys] += grads[1]
-        sums[1] += grads[2]
-        sums[2] += grads[3]
-    return grad_x, *sums
+@triton.jit
+def load_queries(
+    x_ptr, cos_ptr, sin_ptr, t, h, mask, stride_t, stride_h,
+    HALF: tl.constexpr, BLOCK_H: tl.constexpr,
+):  # fmt: skip
+    """Load rows of queries, and what turns them: halves, [ROWS, BLOCK_H] float32, cos and sin."""
+    offs = tl.arange(0, BLOCK_H)[None, :]
+    both = mask[:, None] & (offs < HALF)
+    ptrs = x_ptr + (t.to(tl.int64) * stride_t + h * stride_h)[:, None] + offs
+    first = tl.load(ptrs, mask=both, other=0).to(tl.float32)
+    second = tl.load(ptrs + HALF, mask=both, other=0).to(tl.float32)
+    table = t[:, None] * HALF + offs
+    cos = tl.load(cos_ptr + table, mask=both, other=0)
+    sin = tl.load(sin_ptr + table, mask=both, other=0)
+    return first, second, cos, sin
+
+
+@triton.jit
+def load_vectors(ptr, rows, mask, stride, HALF: tl.constexpr, BLOCK_H: tl.constexpr):
+    """Load vectors at rows: both halves, [BLOCK_N, BLOCK_H]."""
+    offs = tl.arange(0, BLOCK_H)[None, :]
+    ptrs = ptr + rows.to(tl.int64)[:, None] * stride + offs
+    both = mask[:, None] & (offs < HALF)
+    return tl.load(ptrs, mask=both, other=0), tl.load(ptrs + HALF, mask=both, other=0)
+
+
+@triton.jit
+def scores_of(q1, q2, k1, k2, scale, PRECISION: tl.constexpr):
+    """Multiply rows by vectors, of both of which halves are given: [ROWS, BLOCK_N] float32."""
+    found = tl.dot(q1, tl.trans(k1), input_precision=PRECISION)
+    return tl.dot(q2, tl.trans(k2), found, input_precision=PRECISION) * scale
+
+
+@triton.jit
+def _compressed_attention_kernel(
+    x_ptr, recent_ptr, entries_ptr, chosen_ptr, sink_ptr, cos_ptr, sin_ptr,
+    y_ptr, logs_ptr, shares_ptr,
+    T, LEAD, NUMBER, SIZE, START, SHIFT, WINDOW, MOST, RATIO, scale, eps,
+    stride_xb, stride_xt, stride_xh, stride_rb, stride_rs, stride_rg, stride_eb, stride_ej,
+    stride_eg,
+    HEADS: tl.constexpr, KV: tl.constexpr, QUERIES: tl.constexpr, PLACES: tl.constexpr,
+    OF_KV: tl.constexpr, HALF: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr,
+    CHOSEN: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    block, b = tl.program_id(0), (tl.program_id(1) // KV).to(tl.int64)
+    kv = tl.program_id(1) % KV
+    of_kv: tl.constexpr = HEADS // KV
+    row = tl.arange(0, PLACES * OF_KV)
+    place, own = row // OF_KV, row % OF_KV
+    first = block * QUERIES + SHIFT
+    t, h = first + place, kv * of_kv + own
+    valid = (place < QUERIES) & (own < of_kv) & (t >= 0) & (t < T)
+    low, high = tl.maximum(first, 0), tl.minimum(first + QUERIES, T) - 1
+    x1, x2, cos, sin = load_queries(
+        x_ptr + b * stride_xb, cos_ptr, sin_ptr, t, h, valid, stride_xt, stride_xh, HALF, BLOCK_H
+    )
+    r = tl.rsqrt(tl.sum(x1 * x1 + x2 * x2, axis=1) / (2 * HALF) + eps)[:, None]
+    dtype = x_ptr.dtype.element_ty
+    q1 = ((x1 * cos - x2 * sin) * r).to(dtype)
+    q2 = ((x1 * sin + x2 * cos) * r).to(dtype)
+
+    total = tl.zeros((PLACES * OF_KV,), dtype=tl.float32)
+    y1 = tl.zeros((PLACES * OF_KV, BLOCK_H), dtype=tl.float32)
+    y2 = tl.zeros((PLACES * OF_KV, BLOCK_H), dtype=tl.float32)
+    offs_n = tl.arange(0, BLOCK_N)
+    recent_ptr += b * stride_rb + kv * stride_rg
+    for start in range(tl.maximum(low + LEAD - WINDOW + 1, 0), high + LEAD + 1, BLOCK_N):
+        s = start + offs_n
+        k1, k2 = load_vectors(recent_ptr, s, s <= high + LEAD, stride_rs, HALF, BLOCK_H)
+        ago = t[:, None] + LEAD - s[None, :]
+        p = tl.exp(scores_of(q1, q2, k1, k2, scale, PRECISION))
+        p = tl.where((ago >= 0) & (ago < WINDOW), p, 0)
+        total += tl.sum(p, axis=1)
+        p = p.to(dtype)
+        y1 = tl.dot(p, k1, y1, input_precision=PRECISION)
+        y2 = tl.dot(p, k2, y2, input_precision=PRECISION)
+    entries_ptr += b * stride_eb + kv * stride_eg
+    complete = (START + t + 1) // RATIO
+    if CHOSEN:
+        chosen_ptr += (b * NUMBER + block) * SIZE
+        begin, end = 0, SIZE
+    else:
+        begin = tl.maximum((START + low + 1) // RATIO - MOST, 0)
+        end = (START + high + 1) // RATIO
+    for start in range(begin, end, BLOCK_N):
+        if CHOSEN:
+            j = tl.load(chosen_ptr + start + offs_n, mask=start + offs_n < end, other=-1)
+            there = j >= 0
+            seen = there[None, :]
+        else:
+            j = start + offs_n
+            there = j < end
+            seen = (j[None, :] < complete[:, None]) & (j[None, :] >= complete[:, None] - MOST)
+        k1, k2 = load_vectors(entries_ptr, j, there, stride_ej, HALF, BLOCK_H)
+        p = tl.where(seen, tl.exp(scores_of(q1, q2, k1, k2, scale, PRECISION)), 0)
+        total += tl.sum(p, axis=1)
+        p = p.to(dtype)
+        y1 = tl.dot(p, k1, y1, input_precision=PRECISION)
+        y2 = tl.dot(p, k2, y2, input_precision=PRECISION)
+    total += tl.exp(tl.load(sink_ptr + h, mask=valid, other=0))
+    out = (b * T + t) * HEADS + h
+    tl.store(logs_ptr + out, tl.log(total), mask=valid)
+    y1, y2 = y1 / total[:, None], y2 / total[:, None]
+    offs = tl.arange(0, BLOCK_H)[None, :]
+    ptrs = y_ptr + out[:, None] * (2 * HALF) + offs
+    both = valid[:, None] & (offs < HALF)
+    tl.store(ptrs, (y1 * cos + y2 * sin).to(dtype), mask=both)
+    tl.store(ptrs + HALF, (y2 * cos - y1 * sin).to(dtype), mask=both)
+    if CHOSEN:
+        share = tl.where(valid, 1 / total, 0)[:, None]
+        shares_ptr += ((b * KV + kv) * NUMBER + block) * SIZE
+        for start in range(0, SIZE, BLOCK_N):
+            at = start + offs_n
+            j = tl.load(chosen_ptr + at, mask=at < SIZE, other=-1)
+            k1, k2 = load_vectors(entries_ptr, j, j >= 0, stride_ej, HALF, BLOCK_H)
+            p = tl.exp(scores_of(q1, q2, k1, k2, scale, PRECISION)) * share
+            found = tl.where(j >= 0, tl.sum(p, axis=0), 0)
+            tl.store(shares_ptr + at, found, mask=at < SIZE)
+
+
+class Tiling(NamedTuple):
+    """How queries and keys are shared among programs."""
+
+    queries: int
+    """Positions of a program; those of a group where entries are chosen."""
+    shift: int
+    """Index of the first query of the first program; places before the first one are left out."""
+    programs: int
+    """For each text and head of keys."""
+    places: int
+    """`queries`, rounded up to a power of two."""
+    of_kv: int
+    """Heads of a head of keys, likewise; rows of a program are both, multiplied."""
+    block_h: int
+    """Half the width of a head, likewise."""
+
+
+ROWS = 64
+"""Rows of a program that a product takes at once, if heads have no more than 128 numbers."""
+
+
+def tiling(x: Tensor, recent: Tensor, chosen: Tensor | None, sight: Sight) -> Tiling:
+    """Choose how many queries a program has."""
+    length, heads, width = x.shape[1:]
+    of_kv = triton.next_power_of_2(heads // recent.shape[2])
+    rows = ROWS if width <= 128 else ROWS // 2
+    queries, shift = max(1, rows // of_kv), 0
+    programs = triton.cdiv(length, queries)
+    if chosen is not None:
+        queries, programs = sight.ratio, chosen.shape[1]
+        shift = sight.group(0) * sight.ratio - 1 - sight.start
+    places = triton.next_power_of_2(queries)
+    places *= max(1, 16 // (places * of_kv))  # no product has fewer rows
+    block_h = max(16, triton.next_power_of_2(width // 2))
+    return Tiling(queries, shift, programs, places, of_kv, block_h)
+
+
+def _compressed_attention_triton(x, recent, entries, chosen, sink, cos, sin, sight, eps):
+    (batch, length, heads, width), kv = x.shape, recent.shape[2]
+    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    logs = torch.empty(batch, length, heads, dtype=torch.float32, device=x.device)
+    x, recent, entries = (dense_rows(part) for part in (x, recent, entries))
+    tile = tiling(x, recent, chosen, sight)
+    shares, number, size = logs, 0, 0
+    if chosen is not None:
+        number, size = chosen.shape[1:]
+        shares = torch.empty(batch, kv, number, size, dtype=torch.float32, device=x.device)
+    _compressed_attention_kernel[(tile.programs, batch * kv)](
+        x, recent, entries, chosen, sink, cos, sin, y, logs, shares,
+        length, recent.shape[1] - length, number, size, sight.start, tile.shift, sight.window,
+        sight.most, sight.ratio, width**-0.5, eps,
+        *x.stride()[:3], *recent.stride()[:3], *entries.stride()[:3],
+        HEADS=heads, KV=kv, QUERIES=tile.queries, PLACES=tile.places, OF_KV=tile.of_kv,
+        HALF=width // 2, BLOCK_H=tile.block_h, BLOCK_N=block_n(x), CHOSEN=chosen is not None,
+        PRECISION="ieee" if x.dtype == torch.float32 else "tf32", num_warps=num_warps(tile),
+    )  # fmt: skip
+    if chosen is None:
+        return y, logs, None
+    return y, logs, shares[:, 0] if kv == 1 else shares.sum(dim=1)
+
+
+def dense_rows(x: Tensor) -> Tensor:
+    """Make the numbers of each vector neighbours."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def block_n(x: Tensor) -> int:
+    """Choose how many vectors a product takes."""
+    return 32 if x.shape[-1] > 128 or x.dtype == torch.float32 else 64
+
+
+def num_warps(tile: Tiling) -> int:
+    """Choose the warps of a program."""
+    return 8 if tile.places * tile.of_kv * tile.block_h > 64 * 64 else 4
 
 
 def compressed_attention(
@@ -301,14 +452,12 @@ def compressed_attention(
     Raises:
         ValueError: a dtype or a shape does not fit.
     """
-    _check(x, recent, entries, chosen, sink, cos, sin, sight)
-    return _compressed_attention_torch(x, recent, entries, chosen, sink, cos, sin, sight, eps)
+    check_attention(x, recent, entries, chosen, sink, cos, sin, sight)
+    run = _compressed_attention_triton if uses_triton(x) else _compressed_attention_torch
+    return run(x, recent, entries, chosen, sink, cos, sin, sight, eps)
 
 
-def compressed_attention_backward(
-    grad_y: Tensor,
-    y: Tensor,
-    logs: Tensor,
+def check_attention(
     x: Tensor,
     recent: Tensor,
     entries: Tensor,
@@ -317,42 +466,12 @@ def compressed_attention_backward(
     cos: Tensor,
     sin: Tensor,
     sight: Sight,
-    eps: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Propagate a gradient back through `compressed_attention`, whose other arguments they are.
-
-    Args:
-        grad_y: (B, T, H, d) in the dtype of x.
-        y: what it returned.
-        logs: what it returned.
-        x: what it was given.
-        recent: likewise.
-        entries: likewise.
-        chosen: likewise.
-        sink: likewise.
-        cos: likewise.
-        sin: likewise.
-        sight: likewise.
-        eps: likewise.
-
-    Returns:
-        Gradients of x in its dtype, and of recent, entries and sink, float32.
+) -> None:
+    """Refuse arguments that do not fit.
 
     Raises:
-        ValueError: a dtype or a shape does not fit.
+        ValueError: a dtype or a shape does not.
     """
-    _check(x, recent, entries, chosen, sink, cos, sin, sight)
-    for part in (grad_y, y):
-        if part.shape != x.shape or part.dtype != x.dtype:
-            got = f"{part.dtype} {tuple(part.shape)}"
-            raise ValueError(f"{got} does not fit {x.dtype} {tuple(x.shape)}")
-    if logs.dtype != torch.float32 or logs.shape != x.shape[:3]:
-        raise ValueError(f"totals {logs.dtype} {tuple(logs.shape)} do not fit {tuple(x.shape)}")
-    rest = (x, recent, entries, chosen, sink, cos, sin, sight, eps)
-    return _compressed_attention_backward_torch(grad_y, y, logs, *rest)
-
-
-def _check(x, recent, entries, chosen, sink, cos, sin, sight):
     got = f"{x.dtype} of shape {tuple(x.shape)}"
     if x.dtype not in (torch.float32, torch.bfloat16) or x.dim() != 4 or x.shape[-1] % 2:
         raise ValueError(f"need float32 or bfloat16 queries of an even width, got {got}")

@@ -38,11 +38,8 @@ from torch.nn import functional
 
 from arbcli.config.compressed import CompressedConfig
 from arbcli.kernels.attention.choose_entries import choose_entries
-from arbcli.kernels.attention.compressed_attention import (
-    Sight,
-    compressed_attention,
-    compressed_attention_backward,
-)
+from arbcli.kernels.attention.compressed_attention import Sight, compressed_attention
+from arbcli.kernels.attention.compressed_attention_backward import compressed_attention_backward
 from arbcli.model.cache import CachedAttention
 from arbcli.model.initial import output_std
 from arbcli.model.layers.kinds import layers_for
