@@ -12,7 +12,7 @@ import typer
 from arbcli.config.checks import check_choice
 from arbcli.config.compressed import ATTENTIONS
 from arbcli.config.dense import SCALE_TYPES
-from arbcli.config.graph import GRAPH_ATTENTIONS
+from arbcli.config.graph import GRAPH_ATTENTIONS, MOE_GATES
 from arbcli.config.hnet import BOUNDARIES, OUTER_BLOCKS
 from arbcli.config.presets import check_preset
 from arbcli.config.training import COMPUTES
@@ -29,6 +29,8 @@ OPTION_OF_FIELD = {
     "graph": "--graph/--no-graph",
     "router": "--router/--no-router",
     "memgram": "--memgram/--no-memgram",
+    "shared_expert": "--shared-expert/--no-shared-expert",
+    "moe_clamp": "--moe-clamp/--no-moe-clamp",
 }
 """Options that are not called as the field of a configuration that they set."""
 
@@ -268,6 +270,14 @@ GRAPH_PARTS = {
     "memgram": _part("memgram", "A memory of what followed the text's n-grams."),
     "moe_top_k": _number("Experts a position. [default: the preset's]", min=1),
     "max_moe_iters": _number("Iterations over the experts. [default: the preset's]", min=1),
+    "moe_gate": _name(
+        "moe_gate",
+        MOE_GATES,
+        "How experts are chosen: softmax or softplus, by scores of what they are weighed by; hash,"
+        " by the last three bytes. [default: softmax]",
+    ),
+    "shared_expert": _part("shared_expert", "One more expert, which every position goes to."),
+    "moe_clamp": _part("moe_clamp", "Bounds of 10 on what the experts' gates let in."),
 }
 """Options that only the presets with a graph have."""
 HNET_PARTS = {

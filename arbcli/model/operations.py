@@ -91,7 +91,8 @@ def _iteration(config: GraphConfig) -> int:
     if config.moe:
         inward += config.expert_dim + config.gate_dim
         found += config.gate_dim * config.experts + dim * config.expert_dim
-        found += config.moe_top_k * 3 * config.expert_dim * config.expert_ffn
+        used = config.moe_top_k + config.shared_expert
+        found += used * 3 * config.expert_dim * config.expert_ffn
     if config.graph:
         found += dim * config.code_dim
     return found + dim * inward

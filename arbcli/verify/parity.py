@@ -72,6 +72,13 @@ RAGGED_GRAPH = GraphConfig(
     adapter_rank=3, edges=(17, 2), head_ffn=11, memory_rows=59, max_moe_iters=2, memgram=True,
 )  # fmt: skip
 """The same of a `GraphLM` with all of its parts; a context has a 6-gram, which can be recalled."""
+GATES = {
+    "graph softplus": replace(
+        RAGGED_GRAPH, moe_gate="softplus", shared_expert=True, moe_clamp=True
+    ),
+    "graph hash": replace(RAGGED_GRAPH, moe_gate="hash"),
+}
+"""The same with other ways to choose experts."""
 RAGGED_HNET = HNetConfig(
     dim=24, layers=2, heads=2, ffn=13, ctx=17, outer_dim=(20, 28), outer_layers=(1, 1),
     outer_heads=(2, 1), outer_ffn=(11, 9), chunk_length=(5, 2), window=5,
@@ -312,6 +319,9 @@ def _subjects(
             part = "layers" if index or interpreted else "model"
             place = (torch.float32, device, backend, part)
             yield Subject(f"graph {scale_type}", config, 2, *place)
+        for name, config in GATES.items() if not interpreted else ():
+            config = replace(config, scale_type=next(iter(group_sizes)))
+            yield Subject(f"{name} {config.scale_type}", config, 2, *place)
         for index, (name, config) in enumerate(HNETS.items()):  # interpreted, the first alone
             if index and interpreted:
                 continue

@@ -118,7 +118,7 @@ CHOSEN = {
     "schedule": "wsd", "rule": "nibble", "digits": "all", "direction": "sign",
     "scale_type": "T6", "weights": "ste", "optimizer": "muon", "compute": "fp32",
     "device": "cuda:1", "backend": "torch", "boundaries": "space", "outer_blocks": "mamba",
-    "wire": "int8", "attention": "compressed",
+    "wire": "int8", "moe_gate": "hash", "attention": "compressed",
 }  # fmt: skip
 """A value of each option that is no number and no switch."""
 OTHERS = {

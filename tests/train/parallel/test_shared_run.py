@@ -9,8 +9,10 @@ from processes import in_processes
 from arbcli.checkpoint import tensor_digest
 from arbcli.data import open_texts
 from arbcli.errors import ArbError
+from arbcli.model.blocks import experts
 from arbcli.model.packed import StateModule
 from arbcli.train.configure import new_config
+from arbcli.train.parallel import owners
 from arbcli.train.parallel.group import Group
 from arbcli.train.trainer import Trainer
 
@@ -74,11 +76,21 @@ def test_every_rule_gives_the_bits_of_one_process(given, texts):
     assert_the_same(texts, SMALL | given | scale, (2,))
 
 
-def test_every_buffer_that_a_step_changes_is_told(texts, small_graph):
-    """All kinds of state move, and are the same in both processes and in one."""
+def test_every_buffer_that_a_step_changes_is_told(texts, small_graph, monkeypatch):
+    """All kinds of state move, and are the same in both processes and in one.
+
+    Gradients of experts come one at a time here, each in a message of its own.
+    """
+    monkeypatch.setattr(experts, "WEIGHTS_AT_ONCE", 1)
+    monkeypatch.setattr(owners, "BUCKET_WEIGHTS", 1)
     given = small_graph | {"memgram": True, "batch": 2, "accum": 2, "direction": "factored"}
     after = assert_the_same(texts, given, (2,), steps=1)
-    model = Trainer(new_config(**(DECIDED | given)), texts).model
+    trainer = Trainer(new_config(**(DECIDED | given)), texts)
+    model = trainer.model
+    stacks = [tensor for tensor in trainer.shared.tensors if tensor.matrices > 1]
+    members = [m.tensor for bucket in trainer.shared.buckets for m in bucket.members]
+    assert [sum(m is stack for m in members) for stack in stacks] == [s.matrices for s in stacks]
+    assert stacks
     before = {name: tensor_digest(name, part) for name, part in model.state_dict().items()}
     moved = {name for name in after if before[name] != after[name]}
     modules = {name: part for name, part in model.named_modules() if isinstance(part, StateModule)}
