@@ -20,6 +20,7 @@ Sources: DeepSeek-AI, "DeepSeek-V3.2-Exp", 2025, for choosing; the sink is that 
 """
 
 from collections.abc import Iterator
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -28,6 +29,7 @@ from torch.nn import functional
 
 from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.backend import chunk_elements, uses_triton
+from arbcli.kernels.runtime.spec import Case, Gate, KernelSpec, Timing
 
 
 class Sight(NamedTuple):
@@ -383,10 +385,11 @@ def _compressed_attention_triton(x, recent, entries, chosen, sink, cos, sin, sig
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     logs = torch.empty(batch, length, heads, dtype=torch.float32, device=x.device)
     x, recent, entries = (dense_rows(part) for part in (x, recent, entries))
+    sink, cos, sin = (part.contiguous() for part in (sink, cos, sin))
     tile = tiling(x, recent, chosen, sight)
     shares, number, size = logs, 0, 0
     if chosen is not None:
-        number, size = chosen.shape[1:]
+        chosen, (number, size) = chosen.contiguous(), chosen.shape[1:]
         shares = torch.empty(batch, kv, number, size, dtype=torch.float32, device=x.device)
     _compressed_attention_kernel[(tile.programs, batch * kv)](
         x, recent, entries, chosen, sink, cos, sin, y, logs, shares,
@@ -496,3 +499,130 @@ def check_attention(
     for table in (cos, sin):
         if table.dtype != torch.float32 or table.shape != (length, width // 2):
             raise ValueError(f"table {table.dtype} {tuple(table.shape)} does not fit {got}")
+
+
+def random_sight(
+    generator: torch.Generator, sight: Sight, batch: int, length: int, kept: int, shape: tuple
+) -> tuple:
+    """Draw what `compressed_attention` is given, but for its eps.
+
+    Args:
+        generator: on the CPU.
+        sight: what a byte sees.
+        batch: B.
+        length: T.
+        kept: bytes before the first query.
+        shape: heads, heads of keys, width of a head, and entries that are chosen; 0 is all.
+    """
+    heads, kv, width, top_k = shape
+
+    def normal(*sizes: int) -> Tensor:
+        return torch.randn(sizes, generator=generator)
+
+    entries = (sight.start + length) // sight.ratio
+    x, angle = normal(batch, length, heads, width), 7 * normal(length, width // 2)
+    vectors = [
+        functional.rms_norm(normal(batch, number, kv, width), (width,))
+        for number in (length + kept, entries)
+    ]
+    chosen = None
+    if top_k:
+        groups = sight.groups(length)
+        complete = torch.arange(groups.start, groups.stop)[:, None]
+        scores = torch.rand(batch, len(groups), entries, generator=generator)
+        places = torch.arange(entries)
+        unseen = (places >= complete) | (places < complete - sight.most)
+        order = scores.masked_fill(unseen, -1).sort(-1, descending=True)
+        size = min(top_k, entries)
+        found = torch.where(order.values < 0, entries, order.indices)[..., :size].sort(-1).values
+        chosen = torch.where(found == entries, -1, found).int()
+    return x, *vectors, chosen, normal(heads), angle.cos(), angle.sin(), sight
+
+
+SMALL = (
+    (Sight(5, 4, 99), 2, 13, 0, (4, 2, 6, 2)), (Sight(5, 3, 99), 1, 13, 0, (4, 1, 10, 0)),
+    (Sight(5, 4, 2, 9), 1, 7, 4, (2, 1, 66, 2)), (Sight(5, 4, 2, 9), 2, 7, 4, (2, 1, 4, 0)),
+    (Sight(5, 4, 2), 1, 3, 0, (2, 1, 4, 2)), (Sight(9, 4, 99), 1, 41, 0, (12, 1, 64, 5)),
+    (Sight(40, 4, 99, 30), 1, 41, 19, (12, 1, 64, 0)), (Sight(3, 9, 1), 1, 1, 0, (1, 1, 2, 0)),
+    (Sight(4, 6, 3, 21), 1, 25, 3, (6, 3, 8, 3)),
+)  # fmt: skip
+"""Sights, texts, queries, bytes before them, and shapes: ragged, after a past, too few entries."""
+LARGE = (
+    (Sight(128, 4, 4096), 1, 700, 0, (12, 1, 128, 64)),
+    (Sight(128, 128, 9), 2, 700, 0, (12, 1, 128, 0)),
+    (Sight(64, 4, 4096), 1, 260, 0, (8, 2, 64, 16)),
+    (Sight(100, 4, 99), 1, 150, 0, (4, 1, 512, 20)),
+    (Sight(128, 4, 4096, 16000), 1, 300, 127, (12, 1, 128, 128)),
+)  # fmt: skip
+
+
+def draw_cases(device: torch.device) -> Iterator[tuple[str, tuple]]:
+    """Draw labels and inputs, the eps with them."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(*shape, torch.float32) for shape in SMALL]
+    if device.type == "cuda":  # the interpreter computes wrongly in bf16
+        both = (torch.float32, torch.bfloat16)
+        shapes += [(*shape, dtype) for shape in LARGE for dtype in both]
+    for sight, batch, length, kept, shape, dtype in shapes:
+        x, recent, entries, *rest = random_sight(generator, sight, batch, length, kept, shape)
+        vectors = (part.to(device, dtype) for part in (x, recent, entries))
+        rest = (part.to(device) if isinstance(part, Tensor) else part for part in rest)
+        seen = f"{shape[3]} of {entries.shape[1]}" if shape[3] else f"all {entries.shape[1]}"
+        label = f"{batch}x{length} after {sight.start}, {shape[0]}/{shape[1]}x{shape[2]}, "
+        label += f"{seen} entries of {sight.ratio}, last {sight.window}"
+        label += " bf16" if dtype == torch.bfloat16 else ""
+        yield label, (*vectors, *rest, 1e-6)
+
+
+def draw_timed(device: torch.device) -> Iterator[tuple[str, tuple]]:
+    """Draw labels and inputs of 16,384 bytes."""
+    for sight, top_k in ((Sight(128, 4, 4096), 128), (Sight(128, 128, 128), 0)):
+        generator = torch.Generator().manual_seed(0)
+        x, *vectors = random_sight(generator, sight, 1, 16384, 0, (12, 1, 128, top_k))
+        real = [part.to(device, torch.bfloat16) for part in (x, *vectors[:2])]
+        rest = [part.to(device) if isinstance(part, Tensor) else part for part in vectors[2:]]
+        yield f"16384 bytes, entries of {sight.ratio} bf16", (*real, *rest, 1e-6)
+
+
+def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
+    for label, inputs in draw_cases(device):
+        low = inputs[0].dtype == torch.bfloat16
+        yield Case(label, inputs, _without_none(_compressed_attention_torch) if low else None)
+
+
+def _without_none(run):
+    """Wrap an implementation so that it returns tensors alone."""
+
+    def without_none(*inputs):
+        return tuple(part for part in run(*inputs) if part is not None)
+
+    return without_none
+
+
+def _dense_attention(x: Tensor) -> Tensor:
+    """Attend to all bytes as `ByteLM` does, with as many products for each of them."""
+    q = x.view(*x.shape[:2], -1, 64)[:, :, :12].transpose(1, 2)
+    return functional.scaled_dot_product_attention(q, q, q, is_causal=True)
+
+
+def _timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
+    for label, inputs in draw_timed(device):
+        yield Timing(
+            label, inputs,
+            run=_without_none(_compressed_attention_triton),
+            peer=partial(_dense_attention, inputs[0]),
+            peer_name="torch's attention to all bytes, 12 heads of 64",
+        )  # fmt: skip
+
+
+GATE = Gate(
+    exact=False,
+    relative=1e-5,
+    peer_slack=0.5,
+    reason="float32 sums; in bf16 weights are rounded before products, which torch's are not",
+)
+COMPRESSED_ATTENTION = KernelSpec(
+    "compressed_attention", _without_none(_compressed_attention_triton),
+    _without_none(_compressed_attention_torch), _without_none(compressed_attention_reference),
+    _cases, GATE, bfloat16=(0, 1, 2), timings=_timings,
+)  # fmt: skip

@@ -10,16 +10,22 @@ that they have the same bits every time: each block of vectors goes through the 
 Of chosen entries each group makes a sum for itself, and `sum_choices` adds those up.
 """
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
 from arbcli.kernels.attention.compressed_attention import (
+    GATE,
     ROWS,
     Sight,
     attend_part,
     check_attention,
+    compressed_attention,
     compressed_attention_reference,
     dense_rows,
+    draw_cases,
+    draw_timed,
     groups_of_part,
     load_queries,
     load_vectors,
@@ -31,6 +37,7 @@ from arbcli.kernels.attention.compressed_attention import (
 from arbcli.kernels.attention.sum_choices import sum_choices
 from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.backend import uses_triton
+from arbcli.kernels.runtime.spec import Case, KernelSpec, Timing
 
 
 def compressed_attention_backward_reference(
@@ -284,7 +291,7 @@ def _compressed_attention_backward_triton(
 ):
     (batch, length, heads, width), kv = x.shape, recent.shape[2]
     lead, precision = recent.shape[1] - length, "ieee" if x.dtype == torch.float32 else "tf32"
-    grad_y, y = grad_y.contiguous(), y.contiguous()
+    grad_y, y, logs, cos, sin = (part.contiguous() for part in (grad_y, y, logs, cos, sin))
     x, recent, entries = (dense_rows(part) for part in (x, recent, entries))
     tile = tiling(x, recent, chosen, sight)
     q, do = torch.empty(2, *x.shape, dtype=x.dtype, device=x.device).unbind()
@@ -297,7 +304,7 @@ def _compressed_attention_backward_triton(
     grad_x = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     pairs, number, size = q, 0, 0
     if chosen is not None:
-        number, size = chosen.shape[1:]
+        chosen, (number, size) = chosen.contiguous(), chosen.shape[1:]
         pairs = torch.empty(batch, number, size, kv * width, dtype=x.dtype, device=x.device)
     shape |= {"HEADS": heads, "KV": kv, "OF_KV": tile.of_kv, "PRECISION": precision}
     _grad_queries_kernel[(tile.programs, batch * kv)](
@@ -380,3 +387,31 @@ def compressed_attention_backward(
     rest = (x, recent, entries, chosen, sink, cos, sin, sight, eps)
     triton, torch_ = _compressed_attention_backward_triton, _compressed_attention_backward_torch
     return (triton if uses_triton(x) else torch_)(grad_y, y, logs, *rest)
+
+
+def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
+    generator = torch.Generator().manual_seed(1)
+    for label, inputs in draw_cases(device):
+        x = inputs[0]
+        grad = torch.randn(x.shape, generator=generator).to(device, x.dtype)
+        y, logs, _ = compressed_attention_reference(*inputs)
+        given = (grad, y.to(x.dtype), logs.float(), *inputs)
+        low = x.dtype == torch.bfloat16
+        yield Case(label, given, _compressed_attention_backward_torch if low else None)
+
+
+def _timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
+    for label, inputs in draw_timed(device):
+        y, logs, _ = compressed_attention(*inputs)
+        yield Timing(
+            label,
+            (torch.randn_like(y), y, logs, *inputs),
+            run=_compressed_attention_backward_triton,
+        )
+
+
+COMPRESSED_ATTENTION_BACKWARD = KernelSpec(
+    "compressed_attention_backward", _compressed_attention_backward_triton,
+    _compressed_attention_backward_torch, compressed_attention_backward_reference, _cases, GATE,
+    bfloat16=(0, 1, 3, 4, 5), timings=_timings,
+)  # fmt: skip
