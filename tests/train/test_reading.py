@@ -3,9 +3,11 @@
 import dataclasses
 import json
 import math
+import platform
 import signal
 from collections import Counter
 from dataclasses import asdict
+from datetime import UTC, datetime
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -13,14 +15,15 @@ from unittest import mock
 import pytest
 import torch
 
+import arbcli
 from arbcli.checkpoint import load_checkpoint
-from arbcli.config.training import TrainConfig
+from arbcli.config.training import TrainConfig, train_config_dict
 from arbcli.data import open_texts
 from arbcli.model.operations import step_operations
 from arbcli.train import run as runs
 from arbcli.train import trainer as training
 from arbcli.train.configure import new_config
-from arbcli.train.directory import field_digests
+from arbcli.train.directory import field_digests, make_next_directory, run_facts
 from arbcli.train.parallel.group import Group
 from arbcli.train.run import Observer, resume_run, start_run
 from arbcli.train.trainer import Trainer
@@ -407,6 +410,46 @@ def test_time_since_the_last_save_decides_when_to_save(options, tmp_path, monkey
     monkeypatch.setattr(runs, "save_checkpoint", noted)
     start_run(new_config(**options | {"steps": 8}), tmp_path / "run", Observer())
     assert saved == [0, 3, 6, 8]
+
+
+def test_facts_of_a_run_are_those_of_its_texts_and_of_this_program(options, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    Path("held.txt").write_bytes(b"WXYZ" * 25)
+    config = new_config(**options | {"val": ["held.txt"]})
+    texts = open_texts(config.data, config.val, seed=0, context=16)
+    facts = run_facts(config, texts)
+    began = datetime.fromisoformat(facts.pop("started"))
+    assert abs((datetime.now(UTC) - began).total_seconds()) < 3600
+    text = facts.pop("text")
+    assert text.pop("entropy") == pytest.approx(math.log(4))
+    assert text == {
+        "description": f"{options['data'][0]} (1 file)",
+        "split": None,
+        "digest": training.text_digest(texts),
+        "paths": {"data": options["data"], "val": [str(tmp_path / "held.txt")]},
+        "train_bytes": 4000,
+        "val_bytes": 100,
+    }
+    assert facts == {
+        "config": train_config_dict(config),
+        "digests": field_digests(config),
+        "threads": torch.get_num_threads(),
+        "versions": {
+            "arb": arbcli.__version__,
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+        },
+    }
+
+
+@pytest.mark.parametrize(
+    ("given", "name"),
+    [({}, "001-32x1-moment"), ({"rule": "votes"}, "001-32x1-votes"),
+     ({"weights": "float"}, "001-32x1-float"), ({"weights": "ste"}, "001-32x1-ste")],
+)  # fmt: skip
+def test_directory_of_a_run_is_named_for_its_model(given, name, options, tmp_path):
+    assert make_next_directory(new_config(**options | given), tmp_path).name == name
+    assert make_next_directory(new_config(**options), tmp_path).name == "002-32x1-moment"
 
 
 def test_digest_of_a_run_is_of_both_texts(options, tmp_path):
