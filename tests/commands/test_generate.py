@@ -296,3 +296,38 @@ def test_chunks_are_refused_of_a_model_without_any(run, arb_here):
     assert "has no chunks" in done.stderr
     done = arb_here("generate", "--checkpoint", run, "--chunks", "--bytes")
     assert "choose one" in done.stderr
+
+
+def test_prompts_of_a_file_become_json_lines(tmp_path, generate):
+    file = tmp_path / "prompts.jsonl"
+    file.write_text('{"prompt": "ternary "}\n\n"read"\n{"prompt": "a", "length": 3, "seed": 9}\n')
+    done = generate("--prompts", str(file), "--length", "12", "--seed", "4")
+    assert done.returncode == 0, done.stderr
+    lines = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [line["index"] for line in lines] == [0, 1, 2]
+    assert [line["prompt"] for line in lines] == ["ternary ", "read", "a"]
+    assert [(line["length"], line["seed"]) for line in lines] == [(12, 4), (12, 4), (3, 9)]
+    assert "3 texts, 27 bytes, " in done.stderr
+    alone = generate("--prompt", "ternary ", "--length", "12", "--seed", "4")
+    assert alone.stdout.strip("\n") == lines[0]["text"].strip("\n")  # on a CPU, one by one
+
+
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [
+        (["--batch", "2"], "`--batch` is for several prompts"),
+        (["--prompts", "{}", "--prompt", "a"], "leave `--prompt` out"),
+        (["--prompts", "{}", "--bytes"], "leave `--bytes` out"),
+        (["--prompts", "missing"], "cannot read `missing`: No such file"),
+        (["--prompts", "{}"], "line 2 of"),
+        (["--prompts", "{good}", "--batch", "2"], "this model makes one text after another"),
+    ],
+)
+def test_prompts_that_do_not_do_are_refused_in_a_line(given, why, tmp_path, generate):
+    (tmp_path / "bad").write_text('"a"\n{"promt": "b"}\n')
+    (tmp_path / "good").write_text('"a"\n')
+    names = {"{}": str(tmp_path / "bad"), "{good}": str(tmp_path / "good")}
+    done = generate(*(names.get(word, word) for word in given))
+    assert done.returncode == 2
+    assert why in done.stderr
+    assert done.stdout == ""

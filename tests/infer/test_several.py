@@ -19,7 +19,7 @@ from arbcli.model.dense import ByteLM
 @pytest.fixture
 def lm(device, monkeypatch) -> ByteLM:
     """A model that makes several, by the torch backend where there is no GPU."""
-    config = preset("tiny", dim=64, layers=2, heads=2, ffn=96, ctx=16)
+    config = preset("tiny", dim=32, layers=2, heads=2, ffn=48, ctx=16)
     with torch.device(device):
         lm = ByteLM(config)
     lm.initialise(0)
@@ -35,8 +35,8 @@ def request(prompt: bytes, length: int, stream: int = 0, **how) -> Request:
 
 REQUESTS = [
     request(b"a", 9), request(b"a prompt longer than the window is", 4, 1),
-    request(b"ab", 30, 2), request(b"abc", 1, 3, temperature=0.0),
-    request(b"abc", 20, 4, temperature=2.0, top_k=7), request(b"abc", 20, 4, seed=5, top_p=0.7),
+    request(b"ab", 17, 2), request(b"abc", 1, 3, temperature=0.0),
+    request(b"abc", 12, 4, temperature=2.0, top_k=7), request(b"abc", 12, 4, seed=5, top_p=0.7),
 ]  # fmt: skip
 """Texts that end at different times, wrap around the window, and are chosen in many ways."""
 
@@ -88,7 +88,7 @@ def test_steps_leave_texts_that_are_done_alone(lm):
 
 def test_cache_takes_what_was_predicted(lm):
     cache = lm.new_several_cache(3, 40)
-    assert cache.nbytes == cache_bytes(lm.config, 3, 40, torch.bfloat16) == 2 * 2 * 3 * 16 * 64 * 2
+    assert cache.nbytes == cache_bytes(lm.config, 3, 40, torch.bfloat16) == 2 * 2 * 3 * 16 * 32 * 2
     with pytest.raises(ValueError, match="one byte at a time, got 2"), cache.reading(2):
         pass
 
