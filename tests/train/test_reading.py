@@ -138,6 +138,28 @@ def test_model_is_measured_on_the_held_out_text_alone(options, monkeypatch):
     assert found == pytest.approx(expected, rel=1e-5)
 
 
+@pytest.mark.parametrize(("rank", "size", "mine"), [
+    (1, 4, range(10, 20)), (0, 2, range(20)), (1, 3, range(40)),  # 40 are no multiple of 3
+])  # fmt: skip
+def test_processes_share_an_evaluation_where_it_can_be_dealt_out(rank, size, mine, options):
+    trainer, seen = trainer_of(options), []
+    every = [pair[0] for pair in evaluation_of(trainer)]
+    loss = trainer.model.loss
+    trainer.model.loss = lambda *pair: seen.append(pair[0]) or loss(*pair)
+    trainer.group = Group(rank, size)
+    shared = []
+    trainer.group.in_order = lambda own: shared.append(len(own)) or own
+    trainer.evaluate()
+    assert len(seen) == len(mine)
+    assert all(torch.equal(a, every[i]) for a, i in zip(seen, mine, strict=True))
+    assert shared == ([len(mine)] if len(mine) < 40 else [])
+
+
+def evaluation_of(trainer: Trainer) -> list:
+    sizes = {"batch_size": 4, "context": 16, "device": "cpu"}
+    return list(training.evaluation_batches(trainer.texts.val, num_batches=40, **sizes))
+
+
 @pytest.mark.parametrize("weights", ["ternary", "float"])
 def test_runs_of_two_seeds_read_other_windows(weights, options):
     read = []
