@@ -42,7 +42,7 @@ from arbcli.model.dense import Attention, Block
 from arbcli.verify import parity
 from arbcli.verify.compare import as_tuple, compare, poisoned
 from arbcli.verify.kernels import KERNELS, copies, find_kernels
-from arbcli.verify.parity import HNETS, RAGGED, RAGGED_GRAPH, RAGGED_HNET, Subject
+from arbcli.verify.parity import GATES, HNETS, RAGGED, RAGGED_GRAPH, RAGGED_HNET, Subject
 from arbcli.verify.strength import PLANTED
 
 pytestmark = pytest.mark.skipif(
@@ -169,8 +169,8 @@ FAULTS = [
         rewrite("tl.load(p).to(tl.int32) - 6", "tl.load(p).to(tl.int32) - 7"),
     ),
     kernel(
-        "layout", "the gate's other input read from the row behind", "digits_matmul",
-        rewrite("n + N", "n + N + 1"),
+        "layout", "both rows of a thread by the first one's scale", "digits_matmul",
+        rewrite("a >> (16 * b)", "a >> (0 * b)"),
     ),
     kernel(
         "missing term", "rows of zeros counted like others", "unit_rows",
@@ -414,6 +414,22 @@ FAULTS = [
         "cut short", "last position of a chunk left out of its sum", "spread_chunks_backward",
         rewrite("(t < e) & (d < D)", "(t < e - 1) & (d < D)"),
     ),
+    kernel(
+        "position", "chunks of fixed length begin one late", "route_position",
+        rewrite("p % n == 0", "p % n == 1"),
+    ),
+    kernel(
+        "missing term", "projection of the position before left out", "route_position",
+        rewrite("u += a", "u = u"),
+    ),
+    kernel(
+        "left behind", "byte not kept for the next step", "route_position",
+        rewrite("tl.store(b, a)", "tl.load(b)"),
+    ),
+    kernel(
+        "threshold", "share not held away from 0 and 1", "take_chunk",
+        rewrite("tl.minimum(tl.maximum(s, a), b)", "s"),
+    ),
     # scans
     kernel(
         "missing term", "state of the piece before forgotten", "decay_scan",
@@ -645,6 +661,27 @@ FAULTS = [
         "graph: end to end",
     ),
     module(
+        "wrong function", "scores of experts without the root", "model.blocks",
+        rewrite("functional.softplus(x).sqrt()", "functional.softplus(x)"),
+        "gates: end to end",
+    ),
+    module(
+        "normaliser", "weights of experts not brought to one", "model.blocks",
+        rewrite("(c, s / s.sum(dim=1, keepdim=True))", "(c, s)"), "gates: end to end",
+    ),
+    module(
+        "sign", "shared expert taken away", "model.blocks",
+        rewrite("y + self.shared(x) if self.shared else y",
+                "y - self.shared(x) if self.shared else y"),
+        "gates: end to end",
+    ),
+    module(
+        "position", "experts hashed by the next bytes", "model.blocks",
+        rewrite("ngram_ids(t, 1 << BITS, (ORDER,))",
+                "ngram_ids(t.roll(-1, 1), 1 << BITS, (ORDER,))"),
+        "hashed: causality",
+    ),
+    module(
         "gradient", "gradient of one slot only", "model.blocks",
         rewrite("expert_combine(g, c.positions, None)",
                 "expert_combine(g, c.positions[:, :1], None)"),
@@ -812,6 +849,8 @@ def of_update(rule_and_direction: str) -> list:
 MODELS: dict[str, Callable[[str], list]] = {
     "model:": partial(of_model, "ragged", RAGGED),
     "graph:": partial(of_model, "graph", RAGGED_GRAPH),
+    "gates:": partial(of_model, "gates", GATES["graph softplus"]),
+    "hashed:": partial(of_model, "hashed", GATES["graph hash"]),
     "hnet:": partial(of_model, "hnet", RAGGED_HNET),
     "mamba:": partial(of_model, "mamba", HNETS["hnet mamba"]),
     "update": of_update,

@@ -14,6 +14,7 @@ from arbcli.device import COMPUTE, tell_compiler
 from arbcli.errors import ArbError
 from arbcli.infer.load import is_export
 from arbcli.kernels.runtime.backend import use_backend
+from arbcli.kernels.runtime.merged import fill_tables
 from arbcli.model.build import build_model
 from arbcli.train.compiled_twin import compile_twin, side_stream
 from arbcli.train.float_optimizer import FloatOptimizer
@@ -22,7 +23,7 @@ from arbcli.train.parallel.replicas import Replicas
 from arbcli.train.parallel.shared_updater import SharedUpdater
 from arbcli.train.schedule import learning_rate
 from arbcli.train.step import TrainingStep, minimised
-from arbcli.train.updater import Updater
+from arbcli.train.updater import HELD_BYTES, Updater
 
 EAGER_STEPS = 3
 """Steps before a step is captured: kernels compile and libraries make up their minds in them."""
@@ -107,7 +108,7 @@ class Trainer:
         if config.model.weights == "ternary":
             tensors = self.model.weights().values()
             if config.wire is None:
-                self.updater = Updater(tensors, config.seed, dtype)
+                self.updater = Updater(tensors, config.seed, dtype, HELD_BYTES)
             else:
                 self.model.declare_wire()
                 largest = max(config.lr, config.final_lr or 0)
@@ -133,6 +134,8 @@ class Trainer:
             self._warm_up_stream = torch.cuda.Stream(self.device)
         self._capture_at = EAGER_STEPS if capture else None
         self._graph: torch.cuda.CUDAGraph | None = None
+        self._tables: list[Tensor] = []
+        """What merged launches of the graph read."""
         self._batches: Tensor | None = None
         self._measured = False
         """Whether what gradients are divided by is known."""
@@ -225,6 +228,7 @@ class Trainer:
         graph = torch.cuda.graph(self._graph, capture_error_mode=mode)
         with use_backend(self.config.backend), graph:
             self._captured_parts = self._compute(self._micro_batches)
+        self._tables = fill_tables()
 
     def release_graph(self) -> None:
         """Free the captured step, and the memory that it holds."""

@@ -17,6 +17,7 @@ from arbcli.kernels.attention.eight_bits import FORMATS, quantise_entries
 from arbcli.kernels.attention.rotary_norm import ROTARY_NORM, rounded_gradient, rounded_once
 from arbcli.kernels.chunks.boundary_scores import rounded_score_gradients
 from arbcli.kernels.chunks.find_chunks import FIND_CHUNKS
+from arbcli.kernels.chunks.route_position import ROUTE_POSITION, ROUTERS, TAKE_CHUNK
 from arbcli.kernels.chunks.smooth_chunks import SMOOTH_CHUNKS, rounded_smooth_gradients
 from arbcli.kernels.chunks.spread_chunks import rounded_spread
 from arbcli.kernels.codec.decode_digits import decode_digits_torch
@@ -196,6 +197,7 @@ def _arranged_matmul(dice: Dice, group_size: int, m: int, n: int, k: int) -> tup
 
 def _digits_matmul(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
     gated, size = dice.below(2) == 1, PLANE * max(1, group_size // PLANE)
+    k = -(-k // 8) * 8
     packed = dice.packed(n + n % 2, k, size, digits="all")
     if not packed.nibble:  # z is within a byte
         packed = packed._replace(remainder=(packed.remainder >> 1).clamp(min=-63))
@@ -286,6 +288,23 @@ def _spread_chunks_backward(dice: Dice, group_size: int, m: int, n: int, k: int)
 
 def _spread_chunks(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
     return _spread_chunks_backward(dice, group_size, m, n, k)[:3]
+
+
+def _route_position(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
+    router = dice.pick(ROUTERS)
+    rows = dice.reals((3 if router == "learned" else 1) * k).contiguous()
+    x, last = dice.reals(k).contiguous(), dice.reals(2 * k).contiguous()
+    mean = dice.reals(k, dtype=torch.float32).contiguous()
+    byte, ids = (torch.tensor([[dice.below(48)]], device=dice.device) for _ in range(2))
+    places = dice.scalar(dice.pick((0, 1, m, 4 * n))), dice.scalar(7)
+    return router, x, rows, mean, last, byte, ids, *places, dice.pick((2, 4, 7)), 1e-6, None
+
+
+def _take_chunk(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
+    z, residual, y = (dice.reals(k).contiguous() for _ in range(3))
+    p = torch.rand(1, generator=dice.generator, device=dice.device)
+    mean = dice.reals(k, dtype=torch.float32).contiguous()
+    return z, p, residual, mean, y, dice.scalar(m) if dice.below(2) else None
 
 
 def _decay_scan(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
@@ -776,6 +795,8 @@ DRAWINGS = {
     "spread_chunks_backward": Drawing(
         _spread_chunks_backward, _spread_chunks_backward_in_float64, needs_rows=True
     ),
+    "route_position": Drawing(_route_position, None, ROUTE_POSITION.torch, one_layout=True),
+    "take_chunk": Drawing(_take_chunk, None, TAKE_CHUNK.torch, one_layout=True),
     "decay_scan": Drawing(_decay_scan, None, scan_in_bf16, needs_rows=True),
     "causal_conv": Drawing(_causal_conv, None, rounded_conv, needs_rows=True),
     "causal_conv_grad_w": Drawing(_causal_conv_grad_w, needs_rows=True),

@@ -365,7 +365,7 @@ CASES = {
     "blend_moment": 21, "step_by_moment": 13, "step_by_direction": 10, "cast_trit_votes": 7,
     "cast_scale_votes": 7, "boundary_scores": 9, "boundary_scores_backward": 9,
     "find_chunks": 11, "gather_chunks": 7, "smooth_chunks": 7, "smooth_chunks_backward": 7,
-    "spread_chunks": 6, "spread_chunks_backward": 6,
+    "spread_chunks": 6, "spread_chunks_backward": 6, "route_position": 30, "take_chunk": 9,
     "decay_scan": 14, "causal_conv": 12, "causal_conv_grad_w": 6,
     "quantise_gradient": 16, "sum_gradients": 8, "last_bits": 11, "take_last_bits": 11,
 }  # fmt: skip
