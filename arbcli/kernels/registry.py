@@ -1,9 +1,13 @@
 """Every kernel there is, by its spec: what `arb verify-kernels`, tests and timings go through."""
 
+from arbcli.kernels.attention.choose_entries import CHOOSE_ENTRIES
+from arbcli.kernels.attention.compressed_attention import COMPRESSED_ATTENTION
+from arbcli.kernels.attention.compressed_attention_backward import COMPRESSED_ATTENTION_BACKWARD
 from arbcli.kernels.attention.decode_attention import DECODE_ATTENTION
 from arbcli.kernels.attention.decode_attention_8bit import DECODE_ATTENTION_8BIT
 from arbcli.kernels.attention.decode_attention_rows import DECODE_ATTENTION_ROWS
 from arbcli.kernels.attention.rotary_norm import ROTARY_NORM, ROTARY_NORM_BACKWARD
+from arbcli.kernels.attention.sum_choices import SUM_CHOICES
 from arbcli.kernels.chunks.boundary_scores import BOUNDARY_SCORES, BOUNDARY_SCORES_BACKWARD
 from arbcli.kernels.chunks.find_chunks import FIND_CHUNKS
 from arbcli.kernels.chunks.gather_chunks import GATHER_CHUNKS
@@ -38,6 +42,7 @@ from arbcli.kernels.rows.weighted_rows import (
 from arbcli.kernels.runtime.spec import KernelSpec
 from arbcli.kernels.scan.causal_conv import CAUSAL_CONV, CAUSAL_CONV_GRAD_W
 from arbcli.kernels.scan.decay_scan import DECAY_SCAN
+from arbcli.kernels.scan.mamba_step import MAMBA_STEP
 from arbcli.kernels.update.blend_moment import BLEND_MOMENT
 from arbcli.kernels.update.cast_votes import CAST_SCALE_VOTES, CAST_TRIT_VOTES
 from arbcli.kernels.update.gradient_gains import GRADIENT_GAINS
@@ -80,6 +85,10 @@ KERNELS: tuple[KernelSpec, ...] = (
     DECODE_ATTENTION,
     DECODE_ATTENTION_8BIT,
     DECODE_ATTENTION_ROWS,
+    COMPRESSED_ATTENTION,
+    COMPRESSED_ATTENTION_BACKWARD,
+    CHOOSE_ENTRIES,
+    SUM_CHOICES,
     CHOOSE_BYTE,
     CHOOSE_BYTES,
     CROSS_ENTROPY,
@@ -104,6 +113,7 @@ KERNELS: tuple[KernelSpec, ...] = (
     DECAY_SCAN,
     CAUSAL_CONV,
     CAUSAL_CONV_GRAD_W,
+    MAMBA_STEP,
     GRADIENT_STATISTICS,
     GRADIENT_GAINS,
     UNIT_GAIN,
