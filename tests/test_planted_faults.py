@@ -42,7 +42,7 @@ from arbcli.model.dense import Attention, Block
 from arbcli.verify import parity
 from arbcli.verify.compare import as_tuple, compare, poisoned
 from arbcli.verify.kernels import KERNELS, copies, find_kernels
-from arbcli.verify.parity import HNETS, RAGGED, RAGGED_GRAPH, RAGGED_HNET, Subject
+from arbcli.verify.parity import GATES, HNETS, RAGGED, RAGGED_GRAPH, RAGGED_HNET, Subject
 from arbcli.verify.strength import PLANTED
 
 pytestmark = pytest.mark.skipif(
@@ -169,8 +169,8 @@ FAULTS = [
         rewrite("tl.load(p).to(tl.int32) - 6", "tl.load(p).to(tl.int32) - 7"),
     ),
     kernel(
-        "layout", "the gate's other input read from the row behind", "digits_matmul",
-        rewrite("n + N", "n + N + 1"),
+        "layout", "both rows of a thread by the first one's scale", "digits_matmul",
+        rewrite("a >> (16 * b)", "a >> (0 * b)"),
     ),
     kernel(
         "missing term", "rows of zeros counted like others", "unit_rows",
@@ -536,6 +536,14 @@ FAULTS = [
         rewrite("(w == 127)[:, None]", "(w == 126)[:, None]"),
     ),
     kernel(
+        "layout", "bits of the odd row told as those of the even one", "last_bits",
+        rewrite("(a | (b << 4)).to(c)", "(b | (a << 4)).to(c)"),
+    ),
+    kernel(
+        "octave", "last bits read as no number below the one before", "take_last_bits",
+        rewrite("(a - b + 8 & 15) - 8", "a - b & 15"),
+    ),
+    kernel(
         "saturation", "scales wrap around", "step_scales",
         rewrite("tl.minimum(tl.maximum(v - (s >> 16), a), b)", "v - (s >> 16)"),
     ),
@@ -659,6 +667,27 @@ FAULTS = [
             "torch.softmax((s + self.balance * BALANCE_UNIT).gather(1, c), dim=1)",
         ),
         "graph: end to end",
+    ),
+    module(
+        "wrong function", "scores of experts without the root", "model.blocks",
+        rewrite("functional.softplus(x).sqrt()", "functional.softplus(x)"),
+        "gates: end to end",
+    ),
+    module(
+        "normaliser", "weights of experts not brought to one", "model.blocks",
+        rewrite("(c, s / s.sum(dim=1, keepdim=True))", "(c, s)"), "gates: end to end",
+    ),
+    module(
+        "sign", "shared expert taken away", "model.blocks",
+        rewrite("y + self.shared(x) if self.shared else y",
+                "y - self.shared(x) if self.shared else y"),
+        "gates: end to end",
+    ),
+    module(
+        "position", "experts hashed by the next bytes", "model.blocks",
+        rewrite("ngram_ids(t, 1 << BITS, (ORDER,))",
+                "ngram_ids(t.roll(-1, 1), 1 << BITS, (ORDER,))"),
+        "hashed: causality",
     ),
     module(
         "gradient", "gradient of one slot only", "model.blocks",
@@ -828,6 +857,8 @@ def of_update(rule_and_direction: str) -> list:
 MODELS: dict[str, Callable[[str], list]] = {
     "model:": partial(of_model, "ragged", RAGGED),
     "graph:": partial(of_model, "graph", RAGGED_GRAPH),
+    "gates:": partial(of_model, "gates", GATES["graph softplus"]),
+    "hashed:": partial(of_model, "hashed", GATES["graph hash"]),
     "hnet:": partial(of_model, "hnet", RAGGED_HNET),
     "mamba:": partial(of_model, "mamba", HNETS["hnet mamba"]),
     "update": of_update,

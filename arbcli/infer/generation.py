@@ -76,6 +76,7 @@ class Decoder:
         backend: what runs the kernels; None is the device's own.
         capture: whether a step is replayed as one CUDA graph, which gives the same bits; None is
             wherever it can be.
+        stream: which of the random streams of the seed.
 
     Raises:
         ArbError: the text is longer than `LONGEST_TEXT`.
@@ -90,6 +91,7 @@ class Decoder:
         *,
         backend: str | None = None,
         capture: bool | None = None,
+        stream: int = 0,
     ) -> None:
         if positions > LONGEST_TEXT:
             raise ArbError(
@@ -105,7 +107,7 @@ class Decoder:
         self._text = torch.zeros(positions, dtype=torch.uint8, device=device)
         self._byte = torch.zeros(1, 1, dtype=torch.int64, device=device)  # the last one
         seed = torch.tensor(self.sampling.seed, dtype=torch.int32, device=device)
-        self._key = stream_keys(seed, torch.zeros_like(seed), 1, 1)[0, 0]
+        self._key = stream_keys(seed, torch.full_like(seed, stream), 1, 1)[0, 0]
         self._phases = model.step_phases(self._byte, self.cache)
         can_capture = device.type == "cuda" and self.backend == "triton"
         if can_capture if capture is None else capture:

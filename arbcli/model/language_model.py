@@ -24,10 +24,11 @@ RECOMPUTE = {
     "context_fn": recompute_contexts,
 }  # fmt: skip
 """How torch is to compute a block again: there is no dropout, and shapes do not change."""
-LOSS_WEIGHTS = {"ponder": 0.01, "ratio": 0.3}
+LOSS_WEIGHTS = {"ponder": 0.01, "ratio": 0.3, "indexer": 1.0}
 """What each part of a loss counts in what is minimised, the text's being 1.
 
 The source of `ratio` has 0.03. With ten times that chunks keep to the length that was asked for.
+Weights that learn by `indexer` learn by nothing else.
 """
 
 
@@ -85,6 +86,9 @@ class LanguageModel(nn.Module):
         """Whether there are norms, and the weights of all of them are known to be ones."""
         norms = [part for part in self.modules() if isinstance(part, TernaryRMSNorm)]
         return bool(norms) and all(norm.plain for norm in norms)
+
+    makes_several = False
+    """Whether `new_several_cache` makes a cache for several texts, which a forward takes."""
 
     weights_are_prepared = False
     """Whether this is inside `prepared_weights`."""

@@ -198,6 +198,7 @@ def _arranged_matmul(dice: Dice, group_size: int, m: int, n: int, k: int) -> tup
 
 def _digits_matmul(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
     gated, size = dice.below(2) == 1, PLANE * max(1, group_size // PLANE)
+    k = -(-k // 8) * 8
     packed = dice.packed(n + n % 2, k, size, digits="all")
     if not packed.nibble:  # z is within a byte
         packed = packed._replace(remainder=(packed.remainder >> 1).clamp(min=-63))
@@ -581,6 +582,21 @@ def _step_by_moment(dice: Dice, group_size: int, m: int, n: int, k: int) -> tupl
     )  # fmt: skip
 
 
+def _last_bits(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
+    nibble = dice.below(2) == 1
+    radix = 14 if nibble else 64
+    packed, remainder = _weights(dice, n, k, radix, 7 if nibble else 63)
+    if nibble:
+        remainder = dice.view(dice.integers(-7, 7, n, k) * 16 + remainder % 16)
+    return packed, remainder, radix, nibble
+
+
+def _take_last_bits(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
+    *state, radix, nibble = _last_bits(dice, group_size, m, n, k)
+    bits = dice.integers(0, 255, (n + 1) // 2, k, dtype=torch.uint8).contiguous()
+    return *state, bits, radix, nibble
+
+
 def _step_by_direction(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
     gains = _gains(dice, n, k, dice.pick((2.0**14, 2.0**16, 2.0**19)))
     limit = dice.pick((2**14, 2**19, 2**23))
@@ -806,6 +822,8 @@ DRAWINGS = {
     "cast_scale_votes": Drawing(_cast_scale_votes),
     "quantise_gradient": Drawing(_quantise_gradient),
     "sum_gradients": Drawing(_sum_gradients),
+    "last_bits": Drawing(_last_bits),
+    "take_last_bits": Drawing(_take_last_bits),
 }  # fmt: skip
 
 

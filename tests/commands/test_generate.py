@@ -84,9 +84,11 @@ def test_every_option_reaches_what_it_is_for(run, arb_here, tmp_path, monkeypatc
     path.write_text("ternary weights")
     place = ["--checkpoint", run, "--device", "cpu", "--backend", "torch", "--compute", "bf16"]
     how = ["--temperature", "0.5", "--top-k", "3", "--top-p", "0.25", "--seed", "9"]
+    how += ["--kv", "int8"]
     done = arb_here("generate", *place, *how, "--length", "4", "--prompt", "to")
     assert done.returncode == 0, done.stderr
-    done = arb_here("evaluate", *place, "--data", str(path), "--stride", "3", "--batch", "2")
+    window = ["--stride", "3", "--batch", "2", "--kv", "fp8"]
+    done = arb_here("evaluate", *place, "--data", str(path), *window)
     assert done.returncode == 0, done.stderr
     for told in loads.call_args_list:
         named, device, _, compute = told.args
@@ -94,10 +96,34 @@ def test_every_option_reaches_what_it_is_for(run, arb_here, tmp_path, monkeypatc
     _, name, prompt, length, sampling = continues.call_args.args
     assert (Path(name).name, prompt, length) == ("step-000040.safetensors", b"to", 4)
     assert asdict(sampling) == {"temperature": 0.5, "top_k": 3, "top_p": 0.25, "seed": 9}
-    assert continues.call_args.kwargs["backend"] == "torch"
+    about = continues.call_args.kwargs
+    assert (about["backend"], about["kv"]) == ("torch", "int8")
     about = evaluates.call_args.kwargs
-    assert (about["stride"], about["batch"], about["backend"]) == (3, 2, "torch")
+    assert (about["stride"], about["batch"]) == (3, 2)
+    assert (about["backend"], about["kv"]) == ("torch", "fp8")
     assert len(loads.call_args_list) == 2
+
+
+def test_every_option_reaches_the_prompt_loop(generate, monkeypatch):
+    chat = mock.Mock()
+    monkeypatch.setattr("arbcli.commands.generate.chat", chat)
+    monkeypatch.setattr("arbcli.commands.generate.is_terminal", lambda: True)
+    how = ["--temperature", "0.5", "--top-k", "3", "--top-p", "0.25", "--seed", "9"]
+    assert generate(*how, "--length", "4", "--kv", "int8", "--compute", "bf16").returncode == 0
+    _, length, sampling, backend, kv = chat.call_args.args
+    assert (length, backend, kv) == (4, "torch", "int8")
+    assert asdict(sampling) == {"temperature": 0.5, "top_k": 3, "top_p": 0.25, "seed": 9}
+    for other in (["--prompt", "a"], ["--json"], ["--bytes"]):
+        generate("--length", "1", *other)
+    assert chat.call_count == 1
+
+
+def test_defaults_are_those_of_the_pages_of_help(run, generate, arb_here):
+    report = json.loads(generate("--json", "--compute", "fp32").stdout)
+    told = {key: report[key] for key in ("length", "temperature", "top_k", "top_p", "seed", "kv")}
+    assert told == {"length": 512, "temperature": 0.8, "top_k": 256, "top_p": 1, "seed": 0,
+                    "kv": "fp32"}  # fmt: skip
+    assert report["prompt"] == "\n"
 
 
 def test_generate_reads_a_prompt_of_any_bytes_from_stdin(generate, monkeypatch):

@@ -9,6 +9,7 @@ from torch.autograd import Function
 
 from arbcli.config.dense import ModelConfig
 from arbcli.kernels.matmul.arranged_matmul import Arranged, arrange, arranged_matmul
+from arbcli.kernels.matmul.arranged_rows import arranged_rows
 from arbcli.kernels.matmul.digits_matmul import (
     ArrangedDigits,
     arrange_digits,
@@ -212,7 +213,9 @@ class TernaryLinear(Findable):
     ) -> Tensor:
         """Multiply few rows, (..., K) to (..., N), and do in the same kernel what is around that.
 
-        The weights are arranged for it when first used; `arranged_once` says until when.
+        The weights are arranged for it when first used; `arranged_once` says until when. Of several
+        rows each has the same bits, whatever the others are. A single row has the kernel that is
+        the fastest for it, which adds up in another order.
 
         Args:
             x: activations.
@@ -231,8 +234,10 @@ class TernaryLinear(Findable):
             self._arranged = (arrange_digits if all_digits else arrange)(packed, gated)
         eps = NORM_EPS if normalise else None
         added = None if added is None else added.reshape(-1, added.shape[-1])
-        multiply = digits_matmul if all_digits else arranged_matmul
-        y = multiply(x.reshape(-1, x.shape[-1]), self._arranged, eps, added)
+        rows = x.reshape(-1, x.shape[-1])
+        of_trits = arranged_matmul if len(rows) == 1 else arranged_rows
+        multiply = digits_matmul if all_digits else of_trits
+        y = multiply(rows, self._arranged, eps, added)
         return y.view(*x.shape[:-1], -1)
 
     @contextmanager
