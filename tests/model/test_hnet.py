@@ -334,9 +334,10 @@ def test_training_reduces_the_loss_and_keeps_integers_only(kind):
     assert 0 < lm.gauges()["chunk_length"] <= 24
 
 
+@pytest.mark.parametrize("kind", ["learned", "mamba"])
 @pytest.mark.parametrize("weights", ["float", "ste"])
-def test_twins_learn_too(weights):
-    lm, ids = model(weights=weights), text(4, 25)
+def test_twins_learn_too(weights, kind):
+    lm, ids = model(kind, weights=weights), text(4, 25)
     optimizer = torch.optim.AdamW(lm.parameters(), 3e-3)
     losses = []
     for _ in range(8):
