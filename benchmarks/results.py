@@ -22,6 +22,7 @@ KEYS = {
     "code": ("preset", "options", "seed"),
     "training_step": ("preset", "kind"),
     "generation": ("preset", "prompt_bytes", "kind"),
+    "several_texts": ("preset", "batch", "kind"),
     "kv_cache": ("preset", "ctx", "kv"),
     "products": ("size", "rows", "what"),
     "arb_3b": ("kind", "batch", "recompute"),

@@ -8,7 +8,7 @@ from arbcli.config.dense import VOCABULARY, ModelConfig
 from arbcli.kernels.matmul.arranged_matmul import fits_arranged
 from arbcli.model.blocks.attention import Attention
 from arbcli.model.blocks.mlp import MLP
-from arbcli.model.cache import BlockCache, KeyValueCache
+from arbcli.model.cache import BlockCache, KeyValueCache, SeveralBlock, SeveralCache
 from arbcli.model.language_model import RECOMPUTE, LanguageModel
 from arbcli.model.layers.kinds import byte_head, layers_for
 
@@ -64,8 +64,11 @@ class Block(nn.Module):
         x, normal = self.mlp_norm.of_sum(x, added)
         return x, self.mlp(normal, None)
 
-    def one_position(self, x: Tensor, past: BlockCache) -> Tensor:
-        """Do as `forward` does with one position after a past: see `takes_one_position`."""
+    def one_position(self, x: Tensor, past: BlockCache | SeveralBlock) -> Tensor:
+        """Do as `forward` does with one position after a past: see `takes_one_position`.
+
+        With the pasts of several texts, it is one position of each.
+        """
         return self.mlp.one_position(self.attention.one_position(x, past))
 
 
@@ -103,14 +106,19 @@ class ByteLM(LanguageModel):
         self.config, self.compute_dtype, self.recompute = config, compute_dtype, recompute
         self.cross_entropy = parts.cross_entropy
         self.embedding = parts.embedding(VOCABULARY, config.dim, config, area="embedding")
-        self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
+        self.blocks = nn.ModuleList(self.make_blocks(config))
         self.norm = parts.norm(config.dim, config)
         self.head = byte_head(config)
 
-    def forward(self, ids: Tensor, cache: KeyValueCache | None = None) -> Tensor:
+    def make_blocks(self, config: ModelConfig) -> list[nn.Module]:
+        """Make the blocks."""
+        return [Block(config) for _ in range(config.layers)]
+
+    def forward(self, ids: Tensor, cache: KeyValueCache | SeveralCache | None = None) -> Tensor:
         """Compute (B, T, 256) logits, in `compute_dtype`, from (B, T) int64 bytes.
 
-        With a cache B is 1: the bytes follow on those that it has seen, and are added to it.
+        With a cache B is 1: the bytes follow on those that it has seen, and are added to it. With
+        one of several texts T is 1, if `makes_several`.
         """
         x = self.embedding(ids, self.compute_dtype)
         if cache is not None:
@@ -139,6 +147,18 @@ class ByteLM(LanguageModel):
         """Make a cache for a text of at most `positions` bytes; no gradient passes through it."""
         about = (self.config, positions, self.compute_dtype, self.device)
         return KeyValueCache(*about, stored=self.stored)
+
+    @property
+    def makes_several(self) -> bool:
+        """Whether steps of several texts are computed together, each with the bits it has alone."""
+        config = self.config
+        x = torch.empty(2, 1, config.dim, dtype=self.compute_dtype, device=self.device)
+        fits = fits_arranged(x, config.group_size) and config.ffn % 8 == 0 and self.plain_norms
+        return fits and config.weights == "ternary" and not self.head.weight.rule.reads_all
+
+    def new_several_cache(self, texts: int, positions: int) -> SeveralCache:
+        """Make a cache for several texts of at most `positions` bytes each."""
+        return SeveralCache(self.config, texts, positions, self.compute_dtype, self.device)
 
     def loss(self, ids: Tensor, targets: Tensor) -> Tensor:
         """Average the cross-entropy, in nats a byte, over (B, T) int64 inputs and targets."""

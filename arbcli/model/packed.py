@@ -169,6 +169,10 @@ class TernaryTensor(StateModule):
             return self.state
         return {name: part.chunk(self.matrices)[index] for name, part in self.state.items()}
 
+    def gradient_ranges(self) -> list[range]:
+        """List which of the matrices have their gradients formed together, in their order."""
+        return [range(self.matrices)]
+
     def gather(self, rows: Tensor) -> State:
         """Copy the state of some rows, (R,) int64; a row that does not exist is zeros."""
         return {

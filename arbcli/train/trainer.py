@@ -111,7 +111,8 @@ class Trainer:
                 self.updater = Updater(tensors, config.seed, dtype, HELD_BYTES)
             else:
                 self.model.declare_wire()
-                about = config.seed, dtype, config.wire, config.accum, self.group
+                largest = max(config.lr, config.final_lr or 0)
+                about = config.seed, dtype, config.wire, config.accum, self.group, largest
                 self.updater = self.shared = SharedUpdater(tensors, *about)
             if self.shared:
                 self.shared.release()
@@ -221,6 +222,7 @@ class Trainer:
         """Record a step as a CUDA graph. Recording executes nothing, so no state changes."""
         torch.cuda.empty_cache()  # what the steps before it held is held by the graph from now on
         self._graph = torch.cuda.CUDAGraph()
+        self.group.remember(self._graph)
         # NCCL has a thread of its own that looks at events meanwhile
         mode = "global" if self.group.size == 1 else "thread_local"
         graph = torch.cuda.graph(self._graph, capture_error_mode=mode)
@@ -229,7 +231,7 @@ class Trainer:
         self._tables = fill_tables()
 
     def release_graph(self) -> None:
-        """Free the captured step; NCCL does not end while there is one that has its messages."""
+        """Free the captured step, and the memory that it holds."""
         if self._graph is not None:
             self._graph.reset()
             self._graph = None
@@ -297,8 +299,7 @@ class Trainer:
             ArbError: in all of them, if one has something else.
         """
         if self.group.size > 1 and self.shared:
-            own = self.shared.layout(self.model)
-            parts = {n: part for n, part in self.model.state_dict().items() if n not in own}
+            parts = self.shared.common(self.model)
             found = {name: tensor_digest(name, part) for name, part in parts.items()}
             self.group.compare(found, "state", RELOAD)
 
@@ -342,4 +343,5 @@ class Trainer:
         self.updater.restore(checkpoint.counters)
         self.step = checkpoint.step
         if self._capture_at is not None:
-            self._graph, self._capture_at = None, self.step + EAGER_STEPS
+            self.release_graph()
+            self._capture_at = self.step + EAGER_STEPS

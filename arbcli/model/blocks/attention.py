@@ -5,7 +5,7 @@ from torch.nn import functional
 
 from arbcli.config.dense import ModelConfig
 from arbcli.model.blocks.window import attend_in_window
-from arbcli.model.cache import BlockCache, CachedAttention
+from arbcli.model.cache import BlockCache, CachedAttention, SeveralBlock
 from arbcli.model.initial import output_std
 from arbcli.model.layers.kinds import layers_for
 
@@ -60,8 +60,8 @@ class Attention(CachedAttention):
             y = past.attend(*self.rotary_norm(qkv, past.angles))
         return self.output(y.transpose(1, 2).reshape(batch, length, dim), self.sub_norm)
 
-    def one_position(self, x: Tensor, past: BlockCache) -> Tensor:
+    def one_position(self, x: Tensor, past: BlockCache | SeveralBlock) -> Tensor:
         """Normalise one position of the stream, mix it with the past, and add that to it."""
         qkv = self.qkv.fused(x, normalise=True)
-        y = past.attend_one(qkv.view(1, 1, 3, self.heads, -1)).view(x.shape)
+        y = past.attend_one(qkv.view(len(x), 1, 3, self.heads, -1)).view(x.shape)
         return self.output.fused(y, normalise=self.sub_norm is not None, added=x)

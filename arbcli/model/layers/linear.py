@@ -9,6 +9,7 @@ from torch.autograd import Function
 
 from arbcli.config.dense import ModelConfig
 from arbcli.kernels.matmul.arranged_matmul import Arranged, arrange, arranged_matmul
+from arbcli.kernels.matmul.arranged_rows import arranged_rows
 from arbcli.kernels.matmul.digits_matmul import (
     ArrangedDigits,
     arrange_digits,
@@ -260,10 +261,13 @@ class TernaryLinear(Findable):
         normalise: bool,
         gated: bool = False,
         added: Tensor | None = None,
+        beside: "TernaryLinear | None" = None,
     ) -> Tensor:
         """Multiply few rows, (..., K) to (..., N), and do in the same kernel what is around that.
 
-        The weights are arranged for it when first used; `arranged_once` says until when.
+        The weights are arranged for it when first used; `arranged_once` says until when. Of several
+        rows each has the same bits, whatever the others are. A single row has the kernel that is
+        the fastest for it, which adds up in another order.
 
         Args:
             x: activations.
@@ -271,14 +275,21 @@ class TernaryLinear(Findable):
             gated: whether silu of the first half of the result multiplies the second; always the
                 same for a layer.
             added: what to add to the result, like it.
+            beside: a layer of the same config whose results, of the same rows, come behind; always
+                the same for a layer.
         """
         all_digits = self.weight.rule.reads_all
         if self._arranged is None:
-            self._arranged = (arrange_digits if all_digits else arrange)(self.weight.packed, gated)
+            packed = self.weight.packed
+            if beside is not None:
+                packed = packed.above(beside.weight.packed)
+            self._arranged = (arrange_digits if all_digits else arrange)(packed, gated)
         eps = NORM_EPS if normalise else None
         added = None if added is None else added.reshape(-1, added.shape[-1])
-        multiply = digits_matmul if all_digits else arranged_matmul
-        y = multiply(x.reshape(-1, x.shape[-1]), self._arranged, eps, added)
+        rows = x.reshape(-1, x.shape[-1])
+        of_trits = arranged_matmul if len(rows) == 1 else arranged_rows
+        multiply = digits_matmul if all_digits else of_trits
+        y = multiply(rows, self._arranged, eps, added)
         return y.view(*x.shape[:-1], -1)
 
     @contextmanager
