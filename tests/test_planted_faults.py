@@ -260,6 +260,18 @@ FAULTS = [
         rewrite("r * (g - x * m)", "r * g"),
     ),
     kernel(
+        "missing term", "gradient beside the norm not added", "rms_norm_backward",
+        rewrite("v += load_rows(a, ...)", "v += 0 * load_rows(a, ...)"),
+    ),
+    kernel(
+        "neighbour", "programs of a merged launch take another matrix's arguments", "merged_steps",
+        rewrite("t + tl.program_id(1) * WIDTH", "t + 0 * WIDTH"),
+    ),
+    kernel(
+        "cut short", "last program of every part of a merged launch left out", "merged_steps",
+        rewrite("tl.program_id(0) >= tl.load(r)", "tl.program_id(0) >= tl.load(r) - 1"),
+    ),
+    kernel(
         "wrong function", "sigmoid in place of silu", "gated_rms_norm",
         rewrite("g * sigmoid(g) * u", "sigmoid(g) * u"),
     ),
@@ -659,7 +671,7 @@ FAULTS = [
     ),
     module(
         "wiring", "residual dropped", "model",
-        rewrite("x + self.attention(a, b)", "self.attention(a, b)"), "model: output",
+        rewrite("x + a if w else (x, a)", "a if w else (x, a)"), "model: output",
     ),
     module(
         "loss", "loss summed, not averaged", "model.layers",

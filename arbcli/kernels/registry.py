@@ -48,6 +48,7 @@ from arbcli.kernels.update.cast_votes import CAST_SCALE_VOTES, CAST_TRIT_VOTES
 from arbcli.kernels.update.gradient_gains import GRADIENT_GAINS
 from arbcli.kernels.update.gradient_statistics import GRADIENT_STATISTICS
 from arbcli.kernels.update.last_bits import LAST_BITS, TAKE_LAST_BITS
+from arbcli.kernels.update.merged_steps import MERGED_STEPS
 from arbcli.kernels.update.newton_schulz import GRAM, GRAM_POLYNOMIAL
 from arbcli.kernels.update.quantise_gradient import QUANTISE_GRADIENT
 from arbcli.kernels.update.step_scales import STEP_SCALES
@@ -121,6 +122,7 @@ KERNELS: tuple[KernelSpec, ...] = (
     GRAM,
     GRAM_POLYNOMIAL,
     STEP_SCALES,
+    MERGED_STEPS,
     BLEND_MOMENT,
     STEP_BY_MOMENT,
     STEP_BY_DIRECTION,

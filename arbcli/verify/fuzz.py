@@ -611,6 +611,12 @@ def _step_scales(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
     )  # fmt: skip
 
 
+def _merged_steps(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
+    shapes = [(n, k), *((1 + dice.below(n), 1 + dice.below(k)) for _ in range(dice.below(4)))]
+    matrices = (_step_scales(dice, group_size, m, *shape) for shape in shapes)
+    return tuple(part for inputs in matrices for part in inputs)
+
+
 def _blend_moment(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
     nibble = dice.below(2) == 1
     largest = moment_max(nibble)
@@ -917,6 +923,7 @@ DRAWINGS = {
     "gram": Drawing(_gram, None, GRAM.torch),
     "gram_polynomial": Drawing(_gram_polynomial, None, GRAM_POLYNOMIAL.torch),
     "step_scales": Drawing(_step_scales),
+    "merged_steps": Drawing(_merged_steps),
     "blend_moment": Drawing(_blend_moment),
     "step_by_moment": Drawing(_step_by_moment),
     "step_by_direction": Drawing(_step_by_direction),
