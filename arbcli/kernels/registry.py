@@ -3,6 +3,7 @@
 from arbcli.kernels.attention.decode_attention import DECODE_ATTENTION
 from arbcli.kernels.attention.decode_attention_8bit import DECODE_ATTENTION_8BIT
 from arbcli.kernels.attention.decode_attention_rows import DECODE_ATTENTION_ROWS
+from arbcli.kernels.attention.decode_latent import DECODE_LATENT
 from arbcli.kernels.attention.rotary_norm import ROTARY_NORM, ROTARY_NORM_BACKWARD
 from arbcli.kernels.chunks.boundary_scores import BOUNDARY_SCORES, BOUNDARY_SCORES_BACKWARD
 from arbcli.kernels.chunks.find_chunks import FIND_CHUNKS
@@ -80,6 +81,7 @@ KERNELS: tuple[KernelSpec, ...] = (
     DECODE_ATTENTION,
     DECODE_ATTENTION_8BIT,
     DECODE_ATTENTION_ROWS,
+    DECODE_LATENT,
     CHOOSE_BYTE,
     CHOOSE_BYTES,
     CROSS_ENTROPY,
