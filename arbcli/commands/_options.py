@@ -237,6 +237,10 @@ MODEL = {
     "layers": _size("blocks"),
     "heads": _size("attention heads"),
     "ffn": _size("MLP width"),
+    "streams": _number(
+        "Residual streams of dense blocks, mixed by hyper-connections: 1, 2, 4 or 8. [default: 1]",
+        min=1,
+    ),
 }
 """Options of every model, by the fields that they set."""
 GRAPH_PARTS = {

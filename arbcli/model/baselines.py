@@ -1,6 +1,6 @@
 """The same layers with float weights, to compare with: plain, or ternary by straight-through."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from arbcli.config.dense import ModelConfig
+from arbcli.kernels.streams.mix_streams import mix_streams_torch
 from arbcli.model.initial import projection_std
 from arbcli.model.layers.norm import NORM_EPS
 from arbcli.model.layers.rotary import rotary_table, rotate
@@ -82,6 +83,31 @@ class FloatLinear(nn.Module):
     def forward(self, x: Tensor, before: nn.Module | None = None) -> Tensor:
         """Apply `before` and multiply (..., K) activations to (..., N) of the same dtype."""
         return functional.linear(before(x) if before else x, self.weight.weight(x.dtype))
+
+
+class VectorOfFloats(FloatWeight):
+    """The weight of a `FloatVector`: its first values are given, and it is never ternary."""
+
+    def __init__(self, values: Sequence[float], config: ModelConfig) -> None:
+        super().__init__(len(values), 1, config, std=0.0)
+        self.values, self.straight_through = tuple(values), False
+
+    @torch.no_grad()
+    def initialise(self, seed: int, index: int) -> None:
+        """Set the first values."""
+        self.latent.copy_(torch.tensor(self.values)[:, None])
+
+
+class FloatVector(nn.Module):
+    """A vector of n float numbers; it takes what `TernaryVector` does."""
+
+    def __init__(self, values: Sequence[float], config: ModelConfig, *, area: str) -> None:
+        super().__init__()
+        self.weight = VectorOfFloats(values, config)
+
+    def forward(self) -> Tensor:
+        """Give (n,) float32."""
+        return self.weight.weight(torch.float32).flatten()
 
 
 class FloatEmbedding(nn.Module):
@@ -159,6 +185,13 @@ class FloatRotaryNorm(nn.Module):
             for t in (q, k)
         )
         return q, k, v
+
+
+def mix_streams(
+    x: Tensor, weights: Tensor, added: Tensor | None = None, gains: Tensor | None = None
+) -> Tensor:
+    """Mix streams by plain operations: see `arbcli.kernels.streams.mix_streams`."""
+    return mix_streams_torch(x, weights, added, gains)
 
 
 def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:

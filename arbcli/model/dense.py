@@ -7,10 +7,12 @@ from torch.utils.checkpoint import checkpoint
 from arbcli.config.dense import VOCABULARY, ModelConfig
 from arbcli.kernels.matmul.arranged_matmul import fits_arranged
 from arbcli.model.blocks.attention import Attention
+from arbcli.model.blocks.hyper_connection import HyperConnection
 from arbcli.model.blocks.mlp import MLP
 from arbcli.model.cache import BlockCache, KeyValueCache
 from arbcli.model.language_model import RECOMPUTE, LanguageModel
 from arbcli.model.layers.kinds import byte_head, layers_for
+from arbcli.model.layers.streams import average_streams, spread_streams
 
 
 class Block(nn.Module):
@@ -53,6 +55,25 @@ class Block(nn.Module):
         return self.mlp.one_position(self.attention.one_position(x, past))
 
 
+class StreamBlock(Block):
+    """A block of several residual streams.
+
+    Args:
+        config: of the model.
+        index: number of the block.
+    """
+
+    def __init__(self, config: ModelConfig, index: int) -> None:
+        super().__init__(config)
+        reads = (2 * index % config.streams, (2 * index + 1) % config.streams)
+        self.attention_streams, self.mlp_streams = (HyperConnection(config, read) for read in reads)
+
+    def forward(self, x: Tensor, past: BlockCache | None = None) -> Tensor:
+        """Let both branches read and write the streams (B, T, n, D), perhaps after a past."""
+        x = self.attention_streams(x, lambda h: self.attention(h, self.attention_norm, past))
+        return self.mlp_streams(x, lambda h: self.mlp(h, self.mlp_norm))
+
+
 def takes_one_position(model: LanguageModel, x: Tensor, config: ModelConfig) -> bool:
     """Whether a model's weights may be arranged for steps, and no norm has any.
 
@@ -87,7 +108,10 @@ class ByteLM(LanguageModel):
         self.config, self.compute_dtype, self.recompute = config, compute_dtype, recompute
         self.cross_entropy = parts.cross_entropy
         self.embedding = parts.embedding(VOCABULARY, config.dim, config, area="embedding")
-        self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
+        self.blocks = nn.ModuleList(
+            Block(config) if config.streams == 1 else StreamBlock(config, index)
+            for index in range(config.layers)
+        )
         self.norm = parts.norm(config.dim, config)
         self.head = byte_head(config)
 
@@ -96,7 +120,12 @@ class ByteLM(LanguageModel):
 
         With a cache B is 1: the bytes follow on those that it has seen, and are added to it.
         """
-        x = self.embedding(ids, self.compute_dtype)
+        x = self.begin_streams(self.embedding(ids, self.compute_dtype))
+        if cache is not None and self.config.streams > 1:
+            with cache.reading(ids.shape[1]):
+                for block, past in zip(self.blocks, cache.blocks, strict=True):
+                    x = block(x, past)
+            return self.head(self.end_streams(x), self.norm)
         if cache is not None:
             with cache.reading(ids.shape[1]):
                 if takes_one_position(self, x, self.config):
@@ -110,7 +139,15 @@ class ByteLM(LanguageModel):
         recompute = self.recompute and torch.is_grad_enabled()
         for block in self.blocks:
             x = checkpoint(block, x, **RECOMPUTE) if recompute else block(x)
-        return self.head(x, self.norm)
+        return self.head(self.end_streams(x), self.norm)
+
+    def begin_streams(self, x: Tensor) -> Tensor:
+        """Give what blocks take of embeddings (B, T, D): (B, T, n, D) where streams are several."""
+        return x if self.config.streams == 1 else spread_streams(x, self.config.streams)
+
+    def end_streams(self, x: Tensor) -> Tensor:
+        """Give what the head takes, (B, T, D), of what blocks end with."""
+        return x if self.config.streams == 1 else average_streams(x)
 
     def new_cache(self, positions: int) -> KeyValueCache:
         """Make a cache for a text of at most `positions` bytes; no gradient passes through it."""

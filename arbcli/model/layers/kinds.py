@@ -6,6 +6,7 @@ from typing import NamedTuple
 from torch import Tensor, nn
 
 from arbcli.config.dense import VOCABULARY, ModelConfig
+from arbcli.kernels.streams.stream_weights import stream_weights_torch
 from arbcli.model import baselines
 from arbcli.model.initial import head_std
 from arbcli.model.layers.embedding import TernaryEmbedding
@@ -13,6 +14,8 @@ from arbcli.model.layers.linear import TernaryLinear
 from arbcli.model.layers.loss import cross_entropy
 from arbcli.model.layers.norm import TernaryGate, TernaryRMSNorm
 from arbcli.model.layers.rotary import rotary_norm
+from arbcli.model.layers.streams import mix_streams, stream_weights
+from arbcli.model.layers.vector import TernaryVector
 from arbcli.model.widths import head_lr_factor
 
 
@@ -25,13 +28,24 @@ class Layers(NamedTuple):
     gate: type[nn.Module]
     rotary_norm: Callable[..., tuple[Tensor, Tensor, Tensor]]
     cross_entropy: Callable[[Tensor, Tensor], Tensor]
+    vector: type[nn.Module]
+    stream_weights: Callable[..., tuple[Tensor, Tensor, Tensor]]
+    mix_streams: Callable[..., Tensor]
 
 
 def layers_for(config: ModelConfig) -> Layers:
     """Choose the layers of the kind of weights that a configuration names."""
     if config.weights == "ternary":
         return Layers(
-            TernaryLinear, TernaryEmbedding, TernaryRMSNorm, TernaryGate, rotary_norm, cross_entropy
+            TernaryLinear,
+            TernaryEmbedding,
+            TernaryRMSNorm,
+            TernaryGate,
+            rotary_norm,
+            cross_entropy,
+            TernaryVector,
+            stream_weights,
+            mix_streams,
         )
     return Layers(
         baselines.FloatLinear,
@@ -40,6 +54,9 @@ def layers_for(config: ModelConfig) -> Layers:
         baselines.FloatGate,
         baselines.FloatRotaryNorm(config),
         baselines.cross_entropy,
+        baselines.FloatVector,
+        stream_weights_torch,
+        baselines.mix_streams,
     )
 
 
