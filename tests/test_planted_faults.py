@@ -38,7 +38,8 @@ from arbcli.config.dense import SCALE_TYPES
 from arbcli.errors import ArbError
 from arbcli.kernels.runtime.backend import use_backend
 from arbcli.model.blocks.edges import Edges
-from arbcli.model.dense import Attention, Block, StreamBlock
+from arbcli.model.blocks.hyper_connection import HyperConnection
+from arbcli.model.dense import Attention, Block
 from arbcli.verify import parity
 from arbcli.verify.compare import as_tuple, compare, poisoned
 from arbcli.verify.kernels import KERNELS, copies, find_kernels
@@ -609,10 +610,10 @@ FAULTS = [
         "model: causality",
     ),
     Fault(
-        "wiring", "attention's weights of streams before the MLP",
+        "exchange", "streams read by what they are written by",
         edit(
-            method(StreamBlock, "forward"),
-            rewrite("self.mlp_streams(x, f)", "self.attention_streams(x, f)"),
+            method(HyperConnection, "forward"),
+            rewrite("r, k, w = self.weights(x)", "w, k, r = self.weights(x)"),
         ),
         "streams: output",
     ),
