@@ -31,6 +31,7 @@ KEYS = {
     "hnet": ("preset", "kind"),
     "digits": ("rule", "rows", "what"),
     "frontier": ("kind", "shape", "way", "seconds", "seed"),
+    "streams": ("part", "variant", "seed", "steps"),
 }
 """Fields that name a row, by file."""
 RUN_FIELDS = ("command", "commit", "dirty", "hardware", "versions", "rows")
