@@ -40,7 +40,7 @@ VARIANTS: dict[str, dict[str, dict]] = {
     "gates": {
         f"{name}{of_rule}{of_rate}": EXPERTS | changes | rule | rate
         for of_rule, rule, rates in (
-            ("", {}, {"": {}, "-lr-1": {"lr": 1.0}, "-lr-3": {"lr": 3.0}}),
+            ("", {}, {"": {}, "-lr-0.3": {"lr": 0.3}, "-lr-3": {"lr": 3.0}}),
             ("-factored", FACTORED, {"": {}, "-lr-1": {"lr": 1.0}, "-lr-0.3": {"lr": 0.3}}),
         )
         for of_rate, rate in rates.items()
