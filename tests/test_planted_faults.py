@@ -38,6 +38,7 @@ from arbcli.config.dense import SCALE_TYPES
 from arbcli.errors import ArbError
 from arbcli.kernels.runtime.backend import use_backend
 from arbcli.model.blocks.edges import Edges
+from arbcli.model.blocks.hyper_connection import HyperConnection
 from arbcli.model.dense import Attention, Block
 from arbcli.verify import parity
 from arbcli.verify.compare import as_tuple, compare, poisoned
@@ -245,6 +246,28 @@ FAULTS = [
     kernel(
         "partial sum", "gradient of a gate from the last columns alone", "expert_combine_backward",
         overwrite_sum("g * tl.load(v, ...).to(tl.float32)"),
+    ),
+    # streams
+    kernel(
+        "cut short", "one round less", "stream_weights",
+        rewrite("_several_rounds(_begin(z), r)", "_several_rounds(_begin(z), r - 1)"),
+    ),
+    kernel(
+        "correction", "what rows and columns lack not filled up", "stream_weights",
+        rewrite("p + e[:, :, None] * (f / s[:, None])[:, None, :]", "p"),
+    ),
+    kernel(
+        "gradient", "sums of columns taken to be constant", "stream_weights_backward",
+        rewrite("(g - tl.sum(g * p / c, axis=1)[:, None, :]) / c", "g / c"),
+    ),
+    kernel(
+        "missing term", "gains of streams left out", "mix_streams",
+        rewrite("tl.load(c)[:, None] * f[None, :]", "f[None, :]"),
+    ),
+    kernel(
+        "partial sum", "gradients of mixing of the last stream and columns alone",
+        "mix_streams_backward",
+        overwrite_sum("tl.where(q, 1.0, 0.0)[None, :] * x[:, None]"),
     ),
     # norms
     kernel(
@@ -650,6 +673,20 @@ FAULTS = [
         ),
         "model: causality",
     ),
+    Fault(
+        "exchange", "streams read by what they are written by",
+        edit(
+            method(HyperConnection, "forward"),
+            rewrite("r, k, w = self.weights(x)", "w, k, r = self.weights(x)"),
+        ),
+        "streams: output",
+    ),
+    module(
+        "exchange", "weights of streams by columns, not by rows", "model.blocks",
+        rewrite("self.parts.mix_streams(r, k, f, w)",
+                "self.parts.mix_streams(r, k.transpose(1, 2), f, w)"),
+        "streams: output",
+    ),
     module(
         "rounding", "rotary table in bf16", "model",
         rewrite("(a.cos().float(), a.sin().float())",
@@ -888,6 +925,7 @@ def of_update(rule_and_direction: str) -> list:
 
 MODELS: dict[str, Callable[[str], list]] = {
     "model:": partial(of_model, "ragged", RAGGED),
+    "streams:": partial(of_model, "streams", replace(RAGGED, streams=4)),
     "graph:": partial(of_model, "graph", RAGGED_GRAPH),
     "gates:": partial(of_model, "gates", GATES["graph softplus"]),
     "hashed:": partial(of_model, "hashed", GATES["graph hash"]),

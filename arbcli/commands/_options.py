@@ -258,6 +258,10 @@ MODEL = {
         " [default: the preset's]",
         min=1,
     ),
+    "streams": _number(
+        "Residual streams of dense blocks, mixed by hyper-connections: 1, 2, 4 or 8. [default: 1]",
+        min=1,
+    ),
 }
 """Options of every model, by the fields that they set."""
 GRAPH_PARTS = {

@@ -48,11 +48,11 @@ def compile_twin(model: ByteLM | HNet, backend: str = "inductor") -> None:
 
     @compiled
     def text_loss(x: Tensor, targets: Tensor) -> Tensor:
-        logits = model.head(x, model.norm)
+        logits = model.head(model.end_streams(x), model.norm)
         return model.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
     def losses(ids: Tensor, targets: Tensor) -> dict[str, Tensor]:
-        x = embedding(ids, model.compute_dtype)
+        x = model.begin_streams(embedding(ids, model.compute_dtype))
         for block in blocks:
             x = checkpoint(block, x, **RECOMPUTE) if model.recompute else block(x)
         return {"text": text_loss(x, targets)}

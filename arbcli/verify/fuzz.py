@@ -54,6 +54,8 @@ from arbcli.kernels.runtime.spec import Case, KernelSpec
 from arbcli.kernels.scan.causal_conv import rounded_conv
 from arbcli.kernels.scan.decay_scan import scan_in_bf16
 from arbcli.kernels.scan.mamba_step import MAMBA_STEP, draw_step
+from arbcli.kernels.streams.mix_streams import rounded_mix, rounded_mix_gradients
+from arbcli.kernels.streams.stream_weights import STREAMS, count_streams, stream_weights_torch
 from arbcli.kernels.update.blend_moment import moment_max
 from arbcli.kernels.update.newton_schulz import GRAM, GRAM_POLYNOMIAL
 from arbcli.kernels.update.quantise_gradient import NONE
@@ -325,6 +327,33 @@ def _take_chunk(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
     p = torch.rand(1, generator=dice.generator, device=dice.device)
     mean = dice.reals(k, dtype=torch.float32).contiguous()
     return z, p, residual, mean, y, dice.scalar(m) if dice.below(2) else None
+
+
+def _stream_weights(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
+    streams = dice.pick(STREAMS)
+    numbers = streams * (streams + 2)
+    bias = torch.randn(numbers, generator=dice.generator, device=dice.device)
+    return dice.reals(m, numbers), bias, dice.pick((1, 3, 7))
+
+
+def _stream_weights_backward(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
+    raw, bias, rounds = _stream_weights(dice, group_size, m, n, k)
+    streams = count_streams(len(bias))
+    sizes = (m, streams), (m, streams, streams), (m, streams)
+    return *(dice.reals(*size, dtype=torch.float32) for size in sizes), raw, bias, rounds
+
+
+def _mix_streams(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
+    streams, rows = dice.pick(STREAMS), dice.pick(STREAMS)
+    x, weights = dice.reals(m, streams, k), dice.reals(m, rows, streams, dtype=torch.float32)
+    if dice.chance(0.3):
+        return x, weights, None, None
+    return x, weights, dice.reals(m, k), dice.reals(m, rows, dtype=torch.float32)
+
+
+def _mix_streams_backward(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
+    inputs = _mix_streams(dice, group_size, m, n, k)
+    return dice.reals(m, inputs[1].shape[1], k), *inputs
 
 
 def _decay_scan(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
@@ -740,6 +769,16 @@ def _fp8_matmul_in_float64(q, scale, packed, transposed, dtype):
     return (q.double() * scale) @ (weight.double() * weight_scale.T).T
 
 
+def _stream_weights_in_float64(raw, bias, rounds):
+    return stream_weights_torch(raw, bias, rounds, torch.float64)
+
+
+def _stream_weights_backward_in_float64(grad_a, grad_b, grad_c, raw, bias, rounds):
+    raw = raw.double().requires_grad_()
+    found = _stream_weights_in_float64(raw, bias, rounds)
+    return torch.autograd.grad(found, raw, [part.double() for part in (grad_a, grad_b, grad_c)])[0]
+
+
 def _embedding_grad_in_float64(grad_y, ids, num_embeddings):
     zeros = grad_y.new_zeros(num_embeddings, grad_y.shape[1], dtype=torch.float64)
     return zeros.index_add_(0, ids, grad_y.double())
@@ -912,6 +951,14 @@ DRAWINGS = {
     ),
     "route_position": Drawing(_route_position, None, ROUTE_POSITION.torch, one_layout=True),
     "take_chunk": Drawing(_take_chunk, None, TAKE_CHUNK.torch, one_layout=True),
+    "stream_weights": Drawing(_stream_weights, _stream_weights_in_float64, needs_rows=True),
+    "stream_weights_backward": Drawing(
+        _stream_weights_backward, _stream_weights_backward_in_float64, needs_rows=True
+    ),
+    "mix_streams": Drawing(_mix_streams, None, rounded_mix, needs_rows=True),
+    "mix_streams_backward": Drawing(
+        _mix_streams_backward, None, rounded_mix_gradients, needs_rows=True
+    ),
     "decay_scan": Drawing(_decay_scan, None, scan_in_bf16, needs_rows=True),
     "causal_conv": Drawing(_causal_conv, None, rounded_conv, needs_rows=True),
     "causal_conv_grad_w": Drawing(_causal_conv_grad_w, needs_rows=True),
