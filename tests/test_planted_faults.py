@@ -289,6 +289,26 @@ FAULTS = [
         rewrite("tl.where(w == i, t, f[j])", "tl.where(w == 0, t, f[j])"),
     ),
     kernel(
+        "diagonal", "squares of the neighbouring row", "arranged_rows",
+        rewrite("_from_lane_of_warp(s, 9 * c + 4 * j, p)", "_from_lane_of_warp(s, 9 * c, p)"),
+    ),
+    kernel(
+        "group", "row r + 8 with the scale of row r", "arranged_rows",
+        rewrite("(w >> 16 & 0xFFFF) | (w & -0x10000)", "(w & 0xFFFF) | (w << 16)"),
+    ),
+    kernel(
+        "stack", "every text has the place of the first", "decode_attention_rows",
+        rewrite("tl.load(position_ptr + t)", "tl.load(position_ptr)"),
+    ),
+    kernel(
+        "left behind", "a split stored by no program", "decode_attention_rows",
+        rewrite("s // BLOCK_S % PROGRAMS == f", "s // BLOCK_S == f"),
+    ),
+    kernel(
+        "stack", "every text has the random numbers of the first", "choose_bytes",
+        rewrite("tl.load(key_ptr + r)", "tl.load(key_ptr)"),
+    ),
+    kernel(
         "position", "new key not seen", "decode_attention",
         rewrite("(d < WIDTH, s == p)", "(d < WIDTH, s < 0)"),
     ),
@@ -516,6 +536,14 @@ FAULTS = [
     ),
     # scans
     kernel(
+        "position", "convolution one slot late", "mamba_step",
+        rewrite("(p + 1 + i) % t", "(p + i) % t"),
+    ),
+    kernel(
+        "neighbour", "every head has the first one's state", "mamba_step",
+        rewrite("(h * N + n[:, None]) * P", "n[:, None] * P"),
+    ),
+    kernel(
         "missing term", "state of the piece before forgotten", "decay_scan",
         rewrite("tl.exp(e) * s + tl.dot(f, v, input_precision='ieee')",
                 "tl.dot(f, v, input_precision='ieee')"),
@@ -610,6 +638,14 @@ FAULTS = [
     kernel(
         "bad gradient", "parts that are not finite added up", "sum_gradients",
         rewrite("(w == 127)[:, None]", "(w == 126)[:, None]"),
+    ),
+    kernel(
+        "layout", "bits of the odd row told as those of the even one", "last_bits",
+        rewrite("(a | (b << 4)).to(c)", "(b | (a << 4)).to(c)"),
+    ),
+    kernel(
+        "octave", "last bits read as no number below the one before", "take_last_bits",
+        rewrite("(a - b + 8 & 15) - 8", "a - b & 15"),
     ),
     kernel(
         "saturation", "scales wrap around", "step_scales",

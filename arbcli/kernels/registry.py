@@ -42,10 +42,12 @@ from arbcli.kernels.rows.weighted_rows import (
 from arbcli.kernels.runtime.spec import KernelSpec
 from arbcli.kernels.scan.causal_conv import CAUSAL_CONV, CAUSAL_CONV_GRAD_W
 from arbcli.kernels.scan.decay_scan import DECAY_SCAN
+from arbcli.kernels.scan.mamba_step import MAMBA_STEP
 from arbcli.kernels.update.blend_moment import BLEND_MOMENT
 from arbcli.kernels.update.cast_votes import CAST_SCALE_VOTES, CAST_TRIT_VOTES
 from arbcli.kernels.update.gradient_gains import GRADIENT_GAINS
 from arbcli.kernels.update.gradient_statistics import GRADIENT_STATISTICS
+from arbcli.kernels.update.last_bits import LAST_BITS, TAKE_LAST_BITS
 from arbcli.kernels.update.newton_schulz import GRAM, GRAM_POLYNOMIAL
 from arbcli.kernels.update.quantise_gradient import QUANTISE_GRADIENT
 from arbcli.kernels.update.step_scales import STEP_SCALES
@@ -111,6 +113,7 @@ KERNELS: tuple[KernelSpec, ...] = (
     DECAY_SCAN,
     CAUSAL_CONV,
     CAUSAL_CONV_GRAD_W,
+    MAMBA_STEP,
     GRADIENT_STATISTICS,
     GRADIENT_GAINS,
     UNIT_GAIN,
@@ -125,4 +128,6 @@ KERNELS: tuple[KernelSpec, ...] = (
     CAST_SCALE_VOTES,
     QUANTISE_GRADIENT,
     SUM_GRADIENTS,
+    LAST_BITS,
+    TAKE_LAST_BITS,
 )

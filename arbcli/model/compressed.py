@@ -46,6 +46,7 @@ class CompressedLM(ByteLM):
     """
 
     config: CompressedConfig
+    makes_several = False
 
     def make_blocks(self, config: CompressedConfig) -> list[nn.Module]:
         """Make the blocks."""

@@ -24,10 +24,26 @@ class Block(nn.Module):
         self.mlp_norm = parts.norm(config.dim, config)
         self.mlp = MLP(config)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Add both branches to the stream (B, T, D)."""
-        x = x + self.attention(x, self.attention_norm)
-        return x + self.mlp(x, self.mlp_norm)
+    def forward(
+        self, x: Tensor, added: Tensor | None = None, *, whole: bool = True
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Add both branches to the stream.
+
+        Args:
+            x: the stream, (B, T, D).
+            added: what is still to be added to it; None if there is nothing.
+            whole: whether to add the last branch, too.
+
+        Returns:
+            The stream; and if it is not whole, what is still to be added, which the norm behind it
+            does at no cost.
+        """
+        if added is None:
+            added = self.attention(x, self.attention_norm)
+        else:
+            added, x = self.attention(x, self.attention_norm, added=added)
+        added, x = self.mlp(x, self.mlp_norm, added)
+        return x + added if whole else (x, added)
 
     def follow(self, x: Tensor, added: Tensor | None, past: BlockCache) -> tuple[Tensor, Tensor]:
         """Do as `forward` does, after a past; what a branch adds is left to the norm behind it.
@@ -115,10 +131,17 @@ class ByteLM(LanguageModel):
                 for block, past in zip(self.blocks, cache.blocks, strict=True):
                     x, added = block.follow(x, added, past)
             return self.head(self.norm.of_sum(x, added)[1])
-        recompute = self.recompute and torch.is_grad_enabled()
+        if self.recompute and torch.is_grad_enabled():
+            for block in self.blocks:
+                x = checkpoint(block, x, **RECOMPUTE)
+            return self.head(x, self.norm)
+        added, watched = None, any(block._forward_hooks for block in self.blocks)
         for block in self.blocks:
-            x = checkpoint(block, x, **RECOMPUTE) if recompute else block(x)
-        return self.head(x, self.norm)
+            if watched:  # who looks at a block's output looks at the whole stream
+                x = block(x)
+            else:
+                x, added = block(x, added, whole=False)
+        return self.head(x, self.norm) if watched else self.head(x, self.norm, added)[0]
 
     def new_cache(self, positions: int) -> KeyValueCache:
         """Make a cache for a text of at most `positions` bytes; no gradient passes through it."""

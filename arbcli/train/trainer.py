@@ -111,7 +111,8 @@ class Trainer:
                 self.updater = Updater(tensors, config.seed, dtype, HELD_BYTES)
             else:
                 self.model.declare_wire()
-                about = config.seed, dtype, config.wire, config.accum, self.group
+                largest = max(config.lr, config.final_lr or 0)
+                about = config.seed, dtype, config.wire, config.accum, self.group, largest
                 self.updater = self.shared = SharedUpdater(tensors, *about)
             if self.shared:
                 self.shared.release()
@@ -298,8 +299,7 @@ class Trainer:
             ArbError: in all of them, if one has something else.
         """
         if self.group.size > 1 and self.shared:
-            own = self.shared.layout(self.model)
-            parts = {n: part for n, part in self.model.state_dict().items() if n not in own}
+            parts = self.shared.common(self.model)
             found = {name: tensor_digest(name, part) for name, part in parts.items()}
             self.group.compare(found, "state", RELOAD)
 

@@ -56,6 +56,11 @@ class _StepSizes(NamedTuple):
     step_size: Tensor
 
 
+def step_limit(step_size: float) -> int:
+    """Find the largest step of z, in units of 2**-16, of a root-mean-square of `step_size`."""
+    return min(round(STEP_CLIP * step_size * UNIT), 2**30)
+
+
 def loaded(numbers: Tensor, before: Tensor) -> Tensor:
     """Bring numbers of a step to the device, where a captured step reads them.
 
@@ -155,7 +160,7 @@ class Updater:
     def _step_sizes(self, lr: float) -> tuple[int, tuple[int, ...]]:
         """Write what a learning rate makes of moments, slopes and directions, in fixed point."""
         step_size = lr * self.radix * STEP_OF_RADIX
-        limit = min(round(STEP_CLIP * step_size * UNIT), 2**30)
+        limit = step_limit(step_size)
         return round(step_size * 2**32), (
             *fixed_point_gain(lr * SCALE_STEP / self.accumulation),
             *fixed_point_gain(step_size / self.accumulation),

@@ -21,6 +21,7 @@ from arbcli.kernels.attention.compressed_attention import (
 )
 from arbcli.kernels.attention.compressed_attention_backward import COMPRESSED_ATTENTION_BACKWARD
 from arbcli.kernels.attention.decode_attention import DECODE_ATTENTION
+from arbcli.kernels.attention.decode_attention_rows import DECODE_ATTENTION_ROWS
 from arbcli.kernels.attention.eight_bits import FORMATS, quantise_entries
 from arbcli.kernels.attention.rotary_norm import ROTARY_NORM, rounded_gradient, rounded_once
 from arbcli.kernels.attention.sum_choices import random_choices
@@ -34,6 +35,7 @@ from arbcli.kernels.codec.decode_e4m3 import DECODE_E4M3
 from arbcli.kernels.codec.packed import OCTAVE, Packed, num_groups
 from arbcli.kernels.codec.packing import PLANE, pack_trits_torch
 from arbcli.kernels.matmul.arranged_matmul import ARRANGED_MATMUL, MOST_ROWS, arrange
+from arbcli.kernels.matmul.arranged_rows import ARRANGED_ROWS, MOST_TEXTS
 from arbcli.kernels.matmul.digits_matmul import DIGITS_MATMUL, arrange_digits
 from arbcli.kernels.matmul.fp8_matmul import MULTIPLE
 from arbcli.kernels.matmul.grouped_matmul import GROUPED_GRAD_W, GROUPED_MATMUL
@@ -51,6 +53,7 @@ from arbcli.kernels.rows.weighted_rows import touched_rows
 from arbcli.kernels.runtime.spec import Case, KernelSpec
 from arbcli.kernels.scan.causal_conv import rounded_conv
 from arbcli.kernels.scan.decay_scan import scan_in_bf16
+from arbcli.kernels.scan.mamba_step import MAMBA_STEP, draw_step
 from arbcli.kernels.update.blend_moment import moment_max
 from arbcli.kernels.update.newton_schulz import GRAM, GRAM_POLYNOMIAL
 from arbcli.kernels.update.quantise_gradient import NONE
@@ -204,6 +207,14 @@ def _arranged_matmul(dice: Dice, group_size: int, m: int, n: int, k: int) -> tup
     return x, *weight, dice.pick((None, 1e-6)), added, dice.dtype
 
 
+def _arranged_rows(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
+    _, *weight, eps, _, dtype = _arranged_matmul(dice, group_size, m, n, k)
+    m = 1 + (m - 1) % MOST_TEXTS
+    x = dice.reals(m, weight[2], dtype=torch.bfloat16).contiguous()
+    added = dice.reals(m, weight[1]).contiguous() if dice.below(2) else None
+    return x, *weight, eps, added, dtype
+
+
 def _digits_matmul(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
     gated, size = dice.below(2) == 1, PLANE * max(1, group_size // PLANE)
     k = -(-k // 8) * 8
@@ -324,6 +335,12 @@ def _decay_scan(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
     return q, k_, v, dice.view(g), dice.below(2) == 1
 
 
+def _mamba_step(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
+    heads, states, taps = dice.pick((3, 4)), dice.pick((1, 9, 64)), dice.pick((2, 4, 8))
+    shape = heads, states, min(n, 70), taps, dice.below(9)
+    return draw_step(*shape, dice.dtype, dice.generator)
+
+
 def _causal_conv(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
     taps = dice.reals(k, dice.pick((1, 4, 8)), dtype=torch.float32)
     return dice.reals(dice.pick((1, 3)), m, k), taps, dice.below(2) == 1
@@ -395,6 +412,19 @@ def _decode_attention_8bit(dice: Dice, group_size: int, m: int, n: int, k: int) 
     return qkv, keys, values, torch.stack((of_keys, of_values)), *rest
 
 
+def _decode_attention_rows(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
+    texts, heads, half = 1 + m % 4, 1 + dice.below(3), 1 + min(k, 64)
+    qkv = dice.reals(texts * 3 * heads, 2 * half).contiguous().view(texts, 3, heads, 2 * half)
+    rings = (dice.reals(texts * heads * n, 2 * half).contiguous() for _ in range(2))
+    position = dice.integers(0, 3 * n - 1, texts, dtype=torch.int32).contiguous()
+    angle = dice.reals(3 * n, half, dtype=torch.float32).contiguous()
+    tickets = torch.zeros(texts, heads, dtype=torch.int32, device=dice.device)
+    return (
+        qkv, *(ring.view(texts, heads, n, 2 * half) for ring in rings), position,
+        angle.cos(), angle.sin(), tickets, 1e-6,
+    )  # fmt: skip
+
+
 def _compressed_attention(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
     ratio, length = 2 + dice.below(5), 1 + min(m, dice.pick((1, 5, 60)))
     kept, window = dice.pick((0, 3)), dice.pick((1, 4, 200))
@@ -444,6 +474,20 @@ def _choose_byte(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
     kept = (1 + dice.below(symbols), dice.pick((1.0, 0.9, 0.3)))
     temperature = dice.pick((0.0, 0.5, 1.0, 2.0))
     return byte, text, logits, dice.scalar(place), dice.key(), temperature, *kept
+
+
+def _choose_bytes(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
+    texts = 1 + m % 5
+    rows = [_choose_byte(dice, group_size, m, n, k) for _ in range(texts)]
+    _, _, logits, place, key, heat, top_k, top_p = zip(*rows, strict=True)
+    symbols = min(len(each) for each in logits)
+    here = {"device": dice.device}
+    return (
+        torch.full((texts, 1), 300, **here), torch.zeros(texts, n, dtype=torch.uint8, **here),
+        torch.stack([each[:symbols] for each in logits]), torch.stack(place), torch.stack(key),
+        torch.tensor(heat, **here), torch.tensor(top_k, dtype=torch.int32, **here),
+        torch.tensor(top_p, **here),
+    )  # fmt: skip
 
 
 def _cross_entropy(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
@@ -625,6 +669,21 @@ def _step_by_moment(dice: Dice, group_size: int, m: int, n: int, k: int) -> tupl
     )  # fmt: skip
 
 
+def _last_bits(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
+    nibble = dice.below(2) == 1
+    radix = 14 if nibble else 64
+    packed, remainder = _weights(dice, n, k, radix, 7 if nibble else 63)
+    if nibble:
+        remainder = dice.view(dice.integers(-7, 7, n, k) * 16 + remainder % 16)
+    return packed, remainder, radix, nibble
+
+
+def _take_last_bits(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
+    *state, radix, nibble = _last_bits(dice, group_size, m, n, k)
+    bits = dice.integers(0, 255, (n + 1) // 2, k, dtype=torch.uint8).contiguous()
+    return *state, bits, radix, nibble
+
+
 def _step_by_direction(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
     gains = _gains(dice, n, k, dice.pick((2.0**14, 2.0**16, 2.0**19)))
     limit = dice.pick((2**14, 2**19, 2**23))
@@ -765,6 +824,7 @@ DRAWINGS = {
     "arranged_matmul": Drawing(
         _arranged_matmul, None, ARRANGED_MATMUL.torch, one_layout=True
     ),
+    "arranged_rows": Drawing(_arranged_rows, None, ARRANGED_ROWS.torch, one_layout=True),
     "digits_matmul": Drawing(_digits_matmul, None, DIGITS_MATMUL.torch, one_layout=True),
     "grouped_matmul": Drawing(_grouped_matmul, None, GROUPED_MATMUL.torch, needs_rows=True),
     "grouped_grad_w": Drawing(_grouped_grad_w, None, GROUPED_GRAD_W.torch, needs_rows=True),
@@ -798,6 +858,12 @@ DRAWINGS = {
         _decode_attention, None, DECODE_ATTENTION.torch, one_layout=True
     ),
     "decode_attention_8bit": Drawing(_decode_attention_8bit, one_layout=True),
+    "decode_attention_rows": Drawing(
+        _decode_attention_rows, None, DECODE_ATTENTION_ROWS.torch, one_layout=True
+    ),
+    "choose_bytes": Drawing(_choose_bytes, one_layout=True),
+
+
     "compressed_attention": Drawing(
         _compressed_attention, None, COMPRESSED_ATTENTION.torch, needs_rows=True
     ),
@@ -843,6 +909,7 @@ DRAWINGS = {
     "decay_scan": Drawing(_decay_scan, None, scan_in_bf16, needs_rows=True),
     "causal_conv": Drawing(_causal_conv, None, rounded_conv, needs_rows=True),
     "causal_conv_grad_w": Drawing(_causal_conv_grad_w, needs_rows=True),
+    "mamba_step": Drawing(_mamba_step, None, MAMBA_STEP.torch, one_layout=True),
     "gradient_statistics": Drawing(_gradient_statistics, _gradient_statistics_in_float64),
     "gradient_gains": Drawing(_gradient_gains),
     "unit_gain": Drawing(_unit_gain),
@@ -857,6 +924,8 @@ DRAWINGS = {
     "cast_scale_votes": Drawing(_cast_scale_votes),
     "quantise_gradient": Drawing(_quantise_gradient),
     "sum_gradients": Drawing(_sum_gradients),
+    "last_bits": Drawing(_last_bits),
+    "take_last_bits": Drawing(_take_last_bits),
 }  # fmt: skip
 
 

@@ -5,6 +5,7 @@ import json
 
 import pytest
 import torch
+from torch.nn import functional
 
 from arbcli.config.hnet import HNetConfig
 from arbcli.config.presets import config_from_dict, preset
@@ -14,6 +15,8 @@ from arbcli.infer.generation import Decoder, Sampling
 from arbcli.inspect.memory import measure, predict
 from arbcli.model.blocks.chunking import Routed, ratio_loss
 from arbcli.model.hnet import HNet
+from arbcli.model.layers.linear import TernaryLinear
+from arbcli.model.layers.norm import NORM_EPS
 from arbcli.train.step import minimised
 from arbcli.train.updater import Updater
 from arbcli.verify.hnet_reference import reference_hnet
@@ -155,6 +158,32 @@ def test_phases_of_a_step_make_the_text_of_whole_forwards(kind):
             logits = lm(torch.tensor([list(expected)]))
         expected += bytes([int(logits[0, -1].argmax())])
     assert prompt + made == expected
+
+
+@each_kind
+def test_steps_in_fused_kernels_make_the_text_of_whole_forwards(kind, monkeypatch):
+    """Only products are fused here, in torch: what is around them is wired as on a GPU."""
+
+    def fused(self, x, *, normalise, gated=False, added=None, beside=None):
+        x = functional.rms_norm(x, x.shape[-1:], eps=NORM_EPS) if normalise else x
+        y = self(x) if beside is None else torch.cat((self(x), beside(x)), dim=-1)
+        if gated:
+            gate, up = y.chunk(2, dim=-1)
+            y = functional.silu(gate) * up
+        return y if added is None else added + y
+
+    monkeypatch.setattr(TernaryLinear, "fused", fused)
+    monkeypatch.setattr("arbcli.model.hnet.takes_one_position", lambda *_: True)
+    lm, prompt = model(kind), bytes(text(1, 5)[0].tolist())
+    with lm.prepared_weights(), torch.no_grad():
+        decoder = Decoder(lm, 24, Sampling(temperature=0), capture=False)
+        decoder.read(prompt)
+        made = prompt + b"".join(decoder.stream(6))
+        decoder.read(b"ab")  # what reads several bytes goes on where steps left off
+        made += b"ab" + b"".join(decoder.stream(11))
+        logits = lm(torch.tensor([list(made)]))
+    expected = bytes(logits[0].argmax(dim=1).tolist())
+    assert made[5:11] + made[13:] == expected[4:10] + expected[12:-1]
 
 
 @pytest.mark.gpu

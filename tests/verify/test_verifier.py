@@ -352,12 +352,13 @@ CASES = {
     "pack_trits": 9, "unpack_trits": 11, "decode_weight": 10, "decode_digits": 13,
     "decode_e4m3": 20, "quantise_rows": 10, "fp8_matmul": 8, "ternary_matmul": 22,
     "ternary_matmul_grad_x": 14,
-    "arranged_matmul": 9, "digits_matmul": 6, "unit_rows": 10, "grouped_matmul": 28,
+    "arranged_matmul": 9, "arranged_rows": 6, "digits_matmul": 6, "unit_rows": 10,
+    "grouped_matmul": 28,
     "grouped_grad_w": 15, "expert_combine": 10,
     "expert_combine_backward": 10, "rms_norm": 12, "add_rms_norm": 12, "rms_norm_backward": 12,
     "gated_rms_norm": 13, "gated_rms_norm_backward": 13, "rms_norm_e4m3": 9,
     "gated_rms_norm_e4m3": 9, "rotary_norm": 6, "rotary_norm_backward": 6, "decode_attention": 8,
-    "decode_attention_8bit": 16,
+    "decode_attention_8bit": 16, "decode_attention_rows": 4, "choose_bytes": 5,
     "choose_byte": 42, "cross_entropy": 7, "cross_entropy_backward": 7, "embedding_rows": 11,
     "embedding_grad": 8, "weighted_rows": 16, "weighted_rows_grad_weights": 16,
     "weighted_rows_grad": 13, "gather_rows": 13, "scatter_rows": 13, "gradient_statistics": 12,
@@ -366,8 +367,8 @@ CASES = {
     "cast_scale_votes": 7, "boundary_scores": 9, "boundary_scores_backward": 9,
     "find_chunks": 11, "gather_chunks": 7, "smooth_chunks": 7, "smooth_chunks_backward": 7,
     "spread_chunks": 6, "spread_chunks_backward": 6, "route_position": 30, "take_chunk": 9,
-    "decay_scan": 14, "causal_conv": 12, "causal_conv_grad_w": 6,
-    "quantise_gradient": 16, "sum_gradients": 8,
+    "decay_scan": 14, "causal_conv": 12, "causal_conv_grad_w": 6, "mamba_step": 7,
+    "quantise_gradient": 16, "sum_gradients": 8, "last_bits": 11, "take_last_bits": 11,
 }  # fmt: skip
 """How many cases each kernel is checked on, each with a label of its own; not fewer."""
 

@@ -182,7 +182,7 @@ def _check(qkv, keys, values, position, cos, sin, tickets):
             raise ValueError(f"ring {ring.dtype} {tuple(ring.shape)} does not fit {got}")
 
 
-SHAPES = ((1, 1, 1, 2, (0,)), (3, 2, 70, 10, (0, 69, 200)), (2, 3, 100, 64, (33, 5)),
+SHAPES = ((1, 1, 1, 2, (0,)), (3, 2, 70, 10, (0, 69, 200)), (2, 3, 100, 64, (199, 5)),
           (4, 1, 40, 16, (31, 32, 40, 79)))  # fmt: skip
 """(B, heads, W, d, positions): rings that are empty, filling, just full and overwritten."""
 LARGE = ((16, 16, 2048, 128, tuple(range(0, 2400, 150))), (2, 6, 256, 64, (300, 7)))

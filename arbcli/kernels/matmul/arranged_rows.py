@@ -347,9 +347,9 @@ def arranged_rows(
 
 
 SHAPES = (
-    (1, 1, 8, 32, False, 0.1, False), (9, 34, 1000, 32, True, 1e-6, True),
-    (17, 20, 168, 96, False, 1e-6, False), (3, 100, 1512, 32, False, None, True),
-    (8, 68, 328, 32, True, None, False), (64, 18, 40, 32, False, 1e-6, True),
+    (1, 1, 8, 32, False, 0.1, False), (9, 34, 328, 32, True, 1e-6, True),
+    (5, 20, 168, 96, False, 1e-6, False), (3, 20, 1512, 32, False, None, True),
+    (2, 180, 8, 32, False, None, False), (33, 18, 40, 32, False, 1e-6, True),
 )  # fmt: skip
 """(M, rows, K, G, gated, eps, whether something is added)."""
 

@@ -37,6 +37,16 @@ class LinearWeight(StreamedTensor):
     in_eight_bits = True
     """Whether they may be."""
 
+    def multiply_sum(
+        self, x: Tensor, added: Tensor, before: "TernaryRMSNorm"
+    ) -> tuple[Tensor, Tensor]:
+        """Compute total = x + added, and before(total) @ w.T; returns that, and the total."""
+        if self._in_fp8(x):
+            total = x + added
+            return self.multiply(total, before), total
+        total, normal = before.of_sum(x, added)
+        return ternary_matmul(normal, self.packed), total
+
     def multiply(self, x: Tensor, before: "TernaryRMSNorm | None") -> Tensor:
         """Compute before(x) @ w.T of (M, K) activations."""
         if self._in_fp8(x):
@@ -60,14 +70,24 @@ class LinearWeight(StreamedTensor):
         return grad_y.T @ source
 
     def pass_back(
-        self, grad_y: Tensor, x: Tensor, before: "TernaryRMSNorm | None", wanted: bool
+        self,
+        grad_y: Tensor,
+        x: Tensor,
+        before: "TernaryRMSNorm | None",
+        wanted: bool,
+        beside: Tensor | None = None,
     ) -> Tensor | None:
-        """Take the gradient of what `multiply` gave: return that of x if it is wanted."""
+        """Take the gradient of what `multiply` gave: return that of x if it is wanted.
+
+        `beside` is the gradient that x has elsewhere, of the stream that a norm is before; it is
+        added.
+        """
         grad_x, source = None, x
         if wanted:
             grad_x = self.propagate(grad_y)
             if before:
-                grad_x, source = before.backward(grad_x, x)
+                about = () if beside is None else (beside,)
+                grad_x, source = before.backward(grad_x, x, *about)
         elif before:
             source = before(x)
         self.collect(source, grad_y)
@@ -92,6 +112,27 @@ class _Linear(Function):
         wanted = ctx.needs_input_grad[0]
         grad_x = ctx.weight.pass_back(grad_y, *ctx.saved_tensors, ctx.before, wanted)
         return grad_x, None, None, None
+
+
+class _LinearOfSum(Function):
+    """total = x + added, y = before(total) @ w.T; otherwise as `_Linear`.
+
+    Total is the stream, which goes on beside the layer, so its gradient is that of both.
+    """
+
+    @staticmethod
+    def forward(ctx, x: Tensor, added: Tensor, anchor: Tensor, weight: LinearWeight, before):
+        ctx.weight, ctx.before = weight, before
+        ctx.set_materialize_grads(False)
+        y, total = weight.multiply_sum(x, added, before)
+        ctx.save_for_backward(total)
+        return y, total
+
+    @staticmethod
+    def backward(ctx, grad_y: Tensor, grad_total: Tensor | None):
+        (total,) = ctx.saved_tensors
+        grad = ctx.weight.pass_back(grad_y, total, ctx.before, True, grad_total)
+        return grad, grad, None, None, None
 
 
 @library.custom_op("arb::linear", mutates_args=())
@@ -184,21 +225,32 @@ class TernaryLinear(Findable):
         self.weight.in_eight_bits = in_eight_bits
         self._arranged: Arranged | ArrangedDigits | None = None
 
-    def forward(self, x: Tensor, before: TernaryRMSNorm | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, before: TernaryRMSNorm | None = None, added: Tensor | None = None
+    ) -> Tensor | tuple[Tensor, Tensor]:
         """Multiply (..., K) activations to (..., N) of the same dtype.
 
         `before` is applied to x first, and differentiated with the product, so that only x itself
-        is saved.
+        is saved. What is `added` to x comes before that, and then the sum is returned, too.
         """
+        compiled = torch.compiler.is_compiling()
+        if compiled and added is not None:
+            x = x + added
+            return self(x, before), x
         rows = x.reshape(-1, x.shape[-1])
-        if torch.compiler.is_compiling():
+        if compiled:
             refuse_without_gradient(x)
             norm = before.weight.trits if before is not None and before.weight else None
             about = (isinstance(before, TernaryGate), torch.is_grad_enabled())
             y = _compiled_linear(rows, self.weight.trits, norm, *about)
-        else:
+        elif added is None:
             self.weight.note_use()
             y = _Linear.apply(rows, anchor(x), self.weight, before)
+        else:
+            self.weight.note_use()
+            parts = rows, added.reshape(rows.shape), anchor(x)
+            y, total = _LinearOfSum.apply(*parts, self.weight, before)
+            return y.view(*x.shape[:-1], -1), total.view(x.shape)
         return y.view(*x.shape[:-1], -1)
 
     @torch.no_grad()

@@ -6,13 +6,18 @@ model to the first, as a backward comes to them, each to whoever has had the lea
 that the work is even at every moment of a backward.
 """
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 from torch import Tensor
 
+from arbcli.kernels.update.direction import UNIT
+from arbcli.kernels.update.last_bits import LARGEST_CHANGE
 from arbcli.model.layers.table import TableWeight
 from arbcli.model.packed import TernaryTensor
+from arbcli.rules.base import STEP_OF_RADIX
+from arbcli.train.updater import step_limit
 
 BUCKET_WEIGHTS = 2**25
 """Of the tensors that travel together, about: few messages, and long ones."""
@@ -21,6 +26,10 @@ ALIGNMENT = 16
 ORTHOGONAL_COST = 1 / 100
 """What a weight of an orthogonalised matrix costs for each row or column of its smaller side, a
 pass over memory being 1: thirty operations against twenty bytes."""
+
+
+DIGITS = ("trits", "remainder")
+"""Buffers that the last bits of z tell."""
 
 
 @dataclass(eq=False, slots=True)
@@ -34,6 +43,8 @@ class Member:
     """Where its sums begin in the part of the owner, bytes."""
     down: int
     """Where what the owner tells begins in its message, bytes."""
+    by_bits: bool
+    """Whether trits and remainders are told by the last bits of both: see `are_told_by_bits`."""
 
     @property
     def rows(self) -> slice:
@@ -46,9 +57,16 @@ class Member:
         """Count its rows and columns."""
         return self.rows.stop - self.rows.start, self.tensor.in_features
 
-    def told(self) -> list[Tensor]:
-        """List what an owner tells of it: views of the tensor's buffers."""
-        return [part[self.rows] for part in told(self.tensor).values()]
+    @property
+    def bits_shape(self) -> tuple[int, int]:
+        """Count rows and bytes of the last bits of its digits."""
+        rows, columns = self.shape
+        return (rows + 1) // 2, columns
+
+    def copied(self) -> list[Tensor]:
+        """List what an owner tells of it as it is: views of the tensor's buffers."""
+        parts = told(self.tensor).items()
+        return [part[self.rows] for name, part in parts if not (self.by_bits and name in DIGITS)]
 
 
 @dataclass(eq=False, slots=True)
@@ -84,6 +102,23 @@ def told(tensor: TernaryTensor) -> dict[str, Tensor]:
     return {name: getattr(tensor, name) for name in names}
 
 
+def are_told_by_bits(tensor: TernaryTensor, lr: float) -> bool:
+    """Tell whether four bits say what a step makes of the digits of a tensor.
+
+    They do where all digits are read, and no step moves z by more than `LARGEST_CHANGE`. Rows of a
+    table may be far behind, and are told as they are.
+
+    Args:
+        tensor: of a model.
+        lr: the largest learning rate of its steps.
+    """
+    rule = tensor.rule
+    if not rule.reads_all or isinstance(tensor, TableWeight):
+        return False
+    limit = step_limit(lr * tensor.lr_factor * rule.radix * STEP_OF_RADIX)
+    return -(-limit // UNIT) <= LARGEST_CHANGE
+
+
 def kept(tensor: TernaryTensor) -> dict[str, Tensor]:
     """List what the owner of a tensor alone needs."""
     others = told(tensor)
@@ -109,7 +144,7 @@ def deal_out(tensors: Iterable[TernaryTensor], size: int) -> dict[int, int]:
 
 
 def plan(
-    tensors: Iterable[TernaryTensor], owners: dict[int, int], size: int, sum_bytes: int
+    tensors: Iterable[TernaryTensor], owners: dict[int, int], size: int, sum_bytes: int, lr: float
 ) -> list[Bucket]:
     """Lay out the messages of a step.
 
@@ -118,6 +153,7 @@ def plan(
         owners: of each, by its `id`.
         size: how many processes there are.
         sum_bytes: of a sum that travels.
+        lr: the largest learning rate.
 
     Returns:
         Buckets, in about the order of a backward; each table, whose rows travel, has its own. Those
@@ -126,6 +162,7 @@ def plan(
     buckets, weights = [], 0
     for tensor in reversed([*tensors]):
         alone, owner = isinstance(tensor, TableWeight), owners[id(tensor)]
+        by_bits = are_told_by_bits(tensor, lr)
         for matrices in tensor.gradient_ranges():
             number = len(matrices) * (tensor.num_weights // tensor.matrices)
             # one that would be too large by more than half of what comes begins the next
@@ -134,10 +171,12 @@ def plan(
                 weights = 0
             bucket = buckets[-1]
             up, down = bucket.up_sizes[owner], bucket.down_sizes[owner]
-            member = Member(tensor, matrices, owner, up, down)
+            member = Member(tensor, matrices, owner, up, down, by_bits)
             bucket.members.append(member)
             sums = rounded_up(number * sum_bytes) + rounded_up(member.shape[0])
             bucket.up_sizes[owner] += sums
-            bucket.down_sizes[owner] += sum(rounded_up(part.nbytes) for part in member.told())
+            bits = rounded_up(math.prod(member.bits_shape)) if by_bits else 0
+            copied = sum(rounded_up(part.nbytes) for part in member.copied())
+            bucket.down_sizes[owner] += bits + copied
             weights = 2 * BUCKET_WEIGHTS if alone else weights + number
     return buckets

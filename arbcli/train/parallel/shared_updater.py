@@ -5,6 +5,7 @@ the same random bits. Sums of integers are the same in every order, so what an o
 not depend on how many processes there are: one process does the same with all micro-batches.
 """
 
+import math
 from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 
 from arbcli.kernels.rows.table_rows import gather_rows, scatter_rows_
 from arbcli.kernels.rows.weighted_rows import TouchedRows, touched_rows, weighted_rows_grad
+from arbcli.kernels.update.last_bits import last_bits, take_last_bits_
 from arbcli.kernels.update.quantise_gradient import (
     LOWEST,
     NONE,
@@ -29,6 +31,7 @@ from arbcli.train.parallel.owners import (
     ALIGNMENT,
     Bucket,
     Member,
+    are_told_by_bits,
     deal_out,
     kept,
     plan,
@@ -79,6 +82,7 @@ class SharedUpdater:
         wire: what gradients travel as, one of `WIRES`.
         micro_batches: of a step, of all processes.
         group: the processes.
+        lr: the largest learning rate of a step.
     """
 
     averages = True
@@ -94,6 +98,7 @@ class SharedUpdater:
         wire: str,
         micro_batches: int,
         group: Group,
+        lr: float,
     ) -> None:
         self.updates = Updater(tensors, seed, dtype)
         self.group, self.micro_batches, self.dtype = group, micro_batches, dtype
@@ -110,7 +115,8 @@ class SharedUpdater:
         self._ticks = torch.empty(0, dtype=torch.int32, device=self.device)
         self.owners = deal_out(self.tensors, group.size)
         """By the `id` of a tensor: which process has it."""
-        self.buckets = plan(self.tensors, self.owners, group.size, self.sums.itemsize)
+        self._largest_lr = lr
+        self.buckets = plan(self.tensors, self.owners, group.size, self.sums.itemsize, lr)
         self._bucket_of = {
             (id(member.tensor), member.matrices.start): (bucket, member)
             for bucket in self.buckets
@@ -119,10 +125,13 @@ class SharedUpdater:
         self.received = 0
         """Bytes that all processes received of others in the last step, added up."""
         self._kept = {
-            id(tensor): {name: (part.shape, part.dtype) for name, part in kept(tensor).items()}
+            id(tensor): {
+                name: (part.shape, part.dtype)
+                for name, part in (kept(tensor) | self._half_told(tensor)).items()
+            }
             for tensor in self.tensors
         }
-        """By the `id` of a tensor: shapes and dtypes of what its owner alone keeps, by name."""
+        """By the `id` of a tensor: shapes and dtypes of what its owner alone has right, by name."""
         self._forget()
 
     def _forget(self) -> None:
@@ -144,8 +153,23 @@ class SharedUpdater:
                 for name, part in kept(tensor).items():
                     setattr(tensor, name, part[:0].clone())
 
+    def _half_told(self, tensor: TernaryTensor) -> dict[str, Tensor]:
+        """List the buffer of whose bytes one half is told, and the other the owner's alone."""
+        by_bits = are_told_by_bits(tensor, self._largest_lr)
+        return {"remainder": tensor.remainder} if by_bits and tensor.rule.share_a_byte else {}
+
+    def common(self, model: nn.Module) -> dict[str, Tensor]:
+        """List what all processes have alike of the state of a model, by name."""
+        modules = {id(part): name for name, part in model.named_modules()}
+        own = self.layout(model)
+        found = {name: part for name, part in model.state_dict().items() if name not in own}
+        for tensor in self.tensors:
+            for name, part in self._half_told(tensor).items():
+                found[f"{modules[id(tensor)]}.{name}"] = part & 15
+        return found
+
     def layout(self, model: nn.Module) -> dict[str, Tensor]:
-        """List what owners alone keep of the state of a model, by name, without memory."""
+        """List what owners alone have right of the state of a model, by name, without memory."""
         modules = {id(part): name for name, part in model.named_modules()}
         return {
             f"{modules[key]}.{name}": torch.empty(shape, dtype=dtype, device="meta")
@@ -154,7 +178,7 @@ class SharedUpdater:
         }
 
     def gather(self, model: nn.Module) -> dict[str, Tensor]:
-        """Bring what owners alone keep to the first process.
+        """Bring what owners alone have right to the first process.
 
         Args:
             model: whose tensors they are.
@@ -183,7 +207,12 @@ class SharedUpdater:
             step: number of the step, from 0.
             lr: its learning rate.
             accumulation: micro-batches of this process.
+
+        Raises:
+            ValueError: the learning rate is larger than the largest.
         """
+        if lr > self._largest_lr:
+            raise ValueError(f"a learning rate of {lr} is above {self._largest_lr}")
         self.updates.set_step(step, lr)
         ticks = [step * self.micro_batches + micro for micro in self.local]
         self._ticks = loaded(torch.tensor(ticks, dtype=torch.int32, device="cpu"), self._ticks)
@@ -333,11 +362,25 @@ class SharedUpdater:
         for member in bucket.members:
             if member.owner == owner:
                 begin = member.down
-                for part in member.told():
+                if member.by_bits:
+                    size = math.prod(member.bits_shape)
+                    self._pass_bits(member, message[begin : begin + size], into=into)
+                    begin += rounded_up(size)
+                for part in member.copied():
                     parts.append(part.view(torch.uint8).view(-1))
                     places.append(message[begin : begin + part.nbytes])
                     begin += rounded_up(part.nbytes)
         torch._foreach_copy_(*((places, parts) if into else (parts, places)))  # in few launches
+
+    def _pass_bits(self, member: Member, place: Tensor, *, into: bool) -> None:
+        """Write the last bits of all digits to their place, or read them from there."""
+        tensor, rule = member.tensor, member.tensor.rule
+        state = tensor.trits[member.rows], tensor.remainder[member.rows]
+        about, bits = (rule.radix, rule.share_a_byte), place.view(member.bits_shape)
+        if into:
+            last_bits(*state, *about, out=bits)
+        else:
+            take_last_bits_(*state, bits, *about)
 
     def _receive(self) -> None:
         """Take what the owners of a bucket tell."""
