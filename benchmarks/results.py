@@ -22,6 +22,7 @@ KEYS = {
     "code": ("preset", "options", "seed"),
     "training_step": ("preset", "kind"),
     "generation": ("preset", "prompt_bytes", "kind"),
+    "several_texts": ("preset", "batch", "kind"),
     "kv_cache": ("preset", "ctx", "kv"),
     "products": ("size", "rows", "what"),
     "arb_3b": ("kind", "batch", "recompute"),
@@ -29,6 +30,7 @@ KEYS = {
     "cpu_step": ("preset", "kind"),
     "exports": ("model", "program", "type"),
     "hnet": ("preset", "kind"),
+    "hnet_quality": ("text", "preset", "ctx", "kind", "seconds", "seed"),
     "digits": ("rule", "rows", "what"),
     "frontier": ("kind", "shape", "way", "seconds", "seed"),
 }

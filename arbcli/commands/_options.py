@@ -10,7 +10,9 @@ from typing import Annotated, Any
 import typer
 
 from arbcli.config.checks import check_choice
+from arbcli.config.compressed import ATTENTIONS
 from arbcli.config.dense import SCALE_TYPES
+from arbcli.config.graph import GRAPH_ATTENTIONS, MOE_GATES
 from arbcli.config.hnet import BOUNDARIES, OUTER_BLOCKS
 from arbcli.config.presets import check_preset
 from arbcli.config.training import COMPUTES
@@ -20,7 +22,6 @@ from arbcli.rules import DIGITS, RULES
 
 OPTION_OF_FIELD = {
     "scale_type": "--tscale-type",
-    "attention": "--attention/--no-attention",
     "sequencer": "--sequencer/--no-sequencer",
     "codebook": "--codebook/--no-codebook",
     "knowledge_codebook": "--knowledge/--no-knowledge",
@@ -28,6 +29,8 @@ OPTION_OF_FIELD = {
     "graph": "--graph/--no-graph",
     "router": "--router/--no-router",
     "memgram": "--memgram/--no-memgram",
+    "shared_expert": "--shared-expert/--no-shared-expert",
+    "moe_clamp": "--moe-clamp/--no-moe-clamp",
 }
 """Options that are not called as the field of a configuration that they set."""
 
@@ -66,16 +69,20 @@ REPEATED = ("--data", "--val")
 """Options of several values, which may follow one another: a shell makes them of `*.txt`."""
 
 
-OPTIONAL = {"--profile": "3"}
+OPTIONAL = {"--profile": "3", "--attention": "latent"}
 """Options that may stand without a value, which is then this."""
+VALUE_OF = {"--profile": "-?[0-9]+", "--attention": "[a-z]+"}
+"""What a value of such an option looks like."""
+SHORT = {"--no-attention": ("--attention", "none")}
+"""Words that stand for others."""
 
 
 def fill_options(words: list[str]) -> list[str]:
     """Write `--profile` as `--profile 3`, as Typer reads no option whose value may be left out."""
     found: list[str] = []
     for word, following in pairwise([*words, ""]):
-        found.append(word)
-        if word in OPTIONAL and not re.fullmatch("-?[0-9]+", following):
+        found += SHORT.get(word, (word,))
+        if word in OPTIONAL and not re.fullmatch(VALUE_OF[word], following):
             found.append(OPTIONAL[word])
     return found
 
@@ -210,8 +217,9 @@ MODEL = {
     "preset": Annotated[
         str | None,
         typer.Option(
-            help="Kind and size of the model: tiny, small, base or 1b, of dense blocks; arb-tiny or"
-            " arb-3b, of n-grams, codebooks, experts and a graph; hnet-tiny, hnet-small, hnet-base"
+            help="Kind and size of the model: tiny, small, base or 1b, of dense blocks; arb-long,"
+            " of these with compressed attention; arb-tiny or arb-3b, of n-grams, codebooks,"
+            " experts and a graph; hnet-tiny, hnet-small, hnet-base"
             " or hnet-two-stage, which find chunks of their own. [default: tiny]",
             callback=_check_preset,
         ),
@@ -234,10 +242,25 @@ MODEL = {
     "layers": _size("blocks"),
     "heads": _size("attention heads"),
     "ffn": _size("MLP width"),
+    "attention": _name(
+        "attention",
+        ATTENTIONS + GRAPH_ATTENTIONS,
+        "Of dense blocks: dense, or compressed, to entries of several bytes; of arb-tiny and"
+        " arb-3b: latent or none (--no-attention). [default: the preset's]",
+    ),
+    "window": _number(
+        "Last bytes that compressed attention sees as they are, or that outer blocks of hnet"
+        " presets see. [default: the preset's]",
+        min=1,
+    ),
+    "top_k": _number(
+        "Entries that compressed attention chooses, or rows that a codebook's head reads."
+        " [default: the preset's]",
+        min=1,
+    ),
 }
 """Options of every model, by the fields that they set."""
 GRAPH_PARTS = {
-    "attention": _part("attention", "Latent attention in the blocks."),
     "sequencer": _part("sequencer", "N-grams beside the embedding."),
     "codebook": _part("codebook", "The shared codebook, which the graph needs."),
     "knowledge_codebook": _part("knowledge_codebook", "The knowledge codebook."),
@@ -247,6 +270,14 @@ GRAPH_PARTS = {
     "memgram": _part("memgram", "A memory of what followed the text's n-grams."),
     "moe_top_k": _number("Experts a position. [default: the preset's]", min=1),
     "max_moe_iters": _number("Iterations over the experts. [default: the preset's]", min=1),
+    "moe_gate": _name(
+        "moe_gate",
+        MOE_GATES,
+        "How experts are chosen: softmax or softplus, by scores of what they are weighed by; hash,"
+        " by the last three bytes. [default: softmax]",
+    ),
+    "shared_expert": _part("shared_expert", "One more expert, which every position goes to."),
+    "moe_clamp": _part("moe_clamp", "Bounds of 10 on what the experts' gates let in."),
 }
 """Options that only the presets with a graph have."""
 HNET_PARTS = {

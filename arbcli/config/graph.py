@@ -3,8 +3,13 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
+from arbcli.config.checks import check_choice
 from arbcli.config.dense import ModelConfig
 from arbcli.errors import ArbError
+
+MOE_GATES = ("softmax", "softplus", "hash")
+GRAPH_ATTENTIONS = ("latent", "none")
+"""What blocks of a `GraphLM` may have."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +58,12 @@ class GraphConfig(ModelConfig):
     """Experts that a position is sent to."""
     max_moe_iters: int = 4
     """Iterations over the experts."""
+    moe_gate: str = "softmax"
+    """How experts are chosen and weighed; one of `MOE_GATES`, see `arbcli.model.blocks.experts`."""
+    shared_expert: bool = False
+    """Whether there is one more expert, which every position goes to."""
+    moe_clamp: bool = False
+    """Whether what the experts' gates let in is bounded."""
     attention: bool = True
     sequencer: bool = True
     codebook: bool = True
@@ -93,6 +104,7 @@ class GraphConfig(ModelConfig):
                 hint=f"use 1 to {self.experts}",
                 fields=("moe_top_k",),
             )
+        check_choice("moe_gate", self.moe_gate, MOE_GATES)
         if self.graph and not self.codebook:
             raise ArbError(
                 "the graph joins codes, and without the codebook there are none",

@@ -131,7 +131,7 @@ class Packed(Saved):
 
     def weights(self) -> Decoders:
         """List the matrices."""
-        if not isinstance(self.model, ByteLM):
+        if type(self.model) is not ByteLM:
             return {name: tensor.weight for name, tensor in self.model.weights().items()}
         return {
             part.gguf: _decoder(source.tensor, part.rows)

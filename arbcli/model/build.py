@@ -2,18 +2,22 @@
 
 import torch
 
+from arbcli.config.compressed import CompressedConfig
 from arbcli.config.dense import ModelConfig
 from arbcli.config.graph import GraphConfig
 from arbcli.config.hnet import HNetConfig
 from arbcli.errors import ArbError
 from arbcli.kernels.matmul.fp8_matmul import MULTIPLE
+from arbcli.model.compressed import CompressedLM
 from arbcli.model.dense import ByteLM
 from arbcli.model.graph import GraphLM
 from arbcli.model.hnet import HNet
 from arbcli.model.language_model import LanguageModel
 from arbcli.model.layers.linear import LinearWeight
 
-MODELS = {ModelConfig: ByteLM, GraphConfig: GraphLM, HNetConfig: HNet}
+MODELS = {
+    ModelConfig: ByteLM, GraphConfig: GraphLM, HNetConfig: HNet, CompressedConfig: CompressedLM,
+}  # fmt: skip
 """Classes of models by those of their configurations."""
 
 

@@ -124,7 +124,8 @@ class GraphLM(LanguageModel):
             x = x + each.y
         iterated = None
         if self.moe_graph:
-            iterated = self.moe_graph(x, self.codebook, found[0] if self.codebook else None)
+            first = found[0] if self.codebook else None
+            iterated = self.moe_graph(x, self.codebook, first, text)
             x = iterated.x
         x = self._through(self.blocks[half:], x, cache, half)
         if self.router:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from arbcli.model.compressed import CompressedLM
 from arbcli.model.dense import Block, ByteLM
 from arbcli.model.hnet import HNet
 from arbcli.model.language_model import RECOMPUTE
@@ -25,12 +26,14 @@ def compile_twin(model: ByteLM | HNet, backend: str = "inductor") -> None:
 
     It is compiled when first used. Whatever else uses the model finds it as it was, but for the
     blocks of an `HNet`: they are compiled where they stand, as what is between them launches
-    kernels.
+    kernels. A `CompressedLM` launches them inside its blocks, and is left as it is.
 
     Args:
         model: with float weights.
         backend: of `torch.compile`.
     """
+    if isinstance(model, CompressedLM):
+        return
     how = {"backend": backend, "dynamic": False, "fullgraph": True}
     if isinstance(model, HNet):
         for block in model.modules():

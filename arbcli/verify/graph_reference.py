@@ -63,7 +63,7 @@ def reference_graph_lm(
     x = sum(streams[1:], x)
     if config.moe or config.graph:
         own, table = under(w, "moe_graph"), w.get("codebook.table")
-        x, shares = moe_graph(own, x, codes, sure, table, model.moe_graph)
+        x, shares = moe_graph(own, x, codes, sure, table, model.moe_graph, ids)
     x = through(x, range(half, config.layers))
     if config.router:
         x = router(under(w, "router"), [x, *streams])
@@ -96,9 +96,10 @@ def norm(x: Tensor, weight: Tensor | None = None) -> Tensor:
     return x if weight is None else x * weight[0]
 
 
-def gated(x: Tensor) -> Tensor:
-    """Multiply the second half of (..., 2 D) by the silu of the first."""
+def gated(x: Tensor, limit: float = math.inf) -> Tensor:
+    """Multiply the second half of (..., 2 D) by the silu of the first, both limited."""
     gate, up = x.chunk(2, dim=-1)
+    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
     return gate * torch.sigmoid(gate) * up
 
 
@@ -195,17 +196,45 @@ def codebook(w: Weights, x: Tensor, heads: int, top_k: int) -> tuple[Tensor, Ten
     return norm(values, w["sub_norm"]) @ w["output"].T, rows[..., 0, 0], weights[..., 0, 0]
 
 
-def experts(w: Weights, x: Tensor, query: Tensor, config: GraphConfig, balance: Tensor) -> Tensor:
-    """Send one position, (expert_dim,), to its experts."""
-    scores = norm(query, w["gate.norm"]) @ w["gate.keys"].T
-    chances = (scores + balance / 8).tolist()
-    chosen = sorted(range(config.experts), key=lambda e: -chances[e])[: config.moe_top_k]
-    gates = scores[chosen].softmax(dim=0)
+def experts(
+    w: Weights,
+    x: Tensor,
+    query: Tensor,
+    config: GraphConfig,
+    balance: Tensor | None,
+    chosen: list[int] | None = None,
+) -> Tensor:
+    """Send one position, (expert_dim,), to its experts: those that a hash has chosen, or the best.
+
+    The balance of roots is in units of 1 / 32.
+    """
+    scores, unit = norm(query, w["gate.norm"]) @ w["gate.keys"].T, 1 / 8
+    if config.moe_gate != "softmax":
+        scores, unit = torch.log(1 + torch.exp(scores)).sqrt(), 1 / 32
+    if chosen is None:
+        chances = (scores + balance * unit).tolist()
+        chosen = sorted(range(config.experts), key=lambda e: -chances[e])[: config.moe_top_k]
+    gates = scores[chosen]
+    gates = gates.softmax(dim=0) if config.moe_gate == "softmax" else gates / gates.sum()
+    limit = 10.0 if config.moe_clamp else math.inf
     y = 0
     for gate, expert in zip(gates, chosen, strict=True):
         up, down = (w[name].chunk(config.experts)[expert] for name in ("gate_up", "down"))
-        y = y + gate * (down @ norm(gated(up @ x), w["sub_norm"]))
+        y = y + gate * (down @ norm(gated(up @ x, limit), w["sub_norm"]))
+    if config.shared_expert:
+        hidden = gated(w["shared.gate_up"] @ x, limit)
+        y = y + w["shared.down"] @ norm(hidden, w["shared.sub_norm"])
     return y
+
+
+def experts_by_hash(history: list[int], config: GraphConfig) -> list[int]:
+    """Draw the experts of a 3-gram from those that are left, by Python's integers."""
+    left, chosen = list(range(config.experts)), []
+    for draw in range(config.moe_top_k):
+        key = (ngram_row(history, 2**31) + draw * 2**40) * 0x9E3779B97F4A7C15 % 2**64
+        key = (key ^ (key >> 32)) * 0x9E3779B97F4A7C15 % 2**64
+        chosen.append(left.pop((key >> 32) % 2**31 * len(left) >> 31))
+    return chosen
 
 
 def moe_graph(
@@ -215,6 +244,7 @@ def moe_graph(
     confidence: Tensor | None,
     table: Tensor | None,
     part: MoEGraph,
+    ids: Tensor,
 ) -> tuple[Tensor, Tensor]:
     """Iterate every position of (B, T, D).
 
@@ -225,17 +255,21 @@ def moe_graph(
         confidence: (B, T), their weights.
         table: of the codebook.
         part: has the edges and the balance.
+        ids: (B, T) bytes.
 
     Returns:
         The result, and (iterations, B * T): what of each position halted with each iteration.
     """
     config = part.config
     edges = edges_by_code(part.edges) if config.graph else {}
-    balance = part.experts.gate.balance if config.moe else None
+    by_hash = config.moe and config.moe_gate == "hash"
+    balance = part.experts.gate.balance if config.moe and not by_hash else None
+    histories = [history for row in ngrams(ids, 3) for history in row]
     found = []
     for m, start in enumerate(x.flatten(0, 1)):
         code = (int(codes.flatten()[m]), confidence.flatten()[m]) if config.graph else (None, None)
-        found.append(iterate(w, start, *code, table, edges, balance, config))
+        chosen = experts_by_hash(histories[m], config) if by_hash else None
+        found.append(iterate(w, start, *code, table, edges, balance, chosen, config))
     y, shares = (torch.stack(part) for part in zip(*found, strict=True))
     return y.view(x.shape), shares.T
 
@@ -248,6 +282,7 @@ def iterate(
     table: Tensor | None,
     edges: dict[int, list[tuple[int, float]]],
     balance: Tensor | None,
+    chosen: list[int] | None,
     config: GraphConfig,
 ) -> tuple[Tensor, Tensor]:
     """Iterate one position, (D,); return the result and what halted with each iteration."""
@@ -259,7 +294,7 @@ def iterate(
         change = w[f"adapters.{index}"] @ norm(low, w["adapter_norm"])
         if config.moe:
             x, query = inward[: config.expert_dim], inward[config.expert_dim :][: config.gate_dim]
-            mixed = experts(under(w, "experts"), x, query, config, balance) + x
+            mixed = experts(under(w, "experts"), x, query, config, balance, chosen) + x
             change = change + w["output"] @ norm(mixed, w["sub_norm"])
         if code is not None:
             leaving = edges.get(code, [])

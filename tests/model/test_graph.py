@@ -45,6 +45,8 @@ PARTS = {
 }
 """By flag, where in the model a part is."""
 LEFT_OUT = [{flag: False} | ({"graph": False} if flag == "codebook" else {}) for flag in PARTS] + [
+    {"moe_gate": "softplus", "shared_expert": True},
+    {"moe_gate": "hash", "moe_clamp": True},
     dict.fromkeys(PARTS, False),
     {"moe": False, "graph": False},
     {"sub_norms": False},
@@ -289,7 +291,7 @@ def test_configuration_survives_json(name):
 @pytest.mark.parametrize(
     "options",
     [{"moe_top_k": 5}, {"moe_top_k": 0}, {"max_moe_iters": 0}, {"codebook": False},
-     {"weights": "float"}, {"heads": 3}],
+     {"weights": "float"}, {"heads": 3}, {"moe_gate": "best"}],
     ids=str,
 )  # fmt: skip
 def test_configuration_that_does_not_fit_is_refused(options):
@@ -309,4 +311,4 @@ def test_router_with_even_scores_prefers_the_stream_of_the_blocks():
 def test_every_switch_is_tested():
     fields = dataclasses.fields(GraphConfig)
     switches = {field.name for field in fields if isinstance(field.default, bool)}
-    assert switches == {*PARTS, "sub_norms"}
+    assert switches == {*PARTS, "sub_norms", "shared_expert", "moe_clamp"}

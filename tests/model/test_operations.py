@@ -16,7 +16,7 @@ GRAPH = (
     {"memgram": True},
     {"moe": False, "router": False},
     {"graph": False, "attention": False, "sequencer": False},
-    {"codebook": False, "graph": False},
+    {"codebook": False, "graph": False, "shared_expert": True},
 )
 HNET = ({}, {"boundaries": "every"}, {"weights": "float"})
 

@@ -268,6 +268,7 @@ def test_resumed_run_ends_in_the_same_file(rule, text, tmp_path, device, monkeyp
         [
             ({"memgram": True}, 3), ({"rule": "nibble"}, 5),
             ({"memgram": True, "graph": False}, 1), ({"moe": False, "router": False}, 4),
+            ({"moe_gate": "hash", "shared_expert": True}, 2),
         ],
         lambda options, stop: stop == 3,  # all that a graph can have
     ),
@@ -288,7 +289,7 @@ def test_resumed_run_of_a_graph_ends_in_the_same_file(
     moved = {"codebook.table.weight.usage", "knowledge.table.weight.usage"}
     if options.model.graph:
         moved |= {f"moe_graph.edges.{part}" for part in ("source", "target", "sign", "score")}
-    if options.model.moe:
+    if options.model.moe and options.model.moe_gate != "hash":
         moved.add("moe_graph.experts.gate.balance")
     if options.model.memgram:
         moved |= {"memgram.symbol", "memgram.strength"}
@@ -308,6 +309,20 @@ def test_resumed_run_of_chunks_ends_in_the_same_file(
     records = [json.loads(line) for line in (tmp_path / "stopped" / "metrics.jsonl").open()]
     assert set(records[-1]["parts"]) == {"ratio"}
     assert set(records[-1]["gauges"]) == {"chunk_length", "chunk_length_2", "joined"}
+    assert load(tmp_path / "stopped", device=str(device)).config == options.model
+
+
+def test_resumed_run_of_compressed_attention_ends_in_the_same_file(
+    text, tmp_path, device, small_compressed, monkeypatch
+):
+    monkeypatch.setattr("arbcli.train.run.LOG_EVERY", 1)
+    options = config(text, device, **small_compressed, steps=4)
+    start_run(options, tmp_path / "whole", Observer())
+    assert start_run(options, tmp_path / "stopped", StopAt(3)).steps == 3
+    resume_run(tmp_path / "stopped", Observer())
+    assert final(tmp_path / "stopped", 4) == final(tmp_path / "whole", 4)
+    records = [json.loads(line) for line in (tmp_path / "stopped" / "metrics.jsonl").open()]
+    assert set(records[-1]["parts"]) == {"indexer"}
     assert load(tmp_path / "stopped", device=str(device)).config == options.model
 
 

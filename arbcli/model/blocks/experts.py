@@ -5,6 +5,17 @@ expert on the device, and one grouped product serves them all: nothing waits to 
 expert has. The load is kept even by a small integer that each expert adds to its score when experts
 are chosen, and not when they are weighted. Source: L. Wang et al., "Auxiliary-Loss-Free Load
 Balancing", https://arxiv.org/abs/2408.15664.
+
+`moe_gate` says what a product z of a query and a key counts:
+
+| | an expert's score s | chosen | weighed by |
+|---|---|---|---|
+| `softmax` | z | the best s + balance | softmax of the chosen s |
+| `softplus` | sqrt(log(1 + exp(z))) | the best s + balance | s over the sum of the chosen s |
+| `hash` | the same | by the text: see `hashed_experts` | the same |
+
+The root grows slowly, so that no product, however large, is out of reach of the balance for long,
+and a weight never falls to nothing.
 """
 
 from typing import Any, NamedTuple
@@ -12,6 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.autograd import Function
+from torch.nn import functional
 
 from arbcli.config.graph import GraphConfig
 from arbcli.kernels.codec.decode_weight import decode_weight
@@ -19,7 +31,7 @@ from arbcli.kernels.matmul.grouped_matmul import grouped_grad_w, grouped_matmul
 from arbcli.kernels.rows.expert_combine import expert_combine, expert_combine_backward
 from arbcli.model.initial import projection_std
 from arbcli.model.layers.linear import TernaryLinear
-from arbcli.model.layers.norm import TernaryGate, TernaryRMSNorm
+from arbcli.model.layers.norm import ClampedGate, TernaryGate, TernaryRMSNorm
 from arbcli.model.layers.streamed import StreamedTensor, anchor
 from arbcli.model.packed import StateModule
 
@@ -27,7 +39,11 @@ WEIGHTS_AT_ONCE = 2**25
 """Weights of experts that are decoded, or have their gradient formed, at the same time."""
 BALANCE_UNIT = 1 / 8
 """What one unit of an expert's balance adds to its score."""
+ROOT_BALANCE_UNIT = 1 / 32
+"""The same of roots: as much at z = 0, where they rise by 0.3, and as far, to z = 16."""
 MOST_BALANCE = 127
+LEAST_LOGIT = -40.0
+"""Where a score of roots ends: below it there is no gradient, and none that is not finite."""
 
 
 class Routing(NamedTuple):
@@ -64,11 +80,11 @@ class ExpertWeight(StreamedTensor):
         """Multiply the slots of each expert, (S, K) sorted, by its matrix, or that transposed."""
         width = self.in_features if transposed else self.of_one
         y = x.new_empty(len(x), width)  # every slot has an expert
-        for first, last in self._ranges():
-            rows = slice(first * self.of_one, last * self.of_one)
-            w = decode_weight(self.packed.rows(rows), x.dtype).view(last - first, self.of_one, -1)
+        for some in self.gradient_ranges():
+            rows = slice(some.start * self.of_one, some.stop * self.of_one)
+            w = decode_weight(self.packed.rows(rows), x.dtype).view(len(some), self.of_one, -1)
             w = w.transpose(1, 2) if transposed else w
-            grouped_matmul(x, w, bounds[first : last + 1], out=y)
+            grouped_matmul(x, w, bounds[some.start : some.stop + 1], out=y)
         return y
 
     def hand_on(self, sources: tuple[Any, ...], grad_y: Tensor) -> None:
@@ -83,14 +99,15 @@ class ExpertWeight(StreamedTensor):
             x, grad_y = torch.cat([x for x, _ in sources])[order], grad_y[order]
             experts = torch.arange(self.matrices + 1, device=x.device)
             bounds = torch.searchsorted(owners, experts)
-        for first, last in self._ranges():
-            grads = grouped_grad_w(grad_y, x, bounds[first : last + 1])
-            self.sink(self, grads, range(first, last))
+        for some in self.gradient_ranges():
+            grads = grouped_grad_w(grad_y, x, bounds[some.start : some.stop + 1])
+            self.sink(self, grads, some)
 
-    def _ranges(self) -> list[tuple[int, int]]:
+    def gradient_ranges(self) -> list[range]:
+        """List which of the matrices are decoded, or have their gradients formed, together."""
         together = max(1, WEIGHTS_AT_ONCE // (self.of_one * self.in_features))
-        starts = range(0, self.matrices, together)
-        return [(start, min(start + together, self.matrices)) for start in starts]
+        everything = range(self.matrices)
+        return [everything[start : start + together] for start in everything[::together]]
 
 
 class _GroupedLinear(Function):
@@ -139,28 +156,44 @@ class _Combine(Function):
         return *expert_combine_backward(grad_y, values, positions, gates), None
 
 
+def root_softplus(logits: Tensor) -> Tensor:
+    """Compute sqrt(log(1 + exp(z))) of float32 numbers."""
+    return functional.softplus(logits.clamp(min=LEAST_LOGIT)).sqrt()
+
+
 class Gate(StateModule):
-    """Choose experts: the scores are products of a ternary query with a ternary key of each."""
+    """Choose experts: the scores are of products of a ternary query with a ternary key of each."""
 
     def __init__(self, config: GraphConfig) -> None:
         super().__init__(area="moe_graph")
-        self.top_k, self.experts = config.moe_top_k, config.experts
+        self.top_k, self.experts, self.kind = config.moe_top_k, config.experts, config.moe_gate
         self.norm = TernaryRMSNorm(config.gate_dim, config)
         self.keys = TernaryLinear(config.experts, config.gate_dim, config, area="moe_graph")
-        self.declare("balance", torch.zeros(config.experts, dtype=torch.int8), "counters")
+        if self.kind != "hash":
+            self.declare("balance", torch.zeros(config.experts, dtype=torch.int8), "counters")
         self.load = torch.zeros(config.experts, dtype=torch.int64)
         """Slots of each expert in the last step."""
         self.forget()
 
-    def forward(self, query: Tensor) -> tuple[Tensor, Tensor]:
-        """Turn (M, gate_dim) queries into (M, k) int64 experts and their float32 weights."""
+    def forward(self, query: Tensor, chosen: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Turn (M, gate_dim) queries into (M, k) int64 experts and their float32 weights.
+
+        What is `chosen` already, as by a hash, is only weighed.
+        """
         scores = self.keys(query, self.norm).float()
-        chosen = (scores.detach() + self.balance * BALANCE_UNIT).topk(self.top_k).indices
+        unit = BALANCE_UNIT
+        if self.kind != "softmax":
+            scores, unit = root_softplus(scores), ROOT_BALANCE_UNIT
+        if chosen is None:
+            chosen = (scores.detach() + self.balance * unit).topk(self.top_k).indices
         if torch.is_grad_enabled():
             every = torch.arange(self.experts, device=chosen.device)
             load = (chosen.flatten() == every[:, None]).sum(dim=1)
             self._load = load if self._load is None else self._load + load
-        return chosen, torch.softmax(scores.gather(1, chosen), dim=1)
+        if self.kind == "softmax":
+            return chosen, torch.softmax(scores.gather(1, chosen), dim=1)
+        scores = scores.gather(1, chosen)
+        return chosen, scores / scores.sum(dim=1, keepdim=True)
 
     def join(self, group: Any) -> None:
         """Add up the loads of all processes."""
@@ -172,6 +205,8 @@ class Gate(StateModule):
         if self._load is not None:
             load, self._load = self._load, None
             self.load.copy_(load)
+            if self.kind == "hash":
+                return
             moved = self.balance + torch.sign(load.sum() - load * self.experts)
             self.balance.copy_(moved.clamp_(-MOST_BALANCE, MOST_BALANCE))
 
@@ -184,6 +219,27 @@ class Gate(StateModule):
         return float(self.load.max() / self.load.float().mean().clamp(min=1e-9))
 
 
+def _middle(config: GraphConfig) -> TernaryGate:
+    """Make what is between the two matrices of an expert."""
+    kind = ClampedGate if config.moe_clamp else TernaryGate
+    return kind(config.expert_ffn, config, normalise=True)
+
+
+class SharedExpert(nn.Module):
+    """The expert that every position goes to, besides those that it chooses."""
+
+    def __init__(self, config: GraphConfig) -> None:
+        super().__init__()
+        width, ffn, about = config.expert_dim, config.expert_ffn, {"area": "moe_graph"}
+        self.gate_up = TernaryLinear(2 * ffn, width, config, **about)
+        self.sub_norm = _middle(config)
+        self.down = TernaryLinear(width, ffn, config, **about)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Transform every position of (M, expert_dim)."""
+        return self.down(self.gate_up(x), self.sub_norm)
+
+
 class Experts(nn.Module):
     """Gated MLPs of which each position uses a few, of inputs and outputs of `expert_dim`."""
 
@@ -192,15 +248,17 @@ class Experts(nn.Module):
         self.gate = Gate(config)
         width, ffn = config.expert_dim, config.expert_ffn
         self.gate_up = ExpertWeight(config.experts, 2 * ffn, width, config)
-        self.sub_norm = TernaryGate(ffn, config, normalise=True)
+        self.sub_norm = _middle(config)
         self.down = ExpertWeight(config.experts, width, ffn, config)
+        self.shared = SharedExpert(config) if config.shared_expert else None
 
-    def forward(self, x: Tensor, query: Tensor) -> Tensor:
-        """Send (M, expert_dim) to the experts that (M, gate_dim) queries choose."""
-        chosen, gates = self.gate(query)
+    def forward(self, x: Tensor, query: Tensor, chosen: Tensor | None = None) -> Tensor:
+        """Send (M, expert_dim) to experts: those `chosen`, or those of (M, gate_dim) queries."""
+        chosen, gates = self.gate(query, chosen)
         routing = route(chosen, self.gate.experts)
         slots = _Dispatch.apply(x, routing)
         for weight, before in ((self.gate_up, None), (self.down, self.sub_norm)):
             weight.note_use()
             slots = _GroupedLinear.apply(slots, anchor(x), weight, routing.bounds, before)
-        return _Combine.apply(slots, gates, routing)
+        y = _Combine.apply(slots, gates, routing)
+        return y + self.shared(x) if self.shared else y

@@ -17,6 +17,7 @@ from arbcli.config.graph import GraphConfig
 from arbcli.model.blocks.codebook import Codebook, Found
 from arbcli.model.blocks.edges import Edges
 from arbcli.model.blocks.experts import Experts
+from arbcli.model.blocks.hashed_experts import hashed_experts
 from arbcli.model.initial import output_std
 from arbcli.model.layers.linear import TernaryLinear
 from arbcli.model.layers.norm import TernaryRMSNorm
@@ -86,17 +87,26 @@ class MoEGraph(nn.Module):
             self.message_norm = TernaryRMSNorm(config.code_dim, config)
             self.message = to_stream(config.code_dim)
 
-    def forward(self, x: Tensor, codebook: Codebook | None, found: Found | None) -> Iterated:
+    def forward(
+        self,
+        x: Tensor,
+        codebook: Codebook | None,
+        found: Found | None,
+        text: Tensor | None = None,
+    ) -> Iterated:
         """Iterate over the stream (B, T, D).
 
         Args:
             x: the stream.
             codebook: whose rows the graph's edges carry.
             found: what it found for this stream.
+            text: (B, history + T) int64 bytes, negative before the text; only hashes need it.
         """
         batch, length, dim = x.shape
         start = stream = x.reshape(-1, dim)
-        codes = None
+        codes = chosen = None
+        if self.config.moe and self.config.moe_gate == "hash":
+            chosen = hashed_experts(text, length, self.config.experts, self.config.moe_top_k)
         if self.config.graph:
             codes = found.codes.flatten()
             if torch.is_grad_enabled():
@@ -109,7 +119,7 @@ class MoEGraph(nn.Module):
             inward = self.inward(stream, self.norm).split(self.parts, dim=-1)
             change = adapter(inward[2], self.adapter_norm)
             if self.config.moe:
-                mixed = self.experts(inward[0], inward[1]) + inward[0]
+                mixed = self.experts(inward[0], inward[1], chosen) + inward[0]
                 change = change + self.output(mixed, self.sub_norm)
             if codes is not None:
                 message, codes = self._hop(codes, sure, codebook, x.dtype)

@@ -13,7 +13,7 @@ ORDERS = (2, 3, 4)
 """Lengths of the n-grams that end at each position."""
 HISTORY = max(ORDERS) - 1
 """Bytes before a position that its n-grams have."""
-_MIX = 0x9E3779B97F4A7C15 - 2**64
+MIX = 0x9E3779B97F4A7C15 - 2**64
 """The golden ratio in 64 bits, as a signed integer. Source: D. Knuth, TAOCP 3, 6.4."""
 
 
@@ -33,7 +33,7 @@ def ngram_ids(ids: Tensor, num_rows: int, orders: tuple[int, ...] = ORDERS) -> T
         byte = functional.pad(ids, (back, 0), value=-1)[:, : ids.shape[1]]
         key, complete = key * 257 + byte + 1, complete & (byte >= 0)
         if back + 1 in orders:
-            mixed = (key + ((back + 1) << 40)) * _MIX
+            mixed = (key + ((back + 1) << 40)) * MIX
             row = (((mixed >> 32) & 0x7FFFFFFF) * num_rows) >> 31  # by the high bits, the best ones
             found.append(torch.where(complete, row, -1))
     return torch.stack(found, dim=-1)

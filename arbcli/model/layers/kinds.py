@@ -13,6 +13,7 @@ from arbcli.model.layers.linear import TernaryLinear
 from arbcli.model.layers.loss import cross_entropy
 from arbcli.model.layers.norm import TernaryGate, TernaryRMSNorm
 from arbcli.model.layers.rotary import rotary_norm
+from arbcli.model.layers.vector import TernaryTaps, TernaryVector
 from arbcli.model.widths import head_lr_factor
 
 
@@ -25,14 +26,17 @@ class Layers(NamedTuple):
     gate: type[nn.Module]
     rotary_norm: Callable[..., tuple[Tensor, Tensor, Tensor]]
     cross_entropy: Callable[[Tensor, Tensor], Tensor]
+    vector: type[nn.Module]
+    taps: type[nn.Module]
 
 
 def layers_for(config: ModelConfig) -> Layers:
     """Choose the layers of the kind of weights that a configuration names."""
     if config.weights == "ternary":
         return Layers(
-            TernaryLinear, TernaryEmbedding, TernaryRMSNorm, TernaryGate, rotary_norm, cross_entropy
-        )
+            TernaryLinear, TernaryEmbedding, TernaryRMSNorm, TernaryGate, rotary_norm,
+            cross_entropy, TernaryVector, TernaryTaps,
+        )  # fmt: skip
     return Layers(
         baselines.FloatLinear,
         baselines.FloatEmbedding,
@@ -40,6 +44,8 @@ def layers_for(config: ModelConfig) -> Layers:
         baselines.FloatGate,
         baselines.FloatRotaryNorm(config),
         baselines.cross_entropy,
+        baselines.FloatVector,
+        baselines.FloatTaps,
     )
 
 

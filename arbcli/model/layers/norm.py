@@ -16,6 +16,8 @@ from arbcli.model.layers.compiled import Findable
 from arbcli.model.packed import TernaryTensor
 
 NORM_EPS = 1e-6
+LIMIT = 10.0
+"""Of what a `ClampedGate` lets in."""
 
 
 class NormWeight(TernaryTensor):
@@ -78,9 +80,11 @@ class TernaryRMSNorm(Findable):
         """Normalise (M, D), and round rows to e4m3: numbers and scales; not differentiable."""
         return rms_norm_e4m3(x, *self._norm())
 
-    def backward(self, grad_y: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Compute the gradient of x, and the result again."""
-        return rms_norm_backward(grad_y, x, *self._norm())
+    def backward(
+        self, grad_y: Tensor, x: Tensor, beside: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Compute the gradient of x, plus the one that it has beside, and the result again."""
+        return rms_norm_backward(grad_y, x, *self._norm(), beside)
 
     @property
     def plain(self) -> bool:
@@ -133,3 +137,30 @@ class TernaryGate(TernaryRMSNorm):
 
     def _norm(self) -> tuple[Packed | None, float | None]:
         return super()._norm() if self.weight else (None, None)
+
+
+class ClampedGate(TernaryGate):
+    """A `TernaryGate` whose first half is at most `LIMIT`, and whose second half is within it."""
+
+    @torch.no_grad()
+    def forward(self, gate_up: Tensor) -> Tensor:
+        """Turn (..., 2 D) into (..., D); not differentiable."""
+        return super().forward(clamp_halves(gate_up))
+
+    @torch.no_grad()
+    def rounded(self, gate_up: Tensor) -> tuple[Tensor, Tensor]:
+        """Turn (M, 2 D) into (M, D), and round rows to e4m3; not differentiable."""
+        return super().rounded(clamp_halves(gate_up))
+
+    def backward(self, grad_y: Tensor, gate_up: Tensor) -> tuple[Tensor, Tensor]:
+        """Compute the gradient of gate_up, and the result again."""
+        clamped = clamp_halves(gate_up)
+        grad, y = super().backward(grad_y, clamped)
+        return grad * (clamped == gate_up), y
+
+
+def clamp_halves(gate_up: Tensor) -> Tensor:
+    """Bring the first half of (..., 2 D) to at most `LIMIT`, and the second within it."""
+    clamped = gate_up.clamp(max=LIMIT)
+    clamped[..., gate_up.shape[-1] // 2 :].clamp_(min=-LIMIT)
+    return clamped

@@ -10,12 +10,22 @@ from graph_parts import (
     graph_config,
     initialised,
     normal,
+    text,
 )
 
 from arbcli.kernels.codec.packing import pack_trits
 from arbcli.model.blocks import experts as experts_module
-from arbcli.model.blocks.experts import MOST_BALANCE, Experts, ExpertWeight, Gate, route
-from arbcli.verify.graph_reference import experts
+from arbcli.model.blocks.experts import (
+    MOST_BALANCE,
+    Experts,
+    ExpertWeight,
+    Gate,
+    root_softplus,
+    route,
+)
+from arbcli.model.blocks.hashed_experts import hashed_experts
+from arbcli.model.layers.norm import ClampedGate, TernaryGate
+from arbcli.verify.graph_reference import experts, experts_by_hash, ngrams
 
 CONFIG = graph_config()
 POSITIONS = 7
@@ -36,7 +46,7 @@ def inputs(seed=0) -> tuple[torch.Tensor, torch.Tensor]:
 
 def reference(tested: Experts, config=CONFIG):
     def run(w, x, query):
-        balance = tested.gate.balance
+        balance = getattr(tested.gate, "balance", None)
         rows = zip(x, query, strict=True)
         return torch.stack([experts(w, *row, config, balance) for row in rows])
 
@@ -66,6 +76,61 @@ def test_experts_equal_a_loop_over_positions(top_k, at_once, monkeypatch):
     monkeypatch.setattr(experts_module, "WEIGHTS_AT_ONCE", at_once)
     tested = part(moe_top_k=top_k)
     assert_same(tested, inputs(), tested, reference(tested, graph_config(moe_top_k=top_k)))
+
+
+KINDS = (
+    {"moe_gate": "softplus"},
+    {"shared_expert": True},
+    {"moe_gate": "softplus", "shared_expert": True, "moe_clamp": True, "moe_top_k": 3},
+)
+
+
+@pytest.mark.parametrize("options", KINDS, ids=str)
+def test_other_gates_and_experts_equal_a_loop_over_positions(options):
+    tested = part(**options)
+    x, query = inputs()
+    given = 30 * x if "moe_clamp" in options else x, query  # a few products are beyond the clamp
+    assert_same(tested, given, tested, reference(tested, graph_config(**options)))
+
+
+def test_clamp_takes_the_gradient_of_what_is_beyond():
+    gate, free = (kind(3, CONFIG, normalise=False) for kind in (ClampedGate, TernaryGate))
+    x = torch.tensor([[9.0, 11.0, -11.0, 9.0, 11.0, -11.0]])
+    bounded = torch.tensor([[9.0, 10.0, -11.0, 9.0, 10.0, -10.0]])
+    assert torch.equal(gate(x), free(bounded))
+    ones = torch.ones(1, 3)
+    wanted = free.backward(ones, bounded)[0] * torch.tensor([1, 0, 1, 1, 0, 0])
+    assert torch.equal(gate.backward(ones, x)[0], wanted)
+
+
+def test_roots_and_their_gradients_are_finite():
+    z = torch.tensor([-1e4, -200.0, -100.0, 0.0, 100.0, 1e4], requires_grad=True)
+    s = root_softplus(z)
+    s.sum().backward()
+    assert (s > 0).all()
+    assert z.grad.isfinite().all()
+    torch.testing.assert_close(s[4:], z.detach()[4:].sqrt())
+
+
+@pytest.mark.parametrize(("number", "top_k"), [(5, 1), (8, 2), (4, 4), (33, 6)])
+def test_hashed_experts_are_those_of_the_reference(number, top_k):
+    config = graph_config(experts=number, moe_top_k=top_k)
+    ids = text(rows=3, length=9)
+    found = hashed_experts(ids, 9, number, top_k)
+    wanted = [experts_by_hash(history, config) for row in ngrams(ids, 3) for history in row]
+    assert found.tolist() == wanted
+    assert all(len(set(row)) == top_k for row in wanted)
+    later = hashed_experts(ids, 4, number, top_k)  # the last ones of a text
+    assert torch.equal(later.view(3, 4, -1), found.view(3, 9, -1)[:, -4:])
+
+
+def test_every_pair_of_hashed_experts_is_as_likely():
+    ids = torch.cartesian_prod(*[torch.arange(28)] * 3).view(1, -1)  # 65856 bytes
+    first, second = hashed_experts(ids, ids.shape[1], 6, 2).T
+    counts = torch.bincount(6 * first + second, minlength=36).view(6, 6)
+    assert counts.diagonal().eq(0).all()
+    others = counts[~torch.eye(6, dtype=torch.bool)].float()
+    assert others.max() / others.min() < 1.5
 
 
 def test_weight_of_a_single_expert_is_one():

@@ -5,7 +5,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from graph_parts import assert_same, fill_memories, graph_config, initialised, normal
+from graph_parts import assert_same, fill_memories, graph_config, initialised, normal, text
 from torch import nn
 
 from arbcli.model.blocks.codebook import Codebook, Found
@@ -46,7 +46,14 @@ def joined(x, shares) -> torch.Tensor:
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"moe": False}, {"graph": False}, {"max_moe_iters": 1}, {"moe_top_k": 4}],
+    [
+        {},
+        {"moe": False},
+        {"graph": False},
+        {"max_moe_iters": 1},
+        {"moe_top_k": 4},
+        {"moe_gate": "hash", "shared_expert": True, "graph": False},
+    ],
     ids=str,
 )
 def test_iterations_and_gradients_equal_autograd(options):
@@ -54,12 +61,14 @@ def test_iterations_and_gradients_equal_autograd(options):
     used = both if both.graph.config.graph else both.graph
     given = inputs() if used is both else inputs()[:1]
 
+    ids = text(ROWS, LENGTH)
+
     def run(x, confidence=None):
-        return joined(*(both(x, confidence) if used is both else both.graph(x, None, None)))
+        return joined(*(both(x, confidence) if used is both else both.graph(x, None, None, ids)))
 
     def reference(w, x, confidence=None):
-        own = under(w, "graph") if used is both else w
-        return joined(*moe_graph(own, x, codes(), confidence, w.get("codebook.table"), both.graph))
+        own, table = under(w, "graph") if used is both else w, w.get("codebook.table")
+        return joined(*moe_graph(own, x, codes(), confidence, table, both.graph, ids))
 
     # of the codebook only the table is used here
     for name in ("query", "left", "right", "output"):
