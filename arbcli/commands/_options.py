@@ -63,7 +63,7 @@ def given_options(**values: Any) -> dict[str, Any]:
 
 KEPT_IN = ("bf16", "fp8", "int8")
 """What keys and values can be kept in."""
-BACKENDS = ("triton", "torch", "interpreter")
+BACKENDS = ("triton", "native", "torch", "interpreter")
 """What runs kernels; `arbcli.kernels` has them too, and imports torch."""
 REPEATED = ("--data", "--val")
 """Options of several values, which may follow one another: a shell makes them of `*.txt`."""
