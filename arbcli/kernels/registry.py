@@ -6,6 +6,7 @@ from arbcli.kernels.attention.compressed_attention_backward import COMPRESSED_AT
 from arbcli.kernels.attention.decode_attention import DECODE_ATTENTION
 from arbcli.kernels.attention.decode_attention_8bit import DECODE_ATTENTION_8BIT
 from arbcli.kernels.attention.decode_attention_rows import DECODE_ATTENTION_ROWS
+from arbcli.kernels.attention.decode_latent import DECODE_LATENT
 from arbcli.kernels.attention.rotary_norm import ROTARY_NORM, ROTARY_NORM_BACKWARD
 from arbcli.kernels.attention.sum_choices import SUM_CHOICES
 from arbcli.kernels.chunks.boundary_scores import BOUNDARY_SCORES, BOUNDARY_SCORES_BACKWARD
@@ -90,6 +91,7 @@ KERNELS: tuple[KernelSpec, ...] = (
     COMPRESSED_ATTENTION_BACKWARD,
     CHOOSE_ENTRIES,
     SUM_CHOICES,
+    DECODE_LATENT,
     CHOOSE_BYTE,
     CHOOSE_BYTES,
     CROSS_ENTROPY,
