@@ -260,6 +260,18 @@ FAULTS = [
         rewrite("r * (g - x * m)", "r * g"),
     ),
     kernel(
+        "missing term", "gradient beside the norm not added", "rms_norm_backward",
+        rewrite("v += load_rows(a, ...)", "v += 0 * load_rows(a, ...)"),
+    ),
+    kernel(
+        "neighbour", "programs of a merged launch take another matrix's arguments", "merged_steps",
+        rewrite("t + tl.program_id(1) * WIDTH", "t + 0 * WIDTH"),
+    ),
+    kernel(
+        "cut short", "last program of every part of a merged launch left out", "merged_steps",
+        rewrite("tl.program_id(0) >= tl.load(r)", "tl.program_id(0) >= tl.load(r) - 1"),
+    ),
+    kernel(
         "wrong function", "sigmoid in place of silu", "gated_rms_norm",
         rewrite("g * sigmoid(g) * u", "sigmoid(g) * u"),
     ),
@@ -302,11 +314,12 @@ FAULTS = [
     ),
     kernel(
         "position", "new key not seen", "decode_attention",
-        rewrite("(d < WIDTH, s == p)", "(d < WIDTH, s < 0)"),
+        rewrite("tl.where(s // n == p, tl.exp(a), 0)", "tl.where(s // n < 0, tl.exp(a), 0)"),
     ),
     kernel(
         "too far", "stale slots attended to", "decode_attention",
-        rewrite("tl.where(o < s, tl.exp(a), 0)", "tl.where(o < W, tl.exp(a), 0)"),
+        rewrite("tl.where((o < e) & (o != s), tl.exp(a), 0)",
+                "tl.where((o < W) & (o != s), tl.exp(a), 0)"),
     ),
     kernel(
         "position", "oldest slot kept", "decode_attention", rewrite("p % W", "(p + 1) % W"),
@@ -326,8 +339,7 @@ FAULTS = [
     ),
     kernel(
         "wrong place", "scale of a new value stored over its key's", "decode_attention_8bit",
-        rewrite("tl.store(x + (a + HEADS).to(tl.int64) * W, e)",
-                "tl.store(x + a.to(tl.int64) * W, e)"),
+        rewrite("HEADS.to(tl.int64) * W", "HEADS.to(tl.int64) * 0"),
     ),
     kernel(
         "saturation", "128 stored as -128", "decode_attention_8bit",
@@ -451,6 +463,14 @@ FAULTS = [
         rewrite("tl.minimum(tl.maximum(s, a), b)", "s"),
     ),
     # scans
+    kernel(
+        "position", "convolution one slot late", "mamba_step",
+        rewrite("(p + 1 + i) % t", "(p + i) % t"),
+    ),
+    kernel(
+        "neighbour", "every head has the first one's state", "mamba_step",
+        rewrite("(h * N + n[:, None]) * P", "n[:, None] * P"),
+    ),
     kernel(
         "missing term", "state of the piece before forgotten", "decay_scan",
         rewrite("tl.exp(e) * s + tl.dot(f, v, input_precision='ieee')",
@@ -651,7 +671,7 @@ FAULTS = [
     ),
     module(
         "wiring", "residual dropped", "model",
-        rewrite("x + self.attention(a, b)", "self.attention(a, b)"), "model: output",
+        rewrite("x + a if w else (x, a)", "a if w else (x, a)"), "model: output",
     ),
     module(
         "loss", "loss summed, not averaged", "model.layers",

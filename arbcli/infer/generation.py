@@ -19,7 +19,7 @@ from torch import Tensor
 from arbcli.config.dense import VOCABULARY
 from arbcli.device import deterministic, explained_out_of_memory
 from arbcli.errors import ArbError
-from arbcli.infer.step_graph import StepGraph, fits_step_graph
+from arbcli.infer.step_graph import StepGraph
 from arbcli.kernels.output.choose_byte import choose_byte_
 from arbcli.kernels.runtime.backend import default_backend, use_backend
 from arbcli.kernels.runtime.overlap import overlapping
@@ -190,7 +190,7 @@ class Decoder:
 
     def _capture(self) -> None:
         """Record a step as CUDA graphs, after a few steps whose bytes are then forgotten."""
-        joined = self._phases[0].handle is not None and fits_step_graph()
+        joined = self._phases[0].handle is not None
         for _ in range(WARM_UP_STEPS):
             self.cache.reset()
             for phase in self._phases:

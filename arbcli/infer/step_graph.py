@@ -9,15 +9,13 @@ all of the versions that are supported here, so the driver's own are called.
 import ctypes
 import weakref
 from collections import deque
-from functools import cache
 
 import torch
 from torch import Tensor
 
+from arbcli.kernels.runtime.conditions import driver
 from arbcli.model.language_model import Phase
 
-OLDEST_DRIVER = 12040
-"""Version of CUDA that a driver needs to know conditional nodes."""
 _CONDITIONAL, _IF = 13, 0
 """A type of nodes, and a type of conditions, in the driver's header."""
 
@@ -37,29 +35,15 @@ class _NodeParams(ctypes.Structure):
     )
 
 
-@cache
-def _driver() -> ctypes.CDLL:
-    return ctypes.CDLL("nvcuda.dll" if hasattr(ctypes, "WinDLL") else "libcuda.so.1")
-
-
 def _call(name: str, *arguments) -> None:
     """Call a function of the driver.
 
     Raises:
         RuntimeError: it refuses.
     """
-    status = getattr(_driver(), name)(*arguments)
+    status = getattr(driver(), name)(*arguments)
     if status:
         raise RuntimeError(f"{name} of the CUDA driver returned {status}")
-
-
-def fits_step_graph() -> bool:
-    """Whether the driver knows conditional nodes."""
-    if torch.version.cuda is None:
-        return False
-    version = ctypes.c_int()
-    _call("cuDriverGetVersion", ctypes.byref(version))
-    return version.value >= OLDEST_DRIVER
 
 
 class StepGraph:

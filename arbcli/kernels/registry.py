@@ -1,10 +1,14 @@
 """Every kernel there is, by its spec: what `arb verify-kernels`, tests and timings go through."""
 
+from arbcli.kernels.attention.choose_entries import CHOOSE_ENTRIES
+from arbcli.kernels.attention.compressed_attention import COMPRESSED_ATTENTION
+from arbcli.kernels.attention.compressed_attention_backward import COMPRESSED_ATTENTION_BACKWARD
 from arbcli.kernels.attention.decode_attention import DECODE_ATTENTION
 from arbcli.kernels.attention.decode_attention_8bit import DECODE_ATTENTION_8BIT
 from arbcli.kernels.attention.decode_attention_rows import DECODE_ATTENTION_ROWS
 from arbcli.kernels.attention.decode_latent import DECODE_LATENT
 from arbcli.kernels.attention.rotary_norm import ROTARY_NORM, ROTARY_NORM_BACKWARD
+from arbcli.kernels.attention.sum_choices import SUM_CHOICES
 from arbcli.kernels.chunks.boundary_scores import BOUNDARY_SCORES, BOUNDARY_SCORES_BACKWARD
 from arbcli.kernels.chunks.find_chunks import FIND_CHUNKS
 from arbcli.kernels.chunks.gather_chunks import GATHER_CHUNKS
@@ -39,11 +43,13 @@ from arbcli.kernels.rows.weighted_rows import (
 from arbcli.kernels.runtime.spec import KernelSpec
 from arbcli.kernels.scan.causal_conv import CAUSAL_CONV, CAUSAL_CONV_GRAD_W
 from arbcli.kernels.scan.decay_scan import DECAY_SCAN
+from arbcli.kernels.scan.mamba_step import MAMBA_STEP
 from arbcli.kernels.update.blend_moment import BLEND_MOMENT
 from arbcli.kernels.update.cast_votes import CAST_SCALE_VOTES, CAST_TRIT_VOTES
 from arbcli.kernels.update.gradient_gains import GRADIENT_GAINS
 from arbcli.kernels.update.gradient_statistics import GRADIENT_STATISTICS
 from arbcli.kernels.update.last_bits import LAST_BITS, TAKE_LAST_BITS
+from arbcli.kernels.update.merged_steps import MERGED_STEPS
 from arbcli.kernels.update.newton_schulz import GRAM, GRAM_POLYNOMIAL
 from arbcli.kernels.update.quantise_gradient import QUANTISE_GRADIENT
 from arbcli.kernels.update.step_scales import STEP_SCALES
@@ -82,6 +88,10 @@ KERNELS: tuple[KernelSpec, ...] = (
     DECODE_ATTENTION_8BIT,
     DECODE_ATTENTION_ROWS,
     DECODE_LATENT,
+    COMPRESSED_ATTENTION,
+    COMPRESSED_ATTENTION_BACKWARD,
+    CHOOSE_ENTRIES,
+    SUM_CHOICES,
     CHOOSE_BYTE,
     CHOOSE_BYTES,
     CROSS_ENTROPY,
@@ -106,6 +116,7 @@ KERNELS: tuple[KernelSpec, ...] = (
     DECAY_SCAN,
     CAUSAL_CONV,
     CAUSAL_CONV_GRAD_W,
+    MAMBA_STEP,
     GRADIENT_STATISTICS,
     GRADIENT_GAINS,
     UNIT_GAIN,
@@ -113,6 +124,7 @@ KERNELS: tuple[KernelSpec, ...] = (
     GRAM,
     GRAM_POLYNOMIAL,
     STEP_SCALES,
+    MERGED_STEPS,
     BLEND_MOMENT,
     STEP_BY_MOMENT,
     STEP_BY_DIRECTION,

@@ -80,8 +80,16 @@ class FloatLinear(nn.Module):
         std = (std or projection_std(in_features)) if spread else 0.0
         self.weight = FloatWeight(out_features, in_features, config, std=std)
 
-    def forward(self, x: Tensor, before: nn.Module | None = None) -> Tensor:
-        """Apply `before` and multiply (..., K) activations to (..., N) of the same dtype."""
+    def forward(
+        self, x: Tensor, before: nn.Module | None = None, added: Tensor | None = None
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Apply `before` and multiply (..., K) activations to (..., N) of the same dtype.
+
+        What is `added` to x comes first, and then the sum is returned, too.
+        """
+        if added is not None:
+            x = x + added
+            return self(x, before), x
         return functional.linear(before(x) if before else x, self.weight.weight(x.dtype))
 
 

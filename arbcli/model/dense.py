@@ -11,6 +11,7 @@ from arbcli.model.blocks.mlp import MLP
 from arbcli.model.cache import BlockCache, KeyValueCache, SeveralBlock, SeveralCache
 from arbcli.model.language_model import RECOMPUTE, LanguageModel
 from arbcli.model.layers.kinds import byte_head, layers_for
+from arbcli.model.layers.linear import decode_in_groups
 
 
 class Block(nn.Module):
@@ -24,10 +25,30 @@ class Block(nn.Module):
         self.mlp_norm = parts.norm(config.dim, config)
         self.mlp = MLP(config)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Add both branches to the stream (B, T, D)."""
-        x = x + self.attention(x, self.attention_norm)
-        return x + self.mlp(x, self.mlp_norm)
+    def forward(
+        self, x: Tensor, added: Tensor | None = None, *, whole: bool = True
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Add both branches to the stream.
+
+        Args:
+            x: the stream, (B, T, D).
+            added: what is still to be added to it; None if there is nothing.
+            whole: whether to add the last branch, too.
+
+        Returns:
+            The stream; and if it is not whole, what is still to be added, which the norm behind it
+            does at no cost.
+        """
+        if added is None:
+            added = self.attention(x, self.attention_norm)
+        else:
+            added, x = self.attention(x, self.attention_norm, added=added)
+        added, x = self.mlp(x, self.mlp_norm, added)
+        return x + added if whole else (x, added)
+
+    def linears(self) -> tuple[nn.Module, ...]:
+        """List the linear layers in the order of a forward."""
+        return self.attention.qkv, self.attention.output, self.mlp.gate_up, self.mlp.output
 
     def follow(self, x: Tensor, added: Tensor | None, past: BlockCache) -> tuple[Tensor, Tensor]:
         """Do as `forward` does, after a past; what a branch adds is left to the norm behind it.
@@ -93,6 +114,9 @@ class ByteLM(LanguageModel):
         self.blocks = nn.ModuleList(self.make_blocks(config))
         self.norm = parts.norm(config.dim, config)
         self.head = byte_head(config)
+        if config.weights == "ternary":
+            linears = [layer.weight for block in self.blocks for layer in block.linears()]
+            decode_in_groups(linears, size=len(linears) // config.layers)
 
     def make_blocks(self, config: ModelConfig) -> list[nn.Module]:
         """Make the blocks."""
@@ -115,10 +139,17 @@ class ByteLM(LanguageModel):
                 for block, past in zip(self.blocks, cache.blocks, strict=True):
                     x, added = block.follow(x, added, past)
             return self.head(self.norm.of_sum(x, added)[1])
-        recompute = self.recompute and torch.is_grad_enabled()
+        if self.recompute and torch.is_grad_enabled():
+            for block in self.blocks:
+                x = checkpoint(block, x, **RECOMPUTE)
+            return self.head(x, self.norm)
+        added, watched = None, any(block._forward_hooks for block in self.blocks)
         for block in self.blocks:
-            x = checkpoint(block, x, **RECOMPUTE) if recompute else block(x)
-        return self.head(x, self.norm)
+            if watched:  # who looks at a block's output looks at the whole stream
+                x = block(x)
+            else:
+                x, added = block(x, added, whole=False)
+        return self.head(x, self.norm) if watched else self.head(x, self.norm, added)[0]
 
     def new_cache(self, positions: int) -> KeyValueCache:
         """Make a cache for a text of at most `positions` bytes; no gradient passes through it."""

@@ -15,6 +15,7 @@ from arbcli.kernels.chunks.find_chunks import find_chunks
 from arbcli.kernels.chunks.route_position import route_position_, take_chunk_
 from arbcli.kernels.chunks.smooth_chunks import smooth_chunks
 from arbcli.kernels.chunks.spread_chunks import spread_chunks
+from arbcli.kernels.runtime.conditions import has_conditions
 from arbcli.model.blocks.chunking import (
     Routed,
     Router,
@@ -295,7 +296,7 @@ class HNet(LanguageModel):
     ) -> Tensor:
         """Pass a position through blocks, after their past; it is counted elsewhere."""
         pairs = zip(blocks, past.blocks, strict=True)
-        if isinstance(past, KeyValueCache) and self._fuses(x):
+        if self._fuses(x):
             for block, of_block in pairs:
                 x = block.one_position(x, of_block)
             return x
@@ -448,7 +449,7 @@ class StageCache:
         """The last chunk, smoothed."""
         self.byte = torch.zeros(1, 1, dtype=torch.int64, device=device)
         """The last byte."""
-        self.handle = None if device.type == "cpu" else torch.zeros_like(self.byte)
+        self.handle = torch.zeros_like(self.byte) if has_conditions(device) else None
         """That of a conditional node, which is told whether a single position begins a chunk."""
         self._means: Tensor | None = None
 

@@ -16,6 +16,7 @@ from arbcli.model.cache import CachedAttention
 from arbcli.model.layers.linear import TernaryLinear
 from arbcli.model.layers.norm import TernaryRMSNorm
 from arbcli.model.layers.streamed import StreamedTensor, recompute_contexts
+from arbcli.model.layers.vector import TernaryTaps, TernaryVector
 from arbcli.model.packed import StateModule, TernaryTensor
 
 RECOMPUTE = {
@@ -41,7 +42,8 @@ class Phase(NamedTuple):
     leads_deeper: Callable[[], Tensor] | None = None
     """Afterwards, a tensor of one bool: whether phases that are one deeper run; None is no."""
     handle: Tensor | None = None
-    """On a GPU, int64 of one element: that of the conditional node that is told so; 0 is none."""
+    """Int64 of one element: that of the conditional node that is told so, 0 being none; None where
+    there can be none."""
 
 
 class LanguageModel(nn.Module):
@@ -102,7 +104,7 @@ class LanguageModel(nn.Module):
             for part in self.modules():
                 if isinstance(part, FloatWeight):
                     stack.enter_context(part.cast_once(self.compute_dtype))
-                elif isinstance(part, TernaryLinear):
+                elif isinstance(part, TernaryLinear | TernaryTaps | TernaryVector):
                     stack.enter_context(part.arranged_once())
             before, self.weights_are_prepared = self.weights_are_prepared, True
             try:

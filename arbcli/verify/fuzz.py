@@ -8,14 +8,23 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from arbcli.kernels.attention.choose_entries import random_index
+from arbcli.kernels.attention.compressed_attention import (
+    COMPRESSED_ATTENTION,
+    Sight,
+    random_sight,
+)
+from arbcli.kernels.attention.compressed_attention_backward import COMPRESSED_ATTENTION_BACKWARD
 from arbcli.kernels.attention.decode_attention import DECODE_ATTENTION
 from arbcli.kernels.attention.decode_attention_rows import DECODE_ATTENTION_ROWS
 from arbcli.kernels.attention.eight_bits import FORMATS, quantise_entries
 from arbcli.kernels.attention.rotary_norm import ROTARY_NORM, rounded_gradient, rounded_once
+from arbcli.kernels.attention.sum_choices import random_choices
 from arbcli.kernels.chunks.boundary_scores import rounded_score_gradients
 from arbcli.kernels.chunks.find_chunks import FIND_CHUNKS
 from arbcli.kernels.chunks.route_position import ROUTE_POSITION, ROUTERS, TAKE_CHUNK
@@ -44,6 +53,7 @@ from arbcli.kernels.rows.weighted_rows import touched_rows
 from arbcli.kernels.runtime.spec import Case, KernelSpec
 from arbcli.kernels.scan.causal_conv import rounded_conv
 from arbcli.kernels.scan.decay_scan import scan_in_bf16
+from arbcli.kernels.scan.mamba_step import MAMBA_STEP, draw_step
 from arbcli.kernels.update.blend_moment import moment_max
 from arbcli.kernels.update.newton_schulz import GRAM, GRAM_POLYNOMIAL
 from arbcli.kernels.update.quantise_gradient import NONE
@@ -325,6 +335,12 @@ def _decay_scan(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
     return q, k_, v, dice.view(g), dice.below(2) == 1
 
 
+def _mamba_step(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
+    heads, states, taps = dice.pick((3, 4)), dice.pick((1, 9, 64)), dice.pick((2, 4, 8))
+    shape = heads, states, min(n, 70), taps, dice.below(9)
+    return draw_step(*shape, dice.dtype, dice.generator)
+
+
 def _causal_conv(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
     taps = dice.reals(k, dice.pick((1, 4, 8)), dtype=torch.float32)
     return dice.reals(dice.pick((1, 3)), m, k), taps, dice.below(2) == 1
@@ -407,6 +423,47 @@ def _decode_attention_rows(dice: Dice, group_size: int, m: int, n: int, k: int) 
         qkv, *(ring.view(texts, heads, n, 2 * half) for ring in rings), position,
         angle.cos(), angle.sin(), tickets, 1e-6,
     )  # fmt: skip
+
+
+def _compressed_attention(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
+    ratio, length = 2 + dice.below(5), 1 + min(m, dice.pick((1, 5, 60)))
+    kept, window = dice.pick((0, 3)), dice.pick((1, 4, 200))
+    start = kept + dice.below(9) if kept else 0
+    sight = Sight(window, ratio, dice.pick((2, 10**4)), start)
+    kv, width = dice.pick((1, 2)), 2 * min(1 + k, dice.pick((1, 9, 32)))
+    shape = (kv * dice.pick((1, 3, 8)), kv, width, dice.pick((0, 1, 5, 40)))
+    about = torch.Generator().manual_seed(dice.below(2**31))
+    x, recent, entries, *rest = random_sight(about, sight, dice.pick((1, 2)), length, kept, shape)
+    vectors = (dice.view(part.to(dice.device, dice.dtype)) for part in (x, recent, entries))
+    return (*vectors, *(_on(dice.device, part) for part in rest), 1e-6)
+
+
+def _on(device: torch.device, value: Any) -> Any:
+    return value.to(device) if isinstance(value, Tensor) else value
+
+
+def _compressed_attention_backward(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
+    inputs = _compressed_attention(dice, group_size, m, n, k)
+    y, logs, *_ = COMPRESSED_ATTENTION.torch(*inputs)
+    return dice.reals(*y.shape), y, logs, *inputs
+
+
+def _choose_entries(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
+    entries, groups = dice.pick((0, 1, 7, 150)), 1 + min(m, dice.pick((1, 70)))
+    shape = (dice.pick((1, 2)), groups, dice.pick((1, 3)), 1 + min(k, 40), entries)
+    about = torch.Generator().manual_seed(dice.below(2**31))
+    parts = random_index(about, *shape)
+    first = dice.pick((0, 1, max(0, entries - groups)))
+    views = (dice.view(part.to(dice.device, dice.dtype)) for part in parts)
+    return *views, first, dice.pick((3, 10**4)), dice.pick((1, 5, 100))
+
+
+def _sum_choices(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
+    entries, number = dice.pick((1, 8, 90)), 1 + min(m, 60)
+    size, batch = 1 + dice.below(entries), dice.pick((1, 2))
+    about = torch.Generator().manual_seed(dice.below(2**31))
+    chosen = random_choices(about, batch, number, size, entries).to(dice.device)
+    return dice.reals(batch, number, size, 1 + min(k, 200)).contiguous(), chosen, entries
 
 
 def _choose_byte(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
@@ -552,6 +609,12 @@ def _step_scales(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
         exponent, dice.integers(0, 127, n, k), slope, slope_gain, dice.key(), *control,
         dice.scalar(not dice.chance(0.1)),
     )  # fmt: skip
+
+
+def _merged_steps(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
+    shapes = [(n, k), *((1 + dice.below(n), 1 + dice.below(k)) for _ in range(dice.below(4)))]
+    matrices = (_step_scales(dice, group_size, m, *shape) for shape in shapes)
+    return tuple(part for inputs in matrices for part in inputs)
 
 
 def _blend_moment(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
@@ -805,6 +868,16 @@ DRAWINGS = {
         _decode_attention_rows, None, DECODE_ATTENTION_ROWS.torch, one_layout=True
     ),
     "choose_bytes": Drawing(_choose_bytes, one_layout=True),
+
+
+    "compressed_attention": Drawing(
+        _compressed_attention, None, COMPRESSED_ATTENTION.torch, needs_rows=True
+    ),
+    "compressed_attention_backward": Drawing(
+        _compressed_attention_backward, None, COMPRESSED_ATTENTION_BACKWARD.torch, needs_rows=True
+    ),
+    "choose_entries": Drawing(_choose_entries, needs_rows=True),
+    "sum_choices": Drawing(_sum_choices, needs_rows=True, one_layout=True),
     "choose_byte": Drawing(_choose_byte, one_layout=True),
     "cross_entropy": Drawing(_cross_entropy, needs_rows=True),
     "cross_entropy_backward": Drawing(
@@ -842,6 +915,7 @@ DRAWINGS = {
     "decay_scan": Drawing(_decay_scan, None, scan_in_bf16, needs_rows=True),
     "causal_conv": Drawing(_causal_conv, None, rounded_conv, needs_rows=True),
     "causal_conv_grad_w": Drawing(_causal_conv_grad_w, needs_rows=True),
+    "mamba_step": Drawing(_mamba_step, None, MAMBA_STEP.torch, one_layout=True),
     "gradient_statistics": Drawing(_gradient_statistics, _gradient_statistics_in_float64),
     "gradient_gains": Drawing(_gradient_gains),
     "unit_gain": Drawing(_unit_gain),
@@ -849,6 +923,7 @@ DRAWINGS = {
     "gram": Drawing(_gram, None, GRAM.torch),
     "gram_polynomial": Drawing(_gram_polynomial, None, GRAM_POLYNOMIAL.torch),
     "step_scales": Drawing(_step_scales),
+    "merged_steps": Drawing(_merged_steps),
     "blend_moment": Drawing(_blend_moment),
     "step_by_moment": Drawing(_step_by_moment),
     "step_by_direction": Drawing(_step_by_direction),

@@ -126,6 +126,32 @@ def test_defaults_are_those_of_the_pages_of_help(run, generate, arb_here):
     assert report["prompt"] == "\n"
 
 
+def test_prompts_of_a_file_are_a_line_each(generate, tmp_path, monkeypatch):
+    path, alone = tmp_path / "prompts.jsonl", []
+    path.write_text('{"prompt": "to", "seed": 7}\n"read"\n{"prompt": "na\u00efve", "length": 2}\n')
+    how = ["--length", "5", "--temperature", "2", "--top-k", "9", "--seed", "3"]
+    done = generate("--prompts", str(path), *how)
+    assert done.returncode == 0, done.stderr
+    made = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [(text["index"], text["prompt"], text["length"], text["seed"]) for text in made] == [
+        (0, "to", 5, 7), (1, "read", 5, 3), (2, "naïve", 2, 3),
+    ]  # fmt: skip
+    assert {(text["temperature"], text["top_k"], text["top_p"]) for text in made} == {(2.0, 9, 1.0)}
+    alone = json.loads(generate("--prompt", "to", *how[:-1], "7", "--json").stdout)
+    assert made[0]["text"] == alone["text"]
+    assert "3 texts, 12 bytes, " in done.stderr
+    assert "on cpu, backend torch, 1 at once" in done.stderr
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(path.read_bytes())))
+    assert generate("--prompts", "-", *how).stdout == done.stdout
+    for other in (["--prompt", "a"], ["--bytes"], ["--chunks"], ["--json"]):
+        done = generate("--prompts", str(path), *other)
+        assert (done.returncode, f"leave `{other[0]}` out" in done.stderr) == (2, True)
+    assert "`--batch` is for several prompts" in generate("--batch", "2").stderr
+    assert "one text after another" in generate("--prompts", str(path), "--batch", "2").stderr
+    missing = generate("--prompts", str(tmp_path / "nowhere"))
+    assert f"cannot read `{tmp_path / 'nowhere'}`: No such file" in missing.stderr
+
+
 def test_generate_reads_a_prompt_of_any_bytes_from_stdin(generate, monkeypatch):
     prompt = b"na\xc3\xafve \xff"
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(prompt), encoding="ascii"))

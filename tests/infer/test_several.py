@@ -1,5 +1,8 @@
 """Several texts at once: each is what it is alone, whatever the others are."""
 
+from dataclasses import asdict
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -101,6 +104,37 @@ def test_models_without_kernels_for_it_make_one_after_another(lm, monkeypatch):
     assert (report[0].text, found.batch, found.length) == (done.text, 1, 20)
     with pytest.raises(ArbError, match="one text after another"):
         texts(lm, REQUESTS, 2)
+
+
+def test_texts_are_told_in_the_order_of_their_prompts(lm, monkeypatch):
+    """Though the fourth is done first."""
+    clock, told = SimpleNamespace(now=5.0), []
+    clock.perf_counter = lambda: clock.now
+
+    def tell(text) -> None:
+        told.append(text)
+        clock.now += 0.5
+
+    monkeypatch.setattr(several, "time", clock)
+    backend = "torch" if lm.device.type == "cpu" else "triton"
+    done = several.continue_several(lm, REQUESTS, 4, backend=backend, on_text=tell)
+    assert [text.index for text in told] == list(range(6))
+    for text, each, made in zip(told, REQUESTS, texts(lm, REQUESTS, 4), strict=True):
+        assert text.text == made.decode(errors="replace")
+        assert (text.prompt.encode(), text.length) == (each.prompt, each.length)
+        how = Sampling(**{name: getattr(text, name) for name in asdict(each.sampling)})
+        assert how == each.sampling
+    assert (done.texts, done.length, done.batch) == (6, 84, 4)
+    assert (done.seconds, done.device, done.backend) == (3.0, str(lm.device), backend)
+    few = several.continue_several(lm, REQUESTS[:2], backend=backend)
+    assert (few.texts, few.length, few.batch) == (2, 13, 2)
+
+
+@pytest.mark.parametrize(("prompt", "length"), [(b"", 1), (b"a", 0), (b"a", 2**24)])
+def test_text_that_cannot_be_made_is_refused(prompt, length):
+    with pytest.raises(ArbError):
+        request(prompt, length)
+    assert request(b"a", 2**24 - 1).positions == 2**24
 
 
 def test_batch_beyond_what_kernels_take_is_refused(lm):

@@ -363,11 +363,12 @@ CASES = {
     "embedding_grad": 8, "weighted_rows": 16, "weighted_rows_grad_weights": 16,
     "weighted_rows_grad": 13, "gather_rows": 13, "scatter_rows": 13, "gradient_statistics": 12,
     "gradient_gains": 14, "unit_gain": 8, "gram": 15, "gram_polynomial": 14, "step_scales": 9,
+    "merged_steps": 2,
     "blend_moment": 21, "step_by_moment": 13, "step_by_direction": 10, "cast_trit_votes": 7,
     "cast_scale_votes": 7, "boundary_scores": 9, "boundary_scores_backward": 9,
     "find_chunks": 11, "gather_chunks": 7, "smooth_chunks": 7, "smooth_chunks_backward": 7,
     "spread_chunks": 6, "spread_chunks_backward": 6, "route_position": 30, "take_chunk": 9,
-    "decay_scan": 14, "causal_conv": 12, "causal_conv_grad_w": 6,
+    "decay_scan": 14, "causal_conv": 12, "causal_conv_grad_w": 6, "mamba_step": 7,
     "quantise_gradient": 16, "sum_gradients": 8, "last_bits": 11, "take_last_bits": 11,
 }  # fmt: skip
 """How many cases each kernel is checked on, each with a label of its own; not fewer."""

@@ -38,11 +38,9 @@ from torch.nn import functional
 
 from arbcli.config.compressed import CompressedConfig
 from arbcli.kernels.attention.choose_entries import choose_entries
-from arbcli.kernels.attention.compressed_attention import (
-    Sight,
-    compressed_attention,
-    compressed_attention_backward,
-)
+from arbcli.kernels.attention.compressed_attention import Sight, compressed_attention
+from arbcli.kernels.attention.compressed_attention_backward import compressed_attention_backward
+from arbcli.kernels.attention.sum_choices import sum_choices
 from arbcli.model.cache import CachedAttention
 from arbcli.model.initial import output_std
 from arbcli.model.layers.kinds import layers_for
@@ -74,6 +72,22 @@ class _Attend(Function):
         grad_x, *grads = compressed_attention_backward(grad_y.contiguous(), *given)
         of_recent, of_entries = (grad.to(grad_x.dtype) for grad in grads[:2])
         return grad_x, of_recent, of_entries, None, grads[2], None, None, None
+
+
+class _KeysOfChoices(Function):
+    """The keys of chosen entries, (B, N, k, width); those of none are some of others."""
+
+    @staticmethod
+    def forward(ctx, keys: Tensor, chosen: Tensor) -> Tensor:
+        ctx.save_for_backward(chosen)
+        ctx.entries = keys.shape[1]
+        rows = torch.arange(len(keys), device=keys.device)[:, None, None]
+        return keys[rows, chosen.clamp(min=0)]
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        (chosen,) = ctx.saved_tensors
+        return sum_choices(grad.contiguous(), chosen, ctx.entries).to(grad.dtype), None
 
 
 class Indexer(nn.Module):
@@ -130,8 +144,8 @@ class Indexer(nn.Module):
             chosen: (B, N, k) int32.
             shares: (B, N, k) float32, of attention.
         """
-        rows = torch.arange(len(keys), device=keys.device)[:, None, None]
-        mine = keys[rows, chosen.clamp(min=0).long()]  # (B, N, k, width)
+        chosen = chosen.contiguous()
+        mine = _KeysOfChoices.apply(keys, chosen)
         dots = torch.einsum("bnhd,bnkd->bnhk", q, mine).relu()
         scores = (dots.float() * w.float()[..., None]).sum(dim=2)
         there = chosen >= 0
