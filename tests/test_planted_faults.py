@@ -340,6 +340,15 @@ FAULTS = [
         rewrite("s // BLOCK_S % PROGRAMS == f", "s // BLOCK_S == f"),
     ),
     kernel(
+        "position", "the new compressed position not seen", "decode_latent",
+        rewrite("tl.where(i[:, None], c[None, :], x)", "tl.where(i[:, None], 0 * c[None, :], x)"),
+    ),
+    kernel(
+        "missing term", "scores without what is turned", "decode_latent",
+        rewrite("tl.sum(a * u_0[None, :] + b * u_1[None, :], axis=1)",
+                "tl.sum(a * u_0[None, :], axis=1)"),
+    ),
+    kernel(
         "stack", "every text has the random numbers of the first", "choose_bytes",
         rewrite("tl.load(key_ptr + r)", "tl.load(key_ptr)"),
     ),

@@ -100,7 +100,7 @@ def test_row_that_is_too_wide_for_registers_is_walked(name, device):
 
 IN_BFLOAT16 = [
     "ternary_matmul", "ternary_matmul_grad_x", "arranged_matmul", "arranged_rows", "digits_matmul",
-    "decode_attention_rows", "choose_bytes",
+    "decode_attention_rows", "decode_latent", "choose_bytes",
     "unit_rows", "grouped_matmul",
     "grouped_grad_w", "expert_combine", "expert_combine_backward", "rms_norm", "add_rms_norm",
     "rms_norm_backward", "gated_rms_norm", "gated_rms_norm_backward", "rotary_norm",
