@@ -6,9 +6,10 @@ import, so each function imports what it needs when it is called.
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, overload
 
 from arbcli.environment import set_environment
+from arbcli.errors import ArbError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -103,9 +104,19 @@ def resume(
     return resume_run(Path(run), observer or Observer(), steps=steps)
 
 
+@overload
+def generate(model: "LanguageModel", prompt: bytes | str, length: int, **how: Any) -> bytes: ...
+
+
+@overload
+def generate(
+    model: "LanguageModel", prompt: Sequence[bytes | str], length: int, **how: Any
+) -> list[bytes]: ...
+
+
 def generate(
     model: "LanguageModel",
-    prompt: bytes | str,
+    prompt: bytes | str | Sequence[bytes | str],
     length: int,
     *,
     temperature: float = 0.8,
@@ -113,32 +124,50 @@ def generate(
     top_p: float = 1.0,
     seed: int = 0,
     kv: str | None = None,
-) -> bytes:
-    """Continue a prompt, the same bytes every time: see `arbcli.infer.generation.generate`.
+    batch: int | None = None,
+) -> bytes | list[bytes]:
+    """Continue a prompt, or several at once; the same bytes every time.
+
+    See `arbcli.infer.generation.generate`, and `arbcli.infer.several` for several.
 
     Args:
         model: from `load`.
-        prompt: at least one byte; text is taken as UTF-8.
-        length: bytes to make.
+        prompt: at least one byte; text is taken as UTF-8. Or a list of such.
+        length: bytes to make, of each.
         temperature: divides the logits; 0 takes the likeliest byte.
         top_k: choose among so many of the likeliest bytes.
         top_p: then among the likeliest ones that together have at least this share.
-        seed: of the random numbers.
+        seed: of the random numbers; of several, each has its own stream of them.
         kv: what keys and values are kept in: `bf16`, `fp8` or `int8`; None is as activations.
+        batch: of several, how many are made at once; None is as many as is usual. It changes no
+            text.
 
     Returns:
-        The bytes that follow the prompt.
+        The bytes that follow the prompt, or a list of them.
 
     Raises:
-        ArbError: the prompt is empty, or a number is out of range.
+        ArbError: a prompt is empty, or a number is out of range.
     """
     from arbcli.device import deterministic
-    from arbcli.infer import generation
+    from arbcli.infer import generation, several
 
     sampling = generation.Sampling(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
-    prompt = prompt.encode() if isinstance(prompt, str) else prompt
+    if isinstance(prompt, bytes | str):
+        if batch is not None:
+            raise ArbError("`batch` is for several prompts", hint="give a list of them")
+        with deterministic():
+            return b"".join(generation.generate(model, _bytes(prompt), length, sampling, kv=kv))
+    requests = [
+        several.Request(prompt=_bytes(each), length=length, sampling=sampling, stream=index)
+        for index, each in enumerate(prompt)
+    ]
     with deterministic():
-        return b"".join(generation.generate(model, prompt, length, sampling, kv=kv))
+        made = dict(several.generate_several(model, requests, batch, kv=kv))
+    return [made[index] for index in range(len(requests))]
+
+
+def _bytes(prompt: bytes | str) -> bytes:
+    return prompt.encode() if isinstance(prompt, str) else prompt
 
 
 def evaluate(

@@ -1,13 +1,16 @@
 """Measure a run that several GPUs share: its bits, its speed beside a twin's, and what it learns.
 
     torchrun --nproc-per-node 2 -m benchmarks.many_gpus bits|speed|quality [--preset NAME]
-        [--data FILE --val FILE] [--eager] [--steps N] [--kinds KIND...]
+        [--data FILE --val FILE] [--device cpu] [--eager] [--digits all] [--steps N]
+        [--kinds KIND...]
 
 `bits` trains with all GPUs, and with the first one alone that does all micro-batches, and compares
 every tensor of the state. `speed` times a step of all GPUs with one micro-batch each, and of one
 GPU with one: weak scaling is what each GPU does of that. The peer is the float twin under torch's
 DistributedDataParallel, compiled, with gradients in bfloat16. `quality` compares held-out losses
 with those of the rule that steps by one gradient of the same windows; each GPU has its own runs.
+
+`--device cpu` tries it out with gloo: figures of time and memory mean nothing there.
 """
 
 import argparse
@@ -53,18 +56,31 @@ def progress(group: Group, text: str) -> None:
 def build(
     preset: str, texts: Texts, group: Group, *, capture: bool, steps: int = 10_000, **options
 ) -> Trainer:
-    """Make a trainer."""
-    place = str(own_device(torch.device("cuda")))
-    config = new_config(preset=preset, steps=steps, device=place, **options)
+    """Make a trainer on the device of this process."""
+    config = new_config(preset=preset, steps=steps, device=str(group.device), **options)
     with mock.patch.object(FloatWeight, "initialise", draw):
         return Trainer(config, texts, capture=capture, group=group)
 
 
+def wait(device: torch.device) -> None:
+    """Wait until all that was queued is done."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def free() -> None:
+    """Give back the memory that nothing holds any more."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
 def compare_bits(
-    preset: str, texts: Texts, group: Group, capture: bool, steps: int, accum: int
+    preset: str, texts: Texts, group: Group, capture: bool, steps: int, accum: int, digits: str
 ) -> dict:
     """Train with all processes and with the first alone; compare every tensor."""
     about = {"capture": capture, "accum": accum, "batch": 8, "wire": "int8", "seed": 7}
+    about |= {"digits": digits}
     trainer = build(preset, texts, group, **about)
     progress(group, f"bits of {preset}: made")
     losses = [float(trainer.train_step()) for _ in range(steps)]
@@ -73,12 +89,13 @@ def compare_bits(
     saved = trainer.checkpoint("").tensors
     wire = trainer.shared.bytes_a_weight()
     trainer.release_graph()
-    row = {"preset": preset, "captured": capture, "wire_bytes_a_weight": wire, "steps": steps}
+    row = {"preset": preset, "digits": digits, "captured": trainer.captures, "steps": steps}
+    row |= {"wire_bytes_a_weight": wire}
     if group.first:
         digests = {name: tensor_digest(name, part) for name, part in saved.items()}
-        alone = build(preset, texts, Group(), **about)
-        same = losses == [float(alone.train_step()) for _ in range(steps)]
-        tensors = alone.checkpoint("").tensors
+        one = build(preset, texts, Group(device=group.device), **about)
+        same = losses == [float(one.train_step()) for _ in range(steps)]
+        tensors = one.checkpoint("").tensors
         differ = [n for n, part in tensors.items() if digests[n] != tensor_digest(n, part)]
         row |= {"losses_equal": same, "tensors": len(tensors), "tensors_that_differ": len(differ)}
         row |= {"first_that_differs": differ[:1], "last_loss": losses[-1]}
@@ -90,12 +107,12 @@ def seconds_a_step(trainer: Trainer, group: Group) -> float:
     """Time steps in rounds; the median."""
 
     def run(steps: int) -> float:
-        torch.cuda.synchronize()
+        wait(group.device)
         started = time.perf_counter()
         for _ in range(steps):
             group.agree(0, 0)  # as a run does
             trainer.train_step()
-        torch.cuda.synchronize()
+        wait(group.device)
         return (time.perf_counter() - started) / steps
 
     run(EAGER_STEPS + 2)
@@ -105,7 +122,7 @@ def seconds_a_step(trainer: Trainer, group: Group) -> float:
 
 def time_steps(preset: str, texts: Texts, group: Group, capture: bool, kinds: list[str]) -> list:
     """Time every kind with one GPU and with all."""
-    rows = []
+    rows, on_gpu = [], group.device.type == "cuda"
     all_kinds = {
         "wire": {"wire": "int8"}, "rule": {}, "twin": TWIN,
         "factored": {"wire": "int8", "direction": "factored"},
@@ -114,13 +131,14 @@ def time_steps(preset: str, texts: Texts, group: Group, capture: bool, kinds: li
         for size in (1, group.size):
             if kind == "rule" and size > 1:
                 continue
-            part = group if size > 1 else Group()
+            part = group if size > 1 else Group(device=group.device)
             seconds = peak = state = wire = 0
             captured = False
             if size > 1 or group.first:
                 ours = nullcontext() if kind == "twin" else deterministic()
                 torch._dynamo.reset()
-                torch.cuda.reset_peak_memory_stats()
+                if on_gpu:
+                    torch.cuda.reset_peak_memory_stats()
                 with ours:
                     options = all_kinds[kind] | ABOUT[preset] | {"accum": size}
                     progress(part, f"{preset}, {kind} on {size}: making it")
@@ -128,13 +146,13 @@ def time_steps(preset: str, texts: Texts, group: Group, capture: bool, kinds: li
                     progress(part, "first steps, which compile")
                     seconds = seconds_a_step(trainer, part)
                     progress(part, "timed")
-                peak, state = torch.cuda.max_memory_allocated(), trainer.state_bytes()
+                peak = torch.cuda.max_memory_allocated() if on_gpu else 0
+                state = trainer.state_bytes()
                 wire = trainer.shared.bytes_a_weight() if trainer.shared else 0
                 captured = trainer.captures
                 trainer.release_graph()
                 del trainer
-                gc.collect()
-                torch.cuda.empty_cache()
+                free()
             group.agree(0)
             positions = ABOUT[preset]["ctx"] * ABOUT[preset]["batch"] * size
             bytes_per_second = positions / seconds if seconds else 0
@@ -172,7 +190,9 @@ def learn(
         started = time.perf_counter()
         with deterministic():
             about = options[kind] | {"seed": seed}
-            trainer = build(preset, texts, Group(), capture=True, steps=steps, **about)
+            trainer = build(
+                preset, texts, Group(device=group.device), capture=True, steps=steps, **about
+            )
             for _ in range(steps):
                 trainer.train_step()
             with torch.no_grad(), use_backend(trainer.config.backend):
@@ -189,8 +209,7 @@ def learn(
         print(json.dumps(rows[-1]), flush=True)
         trainer.release_graph()
         del trainer
-        gc.collect()
-        torch.cuda.empty_cache()
+        free()
     return rows
 
 
@@ -201,19 +220,22 @@ def main() -> int:
     parser.add_argument("--preset", default="small")
     parser.add_argument("--data", type=Path)
     parser.add_argument("--val", type=Path)
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--eager", action="store_true", help="do not capture steps")
+    parser.add_argument("--digits", choices=("trit", "all"), default="trit", help="of `bits`")
     parser.add_argument("--kinds", nargs="+")
     parser.add_argument("--steps", type=int)
     args = parser.parse_args()
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    place = own_device(torch.device("cuda"))
+    place = own_device(torch.device(args.device))
     files = [[str(path)] if path else None for path in (args.data, args.val)]
     texts = open_texts(*files, seed=0, context=256)
     with joined(place) as group:
         if args.part == "bits":
             with deterministic():
                 steps = args.steps or 8
-                row = compare_bits(args.preset, texts, group, not args.eager, steps, 4)
+                about = args.preset, texts, group, not args.eager, steps, 4, args.digits
+                row = compare_bits(*about)
             if group.first:
                 print(json.dumps(row), flush=True)
         elif args.part == "speed":

@@ -63,6 +63,16 @@ def small_hnet() -> dict:
     }  # fmt: skip
 
 
+@pytest.fixture(scope="session")
+def small_compressed() -> dict:
+    """Options of a `tiny` with compressed attention whose steps take no time."""
+    return {
+        "preset": "tiny", "attention": "compressed", "dim": 32, "layers": 2, "heads": 2, "ffn": 48,
+        "ctx": 24, "batch": 4, "kv_heads": 1, "window": 5, "ratios": (3, 6), "indexed_ratio": 3,
+        "top_k": 2, "index_heads": 2, "index_width": 8,
+    }  # fmt: skip
+
+
 @pytest.fixture(autouse=True)
 def poison_uninitialised_memory():
     """Make `torch.empty` return NaN, or the largest integer, instead of leftovers."""

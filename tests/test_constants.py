@@ -6,6 +6,7 @@ So each is written a second time here. To change one is to change the format, or
 
 import pytest
 import torch
+from constants import WRITTEN, constants
 
 from arbcli.directions import orthogonal
 from arbcli.kernels.codec import packed, packing
@@ -87,7 +88,7 @@ def test_rules_are_what_they_were():
 
 
 def test_weights_of_the_losses_are_what_they_were():
-    assert language_model.LOSS_WEIGHTS == {"ponder": 0.01, "ratio": 0.3}
+    assert language_model.LOSS_WEIGHTS == {"ponder": 0.01, "ratio": 0.3, "indexer": 1.0}
 
 
 ROW_BYTES = {1: 1, 5: 1, 6: 2, 33: 7, 155: 31, 156: 32, 160: 32, 161: 33, 165: 33, 166: 34,
@@ -117,3 +118,8 @@ def test_gain_of_a_moment_is_the_step_over_its_root_mean_square(step_size, squar
     """In units of 2**-16, rounded to the nearest; it stops at 2**23."""
     arguments = (torch.tensor(value, dtype=torch.int64) for value in (step_size * 2**32, squares))
     assert step_trits.moment_gain(*arguments, num_weights=4) == int(gain + 0.5)
+
+
+def test_nothing_that_is_written_down_has_changed_unnoticed():
+    """`python tests/constants.py` writes the list again: what differs is to be read as a change."""
+    assert constants().splitlines() == WRITTEN.read_text(encoding="utf-8").splitlines()

@@ -7,6 +7,7 @@ from arbcli.config.presets import preset
 from arbcli.infer.generation import Decoder, Sampling
 from arbcli.model.dense import ByteLM
 from benchmarks.float_decoder import FloatDecoder
+from benchmarks.float_several import MODES, SeveralFloatDecoder
 
 SHAPE = {"dim": 64, "layers": 2, "heads": 2, "ffn": 96, "ctx": 16}
 PROMPT = b"once upon a time"
@@ -50,3 +51,17 @@ def test_float_decoder_reads_every_matrix_once_a_byte():
     embedding = model.embedding.weight.latent.numel()
     decoder = FloatDecoder(model, 8)
     assert decoder.read_bytes == 2 * (count - embedding)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_several_float_texts_have_the_logits_of_the_twin(mode):
+    model = twin()
+    decoder = SeveralFloatDecoder(model, 2, 20, dtype=torch.float32, mode=mode, compiled=False)
+    caches = [model.new_cache(20) for _ in range(2)]
+    ids = torch.randint(0, 256, (2, 20), generator=torch.Generator().manual_seed(0))
+    for place in range(20):
+        decoder.byte.copy_(ids[:, place : place + 1])
+        with torch.no_grad():
+            expected = [model(row[None, place, None], cache)[0, 0]
+                        for row, cache in zip(ids, caches, strict=True)]  # fmt: skip
+        assert torch.allclose(decoder.compute_logits(), torch.stack(expected), atol=1e-4)

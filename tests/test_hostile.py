@@ -40,13 +40,13 @@ NO_SWITCHES = (0, 1, "True", None, [], 1.0)
 
 
 @pytest.fixture(scope="module")
-def honest(tmp_path_factory, small_graph, small_hnet) -> list[bytes]:
+def honest(tmp_path_factory, small_graph, small_hnet, small_compressed) -> list[bytes]:
     """Write a checkpoint of each architecture."""
     folder = tmp_path_factory.mktemp("honest")
     text = folder / "text.txt"
     text.write_bytes(b"ternary weights learn to read. " * 100)
     found = []
-    for options in (SMALL, small_graph | {"memgram": True}, small_hnet):
+    for options in (SMALL, small_graph | {"memgram": True}, small_hnet, small_compressed):
         config = new_config(**options, data=[str(text)], device="cpu")
         texts = open_texts(config.data, None, seed=0, context=config.model.ctx)
         checkpoint = Trainer(config, texts).checkpoint(text_digest(texts))

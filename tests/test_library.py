@@ -3,7 +3,9 @@
 import re
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -83,3 +85,37 @@ def test_dense_weights_are_what_the_model_multiplies_by(run):
     weight = dense["head.weight"]
     assert weight.dtype == torch.float32
     assert torch.equal(weight, model.weights()["head.weight"].weight(torch.float32))
+
+
+def test_every_argument_reaches_what_it_is_for(book, monkeypatch):
+    def spy(name: str) -> mock.Mock:
+        watched = mock.MagicMock()
+        monkeypatch.setattr(name, watched)
+        return watched
+
+    loads, started = spy("arbcli.infer.load.load_model"), spy("arbcli.train.run.start_run")
+    resumed, read = spy("arbcli.train.run.resume_run"), spy("arbcli.infer.load.read_saved")
+    made, measured = (
+        spy("arbcli.infer.generation.generate"),
+        spy("arbcli.infer.evaluation.evaluate"),
+    )
+    arbcli.load("a", device="cpu", compute="fp32")
+    assert loads.call_args == mock.call("a", device="cpu", compute="fp32")
+    observer = Observer()
+    arbcli.start_training("config", "b", minutes=3, init_from="c", observer=observer)
+    about = {"minutes": 3, "initial": read.return_value}
+    assert started.call_args == mock.call("config", Path("b"), observer, **about)
+    assert read.call_args.args[0] == Path("c")
+    arbcli.resume("d", steps=7, observer=observer)
+    assert resumed.call_args == mock.call(Path("d"), observer, steps=7)
+    how = {"temperature": 0.5, "top_k": 3, "top_p": 0.25, "seed": 9}
+    arbcli.generate("model", "é", 5, **how, kv="fp8")
+    model, prompt, length, sampling = made.call_args.args
+    assert (model, prompt, length, asdict(sampling)) == ("model", "é".encode(), 5, how)
+    assert made.call_args.kwargs == {"kv": "fp8"}
+    model = mock.Mock(device=torch.device("cpu"))
+    arbcli.evaluate(model, [str(book)], stride=3, batch=4, kv="int8")
+    assert measured.call_args.args[0] is model
+    assert len(measured.call_args.args[2]) == book.stat().st_size
+    expected = {"stride": 3, "batch": 4, "backend": "torch", "kv": "int8"}
+    assert measured.call_args.kwargs == expected

@@ -170,8 +170,8 @@ FAULTS = [
         rewrite("tl.load(p).to(tl.int32) - 6", "tl.load(p).to(tl.int32) - 7"),
     ),
     kernel(
-        "layout", "the gate's other input read from the row behind", "digits_matmul",
-        rewrite("n + N", "n + N + 1"),
+        "layout", "both rows of a thread by the first one's scale", "digits_matmul",
+        rewrite("a >> (16 * b)", "a >> (0 * b)"),
     ),
     kernel(
         "missing term", "rows of zeros counted like others", "unit_rows",
@@ -283,6 +283,18 @@ FAULTS = [
         rewrite("r * (g - x * m)", "r * g"),
     ),
     kernel(
+        "missing term", "gradient beside the norm not added", "rms_norm_backward",
+        rewrite("v += load_rows(a, ...)", "v += 0 * load_rows(a, ...)"),
+    ),
+    kernel(
+        "neighbour", "programs of a merged launch take another matrix's arguments", "merged_steps",
+        rewrite("t + tl.program_id(1) * WIDTH", "t + 0 * WIDTH"),
+    ),
+    kernel(
+        "cut short", "last program of every part of a merged launch left out", "merged_steps",
+        rewrite("tl.program_id(0) >= tl.load(r)", "tl.program_id(0) >= tl.load(r) - 1"),
+    ),
+    kernel(
         "wrong function", "sigmoid in place of silu", "gated_rms_norm",
         rewrite("g * sigmoid(g) * u", "sigmoid(g) * u"),
     ),
@@ -304,12 +316,33 @@ FAULTS = [
         rewrite("tl.where(w == i, t, f[j])", "tl.where(w == 0, t, f[j])"),
     ),
     kernel(
+        "diagonal", "squares of the neighbouring row", "arranged_rows",
+        rewrite("_from_lane_of_warp(s, 9 * c + 4 * j, p)", "_from_lane_of_warp(s, 9 * c, p)"),
+    ),
+    kernel(
+        "group", "row r + 8 with the scale of row r", "arranged_rows",
+        rewrite("(w >> 16 & 0xFFFF) | (w & -0x10000)", "(w & 0xFFFF) | (w << 16)"),
+    ),
+    kernel(
+        "stack", "every text has the place of the first", "decode_attention_rows",
+        rewrite("tl.load(position_ptr + t)", "tl.load(position_ptr)"),
+    ),
+    kernel(
+        "left behind", "a split stored by no program", "decode_attention_rows",
+        rewrite("s // BLOCK_S % PROGRAMS == f", "s // BLOCK_S == f"),
+    ),
+    kernel(
+        "stack", "every text has the random numbers of the first", "choose_bytes",
+        rewrite("tl.load(key_ptr + r)", "tl.load(key_ptr)"),
+    ),
+    kernel(
         "position", "new key not seen", "decode_attention",
-        rewrite("(d < WIDTH, s == p)", "(d < WIDTH, s < 0)"),
+        rewrite("tl.where(s // n == p, tl.exp(a), 0)", "tl.where(s // n < 0, tl.exp(a), 0)"),
     ),
     kernel(
         "too far", "stale slots attended to", "decode_attention",
-        rewrite("tl.where(o < s, tl.exp(a), 0)", "tl.where(o < W, tl.exp(a), 0)"),
+        rewrite("tl.where((o < e) & (o != s), tl.exp(a), 0)",
+                "tl.where((o < W) & (o != s), tl.exp(a), 0)"),
     ),
     kernel(
         "position", "oldest slot kept", "decode_attention", rewrite("p % W", "(p + 1) % W"),
@@ -329,8 +362,7 @@ FAULTS = [
     ),
     kernel(
         "wrong place", "scale of a new value stored over its key's", "decode_attention_8bit",
-        rewrite("tl.store(x + (a + HEADS).to(tl.int64) * W, e)",
-                "tl.store(x + a.to(tl.int64) * W, e)"),
+        rewrite("HEADS.to(tl.int64) * W", "HEADS.to(tl.int64) * 0"),
     ),
     kernel(
         "saturation", "128 stored as -128", "decode_attention_8bit",
@@ -437,7 +469,31 @@ FAULTS = [
         "cut short", "last position of a chunk left out of its sum", "spread_chunks_backward",
         rewrite("(t < e) & (d < D)", "(t < e - 1) & (d < D)"),
     ),
+    kernel(
+        "position", "chunks of fixed length begin one late", "route_position",
+        rewrite("p % n == 0", "p % n == 1"),
+    ),
+    kernel(
+        "missing term", "projection of the position before left out", "route_position",
+        rewrite("u += a", "u = u"),
+    ),
+    kernel(
+        "left behind", "byte not kept for the next step", "route_position",
+        rewrite("tl.store(b, a)", "tl.load(b)"),
+    ),
+    kernel(
+        "threshold", "share not held away from 0 and 1", "take_chunk",
+        rewrite("tl.minimum(tl.maximum(s, a), b)", "s"),
+    ),
     # scans
+    kernel(
+        "position", "convolution one slot late", "mamba_step",
+        rewrite("(p + 1 + i) % t", "(p + i) % t"),
+    ),
+    kernel(
+        "neighbour", "every head has the first one's state", "mamba_step",
+        rewrite("(h * N + n[:, None]) * P", "n[:, None] * P"),
+    ),
     kernel(
         "missing term", "state of the piece before forgotten", "decay_scan",
         rewrite("tl.exp(e) * s + tl.dot(f, v, input_precision='ieee')",
@@ -533,6 +589,14 @@ FAULTS = [
     kernel(
         "bad gradient", "parts that are not finite added up", "sum_gradients",
         rewrite("(w == 127)[:, None]", "(w == 126)[:, None]"),
+    ),
+    kernel(
+        "layout", "bits of the odd row told as those of the even one", "last_bits",
+        rewrite("(a | (b << 4)).to(c)", "(b | (a << 4)).to(c)"),
+    ),
+    kernel(
+        "octave", "last bits read as no number below the one before", "take_last_bits",
+        rewrite("(a - b + 8 & 15) - 8", "a - b & 15"),
     ),
     kernel(
         "saturation", "scales wrap around", "step_scales",
@@ -644,7 +708,7 @@ FAULTS = [
     ),
     module(
         "wiring", "residual dropped", "model",
-        rewrite("x + self.attention(a, b)", "self.attention(a, b)"), "model: output",
+        rewrite("x + a if w else (x, a)", "a if w else (x, a)"), "model: output",
     ),
     module(
         "loss", "loss summed, not averaged", "model.layers",

@@ -10,8 +10,9 @@ from typing import Annotated, Any
 import typer
 
 from arbcli.config.checks import check_choice
+from arbcli.config.compressed import ATTENTIONS
 from arbcli.config.dense import SCALE_TYPES
-from arbcli.config.graph import MOE_GATES
+from arbcli.config.graph import GRAPH_ATTENTIONS, MOE_GATES
 from arbcli.config.hnet import BOUNDARIES, OUTER_BLOCKS
 from arbcli.config.presets import check_preset
 from arbcli.config.training import COMPUTES
@@ -21,7 +22,6 @@ from arbcli.rules import DIGITS, RULES
 
 OPTION_OF_FIELD = {
     "scale_type": "--tscale-type",
-    "attention": "--attention/--no-attention",
     "sequencer": "--sequencer/--no-sequencer",
     "codebook": "--codebook/--no-codebook",
     "knowledge_codebook": "--knowledge/--no-knowledge",
@@ -69,16 +69,20 @@ REPEATED = ("--data", "--val")
 """Options of several values, which may follow one another: a shell makes them of `*.txt`."""
 
 
-OPTIONAL = {"--profile": "3"}
+OPTIONAL = {"--profile": "3", "--attention": "latent"}
 """Options that may stand without a value, which is then this."""
+VALUE_OF = {"--profile": "-?[0-9]+", "--attention": "[a-z]+"}
+"""What a value of such an option looks like."""
+SHORT = {"--no-attention": ("--attention", "none")}
+"""Words that stand for others."""
 
 
 def fill_options(words: list[str]) -> list[str]:
     """Write `--profile` as `--profile 3`, as Typer reads no option whose value may be left out."""
     found: list[str] = []
     for word, following in pairwise([*words, ""]):
-        found.append(word)
-        if word in OPTIONAL and not re.fullmatch("-?[0-9]+", following):
+        found += SHORT.get(word, (word,))
+        if word in OPTIONAL and not re.fullmatch(VALUE_OF[word], following):
             found.append(OPTIONAL[word])
     return found
 
@@ -213,8 +217,9 @@ MODEL = {
     "preset": Annotated[
         str | None,
         typer.Option(
-            help="Kind and size of the model: tiny, small, base or 1b, of dense blocks; arb-tiny or"
-            " arb-3b, of n-grams, codebooks, experts and a graph; hnet-tiny, hnet-small, hnet-base"
+            help="Kind and size of the model: tiny, small, base or 1b, of dense blocks; arb-long,"
+            " of these with compressed attention; arb-tiny or arb-3b, of n-grams, codebooks,"
+            " experts and a graph; hnet-tiny, hnet-small, hnet-base"
             " or hnet-two-stage, which find chunks of their own. [default: tiny]",
             callback=_check_preset,
         ),
@@ -241,10 +246,25 @@ MODEL = {
         "Residual streams of dense blocks, mixed by hyper-connections: 1, 2, 4 or 8. [default: 1]",
         min=1,
     ),
+    "attention": _name(
+        "attention",
+        ATTENTIONS + GRAPH_ATTENTIONS,
+        "Of dense blocks: dense, or compressed, to entries of several bytes; of arb-tiny and"
+        " arb-3b: latent or none (--no-attention). [default: the preset's]",
+    ),
+    "window": _number(
+        "Last bytes that compressed attention sees as they are, or that outer blocks of hnet"
+        " presets see. [default: the preset's]",
+        min=1,
+    ),
+    "top_k": _number(
+        "Entries that compressed attention chooses, or rows that a codebook's head reads."
+        " [default: the preset's]",
+        min=1,
+    ),
 }
 """Options of every model, by the fields that they set."""
 GRAPH_PARTS = {
-    "attention": _part("attention", "Latent attention in the blocks."),
     "sequencer": _part("sequencer", "N-grams beside the embedding."),
     "codebook": _part("codebook", "The shared codebook, which the graph needs."),
     "knowledge_codebook": _part("knowledge_codebook", "The knowledge codebook."),

@@ -108,4 +108,9 @@ def _table(report: "EvaluateReport") -> Table:
         ["keys and values", report.kv],
         ["bytes/s", f"{report.bytes_per_second:,.0f}"],
     ]
+    if len(report.by_position) > 1:
+        for part in report.by_position:
+            rows.append(
+                [f"at positions {part.first:,} to {part.last:,}", f"{part.nats_per_byte:.4f}"]
+            )
     return table(f"Loss of a whole text: {report.device}, backend {report.backend}", ["", ""], rows)

@@ -3,7 +3,8 @@
 import os
 import sys
 from dataclasses import asdict
-from typing import Annotated
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -29,6 +30,10 @@ from arbcli.output import (
     write_chunks,
 )
 
+if TYPE_CHECKING:
+    from arbcli.infer.several import Request, TextReport
+    from arbcli.model.language_model import LanguageModel
+
 
 def generate(
     checkpoint: Checkpoint,
@@ -37,6 +42,20 @@ def generate(
         typer.Option(
             help="What to continue, or - for stdin. [default: asked for on a terminal, else a"
             " newline]"
+        ),
+    ] = None,
+    prompts: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Continue many prompts, several at once: a JSON a line, - for stdin. Texts come as"
+            " JSON lines.",
+        ),
+    ] = None,
+    batch: Annotated[
+        int | None,
+        typer.Option(
+            min=1, max=64, help="Only with --prompts: texts at once. [default: 16 where it can]"
         ),
     ] = None,
     length: Annotated[int, typer.Option(min=1, max=2**24, help="Bytes to make.")] = 512,
@@ -76,19 +95,32 @@ def generate(
         raise ArbError("`--bytes` and `--json` are two outputs", hint="choose one")
     if raw and chunks:
         raise ArbError("`--chunks` marks text, and `--bytes` has none", hint="choose one")
+    if prompts is None and batch is not None:
+        raise ArbError("`--batch` is for several prompts", hint="give them by `--prompts FILE`")
+    alone = {"--prompt": prompt is not None, "--bytes": raw, "--chunks": chunks, "--json": as_json}
+    for option, given in alone.items():
+        if prompts is not None and given:
+            raise ArbError(
+                f"`--prompts` has prompts of its own and writes JSON lines; leave `{option}` out"
+            )
     with LiveLine() as line:
         line.show_wait("loading")
         from arbcli.device import resolve_backend, resolve_device
         from arbcli.infer import generation  # torch takes seconds, so not for `arb --help`
         from arbcli.infer.chunks import check_chunks, chunk_depths
         from arbcli.infer.load import load_named_model
+        from arbcli.infer.prompts import read_prompts
 
+        sampling = generation.Sampling(
+            temperature=temperature, top_k=top_k, top_p=top_p, seed=seed or 0
+        )
+        requests = prompts and read_prompts(_lines(prompts), str(prompts), length, sampling)
         place = resolve_device(device)
         backend = resolve_backend(backend, place)
         model, name = load_named_model(find_run(checkpoint), place, note, compute)
-    sampling = generation.Sampling(
-        temperature=temperature, top_k=top_k, top_p=top_p, seed=seed or 0
-    )
+    if requests:
+        _continue_several(model, requests, batch, backend, kv)
+        return
     chatting = prompt is None and not (raw or as_json or chunks) and is_terminal()
     prompt = "\n" if prompt is None else prompt
     given = sys.stdin.buffer.read() if prompt == "-" else os.fsencode(prompt)
@@ -118,4 +150,37 @@ def generate(
     note(
         f"\n{length} bytes, {rate} bytes/s on {place}, backend {backend}, cache of {cache} bytes in"
         f" {report.kv}"
+    )
+
+
+def _lines(file: Path) -> list[bytes]:
+    """Read the lines of a file, or of stdin."""
+    if str(file) == "-":
+        return sys.stdin.buffer.read().splitlines()
+    try:
+        return file.read_bytes().splitlines()
+    except OSError as error:
+        why = error.strerror or type(error).__name__
+        raise ArbError(
+            f"cannot read `{file}`: {why}", hint="give a file, or - for stdin"
+        ) from error
+
+
+def _continue_several(
+    model: "LanguageModel",
+    requests: "list[Request]",
+    batch: int | None,
+    backend: str,
+    kv: str | None,
+) -> None:
+    """Write a JSON line for each text, and how fast they were made."""
+    from arbcli.infer.several import continue_several
+
+    def write(text: "TextReport") -> None:
+        emit_json(asdict(text))
+
+    done = continue_several(model, requests, batch, backend=backend, kv=kv, on_text=write)
+    note(
+        f"{done.texts} texts, {done.length:,} bytes, {done.length / done.seconds:,.0f} bytes/s on"
+        f" {done.device}, backend {done.backend}, {done.batch} at once"
     )

@@ -8,6 +8,8 @@ from arbcli.config.dense import ModelConfig
 from arbcli.errors import ArbError
 
 MOE_GATES = ("softmax", "softplus", "hash")
+GRAPH_ATTENTIONS = ("latent", "none")
+"""What blocks of a `GraphLM` may have."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

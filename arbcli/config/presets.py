@@ -3,19 +3,24 @@
 import dataclasses
 from typing import Any
 
+from arbcli.config.checks import check_choice
+from arbcli.config.compressed import ATTENTIONS, CompressedConfig
 from arbcli.config.dense import ModelConfig
-from arbcli.config.graph import GraphConfig
+from arbcli.config.graph import GRAPH_ATTENTIONS, GraphConfig
 from arbcli.config.hnet import HNetConfig
 from arbcli.errors import ArbError
 from arbcli.rules import RULES, find_rule
 
-KINDS = {kind.kind: kind for kind in (ModelConfig, GraphConfig, HNetConfig)}
+KINDS = {kind.kind: kind for kind in (ModelConfig, GraphConfig, HNetConfig, CompressedConfig)}
 """Classes of configurations, by the kind of model that they describe."""
 PRESETS = {
     "tiny": ModelConfig(dim=256, layers=4, heads=4, ffn=704, ctx=64),
     "small": ModelConfig(dim=384, layers=6, heads=6, ffn=1024, ctx=256),
     "base": ModelConfig(dim=768, layers=12, heads=12, ffn=2048, ctx=1024),
     "1b": ModelConfig(dim=2048, layers=24, heads=16, ffn=5632, ctx=2048),
+    "arb-long": CompressedConfig(
+        dim=768, layers=12, heads=12, ffn=1920, ctx=16384, head_width=128, rotary=64,
+    ),
     "arb-tiny": GraphConfig(
         dim=256, layers=4, heads=4, ffn=832, ctx=256, rule="moment",
         latent=128, rotary=32, ngram_rows=16384, ngram_dim=64, key_dim=32,
@@ -71,7 +76,10 @@ def preset(name: str, **overrides: object) -> ModelConfig:
     """
     check_preset(name)
     given = {key: value for key, value in overrides.items() if value is not None}
-    fields = {field.name for field in dataclasses.fields(PRESETS[name])}
+    base = PRESETS[name]
+    if isinstance(given.get("attention"), str):
+        base, given = _with_attention(base, given)
+    fields = {field.name for field in dataclasses.fields(base)}
     if others := [key for key in given if key not in fields]:
         parts = ", ".join(f"`{key}`" for key in others)
         having = " or ".join(f"`{k}`" for k, v in PRESETS.items() if hasattr(v, others[0]))
@@ -80,7 +88,7 @@ def preset(name: str, **overrides: object) -> ModelConfig:
             hint=f"use it with {having}" if having else None,
             fields=tuple(others),
         )
-    given.setdefault("rule", PRESETS[name].rule)
+    given.setdefault("rule", base.rule)
     if given["rule"] in RULES:
         rule = find_rule(given["rule"])
         if rule.direction is None and "direction" in given:
@@ -89,9 +97,30 @@ def preset(name: str, **overrides: object) -> ModelConfig:
                 hint="leave `direction` out",
                 fields=("direction",),
             )
-        own = given["rule"] == PRESETS[name].rule
-        given.setdefault("direction", PRESETS[name].direction if own else rule.direction)
-    return dataclasses.replace(PRESETS[name], **given)
+        own = given["rule"] == base.rule
+        given.setdefault("direction", base.direction if own else rule.direction)
+    return dataclasses.replace(base, **given)
+
+
+def _with_attention(base: ModelConfig, given: dict[str, Any]) -> tuple[ModelConfig, dict[str, Any]]:
+    """Change a preset to a kind of attention by its name, and strike that off what was given.
+
+    Raises:
+        ArbError: there is no such kind, or not of this preset.
+    """
+    chosen = given["attention"]
+    others = {key: value for key, value in given.items() if key != "attention"}
+    known = GRAPH_ATTENTIONS if isinstance(base, GraphConfig) else ATTENTIONS
+    check_choice("attention", chosen, known)
+    if isinstance(base, GraphConfig):
+        return base, others | {"attention": chosen == GRAPH_ATTENTIONS[0]}
+    if isinstance(base, HNetConfig):
+        return base, given  # it has no such part
+    kind = CompressedConfig if chosen == "compressed" else ModelConfig
+    if type(base) is not kind:
+        shared = [field.name for field in dataclasses.fields(ModelConfig)]
+        base = kind(**{field: getattr(base, field) for field in shared})
+    return base, others
 
 
 def config_from_dict(values: dict[str, Any]) -> ModelConfig:

@@ -60,6 +60,10 @@ class Direction:
         """
         return grad
 
+    def values_of(self, grads: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
+        """Do as `values` does, for gradients of several matrices."""
+        return [self.values(grad, dtype) for grad in grads]
+
     def ingredients(
         self, values: Tensor, gains: GradientGains, share: Tensor | None
     ) -> Ingredients:

@@ -4,6 +4,8 @@ The first is Muon's, the second NorMuon's, who takes a running mean of the rows'
 the one step does as well here, and nothing is stored for it.
 """
 
+from itertools import groupby
+
 import torch
 from torch import Tensor
 
@@ -31,6 +33,15 @@ class Orthogonal(Direction):
     def values(self, grad: Tensor, dtype: torch.dtype) -> Tensor:
         """Orthogonalise (N, K), or each matrix of (B, N, K), in `dtype`."""
         return orthogonalise(grad, dtype)
+
+    def values_of(self, grads: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
+        """Orthogonalise matrices, on a GPU those of one shape as a stack.
+
+        The matrix library may choose another algorithm for a stack: last bits are its own.
+        """
+        if not grads or not grads[0].is_cuda:
+            return super().values_of(grads, dtype)
+        return orthogonalise_stacked(grads, dtype)
 
     def ingredients(
         self, values: Tensor, gains: GradientGains, share: Tensor | None
@@ -65,14 +76,55 @@ def orthogonalise(grad: Tensor, dtype: torch.dtype) -> Tensor:
     """
     tall = grad.shape[-2] > grad.shape[-1]
     x = grad.mT if tall else grad
+    x = _iterate(_divide_by_norm(x, torch.empty_like(x, dtype=dtype)))
+    return x.mT if tall else x
+
+
+def orthogonalise_stacked(grads: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
+    """Do as `orthogonalise` does, for several matrices, with those of one shape as a stack.
+
+    Args:
+        grads: (N, K) each.
+        dtype: of the products.
+
+    Returns:
+        Like `grads`, of `dtype`, views of the stacks.
+    """
+    found: list[Tensor] = [*grads]
+    order = sorted(range(len(grads)), key=lambda i: (grads[i].shape, str(grads[i].dtype)))
+    for (rows, columns), alike in groupby(order, key=lambda i: grads[i].shape):
+        places, tall = list(alike), rows > columns
+        stack = _iterate(_normal_stack([grads[i] for i in places], tall, dtype))
+        for i, x in zip(places, stack.mT if tall else stack, strict=True):
+            found[i] = x
+    return found
+
+
+def _normal_stack(grads: list[Tensor], tall: bool, dtype: torch.dtype) -> Tensor:
+    """Stack matrices of one shape, those of a dtype side by side, each of norm 1 and none tall."""
+    stack = torch.empty(len(grads), *grads[0].shape, dtype=dtype, device=grads[0].device)
+    stack, begin = stack.mT if tall else stack, 0
+    for _, some in groupby(grads, key=lambda grad: grad.dtype):
+        part = torch.stack(list(some))
+        part = part.mT if tall else part
+        _divide_by_norm(part, stack[begin : begin + len(part)])
+        begin += len(part)
+    return stack
+
+
+def _divide_by_norm(x: Tensor, out: Tensor) -> Tensor:
     norm = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True)
-    x = torch.div(x, norm + TINY, out=torch.empty_like(x, dtype=dtype))
+    return torch.div(x, norm + TINY, out=out)
+
+
+def _iterate(x: Tensor) -> Tensor:
+    """Do the iterations on (n, m), or a stack of them, n <= m, of norm 1."""
     n, m = x.shape[-2:]
     least = WIDE_PRODUCTS.get(x.device.type, WIDE_PRODUCTS["cuda"])
     wide = m >= WIDE * n and x.numel() * n >= least
     for steps in RUNS if wide else [1] * STEPS:
         x = _compose(gram(x), steps) @ x
-    return x.mT if tall else x
+    return x
 
 
 def _compose(square: Tensor, steps: int) -> Tensor:

@@ -46,14 +46,9 @@ def write_folder(path: Path, weights: Weights, name: str, kind: str | None) -> B
     Raises:
         ArbError: Transformers has no place for the model, or a file cannot be written.
     """
-    if not isinstance(weights.model, ByteLM):
+    if type(weights.model) is not ByteLM:
         raise ArbError(
-            "Transformers has no model that is more than dense blocks",
-            hint="use `--to safetensors`, which arb reads",
-        )
-    if weights.model.config.streams > 1:
-        raise ArbError(
-            f"Transformers has no model of {weights.model.config.streams} residual streams",
+            "Transformers has no model that is more than dense blocks and attention",
             hint="use `--to safetensors`, which arb reads",
         )
     chosen = TYPES[kind or "bf16"]

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 from torch.nn import functional
 
 from arbcli.data import Text, entropy
@@ -20,6 +21,19 @@ from arbcli.device import deterministic, explained_out_of_memory
 from arbcli.errors import ArbError
 from arbcli.kernels.runtime.backend import use_backend
 from arbcli.model.language_model import LanguageModel
+
+NEAR = 1024
+"""Positions of the first part that losses are told of; each further one is as long as all before
+it."""
+
+
+@dataclass(frozen=True, slots=True)
+class OfPositions:
+    """The loss of some positions of windows."""
+
+    first: int
+    last: int
+    nats_per_byte: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +60,9 @@ class EvaluateReport:
     bytes_per_second: float
     kv: str
     """What keys and values were rounded to."""
+    by_position: tuple["OfPositions", ...]
+    """Loss of bytes by how many a window has before them. Those that two windows predict count
+    twice, so that every part has nearly all of the text."""
     device: str
     backend: str
 
@@ -76,6 +93,7 @@ def mean_loss(
     stride: int,
     batch: int,
     progress: Callable[[int, float], None] = lambda *_: None,
+    sums: Tensor | None = None,
 ) -> float:
     """Average the loss over all bytes of a text but the first, in nats a byte.
 
@@ -85,6 +103,8 @@ def mean_loss(
         stride: from one window of `config.ctx` bytes to the next; 1 to `config.ctx`.
         batch: windows at once.
         progress: is told after every batch how many bytes were predicted, and their mean loss.
+        sums: (T,) float64, to which all losses of each position are added, T being `config.ctx`,
+            or one less than the bytes of the text if these are fewer.
     """
     length = min(model.config.ctx, len(text) - 1)
     index = torch.arange(length, device=model.device)
@@ -96,9 +116,22 @@ def mean_loss(
         losses = functional.cross_entropy(logits.mT, ids[:, 1:], reduction="none")  # (B, T)
         is_counted = index >= length - torch.tensor(counted, device=model.device)[:, None]
         total += float(torch.where(is_counted, losses, 0).sum(dtype=torch.float64))
+        if sums is not None:
+            sums += losses.sum(dim=0, dtype=torch.float64)
         done += sum(counted)
         progress(done, total / done)
     return total / done
+
+
+def _by_position(sums: Tensor, count: int) -> tuple[OfPositions, ...]:
+    """Average the losses of parts of `count` windows, of which the sums are given."""
+    found, first = [], 0
+    while first < len(sums):
+        end = min(len(sums), max(NEAR, 2 * first))
+        nats = float(sums[first:end].mean()) / count
+        found.append(OfPositions(first, end - 1, nats))
+        first = end
+    return tuple(found)
 
 
 def evaluate(
@@ -148,12 +181,15 @@ def evaluate(
         model.keeping(kv),
     ):
         kept_in = model.kept_in
+        length = min(context, len(text) - 1)
+        sums = torch.zeros(length, dtype=torch.float64, device=model.device)
         nats = mean_loss(
             model,
             text,
             stride=stride,
             batch=batch,
             progress=lambda done, loss: progress(done, len(text) - 1, loss),
+            sums=sums,
         )
     seconds = time.perf_counter() - started
     bits = nats / math.log(2)
@@ -170,6 +206,7 @@ def evaluate(
         seconds=seconds,
         bytes_per_second=len(text) / seconds,
         kv=kept_in,
+        by_position=_by_position(sums, sum(1 for _ in windows(len(text), context, stride))),
         device=str(model.device),
         backend=backend,
     )

@@ -19,6 +19,7 @@ from torch import Tensor
 from arbcli.config.dense import VOCABULARY
 from arbcli.device import deterministic, explained_out_of_memory
 from arbcli.errors import ArbError
+from arbcli.infer.step_graph import StepGraph
 from arbcli.kernels.output.choose_byte import choose_byte_
 from arbcli.kernels.runtime.backend import default_backend, use_backend
 from arbcli.kernels.runtime.overlap import overlapping
@@ -75,6 +76,7 @@ class Decoder:
         backend: what runs the kernels; None is the device's own.
         capture: whether a step is replayed as one CUDA graph, which gives the same bits; None is
             wherever it can be.
+        stream: which of the random streams of the seed.
 
     Raises:
         ArbError: the text is longer than `LONGEST_TEXT`.
@@ -89,6 +91,7 @@ class Decoder:
         *,
         backend: str | None = None,
         capture: bool | None = None,
+        stream: int = 0,
     ) -> None:
         if positions > LONGEST_TEXT:
             raise ArbError(
@@ -104,7 +107,7 @@ class Decoder:
         self._text = torch.zeros(positions, dtype=torch.uint8, device=device)
         self._byte = torch.zeros(1, 1, dtype=torch.int64, device=device)  # the last one
         seed = torch.tensor(self.sampling.seed, dtype=torch.int32, device=device)
-        self._key = stream_keys(seed, torch.zeros_like(seed), 1, 1)[0, 0]
+        self._key = stream_keys(seed, torch.full_like(seed, stream), 1, 1)[0, 0]
         self._phases = model.step_phases(self._byte, self.cache)
         can_capture = device.type == "cuda" and self.backend == "triton"
         if can_capture if capture is None else capture:
@@ -187,19 +190,23 @@ class Decoder:
 
     def _capture(self) -> None:
         """Record a step as CUDA graphs, after a few steps whose bytes are then forgotten."""
+        joined = self._phases[0].handle is not None
         for _ in range(WARM_UP_STEPS):
             self.cache.reset()
             for phase in self._phases:
                 self._compute(phase)
-        captured: list[Phase] = []
-        graph = None
+        graphs: list[torch.cuda.CUDAGraph] = []
         for phase in self._phases:
-            pool = graph.pool() if graph else None
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=pool):
+            pool = graphs[-1].pool() if graphs else None
+            graphs.append(torch.cuda.CUDAGraph(keep_graph=joined))
+            with torch.cuda.graph(graphs[-1], pool=pool):
                 self._compute(phase)
-            captured.append(_replayed(phase, graph))
-        self._phases = captured
+        if joined:
+            step = StepGraph(self._phases, graphs, self.device)
+            self._phases = [Phase(0, step.replay)]
+        else:
+            pairs = zip(self._phases, graphs, strict=True)
+            self._phases = [_replayed(phase, graph) for phase, graph in pairs]
         self.cache.reset()
 
     def _fetch(self, begin: int) -> Callable[[], bytes]:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import warnings
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,7 @@ from arbcli.checkpoint import (
     read_json,
 )
 from arbcli.config.checks import check_choice
+from arbcli.config.compressed import CompressedConfig
 from arbcli.config.dense import ModelConfig
 from arbcli.config.hnet import HNetConfig
 from arbcli.config.presets import config_from_dict
@@ -206,6 +208,12 @@ def saved_config(checkpoint: Checkpoint) -> ModelConfig:
         ) from None
 
 
+def _block_of(name: str) -> str | None:
+    """Find the number of the block that a tensor belongs to, if it does to one."""
+    first, *rest = name.split(".")
+    return rest[0] if first == "blocks" else None
+
+
 def check_saved(checkpoint: Checkpoint) -> None:
     """Refuse a checkpoint whose tensors are not those of its own model, or too large; see `Accept`.
 
@@ -225,16 +233,16 @@ def check_saved(checkpoint: Checkpoint) -> None:
                 f"it has {len(tensors)} tensors, too few for {blocks} blocks",
                 hint="it was altered: name another",
             )
-    one_block = dataclasses.asdict(dataclasses.replace(config, layers=1))
-    smallest = dataclasses.replace(checkpoint, config=one_block)
-    in_blocks, in_one = (
-        sum(name.startswith("blocks.") for name in names)
-        for names in (tensors, empty_model(smallest).state_dict())
-    )
-    if in_blocks != in_one * config.layers:  # told at once, as many blocks take time to build
+    # those of a compressed model differ, and come round again
+    kinds = len(config.ratios) if isinstance(config, CompressedConfig) else 1
+    few = dataclasses.replace(config, layers=min(kinds, config.layers))
+    smallest = dataclasses.replace(checkpoint, config=dataclasses.asdict(few))
+    in_few = Counter(_block_of(name) for name in empty_model(smallest).state_dict())
+    wanted = sum(in_few[str(index % few.layers)] for index in range(config.layers))
+    in_blocks = sum(_block_of(name) is not None for name in tensors)
+    if in_blocks != wanted:  # told at once, as many blocks take time to build
         raise ArbError(
-            f"its blocks have {in_blocks} tensors, and those of its configuration"
-            f" {config.layers} times {in_one}",
+            f"its blocks have {in_blocks} tensors, and those of its configuration {wanted}",
             hint="it was altered: name another",
         )
     check_layout(tensors, empty_model(checkpoint).state_dict())

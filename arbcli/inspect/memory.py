@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from torch.nn import Module
 
 AREAS = (
-    "embedding", "sequencer", "memgram", "attention", "mlp", "codebook", "knowledge", "moe_graph",
-    "router", "mamba", "chunking", "streams", "norms", "head",
+    "embedding", "sequencer", "memgram", "attention", "indexer", "mlp", "codebook", "knowledge",
+    "moe_graph", "router", "mamba", "chunking", "streams", "norms", "head",
 )  # fmt: skip
 KINDS = (
     "trits", "scales", "remainder", "moment", "votes", "statistics", "counters", "edges",

@@ -7,6 +7,7 @@ once and refuses no run that fits; `arb audit-memory --budget` predicts the whol
 
 import torch
 
+from arbcli.config.compressed import CompressedConfig
 from arbcli.config.dense import VOCABULARY
 from arbcli.config.graph import GraphConfig
 from arbcli.config.hnet import HNetConfig
@@ -42,6 +43,8 @@ def _saved_width(config: TrainConfig) -> int:
     mlp = model.dim + 2 * model.ffn  # its input, gate and product
     if isinstance(model, GraphConfig) and not model.attention:
         return mlp
+    if isinstance(model, CompressedConfig):  # the stream, queries and what they found
+        return mlp + model.dim + 2 * model.heads * model.head_dim
     return mlp + 5 * model.dim  # input, queries, keys, values and output of attention
 
 

@@ -1,11 +1,17 @@
 """Every kernel there is, by its spec: what `arb verify-kernels`, tests and timings go through."""
 
+from arbcli.kernels.attention.choose_entries import CHOOSE_ENTRIES
+from arbcli.kernels.attention.compressed_attention import COMPRESSED_ATTENTION
+from arbcli.kernels.attention.compressed_attention_backward import COMPRESSED_ATTENTION_BACKWARD
 from arbcli.kernels.attention.decode_attention import DECODE_ATTENTION
 from arbcli.kernels.attention.decode_attention_8bit import DECODE_ATTENTION_8BIT
+from arbcli.kernels.attention.decode_attention_rows import DECODE_ATTENTION_ROWS
 from arbcli.kernels.attention.rotary_norm import ROTARY_NORM, ROTARY_NORM_BACKWARD
+from arbcli.kernels.attention.sum_choices import SUM_CHOICES
 from arbcli.kernels.chunks.boundary_scores import BOUNDARY_SCORES, BOUNDARY_SCORES_BACKWARD
 from arbcli.kernels.chunks.find_chunks import FIND_CHUNKS
 from arbcli.kernels.chunks.gather_chunks import GATHER_CHUNKS
+from arbcli.kernels.chunks.route_position import ROUTE_POSITION, TAKE_CHUNK
 from arbcli.kernels.chunks.smooth_chunks import SMOOTH_CHUNKS, SMOOTH_CHUNKS_BACKWARD
 from arbcli.kernels.chunks.spread_chunks import SPREAD_CHUNKS, SPREAD_CHUNKS_BACKWARD
 from arbcli.kernels.codec.decode_digits import DECODE_DIGITS
@@ -13,6 +19,7 @@ from arbcli.kernels.codec.decode_e4m3 import DECODE_E4M3
 from arbcli.kernels.codec.decode_weight import DECODE_WEIGHT
 from arbcli.kernels.codec.packing import PACK_TRITS, UNPACK_TRITS
 from arbcli.kernels.matmul.arranged_matmul import ARRANGED_MATMUL
+from arbcli.kernels.matmul.arranged_rows import ARRANGED_ROWS
 from arbcli.kernels.matmul.digits_matmul import DIGITS_MATMUL
 from arbcli.kernels.matmul.fp8_matmul import FP8_MATMUL
 from arbcli.kernels.matmul.grouped_matmul import GROUPED_GRAD_W, GROUPED_MATMUL
@@ -22,6 +29,7 @@ from arbcli.kernels.norm.gated_rms_norm import GATED_RMS_NORM, GATED_RMS_NORM_BA
 from arbcli.kernels.norm.norm_e4m3 import GATED_RMS_NORM_E4M3, RMS_NORM_E4M3
 from arbcli.kernels.norm.rms_norm import ADD_RMS_NORM, RMS_NORM, RMS_NORM_BACKWARD
 from arbcli.kernels.output.choose_byte import CHOOSE_BYTE
+from arbcli.kernels.output.choose_bytes import CHOOSE_BYTES
 from arbcli.kernels.output.cross_entropy import CROSS_ENTROPY, CROSS_ENTROPY_BACKWARD
 from arbcli.kernels.rows.expert_combine import EXPERT_COMBINE, EXPERT_COMBINE_BACKWARD
 from arbcli.kernels.rows.table_rows import GATHER_ROWS, SCATTER_ROWS
@@ -34,12 +42,15 @@ from arbcli.kernels.rows.weighted_rows import (
 from arbcli.kernels.runtime.spec import KernelSpec
 from arbcli.kernels.scan.causal_conv import CAUSAL_CONV, CAUSAL_CONV_GRAD_W
 from arbcli.kernels.scan.decay_scan import DECAY_SCAN
+from arbcli.kernels.scan.mamba_step import MAMBA_STEP
 from arbcli.kernels.streams.mix_streams import MIX_STREAMS, MIX_STREAMS_BACKWARD
 from arbcli.kernels.streams.stream_weights import STREAM_WEIGHTS, STREAM_WEIGHTS_BACKWARD
 from arbcli.kernels.update.blend_moment import BLEND_MOMENT
 from arbcli.kernels.update.cast_votes import CAST_SCALE_VOTES, CAST_TRIT_VOTES
 from arbcli.kernels.update.gradient_gains import GRADIENT_GAINS
 from arbcli.kernels.update.gradient_statistics import GRADIENT_STATISTICS
+from arbcli.kernels.update.last_bits import LAST_BITS, TAKE_LAST_BITS
+from arbcli.kernels.update.merged_steps import MERGED_STEPS
 from arbcli.kernels.update.newton_schulz import GRAM, GRAM_POLYNOMIAL
 from arbcli.kernels.update.quantise_gradient import QUANTISE_GRADIENT
 from arbcli.kernels.update.step_scales import STEP_SCALES
@@ -59,6 +70,7 @@ KERNELS: tuple[KernelSpec, ...] = (
     TERNARY_MATMUL,
     TERNARY_MATMUL_GRAD_X,
     ARRANGED_MATMUL,
+    ARRANGED_ROWS,
     DIGITS_MATMUL,
     GROUPED_MATMUL,
     GROUPED_GRAD_W,
@@ -75,7 +87,13 @@ KERNELS: tuple[KernelSpec, ...] = (
     ROTARY_NORM_BACKWARD,
     DECODE_ATTENTION,
     DECODE_ATTENTION_8BIT,
+    DECODE_ATTENTION_ROWS,
+    COMPRESSED_ATTENTION,
+    COMPRESSED_ATTENTION_BACKWARD,
+    CHOOSE_ENTRIES,
+    SUM_CHOICES,
     CHOOSE_BYTE,
+    CHOOSE_BYTES,
     CROSS_ENTROPY,
     CROSS_ENTROPY_BACKWARD,
     EMBEDDING_ROWS,
@@ -93,6 +111,8 @@ KERNELS: tuple[KernelSpec, ...] = (
     SMOOTH_CHUNKS_BACKWARD,
     SPREAD_CHUNKS,
     SPREAD_CHUNKS_BACKWARD,
+    ROUTE_POSITION,
+    TAKE_CHUNK,
     DECAY_SCAN,
     CAUSAL_CONV,
     CAUSAL_CONV_GRAD_W,
@@ -100,6 +120,7 @@ KERNELS: tuple[KernelSpec, ...] = (
     STREAM_WEIGHTS_BACKWARD,
     MIX_STREAMS,
     MIX_STREAMS_BACKWARD,
+    MAMBA_STEP,
     GRADIENT_STATISTICS,
     GRADIENT_GAINS,
     UNIT_GAIN,
@@ -107,6 +128,7 @@ KERNELS: tuple[KernelSpec, ...] = (
     GRAM,
     GRAM_POLYNOMIAL,
     STEP_SCALES,
+    MERGED_STEPS,
     BLEND_MOMENT,
     STEP_BY_MOMENT,
     STEP_BY_DIRECTION,
@@ -114,4 +136,6 @@ KERNELS: tuple[KernelSpec, ...] = (
     CAST_SCALE_VOTES,
     QUANTISE_GRADIENT,
     SUM_GRADIENTS,
+    LAST_BITS,
+    TAKE_LAST_BITS,
 )

@@ -1,5 +1,6 @@
 """The same layers with float weights, to compare with: plain, or ternary by straight-through."""
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
@@ -80,34 +81,17 @@ class FloatLinear(nn.Module):
         std = (std or projection_std(in_features)) if spread else 0.0
         self.weight = FloatWeight(out_features, in_features, config, std=std)
 
-    def forward(self, x: Tensor, before: nn.Module | None = None) -> Tensor:
-        """Apply `before` and multiply (..., K) activations to (..., N) of the same dtype."""
+    def forward(
+        self, x: Tensor, before: nn.Module | None = None, added: Tensor | None = None
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Apply `before` and multiply (..., K) activations to (..., N) of the same dtype.
+
+        What is `added` to x comes first, and then the sum is returned, too.
+        """
+        if added is not None:
+            x = x + added
+            return self(x, before), x
         return functional.linear(before(x) if before else x, self.weight.weight(x.dtype))
-
-
-class VectorOfFloats(FloatWeight):
-    """The weight of a `FloatVector`: its first values are given, and it is never ternary."""
-
-    def __init__(self, values: Sequence[float], config: ModelConfig) -> None:
-        super().__init__(len(values), 1, config, std=0.0)
-        self.values, self.straight_through = tuple(values), False
-
-    @torch.no_grad()
-    def initialise(self, seed: int, index: int) -> None:
-        """Set the first values."""
-        self.latent.copy_(torch.tensor(self.values)[:, None])
-
-
-class FloatVector(nn.Module):
-    """A vector of n float numbers; it takes what `TernaryVector` does."""
-
-    def __init__(self, values: Sequence[float], config: ModelConfig, *, area: str) -> None:
-        super().__init__()
-        self.weight = VectorOfFloats(values, config)
-
-    def forward(self) -> Tensor:
-        """Give (n,) float32."""
-        return self.weight.weight(torch.float32).flatten()
 
 
 class FloatEmbedding(nn.Module):
@@ -126,6 +110,44 @@ class FloatEmbedding(nn.Module):
         """
         table = self.weight.weight(torch.float32 if torch.is_grad_enabled() else dtype)
         return functional.embedding(ids, table).to(dtype)
+
+
+class FloatVector(nn.Module):
+    """A float vector of n numbers; it takes what `TernaryVector` does."""
+
+    def __init__(self, values: Sequence[float], config: ModelConfig, *, area: str) -> None:
+        super().__init__()
+        self.weight = FloatNumbers(len(values), 1, config, std=0.0)
+        self.weight.values = tuple(values)
+
+    def forward(self) -> Tensor:
+        """Read (n,) float32."""
+        return self.weight.latent.flatten()
+
+
+class FloatTaps(nn.Module):
+    """Float taps, so many for each channel; it takes what `TernaryTaps` does."""
+
+    def __init__(self, channels: int, taps: int, config: ModelConfig, *, area: str) -> None:
+        super().__init__()
+        self.weight = FloatNumbers(channels, taps, config, std=1 / math.sqrt(taps))
+
+    def forward(self) -> Tensor:
+        """Read (D, W) float32."""
+        return self.weight.latent
+
+
+class FloatNumbers(FloatWeight):
+    """Float32 numbers that are read as they are; `values`, if there are any, are the first ones."""
+
+    values: tuple[float, ...] | None = None
+
+    @torch.no_grad()
+    def initialise(self, seed: int, index: int) -> None:
+        """Set the first values, or draw them."""
+        super().initialise(seed, index)
+        if self.values is not None:
+            self.latent.copy_(torch.tensor(self.values)[:, None])
 
 
 class FloatRMSNorm(nn.Module):

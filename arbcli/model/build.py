@@ -2,18 +2,23 @@
 
 import torch
 
+from arbcli.config.compressed import CompressedConfig
 from arbcli.config.dense import ModelConfig
 from arbcli.config.graph import GraphConfig
 from arbcli.config.hnet import HNetConfig
 from arbcli.errors import ArbError
 from arbcli.kernels.matmul.fp8_matmul import MULTIPLE
+from arbcli.model.compressed import CompressedLM
 from arbcli.model.dense import ByteLM
 from arbcli.model.graph import GraphLM
 from arbcli.model.hnet import HNet
 from arbcli.model.language_model import LanguageModel
 from arbcli.model.layers.linear import LinearWeight
+from arbcli.model.streams import StreamsLM
 
-MODELS = {ModelConfig: ByteLM, GraphConfig: GraphLM, HNetConfig: HNet}
+MODELS = {
+    ModelConfig: ByteLM, GraphConfig: GraphLM, HNetConfig: HNet, CompressedConfig: CompressedLM,
+}  # fmt: skip
 """Classes of models by those of their configurations."""
 
 
@@ -36,7 +41,8 @@ def build_model(
     Raises:
         ArbError: there is no such layer.
     """
-    model = MODELS[type(config)](config, compute_dtype, recompute=recompute)
+    kind = StreamsLM if config.streams > 1 else MODELS[type(config)]
+    model = kind(config, compute_dtype, recompute=recompute)
     if fp8:
         chosen = [weight for weight in model.weights().values() if _fits_fp8(weight)]
         if not chosen:

@@ -19,6 +19,7 @@ from torch.nn import functional
 from arbcli.config.dense import ModelConfig
 from arbcli.kernels.attention.decode_attention import decode_attention
 from arbcli.kernels.attention.decode_attention_8bit import decode_attention_8bit
+from arbcli.kernels.attention.decode_attention_rows import decode_attention_rows
 from arbcli.kernels.attention.eight_bits import decode_entries, quantise_entries, round_entries
 from arbcli.model.layers.norm import NORM_EPS
 from arbcli.model.layers.rotary import rotary_table, table_rows
@@ -207,3 +208,91 @@ class BlockCache:
             rings = (self.keys, self.values, self.exponents)
             y = decode_attention_8bit(qkv[0, 0], *rings, *about)
         return y[None, :, None]
+
+
+class SeveralCache:
+    """What attention has seen of several texts, whose steps are computed together.
+
+    Args:
+        config: of the model.
+        texts: B, how many.
+        positions: bytes that the longest text can have.
+        dtype: of keys and values.
+        device: where they are.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        texts: int,
+        positions: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.positions, self.window = positions, min(config.ctx, positions)
+        self.position = torch.zeros(texts, dtype=torch.int32, device=device)
+        """Bytes seen of each text."""
+        self.going_on = torch.zeros(texts, dtype=torch.int32, device=device)
+        """1 where a step reads one byte more; 0 where it leaves a text at its last byte."""
+        self.tickets = torch.zeros(texts, config.heads, dtype=torch.int32, device=device)
+        self.table = rotary_table(table_rows(positions, config.ctx), config.head_dim, device)
+        ring = (2, texts, config.heads, self.window, config.head_dim)
+        self.blocks = [
+            SeveralBlock(self, *torch.zeros(ring, dtype=dtype, device=device))
+            for _ in range(config.layers)
+        ]
+        self.texts = [OneOfSeveral(self, index) for index in range(texts)]
+        """The cache of each text, to read its prompt by itself."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the rings take."""
+        return sum(block.keys.nbytes + block.values.nbytes for block in self.blocks)
+
+    def reset(self) -> None:
+        """Begin new texts."""
+        self.position.zero_()
+
+    @contextmanager
+    def reading(self, length: int) -> Iterator[None]:
+        """Let the blocks read one byte more of each text that goes on, and count it afterwards.
+
+        Raises:
+            ValueError: more than one byte.
+        """
+        if length != 1:
+            raise ValueError(f"several texts are read one byte at a time, got {length}")
+        yield
+        self.position += self.going_on
+
+
+class SeveralBlock:
+    """The rings of one block for all texts: `keys` and `values`, (B, heads, W, d) each."""
+
+    def __init__(self, whole: SeveralCache, keys: Tensor, values: Tensor) -> None:
+        self.whole, self.keys, self.values = whole, keys, values
+
+    def attend_one(self, qkv: Tensor) -> Tensor:
+        """Store one new byte of each text, and attend to its last W.
+
+        Args:
+            qkv: (B, 1, 3, heads, d) as the projection gave it.
+
+        Returns:
+            (B, heads, 1, d).
+        """
+        whole = self.whole
+        about = (whole.position, *whole.table, whole.tickets, NORM_EPS)
+        return decode_attention_rows(qkv[:, 0], self.keys, self.values, *about)[:, :, None]
+
+
+class OneOfSeveral(KeyValueCache):
+    """The part of a `SeveralCache` that is of one text, as a cache by itself."""
+
+    def __init__(self, whole: SeveralCache, index: int) -> None:
+        self.positions, self.window = whole.positions, whole.window
+        self.position, self.tickets = whole.position[index], whole.tickets[index]
+        self.table, self.chunk = whole.table, None
+        self.blocks = [
+            BlockCache(self, block.keys[index], block.values[index]) for block in whole.blocks
+        ]

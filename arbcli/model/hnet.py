@@ -1,17 +1,21 @@
 """`HNet`: outer blocks on bytes, which find chunks; a main network on these; and back to bytes."""
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from arbcli.config.dense import VOCABULARY, ModelConfig
+from arbcli.config.dense import VOCABULARY
 from arbcli.config.hnet import HNetConfig
 from arbcli.kernels.chunks.boundary_scores import boundary_scores
 from arbcli.kernels.chunks.find_chunks import find_chunks
+from arbcli.kernels.chunks.route_position import route_position_, take_chunk_
 from arbcli.kernels.chunks.smooth_chunks import smooth_chunks
 from arbcli.kernels.chunks.spread_chunks import spread_chunks
+from arbcli.kernels.runtime.conditions import has_conditions
 from arbcli.model.blocks.chunking import (
     Routed,
     Router,
@@ -227,34 +231,84 @@ class HNet(LanguageModel):
             if index == 0:
                 x = self.embedding(ids, self.compute_dtype)
             else:
-                x = self.stages[index - 1].inward(cache.stages[index - 1].x)
-            self._down(index, x, ids, cache)
-
-        def outward(index: int, z: Tensor) -> None:
-            stage = self.stages[index]
-            cache.stages[index].take_in(stage.outward(z, stage.outward_norm))
+                x = self._inward(index - 1, cache)
+            self._step_down(index, x, ids, cache)
 
         def main() -> None:
-            x = self.stages[-1].inward(cache.stages[-1].x)
-            outward(last - 1, self._follow(last, x, ids, cache))
+            x = self._inward(last - 1, cache)
+            x = self._step_through(self.blocks, x, cache.main)
+            self._outward(last - 1, x, cache)
 
         def up(index: int) -> Tensor | None:
-            x = self._up(index, cache)
-            if index == 0:
-                return self.head(x, self.norm)
-            return outward(index - 1, x)
+            past = cache.stages[index]
+            x = self._step_through(self.stages[index].decoder, past.y, past.decoder)
+            if index:
+                return self._outward(index - 1, x, cache)
+            if self._fuses(x):
+                return self.head.fused(x, normalise=True)
+            return self.head(x, self.norm)
 
-        phases = [
-            Phase(index, lambda i=index: down(i), lambda i=index: cache.stages[i].begins)
-            for index in range(last)
-        ]
+        phases = []
+        for index, past in enumerate(cache.stages):
+            begins = partial(getattr, past, "begins")
+            phases.append(Phase(index, partial(down, index), begins, past.handle))
         phases.append(Phase(last, main))
-        return phases + [Phase(i, lambda i=i: up(i)) for i in reversed(range(last))]
+        return phases + [Phase(index, partial(up, index)) for index in reversed(range(last))]
+
+    def _fuses(self, x: Tensor) -> bool:
+        """Whether steps multiply in kernels that do what is around the products, too."""
+        configs = (self.main_config, *(stage.config for stage in self.stages))
+        return all(takes_one_position(self, x, config) for config in configs)
+
+    def _step_down(self, index: int, x: Tensor, ids: Tensor, cache: "HNetCache") -> None:
+        """Encode a position, ask whether it begins a chunk, and take it to be none."""
+        stage, past = self.stages[index], cache.stages[index]
+        x = self._step_through(stage.encoder, x, past.encoder)
+        before = stage.router.query_key if stage.router else None
+        if not self._fuses(x):
+            normal = norm(x, NORM_EPS)
+            layers = (before, stage.residual) if before else (stage.residual,)
+            rows = torch.cat([layer(normal) for layer in layers], dim=-1)
+        elif before:
+            rows = before.fused(x, normalise=True, beside=stage.residual)
+        else:
+            rows = stage.residual.fused(x, normalise=True)
+        past.begin(self.config.boundaries, x, rows, ids, self.config.chunk_length[index])
+
+    def _inward(self, index: int, cache: "HNetCache") -> Tensor:
+        """Lead a position that begins a chunk to the inner network."""
+        inward, x = self.stages[index].inward, cache.stages[index].x
+        return inward.fused(x, normalise=True) if self._fuses(x) else inward(norm(x, NORM_EPS))
+
+    def _outward(self, index: int, x: Tensor, cache: "HNetCache") -> None:
+        """Lead out what the inner network gives for it, and take its chunk for the last one."""
+        stage = self.stages[index]
+        if self._fuses(x):
+            z = stage.outward.fused(x, normalise=True)
+        else:
+            z = stage.outward(x, stage.outward_norm)
+        # stages count their positions themselves
+        counted = cache.main.position if index + 1 == len(self.stages) else None
+        cache.stages[index].take(z, counted)
+
+    def _step_through(
+        self, blocks: nn.ModuleList, x: Tensor, past: KeyValueCache | MambaCache
+    ) -> Tensor:
+        """Pass a position through blocks, after their past; it is counted elsewhere."""
+        pairs = zip(blocks, past.blocks, strict=True)
+        if self._fuses(x):
+            for block, of_block in pairs:
+                x = block.one_position(x, of_block)
+            return x
+        added = None
+        for block, of_block in pairs:
+            x, added = block.follow(x, added, of_block)
+        return x + added
 
     def _follow(self, index: int, x: Tensor, ids: Tensor, cache: "HNetCache") -> Tensor:
         """Do as `_through` does, after a past; waits for the device to know how many chunks."""
         if index == len(self.stages):
-            return self._run_after(self.blocks, x, cache.main, self.main_config)
+            return self._run_after(self.blocks, x, cache.main)
         stage, past = self.stages[index], cache.stages[index]
         self._down(index, x, ids, cache)
         if past.begins.any():
@@ -266,7 +320,8 @@ class HNet(LanguageModel):
         """Encode new positions (1, T, D), and find which of them begin chunks."""
         stage, past = self.stages[index], cache.stages[index]
         first = past.encoder.position.clone()
-        x = norm(self._run_after(stage.encoder, x, past.encoder, stage.config), NORM_EPS)
+        past.decoder.position.copy_(first)
+        x = norm(self._run_after(stage.encoder, x, past.encoder), NORM_EPS)
         places = (first + torch.arange(x.shape[1], device=x.device))[None]
         if stage.router:
             routed = past.route(x, stage.router.query_key(x), places)
@@ -282,26 +337,17 @@ class HNet(LanguageModel):
     def _up(self, index: int, cache: "HNetCache") -> Tensor:
         """Decode the positions that `_down` was given last."""
         stage, past = self.stages[index], cache.stages[index]
-        return self._run_after(stage.decoder, past.spread(), past.decoder, stage.config)
+        return self._run_after(stage.decoder, past.spread(), past.decoder)
 
     def _run_after(
-        self,
-        blocks: nn.ModuleList,
-        x: Tensor,
-        past: KeyValueCache | MambaCache,
-        config: ModelConfig,
+        self, blocks: nn.ModuleList, x: Tensor, past: KeyValueCache | MambaCache
     ) -> Tensor:
         """Pass new positions (1, T, D) through blocks, after their past."""
-        pairs = list(zip(blocks, past.blocks, strict=True))
+        added = None
         with past.reading(x.shape[1]):
-            if isinstance(past, KeyValueCache) and takes_one_position(self, x, config):
-                for block, of_block in pairs:
-                    x = block.one_position(x, of_block)
-                return x
-            added = None
-            for block, of_block in pairs:
+            for block, of_block in zip(blocks, past.blocks, strict=True):
                 x, added = block.follow(x, added, of_block)
-            return x + added
+        return x + added
 
 
 class HNetCache:
@@ -341,7 +387,7 @@ class HNetCache:
     @property
     def position(self) -> Tensor:
         """Bytes seen; a step reads it on the device, and nobody waits for it."""
-        return self.stages[0].decoder.position
+        return self.stages[0].encoder.position
 
     def depths(self) -> Tensor:
         """Count the stages that began a chunk at each byte that was read last: (T,) int64."""
@@ -367,13 +413,15 @@ class StageCache:
     """What a stage remembers, and what its encoder leaves for its decoder."""
 
     x: Tensor
-    """(1, T, D), the new positions, encoded and normalised."""
+    """(1, T, D), the new positions, encoded; normalised if there are several."""
     residual: Tensor
     """(1, T, D), what of them goes past the inner network."""
     p: Tensor
     """(1, T) float32, how likely chunks begin at them."""
     begins: Tensor
     """(1, T) bool, whether they do."""
+    y: Tensor
+    """(1, 1, D), what the decoder is given of a single one."""
 
     def __init__(
         self,
@@ -394,24 +442,41 @@ class StageCache:
 
         self.encoder, self.decoder = new_cache(), new_cache()
         like = {"dtype": dtype, "device": device}
-        self.last = torch.zeros(1, 1, own.dim, **like)
-        """The position before the new ones, encoded and normalised."""
-        self.last_query_key = torch.zeros(1, 1, 2 * own.dim, **like)
-        self.mean = torch.zeros(1, 1, own.dim, dtype=torch.float32, device=device)
+        self.last = torch.zeros(2, own.dim, **like)
+        """The position before the new ones, encoded and normalised, and what is projected of it
+        for the position behind it."""
+        self.mean = torch.zeros(own.dim, dtype=torch.float32, device=device)
         """The last chunk, smoothed."""
         self.byte = torch.zeros(1, 1, dtype=torch.int64, device=device)
         """The last byte."""
+        self.handle = torch.zeros_like(self.byte) if has_conditions(device) else None
+        """That of a conditional node, which is told whether a single position begins a chunk."""
         self._means: Tensor | None = None
+
+    def begin(self, router: str, x: Tensor, rows: Tensor, ids: Tensor, length: int) -> None:
+        """Route a single position: see `route_position_`."""
+        about = (self.mean, self.last.view(-1), self.byte, ids)
+        places = (self.encoder.position, self.decoder.position, length, NORM_EPS, self.handle)
+        self.p, self.begins, y = route_position_(router, x.view(-1), rows.view(-1), *about, *places)
+        self.x, self.residual, self.y = x, rows[..., -x.shape[-1] :], y.view(x.shape)
+
+    def take(self, z: Tensor, counted: Tensor | None) -> None:
+        """Take a single new chunk: see `take_chunk_`."""
+        vectors = (part.view(-1) for part in (self.residual, self.mean, self.y))
+        take_chunk_(z.view(-1), self.p, *vectors, counted)
 
     def route(self, x: Tensor, query_key: Tensor, places: Tensor) -> Routed:
         """Compare new positions (1, T, D) with those before them; `places` is where they are."""
+        width = x.shape[-1]
+        # of the position before only the query counts
+        last_query_key = functional.pad(self.last[1], (0, width))
         before = (
-            torch.cat((self.last, x), dim=1),
-            torch.cat((self.last_query_key, query_key), dim=1),
+            torch.cat((self.last[:1][None], x), dim=1),
+            torch.cat((last_query_key[None, None], query_key), dim=1),
         )
         p = boundary_scores(*before)[:, 1:].masked_fill(places == 0, 1)
-        self.last.copy_(x[:, -1:])
-        self.last_query_key.copy_(query_key[:, -1:])
+        self.last[0].copy_(x[0, -1])
+        self.last[1].copy_(query_key[0, -1, :width])
         return Routed(p, p > 0.5)
 
     def chosen(self) -> Tensor:
@@ -419,20 +484,17 @@ class StageCache:
         return self.x[self.begins][None]
 
     def take_in(self, z: Tensor) -> None:
-        """Smooth new chunks, (1, n, D) of what the inner network gives.
-
-        Of one new position, which begins a chunk, no shape depends on the text.
-        """
-        p = self.p if self.p.shape[1] == 1 else self.p[self.begins][None]
+        """Smooth new chunks, (1, n, D) of what the inner network gives."""
+        p = self.p[self.begins][None]
         share = torch.cat((torch.ones_like(p[:, :1]), share_of(p)), dim=1)
-        self._means = smooth_chunks(torch.cat((self.mean, z.float()), dim=1), share)
-        self.mean.copy_(self._means[:, -1:])
+        self._means = smooth_chunks(torch.cat((self.mean[None, None], z.float()), dim=1), share)
+        self.mean.copy_(self._means[0, -1])
 
     def spread(self) -> Tensor:
         """Give every new position its chunk, (1, T, D), and what went past the inner network."""
         means, self._means = self._means, None
-        if means is None or self.begins.shape[1] == 1:
-            means, owner = self.mean, torch.zeros_like(self.begins, dtype=torch.int64)
+        if means is None:
+            means, owner = self.mean[None, None], torch.zeros_like(self.begins, dtype=torch.int64)
         else:
             owner = self.begins.cumsum(1)
         return spread_chunks(self.residual, means, owner)

@@ -16,6 +16,7 @@ from arbcli.model.cache import CachedAttention
 from arbcli.model.layers.linear import TernaryLinear
 from arbcli.model.layers.norm import TernaryRMSNorm
 from arbcli.model.layers.streamed import StreamedTensor, recompute_contexts
+from arbcli.model.layers.vector import TernaryTaps, TernaryVector
 from arbcli.model.packed import StateModule, TernaryTensor
 
 RECOMPUTE = {
@@ -23,10 +24,11 @@ RECOMPUTE = {
     "context_fn": recompute_contexts,
 }  # fmt: skip
 """How torch is to compute a block again: there is no dropout, and shapes do not change."""
-LOSS_WEIGHTS = {"ponder": 0.01, "ratio": 0.3}
+LOSS_WEIGHTS = {"ponder": 0.01, "ratio": 0.3, "indexer": 1.0}
 """What each part of a loss counts in what is minimised, the text's being 1.
 
 The source of `ratio` has 0.03. With ten times that chunks keep to the length that was asked for.
+Weights that learn by `indexer` learn by nothing else.
 """
 
 
@@ -39,6 +41,9 @@ class Phase(NamedTuple):
     """Do it; that of the last phase returns the logits, (1, 1, 256)."""
     leads_deeper: Callable[[], Tensor] | None = None
     """Afterwards, a tensor of one bool: whether phases that are one deeper run; None is no."""
+    handle: Tensor | None = None
+    """Int64 of one element: that of the conditional node that is told so, 0 being none; None where
+    there can be none."""
 
 
 class LanguageModel(nn.Module):
@@ -82,6 +87,9 @@ class LanguageModel(nn.Module):
         norms = [part for part in self.modules() if isinstance(part, TernaryRMSNorm)]
         return bool(norms) and all(norm.plain for norm in norms)
 
+    makes_several = False
+    """Whether `new_several_cache` makes a cache for several texts, which a forward takes."""
+
     weights_are_prepared = False
     """Whether this is inside `prepared_weights`."""
 
@@ -96,7 +104,7 @@ class LanguageModel(nn.Module):
             for part in self.modules():
                 if isinstance(part, FloatWeight):
                     stack.enter_context(part.cast_once(self.compute_dtype))
-                elif isinstance(part, TernaryLinear):
+                elif isinstance(part, TernaryLinear | TernaryTaps | TernaryVector):
                     stack.enter_context(part.arranged_once())
             before, self.weights_are_prepared = self.weights_are_prepared, True
             try:

@@ -8,6 +8,7 @@ A. Chowdhery et al., "PaLM", https://arxiv.org/abs/2204.02311, appendix B.
 
 import itertools
 
+from arbcli.config.compressed import CompressedConfig
 from arbcli.config.dense import VOCABULARY, ModelConfig
 from arbcli.config.graph import GraphConfig
 from arbcli.config.hnet import HNetConfig
@@ -34,6 +35,9 @@ def forward_operations(config: ModelConfig) -> int:
         products = config.ctx * _graph_position(config)
     elif isinstance(config, HNetConfig):
         products = _hnet(config)
+    elif isinstance(config, CompressedConfig):
+        blocks = sum(_compressed_block(config, index) for index in range(config.layers))
+        products = config.ctx * (blocks + VOCABULARY * config.dim)
     else:
         blocks = config.layers * _block(config, config.ctx)
         products = config.ctx * (blocks + VOCABULARY * config.dim)
@@ -52,6 +56,19 @@ def _streams(config: ModelConfig) -> int:
     if streams == 1:
         return 0
     return 2 * config.dim * (streams**2 * (streams + 2) + streams + streams * (streams + 1))
+
+
+def _compressed_block(config: CompressedConfig, index: int) -> float:
+    """Count the products of a block with compressed attention, of one position."""
+    inner, kv = config.heads * config.head_dim, config.kv_heads * config.head_dim
+    ratio, entries = config.ratio(index), config.entries(config.ratio(index))
+    found = config.dim * (2 * inner + 3 * kv) + 3 * config.dim * config.ffn
+    if ratio <= config.indexed_ratio:
+        width = config.index_heads * config.index_width
+        of_entry = config.dim * (width + config.index_heads) + kv * config.index_width
+        found += (of_entry + width * entries) / ratio
+        entries = min(entries, config.top_k)
+    return found + 2 * inner * (min(config.window, config.ctx) + entries)
 
 
 def _graph_position(config: GraphConfig) -> int:

@@ -86,6 +86,8 @@ class Rule(ABC):
     """Default direction; None where the rule takes no direction."""
     has_fraction: bool = True
     """Whether scales have a fraction of an octave."""
+    merges: bool = True
+    """Whether what kernels of its step write is read by kernels alone: launches may be merged."""
     steps_by_signs: bool = False
     """Whether slopes of the scales are of the signs of the gradient."""
 

@@ -57,7 +57,7 @@ class Moment(Rule):
         step_size = control.step_size
         if control.share is not None:
             squares = (squares / control.share).to(torch.int64)
-        if control.first:  # alone, though its step may have several: it takes its share
+        if together == 1 and control.accumulation > 1:  # alone: it takes its share of the step
             step_size = step_size // control.accumulation
         step_by_moment(
             state["trits"], state["remainder"], None if share_a_byte else moment, keys[TRIT],

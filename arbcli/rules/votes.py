@@ -16,6 +16,7 @@ class Votes(Rule):
     direction = None
     has_fraction = False
     steps_by_signs = True
+    merges = False
 
     def buffers(self, rows: int, columns: int, groups: int) -> dict[str, Buffer]:
         """Declare both kinds of votes."""

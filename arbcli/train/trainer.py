@@ -14,6 +14,7 @@ from arbcli.device import COMPUTE, tell_compiler
 from arbcli.errors import ArbError
 from arbcli.infer.load import is_export
 from arbcli.kernels.runtime.backend import use_backend
+from arbcli.kernels.runtime.merged import fill_tables
 from arbcli.model.build import build_model
 from arbcli.train.compiled_twin import compile_twin, side_stream
 from arbcli.train.float_optimizer import FloatOptimizer
@@ -22,7 +23,7 @@ from arbcli.train.parallel.replicas import Replicas
 from arbcli.train.parallel.shared_updater import SharedUpdater
 from arbcli.train.schedule import learning_rate
 from arbcli.train.step import TrainingStep, minimised
-from arbcli.train.updater import Updater
+from arbcli.train.updater import HELD_BYTES, Updater
 
 EAGER_STEPS = 3
 """Steps before a step is captured: kernels compile and libraries make up their minds in them."""
@@ -107,10 +108,11 @@ class Trainer:
         if config.model.weights == "ternary":
             tensors = self.model.weights().values()
             if config.wire is None:
-                self.updater = Updater(tensors, config.seed, dtype)
+                self.updater = Updater(tensors, config.seed, dtype, HELD_BYTES)
             else:
                 self.model.declare_wire()
-                about = config.seed, dtype, config.wire, config.accum, self.group
+                largest = max(config.lr, config.final_lr or 0)
+                about = config.seed, dtype, config.wire, config.accum, self.group, largest
                 self.updater = self.shared = SharedUpdater(tensors, *about)
             if self.shared:
                 self.shared.release()
@@ -132,6 +134,8 @@ class Trainer:
             self._warm_up_stream = torch.cuda.Stream(self.device)
         self._capture_at = EAGER_STEPS if capture else None
         self._graph: torch.cuda.CUDAGraph | None = None
+        self._tables: list[Tensor] = []
+        """What merged launches of the graph read."""
         self._batches: Tensor | None = None
         self._measured = False
         """Whether what gradients are divided by is known."""
@@ -218,14 +222,16 @@ class Trainer:
         """Record a step as a CUDA graph. Recording executes nothing, so no state changes."""
         torch.cuda.empty_cache()  # what the steps before it held is held by the graph from now on
         self._graph = torch.cuda.CUDAGraph()
+        self.group.remember(self._graph)
         # NCCL has a thread of its own that looks at events meanwhile
         mode = "global" if self.group.size == 1 else "thread_local"
         graph = torch.cuda.graph(self._graph, capture_error_mode=mode)
         with use_backend(self.config.backend), graph:
             self._captured_parts = self._compute(self._micro_batches)
+        self._tables = fill_tables()
 
     def release_graph(self) -> None:
-        """Free the captured step; NCCL does not end while there is one that has its messages."""
+        """Free the captured step, and the memory that it holds."""
         if self._graph is not None:
             self._graph.reset()
             self._graph = None
@@ -293,8 +299,7 @@ class Trainer:
             ArbError: in all of them, if one has something else.
         """
         if self.group.size > 1 and self.shared:
-            own = self.shared.layout(self.model)
-            parts = {n: part for n, part in self.model.state_dict().items() if n not in own}
+            parts = self.shared.common(self.model)
             found = {name: tensor_digest(name, part) for name, part in parts.items()}
             self.group.compare(found, "state", RELOAD)
 
@@ -338,4 +343,5 @@ class Trainer:
         self.updater.restore(checkpoint.counters)
         self.step = checkpoint.step
         if self._capture_at is not None:
-            self._graph, self._capture_at = None, self.step + EAGER_STEPS
+            self.release_graph()
+            self._capture_at = self.step + EAGER_STEPS

@@ -1,4 +1,7 @@
-"""Updates: each gradient steps its matrix at once, in place, and is forgotten.
+"""Updates: each gradient steps its matrix, in place, and is forgotten.
+
+A large matrix steps at once. Gradients of small ones may be held, up to `HELD_BYTES`, and then step
+together: each kernel is launched once for all of them, and does the same as one by one.
 
 From the direction in int32 fixed point on, which kernels form where they use it, all is integer
 arithmetic: every backend agrees to the bit. The gradient is read in passes, and nothing else of the
@@ -7,6 +10,7 @@ shape of the matrix is made but the orthogonalised gradient.
 
 import itertools
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -14,6 +18,8 @@ from torch import Tensor
 
 from arbcli.errors import ArbError
 from arbcli.kernels.rows.weighted_rows import TouchedRows
+from arbcli.kernels.runtime.backend import LARGE_ELEMENTS, uses_triton
+from arbcli.kernels.runtime.merged import merge_launches
 from arbcli.kernels.update.direction import UNIT
 from arbcli.kernels.update.gradient_gains import gradient_gains
 from arbcli.kernels.update.gradient_statistics import gradient_statistics
@@ -32,6 +38,8 @@ from arbcli.rules.base import (
     fixed_point_gain,
 )
 
+HELD_BYTES = 2**25
+"""Of gradients of small matrices that wait for others."""
 ROW_CLIP = 2
 """Largest step of a weight in a row of a table, in root-mean-squares of the direction: the few that
 are read most have most of the direction, and were seen to swing from one side to the other."""
@@ -46,6 +54,11 @@ class _StepSizes(NamedTuple):
     row_limit: Tensor
     """The limit of rows of tables."""
     step_size: Tensor
+
+
+def step_limit(step_size: float) -> int:
+    """Find the largest step of z, in units of 2**-16, of a root-mean-square of `step_size`."""
+    return min(round(STEP_CLIP * step_size * UNIT), 2**30)
 
 
 def loaded(numbers: Tensor, before: Tensor) -> Tensor:
@@ -76,16 +89,25 @@ class Updater:
         tensors: the packed tensors of the model, in an order that never changes.
         seed: of the stochastic rounding, 0..2**31-1.
         dtype: of the Newton-Schulz products.
+        held_bytes: of gradients that may be held, where kernels are launched; 0 steps every matrix
+            at once.
     """
 
-    def __init__(self, tensors: Iterable[TernaryTensor], seed: int, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        tensors: Iterable[TernaryTensor],
+        seed: int,
+        dtype: torch.dtype,
+        held_bytes: int = 0,
+    ) -> None:
         self.tensors = [tensor for tensor in tensors if not tensor.frozen]
         first = [0, *itertools.accumulate(tensor.matrices for tensor in self.tensors)]
         self._num_matrices = first[-1]
         self.dtype = dtype
         (self.radix,) = {tensor.rule.radix for tensor in self.tensors}
         self.device = self.tensors[0].trits.device
-        self.seed = torch.tensor(seed, dtype=torch.int32, device=self.device)
+        self._host_seed = torch.tensor(seed, dtype=torch.int32, device="cpu")
+        self.seed = self._host_seed.to(self.device)
         self._index = {
             id(tensor): index for tensor, index in zip(self.tensors, first[:-1], strict=True)
         }
@@ -97,6 +119,7 @@ class Updater:
         self._flips, self._refused, self._nonfinite, self._squares = (
             torch.zeros(self._num_matrices, **counter) for _ in range(4)
         )
+        self._held_bytes, self._held = held_bytes, []
         self._unused = torch.zeros((), **counter)
         self._nonfinite_steps = torch.zeros((), **counter)
 
@@ -118,39 +141,45 @@ class Updater:
                 share of each; weights step with the last. Scales, and weights without a moment,
                 step by a share with each.
         """
+        self._held.clear()  # what an error left
         self.accumulation = accumulation
         sizes = [self._step_sizes(lr * factor) for factor in self._lr_factors]
-        rows = [
-            [[step * accumulation + micro, *size] for size in sizes]
-            for micro in range(accumulation)
-        ]
-        self._control = loaded(torch.tensor(rows, dtype=torch.int64, device="cpu"), self._control)
+        step_sizes, others = zip(*sizes, strict=True)
+        numbers = [*step_sizes, *itertools.chain(*others)]
+        rows = torch.tensor([numbers] * accumulation, dtype=torch.int64, device="cpu")
+        ticks = range(step * accumulation, (step + 1) * accumulation)
+        keys = torch.stack([self._keys_of(tick) for tick in ticks])
+        self._control = loaded(torch.cat([rows, keys], dim=1), self._control)
 
-    def _step_sizes(self, lr: float) -> tuple[int, ...]:
-        """Write what a learning rate makes of slopes, directions and moments, in fixed point."""
+    def _keys_of(self, tick: int) -> Tensor:
+        """Derive the keys of all matrices on the host, where that takes no launches."""
+        tick = torch.tensor(tick, dtype=torch.int64, device="cpu").to(torch.int32)
+        keys = stream_keys(self._host_seed, tick, self._num_matrices, NUM_STREAMS)
+        return keys.flatten().to(torch.int64)
+
+    def _step_sizes(self, lr: float) -> tuple[int, tuple[int, ...]]:
+        """Write what a learning rate makes of moments, slopes and directions, in fixed point."""
         step_size = lr * self.radix * STEP_OF_RADIX
-        return (
+        limit = step_limit(step_size)
+        return round(step_size * 2**32), (
             *fixed_point_gain(lr * SCALE_STEP / self.accumulation),
             *fixed_point_gain(step_size / self.accumulation),
-            min(round(STEP_CLIP * step_size * UNIT), 2**30),
-            round(step_size * 2**32),
+            limit,
+            limit * ROW_CLIP // STEP_CLIP,
         )
 
     def begin_micro(self, micro: int) -> None:
         """Prepare for the backward of micro-batch `micro`, from 0, by work on the device alone."""
+        self.step_held()
         self.first, self.last = micro == 0, micro == self.accumulation - 1
-        control = self._control[micro]
-        integers = control[:, :6].to(torch.int32)
-        tick, row_limits = integers[0, 0], integers[:, 5] * ROW_CLIP // STEP_CLIP
-        self.keys = stream_keys(self.seed, tick, self._num_matrices, NUM_STREAMS)
+        control, factors = self._control[micro], len(self._lr_factors)
+        integers = control[factors:].to(torch.int32)
+        self.keys = integers[6 * factors :].view(self._num_matrices, NUM_STREAMS)
+        sizes = integers[: 6 * factors].view(factors, 6)
         self._sizes = {
             factor: _StepSizes((scale, scale_shift), (direct, shift), limit, row_limit, size)
-            for factor, (_, scale, scale_shift, direct, shift, limit), row_limit, size in zip(
-                self._lr_factors,
-                map(Tensor.unbind, integers),
-                row_limits,
-                control[:, 6],
-                strict=True,
+            for factor, size, (scale, scale_shift, direct, shift, limit, row_limit) in zip(
+                self._lr_factors, control, map(Tensor.unbind, sizes), strict=False
             )
         }
         self._squares.zero_()
@@ -161,6 +190,7 @@ class Updater:
         Args:
             of_all: finds the largest of an integer of all processes.
         """
+        self.step_held()
         self._nonfinite_steps += of_all(self._nonfinite.amax())
         self._nonfinite.zero_()
 
@@ -168,7 +198,7 @@ class Updater:
     def __call__(
         self, tensor: TernaryTensor, grad: Tensor, where: "range | TouchedRows | None" = None
     ) -> None:
-        """Update one tensor from its gradient; a bad gradient changes nothing.
+        """Update one tensor from its gradient, at once or with others; a bad one changes nothing.
 
         Matrices that lie in one tensor, and rows of a table, may go without a gradient in a
         micro-batch. So they step with every one that they have, by a share of the step, and not
@@ -183,9 +213,12 @@ class Updater:
                 None is all of it.
         """
         index = self._index[id(tensor)]
-        if where is None:
-            about = (tensor.matrix(0), grad, index, self._refused[index])
-            self._update(tensor, *about, self.first, self.last)
+        if where is None and self._may_hold(tensor):
+            self._held.append((tensor, grad))
+            if sum(held.nbytes for _, held in self._held) >= self._held_bytes:
+                self.step_held()
+        elif where is None:
+            self._update_whole(tensor, grad)
         elif isinstance(where, range):
             direction = tensor.direction
             values = grad if direction is None else direction.values(grad, self.dtype)
@@ -197,6 +230,40 @@ class Updater:
             share = where.count.clamp(min=1) / len(where.rows)
             self._update(tensor, rows, grad, index, self._unused, True, True, share)
             tensor.scatter(where.rows, rows)
+
+    def _may_hold(self, tensor: TernaryTensor) -> bool:
+        """Whether a gradient may wait: it is small, and its step is made of kernels alone."""
+        small = tensor.num_weights < LARGE_ELEMENTS
+        return small and tensor.rule.merges and self._held_bytes > 0 and uses_triton(tensor.trits)
+
+    @torch.no_grad()
+    def step_held(self) -> None:
+        """Update the tensors whose gradients were held, together."""
+        held, self._held = self._held, []
+        values: list[Tensor | None] = [None] * len(held)
+        for direction in dict.fromkeys(tensor.direction for tensor, _ in held):
+            places = [i for i, (tensor, _) in enumerate(held) if tensor.direction is direction]
+            if direction is None:
+                continue
+            found = direction.values_of([held[i][1] for i in places], self.dtype)
+            for i, part in zip(places, found, strict=True):
+                values[i] = part
+        parts = [
+            partial(self._update_whole, tensor, grad, part)
+            for (tensor, grad), part in zip(held, values, strict=True)
+        ]
+        if len(parts) == 1:
+            parts[0]()
+        elif parts:
+            merge_launches(parts, self.device)
+
+    def _update_whole(
+        self, tensor: TernaryTensor, grad: Tensor, values: Tensor | None = None
+    ) -> None:
+        """Update the one matrix of a tensor."""
+        index = self._index[id(tensor)]
+        about = (tensor.matrix(0), grad, index, self._refused[index])
+        self._update(tensor, *about, self.first, self.last, values=values)
 
     def _update(
         self,
@@ -223,6 +290,7 @@ class Updater:
             share: of the rows, those that take part; the others' gradient is zero. None is all.
             values: what its direction is made of, if that is known.
         """
+        tensor.updates += 1
         keys, rule, direction = self.keys[index].unbind(), tensor.rule, tensor.direction
         sizes = self._sizes[tensor.lr_factor]
         packed = tensor.packed_of(state)

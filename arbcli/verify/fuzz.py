@@ -8,15 +8,26 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from arbcli.kernels.attention.choose_entries import random_index
+from arbcli.kernels.attention.compressed_attention import (
+    COMPRESSED_ATTENTION,
+    Sight,
+    random_sight,
+)
+from arbcli.kernels.attention.compressed_attention_backward import COMPRESSED_ATTENTION_BACKWARD
 from arbcli.kernels.attention.decode_attention import DECODE_ATTENTION
+from arbcli.kernels.attention.decode_attention_rows import DECODE_ATTENTION_ROWS
 from arbcli.kernels.attention.eight_bits import FORMATS, quantise_entries
 from arbcli.kernels.attention.rotary_norm import ROTARY_NORM, rounded_gradient, rounded_once
+from arbcli.kernels.attention.sum_choices import random_choices
 from arbcli.kernels.chunks.boundary_scores import rounded_score_gradients
 from arbcli.kernels.chunks.find_chunks import FIND_CHUNKS
+from arbcli.kernels.chunks.route_position import ROUTE_POSITION, ROUTERS, TAKE_CHUNK
 from arbcli.kernels.chunks.smooth_chunks import SMOOTH_CHUNKS, rounded_smooth_gradients
 from arbcli.kernels.chunks.spread_chunks import rounded_spread
 from arbcli.kernels.codec.decode_digits import decode_digits_torch
@@ -24,6 +35,7 @@ from arbcli.kernels.codec.decode_e4m3 import DECODE_E4M3
 from arbcli.kernels.codec.packed import OCTAVE, Packed, num_groups
 from arbcli.kernels.codec.packing import PLANE, pack_trits_torch
 from arbcli.kernels.matmul.arranged_matmul import ARRANGED_MATMUL, MOST_ROWS, arrange
+from arbcli.kernels.matmul.arranged_rows import ARRANGED_ROWS, MOST_TEXTS
 from arbcli.kernels.matmul.digits_matmul import DIGITS_MATMUL, arrange_digits
 from arbcli.kernels.matmul.fp8_matmul import MULTIPLE
 from arbcli.kernels.matmul.grouped_matmul import GROUPED_GRAD_W, GROUPED_MATMUL
@@ -41,6 +53,7 @@ from arbcli.kernels.rows.weighted_rows import touched_rows
 from arbcli.kernels.runtime.spec import Case, KernelSpec
 from arbcli.kernels.scan.causal_conv import rounded_conv
 from arbcli.kernels.scan.decay_scan import scan_in_bf16
+from arbcli.kernels.scan.mamba_step import MAMBA_STEP, draw_step
 from arbcli.kernels.streams.mix_streams import rounded_mix, rounded_mix_gradients
 from arbcli.kernels.streams.stream_weights import STREAMS, count_streams, stream_weights_torch
 from arbcli.kernels.update.blend_moment import moment_max
@@ -196,8 +209,17 @@ def _arranged_matmul(dice: Dice, group_size: int, m: int, n: int, k: int) -> tup
     return x, *weight, dice.pick((None, 1e-6)), added, dice.dtype
 
 
+def _arranged_rows(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
+    _, *weight, eps, _, dtype = _arranged_matmul(dice, group_size, m, n, k)
+    m = 1 + (m - 1) % MOST_TEXTS
+    x = dice.reals(m, weight[2], dtype=torch.bfloat16).contiguous()
+    added = dice.reals(m, weight[1]).contiguous() if dice.below(2) else None
+    return x, *weight, eps, added, dtype
+
+
 def _digits_matmul(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
     gated, size = dice.below(2) == 1, PLANE * max(1, group_size // PLANE)
+    k = -(-k // 8) * 8
     packed = dice.packed(n + n % 2, k, size, digits="all")
     if not packed.nibble:  # z is within a byte
         packed = packed._replace(remainder=(packed.remainder >> 1).clamp(min=-63))
@@ -317,12 +339,35 @@ def _mix_streams_backward(dice: Dice, group_size: int, m: int, n: int, k: int) -
     return dice.reals(m, inputs[1].shape[1], k), *inputs
 
 
+def _route_position(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
+    router = dice.pick(ROUTERS)
+    rows = dice.reals((3 if router == "learned" else 1) * k).contiguous()
+    x, last = dice.reals(k).contiguous(), dice.reals(2 * k).contiguous()
+    mean = dice.reals(k, dtype=torch.float32).contiguous()
+    byte, ids = (torch.tensor([[dice.below(48)]], device=dice.device) for _ in range(2))
+    places = dice.scalar(dice.pick((0, 1, m, 4 * n))), dice.scalar(7)
+    return router, x, rows, mean, last, byte, ids, *places, dice.pick((2, 4, 7)), 1e-6, None
+
+
+def _take_chunk(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
+    z, residual, y = (dice.reals(k).contiguous() for _ in range(3))
+    p = torch.rand(1, generator=dice.generator, device=dice.device)
+    mean = dice.reals(k, dtype=torch.float32).contiguous()
+    return z, p, residual, mean, y, dice.scalar(m) if dice.below(2) else None
+
+
 def _decay_scan(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
     batch, heads, states = dice.pick((1, 2)), dice.pick((1, 3)), dice.pick((1, 9, 32))
     q, k_ = (dice.reals(batch, m, heads, states) for _ in range(2))
     g = -dice.reals(batch, m, heads, dtype=torch.float32).square()
     v = dice.reals(batch, m, heads, min(n, 70))
     return q, k_, v, dice.view(g), dice.below(2) == 1
+
+
+def _mamba_step(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
+    heads, states, taps = dice.pick((3, 4)), dice.pick((1, 9, 64)), dice.pick((2, 4, 8))
+    shape = heads, states, min(n, 70), taps, dice.below(9)
+    return draw_step(*shape, dice.dtype, dice.generator)
 
 
 def _causal_conv(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
@@ -396,6 +441,60 @@ def _decode_attention_8bit(dice: Dice, group_size: int, m: int, n: int, k: int) 
     return qkv, keys, values, torch.stack((of_keys, of_values)), *rest
 
 
+def _decode_attention_rows(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
+    texts, heads, half = 1 + m % 4, 1 + dice.below(3), 1 + min(k, 64)
+    qkv = dice.reals(texts * 3 * heads, 2 * half).contiguous().view(texts, 3, heads, 2 * half)
+    rings = (dice.reals(texts * heads * n, 2 * half).contiguous() for _ in range(2))
+    position = dice.integers(0, 3 * n - 1, texts, dtype=torch.int32).contiguous()
+    angle = dice.reals(3 * n, half, dtype=torch.float32).contiguous()
+    tickets = torch.zeros(texts, heads, dtype=torch.int32, device=dice.device)
+    return (
+        qkv, *(ring.view(texts, heads, n, 2 * half) for ring in rings), position,
+        angle.cos(), angle.sin(), tickets, 1e-6,
+    )  # fmt: skip
+
+
+def _compressed_attention(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
+    ratio, length = 2 + dice.below(5), 1 + min(m, dice.pick((1, 5, 60)))
+    kept, window = dice.pick((0, 3)), dice.pick((1, 4, 200))
+    start = kept + dice.below(9) if kept else 0
+    sight = Sight(window, ratio, dice.pick((2, 10**4)), start)
+    kv, width = dice.pick((1, 2)), 2 * min(1 + k, dice.pick((1, 9, 32)))
+    shape = (kv * dice.pick((1, 3, 8)), kv, width, dice.pick((0, 1, 5, 40)))
+    about = torch.Generator().manual_seed(dice.below(2**31))
+    x, recent, entries, *rest = random_sight(about, sight, dice.pick((1, 2)), length, kept, shape)
+    vectors = (dice.view(part.to(dice.device, dice.dtype)) for part in (x, recent, entries))
+    return (*vectors, *(_on(dice.device, part) for part in rest), 1e-6)
+
+
+def _on(device: torch.device, value: Any) -> Any:
+    return value.to(device) if isinstance(value, Tensor) else value
+
+
+def _compressed_attention_backward(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
+    inputs = _compressed_attention(dice, group_size, m, n, k)
+    y, logs, *_ = COMPRESSED_ATTENTION.torch(*inputs)
+    return dice.reals(*y.shape), y, logs, *inputs
+
+
+def _choose_entries(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
+    entries, groups = dice.pick((0, 1, 7, 150)), 1 + min(m, dice.pick((1, 70)))
+    shape = (dice.pick((1, 2)), groups, dice.pick((1, 3)), 1 + min(k, 40), entries)
+    about = torch.Generator().manual_seed(dice.below(2**31))
+    parts = random_index(about, *shape)
+    first = dice.pick((0, 1, max(0, entries - groups)))
+    views = (dice.view(part.to(dice.device, dice.dtype)) for part in parts)
+    return *views, first, dice.pick((3, 10**4)), dice.pick((1, 5, 100))
+
+
+def _sum_choices(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
+    entries, number = dice.pick((1, 8, 90)), 1 + min(m, 60)
+    size, batch = 1 + dice.below(entries), dice.pick((1, 2))
+    about = torch.Generator().manual_seed(dice.below(2**31))
+    chosen = random_choices(about, batch, number, size, entries).to(dice.device)
+    return dice.reals(batch, number, size, 1 + min(k, 200)).contiguous(), chosen, entries
+
+
 def _choose_byte(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
     symbols, place = min(k + 1, 256), dice.below(n)
     byte, text = (dice.integers(0, 127, size, dtype=t).contiguous()
@@ -404,6 +503,20 @@ def _choose_byte(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
     kept = (1 + dice.below(symbols), dice.pick((1.0, 0.9, 0.3)))
     temperature = dice.pick((0.0, 0.5, 1.0, 2.0))
     return byte, text, logits, dice.scalar(place), dice.key(), temperature, *kept
+
+
+def _choose_bytes(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
+    texts = 1 + m % 5
+    rows = [_choose_byte(dice, group_size, m, n, k) for _ in range(texts)]
+    _, _, logits, place, key, heat, top_k, top_p = zip(*rows, strict=True)
+    symbols = min(len(each) for each in logits)
+    here = {"device": dice.device}
+    return (
+        torch.full((texts, 1), 300, **here), torch.zeros(texts, n, dtype=torch.uint8, **here),
+        torch.stack([each[:symbols] for each in logits]), torch.stack(place), torch.stack(key),
+        torch.tensor(heat, **here), torch.tensor(top_k, dtype=torch.int32, **here),
+        torch.tensor(top_p, **here),
+    )  # fmt: skip
 
 
 def _cross_entropy(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
@@ -527,6 +640,12 @@ def _step_scales(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
     )  # fmt: skip
 
 
+def _merged_steps(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
+    shapes = [(n, k), *((1 + dice.below(n), 1 + dice.below(k)) for _ in range(dice.below(4)))]
+    matrices = (_step_scales(dice, group_size, m, *shape) for shape in shapes)
+    return tuple(part for inputs in matrices for part in inputs)
+
+
 def _blend_moment(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
     nibble = dice.below(2) == 1
     largest = moment_max(nibble)
@@ -583,6 +702,21 @@ def _step_by_moment(dice: Dice, group_size: int, m: int, n: int, k: int) -> tupl
         packed, remainder, moment, dice.key(), step_size, squares, limit,
         dice.scalar(not dice.chance(0.1)), flips, radix, largest,
     )  # fmt: skip
+
+
+def _last_bits(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
+    nibble = dice.below(2) == 1
+    radix = 14 if nibble else 64
+    packed, remainder = _weights(dice, n, k, radix, 7 if nibble else 63)
+    if nibble:
+        remainder = dice.view(dice.integers(-7, 7, n, k) * 16 + remainder % 16)
+    return packed, remainder, radix, nibble
+
+
+def _take_last_bits(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
+    *state, radix, nibble = _last_bits(dice, group_size, m, n, k)
+    bits = dice.integers(0, 255, (n + 1) // 2, k, dtype=torch.uint8).contiguous()
+    return *state, bits, radix, nibble
 
 
 def _step_by_direction(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
@@ -735,6 +869,7 @@ DRAWINGS = {
     "arranged_matmul": Drawing(
         _arranged_matmul, None, ARRANGED_MATMUL.torch, one_layout=True
     ),
+    "arranged_rows": Drawing(_arranged_rows, None, ARRANGED_ROWS.torch, one_layout=True),
     "digits_matmul": Drawing(_digits_matmul, None, DIGITS_MATMUL.torch, one_layout=True),
     "grouped_matmul": Drawing(_grouped_matmul, None, GROUPED_MATMUL.torch, needs_rows=True),
     "grouped_grad_w": Drawing(_grouped_grad_w, None, GROUPED_GRAD_W.torch, needs_rows=True),
@@ -768,6 +903,20 @@ DRAWINGS = {
         _decode_attention, None, DECODE_ATTENTION.torch, one_layout=True
     ),
     "decode_attention_8bit": Drawing(_decode_attention_8bit, one_layout=True),
+    "decode_attention_rows": Drawing(
+        _decode_attention_rows, None, DECODE_ATTENTION_ROWS.torch, one_layout=True
+    ),
+    "choose_bytes": Drawing(_choose_bytes, one_layout=True),
+
+
+    "compressed_attention": Drawing(
+        _compressed_attention, None, COMPRESSED_ATTENTION.torch, needs_rows=True
+    ),
+    "compressed_attention_backward": Drawing(
+        _compressed_attention_backward, None, COMPRESSED_ATTENTION_BACKWARD.torch, needs_rows=True
+    ),
+    "choose_entries": Drawing(_choose_entries, needs_rows=True),
+    "sum_choices": Drawing(_sum_choices, needs_rows=True, one_layout=True),
     "choose_byte": Drawing(_choose_byte, one_layout=True),
     "cross_entropy": Drawing(_cross_entropy, needs_rows=True),
     "cross_entropy_backward": Drawing(
@@ -808,9 +957,12 @@ DRAWINGS = {
     "mix_streams_backward": Drawing(
         _mix_streams_backward, None, rounded_mix_gradients, needs_rows=True
     ),
+    "route_position": Drawing(_route_position, None, ROUTE_POSITION.torch, one_layout=True),
+    "take_chunk": Drawing(_take_chunk, None, TAKE_CHUNK.torch, one_layout=True),
     "decay_scan": Drawing(_decay_scan, None, scan_in_bf16, needs_rows=True),
     "causal_conv": Drawing(_causal_conv, None, rounded_conv, needs_rows=True),
     "causal_conv_grad_w": Drawing(_causal_conv_grad_w, needs_rows=True),
+    "mamba_step": Drawing(_mamba_step, None, MAMBA_STEP.torch, one_layout=True),
     "gradient_statistics": Drawing(_gradient_statistics, _gradient_statistics_in_float64),
     "gradient_gains": Drawing(_gradient_gains),
     "unit_gain": Drawing(_unit_gain),
@@ -818,6 +970,7 @@ DRAWINGS = {
     "gram": Drawing(_gram, None, GRAM.torch),
     "gram_polynomial": Drawing(_gram_polynomial, None, GRAM_POLYNOMIAL.torch),
     "step_scales": Drawing(_step_scales),
+    "merged_steps": Drawing(_merged_steps),
     "blend_moment": Drawing(_blend_moment),
     "step_by_moment": Drawing(_step_by_moment),
     "step_by_direction": Drawing(_step_by_direction),
@@ -825,6 +978,8 @@ DRAWINGS = {
     "cast_scale_votes": Drawing(_cast_scale_votes),
     "quantise_gradient": Drawing(_quantise_gradient),
     "sum_gradients": Drawing(_sum_gradients),
+    "last_bits": Drawing(_last_bits),
+    "take_last_bits": Drawing(_take_last_bits),
 }  # fmt: skip
 
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
+from arbcli.config.compressed import CompressedConfig
 from arbcli.config.dense import VOCABULARY, ModelConfig
 from arbcli.config.graph import GraphConfig
 from arbcli.config.hnet import HNetConfig
@@ -32,6 +33,7 @@ from arbcli.model.packed import TernaryTensor
 from arbcli.rules import RULES, WITH_DIGITS, find_rule
 from arbcli.train.updater import Updater
 from arbcli.verify.compare import errors, poisoned
+from arbcli.verify.compressed_reference import reference_compressed
 from arbcli.verify.graph_reference import reference_graph_lm, reference_ponder
 from arbcli.verify.hnet_reference import reference_hnet
 from arbcli.verify.reference import (
@@ -95,6 +97,11 @@ HNETS = {
     ),
 }  # fmt: skip
 """An `HNet` of each kind of boundaries."""
+RAGGED_COMPRESSED = CompressedConfig(
+    dim=24, layers=3, heads=4, ffn=13, ctx=19, head_width=10, kv_heads=2, rotary=6, window=5,
+    ratios=(3, 7), indexed_ratio=3, top_k=2, index_heads=3, index_width=8,
+)  # fmt: skip
+"""The same of a `CompressedLM`: groups and windows are cut off, and not all entries are chosen."""
 LAYERS = 4
 """Blocks of a preset that are compared, as all of them are alike."""
 LR = 2.0
@@ -139,6 +146,11 @@ class Subject:
     def of_graph(self) -> bool:
         """Whether it is a `GraphLM`."""
         return isinstance(self.config, GraphConfig)
+
+    @property
+    def of_compressed(self) -> bool:
+        """Whether it is a `CompressedLM`."""
+        return isinstance(self.config, CompressedConfig)
 
     @property
     def of_hnet(self) -> bool:
@@ -248,7 +260,7 @@ def _check(_name: str, _backend: str, subject: Subject) -> list[ParityResult]:
     with deterministic(), poisoned(warn_only=False):
         if subject.part == "update":
             return list(_votes(subject) if subject.config.rule == "votes" else _update(subject))
-        whole = subject.of_graph or subject.of_hnet
+        whole = subject.of_graph or subject.of_hnet or subject.of_compressed
         results = list(_whole(subject) if whole else _layers(subject))
         if subject.part == "model":
             results += [*_causality(subject), *_determinism(subject)]
@@ -263,6 +275,9 @@ def matrix_shapes() -> tuple[tuple[int, int], ...]:
     shapes: dict[tuple[int, int], None] = {}
     for config in PRESETS.values():
         dim, ffn = config.dim, config.ffn
+        if isinstance(config, CompressedConfig):
+            inner, kv = config.heads * config.head_dim, config.kv_heads * config.head_dim
+            shapes |= dict.fromkeys(((inner + 3 * kv, dim), (dim, inner)))
         if isinstance(config, GraphConfig):
             width, inner = config.expert_dim, config.expert_ffn
             found = (2 * ffn, dim), (dim, ffn), (2 * inner, width), (width, inner)
@@ -283,7 +298,7 @@ def _subjects(
             place = (dtype, device, backend)
             if backend == "triton":
                 for name, config in PRESETS.items():
-                    if isinstance(config, GraphConfig | HNetConfig):
+                    if isinstance(config, GraphConfig | HNetConfig | CompressedConfig):
                         continue  # small ones stand for them, below
                     fewer = replace(config, layers=min(config.layers, LAYERS))
                     yield Subject(name, fewer, 1, *place)
@@ -319,6 +334,11 @@ def _subjects(
             place = (torch.float32, device, backend, "layers" if interpreted else "model")
             config = replace(config, scale_type=next(iter(group_sizes)))
             yield Subject(f"{name} {config.scale_type}", config, 2, *place)
+        for index, scale_type in enumerate([*group_sizes][: 1 if interpreted else None]):
+            config = replace(RAGGED_COMPRESSED, scale_type=scale_type)
+            part = "layers" if index or interpreted else "model"
+            place = (torch.float32, device, backend, part)
+            yield Subject(f"compressed {scale_type}", config, 2, *place)
         for name in RULES:
             for direction in DIRECTIONS if find_rule(name).direction else (None,):
                 config = replace(RAGGED, rule=name, direction=direction)
@@ -375,9 +395,10 @@ def trace(
     outputs: list[Tensor] = []
     gradients: dict[str, Tensor] = {}
 
-    def keep(_module, _inputs, output: Tensor) -> None:
-        output.retain_grad()
-        outputs.append(output)
+    def keep(_module, _inputs, output: Tensor | tuple[Tensor, ...]) -> None:
+        first = output if isinstance(output, Tensor) else output[0]
+        first.retain_grad()
+        outputs.append(first)
 
     def add(tensor: TernaryTensor, *handed) -> None:
         name, dense = names[id(tensor)], dense_gradient(tensor, *handed)
@@ -430,7 +451,10 @@ def _whole(subject: Subject) -> Iterator[ParityResult]:
     tensors = model.weights()
     weights = {name: reference_weight(tensor) for name, tensor in tensors.items()}
     leaves = {name: w.requires_grad_() for name, w in weights.items() if not tensors[name].frozen}
-    if subject.of_hnet:
+    if subject.of_compressed:
+        logits, divergence = reference_compressed(weights, model.config, ids)
+        others = {"indexer": divergence}
+    elif subject.of_hnet:
         logits, ratio = reference_hnet(weights, model.config, ids)
         others = {} if ratio is None else {"ratio": ratio}
     else:
@@ -451,8 +475,9 @@ def _causality(subject: Subject) -> Iterator[ParityResult]:
     model, (ids, _) = subject.build(), subject.bytes()
     gate = subject.gate if subject.of_graph else EXACT
     length = ids.shape[1]
-    # what begins a chunk may see too much, and elsewhere nothing shows it
-    positions = range(1, length) if subject.of_hnet else (length // 2, length - 1)
+    # what begins a chunk, or completes an entry, may see too much, and elsewhere nothing shows it
+    blocks = subject.of_hnet or subject.of_compressed
+    positions = range(1, length) if blocks else (length // 2, length - 1)
     with use_backend(subject.backend):
         logits = model(ids)
         for position in positions:

@@ -36,10 +36,11 @@ def typed(monkeypatch):
 
 
 def test_lines_are_continued_after_the_text_so_far(model, typed, capfd):
-    typed("abc", "", "de")
-    _chat.chat(model, 5, Sampling(seed=3), "torch")
+    typed("abc", "", "de", "a line that is longer than the context of the model")
+    _chat.chat(model, 5, Sampling(seed=2**31 - 2), "torch")
     text, made = b"", []
-    for line, seed in ((b"abc", 3), (b"", 4), (b"\nde", 5)):
+    long = b"\na line that is longer than the context of the model"
+    for line, seed in ((b"abc", 2**31 - 2), (b"", 2**31 - 1), (b"\nde", 0), (long, 1)):
         text += line
         made.append(b"".join(generate(model, text[-32:], 5, Sampling(seed=seed))))
         text += made[-1]
@@ -64,8 +65,9 @@ def test_ctrl_c_stops_the_text_and_not_the_program(model, typed, capfd, monkeypa
     assert len(steps) == 2 + 5
 
 
-def test_other_signals_end_the_program(model, typed):
-    typed(lambda: signal.raise_signal(signal.SIGTERM))
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_other_signals_end_the_program(number, model, typed):
+    typed(lambda: signal.raise_signal(number))
     with pytest.raises(Interrupted):
         _chat.chat(model, 5, Sampling(), "torch")
 

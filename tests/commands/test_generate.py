@@ -84,9 +84,11 @@ def test_every_option_reaches_what_it_is_for(run, arb_here, tmp_path, monkeypatc
     path.write_text("ternary weights")
     place = ["--checkpoint", run, "--device", "cpu", "--backend", "torch", "--compute", "bf16"]
     how = ["--temperature", "0.5", "--top-k", "3", "--top-p", "0.25", "--seed", "9"]
+    how += ["--kv", "int8"]
     done = arb_here("generate", *place, *how, "--length", "4", "--prompt", "to")
     assert done.returncode == 0, done.stderr
-    done = arb_here("evaluate", *place, "--data", str(path), "--stride", "3", "--batch", "2")
+    window = ["--stride", "3", "--batch", "2", "--kv", "fp8"]
+    done = arb_here("evaluate", *place, "--data", str(path), *window)
     assert done.returncode == 0, done.stderr
     for told in loads.call_args_list:
         named, device, _, compute = told.args
@@ -94,10 +96,60 @@ def test_every_option_reaches_what_it_is_for(run, arb_here, tmp_path, monkeypatc
     _, name, prompt, length, sampling = continues.call_args.args
     assert (Path(name).name, prompt, length) == ("step-000040.safetensors", b"to", 4)
     assert asdict(sampling) == {"temperature": 0.5, "top_k": 3, "top_p": 0.25, "seed": 9}
-    assert continues.call_args.kwargs["backend"] == "torch"
+    about = continues.call_args.kwargs
+    assert (about["backend"], about["kv"]) == ("torch", "int8")
     about = evaluates.call_args.kwargs
-    assert (about["stride"], about["batch"], about["backend"]) == (3, 2, "torch")
+    assert (about["stride"], about["batch"]) == (3, 2)
+    assert (about["backend"], about["kv"]) == ("torch", "fp8")
     assert len(loads.call_args_list) == 2
+
+
+def test_every_option_reaches_the_prompt_loop(generate, monkeypatch):
+    chat = mock.Mock()
+    monkeypatch.setattr("arbcli.commands.generate.chat", chat)
+    monkeypatch.setattr("arbcli.commands.generate.is_terminal", lambda: True)
+    how = ["--temperature", "0.5", "--top-k", "3", "--top-p", "0.25", "--seed", "9"]
+    assert generate(*how, "--length", "4", "--kv", "int8", "--compute", "bf16").returncode == 0
+    _, length, sampling, backend, kv = chat.call_args.args
+    assert (length, backend, kv) == (4, "torch", "int8")
+    assert asdict(sampling) == {"temperature": 0.5, "top_k": 3, "top_p": 0.25, "seed": 9}
+    for other in (["--prompt", "a"], ["--json"], ["--bytes"]):
+        generate("--length", "1", *other)
+    assert chat.call_count == 1
+
+
+def test_defaults_are_those_of_the_pages_of_help(run, generate, arb_here):
+    report = json.loads(generate("--json", "--compute", "fp32").stdout)
+    told = {key: report[key] for key in ("length", "temperature", "top_k", "top_p", "seed", "kv")}
+    assert told == {"length": 512, "temperature": 0.8, "top_k": 256, "top_p": 1, "seed": 0,
+                    "kv": "fp32"}  # fmt: skip
+    assert report["prompt"] == "\n"
+
+
+def test_prompts_of_a_file_are_a_line_each(generate, tmp_path, monkeypatch):
+    path, alone = tmp_path / "prompts.jsonl", []
+    path.write_text('{"prompt": "to", "seed": 7}\n"read"\n{"prompt": "na\u00efve", "length": 2}\n')
+    how = ["--length", "5", "--temperature", "2", "--top-k", "9", "--seed", "3"]
+    done = generate("--prompts", str(path), *how)
+    assert done.returncode == 0, done.stderr
+    made = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [(text["index"], text["prompt"], text["length"], text["seed"]) for text in made] == [
+        (0, "to", 5, 7), (1, "read", 5, 3), (2, "naïve", 2, 3),
+    ]  # fmt: skip
+    assert {(text["temperature"], text["top_k"], text["top_p"]) for text in made} == {(2.0, 9, 1.0)}
+    alone = json.loads(generate("--prompt", "to", *how[:-1], "7", "--json").stdout)
+    assert made[0]["text"] == alone["text"]
+    assert "3 texts, 12 bytes, " in done.stderr
+    assert "on cpu, backend torch, 1 at once" in done.stderr
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(path.read_bytes())))
+    assert generate("--prompts", "-", *how).stdout == done.stdout
+    for other in (["--prompt", "a"], ["--bytes"], ["--chunks"], ["--json"]):
+        done = generate("--prompts", str(path), *other)
+        assert (done.returncode, f"leave `{other[0]}` out" in done.stderr) == (2, True)
+    assert "`--batch` is for several prompts" in generate("--batch", "2").stderr
+    assert "one text after another" in generate("--prompts", str(path), "--batch", "2").stderr
+    missing = generate("--prompts", str(tmp_path / "nowhere"))
+    assert f"cannot read `{tmp_path / 'nowhere'}`: No such file" in missing.stderr
 
 
 def test_generate_reads_a_prompt_of_any_bytes_from_stdin(generate, monkeypatch):
@@ -244,3 +296,38 @@ def test_chunks_are_refused_of_a_model_without_any(run, arb_here):
     assert "has no chunks" in done.stderr
     done = arb_here("generate", "--checkpoint", run, "--chunks", "--bytes")
     assert "choose one" in done.stderr
+
+
+def test_prompts_of_a_file_become_json_lines(tmp_path, generate):
+    file = tmp_path / "prompts.jsonl"
+    file.write_text('{"prompt": "ternary "}\n\n"read"\n{"prompt": "a", "length": 3, "seed": 9}\n')
+    done = generate("--prompts", str(file), "--length", "12", "--seed", "4")
+    assert done.returncode == 0, done.stderr
+    lines = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [line["index"] for line in lines] == [0, 1, 2]
+    assert [line["prompt"] for line in lines] == ["ternary ", "read", "a"]
+    assert [(line["length"], line["seed"]) for line in lines] == [(12, 4), (12, 4), (3, 9)]
+    assert "3 texts, 27 bytes, " in done.stderr
+    alone = generate("--prompt", "ternary ", "--length", "12", "--seed", "4")
+    assert alone.stdout.strip("\n") == lines[0]["text"].strip("\n")  # on a CPU, one by one
+
+
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [
+        (["--batch", "2"], "`--batch` is for several prompts"),
+        (["--prompts", "{}", "--prompt", "a"], "leave `--prompt` out"),
+        (["--prompts", "{}", "--bytes"], "leave `--bytes` out"),
+        (["--prompts", "missing"], "cannot read `missing`: No such file"),
+        (["--prompts", "{}"], "line 2 of"),
+        (["--prompts", "{good}", "--batch", "2"], "this model makes one text after another"),
+    ],
+)
+def test_prompts_that_do_not_do_are_refused_in_a_line(given, why, tmp_path, generate):
+    (tmp_path / "bad").write_text('"a"\n{"promt": "b"}\n')
+    (tmp_path / "good").write_text('"a"\n')
+    names = {"{}": str(tmp_path / "bad"), "{good}": str(tmp_path / "good")}
+    done = generate(*(names.get(word, word) for word in given))
+    assert done.returncode == 2
+    assert why in done.stderr
+    assert done.stdout == ""

@@ -72,6 +72,9 @@ def test_values_of_an_option_may_follow_one_another():
     ("train --profile 7 --json", "train --profile 7 --json"),
     ("train --profile=7 --profile", "train --profile=7 --profile 3"),
     ("train --profile -1", "train --profile -1"),
+    ("train --attention --moe", "train --attention latent --moe"),
+    ("train --attention dense", "train --attention dense"),
+    ("train --no-attention", "train --attention none"),
 ])  # fmt: skip
 def test_value_of_an_option_may_be_left_out(words, said):
     assert fill_options(words.split()) == said.split()
@@ -115,7 +118,7 @@ CHOSEN = {
     "schedule": "wsd", "rule": "nibble", "digits": "all", "direction": "sign",
     "scale_type": "T6", "weights": "ste", "optimizer": "muon", "compute": "fp32",
     "device": "cuda:1", "backend": "torch", "boundaries": "space", "outer_blocks": "mamba",
-    "wire": "int8", "moe_gate": "hash",
+    "wire": "int8", "moe_gate": "hash", "attention": "compressed",
 }  # fmt: skip
 """A value of each option that is no number and no switch."""
 OTHERS = {

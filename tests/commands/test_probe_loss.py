@@ -32,7 +32,7 @@ def test_probe_loss_shows_a_person_what_it_measured(arb_here):
 def test_probe_loss_shows_a_graph_without_attention():
     shape = ["--dim", "64", "--layers", "2", "--heads", "2", "--ffn", "96", "--ctx", "32"]
     args = ["--preset", "arb-tiny", *shape, "--batch", "4", "--device", "cpu", "--steps", "3"]
-    result = invoke(*args, "--moe", "--no-attention", "--max-moe-iters", "2")
+    result = invoke(*args, "--moe", "--attention", "none", "--max-moe-iters", "2")
     assert result.exit_code == 0, result.stdout
     for words in ("moe_graph.experts.down", "knowledge.table", "block 1", "0 predictions moved"):
         assert words in result.stdout

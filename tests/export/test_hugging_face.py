@@ -1,6 +1,7 @@
 """A folder for Transformers: the same weights, and Transformers computes the same with them."""
 
 import json
+import re
 
 import pytest
 import torch
@@ -40,6 +41,70 @@ def test_model_with_sub_norms_brings_its_code(saved, tmp_path):
         assert (config["model_type"] == "qwen3") != sub_norms
 
 
+CONFIG = {
+    "attention_bias": False, "attention_dropout": 0.0, "dtype": "bfloat16", "eos_token_id": 0,
+    "head_dim": 32, "hidden_act": "silu", "hidden_size": 64, "initializer_range": 0.02,
+    "intermediate_size": 192, "layer_types": ["sliding_attention"] * 3,
+    "max_position_embeddings": 48, "max_window_layers": 0, "num_attention_heads": 2,
+    "num_hidden_layers": 3, "num_key_value_heads": 2, "pad_token_id": 0, "rms_norm_eps": 1e-6,
+    "rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"}, "rope_theta": 10000.0,
+    "sliding_window": 48, "tie_word_embeddings": False, "use_cache": True,
+    "use_sliding_window": True, "vocab_size": 256, "arb.step": 7,
+}  # fmt: skip
+"""What Transformers is told of a model of three blocks with a context of 48 bytes."""
+KIND = {
+    False: {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"},
+    True: {
+        "architectures": ["ArbForCausalLM"],
+        "model_type": "arb_byte_lm",
+        "auto_map": {
+            "AutoConfig": "modeling_arb.ArbConfig",
+            "AutoModelForCausalLM": "modeling_arb.ArbForCausalLM",
+        },
+    },
+}
+"""And of which kind it is, without and with sub-norms."""
+
+
+@pytest.mark.parametrize("sub_norms", KIND)
+def test_every_file_says_what_the_model_is(saved, tmp_path, sub_norms):
+    checkpoint = saved(sub_norms=sub_norms, layers=3, ctx=48)
+    report = export(checkpoint, "hf", out=tmp_path / "model")
+    about = KIND[sub_norms] | {"arb.origin": report.origin}
+    assert json.loads((tmp_path / "model" / "config.json").read_text()) == CONFIG | about
+    generation = json.loads((tmp_path / "model" / "generation_config.json").read_text())
+    assert generation == {"eos_token_id": 0, "pad_token_id": 0}
+    how = json.loads((tmp_path / "model" / "tokenizer_config.json").read_text())
+    assert how == {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "model_max_length": 48,
+        "clean_up_tokenization_spaces": False,
+    }
+    tokenizer = json.loads((tmp_path / "model" / "tokenizer.json").read_text())
+    bytewise = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False}
+    assert tokenizer["pre_tokenizer"] == tokenizer["decoder"] == bytewise | {"use_regex": False}
+    assert sorted(tokenizer["model"]["vocab"].values()) == list(range(256))
+    assert tokenizer["model"]["merges"] == tokenizer["added_tokens"] == []
+    said = (tmp_path / "model" / "README.md").read_text()
+    rows = dict(re.findall(r"^\| (.+?) \| (.+?) \|$", said, re.MULTILINE))
+    number = f"{report.num_weights:,}"
+    assert rows == {
+        "weights": f"{number}, each -1, 0 or +1 times a scale of 32",
+        "shape": "3 blocks of width 64, 2 heads, MLP 192, context 48 bytes",
+        "tokens": "the 256 bytes; byte 0 ends a text",
+        "norms before the output projections": "yes" if sub_norms else "no",
+        "update rule": "moment",
+        "steps": "7",
+        "trained in": "bf16",  # as nothing says otherwise
+        "origin": f"checkpoint with the digest `{report.origin}`",
+    }
+    assert ("trust_remote_code=True" in said) == sub_norms
+    assert (report.step, report.format) == (7, "hf")
+    weights = load_weights(checkpoint, print).model.weights().values()
+    assert report.num_weights == sum(weight.num_weights for weight in weights)
+    assert report.bytes == sum(file.stat().st_size for file in (tmp_path / "model").iterdir())
+
+
 def test_card_has_the_figures_of_the_run(saved, tmp_path):
     checkpoint = saved()
     config = {"compute": "fp32"}
@@ -51,7 +116,8 @@ def test_card_has_the_figures_of_the_run(saved, tmp_path):
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records) + "{")
     export(checkpoint, "hf", out=tmp_path / "model")
     card = (tmp_path / "model" / "README.md").read_text()
-    assert "1,234,567 bytes" in card
+    assert "1,234,567 bytes, and 89 held out" in card
+    assert "| trained in | fp32 |" in card
     assert "2.0000 nats = 2.8854 bits a byte, after 5 steps" in card
 
 
@@ -64,7 +130,7 @@ def test_graph_is_refused(saved, tmp_path, small_graph):
 
 
 def test_streams_are_refused(saved, tmp_path):
-    with pytest.raises(ArbError, match="no model of 2 residual streams"):
+    with pytest.raises(ArbError, match="Transformers has no model"):
         export(saved(streams=2), "hf", out=tmp_path / "model")
 
 

@@ -7,6 +7,7 @@ from torch import nn
 from arbcli.config.presets import preset
 from arbcli.data import Text, open_text
 from arbcli.errors import ArbError
+from arbcli.infer import evaluation
 from arbcli.infer.evaluation import evaluate, mean_loss, windows
 from arbcli.model.build import build_model
 from arbcli.model.dense import ByteLM
@@ -104,6 +105,24 @@ def test_report_has_bits_ratio_and_entropy(tmp_path):
     assert report.entropy == pytest.approx(1.0397208)
     assert report.bytes_per_second == pytest.approx(report.bytes / report.seconds)
     assert report.seconds > 0
+
+
+@pytest.mark.parametrize(("near", "parts"), [
+    (1024, [(0, 11)]), (12, [(0, 11)]), (11, [(0, 10), (11, 11)]), (4, [(0, 3), (4, 7), (8, 11)]),
+    (3, [(0, 2), (3, 5), (6, 11)]),
+])  # fmt: skip
+def test_parts_of_windows_have_the_mean_loss_of_their_positions(near, parts, tmp_path, monkeypatch):
+    monkeypatch.setattr(evaluation, "NEAR", near)
+    make_text(tmp_path, bytes(range(40)))
+    options = {"batch": 2, "backend": "torch", "stride": 7}
+    report = evaluate(Fake(), "", *open_text([str(tmp_path / "text")]), **options)
+    starts = [start for start, _ in windows(40, CTX, 7)]
+    assert len(starts) == 5
+    log_sum = float(torch.logsumexp(-torch.arange(256.0, dtype=torch.float64), 0))
+    assert [(part.first, part.last) for part in report.by_position] == parts
+    for part in report.by_position:
+        costs = [s + p + 1 for s in starts for p in range(part.first, part.last + 1)]
+        assert part.nats_per_byte == pytest.approx(sum(costs) / len(costs) + log_sum)
 
 
 @pytest.mark.parametrize(("content", "stride", "message"), [

@@ -78,6 +78,13 @@ def test_predicted_peak_of_chunks_is_the_measured_one(name, small_hnet):
     assert predict_peak(config).peak_bytes == measured_peak(config)
 
 
+@pytest.mark.parametrize("name", mostly_slow(CHANGES, lambda name: name == "recompute"))
+def test_predicted_peak_of_compressed_attention_is_the_measured_one(name, small_compressed):
+    changes = {key: value for key, value in CHANGES[name].items() if key not in DENSE_ONLY}
+    config = config_of(changes, small_compressed)
+    assert predict_peak(config).peak_bytes == measured_peak(config)
+
+
 def test_predicted_peak_is_the_sum_of_its_parts():
     config = config_of({})
     peak = predict_peak(config)

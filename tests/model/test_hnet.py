@@ -2,9 +2,12 @@
 
 import dataclasses
 import json
+from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.nn import functional
 
 from arbcli.config.hnet import HNetConfig
 from arbcli.config.presets import config_from_dict, preset
@@ -14,6 +17,8 @@ from arbcli.infer.generation import Decoder, Sampling
 from arbcli.inspect.memory import measure, predict
 from arbcli.model.blocks.chunking import Routed, ratio_loss
 from arbcli.model.hnet import HNet
+from arbcli.model.layers.linear import TernaryLinear
+from arbcli.model.layers.norm import NORM_EPS
 from arbcli.train.step import minimised
 from arbcli.train.updater import Updater
 from arbcli.verify.hnet_reference import reference_hnet
@@ -157,6 +162,32 @@ def test_phases_of_a_step_make_the_text_of_whole_forwards(kind):
     assert prompt + made == expected
 
 
+@each_kind
+def test_steps_in_fused_kernels_make_the_text_of_whole_forwards(kind, monkeypatch):
+    """Only products are fused here, in torch: what is around them is wired as on a GPU."""
+
+    def fused(self, x, *, normalise, gated=False, added=None, beside=None):
+        x = functional.rms_norm(x, x.shape[-1:], eps=NORM_EPS) if normalise else x
+        y = self(x) if beside is None else torch.cat((self(x), beside(x)), dim=-1)
+        if gated:
+            gate, up = y.chunk(2, dim=-1)
+            y = functional.silu(gate) * up
+        return y if added is None else added + y
+
+    monkeypatch.setattr(TernaryLinear, "fused", fused)
+    monkeypatch.setattr("arbcli.model.hnet.takes_one_position", lambda *_: True)
+    lm, prompt = model(kind), bytes(text(1, 5)[0].tolist())
+    with lm.prepared_weights(), torch.no_grad():
+        decoder = Decoder(lm, 24, Sampling(temperature=0), capture=False)
+        decoder.read(prompt)
+        made = prompt + b"".join(decoder.stream(6))
+        decoder.read(b"ab")  # what reads several bytes goes on where steps left off
+        made += b"ab" + b"".join(decoder.stream(11))
+        logits = lm(torch.tensor([list(made)]))
+    expected = bytes(logits[0].argmax(dim=1).tolist())
+    assert made[5:11] + made[13:] == expected[4:10] + expected[12:-1]
+
+
 @pytest.mark.gpu
 @each_kind
 def test_captured_phases_make_the_text_of_phases_one_by_one(kind, device):
@@ -213,6 +244,48 @@ def test_too_many_chunks_join_the_last_and_are_counted():
     assert [part.sum().item() for part in lm.boundaries(ids)] == [3]
 
 
+@pytest.mark.parametrize("kind", ["learned", "two stages", "space"])
+def test_gauges_count_the_chunks_of_the_last_step(kind):
+    lm, ids = model(kind), text(3, seed=4)
+    lm.losses(ids, ids)
+    found = lm.gauges()
+    chunks = [int(part.sum()) for part in lm.boundaries(ids)]
+    lengths = [before / after for before, after in pairwise([ids.numel(), *chunks])]
+    names = ["chunk_length", "chunk_length_2"][: len(chunks)]
+    assert found == dict(zip(names, lengths, strict=True)) | {"joined": found["joined"]}
+    with torch.no_grad():  # nobody trains on held-out text
+        lm.losses(text(2, seed=5), text(2))
+    assert lm.gauges() == found
+    counts = lm._counts
+    lm.losses(text(2, seed=5), text(2))
+    assert lm.gauges() != found
+    # of several processes the last has the last micro-batch
+    lm.join(SimpleNamespace(in_order=lambda own: [*own, counts]))
+    assert lm.gauges() == found
+
+
+@pytest.mark.parametrize(("window", "positions", "expected"), [
+    (5, 40, 5), (50, 40, 12), (50, 7, 7), (12, 12, 12), (13, 13, 12),
+])  # fmt: skip
+def test_as_much_is_read_at_once_as_every_part_has_room_for(window, positions, expected):
+    """Bytes in a window, and as many chunks as the main network has slots for: 12 of 24 bytes."""
+    cache = model(window=window).new_cache(positions)
+    assert cache.window == expected
+
+
+@pytest.mark.parametrize("kind", ["learned", "two stages"])
+def test_bytes_of_a_cache_are_those_of_all_rings(kind):
+    lm = model(kind)
+    cache = lm.new_cache(11)
+    shapes = [(lm.config.main(), cache.main)]
+    for index, stage in enumerate(cache.stages):
+        shapes += [(lm.config.outer(index), part) for part in (stage.encoder, stage.decoder)]
+    sizes = [2 * of.layers * ring.window * of.dim * 4 for of, ring in shapes]  # in float32
+    assert [ring.nbytes for _, ring in shapes] == sizes
+    assert cache.nbytes == sum(sizes)
+    assert {ring.window for _, ring in shapes[1:]} == {5}
+
+
 def test_ratio_loss_is_one_where_chunks_have_the_wanted_length():
     parts = model("learned").losses(text(), text())
     assert set(parts) == {"text", "ratio"}
@@ -261,9 +334,10 @@ def test_training_reduces_the_loss_and_keeps_integers_only(kind):
     assert 0 < lm.gauges()["chunk_length"] <= 24
 
 
+@pytest.mark.parametrize("kind", ["learned", "mamba"])
 @pytest.mark.parametrize("weights", ["float", "ste"])
-def test_twins_learn_too(weights):
-    lm, ids = model(weights=weights), text(4, 25)
+def test_twins_learn_too(weights, kind):
+    lm, ids = model(kind, weights=weights), text(4, 25)
     optimizer = torch.optim.AdamW(lm.parameters(), 3e-3)
     losses = []
     for _ in range(8):

@@ -60,7 +60,9 @@ def test_run_is_extended_and_says_what_that_does_to_its_rate(text, tmp_path):
     facts = read_facts(run)
     assert facts["config"]["steps"] == 4
     assert facts["extended"] == [{"at": 2, "from": 2, "to": 4}]
-    assert resume_run(run, Observer()).steps == 4
+    again = Noting()
+    assert resume_run(run, again, steps=4).steps == 4  # as many as it has
+    assert again.notes == []
     with pytest.raises(ArbError, match="has 4 steps behind it"):
         resume_run(run, Observer(), steps=3)
 

@@ -1,22 +1,35 @@
 """What a run reads of which text and when, and that its records say what happened."""
 
+import dataclasses
 import json
 import math
+import platform
+import signal
 from collections import Counter
 from dataclasses import asdict
+from datetime import UTC, datetime
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
 
+import arbcli
 from arbcli.checkpoint import load_checkpoint
-from arbcli.config.training import TrainConfig
+from arbcli.config.training import TrainConfig, train_config_dict
 from arbcli.data import open_texts
+from arbcli.model.operations import step_operations
 from arbcli.train import run as runs
 from arbcli.train import trainer as training
 from arbcli.train.configure import new_config
-from arbcli.train.directory import field_digests
+from arbcli.train.directory import (
+    field_digests,
+    make_next_directory,
+    open_run_texts,
+    open_texts_again,
+    run_facts,
+)
 from arbcli.train.parallel.group import Group
 from arbcli.train.run import Observer, resume_run, start_run
 from arbcli.train.trainer import Trainer
@@ -123,6 +136,28 @@ def test_model_is_measured_on_the_held_out_text_alone(options, monkeypatch):
     with torch.no_grad():
         expected = sum(float(loss(*pair)) for pair in seen) / 40
     assert found == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize(("rank", "size", "mine"), [
+    (1, 4, range(10, 20)), (0, 2, range(20)), (1, 3, range(40)),  # 40 are no multiple of 3
+])  # fmt: skip
+def test_processes_share_an_evaluation_where_it_can_be_dealt_out(rank, size, mine, options):
+    trainer, seen = trainer_of(options), []
+    every = [pair[0] for pair in evaluation_of(trainer)]
+    loss = trainer.model.loss
+    trainer.model.loss = lambda *pair: seen.append(pair[0]) or loss(*pair)
+    trainer.group = Group(rank, size)
+    shared = []
+    trainer.group.in_order = lambda own: shared.append(len(own)) or own
+    trainer.evaluate()
+    assert len(seen) == len(mine)
+    assert all(torch.equal(a, every[i]) for a, i in zip(seen, mine, strict=True))
+    assert shared == ([len(mine)] if len(mine) < 40 else [])
+
+
+def evaluation_of(trainer: Trainer) -> list:
+    sizes = {"batch_size": 4, "context": 16, "device": "cpu"}
+    return list(training.evaluation_batches(trainer.texts.val, num_batches=40, **sizes))
 
 
 @pytest.mark.parametrize("weights", ["ternary", "float"])
@@ -239,8 +274,84 @@ def test_records_have_the_right_units(records):
         assert record["bits_per_byte"] == pytest.approx(record["loss"] / 0.693147, rel=1e-5)
         assert record["bytes_per_second"] == 2 * 4 * 16 / 0.5  # windows of 16 bytes, twice four
         assert record["seconds_left"] == 0.5 * (6 - record["step"])
+        assert record["bytes_seen"] == 2 * 4 * 16 * record["step"]
         assert record["nonfinite_steps"] == 0
         assert record["peak_bytes"] > record["state_bytes"]
+
+
+def test_time_of_a_run_is_all_that_it_takes(records):
+    """Saves of 1000 seconds, evaluations of 100, and half a second a step."""
+    assert [record["seconds"] for record in records] == [
+        2000.5, 3001, 4101.5, 5102, 6102.5, 6203,
+    ]  # fmt: skip
+
+
+def test_time_goes_on_through_a_resume(options, tmp_path, monkeypatch):
+    clock, run = Clock(now=7.0), tmp_path / "run"
+    monkeypatch.setattr(runs, "time", clock)
+    monkeypatch.setattr(runs, "LOG_EVERY", 1)
+    clock.take(monkeypatch, Trainer, "train_step", 0.5)
+    monkeypatch.setattr(Trainer, "evaluate", lambda self: 2.0)
+    first = start_run(new_config(**options | {"steps": 3}), run, Observer())
+    clock.now += 50
+    second = resume_run(run, Observer(), steps=5)
+    assert (first.seconds, second.seconds) == (1.5, 1.0)
+    told = [json.loads(line) for line in (run / "metrics.jsonl").open()]
+    assert [record["seconds"] for record in told] == [0.5, 1, 1.5, 2, 2.5]
+    assert [record["bytes_per_second"] for record in told] == [256] * 5
+
+
+def test_record_of_several_processes_is_of_all_of_them(options, tmp_path, monkeypatch):
+    monkeypatch.setattr(runs, "peak_operations", lambda device: 1e9)
+    trainer, told, observer = trainer_of(options), [], Observer()
+    observer.recorded = told.append
+    for first in (True, False):
+        trainer.group = SimpleNamespace(size=2, first=first, agree=lambda *values: (111, 222))
+        loop = runs._Loop(trainer, tmp_path, {}, observer, None, None)
+        loop.losses = [trainer.train_step().clone() for _ in range(2)]
+        loop._record(None)
+        lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+        assert len(lines) == 1  # the first process writes it, and all are told
+    for record, step in zip(told, (2, 4), strict=True):
+        assert (record.step, record.state_bytes, record.peak_bytes) == (step, 111, 222)
+        needed = record.bytes_per_second * step_operations(trainer.config.model) / 16
+        assert record.mfu == pytest.approx(needed / 2e9)
+
+
+def test_first_process_samples_and_all_end_by_the_signal_of_one(options, tmp_path, monkeypatch):
+    trainer = trainer_of(options, sample_every=1, steps=9)
+    monkeypatch.setattr(runs._Loop, "_sample", lambda self: "text")
+    for first in (True, False):
+        told, observer = [], Observer()
+        observer.recorded = told.append
+        agree = mock.Mock(return_value=(0, 0))
+        trainer.group = SimpleNamespace(size=2, first=first, agree=agree)
+        loop = runs._Loop(trainer, tmp_path, {}, observer, None, None)
+        assert not loop._is_stopped(SimpleNamespace(received=None))
+        loop.losses = [trainer.train_step().clone()]
+        loop._after_step(trainer.step)
+        assert [record.sample for record in told] == ["text" if first else None]
+        agree.return_value = (signal.SIGTERM, 1)
+        assert loop._is_stopped(SimpleNamespace(received=None))
+        assert (loop.stopped_by, loop._old) == (signal.SIGTERM, True)
+
+
+def test_everything_that_decides_a_run_is_compared_between_processes(options, monkeypatch):
+    config = new_config(**options | {"keep_best": False, "wire": "int8"})
+    texts = open_texts(config.data, config.val, seed=0, context=16)
+    before = runs.what_decides(config, texts)
+    changes = {
+        "save_every": 7, "eval_every": 3, "keep_best": True, "wire": "int16", "sample_every": 2,
+        "backend": "interpreter", "seed": 1, "lr": 0.5, "steps": 9, "compute": "bf16",
+    }  # fmt: skip
+    for name, value in changes.items():
+        after = runs.what_decides(dataclasses.replace(config, **{name: value}), texts)
+        assert {key for key in before if before[key] != after[key]} == {name}
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 77)
+    swapped = dataclasses.replace(texts, train=texts.val)
+    after = runs.what_decides(config, swapped)
+    assert {key for key in before if before[key] != after[key]} == {"text", "threads"}
+    assert after["threads"] == 77
 
 
 def test_time_of_a_save_counts_from_the_one_before(options, tmp_path, monkeypatch):
@@ -327,6 +438,66 @@ def test_time_since_the_last_save_decides_when_to_save(options, tmp_path, monkey
     monkeypatch.setattr(runs, "save_checkpoint", noted)
     start_run(new_config(**options | {"steps": 8}), tmp_path / "run", Observer())
     assert saved == [0, 3, 6, 8]
+
+
+def test_facts_of_a_run_are_those_of_its_texts_and_of_this_program(options, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    Path("held.txt").write_bytes(b"WXYZ" * 25)
+    config = new_config(**options | {"val": ["held.txt"]})
+    texts = open_texts(config.data, config.val, seed=0, context=16)
+    facts = run_facts(config, texts)
+    began = datetime.fromisoformat(facts.pop("started"))
+    assert abs((datetime.now(UTC) - began).total_seconds()) < 3600
+    text = facts.pop("text")
+    assert text.pop("entropy") == pytest.approx(math.log(4))
+    assert text == {
+        "description": f"{options['data'][0]} (1 file)",
+        "split": None,
+        "digest": training.text_digest(texts),
+        "paths": {"data": options["data"], "val": [str(tmp_path / "held.txt")]},
+        "train_bytes": 4000,
+        "val_bytes": 100,
+    }
+    assert facts == {
+        "config": train_config_dict(config),
+        "digests": field_digests(config),
+        "threads": torch.get_num_threads(),
+        "versions": {
+            "arb": arbcli.__version__,
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+        },
+    }
+
+
+@pytest.mark.parametrize(
+    ("given", "name"),
+    [({}, "001-32x1-moment"), ({"rule": "votes"}, "001-32x1-votes"),
+     ({"weights": "float"}, "001-32x1-float"), ({"weights": "ste"}, "001-32x1-ste")],
+)  # fmt: skip
+def test_directory_of_a_run_is_named_for_its_model(given, name, options, tmp_path):
+    assert make_next_directory(new_config(**options | given), tmp_path).name == name
+    assert make_next_directory(new_config(**options), tmp_path).name == "002-32x1-moment"
+
+
+@pytest.mark.parametrize("split", ["files", "within"])
+def test_texts_of_a_run_are_split_again_as_they_were(split, options, monkeypatch, tmp_path):
+    """Wherever it goes on, and whatever would be chosen today."""
+    monkeypatch.chdir(tmp_path)
+    for name, size in (("a.txt", 3000), ("b.txt", 400)):
+        Path(name).write_bytes(Path(options["data"][0]).read_bytes()[:size])
+    config = new_config(**options | {"data": ["a.txt", "b.txt"], "val": ()})
+    texts = open_run_texts(config, split=split)
+    assert texts.split == split
+    facts = run_facts(config, texts)
+    for folder in ("elsewhere", "."):
+        Path(folder).mkdir(exist_ok=True)
+        monkeypatch.chdir(tmp_path / folder)
+        again = open_texts_again(facts, config)
+        assert training.text_digest(again) == facts["text"]["digest"]
+        assert again.split == split
+    del facts["text"]["paths"]  # as an earlier version had it
+    assert open_texts_again(facts, config).split == split
 
 
 def test_digest_of_a_run_is_of_both_texts(options, tmp_path):

@@ -321,6 +321,20 @@ def test_resumed_run_of_chunks_ends_in_the_same_file(
     assert load(tmp_path / "stopped", device=str(device)).config == options.model
 
 
+def test_resumed_run_of_compressed_attention_ends_in_the_same_file(
+    text, tmp_path, device, small_compressed, monkeypatch
+):
+    monkeypatch.setattr("arbcli.train.run.LOG_EVERY", 1)
+    options = config(text, device, **small_compressed, steps=4)
+    start_run(options, tmp_path / "whole", Observer())
+    assert start_run(options, tmp_path / "stopped", StopAt(3)).steps == 3
+    resume_run(tmp_path / "stopped", Observer())
+    assert final(tmp_path / "stopped", 4) == final(tmp_path / "whole", 4)
+    records = [json.loads(line) for line in (tmp_path / "stopped" / "metrics.jsonl").open()]
+    assert set(records[-1]["parts"]) == {"indexer"}
+    assert load(tmp_path / "stopped", device=str(device)).config == options.model
+
+
 def test_run_of_a_graph_is_loaded_as_it_was_trained(text, tmp_path, device, small_graph):
     options = config(text, device, **small_graph, steps=3)
     report = start_run(options, tmp_path / "run", Observer())

@@ -585,3 +585,62 @@ def test_rows_and_stacked_matrices_step_by_a_share_with_every_micro_batch(rule):
     for name, (once, often) in moved.items():
         assert once == pytest.approx(table.rule.radix / 16, abs=0.1), name
         assert often == pytest.approx(once, abs=0.15), name
+
+
+SHAPES = ((33, 123), (16, 40), (33, 123), (40, 16))
+
+
+@pytest.mark.parametrize(
+    ("rule", "direction"),
+    mostly_slow(
+        [pair for pair in COMBINATIONS if find_rule(pair[0]).merges],
+        lambda rule, direction: direction in ("factored", "orthogonal") and rule != "nibble",
+    ),
+)
+def test_gradients_that_are_held_give_the_same_bits(rule, direction, device):
+    states = []
+    for held_bytes in (0, 2**20):
+        with use_backend("triton" if device.type == "cuda" else "interpreter"):
+            built = [build(rule, direction, device, shape) for shape in SHAPES]
+            tensors = [tensor for tensor, _, _ in built]
+            updater = Updater(tensors, 3, torch.float32, held_bytes)
+            updater.begin(0, lr=1.0)
+            for index, (tensor, shape) in enumerate(zip(tensors, SHAPES, strict=True)):
+                scale = torch.nan if index == 1 else 1.0  # one of them is refused
+                updater(tensor, gradient(device, index, shape) * scale)
+            updater.finish()
+            states.append([state(tensor) for tensor in tensors])
+            assert updater.counters() == {"nonfinite_steps": 1, "refused": 1}
+    for one, other in zip(*states, strict=True):
+        for name in one:
+            assert torch.equal(one[name], other[name]), name
+
+
+def test_held_gradients_have_an_end(device):
+    with use_backend("triton" if device.type == "cuda" else "interpreter"):
+        built = [build("moment", "factored", device, (16, 40)) for _ in range(3)]
+        tensors = [tensor for tensor, _, _ in built]
+        updater = Updater(tensors, 3, torch.float32, 2 * 16 * 40 * 4)
+        updater.begin(0, lr=1.0)
+        before = [state(tensor) for tensor in tensors]
+        for index, tensor in enumerate(tensors):
+            updater(tensor, gradient(device, index, (16, 40)))
+    changed = [
+        not torch.equal(tensor.remainder, old["remainder"])
+        for tensor, old in zip(tensors, before, strict=True)
+    ]
+    assert changed == [True, True, False]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_stacked_matrices_are_orthogonalised_as_each_alone(dtype, device):
+    shapes = ((24, 40), (40, 24), (24, 40), (24, 24), (24, 40))
+    grads = [gradient(device, index, shape) for index, shape in enumerate(shapes)]
+    grads[1:] = [grad.bfloat16() for grad in grads[1:]]  # as of an embedding and of linear layers
+    for grad, found in zip(grads, orthogonal.orthogonalise_stacked(grads, dtype), strict=True):
+        alone = orthogonalise(grad, dtype)
+        assert found.shape == grad.shape
+        assert found.dtype == dtype
+        # the matrix library may choose another algorithm for a stack
+        close = 1e-4 if dtype == torch.float32 else 0.1
+        assert (found - alone).float().norm() <= close

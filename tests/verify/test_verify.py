@@ -95,7 +95,10 @@ def test_every_kernel_can_be_drawn():
     assert set(DRAWINGS) == {spec.name for spec in KERNELS}
 
 
-SLOW = {"weighted_rows", "weighted_rows_grad", "weighted_rows_grad_weights", "arranged_matmul"}
+SLOW = {
+    "weighted_rows", "weighted_rows_grad", "weighted_rows_grad_weights", "arranged_matmul",
+    "arranged_rows",
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -5,14 +5,16 @@ the oldest is overwritten first. Query and key are rotated by row p of the table
 `rotary_norm_` does; key and value are stored before any attention. Only differences of positions
 matter to q . k, and a sum over keys does not depend on their order, so the ring is never reordered.
 
-The slots of a head are divided among programs. Each computes, over its slots, the sum of exp(score)
-and the sum of the values weighted by that. Queries and keys are normalised, so no score exceeds
-sqrt(d), and no maximum has to be subtracted. The last program to finish adds up the sums of all, in
-the order of the slots, so the result is the same bits whichever program is last.
+The filled slots of a head are divided among programs: a block to each, or several where programs
+are too few, the next loaded while one is multiplied. Each computes, over its slots, the sum of
+exp(score) and the sum of the values weighted by that. Queries and keys are normalised, so no score
+exceeds sqrt(d), and no maximum has to be subtracted. The last program to finish adds up the sums of
+all, in the order of the slots, so the result is the same bits whichever program is last.
 """
 
 from collections.abc import Iterator
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,9 +26,11 @@ from arbcli.kernels.runtime.overlap import overlap_options, wait_for_last
 from arbcli.kernels.runtime.spec import Case, Gate, KernelSpec, Timing
 
 TILE = 8192
-"""The most elements of keys that a program has."""
+"""The most elements of keys of a block."""
 SLOTS = 32
-"""The most slots that a program has."""
+"""The most slots of a block."""
+PROGRAMS = 1024
+"""How many programs suffice to read as fast as memory allows: then each has several blocks."""
 MAX_PARTS = 32
 """How many programs' sums are added up at a time."""
 
@@ -106,13 +110,14 @@ def load_turned(
 
 @triton.jit
 def add_parts(
-    totals_ptr, sums_ptr, tickets_ptr, y_ptr, head, seen, offs_d, mask_d,
-    WIDTH: tl.constexpr, BLOCK_S: tl.constexpr, SPLITS: tl.constexpr, BLOCK_P: tl.constexpr,
+    totals_ptr, sums_ptr, tickets_ptr, y_ptr, head, splits, offs_d, mask_d,
+    WIDTH: tl.constexpr, SPLITS: tl.constexpr, BLOCK_P: tl.constexpr,
+    PROGRAMS: tl.constexpr,
 ):  # fmt: skip
-    """Take a ticket; with the last one, add up what the programs of a head have stored."""
+    """Take a ticket; with the last one, add up the `splits` sums of a head, of any `PROGRAMS`."""
     tl.debug_barrier()  # all threads store their sums before one takes a ticket
-    ticket, splits = tl.atomic_add(tickets_ptr + head, 1, sem="acq_rel"), tl.cdiv(seen, BLOCK_S)
-    if ticket == splits - 1:
+    ticket = tl.atomic_add(tickets_ptr + head, 1, sem="acq_rel")
+    if ticket == tl.minimum(splits, PROGRAMS) - 1:
         total, found = 0.0, tl.zeros(offs_d.shape, dtype=tl.float32)
         for start in range(0, splits, BLOCK_P):
             offs_p = start + tl.arange(0, BLOCK_P)
@@ -129,61 +134,113 @@ def add_parts(
 
 
 @triton.jit
+def span_of(seen, BLOCK_S: tl.constexpr, SPLITS: tl.constexpr):
+    """Find how many slots a program has: the fewest whole blocks with which all are somebody's."""
+    return BLOCK_S * tl.cdiv(tl.cdiv(seen, BLOCK_S), SPLITS)
+
+
+@triton.jit
+def _load_slots(
+    keys_ptr, values_ptr, row, start, end, slot, offs_d, mask_d,
+    WIDTH: tl.constexpr, BLOCK_S: tl.constexpr,
+):  # fmt: skip
+    """Load the keys and values of a block, [BLOCK_S, BLOCK_D], but for the slot of this byte."""
+    offs_s = start + tl.arange(0, BLOCK_S)[:, None]
+    mask = (offs_s < end) & (offs_s != slot) & mask_d[None, :]
+    ring = (row + offs_s) * WIDTH + offs_d[None, :]
+    return tl.load(keys_ptr + ring, mask=mask, other=0), tl.load(
+        values_ptr + ring, mask=mask, other=0
+    )
+
+
+@triton.jit
 def _decode_attention_kernel(
     qkv_ptr, keys_ptr, values_ptr, position_ptr, cos_ptr, sin_ptr, tickets_ptr,
     totals_ptr, sums_ptr, y_ptr,
     W, HEADS, scale, eps,
     HALF: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr,
-    SPLITS: tl.constexpr, BLOCK_P: tl.constexpr, OVERLAP: tl.constexpr,
+    SPLITS: tl.constexpr, SEVERAL: tl.constexpr, BLOCK_P: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     WIDTH: tl.constexpr = 2 * HALF
     head, split = tl.program_id(0), tl.program_id(1)
     position = tl.load(position_ptr)
     slot, seen = position % W, tl.minimum(position + 1, W)
-    if split * BLOCK_S < seen:
+    span = span_of(seen, BLOCK_S, SPLITS) if SEVERAL else BLOCK_S
+    first = split * span
+    if first < seen:
         # load from the ring first: it has the longest latency
-        offs_d, offs_s = tl.arange(0, BLOCK_D), split * BLOCK_S + tl.arange(0, BLOCK_S)[:, None]
-        mask_d, is_new = offs_d < WIDTH, offs_s == slot  # the slot of this byte, not yet stored
-        mask = (offs_s < seen) & (offs_s != slot) & mask_d[None, :]
-        ring = (head.to(tl.int64) * W + offs_s) * WIDTH + offs_d[None, :]
-        key = tl.load(keys_ptr + ring, mask=mask, other=0)  # [BLOCK_S, BLOCK_D]
-        value = tl.load(values_ptr + ring, mask=mask, other=0)
-
+        offs_d, row, end = (
+            tl.arange(0, BLOCK_D),
+            head.to(tl.int64) * W,
+            tl.minimum(first + span, seen),
+        )
+        mask_d = offs_d < WIDTH
+        key, value = _load_slots(
+            keys_ptr, values_ptr, row, first, end, slot, offs_d, mask_d, WIDTH, BLOCK_S
+        )
         q, k, v = load_turned(
             qkv_ptr, cos_ptr, sin_ptr, position, head, offs_d, mask_d, HEADS, eps, HALF, OVERLAP
         )
-        if slot // BLOCK_S == split:
-            new = (head.to(tl.int64) * W + slot) * WIDTH + offs_d
+        q = q.to(tl.float32)
+        if slot // span == split:
+            new = (row + slot) * WIDTH + offs_d
             tl.store(keys_ptr + new, k, mask=mask_d)
             tl.store(values_ptr + new, v, mask=mask_d)
 
-        key = tl.where(is_new, k[None, :], key).to(tl.float32)
-        value = tl.where(is_new, v[None, :], value).to(tl.float32)
-        score = tl.sum(key * q.to(tl.float32)[None, :], axis=1, keep_dims=True) * scale
-        weight = tl.where(offs_s < seen, tl.exp(score), 0)  # [BLOCK_S, 1]
-        part = head * SPLITS + split
-        tl.store(totals_ptr + part, tl.sum(weight))
-        tl.store(sums_ptr + part * WIDTH + offs_d, tl.sum(weight * value, axis=0), mask=mask_d)
+        weights = tl.zeros((BLOCK_S, 1), dtype=tl.float32)
+        sums = tl.zeros((BLOCK_S, BLOCK_D), dtype=tl.float32)
+        for start in range(first, end if SEVERAL else first + 1, BLOCK_S):
+            next_key, next_value = key, value
+            if SEVERAL:
+                next_key, next_value = _load_slots(
+                    keys_ptr, values_ptr, row, start + BLOCK_S, end, slot, offs_d, mask_d,
+                    WIDTH, BLOCK_S,
+                )  # fmt: skip
+            offs_s = start + tl.arange(0, BLOCK_S)[:, None]
+            products = key.to(tl.float32) * q[None, :]
+            score = tl.sum(products, axis=1, keep_dims=True) * scale
+            weight = tl.where((offs_s < end) & (offs_s != slot), tl.exp(score), 0)  # [BLOCK_S, 1]
+            weights += weight
+            sums += weight * value.to(tl.float32)
+            key, value = next_key, next_value
+        # the slot of this byte, which was not loaded
+        of_new = tl.where(slot // span == split, tl.exp(tl.sum(k.to(tl.float32) * q) * scale), 0)
 
+        part = head * SPLITS + split
+        sums = tl.sum(sums, axis=0) + of_new * v.to(tl.float32)
+        tl.store(totals_ptr + part, tl.sum(weights) + of_new)
+        tl.store(sums_ptr + part * WIDTH + offs_d, sums, mask=mask_d)
         add_parts(
-            totals_ptr, sums_ptr, tickets_ptr, y_ptr, head, seen, offs_d, mask_d,
-            WIDTH, BLOCK_S, SPLITS, BLOCK_P,
+            totals_ptr, sums_ptr, tickets_ptr, y_ptr, head, tl.cdiv(seen, span), offs_d, mask_d,
+            WIDTH, SPLITS, BLOCK_P, SPLITS,
         )  # fmt: skip
 
 
-def tiling(width: int, dtype: torch.dtype) -> tuple[int, int]:
-    """Choose the slots of a program, and its warps, by what was fastest on an H200."""
+class Tiling(NamedTuple):
+    """How the slots of a ring are shared out."""
+
+    slots: int
+    """Of a block."""
+    splits: int
+    """The most programs of a head."""
+    several: bool
+    """Whether a program may have several blocks."""
+    warps: int
+
+
+def tiling(heads: int, window: int, width: int, dtype: torch.dtype) -> Tiling:
+    """Choose by what was fastest on an H200."""
     block_d = triton.next_power_of_2(width)
     slots = max(1, min(SLOTS, TILE // block_d))
-    if dtype == torch.float32:
-        return slots, 8
-    return slots, 2 if width == block_d else 4  # masks take registers
+    blocks, most = triton.cdiv(window, slots), max(1, PROGRAMS // heads)
+    light = width == block_d and blocks <= most  # masks, and a second block, take registers
+    warps = 8 if dtype == torch.float32 else 2 if light else 4
+    return Tiling(slots, min(blocks, most), blocks > most, warps)
 
 
 def _decode_attention_triton(qkv, keys, values, position, cos, sin, tickets, eps):
     heads, window, width = keys.shape
-    block_s, num_warps = tiling(width, qkv.dtype)
-    splits = triton.cdiv(window, block_s)
+    block_s, splits, several, num_warps = tiling(heads, window, width, qkv.dtype)
     parts = heads * splits
     found = torch.empty(parts * (width + 1), dtype=torch.float32, device=qkv.device)
     y = torch.empty(heads, width, dtype=qkv.dtype, device=qkv.device)
@@ -191,7 +248,7 @@ def _decode_attention_triton(qkv, keys, values, position, cos, sin, tickets, eps
         qkv, keys, values, position, cos, sin, tickets,
         *found.split([parts, parts * width]), y, window, heads, width**-0.5, eps,
         HALF=width // 2, BLOCK_D=triton.next_power_of_2(width), BLOCK_S=block_s, SPLITS=splits,
-        BLOCK_P=min(triton.next_power_of_2(splits), MAX_PARTS),
+        SEVERAL=several, BLOCK_P=min(triton.next_power_of_2(splits), MAX_PARTS),
         num_warps=num_warps, **overlap_options(qkv),
     )  # fmt: skip
     return y

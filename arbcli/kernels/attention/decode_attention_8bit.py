@@ -17,11 +17,13 @@ from arbcli.kernels.attention.decode_attention import (
     LARGE,
     MAX_PARTS,
     SHAPES,
+    Tiling,
     add_parts,
     attend_reference,
     check_new_byte,
     decode_attention,
     load_turned,
+    span_of,
     tiling,
     turned_torch,
 )
@@ -93,72 +95,106 @@ def _decode_attention_8bit_torch(qkv, keys, values, exponents, position, cos, si
 
 
 @triton.jit
+def _load_slots(
+    keys_ptr, values_ptr, exponents_ptr, row, start, end, slot, offs_d, mask_d, entries,
+    WIDTH: tl.constexpr, BLOCK_S: tl.constexpr,
+):  # fmt: skip
+    """Load the entries of a block, [BLOCK_S, BLOCK_D] and [BLOCK_S, 1], but for this byte's."""
+    offs_s = start + tl.arange(0, BLOCK_S)[:, None]
+    is_old, at = (offs_s < end) & (offs_s != slot), row + offs_s
+    ring, mask = at * WIDTH + offs_d[None, :], is_old & mask_d[None, :]
+    key = tl.load(keys_ptr + ring, mask=mask, other=0)
+    value = tl.load(values_ptr + ring, mask=mask, other=0)
+    key_exponent = tl.load(exponents_ptr + at, mask=is_old, other=0)
+    value_exponent = tl.load(exponents_ptr + entries + at, mask=is_old, other=0)
+    return key, value, key_exponent, value_exponent
+
+
+@triton.jit
 def _decode_attention_8bit_kernel(
     qkv_ptr, keys_ptr, values_ptr, exponents_ptr, position_ptr, cos_ptr, sin_ptr, tickets_ptr,
     totals_ptr, sums_ptr, y_ptr,
     W, HEADS, scale, eps,
     HALF: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr,
-    SPLITS: tl.constexpr, BLOCK_P: tl.constexpr,
+    SPLITS: tl.constexpr, SEVERAL: tl.constexpr, BLOCK_P: tl.constexpr,
     E4M3: tl.constexpr, NATIVE: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     WIDTH: tl.constexpr = 2 * HALF
     head, split = tl.program_id(0), tl.program_id(1)
     position = tl.load(position_ptr)
     slot, seen = position % W, tl.minimum(position + 1, W)
-    if split * BLOCK_S < seen:
+    span = span_of(seen, BLOCK_S, SPLITS) if SEVERAL else BLOCK_S
+    first = split * span
+    if first < seen:
         # load from the ring first: it has the longest latency
-        offs_d, offs_s = tl.arange(0, BLOCK_D), split * BLOCK_S + tl.arange(0, BLOCK_S)[:, None]
-        mask_d, is_new = offs_d < WIDTH, offs_s == slot  # the slot of this byte, not yet stored
-        is_old = (offs_s < seen) & (offs_s != slot)
-        of_keys = head.to(tl.int64) * W + offs_s
-        of_values = (head + HEADS).to(tl.int64) * W + offs_s
-        ring, mask = of_keys * WIDTH + offs_d[None, :], is_old & mask_d[None, :]
-        key = tl.load(keys_ptr + ring, mask=mask, other=0)  # [BLOCK_S, BLOCK_D]
-        value = tl.load(values_ptr + ring, mask=mask, other=0)
-        key_exponent = tl.load(exponents_ptr + of_keys, mask=is_old, other=0)
-        value_exponent = tl.load(exponents_ptr + of_values, mask=is_old, other=0)
-
+        offs_d, row, end = (
+            tl.arange(0, BLOCK_D),
+            head.to(tl.int64) * W,
+            tl.minimum(first + span, seen),
+        )
+        mask_d, entries = offs_d < WIDTH, HEADS.to(tl.int64) * W
+        block = _load_slots(
+            keys_ptr, values_ptr, exponents_ptr, row, first, end, slot, offs_d, mask_d, entries,
+            WIDTH, BLOCK_S,
+        )  # fmt: skip
         q, k, v = load_turned(
             qkv_ptr, cos_ptr, sin_ptr, position, head, offs_d, mask_d, HEADS, eps, HALF, OVERLAP
         )
+        q = q.to(tl.float32)
         k, new_key_exponent = quantise_entry(k.to(tl.float32), E4M3, NATIVE)
         v, new_value_exponent = quantise_entry(v.to(tl.float32), E4M3, NATIVE)
 
-        if slot // BLOCK_S == split:
-            entry = head.to(tl.int64) * W + slot
-            tl.store(keys_ptr + entry * WIDTH + offs_d, k, mask=mask_d)
-            tl.store(values_ptr + entry * WIDTH + offs_d, v, mask=mask_d)
-            at = exponents_ptr + slot + tl.arange(0, 1)
-            tl.store(at + head.to(tl.int64) * W, new_key_exponent)
-            tl.store(at + (head + HEADS).to(tl.int64) * W, new_value_exponent)
+        if slot // span == split:
+            new = (row + slot) * WIDTH + offs_d
+            tl.store(keys_ptr + new, k, mask=mask_d)
+            tl.store(values_ptr + new, v, mask=mask_d)
+            at = exponents_ptr + row + slot + tl.arange(0, 1)
+            tl.store(at, new_key_exponent)
+            tl.store(at + entries, new_value_exponent)
 
-        key = numbers_of(tl.where(is_new, k[None, :], key), E4M3, NATIVE)
-        value = numbers_of(tl.where(is_new, v[None, :], value), E4M3, NATIVE)
-        key_exponent = tl.where(is_new, new_key_exponent[None, :], key_exponent)
-        value_exponent = tl.where(is_new, new_value_exponent[None, :], value_exponent)
-        score = tl.sum(key * q.to(tl.float32)[None, :], axis=1, keep_dims=True)
-        score *= scale_of_entry(key_exponent, E4M3) * scale
-        weight = tl.where(offs_s < seen, tl.exp(score), 0)  # [BLOCK_S, 1]
+        weights = tl.zeros((BLOCK_S, 1), dtype=tl.float32)
+        sums = tl.zeros((BLOCK_S, BLOCK_D), dtype=tl.float32)
+        for start in range(first, end if SEVERAL else first + 1, BLOCK_S):
+            key, value, key_exponent, value_exponent = block
+            if SEVERAL:
+                block = _load_slots(
+                    keys_ptr, values_ptr, exponents_ptr, row, start + BLOCK_S, end, slot,
+                    offs_d, mask_d, entries, WIDTH, BLOCK_S,
+                )  # fmt: skip
+            offs_s = start + tl.arange(0, BLOCK_S)[:, None]
+            products = numbers_of(key, E4M3, NATIVE) * q[None, :]
+            score = tl.sum(products, axis=1, keep_dims=True)
+            score *= scale_of_entry(key_exponent, E4M3) * scale
+            weight = tl.where((offs_s < end) & (offs_s != slot), tl.exp(score), 0)  # [BLOCK_S, 1]
+            weights += weight
+            weight *= scale_of_entry(value_exponent, E4M3)
+            sums += weight * numbers_of(value, E4M3, NATIVE)
+        # the slot of this byte, which was not loaded
+        score = tl.sum(numbers_of(k, E4M3, NATIVE) * q)
+        score *= tl.sum(scale_of_entry(new_key_exponent, E4M3)) * scale
+        of_new = tl.where(slot // span == split, tl.exp(score), 0)
+        new_value = tl.sum(scale_of_entry(new_value_exponent, E4M3)) * numbers_of(v, E4M3, NATIVE)
+
         part = head * SPLITS + split
-        tl.store(totals_ptr + part, tl.sum(weight))
-        weight *= scale_of_entry(value_exponent, E4M3)
-        tl.store(sums_ptr + part * WIDTH + offs_d, tl.sum(weight * value, axis=0), mask=mask_d)
+        sums = tl.sum(sums, axis=0) + of_new * new_value
+        tl.store(totals_ptr + part, tl.sum(weights) + of_new)
+        tl.store(sums_ptr + part * WIDTH + offs_d, sums, mask=mask_d)
         add_parts(
-            totals_ptr, sums_ptr, tickets_ptr, y_ptr, head, seen, offs_d, mask_d,
-            WIDTH, BLOCK_S, SPLITS, BLOCK_P,
+            totals_ptr, sums_ptr, tickets_ptr, y_ptr, head, tl.cdiv(seen, span), offs_d, mask_d,
+            WIDTH, SPLITS, BLOCK_P, SPLITS,
         )  # fmt: skip
 
 
-def _tiling(width: int, dtype: torch.dtype) -> tuple[int, int]:
-    """Choose the slots of a program, and its warps, so that no register spills."""
-    slots, warps = tiling(width, dtype)
-    return slots, 4 * warps if width > 128 and dtype != torch.float32 else warps
+def _tiling(heads: int, window: int, width: int, dtype: torch.dtype) -> Tiling:
+    """Choose so that no register spills."""
+    found = tiling(heads, window, width, dtype)
+    wide = width > 128 and dtype != torch.float32
+    return found._replace(warps=4 * found.warps) if wide else found
 
 
 def _decode_attention_8bit_triton(qkv, keys, values, exponents, position, cos, sin, tickets, eps):
     heads, window, width = keys.shape
-    block_s, num_warps = _tiling(width, qkv.dtype)
-    splits = triton.cdiv(window, block_s)
+    block_s, splits, several, num_warps = _tiling(heads, window, width, qkv.dtype)
     parts = heads * splits
     found = torch.empty(parts * (width + 1), dtype=torch.float32, device=qkv.device)
     y = torch.empty(heads, width, dtype=qkv.dtype, device=qkv.device)
@@ -168,7 +204,7 @@ def _decode_attention_8bit_triton(qkv, keys, values, exponents, position, cos, s
         qkv, *codes, exponents, position, cos, sin, tickets,
         *found.split([parts, parts * width]), y, window, heads, width**-0.5, eps,
         HALF=width // 2, BLOCK_D=triton.next_power_of_2(width), BLOCK_S=block_s, SPLITS=splits,
-        BLOCK_P=min(triton.next_power_of_2(splits), MAX_PARTS),
+        SEVERAL=several, BLOCK_P=min(triton.next_power_of_2(splits), MAX_PARTS),
         E4M3=is_e4m3, NATIVE=has_e4m3(qkv),
         num_warps=num_warps, **overlap_options(qkv),
     )  # fmt: skip

@@ -46,6 +46,11 @@ class Packed(NamedTuple):
         """Scales of a row."""
         return num_groups(self.in_features, self.group_size)
 
+    def above(self, other: "Packed") -> "Packed":
+        """Copy the rows of this matrix and, below them, those of another one of the same kind."""
+        pairs = zip(self, other, strict=True)
+        return Packed(*(torch.cat(p) if isinstance(p[0], Tensor) else p[0] for p in pairs))
+
     def check(self, in_features: int | None = None) -> None:
         """Refuse parts that do not belong together.
 

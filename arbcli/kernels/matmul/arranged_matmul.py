@@ -73,8 +73,8 @@ TRIT_BYTES, SCALE_BYTES = 512, 160
 """Of a piece."""
 MOST_ROWS = 8
 """Largest M: what one instruction multiplies."""
-_PIECE = tl.constexpr(TRIT_BYTES + SCALE_BYTES)
-_SCALES = tl.constexpr(TRIT_BYTES)
+PIECE_BYTES = tl.constexpr(TRIT_BYTES + SCALE_BYTES)
+SCALES_AT = tl.constexpr(TRIT_BYTES)
 """Bytes of a piece, and where its scales are."""
 _X_BLOCK = tl.constexpr(2 * BLOCK)
 """Bytes of a row of x that a piece multiplies."""
@@ -140,9 +140,14 @@ def arrange(packed: Packed, gated: bool = False) -> Arranged:
 
 
 def fits_arranged(x: Tensor, group_size: int) -> bool:
-    """Whether a step should arrange its weights: one bf16 row, kernels, groups of whole planes."""
-    few = x.dtype == torch.bfloat16 and x.numel() == x.shape[-1] and x.shape[-1] % 8 == 0
-    return few and uses_triton(x) and group_size % PLANE == 0 and torch.version.hip is None
+    """Whether a step should arrange its weights: bf16, kernels, groups of whole planes.
+
+    Args:
+        x: the stream, (B, 1, K) of one position of each text.
+        group_size: of the weights.
+    """
+    step = x.dtype == torch.bfloat16 and x.shape[1] == 1 and x.shape[2] % 8 == 0
+    return step and uses_triton(x) and group_size % PLANE == 0 and torch.version.hip is None
 
 
 def arranged_matmul_reference(
@@ -179,20 +184,26 @@ def arranged_matmul_reference(
     return y if added is None else added.double() + y
 
 
-def _arranged_matmul_torch(x, pieces, out_features, in_features, gated, eps, added, dtype):
-    tiles, blocks = pieces.shape[:2]
+def decode_arranged(pieces: Tensor) -> Tensor:
+    """Decode an arranged matrix: (16 T, 160 B) float32, in the order of its tiles."""
+    blocks = pieces.shape[1]
     trits, scales = pieces.split([TRIT_BYTES, SCALE_BYTES], dim=2)
     scales = scales.contiguous().view(torch.bfloat16).unflatten(2, (40, 2))
     scales = torch.cat([scales[:, :, :32].unflatten(2, (8, 4)), scales[:, :, 32:, None]], dim=3)
     packed = trits.unflatten(2, (4, 8, 2, 8)).permute(0, 4, 3, 1, 2, 5)
-    weight = unpack_trits_torch(packed.reshape(ROWS * tiles, -1), BLOCK * blocks, torch.float32)
-    sign = torch.tensor([-2.0, 2.0, -2.0, 2.0, -2.0], device=x.device)
+    weight = unpack_trits_torch(
+        packed.reshape(ROWS * len(pieces), -1), BLOCK * blocks, torch.float32
+    )
+    sign = torch.tensor([-2.0, 2.0, -2.0, 2.0, -2.0], device=pieces.device)
     of_planes = scales.permute(0, 4, 2, 1, 3).float() * sign
-    weight = (weight.unflatten(1, (-1, PLANE)) * of_planes.reshape(len(weight), -1, 1)).flatten(1)
-    x = x.float()
+    return (weight.unflatten(1, (-1, PLANE)) * of_planes.reshape(len(weight), -1, 1)).flatten(1)
+
+
+def _arranged_matmul_torch(x, pieces, out_features, in_features, gated, eps, added, dtype):
+    weight, x = decode_arranged(pieces), x.float()
     if eps is not None:
         x = functional.rms_norm(x, x.shape[1:], eps=eps)
-    y = (x @ weight[:, :in_features].T).view(len(x), tiles, 2, 8)
+    y = (x @ weight[:, :in_features].T).view(len(x), -1, 2, 8)
     if gated:
         y = functional.silu(y[:, :, 0]) * y[:, :, 1]
     y = y.flatten(1)[:, :out_features]
@@ -200,13 +211,13 @@ def _arranged_matmul_torch(x, pieces, out_features, in_features, gated, eps, add
 
 
 @triton.jit
-def _copy_pieces(starts, slot, block, blocks, ABREAST: tl.constexpr):
+def copy_pieces(starts, slot, block, blocks, ABREAST: tl.constexpr):
     """Start copying the next `ABREAST` pieces of each tile, from `block` on, to shared memory."""
-    UNITS: tl.constexpr = _PIECE // 16 * ABREAST
+    UNITS: tl.constexpr = PIECE_BYTES // 16 * ABREAST
     lane = tl.arange(0, block.shape[0]) % 32
-    left = _PIECE // 16 * (blocks - block) - lane
+    left = PIECE_BYTES // 16 * (blocks - block) - lane
     for i in tl.static_range(len(starts)):
-        source = (starts[i] + (_PIECE // 8 * block + 2 * lane)).to(tl.int64)
+        source = (starts[i] + (PIECE_BYTES // 8 * block + 2 * lane)).to(tl.int64)
         target = slot + 16 * (UNITS * i + lane)
         for j in tl.static_range(0, UNITS, 32):
             copy(target + 16 * j, source + 16 * j, left > j, lane + j < UNITS, False)
@@ -236,15 +247,15 @@ def _copy_x(x_ptr, slot, block, K, ABREAST: tl.constexpr, M: tl.constexpr):
 
 
 @triton.jit
-def _halves(word):
+def split_word(word):
     """Split an int64 into two int32."""
     return word.to(tl.int32), (word >> 32).to(tl.int32)
 
 
 @triton.jit
-def _sum_of_squares(word):
+def sum_of_squares(word):
     """Add up the squares of the four bf16 elements of an int64."""
-    a, b = _halves(word)
+    a, b = split_word(word)
     total = tl.zeros(word.shape, tl.float32)
     for i in tl.static_range(2):
         low, high = unpair(a if i == 0 else b)
@@ -253,11 +264,11 @@ def _sum_of_squares(word):
 
 
 @triton.jit
-def _read_unit(pointer, address, PTX: tl.constexpr):
+def read_unit(pointer, address, PTX: tl.constexpr):
     """Read a thread's eight bytes of rows r and r + 8: four int32."""
     if PTX:
         return read_four(address)
-    return _halves(tl.load(pointer)) + _halves(tl.load(pointer + 1))
+    return split_word(tl.load(pointer)) + split_word(tl.load(pointer + 1))
 
 
 @triton.jit
@@ -269,15 +280,15 @@ def _read_x(pointer, address, left, own, old, PTX: tl.constexpr):
     if PTX:
         return read_four_where(address, own, old)
     some = own & (left > 0)
-    return _halves(tl.load(pointer, some, 0)) + _halves(tl.load(pointer + 1, some, 0))
+    return split_word(tl.load(pointer, some, 0)) + split_word(tl.load(pointer + 1, some, 0))
 
 
 @triton.jit
-def _read_scales(piece, r, address, last_address, PTX: tl.constexpr):
+def read_scales(piece, r, address, last_address, PTX: tl.constexpr):
     """Read the scales of rows r and r + 8, a pair a digit."""
     if PTX:
         return read_four(address) + (read(last_address),)  # noqa: RUF005
-    word, pairs = (piece + _SCALES // 8).to(tl.pointer_type(tl.int32)), ()
+    word, pairs = (piece + SCALES_AT // 8).to(tl.pointer_type(tl.int32)), ()
     for digit in tl.static_range(5):
         pairs = pairs + (tl.load(word + (4 * r + digit if digit < 4 else 32 + r)),)  # noqa: RUF005
     return pairs
@@ -346,14 +357,14 @@ def _add_pieces(
     left = K - 160 * (block + theirs)
     pieces = ()
     for i in tl.static_range(HEIGHT):
-        piece = starts[i] + _PIECE // 8 * tl.minimum(block + mine, blocks - 1)
+        piece = starts[i] + PIECE_BYTES // 8 * tl.minimum(block + mine, blocks - 1)
         pieces = pieces + (piece,)  # noqa: RUF005
 
     # addresses: the part that depends on the thread is summed once, the rest are constants
-    bytes_at = slot + (_PIECE * mine + 128 * unit + 16 * r)
-    scales_at = slot + (_PIECE * mine + _SCALES + 16 * r)
-    last_scale_at = slot + (_PIECE * mine + _SCALES + 128 + 4 * r)
-    x_lane = _PIECE * ABREAST * HEIGHT + _x_stride(ABREAST) * (ABREAST * m + theirs)
+    bytes_at = slot + (PIECE_BYTES * mine + 128 * unit + 16 * r)
+    scales_at = slot + (PIECE_BYTES * mine + SCALES_AT + 16 * r)
+    last_scale_at = slot + (PIECE_BYTES * mine + SCALES_AT + 128 + 4 * r)
+    x_lane = PIECE_BYTES * ABREAST * HEIGHT + _x_stride(ABREAST) * (ABREAST * m + theirs)
     x_at = slot + (x_lane + 16 * unit)
     x_late_at = slot + (x_lane + 16 * unit - 64 * late)
 
@@ -366,13 +377,13 @@ def _add_pieces(
     for j in tl.static_range(ABREAST):
         bytes_, scales = (), ()
         for i in tl.static_range(HEIGHT):
-            pointer, offset = pieces[i] + 16 * (unit + j) + 2 * r, _PIECE * ABREAST * i
-            words = _read_unit(pointer, bytes_at + (offset + 128 * j), PTX)
+            pointer, offset = pieces[i] + 16 * (unit + j) + 2 * r, PIECE_BYTES * ABREAST * i
+            words = read_unit(pointer, bytes_at + (offset + 128 * j), PTX)
             for k in tl.static_range(4):
                 bytes_ = bytes_ + (centre(words[k], PTX) if PREFIXES else spread(words[k], PTX))
             if j == ABREAST - 1:
                 first, last = scales_at + offset, last_scale_at + offset
-                scales = scales + (_read_scales(pieces[i], r, first, last, PTX),)  # noqa: RUF005
+                scales = scales + (read_scales(pieces[i], r, first, last, PTX),)  # noqa: RUF005
         for digit in tl.static_range(4, -1, -1):
             plane = digit - (late if digit > 0 else 0)
             k = 8 * (unit + j) + 32 * plane
@@ -397,7 +408,7 @@ def _add_pieces(
 
 
 @triton.jit
-def _over_parts(value, THREADS: tl.constexpr, PARTS: tl.constexpr):
+def over_parts(value, THREADS: tl.constexpr, PARTS: tl.constexpr):
     """Split each `THREADS` threads into `PARTS` parts, sum over these, and give all the sum."""
     if PARTS == 1:
         return value
@@ -422,7 +433,7 @@ def _over_warps(sums, memory, apart, PTX: tl.constexpr):
     if PTX:
         wait_for_warp(thread)
         for i in tl.static_range(HEIGHT):
-            write_four(at + 512 * i, _bits(sums[i]))
+            write_four(at + 512 * i, as_words(sums[i]))
         tl.debug_barrier()
         first, zero = at - apart * warp + 512 * warp, tl.zeros_like(thread)
         for w in tl.static_range(WARPS):
@@ -431,14 +442,15 @@ def _over_warps(sums, memory, apart, PTX: tl.constexpr):
     else:
         for i in tl.static_range(HEIGHT):
             for j in tl.static_range(4):
-                total = _over_parts(sums[i][j], 32 * WARPS, WARPS)
+                total = over_parts(sums[i][j], 32 * WARPS, WARPS)
                 total = tl.where(warp == i, total, found[j])
                 found = found[:j] + (total,) + found[j + 1 :]  # noqa: RUF005
     return found
 
 
 @triton.jit
-def _bits(four):
+def as_words(four):
+    """Read four float32 as int32, bit by bit."""
     words = ()
     for i in tl.static_range(4):
         words = words + (four[i].to(tl.int32, bitcast=True),)  # noqa: RUF005
@@ -461,7 +473,7 @@ def _store(y, added_ptr, y_ptr, at, mask, ADD: tl.constexpr):
 
 
 @triton.jit
-def _store_both(
+def store_both(
     upper, lower, added_ptr, y_ptr, m, n, N, mask, GATED: tl.constexpr, ADD: tl.constexpr
 ):
     """Store the results of rows r and r + 8 of a tile: one if they are gated, else two."""
@@ -491,20 +503,20 @@ def _arranged_matmul_kernel(
     starts, sums = (), ()
     for i in tl.static_range(HEIGHT):
         tile = tl.minimum(first_tile + i, tiles - 1)
-        starts = starts + (pieces_ptr + _PIECE // 8 * blocks * tile,)  # noqa: RUF005
+        starts = starts + (pieces_ptr + PIECE_BYTES // 8 * blocks * tile,)  # noqa: RUF005
         sums = sums + ((zero,) * (2 * X_ROWS),)  # noqa: RUF005
     STEP: tl.constexpr = ABREAST * WARPS
     block = ABREAST * warp  # the first block of this warp's step
     x = ((nothing, nothing, nothing, nothing),) * (5 if ABREAST > 1 else 1)
 
     # shared memory of a warp: a slot for this step, and a second one if there are further steps
-    PIECES: tl.constexpr = _PIECE * ABREAST * HEIGHT
+    PIECES: tl.constexpr = PIECE_BYTES * ABREAST * HEIGHT
     SLOT: tl.constexpr = PIECES + _x_stride(ABREAST) * ABREAST * M
     slot, free = nothing, nothing
     if PTX:
         slot = allocate((1 if ONE else 2) * SLOT * WARPS, thread) + SLOT * warp
         free = slot + SLOT * WARPS
-        _copy_pieces(starts, slot, block, blocks, ABREAST)
+        copy_pieces(starts, slot, block, blocks, ABREAST)
     wait_for_last(OVERLAP)
     if PTX:
         _copy_x(x_ptr, slot + PIECES, block, K, ABREAST, M)
@@ -516,14 +528,14 @@ def _arranged_matmul_kernel(
             for start in tl.static_range(0, SQUARES):
                 at = thread + 32 * WARPS * start
                 word = tl.load(x_ptr + (i * (K // 4) + at), mask=4 * at < K, other=0)
-                of_row += _sum_of_squares(word)
+                of_row += sum_of_squares(word)
             squares = squares + (of_row,)  # noqa: RUF005
 
     for _ in range(1 if ONE else steps):
         if PTX:
             if not ONE:
                 wait_for_warp(thread)
-                _copy_pieces(starts, free, block + STEP, blocks, ABREAST)
+                copy_pieces(starts, free, block + STEP, blocks, ABREAST)
                 _copy_x(x_ptr, free + PIECES, block + STEP, K, ABREAST, M)
                 commit(thread)
             wait_for_copies(0 if ONE else 1, thread)
@@ -542,7 +554,7 @@ def _arranged_matmul_kernel(
     totals = _over_warps(shares, free, SLOT, PTX)
     norms = ()
     for row in tl.static_range(M if NORM else 0):
-        total = _over_parts(totals[2], 32, 32) if M == 1 else tl.sum(squares[row])
+        total = over_parts(totals[2], 32, 32) if M == 1 else tl.sum(squares[row])
         norms = norms + (UNIT * tl.rsqrt(total / K + eps),)  # noqa: RUF005
     Y_ROWS: tl.constexpr = 1 if M == 1 else X_ROWS
     n = (first_tile + warp) * (8 if GATED else 16) + thread // 4 % 8
@@ -551,10 +563,10 @@ def _arranged_matmul_kernel(
         scale = tl.full(m.shape, UNIT, tl.float32)
         for row in tl.static_range(M if NORM else 0):
             scale = tl.where(m == row, norms[row], scale)
-        upper = _over_parts(totals[i], 4, ABREAST) * scale
-        lower = _over_parts(totals[Y_ROWS + i], 4, ABREAST) * scale
+        upper = over_parts(totals[i], 4, ABREAST) * scale
+        lower = over_parts(totals[Y_ROWS + i], 4, ABREAST) * scale
         mask = (m < M) & (warp < HEIGHT)
-        _store_both(upper, lower, added_ptr, y_ptr, m, n, N, mask, GATED, ADD)
+        store_both(upper, lower, added_ptr, y_ptr, m, n, N, mask, GATED, ADD)
 
 
 class Tiling(NamedTuple):
@@ -632,15 +644,17 @@ def check_few_rows(
     added: Tensor | None,
     like: tuple[torch.dtype, int],
     multiple: int = 1,
+    most: int = MOST_ROWS,
 ) -> None:
     """Refuse what cannot be multiplied as few rows, or added to the result.
 
     Args:
-        x: (M, K) bfloat16, contiguous, 1 to `MOST_ROWS` rows.
+        x: (M, K) bfloat16, contiguous, 1 to `most` rows.
         in_features: K.
         added: (M, N), or None.
         like: dtype and N of the result.
         multiple: what K has to be one of.
+        most: the largest M.
 
     Raises:
         ValueError: a dtype or a shape does not fit.
@@ -649,9 +663,9 @@ def check_few_rows(
     fits = x.dim() == 2 and x.shape[1] == in_features and x.is_contiguous()
     if x.dtype != torch.bfloat16 or not fits:
         raise ValueError(f"need contiguous bfloat16 rows of {in_features}, got {got}")
-    if not 1 <= len(x) <= MOST_ROWS or in_features % multiple:
+    if not 1 <= len(x) <= most or in_features % multiple:
         of = f" of a multiple of {multiple} elements" if multiple > 1 else ""
-        raise ValueError(f"need 1 to {MOST_ROWS} rows{of}, got {got}")
+        raise ValueError(f"need 1 to {most} rows{of}, got {got}")
     dtype, shape = like[0], (len(x), like[1])
     if added is not None and (added.dtype, added.shape) != (dtype, shape):
         got = f"{added.dtype} {tuple(added.shape)}"

@@ -71,7 +71,7 @@ mad.lo.u32 $0, e, 0x800000, $0;
 
 
 @triton.jit
-def _load_int(pointer, mask, KIND: tl.constexpr, ZERO: tl.constexpr, PTX: tl.constexpr):
+def load_int(pointer, mask, KIND: tl.constexpr, ZERO: tl.constexpr, PTX: tl.constexpr):
     """Load a `b32`, `s8` or `u8` as int32 where `mask`; elsewhere 0 with `ZERO`, else undefined.
 
     In PTX, because Triton's analysis of its own loads makes compiling this kernel take a minute.
@@ -103,13 +103,16 @@ def _load_eight(pointer, PTX: tl.constexpr):
 
 
 @triton.jit
-def _load_eight_over(old, pointer, mask, PTX: tl.constexpr):
-    """Load eight elements of x where `mask`; elsewhere keep `old`, which is 0."""
+def load_eight_over(old, pointer, mask, PTX: tl.constexpr, WRITTEN: tl.constexpr = False):
+    """Load eight elements of x, or 16 bytes, where `mask`; elsewhere keep `old`, which is 0.
+
+    With `WRITTEN` the load stays behind a wait for the kernel that writes them.
+    """
     if PTX:
         x = tl.inline_asm_elementwise(
             _LOAD_EIGHT_OVER, "=r,=r,=r,=r,l,r,0,1,2,3",
             [pointer.to(tl.int64), mask.to(tl.int32), old[0], old[1], old[2], old[3]],
-            dtype=(tl.int32,) * 4, is_pure=True, pack=1,
+            dtype=(tl.int32,) * 4, is_pure=not WRITTEN, pack=1,
         )  # fmt: skip
     else:
         x = ()
@@ -175,7 +178,7 @@ def _load_words(
         words = ()
         for j in tl.static_range(COUNT):
             here = mask & (skews[i] > 0) if j == COUNT - 1 else mask
-            word = _load_int(pointers[i] + (OFFSET + 4 * j), here, "b32", ZERO, PTX)
+            word = load_int(pointers[i] + (OFFSET + 4 * j), here, "b32", ZERO, PTX)
             words = words + (word,)  # noqa: RUF005
         loaded = loaded + (words,)  # noqa: RUF005
     return loaded
@@ -206,13 +209,13 @@ def _load_digits(
         if WORDS:
             word = rows[i] + (5 * block + 4 * c)
             for j in tl.static_range(2):
-                digits = _load_int(word + 4 * j, mask, "b32", False, PTX)
+                digits = load_int(word + 4 * j, mask, "b32", False, PTX)
                 loaded = loaded + (digits,)  # noqa: RUF005
         else:
             for j in tl.static_range(5):
                 group = (5 * block + j) // (GROUP // 32)
                 pointer = rows[i] + group * strides[i // ROWS]
-                digits = _load_int(pointer, mask & (group < groups), "s8", True, PTX)
+                digits = load_int(pointer, mask & (group < groups), "s8", True, PTX)
                 loaded = loaded + (digits,)  # noqa: RUF005
     return loaded
 
@@ -267,7 +270,7 @@ def _add_block(
             if TILES == 1:
                 offset = 64 * (5 * BLOCK + digit)
             if MASKED:
-                x = _load_eight_over((zero, zero, zero, zero), xs + offset, mask, PTX)
+                x = load_eight_over((zero, zero, zero, zero), xs + offset, mask, PTX)
             else:
                 x = _load_eight(xs + offset, PTX)
             of_tile = sums[HEIGHT * tile : HEIGHT * tile + HEIGHT]
@@ -286,7 +289,7 @@ def _add_four_blocks(sums, words, skews, xs, x, own, scales, PTX: tl.constexpr):
         added = ()
         for digit in tl.static_range(4, -1, -1):
             trits, qs = take_digits(qs, digit, PTX)
-            eight = _load_eight_over(x[0], xs + (64 * digit + 16 * j), own, PTX)
+            eight = load_eight_over(x[0], xs + (64 * digit + 16 * j), own, PTX)
             x = x[1:] + (eight,)  # noqa: RUF005
             added = (add_products(products[digit], trits, eight, PTX),) + added  # noqa: RUF005
         products = added
@@ -305,7 +308,7 @@ def _rest_digits(rows, width, k, rest, PTX: tl.constexpr):
         factor = tl.where(later, 2**16 // 3 ** (digit + 1) + 1, factor)
     found = ()
     for i in tl.static_range(len(rows)):
-        value = _load_int(rows[i] + byte, k < rest, "u8", True, PTX)
+        value = load_int(rows[i] + byte, k < rest, "u8", True, PTX)
         found = found + (((value * factor) & 0xFFFF) * 3,)  # noqa: RUF005
     return found
 
@@ -336,10 +339,10 @@ def _add_rest(
         trits, scales = (), ()
         for i in tl.static_range(ROWS):
             some = begin < rest
-            exponent = _load_int(digit_rows[i] + group * strides[0], some, "s8", True, PTX)
+            exponent = load_int(digit_rows[i] + group * strides[0], some, "s8", True, PTX)
             fraction = tl.zeros_like(exponent)
             if len(digit_rows) > ROWS:
-                fraction = _load_int(
+                fraction = load_int(
                     digit_rows[ROWS + i] + group * strides[1], some, "s8", True, PTX
                 )
             scale = _scale(exponent, fraction, 0, 0, PTX)
@@ -354,7 +357,7 @@ def _add_rest(
         added = ()
         for tile in tl.static_range(TILES):
             pointer = x_rows[tile] + 2 * (first + begin)
-            loaded = _load_eight_over((zero, zero, zero, zero), pointer, (k < rest) & live, PTX)
+            loaded = load_eight_over((zero, zero, zero, zero), pointer, (k < rest) & live, PTX)
             x = ()
             for i in tl.static_range(4):
                 left = rest - k - 2 * i

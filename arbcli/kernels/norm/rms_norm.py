@@ -4,7 +4,8 @@ w is one packed row of frozen weights, decoded before a kernel runs; without wei
 Backward, with r = rsqrt(mean(x**2) + eps) and xhat = x * r:
 grad_x = r * (gy * w - xhat * mean(xhat * gy * w)).
 
-The backward also returns y, so that only x has to be saved, not what the next layer multiplied.
+The backward also returns y, so that only x has to be saved, not what the next layer multiplied. To
+grad_x, rounded, it adds the gradient that x has beside the norm, as that of a residual stream.
 Rows are kept in registers; rows too wide for that are read in blocks, twice.
 """
 
@@ -41,9 +42,13 @@ def add_rms_norm_reference(x: Tensor, added: Tensor, *norm) -> tuple[Tensor, Ten
     return total, rms_norm_reference(total, *norm)
 
 
-def rms_norm_backward_reference(grad_y: Tensor, x: Tensor, *norm) -> tuple[Tensor, Tensor]:
+def rms_norm_backward_reference(
+    grad_y: Tensor, x: Tensor, weight: Packed | None, eps: float, beside: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Compute what `rms_norm_backward` must return: autograd through the reference, in float64."""
-    return gradient_and_output(rms_norm_reference, grad_y.double(), x.double(), *norm)
+    grads = grad_y.double(), x.double()
+    grad_x, y = gradient_and_output(rms_norm_reference, *grads, weight, eps)
+    return grad_x if beside is None else grad_x + beside.double(), y
 
 
 def gradient_and_output(function, grad_y: Tensor, x: Tensor, *norm) -> tuple[Tensor, Tensor]:
@@ -68,7 +73,7 @@ def _add_rms_norm_torch(x, added, weight, eps):
     return total, _rms_norm_torch(total, weight, eps)
 
 
-def _rms_norm_backward_torch(grad_y, x, weight, eps):
+def _rms_norm_backward_torch(grad_y, x, weight, eps, beside=None):
     width, weight = x.shape[-1], norm_weight_torch(weight)
     grad_x, y = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for _ in range(2))
     results = grad_x.view(-1, width), y.view(-1, width)
@@ -77,7 +82,7 @@ def _rms_norm_backward_torch(grad_y, x, weight, eps):
         parts = norm_gradient(grad_y[rows], x[rows].to(torch.float32), weight, eps)
         for result, part in zip(results, parts, strict=True):
             result[rows] = part
-    return grad_x, y
+    return grad_x if beside is None else grad_x.add_(beside), y
 
 
 def norm_weight_torch(weight: Packed | None) -> Tensor | None:
@@ -162,11 +167,22 @@ def _rms_norm_kernel(
 
 
 @triton.jit
+def _store_gradient(
+    grad_x_ptr, beside_ptr, values, offs_m, offs_d, mask, D, stride_bm, BESIDE: tl.constexpr
+):  # fmt: skip
+    """Store a gradient, with the one beside it added to what is rounded."""
+    if BESIDE:
+        values = values.to(grad_x_ptr.dtype.element_ty).to(tl.float32)
+        values += load_rows(beside_ptr, offs_m, offs_d, mask, stride_bm)
+    store_rows(grad_x_ptr, values, offs_m, offs_d, mask, D)
+
+
+@triton.jit
 def _rms_norm_backward_kernel(
-    grad_y_ptr, x_ptr, weight_ptr, grad_x_ptr, y_ptr,
+    grad_y_ptr, x_ptr, weight_ptr, beside_ptr, grad_x_ptr, y_ptr,
     M, D, eps, one,
-    stride_ym, stride_xm,
-    HAS_WEIGHT: tl.constexpr,
+    stride_ym, stride_xm, stride_bm,
+    HAS_WEIGHT: tl.constexpr, BESIDE: tl.constexpr,
     WHOLE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     offs_m = (tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M))[:, None]
@@ -179,7 +195,10 @@ def _rms_norm_backward_kernel(
         r = tl.rsqrt(tl.sum(x * x, axis=1) / D + eps)[:, None]
         xhat = x * r
         mean = (tl.sum(xhat * grad_xhat, axis=1) / D)[:, None]
-        store_rows(grad_x_ptr, r * (grad_xhat - xhat * mean), offs_m, offs_d, mask, D)
+        _store_gradient(
+            grad_x_ptr, beside_ptr, r * (grad_xhat - xhat * mean), offs_m, offs_d, mask, D,
+            stride_bm, BESIDE,
+        )  # fmt: skip
         store_rows(y_ptr, xhat * weight, offs_m, offs_d, mask, D)
     else:
         squares = tl.zeros((BLOCK_M,), dtype=tl.float32)
@@ -201,7 +220,10 @@ def _rms_norm_backward_kernel(
             weight = load_weight(weight_ptr, offs_d, D, one, HAS_WEIGHT)
             xhat = load_rows(x_ptr, offs_m, offs_d, mask, stride_xm) * r
             grad_xhat = load_rows(grad_y_ptr, offs_m, offs_d, mask, stride_ym) * weight
-            store_rows(grad_x_ptr, r * (grad_xhat - xhat * mean), offs_m, offs_d, mask, D)
+            _store_gradient(
+                grad_x_ptr, beside_ptr, r * (grad_xhat - xhat * mean), offs_m, offs_d, mask, D,
+                stride_bm, BESIDE,
+            )  # fmt: skip
             store_rows(y_ptr, xhat * weight, offs_m, offs_d, mask, D)
 
 
@@ -265,7 +287,7 @@ def _add_rms_norm_triton(x, added, weight, eps):
     return total, y
 
 
-def _rms_norm_backward_triton(grad_y, x, weight, eps):
+def _rms_norm_backward_triton(grad_y, x, weight, eps, beside=None):
     grad_x = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     y = torch.empty_like(grad_x)
     if y.numel():
@@ -276,9 +298,11 @@ def _rms_norm_backward_triton(grad_y, x, weight, eps):
             norm_weight(weight),
         )
         grid, tile = tiling(len(x), width)
+        others = x if beside is None else dense_rows(beside)
         _rms_norm_backward_kernel[grid](
-            grad_y, x, y if decoded is None else decoded, grad_x, y, len(x), width, eps, 1.0,
-            grad_y.stride(0), x.stride(0), HAS_WEIGHT=decoded is not None, **tile,
+            grad_y, x, y if decoded is None else decoded, others, grad_x, y, len(x), width, eps,
+            1.0, grad_y.stride(0), x.stride(0), others.stride(0),
+            HAS_WEIGHT=decoded is not None, BESIDE=beside is not None, **tile,
         )  # fmt: skip
     return grad_x, y
 
@@ -322,11 +346,16 @@ def add_rms_norm(
 
 
 def rms_norm_backward(
-    grad_y: Tensor, x: Tensor, weight: Packed | None, eps: float
+    grad_y: Tensor,
+    x: Tensor,
+    weight: Packed | None,
+    eps: float,
+    beside: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Compute the gradient of `rms_norm` with respect to `x`, and its result again.
 
-    `grad_y` has the shape and dtype of `x`, and any strides; the rest is what `rms_norm` was given.
+    `grad_y` has the shape and dtype of `x`, and any strides, and so has `beside`, a gradient that
+    `x` has by another way: it is added to what is rounded. The rest is what `rms_norm` was given.
 
     Returns:
         grad_x and y, each like the result of `rms_norm`.
@@ -336,8 +365,10 @@ def rms_norm_backward(
     """
     check_rms_norm(x, weight)
     _check_like(grad_y, x, "grad_y")
+    if beside is not None:
+        _check_like(beside, x, "beside")
     run = _rms_norm_backward_triton if uses_triton(x) else _rms_norm_backward_torch
-    return run(grad_y, x, weight, eps)
+    return run(grad_y, x, weight, eps, beside)
 
 
 def check_rms_norm(x: Tensor, weight: Packed | None) -> None:
@@ -423,6 +454,23 @@ def _backward_cases(device: torch.device, group_size: int) -> Iterator[Case]:
         yield Case(case.label, (grad_y, *case.inputs), peer)
 
 
+def _backward_beside_cases(device: torch.device, group_size: int) -> Iterator[Case]:
+    generator = torch.Generator().manual_seed(2)
+    for case in _backward_cases(device, group_size):
+        yield case
+        x = case.inputs[1]
+        if "x165" in case.label or "bf16 ones" in case.label or x.shape[-1] > WHOLE_ROW:
+            beside = torch.empty_like(x).copy_(torch.randn(x.shape, generator=generator))
+            peer = case.peer and backward_in_its_dtype
+            yield Case(f"{case.label} beside", (*case.inputs, beside), peer)
+
+
+def backward_in_its_dtype(grad_y, x, weight, eps, beside=None):
+    """Do what torch alone would do, gradient and sum, in the dtype of `x`."""
+    grad_x, y = gradient_and_output(rms_norm_in_its_dtype, grad_y, x, weight, eps)
+    return grad_x if beside is None else grad_x + beside, y
+
+
 TIMED_EPS = 1e-6
 
 
@@ -474,6 +522,6 @@ ADD_RMS_NORM = KernelSpec(
 )  # fmt: skip
 RMS_NORM_BACKWARD = KernelSpec(
     "rms_norm_backward", _rms_norm_backward_triton, _rms_norm_backward_torch,
-    rms_norm_backward_reference, _backward_cases, _GATE, uses_scales=True,
+    rms_norm_backward_reference, _backward_beside_cases, _GATE, uses_scales=True,
     timings=_backward_timings,
 )  # fmt: skip

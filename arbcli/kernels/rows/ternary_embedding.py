@@ -19,7 +19,7 @@ from arbcli.kernels.codec.decode_digits import (
     round_weight,
     with_remainders,
 )
-from arbcli.kernels.codec.decode_weight import decode_weight
+from arbcli.kernels.codec.decode_weight import decode_weight, decode_weight_triton
 from arbcli.kernels.codec.packed import Packed, random_packed
 from arbcli.kernels.codec.packing import PLANE, byte_tiles, digit_of, plane_offsets
 from arbcli.kernels.codec.scales import load_scale
@@ -27,6 +27,9 @@ from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.backend import uses_triton
 from arbcli.kernels.runtime.overlap import overlap_options, wait_for_last
 from arbcli.kernels.runtime.spec import Case, Gate, KernelSpec, Timing
+
+MOST_COUNTED = 1024
+"""Rows of a table whose tokens are found by reading all ids for each; more take a sort."""
 
 
 def embedding_rows_reference(ids: Tensor, packed: Packed) -> Tensor:
@@ -98,6 +101,46 @@ def _embedding_rows_kernel(
 
 
 @triton.jit
+def _table_rows_kernel(
+    ids_ptr, table_ptr, y_ptr,
+    M, V, K,
+    stride_im,
+    BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """Copy rows of a decoded table."""
+    offs_m = (tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M))[:, None]
+    k = (tl.program_id(1) * BLOCK_K + tl.arange(0, BLOCK_K))[None, :]
+    n = tl.load(ids_ptr + offs_m * stride_im, mask=offs_m < M, other=0)
+    inside, mask = (n >= 0) & (n < V), (offs_m < M) & (k < K)
+    row = tl.load(table_ptr + n * K + k, mask=mask & inside, other=0)
+    y = tl.where(inside, row.to(tl.float32), float("nan"))
+    tl.store(y_ptr + offs_m * K + k, y.to(y_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _segments_kernel(
+    ids_ptr, order_ptr, bounds_ptr, M, V, stride_im, BLOCK: tl.constexpr
+):  # fmt: skip
+    """Find where the tokens of one id begin, and put them there in their order."""
+    v = tl.program_id(0)
+    before = tl.zeros((BLOCK,), dtype=tl.int32)
+    for start in range(0, M, BLOCK):
+        m = start + tl.arange(0, BLOCK)
+        ids = tl.load(ids_ptr + m.to(tl.int64) * stride_im, mask=m < M, other=V)
+        before += (ids < v).to(tl.int32)
+    begin = tl.sum(before)
+    tl.store(bounds_ptr + v, begin.to(tl.int64))
+    if v < V:
+        for start in range(0, M, BLOCK):
+            m = start + tl.arange(0, BLOCK)
+            ids = tl.load(ids_ptr + m.to(tl.int64) * stride_im, mask=m < M, other=V)
+            here = (ids == v).to(tl.int32)
+            place = begin + tl.cumsum(here, axis=0) - 1
+            tl.store(order_ptr + place, m.to(tl.int64), mask=here > 0)
+            begin += tl.sum(here)
+
+
+@triton.jit
 def _embedding_grad_kernel(
     grad_y_ptr, order_ptr, bounds_ptr, grad_ptr,
     D,
@@ -121,7 +164,14 @@ def _embedding_grad_kernel(
 
 def _embedding_rows_triton(ids, packed, dtype=torch.bfloat16):
     y = torch.empty(len(ids), packed.in_features, dtype=dtype, device=ids.device)
-    if y.numel():
+    if len(ids) > packed.out_features:  # decode a row once, however often it is used
+        grid = (triton.cdiv(len(ids), 8), triton.cdiv(packed.in_features, 256))
+        _table_rows_kernel[grid](
+            ids, decode_weight_triton(packed, dtype), y, len(ids), packed.out_features,
+            packed.in_features, ids.stride(0),
+            BLOCK_M=8, BLOCK_K=256,
+        )  # fmt: skip
+    elif y.numel():
         rows, num_bytes = packed.trits.shape
         _embedding_rows_kernel[byte_tiles(len(ids), num_bytes)](
             ids, *packed.all_pointers, y, len(ids), rows, packed.in_features, num_bytes,
@@ -135,12 +185,24 @@ def _embedding_grad_triton(grad_y, ids, num_embeddings):
     width = grad_y.shape[1]
     grad = torch.empty(num_embeddings, width, dtype=torch.float32, device=grad_y.device)
     if grad.numel():
-        order, bounds = _segments(ids, num_embeddings)
+        order, bounds = _segments_triton(ids, num_embeddings)
         # narrow blocks of columns, for many programs even if one id has most of the tokens
         _embedding_grad_kernel[(num_embeddings, triton.cdiv(width, 32))](
             grad_y, order, bounds, grad, width, *grad_y.stride(), BLOCK_M=64, BLOCK_D=32
         )
     return grad
+
+
+def _segments_triton(ids, num_embeddings):
+    if num_embeddings > MOST_COUNTED:
+        return _segments(ids, num_embeddings)
+    order = torch.empty(len(ids), dtype=torch.int64, device=ids.device)
+    bounds = torch.empty(num_embeddings + 1, dtype=torch.int64, device=ids.device)
+    block = min(max(triton.next_power_of_2(len(ids)), 128), 4096)
+    _segments_kernel[(num_embeddings + 1,)](
+        ids, order, bounds, len(ids), num_embeddings, ids.stride(0), BLOCK=block, num_warps=8
+    )
+    return order, bounds
 
 
 def embedding_rows(ids: Tensor, packed: Packed, dtype: torch.dtype = torch.bfloat16) -> Tensor:

@@ -44,6 +44,9 @@ HOPPER = (9, 0)
 """Compute capability of the H100 and H200, which the kernel is tuned for."""
 SMALL_ROWS = 768
 """Largest n for small tiles."""
+SMALL_STACK = 384
+"""Largest n of a stack whose polynomials the kernel takes: there launches cost more than products,
+and the library's way has three."""
 SMALL_GRAM = (512, 4096)
 """A single matrix of few rows has its `gram` from the kernel if n is larger, and m no larger."""
 FEWEST_ROWS = 2048
@@ -354,7 +357,9 @@ def _pays(x, has_addend):
     matrices, (n, m) = x.shape[:-2].numel(), x.shape[-2:]
     if n <= SMALL_ROWS:
         more_than, at_most = SMALL_GRAM
-        return matrices == 1 and (has_addend or (n > more_than and m <= at_most))
+        if has_addend:
+            return matrices == 1 or n <= SMALL_STACK
+        return matrices == 1 and n > more_than and m <= at_most
     return n >= FEWEST_ROWS and (has_addend or matrices * n * n * m >= FEWEST_PRODUCTS)
 
 

@@ -5,7 +5,7 @@ from torch.nn import functional
 
 from arbcli.config.dense import ModelConfig
 from arbcli.model.blocks.window import attend_in_window
-from arbcli.model.cache import BlockCache, CachedAttention
+from arbcli.model.cache import BlockCache, CachedAttention, SeveralBlock
 from arbcli.model.initial import output_std
 from arbcli.model.layers.kinds import layers_for
 
@@ -27,13 +27,26 @@ class Attention(CachedAttention):
         std = output_std(config.dim, config.layers)
         self.output = parts.linear(config.dim, config.dim, config, area="attention", std=std)
 
-    def forward(self, x: Tensor, norm: nn.Module | None, past: BlockCache | None = None) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        norm: nn.Module | None,
+        past: BlockCache | None = None,
+        added: Tensor | None = None,
+    ) -> Tensor | tuple[Tensor, Tensor]:
         """Normalise (B, T, D) and mix every position with those before it, and with the past.
 
-        Without a norm, x was normalised before.
+        Without a norm, x was normalised before. What is `added` to it comes first, and then the sum
+        is returned, too.
         """
-        batch, length, dim = x.shape
-        qkv = self.qkv(x, norm).view(batch, length, 3, self.heads, dim // self.heads)
+        if added is None:
+            return self._mix(self.qkv(x, norm), past)
+        qkv, x = self.qkv(x, norm, added)
+        return self._mix(qkv, past), x
+
+    def _mix(self, qkv: Tensor, past: BlockCache | None) -> Tensor:
+        batch, length, dim = *qkv.shape[:2], qkv.shape[2] // 3
+        qkv = qkv.view(batch, length, 3, self.heads, dim // self.heads)
         if past is None:
             q, k, v = self.rotary_norm(qkv)  # (B, heads, T, head_dim) each
             k, v = self.as_stored(k, v)
@@ -47,8 +60,8 @@ class Attention(CachedAttention):
             y = past.attend(*self.rotary_norm(qkv, past.angles))
         return self.output(y.transpose(1, 2).reshape(batch, length, dim), self.sub_norm)
 
-    def one_position(self, x: Tensor, past: BlockCache) -> Tensor:
+    def one_position(self, x: Tensor, past: BlockCache | SeveralBlock) -> Tensor:
         """Normalise one position of the stream, mix it with the past, and add that to it."""
         qkv = self.qkv.fused(x, normalise=True)
-        y = past.attend_one(qkv.view(1, 1, 3, self.heads, -1)).view(x.shape)
+        y = past.attend_one(qkv.view(len(x), 1, 3, self.heads, -1)).view(x.shape)
         return self.output.fused(y, normalise=self.sub_norm is not None, added=x)

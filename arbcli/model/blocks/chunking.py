@@ -25,12 +25,10 @@ from arbcli.config.dense import ModelConfig
 from arbcli.kernels.chunks.boundary_scores import boundary_scores, boundary_scores_backward
 from arbcli.kernels.chunks.find_chunks import Chunks
 from arbcli.kernels.chunks.gather_chunks import gather_chunks
+from arbcli.kernels.chunks.route_position import LEAST_SHARE
 from arbcli.kernels.chunks.smooth_chunks import smooth_chunks, smooth_chunks_backward
 from arbcli.kernels.chunks.spread_chunks import spread_chunks, spread_chunks_backward
 from arbcli.model.layers.kinds import layers_for
-
-LEAST_SHARE = 1e-4
-"""P is held between this and 1 minus this."""
 
 
 class Routed(NamedTuple):

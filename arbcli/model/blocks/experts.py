@@ -80,11 +80,11 @@ class ExpertWeight(StreamedTensor):
         """Multiply the slots of each expert, (S, K) sorted, by its matrix, or that transposed."""
         width = self.in_features if transposed else self.of_one
         y = x.new_empty(len(x), width)  # every slot has an expert
-        for first, last in self._ranges():
-            rows = slice(first * self.of_one, last * self.of_one)
-            w = decode_weight(self.packed.rows(rows), x.dtype).view(last - first, self.of_one, -1)
+        for some in self.gradient_ranges():
+            rows = slice(some.start * self.of_one, some.stop * self.of_one)
+            w = decode_weight(self.packed.rows(rows), x.dtype).view(len(some), self.of_one, -1)
             w = w.transpose(1, 2) if transposed else w
-            grouped_matmul(x, w, bounds[first : last + 1], out=y)
+            grouped_matmul(x, w, bounds[some.start : some.stop + 1], out=y)
         return y
 
     def hand_on(self, sources: tuple[Any, ...], grad_y: Tensor) -> None:
@@ -99,14 +99,15 @@ class ExpertWeight(StreamedTensor):
             x, grad_y = torch.cat([x for x, _ in sources])[order], grad_y[order]
             experts = torch.arange(self.matrices + 1, device=x.device)
             bounds = torch.searchsorted(owners, experts)
-        for first, last in self._ranges():
-            grads = grouped_grad_w(grad_y, x, bounds[first : last + 1])
-            self.sink(self, grads, range(first, last))
+        for some in self.gradient_ranges():
+            grads = grouped_grad_w(grad_y, x, bounds[some.start : some.stop + 1])
+            self.sink(self, grads, some)
 
-    def _ranges(self) -> list[tuple[int, int]]:
+    def gradient_ranges(self) -> list[range]:
+        """List which of the matrices are decoded, or have their gradients formed, together."""
         together = max(1, WEIGHTS_AT_ONCE // (self.of_one * self.in_features))
-        starts = range(0, self.matrices, together)
-        return [(start, min(start + together, self.matrices)) for start in starts]
+        everything = range(self.matrices)
+        return [everything[start : start + together] for start in everything[::together]]
 
 
 class _GroupedLinear(Function):

@@ -23,10 +23,9 @@ from torch.nn import functional
 from arbcli.config.dense import ModelConfig
 from arbcli.kernels.scan.causal_conv import causal_conv, causal_conv_grad_w
 from arbcli.kernels.scan.decay_scan import decay_scan
+from arbcli.kernels.scan.mamba_step import mamba_step
 from arbcli.model.initial import projection_std
-from arbcli.model.layers.linear import TernaryLinear
-from arbcli.model.layers.norm import TernaryGate, TernaryRMSNorm
-from arbcli.model.layers.vector import TernaryTaps, TernaryVector
+from arbcli.model.layers.kinds import layers_for
 
 EXPAND = 2
 """Width inside the block, over that of the stream."""
@@ -62,16 +61,16 @@ class Mamba(nn.Module):
         self.states = states
         self.mixed = self.inner + 2 * states
         rates, biases = mamba_values(self.heads)
-        about = {"area": "mamba"}
+        parts, about = layers_for(config), {"area": "mamba"}
         projected = self.inner + self.mixed + self.heads
-        self.projection = TernaryLinear(projected, config.dim, config, **about)
-        self.taps = TernaryTaps(self.mixed, TAPS, config, **about)
-        self.rate = TernaryVector(rates, config, **about)
-        self.bias = TernaryVector(biases, config, **about)
-        self.skip = TernaryVector([1.0] * self.heads, config, **about)
-        self.gate = TernaryGate(self.inner, config, normalise=True)
+        self.projection = parts.linear(projected, config.dim, config, **about)
+        self.taps = parts.taps(self.mixed, TAPS, config, **about)
+        self.rate = parts.vector(rates, config, **about)
+        self.bias = parts.vector(biases, config, **about)
+        self.skip = parts.vector([1.0] * self.heads, config, **about)
+        self.gate = parts.gate(self.inner, config, normalise=True)
         std = projection_std(self.inner) / math.sqrt(config.layers)  # one of them in each block
-        self.output = TernaryLinear(config.dim, self.inner, config, std=std, **about)
+        self.output = parts.linear(config.dim, self.inner, config, std=std, **about)
 
     def forward(
         self, x: Tensor, norm: nn.Module | None, past: "MambaBlockCache | None" = None
@@ -99,13 +98,20 @@ class Mamba(nn.Module):
         y = (y + self.skip()[:, None] * u.float()).to(x.dtype)
         return self.output(torch.cat((z, y.flatten(-2)), dim=-1), self.gate)
 
+    def one_position(self, x: Tensor, past: "MambaBlockCache") -> Tensor:
+        """Normalise one position of the stream, mix it with the past, and add that to it."""
+        rows = self.projection.fused(x, normalise=True)
+        vectors = (part.prepared() for part in (self.taps, self.rate, self.bias, self.skip))
+        y = past.step(rows.view(-1), *vectors)
+        return self.output.fused(y.view(*x.shape[:-1], -1), normalise=True, added=x)
+
 
 class MambaBlock(nn.Module):
     """A Mamba-2 layer behind a norm, added to the residual stream."""
 
     def __init__(self, config: ModelConfig, states: int) -> None:
         super().__init__()
-        self.norm = TernaryRMSNorm(config.dim, config)
+        self.norm = layers_for(config).norm(config.dim, config)
         self.mamba = Mamba(config, states)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -120,6 +126,10 @@ class MambaBlock(nn.Module):
             return x, self.mamba(x, self.norm, past)
         x, normal = self.norm.of_sum(x, added)
         return x, self.mamba(normal, None, past)
+
+    def one_position(self, x: Tensor, past: "MambaBlockCache") -> Tensor:
+        """Do as `Block.one_position` does."""
+        return self.mamba.one_position(x, past)
 
 
 def running_sum(x: Tensor, *, reverse: bool = False) -> Tensor:
@@ -177,18 +187,19 @@ class MambaCache:
     ) -> None:
         self.position = torch.zeros((), dtype=torch.int32, device=device)
         """Positions seen."""
-        self.blocks = [MambaBlockCache(config, states, dtype, device) for _ in range(config.layers)]
+        about = (self.position, config, states, dtype, device)
+        self.blocks = [MambaBlockCache(*about) for _ in range(config.layers)]
 
     @property
     def nbytes(self) -> int:
         """Bytes that the states take, with what the convolutions need."""
-        return sum(block.state.nbytes + block.last.nbytes for block in self.blocks)
+        return sum(block.state.nbytes + block.ring.nbytes for block in self.blocks)
 
     def reset(self) -> None:
         """Begin a new text."""
         self.position.zero_()
         for block in self.blocks:
-            block.last.zero_()
+            block.ring.zero_()
             block.state.zero_()
 
     @contextmanager
@@ -199,20 +210,32 @@ class MambaCache:
 
 
 class MambaBlockCache:
-    """The state of one block, and what its convolution still needs."""
+    """The state of one block, and a ring of what its convolution still needs: see `mamba_step`."""
 
     def __init__(
-        self, config: ModelConfig, states: int, dtype: torch.dtype, device: torch.device
+        self,
+        position: Tensor,
+        config: ModelConfig,
+        states: int,
+        dtype: torch.dtype,
+        device: torch.device,
     ) -> None:
         inner = EXPAND * config.dim
-        shape = (1, EXPAND * config.heads, states, config.head_dim)
+        self.position = position
+        shape = (EXPAND * config.heads, states, config.head_dim)
         self.state = torch.zeros(shape, dtype=torch.float32, device=device)
-        self.last = torch.zeros(1, TAPS - 1, inner + 2 * states, dtype=dtype, device=device)
+        self.ring = torch.zeros(TAPS, inner + 2 * states, dtype=dtype, device=device)
+
+    def step(self, rows: Tensor, *vectors: Tensor) -> Tensor:
+        """Do as `mamba_step` does; the position is counted elsewhere."""
+        return mamba_step(rows, self.ring, self.state, *vectors, self.position)
 
     def convolve(self, x: Tensor, taps: Tensor) -> Tensor:
         """Convolve new positions, (1, T, D), and those before them."""
-        x = torch.cat((self.last, x), dim=1)
-        self.last.copy_(x[:, 1 - TAPS :])
+        places = self.position + torch.arange(1 - TAPS, x.shape[1], device=x.device)
+        slots = places % TAPS
+        x = torch.cat((self.ring[slots[: TAPS - 1]][None], x), dim=1)
+        self.ring.index_copy_(0, slots[-TAPS:], x[0, -TAPS:])
         return causal_conv(x, taps)[:, TAPS - 1 :]
 
     def scan(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor) -> Tensor:
@@ -223,5 +246,5 @@ class MambaBlockCache:
         y = decay_scan(q, k, v, g) + past.transpose(1, 2)
         fading = k.float().transpose(1, 2) * (end - c).exp()[..., None]
         added = fading.mT @ v.float().transpose(1, 2)
-        self.state.copy_(end.exp()[..., None] * self.state + added)
+        self.state.copy_((end.exp()[..., None] * self.state + added)[0])
         return y

@@ -18,9 +18,14 @@ class MLP(nn.Module):
         std = output_std(ffn, config.layers)
         self.output = parts.linear(config.dim, ffn, config, area=area, std=std)
 
-    def forward(self, x: Tensor, norm: nn.Module | None) -> Tensor:
+    def forward(
+        self, x: Tensor, norm: nn.Module | None, added: Tensor | None = None
+    ) -> Tensor | tuple[Tensor, Tensor]:
         """Normalise as `Attention` does, and transform every position of (B, T, D) by itself."""
-        return self.output(self.gate_up(x, norm), self.sub_norm)
+        if added is None:
+            return self.output(self.gate_up(x, norm), self.sub_norm)
+        hidden, x = self.gate_up(x, norm, added)
+        return self.output(hidden, self.sub_norm), x
 
     def one_position(self, x: Tensor) -> Tensor:
         """Normalise one position of the stream, transform it, and add that to it."""

@@ -15,7 +15,7 @@ from arbcli.model.layers.loss import cross_entropy
 from arbcli.model.layers.norm import TernaryGate, TernaryRMSNorm
 from arbcli.model.layers.rotary import rotary_norm
 from arbcli.model.layers.streams import mix_streams, stream_weights
-from arbcli.model.layers.vector import TernaryVector
+from arbcli.model.layers.vector import TernaryTaps, TernaryVector
 from arbcli.model.widths import head_lr_factor
 
 
@@ -29,6 +29,7 @@ class Layers(NamedTuple):
     rotary_norm: Callable[..., tuple[Tensor, Tensor, Tensor]]
     cross_entropy: Callable[[Tensor, Tensor], Tensor]
     vector: type[nn.Module]
+    taps: type[nn.Module]
     stream_weights: Callable[..., tuple[Tensor, Tensor, Tensor]]
     mix_streams: Callable[..., Tensor]
 
@@ -37,16 +38,9 @@ def layers_for(config: ModelConfig) -> Layers:
     """Choose the layers of the kind of weights that a configuration names."""
     if config.weights == "ternary":
         return Layers(
-            TernaryLinear,
-            TernaryEmbedding,
-            TernaryRMSNorm,
-            TernaryGate,
-            rotary_norm,
-            cross_entropy,
-            TernaryVector,
-            stream_weights,
-            mix_streams,
-        )
+            TernaryLinear, TernaryEmbedding, TernaryRMSNorm, TernaryGate, rotary_norm,
+            cross_entropy, TernaryVector, TernaryTaps, stream_weights, mix_streams,
+        )  # fmt: skip
     return Layers(
         baselines.FloatLinear,
         baselines.FloatEmbedding,
@@ -55,6 +49,7 @@ def layers_for(config: ModelConfig) -> Layers:
         baselines.FloatRotaryNorm(config),
         baselines.cross_entropy,
         baselines.FloatVector,
+        baselines.FloatTaps,
         stream_weights_torch,
         baselines.mix_streams,
     )

@@ -8,7 +8,9 @@ from torch import Tensor, library
 from torch.autograd import Function
 
 from arbcli.config.dense import ModelConfig
+from arbcli.kernels.codec.decode_weight import decode_weights_triton
 from arbcli.kernels.matmul.arranged_matmul import Arranged, arrange, arranged_matmul
+from arbcli.kernels.matmul.arranged_rows import arranged_rows
 from arbcli.kernels.matmul.digits_matmul import (
     ArrangedDigits,
     arrange_digits,
@@ -21,6 +23,7 @@ from arbcli.kernels.matmul.ternary_matmul import (
     ternary_matmul,
     ternary_matmul_grad_x,
 )
+from arbcli.kernels.runtime.backend import LARGE_ELEMENTS, uses_triton
 from arbcli.model.initial import projection_std
 from arbcli.model.layers.compiled import Findable, find, refuse_without_gradient
 from arbcli.model.layers.norm import NORM_EPS, TernaryGate, TernaryRMSNorm
@@ -35,13 +38,35 @@ class LinearWeight(StreamedTensor):
     """Whether products of many rows are computed in eight bits."""
     in_eight_bits = True
     """Whether they may be."""
+    decodes_ahead = False
+    """Whether it is decoded with others: see `decode_in_groups`."""
+    needed_after: "tuple[LinearWeight, ...]" = ()
+    """Those that a forward decodes with it."""
+    needed_before: "tuple[LinearWeight, ...]" = ()
+    """Those that a backward decodes with it."""
+    _decoded: tuple[tuple[int, ...], torch.dtype, Tensor] | None = None
+    """What was decoded with another: of which version, in which dtype, and the weights."""
+
+    def multiply_sum(
+        self, x: Tensor, added: Tensor, before: "TernaryRMSNorm"
+    ) -> tuple[Tensor, Tensor]:
+        """Compute total = x + added, and before(total) @ w.T; returns that, and the total."""
+        if self._in_fp8(x):
+            total = x + added
+            return self.multiply(total, before), total
+        total, normal = before.of_sum(x, added)
+        return self._multiply(normal), total
 
     def multiply(self, x: Tensor, before: "TernaryRMSNorm | None") -> Tensor:
         """Compute before(x) @ w.T of (M, K) activations."""
         if self._in_fp8(x):
             q, scale = before.rounded(x) if before else quantise_rows(x)
             return fp8_matmul(q, scale, self.packed, dtype=x.dtype)
-        x = before(x) if before else x
+        return self._multiply(before(x) if before else x)
+
+    def _multiply(self, x: Tensor) -> Tensor:
+        if self.decodes_ahead and len(x) > FUSED_ROWS and uses_triton(x):
+            return x @ self._dense(x.dtype, self.needed_after).T
         return ternary_matmul(x, self.packed)
 
     def propagate(self, grad_y: Tensor) -> Tensor:
@@ -49,7 +74,23 @@ class LinearWeight(StreamedTensor):
         if self._in_fp8(grad_y):
             rounded = quantise_rows(grad_y)
             return fp8_matmul(*rounded, self.packed, transposed=True, dtype=grad_y.dtype)
+        if self.decodes_ahead and uses_triton(grad_y):
+            return grad_y @ self._dense(grad_y.dtype, self.needed_before)
         return ternary_matmul_grad_x(grad_y, self.packed)
+
+    def _dense(self, dtype: torch.dtype, fellows: "tuple[LinearWeight, ...]") -> Tensor:
+        """Decode the weights, and in the same launch those that are needed next.
+
+        What was decoded before is used once, and only if the weights are still the same.
+        """
+        decoded, self._decoded = self._decoded, None
+        if decoded is None or decoded[:2] != (self.version, dtype):
+            together = (self, *fellows)
+            found = decode_weights_triton([weight.packed for weight in together], dtype)
+            for weight, dense in zip(together, found, strict=True):
+                weight._decoded = weight.version, dtype, dense
+            decoded, self._decoded = self._decoded, None
+        return decoded[2]
 
     def _in_fp8(self, rows: Tensor) -> bool:
         return self.fp8 and len(rows) > FUSED_ROWS
@@ -59,18 +100,48 @@ class LinearWeight(StreamedTensor):
         return grad_y.T @ source
 
     def pass_back(
-        self, grad_y: Tensor, x: Tensor, before: "TernaryRMSNorm | None", wanted: bool
+        self,
+        grad_y: Tensor,
+        x: Tensor,
+        before: "TernaryRMSNorm | None",
+        wanted: bool,
+        beside: Tensor | None = None,
     ) -> Tensor | None:
-        """Take the gradient of what `multiply` gave: return that of x if it is wanted."""
+        """Take the gradient of what `multiply` gave: return that of x if it is wanted.
+
+        `beside` is the gradient that x has elsewhere, of the stream that a norm is before; it is
+        added.
+        """
         grad_x, source = None, x
         if wanted:
             grad_x = self.propagate(grad_y)
             if before:
-                grad_x, source = before.backward(grad_x, x)
+                about = () if beside is None else (beside,)
+                grad_x, source = before.backward(grad_x, x, *about)
         elif before:
             source = before(x)
         self.collect(source, grad_y)
         return grad_x
+
+
+def decode_in_groups(weights: list[LinearWeight], size: int) -> None:
+    """Let small matrices be decoded several at a time, as decoding one takes less than its launch.
+
+    A backward decodes the last one alone, as activations are held then that are gone when the next
+    one is needed.
+
+    Args:
+        weights: in the order in which a forward needs them, each once.
+        size: of a group.
+    """
+    back = weights[::-1]
+    if any(weight.num_weights >= LARGE_ELEMENTS or weight.rule.reads_all for weight in weights):
+        return
+    for first in range(len(weights)):
+        weights[first].decodes_ahead = True
+        weights[first].needed_after = tuple(weights[first + 1 : first // size * size + size])
+        last = (first - 1) // size * size + size + 1
+        back[first].needed_before = tuple(back[first + 1 : last])
 
 
 class _Linear(Function):
@@ -91,6 +162,27 @@ class _Linear(Function):
         wanted = ctx.needs_input_grad[0]
         grad_x = ctx.weight.pass_back(grad_y, *ctx.saved_tensors, ctx.before, wanted)
         return grad_x, None, None, None
+
+
+class _LinearOfSum(Function):
+    """total = x + added, y = before(total) @ w.T; otherwise as `_Linear`.
+
+    Total is the stream, which goes on beside the layer, so its gradient is that of both.
+    """
+
+    @staticmethod
+    def forward(ctx, x: Tensor, added: Tensor, anchor: Tensor, weight: LinearWeight, before):
+        ctx.weight, ctx.before = weight, before
+        ctx.set_materialize_grads(False)
+        y, total = weight.multiply_sum(x, added, before)
+        ctx.save_for_backward(total)
+        return y, total
+
+    @staticmethod
+    def backward(ctx, grad_y: Tensor, grad_total: Tensor | None):
+        (total,) = ctx.saved_tensors
+        grad = ctx.weight.pass_back(grad_y, total, ctx.before, True, grad_total)
+        return grad, grad, None, None, None
 
 
 @library.custom_op("arb::linear", mutates_args=())
@@ -183,21 +275,32 @@ class TernaryLinear(Findable):
         self.weight.in_eight_bits = in_eight_bits
         self._arranged: Arranged | ArrangedDigits | None = None
 
-    def forward(self, x: Tensor, before: TernaryRMSNorm | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, before: TernaryRMSNorm | None = None, added: Tensor | None = None
+    ) -> Tensor | tuple[Tensor, Tensor]:
         """Multiply (..., K) activations to (..., N) of the same dtype.
 
         `before` is applied to x first, and differentiated with the product, so that only x itself
-        is saved.
+        is saved. What is `added` to x comes before that, and then the sum is returned, too.
         """
+        compiled = torch.compiler.is_compiling()
+        if compiled and added is not None:
+            x = x + added
+            return self(x, before), x
         rows = x.reshape(-1, x.shape[-1])
-        if torch.compiler.is_compiling():
+        if compiled:
             refuse_without_gradient(x)
             norm = before.weight.trits if before is not None and before.weight else None
             about = (isinstance(before, TernaryGate), torch.is_grad_enabled())
             y = _compiled_linear(rows, self.weight.trits, norm, *about)
-        else:
+        elif added is None:
             self.weight.note_use()
             y = _Linear.apply(rows, anchor(x), self.weight, before)
+        else:
+            self.weight.note_use()
+            parts = rows, added.reshape(rows.shape), anchor(x)
+            y, total = _LinearOfSum.apply(*parts, self.weight, before)
+            return y.view(*x.shape[:-1], -1), total.view(x.shape)
         return y.view(*x.shape[:-1], -1)
 
     @torch.no_grad()
@@ -208,10 +311,13 @@ class TernaryLinear(Findable):
         normalise: bool,
         gated: bool = False,
         added: Tensor | None = None,
+        beside: "TernaryLinear | None" = None,
     ) -> Tensor:
         """Multiply few rows, (..., K) to (..., N), and do in the same kernel what is around that.
 
-        The weights are arranged for it when first used; `arranged_once` says until when.
+        The weights are arranged for it when first used; `arranged_once` says until when. Of several
+        rows each has the same bits, whatever the others are. A single row has the kernel that is
+        the fastest for it, which adds up in another order.
 
         Args:
             x: activations.
@@ -219,14 +325,21 @@ class TernaryLinear(Findable):
             gated: whether silu of the first half of the result multiplies the second; always the
                 same for a layer.
             added: what to add to the result, like it.
+            beside: a layer of the same config whose results, of the same rows, come behind; always
+                the same for a layer.
         """
         all_digits = self.weight.rule.reads_all
         if self._arranged is None:
-            self._arranged = (arrange_digits if all_digits else arrange)(self.weight.packed, gated)
+            packed = self.weight.packed
+            if beside is not None:
+                packed = packed.above(beside.weight.packed)
+            self._arranged = (arrange_digits if all_digits else arrange)(packed, gated)
         eps = NORM_EPS if normalise else None
         added = None if added is None else added.reshape(-1, added.shape[-1])
-        multiply = digits_matmul if all_digits else arranged_matmul
-        y = multiply(x.reshape(-1, x.shape[-1]), self._arranged, eps, added)
+        rows = x.reshape(-1, x.shape[-1])
+        of_trits = arranged_matmul if len(rows) == 1 else arranged_rows
+        multiply = digits_matmul if all_digits else of_trits
+        y = multiply(rows, self._arranged, eps, added)
         return y.view(*x.shape[:-1], -1)
 
     @contextmanager

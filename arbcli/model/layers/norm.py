@@ -80,9 +80,11 @@ class TernaryRMSNorm(Findable):
         """Normalise (M, D), and round rows to e4m3: numbers and scales; not differentiable."""
         return rms_norm_e4m3(x, *self._norm())
 
-    def backward(self, grad_y: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Compute the gradient of x, and the result again."""
-        return rms_norm_backward(grad_y, x, *self._norm())
+    def backward(
+        self, grad_y: Tensor, x: Tensor, beside: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Compute the gradient of x, plus the one that it has beside, and the result again."""
+        return rms_norm_backward(grad_y, x, *self._norm(), beside)
 
     @property
     def plain(self) -> bool:

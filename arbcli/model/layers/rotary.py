@@ -16,9 +16,14 @@ MOST_SPARE_ROWS = 2**16
 """Of a table beyond the positions that a text has."""
 
 
-def _compute_table(length: int, head_dim: int, device: torch.device) -> tuple[Tensor, Tensor]:
+def _compute_table(
+    length: int, head_dim: int, device: torch.device, turned: int
+) -> tuple[Tensor, Tensor]:
     exact = {"device": device, "dtype": torch.float64}  # in float32 far positions lose digits
-    frequency = ROTARY_BASE ** (-torch.arange(0, head_dim, 2, **exact) / head_dim)
+    frequency = ROTARY_BASE ** (-torch.arange(0, turned, 2, **exact) / turned)
+    if turned < head_dim:
+        still = torch.zeros((head_dim - turned) // 2, **exact)
+        frequency = torch.cat((frequency, still))
     angle = torch.outer(torch.arange(length, **exact), frequency)
     return angle.cos().float(), angle.sin().float()
 
@@ -30,13 +35,18 @@ def _new_cache():
 _tables = _new_cache()
 
 
-def rotary_table(length: int, head_dim: int, device: torch.device) -> tuple[Tensor, Tensor]:
+def rotary_table(
+    length: int, head_dim: int, device: torch.device, turned: int | None = None
+) -> tuple[Tensor, Tensor]:
     """Compute cos and sin of every position's angles, (length, head_dim / 2) float32 each.
+
+    Of a head `turned` numbers turn, by angles as of a head of that width, and the others' angles
+    are 0; None is all of them.
 
     A derived constant: it follows from the configuration, so it is cached here and no part of the
     state. Source: J. Su et al., "RoFormer", https://arxiv.org/abs/2104.09864, eq. 15.
     """
-    return _tables(length, head_dim, device)
+    return _tables(length, head_dim, device, turned or head_dim)
 
 
 def table_rows(positions: int, context: int) -> int:

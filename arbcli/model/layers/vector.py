@@ -5,7 +5,8 @@ All of its digits count, also where the weights of matrices are trits alone.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -89,7 +90,30 @@ class _Read(Function):
         return None, None
 
 
-class TernaryVector(nn.Module):
+class _ReadWhole(nn.Module):
+    """A packed tensor that is decoded whole."""
+
+    weight: ReadWeight
+    _prepared: Tensor | None = None
+
+    def prepared(self) -> Tensor:
+        """Decode once; `arranged_once` says until when."""
+        if self._prepared is None:
+            self._prepared = self.weight.weight(torch.float32).squeeze(1)
+            if self._prepared.is_cuda:  # kernels that overlap read it without waiting for any
+                torch.cuda.synchronize(self._prepared.device)
+        return self._prepared
+
+    @contextmanager
+    def arranged_once(self) -> Iterator[None]:
+        """Keep what was decoded for steps; meanwhile the weights must not change."""
+        try:
+            yield
+        finally:
+            self._prepared = None
+
+
+class TernaryVector(_ReadWhole):
     """A packed vector of n numbers.
 
     Args:
@@ -108,7 +132,7 @@ class TernaryVector(nn.Module):
         return _Read.apply(anchor(self.weight.trits), self.weight).flatten()
 
 
-class TernaryTaps(nn.Module):
+class TernaryTaps(_ReadWhole):
     """The packed taps of a short convolution, so many for each channel.
 
     Args:

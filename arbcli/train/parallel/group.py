@@ -7,7 +7,9 @@ those on a CPU by gloo. Whatever is added up here is integers, so that no order 
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from threading import Thread
 from typing import Any
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -17,6 +19,8 @@ from arbcli.errors import ArbError
 
 STARTED_BY_TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
+CPU = torch.device("cpu")
+ABORT_SECONDS = 15
 SAME = "start all of them with the same arguments, files and versions"
 
 
@@ -28,12 +32,27 @@ class Group:
     Args:
         rank: of this process, from 0; the first one writes and prints.
         size: how many there are.
+        device: of the tensors that travel.
     """
 
-    def __init__(self, rank: int = 0, size: int = 1) -> None:
-        self.rank, self.size = rank, size
+    def __init__(self, rank: int = 0, size: int = 1, device: torch.device = CPU) -> None:
+        self.rank, self.size, self.device = rank, size, device
         self.received = 0
-        """Bytes of a step that all processes have received of others, added up: see `Wire`."""
+        """Bytes of a step that all processes have received of others, added up."""
+        self._graphs: WeakSet[torch.cuda.CUDAGraph] = WeakSet()
+
+    def remember(self, graph: torch.cuda.CUDAGraph) -> None:
+        """Know a captured step with messages in it, which must be gone before the processes part.
+
+        NCCL waits for such graphs when it ends and when it is aborted, for ever if need be.
+        """
+        self._graphs.add(graph)
+
+    def forget_graphs(self) -> None:
+        """Free the captured steps that are still there."""
+        for graph in [*self._graphs]:
+            graph.reset()
+        self._graphs.clear()
 
     @property
     def first(self) -> bool:
@@ -109,7 +128,7 @@ class Group:
         """Find the largest of each number; on the host, nothing waits for a GPU."""
         if self.size == 1:
             return [*numbers]
-        found = torch.tensor(numbers, dtype=torch.int64, device="cpu")
+        found = torch.tensor(numbers, dtype=torch.int64, device=CPU)
         with explained_loss():
             dist.all_reduce(found, dist.ReduceOp.MAX)
         return found.tolist()
@@ -120,7 +139,7 @@ class Group:
             return value
         values = [value]
         with explained_loss():
-            dist.broadcast_object_list(values, 0, device=torch.device("cpu"))
+            dist.broadcast_object_list(values, 0, device=CPU)
         return values[0]
 
     def collect(self, value: Any) -> list[Any]:
@@ -174,9 +193,6 @@ class Group:
                 _exchange(dist.P2POp(dist.irecv, result, owner))
                 return result
         return None
-
-    device: torch.device = torch.device("cpu")
-    """Of the tensors that travel."""
 
 
 class Travelling:
@@ -246,8 +262,6 @@ def own_device(place: torch.device) -> torch.device:
 def joined(device: torch.device) -> Iterator[Group]:
     """Join the processes that `torchrun` has started; a process alone is a group of one.
 
-    Captured graphs must be gone before it ends: NCCL waits for those that have its messages.
-
     Args:
         device: of the tensors that travel.
 
@@ -255,7 +269,7 @@ def joined(device: torch.device) -> Iterator[Group]:
         ArbError: there is no such GPU here, or the others do not come.
     """
     if not started_by_torchrun() or os.environ["WORLD_SIZE"] == "1":
-        yield Group()
+        yield Group(device=device)
         return
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     about: dict[str, Any] = {"backend": "gloo"}
@@ -263,11 +277,24 @@ def joined(device: torch.device) -> Iterator[Group]:
         about = {"backend": "cpu:gloo,cuda:nccl", "device_id": device}
     with explained_loss():
         dist.init_process_group(rank=rank, world_size=size, **about)
-    group = Group(rank, size)
-    group.device = device
+    group = Group(rank, size, device)
     try:
         yield group
     except BaseException:
-        dist.group.WORLD.abort()  # nobody waits for what others may never send
+        group.forget_graphs()
+        _abort()
         raise
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)  # a graph that still runs is not freed
+    group.forget_graphs()
     dist.destroy_process_group()
+
+
+def _abort() -> None:
+    """End all talk at once: nobody waits for what others may never send.
+
+    It is given some seconds, as what is told is the error that led here, whatever NCCL does.
+    """
+    thread = Thread(target=dist.group.WORLD.abort, daemon=True)
+    thread.start()
+    thread.join(ABORT_SECONDS)

@@ -6,16 +6,21 @@ model to the first, as a backward comes to them, each to whoever has had the lea
 that the work is even at every moment of a backward.
 """
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 from torch import Tensor
 
+from arbcli.kernels.update.direction import UNIT
+from arbcli.kernels.update.last_bits import LARGEST_CHANGE
 from arbcli.model.layers.table import TableWeight
 from arbcli.model.packed import TernaryTensor
+from arbcli.rules.base import STEP_OF_RADIX
+from arbcli.train.updater import step_limit
 
 BUCKET_WEIGHTS = 2**25
-"""Tensors travel together until they have so many weights: few messages, and long ones."""
+"""Of the tensors that travel together, about: few messages, and long ones."""
 ALIGNMENT = 16
 """Bytes; every tensor in a message begins at a multiple."""
 ORTHOGONAL_COST = 1 / 100
@@ -23,16 +28,45 @@ ORTHOGONAL_COST = 1 / 100
 pass over memory being 1: thirty operations against twenty bytes."""
 
 
+DIGITS = ("trits", "remainder")
+"""Buffers that the last bits of z tell."""
+
+
 @dataclass(eq=False, slots=True)
 class Member:
-    """A tensor in a bucket."""
+    """A tensor in a bucket, or those of its matrices whose gradients come together."""
 
     tensor: TernaryTensor
+    matrices: range
     owner: int
     up: int
     """Where its sums begin in the part of the owner, bytes."""
     down: int
     """Where what the owner tells begins in its message, bytes."""
+    by_bits: bool
+    """Whether trits and remainders are told by the last bits of both: see `are_told_by_bits`."""
+
+    @property
+    def rows(self) -> slice:
+        """Find its rows among those of the tensor."""
+        of_one = self.tensor.out_features // self.tensor.matrices
+        return slice(self.matrices.start * of_one, self.matrices.stop * of_one)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Count its rows and columns."""
+        return self.rows.stop - self.rows.start, self.tensor.in_features
+
+    @property
+    def bits_shape(self) -> tuple[int, int]:
+        """Count rows and bytes of the last bits of its digits."""
+        rows, columns = self.shape
+        return (rows + 1) // 2, columns
+
+    def copied(self) -> list[Tensor]:
+        """List what an owner tells of it as it is: views of the tensor's buffers."""
+        parts = told(self.tensor).items()
+        return [part[self.rows] for name, part in parts if not (self.by_bits and name in DIGITS)]
 
 
 @dataclass(eq=False, slots=True)
@@ -48,7 +82,7 @@ class Bucket:
     @property
     def rows(self) -> int:
         """Count the rows of all its tensors."""
-        return sum(member.tensor.out_features for member in self.members)
+        return sum(member.shape[0] for member in self.members)
 
 
 def rounded_up(size: int) -> int:
@@ -66,6 +100,23 @@ def told(tensor: TernaryTensor) -> dict[str, Tensor]:
     if hasattr(tensor, "wire_exponent"):
         names.append("wire_exponent")
     return {name: getattr(tensor, name) for name in names}
+
+
+def are_told_by_bits(tensor: TernaryTensor, lr: float) -> bool:
+    """Tell whether four bits say what a step makes of the digits of a tensor.
+
+    They do where all digits are read, and no step moves z by more than `LARGEST_CHANGE`. Rows of a
+    table may be far behind, and are told as they are.
+
+    Args:
+        tensor: of a model.
+        lr: the largest learning rate of its steps.
+    """
+    rule = tensor.rule
+    if not rule.reads_all or isinstance(tensor, TableWeight):
+        return False
+    limit = step_limit(lr * tensor.lr_factor * rule.radix * STEP_OF_RADIX)
+    return -(-limit // UNIT) <= LARGEST_CHANGE
 
 
 def kept(tensor: TernaryTensor) -> dict[str, Tensor]:
@@ -92,31 +143,40 @@ def deal_out(tensors: Iterable[TernaryTensor], size: int) -> dict[int, int]:
     return owners
 
 
-def plan(tensors: Iterable[TernaryTensor], size: int, sum_bytes: int) -> list[Bucket]:
+def plan(
+    tensors: Iterable[TernaryTensor], owners: dict[int, int], size: int, sum_bytes: int, lr: float
+) -> list[Bucket]:
     """Lay out the messages of a step.
 
     Args:
         tensors: of the model, in its order.
+        owners: of each, by its `id`.
         size: how many processes there are.
         sum_bytes: of a sum that travels.
+        lr: the largest learning rate.
 
     Returns:
-        Buckets, in about the order of a backward; each table, whose rows travel, has its own.
+        Buckets, in about the order of a backward; each table, whose rows travel, has its own. Those
+        of a stack of matrices are no larger than what of its gradient comes at once.
     """
-    tensors = [*tensors]
-    owners, buckets, weights = deal_out(tensors, size), [], 0
-    for tensor in reversed(tensors):
-        alone = isinstance(tensor, TableWeight)
-        if alone or not buckets or weights >= BUCKET_WEIGHTS:
-            buckets.append(Bucket([], [0] * size, [0] * size))
-            weights = 0
-        bucket, owner = buckets[-1], owners[id(tensor)]
-        bucket.members.append(
-            Member(tensor, owner, bucket.up_sizes[owner], bucket.down_sizes[owner])
-        )
-        sums = rounded_up(tensor.num_weights * sum_bytes)
-        bucket.up_sizes[owner] += sums + rounded_up(tensor.out_features)
-        sizes = (rounded_up(part.nbytes) for part in told(tensor).values())
-        bucket.down_sizes[owner] += sum(sizes)
-        weights = BUCKET_WEIGHTS if alone else weights + tensor.num_weights
+    buckets, weights = [], 0
+    for tensor in reversed([*tensors]):
+        alone, owner = isinstance(tensor, TableWeight), owners[id(tensor)]
+        by_bits = are_told_by_bits(tensor, lr)
+        for matrices in tensor.gradient_ranges():
+            number = len(matrices) * (tensor.num_weights // tensor.matrices)
+            # one that would be too large by more than half of what comes begins the next
+            if alone or not buckets or weights + number // 2 > BUCKET_WEIGHTS:
+                buckets.append(Bucket([], [0] * size, [0] * size))
+                weights = 0
+            bucket = buckets[-1]
+            up, down = bucket.up_sizes[owner], bucket.down_sizes[owner]
+            member = Member(tensor, matrices, owner, up, down, by_bits)
+            bucket.members.append(member)
+            sums = rounded_up(number * sum_bytes) + rounded_up(member.shape[0])
+            bucket.up_sizes[owner] += sums
+            bits = rounded_up(math.prod(member.bits_shape)) if by_bits else 0
+            copied = sum(rounded_up(part.nbytes) for part in member.copied())
+            bucket.down_sizes[owner] += bits + copied
+            weights = 2 * BUCKET_WEIGHTS if alone else weights + number
     return buckets

@@ -5,6 +5,7 @@ the same random bits. Sums of integers are the same in every order, so what an o
 not depend on how many processes there are: one process does the same with all micro-batches.
 """
 
+import math
 from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 
 from arbcli.kernels.rows.table_rows import gather_rows, scatter_rows_
 from arbcli.kernels.rows.weighted_rows import TouchedRows, touched_rows, weighted_rows_grad
+from arbcli.kernels.update.last_bits import last_bits, take_last_bits_
 from arbcli.kernels.update.quantise_gradient import (
     LOWEST,
     NONE,
@@ -25,7 +27,17 @@ from arbcli.kernels.update.random_bits import stream_keys
 from arbcli.kernels.update.sum_gradients import sum_gradients
 from arbcli.model.packed import TernaryTensor
 from arbcli.train.parallel.group import Group, Travelling
-from arbcli.train.parallel.owners import ALIGNMENT, Bucket, Member, kept, plan, rounded_up, told
+from arbcli.train.parallel.owners import (
+    ALIGNMENT,
+    Bucket,
+    Member,
+    are_told_by_bits,
+    deal_out,
+    kept,
+    plan,
+    rounded_up,
+    told,
+)
 from arbcli.train.updater import Updater, loaded
 
 LARGEST = {"int8": 127, "int16": 32767}
@@ -70,6 +82,7 @@ class SharedUpdater:
         wire: what gradients travel as, one of `WIRES`.
         micro_batches: of a step, of all processes.
         group: the processes.
+        lr: the largest learning rate of a step.
     """
 
     averages = True
@@ -85,6 +98,7 @@ class SharedUpdater:
         wire: str,
         micro_batches: int,
         group: Group,
+        lr: float,
     ) -> None:
         self.updates = Updater(tensors, seed, dtype)
         self.group, self.micro_batches, self.dtype = group, micro_batches, dtype
@@ -99,27 +113,31 @@ class SharedUpdater:
         self.device = self.updates.device
         self._seed = self.updates.seed ^ WIRE_SEED
         self._ticks = torch.empty(0, dtype=torch.int32, device=self.device)
-        self.buckets = plan(self.tensors, group.size, self.sums.itemsize)
+        self.owners = deal_out(self.tensors, group.size)
+        """By the `id` of a tensor: which process has it."""
+        self._largest_lr = lr
+        self.buckets = plan(self.tensors, self.owners, group.size, self.sums.itemsize, lr)
         self._bucket_of = {
-            id(member.tensor): (bucket, member)
+            (id(member.tensor), member.matrices.start): (bucket, member)
             for bucket in self.buckets
             for member in bucket.members
         }
         self.received = 0
         """Bytes that all processes received of others in the last step, added up."""
         self._kept = {
-            id(member.tensor): {
-                name: (part.shape, part.dtype) for name, part in kept(member.tensor).items()
+            id(tensor): {
+                name: (part.shape, part.dtype)
+                for name, part in (kept(tensor) | self._half_told(tensor)).items()
             }
-            for member in self.members()
+            for tensor in self.tensors
         }
-        """By the `id` of a tensor: shapes and dtypes of what its owner alone keeps, by name."""
+        """By the `id` of a tensor: shapes and dtypes of what its owner alone has right, by name."""
         self._forget()
 
     def _forget(self) -> None:
         """Begin a step."""
         self._sent: dict[int, Tensor] = {}
-        self._written: set[tuple[int, int]] = set()
+        self._written: set[Member] = set()
         self._arrived: dict[int, int] = {}
         self._payloads: dict[int, list[Tensor]] = {}
         self._num_rows: dict[int, int] = {}
@@ -128,19 +146,30 @@ class SharedUpdater:
         self._down: deque[tuple[Bucket, list[tuple[int, Travelling]]]] = deque()
         self._measured: dict[int, Tensor] | None = None
 
-    def members(self) -> list[Member]:
-        """List every tensor with its owner."""
-        return [member for bucket in self.buckets for member in bucket.members]
-
     def release(self) -> None:
         """Free what only the owners of other tensors need."""
-        for member in self.members():
-            if member.owner != self.group.rank:
-                for name, part in kept(member.tensor).items():
-                    setattr(member.tensor, name, part[:0].clone())
+        for tensor in self.tensors:
+            if self.owners[id(tensor)] != self.group.rank:
+                for name, part in kept(tensor).items():
+                    setattr(tensor, name, part[:0].clone())
+
+    def _half_told(self, tensor: TernaryTensor) -> dict[str, Tensor]:
+        """List the buffer of whose bytes one half is told, and the other the owner's alone."""
+        by_bits = are_told_by_bits(tensor, self._largest_lr)
+        return {"remainder": tensor.remainder} if by_bits and tensor.rule.share_a_byte else {}
+
+    def common(self, model: nn.Module) -> dict[str, Tensor]:
+        """List what all processes have alike of the state of a model, by name."""
+        modules = {id(part): name for name, part in model.named_modules()}
+        own = self.layout(model)
+        found = {name: part for name, part in model.state_dict().items() if name not in own}
+        for tensor in self.tensors:
+            for name, part in self._half_told(tensor).items():
+                found[f"{modules[id(tensor)]}.{name}"] = part & 15
+        return found
 
     def layout(self, model: nn.Module) -> dict[str, Tensor]:
-        """List what owners alone keep of the state of a model, by name, without memory."""
+        """List what owners alone have right of the state of a model, by name, without memory."""
         modules = {id(part): name for name, part in model.named_modules()}
         return {
             f"{modules[key]}.{name}": torch.empty(shape, dtype=dtype, device="meta")
@@ -149,7 +178,7 @@ class SharedUpdater:
         }
 
     def gather(self, model: nn.Module) -> dict[str, Tensor]:
-        """Bring what owners alone keep to the first process.
+        """Bring what owners alone have right to the first process.
 
         Args:
             model: whose tensors they are.
@@ -159,14 +188,14 @@ class SharedUpdater:
         """
         modules = {id(part): name for name, part in model.named_modules()}
         layout, found = self.layout(model), {}
-        for member in self.members():
-            for own in self._kept[id(member.tensor)]:
-                name = f"{modules[id(member.tensor)]}.{own}"
-                part = getattr(member.tensor, own)
-                part = self.group.fetch(part, layout[name], member.owner)
+        for tensor in self.tensors:
+            owner = self.owners[id(tensor)]
+            for own in self._kept[id(tensor)]:
+                name = f"{modules[id(tensor)]}.{own}"
+                part = self.group.fetch(getattr(tensor, own), layout[name], owner)
                 if part is not None:
                     # a GPU has no room for all of them
-                    found[name] = part.cpu() if member.owner else part
+                    found[name] = part.cpu() if owner else part
         return found
 
     # a step
@@ -178,7 +207,12 @@ class SharedUpdater:
             step: number of the step, from 0.
             lr: its learning rate.
             accumulation: micro-batches of this process.
+
+        Raises:
+            ValueError: the learning rate is larger than the largest.
         """
+        if lr > self._largest_lr * (1 + 1e-6):  # which may be rounded
+            raise ValueError(f"a learning rate of {lr} is above {self._largest_lr}")
         self.updates.set_step(step, lr)
         ticks = [step * self.micro_batches + micro for micro in self.local]
         self._ticks = loaded(torch.tensor(ticks, dtype=torch.int32, device="cpu"), self._ticks)
@@ -209,19 +243,16 @@ class SharedUpdater:
             return
         first = where.start if where is not None else 0
         grad = grad.reshape(-1, grad.shape[-1])
-        begin = first * (tensor.out_features // tensor.matrices)
-        rows = slice(begin, begin + len(grad))
+        bucket, member = self._bucket_of[id(tensor), first]
         if self._measured is not None:
-            self._measure(tensor, grad, rows)
+            self._measure(member, grad)
             return
-        bucket, member = self._bucket_of[id(tensor)]
         sums, fitting = self._own_sums(bucket, member)
-        part = (id(tensor), begin)
         quantise_gradient(
-            grad, tensor.wire_exponent[rows, 0], self._key(tensor, first), sums[rows],
-            fitting[rows], self.limit, part in self._written,
+            grad, tensor.wire_exponent[member.rows, 0], self._key(tensor, first), sums, fitting,
+            self.limit, member in self._written,
         )  # fmt: skip
-        self._written.add(part)
+        self._written.add(member)
         if self.last:
             arrived = self._arrived.get(id(bucket), 0) + len(grad)
             self._arrived[id(bucket)] = arrived
@@ -256,12 +287,12 @@ class SharedUpdater:
 
     def _read_sums(self, parts: Tensor, member: Member) -> tuple[Tensor, Tensor]:
         """View the sums of a tensor in (P, bytes): (P, N, K), and (P, N) int8."""
-        tensor = member.tensor
-        size = tensor.num_weights * self.sums.itemsize
+        rows, columns = member.shape
+        size = rows * columns * self.sums.itemsize
         sums = parts[:, member.up : member.up + size].view(self.sums)
         behind = member.up + rounded_up(size)
-        fitting = parts[:, behind : behind + tensor.out_features].view(torch.int8)
-        return sums.unflatten(1, (tensor.out_features, tensor.in_features)), fitting
+        fitting = parts[:, behind : behind + rows].view(torch.int8)
+        return sums.unflatten(1, (rows, columns)), fitting
 
     def _launch(self, bucket: Bucket) -> None:
         """Send the sums of a bucket to their owners; what has no gradient in this step is zeros."""
@@ -285,9 +316,8 @@ class SharedUpdater:
     def _fill_missing(self, bucket: Bucket) -> None:
         if self._arrived.get(id(bucket), 0) == bucket.rows:
             return
-        written = {key for key, _ in self._written}
         for member in bucket.members:
-            if id(member.tensor) not in written:
+            if member not in self._written:
                 sums, fitting = self._own_sums(bucket, member)
                 sums.zero_()
                 fitting.fill_(NONE)
@@ -309,8 +339,7 @@ class SharedUpdater:
                     continue
                 message = torch.empty(size, dtype=torch.uint8, device=self.device)
                 if owner == rank:
-                    for part, place in self._places(bucket, owner, message):
-                        place.copy_(part)
+                    self._copy(bucket, owner, message, into=True)
                 told_by.append((owner, self.group.tell_all(message, owner)))
             self._down.append((bucket, told_by))
             while len(self._down) > IN_FLIGHT:
@@ -318,26 +347,40 @@ class SharedUpdater:
 
     def _step(self, member: Member, sums: Tensor, fitting: Tensor) -> None:
         """Step a tensor by the sums of all processes, and move its exponents."""
-        tensor = member.tensor
-        exponent = tensor.wire_exponent
-        grad = sum_gradients(sums, exponent[:, 0], fitting, self.gradients)
+        tensor, matrices = member.tensor, member.matrices
+        exponent = tensor.wire_exponent[member.rows, 0]
+        grad = sum_gradients(sums, exponent, fitting, self.gradients)
         if tensor.matrices == 1:
             self.updates(tensor, grad)
         else:
-            self.updates(tensor, grad.unflatten(0, (tensor.matrices, -1)), range(tensor.matrices))
-        exponent[:, 0] = next_exponents(exponent[:, 0], fitting.amax(dim=0))
+            self.updates(tensor, grad.unflatten(0, (len(matrices), -1)), matrices)
+        exponent.copy_(next_exponents(exponent, fitting.amax(dim=0)))
 
-    def _places(
-        self, bucket: Bucket, owner: int, message: Tensor
-    ) -> Iterable[tuple[Tensor, Tensor]]:
-        """Go through what an owner tells of a bucket: each buffer, and its place in the message."""
+    def _copy(self, bucket: Bucket, owner: int, message: Tensor, *, into: bool) -> None:
+        """Copy what an owner tells of a bucket into its message, or out of it."""
+        parts, places = [], []
         for member in bucket.members:
             if member.owner == owner:
                 begin = member.down
-                for part in told(member.tensor).values():
-                    place = message[begin : begin + part.nbytes]
-                    yield part, place.view(part.dtype).view(part.shape)
+                if member.by_bits:
+                    size = math.prod(member.bits_shape)
+                    self._pass_bits(member, message[begin : begin + size], into=into)
+                    begin += rounded_up(size)
+                for part in member.copied():
+                    parts.append(part.view(torch.uint8).view(-1))
+                    places.append(message[begin : begin + part.nbytes])
                     begin += rounded_up(part.nbytes)
+        torch._foreach_copy_(*((places, parts) if into else (parts, places)))  # in few launches
+
+    def _pass_bits(self, member: Member, place: Tensor, *, into: bool) -> None:
+        """Write the last bits of all digits to their place, or read them from there."""
+        tensor, rule = member.tensor, member.tensor.rule
+        state = tensor.trits[member.rows], tensor.remainder[member.rows]
+        about, bits = (rule.radix, rule.share_a_byte), place.view(member.bits_shape)
+        if into:
+            last_bits(*state, *about, out=bits)
+        else:
+            take_last_bits_(*state, bits, *about)
 
     def _receive(self) -> None:
         """Take what the owners of a bucket tell."""
@@ -349,8 +392,7 @@ class SharedUpdater:
             if self._is_table(bucket):
                 self._receive_rows(bucket, message)
             else:
-                for part, place in self._places(bucket, owner, message):
-                    part.copy_(place)
+                self._copy(bucket, owner, message, into=False)
 
     # tables
 
@@ -359,7 +401,7 @@ class SharedUpdater:
 
     def _take_rows(self, tensor: TernaryTensor, grad: Tensor, touched: TouchedRows) -> None:
         """Quantise the rows of a table that a micro-batch touched, each with its own exponent."""
-        bucket, _ = self._bucket_of[id(tensor)]
+        bucket, _ = self._bucket_of[id(tensor), 0]
         exponent = fitting_exponents(grad.abs().amax(dim=1).float(), LARGEST_OF_ROWS)
         sums = torch.empty(grad.shape, dtype=torch.int8, device=grad.device)
         dividing = torch.where(exponent == NOT_FINITE, NONE, exponent)
@@ -465,10 +507,10 @@ class SharedUpdater:
             tensor.wire_exponent[:, 0] = next_exponents(tensor.wire_exponent[:, 0], fitting)
         self._forget()
 
-    def _measure(self, tensor: TernaryTensor, grad: Tensor, rows: slice) -> None:
+    def _measure(self, member: Member, grad: Tensor) -> None:
         found = fitting_exponents(grad.abs().amax(dim=1).float(), self.limit)
-        so_far = self._measured[id(tensor)]
-        so_far[rows] = torch.maximum(so_far[rows], found)
+        so_far = self._measured[id(member.tensor)][member.rows]
+        so_far.copy_(torch.maximum(so_far, found))
 
     # what is counted
 

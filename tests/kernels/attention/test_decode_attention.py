@@ -3,8 +3,12 @@
 import pytest
 import torch
 
-from arbcli.kernels.attention.decode_attention import decode_attention
+from arbcli.kernels.attention import decode_attention as module
+from arbcli.kernels.attention.decode_attention import DECODE_ATTENTION, decode_attention
+from arbcli.kernels.attention.decode_attention_8bit import DECODE_ATTENTION_8BIT
 from arbcli.kernels.runtime.backend import use_backend
+from arbcli.verify.compare import as_tuple, compare
+from arbcli.verify.kernels import copies
 
 BACKENDS = ("torch", "triton" if torch.cuda.is_available() else "interpreter")
 
@@ -73,3 +77,17 @@ def test_rejects_what_does_not_fit(device):
     ):
         with pytest.raises(ValueError, match=match):
             decode_attention(*wrong, 1e-6)
+
+
+@pytest.mark.parametrize("spec", [DECODE_ATTENTION, DECODE_ATTENTION_8BIT], ids=lambda s: s.name)
+def test_programs_that_have_several_blocks(spec, device, monkeypatch):
+    """As in a ring of 16,384 slots; a program's blocks end before, at and behind a slot."""
+    monkeypatch.setattr(module, "PROGRAMS", 4)
+    monkeypatch.setattr(module, "SLOTS", 8)
+    for case in spec.cases(torch.device("cpu"), 32):
+        inputs = [part.to(device) if torch.is_tensor(part) else part for part in case.inputs]
+        wanted = as_tuple(spec.reference(*copies(inputs)))
+        with use_backend(BACKENDS[1]):
+            got = as_tuple(spec.triton(*copies(inputs)))
+        for result, expected in zip(got, wanted, strict=True):
+            assert compare(spec, case.label, result, expected).passed, case.label

@@ -1,0 +1,373 @@
+"""Several texts from a model at once: what a text is does not depend on the others.
+
+Each step makes one byte of every text that goes on, with weights that are read once for all. A text
+that is done gives its place to the next prompt, which is read by itself, as if it were alone. The
+kernels of a step give each text the bits that it would have beside any others, at any number of
+them. Models without such kernels make one text after another.
+"""
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from arbcli.config.dense import ModelConfig
+from arbcli.device import check_room, deterministic, explained_out_of_memory
+from arbcli.errors import ArbError
+from arbcli.infer.generation import (
+    LONGEST_TEXT,
+    OUT_OF_MEMORY,
+    WARM_UP_STEPS,
+    Decoder,
+    Sampling,
+)
+from arbcli.kernels.output.choose_bytes import choose_bytes_
+from arbcli.kernels.runtime.backend import default_backend, use_backend
+from arbcli.kernels.runtime.overlap import overlapping
+from arbcli.kernels.update.random_bits import stream_keys
+from arbcli.model.language_model import LanguageModel
+
+MOST_AT_ONCE = 64
+"""Texts that the kernels of a step take."""
+USUALLY_AT_ONCE = 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """A prompt, and what to make of it."""
+
+    prompt: bytes
+    length: int
+    """Bytes that follow."""
+    sampling: Sampling
+    stream: int = 0
+    """Which of the random streams of the seed; a single text has stream 0."""
+
+    def __post_init__(self) -> None:
+        """Refuse what no text can be made of.
+
+        Raises:
+            ArbError: the prompt is empty, or the text has no or too many bytes.
+        """
+        if not self.prompt:
+            raise ArbError("the prompt is empty", hint="give at least one byte, such as a newline")
+        if self.length < 1 or self.positions > LONGEST_TEXT:
+            raise ArbError(
+                f"{self.length:,} bytes are to follow a prompt of {len(self.prompt):,}",
+                hint=f"make at least one, and {LONGEST_TEXT:,} with the prompt at most",
+            )
+
+    @property
+    def positions(self) -> int:
+        """Bytes of the text, its prompt among them."""
+        return len(self.prompt) + self.length
+
+    def key(self, device: torch.device) -> Tensor:
+        """Make the key of its random numbers, an int32 scalar."""
+        seed, stream = torch.tensor([self.sampling.seed, self.stream], dtype=torch.int32).unbind()
+        return stream_keys(seed, stream, 1, 1)[0, 0].to(device)
+
+
+def check_at_once(model: LanguageModel, batch: int | None) -> int:
+    """Choose how many texts a step makes; None is what is usual.
+
+    Raises:
+        ArbError: the model has no kernels for so many.
+    """
+    most = MOST_AT_ONCE if model.makes_several else 1
+    if batch is None:
+        return min(most, USUALLY_AT_ONCE)
+    if batch > most and most == 1:
+        raise ArbError(
+            "this model makes one text after another here",
+            hint="leave `--batch` out; kernels for several are for dense models on a GPU, in bf16,"
+            " with groups of a multiple of 32 weights that are trits alone",
+        )
+    if not 1 <= batch <= most:
+        raise ArbError(f"`--batch` is {batch}", hint=f"use 1 to {most}")
+    return batch
+
+
+def cache_bytes(config: ModelConfig, texts: int, positions: int, dtype: torch.dtype) -> int:
+    """Count the bytes that keys and values of several texts take."""
+    window = min(config.ctx, positions)
+    return 2 * config.layers * texts * window * config.dim * dtype.itemsize
+
+
+class SeveralDecoder:
+    """A model, a cache for several texts, and what they have so far.
+
+    Args:
+        model: that `makes_several`, inside `model.prepared_weights()`.
+        texts: how many are made at once.
+        positions: bytes that the longest of them can have.
+        backend: what runs the kernels; None is the device's own.
+        capture: whether a step is replayed as one CUDA graph; None is wherever it can be.
+
+    Raises:
+        ArbError: there is no memory for the cache.
+    """
+
+    @torch.no_grad()
+    def __init__(
+        self,
+        model: LanguageModel,
+        texts: int,
+        positions: int,
+        *,
+        backend: str | None = None,
+        capture: bool | None = None,
+    ) -> None:
+        self.model, device = model, model.device
+        texts = max(2, texts)  # a single row would have a kernel that adds up in another order
+        if device.type == "cuda":
+            needed = cache_bytes(model.config, texts, positions, model.compute_dtype)
+            free, _ = torch.cuda.mem_get_info(device)
+            held = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+            what = f"the cache of {texts} texts"
+            check_room(needed, what, "use a smaller `--batch`, or shorter texts", free + held)
+        self.cache = model.new_several_cache(texts, positions)
+        self.backend = backend or default_backend(device)
+        integers = {"dtype": torch.int32, "device": device}
+        self._text = torch.zeros(texts, positions, dtype=torch.uint8, device=device)
+        self._byte = torch.zeros(texts, 1, dtype=torch.int64, device=device)  # the last ones
+        self._key = torch.zeros(texts, **integers)
+        self._temperature = torch.zeros(texts, device=device)
+        self._top_k = torch.ones(texts, **integers)
+        self._top_p = torch.ones(texts, device=device)
+        self._graph: torch.cuda.CUDAGraph | None = None
+        can_capture = device.type == "cuda" and self.backend == "triton"
+        if can_capture if capture is None else capture:
+            self._capture()
+
+    @torch.no_grad()
+    def begin(self, place: int, request: Request) -> None:
+        """Begin a text in one of the places, by reading its prompt."""
+        cache, how, device = self.cache.texts[place], request.sampling, self._text.device
+        ids = torch.tensor(list(request.prompt), device=device)
+        self._text[place, : len(ids)] = ids
+        self._key[place] = request.key(device)
+        self._temperature[place], self._top_p[place] = how.temperature, how.top_p
+        self._top_k[place] = how.top_k
+        cache.reset()
+        with use_backend(self.backend):
+            for start in range(0, len(ids) - 1, cache.window):
+                stop = min(start + cache.window, len(ids) - 1)
+                self.model(ids[None, start:stop], cache)
+        self._byte[place] = ids[-1]
+        self.cache.going_on[place] = 1
+
+    def end(self, place: int, request: Request) -> Callable[[], bytes]:
+        """End a text; the function returned waits for its bytes, without those of the prompt."""
+        self.cache.going_on[place] = 0
+        made = self._text[place, len(request.prompt) : request.positions].clone()
+        if made.device.type == "cpu":
+            return lambda: bytes(made.tolist())
+        on_host = torch.empty(made.shape, dtype=torch.uint8, pin_memory=True)
+        on_host.copy_(made, non_blocking=True)
+        arrived = torch.cuda.Event()
+        arrived.record()
+
+        def wait() -> bytes:
+            arrived.synchronize()
+            return bytes(on_host.tolist())
+
+        return wait
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """Make one byte of every text that was begun and not ended."""
+        if self._graph is None:
+            self._compute()
+        else:
+            self._graph.replay()
+
+    def _compute(self) -> None:
+        with use_backend(self.backend), overlapping():
+            logits = self.model(self._byte, self.cache)[:, 0]
+            choose_bytes_(
+                self._byte,
+                self._text,
+                logits,
+                self.cache.position,  # by now those of the bytes to choose
+                self._key,
+                self._temperature,
+                self._top_k,
+                self._top_p,
+            )
+
+    def _capture(self) -> None:
+        """Record a step as a CUDA graph, after a few steps whose bytes are then forgotten."""
+        for _ in range(WARM_UP_STEPS):
+            self._compute()
+        self._graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self._graph):
+            self._compute()
+        self.cache.reset()
+
+
+def generate_several(
+    model: LanguageModel,
+    requests: Sequence[Request],
+    batch: int | None = None,
+    *,
+    backend: str | None = None,
+    kv: str | None = None,
+) -> Iterator[tuple[int, bytes]]:
+    """Make texts of several prompts.
+
+    Args:
+        model: any `LanguageModel`.
+        requests: what to make.
+        batch: texts at once; None is as many as is usual for the model. It changes no text.
+        backend: what runs the kernels; None is the device's own.
+        kv: what keys and values are kept in: see `LanguageModel.keeping`; other than None, texts
+            are made one after another.
+
+    Yields:
+        The index of a request, and the bytes that follow its prompt, in the order in which they
+        are done.
+
+    Raises:
+        ArbError: the model cannot make so many at once, or memory is not enough.
+    """
+    backend = backend or default_backend(model.device)
+    with explained_out_of_memory(OUT_OF_MEMORY), model.prepared_weights(), use_backend(backend):
+        several = kv is None and model.makes_several
+        if kv is not None and batch not in (None, 1):
+            raise ArbError(
+                "with `--kv` texts are made one after another", hint="leave `--batch` out"
+            )
+        batch = check_at_once(model, batch if kv is None else None)
+        if several:
+            yield from _together(model, requests, batch, backend)
+        else:
+            yield from _one_by_one(model, requests, backend, kv)
+
+
+def _together(
+    model: LanguageModel, requests: Sequence[Request], batch: int, backend: str
+) -> Iterator[tuple[int, bytes]]:
+    if not requests:
+        return
+    positions = max(request.positions for request in requests)
+    decoder = SeveralDecoder(model, min(batch, len(requests)), positions, backend=backend)
+    waiting = deque(enumerate(requests))
+    free = list(range(min(batch, len(requests))))
+    left: dict[int, int] = {}  # bytes that a place still makes
+    made: dict[int, int] = {}  # which request a place has
+    ended: list[tuple[int, Callable[[], bytes]]] = []
+    while waiting or left:
+        for place in free[: len(waiting)]:
+            index, request = waiting.popleft()
+            decoder.begin(place, request)
+            left[place], made[place] = request.length, index
+        steps = min(left.values())
+        for _ in range(steps):
+            decoder.step()
+        yield from ((index, fetch()) for index, fetch in ended)  # while these steps run
+        left = {place: length - steps for place, length in left.items()}
+        free = [place for place, length in left.items() if length == 0]
+        ended = [(made[place], decoder.end(place, requests[made[place]])) for place in free]
+        left = {place: length for place, length in left.items() if length}
+    yield from ((index, fetch()) for index, fetch in ended)
+
+
+def _one_by_one(
+    model: LanguageModel, requests: Sequence[Request], backend: str, kv: str | None
+) -> Iterator[tuple[int, bytes]]:
+    for index, request in enumerate(requests):
+        about = (request.positions, request.sampling)
+        with model.keeping(kv):
+            decoder = Decoder(model, *about, backend=backend, stream=request.stream)
+        decoder.read(request.prompt)
+        yield index, b"".join(decoder.stream(request.length))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SeveralReport:
+    """How texts were made."""
+
+    texts: int
+    length: int
+    """Bytes of all of them."""
+    seconds: float
+    """From the first prompt on, kernels and captures included."""
+    batch: int
+    device: str
+    backend: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TextReport:
+    """A prompt of several and what a model made of it."""
+
+    index: int
+    """Of the prompt, from 0 on."""
+    prompt: str
+    """Bytes that are no UTF-8 are shown as U+FFFD, here and in `text`."""
+    text: str
+    """What follows the prompt."""
+    length: int
+    seed: int
+    temperature: float
+    top_k: int
+    top_p: float
+
+
+def continue_several(
+    model: LanguageModel,
+    requests: Sequence[Request],
+    batch: int | None = None,
+    *,
+    backend: str,
+    kv: str | None = None,
+    on_text: Callable[[TextReport], None] = lambda _: None,
+) -> SeveralReport:
+    """Make texts of several prompts, and tell of each in the order of the prompts.
+
+    Args:
+        model: any `LanguageModel`.
+        requests: what to make.
+        batch: texts at once: see `generate_several`.
+        backend: what runs the kernels.
+        kv: what keys and values are kept in.
+        on_text: is given each text as soon as it and all before it are done.
+
+    Raises:
+        ArbError: the model cannot make so many at once, or memory is not enough.
+    """
+    started, done, told = time.perf_counter(), {}, 0
+    with deterministic():
+        for index, text in generate_several(model, requests, batch, backend=backend, kv=kv):
+            done[index] = text
+            while told in done:
+                on_text(_report(told, requests[told], done.pop(told)))
+                told += 1
+    with use_backend(backend):
+        batch = check_at_once(model, batch) if kv is None else 1
+    return SeveralReport(
+        texts=len(requests),
+        length=sum(request.length for request in requests),
+        seconds=time.perf_counter() - started,
+        batch=min(batch, len(requests)),
+        device=str(model.device),
+        backend=backend,
+    )
+
+
+def _report(index: int, request: Request, text: bytes) -> TextReport:
+    how = request.sampling
+    return TextReport(
+        index=index,
+        prompt=request.prompt.decode(errors="replace"),
+        text=text.decode(errors="replace"),
+        length=request.length,
+        seed=how.seed,
+        temperature=how.temperature,
+        top_k=how.top_k,
+        top_p=how.top_p,
+    )

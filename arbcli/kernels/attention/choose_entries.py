@@ -1,0 +1,215 @@
+"""Which entries a group of bytes attends to: those that an indexer scores highest.
+
+    s[g, j] = sum over h of w[g, h] max(0, q[g, h] . k[j])
+
+Group g sees the entries g - M to g - 1, and has the k of the largest s. Of equal ones the later
+has it.
+Source: DeepSeek-AI, "DeepSeek-V3.2-Exp", 2025, eq. 1 and 2.
+"""
+
+from collections.abc import Iterator
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from arbcli.kernels.runtime._triton import tl, triton
+from arbcli.kernels.runtime.backend import chunk_elements, uses_triton
+from arbcli.kernels.runtime.spec import EXACT, Case, KernelSpec, Timing
+
+ELEMENTS = 1 << 24
+"""Of the scores that the torch backend computes at a time."""
+
+
+def choose_entries_reference(
+    q: Tensor, w: Tensor, k: Tensor, first: int, most: int, top_k: int
+) -> Tensor:
+    """Compute what `choose_entries` must return, a group and an entry at a time in float64."""
+    q, w, k = (part.double() for part in (q, w, k))
+    size = min(top_k, k.shape[1])
+    chosen = torch.full((*q.shape[:2], size), -1, dtype=torch.int32, device=q.device)
+    for b in range(len(q)):
+        for n in range(q.shape[1]):
+            seen = range(max(0, first + n - most), min(first + n, k.shape[1]))
+            scores = [float((w[b, n] * (q[b, n] @ k[b, j]).clamp(min=0)).sum()) for j in seen]
+            best = sorted(zip(scores, seen, strict=True), reverse=True)[:size]
+            found = sorted(j for _, j in best)
+            chosen[b, n, : len(found)] = torch.tensor(found, dtype=torch.int32)
+    return chosen
+
+
+def _choose_entries_torch(q, w, k, first, most, top_k):
+    (batch, groups, heads, _), number = q.shape, k.shape[1]
+    size = min(top_k, number)
+    chosen = torch.full((batch, groups, size), -1, dtype=torch.int32, device=q.device)
+    step = max(1, chunk_elements(ELEMENTS) // max(1, batch * heads * number))
+    places = torch.arange(number, device=q.device)
+    for start in range(0, groups if size else 0, step):
+        some = slice(start, min(start + step, groups))
+        dots = torch.einsum("bnhd,bjd->bnhj", q[:, some].float(), k.float())
+        scores = (dots.relu() * w[:, some].float()[..., None]).sum(dim=2)
+        complete = torch.arange(some.start, some.stop, device=q.device)[:, None] + first
+        seen = (places < complete) & (places >= complete - most)
+        # turned round, as the first of equal ones is the later one then
+        scores = scores.masked_fill(~seen, -torch.inf).flip(-1)
+        order = scores.sort(dim=-1, descending=True, stable=True)
+        best = number - 1 - order.indices[..., :size]
+        best = torch.where(order.values[..., :size] == -torch.inf, number, best).sort(-1).values
+        chosen[:, some] = torch.where(best == number, -1, best).int()
+    return chosen
+
+
+@triton.jit
+def _score_entries_kernel(
+    q_ptr, w_ptr, k_ptr, scores_ptr,
+    N, E, FIRST, MOST,
+    stride_qb, stride_qn, stride_qh, stride_wb, stride_wn, stride_wh, stride_kb, stride_kj,
+    HEADS: tl.constexpr, WIDTH: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_W: tl.constexpr,
+    BLOCK_E: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    b = tl.program_id(2).to(tl.int64)
+    n = (tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)
+    j = (tl.program_id(1) * BLOCK_E + tl.arange(0, BLOCK_E)).to(tl.int64)
+    last = FIRST + tl.program_id(0) * BLOCK_N + BLOCK_N - 1
+    if tl.program_id(1) * BLOCK_E < last:  # else the groups see none of the entries
+        offs = tl.arange(0, BLOCK_W)
+        k_ptrs = k_ptr + b * stride_kb + j[:, None] * stride_kj + offs[None, :]
+        k = tl.load(k_ptrs, mask=(j < E)[:, None] & (offs < WIDTH)[None, :], other=0)
+        found = tl.zeros((BLOCK_N, BLOCK_E), dtype=tl.float32)
+        for h in tl.static_range(HEADS):
+            q_ptrs = q_ptr + b * stride_qb + n[:, None] * stride_qn + h * stride_qh + offs[None, :]
+            q = tl.load(q_ptrs, mask=(n < N)[:, None] & (offs < WIDTH)[None, :], other=0)
+            w_ptrs = w_ptr + b * stride_wb + n * stride_wn + h * stride_wh
+            w = tl.load(w_ptrs, mask=n < N, other=0).to(tl.float32)
+            dots = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+            found += tl.maximum(dots, 0) * w[:, None]
+        complete = FIRST + n[:, None]
+        seen = (j[None, :] < complete) & (j[None, :] >= complete - MOST)
+        out = (b * N + n[:, None]) * E + j[None, :]
+        found = tl.where(seen, found, -float("inf"))
+        tl.store(scores_ptr + out, found, mask=(n < N)[:, None] & (j < E)[None, :])
+
+
+@triton.jit
+def _take_best_kernel(
+    scores_ptr, chosen_ptr, N, E, FIRST, MOST, SIZE, BLOCK: tl.constexpr
+):  # fmt: skip
+    n, b = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    j = tl.arange(0, BLOCK)
+    seen = (j < tl.minimum(FIRST + n, E)) & (j >= FIRST + n - MOST)
+    scores = tl.load(scores_ptr + (b * N + n) * E + j, mask=seen, other=0) + 0.0
+    bits = tl.where(scores == 0, 0.0, scores).to(tl.int32, bitcast=True)  # zero has no sign
+    lowest = -2147483648
+    order = tl.where(seen, bits ^ ((bits >> 31) & 0x7FFFFFFF), lowest)
+    least = tl.full((), lowest, tl.int32)  # of what is taken, a bit at a time
+    for bit in range(32):
+        step = tl.full((), 1, tl.int32) << (31 - bit)
+        higher = least + step
+        enough = tl.sum((order >= higher).to(tl.int32)) >= SIZE
+        least = tl.where(enough, higher, least)
+    above = seen & (order > least)
+    equal = (seen & (order == least)).to(tl.int32)
+    wanted = SIZE - tl.sum(above.to(tl.int32))
+    behind = tl.sum(equal) - tl.cumsum(equal) + equal  # equal ones from this one on
+    taken = above | ((equal > 0) & (behind <= wanted))
+    count = tl.cumsum(taken.to(tl.int32))
+    chosen_ptr += (b * N + n) * SIZE
+    tl.store(chosen_ptr + count - 1, j, mask=taken)
+    total = tl.sum(taken.to(tl.int32))
+    tl.store(chosen_ptr + j, -1, mask=(j >= total) & (j < SIZE))
+
+
+def _choose_entries_triton(q, w, k, first, most, top_k):
+    (batch, groups, heads, width), number = q.shape, k.shape[1]
+    size = min(top_k, number)
+    chosen = torch.empty(batch, groups, size, dtype=torch.int32, device=q.device)
+    if not chosen.numel():
+        return chosen
+    q, k = (part if part.stride(-1) == 1 else part.contiguous() for part in (q, k))
+    scores = torch.empty(batch, groups, number, dtype=torch.float32, device=q.device)
+    tile, block_w = 64, max(16, triton.next_power_of_2(width))
+    grid = triton.cdiv(groups, tile), triton.cdiv(number, tile), batch
+    _score_entries_kernel[grid](
+        q, w, k, scores, groups, number, first, most,
+        *q.stride()[:3], *w.stride(), *k.stride()[:2],
+        HEADS=heads, WIDTH=width, BLOCK_N=tile, BLOCK_W=block_w, BLOCK_E=tile,
+        PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
+    )  # fmt: skip
+    block = triton.next_power_of_2(number)
+    _take_best_kernel[(groups, batch)](
+        scores, chosen, groups, number, first, most, size,
+        BLOCK=block, num_warps=4 if block <= 4096 else 16,
+    )  # fmt: skip
+    return chosen
+
+
+def choose_entries(q: Tensor, w: Tensor, k: Tensor, first: int, most: int, top_k: int) -> Tensor:
+    """Choose the entries of each group.
+
+    Args:
+        q: (B, N, h, d) float32 or bfloat16, of groups one behind the other.
+        w: (B, N, h) like it.
+        k: (B, E, d) like it.
+        first: number of the first group, which is how many entries are complete.
+        most: M.
+        top_k: entries of a group.
+
+    Returns:
+        (B, N, min(top_k, E)) int32: their numbers, ascending, and -1 for those that there are not.
+
+    Raises:
+        ValueError: a dtype or a shape does not fit.
+    """
+    fits = q.dim() == 4 and w.shape == q.shape[:3] and k.dim() == 3
+    if not fits or k.shape[::2] != q.shape[::3] or not q.dtype == w.dtype == k.dtype:
+        shapes = ", ".join(f"{part.dtype} {tuple(part.shape)}" for part in (q, w, k))
+        raise ValueError(f"queries, weights and keys do not fit each other: {shapes}")
+    run = _choose_entries_triton if uses_triton(q) else _choose_entries_torch
+    return run(q, w, k, first, most, top_k)
+
+
+def random_index(
+    generator: torch.Generator, batch: int, groups: int, heads: int, width: int, entries: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Draw queries, weights and keys of small integers, whose sums are exact and often equal."""
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randint(-3, 4, shape, generator=generator).float()
+
+    queries = draw(batch, groups, heads, width)
+    return queries, draw(batch, groups, heads), draw(batch, entries, width)
+
+
+def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
+    generator = torch.Generator().manual_seed(0)
+    shapes = [
+        (1, 1, 1, 4, 1, 1, 9, 1), (2, 9, 3, 5, 11, 3, 4, 3), (1, 70, 2, 16, 71, 1, 99, 5),
+        (1, 5, 4, 32, 130, 126, 99, 64), (1, 4, 1, 4, 3, 0, 9, 7), (1, 3, 2, 4, 0, 0, 9, 2),
+    ]  # fmt: skip
+    dtypes = [torch.float32]
+    if device.type == "cuda":  # the interpreter computes wrongly in bf16
+        shapes += [(2, 1000, 4, 32, 1000, 1, 4096, 128), (1, 300, 4, 32, 4096, 3797, 4096, 128)]
+        dtypes += [torch.bfloat16]
+    for batch, groups, heads, width, entries, first, most, top_k in shapes:
+        parts = random_index(generator, batch, groups, heads, width, entries)
+        for dtype in dtypes:
+            label = f"{batch}x{groups} from {first} of {heads}x{width}, {top_k} of {entries}"
+            label += " bf16" if dtype == torch.bfloat16 else ""
+            inputs = tuple(part.to(device, dtype) for part in parts)
+            yield Case(label, (*inputs, first, most, top_k))
+
+
+def _timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
+    like = {"device": device, "dtype": torch.bfloat16}
+    q, w = torch.randn(1, 4096, 4, 32, **like), torch.randn(1, 4096, 4, **like)
+    k = torch.randn(1, 4096, 32, **like)
+    inputs = (q, w, k, 1, 4096, 128)
+    peer = partial(_choose_entries_torch, *inputs)
+    yield Timing("1x4096 of 4x32, 128 of 4096 bf16", inputs, peer=peer)
+
+
+CHOOSE_ENTRIES = KernelSpec(
+    "choose_entries", _choose_entries_triton, _choose_entries_torch, choose_entries_reference,
+    _cases, EXACT, timings=_timings,
+    not_verified=("scores that differ by a rounding alone: which of them is chosen",),
+)  # fmt: skip

@@ -1,0 +1,626 @@
+"""Attention to entries of several bytes, to the last bytes as they are, and to a sink.
+
+A byte at position t sees the W last bytes, itself one of them, and entries of m bytes each. With
+g = (t + 1) // m entries complete, it sees all of them, the last M if there are more, or those of
+them that were chosen: all bytes with the same g are a group and have one choice. One vector is key
+and value. With n(x) = x / sqrt(mean(x**2) + eps), R_t the turn by the angles of position t, and a
+head h that belongs to the head of keys h // (H / G):
+
+    q[t] = R_t n(x[t]),  s[i] = q[t] . c[i] / sqrt(d)             for each vector c[i] that is seen
+    p[i] = exp(s[i]) / (exp(sink[h]) + sum over i of exp(s[i]))
+    y[t] = R_-t (sum over i of p[i] c[i])
+
+Vectors are normalised and turned by their positions, R_i, so what y has of one is turned by R_i-t:
+by how far it is away. No score exceeds sqrt(d), and no maximum has to be subtracted.
+
+The share of an entry in a group is the sum of its p over the group's bytes and over heads, which is
+what an indexer learns from.
+
+Sources: DeepSeek-AI, "DeepSeek-V3.2-Exp", 2025, for choosing; the sink is that of OpenAI, gpt-oss.
+"""
+
+from collections.abc import Iterator
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from arbcli.kernels.runtime._triton import tl, triton
+from arbcli.kernels.runtime.backend import chunk_elements, uses_triton
+from arbcli.kernels.runtime.spec import Case, Gate, KernelSpec, Timing
+
+
+class Sight(NamedTuple):
+    """What a byte sees."""
+
+    window: int
+    """W, last bytes, itself one of them."""
+    ratio: int
+    """m, bytes of an entry."""
+    most: int
+    """M, entries that are complete; those before the last so many are not seen."""
+    start: int = 0
+    """Position of the first query."""
+
+    def group(self, index: int) -> int:
+        """Count the entries that are complete for a query, by its index among the queries."""
+        return (self.start + index + 1) // self.ratio
+
+    def groups(self, length: int) -> range:
+        """List the groups of so many queries."""
+        return range(self.group(0), self.group(length - 1) + 1)
+
+
+def compressed_attention_reference(
+    x: Tensor,
+    recent: Tensor,
+    entries: Tensor,
+    chosen: Tensor | None,
+    sink: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    sight: Sight,
+    eps: float,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Compute what `compressed_attention` must return, a byte at a time in float64."""
+    x, recent, entries, sink = (part.double() for part in (x, recent, entries, sink))
+    (batch, length, heads, width), lead = x.shape, recent.shape[1] - x.shape[1]
+    owner = [head // (heads // recent.shape[2]) for head in range(heads)]
+    rows, logs, shares = [], [], None
+    if chosen is not None:
+        shares = torch.zeros(chosen.shape, dtype=torch.float64, device=x.device)
+        picked = chosen.tolist()
+    for b in range(batch):
+        for t in range(length):
+            complete = (sight.start + t + 1) // sight.ratio
+            if chosen is None:
+                seen = list(range(max(0, complete - sight.most), complete))
+            else:
+                group = complete - (sight.start + 1) // sight.ratio
+                seen = [j for j in picked[b][group] if j >= 0]
+            last = lead + t + 1
+            angle = torch.complex(cos[t].double(), sin[t].double())
+            q = x[b, t] / (x[b, t].square().mean(dim=-1, keepdim=True) + eps).sqrt()
+            q = torch.complex(*q.chunk(2, dim=-1)) * angle
+            q = torch.cat((q.real, q.imag), dim=-1)  # (H, d)
+            near = recent[b, max(0, last - sight.window) : last]
+            keys = torch.cat((entries[b, seen], near))[:, owner]  # (n, H, d)
+            weights = ((keys * q).sum(dim=-1) / width**0.5).exp()
+            total = weights.sum(dim=0) + sink.exp()
+            y = (weights[..., None] / total[:, None] * keys).sum(dim=0)
+            y = torch.complex(*y.chunk(2, dim=-1)) * angle.conj()
+            rows.append(torch.cat((y.real, y.imag), dim=-1))
+            logs.append(total.log())
+            if shares is not None:
+                shares[b, group, : len(seen)] += (weights / total)[: len(seen)].sum(dim=1).detach()
+    shape = batch, length, heads
+    return torch.stack(rows).view(*shape, width), torch.stack(logs).view(shape), shares
+
+
+def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turn (B, T, H, d) float32 by (T, d / 2) angles."""
+    first, second = x.chunk(2, dim=-1)
+    cos, sin = cos[:, None], sin[:, None]
+    return torch.cat((first * cos - second * sin, first * sin + second * cos), dim=-1)
+
+
+class Part(NamedTuple):
+    """Whole groups of queries, which the torch backend attends with at a time."""
+
+    groups: slice
+    """Among the groups of all queries."""
+    queries: slice
+    """Among the queries."""
+    keys: slice
+    """Rows of the last bytes that they see."""
+    skipped: int
+    """Places of the first group that no query is at."""
+
+
+def parts_of(length: int, lead: int, sight: Sight, number: int) -> Iterator[Part]:
+    """Cut so many queries into parts of so many groups."""
+    groups = sight.groups(length)
+    for first in range(groups.start, groups.stop, number):
+        last = min(first + number, groups.stop)
+        begin = first * sight.ratio - 1 - sight.start
+        queries = slice(max(0, begin), min(length, last * sight.ratio - 1 - sight.start))
+        keys = slice(max(0, queries.start + lead - sight.window + 1), queries.stop + lead)
+        of_groups = slice(first - groups.start, last - groups.start)
+        yield Part(of_groups, queries, keys, max(0, -begin))
+
+
+def attend_part(
+    x: Tensor,
+    recent: Tensor,
+    entries: Tensor,
+    chosen: Tensor | None,
+    sink: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    sight: Sight,
+    eps: float,
+    part: Part,
+    lead: int,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Attend with the queries of a part; they, their keys and choices alone are given."""
+    batch, length, heads, width = x.shape
+    device, of_head = x.device, heads // recent.shape[2]
+    q = functional.rms_norm(x.float(), (width,), eps=eps)
+    q = _turn(q, cos, sin).to(x.dtype).float() * width**-0.5
+    q = q.unflatten(2, (-1, of_head))  # (B, T, G, H / G, d)
+    place = torch.arange(part.queries.start, part.queries.stop, device=device)
+    at = torch.arange(part.keys.start, part.keys.stop, device=device) - lead
+    near = (at <= place[:, None]) & (at > place[:, None] - sight.window)  # (T, S)
+    recent, entries = recent.float(), entries.float()
+    scores = [torch.einsum("btghd,bsgd->btghs", q, recent)]
+    masks = [near[None, :, None, None]]
+    complete = (sight.start + place + 1) // sight.ratio
+    if chosen is None:
+        number = torch.arange(entries.shape[1], device=device)
+        seen = (number < complete[:, None]) & (number >= complete[:, None] - sight.most)
+        scores.append(torch.einsum("btghd,bjgd->btghj", q, entries))
+        masks.append(seen[None, :, None, None])
+    else:
+        mine = chosen[:, complete - complete[0]].long()  # (B, T, k)
+        rows = torch.arange(batch, device=device)[:, None, None]
+        entries = entries[rows, mine.clamp(min=0)]  # (B, T, k, G, d)
+        scores.append(torch.einsum("btghd,btkgd->btghk", q, entries))
+        masks.append((mine >= 0)[:, :, None, None])
+    weights = [s.masked_fill(~m, -torch.inf).exp() for s, m in zip(scores, masks, strict=True)]
+    sums = sum(weight.sum(dim=-1) for weight in weights)
+    total = sums + sink.float().exp().view(-1, of_head)
+    of_recent, of_entries = (weight / total[..., None] for weight in weights)
+    y = torch.einsum("btghs,bsgd->btghd", of_recent, recent)
+    if chosen is None:
+        y = y + torch.einsum("btghj,bjgd->btghd", of_entries, entries)
+        shares = None
+    else:
+        y = y + torch.einsum("btghk,btkgd->btghd", of_entries, entries)
+        after = (part.groups.stop - part.groups.start) * sight.ratio - part.skipped - length
+        shares = of_entries.sum(dim=(2, 3))  # (B, T, k)
+        shares = functional.pad(shares, (0, 0, part.skipped, after))
+        shares = shares.unflatten(1, (-1, sight.ratio)).sum(dim=2)
+    y = _turn(y.flatten(2, 3), cos, -sin).to(x.dtype)
+    return y, total.log().flatten(2), shares
+
+
+ELEMENTS = 1 << 22
+"""Of the largest tensor of a part."""
+
+
+def groups_of_part(
+    x: Tensor, recent: Tensor, entries: Tensor, chosen: Tensor | None, sight: Sight
+) -> int:
+    """Choose how many groups the torch backend takes at a time."""
+    batch, _, heads, _ = x.shape
+    if chosen is None:
+        of_query = batch * heads * (entries.shape[1] + sight.window)
+    else:
+        of_query = batch * max(
+            chosen.shape[2] * recent.shape[2] * recent.shape[3], heads * sight.window
+        )
+    return max(1, chunk_elements(ELEMENTS) // max(1, of_query * sight.ratio))
+
+
+def _compressed_attention_torch(x, recent, entries, chosen, sink, cos, sin, sight, eps):
+    (batch, length, heads, _), lead = x.shape, recent.shape[1] - x.shape[1]
+    y = torch.empty_like(x, memory_format=torch.contiguous_format)
+    logs = torch.empty(batch, length, heads, dtype=torch.float32, device=x.device)
+    shares = None if chosen is None else torch.empty(chosen.shape, device=x.device)
+    for part in parts_of(length, lead, sight, groups_of_part(x, recent, entries, chosen, sight)):
+        own = None if chosen is None else chosen[:, part.groups]
+        found = attend_part(
+            x[:, part.queries], recent[:, part.keys], entries, own, sink,
+            cos[part.queries], sin[part.queries], sight, eps, part, lead,
+        )  # fmt: skip
+        y[:, part.queries], logs[:, part.queries] = found[:2]
+        if shares is not None:
+            shares[:, part.groups] = found[2]
+    return y, logs, shares
+
+
+@triton.jit
+def load_queries(
+    x_ptr, cos_ptr, sin_ptr, t, h, mask, stride_t, stride_h,
+    HALF: tl.constexpr, BLOCK_H: tl.constexpr,
+):  # fmt: skip
+    """Load rows of queries, and what turns them: halves, [ROWS, BLOCK_H] float32, cos and sin."""
+    offs = tl.arange(0, BLOCK_H)[None, :]
+    both = mask[:, None] & (offs < HALF)
+    ptrs = x_ptr + (t.to(tl.int64) * stride_t + h * stride_h)[:, None] + offs
+    first = tl.load(ptrs, mask=both, other=0).to(tl.float32)
+    second = tl.load(ptrs + HALF, mask=both, other=0).to(tl.float32)
+    table = t[:, None] * HALF + offs
+    cos = tl.load(cos_ptr + table, mask=both, other=0)
+    sin = tl.load(sin_ptr + table, mask=both, other=0)
+    return first, second, cos, sin
+
+
+@triton.jit
+def load_vectors(ptr, rows, mask, stride, HALF: tl.constexpr, BLOCK_H: tl.constexpr):
+    """Load vectors at rows: both halves, [BLOCK_N, BLOCK_H]."""
+    offs = tl.arange(0, BLOCK_H)[None, :]
+    ptrs = ptr + rows.to(tl.int64)[:, None] * stride + offs
+    both = mask[:, None] & (offs < HALF)
+    return tl.load(ptrs, mask=both, other=0), tl.load(ptrs + HALF, mask=both, other=0)
+
+
+@triton.jit
+def scores_of(q1, q2, k1, k2, scale, PRECISION: tl.constexpr):
+    """Multiply rows by vectors, of both of which halves are given: [ROWS, BLOCK_N] float32."""
+    found = tl.dot(q1, tl.trans(k1), input_precision=PRECISION)
+    return tl.dot(q2, tl.trans(k2), found, input_precision=PRECISION) * scale
+
+
+@triton.jit
+def _compressed_attention_kernel(
+    x_ptr, recent_ptr, entries_ptr, chosen_ptr, sink_ptr, cos_ptr, sin_ptr,
+    y_ptr, logs_ptr, shares_ptr,
+    T, LEAD, NUMBER, SIZE, START, SHIFT, WINDOW, MOST, RATIO, scale, eps,
+    stride_xb, stride_xt, stride_xh, stride_rb, stride_rs, stride_rg, stride_eb, stride_ej,
+    stride_eg,
+    HEADS: tl.constexpr, KV: tl.constexpr, QUERIES: tl.constexpr, PLACES: tl.constexpr,
+    OF_KV: tl.constexpr, HALF: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr,
+    CHOSEN: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    block, b = tl.program_id(0), (tl.program_id(1) // KV).to(tl.int64)
+    kv = tl.program_id(1) % KV
+    of_kv: tl.constexpr = HEADS // KV
+    row = tl.arange(0, PLACES * OF_KV)
+    place, own = row // OF_KV, row % OF_KV
+    first = block * QUERIES + SHIFT
+    t, h = first + place, kv * of_kv + own
+    valid = (place < QUERIES) & (own < of_kv) & (t >= 0) & (t < T)
+    low, high = tl.maximum(first, 0), tl.minimum(first + QUERIES, T) - 1
+    x1, x2, cos, sin = load_queries(
+        x_ptr + b * stride_xb, cos_ptr, sin_ptr, t, h, valid, stride_xt, stride_xh, HALF, BLOCK_H
+    )
+    r = tl.rsqrt(tl.sum(x1 * x1 + x2 * x2, axis=1) / (2 * HALF) + eps)[:, None]
+    dtype = x_ptr.dtype.element_ty
+    q1 = ((x1 * cos - x2 * sin) * r).to(dtype)
+    q2 = ((x1 * sin + x2 * cos) * r).to(dtype)
+
+    total = tl.zeros((PLACES * OF_KV,), dtype=tl.float32)
+    y1 = tl.zeros((PLACES * OF_KV, BLOCK_H), dtype=tl.float32)
+    y2 = tl.zeros((PLACES * OF_KV, BLOCK_H), dtype=tl.float32)
+    offs_n = tl.arange(0, BLOCK_N)
+    recent_ptr += b * stride_rb + kv * stride_rg
+    for start in range(tl.maximum(low + LEAD - WINDOW + 1, 0), high + LEAD + 1, BLOCK_N):
+        s = start + offs_n
+        k1, k2 = load_vectors(recent_ptr, s, s <= high + LEAD, stride_rs, HALF, BLOCK_H)
+        ago = t[:, None] + LEAD - s[None, :]
+        p = tl.exp(scores_of(q1, q2, k1, k2, scale, PRECISION))
+        p = tl.where((ago >= 0) & (ago < WINDOW), p, 0)
+        total += tl.sum(p, axis=1)
+        p = p.to(dtype)
+        y1 = tl.dot(p, k1, y1, input_precision=PRECISION)
+        y2 = tl.dot(p, k2, y2, input_precision=PRECISION)
+    entries_ptr += b * stride_eb + kv * stride_eg
+    complete = (START + t + 1) // RATIO
+    if CHOSEN:
+        chosen_ptr += (b * NUMBER + block) * SIZE
+        begin, end = 0, SIZE
+    else:
+        begin = tl.maximum((START + low + 1) // RATIO - MOST, 0)
+        end = (START + high + 1) // RATIO
+    for start in range(begin, end, BLOCK_N):
+        if CHOSEN:
+            j = tl.load(chosen_ptr + start + offs_n, mask=start + offs_n < end, other=-1)
+            there = j >= 0
+            seen = there[None, :]
+        else:
+            j = start + offs_n
+            there = j < end
+            seen = (j[None, :] < complete[:, None]) & (j[None, :] >= complete[:, None] - MOST)
+        k1, k2 = load_vectors(entries_ptr, j, there, stride_ej, HALF, BLOCK_H)
+        p = tl.where(seen, tl.exp(scores_of(q1, q2, k1, k2, scale, PRECISION)), 0)
+        total += tl.sum(p, axis=1)
+        p = p.to(dtype)
+        y1 = tl.dot(p, k1, y1, input_precision=PRECISION)
+        y2 = tl.dot(p, k2, y2, input_precision=PRECISION)
+    total += tl.exp(tl.load(sink_ptr + h, mask=valid, other=0))
+    out = (b * T + t) * HEADS + h
+    tl.store(logs_ptr + out, tl.log(total), mask=valid)
+    y1, y2 = y1 / total[:, None], y2 / total[:, None]
+    offs = tl.arange(0, BLOCK_H)[None, :]
+    ptrs = y_ptr + out[:, None] * (2 * HALF) + offs
+    both = valid[:, None] & (offs < HALF)
+    tl.store(ptrs, (y1 * cos + y2 * sin).to(dtype), mask=both)
+    tl.store(ptrs + HALF, (y2 * cos - y1 * sin).to(dtype), mask=both)
+    if CHOSEN:
+        share = tl.where(valid, 1 / total, 0)[:, None]
+        shares_ptr += ((b * KV + kv) * NUMBER + block) * SIZE
+        for start in range(0, SIZE, BLOCK_N):
+            at = start + offs_n
+            j = tl.load(chosen_ptr + at, mask=at < SIZE, other=-1)
+            k1, k2 = load_vectors(entries_ptr, j, j >= 0, stride_ej, HALF, BLOCK_H)
+            p = tl.exp(scores_of(q1, q2, k1, k2, scale, PRECISION)) * share
+            found = tl.where(j >= 0, tl.sum(p, axis=0), 0)
+            tl.store(shares_ptr + at, found, mask=at < SIZE)
+
+
+class Tiling(NamedTuple):
+    """How queries and keys are shared among programs."""
+
+    queries: int
+    """Positions of a program; those of a group where entries are chosen."""
+    shift: int
+    """Index of the first query of the first program; places before the first one are left out."""
+    programs: int
+    """For each text and head of keys."""
+    places: int
+    """`queries`, rounded up to a power of two."""
+    of_kv: int
+    """Heads of a head of keys, likewise; rows of a program are both, multiplied."""
+    block_h: int
+    """Half the width of a head, likewise."""
+
+
+ROWS = 64
+"""Rows of a program that a product takes at once, if heads have no more than 128 numbers."""
+
+
+def tiling(x: Tensor, recent: Tensor, chosen: Tensor | None, sight: Sight) -> Tiling:
+    """Choose how many queries a program has."""
+    length, heads, width = x.shape[1:]
+    of_kv = triton.next_power_of_2(heads // recent.shape[2])
+    rows = ROWS if width <= 128 else ROWS // 2
+    queries, shift = max(1, rows // of_kv), 0
+    programs = triton.cdiv(length, queries)
+    if chosen is not None:
+        queries, programs = sight.ratio, chosen.shape[1]
+        shift = sight.group(0) * sight.ratio - 1 - sight.start
+    places = triton.next_power_of_2(queries)
+    places *= max(1, 16 // (places * of_kv))  # no product has fewer rows
+    block_h = max(16, triton.next_power_of_2(width // 2))
+    return Tiling(queries, shift, programs, places, of_kv, block_h)
+
+
+def _compressed_attention_triton(x, recent, entries, chosen, sink, cos, sin, sight, eps):
+    (batch, length, heads, width), kv = x.shape, recent.shape[2]
+    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    logs = torch.empty(batch, length, heads, dtype=torch.float32, device=x.device)
+    x, recent, entries = (dense_rows(part) for part in (x, recent, entries))
+    sink, cos, sin = (part.contiguous() for part in (sink, cos, sin))
+    tile = tiling(x, recent, chosen, sight)
+    shares, number, size = logs, 0, 0
+    if chosen is not None:
+        chosen, (number, size) = chosen.contiguous(), chosen.shape[1:]
+        shares = torch.empty(batch, kv, number, size, dtype=torch.float32, device=x.device)
+    _compressed_attention_kernel[(tile.programs, batch * kv)](
+        x, recent, entries, chosen, sink, cos, sin, y, logs, shares,
+        length, recent.shape[1] - length, number, size, sight.start, tile.shift, sight.window,
+        sight.most, sight.ratio, width**-0.5, eps,
+        *x.stride()[:3], *recent.stride()[:3], *entries.stride()[:3],
+        HEADS=heads, KV=kv, QUERIES=tile.queries, PLACES=tile.places, OF_KV=tile.of_kv,
+        HALF=width // 2, BLOCK_H=tile.block_h, BLOCK_N=block_n(x), CHOSEN=chosen is not None,
+        PRECISION="ieee" if x.dtype == torch.float32 else "tf32", num_warps=num_warps(tile),
+    )  # fmt: skip
+    if chosen is None:
+        return y, logs, None
+    return y, logs, shares[:, 0] if kv == 1 else shares.sum(dim=1)
+
+
+def dense_rows(x: Tensor) -> Tensor:
+    """Make the numbers of each vector neighbours."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def block_n(x: Tensor) -> int:
+    """Choose how many vectors a product takes."""
+    return 32 if x.shape[-1] > 128 or x.dtype == torch.float32 else 64
+
+
+def num_warps(tile: Tiling) -> int:
+    """Choose the warps of a program."""
+    return 8 if tile.places * tile.of_kv * tile.block_h > 64 * 64 else 4
+
+
+def compressed_attention(
+    x: Tensor,
+    recent: Tensor,
+    entries: Tensor,
+    chosen: Tensor | None,
+    sink: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    sight: Sight,
+    eps: float,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Attend with queries at positions one behind the other, that of the first in `sight.start`.
+
+    Args:
+        x: (B, T, H, d) float32 or bfloat16, d even: queries as they were projected.
+        recent: (B, S, G, d) like it, G a divisor of H: last bytes, normalised and turned. The last
+            one is that of the last query; S is T and as many before it as there are or are seen.
+        entries: (B, E, G, d) like it: entry j is that of positions j m to j m + m - 1, normalised
+            and turned; there are all that a query sees.
+        chosen: (B, N, k) int32, k at most E: numbers of entries for each group of
+            `sight.groups(T)`, those that are none, -1, behind the others. None is all that are
+            complete.
+        sink: (H,) float32.
+        cos: (T, d / 2) float32, of the positions of the queries.
+        sin: like `cos`.
+        sight: what a byte sees.
+        eps: added to the mean square of a query.
+
+    Returns:
+        y, (B, T, H, d) in the dtype of x; the logarithms of the totals, (B, T, H) float32; and
+        shares of the chosen entries, (B, N, k) float32, or None where nothing was chosen.
+
+    Raises:
+        ValueError: a dtype or a shape does not fit.
+    """
+    check_attention(x, recent, entries, chosen, sink, cos, sin, sight)
+    run = _compressed_attention_triton if uses_triton(x) else _compressed_attention_torch
+    return run(x, recent, entries, chosen, sink, cos, sin, sight, eps)
+
+
+def check_attention(
+    x: Tensor,
+    recent: Tensor,
+    entries: Tensor,
+    chosen: Tensor | None,
+    sink: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    sight: Sight,
+) -> None:
+    """Refuse arguments that do not fit.
+
+    Raises:
+        ValueError: a dtype or a shape does not.
+    """
+    got = f"{x.dtype} of shape {tuple(x.shape)}"
+    if x.dtype not in (torch.float32, torch.bfloat16) or x.dim() != 4 or x.shape[-1] % 2:
+        raise ValueError(f"need float32 or bfloat16 queries of an even width, got {got}")
+    batch, length, heads, width = x.shape
+    for vectors in (recent, entries):
+        fits = vectors.dim() == 4 and (len(vectors), vectors.shape[3]) == (batch, width)
+        if vectors.dtype != x.dtype or not fits or heads % vectors.shape[2]:
+            found = f"{vectors.dtype} {tuple(vectors.shape)}"
+            raise ValueError(f"vectors {found} do not fit queries {got}")
+    if recent.shape[1] < length or entries.shape[2] != recent.shape[2] or not length:
+        raise ValueError(f"{recent.shape[1]} bytes do not fit {length} queries")
+    groups = sight.groups(length)
+    if entries.shape[1] < groups[-1]:
+        raise ValueError(f"need {groups[-1]} entries, got {entries.shape[1]}")
+    if chosen is not None:
+        fits = chosen.dim() == 3 and chosen.shape[:2] == (batch, len(groups))
+        if chosen.dtype != torch.int32 or not fits or chosen.shape[2] > entries.shape[1]:
+            found = f"{chosen.dtype} {tuple(chosen.shape)}"
+            raise ValueError(f"need int32 choices of {batch} x {len(groups)} groups, got {found}")
+    if sink.dtype != torch.float32 or sink.shape != (heads,):
+        raise ValueError(f"need float32 sinks of {heads} heads, got {tuple(sink.shape)}")
+    for table in (cos, sin):
+        if table.dtype != torch.float32 or table.shape != (length, width // 2):
+            raise ValueError(f"table {table.dtype} {tuple(table.shape)} does not fit {got}")
+
+
+def random_sight(
+    generator: torch.Generator, sight: Sight, batch: int, length: int, kept: int, shape: tuple
+) -> tuple:
+    """Draw what `compressed_attention` is given, but for its eps.
+
+    Args:
+        generator: on the CPU.
+        sight: what a byte sees.
+        batch: B.
+        length: T.
+        kept: bytes before the first query.
+        shape: heads, heads of keys, width of a head, and entries that are chosen; 0 is all.
+    """
+    heads, kv, width, top_k = shape
+
+    def normal(*sizes: int) -> Tensor:
+        return torch.randn(sizes, generator=generator)
+
+    entries = (sight.start + length) // sight.ratio
+    x, angle = normal(batch, length, heads, width), 7 * normal(length, width // 2)
+    vectors = [
+        functional.rms_norm(normal(batch, number, kv, width), (width,))
+        for number in (length + kept, entries)
+    ]
+    chosen = None
+    if top_k:
+        groups = sight.groups(length)
+        complete = torch.arange(groups.start, groups.stop)[:, None]
+        scores = torch.rand(batch, len(groups), entries, generator=generator)
+        places = torch.arange(entries)
+        unseen = (places >= complete) | (places < complete - sight.most)
+        order = scores.masked_fill(unseen, -1).sort(-1, descending=True)
+        size = min(top_k, entries)
+        found = torch.where(order.values < 0, entries, order.indices)[..., :size].sort(-1).values
+        chosen = torch.where(found == entries, -1, found).int()
+    return x, *vectors, chosen, normal(heads), angle.cos(), angle.sin(), sight
+
+
+SMALL = (
+    (Sight(5, 4, 99), 2, 13, 0, (4, 2, 6, 2)), (Sight(5, 3, 99), 1, 13, 0, (4, 1, 10, 0)),
+    (Sight(5, 4, 2, 9), 1, 7, 4, (2, 1, 66, 2)), (Sight(5, 4, 2, 9), 2, 7, 4, (2, 1, 4, 0)),
+    (Sight(5, 4, 2), 1, 3, 0, (2, 1, 4, 2)), (Sight(9, 4, 99), 1, 41, 0, (12, 1, 64, 5)),
+    (Sight(40, 4, 99, 30), 1, 41, 19, (12, 1, 64, 0)), (Sight(3, 9, 1), 1, 1, 0, (1, 1, 2, 0)),
+    (Sight(4, 6, 3, 21), 1, 25, 3, (6, 3, 8, 3)),
+)  # fmt: skip
+"""Sights, texts, queries, bytes before them, and shapes: ragged, after a past, too few entries."""
+LARGE = (
+    (Sight(128, 4, 4096), 1, 390, 0, (12, 1, 128, 64)),
+    (Sight(128, 128, 9), 1, 390, 0, (12, 1, 128, 0)),
+    (Sight(64, 4, 4096), 1, 260, 0, (8, 2, 64, 16)),
+    (Sight(100, 4, 99), 1, 150, 0, (4, 1, 512, 20)),
+    (Sight(128, 4, 4096, 16001), 1, 90, 127, (12, 1, 128, 128)),
+)  # fmt: skip
+
+
+def draw_cases(device: torch.device) -> Iterator[tuple[str, tuple]]:
+    """Draw labels and inputs, the eps with them."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(*shape, torch.float32) for shape in SMALL]
+    if device.type == "cuda":  # the interpreter computes wrongly in bf16
+        both = (torch.float32, torch.bfloat16)
+        shapes += [(*shape, dtype) for shape in LARGE for dtype in both]
+    for sight, batch, length, kept, shape, dtype in shapes:
+        x, recent, entries, *rest = random_sight(generator, sight, batch, length, kept, shape)
+        vectors = (part.to(device, dtype) for part in (x, recent, entries))
+        rest = (part.to(device) if isinstance(part, Tensor) else part for part in rest)
+        seen = f"{shape[3]} of {entries.shape[1]}" if shape[3] else f"all {entries.shape[1]}"
+        label = f"{batch}x{length} after {sight.start}, {shape[0]}/{shape[1]}x{shape[2]}, "
+        label += f"{seen} entries of {sight.ratio}, last {sight.window}"
+        label += " bf16" if dtype == torch.bfloat16 else ""
+        yield label, (*vectors, *rest, 1e-6)
+
+
+def draw_timed(device: torch.device) -> Iterator[tuple[str, tuple]]:
+    """Draw labels and inputs of 16,384 bytes."""
+    for sight, top_k in ((Sight(128, 4, 4096), 128), (Sight(128, 128, 128), 0)):
+        generator = torch.Generator().manual_seed(0)
+        x, *vectors = random_sight(generator, sight, 1, 16384, 0, (12, 1, 128, top_k))
+        real = [part.to(device, torch.bfloat16) for part in (x, *vectors[:2])]
+        rest = [part.to(device) if isinstance(part, Tensor) else part for part in vectors[2:]]
+        yield f"16384 bytes, entries of {sight.ratio} bf16", (*real, *rest, 1e-6)
+
+
+def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
+    for label, inputs in draw_cases(device):
+        low = inputs[0].dtype == torch.bfloat16
+        yield Case(label, inputs, _without_none(_compressed_attention_torch) if low else None)
+
+
+def _without_none(run):
+    """Wrap an implementation so that it returns tensors alone."""
+
+    def without_none(*inputs):
+        return tuple(part for part in run(*inputs) if part is not None)
+
+    return without_none
+
+
+def _dense_attention(x: Tensor) -> Tensor:
+    """Attend to all bytes as `ByteLM` does, with as many products for each of them."""
+    q = x.view(*x.shape[:2], -1, 64)[:, :, :12].transpose(1, 2)
+    return functional.scaled_dot_product_attention(q, q, q, is_causal=True)
+
+
+def _timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
+    for label, inputs in draw_timed(device):
+        yield Timing(
+            label, inputs,
+            run=_without_none(_compressed_attention_triton),
+            peer=partial(_dense_attention, inputs[0]),
+            peer_name="torch's attention to all bytes, 12 heads of 64",
+        )  # fmt: skip
+
+
+GATE = Gate(
+    exact=False,
+    relative=1e-5,
+    peer_slack=0.5,
+    reason="float32 sums; in bf16 weights are rounded before products, which torch's are not",
+)
+COMPRESSED_ATTENTION = KernelSpec(
+    "compressed_attention", _without_none(_compressed_attention_triton),
+    _without_none(_compressed_attention_torch), _without_none(compressed_attention_reference),
+    _cases, GATE, bfloat16=(0, 1, 2), timings=_timings,
+)  # fmt: skip

@@ -1,0 +1,417 @@
+"""The gradients of compressed attention.
+
+With p[i] as in `compressed_attention`, D[t] = y[t] . dy[t] and do[t] = R_t dy[t]:
+
+    ds[i] = p[i] (do . c[i] - D),  dc[i] = sum over t, h of p[i] do + ds[i] q / sqrt(d)
+    dq = sum over i of ds[i] c[i] / sqrt(d),  dsink = -sum over t of exp(sink) / total D
+
+and dx from dq as through any turn and norm. Sums over bytes are made in an order of their own, so
+that they have the same bits every time: each block of vectors goes through the bytes that see it.
+Of chosen entries each group makes a sum for itself, and `sum_choices` adds those up.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from arbcli.kernels.attention.compressed_attention import (
+    GATE,
+    ROWS,
+    Sight,
+    attend_part,
+    check_attention,
+    compressed_attention,
+    compressed_attention_reference,
+    dense_rows,
+    draw_cases,
+    draw_timed,
+    groups_of_part,
+    load_queries,
+    load_vectors,
+    num_warps,
+    parts_of,
+    scores_of,
+    tiling,
+)
+from arbcli.kernels.attention.sum_choices import sum_choices
+from arbcli.kernels.runtime._triton import tl, triton
+from arbcli.kernels.runtime.backend import uses_triton
+from arbcli.kernels.runtime.spec import Case, KernelSpec, Timing
+
+
+def compressed_attention_backward_reference(
+    grad_y: Tensor,
+    _y: Tensor,
+    _logs: Tensor,
+    x: Tensor,
+    recent: Tensor,
+    entries: Tensor,
+    chosen: Tensor | None,
+    sink: Tensor,
+    *rest,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Compute what `compressed_attention_backward` must return, by autograd of the reference."""
+    leaves = [part.double().requires_grad_() for part in (x, recent, entries, sink)]
+    with torch.enable_grad():
+        y, *_ = compressed_attention_reference(*leaves[:3], chosen, leaves[3], *rest)
+    found = torch.autograd.grad(y, leaves, grad_y.double(), allow_unused=True)
+    return tuple(
+        torch.zeros_like(leaf) if grad is None else grad
+        for leaf, grad in zip(leaves, found, strict=True)
+    )
+
+
+def _compressed_attention_backward_torch(
+    grad_y, y, logs, x, recent, entries, chosen, sink, cos, sin, sight, eps
+):
+    length, lead = x.shape[1], recent.shape[1] - x.shape[1]
+    grad_x = torch.empty_like(x, memory_format=torch.contiguous_format)
+    sums = [torch.zeros(t.shape, device=x.device) for t in (recent, entries, sink)]
+    for part in parts_of(length, lead, sight, groups_of_part(x, recent, entries, chosen, sight)):
+        own = None if chosen is None else chosen[:, part.groups]
+        given = x[:, part.queries], recent[:, part.keys], entries, sink
+        leaves = [t.detach().float().requires_grad_() for t in given]
+        with torch.enable_grad():
+            y, *_ = attend_part(
+                *leaves[:3], own, leaves[3], cos[part.queries], sin[part.queries],
+                sight, eps, part, lead,
+            )  # fmt: skip
+        grads = torch.autograd.grad(y, leaves, grad_y[:, part.queries].float())
+        grad_x[:, part.queries] = grads[0].to(x.dtype)
+        sums[0][:, part.keys] += grads[1]
+        sums[1] += grads[2]
+        sums[2] += grads[3]
+    return grad_x, *sums
+
+
+@triton.jit
+def _turn_gradients_kernel(
+    grad_ptr, y_ptr, x_ptr, cos_ptr, sin_ptr, q_ptr, do_ptr, delta_ptr,
+    num_rows, T, HEADS, eps,
+    stride_xb, stride_xt, stride_xh,
+    HALF: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_R: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
+    mask = row < num_rows
+    b, t, h = row // (T * HEADS), row // HEADS % T, row % HEADS
+    offs = tl.arange(0, BLOCK_H)[None, :]
+    both = mask[:, None] & (offs < HALF)
+    x_rows = b.to(tl.int64) * stride_xb + t.to(tl.int64) * stride_xt + h * stride_xh
+    rows = row.to(tl.int64) * (2 * HALF)
+    cos = tl.load(cos_ptr + t[:, None] * HALF + offs, mask=both, other=0)
+    sin = tl.load(sin_ptr + t[:, None] * HALF + offs, mask=both, other=0)
+    x1 = tl.load(x_ptr + x_rows[:, None] + offs, mask=both, other=0).to(tl.float32)
+    x2 = tl.load(x_ptr + x_rows[:, None] + offs + HALF, mask=both, other=0).to(tl.float32)
+    at = rows[:, None] + offs
+    g1 = tl.load(grad_ptr + at, mask=both, other=0).to(tl.float32)
+    g2 = tl.load(grad_ptr + at + HALF, mask=both, other=0).to(tl.float32)
+    y1 = tl.load(y_ptr + at, mask=both, other=0).to(tl.float32)
+    y2 = tl.load(y_ptr + at + HALF, mask=both, other=0).to(tl.float32)
+    tl.store(delta_ptr + row, tl.sum(g1 * y1 + g2 * y2, axis=1), mask=mask)
+    r = tl.rsqrt(tl.sum(x1 * x1 + x2 * x2, axis=1) / (2 * HALF) + eps)[:, None]
+    dtype = q_ptr.dtype.element_ty
+    tl.store(q_ptr + at, ((x1 * cos - x2 * sin) * r).to(dtype), mask=both)
+    tl.store(q_ptr + at + HALF, ((x1 * sin + x2 * cos) * r).to(dtype), mask=both)
+    tl.store(do_ptr + at, (g1 * cos - g2 * sin).to(dtype), mask=both)
+    tl.store(do_ptr + at + HALF, (g1 * sin + g2 * cos).to(dtype), mask=both)
+
+
+@triton.jit
+def _load_rows(ptr, rows, mask, HALF: tl.constexpr, BLOCK_H: tl.constexpr):
+    offs = tl.arange(0, BLOCK_H)[None, :]
+    ptrs = ptr + rows[:, None] * (2 * HALF) + offs
+    both = mask[:, None] & (offs < HALF)
+    return tl.load(ptrs, mask=both, other=0), tl.load(ptrs + HALF, mask=both, other=0)
+
+
+@triton.jit
+def _slopes(
+    q1, q2, do1, do2, k1, k2, log, delta, seen, scale, PRECISION: tl.constexpr
+):  # fmt: skip
+    """Compute p and ds / sqrt(d), [ROWS, BLOCK_N] float32."""
+    p = tl.exp(scores_of(q1, q2, k1, k2, scale, PRECISION) - log[:, None])
+    p = tl.where(seen, p, 0)
+    dp = scores_of(do1, do2, k1, k2, 1.0, PRECISION)
+    return p, p * (dp - delta[:, None]) * scale
+
+
+@triton.jit
+def _grad_queries_kernel(
+    q_ptr, do_ptr, x_ptr, recent_ptr, entries_ptr, chosen_ptr, cos_ptr, sin_ptr, logs_ptr,
+    delta_ptr, grad_x_ptr, pairs_ptr,
+    T, LEAD, NUMBER, SIZE, START, SHIFT, WINDOW, MOST, RATIO, scale, eps,
+    stride_xb, stride_xt, stride_xh, stride_rb, stride_rs, stride_rg, stride_eb, stride_ej,
+    stride_eg,
+    HEADS: tl.constexpr, KV: tl.constexpr, QUERIES: tl.constexpr, PLACES: tl.constexpr,
+    OF_KV: tl.constexpr, HALF: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr,
+    CHOSEN: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    block, b = tl.program_id(0), (tl.program_id(1) // KV).to(tl.int64)
+    kv = tl.program_id(1) % KV
+    of_kv: tl.constexpr = HEADS // KV
+    row = tl.arange(0, PLACES * OF_KV)
+    place, own = row // OF_KV, row % OF_KV
+    first = block * QUERIES + SHIFT
+    t, h = first + place, kv * of_kv + own
+    valid = (place < QUERIES) & (own < of_kv) & (t >= 0) & (t < T)
+    low, high = tl.maximum(first, 0), tl.minimum(first + QUERIES, T) - 1
+    rows = (b * T + t) * HEADS + h
+    q1, q2 = _load_rows(q_ptr, rows, valid, HALF, BLOCK_H)
+    do1, do2 = _load_rows(do_ptr, rows, valid, HALF, BLOCK_H)
+    log = tl.load(logs_ptr + rows, mask=valid, other=0)
+    delta = tl.load(delta_ptr + rows, mask=valid, other=0)
+    dtype = x_ptr.dtype.element_ty
+    dq1 = tl.zeros((PLACES * OF_KV, BLOCK_H), dtype=tl.float32)
+    dq2 = tl.zeros((PLACES * OF_KV, BLOCK_H), dtype=tl.float32)
+    offs_n = tl.arange(0, BLOCK_N)
+    offs = tl.arange(0, BLOCK_H)[None, :]
+    recent_ptr += b * stride_rb + kv * stride_rg
+    for start in range(tl.maximum(low + LEAD - WINDOW + 1, 0), high + LEAD + 1, BLOCK_N):
+        s = start + offs_n
+        k1, k2 = load_vectors(recent_ptr, s, s <= high + LEAD, stride_rs, HALF, BLOCK_H)
+        ago = t[:, None] + LEAD - s[None, :]
+        seen = (ago >= 0) & (ago < WINDOW) & valid[:, None]
+        _, ds = _slopes(q1, q2, do1, do2, k1, k2, log, delta, seen, scale, PRECISION)
+        ds = ds.to(dtype)
+        dq1 = tl.dot(ds, k1, dq1, input_precision=PRECISION)
+        dq2 = tl.dot(ds, k2, dq2, input_precision=PRECISION)
+    entries_ptr += b * stride_eb + kv * stride_eg
+    complete = (START + t + 1) // RATIO
+    if CHOSEN:
+        chosen_ptr += (b * NUMBER + block) * SIZE
+        pairs_ptr += ((b * NUMBER + block) * SIZE * KV + kv) * (2 * HALF)
+        begin, end = 0, SIZE
+    else:
+        begin = tl.maximum((START + low + 1) // RATIO - MOST, 0)
+        end = (START + high + 1) // RATIO
+    for start in range(begin, end, BLOCK_N):
+        if CHOSEN:
+            j = tl.load(chosen_ptr + start + offs_n, mask=start + offs_n < end, other=-1)
+            there = j >= 0
+            seen = there[None, :] & valid[:, None]
+        else:
+            j = start + offs_n
+            there = j < end
+            seen = (j[None, :] < complete[:, None]) & (j[None, :] >= complete[:, None] - MOST)
+            seen = seen & valid[:, None]
+        k1, k2 = load_vectors(entries_ptr, j, there, stride_ej, HALF, BLOCK_H)
+        p, ds = _slopes(q1, q2, do1, do2, k1, k2, log, delta, seen, scale, PRECISION)
+        ds = ds.to(dtype)
+        dq1 = tl.dot(ds, k1, dq1, input_precision=PRECISION)
+        dq2 = tl.dot(ds, k2, dq2, input_precision=PRECISION)
+        if CHOSEN:
+            p, ds = tl.trans(p.to(dtype)), tl.trans(ds)
+            dk1 = tl.dot(ds, q1, input_precision=PRECISION)
+            dk1 = tl.dot(p, do1, dk1, input_precision=PRECISION)
+            dk2 = tl.dot(ds, q2, input_precision=PRECISION)
+            dk2 = tl.dot(p, do2, dk2, input_precision=PRECISION)
+            at = (start + offs_n)[:, None] * (KV * 2 * HALF) + offs
+            both = (start + offs_n < end)[:, None] & (offs < HALF)
+            pair_type = pairs_ptr.dtype.element_ty
+            tl.store(pairs_ptr + at, dk1.to(pair_type), mask=both)
+            tl.store(pairs_ptr + at + HALF, dk2.to(pair_type), mask=both)
+    x1, x2, cos, sin = load_queries(
+        x_ptr + b * stride_xb, cos_ptr, sin_ptr, t, h, valid, stride_xt, stride_xh, HALF, BLOCK_H
+    )
+    r = tl.rsqrt(tl.sum(x1 * x1 + x2 * x2, axis=1) / (2 * HALF) + eps)[:, None]
+    g1, g2 = dq1 * cos + dq2 * sin, dq2 * cos - dq1 * sin
+    x1, x2 = x1 * r, x2 * r
+    mean = (tl.sum(g1 * x1 + g2 * x2, axis=1) / (2 * HALF))[:, None]
+    ptrs = grad_x_ptr + rows[:, None] * (2 * HALF) + offs
+    both = valid[:, None] & (offs < HALF)
+    tl.store(ptrs, ((g1 - x1 * mean) * r).to(dtype), mask=both)
+    tl.store(ptrs + HALF, ((g2 - x2 * mean) * r).to(dtype), mask=both)
+
+
+@triton.jit
+def _grad_vectors_kernel(
+    q_ptr, do_ptr, vectors_ptr, logs_ptr, delta_ptr, grad_ptr,
+    T, LEAD, VECTORS, START, WINDOW, MOST, RATIO, scale,
+    stride_vb, stride_vs, stride_vg,
+    HEADS: tl.constexpr, KV: tl.constexpr, QUERIES: tl.constexpr, OF_KV: tl.constexpr,
+    HALF: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS: tl.constexpr,
+    ENTRIES: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    block, split = tl.program_id(0), tl.program_id(1)
+    b, kv = (tl.program_id(2) // KV).to(tl.int64), tl.program_id(2) % KV
+    of_kv: tl.constexpr = HEADS // KV
+    row = tl.arange(0, QUERIES * OF_KV)
+    place, own = row // OF_KV, row % OF_KV
+    h = kv * of_kv + own
+    offs_n = block * BLOCK_N + tl.arange(0, BLOCK_N)
+    last = tl.minimum(block * BLOCK_N + BLOCK_N, VECTORS) - 1
+    vectors_ptr += b * stride_vb + kv * stride_vg
+    k1, k2 = load_vectors(vectors_ptr, offs_n, offs_n < VECTORS, stride_vs, HALF, BLOCK_H)
+    if ENTRIES:  # from the byte that completes the first of them on
+        low = tl.maximum((block * BLOCK_N + 1) * RATIO - 1 - START, 0)
+        high = tl.minimum((last + MOST + 1) * RATIO - 1 - START, T)
+    else:
+        low = tl.maximum(block * BLOCK_N - LEAD, 0)
+        high = tl.minimum(last - LEAD + WINDOW, T)
+    share = tl.cdiv(tl.cdiv(high - low, SPLITS), QUERIES) * QUERIES
+    dtype = q_ptr.dtype.element_ty
+    dk1 = tl.zeros((BLOCK_N, BLOCK_H), dtype=tl.float32)
+    dk2 = tl.zeros((BLOCK_N, BLOCK_H), dtype=tl.float32)
+    for start in range(low + split * share, tl.minimum(low + (split + 1) * share, high), QUERIES):
+        t = start + place
+        valid = (own < of_kv) & (t < high)
+        rows = (b * T + t) * HEADS + h
+        q1, q2 = _load_rows(q_ptr, rows, valid, HALF, BLOCK_H)
+        do1, do2 = _load_rows(do_ptr, rows, valid, HALF, BLOCK_H)
+        log = tl.load(logs_ptr + rows, mask=valid, other=0)
+        delta = tl.load(delta_ptr + rows, mask=valid, other=0)
+        if ENTRIES:
+            complete = ((START + t + 1) // RATIO)[:, None]
+            seen = (offs_n[None, :] < complete) & (offs_n[None, :] >= complete - MOST)
+        else:
+            ago = t[:, None] + LEAD - offs_n[None, :]
+            seen = (ago >= 0) & (ago < WINDOW)
+        seen = seen & valid[:, None]
+        p, ds = _slopes(q1, q2, do1, do2, k1, k2, log, delta, seen, scale, PRECISION)
+        p, ds = tl.trans(p.to(dtype)), tl.trans(ds.to(dtype))
+        dk1 = tl.dot(ds, q1, dk1, input_precision=PRECISION)
+        dk1 = tl.dot(p, do1, dk1, input_precision=PRECISION)
+        dk2 = tl.dot(ds, q2, dk2, input_precision=PRECISION)
+        dk2 = tl.dot(p, do2, dk2, input_precision=PRECISION)
+    offs = tl.arange(0, BLOCK_H)[None, :]
+    out = ((split * tl.num_programs(2) // KV + b) * VECTORS + offs_n) * KV + kv
+    ptrs = grad_ptr + out[:, None] * (2 * HALF) + offs
+    both = (offs_n < VECTORS)[:, None] & (offs < HALF)
+    tl.store(ptrs, dk1, mask=both)
+    tl.store(ptrs + HALF, dk2, mask=both)
+
+
+SPLITS = 64
+"""Parts of the bytes that see entries of many bytes, of which there are few."""
+
+
+def _compressed_attention_backward_triton(
+    grad_y, y, logs, x, recent, entries, chosen, sink, cos, sin, sight, eps
+):
+    (batch, length, heads, width), kv = x.shape, recent.shape[2]
+    lead, precision = recent.shape[1] - length, "ieee" if x.dtype == torch.float32 else "tf32"
+    grad_y, y, logs, cos, sin = (part.contiguous() for part in (grad_y, y, logs, cos, sin))
+    x, recent, entries = (dense_rows(part) for part in (x, recent, entries))
+    tile = tiling(x, recent, chosen, sight)
+    q, do = torch.empty(2, *x.shape, dtype=x.dtype, device=x.device).unbind()
+    delta = torch.empty_like(logs)
+    rows, shape = logs.numel(), {"HALF": width // 2, "BLOCK_H": tile.block_h}
+    _turn_gradients_kernel[(triton.cdiv(rows, 16),)](
+        grad_y, y, x, cos, sin, q, do, delta, rows, length, heads, eps, *x.stride()[:3],
+        **shape, BLOCK_R=16,
+    )  # fmt: skip
+    grad_x = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    pairs, number, size = q, 0, 0
+    if chosen is not None:
+        chosen, (number, size) = chosen.contiguous(), chosen.shape[1:]
+        pairs = torch.empty(batch, number, size, kv * width, dtype=x.dtype, device=x.device)
+    shape |= {"HEADS": heads, "KV": kv, "OF_KV": tile.of_kv, "PRECISION": precision}
+    _grad_queries_kernel[(tile.programs, batch * kv)](
+        q, do, x, recent, entries, chosen, cos, sin, logs, delta, grad_x, pairs,
+        length, lead, number, size, sight.start, tile.shift, sight.window, sight.most,
+        sight.ratio, width**-0.5, eps,
+        *x.stride()[:3], *recent.stride()[:3], *entries.stride()[:3],
+        **shape, QUERIES=tile.queries, PLACES=tile.places,
+        BLOCK_N=32, CHOSEN=chosen is not None, num_warps=num_warps(tile),
+    )  # fmt: skip
+    queries = max(1, 16 // tile.of_kv, (ROWS if width <= 128 else ROWS // 2) // tile.of_kv)
+
+    def grad_of(vectors: Tensor, splits: int, of_entries: bool) -> Tensor:
+        count, size = vectors.shape[1], 32
+        found = torch.empty(splits, *vectors.shape, dtype=torch.float32, device=x.device)
+        if found.numel():
+            _grad_vectors_kernel[(triton.cdiv(count, size), splits, batch * kv)](
+                q, do, vectors, logs, delta, found,
+                length, lead, count, sight.start, sight.window, sight.most, sight.ratio,
+                width**-0.5, *vectors.stride()[:3],
+                **shape, QUERIES=queries, BLOCK_N=size, SPLITS=splits, ENTRIES=of_entries,
+                num_warps=num_warps(tile),
+            )  # fmt: skip
+        return found[0] if splits == 1 else found.sum(dim=0)
+
+    grad_recent = grad_of(recent, 1, False)
+    if chosen is None:
+        splits = min(SPLITS, triton.cdiv(length, 4 * queries))
+        grad_entries = grad_of(entries, splits, True)
+    else:
+        found = sum_choices(pairs, chosen, entries.shape[1])
+        grad_entries = found.view(entries.shape)
+    grad_sink = -((sink - logs).exp() * delta).sum(dim=(0, 1))
+    return grad_x, grad_recent, grad_entries, grad_sink
+
+
+def compressed_attention_backward(
+    grad_y: Tensor,
+    y: Tensor,
+    logs: Tensor,
+    x: Tensor,
+    recent: Tensor,
+    entries: Tensor,
+    chosen: Tensor | None,
+    sink: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    sight: Sight,
+    eps: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Propagate a gradient back through `compressed_attention`, whose other arguments they are.
+
+    Args:
+        grad_y: (B, T, H, d) in the dtype of x.
+        y: what it returned.
+        logs: what it returned.
+        x: what it was given.
+        recent: likewise.
+        entries: likewise.
+        chosen: likewise.
+        sink: likewise.
+        cos: likewise.
+        sin: likewise.
+        sight: likewise.
+        eps: likewise.
+
+    Returns:
+        Gradients of x in its dtype, and of recent, entries and sink, float32.
+
+    Raises:
+        ValueError: a dtype or a shape does not fit.
+    """
+    check_attention(x, recent, entries, chosen, sink, cos, sin, sight)
+    for part in (grad_y, y):
+        if part.shape != x.shape or part.dtype != x.dtype:
+            got = f"{part.dtype} {tuple(part.shape)}"
+            raise ValueError(f"{got} does not fit {x.dtype} {tuple(x.shape)}")
+    if logs.dtype != torch.float32 or logs.shape != x.shape[:3]:
+        raise ValueError(f"totals {logs.dtype} {tuple(logs.shape)} do not fit {tuple(x.shape)}")
+    rest = (x, recent, entries, chosen, sink, cos, sin, sight, eps)
+    triton, torch_ = _compressed_attention_backward_triton, _compressed_attention_backward_torch
+    return (triton if uses_triton(x) else torch_)(grad_y, y, logs, *rest)
+
+
+def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
+    generator = torch.Generator().manual_seed(1)
+    for label, inputs in draw_cases(device):
+        x = inputs[0]
+        grad = torch.randn(x.shape, generator=generator).to(device, x.dtype)
+        y, logs, _ = compressed_attention_reference(*inputs)
+        given = (grad, y.to(x.dtype), logs.float(), *inputs)
+        low = x.dtype == torch.bfloat16
+        yield Case(label, given, _compressed_attention_backward_torch if low else None)
+
+
+def _timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
+    for label, inputs in draw_timed(device):
+        y, logs, _ = compressed_attention(*inputs)
+        yield Timing(
+            label,
+            (torch.randn_like(y), y, logs, *inputs),
+            run=_compressed_attention_backward_triton,
+        )
+
+
+COMPRESSED_ATTENTION_BACKWARD = KernelSpec(
+    "compressed_attention_backward", _compressed_attention_backward_triton,
+    _compressed_attention_backward_torch, compressed_attention_backward_reference, _cases, GATE,
+    bfloat16=(0, 1, 3, 4, 5), timings=_timings,
+)  # fmt: skip

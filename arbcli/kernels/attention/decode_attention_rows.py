@@ -1,0 +1,247 @@
+"""`decode_attention` for one new byte of each of several texts, which know nothing of each other.
+
+Each text has rings and a position of its own. The slots of a head are split into blocks; a program
+takes every `PROGRAMS`-th split, so that many texts need no more programs than a GPU can hold. What
+is summed together, and in which order, depends on nothing but the slots: a text has the same bits
+whatever the others are, how many, and how long.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from arbcli.kernels.attention.decode_attention import (
+    DECODE_ATTENTION,
+    MAX_PARTS,
+    add_parts,
+    check_new_byte,
+    decode_attention_reference,
+    load_turned,
+    tiling,
+)
+from arbcli.kernels.runtime._triton import tl, triton
+from arbcli.kernels.runtime.backend import num_processors, uses_triton
+from arbcli.kernels.runtime.overlap import overlap_options
+from arbcli.kernels.runtime.spec import Case, Gate, KernelSpec, Timing
+
+WARPS = 4
+RESIDENT = 4
+"""Programs that a processor should have at once."""
+
+
+def decode_attention_rows_reference(
+    qkv: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    position: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    tickets: Tensor,
+    eps: float,
+) -> tuple[Tensor, ...]:
+    """Compute what `decode_attention_rows` must return and leave: one text after another."""
+    texts = zip(qkv, keys, values, position, tickets, strict=True)
+    found = [
+        decode_attention_reference(*three, place, cos, sin, free, eps)
+        for *three, place, free in texts
+    ]
+    return tuple(torch.stack(parts) for parts in zip(*found, strict=True))
+
+
+def _decode_attention_rows_torch(qkv, keys, values, position, cos, sin, tickets, eps):
+    attend = DECODE_ATTENTION.torch
+    texts = zip(qkv, keys, values, position, tickets, strict=True)
+    return torch.stack(
+        [attend(*three, place, cos, sin, free, eps)[0] for *three, place, free in texts]
+    )
+
+
+@triton.jit
+def _load_slots(ring_ptr, offs_s, offs_d, mask_d, slot, seen, WIDTH: tl.constexpr):
+    """Load slots that were stored before this byte: [BLOCK_S, BLOCK_D]."""
+    mask = (offs_s < seen) & (offs_s != slot) & mask_d[None, :]
+    return tl.load(ring_ptr + (offs_s * WIDTH + offs_d[None, :]), mask=mask, other=0)
+
+
+@triton.jit
+def _decode_attention_rows_kernel(
+    qkv_ptr, keys_ptr, values_ptr, position_ptr, cos_ptr, sin_ptr, tickets_ptr,
+    totals_ptr, sums_ptr, y_ptr,
+    W, HEADS, scale, eps,
+    HALF: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr,
+    SPLITS: tl.constexpr, BLOCK_P: tl.constexpr, PROGRAMS: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    WIDTH: tl.constexpr = 2 * HALF
+    head, first, text = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    position = tl.load(position_ptr + text)
+    slot, seen = position % W, tl.minimum(position + 1, W)
+    splits = tl.cdiv(seen, BLOCK_S)
+    if first < splits:
+        place = text * HEADS + head
+        ring = place.to(tl.int64) * W * WIDTH
+        keys_ptr, values_ptr = keys_ptr + ring, values_ptr + ring
+        offs_d, offs_b = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_S)[:, None]
+        mask_d, offs_s = offs_d < WIDTH, first * BLOCK_S + offs_b
+        # load from the ring first: it has the longest latency
+        key = _load_slots(keys_ptr, offs_s, offs_d, mask_d, slot, seen, WIDTH)
+        value = _load_slots(values_ptr, offs_s, offs_d, mask_d, slot, seen, WIDTH)
+        q, k, v = load_turned(
+            qkv_ptr + text.to(tl.int64) * (3 * HEADS * WIDTH), cos_ptr, sin_ptr, position,
+            head, offs_d, mask_d, HEADS, eps, HALF, OVERLAP,
+        )  # fmt: skip
+        if slot // BLOCK_S % PROGRAMS == first:
+            tl.store(keys_ptr + slot * WIDTH + offs_d, k, mask=mask_d)
+            tl.store(values_ptr + slot * WIDTH + offs_d, v, mask=mask_d)
+        for split in range(first, splits, PROGRAMS):
+            offs_s = split * BLOCK_S + offs_b
+            following = offs_s + PROGRAMS * BLOCK_S
+            next_key = _load_slots(keys_ptr, following, offs_d, mask_d, slot, seen, WIDTH)
+            next_value = _load_slots(values_ptr, following, offs_d, mask_d, slot, seen, WIDTH)
+            is_new = offs_s == slot  # the slot of this byte, which was not loaded
+            key = tl.where(is_new, k[None, :], key).to(tl.float32)
+            value = tl.where(is_new, v[None, :], value).to(tl.float32)
+            score = tl.sum(key * q.to(tl.float32)[None, :], axis=1, keep_dims=True) * scale
+            weight = tl.where(offs_s < seen, tl.exp(score), 0)  # [BLOCK_S, 1]
+            part = place * SPLITS + split
+            tl.store(totals_ptr + part, tl.sum(weight))
+            sums = tl.sum(weight * value, axis=0)
+            tl.store(sums_ptr + part.to(tl.int64) * WIDTH + offs_d, sums, mask=mask_d)
+            key, value = next_key, next_value
+        add_parts(
+            totals_ptr, sums_ptr, tickets_ptr, y_ptr, place, splits, offs_d, mask_d,
+            WIDTH, SPLITS, BLOCK_P, PROGRAMS,
+        )  # fmt: skip
+
+
+def _decode_attention_rows_triton(qkv, keys, values, position, cos, sin, tickets, eps):
+    texts, heads, window, width = keys.shape
+    block_s = tiling(heads, window, width, qkv.dtype).slots
+    splits = triton.cdiv(window, block_s)
+    wanted = RESIDENT * num_processors(qkv) // (texts * heads)
+    parts = texts * heads * splits
+    found = torch.empty(parts * (width + 1), dtype=torch.float32, device=qkv.device)
+    y = torch.empty(texts, heads, width, dtype=qkv.dtype, device=qkv.device)
+    programs = max(1, min(splits, wanted))
+    _decode_attention_rows_kernel[(heads, programs, texts)](
+        qkv, keys, values, position, cos, sin, tickets,
+        *found.split([parts, parts * width]), y, window, heads, width**-0.5, eps,
+        HALF=width // 2, BLOCK_D=triton.next_power_of_2(width), BLOCK_S=block_s, SPLITS=splits,
+        BLOCK_P=MAX_PARTS, PROGRAMS=programs,
+        num_warps=WARPS, **overlap_options(qkv),
+    )  # fmt: skip
+    return y
+
+
+def decode_attention_rows(
+    qkv: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    position: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    tickets: Tensor,
+    eps: float,
+) -> Tensor:
+    """Do as `decode_attention` does for one new byte of each of several texts.
+
+    Args:
+        qkv: (B, 3, heads, d) float32 or bfloat16, contiguous.
+        keys: (B, heads, W, d) in the dtype of `qkv`, contiguous.
+        values: like `keys`.
+        position: (B,) int32: how many bytes of each text came before; below P.
+        cos: (P, d / 2) float32, contiguous.
+        sin: like `cos`.
+        tickets: (B, heads) int32 zeros, and zeros again afterwards.
+        eps: added to the mean square.
+
+    Returns:
+        (B, heads, d) in the dtype of `qkv`. What a text has does not depend on the others, nor on
+        B.
+
+    Raises:
+        ValueError: a dtype or a shape does not fit.
+    """
+    _check(qkv, keys, values, position, cos, sin, tickets)
+    run = _decode_attention_rows_triton if uses_triton(qkv) else _decode_attention_rows_torch
+    return run(qkv, keys, values, position, cos, sin, tickets, eps)
+
+
+def _check(qkv, keys, values, position, cos, sin, tickets):
+    got = f"{qkv.dtype} of shape {tuple(qkv.shape)}"
+    if qkv.dim() != 4 or not len(qkv) or not qkv.is_contiguous():
+        raise ValueError(f"need contiguous (B, 3, heads, d), got {got}")
+    texts, _, heads, width = qkv.shape
+    for integers, shape in ((position, (texts,)), (tickets, (texts, heads))):
+        if integers.shape != shape or not integers.is_contiguous():
+            raise ValueError(f"need int32 of shape {shape}, got {tuple(integers.shape)}")
+    check_new_byte(qkv[0], position[0], cos, sin, tickets[0])
+    for ring in (keys, values):
+        fits = ring.dim() == 4 and ring.shape == (texts, heads, keys.shape[2], width)
+        if ring.dtype != qkv.dtype or not fits or not ring.shape[2] or not ring.is_contiguous():
+            raise ValueError(f"ring {ring.dtype} {tuple(ring.shape)} does not fit {got}")
+
+
+SHAPES = ((1, 1, 1, 2, (0,)), (3, 2, 70, 10, (0, 69, 200)), (2, 3, 100, 64, (199, 5)),
+          (4, 1, 40, 16, (31, 32, 40, 79)))  # fmt: skip
+"""(B, heads, W, d, positions): rings that are empty, filling, just full and overwritten."""
+LARGE = ((16, 16, 2048, 128, tuple(range(0, 2400, 150))), (2, 6, 256, 64, (300, 7)))
+
+
+def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(*shape, torch.float32) for shape in SHAPES]
+    if device.type == "cuda":  # the interpreter computes wrongly in bf16
+        shapes += [(*shape, dtype) for shape in LARGE for dtype in (torch.float32, torch.bfloat16)]
+    for texts, heads, window, width, positions, dtype in shapes:
+        low = dtype == torch.bfloat16
+        label = f"{texts}x{heads}x{window}x{width}{' bf16' if low else ''}"
+        ring = (texts, heads, window, width)
+        sizes = ((texts, 3, heads, width), ring, ring)
+        parts = [torch.randn(size, generator=generator).to(device, dtype) for size in sizes]
+        angle = 7 * torch.randn(max(positions) + 1, width // 2, generator=generator).to(device)
+        position = torch.tensor(positions, dtype=torch.int32, device=device)
+        tickets = torch.zeros(texts, heads, dtype=torch.int32, device=device)
+        inputs = (*parts, position, angle.cos(), angle.sin(), tickets, 1e-6)
+        yield Case(label, inputs, _with_state(_decode_attention_rows_torch) if low else None)
+
+
+def _with_state(run):
+    """Wrap an implementation so that it returns what it left in the rings too."""
+
+    def with_state(qkv, keys, values, position, cos, sin, tickets, eps):
+        y = run(qkv, keys, values, position, cos, sin, tickets, eps)
+        return y, keys, values, tickets
+
+    return with_state
+
+
+def _timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
+    texts, heads, window, width = 16, 16, 2048, 128
+    real = {"device": device, "dtype": torch.bfloat16}
+    qkv = torch.randn(texts, 3, heads, width, **real)
+    keys, values = torch.randn(2, texts, heads, window, width, **real).unbind()
+    position = torch.full((texts,), window - 1, dtype=torch.int32, device=device)
+    table = torch.rand(2, window, width // 2, device=device).unbind()
+    tickets = torch.zeros(texts, heads, dtype=torch.int32, device=device)
+    attend = torch.nn.functional.scaled_dot_product_attention
+    yield Timing(
+        f"{texts}x{heads}x{window}x{width} bf16",
+        (qkv, keys, values, position, *table, tickets, 1e-6),
+        run=_decode_attention_rows_triton,
+        peer=lambda: attend(qkv[:, 0, :, None], keys, values),
+        peer_name="torch's attention alone",
+    )
+
+
+DECODE_ATTENTION_ROWS = KernelSpec(
+    "decode_attention_rows", _with_state(_decode_attention_rows_triton),
+    _with_state(_decode_attention_rows_torch), decode_attention_rows_reference, _cases,
+    Gate(
+        exact=False,
+        relative=1e-5,
+        peer_slack=0.1,
+        reason="float32 sums of up to 2048 values; in bf16 no worse than torch's attention by 10 %",
+    ),
+    timings=_timings,
+)  # fmt: skip

@@ -1,0 +1,151 @@
+"""Add up what groups have for the entries that they chose.
+
+    y[j] = sum over g, i of x[g, i] where chosen[g, i] = j
+
+A map of the place of every entry in every group's choice comes first. So an entry finds its groups
+in their order, and the sum has the same bits every time, which atomic additions would not give.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from arbcli.kernels.runtime._triton import tl, triton
+from arbcli.kernels.runtime.backend import uses_triton
+from arbcli.kernels.runtime.spec import Case, Gate, KernelSpec, Timing
+
+
+def sum_choices_reference(x: Tensor, chosen: Tensor, entries: int) -> Tensor:
+    """Compute what `sum_choices` must return, a choice at a time in float64."""
+    y = torch.zeros(len(x), entries, x.shape[3], dtype=torch.float64, device=x.device)
+    for b, groups in enumerate(chosen.tolist()):
+        for g, places in enumerate(groups):
+            for i, j in enumerate(places):
+                if j >= 0:
+                    y[b, j] += x[b, g, i].double()
+    return y
+
+
+def _sum_choices_torch(x, chosen, entries):
+    batch, width = len(x), x.shape[3]
+    y = torch.zeros(batch, entries + 1, width, device=x.device)  # the last for what is none
+    rows = torch.where(chosen >= 0, chosen, entries).long()
+    rows = rows + torch.arange(batch, device=x.device)[:, None, None] * (entries + 1)
+    y.view(-1, width).index_add_(0, rows.flatten(), x.reshape(-1, width).float())
+    return y[:, :entries].contiguous()
+
+
+@triton.jit
+def _place_choices_kernel(
+    chosen_ptr, places_ptr, NUMBER, SIZE, ENTRIES, BLOCK: tl.constexpr
+):  # fmt: skip
+    g, b = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    for start in range(0, SIZE, BLOCK):
+        i = start + tl.arange(0, BLOCK)
+        j = tl.load(chosen_ptr + (b * NUMBER + g) * SIZE + i, mask=i < SIZE, other=-1)
+        at = (b * ENTRIES + j) * NUMBER + g
+        tl.store(places_ptr + at, i.to(tl.int16), mask=j >= 0)
+
+
+@triton.jit
+def _sum_choices_kernel(
+    x_ptr, places_ptr, y_ptr, NUMBER, SIZE, ENTRIES, WIDTH,
+    BLOCK_G: tl.constexpr, BLOCK_W: tl.constexpr,
+):  # fmt: skip
+    j, b = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    offs = tl.program_id(2) * BLOCK_W + tl.arange(0, BLOCK_W)[None, :]
+    total = tl.zeros((BLOCK_G, BLOCK_W), dtype=tl.float32)
+    places_ptr += (b * ENTRIES + j) * NUMBER
+    for start in range(0, NUMBER, BLOCK_G):
+        g = start + tl.arange(0, BLOCK_G)
+        i = tl.load(places_ptr + g, mask=g < NUMBER, other=-1).to(tl.int32)
+        if tl.max(i, axis=0) >= 0:
+            at = ((b * NUMBER + g) * SIZE + i) * WIDTH
+            mask = (i >= 0)[:, None] & (offs < WIDTH)
+            total += tl.load(x_ptr + at[:, None] + offs, mask=mask, other=0).to(tl.float32)
+    y = tl.sum(total, axis=0)[None, :]
+    tl.store(y_ptr + (b * ENTRIES + j) * WIDTH + offs, y, mask=offs < WIDTH)
+
+
+def _sum_choices_triton(x, chosen, entries):
+    batch, number, size, width = x.shape
+    y = torch.empty(batch, entries, width, dtype=torch.float32, device=x.device)
+    if not y.numel():
+        return y
+    like = {"dtype": torch.int16, "device": x.device}
+    places = torch.full((batch, entries, number), -1, **like)
+    if chosen.numel():
+        block = triton.next_power_of_2(min(size, 1024))
+        _place_choices_kernel[(number, batch)](chosen, places, number, size, entries, BLOCK=block)
+    block_w = min(128, triton.next_power_of_2(width))
+    _sum_choices_kernel[(entries, batch, triton.cdiv(width, block_w))](
+        x, places, y, number, size, entries, width, BLOCK_G=32, BLOCK_W=block_w
+    )
+    return y
+
+
+def sum_choices(x: Tensor, chosen: Tensor, entries: int) -> Tensor:
+    """Add up the vectors of each entry.
+
+    Args:
+        x: (B, N, k, D) float32 or bfloat16, contiguous; k is below 2**15.
+        chosen: (B, N, k) int32, contiguous: numbers of entries, those of a group all different, or
+            -1, whose vectors count nowhere.
+        entries: E.
+
+    Returns:
+        (B, E, D) float32.
+
+    Raises:
+        ValueError: a dtype or a shape does not fit.
+    """
+    if x.dtype not in (torch.float32, torch.bfloat16) or x.dim() != 4 or not x.is_contiguous():
+        got = f"{x.dtype} of shape {tuple(x.shape)}"
+        raise ValueError(f"need contiguous float32 or bfloat16 vectors of choices, got {got}")
+    fits = chosen.shape == x.shape[:3] and chosen.is_contiguous() and x.shape[2] < 2**15
+    if chosen.dtype != torch.int32 or not fits:
+        got = f"{chosen.dtype} {tuple(chosen.shape)}"
+        raise ValueError(f"need int32 choices of shape {tuple(x.shape[:3])}, got {got}")
+    return (_sum_choices_triton if uses_triton(x) else _sum_choices_torch)(x, chosen, entries)
+
+
+def random_choices(
+    generator: torch.Generator, batch: int, number: int, size: int, entries: int
+) -> Tensor:
+    """Draw choices of different entries, ascending, and some that are none behind them."""
+    scores = torch.rand(batch, number, entries, generator=generator)
+    found = scores.argsort(dim=-1)[..., :size].sort(dim=-1).values.int()
+    kept = torch.randint(0, size + 1, (batch, number, 1), generator=generator)
+    return torch.where(torch.arange(size) < kept, found, -1).int()
+
+
+def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(1, 1, 1, 1, 1), (2, 37, 3, 9, 5), (1, 70, 5, 5, 33), (2, 3, 0, 4, 7)]
+    shapes += [(1, 40, 2, 150, 130)]
+    dtypes = [torch.float32]
+    if device.type == "cuda":  # the interpreter computes wrongly in bf16
+        shapes += [(2, 700, 64, 650, 160)]
+        dtypes += [torch.bfloat16]
+    for batch, number, size, entries, width in shapes:
+        chosen = random_choices(generator, batch, number, size, entries).to(device)
+        x = torch.randn(batch, number, size, width, generator=generator).to(device)
+        for dtype in dtypes:
+            label = f"{batch}x{number}x{size} of {entries}, width {width}"
+            label += " bf16" if dtype == torch.bfloat16 else ""
+            yield Case(label, (x.to(dtype), chosen, entries))
+
+
+def _timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
+    generator = torch.Generator().manual_seed(0)
+    chosen = random_choices(generator, 1, 4096, 128, 4096).to(device)
+    x = torch.randn(1, 4096, 128, 128, device=device, dtype=torch.bfloat16)
+    yield Timing("1x4096x128 of 4096, width 128 bf16", (x, chosen, 4096))
+
+
+SUM_CHOICES = KernelSpec(
+    "sum_choices", _sum_choices_triton, _sum_choices_torch, sum_choices_reference, _cases,
+    Gate(exact=False, relative=1e-5, reason="float32 sums over groups"),
+    bfloat16=(0,), timings=_timings,
+)  # fmt: skip

@@ -1,0 +1,434 @@
+"""One position of a text, between the encoder and the decoder of a stage: one kernel for each way.
+
+`route_position_` asks whether a chunk begins there, remembers what the next position is compared
+with, and adds to what of the position goes past the inner network the chunk that was last:
+
+    begins = position = 0, or, by who says so,
+        learned:  p = (1 - cos(x' + q', n + k)) / 2 > 1/2,   n = x / sqrt(mean(x**2) + eps),
+                  x' and q' the n and the q of the position before
+        every:    `length` divides the position
+        space:    the byte before is a space and this one is none
+    y = residual + mean
+
+Where a chunk begins the inner network gives z of it, and `take_chunk_` smooths it in:
+
+    mean = P z + (1 - P) mean,   P = p, held away from 0 and 1;   y = residual + mean
+
+Both count positions, so that a step needs no kernel for that. In a CUDA graph the first also tells
+the conditional node behind it whether a chunk begins.
+"""
+
+from collections.abc import Iterator
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from arbcli.kernels.chunks.boundary_scores import TINY
+from arbcli.kernels.runtime._triton import tl, triton
+from arbcli.kernels.runtime.backend import uses_triton
+from arbcli.kernels.runtime.conditions import tell_condition
+from arbcli.kernels.runtime.overlap import overlap_options, wait_for_last
+from arbcli.kernels.runtime.spec import Case, Gate, KernelSpec, Timing
+
+ROUTERS = ("learned", "every", "space")
+LEAST_SHARE = 1e-4
+"""P is held between this and 1 minus this."""
+_LEAST, _MOST = tl.constexpr(LEAST_SHARE), tl.constexpr(1 - LEAST_SHARE)
+
+
+def route_position_reference(
+    router: str,
+    x: Tensor,
+    rows: Tensor,
+    mean: Tensor,
+    last: Tensor,
+    byte: Tensor,
+    ids: Tensor,
+    encoder: Tensor,
+    decoder: Tensor,
+    length: int,
+    eps: float,
+    handle: Tensor | None,
+) -> tuple[Tensor, ...]:
+    """Compute what `route_position_` returns and leaves behind, in float64.
+
+    Of p, a small difference of large numbers, it is 1 + p, and of `begins` a number.
+    """
+    width, position = len(x), int(encoder)
+    last, p = last.clone(), float(position == 0)
+    if router == "learned":
+        q, k = rows.double()[: 2 * width].split(width)
+        x = x.double()
+        n = x / (x.square().mean() + eps).sqrt()
+        u, v = last.double()[:width] + last.double()[width:], n + k
+        lengths = ((u * u).sum() + 1e-6).sqrt() * ((v * v).sum() + 1e-6).sqrt()
+        if position:
+            p = float((1 - (u * v).sum() / lengths) / 2)
+        last = torch.cat((n, q))
+    elif router == "every":
+        p = float(position % length == 0)
+    elif position:
+        before, now = (int(part) in (9, 10, 11, 12, 13, 32) for part in (byte, ids))
+        p = float(before and not now)
+    about = {"device": x.device}
+    return (
+        torch.tensor([1 + p], **about), torch.tensor([int(p > 0.5)], **about),
+        rows.double()[-width:] + mean, last, ids.clone(), encoder + 1, encoder.clone(),
+    )  # fmt: skip
+
+
+def take_chunk_reference(
+    z: Tensor, p: Tensor, residual: Tensor, mean: Tensor, y: Tensor, position: Tensor | None
+) -> tuple[Tensor, ...]:
+    """Compute what `take_chunk_` leaves behind, in float64."""
+    share = min(max(float(p), 1e-4), 1 - 1e-4)
+    mean = share * z.double() + (1 - share) * mean
+    found = residual.double() + mean, mean
+    return found if position is None else (*found, position + 1)
+
+
+def _route_position_torch(
+    router, x, rows, mean, last, byte, ids, encoder, decoder, length, eps, handle
+):
+    width, is_first = len(x), (encoder == 0)[None]
+    if router == "learned":
+        q, k = rows[: 2 * width].split(width)
+        n = functional.rms_norm(x, x.shape, eps=eps)
+        u = last[:width].float() + last[width:].float()
+        v = n.float() + k.float()
+        length_u, length_v = ((part.square().sum() + 1e-6).sqrt() for part in (u, v))
+        p = (1 - (u * v / (length_u * length_v)).sum()) / 2
+        p = p[None].masked_fill(is_first, 1)
+        begins = p > 0.5
+        last.copy_(torch.cat((n, q)))
+    else:
+        if router == "every":
+            begins = (encoder % length == 0)[None]
+        else:
+            before, now = ((part == 32) | ((part >= 9) & (part < 14)) for part in (byte, ids))
+            begins = is_first | (before & ~now).flatten()
+            byte.copy_(ids)
+        p = begins.float()
+    decoder.copy_(encoder)
+    encoder += 1
+    y = (rows[-width:].float() + mean).to(rows.dtype)
+    return p, begins, y
+
+
+def _take_chunk_torch(z, p, residual, mean, y, position):
+    share = p.clamp(LEAST_SHARE, 1 - LEAST_SHARE)
+    mean.copy_(share * z.float() + (1 - share) * mean)
+    y.copy_(residual.float() + mean)
+    if position is not None:
+        position += 1
+
+
+@triton.jit
+def _is_space(byte):
+    return (byte == 32) | ((byte >= 9) & (byte < 14))
+
+
+@triton.jit
+def _inverse_length(u):
+    return 1 / tl.sqrt(tl.sum(u * u) + TINY)
+
+
+@triton.jit
+def _route_position_kernel(
+    x_ptr, rows_ptr, mean_ptr, last_ptr, byte_ptr, ids_ptr, encoder_ptr, decoder_ptr,
+    handle_ptr, p_ptr, begins_ptr, y_ptr,
+    D, LENGTH, eps,
+    LEARNED: tl.constexpr, EVERY: tl.constexpr, TELLS: tl.constexpr,
+    BLOCK_D: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    d = tl.arange(0, BLOCK_D)
+    mask = d < D
+    # only the kernel before this one may still be running, which computes the rows
+    position = tl.load(encoder_ptr)
+    mean = tl.load(mean_ptr + d, mask=mask, other=0)
+    dtype = y_ptr.dtype.element_ty
+    if LEARNED:
+        x = tl.load(x_ptr + d, mask=mask, other=0).to(tl.float32)
+        x = (x * tl.rsqrt(tl.sum(x * x) / D + eps)).to(dtype)
+        u = tl.load(last_ptr + d, mask=mask, other=0).to(tl.float32)
+        u += tl.load(last_ptr + D + d, mask=mask, other=0).to(tl.float32)
+        wait_for_last(OVERLAP)
+        q = tl.load(rows_ptr + d, mask=mask, other=0)
+        v = tl.load(rows_ptr + D + d, mask=mask, other=0).to(tl.float32) + x.to(tl.float32)
+        residual = tl.load(rows_ptr + 2 * D + d, mask=mask, other=0).to(tl.float32)
+        cos = tl.sum(u * v) * (_inverse_length(u) * _inverse_length(v))
+        p = tl.where(position == 0, 1.0, (1 - cos) / 2)
+        tl.store(last_ptr + d, x, mask=mask)
+        tl.store(last_ptr + D + d, q, mask=mask)
+    else:
+        wait_for_last(OVERLAP)
+        residual = tl.load(rows_ptr + d, mask=mask, other=0).to(tl.float32)
+        if EVERY:
+            p = (position % LENGTH == 0).to(tl.float32)
+        else:
+            byte = tl.load(ids_ptr)
+            begins = _is_space(tl.load(byte_ptr)) & (_is_space(byte) == 0)
+            p = (begins | (position == 0)).to(tl.float32)
+            tl.debug_barrier()  # all threads read before one of them writes
+            tl.store(byte_ptr, byte)
+    tl.store(y_ptr + d, (residual + mean).to(dtype), mask=mask)
+    tl.store(p_ptr, p)
+    tl.store(begins_ptr, (p > 0.5).to(tl.uint8))
+    if TELLS:
+        tell_condition(handle_ptr, p > 0.5)
+    tl.debug_barrier()
+    tl.store(decoder_ptr, position)
+    tl.store(encoder_ptr, position + 1)
+
+
+@triton.jit
+def _take_chunk_kernel(
+    z_ptr, p_ptr, residual_ptr, mean_ptr, y_ptr, position_ptr,
+    D, COUNTS: tl.constexpr, BLOCK_D: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    d = tl.arange(0, BLOCK_D)
+    mask = d < D
+    share = tl.minimum(tl.maximum(tl.load(p_ptr), _LEAST), _MOST)
+    mean = tl.load(mean_ptr + d, mask=mask, other=0)
+    residual = tl.load(residual_ptr + d, mask=mask, other=0).to(tl.float32)
+    wait_for_last(OVERLAP)
+    z = tl.load(z_ptr + d, mask=mask, other=0).to(tl.float32)
+    mean = share * z + (1 - share) * mean
+    tl.store(mean_ptr + d, mean, mask=mask)
+    tl.store(y_ptr + d, (residual + mean).to(y_ptr.dtype.element_ty), mask=mask)
+    if COUNTS:
+        position = tl.load(position_ptr)
+        tl.debug_barrier()
+        tl.store(position_ptr, position + 1)
+
+
+def _route_position_triton(
+    router, x, rows, mean, last, byte, ids, encoder, decoder, length, eps, handle
+):
+    p = torch.empty(1, dtype=torch.float32, device=x.device)
+    begins = torch.empty(1, dtype=torch.bool, device=x.device)
+    y = torch.empty_like(x)
+    _route_position_kernel[(1,)](
+        x, rows, mean, last, byte, ids, encoder, decoder,
+        encoder if handle is None else handle, p, begins.view(torch.uint8), y,
+        len(x), length, eps,
+        LEARNED=router == "learned", EVERY=router == "every", TELLS=handle is not None,
+        **_blocks(len(x)), **overlap_options(x),
+    )  # fmt: skip
+    return p, begins, y
+
+
+def _take_chunk_triton(z, p, residual, mean, y, position):
+    _take_chunk_kernel[(1,)](
+        z, p, residual, mean, y, mean if position is None else position, len(z),
+        COUNTS=position is not None, **_blocks(len(z)), **overlap_options(z),
+    )  # fmt: skip
+
+
+def _blocks(width):
+    """Choose few warps: each of their threads tells the condition."""
+    block_d = triton.next_power_of_2(width)
+    return {"BLOCK_D": block_d, "num_warps": min(8, max(1, block_d // 512))}
+
+
+def route_position_(
+    router: str,
+    x: Tensor,
+    rows: Tensor,
+    mean: Tensor,
+    last: Tensor,
+    byte: Tensor,
+    ids: Tensor,
+    encoder: Tensor,
+    decoder: Tensor,
+    length: int,
+    eps: float,
+    handle: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Route one position, and count it.
+
+    Args:
+        router: one of `ROUTERS`.
+        x: (D,) float32 or bfloat16, contiguous, what the encoder gives, not normalised.
+        rows: what is projected of the normalised x, like x: q, k and residual, (3 D,), where the
+            router is `learned`, else the residual alone, (D,).
+        mean: (D,) float32, the last chunk, smoothed.
+        last: (2 D,) like x, n and q of the position before; of `learned`, overwritten.
+        byte: int64 of one element, the byte before; of `space`, overwritten.
+        ids: int64 of one element, the byte.
+        encoder: int32 scalar tensor: how many positions came before. One is added.
+        decoder: int32 scalar tensor: set to what `encoder` was.
+        length: of chunks, of `every`.
+        eps: added to the mean square.
+        handle: int64 of one element on the GPU of x: that of the conditional node that is told
+            whether a chunk begins; 0 is none.
+
+    Returns:
+        p, (1,) float32, begins, (1,) bool, and y, (D,) like x: residual + mean.
+
+    Raises:
+        ValueError: a dtype or a shape does not fit.
+    """
+    width = _check_vector("x", x)
+    parts = 3 if router == "learned" else 1
+    _check(rows, x.dtype, (parts * width,))
+    _check(mean, torch.float32, (width,))
+    _check(last, x.dtype, (2 * width,))
+    for place in (encoder, decoder):
+        _check(place, torch.int32, ())
+    if router not in ROUTERS:
+        raise ValueError(f"no router is named {router}")
+    run = _route_position_triton if uses_triton(x) else _route_position_torch
+    return run(router, x, rows, mean, last, byte, ids, encoder, decoder, length, eps, handle)
+
+
+def take_chunk_(
+    z: Tensor, p: Tensor, residual: Tensor, mean: Tensor, y: Tensor, position: Tensor | None = None
+) -> None:
+    """Take what the inner network gives for a chunk that begins at the last position.
+
+    Args:
+        z: (D,) float32 or bfloat16, contiguous.
+        p: (1,) float32, of `route_position_`.
+        residual: (D,) like z.
+        mean: (D,) float32, the last chunk, smoothed; overwritten.
+        y: (D,) like z, overwritten: residual + mean.
+        position: int32 scalar tensor to which one is added; None is no such.
+
+    Raises:
+        ValueError: a dtype or a shape does not fit.
+    """
+    width = _check_vector("z", z)
+    for part in (residual, y):
+        _check(part, z.dtype, (width,))
+    _check(mean, torch.float32, (width,))
+    _check(p, torch.float32, (1,))
+    if position is not None:
+        _check(position, torch.int32, ())
+    run = _take_chunk_triton if uses_triton(z) else _take_chunk_torch
+    run(z, p, residual, mean, y, position)
+
+
+def _check_vector(name, x):
+    if x.dtype not in (torch.float32, torch.bfloat16) or x.dim() != 1 or not x.is_contiguous():
+        got = f"{x.dtype} of shape {tuple(x.shape)}"
+        raise ValueError(f"need a contiguous float32 or bfloat16 vector {name}, got {got}")
+    return len(x)
+
+
+def _check(part, dtype, shape):
+    if part.dtype != dtype or part.shape != shape or not part.is_contiguous():
+        got = f"{part.dtype} of shape {tuple(part.shape)}"
+        raise ValueError(f"need contiguous {dtype} of shape {shape}, got {got}")
+
+
+def _draw(generator: torch.Generator, width: int, parts: int) -> tuple[Tensor, ...]:
+    """Draw x, rows, mean and last."""
+    sizes = (width, parts * width, width, 2 * width)
+    return tuple(torch.randn(size, generator=generator) for size in sizes)
+
+
+def _route_cases(device: torch.device, _group_size: int) -> Iterator[Case]:
+    generator = torch.Generator().manual_seed(0)
+    kinds = [(torch.float32, width) for width in (1, 33, 159)]
+    if device.type == "cuda":  # the interpreter computes wrongly in bf16
+        kinds += [(torch.float32, 1024), (torch.bfloat16, 512), (torch.bfloat16, 776)]
+    for dtype, width in kinds:
+        for router, position, before, byte in (
+            ("learned", 0, 0, 0), ("learned", 7, 0, 0), ("every", 12, 0, 0), ("every", 13, 0, 0),
+            ("space", 0, 0, 97), ("space", 3, 32, 97), ("space", 3, 32, 9), ("space", 3, 14, 97),
+            ("space", 3, 9, 8), ("space", 3, 13, 14),
+        ):  # fmt: skip
+            x, rows, mean, last = _draw(generator, width, 3 if router == "learned" else 1)
+            if router == "learned" and width > 1:  # alike enough for either answer
+                last[:width] += x * (position / 4)
+            reals = x.to(dtype), rows.to(dtype), mean, last.to(dtype)
+            byte_and_ids = torch.tensor([[before]]), torch.tensor([[byte]])
+            places = (torch.tensor(at, dtype=torch.int32) for at in (position, 99))
+            tensors = (part.to(device) for part in (*reals, *byte_and_ids, *places))
+            low = " bf16" if dtype == torch.bfloat16 else ""
+            yield Case(
+                f"{router} {width} at {position}, {byte} after {before}{low}",
+                (router, *tensors, 4, 1e-6, None),
+                _route_peer if low else None,
+            )
+
+
+def _take_cases(device: torch.device, _group_size: int) -> Iterator[Case]:
+    generator = torch.Generator().manual_seed(0)
+    kinds = [(torch.float32, 1), (torch.float32, 33), (torch.float32, 159)]
+    if device.type == "cuda":
+        kinds += [(torch.bfloat16, 512), (torch.bfloat16, 776)]
+    for dtype, width in kinds:
+        for p in (0.0, 0.7, 1.0):
+            z, residual, mean, y = torch.randn(4, width, generator=generator).unbind()
+            reals = z.to(dtype), torch.tensor([p]), residual.to(dtype), mean, y.to(dtype)
+            inputs = [part.to(device).contiguous() for part in reals]
+            position = torch.tensor(5, dtype=torch.int32, device=device) if p else None
+            low = " bf16" if dtype == torch.bfloat16 else ""
+            yield Case(f"{width} {p}{low}", (*inputs, position), _take_peer if low else None)
+
+
+def _route_with_state(run):
+    """Wrap an implementation so that it returns what its reference does."""
+
+    def with_state(router, x, rows, mean, last, byte, ids, encoder, decoder, length, eps, handle):
+        about = (mean, last, byte, ids, encoder, decoder, length, eps, handle)
+        p, begins, y = run(router, x, rows, *about)
+        byte = byte if router == "space" else ids
+        return 1 + p, begins.long(), y, last, byte, encoder, decoder
+
+    return with_state
+
+
+def _take_with_state(run):
+    def with_state(z, p, residual, mean, y, position):
+        run(z, p, residual, mean, y, position)
+        return (y, mean) if position is None else (y, mean, position)
+
+    return with_state
+
+
+_route_peer, _take_peer = (
+    _route_with_state(_route_position_torch),
+    _take_with_state(_take_chunk_torch),
+)
+
+
+def _route_timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
+    generator = torch.Generator().manual_seed(0)
+    x, rows, mean, last = (part.to(device) for part in _draw(generator, 512, 3))
+    ints = {"device": device, "dtype": torch.int64}
+    byte, ids = torch.zeros(2, 1, 1, **ints).unbind()
+    encoder, decoder = torch.zeros(2, dtype=torch.int32, device=device).unbind()
+    reals = x.bfloat16(), rows.bfloat16(), mean, last.bfloat16()
+    inputs = ("learned", *reals, byte, ids, encoder, decoder, 4, 1e-6, None)
+    peer = partial(_route_position_torch, *inputs)
+    yield Timing("512 bf16", inputs, peer=peer, peer_name="torch, step by step")
+
+
+def _take_timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
+    z, residual, y = torch.randn(3, 512, device=device).bfloat16().unbind()
+    p, mean = torch.rand(1, device=device), torch.randn(512, device=device)
+    inputs = (z, p, residual, mean, y, None)
+    peer = partial(_take_chunk_torch, *inputs)
+    yield Timing("512 bf16", inputs, peer=peer, peer_name="torch, step by step")
+
+
+_GATE = Gate(
+    exact=False,
+    relative=1e-5,
+    peer_slack=0.1,
+    reason="float32 sums over a row; in bf16 one rounding, as torch has",
+)
+
+ROUTE_POSITION = KernelSpec(
+    "route_position", _route_with_state(_route_position_triton), _route_peer,
+    route_position_reference, _route_cases, _GATE, bfloat16=(1, 2, 4), timings=_route_timings,
+)  # fmt: skip
+TAKE_CHUNK = KernelSpec(
+    "take_chunk", _take_with_state(_take_chunk_triton), _take_peer, take_chunk_reference,
+    _take_cases, _GATE, bfloat16=(0, 2, 4), timings=_take_timings,
+)  # fmt: skip

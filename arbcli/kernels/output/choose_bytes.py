@@ -1,0 +1,198 @@
+"""`choose_byte` for several texts at once, each with its own position, key and way of choosing."""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from arbcli.kernels.output.choose_byte import (
+    CHOICES,
+    CHOOSE_BYTE,
+    MAX_SYMBOLS,
+    choose_byte_reference,
+)
+from arbcli.kernels.runtime._triton import tl, triton
+from arbcli.kernels.runtime.backend import uses_triton
+from arbcli.kernels.runtime.overlap import overlap_options, wait_for_last
+from arbcli.kernels.runtime.spec import EXACT, Case, KernelSpec, Timing
+from arbcli.kernels.update.random_bits import random_words
+
+
+def choose_bytes_reference(
+    byte: Tensor,
+    text: Tensor,
+    logits: Tensor,
+    position: Tensor,
+    key: Tensor,
+    temperature: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """Compute what `choose_bytes_` must leave in `byte` and `text`: one text after another."""
+    rows = zip(
+        byte, text, logits, position, key,
+        temperature.tolist(), top_k.tolist(), top_p.tolist(), strict=True,
+    )  # fmt: skip
+    found = [choose_byte_reference(*row) for row in rows]
+    return tuple(torch.stack(parts) for parts in zip(*found, strict=True))
+
+
+def _choose_bytes_torch(byte, text, logits, position, key, temperature, top_k, top_p):
+    choose = CHOOSE_BYTE.torch
+    rows = zip(
+        byte, text, logits, position, key,
+        temperature.tolist(), top_k.tolist(), top_p.tolist(), strict=True,
+    )  # fmt: skip
+    for row in rows:
+        choose(*row)
+
+
+@triton.jit
+def _choose_bytes_kernel(
+    byte_ptr, text_ptr, logits_ptr, position_ptr, key_ptr,
+    temperature_ptr, top_k_ptr, top_p_ptr,
+    P, V, BLOCK_V: tl.constexpr, BLOCK_J: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    row, symbol = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK_V)
+    temperature = tl.load(temperature_ptr + row)
+    top_k, top_p = tl.load(top_k_ptr + row), tl.load(top_p_ptr + row)
+    wait_for_last(OVERLAP)
+    position = tl.load(position_ptr + row)
+    logits_ptr += row * V
+    kept = symbol < V
+    score = tl.load(logits_ptr + symbol, mask=kept, other=float("-inf")).to(tl.float32)
+    if temperature > 0:
+        peak = tl.max(score)
+        score = (score - peak) / temperature
+        if (top_k < V) | (top_p < 1):
+            rank = tl.zeros((BLOCK_V,), dtype=tl.int32)
+            before = tl.zeros((BLOCK_V,), dtype=tl.float32)
+            for start in range(0, V, BLOCK_J):
+                rival = start + tl.arange(0, BLOCK_J)[None, :]
+                other = tl.load(logits_ptr + rival, mask=rival < V, other=float("-inf"))
+                other = (other.to(tl.float32) - peak) / temperature
+                tied = (other == score[:, None]) & (rival < symbol[:, None])
+                likelier = (other > score[:, None]) | tied  # [BLOCK_V, BLOCK_J]
+                rank += tl.sum(likelier.to(tl.int32), axis=1)
+                before += tl.sum(tl.where(likelier, tl.exp(other), 0), axis=1)
+            kept &= rank < top_k
+            total = tl.sum(tl.where(kept, tl.exp(score), 0))
+            kept &= before < tl.where(top_p < 1, top_p, 2.0) * total  # 1 keeps all
+        word = random_words(tl.load(key_ptr + row), position, symbol)
+        uniform = ((word >> 9).to(tl.float32) + 0.5) * 1.1920928955078125e-07  # 2**-23
+        score = tl.where(kept, score - tl.log(-tl.log(uniform)), float("-inf"))
+    choice = tl.argmax(score, axis=0)
+    tl.store(byte_ptr + row, choice.to(tl.int64))
+    tl.store(text_ptr + row * P + position, choice.to(tl.uint8))
+
+
+def _choose_bytes_triton(byte, text, logits, position, key, temperature, top_k, top_p):
+    texts, symbols = logits.shape
+    _choose_bytes_kernel[(texts,)](
+        byte, text, logits, position, key, temperature, top_k, top_p, text.shape[1], symbols,
+        BLOCK_V=triton.next_power_of_2(symbols), BLOCK_J=32, num_warps=8,
+        **overlap_options(logits),
+    )  # fmt: skip
+
+
+def choose_bytes_(
+    byte: Tensor,
+    text: Tensor,
+    logits: Tensor,
+    position: Tensor,
+    key: Tensor,
+    temperature: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+) -> None:
+    """Choose the byte at `position` of each text by its logits, in place.
+
+    Args:
+        byte: (B, 1) int64, set to the bytes, for whoever reads them next.
+        text: (B, P) uint8; in each row the element at its position is set.
+        logits: (B, V) float32 or bfloat16, V at most 256; finite, or -inf.
+        position: (B,) int32 below P. It is read on the device, as are those that follow.
+        key: (B,) int32, of the random streams.
+        temperature: (B,) float32: see `choose_byte_` for this and the next ones.
+        top_k: (B,) int32.
+        top_p: (B,) float32.
+
+    All are contiguous.
+
+    Raises:
+        ValueError: a dtype or a shape does not fit.
+    """
+    _check(byte, text, logits, position, key, temperature, top_k, top_p)
+    run = _choose_bytes_triton if uses_triton(logits) else _choose_bytes_torch
+    run(byte, text, logits, position, key, temperature, top_k, top_p)
+
+
+def _check(byte, text, logits, position, key, temperature, top_k, top_p):
+    got = f"{logits.dtype} of shape {tuple(logits.shape)}"
+    fits = logits.dim() == 2 and 1 <= logits.shape[1] <= MAX_SYMBOLS and logits.is_contiguous()
+    if logits.dtype not in (torch.float32, torch.bfloat16) or not fits:
+        raise ValueError(f"need contiguous float32 or bfloat16 (B, 1 to {MAX_SYMBOLS}), got {got}")
+    texts = len(logits)
+    if text.dtype != torch.uint8 or text.dim() != 2 or len(text) != texts:
+        raise ValueError(f"texts {text.dtype} {tuple(text.shape)} do not fit {got}")
+    for name, value, dtype, shape in (
+        ("byte", byte, torch.int64, (texts, 1)),
+        ("position", position, torch.int32, (texts,)),
+        ("key", key, torch.int32, (texts,)),
+        ("temperature", temperature, torch.float32, (texts,)),
+        ("top_k", top_k, torch.int32, (texts,)),
+        ("top_p", top_p, torch.float32, (texts,)),
+    ):
+        if value.dtype != dtype or value.shape != shape or not value.is_contiguous():
+            raise ValueError(f"{name} {value.dtype} {tuple(value.shape)} does not fit {got}")
+
+
+def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
+    generator = torch.Generator().manual_seed(0)
+    texts = len(CHOICES)
+    random = 3 * torch.randn(texts, 256, generator=generator)
+    kinds = {"random": random, "33 symbols": random[:, :33].contiguous(),
+             "some equal": random.round(), "all equal": torch.zeros(texts, 5),
+             "some excluded": torch.where(random > 0, random, -torch.inf)}  # fmt: skip
+    if device.type == "cuda":  # the interpreter computes wrongly in bf16
+        kinds["bf16"] = random.bfloat16()
+    for number, (kind, logits) in enumerate(kinds.items()):
+        index = torch.arange(texts, dtype=torch.int32)
+        heat, top_k, top_p = zip(*CHOICES, strict=True)
+        inputs = (
+            torch.full((texts, 1), 300), torch.arange(9 * texts).view(texts, 9).byte(), logits,
+            (index + number) % 9, -(7**number) - 1000 * index,
+            torch.tensor(heat), torch.tensor(top_k, dtype=torch.int32), torch.tensor(top_p),
+        )  # fmt: skip
+        yield Case(kind, tuple(part.to(device) for part in inputs))
+
+
+def _with_state(run):
+    """Wrap an implementation so that it returns what it changed."""
+
+    def with_state(byte, text, *inputs):
+        run(byte, text, *inputs)
+        return byte, text
+
+    return with_state
+
+
+def _timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
+    texts, place = 64, {"dtype": torch.int32, "device": device}
+    share = torch.full((texts,), 0.95, device=device)
+    inputs = (
+        torch.zeros(texts, 1, dtype=torch.int64, device=device),
+        torch.zeros(texts, 9, dtype=torch.uint8, device=device),
+        torch.randn(texts, 256, device=device), torch.zeros(texts, **place),
+        torch.arange(texts, **place), share, torch.full((texts,), 40, **place), share,
+    )  # fmt: skip
+    yield Timing(
+        f"{texts}x256 logits", inputs,
+        peer=lambda: torch.multinomial(inputs[2].softmax(1), 1), peer_name="torch's multinomial",
+    )  # fmt: skip
+
+
+CHOOSE_BYTES = KernelSpec(
+    "choose_bytes", _with_state(_choose_bytes_triton), _with_state(_choose_bytes_torch),
+    choose_bytes_reference, _cases, EXACT, timings=_timings,
+)  # fmt: skip

@@ -1,0 +1,47 @@
+"""Conditions of CUDA graphs: a kernel says on the device whether a part of its graph is to run."""
+
+import ctypes
+from functools import cache
+
+import torch
+
+from arbcli.kernels.runtime._triton import HAS_TRITON, INTERPRETED, tl, triton
+
+OLDEST_DRIVER = 12040
+"""Version of CUDA whose drivers know conditional nodes."""
+
+if HAS_TRITON:
+
+    @tl.core.extern
+    def _set_condition(handle, value, _semantic=None):
+        """Call a function that the driver has for kernels; it gives nothing back."""
+        types = {(tl.int64, tl.int32): ("cudaGraphSetConditional", tl.int32)}
+        return tl.core.extern_elementwise(
+            "", "", [handle, value], types, is_pure=False, _semantic=_semantic
+        )
+
+
+@triton.jit
+def tell_condition(handle_ptr, value):
+    """Say whether what a conditional node has is to run, in a kernel before it in its graph.
+
+    A handle of 0 is of no node, and nothing happens.
+    """
+    handle = tl.load(handle_ptr)
+    if handle != 0:
+        _set_condition(handle, value.to(tl.int32))
+
+
+@cache
+def driver() -> ctypes.CDLL:
+    """Load the library of the CUDA driver."""
+    return ctypes.CDLL("nvcuda.dll" if hasattr(ctypes, "WinDLL") else "libcuda.so.1")
+
+
+def has_conditions(device: torch.device) -> bool:
+    """Whether kernels on a device can tell conditions."""
+    if device.type != "cuda" or torch.version.cuda is None or not HAS_TRITON or INTERPRETED:
+        return False
+    version = ctypes.c_int()
+    failed = driver().cuDriverGetVersion(ctypes.byref(version))
+    return not failed and version.value >= OLDEST_DRIVER

@@ -1,0 +1,221 @@
+"""Launches that wait for one another's like, and run as one: the same kernels on many matrices.
+
+A kernel on a small matrix takes less time than its launch. So what would be launched for each of
+many matrices is recorded first, and then the first launches of all of them run as one, then the
+second ones, and so on. A program of such a launch finds in a table what its own launch would have
+been given, and does what it would have done: not a bit of the results is another.
+"""
+
+import struct
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from arbcli.kernels.runtime._triton import HAS_TRITON, tl, triton
+from arbcli.kernels.runtime.launches import replaced_launches
+
+ALIGNMENT = 16
+"""Compilers are told which addresses and integers this divides, and load words at once there."""
+POINTERS = {
+    getattr(torch, name): getattr(tl, name)
+    for name in ("uint8", "int8", "int32", "int64", "bfloat16", "float32", "float64")
+    if HAS_TRITON
+}
+"""What a pointer in the table points to, by the dtype of its tensor."""
+
+
+class Launch(NamedTuple):
+    """One launch, of a kernel whose constants come last, on a grid of one axis."""
+
+    kernel: Any
+    programs: int
+    arguments: tuple
+    constants: tuple
+    options: tuple[tuple[str, Any], ...]
+    """How it is compiled: warps, fusion."""
+
+    @property
+    def kind(self) -> tuple:
+        """What launches must share to run as one."""
+        types = tuple(x.dtype if isinstance(x, Tensor) else type(x) for x in self.arguments)
+        return id(self.kernel), types, self.constants, self.options
+
+
+class Table(NamedTuple):
+    """Where a merged launch finds the arguments that differ between its parts."""
+
+    columns: list[list[int]]
+    """Integers by part, the first one its programs."""
+    shared: tuple
+    """Arguments that are the same for all parts."""
+    plan: tuple
+    """Of each argument how it is read, what it points to, and its column or place of `shared`."""
+
+
+@triton.jit
+def _merged_kernel(
+    table_ptr, shared, constants, KERNEL: tl.constexpr, WIDTH: tl.constexpr,
+    HOW: tl.constexpr, TYPES: tl.constexpr, WHERE: tl.constexpr,
+):  # fmt: skip
+    """Run one program of a part: gather its arguments, and do what the kernel does with them."""
+    row = table_ptr + tl.program_id(1) * WIDTH
+    if tl.program_id(0) >= tl.load(row):
+        return
+    arguments = ()
+    for i in tl.static_range(len(HOW)):
+        if HOW[i] == "shared":
+            arguments = arguments + (shared[WHERE[i]],)  # noqa: RUF005 (triton knows no star)
+        elif HOW[i] == "integer":
+            value = tl.load(row + WHERE[i]).to(tl.int32)
+            arguments = arguments + (value,)  # noqa: RUF005
+        elif HOW[i] == "multiple":
+            value = tl.multiple_of(tl.load(row + WHERE[i]).to(tl.int32), 16)
+            arguments = arguments + (value,)  # noqa: RUF005
+        elif HOW[i] == "float":
+            value = tl.load(row + WHERE[i]).to(tl.int32).to(tl.float32, bitcast=True)
+            arguments = arguments + (value,)  # noqa: RUF005
+        elif HOW[i] == "aligned":
+            value = tl.load(row + WHERE[i]).to(tl.pointer_type(TYPES[i]))
+            arguments = arguments + (tl.multiple_of(value, 16),)  # noqa: RUF005
+        else:
+            value = tl.load(row + WHERE[i]).to(tl.pointer_type(TYPES[i]))
+            arguments = arguments + (value,)  # noqa: RUF005
+    KERNEL(*arguments, *constants)
+
+
+def merge_launches(parts: Iterable[Callable[[], None]], device: torch.device) -> list[Tensor]:
+    """Do what several functions do, with launches of the same kernel as one.
+
+    A function may launch kernels on grids of one axis whose first parameters are no constants. It
+    must compute nothing else of what they write, as they run when all functions have returned, and
+    nothing that another function's kernels write.
+
+    Args:
+        parts: functions.
+        device: of the tensors.
+
+    Returns:
+        Tables that kernels read, on the device. Of launches that are being captured they are empty
+        until `fill_tables`, and must live as long as the graph.
+    """
+    recorded: list[list[Launch]] = []
+
+    def record(kernel: Any, grid: tuple[int, ...], *args: Any, **kwargs: Any) -> None:
+        recorded[-1].append(_described(kernel, grid, args, kwargs))
+
+    with replaced_launches(record):
+        for part in parts:
+            recorded.append([])
+            part()
+    waves: list[list[Launch]] = []
+    for turn in range(max(map(len, recorded), default=0)):
+        kinds: dict[tuple, list[Launch]] = {}
+        for launches in recorded:
+            if turn < len(launches):
+                kinds.setdefault(launches[turn].kind, []).append(launches[turn])
+        waves += kinds.values()
+    tables = [_tabulated(wave) for wave in waves]
+    flat = [number for table in tables for row in table.columns for number in row]
+    on_device = _brought(flat, device)
+    begin = 0
+    for wave, table in zip(waves, tables, strict=True):
+        width = len(table.columns[0])
+        _launch(wave, table, on_device[begin : begin + len(wave) * width])
+        begin += len(wave) * width
+    return [on_device]
+
+
+def _described(kernel: Any, grid: tuple[int, ...], args: tuple, kwargs: dict[str, Any]) -> Launch:
+    given = dict(zip(kernel.arg_names, args, strict=False)) | kwargs
+    constant = [name for name in kernel.arg_names if name in _constant_names(kernel)]
+    varying = [name for name in kernel.arg_names if name not in constant]
+    if len(grid) != 1 or [*kernel.arg_names] != varying + constant:
+        raise ValueError(f"{kernel.__name__} cannot be merged: a grid of one axis, constants last")
+    options = {name: value for name, value in given.items() if name not in kernel.arg_names}
+    return Launch(
+        kernel,
+        grid[0],
+        tuple(given[name] for name in varying),
+        tuple(given[name] for name in constant),
+        tuple(sorted(options.items())),
+    )
+
+
+def _constant_names(kernel: Any) -> set[str]:
+    annotations = kernel.fn.__annotations__
+    return {name for name, kind in annotations.items() if kind in (tl.constexpr, "tl.constexpr")}
+
+
+def _tabulated(wave: list[Launch]) -> Table:
+    """Put what differs between launches into columns."""
+    columns, shared, plan = [[launch.programs for launch in wave]], [], []
+    for values in zip(*(launch.arguments for launch in wave), strict=True):
+        numbers = [*map(_as_integer, values)]
+        if len(set(numbers)) == 1:
+            plan.append(("shared", None, len(shared)))
+            shared.append(values[0])
+            continue
+        aligned = all(number % ALIGNMENT == 0 for number in numbers)
+        points_to = None
+        if isinstance(values[0], Tensor):
+            how, points_to = "aligned" if aligned else "pointer", POINTERS[values[0].dtype]
+        elif isinstance(values[0], float):
+            how = "float"
+        else:
+            how = "multiple" if aligned else "integer"
+        plan.append((how, points_to, len(columns)))
+        columns.append(numbers)
+    return Table([*map(list, zip(*columns, strict=True))], tuple(shared), tuple(plan))
+
+
+def _as_integer(value: Any) -> int:
+    """Write an argument as an integer: an address, a number, or the bits of a float32."""
+    if isinstance(value, Tensor):
+        return value.data_ptr()
+    if isinstance(value, float):
+        return struct.unpack("<i", struct.pack("<f", value))[0]
+    return value
+
+
+def _launch(wave: list[Launch], table: Table, on_device: Tensor) -> None:
+    if len(wave) == 1:
+        (launch,) = wave
+        options = dict(launch.options)
+        launch.kernel[(launch.programs,)](*launch.arguments, *launch.constants, **options)
+        return
+    how, types, where = zip(*table.plan, strict=True)
+    _merged_kernel[(max(launch.programs for launch in wave), len(wave))](
+        on_device, table.shared, tuple(map(tl.constexpr, wave[0].constants)),
+        KERNEL=wave[0].kernel, WIDTH=len(table.columns[0]), HOW=how, TYPES=types, WHERE=where,
+        **dict(wave[0].options),
+    )  # fmt: skip
+
+
+_unfilled: list[tuple[Tensor, Tensor]] = []
+"""Tables of launches that are being captured, and what is to be in them, on the host."""
+
+
+def _brought(numbers: list[int], device: torch.device) -> Tensor:
+    """Bring a table to the device, or make room for it where launches are only captured."""
+    host = torch.tensor(numbers, dtype=torch.int64, device="cpu")
+    if device.type != "cuda":
+        return host.to(device)
+    if not torch.cuda.is_current_stream_capturing():
+        return host.pin_memory().to(device, non_blocking=True)
+    table = torch.empty(len(numbers), dtype=torch.int64, device=device)
+    _unfilled.append((table, host))
+    return table
+
+
+def fill_tables() -> list[Tensor]:
+    """Write the tables of what was captured; they must live as long as the graph.
+
+    A graph has memory of its own, so the addresses in them stay right.
+    """
+    tables = []
+    while _unfilled:
+        table, host = _unfilled.pop()
+        tables.append(table.copy_(host))
+    return tables

@@ -1,0 +1,265 @@
+"""One position of a Mamba-2 block, between its two projections: one kernel for all of it.
+
+    z, u, B, C, t = rows
+    u, B, C = silu(causal convolution)        with what the positions before had there
+    dt = softplus(t + bias),  a = exp(-exp(rate) dt)
+    S = a S + B (dt u),   y = silu(z) (C S + skip u)                           in each head
+
+The positions before are in a ring of W slots for W taps: position p is in slot p mod W, so nothing
+that is read is where something is written.
+"""
+
+from collections.abc import Iterator
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from arbcli.kernels.runtime._triton import tl, triton
+from arbcli.kernels.runtime.backend import uses_triton
+from arbcli.kernels.runtime.overlap import overlap_options, wait_for_last
+from arbcli.kernels.runtime.spec import Case, Gate, KernelSpec, Timing
+
+
+def mamba_step_reference(
+    rows: Tensor,
+    ring: Tensor,
+    state: Tensor,
+    taps: Tensor,
+    rate: Tensor,
+    bias: Tensor,
+    skip: Tensor,
+    position: Tensor,
+) -> tuple[Tensor, ...]:
+    """Compute what `mamba_step` must return and leave behind, a head at a time in float64."""
+    heads, states, width = state.shape
+    inner, num_taps, p = heads * width, ring.shape[0], int(position)
+    rows, ring, state = rows.double(), ring.double(), state.double()
+    z, new, t = rows.split((inner, inner + 2 * states, heads))
+    ring[p % num_taps] = new
+    mixed = sum(taps[:, i].double() * ring[(p + 1 + i) % num_taps] for i in range(num_taps))
+    mixed = mixed / (1 + torch.exp(-mixed))
+    u, b, c = mixed.split((inner, states, states))
+    y = torch.empty_like(u)
+    for head in range(heads):
+        own = slice(head * width, (head + 1) * width)
+        dt = torch.log1p(torch.exp(t[head] + bias[head].double()))
+        decay = torch.exp(-torch.exp(rate[head].double()) * dt)
+        state[head] = decay * state[head] + b[:, None] * (dt * u[own])
+        y[own] = c @ state[head] + skip[head].double() * u[own]
+    return z / (1 + torch.exp(-z)) * y, ring, state
+
+
+def _mamba_step_torch(rows, ring, state, taps, rate, bias, skip, position):
+    heads, states, width = state.shape
+    inner, num_taps = heads * width, len(ring)
+    z, new, t = rows.split((inner, inner + 2 * states, heads))
+    ring.index_copy_(0, (position % num_taps).long()[None], new[None])
+    slots = (position + 1 + torch.arange(num_taps, device=rows.device)) % num_taps
+    mixed = (taps.T * ring[slots].float()).sum(dim=0)
+    u, b, c = functional.silu(mixed).split((inner, states, states))
+    u = u.view(heads, width)
+    dt = functional.softplus(t.float() + bias)
+    values = u * dt[:, None]
+    decay = (-rate.exp() * dt).exp()
+    state.copy_(decay[:, None, None] * state + b[:, None] * values[:, None])
+    y = ((c[:, None] * state).sum(dim=1) + skip[:, None] * u).flatten()
+    return (functional.silu(z.float()) * y).to(rows.dtype)
+
+
+@triton.jit
+def _silu(x):
+    return x / (1 + tl.exp(-x))
+
+
+@triton.jit
+def _softplus(x):
+    """Compute log(1 + exp(x)), to all digits where exp(x) is small."""
+    small = tl.exp(tl.minimum(x, 20.0))
+    whole = 1 + small
+    found = tl.where(
+        whole == 1, small, tl.log(whole) * (small / tl.where(whole == 1, 1, whole - 1))
+    )
+    return tl.where(x > 20, x, found)
+
+
+@triton.jit
+def _convolve(ring_ptr, taps_ptr, channel, mask, position, MIXED, TAPS: tl.constexpr):
+    """Add up what the positions before give to some channels."""
+    total = tl.zeros(channel.shape, tl.float32)
+    for i in tl.static_range(TAPS - 1):
+        slot = (position + 1 + i) % TAPS
+        x = tl.load(ring_ptr + slot * MIXED + channel, mask=mask, other=0).to(tl.float32)
+        total += x * tl.load(taps_ptr + channel * TAPS + i, mask=mask, other=0)
+    return total
+
+
+@triton.jit
+def _mamba_step_kernel(
+    rows_ptr, ring_ptr, state_ptr, taps_ptr, rate_ptr, bias_ptr, skip_ptr, position_ptr, y_ptr,
+    HEADS, N, P,
+    TAPS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_P: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    head, position = tl.program_id(0), tl.load(position_ptr)
+    inner = HEADS * P
+    MIXED = inner + 2 * N
+    n, p = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_P)
+    mask_n, mask_p = n < N, p < P
+    # all that the kernel before this one does not write
+    state_ptrs = state_ptr + (head * N + n[:, None]) * P + p[None, :]
+    mask = mask_n[:, None] & mask_p[None, :]
+    state = tl.load(state_ptrs, mask=mask, other=0)
+    of_u, of_b, of_c = head * P + p, inner + n, inner + N + n
+    u = _convolve(ring_ptr, taps_ptr, of_u, mask_p, position, MIXED, TAPS)
+    b = _convolve(ring_ptr, taps_ptr, of_b, mask_n, position, MIXED, TAPS)
+    c = _convolve(ring_ptr, taps_ptr, of_c, mask_n, position, MIXED, TAPS)
+    last_ptr = taps_ptr + TAPS - 1
+    last_u = tl.load(last_ptr + of_u * TAPS, mask=mask_p, other=0)
+    last_b = tl.load(last_ptr + of_b * TAPS, mask=mask_n, other=0)
+    last_c = tl.load(last_ptr + of_c * TAPS, mask=mask_n, other=0)
+    rate, skip = tl.exp(tl.load(rate_ptr + head)), tl.load(skip_ptr + head)
+    bias = tl.load(bias_ptr + head)
+    wait_for_last(OVERLAP)
+    new_ptr = rows_ptr + inner
+    new_u = tl.load(new_ptr + of_u, mask=mask_p, other=0)
+    new_b = tl.load(new_ptr + of_b, mask=mask_n, other=0)
+    new_c = tl.load(new_ptr + of_c, mask=mask_n, other=0)
+    z = tl.load(rows_ptr + of_u, mask=mask_p, other=0).to(tl.float32)
+    dt = _softplus(tl.load(new_ptr + MIXED + head).to(tl.float32) + bias)
+    u = _silu(u + new_u.to(tl.float32) * last_u)
+    b = _silu(b + new_b.to(tl.float32) * last_b)
+    c = _silu(c + new_c.to(tl.float32) * last_c)
+    state = tl.exp(-rate * dt) * state + b[:, None] * (u * dt)[None, :]
+    tl.store(state_ptrs, state, mask=mask)
+    y = tl.sum(c[:, None] * state, axis=0) + skip * u
+    tl.store(y_ptr + of_u, (_silu(z) * y).to(y_ptr.dtype.element_ty), mask=mask_p)
+    slot_ptr = ring_ptr + position % TAPS * MIXED
+    tl.store(slot_ptr + of_u, new_u, mask=mask_p)
+    first = n < tl.where(head == 0, N, 0)  # one program writes what is of all heads
+    tl.store(slot_ptr + of_b, new_b, mask=first)
+    tl.store(slot_ptr + of_c, new_c, mask=first)
+
+
+def _mamba_step_triton(rows, ring, state, taps, rate, bias, skip, position):
+    heads, states, width = state.shape
+    y = torch.empty(heads * width, dtype=rows.dtype, device=rows.device)
+    _mamba_step_kernel[(heads,)](
+        rows, ring, state, taps, rate, bias, skip, position, y, heads, states, width,
+        TAPS=len(ring), BLOCK_N=triton.next_power_of_2(states),
+        BLOCK_P=triton.next_power_of_2(width), num_warps=4, **overlap_options(rows),
+    )  # fmt: skip
+    return y
+
+
+def mamba_step(
+    rows: Tensor,
+    ring: Tensor,
+    state: Tensor,
+    taps: Tensor,
+    rate: Tensor,
+    bias: Tensor,
+    skip: Tensor,
+    position: Tensor,
+) -> Tensor:
+    """Pass one position through a block, from its first projection to what its norm is given.
+
+    Args:
+        rows: (2 H P + 2 N + H,) float32 or bfloat16, contiguous: z, u, B, C and t.
+        ring: (W, H P + 2 N) like rows; slot `position` mod W is written. Slots of positions before
+            the first must be zeros.
+        state: (H, N, P) float32, contiguous; overwritten.
+        taps: (H P + 2 N, W) float32, contiguous, W a power of two.
+        rate: (H,) float32.
+        bias: like `rate`.
+        skip: like `rate`.
+        position: int32 scalar tensor: how many positions came before. It is read on the device.
+
+    Returns:
+        (H P,) like rows.
+
+    Raises:
+        ValueError: a dtype or a shape does not fit.
+    """
+    heads, states, width = state.shape
+    mixed, num_taps = heads * width + 2 * states, len(ring)
+    if rows.dtype not in (torch.float32, torch.bfloat16):
+        raise ValueError(f"need float32 or bfloat16 rows, got {rows.dtype}")
+    real = torch.float32
+    for part, dtype, shape in (
+        (rows, rows.dtype, (heads * width + mixed + heads,)), (ring, rows.dtype, (num_taps, mixed)),
+        (state, real, tuple(state.shape)), (taps, real, (mixed, num_taps)), (rate, real, (heads,)),
+        (bias, real, (heads,)), (skip, real, (heads,)), (position, torch.int32, ()),
+    ):  # fmt: skip
+        if part.dtype != dtype or part.shape != shape or not part.is_contiguous():
+            got = f"{part.dtype} of shape {tuple(part.shape)}"
+            raise ValueError(f"need contiguous {dtype} of shape {shape}, got {got}")
+    run = _mamba_step_triton if uses_triton(rows) else _mamba_step_torch
+    return run(rows, ring, state, taps, rate, bias, skip, position)
+
+
+def draw_step(
+    heads: int, states: int, width: int, taps: int, position: int, dtype: torch.dtype,
+    generator: torch.Generator,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """Draw the inputs of `mamba_step`; of positions before the first the ring has zeros."""
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, device=generator.device)
+
+    mixed = heads * width + 2 * states
+    ring = draw(taps, mixed)
+    seen = (position - 1 - torch.arange(min(position, taps), device=ring.device)) % taps
+    ring = torch.zeros_like(ring).index_copy_(0, seen, ring[seen])
+    rows = draw(heads * width + mixed + heads).to(dtype)
+    vectors = draw(3, heads).unbind()
+    place = torch.tensor(position, dtype=torch.int32, device=ring.device)
+    return rows, ring.to(dtype), draw(heads, states, width), draw(mixed, taps) / 2, *vectors, place
+
+
+SHAPES = ((1, 1, 1, 2, 0), (2, 5, 3, 4, 0), (3, 33, 7, 4, 2), (2, 7, 33, 4, 3), (1, 64, 16, 4, 11),
+          (4, 3, 17, 8, 13))  # fmt: skip
+"""(heads, states, width, taps, position)."""
+
+
+def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
+    generator = torch.Generator(device).manual_seed(0)
+    for shape in SHAPES:
+        inputs = draw_step(*shape, torch.float32, generator)
+        yield Case("x".join(map(str, shape[:3])) + f" at {shape[4]}", inputs)
+    rows, *rest = draw_step(2, 5, 3, 4, 9, torch.float32, generator)
+    extremes = torch.tensor([-90.0, 30.0], device=device)  # dt of hardly anything, and of much
+    yield Case("steps of all sizes", (torch.cat((rows[:-2], extremes)), *rest))
+    if device.type == "cuda":  # the interpreter computes wrongly in bf16
+        inputs = draw_step(16, 64, 64, 4, 9, torch.bfloat16, generator)
+        yield Case("16x64x64 bf16", inputs, _with_state(_mamba_step_torch))
+
+
+def _with_state(run):
+    """Wrap an implementation so that it returns what it left behind too."""
+
+    def with_state(rows, ring, state, *rest):
+        return run(rows, ring, state, *rest), ring, state
+
+    return with_state
+
+
+def _timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
+    generator = torch.Generator(device).manual_seed(0)
+    inputs = draw_step(16, 64, 64, 4, 9, torch.bfloat16, generator)
+    peer = partial(_mamba_step_torch, *inputs)
+    yield Timing("16x64x64 bf16", inputs, peer=peer, peer_name="torch, step by step")
+
+
+MAMBA_STEP = KernelSpec(
+    "mamba_step", _with_state(_mamba_step_triton), _with_state(_mamba_step_torch),
+    mamba_step_reference, _cases,
+    Gate(
+        exact=False,
+        relative=1e-5,
+        peer_slack=0.1,
+        reason="float32 sums over states; in bf16 one rounding, as torch has",
+    ),
+    bfloat16=(0, 1),
+    timings=_timings,
+)  # fmt: skip

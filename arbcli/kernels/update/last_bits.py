@@ -1,0 +1,312 @@
+"""Tell z = P T + A by its last four bits, to who has the z of the step before, a number near it.
+
+`last_bits`: b = z mod 16, of two rows in a byte, the even row in the low half. `take_last_bits_`:
+
+    z <- z + ((b - z + 8) mod 16) - 8,  T = sign(z) where |z| > P / 2, else 0,  A = z - P T
+
+which is the z that was told if that is within -8..7 of the one before. Half a byte is less than the
+trit and a byte of remainder, and as exact.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from arbcli.kernels.codec.packing import (
+    PLANE,
+    check_packed,
+    digit_of,
+    pack_trits_reference,
+    pack_trits_torch,
+    place,
+    plane_offsets,
+    random_trits,
+    unpack_trits_reference,
+    unpack_trits_torch,
+)
+from arbcli.kernels.runtime._triton import tl, triton
+from arbcli.kernels.runtime.backend import row_chunks, uses_triton
+from arbcli.kernels.runtime.spec import MATRIX, Case, KernelSpec, Timing
+
+LARGEST_CHANGE = 7
+"""Of z, in either direction, that four bits tell."""
+
+
+def last_bits_reference(trits: Tensor, remainder: Tensor, radix: int, nibble: bool) -> Tensor:
+    """Compute what `last_bits` must return, in int64."""
+    bits = _z_reference(trits, remainder, radix, nibble) % 16
+    if len(bits) % 2:
+        bits = torch.cat([bits, torch.zeros_like(bits[:1])])
+    return (bits[::2] + 16 * bits[1::2]).to(torch.uint8)
+
+
+def take_last_bits_reference(
+    trits: Tensor, remainder: Tensor, bits: Tensor, radix: int, nibble: bool
+) -> tuple[Tensor, Tensor]:
+    """Compute what `take_last_bits_` must leave in `trits` and `remainder`, in int64."""
+    z = _z_reference(trits, remainder, radix, nibble)
+    told = torch.stack([bits.long() % 16, bits.long() // 16], dim=1).flatten(0, 1)[: len(z)]
+    z += (told - z + 8) % 16 - 8
+    new = torch.sign(z) * (z.abs() > radix // 2)
+    low = z - new * radix
+    if nibble:
+        low = torch.div(remainder.long(), 16, rounding_mode="floor") * 16 + low % 16
+    return pack_trits_reference(new.to(torch.int8)), low.to(torch.int8)
+
+
+def _z_reference(trits: Tensor, remainder: Tensor, radix: int, nibble: bool) -> Tensor:
+    low = remainder.long()
+    low = (low % 16 + 8) % 16 - 8 if nibble else low
+    return unpack_trits_reference(trits, remainder.shape[1]).long() * radix + low
+
+
+def _last_bits_torch(trits, remainder, radix, nibble, out=None):
+    rows, columns = remainder.shape
+    if out is None:
+        out = torch.empty((rows + 1) // 2, columns, dtype=torch.uint8, device=trits.device)
+    for some in row_chunks(remainder):
+        z = _z_torch(trits[some], remainder[some], radix, nibble).bitwise_and_(15).to(torch.uint8)
+        pairs = out[some.start // 2 : (some.stop + 1) // 2]
+        pairs.copy_(z[::2])
+        pairs[: len(z) // 2].bitwise_or_(z[1::2] << 4)
+    return out
+
+
+def _take_last_bits_torch(trits, remainder, bits, radix, nibble):
+    half = radix // 2
+    for some in row_chunks(remainder):
+        state = remainder[some]
+        z = _z_torch(trits[some], state, radix, nibble)
+        told = bits[some.start // 2 : (some.stop + 1) // 2].to(torch.int16)
+        z[::2] += (told - z[::2] + 8).bitwise_and_(15) - 8
+        odd = z[1::2]
+        odd += ((told[: len(odd)] >> 4) - odd + 8).bitwise_and_(15) - 8
+        new = (z > half).to(torch.int8) - (z < -half).to(torch.int8)
+        z.sub_(new, alpha=radix)
+        if nibble:
+            state.bitwise_and_(-16).bitwise_or_(z.bitwise_and_(15).to(torch.int8))
+        else:
+            state.copy_(z)
+        trits[some] = pack_trits_torch(new)
+    return trits, remainder
+
+
+def _z_torch(trits: Tensor, remainder: Tensor, radix: int, nibble: bool) -> Tensor:
+    """Put digits together: (N, K) int16."""
+    low = remainder << 4 >> 4 if nibble else remainder
+    z = low.to(torch.int16)
+    return z.add_(unpack_trits_torch(trits, remainder.shape[1]), alpha=radix)
+
+
+@triton.jit
+def _z_of(low, trit, RADIX: tl.constexpr, NIBBLE: tl.constexpr):
+    if NIBBLE:
+        low = (low << 28) >> 28
+    return trit * RADIX + low
+
+
+@triton.jit
+def _last_bits_kernel(
+    trits_ptr, remainder_ptr, bits_ptr,
+    N, K, row_bytes,
+    stride_tn, stride_tb, stride_an, stride_ak, stride_bp,
+    RADIX: tl.constexpr, NIBBLE: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_B: tl.constexpr,
+):  # fmt: skip
+    pair = (tl.program_id(0).to(tl.int64) * BLOCK_P + tl.arange(0, BLOCK_P))[:, None]
+    offs_b = (tl.program_id(1) * BLOCK_B + tl.arange(0, BLOCK_B))[None, :]
+    even, odd = 2 * pair, 2 * pair + 1
+    mask_b = offs_b < row_bytes
+    even_ptrs = trits_ptr + even * stride_tn + offs_b * stride_tb
+    odd_ptrs = trits_ptr + odd * stride_tn + offs_b * stride_tb
+    even_byte = tl.load(even_ptrs, mask=(even < N) & mask_b, other=0)  # [BLOCK_P, BLOCK_B]
+    odd_byte = tl.load(odd_ptrs, mask=(odd < N) & mask_b, other=0)
+    for digit in tl.static_range(5):
+        k = plane_offsets(offs_b, K, digit)
+        even_mask, odd_mask = (even < N) & (k < K), (odd < N) & (k < K)
+        low_ptrs = remainder_ptr + k * stride_ak
+        even_low = tl.load(low_ptrs + even * stride_an, mask=even_mask, other=0).to(tl.int32)
+        odd_low = tl.load(low_ptrs + odd * stride_an, mask=odd_mask, other=0).to(tl.int32)
+        low = _z_of(even_low, digit_of(even_byte, digit), RADIX, NIBBLE) & 15
+        high = _z_of(odd_low, digit_of(odd_byte, digit), RADIX, NIBBLE) & 15
+        high = tl.where(odd_mask, high, 0)
+        tl.store(bits_ptr + pair * stride_bp + k, (low | (high << 4)).to(tl.uint8), mask=even_mask)
+
+
+@triton.jit
+def _take_last_bits_kernel(
+    trits_ptr, remainder_ptr, bits_ptr,
+    N, K, row_bytes,
+    stride_tn, stride_tb, stride_an, stride_ak, stride_bp,
+    RADIX: tl.constexpr, NIBBLE: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_B: tl.constexpr,
+):  # fmt: skip
+    pair = (tl.program_id(0).to(tl.int64) * BLOCK_P + tl.arange(0, BLOCK_P))[:, None]
+    offs_b = (tl.program_id(1) * BLOCK_B + tl.arange(0, BLOCK_B))[None, :]
+    mask_b = offs_b < row_bytes
+    for half in tl.static_range(2):
+        n = 2 * pair + half
+        mask_n = n < N
+        trits_ptrs = trits_ptr + n * stride_tn + offs_b * stride_tb
+        old = tl.load(trits_ptrs, mask=mask_n & mask_b, other=0)  # [BLOCK_P, BLOCK_B]
+        byte = tl.zeros((BLOCK_P, BLOCK_B), dtype=tl.int32)
+        for digit in tl.static_range(5):
+            k = plane_offsets(offs_b, K, digit)
+            mask = mask_n & (k < K)
+            low_ptrs = remainder_ptr + n * stride_an + k * stride_ak
+            state = tl.load(low_ptrs, mask=mask, other=0).to(tl.int32)
+            told = tl.load(bits_ptr + pair * stride_bp + k, mask=mask, other=0).to(tl.int32)
+            z = _z_of(state, digit_of(old, digit), RADIX, NIBBLE)
+            z += (((told >> (4 * half)) - z + 8) & 15) - 8
+            new = (z > RADIX // 2).to(tl.int32) - (z < -(RADIX // 2)).to(tl.int32)
+            low = z - new * RADIX
+            if NIBBLE:
+                low = (state & -16) | (low & 15)
+            tl.store(low_ptrs, low.to(tl.int8), mask=mask)
+            byte += place(tl.where(k < K, new, 0), digit)
+        tl.store(trits_ptrs, byte.to(tl.uint8), mask=mask_n & mask_b)
+
+
+def _launch(kernel, trits, remainder, bits, radix, nibble):
+    rows, columns = remainder.shape
+    if remainder.numel():
+        block_p, num_bytes = 16, trits.shape[1]
+        kernel[(triton.cdiv(rows, 2 * block_p), triton.cdiv(num_bytes, PLANE))](
+            trits, remainder, bits, rows, columns, num_bytes,
+            *trits.stride(), *remainder.stride(), bits.stride(0),
+            RADIX=radix, NIBBLE=nibble, BLOCK_P=block_p, BLOCK_B=PLANE,
+        )  # fmt: skip
+
+
+def _last_bits_triton(trits, remainder, radix, nibble, out=None):
+    rows, columns = remainder.shape
+    if out is None:
+        out = torch.empty((rows + 1) // 2, columns, dtype=torch.uint8, device=trits.device)
+    _launch(_last_bits_kernel, trits, remainder, out, radix, nibble)
+    return out
+
+
+def _take_last_bits_triton(trits, remainder, bits, radix, nibble):
+    _launch(_take_last_bits_kernel, trits, remainder, bits, radix, nibble)
+    return trits, remainder
+
+
+def last_bits(trits: Tensor, remainder: Tensor, radix: int, nibble: bool, out: Tensor) -> None:
+    """Write the last four bits of z.
+
+    Args:
+        trits: (N, row_bytes(K)) uint8, the packed trits T.
+        remainder: (N, K) int8, A; or with `nibble` bytes whose low half it is.
+        radix: P.
+        nibble: whether remainders have four bits.
+        out: (ceil(N / 2), K) uint8 with contiguous rows; becomes z mod 16 of row 2p in the low half
+            of row p, of row 2p + 1 in the high half, 0 where there is none.
+
+    Raises:
+        ValueError: a dtype or a shape does not fit.
+    """
+    _check(trits, remainder, out)
+    run = _last_bits_triton if uses_triton(trits) else _last_bits_torch
+    run(trits, remainder, radix, nibble, out)
+
+
+def take_last_bits_(
+    trits: Tensor, remainder: Tensor, bits: Tensor, radix: int, nibble: bool
+) -> None:
+    """Change z to what its last four bits say, in place.
+
+    Args:
+        trits: (N, row_bytes(K)) uint8, the packed trits T.
+        remainder: (N, K) int8, A; or with `nibble` bytes whose low half it is, and whose high half
+            stays as it is.
+        bits: (ceil(N / 2), K) uint8 with contiguous rows, from `last_bits` of a z that is within
+            -8..7 of this one.
+        radix: P.
+        nibble: whether remainders have four bits.
+
+    Raises:
+        ValueError: a dtype or a shape does not fit.
+    """
+    _check(trits, remainder, bits)
+    run = _take_last_bits_triton if uses_triton(trits) else _take_last_bits_torch
+    run(trits, remainder, bits, radix, nibble)
+
+
+def _check(trits: Tensor, remainder: Tensor, bits: Tensor) -> None:
+    check_packed(trits, remainder.shape[1])
+    rows, columns = remainder.shape
+    if remainder.dtype != torch.int8 or rows != len(trits):
+        raise ValueError(f"remainder {remainder.dtype} {tuple(remainder.shape)} does not fit")
+    shape = ((rows + 1) // 2, columns)
+    if bits.dtype != torch.uint8 or tuple(bits.shape) != shape:
+        raise ValueError(f"need bits as uint8 of {shape}, got {bits.dtype} {tuple(bits.shape)}")
+    if columns > 1 and bits.stride(1) != 1:
+        raise ValueError("need bits with contiguous rows")
+
+
+SHAPES = ((1, 1), (3, 33), (33, 165), (2, 1311), (4, 160))
+
+
+def _state(shape: tuple[int, int], radix: int, nibble: bool, generator) -> tuple[Tensor, Tensor]:
+    """Draw packed trits and remainders, all that z can be."""
+    largest = radix + (7 if nibble else 63)
+    z = torch.randint(-largest, largest + 1, shape, generator=generator)
+    trits = torch.sign(z) * (z.abs() > radix // 2)
+    low = z - trits * radix
+    if nibble:
+        low = 16 * torch.randint(-7, 8, shape, generator=generator) + low % 16
+    return pack_trits_reference(trits.to(torch.int8)), low.to(torch.int8)
+
+
+def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
+    generator = torch.Generator().manual_seed(0)
+    for shape in SHAPES:
+        for radix, nibble in ((64, False), (14, True)):
+            state = [part.to(device) for part in _state(shape, radix, nibble, generator)]
+            name = f"{shape[0]}x{shape[1]} {'nibble' if nibble else 'moment'}"
+            yield Case(name, (*state, radix, nibble))
+    packed, low = (part.to(device) for part in _state((6, 165), 64, False, generator))
+    wide = low.repeat_interleave(2, dim=1)
+    yield Case("3x165 strided", (packed[::2], wide[::2, ::2], 64, False))
+
+
+def _take_cases(device: torch.device, group_size: int) -> Iterator[Case]:
+    generator = torch.Generator().manual_seed(1)
+    for case in _cases(device, group_size):
+        trits, remainder, radix, nibble = case.inputs
+        shape = ((len(trits) + 1) // 2, remainder.shape[1])
+        bits = torch.randint(256, shape, generator=generator).to(torch.uint8).to(device)
+        yield Case(case.label, (trits, remainder, bits, radix, nibble))
+
+
+def _random_state(device: torch.device) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator(device)
+    packed = pack_trits_torch(random_trits(*MATRIX, generator))
+    return packed, torch.randint(-31, 32, MATRIX, dtype=torch.int8, device=device)
+
+
+def _timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
+    yield Timing("11264x2048", (*_random_state(device), 64, False))
+
+
+def _take_timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
+    shape = (MATRIX[0] // 2, MATRIX[1])
+    bits = torch.randint(256, shape, dtype=torch.uint8, device=device)
+    yield Timing("11264x2048", (*_random_state(device), bits, 64, False))
+
+
+LAST_BITS = KernelSpec(
+    "last_bits",
+    _last_bits_triton,
+    _last_bits_torch,
+    last_bits_reference,
+    _cases,
+    timings=_timings,
+)
+TAKE_LAST_BITS = KernelSpec(
+    "take_last_bits",
+    _take_last_bits_triton,
+    _take_last_bits_torch,
+    take_last_bits_reference,
+    _take_cases,
+    timings=_take_timings,
+)

@@ -1,0 +1,264 @@
+"""Attention of a dense block to entries of several bytes, which an indexer may choose.
+
+With x the normalised stream, m the bytes of an entry, n(v) = v / sqrt(mean(v**2) + eps) over a
+head, and R_t the turn by the angles of position t:
+
+    (1) x[t] Q = queries of the heads;  x[t] K, x[t] V, x[t] A = vectors of the heads of keys
+    (2) r[t] = R_t n(x[t] K)                                          the byte as it is
+    (3) v[j] = n(sum over t of block j of softmax over t (A[t] + beta[t mod m]) * V[t])
+    (4) c[j] = R_(j m) v[j]                                           the entry of block j
+    (5) y[t] = attention to r of the last W bytes, to c, and to a sink: `kernels.attention
+        .compressed_attention`; entry j is seen once byte j m + m - 1 is read
+    (6) stream + norm(y) O
+
+Softmax and product of (3) are of each number by itself; beta and the sinks of heads are learned.
+Where an entry has few bytes there are many, and an indexer chooses. A choice is made by each byte
+t = g m - 1 that completes an entry, for itself and the m - 1 bytes behind it, among g entries:
+
+    (7) s[g, j] = sum over h of w[h] max(0, q[h] . k[j]) / sqrt(heads d)
+        q[h], w = x[t] I, and k[j] = v[j] J; q and k are normalised and turned like Q x and c
+    (8) the k entries of the largest s are attended to: `kernels.attention.choose_entries`
+    (9) divergence = mean over g of KL(p[g] || softmax s[g]) over the chosen entries
+
+p[g] is the share that attention gave to each of them, added up over heads and the group's bytes,
+and divided by the sum. What the indexer is given (x, v, p) is cut off from gradients, so it learns
+from (9) alone, and nothing else does. With k entries or fewer all are chosen, and the attention is
+the same as without an indexer.
+
+Sources: DeepSeek-AI, "DeepSeek-V3.2-Exp", 2025, for the indexer and (9); (3) is the compressor of
+its successor, whose choices are of single tokens' and not of groups.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Function
+from torch.nn import functional
+
+from arbcli.config.compressed import CompressedConfig
+from arbcli.kernels.attention.choose_entries import choose_entries
+from arbcli.kernels.attention.compressed_attention import Sight, compressed_attention
+from arbcli.kernels.attention.compressed_attention_backward import compressed_attention_backward
+from arbcli.kernels.attention.sum_choices import sum_choices
+from arbcli.model.cache import CachedAttention
+from arbcli.model.initial import output_std
+from arbcli.model.layers.kinds import layers_for
+from arbcli.model.layers.norm import NORM_EPS
+from arbcli.model.layers.rotary import rotary_table, rotate
+
+SINK = 1.0
+"""Logarithm of what a sink adds to a total, at the start."""
+TINY = 1e-30
+"""Least share that is divided by."""
+
+
+class _Attend(Function):
+    """Attention to entries; its shares and the choices have no gradient."""
+
+    @staticmethod
+    def forward(ctx, x, recent, entries, chosen, sink, cos, sin, sight):
+        about = (chosen, sink, cos, sin)
+        y, logs, shares = compressed_attention(x, recent, entries, *about, sight, NORM_EPS)
+        ctx.save_for_backward(y, logs, x, recent, entries, *about)
+        ctx.sight = sight
+        if shares is not None:
+            ctx.mark_non_differentiable(shares)
+        return y, shares
+
+    @staticmethod
+    def backward(ctx, grad_y: Tensor, _shares: Any):
+        given = (*ctx.saved_tensors, ctx.sight, NORM_EPS)
+        grad_x, *grads = compressed_attention_backward(grad_y.contiguous(), *given)
+        of_recent, of_entries = (grad.to(grad_x.dtype) for grad in grads[:2])
+        return grad_x, of_recent, of_entries, None, grads[2], None, None, None
+
+
+class _KeysOfChoices(Function):
+    """The keys of chosen entries, (B, N, k, width); those of none are some of others."""
+
+    @staticmethod
+    def forward(ctx, keys: Tensor, chosen: Tensor) -> Tensor:
+        ctx.save_for_backward(chosen)
+        ctx.entries = keys.shape[1]
+        rows = torch.arange(len(keys), device=keys.device)[:, None, None]
+        return keys[rows, chosen.clamp(min=0)]
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        (chosen,) = ctx.saved_tensors
+        return sum_choices(grad.contiguous(), chosen, ctx.entries).to(grad.dtype), None
+
+
+class Indexer(nn.Module):
+    """Score entries for the groups of bytes that are to attend to some of them.
+
+    Args:
+        config: of the block.
+    """
+
+    def __init__(self, config: CompressedConfig) -> None:
+        super().__init__()
+        parts, about = layers_for(config), {"area": "indexer"}
+        self.heads, self.width = config.index_heads, config.index_width
+        self.top_k = config.top_k
+        queries = self.heads * (self.width + 1)
+        self.query = parts.linear(queries, config.dim, config, **about)
+        self.key = parts.linear(self.width, config.kv_heads * config.head_dim, config, **about)
+
+    def table(self, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Give the angles of so many positions, of which a half of a head turns by them."""
+        return rotary_table(length, self.width, device, self.width // 2)
+
+    def queries(
+        self, x: Tensor, norm: nn.Module | None, angles: tuple[Tensor, Tensor]
+    ) -> tuple[Tensor, Tensor]:
+        """Make queries and weights of the bytes that complete entries.
+
+        Args:
+            x: (B, N, D) of the stream.
+            norm: before it; None if it is normalised.
+            angles: of their positions, (N, width / 2) each.
+
+        Returns:
+            (B, N, h, width) and (B, N, h) in the dtype of x.
+        """
+        q, w = self.query(x.detach(), norm).split((self.heads * self.width, self.heads), dim=-1)
+        angles = [part[:, None] for part in angles]
+        q = turned(q.unflatten(-1, (self.heads, self.width)), angles)
+        return q, w * (self.heads * self.width) ** -0.5
+
+    def keys(self, entries: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
+        """Make keys, (B, E, width), of entries (B, E, G, d) that are not yet turned."""
+        return turned(self.key(entries.detach().flatten(2)), angles)
+
+    def divergence(
+        self, q: Tensor, w: Tensor, keys: Tensor, chosen: Tensor, shares: Tensor
+    ) -> Tensor:
+        """Compute (9), float32.
+
+        Args:
+            q: (B, N, h, width).
+            w: (B, N, h).
+            keys: (B, E, width).
+            chosen: (B, N, k) int32.
+            shares: (B, N, k) float32, of attention.
+        """
+        chosen = chosen.contiguous()
+        mine = _KeysOfChoices.apply(keys, chosen)
+        dots = torch.einsum("bnhd,bnkd->bnhk", q, mine).relu()
+        scores = (dots.float() * w.float()[..., None]).sum(dim=2)
+        there = chosen >= 0
+        learned = scores.masked_fill(~there, -torch.inf).log_softmax(dim=-1)
+        learned = learned.masked_fill(~there, 0)
+        wanted = shares / shares.sum(dim=-1, keepdim=True).clamp(min=TINY)
+        distance = wanted * (wanted.clamp(min=TINY).log() - learned)
+        return distance.sum(dim=-1).mean()
+
+
+def turned(x: Tensor, angles: Any) -> Tensor:
+    """Normalise the last dimension, and turn it; in the dtype of x."""
+    normal = functional.rms_norm(x.float(), x.shape[-1:], eps=NORM_EPS)
+    return rotate(normal, *angles).to(x.dtype)
+
+
+class CompressedAttention(CachedAttention):
+    """Causal self-attention to compressed positions and to the last ones.
+
+    Args:
+        config: of the block.
+        index: of the block, which says how many bytes its entries have.
+    """
+
+    def __init__(self, config: CompressedConfig, index: int) -> None:
+        super().__init__()
+        parts, about = layers_for(config), {"area": "attention"}
+        self.heads, self.kv_heads, self.width = config.heads, config.kv_heads, config.head_dim
+        self.turned, self.ratio = config.turned, config.ratio(index)
+        self.sight = Sight(config.window, self.ratio, config.entries(self.ratio))
+        self.inner, self.kv = self.heads * self.width, self.kv_heads * self.width
+        self.projection = parts.linear(self.inner + 3 * self.kv, config.dim, config, **about)
+        self.beta = parts.taps(self.kv, self.ratio, config, **about)
+        self.sink = parts.vector([SINK] * self.heads, config, **about)
+        self.sub_norm = parts.norm(self.inner, config) if config.sub_norms else None
+        about["std"] = output_std(self.inner, config.layers)
+        self.output = parts.linear(config.dim, self.inner, config, **about)
+        self.indexer = Indexer(config) if self.ratio <= config.indexed_ratio else None
+
+    def forward(
+        self, x: Tensor, norm: nn.Module | None, past: Any = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Normalise (B, T, D) and mix every position with those before it, and with the past.
+
+        Without a norm, x was normalised before.
+
+        Returns:
+            (B, T, D), and the divergence of the indexer, a float32 scalar; None if there is none,
+            or nothing is to be learned.
+        """
+        batch, length, _ = x.shape
+        parts = self.projection(x, norm).split((self.inner, *[self.kv] * 3), dim=-1)
+        q = parts[0].unflatten(-1, (self.heads, self.width))
+        recent, values, gates = parts[1:]
+        if past is not None:
+            y = past.attend(self, x, norm, q, recent, values, gates)
+            return self.output(y.reshape(batch, length, self.inner), self.sub_norm), None
+        table = self.table(length, x.device)
+        recent = self.in_place(recent, table)
+        number = length // self.ratio
+        of_entries = [part[:, : number * self.ratio] for part in (values, gates)]
+        still = self.compress(*(part.unflatten(1, (number, self.ratio)) for part in of_entries))
+        entries = self.at_starts(still, table)
+        recent, entries = self.as_stored(recent, entries)
+        chosen = found = None
+        if self.indexer:
+            found, chosen = self._choose(x, norm, still)
+        sink, sight = self.sink(), self.sight
+        y, shares = _Attend.apply(q, recent, entries, chosen, sink, *table, sight)
+        divergence = None
+        if self.indexer and number and torch.is_grad_enabled():
+            divergence = self.indexer.divergence(*found, chosen[:, 1:], shares[:, 1:])
+        return self.output(y.flatten(2), self.sub_norm), divergence
+
+    def _choose(
+        self, x: Tensor, norm: nn.Module | None, still: Tensor
+    ) -> tuple[tuple[Tensor, Tensor, Tensor] | None, Tensor]:
+        """Choose entries for every group: what they were scored by, and (B, N, k) int32 choices."""
+        (batch, length, _), number = x.shape, still.shape[1]
+        if not number:
+            return None, torch.empty(batch, 1, 0, dtype=torch.int32, device=x.device)
+        table = self.indexer.table(length, x.device)
+        ends = slice(self.ratio - 1, None, self.ratio)
+        angles = [part[ends] for part in table]
+        q, w = self.indexer.queries(x[:, ends], norm, angles)
+        k = self.indexer.keys(still, [part[:: self.ratio][:number] for part in table])
+        with torch.no_grad():
+            top_k, most = self.indexer.top_k, self.sight.most
+            chosen = choose_entries(q.detach(), w.detach(), k.detach(), 1, most, top_k)
+            # the bytes before the first entry see none
+            chosen = functional.pad(chosen, (0, 0, 1, 0), value=-1)
+        return (q, w, k), chosen
+
+    def table(self, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Give the angles of so many positions."""
+        return rotary_table(length, self.width, device, self.turned)
+
+    def in_place(self, recent: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
+        """Normalise and turn bytes, (B, T, G d), by the angles of their positions.
+
+        Returns:
+            (B, T, G, d).
+        """
+        cos, sin = angles
+        return turned(recent.unflatten(-1, (self.kv_heads, -1)), (cos[:, None], sin[:, None]))
+
+    def compress(self, values: Tensor, gates: Tensor) -> Tensor:
+        """Make entries of blocks, (B, E, m, G d) each: (B, E, G, d), normalised and not turned."""
+        share = torch.softmax(gates.float() + self.beta().T, dim=2)
+        entries = (share * values.float()).sum(dim=2).unflatten(-1, (self.kv_heads, -1))
+        return functional.rms_norm(entries, entries.shape[-1:], eps=NORM_EPS).to(values.dtype)
+
+    def at_starts(self, still: Tensor, table: tuple[Tensor, Tensor]) -> Tensor:
+        """Turn the entries from position 0 on by the angles of their first bytes."""
+        angles = [part[:: self.ratio][: still.shape[1], None] for part in table]
+        return rotate(still, *angles).to(still.dtype)

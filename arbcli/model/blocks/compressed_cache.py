@@ -1,0 +1,353 @@
+"""What compressed attention has seen of one text: the last bytes, entries, and an open block.
+
+Of a block of a model there are the last W bytes in a ring, as many entries as a byte sees and one
+that is not complete, the bytes of that one, the keys of the indexer and its last choice. Entry j is
+in slot j mod the slots. It is made anew with every byte of its block, and seen when that is
+complete.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from arbcli.config.compressed import CompressedConfig
+from arbcli.kernels.attention.choose_entries import choose_entries
+from arbcli.kernels.attention.compressed_attention import Sight, compressed_attention
+from arbcli.kernels.attention.eight_bits import decode_entries, quantise_entries
+from arbcli.model.layers.norm import NORM_EPS
+from arbcli.model.layers.rotary import rotary_table, rotate, table_rows
+
+
+class CompressedCache:
+    """Caches of all blocks, allocated once.
+
+    Args:
+        config: of the model.
+        positions: bytes that the text can have.
+        dtype: of activations.
+        device: where they are.
+        stored: float8_e4m3fn or int8, to keep bytes and entries in eight bits; None is `dtype`.
+    """
+
+    def __init__(
+        self,
+        config: CompressedConfig,
+        positions: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        stored: torch.dtype | None = None,
+    ) -> None:
+        self.positions, self.window = positions, min(config.ctx, positions)
+        self.position = torch.zeros((), dtype=torch.int32, device=device)
+        """Bytes seen; a step reads it on the device, and nobody waits for it."""
+        rows = table_rows(positions, config.ctx)
+        self.table = rotary_table(rows, config.head_dim, device, config.turned)
+        self.index_table = rotary_table(rows, config.index_width, device, config.index_width // 2)
+        about = (positions, dtype, device, stored)
+        self.blocks = [
+            CompressedBlockCache(self, config, config.ratio(index), *about)
+            for index in range(config.layers)
+        ]
+        self.start: int | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are kept."""
+        return sum(block.nbytes for block in self.blocks)
+
+    def reset(self) -> None:
+        """Begin a new text."""
+        self.position.zero_()
+
+    @contextmanager
+    def reading(self, length: int) -> Iterator[None]:
+        """Let the blocks read `length` bytes more, and count them afterwards.
+
+        Raises:
+            ValueError: more than one byte, and more than the window or the text can have.
+        """
+        if length > 1:
+            start = int(self.position)
+            if length > self.window or start + length > self.positions:
+                raise ValueError(f"no room for {length} bytes at {start} of {self.positions}")
+            self.start = start
+        yield
+        self.start = None
+        self.position += length
+
+
+class Rows:
+    """Vectors in slots, (n, G, d), in a dtype or in eight bits with an exponent each."""
+
+    def __init__(
+        self,
+        shape: tuple[int, int, int],
+        dtype: torch.dtype,
+        device: torch.device,
+        stored: torch.dtype | None,
+    ) -> None:
+        self.codes = torch.zeros(shape, dtype=stored or dtype, device=device)
+        self.exponents = None
+        self.dtype = dtype
+        if stored:
+            self.exponents = torch.zeros(shape[:2], dtype=torch.int8, device=device)
+
+    def __len__(self) -> int:
+        """Count the slots."""
+        return len(self.codes)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that they take."""
+        return self.codes.nbytes + (0 if self.exponents is None else self.exponents.nbytes)
+
+    def put(self, slots: Tensor, rows: Tensor) -> Tensor:
+        """Store (n, G, d) in slots, (n,) int64, and return what is read back of them."""
+        if self.exponents is None:
+            self.codes.index_copy_(0, slots, rows)
+            return rows
+        codes, exponents = quantise_entries(rows, self.codes.dtype)
+        # torch copies no e4m3 by index
+        self.codes.view(torch.int8).index_copy_(0, slots, codes.view(torch.int8))
+        self.exponents.index_copy_(0, slots, exponents)
+        return decode_entries(codes, exponents, self.dtype)
+
+    def get(self, slots: Tensor) -> Tensor:
+        """Read slots, (n,) int64: (n, G, d)."""
+        if self.exponents is None:
+            return self.codes[slots]
+        codes = self.codes.view(torch.int8)[slots].view(self.codes.dtype)
+        return decode_entries(codes, self.exponents[slots], self.dtype)
+
+
+class CompressedBlockCache:
+    """What one block keeps; see the top of the file.
+
+    Args:
+        whole: that it is of.
+        config: of the model.
+        ratio: bytes of an entry.
+        positions: bytes that the text can have.
+        dtype: of activations.
+        device: where it is.
+        stored: what bytes and entries are kept in.
+    """
+
+    def __init__(
+        self,
+        whole: CompressedCache,
+        config: CompressedConfig,
+        ratio: int,
+        positions: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        stored: torch.dtype | None,
+    ) -> None:
+        self.whole, self.ratio = whole, ratio
+        like = {"dtype": dtype, "device": device}
+        vector = config.kv_heads, config.head_dim
+        self.window, self.most = config.window, config.entries(ratio)
+        about = (dtype, device, stored)
+        self.recent = Rows((min(config.window, positions), *vector), *about)
+        slots = min(self.most, positions // ratio) + 1
+        self.entries = Rows((slots, *vector), *about)
+        self.open = torch.zeros(2, ratio, config.kv_heads * config.head_dim, **like)
+        """Values and gates of the bytes of the open block."""
+        self.keys: Tensor | None = None
+        """(slots, width): the indexer's, of the entries."""
+        self.choice: Tensor | None = None
+        """(k,) int64: the entries that were chosen last, and -1 for those that are none."""
+        if ratio <= config.indexed_ratio:
+            self.keys = torch.zeros(slots, config.index_width, **like)
+            size = max(1, min(config.top_k, slots - 1))
+            self.choice = torch.full((size,), -1, dtype=torch.int64, device=device)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are kept."""
+        parts = (self.recent, self.entries, self.open, self.keys, self.choice)
+        return sum(part.nbytes for part in parts if part is not None)
+
+    def attend(
+        self,
+        layer: Any,
+        x: Tensor,
+        norm: Any,
+        q: Tensor,
+        recent: Tensor,
+        values: Tensor,
+        gates: Tensor,
+    ) -> Tensor:
+        """Attend to what was seen and to new bytes, and store these.
+
+        Args:
+            layer: the `CompressedAttention`.
+            x: (1, T, D) of the stream.
+            norm: before the indexer's queries; None if x is normalised.
+            q: (1, T, H, d), as projected.
+            recent: (1, T, G d), as projected.
+            values: like it.
+            gates: like it.
+
+        Returns:
+            (1, T, H, d).
+        """
+        if q.shape[1] == 1 and self.whole.start is None:
+            return self._attend_one(layer, x, norm, q, recent, values, gates)
+        start, length, m = self.whole.start, q.shape[1], self.ratio
+        device = x.device
+
+        def rows(table: tuple[Tensor, Tensor], places: Any) -> list[Tensor]:
+            return [part[places] for part in table]
+
+        here = rows(self.whole.table, slice(start, start + length))
+        ring = len(self.recent)
+        kept = min(start, ring, self.window - 1)
+        before = torch.arange(start - kept, start, device=device) % ring
+        before = self.recent.get(before)
+        new = layer.in_place(recent, here)[0]
+        last = min(length, ring)
+        places = torch.arange(start + length - last, start + length, device=device) % ring
+        stored = self._rounded(self.recent, new)
+        self.recent.put(places, new[-last:])
+        recent = torch.cat((before, stored))[None]
+
+        opened, done = start % m, start // m
+        block = [
+            torch.cat((kept_part[None, :opened], part), dim=1)
+            for kept_part, part in zip(self.open, (values, gates), strict=True)
+        ]
+        number = block[0].shape[1] // m
+        full = [part[:, : number * m].unflatten(1, (number, m)) for part in block]
+        still = layer.compress(*full)  # (1, number, G, d)
+        firsts = torch.arange(done, done + number, device=device)
+        angles = [part[:, None] for part in rows(self.whole.table, firsts * m)]
+        turned = rotate(still[0], *angles).to(still.dtype)
+        rest = block[0].shape[1] - number * m
+        for kept_part, part in zip(self.open, block, strict=True):
+            kept_part[:rest] = part[0, number * m :]
+
+        group = (start + 1) // m
+        lowest = max(0, group - self.most)
+        slots = len(self.entries)
+        old = torch.arange(lowest, done, device=device) % slots
+        entries = torch.cat((self.entries.get(old), self._rounded(self.entries, turned)))[None]
+        fits = min(number, slots)  # later ones would be written over
+        self.entries.put(firsts[number - fits :] % slots, turned[number - fits :])
+        sight = Sight(self.window, m, self.most, start - lowest * m)
+        chosen = None
+        if self.keys is not None:
+            keys = self.keys[old]
+            if number:
+                angles = rows(self.whole.index_table, firsts * m)
+                new_keys = layer.indexer.keys(still, angles)[0]
+                self.keys.index_copy_(0, firsts[-fits:] % slots, new_keys[-fits:])
+                keys = torch.cat((keys, new_keys))
+            chosen = self._choose(layer, x, norm, keys[None], start, group, lowest)
+        return compressed_attention(
+            q, recent, entries, chosen, layer.sink(), *here, sight, NORM_EPS
+        )[0]
+
+    def _rounded(self, of: Rows, rows: Tensor) -> Tensor:
+        """Round new rows as they will be stored."""
+        if of.exponents is None:
+            return rows
+        return decode_entries(*quantise_entries(rows, of.codes.dtype), rows.dtype)
+
+    def _choose(
+        self,
+        layer: Any,
+        x: Tensor,
+        norm: Any,
+        keys: Tensor,
+        start: int,
+        group: int,
+        lowest: int,
+    ) -> Tensor:
+        """Choose for each group of new bytes, (1, N, k) int32, and remember the last choice."""
+        m, size, parts = self.ratio, len(self.choice), []
+        first = group
+        if (start + 1) % m:  # its choice was made by a byte before, if there was one
+            first += 1
+            before = torch.where((self.choice >= 0) & (group > 0), self.choice - lowest, -1)
+            parts.append(before.int()[None, None])
+        ends = slice(first * m - 1 - start, x.shape[1], m)
+        if ends.start < x.shape[1]:
+            angles = [part[start : start + x.shape[1]][ends] for part in self.whole.index_table]
+            q, w = layer.indexer.queries(x[:, ends], norm, angles)
+            made = choose_entries(q, w, keys, first - lowest, self.most, size)
+            parts.append(functional.pad(made, (0, size - made.shape[2]), value=-1))
+        chosen = torch.cat(parts, dim=1)
+        last = chosen[0, -1].long()
+        self.choice.copy_(torch.where(last >= 0, last + lowest, -1))
+        return chosen[:, :, : keys.shape[1]]
+
+    def _attend_one(
+        self,
+        layer: Any,
+        x: Tensor,
+        norm: Any,
+        q: Tensor,
+        recent: Tensor,
+        values: Tensor,
+        gates: Tensor,
+    ) -> Tensor:
+        """Attend with one new byte; no shape depends on its position."""
+        whole, m = self.whole, self.ratio
+        place = whole.position.long()[None]
+        here = [part[place] for part in whole.table]
+        new = layer.in_place(recent, here)[0]
+        ring = len(self.recent)
+        self.recent.put(place % ring, new)
+        for kept, part in zip(self.open, (values, gates), strict=True):
+            kept.index_copy_(0, place % m, part[0])
+        filled = torch.arange(m, device=x.device) <= place % m
+        of_values = torch.where(filled[:, None], self.open[0], 0)
+        of_gates = self.open[1].masked_fill(~filled[:, None], -torch.inf)
+        still = layer.compress(of_values[None, None], of_gates[None, None])
+        number, group = place // m, (place + 1) // m  # of the open entry; how many are complete
+        angles = [part[number * m][:, None] for part in whole.table]
+        turned = rotate(still[0], *angles).to(still.dtype)
+        slots = len(self.entries)
+        self.entries.put(number % slots, turned)
+        # the number of the entry that each slot has
+        numbers = number - (number - torch.arange(slots, device=x.device)) % slots
+        seen = (numbers >= 0) & (numbers < group) & (numbers >= group - self.most)
+        if self.keys is None:
+            entries = self.entries.get(torch.arange(slots, device=x.device))
+        else:
+            angles = [part[number * m] for part in whole.index_table]
+            self.keys.index_copy_(0, number % slots, layer.indexer.keys(still, angles)[0])
+            angles = [part[place] for part in whole.index_table]
+            query, w = layer.indexer.queries(x, norm, angles)
+            dots = (query[0, 0].float() @ self.keys.float().T).relu()
+            scores = (dots * w[0, 0].float()[:, None]).sum(dim=0).masked_fill(~seen, -torch.inf)
+            # of equal scores that of the later entry comes first
+            by_age = numbers.argsort(descending=True)
+            order = scores[by_age].sort(descending=True, stable=True)
+            best = numbers[by_age[order.indices[: len(self.choice)]]]
+            best = torch.where(order.values[: len(self.choice)] == -torch.inf, -1, best)
+            is_first = place < m  # what is left of another text is no choice of this one
+            before = torch.where(is_first, -1, self.choice)
+            self.choice.copy_(torch.where((place + 1) % m == 0, best, before))
+            entries = self.entries.get(self.choice.clamp(min=0) % slots)
+            seen = self.choice >= 0
+        there = torch.arange(ring, device=x.device)
+        age = (place - there) % ring
+        near = (age <= place) & (age < self.window)
+        keys = torch.cat((self.recent.get(there), entries)).float()  # (S, G, d)
+        mask = torch.cat((near, seen))
+        query = functional.rms_norm(q[0, 0].float(), q.shape[-1:], eps=NORM_EPS)
+        query = rotate(query, *here).to(q.dtype).float() * q.shape[-1] ** -0.5
+        query = query.unflatten(0, (keys.shape[1], -1))  # (G, H / G, d)
+        scores = torch.einsum("ghd,sgd->ghs", query, keys)
+        weights = scores.masked_fill(~mask, -torch.inf).exp()
+        total = weights.sum(dim=-1) + layer.sink().exp().view(weights.shape[:2])
+        y = torch.einsum("ghs,sgd->ghd", weights / total[..., None], keys).flatten(0, 1)
+        cos, sin = here
+        return rotate(y, cos, -sin).to(q.dtype)[None, None]

@@ -1,0 +1,165 @@
+"""Several texts from a float model as an expert makes them: the peer of `generation` at a batch.
+
+Weights are bf16 and multiplied by cuBLAS, everything between two products is one kernel that
+`torch.compile` makes, the cache is static, and a step is one CUDA graph. All texts are at the same
+position, which is the easiest case.
+"""
+
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from arbcli.infer.generation import Sampling
+from arbcli.kernels.output.choose_bytes import choose_bytes_
+from arbcli.kernels.update.random_bits import stream_keys
+from arbcli.model.dense import ByteLM
+from arbcli.model.layers.norm import NORM_EPS
+from arbcli.model.layers.rotary import rotary_table
+
+WARM_UP_STEPS = 3
+MODES = ("compiled attention", "torch's attention")
+"""Ways to attend, of which the faster is the peer."""
+
+
+def normalise(x: Tensor) -> Tensor:
+    """Divide each row by its root-mean-square."""
+    return functional.rms_norm(x.float(), x.shape[-1:], eps=NORM_EPS).to(x.dtype)
+
+
+def turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turn the halves of (B, heads, d) by the angles of a position, and normalise each head."""
+    halves = x.float().unflatten(-1, (2, -1))
+    return normalise((halves * cos + halves.flip(-2) * sin).flatten(-2)).to(x.dtype)
+
+
+def attend(q: Tensor, keys: Tensor, values: Tensor, position: Tensor, mode: str) -> Tensor:
+    """Attend with (B, heads, d) to rings of (B, heads, W, d)."""
+    seen = torch.arange(keys.shape[2], device=q.device) <= position
+    if mode == "torch's attention":
+        mask = seen.expand(len(q), 1, 1, -1)
+        return functional.scaled_dot_product_attention(q[:, :, None], keys, values, attn_mask=mask)[
+            :, :, 0
+        ]
+    scores = (keys.float() * q.float()[:, :, None]).sum(3) * q.shape[-1] ** -0.5
+    shares = torch.where(seen, scores.exp(), 0.0)  # normalised heads: no score is large
+    y = (shares[..., None] * values.float()).sum(2) / shares.sum(2)[..., None]
+    return y.to(q.dtype)
+
+
+def step_block(
+    x: Tensor,
+    matrices: list[Tensor],
+    keys: Tensor,
+    values: Tensor,
+    position: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    *,
+    sub_norms: bool,
+    mode: str,
+) -> Tensor:
+    """Compute what a block makes of one position of the streams, (B, D)."""
+    qkv, output, gate_up, down = matrices
+    texts, heads, window, head_dim = keys.shape
+    sub_norm = normalise if sub_norms else lambda part: part
+    q, k, v = functional.linear(normalise(x), qkv).view(texts, 3, heads, head_dim).unbind(1)
+    place = position.long()[None]
+    angles = cos.index_select(0, place), sin.index_select(0, place)
+    q, k = (turn(part, *angles) for part in (q, k))
+    slot = place % window
+    keys.index_copy_(2, slot, k[:, :, None])
+    values.index_copy_(2, slot, v[:, :, None])
+    y = attend(q, keys, values, position, mode).flatten(1)
+    x = x + functional.linear(sub_norm(y), output)
+    gate, up = functional.linear(normalise(x), gate_up).chunk(2, dim=1)
+    return x + functional.linear(sub_norm(functional.silu(gate) * up), down)
+
+
+class SeveralFloatDecoder:
+    """A float model, a cache for several texts, and the last byte of each.
+
+    Args:
+        model: with float weights, which are copied to `dtype`.
+        texts: B.
+        positions: bytes that a text can have.
+        dtype: of weights, streams and cache.
+        mode: of `MODES`.
+        compiled: whether what is between two products is compiled.
+    """
+
+    @torch.no_grad()
+    def __init__(
+        self,
+        model: ByteLM,
+        texts: int,
+        positions: int,
+        *,
+        dtype: torch.dtype = torch.bfloat16,
+        mode: str = MODES[0],
+        compiled: bool = True,
+    ) -> None:
+        config, device = model.config, model.device
+        self.layers = [
+            [
+                part.weight.weight(dtype).detach()
+                for part in (b.attention.qkv, b.attention.output, b.mlp.gate_up, b.mlp.output)
+            ]
+            for b in model.blocks
+        ]
+        self.embedding, self.head = (
+            part.weight.weight(dtype).detach() for part in (model.embedding, model.head)
+        )
+        ring = (2, texts, config.heads, min(config.ctx, positions), config.head_dim)
+        self.rings = [torch.zeros(ring, dtype=dtype, device=device) for _ in self.layers]
+        self.position = torch.zeros((), dtype=torch.int32, device=device)
+        cos, sin = rotary_table(positions, config.head_dim, device)
+        self.table = cos[:, None], torch.stack([-sin, sin], dim=1)
+        self.byte = torch.full((texts, 1), 10, dtype=torch.int64, device=device)
+        self.text = torch.zeros(texts, positions, dtype=torch.uint8, device=device)
+        how, integers = Sampling(), {"dtype": torch.int32, "device": device}
+        keys = stream_keys(torch.zeros((), **integers), torch.zeros((), **integers), texts, 1)
+        self.how = (
+            keys[:, 0].contiguous(), torch.full((texts,), how.temperature, device=device),
+            torch.full((texts,), how.top_k, **integers),
+            torch.full((texts,), how.top_p, device=device),
+        )  # fmt: skip
+        self._step_block = partial(step_block, sub_norms=config.sub_norms, mode=mode)
+        if compiled:
+            self._step_block = torch.compile(self._step_block, dynamic=False, fullgraph=True)
+        self._graph: torch.cuda.CUDAGraph | None = None
+
+    @torch.no_grad()
+    def compute_logits(self) -> Tensor:
+        """Read the last bytes; return (B, 256) logits of the next ones."""
+        x = functional.embedding(self.byte[:, 0], self.embedding)
+        for layer, ring in zip(self.layers, self.rings, strict=True):
+            x = self._step_block(x, layer, *ring, self.position, *self.table)
+        self.position += 1
+        return functional.linear(normalise(x), self.head)
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """Make one byte of each text."""
+        if self._graph is not None:
+            self._graph.replay()
+            return
+        logits = self.compute_logits()
+        position = self.position.expand(len(self.byte)).contiguous()
+        choose_bytes_(self.byte, self.text, logits, position, *self.how)
+
+    @torch.no_grad()
+    def capture(self) -> None:
+        """Record a step as one CUDA graph, after a few whose bytes are then forgotten."""
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(WARM_UP_STEPS):
+                self.step()
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            self.step()
+        self._graph = graph
+        self.position.zero_()

@@ -1,0 +1,322 @@
+"""What commands show of their reports, as plain text, of reports in which no two values are equal.
+
+`python tests/commands/pages.py` writes it to the folder of this name, where it is read before it is
+committed; `test_pages.py` compares. A figure in the wrong place, or in another unit, changes it.
+"""
+
+import contextlib
+import dataclasses
+import io
+import itertools
+import sys
+import types
+import typing
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from unittest import mock
+
+from rich.console import Group
+from rich.table import Table
+
+from arbcli.commands import (
+    _run_display,
+    _verify_tables,
+    audit_memory,
+    check,
+    count_params,
+    evaluate,
+    export,
+    inspect,
+    probe_loss,
+)
+from arbcli.config.dense import ModelConfig
+from arbcli.config.presets import preset
+from arbcli.export.run import ExportReport
+from arbcli.infer.evaluation import EvaluateReport
+from arbcli.inspect.audit import AuditReport, FitReport
+from arbcli.inspect.memory import StateReport, WhatIfReport
+from arbcli.inspect.peak import PeakReport
+from arbcli.inspect.ranks import RankReport, RanksReport
+from arbcli.inspect.saved import Difference, DifferenceReport, SavedReport
+from arbcli.inspect.verdicts import Histogram, ProbeReport
+from arbcli.train.check import CheckReport
+from arbcli.train.record import Record, TrainReport
+from arbcli.verify.compile_ahead import CompileResult
+from arbcli.verify.kernels import KernelResult
+from arbcli.verify.ledger import Failure, Ledger, ledger_page
+from arbcli.verify.parity import ParityResult
+
+FOLDER = Path(__file__).with_suffix("")
+
+
+def filled(kind: typing.Any, /, **fields: typing.Any) -> typing.Any:
+    """Make a report of which each number and each word is another; `fields` are as they are given.
+
+    Numbers grow with the order of the fields. Of every list and dictionary there are two entries.
+    """
+    return _filled(kind, itertools.count(1), fields)
+
+
+def _filled(kind: typing.Any, numbers: Iterator[int], fields: dict[str, typing.Any]) -> typing.Any:
+    if typing.get_origin(kind) is types.UnionType:
+        kind = typing.get_args(kind)[0]
+    origin, inner = typing.get_origin(kind), typing.get_args(kind)
+    if origin is tuple and inner[-1] is not ...:
+        return tuple(_filled(each, numbers, fields) for each in inner)
+    if origin in (tuple, list):
+        return origin(_filled(inner[0], numbers, fields) for _ in range(2))
+    if origin is dict:
+        pairs = (tuple(_filled(each, numbers, fields) for each in inner) for _ in range(2))
+        return dict(pairs)
+    if kind is ModelConfig:
+        return preset("tiny")
+    if dataclasses.is_dataclass(kind):
+        hints = typing.get_type_hints(kind)
+        given = {name: fields[name] for name in hints if name in fields}
+        made = {name: _filled(hints[name], numbers, fields) for name in hints if name not in given}
+        return kind(**given | made)
+    number = next(numbers)
+    if kind is bool:
+        return number % 2 == 0
+    makes = {int: lambda n: n * 1_234_567, float: lambda n: n * 31.415926}
+    return makes.get(kind, lambda n: f"word {n}")(number)
+
+
+def plain(shown: typing.Any) -> str:
+    """Write what a person is shown, cell by cell, without the frames of tables."""
+    if isinstance(shown, Group):
+        return "\n".join(plain(part) for part in shown.renderables)
+    if not isinstance(shown, Table):
+        return str(shown)
+    heads = [f"{column.header} [{column.justify}]" for column in shown.columns]
+    rows = zip(*(map(str, column.cells) for column in shown.columns), strict=True)
+    return "\n".join(["", str(shown.title), *(" | ".join(row) for row in (heads, *rows)), ""])
+
+
+def _shown_by_train(*, quiet: bool = False) -> str:
+    said: list[str] = []
+    record = filled(Record)
+    gauges = {name: 0.0711 * n for n, name in enumerate(
+        ("alive_codes", "alive_knowledge", "fullest_expert", "edges", "chunk_length",
+         "chunk_length_2", "joined", "wire", "another"), 1,
+    )}  # fmt: skip
+    evaluated = dataclasses.replace(record, gauges=gauges)
+    on_the_way = dataclasses.replace(
+        record, val_loss=None, sample=None, mfu=None, flip_share=None, gauges={"edges": 0.5}
+    )
+    bare = dataclasses.replace(evaluated, sample=None, gauges={"wire": 1.5})
+    report = dataclasses.replace(filled(TrainReport), stopped_by=None)
+    twin = dataclasses.replace(report, checkpoint=None)
+    stopped = filled(TrainReport)
+    text = {"description": "book.txt", "train_bytes": 9_000_000, "val_bytes": 1_000_000,
+            "entropy": 3.14159}  # fmt: skip
+    config = types.SimpleNamespace(
+        steps=4321, model=preset("tiny", ctx=96, scale_type="T6", rule="nibble"), accum=6,
+        device="cuda:0", backend="triton", compute="fp8",
+    )  # fmt: skip
+    trainer = types.SimpleNamespace(
+        config=config, num_weights=7_654_321, group=types.SimpleNamespace(size=2), step=17
+    )
+    alone = types.SimpleNamespace(**vars(trainer) | {"group": types.SimpleNamespace(size=1)})
+    alone.step, alone.config = 0, types.SimpleNamespace(**vars(config))
+    alone.config.model = preset("tiny", weights="ste")
+
+    def line(text: str, *, keep: bool = False) -> None:
+        said.append(f"{'kept' if keep else 'line'}    {text}")
+
+    with mock.patch.object(_run_display, "note", said.append):
+        display = _run_display.RunDisplay(quiet=quiet, as_json=False)
+        display.line = types.SimpleNamespace(show=line, show_wait=line)
+        display.wait("loading")
+        display.started(Path("runs/007"), alone, {"text": text})
+        display.started(Path("runs/007"), trainer, {"text": text})
+        for told in (on_the_way, evaluated, bare):
+            display.recorded(told)
+        display.noted("a note")
+        for told in (report, twin, stopped, dataclasses.replace(stopped, checkpoint=None)):
+            display.ended(told)
+            display.finished(told)
+    return "\n".join(said)
+
+
+def _shown_by_evaluate() -> str:
+    report = filled(EvaluateReport)
+    said: list[str] = []
+    for is_live in (False, True):
+        show = types.SimpleNamespace(is_live=is_live, show=said.append)
+        progress = evaluate._Progress(show)
+        for done in (0, 1000, 1999, 2000, 2020, 20_000):
+            progress(done, 20_000, 0.0314159 + done / 1e4)
+    return "\n".join([plain(evaluate._table(report)), *said])
+
+
+def _shown_by_probe() -> str:
+    config = {"model": {"rule": "nibble", "scale_type": "T6", "ctx": 64}, "device": "cpu",
+              "backend": "torch", "compute": "fp32"}  # fmt: skip
+    scales = [filled(Histogram, low=low, high=high) for low, high in ((-700, -90), (-800, -100))]
+    report = filled(
+        ProbeReport, config=config, takeoff_layer=1, position_starts=(0, 16),
+        residual_rms=(0.111, 0.222, 0.333),
+    )  # fmt: skip
+    last = dataclasses.replace(
+        report.readings[1], residual_rms=(0.5, 0.625, 0.75), attention_rms=(0.8, None)
+    )
+    tensors = [
+        dataclasses.replace(
+            tensor,
+            name=f"blocks.{index}.mlp.up.weight",
+            update_size=(None, 1.25)[index],
+            digits=tensor.digits | {"scale": scale},
+        )
+        for index, (tensor, scale) in enumerate(zip(report.tensors, scales, strict=True))
+    ]
+    chunks = dataclasses.replace(
+        report.chunks, sample_bytes=tuple(b"abcdef"), sample_depths=(0, 1, 0, 2, 0, 0)
+    )
+    report = dataclasses.replace(
+        report, readings=(report.readings[0], last), tensors=tuple(tensors), chunks=chunks
+    )
+    other = dataclasses.replace(report, first_nonfinite=None, chunks=None)
+    return plain(probe_loss._shown(report)) + "\n\n" + plain(probe_loss._shown(other))
+
+
+def _shown_by_inspect() -> str:
+    report = filled(
+        SavedReport, octaves={"word 14": {-3: 999, 2: 1000, 5: 1}, "word 18": {0: 3}},
+        trits={"word 14": [0.125, 0.5, 0.375], "word 18": [0.25, 0.3125, 0.4375]},
+        run={"text": {"bytes": 12, "names": ["a", "b"]}, "empty": None},
+    )  # fmt: skip
+    tensors = [filled(Difference, name=f"tensor {n}", elements=9000 + n) for n in range(4)]
+    tensors[1] = dataclasses.replace(tensors[1], relative=None)
+    values = {"config": {"dim": [1, 2]}, "settings": {"lr": [3, 4]}}
+    few = filled(DifferenceReport, **values)
+    many = dataclasses.replace(few, tensors=tensors)
+    as_many = dataclasses.replace(few, tensors=tensors[:3])
+    with mock.patch.object(inspect, "SHOWN", 3):
+        pages = [inspect._tables(report), *map(inspect._differences, (few, as_many, many))]
+    return "\n".join(map(plain, pages))
+
+
+def _shown_by_check() -> str:
+    report = filled(CheckReport, steps=5_000_000)
+    goes_on = dataclasses.replace(report, stops=None)
+    nothing = dataclasses.replace(goes_on, drops_records=0, sets_aside=(), removes=())
+    reports = (
+        goes_on,
+        nothing,
+        dataclasses.replace(goes_on, steps=goes_on.resumes_at),
+        dataclasses.replace(goes_on, steps=goes_on.resumes_at + 1),
+        dataclasses.replace(report, resumes_at=None),
+    )
+    return "\n".join(plain(check._shown(each)) for each in reports)
+
+
+def _shown_by_audit() -> str:
+    small = filled(FitReport, fits=False)
+    fits = dataclasses.replace(small, fits=True, budget_bytes=10**9)
+    level = {"stage": "backward"}
+    audited = filled(AuditReport, **level)
+    first, second = audited.levels
+    audited = dataclasses.replace(
+        audited,
+        levels=(
+            dataclasses.replace(first, step=0, stage="load", reserved_bytes=None),
+            dataclasses.replace(first, step=1, stage="forward"),
+            second,
+            dataclasses.replace(second, step=3, stage="end"),
+        ),
+    )
+    ranks = filled(RanksReport, passed=True, **level)
+    peak = filled(PeakReport)
+    shares = [each.share for each in ranks.ranks]
+    predicted = tuple(
+        RankReport(share=share, predicted_peak=peak, measured=None) for share in shares
+    )
+    good = dataclasses.replace(
+        audited, checks=tuple(dataclasses.replace(c, passed=True) for c in audited.checks)
+    )
+    measured = tuple(
+        dataclasses.replace(each, measured=found)
+        for each, found in zip(ranks.ranks, (audited, good), strict=True)
+    )
+    choices = filled(WhatIfReport)
+    first, second = choices.choices
+    others = (
+        dataclasses.replace(first, scale_type=second.scale_type, bytes_per_weight=1.25),
+        dataclasses.replace(second, scale_type=first.scale_type, direction=None),
+    )
+    choices = dataclasses.replace(choices, choices=(first, others[1], others[0], second))
+    tables = [
+        audit_memory._what_if_table(choices),
+        audit_memory._fit_table(small),
+        audit_memory._fit_table(fits),
+        audit_memory._ranks_table(dataclasses.replace(ranks, ranks=measured)),
+        audit_memory._ranks_table(dataclasses.replace(ranks, ranks=predicted, passed=False)),
+        audit_memory._ranks_table(dataclasses.replace(ranks, ranks=predicted, budget_bytes=None)),
+        audit_memory._audit_tables(audited),
+    ]
+    return "\n".join(map(plain, tables))
+
+
+def _shown_by_verify() -> str:
+    kinds = {"kind": "cases", "check": "update", "target": "sm_90", "dtypes": {"int8": 3},
+             "bytes_per_second": 3.35e12, "flops_per_second": 7.89e14}  # fmt: skip
+    found = filled(Ledger, kernels=(), parity=(), compiled=(), **kinds)
+    kernel, check = filled(KernelResult, **kinds), filled(ParityResult, **kinds)
+    kernels = (
+        kernel,
+        dataclasses.replace(kernel, scale_type="T8", passed=False, relative_error=None),
+        dataclasses.replace(kernel, kind="fuzz", unequal=7, drawn=kernel.drawn, cosine=0.5),
+        dataclasses.replace(kernel, kernel="other", unequal=None, relative_error=0.25, seconds=9),
+        dataclasses.replace(kernel, kernel="third", unequal=0, drawn=None, max_error=0.0),
+    )
+    parity = (
+        check,
+        dataclasses.replace(check, item="another", max_error=7.5, cosine=0.25, passed=True),
+        dataclasses.replace(check, check="causality", relative_error=None),
+    )
+    found = dataclasses.replace(
+        found, kernels=kernels, parity=parity, compiled=(filled(CompileResult),)
+    )
+    few = dataclasses.replace(
+        found, scale_types=("T8",), kernels=(), parity=(), compiled=(), timing=None, changes=(),
+        strength=(), commit=None, failures=(), interrupted=None,
+    )  # fmt: skip
+    untimed = dataclasses.replace(
+        few, failures=(filled(Failure),),
+        timing=dataclasses.replace(found.timing, timings=tuple(
+            dataclasses.replace(each, peer=None, peer_us=None, ratio=None)
+            for each in found.timing.timings
+        )),
+    )  # fmt: skip
+    stopped = dataclasses.replace(few, interrupted="SIGINT")
+    tables = [plain(_verify_tables.ledger_tables(each)) for each in (found, few)]
+    return "\n".join([*tables, *map(ledger_page, (found, few, untimed, stopped))])
+
+
+PAGES: dict[str, Callable[[], str]] = {
+    "train": _shown_by_train,
+    "train_quietly": lambda: _shown_by_train(quiet=True),
+    "evaluate": _shown_by_evaluate,
+    "probe-loss": _shown_by_probe,
+    "inspect": _shown_by_inspect,
+    "check": _shown_by_check,
+    "count-params": lambda: plain(count_params.state_table(filled(StateReport))),
+    "audit-memory": _shown_by_audit,
+    "verify-kernels": _shown_by_verify,
+    "export": lambda: plain(export._table(filled(ExportReport))),
+}
+"""What each command shows, by its name."""
+
+
+def page(name: str) -> str:
+    """Make one of `PAGES`, without what ends a line."""
+    with contextlib.redirect_stdout(io.StringIO()):
+        text = PAGES[name]()
+    return "\n".join(line.rstrip() for line in text.splitlines()) + "\n"
+
+
+if __name__ == "__main__":
+    FOLDER.mkdir(exist_ok=True)
+    for name in sys.argv[1:] or PAGES:
+        (FOLDER / f"{name}.txt").write_text(page(name), encoding="utf-8")

@@ -1,0 +1,180 @@
+"""What a command is told reaches the function that does its work, each thing where it belongs."""
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
+
+from arbcli.commands import audit_memory, train
+from arbcli.errors import ArbError
+from arbcli.infer import load
+from arbcli.inspect import room
+from arbcli.train import run as runs
+
+SIZES = ["--dim", "32", "--layers", "1", "--heads", "2", "--ffn", "48", "--ctx", "16"]
+
+
+@pytest.fixture
+def asked(arb_here, monkeypatch):
+    """Run a command up to the call of a function, and return how that was called."""
+
+    def ask(function: str, *words: str):
+        called = mock.Mock(side_effect=ArbError("enough"))
+        monkeypatch.setattr(function, called)
+        done = arb_here(*words)
+        assert "enough" in done.stderr, done.stderr
+        return called.call_args
+
+    return ask
+
+
+def test_resume_is_told_where_and_how_to_go_on(asked, monkeypatch):
+    words = ["--device", "cpu", "--backend", "torch", "--steps", "9", "--profile", "5"]
+    call = asked("arbcli.train.run.resume_run", "train", "--resume", "some/run", *words)
+    assert call.args[0] == Path("some/run")
+    assert call.kwargs == {"device": "cpu", "backend": "torch", "steps": 9, "profile": 5}
+    call = asked("arbcli.train.run.resume_run", "train", "--resume", "some/run")
+    assert set(call.kwargs.values()) == {None}
+    call = asked("arbcli.train.directory.latest_run", "train", "--resume", "auto", "--out", "here")
+    assert call.args == (Path("here"),)
+    call = asked("arbcli.train.directory.latest_run", "train", "--resume", "auto")
+    assert call.args == (Path("runs"),)
+
+
+def test_start_is_told_where_how_long_and_from_what(asked, monkeypatch):
+    monkeypatch.setattr(load, "read_saved", lambda path, note: SimpleNamespace(checkpoint=path))
+    monkeypatch.setattr(load, "saved_config", lambda checkpoint: "small")
+    checked = mock.Mock()
+    monkeypatch.setattr(room, "check_memory", checked)
+    words = ["train", "--out", "some/run", "--device", "cpu", "--minutes", "2.5", "--profile", "4"]
+    call = asked("arbcli.train.run.start_run", *words, "--init-from", "a/model", "--ctx", "32")
+    config, out, _ = call.args
+    assert (config.model.dim, config.model.ctx, out) == (384, 32, Path("some/run"))
+    assert call.kwargs["initial"].checkpoint == Path("a/model")
+    assert (call.kwargs["minutes"], call.kwargs["profile"]) == (2.5, 4)
+    call.kwargs["check"](config)
+    assert checked.call_args.args[0] is config
+    assert "`--force`" in checked.call_args.args[1]
+    call = asked("arbcli.train.run.start_run", "train", "--device", "cpu", "--force")
+    assert call.args[1] is None
+    assert [call.kwargs[name] for name in ("minutes", "initial", "profile")] == [None] * 3
+    checked.reset_mock()
+    call.kwargs["check"](config)
+    assert not checked.called
+
+
+@pytest.mark.parametrize(
+    ("words", "processes", "wire"),
+    [([], 1, None), ([], 2, "int8"), (["--wire", "int16"], 2, "int16"),
+     (["--weights", "float"], 2, None)],
+)  # fmt: skip
+def test_several_processes_send_int8_unless_told_otherwise(
+    words, processes, wire, asked, monkeypatch
+):
+    monkeypatch.setattr(train, "this_process", lambda: (0, processes))
+    call = asked("arbcli.train.run.start_run", "train", "--device", "cpu", "--accum", "2", *words)
+    assert call.args[0].wire == wire
+    # a run that goes on has its own
+    call = asked("arbcli.train.run.resume_run", "train", "--resume", "x")
+    assert call.args[0] == Path("x")
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_first_process_alone_shows_what_there_is(rank, arb_here, monkeypatch, tmp_path):
+    monkeypatch.setattr(train, "this_process", lambda: (rank, 2))
+    report = SimpleNamespace(run=str(tmp_path), stopped_by="SIGTERM", as_json=lambda: {"a": 1})
+    report.steps, report.checkpoint = 3, None
+    monkeypatch.setattr(runs, "start_run", lambda *_, **__: report)
+    drawn = mock.Mock()
+    monkeypatch.setattr("arbcli.inspect.plots.require_matplotlib", lambda: None)
+    monkeypatch.setattr("arbcli.inspect.plots.plot_training", drawn)
+    words = ["--device", "cpu", "--accum", "2", "--json", "--plot", str(tmp_path / "a.svg")]
+    done = arb_here("train", *words)
+    assert drawn.call_count == (not rank)
+    assert done.stdout == ("" if rank else '{"a": 1}\n')
+    assert done.returncode == (0 if rank else 143)
+
+
+def test_processes_that_cannot_share_are_not_started(arb_here, asked, monkeypatch):
+    started = "arbcli.commands.train.start_processes"
+    assert asked(started, "train", "--gpus", "2", "--accum", "4").args == (2,)
+    assert asked(started, "train", "--gpus", "2", "--resume", "x").args == (2,)
+    done = arb_here("train", "--gpus", "2", "--accum", "3")
+    assert "`--accum` is 3, which 2 processes cannot share" in done.stderr
+    assert "`--accum` is 1, which 3 processes" in arb_here("train", "--gpus", "3").stderr
+
+
+def test_audit_of_ranks_is_told_of_what(asked, monkeypatch):
+    words = ["audit-memory", *SIZES, "--device", "cpu", "--ranks", "2"]
+    predict = "arbcli.inspect.ranks.predict_ranks"
+    config, ranks, budget = asked(predict, *words, "--budget", "3KB").args
+    assert (config.accum, config.wire, ranks, budget) == (2, "int8", 2, 3000)
+    config, ranks, _ = asked(predict, *words, "--budget", "3KB", "--accum", "4").args
+    assert (config.accum, config.wire, ranks) == (4, "int8", 2)
+    assert asked("arbcli.commands.audit_memory.start_processes", *words).args == (2,)
+    monkeypatch.setattr(audit_memory, "this_process", lambda: (1, 2))
+    call = asked("arbcli.commands.audit_memory._audit_ranks", *words)
+    assert call.args[0].accum == 2
+
+
+def test_audit_is_told_of_what(asked, monkeypatch, tmp_path):
+    words = ["audit-memory", *SIZES, "--device", "cpu"]
+    config, snapshot, _ = asked("arbcli.inspect.audit.audit", *words, "--steps", "7").args
+    assert (config.steps, config.model.dim, snapshot) == (7, 32, None)
+    config, budget = asked("arbcli.inspect.audit.check_fit", *words, "--budget", "6GiB").args
+    assert (config.model.ctx, budget) == (16, "6GiB")
+    assert asked("arbcli.inspect.memory.what_if", *words, "--what-if").args == (config.model,)
+    path = tmp_path / "a.pickle"
+    on_gpu = SimpleNamespace(device="cuda")
+    monkeypatch.setattr("arbcli.train.configure.new_config", lambda **given: on_gpu)
+    call = asked("arbcli.inspect.audit.audit", *words, "--snapshot", str(path))
+    assert call.args[:2] == (on_gpu, path)
+
+
+def test_probe_is_told_of_what(asked, monkeypatch):
+    checked = mock.Mock()
+    monkeypatch.setattr(room, "check_memory", checked)
+    call = asked("arbcli.inspect.probe.probe", "probe-loss", *SIZES, "--device", "cpu")
+    assert (call.kwargs["steps"], call.args[0].steps, call.args[0].device) == (12, 12, "cpu")
+    assert checked.call_args.args == call.args
+    where = ["--device", "cpu", "--backend", "torch", "--steps", "5", "--lr", "0.5", "--seed", "3"]
+    call = asked("arbcli.inspect.probe.open_saved", "probe-loss", "--checkpoint", "x", *where)
+    assert call.args == (Path("x"),)
+    del call.kwargs["note"]
+    assert call.kwargs == {"steps": 5, "device": "cpu", "backend": "torch", "lr": 0.5, "seed": 3}
+
+
+def test_comparison_has_the_named_models_in_their_order(asked, monkeypatch):
+    monkeypatch.setattr("arbcli.inspect.saved.open_saved", lambda path, note: path)
+    call = asked("arbcli.inspect.saved.compare", "inspect", "one", "--diff", "two")
+    assert call.args == (Path("one"), Path("two"))
+
+
+def test_export_is_told_of_what(asked, tmp_path):
+    where = ["--to", "gguf", "--type", "q8_0", "--out", str(tmp_path / "a.gguf")]
+    call = asked("arbcli.export.run.export", "export", "some/run", *where)
+    assert call.args == (Path("some/run"), "gguf")
+    del call.kwargs["note"]
+    assert call.kwargs == {"out": tmp_path / "a.gguf", "kind": "q8_0"}
+
+
+def test_verification_is_told_of_what(asked):
+    words = ["--tscale-type", "T6", "--fuzz", "3", "--seed", "4", "--targets", "sm_90", "--time",
+             "--device", "cpu", "--backend", "torch"]  # fmt: skip
+    request = asked("arbcli.verify.run.verify", "verify-kernels", "rms_norm", *words).args[0]
+    assert (request.names, request.scale_type, request.fuzz) == (("rms_norm",), "T6", 3)
+    assert (request.seed, request.targets, request.timed) == (4, "sm_90", True)
+    assert (request.device, request.backend) == ("cpu", "torch")
+    request = asked("arbcli.verify.run.verify", "verify-kernels", "--all-tscale-types").args[0]
+    assert (request.names, request.scale_type, request.fuzz, request.seed) == ((), None, 0, 0)
+    request = asked("arbcli.verify.run.verify", "verify-kernels").args[0]
+    assert (request.scale_type, request.timed, request.targets) == ("T32", False, None)
+
+
+def test_settings_are_printed_beside_those_of_their_preset(arb_here):
+    shown = arb_here("train", "--preset", "small", "--device", "cpu", "--print-config").stdout
+    assert 'preset = "small"' in shown
+    read = arb_here("train", "--preset", "small", "--device", "cpu", "--print-config", "--json")
+    assert json.loads(read.stdout)["model"]["dim"] == 384

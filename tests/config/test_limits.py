@@ -1,0 +1,121 @@
+"""Every number of a configuration may go to its limits, and beyond them is refused by name."""
+
+import pytest
+
+from arbcli.config.presets import preset
+from arbcli.config.training import train_config
+from arbcli.errors import ArbError
+
+MOST = 2**31 - 1
+RUN = {
+    "steps": ((1, MOST), (0, -1, MOST + 1)),
+    "batch": ((1, MOST), (0, MOST + 1)),
+    "accum": ((1, 5_368_709), (0, 5_368_710)),  # 400 steps of so many are 2**31 - 1 at most
+    "save_every": ((1, MOST), (0, MOST + 1)),
+    "keep": ((1, MOST), (0, MOST + 1)),
+    "eval_every": ((1, MOST), (0,)),
+    "sample_every": ((1, MOST), (0,)),
+    "warmup": ((0, MOST), (-1, MOST + 1)),
+    "lr": ((1e-9, 64), (0.0, -1.0, 64.001)),
+    "final_lr": ((0, 1.0), (-1e-9, 1.001)),
+    "seed": ((0, MOST), (-1, MOST + 1)),
+}
+"""What a setting of a run may be, and what it may not; the learning rate is 1."""
+MODELS = {
+    ("tiny", "layers"): ((1, 1024), (0, 1025)),
+    ("tiny", "ctx"): ((1, 2**20), (0, 2**20 + 1)),
+    ("tiny", "ffn"): ((1, 2**20), (0, 2**20 + 1)),
+    ("tiny", "heads"): ((1, 128), (0, 256)),  # of 256 each would have a width of 1
+    ("arb-tiny", "moe_top_k"): ((1, 8), (0, 9)),
+    ("arb-tiny", "max_moe_iters"): ((1, 256), (0, 257)),
+    ("arb-tiny", "ngram_rows"): ((1, MOST), (0, MOST + 1)),
+    ("arb-tiny", "memory_rows"): ((1, MOST), (0, MOST + 1)),
+    ("hnet-tiny", "chunk_length"): ((2, 2**20), (0, 1, 2**20 + 1)),
+    ("hnet-tiny", "outer_layers"): ((1, 256), (0, 257)),
+    ("hnet-tiny", "window"): ((1, 2**20), (0, 2**20 + 1)),
+    ("hnet-tiny", "states"): ((1, 2**20), (0,)),
+}
+"""The same of a size of a preset's model."""
+
+
+def settings(**given):
+    place = {"device": "cpu", "backend": "torch", "compute": "fp32"}
+    return train_config("tiny", **place, **{"lr": 1.0} | given)
+
+
+def shown(value: float) -> str:
+    return f"{value:,}" if isinstance(value, int) else str(value)
+
+
+@pytest.mark.parametrize("name", RUN)
+def test_setting_of_a_run_is_taken_to_its_limits(name):
+    good, bad = RUN[name]
+    for value in good:
+        assert getattr(settings(**{name: value}), name) == value
+    for value in bad:
+        with pytest.raises(ArbError) as caught:
+            settings(**{name: value})
+        assert name in caught.value.fields
+        assert any(text in str(caught.value) for text in (shown(value), str(value)))
+        assert caught.value.hint
+
+
+@pytest.mark.parametrize(("of", "name"), MODELS)
+def test_size_of_a_model_is_taken_to_its_limits(of, name):
+    good, bad = MODELS[of, name]
+    for value in good:
+        assert getattr(preset(of, **{name: value}), name) in (value, (value,))
+    for value in bad:
+        with pytest.raises(ArbError) as caught:
+            preset(of, **{name: value})
+        assert caught.value.hint
+        if name != "heads" or value < 1:
+            assert name in caught.value.fields
+            assert shown(value) in str(caught.value)
+
+
+def test_numbers_of_micro_batches_end_where_they_are_counted():
+    assert settings(steps=2**16, accum=2**15 - 1).accum == 2**15 - 1
+    with pytest.raises(ArbError, match="65,536 steps of 32,768 batches") as caught:
+        settings(steps=2**16, accum=2**15)
+    assert caught.value.fields == ("steps", "accum")
+
+
+@pytest.mark.parametrize(
+    ("steps", "interval"),
+    [(1, 50), (200, 50), (203, 50), (204, 51), (1999, 499), (2004, 500), (10**6, 500)],
+)
+def test_evaluations_are_a_quarter_of_a_run_apart_within_bounds(steps, interval):
+    assert settings(steps=steps).eval_interval == interval
+    assert settings(steps=steps, eval_every=7).eval_interval == 7
+
+
+@pytest.mark.parametrize(
+    ("weights", "optimizer", "lr"),
+    [("float", "adamw", 1e-3), ("float", "muon", 3e-3), ("ste", "adamw", 3e-3),
+     ("ste", "muon", 3e-3)],
+)  # fmt: skip
+def test_twin_has_a_learning_rate_of_its_optimizer(weights, optimizer, lr):
+    place = {"device": "cpu", "backend": "torch", "compute": "fp32"}
+    assert train_config("tiny", weights=weights, optimizer=optimizer, **place).lr == lr
+    if optimizer == "adamw":
+        assert train_config("tiny", weights=weights, **place).optimizer == "adamw"
+    assert train_config("tiny", **place).optimizer == "rule"
+
+
+@pytest.mark.parametrize(("window", "lengths", "slots", "room"), [
+    (24, (3, 2), (24, 12, 9), {(0, 24): 12, (0, 5): 5, (1, 12): 9, (1, 9): 9, (1, 3): 3}),
+    (256, (6,), (256, 64), {(0, 256): 64, (0, 64): 64, (0, 65): 64, (0, 63): 63}),
+])  # fmt: skip
+def test_slots_of_chunks_are_half_again_as_many_as_are_asked_for(
+    window, lengths, slots, room, small_hnet
+):
+    given = {k: v for k, v in small_hnet.items() if k not in ("preset", "batch")}
+    given |= {"ctx": window, "chunk_length": lengths}
+    if len(lengths) == 1:
+        given |= {k: v[:1] for k, v in given.items() if k.startswith("outer_")}
+    config = preset("hnet-tiny", **given)
+    assert config.slots == slots
+    assert {about: config.capacity(*about) for about in room} == room
+    every = preset("hnet-tiny", **given | {"boundaries": "every"})
+    assert every.slots[1] == -(-window // lengths[0])

@@ -1,0 +1,183 @@
+"""Several texts at once: each is what it is alone, whatever the others are."""
+
+from dataclasses import asdict
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from arbcli.config.presets import preset
+from arbcli.errors import ArbError
+from arbcli.infer import several
+from arbcli.infer.generation import Sampling, continue_text
+from arbcli.infer.prompts import read_prompts
+from arbcli.infer.several import Request, SeveralDecoder, cache_bytes, generate_several
+from arbcli.model import dense as dense_module
+from arbcli.model.dense import ByteLM
+
+
+@pytest.fixture
+def lm(device, monkeypatch) -> ByteLM:
+    """A model that makes several, by the torch backend where there is no GPU."""
+    config = preset("tiny", dim=32, layers=2, heads=2, ffn=48, ctx=16)
+    with torch.device(device):
+        lm = ByteLM(config)
+    lm.initialise(0)
+    if device.type == "cpu":
+        monkeypatch.setattr(dense_module, "fits_arranged", lambda x, _: x.shape[1] == 1)
+    assert lm.makes_several
+    return lm
+
+
+def request(prompt: bytes, length: int, stream: int = 0, **how) -> Request:
+    return Request(prompt=prompt, length=length, sampling=Sampling(**how), stream=stream)
+
+
+REQUESTS = [
+    request(b"a", 9), request(b"a prompt longer than the window is", 4, 1),
+    request(b"ab", 17, 2), request(b"abc", 1, 3, temperature=0.0),
+    request(b"abc", 12, 4, temperature=2.0, top_k=7), request(b"abc", 12, 4, seed=5, top_p=0.7),
+]  # fmt: skip
+"""Texts that end at different times, wrap around the window, and are chosen in many ways."""
+
+
+def texts(lm, requests, batch) -> list[bytes]:
+    made = dict(generate_several(lm, requests, batch))
+    return [made[index] for index in range(len(requests))]
+
+
+def test_a_text_is_the_same_beside_any_others(lm):
+    alone = [texts(lm, [each], 1)[0] for each in REQUESTS]
+    assert [len(text) for text in alone] == [each.length for each in REQUESTS]
+    assert texts(lm, REQUESTS, 2) == alone
+    assert texts(lm, REQUESTS[::-1], 5)[::-1] == alone
+    assert len(set(alone)) == len(alone)
+
+
+def test_several_texts_are_those_of_one_at_a_time(lm, monkeypatch):
+    """But for rounding, which decides no byte here."""
+    sharp = [request(each.prompt, each.length, temperature=0.0) for each in REQUESTS]
+    together = texts(lm, sharp, 3)
+    monkeypatch.setattr(ByteLM, "makes_several", False)
+    apart = texts(lm, sharp, None)
+    same = sum(a == b for a, b in zip(together, apart, strict=True))
+    assert same >= len(sharp) - 1
+    assert [len(text) for text in apart] == [each.length for each in REQUESTS]
+
+
+def test_streams_of_a_seed_differ(lm):
+    made = texts(lm, [request(b"abc", 20, stream) for stream in (0, 0, 1)], 3)
+    assert made[0] == made[1] != made[2]
+
+
+def test_steps_leave_texts_that_are_done_alone(lm):
+    with lm.prepared_weights():
+        decoder = SeveralDecoder(lm, 3, 12)
+        first, second = request(b"ab", 3), request(b"ab", 10)
+        for place, each in enumerate((first, second)):
+            decoder.begin(place, each)
+        for _ in range(3):
+            decoder.step()
+        short = decoder.end(0, first)
+        for _ in range(7):
+            decoder.step()
+        assert decoder.cache.position.tolist() == [4, 11, 0]
+        assert len(short()) == 3
+        assert decoder.end(1, second)()[:3] == short()
+
+
+def test_cache_takes_what_was_predicted(lm):
+    cache = lm.new_several_cache(3, 40)
+    assert cache.nbytes == cache_bytes(lm.config, 3, 40, torch.bfloat16) == 2 * 2 * 3 * 16 * 32 * 2
+    with pytest.raises(ValueError, match="one byte at a time, got 2"), cache.reading(2):
+        pass
+
+
+def test_models_without_kernels_for_it_make_one_after_another(lm, monkeypatch):
+    monkeypatch.setattr(ByteLM, "makes_several", False)
+    about = {"backend": "torch" if lm.device.type == "cpu" else "triton"}
+    done = continue_text(lm, "", b"abc", 20, Sampling(temperature=2.0, top_k=7), **about)
+    report: list = []
+    found = several.continue_several(
+        lm, [request(b"abc", 20, temperature=2.0, top_k=7)], on_text=report.append, **about
+    )
+    assert (report[0].text, found.batch, found.length) == (done.text, 1, 20)
+    with pytest.raises(ArbError, match="one text after another"):
+        texts(lm, REQUESTS, 2)
+
+
+def test_texts_are_told_in_the_order_of_their_prompts(lm, monkeypatch):
+    """Though the fourth is done first."""
+    clock, told = SimpleNamespace(now=5.0), []
+    clock.perf_counter = lambda: clock.now
+
+    def tell(text) -> None:
+        told.append(text)
+        clock.now += 0.5
+
+    monkeypatch.setattr(several, "time", clock)
+    backend = "torch" if lm.device.type == "cpu" else "triton"
+    done = several.continue_several(lm, REQUESTS, 4, backend=backend, on_text=tell)
+    assert [text.index for text in told] == list(range(6))
+    for text, each, made in zip(told, REQUESTS, texts(lm, REQUESTS, 4), strict=True):
+        assert text.text == made.decode(errors="replace")
+        assert (text.prompt.encode(), text.length) == (each.prompt, each.length)
+        how = Sampling(**{name: getattr(text, name) for name in asdict(each.sampling)})
+        assert how == each.sampling
+    assert (done.texts, done.length, done.batch) == (6, 84, 4)
+    assert (done.seconds, done.device, done.backend) == (3.0, str(lm.device), backend)
+    few = several.continue_several(lm, REQUESTS[:2], backend=backend)
+    assert (few.texts, few.length, few.batch) == (2, 13, 2)
+
+
+@pytest.mark.parametrize(("prompt", "length"), [(b"", 1), (b"a", 0), (b"a", 2**24)])
+def test_text_that_cannot_be_made_is_refused(prompt, length):
+    with pytest.raises(ArbError):
+        request(prompt, length)
+    assert request(b"a", 2**24 - 1).positions == 2**24
+
+
+def test_batch_beyond_what_kernels_take_is_refused(lm):
+    with pytest.raises(ArbError, match="`--batch` is 65"):
+        texts(lm, REQUESTS, 65)
+    with pytest.raises(ArbError, match="one after another"):
+        dict(generate_several(lm, REQUESTS, 2, kv="int8"))
+
+
+def read(*lines: str) -> list[Request]:
+    return read_prompts([line.encode() for line in lines], "f", 7, Sampling(seed=3))
+
+
+def test_lines_say_what_to_make():
+    found = read('{"prompt": "a"}', "", '"b"', '{"prompt": "c", "seed": 9, "length": 2}')
+    assert [each.prompt for each in found] == [b"a", b"b", b"c"]
+    assert [each.length for each in found] == [7, 7, 2]
+    assert [(each.sampling.seed, each.stream) for each in found] == [(3, 0), (3, 1), (9, 0)]
+    (one,) = read('{"prompt": "d", "temperature": 0, "top_k": 5, "top_p": 0.5}')
+    assert one.sampling == Sampling(temperature=0, top_k=5, top_p=0.5, seed=3)
+
+
+@pytest.mark.parametrize(
+    ("line", "why"),
+    [
+        ("It was", "line 2 of `f`: `It was` is no JSON"),
+        ("[1]", "there is no `prompt`"),
+        ('{"text": "a"}', "there is no `prompt`"),
+        ('{"prompt": "a", "max": 3}', "no field is named `max`"),
+        ('{"prompt": 3}', "`prompt` is 3"),
+        ('{"prompt": "a", "length": true}', "`length` is true"),
+        ('{"prompt": "a", "length": 0}', "0 bytes are to follow"),
+        ('{"prompt": ""}', "the prompt is empty"),
+        ('{"prompt": "\\ud800"}', "half a character"),
+        ('{"prompt": "a", "temperature": NaN}', "`--temperature` is nan"),
+        ('{"prompt": "a", "top_p": 2}', "`--top-p` is 2"),
+    ],
+)
+def test_wrong_line_is_named(line, why):
+    with pytest.raises(ArbError, match=".*".join(["line 2 of `f`: ", why.split(": ")[-1]])):
+        read('"a"', line)
+
+
+def test_file_without_prompts_is_refused():
+    with pytest.raises(ArbError, match="no prompt in `f`"):
+        read("", "  ")

@@ -1,0 +1,38 @@
+"""Merged launches: the same bits as one launch after the other."""
+
+import pytest
+import torch
+
+from arbcli.kernels.runtime.backend import use_backend
+from arbcli.kernels.runtime.launches import replaced_launches
+from arbcli.kernels.runtime.merged import merge_launches
+from arbcli.kernels.update.blend_moment import BLEND_MOMENT
+from arbcli.kernels.update.step_scales import STEP_SCALES
+
+
+def copies(spec, device, only=lambda case: True):
+    for _ in range(2):
+        cases = [case.inputs for case in spec.cases(device, 32) if only(case)]
+        yield [[x.clone() if torch.is_tensor(x) else x for x in inputs] for inputs in cases]
+
+
+@pytest.mark.parametrize("spec", [STEP_SCALES, BLEND_MOMENT], ids=lambda spec: spec.name)
+def test_merged_launches_give_the_same_bits(spec, device):
+    apart, together = copies(spec, device)
+    with use_backend("triton" if device.type == "cuda" else "interpreter"):
+        for inputs in apart:
+            spec.triton(*inputs)
+        merge_launches([lambda i=inputs: spec.triton(*i) for inputs in together], device)
+    for one, other in zip(apart, together, strict=True):
+        for x, y in zip(one, other, strict=True):
+            if torch.is_tensor(x):
+                assert torch.equal(x, y)
+
+
+def test_equal_kernels_are_launched_once(device):
+    launched = []
+    (inputs, *_), _ = copies(STEP_SCALES, device)
+    with replaced_launches(lambda kernel, grid, *_, **__: launched.append(grid)):
+        parts = [lambda: STEP_SCALES.triton(*inputs)] * 7
+        merge_launches(parts, device)
+    assert [grid[1:] for grid in launched] == [(7,)]

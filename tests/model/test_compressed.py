@@ -1,0 +1,271 @@
+"""The whole of `CompressedLM`: entries, choices, cache, causality, what learns and what is kept."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from arbcli.config.compressed import CompressedConfig
+from arbcli.config.dense import ModelConfig
+from arbcli.config.presets import PRESETS, preset
+from arbcli.errors import ArbError
+from arbcli.infer.generation import Decoder, Sampling
+from arbcli.inspect.memory import measure, predict
+from arbcli.kernels.attention.choose_entries import choose_entries
+from arbcli.kernels.attention.compressed_attention import Sight, compressed_attention
+from arbcli.model.build import build_model
+from arbcli.model.compressed import CompressedLM
+from arbcli.model.language_model import LOSS_WEIGHTS
+from arbcli.model.operations import forward_operations
+from arbcli.train.float_optimizer import FloatOptimizer
+from arbcli.train.updater import Updater
+from arbcli.verify.compressed_reference import reference_compressed
+from arbcli.verify.reference import reference_weight
+
+CTX = 24
+CLOSE = {"rtol": 1e-4, "atol": 1e-4}
+
+
+def model(small_compressed, **options) -> CompressedLM:
+    given = {key: value for key, value in small_compressed.items() if key != "batch"} | options
+    lm = build_model(preset(given.pop("preset"), **given), torch.float32)
+    lm.initialise(0)
+    return lm
+
+
+def text(rows: int = 2, length: int = CTX, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(97, 123, (rows, length), generator=generator)
+
+
+@torch.no_grad()
+def in_parts(lm, ids, lengths) -> torch.Tensor:
+    cache = lm.new_cache(ids.shape[1])
+    return torch.cat([lm(part, cache) for part in ids.split(lengths, dim=1)], dim=1)
+
+
+PARTS = {
+    "bytes": [1] * CTX,
+    "all at once": [CTX],
+    "ragged": [5, 1, 7, 1, 1, 9],
+    "a prompt of two entries": [10, *[1] * 14],
+}
+
+
+@pytest.mark.parametrize("options", [{}, {"kv_heads": 2}, {"weights": "ste"}], ids=str)
+@pytest.mark.parametrize("name", PARTS)
+def test_cached_logits_equal_those_of_one_forward(name, options, small_compressed):
+    lm, ids = model(small_compressed, **options), text(1)
+    with torch.no_grad():
+        expected = lm(ids)
+    torch.testing.assert_close(in_parts(lm, ids, PARTS[name]), expected, **CLOSE)
+
+
+@pytest.mark.parametrize("kv", ["int8", "fp8"])
+def test_cache_in_eight_bits_gives_the_logits_of_one_forward(kv, small_compressed):
+    lm, ids = model(small_compressed), text(1)
+    plain = lm.new_cache(CTX).nbytes
+    with lm.keeping(kv), torch.no_grad():
+        expected = lm(ids)
+        torch.testing.assert_close(in_parts(lm, ids, PARTS["ragged"]), expected, **CLOSE)
+        assert lm.new_cache(CTX).nbytes < 0.75 * plain  # an open block stays as it is
+
+
+def test_text_beyond_the_context_is_read_alike_in_bytes_and_chunks(small_compressed):
+    # of new ternary weights sums are often zero but for a rounding, which decides what is chosen
+    lm, ids = model(small_compressed, weights="float"), text(1, 61)
+    in_bytes = in_parts(lm, ids, [1] * 61)
+    in_chunks = in_parts(lm, ids, [24, 7, 1, 17, 12])
+    torch.testing.assert_close(in_chunks, in_bytes, **CLOSE)
+
+
+def test_another_text_finds_nothing_of_the_one_before(small_compressed):
+    lm, ids = model(small_compressed), text(1)
+    cache = lm.new_cache(CTX)
+    with torch.no_grad():
+        first = torch.cat([lm(part, cache) for part in ids.split(1, dim=1)], dim=1)
+        for other in (text(1, 17, seed=1), ids):
+            cache.reset()
+            again = torch.cat([lm(part, cache) for part in other.split(1, dim=1)], dim=1)
+    assert torch.equal(again, first)
+
+
+@pytest.mark.parametrize("options", [{}, {"top_k": 99}, {"layers": 1, "window": 1}], ids=str)
+def test_no_logit_sees_a_later_byte(options, small_compressed):
+    lm, ids = model(small_compressed, **options), text(1)
+    with torch.no_grad():
+        logits = lm(ids)
+        for place in range(1, CTX):
+            other = ids.clone()
+            other[0, place] = 32
+            changed = lm(other)
+            assert torch.equal(changed[:, :place], logits[:, :place])
+            assert (changed != logits)[0, place].any()
+
+
+def test_byte_is_seen_through_its_entry_once_that_is_complete(small_compressed):
+    """A window of one byte: between a byte and what its entry tells of it nobody knows it."""
+    lm, ids = model(small_compressed, layers=1, window=1, top_k=99, ratios=(6,)), text(1)
+    other = ids.clone()
+    other[0, 7] = 32  # of the entry of bytes 6 to 11
+    with torch.no_grad():
+        moved = (lm(other) != lm(ids)).any(dim=-1)[0].tolist()
+    assert moved == [place == 7 or place >= 11 for place in range(CTX)]
+
+
+def test_ten_bytes_give_two_entries_of_four():
+    sight = Sight(128, 4, 100)
+    assert list(sight.groups(10)) == [0, 1, 2]
+    lm = build_model(preset("tiny", attention="compressed", ctx=10, layers=1), torch.float32)
+    lm.initialise(0)
+    cache = lm.new_cache(10)
+    with torch.no_grad():
+        lm(text(1, 10), cache)
+    assert cache.blocks[0].choice[:2].tolist() == [0, 1]
+    assert (cache.blocks[0].entries.codes.norm(dim=(1, 2)) > 0).sum() == 2
+
+
+def test_choice_of_all_entries_is_dense_attention_bit_by_bit(small_compressed):
+    chosen = model(small_compressed, top_k=8, ratios=(3,))
+    dense = model(small_compressed, indexed_ratio=2, ratios=(3,))
+    assert dense.blocks[0].attention.indexer is None
+    state = chosen.state_dict()
+    dense.load_state_dict({name: state[name] for name in dense.state_dict()})
+    few = model(small_compressed, top_k=7, ratios=(3,))
+    few.load_state_dict(state)
+    with torch.no_grad():
+        # sums are in another order, so what is compared are the sets
+        torch.testing.assert_close(chosen(text()), dense(text()), rtol=1e-6, atol=1e-6)
+        difference = (few(text()) - dense(text())).abs().amax(dim=(0, 2))
+    assert difference[-1] > 1e-3 > 1e-5 > difference[:-1].max()
+
+
+def test_all_of_few_entries_are_chosen_and_of_equal_ones_the_last():
+    q, k = torch.zeros(1, 4, 2, 3), torch.zeros(1, 5, 3)
+    w = torch.ones(1, 4, 2)
+    found = choose_entries(q, w, k, 2, 99, 3)
+    assert found.tolist() == [[[0, 1, -1], [0, 1, 2], [1, 2, 3], [2, 3, 4]]]
+    assert choose_entries(q, w, k, 2, 2, 3)[0, 3].tolist() == [3, 4, -1]
+
+
+def test_sink_alone_takes_what_it_is_given():
+    x = torch.randn(1, 5, 2, 4)
+    recent, table = torch.randn(1, 5, 1, 4), torch.ones(5, 2)
+    given = (recent[:, :0], None, torch.full((2,), 60.0), table, 0 * table, Sight(3, 9, 1), 1e-6)
+    y, logs, _ = compressed_attention(x, recent, *given)
+    assert y.abs().max() < 1e-20
+    assert torch.allclose(logs, torch.tensor(60.0))
+
+
+def test_indexer_learns_from_the_divergence_and_nothing_else_does(small_compressed):
+    lm, ids = model(small_compressed), text()
+    seen: dict[str, float] = {}
+    for name, weight in lm.weights().items():
+        weight.sink = lambda _tensor, grad, *_, name=name: seen.update({name: float(grad.norm())})
+    found = {}
+    for part in ("text", "indexer"):
+        seen.clear()
+        lm.forget_uses()
+        lm.losses(ids, ids)[part].backward()
+        found[part] = {name for name, norm in seen.items() if norm > 0}
+    indexers = {name for name in lm.weights() if ".indexer." in name}
+    assert indexers
+    assert found["indexer"] == indexers
+    assert found["text"] == {n for n, w in lm.weights().items() if not w.frozen} - indexers
+
+
+def test_divergence_falls_while_the_rest_stands_still(small_compressed):
+    lm, ids = model(small_compressed, layers=1, top_k=4, ratios=(3,)), text(4)
+    updater = Updater(lm.weights().values(), 0, torch.float32)
+    for name, weight in lm.weights().items():
+        weight.sink = updater if ".indexer." in name else None
+    losses = []
+    for step in range(25):
+        updater.begin(step, 0.5)
+        losses.append(lm.losses(ids, ids)["indexer"])
+        losses[-1].backward()
+    assert float(losses[-1].detach()) < 0.6 * float(losses[0].detach())
+
+
+@pytest.mark.parametrize("weights", ["ternary", "float", "ste"])
+def test_steps_lower_both_losses(weights, small_compressed):
+    lm, ids = model(small_compressed, weights=weights), text(4)
+    if weights == "ternary":
+        updates, lr = Updater(lm.weights().values(), 0, torch.float32), 0.5
+        for weight in lm.weights().values():
+            weight.sink = updates
+    else:
+        updates, lr = FloatOptimizer(lm, "adamw"), 1e-2
+    first = None
+    for step in range(8):
+        updates.set_step(step, lr)
+        updates.begin_micro(0)
+        losses = lm.losses(ids, ids)
+        first = first or float(losses["text"].detach())
+        sum(LOSS_WEIGHTS.get(name, 1) * loss for name, loss in losses.items()).backward()
+        updates.finish()
+    assert float(losses["text"].detach()) < first - 0.3
+
+
+def test_no_float_is_kept_and_the_state_is_predicted(small_compressed):
+    lm = model(small_compressed)
+    found, predicted = measure(lm), predict(lm.config)
+    assert not found.float_names
+    assert found.state_bytes == predicted.total.state_bytes
+    assert predicted.areas["indexer"].weights > 0
+
+
+def test_text_is_generated_as_it_is_predicted(small_compressed):
+    lm = model(small_compressed)
+    decoder = Decoder(lm, 20, Sampling(temperature=0))
+    decoder.read(b"abcdefg")
+    made = b"".join(decoder.stream(13))
+    with torch.no_grad():
+        ids = torch.tensor([list(b"abcdefg" + made)])
+        assert bytes(lm(ids[:, :-1])[0, 6:].argmax(-1).tolist()) == made
+
+
+def test_cache_agrees_with_the_reference(small_compressed):
+    lm, ids = model(small_compressed), text(1, 13)
+    weights = {name: reference_weight(tensor) for name, tensor in lm.weights().items()}
+    expected, _ = reference_compressed(weights, lm.config, ids)
+    got = in_parts(lm, ids, [4, *[1] * 9])
+    torch.testing.assert_close(got.double(), expected, **CLOSE)
+
+
+def test_attention_of_a_preset_is_chosen_by_name():
+    long = PRESETS["arb-long"]
+    dense = preset("arb-long", attention="dense")
+    assert type(dense) is ModelConfig
+    assert (dense.dim, dense.ctx) == (long.dim, long.ctx)
+    found = preset("base", attention="compressed", ctx=4096, top_k=64)
+    assert type(found) is CompressedConfig
+    assert (found.ctx, found.top_k, found.head_dim) == (4096, 64, 64)
+    assert preset("arb-long", attention="compressed") == long
+    assert preset("arb-tiny", attention="none").attention is False
+    with pytest.raises(ArbError, match="no such part"):
+        preset("hnet-tiny", attention="compressed")
+    with pytest.raises(ArbError, match="`attention` is `latent`"):
+        preset("tiny", attention="latent")
+    assert 80e6 < predict(long).total.weights < 90e6
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"kv_heads": 3}, "do not divide"), ({"head_width": 3}, "`head_width` is 3"),
+        ({"ratios": (4, 1)}, "`ratios`"), ({"rotary": 40}, "no even part"),
+        ({"index_width": 6}, "`index_width` is 6"),
+    ],
+)  # fmt: skip
+def test_shapes_that_do_not_fit_are_refused(options, said, small_compressed):
+    with pytest.raises(ArbError, match=said):
+        model(small_compressed, **options)
+
+
+def test_operations_grow_with_what_is_seen():
+    """By hand: what a byte attends to, and the scores of an indexer."""
+    config = PRESETS["arb-long"]
+    more = dataclasses.replace(config, top_k=config.top_k + 10)
+    sparse = 6 * config.ctx * 2 * 12 * 128 * 10
+    assert forward_operations(more) - forward_operations(config) == 2 * sparse

@@ -1,0 +1,213 @@
+"""What processes tell each other: who has what, how much travels, and what is said where they part.
+
+Messages are imagined here; `test_shared_run.py` sends real ones.
+"""
+
+import re
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from arbcli.config.presets import preset
+from arbcli.errors import ArbError
+from arbcli.model.build import build_model
+from arbcli.train.parallel import group as groups
+from arbcli.train.parallel import owners
+from arbcli.train.parallel.group import Group, own_device, started_by_torchrun
+from arbcli.train.parallel.owners import cost, deal_out, kept, plan, rounded_up, told
+from arbcli.train.parallel.shared_updater import next_exponents, part_limit, sum_dtype
+
+NONE, NOT_FINITE, LOWEST = -128, 127, -100
+"""Exponents that are none, as `test_constants.py` has them."""
+
+
+@pytest.fixture
+def silent(monkeypatch):
+    """Send nothing: what travels stays as it is."""
+    done = SimpleNamespace(wait=lambda: None)
+    for name in ("all_to_all_single", "broadcast", "all_gather", "all_reduce"):
+        monkeypatch.setattr(dist, name, lambda *_, **__: done)
+
+
+def test_bytes_that_are_received_are_counted_for_all(silent):
+    """Of four processes each sends what it has to the three others."""
+    group = Group(rank=1, size=4)
+    sizes = [16, 32, 0, 48]
+    arrived = group.send_to_owners(torch.zeros(96, dtype=torch.uint8), sizes).wait()
+    assert arrived.shape == (4, 32)
+    assert group.received == 3 * 96
+    tensor = torch.zeros(10, dtype=torch.int32)
+    steps = {
+        lambda: group.tell_all(tensor, 2): 3 * 40,
+        lambda: group.in_order([tensor, tensor]): 4 * 3 * 80,
+        lambda: group.sum(tensor): 2 * 3 * 40,
+        lambda: group.largest(tensor): 2 * 3 * 40,
+    }
+    for talk, counted in steps.items():
+        group.received = 0
+        talk()
+        assert group.received == counted
+    alone = Group()
+    assert torch.equal(alone.send_to_owners(tensor, [40]).wait(), tensor[None])
+    for talk in (lambda: alone.tell_all(tensor, 0).wait(), lambda: alone.sum(tensor)):
+        assert talk() is tensor
+    assert alone.received == 0
+
+
+@pytest.mark.parametrize(("number", "size"), [(1, 1), (8, 1), (8, 2), (12, 4), (40, 8)])
+def test_micro_batches_are_dealt_out_once_and_in_their_order(number, size):
+    parts = [[*Group(rank, size).local(number)] for rank in range(size)]
+    assert [micro for part in parts for micro in part] == [*range(number)]
+    assert {len(part) for part in parts} == {number // size}
+    assert [Group(rank, size).first for rank in range(size)] == [True] + [False] * (size - 1)
+
+
+def test_process_that_differs_is_named_with_what_differs(monkeypatch):
+    group = Group(rank=1, size=3)
+    own = dict.fromkeys("abcdefg", 1)
+    monkeypatch.setattr(group, "collect", lambda values: [own, own, found])
+    found = {**own}
+    group.compare(found, "setting")
+    found |= {"c": 2, "z": 1}
+    message = "process 2 has another setting than process 0: `c`, `z`"
+    with pytest.raises(ArbError, match=re.escape(message)) as caught:
+        group.compare(own | {"z": None}, "setting", "do so")
+    assert caught.value.hint == "do so"
+    found = dict.fromkeys(own, 3)
+    with pytest.raises(ArbError, match=r"0: `a`, `b`, `c`, `d`, `e`$") as caught:
+        group.compare(own, "file")
+    assert "the same arguments" in caught.value.hint
+
+
+def test_each_process_has_a_gpu_of_its_own(monkeypatch):
+    about = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "MASTER_ADDR": "a"}
+    for name in groups.STARTED_BY_TORCHRUN:
+        monkeypatch.delenv(name, raising=False)
+    cpu, cuda = torch.device("cpu"), torch.device("cuda")
+    chosen = []
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert not started_by_torchrun()
+    assert own_device(cuda) == cuda
+    for name, value in about.items():
+        monkeypatch.setenv(name, value)
+    assert not started_by_torchrun()
+    monkeypatch.setenv("MASTER_PORT", "1")
+    assert started_by_torchrun()
+    assert (own_device(cpu), own_device(cuda)) == (cpu, torch.device("cuda:1"))
+    assert chosen == [1]
+    monkeypatch.setenv("LOCAL_RANK", "2")
+    with pytest.raises(
+        ArbError, match="process 2 of this machine has no GPU: there are 2"
+    ) as found:
+        own_device(cuda)
+    assert "start at most 2" in found.value.hint
+
+
+def test_process_that_is_started_alone_is_a_group_of_one(monkeypatch):
+    monkeypatch.setattr(dist, "init_process_group", lambda **_: pytest.fail("joined"))
+    for name in groups.STARTED_BY_TORCHRUN:
+        monkeypatch.setenv(name, "1")
+    device = torch.device("cuda", 1)
+    with groups.joined(device) as group:
+        assert (group.rank, group.size, group.device) == (0, 1, device)
+
+
+@pytest.mark.parametrize(("wire", "micro_batches", "limit", "sums"), [
+    ("int8", 1, 127, torch.int8), ("int8", 2, 63, torch.int8), ("int8", 3, 42, torch.int8),
+    ("int8", 4, 31, torch.int8), ("int8", 5, 31, torch.int16), ("int8", 1057, 31, torch.int16),
+    ("int8", 1058, 31, torch.int32), ("int16", 1, 32767, torch.int16),
+    ("int16", 4, 8191, torch.int16), ("int16", 5, 8191, torch.int32),
+])  # fmt: skip
+def test_sum_of_parts_is_as_narrow_as_it_can_be_and_never_wraps(wire, micro_batches, limit, sums):
+    assert part_limit(wire, micro_batches) == limit
+    assert sum_dtype(limit, micro_batches) == sums
+    assert limit * micro_batches <= torch.iinfo(sums).max
+
+
+def test_more_parts_than_can_be_added_up_are_refused():
+    with pytest.raises(ValueError, match="300000 parts of 8191 are too many"):
+        sum_dtype(8191, 300_000)
+
+
+@pytest.mark.parametrize(("before", "fitting", "after"), [
+    (5, 9, 9), (5, 5, 5), (5, 4, 4), (5, -50, 4),  # up at once, down by one
+    (LOWEST, -120, LOWEST), (NONE, 7, 7), (NONE, -90, -90),
+    (5, NONE, 5), (5, NOT_FINITE, 5),  # of no gradient, or a bad one, nothing is known
+])  # fmt: skip
+def test_exponents_move_up_at_once_and_down_by_one(before, fitting, after):
+    found = next_exponents(*(torch.tensor([n], dtype=torch.int8) for n in (before, fitting)))
+    assert found.tolist() == [after]
+
+
+def test_row_without_any_gradient_takes_the_largest_exponent():
+    before = torch.tensor([NONE, 3, NONE, NONE], dtype=torch.int8)
+    fitting = torch.tensor([NONE, 1, 6, NOT_FINITE], dtype=torch.int8)
+    assert next_exponents(before, fitting).tolist() == [6, 2, 6, 6]
+
+
+def tensors_of(small_graph: dict) -> list:
+    given = {key: value for key, value in small_graph.items() if key not in ("preset", "batch")}
+    with torch.device("meta"):
+        model = build_model(preset("arb-tiny", **given))
+        model.declare_wire()
+    return [tensor for tensor in model.weights().values() if not tensor.frozen]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 8])
+def test_work_is_dealt_out_evenly_from_the_last_tensor_on(size, small_graph):
+    tensors = tensors_of(small_graph)
+    dealt = deal_out(tensors, size)
+    assert dealt[id(tensors[-1])] == 0
+    assert set(dealt.values()) == set(range(size))
+    loads = [0.0] * size
+    for tensor in reversed(tensors):  # whoever has had the least is next, at every moment
+        assert loads[dealt[id(tensor)]] == min(loads)
+        loads[dealt[id(tensor)]] += cost(tensor)
+
+
+def test_cost_of_a_tensor_is_of_its_direction(small_graph):
+    for tensor in tensors_of(small_graph):
+        small = min(tensor.out_features // tensor.matrices, tensor.in_features)
+        passes = 1.0
+        if type(tensor.direction).__name__ == "Orthogonal":
+            passes += small / 100
+        assert cost(tensor) == pytest.approx(passes * tensor.num_weights)
+
+
+@pytest.mark.parametrize("size", [1, 3])
+@pytest.mark.parametrize("sum_bytes", [1, 2, 4])
+def test_nothing_that_travels_overlaps(size, sum_bytes, small_graph, monkeypatch):
+    monkeypatch.setattr(owners, "BUCKET_WEIGHTS", 3000)
+    tensors = tensors_of(small_graph)
+    dealt = deal_out(tensors, size)
+    buckets = plan(tensors, dealt, size, sum_bytes)
+    assert len(buckets) > 5
+    seen: dict[int, list[int]] = {}
+    for bucket in buckets:
+        assert bucket.rows == sum(member.shape[0] for member in bucket.members)
+        ends = {(way, rank): 0 for way in ("up", "down") for rank in range(size)}
+        for member in bucket.members:
+            assert member.owner == dealt[id(member.tensor)]
+            seen.setdefault(id(member.tensor), []).extend(member.matrices)
+            rows, columns = member.shape
+            up = rounded_up(rows * columns * sum_bytes) + rounded_up(rows)
+            down = sum(rounded_up(part.nbytes) for part in member.told())
+            for way, begin, length in (("up", member.up, up), ("down", member.down, down)):
+                assert begin == ends[way, member.owner]  # one behind the other, each at a multiple
+                assert begin % 16 == 0
+                ends[way, member.owner] += length
+        assert bucket.up_sizes == [ends["up", rank] for rank in range(size)]
+        assert bucket.down_sizes == [ends["down", rank] for rank in range(size)]
+    for tensor in tensors:
+        assert sorted(seen[id(tensor)]) == [*range(tensor.matrices)]
+        names = told(tensor).keys() | kept(tensor).keys()
+        assert not told(tensor).keys() & kept(tensor).keys()
+        assert names >= tensor.state.keys()
+
+
+@pytest.mark.parametrize(("size", "expected"), [(0, 0), (1, 16), (16, 16), (17, 32)])
+def test_places_in_a_message_are_rounded_up(size, expected):
+    assert rounded_up(size) == expected
