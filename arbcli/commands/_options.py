@@ -242,6 +242,10 @@ MODEL = {
     "layers": _size("blocks"),
     "heads": _size("attention heads"),
     "ffn": _size("MLP width"),
+    "streams": _number(
+        "Residual streams of dense blocks, mixed by hyper-connections: 1, 2, 4 or 8. [default: 1]",
+        min=1,
+    ),
     "attention": _name(
         "attention",
         ATTENTIONS + GRAPH_ATTENTIONS,
@@ -256,10 +260,6 @@ MODEL = {
     "top_k": _number(
         "Entries that compressed attention chooses, or rows that a codebook's head reads."
         " [default: the preset's]",
-        min=1,
-    ),
-    "streams": _number(
-        "Residual streams of dense blocks, mixed by hyper-connections: 1, 2, 4 or 8. [default: 1]",
         min=1,
     ),
 }

@@ -96,11 +96,6 @@ def check_model(model: torch.nn.Module) -> None:
             "GGUF has no architecture for a model of more than dense blocks and attention",
             hint="use `--to safetensors`, or train one of tiny, small, base and 1b",
         )
-    if model.config.streams > 1:
-        raise ArbError(
-            f"GGUF has no architecture for {model.config.streams} residual streams",
-            hint="use `--to safetensors`, which arb reads",
-        )
     if model.config.sub_norms:
         raise ArbError(
             "GGUF has no architecture with norms before the output projections",

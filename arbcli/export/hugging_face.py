@@ -51,11 +51,6 @@ def write_folder(path: Path, weights: Weights, name: str, kind: str | None) -> B
             "Transformers has no model that is more than dense blocks and attention",
             hint="use `--to safetensors`, which arb reads",
         )
-    if weights.model.config.streams > 1:
-        raise ArbError(
-            f"Transformers has no model of {weights.model.config.streams} residual streams",
-            hint="use `--to safetensors`, which arb reads",
-        )
     chosen = TYPES[kind or "bf16"]
     part = path.with_name(f".{path.name}.tmp")
     shutil.rmtree(part, ignore_errors=True)  # a killed process left it

@@ -79,7 +79,7 @@ class Saved(ABC):
 
     @abstractmethod
     def weights(self) -> Decoders:
-        """List the matrices; those of a `ByteLM` of one stream have the names of GGUF."""
+        """List the matrices; those of a `ByteLM` have the names of GGUF."""
 
     @abstractmethod
     def bytes_by_area(self) -> dict[str, Counter]:
@@ -131,7 +131,7 @@ class Packed(Saved):
 
     def weights(self) -> Decoders:
         """List the matrices."""
-        if type(self.model) is not ByteLM or self.model.config.streams > 1:
+        if type(self.model) is not ByteLM:
             return {name: tensor.weight for name, tensor in self.model.weights().items()}
         return {
             part.gguf: _decoder(source.tensor, part.rows)

@@ -7,13 +7,11 @@ from torch.utils.checkpoint import checkpoint
 from arbcli.config.dense import VOCABULARY, ModelConfig
 from arbcli.kernels.matmul.arranged_matmul import fits_arranged
 from arbcli.model.blocks.attention import Attention
-from arbcli.model.blocks.hyper_connection import HyperConnection
 from arbcli.model.blocks.mlp import MLP
 from arbcli.model.cache import BlockCache, KeyValueCache, SeveralBlock, SeveralCache
 from arbcli.model.language_model import RECOMPUTE, LanguageModel
 from arbcli.model.layers.kinds import byte_head, layers_for
 from arbcli.model.layers.linear import decode_in_groups
-from arbcli.model.layers.streams import average_streams, spread_streams
 
 
 class Block(nn.Module):
@@ -79,25 +77,6 @@ class Block(nn.Module):
         return self.mlp.one_position(self.attention.one_position(x, past))
 
 
-class StreamBlock(Block):
-    """A block of several residual streams.
-
-    Args:
-        config: of the model.
-        index: number of the block.
-    """
-
-    def __init__(self, config: ModelConfig, index: int) -> None:
-        super().__init__(config)
-        reads = (2 * index % config.streams, (2 * index + 1) % config.streams)
-        self.attention_streams, self.mlp_streams = (HyperConnection(config, read) for read in reads)
-
-    def forward(self, x: Tensor, past: BlockCache | None = None) -> Tensor:
-        """Let both branches read and write the streams (B, T, n, D), perhaps after a past."""
-        x = self.attention_streams(x, lambda h: self.attention(h, self.attention_norm, past))
-        return self.mlp_streams(x, lambda h: self.mlp(h, self.mlp_norm))
-
-
 def takes_one_position(model: LanguageModel, x: Tensor, config: ModelConfig) -> bool:
     """Whether a model's weights may be arranged for steps, and no norm has any.
 
@@ -141,8 +120,6 @@ class ByteLM(LanguageModel):
 
     def make_blocks(self, config: ModelConfig) -> list[nn.Module]:
         """Make the blocks."""
-        if config.streams > 1:
-            return [StreamBlock(config, index) for index in range(config.layers)]
         return [Block(config) for _ in range(config.layers)]
 
     def forward(self, ids: Tensor, cache: KeyValueCache | SeveralCache | None = None) -> Tensor:
@@ -152,8 +129,6 @@ class ByteLM(LanguageModel):
         one of several texts T is 1, if `makes_several`.
         """
         x = self.embedding(ids, self.compute_dtype)
-        if self.config.streams > 1:
-            return self._through_streams(self.begin_streams(x), cache)
         if cache is not None:
             with cache.reading(ids.shape[1]):
                 if takes_one_position(self, x, self.config):
@@ -175,25 +150,6 @@ class ByteLM(LanguageModel):
             else:
                 x, added = block(x, added, whole=False)
         return self.head(x, self.norm) if watched else self.head(x, self.norm, added)[0]
-
-    def _through_streams(self, x: Tensor, cache: KeyValueCache | None) -> Tensor:
-        if cache is not None:
-            with cache.reading(x.shape[1]):
-                for block, past in zip(self.blocks, cache.blocks, strict=True):
-                    x = block(x, past)
-            return self.head(self.end_streams(x), self.norm)
-        recompute = self.recompute and torch.is_grad_enabled()
-        for block in self.blocks:
-            x = checkpoint(block, x, **RECOMPUTE) if recompute else block(x)
-        return self.head(self.end_streams(x), self.norm)
-
-    def begin_streams(self, x: Tensor) -> Tensor:
-        """Give what blocks take of embeddings (B, T, D): (B, T, n, D) where streams are several."""
-        return x if self.config.streams == 1 else spread_streams(x, self.config.streams)
-
-    def end_streams(self, x: Tensor) -> Tensor:
-        """Give what the head takes, (B, T, D), of what blocks end with."""
-        return x if self.config.streams == 1 else average_streams(x)
 
     def new_cache(self, positions: int) -> KeyValueCache:
         """Make a cache for a text of at most `positions` bytes; no gradient passes through it."""

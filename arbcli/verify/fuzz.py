@@ -357,6 +357,23 @@ def _mix_streams_backward(dice: Dice, group_size: int, m: int, n: int, k: int) -
     return dice.reals(m, inputs[1].shape[1], k), *inputs
 
 
+def _route_position(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
+    router = dice.pick(ROUTERS)
+    rows = dice.reals((3 if router == "learned" else 1) * k).contiguous()
+    x, last = dice.reals(k).contiguous(), dice.reals(2 * k).contiguous()
+    mean = dice.reals(k, dtype=torch.float32).contiguous()
+    byte, ids = (torch.tensor([[dice.below(48)]], device=dice.device) for _ in range(2))
+    places = dice.scalar(dice.pick((0, 1, m, 4 * n))), dice.scalar(7)
+    return router, x, rows, mean, last, byte, ids, *places, dice.pick((2, 4, 7)), 1e-6, None
+
+
+def _take_chunk(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
+    z, residual, y = (dice.reals(k).contiguous() for _ in range(3))
+    p = torch.rand(1, generator=dice.generator, device=dice.device)
+    mean = dice.reals(k, dtype=torch.float32).contiguous()
+    return z, p, residual, mean, y, dice.scalar(m) if dice.below(2) else None
+
+
 def _decay_scan(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
     batch, heads, states = dice.pick((1, 2)), dice.pick((1, 3)), dice.pick((1, 9, 32))
     q, k_ = (dice.reals(batch, m, heads, states) for _ in range(2))
@@ -965,8 +982,6 @@ DRAWINGS = {
     "spread_chunks_backward": Drawing(
         _spread_chunks_backward, _spread_chunks_backward_in_float64, needs_rows=True
     ),
-    "route_position": Drawing(_route_position, None, ROUTE_POSITION.torch, one_layout=True),
-    "take_chunk": Drawing(_take_chunk, None, TAKE_CHUNK.torch, one_layout=True),
     "stream_weights": Drawing(_stream_weights, _stream_weights_in_float64, needs_rows=True),
     "stream_weights_backward": Drawing(
         _stream_weights_backward, _stream_weights_backward_in_float64, needs_rows=True
@@ -975,6 +990,8 @@ DRAWINGS = {
     "mix_streams_backward": Drawing(
         _mix_streams_backward, None, rounded_mix_gradients, needs_rows=True
     ),
+    "route_position": Drawing(_route_position, None, ROUTE_POSITION.torch, one_layout=True),
+    "take_chunk": Drawing(_take_chunk, None, TAKE_CHUNK.torch, one_layout=True),
     "decay_scan": Drawing(_decay_scan, None, scan_in_bf16, needs_rows=True),
     "causal_conv": Drawing(_causal_conv, None, rounded_conv, needs_rows=True),
     "causal_conv_grad_w": Drawing(_causal_conv_grad_w, needs_rows=True),

@@ -131,7 +131,7 @@ def test_graph_is_refused(saved, tmp_path, small_graph):
 
 
 def test_streams_are_refused(saved, tmp_path):
-    with pytest.raises(ArbError, match="no model of 2 residual streams"):
+    with pytest.raises(ArbError, match="Transformers has no model"):
         export(saved(streams=2), "hf", out=tmp_path / "model")
 
 

@@ -9,8 +9,9 @@ from arbcli.inspect.memory import measure, predict
 from arbcli.kernels.streams import mix_streams as mixing
 from arbcli.kernels.streams.stream_weights import stream_weights
 from arbcli.model.build import build_model
-from arbcli.model.dense import Block, ByteLM, StreamBlock
+from arbcli.model.dense import Block, ByteLM
 from arbcli.model.layers.linear import TernaryLinear
+from arbcli.model.streams import StreamBlock
 from arbcli.train.float_optimizer import FloatOptimizer
 from arbcli.train.updater import Updater
 
