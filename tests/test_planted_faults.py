@@ -268,6 +268,18 @@ FAULTS = [
         rewrite("r * (g - x * m)", "r * g"),
     ),
     kernel(
+        "missing term", "gradient beside the norm not added", "rms_norm_backward",
+        rewrite("v += load_rows(a, ...)", "v += 0 * load_rows(a, ...)"),
+    ),
+    kernel(
+        "neighbour", "programs of a merged launch take another matrix's arguments", "merged_steps",
+        rewrite("t + tl.program_id(1) * WIDTH", "t + 0 * WIDTH"),
+    ),
+    kernel(
+        "cut short", "last program of every part of a merged launch left out", "merged_steps",
+        rewrite("tl.program_id(0) >= tl.load(r)", "tl.program_id(0) >= tl.load(r) - 1"),
+    ),
+    kernel(
         "wrong function", "sigmoid in place of silu", "gated_rms_norm",
         rewrite("g * sigmoid(g) * u", "sigmoid(g) * u"),
     ),
@@ -310,11 +322,12 @@ FAULTS = [
     ),
     kernel(
         "position", "new key not seen", "decode_attention",
-        rewrite("(d < WIDTH, s == p)", "(d < WIDTH, s < 0)"),
+        rewrite("tl.where(s // n == p, tl.exp(a), 0)", "tl.where(s // n < 0, tl.exp(a), 0)"),
     ),
     kernel(
         "too far", "stale slots attended to", "decode_attention",
-        rewrite("tl.where(o < s, tl.exp(a), 0)", "tl.where(o < W, tl.exp(a), 0)"),
+        rewrite("tl.where((o < e) & (o != s), tl.exp(a), 0)",
+                "tl.where((o < W) & (o != s), tl.exp(a), 0)"),
     ),
     kernel(
         "position", "oldest slot kept", "decode_attention", rewrite("p % W", "(p + 1) % W"),
@@ -334,8 +347,7 @@ FAULTS = [
     ),
     kernel(
         "wrong place", "scale of a new value stored over its key's", "decode_attention_8bit",
-        rewrite("tl.store(x + (a + HEADS).to(tl.int64) * W, e)",
-                "tl.store(x + a.to(tl.int64) * W, e)"),
+        rewrite("HEADS.to(tl.int64) * W", "HEADS.to(tl.int64) * 0"),
     ),
     kernel(
         "saturation", "128 stored as -128", "decode_attention_8bit",
@@ -400,6 +412,26 @@ FAULTS = [
     kernel(
         "causality", "entry chosen before it is complete", "choose_entries",
         rewrite("tl.minimum(FIRST + n, E)", "tl.minimum(FIRST + n + 1, E)"),
+    ),
+    kernel(
+        "position", "open entry as of a byte before", "append_position",
+        rewrite("tl.where(r == k, a[None, :], v)", "v"),
+    ),
+    kernel(
+        "left behind", "choice of the text before kept", "choose_next",
+        rewrite("tl.store(choice_ptr + s, -1, mask=s < SIZE)", "0"),
+    ),
+    kernel(
+        "tie", "the first of equal new entries chosen", "choose_next",
+        rewrite("tl.sum(e) - tl.cumsum(e) + e", "tl.cumsum(e)"),
+    ),
+    kernel(
+        "causality", "open entry seen", "decode_compressed",
+        rewrite("s & (n < c) & (n >= c - MOST)", "s & (n <= c) & (n >= c - MOST)"),
+    ),
+    kernel(
+        "missing term", "sink of a new byte forgotten", "decode_compressed",
+        rewrite("tl.exp(tl.load(sink_ptr + h))", "0.0"),
     ),
     module(
         "sink", "indexer's gradient reaches the stream", "model.blocks.compressed_attention",
@@ -743,7 +775,7 @@ FAULTS = [
     ),
     module(
         "wiring", "residual dropped", "model",
-        rewrite("x + self.attention(a, b)", "self.attention(a, b)"), "model: output",
+        rewrite("x + a if w else (x, a)", "a if w else (x, a)"), "model: output",
     ),
     module(
         "loss", "loss summed, not averaged", "model.layers",

@@ -9,6 +9,7 @@ from arbcli.kernels.attention.decode_attention import DECODE_ATTENTION
 from arbcli.kernels.attention.decode_attention_8bit import DECODE_ATTENTION_8BIT
 from arbcli.kernels.attention.decode_attention_rows import DECODE_ATTENTION_ROWS
 from arbcli.kernels.attention.decode_compressed import DECODE_COMPRESSED
+from arbcli.kernels.attention.decode_latent import DECODE_LATENT
 from arbcli.kernels.attention.rotary_norm import ROTARY_NORM, ROTARY_NORM_BACKWARD
 from arbcli.kernels.attention.sum_choices import SUM_CHOICES
 from arbcli.kernels.chunks.boundary_scores import BOUNDARY_SCORES, BOUNDARY_SCORES_BACKWARD
@@ -51,6 +52,7 @@ from arbcli.kernels.update.cast_votes import CAST_SCALE_VOTES, CAST_TRIT_VOTES
 from arbcli.kernels.update.gradient_gains import GRADIENT_GAINS
 from arbcli.kernels.update.gradient_statistics import GRADIENT_STATISTICS
 from arbcli.kernels.update.last_bits import LAST_BITS, TAKE_LAST_BITS
+from arbcli.kernels.update.merged_steps import MERGED_STEPS
 from arbcli.kernels.update.newton_schulz import GRAM, GRAM_POLYNOMIAL
 from arbcli.kernels.update.quantise_gradient import QUANTISE_GRADIENT
 from arbcli.kernels.update.step_scales import STEP_SCALES
@@ -95,6 +97,7 @@ KERNELS: tuple[KernelSpec, ...] = (
     APPEND_POSITION,
     CHOOSE_NEXT,
     DECODE_COMPRESSED,
+    DECODE_LATENT,
     CHOOSE_BYTE,
     CHOOSE_BYTES,
     CROSS_ENTROPY,
@@ -127,6 +130,7 @@ KERNELS: tuple[KernelSpec, ...] = (
     GRAM,
     GRAM_POLYNOMIAL,
     STEP_SCALES,
+    MERGED_STEPS,
     BLEND_MOMENT,
     STEP_BY_MOMENT,
     STEP_BY_DIRECTION,

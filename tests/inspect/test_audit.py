@@ -1,6 +1,7 @@
 """The count of live tensors is right, and the predicted peak is what it measures."""
 
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -240,3 +241,15 @@ def test_attention_on_a_gpu_is_traced_with_a_mask_or_none(mask):
 )
 def test_every_step_returns_to_the_level_of_the_first(ends, passed):
     assert _check_levels(ends).passed == passed
+
+
+def test_room_for_a_trace_is_that_of_all_batches_of_a_step(monkeypatch):
+    asked = []
+    monkeypatch.setattr(audit_module, "check_room", lambda *about: asked.append(about))
+    monkeypatch.setattr(audit_module, "predict_peak", mock.Mock(side_effect=ArbError("enough")))
+    config = new_config(dim=32, heads=2, ctx=16, batch=4, accum=3, device="cpu")
+    with pytest.raises(ArbError, match="enough"):
+        check_fit(config, "1GB")
+    ((needed, what, hint),) = asked
+    assert (needed, what) == (4 * 3 * 16 * 16, "to trace such a step")
+    assert "`--batch`" in hint

@@ -181,6 +181,7 @@ def _decode_attention_kernel(
         q, k, v = load_turned(
             qkv_ptr, cos_ptr, sin_ptr, position, head, offs_d, mask_d, HEADS, eps, HALF, OVERLAP
         )
+        q = q.to(tl.float32)
         if slot // span == split:
             new = (row + slot) * WIDTH + offs_d
             tl.store(keys_ptr + new, k, mask=mask_d)
@@ -196,18 +197,19 @@ def _decode_attention_kernel(
                     WIDTH, BLOCK_S,
                 )  # fmt: skip
             offs_s = start + tl.arange(0, BLOCK_S)[:, None]
-            is_new = offs_s == slot  # the slot of this byte, not yet stored
-            key = tl.where(is_new, k[None, :], key).to(tl.float32)
-            value = tl.where(is_new, v[None, :], value).to(tl.float32)
-            score = tl.sum(key * q.to(tl.float32)[None, :], axis=1, keep_dims=True) * scale
-            weight = tl.where(offs_s < end, tl.exp(score), 0)  # [BLOCK_S, 1]
+            products = key.to(tl.float32) * q[None, :]
+            score = tl.sum(products, axis=1, keep_dims=True) * scale
+            weight = tl.where((offs_s < end) & (offs_s != slot), tl.exp(score), 0)  # [BLOCK_S, 1]
             weights += weight
-            sums += weight * value
+            sums += weight * value.to(tl.float32)
             key, value = next_key, next_value
+        # the slot of this byte, which was not loaded
+        of_new = tl.where(slot // span == split, tl.exp(tl.sum(k.to(tl.float32) * q) * scale), 0)
 
         part = head * SPLITS + split
-        tl.store(totals_ptr + part, tl.sum(weights))
-        tl.store(sums_ptr + part * WIDTH + offs_d, tl.sum(sums, axis=0), mask=mask_d)
+        sums = tl.sum(sums, axis=0) + of_new * v.to(tl.float32)
+        tl.store(totals_ptr + part, tl.sum(weights) + of_new)
+        tl.store(sums_ptr + part * WIDTH + offs_d, sums, mask=mask_d)
         add_parts(
             totals_ptr, sums_ptr, tickets_ptr, y_ptr, head, tl.cdiv(seen, span), offs_d, mask_d,
             WIDTH, SPLITS, BLOCK_P, SPLITS,

@@ -13,6 +13,7 @@ by columns, one weight at a time.
 """
 
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -44,6 +45,7 @@ from arbcli.kernels.codec.warp_products import (
 )
 from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.backend import uses_triton
+from arbcli.kernels.runtime.merged import merge_launches
 from arbcli.kernels.runtime.shared_memory import allocate, read_four, wait_for_warp, write_four
 from arbcli.kernels.runtime.spec import Case, KernelSpec, Timing
 
@@ -223,6 +225,14 @@ def decode_weight_triton(packed: Packed, dtype: torch.dtype = torch.bfloat16) ->
             PTX=HAS_PTX and by_block, num_warps=1,
         )  # fmt: skip
     return weight
+
+
+def decode_weights_triton(matrices: list[Packed], dtype: torch.dtype) -> list[Tensor]:
+    """Decode several matrices of trits in one launch, or a few."""
+    found: list[Tensor] = []
+    runs = [partial(lambda m: found.append(decode_weight_triton(m, dtype)), m) for m in matrices]
+    merge_launches(runs, matrices[0].trits.device)
+    return found
 
 
 def decode_weight(packed: Packed, dtype: torch.dtype = torch.bfloat16) -> Tensor:
