@@ -445,6 +445,26 @@ FAULTS = [
         "causality", "entry chosen before it is complete", "choose_entries",
         rewrite("tl.minimum(FIRST + n, E)", "tl.minimum(FIRST + n + 1, E)"),
     ),
+    kernel(
+        "position", "open entry as of a byte before", "append_position",
+        rewrite("tl.where(r == k, a[None, :], v)", "v"),
+    ),
+    kernel(
+        "left behind", "choice of the text before kept", "choose_next",
+        rewrite("tl.store(choice_ptr + s, -1, mask=s < SIZE)", "0"),
+    ),
+    kernel(
+        "tie", "the first of equal new entries chosen", "choose_next",
+        rewrite("tl.sum(e) - tl.cumsum(e) + e", "tl.cumsum(e)"),
+    ),
+    kernel(
+        "causality", "open entry seen", "decode_compressed",
+        rewrite("s & (n < c) & (n >= c - MOST)", "s & (n <= c) & (n >= c - MOST)"),
+    ),
+    kernel(
+        "missing term", "sink of a new byte forgotten", "decode_compressed",
+        rewrite("tl.exp(tl.load(sink_ptr + h))", "0.0"),
+    ),
     module(
         "sink", "indexer's gradient reaches the stream", "model.blocks.compressed_attention",
         rewrite("self.query(x.detach(), n)", "self.query(x, n)"), "compressed: whole gradient",
