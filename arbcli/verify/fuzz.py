@@ -527,6 +527,9 @@ def _decode_latent(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple
     return (
         row[0], *others, lengths, dice.scalar(position), angle.cos(), angle.sin(),
         width**-0.5, 1e-6,
+    )  # fmt: skip
+
+
 def _drawn_with(dice: Dice) -> torch.Generator:
     return torch.Generator().manual_seed(dice.below(2**31))
 
