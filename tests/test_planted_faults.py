@@ -43,7 +43,15 @@ from arbcli.model.dense import Attention, Block
 from arbcli.verify import parity
 from arbcli.verify.compare import as_tuple, compare, poisoned
 from arbcli.verify.kernels import KERNELS, copies, find_kernels
-from arbcli.verify.parity import GATES, HNETS, RAGGED, RAGGED_GRAPH, RAGGED_HNET, Subject
+from arbcli.verify.parity import (
+    GATES,
+    HNETS,
+    RAGGED,
+    RAGGED_COMPRESSED,
+    RAGGED_GRAPH,
+    RAGGED_HNET,
+    Subject,
+)
 from arbcli.verify.strength import PLANTED
 
 pytestmark = pytest.mark.skipif(
@@ -332,6 +340,15 @@ FAULTS = [
         rewrite("s // BLOCK_S % PROGRAMS == f", "s // BLOCK_S == f"),
     ),
     kernel(
+        "position", "the new compressed position not seen", "decode_latent",
+        rewrite("tl.where(i[:, None], c[None, :], x)", "tl.where(i[:, None], 0 * c[None, :], x)"),
+    ),
+    kernel(
+        "missing term", "scores without what is turned", "decode_latent",
+        rewrite("tl.sum(a * u_0[None, :] + b * u_1[None, :], axis=1)",
+                "tl.sum(a * u_0[None, :], axis=1)"),
+    ),
+    kernel(
         "stack", "every text has the random numbers of the first", "choose_bytes",
         rewrite("tl.load(key_ptr + r)", "tl.load(key_ptr)"),
     ),
@@ -367,6 +384,82 @@ FAULTS = [
     kernel(
         "saturation", "128 stored as -128", "decode_attention_8bit",
         rewrite("tl.minimum(i, 127).to(tl.int8)", "i.to(tl.int8)"),
+    ),
+    # compressed attention
+    kernel(
+        "layout", "second half of a value taken for its first", "compressed_attention",
+        rewrite("tl.dot(p, k1, y1, input_precision=PRECISION)",
+                "tl.dot(p, k2, y1, input_precision=PRECISION)"),
+    ),
+    kernel(
+        "stride", "stride of heads taken for that of positions", "compressed_attention",
+        rewrite("a.to(tl.int64) * b + c * d", "a.to(tl.int64) * d + c * d"),
+    ),
+    kernel(
+        "causality", "entry seen a byte before it is complete", "compressed_attention",
+        rewrite("(START + a + 1) // RATIO", "(START + a + 2) // RATIO"),
+    ),
+    kernel(
+        "position", "window of a byte too many", "compressed_attention",
+        rewrite("(a >= 0) & (a < WINDOW)", "(a >= 0) & (a <= WINDOW)"),
+    ),
+    kernel(
+        "missing term", "sink forgotten", "compressed_attention",
+        rewrite("tl.exp(tl.load(sink_ptr + h, ...))", "0.0"),
+    ),
+    kernel(
+        "sign", "what was found turned on, not back", "compressed_attention",
+        rewrite("(y2 * c - y1 * s)", "(y2 * c + y1 * s)"),
+    ),
+    kernel(
+        "too far", "entries beyond the most seen", "compressed_attention",
+        rewrite("(j[None, :] < c) & (j[None, :] >= d)", "j[None, :] < c"),
+    ),
+    kernel(
+        "gradient", "weights take nothing from each other", "compressed_attention_backward",
+        rewrite("p * (a - b[:, None]) * c", "p * a * c"),
+    ),
+    kernel(
+        "gradient", "length of a query not undone", "compressed_attention_backward",
+        rewrite("((a - x1 * b) * r).to(c)", "(a * r).to(c)"),
+    ),
+    kernel(
+        "layout", "second half of a vector's gradient taken for its first",
+        "compressed_attention_backward",
+        rewrite("tl.store(p, dk1, mask=m)", "tl.store(p, dk2, mask=m)"),
+    ),
+    kernel(
+        "cut short", "last group of choices left out", "sum_choices",
+        rewrite("tl.load(a, mask=b < NUMBER, other=-1)",
+                "tl.load(a, mask=b < NUMBER - 1, other=-1)"),
+    ),
+    kernel(
+        "tie", "the first of equal entries chosen", "choose_entries",
+        rewrite("tl.sum(e) - tl.cumsum(e) + e", "tl.cumsum(e)"),
+    ),
+    kernel(
+        "threshold", "one entry too few above the least", "choose_entries",
+        rewrite("(a > 0) & (b <= w)", "(a > 0) & (b < w)"),
+    ),
+    kernel(
+        "causality", "entry chosen before it is complete", "choose_entries",
+        rewrite("tl.minimum(FIRST + n, E)", "tl.minimum(FIRST + n + 1, E)"),
+    ),
+    module(
+        "sink", "indexer's gradient reaches the stream", "model.blocks.compressed_attention",
+        rewrite("self.query(x.detach(), n)", "self.query(x, n)"), "compressed: whole gradient",
+    ),
+    module(
+        "normaliser", "shares of a group not brought to a sum of 1",
+        "model.blocks.compressed_attention",
+        rewrite("s / s.sum(dim=-1, keepdim=True).clamp(min=TINY)", "s"),
+        "compressed: end to end",
+    ),
+    module(
+        "position", "entries turned as their second bytes", "model.blocks.compressed_attention",
+        rewrite("part[:: self.ratio][: still.shape[1], None]",
+                "part[1 :: self.ratio][: still.shape[1], None]"),
+        "compressed: end to end",
     ),
     kernel(
         "tie", "the last of equals kept", "choose_byte",
@@ -929,6 +1022,7 @@ MODELS: dict[str, Callable[[str], list]] = {
     "graph:": partial(of_model, "graph", RAGGED_GRAPH),
     "gates:": partial(of_model, "gates", GATES["graph softplus"]),
     "hashed:": partial(of_model, "hashed", GATES["graph hash"]),
+    "compressed:": partial(of_model, "compressed", RAGGED_COMPRESSED),
     "hnet:": partial(of_model, "hnet", RAGGED_HNET),
     "mamba:": partial(of_model, "mamba", HNETS["hnet mamba"]),
     "update": of_update,

@@ -1,11 +1,15 @@
 """Every kernel there is, by its spec: what `arb verify-kernels`, tests and timings go through."""
 
+from arbcli.kernels.attention.append_position import APPEND_POSITION
 from arbcli.kernels.attention.choose_entries import CHOOSE_ENTRIES
+from arbcli.kernels.attention.choose_next import CHOOSE_NEXT
 from arbcli.kernels.attention.compressed_attention import COMPRESSED_ATTENTION
 from arbcli.kernels.attention.compressed_attention_backward import COMPRESSED_ATTENTION_BACKWARD
 from arbcli.kernels.attention.decode_attention import DECODE_ATTENTION
 from arbcli.kernels.attention.decode_attention_8bit import DECODE_ATTENTION_8BIT
 from arbcli.kernels.attention.decode_attention_rows import DECODE_ATTENTION_ROWS
+from arbcli.kernels.attention.decode_compressed import DECODE_COMPRESSED
+from arbcli.kernels.attention.decode_latent import DECODE_LATENT
 from arbcli.kernels.attention.rotary_norm import ROTARY_NORM, ROTARY_NORM_BACKWARD
 from arbcli.kernels.attention.sum_choices import SUM_CHOICES
 from arbcli.kernels.chunks.boundary_scores import BOUNDARY_SCORES, BOUNDARY_SCORES_BACKWARD
@@ -92,6 +96,10 @@ KERNELS: tuple[KernelSpec, ...] = (
     COMPRESSED_ATTENTION_BACKWARD,
     CHOOSE_ENTRIES,
     SUM_CHOICES,
+    DECODE_LATENT,
+    APPEND_POSITION,
+    CHOOSE_NEXT,
+    DECODE_COMPRESSED,
     CHOOSE_BYTE,
     CHOOSE_BYTES,
     CROSS_ENTROPY,

@@ -22,6 +22,7 @@ from arbcli.kernels.attention.compressed_attention import (
 from arbcli.kernels.attention.compressed_attention_backward import COMPRESSED_ATTENTION_BACKWARD
 from arbcli.kernels.attention.decode_attention import DECODE_ATTENTION
 from arbcli.kernels.attention.decode_attention_rows import DECODE_ATTENTION_ROWS
+from arbcli.kernels.attention.decode_latent import DECODE_LATENT
 from arbcli.kernels.attention.eight_bits import FORMATS, quantise_entries
 from arbcli.kernels.attention.rotary_norm import ROTARY_NORM, rounded_gradient, rounded_once
 from arbcli.kernels.attention.sum_choices import random_choices
@@ -312,6 +313,23 @@ def _spread_chunks(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple
     return _spread_chunks_backward(dice, group_size, m, n, k)[:3]
 
 
+def _route_position(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
+    router = dice.pick(ROUTERS)
+    rows = dice.reals((3 if router == "learned" else 1) * k).contiguous()
+    x, last = dice.reals(k).contiguous(), dice.reals(2 * k).contiguous()
+    mean = dice.reals(k, dtype=torch.float32).contiguous()
+    byte, ids = (torch.tensor([[dice.below(48)]], device=dice.device) for _ in range(2))
+    places = dice.scalar(dice.pick((0, 1, m, 4 * n))), dice.scalar(7)
+    return router, x, rows, mean, last, byte, ids, *places, dice.pick((2, 4, 7)), 1e-6, None
+
+
+def _take_chunk(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
+    z, residual, y = (dice.reals(k).contiguous() for _ in range(3))
+    p = torch.rand(1, generator=dice.generator, device=dice.device)
+    mean = dice.reals(k, dtype=torch.float32).contiguous()
+    return z, p, residual, mean, y, dice.scalar(m) if dice.below(2) else None
+
+
 def _stream_weights(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
     streams = dice.pick(STREAMS)
     numbers = streams * (streams + 2)
@@ -493,6 +511,20 @@ def _sum_choices(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
     about = torch.Generator().manual_seed(dice.below(2**31))
     chosen = random_choices(about, batch, number, size, entries).to(dice.device)
     return dice.reals(batch, number, size, 1 + min(k, 200)).contiguous(), chosen, entries
+
+
+def _decode_latent(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
+    heads, half, still = 1 + dice.below(3), 1 + min(k // 8, 20), dice.below(40)
+    width, size, position = 2 * half + still, 1 + min(k, 300), dice.below(3 * n)
+    angle = dice.reals(position + 1, half, dtype=torch.float32).contiguous()
+    shapes = ((1, heads * width + size + 2 * half), (heads * (width + still), size),
+              (n, size), (n, 2 * half))  # fmt: skip
+    row, *others = (dice.reals(*shape).contiguous() for shape in shapes)
+    lengths = dice.reals(n, heads, dtype=torch.float32).abs().clamp(max=2).contiguous()
+    return (
+        row[0], *others, lengths, dice.scalar(position), angle.cos(), angle.sin(),
+        width**-0.5, 1e-6,
+    )  # fmt: skip
 
 
 def _choose_byte(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
@@ -906,6 +938,7 @@ DRAWINGS = {
     "decode_attention_rows": Drawing(
         _decode_attention_rows, None, DECODE_ATTENTION_ROWS.torch, one_layout=True
     ),
+    "decode_latent": Drawing(_decode_latent, None, DECODE_LATENT.torch, one_layout=True),
     "choose_bytes": Drawing(_choose_bytes, one_layout=True),
 
 

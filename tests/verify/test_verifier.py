@@ -357,8 +357,8 @@ CASES = {
     "grouped_grad_w": 15, "expert_combine": 10,
     "expert_combine_backward": 10, "rms_norm": 12, "add_rms_norm": 12, "rms_norm_backward": 12,
     "gated_rms_norm": 13, "gated_rms_norm_backward": 13, "rms_norm_e4m3": 9,
-    "gated_rms_norm_e4m3": 9, "rotary_norm": 6, "rotary_norm_backward": 6, "decode_attention": 8,
-    "decode_attention_8bit": 16, "decode_attention_rows": 4, "choose_bytes": 5,
+    "gated_rms_norm_e4m3": 9, "rotary_norm": 6, "rotary_norm_backward": 6, "decode_attention": 11,
+    "decode_attention_8bit": 16, "decode_attention_rows": 4, "decode_latent": 5, "choose_bytes": 5,
     "choose_byte": 42, "cross_entropy": 7, "cross_entropy_backward": 7, "embedding_rows": 11,
     "embedding_grad": 8, "weighted_rows": 16, "weighted_rows_grad_weights": 16,
     "weighted_rows_grad": 13, "gather_rows": 13, "scatter_rows": 13, "gradient_statistics": 12,
@@ -370,6 +370,8 @@ CASES = {
     "spread_chunks": 6, "spread_chunks_backward": 6, "route_position": 30, "take_chunk": 9,
     "decay_scan": 14, "causal_conv": 12, "causal_conv_grad_w": 6, "mamba_step": 7,
     "quantise_gradient": 16, "sum_gradients": 8, "last_bits": 11, "take_last_bits": 11,
+    "stream_weights": 9, "stream_weights_backward": 9, "mix_streams": 10,
+    "mix_streams_backward": 10,
 }  # fmt: skip
 """How many cases each kernel is checked on, each with a label of its own; not fewer."""
 
