@@ -940,8 +940,8 @@ FAULTS = [
         slow=True,
     ),
     module(
-        "gradient", "confidence of a position that begins no chunk not turned", "model.blocks",
-        rewrite("torch.where(s >= 0, f, -c)", "torch.where(s >= 0, f, c)"),
+        "gradient", "confidence of a position that begins no chunk not turned",
+        "model.blocks.chunking", rewrite("torch.where(s >= 0, f, -c)", "torch.where(s >= 0, f, c)"),
         "hnet: whole gradient",
     ),
     module(
