@@ -1,7 +1,8 @@
 """Measure a run that several GPUs share: its bits, its speed beside a twin's, and what it learns.
 
     torchrun --nproc-per-node 2 -m benchmarks.many_gpus bits|speed|quality [--preset NAME]
-        [--data FILE --val FILE] [--device cpu] [--eager] [--steps N] [--kinds KIND...]
+        [--data FILE --val FILE] [--device cpu] [--eager] [--digits all] [--steps N]
+        [--kinds KIND...]
 
 `bits` trains with all GPUs, and with the first one alone that does all micro-batches, and compares
 every tensor of the state. `speed` times a step of all GPUs with one micro-batch each, and of one
@@ -75,10 +76,11 @@ def free() -> None:
 
 
 def compare_bits(
-    preset: str, texts: Texts, group: Group, capture: bool, steps: int, accum: int
+    preset: str, texts: Texts, group: Group, capture: bool, steps: int, accum: int, digits: str
 ) -> dict:
     """Train with all processes and with the first alone; compare every tensor."""
     about = {"capture": capture, "accum": accum, "batch": 8, "wire": "int8", "seed": 7}
+    about |= {"digits": digits}
     trainer = build(preset, texts, group, **about)
     progress(group, f"bits of {preset}: made")
     losses = [float(trainer.train_step()) for _ in range(steps)]
@@ -87,7 +89,7 @@ def compare_bits(
     saved = trainer.checkpoint("").tensors
     wire = trainer.shared.bytes_a_weight()
     trainer.release_graph()
-    row = {"preset": preset, "captured": trainer.captures, "steps": steps}
+    row = {"preset": preset, "digits": digits, "captured": trainer.captures, "steps": steps}
     row |= {"wire_bytes_a_weight": wire}
     if group.first:
         digests = {name: tensor_digest(name, part) for name, part in saved.items()}
@@ -220,6 +222,7 @@ def main() -> int:
     parser.add_argument("--val", type=Path)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--eager", action="store_true", help="do not capture steps")
+    parser.add_argument("--digits", choices=("trit", "all"), default="trit", help="of `bits`")
     parser.add_argument("--kinds", nargs="+")
     parser.add_argument("--steps", type=int)
     args = parser.parse_args()
@@ -231,7 +234,8 @@ def main() -> int:
         if args.part == "bits":
             with deterministic():
                 steps = args.steps or 8
-                row = compare_bits(args.preset, texts, group, not args.eager, steps, 4)
+                about = args.preset, texts, group, not args.eager, steps, 4, args.digits
+                row = compare_bits(*about)
             if group.first:
                 print(json.dumps(row), flush=True)
         elif args.part == "speed":

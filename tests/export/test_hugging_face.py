@@ -130,6 +130,11 @@ def test_graph_is_refused(saved, tmp_path, small_graph):
     assert not (tmp_path / "model").exists()
 
 
+def test_streams_are_refused(saved, tmp_path):
+    with pytest.raises(ArbError, match="Transformers has no model"):
+        export(saved(streams=2), "hf", out=tmp_path / "model")
+
+
 @pytest.mark.slow  # transformers takes seconds to import
 @pytest.mark.parametrize("sub_norms", [False, True])
 def test_transformers_computes_the_same(saved, tmp_path, sub_norms):

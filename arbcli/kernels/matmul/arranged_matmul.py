@@ -578,6 +578,8 @@ class Tiling(NamedTuple):
     """Tiles of a program; each element of x is loaded once for all of them."""
     warps: int
     """Of a program; each multiplies a share of the columns."""
+    registers: int = 128
+    """Of a thread, at most; with fewer, the next kernel finds room to begin in."""
 
 
 def _tiling(rows: int, tiles: int, blocks: int, processors: int) -> Tiling:
@@ -597,7 +599,7 @@ def _arranged_matmul_triton(x, pieces, out_features, in_features, gated, eps, ad
     tiles, blocks = pieces.shape[:2]
     x = x if x.data_ptr() % 16 == 0 else x.clone()
     to = y if added is None else added.contiguous()
-    abreast, height, warps = _tiling(len(x), tiles, blocks, num_processors(x))
+    abreast, height, warps, registers = _tiling(len(x), tiles, blocks, num_processors(x))
     steps = triton.cdiv(blocks, abreast * warps)
     _arranged_matmul_kernel[(triton.cdiv(tiles, height),)](
         x.flatten().view(torch.int64), pieces.view(torch.int64), to, y,
@@ -605,7 +607,7 @@ def _arranged_matmul_triton(x, pieces, out_features, in_features, gated, eps, ad
         M=len(x), NORM=eps is not None, GATED=gated, ADD=added is not None,
         ABREAST=abreast, HEIGHT=height, WARPS=warps, ONE=steps == 1,
         SQUARES=triton.cdiv(in_features, 128 * warps), PTX=HAS_PTX,
-        num_warps=warps, maxnreg=128, **overlap_options(x),
+        num_warps=warps, maxnreg=registers, **overlap_options(x),
     )  # fmt: skip
     return y
 

@@ -8,6 +8,7 @@ from torch import Tensor, library
 from torch.autograd import Function
 
 from arbcli.config.dense import ModelConfig
+from arbcli.kernels.codec.decode_weight import decode_weights_triton
 from arbcli.kernels.matmul.arranged_matmul import Arranged, arrange, arranged_matmul
 from arbcli.kernels.matmul.arranged_rows import arranged_rows
 from arbcli.kernels.matmul.digits_matmul import (
@@ -22,6 +23,7 @@ from arbcli.kernels.matmul.ternary_matmul import (
     ternary_matmul,
     ternary_matmul_grad_x,
 )
+from arbcli.kernels.runtime.backend import LARGE_ELEMENTS, uses_triton
 from arbcli.model.initial import projection_std
 from arbcli.model.layers.compiled import Findable, find, refuse_without_gradient
 from arbcli.model.layers.norm import NORM_EPS, TernaryGate, TernaryRMSNorm
@@ -36,6 +38,14 @@ class LinearWeight(StreamedTensor):
     """Whether products of many rows are computed in eight bits."""
     in_eight_bits = True
     """Whether they may be."""
+    decodes_ahead = False
+    """Whether it is decoded with others: see `decode_in_groups`."""
+    needed_after: "tuple[LinearWeight, ...]" = ()
+    """Those that a forward decodes with it."""
+    needed_before: "tuple[LinearWeight, ...]" = ()
+    """Those that a backward decodes with it."""
+    _decoded: tuple[tuple[int, ...], torch.dtype, Tensor] | None = None
+    """What was decoded with another: of which version, in which dtype, and the weights."""
 
     def multiply_sum(
         self, x: Tensor, added: Tensor, before: "TernaryRMSNorm"
@@ -45,14 +55,18 @@ class LinearWeight(StreamedTensor):
             total = x + added
             return self.multiply(total, before), total
         total, normal = before.of_sum(x, added)
-        return ternary_matmul(normal, self.packed), total
+        return self._multiply(normal), total
 
     def multiply(self, x: Tensor, before: "TernaryRMSNorm | None") -> Tensor:
         """Compute before(x) @ w.T of (M, K) activations."""
         if self._in_fp8(x):
             q, scale = before.rounded(x) if before else quantise_rows(x)
             return fp8_matmul(q, scale, self.packed, dtype=x.dtype)
-        x = before(x) if before else x
+        return self._multiply(before(x) if before else x)
+
+    def _multiply(self, x: Tensor) -> Tensor:
+        if self.decodes_ahead and len(x) > FUSED_ROWS and uses_triton(x):
+            return x @ self._dense(x.dtype, self.needed_after).T
         return ternary_matmul(x, self.packed)
 
     def propagate(self, grad_y: Tensor) -> Tensor:
@@ -60,7 +74,23 @@ class LinearWeight(StreamedTensor):
         if self._in_fp8(grad_y):
             rounded = quantise_rows(grad_y)
             return fp8_matmul(*rounded, self.packed, transposed=True, dtype=grad_y.dtype)
+        if self.decodes_ahead and uses_triton(grad_y):
+            return grad_y @ self._dense(grad_y.dtype, self.needed_before)
         return ternary_matmul_grad_x(grad_y, self.packed)
+
+    def _dense(self, dtype: torch.dtype, fellows: "tuple[LinearWeight, ...]") -> Tensor:
+        """Decode the weights, and in the same launch those that are needed next.
+
+        What was decoded before is used once, and only if the weights are still the same.
+        """
+        decoded, self._decoded = self._decoded, None
+        if decoded is None or decoded[:2] != (self.version, dtype):
+            together = (self, *fellows)
+            found = decode_weights_triton([weight.packed for weight in together], dtype)
+            for weight, dense in zip(together, found, strict=True):
+                weight._decoded = weight.version, dtype, dense
+            decoded, self._decoded = self._decoded, None
+        return decoded[2]
 
     def _in_fp8(self, rows: Tensor) -> bool:
         return self.fp8 and len(rows) > FUSED_ROWS
@@ -92,6 +122,26 @@ class LinearWeight(StreamedTensor):
             source = before(x)
         self.collect(source, grad_y)
         return grad_x
+
+
+def decode_in_groups(weights: list[LinearWeight], size: int) -> None:
+    """Let small matrices be decoded several at a time, as decoding one takes less than its launch.
+
+    A backward decodes the last one alone, as activations are held then that are gone when the next
+    one is needed.
+
+    Args:
+        weights: in the order in which a forward needs them, each once.
+        size: of a group.
+    """
+    back = weights[::-1]
+    if any(weight.num_weights >= LARGE_ELEMENTS or weight.rule.reads_all for weight in weights):
+        return
+    for first in range(len(weights)):
+        weights[first].decodes_ahead = True
+        weights[first].needed_after = tuple(weights[first + 1 : first // size * size + size])
+        last = (first - 1) // size * size + size + 1
+        back[first].needed_before = tuple(back[first + 1 : last])
 
 
 class _Linear(Function):
@@ -224,6 +274,7 @@ class TernaryLinear(Findable):
         self.weight = LinearWeight(out_features, in_features, config, area=area, **about)
         self.weight.in_eight_bits = in_eight_bits
         self._arranged: Arranged | ArrangedDigits | None = None
+        self._decoded: Tensor | None = None
 
     def forward(
         self, x: Tensor, before: TernaryRMSNorm | None = None, added: Tensor | None = None
@@ -292,10 +343,16 @@ class TernaryLinear(Findable):
         y = multiply(rows, self._arranged, eps, added)
         return y.view(*x.shape[:-1], -1)
 
+    def decoded(self, dtype: torch.dtype) -> Tensor:
+        """Decode the weights for steps, (N, K) of `dtype`; `arranged_once` says until when."""
+        if self._decoded is None or self._decoded.dtype != dtype:
+            self._decoded = self.weight.weight(dtype)
+        return self._decoded
+
     @contextmanager
     def arranged_once(self) -> Iterator[None]:
         """Keep the weights as they are arranged for steps; meanwhile they must not change."""
         try:
             yield
         finally:
-            self._arranged = None
+            self._arranged = self._decoded = None

@@ -211,7 +211,7 @@ class SharedUpdater:
         Raises:
             ValueError: the learning rate is larger than the largest.
         """
-        if lr > self._largest_lr:
+        if lr > self._largest_lr * (1 + 1e-6):  # which may be rounded
             raise ValueError(f"a learning rate of {lr} is above {self._largest_lr}")
         self.updates.set_step(step, lr)
         ticks = [step * self.micro_batches + micro for micro in self.local]

@@ -1,10 +1,13 @@
 """A Mamba-2 block, its gradients against float64, and its state against a whole text."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from arbcli.config.dense import ModelConfig
 from arbcli.kernels.runtime.backend import use_backend
+from arbcli.model.baselines import FloatWeight
 from arbcli.model.blocks.mamba import MambaBlock, MambaCache, mamba_values, running_sum
 from arbcli.model.packed import TernaryTensor
 from arbcli.verify.hnet_reference import reference_mamba_block
@@ -49,6 +52,26 @@ def test_block_and_its_gradients_equal_the_reference(backend, device):
         error = (grad - leaves[name].grad).norm() / leaves[name].grad.norm()
         # decays' gradients are small differences of large sums
         assert error < (1e-3 if grad.shape[1] == 1 else 1e-5), name
+
+
+def test_float_twin_and_its_gradients_equal_the_reference():
+    part = MambaBlock(replace(CONFIG, weights="float"), 7)
+    weights = {name: p for name, p in part.named_modules() if isinstance(p, FloatWeight)}
+    for index, weight in enumerate(weights.values()):
+        weight.initialise(0, index)
+    x, grad_y = normal(2, 17, 20, device="cpu"), normal(2, 17, 20, device="cpu", seed=1)
+    leaves = {n: w.latent.detach().double().requires_grad_() for n, w in weights.items()}
+    ones = {
+        name: torch.ones(size) for name, size in (("norm.weight", 20), ("mamba.gate.weight", 40))
+    }
+    y = part(x)
+    y.backward(grad_y)
+    wanted = reference_mamba_block(x.double(), leaves | ones, 4, 7)
+    wanted.backward(grad_y.double())
+    torch.testing.assert_close(y.double(), wanted, rtol=1e-5, atol=1e-5)
+    for name, weight in weights.items():
+        error = (weight.latent.grad - leaves[name].grad).norm() / leaves[name].grad.norm()
+        assert error < (1e-3 if weight.latent.shape[1] == 1 else 1e-5), name
 
 
 @torch.no_grad()

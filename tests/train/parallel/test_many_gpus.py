@@ -51,11 +51,15 @@ def trained(group, text, given, capture):
     return {name: tensor_digest(name, part) for name, part in saved.tensors.items()}, losses
 
 
-@pytest.mark.parametrize("capture", [False, True], ids=["eager", "captured"])
+@pytest.mark.parametrize(
+    ("given", "capture"),
+    [({}, False), ({}, True), ({"digits": "all"}, True)],
+    ids=["eager", "captured", "all digits"],
+)
 @pytest.mark.parametrize("size", SIZES)
-def test_gpus_give_the_bits_of_one(size, capture, text):
-    (alone,) = in_processes(1, trained, text, {}, False, device="cuda")
-    found = in_processes(size, trained, text, {}, capture, device="cuda")
+def test_gpus_give_the_bits_of_one(size, given, capture, text):
+    (alone,) = in_processes(1, trained, text, given, False, device="cuda")
+    found = in_processes(size, trained, text, given, capture, device="cuda")
     assert found[0] == alone
     assert {tuple(losses) for _, losses in found} == {tuple(alone[1])}
 
