@@ -220,6 +220,17 @@ class CompressedAttention(CachedAttention):
             divergence = self.indexer.divergence(*found, chosen[:, 1:], shares[:, 1:])
         return self.output(y.flatten(2), self.sub_norm), divergence
 
+    def one_position(self, x: Tensor, past: Any) -> Tensor:
+        """Normalise one position of the stream, mix it with the past, and add that to it."""
+        row = self.projection.fused(x, normalise=True).flatten()
+        q, new = row.split((self.inner, 3 * self.kv))
+        still = past.append(new.view(3, self.kv_heads, self.width), self.beta.prepared())
+        if self.indexer:
+            query = self.indexer.query.fused(x, normalise=True)
+            past.choose(query, self.indexer.key.fused(still.view(1, 1, -1), normalise=False))
+        y = past.attend_one(q.view(self.heads, self.width), self.sink.prepared()).view(1, 1, -1)
+        return self.output.fused(y, normalise=self.sub_norm is not None, added=x)
+
     def _choose(
         self, x: Tensor, norm: nn.Module | None, still: Tensor
     ) -> tuple[tuple[Tensor, Tensor, Tensor] | None, Tensor]:
