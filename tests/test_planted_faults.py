@@ -781,7 +781,7 @@ FAULTS = [
     Fault(
         "causality", "attention sees later bytes",
         edit(
-            method(Attention, "forward"),
+            method(Attention, "_mix"),
             rewrite(f"{ATTENTION}(q, k, v, is_causal=True)", f"{ATTENTION}(q, k, v)"),
         ),
         "model: causality",
@@ -810,7 +810,7 @@ FAULTS = [
         "wiring", "attention's norm before the MLP",
         edit(
             method(Block, "forward"),
-            rewrite("self.mlp(x, self.mlp_norm)", "self.mlp(x, self.attention_norm)"),
+            rewrite("self.mlp(x, self.mlp_norm, a)", "self.mlp(x, self.attention_norm, a)"),
         ),
         "model: output",
     ),
