@@ -33,6 +33,7 @@ KEYS = {
     "hnet_quality": ("text", "preset", "ctx", "kind", "seconds", "seed"),
     "digits": ("rule", "rows", "what"),
     "frontier": ("kind", "shape", "way", "seconds", "seed"),
+    "streams": ("part", "variant", "seed", "steps"),
 }
 """Fields that name a row, by file."""
 RUN_FIELDS = ("command", "commit", "dirty", "hardware", "versions", "rows")

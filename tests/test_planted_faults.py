@@ -38,6 +38,7 @@ from arbcli.config.dense import SCALE_TYPES
 from arbcli.errors import ArbError
 from arbcli.kernels.runtime.backend import use_backend
 from arbcli.model.blocks.edges import Edges
+from arbcli.model.blocks.hyper_connection import HyperConnection
 from arbcli.model.dense import Attention, Block
 from arbcli.verify import parity
 from arbcli.verify.compare import as_tuple, compare, poisoned
@@ -254,6 +255,28 @@ FAULTS = [
         "partial sum", "gradient of a gate from the last columns alone", "expert_combine_backward",
         overwrite_sum("g * tl.load(v, ...).to(tl.float32)"),
     ),
+    # streams
+    kernel(
+        "cut short", "one round less", "stream_weights",
+        rewrite("_several_rounds(_begin(z), r)", "_several_rounds(_begin(z), r - 1)"),
+    ),
+    kernel(
+        "correction", "what rows and columns lack not filled up", "stream_weights",
+        rewrite("p + e[:, :, None] * (f / s[:, None])[:, None, :]", "p"),
+    ),
+    kernel(
+        "gradient", "sums of columns taken to be constant", "stream_weights_backward",
+        rewrite("(g - tl.sum(g * p / c, axis=1)[:, None, :]) / c", "g / c"),
+    ),
+    kernel(
+        "missing term", "gains of streams left out", "mix_streams",
+        rewrite("tl.load(c)[:, None] * f[None, :]", "f[None, :]"),
+    ),
+    kernel(
+        "partial sum", "gradients of mixing of the last stream and columns alone",
+        "mix_streams_backward",
+        overwrite_sum("tl.where(q, 1.0, 0.0)[None, :] * x[:, None]"),
+    ),
     # norms
     kernel(
         "missing term", "eps forgotten", "rms_norm",
@@ -315,6 +338,15 @@ FAULTS = [
     kernel(
         "left behind", "a split stored by no program", "decode_attention_rows",
         rewrite("s // BLOCK_S % PROGRAMS == f", "s // BLOCK_S == f"),
+    ),
+    kernel(
+        "position", "the new compressed position not seen", "decode_latent",
+        rewrite("tl.where(i[:, None], c[None, :], x)", "tl.where(i[:, None], 0 * c[None, :], x)"),
+    ),
+    kernel(
+        "missing term", "scores without what is turned", "decode_latent",
+        rewrite("tl.sum(a * u_0[None, :] + b * u_1[None, :], axis=1)",
+                "tl.sum(a * u_0[None, :], axis=1)"),
     ),
     kernel(
         "stack", "every text has the random numbers of the first", "choose_bytes",
@@ -757,6 +789,20 @@ FAULTS = [
         ),
         "model: causality",
     ),
+    Fault(
+        "exchange", "streams read by what they are written by",
+        edit(
+            method(HyperConnection, "forward"),
+            rewrite("r, k, w = self.weights(x)", "w, k, r = self.weights(x)"),
+        ),
+        "streams: output",
+    ),
+    module(
+        "exchange", "weights of streams by columns, not by rows", "model.blocks",
+        rewrite("self.parts.mix_streams(r, k, f, w)",
+                "self.parts.mix_streams(r, k.transpose(1, 2), f, w)"),
+        "streams: output",
+    ),
     module(
         "rounding", "rotary table in bf16", "model",
         rewrite("(a.cos().float(), a.sin().float())",
@@ -995,6 +1041,7 @@ def of_update(rule_and_direction: str) -> list:
 
 MODELS: dict[str, Callable[[str], list]] = {
     "model:": partial(of_model, "ragged", RAGGED),
+    "streams:": partial(of_model, "streams", replace(RAGGED, streams=4)),
     "graph:": partial(of_model, "graph", RAGGED_GRAPH),
     "gates:": partial(of_model, "gates", GATES["graph softplus"]),
     "hashed:": partial(of_model, "hashed", GATES["graph hash"]),

@@ -48,6 +48,8 @@ from arbcli.kernels.runtime.spec import KernelSpec
 from arbcli.kernels.scan.causal_conv import CAUSAL_CONV, CAUSAL_CONV_GRAD_W
 from arbcli.kernels.scan.decay_scan import DECAY_SCAN
 from arbcli.kernels.scan.mamba_step import MAMBA_STEP
+from arbcli.kernels.streams.mix_streams import MIX_STREAMS, MIX_STREAMS_BACKWARD
+from arbcli.kernels.streams.stream_weights import STREAM_WEIGHTS, STREAM_WEIGHTS_BACKWARD
 from arbcli.kernels.update.blend_moment import BLEND_MOMENT
 from arbcli.kernels.update.cast_votes import CAST_SCALE_VOTES, CAST_TRIT_VOTES
 from arbcli.kernels.update.gradient_gains import GRADIENT_GAINS
@@ -125,6 +127,10 @@ KERNELS: tuple[KernelSpec, ...] = (
     DECAY_SCAN,
     CAUSAL_CONV,
     CAUSAL_CONV_GRAD_W,
+    STREAM_WEIGHTS,
+    STREAM_WEIGHTS_BACKWARD,
+    MIX_STREAMS,
+    MIX_STREAMS_BACKWARD,
     MAMBA_STEP,
     GRADIENT_STATISTICS,
     GRADIENT_GAINS,

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from arbcli.config.dense import ModelConfig
+from arbcli.kernels.streams.mix_streams import mix_streams_torch
 from arbcli.model.initial import projection_std
 from arbcli.model.layers.norm import NORM_EPS
 from arbcli.model.layers.rotary import rotary_table, rotate
@@ -206,6 +207,13 @@ class FloatRotaryNorm(nn.Module):
             for t in (q, k)
         )
         return q, k, v
+
+
+def mix_streams(
+    x: Tensor, weights: Tensor, added: Tensor | None = None, gains: Tensor | None = None
+) -> Tensor:
+    """Mix streams by plain operations: see `arbcli.kernels.streams.mix_streams`."""
+    return mix_streams_torch(x, weights, added, gains)
 
 
 def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:

@@ -30,6 +30,10 @@ class CompressedBlock(nn.Module):
         x = x + added
         return x + self.mlp(x, self.mlp_norm), divergence
 
+    def linears(self) -> tuple[nn.Module, ...]:
+        """List none: each is decoded by itself."""
+        return ()
+
     def follow(self, x: Tensor, past: CompressedBlockCache) -> Tensor:
         """Do as `forward` does, after a past, with (1, T, D)."""
         x = x + self.attention(x, self.attention_norm, past)[0]

@@ -25,6 +25,7 @@ from arbcli.kernels.attention.compressed_attention import (
 from arbcli.kernels.attention.compressed_attention_backward import COMPRESSED_ATTENTION_BACKWARD
 from arbcli.kernels.attention.decode_attention import DECODE_ATTENTION
 from arbcli.kernels.attention.decode_attention_rows import DECODE_ATTENTION_ROWS
+from arbcli.kernels.attention.decode_latent import DECODE_LATENT
 from arbcli.kernels.attention.decode_compressed import DECODE_COMPRESSED, attention_of_byte
 from arbcli.kernels.attention.eight_bits import FORMATS, quantise_entries
 from arbcli.kernels.attention.rotary_norm import ROTARY_NORM, rounded_gradient, rounded_once
@@ -58,6 +59,8 @@ from arbcli.kernels.runtime.spec import Case, KernelSpec
 from arbcli.kernels.scan.causal_conv import rounded_conv
 from arbcli.kernels.scan.decay_scan import scan_in_bf16
 from arbcli.kernels.scan.mamba_step import MAMBA_STEP, draw_step
+from arbcli.kernels.streams.mix_streams import rounded_mix, rounded_mix_gradients
+from arbcli.kernels.streams.stream_weights import STREAMS, count_streams, stream_weights_torch
 from arbcli.kernels.update.blend_moment import moment_max
 from arbcli.kernels.update.newton_schulz import GRAM, GRAM_POLYNOMIAL
 from arbcli.kernels.update.quantise_gradient import NONE
@@ -331,6 +334,50 @@ def _take_chunk(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
     return z, p, residual, mean, y, dice.scalar(m) if dice.below(2) else None
 
 
+def _stream_weights(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
+    streams = dice.pick(STREAMS)
+    numbers = streams * (streams + 2)
+    bias = torch.randn(numbers, generator=dice.generator, device=dice.device)
+    return dice.reals(m, numbers), bias, dice.pick((1, 3, 7))
+
+
+def _stream_weights_backward(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
+    raw, bias, rounds = _stream_weights(dice, group_size, m, n, k)
+    streams = count_streams(len(bias))
+    sizes = (m, streams), (m, streams, streams), (m, streams)
+    return *(dice.reals(*size, dtype=torch.float32) for size in sizes), raw, bias, rounds
+
+
+def _mix_streams(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
+    streams, rows = dice.pick(STREAMS), dice.pick(STREAMS)
+    x, weights = dice.reals(m, streams, k), dice.reals(m, rows, streams, dtype=torch.float32)
+    if dice.chance(0.3):
+        return x, weights, None, None
+    return x, weights, dice.reals(m, k), dice.reals(m, rows, dtype=torch.float32)
+
+
+def _mix_streams_backward(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
+    inputs = _mix_streams(dice, group_size, m, n, k)
+    return dice.reals(m, inputs[1].shape[1], k), *inputs
+
+
+def _route_position(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
+    router = dice.pick(ROUTERS)
+    rows = dice.reals((3 if router == "learned" else 1) * k).contiguous()
+    x, last = dice.reals(k).contiguous(), dice.reals(2 * k).contiguous()
+    mean = dice.reals(k, dtype=torch.float32).contiguous()
+    byte, ids = (torch.tensor([[dice.below(48)]], device=dice.device) for _ in range(2))
+    places = dice.scalar(dice.pick((0, 1, m, 4 * n))), dice.scalar(7)
+    return router, x, rows, mean, last, byte, ids, *places, dice.pick((2, 4, 7)), 1e-6, None
+
+
+def _take_chunk(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
+    z, residual, y = (dice.reals(k).contiguous() for _ in range(3))
+    p = torch.rand(1, generator=dice.generator, device=dice.device)
+    mean = dice.reals(k, dtype=torch.float32).contiguous()
+    return z, p, residual, mean, y, dice.scalar(m) if dice.below(2) else None
+
+
 def _decay_scan(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
     batch, heads, states = dice.pick((1, 2)), dice.pick((1, 3)), dice.pick((1, 9, 32))
     q, k_ = (dice.reals(batch, m, heads, states) for _ in range(2))
@@ -468,6 +515,20 @@ def _sum_choices(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
     about = torch.Generator().manual_seed(dice.below(2**31))
     chosen = random_choices(about, batch, number, size, entries).to(dice.device)
     return dice.reals(batch, number, size, 1 + min(k, 200)).contiguous(), chosen, entries
+
+
+def _decode_latent(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
+    heads, half, still = 1 + dice.below(3), 1 + min(k // 8, 20), dice.below(40)
+    width, size, position = 2 * half + still, 1 + min(k, 300), dice.below(3 * n)
+    angle = dice.reals(position + 1, half, dtype=torch.float32).contiguous()
+    shapes = ((1, heads * width + size + 2 * half), (heads * (width + still), size),
+              (n, size), (n, 2 * half))  # fmt: skip
+    row, *others = (dice.reals(*shape).contiguous() for shape in shapes)
+    lengths = dice.reals(n, heads, dtype=torch.float32).abs().clamp(max=2).contiguous()
+    return (
+        row[0], *others, lengths, dice.scalar(position), angle.cos(), angle.sin(),
+        width**-0.5, 1e-6,
+    )  # fmt: skip
 
 
 def _drawn_with(dice: Dice) -> torch.Generator:
@@ -790,6 +851,16 @@ def _fp8_matmul_in_float64(q, scale, packed, transposed, dtype):
     return (q.double() * scale) @ (weight.double() * weight_scale.T).T
 
 
+def _stream_weights_in_float64(raw, bias, rounds):
+    return stream_weights_torch(raw, bias, rounds, torch.float64)
+
+
+def _stream_weights_backward_in_float64(grad_a, grad_b, grad_c, raw, bias, rounds):
+    raw = raw.double().requires_grad_()
+    found = _stream_weights_in_float64(raw, bias, rounds)
+    return torch.autograd.grad(found, raw, [part.double() for part in (grad_a, grad_b, grad_c)])[0]
+
+
 def _embedding_grad_in_float64(grad_y, ids, num_embeddings):
     zeros = grad_y.new_zeros(num_embeddings, grad_y.shape[1], dtype=torch.float64)
     return zeros.index_add_(0, ids, grad_y.double())
@@ -917,6 +988,7 @@ DRAWINGS = {
     "decode_attention_rows": Drawing(
         _decode_attention_rows, None, DECODE_ATTENTION_ROWS.torch, one_layout=True
     ),
+    "decode_latent": Drawing(_decode_latent, None, DECODE_LATENT.torch, one_layout=True),
     "choose_bytes": Drawing(_choose_bytes, one_layout=True),
 
 
@@ -972,6 +1044,14 @@ DRAWINGS = {
     ),
     "spread_chunks_backward": Drawing(
         _spread_chunks_backward, _spread_chunks_backward_in_float64, needs_rows=True
+    ),
+    "stream_weights": Drawing(_stream_weights, _stream_weights_in_float64, needs_rows=True),
+    "stream_weights_backward": Drawing(
+        _stream_weights_backward, _stream_weights_backward_in_float64, needs_rows=True
+    ),
+    "mix_streams": Drawing(_mix_streams, None, rounded_mix, needs_rows=True),
+    "mix_streams_backward": Drawing(
+        _mix_streams_backward, None, rounded_mix_gradients, needs_rows=True
     ),
     "route_position": Drawing(_route_position, None, ROUTE_POSITION.torch, one_layout=True),
     "take_chunk": Drawing(_take_chunk, None, TAKE_CHUNK.torch, one_layout=True),

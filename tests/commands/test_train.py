@@ -272,8 +272,8 @@ OPTIONS = {
     "train": "accum backend batch compute config ctx data device digits dim direction dry-run"
     " eval-every ffn field final-lr force gpus heads init-from json keep keep-best layers log lr"
     " minutes no-sub-norms optimizer out plot preset print-config profile quiet recompute resume"
-    " rule sample-every save-every schedule seed steps sub-norms tscale-type val warmup weights"
-    " wire" + PARTS,
+    " rule sample-every save-every schedule seed steps streams sub-norms tscale-type val warmup"
+    " weights wire" + PARTS,
     "check": "json",
     "generate": "backend bytes checkpoint chunks compute device json kv length prompt seed"
     " temperature top-k top-p",

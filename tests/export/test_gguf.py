@@ -129,6 +129,7 @@ def test_llama_cpp_predicts_the_same(saved, tmp_path, kind, scale_type, bound):
 @pytest.mark.parametrize(("name", "options", "hint"), [
     ("tiny", {}, "--no-sub-norms"),
     ("arb-tiny", "graph", "--to safetensors"),
+    ("tiny", {"streams": 2, "sub_norms": False}, "--to safetensors"),
 ])  # fmt: skip
 def test_model_that_gguf_cannot_hold_is_refused(saved, tmp_path, small_graph, name, options, hint):
     drop = ("preset", "batch")

@@ -19,6 +19,8 @@ import torch
 from torch import Tensor
 
 from arbcli.kernels.codec.decode_digits import (
+    decode_digits,
+    decode_digits_native,
     decode_digits_reference,
     decode_digits_torch,
     decode_digits_triton,
@@ -249,7 +251,7 @@ def decode_weight(packed: Packed, dtype: torch.dtype = torch.bfloat16) -> Tensor
         ValueError: a dtype or a shape does not fit.
     """
     packed.check()
-    run = decode_weight_triton if uses_triton(packed.trits) else decode_digits_torch
+    run = decode_weight_triton if uses_triton(packed.trits) else decode_digits
     return run(packed, dtype)
 
 
@@ -281,4 +283,5 @@ DECODE_WEIGHT = KernelSpec(
     _cases,
     uses_scales=True,
     timings=_timings,
+    native=in_rounded_float32(decode_digits_native),
 )

@@ -20,7 +20,9 @@ from arbcli.kernels.norm.rms_norm import (
     gradient_and_output,
     load_rows,
     load_weight,
+    norm_backward_native,
     norm_gradient,
+    norm_native,
     norm_weight,
     norm_weight_torch,
     rms_norm_in_its_dtype,
@@ -29,7 +31,7 @@ from arbcli.kernels.norm.rms_norm import (
     tiling,
 )
 from arbcli.kernels.runtime._triton import tl, triton
-from arbcli.kernels.runtime.backend import row_chunks, uses_triton
+from arbcli.kernels.runtime.backend import choose, row_chunks
 from arbcli.kernels.runtime.spec import Case, Gate, KernelSpec, Timing
 
 WHOLE_BACKWARD = 2048
@@ -81,6 +83,14 @@ def _gated_rms_norm_backward_torch(grad_y, gate_up, weight, eps):
         slope = silu.neg_().add_(gate).add_(1).mul_(share)  # of silu
         grads[rows, :width] = slope.mul_(up).mul_(grad)
     return grad_gate_up, y
+
+
+def _gated_rms_norm_native(gate_up, weight, eps):
+    return norm_native(gate_up, weight, eps, gated=True)
+
+
+def _gated_rms_norm_backward_native(grad_y, gate_up, weight, eps):
+    return norm_backward_native(grad_y, gate_up, weight, eps, gated=True)
 
 
 @triton.jit
@@ -226,7 +236,7 @@ def gated_rms_norm(gate_up: Tensor, weight: Packed | None, eps: float | None) ->
         ValueError: a dtype or a shape does not fit.
     """
     check_gated_rms_norm(gate_up, weight, eps)
-    run = _gated_rms_norm_triton if uses_triton(gate_up) else _gated_rms_norm_torch
+    run = choose(gate_up, _gated_rms_norm_triton, _gated_rms_norm_torch, _gated_rms_norm_native)
     return run(gate_up, weight, eps)
 
 
@@ -249,8 +259,11 @@ def gated_rms_norm_backward(
     if grad_y.dtype != gate_up.dtype or grad_y.shape != expected:
         got = f"{grad_y.dtype} {tuple(grad_y.shape)}"
         raise ValueError(f"need grad_y of {gate_up.dtype} {expected}, got {got}")
-    run = (
-        _gated_rms_norm_backward_triton if uses_triton(gate_up) else _gated_rms_norm_backward_torch
+    run = choose(
+        gate_up,
+        _gated_rms_norm_backward_triton,
+        _gated_rms_norm_backward_torch,
+        _gated_rms_norm_backward_native,
     )
     return run(grad_y, gate_up, weight, eps)
 
@@ -343,10 +356,10 @@ _GATE = Gate(
 
 GATED_RMS_NORM = KernelSpec(
     "gated_rms_norm", _gated_rms_norm_triton, _gated_rms_norm_torch, gated_rms_norm_reference,
-    _cases, _GATE, uses_scales=True, timings=_timings,
+    _cases, _GATE, uses_scales=True, timings=_timings, native=_gated_rms_norm_native,
 )  # fmt: skip
 GATED_RMS_NORM_BACKWARD = KernelSpec(
     "gated_rms_norm_backward", _gated_rms_norm_backward_triton, _gated_rms_norm_backward_torch,
     gated_rms_norm_backward_reference, _backward_cases, _GATE, uses_scales=True,
-    timings=_backward_timings,
+    timings=_backward_timings, native=_gated_rms_norm_backward_native,
 )  # fmt: skip

@@ -274,6 +274,7 @@ class TernaryLinear(Findable):
         self.weight = LinearWeight(out_features, in_features, config, area=area, **about)
         self.weight.in_eight_bits = in_eight_bits
         self._arranged: Arranged | ArrangedDigits | None = None
+        self._decoded: Tensor | None = None
 
     def forward(
         self, x: Tensor, before: TernaryRMSNorm | None = None, added: Tensor | None = None
@@ -342,10 +343,16 @@ class TernaryLinear(Findable):
         y = multiply(rows, self._arranged, eps, added)
         return y.view(*x.shape[:-1], -1)
 
+    def decoded(self, dtype: torch.dtype) -> Tensor:
+        """Decode the weights for steps, (N, K) of `dtype`; `arranged_once` says until when."""
+        if self._decoded is None or self._decoded.dtype != dtype:
+            self._decoded = self.weight.weight(dtype)
+        return self._decoded
+
     @contextmanager
     def arranged_once(self) -> Iterator[None]:
         """Keep the weights as they are arranged for steps; meanwhile they must not change."""
         try:
             yield
         finally:
-            self._arranged = None
+            self._arranged = self._decoded = None
