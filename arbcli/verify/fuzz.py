@@ -25,8 +25,8 @@ from arbcli.kernels.attention.compressed_attention import (
 from arbcli.kernels.attention.compressed_attention_backward import COMPRESSED_ATTENTION_BACKWARD
 from arbcli.kernels.attention.decode_attention import DECODE_ATTENTION
 from arbcli.kernels.attention.decode_attention_rows import DECODE_ATTENTION_ROWS
-from arbcli.kernels.attention.decode_latent import DECODE_LATENT
 from arbcli.kernels.attention.decode_compressed import DECODE_COMPRESSED, attention_of_byte
+from arbcli.kernels.attention.decode_latent import DECODE_LATENT
 from arbcli.kernels.attention.eight_bits import FORMATS, quantise_entries
 from arbcli.kernels.attention.rotary_norm import ROTARY_NORM, rounded_gradient, rounded_once
 from arbcli.kernels.attention.sum_choices import random_choices
