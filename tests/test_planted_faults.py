@@ -475,11 +475,14 @@ FAULTS = [
         rewrite("s / s.sum(dim=-1, keepdim=True).clamp(min=TINY)", "s"),
         "compressed: end to end",
     ),
-    module(
-        "position", "entries turned as their second bytes", "model.blocks.compressed_attention",
-        rewrite("part[:: self.ratio][: still.shape[1], None]",
-                "part[1 :: self.ratio][: still.shape[1], None]"),
-        "compressed: end to end",
+    kernel(
+        "position", "entries turned as their second bytes", "compress_blocks",
+        rewrite("tl.load(cos_ptr + b * M * HALF + o, ...)",
+                "tl.load(cos_ptr + (b * M + 1) * HALF + o, ...)"),
+    ),
+    kernel(
+        "gradient", "gates as if nothing was divided by", "compress_blocks_backward",
+        rewrite("g1 * (v1 - c1)", "g1 * v1"),
     ),
     kernel(
         "tie", "the last of equals kept", "choose_byte",

@@ -16,6 +16,7 @@ from torch import Tensor
 from arbcli.kernels.attention.append_position import APPEND_POSITION
 from arbcli.kernels.attention.choose_entries import random_index
 from arbcli.kernels.attention.choose_next import index_of_byte
+from arbcli.kernels.attention.compress_blocks import COMPRESS_BLOCKS, COMPRESS_BLOCKS_BACKWARD
 from arbcli.kernels.attention.compressed_attention import (
     COMPRESSED_ATTENTION,
     Sight,
@@ -535,6 +536,21 @@ def _drawn_with(dice: Dice) -> torch.Generator:
     return torch.Generator().manual_seed(dice.below(2**31))
 
 
+def _compress_blocks(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
+    heads, half, ratio = dice.pick((1, 2)), 1 + min(k, 40), 2 + dice.below(7)
+    batch, length = dice.pick((1, 2)), 1 + min(m, 60)
+    x = dice.reals(batch, length, 6 * heads * half)
+    beta = dice.reals(2 * heads * half, ratio, dtype=torch.float32)
+    angle = dice.reals(length, half, dtype=torch.float32)
+    return x, beta, angle.cos(), angle.sin(), heads, 1e-6
+
+
+def _compress_blocks_backward(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
+    inputs = _compress_blocks(dice, group_size, m, n, k)
+    recent, entries, _ = COMPRESS_BLOCKS.torch(*inputs)
+    return *(dice.reals(*t.shape, dtype=torch.float32) for t in (recent, entries)), *inputs
+
+
 def _append_position(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
     kv, half, ratio = dice.pick((1, 2)), 1 + min(k, 64), 2 + dice.below(9)
     position, slots = dice.below(60), 1 + dice.below(8)
@@ -977,6 +993,12 @@ DRAWINGS = {
     "choose_bytes": Drawing(_choose_bytes, one_layout=True),
 
 
+    "compress_blocks": Drawing(
+        _compress_blocks, None, COMPRESS_BLOCKS.torch, needs_rows=True
+    ),
+    "compress_blocks_backward": Drawing(
+        _compress_blocks_backward, None, COMPRESS_BLOCKS_BACKWARD.torch, needs_rows=True
+    ),
     "compressed_attention": Drawing(
         _compressed_attention, None, COMPRESSED_ATTENTION.torch, needs_rows=True
     ),
