@@ -31,8 +31,10 @@ KEYS = {
     "cpu_step": ("preset", "kind"),
     "exports": ("model", "program", "type"),
     "hnet": ("preset", "kind"),
+    "hnet_quality": ("text", "preset", "ctx", "kind", "seconds", "seed"),
     "digits": ("rule", "rows", "what"),
     "frontier": ("kind", "shape", "way", "seconds", "seed"),
+    "streams": ("part", "variant", "seed", "steps"),
 }
 """Fields that name a row, by file."""
 RUN_FIELDS = ("command", "commit", "dirty", "hardware", "versions", "rows")

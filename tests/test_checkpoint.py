@@ -780,3 +780,25 @@ def test_read_json_refuses_what_is_no_json(tmp_path, text):
 def test_read_json_names_a_missing_file(tmp_path):
     with pytest.raises(ArbError, match=r"config\.json`: No such file"):
         read_json(tmp_path / "config.json")
+
+
+RANGES = {
+    "exponent": (-96, 31), "fraction": (0, 127), "score": (0, 127), "strength": (0, 127),
+    "usage": (0, 127), "remainder": (-128, 127), "moment": (-128, 127),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", RANGES)
+def test_state_is_legal_up_to_its_limits_and_no_further(name):
+    least, most = RANGES[name]
+    for value in range(-128, 128):
+        tensor = torch.full((2, 3), value, dtype=torch.int8)
+        tensor[0, 1] = least
+        assert module._is_legal(f"a.{name}", tensor) == (least <= value <= most)
+    assert module._is_legal(f"a.{name}", tensor[:0])
+
+
+def test_numbers_of_a_long_run_are_saved_and_read(tmp_path, saved):
+    long = replace(load_checkpoint(saved), step=2**40, counters={"refused": 2**50})
+    found = load_checkpoint(save_checkpoint(tmp_path, long))
+    assert (found.step, found.counters) == (2**40, {"refused": 2**50})

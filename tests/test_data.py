@@ -348,6 +348,14 @@ def test_few_files_are_split_within_where_one_is_most_of_them(tmp_path, large):
     assert by_file.val.num_files == 1
 
 
+@pytest.mark.parametrize(("context", "split"), [(9, "within"), (10, "files"), (11, "files")])
+def test_tenths_of_files_that_are_no_window_together_are_not_held_out(tmp_path, context, split):
+    paths = write_all(tmp_path, [random_bytes(90), random_bytes(19)])
+    texts = [open_texts(list(map(str, paths)), None, seed=s, context=context) for s in range(4)]
+    assert {found.split for found in texts} == {split}
+    assert {len(found.val) for found in texts} == ({10} if split == "within" else {19, 90})
+
+
 def test_few_files_are_split_within_where_the_held_out_one_is_of_another_kind(tmp_path):
     prose = b"Ternary weights learn to read, a byte at a time. " * 400
     paths = [str(path) for path in write_all(tmp_path, [prose] * 15 + [random_bytes(len(prose))])]
@@ -580,6 +588,17 @@ def test_read_names_a_file_that_has_become_shorter(tmp_path, num_bytes, is_mappe
     with pytest.raises(ArbError) as error:
         text.read(0, 10_000)
     assert message_of(error) == f"`{path}` has become shorter since the text was opened"
+
+
+@pytest.mark.parametrize("num_bytes", [500, 9_500, 9_999])
+def test_end_of_a_file_that_has_become_shorter_is_not_touched(tmp_path, num_bytes):
+    """To read a page that is no more would kill the process."""
+    (path,) = write_all(tmp_path, [random_bytes(10_000)])
+    text = Text.of_parts([(path, 9_000, 10_000)])
+    assert len(text.read(0, 1000)) == 1000
+    os.truncate(path, num_bytes)
+    with pytest.raises(ArbError, match="has become shorter"):
+        text.read(0, 1)
 
 
 def test_read_accepts_a_file_that_has_grown(tmp_path):

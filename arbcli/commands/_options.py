@@ -63,7 +63,7 @@ def given_options(**values: Any) -> dict[str, Any]:
 
 KEPT_IN = ("bf16", "fp8", "int8")
 """What keys and values can be kept in."""
-BACKENDS = ("triton", "torch", "interpreter")
+BACKENDS = ("triton", "native", "torch", "interpreter")
 """What runs kernels; `arbcli.kernels` has them too, and imports torch."""
 REPEATED = ("--data", "--val")
 """Options of several values, which may follow one another: a shell makes them of `*.txt`."""
@@ -242,6 +242,10 @@ MODEL = {
     "layers": _size("blocks"),
     "heads": _size("attention heads"),
     "ffn": _size("MLP width"),
+    "streams": _number(
+        "Residual streams of dense blocks, mixed by hyper-connections: 1, 2, 4 or 8. [default: 1]",
+        min=1,
+    ),
     "attention": _name(
         "attention",
         ATTENTIONS + GRAPH_ATTENTIONS,

@@ -69,12 +69,6 @@ class HNetConfig(ModelConfig):
                 )
         check_choice("boundaries", self.boundaries, BOUNDARIES)
         check_choice("outer_blocks", self.outer_blocks, OUTER_BLOCKS)
-        if self.outer_blocks == "mamba" and self.weights != "ternary":
-            raise ArbError(
-                f"`weights` is `{self.weights}`, and Mamba-2 blocks have no float twin",
-                hint="use blocks of attention for twins",
-                fields=("weights",),
-            )
         if min(self.chunk_length) < 2:
             raise ArbError(
                 f"`chunk_length` is {min(self.chunk_length)}",

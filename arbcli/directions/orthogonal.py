@@ -27,11 +27,17 @@ WIDE_PRODUCTS = {"cpu": 0, "cuda": 2**31}
 of a GPU take what is saved."""
 
 
+SHIFTS = (1.89608180e-05, 9.18605963e-03)
+POLAR_WEIGHTS = (0.961939909, 0.00921883, 0.18527752)
+"""Of `_near_polar`: f(s) = s (w_0 + w_1 / (s^2 + c_1) + w_2 / (s^2 + c_2)) is within 0.155 of 1 for
+all s in 0.002 .. 1, and no other such function comes nearer; below it is at most 507 s."""
+
+
 class Orthogonal(Direction):
     """A matrix whole, or each of a stack: it wants every singular value alike."""
 
     def values(self, grad: Tensor, dtype: torch.dtype) -> Tensor:
-        """Orthogonalise (N, K), or each matrix of (B, N, K), in `dtype`."""
+        """Orthogonalise (N, K), or each matrix of (B, N, K), on a GPU in `dtype`."""
         return orthogonalise(grad, dtype)
 
     def values_of(self, grads: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
@@ -52,6 +58,65 @@ class Orthogonal(Direction):
 
 
 def orthogonalise(grad: Tensor, dtype: torch.dtype) -> Tensor:
+    """Push the singular values of a matrix towards 1: on a GPU by products, on a CPU by inverses.
+
+    An inverse of a matrix takes a CPU the time of two products, and two inverses are as good as
+    five Newton-Schulz steps. A GPU is slow at inverses.
+
+    Args:
+        grad: (N, K), or a stack (B, N, K), float32 or bfloat16; each matrix finite. One of zeros
+            stays so.
+        dtype: of products on a GPU; bfloat16 is enough.
+
+    Returns:
+        Like `grad`, of `dtype`; on a CPU float32.
+    """
+    on_gpu = grad.is_cuda or grad.is_mps
+    return newton_schulz(grad, dtype) if on_gpu else near_polar(grad)
+
+
+def near_polar(grad: Tensor) -> Tensor:
+    """Push the singular values of a matrix towards 1 with two inverses.
+
+    On the smaller side of the matrix, X being (n, m) with n <= m and A = X X.T / s:
+
+        Y = (w_0 + w_1 (A + c_1)^-1 + w_2 (A + c_2)^-1) X / sqrt(s),  s = |X X.T| >= sigma_max^2
+
+    This is the rational function of the degrees (5, 4) that is nearest to the sign. All is summed
+    in float32: A + c_1 has a condition of up to 53,000.
+
+    Source: Y. Nakatsukasa and R. Freund, "Computing fundamental matrix decompositions accurately
+    via the matrix sign function in two iterations: the power of Zolotarev's functions",
+    https://doi.org/10.1137/140990334, section 3.
+
+    Args:
+        grad: (N, K), or a stack (B, N, K), float32 or bfloat16.
+
+    Returns:
+        Like `grad`, float32; not finite where `grad` is not.
+    """
+    grad = grad.float()
+    tall = grad.shape[-2] > grad.shape[-1]
+    x = grad.mT if tall else grad
+    square = x @ x.mT
+    diagonal = square.diagonal(dim1=-2, dim2=-1)
+    smallest = torch.finfo(torch.float32).tiny
+    # the squares of its elements could be too small for float32 before
+    trace = diagonal.sum(-1)[..., None, None].clamp_(min=smallest)
+    square /= trace
+    norm = torch.linalg.matrix_norm(square, keepdim=True).clamp_(min=TINY)
+    square /= norm
+    q, before = torch.zeros_like(square), 0.0
+    for shift, weight in zip(SHIFTS, POLAR_WEIGHTS[1:], strict=True):
+        diagonal += shift - before
+        before = shift
+        q.add_(torch.cholesky_inverse(torch.linalg.cholesky_ex(square)[0]), alpha=weight)
+    q.diagonal(dim1=-2, dim2=-1).add_(POLAR_WEIGHTS[0])
+    q *= trace.rsqrt() * norm.rsqrt()
+    return grad @ q if tall else q @ x
+
+
+def newton_schulz(grad: Tensor, dtype: torch.dtype) -> Tensor:
     """Push the singular values of a matrix towards 1 with Newton-Schulz iterations.
 
     On the smaller side of the matrix, X being (n, m) with n <= m:

@@ -11,6 +11,7 @@ from arbcli.model.blocks.mlp import MLP
 from arbcli.model.cache import BlockCache, KeyValueCache, SeveralBlock, SeveralCache
 from arbcli.model.language_model import RECOMPUTE, LanguageModel
 from arbcli.model.layers.kinds import byte_head, layers_for
+from arbcli.model.layers.linear import decode_in_groups
 
 
 class Block(nn.Module):
@@ -44,6 +45,10 @@ class Block(nn.Module):
             added, x = self.attention(x, self.attention_norm, added=added)
         added, x = self.mlp(x, self.mlp_norm, added)
         return x + added if whole else (x, added)
+
+    def linears(self) -> tuple[nn.Module, ...]:
+        """List the linear layers in the order of a forward."""
+        return self.attention.qkv, self.attention.output, self.mlp.gate_up, self.mlp.output
 
     def follow(self, x: Tensor, added: Tensor | None, past: BlockCache) -> tuple[Tensor, Tensor]:
         """Do as `forward` does, after a past; what a branch adds is left to the norm behind it.
@@ -109,6 +114,9 @@ class ByteLM(LanguageModel):
         self.blocks = nn.ModuleList(self.make_blocks(config))
         self.norm = parts.norm(config.dim, config)
         self.head = byte_head(config)
+        if config.weights == "ternary":
+            linears = [layer.weight for block in self.blocks for layer in block.linears()]
+            decode_in_groups(linears, size=len(linears) // config.layers)
 
     def make_blocks(self, config: ModelConfig) -> list[nn.Module]:
         """Make the blocks."""

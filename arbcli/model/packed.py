@@ -86,6 +86,8 @@ class TernaryTensor(StateModule):
         self.out_features, self.in_features = out_features, in_features
         self.lr_factor = lr_factor
         self.std, self.spread, self.frozen, self.matrices = std, spread, frozen, matrices
+        self.updates = 0
+        """How often kernels have been told to step it, as far as Python knows."""
         self.group_size = config.group_size
         self.rule = find_rule(config.rule, "trit" if frozen else config.digits)
         name = direction or config.direction
@@ -162,6 +164,13 @@ class TernaryTensor(StateModule):
             for name, kind in self.kinds.items()
             if kind not in ("counters", "wire")
         }
+
+    @property
+    def version(self) -> tuple[int, ...]:
+        """Count the changes of trits and scales: by updates, and in place by torch."""
+        return self.updates, *(
+            part._version for part in (self.trits, *self.scales) if part is not None
+        )
 
     def matrix(self, index: int) -> State:
         """View the state of one of the matrices."""

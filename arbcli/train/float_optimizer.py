@@ -9,6 +9,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
+from arbcli.model.baselines import FloatNumbers
 from arbcli.model.dense import ByteLM
 
 BETAS = (0.9, 0.95)
@@ -41,8 +42,16 @@ class FloatOptimizer:
         if name == "muon":
             self._muon = Muon(blocks, self._lr, WEIGHT_DECAY, compiled=compiled)
             blocks, decay = [], 0.0
+        rest = blocks + others
+        # a decay would take numbers of given sizes away from them
+        given = [part for part in model.modules() if isinstance(part, FloatNumbers) and part.values]
+        sized = {id(part.latent) for part in given}
+        groups = [{"params": [p for p in rest if id(p) not in sized]}]
+        if sized:
+            kept = [p for p in rest if id(p) in sized]
+            groups.append({"params": kept, "weight_decay": 0.0})
         self._adamw = torch.optim.AdamW(
-            blocks + others,
+            groups,
             lr=self._lr,
             betas=BETAS,
             weight_decay=decay,

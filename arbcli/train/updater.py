@@ -290,6 +290,7 @@ class Updater:
             share: of the rows, those that take part; the others' gradient is zero. None is all.
             values: what its direction is made of, if that is known.
         """
+        tensor.updates += 1
         keys, rule, direction = self.keys[index].unbind(), tensor.rule, tensor.direction
         sizes = self._sizes[tensor.lr_factor]
         packed = tensor.packed_of(state)

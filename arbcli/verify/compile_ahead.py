@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 from arbcli.errors import ArbError
-from arbcli.kernels.runtime._triton import HAS_TRITON, INTERPRETED, TensorDescriptor
+from arbcli.kernels.runtime._triton import HAS_TRITON, INTERPRETED, TensorDescriptor, tl
 from arbcli.kernels.runtime.backend import compile_for
 from arbcli.kernels.runtime.launches import replaced_launches
 from arbcli.kernels.runtime.spec import KernelSpec
@@ -248,11 +248,20 @@ def _variant(function, types, fixed, options, units, *, multiples: bool) -> Vari
         name: "constexpr" if name in constants else types[name] for name in function.arg_names
     }
     attributes = {
-        (index,): [["tt.divisibility", 16]]
-        for index, name in enumerate(function.arg_names)
-        if signature[name].startswith("*") or (multiples and signature[name].startswith("i"))
+        path: [["tt.divisibility", 16]]
+        for path, kind in _flat(signature.values())
+        if kind.startswith("*") or (multiples and kind.startswith("i"))
     }
     return Variant(function, signature, constants, attributes, options)
+
+
+def _flat(values: Iterable, path: tuple[int, ...] = ()) -> Iterator[tuple[tuple[int, ...], Any]]:
+    """List what tuples of tuples have inside, each with where it is."""
+    for index, value in enumerate(values):
+        if isinstance(value, tuple):
+            yield from _flat(value, (*path, index))
+        else:
+            yield (*path, index), value
 
 
 @contextmanager
@@ -264,6 +273,10 @@ def recorded_launches(record: Callable[[Launch], None]) -> Iterator[None]:
         options = {key: named.pop(key) for key in [*named] if key not in function.arg_names}
         fixed = {p.name: named.pop(p.name) for p in function.params if p.is_constexpr}
         fixed |= {key: named.pop(key) for key in [*named] if named[key] is None}
+        places = {name: index for index, name in enumerate(function.arg_names)}
+        inside = ((places[key], value) for key, value in named.items() if isinstance(value, tuple))
+        for index, values in inside:
+            fixed |= {path: x for path, x in _flat(values, (index,)) if type_of(x) == "constexpr"}
         record(Launch(function, grid, named, fixed, options))
 
     with replaced_launches(note):
@@ -277,8 +290,12 @@ def _with_dtype(inputs: tuple, dtype: torch.dtype, which: tuple[int, ...] | None
         yield value.to(dtype) if real and (which is None or index in which) else value
 
 
-def type_of(value: object) -> str:
+def type_of(value: object) -> str | tuple:
     """Name the type of a launch argument in the compiler's words."""
+    if isinstance(value, tuple):
+        return tuple(map(type_of, value))
+    if isinstance(value, tl.constexpr):
+        return "constexpr"
     if isinstance(value, torch.Tensor):
         name = str(value.dtype).removeprefix("torch.")
         short = {"bfloat16": "bf16", "float32": "fp32", "float64": "fp64", "uint8": "u8"}

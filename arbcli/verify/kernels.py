@@ -94,7 +94,7 @@ def verify_kernels(
         names: kernels to check; none at all means every one.
         group_sizes: scale types to check, by name.
         device: where to run.
-        backends: `triton` or `interpreter`, and `torch`.
+        backends: `triton` or `interpreter`, `torch`, and `native`.
         checks: which of them to make; the fixed cases by default.
         workers: processes that share the work; None is this one.
         progress: is told each kernel that is done, and what it found.
@@ -149,6 +149,8 @@ def _verify_job(
 ) -> list[KernelResult]:
     """Make all checks of one kernel with one scale type."""
     (spec,), device = find_kernels([name]), torch.device(device_name)
+    if "torch" in backends and spec.native is None:  # it would be the same once more
+        backends = tuple(backend for backend in backends if backend != "native")
 
     def check(kind, cases, reference, backends) -> list[KernelResult]:
         return _verify(spec, kind, scale_type, device, cases, reference, backends)
@@ -222,7 +224,7 @@ def _run_case(
     wanted: tuple[Tensor, ...],
     peers: tuple[Tensor | None, ...],
 ) -> list[CaseResult]:
-    run = spec.torch if backend == "torch" else spec.triton
+    run = spec.run(backend)
     try:
         with use_backend(backend), chunks_of(case.chunk_elements):
             got = as_tuple(run(*copies(case.inputs)))

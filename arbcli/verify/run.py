@@ -10,6 +10,7 @@ import torch
 from arbcli.config.checks import check_choice
 from arbcli.config.dense import SCALE_TYPES
 from arbcli.device import resolve_device
+from arbcli.kernels.runtime import native
 from arbcli.kernels.runtime._triton import HAS_TRITON
 from arbcli.signals import Interrupted, RaisedSignal
 from arbcli.verify.compile_ahead import CompileResult, compile_kernels, find_targets
@@ -147,9 +148,10 @@ def _check(
 
 
 def _backends(device: torch.device) -> tuple[str, ...]:
-    if not HAS_TRITON:
-        return ("torch",)
-    return ("triton" if device.type == "cuda" else "interpreter", "torch")
+    """List all that can run, and stand for something of their own, on a device."""
+    found = ["triton" if device.type == "cuda" else "interpreter"] if HAS_TRITON else []
+    own_loops = device.type == "cpu" and native.available()
+    return (*found, "torch", *(["native"] if own_loops else []))
 
 
 def _num_workers(device: torch.device) -> int:
@@ -203,6 +205,9 @@ def _left_out(
         yield f"the compiled kernels: nothing ran on a GPU, but on {device.type}"
         yield "bfloat16 in the kernels: Triton's interpreter computes it wrongly"
         yield "the real sizes of the presets: they need a GPU"
+    if "native" not in backends:
+        asked = device.type != "cpu" or native.available()
+        yield f"the native backend: {'it was not asked for' if asked else native.why_not()}"
     if "torch" not in backends:
         yield "the torch backend: another one was asked for"
     if request.names:

@@ -40,7 +40,7 @@ def find_strength(
     """
     ran: dict[str, set[bool]] = {}
     for result in kernels:
-        if result.kind == "cases":
+        if result.kind == "cases" and result.backend != "native":
             check = f"{result.kernel} {result.scale_type or ''}".strip()
             ran.setdefault(check, set()).add(result.backend == "torch")
     made = {check for check, backends in ran.items() if len(backends) == 2}

@@ -1,5 +1,6 @@
 """The weights alone: a quarter of a byte each, and all that generating and evaluating need."""
 
+import json
 import os
 
 import pytest
@@ -90,3 +91,31 @@ def test_weights_alone_are_not_trained_on(saved, tmp_path):
     export(saved(), "safetensors", out=tmp_path / "weights.safetensors")
     with pytest.raises(ArbError, match="the weights alone"):
         Trainer.take_weights(None, load_checkpoint(tmp_path / "weights.safetensors"))
+
+
+def test_file_tells_of_the_checkpoint_that_it_is_of(saved, tmp_path):
+    source = load_checkpoint(saved())
+    (tmp_path / "config.json").write_text(json.dumps({"config": {"compute": "fp32"}}))
+    export(tmp_path, "safetensors", out=tmp_path / "weights")
+    found = load_checkpoint(tmp_path / "weights")
+    assert (found.step, found.config, found.counters) == (7, source.config, {})
+    assert found.data == source.data | {"origin": source.digest, "compute": "fp32"}
+
+
+@pytest.mark.parametrize("of_run", [False, True])
+@pytest.mark.parametrize(
+    ("kind", "name"), [("safetensors", "{}-weights.safetensors"), ("hf", "{}-hf")]
+)
+def test_export_is_named_for_its_run_or_else_for_its_file(
+    of_run, kind, name, saved, tmp_path, monkeypatch
+):
+    path = saved()
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    if of_run:
+        (tmp_path / "config.json").write_text(json.dumps({"config": {"compute": "fp32"}}))
+    report = export(path, kind)
+    assert report.path == name.format(tmp_path.name if of_run else "step-000007")
+    assert (tmp_path / "here" / report.path).exists()
+    assert report.checkpoint == str(path)
+    assert report.type == ("trits" if kind == "safetensors" else "BF16")

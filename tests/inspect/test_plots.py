@@ -22,6 +22,20 @@ def painted_share(png: Path) -> float:
     return float((pixels.min(axis=-1) < 0.9).mean())
 
 
+def words_on(figure) -> list:
+    """List what is written on each panel: title, axes, marks and legend."""
+    return [
+        (
+            axes.get_title(loc="left"),
+            axes.get_xlabel(),
+            axes.get_ylabel(),
+            [mark.get_text().replace("\n", " ") for mark in axes.texts],
+            [text.get_text() for text in axes.get_legend().texts] if axes.get_legend() else [],
+        )
+        for axes in figure.axes
+    ]
+
+
 def record(step: int, val_loss: float | None) -> dict:
     return {"step": step, "loss": 6 / math.sqrt(step), "val_loss": val_loss}
 
@@ -31,7 +45,9 @@ def run(tmp_path) -> Path:
     path = tmp_path / "001-256x4-moment"
     path.mkdir()
     (path / "config.json").write_text(json.dumps({"text": {"entropy": 3.2}}))
-    records = [record(step, 2.5 if step % 50 == 0 else None) for step in range(10, 110, 10)]
+    records = [
+        record(step, 3 - step / 100 if step % 50 == 0 else None) for step in range(10, 110, 10)
+    ]
     (path / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
     return path
 
@@ -84,10 +100,13 @@ def test_plot_training_draws_a_curve(run, figures, tmp_path):
     (axes,) = figures[0].axes
     assert lines_of(axes) == {
         "training": [(step, 6 / math.sqrt(step)) for step in range(10, 110, 10)],
-        "held out": [(50, 2.5), (100, 2.5)],
+        "held out": [(50, 2.5), (100, 2.0)],
     }
     marks = {line.get_ydata()[0] for line in axes.get_lines() if line.get_linestyle() == ":"}
     assert marks == {math.log(256), 3.2}
+    marked = ["2.000", "uniform 5.545", "order 0 3.200"]
+    about = ("001-256x4-moment: loss", "step", "nats a byte", marked, ["training", "held out"])
+    assert words_on(figures[0]) == [about]
 
 
 def test_plot_training_draws_a_run_without_evaluations(run, tmp_path):
@@ -122,6 +141,14 @@ def test_plot_probe_draws_three_panels(report, figures, tmp_path):
         "held out": [(0, 5.5), (1, 4.5), (2, 3.5), (3, 2.5)],
         "training": [(0, 4.0), (1, 3.0), (2, 2.0)],
     }
+    branches = ["after step 0", "after step 3", "attention branch", "MLP branch"]
+    marked = ["uniform 5.545", "order 0 3.200"]
+    assert words_on(figures[0]) == [
+        ("residual stream", "blocks passed", "root-mean-square", [], branches),
+        ("trits flipped by a step", "step", "% of all", [], []),
+        ("loss", "steps done", "nats a byte", marked, ["held out", "training"]),
+    ]
+    assert figures[0].get_suptitle() == "moment: ok   (3.34 M weights, T32, ctx 64)"
 
 
 def test_plot_probe_leaves_gaps_for_what_is_not_finite(report, tmp_path):
@@ -168,7 +195,13 @@ def test_plot_probe_takes_a_real_report(tmp_path):
     assert painted_share(tmp_path / "probe.png") > 0.02
 
 
-def test_plot_probe_draws_lengths_of_chunks(report, tmp_path):
-    report["chunks"] = {"lengths": (5, 3, 0, 1), "mean_lengths": (1.7,)}
+def test_plot_probe_draws_lengths_of_chunks(report, figures, tmp_path):
+    report["chunks"] = {"lengths": (5, 3, 0, 1), "mean_lengths": (1.7, 2.5)}
     plot_probe(report, tmp_path / "probe.png")
     assert painted_share(tmp_path / "probe.png") > 0.01
+    *_, axes = figures[0].axes
+    bars = [(bar.get_x() + bar.get_width() / 2, bar.get_height()) for bar in axes.patches]
+    assert bars == [pytest.approx(bar) for bar in ((1, 5), (2, 3), (3, 0), (4, 1))]
+    assert [line.get_xdata()[0] for line in axes.get_lines()] == [1.7]
+    about = ("chunks of the held-out text", "bytes of a chunk", "chunks", [], ["mean 1.70"])
+    assert words_on(figures[0])[-1] == about

@@ -10,7 +10,8 @@ import torch
 from marks import mostly_slow
 from torch.nn import functional
 
-from arbcli.data import open_texts
+from arbcli.config.training import train_config_from
+from arbcli.data import entropy, evaluation_batches, open_texts
 from arbcli.errors import ArbError
 from arbcli.inspect.probe import _histogram, examine, open_saved, probe
 from arbcli.inspect.verdicts import ProbeReport, Reading, judge
@@ -18,6 +19,7 @@ from arbcli.kernels.codec.packing import unpack_trits
 from arbcli.model.blocks import attention as attention_block
 from arbcli.train.configure import new_config
 from arbcli.train.run import Observer, start_run
+from arbcli.train.schedule import learning_rate
 from arbcli.train.trainer import Trainer
 from arbcli.train.updater import Updater
 
@@ -170,6 +172,34 @@ def test_loss_by_position_averages_to_the_loss(sound):
     assert total / SMALL["ctx"] == pytest.approx(last.val_loss, rel=1e-5)
 
 
+def test_readings_are_those_of_the_held_out_batch(text, monkeypatch):
+    trainer, peaks = trainer_of(text, warmup=2, steps=3), iter([500, 900, 700])
+    monkeypatch.setattr("arbcli.inspect.probe.peak_bytes", lambda device: next(peaks))
+    sizes = {"batch_size": trainer.config.batch, "context": SMALL["ctx"], "device": "cpu"}
+    ((ids, targets),) = evaluation_batches(trainer.texts.val, num_batches=1, **sizes)
+    rates = [learning_rate(trainer.config, step) for step in range(3)]
+    report = examine(trainer, 3)
+    last = report.readings[-1]
+    with torch.no_grad():  # by the weights that the last step left
+        logits = trainer.model(ids).double()
+    losses = functional.cross_entropy(logits.mT, targets, reduction="none")
+    assert last.val_loss == pytest.approx(float(losses.mean()), rel=1e-5)
+    ends = [*report.position_starts[1:], SMALL["ctx"]]
+    for start, end, loss in zip(report.position_starts, ends, last.loss_by_position, strict=True):
+        assert loss == pytest.approx(float(losses[:, start:end].mean()), rel=1e-5)
+    assert last.logit_min == pytest.approx(float(logits.min()), rel=1e-5)
+    assert last.logit_max == pytest.approx(float(logits.max()), rel=1e-5)
+    entropies = torch.special.entr(logits.softmax(-1)).sum(-1)
+    assert last.prediction_entropy == pytest.approx(float(entropies.mean()), rel=1e-5)
+    assert [reading.lr for reading in report.readings] == [None, *rates]
+    assert report.peak_bytes == 900
+    assert report.state_bytes == trainer.state_bytes()
+    assert report.num_weights == trainer.num_weights
+    assert report.uniform_loss == pytest.approx(math.log(256))
+    assert report.text_entropy == entropy(trainer.texts.val)
+    assert report.config["lr"] == trainer.config.lr
+
+
 @pytest.mark.parametrize("context", [1, 2, 3])
 def test_probe_takes_contexts_of_a_few_bytes(context, text):
     report = examine(trainer_of(text, ctx=context, steps=1), 1)
@@ -198,6 +228,19 @@ def test_flips_are_those_that_the_updates_count(rule, text):
     seen.append({n: unpack_trits(w.trits, w.in_features) for n, w in weights.items()})
     shares = sum(reading.flip_share for reading in report.readings[1:])
     assert round(shares * trainer.num_weights) == trainer.updater.take_flips() > 0
+    for tensor in report.tensors:
+        of_tensor = torch.stack([trits[tensor.name] for trits in seen]).int()
+        before, after = of_tensor[:-1], of_tensor[1:]
+        counted = {
+            "up_share": after > before,
+            "down_share": after < before,
+            "into_zero_share": (after == 0) & (before != 0),
+            "out_of_zero_share": (after != 0) & (before == 0),
+            "still_share": (after == before).all(0),
+        }
+        for name, moves in counted.items():
+            assert getattr(tensor, name) == pytest.approx(float(moves.double().mean()), abs=1e-6)
+        assert tensor.changed
     for tensor in report.tensors:
         trits = torch.stack([of[tensor.name] for of in seen])
         old, new = trits[:-1], trits[1:]
@@ -449,6 +492,21 @@ class TestSaved:
         assert config.steps == checkpoint.step + 5 > STEPS  # it has ended, and is taken to go on
         config, _ = open_saved(run, steps=1, note=print, batch=3, data=[text], lr=0.5)
         assert (config.batch, config.data, config.val, config.lr) == (3, (text,), (), 0.5)
+
+    def test_another_text_comes_without_what_was_beside_the_run_s(self, run, text, monkeypatch):
+        """Neither its held-out text nor the field of its records is of that one."""
+
+        def of_records(facts):
+            return dataclasses.replace(train_config_from(facts), val=("v.txt",), field="said")
+
+        monkeypatch.setattr("arbcli.inspect.probe.train_config_from", of_records)
+        config, _ = open_saved(run, steps=1, note=print, data=[text])
+        assert (config.data, config.val, config.field) == ((text,), (), None)
+        config, _ = open_saved(run, steps=1, note=print, device="cpu", backend="torch")
+        assert (config.val, config.field) == (("v.txt",), "said")
+        given = {"data": [text], "val": ["w.txt"], "field": "body"}
+        config, _ = open_saved(run, steps=1, note=print, **given)
+        assert (config.val, config.field) == (("w.txt",), "body")
 
     def test_probe_reads_the_field_that_is_named(self, run, tmp_path):
         records = tmp_path / "a.jsonl"

@@ -3,11 +3,13 @@
 from types import SimpleNamespace
 
 import pytest
+import torch
 from processes import in_processes
 
 from arbcli.errors import ArbError
 from arbcli.inspect import ranks
 from arbcli.inspect.ranks import audit_ranks, predict_ranks, share_out
+from arbcli.model.build import build_model
 from arbcli.train.configure import new_config
 
 SHAPE = {"dim": 32, "layers": 1, "heads": 2, "ffn": 48, "ctx": 16, "batch": 2, "steps": 2}
@@ -44,6 +46,11 @@ def test_shares_of_a_graph_add_up(small_graph):
     assert own == alone.kept_bytes
     assert sum(share.weights for share in shares) == alone.weights
     told = alone.state_bytes - own
+    with torch.device("meta"):
+        model = build_model(config.model)
+        model.declare_wire()
+    assert alone.state_bytes == sum(part.nbytes for part in model.buffers())
+    assert [share.rank for share in shares] == [0, 1, 2, 3]
     assert {share.state_bytes - share.kept_bytes for share in shares} == {told}
 
 
@@ -52,7 +59,10 @@ def test_ranks_that_cannot_share_the_batch_are_refused():
         predict_ranks(new_config(**SHARED), 3)
 
 
-@pytest.mark.parametrize(("budget", "verdict"), [("1MB", "each fits"), ("1KB", "does not fit")])
+@pytest.mark.parametrize(
+    ("budget", "verdict"),
+    [("1MB", "each fits"), ("10000", "each fits"), ("9999", "does not fit"), ("1KB", "not fit")],
+)
 def test_ranks_are_told_of_a_budget(budget, verdict, arb_here, monkeypatch):
     peak = SimpleNamespace(peak_bytes=9000, evaluated_bytes=10_000)
     monkeypatch.setattr(ranks, "predict_peak", lambda config, **about: peak)
@@ -60,6 +70,24 @@ def test_ranks_are_told_of_a_budget(budget, verdict, arb_here, monkeypatch):
     result = arb_here("audit-memory", "--ranks", "2", "--budget", budget, "--device=cpu", *sizes)
     assert result.returncode == (0 if "each" in verdict else 1)
     assert verdict in result.stdout
+
+
+def test_report_of_ranks_says_what_they_share(monkeypatch):
+    asked = []
+
+    def predicted(config, **about):
+        asked.append(about)
+        return SimpleNamespace(evaluated_bytes=5)
+
+    monkeypatch.setattr(ranks, "predict_peak", predicted)
+    config = new_config(**SHARED | {"wire": "int16"})
+    report = predict_ranks(config, 2, 4)
+    assert (report.device, report.batch, report.accum, report.wire) == ("cpu", 2, 4, "int16")
+    assert report.state_bytes == share_out(config, 1)[0].state_bytes
+    assert (report.budget_bytes, report.passed) == (4, False)
+    assert asked == [{"captured": True, "rank": rank, "size": 2} for rank in range(2)]
+    assert [each.share for each in report.ranks] == share_out(config, 2)
+    assert predict_ranks(config, 2).passed
 
 
 @pytest.mark.parametrize(

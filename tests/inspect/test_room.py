@@ -4,6 +4,7 @@ import pytest
 from marks import mostly_slow
 
 from arbcli.errors import ArbError
+from arbcli.inspect.memory import predict
 from arbcli.inspect.peak import predict_peak
 from arbcli.inspect.room import check_memory, least_bytes
 from arbcli.train.configure import new_config
@@ -40,3 +41,30 @@ def test_least_is_what_a_step_takes_and_not_much_less(options, most):
 def test_least_of_a_twin_has_its_optimizer():
     config = new_config(**SMALL, weights="float")
     assert least_bytes(config) > 16 * 32 * (4 * 32 + 3 * 48)
+
+
+SHAPE = {"dim": 64, "layers": 2, "heads": 2, "ffn": 176, "ctx": 32, "batch": 8, "compute": "fp32"}
+DENSE = 2 * (6 * 64 + 2 * 176)
+"""Numbers that two blocks keep of a position: six of the stream, two of the width of the MLP."""
+
+
+@pytest.mark.parametrize(
+    ("options", "accum", "width", "numbers"),
+    [
+        ({}, 1, 4, DENSE),
+        ({"accum": 3}, 3, 4, DENSE),
+        ({"compute": "bf16"}, 1, 2, DENSE),
+        ({"recompute": True}, 1, 4, 2 * 64),
+        ({"weights": "float"}, 1, 4, 2 * 64),
+        ({"preset": "arb-tiny"}, 1, 4, DENSE),
+        ({"preset": "arb-tiny", "attention": "none"}, 1, 4, 2 * (64 + 2 * 176)),
+        ({"preset": "hnet-tiny"}, 1, 4, 0),
+    ],
+)
+def test_least_is_state_batches_activations_and_logits(options, accum, width, numbers):
+    config = new_config(**SHAPE | {"device": "cpu"} | options)
+    state = predict(config.model)
+    kept = state.adamw_bytes if "weights" in options else state.total.state_bytes
+    positions = 8 * 32
+    activations = positions * (numbers + 2 * 256) * width  # logits and their gradient
+    assert least_bytes(config) == kept + positions * accum * 16 + activations

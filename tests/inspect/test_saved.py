@@ -2,13 +2,14 @@
 
 import json
 import shutil
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from arbcli.errors import ArbError
 from arbcli.export.run import export
-from arbcli.inspect.saved import compare, open_saved
+from arbcli.inspect.saved import Difference, compare, open_saved
 
 
 @pytest.fixture
@@ -105,3 +106,28 @@ def test_command_shows_and_compares(forms, arb_here):
     assert "16 tensors" in arb_here(*args).stdout
     assert json.loads(arb_here(*args, "--json").stdout)["equal"]
     assert json.loads(arb_here("inspect", str(forms["hf"]), "--json").stdout)["kind"] == "hf"
+
+
+def imagined(path: str, **weights) -> SimpleNamespace:
+    """Stand in for a saved model of these weights."""
+    tensors = {name: torch.tensor(values) for name, values in weights.items()}
+    named = {name: lambda tensor=tensor: tensor for name, tensor in tensors.items()}
+    return SimpleNamespace(path=path, config={}, settings={}, weights=lambda: named)
+
+
+def test_differences_are_measured_against_the_first():
+    first = imagined("a", same=[1, 2], other=[3.0, 0.0, 4.0], zero=[0.0, 0.0], gone=[1], wide=[1])
+    second = imagined("b", same=[1, 2], other=[3.0, -6.0, 12.0], zero=[0.0, -2.0], new=[1],
+                      wide=[1, 2])  # fmt: skip
+    report = compare(first, second)
+    assert (report.first, report.second, report.compared) == ("a", "b", "weights")
+    assert report.missing == {
+        "gone": "only in the first", "new": "only in the second", "wide": "[1] and [2]",
+    }  # fmt: skip
+    assert report.tensors == [
+        Difference(name="other", elements=3, different=2, largest=8.0, relative=2.0),
+        Difference(name="zero", elements=2, different=1, largest=2.0, relative=None),
+    ]
+    assert (report.num_equal, report.equal) == (1, False)
+    assert compare(first, first).equal
+    assert compare(first, first).num_equal == 5

@@ -5,12 +5,14 @@ import torch
 
 from arbcli.config.dense import SCALE_TYPES
 from arbcli.kernels.norm.rms_norm import WHOLE_ROW
+from arbcli.kernels.runtime import native
 from arbcli.kernels.runtime.backend import chunks_of, use_backend
 from arbcli.verify.compare import as_tuple, poisoned
 from arbcli.verify.fuzz import DRAWINGS, Dice
 from arbcli.verify.kernels import KERNELS, compare, copies
 
 BACKENDS = ("torch", "triton" if torch.cuda.is_available() else "interpreter")
+NATIVE = [pytest.mark.skipif(not native.available(), reason=native.why_not())]
 PLANES = {"decode_weight", "decode_e4m3", "ternary_matmul", "gradient_statistics", "decode_digits"}
 """Kernels with code of its own for groups that are planes of a block, as those of T32 are."""
 
@@ -31,12 +33,16 @@ def cases() -> list:
                 marks = [pytest.mark.slow] if slow else []
                 name = f"{spec.name}-{scale_type}-{backend}"
                 found.append(pytest.param(spec, scale_type, backend, marks=marks, id=name))
+            if spec.native is not None:
+                name, marks = f"{spec.name}-{scale_type}-native", NATIVE
+                found.append(pytest.param(spec, scale_type, "native", marks=marks, id=name))
     return found
 
 
 @pytest.mark.parametrize(("spec", "scale_type", "backend"), cases())
 def test_kernel_equals_reference(spec, scale_type, backend, device):
-    implementation = spec.torch if backend == "torch" else spec.triton
+    implementation = spec.run(backend)
+    device = torch.device("cpu") if backend == "native" else device
     for case in spec.cases(device, SCALE_TYPES[scale_type]):
         wanted = spec.reference(*copies(case.inputs))
         with use_backend(backend):
@@ -94,7 +100,7 @@ def test_row_that_is_too_wide_for_registers_is_walked(name, device):
 
 IN_BFLOAT16 = [
     "ternary_matmul", "ternary_matmul_grad_x", "arranged_matmul", "arranged_rows", "digits_matmul",
-    "decode_attention_rows", "choose_bytes",
+    "decode_attention_rows", "decode_latent", "choose_bytes",
     "unit_rows", "grouped_matmul",
     "grouped_grad_w", "expert_combine", "expert_combine_backward", "rms_norm", "add_rms_norm",
     "rms_norm_backward", "gated_rms_norm", "gated_rms_norm_backward", "rotary_norm",
@@ -105,7 +111,8 @@ IN_BFLOAT16 = [
     "embedding_grad", "blend_moment", "step_by_direction", "cast_trit_votes", "gather_chunks",
     "smooth_chunks", "smooth_chunks_backward", "spread_chunks", "spread_chunks_backward",
     "boundary_scores", "boundary_scores_backward", "decay_scan", "causal_conv",
-    "causal_conv_grad_w", "quantise_gradient", "route_position", "take_chunk", "mamba_step",
+    "causal_conv_grad_w", "quantise_gradient", "stream_weights", "stream_weights_backward",
+    "mix_streams", "mix_streams_backward", "route_position", "take_chunk", "mamba_step",
 ]  # fmt: skip
 """Kernels with inputs in bfloat16."""
 SEVERAL_ROUNDINGS = {

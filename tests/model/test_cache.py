@@ -10,6 +10,7 @@ from arbcli.kernels.norm.rms_norm import norm_weight_torch
 from arbcli.kernels.runtime.backend import use_backend
 from arbcli.model import dense as dense_module
 from arbcli.model.blocks import attention as lm_module
+from arbcli.model.cache import KeyValueCache
 from arbcli.model.dense import ByteLM
 
 WINDOW = 8
@@ -223,3 +224,17 @@ def test_what_cannot_be_kept_so_is_refused(device):
         raise RuntimeError
     assert lm.kept_in == "fp32"
     assert all(block.attention.stored is None for block in lm.blocks)
+
+
+@pytest.mark.parametrize(("window", "positions", "expected"), [
+    (None, 100, 16), (None, 9, 9), (5, 100, 5), (20, 100, 16), (20, 12, 12), (5, 3, 3),
+])  # fmt: skip
+def test_window_is_no_longer_than_context_or_text(window, positions, expected):
+    config = preset("tiny", dim=32, layers=1, heads=2, ffn=32, ctx=16)
+    about = (config, positions, torch.float32, torch.device("cpu"))
+    cache = KeyValueCache(*about, window=window)
+    assert cache.window == expected
+    assert cache.blocks[0].keys.shape == (2, expected, 16)
+    assert cache.nbytes == 2 * 2 * expected * 16 * 4
+    stored = KeyValueCache(*about, window=window, stored=torch.int8)
+    assert stored.nbytes == 2 * 2 * expected * (16 + 1)

@@ -2,6 +2,8 @@
 
 import dataclasses
 import json
+from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -188,19 +190,23 @@ def test_steps_in_fused_kernels_make_the_text_of_whole_forwards(kind, monkeypatc
 
 @pytest.mark.gpu
 @each_kind
-def test_captured_phases_make_the_text_of_phases_one_by_one(kind, device):
+def test_captured_phases_make_the_text_of_phases_one_by_one(kind, device, monkeypatch):
+    """As one graph with conditional nodes, and as graphs between which the host decides."""
     with torch.device(device):
         lm = HNet(config(kind), torch.bfloat16)
     for tensor in lm.weights().values():
         tensor.spread = 1.0
     lm.initialise(0)
     texts = []
-    for capture in (False, True):
+    for capture, joined in ((False, False), (True, True), (True, False)):
+        if not joined:
+            monkeypatch.setattr("arbcli.model.hnet_cache.has_conditions", lambda _: False)
         with lm.prepared_weights():
             decoder = Decoder(lm, 200, Sampling(seed=2), capture=capture)
             decoder.read(b"the text ")
             texts.append(b"".join(decoder.stream(180)))
-    assert texts[0] == texts[1]
+        monkeypatch.undo()
+    assert texts[0] == texts[1] == texts[2]
 
 
 def test_words_begin_after_spaces():
@@ -240,6 +246,48 @@ def test_too_many_chunks_join_the_last_and_are_counted():
     lm.losses(ids, ids)
     assert lm.gauges() == {"chunk_length": 8.0, "joined": 9 / 12}
     assert [part.sum().item() for part in lm.boundaries(ids)] == [3]
+
+
+@pytest.mark.parametrize("kind", ["learned", "two stages", "space"])
+def test_gauges_count_the_chunks_of_the_last_step(kind):
+    lm, ids = model(kind), text(3, seed=4)
+    lm.losses(ids, ids)
+    found = lm.gauges()
+    chunks = [int(part.sum()) for part in lm.boundaries(ids)]
+    lengths = [before / after for before, after in pairwise([ids.numel(), *chunks])]
+    names = ["chunk_length", "chunk_length_2"][: len(chunks)]
+    assert found == dict(zip(names, lengths, strict=True)) | {"joined": found["joined"]}
+    with torch.no_grad():  # nobody trains on held-out text
+        lm.losses(text(2, seed=5), text(2))
+    assert lm.gauges() == found
+    counts = lm._counts
+    lm.losses(text(2, seed=5), text(2))
+    assert lm.gauges() != found
+    # of several processes the last has the last micro-batch
+    lm.join(SimpleNamespace(in_order=lambda own: [*own, counts]))
+    assert lm.gauges() == found
+
+
+@pytest.mark.parametrize(("window", "positions", "expected"), [
+    (5, 40, 5), (50, 40, 12), (50, 7, 7), (12, 12, 12), (13, 13, 12),
+])  # fmt: skip
+def test_as_much_is_read_at_once_as_every_part_has_room_for(window, positions, expected):
+    """Bytes in a window, and as many chunks as the main network has slots for: 12 of 24 bytes."""
+    cache = model(window=window).new_cache(positions)
+    assert cache.window == expected
+
+
+@pytest.mark.parametrize("kind", ["learned", "two stages"])
+def test_bytes_of_a_cache_are_those_of_all_rings(kind):
+    lm = model(kind)
+    cache = lm.new_cache(11)
+    shapes = [(lm.config.main(), cache.main)]
+    for index, stage in enumerate(cache.stages):
+        shapes += [(lm.config.outer(index), part) for part in (stage.encoder, stage.decoder)]
+    sizes = [2 * of.layers * ring.window * of.dim * 4 for of, ring in shapes]  # in float32
+    assert [ring.nbytes for _, ring in shapes] == sizes
+    assert cache.nbytes == sum(sizes)
+    assert {ring.window for _, ring in shapes[1:]} == {5}
 
 
 def test_ratio_loss_is_one_where_chunks_have_the_wanted_length():
@@ -290,9 +338,10 @@ def test_training_reduces_the_loss_and_keeps_integers_only(kind):
     assert 0 < lm.gauges()["chunk_length"] <= 24
 
 
+@pytest.mark.parametrize("kind", ["learned", "mamba"])
 @pytest.mark.parametrize("weights", ["float", "ste"])
-def test_twins_learn_too(weights):
-    lm, ids = model(weights=weights), text(4, 25)
+def test_twins_learn_too(weights, kind):
+    lm, ids = model(kind, weights=weights), text(4, 25)
     optimizer = torch.optim.AdamW(lm.parameters(), 3e-3)
     losses = []
     for _ in range(8):

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from arbcli.checkpoint import load_checkpoint
 from arbcli.cli import app
 from arbcli.errors import ArbError
 from arbcli.train.check import check_run
@@ -73,6 +74,15 @@ def test_damage_is_found_and_a_resume_does_as_foretold(run):
         file.write("no record\n")
     report = check_run(run)
     assert not report.passed
+    said = {finding.name: finding.detail for finding in report.findings}
+    texts = f"{run.parent / 'text.txt'} (1 file), 2,790 + 310 bytes"
+    assert said["text"] == texts
+    assert said["metrics.jsonl"] == "3 records, and 1 lines that are none"
+    tensors = load_checkpoint(run / "step-000002.safetensors").tensors.values()
+    size = sum(tensor.nbytes for tensor in tensors)
+    assert said["step-000002.safetensors"] == f"{size:,} bytes of state, as written"
+    assert "was altered" in said["step-000003.safetensors"]
+    assert said[".step-000009.safetensors.tmp"] == "a process that was killed left it"
     found = states(report)
     assert found["step-000003.safetensors"] == found["metrics.jsonl"] == "damaged"
     assert found[".step-000009.safetensors.tmp"] == "left over"

@@ -190,3 +190,20 @@ def test_twin_of_chunks_is_compiled_block_by_block(small_hnet):
         found.append([*losses.values(), *(parameter.grad for parameter in model.parameters())])
     for plain, compiled in zip(*found, strict=True):
         torch.testing.assert_close(compiled, plain)
+
+
+def test_numbers_of_given_sizes_are_not_decayed(small_hnet):
+    shape = {name: value for name, value in small_hnet.items() if name not in ("preset", "batch")}
+    config = preset("hnet-tiny", weights="float", outer_blocks="mamba", **shape)
+    lm = build_model(config, torch.float32)
+    lm.initialise(0)
+    mamba = lm.stages[0].encoder[0].mamba
+    optimizer = FloatOptimizer(lm, "adamw")
+    optimizer.set_step(0, 0.1)
+    for parameter in lm.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    before = {name: p.detach().clone() for name, p in mamba.named_parameters()}
+    optimizer.finish()
+    for name, after in mamba.named_parameters():
+        kept = name.split(".")[0] in ("rate", "bias", "skip")
+        assert torch.equal(after, before[name]) == kept, name

@@ -23,7 +23,13 @@ from arbcli.model.operations import step_operations
 from arbcli.train import run as runs
 from arbcli.train import trainer as training
 from arbcli.train.configure import new_config
-from arbcli.train.directory import field_digests, make_next_directory, run_facts
+from arbcli.train.directory import (
+    field_digests,
+    make_next_directory,
+    open_run_texts,
+    open_texts_again,
+    run_facts,
+)
 from arbcli.train.parallel.group import Group
 from arbcli.train.run import Observer, resume_run, start_run
 from arbcli.train.trainer import Trainer
@@ -130,6 +136,49 @@ def test_model_is_measured_on_the_held_out_text_alone(options, monkeypatch):
     with torch.no_grad():
         expected = sum(float(loss(*pair)) for pair in seen) / 40
     assert found == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize(("before", "after"), [(None, "int8"), ("int8", None), ("int8", "int16")])
+def test_weights_are_taken_from_a_run_whose_gradients_travelled_otherwise(before, after, options):
+    """What only the way of gradients needs is a trainer's own, unless both have it."""
+    first, second = (trainer_of(options, wire=wire, seed=seed) for seed, wire in
+                     enumerate((before, after)))  # fmt: skip
+    first.train_step()
+    first.train_step()
+    own = {name: part.clone() for name, part in second.model.state_dict().items()}
+    checkpoint = first.checkpoint("digest")
+    second.take_weights(checkpoint)
+    taken = second.model.state_dict()
+    assert taken.keys() == own.keys()
+    for name, part in taken.items():
+        is_wire = name.endswith(".wire_exponent")
+        theirs = checkpoint.tensors[name] if not is_wire or before else own[name]
+        assert torch.equal(part, theirs), name
+    assert any(name.endswith(".wire_exponent") for name in taken) == (after is not None)
+    assert second.step == 0
+    assert second.updater.counters() == {"nonfinite_steps": 0, "refused": 0}
+
+
+@pytest.mark.parametrize(("rank", "size", "mine"), [
+    (1, 4, range(10, 20)), (0, 2, range(20)), (1, 3, range(40)),  # 40 are no multiple of 3
+])  # fmt: skip
+def test_processes_share_an_evaluation_where_it_can_be_dealt_out(rank, size, mine, options):
+    trainer, seen = trainer_of(options), []
+    every = [pair[0] for pair in evaluation_of(trainer)]
+    loss = trainer.model.loss
+    trainer.model.loss = lambda *pair: seen.append(pair[0]) or loss(*pair)
+    trainer.group = Group(rank, size)
+    shared = []
+    trainer.group.in_order = lambda own: shared.append(len(own)) or own
+    trainer.evaluate()
+    assert len(seen) == len(mine)
+    assert all(torch.equal(a, every[i]) for a, i in zip(seen, mine, strict=True))
+    assert shared == ([len(mine)] if len(mine) < 40 else [])
+
+
+def evaluation_of(trainer: Trainer) -> list:
+    sizes = {"batch_size": 4, "context": 16, "device": "cpu"}
+    return list(training.evaluation_batches(trainer.texts.val, num_batches=40, **sizes))
 
 
 @pytest.mark.parametrize("weights", ["ternary", "float"])
@@ -450,6 +499,26 @@ def test_facts_of_a_run_are_those_of_its_texts_and_of_this_program(options, monk
 def test_directory_of_a_run_is_named_for_its_model(given, name, options, tmp_path):
     assert make_next_directory(new_config(**options | given), tmp_path).name == name
     assert make_next_directory(new_config(**options), tmp_path).name == "002-32x1-moment"
+
+
+@pytest.mark.parametrize("split", ["files", "within"])
+def test_texts_of_a_run_are_split_again_as_they_were(split, options, monkeypatch, tmp_path):
+    """Wherever it goes on, and whatever would be chosen today."""
+    monkeypatch.chdir(tmp_path)
+    for name, size in (("a.txt", 3000), ("b.txt", 400)):
+        Path(name).write_bytes(Path(options["data"][0]).read_bytes()[:size])
+    config = new_config(**options | {"data": ["a.txt", "b.txt"], "val": ()})
+    texts = open_run_texts(config, split=split)
+    assert texts.split == split
+    facts = run_facts(config, texts)
+    for folder in ("elsewhere", "."):
+        Path(folder).mkdir(exist_ok=True)
+        monkeypatch.chdir(tmp_path / folder)
+        again = open_texts_again(facts, config)
+        assert training.text_digest(again) == facts["text"]["digest"]
+        assert again.split == split
+    del facts["text"]["paths"]  # as an earlier version had it
+    assert open_texts_again(facts, config).split == split
 
 
 def test_digest_of_a_run_is_of_both_texts(options, tmp_path):

@@ -1,5 +1,7 @@
 """The update rules: their equations, their exactness, and what they do with bad gradients."""
 
+import math
+
 import pytest
 import torch
 from marks import mostly_slow
@@ -7,7 +9,7 @@ from marks import mostly_slow
 from arbcli.config.presets import preset
 from arbcli.directions import DIRECTIONS, find_direction, orthogonal
 from arbcli.directions.base import Ingredients
-from arbcli.directions.orthogonal import STEPS, orthogonalise
+from arbcli.directions.orthogonal import STEPS, near_polar, newton_schulz, orthogonalise
 from arbcli.inspect.audit import LiveTensors
 from arbcli.kernels.codec.packing import unpack_trits
 from arbcli.kernels.rows.weighted_rows import TouchedRows, touched_rows
@@ -184,11 +186,13 @@ def test_stochastic_rounding_is_unbiased_by_counting(monkeypatch):
 
         packed = pack_trits(torch.zeros(1, 2**16, dtype=torch.int8))
         u, flips = torch.ones(1, 2**16), torch.zeros((), dtype=torch.int64)
-        step_by_direction(packed, remainder, u, torch.ones(1), None, *scalars, flips, 32, 127)
+        with use_backend("torch"):
+            step_by_direction(packed, remainder, u, torch.ones(1), None, *scalars, flips, 32, 127)
         z = unpack_trits(packed, 2**16).to(torch.int64) * 32 + remainder
         assert int(z.sum()) == -step
         exponent, fraction = torch.zeros(2, 1, 2**16, dtype=torch.int8)
-        step_scales(exponent, fraction, u, torch.ones(()), *scalars[:3], scalars[4])
+        with use_backend("torch"):
+            step_scales(exponent, fraction, u, torch.ones(()), *scalars[:3], scalars[4])
         assert int((exponent.to(torch.int64) * 128 + fraction).sum()) == -step
 
 
@@ -235,7 +239,7 @@ def composed(request, monkeypatch):
     return on
 
 
-def newton_schulz(grad: torch.Tensor) -> torch.Tensor:
+def iterated(grad: torch.Tensor) -> torch.Tensor:
     """Iterate step by step in float64."""
     x = grad.double() / torch.linalg.matrix_norm(grad.double(), keepdim=True).clamp(min=1e-30)
     a, b, c = 3.4445, -4.7750, 2.0315
@@ -257,9 +261,9 @@ def count_grams(monkeypatch) -> list[torch.Size]:
 
 
 @pytest.mark.parametrize("shape", [(16, 64), (33, 123), (200, 17)], ids=str)
-def test_orthogonalise_flattens_the_singular_values(shape, composed):
+def test_newton_schulz_flattens_the_singular_values(shape, composed):
     grad = torch.randn(shape, generator=torch.Generator().manual_seed(0))
-    values = torch.linalg.svdvals(orthogonalise(grad, torch.float32))
+    values = torch.linalg.svdvals(newton_schulz(grad, torch.float32))
     assert values.min() > 0.3
     assert values.max() < 1.3
 
@@ -267,22 +271,43 @@ def test_orthogonalise_flattens_the_singular_values(shape, composed):
 @pytest.mark.parametrize(
     "shape", [(16, 64), (33, 123), (200, 17), (30, 45), (3, 16, 64), (2, 200, 17)], ids=str
 )
-def test_orthogonalise_is_the_iteration(shape, composed, device, monkeypatch):
+def test_newton_schulz_is_the_iteration(shape, composed, device, monkeypatch):
     grams = count_grams(monkeypatch)
     grad = gradient(device, shape=shape)
-    found = orthogonalise(grad, torch.float32)
+    found = newton_schulz(grad, torch.float32)
     assert found.shape == grad.shape
-    assert relative_error(found, newton_schulz(grad)) < 1e-4
+    assert relative_error(found, iterated(grad)) < 1e-4
     runs = orthogonal.RUNS
     assert len(grams) == (len(runs) if composed and shape != (30, 45) else sum(runs))
 
 
 @pytest.mark.parametrize("shape", [(3, 16, 64), (2, 200, 17)], ids=str)
-def test_orthogonalise_takes_each_matrix_of_a_stack_alone(shape, composed):
+def test_newton_schulz_takes_each_matrix_of_a_stack_alone(shape, composed):
     grads = torch.randn(shape, generator=torch.Generator().manual_seed(0))
     grads *= torch.logspace(-6, 6, shape[0])[:, None, None]
-    alone = [orthogonalise(grad, torch.float32) for grad in grads]
-    torch.testing.assert_close(orthogonalise(grads, torch.float32), torch.stack(alone))
+    alone = [newton_schulz(grad, torch.float32) for grad in grads]
+    torch.testing.assert_close(newton_schulz(grads, torch.float32), torch.stack(alone))
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (16, 64), (200, 17), (3, 16, 64), (2, 33, 33)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_direction_on_a_cpu_is_the_nearest_rational_function(shape, dtype):
+    grad = torch.randn(shape, generator=torch.Generator().manual_seed(0)).mul_(1e-9).to(dtype)
+    left, values, right = torch.linalg.svd(grad.double(), full_matrices=False)
+    values = values / (values**4).sum(-1, keepdim=True) ** 0.25
+    (w, *weights), shifts = orthogonal.POLAR_WEIGHTS, orthogonal.SHIFTS
+    factor = w + sum(of / (values**2 + c) for of, c in zip(weights, shifts, strict=True))
+    found = orthogonalise(grad, torch.bfloat16)
+    assert found.dtype == torch.float32
+    assert relative_error(found, left * (values * factor)[..., None, :] @ right) < 1e-3
+
+
+def test_function_of_the_direction_on_a_cpu_is_near_one():
+    (w, *weights), shifts = orthogonal.POLAR_WEIGHTS, orthogonal.SHIFTS
+    s = torch.logspace(0, math.log10(0.002), 1000, dtype=torch.float64)
+    value = s * (w + sum(of / (s**2 + c) for of, c in zip(weights, shifts, strict=True)))
+    assert (value - 1).abs().max() < 0.155
+    assert w + sum(of / c for of, c in zip(weights, shifts, strict=True)) < 508
 
 
 SPECTRA = {
@@ -297,6 +322,20 @@ SPECTRA = {
 }
 
 
+@pytest.mark.parametrize("spectrum", SPECTRA)
+def test_no_spectrum_is_too_uneven_for_inverses(spectrum):
+    n, m = 96, 160
+    rows, columns = (
+        torch.linalg.qr(gradient("cpu", seed, (size, n)))[0] for seed, size in enumerate((n, m))
+    )
+    found = near_polar(rows * SPECTRA[spectrum](n) @ columns.T)
+    assert torch.linalg.matrix_norm(found, 2) < 1.2
+
+
+def test_gradient_that_is_not_finite_is_no_error_on_a_cpu():
+    assert not near_polar(torch.full((3, 5), torch.nan)).isfinite().any()
+
+
 @pytest.mark.parametrize("transposed", [False, True], ids=["", "transposed"])
 @pytest.mark.parametrize("spectrum", SPECTRA)
 def test_composed_steps_in_bf16_lose_no_more_than_single_ones(
@@ -309,10 +348,10 @@ def test_composed_steps_in_bf16_lose_no_more_than_single_ones(
     )
     grad = (rows * SPECTRA[spectrum](n) @ columns.T).bfloat16().to(device)
     grad = grad.mT if transposed else grad
-    errors, expected = {}, newton_schulz(grad)
+    errors, expected = {}, iterated(grad)
     for least in (0, 2**62):
         set_least_products(monkeypatch, least)
-        found = orthogonalise(grad, torch.bfloat16).double()
+        found = newton_schulz(grad, torch.bfloat16).double()
         assert found.isfinite().all()
         assert torch.linalg.matrix_norm(found, 2) < 1.3
         errors[least] = (found - expected).norm() / expected.norm().clamp(min=1)
@@ -336,15 +375,15 @@ def test_composed_steps_in_bf16_lose_no_more_than_single_ones(
 )
 def test_steps_are_composed_for_large_wide_matrices(shape, wide, monkeypatch):
     grams = count_grams(monkeypatch)
-    orthogonalise(torch.empty(shape, device="meta"), torch.bfloat16)
+    newton_schulz(torch.empty(shape, device="meta"), torch.bfloat16)
     assert len(grams) == (len(orthogonal.RUNS) if wide else STEPS)
 
 
 @pytest.mark.parametrize("shape", [(64, 160), (160, 64), (64, 640), (5, 64, 160)], ids=str)
-def test_orthogonalise_holds_what_the_predicted_peak_says(shape, composed):
+def test_newton_schulz_holds_what_the_predicted_peak_says(shape, composed):
     grad = gradient("cpu", shape=shape).bfloat16()
     with LiveTensors(grad.device) as tensors:
-        orthogonalise(grad, torch.bfloat16)
+        newton_schulz(grad, torch.bfloat16)
     weights, square = grad.numel(), grad.shape[:-2].numel() * 64**2
     predicted = max(weights + (4 if composed else 2) * square, 2 * weights + square)
     assert predicted <= tensors.stage_peak / 2 <= predicted + 5  # a norm each
@@ -354,10 +393,10 @@ def test_orthogonalise_holds_what_the_predicted_peak_says(shape, composed):
 @pytest.mark.parametrize(
     "shape", [(2048, 2048), (2048, 5000), (3000, 2048), (11264, 2048)], ids=str
 )
-def test_orthogonalise_in_bf16_is_close_to_float64(shape, device):
+def test_newton_schulz_in_bf16_is_close_to_float64(shape, device):
     grad = gradient(device, shape=shape)
     # a bf16 iteration's rounding, which grows fourfold with each
-    assert relative_error(orthogonalise(grad, torch.bfloat16), newton_schulz(grad)) < 0.03
+    assert relative_error(newton_schulz(grad, torch.bfloat16), iterated(grad)) < 0.03
 
 
 @pytest.mark.parametrize("size", [2.0**-54, 1e-6, 1.0, 2.0**50])

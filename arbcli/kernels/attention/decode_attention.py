@@ -44,6 +44,7 @@ def decode_attention_reference(
     sin: Tensor,
     tickets: Tensor,
     eps: float,
+    alone: bool = False,
 ) -> tuple[Tensor, ...]:
     """Compute what `decode_attention` must return, leave in the ring and in `tickets`: float64."""
     p, window = int(position), keys.shape[1]
@@ -72,7 +73,7 @@ def turned_torch(qkv, position, cos, sin, eps):
     return functional.rms_norm(turned, turned.shape[-1:], eps=eps).to(qkv.dtype)
 
 
-def _decode_attention_torch(qkv, keys, values, position, cos, sin, tickets, eps):
+def _decode_attention_torch(qkv, keys, values, position, cos, sin, tickets, eps, alone=False):
     window, slot = keys.shape[1], (position % keys.shape[1]).long()[None]
     q, k = turned_torch(qkv, position, cos, sin, eps)
     keys.index_copy_(1, slot, k[:, None])
@@ -181,6 +182,7 @@ def _decode_attention_kernel(
         q, k, v = load_turned(
             qkv_ptr, cos_ptr, sin_ptr, position, head, offs_d, mask_d, HEADS, eps, HALF, OVERLAP
         )
+        q = q.to(tl.float32)
         if slot // span == split:
             new = (row + slot) * WIDTH + offs_d
             tl.store(keys_ptr + new, k, mask=mask_d)
@@ -196,18 +198,19 @@ def _decode_attention_kernel(
                     WIDTH, BLOCK_S,
                 )  # fmt: skip
             offs_s = start + tl.arange(0, BLOCK_S)[:, None]
-            is_new = offs_s == slot  # the slot of this byte, not yet stored
-            key = tl.where(is_new, k[None, :], key).to(tl.float32)
-            value = tl.where(is_new, v[None, :], value).to(tl.float32)
-            score = tl.sum(key * q.to(tl.float32)[None, :], axis=1, keep_dims=True) * scale
-            weight = tl.where(offs_s < end, tl.exp(score), 0)  # [BLOCK_S, 1]
+            products = key.to(tl.float32) * q[None, :]
+            score = tl.sum(products, axis=1, keep_dims=True) * scale
+            weight = tl.where((offs_s < end) & (offs_s != slot), tl.exp(score), 0)  # [BLOCK_S, 1]
             weights += weight
-            sums += weight * value
+            sums += weight * value.to(tl.float32)
             key, value = next_key, next_value
+        # the slot of this byte, which was not loaded
+        of_new = tl.where(slot // span == split, tl.exp(tl.sum(k.to(tl.float32) * q) * scale), 0)
 
         part = head * SPLITS + split
-        tl.store(totals_ptr + part, tl.sum(weights))
-        tl.store(sums_ptr + part * WIDTH + offs_d, tl.sum(sums, axis=0), mask=mask_d)
+        sums = tl.sum(sums, axis=0) + of_new * v.to(tl.float32)
+        tl.store(totals_ptr + part, tl.sum(weights) + of_new)
+        tl.store(sums_ptr + part * WIDTH + offs_d, sums, mask=mask_d)
         add_parts(
             totals_ptr, sums_ptr, tickets_ptr, y_ptr, head, tl.cdiv(seen, span), offs_d, mask_d,
             WIDTH, SPLITS, BLOCK_P, SPLITS,
@@ -226,9 +229,11 @@ class Tiling(NamedTuple):
     warps: int
 
 
-def tiling(heads: int, window: int, width: int, dtype: torch.dtype) -> Tiling:
-    """Choose by what was fastest on an H200."""
+def tiling(heads: int, window: int, width: int, dtype: torch.dtype, alone: bool = False) -> Tiling:
+    """Choose by what was fastest on an H200; `alone` is as in `decode_attention`."""
     block_d = triton.next_power_of_2(width)
+    if alone and block_d * triton.next_power_of_2(window) <= TILE:
+        return Tiling(triton.next_power_of_2(window), 1, False, 8)
     slots = max(1, min(SLOTS, TILE // block_d))
     blocks, most = triton.cdiv(window, slots), max(1, PROGRAMS // heads)
     light = width == block_d and blocks <= most  # masks, and a second block, take registers
@@ -236,9 +241,9 @@ def tiling(heads: int, window: int, width: int, dtype: torch.dtype) -> Tiling:
     return Tiling(slots, min(blocks, most), blocks > most, warps)
 
 
-def _decode_attention_triton(qkv, keys, values, position, cos, sin, tickets, eps):
+def _decode_attention_triton(qkv, keys, values, position, cos, sin, tickets, eps, alone=False):
     heads, window, width = keys.shape
-    block_s, splits, several, num_warps = tiling(heads, window, width, qkv.dtype)
+    block_s, splits, several, num_warps = tiling(heads, window, width, qkv.dtype, alone)
     parts = heads * splits
     found = torch.empty(parts * (width + 1), dtype=torch.float32, device=qkv.device)
     y = torch.empty(heads, width, dtype=qkv.dtype, device=qkv.device)
@@ -261,6 +266,7 @@ def decode_attention(
     sin: Tensor,
     tickets: Tensor,
     eps: float,
+    alone: bool = False,
 ) -> Tensor:
     """Store the key and value of one byte in a ring, and attend to all that are in it.
 
@@ -277,6 +283,8 @@ def decode_attention(
         tickets: (heads,) int32 zeros, and zeros again afterwards: how programs find out which of
             them is the last.
         eps: added to the mean square.
+        alone: whether one program has all slots of a head, if they are as few as a block may have:
+            for short rings, where nothing is gained by sharing them out.
 
     Returns:
         (heads, d) in the dtype of `qkv`: the mean of the last min(position + 1, W) values, weighted
@@ -287,7 +295,7 @@ def decode_attention(
     """
     _check(qkv, keys, values, position, cos, sin, tickets)
     run = _decode_attention_triton if uses_triton(qkv) else _decode_attention_torch
-    return run(qkv, keys, values, position, cos, sin, tickets, eps)
+    return run(qkv, keys, values, position, cos, sin, tickets, eps, alone)
 
 
 def _check(qkv, keys, values, position, cos, sin, tickets):
@@ -328,31 +336,37 @@ def check_new_byte(
 SHAPES = ((1, 1, 2, 0), (1, 3, 10, 1), (2, 7, 66, 30), (3, 65, 16, 64), (2, 100, 64, 17),
           (1, 200, 128, 1000), (2, 130, 8, 128), (1, 2100, 4, 2099))  # fmt: skip
 """(heads, W, d, position): rings that are empty, filling, just full and overwritten."""
+SHORT = ((1, 33, 10, 20), (3, 65, 16, 64), (2, 100, 6, 130))
+"""Rings of which a program has all."""
 LARGE = ((6, 256, 64, 300), (16, 2048, 128, 2047), (16, 2048, 128, 77), (4, 5000, 96, 4999))
 
 
 def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
     generator = torch.Generator().manual_seed(0)
-    shapes = [(*shape, torch.float32) for shape in SHAPES]
+    shapes = [(*shape, torch.float32, False) for shape in SHAPES]
+    shapes += [(*shape, torch.float32, True) for shape in SHORT]
     if device.type == "cuda":  # the interpreter computes wrongly in bf16
-        shapes += [(*shape, dtype) for shape in LARGE for dtype in (torch.float32, torch.bfloat16)]
-    for heads, window, width, position, dtype in shapes:
+        both = (torch.float32, torch.bfloat16)
+        shapes += [(*shape, dtype, False) for shape in LARGE for dtype in both]
+        shapes += [(8, 128, 64, 500, dtype, True) for dtype in both]
+    for heads, window, width, position, dtype, alone in shapes:
         low = dtype == torch.bfloat16
-        label = f"{heads}x{window}x{width} at {position}{' bf16' if low else ''}"
+        about = f"{' bf16' if low else ''}{' alone' if alone else ''}"
+        label = f"{heads}x{window}x{width} at {position}{about}"
         sizes = ((3, heads, width), (heads, window, width), (heads, window, width))
         parts = [torch.randn(size, generator=generator).to(device, dtype) for size in sizes]
         angle = 7 * torch.randn(position + 2, width // 2, generator=generator).to(device)
         position = torch.tensor(position, dtype=torch.int32, device=device)
         tickets = torch.zeros(heads, dtype=torch.int32, device=device)
-        inputs = (*parts, position, angle.cos(), angle.sin(), tickets, 1e-6)
+        inputs = (*parts, position, angle.cos(), angle.sin(), tickets, 1e-6, alone)
         yield Case(label, inputs, _with_state(_decode_attention_torch) if low else None)
 
 
 def _with_state(run):
     """Wrap an implementation so that it returns what it left in the ring too."""
 
-    def with_state(qkv, keys, values, position, cos, sin, tickets, eps):
-        y = run(qkv, keys, values, position, cos, sin, tickets, eps)
+    def with_state(qkv, keys, values, position, cos, sin, tickets, eps, alone=False):
+        y = run(qkv, keys, values, position, cos, sin, tickets, eps, alone)
         return y, keys, values, tickets
 
     return with_state

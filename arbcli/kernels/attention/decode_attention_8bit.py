@@ -140,6 +140,7 @@ def _decode_attention_8bit_kernel(
         q, k, v = load_turned(
             qkv_ptr, cos_ptr, sin_ptr, position, head, offs_d, mask_d, HEADS, eps, HALF, OVERLAP
         )
+        q = q.to(tl.float32)
         k, new_key_exponent = quantise_entry(k.to(tl.float32), E4M3, NATIVE)
         v, new_value_exponent = quantise_entry(v.to(tl.float32), E4M3, NATIVE)
 
@@ -161,20 +162,23 @@ def _decode_attention_8bit_kernel(
                     offs_d, mask_d, entries, WIDTH, BLOCK_S,
                 )  # fmt: skip
             offs_s = start + tl.arange(0, BLOCK_S)[:, None]
-            is_new = offs_s == slot  # the slot of this byte, not yet stored
-            key = numbers_of(tl.where(is_new, k[None, :], key), E4M3, NATIVE)
-            value = numbers_of(tl.where(is_new, v[None, :], value), E4M3, NATIVE)
-            key_exponent = tl.where(is_new, new_key_exponent[None, :], key_exponent)
-            value_exponent = tl.where(is_new, new_value_exponent[None, :], value_exponent)
-            score = tl.sum(key * q.to(tl.float32)[None, :], axis=1, keep_dims=True)
+            products = numbers_of(key, E4M3, NATIVE) * q[None, :]
+            score = tl.sum(products, axis=1, keep_dims=True)
             score *= scale_of_entry(key_exponent, E4M3) * scale
-            weight = tl.where(offs_s < end, tl.exp(score), 0)  # [BLOCK_S, 1]
+            weight = tl.where((offs_s < end) & (offs_s != slot), tl.exp(score), 0)  # [BLOCK_S, 1]
             weights += weight
-            sums += weight * scale_of_entry(value_exponent, E4M3) * value
+            weight *= scale_of_entry(value_exponent, E4M3)
+            sums += weight * numbers_of(value, E4M3, NATIVE)
+        # the slot of this byte, which was not loaded
+        score = tl.sum(numbers_of(k, E4M3, NATIVE) * q)
+        score *= tl.sum(scale_of_entry(new_key_exponent, E4M3)) * scale
+        of_new = tl.where(slot // span == split, tl.exp(score), 0)
+        new_value = tl.sum(scale_of_entry(new_value_exponent, E4M3)) * numbers_of(v, E4M3, NATIVE)
 
         part = head * SPLITS + split
-        tl.store(totals_ptr + part, tl.sum(weights))
-        tl.store(sums_ptr + part * WIDTH + offs_d, tl.sum(sums, axis=0), mask=mask_d)
+        sums = tl.sum(sums, axis=0) + of_new * new_value
+        tl.store(totals_ptr + part, tl.sum(weights) + of_new)
+        tl.store(sums_ptr + part * WIDTH + offs_d, sums, mask=mask_d)
         add_parts(
             totals_ptr, sums_ptr, tickets_ptr, y_ptr, head, tl.cdiv(seen, span), offs_d, mask_d,
             WIDTH, SPLITS, BLOCK_P, SPLITS,

@@ -12,8 +12,9 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from arbcli.kernels.runtime import native
 from arbcli.kernels.runtime._triton import tl, triton
-from arbcli.kernels.runtime.backend import row_chunks, uses_triton
+from arbcli.kernels.runtime.backend import choose, row_chunks
 from arbcli.kernels.runtime.spec import Case, Gate, KernelSpec, Timing
 
 
@@ -79,6 +80,29 @@ def _rotary_norm_backward_torch(grads, qkv, r, cos, sin):
             grad_y = torch.addcmul(grad_y, y, mean, value=-1).mul_(r[some, :, part, :, None])
             grad_qkv[some, :, part] = _turn(grad_y, cos, -sin)
     grad_qkv[:, :, 2] = grads[2].transpose(1, 2)
+    return grad_qkv
+
+
+def _rotary_norm_native(qkv, cos, sin, eps):
+    batch, length, _, heads, width = qkv.shape
+    r = torch.empty(batch, length, 2, heads, dtype=torch.float32, device=qkv.device)
+    native.call(
+        "rotary_norm", qkv, qkv.dtype == torch.bfloat16, cos.contiguous(), sin.contiguous(), eps, r,
+        batch, length, heads, width, native.threads_for(qkv.numel()),
+    )  # fmt: skip
+    return r
+
+
+def _rotary_norm_backward_native(grads, qkv, r, cos, sin):
+    batch, length, _, heads, width = qkv.shape
+    grad_qkv = torch.empty_like(qkv)
+    grads = [grad if grad.stride(3) == 1 else grad.contiguous() for grad in grads]
+    strides = (grad.stride(axis) for grad in grads for axis in range(3))
+    native.call(
+        "rotary_norm_backward", *grads, *strides, qkv, grad_qkv, r.contiguous(),
+        qkv.dtype == torch.bfloat16, cos.contiguous(), sin.contiguous(),
+        batch, length, heads, width, native.threads_for(qkv.numel()),
+    )  # fmt: skip
     return grad_qkv
 
 
@@ -201,7 +225,8 @@ def rotary_norm_(qkv: Tensor, cos: Tensor, sin: Tensor, eps: float) -> Tensor:
         ValueError: a dtype or a shape does not fit.
     """
     _check(qkv, cos, sin)
-    return (_rotary_norm_triton if uses_triton(qkv) else _rotary_norm_torch)(qkv, cos, sin, eps)
+    run = choose(qkv, _rotary_norm_triton, _rotary_norm_torch, _rotary_norm_native)
+    return run(qkv, cos, sin, eps)
 
 
 def rotary_norm_backward(
@@ -228,7 +253,12 @@ def rotary_norm_backward(
     for grad in grads:
         if grad.dtype != qkv.dtype or grad.shape != (batch, heads, length, width):
             raise ValueError(f"gradient {grad.dtype} {tuple(grad.shape)} does not fit")
-    run = _rotary_norm_backward_triton if uses_triton(qkv) else _rotary_norm_backward_torch
+    run = choose(
+        qkv,
+        _rotary_norm_backward_triton,
+        _rotary_norm_backward_torch,
+        _rotary_norm_backward_native,
+    )
     return run(grads, qkv, r, cos, sin)
 
 
@@ -340,9 +370,10 @@ _GATE = Gate(
 ROTARY_NORM = KernelSpec(
     "rotary_norm", _with_state(_rotary_norm_triton), _with_state(_rotary_norm_torch),
     rotary_norm_reference, _cases, _GATE, timings=_timings,
+    native=_with_state(_rotary_norm_native),
 )  # fmt: skip
 ROTARY_NORM_BACKWARD = KernelSpec(
     "rotary_norm_backward", _flat(_rotary_norm_backward_triton),
     _flat(_rotary_norm_backward_torch), _flat(rotary_norm_backward_reference), _backward_cases,
-    _GATE, timings=_backward_timings,
+    _GATE, timings=_backward_timings, native=_flat(_rotary_norm_backward_native),
 )  # fmt: skip

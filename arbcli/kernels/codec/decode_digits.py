@@ -13,8 +13,10 @@ from torch import Tensor
 
 from arbcli.kernels.codec.packed import Packed, random_packed
 from arbcli.kernels.codec.packing import BLOCK, digit_of, unpack_trits_reference, unpack_trits_torch
-from arbcli.kernels.codec.scales import load_scale, scales_torch
+from arbcli.kernels.codec.scales import ROOTS, load_scale, scales_torch
+from arbcli.kernels.runtime import native
 from arbcli.kernels.runtime._triton import tl, triton
+from arbcli.kernels.runtime.backend import uses_native
 from arbcli.kernels.runtime.spec import Case, KernelSpec, Timing
 
 ROWS = 32
@@ -69,6 +71,30 @@ def decode_digits_torch(packed: Packed, dtype: torch.dtype = torch.bfloat16) -> 
     if packed.remainder is not None and dtype != torch.bfloat16:
         weight.copy_(weight.bfloat16())  # the product of a trit is not rounded
     return weight
+
+
+def decode_digits_native(packed: Packed, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    """Decode a whole matrix by the native loop, which knows float32 and bfloat16."""
+    rows, in_features = packed.out_features, packed.in_features
+    weight = torch.empty(rows, in_features, dtype=dtype, device=packed.trits.device)
+    bf16, threads = dtype == torch.bfloat16, native.threads_for(weight.numel())
+    native.call("decode", *native_arguments(packed), weight, bf16, rows, threads)
+    return weight
+
+
+def native_arguments(packed: Packed) -> tuple[Tensor | int | None, ...]:
+    """List what native loops take for a packed matrix."""
+    packed = packed.map(native.as_rows)
+    parts = packed.trits, packed.exponent, packed.fraction, packed.remainder
+    strides = (0 if part is None else part.stride(0) for part in parts)
+    sizes = packed.in_features, packed.group_size, packed.radix, packed.unit, packed.nibble
+    return *parts, ROOTS, *strides, *sizes
+
+
+def decode_digits(packed: Packed, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    """Decode a whole matrix by the native loop where that backend runs, else by torch."""
+    run = decode_digits_native if uses_native(packed.trits) else decode_digits_torch
+    return run(packed, dtype)
 
 
 @triton.jit
@@ -227,4 +253,5 @@ DECODE_DIGITS = KernelSpec(
     _cases,
     uses_scales=True,
     timings=_timings,
+    native=in_rounded_float32(decode_digits_native),
 )

@@ -13,11 +13,14 @@ by columns, one weight at a time.
 """
 
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from arbcli.kernels.codec.decode_digits import (
+    decode_digits,
+    decode_digits_native,
     decode_digits_reference,
     decode_digits_torch,
     decode_digits_triton,
@@ -44,6 +47,7 @@ from arbcli.kernels.codec.warp_products import (
 )
 from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.backend import uses_triton
+from arbcli.kernels.runtime.merged import merge_launches
 from arbcli.kernels.runtime.shared_memory import allocate, read_four, wait_for_warp, write_four
 from arbcli.kernels.runtime.spec import Case, KernelSpec, Timing
 
@@ -225,6 +229,14 @@ def decode_weight_triton(packed: Packed, dtype: torch.dtype = torch.bfloat16) ->
     return weight
 
 
+def decode_weights_triton(matrices: list[Packed], dtype: torch.dtype) -> list[Tensor]:
+    """Decode several matrices of trits in one launch, or a few."""
+    found: list[Tensor] = []
+    runs = [partial(lambda m: found.append(decode_weight_triton(m, dtype)), m) for m in matrices]
+    merge_launches(runs, matrices[0].trits.device)
+    return found
+
+
 def decode_weight(packed: Packed, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     """Decode a packed matrix to its weights.
 
@@ -239,7 +251,7 @@ def decode_weight(packed: Packed, dtype: torch.dtype = torch.bfloat16) -> Tensor
         ValueError: a dtype or a shape does not fit.
     """
     packed.check()
-    run = decode_weight_triton if uses_triton(packed.trits) else decode_digits_torch
+    run = decode_weight_triton if uses_triton(packed.trits) else decode_digits
     return run(packed, dtype)
 
 
@@ -271,4 +283,5 @@ DECODE_WEIGHT = KernelSpec(
     _cases,
     uses_scales=True,
     timings=_timings,
+    native=in_rounded_float32(decode_digits_native),
 )

@@ -11,7 +11,7 @@ from arbcli.kernels.codec.packed import OCTAVE
 from arbcli.kernels.runtime._triton import tl, triton
 
 _FRACTIONS = torch.arange(256, dtype=torch.uint8, device="cpu").view(torch.int8)
-_ROOTS = torch.exp2(_FRACTIONS / OCTAVE).bfloat16().float().view(torch.int32)
+ROOTS = torch.exp2(_FRACTIONS / OCTAVE).bfloat16().float().view(torch.int32)
 """2**(F / 128) rounded to bf16, as the bits of a float32; F is counted as an unsigned byte."""
 
 
@@ -21,7 +21,7 @@ def scales_torch(exponent: Tensor, fraction: Tensor | None) -> Tensor:
         bits = (exponent.to(torch.int32) + 127) << 23
     else:
         index = fraction.view(torch.uint8).to(torch.int32).flatten()
-        roots = _ROOTS.to(fraction.device).index_select(0, index)
+        roots = ROOTS.to(fraction.device).index_select(0, index)
         bits = torch.add(roots.view(fraction.shape), exponent, alpha=1 << 23)
     return bits.view(torch.float32)
 

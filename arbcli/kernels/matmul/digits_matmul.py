@@ -31,7 +31,7 @@ from arbcli.kernels.codec.warp_products import HAS_PTX, add_products, pair, unpa
 from arbcli.kernels.matmul.arranged_matmul import ROWS, check_few_rows, store_both, with_torch
 from arbcli.kernels.matmul.few_rows import load_eight_over, load_int
 from arbcli.kernels.runtime._triton import tl, triton
-from arbcli.kernels.runtime.backend import uses_triton
+from arbcli.kernels.runtime.backend import num_processors, uses_triton
 from arbcli.kernels.runtime.overlap import overlap_options, wait_for_last
 from arbcli.kernels.runtime.spec import MATRIX, Case, Gate, KernelSpec, Timing
 
@@ -276,8 +276,13 @@ class Tiling(NamedTuple):
     """Pieces that a warp loads at a time."""
 
 
-def _tiling() -> Tiling:
-    return Tiling(16, 2)
+def _tiling(rows: int, tiles: int, planes: int, processors: int) -> Tiling:
+    """Choose the fastest on an H200, where kernels overlap."""
+    if tiles <= processors and planes >= 64:
+        return Tiling(16, 4)
+    if planes >= 128:
+        return Tiling(8 if rows <= 4 else 4, 8)
+    return Tiling(8 if planes >= 32 else 4, 4)
 
 
 def _digits_matmul_triton(x, pieces, scales, out_features, in_features, gated, eps, added, dtype):
@@ -285,7 +290,7 @@ def _digits_matmul_triton(x, pieces, scales, out_features, in_features, gated, e
     to = y if added is None else added.contiguous()
     x = x if x.data_ptr() % 16 == 0 else x.clone()
     tiles, planes = pieces.shape[:2]
-    warps, depth = _tiling()
+    warps, depth = _tiling(len(x), tiles, planes, num_processors(x))
     _digits_matmul_kernel[(tiles,)](
         x, pieces, scales.view(torch.uint8), to, y,
         out_features, in_features, planes, 0.0 if eps is None else eps,

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from arbcli.kernels.codec.decode_digits import (
+    decode_digits,
     decode_digits_reference,
-    decode_digits_torch,
     with_remainders,
 )
 from arbcli.kernels.codec.decode_weight import decode_weight, decode_weight_triton
@@ -43,11 +43,11 @@ def ternary_matmul_grad_x_reference(grad_y: Tensor, packed: Packed) -> Tensor:
 
 def _ternary_matmul_torch(x, packed, dtype=None):
     x = x.to(torch.promote_types(x.dtype, dtype or x.dtype))
-    return (x @ decode_digits_torch(packed, x.dtype).T).to(dtype or x.dtype)
+    return (x @ decode_digits(packed, x.dtype).T).to(dtype or x.dtype)
 
 
 def _ternary_matmul_grad_x_torch(grad_y, packed):
-    return grad_y @ decode_digits_torch(packed, grad_y.dtype)
+    return grad_y @ decode_digits(packed, grad_y.dtype)
 
 
 @triton.jit
@@ -193,7 +193,7 @@ FEW_ROWS_SHAPES = ((1, 1, 1), (3, 33, 123), (8, 16, 640), (9, 17, 805), (3, 2, 5
 
 def _forward_cases(device: torch.device, group_size: int) -> Iterator[Case]:
     def peer(x: Tensor, packed: Packed, dtype: torch.dtype) -> Tensor:
-        return x @ decode_digits_torch(packed, x.dtype).T
+        return x @ decode_digits(packed, x.dtype).T
 
     for label, x, packed in _inputs(device, group_size, "K"):
         low = x.dtype == torch.bfloat16

@@ -19,8 +19,9 @@ from torch.nn.functional import rms_norm as torch_rms_norm
 from arbcli.kernels.codec.decode_digits import decode_digits_reference, decode_digits_torch
 from arbcli.kernels.codec.decode_weight import decode_weight_triton
 from arbcli.kernels.codec.packed import Packed, random_packed
+from arbcli.kernels.runtime import native
 from arbcli.kernels.runtime._triton import tl, triton
-from arbcli.kernels.runtime.backend import row_chunks, uses_triton
+from arbcli.kernels.runtime.backend import choose, row_chunks
 from arbcli.kernels.runtime.spec import Case, Gate, KernelSpec, Timing
 
 FEW_ROWS = 8
@@ -83,6 +84,50 @@ def _rms_norm_backward_torch(grad_y, x, weight, eps, beside=None):
         for result, part in zip(results, parts, strict=True):
             result[rows] = part
     return grad_x if beside is None else grad_x.add_(beside), y
+
+
+def _rms_norm_native(x, weight, eps):
+    return norm_native(x, weight, eps, gated=False)
+
+
+def _add_rms_norm_native(x, added, weight, eps):
+    total = (x + added).contiguous()
+    return total, _rms_norm_native(total, weight, eps)
+
+
+def _rms_norm_backward_native(grad_y, x, weight, eps, beside=None):
+    grad_x, y = norm_backward_native(grad_y, x, weight, eps, gated=False)
+    return grad_x if beside is None else grad_x.add_(beside), y
+
+
+def norm_native(x: Tensor, weight: Packed | None, eps: float | None, *, gated: bool) -> Tensor:
+    """Normalise rows by the native loop; where `gated`, what silu and product make of their halves.
+
+    Without an eps there is no norm.
+    """
+    width = x.shape[-1] // (1 + gated)
+    y = torch.empty(*x.shape[:-1], width, dtype=x.dtype, device=x.device)
+    if y.numel():
+        norm = norm_weight_torch(weight), -1.0 if eps is None else eps, gated
+        rows, threads = native.dense_rows(x), native.threads_for(x.numel())
+        about = rows, rows.stride(0), x.dtype == torch.bfloat16
+        native.call("norm", *about, *norm, y, len(rows), width, threads)
+    return y
+
+
+def norm_backward_native(
+    grad_y: Tensor, x: Tensor, weight: Packed | None, eps: float | None, *, gated: bool
+) -> tuple[Tensor, Tensor]:
+    """Compute the gradient of `norm_native` with respect to x, and its result again."""
+    grad_x = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    y = torch.empty(grad_y.shape, dtype=x.dtype, device=x.device)
+    if y.numel():
+        norm = norm_weight_torch(weight), -1.0 if eps is None else eps, gated
+        rows, grads = native.dense_rows(x), native.dense_rows(grad_y)
+        about = grads, grads.stride(0), rows, rows.stride(0), x.dtype == torch.bfloat16
+        threads = native.threads_for(x.numel())
+        native.call("norm_backward", *about, *norm, grad_x, y, len(rows), y.shape[-1], threads)
+    return grad_x, y
 
 
 def norm_weight_torch(weight: Packed | None) -> Tensor | None:
@@ -322,7 +367,7 @@ def rms_norm(x: Tensor, weight: Packed | None, eps: float) -> Tensor:
         ValueError: a dtype or a shape does not fit.
     """
     check_rms_norm(x, weight)
-    run = _rms_norm_triton if uses_triton(x) else _rms_norm_torch
+    run = choose(x, _rms_norm_triton, _rms_norm_torch, _rms_norm_native)
     return run(x, weight, eps)
 
 
@@ -341,7 +386,7 @@ def add_rms_norm(
     """
     check_rms_norm(x, weight)
     _check_like(added, x, "added")
-    run = _add_rms_norm_triton if uses_triton(x) else _add_rms_norm_torch
+    run = choose(x, _add_rms_norm_triton, _add_rms_norm_torch, _add_rms_norm_native)
     return run(x, added, weight, eps)
 
 
@@ -367,7 +412,7 @@ def rms_norm_backward(
     _check_like(grad_y, x, "grad_y")
     if beside is not None:
         _check_like(beside, x, "beside")
-    run = _rms_norm_backward_triton if uses_triton(x) else _rms_norm_backward_torch
+    run = choose(x, _rms_norm_backward_triton, _rms_norm_backward_torch, _rms_norm_backward_native)
     return run(grad_y, x, weight, eps, beside)
 
 
@@ -514,14 +559,14 @@ _GATE = Gate(
 
 RMS_NORM = KernelSpec(
     "rms_norm", _rms_norm_triton, _rms_norm_torch, rms_norm_reference, _cases, _GATE,
-    uses_scales=True, timings=_timings,
+    uses_scales=True, timings=_timings, native=_rms_norm_native,
 )  # fmt: skip
 ADD_RMS_NORM = KernelSpec(
     "add_rms_norm", _add_rms_norm_triton, _add_rms_norm_torch, add_rms_norm_reference, _add_cases,
-    _GATE, uses_scales=True, timings=_add_timings,
+    _GATE, uses_scales=True, timings=_add_timings, native=_add_rms_norm_native,
 )  # fmt: skip
 RMS_NORM_BACKWARD = KernelSpec(
     "rms_norm_backward", _rms_norm_backward_triton, _rms_norm_backward_torch,
     rms_norm_backward_reference, _backward_beside_cases, _GATE, uses_scales=True,
-    timings=_backward_timings,
+    timings=_backward_timings, native=_rms_norm_backward_native,
 )  # fmt: skip

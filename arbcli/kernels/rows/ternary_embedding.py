@@ -13,8 +13,8 @@ from torch.nn.functional import embedding, embedding_bag
 
 from arbcli.kernels.codec.decode_digits import (
     add_remainder,
+    decode_digits,
     decode_digits_reference,
-    decode_digits_torch,
     in_rounded_float32,
     round_weight,
     with_remainders,
@@ -48,8 +48,8 @@ def embedding_grad_reference(grad_y: Tensor, ids: Tensor, num_embeddings: int) -
 
 def _embedding_rows_torch(ids, packed, dtype=torch.bfloat16):
     if len(ids) > packed.out_features:  # decode a row once, however often it is used
-        return embedding(ids, decode_digits_torch(packed, dtype))
-    return decode_digits_torch(packed.rows(ids), dtype)
+        return embedding(ids, decode_digits(packed, dtype))
+    return decode_digits(packed.rows(ids), dtype)
 
 
 def _embedding_grad_torch(grad_y, ids, num_embeddings):

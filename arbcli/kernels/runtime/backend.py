@@ -1,15 +1,16 @@
 """Which implementation of the kernels runs: one choice, made once, named in every report."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
 from arbcli.errors import ArbError
+from arbcli.kernels.runtime import native
 from arbcli.kernels.runtime._triton import HAS_TRITON, INTERPRETED
 
-BACKENDS = ("triton", "torch", "interpreter")
+BACKENDS = ("triton", "native", "torch", "interpreter")
 
 LARGE_ELEMENTS = 1 << 22
 """Of a matrix from whose size on a program of a kernel takes several tiles, one below the other."""
@@ -20,8 +21,13 @@ _chunk_elements: int | None = None
 
 
 def default_backend(device: torch.device) -> str:
-    """Name the backend that runs on `device` unless one is forced: `triton` or `torch`."""
-    return "triton" if device.type == "cuda" else "torch"
+    """Name the backend that runs on `device` unless one is forced.
+
+    It is `triton` on a GPU, and on a CPU `native` if there is a C compiler; else `torch`.
+    """
+    if device.type == "cuda":
+        return "triton"
+    return "native" if device.type == "cpu" and native.available() else "torch"
 
 
 def check_backend(name: str, device: torch.device) -> None:
@@ -34,6 +40,9 @@ def check_backend(name: str, device: torch.device) -> None:
         names = ", ".join(f"`{known}`" for known in BACKENDS)
         raise ArbError(f"no backend is named `{name}`", hint=f"choose one of: {names}")
     if name == "torch":
+        return
+    if name == "native":
+        _check_native(device)
         return
     if not HAS_TRITON:
         raise ArbError(
@@ -59,6 +68,19 @@ def check_backend(name: str, device: torch.device) -> None:
             )
 
 
+def _check_native(device: torch.device) -> None:
+    if device.type != "cpu":
+        raise ArbError(
+            f"the `native` backend needs a CPU, and this run is on `{device}`",
+            hint="use `--backend torch`, or `--device cpu`",
+        )
+    if not native.available():
+        raise ArbError(
+            f"the `native` backend cannot run here: {native.why_not()}",
+            hint="install a C compiler, such as gcc, or use `--backend torch`: the same, slower",
+        )
+
+
 @contextmanager
 def use_backend(name: str | None):
     """Force every kernel called inside onto one backend; `None` restores the default."""
@@ -71,8 +93,23 @@ def use_backend(name: str | None):
 
 
 def uses_triton(tensor: Tensor) -> bool:
-    """Whether an operation on `tensor` launches a Triton kernel (else it is the torch backend)."""
-    return (_forced or default_backend(tensor.device)) != "torch"
+    """Whether an operation on `tensor` launches a Triton kernel, compiled or interpreted."""
+    return (_forced or default_backend(tensor.device)) in ("triton", "interpreter")
+
+
+def uses_native(tensor: Tensor) -> bool:
+    """Whether an operation on `tensor` is one of the `native` backend's loops, if it has one.
+
+    Otherwise it is torch's operations, unless it launches a Triton kernel.
+    """
+    return (_forced or default_backend(tensor.device)) == "native"
+
+
+def choose(tensor: Tensor, triton: Callable, torch: Callable, native: Callable) -> Callable:
+    """Choose what runs an operation on `tensor` among what each backend has for it."""
+    if uses_triton(tensor):
+        return triton
+    return native if uses_native(tensor) else torch
 
 
 @contextmanager

@@ -89,3 +89,11 @@ class KernelSpec:
     """What the cases leave out and why, for the ledger."""
     timings: Callable[[torch.device, int], Iterator[Timing]] | None = None
     """(device, group size) to what is timed, on a GPU only."""
+    native: Callable | None = None
+    """What the `native` backend has of its own; None is what `torch` has."""
+
+    def run(self, backend: str) -> Callable:
+        """Find what runs with a backend."""
+        if backend == "native":
+            return self.native or self.torch
+        return self.torch if backend == "torch" else self.triton

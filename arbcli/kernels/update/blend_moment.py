@@ -12,8 +12,9 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from arbcli.kernels.runtime import native
 from arbcli.kernels.runtime._triton import tl, triton
-from arbcli.kernels.runtime.backend import row_chunks, tiles_of_a_program, uses_triton
+from arbcli.kernels.runtime.backend import choose, row_chunks, tiles_of_a_program
 from arbcli.kernels.runtime.spec import MATRIX, Case, KernelSpec, Timing
 from arbcli.kernels.update.direction import (
     check_direction,
@@ -21,6 +22,7 @@ from arbcli.kernels.update.direction import (
     fixed_point_reference,
     fixed_point_torch,
     load_gain,
+    native_arguments,
 )
 from arbcli.kernels.update.random_bits import random_halves, random_halves_reference, random_words
 
@@ -80,6 +82,21 @@ def _blend_moment_torch(
         else:
             state.copy_(new)
         squares += new.mul_(new).sum(dim=1, dtype=torch.int32).sum()
+    return moment, squares
+
+
+def _blend_moment_native(
+    moment, values, row_gain, column_gain, key, ok, squares, decay, gain, shift, nibble
+):
+    direction = values, row_gain, column_gain
+    if not native.in_rows(moment):
+        rest = decay, gain, shift, nibble
+        return _blend_moment_torch(moment, *direction, key, ok, squares, *rest)
+    if ok:
+        squares += native.call(
+            "blend_moment", *native_arguments(*direction), moment, moment.stride(0), int(key),
+            decay, gain, shift, nibble, len(moment), native.threads_for(moment.numel()),
+        )  # fmt: skip
     return moment, squares
 
 
@@ -189,7 +206,7 @@ def blend_moment(
         raise ValueError(f"need an int64 scalar of squares, got {squares.dtype}")
     if not (0 <= decay <= 1 << 16 and 0 <= gain < 1 << 10):
         raise ValueError(f"decay {decay} or gain {gain} overflows int32")
-    run = _blend_moment_triton if uses_triton(moment) else _blend_moment_torch
+    run = choose(moment, _blend_moment_triton, _blend_moment_torch, _blend_moment_native)
     direction = (values, row_gain, column_gain)
     run(moment, *direction, key, ok, squares, decay, gain, shift, nibble)
 
@@ -249,4 +266,5 @@ BLEND_MOMENT = KernelSpec(
     _cases,
     timings=_timings,
     bfloat16=(1,),
+    native=_blend_moment_native,
 )

@@ -10,6 +10,7 @@ with `enable_fp_fusion=False`, as a fused multiply-add would round once where tw
 import torch
 from torch import Tensor
 
+from arbcli.kernels.runtime import native
 from arbcli.kernels.runtime._triton import tl, triton
 
 UNIT = 1 << 16
@@ -42,6 +43,15 @@ def fixed_point_torch(
     if column_gain is not None:
         u *= column_gain
     return u.clamp_(-limit, limit).round_().to(torch.int32)
+
+
+def native_arguments(
+    values: Tensor, row_gain: Tensor | None, column_gain: Tensor | None
+) -> tuple[Tensor | int | None, ...]:
+    """List what native loops take for a direction."""
+    values = native.as_rows(values)
+    sizes = values.dtype == torch.bfloat16, 0 if row_gain is None else row_gain.stride(0)
+    return values, row_gain, column_gain, values.stride(0), *sizes, values.shape[1]
 
 
 @triton.jit

@@ -16,6 +16,7 @@ from arbcli.kernels.codec.decode_digits import (
     add_remainder,
     digits_reference,
     digits_torch,
+    native_arguments,
     scales_reference,
     with_remainders,
 )
@@ -29,12 +30,15 @@ from arbcli.kernels.codec.packing import (
     trit_positions,
 )
 from arbcli.kernels.codec.scales import load_scale, scales_torch
+from arbcli.kernels.runtime import native
 from arbcli.kernels.runtime._triton import tl, triton
-from arbcli.kernels.runtime.backend import row_chunks, tiles_of_a_program, uses_triton
+from arbcli.kernels.runtime.backend import choose, row_chunks, tiles_of_a_program
 from arbcli.kernels.runtime.spec import MATRIX, Case, Gate, KernelSpec, Timing
 
 TILE = 128
 """Columns of a tile: as many whole groups as fit, and at least one."""
+PART_ROWS = 64
+"""Rows of a part of the native loop's sums over columns; `native.c` has it too."""
 
 
 class GradientStatistics(NamedTuple):
@@ -89,6 +93,20 @@ def _gradient_statistics_torch(grad, packed, factored, signs):
             columns += product.sum(dim=0)
     slope *= scales_torch(packed.exponent, packed.fraction)
     return slope, slope.double().square_().sum()[None], squares, rows, columns
+
+
+def _gradient_statistics_native(grad, packed, factored, signs):
+    (num_rows, in_features), like = grad.shape, {"dtype": torch.float32, "device": grad.device}
+    slope, rows = torch.empty(packed.exponent.shape, **like), torch.empty(1, num_rows, **like)
+    columns = torch.empty(-(-num_rows // PART_ROWS) * factored, in_features, **like)
+    grad = native.as_rows(grad)
+    native.call(
+        "gradient_statistics", *native_arguments(packed), grad, grad.stride(0),
+        grad.dtype == torch.bfloat16, signs, slope, rows, columns if factored else None, num_rows,
+        native.threads_for(grad.numel()),
+    )  # fmt: skip
+    squares = slope.double().square_().sum()[None]
+    return slope, squares, rows[0], rows[: int(factored)], columns
 
 
 @triton.jit
@@ -312,7 +330,9 @@ def gradient_statistics(
     if grad.dtype not in (torch.float32, torch.bfloat16) or grad.dim() != 2 or not grad.numel():
         raise ValueError(f"need a float32 or bfloat16 matrix that is not empty, got {got}")
     packed.check(in_features=grad.shape[1])
-    run = _gradient_statistics_triton if uses_triton(grad) else _gradient_statistics_torch
+    run = choose(
+        grad, _gradient_statistics_triton, _gradient_statistics_torch, _gradient_statistics_native
+    )
     return GradientStatistics(*run(grad, packed, factored, signs))
 
 
@@ -370,4 +390,5 @@ GRADIENT_STATISTICS = KernelSpec(
     uses_scales=True,
     timings=_timings,
     bfloat16=(0,),
+    native=_in_one_part(_gradient_statistics_native),
 )

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from arbcli.kernels.codec.packed import HIGHEST_EXPONENT, LOWEST_EXPONENT, OCTAVE, num_groups
+from arbcli.kernels.runtime import native
 from arbcli.kernels.runtime._triton import tl, triton
-from arbcli.kernels.runtime.backend import uses_triton
+from arbcli.kernels.runtime.backend import choose
 from arbcli.kernels.runtime.spec import MATRIX, Case, KernelSpec, Timing
 from arbcli.kernels.update.direction import round_to_int
 from arbcli.kernels.update.random_bits import random_bits, random_bits_reference, random_words
@@ -59,6 +60,19 @@ def _step_scales_torch(exponent, fraction, slope, slope_gain, key, gain, shift, 
         exponent.copy_(v >> 7)
         fraction.copy_(v & 127)
     return exponent, fraction
+
+
+def _step_scales_native(exponent, fraction, slope, slope_gain, key, gain, shift, ok):
+    state = exponent, fraction
+    if not all(map(native.in_rows, state)):
+        return _step_scales_torch(*state, slope, slope_gain, key, gain, shift, ok)
+    if ok:
+        slope = native.as_rows(slope)
+        native.call(
+            "step_scales", exponent, exponent.stride(0), fraction, fraction.stride(0), slope,
+            slope.stride(0), slope_gain, int(key), int(gain), int(shift), *slope.shape,
+        )  # fmt: skip
+    return state
 
 
 @triton.jit
@@ -134,7 +148,7 @@ def step_scales(
         raise ValueError(f"need int8, int8 and float32, got {dtypes}")
     if not exponent.shape == fraction.shape == slope.shape:
         raise ValueError(f"exponent {tuple(exponent.shape)} and slope {tuple(slope.shape)} differ")
-    run = _step_scales_triton if uses_triton(exponent) else _step_scales_torch
+    run = choose(exponent, _step_scales_triton, _step_scales_torch, _step_scales_native)
     run(exponent, fraction, slope, slope_gain, key, gain, shift, ok)
 
 
@@ -178,4 +192,5 @@ STEP_SCALES = KernelSpec(
     _cases,
     timings=_timings,
     bfloat16=(),
+    native=_step_scales_native,
 )

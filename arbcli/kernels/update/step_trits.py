@@ -25,8 +25,9 @@ from arbcli.kernels.codec.packing import (
     unpack_trits_reference,
     unpack_trits_torch,
 )
+from arbcli.kernels.runtime import native
 from arbcli.kernels.runtime._triton import tl, triton
-from arbcli.kernels.runtime.backend import row_chunks, uses_triton
+from arbcli.kernels.runtime.backend import choose, row_chunks
 from arbcli.kernels.runtime.spec import MATRIX, Case, KernelSpec, Timing
 from arbcli.kernels.update.direction import (
     check_direction,
@@ -34,6 +35,7 @@ from arbcli.kernels.update.direction import (
     fixed_point_reference,
     fixed_point_torch,
     load_gain,
+    native_arguments,
 )
 from arbcli.kernels.update.random_bits import random_halves, random_halves_reference, random_words
 
@@ -178,6 +180,49 @@ def _step_torch(packed, remainder, step_of, key, limit, flips, radix, remainder_
             state.copy_(z)
         packed[rows] = pack_trits_torch(new)
         flips += torch.count_nonzero(new.bitwise_xor_(old))
+
+
+def _step_by_moment_native(
+    packed, remainder, moment, key, step_size, squares, limit, ok, flips, radix, remainder_max
+):
+    state, rule = (packed, remainder, moment), (radix, remainder_max)
+    if not _native_can(*state):
+        control = key, step_size, squares, limit, ok, flips
+        return _step_by_moment_torch(*state, *control, *rule)
+    if ok:
+        gain = moment_gain(step_size, squares, remainder.numel())
+        direction = None, None, None, 0, 0, 0, remainder.shape[1]
+        _step_native(direction, *state, key, gain, 0, limit, flips, *rule, moment is None)
+    return packed, remainder, flips
+
+
+def _step_by_direction_native(
+    packed, remainder, values, row_gain, column_gain, key, gain, shift, limit, ok, flips,
+    radix, remainder_max,
+):  # fmt: skip
+    direction, rule = (values, row_gain, column_gain), (radix, remainder_max)
+    if not _native_can(packed, remainder):
+        control = key, gain, shift, limit, ok, flips
+        return _step_by_direction_torch(packed, remainder, *direction, *control, *rule)
+    if ok:
+        direction, control = native_arguments(*direction), (key, gain, shift, limit, flips)
+        _step_native(direction, packed, remainder, None, *control, *rule, False)
+    return packed, remainder, flips
+
+
+def _native_can(*state: Tensor | None) -> bool:
+    return all(part is None or native.in_rows(part) for part in state)
+
+
+def _step_native(
+    direction, packed, remainder, moment, key, gain, shift, limit, flips, radix, remainder_max,
+    nibble,
+):  # fmt: skip
+    flips += native.call(
+        "step_trits", *direction, packed, packed.stride(0), remainder, remainder.stride(0), moment,
+        0 if moment is None else moment.stride(0), int(key), int(gain), int(shift), int(limit),
+        radix, remainder_max, nibble, len(remainder), native.threads_for(remainder.numel()),
+    )  # fmt: skip
 
 
 @triton.jit
@@ -411,7 +456,7 @@ def step_by_moment(
         raise ValueError(f"moment {moment.dtype} {tuple(moment.shape)} does not fit")
     if (step_size.dtype, squares.dtype) != (torch.int64, torch.int64):
         raise ValueError(f"need int64, got {step_size.dtype} and {squares.dtype}")
-    run = _step_by_moment_triton if uses_triton(packed) else _step_by_moment_torch
+    run = choose(packed, _step_by_moment_triton, _step_by_moment_torch, _step_by_moment_native)
     control = (key, step_size, squares, limit, ok, flips)
     run(packed, remainder, moment, *control, radix, remainder_max)
 
@@ -454,7 +499,9 @@ def step_by_direction(
     """
     _check(packed, remainder, flips)
     check_direction(values, row_gain, column_gain, remainder.shape)
-    run = _step_by_direction_triton if uses_triton(packed) else _step_by_direction_torch
+    run = choose(
+        packed, _step_by_direction_triton, _step_by_direction_torch, _step_by_direction_native
+    )
     direction = (values, row_gain, column_gain)
     run(packed, remainder, *direction, key, gain, shift, limit, ok, flips, radix, remainder_max)
 
@@ -576,6 +623,7 @@ STEP_BY_MOMENT = KernelSpec(
     step_by_moment_reference,
     _moment_cases,
     timings=_moment_timings,
+    native=_step_by_moment_native,
 )
 STEP_BY_DIRECTION = KernelSpec(
     "step_by_direction",
@@ -585,4 +633,5 @@ STEP_BY_DIRECTION = KernelSpec(
     _direction_cases,
     timings=_direction_timings,
     bfloat16=(2,),
+    native=_step_by_direction_native,
 )

@@ -9,10 +9,11 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from arbcli.kernels.runtime import native
 from arbcli.kernels.runtime._triton import tl, triton
-from arbcli.kernels.runtime.backend import row_chunks, tiles_of_a_program, uses_triton
+from arbcli.kernels.runtime.backend import choose, row_chunks, tiles_of_a_program
 from arbcli.kernels.runtime.spec import MATRIX, Case, Gate, KernelSpec, Timing
-from arbcli.kernels.update.direction import UNIT, check_direction, load_gain
+from arbcli.kernels.update.direction import UNIT, check_direction, load_gain, native_arguments
 from arbcli.kernels.update.gradient_gains import sum_parts
 
 
@@ -29,6 +30,21 @@ def unit_gain_reference(
     return rows * gain, ok * usable
 
 
+def row_squares_native(
+    values: Tensor, row_gain: Tensor | None, column_gain: Tensor | None
+) -> Tensor:
+    """Sum (values * row_gain * column_gain)**2 over each row: (N,) float32."""
+    squares = torch.empty(len(values), dtype=torch.float32, device=values.device)
+    direction, threads = (values, row_gain, column_gain), native.threads_for(values.numel())
+    native.call("row_squares", *native_arguments(*direction), squares, len(values), threads)
+    return squares
+
+
+def _unit_gain_native(values, row_gain, column_gain, ok):
+    squares = row_squares_native(values, row_gain, column_gain)
+    return _gain_of(squares, values.numel(), row_gain, ok)
+
+
 def _unit_gain_torch(values, row_gain, column_gain, ok):
     squares = torch.empty(len(values), dtype=torch.float32, device=values.device)
     for rows in row_chunks(values):
@@ -38,7 +54,12 @@ def _unit_gain_torch(values, row_gain, column_gain, ok):
         if row_gain is not None:
             u *= row_gain[rows, None]
         torch.sum(u.square_(), dim=1, out=squares[rows])
-    mean_square = float(squares.sum(dtype=torch.float64)) / values.numel()
+    return _gain_of(squares, values.numel(), row_gain, ok)
+
+
+def _gain_of(squares, elements, row_gain, ok):
+    """Find the gain from the sums over rows."""
+    mean_square = float(squares.sum(dtype=torch.float64)) / elements
     usable = 0 < mean_square < math.inf
     ok *= usable
     gain = UNIT / math.sqrt(mean_square) if usable else 0.0
@@ -134,7 +155,7 @@ def unit_gain(
     check_direction(values, row_gain, column_gain, values.shape)
     if row_gain is not None and not row_gain.is_contiguous():
         raise ValueError("need a contiguous row gain")
-    run = _unit_gain_triton if uses_triton(values) else _unit_gain_torch
+    run = choose(values, _unit_gain_triton, _unit_gain_torch, _unit_gain_native)
     gain, _ = run(values, row_gain, column_gain, ok)
     return gain if len(gain) == len(values) else gain.expand(len(values))
 
@@ -177,4 +198,5 @@ UNIT_GAIN = KernelSpec(
     Gate(exact=False, relative=1e-5, reason="float32 sums of millions of squares"),
     timings=_timings,
     bfloat16=(0,),
+    native=_unit_gain_native,
 )

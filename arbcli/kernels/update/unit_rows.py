@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from arbcli.kernels.runtime._triton import tl, triton
-from arbcli.kernels.runtime.backend import row_chunks, uses_triton
+from arbcli.kernels.runtime.backend import choose, row_chunks
 from arbcli.kernels.runtime.spec import MATRIX, Case, Gate, KernelSpec, Timing
 from arbcli.kernels.update.direction import UNIT, check_direction
+from arbcli.kernels.update.unit_gain import row_squares_native
 
 
 def unit_rows_reference(values: Tensor, ok: Tensor) -> tuple[Tensor, Tensor]:
@@ -34,7 +35,16 @@ def _unit_rows_torch(values, ok):
     squares = torch.empty(len(values), dtype=torch.float32, device=values.device)
     for rows in row_chunks(values):
         torch.sum(values[rows].to(torch.float32, copy=True).square_(), dim=1, out=squares[rows])
-    gain = (squares / values.shape[1]).rsqrt_().mul_(UNIT)
+    return _gains_of(squares, values.shape[1], ok)
+
+
+def _unit_rows_native(values, ok):
+    return _gains_of(row_squares_native(values, None, None), values.shape[1], ok)
+
+
+def _gains_of(squares, width, ok):
+    """Find the gains from the sums over rows."""
+    gain = (squares / width).rsqrt_().mul_(UNIT)
     usable = (squares > 0) & (squares < float("inf"))
     ok *= torch.isfinite(squares).all()
     gain *= math.sqrt(len(gain) / max(1, int(usable.sum())))
@@ -109,7 +119,8 @@ def unit_rows(values: Tensor, ok: Tensor) -> Tensor:
         ValueError: a dtype or a shape does not fit.
     """
     check_direction(values, None, None, values.shape)
-    gain, _ = (_unit_rows_triton if uses_triton(values) else _unit_rows_torch)(values, ok)
+    run = choose(values, _unit_rows_triton, _unit_rows_torch, _unit_rows_native)
+    gain, _ = run(values, ok)
     return gain
 
 
@@ -155,4 +166,5 @@ UNIT_ROWS = KernelSpec(
     Gate(exact=False, relative=1e-5, reason="float32 sums of thousands of squares"),
     timings=_timings,
     bfloat16=(0,),
+    native=_unit_rows_native,
 )

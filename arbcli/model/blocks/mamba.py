@@ -25,9 +25,7 @@ from arbcli.kernels.scan.causal_conv import causal_conv, causal_conv_grad_w
 from arbcli.kernels.scan.decay_scan import decay_scan
 from arbcli.kernels.scan.mamba_step import mamba_step
 from arbcli.model.initial import projection_std
-from arbcli.model.layers.linear import TernaryLinear
-from arbcli.model.layers.norm import TernaryGate, TernaryRMSNorm
-from arbcli.model.layers.vector import TernaryTaps, TernaryVector
+from arbcli.model.layers.kinds import layers_for
 
 EXPAND = 2
 """Width inside the block, over that of the stream."""
@@ -63,16 +61,16 @@ class Mamba(nn.Module):
         self.states = states
         self.mixed = self.inner + 2 * states
         rates, biases = mamba_values(self.heads)
-        about = {"area": "mamba"}
+        parts, about = layers_for(config), {"area": "mamba"}
         projected = self.inner + self.mixed + self.heads
-        self.projection = TernaryLinear(projected, config.dim, config, **about)
-        self.taps = TernaryTaps(self.mixed, TAPS, config, **about)
-        self.rate = TernaryVector(rates, config, **about)
-        self.bias = TernaryVector(biases, config, **about)
-        self.skip = TernaryVector([1.0] * self.heads, config, **about)
-        self.gate = TernaryGate(self.inner, config, normalise=True)
+        self.projection = parts.linear(projected, config.dim, config, **about)
+        self.taps = parts.taps(self.mixed, TAPS, config, **about)
+        self.rate = parts.vector(rates, config, **about)
+        self.bias = parts.vector(biases, config, **about)
+        self.skip = parts.vector([1.0] * self.heads, config, **about)
+        self.gate = parts.gate(self.inner, config, normalise=True)
         std = projection_std(self.inner) / math.sqrt(config.layers)  # one of them in each block
-        self.output = TernaryLinear(config.dim, self.inner, config, std=std, **about)
+        self.output = parts.linear(config.dim, self.inner, config, std=std, **about)
 
     def forward(
         self, x: Tensor, norm: nn.Module | None, past: "MambaBlockCache | None" = None
@@ -113,7 +111,7 @@ class MambaBlock(nn.Module):
 
     def __init__(self, config: ModelConfig, states: int) -> None:
         super().__init__()
-        self.norm = TernaryRMSNorm(config.dim, config)
+        self.norm = layers_for(config).norm(config.dim, config)
         self.mamba = Mamba(config, states)
 
     def forward(self, x: Tensor) -> Tensor:

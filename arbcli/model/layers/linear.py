@@ -8,6 +8,7 @@ from torch import Tensor, library
 from torch.autograd import Function
 
 from arbcli.config.dense import ModelConfig
+from arbcli.kernels.codec.decode_weight import decode_weights_triton
 from arbcli.kernels.matmul.arranged_matmul import Arranged, arrange, arranged_matmul
 from arbcli.kernels.matmul.arranged_rows import arranged_rows
 from arbcli.kernels.matmul.digits_matmul import (
@@ -22,6 +23,7 @@ from arbcli.kernels.matmul.ternary_matmul import (
     ternary_matmul,
     ternary_matmul_grad_x,
 )
+from arbcli.kernels.runtime.backend import LARGE_ELEMENTS, uses_triton
 from arbcli.model.initial import projection_std
 from arbcli.model.layers.compiled import Findable, find, refuse_without_gradient
 from arbcli.model.layers.norm import NORM_EPS, TernaryGate, TernaryRMSNorm
@@ -36,6 +38,14 @@ class LinearWeight(StreamedTensor):
     """Whether products of many rows are computed in eight bits."""
     in_eight_bits = True
     """Whether they may be."""
+    decodes_ahead = False
+    """Whether it is decoded with others: see `decode_in_groups`."""
+    needed_after: "tuple[LinearWeight, ...]" = ()
+    """Those that a forward decodes with it."""
+    needed_before: "tuple[LinearWeight, ...]" = ()
+    """Those that a backward decodes with it."""
+    _decoded: tuple[tuple[int, ...], torch.dtype, Tensor] | None = None
+    """What was decoded with another: of which version, in which dtype, and the weights."""
 
     def multiply_sum(
         self, x: Tensor, added: Tensor, before: "TernaryRMSNorm"
@@ -45,14 +55,18 @@ class LinearWeight(StreamedTensor):
             total = x + added
             return self.multiply(total, before), total
         total, normal = before.of_sum(x, added)
-        return ternary_matmul(normal, self.packed), total
+        return self._multiply(normal), total
 
     def multiply(self, x: Tensor, before: "TernaryRMSNorm | None") -> Tensor:
         """Compute before(x) @ w.T of (M, K) activations."""
         if self._in_fp8(x):
             q, scale = before.rounded(x) if before else quantise_rows(x)
             return fp8_matmul(q, scale, self.packed, dtype=x.dtype)
-        x = before(x) if before else x
+        return self._multiply(before(x) if before else x)
+
+    def _multiply(self, x: Tensor) -> Tensor:
+        if self.decodes_ahead and len(x) > FUSED_ROWS and uses_triton(x):
+            return x @ self._dense(x.dtype, self.needed_after).T
         return ternary_matmul(x, self.packed)
 
     def propagate(self, grad_y: Tensor) -> Tensor:
@@ -60,7 +74,23 @@ class LinearWeight(StreamedTensor):
         if self._in_fp8(grad_y):
             rounded = quantise_rows(grad_y)
             return fp8_matmul(*rounded, self.packed, transposed=True, dtype=grad_y.dtype)
+        if self.decodes_ahead and uses_triton(grad_y):
+            return grad_y @ self._dense(grad_y.dtype, self.needed_before)
         return ternary_matmul_grad_x(grad_y, self.packed)
+
+    def _dense(self, dtype: torch.dtype, fellows: "tuple[LinearWeight, ...]") -> Tensor:
+        """Decode the weights, and in the same launch those that are needed next.
+
+        What was decoded before is used once, and only if the weights are still the same.
+        """
+        decoded, self._decoded = self._decoded, None
+        if decoded is None or decoded[:2] != (self.version, dtype):
+            together = (self, *fellows)
+            found = decode_weights_triton([weight.packed for weight in together], dtype)
+            for weight, dense in zip(together, found, strict=True):
+                weight._decoded = weight.version, dtype, dense
+            decoded, self._decoded = self._decoded, None
+        return decoded[2]
 
     def _in_fp8(self, rows: Tensor) -> bool:
         return self.fp8 and len(rows) > FUSED_ROWS
@@ -75,23 +105,50 @@ class LinearWeight(StreamedTensor):
         x: Tensor,
         before: "TernaryRMSNorm | None",
         wanted: bool,
-        beside: Tensor | None = None,
+        *about_x: "Tensor | bool | None",
     ) -> Tensor | None:
         """Take the gradient of what `multiply` gave: return that of x if it is wanted.
 
-        `beside` is the gradient that x has elsewhere, of the stream that a norm is before; it is
-        added.
+        Args:
+            grad_y: (M, N).
+            x: (M, K), or what `before` makes that of.
+            before: as of `multiply`.
+            wanted: whether to return the gradient of x.
+            about_x: what the backward of `before` takes besides: the gradient that x has elsewhere,
+                or whether a gate's gradient may take its place.
         """
         grad_x, source = None, x
         if wanted:
             grad_x = self.propagate(grad_y)
             if before:
-                about = () if beside is None else (beside,)
-                grad_x, source = before.backward(grad_x, x, *about)
+                grad_x, source = before.backward(grad_x, x, *about_x)
         elif before:
             source = before(x)
         self.collect(source, grad_y)
         return grad_x
+
+
+def decode_in_groups(weights: list[LinearWeight], size: int) -> None:
+    """Let small matrices be decoded several at a time, as decoding one takes less than its launch.
+
+    A backward begins with smaller groups: most activations are still there then, and what waits to
+    be used would add to the peak. Later ones begin where a block's first one does.
+
+    Args:
+        weights: in the order in which a forward needs them, each once.
+        size: of a group, and of a block.
+    """
+    if any(weight.num_weights >= LARGE_ELEMENTS or weight.rule.reads_all for weight in weights):
+        return
+    forward, back = range(0, len(weights), size), (0, 1, *range(size - 1, len(weights), size))
+    for order, starts, name in (
+        (weights, forward, "needed_after"),
+        (weights[::-1], back, "needed_before"),
+    ):
+        for begin, end in zip(starts, (*starts[1:], len(weights)), strict=True):
+            for index in range(begin, end):
+                order[index].decodes_ahead = True
+                setattr(order[index], name, tuple(order[index + 1 : end]))
 
 
 class _Linear(Function):
@@ -102,16 +159,16 @@ class _Linear(Function):
     """
 
     @staticmethod
-    def forward(ctx, x: Tensor, anchor: Tensor, weight: LinearWeight, before) -> Tensor:
-        ctx.weight, ctx.before = weight, before
+    def forward(ctx, x: Tensor, anchor: Tensor, weight: LinearWeight, before, consumes) -> Tensor:
+        ctx.weight, ctx.before, ctx.consumes = weight, before, consumes
         ctx.save_for_backward(x)
         return weight.multiply(x, before)
 
     @staticmethod
     def backward(ctx, grad_y: Tensor):
-        wanted = ctx.needs_input_grad[0]
-        grad_x = ctx.weight.pass_back(grad_y, *ctx.saved_tensors, ctx.before, wanted)
-        return grad_x, None, None, None
+        (x,), about_x = ctx.saved_tensors, (True,) if ctx.consumes else ()
+        about = ctx.before, ctx.needs_input_grad[0], *about_x
+        return ctx.weight.pass_back(grad_y, x.detach(), *about), None, None, None, None
 
 
 class _LinearOfSum(Function):
@@ -224,14 +281,25 @@ class TernaryLinear(Findable):
         self.weight = LinearWeight(out_features, in_features, config, area=area, **about)
         self.weight.in_eight_bits = in_eight_bits
         self._arranged: Arranged | ArrangedDigits | None = None
+        self._decoded: Tensor | None = None
 
     def forward(
-        self, x: Tensor, before: TernaryRMSNorm | None = None, added: Tensor | None = None
+        self,
+        x: Tensor,
+        before: TernaryRMSNorm | None = None,
+        added: Tensor | None = None,
+        *,
+        consumes: bool = False,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Multiply (..., K) activations to (..., N) of the same dtype.
 
-        `before` is applied to x first, and differentiated with the product, so that only x itself
-        is saved. What is `added` to x comes before that, and then the sum is returned, too.
+        Args:
+            x: activations.
+            before: is applied to x first, and differentiated with the product, so that only x
+                itself is saved.
+            added: to x before that; then the sum is returned, too.
+            consumes: whether nobody else needs x, so that the gradient that a gate before the
+                product passes on may take its place.
         """
         compiled = torch.compiler.is_compiling()
         if compiled and added is not None:
@@ -245,7 +313,7 @@ class TernaryLinear(Findable):
             y = _compiled_linear(rows, self.weight.trits, norm, *about)
         elif added is None:
             self.weight.note_use()
-            y = _Linear.apply(rows, anchor(x), self.weight, before)
+            y = _Linear.apply(rows, anchor(x), self.weight, before, consumes)
         else:
             self.weight.note_use()
             parts = rows, added.reshape(rows.shape), anchor(x)
@@ -292,10 +360,16 @@ class TernaryLinear(Findable):
         y = multiply(rows, self._arranged, eps, added)
         return y.view(*x.shape[:-1], -1)
 
+    def decoded(self, dtype: torch.dtype) -> Tensor:
+        """Decode the weights for steps, (N, K) of `dtype`; `arranged_once` says until when."""
+        if self._decoded is None or self._decoded.dtype != dtype:
+            self._decoded = self.weight.weight(dtype)
+        return self._decoded
+
     @contextmanager
     def arranged_once(self) -> Iterator[None]:
         """Keep the weights as they are arranged for steps; meanwhile they must not change."""
         try:
             yield
         finally:
-            self._arranged = None
+            self._arranged = self._decoded = None

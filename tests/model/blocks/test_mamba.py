@@ -1,10 +1,14 @@
 """A Mamba-2 block, its gradients against float64, and its state against a whole text."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from arbcli.config.dense import ModelConfig
 from arbcli.kernels.runtime.backend import use_backend
+from arbcli.kernels.scan.mamba_step import draw_step, mamba_step
+from arbcli.model.baselines import FloatWeight
 from arbcli.model.blocks.mamba import MambaBlock, MambaCache, mamba_values, running_sum
 from arbcli.model.packed import TernaryTensor
 from arbcli.verify.hnet_reference import reference_mamba_block
@@ -51,6 +55,26 @@ def test_block_and_its_gradients_equal_the_reference(backend, device):
         assert error < (1e-3 if grad.shape[1] == 1 else 1e-5), name
 
 
+def test_float_twin_and_its_gradients_equal_the_reference():
+    part = MambaBlock(replace(CONFIG, weights="float"), 7)
+    weights = {name: p for name, p in part.named_modules() if isinstance(p, FloatWeight)}
+    for index, weight in enumerate(weights.values()):
+        weight.initialise(0, index)
+    x, grad_y = normal(2, 17, 20, device="cpu"), normal(2, 17, 20, device="cpu", seed=1)
+    leaves = {n: w.latent.detach().double().requires_grad_() for n, w in weights.items()}
+    ones = {
+        name: torch.ones(size) for name, size in (("norm.weight", 20), ("mamba.gate.weight", 40))
+    }
+    y = part(x)
+    y.backward(grad_y)
+    wanted = reference_mamba_block(x.double(), leaves | ones, 4, 7)
+    wanted.backward(grad_y.double())
+    torch.testing.assert_close(y.double(), wanted, rtol=1e-5, atol=1e-5)
+    for name, weight in weights.items():
+        error = (weight.latent.grad - leaves[name].grad).norm() / leaves[name].grad.norm()
+        assert error < (1e-3 if weight.latent.shape[1] == 1 else 1e-5), name
+
+
 @torch.no_grad()
 def test_text_in_pieces_gives_what_the_whole_gives(device):
     part, _ = block(device)
@@ -83,3 +107,15 @@ def test_heads_begin_with_different_steps_and_rates(heads):
     steps = torch.nn.functional.softplus(torch.tensor(biases))
     assert (steps >= 0.99e-3).all()
     assert (steps <= 0.101).all()
+
+
+def test_step_of_what_does_not_fit_is_refused():
+    inputs = list(draw_step(2, 3, 5, 4, 1, torch.float32, torch.Generator()))
+    for index, wrong, words in (
+        (0, inputs[0][1:], r"torch.float32 of shape \(28,\)"),
+        (0, inputs[0].double(), "float32 or bfloat16 rows"),
+        (2, inputs[2].mT, "need contiguous torch.float32"),
+        (7, inputs[7].long(), "need contiguous torch.int32"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            mamba_step(*inputs[:index], wrong, *inputs[index + 1 :])

@@ -1,0 +1,166 @@
+"""The `native` backend's loops: `native.c`, compiled once on the machine that runs them.
+
+torch's own operations read and write a matrix some forty times where one pass over its rows is
+enough. A C compiler makes that pass in a second, for the instructions that this CPU has. What it
+made is kept in the user's cache. Without a compiler there is the `torch` backend.
+"""
+
+import ctypes
+import hashlib
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import tempfile
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+SOURCE = Path(__file__).with_name("native.c")
+COMPILERS = ("cc", "gcc", "clang")
+"""What is looked for, unless the environment variable `CC` names one."""
+FLAGS = (
+    "-std=gnu11", "-O3", "-fPIC", "-shared", "-pthread", "-fvisibility=hidden",
+    # every operation rounds once, integers wrap, and nothing asks how an operation ended
+    "-ffp-contract=off", "-fwrapv", "-fno-math-errno", "-fno-trapping-math",
+)  # fmt: skip
+TUNING = {"x86_64": "-march=native", "amd64": "-march=native"}
+TUNING |= dict.fromkeys(("arm64", "aarch64"), "-mcpu=native")
+"""What lets a compiler use all instructions of this CPU, by kind of machine."""
+COMPILE_SECONDS = 300
+LEAST_ELEMENTS = 1 << 16
+"""Of a matrix whose rows are shared among threads."""
+
+
+class _Missing(Exception):
+    """Why there is no library."""
+
+
+def available() -> bool:
+    """Tell whether the loops can run here; the first call may compile them."""
+    return _library()[0] is not None
+
+
+def why_not() -> str:
+    """Say why they cannot."""
+    return _library()[1]
+
+
+@cache
+def _library() -> tuple[ctypes.CDLL | None, str]:
+    try:
+        return _load(), ""
+    except (_Missing, OSError) as error:
+        return None, str(error)
+
+
+def _load() -> ctypes.CDLL:
+    """Load what was compiled before, or compile it and keep it where that is possible."""
+    if os.name != "posix":
+        raise _Missing("it is for Linux and macOS")
+    command = [*_compiler(), *FLAGS, *_tuning()]
+    about = "\0".join([SOURCE.read_text(), *command, _cpu()])
+    name = f"native-{hashlib.sha256(about.encode()).hexdigest()[:20]}.so"
+    kept = cache_folder() / name
+    if kept.is_file():
+        with suppress(OSError):  # damaged: it is compiled again
+            return ctypes.CDLL(str(kept))
+    with tempfile.TemporaryDirectory() as folder:
+        made = Path(folder) / name
+        _compile([*command, str(SOURCE), "-o", str(made), "-lm"])
+        library = ctypes.CDLL(str(made))
+        with suppress(OSError):
+            kept.parent.mkdir(parents=True, exist_ok=True)
+            new = kept.with_name(f"{name}.{os.getpid()}")
+            shutil.copyfile(made, new)
+            new.replace(kept)  # another process sees all of it, or nothing
+    return library
+
+
+def cache_folder() -> Path:
+    """Find where the compiled loops are kept."""
+    given = os.environ.get("XDG_CACHE_HOME")
+    return (Path(given) if given else Path.home() / ".cache") / "arb"
+
+
+def _compiler() -> list[str]:
+    given = shlex.split(os.environ.get("CC", ""))
+    for command in [given] if given else [[name] for name in COMPILERS]:
+        if shutil.which(command[0]):
+            return command
+    raise _Missing("no C compiler was found")
+
+
+def _tuning() -> list[str]:
+    flag = TUNING.get(platform.machine().lower())
+    return [flag] if flag else []
+
+
+def _cpu() -> str:
+    """Tell this CPU from others that a shared cache may have been filled by."""
+    with suppress(OSError):
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        about = [line for line in lines if line.startswith(("model name", "flags", "Features"))]
+        return "\n".join(dict.fromkeys(about))
+    return platform.platform() + platform.processor()
+
+
+def _compile(command: list[str]) -> None:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=COMPILE_SECONDS)
+    except subprocess.TimeoutExpired:
+        raise _Missing(f"`{command[0]}` took more than {COMPILE_SECONDS} seconds") from None
+    if done.returncode:
+        complaint = (done.stderr.strip().splitlines() or ["nothing was said"])[0]
+        raise _Missing(f"`{command[0]}` failed: {complaint}")
+
+
+def call(name: str, *arguments: Tensor | float | None) -> int:
+    """Call a loop.
+
+    Args:
+        name: of the function in `native.c`.
+        arguments: those of its prototype. A tensor is the
+            address of its first element. With one that has no memory nothing is done.
+
+    Returns:
+        What it returns; nothing sensible if it returns nothing.
+    """
+    values = []
+    for argument in arguments:
+        if isinstance(argument, Tensor):
+            if argument.is_meta:
+                return 0
+            argument = ctypes.c_void_p(argument.data_ptr())
+        elif isinstance(argument, float):
+            argument = ctypes.c_double(argument)
+        elif argument is not None:
+            argument = ctypes.c_int64(argument)
+        values.append(argument)
+    function = _library()[0][name]
+    function.restype = ctypes.c_int64
+    return function(*values)
+
+
+def threads_for(elements: int) -> int:
+    """Choose the number of threads for a matrix of so many elements."""
+    return torch.get_num_threads() if elements >= LEAST_ELEMENTS else 1
+
+
+def dense_rows(x: Tensor) -> Tensor:
+    """View, or copy, (..., D) as rows whose columns lie beside each other."""
+    return as_rows(x.reshape(-1, x.shape[-1]))
+
+
+def in_rows(matrix: Tensor) -> bool:
+    """Tell whether the columns of a matrix lie beside each other, as the loops need."""
+    return matrix.shape[1] <= 1 or matrix.stride(1) == 1
+
+
+def as_rows(matrix: Tensor) -> Tensor:
+    """Copy a matrix whose columns do not lie beside each other."""
+    return matrix if in_rows(matrix) else matrix.contiguous()

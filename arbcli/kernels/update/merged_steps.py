@@ -1,0 +1,63 @@
+"""Merged launches as a kernel to verify: the scales of several matrices, stepped by one launch.
+
+`runtime/merged.py` gathers the arguments of each matrix from a table. Whether it does is seen by
+any kernel; that of `step_scales` has pointers, strides and sizes, and integers for a result.
+"""
+
+import itertools
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from arbcli.kernels.runtime.merged import merge_launches
+from arbcli.kernels.runtime.spec import Case, KernelSpec, Timing
+from arbcli.kernels.update.step_scales import STEP_SCALES
+
+NUM_INPUTS = 8
+"""Of `step_scales`."""
+
+
+def _parts(inputs: tuple) -> Iterator[tuple]:
+    """Split inputs of several matrices into those of each."""
+    for begin in range(0, len(inputs), NUM_INPUTS):
+        yield inputs[begin : begin + NUM_INPUTS]
+
+
+def _one_by_one(run: Callable) -> Callable:
+    def of_all(*inputs: Tensor) -> tuple[Tensor, ...]:
+        return tuple(itertools.chain(*(run(*part) for part in _parts(inputs))))
+
+    return of_all
+
+
+def _merged_steps_triton(*inputs):
+    runs = [partial(STEP_SCALES.triton, *part) for part in _parts(inputs)]
+    merge_launches(runs, inputs[0].device)
+    return tuple(itertools.chain(*(part[:2] for part in _parts(inputs))))
+
+
+def _cases(device: torch.device, group_size: int) -> Iterator[Case]:
+    """Take cases of `step_scales` together: three and all of them, some refused or strided."""
+    cases = list(STEP_SCALES.cases(device, group_size))
+    for label, some in (("3 matrices", cases[:3]), (f"{len(cases)} matrices", cases)):
+        yield Case(label, tuple(itertools.chain(*(case.inputs for case in some))))
+
+
+def _timings(device: torch.device, group_size: int) -> Iterator[Timing]:
+    (timing,) = STEP_SCALES.timings(device, group_size)
+    rows = (slice(begin, begin + 256) for begin in range(0, 16 * 256, 256))
+    inputs = [(*(x[some] for x in timing.inputs[:3]), *timing.inputs[3:]) for some in rows]
+    yield Timing("16 of 256x64", tuple(itertools.chain(*inputs)))
+
+
+MERGED_STEPS = KernelSpec(
+    "merged_steps",
+    _merged_steps_triton,
+    _one_by_one(STEP_SCALES.torch),
+    _one_by_one(STEP_SCALES.reference),
+    _cases,
+    timings=_timings,
+    bfloat16=(),
+)

@@ -1,0 +1,124 @@
+"""The `native` backend: who compiles its loops, and that they give the same bits everywhere.
+
+What they compute is compared with the references in `test_every_kernel.py`.
+"""
+
+import os
+
+import pytest
+import torch
+
+from arbcli.errors import ArbError
+from arbcli.kernels.registry import KERNELS
+from arbcli.kernels.runtime import native
+from arbcli.kernels.runtime.backend import check_backend, default_backend, use_backend, uses_native
+from arbcli.verify.compare import as_tuple
+from arbcli.verify.fuzz import DRAWINGS, Dice
+from arbcli.verify.kernels import copies, verify_kernels
+
+CPU = torch.device("cpu")
+compiled = pytest.mark.skipif(not native.available(), reason=native.why_not())
+
+
+@pytest.fixture
+def afresh(monkeypatch, tmp_path):
+    """Forget what was loaded, and have an empty cache."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    native._library.cache_clear()
+    yield tmp_path / "arb"
+    native._library.cache_clear()
+
+
+@compiled
+def test_a_cpu_runs_the_loops_by_itself():
+    assert default_backend(CPU) == "native"
+    assert uses_native(torch.empty(0))
+    with use_backend("torch"):
+        assert not uses_native(torch.empty(0))
+
+
+@pytest.mark.parametrize(
+    ("compiler", "reason"),
+    [
+        ("no-such-compiler", "no C compiler was found"),
+        ("false", "`false` failed: nothing was said"),
+    ],
+)
+def test_without_a_compiler_torch_runs_and_the_reason_is_told(
+    compiler, reason, afresh, monkeypatch
+):
+    monkeypatch.setenv("CC", compiler)
+    assert default_backend(CPU) == "torch"
+    with pytest.raises(ArbError, match=f"cannot run here: {reason}"):
+        check_backend("native", CPU)
+
+
+def test_loops_are_for_a_cpu():
+    with pytest.raises(ArbError, match="needs a CPU"):
+        check_backend("native", torch.device("cuda"))
+
+
+@compiled
+def test_what_was_compiled_is_kept_and_what_is_damaged_is_compiled_again(afresh, monkeypatch):
+    assert native.available()
+    (kept,) = afresh.iterdir()
+    size = kept.stat().st_size
+    kept.unlink()
+    kept.write_bytes(b"no library")
+    native._library.cache_clear()
+    assert native.available()
+    assert kept.stat().st_size == size
+    native._library.cache_clear()
+    monkeypatch.setattr(native, "_compile", lambda _: pytest.fail("it is there"))
+    assert native.available()
+
+
+@compiled
+def test_a_cache_that_cannot_be_written_does_no_harm(afresh, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", os.devnull)
+    assert native.available()
+
+
+@compiled
+@pytest.mark.parametrize("spec", [s for s in KERNELS if s.native], ids=lambda spec: spec.name)
+def test_bits_do_not_depend_on_the_number_of_threads(spec, monkeypatch):
+    monkeypatch.setattr(native, "LEAST_ELEMENTS", 0)
+    inputs = DRAWINGS[spec.name].draw(Dice(1, CPU, torch.float32), 32, 67, 131, 161)
+    found = []
+    for threads in (1, 3):
+        monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
+        with use_backend("native"):
+            found.append(as_tuple(spec.native(*copies(inputs))))
+    for one, three in zip(*found, strict=True):
+        assert torch.equal(one, three)
+
+
+@compiled
+def test_nothing_is_done_without_memory():
+    assert native.call("no_such_loop", torch.empty(2, device="meta")) == 0
+
+
+@compiled
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kernel", "right", "wrong"),
+    [
+        ("blend_moment", "m < -127 ? -127", "m < -128 ? -128"),
+        ("step_by_moment", "z > half) - (z < -half", "z >= half) - (z < -half"),
+        ("step_by_direction", "0x846CA68Bu", "0x846CA68Au"),
+        ("step_scales", "31 * 128 + 127 : v", "31 * 128 + 126 : v"),
+        ("decode_digits", "bits >> 16 & 1", "0"),
+        ("gradient_statistics", "for (; k < n; k++) rest", "for (; k + 1 < n; k++) rest"),
+        ("rms_norm_backward", "- xhat[k] * mean", "+ xhat[k] * mean"),
+        ("gated_rms_norm_backward", "(x[k] - silu + 1.0f)", "(x[k] + silu + 1.0f)"),
+        ("rotary_norm_backward", "turn(grad, cos, sin, -1.0f", "turn(grad, cos, sin, 1.0f"),
+    ],
+)
+def test_a_fault_in_a_loop_is_noticed(kernel, right, wrong, afresh, monkeypatch, tmp_path):
+    source = native.SOURCE.read_text()
+    assert right in source
+    changed = tmp_path / "native.c"
+    changed.write_text(source.replace(right, wrong))
+    monkeypatch.setattr(native, "SOURCE", changed)
+    report = verify_kernels([kernel], {"T32": 32}, CPU, ("native",))
+    assert not report.passed

@@ -1,0 +1,77 @@
+"""Weights of a block that are decoded in one launch: the same bits, and never old ones."""
+
+import pytest
+import torch
+
+from arbcli.config.presets import preset
+from arbcli.kernels.runtime.backend import use_backend
+from arbcli.model.dense import ByteLM
+from arbcli.model.layers import linear
+
+SIZES = {"dim": 8, "layers": 1, "heads": 2, "ffn": 8, "ctx": 65, "sub_norms": False}
+
+
+@pytest.fixture
+def backend(device):
+    with use_backend("triton" if device.type == "cuda" else "interpreter"):
+        yield
+
+
+def build(device) -> ByteLM:
+    with torch.device(device):
+        model = ByteLM(preset("tiny", **SIZES), torch.float32)
+    model.initialise(3)
+    return model
+
+
+def step(model: ByteLM, device) -> dict[str, torch.Tensor]:
+    gradients = {}
+    for name, weight in model.weights().items():
+        weight.sink = lambda _, grad, name=name: gradients.update({name: grad})
+    ids = (torch.arange(66, device=device) * 7 % 256)[None]
+    loss = model.loss(ids[:, :-1], ids[:, 1:])
+    loss.backward()
+    return gradients | {"loss": loss.detach()}
+
+
+def test_decoding_ahead_changes_no_bit_and_saves_launches(device, backend, monkeypatch):
+    groups, decode = [], linear.decode_weights_triton
+    monkeypatch.setattr(
+        linear,
+        "decode_weights_triton",
+        lambda matrices, dtype: groups.append(len(matrices)) or decode(matrices, dtype),
+    )
+    together, alone = build(device), build(device)
+    for weight in alone.weights().values():
+        weight.decodes_ahead = False
+    first = step(together, device)
+    assert groups == [4, 1, 2, 1]
+    second = step(alone, device)
+    for name in first:
+        assert torch.equal(first[name], second[name]), name
+
+
+def test_a_backward_decodes_across_blocks_and_little_at_first():
+    model = ByteLM(preset("tiny", **SIZES | {"layers": 2}))
+    weights = [layer.weight for block in model.blocks for layer in block.linears()]
+    assert weights[0].needed_after == tuple(weights[1:4])
+    assert weights[7].needed_before == ()
+    assert weights[6].needed_before == (weights[5],)
+    assert weights[4].needed_before == (weights[3], weights[2], weights[1])
+    assert weights[0].needed_before == ()
+
+
+def test_what_was_decoded_is_not_used_for_new_weights(device, backend):
+    model = build(device)
+    attention, x = model.blocks[0].attention, torch.ones(65, 8, device=device)
+    for change in ("updates", "trits"):
+        attention.qkv.weight.multiply(x, None)
+        weight = attention.output.weight
+        assert weight._decoded is not None  # it waits for its use
+        if change == "updates":
+            weight.trits.data[:] = 121  # zeros, uncounted as a kernel's
+            weight.updates += 1
+        else:
+            weight.trits[:] = 121
+        assert not weight.multiply(x, None).any()
+        weight.initialise(3, 5)
