@@ -1,6 +1,6 @@
 """Time an `HNet` beside the `ByteLM` of its size: training and generation, in one run.
 
-    python -m benchmarks.hnet [PRESET...] [--out DIR]
+    python -m benchmarks.hnet [PRESET...] [--kind KIND]... [--out DIR]
 
 The peer is `ByteLM` of the same context, batch and rule, ternary too. Chunks of a trained model
 have the wanted length; an untrained one finds them anywhere. Training costs the same either way, as
@@ -91,10 +91,11 @@ def main() -> None:
     """Print a line a model, and write the rows of each preset."""
     parser = results.options("hnet", "Time HNet beside ByteLM.")
     parser.add_argument("presets", nargs="*", metavar="PRESET", help=f"of {', '.join(PEERS)}")
+    parser.add_argument("--kind", action="append", choices=KINDS, help="[default: all]")
     given = parser.parse_args()
     for preset in given.presets or PEERS:
         peer, ctx, batch = PEERS[preset]
-        kinds = {"ByteLM": (peer, {})} | {kind: (preset, KINDS[kind]) for kind in KINDS}
+        kinds = {"ByteLM": (peer, {})} | {k: (preset, KINDS[k]) for k in given.kind or KINDS}
         rows = []
         for kind, (name, options) in kinds.items():
             row = {"preset": preset, "kind": kind} | measure(name, ctx, batch, options)

@@ -784,7 +784,7 @@ FAULTS = [
     Fault(
         "causality", "attention sees later bytes",
         edit(
-            method(Attention, "forward"),
+            method(Attention, "_mix"),
             rewrite(f"{ATTENTION}(q, k, v, is_causal=True)", f"{ATTENTION}(q, k, v)"),
         ),
         "model: causality",
@@ -813,7 +813,7 @@ FAULTS = [
         "wiring", "attention's norm before the MLP",
         edit(
             method(Block, "forward"),
-            rewrite("self.mlp(x, self.mlp_norm)", "self.mlp(x, self.attention_norm)"),
+            rewrite("self.mlp(x, self.mlp_norm, a)", "self.mlp(x, self.attention_norm, a)"),
         ),
         "model: output",
     ),
@@ -943,8 +943,8 @@ FAULTS = [
         slow=True,
     ),
     module(
-        "gradient", "confidence of a position that begins no chunk not turned", "model.blocks",
-        rewrite("torch.where(s >= 0, f, -c)", "torch.where(s >= 0, f, c)"),
+        "gradient", "confidence of a position that begins no chunk not turned",
+        "model.blocks.chunking", rewrite("torch.where(s >= 0, f, -c)", "torch.where(s >= 0, f, c)"),
         "hnet: whole gradient",
     ),
     module(

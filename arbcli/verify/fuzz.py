@@ -524,6 +524,7 @@ def _decode_latent(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple
     shapes = ((1, heads * width + size + 2 * half), (heads * (width + still), size),
               (n, size), (n, 2 * half))  # fmt: skip
     row, *others = (dice.reals(*shape).contiguous() for shape in shapes)
+    others[0] *= size**-0.5  # keys about as long as queries: exp of no score overflows
     lengths = dice.reals(n, heads, dtype=torch.float32).abs().clamp(max=2).contiguous()
     return (
         row[0], *others, lengths, dice.scalar(position), angle.cos(), angle.sin(),

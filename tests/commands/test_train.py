@@ -333,6 +333,17 @@ def test_unknown_name_is_refused_while_options_are_read(mistake, monkeypatch):
     assert re.match("choose one of|use `cpu` or `cuda`", result.exception.hint)
 
 
+@pytest.mark.parametrize(
+    ("words", "page"),
+    [("train --stepz 3", "arb train"), ("evaluate", "arb evaluate"), ("--quick", "arb"),
+     ("generate --checkpoint x --top-k 0", "arb generate")],
+)  # fmt: skip
+def test_mistake_of_usage_names_the_page_of_help(words, page, arb_here):
+    done = arb_here(*words.split())
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[1].endswith(f"{page} --help` lists what there is")
+
+
 def test_list_of_commands_has_whole_sentences():
     page = CliRunner().invoke(app, ["--help"], terminal_width=100).stdout
     assert "..." not in page.partition("Commands:")[2]
