@@ -135,10 +135,12 @@ def decode_in_groups(weights: list[LinearWeight], size: int) -> None:
     be used would add to the peak. Later ones begin where a block's first one does.
 
     Args:
-        weights: in the order in which a forward needs them, each once.
+        weights: in the order in which a forward needs them, each once; perhaps none.
         size: of a group, and of a block.
     """
-    if any(weight.num_weights >= LARGE_ELEMENTS or weight.rule.reads_all for weight in weights):
+    if not weights or any(
+        weight.num_weights >= LARGE_ELEMENTS or weight.rule.reads_all for weight in weights
+    ):
         return
     forward, back = range(0, len(weights), size), (0, 1, *range(size - 1, len(weights), size))
     for order, starts, name in (
