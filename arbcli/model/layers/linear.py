@@ -128,19 +128,19 @@ class LinearWeight(StreamedTensor):
         return grad_x
 
 
-def decode_in_groups(weights: list[LinearWeight], size: int) -> None:
+def decode_in_groups(blocks: list[list[LinearWeight]]) -> None:
     """Let small matrices be decoded several at a time, as decoding one takes less than its launch.
 
     A backward begins with smaller groups: most activations are still there then, and what waits to
     be used would add to the peak. Later ones begin where a block's first one does.
 
     Args:
-        weights: in the order in which a forward needs them, each once; perhaps none.
-        size: of a group, and of a block.
+        blocks: the weights of each block, as many in all, in the order in which a forward needs
+            them, each once.
     """
-    if not weights or any(
-        weight.num_weights >= LARGE_ELEMENTS or weight.rule.reads_all for weight in weights
-    ):
+    weights, size = [weight for block in blocks for weight in block], len(blocks[0])
+    large = any(weight.num_weights >= LARGE_ELEMENTS for weight in weights)
+    if not weights or large or weights[0].rule.reads_all:
         return
     forward, back = range(0, len(weights), size), (0, 1, *range(size - 1, len(weights), size))
     for order, starts, name in (
