@@ -26,6 +26,7 @@ KEYS = {
     "kv_cache": ("preset", "ctx", "kv"),
     "products": ("size", "rows", "what"),
     "arb_3b": ("kind", "batch", "recompute"),
+    "many_gpus": ("part", "preset", "kind", "gpus", "seed"),
     "ablation": ("variant", "seed", "steps"),
     "cpu_step": ("preset", "kind"),
     "exports": ("model", "program", "type"),
@@ -33,6 +34,7 @@ KEYS = {
     "hnet_quality": ("text", "preset", "ctx", "kind", "seconds", "seed"),
     "digits": ("rule", "rows", "what"),
     "frontier": ("kind", "shape", "way", "seconds", "seed"),
+    "streams": ("part", "variant", "seed", "steps"),
 }
 """Fields that name a row, by file."""
 RUN_FIELDS = ("command", "commit", "dirty", "hardware", "versions", "rows")

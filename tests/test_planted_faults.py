@@ -38,11 +38,20 @@ from arbcli.config.dense import SCALE_TYPES
 from arbcli.errors import ArbError
 from arbcli.kernels.runtime.backend import use_backend
 from arbcli.model.blocks.edges import Edges
+from arbcli.model.blocks.hyper_connection import HyperConnection
 from arbcli.model.dense import Attention, Block
 from arbcli.verify import parity
 from arbcli.verify.compare import as_tuple, compare, poisoned
 from arbcli.verify.kernels import KERNELS, copies, find_kernels
-from arbcli.verify.parity import GATES, HNETS, RAGGED, RAGGED_GRAPH, RAGGED_HNET, Subject
+from arbcli.verify.parity import (
+    GATES,
+    HNETS,
+    RAGGED,
+    RAGGED_COMPRESSED,
+    RAGGED_GRAPH,
+    RAGGED_HNET,
+    Subject,
+)
 from arbcli.verify.strength import PLANTED
 
 pytestmark = pytest.mark.skipif(
@@ -246,6 +255,28 @@ FAULTS = [
         "partial sum", "gradient of a gate from the last columns alone", "expert_combine_backward",
         overwrite_sum("g * tl.load(v, ...).to(tl.float32)"),
     ),
+    # streams
+    kernel(
+        "cut short", "one round less", "stream_weights",
+        rewrite("_several_rounds(_begin(z), r)", "_several_rounds(_begin(z), r - 1)"),
+    ),
+    kernel(
+        "correction", "what rows and columns lack not filled up", "stream_weights",
+        rewrite("p + e[:, :, None] * (f / s[:, None])[:, None, :]", "p"),
+    ),
+    kernel(
+        "gradient", "sums of columns taken to be constant", "stream_weights_backward",
+        rewrite("(g - tl.sum(g * p / c, axis=1)[:, None, :]) / c", "g / c"),
+    ),
+    kernel(
+        "missing term", "gains of streams left out", "mix_streams",
+        rewrite("tl.load(c)[:, None] * f[None, :]", "f[None, :]"),
+    ),
+    kernel(
+        "partial sum", "gradients of mixing of the last stream and columns alone",
+        "mix_streams_backward",
+        overwrite_sum("tl.where(q, 1.0, 0.0)[None, :] * x[:, None]"),
+    ),
     # norms
     kernel(
         "missing term", "eps forgotten", "rms_norm",
@@ -309,6 +340,15 @@ FAULTS = [
         rewrite("s // BLOCK_S % PROGRAMS == f", "s // BLOCK_S == f"),
     ),
     kernel(
+        "position", "the new compressed position not seen", "decode_latent",
+        rewrite("tl.where(i[:, None], c[None, :], x)", "tl.where(i[:, None], 0 * c[None, :], x)"),
+    ),
+    kernel(
+        "missing term", "scores without what is turned", "decode_latent",
+        rewrite("tl.sum(a * u_0[None, :] + b * u_1[None, :], axis=1)",
+                "tl.sum(a * u_0[None, :], axis=1)"),
+    ),
+    kernel(
         "stack", "every text has the random numbers of the first", "choose_bytes",
         rewrite("tl.load(key_ptr + r)", "tl.load(key_ptr)"),
     ),
@@ -344,6 +384,105 @@ FAULTS = [
     kernel(
         "saturation", "128 stored as -128", "decode_attention_8bit",
         rewrite("tl.minimum(i, 127).to(tl.int8)", "i.to(tl.int8)"),
+    ),
+    # compressed attention
+    kernel(
+        "layout", "second half of a value taken for its first", "compressed_attention",
+        rewrite("tl.dot(p, k1, y1, input_precision=PRECISION)",
+                "tl.dot(p, k2, y1, input_precision=PRECISION)"),
+    ),
+    kernel(
+        "stride", "stride of heads taken for that of positions", "compressed_attention",
+        rewrite("a.to(tl.int64) * b + c * d", "a.to(tl.int64) * d + c * d"),
+    ),
+    kernel(
+        "causality", "entry seen a byte before it is complete", "compressed_attention",
+        rewrite("(START + a + 1) // RATIO", "(START + a + 2) // RATIO"),
+    ),
+    kernel(
+        "position", "window of a byte too many", "compressed_attention",
+        rewrite("(a >= 0) & (a < WINDOW)", "(a >= 0) & (a <= WINDOW)"),
+    ),
+    kernel(
+        "missing term", "sink forgotten", "compressed_attention",
+        rewrite("tl.exp(tl.load(sink_ptr + h, ...))", "0.0"),
+    ),
+    kernel(
+        "sign", "what was found turned on, not back", "compressed_attention",
+        rewrite("(y2 * c - y1 * s)", "(y2 * c + y1 * s)"),
+    ),
+    kernel(
+        "too far", "entries beyond the most seen", "compressed_attention",
+        rewrite("(j[None, :] < c) & (j[None, :] >= d)", "j[None, :] < c"),
+    ),
+    kernel(
+        "gradient", "weights take nothing from each other", "compressed_attention_backward",
+        rewrite("p * (a - b[:, None]) * c", "p * a * c"),
+    ),
+    kernel(
+        "gradient", "length of a query not undone", "compressed_attention_backward",
+        rewrite("((a - x1 * b) * r).to(c)", "(a * r).to(c)"),
+    ),
+    kernel(
+        "layout", "second half of a vector's gradient taken for its first",
+        "compressed_attention_backward",
+        rewrite("tl.store(p, dk1, mask=m)", "tl.store(p, dk2, mask=m)"),
+    ),
+    kernel(
+        "cut short", "last group of choices left out", "sum_choices",
+        rewrite("tl.load(a, mask=b < NUMBER, other=-1)",
+                "tl.load(a, mask=b < NUMBER - 1, other=-1)"),
+    ),
+    kernel(
+        "tie", "the first of equal entries chosen", "choose_entries",
+        rewrite("tl.sum(e) - tl.cumsum(e) + e", "tl.cumsum(e)"),
+    ),
+    kernel(
+        "threshold", "one entry too few above the least", "choose_entries",
+        rewrite("(a > 0) & (b <= w)", "(a > 0) & (b < w)"),
+    ),
+    kernel(
+        "causality", "entry chosen before it is complete", "choose_entries",
+        rewrite("tl.minimum(FIRST + n, E)", "tl.minimum(FIRST + n + 1, E)"),
+    ),
+    kernel(
+        "position", "open entry as of a byte before", "append_position",
+        rewrite("tl.where(r == k, a[None, :], v)", "v"),
+    ),
+    kernel(
+        "left behind", "choice of the text before kept", "choose_next",
+        rewrite("tl.store(choice_ptr + s, -1, mask=s < SIZE)", "0"),
+    ),
+    kernel(
+        "tie", "the first of equal new entries chosen", "choose_next",
+        rewrite("tl.sum(e) - tl.cumsum(e) + e", "tl.cumsum(e)"),
+    ),
+    kernel(
+        "causality", "open entry seen", "decode_compressed",
+        rewrite("s & (n < c) & (n >= c - MOST)", "s & (n <= c) & (n >= c - MOST)"),
+    ),
+    kernel(
+        "missing term", "sink of a new byte forgotten", "decode_compressed",
+        rewrite("tl.exp(tl.load(sink_ptr + h))", "0.0"),
+    ),
+    module(
+        "sink", "indexer's gradient reaches the stream", "model.blocks.compressed_attention",
+        rewrite("self.query(x.detach(), n)", "self.query(x, n)"), "compressed: whole gradient",
+    ),
+    module(
+        "normaliser", "shares of a group not brought to a sum of 1",
+        "model.blocks.compressed_attention",
+        rewrite("s / s.sum(dim=-1, keepdim=True).clamp(min=TINY)", "s"),
+        "compressed: end to end",
+    ),
+    kernel(
+        "position", "entries turned as their second bytes", "compress_blocks",
+        rewrite("tl.load(cos_ptr + b * M * HALF + o, ...)",
+                "tl.load(cos_ptr + (b * M + 1) * HALF + o, ...)"),
+    ),
+    kernel(
+        "gradient", "gates as if nothing was divided by", "compress_blocks_backward",
+        rewrite("g1 * (v1 - c1)", "g1 * v1"),
     ),
     kernel(
         "tie", "the last of equals kept", "choose_byte",
@@ -645,10 +784,24 @@ FAULTS = [
     Fault(
         "causality", "attention sees later bytes",
         edit(
-            method(Attention, "forward"),
+            method(Attention, "_mix"),
             rewrite(f"{ATTENTION}(q, k, v, is_causal=True)", f"{ATTENTION}(q, k, v)"),
         ),
         "model: causality",
+    ),
+    Fault(
+        "exchange", "streams read by what they are written by",
+        edit(
+            method(HyperConnection, "forward"),
+            rewrite("r, k, w = self.weights(x)", "w, k, r = self.weights(x)"),
+        ),
+        "streams: output",
+    ),
+    module(
+        "exchange", "weights of streams by columns, not by rows", "model.blocks",
+        rewrite("self.parts.mix_streams(r, k, f, w)",
+                "self.parts.mix_streams(r, k.transpose(1, 2), f, w)"),
+        "streams: output",
     ),
     module(
         "rounding", "rotary table in bf16", "model",
@@ -660,7 +813,7 @@ FAULTS = [
         "wiring", "attention's norm before the MLP",
         edit(
             method(Block, "forward"),
-            rewrite("self.mlp(x, self.mlp_norm)", "self.mlp(x, self.attention_norm)"),
+            rewrite("self.mlp(x, self.mlp_norm, a)", "self.mlp(x, self.attention_norm, a)"),
         ),
         "model: output",
     ),
@@ -790,8 +943,8 @@ FAULTS = [
         slow=True,
     ),
     module(
-        "gradient", "confidence of a position that begins no chunk not turned", "model.blocks",
-        rewrite("torch.where(s >= 0, f, -c)", "torch.where(s >= 0, f, c)"),
+        "gradient", "confidence of a position that begins no chunk not turned",
+        "model.blocks.chunking", rewrite("torch.where(s >= 0, f, -c)", "torch.where(s >= 0, f, c)"),
         "hnet: whole gradient",
     ),
     module(
@@ -888,9 +1041,11 @@ def of_update(rule_and_direction: str) -> list:
 
 MODELS: dict[str, Callable[[str], list]] = {
     "model:": partial(of_model, "ragged", RAGGED),
+    "streams:": partial(of_model, "streams", replace(RAGGED, streams=4)),
     "graph:": partial(of_model, "graph", RAGGED_GRAPH),
     "gates:": partial(of_model, "gates", GATES["graph softplus"]),
     "hashed:": partial(of_model, "hashed", GATES["graph hash"]),
+    "compressed:": partial(of_model, "compressed", RAGGED_COMPRESSED),
     "hnet:": partial(of_model, "hnet", RAGGED_HNET),
     "mamba:": partial(of_model, "mamba", HNETS["hnet mamba"]),
     "update": of_update,

@@ -15,6 +15,7 @@ SCALE_TYPES = {f"T{size}": size for size in (4, 6, 8, 16, 32, 64, 96, 128)}
 """Scale type to group size: how many weights of a row share one scale."""
 
 WEIGHTS = ("ternary", "float", "ste")
+STREAMS = (1, 2, 4, 8)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +46,8 @@ class ModelConfig:
     """`ternary`, or a twin to compare with: `float`, or `ste` (float latents, ternary forward)."""
     sub_norms: bool = True
     """Whether a norm precedes the output projections too."""
+    streams: int = 1
+    """Residual streams; one of `STREAMS`. Several are mixed by hyper-connections."""
 
     def __post_init__(self) -> None:
         """Refuse what no model can be built from.
@@ -72,6 +75,11 @@ class ModelConfig:
             )
         check_choice("direction", self.direction or DIRECTIONS[0], DIRECTIONS)
         check_choice("weights", self.weights, WEIGHTS)
+        if self.streams not in STREAMS or (self.streams > 1 and self.kind != "dense"):
+            known = ", ".join(map(str, STREAMS)) if self.kind == "dense" else "1 with this preset"
+            raise ArbError(
+                f"`streams` is {self.streams}", hint=f"use one of: {known}", fields=("streams",)
+            )
 
     @property
     def group_size(self) -> int:

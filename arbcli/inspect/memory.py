@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 AREAS = (
     "embedding", "sequencer", "memgram", "attention", "indexer", "mlp", "codebook", "knowledge",
-    "moe_graph", "router", "mamba", "chunking", "norms", "head",
+    "moe_graph", "router", "mamba", "chunking", "streams", "norms", "head",
 )  # fmt: skip
 KINDS = (
     "trits", "scales", "remainder", "moment", "votes", "statistics", "counters", "edges",

@@ -1,11 +1,16 @@
 """Every kernel there is, by its spec: what `arb verify-kernels`, tests and timings go through."""
 
+from arbcli.kernels.attention.append_position import APPEND_POSITION
 from arbcli.kernels.attention.choose_entries import CHOOSE_ENTRIES
+from arbcli.kernels.attention.choose_next import CHOOSE_NEXT
+from arbcli.kernels.attention.compress_blocks import COMPRESS_BLOCKS, COMPRESS_BLOCKS_BACKWARD
 from arbcli.kernels.attention.compressed_attention import COMPRESSED_ATTENTION
 from arbcli.kernels.attention.compressed_attention_backward import COMPRESSED_ATTENTION_BACKWARD
 from arbcli.kernels.attention.decode_attention import DECODE_ATTENTION
 from arbcli.kernels.attention.decode_attention_8bit import DECODE_ATTENTION_8BIT
 from arbcli.kernels.attention.decode_attention_rows import DECODE_ATTENTION_ROWS
+from arbcli.kernels.attention.decode_compressed import DECODE_COMPRESSED
+from arbcli.kernels.attention.decode_latent import DECODE_LATENT
 from arbcli.kernels.attention.rotary_norm import ROTARY_NORM, ROTARY_NORM_BACKWARD
 from arbcli.kernels.attention.sum_choices import SUM_CHOICES
 from arbcli.kernels.chunks.boundary_scores import BOUNDARY_SCORES, BOUNDARY_SCORES_BACKWARD
@@ -43,6 +48,8 @@ from arbcli.kernels.runtime.spec import KernelSpec
 from arbcli.kernels.scan.causal_conv import CAUSAL_CONV, CAUSAL_CONV_GRAD_W
 from arbcli.kernels.scan.decay_scan import DECAY_SCAN
 from arbcli.kernels.scan.mamba_step import MAMBA_STEP
+from arbcli.kernels.streams.mix_streams import MIX_STREAMS, MIX_STREAMS_BACKWARD
+from arbcli.kernels.streams.stream_weights import STREAM_WEIGHTS, STREAM_WEIGHTS_BACKWARD
 from arbcli.kernels.update.blend_moment import BLEND_MOMENT
 from arbcli.kernels.update.cast_votes import CAST_SCALE_VOTES, CAST_TRIT_VOTES
 from arbcli.kernels.update.gradient_gains import GRADIENT_GAINS
@@ -86,10 +93,16 @@ KERNELS: tuple[KernelSpec, ...] = (
     DECODE_ATTENTION,
     DECODE_ATTENTION_8BIT,
     DECODE_ATTENTION_ROWS,
+    COMPRESS_BLOCKS,
+    COMPRESS_BLOCKS_BACKWARD,
     COMPRESSED_ATTENTION,
     COMPRESSED_ATTENTION_BACKWARD,
     CHOOSE_ENTRIES,
     SUM_CHOICES,
+    APPEND_POSITION,
+    CHOOSE_NEXT,
+    DECODE_COMPRESSED,
+    DECODE_LATENT,
     CHOOSE_BYTE,
     CHOOSE_BYTES,
     CROSS_ENTROPY,
@@ -114,6 +127,10 @@ KERNELS: tuple[KernelSpec, ...] = (
     DECAY_SCAN,
     CAUSAL_CONV,
     CAUSAL_CONV_GRAD_W,
+    STREAM_WEIGHTS,
+    STREAM_WEIGHTS_BACKWARD,
+    MIX_STREAMS,
+    MIX_STREAMS_BACKWARD,
     MAMBA_STEP,
     GRADIENT_STATISTICS,
     GRADIENT_GAINS,

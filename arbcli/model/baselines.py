@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from arbcli.config.dense import ModelConfig
+from arbcli.kernels.streams.mix_streams import mix_streams_torch
 from arbcli.model.initial import projection_std
 from arbcli.model.layers.norm import NORM_EPS
 from arbcli.model.layers.rotary import rotary_table, rotate
@@ -81,11 +82,17 @@ class FloatLinear(nn.Module):
         self.weight = FloatWeight(out_features, in_features, config, std=std)
 
     def forward(
-        self, x: Tensor, before: nn.Module | None = None, added: Tensor | None = None
+        self,
+        x: Tensor,
+        before: nn.Module | None = None,
+        added: Tensor | None = None,
+        *,
+        consumes: bool = False,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Apply `before` and multiply (..., K) activations to (..., N) of the same dtype.
 
-        What is `added` to x comes first, and then the sum is returned, too.
+        What is `added` to x comes first, and then the sum is returned, too. Autograd keeps what it
+        needs, whatever may be consumed.
         """
         if added is not None:
             x = x + added
@@ -206,6 +213,13 @@ class FloatRotaryNorm(nn.Module):
             for t in (q, k)
         )
         return q, k, v
+
+
+def mix_streams(
+    x: Tensor, weights: Tensor, added: Tensor | None = None, gains: Tensor | None = None
+) -> Tensor:
+    """Mix streams by plain operations: see `arbcli.kernels.streams.mix_streams`."""
+    return mix_streams_torch(x, weights, added, gains)
 
 
 def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:

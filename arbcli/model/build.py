@@ -14,6 +14,7 @@ from arbcli.model.graph import GraphLM
 from arbcli.model.hnet import HNet
 from arbcli.model.language_model import LanguageModel
 from arbcli.model.layers.linear import LinearWeight
+from arbcli.model.streams import StreamsLM
 
 MODELS = {
     ModelConfig: ByteLM, GraphConfig: GraphLM, HNetConfig: HNet, CompressedConfig: CompressedLM,
@@ -40,7 +41,8 @@ def build_model(
     Raises:
         ArbError: there is no such layer.
     """
-    model = MODELS[type(config)](config, compute_dtype, recompute=recompute)
+    kind = StreamsLM if config.streams > 1 else MODELS[type(config)]
+    model = kind(config, compute_dtype, recompute=recompute)
     if fp8:
         chosen = [weight for weight in model.weights().values() if _fits_fp8(weight)]
         if not chosen:

@@ -65,6 +65,8 @@ class KeyValueCache:
         stored: torch.dtype | None = None,
     ) -> None:
         self.positions, self.window = positions, min(window or config.ctx, config.ctx, positions)
+        self.short = window is not None
+        """Whether rings have what a window has, however long the context."""
         self.position = torch.zeros((), dtype=torch.int32, device=device)
         """Bytes seen; a step reads it on the device, and nobody waits for it."""
         self.tickets = torch.zeros(config.heads, dtype=torch.int32, device=device)
@@ -203,7 +205,7 @@ class BlockCache:
         whole = self.whole
         about = (whole.position, *whole.table, whole.tickets, NORM_EPS)
         if self.exponents is None:
-            y = decode_attention(qkv[0, 0], self.keys, self.values, *about)
+            y = decode_attention(qkv[0, 0], self.keys, self.values, *about, whole.short)
         else:
             rings = (self.keys, self.values, self.exponents)
             y = decode_attention_8bit(qkv[0, 0], *rings, *about)
@@ -290,9 +292,9 @@ class OneOfSeveral(KeyValueCache):
     """The part of a `SeveralCache` that is of one text, as a cache by itself."""
 
     def __init__(self, whole: SeveralCache, index: int) -> None:
-        self.positions, self.window = whole.positions, whole.window
+        self.positions, self.window, self.short = whole.positions, whole.window, False
         self.position, self.tickets = whole.position[index], whole.tickets[index]
-        self.table, self.chunk = whole.table, None
+        self.table, self.chunk, self.short = whole.table, None, False
         self.blocks = [
             BlockCache(self, block.keys[index], block.values[index]) for block in whole.blocks
         ]

@@ -8,7 +8,7 @@ from arbcli.config.compressed import CompressedConfig
 from arbcli.model.blocks.compressed_attention import CompressedAttention
 from arbcli.model.blocks.compressed_cache import CompressedBlockCache, CompressedCache
 from arbcli.model.blocks.mlp import MLP
-from arbcli.model.dense import ByteLM
+from arbcli.model.dense import ByteLM, takes_one_position
 from arbcli.model.language_model import RECOMPUTE
 from arbcli.model.layers.kinds import layers_for
 
@@ -27,13 +27,21 @@ class CompressedBlock(nn.Module):
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
         """Add both branches to the stream (B, T, D); also give the indexer's divergence."""
         added, divergence = self.attention(x, self.attention_norm)
-        x = x + added
-        return x + self.mlp(x, self.mlp_norm), divergence
+        added, x = self.mlp(x, self.mlp_norm, added)
+        return x + added, divergence
+
+    def linears(self) -> tuple[nn.Module, ...]:
+        """List none: each is decoded by itself."""
+        return ()
 
     def follow(self, x: Tensor, past: CompressedBlockCache) -> Tensor:
         """Do as `forward` does, after a past, with (1, T, D)."""
         x = x + self.attention(x, self.attention_norm, past)[0]
         return x + self.mlp(x, self.mlp_norm)
+
+    def one_position(self, x: Tensor, past: CompressedBlockCache) -> Tensor:
+        """Do as `forward` does with one position after a past: see `takes_one_position`."""
+        return self.mlp.one_position(self.attention.one_position(x, past))
 
 
 class CompressedLM(ByteLM):
@@ -61,7 +69,12 @@ class CompressedLM(ByteLM):
             return self.head(self._through(ids)[0], self.norm)
         x = self.embedding(ids, self.compute_dtype)
         with cache.reading(ids.shape[1]):
-            for block, past in zip(self.blocks, cache.blocks, strict=True):
+            pairs = zip(self.blocks, cache.blocks, strict=True)
+            if takes_one_position(self, x, self.config):
+                for block, past in pairs:
+                    x = block.one_position(x, past)
+                return self.head.fused(x, normalise=True)
+            for block, past in pairs:
                 x = block.follow(x, past)
         return self.head(x, self.norm)
 

@@ -15,6 +15,7 @@ from arbcli.model.blocks.mlp import MLP
 from arbcli.model.blocks.moe_graph import Iterated, MoEGraph
 from arbcli.model.blocks.router import Router
 from arbcli.model.blocks.sequencer import HISTORY, TextSequencer
+from arbcli.model.dense import takes_one_position
 from arbcli.model.language_model import RECOMPUTE, LanguageModel
 from arbcli.model.layers.embedding import TernaryEmbedding
 from arbcli.model.layers.kinds import byte_head
@@ -39,6 +40,12 @@ class LatentBlock(nn.Module):
         if self.attends:
             x = x + self.attention(x, self.attention_norm, past)
         return x + self.mlp(x, self.mlp_norm)
+
+    def one_position(self, x: Tensor, past: LatentBlockCache) -> Tensor:
+        """Do as `forward` does with one position after a past: see `takes_one_position`."""
+        if self.attends:
+            x = self.attention.one_position(x, past)
+        return self.mlp.one_position(x)
 
 
 class GraphLM(LanguageModel):
@@ -130,6 +137,9 @@ class GraphLM(LanguageModel):
         x = self._through(self.blocks[half:], x, cache, half)
         if self.router:
             x = self.router([x, *streams])
+        if cache is not None and takes_one_position(self, x, self.config):
+            x = self.byte_mlp.one_position(x)
+            return self.head.fused(x, normalise=True), iterated
         x = x + self.byte_mlp(x, self.byte_norm)
         return self.head(x, self.norm), iterated
 
@@ -137,8 +147,12 @@ class GraphLM(LanguageModel):
         self, blocks: nn.ModuleList, x: Tensor, cache: LatentCache | None, first: int
     ) -> Tensor:
         recompute = self.recompute and torch.is_grad_enabled()
+        fits = cache is not None and not cache.in_eight_bits
+        by_kernels = fits and takes_one_position(self, x, self.config)
         for index, block in enumerate(blocks, first):
-            if recompute:
+            if by_kernels:
+                x = block.one_position(x, cache.blocks[index])
+            elif recompute:
                 x = checkpoint(block, x, **RECOMPUTE)
             else:
                 x = block(x, cache.blocks[index] if cache else None)

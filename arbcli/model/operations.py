@@ -47,7 +47,15 @@ def forward_operations(config: ModelConfig) -> int:
 def _block(config: ModelConfig, seen: float) -> float:
     """Count the products of a dense block, of one position that sees so many."""
     projections = 4 * config.dim**2 + 3 * config.dim * config.ffn
-    return projections + 2 * config.dim * seen
+    return projections + 2 * config.dim * seen + _streams(config)
+
+
+def _streams(config: ModelConfig) -> int:
+    """Count those of the hyper-connections of a block: projections, reading, and writing."""
+    streams = config.streams
+    if streams == 1:
+        return 0
+    return 2 * config.dim * (streams**2 * (streams + 2) + streams + streams * (streams + 1))
 
 
 def _compressed_block(config: CompressedConfig, index: int) -> float:

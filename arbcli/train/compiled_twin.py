@@ -12,6 +12,7 @@ from arbcli.model.compressed import CompressedLM
 from arbcli.model.dense import Block, ByteLM
 from arbcli.model.hnet import HNet
 from arbcli.model.language_model import RECOMPUTE
+from arbcli.model.streams import StreamsLM
 
 WHOLE_LAYERS = 8
 """A model of more blocks, or one that recomputes them, is compiled by parts, blocks only once.
@@ -25,8 +26,9 @@ def compile_twin(model: ByteLM | HNet, backend: str = "inductor") -> None:
     """Compile what a step of a float twin computes, in place of its `losses`.
 
     It is compiled when first used. Whatever else uses the model finds it as it was, but for the
-    blocks of an `HNet`: they are compiled where they stand, as what is between them launches
-    kernels. A `CompressedLM` launches them inside its blocks, and is left as it is.
+    blocks of an `HNet`, or of several streams: they are compiled where they stand, as what is
+    between those of an `HNet` launches kernels. A `CompressedLM` launches them inside its blocks,
+    and is left as it is.
 
     Args:
         model: with float weights.
@@ -35,7 +37,7 @@ def compile_twin(model: ByteLM | HNet, backend: str = "inductor") -> None:
     if isinstance(model, CompressedLM):
         return
     how = {"backend": backend, "dynamic": False, "fullgraph": True}
-    if isinstance(model, HNet):
+    if isinstance(model, HNet | StreamsLM):
         for block in model.modules():
             if isinstance(block, Block):
                 block.compile(**how)

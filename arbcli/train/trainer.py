@@ -14,7 +14,7 @@ from arbcli.device import COMPUTE, tell_compiler
 from arbcli.errors import ArbError
 from arbcli.infer.load import is_export
 from arbcli.kernels.runtime.backend import use_backend
-from arbcli.kernels.runtime.merged import fill_tables
+from arbcli.kernels.runtime.merged import TABLES
 from arbcli.model.build import build_model
 from arbcli.train.compiled_twin import compile_twin, side_stream
 from arbcli.train.float_optimizer import FloatOptimizer
@@ -134,8 +134,10 @@ class Trainer:
             self._warm_up_stream = torch.cuda.Stream(self.device)
         self._capture_at = EAGER_STEPS if capture else None
         self._graph: torch.cuda.CUDAGraph | None = None
-        self._tables: list[Tensor] = []
+        self._tables: Tensor | None = None
         """What merged launches of the graph read."""
+        self._table_numbers = 0
+        """Integers in those of the last step that was no replay."""
         self._batches: Tensor | None = None
         self._measured = False
         """Whether what gradients are divided by is known."""
@@ -178,8 +180,10 @@ class Trainer:
                 self._graph.replay()
                 self.loss_parts = self._captured_parts
             else:
+                before = TABLES.brought
                 with side_stream(self._warm_up_stream):
                     self.loss_parts = self._compute(self._micro_batches, reached)
+                self._table_numbers = TABLES.brought - before
             loss = self.loss_parts["text"].clone()  # a replay overwrites its own
         self.step += 1
         self.between_steps = True
@@ -228,9 +232,9 @@ class Trainer:
         # NCCL has a thread of its own that looks at events meanwhile
         mode = "global" if self.group.size == 1 else "thread_local"
         graph = torch.cuda.graph(self._graph, capture_error_mode=mode)
-        with use_backend(self.config.backend), graph:
+        room = TABLES.captured(self._table_numbers, self.device)
+        with room as self._tables, use_backend(self.config.backend), graph:
             self._captured_parts = self._compute(self._micro_batches)
-        self._tables = fill_tables()
 
     def release_graph(self) -> None:
         """Free the captured step, and the memory that it holds."""

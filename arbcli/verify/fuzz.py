@@ -13,7 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from arbcli.kernels.attention.append_position import APPEND_POSITION
 from arbcli.kernels.attention.choose_entries import random_index
+from arbcli.kernels.attention.choose_next import index_of_byte
+from arbcli.kernels.attention.compress_blocks import COMPRESS_BLOCKS, COMPRESS_BLOCKS_BACKWARD
 from arbcli.kernels.attention.compressed_attention import (
     COMPRESSED_ATTENTION,
     Sight,
@@ -22,6 +25,8 @@ from arbcli.kernels.attention.compressed_attention import (
 from arbcli.kernels.attention.compressed_attention_backward import COMPRESSED_ATTENTION_BACKWARD
 from arbcli.kernels.attention.decode_attention import DECODE_ATTENTION
 from arbcli.kernels.attention.decode_attention_rows import DECODE_ATTENTION_ROWS
+from arbcli.kernels.attention.decode_compressed import DECODE_COMPRESSED, attention_of_byte
+from arbcli.kernels.attention.decode_latent import DECODE_LATENT
 from arbcli.kernels.attention.eight_bits import FORMATS, quantise_entries
 from arbcli.kernels.attention.rotary_norm import ROTARY_NORM, rounded_gradient, rounded_once
 from arbcli.kernels.attention.sum_choices import random_choices
@@ -54,6 +59,8 @@ from arbcli.kernels.runtime.spec import Case, KernelSpec
 from arbcli.kernels.scan.causal_conv import rounded_conv
 from arbcli.kernels.scan.decay_scan import scan_in_bf16
 from arbcli.kernels.scan.mamba_step import MAMBA_STEP, draw_step
+from arbcli.kernels.streams.mix_streams import rounded_mix, rounded_mix_gradients
+from arbcli.kernels.streams.stream_weights import STREAMS, count_streams, stream_weights_torch
 from arbcli.kernels.update.blend_moment import moment_max
 from arbcli.kernels.update.newton_schulz import GRAM, GRAM_POLYNOMIAL
 from arbcli.kernels.update.quantise_gradient import NONE
@@ -327,6 +334,50 @@ def _take_chunk(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
     return z, p, residual, mean, y, dice.scalar(m) if dice.below(2) else None
 
 
+def _stream_weights(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
+    streams = dice.pick(STREAMS)
+    numbers = streams * (streams + 2)
+    bias = torch.randn(numbers, generator=dice.generator, device=dice.device)
+    return dice.reals(m, numbers), bias, dice.pick((1, 3, 7))
+
+
+def _stream_weights_backward(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
+    raw, bias, rounds = _stream_weights(dice, group_size, m, n, k)
+    streams = count_streams(len(bias))
+    sizes = (m, streams), (m, streams, streams), (m, streams)
+    return *(dice.reals(*size, dtype=torch.float32) for size in sizes), raw, bias, rounds
+
+
+def _mix_streams(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
+    streams, rows = dice.pick(STREAMS), dice.pick(STREAMS)
+    x, weights = dice.reals(m, streams, k), dice.reals(m, rows, streams, dtype=torch.float32)
+    if dice.chance(0.3):
+        return x, weights, None, None
+    return x, weights, dice.reals(m, k), dice.reals(m, rows, dtype=torch.float32)
+
+
+def _mix_streams_backward(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
+    inputs = _mix_streams(dice, group_size, m, n, k)
+    return dice.reals(m, inputs[1].shape[1], k), *inputs
+
+
+def _route_position(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
+    router = dice.pick(ROUTERS)
+    rows = dice.reals((3 if router == "learned" else 1) * k).contiguous()
+    x, last = dice.reals(k).contiguous(), dice.reals(2 * k).contiguous()
+    mean = dice.reals(k, dtype=torch.float32).contiguous()
+    byte, ids = (torch.tensor([[dice.below(48)]], device=dice.device) for _ in range(2))
+    places = dice.scalar(dice.pick((0, 1, m, 4 * n))), dice.scalar(7)
+    return router, x, rows, mean, last, byte, ids, *places, dice.pick((2, 4, 7)), 1e-6, None
+
+
+def _take_chunk(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
+    z, residual, y = (dice.reals(k).contiguous() for _ in range(3))
+    p = torch.rand(1, generator=dice.generator, device=dice.device)
+    mean = dice.reals(k, dtype=torch.float32).contiguous()
+    return z, p, residual, mean, y, dice.scalar(m) if dice.below(2) else None
+
+
 def _decay_scan(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
     batch, heads, states = dice.pick((1, 2)), dice.pick((1, 3)), dice.pick((1, 9, 32))
     q, k_ = (dice.reals(batch, m, heads, states) for _ in range(2))
@@ -464,6 +515,67 @@ def _sum_choices(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
     about = torch.Generator().manual_seed(dice.below(2**31))
     chosen = random_choices(about, batch, number, size, entries).to(dice.device)
     return dice.reals(batch, number, size, 1 + min(k, 200)).contiguous(), chosen, entries
+
+
+def _decode_latent(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
+    heads, half, still = 1 + dice.below(3), 1 + min(k // 8, 20), dice.below(40)
+    width, size, position = 2 * half + still, 1 + min(k, 300), dice.below(3 * n)
+    angle = dice.reals(position + 1, half, dtype=torch.float32).contiguous()
+    shapes = ((1, heads * width + size + 2 * half), (heads * (width + still), size),
+              (n, size), (n, 2 * half))  # fmt: skip
+    row, *others = (dice.reals(*shape).contiguous() for shape in shapes)
+    others[0] *= size**-0.5  # keys about as long as queries: exp of no score overflows
+    lengths = dice.reals(n, heads, dtype=torch.float32).abs().clamp(max=2).contiguous()
+    return (
+        row[0], *others, lengths, dice.scalar(position), angle.cos(), angle.sin(),
+        width**-0.5, 1e-6,
+    )  # fmt: skip
+
+
+def _drawn_with(dice: Dice) -> torch.Generator:
+    return torch.Generator().manual_seed(dice.below(2**31))
+
+
+def _compress_blocks(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
+    heads, half, ratio = dice.pick((1, 2)), 1 + min(k, 40), 2 + dice.below(7)
+    batch, length = dice.pick((1, 2)), 1 + min(m, 60)
+    x = dice.reals(batch, length, 6 * heads * half)
+    beta = dice.reals(2 * heads * half, ratio, dtype=torch.float32)
+    angle = dice.reals(length, half, dtype=torch.float32)
+    return x, beta, angle.cos(), angle.sin(), heads, 1e-6
+
+
+def _compress_blocks_backward(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
+    inputs = _compress_blocks(dice, group_size, m, n, k)
+    recent, entries, _ = COMPRESS_BLOCKS.torch(*inputs)
+    return *(dice.reals(*t.shape, dtype=torch.float32) for t in (recent, entries)), *inputs
+
+
+def _append_position(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
+    kv, half, ratio = dice.pick((1, 2)), 1 + min(k, 64), 2 + dice.below(9)
+    position, slots = dice.below(60), 1 + dice.below(8)
+    sizes = (3, kv, 2 * half), (1 + dice.below(7), kv, 2 * half), (slots, kv, 2 * half)
+    buffers = (dice.reals(*size).contiguous() for size in (*sizes, (2, ratio, kv * 2 * half)))
+    angle = dice.reals(position + 1, half, dtype=torch.float32).contiguous()
+    beta = dice.reals(kv * 2 * half, ratio, dtype=torch.float32).contiguous()
+    return *buffers, beta, dice.scalar(position), angle.cos(), angle.sin(), 1e-6
+
+
+def _choose_next(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
+    ratio, most, size = 2 + dice.below(4), 1 + dice.below(60), 1 + dice.below(9)
+    return index_of_byte(
+        _drawn_with(dice), dice.device, dice.dtype, dice.pick((1, 3)), 2 * (1 + min(k, 19)),
+        most + 1, size, ratio, most, dice.below(3 * most * ratio),
+    )  # fmt: skip
+
+
+def _decode_compressed(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
+    ratio, most, kv = 2 + dice.below(4), 1 + dice.below(60), dice.pick((1, 2))
+    return attention_of_byte(
+        _drawn_with(dice), dice.device, dice.dtype, kv * dice.pick((1, 3, 8)), kv,
+        2 * (1 + min(k, 63)), 1 + dice.below(70), most + 1, dice.pick((0, 2, 9, 40)), ratio, most,
+        dice.below(2 * most * ratio),
+    )  # fmt: skip
 
 
 def _choose_byte(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
@@ -740,6 +852,16 @@ def _fp8_matmul_in_float64(q, scale, packed, transposed, dtype):
     return (q.double() * scale) @ (weight.double() * weight_scale.T).T
 
 
+def _stream_weights_in_float64(raw, bias, rounds):
+    return stream_weights_torch(raw, bias, rounds, torch.float64)
+
+
+def _stream_weights_backward_in_float64(grad_a, grad_b, grad_c, raw, bias, rounds):
+    raw = raw.double().requires_grad_()
+    found = _stream_weights_in_float64(raw, bias, rounds)
+    return torch.autograd.grad(found, raw, [part.double() for part in (grad_a, grad_b, grad_c)])[0]
+
+
 def _embedding_grad_in_float64(grad_y, ids, num_embeddings):
     zeros = grad_y.new_zeros(num_embeddings, grad_y.shape[1], dtype=torch.float64)
     return zeros.index_add_(0, ids, grad_y.double())
@@ -867,9 +989,16 @@ DRAWINGS = {
     "decode_attention_rows": Drawing(
         _decode_attention_rows, None, DECODE_ATTENTION_ROWS.torch, one_layout=True
     ),
+    "decode_latent": Drawing(_decode_latent, None, DECODE_LATENT.torch, one_layout=True),
     "choose_bytes": Drawing(_choose_bytes, one_layout=True),
 
 
+    "compress_blocks": Drawing(
+        _compress_blocks, None, COMPRESS_BLOCKS.torch, needs_rows=True
+    ),
+    "compress_blocks_backward": Drawing(
+        _compress_blocks_backward, None, COMPRESS_BLOCKS_BACKWARD.torch, needs_rows=True
+    ),
     "compressed_attention": Drawing(
         _compressed_attention, None, COMPRESSED_ATTENTION.torch, needs_rows=True
     ),
@@ -878,6 +1007,13 @@ DRAWINGS = {
     ),
     "choose_entries": Drawing(_choose_entries, needs_rows=True),
     "sum_choices": Drawing(_sum_choices, needs_rows=True, one_layout=True),
+    "append_position": Drawing(
+        _append_position, None, APPEND_POSITION.torch, one_layout=True
+    ),
+    "choose_next": Drawing(_choose_next, one_layout=True),
+    "decode_compressed": Drawing(
+        _decode_compressed, None, DECODE_COMPRESSED.torch, one_layout=True
+    ),
     "choose_byte": Drawing(_choose_byte, one_layout=True),
     "cross_entropy": Drawing(_cross_entropy, needs_rows=True),
     "cross_entropy_backward": Drawing(
@@ -909,6 +1045,14 @@ DRAWINGS = {
     ),
     "spread_chunks_backward": Drawing(
         _spread_chunks_backward, _spread_chunks_backward_in_float64, needs_rows=True
+    ),
+    "stream_weights": Drawing(_stream_weights, _stream_weights_in_float64, needs_rows=True),
+    "stream_weights_backward": Drawing(
+        _stream_weights_backward, _stream_weights_backward_in_float64, needs_rows=True
+    ),
+    "mix_streams": Drawing(_mix_streams, None, rounded_mix, needs_rows=True),
+    "mix_streams_backward": Drawing(
+        _mix_streams_backward, None, rounded_mix_gradients, needs_rows=True
     ),
     "route_position": Drawing(_route_position, None, ROUTE_POSITION.torch, one_layout=True),
     "take_chunk": Drawing(_take_chunk, None, TAKE_CHUNK.torch, one_layout=True),

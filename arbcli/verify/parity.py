@@ -81,7 +81,7 @@ GATES = {
 """The same with other ways to choose experts."""
 RAGGED_HNET = HNetConfig(
     dim=24, layers=2, heads=2, ffn=13, ctx=17, outer_dim=(20, 28), outer_layers=(1, 1),
-    outer_heads=(2, 1), outer_ffn=(11, 9), chunk_length=(5, 2), window=5,
+    outer_heads=(2, 1), outer_ffn=(11, 9), chunk_length=(4, 2), window=5,
 )  # fmt: skip
 """The same of an `HNet` of two stages; one text has too many chunks for its slots, one too few."""
 HNETS = {
@@ -314,6 +314,12 @@ def _subjects(
             config = replace(RAGGED, rule=name, digits="all", scale_type=next(iter(group_sizes)))
             about = (config, 1, torch.float32, device, backend, "layers")
             yield Subject(f"all digits of {name} {config.scale_type}", *about)
+        for streams, digits in ((4, "trit"), (2, "all")) if backend != "interpreter" else ():
+            # its kernels run by themselves there
+            config = replace(RAGGED, streams=streams, digits=digits)
+            config = replace(config, scale_type=next(iter(group_sizes)))
+            about = (config, 2, torch.float32, device, backend)
+            yield Subject(f"{streams} streams {config.scale_type}", *about)
         # in float32 alone: in bf16 another expert or code may be chosen, and all else follows
         interpreted = backend == "interpreter"  # 10 s each
         for index, scale_type in enumerate([*group_sizes][: 2 if interpreted else None]):

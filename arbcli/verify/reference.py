@@ -12,6 +12,7 @@ from torch import Tensor
 from arbcli.config.dense import ModelConfig
 from arbcli.kernels.codec.decode_digits import decode_digits_reference, decode_digits_torch
 from arbcli.kernels.codec.packing import unpack_trits_reference, unpack_trits_torch
+from arbcli.kernels.streams.stream_weights import ROUNDS, stream_weights_reference
 from arbcli.kernels.update.gradient_gains import statistic_value_reference
 from arbcli.model.dense import ByteLM
 from arbcli.model.packed import TernaryTensor
@@ -53,23 +54,64 @@ def reference_block(
 ) -> Tensor:
     """Compute a block's output, (B, T, D), from its input and its decoded weights by name.
 
-    `window` is how many positions each one attends to; None is all before it, and itself.
+    `window` is how many positions each one attends to; None is all before it, and itself. Several
+    streams are (B, T, n, D), and the first block begins them.
     """
+    branches = (
+        lambda h: _attention_branch(h, weights, config, window),
+        lambda h: _mlp(h, weights, config),
+    )
+    if config.streams == 1:
+        for branch in branches:
+            x = x + branch(x)
+        return x
+    if x.dim() == 3:
+        x = torch.stack([x] * config.streams, dim=2)
+    for name, branch in zip(("attention_streams", "mlp_streams"), branches, strict=True):
+        x = _hyper_connection(x, weights, name, branch)
+    return x
+
+
+def _attention_branch(
+    x: Tensor, weights: dict[str, Tensor], config: ModelConfig, window: int | None
+) -> Tensor:
     h = _norm(x, weights["attention_norm.weight"])
     h = _attention(h @ weights["attention.qkv.weight"].T, config.heads, window)
     if config.sub_norms:
         h = _norm(h, weights["attention.sub_norm.weight"])
-    x = x + h @ weights["attention.output.weight"].T
+    return h @ weights["attention.output.weight"].T
+
+
+def _mlp(x: Tensor, weights: dict[str, Tensor], config: ModelConfig) -> Tensor:
     h = _norm(x, weights["mlp_norm.weight"]) @ weights["mlp.gate_up.weight"].T
     gate, up = h[..., : config.ffn], h[..., config.ffn :]
     h = gate / (1 + torch.exp(-gate)) * up
     if config.sub_norms:
         h = _norm(h, weights["mlp.sub_norm.weight"])
-    return x + h @ weights["mlp.output.weight"].T
+    return h @ weights["mlp.output.weight"].T
+
+
+def _hyper_connection(
+    x: Tensor, weights: dict[str, Tensor], name: str, branch: Callable[[Tensor], Tensor]
+) -> Tensor:
+    """Let a branch read and write streams (B, T, n, D): B X + c F(a X)."""
+    n, flat = x.shape[2], x.flatten(2)
+    raw = _norm(flat, weights[f"{name}.norm.weight"]) @ weights[f"{name}.projection.weight"].T
+    bias = weights[f"{name}.bias.weight"][:, 0]
+    found = stream_weights_reference(raw.flatten(0, 1), bias, ROUNDS)
+    a, b, c = (part.unflatten(0, x.shape[:2]) for part in found)
+    f = branch(sum(a[..., j, None] * x[..., j, :] for j in range(n)))
+    rows = [
+        sum(b[..., i, j, None] * x[..., j, :] for j in range(n)) + c[..., i, None] * f
+        for i in range(n)
+    ]
+    return torch.stack(rows, dim=2)
 
 
 def reference_logits(x: Tensor, weights: dict[str, Tensor]) -> Tensor:
-    """Compute (B, T, 256) logits from the last block's output."""
+    """Compute (B, T, 256) logits from the last block's output, (B, T, D), or streams of it."""
+    if x.dim() == 4:
+        x = x.mean(dim=2)
     return _norm(x, weights["norm.weight"]) @ weights["head.weight"].T
 
 

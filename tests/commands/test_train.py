@@ -272,8 +272,8 @@ OPTIONS = {
     "train": "accum backend batch compute config ctx data device digits dim direction dry-run"
     " eval-every ffn field final-lr force gpus heads init-from json keep keep-best layers log lr"
     " minutes no-sub-norms optimizer out plot preset print-config profile quiet recompute resume"
-    " rule sample-every save-every schedule seed steps sub-norms tscale-type val warmup weights"
-    " wire" + PARTS,
+    " rule sample-every save-every schedule seed steps streams sub-norms tscale-type val warmup"
+    " weights wire" + PARTS,
     "check": "json",
     "generate": "backend bytes checkpoint chunks compute device json kv length prompt seed"
     " temperature top-k top-p",
@@ -330,7 +330,18 @@ def test_unknown_name_is_refused_while_options_are_read(mistake, monkeypatch):
     monkeypatch.setitem(sys.modules, "arbcli.inspect", None)  # the first import of the command
     result = CliRunner().invoke(app, ["train", mistake])
     assert isinstance(result.exception, ArbError)
-    assert re.match("choose one of|use `cpu` or `cuda`", result.exception.hint)
+    assert re.match("choose one of|use `cpu`, `cuda`", result.exception.hint)
+
+
+@pytest.mark.parametrize(
+    ("words", "page"),
+    [("train --stepz 3", "arb train"), ("evaluate", "arb evaluate"), ("--quick", "arb"),
+     ("generate --checkpoint x --top-k 0", "arb generate")],
+)  # fmt: skip
+def test_mistake_of_usage_names_the_page_of_help(words, page, arb_here):
+    done = arb_here(*words.split())
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[1].endswith(f"{page} --help` lists what there is")
 
 
 def test_list_of_commands_has_whole_sentences():

@@ -7,6 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from arbcli.device import default_compute
 from arbcli.errors import ArbError
 from arbcli.export.qwen3 import read, sources
 from arbcli.export.run import export
@@ -95,7 +96,7 @@ def test_every_file_says_what_the_model_is(saved, tmp_path, sub_norms):
         "norms before the output projections": "yes" if sub_norms else "no",
         "update rule": "moment",
         "steps": "7",
-        "trained in": "bf16",  # as nothing says otherwise
+        "trained in": default_compute(torch.device("cpu")),  # as no run says otherwise
         "origin": f"checkpoint with the digest `{report.origin}`",
     }
     assert ("trust_remote_code=True" in said) == sub_norms
@@ -127,6 +128,11 @@ def test_graph_is_refused(saved, tmp_path, small_graph):
     with pytest.raises(ArbError, match="Transformers has no model"):
         export(saved("arb-tiny", **options), "hf", out=tmp_path / "model")
     assert not (tmp_path / "model").exists()
+
+
+def test_streams_are_refused(saved, tmp_path):
+    with pytest.raises(ArbError, match="Transformers has no model"):
+        export(saved(streams=2), "hf", out=tmp_path / "model")
 
 
 @pytest.mark.slow  # transformers takes seconds to import

@@ -100,7 +100,7 @@ def test_row_that_is_too_wide_for_registers_is_walked(name, device):
 
 IN_BFLOAT16 = [
     "ternary_matmul", "ternary_matmul_grad_x", "arranged_matmul", "arranged_rows", "digits_matmul",
-    "decode_attention_rows", "choose_bytes",
+    "decode_attention_rows", "decode_latent", "choose_bytes",
     "unit_rows", "grouped_matmul",
     "grouped_grad_w", "expert_combine", "expert_combine_backward", "rms_norm", "add_rms_norm",
     "rms_norm_backward", "gated_rms_norm", "gated_rms_norm_backward", "rotary_norm",
@@ -111,7 +111,8 @@ IN_BFLOAT16 = [
     "embedding_grad", "blend_moment", "step_by_direction", "cast_trit_votes", "gather_chunks",
     "smooth_chunks", "smooth_chunks_backward", "spread_chunks", "spread_chunks_backward",
     "boundary_scores", "boundary_scores_backward", "decay_scan", "causal_conv",
-    "causal_conv_grad_w", "quantise_gradient", "route_position", "take_chunk", "mamba_step",
+    "causal_conv_grad_w", "quantise_gradient", "stream_weights", "stream_weights_backward",
+    "mix_streams", "mix_streams_backward", "route_position", "take_chunk", "mamba_step",
 ]  # fmt: skip
 """Kernels with inputs in bfloat16."""
 SEVERAL_ROUNDINGS = {

@@ -25,6 +25,7 @@ from arbcli.config.presets import config_from_dict, preset
 from arbcli.directions import DIRECTIONS
 from arbcli.errors import ArbError
 from arbcli.inspect.memory import measure, predict
+from arbcli.model import dense as dense_module
 from arbcli.model.build import build_model
 from arbcli.model.dense import ByteLM
 from arbcli.model.graph import GraphLM
@@ -312,3 +313,27 @@ def test_every_switch_is_tested():
     fields = dataclasses.fields(GraphConfig)
     switches = {field.name for field in fields if isinstance(field.default, bool)}
     assert switches == {*PARTS, "sub_norms", "shared_expert", "moe_clamp"}
+
+
+@pytest.mark.parametrize("attention", [True, False])
+def test_steps_by_kernels_give_the_logits_of_steps_by_parts(attention, small_graph, monkeypatch):
+    given = {k: v for k, v in small_graph.items() if k not in ("preset", "batch")}
+    lm = build_model(preset("arb-tiny", attention=attention, **given), torch.bfloat16)
+    lm.initialise(0)
+    ids = torch.randint(0, 256, (1, 20), generator=torch.Generator().manual_seed(0))
+
+    @torch.no_grad()
+    def read() -> torch.Tensor:
+        cache = lm.new_cache(20)  # a window of 16: the ring comes round
+        return torch.cat([lm(part, cache) for part in ids.split([7] + [1] * 13, dim=1)], dim=1)
+
+    with lm.prepared_weights():
+        expected = read()
+        monkeypatch.setattr(dense_module, "fits_arranged", lambda x, _: x.shape[1] == 1)
+        got = read()
+        kept = [part for part in lm.modules() if getattr(part, "_decoded", None) is not None]
+        assert len(kept) == (2 if attention else 0)
+    assert all(part._decoded is None for part in kept)
+    # experts, codes and rows are chosen by what is rounded, so few positions may differ by more
+    error = (got.float() - expected.float()).norm(dim=-1) / expected.float().norm(dim=-1)
+    assert error.median() < 0.02

@@ -247,6 +247,15 @@ def test_run_that_named_its_text_from_one_folder_resumes_in_another(
     assert resume_run(tmp_path / "run", Observer()).steps == 2
 
 
+def test_resumed_run_of_streams_ends_in_the_same_file(text, tmp_path, device, monkeypatch):
+    monkeypatch.setattr("arbcli.train.run.LOG_EVERY", 1)
+    options = config(text, device, steps=3, save_every=1, streams=2, recompute=True)
+    start_run(options, tmp_path / "whole", Observer())
+    assert start_run(options, tmp_path / "stopped", StopAt(2)).steps == 2
+    resume_run(tmp_path / "stopped", Observer())
+    assert final(tmp_path / "stopped", 3) == final(tmp_path / "whole", 3)
+
+
 @pytest.mark.parametrize("rule", mostly_slow(RULES, lambda rule: rule in ("moment", "votes")))
 def test_resumed_run_ends_in_the_same_file(rule, text, tmp_path, device, monkeypatch):
     monkeypatch.setattr("arbcli.train.run.LOG_EVERY", 1)

@@ -396,7 +396,7 @@ def _compressed_attention_triton(x, recent, entries, chosen, sink, cos, sin, sig
         *x.stride()[:3], *recent.stride()[:3], *entries.stride()[:3],
         HEADS=heads, KV=kv, QUERIES=tile.queries, PLACES=tile.places, OF_KV=tile.of_kv,
         HALF=width // 2, BLOCK_H=tile.block_h, BLOCK_N=block_n(x), CHOSEN=chosen is not None,
-        PRECISION="ieee" if x.dtype == torch.float32 else "tf32", num_warps=num_warps(tile),
+        PRECISION="ieee" if x.dtype == torch.float32 else "tf32", num_warps=num_warps(x, tile),
     )  # fmt: skip
     if chosen is None:
         return y, logs, None
@@ -413,9 +413,11 @@ def block_n(x: Tensor) -> int:
     return 32 if x.shape[-1] > 128 or x.dtype == torch.float32 else 64
 
 
-def num_warps(tile: Tiling) -> int:
-    """Choose the warps of a program."""
-    return 8 if tile.places * tile.of_kv * tile.block_h > 64 * 64 else 4
+def num_warps(x: Tensor, tile: Tiling) -> int:
+    """Choose the warps of a program, so that no register spills."""
+    rows = tile.places * tile.of_kv
+    large = tile.block_h >= 128 or rows * tile.block_h > 64 * 64 or x.dtype == torch.float32
+    return 8 if large else 4
 
 
 def compressed_attention(

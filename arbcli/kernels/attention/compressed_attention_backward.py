@@ -313,7 +313,7 @@ def _compressed_attention_backward_triton(
         sight.ratio, width**-0.5, eps,
         *x.stride()[:3], *recent.stride()[:3], *entries.stride()[:3],
         **shape, QUERIES=tile.queries, PLACES=tile.places,
-        BLOCK_N=32, CHOSEN=chosen is not None, num_warps=num_warps(tile),
+        BLOCK_N=32, CHOSEN=chosen is not None, num_warps=num_warps(x, tile),
     )  # fmt: skip
     queries = max(1, 16 // tile.of_kv, (ROWS if width <= 128 else ROWS // 2) // tile.of_kv)
 
@@ -326,7 +326,7 @@ def _compressed_attention_backward_triton(
                 length, lead, count, sight.start, sight.window, sight.most, sight.ratio,
                 width**-0.5, *vectors.stride()[:3],
                 **shape, QUERIES=queries, BLOCK_N=size, SPLITS=splits, ENTRIES=of_entries,
-                num_warps=num_warps(tile),
+                num_warps=num_warps(x, tile),
             )  # fmt: skip
         return found[0] if splits == 1 else found.sum(dim=0)
 

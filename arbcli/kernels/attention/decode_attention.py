@@ -44,6 +44,7 @@ def decode_attention_reference(
     sin: Tensor,
     tickets: Tensor,
     eps: float,
+    alone: bool = False,
 ) -> tuple[Tensor, ...]:
     """Compute what `decode_attention` must return, leave in the ring and in `tickets`: float64."""
     p, window = int(position), keys.shape[1]
@@ -72,7 +73,7 @@ def turned_torch(qkv, position, cos, sin, eps):
     return functional.rms_norm(turned, turned.shape[-1:], eps=eps).to(qkv.dtype)
 
 
-def _decode_attention_torch(qkv, keys, values, position, cos, sin, tickets, eps):
+def _decode_attention_torch(qkv, keys, values, position, cos, sin, tickets, eps, alone=False):
     window, slot = keys.shape[1], (position % keys.shape[1]).long()[None]
     q, k = turned_torch(qkv, position, cos, sin, eps)
     keys.index_copy_(1, slot, k[:, None])
@@ -228,9 +229,11 @@ class Tiling(NamedTuple):
     warps: int
 
 
-def tiling(heads: int, window: int, width: int, dtype: torch.dtype) -> Tiling:
-    """Choose by what was fastest on an H200."""
+def tiling(heads: int, window: int, width: int, dtype: torch.dtype, alone: bool = False) -> Tiling:
+    """Choose by what was fastest on an H200; `alone` is as in `decode_attention`."""
     block_d = triton.next_power_of_2(width)
+    if alone and block_d * triton.next_power_of_2(window) <= TILE:
+        return Tiling(triton.next_power_of_2(window), 1, False, 8)
     slots = max(1, min(SLOTS, TILE // block_d))
     blocks, most = triton.cdiv(window, slots), max(1, PROGRAMS // heads)
     light = width == block_d and blocks <= most  # masks, and a second block, take registers
@@ -238,9 +241,9 @@ def tiling(heads: int, window: int, width: int, dtype: torch.dtype) -> Tiling:
     return Tiling(slots, min(blocks, most), blocks > most, warps)
 
 
-def _decode_attention_triton(qkv, keys, values, position, cos, sin, tickets, eps):
+def _decode_attention_triton(qkv, keys, values, position, cos, sin, tickets, eps, alone=False):
     heads, window, width = keys.shape
-    block_s, splits, several, num_warps = tiling(heads, window, width, qkv.dtype)
+    block_s, splits, several, num_warps = tiling(heads, window, width, qkv.dtype, alone)
     parts = heads * splits
     found = torch.empty(parts * (width + 1), dtype=torch.float32, device=qkv.device)
     y = torch.empty(heads, width, dtype=qkv.dtype, device=qkv.device)
@@ -263,6 +266,7 @@ def decode_attention(
     sin: Tensor,
     tickets: Tensor,
     eps: float,
+    alone: bool = False,
 ) -> Tensor:
     """Store the key and value of one byte in a ring, and attend to all that are in it.
 
@@ -279,6 +283,8 @@ def decode_attention(
         tickets: (heads,) int32 zeros, and zeros again afterwards: how programs find out which of
             them is the last.
         eps: added to the mean square.
+        alone: whether one program has all slots of a head, if they are as few as a block may have:
+            for short rings, where nothing is gained by sharing them out.
 
     Returns:
         (heads, d) in the dtype of `qkv`: the mean of the last min(position + 1, W) values, weighted
@@ -289,7 +295,7 @@ def decode_attention(
     """
     _check(qkv, keys, values, position, cos, sin, tickets)
     run = _decode_attention_triton if uses_triton(qkv) else _decode_attention_torch
-    return run(qkv, keys, values, position, cos, sin, tickets, eps)
+    return run(qkv, keys, values, position, cos, sin, tickets, eps, alone)
 
 
 def _check(qkv, keys, values, position, cos, sin, tickets):
@@ -330,31 +336,37 @@ def check_new_byte(
 SHAPES = ((1, 1, 2, 0), (1, 3, 10, 1), (2, 7, 66, 30), (3, 65, 16, 64), (2, 100, 64, 17),
           (1, 200, 128, 1000), (2, 130, 8, 128), (1, 2100, 4, 2099))  # fmt: skip
 """(heads, W, d, position): rings that are empty, filling, just full and overwritten."""
+SHORT = ((1, 33, 10, 20), (3, 65, 16, 64), (2, 100, 6, 130))
+"""Rings of which a program has all."""
 LARGE = ((6, 256, 64, 300), (16, 2048, 128, 2047), (16, 2048, 128, 77), (4, 5000, 96, 4999))
 
 
 def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
     generator = torch.Generator().manual_seed(0)
-    shapes = [(*shape, torch.float32) for shape in SHAPES]
+    shapes = [(*shape, torch.float32, False) for shape in SHAPES]
+    shapes += [(*shape, torch.float32, True) for shape in SHORT]
     if device.type == "cuda":  # the interpreter computes wrongly in bf16
-        shapes += [(*shape, dtype) for shape in LARGE for dtype in (torch.float32, torch.bfloat16)]
-    for heads, window, width, position, dtype in shapes:
+        both = (torch.float32, torch.bfloat16)
+        shapes += [(*shape, dtype, False) for shape in LARGE for dtype in both]
+        shapes += [(8, 128, 64, 500, dtype, True) for dtype in both]
+    for heads, window, width, position, dtype, alone in shapes:
         low = dtype == torch.bfloat16
-        label = f"{heads}x{window}x{width} at {position}{' bf16' if low else ''}"
+        about = f"{' bf16' if low else ''}{' alone' if alone else ''}"
+        label = f"{heads}x{window}x{width} at {position}{about}"
         sizes = ((3, heads, width), (heads, window, width), (heads, window, width))
         parts = [torch.randn(size, generator=generator).to(device, dtype) for size in sizes]
         angle = 7 * torch.randn(position + 2, width // 2, generator=generator).to(device)
         position = torch.tensor(position, dtype=torch.int32, device=device)
         tickets = torch.zeros(heads, dtype=torch.int32, device=device)
-        inputs = (*parts, position, angle.cos(), angle.sin(), tickets, 1e-6)
+        inputs = (*parts, position, angle.cos(), angle.sin(), tickets, 1e-6, alone)
         yield Case(label, inputs, _with_state(_decode_attention_torch) if low else None)
 
 
 def _with_state(run):
     """Wrap an implementation so that it returns what it left in the ring too."""
 
-    def with_state(qkv, keys, values, position, cos, sin, tickets, eps):
-        y = run(qkv, keys, values, position, cos, sin, tickets, eps)
+    def with_state(qkv, keys, values, position, cos, sin, tickets, eps, alone=False):
+        y = run(qkv, keys, values, position, cos, sin, tickets, eps, alone)
         return y, keys, values, tickets
 
     return with_state

@@ -7,7 +7,8 @@ been given, and does what it would have done: not a bit of the results is anothe
 """
 
 import struct
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -85,7 +86,7 @@ def _merged_kernel(
     KERNEL(*arguments, *constants)
 
 
-def merge_launches(parts: Iterable[Callable[[], None]], device: torch.device) -> list[Tensor]:
+def merge_launches(parts: Iterable[Callable[[], None]], device: torch.device) -> None:
     """Do what several functions do, with launches of the same kernel as one.
 
     A function may launch kernels on grids of one axis whose first parameters are no constants. It
@@ -95,10 +96,6 @@ def merge_launches(parts: Iterable[Callable[[], None]], device: torch.device) ->
     Args:
         parts: functions.
         device: of the tensors.
-
-    Returns:
-        Tables that kernels read, on the device. Of launches that are being captured they are empty
-        until `fill_tables`, and must live as long as the graph.
     """
     recorded: list[list[Launch]] = []
 
@@ -118,13 +115,11 @@ def merge_launches(parts: Iterable[Callable[[], None]], device: torch.device) ->
         waves += kinds.values()
     tables = [_tabulated(wave) for wave in waves]
     flat = [number for table in tables for row in table.columns for number in row]
-    on_device = _brought(flat, device)
-    begin = 0
+    on_device, begin = TABLES.bring(flat, device), 0
     for wave, table in zip(waves, tables, strict=True):
-        width = len(table.columns[0])
-        _launch(wave, table, on_device[begin : begin + len(wave) * width])
-        begin += len(wave) * width
-    return [on_device]
+        end = begin + sum(map(len, table.columns))
+        _launch(wave, table, on_device[begin:end])
+        begin = end
 
 
 def _described(kernel: Any, grid: tuple[int, ...], args: tuple, kwargs: dict[str, Any]) -> Launch:
@@ -193,29 +188,55 @@ def _launch(wave: list[Launch], table: Table, on_device: Tensor) -> None:
     )  # fmt: skip
 
 
-_unfilled: list[tuple[Tensor, Tensor]] = []
-"""Tables of launches that are being captured, and what is to be in them, on the host."""
+class Tables:
+    """Brings tables to the device."""
+
+    def __init__(self) -> None:
+        self.brought = 0
+        """Integers that were brought so far."""
+        self._room: Tensor | None = None
+        self._numbers: list[int] = []
+
+    def bring(self, numbers: list[int], device: torch.device) -> Tensor:
+        """Bring integers to the device; of launches that are captured, only find them a place.
+
+        Raises:
+            RuntimeError: more are captured than there is room for.
+        """
+        self.brought += len(numbers)
+        if self._room is None:
+            host = torch.tensor(numbers, dtype=torch.int64, device="cpu")
+            pinned = host.pin_memory() if device.type == "cuda" else host
+            return pinned.to(device, non_blocking=True)
+        begin = len(self._numbers)
+        self._numbers += numbers
+        if len(self._numbers) > len(self._room):
+            raise RuntimeError("a captured step merges more launches than the step before it")
+        return self._room[begin : begin + len(numbers)]
+
+    @contextmanager
+    def captured(self, numbers: int, device: torch.device) -> Iterator[Tensor]:
+        """Keep the tables of launches that are captured inside, and write them at the end.
+
+        A graph reuses its own memory, and what is written to it once would be lost, so the tables
+        are outside of it. Its addresses never change.
+
+        Args:
+            numbers: integers that there will be, at most.
+            device: where they are to be.
+
+        Yields:
+            The tables, which must live as long as the graph.
+        """
+        self._room = room = torch.zeros(numbers, dtype=torch.int64, device=device)
+        self._numbers = []
+        try:
+            yield room
+            written = torch.tensor(self._numbers, dtype=torch.int64, device="cpu")
+            room[: len(written)].copy_(written)
+        finally:
+            self._room = None
 
 
-def _brought(numbers: list[int], device: torch.device) -> Tensor:
-    """Bring a table to the device, or make room for it where launches are only captured."""
-    host = torch.tensor(numbers, dtype=torch.int64, device="cpu")
-    if device.type != "cuda":
-        return host.to(device)
-    if not torch.cuda.is_current_stream_capturing():
-        return host.pin_memory().to(device, non_blocking=True)
-    table = torch.empty(len(numbers), dtype=torch.int64, device=device)
-    _unfilled.append((table, host))
-    return table
-
-
-def fill_tables() -> list[Tensor]:
-    """Write the tables of what was captured; they must live as long as the graph.
-
-    A graph has memory of its own, so the addresses in them stay right.
-    """
-    tables = []
-    while _unfilled:
-        table, host = _unfilled.pop()
-        tables.append(table.copy_(host))
-    return tables
+TABLES = Tables()
+"""One for all: launches follow one another."""

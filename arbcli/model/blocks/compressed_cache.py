@@ -15,8 +15,11 @@ from torch import Tensor
 from torch.nn import functional
 
 from arbcli.config.compressed import CompressedConfig
+from arbcli.kernels.attention.append_position import append_position_
 from arbcli.kernels.attention.choose_entries import choose_entries
+from arbcli.kernels.attention.choose_next import choose_next_
 from arbcli.kernels.attention.compressed_attention import Sight, compressed_attention
+from arbcli.kernels.attention.decode_compressed import decode_compressed
 from arbcli.kernels.attention.eight_bits import decode_entries, quantise_entries
 from arbcli.model.layers.norm import NORM_EPS
 from arbcli.model.layers.rotary import rotary_table, rotate, table_rows
@@ -45,6 +48,7 @@ class CompressedCache:
         self.positions, self.window = positions, min(config.ctx, positions)
         self.position = torch.zeros((), dtype=torch.int32, device=device)
         """Bytes seen; a step reads it on the device, and nobody waits for it."""
+        self.tickets = torch.zeros(config.heads, dtype=torch.int32, device=device)
         rows = table_rows(positions, config.ctx)
         self.table = rotary_table(rows, config.head_dim, device, config.turned)
         self.index_table = rotary_table(rows, config.index_width, device, config.index_width // 2)
@@ -161,11 +165,11 @@ class CompressedBlockCache:
         self.keys: Tensor | None = None
         """(slots, width): the indexer's, of the entries."""
         self.choice: Tensor | None = None
-        """(k,) int64: the entries that were chosen last, and -1 for those that are none."""
+        """(k,) int32: the entries that were chosen last, and -1 behind them."""
         if ratio <= config.indexed_ratio:
             self.keys = torch.zeros(slots, config.index_width, **like)
             size = max(1, min(config.top_k, slots - 1))
-            self.choice = torch.full((size,), -1, dtype=torch.int64, device=device)
+            self.choice = torch.full((size,), -1, dtype=torch.int32, device=device)
 
     @property
     def nbytes(self) -> int:
@@ -275,7 +279,7 @@ class CompressedBlockCache:
         if (start + 1) % m:  # its choice was made by a byte before, if there was one
             first += 1
             before = torch.where((self.choice >= 0) & (group > 0), self.choice - lowest, -1)
-            parts.append(before.int()[None, None])
+            parts.append(before[None, None])
         ends = slice(first * m - 1 - start, x.shape[1], m)
         if ends.start < x.shape[1]:
             angles = [part[start : start + x.shape[1]][ends] for part in self.whole.index_table]
@@ -283,7 +287,7 @@ class CompressedBlockCache:
             made = choose_entries(q, w, keys, first - lowest, self.most, size)
             parts.append(functional.pad(made, (0, size - made.shape[2]), value=-1))
         chosen = torch.cat(parts, dim=1)
-        last = chosen[0, -1].long()
+        last = chosen[0, -1]
         self.choice.copy_(torch.where(last >= 0, last + lowest, -1))
         return chosen[:, :, : keys.shape[1]]
 
@@ -298,56 +302,48 @@ class CompressedBlockCache:
         gates: Tensor,
     ) -> Tensor:
         """Attend with one new byte; no shape depends on its position."""
-        whole, m = self.whole, self.ratio
-        place = whole.position.long()[None]
-        here = [part[place] for part in whole.table]
-        new = layer.in_place(recent, here)[0]
-        ring = len(self.recent)
-        self.recent.put(place % ring, new)
-        for kept, part in zip(self.open, (values, gates), strict=True):
-            kept.index_copy_(0, place % m, part[0])
-        filled = torch.arange(m, device=x.device) <= place % m
-        of_values = torch.where(filled[:, None], self.open[0], 0)
-        of_gates = self.open[1].masked_fill(~filled[:, None], -torch.inf)
-        still = layer.compress(of_values[None, None], of_gates[None, None])
-        number, group = place // m, (place + 1) // m  # of the open entry; how many are complete
-        angles = [part[number * m][:, None] for part in whole.table]
-        turned = rotate(still[0], *angles).to(still.dtype)
-        slots = len(self.entries)
-        self.entries.put(number % slots, turned)
-        # the number of the entry that each slot has
-        numbers = number - (number - torch.arange(slots, device=x.device)) % slots
-        seen = (numbers >= 0) & (numbers < group) & (numbers >= group - self.most)
-        if self.keys is None:
-            entries = self.entries.get(torch.arange(slots, device=x.device))
-        else:
-            angles = [part[number * m] for part in whole.index_table]
-            self.keys.index_copy_(0, number % slots, layer.indexer.keys(still, angles)[0])
-            angles = [part[place] for part in whole.index_table]
-            query, w = layer.indexer.queries(x, norm, angles)
-            dots = (query[0, 0].float() @ self.keys.float().T).relu()
-            scores = (dots * w[0, 0].float()[:, None]).sum(dim=0).masked_fill(~seen, -torch.inf)
-            # of equal scores that of the later entry comes first
-            by_age = numbers.argsort(descending=True)
-            order = scores[by_age].sort(descending=True, stable=True)
-            best = numbers[by_age[order.indices[: len(self.choice)]]]
-            best = torch.where(order.values[: len(self.choice)] == -torch.inf, -1, best)
-            is_first = place < m  # what is left of another text is no choice of this one
-            before = torch.where(is_first, -1, self.choice)
-            self.choice.copy_(torch.where((place + 1) % m == 0, best, before))
-            entries = self.entries.get(self.choice.clamp(min=0) % slots)
-            seen = self.choice >= 0
-        there = torch.arange(ring, device=x.device)
-        age = (place - there) % ring
-        near = (age <= place) & (age < self.window)
-        keys = torch.cat((self.recent.get(there), entries)).float()  # (S, G, d)
-        mask = torch.cat((near, seen))
-        query = functional.rms_norm(q[0, 0].float(), q.shape[-1:], eps=NORM_EPS)
-        query = rotate(query, *here).to(q.dtype).float() * q.shape[-1] ** -0.5
-        query = query.unflatten(0, (keys.shape[1], -1))  # (G, H / G, d)
-        scores = torch.einsum("ghd,sgd->ghs", query, keys)
-        weights = scores.masked_fill(~mask, -torch.inf).exp()
-        total = weights.sum(dim=-1) + layer.sink().exp().view(weights.shape[:2])
-        y = torch.einsum("ghs,sgd->ghd", weights / total[..., None], keys).flatten(0, 1)
-        cos, sin = here
-        return rotate(y, cos, -sin).to(q.dtype)[None, None]
+        new = torch.stack((recent, values, gates)).view(3, *self.recent.codes.shape[1:])
+        still = self.append(new, layer.beta())
+        if self.keys is not None:
+            self.choose(layer.indexer.query(x, norm), layer.indexer.key(still.view(1, 1, -1)))
+        return self.attend_one(q.reshape(q.shape[2:]), layer.sink())[None, None]
+
+    def append(self, new: Tensor, beta: Tensor) -> Tensor:
+        """Store one byte, (3, G, d) of vector, value and gate: the open entry, (G, d)."""
+        whole, place = self.whole, self.whole.position
+        rest = (self.open, beta, place, *whole.table, NORM_EPS)
+        if self.recent.exponents is None:
+            return append_position_(new, self.recent.codes, self.entries.codes, *rest)
+        rows = torch.empty(2, 1, *new.shape[1:], dtype=new.dtype, device=new.device)
+        still = append_position_(new, *rows, *rest)
+        place = place.long()[None]
+        self.recent.put(place % len(self.recent), rows[0])
+        self.entries.put(place // self.ratio % len(self.entries), rows[1])
+        return still
+
+    def choose(self, query: Tensor, key: Tensor) -> None:
+        """Store the key of the open entry, and choose anew if it is complete now.
+
+        Args:
+            query: what the indexer's projection makes of the byte.
+            key: what it makes of the entry.
+        """
+        about = (self.whole.position, *self.whole.index_table, self.ratio, self.most, NORM_EPS)
+        choose_next_(query.flatten(), key.flatten(), self.keys, self.choice, *about)
+
+    def attend_one(self, q: Tensor, sink: Tensor) -> Tensor:
+        """Attend with the byte that was stored last, (H, d) as projected."""
+        recent, entries, choice = self.recent.codes, self.entries.codes, self.choice
+        if self.recent.exponents is not None:
+            every = torch.arange(max(len(recent), len(entries)), device=q.device)
+            recent = self.recent.get(every[: len(recent)])
+            if choice is None:
+                entries = self.entries.get(every[: len(entries)])
+            else:
+                entries = self.entries.get(choice.clamp(min=0).long() % len(entries))
+                choice = torch.where(choice >= 0, every[: len(choice)], -1).int()
+        whole = self.whole
+        about = (sink, whole.position, *whole.table, whole.tickets)
+        return decode_compressed(
+            q, recent, entries, choice, *about, self.ratio, self.most, NORM_EPS
+        )

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from arbcli.config.graph import GraphConfig
+from arbcli.kernels.attention.decode_latent import decode_latent
 from arbcli.kernels.attention.eight_bits import decode_entries, quantise_entries
 from arbcli.model.cache import CachedAttention
 from arbcli.model.initial import output_std
@@ -77,6 +78,16 @@ class LatentAttention(CachedAttention):
             q, k, v, attn_mask=mask, is_causal=mask is None, scale=SHARPNESS * self.head_dim**-0.5
         )  # (B, H, T, head_dim)
         return self.output(y.transpose(1, 2).reshape(batch, length, dim), self.sub_norm)
+
+    def one_position(self, x: Tensor, past: "LatentBlockCache") -> Tensor:
+        """Normalise one position of the stream, mix it with the past, and add that to it.
+
+        It is for a past that is not in eight bits, and norms of ones.
+        """
+        row = self.query_down.fused(x, normalise=True)
+        up = self.up.decoded(x.dtype)
+        y = past.attend_one(row.flatten(), up, SHARPNESS * self.head_dim**-0.5)
+        return self.output.fused(y.view(x.shape), normalise=True, added=x)
 
     def _keys_and_values(self, latent: Tensor, turned: Tensor) -> tuple[Tensor, Tensor]:
         """Make them of compressed positions: (B, T, heads, head_dim) each, not yet normalised."""
@@ -154,6 +165,11 @@ class LatentCache:
         """Bytes that the rings take."""
         return sum(block.nbytes for block in self.blocks)
 
+    @property
+    def in_eight_bits(self) -> bool:
+        """Whether compressed positions are kept so."""
+        return any(block.exponents is not None for block in self.blocks)
+
     def reset(self) -> None:
         """Begin a new text."""
         self.position.zero_()
@@ -230,6 +246,12 @@ class LatentBlockCache:
     def angles(self) -> tuple[Tensor, Tensor]:
         """Rows of the rotary table for the bytes that are being read."""
         return self.whole.angles
+
+    def attend_one(self, row: Tensor, up: Tensor, scale: float) -> Tensor:
+        """Store one new position, and attend to the last W: see `decode_latent`."""
+        whole = self.whole
+        rings = self.latent[0], self.turned[0, :, 0], self.lengths
+        return decode_latent(row, up, *rings, whole.position, *whole.table, scale, NORM_EPS)
 
     def extend(self, latent: Tensor, turned: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Put the ring before the new positions, and store these.

@@ -6,6 +6,7 @@ from typing import NamedTuple
 from torch import Tensor, nn
 
 from arbcli.config.dense import VOCABULARY, ModelConfig
+from arbcli.kernels.streams.stream_weights import stream_weights_torch
 from arbcli.model import baselines
 from arbcli.model.initial import head_std
 from arbcli.model.layers.embedding import TernaryEmbedding
@@ -13,6 +14,7 @@ from arbcli.model.layers.linear import TernaryLinear
 from arbcli.model.layers.loss import cross_entropy
 from arbcli.model.layers.norm import TernaryGate, TernaryRMSNorm
 from arbcli.model.layers.rotary import rotary_norm
+from arbcli.model.layers.streams import mix_streams, stream_weights
 from arbcli.model.layers.vector import TernaryTaps, TernaryVector
 from arbcli.model.widths import head_lr_factor
 
@@ -28,6 +30,8 @@ class Layers(NamedTuple):
     cross_entropy: Callable[[Tensor, Tensor], Tensor]
     vector: type[nn.Module]
     taps: type[nn.Module]
+    stream_weights: Callable[..., tuple[Tensor, Tensor, Tensor]]
+    mix_streams: Callable[..., Tensor]
 
 
 def layers_for(config: ModelConfig) -> Layers:
@@ -35,7 +39,7 @@ def layers_for(config: ModelConfig) -> Layers:
     if config.weights == "ternary":
         return Layers(
             TernaryLinear, TernaryEmbedding, TernaryRMSNorm, TernaryGate, rotary_norm,
-            cross_entropy, TernaryVector, TernaryTaps,
+            cross_entropy, TernaryVector, TernaryTaps, stream_weights, mix_streams,
         )  # fmt: skip
     return Layers(
         baselines.FloatLinear,
@@ -46,6 +50,8 @@ def layers_for(config: ModelConfig) -> Layers:
         baselines.cross_entropy,
         baselines.FloatVector,
         baselines.FloatTaps,
+        stream_weights_torch,
+        baselines.mix_streams,
     )
 
 

@@ -121,19 +121,23 @@ class LinearWeight(StreamedTensor):
         x: Tensor,
         before: "TernaryRMSNorm | None",
         wanted: bool,
-        beside: Tensor | None = None,
+        *about_x: "Tensor | bool | None",
     ) -> Tensor | None:
         """Take the gradient of what `multiply` gave: return that of x if it is wanted.
 
-        `beside` is the gradient that x has elsewhere, of the stream that a norm is before; it is
-        added.
+        Args:
+            grad_y: (M, N).
+            x: (M, K), or what `before` makes that of.
+            before: as of `multiply`.
+            wanted: whether to return the gradient of x.
+            about_x: what the backward of `before` takes besides: the gradient that x has elsewhere,
+                or whether a gate's gradient may take its place.
         """
         grad_x, source = None, x
         if wanted:
             grad_x = self.propagate(grad_y)
             if before:
-                about = () if beside is None else (beside,)
-                grad_x, source = before.backward(grad_x, x, *about)
+                grad_x, source = before.backward(grad_x, x, *about_x)
         elif before:
             source = before(x)
         self.collect(source, grad_y)
@@ -143,21 +147,26 @@ class LinearWeight(StreamedTensor):
 def decode_in_groups(weights: list[LinearWeight], size: int) -> None:
     """Let small matrices be decoded several at a time, as decoding one takes less than its launch.
 
-    A backward decodes the last one alone, as activations are held then that are gone when the next
-    one is needed.
+    A backward begins with smaller groups: most activations are still there then, and what waits to
+    be used would add to the peak. Later ones begin where a block's first one does.
 
     Args:
-        weights: in the order in which a forward needs them, each once.
-        size: of a group.
+        weights: in the order in which a forward needs them, each once; perhaps none.
+        size: of a group, and of a block.
     """
-    back = weights[::-1]
-    if any(weight.num_weights >= LARGE_ELEMENTS or weight.rule.reads_all for weight in weights):
+    if not weights or any(
+        weight.num_weights >= LARGE_ELEMENTS or weight.rule.reads_all for weight in weights
+    ):
         return
-    for first in range(len(weights)):
-        weights[first].decodes_ahead = True
-        weights[first].needed_after = tuple(weights[first + 1 : first // size * size + size])
-        last = (first - 1) // size * size + size + 1
-        back[first].needed_before = tuple(back[first + 1 : last])
+    forward, back = range(0, len(weights), size), (0, 1, *range(size - 1, len(weights), size))
+    for order, starts, name in (
+        (weights, forward, "needed_after"),
+        (weights[::-1], back, "needed_before"),
+    ):
+        for begin, end in zip(starts, (*starts[1:], len(weights)), strict=True):
+            for index in range(begin, end):
+                order[index].decodes_ahead = True
+                setattr(order[index], name, tuple(order[index + 1 : end]))
 
 
 class _Linear(Function):
@@ -168,16 +177,16 @@ class _Linear(Function):
     """
 
     @staticmethod
-    def forward(ctx, x: Tensor, anchor: Tensor, weight: LinearWeight, before) -> Tensor:
-        ctx.weight, ctx.before = weight, before
+    def forward(ctx, x: Tensor, anchor: Tensor, weight: LinearWeight, before, consumes) -> Tensor:
+        ctx.weight, ctx.before, ctx.consumes = weight, before, consumes
         ctx.save_for_backward(x)
         return weight.multiply(x, before)
 
     @staticmethod
     def backward(ctx, grad_y: Tensor):
-        wanted = ctx.needs_input_grad[0]
-        grad_x = ctx.weight.pass_back(grad_y, *ctx.saved_tensors, ctx.before, wanted)
-        return grad_x, None, None, None
+        (x,), about_x = ctx.saved_tensors, (True,) if ctx.consumes else ()
+        about = ctx.before, ctx.needs_input_grad[0], *about_x
+        return ctx.weight.pass_back(grad_y, x.detach(), *about), None, None, None, None
 
 
 class _LinearOfSum(Function):
@@ -290,14 +299,25 @@ class TernaryLinear(Findable):
         self.weight = LinearWeight(out_features, in_features, config, area=area, **about)
         self.weight.in_eight_bits = in_eight_bits
         self._arranged: Arranged | ArrangedDigits | None = None
+        self._decoded: Tensor | None = None
 
     def forward(
-        self, x: Tensor, before: TernaryRMSNorm | None = None, added: Tensor | None = None
+        self,
+        x: Tensor,
+        before: TernaryRMSNorm | None = None,
+        added: Tensor | None = None,
+        *,
+        consumes: bool = False,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Multiply (..., K) activations to (..., N) of the same dtype.
 
-        `before` is applied to x first, and differentiated with the product, so that only x itself
-        is saved. What is `added` to x comes before that, and then the sum is returned, too.
+        Args:
+            x: activations.
+            before: is applied to x first, and differentiated with the product, so that only x
+                itself is saved.
+            added: to x before that; then the sum is returned, too.
+            consumes: whether nobody else needs x, so that the gradient that a gate before the
+                product passes on may take its place.
         """
         compiled = torch.compiler.is_compiling()
         if compiled and added is not None:
@@ -311,7 +331,7 @@ class TernaryLinear(Findable):
             y = _compiled_linear(rows, self.weight.trits, norm, *about)
         elif added is None:
             self.weight.note_use()
-            y = _Linear.apply(rows, anchor(x), self.weight, before)
+            y = _Linear.apply(rows, anchor(x), self.weight, before, consumes)
         else:
             self.weight.note_use()
             parts = rows, added.reshape(rows.shape), anchor(x)
@@ -358,10 +378,16 @@ class TernaryLinear(Findable):
         y = multiply(rows, self._arranged, eps, added)
         return y.view(*x.shape[:-1], -1)
 
+    def decoded(self, dtype: torch.dtype) -> Tensor:
+        """Decode the weights for steps, (N, K) of `dtype`; `arranged_once` says until when."""
+        if self._decoded is None or self._decoded.dtype != dtype:
+            self._decoded = self.weight.weight(dtype)
+        return self._decoded
+
     @contextmanager
     def arranged_once(self) -> Iterator[None]:
         """Keep the weights as they are arranged for steps; meanwhile they must not change."""
         try:
             yield
         finally:
-            self._arranged = None
+            self._arranged = self._decoded = None

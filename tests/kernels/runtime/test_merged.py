@@ -5,7 +5,7 @@ import torch
 
 from arbcli.kernels.runtime.backend import use_backend
 from arbcli.kernels.runtime.launches import replaced_launches
-from arbcli.kernels.runtime.merged import merge_launches
+from arbcli.kernels.runtime.merged import Tables, merge_launches
 from arbcli.kernels.update.blend_moment import BLEND_MOMENT
 from arbcli.kernels.update.step_scales import STEP_SCALES
 
@@ -36,3 +36,17 @@ def test_equal_kernels_are_launched_once(device):
         parts = [lambda: STEP_SCALES.triton(*inputs)] * 7
         merge_launches(parts, device)
     assert [grid[1:] for grid in launched] == [(7,)]
+
+
+def test_tables_of_captured_launches_have_a_room_of_their_own(device):
+    tables = Tables()
+    assert tables.bring([1, 2], device).tolist() == [1, 2]
+    with tables.captured(5, device) as room:
+        first, second = tables.bring([3, 4], device), tables.bring([5, 6, 7], device)
+        assert not room.any()
+        with pytest.raises(RuntimeError, match="more launches"):
+            tables.bring([8], device)
+        tables._numbers.pop()
+    assert (first.tolist(), second.tolist()) == ([3, 4], [5, 6, 7])
+    assert tables.brought == 8
+    assert tables.bring([9], device).data_ptr() != room.data_ptr()

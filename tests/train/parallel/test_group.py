@@ -13,6 +13,7 @@ import torch.distributed as dist
 from arbcli.config.presets import preset
 from arbcli.errors import ArbError
 from arbcli.model.build import build_model
+from arbcli.model.layers.table import TableWeight
 from arbcli.train.parallel import group as groups
 from arbcli.train.parallel import owners
 from arbcli.train.parallel.group import Group, own_device, started_by_torchrun
@@ -178,12 +179,12 @@ def test_cost_of_a_tensor_is_of_its_direction(small_graph):
 
 
 @pytest.mark.parametrize("size", [1, 3])
-@pytest.mark.parametrize("sum_bytes", [1, 2, 4])
-def test_nothing_that_travels_overlaps(size, sum_bytes, small_graph, monkeypatch):
+@pytest.mark.parametrize(("sum_bytes", "digits"), [(1, "trit"), (2, "trit"), (4, "all")])
+def test_nothing_that_travels_overlaps(size, sum_bytes, digits, small_graph, monkeypatch):
     monkeypatch.setattr(owners, "BUCKET_WEIGHTS", 3000)
-    tensors = tensors_of(small_graph)
+    tensors = tensors_of(small_graph | {"digits": digits})
     dealt = deal_out(tensors, size)
-    buckets = plan(tensors, dealt, size, sum_bytes)
+    buckets = plan(tensors, dealt, size, sum_bytes, 0.35)
     assert len(buckets) > 5
     seen: dict[int, list[int]] = {}
     for bucket in buckets:
@@ -194,7 +195,10 @@ def test_nothing_that_travels_overlaps(size, sum_bytes, small_graph, monkeypatch
             seen.setdefault(id(member.tensor), []).extend(member.matrices)
             rows, columns = member.shape
             up = rounded_up(rows * columns * sum_bytes) + rounded_up(rows)
-            down = sum(rounded_up(part.nbytes) for part in member.told())
+            by_bits = digits == "all" and not isinstance(member.tensor, TableWeight)
+            assert member.by_bits == by_bits
+            down = sum(rounded_up(part.nbytes) for part in member.copied())
+            down += rounded_up((rows + 1) // 2 * columns) if by_bits else 0
             for way, begin, length in (("up", member.up, up), ("down", member.down, down)):
                 assert begin == ends[way, member.owner]  # one behind the other, each at a multiple
                 assert begin % 16 == 0

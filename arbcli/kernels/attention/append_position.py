@@ -1,0 +1,266 @@
+"""Take in one byte of a text: into the ring of the last bytes, and into the open entry.
+
+With the equations of `arbcli.model.blocks.compressed_attention`, for the byte at position p, which
+is in place i = p mod m of entry j = p // m:
+
+    ring[p mod W] = R_p n(r),  values[i] = v,  gates[i] = a
+    still = n(sum over u <= i of softmax over u (gates[u] + beta[u]) * values[u])
+    entries[j mod E] = R_(j m) still
+
+E slots have one entry more than a byte sees: the open one is made anew with every byte of its own.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from arbcli.kernels.runtime._triton import tl, triton
+from arbcli.kernels.runtime.backend import uses_triton
+from arbcli.kernels.runtime.spec import Case, Gate, KernelSpec, Timing
+
+
+def append_position_reference(
+    new: Tensor,
+    recent: Tensor,
+    entries: Tensor,
+    opened: Tensor,
+    beta: Tensor,
+    position: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    eps: float,
+) -> tuple[Tensor, ...]:
+    """Compute what `append_position_` must return, and leave in its buffers, in float64."""
+    p, m = int(position), opened.shape[1]
+    new, recent, entries, opened = (part.double() for part in (new, recent, entries, opened))
+
+    def turned(x: Tensor, place: int) -> Tensor:
+        angle = torch.complex(cos[place].double(), sin[place].double())
+        found = torch.complex(*x.chunk(2, dim=-1)) * angle
+        return torch.cat((found.real, found.imag), dim=-1)
+
+    def normal(x: Tensor) -> Tensor:
+        return x / (x.square().mean(dim=-1, keepdim=True) + eps).sqrt()
+
+    recent[p % len(recent)] = turned(normal(new[0]), p)
+    opened[:, p % m] = new[1:].flatten(1)
+    share = torch.exp(opened[1] + beta.double().T)[: p % m + 1]
+    mixed = (share * opened[0, : p % m + 1]).sum(dim=0) / share.sum(dim=0)
+    still = normal(mixed.view(new[0].shape))
+    entries[p // m % len(entries)] = turned(still, p // m * m)
+    return still, recent, entries, opened
+
+
+def _append_position_torch(new, recent, entries, opened, beta, position, cos, sin, eps):
+    m, width = opened.shape[1], new.shape[2:]
+    place = position.long()[None]
+    number = place // m
+
+    def turned(x: Tensor, at: Tensor) -> Tensor:
+        first, second = x.chunk(2, dim=-1)
+        c, s = cos[at], sin[at]
+        return torch.cat((first * c - second * s, first * s + second * c), dim=-1)
+
+    normal = functional.rms_norm(new[0].float(), width, eps=eps)
+    recent.index_copy_(0, place % len(recent), turned(normal, place)[None].to(recent.dtype))
+    opened.index_copy_(1, place % m, new[1:].flatten(1)[:, None])
+    filled = (torch.arange(m, device=new.device) <= place % m)[:, None]
+    gates = (opened[1].float() + beta.T).masked_fill(~filled, -torch.inf)
+    mixed = (gates.softmax(dim=0) * torch.where(filled, opened[0].float(), 0)).sum(dim=0)
+    still = functional.rms_norm(mixed.view(new[0].shape), width, eps=eps).to(new.dtype)
+    entry = turned(still.float(), number * m)[None].to(entries.dtype)
+    entries.index_copy_(0, number % len(entries), entry)
+    return still
+
+
+@triton.jit
+def _turned(x1, x2, cos_ptr, sin_ptr, place, offs, mask, HALF: tl.constexpr):
+    table = place.to(tl.int64) * HALF + offs
+    cos = tl.load(cos_ptr + table, mask=mask, other=0)
+    sin = tl.load(sin_ptr + table, mask=mask, other=0)
+    return x1 * cos - x2 * sin, x1 * sin + x2 * cos
+
+
+@triton.jit
+def _entry_half(opened_ptr, beta_ptr, kept, M, KV, base, offs, mask, value, gate,
+                WIDTH: tl.constexpr, BLOCK_M: tl.constexpr):  # fmt: skip
+    """Mix one half of a head's values over the open block: [BLOCK_H] float32."""
+    rows = tl.arange(0, BLOCK_M)[:, None]
+    at = rows * (KV * WIDTH) + base + offs[None, :]
+    old = (rows < kept) & mask[None, :]  # the new byte's are not read where they are stored
+    values = tl.load(opened_ptr + at, mask=old, other=0).to(tl.float32)
+    gates = tl.load(opened_ptr + M * KV * WIDTH + at, mask=old, other=0).to(tl.float32)
+    values = tl.where(rows == kept, value[None, :], values)
+    gates = tl.where(rows == kept, gate[None, :], gates)
+    beta_at = (base + offs)[None, :] * M + rows
+    gates += tl.load(beta_ptr + beta_at, mask=(rows <= kept) & mask[None, :], other=0)
+    gates = tl.where(rows <= kept, gates, -float("inf"))
+    share = tl.exp(gates - tl.max(gates, axis=0)[None, :])
+    return tl.sum(share * values, axis=0) / tl.sum(share, axis=0)
+
+
+@triton.jit
+def _append_position_kernel(
+    new_ptr, recent_ptr, entries_ptr, opened_ptr, beta_ptr, position_ptr, cos_ptr, sin_ptr,
+    still_ptr, W, E, M, KV, eps,
+    HALF: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_M: tl.constexpr,
+):  # fmt: skip
+    WIDTH: tl.constexpr = 2 * HALF
+    kv = tl.program_id(0)
+    position = tl.load(position_ptr)
+    offs = tl.arange(0, BLOCK_H)
+    mask = offs < HALF
+    base = kv * WIDTH
+    dtype = new_ptr.dtype.element_ty
+    r1 = tl.load(new_ptr + base + offs, mask=mask, other=0).to(tl.float32)
+    r2 = tl.load(new_ptr + base + HALF + offs, mask=mask, other=0).to(tl.float32)
+    r = tl.rsqrt(tl.sum(r1 * r1 + r2 * r2) / WIDTH + eps)
+    r1, r2 = _turned(r1 * r, r2 * r, cos_ptr, sin_ptr, position, offs, mask, HALF)
+    ring = (position % W * KV + kv).to(tl.int64) * WIDTH + offs
+    tl.store(recent_ptr + ring, r1.to(dtype), mask=mask)
+    tl.store(recent_ptr + ring + HALF, r2.to(dtype), mask=mask)
+
+    kept, number = position % M, position // M
+    value_ptr, gate_ptr = new_ptr + KV * WIDTH + base, new_ptr + 2 * KV * WIDTH + base
+    v1 = tl.load(value_ptr + offs, mask=mask, other=0)
+    v2 = tl.load(value_ptr + HALF + offs, mask=mask, other=0)
+    a1 = tl.load(gate_ptr + offs, mask=mask, other=0)
+    a2 = tl.load(gate_ptr + HALF + offs, mask=mask, other=0)
+    at = kept * (KV * WIDTH) + base + offs
+    tl.store(opened_ptr + at, v1, mask=mask)
+    tl.store(opened_ptr + at + HALF, v2, mask=mask)
+    tl.store(opened_ptr + M * KV * WIDTH + at, a1, mask=mask)
+    tl.store(opened_ptr + M * KV * WIDTH + at + HALF, a2, mask=mask)
+    c1 = _entry_half(opened_ptr, beta_ptr, kept, M, KV, base, offs, mask, v1.to(tl.float32),
+                     a1.to(tl.float32), WIDTH, BLOCK_M)  # fmt: skip
+    c2 = _entry_half(opened_ptr, beta_ptr, kept, M, KV, base + HALF, offs, mask,
+                     v2.to(tl.float32), a2.to(tl.float32), WIDTH, BLOCK_M)  # fmt: skip
+    c1, c2 = tl.where(mask, c1, 0), tl.where(mask, c2, 0)
+    r = tl.rsqrt(tl.sum(c1 * c1 + c2 * c2) / WIDTH + eps)
+    c1, c2 = (c1 * r).to(dtype), (c2 * r).to(dtype)
+    tl.store(still_ptr + base + offs, c1, mask=mask)
+    tl.store(still_ptr + base + HALF + offs, c2, mask=mask)
+    c1, c2 = _turned(
+        c1.to(tl.float32), c2.to(tl.float32), cos_ptr, sin_ptr, number * M, offs, mask, HALF
+    )
+    slot = (number % E * KV + kv).to(tl.int64) * WIDTH + offs
+    tl.store(entries_ptr + slot, c1.to(dtype), mask=mask)
+    tl.store(entries_ptr + slot + HALF, c2.to(dtype), mask=mask)
+
+
+def _append_position_triton(new, recent, entries, opened, beta, position, cos, sin, eps):
+    _, kv, width = new.shape
+    still = torch.empty(kv, width, dtype=new.dtype, device=new.device)
+    m = opened.shape[1]
+    _append_position_kernel[(kv,)](
+        new, recent, entries, opened, beta, position, cos, sin, still,
+        len(recent), len(entries), m, kv, eps,
+        HALF=width // 2, BLOCK_H=triton.next_power_of_2(width // 2),
+        BLOCK_M=triton.next_power_of_2(m), num_warps=8 if m * width > 4096 else 4,
+    )  # fmt: skip
+    return still
+
+
+def append_position_(
+    new: Tensor,
+    recent: Tensor,
+    entries: Tensor,
+    opened: Tensor,
+    beta: Tensor,
+    position: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    eps: float,
+) -> Tensor:
+    """Store one byte, and the open entry as it is with it.
+
+    Args:
+        new: (3, G, d) float32 or bfloat16, contiguous, d even: the byte's vector, value and gate.
+        recent: (W, G, d) like it, contiguous: the ring; written.
+        entries: (E, G, d) like it, contiguous; written.
+        opened: (2, m, G d) like it, contiguous: values and gates of the open block; written.
+        beta: (G d, m) float32, contiguous.
+        position: int32 scalar tensor, below P.
+        cos: (P, d / 2) float32, contiguous.
+        sin: like `cos`.
+        eps: added to mean squares.
+
+    Returns:
+        (G, d) like `new`: the open entry, normalised and not turned.
+
+    Raises:
+        ValueError: a dtype or a shape does not fit.
+    """
+    got = f"{new.dtype} of shape {tuple(new.shape)}"
+    if new.dim() != 3 or len(new) != 3 or new.shape[2] % 2 or not new.is_contiguous():
+        raise ValueError(f"need a contiguous (3, G, d) of even d, got {got}")
+    _, kv, width = new.shape
+    m = opened.shape[1] if opened.dim() == 3 else 0
+    wanted = ((recent, (len(recent), kv, width)), (entries, (len(entries), kv, width)),
+              (opened, (2, m, kv * width)))  # fmt: skip
+    for part, shape in wanted:
+        if part.shape != shape or part.dtype != new.dtype or not part.is_contiguous() or not m:
+            raise ValueError(f"buffer {part.dtype} {tuple(part.shape)} does not fit {got}")
+    if beta.shape != (kv * width, m) or beta.dtype != torch.float32 or not beta.is_contiguous():
+        raise ValueError(f"taps {beta.dtype} {tuple(beta.shape)} do not fit {got}")
+    run = _append_position_triton if uses_triton(new) else _append_position_torch
+    return run(new, recent, entries, opened, beta, position, cos, sin, eps)
+
+
+def _with_state(run):
+    """Wrap an implementation so that it returns what it left in its buffers too."""
+
+    def with_state(new, recent, entries, opened, *rest):
+        still = run(new, recent, entries, opened, *rest)
+        return still, recent, entries, opened
+
+    return with_state
+
+
+def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(1, 4, 3, 2, 4, 0), (2, 6, 5, 3, 3, 7), (1, 10, 4, 9, 7, 41), (3, 2, 2, 4, 4, 19)]
+    dtypes = [torch.float32]
+    if device.type == "cuda":  # the interpreter computes wrongly in bf16
+        shapes += [(1, 128, 128, 4097, 4, 16383), (1, 128, 128, 129, 128, 1000)]
+        shapes += [(2, 512, 128, 33, 128, 4095)]
+        dtypes += [torch.bfloat16]
+    for kv, width, window, slots, m, position in shapes:
+
+        def normal(*sizes: int) -> Tensor:
+            return torch.randn(sizes, generator=generator)
+
+        buffers = normal(3, kv, width), normal(window, kv, width), normal(slots, kv, width)
+        parts = (*buffers, normal(2, m, kv * width))
+        angle = (7 * normal(position + 1, width // 2)).to(device)
+        place = torch.tensor(position, dtype=torch.int32, device=device)
+        beta = normal(kv * width, m).to(device)
+        for dtype in dtypes:
+            label = f"{kv}x{width} at {position}, {m} of an entry, {slots} slots"
+            label += " bf16" if dtype == torch.bfloat16 else ""
+            given = tuple(part.to(device, dtype) for part in parts)
+            rest = (beta, place, angle.cos(), angle.sin(), 1e-6)
+            low = dtype == torch.bfloat16
+            yield Case(label, (*given, *rest), _with_state(_append_position_torch) if low else None)
+
+
+def _timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
+    like = {"device": device, "dtype": torch.bfloat16}
+    for slots, m in ((4097, 4), (129, 128)):
+        parts = (torch.randn(3, 1, 128, **like), torch.randn(128, 1, 128, **like))
+        parts += (torch.randn(slots, 1, 128, **like), torch.randn(2, m, 128, **like))
+        place = torch.tensor(16000, dtype=torch.int32, device=device)
+        table = torch.rand(2, 16384, 64, device=device).unbind()
+        rest = (torch.randn(128, m, device=device), place, *table, 1e-6)
+        yield Timing(f"128 wide, {m} of an entry", (*parts, *rest), run=_append_position_triton)
+
+
+APPEND_POSITION = KernelSpec(
+    "append_position", _with_state(_append_position_triton), _with_state(_append_position_torch),
+    append_position_reference, _cases,
+    Gate(exact=False, relative=1e-5, peer_slack=0.1,
+         reason="float32 sums over a block; in bf16 no worse than torch by 10 %"),
+    bfloat16=(0, 1, 2, 3), timings=_timings,
+)  # fmt: skip

@@ -1,0 +1,296 @@
+"""What an indexer does for one byte of a text: the key of the open entry, and perhaps a choice.
+
+With E slots, of which slot j mod E has entry j, and for the byte at position p of entry j = p // m:
+
+    keys[j mod E] = R_(j m) n(k)
+
+If the byte completes entry j, so that g = j + 1 are complete, those of the entries from g - M on
+are chosen whose scores are largest, of equal ones the later:
+
+    s[i] = sum over h of w[h] max(0, q[h] . keys[i mod E]),  q[h] = R_p n(x[h])
+
+Else the choice stays, but before the first entry is complete there is none.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from arbcli.kernels.runtime._triton import tl, triton
+from arbcli.kernels.runtime.backend import uses_triton
+from arbcli.kernels.runtime.spec import Case, Gate, KernelSpec, Timing
+
+
+def choose_next_reference(
+    query: Tensor,
+    key: Tensor,
+    keys: Tensor,
+    choice: Tensor,
+    position: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    m: int,
+    most: int,
+    eps: float,
+) -> tuple[Tensor, Tensor]:
+    """Compute what `choose_next_` must leave in `choice` and `keys`, in float64."""
+    p, (slots, width) = int(position), keys.shape
+    heads = len(query) // (width + 1)
+    query, key, keys = (part.double() for part in (query, key, keys))
+
+    def turned(x: Tensor, place: int) -> Tensor:
+        x = x / (x.square().mean(dim=-1, keepdim=True) + eps).sqrt()
+        angle = torch.complex(cos[place].double(), sin[place].double())
+        found = torch.complex(*x.chunk(2, dim=-1)) * angle
+        return torch.cat((found.real, found.imag), dim=-1)
+
+    keys[p // m % slots] = turned(key, p // m * m)
+    complete = (p + 1) // m
+    choice = torch.full_like(choice, -1) if complete == 0 else choice.clone()
+    if (p + 1) % m == 0:
+        q, w = turned(query[: heads * width].view(heads, width), p), query[heads * width :]
+        seen = range(max(0, complete - most), complete)
+        dots = keys[[j % slots for j in seen]] @ q.T  # (entries, h)
+        scores = (dots.clamp(min=0) * w).sum(dim=1).tolist()
+        best = sorted(zip(scores, seen, strict=True), reverse=True)[: len(choice)]
+        choice.fill_(-1)
+        for place, j in enumerate(sorted(j for _, j in best)):
+            choice[place] = j
+    return choice, keys
+
+
+def _choose_next_torch(query, key, keys, choice, position, cos, sin, m, most, eps):
+    (slots, width), size = keys.shape, len(choice)
+    heads = len(query) // (width + 1)
+    place = position.long()[None]
+    number, complete = place // m, (place + 1) // m
+
+    def turned(x: Tensor, at: Tensor) -> Tensor:
+        first, second = functional.rms_norm(x.float(), (width,), eps=eps).chunk(2, dim=-1)
+        c, s = cos[at], sin[at]
+        return torch.cat((first * c - second * s, first * s + second * c), dim=-1).to(x.dtype)
+
+    keys.index_copy_(0, number % slots, turned(key[None], number * m))
+    q = turned(query[: heads * width].view(heads, width), place)
+    w = query[heads * width :].float()
+    numbers = number - (number - torch.arange(slots, device=keys.device)) % slots
+    seen = (numbers >= 0) & (numbers < complete) & (numbers >= complete - most)
+    scores = ((q.float() @ keys.float().T).relu() * w[:, None]).sum(dim=0)
+    by_age = numbers.argsort(descending=True)  # of equal scores that of the later comes first
+    order = scores.masked_fill(~seen, -torch.inf)[by_age].sort(descending=True, stable=True)
+    best = numbers[by_age[order.indices[:size]]]
+    there = order.values[:size] > -torch.inf
+    last = torch.iinfo(torch.int64).max
+    best = torch.where(there, best, last).sort().values
+    best = functional.pad(torch.where(best == last, -1, best), (0, size - len(best)), value=-1)
+    kept = torch.where(complete > 0, choice, -1)
+    choice.copy_(torch.where((place + 1) % m == 0, best.int(), kept))
+
+
+@triton.jit
+def _turn_rows(x1, x2, cos, sin, WIDTH: tl.constexpr, eps):
+    r = tl.rsqrt(tl.sum(x1 * x1 + x2 * x2, axis=1) / WIDTH + eps)[:, None]
+    x1, x2 = x1 * r, x2 * r
+    return x1 * cos - x2 * sin, x1 * sin + x2 * cos
+
+
+@triton.jit
+def _choose_next_kernel(
+    query_ptr, key_ptr, keys_ptr, choice_ptr, position_ptr, cos_ptr, sin_ptr, scores_ptr,
+    E, M, MOST, SIZE, eps,
+    HEADS: tl.constexpr, HALF: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_H: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    WIDTH: tl.constexpr = 2 * HALF
+    position = tl.load(position_ptr)
+    number, complete = position // M, (position + 1) // M
+    dtype = keys_ptr.dtype.element_ty
+    offs, rows = tl.arange(0, BLOCK_H)[None, :], tl.arange(0, BLOCK_R)
+    mask = offs < HALF
+    table = (number * M).to(tl.int64) * HALF + offs
+    cos = tl.load(cos_ptr + table, mask=mask, other=0)
+    sin = tl.load(sin_ptr + table, mask=mask, other=0)
+    k1 = tl.load(key_ptr + offs, mask=mask, other=0).to(tl.float32)
+    k2 = tl.load(key_ptr + HALF + offs, mask=mask, other=0).to(tl.float32)
+    k1, k2 = _turn_rows(k1, k2, cos, sin, WIDTH, eps)
+    k1, k2 = k1.to(dtype), k2.to(dtype)
+    at = (number % E) * WIDTH + offs
+    tl.store(keys_ptr + at, k1, mask=mask)
+    tl.store(keys_ptr + at + HALF, k2, mask=mask)
+    s = tl.arange(0, BLOCK)
+    if complete == 0:
+        tl.store(choice_ptr + s, -1, mask=s < SIZE)
+    if (position + 1) % M == 0:
+        tl.debug_barrier()  # the new key is read again
+        of_heads = (rows < HEADS)[:, None] & mask
+        table = position.to(tl.int64) * HALF + offs
+        cos = tl.load(cos_ptr + table, mask=mask, other=0)
+        sin = tl.load(sin_ptr + table, mask=mask, other=0)
+        q_ptrs = query_ptr + rows[:, None] * WIDTH + offs
+        q1 = tl.load(q_ptrs, mask=of_heads, other=0).to(tl.float32)
+        q2 = tl.load(q_ptrs + HALF, mask=of_heads, other=0).to(tl.float32)
+        q1, q2 = _turn_rows(q1, q2, cos, sin, WIDTH, eps)
+        q1, q2 = q1.to(dtype), q2.to(dtype)
+        w = tl.load(query_ptr + HEADS * WIDTH + rows, mask=rows < HEADS, other=0).to(tl.float32)
+        for start in range(0, tl.minimum(E, number + 1), BLOCK_N):
+            slot = start + tl.arange(0, BLOCK_N)
+            ptrs = keys_ptr + slot[:, None] * WIDTH + offs
+            both = (slot < E)[:, None] & mask
+            n1, n2 = tl.load(ptrs, mask=both, other=0), tl.load(ptrs + HALF, mask=both, other=0)
+            dots = tl.dot(n1, tl.trans(q1), input_precision=PRECISION)
+            dots = tl.dot(n2, tl.trans(q2), dots, input_precision=PRECISION)
+            found = tl.sum(tl.maximum(dots, 0) * w[None, :], axis=1)
+            tl.store(scores_ptr + slot, found, mask=slot < E)
+        tl.debug_barrier()  # scores are read by other threads
+        # in the order of entries: place s of those that are seen is that of one number
+        first = tl.maximum(complete - MOST, 0)
+        there = first + s < complete
+        scores = tl.load(scores_ptr + (first + s) % E, mask=there, other=0)
+        bits = tl.where(scores == 0, 0.0, scores).to(tl.int32, bitcast=True)  # zero has no sign
+        lowest = -2147483648
+        order = tl.where(there, bits ^ ((bits >> 31) & 0x7FFFFFFF), lowest)
+        least = tl.full((), lowest, tl.int32)
+        for bit in range(32):
+            higher = least + (tl.full((), 1, tl.int32) << (31 - bit))
+            enough = tl.sum((order >= higher).to(tl.int32)) >= SIZE
+            least = tl.where(enough, higher, least)
+        above = there & (order > least)
+        equal = (there & (order == least)).to(tl.int32)
+        wanted = SIZE - tl.sum(above.to(tl.int32))
+        behind = tl.sum(equal) - tl.cumsum(equal) + equal
+        taken = above | ((equal > 0) & (behind <= wanted))
+        count = tl.cumsum(taken.to(tl.int32))
+        tl.store(choice_ptr + count - 1, first + s, mask=taken)
+        tl.store(choice_ptr + s, -1, mask=(s >= tl.sum(taken.to(tl.int32))) & (s < SIZE))
+
+
+def _choose_next_triton(query, key, keys, choice, position, cos, sin, m, most, eps):
+    slots, width = keys.shape
+    heads = len(query) // (width + 1)
+    scores = torch.empty(slots, dtype=torch.float32, device=keys.device)
+    block = triton.next_power_of_2(max(1, min(most, slots), len(choice)))
+    _choose_next_kernel[(1,)](
+        query, key, keys, choice, position, cos, sin, scores, slots, m, most, len(choice), eps,
+        HEADS=heads, HALF=width // 2, BLOCK_R=max(16, triton.next_power_of_2(heads)),
+        BLOCK_H=max(16, triton.next_power_of_2(width // 2)),
+        BLOCK_N=min(256, max(16, triton.next_power_of_2(slots))), BLOCK=block,
+        PRECISION="ieee" if keys.dtype == torch.float32 else "tf32", num_warps=8,
+    )  # fmt: skip
+
+
+def choose_next_(
+    query: Tensor,
+    key: Tensor,
+    keys: Tensor,
+    choice: Tensor,
+    position: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    m: int,
+    most: int,
+    eps: float,
+) -> None:
+    """Store the open entry's key, and choose anew if the byte completes the entry.
+
+    Args:
+        query: (h (d + 1),) float32 or bfloat16, contiguous: queries of d even, then weights.
+        key: (d,) like it, contiguous.
+        keys: (E, d) like it, contiguous, E above `most` or never full; written.
+        choice: (k,) int32, contiguous: numbers of entries, ascending, -1 behind them; written.
+        position: int32 scalar tensor, below P.
+        cos: (P, d / 2) float32, contiguous.
+        sin: like `cos`.
+        m: bytes of an entry.
+        most: M.
+        eps: added to mean squares.
+
+    Raises:
+        ValueError: a dtype or a shape does not fit.
+    """
+    fits = keys.dim() == 2 and key.shape == keys.shape[1:] and len(query) % (len(key) + 1) == 0
+    if not fits or len(key) % 2 or not query.dtype == key.dtype == keys.dtype:
+        shapes = ", ".join(f"{part.dtype} {tuple(part.shape)}" for part in (query, key, keys))
+        raise ValueError(f"queries, key and keys do not fit each other: {shapes}")
+    if choice.dtype != torch.int32 or choice.dim() != 1:
+        raise ValueError(f"need int32 choices, got {choice.dtype} {tuple(choice.shape)}")
+    run = _choose_next_triton if uses_triton(keys) else _choose_next_torch
+    run(query, key, keys, choice, position, cos, sin, m, most, eps)
+
+
+def _with_state(run):
+    """Wrap an implementation so that it returns what it left."""
+
+    def with_state(query, key, keys, choice, *rest):
+        run(query, key, keys, choice, *rest)
+        return choice, keys
+
+    return with_state
+
+
+def index_of_byte(
+    generator: torch.Generator,
+    device: torch.device,
+    dtype: torch.dtype,
+    heads: int,
+    width: int,
+    slots: int,
+    size: int,
+    m: int,
+    most: int,
+    position: int,
+) -> tuple:
+    """Draw what `choose_next_` is given, of small integers whose scores are often equal."""
+    parts = [
+        torch.randint(-3, 4, shape, generator=generator).float()
+        for shape in ((heads * (width + 1),), (width,), (slots, width))
+    ]
+    parts[0][: heads * width : width] = 3  # no query is zero
+    parts[1][0] = 3
+    choice = torch.arange(size, dtype=torch.int32, device=device)
+    angle = torch.zeros(position + 1, width // 2, device=device)  # so that sums stay alike
+    place = torch.tensor(position, dtype=torch.int32, device=device)
+    given = (part.to(device, dtype) for part in parts)
+    return (*given, choice, place, angle.cos(), angle.sin(), m, most, 1e-6)
+
+
+def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
+    generator = torch.Generator().manual_seed(0)
+    # (heads, width, slots, k, m, most, position)
+    shapes = [
+        (1, 4, 5, 2, 3, 4, 0), (2, 8, 5, 2, 3, 4, 2), (2, 8, 5, 3, 3, 4, 29),
+        (3, 4, 9, 4, 4, 8, 30), (4, 32, 40, 7, 4, 39, 119), (2, 6, 20, 30, 2, 99, 37),
+        (1, 4, 1, 1, 4, 3, 1),
+    ]  # fmt: skip
+    dtypes = [torch.float32]
+    if device.type == "cuda":  # the interpreter computes wrongly in bf16
+        shapes += [(4, 32, 4097, 128, 4, 4096, 16383), (4, 32, 4097, 128, 4, 4096, 17003)]
+        dtypes += [torch.bfloat16]
+    for heads, width, slots, size, m, most, position in shapes:
+        for dtype in dtypes:
+            label = f"{heads}x{width} at {position}, {size} of {slots} slots"
+            label += " bf16" if dtype == torch.bfloat16 else ""
+            about = (heads, width, slots, size, m, most, position)
+            yield Case(label, index_of_byte(generator, device, dtype, *about))
+
+
+def _timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
+    like = {"device": device, "dtype": torch.bfloat16}
+    query, key, keys = (torch.randn(s, **like) for s in ((132,), (32,), (4097, 32)))
+    choice = torch.zeros(128, dtype=torch.int32, device=device)
+    table = torch.rand(2, 16384, 16, device=device).unbind()
+    for position in (16383, 16382):
+        place = torch.tensor(position, dtype=torch.int32, device=device)
+        yield Timing(
+            f"128 of 4096 at {position}", (query, key, keys, choice, place, *table, 4, 4096, 1e-6),
+            run=_with_state(_choose_next_triton),
+        )  # fmt: skip
+
+
+CHOOSE_NEXT = KernelSpec(
+    "choose_next", _with_state(_choose_next_triton), _with_state(_choose_next_torch),
+    choose_next_reference, _cases,
+    Gate(exact=False, relative=4e-3, reason="keys in bf16 are rounded; choices are equal or far"),
+    bfloat16=(0, 1, 2), timings=_timings,
+)  # fmt: skip

@@ -1,0 +1,329 @@
+"""Attention of one byte to the last bytes and to entries: `compressed_attention` from a cache.
+
+The ring has W slots, the byte at position i in slot i mod W, and entries have E slots, entry j in
+slot j mod E. A choice has numbers of entries; without one all that are complete are seen, the last
+M if there are more. With the byte's own group g = (p + 1) // m:
+
+    s[i] = R_p n(x) . c[i] / sqrt(d)
+    y = R_-p (sum of exp(s[i]) c[i]) / (exp(sink) + sum of exp(s[i]))
+
+The slots of a head are shared among programs. The last one to finish adds up the sums of all, in
+the order of the slots, so the result is the same bits whichever program is last.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from arbcli.kernels.runtime._triton import tl, triton
+from arbcli.kernels.runtime.backend import uses_triton
+from arbcli.kernels.runtime.spec import Case, Gate, KernelSpec, Timing
+
+SLOTS = 32
+"""Slots of a program."""
+
+
+def decode_compressed_reference(
+    x: Tensor,
+    recent: Tensor,
+    entries: Tensor,
+    choice: Tensor | None,
+    sink: Tensor,
+    position: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    tickets: Tensor,
+    m: int,
+    most: int,
+    eps: float,
+) -> tuple[Tensor, Tensor]:
+    """Compute what `decode_compressed` must return, and leave in `tickets`, in float64."""
+    p, (heads, width) = int(position), x.shape
+    x, recent, entries = (part.double() for part in (x, recent, entries))
+    complete = (p + 1) // m
+    numbers = range(max(0, complete - most), complete)
+    if choice is not None:
+        numbers = [j for j in choice.tolist() if j >= 0]
+    angle = torch.complex(cos[p].double(), sin[p].double())
+    rows = []
+    for head in range(heads):
+        own = head // (heads // recent.shape[1])
+        keys = [entries[j % len(entries), own] for j in numbers]
+        keys += [recent[i % len(recent), own] for i in range(max(0, p - len(recent) + 1), p + 1)]
+        keys = torch.stack(keys)
+        q = torch.complex(*(x[head] / (x[head].square().mean() + eps).sqrt()).chunk(2)) * angle
+        weights = (keys @ torch.cat((q.real, q.imag)) / width**0.5).exp()
+        y = weights / (weights.sum() + sink[head].double().exp()) @ keys
+        y = torch.complex(*y.chunk(2)) * angle.conj()
+        rows.append(torch.cat((y.real, y.imag)))
+    return torch.stack(rows), torch.zeros_like(tickets)
+
+
+def _decode_compressed_torch(
+    x, recent, entries, choice, sink, position, cos, sin, tickets, m, most, eps
+):
+    slots, ring, device = len(entries), len(recent), x.device
+    place = position.long()[None]
+    complete = (place + 1) // m
+    if choice is None:
+        number = place // m  # of the open entry
+        numbers = number - (number - torch.arange(slots, device=device)) % slots
+        seen = (numbers >= 0) & (numbers < complete) & (numbers >= complete - most)
+        chosen = entries
+    else:
+        seen = choice >= 0
+        chosen = entries[choice.clamp(min=0).long() % slots]
+    near = torch.arange(ring, device=device) <= place
+    keys = torch.cat((recent, chosen)).float()  # (S, G, d)
+    c, s = cos[place], sin[place]
+
+    def turned(v: Tensor, s: Tensor) -> Tensor:
+        first, second = v.chunk(2, dim=-1)
+        return torch.cat((first * c - second * s, first * s + second * c), dim=-1)
+
+    q = turned(functional.rms_norm(x.float(), x.shape[-1:], eps=eps), s).to(x.dtype).float()
+    q = (q * x.shape[-1] ** -0.5).unflatten(0, (keys.shape[1], -1))  # (G, H / G, d)
+    scores = torch.einsum("ghd,sgd->ghs", q, keys)
+    weights = scores.masked_fill(~torch.cat((near, seen)), -torch.inf).exp()
+    total = weights.sum(dim=-1) + sink.exp().view(weights.shape[:2])
+    y = torch.einsum("ghs,sgd->ghd", weights / total[..., None], keys).flatten(0, 1)
+    return turned(y, -s).to(x.dtype)
+
+
+@triton.jit
+def _load_halves(ptr, rows, seen, offs, mask, HALF: tl.constexpr):
+    ptrs = ptr + (rows * (2 * HALF))[:, None] + offs[None, :]
+    both = seen[:, None] & mask[None, :]
+    return tl.load(ptrs, mask=both, other=0), tl.load(ptrs + HALF, mask=both, other=0)
+
+
+@triton.jit
+def _decode_compressed_kernel(
+    x_ptr, recent_ptr, entries_ptr, choice_ptr, sink_ptr, position_ptr, cos_ptr, sin_ptr,
+    tickets_ptr, totals_ptr, sums_ptr, y_ptr,
+    W, E, K, M, MOST, HEADS, KV, scale, eps,
+    HALF: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_S: tl.constexpr, SPLITS: tl.constexpr,
+    BLOCK_P: tl.constexpr, CHOSEN: tl.constexpr,
+):  # fmt: skip
+    WIDTH: tl.constexpr = 2 * HALF
+    head, split = tl.program_id(0), tl.program_id(1)
+    kv = head // (HEADS // KV)
+    position = tl.load(position_ptr)
+    offs = tl.arange(0, BLOCK_H)
+    mask = offs < HALF
+    s = split * BLOCK_S + tl.arange(0, BLOCK_S)
+    near, complete = s < W, (position + 1) // M
+    k = s - W
+    if CHOSEN:
+        number = tl.load(choice_ptr + k, mask=(k >= 0) & (k < K), other=-1)
+        seen = number >= 0
+    else:
+        opened = position // M
+        number = opened - (opened - k + E) % E  # Triton's remainder has the sign of its operand
+        seen = (k >= 0) & (k < K) & (number >= 0)
+        seen = seen & (number < complete) & (number >= complete - MOST)
+    near = near & (s <= position)
+    slot = tl.where(seen, number % E, 0).to(tl.int64)
+    r1, r2 = _load_halves(recent_ptr, s.to(tl.int64) * KV + kv, near, offs, mask, HALF)
+    k1, k2 = _load_halves(entries_ptr, slot * KV + kv, seen, offs, mask, HALF)
+    k1 = tl.where(near[:, None], r1, k1).to(tl.float32)
+    k2 = tl.where(near[:, None], r2, k2).to(tl.float32)
+    seen = seen | near
+
+    table = position.to(tl.int64) * HALF + offs
+    cos = tl.load(cos_ptr + table, mask=mask, other=0)
+    sin = tl.load(sin_ptr + table, mask=mask, other=0)
+    x1 = tl.load(x_ptr + head * WIDTH + offs, mask=mask, other=0).to(tl.float32)
+    x2 = tl.load(x_ptr + head * WIDTH + HALF + offs, mask=mask, other=0).to(tl.float32)
+    r = tl.rsqrt(tl.sum(x1 * x1 + x2 * x2) / WIDTH + eps)
+    dtype = x_ptr.dtype.element_ty
+    q1 = ((x1 * cos - x2 * sin) * r).to(dtype).to(tl.float32)
+    q2 = ((x1 * sin + x2 * cos) * r).to(dtype).to(tl.float32)
+    score = tl.sum(k1 * q1[None, :] + k2 * q2[None, :], axis=1) * scale
+    weight = tl.where(seen, tl.exp(score), 0)
+    part = head * SPLITS + split
+    tl.store(totals_ptr + part, tl.sum(weight))
+    sums = sums_ptr + part * WIDTH + offs
+    tl.store(sums, tl.sum(weight[:, None] * k1, axis=0), mask=mask)
+    tl.store(sums + HALF, tl.sum(weight[:, None] * k2, axis=0), mask=mask)
+
+    tl.debug_barrier()  # all threads store their sums before one takes a ticket
+    if tl.atomic_add(tickets_ptr + head, 1, sem="acq_rel") == SPLITS - 1:
+        total = tl.exp(tl.load(sink_ptr + head))
+        y1, y2 = tl.zeros((BLOCK_H,), dtype=tl.float32), tl.zeros((BLOCK_H,), dtype=tl.float32)
+        for start in range(0, SPLITS, BLOCK_P):
+            p = start + tl.arange(0, BLOCK_P)
+            parts = head * SPLITS + p
+            total += tl.sum(tl.load(totals_ptr + parts, mask=p < SPLITS, other=0))
+            s1, s2 = _load_halves(sums_ptr, parts, p < SPLITS, offs, mask, HALF)
+            y1, y2 = y1 + tl.sum(s1, axis=0), y2 + tl.sum(s2, axis=0)
+        y1, y2 = y1 / total, y2 / total
+        out = y_ptr + head * WIDTH + offs
+        tl.store(out, (y1 * cos + y2 * sin).to(dtype), mask=mask)
+        tl.store(out + HALF, (y2 * cos - y1 * sin).to(dtype), mask=mask)
+        tl.store(tickets_ptr + head, 0)
+
+
+def _decode_compressed_triton(
+    x, recent, entries, choice, sink, position, cos, sin, tickets, m, most, eps
+):
+    (heads, width), (ring, kv, _) = x.shape, recent.shape
+    size = len(entries) if choice is None else len(choice)
+    splits = triton.cdiv(ring + size, SLOTS)
+    parts = heads * splits
+    found = torch.empty(parts * (width + 1), dtype=torch.float32, device=x.device)
+    y = torch.empty(heads, width, dtype=x.dtype, device=x.device)
+    _decode_compressed_kernel[(heads, splits)](
+        x, recent, entries, choice, sink, position, cos, sin, tickets,
+        *found.split([parts, parts * width]), y,
+        ring, len(entries), size, m, most, heads, kv, width**-0.5, eps,
+        HALF=width // 2, BLOCK_H=triton.next_power_of_2(width // 2), BLOCK_S=SLOTS,
+        SPLITS=splits, BLOCK_P=min(32, triton.next_power_of_2(splits)),
+        CHOSEN=choice is not None, num_warps=4 if width <= 128 else 8,
+    )  # fmt: skip
+    return y
+
+
+def decode_compressed(
+    x: Tensor,
+    recent: Tensor,
+    entries: Tensor,
+    choice: Tensor | None,
+    sink: Tensor,
+    position: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    tickets: Tensor,
+    m: int,
+    most: int,
+    eps: float,
+) -> Tensor:
+    """Attend with one byte, which was stored by `append_position_`.
+
+    Args:
+        x: (H, d) float32 or bfloat16, contiguous, d even: queries as they were projected.
+        recent: (W, G, d) like it, contiguous; all in it are seen that a text has had.
+        entries: (E, G, d) like it, contiguous, E above `most` or never full.
+        choice: (k,) int32, contiguous: numbers of entries, or -1; None is all that are complete.
+        sink: (H,) float32, contiguous.
+        position: int32 scalar tensor, below P.
+        cos: (P, d / 2) float32, contiguous.
+        sin: like `cos`.
+        tickets: (H,) int32 zeros, and zeros again afterwards.
+        m: bytes of an entry.
+        most: M.
+        eps: added to mean squares.
+
+    Returns:
+        (H, d) in the dtype of x.
+
+    Raises:
+        ValueError: a dtype or a shape does not fit.
+    """
+    got = f"{x.dtype} of shape {tuple(x.shape)}"
+    if x.dim() != 2 or x.shape[1] % 2 or not x.is_contiguous():
+        raise ValueError(f"need contiguous (H, d) queries of even d, got {got}")
+    for part in (recent, entries):
+        fits = part.dim() == 3 and part.shape[2] == x.shape[1] and len(x) % part.shape[1] == 0
+        if part.dtype != x.dtype or not fits or not part.is_contiguous():
+            raise ValueError(f"vectors {part.dtype} {tuple(part.shape)} do not fit {got}")
+    if choice is not None and (choice.dtype != torch.int32 or choice.dim() != 1):
+        raise ValueError(f"need int32 choices, got {choice.dtype} {tuple(choice.shape)}")
+    run = _decode_compressed_triton if uses_triton(x) else _decode_compressed_torch
+    return run(x, recent, entries, choice, sink, position, cos, sin, tickets, m, most, eps)
+
+
+def _with_state(run):
+    """Wrap an implementation so that it returns what it left in its tickets too."""
+
+    def with_state(*inputs):
+        return run(*inputs), inputs[8]
+
+    return with_state
+
+
+def attention_of_byte(
+    generator: torch.Generator,
+    device: torch.device,
+    dtype: torch.dtype,
+    heads: int,
+    kv: int,
+    width: int,
+    ring: int,
+    slots: int,
+    size: int,
+    m: int,
+    most: int,
+    position: int,
+) -> tuple:
+    """Draw what `decode_compressed` is given; `size` 0 is no choice."""
+
+    def normal(*sizes: int) -> Tensor:
+        return torch.randn(sizes, generator=generator)
+
+    vectors = [functional.rms_norm(normal(n, kv, width), (width,)) for n in (ring, slots)]
+    complete, choice = (position + 1) // m, None
+    if size:
+        seen = torch.arange(max(0, complete - most), complete)
+        picked = seen[torch.randperm(len(seen), generator=generator)[: size - 1]].sort().values
+        choice = functional.pad(picked, (0, size - len(picked)), value=-1).int().to(device)
+    angle = (7 * normal(position + 1, width // 2)).to(device)
+    place = torch.tensor(position, dtype=torch.int32, device=device)
+    tickets = torch.zeros(heads, dtype=torch.int32, device=device)
+    given = (part.to(device, dtype) for part in (normal(heads, width), *vectors))
+    about = (normal(heads).to(device), place, angle.cos(), angle.sin(), tickets)
+    return (*given, choice, *about, m, most, 1e-6)
+
+
+def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
+    generator = torch.Generator().manual_seed(0)
+    # (heads, heads of keys, width, ring, slots, k, m, most, position)
+    shapes = [
+        (2, 1, 4, 3, 2, 0, 4, 1, 0), (4, 2, 6, 5, 4, 2, 3, 3, 2), (4, 2, 6, 5, 4, 2, 3, 3, 40),
+        (3, 1, 10, 40, 9, 0, 4, 8, 77), (3, 1, 10, 33, 90, 0, 2, 89, 100),
+        (12, 1, 64, 5, 60, 40, 4, 59, 230),
+    ]  # fmt: skip
+    dtypes = [torch.float32]
+    if device.type == "cuda":  # the interpreter computes wrongly in bf16
+        shapes += [
+            (12, 1, 128, 128, 4097, 128, 4, 4096, 16383),
+            (12, 1, 128, 128, 129, 0, 128, 128, 16383),
+            (12, 1, 128, 128, 129, 0, 128, 128, 19000), (4, 1, 512, 128, 65, 64, 4, 64, 250),
+        ]  # fmt: skip
+        dtypes += [torch.bfloat16]
+    for shape in shapes:
+        heads, kv, width, ring, slots, size, *_, position = shape
+        for dtype in dtypes:
+            seen = f"{size} of {slots} slots" if size else f"all of {slots} slots"
+            label = f"{heads}/{kv}x{width} at {position}, last {ring}, {seen}"
+            low = dtype == torch.bfloat16
+            label += " bf16" if low else ""
+            peer = _with_state(_decode_compressed_torch) if low else None
+            yield Case(label, attention_of_byte(generator, device, dtype, *shape), peer)
+
+
+def _timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
+    like = {"device": device, "dtype": torch.bfloat16}
+    for slots, m, most, size in ((4097, 4, 4096, 128), (129, 128, 128, 0)):
+        x, recent = torch.randn(12, 128, **like), torch.randn(128, 1, 128, **like)
+        entries = torch.randn(slots, 1, 128, **like)
+        choice = torch.arange(size, dtype=torch.int32, device=device) if size else None
+        place = torch.tensor(16383, dtype=torch.int32, device=device)
+        table = torch.rand(2, 16384, 64, device=device).unbind()
+        tickets = torch.zeros(12, dtype=torch.int32, device=device)
+        sink = torch.zeros(12, device=device)
+        rest = (choice, sink, place, *table, tickets, m, most, 1e-6)
+        yield Timing(
+            f"12x128, entries of {m}", (x, recent, entries, *rest), run=_decode_compressed_triton
+        )
+
+
+DECODE_COMPRESSED = KernelSpec(
+    "decode_compressed", _with_state(_decode_compressed_triton),
+    _with_state(_decode_compressed_torch), decode_compressed_reference, _cases,
+    Gate(exact=False, relative=1e-5, peer_slack=0.1,
+         reason="float32 sums; in bf16 no worse than torch by 10 %"),
+    bfloat16=(0, 1, 2), timings=_timings,
+)  # fmt: skip

@@ -1,0 +1,330 @@
+"""Attention of one new byte to compressed positions: all that is between two products, at once.
+
+A position p keeps a vector c_p for all heads, whose norm n_p = c_p / rms(c_p) gives head h its key
+(W_h n_p, t_p) and its value V_h n_p; t_p is turned by the position. The query (q_h, u_h) of a head
+is turned in its second part and normalised, and keys are divided by their root-mean-square, of
+which the inverse l_hp is kept:
+
+    s_hp = (q_h . W_h n_p + u_h . t_p) l_hp scale,    y_h = V_h sum over p of softmax(s_h)_p n_p
+
+W_h.T q_h is formed once, and V_h multiplies last, so no key and no value is made but the new one's
+key, for its length. A program has a head. As queries and keys are normalised, no score exceeds
+`scale` times the width of a head, and no maximum is subtracted.
+Source: DeepSeek-AI, "DeepSeek-V2", https://arxiv.org/abs/2405.04434, section 2.1.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from arbcli.kernels.runtime._triton import tl, triton
+from arbcli.kernels.runtime.backend import uses_triton
+from arbcli.kernels.runtime.overlap import overlap_options, wait_for_last
+from arbcli.kernels.runtime.spec import Case, Gate, KernelSpec, Timing
+
+TILE = 8192
+"""Elements of weights, or of positions, that a program has at once."""
+WARPS = 8
+
+
+def decode_latent_reference(
+    row: Tensor,
+    up: Tensor,
+    latent: Tensor,
+    turned: Tensor,
+    lengths: Tensor,
+    position: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    scale: float,
+    eps: float,
+) -> tuple[Tensor, ...]:
+    """Compute what `decode_latent` must return and leave in the rings: float64, head by head."""
+    dtype, p, (window, size), heads = row.dtype, int(position), latent.shape, lengths.shape[1]
+    rotary, dim = turned.shape[1], len(row) - size - turned.shape[1]
+    width, slot = dim // heads, p % window
+    row, up, latent, turned, lengths = (x.double() for x in (row, up, latent, turned, lengths))
+
+    def turn(x: Tensor) -> Tensor:
+        z = torch.complex(*x.chunk(2)) * torch.complex(cos[p].double(), sin[p].double())
+        return torch.cat([z.real, z.imag]).to(dtype).double()  # rounded, as what is stored
+
+    latent[slot], turned[slot] = row[dim : dim + size], turn(row[dim + size :])
+    n = latent / (latent.square().mean(1, keepdim=True) + eps).sqrt()
+    seen, y = min(p + 1, window), torch.empty(heads, width, dtype=torch.float64, device=row.device)
+    for head in range(heads):
+        q = row[head * width : (head + 1) * width]
+        q = torch.cat([q[: width - rotary], turn(q[width - rotary :])])
+        q = q / (q.square().mean() + eps).sqrt()
+        w = up[head * (2 * width - rotary) : (head + 1) * (2 * width - rotary)]
+        keys = torch.cat([n @ w[: width - rotary].T, turned], dim=1)
+        lengths[slot, head] = 1 / (keys[slot].square().mean() + eps).sqrt()
+        score = keys[:seen] @ q * lengths[:seen, head] * scale
+        y[head] = torch.softmax(score, 0) @ n[:seen] @ w[width - rotary :].T
+    return y, latent, turned, lengths
+
+
+def _decode_latent_torch(row, up, latent, turned, lengths, position, cos, sin, scale, eps):
+    (window, size), heads, rotary = latent.shape, lengths.shape[1], turned.shape[1]
+    dim, slot = len(row) - size - rotary, (position % window).long()[None]
+    width = dim // heads
+    still = width - rotary
+    cos, sin = (table.index_select(0, position[None]) for table in (cos, sin))
+
+    def turn(x):
+        first, second = x.float().chunk(2, dim=-1)
+        x = torch.cat([first * cos - second * sin, first * sin + second * cos], dim=-1)
+        return x.to(row.dtype)
+
+    q = row[:dim].view(heads, width)
+    q = torch.cat([q[:, :still], turn(q[:, still:])], dim=1).float()
+    q = functional.rms_norm(q, (width,), eps=eps)
+    latent.index_copy_(0, slot, row[None, dim : dim + size])
+    turned.index_copy_(0, slot, turn(row[None, dim + size :]))
+    to_keys, to_values = up.float().view(heads, -1, size).split((still, width), dim=1)
+    n, t = functional.rms_norm(latent.float(), (size,), eps=eps), turned.float()
+    key = (to_keys @ n[slot[0]]).square().sum(1) + t.index_select(0, slot).square().sum(1)
+    lengths.index_copy_(0, slot, torch.rsqrt(key / width + eps)[None])
+    in_latent = (q[:, None, :still] @ to_keys)[:, 0]
+    score = (in_latent @ n.T + q[:, still:] @ t.T) * lengths.T * scale
+    seen = torch.arange(window, device=row.device) <= position
+    share = torch.softmax(score.masked_fill(~seen, -torch.inf), dim=1)
+    return (to_values @ (share @ n)[..., None])[..., 0].to(row.dtype)
+
+
+@triton.jit
+def _load_turned_halves(pointer, offs_r, mask_r, cos, sin, HALF: tl.constexpr):
+    """Load a part that is turned, and turn it: both halves, rounded as what is stored."""
+    first = tl.load(pointer + offs_r, mask=mask_r, other=0).to(tl.float32)
+    second = tl.load(pointer + HALF + offs_r, mask=mask_r, other=0).to(tl.float32)
+    dtype: tl.constexpr = pointer.dtype.element_ty
+    return (first * cos - second * sin).to(dtype), (first * sin + second * cos).to(dtype)
+
+
+@triton.jit
+def _decode_latent_kernel(
+    row_ptr, up_ptr, latent_ptr, turned_ptr, lengths_ptr, position_ptr, cos_ptr, sin_ptr, y_ptr,
+    W, HEADS, scale, eps,
+    LATENT: tl.constexpr, STILL: tl.constexpr, HALF: tl.constexpr, WIDTH: tl.constexpr,
+    BLOCK_L: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    head, position = tl.program_id(0), tl.load(position_ptr)
+    slot, seen = position % W, tl.minimum(position + 1, W)
+    offs_l, offs_r, offs_n = tl.arange(0, BLOCK_L), tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_N)
+    mask_l, mask_r = offs_l < LATENT, offs_r < HALF
+    cos = tl.load(cos_ptr + position.to(tl.int64) * HALF + offs_r, mask=mask_r, other=0)
+    sin = tl.load(sin_ptr + position.to(tl.int64) * HALF + offs_r, mask=mask_r, other=0)
+    wait_for_last(OVERLAP)
+    c_ptr, q_ptr = row_ptr + HEADS * WIDTH, row_ptr + head * WIDTH
+    c = tl.load(c_ptr + offs_l, mask=mask_l, other=0)
+    t_0, t_1 = _load_turned_halves(c_ptr + LATENT, offs_r, mask_r, cos, sin, HALF)
+    if head == 0:
+        tl.store(latent_ptr + slot * LATENT + offs_l, c, mask=mask_l)
+        tl.store(turned_ptr + slot * (2 * HALF) + offs_r, t_0, mask=mask_r)
+        tl.store(turned_ptr + slot * (2 * HALF) + HALF + offs_r, t_1, mask=mask_r)
+    c, t_0, t_1 = c.to(tl.float32), t_0.to(tl.float32), t_1.to(tl.float32)
+    n = c * tl.rsqrt(tl.sum(c * c) / LATENT + eps)
+
+    # W.T q, and the squares of the query and of the new key
+    u_0, u_1 = _load_turned_halves(q_ptr + STILL, offs_r, mask_r, cos, sin, HALF)
+    u_0, u_1 = u_0.to(tl.float32), u_1.to(tl.float32)
+    of_query, of_key = tl.sum(u_0 * u_0 + u_1 * u_1), tl.sum(t_0 * t_0 + t_1 * t_1)
+    in_latent = tl.zeros((BLOCK_L,), tl.float32)
+    w_ptr = up_ptr + head.to(tl.int64) * ((STILL + WIDTH) * LATENT)
+    for start in range(0, STILL, BLOCK_N):
+        k = start + offs_n
+        mask = (k < STILL)[:, None] & mask_l[None, :]
+        w = tl.load(w_ptr + (k[:, None] * LATENT + offs_l[None, :]), mask=mask, other=0)
+        w = w.to(tl.float32)  # [BLOCK_N, BLOCK_L]
+        q = tl.load(q_ptr + k, mask=k < STILL, other=0).to(tl.float32)
+        key = tl.sum(w * n[None, :], axis=1)
+        in_latent += tl.sum(w * q[:, None], axis=0)
+        of_query += tl.sum(q * q)
+        of_key += tl.sum(key * key)
+    factor = tl.rsqrt(of_query / WIDTH + eps) * scale
+    length = tl.rsqrt(of_key / WIDTH + eps)
+    tl.store(lengths_ptr + slot * HEADS + head, length)
+
+    total, mean = 0.0, tl.zeros((BLOCK_L,), tl.float32)
+    for start in range(0, seen, BLOCK_N):
+        s = start + offs_n
+        is_new, old = s == slot, (s < seen) & (s != slot)
+        both, turned = old[:, None] & mask_l[None, :], old[:, None] & mask_r[None, :]
+        x = tl.load(latent_ptr + (s[:, None] * LATENT + offs_l[None, :]), mask=both, other=0).to(
+            tl.float32
+        )  # [BLOCK_N, BLOCK_L]
+        x = tl.where(is_new[:, None], c[None, :], x)
+        r = tl.rsqrt(tl.sum(x * x, axis=1) / LATENT + eps)
+        at = turned_ptr + (s[:, None] * (2 * HALF) + offs_r[None, :])
+        a = tl.load(at, mask=turned, other=0).to(tl.float32)
+        b = tl.load(at + HALF, mask=turned, other=0).to(tl.float32)
+        a, b = (
+            tl.where(is_new[:, None], t_0[None, :], a),
+            tl.where(is_new[:, None], t_1[None, :], b),
+        )
+        of_s = tl.load(lengths_ptr + (s * HEADS + head), mask=old, other=0)
+        score = tl.sum(x * in_latent[None, :], axis=1) * r
+        score += tl.sum(a * u_0[None, :] + b * u_1[None, :], axis=1)
+        weight = tl.exp(score * tl.where(is_new, length, of_s) * factor)
+        weight = tl.where(s < seen, weight, 0)
+        total += tl.sum(weight)
+        mean += tl.sum(x * (weight * r)[:, None], axis=0)
+    mean /= total
+
+    w_ptr += STILL * LATENT
+    for start in range(0, WIDTH, BLOCK_N):
+        k = start + offs_n
+        mask = (k < WIDTH)[:, None] & mask_l[None, :]
+        w = tl.load(w_ptr + (k[:, None] * LATENT + offs_l[None, :]), mask=mask, other=0)
+        y = tl.sum(w.to(tl.float32) * mean[None, :], axis=1)
+        tl.store(y_ptr + head * WIDTH + k, y.to(y_ptr.dtype.element_ty), mask=k < WIDTH)
+
+
+def _decode_latent_triton(row, up, latent, turned, lengths, position, cos, sin, scale, eps):
+    (window, size), heads, rotary = latent.shape, lengths.shape[1], turned.shape[1]
+    width = (len(row) - size - rotary) // heads
+    y = torch.empty(heads, width, dtype=row.dtype, device=row.device)
+    block_l = triton.next_power_of_2(size)
+    _decode_latent_kernel[(heads,)](
+        row, up, latent, turned, lengths, position, cos, sin, y, window, heads, scale, eps,
+        LATENT=size, STILL=width - rotary, HALF=rotary // 2, WIDTH=width,
+        BLOCK_L=block_l, BLOCK_R=triton.next_power_of_2(rotary // 2),
+        BLOCK_N=max(1, min(32, TILE // block_l)), num_warps=WARPS, **overlap_options(row),
+    )  # fmt: skip
+    return y
+
+
+def decode_latent(
+    row: Tensor,
+    up: Tensor,
+    latent: Tensor,
+    turned: Tensor,
+    lengths: Tensor,
+    position: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    scale: float,
+    eps: float,
+) -> Tensor:
+    """Store one new position in the rings, and attend to all that are in them.
+
+    Args:
+        row: (heads * d + L + R,) float32 or bfloat16, contiguous: queries, the compressed position,
+            and the part of its key that is turned. The last R of each query are turned too.
+        up: (heads * (d - R + d), L) like `row`: for each head what makes its keys of a compressed
+            position, and then its values.
+        latent: (W, L) like `row`; slot `position` mod W is written, as in those that follow.
+        turned: (W, R) like `row`.
+        lengths: (W, heads) float32: by what keys are multiplied to be normalised.
+        position: int32 scalar tensor below P: how many bytes came before. Read on the device.
+        cos: (P, R / 2) float32.
+        sin: like `cos`.
+        scale: of scores.
+        eps: added to mean squares.
+
+    All are contiguous. What has never been written must be finite.
+
+    Returns:
+        (heads, d) like `row`, computed in float32.
+
+    Raises:
+        ValueError: a dtype or a shape does not fit.
+    """
+    _check(row, up, latent, turned, lengths, position, cos, sin)
+    run = _decode_latent_triton if uses_triton(row) else _decode_latent_torch
+    return run(row, up, latent, turned, lengths, position, cos, sin, scale, eps)
+
+
+def _check(row, up, latent, turned, lengths, position, cos, sin):
+    if row.dtype not in (torch.float32, torch.bfloat16) or row.dim() != 1:
+        got = f"{row.dtype} of shape {tuple(row.shape)}"
+        raise ValueError(f"need one row in float32 or bfloat16, got {got}")
+    if any(ring.dim() != 2 for ring in (latent, turned, lengths)):
+        raise ValueError("need rings of two dimensions")
+    (window, size), rotary, heads = latent.shape, turned.shape[1], lengths.shape[1]
+    width, left = divmod(len(row) - size - rotary, heads)
+    if left or rotary % 2 or not 0 < rotary <= width:
+        raise ValueError(f"{len(row)} are not queries of {heads} heads, {size} and {rotary}")
+    for name, x, dtype, shape in (
+        ("row", row, row.dtype, row.shape),
+        ("up", up, row.dtype, (heads * (2 * width - rotary), size)),
+        ("latent", latent, row.dtype, (window, size)),
+        ("turned", turned, row.dtype, (window, rotary)),
+        ("lengths", lengths, torch.float32, (window, heads)),
+        ("position", position, torch.int32, ()),
+        ("cos", cos, torch.float32, (len(cos), rotary // 2)),
+        ("sin", sin, torch.float32, (len(cos), rotary // 2)),
+    ):
+        if x.dtype != dtype or x.shape != shape or not x.is_contiguous():
+            raise ValueError(
+                f"{name} {x.dtype} {tuple(x.shape)} does not fit: need {dtype} {shape}"
+            )
+
+
+SHAPES = ((1, 2, 3, 2, 1, 0), (2, 10, 24, 4, 7, 3), (3, 16, 40, 8, 33, 32), (2, 24, 16, 24, 40, 99),
+          (1, 70, 130, 6, 70, 71))  # fmt: skip
+"""(heads, d, L, R, W, position): rings that are empty, filling, just full and overwritten."""
+LARGE = ((20, 128, 512, 32, 64, 300), (4, 64, 128, 32, 256, 200))
+
+
+def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(*shape, torch.float32) for shape in SHAPES]
+    if device.type == "cuda":  # the interpreter computes wrongly in bf16
+        shapes += [(*shape, dtype) for shape in LARGE for dtype in (torch.float32, torch.bfloat16)]
+    for heads, width, size, rotary, window, position, dtype in shapes:
+        low = dtype == torch.bfloat16
+        up = heads * (2 * width - rotary)
+        sizes = ((heads * width + size + rotary,), (up, size), (window, size), (window, rotary))
+        parts = [torch.randn(shape, generator=generator).to(device, dtype) for shape in sizes]
+        parts[1] *= size**-0.5  # keys about as long as queries: exp of no score overflows
+        lengths = torch.rand(window, heads, generator=generator).to(device)
+        angle = 7 * torch.randn(position + 2, rotary // 2, generator=generator).to(device)
+        place = torch.tensor(position, dtype=torch.int32, device=device)
+        inputs = (*parts, lengths, place, angle.cos(), angle.sin(), 2 * width**-0.5, 1e-6)
+        yield Case(
+            f"{heads}x{width}x{size}x{rotary} at {position} of {window}{' bf16' if low else ''}",
+            inputs, _with_state(_decode_latent_torch) if low else None,
+        )  # fmt: skip
+
+
+def _with_state(run):
+    """Wrap an implementation so that it returns what it left in the rings too."""
+
+    def with_state(row, up, latent, turned, lengths, *about):
+        y = run(row, up, latent, turned, lengths, *about)
+        return y, latent, turned, lengths
+
+    return with_state
+
+
+def _timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
+    heads, width, size, rotary, window = 20, 128, 512, 32, 64
+    real = {"device": device, "dtype": torch.bfloat16}
+    inputs = (
+        torch.randn(heads * width + size + rotary, **real),
+        torch.randn(heads * (2 * width - rotary), size, **real),
+        torch.randn(window, size, **real), torch.randn(window, rotary, **real),
+        torch.rand(window, heads, device=device),
+        torch.tensor(window - 1, dtype=torch.int32, device=device),
+        *torch.rand(2, window, rotary // 2, device=device).unbind(), 2 * width**-0.5, 1e-6,
+    )  # fmt: skip
+    yield Timing(
+        f"{heads}x{width}x{size} of {window} bf16", inputs, run=_decode_latent_triton,
+        peer=lambda: _decode_latent_torch(*inputs), peer_name="torch, step by step",
+    )  # fmt: skip
+
+
+DECODE_LATENT = KernelSpec(
+    "decode_latent", _with_state(_decode_latent_triton), _with_state(_decode_latent_torch),
+    decode_latent_reference, _cases,
+    Gate(
+        exact=False,
+        relative=1e-5,
+        peer_slack=0.1,
+        reason="float32 sums of up to 512 products; in bf16 no worse than torch's by 10 %",
+    ),
+    timings=_timings,
+)  # fmt: skip

@@ -1,0 +1,1 @@
+"""Residual streams: the weights that mix them, and the mixing."""

@@ -1,0 +1,396 @@
+"""The weights that hyper-connections mix n streams by, from n (n + 2) numbers of each position.
+
+With z = raw + bias, of which the first n are z_a, the next n z_c, and the others the rows of z_B:
+
+    a = sigmoid(z_a),   c = 2 sigmoid(z_c - 2),   B = what some rounds make of exp(z_B)
+
+A round divides every row by its sum, then every column by its sum (Sinkhorn and Knopp). Where z_B
+is far from even, they leave rows of other sums than 1. So rows above 1 are divided by their sums
+once more, and what rows and columns lack, e and f, is filled up by e f.T / (sum(e) + SLACK). No
+weight is negative then, and all sums are 1 within SLACK, for any z_B; those beyond LIMIT are cut.
+
+Source: Z. Xie et al., "mHC: Manifold-Constrained Hyper-Connections",
+https://arxiv.org/abs/2512.24880; J. Altschuler et al., "Near-linear time approximation algorithms
+for optimal transport via Sinkhorn iteration", https://arxiv.org/abs/1705.09634, algorithm 2.
+"""
+
+import math
+from collections.abc import Iterator
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from arbcli.kernels.runtime._triton import tl, triton
+from arbcli.kernels.runtime.backend import uses_triton
+from arbcli.kernels.runtime.spec import Case, Gate, KernelSpec, Timing
+
+ROUNDS = 20
+SHIFT = 2.0
+"""Of z_c: where c is 1."""
+LIMIT = 16.0
+STREAMS = (1, 2, 4, 8)
+SLACK = 2.0**-21
+"""More than roundings of sums are, whose quotients have no meaning."""
+
+_SHIFT, _LIMIT, _SLACK = tl.constexpr(SHIFT), tl.constexpr(LIMIT), tl.constexpr(SLACK)
+
+
+def count_streams(numbers: int) -> int:
+    """Find n of n (n + 2) numbers."""
+    return math.isqrt(numbers + 1) - 1
+
+
+def stream_weights_reference(
+    raw: Tensor, bias: Tensor, rounds: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute what `stream_weights` must return, a position at a time in float64."""
+    n = count_streams(raw.shape[1])
+    found = [_of_one(z, n, rounds) for z in raw.double() + bias.double()]
+    if not found:
+        sizes = ((n,), (n, n), (n,))
+        return tuple(raw.new_zeros(0, *size, dtype=torch.float64) for size in sizes)
+    return tuple(torch.stack(part) for part in zip(*found, strict=True))
+
+
+def _of_one(z: Tensor, n: int, rounds: int) -> tuple[Tensor, Tensor, Tensor]:
+    a, c = 1 / (1 + torch.exp(-z[:n])), 2 / (1 + torch.exp(2 - z[n : 2 * n]))
+    p = torch.exp(z[2 * n :].view(n, n).clamp(-16, 16))
+    for _ in range(rounds):
+        p = torch.stack([row / row.sum() for row in p])
+        p = torch.stack([column / column.sum() for column in p.T]).T
+    p = torch.stack([row / row.sum().clamp(min=1) for row in p])
+    of_rows, of_columns = ((1 - p.sum(dim)).clamp(min=0) for dim in (1, 0))
+    return a, p + torch.outer(of_rows, of_columns) / (of_rows.sum() + 2**-21), c
+
+
+def stream_weights_backward_reference(
+    grad_a: Tensor, grad_b: Tensor, grad_c: Tensor, raw: Tensor, bias: Tensor, rounds: int
+) -> Tensor:
+    """Compute what `stream_weights_backward` must return, by autograd in float64."""
+    raw = raw.double().requires_grad_()
+    found = stream_weights_reference(raw, bias, rounds)
+    if not len(raw):
+        return torch.zeros_like(raw)
+    total = sum((w * g).sum() for w, g in zip(found, (grad_a, grad_b, grad_c), strict=True))
+    return torch.autograd.grad(total, raw)[0]
+
+
+def stream_weights_torch(
+    raw: Tensor, bias: Tensor, rounds: int = ROUNDS, dtype: torch.dtype = torch.float32
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Do as `stream_weights` does, by differentiable operations of torch in some dtype."""
+    n = count_streams(raw.shape[1])
+    z = raw.to(dtype) + bias.to(dtype)
+    a, c, square = z.split((n, n, n * n), dim=1)
+    square = square.clamp(-LIMIT, LIMIT)
+    p = torch.exp(square - square.amax(dim=1, keepdim=True)).unflatten(1, (n, n))
+    for _ in range(rounds):
+        p = p / p.sum(dim=2, keepdim=True)
+        p = p / p.sum(dim=1, keepdim=True)
+    p = p / p.sum(dim=2, keepdim=True).clamp(min=1)
+    of_rows, of_columns = ((1 - p.sum(dim, keepdim=True)).clamp(min=0) for dim in (2, 1))
+    b = p + of_rows * of_columns / (of_rows.sum(dim=1, keepdim=True) + SLACK)
+    return torch.sigmoid(a), b, 2 * torch.sigmoid(c - SHIFT)
+
+
+def _stream_weights_backward_torch(grad_a, grad_b, grad_c, raw, bias, rounds):
+    with torch.enable_grad():
+        z = (raw.float() + bias).detach().requires_grad_()
+        found = stream_weights_torch(z, torch.zeros_like(bias), rounds)
+    return torch.autograd.grad(found, z, (grad_a, grad_b, grad_c))[0]
+
+
+@triton.jit
+def _sigmoid(x):
+    return 1 / (1 + tl.exp(-x))
+
+
+@triton.jit
+def _load_square(raw_ptr, bias_ptr, offs_m, M, stride_rm, N: tl.constexpr):
+    """Load z_B of some positions, [BLOCK_M, N, N], and where it is within the limit."""
+    i = tl.arange(0, N)
+    places = 2 * N + i[None, :, None] * N + i[None, None, :]
+    mask = (offs_m < M)[:, None, None]
+    z = tl.load(raw_ptr + offs_m[:, None, None] * stride_rm + places, mask=mask, other=0)
+    z = z.to(tl.float32) + tl.load(bias_ptr + places)
+    # what is no number stays none
+    bounded = tl.where(z > _LIMIT, _LIMIT, tl.where(z < -_LIMIT, -_LIMIT, z))
+    return bounded, z == bounded
+
+
+@triton.jit
+def _begin(z):
+    return tl.exp(z - tl.max(tl.max(z, axis=2), axis=1)[:, None, None])
+
+
+@triton.jit
+def _several_rounds(p, rounds):
+    for _ in range(rounds):
+        p = p / tl.sum(p, axis=2)[:, :, None]
+        p = p / tl.sum(p, axis=1)[:, None, :]
+    return p
+
+
+@triton.jit
+def _back_through(g, first, rounds):
+    """Propagate the gradient of what rounds make of `first` back to it, from the last one on."""
+    for done in range(rounds):
+        p = _several_rounds(first, rounds - 1 - done)
+        of_row = tl.sum(p, axis=2)[:, :, None]
+        p = p / of_row
+        of_column = tl.sum(p, axis=1)[:, None, :]
+        g = (g - tl.sum(g * p / of_column, axis=1)[:, None, :]) / of_column
+        g = (g - tl.sum(g * p, axis=2)[:, :, None]) / of_row
+    return g
+
+
+@triton.jit
+def _lacking(p):
+    """Find what rows and columns lack, [BLOCK_M, N] each, and what to divide by."""
+    of_rows = tl.maximum(1 - tl.sum(p, axis=2), 0)
+    of_columns = tl.maximum(1 - tl.sum(p, axis=1), 0)
+    return of_rows, of_columns, tl.sum(of_rows, axis=1) + _SLACK
+
+
+@triton.jit
+def _stream_weights_kernel(
+    raw_ptr, bias_ptr, a_ptr, b_ptr, c_ptr,
+    M, rounds, stride_rm,
+    N: tl.constexpr, BLOCK_M: tl.constexpr,
+):  # fmt: skip
+    offs_m = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    i = tl.arange(0, N)[None, :]
+    rows, mask = offs_m[:, None], (offs_m < M)[:, None]
+    raw_ptrs = raw_ptr + rows * stride_rm + i
+    a = tl.load(raw_ptrs, mask=mask, other=0).to(tl.float32) + tl.load(bias_ptr + i)
+    tl.store(a_ptr + rows * N + i, _sigmoid(a), mask=mask)
+    c = tl.load(raw_ptrs + N, mask=mask, other=0).to(tl.float32) + tl.load(bias_ptr + N + i)
+    tl.store(c_ptr + rows * N + i, 2 * _sigmoid(c - _SHIFT), mask=mask)
+    z, _ = _load_square(raw_ptr, bias_ptr, offs_m, M, stride_rm, N)
+    p = _several_rounds(_begin(z), rounds)
+    p = p / tl.maximum(tl.sum(p, axis=2), 1)[:, :, None]
+    of_rows, of_columns, lacking = _lacking(p)
+    b = p + of_rows[:, :, None] * (of_columns / lacking[:, None])[:, None, :]
+    i = tl.arange(0, N)
+    places = offs_m[:, None, None] * (N * N) + i[None, :, None] * N + i[None, None, :]
+    tl.store(b_ptr + places, b, mask=(offs_m < M)[:, None, None])
+
+
+@triton.jit
+def _stream_weights_backward_kernel(
+    grad_a_ptr, grad_b_ptr, grad_c_ptr, raw_ptr, bias_ptr, grad_ptr,
+    M, rounds, stride_rm,
+    N: tl.constexpr, BLOCK_M: tl.constexpr,
+):  # fmt: skip
+    offs_m = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    i = tl.arange(0, N)[None, :]
+    rows, mask = offs_m[:, None], (offs_m < M)[:, None]
+    raw_ptrs, grad_ptrs = raw_ptr + rows * stride_rm + i, grad_ptr + rows * (N * N + 2 * N) + i
+    a = _sigmoid(tl.load(raw_ptrs, mask=mask, other=0).to(tl.float32) + tl.load(bias_ptr + i))
+    grad = tl.load(grad_a_ptr + rows * N + i, mask=mask, other=0)
+    tl.store(grad_ptrs, grad * a * (1 - a), mask=mask)
+    c = tl.load(raw_ptrs + N, mask=mask, other=0).to(tl.float32) + tl.load(bias_ptr + N + i)
+    c = _sigmoid(c - _SHIFT)
+    grad = tl.load(grad_c_ptr + rows * N + i, mask=mask, other=0)
+    tl.store(grad_ptrs + N, grad * 2 * c * (1 - c), mask=mask)
+    i = tl.arange(0, N)
+    places, mask3 = i[None, :, None] * N + i[None, None, :], (offs_m < M)[:, None, None]
+    g = tl.load(grad_b_ptr + offs_m[:, None, None] * (N * N) + places, mask=mask3, other=0)
+    z, inside = _load_square(raw_ptr, bias_ptr, offs_m, M, stride_rm, N)
+    first = _begin(z)
+    # what rounds make is made again, from the nearest of these on: to keep all takes more room
+    quarter = rounds // 4
+    second = _several_rounds(first, quarter)
+    third = _several_rounds(second, quarter)
+    fourth = _several_rounds(third, quarter)
+    p = _several_rounds(fourth, rounds - 3 * quarter)
+    sums = tl.maximum(tl.sum(p, axis=2), 1)[:, :, None]
+    above = tl.sum(p, axis=2)[:, :, None] > 1
+    p = p / sums
+    of_rows, of_columns, lacking = _lacking(p)
+    share = of_columns / lacking[:, None]
+    to_rows = tl.sum(g * share[:, None, :], axis=2)  # [BLOCK_M, N], of what rows lack
+    to_sum = tl.sum(to_rows * of_rows, axis=1) / lacking
+    to_rows = tl.where(of_rows > 0, to_rows - to_sum[:, None], 0)
+    to_columns = tl.sum(g * (of_rows / lacking[:, None])[:, :, None], axis=1)
+    to_columns = tl.where(of_columns > 0, to_columns, 0)
+    g = g - to_rows[:, :, None] - to_columns[:, None, :]
+    g = tl.where(above, (g - tl.sum(g * p, axis=2)[:, :, None]) / sums, g)
+    g = _back_through(g, fourth, rounds - 3 * quarter)
+    g = _back_through(g, third, quarter)
+    g = _back_through(g, second, quarter)
+    g = _back_through(g, first, quarter)
+    g = tl.where(inside, g * first, 0)
+    grad_ptrs = grad_ptr + offs_m[:, None, None] * (N * N + 2 * N) + 2 * N + places
+    tl.store(grad_ptrs, g, mask=mask3)
+
+
+def _stream_weights_triton(raw, bias, rounds):
+    length, n = len(raw), count_streams(raw.shape[1])
+    a, b, c = (
+        torch.empty(length, *size, dtype=torch.float32, device=raw.device)
+        for size in ((n,), (n, n), (n,))
+    )
+    if length:
+        raw, grid, tile = _launch(raw, n)
+        _stream_weights_kernel[grid](raw, bias, a, b, c, length, rounds, raw.stride(0), **tile)
+    return a, b, c
+
+
+def _stream_weights_backward_triton(grad_a, grad_b, grad_c, raw, bias, rounds):
+    grad = torch.empty(raw.shape, dtype=torch.float32, device=raw.device)
+    if len(raw):
+        raw, grid, tile = _launch(raw, count_streams(raw.shape[1]))
+        grads = (part.contiguous() for part in (grad_a, grad_b, grad_c))
+        _stream_weights_backward_kernel[grid](
+            *grads, raw, bias, grad, len(raw), rounds, raw.stride(0), **tile
+        )
+    return grad
+
+
+def _launch(raw, n):
+    """Lay rows out densely, and choose programs of 128 weights of B a warp."""
+    block = max(1, min(256 // (n * n), triton.next_power_of_2(len(raw))))
+    raw = raw if raw.stride(1) == 1 else raw.contiguous()
+    return raw, (triton.cdiv(len(raw), block),), {"N": n, "BLOCK_M": block, "num_warps": 2}
+
+
+def stream_weights(
+    raw: Tensor, bias: Tensor, rounds: int = ROUNDS
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Make the weights that streams are read, kept and written by.
+
+    Args:
+        raw: (M, n (n + 2)) float32 or bfloat16, any strides; n is one of `STREAMS`.
+        bias: (n (n + 2),) float32, contiguous.
+        rounds: 1 or more, of dividing rows and columns by their sums.
+
+    Returns:
+        float32, contiguous: a, (M, n) in 0..1; B, (M, n, n) in 0..1, whose rows and columns sum to
+        1; and c, (M, n) in 0..2.
+
+    Raises:
+        ValueError: a dtype or a shape does not fit.
+    """
+    _check(raw, bias, rounds)
+    run = _stream_weights_triton if uses_triton(raw) else stream_weights_torch
+    return run(raw, bias, rounds)
+
+
+def stream_weights_backward(
+    grad_a: Tensor,
+    grad_b: Tensor,
+    grad_c: Tensor,
+    raw: Tensor,
+    bias: Tensor,
+    rounds: int = ROUNDS,
+) -> Tensor:
+    """Propagate gradients back through `stream_weights`, through all rounds.
+
+    Args:
+        grad_a: (M, n) float32.
+        grad_b: (M, n, n) float32.
+        grad_c: (M, n) float32.
+        raw: what `stream_weights` was given.
+        bias: what it was given.
+        rounds: what it was given.
+
+    Returns:
+        (M, n (n + 2)) float32: the gradient of raw, whose sum over positions is that of bias.
+
+    Raises:
+        ValueError: a dtype or a shape does not fit.
+    """
+    _check(raw, bias, rounds)
+    n = count_streams(raw.shape[1])
+    for grad, size in ((grad_a, (n,)), (grad_b, (n, n)), (grad_c, (n,))):
+        if grad.dtype != torch.float32 or grad.shape != (len(raw), *size):
+            got = f"{grad.dtype} {tuple(grad.shape)}"
+            raise ValueError(f"need float32 {(len(raw), *size)}, got {got}")
+    run = _stream_weights_backward_triton if uses_triton(raw) else _stream_weights_backward_torch
+    return run(grad_a, grad_b, grad_c, raw, bias, rounds)
+
+
+def _check(raw, bias, rounds):
+    if raw.dtype not in (torch.float32, torch.bfloat16) or raw.dim() != 2:
+        got = f"{raw.dtype} of shape {tuple(raw.shape)}"
+        raise ValueError(f"need a float32 or bfloat16 matrix, got {got}")
+    n = count_streams(raw.shape[1])
+    if n not in STREAMS or n * (n + 2) != raw.shape[1]:
+        raise ValueError(f"{raw.shape[1]} numbers are not those of {STREAMS} streams")
+    if bias.dtype != torch.float32 or bias.shape != raw.shape[1:] or not bias.is_contiguous():
+        raise ValueError(f"need float32 biases, got {bias.dtype} {tuple(bias.shape)}")
+    if rounds < 1:
+        raise ValueError(f"need 1 round or more, got {rounds}")
+
+
+def _draw(device: torch.device) -> Iterator[tuple[str, tuple, tuple]]:
+    """Draw (label, inputs of `stream_weights`, gradients of a, B and c); rounds take long."""
+    generator = torch.Generator().manual_seed(0)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator).to(device)
+
+    def case(label: str, raw: Tensor, bias: Tensor | None = None, rounds: int = 5) -> tuple:
+        length, numbers = raw.shape
+        n = count_streams(numbers)
+        grads = normal(length, n), normal(length, n, n), normal(length, n)
+        bias = normal(numbers) if bias is None else bias
+        return f"{label}, {rounds} rounds", (raw, bias, rounds), grads
+
+    for length, n in ((1, 1), (3, 2), (33, 4), (9, 8)):
+        yield case(f"{length} of {n}", normal(length, n * (n + 2)))
+    near = torch.cat((torch.zeros(8), 4 * torch.eye(4).flatten() - 2)).to(device)
+    yield case("7 of 4 near the identity", normal(7, 24), near, ROUNDS)
+    yield case("31 of 4 far from even", 6 * normal(31, 24), torch.zeros(24, device=device), 3)
+    yield case("5 of 4 beyond the limit", 30 * normal(5, 24), rounds=4)
+    yield case("5 of 4 strided", normal(48, 10).T[::2, ::2], rounds=1)
+    yield case("0 of 4 empty", normal(0, 24))
+    if device.type == "cuda":  # the interpreter computes wrongly in bf16
+        yield case("1311 of 4 bf16", normal(1311, 24).bfloat16(), rounds=ROUNDS)
+        yield case("1311 of 4 far from even", 6 * normal(1311, 24), rounds=ROUNDS)
+
+
+def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
+    for label, inputs, _ in _draw(device):
+        yield Case(label, inputs)
+
+
+def _backward_cases(device: torch.device, _group_size: int) -> Iterator[Case]:
+    for label, inputs, grads in _draw(device):
+        yield Case(label, (*grads, *inputs))
+
+
+def _timed(device: torch.device) -> tuple[str, tuple, tuple]:
+    raw = torch.randn(16384, 24, device=device, dtype=torch.bfloat16)
+    grads = (torch.randn(16384, *size, device=device) for size in ((4,), (4, 4), (4,)))
+    return "16384 of 4 bf16", (raw, torch.randn(24, device=device), ROUNDS), tuple(grads)
+
+
+def _timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
+    label, inputs, _ = _timed(device)
+    yield Timing(label, inputs, peer=partial(stream_weights_torch, *inputs))
+
+
+def _backward_timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
+    label, inputs, grads = _timed(device)
+    peer = partial(_stream_weights_backward_torch, *grads, *inputs)
+    yield Timing(label, (*grads, *inputs), peer=peer)
+
+
+_GATE = Gate(
+    exact=False,
+    relative=1e-4,
+    reason="where sums are 1 but for a rounding, float32 cannot tell which rows are above",
+)
+
+STREAM_WEIGHTS = KernelSpec(
+    "stream_weights", _stream_weights_triton, stream_weights_torch, stream_weights_reference,
+    _cases, _GATE, bfloat16=(0,), timings=_timings,
+)  # fmt: skip
+STREAM_WEIGHTS_BACKWARD = KernelSpec(
+    "stream_weights_backward", _stream_weights_backward_triton, _stream_weights_backward_torch,
+    stream_weights_backward_reference, _backward_cases, _GATE, bfloat16=(3,),
+    timings=_backward_timings,
+)  # fmt: skip

@@ -1,0 +1,57 @@
+"""Mixing of residual streams by the kernels, differentiable."""
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from arbcli.kernels.streams.mix_streams import mix_streams as mix
+from arbcli.kernels.streams.mix_streams import mix_streams_backward
+from arbcli.kernels.streams.stream_weights import stream_weights as make_weights
+from arbcli.kernels.streams.stream_weights import stream_weights_backward
+
+
+class _StreamWeights(Function):
+    @staticmethod
+    def forward(ctx, raw: Tensor, bias: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        ctx.save_for_backward(raw, bias)
+        return make_weights(raw, bias)
+
+    @staticmethod
+    def backward(ctx, *grads: Tensor):
+        raw, bias = ctx.saved_tensors
+        grad = stream_weights_backward(*grads, raw, bias)
+        return grad.to(raw.dtype), grad.sum(dim=0)
+
+
+class _MixStreams(Function):
+    @staticmethod
+    def forward(ctx, *inputs: Tensor | None) -> Tensor:
+        ctx.save_for_backward(*inputs)
+        return mix(*inputs)
+
+    @staticmethod
+    def backward(ctx, grad_y: Tensor):
+        grads = mix_streams_backward(grad_y, *ctx.saved_tensors)
+        return *grads, *[None] * (4 - len(grads))
+
+
+def stream_weights(raw: Tensor, bias: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Make the weights of streams: see `arbcli.kernels.streams.stream_weights`; differentiable."""
+    return _StreamWeights.apply(raw, bias)
+
+
+def mix_streams(
+    x: Tensor, weights: Tensor, added: Tensor | None = None, gains: Tensor | None = None
+) -> Tensor:
+    """Mix streams: see `arbcli.kernels.streams.mix_streams`; differentiable."""
+    return _MixStreams.apply(x, weights, added, gains)
+
+
+def spread_streams(x: Tensor, streams: int) -> Tensor:
+    """Begin every stream, (B, T, n, D), with the vectors (B, T, D)."""
+    return x[:, :, None].expand(-1, -1, streams, -1)
+
+
+def average_streams(x: Tensor) -> Tensor:
+    """Average streams (B, T, n, D) to (B, T, D), in float32 and rounded once."""
+    return torch.mean(x, dim=2, dtype=torch.float32).to(x.dtype)

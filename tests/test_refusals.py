@@ -1,0 +1,323 @@
+"""What is refused somewhere, and what is said then: each names what it is about, and its value."""
+
+import errno
+import json
+import os
+import struct
+import sys
+from dataclasses import replace
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
+import torch
+
+from arbcli import __version__
+from arbcli import checkpoint as checkpoints
+from arbcli.checkpoint import keep_best, load_checkpoint, save_checkpoint
+from arbcli.commands import _processes
+from arbcli.config.presets import preset
+from arbcli.config.training import train_config
+from arbcli.device import check_compute, peak_bytes, resolve_device
+from arbcli.errors import ArbError
+from arbcli.export import hugging_face
+from arbcli.export.gguf_file import GGUFFile
+from arbcli.export.run import export
+from arbcli.infer.load import load_weights
+from arbcli.inspect.saved import open_saved
+from arbcli.model.build import build_model
+from arbcli.plain_text import plain_file
+from arbcli.rules.base import fixed_point_gain
+from arbcli.train.directory import make_directory
+from arbcli.train.record import append_record, drop_records_after
+from arbcli.train.updater import Updater
+
+PLACE = {"device": "cpu", "backend": "torch", "compute": "fp32"}
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+
+
+def of_model(name: str, **options):
+    return lambda: preset(name, **options)
+
+
+def of_run(name: str = "tiny", **options):
+    return lambda: train_config(name, **PLACE | options)
+
+
+CONFIGURATIONS = {
+    "digits of votes": (
+        of_model("tiny", rule="votes", digits="all"), "the rule `votes` stores no digits",
+        "`digits=all` out, or use one of: moment, nibble, carry", ("digits",),
+    ),
+    "digits of a twin": (
+        of_model("tiny", weights="ste", digits="all"), "a float twin stores no digits", "moment",
+        ("digits",),
+    ),
+    "heads": (
+        of_model("tiny", dim=36, heads=4), "4 heads do not divide a width of 36",
+        "make `dim` a multiple of 8", ("dim", "heads"),
+    ),
+    "rotary": (
+        of_model("arb-tiny", heads=128), "heads of 2 have no even part of", "larger `dim`",
+        ("dim", "heads"),
+    ),
+    "half keys": (of_model("arb-tiny", top_k=2000), "`top_k` is 2000", "half keys", ()),
+    "experts": (
+        of_model("arb-tiny", moe_top_k=9), "`moe_top_k` is 9 of 8 experts", "use 1 to 8",
+        ("moe_top_k",),
+    ),
+    "stages": (
+        of_model("hnet-tiny", outer_dim=(32, 32)), "of 1 stages, and `outer_dim` of 2",
+        "1 to 8", ("outer_layers", "outer_dim"),
+    ),
+    "wire of a twin": (
+        of_run(weights="float", wire="int8"), "gradients of a float twin travel as they are",
+        "leave `wire` out", ("wire",),
+    ),
+    "fp8 of a twin": (
+        of_run(weights="ste", compute="fp8"), "multiplied in bf16", "`compute=fp8` out",
+        ("compute",),
+    ),
+    "unknown wire": (of_run(wire="int4"), "`wire` is `int4`", "`int8`, `int16`", ("wire",)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CONFIGURATIONS)
+def test_configuration_is_refused_with_its_values_and_a_way_out(name):
+    make, message, hint, fields = CONFIGURATIONS[name]
+    with pytest.raises(ArbError) as caught:
+        make()
+    assert message in str(caught.value)
+    assert hint in caught.value.hint
+    assert caught.value.fields == fields
+
+
+def gguf(version: int = 3, tensors: int = 0, keys: int = 0, rest: bytes = b"") -> bytes:
+    return b"GGUF" + struct.pack("<IQQ", version, tensors, keys) + rest
+
+
+def text(value: bytes) -> bytes:
+    return struct.pack("<Q", len(value)) + value
+
+
+FILES = {
+    "version": (gguf(version=2), "it is of version 2, not 3"),
+    "entries": (gguf(keys=2**20 + 1), "it has 1048577 entries, which cannot be"),
+    "type": (
+        gguf(tensors=1, rest=text(b"a.weight") + struct.pack("<IQIQ", 1, 32, 99, 0)),
+        "`a.weight` is of a type that arb does not write: 99",
+    ),
+    "blocks": (
+        gguf(tensors=1, rest=text(b"a.weight") + struct.pack("<IQIQ", 1, 33, 2, 0)),
+        "`a.weight` has rows of no whole blocks",
+    ),
+    "beyond": (
+        gguf(tensors=1, rest=text(b"a.weight") + struct.pack("<IQIQ", 1, 32, 0, 0)),
+        "it is truncated: `a.weight` ends beyond it",
+    ),
+    "value": (gguf(keys=1, rest=text(b"a") + struct.pack("<I", 77)), "the type 77, which is none"),
+    "text": (gguf(keys=1, rest=struct.pack("<Q", 100)), "it is truncated in its header"),
+    "no GGUF": (b"ABCD", "it does not begin with `GGUF`"),
+    "short": (b"GGUF", "its header cannot be read"),
+}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_file_that_is_no_gguf_of_ours_is_refused(name, tmp_path):
+    content, why = FILES[name]
+    (tmp_path / "a.gguf").write_bytes(content)
+    with pytest.raises(ArbError) as caught:
+        GGUFFile(tmp_path / "a.gguf")
+    assert str(caught.value).startswith(f"`{tmp_path / 'a.gguf'}`: refused: ")
+    assert why in str(caught.value)
+
+
+def test_folder_of_transformers_that_is_damaged_is_refused(saved, tmp_path):
+    folder = tmp_path / "model"
+    export(saved(), "hf", out=folder)
+    config, weights = folder / "config.json", folder / "model.safetensors"
+    whole = config.read_text(), weights.read_bytes()
+    for damage, why in (
+        (lambda: config.write_text("{}"), "it is none of `arb export`: 'num_hidden_layers'"),
+        (lambda: weights.write_bytes(whole[1][:100]), "its weights are truncated"),
+        (lambda: weights.write_bytes(whole[1][:-1]), "are truncated, or were altered"),
+        (lambda: config.write_text(whole[0].replace('"num_hidden_layers": 2',
+                                                    '"num_hidden_layers": 999')), "more layers"),
+    ):  # fmt: skip
+        damage()
+        with pytest.raises(ArbError, match="refused: ") as caught:
+            open_saved(folder, print)
+        assert why in str(caught.value)
+        config.write_text(whole[0])
+        weights.write_bytes(whole[1])
+
+
+def test_export_that_cannot_be_written_leaves_nothing(saved, tmp_path, monkeypatch):
+    path, full = saved(), OSError(errno.ENOSPC, "No space left on device")
+    monkeypatch.setattr(hugging_face, "_write_files", mock.Mock(side_effect=full))
+    with pytest.raises(ArbError, match=r"cannot write `.*model`: No space left on device"):
+        export(path, "hf", out=tmp_path / "model")
+    assert not [path for path in tmp_path.iterdir() if "model" in path.name]
+
+
+def test_run_that_does_not_tell_what_it_was_trained_in_is_refused(saved, tmp_path):
+    path = saved()
+    (tmp_path / "config.json").write_text(json.dumps({"config": {}}))
+    with pytest.raises(ArbError, match="trained in: 'compute'") as caught:
+        load_weights(path, print)
+    assert caught.value.hint == "give `--compute`"
+    (tmp_path / "config.json").write_text(json.dumps({"config": {"compute": "fp8"}}))
+    assert load_weights(path, print).compute == "fp8"
+
+
+def test_checkpoint_is_read_where_there_is_room_for_it_and_its_model(saved, monkeypatch):
+    path = saved()
+    size = sum(tensor.nbytes for tensor in load_checkpoint(path).tensors.values())
+    monkeypatch.setattr("arbcli.device.available_bytes", lambda: 2 * size)
+    load_weights(path, print)
+    monkeypatch.setattr("arbcli.device.available_bytes", lambda: 2 * size - 1)
+    with pytest.raises(ArbError, match="to read it, and make its model, needs 0"):
+        load_weights(path, print)
+
+
+def test_best_checkpoint_is_copied_where_there_are_no_links(saved, tmp_path, monkeypatch):
+    path = saved()
+    monkeypatch.setattr(os, "link", mock.Mock(side_effect=OSError(errno.EPERM, "no links")))
+    best = keep_best(path)
+    assert best.name == "best-000007.safetensors"
+    assert best.read_bytes() == path.read_bytes()
+    aside = checkpoints.set_aside(path, leave=True)
+    assert (aside.exists(), path.exists()) == (True, False)
+
+
+def test_checkpoint_that_cannot_be_is_not_saved(saved, tmp_path):
+    found = load_checkpoint(saved())
+    with pytest.raises(ValueError, match="cannot save step -1 and keep 2"):
+        save_checkpoint(tmp_path, replace(found, step=-1))
+    with pytest.raises(ValueError, match="cannot save step 7 and keep 0"):
+        save_checkpoint(tmp_path, found, keep=0)
+
+
+DEVICES = {
+    "nonsense": ("no device is named `nonsense`", 0), "mps": ("`mps` is not supported", 0),
+    "cuda": ("there is no CUDA device for `cuda`", 0),
+    "cuda:2": ("there is no CUDA device for `cuda:2`", 2),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", DEVICES)
+def test_device_that_is_not_there_is_named(name, monkeypatch):
+    message, number = DEVICES[name]
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: number)
+    with pytest.raises(ArbError, match=message):
+        resolve_device(name)
+    if number:
+        assert resolve_device("cuda:1") == torch.device("cuda:1")
+        assert resolve_device("cuda") == CUDA
+
+
+@pytest.mark.parametrize(
+    ("capability", "fits"), [((8, 0), False), ((8, 6), False), ((8, 9), True), ((9, 0), True)]
+)
+def test_products_in_eight_bits_need_a_gpu_that_has_them(capability, fits, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Some GPU")
+    check_compute("bf16", CUDA)
+    check_compute("fp8", CPU)
+    if fits:
+        check_compute("fp8", CUDA)
+        return
+    number = "".join(map(str, capability))
+    with pytest.raises(ArbError, match=f"`Some GPU` is sm_{number}, and .* needs sm_89") as caught:
+        check_compute("fp8", CUDA)
+    assert caught.value.fields == ("compute",)
+
+
+def test_peak_of_a_gpu_is_that_of_its_allocator(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 123)
+    assert peak_bytes(CUDA) == 123
+    monkeypatch.setitem(sys.modules, "resource", None)  # Windows has none
+    assert peak_bytes(CPU) == 0
+
+
+@pytest.mark.parametrize(("name", "field", "message"), [
+    ("a.parquet", None, "has columns, and none of them was named"),
+    ("a.parquet.gz", "text", "is a compressed Parquet file"),
+])  # fmt: skip
+def test_table_that_cannot_be_read_is_refused(name, field, message, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    (tmp_path / name).write_bytes(b"PAR1")
+    with pytest.raises(ArbError, match=message):
+        plain_file(tmp_path / name, field)
+
+
+def test_gain_that_a_step_cannot_have_is_refused():
+    with pytest.raises(ValueError, match=r"a step of 8192\.0 times the direction overflows"):
+        fixed_point_gain(8192.0)
+    assert fixed_point_gain(2047.5) == (4095, 1)
+
+
+def test_records_that_cannot_be_written_or_read_are_explained(tmp_path):
+    (tmp_path / "metrics.jsonl").mkdir()
+    record = SimpleNamespace(as_json=lambda: {"step": 1})
+    path = str(tmp_path / "metrics.jsonl")
+    with pytest.raises(ArbError) as caught:
+        append_record(tmp_path, record)
+    assert str(caught.value).startswith(f"cannot write `{path}`: Is a directory")
+    assert f"`--resume {tmp_path}`" in caught.value.hint
+    with pytest.raises(ArbError) as caught:
+        drop_records_after(tmp_path, 1)
+    assert str(caught.value).startswith(f"cannot read `{path}`: Is a directory")
+
+
+def test_directory_that_cannot_be_made_is_explained(tmp_path):
+    (tmp_path / "file").write_text("")
+    for path, message in ((tmp_path / "file" / "run", "cannot make"), (tmp_path / "file", "file`")):
+        with pytest.raises(ArbError, match=message) as caught:
+            make_directory(path)
+        assert "another `--out`" in caught.value.hint
+
+
+def test_counters_of_another_version_are_refused(small_graph):
+    model = build_model(preset("tiny", dim=32, layers=1, heads=1, ffn=32))
+    updater = Updater(model.weights().values(), 0, torch.float32)
+    for counters, named in (({"refused": 1}, "`refused`"), ({}, "none")):
+        with pytest.raises(ArbError, match=f"the checkpoint counts other things: {named}"):
+            updater.restore(counters)
+    updater.restore({"refused": 5, "nonfinite_steps": 2})
+    assert updater.counters() == {"refused": 5, "nonfinite_steps": 2}
+
+
+def test_model_without_keys_and_values_keeps_none_in_eight_bits():
+    mamba = {"outer_blocks": "mamba", "outer_dim": 32, "outer_heads": 1, "outer_ffn": 32}
+    model = build_model(preset("hnet-tiny", dim=32, layers=1, heads=1, ffn=32, **mamba))
+    model.blocks = torch.nn.ModuleList()
+    with pytest.raises(ArbError, match="keeps no keys and values"), model.keeping("int8"):
+        pass
+
+
+def test_version_is_told(arb_here):
+    done = arb_here("--version")
+    assert (done.returncode, done.stdout) == (0, f"arb {__version__}\n")
+
+
+def test_processes_are_started_in_place_of_this_one(monkeypatch):
+    started = mock.Mock()
+    monkeypatch.setattr(os, "execv", started)
+    monkeypatch.setattr(sys, "argv", ["arb", "train", "--gpus", "3", "--accum", "6"])
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    _processes.start_processes(3)
+    path, command = started.call_args.args
+    launch = ["-m", "arbcli.train.parallel.launch", "3", "train", "--accum", "6"]
+    assert (path, command) == (sys.executable, [sys.executable, *launch])
+    assert _processes.this_process() == (0, 1)
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setenv("RANK", "2")
+    assert _processes.this_process() == (2, 4)
+    with pytest.raises(ArbError, match="this is one that `torchrun` has started"):
+        _processes.start_processes(3)
+
+
+def test_field_is_of_a_text(arb_here):
+    done = arb_here("probe-loss", "--checkpoint", "x", "--field", "body")
+    assert "`--field` is of `--data`" in done.stderr
