@@ -46,6 +46,8 @@ class RunDisplay:
         if (size := trainer.group.size) > 1:
             place += f", {size} processes with {config.accum // size} of {config.accum} batches"
         note(f"device  {place}")
+        if config.device == "cpu" and config.backend == "torch" and not native.available():
+            note(f"        `native` would be faster: {native.why_not()}")
         if trainer.step:
             note(f"resumed at step {trainer.step}")
 

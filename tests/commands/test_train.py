@@ -335,7 +335,7 @@ def test_unknown_name_is_refused_while_options_are_read(mistake, monkeypatch):
     monkeypatch.setitem(sys.modules, "arbcli.inspect", None)  # the first import of the command
     result = CliRunner().invoke(app, ["train", mistake])
     assert isinstance(result.exception, ArbError)
-    assert re.match("choose one of|use `cpu` or `cuda`", result.exception.hint)
+    assert re.match("choose one of|use `cpu`, `cuda`", result.exception.hint)
 
 
 @pytest.mark.parametrize(

@@ -44,6 +44,9 @@ class LinearWeight(StreamedTensor):
     """Those that a forward decodes with it."""
     needed_before: "tuple[LinearWeight, ...]" = ()
     """Those that a backward decodes with it."""
+    keeps_decoded = False
+    """Whether it is decoded once and kept, where products are torch's."""
+    _kept: Tensor | None = None
     _decoded: tuple[tuple[int, ...], torch.dtype, Tensor] | None = None
     """What was decoded with another: of which version, in which dtype, and the weights."""
 
@@ -67,6 +70,10 @@ class LinearWeight(StreamedTensor):
     def _multiply(self, x: Tensor) -> Tensor:
         if self.decodes_ahead and len(x) > FUSED_ROWS and uses_triton(x):
             return x @ self._dense(x.dtype, self.needed_after).T
+        if self.keeps_decoded and not uses_triton(x):
+            if self._kept is None or self._kept.dtype != x.dtype:
+                self._kept = self.weight(x.dtype)
+            return x @ self._kept.T
         return ternary_matmul(x, self.packed)
 
     def propagate(self, grad_y: Tensor) -> Tensor:
@@ -91,6 +98,15 @@ class LinearWeight(StreamedTensor):
                 weight._decoded = weight.version, dtype, dense
             decoded, self._decoded = self._decoded, None
         return decoded[2]
+
+    @contextmanager
+    def decoded_once(self) -> Iterator[None]:
+        """Keep the weights decoded once a product needed them; meanwhile they must not change."""
+        self.keeps_decoded = True
+        try:
+            yield
+        finally:
+            self.keeps_decoded, self._kept = False, None
 
     def _in_fp8(self, rows: Tensor) -> bool:
         return self.fp8 and len(rows) > FUSED_ROWS
