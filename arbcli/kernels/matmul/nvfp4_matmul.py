@@ -14,7 +14,7 @@ from arbcli.kernels.codec.decode_digits import decode_digits_reference, decode_d
 from arbcli.kernels.codec.decode_weight import decode_weight_triton
 from arbcli.kernels.codec.packed import Packed, random_packed
 from arbcli.kernels.matmul.fp8_matmul import MULTIPLE
-from arbcli.kernels.matmul.round_nvfp4 import ROUND_NVFP4, round_nvfp4_reference
+from arbcli.kernels.matmul.round_nvfp4 import BLOCK, ROUND_NVFP4, round_nvfp4_reference
 from arbcli.kernels.runtime.backend import uses_triton
 from arbcli.kernels.runtime.spec import Case, Gate, KernelSpec, Timing
 
@@ -78,12 +78,12 @@ def nvfp4_matmul(
     return run(q, scale, packed, transposed, dtype)
 
 
-def _cases(device: torch.device, group_size: int) -> Iterator[Case]:
+def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
     generator = torch.Generator().manual_seed(0)
     dtypes = (torch.float32, torch.bfloat16) if device.type == "cuda" else (torch.float32,)
-    # few: decoding is verified by itself, and takes the interpreter seconds
+    # few, and of T16: decoding is verified by itself, and takes the interpreter seconds
     for rows, outputs, inputs, transposed in ((65, 32, 48, False), (5, 16, 176, True)):
-        packed = random_packed(outputs, inputs, group_size, generator, spread=4).to(device)
+        packed = random_packed(outputs, inputs, BLOCK, generator, spread=4).to(device)
         width = outputs if transposed else inputs
         source = torch.randn(rows, width, generator=generator).to(device)
         for dtype in dtypes:
