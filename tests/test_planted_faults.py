@@ -143,6 +143,20 @@ FAULTS = [
         "missing term", "weights of a norm in eight bits left out", "rms_norm_e4m3",
         rewrite("y = y * r * load_weight(w, ...)", "y = y * r"),
     ),
+    # products in four bits, emulated
+    kernel(
+        "saturation", "scales of four-bit numbers beyond the largest of e4m3", "round_nvfp4",
+        rewrite("((264 - f) << 23).to(tl.float32, bitcast=True)",
+                "((266 - f) << 23).to(tl.float32, bitcast=True)"),
+    ),
+    kernel(
+        "tie", "ties of four-bit numbers away from zero", "round_nvfp4",
+        rewrite("tl.where(a > 2.5 * s, 1.0, 0.0)", "tl.where(a >= 2.5 * s, 1.0, 0.0)"),
+    ),
+    kernel(
+        "missing term", "global scale of four-bit weights forgotten", "nvfp4_matmul",
+        rewrite("(q @ w.T).float() * (s * t)", "(q @ w.T).float() * s"),
+    ),
     # packing and scales
     kernel(
         "layout", "planes of a short block as wide as a full one", "unpack_trits",
@@ -475,11 +489,14 @@ FAULTS = [
         rewrite("s / s.sum(dim=-1, keepdim=True).clamp(min=TINY)", "s"),
         "compressed: end to end",
     ),
-    module(
-        "position", "entries turned as their second bytes", "model.blocks.compressed_attention",
-        rewrite("part[:: self.ratio][: still.shape[1], None]",
-                "part[1 :: self.ratio][: still.shape[1], None]"),
-        "compressed: end to end",
+    kernel(
+        "position", "entries turned as their second bytes", "compress_blocks",
+        rewrite("tl.load(cos_ptr + b * M * HALF + o, ...)",
+                "tl.load(cos_ptr + (b * M + 1) * HALF + o, ...)"),
+    ),
+    kernel(
+        "gradient", "gates as if nothing was divided by", "compress_blocks_backward",
+        rewrite("g1 * (v1 - c1)", "g1 * v1"),
     ),
     kernel(
         "tie", "the last of equals kept", "choose_byte",
@@ -940,8 +957,8 @@ FAULTS = [
         slow=True,
     ),
     module(
-        "gradient", "confidence of a position that begins no chunk not turned", "model.blocks",
-        rewrite("torch.where(s >= 0, f, -c)", "torch.where(s >= 0, f, c)"),
+        "gradient", "confidence of a position that begins no chunk not turned",
+        "model.blocks.chunking", rewrite("torch.where(s >= 0, f, -c)", "torch.where(s >= 0, f, c)"),
         "hnet: whole gradient",
     ),
     module(

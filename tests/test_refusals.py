@@ -70,10 +70,6 @@ CONFIGURATIONS = {
         of_model("hnet-tiny", outer_dim=(32, 32)), "of 1 stages, and `outer_dim` of 2",
         "1 to 8", ("outer_layers", "outer_dim"),
     ),
-    "mamba of a twin": (
-        of_model("hnet-tiny", outer_blocks="mamba", weights="float"), "`weights` is `float`",
-        "attention for twins", ("weights",),
-    ),
     "wire of a twin": (
         of_run(weights="float", wire="int8"), "gradients of a float twin travel as they are",
         "leave `wire` out", ("wire",),

@@ -3,6 +3,7 @@
 from arbcli.kernels.attention.append_position import APPEND_POSITION
 from arbcli.kernels.attention.choose_entries import CHOOSE_ENTRIES
 from arbcli.kernels.attention.choose_next import CHOOSE_NEXT
+from arbcli.kernels.attention.compress_blocks import COMPRESS_BLOCKS, COMPRESS_BLOCKS_BACKWARD
 from arbcli.kernels.attention.compressed_attention import COMPRESSED_ATTENTION
 from arbcli.kernels.attention.compressed_attention_backward import COMPRESSED_ATTENTION_BACKWARD
 from arbcli.kernels.attention.decode_attention import DECODE_ATTENTION
@@ -27,7 +28,9 @@ from arbcli.kernels.matmul.arranged_rows import ARRANGED_ROWS
 from arbcli.kernels.matmul.digits_matmul import DIGITS_MATMUL
 from arbcli.kernels.matmul.fp8_matmul import FP8_MATMUL
 from arbcli.kernels.matmul.grouped_matmul import GROUPED_GRAD_W, GROUPED_MATMUL
+from arbcli.kernels.matmul.nvfp4_matmul import NVFP4_MATMUL
 from arbcli.kernels.matmul.quantise_rows import QUANTISE_ROWS
+from arbcli.kernels.matmul.round_nvfp4 import ROUND_NVFP4
 from arbcli.kernels.matmul.ternary_matmul import TERNARY_MATMUL, TERNARY_MATMUL_GRAD_X
 from arbcli.kernels.norm.gated_rms_norm import GATED_RMS_NORM, GATED_RMS_NORM_BACKWARD
 from arbcli.kernels.norm.norm_e4m3 import GATED_RMS_NORM_E4M3, RMS_NORM_E4M3
@@ -71,6 +74,8 @@ KERNELS: tuple[KernelSpec, ...] = (
     DECODE_E4M3,
     QUANTISE_ROWS,
     FP8_MATMUL,
+    ROUND_NVFP4,
+    NVFP4_MATMUL,
     TERNARY_MATMUL,
     TERNARY_MATMUL_GRAD_X,
     ARRANGED_MATMUL,
@@ -92,6 +97,8 @@ KERNELS: tuple[KernelSpec, ...] = (
     DECODE_ATTENTION,
     DECODE_ATTENTION_8BIT,
     DECODE_ATTENTION_ROWS,
+    COMPRESS_BLOCKS,
+    COMPRESS_BLOCKS_BACKWARD,
     COMPRESSED_ATTENTION,
     COMPRESSED_ATTENTION_BACKWARD,
     CHOOSE_ENTRIES,

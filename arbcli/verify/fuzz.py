@@ -16,6 +16,7 @@ from torch import Tensor
 from arbcli.kernels.attention.append_position import APPEND_POSITION
 from arbcli.kernels.attention.choose_entries import random_index
 from arbcli.kernels.attention.choose_next import index_of_byte
+from arbcli.kernels.attention.compress_blocks import COMPRESS_BLOCKS, COMPRESS_BLOCKS_BACKWARD
 from arbcli.kernels.attention.compressed_attention import (
     COMPRESSED_ATTENTION,
     Sight,
@@ -44,6 +45,7 @@ from arbcli.kernels.matmul.digits_matmul import DIGITS_MATMUL, arrange_digits
 from arbcli.kernels.matmul.fp8_matmul import MULTIPLE
 from arbcli.kernels.matmul.grouped_matmul import GROUPED_GRAD_W, GROUPED_MATMUL
 from arbcli.kernels.matmul.quantise_rows import E4M3, QUANTISE_ROWS
+from arbcli.kernels.matmul.round_nvfp4 import ROUND_NVFP4
 from arbcli.kernels.matmul.ternary_matmul import TERNARY_MATMUL, TERNARY_MATMUL_GRAD_X
 from arbcli.kernels.norm.gated_rms_norm import gated_rms_norm_in_its_dtype
 from arbcli.kernels.norm.rms_norm import (
@@ -193,6 +195,13 @@ def _fp8_matmul(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
     packed = dice.packed(n, k, group_size)
     q, scale = QUANTISE_ROWS.torch(dice.reals(m, n if transposed else k))
     return q.to(E4M3), scale, packed, transposed == 1, dice.dtype
+
+
+def _nvfp4_matmul(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
+    n, k, transposed = -(-n // MULTIPLE) * MULTIPLE, -(-k // MULTIPLE) * MULTIPLE, dice.below(2)
+    packed = dice.packed(n, k, group_size)
+    q, scale = ROUND_NVFP4.torch(dice.reals(m, n if transposed else k))
+    return q, scale, packed, transposed == 1, dice.dtype
 
 
 def _ternary_matmul(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
@@ -523,6 +532,7 @@ def _decode_latent(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple
     shapes = ((1, heads * width + size + 2 * half), (heads * (width + still), size),
               (n, size), (n, 2 * half))  # fmt: skip
     row, *others = (dice.reals(*shape).contiguous() for shape in shapes)
+    others[0] *= size**-0.5  # keys about as long as queries: exp of no score overflows
     lengths = dice.reals(n, heads, dtype=torch.float32).abs().clamp(max=2).contiguous()
     return (
         row[0], *others, lengths, dice.scalar(position), angle.cos(), angle.sin(),
@@ -532,6 +542,21 @@ def _decode_latent(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple
 
 def _drawn_with(dice: Dice) -> torch.Generator:
     return torch.Generator().manual_seed(dice.below(2**31))
+
+
+def _compress_blocks(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
+    heads, half, ratio = dice.pick((1, 2)), 1 + min(k, 40), 2 + dice.below(7)
+    batch, length = dice.pick((1, 2)), 1 + min(m, 60)
+    x = dice.reals(batch, length, 6 * heads * half)
+    beta = dice.reals(2 * heads * half, ratio, dtype=torch.float32)
+    angle = dice.reals(length, half, dtype=torch.float32)
+    return x, beta, angle.cos(), angle.sin(), heads, 1e-6
+
+
+def _compress_blocks_backward(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
+    inputs = _compress_blocks(dice, group_size, m, n, k)
+    recent, entries, _ = COMPRESS_BLOCKS.torch(*inputs)
+    return *(dice.reals(*t.shape, dtype=torch.float32) for t in (recent, entries)), *inputs
 
 
 def _append_position(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
@@ -830,6 +855,12 @@ def _gradient_statistics_in_float64(grad, packed, factored, signs):
     return slope, slope.square().sum(), squares.sum(), *of_both
 
 
+def _nvfp4_matmul_in_float64(q, scale, packed, transposed, dtype):
+    weight = decode_digits_torch(packed, torch.float32)
+    weight, weight_scale = ROUND_NVFP4.torch(weight.T if transposed else weight)
+    return q.double() @ weight.double().T * (scale.double() * weight_scale.double())
+
+
 def _fp8_matmul_in_float64(q, scale, packed, transposed, dtype):
     weight, weight_scale = DECODE_E4M3.torch(packed, transposed)
     return (q.double() * scale) @ (weight.double() * weight_scale.T).T
@@ -925,6 +956,8 @@ DRAWINGS = {
     "decode_digits": Drawing(_decode_digits),
     "decode_e4m3": Drawing(_decode_e4m3),
     "quantise_rows": Drawing(_quantise_rows, needs_rows=True),
+    "round_nvfp4": Drawing(_quantise_rows, None, ROUND_NVFP4.torch, needs_rows=True),
+    "nvfp4_matmul": Drawing(_nvfp4_matmul, _nvfp4_matmul_in_float64, needs_rows=True),
     "fp8_matmul": Drawing(_fp8_matmul, _fp8_matmul_in_float64, needs_rows=True),
     "ternary_matmul": Drawing(
         _ternary_matmul, _matmul_in_float64, TERNARY_MATMUL.torch, needs_rows=True
@@ -976,6 +1009,12 @@ DRAWINGS = {
     "choose_bytes": Drawing(_choose_bytes, one_layout=True),
 
 
+    "compress_blocks": Drawing(
+        _compress_blocks, None, COMPRESS_BLOCKS.torch, needs_rows=True
+    ),
+    "compress_blocks_backward": Drawing(
+        _compress_blocks_backward, None, COMPRESS_BLOCKS_BACKWARD.torch, needs_rows=True
+    ),
     "compressed_attention": Drawing(
         _compressed_attention, None, COMPRESSED_ATTENTION.torch, needs_rows=True
     ),

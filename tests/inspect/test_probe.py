@@ -252,8 +252,11 @@ def test_flips_are_those_that_the_updates_count(rule, text):
         assert tensor.still_share == pytest.approx((trits == trits[0]).all(0).double().mean())
 
 
-def test_update_size_is_one_where_rounding_is_small(text):
-    report = examine(trainer_of(text, lr=4.0, warmup=0), 2)
+@pytest.mark.parametrize("direction", ["orthogonal", "factored"])
+def test_update_size_is_one_where_rounding_is_small(direction, text):
+    """Whatever the learning rate of a matrix is multiplied by."""
+    lr = 4.0 if direction == "orthogonal" else 1.0
+    report = examine(trainer_of(text, lr=lr, warmup=0, direction=direction), 2)
     for tensor in report.tensors:
         if tensor.name != "embedding.weight":  # its rows of absent bytes do not move
             assert 0.8 < tensor.update_size < 1.1, tensor.name

@@ -200,7 +200,7 @@ def test_captured_phases_make_the_text_of_phases_one_by_one(kind, device, monkey
     texts = []
     for capture, joined in ((False, False), (True, True), (True, False)):
         if not joined:
-            monkeypatch.setattr("arbcli.model.hnet.has_conditions", lambda _: False)
+            monkeypatch.setattr("arbcli.model.hnet_cache.has_conditions", lambda _: False)
         with lm.prepared_weights():
             decoder = Decoder(lm, 200, Sampling(seed=2), capture=capture)
             decoder.read(b"the text ")

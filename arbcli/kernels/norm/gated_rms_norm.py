@@ -101,7 +101,8 @@ def _gated_rms_norm_native(gate_up, weight, eps):
     return norm_native(gate_up, weight, eps, gated=True)
 
 
-def _gated_rms_norm_backward_native(grad_y, gate_up, weight, eps):
+def _gated_rms_norm_backward_native(grad_y, gate_up, weight, eps, overwrite=False):
+    # the gradient has a place of its own whatever `overwrite` allows
     return norm_backward_native(grad_y, gate_up, weight, eps, gated=True)
 
 
