@@ -33,6 +33,8 @@ class RunDisplay:
     def started(self, run: Path, trainer: "Trainer", facts: dict[str, Any]) -> None:
         if self.quiet:
             return
+        from arbcli.kernels.runtime import native  # with torch, which is loaded by now
+
         config, text = trainer.config, facts["text"]
         self.steps = config.steps
         model = config.model
