@@ -461,6 +461,19 @@ def test_time_since_the_last_save_decides_when_to_save(options, tmp_path, monkey
     assert saved == [0, 3, 6, 8]
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_counters_that_are_added_up_go_on_in_one_process_alone(rank, options):
+    trainer = trainer_of(options, wire="int8")
+    shared = trainer.shared
+    shared.group = Group(rank, 2)
+    shared.group.sum = lambda tensor: tensor + 1000 * rank  # of the other process
+    shared.restore({"refused": 5, "nonfinite_steps": 2})
+    assert shared.updates.counters() == {"refused": 0 if rank else 5, "nonfinite_steps": 2}
+    assert shared.counters() == {"refused": 1000 if rank else 5, "nonfinite_steps": 2}
+    shared.received = 4 * shared.num_weights
+    assert shared.bytes_a_weight() == 2  # of two processes
+
+
 def test_facts_of_a_run_are_those_of_its_texts_and_of_this_program(options, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     Path("held.txt").write_bytes(b"WXYZ" * 25)
