@@ -31,8 +31,6 @@ class RunDisplay:
             self.line.show_wait(what)
 
     def started(self, run: Path, trainer: "Trainer", facts: dict[str, Any]) -> None:
-        from arbcli.kernels.runtime import native  # with torch, which is loaded by now
-
         if self.quiet:
             return
         from arbcli.kernels.runtime import native  # with torch, which is loaded by now
