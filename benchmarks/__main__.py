@@ -2,8 +2,9 @@
 
     python -m benchmarks [--only PART...] [--out DIR] [--list]
 
-A part is a benchmark, or `training_step.PRESET`, `generation.PRESET` and the like. Each is a process
-of its own, so that none inherits another's memory or clocks, and one that fails stops no other.
+A part is a benchmark, or `training_step.PRESET`, `generation.PRESET` and the like. Each is a
+process of its own, so that none inherits another's memory or clocks, and one that fails stops no
+other.
 """
 
 import argparse
