@@ -1,11 +1,12 @@
 """Time an `HNet` beside the `ByteLM` of its size: training and generation, in one run.
 
-    python -m benchmarks.hnet [PRESET...] [--out DIR]
+    python -m benchmarks.hnet [PRESET...] [--kind KIND]... [--out DIR]
 
 The peer is `ByteLM` of the same context, batch and rule, ternary too. Chunks of a trained model
 have the wanted length; an untrained one finds them anywhere. Training costs the same either way, as
-its shapes are fixed. Generation does not, so it is timed with boundaries at every N bytes, which
-are as many as a router is held to, and with learned ones after the few steps that were timed.
+its shapes are fixed. Generation does not, so routers that learn are trained for some steps first.
+It is timed over texts that fill the context, as `ByteLM` becomes slower on the way, and `HNet`
+hardly.
 """
 
 import statistics
@@ -14,7 +15,9 @@ import torch
 
 from arbcli.data import open_texts
 from arbcli.device import deterministic
-from arbcli.infer.generation import Decoder
+from arbcli.infer.chunks import chunk_depths
+from arbcli.infer.generation import Decoder, Sampling
+from arbcli.model.hnet import HNet
 from arbcli.model.language_model import LanguageModel
 from arbcli.train.configure import new_config
 from arbcli.train.trainer import EAGER_STEPS, Trainer
@@ -30,7 +33,10 @@ KINDS = {
     "every": {"boundaries": "every"},
     "space": {"boundaries": "space"},
 }
-ROUNDS, STEPS, LENGTH = 3, 10, 512
+ROUNDS, STEPS = 3, 10
+TRAINED = 250
+"""Steps, for which a router that learns is trained before it makes text."""
+WARM_UP_BYTES = 64
 
 
 def measure(preset: str, ctx: int, batch: int, options: dict) -> dict:
@@ -52,36 +58,48 @@ def measure(preset: str, ctx: int, batch: int, options: dict) -> dict:
             "allocated_bytes": torch.cuda.max_memory_allocated(),
             "gauges": trainer.model.gauges(),
         }
-        row["generated_bytes_per_second"] = round(time_generation(trainer.model), 1)
+        chunked = isinstance(trainer.model, HNet)
+        if chunked and trainer.model.config.boundaries == "learned":
+            run_steps(trainer, TRAINED)
+        made, rates = time_generation(trainer.model, ctx)
+        row["generated_bytes_per_second"] = round(statistics.median(rates), 1)
+        row["rounds_generated"] = [round(rate, 1) for rate in rates]
+        if chunked:
+            depths = chunk_depths(trainer.model, made, "triton")
+            row["generated_chunk_length"] = round(len(made) / sum(map(bool, depths)), 2)
     return row
 
 
-def time_generation(model: LanguageModel) -> float:
-    """Time the second half of a text, in bytes a second."""
+def time_generation(model: LanguageModel, ctx: int) -> tuple[bytes, list[float]]:
+    """Make texts that fill the context; return the last one, and the bytes a second of each."""
+    rates = []
     with model.prepared_weights():
-        decoder = Decoder(model, 2 * LENGTH + 1)
-        decoder.read(b"\n")
+        for seed in range(ROUNDS):
+            decoder, made = Decoder(model, ctx, Sampling(seed=seed)), bytearray(b"\n")
 
-        def more(length: int) -> None:
-            assert sum(map(len, decoder.stream(length))) == length
+            def more(length: int, decoder: Decoder = decoder, made: bytearray = made) -> None:
+                for part in decoder.stream(length):
+                    made += part
 
-        more(LENGTH)
-        return bytes_per_second(more, LENGTH)
+            decoder.read(bytes(made))
+            more(WARM_UP_BYTES)
+            rates.append(bytes_per_second(more, ctx - len(made)))
+    return bytes(made), rates
 
 
 def main() -> None:
-    """Print a line a model, and write the rows of each preset."""
+    """Print a line a model, and write its row as soon as it is there."""
     parser = results.options("hnet", "Time HNet beside ByteLM.")
     parser.add_argument("presets", nargs="*", metavar="PRESET", help=f"of {', '.join(PEERS)}")
+    parser.add_argument("--kind", action="append", choices=KINDS, help="[default: all]")
     given = parser.parse_args()
     for preset in given.presets or PEERS:
         peer, ctx, batch = PEERS[preset]
-        kinds = {"ByteLM": (peer, {})} | {kind: (preset, KINDS[kind]) for kind in KINDS}
-        rows = []
+        kinds = {"ByteLM": (peer, {})} | {k: (preset, KINDS[k]) for k in given.kind or KINDS}
+        base = None
         for kind, (name, options) in kinds.items():
             row = {"preset": preset, "kind": kind} | measure(name, ctx, batch, options)
-            rows.append(row)
-            base = rows[0]
+            base = base or row
             print(
                 f"{preset:10} {kind:15} {row['weights'] / 1e6:6.1f} M"
                 f" {row['bytes_per_second']:11,} bytes/s"
@@ -91,8 +109,8 @@ def main() -> None:
                 f" {row['allocated_bytes'] / 2**20:8,.0f} MiB {row['gauges']}",
                 flush=True,
             )
-        command = results.command_line("hnet", preset)
-        results.save("hnet", rows, command=command, folder=given.out)
+            command = results.command_line("hnet", preset)
+            results.save("hnet", [row], command=command, folder=given.out)
 
 
 if __name__ == "__main__":

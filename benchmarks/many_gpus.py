@@ -2,7 +2,7 @@
 
     torchrun --nproc-per-node 2 -m benchmarks.many_gpus bits|speed|quality [--preset NAME]
         [--data FILE --val FILE] [--device cpu] [--eager] [--digits all] [--steps N]
-        [--kinds KIND...]
+        [--kinds KIND...] [--out DIR]
 
 `bits` trains with all GPUs, and with the first one alone that does all micro-batches, and compares
 every tensor of the state. `speed` times a step of all GPUs with one micro-batch each, and of one
@@ -13,7 +13,6 @@ with those of the rule that steps by one gradient of the same windows; each GPU 
 `--device cpu` tries it out with gloo: figures of time and memory mean nothing there.
 """
 
-import argparse
 import gc
 import json
 import os
@@ -34,6 +33,7 @@ from arbcli.model.baselines import FloatWeight
 from arbcli.train.configure import new_config
 from arbcli.train.parallel.group import Group, joined, own_device
 from arbcli.train.trainer import EAGER_STEPS, Trainer
+from benchmarks import results
 from benchmarks.training_step import SHAPES, draw
 
 ABOUT = {preset: {"ctx": ctx, "batch": batch} for preset, (ctx, batch) in SHAPES.items()} | {
@@ -89,8 +89,9 @@ def compare_bits(
     saved = trainer.checkpoint("").tensors
     wire = trainer.shared.bytes_a_weight()
     trainer.release_graph()
-    row = {"preset": preset, "digits": digits, "captured": trainer.captures, "steps": steps}
-    row |= {"wire_bytes_a_weight": wire}
+    kind = f"digits {digits}{', captured' * trainer.captures}"
+    row = {"part": "bits", "preset": preset, "kind": kind, "gpus": group.size, "seed": 7}
+    row |= {"steps": steps, "wire_bytes_a_weight": wire}
     if group.first:
         digests = {name: tensor_digest(name, part) for name, part in saved.items()}
         one = build(preset, texts, Group(device=group.device), **about)
@@ -128,11 +129,12 @@ def time_steps(preset: str, texts: Texts, group: Group, capture: bool, kinds: li
         "factored": {"wire": "int8", "direction": "factored"},
     }  # fmt: skip
     for kind in kinds:
-        for size in (1, group.size):
+        for size in dict.fromkeys((1, group.size)):
             if kind == "rule" and size > 1:
                 continue
             part = group if size > 1 else Group(device=group.device)
-            seconds = peak = state = wire = 0
+            seconds = wire = 0.0
+            peak = state = 0
             captured = False
             if size > 1 or group.first:
                 ours = nullcontext() if kind == "twin" else deterministic()
@@ -153,24 +155,20 @@ def time_steps(preset: str, texts: Texts, group: Group, capture: bool, kinds: li
                 trainer.release_graph()
                 del trainer
                 free()
-            group.agree(0)
-            positions = ABOUT[preset]["ctx"] * ABOUT[preset]["batch"] * size
-            bytes_per_second = positions / seconds if seconds else 0
-            rows.append({
-                "preset": preset, "kind": kind, "gpus": size, "captured": captured,
-                "milliseconds": 1000 * seconds, "bytes_per_second": bytes_per_second,
-                "peak_gb": peak / 1e9, "state_gb": state / 1e9,
-                "wire_bytes_a_weight": wire,
-            })  # fmt: skip
+            peaks, states = zip(*group.collect((peak, state))[:size], strict=True)
             if group.first:
+                positions = ABOUT[preset]["ctx"] * ABOUT[preset]["batch"] * size
+                rows.append({
+                    "part": "speed", "preset": preset, "kind": kind, "gpus": size, "seed": None,
+                    "captured": captured, "ms": 1000 * seconds,
+                    "bytes_per_second": positions / seconds, "peak_bytes": peaks,
+                    "state_bytes": states, "wire_bytes_a_weight": wire,
+                })  # fmt: skip
                 print(json.dumps(rows[-1]), flush=True)
-        first, last = (
-            next(r for r in rows if r["kind"] == kind and r["gpus"] == size)
-            for size in (1, 1 if kind == "rule" else group.size)
-        )
-        if group.first:
-            share = first["milliseconds"] / last["milliseconds"]
-            print(f"weak scaling {preset} {kind}: {share:.1%}", flush=True)
+        if group.first and size > 1 and kind != "rule":
+            print(
+                f"weak scaling {preset} {kind}: {rows[-2]['ms'] / rows[-1]['ms']:.1%}", flush=True
+            )
     return rows
 
 
@@ -205,17 +203,18 @@ def learn(
                 ]  # fmt: skip
             loss = float(torch.stack(losses).mean())
         seconds = time.perf_counter() - started
-        rows.append({"kind": kind, "seed": seed, "val_loss": loss, "seconds": seconds})
+        row = {"part": "quality", "preset": preset, "kind": kind, "gpus": 1, "seed": seed}
+        rows.append(row | {"steps": steps, "val_loss": loss, "seconds": seconds})
         print(json.dumps(rows[-1]), flush=True)
         trainer.release_graph()
         del trainer
         free()
-    return rows
+    return [row for part in group.collect(rows) for row in part]
 
 
 def main() -> int:
-    """Measure one part; the first process prints."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.many_gpus")
+    """Measure one part; the first process writes the rows."""
+    parser = results.options("many_gpus", "Measure a run that several GPUs share.")
     parser.add_argument("part", choices=("bits", "speed", "quality"))
     parser.add_argument("--preset", default="small")
     parser.add_argument("--data", type=Path)
@@ -231,20 +230,20 @@ def main() -> int:
     files = [[str(path)] if path else None for path in (args.data, args.val)]
     texts = open_texts(*files, seed=0, context=256)
     with joined(place) as group:
+        about, capture = (args.preset, texts, group), not args.eager
         if args.part == "bits":
             with deterministic():
-                steps = args.steps or 8
-                about = args.preset, texts, group, not args.eager, steps, 4, args.digits
-                row = compare_bits(*about)
+                rows = [compare_bits(*about, capture, args.steps or 8, 4, args.digits)]
             if group.first:
-                print(json.dumps(row), flush=True)
+                print(json.dumps(rows[0]), flush=True)
         elif args.part == "speed":
-            time_steps(
-                args.preset, texts, group, not args.eager, args.kinds or ["wire", "rule", "twin"]
-            )
+            rows = time_steps(*about, capture, args.kinds or ["wire", "rule", "twin"])
         else:
-            learn(args.preset, texts, group, args.steps or 2000, args.kinds)
+            rows = learn(*about, args.steps or 2000, args.kinds)
         group.agree(0)
+        if group.first:
+            command = results.command_line("many_gpus", args.part, "--preset", args.preset)
+            results.save("many_gpus", rows, command=command, folder=args.out)
     return 0
 
 

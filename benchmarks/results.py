@@ -26,6 +26,7 @@ KEYS = {
     "kv_cache": ("preset", "ctx", "kv"),
     "products": ("size", "rows", "what"),
     "arb_3b": ("kind", "batch", "recompute"),
+    "many_gpus": ("part", "preset", "kind", "gpus", "seed"),
     "ablation": ("variant", "seed", "steps"),
     "cpu_step": ("preset", "kind"),
     "exports": ("model", "program", "type"),

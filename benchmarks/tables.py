@@ -370,6 +370,76 @@ def exports(runs: Runs) -> str:
     return markdown(head, rows) + source(runs)
 
 
+def bits_of_many(runs: Runs) -> str:
+    """Compare states after the same steps on several GPUs and on one."""
+    found = _of_part(runs, "bits")
+    lines = [
+        [
+            f"`{row['preset']}`, {row['kind']}",
+            f"{row['gpus']}",
+            f"{row['steps']}",
+            f"{row['tensors'] - row['tensors_that_differ']} of {row['tensors']}",
+            "yes" if row["losses_equal"] else "no",
+            f"{row['wire_bytes_a_weight']:.3f}",
+        ]
+        for row in rows_of(found)
+    ]
+    head = ["", "GPUs", "steps", "tensors equal to one GPU's", "losses equal"]
+    return _measured([*head, "bytes a step, weight and GPU"], lines, found)
+
+
+def speed_of_many(runs: Runs) -> str:
+    """Time of a step where each GPU has one micro-batch, and what it is of linear."""
+    found, lines = _of_part(runs, "speed"), []
+    for row in rows_of(found):
+        one = row_of(found, preset=row["preset"], kind=row["kind"], gpus=1)
+        linear = one["ms"] / row["ms"] if one and row["gpus"] > 1 else None
+        lines.append(
+            [
+                f"`{row['preset']}`",
+                row["kind"] + ", captured" * row["captured"],
+                f"{row['gpus']}",
+                f"{row['ms']:.2f}",
+                f"{row['bytes_per_second']:,.0f}",
+                _share(linear),
+                f"{row['wire_bytes_a_weight']:.3f}" if row["wire_bytes_a_weight"] else "",
+                f"{max(row['state_bytes']) / 1e9:.3f}",
+                f"{max(row['peak_bytes']) / 1e9:.2f}",
+            ]
+        )
+    head = ["preset", "kind", "GPUs", "ms a step", "trained bytes/s", "of linear"]
+    head += ["bytes a step, weight and GPU", "state of a GPU, GB", "peak of a GPU, GB"]
+    return _measured(head, lines, found)
+
+
+def quality_of_many(runs: Runs) -> str:
+    """Held-out loss of whole runs by gradients that travel, beside those of the other rule."""
+    found = _of_part(runs, "quality")
+    means = {}
+    for kind in dict.fromkeys(row["kind"] for row in rows_of(found)):
+        means[kind] = mean(row["val_loss"] for row in rows_of(found, kind=kind))
+    first = next(iter(means.values()), 0.0)
+    lines = [
+        [
+            kind,
+            ", ".join(f"{row['val_loss']:.4f}" for row in rows_of(found, kind=kind)),
+            f"{loss:.4f}",
+            f"{loss / first - 1:+.2%}".replace("%", " %"),
+        ]
+        for kind, loss in means.items()
+    ]
+    return _measured(["parts and windows", "by seed", "mean", "from the first"], lines, found)
+
+
+def _of_part(runs: Runs, part: str) -> Runs:
+    found = [run | {"rows": rows_of([run], part=part)} for run in runs]
+    return [run for run in found if run["rows"]]
+
+
+def _measured(head: Sequence[str], lines: Sequence[Sequence[str]], runs: Runs) -> str:
+    return markdown(head, lines) + source(runs) if runs else "Not measured yet.\n"
+
+
 def short_table(runs: Runs) -> list[str]:
     """Write the rows of any file as lines, leaving out what is long."""
     lines = []
@@ -394,6 +464,9 @@ TABLES: dict[str, tuple[str, Callable[[Runs], str]]] = {
     "generation": ("generation", generation),
     "exports": ("exports", exports),
     "hnet": ("hnet", chunked),
+    "many-gpus-bits": ("many_gpus", bits_of_many),
+    "many-gpus-speed": ("many_gpus", speed_of_many),
+    "many-gpus-quality": ("many_gpus", quality_of_many),
 }
 """By the name that a document uses: whose results, and what writes the table."""
 

@@ -93,6 +93,20 @@ def test_chunks_of_a_text_are_obeyed_by_no_terminal(monkeypatch):
     assert "\x1b[31mred" in stream.getvalue()
 
 
+def test_chunks_have_colours_in_turn_and_chunks_of_chunks_a_line_below(monkeypatch):
+    depths = [2, 0, 1, 2, 1, 1]
+    shown = output.chunked_text(b"abcdef", depths)
+    assert shown.plain == "││ab│c││d│e│f"
+    assert output.chunked_text(b"ab", [0, 1]).plain == "a│b"
+    monkeypatch.setattr(output, "_out", Console(file=io.StringIO(), force_terminal=True))
+    shown = output.chunked_text(b"abcdef", depths)
+    assert shown.plain == "abcdef"
+    assert [(shown.plain[s.start : s.end], s.style) for s in shown.spans] == [
+        ("a", "underline cyan"), ("b", "cyan"), ("c", "yellow"), ("d", "underline green"),
+        ("e", "magenta"), ("f", "cyan"),
+    ]  # fmt: skip
+
+
 def test_raw_bytes_reach_a_terminal(monkeypatch):
     monkeypatch.setattr(sys, "stdout", Terminal())
     output.write_bytes(CLIPBOARD.encode())

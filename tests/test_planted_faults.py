@@ -459,6 +459,26 @@ FAULTS = [
         "causality", "entry chosen before it is complete", "choose_entries",
         rewrite("tl.minimum(FIRST + n, E)", "tl.minimum(FIRST + n + 1, E)"),
     ),
+    kernel(
+        "position", "open entry as of a byte before", "append_position",
+        rewrite("tl.where(r == k, a[None, :], v)", "v"),
+    ),
+    kernel(
+        "left behind", "choice of the text before kept", "choose_next",
+        rewrite("tl.store(choice_ptr + s, -1, mask=s < SIZE)", "0"),
+    ),
+    kernel(
+        "tie", "the first of equal new entries chosen", "choose_next",
+        rewrite("tl.sum(e) - tl.cumsum(e) + e", "tl.cumsum(e)"),
+    ),
+    kernel(
+        "causality", "open entry seen", "decode_compressed",
+        rewrite("s & (n < c) & (n >= c - MOST)", "s & (n <= c) & (n >= c - MOST)"),
+    ),
+    kernel(
+        "missing term", "sink of a new byte forgotten", "decode_compressed",
+        rewrite("tl.exp(tl.load(sink_ptr + h))", "0.0"),
+    ),
     module(
         "sink", "indexer's gradient reaches the stream", "model.blocks.compressed_attention",
         rewrite("self.query(x.detach(), n)", "self.query(x, n)"), "compressed: whole gradient",
@@ -469,11 +489,14 @@ FAULTS = [
         rewrite("s / s.sum(dim=-1, keepdim=True).clamp(min=TINY)", "s"),
         "compressed: end to end",
     ),
-    module(
-        "position", "entries turned as their second bytes", "model.blocks.compressed_attention",
-        rewrite("part[:: self.ratio][: still.shape[1], None]",
-                "part[1 :: self.ratio][: still.shape[1], None]"),
-        "compressed: end to end",
+    kernel(
+        "position", "entries turned as their second bytes", "compress_blocks",
+        rewrite("tl.load(cos_ptr + b * M * HALF + o, ...)",
+                "tl.load(cos_ptr + (b * M + 1) * HALF + o, ...)"),
+    ),
+    kernel(
+        "gradient", "gates as if nothing was divided by", "compress_blocks_backward",
+        rewrite("g1 * (v1 - c1)", "g1 * v1"),
     ),
     kernel(
         "tie", "the last of equals kept", "choose_byte",
@@ -775,7 +798,7 @@ FAULTS = [
     Fault(
         "causality", "attention sees later bytes",
         edit(
-            method(Attention, "forward"),
+            method(Attention, "_mix"),
             rewrite(f"{ATTENTION}(q, k, v, is_causal=True)", f"{ATTENTION}(q, k, v)"),
         ),
         "model: causality",
@@ -804,7 +827,7 @@ FAULTS = [
         "wiring", "attention's norm before the MLP",
         edit(
             method(Block, "forward"),
-            rewrite("self.mlp(x, self.mlp_norm)", "self.mlp(x, self.attention_norm)"),
+            rewrite("self.mlp(x, self.mlp_norm, a)", "self.mlp(x, self.attention_norm, a)"),
         ),
         "model: output",
     ),
@@ -934,8 +957,8 @@ FAULTS = [
         slow=True,
     ),
     module(
-        "gradient", "confidence of a position that begins no chunk not turned", "model.blocks",
-        rewrite("torch.where(s >= 0, f, -c)", "torch.where(s >= 0, f, c)"),
+        "gradient", "confidence of a position that begins no chunk not turned",
+        "model.blocks.chunking", rewrite("torch.where(s >= 0, f, -c)", "torch.where(s >= 0, f, c)"),
         "hnet: whole gradient",
     ),
     module(

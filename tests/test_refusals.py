@@ -20,6 +20,7 @@ from arbcli.config.presets import preset
 from arbcli.config.training import train_config
 from arbcli.device import check_compute, peak_bytes, resolve_device
 from arbcli.errors import ArbError
+from arbcli.export import hugging_face
 from arbcli.export.gguf_file import GGUFFile
 from arbcli.export.run import export
 from arbcli.infer.load import load_weights
@@ -68,10 +69,6 @@ CONFIGURATIONS = {
     "stages": (
         of_model("hnet-tiny", outer_dim=(32, 32)), "of 1 stages, and `outer_dim` of 2",
         "1 to 8", ("outer_layers", "outer_dim"),
-    ),
-    "mamba of a twin": (
-        of_model("hnet-tiny", outer_blocks="mamba", weights="float"), "`weights` is `float`",
-        "attention for twins", ("weights",),
     ),
     "wire of a twin": (
         of_run(weights="float", wire="int8"), "gradients of a float twin travel as they are",
@@ -157,7 +154,7 @@ def test_folder_of_transformers_that_is_damaged_is_refused(saved, tmp_path):
 
 def test_export_that_cannot_be_written_leaves_nothing(saved, tmp_path, monkeypatch):
     path, full = saved(), OSError(errno.ENOSPC, "No space left on device")
-    monkeypatch.setattr("arbcli.export.hugging_face.os.replace", mock.Mock(side_effect=full))
+    monkeypatch.setattr(hugging_face, "_write_files", mock.Mock(side_effect=full))
     with pytest.raises(ArbError, match=r"cannot write `.*model`: No space left on device"):
         export(path, "hf", out=tmp_path / "model")
     assert not [path for path in tmp_path.iterdir() if "model" in path.name]

@@ -106,6 +106,35 @@ def test_ratio_of_turns_is_the_median_over_rounds():
     assert tables.speed_ratio(ours, None) is None
 
 
+def test_scaling_of_several_gpus_is_of_the_same_kind_on_one():
+    shared = {"part": "speed", "preset": "1b", "seed": None, "captured": True}
+    shared |= {"bytes_per_second": 1e5, "state_bytes": [10**9], "peak_bytes": [2 * 10**9]}
+    rows = [
+        shared | {"kind": kind, "gpus": gpus, "ms": ms, "wire_bytes_a_weight": 0.75 * (gpus > 1)}
+        for kind, gpus, ms in (("wire", 1, 20.0), ("wire", 4, 21.0), ("twin", 1, 10.0))
+    ]
+    lines = tables.speed_of_many([run(rows)]).splitlines()[2:5]
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    assert [line[5] for line in cells] == ["", "95 %", ""]
+    assert cells[1] == [
+        "`1b`", "wire, captured", "4", "21.00", "100,000", "95 %", "0.750", "1.000", "2.00"
+    ]  # fmt: skip
+    assert tables.quality_of_many([run(rows)]) == "Not measured yet.\n"
+
+
+def test_losses_of_several_gpus_are_beside_the_first_kind():
+    shared = {"part": "quality", "preset": "small", "gpus": 1}
+    rows = [
+        shared | {"kind": kind, "seed": seed, "val_loss": loss}
+        for kind, seed, loss in (("rule", 0, 1.0), ("rule", 1, 3.0), ("wire", 0, 2.001))
+    ]
+    lines = tables.quality_of_many([run(rows)]).splitlines()[2:4]
+    assert lines == [
+        "| rule | 1.0000, 3.0000 | 2.0000 | +0.00 % |",
+        "| wire | 2.0010 | 2.0010 | +0.05 % |",
+    ]
+
+
 def test_table_says_hardware_versions_commit_and_command():
     text = tables.source([run([]), run([], "def5678", dirty=True)])
     assert "a GPU" in text

@@ -130,8 +130,8 @@ def _check_preset(name: str | None) -> str | None:
 
 def _check_device(name: str | None) -> str | None:
     """Refuse a name before torch is imported; whether there is such a device is told later."""
-    if name is not None and not re.fullmatch(r"cpu|cuda(:[0-9]{1,3})?", name):
-        raise ArbError(f"no device is named `{name}`", hint="use `cpu` or `cuda`")
+    if name is not None and not re.fullmatch(r"cpu|mps|cuda(:[0-9]{1,3})?", name):
+        raise ArbError(f"no device is named `{name}`", hint="use `cpu`, `cuda`, or `mps` on a Mac")
     return name
 
 
@@ -180,7 +180,7 @@ Recompute = Annotated[
 ]
 Device = Annotated[
     str | None,
-    typer.Option(help="cpu or cuda. [default: cuda if there is one]", callback=_check_device),
+    typer.Option(help="cpu, cuda, or mps. [default: cuda if there is one]", callback=_check_device),
 ]
 Seed = Annotated[int | None, typer.Option(min=0, max=2**31 - 1, help="[default: 0]")]
 Checkpoint = Annotated[
@@ -243,6 +243,10 @@ MODEL = {
     "layers": _size("blocks"),
     "heads": _size("attention heads"),
     "ffn": _size("MLP width"),
+    "streams": _number(
+        "Residual streams of dense blocks, mixed by hyper-connections: 1, 2, 4 or 8. [default: 1]",
+        min=1,
+    ),
     "attention": _name(
         "attention",
         ATTENTIONS + GRAPH_ATTENTIONS,
@@ -257,10 +261,6 @@ MODEL = {
     "top_k": _number(
         "Entries that compressed attention chooses, or rows that a codebook's head reads."
         " [default: the preset's]",
-        min=1,
-    ),
-    "streams": _number(
-        "Residual streams of dense blocks, mixed by hyper-connections: 1, 2, 4 or 8. [default: 1]",
         min=1,
     ),
 }

@@ -3,6 +3,7 @@
 from arbcli.kernels.attention.append_position import APPEND_POSITION
 from arbcli.kernels.attention.choose_entries import CHOOSE_ENTRIES
 from arbcli.kernels.attention.choose_next import CHOOSE_NEXT
+from arbcli.kernels.attention.compress_blocks import COMPRESS_BLOCKS, COMPRESS_BLOCKS_BACKWARD
 from arbcli.kernels.attention.compressed_attention import COMPRESSED_ATTENTION
 from arbcli.kernels.attention.compressed_attention_backward import COMPRESSED_ATTENTION_BACKWARD
 from arbcli.kernels.attention.decode_attention import DECODE_ATTENTION
@@ -96,14 +97,16 @@ KERNELS: tuple[KernelSpec, ...] = (
     DECODE_ATTENTION,
     DECODE_ATTENTION_8BIT,
     DECODE_ATTENTION_ROWS,
+    COMPRESS_BLOCKS,
+    COMPRESS_BLOCKS_BACKWARD,
     COMPRESSED_ATTENTION,
     COMPRESSED_ATTENTION_BACKWARD,
     CHOOSE_ENTRIES,
     SUM_CHOICES,
-    DECODE_LATENT,
     APPEND_POSITION,
     CHOOSE_NEXT,
     DECODE_COMPRESSED,
+    DECODE_LATENT,
     CHOOSE_BYTE,
     CHOOSE_BYTES,
     CROSS_ENTROPY,

@@ -82,11 +82,17 @@ class FloatLinear(nn.Module):
         self.weight = FloatWeight(out_features, in_features, config, std=std)
 
     def forward(
-        self, x: Tensor, before: nn.Module | None = None, added: Tensor | None = None
+        self,
+        x: Tensor,
+        before: nn.Module | None = None,
+        added: Tensor | None = None,
+        *,
+        consumes: bool = False,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Apply `before` and multiply (..., K) activations to (..., N) of the same dtype.
 
-        What is `added` to x comes first, and then the sum is returned, too.
+        What is `added` to x comes first, and then the sum is returned, too. Autograd keeps what it
+        needs, whatever may be consumed.
         """
         if added is not None:
             x = x + added

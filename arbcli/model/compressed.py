@@ -27,8 +27,8 @@ class CompressedBlock(nn.Module):
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
         """Add both branches to the stream (B, T, D); also give the indexer's divergence."""
         added, divergence = self.attention(x, self.attention_norm)
-        x = x + added
-        return x + self.mlp(x, self.mlp_norm), divergence
+        added, x = self.mlp(x, self.mlp_norm, added)
+        return x + added, divergence
 
     def linears(self) -> tuple[nn.Module, ...]:
         """List none: each is decoded by itself."""

@@ -13,7 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from arbcli.kernels.attention.append_position import APPEND_POSITION
 from arbcli.kernels.attention.choose_entries import random_index
+from arbcli.kernels.attention.choose_next import index_of_byte
+from arbcli.kernels.attention.compress_blocks import COMPRESS_BLOCKS, COMPRESS_BLOCKS_BACKWARD
 from arbcli.kernels.attention.compressed_attention import (
     COMPRESSED_ATTENTION,
     Sight,
@@ -22,6 +25,7 @@ from arbcli.kernels.attention.compressed_attention import (
 from arbcli.kernels.attention.compressed_attention_backward import COMPRESSED_ATTENTION_BACKWARD
 from arbcli.kernels.attention.decode_attention import DECODE_ATTENTION
 from arbcli.kernels.attention.decode_attention_rows import DECODE_ATTENTION_ROWS
+from arbcli.kernels.attention.decode_compressed import DECODE_COMPRESSED, attention_of_byte
 from arbcli.kernels.attention.decode_latent import DECODE_LATENT
 from arbcli.kernels.attention.eight_bits import FORMATS, quantise_entries
 from arbcli.kernels.attention.rotary_norm import ROTARY_NORM, rounded_gradient, rounded_once
@@ -528,10 +532,57 @@ def _decode_latent(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple
     shapes = ((1, heads * width + size + 2 * half), (heads * (width + still), size),
               (n, size), (n, 2 * half))  # fmt: skip
     row, *others = (dice.reals(*shape).contiguous() for shape in shapes)
+    others[0] *= size**-0.5  # keys about as long as queries: exp of no score overflows
     lengths = dice.reals(n, heads, dtype=torch.float32).abs().clamp(max=2).contiguous()
     return (
         row[0], *others, lengths, dice.scalar(position), angle.cos(), angle.sin(),
         width**-0.5, 1e-6,
+    )  # fmt: skip
+
+
+def _drawn_with(dice: Dice) -> torch.Generator:
+    return torch.Generator().manual_seed(dice.below(2**31))
+
+
+def _compress_blocks(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
+    heads, half, ratio = dice.pick((1, 2)), 1 + min(k, 40), 2 + dice.below(7)
+    batch, length = dice.pick((1, 2)), 1 + min(m, 60)
+    x = dice.reals(batch, length, 6 * heads * half)
+    beta = dice.reals(2 * heads * half, ratio, dtype=torch.float32)
+    angle = dice.reals(length, half, dtype=torch.float32)
+    return x, beta, angle.cos(), angle.sin(), heads, 1e-6
+
+
+def _compress_blocks_backward(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
+    inputs = _compress_blocks(dice, group_size, m, n, k)
+    recent, entries, _ = COMPRESS_BLOCKS.torch(*inputs)
+    return *(dice.reals(*t.shape, dtype=torch.float32) for t in (recent, entries)), *inputs
+
+
+def _append_position(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
+    kv, half, ratio = dice.pick((1, 2)), 1 + min(k, 64), 2 + dice.below(9)
+    position, slots = dice.below(60), 1 + dice.below(8)
+    sizes = (3, kv, 2 * half), (1 + dice.below(7), kv, 2 * half), (slots, kv, 2 * half)
+    buffers = (dice.reals(*size).contiguous() for size in (*sizes, (2, ratio, kv * 2 * half)))
+    angle = dice.reals(position + 1, half, dtype=torch.float32).contiguous()
+    beta = dice.reals(kv * 2 * half, ratio, dtype=torch.float32).contiguous()
+    return *buffers, beta, dice.scalar(position), angle.cos(), angle.sin(), 1e-6
+
+
+def _choose_next(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
+    ratio, most, size = 2 + dice.below(4), 1 + dice.below(60), 1 + dice.below(9)
+    return index_of_byte(
+        _drawn_with(dice), dice.device, dice.dtype, dice.pick((1, 3)), 2 * (1 + min(k, 19)),
+        most + 1, size, ratio, most, dice.below(3 * most * ratio),
+    )  # fmt: skip
+
+
+def _decode_compressed(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
+    ratio, most, kv = 2 + dice.below(4), 1 + dice.below(60), dice.pick((1, 2))
+    return attention_of_byte(
+        _drawn_with(dice), dice.device, dice.dtype, kv * dice.pick((1, 3, 8)), kv,
+        2 * (1 + min(k, 63)), 1 + dice.below(70), most + 1, dice.pick((0, 2, 9, 40)), ratio, most,
+        dice.below(2 * most * ratio),
     )  # fmt: skip
 
 
@@ -958,6 +1009,12 @@ DRAWINGS = {
     "choose_bytes": Drawing(_choose_bytes, one_layout=True),
 
 
+    "compress_blocks": Drawing(
+        _compress_blocks, None, COMPRESS_BLOCKS.torch, needs_rows=True
+    ),
+    "compress_blocks_backward": Drawing(
+        _compress_blocks_backward, None, COMPRESS_BLOCKS_BACKWARD.torch, needs_rows=True
+    ),
     "compressed_attention": Drawing(
         _compressed_attention, None, COMPRESSED_ATTENTION.torch, needs_rows=True
     ),
@@ -966,6 +1023,13 @@ DRAWINGS = {
     ),
     "choose_entries": Drawing(_choose_entries, needs_rows=True),
     "sum_choices": Drawing(_sum_choices, needs_rows=True, one_layout=True),
+    "append_position": Drawing(
+        _append_position, None, APPEND_POSITION.torch, one_layout=True
+    ),
+    "choose_next": Drawing(_choose_next, one_layout=True),
+    "decode_compressed": Drawing(
+        _decode_compressed, None, DECODE_COMPRESSED.torch, one_layout=True
+    ),
     "choose_byte": Drawing(_choose_byte, one_layout=True),
     "cross_entropy": Drawing(_cross_entropy, needs_rows=True),
     "cross_entropy_backward": Drawing(

@@ -81,7 +81,7 @@ GATES = {
 """The same with other ways to choose experts."""
 RAGGED_HNET = HNetConfig(
     dim=24, layers=2, heads=2, ffn=13, ctx=17, outer_dim=(20, 28), outer_layers=(1, 1),
-    outer_heads=(2, 1), outer_ffn=(11, 9), chunk_length=(5, 2), window=5,
+    outer_heads=(2, 1), outer_ffn=(11, 9), chunk_length=(4, 2), window=5,
 )  # fmt: skip
 """The same of an `HNet` of two stages; one text has too many chunks for its slots, one too few."""
 HNETS = {

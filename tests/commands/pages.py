@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from unittest import mock
 
+import torch
 from rich.console import Group
 from rich.table import Table
 
@@ -41,10 +42,12 @@ from arbcli.inspect.saved import Difference, DifferenceReport, SavedReport
 from arbcli.inspect.verdicts import Histogram, ProbeReport
 from arbcli.train.check import CheckReport
 from arbcli.train.record import Record, TrainReport
+from arbcli.verify import run as verifying
 from arbcli.verify.compile_ahead import CompileResult
 from arbcli.verify.kernels import KernelResult
 from arbcli.verify.ledger import Failure, Ledger, ledger_page
 from arbcli.verify.parity import ParityResult
+from arbcli.verify.run import VerifyRequest
 
 FOLDER = Path(__file__).with_suffix("")
 
@@ -258,6 +261,29 @@ def _shown_by_audit() -> str:
     return "\n".join(map(plain, tables))
 
 
+def _not_verified() -> str:
+    """List what verifications of several kinds leave out, or did not come to."""
+    cpu, gpu = torch.device("cpu"), torch.device("cuda")
+    whole = VerifyRequest(scale_type=None, targets="sm_90", timed=True)
+    requests = {
+        "everything on a GPU": (whole, gpu, ("triton", "torch")),
+        "a CPU": (VerifyRequest(), cpu, ("interpreter", "torch")),
+        "a kernel": (VerifyRequest(names=("rms_norm",), backend="torch"), cpu, ("torch",)),
+        "random cases": (VerifyRequest(fuzz=3, backend="triton"), gpu, ("triton",)),
+    }
+    result = types.SimpleNamespace(kernel="rms_norm", scale_type="T4")
+    found = types.SimpleNamespace(kernels=[result], parity=[1, 2, 3], compiled=[4, 5], timing=None)
+    lines = []
+    for name, (request, device, backends) in requests.items():
+        lines += ["", name, *verifying._left_out(request, device, backends)]
+        named = dataclasses.replace(request, names=("rms_norm", "cross_entropy"))
+        lines += ["stopped:", *verifying._not_reached(named, found, "SIGINT")]
+        if not request.names:
+            several = list(verifying._not_reached(request, found, "SIGTERM"))
+            lines += [line for line in several if "these kernels" not in line]
+    return "\n".join(lines)
+
+
 def _shown_by_verify() -> str:
     kinds = {"kind": "cases", "check": "update", "target": "sm_90", "dtypes": {"int8": 3},
              "bytes_per_second": 3.35e12, "flops_per_second": 7.89e14}  # fmt: skip
@@ -304,6 +330,7 @@ PAGES: dict[str, Callable[[], str]] = {
     "count-params": lambda: plain(count_params.state_table(filled(StateReport))),
     "audit-memory": _shown_by_audit,
     "verify-kernels": _shown_by_verify,
+    "not-verified": _not_verified,
     "export": lambda: plain(export._table(filled(ExportReport))),
 }
 """What each command shows, by its name."""

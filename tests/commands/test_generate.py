@@ -184,6 +184,7 @@ def test_generate_refuses_a_prompt_with_what_follows_beyond_any_text(run, arb_he
     monkeypatch.setattr("arbcli.infer.generation.LONGEST_TEXT", 20)
     done = arb_here("generate", "--checkpoint", run, "--length", "20", "--prompt", "ab")
     assert "a prompt and what follows it are 22 bytes" in done.stderr
+    assert arb_here("generate", "--checkpoint", run, "--length", "18", "--prompt", "ab").stdout
 
 
 def test_evaluate_takes_the_held_out_text_of_the_last_run(run, arb_here, tmp_path, monkeypatch):

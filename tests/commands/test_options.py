@@ -159,3 +159,22 @@ def test_every_option_reaches_its_field(command, arb_here, monkeypatch):
         expected[option.name] = value
     assert "enough" in arb_here(command, *words).stderr
     assert new_config.call_args.kwargs == expected
+
+
+@pytest.mark.parametrize("command", ["train", "audit-memory"])
+def test_default_that_is_told_is_the_one_that_there_is(command):
+    """Where a page names a number or a word, and not how it is found."""
+    kinds = (TrainConfig, ModelConfig)
+    defaults = {field.name: field.default for kind in kinds for field in dataclasses.fields(kind)}
+    defaults |= {"preset": "tiny", "optimizer": "adamw", "sub_norms": "yes"}
+    told = {}
+    for option in typer.main.get_command(app).commands[command].params:
+        found = re.search(r"\[default: ([\w.]+)\]", option.help or "")
+        if found and option.name in defaults:
+            told[option.name] = found[1]
+    assert told == {name: str(defaults[name]) for name in told}
+    assert told.keys() >= {"batch", "accum", "seed", "preset", "digits"}
+    if command == "train":
+        assert told.keys() >= {
+            "steps", "warmup", "schedule", "weights", "keep", "save_every", "optimizer",
+        }  # fmt: skip

@@ -65,6 +65,16 @@ def test_start_is_told_where_how_long_and_from_what(asked, monkeypatch):
     assert not checked.called
 
 
+def test_logger_that_is_named_twice_hears_once(asked, monkeypatch):
+    monkeypatch.setattr(train, "check_logger", lambda name: None)
+    found = mock.Mock(side_effect=lambda name, tell: name)
+    monkeypatch.setattr(train, "find_logger", found)
+    words = ["--log", "wandb", "--log", "mlflow", "--log", "wandb", "--device", "cpu"]
+    call = asked("arbcli.train.run.start_run", "train", *words)
+    assert call.args[2].observers[1:] == ["wandb", "mlflow"]
+    assert [told.args[0] for told in found.call_args_list] == ["wandb", "mlflow"]
+
+
 @pytest.mark.parametrize(
     ("words", "processes", "wire"),
     [([], 1, None), ([], 2, "int8"), (["--wire", "int16"], 2, "int16"),

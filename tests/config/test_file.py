@@ -39,7 +39,12 @@ def test_twin_is_given_no_rule_by_a_file_either(tmp_path):
 def test_few_settings_are_enough(tmp_path):
     path = tmp_path / "run.toml"
     path.write_text('preset = "small"\nlr = 1\n[model]\nctx = 32\n')
-    assert read_settings(path) == {"preset": "small", "lr": 1.0, "ctx": 32}
+    found = read_settings(path)
+    assert found == {"preset": "small", "lr": 1.0, "ctx": 32}
+    assert type(found["lr"]) is float
+    other = tmp_path / "run.json"  # written by hand, and not the `config.json` of a run
+    other.write_text('{"preset": "base", "steps": 3, "field": null, "model": {"ctx": 16}}')
+    assert read_settings(other) == {"preset": "base", "steps": 3, "ctx": 16}
     path.write_text("")
     assert read_settings(path) == {}
 

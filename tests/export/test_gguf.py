@@ -5,6 +5,7 @@ import torch
 from marks import mostly_slow
 
 from arbcli.config.dense import SCALE_TYPES
+from arbcli.config.presets import preset
 from arbcli.errors import ArbError
 from arbcli.export import gguf
 from arbcli.export.gguf_file import GGUFFile
@@ -63,6 +64,16 @@ def test_file_says_what_the_model_is(saved, tmp_path):
     assert file.entries["blk.1.attn_q.weight"].shape == (64, 64)
     assert file.entries["blk.1.attn_q_norm.weight"].shape == (32,)
     assert (file.tensor("output_norm.weight") == 1).all()
+
+
+@pytest.mark.parametrize(("scale_type", "of_trits", "of_digits"), [
+    ("T4", "BF16", "BF16"), ("T16", "BF16", "BF16"), ("T32", "Q4_0", "Q8_0"),
+    ("T64", "Q2_0", "Q8_0"), ("T96", "Q4_0", "Q8_0"), ("T128", "Q2_0", "Q8_0"),
+])  # fmt: skip
+def test_smallest_type_is_that_of_groups_and_digits(scale_type, of_trits, of_digits):
+    for digits, name in (("trit", of_trits), ("all", of_digits)):
+        config = preset("tiny", scale_type=scale_type, digits=digits)
+        assert gguf.smallest_type(config).name == name
 
 
 def test_every_key_says_what_it_is_to_say(saved, tmp_path):

@@ -124,7 +124,7 @@ def test_texts_are_told_in_the_order_of_their_prompts(lm, monkeypatch):
         assert (text.prompt.encode(), text.length) == (each.prompt, each.length)
         how = Sampling(**{name: getattr(text, name) for name in asdict(each.sampling)})
         assert how == each.sampling
-    assert (done.texts, done.length, done.batch) == (6, 84, 4)
+    assert (done.texts, done.length, done.batch) == (6, 55, 4)
     assert (done.seconds, done.device, done.backend) == (3.0, str(lm.device), backend)
     few = several.continue_several(lm, REQUESTS[:2], backend=backend)
     assert (few.texts, few.length, few.batch) == (2, 13, 2)

@@ -8,13 +8,18 @@ import pytest
 import torch
 from marks import mostly_slow
 from torch.autograd import Function
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from arbcli.config.presets import preset
-from arbcli.config.training import TrainConfig
+from arbcli.config.training import TrainConfig, train_config
 from arbcli.data import open_texts
 from arbcli.device import deterministic
+from arbcli.inspect import peak
 from arbcli.inspect.peak import predict_peak
+from arbcli.inspect.ranks import share_out
 from arbcli.inspect.trace import LiveTensors
+from arbcli.kernels.runtime.backend import compile_for
 from arbcli.model.dense import Block
 from arbcli.model.layers.rotary import fresh_tables
 from arbcli.train.configure import new_config
@@ -123,7 +128,11 @@ class _Keep(Function):
 def test_a_tensor_more_that_a_block_keeps_is_predicted(monkeypatch):
     config = config_of({})
     before, forward = predict_peak(config), Block.forward
-    monkeypatch.setattr(Block, "forward", lambda block, x: forward(block, _Keep.apply(x)))
+
+    def keeping(block, x, *added, **how):
+        return forward(block, _Keep.apply(x), *added, **how)
+
+    monkeypatch.setattr(Block, "forward", keeping)
     after = predict_peak(config)
     one = config.batch * config.model.ctx * config.model.dim * 2
     assert after.saved_bytes - before.saved_bytes >= one
@@ -171,7 +180,9 @@ from arbcli.environment import set_environment
 set_environment()
 from arbcli.data import open_texts
 from arbcli.device import deterministic
+from arbcli.inspect import peak
 from arbcli.inspect.peak import predict_peak
+from arbcli.inspect.ranks import share_out
 from arbcli.train.configure import new_config
 from arbcli.train.trainer import Trainer
 given, captured = json.loads(sys.argv[1])
@@ -203,3 +214,62 @@ def test_predicted_peak_is_what_this_gpu_holds(name, captured):
     result = subprocess.run(command, check=True, capture_output=True, text=True)
     for expected, found in zip(*json.loads(result.stdout), strict=True):
         assert -0.01 <= expected / found - 1 <= 0.03
+
+
+class _Doubles(TorchDispatchMode):
+    """Notes what makes float64 on `meta`, which stands for the device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: set[str] = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        tensors = [part for part in tree_leaves(result) if isinstance(part, torch.Tensor)]
+        if any(part.is_meta and part.dtype == torch.float64 for part in tensors):
+            self.made.add(str(func))
+        return result
+
+
+@pytest.mark.parametrize(("direction", "compute"), [("orthogonal", "fp32"), ("factored", "bf16")])
+def test_a_step_on_a_gpu_of_apple_makes_no_float64(direction, compute):
+    """It has none. Nothing else of it can be tested without one."""
+    about = {"device": "mps", "backend": "torch", "compute": compute, "batch": 2}
+    config = train_config("tiny", layers=1, direction=direction, **about)
+    with _Doubles() as doubles:
+        report = predict_peak(config)
+    assert report.device == "mps"
+    assert report.peak_bytes > report.state_bytes > 0
+    assert doubles.made == set()
+
+
+def test_what_kernels_of_torch_take_beside_their_results_is_what_was_found():
+    """Copies and counters that no operation returns; found on a GPU, in bytes."""
+    x = torch.zeros(3, 40, device="meta")
+    index = torch.zeros(7, dtype=torch.int32, device="meta")
+    long = torch.zeros(9, dtype=torch.int64, device="meta")
+    assert peak._index((x, [index, None, long])).before == (8 * 7,)
+    assert peak._scatter((x, 0, long, x)).after == (72, 72, 72, 72, 9 * 16 + 18_943)
+    assert peak._running_sum((index, 0)).after == (56,)
+    for whole in (x, long):
+        assert peak._running_sum((whole, 0)) == peak._Hidden()
+    with compile_for((9, 0), 132):
+        assert peak._topk((torch.zeros(20, 19_999, device="meta"), 5)) == peak._Hidden()
+        found = peak._topk((torch.zeros(20, 20_000, device="meta"), 5))
+        assert found.before == ()
+        # two numbers at least a thread, of 256 in a block, and 1024 at most are a block's here
+        blocks = 20 * -(-20_000 // (4 * 256))
+        assert found.after == (80, 160, 160, 512 * blocks, 20_480, 4 * blocks, 4 * blocks)
+        assert peak._topk((torch.zeros(5000, 399, device="meta"), 5)) == peak._Hidden()
+        assert peak._topk((torch.zeros(5000, 400, device="meta"), 5)) != peak._Hidden()
+
+
+def test_process_of_several_is_predicted_to_hold_its_share():
+    config = new_config(
+        dim=32, layers=1, heads=2, ffn=48, ctx=16, batch=2, accum=2, wire="int8", device="cpu",
+        compute="fp32",
+    )  # fmt: skip
+    shares = share_out(config, 2)
+    found = predict_peak(config, rank=1, size=2)
+    assert found.state_bytes == pytest.approx(shares[1].state_bytes, abs=2000)  # keys and counters
+    assert abs(shares[0].state_bytes - shares[1].state_bytes) > 4000

@@ -237,6 +237,19 @@ def test_flips_are_those_that_the_updates_count(rule, text):
     shares = sum(reading.flip_share for reading in report.readings[1:])
     assert round(shares * trainer.num_weights) == trainer.updater.take_flips() > 0
     for tensor in report.tensors:
+        of_tensor = torch.stack([trits[tensor.name] for trits in seen]).int()
+        before, after = of_tensor[:-1], of_tensor[1:]
+        counted = {
+            "up_share": after > before,
+            "down_share": after < before,
+            "into_zero_share": (after == 0) & (before != 0),
+            "out_of_zero_share": (after != 0) & (before == 0),
+            "still_share": (after == before).all(0),
+        }
+        for name, moves in counted.items():
+            assert getattr(tensor, name) == pytest.approx(float(moves.double().mean()), abs=1e-6)
+        assert tensor.changed
+    for tensor in report.tensors:
         trits = torch.stack([of[tensor.name] for of in seen])
         old, new = trits[:-1], trits[1:]
         kinds = new > old, new < old, (old != 0) & (new == 0), (old == 0) & (new != 0)
@@ -247,8 +260,11 @@ def test_flips_are_those_that_the_updates_count(rule, text):
         assert tensor.still_share == pytest.approx((trits == trits[0]).all(0).double().mean())
 
 
-def test_update_size_is_one_where_rounding_is_small(text):
-    report = examine(trainer_of(text, lr=4.0, warmup=0), 2)
+@pytest.mark.parametrize("direction", ["orthogonal", "factored"])
+def test_update_size_is_one_where_rounding_is_small(direction, text):
+    """Whatever the learning rate of a matrix is multiplied by."""
+    lr = 4.0 if direction == "orthogonal" else 1.0
+    report = examine(trainer_of(text, lr=lr, warmup=0, direction=direction), 2)
     for tensor in report.tensors:
         if tensor.name != "embedding.weight":  # its rows of absent bytes do not move
             assert 0.8 < tensor.update_size < 1.1, tensor.name

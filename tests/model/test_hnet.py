@@ -190,19 +190,23 @@ def test_steps_in_fused_kernels_make_the_text_of_whole_forwards(kind, monkeypatc
 
 @pytest.mark.gpu
 @each_kind
-def test_captured_phases_make_the_text_of_phases_one_by_one(kind, device):
+def test_captured_phases_make_the_text_of_phases_one_by_one(kind, device, monkeypatch):
+    """As one graph with conditional nodes, and as graphs between which the host decides."""
     with torch.device(device):
         lm = HNet(config(kind), torch.bfloat16)
     for tensor in lm.weights().values():
         tensor.spread = 1.0
     lm.initialise(0)
     texts = []
-    for capture in (False, True):
+    for capture, joined in ((False, False), (True, True), (True, False)):
+        if not joined:
+            monkeypatch.setattr("arbcli.model.hnet_cache.has_conditions", lambda _: False)
         with lm.prepared_weights():
             decoder = Decoder(lm, 200, Sampling(seed=2), capture=capture)
             decoder.read(b"the text ")
             texts.append(b"".join(decoder.stream(180)))
-    assert texts[0] == texts[1]
+        monkeypatch.undo()
+    assert texts[0] == texts[1] == texts[2]
 
 
 def test_words_begin_after_spaces():

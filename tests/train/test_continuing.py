@@ -12,6 +12,7 @@ from arbcli.checkpoint import checkpoints, load_checkpoint, write_json
 from arbcli.errors import ArbError
 from arbcli.infer.load import load_model, read_saved, saved_config
 from arbcli.inspect.saved import compare, open_saved
+from arbcli.kernels.runtime.backend import default_backend
 from arbcli.train.check import check_run
 from arbcli.train.configure import new_config
 from arbcli.train.directory import read_facts
@@ -97,9 +98,10 @@ def test_run_extended_from_an_earlier_step_never_mixes_both_schedules(text, tmp_
     assert a.read_bytes() == b.read_bytes()
 
 
-def test_checkpoint_tells_what_its_run_began_with(text, tmp_path):
+def test_checkpoint_tells_what_its_run_began_with(text, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     start_run(new_config(**SMALL, data=[text], steps=1), tmp_path / "a", Observer())
-    initial = read_saved(tmp_path / "a", pytest.fail)
+    initial = read_saved(Path("a"), pytest.fail)
     config = new_config(preset=saved_config(initial.checkpoint), data=[text], device="cpu", steps=1)
     start_run(config, tmp_path / "b", Observer(), initial=initial)
     begun = load_checkpoint(tmp_path / "b" / "step-000001.safetensors").data["settings"]
@@ -109,6 +111,8 @@ def test_checkpoint_tells_what_its_run_began_with(text, tmp_path):
     assert compare(first, second).settings["init_from"] == [None, initial.checkpoint.digest]
     assert check_run(tmp_path / "b").passed
     facts = read_facts(tmp_path / "b")
+    assert facts["init_from"] == str(tmp_path / "a" / "step-000001.safetensors")
+    assert facts["init_digest"] == initial.checkpoint.digest
     write_json(tmp_path / "b" / "config.json", facts | {"init_digest": "0" * 64})
     assert "its `init_from` is" in check_run(tmp_path / "b").stops
 
@@ -128,7 +132,8 @@ def test_run_of_a_gpu_goes_on_where_it_is_told_to(text, tmp_path, monkeypatch):
 
     resume_run(run, Started(), device="cpu")
     resume_run(run, Started(), device="cpu", backend="torch")
-    assert places == [("cpu", "torch")] * 2
+    own = default_backend(torch.device("cpu"))
+    assert places == [("cpu", own), ("cpu", "torch")]
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
     with pytest.raises(ArbError, match="there is no CUDA device"):
         resume_run(run, Started())

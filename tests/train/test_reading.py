@@ -138,6 +138,27 @@ def test_model_is_measured_on_the_held_out_text_alone(options, monkeypatch):
     assert found == pytest.approx(expected, rel=1e-5)
 
 
+@pytest.mark.parametrize(("before", "after"), [(None, "int8"), ("int8", None), ("int8", "int16")])
+def test_weights_are_taken_from_a_run_whose_gradients_travelled_otherwise(before, after, options):
+    """What only the way of gradients needs is a trainer's own, unless both have it."""
+    first, second = (trainer_of(options, wire=wire, seed=seed) for seed, wire in
+                     enumerate((before, after)))  # fmt: skip
+    first.train_step()
+    first.train_step()
+    own = {name: part.clone() for name, part in second.model.state_dict().items()}
+    checkpoint = first.checkpoint("digest")
+    second.take_weights(checkpoint)
+    taken = second.model.state_dict()
+    assert taken.keys() == own.keys()
+    for name, part in taken.items():
+        is_wire = name.endswith(".wire_exponent")
+        theirs = checkpoint.tensors[name] if not is_wire or before else own[name]
+        assert torch.equal(part, theirs), name
+    assert any(name.endswith(".wire_exponent") for name in taken) == (after is not None)
+    assert second.step == 0
+    assert second.updater.counters() == {"nonfinite_steps": 0, "refused": 0}
+
+
 @pytest.mark.parametrize(("rank", "size", "mine"), [
     (1, 4, range(10, 20)), (0, 2, range(20)), (1, 3, range(40)),  # 40 are no multiple of 3
 ])  # fmt: skip

@@ -5,8 +5,11 @@ verdict is tested; that kernels and models are checked rightly is tested elsewhe
 """
 
 import json
+import os
 import sys
 from dataclasses import replace
+from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -371,7 +374,9 @@ CASES = {
     "decay_scan": 14, "causal_conv": 12, "causal_conv_grad_w": 6, "mamba_step": 7,
     "quantise_gradient": 16, "sum_gradients": 8, "last_bits": 11, "take_last_bits": 11,
     "stream_weights": 9, "stream_weights_backward": 9, "mix_streams": 10,
-    "mix_streams_backward": 10, "round_nvfp4": 11, "nvfp4_matmul": 3,
+    "mix_streams_backward": 10, "round_nvfp4": 11, "nvfp4_matmul": 3, "compress_blocks": 4, "compress_blocks_backward": 4,
+    "compressed_attention": 9, "compressed_attention_backward": 9, "choose_entries": 6,
+    "sum_choices": 5, "append_position": 4, "choose_next": 7, "decode_compressed": 6,
 }  # fmt: skip
 """How many cases each kernel is checked on, each with a label of its own; not fewer."""
 
@@ -393,3 +398,43 @@ def test_every_case_is_run_on_every_backend(monkeypatch):
     (result,) = verify_kernels([], {"T32": 32}, CPU, ["torch"]).kernels
     assert len(runs) == len(result.shapes) == CASES["pack_trits"]
     assert result.outputs == CASES["pack_trits"]
+
+
+@pytest.mark.parametrize(("scale_type", "group_size"), [("T6", 6), (None, 32), ("T128", 128)])
+def test_kernels_are_compiled_and_timed_with_the_scales_that_were_asked_for(
+    scale_type, group_size, monkeypatch
+):
+    found = SimpleNamespace(kernels=(), parity=(), compiled=(), timing=None)
+    asked = {name: mock.Mock(return_value=()) for name in ("compile_kernels", "time_kernels")}
+    asked["verify_kernels"] = mock.Mock(return_value=SimpleNamespace(kernels=["result"]))
+    for name, called in asked.items():
+        monkeypatch.setattr(stages, name, called)
+    monkeypatch.setattr(stages, "Stopwatch", lambda device: f"watch of {device}")
+    about = {"targets": "sm_90", "timed": True, "fuzz": 3, "seed": 5}
+    request = VerifyRequest(names=("rms_norm",), scale_type=scale_type, **about)
+    device, backends = torch.device("cuda"), ("triton", "torch")
+    stages._check(request, device, backends, ["sm_90"], found, lambda line: None)
+    names, group_sizes, place, on, checks, workers, _ = asked["verify_kernels"].call_args.args
+    assert (names, place, on) == (("rms_norm",), device, backends)
+    assert group_sizes == request.scale_types
+    assert (checks.fuzz, checks.seed, workers.number) == (3, 5, 1)
+    kernels, stopwatch, size, _ = asked["time_kernels"].call_args.args
+    assert (kernels, stopwatch, size) == (["result"], "watch of cuda", group_size)
+    names, targets, size, number, _ = asked["compile_kernels"].call_args.args
+    assert (names, targets, size) == (("rms_norm",), ["sm_90"], group_size)
+    assert number == (os.cpu_count() or 1)
+    assert found.parity == ()  # kernels were named
+
+
+@pytest.mark.parametrize(("cores", "free", "number"), [
+    (8, None, 8), (8, 100 << 32, 8), (64, 100 << 32, 12), (64, 5 << 32, 5), (64, 1, 1),
+])  # fmt: skip
+def test_as_many_processes_check_as_there_are_cores_and_memory_for(
+    cores, free, number, monkeypatch
+):
+    monkeypatch.setattr(os, "cpu_count", lambda: cores)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, 2 * (free or 0)))
+    device = torch.device("cpu" if free is None else "cuda")
+    assert stages._num_workers(device) == number
+    monkeypatch.setattr(stages, "HAS_TRITON", False)
+    assert stages._backends(device) == ("torch",)

@@ -1,5 +1,6 @@
 """The verifier: wrong kernels fail, poison shows, and the random cases can be drawn again."""
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -10,7 +11,7 @@ from arbcli.kernels.codec.packing import PACK_TRITS
 from arbcli.kernels.norm.rms_norm import RMS_NORM
 from arbcli.kernels.runtime.spec import Gate
 from arbcli.verify import kernels as verify
-from arbcli.verify.compare import as_tuple, compare
+from arbcli.verify.compare import as_tuple, compare, errors, worst
 from arbcli.verify.fuzz import DRAWINGS, fuzz_cases, real_cases, real_reference
 from arbcli.verify.kernels import KERNELS, Checks, copies, find_kernels, verify_kernels
 from arbcli.verify.workers import Workers
@@ -212,3 +213,32 @@ def test_real_matrices_are_multiplied_by_few_and_by_many_rows():
     cases = list(real_cases("rms_norm", torch.device("cpu"), 32, [(3, 40)]))
     found = {(case.inputs[0].shape[0], case.inputs[0].dtype) for case in cases}
     assert found == {(m, t) for m in (1, 64, 2048) for t in (torch.bfloat16, torch.float32)}
+
+
+def test_error_that_is_not_finite_is_worse_than_any():
+    assert worst([0.5, None, 2.0]) is None
+    assert worst([0.5, 2.0, 1.0]) == 2.0
+    assert worst(iter(())) == 0.0
+
+
+@pytest.mark.parametrize(("got", "expected", "found"), [
+    ([3.0, 4.0], [3.0, 0.0], (4.0, 4 / 3, 0.6)),
+    ([1.0, -2.0], [1.0, -2.0], (0.0, 0.0, 1.0)),
+    ([1.0, 2.0], [-1.0, -2.0], (4.0, 2.0, -1.0)),
+    ([0.0], [0.0], (0.0, 0.0, 1.0)),
+    ([2.0], [0.0], (2.0, None, 0.0)),
+    ([], [], (0.0, 0.0, 1.0)),
+    ([math.nan, 1.0], [1.0, 1.0], (None, None, 0.0)),
+    ([math.inf], [1.0], (None, None, 0.0)),
+])  # fmt: skip
+def test_errors_are_the_largest_the_relative_and_the_angle(got, expected, found):
+    measured = errors(torch.tensor(got), torch.tensor(expected))
+    for value, wanted in zip(measured, found, strict=True):
+        assert value == (wanted if wanted is None else pytest.approx(wanted))
+
+
+def test_result_of_another_shape_fails_whole():
+    (spec, *_) = KERNELS
+    result = compare(spec, "case", torch.zeros(2, 3), torch.zeros(3, 2))
+    assert (result.passed, result.unequal, result.unwritten, result.elements) == (False, 6, 6, 6)
+    assert result.error == "shape (2, 3), not (3, 2)"

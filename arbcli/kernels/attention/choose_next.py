@@ -229,6 +229,32 @@ def _with_state(run):
     return with_state
 
 
+def index_of_byte(
+    generator: torch.Generator,
+    device: torch.device,
+    dtype: torch.dtype,
+    heads: int,
+    width: int,
+    slots: int,
+    size: int,
+    m: int,
+    most: int,
+    position: int,
+) -> tuple:
+    """Draw what `choose_next_` is given, of small integers whose scores are often equal."""
+    parts = [
+        torch.randint(-3, 4, shape, generator=generator).float()
+        for shape in ((heads * (width + 1),), (width,), (slots, width))
+    ]
+    parts[0][: heads * width : width] = 3  # no query is zero
+    parts[1][0] = 3
+    choice = torch.arange(size, dtype=torch.int32, device=device)
+    angle = torch.zeros(position + 1, width // 2, device=device)  # so that sums stay alike
+    place = torch.tensor(position, dtype=torch.int32, device=device)
+    given = (part.to(device, dtype) for part in parts)
+    return (*given, choice, place, angle.cos(), angle.sin(), m, most, 1e-6)
+
+
 def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
     generator = torch.Generator().manual_seed(0)
     # (heads, width, slots, k, m, most, position)
@@ -242,20 +268,11 @@ def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
         shapes += [(4, 32, 4097, 128, 4, 4096, 16383), (4, 32, 4097, 128, 4, 4096, 17003)]
         dtypes += [torch.bfloat16]
     for heads, width, slots, size, m, most, position in shapes:
-        parts = [
-            torch.randint(-3, 4, shape, generator=generator).float()
-            for shape in ((heads * (width + 1),), (width,), (slots, width))
-        ]
-        parts[0][: heads * width : width] = 3  # no query is zero
-        choice = torch.arange(size, dtype=torch.int32, device=device)
-        angle = torch.zeros(position + 1, width // 2, device=device)  # sums stay exact
-        place = torch.tensor(position, dtype=torch.int32, device=device)
-        rest = (choice, place, angle.cos(), angle.sin(), m, most, 1e-6)
         for dtype in dtypes:
             label = f"{heads}x{width} at {position}, {size} of {slots} slots"
             label += " bf16" if dtype == torch.bfloat16 else ""
-            given = tuple(part.to(device, dtype) for part in parts)
-            yield Case(label, (*given, *rest))
+            about = (heads, width, slots, size, m, most, position)
+            yield Case(label, index_of_byte(generator, device, dtype, *about))
 
 
 def _timings(device: torch.device, _group_size: int) -> Iterator[Timing]:

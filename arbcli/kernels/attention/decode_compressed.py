@@ -244,6 +244,39 @@ def _with_state(run):
     return with_state
 
 
+def attention_of_byte(
+    generator: torch.Generator,
+    device: torch.device,
+    dtype: torch.dtype,
+    heads: int,
+    kv: int,
+    width: int,
+    ring: int,
+    slots: int,
+    size: int,
+    m: int,
+    most: int,
+    position: int,
+) -> tuple:
+    """Draw what `decode_compressed` is given; `size` 0 is no choice."""
+
+    def normal(*sizes: int) -> Tensor:
+        return torch.randn(sizes, generator=generator)
+
+    vectors = [functional.rms_norm(normal(n, kv, width), (width,)) for n in (ring, slots)]
+    complete, choice = (position + 1) // m, None
+    if size:
+        seen = torch.arange(max(0, complete - most), complete)
+        picked = seen[torch.randperm(len(seen), generator=generator)[: size - 1]].sort().values
+        choice = functional.pad(picked, (0, size - len(picked)), value=-1).int().to(device)
+    angle = (7 * normal(position + 1, width // 2)).to(device)
+    place = torch.tensor(position, dtype=torch.int32, device=device)
+    tickets = torch.zeros(heads, dtype=torch.int32, device=device)
+    given = (part.to(device, dtype) for part in (normal(heads, width), *vectors))
+    about = (normal(heads).to(device), place, angle.cos(), angle.sin(), tickets)
+    return (*given, choice, *about, m, most, 1e-6)
+
+
 def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
     generator = torch.Generator().manual_seed(0)
     # (heads, heads of keys, width, ring, slots, k, m, most, position)
@@ -260,29 +293,15 @@ def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
             (12, 1, 128, 128, 129, 0, 128, 128, 19000), (4, 1, 512, 128, 65, 64, 4, 64, 250),
         ]  # fmt: skip
         dtypes += [torch.bfloat16]
-    for heads, kv, width, ring, slots, size, m, most, position in shapes:
-
-        def normal(*sizes: int) -> Tensor:
-            return torch.randn(sizes, generator=generator)
-
-        vectors = [functional.rms_norm(normal(n, kv, width), (width,)) for n in (ring, slots)]
-        complete, choice = (position + 1) // m, None
-        if size:
-            seen = torch.arange(max(0, complete - most), complete)
-            picked = seen[torch.randperm(len(seen), generator=generator)[: size - 1]].sort().values
-            choice = functional.pad(picked, (0, size - len(picked)), value=-1).int().to(device)
-        angle = (7 * normal(position + 1, width // 2)).to(device)
-        place = torch.tensor(position, dtype=torch.int32, device=device)
-        rest = (place, angle.cos(), angle.sin(), torch.zeros(heads, dtype=torch.int32).to(device))
-        x, sink = normal(heads, width), normal(heads).to(device)
+    for shape in shapes:
+        heads, kv, width, ring, slots, size, *_, position = shape
         for dtype in dtypes:
             seen = f"{size} of {slots} slots" if size else f"all of {slots} slots"
             label = f"{heads}/{kv}x{width} at {position}, last {ring}, {seen}"
-            label += " bf16" if dtype == torch.bfloat16 else ""
-            given = tuple(part.to(device, dtype) for part in (x, *vectors))
             low = dtype == torch.bfloat16
+            label += " bf16" if low else ""
             peer = _with_state(_decode_compressed_torch) if low else None
-            yield Case(label, (*given, choice, sink, *rest, m, most, 1e-6), peer)
+            yield Case(label, attention_of_byte(generator, device, dtype, *shape), peer)
 
 
 def _timings(device: torch.device, _group_size: int) -> Iterator[Timing]:

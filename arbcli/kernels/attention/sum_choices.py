@@ -2,7 +2,7 @@
 
     y[j] = sum over g, i of x[g, i] where chosen[g, i] = j
 
-A map of the place of every entry in every group's choice comes first. So an entry finds its groups
+A map of the place of every entry in every group's choice comes first. So an entry lists its groups
 in their order, and the sum has the same bits every time, which atomic additions would not give.
 """
 
@@ -50,22 +50,31 @@ def _place_choices_kernel(
 
 @triton.jit
 def _sum_choices_kernel(
-    x_ptr, places_ptr, y_ptr, NUMBER, SIZE, ENTRIES, WIDTH,
-    BLOCK_G: tl.constexpr, BLOCK_W: tl.constexpr,
+    x_ptr, places_ptr, found_ptr, y_ptr, NUMBER, SIZE, ENTRIES, WIDTH,
+    BLOCK_G: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_W: tl.constexpr,
 ):  # fmt: skip
     j, b = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    offs = tl.program_id(2) * BLOCK_W + tl.arange(0, BLOCK_W)[None, :]
-    total = tl.zeros((BLOCK_G, BLOCK_W), dtype=tl.float32)
-    places_ptr += (b * ENTRIES + j) * NUMBER
-    for start in range(0, NUMBER, BLOCK_G):
+    row = (b * ENTRIES + j) * NUMBER
+    count = tl.full((), 0, tl.int32)
+    for start in range(0, NUMBER, BLOCK_G):  # list the groups that chose the entry
         g = start + tl.arange(0, BLOCK_G)
-        i = tl.load(places_ptr + g, mask=g < NUMBER, other=-1).to(tl.int32)
-        if tl.max(i, axis=0) >= 0:
-            at = ((b * NUMBER + g) * SIZE + i) * WIDTH
-            mask = (i >= 0)[:, None] & (offs < WIDTH)
+        i = tl.load(places_ptr + row + g, mask=g < NUMBER, other=-1).to(tl.int32)
+        chose = (i >= 0).to(tl.int32)
+        place = count + tl.cumsum(chose) - 1
+        tl.store(found_ptr + row + place, g * SIZE + i, mask=i >= 0)
+        count += tl.sum(chose)
+    tl.debug_barrier()  # the list is read by other threads
+    x_ptr += b * NUMBER * SIZE * WIDTH
+    for first in range(0, WIDTH, BLOCK_W):
+        offs = first + tl.arange(0, BLOCK_W)[None, :]
+        total = tl.zeros((BLOCK_R, BLOCK_W), dtype=tl.float32)
+        for start in range(0, count, BLOCK_R):
+            r = start + tl.arange(0, BLOCK_R)
+            at = tl.load(found_ptr + row + r, mask=r < count, other=0).to(tl.int64) * WIDTH
+            mask = (r < count)[:, None] & (offs < WIDTH)
             total += tl.load(x_ptr + at[:, None] + offs, mask=mask, other=0).to(tl.float32)
-    y = tl.sum(total, axis=0)[None, :]
-    tl.store(y_ptr + (b * ENTRIES + j) * WIDTH + offs, y, mask=offs < WIDTH)
+        y = tl.sum(total, axis=0)[None, :]
+        tl.store(y_ptr + (b * ENTRIES + j) * WIDTH + offs, y, mask=offs < WIDTH)
 
 
 def _sum_choices_triton(x, chosen, entries):
@@ -78,10 +87,12 @@ def _sum_choices_triton(x, chosen, entries):
     if chosen.numel():
         block = triton.next_power_of_2(min(size, 1024))
         _place_choices_kernel[(number, batch)](chosen, places, number, size, entries, BLOCK=block)
-    block_w = min(128, triton.next_power_of_2(width))
-    _sum_choices_kernel[(entries, batch, triton.cdiv(width, block_w))](
-        x, places, y, number, size, entries, width, BLOCK_G=32, BLOCK_W=block_w
-    )
+    found = torch.empty(places.shape, dtype=torch.int32, device=x.device)
+    _sum_choices_kernel[(entries, batch)](
+        x, places, found, y, number, size, entries, width,
+        BLOCK_G=min(1024, triton.next_power_of_2(number)), BLOCK_R=32,
+        BLOCK_W=min(128, triton.next_power_of_2(width)),
+    )  # fmt: skip
     return y
 
 

@@ -17,7 +17,8 @@ If the result is gated, row r + 8 of a piece is the row of w half a matrix below
 thread has both inputs of the gate.
 
 Work. As in `few_rows`, thread 4 r + c of a warp multiplies bytes 8 c .. 8 c + 7 of rows r and
-r + 8. Pieces and the x they meet are copied to shared memory one step ahead of the arithmetic.
+r + 8. Pieces and the x they meet are copied to shared memory some steps ahead of the arithmetic,
+those of the first steps before the kernel waits for the one that makes x.
 
 The matrix instruction has room for eight rows of x. With up to four rows that room is used for
 several blocks *abreast*: two blocks, or four for a single row. A thread then takes half of a block,
@@ -73,6 +74,8 @@ TRIT_BYTES, SCALE_BYTES = 512, 160
 """Of a piece."""
 MOST_ROWS = 8
 """Largest M: what one instruction multiplies."""
+SHARED_BYTES = 48 << 10
+"""That a program can have."""
 PIECE_BYTES = tl.constexpr(TRIT_BYTES + SCALE_BYTES)
 SCALES_AT = tl.constexpr(TRIT_BYTES)
 """Bytes of a piece, and where its scales are."""
@@ -490,7 +493,7 @@ def _arranged_matmul_kernel(
     x_ptr, pieces_ptr, added_ptr, y_ptr,
     N, K, tiles, blocks, steps, eps,
     M: tl.constexpr, NORM: tl.constexpr, GATED: tl.constexpr, ADD: tl.constexpr,
-    ABREAST: tl.constexpr, HEIGHT: tl.constexpr, WARPS: tl.constexpr, ONE: tl.constexpr,
+    ABREAST: tl.constexpr, HEIGHT: tl.constexpr, WARPS: tl.constexpr, STAGES: tl.constexpr,
     SQUARES: tl.constexpr, PTX: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     thread = tl.arange(0, 32 * WARPS)
@@ -509,18 +512,20 @@ def _arranged_matmul_kernel(
     block = ABREAST * warp  # the first block of this warp's step
     x = ((nothing, nothing, nothing, nothing),) * (5 if ABREAST > 1 else 1)
 
-    # shared memory of a warp: a slot for this step, and a second one if there are further steps
+    # shared memory of a warp: a ring of slots, each for a step
     PIECES: tl.constexpr = PIECE_BYTES * ABREAST * HEIGHT
     SLOT: tl.constexpr = PIECES + _x_stride(ABREAST) * ABREAST * M
-    slot, free = nothing, nothing
+    slot, turn = nothing, nothing
     if PTX:
-        slot = allocate((1 if ONE else 2) * SLOT * WARPS, thread) + SLOT * warp
-        free = slot + SLOT * WARPS
-        copy_pieces(starts, slot, block, blocks, ABREAST)
+        slot = allocate(STAGES * SLOT * WARPS, thread) + STAGES * SLOT * warp
+        for stage in tl.static_range(STAGES):
+            copy_pieces(starts, slot + SLOT * stage, block + STEP * stage, blocks, ABREAST)
     wait_for_last(OVERLAP)
     if PTX:
-        _copy_x(x_ptr, slot + PIECES, block, K, ABREAST, M)
-        commit(thread)
+        for stage in tl.static_range(STAGES):
+            target = slot + (SLOT * stage + PIECES)
+            _copy_x(x_ptr, target, block + STEP * stage, K, ABREAST, M)
+            commit(thread)
     squares = ()
     if NORM:  # every thread squares its share of x
         for i in tl.static_range(M):
@@ -531,19 +536,21 @@ def _arranged_matmul_kernel(
                 of_row += sum_of_squares(word)
             squares = squares + (of_row,)  # noqa: RUF005
 
-    for _ in range(1 if ONE else steps):
+    for step in range(1 if STAGES == 1 else steps):
         if PTX:
-            if not ONE:
-                wait_for_warp(thread)
-                copy_pieces(starts, free, block + STEP, blocks, ABREAST)
-                _copy_x(x_ptr, free + PIECES, block + STEP, K, ABREAST, M)
-                commit(thread)
-            wait_for_copies(0 if ONE else 1, thread)
+            wait_for_copies(STAGES - 1, thread)
         sums, x = _add_pieces(
-            sums, x, starts, slot, x_ptr, block, blocks, K, M, ABREAST, PREFIXES, PTX
+            sums, x, starts, slot + turn, x_ptr, block, blocks, K, M, ABREAST, PREFIXES, PTX
         )
+        if PTX and STAGES > 1:
+            wait_for_warp(thread)
+            if step + STAGES < steps:
+                ahead = block + STEP * STAGES
+                copy_pieces(starts, slot + turn, ahead, blocks, ABREAST)
+                _copy_x(x_ptr, slot + turn + PIECES, ahead, K, ABREAST, M)
+            commit(thread)
+            turn = tl.where(turn == SLOT * (STAGES - 1), 0, turn + SLOT)
         block += STEP
-        slot, free = free, slot
 
     # for a single row of x, the sum of its squares is reduced together with the products
     of_x = squares[0] if NORM else zero
@@ -551,7 +558,7 @@ def _arranged_matmul_kernel(
     for i in tl.static_range(HEIGHT):
         four = sums[i] if X_ROWS == 2 else sums[i] + sums[i]
         shares = shares + ((sums[i][0], sums[i][X_ROWS], of_x, of_x) if M == 1 else four,)  # noqa: RUF005
-    totals = _over_warps(shares, free, SLOT, PTX)
+    totals = _over_warps(shares, slot, STAGES * SLOT, PTX)
     norms = ()
     for row in tl.static_range(M if NORM else 0):
         total = over_parts(totals[2], 32, 32) if M == 1 else tl.sum(squares[row])
@@ -601,11 +608,13 @@ def _arranged_matmul_triton(x, pieces, out_features, in_features, gated, eps, ad
     to = y if added is None else added.contiguous()
     abreast, height, warps, registers = _tiling(len(x), tiles, blocks, num_processors(x))
     steps = triton.cdiv(blocks, abreast * warps)
+    slot = abreast * (height * (TRIT_BYTES + SCALE_BYTES) + len(x) * (2 * BLOCK + 16))
+    stages = min(steps, max(2, SHARED_BYTES // (warps * slot)))
     _arranged_matmul_kernel[(triton.cdiv(tiles, height),)](
         x.flatten().view(torch.int64), pieces.view(torch.int64), to, y,
         out_features, in_features, tiles, blocks, steps, 0.0 if eps is None else eps,
         M=len(x), NORM=eps is not None, GATED=gated, ADD=added is not None,
-        ABREAST=abreast, HEIGHT=height, WARPS=warps, ONE=steps == 1,
+        ABREAST=abreast, HEIGHT=height, WARPS=warps, STAGES=stages,
         SQUARES=triton.cdiv(in_features, 128 * warps), PTX=HAS_PTX,
         num_warps=warps, maxnreg=registers, **overlap_options(x),
     )  # fmt: skip

@@ -35,6 +35,7 @@ from arbcli.kernels.codec.warp_products import (
 from arbcli.kernels.matmul.arranged_matmul import (
     PIECE_BYTES,
     SCALES_AT,
+    SHARED_BYTES,
     Arranged,
     arrange,
     arranged_matmul_reference,
@@ -63,8 +64,6 @@ from arbcli.kernels.runtime.spec import MATRIX, Case, Gate, KernelSpec, Timing
 
 MOST_TEXTS = 64
 """Largest M."""
-SHARED_BYTES = 48 << 10
-"""Of a program."""
 UNIT_BYTES = tl.constexpr(512)
 """What a warp has of 16 rows of w times 8 rows of x: four float32 a thread."""
 _LOAD_X = tl.constexpr("""{

@@ -38,6 +38,7 @@ from torch.nn import functional
 
 from arbcli.config.compressed import CompressedConfig
 from arbcli.kernels.attention.choose_entries import choose_entries
+from arbcli.kernels.attention.compress_blocks import compress_blocks, compress_blocks_backward
 from arbcli.kernels.attention.compressed_attention import Sight, compressed_attention
 from arbcli.kernels.attention.compressed_attention_backward import compressed_attention_backward
 from arbcli.kernels.attention.sum_choices import sum_choices
@@ -72,6 +73,23 @@ class _Attend(Function):
         grad_x, *grads = compressed_attention_backward(grad_y.contiguous(), *given)
         of_recent, of_entries = (grad.to(grad_x.dtype) for grad in grads[:2])
         return grad_x, of_recent, of_entries, None, grads[2], None, None, None
+
+
+class _Compress(Function):
+    """Bytes and entries as they are attended to, and entries before they are turned."""
+
+    @staticmethod
+    def forward(ctx, x, beta, cos, sin, heads):
+        ctx.save_for_backward(x, beta, cos, sin)
+        ctx.heads = heads
+        recent, entries, still = compress_blocks(x, beta, cos, sin, heads, NORM_EPS)
+        ctx.mark_non_differentiable(still)
+        return recent, entries, still
+
+    @staticmethod
+    def backward(ctx, grad_recent: Tensor, grad_entries: Tensor, _still: Any):
+        given = (grad_recent, grad_entries, *ctx.saved_tensors, ctx.heads, NORM_EPS)
+        return *compress_blocks_backward(*given), None, None, None
 
 
 class _KeysOfChoices(Function):
@@ -197,18 +215,14 @@ class CompressedAttention(CachedAttention):
             or nothing is to be learned.
         """
         batch, length, _ = x.shape
-        parts = self.projection(x, norm).split((self.inner, *[self.kv] * 3), dim=-1)
-        q = parts[0].unflatten(-1, (self.heads, self.width))
-        recent, values, gates = parts[1:]
+        q, rest = self.projection(x, norm).split((self.inner, 3 * self.kv), dim=-1)
+        q = q.unflatten(-1, (self.heads, self.width))
         if past is not None:
-            y = past.attend(self, x, norm, q, recent, values, gates)
+            y = past.attend(self, x, norm, q, *rest.split(self.kv, dim=-1))
             return self.output(y.reshape(batch, length, self.inner), self.sub_norm), None
         table = self.table(length, x.device)
-        recent = self.in_place(recent, table)
-        number = length // self.ratio
-        of_entries = [part[:, : number * self.ratio] for part in (values, gates)]
-        still = self.compress(*(part.unflatten(1, (number, self.ratio)) for part in of_entries))
-        entries = self.at_starts(still, table)
+        recent, entries, still = _Compress.apply(rest, self.beta(), *table, self.kv_heads)
+        number = entries.shape[1]
         recent, entries = self.as_stored(recent, entries)
         chosen = found = None
         if self.indexer:
@@ -268,8 +282,3 @@ class CompressedAttention(CachedAttention):
         share = torch.softmax(gates.float() + self.beta().T, dim=2)
         entries = (share * values.float()).sum(dim=2).unflatten(-1, (self.kv_heads, -1))
         return functional.rms_norm(entries, entries.shape[-1:], eps=NORM_EPS).to(values.dtype)
-
-    def at_starts(self, still: Tensor, table: tuple[Tensor, Tensor]) -> Tensor:
-        """Turn the entries from position 0 on by the angles of their first bytes."""
-        angles = [part[:: self.ratio][: still.shape[1], None] for part in table]
-        return rotate(still, *angles).to(still.dtype)

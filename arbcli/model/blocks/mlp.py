@@ -23,9 +23,9 @@ class MLP(nn.Module):
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Normalise as `Attention` does, and transform every position of (B, T, D) by itself."""
         if added is None:
-            return self.output(self.gate_up(x, norm), self.sub_norm)
+            return self.output(self.gate_up(x, norm), self.sub_norm, consumes=True)
         hidden, x = self.gate_up(x, norm, added)
-        return self.output(hidden, self.sub_norm), x
+        return self.output(hidden, self.sub_norm, consumes=True), x
 
     def one_position(self, x: Tensor) -> Tensor:
         """Normalise one position of the stream, transform it, and add that to it."""

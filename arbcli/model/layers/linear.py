@@ -48,6 +48,9 @@ class LinearWeight(StreamedTensor):
     """Those that a forward decodes with it."""
     needed_before: "tuple[LinearWeight, ...]" = ()
     """Those that a backward decodes with it."""
+    keeps_decoded = False
+    """Whether it is decoded once and kept, where products are torch's."""
+    _kept: Tensor | None = None
     _decoded: tuple[tuple[int, ...], torch.dtype, Tensor] | None = None
     """What was decoded with another: of which version, in which dtype, and the weights."""
 
@@ -74,6 +77,10 @@ class LinearWeight(StreamedTensor):
     def _multiply(self, x: Tensor) -> Tensor:
         if self.decodes_ahead and len(x) > FUSED_ROWS and uses_triton(x):
             return x @ self._dense(x.dtype, self.needed_after).T
+        if self.keeps_decoded and not uses_triton(x):
+            if self._kept is None or self._kept.dtype != x.dtype:
+                self._kept = self.weight(x.dtype)
+            return x @ self._kept.T
         return ternary_matmul(x, self.packed)
 
     def propagate(self, grad_y: Tensor) -> Tensor:
@@ -102,6 +109,15 @@ class LinearWeight(StreamedTensor):
             decoded, self._decoded = self._decoded, None
         return decoded[2]
 
+    @contextmanager
+    def decoded_once(self) -> Iterator[None]:
+        """Keep the weights decoded once a product needed them; meanwhile they must not change."""
+        self.keeps_decoded = True
+        try:
+            yield
+        finally:
+            self.keeps_decoded, self._kept = False, None
+
     def _in_fp8(self, rows: Tensor) -> bool:
         return self.fp8 and len(rows) > FUSED_ROWS
 
@@ -118,43 +134,52 @@ class LinearWeight(StreamedTensor):
         x: Tensor,
         before: "TernaryRMSNorm | None",
         wanted: bool,
-        beside: Tensor | None = None,
+        *about_x: "Tensor | bool | None",
     ) -> Tensor | None:
         """Take the gradient of what `multiply` gave: return that of x if it is wanted.
 
-        `beside` is the gradient that x has elsewhere, of the stream that a norm is before; it is
-        added.
+        Args:
+            grad_y: (M, N).
+            x: (M, K), or what `before` makes that of.
+            before: as of `multiply`.
+            wanted: whether to return the gradient of x.
+            about_x: what the backward of `before` takes besides: the gradient that x has elsewhere,
+                or whether a gate's gradient may take its place.
         """
         grad_x, source = None, x
         if wanted:
             grad_x = self.propagate(grad_y)
             if before:
-                about = () if beside is None else (beside,)
-                grad_x, source = before.backward(grad_x, x, *about)
+                grad_x, source = before.backward(grad_x, x, *about_x)
         elif before:
             source = before(x)
         self.collect(source, grad_y)
         return grad_x
 
 
-def decode_in_groups(weights: list[LinearWeight], size: int) -> None:
+def decode_in_groups(blocks: list[list[LinearWeight]]) -> None:
     """Let small matrices be decoded several at a time, as decoding one takes less than its launch.
 
-    A backward decodes the last one alone, as activations are held then that are gone when the next
-    one is needed.
+    A backward begins with smaller groups: most activations are still there then, and what waits to
+    be used would add to the peak. Later ones begin where a block's first one does.
 
     Args:
-        weights: in the order in which a forward needs them, each once.
-        size: of a group.
+        blocks: the weights of each block, as many in all, in the order in which a forward needs
+            them, each once.
     """
-    back = weights[::-1]
-    if any(weight.num_weights >= LARGE_ELEMENTS or weight.rule.reads_all for weight in weights):
+    weights, size = [weight for block in blocks for weight in block], len(blocks[0])
+    large = any(weight.num_weights >= LARGE_ELEMENTS for weight in weights)
+    if not weights or large or weights[0].rule.reads_all:
         return
-    for first in range(len(weights)):
-        weights[first].decodes_ahead = True
-        weights[first].needed_after = tuple(weights[first + 1 : first // size * size + size])
-        last = (first - 1) // size * size + size + 1
-        back[first].needed_before = tuple(back[first + 1 : last])
+    forward, back = range(0, len(weights), size), (0, 1, *range(size - 1, len(weights), size))
+    for order, starts, name in (
+        (weights, forward, "needed_after"),
+        (weights[::-1], back, "needed_before"),
+    ):
+        for begin, end in zip(starts, (*starts[1:], len(weights)), strict=True):
+            for index in range(begin, end):
+                order[index].decodes_ahead = True
+                setattr(order[index], name, tuple(order[index + 1 : end]))
 
 
 class _Linear(Function):
@@ -165,16 +190,16 @@ class _Linear(Function):
     """
 
     @staticmethod
-    def forward(ctx, x: Tensor, anchor: Tensor, weight: LinearWeight, before) -> Tensor:
-        ctx.weight, ctx.before = weight, before
+    def forward(ctx, x: Tensor, anchor: Tensor, weight: LinearWeight, before, consumes) -> Tensor:
+        ctx.weight, ctx.before, ctx.consumes = weight, before, consumes
         ctx.save_for_backward(x)
         return weight.multiply(x, before)
 
     @staticmethod
     def backward(ctx, grad_y: Tensor):
-        wanted = ctx.needs_input_grad[0]
-        grad_x = ctx.weight.pass_back(grad_y, *ctx.saved_tensors, ctx.before, wanted)
-        return grad_x, None, None, None
+        (x,), about_x = ctx.saved_tensors, (True,) if ctx.consumes else ()
+        about = ctx.before, ctx.needs_input_grad[0], *about_x
+        return ctx.weight.pass_back(grad_y, x.detach(), *about), None, None, None, None
 
 
 class _LinearOfSum(Function):
@@ -290,12 +315,22 @@ class TernaryLinear(Findable):
         self._decoded: Tensor | None = None
 
     def forward(
-        self, x: Tensor, before: TernaryRMSNorm | None = None, added: Tensor | None = None
+        self,
+        x: Tensor,
+        before: TernaryRMSNorm | None = None,
+        added: Tensor | None = None,
+        *,
+        consumes: bool = False,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Multiply (..., K) activations to (..., N) of the same dtype.
 
-        `before` is applied to x first, and differentiated with the product, so that only x itself
-        is saved. What is `added` to x comes before that, and then the sum is returned, too.
+        Args:
+            x: activations.
+            before: is applied to x first, and differentiated with the product, so that only x
+                itself is saved.
+            added: to x before that; then the sum is returned, too.
+            consumes: whether nobody else needs x, so that the gradient that a gate before the
+                product passes on may take its place.
         """
         compiled = torch.compiler.is_compiling()
         if compiled and added is not None:
@@ -309,7 +344,7 @@ class TernaryLinear(Findable):
             y = _compiled_linear(rows, self.weight.trits, norm, *about)
         elif added is None:
             self.weight.note_use()
-            y = _Linear.apply(rows, anchor(x), self.weight, before)
+            y = _Linear.apply(rows, anchor(x), self.weight, before, consumes)
         else:
             self.weight.note_use()
             parts = rows, added.reshape(rows.shape), anchor(x)

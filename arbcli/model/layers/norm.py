@@ -126,9 +126,11 @@ class TernaryGate(TernaryRMSNorm):
         """Turn (M, 2 D) into (M, D), and round rows to e4m3; not differentiable."""
         return gated_rms_norm_e4m3(gate_up, *self._norm())
 
-    def backward(self, grad_y: Tensor, gate_up: Tensor) -> tuple[Tensor, Tensor]:
-        """Compute the gradient of gate_up, and the result again."""
-        return gated_rms_norm_backward(grad_y, gate_up, *self._norm())
+    def backward(
+        self, grad_y: Tensor, gate_up: Tensor, overwrite: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        """Compute the gradient of gate_up, in its place where it may be, and the result again."""
+        return gated_rms_norm_backward(grad_y, gate_up, *self._norm(), overwrite)
 
     @property
     def plain(self) -> bool:

@@ -6,6 +6,7 @@ import torch
 from arbcli.kernels.chunks.boundary_scores import boundary_scores, boundary_scores_backward
 from arbcli.kernels.chunks.find_chunks import find_chunks
 from arbcli.kernels.chunks.gather_chunks import gather_chunks
+from arbcli.kernels.chunks.route_position import route_position_, take_chunk_
 from arbcli.kernels.chunks.smooth_chunks import smooth_chunks, smooth_chunks_backward
 from arbcli.kernels.chunks.spread_chunks import spread_chunks, spread_chunks_backward
 from arbcli.kernels.runtime.backend import use_backend
@@ -69,6 +70,44 @@ def test_whole_chain_has_the_gradients_of_plain_torch(backend, device):
         torch.testing.assert_close(got.double(), leaf.grad, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize(
+    ("router", "text", "wanted"),
+    [
+        ("every", b"abcdefg", [1, 0, 0, 1, 0, 0, 1]),
+        ("space", b"a b\n cd", [1, 0, 1, 0, 0, 1, 0]),
+        ("learned", b"aaba bb", [1, 0, 1, 1, 1, 1, 0]),
+    ],
+)
+def test_positions_of_a_text_are_routed_one_by_one(router, text, wanted, device):
+    """Vectors of letters are at right angles, so p is 1/2 where they change, and 0 elsewhere."""
+    like = {"device": device}
+    mean, last = torch.tensor([1.0, 2.0, 3.0], **like), torch.zeros(6, **like)
+    byte = torch.zeros(1, 1, dtype=torch.int64, **like)
+    encoder, decoder = torch.zeros(2, dtype=torch.int32, **like).unbind()
+    vectors = 5 * torch.eye(3, **like)[[b" abcdefg\n".index(each) % 3 for each in text]]
+    begun = []
+    for x, letter in zip(vectors, text, strict=True):
+        # a little of what is against the vector itself makes p more than a half
+        rows = torch.cat([-0.01 * x.sum() * torch.ones(3, **like), 0 * x, x])
+        rows = rows if router == "learned" else x
+        ids = torch.full_like(byte, letter)
+        about = (mean, last, byte, ids, encoder, decoder, 3, 1e-6)
+        _, begins, y = route_position_(router, x.contiguous(), rows, *about)
+        begun.append(int(begins))
+        assert torch.equal(y, x + mean)
+        assert (int(encoder), int(decoder)) == (len(begun), len(begun) - 1)
+    assert begun == wanted
+
+
+def test_chunk_of_a_position_is_smoothed_in(device):
+    z, residual, mean, y = torch.ones(4, 2, device=device).unbind()
+    mean, position = 3 * mean, torch.tensor(4, dtype=torch.int32, device=device)
+    take_chunk_(z, torch.tensor([0.75], device=device), 2 * residual, mean, y, position)
+    assert (mean.tolist(), y.tolist(), int(position)) == ([1.5, 1.5], [3.5, 3.5], 5)
+    take_chunk_(z, torch.zeros(1, device=device), residual, mean, y)
+    torch.testing.assert_close(mean, torch.full_like(mean, 1.5 - 0.5e-4))
+
+
 def test_what_does_not_fit_is_refused(device):
     x, marks = torch.zeros(2, 6, 5, device=device), torch.zeros(2, 6, device=device) > 0
     chunks = find_chunks(marks, 3)
@@ -88,6 +127,11 @@ def test_what_does_not_fit_is_refused(device):
             lambda: spread_chunks_backward(x, s, chunks.owner, chunks.owner),
             r"int64 places of shape \(2, 3\)",
         ),
+        (
+            lambda: take_chunk_(s[0, 0], s[0, 0], s[0, 0], s[0, 0], s[0, 0]),
+            r"need contiguous torch.float32 of shape \(1,\)",
+        ),
+        (lambda: take_chunk_(s[0], *[s[0, 0]] * 4), "float32 or bfloat16 vector z"),
         (lambda: boundary_scores(x, x), r"need torch.float32 \(2, 6, 10\)"),
         (lambda: boundary_scores(x.double(), x), "float32 or bfloat16 positions"),
         (

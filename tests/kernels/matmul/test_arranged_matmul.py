@@ -74,6 +74,13 @@ def test_a_gated_matrix_is_arranged_by_halves(device):
     torch.testing.assert_close(got, gate * torch.sigmoid(gate) * up)
 
 
+def test_matrices_one_above_the_other_are_multiplied_at_once(device):
+    upper, lower = matrix(device), matrix(device, rows=7)
+    both = decode_digits_reference(upper.above(lower))
+    parts = [decode_digits_reference(part) for part in (upper, lower)]
+    assert torch.equal(both, torch.cat(parts))
+
+
 def test_power_of_two_in_front_of_a_row_does_not_matter(device):
     weight = arrange(matrix(device))
     x = torch.randn(3, 328, generator=torch.Generator().manual_seed(1)).to(device, torch.bfloat16)

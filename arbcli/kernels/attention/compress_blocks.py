@@ -1,0 +1,396 @@
+"""Bytes as compressed attention sees them, and the entries of their blocks.
+
+Of each byte there are a vector r, a value v and a gate a for every head of keys, of d numbers each.
+With n(x) = x / sqrt(mean(x**2) + eps), R_t the turn by the angles of position t, and the m bytes i
+of block j:
+
+    recent[t] = R_t n(r[t]),  still[j] = n(c),  entries[j] = R_(j m) still[j]
+    c = sum over i of p[i] v[i],  p[i] = softmax over i of (a[i] + beta[i]), number by number
+
+With dc the gradient of c, that of v[i] is p[i] dc, and that of a[i] is p[i] dc (v[i] - c), which
+beta has the sum of. `still` has no gradient: only an indexer reads it.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from arbcli.kernels.runtime._triton import tl, triton
+from arbcli.kernels.runtime.backend import uses_triton
+from arbcli.kernels.runtime.spec import Case, Gate, KernelSpec, Timing
+
+
+def compress_blocks_reference(
+    x: Tensor, beta: Tensor, cos: Tensor, sin: Tensor, heads: int, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute what `compress_blocks` must return, a byte and a block at a time in float64."""
+    x, m = x.double(), beta.shape[1]
+    batch, length, _ = x.shape
+    x, beta = x.view(batch, length, 3, heads, -1), beta.double().view(heads, -1, m)
+
+    def normal(v: Tensor) -> Tensor:
+        return v / (v.square().mean(dim=-1, keepdim=True) + eps).sqrt()
+
+    def turned(v: Tensor, t: int) -> Tensor:
+        found = torch.complex(*v.chunk(2, dim=-1))
+        found = found * torch.complex(cos[t].double(), sin[t].double())
+        return torch.cat((found.real, found.imag), dim=-1)
+
+    recent = torch.stack([turned(normal(x[:, t, 0]), t) for t in range(length)], dim=1)
+    still, entries = [], []
+    for j in range(length // m):
+        weights = torch.stack([(x[:, j * m + i, 2] + beta[..., i]).exp() for i in range(m)])
+        values = torch.stack([x[:, j * m + i, 1] for i in range(m)])
+        still.append(normal((weights * values).sum(dim=0) / weights.sum(dim=0)))
+        entries.append(turned(still[-1], j * m))
+    if not still:
+        none = recent[:, :0]
+        return recent, none, none
+    return recent, torch.stack(entries, dim=1), torch.stack(still, dim=1)
+
+
+def compress_blocks_backward_reference(
+    grad_recent: Tensor, grad_entries: Tensor, x: Tensor, beta: Tensor, *rest
+) -> tuple[Tensor, Tensor]:
+    """Compute what `compress_blocks_backward` must return, by autograd of the reference."""
+    leaves = [part.double().requires_grad_() for part in (x, beta)]
+    with torch.enable_grad():
+        recent, entries, _ = compress_blocks_reference(*leaves, *rest)
+        total = (recent * grad_recent).sum() + (entries * grad_entries).sum()
+    found = torch.autograd.grad(total, leaves, allow_unused=True)
+    return found[0], torch.zeros_like(leaves[1]) if found[1] is None else found[1]
+
+
+def _turned_torch(v: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turn (B, T, G, d) float32 by (T, d / 2) angles."""
+    first, second = v.chunk(2, dim=-1)
+    cos, sin = cos[:, None], sin[:, None]
+    return torch.cat((first * cos - second * sin, first * sin + second * cos), dim=-1)
+
+
+def _compress_blocks_torch(x, beta, cos, sin, heads, eps):
+    (_, length, width), m = x.shape, beta.shape[1]
+    head, number = (width // 3 // heads,), length // m
+    recent, values, gates = x.split(width // 3, dim=2)
+    recent = functional.rms_norm(recent.unflatten(2, (heads, -1)).float(), head, eps=eps)
+    recent = _turned_torch(recent, cos, sin).to(x.dtype)
+    values, gates = (part[:, : number * m].float() for part in (values, gates))
+    share = (gates.unflatten(1, (number, m)) + beta.T).softmax(dim=2)
+    mixed = (share * values.unflatten(1, (number, m))).sum(dim=2).unflatten(2, (heads, -1))
+    still = functional.rms_norm(mixed, head, eps=eps).to(x.dtype)
+    starts = [part[::m][:number] for part in (cos, sin)]
+    return recent, _turned_torch(still.float(), *starts).to(x.dtype), still
+
+
+def _compress_blocks_backward_torch(grad_recent, grad_entries, x, beta, cos, sin, heads, eps):
+    leaves = [part.detach().float().requires_grad_() for part in (x, beta)]
+    with torch.enable_grad():
+        recent, entries, _ = _compress_blocks_torch(*leaves, cos, sin, heads, eps)
+    grads = (grad_recent, grad_entries)
+    grad_x, grad_beta = torch.autograd.grad((recent, entries), leaves, grads, allow_unused=True)
+    return grad_x.to(x.dtype), torch.zeros_like(beta) if grad_beta is None else grad_beta
+
+
+@triton.jit
+def _rows_of(x_ptr, part, t, kv, offs, mask, stride_t, KV: tl.constexpr, HALF: tl.constexpr):
+    """Load both halves of a part of rows, [BLOCK_M, BLOCK_H] float32."""
+    ptrs = x_ptr + t.to(tl.int64)[:, None] * stride_t + (part * KV + kv) * (2 * HALF) + offs
+    first, second = tl.load(ptrs, mask=mask, other=0), tl.load(ptrs + HALF, mask=mask, other=0)
+    return first.to(tl.float32), second.to(tl.float32)
+
+
+@triton.jit
+def _shares(a, beta_ptr, base, i, offs, mask, M):
+    """Compute the softmax over a block of one half of a head: [BLOCK_M, BLOCK_H]."""
+    a += tl.load(beta_ptr + (base + offs) * M + i[:, None], mask=mask, other=0)
+    a = tl.where(mask, a, -1e30)
+    p = tl.where(mask, tl.exp(a - tl.max(a, axis=0)[None, :]), 0)
+    return p / tl.maximum(tl.sum(p, axis=0), 1e-30)[None, :]
+
+
+@triton.jit
+def _compress_blocks_kernel(
+    x_ptr, beta_ptr, cos_ptr, sin_ptr, recent_ptr, entries_ptr, still_ptr,
+    T, M, E, eps, stride_xb, stride_xt,
+    KV: tl.constexpr, HALF: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_M: tl.constexpr,
+):  # fmt: skip
+    WIDTH: tl.constexpr = 2 * HALF
+    block, b = tl.program_id(0), (tl.program_id(1) // KV).to(tl.int64)
+    kv = tl.program_id(1) % KV
+    i, offs = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_H)[None, :]
+    t = block * M + i
+    mask = ((i < M) & (t < T))[:, None] & (offs < HALF)
+    x_ptr += b * stride_xb
+    dtype = x_ptr.dtype.element_ty
+    r1, r2 = _rows_of(x_ptr, 0, t, kv, offs, mask, stride_xt, KV, HALF)
+    r = tl.rsqrt(tl.sum(r1 * r1 + r2 * r2, axis=1) / WIDTH + eps)[:, None]
+    table = t[:, None] * HALF + offs
+    cos = tl.load(cos_ptr + table, mask=mask, other=0)
+    sin = tl.load(sin_ptr + table, mask=mask, other=0)
+    out = recent_ptr + ((b * T + t) * KV + kv)[:, None] * WIDTH + offs
+    tl.store(out, ((r1 * cos - r2 * sin) * r).to(dtype), mask=mask)
+    tl.store(out + HALF, ((r1 * sin + r2 * cos) * r).to(dtype), mask=mask)
+    if block < E:
+        v1, v2 = _rows_of(x_ptr, 1, t, kv, offs, mask, stride_xt, KV, HALF)
+        a1, a2 = _rows_of(x_ptr, 2, t, kv, offs, mask, stride_xt, KV, HALF)
+        p1 = _shares(a1, beta_ptr, kv * WIDTH, i, offs, mask, M)
+        p2 = _shares(a2, beta_ptr, kv * WIDTH + HALF, i, offs, mask, M)
+        c1, c2 = tl.sum(p1 * v1, axis=0)[None, :], tl.sum(p2 * v2, axis=0)[None, :]
+        rc = tl.rsqrt(tl.sum(c1 * c1 + c2 * c2, axis=1) / WIDTH + eps)[:, None]
+        e1, e2 = (c1 * rc).to(dtype), (c2 * rc).to(dtype)
+        at = ((b * E + block) * KV + kv) * WIDTH + offs
+        half = offs < HALF
+        tl.store(still_ptr + at, e1, mask=half)
+        tl.store(still_ptr + at + HALF, e2, mask=half)
+        cos0 = tl.load(cos_ptr + block * M * HALF + offs, mask=half, other=0)
+        sin0 = tl.load(sin_ptr + block * M * HALF + offs, mask=half, other=0)
+        n1, n2 = e1.to(tl.float32), e2.to(tl.float32)
+        tl.store(entries_ptr + at, (n1 * cos0 - n2 * sin0).to(dtype), mask=half)
+        tl.store(entries_ptr + at + HALF, (n1 * sin0 + n2 * cos0).to(dtype), mask=half)
+
+
+@triton.jit
+def _unturned(g1, g2, x1, x2, r, cos, sin, WIDTH: tl.constexpr):
+    """Compute the gradient of rows before they were normalised to x, and turned."""
+    g1, g2 = g1 * cos + g2 * sin, g2 * cos - g1 * sin
+    mean = (tl.sum(g1 * x1 + g2 * x2, axis=1) / WIDTH)[:, None]
+    return (g1 - x1 * mean) * r, (g2 - x2 * mean) * r
+
+
+@triton.jit
+def _compress_blocks_backward_kernel(
+    grad_recent_ptr, grad_entries_ptr, x_ptr, beta_ptr, cos_ptr, sin_ptr, grad_ptr,
+    T, M, E, eps, stride_xb, stride_xt,
+    KV: tl.constexpr, HALF: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_M: tl.constexpr,
+):  # fmt: skip
+    WIDTH: tl.constexpr = 2 * HALF
+    block, b = tl.program_id(0), (tl.program_id(1) // KV).to(tl.int64)
+    kv = tl.program_id(1) % KV
+    i, offs = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_H)[None, :]
+    t = block * M + i
+    mask = ((i < M) & (t < T))[:, None] & (offs < HALF)
+    x_ptr += b * stride_xb
+    dtype = grad_ptr.dtype.element_ty
+    r1, r2 = _rows_of(x_ptr, 0, t, kv, offs, mask, stride_xt, KV, HALF)
+    r = tl.rsqrt(tl.sum(r1 * r1 + r2 * r2, axis=1) / WIDTH + eps)[:, None]
+    table = t[:, None] * HALF + offs
+    cos = tl.load(cos_ptr + table, mask=mask, other=0)
+    sin = tl.load(sin_ptr + table, mask=mask, other=0)
+    rows = ((b * T + t) * KV + kv)[:, None] * WIDTH + offs
+    g1 = tl.load(grad_recent_ptr + rows, mask=mask, other=0).to(tl.float32)
+    g2 = tl.load(grad_recent_ptr + rows + HALF, mask=mask, other=0).to(tl.float32)
+    g1, g2 = _unturned(g1, g2, r1 * r, r2 * r, r, cos, sin, WIDTH)
+    out = grad_ptr + (b * T + t)[:, None] * (3 * KV * WIDTH) + kv * WIDTH + offs
+    tl.store(out, g1.to(dtype), mask=mask)
+    tl.store(out + HALF, g2.to(dtype), mask=mask)
+    out += KV * WIDTH
+    if block < E:
+        v1, v2 = _rows_of(x_ptr, 1, t, kv, offs, mask, stride_xt, KV, HALF)
+        a1, a2 = _rows_of(x_ptr, 2, t, kv, offs, mask, stride_xt, KV, HALF)
+        p1 = _shares(a1, beta_ptr, kv * WIDTH, i, offs, mask, M)
+        p2 = _shares(a2, beta_ptr, kv * WIDTH + HALF, i, offs, mask, M)
+        c1, c2 = tl.sum(p1 * v1, axis=0)[None, :], tl.sum(p2 * v2, axis=0)[None, :]
+        rc = tl.rsqrt(tl.sum(c1 * c1 + c2 * c2, axis=1) / WIDTH + eps)[:, None]
+        half = offs < HALF
+        at = ((b * E + block) * KV + kv) * WIDTH + offs
+        e1 = tl.load(grad_entries_ptr + at, mask=half, other=0).to(tl.float32)
+        e2 = tl.load(grad_entries_ptr + at + HALF, mask=half, other=0).to(tl.float32)
+        cos0 = tl.load(cos_ptr + block * M * HALF + offs, mask=half, other=0)
+        sin0 = tl.load(sin_ptr + block * M * HALF + offs, mask=half, other=0)
+        e1, e2 = _unturned(e1, e2, c1 * rc, c2 * rc, rc, cos0, sin0, WIDTH)
+        g1, g2 = p1 * e1, p2 * e2
+        tl.store(out, g1.to(dtype), mask=mask)
+        tl.store(out + HALF, g2.to(dtype), mask=mask)
+        tl.store(out + KV * WIDTH, (g1 * (v1 - c1)).to(dtype), mask=mask)
+        tl.store(out + KV * WIDTH + HALF, (g2 * (v2 - c2)).to(dtype), mask=mask)
+    else:
+        zero = tl.zeros((BLOCK_M, BLOCK_H), dtype=tl.float32).to(dtype)
+        tl.store(out, zero, mask=mask)
+        tl.store(out + HALF, zero, mask=mask)
+        tl.store(out + KV * WIDTH, zero, mask=mask)
+        tl.store(out + KV * WIDTH + HALF, zero, mask=mask)
+
+
+def _tile(x: Tensor, beta: Tensor, heads: int) -> dict[str, int]:
+    half, block_m = x.shape[2] // 6 // heads, triton.next_power_of_2(beta.shape[1])
+    block_h = triton.next_power_of_2(half)
+    warps = min(16, max(1, block_m * block_h // 512))
+    return {"KV": heads, "HALF": half, "BLOCK_H": block_h, "BLOCK_M": block_m, "num_warps": warps}
+
+
+def _compress_blocks_triton(x, beta, cos, sin, heads, eps):
+    x = x if x.stride(-1) == 1 else x.contiguous()
+    (batch, length, width), m = x.shape, beta.shape[1]
+    number, vector = length // m, (heads, width // 3 // heads)
+    recent = torch.empty(batch, length, *vector, dtype=x.dtype, device=x.device)
+    entries, still = (
+        torch.empty(batch, number, *vector, dtype=x.dtype, device=x.device) for _ in range(2)
+    )
+    _compress_blocks_kernel[(triton.cdiv(length, m), batch * heads)](
+        x, beta.contiguous(), cos.contiguous(), sin.contiguous(), recent, entries, still,
+        length, m, number, eps, *x.stride()[:2], **_tile(x, beta, heads),
+    )  # fmt: skip
+    return recent, entries, still
+
+
+def _compress_blocks_backward_triton(grad_recent, grad_entries, x, beta, cos, sin, heads, eps):
+    x = x if x.stride(-1) == 1 else x.contiguous()
+    (batch, length, width), m = x.shape, beta.shape[1]
+    number = length // m
+    grad_x = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    _compress_blocks_backward_kernel[(triton.cdiv(length, m), batch * heads)](
+        grad_recent.contiguous(), grad_entries.contiguous(), x, beta.contiguous(),
+        cos.contiguous(), sin.contiguous(), grad_x, length, m, number, eps, *x.stride()[:2],
+        **_tile(x, beta, heads),
+    )  # fmt: skip
+    of_gates = grad_x[:, : number * m, 2 * width // 3 :].reshape(batch * number, m, width // 3)
+    return grad_x, of_gates.sum(dim=0, dtype=torch.float32).T.contiguous()
+
+
+def compress_blocks(
+    x: Tensor, beta: Tensor, cos: Tensor, sin: Tensor, heads: int, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Turn what was projected of bytes from position 0 on into what is attended to.
+
+    Args:
+        x: (B, T, 3 G d) float32 or bfloat16, d even: vectors, values and gates of the heads.
+        beta: (G d, m) float32.
+        cos: (T, d / 2) float32.
+        sin: like `cos`.
+        heads: G.
+        eps: added to mean squares.
+
+    Returns:
+        Bytes (B, T, G, d), entries (B, T // m, G, d), and these before they were turned, in the
+        dtype of x; computed in float32.
+
+    Raises:
+        ValueError: a dtype or a shape does not fit.
+    """
+    _check(x, beta, cos, sin, heads)
+    run = _compress_blocks_triton if uses_triton(x) else _compress_blocks_torch
+    return run(x, beta, cos, sin, heads, eps)
+
+
+def compress_blocks_backward(
+    grad_recent: Tensor,
+    grad_entries: Tensor,
+    x: Tensor,
+    beta: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    heads: int,
+    eps: float,
+) -> tuple[Tensor, Tensor]:
+    """Propagate gradients back through `compress_blocks`, whose other arguments they are.
+
+    Args:
+        grad_recent: (B, T, G, d) float32 or bfloat16, of the bytes.
+        grad_entries: (B, T // m, G, d) like it, of the entries.
+        x: what it was given.
+        beta: likewise.
+        cos: likewise.
+        sin: likewise.
+        heads: likewise.
+        eps: likewise.
+
+    Returns:
+        Gradients of x in its dtype, and of beta, float32.
+
+    Raises:
+        ValueError: a dtype or a shape does not fit.
+    """
+    _check(x, beta, cos, sin, heads)
+    vector = heads, x.shape[2] // 3 // heads
+    number = x.shape[1] // beta.shape[1]
+    for grad, count in ((grad_recent, x.shape[1]), (grad_entries, number)):
+        if grad.shape != (len(x), count, *vector):
+            raise ValueError(f"gradient {tuple(grad.shape)} does not fit {tuple(x.shape)}")
+    run = _compress_blocks_backward_triton if uses_triton(x) else _compress_blocks_backward_torch
+    return run(grad_recent, grad_entries, x, beta, cos, sin, heads, eps)
+
+
+def _check(x, beta, cos, sin, heads):
+    got = f"{x.dtype} of shape {tuple(x.shape)}"
+    fits = x.dim() == 3 and x.shape[2] % (6 * heads) == 0 and x.shape[1] > 0
+    if x.dtype not in (torch.float32, torch.bfloat16) or not fits:
+        raise ValueError(f"need three parts of {heads} heads of an even width, got {got}")
+    if beta.dtype != torch.float32 or beta.dim() != 2 or len(beta) != x.shape[2] // 3:
+        raise ValueError(f"taps {beta.dtype} {tuple(beta.shape)} do not fit {got}")
+    for table in (cos, sin):
+        if table.dtype != torch.float32 or table.shape != (x.shape[1], x.shape[2] // 6 // heads):
+            raise ValueError(f"table {table.dtype} {tuple(table.shape)} does not fit {got}")
+
+
+def _draw(device: torch.device) -> Iterator[tuple[str, tuple]]:
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(1, 1, 1, 2, 3), (2, 13, 2, 6, 4), (1, 21, 1, 34, 7), (3, 8, 3, 4, 2)]
+    dtypes = [torch.float32]
+    if device.type == "cuda":  # the interpreter computes wrongly in bf16
+        shapes += [(2, 301, 1, 128, 4), (2, 301, 1, 128, 128), (1, 70, 2, 512, 4)]
+        dtypes += [torch.bfloat16]
+    for batch, length, heads, width, m in shapes:
+        x = torch.randn(batch, length, 5 * heads * width, generator=generator)
+        beta = torch.randn(heads * width, m, generator=generator).to(device)
+        angle = (7 * torch.randn(length, width // 2, generator=generator)).to(device)
+        for dtype in dtypes:
+            label = f"{batch}x{length} of {heads}x{width} by {m}"
+            label += " bf16" if dtype == torch.bfloat16 else ""
+            rows = x.to(device, dtype)[..., 2 * heads * width :]
+            yield label, (rows, beta, angle.cos(), angle.sin(), heads, 1e-6)
+
+
+def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
+    for label, inputs in _draw(device):
+        low = inputs[0].dtype == torch.bfloat16
+        yield Case(label, inputs, _compress_blocks_torch if low else None)
+
+
+def _backward_cases(device: torch.device, _group_size: int) -> Iterator[Case]:
+    generator = torch.Generator().manual_seed(1)
+    for label, inputs in _draw(device):
+        x, beta, *_, heads, _ = inputs
+        vector = heads, x.shape[2] // 3 // heads
+        grads = [
+            torch.randn(len(x), count, *vector, generator=generator).to(device)
+            for count in (x.shape[1], x.shape[1] // beta.shape[1])
+        ]
+        low = x.dtype == torch.bfloat16
+        peer = _compress_blocks_backward_torch if low else None
+        yield Case(label, (*grads, *inputs), peer)
+
+
+def _timed(device: torch.device) -> Iterator[tuple[str, tuple]]:
+    x = torch.randn(1, 16384, 1920, device=device, dtype=torch.bfloat16)[..., 1536:]
+    table = torch.rand(2, 16384, 64, device=device).unbind()
+    for m in (4, 128):
+        yield f"16384 bytes by {m} bf16", (x, torch.randn(128, m, device=device), *table, 1, 1e-6)
+
+
+def _timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
+    for label, inputs in _timed(device):
+        yield Timing(label, inputs)
+
+
+def _backward_timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
+    for label, inputs in _timed(device):
+        count = 16384 // inputs[1].shape[1]
+        grads = [torch.randn(1, n, 1, 128, device=device) for n in (16384, count)]
+        yield Timing(label, (*grads, *inputs))
+
+
+_GATE = Gate(
+    exact=False, relative=1e-5, peer_slack=0.5,
+    reason="float32 sums over a block; in bf16 the gradient of beta adds up rounded ones",
+)  # fmt: skip
+COMPRESS_BLOCKS = KernelSpec(
+    "compress_blocks", _compress_blocks_triton, _compress_blocks_torch, compress_blocks_reference,
+    _cases, _GATE, bfloat16=(0,), timings=_timings,
+)  # fmt: skip
+COMPRESS_BLOCKS_BACKWARD = KernelSpec(
+    "compress_blocks_backward", _compress_blocks_backward_triton, _compress_blocks_backward_torch,
+    compress_blocks_backward_reference, _backward_cases, _GATE, bfloat16=(2,),
+    timings=_backward_timings,
+)  # fmt: skip
