@@ -626,14 +626,14 @@ def test_rows_and_stacked_matrices_step_by_a_share_with_every_micro_batch(rule):
         assert often == pytest.approx(once, abs=0.15), name
 
 
-SHAPES = ((33, 123), (16, 40), (33, 123), (40, 16))
+SHAPES = ((17, 33), (16, 40), (17, 33))
 
 
 @pytest.mark.parametrize(
     ("rule", "direction"),
     mostly_slow(
         [pair for pair in COMBINATIONS if find_rule(pair[0]).merges],
-        lambda rule, direction: direction in ("factored", "orthogonal") and rule != "nibble",
+        lambda rule, direction: rule == "moment" and direction != "sign",
     ),
 )
 def test_gradients_that_are_held_give_the_same_bits(rule, direction, device):
