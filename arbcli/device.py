@@ -12,8 +12,11 @@ import torch
 from arbcli.errors import ArbError
 from arbcli.kernels.runtime.backend import check_backend, default_backend
 
-COMPUTE = {"bf16": torch.bfloat16, "fp8": torch.bfloat16, "fp32": torch.float32}
+COMPUTE = {
+    "bf16": torch.bfloat16, "fp8": torch.bfloat16, "nvfp4": torch.bfloat16, "fp32": torch.float32,
+}  # fmt: skip
 """Dtype of activations, by `--compute`."""
+DEVICES = "use `cpu`, `cuda`, or `mps` on a Mac"
 CONTAINER_MEMORY = (
     ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
     ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
@@ -47,9 +50,13 @@ def resolve_device(name: str | None) -> torch.device:
     try:
         device = torch.device(name)
     except RuntimeError:
-        raise ArbError(f"no device is named `{name}`", hint="use `cpu` or `cuda`") from None
-    if device.type not in ("cpu", "cuda"):
-        raise ArbError(f"`{name}` is not supported", hint="use `cpu` or `cuda`")
+        raise ArbError(f"no device is named `{name}`", hint=DEVICES) from None
+    if device.type not in ("cpu", "cuda", "mps"):
+        raise ArbError(f"`{name}` is not supported", hint=DEVICES)
+    if device.type == "mps" and not torch.backends.mps.is_available():
+        raise ArbError(
+            f"there is no GPU of Apple for `{name}`", hint="use `--device cpu`, or leave it out"
+        )
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise ArbError(
             f"there is no CUDA device for `{name}`", hint="use `--device cpu`, or leave it out"
@@ -72,6 +79,8 @@ def default_compute(device: torch.device) -> str:
     """Choose the dtype of activations: bf16 wherever the hardware multiplies it."""
     if device.type == "cuda":
         return "bf16"
+    if device.type == "mps":  # not every one multiplies bf16
+        return "fp32"
     # oneDNN has to know how to use what the CPU has: torch for an Apple CPU comes without oneDNN
     onednn = torch.ops.mkldnn._is_mkldnn_bf16_supported()
     native = multiplies_bf16(torch.cpu.get_capabilities())
@@ -96,6 +105,12 @@ def check_compute(compute: str, device: torch.device) -> None:
     Raises:
         ArbError: it has none.
     """
+    if compute == "fp8" and device.type == "mps":
+        raise ArbError(
+            "a GPU of Apple has no numbers of eight bits, and `compute=fp8` needs them",
+            hint="use `compute=fp32`",
+            fields=("compute",),
+        )
     if compute == "fp8" and device.type == "cuda":
         major, minor = torch.cuda.get_device_capability(device)
         if (major, minor) < (8, 9):
@@ -183,6 +198,23 @@ def available_bytes() -> int | None:
     return max(0, min(found)) if found else None
 
 
+def spare_bytes(device: torch.device) -> int:
+    """Find how much memory may be taken only to be faster: half of what is free on the host.
+
+    On a GPU, and where nobody knows, it is none.
+    """
+    return (available_bytes() or 0) // 2 if device.type == "cpu" else 0
+
+
+def free_bytes(device: torch.device) -> int | None:
+    """Find how much memory a run can still take on a device; None where nothing tells."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    if device.type == "mps":
+        return max(0, torch.mps.recommended_max_memory() - torch.mps.driver_allocated_memory())
+    return available_bytes()
+
+
 def check_room(needed_bytes: int, what: str, hint: str, available: int | None = None) -> None:
     """Refuse what there is no memory for, before any of it is taken.
 
@@ -210,9 +242,11 @@ def peak_operations(device: torch.device) -> float | None:
 
 
 def peak_bytes(device: torch.device) -> int:
-    """Measure the most memory held at once so far, by the CUDA allocator or the process."""
+    """Measure the most memory held at once so far, by the GPU's allocator or the process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
+    if device.type == "mps":  # its allocator keeps what it took, and counts no peak
+        return torch.mps.driver_allocated_memory()
     try:
         import resource
     except ImportError:  # Windows

@@ -2,8 +2,9 @@
 
     python -m benchmarks [--only PART...] [--out DIR] [--list]
 
-A part is a benchmark, or `training_step.PRESET` and `generation.PRESET`. Each is a process of its
-own, so that none inherits another's memory or clocks, and one that fails stops no other.
+A part is a benchmark, or `training_step.PRESET`, `generation.PRESET` and the like. Each is a
+process of its own, so that none inherits another's memory or clocks, and one that fails stops no
+other.
 """
 
 import argparse
@@ -24,11 +25,13 @@ GPU_PARTS = {
     "training_step.1b": 150,
     "generation.small": 60,
     "generation.1b": 90,
+    "several_texts.1b": 120,
     "products": 150,
     "digits": 60,
     "arb_3b": 240,
     "hnet.hnet-small": 150,
     "hnet.hnet-base": 200,
+    "long": 60,
 }
 """Seconds that each is thought to take on an H200, compilation included."""
 CPU_PARTS = {"cpu_step": 240}

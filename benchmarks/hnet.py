@@ -88,7 +88,7 @@ def time_generation(model: LanguageModel, ctx: int) -> tuple[bytes, list[float]]
 
 
 def main() -> None:
-    """Print a line a model, and write the rows of each preset."""
+    """Print a line a model, and write its row as soon as it is there."""
     parser = results.options("hnet", "Time HNet beside ByteLM.")
     parser.add_argument("presets", nargs="*", metavar="PRESET", help=f"of {', '.join(PEERS)}")
     parser.add_argument("--kind", action="append", choices=KINDS, help="[default: all]")
@@ -96,11 +96,10 @@ def main() -> None:
     for preset in given.presets or PEERS:
         peer, ctx, batch = PEERS[preset]
         kinds = {"ByteLM": (peer, {})} | {k: (preset, KINDS[k]) for k in given.kind or KINDS}
-        rows = []
+        base = None
         for kind, (name, options) in kinds.items():
             row = {"preset": preset, "kind": kind} | measure(name, ctx, batch, options)
-            rows.append(row)
-            base = rows[0]
+            base = base or row
             print(
                 f"{preset:10} {kind:15} {row['weights'] / 1e6:6.1f} M"
                 f" {row['bytes_per_second']:11,} bytes/s"
@@ -110,8 +109,8 @@ def main() -> None:
                 f" {row['allocated_bytes'] / 2**20:8,.0f} MiB {row['gauges']}",
                 flush=True,
             )
-        command = results.command_line("hnet", preset)
-        results.save("hnet", rows, command=command, folder=given.out)
+            command = results.command_line("hnet", preset)
+            results.save("hnet", [row], command=command, folder=given.out)
 
 
 if __name__ == "__main__":

@@ -9,13 +9,18 @@ import torch
 from arbcli import device as devices
 from arbcli.device import (
     available_bytes,
+    check_compute,
     default_compute,
     deterministic,
+    free_bytes,
     multiplies_bf16,
     peak_bytes,
     peak_operations,
+    resolve_device,
     tell_compiler,
 )
+from arbcli.errors import ArbError
+from arbcli.kernels.runtime.backend import check_backend, default_backend
 
 X86 = {"architecture": "x86_64", "avx2": True, "avx512_f": False, "avx512_bf16": False,
        "avx512_fp16": False, "amx_tile": False, "amx_int8": False, "amx_bf16": False}  # fmt: skip
@@ -148,3 +153,32 @@ def test_memory_that_is_free_is_the_least_of_the_machine_and_its_container(
         assert available_bytes() == 5 * 4096
     else:
         assert available_bytes() == max(0, int(limit) - int(used))
+
+
+@pytest.mark.parametrize("name", ["mps", "mps:0"])
+def test_gpu_of_apple_is_taken_where_there_is_one(name, monkeypatch):
+    monkeypatch.setattr("torch.backends.mps.is_available", lambda: False)
+    with pytest.raises(ArbError, match=f"there is no GPU of Apple for `{name}`"):
+        resolve_device(name)
+    monkeypatch.setattr("torch.backends.mps.is_available", lambda: True)
+    assert resolve_device(name).type == "mps"
+    assert resolve_device(None).type != "mps"
+
+
+def test_gpu_of_apple_computes_in_float32_by_torch():
+    mps = torch.device("mps")
+    assert default_compute(mps) == "fp32"
+    assert default_backend(mps) == "torch"
+    check_compute("bf16", mps)
+    with pytest.raises(ArbError, match="no numbers of eight bits"):
+        check_compute("fp8", mps)
+    for backend in ("native", "triton"):
+        with pytest.raises(ArbError, match="this run is on `mps`"):
+            check_backend(backend, mps)
+
+
+def test_memory_of_a_gpu_of_apple_is_what_its_driver_tells(monkeypatch):
+    monkeypatch.setattr("torch.mps.driver_allocated_memory", lambda: 7)
+    monkeypatch.setattr("torch.mps.recommended_max_memory", lambda: 100)
+    assert peak_bytes(torch.device("mps")) == 7
+    assert free_bytes(torch.device("mps")) == 93

@@ -130,8 +130,8 @@ def _check_preset(name: str | None) -> str | None:
 
 def _check_device(name: str | None) -> str | None:
     """Refuse a name before torch is imported; whether there is such a device is told later."""
-    if name is not None and not re.fullmatch(r"cpu|cuda(:[0-9]{1,3})?", name):
-        raise ArbError(f"no device is named `{name}`", hint="use `cpu` or `cuda`")
+    if name is not None and not re.fullmatch(r"cpu|mps|cuda(:[0-9]{1,3})?", name):
+        raise ArbError(f"no device is named `{name}`", hint="use `cpu`, `cuda`, or `mps` on a Mac")
     return name
 
 
@@ -160,7 +160,8 @@ Backend = _name(
 Compute = _name(
     "compute",
     COMPUTES,
-    "Activations: bf16 or fp32; or fp8, which is bf16 with products in eight bits."
+    "Activations: bf16 or fp32; or fp8, which is bf16 with products in eight bits; or nvfp4, the"
+    " same in four bits, emulated."
     " [default: bf16 where it is fast]",
 )
 ComputeOfRun = _name(
@@ -179,7 +180,7 @@ Recompute = Annotated[
 ]
 Device = Annotated[
     str | None,
-    typer.Option(help="cpu or cuda. [default: cuda if there is one]", callback=_check_device),
+    typer.Option(help="cpu, cuda, or mps. [default: cuda if there is one]", callback=_check_device),
 ]
 Seed = Annotated[int | None, typer.Option(min=0, max=2**31 - 1, help="[default: 0]")]
 Checkpoint = Annotated[

@@ -33,6 +33,8 @@ class RunDisplay:
     def started(self, run: Path, trainer: "Trainer", facts: dict[str, Any]) -> None:
         if self.quiet:
             return
+        from arbcli.kernels.runtime import native  # with torch, which is loaded by now
+
         config, text = trainer.config, facts["text"]
         self.steps = config.steps
         model = config.model
@@ -46,6 +48,8 @@ class RunDisplay:
         if (size := trainer.group.size) > 1:
             place += f", {size} processes with {config.accum // size} of {config.accum} batches"
         note(f"device  {place}")
+        if config.device == "cpu" and config.backend == "torch" and not native.available():
+            note(f"        `native` would be faster: {native.why_not()}")
         if trainer.step:
             note(f"resumed at step {trainer.step}")
 

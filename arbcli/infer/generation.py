@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from arbcli.config.dense import VOCABULARY
-from arbcli.device import deterministic, explained_out_of_memory
+from arbcli.device import deterministic, explained_out_of_memory, spare_bytes
 from arbcli.errors import ArbError
 from arbcli.infer.step_graph import StepGraph
 from arbcli.kernels.output.choose_byte import choose_byte_
@@ -258,7 +258,8 @@ def generate(
     Raises:
         ArbError: the prompt is empty, the model keeps nothing so, or a GPU's memory is not enough.
     """
-    with explained_out_of_memory(OUT_OF_MEMORY), model.prepared_weights():
+    room = spare_bytes(model.device)
+    with explained_out_of_memory(OUT_OF_MEMORY), model.prepared_weights(room):
         with model.keeping(kv):
             decoder = Decoder(model, len(prompt) + length, sampling, backend=backend)
         decoder.read(prompt)
@@ -317,7 +318,8 @@ def continue_text(
         ArbError: the prompt is empty, the model keeps nothing so, or a GPU's memory is not enough.
     """
     made = bytearray()
-    with deterministic(), explained_out_of_memory(OUT_OF_MEMORY), model.prepared_weights():
+    room = spare_bytes(model.device)
+    with deterministic(), explained_out_of_memory(OUT_OF_MEMORY), model.prepared_weights(room):
         with model.keeping(kv):
             decoder = Decoder(model, len(prompt) + length, sampling, backend=backend)
             kept_in = model.kept_in

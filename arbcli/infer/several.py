@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from arbcli.config.dense import ModelConfig
-from arbcli.device import check_room, deterministic, explained_out_of_memory
+from arbcli.device import check_room, deterministic, explained_out_of_memory, spare_bytes
 from arbcli.errors import ArbError
 from arbcli.infer.generation import (
     LONGEST_TEXT,
@@ -235,7 +235,8 @@ def generate_several(
         ArbError: the model cannot make so many at once, or memory is not enough.
     """
     backend = backend or default_backend(model.device)
-    with explained_out_of_memory(OUT_OF_MEMORY), model.prepared_weights(), use_backend(backend):
+    weights = model.prepared_weights(spare_bytes(model.device))
+    with explained_out_of_memory(OUT_OF_MEMORY), weights, use_backend(backend):
         several = kv is None and model.makes_several
         if kv is not None and batch not in (None, 1):
             raise ArbError(

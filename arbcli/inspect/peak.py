@@ -34,7 +34,7 @@ class PeakReport:
     """The most memory that a training step holds at once."""
 
     device: str
-    """`cuda` or `cpu`."""
+    """`cuda`, `mps` or `cpu`."""
     batch: int
     """Windows of a micro-batch."""
     compute_bytes: int
@@ -187,7 +187,7 @@ class _Trace(Storages):
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(META)
-        self.on_gpu = device.type == "cuda"
+        self.on_gpu, self.on_cpu = device.type == "cuda", device.type == "cpu"
         self.memories = [Allocator(seed) for seed in range(ORDERS)] if self.on_gpu else [_Total()]
         self.parts = dict.fromkeys(("state", "saved", "transient", "constant"), 0)
         self.peak, self.peak_parts, self.at = 0, self.parts, ""
@@ -206,8 +206,12 @@ class _Trace(Storages):
             func, args = torch.ops.aten.clone.default, args[:1]  # as if all rows were chosen
         if not self.on_gpu:
             kwargs = kwargs or {}
-            if kwargs.get("device") == torch.device("cpu"):
+            to_cpu = kwargs.get("device") == torch.device("cpu")
+            if self.on_cpu and to_cpu:
                 kwargs = kwargs | {"device": META}
+            elif to_cpu and func is torch.ops.aten._to_copy.default and args[0].is_meta:
+                dtype = kwargs.get("dtype") or args[0].dtype  # numbers that the host computes with
+                return torch.ones(args[0].shape, dtype=dtype, device="cpu")
             return super().__torch_dispatch__(func, types, args, kwargs)
         if func in IN_PLACE and self._is_own(args[0]):
             func = IN_PLACE[func]
@@ -383,7 +387,7 @@ def predict_peak(
 
 def _gpu(device: torch.device) -> tuple[tuple[int, int], int]:
     """Find what launchers choose by: of the GPU, of an assumed one, or of none."""
-    if device.type == "cpu":
+    if device.type != "cuda":
         return (0, 0), 1
     if not torch.cuda.is_available():
         return ASSUMED_GPU

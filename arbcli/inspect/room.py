@@ -12,7 +12,7 @@ from arbcli.config.dense import VOCABULARY
 from arbcli.config.graph import GraphConfig
 from arbcli.config.hnet import HNetConfig
 from arbcli.config.training import TrainConfig
-from arbcli.device import COMPUTE, check_room
+from arbcli.device import COMPUTE, check_room, free_bytes
 from arbcli.inspect.memory import predict
 
 HINT = "use a smaller `--batch`, `--ctx` or `--preset`"
@@ -58,7 +58,5 @@ def check_memory(config: TrainConfig, hint: str = HINT) -> None:
     Raises:
         ArbError: it has not enough.
     """
-    free = None
-    if config.device != "cpu":
-        free, _ = torch.cuda.mem_get_info(torch.device(config.device))
+    free = free_bytes(torch.device(config.device))
     check_room(least_bytes(config), "a training step", hint, free)

@@ -263,10 +263,14 @@ class _OnMeta(TorchFunctionMode):
 
 def _answers(device: torch.device) -> Iterator[tuple[Any, str, Any]]:
     """List what a tensor is to say of itself: whose, what, and the function that says it."""
-    is_cuda, data_ptr, pin_memory = Tensor.is_cuda, Tensor.data_ptr, Tensor.pin_memory
+    is_cuda, is_mps = Tensor.is_cuda, Tensor.is_mps
+    data_ptr, pin_memory = Tensor.data_ptr, Tensor.pin_memory
 
     def has_cuda(tensor: Tensor) -> bool:
         return device.type == "cuda" if tensor.is_meta else is_cuda.__get__(tensor)
+
+    def has_mps(tensor: Tensor) -> bool:
+        return device.type == "mps" if tensor.is_meta else is_mps.__get__(tensor)
 
     def address(tensor: Tensor) -> int:
         if not tensor.is_meta:
@@ -277,6 +281,7 @@ def _answers(device: torch.device) -> Iterator[tuple[Any, str, Any]]:
         return pin_memory(tensor) if torch.cuda.is_available() else tensor
 
     yield Tensor, "is_cuda", property(has_cuda)
+    yield Tensor, "is_mps", property(has_mps)
     yield Tensor, "data_ptr", address
     yield Tensor, "pin_memory", pinned
 

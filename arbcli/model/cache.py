@@ -292,7 +292,7 @@ class OneOfSeveral(KeyValueCache):
     """The part of a `SeveralCache` that is of one text, as a cache by itself."""
 
     def __init__(self, whole: SeveralCache, index: int) -> None:
-        self.positions, self.window = whole.positions, whole.window
+        self.positions, self.window, self.short = whole.positions, whole.window, False
         self.position, self.tickets = whole.position[index], whole.tickets[index]
         self.table, self.chunk, self.short = whole.table, None, False
         self.blocks = [

@@ -13,7 +13,7 @@ from arbcli.errors import ArbError
 from arbcli.kernels.attention.eight_bits import FORMATS
 from arbcli.model.baselines import FloatWeight
 from arbcli.model.cache import CachedAttention
-from arbcli.model.layers.linear import TernaryLinear
+from arbcli.model.layers.linear import LinearWeight, TernaryLinear
 from arbcli.model.layers.norm import TernaryRMSNorm
 from arbcli.model.layers.streamed import StreamedTensor, recompute_contexts
 from arbcli.model.layers.vector import TernaryTaps, TernaryVector
@@ -94,13 +94,20 @@ class LanguageModel(nn.Module):
     """Whether this is inside `prepared_weights`."""
 
     @contextmanager
-    def prepared_weights(self) -> Iterator[None]:
+    def prepared_weights(self, spare_bytes: int = 0) -> Iterator[None]:
         """Make what follows from the weights once, not in every forward.
 
         Those of a float twin are cast; matrices stay packed, but steps of a text arrange them anew.
         Meanwhile no weight must change.
+
+        Args:
+            spare_bytes: where products are torch's, matrices are decoded once and kept if all of
+                them take no more.
         """
         with ExitStack() as stack:
+            if self.decoded_bytes <= spare_bytes:
+                for weight in self._matrices():
+                    stack.enter_context(weight.decoded_once())
             for part in self.modules():
                 if isinstance(part, FloatWeight):
                     stack.enter_context(part.cast_once(self.compute_dtype))
@@ -111,6 +118,14 @@ class LanguageModel(nn.Module):
                 yield
             finally:
                 self.weights_are_prepared = before
+
+    @property
+    def decoded_bytes(self) -> int:
+        """Bytes of all matrices of linear layers, decoded to the dtype of activations."""
+        return sum(weight.num_weights for weight in self._matrices()) * self.compute_dtype.itemsize
+
+    def _matrices(self) -> list[LinearWeight]:
+        return [part for part in self.modules() if isinstance(part, LinearWeight)]
 
     stored: torch.dtype | None = None
     """What a cache keeps keys and values in; None is the dtype of activations."""

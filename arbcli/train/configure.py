@@ -19,7 +19,7 @@ def new_config(
 
     Args:
         preset: name of a preset, or a model as it is saved.
-        device: `cpu` or `cuda`; None is the GPU if there is one.
+        device: `cpu`, `cuda` or `mps`; None is the GPU if there is one.
         backend: None is the device's own.
         compute: dtype of activations; None is the one that the device multiplies natively.
         given: fields of `TrainConfig` and of the preset's model.

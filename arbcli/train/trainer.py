@@ -91,7 +91,11 @@ class Trainer:
         dtype = COMPUTE[config.compute]
         with torch.device(self.device):
             self.model = build_model(
-                config.model, dtype, recompute=config.recompute, fp8=config.compute == "fp8"
+                config.model,
+                dtype,
+                recompute=config.recompute,
+                fp8=config.compute == "fp8",
+                nvfp4=config.compute == "nvfp4",
             )
         capture = compiled = capture and config.backend == "triton"
         self.step = 0
@@ -210,6 +214,8 @@ class Trainer:
                 self._batches = loaded.to(self.device)
             self._batches.copy_(loaded, non_blocking=True)
             batches = list(self._batches)  # (2, B, T) int64 each
+        elif self.device.type != "cpu":
+            batches = [tuple(part.to(self.device) for part in pair) for pair in batches]
         self._micro_batches = batches
 
     def _measure(self) -> None:

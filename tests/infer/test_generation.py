@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from arbcli.config.presets import preset
+from arbcli.device import spare_bytes
 from arbcli.errors import ArbError
 from arbcli.infer import generation
 from arbcli.infer.generation import Decoder, Sampling, continue_text, generate
@@ -219,3 +220,25 @@ def test_speed_is_of_what_was_made_once_the_prompt_was_read(monkeypatch):
     assert report.bytes_per_second == 2
     assert (report.length, report.prompt) == (7, "abcdef")
     assert b"".join(made).decode(errors="replace") == report.text
+
+
+def test_text_has_the_same_bytes_where_weights_are_kept_decoded():
+    lm = model("cpu")
+    texts = []
+    for spare in (0, lm.decoded_bytes - 1, lm.decoded_bytes):
+        with lm.prepared_weights(spare):
+            assert lm.head.weight.keeps_decoded == (spare == lm.decoded_bytes)
+            decoder = Decoder(lm, 40)
+            decoder.read(b"kept")
+            texts.append(b"".join(decoder.stream(36)))
+            assert (lm.head.weight._kept is not None) == (spare == lm.decoded_bytes)
+        assert lm.head.weight._kept is None
+    assert texts[0] == texts[1] == texts[2]
+
+
+@pytest.mark.parametrize(
+    ("free", "device", "spare"), [(1001, "cpu", 500), (None, "cpu", 0), (1001, "cuda", 0)]
+)
+def test_half_of_what_is_free_may_be_taken_to_be_faster(free, device, spare, monkeypatch):
+    monkeypatch.setattr("arbcli.device.available_bytes", lambda: free)
+    assert spare_bytes(torch.device(device)) == spare

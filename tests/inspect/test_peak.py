@@ -8,9 +8,11 @@ import pytest
 import torch
 from marks import mostly_slow
 from torch.autograd import Function
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from arbcli.config.presets import preset
-from arbcli.config.training import TrainConfig
+from arbcli.config.training import TrainConfig, train_config
 from arbcli.data import open_texts
 from arbcli.device import deterministic
 from arbcli.inspect import peak
@@ -212,6 +214,33 @@ def test_predicted_peak_is_what_this_gpu_holds(name, captured):
     result = subprocess.run(command, check=True, capture_output=True, text=True)
     for expected, found in zip(*json.loads(result.stdout), strict=True):
         assert -0.01 <= expected / found - 1 <= 0.03
+
+
+class _Doubles(TorchDispatchMode):
+    """Notes what makes float64 on `meta`, which stands for the device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: set[str] = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        tensors = [part for part in tree_leaves(result) if isinstance(part, torch.Tensor)]
+        if any(part.is_meta and part.dtype == torch.float64 for part in tensors):
+            self.made.add(str(func))
+        return result
+
+
+@pytest.mark.parametrize(("direction", "compute"), [("orthogonal", "fp32"), ("factored", "bf16")])
+def test_a_step_on_a_gpu_of_apple_makes_no_float64(direction, compute):
+    """It has none. Nothing else of it can be tested without one."""
+    about = {"device": "mps", "backend": "torch", "compute": compute, "batch": 2}
+    config = train_config("tiny", layers=1, direction=direction, **about)
+    with _Doubles() as doubles:
+        report = predict_peak(config)
+    assert report.device == "mps"
+    assert report.peak_bytes > report.state_bytes > 0
+    assert doubles.made == set()
 
 
 def test_what_kernels_of_torch_take_beside_their_results_is_what_was_found():

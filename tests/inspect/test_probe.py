@@ -123,6 +123,14 @@ def test_probe_finds_nothing_wrong_with_a_graph(part, text, small_graph):
     json.dumps(dataclasses.asdict(report), allow_nan=False)
 
 
+def test_probe_looks_at_several_streams(text):
+    """Their biases are a module that is given nothing."""
+    report = probe(new_config(**SMALL | {"data": [text], "steps": 2}, streams=2), steps=2)
+    last = report.readings[-1]
+    assert len(last.residual_rms) == 3
+    assert None not in (*last.residual_rms, *last.attention_rms, *last.mlp_rms)
+
+
 def test_probe_shows_the_chunks_of_a_model(text, small_hnet):
     given = small_hnet | {"data": [text], "steps": 3, "device": "cpu"}
     report = probe(new_config(**given), steps=3)
@@ -252,8 +260,11 @@ def test_flips_are_those_that_the_updates_count(rule, text):
         assert tensor.still_share == pytest.approx((trits == trits[0]).all(0).double().mean())
 
 
-def test_update_size_is_one_where_rounding_is_small(text):
-    report = examine(trainer_of(text, lr=4.0, warmup=0), 2)
+@pytest.mark.parametrize("direction", ["orthogonal", "factored"])
+def test_update_size_is_one_where_rounding_is_small(direction, text):
+    """Whatever the learning rate of a matrix is multiplied by."""
+    lr = 4.0 if direction == "orthogonal" else 1.0
+    report = examine(trainer_of(text, lr=lr, warmup=0, direction=direction), 2)
     for tensor in report.tensors:
         if tensor.name != "embedding.weight":  # its rows of absent bytes do not move
             assert 0.8 < tensor.update_size < 1.1, tensor.name

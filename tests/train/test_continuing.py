@@ -12,6 +12,7 @@ from arbcli.checkpoint import checkpoints, load_checkpoint, write_json
 from arbcli.errors import ArbError
 from arbcli.infer.load import load_model, read_saved, saved_config
 from arbcli.inspect.saved import compare, open_saved
+from arbcli.kernels.runtime.backend import default_backend
 from arbcli.train.check import check_run
 from arbcli.train.configure import new_config
 from arbcli.train.directory import read_facts
@@ -131,7 +132,8 @@ def test_run_of_a_gpu_goes_on_where_it_is_told_to(text, tmp_path, monkeypatch):
 
     resume_run(run, Started(), device="cpu")
     resume_run(run, Started(), device="cpu", backend="torch")
-    assert places == [("cpu", "torch")] * 2
+    own = default_backend(torch.device("cpu"))
+    assert places == [("cpu", own), ("cpu", "torch")]
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
     with pytest.raises(ArbError, match="there is no CUDA device"):
         resume_run(run, Started())

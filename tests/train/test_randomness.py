@@ -8,6 +8,7 @@ import torch
 from arbcli.config.presets import preset
 from arbcli.data import open_texts
 from arbcli.kernels.codec.packing import unpack_trits
+from arbcli.kernels.runtime import native
 from arbcli.kernels.runtime.backend import use_backend
 from arbcli.kernels.update import blend_moment, gradient_gains, step_scales, step_trits
 from arbcli.kernels.update.random_bits import random_bits, stream_keys
@@ -19,7 +20,8 @@ from arbcli.train.configure import new_config
 from arbcli.train.trainer import Trainer
 from arbcli.train.updater import Updater
 
-BACKENDS = ("torch", pytest.param("interpreter", id="triton"))
+NATIVE = pytest.mark.skipif(not native.available(), reason=native.why_not())
+BACKENDS = ("torch", pytest.param("native", marks=NATIVE), pytest.param("interpreter", id="triton"))
 
 
 @pytest.fixture
@@ -55,7 +57,7 @@ def test_no_two_draws_of_a_run_have_one_key(shape, used_keys, tmp_path, small_gr
     path.write_bytes(b"no two draws of a run have one key. " * 30)
     dense = {"dim": 16, "layers": 2, "heads": 2, "ffn": 24, "ctx": 8, "batch": 2}
     options = (small_graph if shape == "graph" else dense) | {"accum": 2, "direction": "factored"}
-    config = new_config(data=[str(path)], device="cpu", steps=3, **options)
+    config = new_config(data=[str(path)], device="cpu", backend="torch", steps=3, **options)
     trainer = Trainer(config, open_texts(config.data, None, seed=0, context=config.model.ctx))
     tensors = [tensor for tensor in trainer.model.weights().values() if not tensor.frozen]
     assert purposes(used_keys) == {"start": len(tensors)}
@@ -85,7 +87,8 @@ def test_runs_of_two_seeds_share_no_key(used_keys, tmp_path):
     options = {"dim": 16, "layers": 1, "heads": 2, "ffn": 24, "ctx": 8, "batch": 2}
     keys = []
     for seed in (0, 1):
-        config = new_config(data=[str(path)], device="cpu", steps=2, seed=seed, **options)
+        about = {"device": "cpu", "backend": "torch", "seed": seed}
+        config = new_config(data=[str(path)], steps=2, **about, **options)
         Trainer(config, open_texts(config.data, None, seed=0, context=8)).train_step()
         keys.append({key for _, key in used_keys})
         used_keys.clear()

@@ -138,17 +138,17 @@ def _compress_blocks_kernel(
         p1 = _shares(a1, beta_ptr, kv * WIDTH, i, offs, mask, M)
         p2 = _shares(a2, beta_ptr, kv * WIDTH + HALF, i, offs, mask, M)
         c1, c2 = tl.sum(p1 * v1, axis=0)[None, :], tl.sum(p2 * v2, axis=0)[None, :]
-        r = tl.rsqrt(tl.sum(c1 * c1 + c2 * c2, axis=1) / WIDTH + eps)[:, None]
-        c1, c2 = (c1 * r).to(dtype), (c2 * r).to(dtype)
+        rc = tl.rsqrt(tl.sum(c1 * c1 + c2 * c2, axis=1) / WIDTH + eps)[:, None]
+        e1, e2 = (c1 * rc).to(dtype), (c2 * rc).to(dtype)
         at = ((b * E + block) * KV + kv) * WIDTH + offs
         half = offs < HALF
-        tl.store(still_ptr + at, c1, mask=half)
-        tl.store(still_ptr + at + HALF, c2, mask=half)
-        cos = tl.load(cos_ptr + block * M * HALF + offs, mask=half, other=0)
-        sin = tl.load(sin_ptr + block * M * HALF + offs, mask=half, other=0)
-        c1, c2 = c1.to(tl.float32), c2.to(tl.float32)
-        tl.store(entries_ptr + at, (c1 * cos - c2 * sin).to(dtype), mask=half)
-        tl.store(entries_ptr + at + HALF, (c1 * sin + c2 * cos).to(dtype), mask=half)
+        tl.store(still_ptr + at, e1, mask=half)
+        tl.store(still_ptr + at + HALF, e2, mask=half)
+        cos0 = tl.load(cos_ptr + block * M * HALF + offs, mask=half, other=0)
+        sin0 = tl.load(sin_ptr + block * M * HALF + offs, mask=half, other=0)
+        n1, n2 = e1.to(tl.float32), e2.to(tl.float32)
+        tl.store(entries_ptr + at, (n1 * cos0 - n2 * sin0).to(dtype), mask=half)
+        tl.store(entries_ptr + at + HALF, (n1 * sin0 + n2 * cos0).to(dtype), mask=half)
 
 
 @triton.jit
@@ -192,27 +192,25 @@ def _compress_blocks_backward_kernel(
         p1 = _shares(a1, beta_ptr, kv * WIDTH, i, offs, mask, M)
         p2 = _shares(a2, beta_ptr, kv * WIDTH + HALF, i, offs, mask, M)
         c1, c2 = tl.sum(p1 * v1, axis=0)[None, :], tl.sum(p2 * v2, axis=0)[None, :]
-        r = tl.rsqrt(tl.sum(c1 * c1 + c2 * c2, axis=1) / WIDTH + eps)[:, None]
+        rc = tl.rsqrt(tl.sum(c1 * c1 + c2 * c2, axis=1) / WIDTH + eps)[:, None]
         half = offs < HALF
         at = ((b * E + block) * KV + kv) * WIDTH + offs
-        g1 = tl.load(grad_entries_ptr + at, mask=half, other=0).to(tl.float32)
-        g2 = tl.load(grad_entries_ptr + at + HALF, mask=half, other=0).to(tl.float32)
-        cos = tl.load(cos_ptr + block * M * HALF + offs, mask=half, other=0)
-        sin = tl.load(sin_ptr + block * M * HALF + offs, mask=half, other=0)
-        g1, g2 = _unturned(g1, g2, c1 * r, c2 * r, r, cos, sin, WIDTH)
-        g1, g2 = p1 * g1, p2 * g2
+        e1 = tl.load(grad_entries_ptr + at, mask=half, other=0).to(tl.float32)
+        e2 = tl.load(grad_entries_ptr + at + HALF, mask=half, other=0).to(tl.float32)
+        cos0 = tl.load(cos_ptr + block * M * HALF + offs, mask=half, other=0)
+        sin0 = tl.load(sin_ptr + block * M * HALF + offs, mask=half, other=0)
+        e1, e2 = _unturned(e1, e2, c1 * rc, c2 * rc, rc, cos0, sin0, WIDTH)
+        g1, g2 = p1 * e1, p2 * e2
         tl.store(out, g1.to(dtype), mask=mask)
         tl.store(out + HALF, g2.to(dtype), mask=mask)
-        out += KV * WIDTH
-        tl.store(out, (g1 * (v1 - c1)).to(dtype), mask=mask)
-        tl.store(out + HALF, (g2 * (v2 - c2)).to(dtype), mask=mask)
+        tl.store(out + KV * WIDTH, (g1 * (v1 - c1)).to(dtype), mask=mask)
+        tl.store(out + KV * WIDTH + HALF, (g2 * (v2 - c2)).to(dtype), mask=mask)
     else:
-        zero = tl.zeros((BLOCK_M, BLOCK_H), dtype=dtype)
+        zero = tl.zeros((BLOCK_M, BLOCK_H), dtype=tl.float32).to(dtype)
         tl.store(out, zero, mask=mask)
         tl.store(out + HALF, zero, mask=mask)
-        out += KV * WIDTH
-        tl.store(out, zero, mask=mask)
-        tl.store(out + HALF, zero, mask=mask)
+        tl.store(out + KV * WIDTH, zero, mask=mask)
+        tl.store(out + KV * WIDTH + HALF, zero, mask=mask)
 
 
 def _tile(x: Tensor, beta: Tensor, heads: int) -> dict[str, int]:

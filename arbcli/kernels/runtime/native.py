@@ -13,6 +13,7 @@ import shlex
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Callable
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -36,6 +37,10 @@ LEAST_ELEMENTS = 1 << 16
 """Of a matrix whose rows are shared among threads."""
 
 
+_functions: dict[str, Callable[..., int]] = {}
+"""Those of the library that were called."""
+
+
 class _Missing(Exception):
     """Why there is no library."""
 
@@ -52,6 +57,7 @@ def why_not() -> str:
 
 @cache
 def _library() -> tuple[ctypes.CDLL | None, str]:
+    _functions.clear()
     try:
         return _load(), ""
     except (_Missing, OSError) as error:
@@ -135,15 +141,20 @@ def call(name: str, *arguments: Tensor | float | None) -> int:
         if isinstance(argument, Tensor):
             if argument.is_meta:
                 return 0
-            argument = ctypes.c_void_p(argument.data_ptr())
-        elif isinstance(argument, float):
-            argument = ctypes.c_double(argument)
-        elif argument is not None:
-            argument = ctypes.c_int64(argument)
+            argument = argument.data_ptr()
         values.append(argument)
-    function = _library()[0][name]
+    if name not in _functions:
+        _functions[name] = _find(name, arguments)
+    return _functions[name](*values)
+
+
+def _find(name: str, arguments: tuple) -> Callable[..., int]:
+    """Find a function by its name, and tell ctypes of what types such arguments are."""
+    kinds = {int: ctypes.c_int64, bool: ctypes.c_int64, float: ctypes.c_double}
+    function = getattr(_library()[0], name)
     function.restype = ctypes.c_int64
-    return function(*values)
+    function.argtypes = [kinds.get(type(argument), ctypes.c_void_p) for argument in arguments]
+    return function
 
 
 def threads_for(elements: int) -> int:

@@ -92,7 +92,8 @@ def _gradient_statistics_torch(grad, packed, factored, signs):
             rows[0, part] = of_rows
             columns += product.sum(dim=0)
     slope *= scales_torch(packed.exponent, packed.fraction)
-    return slope, slope.double().square_().sum()[None], squares, rows, columns
+    wide = slope if slope.is_mps else slope.double()  # a GPU of Apple has no float64
+    return slope, (wide * wide).sum()[None], squares, rows, columns
 
 
 def _gradient_statistics_native(grad, packed, factored, signs):

@@ -59,7 +59,7 @@ def _unit_gain_torch(values, row_gain, column_gain, ok):
 
 def _gain_of(squares, elements, row_gain, ok):
     """Find the gain from the sums over rows."""
-    mean_square = float(squares.sum(dtype=torch.float64)) / elements
+    mean_square = float(squares.cpu().sum(dtype=torch.float64)) / elements
     usable = 0 < mean_square < math.inf
     ok *= usable
     gain = UNIT / math.sqrt(mean_square) if usable else 0.0

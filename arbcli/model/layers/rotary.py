@@ -19,13 +19,15 @@ MOST_SPARE_ROWS = 2**16
 def _compute_table(
     length: int, head_dim: int, device: torch.device, turned: int
 ) -> tuple[Tensor, Tensor]:
-    exact = {"device": device, "dtype": torch.float64}  # in float32 far positions lose digits
+    # in float32 far positions lose digits, and a GPU of Apple has no float64
+    on_mps = torch.empty(0, device=device).is_mps
+    exact = {"device": "cpu" if on_mps else device, "dtype": torch.float64}
     frequency = ROTARY_BASE ** (-torch.arange(0, turned, 2, **exact) / turned)
     if turned < head_dim:
         still = torch.zeros((head_dim - turned) // 2, **exact)
         frequency = torch.cat((frequency, still))
     angle = torch.outer(torch.arange(length, **exact), frequency)
-    return angle.cos().float(), angle.sin().float()
+    return angle.cos().float().to(device), angle.sin().float().to(device)
 
 
 def _new_cache():
