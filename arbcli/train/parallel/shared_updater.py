@@ -48,6 +48,9 @@ LARGEST_OF_ROWS = 127
 """Of what is sent of a row of a table."""
 WIRE_SEED = 0x5BD1E995
 """Parts are rounded by bits of another seed than updates."""
+STEPS_OF_AN_OCTAVE = 16
+"""An exponent falls by one in so many steps: largest values of rows differ from step to step, and
+what is cut off costs more than what is rounded."""
 IN_FLIGHT = 1
 """Buckets that travel while the backward goes on."""
 
@@ -113,6 +116,8 @@ class SharedUpdater:
         self.device = self.updates.device
         self._seed = self.updates.seed ^ WIRE_SEED
         self._ticks = torch.empty(0, dtype=torch.int32, device=self.device)
+        self._fall = torch.zeros(1, dtype=torch.int8, device=self.device)
+        """1 in a step in which exponents may fall, else 0."""
         self.owners = deal_out(self.tensors, group.size)
         """By the `id` of a tensor: which process has it."""
         self._largest_lr = lr
@@ -216,6 +221,8 @@ class SharedUpdater:
         self.updates.set_step(step, lr)
         ticks = [step * self.micro_batches + micro for micro in self.local]
         self._ticks = loaded(torch.tensor(ticks, dtype=torch.int32, device="cpu"), self._ticks)
+        falls = step % STEPS_OF_AN_OCTAVE == STEPS_OF_AN_OCTAVE - 1
+        self._fall = loaded(torch.tensor([falls], dtype=torch.int8, device="cpu"), self._fall)
 
     def begin_micro(self, micro: int) -> None:
         """Prepare for the backward of the process's micro-batch `micro`, from 0."""
@@ -354,7 +361,7 @@ class SharedUpdater:
             self.updates(tensor, grad)
         else:
             self.updates(tensor, grad.unflatten(0, (len(matrices), -1)), matrices)
-        exponent.copy_(next_exponents(exponent, fitting.amax(dim=0)))
+        exponent.copy_(next_exponents(exponent, fitting.amax(dim=0), self._fall))
 
     def _copy(self, bucket: Bucket, owner: int, message: Tensor, *, into: bool) -> None:
         """Copy what an owner tells of a bucket into its message, or out of it."""
@@ -504,7 +511,8 @@ class SharedUpdater:
         found = torch.cat([self._measured[id(tensor)] for tensor in self._measurable()])
         found = self.group.largest(found).split([t.out_features for t in self._measurable()])
         for tensor, fitting in zip(self._measurable(), found, strict=True):
-            tensor.wire_exponent[:, 0] = next_exponents(tensor.wire_exponent[:, 0], fitting)
+            exponent = tensor.wire_exponent[:, 0]
+            exponent.copy_(next_exponents(exponent, fitting, self._fall))
         self._forget()
 
     def _measure(self, member: Member, grad: Tensor) -> None:
@@ -537,16 +545,17 @@ class SharedUpdater:
         return self.received / self.group.size / self.num_weights
 
 
-def next_exponents(exponent: Tensor, fitting: Tensor) -> Tensor:
-    """Move exponents to what would have fitted: up at once, down by one octave a step.
+def next_exponents(exponent: Tensor, fitting: Tensor, fall: Tensor) -> Tensor:
+    """Move exponents to what would have fitted: up at once, down by no more than `fall`.
 
     A row that has never had a gradient takes the largest of its tensor.
 
     Args:
         exponent: (N,) int8, as they are.
         fitting: (N,) int8, what `quantise_gradient` found, the largest of all micro-batches.
+        fall: (1,) int8, 0 or 1.
     """
-    down = (exponent.to(torch.int16) - 1).clamp(min=LOWEST).to(torch.int8)
+    down = (exponent.to(torch.int16) - fall).clamp(min=LOWEST).to(torch.int8)
     moved = torch.where(exponent == NONE, fitting, torch.maximum(fitting, down))
     found = (fitting != NONE) & (fitting != NOT_FINITE)
     moved = torch.where(found, moved, exponent)

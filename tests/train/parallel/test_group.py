@@ -133,20 +133,22 @@ def test_more_parts_than_can_be_added_up_are_refused():
         sum_dtype(8191, 300_000)
 
 
-@pytest.mark.parametrize(("before", "fitting", "after"), [
-    (5, 9, 9), (5, 5, 5), (5, 4, 4), (5, -50, 4),  # up at once, down by one
-    (LOWEST, -120, LOWEST), (NONE, 7, 7), (NONE, -90, -90),
-    (5, NONE, 5), (5, NOT_FINITE, 5),  # of no gradient, or a bad one, nothing is known
+@pytest.mark.parametrize(("before", "fitting", "fall", "after"), [
+    (5, 9, 1, 9), (5, 5, 1, 5), (5, 4, 1, 4), (5, -50, 1, 4),  # up at once, down by one
+    (5, 9, 0, 9), (5, 4, 0, 5), (5, -50, 0, 5),  # and not in every step
+    (LOWEST, -120, 1, LOWEST), (NONE, 7, 1, 7), (NONE, -90, 0, -90),
+    (5, NONE, 1, 5), (5, NOT_FINITE, 1, 5),  # of no gradient, or a bad one, nothing is known
 ])  # fmt: skip
-def test_exponents_move_up_at_once_and_down_by_one(before, fitting, after):
-    found = next_exponents(*(torch.tensor([n], dtype=torch.int8) for n in (before, fitting)))
-    assert found.tolist() == [after]
+def test_exponents_move_up_at_once_and_down_by_one(before, fitting, fall, after):
+    given = (torch.tensor([n], dtype=torch.int8) for n in (before, fitting, fall))
+    assert next_exponents(*given).tolist() == [after]
 
 
 def test_row_without_any_gradient_takes_the_largest_exponent():
     before = torch.tensor([NONE, 3, NONE, NONE], dtype=torch.int8)
     fitting = torch.tensor([NONE, 1, 6, NOT_FINITE], dtype=torch.int8)
-    assert next_exponents(before, fitting).tolist() == [6, 2, 6, 6]
+    fall = torch.ones(1, dtype=torch.int8)
+    assert next_exponents(before, fitting, fall).tolist() == [6, 2, 6, 6]
 
 
 def tensors_of(small_graph: dict) -> list:
