@@ -18,7 +18,7 @@ from arbcli.checkpoint import keep_best, load_checkpoint, save_checkpoint
 from arbcli.commands import _processes
 from arbcli.config.presets import preset
 from arbcli.config.training import train_config
-from arbcli.device import check_compute, peak_bytes, resolve_device
+from arbcli.device import check_compute, free_bytes, peak_bytes, resolve_device, spare_bytes
 from arbcli.errors import ArbError
 from arbcli.export import hugging_face
 from arbcli.export.gguf_file import GGUFFile
@@ -199,7 +199,8 @@ def test_checkpoint_that_cannot_be_is_not_saved(saved, tmp_path):
 
 
 DEVICES = {
-    "nonsense": ("no device is named `nonsense`", 0), "mps": ("`mps` is not supported", 0),
+    "nonsense": ("no device is named `nonsense`", 0), "xpu": ("`xpu` is not supported", 0),
+    "mps": ("there is no GPU of Apple for `mps`", 0),
     "cuda": ("there is no CUDA device for `cuda`", 0),
     "cuda:2": ("there is no CUDA device for `cuda:2`", 2),
 }  # fmt: skip
@@ -209,6 +210,7 @@ DEVICES = {
 def test_device_that_is_not_there_is_named(name, monkeypatch):
     message, number = DEVICES[name]
     monkeypatch.setattr(torch.cuda, "device_count", lambda: number)
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
     with pytest.raises(ArbError, match=message):
         resolve_device(name)
     if number:
@@ -233,9 +235,20 @@ def test_products_in_eight_bits_need_a_gpu_that_has_them(capability, fits, monke
     assert caught.value.fields == ("compute",)
 
 
-def test_peak_of_a_gpu_is_that_of_its_allocator(monkeypatch):
+def test_memory_of_a_gpu_is_that_of_its_allocator(monkeypatch):
+    mps = torch.device("mps")
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 123)
-    assert peak_bytes(CUDA) == 123
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (45, 678))
+    monkeypatch.setattr(torch.mps, "driver_allocated_memory", lambda: 300)
+    monkeypatch.setattr("arbcli.device.available_bytes", lambda: 1001)
+    assert (peak_bytes(CUDA), peak_bytes(mps)) == (123, 300)
+    for most, free in ((1000, 700), (200, 0)):
+        monkeypatch.setattr(torch.mps, "recommended_max_memory", lambda most=most: most)
+        assert free_bytes(mps) == free
+    assert (free_bytes(CUDA), free_bytes(CPU)) == (45, 1001)
+    assert [spare_bytes(place) for place in (CPU, CUDA, mps)] == [500, 0, 0]
+    monkeypatch.setattr("arbcli.device.available_bytes", lambda: None)
+    assert (free_bytes(CPU), spare_bytes(CPU)) == (None, 0)
     monkeypatch.setitem(sys.modules, "resource", None)  # Windows has none
     assert peak_bytes(CPU) == 0
 
