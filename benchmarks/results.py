@@ -28,7 +28,7 @@ KEYS = {
     "arb_3b": ("kind", "batch", "recompute"),
     "many_gpus": ("part", "preset", "kind", "gpus", "seed"),
     "ablation": ("variant", "seed", "steps"),
-    "cpu_step": ("preset", "kind"),
+    "cpu_step": ("preset", "kind", "compute"),
     "exports": ("model", "program", "type"),
     "hnet": ("preset", "kind"),
     "long": ("preset", "kind"),
