@@ -87,7 +87,7 @@ def test_scales_of_a_subject_differ_from_group_to_group():
 
 def test_matrix_shapes_are_those_of_the_presets():
     shapes = matrix_shapes()
-    assert len(shapes) == len(set(shapes)) == 29
+    assert len(shapes) == len(set(shapes)) == 33
     assert (2 * 5632, 2048) in shapes
     assert (768, 2048) in shapes
 

@@ -18,7 +18,7 @@ from arbcli.kernels.runtime.backend import chunk_elements, uses_triton
 from arbcli.kernels.runtime.spec import EXACT, Case, KernelSpec, Timing
 
 ELEMENTS = 1 << 24
-"""Of the scores that the torch backend computes at a time."""
+"""Of the scores that are computed at a time."""
 
 
 def choose_entries_reference(
@@ -127,21 +127,24 @@ def _choose_entries_triton(q, w, k, first, most, top_k):
     if not chosen.numel():
         return chosen
     q, k = (part if part.stride(-1) == 1 else part.contiguous() for part in (q, k))
-    scores = torch.empty(batch, groups, number, dtype=torch.float32, device=q.device)
     tile = 16 if q.dtype == torch.float32 else 64  # in float32 larger ones spill
-    block_w = max(16, triton.next_power_of_2(width))
-    grid = triton.cdiv(groups, tile), triton.cdiv(number, tile), batch
-    _score_entries_kernel[grid](
-        q, w, k, scores, groups, number, first, most,
-        *q.stride()[:3], *w.stride(), *k.stride()[:2],
-        HEADS=heads, WIDTH=width, BLOCK_N=tile, BLOCK_W=block_w, BLOCK_E=tile,
-        PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
-    )  # fmt: skip
+    together = min(batch, max(1, chunk_elements(ELEMENTS) // (groups * number)))
+    scores = torch.empty(together, groups, number, dtype=torch.float32, device=q.device)
     block = triton.next_power_of_2(number)
-    _take_best_kernel[(groups, batch)](
-        scores, chosen, groups, number, first, most, size,
-        BLOCK=block, num_warps=4 if block <= 4096 else 16,
-    )  # fmt: skip
+    for start in range(0, batch, together):  # so many texts, whose scores are a lot
+        qs, ws, ks, found = (part[start : start + together] for part in (q, w, k, chosen))
+        grid = triton.cdiv(groups, tile), triton.cdiv(number, tile), len(qs)
+        _score_entries_kernel[grid](
+            qs, ws, ks, scores, groups, number, first, most,
+            *q.stride()[:3], *w.stride(), *k.stride()[:2],
+            HEADS=heads, WIDTH=width, BLOCK_N=tile, BLOCK_E=tile,
+            BLOCK_W=max(16, triton.next_power_of_2(width)),
+            PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
+        )  # fmt: skip
+        _take_best_kernel[(groups, len(qs))](
+            scores, found, groups, number, first, most, size,
+            BLOCK=block, num_warps=4 if block <= 4096 else 16,
+        )  # fmt: skip
     return chosen
 
 

@@ -408,9 +408,11 @@ def dense_rows(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def block_n(x: Tensor) -> int:
-    """Choose how many vectors a product takes."""
-    return 32 if x.shape[-1] > 128 or x.dtype == torch.float32 else 64
+def block_n(x: Tensor, most: int = 64) -> int:
+    """Choose how many vectors a product takes; few in float32, whose products take registers."""
+    if x.dtype == torch.float32:
+        return 16
+    return min(most, 32 if x.shape[-1] > 128 else 64)
 
 
 def num_warps(x: Tensor, tile: Tiling) -> int:

@@ -20,6 +20,7 @@ from arbcli.kernels.attention.compressed_attention import (
     ROWS,
     Sight,
     attend_part,
+    block_n,
     check_attention,
     compressed_attention,
     compressed_attention_reference,
@@ -313,12 +314,12 @@ def _compressed_attention_backward_triton(
         sight.ratio, width**-0.5, eps,
         *x.stride()[:3], *recent.stride()[:3], *entries.stride()[:3],
         **shape, QUERIES=tile.queries, PLACES=tile.places,
-        BLOCK_N=32, CHOSEN=chosen is not None, num_warps=num_warps(x, tile),
+        BLOCK_N=block_n(x, 32), CHOSEN=chosen is not None, num_warps=num_warps(x, tile),
     )  # fmt: skip
     queries = max(1, 16 // tile.of_kv, (ROWS if width <= 128 else ROWS // 2) // tile.of_kv)
 
     def grad_of(vectors: Tensor, splits: int, of_entries: bool) -> Tensor:
-        count, size = vectors.shape[1], 32
+        count, size = vectors.shape[1], block_n(x, 32)
         found = torch.empty(splits, *vectors.shape, dtype=torch.float32, device=x.device)
         if found.numel():
             _grad_vectors_kernel[(triton.cdiv(count, size), splits, batch * kv)](
