@@ -188,6 +188,12 @@ def _launch(wave: list[Launch], table: Table, on_device: Tensor) -> None:
     )  # fmt: skip
 
 
+def _on_host(numbers: list[int], device: torch.device) -> Tensor:
+    """Put integers where the host need not wait until `device` has them."""
+    host = torch.tensor(numbers, dtype=torch.int64, device="cpu")
+    return host.pin_memory() if device.type == "cuda" else host
+
+
 class Tables:
     """Brings tables to the device."""
 
@@ -205,9 +211,7 @@ class Tables:
         """
         self.brought += len(numbers)
         if self._room is None:
-            host = torch.tensor(numbers, dtype=torch.int64, device="cpu")
-            pinned = host.pin_memory() if device.type == "cuda" else host
-            return pinned.to(device, non_blocking=True)
+            return _on_host(numbers, device).to(device, non_blocking=True)
         begin = len(self._numbers)
         self._numbers += numbers
         if len(self._numbers) > len(self._room):
@@ -232,8 +236,8 @@ class Tables:
         self._numbers = []
         try:
             yield room
-            written = torch.tensor(self._numbers, dtype=torch.int64, device="cpu")
-            room[: len(written)].copy_(written)
+            written = _on_host(self._numbers, device)
+            room[: len(written)].copy_(written, non_blocking=True)
         finally:
             self._room = None
 
