@@ -74,8 +74,8 @@ TRIT_BYTES, SCALE_BYTES = 512, 160
 """Of a piece."""
 MOST_ROWS = 8
 """Largest M: what one instruction multiplies."""
-SHARED_BYTES = 48 << 10
-"""That a program can have."""
+SHARED_BYTES = 47 << 10
+"""That a program can have, but for what sums over its threads take."""
 PIECE_BYTES = tl.constexpr(TRIT_BYTES + SCALE_BYTES)
 SCALES_AT = tl.constexpr(TRIT_BYTES)
 """Bytes of a piece, and where its scales are."""
@@ -611,7 +611,8 @@ def _arranged_matmul_triton(x, pieces, out_features, in_features, gated, eps, ad
     to = y if added is None else added.contiguous()
     abreast, height, warps, registers = _tiling(len(x), tiles, in_features, num_processors(x))
     steps = triton.cdiv(blocks, abreast * warps)
-    slot = abreast * (height * (TRIT_BYTES + SCALE_BYTES) + len(x) * (2 * BLOCK + 16))
+    of_x = 2 * BLOCK + (16 if abreast > 1 else 0)
+    slot = abreast * (height * (TRIT_BYTES + SCALE_BYTES) + len(x) * of_x)
     stages = min(steps, max(2, SHARED_BYTES // (warps * slot)))
     _arranged_matmul_kernel[(triton.cdiv(tiles, height),)](
         x.flatten().view(torch.int64), pieces.view(torch.int64), to, y,
