@@ -3,6 +3,7 @@
 import importlib
 import io
 import json
+import re
 import subprocess
 import sys
 from dataclasses import asdict
@@ -38,7 +39,7 @@ def test_generate_writes_text_to_stdout_and_its_speed_to_stderr(generate):
     assert done.returncode == 0, done.stderr
     assert 0 < len(done.stdout.replace("\ufffd", "?")) <= 40
     assert "40 bytes, " in done.stderr
-    assert "bytes/s on cpu, backend torch" in done.stderr
+    assert "bytes/s on cpu, backend " in done.stderr
     assert generate("--prompt", "ternary ", "--length", "40").stdout == done.stdout
 
 
@@ -140,7 +141,7 @@ def test_prompts_of_a_file_are_a_line_each(generate, tmp_path, monkeypatch):
     alone = json.loads(generate("--prompt", "to", *how[:-1], "7", "--json").stdout)
     assert made[0]["text"] == alone["text"]
     assert "3 texts, 12 bytes, " in done.stderr
-    assert "on cpu, backend torch, 1 at once" in done.stderr
+    assert re.search("on cpu, backend (native|torch), 1 at once", done.stderr)
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(path.read_bytes())))
     assert generate("--prompts", "-", *how).stdout == done.stdout
     for other in (["--prompt", "a"], ["--bytes"], ["--chunks"], ["--json"]):
