@@ -12,7 +12,9 @@ import torch
 from arbcli.errors import ArbError
 from arbcli.kernels.runtime.backend import check_backend, default_backend
 
-COMPUTE = {"bf16": torch.bfloat16, "fp8": torch.bfloat16, "fp32": torch.float32}
+COMPUTE = {
+    "bf16": torch.bfloat16, "fp8": torch.bfloat16, "nvfp4": torch.bfloat16, "fp32": torch.float32,
+}  # fmt: skip
 """Dtype of activations, by `--compute`."""
 DEVICES = "use `cpu`, `cuda`, or `mps` on a Mac"
 CONTAINER_MEMORY = (

@@ -2,8 +2,9 @@
 
     python -m benchmarks [--only PART...] [--out DIR] [--list]
 
-A part is a benchmark, or `training_step.PRESET`, `generation.PRESET` and the like. Each is a process
-of its own, so that none inherits another's memory or clocks, and one that fails stops no other.
+A part is a benchmark, or `training_step.PRESET`, `generation.PRESET` and the like. Each is a
+process of its own, so that none inherits another's memory or clocks, and one that fails stops no
+other.
 """
 
 import argparse
@@ -30,6 +31,7 @@ GPU_PARTS = {
     "arb_3b": 240,
     "hnet.hnet-small": 150,
     "hnet.hnet-base": 200,
+    "long": 60,
 }
 """Seconds that each is thought to take on an H200, compilation included."""
 CPU_PARTS = {"cpu_step": 240}

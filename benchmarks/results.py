@@ -31,6 +31,7 @@ KEYS = {
     "cpu_step": ("preset", "kind", "compute"),
     "exports": ("model", "program", "type"),
     "hnet": ("preset", "kind"),
+    "long": ("preset", "kind"),
     "hnet_quality": ("text", "preset", "ctx", "kind", "seconds", "seed"),
     "digits": ("rule", "rows", "what"),
     "frontier": ("kind", "shape", "way", "seconds", "seed"),

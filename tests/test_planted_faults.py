@@ -143,6 +143,20 @@ FAULTS = [
         "missing term", "weights of a norm in eight bits left out", "rms_norm_e4m3",
         rewrite("y = y * r * load_weight(w, ...)", "y = y * r"),
     ),
+    # products in four bits, emulated
+    kernel(
+        "saturation", "scales of four-bit numbers beyond the largest of e4m3", "round_nvfp4",
+        rewrite("((264 - f) << 23).to(tl.float32, bitcast=True)",
+                "((266 - f) << 23).to(tl.float32, bitcast=True)"),
+    ),
+    kernel(
+        "tie", "ties of four-bit numbers away from zero", "round_nvfp4",
+        rewrite("tl.where(a > 2.5 * s, 1.0, 0.0)", "tl.where(a >= 2.5 * s, 1.0, 0.0)"),
+    ),
+    kernel(
+        "missing term", "global scale of four-bit weights forgotten", "nvfp4_matmul",
+        rewrite("(q @ w.T).float() * (s * t)", "(q @ w.T).float() * s"),
+    ),
     # packing and scales
     kernel(
         "layout", "planes of a short block as wide as a full one", "unpack_trits",

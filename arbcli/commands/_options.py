@@ -160,7 +160,8 @@ Backend = _name(
 Compute = _name(
     "compute",
     COMPUTES,
-    "Activations: bf16 or fp32; or fp8, which is bf16 with products in eight bits."
+    "Activations: bf16 or fp32; or fp8, which is bf16 with products in eight bits; or nvfp4, the"
+    " same in four bits, emulated."
     " [default: bf16 where it is fast]",
 )
 ComputeOfRun = _name(

@@ -31,10 +31,10 @@ class RunDisplay:
             self.line.show_wait(what)
 
     def started(self, run: Path, trainer: "Trainer", facts: dict[str, Any]) -> None:
-        from arbcli.kernels.runtime import native  # with torch, which is loaded by now
-
         if self.quiet:
             return
+        from arbcli.kernels.runtime import native  # with torch, which is loaded by now
+
         config, text = trainer.config, facts["text"]
         self.steps = config.steps
         model = config.model

@@ -55,7 +55,7 @@ def generate(
     batch: Annotated[
         int | None,
         typer.Option(
-            min=1, max=64, help="Only with --prompts: texts at once. [default: 16 where it can]"
+            min=1, max=64, help="How many texts of --prompts at once. [default: 16 where it can]"
         ),
     ] = None,
     length: Annotated[int, typer.Option(min=1, max=2**24, help="Bytes to make.")] = 512,

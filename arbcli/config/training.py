@@ -17,7 +17,7 @@ MOST = 2**31 - 1
 """Of a count."""
 SCHEDULES = ("cosine", "linear", "wsd", "constant")
 """Choices of `schedule`."""
-COMPUTES = ("bf16", "fp8", "fp32")
+COMPUTES = ("bf16", "fp8", "nvfp4", "fp32")
 """Choices of `compute`."""
 WIRES = ("int8", "int16")
 """Choices of `wire`: what each part of a gradient of a matrix is rounded to."""
@@ -78,7 +78,8 @@ class TrainConfig:
     wire: str | None = None
     """How gradients travel between processes, one of `WIRES`; None steps by each at once."""
     compute: str = "bf16"
-    """Dtype of activations: `bf16` or `fp32`; or `fp8`: bf16, multiplied in eight bits."""
+    """Dtype of activations: `bf16` or `fp32`; or `fp8`: bf16, multiplied in eight bits; or `nvfp4`:
+    the same in four bits, emulated."""
     device: str = "cpu"
     backend: str = "torch"
 
@@ -100,10 +101,10 @@ class TrainConfig:
                     hint="leave `wire` out",
                     fields=("wire",),
                 )
-        if self.compute == "fp8" and self.model.weights != "ternary":
+        if self.compute in ("fp8", "nvfp4") and self.model.weights != "ternary":
             raise ArbError(
                 "a float twin is multiplied in bf16",
-                hint="leave `compute=fp8` out",
+                hint=f"leave `compute={self.compute}` out",
                 fields=("compute",),
             )
         if self.keep_best and self.model.weights != "ternary":

@@ -146,7 +146,7 @@ def newton_schulz(grad: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def orthogonalise_stacked(grads: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
-    """Do as `orthogonalise` does, for several matrices, with those of one shape as a stack.
+    """Do as `newton_schulz` does, for several matrices, with those of one shape as a stack.
 
     Args:
         grads: (N, K) each.

@@ -194,7 +194,7 @@ class _Watch:
 
     def _enter(self, name: str, _module: nn.Module, args: tuple[Any, ...]) -> None:
         # what a module is given was made by the one around it, between two of its parts
-        self._note(f"output of `{name.rpartition('.')[0] or 'model'}`", args[0])
+        self._note(f"output of `{name.rpartition('.')[0] or 'model'}`", args[:1])
 
     def _leave(self, name: str, _module: nn.Module, _args: object, output: Any) -> None:
         self._note(f"output of `{name or 'model'}`", output)

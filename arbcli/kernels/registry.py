@@ -28,7 +28,9 @@ from arbcli.kernels.matmul.arranged_rows import ARRANGED_ROWS
 from arbcli.kernels.matmul.digits_matmul import DIGITS_MATMUL
 from arbcli.kernels.matmul.fp8_matmul import FP8_MATMUL
 from arbcli.kernels.matmul.grouped_matmul import GROUPED_GRAD_W, GROUPED_MATMUL
+from arbcli.kernels.matmul.nvfp4_matmul import NVFP4_MATMUL
 from arbcli.kernels.matmul.quantise_rows import QUANTISE_ROWS
+from arbcli.kernels.matmul.round_nvfp4 import ROUND_NVFP4
 from arbcli.kernels.matmul.ternary_matmul import TERNARY_MATMUL, TERNARY_MATMUL_GRAD_X
 from arbcli.kernels.norm.gated_rms_norm import GATED_RMS_NORM, GATED_RMS_NORM_BACKWARD
 from arbcli.kernels.norm.norm_e4m3 import GATED_RMS_NORM_E4M3, RMS_NORM_E4M3
@@ -72,6 +74,8 @@ KERNELS: tuple[KernelSpec, ...] = (
     DECODE_E4M3,
     QUANTISE_ROWS,
     FP8_MATMUL,
+    ROUND_NVFP4,
+    NVFP4_MATMUL,
     TERNARY_MATMUL,
     TERNARY_MATMUL_GRAD_X,
     ARRANGED_MATMUL,

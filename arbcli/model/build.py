@@ -28,6 +28,7 @@ def build_model(
     *,
     recompute: bool = False,
     fp8: bool = False,
+    nvfp4: bool = False,
 ) -> LanguageModel:
     """Make the model of a configuration, its weights not yet set.
 
@@ -37,22 +38,23 @@ def build_model(
         recompute: whether a backward computes what is inside a block again.
         fp8: whether linear layers multiply in eight bits: all but the head, and those with a size
             that is not a multiple of `MULTIPLE`.
+        nvfp4: whether these multiply in four bits, emulated.
 
     Raises:
         ArbError: there is no such layer.
     """
     kind = StreamsLM if config.streams > 1 else MODELS[type(config)]
     model = kind(config, compute_dtype, recompute=recompute)
-    if fp8:
+    if fp8 or nvfp4:
         chosen = [weight for weight in model.weights().values() if _fits_fp8(weight)]
         if not chosen:
             raise ArbError(
-                f"`--compute fp8` multiplies matrices whose sizes are multiples of {MULTIPLE}, and"
-                " this model has none",
+                f"`--compute {'fp8' if fp8 else 'nvfp4'}` multiplies matrices whose sizes are"
+                f" multiples of {MULTIPLE}, and this model has none",
                 hint="choose other sizes, or use `--compute bf16`",
             )
         for weight in chosen:
-            weight.fp8 = True
+            weight.fp8, weight.nvfp4 = fp8, nvfp4
     return model
 
 

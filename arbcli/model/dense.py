@@ -115,8 +115,7 @@ class ByteLM(LanguageModel):
         self.norm = parts.norm(config.dim, config)
         self.head = byte_head(config)
         if config.weights == "ternary":
-            linears = [layer.weight for block in self.blocks for layer in block.linears()]
-            decode_in_groups(linears, size=len(linears) // config.layers)
+            decode_in_groups([[part.weight for part in b.linears()] for b in self.blocks])
 
     def make_blocks(self, config: ModelConfig) -> list[nn.Module]:
         """Make the blocks."""

@@ -80,6 +80,7 @@ from arbcli.train.trainer import (
     text_digest,
 )
 
+EMULATED = "products in four bits are emulated: the same numbers, at the speed of bf16 or less"
 MOST_MINUTES = 60 * 24 * 366
 LOG_EVERY = 10
 """Steps between records; reading a loss makes a GPU wait."""
@@ -177,6 +178,8 @@ def start_run(
         check(config)
         for warning in text_warnings(texts):
             observer.noted(warning)
+        if config.compute == "nvfp4":
+            observer.noted(EMULATED)
         if group.first:
             if run is None:
                 run = make_next_directory(config)
@@ -234,6 +237,8 @@ def resume_run(
     config = dataclasses.replace(config, device=str(place), backend=backend)
     if config.model.weights != "ternary":
         raise ArbError("a float twin keeps no checkpoint", hint="start it again with `--out`")
+    if config.compute == "nvfp4":
+        observer.noted(EMULATED)
     threads = facts.get("threads", now := torch.get_num_threads())
     if threads != now and place.type == "cpu":
         observer.noted(f"computing with {threads} threads, as the run began: {now} give other bits")

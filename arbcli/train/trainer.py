@@ -91,7 +91,11 @@ class Trainer:
         dtype = COMPUTE[config.compute]
         with torch.device(self.device):
             self.model = build_model(
-                config.model, dtype, recompute=config.recompute, fp8=config.compute == "fp8"
+                config.model,
+                dtype,
+                recompute=config.recompute,
+                fp8=config.compute == "fp8",
+                nvfp4=config.compute == "nvfp4",
             )
         capture = compiled = capture and config.backend == "triton"
         self.step = 0

@@ -45,6 +45,7 @@ from arbcli.kernels.matmul.digits_matmul import DIGITS_MATMUL, arrange_digits
 from arbcli.kernels.matmul.fp8_matmul import MULTIPLE
 from arbcli.kernels.matmul.grouped_matmul import GROUPED_GRAD_W, GROUPED_MATMUL
 from arbcli.kernels.matmul.quantise_rows import E4M3, QUANTISE_ROWS
+from arbcli.kernels.matmul.round_nvfp4 import ROUND_NVFP4
 from arbcli.kernels.matmul.ternary_matmul import TERNARY_MATMUL, TERNARY_MATMUL_GRAD_X
 from arbcli.kernels.norm.gated_rms_norm import gated_rms_norm_in_its_dtype
 from arbcli.kernels.norm.rms_norm import (
@@ -194,6 +195,13 @@ def _fp8_matmul(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
     packed = dice.packed(n, k, group_size)
     q, scale = QUANTISE_ROWS.torch(dice.reals(m, n if transposed else k))
     return q.to(E4M3), scale, packed, transposed == 1, dice.dtype
+
+
+def _nvfp4_matmul(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
+    n, k, transposed = -(-n // MULTIPLE) * MULTIPLE, -(-k // MULTIPLE) * MULTIPLE, dice.below(2)
+    packed = dice.packed(n, k, group_size)
+    q, scale = ROUND_NVFP4.torch(dice.reals(m, n if transposed else k))
+    return q, scale, packed, transposed == 1, dice.dtype
 
 
 def _ternary_matmul(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
@@ -847,6 +855,12 @@ def _gradient_statistics_in_float64(grad, packed, factored, signs):
     return slope, slope.square().sum(), squares.sum(), *of_both
 
 
+def _nvfp4_matmul_in_float64(q, scale, packed, transposed, dtype):
+    weight = decode_digits_torch(packed, torch.float32)
+    weight, weight_scale = ROUND_NVFP4.torch(weight.T if transposed else weight)
+    return q.double() @ weight.double().T * (scale.double() * weight_scale.double())
+
+
 def _fp8_matmul_in_float64(q, scale, packed, transposed, dtype):
     weight, weight_scale = DECODE_E4M3.torch(packed, transposed)
     return (q.double() * scale) @ (weight.double() * weight_scale.T).T
@@ -942,6 +956,8 @@ DRAWINGS = {
     "decode_digits": Drawing(_decode_digits),
     "decode_e4m3": Drawing(_decode_e4m3),
     "quantise_rows": Drawing(_quantise_rows, needs_rows=True),
+    "round_nvfp4": Drawing(_quantise_rows, None, ROUND_NVFP4.torch, needs_rows=True),
+    "nvfp4_matmul": Drawing(_nvfp4_matmul, _nvfp4_matmul_in_float64, needs_rows=True),
     "fp8_matmul": Drawing(_fp8_matmul, _fp8_matmul_in_float64, needs_rows=True),
     "ternary_matmul": Drawing(
         _ternary_matmul, _matmul_in_float64, TERNARY_MATMUL.torch, needs_rows=True

@@ -12,11 +12,13 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from arbcli.cli import app, main
 from arbcli.commands._run_display import _clock
 from arbcli.errors import ArbError
+from arbcli.kernels.runtime.backend import default_backend
 from arbcli.train import run as running
 
 SMALL = ["--dim", "32", "--layers", "1", "--heads", "2", "--ffn", "48", "--ctx", "16"]
@@ -35,8 +37,10 @@ def test_train_says_what_a_person_needs(text, tmp_path, arb_here, monkeypatch):
     done = arb_here("train", "--data", text, *SMALL)
     assert done.returncode == 0
     assert done.stdout == ""
-    for words in ("run     runs/001-32x1-moment", "order-0 entropy", "device  cpu, backend ",
-                  "step 10/12", "flipped", "held-out loss", "ln 256",
+    backend = default_backend(torch.device("cpu"))
+    for words in ("run     runs/001-32x1-moment", "order-0 entropy",
+                  f"device  cpu, backend {backend}", "step 10/12",
+                  "flipped", "held-out loss", "ln 256",
                   "checkpoint     runs/001-32x1-moment/step-000012.safetensors"):  # fmt: skip
         assert words in done.stderr
 
@@ -275,17 +279,18 @@ OPTIONS = {
     " rule sample-every save-every schedule seed steps streams sub-norms tscale-type val warmup"
     " weights wire" + PARTS,
     "check": "json",
-    "generate": "backend bytes checkpoint chunks compute device json kv length prompt seed"
-    " temperature top-k top-p",
+    "generate": "backend batch bytes checkpoint chunks compute device json kv length prompt prompts"
+    " seed temperature top-k top-p",
     "export": "json out to type",
     "inspect": "diff json",
     "evaluate": "backend batch checkpoint compute data device field json kv quiet stride",
-    "count-params": "ctx digits dim direction ffn heads json layers preset rule tscale-type"
-    + PARTS,
+    "count-params": "ctx digits dim direction ffn heads json layers preset rule streams"
+    " tscale-type" + PARTS,
     "audit-memory": "accum backend batch budget compute ctx device digits dim direction ffn heads"
-    " json layers preset ranks recompute rule seed snapshot steps tscale-type what-if" + PARTS,
+    " json layers preset ranks recompute rule seed snapshot steps streams tscale-type what-if"
+    + PARTS,
     "probe-loss": "backend batch checkpoint compute ctx data device digits dim direction ffn field"
-    " heads json layers lr plot preset rule seed steps tscale-type val warmup" + PARTS,
+    " heads json layers lr plot preset rule seed steps streams tscale-type val warmup" + PARTS,
     "verify-kernels": "all-tscale-types backend compare device fuzz json ledger list seed targets"
     " time tscale-type",
 }

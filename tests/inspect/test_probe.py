@@ -123,6 +123,14 @@ def test_probe_finds_nothing_wrong_with_a_graph(part, text, small_graph):
     json.dumps(dataclasses.asdict(report), allow_nan=False)
 
 
+def test_probe_looks_at_several_streams(text):
+    """Their biases are a module that is given nothing."""
+    report = probe(new_config(**SMALL | {"data": [text], "steps": 2}, streams=2), steps=2)
+    last = report.readings[-1]
+    assert len(last.residual_rms) == 3
+    assert None not in (*last.residual_rms, *last.attention_rms, *last.mlp_rms)
+
+
 def test_probe_shows_the_chunks_of_a_model(text, small_hnet):
     given = small_hnet | {"data": [text], "steps": 3, "device": "cpu"}
     report = probe(new_config(**given), steps=3)

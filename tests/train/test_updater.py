@@ -677,7 +677,7 @@ def test_stacked_matrices_are_orthogonalised_as_each_alone(dtype, device):
     grads = [gradient(device, index, shape) for index, shape in enumerate(shapes)]
     grads[1:] = [grad.bfloat16() for grad in grads[1:]]  # as of an embedding and of linear layers
     for grad, found in zip(grads, orthogonal.orthogonalise_stacked(grads, dtype), strict=True):
-        alone = orthogonalise(grad, dtype)
+        alone = orthogonal.newton_schulz(grad, dtype)
         assert found.shape == grad.shape
         assert found.dtype == dtype
         # the matrix library may choose another algorithm for a stack

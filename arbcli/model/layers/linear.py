@@ -17,7 +17,9 @@ from arbcli.kernels.matmul.digits_matmul import (
     digits_matmul,
 )
 from arbcli.kernels.matmul.fp8_matmul import fp8_matmul
+from arbcli.kernels.matmul.nvfp4_matmul import nvfp4_matmul
 from arbcli.kernels.matmul.quantise_rows import quantise_rows
+from arbcli.kernels.matmul.round_nvfp4 import round_nvfp4
 from arbcli.kernels.matmul.ternary_matmul import (
     FUSED_ROWS,
     ternary_matmul,
@@ -36,6 +38,8 @@ class LinearWeight(StreamedTensor):
 
     fp8 = False
     """Whether products of many rows are computed in eight bits."""
+    nvfp4 = False
+    """Whether they are computed as in four bits."""
     in_eight_bits = True
     """Whether they may be."""
     decodes_ahead = False
@@ -54,7 +58,7 @@ class LinearWeight(StreamedTensor):
         self, x: Tensor, added: Tensor, before: "TernaryRMSNorm"
     ) -> tuple[Tensor, Tensor]:
         """Compute total = x + added, and before(total) @ w.T; returns that, and the total."""
-        if self._in_fp8(x):
+        if self._in_fp8(x) or self._in_nvfp4(x):
             total = x + added
             return self.multiply(total, before), total
         total, normal = before.of_sum(x, added)
@@ -65,7 +69,10 @@ class LinearWeight(StreamedTensor):
         if self._in_fp8(x):
             q, scale = before.rounded(x) if before else quantise_rows(x)
             return fp8_matmul(q, scale, self.packed, dtype=x.dtype)
-        return self._multiply(before(x) if before else x)
+        x = before(x) if before else x
+        if self._in_nvfp4(x):
+            return nvfp4_matmul(*round_nvfp4(x), self.packed, dtype=x.dtype)
+        return self._multiply(x)
 
     def _multiply(self, x: Tensor) -> Tensor:
         if self.decodes_ahead and len(x) > FUSED_ROWS and uses_triton(x):
@@ -81,6 +88,9 @@ class LinearWeight(StreamedTensor):
         if self._in_fp8(grad_y):
             rounded = quantise_rows(grad_y)
             return fp8_matmul(*rounded, self.packed, transposed=True, dtype=grad_y.dtype)
+        if self._in_nvfp4(grad_y):
+            rounded = round_nvfp4(grad_y)
+            return nvfp4_matmul(*rounded, self.packed, transposed=True, dtype=grad_y.dtype)
         if self.decodes_ahead and uses_triton(grad_y):
             return grad_y @ self._dense(grad_y.dtype, self.needed_before)
         return ternary_matmul_grad_x(grad_y, self.packed)
@@ -110,6 +120,9 @@ class LinearWeight(StreamedTensor):
 
     def _in_fp8(self, rows: Tensor) -> bool:
         return self.fp8 and len(rows) > FUSED_ROWS
+
+    def _in_nvfp4(self, rows: Tensor) -> bool:
+        return self.nvfp4 and len(rows) > FUSED_ROWS
 
     def gradient(self, source: Tensor, grad_y: Tensor) -> Tensor:
         """Multiply grad_y.T by x, summed in float32 and rounded once to the dtype of x."""
@@ -144,19 +157,19 @@ class LinearWeight(StreamedTensor):
         return grad_x
 
 
-def decode_in_groups(weights: list[LinearWeight], size: int) -> None:
+def decode_in_groups(blocks: list[list[LinearWeight]]) -> None:
     """Let small matrices be decoded several at a time, as decoding one takes less than its launch.
 
     A backward begins with smaller groups: most activations are still there then, and what waits to
     be used would add to the peak. Later ones begin where a block's first one does.
 
     Args:
-        weights: in the order in which a forward needs them, each once; perhaps none.
-        size: of a group, and of a block.
+        blocks: the weights of each block, as many in all, in the order in which a forward needs
+            them, each once.
     """
-    if not weights or any(
-        weight.num_weights >= LARGE_ELEMENTS or weight.rule.reads_all for weight in weights
-    ):
+    weights, size = [weight for block in blocks for weight in block], len(blocks[0])
+    large = any(weight.num_weights >= LARGE_ELEMENTS for weight in weights)
+    if not weights or large or weights[0].rule.reads_all:
         return
     forward, back = range(0, len(weights), size), (0, 1, *range(size - 1, len(weights), size))
     for order, starts, name in (
