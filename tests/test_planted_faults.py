@@ -777,8 +777,9 @@ FAULTS = [
         "update moment factored",
     ),
     Fault(
-        "constant", "three Newton-Schulz steps",
-        set_constant("directions.orthogonal", "RUNS", (3,)), "update moment orthogonal",
+        "constant", "one of two inverses left out",
+        set_constant("directions.orthogonal", "POLAR_WEIGHTS", (0.961939909, 0.00921883, 0.0)),
+        "update moment orthogonal",
     ),
     Fault(
         "bad gradient", "NaN gradients accepted",

@@ -191,13 +191,26 @@ def reference_direction(grad: Tensor, direction: str, before: dict[str, Tensor])
         columns = _running_mean(before["columns"], grad.square().mean(dim=0))
         u = grad / torch.sqrt(rows[:, None] * columns / rows.mean())
     else:
-        u = grad / grad.norm()
-        for _ in range(5):
-            gram = u @ u.T
-            u = 3.4445 * u + (-4.7750 * gram + 2.0315 * gram @ gram) @ u
+        u = _near_polar(grad) if grad.device.type == "cpu" else _newton_schulz(grad)
         length = u.norm(dim=1, keepdim=True)
         u = torch.where(length > 0, u / length, 0)
     return u / _rms(u)
+
+
+def _newton_schulz(grad: Tensor) -> Tensor:
+    u = grad / grad.norm()
+    for _ in range(5):
+        gram = u @ u.T
+        u = 3.4445 * u + (-4.7750 * gram + 2.0315 * gram @ gram) @ u
+    return u
+
+
+def _near_polar(grad: Tensor) -> Tensor:
+    """Apply the rational function that a CPU has for it to the singular values themselves."""
+    left, s, right = torch.linalg.svd(grad, full_matrices=False)
+    s = s / (s**4).sum() ** 0.25
+    factor = 0.961939909 + 0.00921883 / (s**2 + 1.8960818e-5)
+    return left * (s * (factor + 0.18527752 / (s**2 + 9.18605963e-3))) @ right
 
 
 def _running_mean(before: Tensor, value: Tensor) -> Tensor:

@@ -22,7 +22,7 @@ def invoke(*args: str):
 def test_probe_loss_shows_a_person_what_it_measured(arb_here):
     done = arb_here("probe-loss", *SMALL)
     assert done.returncode == 0, done.stdout + done.stderr
-    for words in ("backend torch", "growth", "block 1", "1.mlp.gate_up", "off 0", "v from",
+    for words in ("backend ", "growth", "block 1", "1.mlp.gate_up", "off 0", "v from",
                   "order-0 entropy", "uniform 5.5452", "16-31", "first NaN or Inf  none",
                   "0 predictions moved", "MiB state", "verdict           ok: "):  # fmt: skip
         assert words in done.stdout

@@ -175,6 +175,7 @@ SKIPPED = {
     "the compiled kernels": {"backend": "torch"},
     "bfloat16 in the kernels": {"backend": "torch"},
     "the real sizes of the presets": {"backend": "torch"},
+    "the native backend": {"backend": "torch"},
     "the torch backend": {"backend": "interpreter"},
     "other kernels, and the whole model": {"names": ("pack_trits",)},
     "the fixed cases, and the whole model": {"fuzz": 1},
