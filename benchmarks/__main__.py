@@ -31,6 +31,7 @@ GPU_PARTS = {
     "arb_3b": 240,
     "hnet.hnet-small": 150,
     "hnet.hnet-base": 200,
+    "long": 60,
 }
 """Seconds that each is thought to take on an H200, compilation included."""
 CPU_PARTS = {"cpu_step": 240}

@@ -1,10 +1,11 @@
 """Time a training step of `tiny` on the CPU beside its float twin, in turns: `make bench`.
 
-    python -m benchmarks.cpu_step [--out DIR]
+    python -m benchmarks.cpu_step [--compute fp32] [--out DIR]
 
 Every kind is a process of its own that waits while another one computes, as libgomp reads once how
 long its threads spin: ours as `arb` sets it, the twin's as libgomp has it. Where there is a C++
-compiler, the twin is measured compiled too.
+compiler, the twin is measured compiled too. Beside the time on the clock stands that of the
+processor, of all threads, which other programs disturb less.
 """
 
 import os
@@ -22,13 +23,14 @@ TWIN = {"weights": "float"}
 KINDS = {
     "moment, factored": {"direction": "factored"},
     "moment, orthogonal": {},
+    "moment, orthogonal, torch alone": {"backend": "torch"},
     "nibble, factored": {"rule": "nibble"},
     "AdamW": TWIN,
     "AdamW, compiled": TWIN,
 }
 
 
-def serve(kind: str) -> None:
+def serve(kind: str, compute: str | None) -> None:
     """Do some steps for every line that comes in, and answer with the milliseconds of one."""
     from arbcli.data import open_texts
     from arbcli.train.compiled_twin import compile_twin
@@ -36,26 +38,28 @@ def serve(kind: str) -> None:
     from arbcli.train.trainer import Trainer
 
     texts = open_texts(None, None, seed=0, context=CTX)
-    config = new_config(ctx=CTX, device="cpu", steps=1000, **KINDS[kind])
+    config = new_config(ctx=CTX, device="cpu", steps=1000, compute=compute, **KINDS[kind])
     trainer = Trainer(config, texts)
     if kind.endswith("compiled"):
         compile_twin(trainer.model)
     for _ in sys.stdin:
-        started = time.perf_counter()
+        started = time.perf_counter(), time.process_time()
         for _ in range(STEPS):
             trainer.train_step()
-        milliseconds = 1e3 * (time.perf_counter() - started) / STEPS
+        ended = time.perf_counter(), time.process_time()
+        found = [1e3 * (b - a) / STEPS for a, b in zip(started, ended, strict=True)]
         size = config.batch * config.model.ctx
-        print(milliseconds, size, config.compute, flush=True)
+        print(*found, size, config.compute, flush=True)
 
 
-def start(kind: str) -> subprocess.Popen:
+def start(kind: str, compute: str | None) -> subprocess.Popen:
     """Start the process of a kind."""
+    about = ["--compute", compute] if compute else []
     # the words say to `set_environment` that a twin is trained
     words = ["--weights", "float"] if KINDS[kind] is TWIN else []
     environment = {key: value for key, value in os.environ.items() if key != "GOMP_SPINCOUNT"}
     return subprocess.Popen(
-        [sys.executable, "-m", "benchmarks.cpu_step", "--serve", kind, *words],
+        [sys.executable, "-m", "benchmarks.cpu_step", "--serve", kind, *about, *words],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
@@ -63,12 +67,15 @@ def start(kind: str) -> subprocess.Popen:
     )
 
 
-def ask(process: subprocess.Popen) -> tuple[float, int, str]:
-    """Let a process do its steps: milliseconds of one, its bytes, and what it computes in."""
+def ask(process: subprocess.Popen) -> tuple[tuple[float, float], int, str]:
+    """Let a process do its steps: milliseconds of one, its bytes, and what it computes in.
+
+    The milliseconds are those of the clock and of the processor.
+    """
     process.stdin.write("\n")
     process.stdin.flush()
-    milliseconds, size, compute = process.stdout.readline().split()
-    return float(milliseconds), int(size), compute
+    clock, processor, size, compute = process.stdout.readline().split()
+    return (float(clock), float(processor)), int(size), compute
 
 
 def main() -> None:
@@ -76,14 +83,15 @@ def main() -> None:
     parser = results.options("cpu_step", "Time training steps on the CPU beside a float twin.")
     parser.add_argument("--serve", choices=KINDS)
     parser.add_argument("--weights")
+    parser.add_argument("--compute", choices=("bf16", "fp32"), help="default: what is native")
     given = parser.parse_args()
     if given.serve:
-        serve(given.serve)
+        serve(given.serve, given.compute)
         return
     compiler = any(shutil.which(name) for name in ("g++", "clang++", "c++"))
     kinds = [kind for kind in KINDS if compiler or not kind.endswith("compiled")]
-    processes = {kind: start(kind) for kind in kinds}
-    times: dict[str, list[float]] = {kind: [] for kind in kinds}
+    processes = {kind: start(kind, given.compute) for kind in kinds}
+    times: dict[str, list[tuple[float, float]]] = {kind: [] for kind in kinds}
     rows = []
     try:
         for _ in range(1 + ROUNDS):  # the first warms up
@@ -95,7 +103,8 @@ def main() -> None:
             process.kill()
             process.wait()
     for kind, found in times.items():
-        milliseconds = statistics.median(found[1:])
+        clock, processor = ([pair[i] for pair in found[1:]] for i in (0, 1))
+        milliseconds = statistics.median(clock)
         rows.append(
             {
                 "preset": "tiny",
@@ -105,13 +114,19 @@ def main() -> None:
                 "compute": compute,
                 "ms": round(milliseconds, 2),
                 "bytes_per_second": round(1e3 * size / milliseconds),
-                "rounds_ms": [round(value, 2) for value in found[1:]],
+                "cpu_ms": round(statistics.median(processor), 2),
+                "rounds_ms": [round(value, 2) for value in clock],
             }
         )
-    twin = min(row["ms"] for row in rows if KINDS[row["kind"]] is TWIN)
+    twins = [row for row in rows if KINDS[row["kind"]] is TWIN]
+    twin, of_cpu = (min(row[name] for row in twins) for name in ("ms", "cpu_ms"))
     for row in rows:
-        print(f"{row['kind']:20} {row['ms']:8.1f} ms, {twin / row['ms']:.2f} x the twin")
-    command = results.command_line("cpu_step")
+        print(
+            f"{row['kind']:32} {row['ms']:8.1f} ms, {twin / row['ms']:.2f} x the twin;"
+            f" {row['cpu_ms']:8.1f} ms of the processor, {of_cpu / row['cpu_ms']:.2f} x"
+        )
+    options = ("--compute", given.compute) if given.compute else ()
+    command = results.command_line("cpu_step", *options)
     results.save("cpu_step", rows, command=command, folder=given.out)
 
 

@@ -143,13 +143,15 @@ def _quality(runs: Runs, preset: str, head: Sequence[str]) -> str:
 
 def steps_on_a_cpu(runs: Runs) -> str:
     """Milliseconds of a step of `tiny` on a CPU, and the twins' speed as a share."""
-    rows = {row["kind"]: row for row in rows_of(runs, preset="tiny")}
-    twins = [rows[kind]["ms"] for kind in ("AdamW", "AdamW, compiled")]
-    lines = [
-        [kind, f"{row['ms']:.0f} ms", *(f"{ms / row['ms']:.2f}" for ms in twins)]
-        for kind, row in rows.items()
-    ]
-    head = ["", "a step", "the twin being 1", "the compiled twin being 1"]
+    lines = []
+    for compute in ("bf16", "fp32"):
+        rows = {row["kind"]: row for row in rows_of(runs, preset="tiny", compute=compute)}
+        twins = [rows[kind]["ms"] for kind in ("AdamW", "AdamW, compiled") if kind in rows]
+        lines += [
+            [kind, compute, f"{row['ms']:.0f} ms", *(f"{ms / row['ms']:.2f}" for ms in twins)]
+            for kind, row in rows.items()
+        ]
+    head = ["", "compute", "a step", "the twin being 1", "the compiled twin being 1"]
     return markdown(head, lines) + source(runs)
 
 

@@ -12,6 +12,7 @@ import torch
 
 import arbcli
 from arbcli.infer.load import load_model
+from arbcli.kernels.runtime.backend import default_backend
 from arbcli.train.run import Observer, start_run
 
 PAGE = Path(__file__).parents[1] / "docs" / "library.md"
@@ -117,5 +118,6 @@ def test_every_argument_reaches_what_it_is_for(book, monkeypatch):
     arbcli.evaluate(model, [str(book)], stride=3, batch=4, kv="int8")
     assert measured.call_args.args[0] is model
     assert len(measured.call_args.args[2]) == book.stat().st_size
-    expected = {"stride": 3, "batch": 4, "backend": "torch", "kv": "int8"}
+    backend = default_backend(model.device)
+    expected = {"stride": 3, "batch": 4, "backend": backend, "kv": "int8"}
     assert measured.call_args.kwargs == expected

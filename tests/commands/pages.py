@@ -40,6 +40,7 @@ from arbcli.inspect.peak import PeakReport
 from arbcli.inspect.ranks import RankReport, RanksReport
 from arbcli.inspect.saved import Difference, DifferenceReport, SavedReport
 from arbcli.inspect.verdicts import Histogram, ProbeReport
+from arbcli.kernels.runtime import native
 from arbcli.train.check import CheckReport
 from arbcli.train.record import Record, TrainReport
 from arbcli.verify import run as verifying
@@ -127,11 +128,20 @@ def _shown_by_train(*, quiet: bool = False) -> str:
     def line(text: str, *, keep: bool = False) -> None:
         said.append(f"{'kept' if keep else 'line'}    {text}")
 
-    with mock.patch.object(_run_display, "note", said.append):
+    on_cpu = types.SimpleNamespace(**vars(alone))
+    on_cpu.config = types.SimpleNamespace(
+        **vars(config) | {"device": "cpu", "backend": "torch", "compute": "bf16"}
+    )
+    absent = {"available": lambda: False, "why_not": lambda: "there is no C compiler"}
+    with (
+        mock.patch.object(_run_display, "note", said.append),
+        mock.patch.multiple(native, **absent),
+    ):
         display = _run_display.RunDisplay(quiet=quiet, as_json=False)
         display.line = types.SimpleNamespace(show=line, show_wait=line)
         display.wait("loading")
         display.started(Path("runs/007"), alone, {"text": text})
+        display.started(Path("runs/007"), on_cpu, {"text": text})
         display.started(Path("runs/007"), trainer, {"text": text})
         for told in (on_the_way, evaluated, bare):
             display.recorded(told)

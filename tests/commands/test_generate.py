@@ -11,10 +11,13 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
+import torch
 
+from arbcli.kernels.runtime.backend import default_backend
 from arbcli.train.configure import new_config
 from arbcli.train.run import Observer, start_run
 
+BACKEND = default_backend(torch.device("cpu"))
 TEXT = "ternary weights read naïve text. " * 200
 
 
@@ -38,7 +41,7 @@ def test_generate_writes_text_to_stdout_and_its_speed_to_stderr(generate):
     assert done.returncode == 0, done.stderr
     assert 0 < len(done.stdout.replace("\ufffd", "?")) <= 40
     assert "40 bytes, " in done.stderr
-    assert "bytes/s on cpu, backend torch" in done.stderr
+    assert f"bytes/s on cpu, backend {BACKEND}" in done.stderr
     assert generate("--prompt", "ternary ", "--length", "40").stdout == done.stdout
 
 
@@ -111,7 +114,7 @@ def test_every_option_reaches_the_prompt_loop(generate, monkeypatch):
     how = ["--temperature", "0.5", "--top-k", "3", "--top-p", "0.25", "--seed", "9"]
     assert generate(*how, "--length", "4", "--kv", "int8", "--compute", "bf16").returncode == 0
     _, length, sampling, backend, kv = chat.call_args.args
-    assert (length, backend, kv) == (4, "torch", "int8")
+    assert (length, backend, kv) == (4, BACKEND, "int8")
     assert asdict(sampling) == {"temperature": 0.5, "top_k": 3, "top_p": 0.25, "seed": 9}
     for other in (["--prompt", "a"], ["--json"], ["--bytes"]):
         generate("--length", "1", *other)
@@ -140,7 +143,7 @@ def test_prompts_of_a_file_are_a_line_each(generate, tmp_path, monkeypatch):
     alone = json.loads(generate("--prompt", "to", *how[:-1], "7", "--json").stdout)
     assert made[0]["text"] == alone["text"]
     assert "3 texts, 12 bytes, " in done.stderr
-    assert "on cpu, backend torch, 1 at once" in done.stderr
+    assert f"on cpu, backend {BACKEND}, 1 at once" in done.stderr
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(path.read_bytes())))
     assert generate("--prompts", "-", *how).stdout == done.stdout
     for other in (["--prompt", "a"], ["--bytes"], ["--chunks"], ["--json"]):

@@ -113,7 +113,7 @@ def test_card_has_the_figures_of_the_run(saved, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"config": config, "text": text}))
     # the checkpoint is of step 7: what came later is of another model
     records = [{"step": 5, "val_loss": 2.0}, {"step": 7, "val_loss": None}, {"step": 9}]
-    records.append({"step": 8, "val_loss": 1.0})
+    records += [{"step": 8, "val_loss": 1.0}, {"val_loss": 0.5}, [7]]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records) + "{")
     export(checkpoint, "hf", out=tmp_path / "model")
     card = (tmp_path / "model" / "README.md").read_text()

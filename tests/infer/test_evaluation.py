@@ -139,3 +139,16 @@ def test_what_cannot_be_evaluated_is_refused(content, stride, message, tmp_path)
             backend="torch",
             stride=stride,
         )
+
+
+def test_losses_are_told_by_position_in_a_window(tmp_path, monkeypatch):
+    """Two windows of 12: position p predicts the bytes p + 1 and p + 13, which cost as much."""
+    monkeypatch.setattr(evaluation, "NEAR", 3)
+    text = make_text(tmp_path, bytes(range(25)))
+    about = {"stride": 12, "batch": 2, "backend": "torch"}
+    parts = evaluate(Fake(), "x", text, "text", **about).by_position
+    assert [(part.first, part.last) for part in parts] == [(0, 2), (3, 5), (6, 11)]
+    log_sum = float(torch.logsumexp(-torch.arange(256.0, dtype=torch.float64), 0))
+    for part in parts:
+        expected = (part.first + part.last) / 2 + 7 + log_sum
+        assert part.nats_per_byte == pytest.approx(expected, rel=1e-6)

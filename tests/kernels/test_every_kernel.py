@@ -112,8 +112,8 @@ IN_BFLOAT16 = [
     "smooth_chunks", "smooth_chunks_backward", "spread_chunks", "spread_chunks_backward",
     "boundary_scores", "boundary_scores_backward", "decay_scan", "causal_conv",
     "causal_conv_grad_w", "quantise_gradient", "stream_weights", "stream_weights_backward",
-    "mix_streams", "mix_streams_backward", "nvfp4_matmul", "round_nvfp4", "route_position",
-    "take_chunk", "mamba_step",
+    "mix_streams", "mix_streams_backward", "nvfp4_matmul", "round_nvfp4",
+    "route_position", "take_chunk", "mamba_step",
 ]  # fmt: skip
 """Kernels with inputs in bfloat16."""
 SEVERAL_ROUNDINGS = {

@@ -128,7 +128,8 @@ def _choose_entries_triton(q, w, k, first, most, top_k):
         return chosen
     q, k = (part if part.stride(-1) == 1 else part.contiguous() for part in (q, k))
     scores = torch.empty(batch, groups, number, dtype=torch.float32, device=q.device)
-    tile, block_w = 64, max(16, triton.next_power_of_2(width))
+    tile = 16 if q.dtype == torch.float32 else 64  # in float32 larger ones spill
+    block_w = max(16, triton.next_power_of_2(width))
     grid = triton.cdiv(groups, tile), triton.cdiv(number, tile), batch
     _score_entries_kernel[grid](
         q, w, k, scores, groups, number, first, most,

@@ -589,11 +589,14 @@ class Tiling(NamedTuple):
     """Of a thread, at most; with fewer, the next kernel finds room to begin in."""
 
 
-def _tiling(rows: int, tiles: int, blocks: int, processors: int) -> Tiling:
+def _tiling(rows: int, tiles: int, in_features: int, processors: int) -> Tiling:
     """Choose the fastest on an H200; for small matrices, the fastest when kernels overlap."""
+    blocks = triton.cdiv(in_features, BLOCK)
+    if rows == 1 and tiles <= processors:  # as many warps as have a block, and squares to add up
+        return Tiling(1, 1, 4 if in_features <= 512 else 8 if in_features <= 1024 else 16)
     many, warps = tiles > 4 * processors, 2 if blocks > 48 else 4
     if rows == 1:
-        return Tiling(1, 1, 16) if tiles <= processors else Tiling(4, 1, warps)
+        return Tiling(4, 1, warps)
     if rows == 2:
         return Tiling(2, 2, 4) if many else Tiling(2, 1, 2 if blocks > 48 else 8)
     if rows <= 4:
@@ -606,7 +609,7 @@ def _arranged_matmul_triton(x, pieces, out_features, in_features, gated, eps, ad
     tiles, blocks = pieces.shape[:2]
     x = x if x.data_ptr() % 16 == 0 else x.clone()
     to = y if added is None else added.contiguous()
-    abreast, height, warps, registers = _tiling(len(x), tiles, blocks, num_processors(x))
+    abreast, height, warps, registers = _tiling(len(x), tiles, in_features, num_processors(x))
     steps = triton.cdiv(blocks, abreast * warps)
     slot = abreast * (height * (TRIT_BYTES + SCALE_BYTES) + len(x) * (2 * BLOCK + 16))
     stages = min(steps, max(2, SHARED_BYTES // (warps * slot)))

@@ -102,8 +102,8 @@ def _gated_rms_norm_native(gate_up, weight, eps):
 
 
 def _gated_rms_norm_backward_native(grad_y, gate_up, weight, eps, overwrite=False):
-    # the gradient has a place of its own whatever `overwrite` allows
-    return norm_backward_native(grad_y, gate_up, weight, eps, gated=True)
+    place = _place_of_gradient(gate_up, overwrite)
+    return norm_backward_native(grad_y, gate_up, weight, eps, gated=True, grad_x=place)
 
 
 @triton.jit

@@ -96,7 +96,8 @@ def _add_rms_norm_native(x, added, weight, eps):
 
 
 def _rms_norm_backward_native(grad_y, x, weight, eps, beside=None):
-    grad_x, y = norm_backward_native(grad_y, x, weight, eps, gated=False)
+    grad_x = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    _, y = norm_backward_native(grad_y, x, weight, eps, gated=False, grad_x=grad_x)
     return grad_x if beside is None else grad_x.add_(beside), y
 
 
@@ -116,10 +117,19 @@ def norm_native(x: Tensor, weight: Packed | None, eps: float | None, *, gated: b
 
 
 def norm_backward_native(
-    grad_y: Tensor, x: Tensor, weight: Packed | None, eps: float | None, *, gated: bool
+    grad_y: Tensor,
+    x: Tensor,
+    weight: Packed | None,
+    eps: float | None,
+    *,
+    gated: bool,
+    grad_x: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """Compute the gradient of `norm_native` with respect to x, and its result again."""
-    grad_x = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    """Compute the gradient of `norm_native` with respect to x, and its result again.
+
+    The gradient is written to `grad_x`, like x and contiguous, which may be x: a row is read before
+    it is written.
+    """
     y = torch.empty(grad_y.shape, dtype=x.dtype, device=x.device)
     if y.numel():
         norm = norm_weight_torch(weight), -1.0 if eps is None else eps, gated

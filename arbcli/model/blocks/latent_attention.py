@@ -12,6 +12,7 @@ Source: DeepSeek-AI, "DeepSeek-V2", https://arxiv.org/abs/2405.04434, section 2.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -113,7 +114,7 @@ class LatentAttention(CachedAttention):
         in_latent = (still[:, None] @ to_keys)[:, 0]  # (heads, latent)
         scores = in_latent @ n.T + query @ turned[0, :, 0].float().T  # (heads, W + 1)
         scores *= past.extend_lengths(k).T * (SHARPNESS * self.head_dim**-0.5)
-        share = torch.softmax(scores.masked_fill(~past.whole.mask, -torch.inf), dim=-1)
+        share = torch.softmax(scores.masked_fill(~past.whole.chunk.mask, -torch.inf), dim=-1)
         y = to_values @ (share @ n)[..., None]  # (heads, head_dim, 1)
         return y[..., 0].to(latent.dtype)
 
@@ -147,6 +148,7 @@ class LatentCache:
         self.position = torch.zeros((), dtype=torch.int32, device=device)
         """Bytes seen; a step reads it on the device, and nobody waits for it."""
         self.table = rotary_table(table_rows(positions, config.ctx), config.rotary, device)
+        self.chunk: _Chunk | None = None
         self.history = torch.full((1, history), -1, dtype=torch.int64, device=device)
         like = {"dtype": dtype, "device": device}
         self.blocks = [
@@ -184,24 +186,45 @@ class LatentCache:
         Raises:
             ValueError: more than one byte, and more than the window or the text can have.
         """
-        length, device = ids.shape[1], ids.device
+        length = ids.shape[1]
         if length > 1 and (length > self.window or int(self.position) + length > self.positions):
             start = int(self.position)
             raise ValueError(f"no room for {length} bytes at {start} of {self.positions}")
         # the first byte of a text forgets those of a text before it, as captured steps start anew
         before = torch.where(self.position == 0, -1, self.history)
-        slots = torch.arange(self.window, device=device)
-        self.places = self.position + torch.arange(length, device=device)
-        self.angles = tuple(part[self.places] for part in self.table)
-        """Rows of the rotary table for the bytes that are being read: cos and sin, (T, d / 2)."""
-        place = self.position - 1 - (self.position - 1 - slots) % self.window  # place in each slot
-        # the ring as it was, then the new bytes themselves
-        seen = (place >= 0) & (place > self.places[:, None] - self.window)
-        self.mask = torch.cat((seen, seen.new_ones(length, length).tril()), dim=1)
+        self.chunk = _Chunk(self, length)
         text = torch.cat((before, ids), dim=1)
         yield text
         self.history.copy_(text[:, length:])
         self.position += length
+
+
+class _Chunk:
+    """Bytes that are being read; what is made of their positions is made when it is needed."""
+
+    def __init__(self, whole: LatentCache, length: int) -> None:
+        self.whole, self.length = whole, length
+
+    @cached_property
+    def places(self) -> Tensor:
+        """Their positions, (T,)."""
+        position = self.whole.position
+        return position + torch.arange(self.length, device=position.device)
+
+    @cached_property
+    def angles(self) -> tuple[Tensor, Tensor]:
+        """Their rows of the rotary table: cos and sin, (T, d / 2)."""
+        cos, sin = (part[self.places] for part in self.whole.table)
+        return cos, sin
+
+    @cached_property
+    def mask(self) -> Tensor:
+        """What each of them attends to: the ring as it was, then themselves, (T, W + T) bool."""
+        position, window = self.whole.position, self.whole.window
+        slots = torch.arange(window, device=position.device)
+        place = position - 1 - (position - 1 - slots) % window  # place in each slot
+        seen = (place >= 0) & (place > self.places[:, None] - window)
+        return torch.cat((seen, seen.new_ones(self.length, self.length).tril()), dim=1)
 
 
 class LatentBlockCache:
@@ -239,13 +262,13 @@ class LatentBlockCache:
         """
         lengths = torch.rsqrt(k[0].float().square().mean(dim=-1) + NORM_EPS)
         found = torch.cat((self.lengths, lengths))
-        self.lengths.index_copy_(0, self.whole.places % self.whole.window, lengths)
+        self.lengths.index_copy_(0, self.whole.chunk.places % self.whole.window, lengths)
         return found
 
     @property
     def angles(self) -> tuple[Tensor, Tensor]:
         """Rows of the rotary table for the bytes that are being read."""
-        return self.whole.angles
+        return self.whole.chunk.angles
 
     def attend_one(self, row: Tensor, up: Tensor, scale: float) -> Tensor:
         """Store one new position, and attend to the last W: see `decode_latent`."""
@@ -261,7 +284,7 @@ class LatentBlockCache:
             mask of which each new position attends to.
         """
         whole = self.whole
-        slots, before = whole.places % whole.window, self.latent
+        slots, before = whole.chunk.places % whole.window, self.latent
         if self.exponents is None:
             after = torch.cat((before, latent), dim=1)
             self.latent.index_copy_(1, slots, latent)
@@ -274,4 +297,4 @@ class LatentBlockCache:
             self.exponents.index_copy_(1, slots, exponents)
         found = after, torch.cat((self.turned, turned), dim=1)
         self.turned.index_copy_(1, slots, turned)
-        return *found, whole.mask
+        return *found, whole.chunk.mask
