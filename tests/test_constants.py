@@ -10,7 +10,8 @@ from constants import WRITTEN, constants
 
 from arbcli.directions import orthogonal
 from arbcli.kernels.codec import packed, packing
-from arbcli.kernels.matmul import quantise_rows
+from arbcli.kernels.matmul import quantise_rows, round_nvfp4
+from arbcli.kernels.streams import stream_weights
 from arbcli.kernels.update import (
     blend_moment,
     cast_votes,
@@ -25,6 +26,7 @@ from arbcli.model import language_model, widths
 from arbcli.model.blocks import (
     edges,
     experts,
+    hashed_experts,
     latent_attention,
     memgram,
     moe_graph,
@@ -37,6 +39,9 @@ from arbcli.train import float_optimizer, updater
 
 CONSTANTS = {
     packing: {"TRITS_PER_BYTE": 5, "PLANE": 32, "BLOCK": 160, "LARGEST_BYTE": 242},
+    stream_weights: {"ROUNDS": 20, "SHIFT": 2.0, "LIMIT": 16.0, "SLACK": 2.0**-21},
+    round_nvfp4: {"BLOCK": 16, "OCTAVE": 10, "SIXTH": 1 / 6, "LARGEST_SCALE": 448.0},
+    hashed_experts: {"ORDER": 3, "BITS": 31},
     packed: {"OCTAVE": 128, "LOWEST_EXPONENT": -96, "HIGHEST_EXPONENT": 31},
     quantise_rows: {"LARGEST_OCTAVE": 7},
     random_bits: {"GOLDEN": 2654435769},
