@@ -529,7 +529,9 @@ FAULTS = [
     ),
     # rows of tables
     kernel(
-        "stride", "stride of the ids ignored", "embedding_rows", ignore_stride(0), place=launched,
+        "stride", "stride of the ids of a decoded table ignored", "embedding_rows",
+        rewrite("tl.load(i + m * stride_im, mask=o < M, other=0)",
+                "tl.load(i + m, mask=o < M, other=0)"),
     ),
     kernel(
         "cut short", "last token of every id dropped", "embedding_grad",
@@ -820,8 +822,8 @@ FAULTS = [
     ),
     module(
         "rounding", "rotary table in bf16", "model",
-        rewrite("(a.cos().float(), a.sin().float())",
-                "(a.cos().bfloat16().float(), a.sin().bfloat16().float())"),
+        rewrite("(a.cos().float().to(d), a.sin().float().to(d))",
+                "(a.cos().bfloat16().float().to(d), a.sin().bfloat16().float().to(d))"),
         "rotary",
     ),
     Fault(

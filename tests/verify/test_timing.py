@@ -1,5 +1,6 @@
 """Timing: what follows from the times, what may be timed, and on what. No test asserts a speed."""
 
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -160,12 +161,14 @@ def description(value):
 @pytest.mark.parametrize("spec", KERNELS, ids=lambda spec: spec.name)
 def test_kernel_is_timed_on_inputs_like_its_cases(spec):
     cases = [case.inputs for case in spec.cases(CPU, 32)]
-    known = [set(map(description, values)) for values in zip(*cases, strict=True)]
+    # the last arguments may be left out, and of merged launches there are any number
+    known = [set(map(description, values)) for values in itertools.zip_longest(*cases)]
     with FakeTensorMode(allow_non_fake_inputs=True):  # shapes and types, without the memory
         timings = list(spec.timings(CPU, 32))
     assert timings
     for item in timings:
-        for value, allowed in zip(item.inputs, known, strict=True):
+        assert len(item.inputs) >= min(map(len, cases))
+        for value, allowed in zip(item.inputs, known, strict=False):
             assert description(value) in allowed, item.label
 
 

@@ -20,6 +20,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor  # as torch's warning says
 
 SOURCE = Path(__file__).with_name("native.c")
 COMPILERS = ("cc", "gcc", "clang")
@@ -130,8 +131,8 @@ def call(name: str, *arguments: Tensor | float | None) -> int:
 
     Args:
         name: of the function in `native.c`.
-        arguments: those of its prototype. A tensor is the
-            address of its first element. With one that has no memory nothing is done.
+        arguments: those of its prototype. A tensor is the address of its first element. With one
+            that has no memory nothing is done.
 
     Returns:
         What it returns; nothing sensible if it returns nothing.
@@ -139,7 +140,7 @@ def call(name: str, *arguments: Tensor | float | None) -> int:
     values = []
     for argument in arguments:
         if isinstance(argument, Tensor):
-            if argument.is_meta:
+            if argument.is_meta or isinstance(argument, FakeTensor):
                 return 0
             argument = argument.data_ptr()
         values.append(argument)
