@@ -51,8 +51,8 @@ def test_count_params_counts_three_billion_without_their_memory():
 
 
 def test_count_params_takes_the_options_of_parts():
-    switches = ("attention", "sequencer", "codebook", "knowledge", "moe", "graph", "router")
-    options = [*(f"--no-{name}" for name in switches), "--memgram"]
+    switches = ("sequencer", "codebook", "knowledge", "moe", "graph", "router")
+    options = ["--attention", "none", *(f"--no-{name}" for name in switches), "--memgram"]
     options += ["--moe-top-k", "3", "--max-moe-iters", "5"]
     report = json.loads(run("--preset", "arb-tiny", "--json", *options).stdout)
     fields = ("attention", "sequencer", "codebook", "knowledge_codebook", "moe", "graph", "router")

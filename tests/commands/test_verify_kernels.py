@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 
 from arbcli.cli import app
 from arbcli.kernels.codec.packing import PACK_TRITS
+from arbcli.kernels.runtime import native
 from arbcli.verify import kernels as verify
 from arbcli.verify.kernels import KERNELS
 
@@ -31,13 +32,12 @@ def wrong_kernel(monkeypatch):
     monkeypatch.setattr(verify, "KERNELS", (replace(PACK_TRITS, triton=off_by_one),))
 
 
-def test_named_kernel_is_checked_on_both_backends():
+def test_named_kernel_is_checked_on_every_backend():
     result = arb("step_scales")
     assert result.exit_code == 0, result.output
     rows = [line for line in result.stdout.splitlines() if "step_scales" in line]
-    assert len(rows) == 2
-    assert BACKEND in rows[0]
-    assert "torch" in rows[1]
+    backends = [BACKEND, "torch", *(["native"] if native.available() else [])]
+    assert [row.split("│")[2].strip() for row in rows] == backends
     assert all("0 unequal" in row and "pass" in row for row in rows)
     assert "0 elements left unwritten" in " ".join(result.stdout.split())
 

@@ -16,6 +16,7 @@ from arbcli.inspect import audit as audit_module
 from arbcli.inspect.audit import LiveTensors, _check_levels, audit, check_fit
 from arbcli.inspect.peak import predict_peak
 from arbcli.inspect.trace import without_memory
+from arbcli.kernels.runtime.backend import default_backend
 from arbcli.train.configure import new_config
 from arbcli.train.trainer import Trainer
 
@@ -143,7 +144,9 @@ def test_audit_measures_every_stage():
     assert report.levels[-1].peak_bytes < report.peak_bytes  # of the end of a step, and no more
     first_end = next(level for level in report.levels if level.stage == "end")
     assert report.derived_bytes == first_end.live_bytes - report.levels[0].live_bytes > 0
-    assert (report.device, report.backend, report.compute) == ("cpu", "torch", "bf16")
+    assert (report.device, report.backend, report.compute) == (
+        "cpu", default_backend(torch.device("cpu")), "bf16",
+    )  # fmt: skip
     assert (report.batch, report.accum, report.steps) == (2, 2, 2)
     assert len(report.largest) == 3
     assert not any(tensor.dtype == "uint8" for tensor in report.largest)

@@ -314,7 +314,7 @@ def test_nan_is_traced_to_the_module_that_makes_it(text, monkeypatch):
     trainer = trainer_of(text)
     faulty = trainer.model.blocks[1].mlp.output
     forward = faulty.forward
-    monkeypatch.setattr(faulty, "forward", lambda *x: forward(*x) * math.nan)
+    monkeypatch.setattr(faulty, "forward", lambda *x, **how: forward(*x, **how) * math.nan)
     report = examine(trainer, 1)
     assert report.first_nonfinite == "output of `blocks.1.mlp.output` by step 0"
     assert names(report)[0] == "spike"
