@@ -335,6 +335,28 @@ def generation(runs: Runs) -> str:
     return markdown(head, lines) + source(runs)
 
 
+def several(runs: Runs) -> str:
+    """Bytes a second of several texts at once, beside the float decoder's."""
+    lines = []
+    for ours in rows_of(runs, kind="moment"):
+        peer = row_of(runs, preset=ours["preset"], batch=ours["batch"], kind="float bf16")
+        rate, twin = ours["bytes_per_second"], peer["bytes_per_second"]
+        about = [f"`{ours['preset']}`", str(ours["batch"])]
+        lines.append([*about, f"{rate:,.0f}", f"{twin:,.0f}", f"{rate / twin:.2f}"])
+    return markdown(["", "texts", "ours", "float in bf16", "ratio"], lines) + source(runs)
+
+
+def caches(runs: Runs) -> str:
+    """Bytes a second by what keys and values are kept in."""
+    lines = []
+    for row in rows_of(runs):
+        plain = row_of(runs, preset=row["preset"], ctx=row["ctx"], kv="bf16")
+        rate, size = row["bytes_per_second"], row["cache_bytes"]
+        about = [f"`{row['preset']}`, ctx {row['ctx']:,}", row["kv"], f"{size / MIB:,.0f} MiB"]
+        lines.append([*about, f"{rate:,.0f}", f"{rate / plain['bytes_per_second']:.2f}"])
+    return markdown(["", "kept in", "cache", "bytes/s", "ratio"], lines) + source(runs)
+
+
 def chunked(runs: Runs) -> str:
     """Speed of every kind of `HNet` beside the `ByteLM` of its size, in training and generation."""
     lines = []
@@ -465,6 +487,8 @@ TABLES: dict[str, tuple[str, Callable[[Runs], str]]] = {
     "products": ("products", products),
     "generation": ("generation", generation),
     "exports": ("exports", exports),
+    "several-texts": ("several_texts", several),
+    "kv-cache": ("kv_cache", caches),
     "hnet": ("hnet", chunked),
     "many-gpus-bits": ("many_gpus", bits_of_many),
     "many-gpus-speed": ("many_gpus", speed_of_many),
