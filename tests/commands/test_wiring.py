@@ -7,7 +7,7 @@ from unittest import mock
 
 import pytest
 
-from arbcli.commands import audit_memory, train
+from arbcli.commands import audit_memory, evaluate, train
 from arbcli.errors import ArbError
 from arbcli.infer import load
 from arbcli.inspect import room
@@ -188,3 +188,16 @@ def test_settings_are_printed_beside_those_of_their_preset(arb_here):
     assert 'preset = "small"' in shown
     read = arb_here("train", "--preset", "small", "--device", "cpu", "--print-config", "--json")
     assert json.loads(read.stdout)["model"]["dim"] == 384
+
+
+def test_evaluation_is_told_how_to_go_through_a_text(asked, monkeypatch, tmp_path):
+    monkeypatch.setattr(evaluate, "find_run", Path)
+    monkeypatch.setattr(load, "load_named_model", lambda *_: ("model", "its name"))
+    text = tmp_path / "text.txt"
+    text.write_bytes(b"read this")
+    words = ["--checkpoint", "some/run", "--data", str(text), "--stride", "7", "--batch", "3"]
+    words += ["--kv", "int8", "--device", "cpu"]
+    call = asked("arbcli.infer.evaluation.evaluate", "evaluate", *words)
+    assert call.args[:2] == ("model", "its name")
+    given = {name: call.kwargs[name] for name in ("stride", "batch", "kv")}
+    assert given == {"stride": 7, "batch": 3, "kv": "int8"}

@@ -26,6 +26,15 @@ def test_fields_of_a_checkpoint_are_enough(name):
     assert type(rebuilt) is type(config) is KINDS[config.kind]
 
 
+@pytest.mark.parametrize("name", [name for name in PRESETS if name.startswith("hnet")])
+def test_blocks_of_an_hnet_are_stored_as_it_says(name):
+    given = {"scale_type": "T64", "rule": "nibble", "direction": "sign", "digits": "all"}
+    config = preset(name, **given, sub_norms=False)
+    main = config.main()
+    assert {field: getattr(main, field) for field in given} == given
+    assert (main.weights, main.sub_norms) == (config.weights, False)
+
+
 @pytest.mark.parametrize(
     ("name", "given", "direction"),
     [

@@ -122,6 +122,14 @@ def test_card_has_the_figures_of_the_run(saved, tmp_path):
     assert "2.0000 nats = 2.8854 bits a byte, after 5 steps" in card
 
 
+def test_card_has_the_loss_of_the_very_step(saved, tmp_path):
+    checkpoint = saved()
+    (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 7, "val_loss": 1.5}))
+    export(checkpoint, "hf", out=tmp_path / "model")
+    card = (tmp_path / "model" / "README.md").read_text()
+    assert "1.5000 nats = 2.1640 bits a byte, after 7 steps" in card
+
+
 def test_graph_is_refused(saved, tmp_path, small_graph):
     drop = ("preset", "batch")
     options = {key: value for key, value in small_graph.items() if key not in drop}

@@ -102,6 +102,10 @@ def test_models_without_kernels_for_it_make_one_after_another(lm, monkeypatch):
         lm, [request(b"abc", 20, temperature=2.0, top_k=7)], on_text=report.append, **about
     )
     assert (report[0].text, found.batch, found.length) == (done.text, 1, 20)
+    asked = [request(b"abc", 20, stream, temperature=2.0) for stream in (0, 0, 1)]
+    report.clear()
+    several.continue_several(lm, asked, on_text=report.append, **about)
+    assert report[0].text == report[1].text != report[2].text
     with pytest.raises(ArbError, match="one text after another"):
         texts(lm, REQUESTS, 2)
 

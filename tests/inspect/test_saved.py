@@ -36,6 +36,8 @@ def test_every_form_says_what_it_is(forms):
     origins = {report.origin for kind, report in reports.items() if kind != "checkpoint"}
     assert origins == {reports["checkpoint"].digest}
     assert reports["checkpoint"].octaves["head"] == {-3: 256 * 2}
+    for kind in ("gguf", "hf"):  # a scale counts once there, and a weight that is not 0 here
+        assert reports[kind].octaves["head"].keys() == {-3}
 
 
 def test_forms_of_one_model_have_equal_weights(forms):

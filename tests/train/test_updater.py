@@ -19,7 +19,7 @@ from arbcli.kernels.update.step_scales import step_scales
 from arbcli.kernels.update.step_trits import step_by_direction
 from arbcli.model.layers.table import TableWeight
 from arbcli.model.packed import TernaryTensor
-from arbcli.rules import RULES, find_rule
+from arbcli.rules import RULES, find_rule, moment
 from arbcli.rules.base import STEP_OF_RADIX, fixed_point_gain
 from arbcli.train import updater as update
 from arbcli.train.updater import ROW_CLIP, Updater
@@ -683,3 +683,21 @@ def test_stacked_matrices_are_orthogonalised_as_each_alone(dtype, device):
         # the matrix library may choose another algorithm for a stack
         close = 1e-4 if dtype == torch.float32 else 0.1
         assert (found - alone).float().norm() <= close
+
+
+@pytest.mark.parametrize("parts", [2, 3])
+def test_rows_of_a_table_step_by_their_share_with_every_micro_batch(parts, monkeypatch):
+    """They may go without a gradient in another one, so they do not wait for the last."""
+    sizes, step = [], moment.step_by_moment
+    monkeypatch.setattr(
+        moment,
+        "step_by_moment",
+        lambda *args: [sizes.append(int(args[4])), step(*args)][1],
+    )
+    for accumulation in (1, parts):
+        table, updater, _ = table_of("moment", "sign")
+        where = touched(1)
+        for micro in range(accumulation):
+            updater.begin(0, 1.0, micro, accumulation)
+            updater(table, padded(gradient("cpu", shape=(len(ROWS), DIM)), where), where)
+    assert sizes[1:] == [sizes[0] // parts] * parts
