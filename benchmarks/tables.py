@@ -373,6 +373,24 @@ def chunked(runs: Runs) -> str:
     return markdown(head, lines) + source(runs)
 
 
+def chunked_quality(runs: Runs) -> str:
+    """What every kind of `HNet`, and the `ByteLM` of its size, learns in the same time."""
+    kinds = list(dict.fromkeys(row["kind"] for row in rows_of(runs)))
+    found: dict[tuple, dict[str, dict]] = {}
+    for row in rows_of(runs):
+        cell = tuple(row[name] for name in ("preset", "ctx", "text", "seconds"))
+        found.setdefault(cell, {})[row["kind"]] = row
+    lines = []
+    for (preset, ctx, text, seconds), rows in found.items():
+        best = min(row["held_out_nats"] for row in rows.values())
+        cells = [f"`{preset}`", f"{ctx:,}", text, f"{seconds:g} s"]
+        for row in (rows.get(kind) for kind in kinds):
+            loss = f"{row['held_out_nats']:.4f}" if row else ""
+            cells.append(f"**{loss}**" if row and row["held_out_nats"] == best else loss)
+        lines.append(cells)
+    return markdown(["size", "ctx", "text", "time", *kinds], lines) + source(runs)
+
+
 def exports(runs: Runs) -> str:
     """Compare what other programs make of an export with what `arb` computes."""
     head = ["model", "program", "type", "bytes a weight", "from arb", "from float64"]
@@ -493,6 +511,7 @@ TABLES: dict[str, tuple[str, Callable[[Runs], str]]] = {
     "many-gpus-bits": ("many_gpus", bits_of_many),
     "many-gpus-speed": ("many_gpus", speed_of_many),
     "many-gpus-quality": ("many_gpus", quality_of_many),
+    "hnet-quality": ("hnet_quality", chunked_quality),
 }
 """By the name that a document uses: whose results, and what writes the table."""
 
