@@ -32,6 +32,7 @@ KEYS = {
     "exports": ("model", "program", "type"),
     "hnet": ("preset", "kind"),
     "long": ("preset", "kind"),
+    "long_quality": ("kind", "seconds", "batch", "seed"),
     "hnet_quality": ("text", "preset", "ctx", "kind", "seconds", "seed"),
     "digits": ("rule", "rows", "what"),
     "frontier": ("kind", "shape", "way"),

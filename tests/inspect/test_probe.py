@@ -129,6 +129,12 @@ def test_probe_looks_at_several_streams(text):
     last = report.readings[-1]
     assert len(last.residual_rms) == 3
     assert None not in (*last.residual_rms, *last.attention_rms, *last.mlp_rms)
+    assert len(last.stream_ranges) == 2
+    for of_block in last.stream_ranges:
+        for least, most in (of_block[:2], of_block[4:6]):  # of a, about 0.12 and 0.88 at first
+            assert 0 < least < 0.3 < 0.7 < most < 1
+        for least, most in (of_block[2:4], of_block[6:]):  # of c, 1 at first
+            assert 0 < least <= most < 2
 
 
 def test_probe_shows_the_chunks_of_a_model(text, small_hnet):
@@ -310,6 +316,35 @@ def test_blown_up_residual_stream_is_named_with_its_layer(text):
     assert "taking off in block 1" in evidence(report, "residual-growth")
 
 
+def test_growth_is_told_for_bytes_and_layers(text, monkeypatch):
+    trainer = trainer_of(text, **TIMID)
+    block = trainer.model.blocks[1]
+    plain, place = block.forward, 9
+
+    def enlarging(x, *rest):
+        y = plain(x, *rest)
+        return torch.cat((y[:, :place], 40 * y[:, place : place + 1], y[:, place + 1 :]), dim=1)
+
+    sound = examine(trainer_of(text, **TIMID), 1).readings[0]
+    monkeypatch.setattr(block, "forward", enlarging)
+    reading = examine(trainer, 1).readings[0]
+    assert reading.residual_most[:2] == sound.residual_most[:2]
+    assert 20 < reading.residual_most[2] / sound.residual_most[2] < 41
+    assert sound.growth_by_position == pytest.approx([sound.residual_growth] * 6, rel=0.3)
+    *near, grown, last = reading.growth_by_position  # from 0, 1, 2, 4, 8 and 16 on
+    assert (*near, last) == (*sound.growth_by_position[:4], sound.growth_by_position[5])
+    assert 5 < grown / sound.growth_by_position[4] < 8  # one of eight bytes, 40 times
+
+
+def test_compressed_logits_are_named(text):
+    trainer = trainer_of(text, **TIMID)
+    assert 0.9 < examine(trainer, 1).readings[0].logit_spread < 1.1
+    trainer.model.head.weight.exponent -= 4
+    report = examine(trainer, 1)
+    assert "logits-compressed" in names(report)
+    assert "spread by 0.06" in evidence(report, "logits-compressed")
+
+
 def test_nan_is_traced_to_the_module_that_makes_it(text, monkeypatch):
     trainer = trainer_of(text)
     faulty = trainer.model.blocks[1].mlp.output
@@ -460,6 +495,7 @@ def test_judge_names_one_fault_alone(name, changes, sound):
         ("spike", "flip_share", 0.09, 0.11),
         ("spike", "val_loss", 5.0, 5.3),
         ("residual-growth", "residual_growth", 31.0, 33.0),
+        ("logits-compressed", "logit_spread", 0.26, 0.24),
     ],
 )
 def test_judge_draws_the_line_where_the_constants_say(

@@ -213,7 +213,7 @@ def _arranged_rows_kernel(
     SLOT: tl.constexpr = PIECE_BYTES * HEIGHT
     memory, slot = nothing, nothing
     if PTX:
-        memory = allocate(APART * WARPS, thread)
+        memory = allocate(APART * WARPS) + nothing
         slot = memory + APART * warp
         for stage in tl.static_range(STAGES):
             copy_pieces(starts, slot + SLOT * stage, warp + WARPS * stage, blocks, 1)
