@@ -16,7 +16,7 @@ from torch import Tensor
 from arbcli.kernels.attention.append_position import APPEND_POSITION
 from arbcli.kernels.attention.choose_entries import random_index
 from arbcli.kernels.attention.choose_next import index_of_byte
-from arbcli.kernels.attention.compress_blocks import COMPRESS_BLOCKS, COMPRESS_BLOCKS_BACKWARD
+from arbcli.kernels.attention.compress_blocks import COMPRESS_BLOCKS, rounded_block_gradients
 from arbcli.kernels.attention.compressed_attention import (
     COMPRESSED_ATTENTION,
     Sight,
@@ -991,6 +991,7 @@ DRAWINGS = {
         needs_rows=True,
     ),
     "rms_norm_e4m3": Drawing(_rms_norm, needs_rows=True),
+    "add_rms_norm_e4m3": Drawing(_add_rms_norm, needs_rows=True),
     "gated_rms_norm_e4m3": Drawing(_gated_rms_norm, needs_rows=True),
     "rotary_norm": Drawing(
         _rotary_norm, None, rounded_once, needs_rows=True, one_layout=True
@@ -1013,7 +1014,7 @@ DRAWINGS = {
         _compress_blocks, None, COMPRESS_BLOCKS.torch, needs_rows=True
     ),
     "compress_blocks_backward": Drawing(
-        _compress_blocks_backward, None, COMPRESS_BLOCKS_BACKWARD.torch, needs_rows=True
+        _compress_blocks_backward, None, rounded_block_gradients, needs_rows=True
     ),
     "compressed_attention": Drawing(
         _compressed_attention, None, COMPRESSED_ATTENTION.torch, needs_rows=True

@@ -134,10 +134,26 @@ def test_choice_of_all_entries_is_dense_attention_bit_by_bit(small_compressed):
     few = model(small_compressed, top_k=7, ratios=(3,))
     few.load_state_dict(state)
     with torch.no_grad():
-        # sums are in another order, so what is compared are the sets
-        torch.testing.assert_close(chosen(text()), dense(text()), rtol=1e-6, atol=1e-6)
+        assert torch.equal(chosen(text()), dense(text()))
+        for lengths in PARTS.values():
+            found, wanted = (in_parts(lm, text(1), lengths) for lm in (chosen, dense))
+            assert torch.equal(found, wanted)
         difference = (few(text()) - dense(text())).abs().amax(dim=(0, 2))
     assert difference[-1] > 1e-3 > 1e-5 > difference[:-1].max()
+    losses, grads = zip(*(text_gradients(lm) for lm in (chosen, dense)), strict=True)
+    assert torch.equal(*losses)
+    assert all(torch.equal(grads[0][name], grad) for name, grad in grads[1].items())
+
+
+def text_gradients(lm) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Find the loss of a text, and its gradients by weight."""
+    found: dict[str, torch.Tensor] = {}
+    for name, weight in lm.weights().items():
+        weight.sink = lambda _tensor, grad, *_, name=name: found.update({name: grad})
+    lm.forget_uses()
+    loss = lm.losses(text(), text())["text"]
+    loss.backward()
+    return loss.detach(), found
 
 
 def test_all_of_few_entries_are_chosen_and_of_equal_ones_the_last():

@@ -336,7 +336,7 @@ def _arranged_rows_kernel(
     SLOT: tl.constexpr = PIECE_BYTES * HEIGHT
     memory, slot = nothing, nothing
     if PTX:
-        memory = allocate(BYTES, thread)
+        memory = allocate(BYTES) + nothing
         slot = memory + SLOT * STAGES * (warp % WARPS)
         for stage in tl.static_range(STAGES):
             for i in tl.static_range(HEIGHT):
@@ -445,7 +445,7 @@ class Tiling(NamedTuple):
     """Of a block."""
 
 
-def _tiling(rows: int, tiles: int, processors: int, clusters: bool) -> Tiling:
+def _tiling(rows: int, tiles: int, blocks: int, processors: int, clusters: bool) -> Tiling:
     """Choose what a program takes; its order of sums by the matrix alone."""
     ctas, groups = (4, 4) if clusters else (1, 1)
     octets = 1 if rows <= 8 else 2 if rows <= 16 else 4
@@ -462,7 +462,9 @@ def _arranged_rows_triton(x, pieces, out_features, in_features, gated, eps, adde
     x = x if x.data_ptr() % 16 == 0 else x.clone()
     to = y if added is None else added.contiguous()
     clusters = not INTERPRETED and capability(x) >= (9, 0)
-    ctas, groups, height, octets, warps = _tiling(len(x), tiles, num_processors(x), clusters)
+    ctas, groups, height, octets, warps = _tiling(
+        len(x), tiles, blocks, num_processors(x), clusters
+    )
     shares = warps * ctas // groups
     steps, slot = triton.cdiv(blocks, shares), warps * height * PIECE_BYTES.value
     units = (height + (eps is not None)) * octets * UNIT_BYTES.value

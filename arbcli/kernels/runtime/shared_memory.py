@@ -68,10 +68,14 @@ def _execute(PTX: tl.constexpr, thread):
 
 
 @triton.jit
-def allocate(SIZE: tl.constexpr, thread):
-    """Reserve up to 48 KB for a program, once in a kernel; every thread gets the start address."""
+def allocate(SIZE: tl.constexpr):
+    """Reserve up to 48 KB for a program, once in a kernel: the start address, a scalar.
+
+    The compiler computes a tensor again in every layout it is wanted in, several elements a thread;
+    memory must have its name only once.
+    """
     PTX: tl.constexpr = _allocate_ptx(SIZE)
-    return tl.inline_asm_elementwise(PTX, "=r,r", [thread], dtype=tl.int32, is_pure=False, pack=1)
+    return tl.inline_asm_elementwise(PTX, "=r", [], dtype=tl.int32, is_pure=False, pack=1)
 
 
 @triton.jit

@@ -23,7 +23,7 @@ t = g m - 1 that completes an entry, for itself and the m - 1 bytes behind it, a
 p[g] is the share that attention gave to each of them, added up over heads and the group's bytes,
 and divided by the sum. What the indexer is given (x, v, p) is cut off from gradients, so it learns
 from (9) alone, and nothing else does. With k entries or fewer all are chosen, and the attention is
-the same as without an indexer.
+the same as without an indexer, bit by bit.
 
 Sources: DeepSeek-AI, "DeepSeek-V3.2-Exp", 2025, for the indexer and (9); (3) is the compressor of
 its successor, whose choices are of single tokens' and not of groups.
@@ -180,6 +180,11 @@ def turned(x: Tensor, angles: Any) -> Tensor:
     return rotate(normal, *angles).to(x.dtype)
 
 
+def takes_all(chosen: Tensor | None, number: int, sight: Sight) -> bool:
+    """Tell whether choices are of all entries: attention is that without any then, bit by bit."""
+    return chosen is not None and chosen.shape[-1] >= number <= sight.most
+
+
 class CompressedAttention(CachedAttention):
     """Causal self-attention to compressed positions and to the last ones.
 
@@ -228,9 +233,14 @@ class CompressedAttention(CachedAttention):
         if self.indexer:
             found, chosen = self._choose(x, norm, still)
         sink, sight = self.sink(), self.sight
-        y, shares = _Attend.apply(q, recent, entries, chosen, sink, *table, sight)
+        some = None if takes_all(chosen, number, sight) else chosen
+        y, shares = _Attend.apply(q, recent, entries, some, sink, *table, sight)
         divergence = None
         if self.indexer and number and torch.is_grad_enabled():
+            if shares is None:
+                with torch.no_grad():
+                    given = (q, recent, entries, chosen, sink, *table, sight, NORM_EPS)
+                    shares = compressed_attention(*given)[2]
             divergence = self.indexer.divergence(*found, chosen[:, 1:], shares[:, 1:])
         return self.output(y.flatten(2), self.sub_norm), divergence
 

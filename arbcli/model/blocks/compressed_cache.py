@@ -253,6 +253,8 @@ class CompressedBlockCache:
                 self.keys.index_copy_(0, firsts[-fits:] % slots, new_keys[-fits:])
                 keys = torch.cat((keys, new_keys))
             chosen = self._choose(layer, x, norm, keys[None], start, group, lowest)
+            if chosen.shape[2] == len(keys) <= self.most:
+                chosen = None  # all of them are
         return compressed_attention(
             q, recent, entries, chosen, layer.sink(), *here, sight, NORM_EPS
         )[0]
@@ -334,6 +336,8 @@ class CompressedBlockCache:
     def attend_one(self, q: Tensor, sink: Tensor) -> Tensor:
         """Attend with the byte that was stored last, (H, d) as projected."""
         recent, entries, choice = self.recent.codes, self.entries.codes, self.choice
+        if choice is not None and len(choice) >= len(entries) - 1:
+            choice = None  # all that are complete are chosen
         if self.recent.exponents is not None:
             every = torch.arange(max(len(recent), len(entries)), device=q.device)
             recent = self.recent.get(every[: len(recent)])
