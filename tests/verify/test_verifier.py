@@ -430,7 +430,7 @@ def test_kernels_are_compiled_and_timed_with_the_scales_that_were_asked_for(
 
 
 @pytest.mark.parametrize(("cores", "free", "number"), [
-    (8, None, 8), (8, 100 << 32, 8), (64, 100 << 32, 12), (64, 5 << 32, 5), (64, 1, 1),
+    (8, None, 8), (8, 100 << 32, 8), (64, 100 << 32, 32), (64, 5 << 32, 5), (64, 1, 1),
 ])  # fmt: skip
 def test_as_many_processes_check_as_there_are_cores_and_memory_for(
     cores, free, number, monkeypatch
