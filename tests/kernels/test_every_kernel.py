@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from arbcli.config.dense import SCALE_TYPES
+from arbcli.kernels.codec.packed import Packed
 from arbcli.kernels.norm.rms_norm import WHOLE_ROW
 from arbcli.kernels.runtime import native
 from arbcli.kernels.runtime.backend import chunks_of, use_backend
@@ -82,6 +83,29 @@ def test_program_of_a_large_matrix_takes_several_tiles(name, rows, device, monke
         assert found.passed, found
 
 
+def test_groups_of_an_entry_are_listed_in_several_turns(device, monkeypatch):
+    """No case of a test has more groups than are looked at together."""
+    monkeypatch.setattr("arbcli.kernels.attention.sum_choices.GROUPS_AT_ONCE", 8)
+    (spec,) = (spec for spec in KERNELS if spec.name == "sum_choices")
+    _, case, *_ = spec.cases(device, 32)
+    with poisoned(), use_backend(BACKENDS[1]):
+        got = spec.triton(*copies(case.inputs))
+    found = compare(spec, case.label, got, spec.reference(*copies(case.inputs)))
+    assert found.passed, found
+
+
+def test_row_that_is_not_finite_refuses_a_matrix_wherever_it_is(device):
+    """Rows are counted 1,024 at a time, more than any case has."""
+    (spec,) = (spec for spec in KERNELS if spec.name == "unit_rows")
+    for row in (3, 1025):
+        values = torch.ones(2, 1027, device=device).T  # a program has more rows of such
+        values[row] = torch.inf
+        ok = torch.ones((), dtype=torch.int32, device=device)
+        with use_backend(BACKENDS[1]):
+            spec.triton(values, ok)
+        assert int(ok) == 0
+
+
 @pytest.mark.parametrize("name", ["rms_norm", "rms_norm_backward", "gated_rms_norm"])
 def test_row_that_is_too_wide_for_registers_is_walked(name, device):
     """Cases of such rows have weights, which take the interpreter seconds to decode."""
@@ -96,6 +120,73 @@ def test_row_that_is_too_wide_for_registers_is_walked(name, device):
     for result, expected in zip(got, as_tuple(spec.reference(*copies(inputs))), strict=True):
         found = compare(spec, name, result, expected)
         assert found.passed, found
+
+
+ROWS_APART = {
+    "quantise_rows": (0,),
+    "round_nvfp4": (0,),
+    "rms_norm": (0, 1),
+    "add_rms_norm": (0, 1, 2),
+    "rms_norm_backward": (0, 1, 2, 4),
+    "gated_rms_norm": (0, 1),
+    "gated_rms_norm_backward": (0, 1),
+    "rms_norm_e4m3": (0, 1),
+    "gated_rms_norm_e4m3": (0, 1),
+    "rotary_norm_backward": (0, 1, 2),
+    "compress_blocks": (0,),
+    "compress_blocks_backward": (2,),
+    "choose_entries": (0, 1),
+    "compressed_attention": (0, 1, 2),
+    "compressed_attention_backward": (3, 4, 5),
+    "cross_entropy": (0,),
+    "cross_entropy_backward": (0,),
+    "stream_weights": (0,),
+    "stream_weights_backward": (3,),
+    "gradient_statistics": (0, 1),
+    "unit_gain": (0,),
+    "unit_rows": (0,),
+    "step_scales": (0, 1, 2),
+    "blend_moment": (0, 1),
+    "step_by_moment": (0, 1, 2),
+    "step_by_direction": (0, 1, 2),
+    "decode_weight": (0,),
+    "decode_digits": (0,),
+    "quantise_gradient": (0, 3),
+    "last_bits": (0, 1),
+    "take_last_bits": (0, 1, 2),
+    "grouped_matmul": (0, 1, 3),
+    "grouped_grad_w": (0, 1),
+}
+"""Of kernels that take columns side by side as a case of its own, the inputs of which that is."""
+
+
+def apart(value):
+    """Lay rows out in a wider matrix, of what is no number or of ones."""
+    if value is None or isinstance(value, Packed):
+        return value and value.map(apart)
+    wide = torch.full((*value.shape[:-1], value.shape[-1] + 3), 1, dtype=value.dtype)
+    wide = wide.fill_(torch.nan) if value.is_floating_point() else wide
+    return wide.to(value.device)[..., :-3].copy_(value)
+
+
+@pytest.mark.parametrize("name", ROWS_APART)
+def test_rows_whose_columns_lie_side_by_side_may_lie_apart(name, device):
+    """Where columns lie apart, too, matrices are copied, and their rows are dense again."""
+    (spec,) = (spec for spec in KERNELS if spec.name == name)
+    dice = Dice(1, device, torch.float32)
+    inputs = DRAWINGS[name].draw(dice, SCALE_TYPES["T6"], 5, 7, 37)
+    if name == "rms_norm_backward":
+        inputs = (*inputs, torch.ones_like(inputs[0]))
+    wanted = as_tuple(spec.reference(*copies(inputs)))
+    places = ROWS_APART[name]
+    laid_out = [apart(x) if i in places else x for i, x in enumerate(inputs)]
+    native_too = ["native"] if spec.native and device.type == "cpu" and native.available() else []
+    for backend in (*BACKENDS, *native_too):
+        with poisoned(), use_backend(backend):
+            got = as_tuple(spec.run(backend)(*copies(laid_out)))
+        for result, expected in zip(got, wanted, strict=True):
+            found = compare(spec, f"{name} {backend}", result, expected)
+            assert found.passed, found
 
 
 IN_BFLOAT16 = [
