@@ -15,9 +15,6 @@ from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.backend import uses_triton
 from arbcli.kernels.runtime.spec import Case, Gate, KernelSpec, Timing
 
-GROUPS_AT_ONCE = 1024
-"""Of which a program looks for those that chose its entry."""
-
 
 def sum_choices_reference(x: Tensor, chosen: Tensor, entries: int) -> Tensor:
     """Compute what `sum_choices` must return, a choice at a time in float64."""
@@ -93,7 +90,7 @@ def _sum_choices_triton(x, chosen, entries):
     found = torch.empty(places.shape, dtype=torch.int32, device=x.device)
     _sum_choices_kernel[(entries, batch)](
         x, places, found, y, number, size, entries, width,
-        BLOCK_G=min(GROUPS_AT_ONCE, triton.next_power_of_2(number)), BLOCK_R=32,
+        BLOCK_G=min(1024, triton.next_power_of_2(number)), BLOCK_R=32,
         BLOCK_W=min(128, triton.next_power_of_2(width)),
     )  # fmt: skip
     return y
