@@ -234,8 +234,15 @@ SEVERAL_ROUNDINGS = {
 """Those whose results are rounded to bfloat16 more than once."""
 
 
-@pytest.mark.parametrize("name", IN_BFLOAT16)
-def test_torch_backend_in_bfloat16_is_off_by_its_rounding_only(name):
+IN_BOTH = [(name, "torch") for name in IN_BFLOAT16] + [
+    pytest.param(spec.name, "native", marks=NATIVE)
+    for spec in KERNELS
+    if spec.native and spec.name in IN_BFLOAT16
+]
+
+
+@pytest.mark.parametrize(("name", "backend"), IN_BOTH)
+def test_backend_of_a_cpu_in_bfloat16_is_off_by_its_rounding_only(name, backend):
     """Against float64, with no peer: one rounding to bfloat16 is 1.7e-3, and float32 is 1e-7."""
     (spec,) = (spec for spec in KERNELS if spec.name == name)
     for seed, (m, n, k) in enumerate(((7, 33, 165), (16, 64, 64), (33, 31, 200))):
@@ -244,8 +251,8 @@ def test_torch_backend_in_bfloat16_is_off_by_its_rounding_only(name):
         dtypes = {value.dtype for value in inputs if isinstance(value, torch.Tensor)}
         assert torch.bfloat16 in dtypes
         wanted = as_tuple(spec.reference(*copies(inputs)))
-        with use_backend("torch"):
-            found = as_tuple(spec.torch(*copies(inputs)))
+        with use_backend(backend):
+            found = as_tuple(spec.run(backend)(*copies(inputs)))
         for got, expected in zip(found, wanted, strict=True):
             if not got.is_floating_point():
                 assert torch.equal(got.long(), expected.long())
