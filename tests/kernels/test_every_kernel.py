@@ -186,25 +186,54 @@ def apart(value):
     return wide.to(value.device)[..., :-3].copy_(value)
 
 
+def by_columns(value):
+    """Lay a matrix out column by column."""
+    return value.map(by_columns) if isinstance(value, Packed) else value.mT.contiguous().mT
+
+
+def inputs_to_lay_out(spec, device) -> tuple:
+    dice = Dice(40, device, torch.float32)  # who shows a moment, and steps that change octaves
+    inputs = DRAWINGS[spec.name].draw(dice, SCALE_TYPES["T6"], 5, 7, 37)
+    if spec.name == "rms_norm_backward":
+        inputs = (*inputs, torch.ones_like(inputs[0]))
+    return inputs
+
+
+def check_laid_out(spec, backend, inputs, wanted):
+    with poisoned(), use_backend(backend):
+        got = as_tuple(spec.run(backend)(*copies(inputs)))
+    for result, expected in zip(got, wanted, strict=True):
+        found = compare(spec, f"{spec.name} {backend}", result, expected)
+        assert found.passed, found
+
+
 @pytest.mark.parametrize("name", ROWS_APART)
 def test_rows_whose_columns_lie_side_by_side_may_lie_apart(name, device):
     """Where columns lie apart, too, matrices are copied, and their rows are dense again."""
     (spec,) = (spec for spec in KERNELS if spec.name == name)
-    dice = Dice(40, device, torch.float32)  # who shows a moment, and steps that change octaves
-    inputs = DRAWINGS[name].draw(dice, SCALE_TYPES["T6"], 5, 7, 37)
-    if name == "rms_norm_backward":
-        inputs = (*inputs, torch.ones_like(inputs[0]))
+    inputs = inputs_to_lay_out(spec, device)
     wanted = as_tuple(spec.reference(*copies(inputs)))
     assert all(part.numel() for part in wanted)
-    places = ROWS_APART[name]
-    laid_out = [apart(x) if i in places else x for i, x in enumerate(inputs)]
+    laid_out = [apart(x) if i in ROWS_APART[name] else x for i, x in enumerate(inputs)]
     native_too = ["native"] if spec.native and device.type == "cpu" and native.available() else []
     for backend in (*BACKENDS, *native_too):
-        with poisoned(), use_backend(backend):
-            got = as_tuple(spec.run(backend)(*copies(laid_out)))
-        for result, expected in zip(got, wanted, strict=True):
-            found = compare(spec, f"{name} {backend}", result, expected)
-            assert found.passed, found
+        check_laid_out(spec, backend, laid_out, wanted)
+
+
+@pytest.mark.skipif(not native.available(), reason=native.why_not())
+@pytest.mark.parametrize(
+    "spec",
+    [spec for spec in KERNELS if spec.native and spec.name in ROWS_APART],
+    ids=lambda spec: spec.name,
+)
+def test_columns_of_any_one_input_of_a_loop_in_c_may_lie_apart(spec):
+    """Loops need them side by side, and leave what is not so to torch, or copy it."""
+    inputs = inputs_to_lay_out(spec, torch.device("cpu"))
+    wanted = as_tuple(spec.reference(*copies(inputs)))
+    for place in ROWS_APART[spec.name]:
+        turned = by_columns(inputs[place])
+        laid_out = (*inputs[:place], turned, *inputs[place + 1 :])
+        check_laid_out(spec, "native", laid_out, wanted)
 
 
 IN_BFLOAT16 = [
