@@ -7,7 +7,16 @@ import torch
 
 from arbcli.config.presets import PRESETS
 from arbcli.verify import parity
-from arbcli.verify.parity import CHECKS, RAGGED, RAGGED_GRAPH, Subject, check_parity, matrix_shapes
+from arbcli.verify.parity import (
+    CHECKS,
+    RAGGED,
+    RAGGED_COMPRESSED,
+    RAGGED_GRAPH,
+    RAGGED_HNET,
+    Subject,
+    check_parity,
+    matrix_shapes,
+)
 
 
 def failed(results):
@@ -43,6 +52,20 @@ def test_graph_model_agrees_with_the_reference_on_the_torch_backend(of_torch):
         assert counts["end to end"] == 3
         assert counts["whole gradient"] == len(gradients_of_graph())
         assert (counts["causality"], counts["determinism"]) == bits
+
+
+def test_no_model_is_let_off_causality_or_determinism(of_torch):
+    """At two positions, but at every one where chunks or entries end."""
+    counts: dict[str, list[int]] = {}
+    for result in of_torch:
+        for place, check in enumerate(("causality", "determinism")):
+            counts.setdefault(result.model, [0, 0])[place] += result.check == check
+    positions = {"hnet": RAGGED_HNET.ctx - 1, "compressed": RAGGED_COMPRESSED.ctx - 1}
+    for subject in parity._subjects(torch.device("cpu"), ("torch",), {"T32": 32, "T6": 6}):
+        half = "bf16" if subject.dtype == torch.bfloat16 else "fp32"
+        found = counts[f"{subject.name} {half}"]
+        number = positions.get(subject.name.split()[0], 2)
+        assert found == ([2 * number, 1] if subject.part == "model" else [0, 0]), subject.name
 
 
 def gradients_of_graph() -> list[str]:
