@@ -429,6 +429,14 @@ def test_kernels_are_compiled_and_timed_with_the_scales_that_were_asked_for(
     assert found.parity == ()  # kernels were named
 
 
+def test_model_is_compared_in_every_scale_type_and_backend_that_was_asked_for(small):
+    compared = mock.Mock(return_value=(PARITY,))
+    small.setattr(stages, "check_parity", compared)
+    verify(VerifyRequest(device="cpu", scale_type=None))
+    device, backends, group_sizes, *_ = compared.call_args.args
+    assert (device, backends, group_sizes) == (CPU, stages._backends(CPU), SCALE_TYPES)
+
+
 @pytest.mark.parametrize(("cores", "free", "number"), [
     (8, None, 8), (8, 100 << 32, 8), (64, 100 << 32, 32), (64, 5 << 32, 5), (64, 1, 1),
 ])  # fmt: skip
