@@ -350,8 +350,8 @@ FAULTS = [
         rewrite("tl.load(position_ptr + t)", "tl.load(position_ptr)"),
     ),
     kernel(
-        "left behind", "a split stored by no program", "decode_attention_rows",
-        rewrite("s // BLOCK_S % PROGRAMS == f", "s // BLOCK_S == f"),
+        "left behind", "a key stored by no program but the first", "decode_attention_rows",
+        rewrite("s // SPAN == f", "s // BLOCK_S == f"),
     ),
     kernel(
         "position", "the new compressed position not seen", "decode_latent",
