@@ -27,32 +27,53 @@ typedef void (*work)(const void *about, int64_t first, int64_t last, int64_t thr
 struct share {
     work run;
     const void *about;
-    int64_t first, last, thread;
+    int64_t rows, unit, shares, next;
 };
 
-static void *run_share(void *given) {
-    struct share *share = given;
-    share->run(share->about, share->first, share->last, share->thread);
+/* Do shares until none is left. Which thread does which changes no result. */
+static void take_shares(void *given) {
+    struct share *all = given;
+    for (;;) {
+        int64_t t = __atomic_fetch_add(&all->next, 1, __ATOMIC_RELAXED);
+        if (t >= all->shares) return;
+        int64_t units = (all->rows + all->unit - 1) / all->unit;
+        int64_t first = units * t / all->shares * all->unit;
+        int64_t last = units * (t + 1) / all->shares * all->unit;
+        all->run(all->about, first, last < all->rows ? last : all->rows, t);
+    }
+}
+
+static void *take_shares_in_thread(void *given) {
+    take_shares(given);
     return NULL;
 }
 
-/* Split rows evenly, at multiples of `unit`. A thread that cannot start has its rows done here. */
+#ifdef __linux__
+/* Of the OpenMP library that torch has loaded: its threads are awake already. */
+extern void GOMP_parallel(void (*run)(void *), void *about, unsigned threads, unsigned flags)
+    __attribute__((weak));
+#define TORCH_THREADS GOMP_parallel
+#else
+static void (*const TORCH_THREADS)(void (*)(void *), void *, unsigned, unsigned) = NULL;
+#endif
+
+/* Split rows evenly, at multiples of `unit`. What a thread that cannot start leaves, others do. */
 static void share_rows(work run, const void *about, int64_t rows, int64_t unit, int64_t threads) {
-    struct share shares[MOST_THREADS];
-    pthread_t started[MOST_THREADS];
-    int running[MOST_THREADS] = {0};
     int64_t units = (rows + unit - 1) / unit;
     threads = threads > MOST_THREADS ? MOST_THREADS : threads;
     threads = threads > units ? units : threads;
-    for (int64_t t = 0; t < threads; t++) {
-        int64_t first = units * t / threads * unit, last = units * (t + 1) / threads * unit;
-        shares[t] = (struct share){run, about, first, last < rows ? last : rows, t};
-        if (t) running[t] = !pthread_create(&started[t], NULL, run_share, &shares[t]);
+    struct share all = {run, about, rows, unit, threads, 0};
+    if (threads > 1 && TORCH_THREADS) {
+        TORCH_THREADS(take_shares, &all, (unsigned)threads, 0);
+        return;
     }
-    for (int64_t t = 0; t < threads; t++)
-        if (!running[t]) run_share(&shares[t]);
-    for (int64_t t = 0; t < threads; t++)
-        if (running[t]) pthread_join(started[t], NULL);
+    pthread_t started[MOST_THREADS];
+    int64_t running = 0;
+    while (running < threads - 1 &&
+           !pthread_create(&started[running], NULL, take_shares_in_thread, &all))
+        running++;
+    take_shares(&all);
+    while (running) pthread_join(started[--running], NULL);
 }
 
 /* ---- numbers ------------------------------------------------------------------------------- */
