@@ -319,15 +319,15 @@ class CompressedBlockCache:
     def append(self, new: Tensor, beta: Tensor) -> Tensor:
         """Store one byte, (3, G, d) of vector, value and gate: the open entry, (G, d)."""
         whole, place = self.whole, self.whole.position
-        rest = (self.open, beta, place, *whole.table, NORM_EPS)
+        rest = (self.open, beta, place, *whole.table, NORM_EPS, self.exponents)
+        return append_position_(new, self.recent.codes, self.entries.codes, *rest)
+
+    @property
+    def exponents(self) -> tuple[Tensor, Tensor] | None:
+        """Those of the ring and of the entries, where they are in eight bits."""
         if self.recent.exponents is None:
-            return append_position_(new, self.recent.codes, self.entries.codes, *rest)
-        rows = torch.empty(2, 1, *new.shape[1:], dtype=new.dtype, device=new.device)
-        still = append_position_(new, *rows, *rest)
-        place = place.long()[None]
-        self.recent.put(place % len(self.recent), rows[0])
-        self.entries.put(place // self.ratio % len(self.entries), rows[1])
-        return still
+            return None
+        return self.recent.exponents, self.entries.exponents
 
     def choose(self, query: Tensor, key: Tensor) -> None:
         """Store the key of the open entry, and choose anew if it is complete now.
@@ -344,16 +344,8 @@ class CompressedBlockCache:
         recent, entries, choice = self.recent.codes, self.entries.codes, self.choice
         if choice is not None and len(choice) >= len(entries) - 1:
             choice = None  # all that are complete are chosen
-        if self.recent.exponents is not None:
-            every = torch.arange(max(len(recent), len(entries)), device=q.device)
-            recent = self.recent.get(every[: len(recent)])
-            if choice is None:
-                entries = self.entries.get(every[: len(entries)])
-            else:
-                entries = self.entries.get(choice.clamp(min=0).long() % len(entries))
-                choice = torch.where(choice >= 0, every[: len(choice)], -1).int()
         whole = self.whole
-        about = (sink, whole.position, *whole.table, whole.tickets)
+        about = (choice, sink, whole.position, *whole.table, whole.tickets)
         return decode_compressed(
-            q, recent, entries, choice, *about, self.ratio, self.most, NORM_EPS
+            q, recent, entries, *about, self.ratio, self.most, NORM_EPS, self.exponents
         )
