@@ -464,6 +464,14 @@ FAULTS = [
         rewrite("tl.where(r == k, a[None, :], v)", "v"),
     ),
     kernel(
+        "saturation", "scale of an entry by its first half alone", "append_position_8bit",
+        rewrite("tl.maximum(tl.max(a, axis=0), tl.max(b, axis=0))", "tl.max(a, axis=0)"),
+    ),
+    kernel(
+        "missing term", "scales of entries in eight bits forgotten", "decode_compressed",
+        rewrite("scale_of_entry(tl.where(n, a, b), FLOATS)", "scale_of_entry(a, FLOATS)"),
+    ),
+    kernel(
         "left behind", "choice of the text before kept", "choose_next",
         rewrite("tl.store(choice_ptr + s, -1, mask=s < SIZE)", "0"),
     ),

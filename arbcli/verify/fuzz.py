@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from arbcli.kernels.attention.append_position import APPEND_POSITION
+from arbcli.kernels.attention.append_position import APPEND_POSITION, in_eight_bits
 from arbcli.kernels.attention.choose_entries import random_index
 from arbcli.kernels.attention.choose_next import index_of_byte
 from arbcli.kernels.attention.compress_blocks import COMPRESS_BLOCKS, rounded_block_gradients
@@ -569,6 +569,11 @@ def _append_position(dice: Dice, group_size: int, m: int, n: int, k: int) -> tup
     return *buffers, beta, dice.scalar(position), angle.cos(), angle.sin(), 1e-6
 
 
+def _append_position_8bit(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
+    stored = dice.pick(tuple(FORMATS.values()))
+    return in_eight_bits(_append_position(dice, group_size, m, n, k), stored)
+
+
 def _choose_next(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
     ratio, most, size = 2 + dice.below(4), 1 + dice.below(60), 1 + dice.below(9)
     return index_of_byte(
@@ -1027,6 +1032,7 @@ DRAWINGS = {
     "append_position": Drawing(
         _append_position, None, APPEND_POSITION.torch, one_layout=True
     ),
+    "append_position_8bit": Drawing(_append_position_8bit, one_layout=True),
     "choose_next": Drawing(_choose_next, one_layout=True),
     "decode_compressed": Drawing(
         _decode_compressed, None, DECODE_COMPRESSED.torch, one_layout=True

@@ -378,8 +378,9 @@ CASES = {
     "stream_weights": 9, "stream_weights_backward": 9, "mix_streams": 10,
     "mix_streams_backward": 10, "round_nvfp4": 11, "nvfp4_matmul": 3,
     "compress_blocks": 4, "compress_blocks_backward": 4,
-    "compressed_attention": 9, "compressed_attention_backward": 9, "choose_entries": 6,
-    "sum_choices": 5, "append_position": 4, "choose_next": 7, "decode_compressed": 6,
+    "compressed_attention": 9, "compressed_attention_backward": 9, "choose_entries": 12,
+    "sum_choices": 5, "append_position": 4, "append_position_8bit": 8, "choose_next": 14,
+    "decode_compressed": 14,
 }  # fmt: skip
 """How many cases each kernel is checked on, each with a label of its own; not fewer."""
 
