@@ -147,7 +147,7 @@ class Trainer:
         self._measured = False
         """Whether what gradients are divided by is known."""
         self.digits = config.model.digits
-        """What the weights are, as `ModelConfig` has it; where they fade, the stage of this step."""
+        """What the weights are, as in `ModelConfig`; where they fade, the stage of this step."""
         self._fade()
 
     @property
