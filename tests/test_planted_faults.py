@@ -39,7 +39,7 @@ from arbcli.errors import ArbError
 from arbcli.kernels.runtime.backend import use_backend
 from arbcli.model.blocks.edges import Edges
 from arbcli.model.blocks.hyper_connection import HyperConnection
-from arbcli.model.dense import Attention, Block
+from arbcli.model.dense import Block
 from arbcli.verify import parity
 from arbcli.verify.compare import as_tuple, compare, poisoned
 from arbcli.verify.kernels import KERNELS, copies, find_kernels
@@ -798,12 +798,9 @@ FAULTS = [
         rewrite("(g.rows, g.columns)", "(g.rows, g.columns[:0])"), "update carry factored",
     ),
     # the dense model
-    Fault(
-        "causality", "attention sees later bytes",
-        edit(
-            method(Attention, "_mix"),
-            rewrite(f"{ATTENTION}(q, k, v, is_causal=True)", f"{ATTENTION}(q, k, v)"),
-        ),
+    module(
+        "causality", "attention sees later bytes", "model.layers",
+        rewrite(f"{ATTENTION}(q, k, v, is_causal=True)", f"{ATTENTION}(q, k, v)"),
         "model: causality",
     ),
     Fault(

@@ -33,7 +33,11 @@ from arbcli.kernels.matmul.quantise_rows import QUANTISE_ROWS
 from arbcli.kernels.matmul.round_nvfp4 import ROUND_NVFP4
 from arbcli.kernels.matmul.ternary_matmul import TERNARY_MATMUL, TERNARY_MATMUL_GRAD_X
 from arbcli.kernels.norm.gated_rms_norm import GATED_RMS_NORM, GATED_RMS_NORM_BACKWARD
-from arbcli.kernels.norm.norm_e4m3 import GATED_RMS_NORM_E4M3, RMS_NORM_E4M3
+from arbcli.kernels.norm.norm_e4m3 import (
+    ADD_RMS_NORM_E4M3,
+    GATED_RMS_NORM_E4M3,
+    RMS_NORM_E4M3,
+)
 from arbcli.kernels.norm.rms_norm import ADD_RMS_NORM, RMS_NORM, RMS_NORM_BACKWARD
 from arbcli.kernels.output.choose_byte import CHOOSE_BYTE
 from arbcli.kernels.output.choose_bytes import CHOOSE_BYTES
@@ -91,6 +95,7 @@ KERNELS: tuple[KernelSpec, ...] = (
     GATED_RMS_NORM,
     GATED_RMS_NORM_BACKWARD,
     RMS_NORM_E4M3,
+    ADD_RMS_NORM_E4M3,
     GATED_RMS_NORM_E4M3,
     ROTARY_NORM,
     ROTARY_NORM_BACKWARD,

@@ -991,6 +991,7 @@ DRAWINGS = {
         needs_rows=True,
     ),
     "rms_norm_e4m3": Drawing(_rms_norm, needs_rows=True),
+    "add_rms_norm_e4m3": Drawing(_add_rms_norm, needs_rows=True),
     "gated_rms_norm_e4m3": Drawing(_gated_rms_norm, needs_rows=True),
     "rotary_norm": Drawing(
         _rotary_norm, None, rounded_once, needs_rows=True, one_layout=True

@@ -367,6 +367,7 @@ def _subjects(
             yield Subject(f"graph {scale_type}", config, 2, *place)
         for name, config in GATES.items() if not interpreted else ():
             config = replace(config, scale_type=next(iter(group_sizes)))
+            place = (torch.float32, device, backend, "model")
             yield Subject(f"{name} {config.scale_type}", config, 2, *place)
         for index, (name, config) in enumerate(HNETS.items()):  # interpreted, the first alone
             if index and interpreted:

@@ -16,7 +16,6 @@ from arbcli.errors import ArbError
 from arbcli.inspect.probe import _histogram, examine, open_saved, probe
 from arbcli.inspect.verdicts import ProbeReport, Reading, judge
 from arbcli.kernels.codec.packing import unpack_trits
-from arbcli.model.blocks import attention as attention_block
 from arbcli.train.configure import new_config
 from arbcli.train.run import Observer, start_run
 from arbcli.train.schedule import learning_rate
@@ -301,7 +300,7 @@ def test_acausal_attention_is_named(shift, text, monkeypatch):
         mask = torch.ones(length, length, dtype=torch.bool, device=q.device).tril(shift)
         return attention(q, k, v, attn_mask=mask)
 
-    monkeypatch.setattr(attention_block.functional, "scaled_dot_product_attention", leaking)
+    monkeypatch.setattr(functional, "scaled_dot_product_attention", leaking)
     report = examine(trainer_of(text), 1)
     assert names(report)[0] == "acausal"
     assert report.acausal_logits > 0
@@ -359,7 +358,7 @@ def test_nan_is_traced_to_the_module_that_makes_it(text, monkeypatch):
 def test_infinity_made_between_modules_is_traced_to_the_one_around_it(text, monkeypatch):
     attention = functional.scaled_dot_product_attention
     monkeypatch.setattr(
-        attention_block.functional,
+        functional,
         "scaled_dot_product_attention",
         lambda *a, **b: attention(*a, **b) + math.inf,
     )

@@ -128,6 +128,65 @@ def test_tiny_agrees_with_the_reference_on_a_gpu(dtype, device):
     assert not failed(parity._check("", "", subject))
 
 
+RAGGED_MODELS = (
+    "ragged T32 batch 1 model", "ragged T6 batch 1 layers",
+    "ragged T32 batch 12 model", "ragged T6 batch 12 layers",
+)  # fmt: skip
+OTHER_MODELS = (
+    "all digits of moment T32 layers", "all digits of nibble T32 layers",
+    "all digits of carry T32 layers", "4 streams T32 model", "2 streams T32 model",
+    "graph T32 model", "graph T6 layers", "graph softplus T32 model", "graph hash T32 model",
+    "hnet T32 model", "hnet words T32 model", "hnet every T32 model", "hnet mamba T32 model",
+    "compressed T32 model", "compressed T6 layers",
+)  # fmt: skip
+INTERPRETED = ("graph T32 layers", "graph T6 layers", "hnet T32 layers", "compressed T32 layers")
+UPDATES = (
+    "moment orthogonal", "moment factored", "moment sign", "moment orthogonal all digits",
+    "nibble orthogonal", "nibble factored", "nibble sign", "nibble orthogonal all digits",
+    "carry orthogonal", "carry factored", "carry sign", "carry factored all digits", "votes",
+)  # fmt: skip
+COMPARED = {
+    "torch": (RAGGED_MODELS, RAGGED_MODELS, OTHER_MODELS),
+    "triton": (RAGGED_MODELS, RAGGED_MODELS, OTHER_MODELS),
+    "native": (
+        RAGGED_MODELS[::2], RAGGED_MODELS[::2], [n for n in OTHER_MODELS if " T6 " not in n],
+    ),
+    "interpreter": (RAGGED_MODELS[:2], (), INTERPRETED),
+}  # fmt: skip
+"""Of each backend: the models in float32, in bf16, and those that are in float32 alone."""
+
+
+@pytest.mark.parametrize("backend", COMPARED)
+def test_no_model_is_left_out_of_a_comparison(backend):
+    """Of a whole and of a batch, of types, of digits, of directions; and it is what its name is."""
+    found: dict[str, list[str]] = {}
+    for subject in parity._subjects(torch.device("cpu"), (backend,), {"T32": 32, "T6": 6}):
+        config, name = subject.config, subject.name
+        dtype = str(subject.dtype).removeprefix("torch.")
+        if name in PRESETS:
+            assert config == replace(PRESETS[name], layers=min(4, PRESETS[name].layers))
+        elif subject.part == "update":
+            words = [config.rule, config.direction, "all digits" * (config.digits == "all")]
+            assert name == " ".join(word for word in words if word)
+            dtype = "update"
+        elif name.startswith("ragged"):
+            assert f"{config.scale_type} batch {subject.batch}" in name
+        else:
+            dtype = f"{dtype} alone"
+            assert config.scale_type in name
+            assert ("all digits" in name) <= (config.digits == "all")
+            assert (f"{config.streams} streams" in name) == (config.streams > 1)
+        found.setdefault(dtype, []).append(name if dtype == "update" else f"{name} {subject.part}")
+    both, half, alone = map(list, COMPARED[backend])
+    presets = [f"{name} model" for name in ("tiny", "small", "base", "1b") if backend == "triton"]
+    assert found == {
+        "float32": presets + both,
+        **({"bfloat16": presets + half} if half else {}),
+        "float32 alone": alone,
+        "update": list(UPDATES),
+    }
+
+
 def test_scales_of_a_subject_differ_from_group_to_group():
     subject = Subject("ragged", RAGGED, 1, torch.float32, torch.device("cpu"), "torch")
     for tensor in subject.build().weights().values():

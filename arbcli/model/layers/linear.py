@@ -58,7 +58,10 @@ class LinearWeight(StreamedTensor):
         self, x: Tensor, added: Tensor, before: "TernaryRMSNorm"
     ) -> tuple[Tensor, Tensor]:
         """Compute total = x + added, and before(total) @ w.T; returns that, and the total."""
-        if self._in_fp8(x) or self._in_nvfp4(x):
+        if self._in_fp8(x):
+            total, *rounded = before.rounded_sum(x, added)
+            return fp8_matmul(*rounded, self.packed, dtype=x.dtype), total
+        if self._in_nvfp4(x):
             total = x + added
             return self.multiply(total, before), total
         total, normal = before.of_sum(x, added)
