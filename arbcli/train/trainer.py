@@ -263,8 +263,11 @@ class Trainer:
         """Free the captured step, and the memory that it holds."""
         if self._graph is not None:
             torch.cuda.synchronize(self.device)  # it may still be replayed
+            self.loss_parts = {name: part.clone() for name, part in self.loss_parts.items()}
+            self._captured_parts = {}
             self._graph.reset()
             self._graph = None
+            torch.cuda.empty_cache()  # what it held is of no use to steps that are not captured
 
     @torch.no_grad()
     def evaluate(self, num_batches: int = EVAL_BATCHES) -> float:
