@@ -22,7 +22,7 @@ from arbcli.train.float_optimizer import FloatOptimizer
 from arbcli.train.parallel.group import Group
 from arbcli.train.parallel.replicas import Replicas
 from arbcli.train.parallel.shared_updater import SharedUpdater
-from arbcli.train.schedule import fade_stage, learning_rate
+from arbcli.train.schedule import fade_growth, fade_stage, learning_rate
 from arbcli.train.step import TrainingStep, minimised
 from arbcli.train.updater import HELD_BYTES, Updater
 
@@ -116,7 +116,7 @@ class Trainer:
                 self.updater = Updater(tensors, config.seed, dtype, HELD_BYTES)
             else:
                 self.model.declare_wire()
-                largest = max(config.lr, config.final_lr or 0)
+                largest = max(config.lr, config.final_lr or 0) * fade_growth(config)
                 about = config.seed, dtype, config.wire, config.accum, self.group, largest
                 self.updater = self.shared = SharedUpdater(tensors, *about)
             if self.shared:

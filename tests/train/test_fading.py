@@ -120,7 +120,6 @@ def test_what_does_not_fade_is_refused():
         ({"rule": "carry"}, "`carry` does not fade to the trit"),
         ({"rule": "votes"}, "no digits below the trit"),
         ({"keep_best": True}, "before the weights have faded"),
-        ({"wire": "int8"}, "several processes"),
     ):
         with pytest.raises(ArbError, match=said):
             new_config(**SMALL | options)
