@@ -95,6 +95,9 @@ def test_run_resumed_while_it_fades_ends_with_the_same_bits(text, tmp_path):
     again = load_checkpoint(checkpoint_path(run, 20))
     assert again.digest == last.digest
     assert saved_config(again).digits == "trit"
+    resume_run(run, Observer(), steps=28)  # which is in the middle of a longer run
+    assert saved_config(load_checkpoint(checkpoint_path(run, 24))).digits == fade_stage(24, 28)
+    assert saved_config(load_checkpoint(checkpoint_path(run, 28))).digits == "trit"
 
 
 def test_checkpoints_of_the_middle_are_read_and_not_exported(text, tmp_path):
