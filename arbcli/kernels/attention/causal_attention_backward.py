@@ -1,0 +1,332 @@
+"""The gradient of causal attention, with the same bits every time.
+
+With s = q . k / sqrt(d), p = exp(s - log), y = sum of p v and the gradient g of y, of each query:
+
+    grad_v[n] = sum over m of p[m, n] g[m]
+    e[m, n] = p[m, n] (g[m] . v[n] - g[m] . y[m])
+    grad_q[m] = sum over n of e[m, n] k[n] / sqrt(d)
+    grad_k[n] = sum over m of e[m, n] q[m] / sqrt(d)
+
+Programs for queries and programs for keys both compute p and e, so none adds to what is another's:
+seven products where five would do, and nothing of the size of p is written.
+Source: T. Dao, "FlashAttention-2", https://arxiv.org/abs/2307.08691, algorithm 2.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from arbcli.kernels.runtime._triton import TensorDescriptor, tl, triton
+from arbcli.kernels.runtime.backend import capability, uses_triton
+from arbcli.kernels.runtime.spec import Case, Gate, KernelSpec, Timing
+
+LOG2_E = 1.4426950408889634
+MOST_ROWS = 128
+"""Of a program; what is kept of queries is padded to a multiple."""
+
+
+def causal_attention_backward_reference(
+    grad_y: Tensor, q: Tensor, k: Tensor, v: Tensor, _y: Tensor, _logs: Tensor
+) -> tuple[Tensor, ...]:
+    """Compute what `causal_attention_backward` must return: autograd in float64."""
+    inputs = [part.detach().double().requires_grad_() for part in (q, k, v)]
+    with torch.enable_grad():
+        y, _ = causal_attention_float64(*inputs)
+        return torch.autograd.grad(y, inputs, grad_y.double())
+
+
+def causal_attention_float64(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Attend in float64: the result, and the logarithm of the sum of each query's exponentials."""
+    q, k, v = (part.double() for part in (q, k, v))
+    length = q.shape[2]
+    later = torch.ones(length, length, dtype=torch.bool, device=q.device).triu(1)
+    scores = (q @ k.mT / q.shape[3] ** 0.5).masked_fill(later, -torch.inf)
+    return scores.softmax(dim=-1) @ v, scores.logsumexp(dim=-1)
+
+
+def _causal_attention_backward_torch(grad_y, q, k, v, y, logs):
+    grads = _place_of_gradients(q)
+    scale = q.shape[3] ** -0.5
+    for *places, g, q, k, v, y, log in zip(*grads, grad_y, q, k, v, y, logs, strict=True):
+        g, q, k, v, y = (part.float() for part in (g, q, k, v, y))
+        p = torch.exp(q @ k.mT * scale - log[..., None]).tril()
+        e = p * (g @ v.mT - (g * y).sum(dim=-1, keepdim=True))
+        parts = e @ k * scale, e.mT @ q * scale, p.mT @ g
+        for place, part in zip(places, parts, strict=True):
+            place.copy_(part)
+    return grads
+
+
+def _place_of_gradients(q: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Make (B, heads, T, d) for each of the three, as parts of one (B, T, 3, heads, d)."""
+    batch, heads, length, width = q.shape
+    whole = torch.empty(batch, length, 3, heads, width, dtype=q.dtype, device=q.device)
+    return whole.permute(2, 0, 3, 1, 4).unbind()
+
+
+@triton.jit
+def _load_rows(desc, b, h, first, ROWS: tl.constexpr, D: tl.constexpr):
+    """Load rows of a head, [ROWS, D]; zeros behind the last."""
+    return desc.load([b, h, first, 0]).reshape(ROWS, D)
+
+
+@triton.jit
+def _store_rows(grads_ptr, values, b, h, first, part, T, H, ROWS: tl.constexpr, D: tl.constexpr):
+    """Store rows of a head, [ROWS, D], to one part of the gradients."""
+    t = first + tl.arange(0, ROWS)
+    row = ((b.to(tl.int64) * T + t) * 3 + part) * H + h
+    ptrs = grads_ptr + row[:, None] * D + tl.arange(0, D)[None, :]
+    tl.store(ptrs, values.to(grads_ptr.dtype.element_ty), mask=(t < T)[:, None])
+
+
+@triton.jit
+def _add_keys(
+    grad, q, g, log, delta, k_desc, v_desc, b, h, m, begin, end, scale,
+    D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, MASKED: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Add to the gradient of some queries what keys from `begin` to `end` contribute."""
+    for first in range(begin, end, BLOCK_N):
+        k = _load_rows(k_desc, b, h, first, BLOCK_N, D)
+        p = tl.exp2(tl.dot(q, k.T, input_precision=PRECISION) * scale - log[:, None])
+        if MASKED:
+            n = first + tl.arange(0, BLOCK_N)
+            p = tl.where(n[None, :] <= m[:, None], p, 0)
+        v = _load_rows(v_desc, b, h, first, BLOCK_N, D)
+        e = p * (tl.dot(g, v.T, input_precision=PRECISION) - delta[:, None])
+        grad = tl.dot(e.to(k.dtype), k, grad, input_precision=PRECISION)
+    return grad
+
+
+@triton.jit
+def _queries_kernel(
+    grad_y_desc, q_desc, k_desc, v_desc, y_desc, logs_ptr, log2_ptr, delta_ptr, grads_ptr,
+    T, H, padded, scale, log2_e,
+    D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Find the gradient of some queries of a head, and for keys their sums of g y, `delta`.
+
+    BLOCK_M is a multiple of BLOCK_N.
+    """
+    first = (tl.num_programs(0) - 1 - tl.program_id(0)) * BLOCK_M  # those with most keys begin
+    b, h = tl.program_id(1) // H, tl.program_id(1) % H
+    m = first + tl.arange(0, BLOCK_M)
+    of_head = tl.program_id(1).to(tl.int64)
+    q = _load_rows(q_desc, b, h, first, BLOCK_M, D)
+    g = _load_rows(grad_y_desc, b, h, first, BLOCK_M, D)
+    y = _load_rows(y_desc, b, h, first, BLOCK_M, D)
+    delta = tl.sum(g.to(tl.float32) * y.to(tl.float32), axis=1)
+    log = tl.load(logs_ptr + of_head * T + m, mask=m < T, other=0) * log2_e
+    tl.store(delta_ptr + of_head * padded + m, delta)
+    tl.store(log2_ptr + of_head * padded + m, log)
+    grad = tl.zeros((BLOCK_M, D), dtype=tl.float32)
+    grad = _add_keys(
+        grad, q, g, log, delta, k_desc, v_desc, b, h, m, 0, first, scale * log2_e,
+        D, BLOCK_M, BLOCK_N, False, PRECISION,
+    )  # fmt: skip
+    grad = _add_keys(
+        grad, q, g, log, delta, k_desc, v_desc, b, h, m, first, first + BLOCK_M, scale * log2_e,
+        D, BLOCK_M, BLOCK_N, True, PRECISION,
+    )  # fmt: skip
+    _store_rows(grads_ptr, grad * scale, b, h, first, 0, T, H, BLOCK_M, D)
+
+
+@triton.jit
+def _add_queries(
+    grad_k, grad_v, k, v, grad_y_desc, q_desc, log2_ptr, delta_ptr, b, h, n, begin, end, scale,
+    D: tl.constexpr, BLOCK_M: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Add to the gradients of some keys and values what queries from `begin` on contribute."""
+    for first in range(begin, end, BLOCK_M):
+        m = first + tl.arange(0, BLOCK_M)
+        q = _load_rows(q_desc, b, h, first, BLOCK_M, D)
+        log = tl.load(log2_ptr + m)
+        p = tl.exp2(tl.dot(k, q.T, input_precision=PRECISION) * scale - log[None, :])
+        if MASKED:
+            p = tl.where(n[:, None] <= m[None, :], p, 0)
+        g = _load_rows(grad_y_desc, b, h, first, BLOCK_M, D)  # zeros behind the last query
+        grad_v = tl.dot(p.to(g.dtype), g, grad_v, input_precision=PRECISION)
+        delta = tl.load(delta_ptr + m)
+        e = p * (tl.dot(v, g.T, input_precision=PRECISION) - delta[None, :])
+        grad_k = tl.dot(e.to(q.dtype), q, grad_k, input_precision=PRECISION)
+    return grad_k, grad_v
+
+
+@triton.jit
+def _keys_kernel(
+    grad_y_desc, q_desc, k_desc, v_desc, log2_ptr, delta_ptr, grads_ptr,
+    T, H, padded, scale, log2_e,
+    D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Find the gradients of some keys and values of a head; the first are seen by most queries.
+
+    BLOCK_N is a multiple of BLOCK_M.
+    """
+    first = tl.program_id(0) * BLOCK_N
+    b, h = tl.program_id(1) // H, tl.program_id(1) % H
+    log2_ptr += tl.program_id(1).to(tl.int64) * padded
+    delta_ptr += tl.program_id(1).to(tl.int64) * padded
+    n = first + tl.arange(0, BLOCK_N)
+    k = _load_rows(k_desc, b, h, first, BLOCK_N, D)
+    v = _load_rows(v_desc, b, h, first, BLOCK_N, D)
+    grad_k = tl.zeros((BLOCK_N, D), dtype=tl.float32)
+    grad_v = tl.zeros((BLOCK_N, D), dtype=tl.float32)
+    grad_k, grad_v = _add_queries(
+        grad_k, grad_v, k, v, grad_y_desc, q_desc, log2_ptr, delta_ptr, b, h, n,
+        first, first + BLOCK_N, scale * log2_e, D, BLOCK_M, True, PRECISION,
+    )  # fmt: skip
+    # later queries see all of these keys
+    grad_k, grad_v = _add_queries(
+        grad_k, grad_v, k, v, grad_y_desc, q_desc, log2_ptr, delta_ptr, b, h, n,
+        first + BLOCK_N, T, scale * log2_e, D, BLOCK_M, False, PRECISION,
+    )  # fmt: skip
+    _store_rows(grads_ptr, grad_k * scale, b, h, first, 1, T, H, BLOCK_N, D)
+    _store_rows(grads_ptr, grad_v, b, h, first, 2, T, H, BLOCK_N, D)
+
+
+def _tiles(q: Tensor) -> dict[str, dict[str, int]]:
+    """Choose rows of the programs for queries and for keys, by what a GPU holds on its chip."""
+    block = 16 if q.dtype == torch.float32 else 64 if capability(q) == (9, 0) else 32
+    tile = {"BLOCK_M": block, "BLOCK_N": block, "num_warps": 4, "num_stages": 2}
+    return {"queries": tile, "keys": tile}
+
+
+def _causal_attention_backward_triton(grad_y, q, k, v, y, logs):
+    (batch, heads, length, width), grads = q.shape, _place_of_gradients(q)
+    if not q.numel():
+        return grads
+    inputs = [_readable(part) for part in (grad_y, q, k, v, y)]
+    padded = triton.cdiv(length, MOST_ROWS) * MOST_ROWS
+    log2, delta = torch.empty(2, batch * heads, padded, dtype=torch.float32, device=q.device)
+    about = length, heads, padded, width**-0.5, LOG2_E
+    precision = "ieee" if q.dtype == torch.float32 else "tf32"
+    for name, tile in _tiles(q).items():
+        size = tile["BLOCK_M"] if name == "queries" else tile["BLOCK_N"]
+        sizes = [tile[f"BLOCK_{axis}"] for axis in ("MMNNM" if name == "queries" else "MMNN")]
+        described = [
+            TensorDescriptor.from_tensor(part, [1, 1, rows, width])
+            for part, rows in zip(inputs, sizes, strict=False)
+        ]
+        of_queries = name == "queries"
+        kernel = _queries_kernel if of_queries else _keys_kernel
+        kernel[(triton.cdiv(length, size), batch * heads)](
+            *described, *((logs,) if of_queries else ()), log2, delta, grads[0], *about,
+            D=width, PRECISION=precision, **tile,
+        )  # fmt: skip
+    return grads
+
+
+def _readable(x: Tensor) -> Tensor:
+    """Make a copy of what descriptors cannot read: rows that begin anywhere."""
+    aligned = all(stride * x.itemsize % 16 == 0 for stride in x.stride()[:3])
+    return x if aligned and x.stride(3) == 1 and x.data_ptr() % 16 == 0 else x.contiguous()
+
+
+def causal_attention_backward(
+    grad_y: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, logs: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Propagate a gradient back through causal attention, of scores divided by sqrt(d).
+
+    Args:
+        grad_y: (B, heads, T, d) bfloat16 or float32, d a power of two from 16 to 128, any strides.
+        q: likewise.
+        k: likewise.
+        v: likewise.
+        y: likewise, what attention gave.
+        logs: (B, heads, T) float32, contiguous: logarithms of the sums of exponentials.
+
+    Returns:
+        Gradients of q, k and v, like them: parts of one tensor (B, T, 3, heads, d).
+
+    Raises:
+        ValueError: a dtype or a shape does not fit.
+    """
+    width = q.shape[-1]
+    if q.dim() != 4 or q.dtype not in (torch.float32, torch.bfloat16):
+        raise ValueError(f"need bfloat16 or float32 heads, got {q.dtype} {tuple(q.shape)}")
+    if not 16 <= width <= 128 or width & (width - 1):
+        raise ValueError(f"need a width that is a power of two from 16 to 128, got {width}")
+    for part in (grad_y, k, v, y):
+        if part.shape != q.shape or part.dtype != q.dtype:
+            got = f"{part.dtype} {tuple(part.shape)}"
+            raise ValueError(f"{got} does not fit {q.dtype} {tuple(q.shape)}")
+    if logs.dtype != torch.float32 or logs.shape != q.shape[:3] or not logs.is_contiguous():
+        raise ValueError(f"logarithms {logs.dtype} {tuple(logs.shape)} do not fit")
+    triton, torch_ = _causal_attention_backward_triton, _causal_attention_backward_torch
+    return (triton if uses_triton(q) else torch_)(grad_y, q, k, v, y, logs)
+
+
+def random_attention(
+    generator: torch.Generator, batch: int, heads: int, length: int, width: int
+) -> tuple[Tensor, ...]:
+    """Draw a gradient, normalised queries and keys, and values; find y and its logarithms."""
+    shape = batch, heads, length, width
+    grad_y, q, k, v = (torch.randn(shape, generator=generator) for _ in range(4))
+    q, k = (torch.nn.functional.rms_norm(part, (width,)) for part in (q, k))
+    y, logs = causal_attention_float64(q, k, v)
+    return grad_y, q, k, v, y.float(), logs.float()
+
+
+def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
+    generator = torch.Generator().manual_seed(0)
+    for batch, heads, length, width in ((1, 1, 2, 16), (2, 3, 33, 16), (1, 2, 64, 32)):
+        inputs = random_attention(generator, batch, heads, length, width)
+        inputs = tuple(part.to(device) for part in inputs)
+        yield Case(f"{batch}x{heads}x{length}x{width}", inputs)
+    apart = [part.transpose(1, 2).contiguous().transpose(1, 2) for part in inputs[:5]]
+    yield Case("1x2x64x32 positions before heads", (*apart, inputs[5]))
+    if device.type == "cuda":
+        for shape in ((2, 3, 200, 64), (1, 2, 1024, 128), (3, 5, 130, 128)):
+            *parts, logs = random_attention(generator, *shape)
+            low = [part.to(device, torch.bfloat16) for part in parts]
+            given = (*low, logs.to(device))
+            yield Case(f"{'x'.join(map(str, shape))} bf16", given, _in_bfloat16)
+
+
+def _in_bfloat16(grad_y, q, k, v, y, logs) -> tuple[Tensor, ...]:
+    """Do what torch's own attention does."""
+    inputs = [part.detach().requires_grad_() for part in (q, k, v)]
+    with torch.enable_grad():
+        y = torch.nn.functional.scaled_dot_product_attention(*inputs, is_causal=True)
+        return torch.autograd.grad(y, inputs, grad_y)
+
+
+def _timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
+    for batch, heads, length, width in ((8, 16, 2048, 128), (16, 12, 1024, 64)):
+        draw = {"device": device, "dtype": torch.bfloat16}
+        grad_y, q, k, v = torch.randn(4, batch, length, heads, width, **draw).transpose(2, 3)
+        how = (q, k, v, None, True, 0.0, True, False)
+        y, logs, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(*how)
+        inputs = (grad_y, q, k, v, y, logs.squeeze(-1))
+        yield Timing(
+            f"{batch}x{heads}x{length}x{width} bf16",
+            inputs,
+            run=_causal_attention_backward_triton,
+            peer=lambda i=inputs: _flash_backward(*i),
+            peer_name="torch's flash attention",
+        )
+
+
+def _flash_backward(grad_y, q, k, v, y, logs) -> tuple[Tensor, ...]:
+    length = q.shape[2]
+    return torch.ops.aten._scaled_dot_product_flash_attention_backward(
+        grad_y, q, k, v, y, logs, None, None, length, length, 0.0, True, logs, logs
+    )
+
+
+CAUSAL_ATTENTION_BACKWARD = KernelSpec(
+    "causal_attention_backward",
+    _causal_attention_backward_triton,
+    _causal_attention_backward_torch,
+    causal_attention_backward_reference,
+    _cases,
+    Gate(
+        exact=False,
+        relative=2e-5,
+        peer_slack=0.2,
+        reason="float32 sums; in bf16 p and e are rounded before products, as torch's are",
+    ),
+    timings=_timings,
+    bfloat16=(0, 1, 2, 3, 4),
+)
