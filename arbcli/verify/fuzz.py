@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 
 from arbcli.kernels.attention.append_position import APPEND_POSITION
-from arbcli.kernels.attention.choose_entries import random_index
-from arbcli.kernels.attention.choose_next import index_of_byte
-from arbcli.kernels.attention.compress_blocks import COMPRESS_BLOCKS, rounded_block_gradients
 from arbcli.kernels.attention.causal_attention_backward import (
     CAUSAL_ATTENTION_BACKWARD,
     random_attention,
 )
+from arbcli.kernels.attention.choose_entries import random_index
+from arbcli.kernels.attention.choose_next import index_of_byte
+from arbcli.kernels.attention.compress_blocks import COMPRESS_BLOCKS, rounded_block_gradients
 from arbcli.kernels.attention.compressed_attention import (
     COMPRESSED_ATTENTION,
     Sight,
@@ -507,10 +507,10 @@ def _on(device: torch.device, value: Any) -> Any:
 
 def _causal_attention_backward(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
     about = torch.Generator().manual_seed(dice.below(2**31))
-    shape = dice.pick((1, 2)), dice.pick((1, 3)), 2 + min(m, dice.pick((1, 40, 150)))
-    *parts, logs = random_attention(about, *shape, dice.pick((16, 32, 64)))
-    views = (dice.view(part.to(dice.device, dice.dtype)) for part in parts)
-    return *views, logs.to(dice.device)
+    length = 2 + min(m, dice.pick((1, 40, 150)))
+    shape = dice.pick((1, 2)), dice.pick((1, 3)), length, dice.pick((16, 32, 64))
+    *parts, logs = random_attention(about, shape, dice.dtype)
+    return *(dice.view(part.to(dice.device)) for part in parts), logs.to(dice.device)
 
 
 def _compressed_attention_backward(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:

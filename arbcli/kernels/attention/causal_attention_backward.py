@@ -48,11 +48,13 @@ def causal_attention_float64(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, T
 def _causal_attention_backward_torch(grad_y, q, k, v, y, logs):
     grads = _place_of_gradients(q)
     scale = q.shape[3] ** -0.5
-    for *places, g, q, k, v, y, log in zip(*grads, grad_y, q, k, v, y, logs, strict=True):
-        g, q, k, v, y = (part.float() for part in (g, q, k, v, y))
-        p = torch.exp(q @ k.mT * scale - log[..., None]).tril()
-        e = p * (g @ v.mT - (g * y).sum(dim=-1, keepdim=True))
-        parts = e @ k * scale, e.mT @ q * scale, p.mT @ g
+    for *places, g, query, key, value, result, log in zip(
+        *grads, grad_y, q, k, v, y, logs, strict=True
+    ):
+        g, query, key, value = (part.float() for part in (g, query, key, value))
+        p = torch.exp(query @ key.mT * scale - log[..., None]).tril()
+        e = p * (g @ value.mT - (g * result).sum(dim=-1, keepdim=True))
+        parts = e @ key * scale, e.mT @ query * scale, p.mT @ g
         for place, part in zip(places, parts, strict=True):
             place.copy_(part)
     return grads
@@ -258,30 +260,29 @@ def causal_attention_backward(
 
 
 def random_attention(
-    generator: torch.Generator, batch: int, heads: int, length: int, width: int
+    generator: torch.Generator, shape: tuple[int, int, int, int], dtype: torch.dtype
 ) -> tuple[Tensor, ...]:
     """Draw a gradient, normalised queries and keys, and values; find y and its logarithms."""
-    shape = batch, heads, length, width
     grad_y, q, k, v = (torch.randn(shape, generator=generator) for _ in range(4))
-    q, k = (torch.nn.functional.rms_norm(part, (width,)) for part in (q, k))
-    y, logs = causal_attention_float64(q, k, v)
-    return grad_y, q, k, v, y.float(), logs.float()
+    q, k = (torch.nn.functional.rms_norm(part, shape[-1:]) for part in (q, k))
+    parts = [part.to(dtype) for part in (grad_y, q, k, v)]
+    y, logs = causal_attention_float64(*parts[1:])
+    return *parts, y.to(dtype), logs.float()
 
 
 def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
     generator = torch.Generator().manual_seed(0)
-    for batch, heads, length, width in ((1, 1, 2, 16), (2, 3, 33, 16), (1, 2, 64, 32)):
-        inputs = random_attention(generator, batch, heads, length, width)
+    for shape in ((1, 1, 2, 16), (2, 3, 33, 16), (1, 2, 64, 32)):
+        inputs = random_attention(generator, shape, torch.float32)
         inputs = tuple(part.to(device) for part in inputs)
-        yield Case(f"{batch}x{heads}x{length}x{width}", inputs)
+        yield Case("x".join(map(str, shape)), inputs)
     apart = [part.transpose(1, 2).contiguous().transpose(1, 2) for part in inputs[:5]]
     yield Case("1x2x64x32 positions before heads", (*apart, inputs[5]))
     if device.type == "cuda":
         for shape in ((2, 3, 200, 64), (1, 2, 1024, 128), (3, 5, 130, 128)):
-            *parts, logs = random_attention(generator, *shape)
-            low = [part.to(device, torch.bfloat16) for part in parts]
-            given = (*low, logs.to(device))
-            yield Case(f"{'x'.join(map(str, shape))} bf16", given, _in_bfloat16)
+            inputs = random_attention(generator, shape, torch.bfloat16)
+            inputs = tuple(part.to(device) for part in inputs)
+            yield Case(f"{'x'.join(map(str, shape))} bf16", inputs, _in_bfloat16)
 
 
 def _in_bfloat16(grad_y, q, k, v, y, logs) -> tuple[Tensor, ...]:
