@@ -15,6 +15,7 @@ from statistics import mean, median, stdev
 from textwrap import fill
 from typing import Any
 
+from benchmarks.fits import between, fit
 from benchmarks.results import FOLDER, KEYS, add_runs, load
 
 ROOT = FOLDER.parents[1]
@@ -482,6 +483,86 @@ def _measured(head: Sequence[str], lines: Sequence[Sequence[str]], runs: Runs) -
     return markdown(head, lines) + source(runs) if runs else "Not measured yet.\n"
 
 
+def losses_by_size(runs: Runs) -> str:
+    """Held-out losses of every kind by size and length, one seed."""
+    rows = rows_of(runs, seed=0)
+    lengths = sorted({row["steps"] for row in rows})
+    groups: dict[tuple[str, int], dict[int, float]] = {}
+    for row in rows:
+        place = groups.setdefault((row["kind"], row["weights"]), {})
+        place[row["steps"]] = row["held_out_nats"]
+    lines = [
+        [kind, f"{weights / 1e6:.1f} M", *(_number(found.get(steps), ".4f") for steps in lengths)]
+        for (kind, weights), found in sorted(groups.items())
+    ]
+    return _measured(["kind", "weights", *(f"{n:,} steps" for n in lengths)], lines, runs)
+
+
+def laws(runs: Runs) -> str:
+    """The law that is fitted to each kind's losses, each number with its standard error."""
+    lines = []
+    for kind in dict.fromkeys(row["kind"] for row in rows_of(runs)):
+        found = fit(rows_of(runs, kind=kind))
+        if found:
+            pairs = zip(found.law, found.errors, strict=True)
+            numbers = [f"{value:.2f} ± {error:.2f}" for value, error in pairs]
+            lines.append([kind, *numbers, f"{found.residual:.2%}".replace("%", " %")])
+    return _measured(["kind", "E", "A", "B", "a", "b", "residual"], sorted(lines), runs)
+
+
+FRONTIER_SECONDS = 5
+"""Of one GPU."""
+FRONTIER_BUDGETS = (128, 256, 512, 1024, 2048)
+"""MiB."""
+
+
+def best_within(steps: Runs, losses: Runs, kind: str, budget: float) -> tuple[float, Row] | None:
+    """Find the lowest loss of a kind in the time and memory given, and which step it is of.
+
+    Args:
+        steps: results of `frontier`.
+        losses: results of `scaling`.
+        kind: of training.
+        budget: of the peak, in MiB.
+    """
+    found = []
+    for row in rows_of(steps, kind=kind):
+        lengths = rows_of(losses, kind=kind, shape=row["shape"], seed=0)
+        count = 1e3 * FRONTIER_SECONDS / row["ms"]
+        enough = any(count >= length["steps"] for length in lengths)
+        if row["peak_mib"] <= budget and enough:
+            found.append((between(lengths, count), row))
+    return min(found, key=lambda pair: pair[0], default=None)
+
+
+def frontier(runs: Runs) -> str:
+    """The best held-out loss of every kind by budget of memory, and the model that has it."""
+    losses, lines = load("scaling"), []
+    for kind in sorted({row["kind"] for row in rows_of(runs)}):
+        cells = []
+        for budget in FRONTIER_BUDGETS:
+            best = best_within(runs, losses, kind, budget)
+            cells.append(f"{best[0]:.3f} ({best[1]['weights'] / 1e6:.1f} M)" if best else "")
+        lines.append([kind, *cells])
+    return _measured(["", *(f"{budget} MiB" for budget in FRONTIER_BUDGETS)], lines, runs)
+
+
+def steps_by_size(runs: Runs) -> str:
+    """Milliseconds and peaks of the steps that the frontier is made of."""
+    groups: dict[tuple[str, int], dict[str, Row]] = {}
+    for row in rows_of(runs):
+        groups.setdefault((row["kind"], row["weights"]), {})[row["way"]] = row
+    ways = list(dict.fromkeys(row["way"] for row in rows_of(runs)))
+    lines = []
+    for (kind, weights), found in sorted(groups.items()):
+        cells = [
+            f"{found[way]['ms']:.2f} ms, {found[way]['peak_mib']} MiB" if way in found else ""
+            for way in ways
+        ]
+        lines.append([kind, f"{weights / 1e6:.1f} M", *cells])
+    return _measured(["kind", "weights", *ways], lines, runs)
+
+
 def short_table(runs: Runs) -> list[str]:
     """Write the rows of any file as lines, leaving out what is long."""
     lines = []
@@ -508,6 +589,10 @@ TABLES: dict[str, tuple[str, Callable[[Runs], str]]] = {
     "several-texts": ("several_texts", several),
     "kv-cache": ("kv_cache", caches),
     "hnet": ("hnet", chunked),
+    "scaling": ("scaling", losses_by_size),
+    "scaling-laws": ("scaling", laws),
+    "frontier": ("frontier", frontier),
+    "frontier-steps": ("frontier", steps_by_size),
     "many-gpus-bits": ("many_gpus", bits_of_many),
     "many-gpus-speed": ("many_gpus", speed_of_many),
     "many-gpus-quality": ("many_gpus", quality_of_many),

@@ -234,7 +234,7 @@ MODEL = {
         "digits",
         DIGITS,
         "What a weight is: the trit, or all digits that the rule stores, which learns better in the"
-        " same memory. [default: trit]",
+        " same memory; or fade: all at first and the trit at the end. [default: trit]",
     ),
     "direction": _name(
         "direction", DIRECTIONS, f"Of a step: {', '.join(DIRECTIONS)}. [default: the rule's]"

@@ -9,7 +9,7 @@ from arbcli.config.dense import ModelConfig
 from arbcli.config.presets import KINDS, config_from_dict
 from arbcli.config.presets import preset as model_preset
 from arbcli.errors import ArbError
-from arbcli.rules import find_rule
+from arbcli.rules import FADED, find_rule
 
 EVAL_EVERY = (50, 500)
 """Least and most steps between evaluations where no number is given."""
@@ -113,6 +113,14 @@ class TrainConfig:
                 hint="leave `keep_best=True` out",
                 fields=("keep_best",),
             )
+        if self.model.digits == "fade":
+            self._check_fading()
+        if self.model.digits in FADED:
+            raise ArbError(
+                "the checkpoint is of the middle of a run whose weights fade",
+                hint="choose what they are to be: `digits` of all, fade or trit",
+                fields=("digits",),
+            )
         for name in ("steps", "batch", "accum", "save_every", "keep"):
             check_positive(name, getattr(self, name))
             check_at_most(name, getattr(self, name), MOST)
@@ -146,6 +154,21 @@ class TrainConfig:
             )
         if not 0 <= self.seed <= MOST:
             raise ArbError(f"`seed` is {self.seed}", hint=f"use 0 to {MOST}", fields=("seed",))
+
+    def _check_fading(self) -> None:
+        """Refuse what does not go together with weights that fade to the trit."""
+        if self.wire is not None:
+            raise ArbError(
+                "a run of several processes cannot fade from all digits to the trit",
+                hint="leave `wire` out, or use `digits=all` or `trit`",
+                fields=("wire", "digits"),
+            )
+        if self.keep_best:
+            raise ArbError(
+                "the best checkpoint is one of before the weights have faded to the trit",
+                hint="leave `keep_best=True` out, or use `digits=all` or `trit`",
+                fields=("keep_best", "digits"),
+            )
 
     @property
     def eval_interval(self) -> int:

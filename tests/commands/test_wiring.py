@@ -201,3 +201,17 @@ def test_evaluation_is_told_how_to_go_through_a_text(asked, monkeypatch, tmp_pat
     assert call.args[:2] == ("model", "its name")
     given = {name: call.kwargs[name] for name in ("stride", "batch", "kv")}
     assert given == {"stride": 7, "batch": 3, "kv": "int8"}
+
+
+def test_several_prompts_are_continued_as_was_asked(asked, monkeypatch, tmp_path):
+    monkeypatch.setattr(load, "load_named_model", lambda *_: ("model", "its name"))
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('"a"\n{"prompt": "b", "length": 2}\n')
+    words = ["--checkpoint", "x", "--prompts", str(path), "--batch", "3", "--length", "4"]
+    words += ["--kv", "int8", "--device", "cpu", "--backend", "torch", "--top-k", "5"]
+    call = asked("arbcli.infer.several.continue_several", "generate", *words)
+    model, requests, batch = call.args
+    assert (model, batch) == ("model", 3)
+    assert [(each.prompt, each.length) for each in requests] == [(b"a", 4), (b"b", 2)]
+    assert {each.sampling.top_k for each in requests} == {5}
+    assert (call.kwargs["backend"], call.kwargs["kv"]) == ("torch", "int8")

@@ -28,6 +28,9 @@ def test_folder_holds_the_same_weights(saved, tmp_path, kind):
     assert found.keys() == expected.keys()
     for name, weight in expected.items():
         assert torch.equal(found[name].float(), weight), name
+    dtype = {"bf16": "bfloat16", "f32": "float32"}[kind]
+    assert {str(weight.dtype) for weight in found.values()} == {f"torch.{dtype}"}
+    assert json.loads((tmp_path / "model" / "config.json").read_text())["dtype"] == dtype
     card = (tmp_path / "model" / "README.md").read_text()
     assert report.origin in card
     assert report.bytes > found["lm_head.weight"].nbytes

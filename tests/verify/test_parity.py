@@ -6,8 +6,19 @@ import pytest
 import torch
 
 from arbcli.config.presets import PRESETS
+from arbcli.model.blocks import codebook
 from arbcli.verify import parity
-from arbcli.verify.parity import CHECKS, RAGGED, RAGGED_GRAPH, Subject, check_parity, matrix_shapes
+from arbcli.verify.parity import (
+    CHECKS,
+    GATES,
+    RAGGED,
+    RAGGED_GRAPH,
+    Subject,
+    check_parity,
+    graph_dtypes,
+    matrix_shapes,
+    short_graph,
+)
 
 
 def failed(results):
@@ -70,11 +81,110 @@ def test_graph_subject_uses_every_part():
     assert set(losses) == {"text", "ponder"}
 
 
+def test_graph_model_agrees_in_bf16_where_choices_are_its_own(of_torch):
+    for name in ("graph", *GATES, "compressed of all"):
+        results = [r for r in of_torch if r.model == f"{name} T32 bf16"]
+        assert max(r.relative_error for r in results if r.item == "logits") > 1e-3
+        judged = [r for r in results if r.item == "scores of choices"]
+        assert len(judged) == name.startswith("graph")
+
+
+@pytest.mark.parametrize("shift", [0, 1])
+def test_choices_of_codes_are_judged_by_the_reference(shift, monkeypatch):
+    """Rows that are one off are taken as they are, and their scores are not the best."""
+    found = codebook.best_pairs
+
+    def best_pairs(left, right, top_k):
+        _, rows = found(left, right, top_k)
+        rows = (rows + shift) % (left.shape[1] * right.shape[1])
+        i, j = rows // right.shape[1], rows % right.shape[1]
+        return left.gather(1, i) + right.gather(1, j), rows
+
+    monkeypatch.setattr(codebook, "best_pairs", best_pairs)
+    results = parity._check("", "", replace(graph_subject("torch"), forced=True))
+    assert [r.item for r in failed(results)] == ["scores of choices"] * shift
+
+
+@pytest.mark.slow  # shapes of a preset take seconds
+def test_graph_model_agrees_at_the_shapes_of_its_preset():
+    config = short_graph(PRESETS["arb-tiny"])
+    for dtype in (torch.float32, torch.bfloat16):
+        about = (config, 1, dtype, torch.device("cpu"), "torch", "layers", True)
+        assert not failed(parity._check("", "", Subject("arb-tiny", *about)))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["arb-tiny", "arb-3b"])
+def test_graph_model_agrees_at_the_shapes_of_its_preset_on_a_gpu(name, device):
+    for dtype in graph_dtypes(name, device):
+        about = (short_graph(PRESETS[name]), 1, dtype, device, "triton", "layers", True)
+        assert not failed(parity._check("", "", Subject(name, *about)))
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_tiny_agrees_with_the_reference_on_a_gpu(dtype, device):
     subject = Subject("tiny", PRESETS["tiny"], 2, dtype, device, "triton")
     assert not failed(parity._check("", "", subject))
+
+
+RAGGED_MODELS = (
+    "ragged T32 batch 1 model", "ragged T6 batch 1 layers",
+    "ragged T32 batch 12 model", "ragged T6 batch 12 layers",
+)  # fmt: skip
+OTHER_MODELS = (
+    "all digits of moment T32 layers", "all digits of nibble T32 layers",
+    "all digits of carry T32 layers", "4 streams T32 model", "2 streams T32 model",
+    "graph T32 model", "graph T6 layers", "graph softplus T32 model", "graph hash T32 model",
+    "hnet T32 model", "hnet words T32 model", "hnet every T32 model", "hnet mamba T32 model",
+    "compressed T32 model", "compressed T6 layers",
+)  # fmt: skip
+INTERPRETED = ("graph T32 layers", "graph T6 layers", "hnet T32 layers", "compressed T32 layers")
+UPDATES = (
+    "moment orthogonal", "moment factored", "moment sign", "moment orthogonal all digits",
+    "nibble orthogonal", "nibble factored", "nibble sign", "nibble orthogonal all digits",
+    "carry orthogonal", "carry factored", "carry sign", "carry factored all digits", "votes",
+)  # fmt: skip
+COMPARED = {
+    "torch": (RAGGED_MODELS, RAGGED_MODELS, OTHER_MODELS),
+    "triton": (RAGGED_MODELS, RAGGED_MODELS, OTHER_MODELS),
+    "native": (
+        RAGGED_MODELS[::2], RAGGED_MODELS[::2], [n for n in OTHER_MODELS if " T6 " not in n],
+    ),
+    "interpreter": (RAGGED_MODELS[:2], (), INTERPRETED),
+}  # fmt: skip
+"""Of each backend: the models in float32, in bf16, and those that are in float32 alone."""
+
+
+@pytest.mark.parametrize("backend", COMPARED)
+def test_no_model_is_left_out_of_a_comparison(backend):
+    """Of a whole and of a batch, of types, of digits, of directions; and it is what its name is."""
+    found: dict[str, list[str]] = {}
+    for subject in parity._subjects(torch.device("cpu"), (backend,), {"T32": 32, "T6": 6}):
+        config, name = subject.config, subject.name
+        dtype = str(subject.dtype).removeprefix("torch.")
+        if name in PRESETS:
+            assert config == replace(PRESETS[name], layers=min(4, PRESETS[name].layers))
+        elif subject.part == "update":
+            words = [config.rule, config.direction, "all digits" * (config.digits == "all")]
+            assert name == " ".join(word for word in words if word)
+            dtype = "update"
+        elif name.startswith("ragged"):
+            assert f"{config.scale_type} batch {subject.batch}" in name
+        else:
+            dtype = f"{dtype} alone"
+            assert config.scale_type in name
+            assert ("all digits" in name) <= (config.digits == "all")
+            assert (f"{config.streams} streams" in name) == (config.streams > 1)
+        found.setdefault(dtype, []).append(name if dtype == "update" else f"{name} {subject.part}")
+    both, half, alone = map(list, COMPARED[backend])
+    presets = [f"{name} model" for name in ("tiny", "small", "base", "1b") if backend == "triton"]
+    assert found == {
+        "float32": presets + both,
+        **({"bfloat16": presets + half} if half else {}),
+        "float32 alone": alone,
+        "update": list(UPDATES),
+    }
 
 
 def test_scales_of_a_subject_differ_from_group_to_group():
