@@ -532,6 +532,10 @@ FAULTS = [
         rewrite("t % T", "(t + 1) % T"),
     ),
     kernel(
+        "missing term", "sum of a stream left out in eight bits", "add_rms_norm_e4m3",
+        rewrite("y += load_rows(o, ...)", "y += 0 * load_rows(o, ...)"),
+    ),
+    kernel(
         "sign", "gradient turned on instead of back", "rotary_norm_backward",
         rewrite("a * c + b * s", "a * c - b * s"), place=launched,
     ),

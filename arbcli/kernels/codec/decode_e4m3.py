@@ -44,8 +44,10 @@ def decode_e4m3_reference(packed: Packed, transposed: bool) -> tuple[Tensor, Ten
     return round_e4m3_reference(weight * torch.exp2(-octave)), scale
 
 
-def _decode_e4m3_torch(packed: Packed, transposed: bool) -> tuple[Tensor, Tensor]:
-    octave = packed.exponent.amax().to(torch.int32) - _largest_octave(packed)
+def _decode_e4m3_torch(
+    packed: Packed, transposed: bool, largest: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    octave = largest_exponent(packed, largest).to(torch.int32) - _largest_octave(packed)
     inverse, scale = (((127 + sign * octave) << 23).view(torch.float32) for sign in (-1, 1))
     q = (decode_digits_torch(packed, torch.float32) * inverse).to(E4M3)
     q = q.T.contiguous() if transposed else q
@@ -94,7 +96,9 @@ def _decode_digits_kernel(
     tl.store(scale_ptr + offs_n, power, mask=of_n)
 
 
-def _decode_digits_triton(packed: Packed, transposed: bool) -> tuple[Tensor, Tensor]:
+def _decode_digits_triton(
+    packed: Packed, transposed: bool, largest: Tensor | None
+) -> tuple[Tensor, Tensor]:
     rows, in_features = packed.out_features, packed.in_features
     shape = (in_features, rows) if transposed else (rows, in_features)
     q = torch.empty(shape, dtype=E4M3, device=packed.trits.device)
@@ -102,7 +106,7 @@ def _decode_digits_triton(packed: Packed, transposed: bool) -> tuple[Tensor, Ten
     blocks = triton.cdiv(in_features, BLOCK)
     strides = q.stride()[::-1] if transposed else q.stride()
     _decode_digits_kernel[(triton.cdiv(rows, 32) * blocks,)](
-        *packed.all_pointers, packed.exponent.amax(), q.view(torch.uint8), scale,
+        *packed.all_pointers, largest_exponent(packed, largest), q.view(torch.uint8), scale,
         rows, in_features, blocks, *packed.all_strides, *strides,
         **packed.all_constants, TRANSPOSED=transposed, BLOCK_N=32, num_warps=4,
     )  # fmt: skip
@@ -253,9 +257,11 @@ def _decode_block(
                     tl.store(q_ptr + at, q, mask=(k < K) & (n_i < rows))
 
 
-def _decode_e4m3_triton(packed: Packed, transposed: bool) -> tuple[Tensor, Tensor]:
+def _decode_e4m3_triton(
+    packed: Packed, transposed: bool, largest: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     if packed.remainder is not None:
-        return _decode_digits_triton(packed, transposed)
+        return _decode_digits_triton(packed, transposed, largest)
     (rows, num_bytes), in_features = packed.trits.shape, packed.in_features
     shape = (in_features, rows) if transposed else (rows, in_features)
     q = torch.empty(shape, dtype=E4M3, device=packed.trits.device)
@@ -265,7 +271,7 @@ def _decode_e4m3_triton(packed: Packed, transposed: bool) -> tuple[Tensor, Tenso
     groups = max(8, triton.next_power_of_2((BLOCK - 1) // packed.group_size + 2))
     tiles, blocks = byte_tiles(rows, num_bytes, block_n)
     _decode_e4m3_kernel[(tiles * blocks,)](
-        *packed.pointers, packed.exponent.amax(), q.view(torch.uint8), scale,
+        *packed.pointers, largest_exponent(packed, largest), q.view(torch.uint8), scale,
         rows, in_features, num_bytes, *packed.strides, shape[1],
         **packed.constants, TRANSPOSED=transposed,
         GROUPS=groups, BLOCK_N=block_n, num_warps=warps if groups == 8 else 4,
@@ -273,12 +279,20 @@ def _decode_e4m3_triton(packed: Packed, transposed: bool) -> tuple[Tensor, Tenso
     return q, scale
 
 
-def decode_e4m3(packed: Packed, transposed: bool = False) -> tuple[Tensor, Tensor]:
+def largest_exponent(packed: Packed, known: Tensor | None = None) -> Tensor:
+    """Find the largest exponent of a matrix, an int8 scalar tensor, unless it is known."""
+    return packed.exponent.amax() if known is None else known
+
+
+def decode_e4m3(
+    packed: Packed, transposed: bool = False, largest: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Decode a packed matrix to e4m3.
 
     Args:
         packed: N rows by K weights, not empty.
         transposed: whether to decode w.T.
+        largest: what `largest_exponent` found; None finds it again.
 
     Returns:
         (N, K) float8_e4m3fn q, or (K, N), contiguous; and its scale, a power of two, once for every
@@ -289,7 +303,7 @@ def decode_e4m3(packed: Packed, transposed: bool = False) -> tuple[Tensor, Tenso
     """
     packed.check()
     run = _decode_e4m3_triton if uses_triton(packed.trits) else _decode_e4m3_torch
-    return run(packed, transposed)
+    return run(packed, transposed, largest)
 
 
 def _cases(device: torch.device, group_size: int) -> Iterator[Case]:
