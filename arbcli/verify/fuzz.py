@@ -92,7 +92,8 @@ class Dice:
 
     def below(self, limit: int) -> int:
         """Roll 0..limit-1."""
-        return int(torch.randint(limit, (), generator=self.generator, device=self.device))
+        like = {"generator": self.generator, "device": self.generator.device}
+        return int(torch.randint(limit, (), **like))
 
     def pick(self, choices):
         """Choose one of a sequence."""
@@ -164,6 +165,14 @@ class Dice:
         corner = zip(starts, steps, values.shape, strict=True)
         view = base[tuple(slice(z, z + s * n, s) for z, s, n in corner)]
         return view.copy_(values)
+
+
+class ShapeDice(Dice):
+    """Dice for tensors without numbers, as `without_memory` has them: they roll on the CPU."""
+
+    def __init__(self, seed: int, device: torch.device, dtype: torch.dtype | None = None) -> None:
+        super().__init__(seed, torch.device("cpu"), dtype)
+        self.device = device
 
 
 def _pack_trits(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
@@ -1210,6 +1219,7 @@ def real_cases(
     shapes: Iterable[tuple[int, int]],
     rows: int | None = None,
     turn: int | None = None,
+    dice: type[Dice] = Dice,
 ) -> Iterator[Case]:
     """Draw a case of a kernel for every matrix (N, K) of a model, in each type it is used in.
 
@@ -1224,6 +1234,7 @@ def real_cases(
         rows: of activations, one of `real_rows`; None is each of them.
         turn: None draws all. Else each matrix has one number of rows and one type, by turns; six
             turns in succession are all.
+        dice: what draws.
     """
     seen, choices = set(), real_rows(name)
     for index, (n, k) in enumerate(shapes):
@@ -1234,7 +1245,7 @@ def real_cases(
             for kind, dtype in enumerate((torch.bfloat16, torch.float32)):
                 if turn is not None and (index // len(choices) + turn - kind) % 2:
                     continue
-                case = _case(name, "", Dice(0, device, dtype), group_size, m, n, k)
+                case = _case(name, "", dice(0, device, dtype), group_size, m, n, k)
                 form = _form(case.inputs)
                 if form not in seen:
                     seen.add(form)

@@ -29,9 +29,11 @@ SHARES = 4
 """In which the cases of a kernel without scales are shared out on a GPU; with them there are eight
 scale types."""
 SLOWEST = (
-    "compressed_attention_backward", "ternary_matmul", "decode_e4m3", "decode_attention_8bit",
-    "decode_attention_rows", "arranged_matmul", "decode_attention", "fp8_matmul",
-    "compressed_attention", "arranged_rows", "decode_digits", "weighted_rows_grad_weights",
+    "spread_chunks_backward", "boundary_scores_backward", "ternary_matmul",
+    "compressed_attention_backward", "decode_e4m3", "decode_attention_8bit", "gradient_statistics",
+    "decode_attention_rows", "boundary_scores", "arranged_matmul", "decode_attention", "fp8_matmul",
+    "compressed_attention", "arranged_rows", "step_by_direction", "decode_digits",
+    "weighted_rows_grad_weights",
 )  # fmt: skip
 """Kernels that take longest to be compiled, the longest first: they are begun before others."""
 
