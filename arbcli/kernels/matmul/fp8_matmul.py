@@ -66,7 +66,7 @@ def fp8_matmul(
         packed: w, N rows by K weights, both multiples of `MULTIPLE`.
         transposed: whether the product is that of a gradient.
         dtype: of the result, bfloat16 or float32.
-        largest: of the matrix's exponents, as `largest_exponent` finds it; None finds it again.
+        largest: of the matrix's exponents, as `largest_exponents` finds it; None does that.
 
     Returns:
         (M, N) in `dtype`; (M, K) if `transposed`. A row whose scale is NaN gives NaN.

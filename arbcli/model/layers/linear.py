@@ -8,7 +8,7 @@ from torch import Tensor, library
 from torch.autograd import Function
 
 from arbcli.config.dense import ModelConfig
-from arbcli.kernels.codec.decode_e4m3 import largest_exponent
+from arbcli.kernels.codec.decode_e4m3 import largest_exponents
 from arbcli.kernels.codec.decode_weight import decode_weights_triton
 from arbcli.kernels.matmul.arranged_matmul import Arranged, arrange, arranged_matmul
 from arbcli.kernels.matmul.arranged_rows import arranged_rows
@@ -94,7 +94,7 @@ class LinearWeight(StreamedTensor):
 
         It is kept for one backward and found anew in every forward, as a captured one has to.
         """
-        largest = largest_exponent(self.packed)
+        largest = largest_exponents(self.packed)
         self._largest = self.version, largest
         return fp8_matmul(q, scale, self.packed, dtype=dtype, largest=largest)
 

@@ -105,8 +105,8 @@ def test_weight_has_one_gradient_whether_or_not_its_input_needs_one(before, need
 def test_largest_exponent_of_a_forward_serves_its_backward_alone(monkeypatch):
     """What a captured forward did not find itself would be that of other weights when replayed."""
     found, layer = [], linear(32, 48)
-    find = linear_module.largest_exponent
-    monkeypatch.setattr(linear_module, "largest_exponent", lambda p: found.append(p) or find(p))
+    find = linear_module.largest_exponents
+    monkeypatch.setattr(linear_module, "largest_exponents", lambda p: found.append(p) or find(p))
     layer.weight.fp8 = True
     collect(layer)
     x = torch.randn(FUSED_ROWS + 1, 48, requires_grad=True)
