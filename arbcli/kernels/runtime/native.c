@@ -386,6 +386,22 @@ EXPORT void row_squares(DIRECTION_ARGUMENTS, float *squares, int64_t rows, int64
     share_rows(squares_rows, &about, rows, 1, threads);
 }
 
+/* gain: (N,), what gives rows one length and all of them unit root-mean-square; 0 for rows that are
+ * zero or not finite. Returns whether all are finite. */
+EXPORT int64_t unit_rows(DIRECTION_ARGUMENTS, float *gain, int64_t rows, int64_t threads) {
+    struct squares about = {DIRECTION, gain};
+    share_rows(squares_rows, &about, rows, 1, threads);
+    int64_t finite = 1, usable = 0;
+    for (int64_t n = 0; n < rows; n++) {
+        if (!(gain[n] < INFINITY)) finite = 0, gain[n] = 0;
+        usable += gain[n] > 0;
+    }
+    float unit = 65536.0f * sqrtf((float)rows / (float)(usable ? usable : 1));
+    for (int64_t n = 0; n < rows; n++)
+        if (gain[n] > 0) gain[n] = unit / sqrtf(gain[n] / (float)columns);
+    return finite;
+}
+
 /* ---- the moment ------------------------------------------------------------------------------ */
 
 struct blend {
