@@ -464,6 +464,14 @@ FAULTS = [
         rewrite("tl.where(r == k, a[None, :], v)", "v"),
     ),
     kernel(
+        "saturation", "scale of an entry by its first half alone", "append_position_8bit",
+        rewrite("tl.maximum(tl.max(a, axis=0), tl.max(b, axis=0))", "tl.max(a, axis=0)"),
+    ),
+    kernel(
+        "missing term", "scales of entries in eight bits forgotten", "decode_compressed",
+        rewrite("scale_of_entry(tl.where(n, a, b), FLOATS)", "scale_of_entry(a, FLOATS)"),
+    ),
+    kernel(
         "left behind", "choice of the text before kept", "choose_next",
         rewrite("tl.store(choice_ptr + s, -1, mask=s < SIZE)", "0"),
     ),
@@ -522,6 +530,10 @@ FAULTS = [
     kernel(
         "position", "every head turned like its position's neighbour", "rotary_norm",
         rewrite("t % T", "(t + 1) % T"),
+    ),
+    kernel(
+        "missing term", "sum of a stream left out in eight bits", "add_rms_norm_e4m3",
+        rewrite("y += load_rows(o, ...)", "y += 0 * load_rows(o, ...)"),
     ),
     kernel(
         "sign", "gradient turned on instead of back", "rotary_norm_backward",

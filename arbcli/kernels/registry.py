@@ -1,6 +1,6 @@
 """Every kernel there is, by its spec: what `arb verify-kernels`, tests and timings go through."""
 
-from arbcli.kernels.attention.append_position import APPEND_POSITION
+from arbcli.kernels.attention.append_position import APPEND_POSITION, APPEND_POSITION_8BIT
 from arbcli.kernels.attention.choose_entries import CHOOSE_ENTRIES
 from arbcli.kernels.attention.choose_next import CHOOSE_NEXT
 from arbcli.kernels.attention.compress_blocks import COMPRESS_BLOCKS, COMPRESS_BLOCKS_BACKWARD
@@ -109,6 +109,7 @@ KERNELS: tuple[KernelSpec, ...] = (
     CHOOSE_ENTRIES,
     SUM_CHOICES,
     APPEND_POSITION,
+    APPEND_POSITION_8BIT,
     CHOOSE_NEXT,
     DECODE_COMPRESSED,
     DECODE_LATENT,

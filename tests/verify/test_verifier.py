@@ -378,8 +378,9 @@ CASES = {
     "stream_weights": 9, "stream_weights_backward": 9, "mix_streams": 10,
     "mix_streams_backward": 10, "round_nvfp4": 11, "nvfp4_matmul": 3,
     "compress_blocks": 4, "compress_blocks_backward": 4,
-    "compressed_attention": 9, "compressed_attention_backward": 9, "choose_entries": 6,
-    "sum_choices": 5, "append_position": 4, "choose_next": 7, "decode_compressed": 6,
+    "compressed_attention": 9, "compressed_attention_backward": 9, "choose_entries": 12,
+    "sum_choices": 5, "append_position": 4, "append_position_8bit": 8, "choose_next": 14,
+    "decode_compressed": 14,
 }  # fmt: skip
 """How many cases each kernel is checked on, each with a label of its own; not fewer."""
 
@@ -429,8 +430,16 @@ def test_kernels_are_compiled_and_timed_with_the_scales_that_were_asked_for(
     assert found.parity == ()  # kernels were named
 
 
+def test_model_is_compared_in_every_scale_type_and_backend_that_was_asked_for(small):
+    compared = mock.Mock(return_value=(PARITY,))
+    small.setattr(stages, "check_parity", compared)
+    verify(VerifyRequest(device="cpu", scale_type=None))
+    device, backends, group_sizes, *_ = compared.call_args.args
+    assert (device, backends, group_sizes) == (CPU, stages._backends(CPU), SCALE_TYPES)
+
+
 @pytest.mark.parametrize(("cores", "free", "number"), [
-    (8, None, 8), (8, 100 << 32, 8), (64, 100 << 32, 12), (64, 5 << 32, 5), (64, 1, 1),
+    (8, None, 8), (8, 100 << 32, 8), (64, 100 << 32, 32), (64, 5 << 32, 5), (64, 1, 1),
 ])  # fmt: skip
 def test_as_many_processes_check_as_there_are_cores_and_memory_for(
     cores, free, number, monkeypatch
