@@ -461,9 +461,7 @@ def _tiling(rows: int, tiles: int, blocks: int, processors: int, clusters: bool)
     """Choose what a program takes; its order of sums by the matrix alone."""
     ctas, groups = (4, 4) if clusters else (1, 1)
     octets = 1 if rows <= 8 else 2 if rows <= 16 else 4
-    most = 6 if octets < 4 else 2
-    if not clusters:
-        most //= 2
+    most = 3 if octets < 4 else 2
     height = max(1, min(most, -(-tiles * ctas // (groups * processors))))
     return Tiling(ctas, groups, height, octets)
 
