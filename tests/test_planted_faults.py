@@ -363,8 +363,8 @@ FAULTS = [
         rewrite("tl.load(position_ptr + t)", "tl.load(position_ptr)"),
     ),
     kernel(
-        "left behind", "a split stored by no program", "decode_attention_rows",
-        rewrite("s // BLOCK_S % PROGRAMS == f", "s // BLOCK_S == f"),
+        "left behind", "a key stored by no program but the first", "decode_attention_rows",
+        rewrite("s // SPAN == f", "s // BLOCK_S == f"),
     ),
     kernel(
         "position", "the new compressed position not seen", "decode_latent",
@@ -543,6 +543,10 @@ FAULTS = [
     kernel(
         "position", "every head turned like its position's neighbour", "rotary_norm",
         rewrite("t % T", "(t + 1) % T"),
+    ),
+    kernel(
+        "missing term", "sum of a stream left out in eight bits", "add_rms_norm_e4m3",
+        rewrite("y += load_rows(o, ...)", "y += 0 * load_rows(o, ...)"),
     ),
     kernel(
         "sign", "gradient turned on instead of back", "rotary_norm_backward",

@@ -102,13 +102,16 @@ def repeat_options(words: list[str]) -> list[str]:
     return found
 
 
-def find_run(path: Path) -> Path:
-    """Find the run that `auto` stands for, the last one in `runs`; any other path is what it is."""
+def find_run(path: Path, root: Path | None = None) -> Path:
+    """Find the run that `auto` stands for: the last one in `root`, or in `runs`.
+
+    Any other path is what it is.
+    """
     if str(path) != "auto":
         return path
-    from arbcli.train.directory import latest_run  # imports torch
+    from arbcli.train.directory import RUNS, latest_run  # imports torch
 
-    return latest_run()
+    return latest_run(root or RUNS)
 
 
 def one_of(field: str, known: Iterable[str]) -> Callable[[str | None], str | None]:

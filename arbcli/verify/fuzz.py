@@ -93,7 +93,8 @@ class Dice:
 
     def below(self, limit: int) -> int:
         """Roll 0..limit-1."""
-        return int(torch.randint(limit, (), generator=self.generator, device=self.device))
+        like = {"generator": self.generator, "device": self.generator.device}
+        return int(torch.randint(limit, (), **like))
 
     def pick(self, choices):
         """Choose one of a sequence."""
@@ -165,6 +166,14 @@ class Dice:
         corner = zip(starts, steps, values.shape, strict=True)
         view = base[tuple(slice(z, z + s * n, s) for z, s, n in corner)]
         return view.copy_(values)
+
+
+class ShapeDice(Dice):
+    """Dice for tensors without numbers, as `without_memory` has them: they roll on the CPU."""
+
+    def __init__(self, seed: int, device: torch.device, dtype: torch.dtype | None = None) -> None:
+        super().__init__(seed, torch.device("cpu"), dtype)
+        self.device = device
 
 
 def _pack_trits(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
@@ -1207,18 +1216,58 @@ def _is_saturated(values: Tensor) -> bool:
     return bool(first != 0) and bool((values == first).all())
 
 
+def real_rows(name: str) -> tuple[int, ...]:
+    """List the numbers of rows that the matrices of models are met by in a kernel."""
+    return REAL_ROWS if DRAWINGS[name].needs_rows else REAL_ROWS[:1]
+
+
 def real_cases(
-    name: str, device: torch.device, group_size: int, shapes: Iterable[tuple[int, int]]
+    name: str,
+    device: torch.device,
+    group_size: int,
+    shapes: Iterable[tuple[int, int]],
+    rows: int | None = None,
+    turn: int | None = None,
+    dice: type[Dice] = Dice,
 ) -> Iterator[Case]:
-    """Draw a case of a kernel for every matrix (N, K) of a model, in each type it is used in."""
-    for n, k in shapes:
-        for m in REAL_ROWS if DRAWINGS[name].needs_rows else REAL_ROWS[:1]:
-            for dtype in (torch.bfloat16, torch.float32):
-                dice = Dice(0, device, dtype)
-                case = _case(name, "", dice, group_size, m, n, k)
-                yield case
+    """Draw a case of a kernel for every matrix (N, K) of a model, in each type it is used in.
+
+    What a kernel is given does not always grow with a matrix: a case that is as one before, in all
+    shapes, strides, types and arguments, is left out.
+
+    Args:
+        name: of the kernel.
+        device: of the tensors.
+        group_size: G.
+        shapes: (N, K) of the matrices.
+        rows: of activations, one of `real_rows`; None is each of them.
+        turn: None draws all. Else each matrix has one number of rows and one type, by turns; six
+            turns in succession are all.
+        dice: what draws.
+    """
+    seen, choices = set(), real_rows(name)
+    for index, (n, k) in enumerate(shapes):
+        for place, m in enumerate(choices):
+            its_turn = turn is None or (index + turn - place) % len(choices) == 0
+            if rows not in (None, m) or not its_turn:
+                continue
+            for kind, dtype in enumerate((torch.bfloat16, torch.float32)):
+                if turn is not None and (index // len(choices) + turn - kind) % 2:
+                    continue
+                case = _case(name, "", dice(0, device, dtype), group_size, m, n, k)
+                form = _form(case.inputs)
+                if form not in seen:
+                    seen.add(form)
+                    yield case
                 if not any(_is_real(value) for value in case.inputs):
                     break
+
+
+def _form(value: Any) -> Any:
+    """Say what there is to know of inputs but the numbers in tensors."""
+    if isinstance(value, Tensor):
+        return value.shape, value.stride(), value.storage_offset(), value.dtype
+    return tuple(map(_form, value)) if isinstance(value, tuple) else repr(value)
 
 
 def real_reference(spec: KernelSpec) -> Callable:

@@ -39,8 +39,10 @@ def test_resume_is_told_where_and_how_to_go_on(asked, monkeypatch):
     assert set(call.kwargs.values()) == {None}
     call = asked("arbcli.train.directory.latest_run", "train", "--resume", "auto", "--out", "here")
     assert call.args == (Path("here"),)
-    call = asked("arbcli.train.directory.latest_run", "train", "--resume", "auto")
-    assert call.args == (Path("runs"),)
+    words = ["--resume", "auto", "--out", "here", "--dry-run"]  # which tells of the same run
+    assert asked("arbcli.train.directory.latest_run", "train", *words).args == (Path("here"),)
+    for words in (["train", "--resume", "auto"], ["check", "auto"]):
+        assert asked("arbcli.train.directory.latest_run", *words).args == (Path("runs"),)
 
 
 def test_start_is_told_where_how_long_and_from_what(asked, monkeypatch):
@@ -183,11 +185,15 @@ def test_verification_is_told_of_what(asked):
     assert (request.scale_type, request.timed, request.targets) == ("T32", False, None)
 
 
-def test_settings_are_printed_beside_those_of_their_preset(arb_here):
-    shown = arb_here("train", "--preset", "small", "--device", "cpu", "--print-config").stdout
-    assert 'preset = "small"' in shown
+def test_settings_are_printed_beside_those_of_their_preset(arb_here, monkeypatch):
     read = arb_here("train", "--preset", "small", "--device", "cpu", "--print-config", "--json")
     assert json.loads(read.stdout)["model"]["dim"] == 384
+    shown = arb_here("train", "--preset", "small", "--device", "cpu", "--print-config").stdout
+    assert 'preset = "small"' in shown
+    new_config = mock.Mock(side_effect=ArbError("enough"))
+    monkeypatch.setattr("arbcli.train.configure.new_config", new_config)
+    arb_here("train", "--print-config", "--device", "cpu", "--backend", "torch", "--lr", "0.5")
+    assert new_config.call_args.kwargs == {"device": "cpu", "backend": "torch", "lr": 0.5}
 
 
 def test_evaluation_is_told_how_to_go_through_a_text(asked, monkeypatch, tmp_path):

@@ -133,6 +133,14 @@ def test_card_has_the_loss_of_the_very_step(saved, tmp_path):
     assert "1.5000 nats = 2.1640 bits a byte, after 7 steps" in card
 
 
+def test_export_of_all_digits_says_so(saved, tmp_path):
+    checkpoint = saved(digits="all")
+    export(checkpoint, "hf", out=tmp_path / "model")
+    card = (tmp_path / "model" / "README.md").read_text()
+    assert ", each an integer of one byte times a scale of 32 |" in card
+    assert export(checkpoint, "safetensors", out=tmp_path / "weights").type == "all digits"
+
+
 def test_graph_is_refused(saved, tmp_path, small_graph):
     drop = ("preset", "batch")
     options = {key: value for key, value in small_graph.items() if key not in drop}

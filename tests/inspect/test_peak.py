@@ -107,7 +107,7 @@ def test_memory_of_an_evaluation_is_predicted_and_is_none_of_a_step(monkeypatch)
 
     monkeypatch.setattr(Trainer, "evaluate", with_more)
     found = predict_peak(config_of({"layers": 1, "rule": "votes", "batch": 1}))
-    assert found.evaluated_bytes >= 10**7 > found.reserved_bytes == found.peak_bytes
+    assert found.evaluated_bytes >= 10**7 > found.reserved_bytes
 
 
 def test_predicted_peak_leaves_no_trace(monkeypatch):

@@ -550,6 +550,10 @@ class TestSaved:
         assert (config.data, config.val, config.field) == ((text,), (), None)
         config, _ = open_saved(run, steps=1, note=print, device="cpu", backend="torch")
         assert (config.val, config.field) == (("v.txt",), "said")
+        assert (config.device, config.backend) == ("cpu", "torch")
+        monkeypatch.setattr("arbcli.inspect.probe.resolve_backend", lambda *given: str(given))
+        config, _ = open_saved(run, steps=1, note=print, device="cpu", backend="own")
+        assert config.backend == str(("own", torch.device("cpu")))
         given = {"data": [text], "val": ["w.txt"], "field": "body"}
         config, _ = open_saved(run, steps=1, note=print, **given)
         assert (config.val, config.field) == (("w.txt",), "body")

@@ -12,7 +12,9 @@ from arbcli.verify.parity import (
     CHECKS,
     GATES,
     RAGGED,
+    RAGGED_COMPRESSED,
     RAGGED_GRAPH,
+    RAGGED_HNET,
     Subject,
     check_parity,
     graph_dtypes,
@@ -54,6 +56,20 @@ def test_graph_model_agrees_with_the_reference_on_the_torch_backend(of_torch):
         assert counts["end to end"] == 3
         assert counts["whole gradient"] == len(gradients_of_graph())
         assert (counts["causality"], counts["determinism"]) == bits
+
+
+def test_no_model_is_let_off_causality_or_determinism(of_torch):
+    """At two positions, but at every one where chunks or entries end."""
+    counts: dict[str, list[int]] = {}
+    for result in of_torch:
+        for place, check in enumerate(("causality", "determinism")):
+            counts.setdefault(result.model, [0, 0])[place] += result.check == check
+    positions = {"hnet": RAGGED_HNET.ctx - 1, "compressed": RAGGED_COMPRESSED.ctx - 1}
+    for subject in parity._subjects(torch.device("cpu"), ("torch",), {"T32": 32, "T6": 6}):
+        half = "bf16" if subject.dtype == torch.bfloat16 else "fp32"
+        found = counts[f"{subject.name} {half}"]
+        number = positions.get(subject.name.split()[0], 2)
+        assert found == ([2 * number, 1] if subject.part == "model" else [0, 0]), subject.name
 
 
 def gradients_of_graph() -> list[str]:
@@ -145,26 +161,35 @@ UPDATES = (
     "nibble orthogonal", "nibble factored", "nibble sign", "nibble orthogonal all digits",
     "carry orthogonal", "carry factored", "carry sign", "carry factored all digits", "votes",
 )  # fmt: skip
+CHOOSING = tuple(
+    f"{name} T32 layers" for name in ("graph", "graph softplus", "graph hash", "compressed of all")
+)
+"""Whose choices in bf16 are taken for the reference's."""
 COMPARED = {
-    "torch": (RAGGED_MODELS, RAGGED_MODELS, OTHER_MODELS),
-    "triton": (RAGGED_MODELS, RAGGED_MODELS, OTHER_MODELS),
+    "torch": (RAGGED_MODELS, RAGGED_MODELS, OTHER_MODELS, CHOOSING),
+    "triton": (RAGGED_MODELS, RAGGED_MODELS, OTHER_MODELS, CHOOSING),
     "native": (
         RAGGED_MODELS[::2], RAGGED_MODELS[::2], [n for n in OTHER_MODELS if " T6 " not in n],
+        CHOOSING,
     ),
-    "interpreter": (RAGGED_MODELS[:2], (), INTERPRETED),
+    "interpreter": (RAGGED_MODELS[:2], (), INTERPRETED, ()),
 }  # fmt: skip
-"""Of each backend: the models in float32, in bf16, and those that are in float32 alone."""
+"""Of each backend: the models in both types, and those that are in float32, and in bf16, alone."""
 
 
 @pytest.mark.parametrize("backend", COMPARED)
-def test_no_model_is_left_out_of_a_comparison(backend):
+def test_no_model_is_left_out_of_a_comparison(backend, monkeypatch):
     """Of a whole and of a batch, of types, of digits, of directions; and it is what its name is."""
+    both_types = (torch.float32, torch.bfloat16)
+    fitting = {"arb-tiny": both_types, "arb-3b": (torch.bfloat16,)}
+    monkeypatch.setattr(parity, "graph_dtypes", lambda name, device: fitting[name])
     found: dict[str, list[str]] = {}
     for subject in parity._subjects(torch.device("cpu"), (backend,), {"T32": 32, "T6": 6}):
         config, name = subject.config, subject.name
         dtype = str(subject.dtype).removeprefix("torch.")
         if name in PRESETS:
-            assert config == replace(PRESETS[name], layers=min(4, PRESETS[name].layers))
+            shorter = replace(PRESETS[name], layers=min(4, PRESETS[name].layers))
+            assert config == (short_graph(PRESETS[name]) if subject.forced else shorter)
         elif subject.part == "update":
             words = [config.rule, config.direction, "all digits" * (config.digits == "all")]
             assert name == " ".join(word for word in words if word)
@@ -172,19 +197,20 @@ def test_no_model_is_left_out_of_a_comparison(backend):
         elif name.startswith("ragged"):
             assert f"{config.scale_type} batch {subject.batch}" in name
         else:
+            assert subject.forced == (subject.dtype == torch.bfloat16)
             dtype = f"{dtype} alone"
             assert config.scale_type in name
             assert ("all digits" in name) <= (config.digits == "all")
             assert (f"{config.streams} streams" in name) == (config.streams > 1)
         found.setdefault(dtype, []).append(name if dtype == "update" else f"{name} {subject.part}")
-    both, half, alone = map(list, COMPARED[backend])
-    presets = [f"{name} model" for name in ("tiny", "small", "base", "1b") if backend == "triton"]
-    assert found == {
-        "float32": presets + both,
-        **({"bfloat16": presets + half} if half else {}),
-        "float32 alone": alone,
-        "update": list(UPDATES),
-    }
+    single, half, *alone = map(list, COMPARED[backend])
+    presets = [f"{name} model" for name in ("tiny", "small", "base", "1b")]
+    if backend == "triton":
+        single = [*presets, "arb-tiny layers", *single]
+        half = [*presets, "arb-tiny layers", "arb-3b layers", *half]
+    names = ("float32", "bfloat16", "float32 alone", "bfloat16 alone", "update")
+    wanted = dict(zip(names, (single, half, *alone, list(UPDATES)), strict=True))
+    assert found == {name: models for name, models in wanted.items() if models}
 
 
 def test_scales_of_a_subject_differ_from_group_to_group():

@@ -363,7 +363,7 @@ CASES = {
     "gated_rms_norm": 13, "gated_rms_norm_backward": 13, "rms_norm_e4m3": 9,
     "add_rms_norm_e4m3": 9, "gated_rms_norm_e4m3": 9, "rotary_norm": 6, "rotary_norm_backward": 6,
     "decode_attention": 11,
-    "decode_attention_8bit": 16, "decode_attention_rows": 4, "decode_latent": 5, "choose_bytes": 5,
+    "decode_attention_8bit": 16, "decode_attention_rows": 5, "decode_latent": 5, "choose_bytes": 5,
     "choose_byte": 42, "cross_entropy": 7, "cross_entropy_backward": 7, "embedding_rows": 11,
     "embedding_grad": 8, "weighted_rows": 16, "weighted_rows_grad_weights": 16,
     "weighted_rows_grad": 13, "gather_rows": 13, "scatter_rows": 13, "gradient_statistics": 12,
@@ -431,8 +431,16 @@ def test_kernels_are_compiled_and_timed_with_the_scales_that_were_asked_for(
     assert found.parity == ()  # kernels were named
 
 
+def test_model_is_compared_in_every_scale_type_and_backend_that_was_asked_for(small):
+    compared = mock.Mock(return_value=(PARITY,))
+    small.setattr(stages, "check_parity", compared)
+    verify(VerifyRequest(device="cpu", scale_type=None))
+    device, backends, group_sizes, *_ = compared.call_args.args
+    assert (device, backends, group_sizes) == (CPU, stages._backends(CPU), SCALE_TYPES)
+
+
 @pytest.mark.parametrize(("cores", "free", "number"), [
-    (8, None, 8), (8, 100 << 32, 8), (64, 100 << 32, 12), (64, 5 << 32, 5), (64, 1, 1),
+    (8, None, 8), (8, 100 << 32, 8), (64, 100 << 32, 32), (64, 5 << 32, 5), (64, 1, 1),
 ])  # fmt: skip
 def test_as_many_processes_check_as_there_are_cores_and_memory_for(
     cores, free, number, monkeypatch

@@ -65,6 +65,8 @@ from arbcli.kernels.runtime.spec import MATRIX, Case, Gate, KernelSpec, Timing
 
 MOST_TEXTS = 64
 """Largest M."""
+UNROLLED = 6
+"""Pieces of a warp in straight code: between them, no registers are moved."""
 UNIT_BYTES = tl.constexpr(512)
 """What a warp has of 16 rows of w times 8 rows of x: four float32 a thread."""
 _LOAD_X = tl.constexpr("""{
@@ -85,6 +87,8 @@ setp.ne.b32 p, $2, 0;
 mov.b32 $0, 0;
 @p st.global.KIND [$1], $3;
 }""")
+_TWICE_LOW = tl.constexpr("prmt.b32 $0, $1, 0, 0x1010;")
+_TWICE_HIGH = tl.constexpr("prmt.b32 $0, $1, 0, 0x3232;")
 _FROM_LANE = tl.constexpr("shfl.sync.idx.b32 $0, $1, $2, 0x1f, 0xffffffff;")
 
 
@@ -162,8 +166,16 @@ def _from_lane_of_warp(value, lane, PTX: tl.constexpr):
 @triton.jit
 def _scale_rows(pairs, word, PTX: tl.constexpr):
     """Multiply the trits of rows r and r + 8, four pairs each, by the scales in a word."""
-    upper = (word & 0xFFFF) | (word << 16)
-    lower = ((word >> 16) & 0xFFFF) | (word & -0x10000)
+    if PTX:
+        upper = tl.inline_asm_elementwise(
+            _TWICE_LOW, "=r,r", [word], dtype=tl.int32, is_pure=True, pack=1
+        )
+        lower = tl.inline_asm_elementwise(
+            _TWICE_HIGH, "=r,r", [word], dtype=tl.int32, is_pure=True, pack=1
+        )
+    else:
+        upper = (word & 0xFFFF) | (word << 16)
+        lower = ((word >> 16) & 0xFFFF) | (word & -0x10000)
     scaled = ()
     for i in tl.static_range(8):
         scaled = scaled + (multiply_pairs(pairs[i], upper if i < 4 else lower, PTX),)  # noqa: RUF005
@@ -296,14 +308,14 @@ def _find_unit(
     return found
 
 
-@triton.jit(do_not_specialize=["M", "N", "tiles", "steps"])
+@triton.jit(do_not_specialize=["M", "N", "tiles"])
 def _arranged_rows_kernel(
     x_ptr, pieces_ptr, added_ptr, y_ptr,
-    M, N, K, tiles, blocks, steps, eps,
+    M, N, K, tiles, blocks, eps,
     NORM: tl.constexpr, GATED: tl.constexpr, ADD: tl.constexpr,
     HEIGHT: tl.constexpr, OCTETS: tl.constexpr, GROUPS: tl.constexpr, WARPS: tl.constexpr,
-    CTAS: tl.constexpr, STAGES: tl.constexpr, BYTES: tl.constexpr,
-    PTX: tl.constexpr, OVERLAP: tl.constexpr,
+    CTAS: tl.constexpr, STEPS: tl.constexpr, UNROLL: tl.constexpr, STAGES: tl.constexpr,
+    BYTES: tl.constexpr, PTX: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     thread = tl.arange(0, 32 * WARPS * CTAS)
     warp, r, c = thread // 32, thread // 4 % 8, thread % 4
@@ -354,7 +366,7 @@ def _arranged_rows_kernel(
                 value = _load_one(added_ptr + (m * N + at), at < N, PTX)
                 extra = extra + (value,)  # noqa: RUF005
     turned = nothing
-    for step in range(steps):
+    for step in tl.range(STEPS, loop_unroll_factor=UNROLL):
         block = SHARES * step + share
         for i in tl.static_range(HEIGHT):
             tile, slot_of = start + PIECE_BYTES // 8 * blocks * i, slot + turned + PIECE_BYTES * i
@@ -368,7 +380,7 @@ def _arranged_rows_kernel(
             qs, scales = _read_piece(piece, slot_of, PTX)
             if PTX:
                 wait_for_warp(thread)
-                if step + STAGES < steps:
+                if step + STAGES < STEPS:
                     some = (first_tile + i < tiles) & (block + SHARES * STAGES < blocks)
                     ahead = tl.where(some, block + SHARES * STAGES, blocks)
                     copy_pieces((tile,), slot_of, ahead, blocks, 1)
@@ -414,7 +426,7 @@ def _arranged_rows_kernel(
                 _store_one(y_ptr + (m * N + at), found, mask & (at < N), PTX)
     if PTX and CTAS > 1:
         wait_for_cluster(thread)  # others may still read what this block has
-        if steps < 0:  # never: Triton plans clusters by stores, and needs one that is not PTX
+        if tiles < 0:  # never: Triton plans clusters by stores, and needs one that is not PTX
             tl.store(y_ptr, 0.0)
 
 
@@ -433,7 +445,7 @@ class Tiling(NamedTuple):
     """Of a block."""
 
 
-def _tiling(rows: int, tiles: int, processors: int, clusters: bool) -> Tiling:
+def _tiling(rows: int, tiles: int, blocks: int, processors: int, clusters: bool) -> Tiling:
     """Choose what a program takes; its order of sums by the matrix alone."""
     ctas, groups = (4, 4) if clusters else (1, 1)
     octets = 1 if rows <= 8 else 2 if rows <= 16 else 4
@@ -450,7 +462,9 @@ def _arranged_rows_triton(x, pieces, out_features, in_features, gated, eps, adde
     x = x if x.data_ptr() % 16 == 0 else x.clone()
     to = y if added is None else added.contiguous()
     clusters = not INTERPRETED and capability(x) >= (9, 0)
-    ctas, groups, height, octets, warps = _tiling(len(x), tiles, num_processors(x), clusters)
+    ctas, groups, height, octets, warps = _tiling(
+        len(x), tiles, blocks, num_processors(x), clusters
+    )
     shares = warps * ctas // groups
     steps, slot = triton.cdiv(blocks, shares), warps * height * PIECE_BYTES.value
     units = (height + (eps is not None)) * octets * UNIT_BYTES.value
@@ -459,9 +473,10 @@ def _arranged_rows_triton(x, pieces, out_features, in_features, gated, eps, adde
         (triton.cdiv(tiles, groups * height), triton.cdiv(len(x), 8 * octets))
     ](
         x.flatten().view(torch.int64), pieces.view(torch.int64), to, y,
-        len(x), out_features, in_features, tiles, blocks, steps, 0.0 if eps is None else eps,
+        len(x), out_features, in_features, tiles, blocks, 0.0 if eps is None else eps,
         NORM=eps is not None, GATED=gated, ADD=added is not None,
         HEIGHT=height, OCTETS=octets, GROUPS=groups, WARPS=warps, CTAS=ctas, STAGES=stages,
+        STEPS=steps, UNROLL=max(1, min(steps, UNROLLED // height)),
         BYTES=max(stages * slot, max(1, shares // ctas - 1) * groups * units), PTX=HAS_PTX,
         num_warps=warps, num_ctas=ctas, maxnreg=128, **overlap_options(x),
     )  # fmt: skip
