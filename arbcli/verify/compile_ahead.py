@@ -328,7 +328,10 @@ def type_of(value: object) -> str | tuple:
         return "constexpr"
     if isinstance(value, torch.Tensor):
         name = str(value.dtype).removeprefix("torch.")
-        short = {"bfloat16": "bf16", "float32": "fp32", "float64": "fp64", "uint8": "u8"}
+        short = {
+            "bfloat16": "bf16", "float32": "fp32", "float64": "fp64", "uint8": "u8",
+            "float8_e4m3fn": "fp8e4nv",
+        }  # fmt: skip
         return "*" + short.get(name, name.replace("int", "i"))
     if isinstance(value, TensorDescriptor):
         return f"tensordesc<{type_of(value.base)[1:]}{value.block_shape}>"

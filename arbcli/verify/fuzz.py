@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from arbcli.kernels.attention.append_position import APPEND_POSITION
+from arbcli.kernels.attention.append_position import APPEND_POSITION, in_eight_bits
 from arbcli.kernels.attention.choose_entries import random_index
 from arbcli.kernels.attention.choose_next import index_of_byte
 from arbcli.kernels.attention.compress_blocks import COMPRESS_BLOCKS, rounded_block_gradients
@@ -46,6 +46,7 @@ from arbcli.kernels.matmul.fp8_matmul import MULTIPLE
 from arbcli.kernels.matmul.grouped_matmul import GROUPED_GRAD_W, GROUPED_MATMUL
 from arbcli.kernels.matmul.quantise_rows import E4M3, QUANTISE_ROWS
 from arbcli.kernels.matmul.round_nvfp4 import ROUND_NVFP4
+from arbcli.kernels.matmul.scaled_nvfp4 import ENCODE_NVFP4
 from arbcli.kernels.matmul.ternary_matmul import TERNARY_MATMUL, TERNARY_MATMUL_GRAD_X
 from arbcli.kernels.norm.gated_rms_norm import gated_rms_norm_in_its_dtype
 from arbcli.kernels.norm.rms_norm import (
@@ -211,6 +212,12 @@ def _nvfp4_matmul(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
     packed = dice.packed(n, k, group_size)
     q, scale = ROUND_NVFP4.torch(dice.reals(m, n if transposed else k))
     return q, scale, packed, transposed == 1, dice.dtype
+
+
+def _scaled_nvfp4_matmul(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
+    sides = [ENCODE_NVFP4.torch(dice.reals(rows, k)) for rows in (m, n)]
+    (a, of_a, first), (b, of_b, second) = sides
+    return a, of_a, b, of_b, first * second, dice.dtype
 
 
 def _ternary_matmul(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
@@ -576,6 +583,11 @@ def _append_position(dice: Dice, group_size: int, m: int, n: int, k: int) -> tup
     angle = dice.reals(position + 1, half, dtype=torch.float32).contiguous()
     beta = dice.reals(kv * 2 * half, ratio, dtype=torch.float32).contiguous()
     return *buffers, beta, dice.scalar(position), angle.cos(), angle.sin(), 1e-6
+
+
+def _append_position_8bit(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
+    stored = dice.pick(tuple(FORMATS.values()))
+    return in_eight_bits(_append_position(dice, group_size, m, n, k), stored)
 
 
 def _choose_next(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
@@ -967,6 +979,8 @@ DRAWINGS = {
     "quantise_rows": Drawing(_quantise_rows, needs_rows=True),
     "round_nvfp4": Drawing(_quantise_rows, None, ROUND_NVFP4.torch, needs_rows=True),
     "nvfp4_matmul": Drawing(_nvfp4_matmul, _nvfp4_matmul_in_float64, needs_rows=True),
+    "encode_nvfp4": Drawing(_quantise_rows, None, ENCODE_NVFP4.torch, needs_rows=True),
+    "scaled_nvfp4_matmul": Drawing(_scaled_nvfp4_matmul, needs_rows=True, one_layout=True),
     "fp8_matmul": Drawing(_fp8_matmul, _fp8_matmul_in_float64, needs_rows=True),
     "ternary_matmul": Drawing(
         _ternary_matmul, _matmul_in_float64, TERNARY_MATMUL.torch, needs_rows=True
@@ -1000,6 +1014,7 @@ DRAWINGS = {
         needs_rows=True,
     ),
     "rms_norm_e4m3": Drawing(_rms_norm, needs_rows=True),
+    "add_rms_norm_e4m3": Drawing(_add_rms_norm, needs_rows=True),
     "gated_rms_norm_e4m3": Drawing(_gated_rms_norm, needs_rows=True),
     "rotary_norm": Drawing(
         _rotary_norm, None, rounded_once, needs_rows=True, one_layout=True
@@ -1035,6 +1050,7 @@ DRAWINGS = {
     "append_position": Drawing(
         _append_position, None, APPEND_POSITION.torch, one_layout=True
     ),
+    "append_position_8bit": Drawing(_append_position_8bit, one_layout=True),
     "choose_next": Drawing(_choose_next, one_layout=True),
     "decode_compressed": Drawing(
         _decode_compressed, None, DECODE_COMPRESSED.torch, one_layout=True

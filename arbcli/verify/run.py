@@ -222,11 +222,16 @@ def _left_out(
     else:
         yield "blocks of a preset after its fourth: all are alike"
         yield "causality and determinism of the ragged models in more than one scale type"
-        yield "the graph model and HNet at the sizes of their presets: small ones stand for them"
+        yield "HNet and CompressedLM at the sizes of their presets: small ones stand for them"
         yield (
-            "the graph model and HNet in bf16 against float64: another expert, code or boundary may"
-            " be chosen there, and all else follows"
+            "HNet in bf16 against float64, and CompressedLM that chooses: another boundary or entry"
+            " may be chosen there, and all else follows"
         )
+        if "triton" in backends:
+            yield (
+                "presets of GraphLM where a GPU has less than 96 bytes for each of their weights,"
+                " and in float32 less than 480: their references take as many"
+            )
         if "interpreter" in backends:
             yield (
                 "causality and determinism of the graph model in the interpreter, and more than two"
