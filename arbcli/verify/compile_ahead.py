@@ -69,7 +69,8 @@ class CompileResult:
     registers: int
     """Of one thread, the most of all variants; as the other two figures."""
     spill_bytes: int
-    """Registers of one thread that had to be kept in memory."""
+    """Registers of one thread that had to be kept in memory, in the cases that a CPU has too: wide
+    heads and rows, which are drawn for a GPU alone, may spill."""
     shared_bytes: int
     """Shared memory of one block of threads."""
     passed: bool
@@ -98,6 +99,8 @@ class Variant(NamedTuple):
     constants: dict[str, Any]
     attributes: dict[tuple[int], list]
     options: dict[str, Any]
+    may_spill: bool = False
+    """Whether registers in memory are no fault."""
 
 
 def find_targets(names: str) -> list[str]:
@@ -157,7 +160,8 @@ def _compile_job(name: str, target: str, group_size: int) -> CompileResult:
     needs, error = [(0, 0, 0)], None
     for variant in variants:
         try:
-            needs.append(_needs(variant, chosen))
+            registers, spilled, shared = _needs(variant, chosen)
+            needs.append((registers, 0 if variant.may_spill else spilled, shared))
         except Exception as failure:  # whatever a compiler complains of is the result
             complaint = f"{type(failure).__name__}: {failure}".strip().splitlines()[-1]
             error = f"{variant.function.fn.__name__}: {complaint}"
@@ -236,10 +240,12 @@ def _variants(spec: KernelSpec, group_size: int) -> list[Variant]:
     Triton compiles arguments of 1 as constants, and knows which are multiples of 16.
     """
     found: dict[str, Variant] = {}
+    may_spill = False
 
     def record(launch: Launch) -> None:
         variant = _variant(launch)
-        found.setdefault(str((variant.function.fn.__name__, *variant[1:])), variant)
+        key = str((variant.function.fn.__name__, *variant[1:]))
+        found.setdefault(key, variant._replace(may_spill=may_spill))
 
     shapes, gpu, cpu = matrix_shapes(), torch.device("cuda"), torch.device("cpu")
     if spec.name in OF_VALUES:
@@ -248,12 +254,16 @@ def _variants(spec: KernelSpec, group_size: int) -> list[Variant]:
             for case in spec.cases(cpu, group_size):
                 for dtype in (torch.float32, torch.bfloat16):
                     spec.triton(*_with_dtype(case.inputs, dtype, spec.bfloat16))
+            may_spill = True
             for case in real_cases(spec.name, cpu, group_size, small):
                 spec.triton(*case.inputs)
         return [*found.values()]
+    labels = {case.label for case in spec.cases(cpu, group_size)}
     with without_memory(gpu), recorded_launches(record):
         for case in spec.cases(gpu, group_size):
+            may_spill = case.label.removesuffix(" bf16") not in labels
             spec.triton(*case.inputs)
+        may_spill = True
         for case in real_cases(spec.name, gpu, group_size, shapes, dice=ShapeDice):
             spec.triton(*case.inputs)
     return [*found.values()]

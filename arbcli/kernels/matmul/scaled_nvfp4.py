@@ -4,8 +4,8 @@
 
 with g, s and q as in `round_nvfp4`. Two codes make a byte, the one of the even column in its lower
 half; a code is the place of |q| in 0, 0.5, 1, 1.5, 2, 3, 4, 6, plus 8 if q is negative. From
-compute capability 10 on the product is one of the hardware's; from 8.9 on the compiler makes it of
-bfloat16, which has the same numbers. So what a B200 is to run can be verified on an H200.
+compute capability 10 on the product is one of the hardware's. Elsewhere the kernel multiplies the
+numbers themselves: not every version of the compiler makes that of it.
 Source: NVIDIA, "Introducing NVFP4 for Efficient and Accurate Low-Precision Inference", 2025.
 """
 
@@ -226,10 +226,11 @@ def _scaled_nvfp4_matmul_triton(a, of_a, b, of_b, scale, dtype):
     (rows, half), outputs = a.shape, len(b)
     y = torch.empty(rows, outputs, dtype=dtype, device=a.device)
     if y.numel():
-        tile = 128 if has_e4m3(a) else 16
+        scaled = capability(a) >= FIRST_CAPABILITY
+        tile = 128 if scaled else 16
         _scaled_nvfp4_kernel[triton.cdiv(rows, tile), triton.cdiv(outputs, tile)](
             a, of_a, b, of_b, scale, y, rows, outputs, half, of_a.shape[1],
-            BLOCK_M=tile, BLOCK_N=tile, BLOCK_K=128, SCALED=has_e4m3(a),
+            BLOCK_M=tile, BLOCK_N=tile, BLOCK_K=128, SCALED=scaled,
             PRECISION="ieee" if INTERPRETED else "tf32",  # six bits, which both have
             num_warps=8 if tile > 16 else 4,
         )  # fmt: skip
