@@ -4,7 +4,7 @@
 
 The peer is `ByteLM` of the same widths, `--preset arb-long --attention dense`, ternary too. Both
 are trained for a few steps, captured, then read a prompt that nearly fills the context and make
-text behind it.
+text behind it, with keys and values in bf16, int8 and fp8.
 """
 
 import statistics
@@ -25,6 +25,7 @@ KINDS = {"compressed": {}, "dense": {"attention": "dense"}}
 PRESET, BATCH = "arb-long", 2
 ROUNDS, STEPS = 3, 4
 WARM_UP_BYTES, LENGTH = 64, 256
+KEPT_IN = ("bf16", "int8", "fp8")
 
 
 def measure(options: dict) -> dict:
@@ -46,7 +47,11 @@ def measure(options: dict) -> dict:
             "rounds_ms": [round(1e3 * value, 4) for value in seconds],
             "allocated_bytes": torch.cuda.max_memory_allocated(),
         }
-        return row | time_generation(trainer.model, context)
+        row["texts"] = {}
+        for kv in KEPT_IN:
+            with trainer.model.keeping(kv):
+                row["texts"][kv] = time_generation(trainer.model, context)
+        return row
 
 
 def time_generation(model: LanguageModel, context: int) -> dict:
@@ -77,11 +82,15 @@ def main() -> None:
         row = {"preset": PRESET, "kind": kind} | measure(options)
         print(
             f"{kind:10} {row['weights'] / 1e6:6.1f} M {row['bytes_per_second']:11,} bytes/s,"
-            f" generation {row['generated_bytes_per_second']:8,.0f},"
-            f" cache {row['cache_bytes'] / 2**20:6.1f} MiB,"
             f" {row['allocated_bytes'] / 2**20:8,.0f} MiB allocated",
             flush=True,
         )
+        for kv, made in row["texts"].items():
+            print(
+                f"  {kv:5} generation {made['generated_bytes_per_second']:8,.0f} bytes/s,"
+                f" cache {made['cache_bytes'] / 2**20:6.1f} MiB",
+                flush=True,
+            )
         results.save("long", [row], command=results.command_line("long"), folder=given.out)
 
 

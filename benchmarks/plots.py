@@ -9,8 +9,20 @@ from typing import Any
 
 import matplotlib
 
+from benchmarks.fits import fit
 from benchmarks.results import load
-from benchmarks.tables import PRESETS, ROOT, Runs, faster, row_of, rows_of, speed_ratio
+from benchmarks.tables import (
+    FRONTIER_BUDGETS,
+    FRONTIER_SECONDS,
+    PRESETS,
+    ROOT,
+    Runs,
+    best_within,
+    faster,
+    row_of,
+    rows_of,
+    speed_ratio,
+)
 
 matplotlib.use("svg")
 matplotlib.rcParams["svg.hashsalt"] = "arb"  # so that the same results give the same file
@@ -29,6 +41,8 @@ LABELS = {
     "--rule nibble": "nibble",
     "--rule moment --digits all": "moment, all digits",
     "--rule nibble --digits all": "nibble, all digits",
+    "--rule moment --digits fade": "moment, faded",
+    "--rule nibble --digits fade": "nibble, faded",
     "--rule carry": "carry",
     "--weights ste --optimizer muon --lr 3e-3": "straight-through, Muon",
     "--weights float --lr 1e-3": "float, AdamW",
@@ -42,12 +56,15 @@ def draw_loss(runs: Runs) -> Any:
     figure, axes = pyplot.subplots(figsize=(8, 4.1))
     for options, label in LABELS.items():
         rows = rows_of(runs, preset="small", options=options)
+        if not rows:
+            continue
+        faded = "fade" in options
         losses = [row["held_out_nats"] for row in rows]
         state, colour = rows[0]["state_mib"], COLOURS[rows[0]["kind"]]
         axes.plot([state] * len(rows), losses, "o", color=colour)
         axes.annotate(
-            label, (state, max(losses)), (0, 7), textcoords="offset points", ha="center",
-            color=colour,
+            label, (state, min(losses) if faded else max(losses)), (0, -14 if faded else 7),
+            textcoords="offset points", ha="center", color=colour,
         )  # fmt: skip
     axes.set(
         xscale="log", xlim=(9, 200), ylim=(1.14, 1.345),
@@ -89,9 +106,71 @@ def draw_speed(runs: Runs) -> Any:
     return figure
 
 
+LINES = {
+    "AdamW": ("float, AdamW", "#888888", "s"),
+    "Muon": ("float, Muon", "#444444", "D"),
+    "straight-through, Muon": ("straight-through, Muon", "#b8860b", "v"),
+    "nibble": ("nibble", "#6fa8dc", "^"),
+    "moment": ("moment", "#1769aa", "o"),
+    "nibble, all digits": ("nibble, all digits", "#8fce9f", "^"),
+    "moment, all digits": ("moment, all digits", "#2e8b57", "o"),
+}
+"""How a kind of training is drawn: label, colour and mark."""
+
+
+def draw_scaling(runs: Runs) -> Any:
+    """Draw held-out loss against the bytes read, a curve of each kind's law for every size."""
+    sizes = sorted({row["weights"] for row in rows_of(runs)})
+    figure, axes = pyplot.subplots(1, len(sizes), figsize=(2.6 * len(sizes), 3.6), sharey=True)
+    for weights, part in zip(sizes, axes, strict=True):
+        for kind, (label, colour, mark) in LINES.items():
+            rows = sorted(rows_of(runs, kind=kind, weights=weights), key=lambda row: row["bytes"])
+            read = [row["bytes"] for row in rows]
+            losses = [row["held_out_nats"] for row in rows]
+            part.plot(read, losses, mark, color=colour, label=label, markersize=4)
+            found = fit(rows_of(runs, kind=kind))
+            if found and rows:
+                part.plot(read, [found.law.loss(weights, n) for n in read], color=colour)
+        part.set(xscale="log", yscale="log", title=f"{weights / 1e6:.1f} M weights")
+        part.set(xlabel="million bytes read")
+        part.set_xticks(sorted({row["bytes"] for row in rows_of(runs)}))
+        part.xaxis.set_major_formatter(lambda read, _: f"{read / 1e6:.0f}")
+        part.xaxis.set_minor_formatter("")
+        part.yaxis.set_major_formatter("{x:.1f}")
+        part.yaxis.set_minor_formatter("{x:.1f}")
+        part.grid(alpha=0.3, which="both")
+    axes[0].set(ylabel="held-out loss, nats a byte")
+    axes[0].legend(frameon=False, fontsize=7)
+    return figure
+
+
+def draw_frontier(runs: Runs) -> Any:
+    """Draw the lowest loss that each kind reaches within a peak of memory."""
+    figure, axes = pyplot.subplots(figsize=(8, 4.1))
+    losses = load("scaling")
+    peaks = sorted({min(row["peak_mib"], FRONTIER_BUDGETS[-1]) for row in rows_of(runs)})
+    for kind, (label, colour, _mark) in LINES.items():
+        best = [(peak, best_within(runs, losses, kind, peak)) for peak in peaks]
+        known = [(peak, found[0]) for peak, found in best if found]
+        if known:
+            known.append((FRONTIER_BUDGETS[-1], known[-1][1]))
+            axes.step(*zip(*known, strict=True), where="post", color=colour, label=label)
+    axes.set(
+        xscale="log", xlabel="peak of memory in MiB",
+        ylabel=f"held-out loss after {FRONTIER_SECONDS} s of one H200, nats a byte",
+    )  # fmt: skip
+    axes.set_xticks(FRONTIER_BUDGETS, [f"{budget}" for budget in FRONTIER_BUDGETS])
+    axes.minorticks_off()
+    axes.grid(alpha=0.3)
+    axes.legend(frameon=False)
+    return figure
+
+
 FIGURES = {
     "loss-against-memory": ("quality", draw_loss),
     "speed": ("training_step", draw_speed),
+    "scaling": ("scaling", draw_scaling),
+    "frontier": ("frontier", draw_frontier),
 }
 """By the name of a file in `docs/`: whose results, and what draws it."""
 
@@ -99,8 +178,10 @@ FIGURES = {
 def main() -> None:
     """Write every figure."""
     for name, (file, draw) in FIGURES.items():
-        path = ROOT / "docs" / f"{name}.svg"
-        figure = draw(load(file))
+        path, runs = ROOT / "docs" / f"{name}.svg", load(file)
+        if not runs:
+            continue
+        figure = draw(runs)
         figure.savefig(path, metadata={"Date": None}, bbox_inches="tight")
         pyplot.close(figure)
 

@@ -20,7 +20,7 @@ COMMON = {
     "code": "--preset small --ctx 512 --batch 64 --steps 2500",
 }
 """Options of every run, by the file of results."""
-DIGITS = {"trit": "ternary", "all": "all digits"}
+DIGITS = {"trit": "ternary", "all": "all digits", "fade": "ternary"}
 KINDS = {"float": "float", "ste": "straight-through"}
 """What tables call the weights of a twin."""
 

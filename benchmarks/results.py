@@ -32,9 +32,11 @@ KEYS = {
     "exports": ("model", "program", "type"),
     "hnet": ("preset", "kind"),
     "long": ("preset", "kind"),
+    "long_quality": ("kind", "seconds", "batch", "seed"),
     "hnet_quality": ("text", "preset", "ctx", "kind", "seconds", "seed"),
     "digits": ("rule", "rows", "what"),
-    "frontier": ("kind", "shape", "way", "seconds", "seed"),
+    "frontier": ("kind", "shape", "way"),
+    "scaling": ("kind", "shape", "steps", "seed"),
     "streams": ("part", "variant", "seed", "steps"),
 }
 """Fields that name a row, by file."""

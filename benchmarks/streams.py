@@ -65,8 +65,8 @@ def measure(part: str, names: list[str], paths: tuple[str, str], file: Path | No
         if name not in times:
             times[name] = run(build(VARIANTS[part][name], paths, 0, TIMED), TIMED)
             print(f"{name:26} {times[name]:6.2f} ms a step", flush=True)
-    if file:
-        file.write_text(json.dumps(times))
+            if file:
+                file.write_text(json.dumps(times))
     return times
 
 
@@ -95,7 +95,7 @@ def train(part: str, name: str, paths: tuple[str, str], seed: int, steps: int) -
 
 
 def main() -> None:
-    """Print a line a run, and write the rows."""
+    """Print a line a run, and write its row as soon as it is there."""
     parser = results.options("streams", "Compare residual streams, and choices of experts.")
     parser.add_argument("train")
     parser.add_argument("val")
@@ -105,7 +105,8 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="*", default=[0, 1, 2])
     parser.add_argument("--times", type=Path)
     given = parser.parse_intermixed_args()
-    part, paths, rows = given.part, (given.train, given.val), []
+    part, paths = given.part, (given.train, given.val)
+    command = results.command_line("streams", "TRAIN", "VAL", "--part", part)
     names = given.names or list(VARIANTS[part])
     first = next(iter(VARIANTS[part]))
     with deterministic():
@@ -113,12 +114,10 @@ def main() -> None:
         for seed in given.seeds:
             for name in names:
                 steps = round(given.steps * times[first] / times[name])
-                rows.append(train(part, name, paths, seed, steps))
+                row = train(part, name, paths, seed, steps)
+                results.save("streams", [row], command=command, folder=given.out)
                 if torch.cuda.is_available():
                     torch.cuda.empty_cache()
-    if rows:
-        command = results.command_line("streams", "TRAIN", "VAL", "--part", part)
-        results.save("streams", rows, command=command, folder=given.out)
 
 
 if __name__ == "__main__":

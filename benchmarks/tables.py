@@ -15,6 +15,7 @@ from statistics import mean, median, stdev
 from textwrap import fill
 from typing import Any
 
+from benchmarks.fits import between, fit
 from benchmarks.results import FOLDER, KEYS, add_runs, load
 
 ROOT = FOLDER.parents[1]
@@ -473,6 +474,86 @@ def quality_of_many(runs: Runs) -> str:
     return _measured(["parts and windows", "by seed", "mean", "from the first"], lines, found)
 
 
+def long_speed(runs: Runs) -> str:
+    """Training, text and cache of compressed attention beside dense, at ctx 16,384."""
+    lines = []
+    for row in rows_of(runs):
+        made = row["texts"].values()
+        lines.append(
+            [
+                row["kind"],
+                f"{row['weights'] / 1e6:.1f} M",
+                f"{row['bytes_per_second']:,}",
+                " / ".join(f"{text['generated_bytes_per_second']:,.0f}" for text in made),
+                " / ".join(f"{text['cache_bytes'] / MIB:.1f}" for text in made),
+            ]
+        )
+    kept = " / ".join(next(iter(rows_of(runs)), {"texts": {}})["texts"])
+    head = ["attention", "weights", "trained bytes/s", f"text, bytes/s: {kept}", "cache, MiB"]
+    return _measured(head, lines, runs)
+
+
+def long_quality(runs: Runs) -> str:
+    """Held-out loss after equal time at ctx 16,384, by position, and with a cache in eight bits."""
+    lines, starts = [], []
+    for row in rows_of(runs):
+        kept = row["kept_in"]
+        starts = [f"from {first:,}" for first, *_ in row["by_position"]]
+        more = {kv: kept[kv]["nats"] - kept["bf16"]["nats"] for kv in ("int8", "fp8")}
+        lines.append(
+            [
+                row["kind"],
+                f"{row['weights'] / 1e6:.1f} M",
+                f"{row['seconds']:g}",
+                f"{row['steps']:,}",
+                f"{row['trained_bytes'] / 1e6:.1f}",
+                f"{row['nats']:.4f}",
+                *(f"{nats:.4f}" for *_, nats in row["by_position"]),
+                *(f"{value:+.5f}" for value in more.values()),
+                f"{kept['bf16']['cache_bytes'] / MIB:.1f}",
+            ]
+        )
+    head = ["attention", "weights", "seconds", "steps", "MB read", "nats", *starts]
+    return _measured([*head, "`int8`", "`fp8`", "cache, MiB"], lines, runs)
+
+
+def streams(runs: Runs) -> str:
+    """Held-out loss of one and of several residual streams, by seed."""
+    found = _of_part(runs, "streams")
+    lines = []
+    for variant, steps in dict.fromkeys((r["variant"], r["steps"]) for r in rows_of(found)):
+        rows = rows_of(found, variant=variant, steps=steps)
+        losses = [row["held_out_nats"] for row in sorted(rows, key=lambda row: row["seed"])]
+        lines.append(
+            [
+                variant.replace("-", " "),
+                f"{rows[0]['weights'] / 1e6:.2f} M",
+                f"{steps:,}",
+                ", ".join(f"{loss:.4f}" for loss in losses),
+                f"{mean(losses):.4f}",
+            ]
+        )
+    return _measured(["streams", "weights", "steps", "nats by seed", "mean"], lines, found)
+
+
+def gates(runs: Runs) -> str:
+    """Held-out loss and the fullest expert, by the choice of experts."""
+    found = _of_part(runs, "gates")
+    lines = [
+        [
+            f"`{row['variant'].split('-')[0]}`" + ", shared expert" * ("shared" in row["variant"]),
+            "`nibble`, factored" if "factored" in row["variant"] else "`moment`",
+            f"{row['lr']:g}",
+            f"{row['steps']:,}",
+            f"{row['held_out_nats']:.4f}",
+            f"{row['fullest_expert']:.2f}",
+        ]
+        for row in sorted(rows_of(found), key=lambda row: ("factored" in row["variant"], row["lr"]))
+    ]
+    head = ["choice", "rule", "`--lr`", "steps", "nats", "fullest expert over the mean"]
+    return _measured(head, lines, found)
+
+
 def _of_part(runs: Runs, part: str) -> Runs:
     found = [run | {"rows": rows_of([run], part=part)} for run in runs]
     return [run for run in found if run["rows"]]
@@ -480,6 +561,86 @@ def _of_part(runs: Runs, part: str) -> Runs:
 
 def _measured(head: Sequence[str], lines: Sequence[Sequence[str]], runs: Runs) -> str:
     return markdown(head, lines) + source(runs) if runs else "Not measured yet.\n"
+
+
+def losses_by_size(runs: Runs) -> str:
+    """Held-out losses of every kind by size and length, one seed."""
+    rows = rows_of(runs, seed=0)
+    lengths = sorted({row["steps"] for row in rows})
+    groups: dict[tuple[str, int], dict[int, float]] = {}
+    for row in rows:
+        place = groups.setdefault((row["kind"], row["weights"]), {})
+        place[row["steps"]] = row["held_out_nats"]
+    lines = [
+        [kind, f"{weights / 1e6:.1f} M", *(_number(found.get(steps), ".4f") for steps in lengths)]
+        for (kind, weights), found in sorted(groups.items())
+    ]
+    return _measured(["kind", "weights", *(f"{n:,} steps" for n in lengths)], lines, runs)
+
+
+def laws(runs: Runs) -> str:
+    """The law that is fitted to each kind's losses, each number with its standard error."""
+    lines = []
+    for kind in dict.fromkeys(row["kind"] for row in rows_of(runs)):
+        found = fit(rows_of(runs, kind=kind))
+        if found:
+            pairs = zip(found.law, found.errors, strict=True)
+            numbers = [f"{value:.2f} ± {error:.2f}" for value, error in pairs]
+            lines.append([kind, *numbers, f"{found.residual:.2%}".replace("%", " %")])
+    return _measured(["kind", "E", "A", "B", "a", "b", "residual"], sorted(lines), runs)
+
+
+FRONTIER_SECONDS = 5
+"""Of one GPU."""
+FRONTIER_BUDGETS = (128, 256, 512, 1024, 2048)
+"""MiB."""
+
+
+def best_within(steps: Runs, losses: Runs, kind: str, budget: float) -> tuple[float, Row] | None:
+    """Find the lowest loss of a kind in the time and memory given, and which step it is of.
+
+    Args:
+        steps: results of `frontier`.
+        losses: results of `scaling`.
+        kind: of training.
+        budget: of the peak, in MiB.
+    """
+    found = []
+    for row in rows_of(steps, kind=kind):
+        lengths = rows_of(losses, kind=kind, shape=row["shape"], seed=0)
+        count = 1e3 * FRONTIER_SECONDS / row["ms"]
+        enough = any(count >= length["steps"] for length in lengths)
+        if row["peak_mib"] <= budget and enough:
+            found.append((between(lengths, count), row))
+    return min(found, key=lambda pair: pair[0], default=None)
+
+
+def frontier(runs: Runs) -> str:
+    """The best held-out loss of every kind by budget of memory, and the model that has it."""
+    losses, lines = load("scaling"), []
+    for kind in sorted({row["kind"] for row in rows_of(runs)}):
+        cells = []
+        for budget in FRONTIER_BUDGETS:
+            best = best_within(runs, losses, kind, budget)
+            cells.append(f"{best[0]:.3f} ({best[1]['weights'] / 1e6:.1f} M)" if best else "")
+        lines.append([kind, *cells])
+    return _measured(["", *(f"{budget} MiB" for budget in FRONTIER_BUDGETS)], lines, runs)
+
+
+def steps_by_size(runs: Runs) -> str:
+    """Milliseconds and peaks of the steps that the frontier is made of."""
+    groups: dict[tuple[str, int], dict[str, Row]] = {}
+    for row in rows_of(runs):
+        groups.setdefault((row["kind"], row["weights"]), {})[row["way"]] = row
+    ways = list(dict.fromkeys(row["way"] for row in rows_of(runs)))
+    lines = []
+    for (kind, weights), found in sorted(groups.items()):
+        cells = [
+            f"{found[way]['ms']:.2f} ms, {found[way]['peak_mib']} MiB" if way in found else ""
+            for way in ways
+        ]
+        lines.append([kind, f"{weights / 1e6:.1f} M", *cells])
+    return _measured(["kind", "weights", *ways], lines, runs)
 
 
 def short_table(runs: Runs) -> list[str]:
@@ -508,6 +669,14 @@ TABLES: dict[str, tuple[str, Callable[[Runs], str]]] = {
     "several-texts": ("several_texts", several),
     "kv-cache": ("kv_cache", caches),
     "hnet": ("hnet", chunked),
+    "long-speed": ("long", long_speed),
+    "long-quality": ("long_quality", long_quality),
+    "streams": ("streams", streams),
+    "gates": ("streams", gates),
+    "scaling": ("scaling", losses_by_size),
+    "scaling-laws": ("scaling", laws),
+    "frontier": ("frontier", frontier),
+    "frontier-steps": ("frontier", steps_by_size),
     "many-gpus-bits": ("many_gpus", bits_of_many),
     "many-gpus-speed": ("many_gpus", speed_of_many),
     "many-gpus-quality": ("many_gpus", quality_of_many),

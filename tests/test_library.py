@@ -121,3 +121,22 @@ def test_every_argument_reaches_what_it_is_for(book, monkeypatch):
     backend = default_backend(model.device)
     expected = {"stride": 3, "batch": 4, "backend": backend, "kv": "int8"}
     assert measured.call_args.kwargs == expected
+    opened = spy("arbcli.data.open_text")
+    opened.return_value = ("a text", "its name")
+    arbcli.evaluate(model, ["a.jsonl"], field="said")
+    assert opened.call_args == mock.call(["a.jsonl"], "said")
+    assert measured.call_args.args == (model, "", "a text", "its name")
+
+
+def test_every_argument_of_several_prompts_reaches_what_it_is_for(monkeypatch):
+    made = mock.Mock(return_value=[(1, b"second"), (0, b"first")])
+    monkeypatch.setattr("arbcli.infer.several.generate_several", made)
+    how = {"temperature": 0.5, "top_k": 3, "top_p": 0.25, "seed": 9}
+    found = arbcli.generate("model", ["é", b"x"], 5, **how, kv="int8", batch=2)
+    assert found == [b"first", b"second"]
+    model, requests, batch = made.call_args.args
+    assert (model, batch, made.call_args.kwargs) == ("model", 2, {"kv": "int8"})
+    assert [(each.prompt, each.length, each.stream) for each in requests] == [
+        ("é".encode(), 5, 0), (b"x", 5, 1),
+    ]  # fmt: skip
+    assert [asdict(each.sampling) for each in requests] == [how, how]

@@ -102,13 +102,16 @@ def repeat_options(words: list[str]) -> list[str]:
     return found
 
 
-def find_run(path: Path) -> Path:
-    """Find the run that `auto` stands for, the last one in `runs`; any other path is what it is."""
+def find_run(path: Path, root: Path | None = None) -> Path:
+    """Find the run that `auto` stands for: the last one in `root`, or in `runs`.
+
+    Any other path is what it is.
+    """
     if str(path) != "auto":
         return path
-    from arbcli.train.directory import latest_run  # imports torch
+    from arbcli.train.directory import RUNS, latest_run  # imports torch
 
-    return latest_run()
+    return latest_run(root or RUNS)
 
 
 def one_of(field: str, known: Iterable[str]) -> Callable[[str | None], str | None]:
@@ -234,7 +237,7 @@ MODEL = {
         "digits",
         DIGITS,
         "What a weight is: the trit, or all digits that the rule stores, which learns better in the"
-        " same memory. [default: trit]",
+        " same memory; or fade: all at first and the trit at the end. [default: trit]",
     ),
     "direction": _name(
         "direction", DIRECTIONS, f"Of a step: {', '.join(DIRECTIONS)}. [default: the rule's]"

@@ -26,13 +26,13 @@ def check(
     raise typer.Exit(show_check(run, as_json=as_json))
 
 
-def show_check(run: Path, *, as_json: bool) -> int:
-    """Check a run, print the report, and return the exit code."""
+def show_check(run: Path, *, as_json: bool, root: Path | None = None) -> int:
+    """Check a run, print the report, and return the exit code; `auto` is the last one in `root`."""
     with LiveLine() as line:
         line.show_wait("reading")
         from arbcli.train.check import check_run  # torch takes seconds to import
 
-        report = check_run(find_run(run))
+        report = check_run(find_run(run, root))
     emit(report, _shown(report), as_json=as_json)
     return 0 if report.passed else 1
 

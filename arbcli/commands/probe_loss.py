@@ -59,7 +59,7 @@ def probe_loss(
         typer.Option(metavar="auto|RUN|FILE", help="Probe a saved model, left as it is."),
     ] = None,
     plot: Annotated[
-        Path | None, typer.Option(help="Draw stream, flips, loss: .png, .pdf or .svg.")
+        Path | None, typer.Option(help="Draw stream, flips, loss, logits: .png, .pdf or .svg.")
     ] = None,
     as_json: Json = False,
     **model: Any,
@@ -133,6 +133,8 @@ def _shown(report: "ProbeReport") -> Group:
     starts = [*report.position_starts, model["ctx"]]
     buckets = zip(pairwise(starts), last.loss_by_position, strict=True)
     by_position = "  ".join(f"{a}-{b - 1}: {_number(loss, 2)}" for (a, b), loss in buckets)
+    growths = zip(pairwise(starts), last.growth_by_position, strict=False)
+    growth = "  ".join(f"{a}-{b - 1}: {_number(value, 2)}" for (a, b), value in growths)
     scales = [tensor.digits["scale"] for tensor in report.tensors]
     lowest, highest = min(scale.low for scale in scales), max(scale.high for scale in scales)
     return Group(
@@ -140,10 +142,12 @@ def _shown(report: "ProbeReport") -> Group:
         f" {config['device']}, backend {config['backend']}, {config['compute']}; {report.text}",
         _steps(report),
         _layers(report),
+        *_streams(report),
         _tensors(report),
         f"held-out loss     {_number(last.val_loss, 4)} nats; uniform {report.uniform_loss:.4f},"
         f" order-0 entropy {report.text_entropy:.4f}",
         f"by position       {by_position}",
+        *([f"growth            {growth}"] if growth else []),
         f"scales            v from {lowest} to {highest}, in 1/128 octaves",
         f"first NaN or Inf  {report.first_nonfinite or 'none'}",
         f"causality         {report.acausal_logits} predictions moved by a later byte",
@@ -170,11 +174,13 @@ def _steps(report: "ProbeReport") -> Table:
             _percent(reading.flip_share),
             _number(reading.residual_growth, 2),
             f"{_number(reading.logit_min, 1)} to {_number(reading.logit_max, 1)}",
+            _number(reading.logit_spread, 2),
             _number(reading.prediction_entropy, 2),
         ]
         for reading in report.readings
     ]
-    columns = ["step", "lr", "loss", "held out", "flip %", "growth", "logits", "entropy"]
+    columns = ["step", "lr", "loss", "held out", "flip %", "growth", "logits", "spread"]
+    columns += ["entropy"]
     return table("Steps: losses and entropy in nats, growth of the residual stream", columns, rows)
 
 
@@ -182,15 +188,31 @@ def _layers(report: "ProbeReport") -> Table:
     first, last = report.readings[0], report.readings[-1]
     names = ["embedding", *(f"block {index}" for index in range(len(last.mlp_rms)))]
     branches = zip((None, *last.attention_rms), (None, *last.mlp_rms), strict=True)
-    columns = zip(first.residual_rms, last.residual_rms, branches, strict=True)
+    columns = zip(first.residual_rms, last.residual_rms, last.residual_most, branches, strict=True)
     rows = [
-        [name, *(_number(size, 3) for size in (before, after, *branch))]
-        for name, (before, after, branch) in zip(names, columns, strict=True)
+        [name, *(_number(size, 3) for size in (before, after, most, *branch))]
+        for name, (before, after, most, branch) in zip(names, columns, strict=True)
     ]
     if last.takeoff_layer is not None:
         rows[last.takeoff_layer + 1][0] += ", takes off"
-    columns = ["after", "stream at first", "stream at last", "attention", "MLP"]
+    columns = ["after", "stream at first", "stream at last", "most of a byte", "attention", "MLP"]
     return table("Residual stream and what is added to it: root-mean-square", columns, rows)
+
+
+def _streams(report: "ProbeReport") -> Iterator[Table]:
+    """Show what several streams are read and written by, the least and the largest."""
+    ranges = report.readings[-1].stream_ranges
+    if ranges:
+        rows = [
+            [f"block {index}", *(_pair(*ends) for ends in zip(of[::2], of[1::2], strict=True))]
+            for index, of in enumerate(ranges)
+        ]
+        columns = ["of", "attention reads", "attention writes", "MLP reads", "MLP writes"]
+        yield table("Streams: weights that branches read and write by", columns, rows)
+
+
+def _pair(least: float | None, most: float | None) -> str:
+    return f"{_number(least, 3)} to {_number(most, 3)}"
 
 
 def _tensors(report: "ProbeReport") -> Table:

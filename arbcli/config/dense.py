@@ -6,7 +6,7 @@ from typing import ClassVar
 from arbcli.config.checks import check_choice, check_fields, check_sizes
 from arbcli.directions import DIRECTIONS
 from arbcli.errors import ArbError
-from arbcli.rules import DIGITS, RULES, WITH_DIGITS
+from arbcli.rules import DIGITS, FADED, FADING, RULES, WITH_DIGITS
 
 VOCABULARY = 256
 """Every byte is a symbol."""
@@ -39,7 +39,8 @@ class ModelConfig:
     rule: str = "moment"
     """The update rule, which decides what is stored beside the trits."""
     digits: str = "trit"
-    """What a weight is: the `trit`, or `all` digits that the rule stores."""
+    """What a weight is: the `trit`, or `all` digits that the rule stores, or `fade`: first all and
+    at the end the trit. A checkpoint in the middle has one of `FADED`."""
     direction: str | None = "orthogonal"
     """The direction of a step; `factored` stores statistics of rows and columns."""
     weights: str = "ternary"
@@ -65,12 +66,16 @@ class ModelConfig:
             )
         check_choice("scale_type", self.scale_type, SCALE_TYPES)
         check_choice("rule", self.rule, RULES)
-        check_choice("digits", self.digits, DIGITS)
-        if self.digits == "all" and (self.rule not in WITH_DIGITS or self.weights != "ternary"):
+        if self.digits not in FADED:
+            check_choice("digits", self.digits, DIGITS)
+        able = WITH_DIGITS if self.digits in ("all", "trit") else FADING
+        stores = self.rule in WITH_DIGITS and self.weights == "ternary"
+        if self.digits != "trit" and not (stores and self.rule in able):
             what = f"the rule `{self.rule}`" if self.weights == "ternary" else "a float twin"
+            does = "does not fade to" if stores else "stores no digits below"
             raise ArbError(
-                f"{what} stores no digits below the trit",
-                hint=f"leave `digits=all` out, or use one of: {', '.join(WITH_DIGITS)}",
+                f"{what} {does} the trit",
+                hint=f"leave `digits={self.digits}` out, or use one of: {', '.join(able)}",
                 fields=("digits",),
             )
         check_choice("direction", self.direction or DIRECTIONS[0], DIRECTIONS)

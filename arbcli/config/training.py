@@ -9,7 +9,7 @@ from arbcli.config.dense import ModelConfig
 from arbcli.config.presets import KINDS, config_from_dict
 from arbcli.config.presets import preset as model_preset
 from arbcli.errors import ArbError
-from arbcli.rules import find_rule
+from arbcli.rules import FADED, find_rule
 
 EVAL_EVERY = (50, 500)
 """Least and most steps between evaluations where no number is given."""
@@ -112,6 +112,18 @@ class TrainConfig:
                 "a float twin keeps no checkpoint",
                 hint="leave `keep_best=True` out",
                 fields=("keep_best",),
+            )
+        if self.model.digits == "fade" and self.keep_best:
+            raise ArbError(
+                "the best checkpoint is one of before the weights have faded to the trit",
+                hint="leave `keep_best=True` out, or use `digits=all` or `trit`",
+                fields=("keep_best", "digits"),
+            )
+        if self.model.digits in FADED:
+            raise ArbError(
+                "the checkpoint is of the middle of a run whose weights fade",
+                hint="choose what they are to be: `digits` of all, fade or trit",
+                fields=("digits",),
             )
         for name in ("steps", "batch", "accum", "save_every", "keep"):
             check_positive(name, getattr(self, name))

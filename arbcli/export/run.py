@@ -11,6 +11,7 @@ from arbcli.export.block_types import TYPES
 from arbcli.export.formats import FORMATS
 from arbcli.export.inference import write_inference
 from arbcli.infer.load import load_weights
+from arbcli.rules import FADED
 
 NAMES = {"gguf": "{}.gguf", "hf": "{}-hf", "safetensors": "{}-weights.safetensors"}
 """What a format calls the export of a run unless a name is given."""
@@ -73,6 +74,11 @@ def export(
     if path.exists():
         raise ArbError(f"`{path}` exists", hint="remove it, or choose another `--out`")
     weights = load_weights(source, note)
+    if weights.model.config.digits in FADED:
+        raise ArbError(
+            f"the weights of `{weights.path}` are fading from all digits to the trit",
+            hint="export a checkpoint of the end of the run",
+        )
     type_name = "trits" if weights.model.config.digits == "trit" else "all digits"
     if format == "gguf":
         type_name = gguf.write_model(path, weights, name, kind).name

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from arbcli.errors import ArbError
+from arbcli.inspect.verdicts import LEAST_SPREAD
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -61,7 +62,9 @@ def plot_training(run: Path, png: Path) -> None:
 
 
 def plot_probe(report: dict[str, Any], png: Path) -> None:
-    """Draw residual stream, flips and losses of a probe, and lengths of chunks if there are any.
+    """Draw residual stream, flips, losses and logits of a probe.
+
+    Besides, what several streams are read and written by, and lengths of chunks, if there are any.
 
     Args:
         report: the object that `arb probe-loss --json` prints.
@@ -71,13 +74,17 @@ def plot_probe(report: dict[str, Any], png: Path) -> None:
         ArbError: matplotlib is missing, or the file cannot be written.
     """
     chunks = report["chunks"]
-    figure, (stream, flips, loss, *more) = _figure(4 if chunks else 3)
     readings = report["readings"]
     first, last = readings[0], readings[-1]
+    ranges = last["stream_ranges"]
+    figure, (stream, flips, loss, logits, *more) = _figure(4 + bool(chunks) + bool(ranges))
     for reading, color in ((first, FAINT), (last, BLUE)):
         label = f"after step {reading['step']}"
         sizes = [_number(size) for size in reading["residual_rms"]]
         stream.plot(range(len(sizes)), sizes, "o-", color=color, markersize=4, label=label)
+    most = [_number(size) for size in last["residual_most"]]
+    about = {"color": BLUE, "markersize": 3, "label": "largest of a byte"}
+    stream.plot(range(len(most)), most, "^:", **about)
     for name, color in (("attention_rms", ORANGE), ("mlp_rms", GREEN)):
         sizes = [_number(size) for size in last[name]]
         label = name.removesuffix("_rms").replace("mlp", "MLP") + " branch"
@@ -102,7 +109,15 @@ def plot_probe(report: dict[str, Any], png: Path) -> None:
     loss.legend(frameon=False, fontsize=8)
     _label(loss, "loss", "steps done", "nats a byte")
 
-    for axes in more:
+    spread = _points(readings, "step", "logit_spread")
+    logits.plot(*spread, "o-", color=BLUE, markersize=4)
+    logits.set_ylim(bottom=0)
+    logits.axhline(LEAST_SPREAD, color=FAINT, linestyle=":", linewidth=1)
+    _label(logits, "spread of logits", "steps done", "standard deviation")
+
+    if ranges:
+        _draw_ranges(more[0], ranges)
+    for axes in more[-1:] if chunks else ():
         counts = chunks["lengths"]
         axes.bar(range(1, len(counts) + 1), counts, color=GREEN, width=0.8)
         mean = chunks["mean_lengths"][0]
@@ -117,6 +132,19 @@ def plot_probe(report: dict[str, Any], png: Path) -> None:
     )
     figure.suptitle(f"{model['rule']}: {verdicts}   ({shape})", color=INK, fontsize=12)
     _save(figure, png)
+
+
+def _draw_ranges(axes: "Axes", ranges: list[list[float | None]]) -> None:
+    """Draw bars from the least to the largest weight, of each branch of each block."""
+    for shift, color, label in ((0, BLUE, "read"), (2, ORANGE, "written")):
+        for place, branch in enumerate((0, 4)):
+            ends = [[_number(value) for value in of[branch + shift :][:2]] for of in ranges]
+            at = [index + 0.5 * place for index in range(len(ends))]
+            least, most = zip(*ends, strict=True)
+            about = {"color": color, "linewidth": 3, "alpha": 0.7}
+            axes.vlines(at, least, most, label=None if place else label, **about)
+    axes.legend(frameon=False, fontsize=8)
+    _label(axes, "weights of streams", "blocks, attention and MLP", "least to largest")
 
 
 def _figure(columns: int) -> "tuple[Figure, list[Axes]]":

@@ -40,6 +40,7 @@ from arbcli.inspect.verdicts import (
 from arbcli.kernels.codec.packed import HIGHEST_EXPONENT, LOWEST_EXPONENT, OCTAVE
 from arbcli.kernels.codec.packing import unpack_trits
 from arbcli.kernels.runtime.backend import use_backend
+from arbcli.model.blocks.hyper_connection import HyperConnection
 from arbcli.model.hnet import HNet
 from arbcli.model.language_model import LanguageModel
 from arbcli.model.packed import TernaryTensor
@@ -174,7 +175,11 @@ class _Watch:
     def __init__(self, trainer: Trainer) -> None:
         self.trainer = trainer
         self.first_nonfinite: str | None = None
+        blocks = range(trainer.config.model.layers)
+        self._layers = ("embedding", *(f"blocks.{index}" for index in blocks))
         self._rms: dict[str, Tensor] = {}
+        self._streams: dict[str, Tensor] = {}
+        self._ranges: dict[str, Tensor] = {}
         self._seen: list[tuple[str, Tensor]] = []
 
     def __enter__(self) -> "_Watch":
@@ -182,6 +187,9 @@ class _Watch:
         for name, module in self.trainer.model.named_modules():
             self._handles.append(module.register_forward_pre_hook(partial(self._enter, name)))
             self._handles.append(module.register_forward_hook(partial(self._leave, name)))
+            if isinstance(module, HyperConnection):
+                hook = partial(self._range, name)
+                self._handles.append(module.register_forward_pre_hook(hook))
         for name, weight in self.trainer.model.weights().items():
             weight.sink = partial(self._take, name)
         return self
@@ -201,6 +209,17 @@ class _Watch:
         if (first := next(_floats(output), None)) is not None:
             norm = torch.linalg.vector_norm(first.detach(), dtype=torch.float32)
             self._rms[name] = norm / math.sqrt(first.numel())
+            if name in self._layers and first.dim() > 2 and not torch.is_grad_enabled():
+                rows = first.detach().flatten(2)
+                norms = torch.linalg.vector_norm(rows, dim=2, dtype=torch.float32)
+                self._streams[name] = norms / math.sqrt(rows.shape[2])  # (B, T)
+
+    def _range(self, name: str, module: HyperConnection, args: tuple[Any, ...]) -> None:
+        """Find the least and the largest weight that streams are read and written by."""
+        if not torch.is_grad_enabled():
+            read, _, write = module.weights(args[0].flatten(0, 1))
+            ends = (read.min(), read.max(), write.min(), write.max())
+            self._ranges[name] = torch.stack(ends)
 
     def _take(self, name: str, weight: TernaryTensor, grad: Tensor, *where: Any) -> None:
         self._note(f"gradient of `{name}`", grad)
@@ -210,6 +229,18 @@ class _Watch:
         for value in _floats(values):
             largest = torch.linalg.vector_norm(value.detach(), math.inf, dtype=torch.float32)
             self._seen.append((what, largest))
+
+    def take_streams(self) -> tuple[list[Tensor], dict[str, Tensor]]:
+        """Give what the last forward without gradients showed, and forget it.
+
+        Returns:
+            Root-mean-squares of the stream of every byte, (B, T), after each layer; and of every
+            hyper-connection, by name, the least and the largest weight of reading and of writing.
+        """
+        found = [self._streams[name] for name in self._layers], dict(self._ranges)
+        self._streams.clear()
+        self._ranges.clear()
+        return found
 
     def take_rms(self) -> dict[str, float | None]:
         """Read what was seen since the last time; the sizes are those of the last forward."""
@@ -319,8 +350,10 @@ def _read(
     losses = losses.view_as(targets).mean(0)  # (T,) float32
     log_p = logits.log_softmax(-1)
     numbers = [losses.mean(), logits.min(), logits.max(), -(log_p.exp() * log_p).sum(-1).mean()]
+    numbers.append(logits.std(-1).mean())
     buckets = [bucket.mean() for bucket in losses.tensor_split(starts[1:])]
     numbers = list(map(_finite, torch.stack(numbers + buckets).tolist()))
+    streams, ranges = watch.take_streams()
     sizes = watch.take_rms()
     blocks = [f"blocks.{index}" for index in range(trainer.config.model.layers)]
     stream = tuple(sizes[name] for name in ("embedding", *blocks))
@@ -328,16 +361,46 @@ def _read(
     return Reading(
         step=trainer.step,
         val_loss=numbers[0],
-        loss_by_position=tuple(numbers[4:]),
+        loss_by_position=tuple(numbers[5:]),
         residual_rms=stream,
         residual_growth=ratio(stream[-1], stream[0]),
+        residual_most=tuple(_finite(float(stream.max())) for stream in streams),
+        growth_by_position=_growth_by_position(streams, ids, starts),
+        stream_ranges=_ranges_of_blocks(ranges, blocks),
         takeoff_layer=next((i for i, factor in enumerate(factors) if factor >= TAKEOFF), None),
         attention_rms=tuple(sizes.get(f"{name}.attention") for name in blocks),
         mlp_rms=tuple(sizes[f"{name}.mlp"] for name in blocks),
         logit_min=numbers[1],
         logit_max=numbers[2],
+        logit_spread=numbers[4],
         prediction_entropy=numbers[3],
         **about,
+    )
+
+
+def _growth_by_position(
+    streams: list[Tensor], ids: Tensor, starts: list[int]
+) -> tuple[float | None, ...]:
+    """Divide the streams (B, T) of bytes behind the blocks by those before, on average."""
+    first, last = streams[0], streams[-1]
+    if any(stream.shape != ids.shape for stream in (first, last)):
+        return ()
+    growth = (last / first.clamp(min=torch.finfo(torch.float32).tiny)).mean(dim=0)
+    return tuple(_finite(float(bucket.mean())) for bucket in growth.tensor_split(starts[1:]))
+
+
+def _ranges_of_blocks(
+    ranges: dict[str, Tensor], blocks: list[str]
+) -> tuple[tuple[float | None, ...], ...]:
+    if not ranges:
+        return ()
+    return tuple(
+        tuple(
+            _finite(value)
+            for branch in ("attention", "mlp")
+            for value in ranges[f"{name}.{branch}_streams"].tolist()
+        )
+        for name in blocks
     )
 
 

@@ -21,6 +21,9 @@ MAX_SATURATED = 0.5
 is most of them, half of all steps are lost."""
 DEAD_BRANCH = 1e-3
 """A branch below this share of the stream is less than bfloat16 resolves; they start at 0.2."""
+LEAST_SPREAD = 0.25
+"""Standard deviation of the logits of a prediction: 1 of a new model, 3 of a trained one. With 0.25
+a prediction is some 0.03 nats from guessing, whatever it says."""
 UNIFORM_MARGIN = 0.01
 """Nats below ln 256 that still count as not better: rounding, or one lucky byte."""
 
@@ -49,6 +52,14 @@ class Reading:
     """Root-mean-square of the residual stream: after the embedding, and after every block."""
     residual_growth: float | None
     """The last of these over the first."""
+    residual_most: tuple[float | None, ...]
+    """Like `residual_rms`, of the byte whose stream is the largest there."""
+    growth_by_position: tuple[float | None, ...]
+    """Growth of the streams of bytes, in buckets of positions: `ProbeReport.position_starts`; none
+    where blocks read chunks and not bytes."""
+    stream_ranges: tuple[tuple[float | None, ...], ...]
+    """Of every block with several streams, the least and the largest weight that its attention
+    reads a stream by, that attention writes by, that the MLP reads by, and that it writes by."""
     takeoff_layer: int | None
     """The first block that enlarges the stream by `TAKEOFF` or more."""
     attention_rms: tuple[float | None, ...]
@@ -56,6 +67,8 @@ class Reading:
     mlp_rms: tuple[float | None, ...]
     logit_min: float | None
     logit_max: float | None
+    logit_spread: float | None
+    """Standard deviation of the logits of a prediction, on average."""
     prediction_entropy: float | None
     """Average over the predictions, nats."""
 
@@ -161,6 +174,7 @@ def judge(report: ProbeReport) -> tuple[Verdict, ...]:
         "spike": _spike,
         "worse-than-uniform": _worse_than_uniform,
         "residual-growth": _residual_growth,
+        "logits-compressed": _logits_compressed,
         "saturated": _saturated,
         "dead": _dead,
     }
@@ -214,6 +228,15 @@ def _residual_growth(report: ProbeReport) -> Iterator[str]:
     if growth > MAX_GROWTH:
         where = "" if layer is None else f", taking off in block {layer}"
         yield f"the residual stream grew {growth:,.0f} times over the blocks{where}"
+
+
+def _logits_compressed(report: ProbeReport) -> Iterator[str]:
+    first, last = report.readings[0], report.readings[-1]
+    if last.logit_spread is not None and last.logit_spread < LEAST_SPREAD:
+        before = "" if first.logit_spread is None else f", after {first.logit_spread:.2f} at first"
+        largest = last.residual_most[-1]
+        stream = "" if largest is None else f", and the largest stream of a byte is {largest:.3g}"
+        yield f"logits of a prediction spread by {last.logit_spread:.2g}{before}{stream}"
 
 
 def _saturated(report: ProbeReport) -> Iterator[str]:

@@ -86,7 +86,7 @@ def takes_one_position(model: LanguageModel, x: Tensor, config: ModelConfig) -> 
         config: of these blocks.
     """
     fits = fits_arranged(x, config.group_size) and config.ffn % 8 == 0
-    return fits and model.weights_are_prepared and model.plain_norms
+    return fits and model.weights_are_prepared and model.plain_norms and model.fits_bytes
 
 
 class ByteLM(LanguageModel):

@@ -87,6 +87,11 @@ class LanguageModel(nn.Module):
         norms = [part for part in self.modules() if isinstance(part, TernaryRMSNorm)]
         return bool(norms) and all(norm.plain for norm in norms)
 
+    @property
+    def fits_bytes(self) -> bool:
+        """Whether what each weight of its linear layers is made of is within a byte."""
+        return all(matrix.rule.fits_a_byte for matrix in self._matrices())
+
     makes_several = False
     """Whether `new_several_cache` makes a cache for several texts, which a forward takes."""
 

@@ -13,14 +13,39 @@ if TYPE_CHECKING:
 RULES = ("moment", "nibble", "carry", "votes")
 """Names of rules, each that of its file here, which defines `RULE`."""
 
-DIGITS = ("trit", "all")
-"""What a weight is: the trit of z = T * P + A, or all digits of z."""
+DIGITS = ("trit", "all", "fade")
+"""What a weight is: the trit of z = T * P + A, or all digits of z; or all of them at the beginning
+of a run and the trit at its end."""
+STAGES = ("all", "half", "quarter", "eighth", "trit")
+"""What weights are in turn where they fade: what the remainder A counts."""
+FADED = STAGES[1:-1]
+"""What only a checkpoint in the middle of such a run has."""
 WITH_DIGITS = ("moment", "nibble", "carry")
 """Rules that keep digits below the trit; their files define `ALL_DIGITS` too."""
+FADING = ("moment", "nibble")
+"""Those that learn as well or better where weights fade."""
 
 
 @cache
 def find_rule(name: str, digits: str = "trit") -> "Rule":
-    """Load the rule of a name in `RULES`, for weights that are the trit or all digits."""
+    """Load the rule of a name in `RULES`.
+
+    Args:
+        name: of the rule.
+        digits: what weights are: one of `DIGITS`, of which `fade` begins as `all`, or of `FADED`.
+    """
     module = import_module(f"arbcli.rules.{name}")
-    return module.RULE if digits == "trit" else module.ALL_DIGITS
+    if digits == "trit":
+        return module.RULE
+    return module.ALL_DIGITS.faded(STAGES.index(digits)) if digits in FADED else module.ALL_DIGITS
+
+
+@cache
+def stage_rule(name: str, stage: str) -> "Rule":
+    """Load the rule of a stage of a run whose weights fade: the same steps in each.
+
+    The last one differs from `find_rule(name, "trit")`, whose steps may have other constants.
+    """
+    if stage != "trit":
+        return find_rule(name, stage)
+    return import_module(f"arbcli.rules.{name}").ALL_DIGITS.without_digits()

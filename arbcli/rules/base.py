@@ -1,5 +1,6 @@
 """What a rule is: its buffers, their bytes and first values, and its step."""
 
+import copy
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
@@ -70,6 +71,10 @@ class Rule(ABC):
 
     reads_all: bool = False
     """Whether the weights are all digits of z, and not the trit alone."""
+    halvings: int = 0
+    """How often what the remainder counts in a weight was halved."""
+    fade_growth: float = 1.0
+    """What the learning rate has grown by when the weights have faded to the trit."""
     radix: int
     """P: what a trit is worth in units of the remainder."""
     remainder_max: int
@@ -112,7 +117,34 @@ class Rule(ABC):
         if not self.reads_all:
             return packed
         below = state["remainder"]
-        return packed._replace(remainder=below, radix=self.radix, nibble=self.share_a_byte)
+        return packed._replace(remainder=below, radix=self.read_radix, nibble=self.share_a_byte)
+
+    @property
+    def read_radix(self) -> int:
+        """What a trit is worth in a weight, in units of the remainder: P, unless weights fade.
+
+        Then a weight is (1 - t) z / U + t T, with t = 1 - 2**-halvings: all digits, and the trit
+        alone, each by its share. It is (T * this + A) / (U * 2**halvings) too.
+        """
+        unit = unit_of(self.radix)
+        return (unit << self.halvings) - (unit - self.radix)
+
+    @property
+    def fits_a_byte(self) -> bool:
+        """Whether what a weight is made of is within a byte, its sign counted."""
+        return not self.reads_all or self.read_radix + self.remainder_max <= 127
+
+    def faded(self, halvings: int) -> "Rule":
+        """Make the same rule, for weights in which the remainder counts less."""
+        rule = copy.copy(self)
+        rule.halvings = halvings
+        return rule
+
+    def without_digits(self) -> "Rule":
+        """Make the same rule, for weights that are the trit alone."""
+        rule = copy.copy(self)
+        rule.reads_all = False
+        return rule
 
     @property
     def unit_std(self) -> float:

@@ -21,6 +21,7 @@ from arbcli.config.presets import config_from_dict
 from arbcli.config.training import TrainConfig, train_config_dict, train_config_from
 from arbcli.data import Text, Texts, entropy, open_texts
 from arbcli.errors import ArbError
+from arbcli.train.schedule import fade_stage
 from arbcli.train.trainer import text_digest
 
 CONFIG = "config.json"
@@ -194,6 +195,8 @@ def check_same_run(
     wanted |= {name: known[name] for name in settings if name in known}
     if made_with.get("steps") in _earlier_steps(facts, checkpoint.step):
         wanted["steps"] = made_with["steps"]
+    if config.model.digits == "fade":
+        wanted["digits"] = fade_stage(checkpoint.step, wanted.get("steps", config.steps))
     differing = [
         f"its `{name}` is {made_with.get(name, 'missing')!s:.60},"
         f" not {wanted.get(name, 'missing')!s:.60}"

@@ -1,11 +1,17 @@
-"""The learning rate of every step: a linear warm-up times a shape that ends at the final rate."""
+"""What changes from step to step: the learning rate, and what weights are where they fade.
+
+The rate is a linear warm-up times a shape that ends at the final rate.
+"""
 
 import math
 
 from arbcli.config.training import SCHEDULES, TrainConfig
+from arbcli.rules import STAGES, find_rule
 
 FINAL_SHARE = 0.05
 """Of the learning rate, where no final one is given."""
+FADE_FROM, FADE_TO = 0.4, 0.9
+"""Shares of a run, between which weights fade from all digits to the trit."""
 DECAY_SHARE = 0.2
 """Of the steps, at the end, in which `wsd` (warm-up, stable, decay) decays."""
 SHAPES = {
@@ -38,4 +44,21 @@ def schedule(
 def learning_rate(config: TrainConfig, step: int) -> float:
     """Compute the learning rate of a step of a run."""
     final = FINAL_SHARE if config.final_lr is None else config.final_lr / config.lr
-    return config.lr * schedule(step, config.steps, config.warmup, config.schedule, final)
+    lr = config.lr * schedule(step, config.steps, config.warmup, config.schedule, final)
+    return lr * (1 + (fade_growth(config) - 1) * fade_share(step, config.steps))
+
+
+def fade_growth(config: TrainConfig) -> float:
+    """Find what the learning rate is multiplied by once weights have faded; 1 if they do not."""
+    model = config.model
+    return find_rule(model.rule, "fade").fade_growth if model.digits == "fade" else 1.0
+
+
+def fade_share(step: int, steps: int) -> float:
+    """Find how far the fading is at `step` of `steps`: 0 before it and 1 after it."""
+    return min(1.0, max(0.0, (step / steps - FADE_FROM) / (FADE_TO - FADE_FROM)))
+
+
+def fade_stage(step: int, steps: int) -> str:
+    """Find what weights are at `step` of `steps`: the later `STAGES` take equal turns."""
+    return STAGES[math.ceil(fade_share(step, steps) * (len(STAGES) - 1))]

@@ -16,12 +16,13 @@ from arbcli.infer.load import is_export
 from arbcli.kernels.runtime.backend import use_backend
 from arbcli.kernels.runtime.merged import TABLES
 from arbcli.model.build import build_model
+from arbcli.rules import stage_rule
 from arbcli.train.compiled_twin import compile_twin, side_stream
 from arbcli.train.float_optimizer import FloatOptimizer
 from arbcli.train.parallel.group import Group
 from arbcli.train.parallel.replicas import Replicas
 from arbcli.train.parallel.shared_updater import SharedUpdater
-from arbcli.train.schedule import learning_rate
+from arbcli.train.schedule import fade_growth, fade_stage, learning_rate
 from arbcli.train.step import TrainingStep, minimised
 from arbcli.train.updater import HELD_BYTES, Updater
 
@@ -115,7 +116,7 @@ class Trainer:
                 self.updater = Updater(tensors, config.seed, dtype, HELD_BYTES)
             else:
                 self.model.declare_wire()
-                largest = max(config.lr, config.final_lr or 0)
+                largest = max(config.lr, config.final_lr or 0) * fade_growth(config)
                 about = config.seed, dtype, config.wire, config.accum, self.group, largest
                 self.updater = self.shared = SharedUpdater(tensors, *about)
             if self.shared:
@@ -145,6 +146,9 @@ class Trainer:
         self._batches: Tensor | None = None
         self._measured = False
         """Whether what gradients are divided by is known."""
+        self.digits = config.model.digits
+        """What the weights are, as in `ModelConfig`; where they fade, the stage of this step."""
+        self._fade()
 
     @property
     def captures(self) -> bool:
@@ -190,6 +194,7 @@ class Trainer:
                 self._table_numbers = TABLES.brought - before
             loss = self.loss_parts["text"].clone()  # a replay overwrites its own
         self.step += 1
+        self._fade()
         self.between_steps = True
         return loss
 
@@ -240,11 +245,29 @@ class Trainer:
         with room as self._tables, use_backend(self.config.backend), graph:
             self._captured_parts = self._compute(self._micro_batches)
 
+    def _fade(self) -> None:
+        """Read the weights as the stage of this step has them, where they fade."""
+        if self.config.model.digits != "fade":
+            return
+        stage = fade_stage(self.step, self.config.steps)
+        if stage == self.digits:
+            return
+        self.digits, rule = stage, stage_rule(self.config.model.rule, stage)
+        for tensor in self.updater.tensors:
+            tensor.rule = rule
+        if self._capture_at is not None:  # what is captured reads the weights of the last stage
+            self.release_graph()
+            self._capture_at = self.step + EAGER_STEPS
+
     def release_graph(self) -> None:
         """Free the captured step, and the memory that it holds."""
         if self._graph is not None:
+            torch.cuda.synchronize(self.device)  # it may still be replayed
+            self.loss_parts = {name: part.clone() for name, part in self.loss_parts.items()}
+            self._captured_parts = {}
             self._graph.reset()
             self._graph = None
+            torch.cuda.empty_cache()  # what it held is of no use to steps that are not captured
 
     @torch.no_grad()
     def evaluate(self, num_batches: int = EVAL_BATCHES) -> float:
@@ -290,7 +313,7 @@ class Trainer:
             tensors |= self.shared.gather(self.model)
         return Checkpoint(
             step=self.step,
-            config=dataclasses.asdict(self.config.model),
+            config=dataclasses.asdict(self.config.model) | {"digits": self.digits},
             counters=self.updater.counters(),
             data={
                 "digest": text_digest,
@@ -352,6 +375,7 @@ class Trainer:
         self.take_weights(checkpoint)
         self.updater.restore(checkpoint.counters)
         self.step = checkpoint.step
+        self._fade()
         if self._capture_at is not None:
             self.release_graph()
             self._capture_at = self.step + EAGER_STEPS

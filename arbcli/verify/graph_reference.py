@@ -7,6 +7,7 @@ by their names within it, less `.weight`.
 """
 
 import math
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -20,8 +21,32 @@ from arbcli.model.graph import GraphLM
 Weights = dict[str, Tensor]
 
 
+@dataclass(slots=True)
+class Choices:
+    """What a model has chosen, so that its reference goes the same way where scores are close."""
+
+    rows: dict[str, Tensor]
+    """Of each codebook, (B, T, heads, k) int64, the best first."""
+    experts: list[Tensor]
+    """Of each iteration, (B * T, k) int64."""
+    halted: Tensor | None
+    """(B * T,) int64: the iteration with which a position halts."""
+    scores: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    """What the reference finds: scores of what was chosen, and those of the best, sorted."""
+
+    def judge(self, chosen: Tensor, every: Tensor) -> None:
+        """Note the scores (..., k) of what was chosen, and the best of all (..., n)."""
+        best = every.detach().sort(dim=-1, descending=True).values[..., : chosen.shape[-1]]
+        mine = chosen.detach().sort(dim=-1, descending=True).values
+        self.scores.append((mine.flatten(), best.flatten()))
+
+
 def reference_graph_lm(
-    w: Weights, model: GraphLM, ids: Tensor, window: int | None = None
+    w: Weights,
+    model: GraphLM,
+    ids: Tensor,
+    window: int | None = None,
+    choices: Choices | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Compute what a whole model makes of bytes.
 
@@ -30,6 +55,7 @@ def reference_graph_lm(
         model: says which parts there are, and what its integer memories hold.
         ids: (B, T) bytes.
         window: positions that each one attends to; None is all before it, and itself.
+        choices: of the model, which are taken and judged; None is to choose the best.
 
     Returns:
         (B, T, 256) logits, and the shares that `moe_graph` gives, None without iterations.
@@ -55,15 +81,17 @@ def reference_graph_lm(
     before, codes, sure, shares = x, None, None, None
     if config.codebook:
         own = under(w, "codebook")
-        y, codes, sure = codebook(own, before, config.code_heads, config.top_k)
+        shape = config.code_heads, config.top_k
+        y, codes, sure = codebook(own, before, *shape, choices, "codebook")
         streams.append(y)
     if config.knowledge_codebook:
         own = under(w, "knowledge")
-        streams.append(codebook(own, before, config.knowledge_heads, config.top_k)[0])
+        shape = config.knowledge_heads, config.top_k
+        streams.append(codebook(own, before, *shape, choices, "knowledge")[0])
     x = sum(streams[1:], x)
     if config.moe or config.graph:
         own, table = under(w, "moe_graph"), w.get("codebook.table")
-        x, shares = moe_graph(own, x, codes, sure, table, model.moe_graph, ids)
+        x, shares = moe_graph(own, x, codes, sure, table, model.moe_graph, ids, choices)
     x = through(x, range(half, config.layers))
     if config.router:
         x = router(under(w, "router"), [x, *streams])
@@ -184,13 +212,24 @@ def turn(x: Tensor) -> Tensor:
     return torch.cat((turned.real, turned.imag), dim=-1)
 
 
-def codebook(w: Weights, x: Tensor, heads: int, top_k: int) -> tuple[Tensor, Tensor, Tensor]:
+def codebook(
+    w: Weights,
+    x: Tensor,
+    heads: int,
+    top_k: int,
+    choices: Choices | None = None,
+    name: str = "codebook",
+) -> tuple[Tensor, Tensor, Tensor]:
     """Score all rows of the table; return the result, the first head's best rows, and weights."""
     query = (norm(x, w["norm"]) @ w["query"].T).unflatten(-1, (heads, 2, -1))
     query = norm(query, w["query_norm"])
     left, right = query[..., 0, :] @ w["left"].T, query[..., 1, :] @ w["right"].T
     scores = (left[..., :, None] + right[..., None, :]).flatten(-2)
     best, rows = scores.sort(dim=-1, descending=True)
+    if choices:
+        rows = choices.rows[name]
+        best = scores.gather(-1, rows)
+        choices.judge(best, scores)
     weights = best[..., :top_k].softmax(dim=-1)
     values = (weights[..., None] * w["table"][rows[..., :top_k]]).sum(dim=-2).flatten(-2)
     return norm(values, w["sub_norm"]) @ w["output"].T, rows[..., 0, 0], weights[..., 0, 0]
@@ -203,6 +242,7 @@ def experts(
     config: GraphConfig,
     balance: Tensor | None,
     chosen: list[int] | None = None,
+    choices: Choices | None = None,
 ) -> Tensor:
     """Send one position, (expert_dim,), to its experts: those that a hash has chosen, or the best.
 
@@ -214,6 +254,9 @@ def experts(
     if chosen is None:
         chances = (scores + balance * unit).tolist()
         chosen = sorted(range(config.experts), key=lambda e: -chances[e])[: config.moe_top_k]
+    elif choices:
+        chances = scores + balance * unit
+        choices.judge(chances[chosen], chances)
     gates = scores[chosen]
     gates = gates.softmax(dim=0) if config.moe_gate == "softmax" else gates / gates.sum()
     limit = 10.0 if config.moe_clamp else math.inf
@@ -245,6 +288,7 @@ def moe_graph(
     table: Tensor | None,
     part: MoEGraph,
     ids: Tensor,
+    choices: Choices | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Iterate every position of (B, T, D).
 
@@ -256,6 +300,7 @@ def moe_graph(
         table: of the codebook.
         part: has the edges and the balance.
         ids: (B, T) bytes.
+        choices: of the model; None is to choose the best.
 
     Returns:
         The result, and (iterations, B * T): what of each position halted with each iteration.
@@ -269,7 +314,13 @@ def moe_graph(
     for m, start in enumerate(x.flatten(0, 1)):
         code = (int(codes.flatten()[m]), confidence.flatten()[m]) if config.graph else (None, None)
         chosen = experts_by_hash(histories[m], config) if by_hash else None
-        found.append(iterate(w, start, *code, table, edges, balance, chosen, config))
+        chosen, halted = [chosen] * config.max_moe_iters, None
+        if choices:
+            halted = int(choices.halted[m])
+            if config.moe and not by_hash:
+                chosen = [of_one[m].tolist() for of_one in choices.experts]
+        about = (edges, balance, chosen, halted, config)
+        found.append(iterate(w, start, *code, table, *about, choices))
     y, shares = (torch.stack(part) for part in zip(*found, strict=True))
     return y.view(x.shape), shares.T
 
@@ -282,10 +333,16 @@ def iterate(
     table: Tensor | None,
     edges: dict[int, list[tuple[int, float]]],
     balance: Tensor | None,
-    chosen: list[int] | None,
+    chosen: list[list[int] | None],
+    halted: int | None,
     config: GraphConfig,
+    choices: Choices | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Iterate one position, (D,); return the result and what halted with each iteration."""
+    """Iterate one position, (D,); return the result and what halted with each iteration.
+
+    `chosen` are experts of each iteration, None the best; `halted` is the last one, None where
+    enough has halted.
+    """
     stream, left, result, shares = start, 1, 0, []
     sure = 1 + confidence - confidence.detach() if code is not None else None
     for index in range(config.max_moe_iters):
@@ -294,7 +351,8 @@ def iterate(
         change = w[f"adapters.{index}"] @ norm(low, w["adapter_norm"])
         if config.moe:
             x, query = inward[: config.expert_dim], inward[config.expert_dim :][: config.gate_dim]
-            mixed = experts(under(w, "experts"), x, query, config, balance, chosen) + x
+            own, by = under(w, "experts"), choices if balance is not None else None
+            mixed = experts(own, x, query, config, balance, chosen[index], by) + x
             change = change + w["output"] @ norm(mixed, w["sub_norm"])
         if code is not None:
             leaving = edges.get(code, [])
@@ -307,7 +365,9 @@ def iterate(
         halt = torch.sigmoid(inward[-1] - 1.0)
         if left is None:
             halt = 0 * halt
-        elif index == config.max_moe_iters - 1 or 1 - left + halt >= 0.99:
+        elif index == config.max_moe_iters - 1 or (
+            1 - left + halt >= 0.99 if halted is None else index == halted
+        ):
             halt, left = left + 0 * halt, None
         else:
             left = left - halt

@@ -2,13 +2,16 @@
 
 Every layer of a `ByteLM` is compared on the very input and output gradient that the kernels gave
 it, so an error is found where it is made, and a rounding in one layer does not count in the next.
-A small `GraphLM` with all of its parts is compared from the bytes on, and so are small ones of
-`HNet`.
+A `GraphLM` with all of its parts is compared from the bytes on, a small one and on a GPU those of
+the presets, in bf16 too: there the reference takes the choices that were made, and judges them by
+its own scores. Small ones of `HNet` and `CompressedLM` are compared likewise.
 """
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -34,7 +37,7 @@ from arbcli.rules import RULES, WITH_DIGITS, find_rule
 from arbcli.train.updater import Updater
 from arbcli.verify.compare import errors, poisoned
 from arbcli.verify.compressed_reference import reference_compressed
-from arbcli.verify.graph_reference import reference_graph_lm, reference_ponder
+from arbcli.verify.graph_reference import Choices, reference_graph_lm, reference_ponder
 from arbcli.verify.hnet_reference import reference_hnet
 from arbcli.verify.reference import (
     reference_direction,
@@ -102,6 +105,14 @@ RAGGED_COMPRESSED = CompressedConfig(
     ratios=(3, 7), indexed_ratio=3, top_k=2, index_heads=3, index_width=8,
 )  # fmt: skip
 """The same of a `CompressedLM`: groups and windows are cut off, and not all entries are chosen."""
+WITH_CHOICES = {
+    "graph": RAGGED_GRAPH,
+    **GATES,
+    "compressed of all": replace(RAGGED_COMPRESSED, top_k=99),
+}
+"""What is compared in bf16: a reference takes the choices of a `GraphLM`, or there are none."""
+BYTES_OF_REFERENCE = 48
+"""Of a weight: itself and its gradient in float64, the kernels' gradient, and what passes by."""
 LAYERS = 4
 """Blocks of a preset that are compared, as all of them are alike."""
 LR = 2.0
@@ -141,6 +152,8 @@ class Subject:
     backend: str
     part: str = "model"
     """What of it: `layers`, `model` for causality and determinism besides, or `update`."""
+    forced: bool = False
+    """Whether the reference of a `GraphLM` takes the choices of codes, experts and halting."""
 
     @property
     def of_graph(self) -> bool:
@@ -288,6 +301,25 @@ def matrix_shapes() -> tuple[tuple[int, int], ...]:
     return tuple(shapes)
 
 
+def short_graph(config: GraphConfig) -> GraphConfig:
+    """Make the preset of a `GraphLM` as short as its reference is slow, with all of its parts."""
+    return replace(config, layers=2, ctx=8, moe=True, graph=True, memgram=True)
+
+
+def graph_dtypes(name: str, device: torch.device) -> tuple[torch.dtype, ...]:
+    """List in which dtypes a GPU has memory for the reference of a preset of `GraphLM`.
+
+    Other processes share it: where it is not small, it is compared once, as it is trained.
+    """
+    with torch.device("meta"):
+        model = build_model(short_graph(PRESETS[name]))
+    needed = BYTES_OF_REFERENCE * sum(tensor.num_weights for tensor in model.weights().values())
+    memory = torch.cuda.get_device_properties(device).total_memory
+    if 10 * needed < memory:
+        return torch.float32, torch.bfloat16
+    return (torch.bfloat16,) if 2 * needed < memory else ()
+
+
 def _subjects(
     device: torch.device, backends: tuple[str, ...], group_sizes: Mapping[str, int]
 ) -> Iterator[Subject]:
@@ -300,6 +332,8 @@ def _subjects(
             place = (dtype, device, backend)
             if backend == "triton":
                 for name, config in PRESETS.items():
+                    if isinstance(config, GraphConfig) and dtype in graph_dtypes(name, device):
+                        yield Subject(name, short_graph(config), 1, *place, "layers", True)
                     if isinstance(config, GraphConfig | HNetConfig | CompressedConfig):
                         continue  # small ones stand for them, below
                     fewer = replace(config, layers=min(config.layers, LAYERS))
@@ -320,7 +354,11 @@ def _subjects(
             config = replace(config, scale_type=next(iter(group_sizes)))
             about = (config, 2, torch.float32, device, backend)
             yield Subject(f"{streams} streams {config.scale_type}", *about)
-        # in float32 alone: in bf16 another expert or code may be chosen, and all else follows
+        # in bf16 another expert or code may be chosen, and all else follows
+        for name, config in WITH_CHOICES.items() if half else ():
+            config = replace(config, scale_type=next(iter(group_sizes)))
+            about = (config, 2, torch.bfloat16, device, backend, "layers", True)
+            yield Subject(f"{name} {config.scale_type}", *about)
         interpreted = backend == "interpreter"  # 10 s each
         for index, scale_type in enumerate([*group_sizes][: 2 if interpreted else None]):
             config = replace(RAGGED_GRAPH, scale_type=scale_type)
@@ -329,6 +367,7 @@ def _subjects(
             yield Subject(f"graph {scale_type}", config, 2, *place)
         for name, config in GATES.items() if not interpreted else ():
             config = replace(config, scale_type=next(iter(group_sizes)))
+            place = (torch.float32, device, backend, "model")
             yield Subject(f"{name} {config.scale_type}", config, 2, *place)
         for index, (name, config) in enumerate(HNETS.items()):  # interpreted, the first alone
             if index and interpreted:
@@ -449,7 +488,12 @@ def _whole(subject: Subject) -> Iterator[ParityResult]:
     if subject.of_hnet and subject.config.outer_blocks == "mamba":
         reason, looser = f"{reason}; gradients of decays are what large sums differ by", 50
     gate = replace(gate, relative=looser * gate.relative, reason=reason)
-    (ids, targets), (outputs, gradients, losses) = subject.bytes(), trace(subject, model)
+    of_losses = gate
+    if subject.dtype == torch.bfloat16:
+        of_losses = replace(gate, relative=0.05)
+    ids, targets = subject.bytes()
+    with _noted_choices(model) as choices:
+        outputs, gradients, losses = trace(subject, model)
     tensors = model.weights()
     weights = {name: reference_weight(tensor) for name, tensor in tensors.items()}
     leaves = {name: w.requires_grad_() for name, w in weights.items() if not tensors[name].frozen}
@@ -461,15 +505,54 @@ def _whole(subject: Subject) -> Iterator[ParityResult]:
         others = {} if ratio is None else {"ratio": ratio}
     else:
         named = {name.removesuffix(".weight"): weight for name, weight in weights.items()}
-        logits, shares = reference_graph_lm(named, model, ids)
-        others = {"ponder": reference_ponder(shares)}
+        forced = choices if subject.forced else None
+        logits, shares = reference_graph_lm(named, model, ids, choices=forced)
+        others = {} if shares is None else {"ponder": reference_ponder(shares)}
+        if forced:
+            mine, best = (torch.cat(part) for part in zip(*forced.scores, strict=True))
+            yield subject.result("end to end", "scores of choices", mine, best, of_losses)
     wanted = {"text": reference_loss(logits, targets)} | others
-    yield subject.result("end to end", "logits", outputs[-1], logits, gate)
+    yield subject.result("end to end", "logits", outputs[-1], logits, of_losses)
     for name, loss in wanted.items():
-        yield subject.result("end to end", f"{name} loss", losses[name], loss, gate)
+        yield subject.result("end to end", f"{name} loss", losses[name], loss, of_losses)
     grads = torch.autograd.grad(sum(wanted.values()), [*leaves.values()])
     for name, grad in zip(leaves, grads, strict=True):
         yield subject.result("whole gradient", name, gradients[name], grad, gate)
+
+
+@contextmanager
+def _noted_choices(model: LanguageModel) -> Iterator[Choices]:
+    """Note what a `GraphLM` chooses in a forward."""
+    found = Choices({}, [], None)
+    handles = []
+
+    def note_rows(name: str, heads: int, _table, given: tuple) -> None:
+        if name not in found.rows:  # a graph reads rows, too, behind its codebook
+            rows = given[0]
+            batch = len(rows) // heads // model.config.ctx
+            found.rows[name] = rows.view(batch, -1, heads, rows.shape[1])
+
+    def note_experts(_gate, _given, output: tuple[Tensor, Tensor]) -> None:
+        found.experts.append(output[0])
+
+    def note_halting(_part, _given, output: tuple[Tensor, Tensor]) -> None:
+        found.halted = (output[1] > 0).sum(dim=0) - 1
+
+    if isinstance(model.config, GraphConfig):
+        for name in model.config.codebooks:
+            book = getattr(model, name)
+            note = partial(note_rows, name, book.heads)
+            handles.append(book.table.register_forward_pre_hook(note))
+        if model.moe_graph:
+            handles.append(model.moe_graph.register_forward_hook(note_halting))
+            if model.config.moe:
+                gate = model.moe_graph.experts.gate
+                handles.append(gate.register_forward_hook(note_experts))
+    try:
+        yield found
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 @torch.no_grad()

@@ -169,7 +169,8 @@ def _shown_by_probe() -> str:
     scales = [filled(Histogram, low=low, high=high) for low, high in ((-700, -90), (-800, -100))]
     report = filled(
         ProbeReport, config=config, takeoff_layer=1, position_starts=(0, 16),
-        residual_rms=(0.111, 0.222, 0.333),
+        residual_rms=(0.111, 0.222, 0.333), residual_most=(0.444, 0.555, 0.666),
+        stream_ranges=tuple(tuple(n + 0.11 * i for i in range(8)) for n in (1.0, 2.0)),
     )  # fmt: skip
     last = dataclasses.replace(
         report.readings[1], residual_rms=(0.5, 0.625, 0.75), attention_rms=(0.8, None)
@@ -190,6 +191,11 @@ def _shown_by_probe() -> str:
         report, readings=(report.readings[0], last), tensors=tuple(tensors), chunks=chunks
     )
     other = dataclasses.replace(report, first_nonfinite=None, chunks=None)
+    plain_one = [
+        dataclasses.replace(reading, stream_ranges=(), growth_by_position=())
+        for reading in other.readings
+    ]
+    other = dataclasses.replace(other, readings=tuple(plain_one))
     return plain(probe_loss._shown(report)) + "\n\n" + plain(probe_loss._shown(other))
 
 

@@ -5,6 +5,8 @@ import pty
 import signal
 import subprocess
 import sys
+from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 
@@ -47,6 +49,15 @@ def test_lines_are_continued_after_the_text_so_far(model, typed, capfd):
     stdout, stderr = capfd.readouterr()
     assert stdout == "".join(part.decode(errors="replace") for part in made)
     assert _chat.WELCOME in stderr
+
+
+def test_text_is_continued_as_was_asked(typed, monkeypatch):
+    asked, made = mock.Mock(return_value=[b"made"]), SimpleNamespace(config=SimpleNamespace(ctx=9))
+    monkeypatch.setattr("arbcli.infer.generation.generate", asked)
+    typed("")
+    _chat.chat(made, 5, Sampling(top_k=3), "torch", "int8")
+    expected = mock.call(made, b"\n", 5, Sampling(top_k=3), backend="torch", kv="int8")
+    assert asked.call_args == expected
 
 
 def test_ctrl_c_stops_the_text_and_not_the_program(model, typed, capfd, monkeypatch):

@@ -39,8 +39,10 @@ def test_resume_is_told_where_and_how_to_go_on(asked, monkeypatch):
     assert set(call.kwargs.values()) == {None}
     call = asked("arbcli.train.directory.latest_run", "train", "--resume", "auto", "--out", "here")
     assert call.args == (Path("here"),)
-    call = asked("arbcli.train.directory.latest_run", "train", "--resume", "auto")
-    assert call.args == (Path("runs"),)
+    words = ["--resume", "auto", "--out", "here", "--dry-run"]  # which tells of the same run
+    assert asked("arbcli.train.directory.latest_run", "train", *words).args == (Path("here"),)
+    for words in (["train", "--resume", "auto"], ["check", "auto"]):
+        assert asked("arbcli.train.directory.latest_run", *words).args == (Path("runs"),)
 
 
 def test_start_is_told_where_how_long_and_from_what(asked, monkeypatch):
@@ -183,11 +185,15 @@ def test_verification_is_told_of_what(asked):
     assert (request.scale_type, request.timed, request.targets) == ("T32", False, None)
 
 
-def test_settings_are_printed_beside_those_of_their_preset(arb_here):
-    shown = arb_here("train", "--preset", "small", "--device", "cpu", "--print-config").stdout
-    assert 'preset = "small"' in shown
+def test_settings_are_printed_beside_those_of_their_preset(arb_here, monkeypatch):
     read = arb_here("train", "--preset", "small", "--device", "cpu", "--print-config", "--json")
     assert json.loads(read.stdout)["model"]["dim"] == 384
+    shown = arb_here("train", "--preset", "small", "--device", "cpu", "--print-config").stdout
+    assert 'preset = "small"' in shown
+    new_config = mock.Mock(side_effect=ArbError("enough"))
+    monkeypatch.setattr("arbcli.train.configure.new_config", new_config)
+    arb_here("train", "--print-config", "--device", "cpu", "--backend", "torch", "--lr", "0.5")
+    assert new_config.call_args.kwargs == {"device": "cpu", "backend": "torch", "lr": 0.5}
 
 
 def test_evaluation_is_told_how_to_go_through_a_text(asked, monkeypatch, tmp_path):
@@ -201,3 +207,17 @@ def test_evaluation_is_told_how_to_go_through_a_text(asked, monkeypatch, tmp_pat
     assert call.args[:2] == ("model", "its name")
     given = {name: call.kwargs[name] for name in ("stride", "batch", "kv")}
     assert given == {"stride": 7, "batch": 3, "kv": "int8"}
+
+
+def test_several_prompts_are_continued_as_was_asked(asked, monkeypatch, tmp_path):
+    monkeypatch.setattr(load, "load_named_model", lambda *_: ("model", "its name"))
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('"a"\n{"prompt": "b", "length": 2}\n')
+    words = ["--checkpoint", "x", "--prompts", str(path), "--batch", "3", "--length", "4"]
+    words += ["--kv", "int8", "--device", "cpu", "--backend", "torch", "--top-k", "5"]
+    call = asked("arbcli.infer.several.continue_several", "generate", *words)
+    model, requests, batch = call.args
+    assert (model, batch) == ("model", 3)
+    assert [(each.prompt, each.length) for each in requests] == [(b"a", 4), (b"b", 2)]
+    assert {each.sampling.top_k for each in requests} == {5}
+    assert (call.kwargs["backend"], call.kwargs["kv"]) == ("torch", "int8")

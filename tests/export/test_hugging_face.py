@@ -28,6 +28,9 @@ def test_folder_holds_the_same_weights(saved, tmp_path, kind):
     assert found.keys() == expected.keys()
     for name, weight in expected.items():
         assert torch.equal(found[name].float(), weight), name
+    dtype = {"bf16": "bfloat16", "f32": "float32"}[kind]
+    assert {str(weight.dtype) for weight in found.values()} == {f"torch.{dtype}"}
+    assert json.loads((tmp_path / "model" / "config.json").read_text())["dtype"] == dtype
     card = (tmp_path / "model" / "README.md").read_text()
     assert report.origin in card
     assert report.bytes > found["lm_head.weight"].nbytes
@@ -128,6 +131,14 @@ def test_card_has_the_loss_of_the_very_step(saved, tmp_path):
     export(checkpoint, "hf", out=tmp_path / "model")
     card = (tmp_path / "model" / "README.md").read_text()
     assert "1.5000 nats = 2.1640 bits a byte, after 7 steps" in card
+
+
+def test_export_of_all_digits_says_so(saved, tmp_path):
+    checkpoint = saved(digits="all")
+    export(checkpoint, "hf", out=tmp_path / "model")
+    card = (tmp_path / "model" / "README.md").read_text()
+    assert ", each an integer of one byte times a scale of 32 |" in card
+    assert export(checkpoint, "safetensors", out=tmp_path / "weights").type == "all digits"
 
 
 def test_graph_is_refused(saved, tmp_path, small_graph):

@@ -9,7 +9,7 @@ import torch
 from arbcli.config.presets import preset
 from arbcli.errors import ArbError
 from arbcli.infer import several
-from arbcli.infer.generation import Sampling, continue_text
+from arbcli.infer.generation import Sampling, continue_text, generate
 from arbcli.infer.prompts import read_prompts
 from arbcli.infer.several import Request, SeveralDecoder, cache_bytes, generate_several
 from arbcli.model import dense as dense_module
@@ -108,6 +108,31 @@ def test_models_without_kernels_for_it_make_one_after_another(lm, monkeypatch):
     assert report[0].text == report[1].text != report[2].text
     with pytest.raises(ArbError, match="one text after another"):
         texts(lm, REQUESTS, 2)
+
+
+def test_keys_and_values_are_kept_and_kernels_run_as_is_asked(lm, monkeypatch):
+    kept, made, keeping, new = [], [], lm.keeping, several.Decoder
+
+    def keep(kv: str | None):
+        kept.append(kv)
+        return keeping(kv)
+
+    def decoder(*arguments, **options):
+        made.append(options)
+        return new(*arguments, **options)
+
+    monkeypatch.setattr(lm, "keeping", keep)
+    monkeypatch.setattr(several, "Decoder", decoder)
+    about = {"backend": "torch" if lm.device.type == "cpu" else "triton"}
+    asked = [request(b"ab", 1, 7)]
+    list(generate(lm, b"ab", 1, **about, kv="fp8"))
+    assert continue_text(lm, "", b"ab", 1, Sampling(), **about, kv="int8").kv == "int8"
+    assert made == []
+    dict(generate_several(lm, asked, **about, kv="fp8"))
+    done = several.continue_several(lm, asked, **about, kv="int8")
+    assert kept == ["fp8", "int8"] * 2
+    assert made == [about | {"stream": 7}] * 2
+    assert (done.backend, done.batch) == (about["backend"], 1)
 
 
 def test_texts_are_told_in_the_order_of_their_prompts(lm, monkeypatch):

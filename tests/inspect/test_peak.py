@@ -98,6 +98,18 @@ def test_predicted_peak_is_the_sum_of_its_parts():
     assert sum(parts) == peak.peak_bytes == peak.reserved_bytes
 
 
+def test_memory_of_an_evaluation_is_predicted_and_is_none_of_a_step(monkeypatch):
+    evaluate = Trainer.evaluate
+
+    def with_more(trainer, num_batches):
+        more = torch.empty(10**7, dtype=torch.int8, device=trainer.device)
+        return evaluate(trainer, num_batches) + 0 * len(more)
+
+    monkeypatch.setattr(Trainer, "evaluate", with_more)
+    found = predict_peak(config_of({"layers": 1, "rule": "votes", "batch": 1}))
+    assert found.evaluated_bytes >= 10**7 > found.reserved_bytes
+
+
 def test_predicted_peak_leaves_no_trace(monkeypatch):
     functions = {
         "sdpa": lambda: torch.nn.functional.scaled_dot_product_attention,

@@ -63,6 +63,9 @@ def report() -> dict:
             "residual_rms": (1.0, 1.2, 1.4 + step),
             "attention_rms": (0.4, 0.4),
             "mlp_rms": (0.3, 0.5),
+            "residual_most": (1.5, 1.75, 2.0 + step),
+            "stream_ranges": (),
+            "logit_spread": 1.0 + step,
         }
 
     return {
@@ -125,28 +128,34 @@ def test_plot_training_refuses_what_is_no_run(name, content, run, tmp_path):
         plot_training(run, tmp_path / "curve.png")
 
 
-def test_plot_probe_draws_three_panels(report, figures, tmp_path):
+def test_plot_probe_draws_four_panels(report, figures, tmp_path):
     plot_probe(report, tmp_path / "probe.png")
     assert painted_share(tmp_path / "probe.png") > 0.02
-    stream, flips, loss = figures[0].axes
+    stream, flips, loss, logits = figures[0].axes
     assert lines_of(stream) == {
         "after step 0": [(0, 1.0), (1, 1.2), (2, 1.4)],
         "after step 3": [(0, 1.0), (1, 1.2), (2, 4.4)],
         "attention branch": [(1, 0.4), (2, 0.4)],
         "MLP branch": [(1, 0.3), (2, 0.5)],
+        "largest of a byte": [(0, 1.5), (1, 1.75), (2, 5.0)],
     }
+    spread, line = logits.get_lines()
+    assert spread.get_xydata().tolist() == [[0, 1], [1, 2], [2, 3], [3, 4]]
+    assert line.get_ydata()[0] == 0.25
     bars = [(bar.get_x() + bar.get_width() / 2, bar.get_height()) for bar in flips.patches]
     assert bars == [pytest.approx((step, 2.0)) for step in (1, 2, 3)]
     assert lines_of(loss) == {
         "held out": [(0, 5.5), (1, 4.5), (2, 3.5), (3, 2.5)],
         "training": [(0, 4.0), (1, 3.0), (2, 2.0)],
     }
-    branches = ["after step 0", "after step 3", "attention branch", "MLP branch"]
+    branches = ["after step 0", "after step 3", "largest of a byte", "attention branch"]
+    branches.append("MLP branch")
     marked = ["uniform 5.545", "order 0 3.200"]
     assert words_on(figures[0]) == [
         ("residual stream", "blocks passed", "root-mean-square", [], branches),
         ("trits flipped by a step", "step", "% of all", [], []),
         ("loss", "steps done", "nats a byte", marked, ["held out", "training"]),
+        ("spread of logits", "steps done", "standard deviation", [], []),
     ]
     assert figures[0].get_suptitle() == "moment: ok   (3.34 M weights, T32, ctx 64)"
 
@@ -205,3 +214,23 @@ def test_plot_probe_draws_lengths_of_chunks(report, figures, tmp_path):
     assert [line.get_xdata()[0] for line in axes.get_lines()] == [1.7]
     about = ("chunks of the held-out text", "bytes of a chunk", "chunks", [], ["mean 1.70"])
     assert words_on(figures[0])[-1] == about
+
+
+def test_plot_probe_draws_what_streams_are_read_and_written_by(report, figures, tmp_path):
+    ranges = ((0.1, 0.2, 0.9, 1.1, 0.3, 0.4, 0.8, 1.2), (0.15, None, 1.0, 1.3, 0.2, 0.5, 0.7, 1.4))
+    report["readings"][-1]["stream_ranges"] = ranges
+    report["chunks"] = {"lengths": (5, 3), "mean_lengths": (1.7,)}
+    plot_probe(report, tmp_path / "probe.png")
+    *_, axes, _ = figures[0].axes
+    bars = [
+        [tuple(map(float, point)) for point in segment]
+        for drawn in axes.collections
+        for segment in drawn.get_segments()
+    ]
+    assert [bar for bar in bars if len(bar) == 2 and bar[1][1] == bar[1][1]] == [
+        [(0.0, 0.1), (0.0, 0.2)], [(0.5, 0.3), (0.5, 0.4)], [(1.5, 0.2), (1.5, 0.5)],
+        [(0.0, 0.9), (0.0, 1.1)], [(1.0, 1.0), (1.0, 1.3)],
+        [(0.5, 0.8), (0.5, 1.2)], [(1.5, 0.7), (1.5, 1.4)],
+    ]  # fmt: skip
+    about = ("weights of streams", "blocks, attention and MLP", "least to largest", [])
+    assert words_on(figures[0])[-2] == (*about, ["read", "written"])

@@ -16,7 +16,6 @@ from arbcli.errors import ArbError
 from arbcli.inspect.probe import _histogram, examine, open_saved, probe
 from arbcli.inspect.verdicts import ProbeReport, Reading, judge
 from arbcli.kernels.codec.packing import unpack_trits
-from arbcli.model.blocks import attention as attention_block
 from arbcli.train.configure import new_config
 from arbcli.train.run import Observer, start_run
 from arbcli.train.schedule import learning_rate
@@ -129,6 +128,12 @@ def test_probe_looks_at_several_streams(text):
     last = report.readings[-1]
     assert len(last.residual_rms) == 3
     assert None not in (*last.residual_rms, *last.attention_rms, *last.mlp_rms)
+    assert len(last.stream_ranges) == 2
+    for of_block in last.stream_ranges:
+        for least, most in (of_block[:2], of_block[4:6]):  # of a, about 0.12 and 0.88 at first
+            assert 0 < least < 0.3 < 0.7 < most < 1
+        for least, most in (of_block[2:4], of_block[6:]):  # of c, 1 at first
+            assert 0 < least <= most < 2
 
 
 def test_probe_shows_the_chunks_of_a_model(text, small_hnet):
@@ -295,7 +300,7 @@ def test_acausal_attention_is_named(shift, text, monkeypatch):
         mask = torch.ones(length, length, dtype=torch.bool, device=q.device).tril(shift)
         return attention(q, k, v, attn_mask=mask)
 
-    monkeypatch.setattr(attention_block.functional, "scaled_dot_product_attention", leaking)
+    monkeypatch.setattr(functional, "scaled_dot_product_attention", leaking)
     report = examine(trainer_of(text), 1)
     assert names(report)[0] == "acausal"
     assert report.acausal_logits > 0
@@ -308,6 +313,35 @@ def test_blown_up_residual_stream_is_named_with_its_layer(text):
     assert "residual-growth" in names(report)
     assert report.readings[-1].takeoff_layer == 1
     assert "taking off in block 1" in evidence(report, "residual-growth")
+
+
+def test_growth_is_told_for_bytes_and_layers(text, monkeypatch):
+    trainer = trainer_of(text, **TIMID)
+    block = trainer.model.blocks[1]
+    plain, place = block.forward, 9
+
+    def enlarging(x, *rest):
+        y = plain(x, *rest)
+        return torch.cat((y[:, :place], 40 * y[:, place : place + 1], y[:, place + 1 :]), dim=1)
+
+    sound = examine(trainer_of(text, **TIMID), 1).readings[0]
+    monkeypatch.setattr(block, "forward", enlarging)
+    reading = examine(trainer, 1).readings[0]
+    assert reading.residual_most[:2] == sound.residual_most[:2]
+    assert 20 < reading.residual_most[2] / sound.residual_most[2] < 41
+    assert sound.growth_by_position == pytest.approx([sound.residual_growth] * 6, rel=0.3)
+    *near, grown, last = reading.growth_by_position  # from 0, 1, 2, 4, 8 and 16 on
+    assert (*near, last) == (*sound.growth_by_position[:4], sound.growth_by_position[5])
+    assert 5 < grown / sound.growth_by_position[4] < 8  # one of eight bytes, 40 times
+
+
+def test_compressed_logits_are_named(text):
+    trainer = trainer_of(text, **TIMID)
+    assert 0.9 < examine(trainer, 1).readings[0].logit_spread < 1.1
+    trainer.model.head.weight.exponent -= 4
+    report = examine(trainer, 1)
+    assert "logits-compressed" in names(report)
+    assert "spread by 0.06" in evidence(report, "logits-compressed")
 
 
 def test_nan_is_traced_to_the_module_that_makes_it(text, monkeypatch):
@@ -324,7 +358,7 @@ def test_nan_is_traced_to_the_module_that_makes_it(text, monkeypatch):
 def test_infinity_made_between_modules_is_traced_to_the_one_around_it(text, monkeypatch):
     attention = functional.scaled_dot_product_attention
     monkeypatch.setattr(
-        attention_block.functional,
+        functional,
         "scaled_dot_product_attention",
         lambda *a, **b: attention(*a, **b) + math.inf,
     )
@@ -460,6 +494,7 @@ def test_judge_names_one_fault_alone(name, changes, sound):
         ("spike", "flip_share", 0.09, 0.11),
         ("spike", "val_loss", 5.0, 5.3),
         ("residual-growth", "residual_growth", 31.0, 33.0),
+        ("logits-compressed", "logit_spread", 0.26, 0.24),
     ],
 )
 def test_judge_draws_the_line_where_the_constants_say(
@@ -515,6 +550,10 @@ class TestSaved:
         assert (config.data, config.val, config.field) == ((text,), (), None)
         config, _ = open_saved(run, steps=1, note=print, device="cpu", backend="torch")
         assert (config.val, config.field) == (("v.txt",), "said")
+        assert (config.device, config.backend) == ("cpu", "torch")
+        monkeypatch.setattr("arbcli.inspect.probe.resolve_backend", lambda *given: str(given))
+        config, _ = open_saved(run, steps=1, note=print, device="cpu", backend="own")
+        assert config.backend == str(("own", torch.device("cpu")))
         given = {"data": [text], "val": ["w.txt"], "field": "body"}
         config, _ = open_saved(run, steps=1, note=print, **given)
         assert (config.val, config.field) == (("w.txt",), "body")

@@ -90,6 +90,22 @@ def test_report_of_ranks_says_what_they_share(monkeypatch):
     assert predict_ranks(config, 2).passed
 
 
+def test_process_that_does_not_fit_or_fails_is_enough(monkeypatch):
+    sizes = SimpleNamespace(evaluated_bytes=[10, 20, 10])
+
+    def predicted(config, rank, **about):
+        return SimpleNamespace(evaluated_bytes=sizes.evaluated_bytes[rank])
+
+    monkeypatch.setattr(ranks, "predict_peak", predicted)
+    config = new_config(**SHARED | {"accum": 3})
+    assert [predict_ranks(config, 3, budget).passed for budget in (19, 20)] == [False, True]
+    for second in (True, False):
+        found = [SimpleNamespace(passed=passed) for passed in (True, second, True)]
+        reports = [SimpleNamespace(measured=one) for one in found]
+        monkeypatch.setattr(ranks, "RanksReport", lambda **fields: fields)
+        assert ranks._report(config, reports, None)["passed"] == second
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [

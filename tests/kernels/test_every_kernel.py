@@ -246,6 +246,7 @@ IN_BFLOAT16 = [
     "decode_attention_8bit",
     "weighted_rows_grad_weights", "weighted_rows_grad", "gradient_statistics", "unit_gain", "gram",
     "gram_polynomial", "quantise_rows", "rms_norm_e4m3", "gated_rms_norm_e4m3", "choose_byte",
+    "add_rms_norm_e4m3",
     "embedding_grad", "blend_moment", "step_by_direction", "cast_trit_votes", "gather_chunks",
     "smooth_chunks", "smooth_chunks_backward", "spread_chunks", "spread_chunks_backward",
     "boundary_scores", "boundary_scores_backward", "decay_scan", "causal_conv",

@@ -134,10 +134,26 @@ def test_choice_of_all_entries_is_dense_attention_bit_by_bit(small_compressed):
     few = model(small_compressed, top_k=7, ratios=(3,))
     few.load_state_dict(state)
     with torch.no_grad():
-        # sums are in another order, so what is compared are the sets
-        torch.testing.assert_close(chosen(text()), dense(text()), rtol=1e-6, atol=1e-6)
+        assert torch.equal(chosen(text()), dense(text()))
+        for lengths in PARTS.values():
+            found, wanted = (in_parts(lm, text(1), lengths) for lm in (chosen, dense))
+            assert torch.equal(found, wanted)
         difference = (few(text()) - dense(text())).abs().amax(dim=(0, 2))
     assert difference[-1] > 1e-3 > 1e-5 > difference[:-1].max()
+    losses, grads = zip(*(text_gradients(lm) for lm in (chosen, dense)), strict=True)
+    assert torch.equal(*losses)
+    assert all(torch.equal(grads[0][name], grad) for name, grad in grads[1].items())
+
+
+def text_gradients(lm) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Find the loss of a text, and its gradients by weight."""
+    found: dict[str, torch.Tensor] = {}
+    for name, weight in lm.weights().items():
+        weight.sink = lambda _tensor, grad, *_, name=name: found.update({name: grad})
+    lm.forget_uses()
+    loss = lm.losses(text(), text())["text"]
+    loss.backward()
+    return loss.detach(), found
 
 
 def test_all_of_few_entries_are_chosen_and_of_equal_ones_the_last():
@@ -146,6 +162,37 @@ def test_all_of_few_entries_are_chosen_and_of_equal_ones_the_last():
     found = choose_entries(q, w, k, 2, 99, 3)
     assert found.tolist() == [[[0, 1, -1], [0, 1, 2], [1, 2, 3], [2, 3, 4]]]
     assert choose_entries(q, w, k, 2, 2, 3)[0, 3].tolist() == [3, 4, -1]
+
+
+def test_indexer_of_eight_bits_chooses_by_rounded_numbers(small_compressed):
+    given = {key: value for key, value in small_compressed.items() if key != "batch"}
+    config = preset(given.pop("preset"), **given | {"dim": 48, "ffn": 48, "ratios": (3,)})
+    lm = build_model(config, torch.float32, fp8=True)
+    lm.initialise(0)
+    indexer = lm.blocks[0].attention.indexer
+    generator = torch.Generator().manual_seed(0)
+    q, keys = (torch.randn(size, generator=generator) for size in ((1, 40, 2, 8), (1, 40, 8)))
+    w = torch.ones(1, 40, 2)
+    rounded = [part.to(torch.float8_e4m3fn).float() for part in (q, keys)]
+    assert indexer.fp8
+    found = indexer.choose(q, w, keys, 1, 99)
+    assert torch.equal(found, choose_entries(rounded[0], w, rounded[1], 1, 99, 2))
+    assert not torch.equal(found, choose_entries(q, w, keys, 1, 99, 2))
+    indexer.fp8 = False
+    found = indexer.choose(q, w, keys, 1, 99, in_eight_bits=True)
+    assert torch.equal(found, choose_entries(q, w, rounded[1], 1, 99, 2))
+    assert lm(text(1)).isfinite().all()
+
+
+def test_eight_bits_take_half_of_the_cache():
+    with torch.device("meta"):
+        lm = build_model(PRESETS["arb-long"])
+        sizes = {}
+        for kv in (None, "int8", "fp8"):
+            with lm.keeping(kv):
+                sizes[kv] = lm.new_cache(16384).nbytes
+    assert 8.4 < sizes[None] / 2**20 < 8.5
+    assert sizes["int8"] == sizes["fp8"] < 0.54 * sizes[None]
 
 
 def test_sink_alone_takes_what_it_is_given():

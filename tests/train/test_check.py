@@ -112,6 +112,21 @@ def test_older_checkpoints_that_would_go_are_told(run):
     assert not set(report.removes) & contents(run).keys()
 
 
+def test_best_checkpoint_and_those_set_aside_are_looked_at(run):
+    best, aside = run / "best-000002.safetensors", run / "step-000003.safetensors.aside"
+    for copy in (best, aside):
+        copy.write_bytes((run / "step-000002.safetensors").read_bytes())
+    report = check_run(run)
+    found = states(report)
+    assert (found[best.name], found[aside.name]) == ("ok", "left over")
+    assert report.passed
+    flip(best)
+    report = check_run(run)
+    assert states(report)[best.name] == "damaged"
+    # which a resume does not need
+    assert (report.passed, report.resumes_at) == (False, 3)
+
+
 CHANGES = {
     "text": lambda run: (run.parent / "text.txt").write_bytes(b"Another text. " * 300),
     "no text": lambda run: (run.parent / "text.txt").unlink(),

@@ -8,11 +8,12 @@ from unittest import mock
 import pytest
 import torch
 
-from arbcli.checkpoint import checkpoints, load_checkpoint, write_json
+from arbcli.checkpoint import checkpoints, load_checkpoint, save_checkpoint, write_json
 from arbcli.errors import ArbError
 from arbcli.infer.load import load_model, read_saved, saved_config
 from arbcli.inspect.saved import compare, open_saved
 from arbcli.kernels.runtime.backend import default_backend
+from arbcli.train import run as running
 from arbcli.train.check import check_run
 from arbcli.train.configure import new_config
 from arbcli.train.directory import read_facts
@@ -151,6 +152,18 @@ def test_run_that_was_killed_before_its_first_save_begins_again(text, tmp_path, 
     start_run(config, tmp_path / "b", Observer())
     a, b = (tmp_path / name / "step-000002.safetensors" for name in "ab")
     assert a.read_bytes() == b.read_bytes()
+
+
+def test_steps_are_traced_however_a_run_begins(text, tmp_path, monkeypatch):
+    looped, run = mock.Mock(), tmp_path / "run"
+    monkeypatch.setattr(running, "_run", looped)
+    start_run(new_config(**SMALL, data=[text], steps=2), run, Observer(), profile=3)
+    resume_run(run, Observer(), profile=5)  # from the beginning, as nothing was saved
+    trainer = looped.call_args.args[0]
+    save_checkpoint(run, trainer.checkpoint(read_facts(run)["text"]["digest"]))
+    resume_run(run, Observer(), profile=7)
+    found = [(call.args[4], call.kwargs) for call in looped.call_args_list]
+    assert found == [(3, {}), (5, {}), (7, {"resumed": True})]
 
 
 def test_run_whose_checkpoints_are_gone_does_not_begin_again(text, tmp_path):

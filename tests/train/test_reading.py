@@ -420,10 +420,11 @@ def test_minutes_are_as_many_steps_as_they_have_room_for(minutes, steps, options
 
 def test_sample_of_a_run_is_asked_for_with_its_seed(options, tmp_path, monkeypatch):
     calls = spy(monkeypatch, runs, "generate")
-    config = new_config(**options | {"steps": 1, "seed": 5})
+    config = new_config(**options | {"steps": 1, "seed": 5, "backend": "torch"})
     report = start_run(config, tmp_path / "run", Observer())
-    ((_, prompt, length, sampling), _), *others = calls
+    ((_, prompt, length, sampling), about), *others = calls
     assert not others
+    assert about == {"backend": "torch"}
     assert (prompt, length, sampling.seed) == (runs.PROMPT, 4, 5)
     assert report.steps == 1
 

@@ -26,6 +26,11 @@ def test_files_with_bytes_of_0_are_named(tmp_path):
     assert "data1.txt` and 1 more have bytes of 0" in one
 
 
+def test_held_out_file_with_bytes_of_0_is_named_too(tmp_path):
+    (one,) = warnings(tmp_path, data=PROSE, val=PROSE + bytes(1), val2=bytes(1) + PROSE)
+    assert "val2.txt` have bytes of 0" in one  # of the other one only the beginning is read
+
+
 def test_held_out_text_of_another_kind_is_told(tmp_path):
     noise = bytes(range(1, 256)) * 50
     (one,) = warnings(tmp_path, data=PROSE, val=noise)

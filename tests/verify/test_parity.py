@@ -6,8 +6,21 @@ import pytest
 import torch
 
 from arbcli.config.presets import PRESETS
+from arbcli.model.blocks import codebook
 from arbcli.verify import parity
-from arbcli.verify.parity import CHECKS, RAGGED, RAGGED_GRAPH, Subject, check_parity, matrix_shapes
+from arbcli.verify.parity import (
+    CHECKS,
+    GATES,
+    RAGGED,
+    RAGGED_COMPRESSED,
+    RAGGED_GRAPH,
+    RAGGED_HNET,
+    Subject,
+    check_parity,
+    graph_dtypes,
+    matrix_shapes,
+    short_graph,
+)
 
 
 def failed(results):
@@ -45,6 +58,20 @@ def test_graph_model_agrees_with_the_reference_on_the_torch_backend(of_torch):
         assert (counts["causality"], counts["determinism"]) == bits
 
 
+def test_no_model_is_let_off_causality_or_determinism(of_torch):
+    """At two positions, but at every one where chunks or entries end."""
+    counts: dict[str, list[int]] = {}
+    for result in of_torch:
+        for place, check in enumerate(("causality", "determinism")):
+            counts.setdefault(result.model, [0, 0])[place] += result.check == check
+    positions = {"hnet": RAGGED_HNET.ctx - 1, "compressed": RAGGED_COMPRESSED.ctx - 1}
+    for subject in parity._subjects(torch.device("cpu"), ("torch",), {"T32": 32, "T6": 6}):
+        half = "bf16" if subject.dtype == torch.bfloat16 else "fp32"
+        found = counts[f"{subject.name} {half}"]
+        number = positions.get(subject.name.split()[0], 2)
+        assert found == ([2 * number, 1] if subject.part == "model" else [0, 0]), subject.name
+
+
 def gradients_of_graph() -> list[str]:
     weights = graph_subject("torch").build().weights()
     return [name for name, tensor in weights.items() if not tensor.frozen]
@@ -70,11 +97,120 @@ def test_graph_subject_uses_every_part():
     assert set(losses) == {"text", "ponder"}
 
 
+def test_graph_model_agrees_in_bf16_where_choices_are_its_own(of_torch):
+    for name in ("graph", *GATES, "compressed of all"):
+        results = [r for r in of_torch if r.model == f"{name} T32 bf16"]
+        assert max(r.relative_error for r in results if r.item == "logits") > 1e-3
+        judged = [r for r in results if r.item == "scores of choices"]
+        assert len(judged) == name.startswith("graph")
+
+
+@pytest.mark.parametrize("shift", [0, 1])
+def test_choices_of_codes_are_judged_by_the_reference(shift, monkeypatch):
+    """Rows that are one off are taken as they are, and their scores are not the best."""
+    found = codebook.best_pairs
+
+    def best_pairs(left, right, top_k):
+        _, rows = found(left, right, top_k)
+        rows = (rows + shift) % (left.shape[1] * right.shape[1])
+        i, j = rows // right.shape[1], rows % right.shape[1]
+        return left.gather(1, i) + right.gather(1, j), rows
+
+    monkeypatch.setattr(codebook, "best_pairs", best_pairs)
+    results = parity._check("", "", replace(graph_subject("torch"), forced=True))
+    assert [r.item for r in failed(results)] == ["scores of choices"] * shift
+
+
+@pytest.mark.slow  # shapes of a preset take seconds
+def test_graph_model_agrees_at_the_shapes_of_its_preset():
+    config = short_graph(PRESETS["arb-tiny"])
+    for dtype in (torch.float32, torch.bfloat16):
+        about = (config, 1, dtype, torch.device("cpu"), "torch", "layers", True)
+        assert not failed(parity._check("", "", Subject("arb-tiny", *about)))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["arb-tiny", "arb-3b"])
+def test_graph_model_agrees_at_the_shapes_of_its_preset_on_a_gpu(name, device):
+    for dtype in graph_dtypes(name, device):
+        about = (short_graph(PRESETS[name]), 1, dtype, device, "triton", "layers", True)
+        assert not failed(parity._check("", "", Subject(name, *about)))
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_tiny_agrees_with_the_reference_on_a_gpu(dtype, device):
     subject = Subject("tiny", PRESETS["tiny"], 2, dtype, device, "triton")
     assert not failed(parity._check("", "", subject))
+
+
+RAGGED_MODELS = (
+    "ragged T32 batch 1 model", "ragged T6 batch 1 layers",
+    "ragged T32 batch 12 model", "ragged T6 batch 12 layers",
+)  # fmt: skip
+OTHER_MODELS = (
+    "all digits of moment T32 layers", "all digits of nibble T32 layers",
+    "all digits of carry T32 layers", "4 streams T32 model", "2 streams T32 model",
+    "graph T32 model", "graph T6 layers", "graph softplus T32 model", "graph hash T32 model",
+    "hnet T32 model", "hnet words T32 model", "hnet every T32 model", "hnet mamba T32 model",
+    "compressed T32 model", "compressed T6 layers",
+)  # fmt: skip
+INTERPRETED = ("graph T32 layers", "graph T6 layers", "hnet T32 layers", "compressed T32 layers")
+UPDATES = (
+    "moment orthogonal", "moment factored", "moment sign", "moment orthogonal all digits",
+    "nibble orthogonal", "nibble factored", "nibble sign", "nibble orthogonal all digits",
+    "carry orthogonal", "carry factored", "carry sign", "carry factored all digits", "votes",
+)  # fmt: skip
+CHOOSING = tuple(
+    f"{name} T32 layers" for name in ("graph", "graph softplus", "graph hash", "compressed of all")
+)
+"""Whose choices in bf16 are taken for the reference's."""
+COMPARED = {
+    "torch": (RAGGED_MODELS, RAGGED_MODELS, OTHER_MODELS, CHOOSING),
+    "triton": (RAGGED_MODELS, RAGGED_MODELS, OTHER_MODELS, CHOOSING),
+    "native": (
+        RAGGED_MODELS[::2], RAGGED_MODELS[::2], [n for n in OTHER_MODELS if " T6 " not in n],
+        CHOOSING,
+    ),
+    "interpreter": (RAGGED_MODELS[:2], (), INTERPRETED, ()),
+}  # fmt: skip
+"""Of each backend: the models in both types, and those that are in float32, and in bf16, alone."""
+
+
+@pytest.mark.parametrize("backend", COMPARED)
+def test_no_model_is_left_out_of_a_comparison(backend, monkeypatch):
+    """Of a whole and of a batch, of types, of digits, of directions; and it is what its name is."""
+    both_types = (torch.float32, torch.bfloat16)
+    fitting = {"arb-tiny": both_types, "arb-3b": (torch.bfloat16,)}
+    monkeypatch.setattr(parity, "graph_dtypes", lambda name, device: fitting[name])
+    found: dict[str, list[str]] = {}
+    for subject in parity._subjects(torch.device("cpu"), (backend,), {"T32": 32, "T6": 6}):
+        config, name = subject.config, subject.name
+        dtype = str(subject.dtype).removeprefix("torch.")
+        if name in PRESETS:
+            shorter = replace(PRESETS[name], layers=min(4, PRESETS[name].layers))
+            assert config == (short_graph(PRESETS[name]) if subject.forced else shorter)
+        elif subject.part == "update":
+            words = [config.rule, config.direction, "all digits" * (config.digits == "all")]
+            assert name == " ".join(word for word in words if word)
+            dtype = "update"
+        elif name.startswith("ragged"):
+            assert f"{config.scale_type} batch {subject.batch}" in name
+        else:
+            assert subject.forced == (subject.dtype == torch.bfloat16)
+            dtype = f"{dtype} alone"
+            assert config.scale_type in name
+            assert ("all digits" in name) <= (config.digits == "all")
+            assert (f"{config.streams} streams" in name) == (config.streams > 1)
+        found.setdefault(dtype, []).append(name if dtype == "update" else f"{name} {subject.part}")
+    single, half, *alone = map(list, COMPARED[backend])
+    presets = [f"{name} model" for name in ("tiny", "small", "base", "1b")]
+    if backend == "triton":
+        single = [*presets, "arb-tiny layers", *single]
+        half = [*presets, "arb-tiny layers", "arb-3b layers", *half]
+    names = ("float32", "bfloat16", "float32 alone", "bfloat16 alone", "update")
+    wanted = dict(zip(names, (single, half, *alone, list(UPDATES)), strict=True))
+    assert found == {name: models for name, models in wanted.items() if models}
 
 
 def test_scales_of_a_subject_differ_from_group_to_group():

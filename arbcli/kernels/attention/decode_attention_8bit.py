@@ -132,7 +132,7 @@ def _decode_attention_8bit_kernel(
             head.to(tl.int64) * W,
             tl.minimum(first + span, seen),
         )
-        mask_d, entries = offs_d < WIDTH, HEADS.to(tl.int64) * W
+        mask_d, entries = offs_d < WIDTH, tl.cast(HEADS, tl.int64) * W
         block = _load_slots(
             keys_ptr, values_ptr, exponents_ptr, row, first, end, slot, offs_d, mask_d, entries,
             WIDTH, BLOCK_S,

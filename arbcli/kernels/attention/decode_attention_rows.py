@@ -1,9 +1,9 @@
 """`decode_attention` for one new byte of each of several texts, which know nothing of each other.
 
-Each text has rings and a position of its own. The slots of a head are split into blocks; a program
-takes every `PROGRAMS`-th split, so that many texts need no more programs than a GPU can hold. What
-is summed together, and in which order, depends on nothing but the slots: a text has the same bits
-whatever the others are, how many, and how long.
+Each text has rings and a position of its own. The slots of a head are split into spans of the same
+length, and each has a program, which adds them up block by block. What is summed together, and in
+which order, depends on nothing but the slots: a text has the same bits whatever the others are, how
+many, and how long.
 """
 
 from collections.abc import Iterator
@@ -18,16 +18,26 @@ from arbcli.kernels.attention.decode_attention import (
     check_new_byte,
     decode_attention_reference,
     load_turned,
-    tiling,
 )
+from arbcli.kernels.codec.warp_products import HAS_PTX
 from arbcli.kernels.runtime._triton import tl, triton
-from arbcli.kernels.runtime.backend import num_processors, uses_triton
+from arbcli.kernels.runtime.backend import uses_triton
 from arbcli.kernels.runtime.overlap import overlap_options
 from arbcli.kernels.runtime.spec import Case, Gate, KernelSpec, Timing
 
 WARPS = 4
-RESIDENT = 4
-"""Programs that a processor should have at once."""
+TILE, SLOTS = 4096, 32
+"""The most elements of keys, and the most slots, of a block."""
+LINE = tl.constexpr(128)
+"""Bytes that are brought to the L2 cache at once."""
+_PREFETCH = tl.constexpr("""{
+.reg .pred p;
+setp.ne.b32 p, $2, 0;
+mov.b32 $0, 0;
+@p prefetch.global.L2 [$1];
+}""")
+SPAN = 512
+"""Slots of a program: a multiple of those of a block."""
 
 
 def decode_attention_rows_reference(
@@ -65,70 +75,99 @@ def _load_slots(ring_ptr, offs_s, offs_d, mask_d, slot, seen, WIDTH: tl.constexp
 
 
 @triton.jit
+def _bring_to_cache(pointer, elements, THREADS: tl.constexpr):
+    """Start bringing elements to the L2 cache."""
+    OF_LINE: tl.constexpr = LINE // (pointer.dtype.element_ty.primitive_bitwidth // 8)
+    at = OF_LINE * tl.arange(0, THREADS)
+    for start in range(0, elements, OF_LINE * THREADS):
+        tl.inline_asm_elementwise(
+            _PREFETCH, "=r,l,r",
+            [(pointer + start + at).to(tl.int64), (start + at < elements).to(tl.int32)],
+            dtype=tl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
+
+
+@triton.jit
 def _decode_attention_rows_kernel(
     qkv_ptr, keys_ptr, values_ptr, position_ptr, cos_ptr, sin_ptr, tickets_ptr,
     totals_ptr, sums_ptr, y_ptr,
     W, HEADS, scale, eps,
     HALF: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr,
-    SPLITS: tl.constexpr, BLOCK_P: tl.constexpr, PROGRAMS: tl.constexpr, OVERLAP: tl.constexpr,
+    SPAN: tl.constexpr, BLOCK_P: tl.constexpr, PROGRAMS: tl.constexpr,
+    THREADS: tl.constexpr, PTX: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     WIDTH: tl.constexpr = 2 * HALF
     head, first, text = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     position = tl.load(position_ptr + text)
     slot, seen = position % W, tl.minimum(position + 1, W)
-    splits = tl.cdiv(seen, BLOCK_S)
-    if first < splits:
+    begin = first * SPAN
+    if begin < seen:
         place = text * HEADS + head
         ring = place.to(tl.int64) * W * WIDTH
         keys_ptr, values_ptr = keys_ptr + ring, values_ptr + ring
         offs_d, offs_b = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_S)[:, None]
-        mask_d, offs_s = offs_d < WIDTH, first * BLOCK_S + offs_b
+        mask_d, offs_s = offs_d < WIDTH, begin + offs_b
         # load from the ring first: it has the longest latency
         key = _load_slots(keys_ptr, offs_s, offs_d, mask_d, slot, seen, WIDTH)
         value = _load_slots(values_ptr, offs_s, offs_d, mask_d, slot, seen, WIDTH)
+        end = tl.minimum(begin + SPAN, seen)
+        if PTX:
+            rest, left = (begin + BLOCK_S) * WIDTH, (end - begin - BLOCK_S) * WIDTH
+            _bring_to_cache(keys_ptr + rest, left, THREADS)
+            _bring_to_cache(values_ptr + rest, left, THREADS)
         q, k, v = load_turned(
             qkv_ptr + text.to(tl.int64) * (3 * HEADS * WIDTH), cos_ptr, sin_ptr, position,
             head, offs_d, mask_d, HEADS, eps, HALF, OVERLAP,
         )  # fmt: skip
-        if slot // BLOCK_S % PROGRAMS == first:
+        q = q.to(tl.float32) * scale
+        mine = slot // SPAN == first
+        if mine:
             tl.store(keys_ptr + slot * WIDTH + offs_d, k, mask=mask_d)
             tl.store(values_ptr + slot * WIDTH + offs_d, v, mask=mask_d)
-        for split in range(first, splits, PROGRAMS):
-            offs_s = split * BLOCK_S + offs_b
-            following = offs_s + PROGRAMS * BLOCK_S
-            next_key = _load_slots(keys_ptr, following, offs_d, mask_d, slot, seen, WIDTH)
-            next_value = _load_slots(values_ptr, following, offs_d, mask_d, slot, seen, WIDTH)
-            is_new = offs_s == slot  # the slot of this byte, which was not loaded
-            key = tl.where(is_new, k[None, :], key).to(tl.float32)
-            value = tl.where(is_new, v[None, :], value).to(tl.float32)
-            score = tl.sum(key * q.to(tl.float32)[None, :], axis=1, keep_dims=True) * scale
-            weight = tl.where(offs_s < seen, tl.exp(score), 0)  # [BLOCK_S, 1]
-            part = place * SPLITS + split
-            tl.store(totals_ptr + part, tl.sum(weight))
-            sums = tl.sum(weight * value, axis=0)
-            tl.store(sums_ptr + part.to(tl.int64) * WIDTH + offs_d, sums, mask=mask_d)
+        # sums stay apart until the end: to add them up, warps wait for each other
+        weights = tl.zeros((BLOCK_S, 1), dtype=tl.float32)
+        sums = tl.zeros((BLOCK_S, BLOCK_D), dtype=tl.float32)
+        for start in range(begin, end, BLOCK_S):
+            offs_s = start + offs_b
+            following = offs_s + BLOCK_S
+            next_key = _load_slots(keys_ptr, following, offs_d, mask_d, slot, end, WIDTH)
+            next_value = _load_slots(values_ptr, following, offs_d, mask_d, slot, end, WIDTH)
+            score = tl.sum(key.to(tl.float32) * q[None, :], axis=1, keep_dims=True)
+            weight = tl.where((offs_s < seen) & (offs_s != slot), tl.exp(score), 0)
+            weights += weight  # [BLOCK_S, 1]
+            sums += weight * value.to(tl.float32)
             key, value = next_key, next_value
-        add_parts(
-            totals_ptr, sums_ptr, tickets_ptr, y_ptr, place, splits, offs_d, mask_d,
-            WIDTH, SPLITS, BLOCK_P, PROGRAMS,
-        )  # fmt: skip
+        # the slot of this byte, which was not loaded
+        of_new = tl.where(mine, tl.exp(tl.sum(k.to(tl.float32) * q)), 0)
+        total = tl.sum(weights) + of_new
+        found = tl.sum(sums, axis=0) + of_new * v.to(tl.float32)
+        if PROGRAMS == 1:
+            y = (found / total).to(y_ptr.dtype.element_ty)
+            tl.store(y_ptr + place * WIDTH + offs_d, y, mask=mask_d)
+        else:
+            part = place * PROGRAMS + first
+            tl.store(totals_ptr + part, total)
+            tl.store(sums_ptr + part.to(tl.int64) * WIDTH + offs_d, found, mask=mask_d)
+            add_parts(
+                totals_ptr, sums_ptr, tickets_ptr, y_ptr, place, tl.cdiv(seen, SPAN),
+                offs_d, mask_d, WIDTH, PROGRAMS, BLOCK_P, PROGRAMS,
+            )  # fmt: skip
 
 
 def _decode_attention_rows_triton(qkv, keys, values, position, cos, sin, tickets, eps):
     texts, heads, window, width = keys.shape
-    block_s = tiling(heads, window, width, qkv.dtype).slots
-    splits = triton.cdiv(window, block_s)
-    wanted = RESIDENT * num_processors(qkv) // (texts * heads)
-    parts = texts * heads * splits
+    block_d = triton.next_power_of_2(width)
+    block_s = max(1, min(SLOTS, TILE // block_d))
+    programs = triton.cdiv(window, SPAN)
+    parts = texts * heads * programs if programs > 1 else 0
     found = torch.empty(parts * (width + 1), dtype=torch.float32, device=qkv.device)
     y = torch.empty(texts, heads, width, dtype=qkv.dtype, device=qkv.device)
-    programs = max(1, min(splits, wanted))
     _decode_attention_rows_kernel[(heads, programs, texts)](
         qkv, keys, values, position, cos, sin, tickets,
         *found.split([parts, parts * width]), y, window, heads, width**-0.5, eps,
-        HALF=width // 2, BLOCK_D=triton.next_power_of_2(width), BLOCK_S=block_s, SPLITS=splits,
-        BLOCK_P=MAX_PARTS, PROGRAMS=programs,
-        num_warps=WARPS, **overlap_options(qkv),
+        HALF=width // 2, BLOCK_D=block_d, BLOCK_S=block_s, SPAN=SPAN, BLOCK_P=MAX_PARTS,
+        PROGRAMS=programs, THREADS=32 * WARPS, PTX=HAS_PTX,
+        num_warps=WARPS, maxnreg=128, **overlap_options(qkv),
     )  # fmt: skip
     return y
 
@@ -183,7 +222,7 @@ def _check(qkv, keys, values, position, cos, sin, tickets):
 
 
 SHAPES = ((1, 1, 1, 2, (0,)), (3, 2, 70, 10, (0, 69, 200)), (2, 3, 100, 64, (199, 5)),
-          (4, 1, 40, 16, (31, 32, 40, 79)))  # fmt: skip
+          (4, 1, 40, 16, (31, 32, 40, 79)), (3, 1, 1100, 2, (5, 1090, 1400)))  # fmt: skip
 """(B, heads, W, d, positions): rings that are empty, filling, just full and overwritten."""
 LARGE = ((16, 16, 2048, 128, tuple(range(0, 2400, 150))), (2, 6, 256, 64, (300, 7)))
 

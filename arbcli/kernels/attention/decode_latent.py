@@ -85,7 +85,8 @@ def _decode_latent_torch(row, up, latent, turned, lengths, position, cos, sin, s
     turned.index_copy_(0, slot, turn(row[None, dim + size :]))
     to_keys, to_values = up.float().view(heads, -1, size).split((still, width), dim=1)
     n, t = functional.rms_norm(latent.float(), (size,), eps=eps), turned.float()
-    key = (to_keys @ n[slot[0]]).square().sum(1) + t.index_select(0, slot).square().sum(1)
+    now = to_keys @ n.index_select(0, slot)[0]
+    key = now.square().sum(1) + t.index_select(0, slot).square().sum(1)
     lengths.index_copy_(0, slot, torch.rsqrt(key / width + eps)[None])
     in_latent = (q[:, None, :still] @ to_keys)[:, 0]
     score = (in_latent @ n.T + q[:, still:] @ t.T) * lengths.T * scale

@@ -220,6 +220,7 @@ def _cases(device: torch.device, group_size: int) -> Iterator[Case]:
     packed = all_digits
     yield Case("9x1000 whole octaves", (packed._replace(fraction=None),))
     yield Case("5x1000 strided", (packed.rows(slice(None, None, 2)),))
+    yield Case("9x1000 an eighth of the remainder", (packed._replace(radix=126),))
     apart = torch.stack([packed.remainder, packed.remainder], dim=2)[:, :, 0]
     yield Case("9x1000 remainder strided", (packed._replace(remainder=apart),))
 

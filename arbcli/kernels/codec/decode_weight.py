@@ -146,7 +146,7 @@ def _decode_blocks(
             loaded = loaded + (tl.load(words + (8 * ABREAST * i + j), mask=here),)  # noqa: RUF005
 
     STAGED: tl.constexpr = PTX and weight_ptr.dtype.element_ty == tl.bfloat16
-    at = allocate(2560, thread) if STAGED else thread
+    at = allocate(2560) + tl.zeros_like(thread) if STAGED else thread
     weights = weight_ptr + n * stride_wn + (160 * block + 8 * c)
     for i in tl.static_range(4):
         low = shift_pair(loaded[3 * i], loaded[3 * i + 1], 8 * skew, PTX)

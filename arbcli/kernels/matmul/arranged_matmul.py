@@ -517,7 +517,7 @@ def _arranged_matmul_kernel(
     SLOT: tl.constexpr = PIECES + _x_stride(ABREAST) * ABREAST * M
     slot, turn = nothing, nothing
     if PTX:
-        slot = allocate(STAGES * SLOT * WARPS, thread) + STAGES * SLOT * warp
+        slot = allocate(STAGES * SLOT * WARPS) + STAGES * SLOT * warp
         for stage in tl.static_range(STAGES):
             copy_pieces(starts, slot + SLOT * stage, block + STEP * stage, blocks, ABREAST)
     wait_for_last(OVERLAP)

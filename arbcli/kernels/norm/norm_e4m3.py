@@ -1,4 +1,4 @@
-"""Norm and rounding to e4m3 in one kernel: (q, scale) = quantise_rows(norm(x)), gated or not.
+"""Norm and rounding to e4m3 in one kernel: (q, scale) = quantise_rows(norm(x)), gated or of a sum.
 
 The norm is rounded to the dtype of x first, as if it had been stored, so the bits are those of the
 two kernels in turn. Rows too wide for registers, and the torch backend, do run the two in turn.
@@ -25,8 +25,12 @@ from arbcli.kernels.norm.gated_rms_norm import (
     sigmoid,
 )
 from arbcli.kernels.norm.rms_norm import (
+    ADD_RMS_NORM,
     RMS_NORM,
     WHOLE_ROW,
+    add_rms_norm,
+    add_rms_norm_reference,
+    check_like,
     check_rms_norm,
     dense_rows,
     load_rows,
@@ -34,6 +38,7 @@ from arbcli.kernels.norm.rms_norm import (
     norm_weight,
     rms_norm,
     rms_norm_reference,
+    store_rows,
     tiling,
 )
 from arbcli.kernels.runtime._triton import tl, triton
@@ -46,6 +51,12 @@ def rms_norm_e4m3_reference(x: Tensor, *norm) -> tuple[Tensor, Tensor]:
     return quantise_rows_reference(rms_norm_reference(x, *norm).to(x.dtype))
 
 
+def add_rms_norm_e4m3_reference(x: Tensor, added: Tensor, *norm) -> tuple[Tensor, ...]:
+    """Compute what `add_rms_norm_e4m3` must return; q is float32 here."""
+    total, y = add_rms_norm_reference(x, added, *norm)
+    return total, *quantise_rows_reference(y.to(x.dtype))
+
+
 def gated_rms_norm_e4m3_reference(gate_up: Tensor, *norm) -> tuple[Tensor, Tensor]:
     """Compute what `gated_rms_norm_e4m3` must return; q is float32 here."""
     return quantise_rows_reference(gated_rms_norm_reference(gate_up, *norm).to(gate_up.dtype))
@@ -53,18 +64,23 @@ def gated_rms_norm_e4m3_reference(gate_up: Tensor, *norm) -> tuple[Tensor, Tenso
 
 @triton.jit
 def _norm_e4m3_kernel(
-    x_ptr, up_ptr, weight_ptr, q_ptr, scale_ptr,
+    x_ptr, other_ptr, weight_ptr, total_ptr, q_ptr, scale_ptr,
     M, D, eps, one,
-    stride_xm,
-    GATED: tl.constexpr, HAS_NORM: tl.constexpr, HAS_WEIGHT: tl.constexpr,
+    stride_xm, stride_om,
+    GATED: tl.constexpr, ADD: tl.constexpr, HAS_NORM: tl.constexpr, HAS_WEIGHT: tl.constexpr,
     WHOLE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
+    """Round what the norm makes of x, of x and what is added to it, or of a gate and `other`."""
     offs_m = (tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M))[:, None]
     offs_d = tl.arange(0, BLOCK_D)
     mask = (offs_m < M) & (offs_d < D)[None, :]
     y = load_rows(x_ptr, offs_m, offs_d, mask, stride_xm)
     if GATED:
-        y = y * sigmoid(y) * load_rows(up_ptr, offs_m, offs_d, mask, stride_xm)
+        y = y * sigmoid(y) * load_rows(other_ptr, offs_m, offs_d, mask, stride_om)
+    if ADD:  # what is normalised is the sum as it is stored
+        y += load_rows(other_ptr, offs_m, offs_d, mask, stride_om)
+        y = y.to(total_ptr.dtype.element_ty).to(tl.float32)
+        store_rows(total_ptr, y, offs_m, offs_d, mask, D)
     if HAS_NORM:
         r = tl.rsqrt(tl.sum(y * y, axis=1) / D + eps)[:, None]
         y = y * r * load_weight(weight_ptr, offs_d, D, one, HAS_WEIGHT)
@@ -73,7 +89,14 @@ def _norm_e4m3_kernel(
 
 
 def _launch(
-    x: Tensor, weight: Packed | None, eps: float | None, *, gated: bool
+    x: Tensor,
+    other: Tensor,
+    total: Tensor,
+    weight: Packed | None,
+    eps: float | None,
+    *,
+    gated: bool = False,
+    add: bool = False,
 ) -> tuple[Tensor, Tensor]:
     rows, width = len(x), x.shape[1] // (2 if gated else 1)
     q = torch.empty(rows, width, dtype=E4M3, device=x.device)
@@ -82,9 +105,9 @@ def _launch(
         decoded = norm_weight(weight)
         grid, tile = tiling(rows, width)
         _norm_e4m3_kernel[grid](
-            x, x[:, width:] if gated else x, scale if decoded is None else decoded,
-            q.view(torch.uint8), scale, rows, width, eps or 0.0, 1.0, x.stride(0),
-            GATED=gated, HAS_NORM=eps is not None, HAS_WEIGHT=decoded is not None,
+            x, other, scale if decoded is None else decoded, total, q.view(torch.uint8), scale,
+            rows, width, eps or 0.0, 1.0, x.stride(0), other.stride(0),
+            GATED=gated, ADD=add, HAS_NORM=eps is not None, HAS_WEIGHT=decoded is not None,
             NATIVE=has_e4m3(x), **tile,
         )  # fmt: skip
     return q, scale
@@ -93,17 +116,33 @@ def _launch(
 def _rms_norm_e4m3_triton(x, weight, eps):
     if x.shape[1] > WHOLE_ROW:
         return quantise_rows(rms_norm(x, weight, eps))
-    return _launch(dense_rows(x), weight, eps, gated=False)
+    x = dense_rows(x)
+    return _launch(x, x, x, weight, eps)
+
+
+def _add_rms_norm_e4m3_triton(x, added, weight, eps):
+    if x.shape[1] > WHOLE_ROW:
+        return _add_rms_norm_e4m3_torch(x, added, weight, eps)
+    total = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    parts = dense_rows(x), dense_rows(added), total
+    return total, *_launch(*parts, weight, eps, add=True)
 
 
 def _gated_rms_norm_e4m3_triton(gate_up, weight, eps):
-    if gate_up.shape[1] > 2 * WHOLE_ROW:
+    width = gate_up.shape[1] // 2
+    if width > WHOLE_ROW:
         return quantise_rows(gated_rms_norm(gate_up, weight, eps))
-    return _launch(dense_rows(gate_up), weight, eps, gated=True)
+    gate_up = dense_rows(gate_up)
+    return _launch(gate_up, gate_up[:, width:], gate_up, weight, eps, gated=True)
 
 
 def _rms_norm_e4m3_torch(x, weight, eps):
     return quantise_rows(rms_norm(x, weight, eps))
+
+
+def _add_rms_norm_e4m3_torch(x, added, weight, eps):
+    total, y = add_rms_norm(x, added, weight, eps)
+    return total, *quantise_rows(y)
 
 
 def _gated_rms_norm_e4m3_torch(gate_up, weight, eps):
@@ -127,6 +166,23 @@ def rms_norm_e4m3(x: Tensor, weight: Packed | None, eps: float) -> tuple[Tensor,
     check_rms_norm(x, weight)
     run = _rms_norm_e4m3_triton if uses_triton(x) else _rms_norm_e4m3_torch
     return run(x, weight, eps)
+
+
+def add_rms_norm_e4m3(
+    x: Tensor, added: Tensor, weight: Packed | None, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Add to the rows of `x` as `add_rms_norm` does, and do for the sum what `rms_norm_e4m3` does.
+
+    Returns:
+        (M, D) x + added in the dtype of `x`; (M, D) float8_e4m3fn, and (M, 1) float32 scales.
+
+    Raises:
+        ValueError: a dtype or a shape does not fit.
+    """
+    check_rms_norm(x, weight)
+    check_like(added, x, "added")
+    run = _add_rms_norm_e4m3_triton if uses_triton(x) else _add_rms_norm_e4m3_torch
+    return run(x, added, weight, eps)
 
 
 def gated_rms_norm_e4m3(
@@ -158,23 +214,26 @@ def _timings_of(spec: KernelSpec, run):
     """Time what a norm is timed on, beside the norm and the rounding apart."""
 
     def timings(device: torch.device, group_size: int) -> Iterator[Timing]:
-        apart = rms_norm if spec is RMS_NORM else gated_rms_norm
         for timing in spec.timings(device, group_size):
             inputs = timing.inputs
             yield Timing(
                 timing.label, inputs, run=run,
-                peer=lambda i=inputs: quantise_rows(apart(*i)), peer_name="apart",
+                peer=lambda i=inputs: quantise_rows(_last(spec.triton(*i))), peer_name="apart",
             )  # fmt: skip
 
     return timings
 
 
+def _last(found: Tensor | tuple[Tensor, ...]) -> Tensor:
+    return found[-1] if isinstance(found, tuple) else found
+
+
 def _as_product(run):
     """Wrap an implementation so that it gives q * scale, which a tie hardly changes."""
 
-    def multiplied(*inputs) -> Tensor:
-        q, scale = run(*inputs)
-        return q.float() * scale
+    def multiplied(*inputs) -> tuple[Tensor, ...]:
+        *before, q, scale = run(*inputs)
+        return *before, q.float() * scale
 
     return multiplied
 
@@ -185,6 +244,12 @@ RMS_NORM_E4M3 = KernelSpec(
     "rms_norm_e4m3", _as_product(_rms_norm_e4m3_triton), _as_product(_rms_norm_e4m3_torch),
     _as_product(rms_norm_e4m3_reference), _cases_of(RMS_NORM), _GATE,
     timings=_timings_of(RMS_NORM, _rms_norm_e4m3_triton),
+)  # fmt: skip
+ADD_RMS_NORM_E4M3 = KernelSpec(
+    "add_rms_norm_e4m3", _as_product(_add_rms_norm_e4m3_triton),
+    _as_product(_add_rms_norm_e4m3_torch), _as_product(add_rms_norm_e4m3_reference),
+    _cases_of(ADD_RMS_NORM), _GATE,
+    timings=_timings_of(ADD_RMS_NORM, _add_rms_norm_e4m3_triton),
 )  # fmt: skip
 GATED_RMS_NORM_E4M3 = KernelSpec(
     "gated_rms_norm_e4m3", _as_product(_gated_rms_norm_e4m3_triton),

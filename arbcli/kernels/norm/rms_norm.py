@@ -395,7 +395,7 @@ def add_rms_norm(
         ValueError: a dtype or a shape does not fit.
     """
     check_rms_norm(x, weight)
-    _check_like(added, x, "added")
+    check_like(added, x, "added")
     run = choose(x, _add_rms_norm_triton, _add_rms_norm_torch, _add_rms_norm_native)
     return run(x, added, weight, eps)
 
@@ -419,9 +419,9 @@ def rms_norm_backward(
         ValueError: a dtype or a shape does not fit.
     """
     check_rms_norm(x, weight)
-    _check_like(grad_y, x, "grad_y")
+    check_like(grad_y, x, "grad_y")
     if beside is not None:
-        _check_like(beside, x, "beside")
+        check_like(beside, x, "beside")
     run = choose(x, _rms_norm_backward_triton, _rms_norm_backward_torch, _rms_norm_backward_native)
     return run(grad_y, x, weight, eps, beside)
 
@@ -442,7 +442,8 @@ def check_norm(weight: Packed | None, width: int) -> None:
     weight.check(in_features=width)
 
 
-def _check_like(other: Tensor, x: Tensor, name: str) -> None:
+def check_like(other: Tensor, x: Tensor, name: str) -> None:
+    """Raise ValueError unless a tensor of this name has the dtype and shape of `x`."""
     if other.dtype != x.dtype or other.shape != x.shape:
         got = f"{other.dtype} {tuple(other.shape)}"
         raise ValueError(f"need {name} like x, {x.dtype} {tuple(x.shape)}, got {got}")

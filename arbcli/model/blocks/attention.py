@@ -1,12 +1,12 @@
 """Attention of a dense block: fused projections, rotary positions, normalised queries and keys."""
 
 from torch import Tensor, nn
-from torch.nn import functional
 
 from arbcli.config.dense import ModelConfig
 from arbcli.model.blocks.window import attend_in_window
 from arbcli.model.cache import BlockCache, CachedAttention, SeveralBlock
 from arbcli.model.initial import output_std
+from arbcli.model.layers.attend import attend_causally
 from arbcli.model.layers.kinds import layers_for
 
 
@@ -51,7 +51,7 @@ class Attention(CachedAttention):
             q, k, v = self.rotary_norm(qkv)  # (B, heads, T, head_dim) each
             k, v = self.as_stored(k, v)
             if self.window is None or self.window >= length:
-                y = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+                y = attend_causally(q, k, v)
             else:
                 y = attend_in_window(q, k, v, self.window)
         elif length == 1:

@@ -23,7 +23,7 @@ t = g m - 1 that completes an entry, for itself and the m - 1 bytes behind it, a
 p[g] is the share that attention gave to each of them, added up over heads and the group's bytes,
 and divided by the sum. What the indexer is given (x, v, p) is cut off from gradients, so it learns
 from (9) alone, and nothing else does. With k entries or fewer all are chosen, and the attention is
-the same as without an indexer.
+the same as without an indexer, bit by bit.
 
 Sources: DeepSeek-AI, "DeepSeek-V3.2-Exp", 2025, for the indexer and (9); (3) is the compressor of
 its successor, whose choices are of single tokens' and not of groups.
@@ -42,6 +42,7 @@ from arbcli.kernels.attention.compress_blocks import compress_blocks, compress_b
 from arbcli.kernels.attention.compressed_attention import Sight, compressed_attention
 from arbcli.kernels.attention.compressed_attention_backward import compressed_attention_backward
 from arbcli.kernels.attention.sum_choices import sum_choices
+from arbcli.kernels.matmul.quantise_rows import E4M3
 from arbcli.model.cache import CachedAttention
 from arbcli.model.initial import output_std
 from arbcli.model.layers.kinds import layers_for
@@ -115,6 +116,9 @@ class Indexer(nn.Module):
         config: of the block.
     """
 
+    fp8 = False
+    """Whether many scores are products of eight bits: see `build_model`."""
+
     def __init__(self, config: CompressedConfig) -> None:
         super().__init__()
         parts, about = layers_for(config), {"area": "indexer"}
@@ -150,6 +154,28 @@ class Indexer(nn.Module):
         """Make keys, (B, E, width), of entries (B, E, G, d) that are not yet turned."""
         return turned(self.key(entries.detach().flatten(2)), angles)
 
+    def choose(
+        self,
+        q: Tensor,
+        w: Tensor,
+        keys: Tensor,
+        first: int,
+        most: int,
+        *,
+        in_eight_bits: bool = False,
+    ) -> Tensor:
+        """Choose entries: see `choose_entries`.
+
+        Keys that a cache keeps `in_eight_bits` are rounded to e4m3, and so are they and queries
+        where scores are products of eight bits. They are normalised, so that none is beyond e4m3.
+        """
+        q, w, keys = (part.detach() for part in (q, w, keys))
+        if self.fp8:
+            q, keys = q.to(E4M3), keys.to(E4M3)
+        elif in_eight_bits:
+            keys = keys.to(E4M3).to(q.dtype)
+        return choose_entries(q, w, keys, first, most, self.top_k)
+
     def divergence(
         self, q: Tensor, w: Tensor, keys: Tensor, chosen: Tensor, shares: Tensor
     ) -> Tensor:
@@ -178,6 +204,11 @@ def turned(x: Tensor, angles: Any) -> Tensor:
     """Normalise the last dimension, and turn it; in the dtype of x."""
     normal = functional.rms_norm(x.float(), x.shape[-1:], eps=NORM_EPS)
     return rotate(normal, *angles).to(x.dtype)
+
+
+def takes_all(chosen: Tensor | None, number: int, sight: Sight) -> bool:
+    """Tell whether choices are of all entries: attention is that without any then, bit by bit."""
+    return chosen is not None and chosen.shape[-1] >= number <= sight.most
 
 
 class CompressedAttention(CachedAttention):
@@ -228,9 +259,14 @@ class CompressedAttention(CachedAttention):
         if self.indexer:
             found, chosen = self._choose(x, norm, still)
         sink, sight = self.sink(), self.sight
-        y, shares = _Attend.apply(q, recent, entries, chosen, sink, *table, sight)
+        some = None if takes_all(chosen, number, sight) else chosen
+        y, shares = _Attend.apply(q, recent, entries, some, sink, *table, sight)
         divergence = None
         if self.indexer and number and torch.is_grad_enabled():
+            if shares is None:
+                with torch.no_grad():
+                    given = (q, recent, entries, chosen, sink, *table, sight, NORM_EPS)
+                    shares = compressed_attention(*given)[2]
             divergence = self.indexer.divergence(*found, chosen[:, 1:], shares[:, 1:])
         return self.output(y.flatten(2), self.sub_norm), divergence
 
@@ -258,8 +294,8 @@ class CompressedAttention(CachedAttention):
         q, w = self.indexer.queries(x[:, ends], norm, angles)
         k = self.indexer.keys(still, [part[:: self.ratio][:number] for part in table])
         with torch.no_grad():
-            top_k, most = self.indexer.top_k, self.sight.most
-            chosen = choose_entries(q.detach(), w.detach(), k.detach(), 1, most, top_k)
+            kept = self.stored is not None
+            chosen = self.indexer.choose(q, w, k, 1, self.sight.most, in_eight_bits=kept)
             # the bytes before the first entry see none
             chosen = functional.pad(chosen, (0, 0, 1, 0), value=-1)
         return (q, w, k), chosen

@@ -10,7 +10,11 @@ from arbcli.config.dense import ModelConfig
 from arbcli.kernels.codec.decode_digits import decode_digits_torch
 from arbcli.kernels.codec.packed import Packed
 from arbcli.kernels.norm.gated_rms_norm import gated_rms_norm, gated_rms_norm_backward
-from arbcli.kernels.norm.norm_e4m3 import gated_rms_norm_e4m3, rms_norm_e4m3
+from arbcli.kernels.norm.norm_e4m3 import (
+    add_rms_norm_e4m3,
+    gated_rms_norm_e4m3,
+    rms_norm_e4m3,
+)
 from arbcli.kernels.norm.rms_norm import add_rms_norm, rms_norm, rms_norm_backward
 from arbcli.model.layers.compiled import Findable
 from arbcli.model.packed import TernaryTensor
@@ -48,7 +52,7 @@ class NormWeight(TernaryTensor):
 
     def _versions(self) -> list[int]:
         """Count the changes in place of each buffer, as torch does."""
-        return [buffer._version for buffer in self.buffers()]
+        return [buffer._version for buffer in self._buffers.values()]
 
 
 def _find_ones(weight: NormWeight, _incompatible_keys: Any) -> None:
@@ -79,6 +83,11 @@ class TernaryRMSNorm(Findable):
     def rounded(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Normalise (M, D), and round rows to e4m3: numbers and scales; not differentiable."""
         return rms_norm_e4m3(x, *self._norm())
+
+    @torch.no_grad()
+    def rounded_sum(self, x: Tensor, added: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return x + added, (M, D), and what `rounded` makes of that; not differentiable."""
+        return add_rms_norm_e4m3(x, added, *self._norm())
 
     def backward(
         self, grad_y: Tensor, x: Tensor, beside: Tensor | None = None

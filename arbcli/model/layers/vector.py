@@ -70,7 +70,7 @@ class VectorWeight(ReadWeight):
         A trit alone would jump from its size to nothing: dt of a head was seen to.
         """
         packed = super().packed_of(state)
-        if self.rule.reads_all or "remainder" not in state:
+        if "remainder" not in state:
             return packed
         about = {"radix": self.rule.radix, "nibble": self.rule.share_a_byte}
         return packed._replace(remainder=state["remainder"], **about)

@@ -7,8 +7,13 @@ from marks import mostly_slow
 from arbcli.kernels.codec.packed import random_packed
 from arbcli.kernels.matmul.quantise_rows import QUANTISE_ROWS
 from arbcli.kernels.norm.gated_rms_norm import GATED_RMS_NORM
-from arbcli.kernels.norm.norm_e4m3 import gated_rms_norm_e4m3, rms_norm_e4m3
-from arbcli.kernels.norm.rms_norm import RMS_NORM, WHOLE_ROW
+from arbcli.kernels.norm.norm_e4m3 import (
+    add_rms_norm_e4m3,
+    gated_rms_norm_e4m3,
+    rms_norm_e4m3,
+)
+from arbcli.kernels.norm.rms_norm import ADD_RMS_NORM, RMS_NORM, WHOLE_ROW
+from arbcli.verify.compare import as_tuple
 from arbcli.verify.kernels import use_backend
 
 KERNELS = "triton" if torch.cuda.is_available() else "interpreter"
@@ -26,14 +31,17 @@ def test_bits_are_those_of_norm_and_rounding(rows, width, backend, device):
     weight = random_packed(1, width, 32, generator, spread=2).to(device)
     x = torch.randn(rows, 2 * width, generator=generator).to(device)
     kind = "torch" if backend == "torch" else "triton"
-    for run, spec, source in (
-        (rms_norm_e4m3, RMS_NORM, x[:, :width]), (gated_rms_norm_e4m3, GATED_RMS_NORM, x),
-    ):  # fmt: skip
+    for run, spec, *sources in (
+        (rms_norm_e4m3, RMS_NORM, x[:, :width]),
+        (add_rms_norm_e4m3, ADD_RMS_NORM, x[:, :width], x[:, width:]),
+        (gated_rms_norm_e4m3, GATED_RMS_NORM, x),
+    ):
         with use_backend(backend):
-            q, scale = run(source, weight, 1e-6)
-            expected = getattr(QUANTISE_ROWS, kind)(getattr(spec, kind)(source, weight, 1e-6))
-        assert torch.equal(q.float(), expected[0])
-        assert torch.equal(scale, expected[1])
+            *total, q, scale = run(*sources, weight, 1e-6)
+            *expected, y = as_tuple(getattr(spec, kind)(*sources, weight, 1e-6))
+            expected += getattr(QUANTISE_ROWS, kind)(y)
+        for part, other in zip((*total, q.float(), scale), expected, strict=True):
+            assert torch.equal(part, other)
 
 
 @pytest.mark.parametrize("run", [rms_norm_e4m3, gated_rms_norm_e4m3])

@@ -1,0 +1,120 @@
+"""Train `arb-long` and a dense model of as many weights for the same time, at ctx 16,384.
+
+    python -m benchmarks.long_quality TRAIN VAL [--seconds N] [--batch N] [--seeds N...]
+        [--stride N] [--out DIR] [KIND...]
+
+The peer is `--preset base --ctx 16384`: a `ByteLM` of 85.5 million weights with attention to all
+bytes. Each takes as many steps as fit the seconds, by a step that was timed before; then it
+predicts the whole held-out text, from windows that overlap, so that the same bytes are seen after
+few bytes and after many, and once more with keys and values in eight bits.
+"""
+
+import gc
+
+import torch
+
+from arbcli.data import open_text, open_texts
+from arbcli.device import deterministic
+from arbcli.infer.evaluation import evaluate
+from arbcli.train.configure import new_config
+from arbcli.train.trainer import Trainer
+from benchmarks import results
+from benchmarks.ablation import CAPTURED, run
+
+CONTEXT = 16384
+KINDS = {
+    "compressed": {"preset": "arb-long"},
+    "dense": {"preset": "base", "ctx": CONTEXT},
+}
+TIMED = 12
+"""Steps that are timed after a capture."""
+KEPT_IN = (None, "int8", "fp8")
+
+
+def build(kind: str, paths: tuple[str, str], batch: int, seed: int, steps: int) -> Trainer:
+    """Make the trainer of a kind."""
+    train, val = paths
+    about = {"data": [train], "val": [val], "batch": batch, "seed": seed, "steps": steps}
+    config = new_config(**KINDS[kind], **about)
+    texts = open_texts(config.data, config.val, seed=seed, context=config.model.ctx)
+    return Trainer(config, texts, capture=True)
+
+
+def train(
+    kind: str, paths: tuple[str, str], batch: int, seed: int, seconds: float, stride: int
+) -> dict:
+    """Train a kind, and predict the held-out text; return a row."""
+    milliseconds = run(build(kind, paths, batch, seed, CAPTURED + TIMED), CAPTURED + TIMED)
+    empty()
+    steps = max(1, round(1e3 * seconds / milliseconds))
+    trainer = build(kind, paths, batch, seed, steps)
+    took = run(trainer, steps)
+    model, config = trainer.model, trainer.config
+    trainer.release_graph()
+    about = {"backend": config.backend, "batch": 1}
+    text = open_text([paths[1]])
+    found = evaluate(model, kind, *text, stride=stride, **about)
+    row = {
+        "kind": kind,
+        "seconds": seconds,
+        "batch": batch,
+        "seed": seed,
+        "weights": trainer.num_weights,
+        "steps": steps,
+        "ms": round(took, 2),
+        "trained_bytes": steps * batch * config.model.ctx,
+        "bytes_per_second": round(1e3 * batch * config.model.ctx / took),
+        "stride": stride,
+        "nats": round(found.nats_per_byte, 5),
+        "by_position": [
+            [part.first, part.last, round(part.nats_per_byte, 5)] for part in found.by_position
+        ],
+    }
+    print(
+        f"{kind:24} seed {seed}: {row['nats']:.4f} nats after {steps} steps of {took:.1f} ms,"
+        f" {row['trained_bytes'] / 1e6:.1f} MB",
+        flush=True,
+    )
+    near, *others = (f"{nats:.4f} from {first}" for first, _, nats in row["by_position"])
+    print("  by position:", ", ".join([near, *others]), flush=True)
+    row["kept_in"] = {}
+    for kv in KEPT_IN:
+        whole = evaluate(model, kind, *text, stride=CONTEXT, kv=kv, **about)
+        with model.keeping(kv):
+            cache = model.new_cache(CONTEXT).nbytes
+        row["kept_in"][whole.kv] = {"nats": round(whole.nats_per_byte, 5), "cache_bytes": cache}
+    print("  kept in:", row["kept_in"], flush=True)
+    return row
+
+
+def empty() -> None:
+    """Give back what is unused."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def main() -> None:
+    """Print what each run found, and write its row as soon as it is there."""
+    parser = results.options("long_quality", "Compare attention at 16,384 bytes at equal time.")
+    parser.add_argument("train")
+    parser.add_argument("val")
+    parser.add_argument("kinds", nargs="*", metavar="KIND", help=f"of {', '.join(KINDS)}")
+    parser.add_argument("--seconds", type=float, default=60)
+    parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--seeds", type=int, nargs="*", default=[0])
+    parser.add_argument("--stride", type=int, default=4096)
+    given = parser.parse_intermixed_args()
+    paths = given.train, given.val
+    words = ["TRAIN", "VAL", "--seconds", f"{given.seconds:g}", "--stride", str(given.stride)]
+    command = results.command_line("long_quality", *words)
+    for seed in given.seeds:
+        for kind in given.kinds or KINDS:
+            empty()
+            with deterministic():
+                row = train(kind, paths, given.batch, seed, given.seconds, given.stride)
+            results.save("long_quality", [row], command=command, folder=given.out)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,133 @@
+"""Train models of several sizes for several lengths, float and ternary: see `benchmarks.fits`.
+
+    python -m benchmarks.scaling [RUN...] --data TRAIN --val VAL [--claims DIR]
+
+RUN is a size, a number of steps and a kind, such as "384x6 1000 AdamW"; without any, all are run,
+the longest first. A loss depends on the steps and not on their time, so several processes may share
+a GPU. With `--claims` they share the runs, too: each takes those that no other has taken. A twin is
+captured and not compiled, as to compile takes longer than most runs: that moves its last bits.
+"""
+
+import itertools
+import time
+import traceback
+from contextlib import nullcontext
+from pathlib import Path
+from unittest import mock
+
+from arbcli.data import open_texts
+from arbcli.device import deterministic
+from arbcli.train import trainer as training
+from arbcli.train.configure import new_config
+from arbcli.train.float_optimizer import FloatOptimizer
+from benchmarks import results
+from benchmarks.training_step import empty
+
+CTX, WINDOWS = 256, 32
+"""Bytes of a window, and windows of a step."""
+SHAPES = {
+    "128x4": {"dim": 128, "layers": 4, "heads": 2, "ffn": 352},
+    "256x4": {"dim": 256, "layers": 4, "heads": 4, "ffn": 704},
+    "384x6": {"dim": 384, "layers": 6, "heads": 6, "ffn": 1024},
+    "512x8": {"dim": 512, "layers": 8, "heads": 8, "ffn": 1408},
+}
+"""Width and blocks."""
+KINDS = {
+    "moment": {},
+    "moment, all digits": {"digits": "all"},
+    "nibble": {"rule": "nibble"},
+    "nibble, all digits": {"rule": "nibble", "digits": "all"},
+    "AdamW": {"weights": "float", "lr": 1.5e-3},
+    "Muon": {"weights": "float", "optimizer": "muon"},
+    "straight-through, Muon": {"weights": "ste", "optimizer": "muon"},
+}
+LENGTHS = (250, 500, 1000, 2000)
+"""Steps."""
+
+
+def options_of(kind: str, shape: str, text: dict[str, list[str]], **given) -> dict:
+    """List the settings of a run."""
+    return {"preset": "small", "ctx": CTX, "device": "cuda", **SHAPES[shape], **KINDS[kind]} | (
+        text | {"batch": WINDOWS} | given
+    )
+
+
+def every_run() -> list[str]:
+    """Name all sizes, lengths and kinds, those first that take longest."""
+    runs = itertools.product(SHAPES.items(), LENGTHS, KINDS)
+    named = {
+        f"{shape} {steps} {kind}": steps * sizes["layers"] * (1 + (sizes["dim"] / 256) ** 2)
+        for (shape, sizes), steps, kind in runs
+    }
+    return sorted(named, key=named.get, reverse=True)
+
+
+def measure(kind: str, shape: str, steps: int, text: dict, seed: int) -> dict:
+    """Train once: what a row holds."""
+    config = new_config(**options_of(kind, shape, text, steps=steps, seed=seed))
+    texts = open_texts(config.data, config.val, seed=seed, context=CTX)
+    plain = mock.patch.multiple(
+        training,
+        compile_twin=lambda model: None,
+        FloatOptimizer=lambda model, name, compiled: FloatOptimizer(model, name),
+    )
+    with plain, nullcontext() if "weights" in KINDS[kind] else deterministic():
+        trainer = training.Trainer(config, texts, capture=True)
+        for _ in range(steps):
+            trainer.train_step()
+        loss = trainer.evaluate()
+    found = {"weights": trainer.num_weights, "bytes": steps * CTX * WINDOWS}
+    trainer.release_graph()
+    return {
+        "kind": kind,
+        "shape": shape,
+        "steps": steps,
+        "seed": seed,
+        **found,
+        "held_out_nats": round(loss, 4),
+    }
+
+
+def is_free(claims: Path | None, name: str) -> bool:
+    """Take a run, unless another process has taken it."""
+    if claims is None:
+        return True
+    claims.mkdir(parents=True, exist_ok=True)
+    try:
+        (claims / name.replace(" ", "_")).touch(exist_ok=False)
+    except FileExistsError:
+        return False
+    return True
+
+
+def main() -> None:
+    """Print a line a run, and write its row as soon as it is there."""
+    parser = results.options("scaling", "Train several sizes for several lengths.")
+    parser.add_argument("runs", nargs="*", metavar="RUN")
+    parser.add_argument("--data", required=True)
+    parser.add_argument("--val", required=True)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--claims", type=Path, metavar="DIR", help="what other processes share")
+    parser.add_argument("--seconds", type=float, help="begin no run after so many")
+    given = parser.parse_args()
+    text, started = {"data": [given.data], "val": [given.val]}, time.perf_counter()
+    for run in given.runs or every_run():
+        shape, steps, kind = run.split(maxsplit=2)
+        late = given.seconds and time.perf_counter() - started > given.seconds
+        if late or not is_free(given.claims, f"{run} {given.seed}"):
+            continue
+        began = time.perf_counter()
+        try:
+            row = measure(kind, shape, int(steps), text, given.seed)
+        except Exception:  # of one run: the others may do better
+            traceback.print_exc()
+            continue
+        took = time.perf_counter() - began
+        print(*(f"{k} {v}," for k, v in row.items()), f"took {took:.0f} s", flush=True)
+        empty()
+        command = results.command_line("scaling")
+        results.save("scaling", [row], command=command, folder=given.out)
+
+
+if __name__ == "__main__":
+    main()

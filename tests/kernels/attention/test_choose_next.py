@@ -1,0 +1,32 @@
+"""Ties among drawn scores are ties in every dtype, so that a choice is never left to a rounding."""
+
+import pytest
+import torch
+
+from arbcli.kernels.attention.choose_next import CHOOSE_NEXT, index_of_byte
+from arbcli.kernels.runtime.backend import use_backend
+from arbcli.verify.compare import compare
+from arbcli.verify.kernels import copies
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_long_choice_among_equal_scores_is_that_of_the_reference(dtype):
+    generator = torch.Generator().manual_seed(0)
+    shape = (4, 32, 4097, 128, 4, 4096, 16383)  # the largest of those on a GPU
+    inputs = index_of_byte(generator, torch.device("cpu"), dtype, *shape)
+    wanted = CHOOSE_NEXT.reference(*copies(inputs))
+    with use_backend("torch"):
+        got = CHOOSE_NEXT.torch(*copies(inputs))
+    for result, expected in zip(got, wanted, strict=True):
+        found = compare(CHOOSE_NEXT, "", result, expected)
+        assert found.unequal == 0, found
+
+
+def test_drawn_scores_are_turned_and_normalised_by_different_numbers():
+    generator = torch.Generator().manual_seed(0)
+    query, _, _, _, _, cos, sin, *_ = index_of_byte(
+        generator, torch.device("cpu"), torch.float32, 8, 6, 5, 2, 4, 4, 19
+    )
+    assert query[:48].view(8, 6).square().mean(dim=1).unique().tolist() == [1, 13]
+    assert (cos.square() + sin.square() == 1).all()
+    assert 0 < cos.abs().mean() < 1

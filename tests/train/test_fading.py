@@ -1,0 +1,159 @@
+"""Weights that fade from all digits to the trit, in the course of a run."""
+
+import pytest
+import torch
+
+from arbcli.checkpoint import checkpoint_path, load_checkpoint
+from arbcli.data import open_texts
+from arbcli.device import deterministic
+from arbcli.errors import ArbError
+from arbcli.export.run import export
+from arbcli.infer.generation import Sampling, generate
+from arbcli.infer.load import load_model, saved_config
+from arbcli.kernels.codec.decode_digits import digits_reference, scales_reference
+from arbcli.rules import FADED, FADING, STAGES, find_rule, stage_rule
+from arbcli.train.configure import new_config
+from arbcli.train.run import Observer, resume_run, start_run
+from arbcli.train.schedule import FADE_FROM, FADE_TO, fade_share, fade_stage, learning_rate
+from arbcli.train.trainer import EAGER_STEPS, Trainer
+
+SMALL = {
+    "dim": 32, "layers": 1, "heads": 1, "ffn": 32, "ctx": 16, "batch": 2, "steps": 20,
+    "rule": "nibble", "digits": "fade", "device": "cpu", "warmup": 2,
+}  # fmt: skip
+
+
+@pytest.fixture
+def text(tmp_path) -> str:
+    path = tmp_path / "text.txt"
+    path.write_bytes(b"ternary weights learn to read. " * 100)
+    return str(path)
+
+
+@pytest.fixture(autouse=True)
+def short_runs(monkeypatch):
+    monkeypatch.setattr("arbcli.train.run.SAMPLE_BYTES", 1)
+
+
+def trainer_of(text: str, **options) -> Trainer:
+    config = new_config(**SMALL | options, data=[text])
+    return Trainer(config, open_texts(config.data, None, seed=0, context=16))
+
+
+def test_stages_take_equal_turns_and_the_last_one_stays():
+    found = [fade_stage(step, 1000) for step in range(1001)]
+    assert tuple(dict.fromkeys(found)) == STAGES
+    assert found[int(1000 * FADE_FROM)] == "all" != found[int(1000 * FADE_FROM) + 1]
+    turn = 1000 * (FADE_TO - FADE_FROM) / 4
+    assert all(found.count(stage) == pytest.approx(turn, abs=1) for stage in FADED)
+    assert [fade_stage(step, 1) for step in (0, 1)] == ["all", "trit"]
+
+
+@pytest.mark.parametrize("rule", FADING)
+@pytest.mark.parametrize("stage", STAGES)
+def test_weight_is_all_digits_and_the_trit_each_by_its_share(rule, stage, text):
+    trainer = trainer_of(text, rule=rule)
+    tensor = trainer.model.blocks[0].mlp.output.weight
+    packed, share = tensor.packed, 1 - 2.0 ** -STAGES.index(stage)
+    every, trit = digits_reference(packed), digits_reference(packed._replace(remainder=None))
+    scale = scales_reference(packed).bfloat16().double()
+    share = 1.0 if stage == "trit" else share
+    wanted = ((1 - share) * every + share * trit) * scale
+    tensor.rule = stage_rule(rule, stage)
+    assert torch.equal(tensor.weight(), wanted.bfloat16())
+    assert tensor.rule.radix == find_rule(rule, "all").radix
+
+
+def test_run_reads_less_and_less_and_ends_ternary(text):
+    trainer, seen = trainer_of(text), []
+    for _ in range(trainer.config.steps):
+        seen.append(trainer.digits)
+        trainer.train_step()
+        assert trainer.checkpoint("").config["digits"] == trainer.digits
+    assert tuple(dict.fromkeys(seen)) == STAGES
+    assert trainer.digits == "trit"
+    weight = trainer.model.blocks[0].mlp.output.weight
+    assert weight.packed.remainder is None
+    assert trainer.updater.take_flips() > 0
+
+
+def test_first_steps_are_those_of_all_digits(text):
+    fading, every = trainer_of(text), trainer_of(text, digits="all")
+    for _ in range(int(SMALL["steps"] * FADE_FROM) + 1):
+        assert torch.equal(fading.train_step(), every.train_step())
+    assert not torch.equal(fading.train_step(), every.train_step())
+
+
+def test_run_resumed_while_it_fades_ends_with_the_same_bits(text, tmp_path):
+    run, at = tmp_path / "run", 12
+    start_run(new_config(**SMALL, data=[text], save_every=at, keep=3), run, Observer())
+    last = load_checkpoint(checkpoint_path(run, 20))
+    middle = checkpoint_path(run, at)
+    assert saved_config(load_checkpoint(middle)).digits == fade_stage(at, 20)
+    assert saved_config(load_checkpoint(middle)).digits in FADED
+    resume_run(middle, Observer())
+    again = load_checkpoint(checkpoint_path(run, 20))
+    assert again.digest == last.digest
+    assert saved_config(again).digits == "trit"
+    resume_run(run, Observer(), steps=28)  # which is in the middle of a longer run
+    assert saved_config(load_checkpoint(checkpoint_path(run, 24))).digits == fade_stage(24, 28)
+    assert saved_config(load_checkpoint(checkpoint_path(run, 28))).digits == "trit"
+
+
+def test_checkpoints_of_the_middle_are_read_and_not_exported(text, tmp_path):
+    run = tmp_path / "run"
+    start_run(new_config(**SMALL, data=[text], save_every=12, keep=3), run, Observer())
+    trainer = trainer_of(text)
+    for _ in range(12):
+        trainer.train_step()
+    middle = checkpoint_path(run, 12)
+    model, ids = load_model(middle, compute="fp32"), torch.arange(16)[None]
+    trainer.model.compute_dtype = torch.float32
+    assert torch.equal(model(ids), trainer.model(ids))
+    assert len(b"".join(generate(model, b"a", 3, Sampling(seed=0)))) >= 3
+    with pytest.raises(ArbError, match="fading"):
+        export(middle, "safetensors", out=tmp_path / "weights")
+    export(run, "safetensors", out=tmp_path / "weights")
+    with pytest.raises(ArbError, match="middle of a run"):
+        new_config(preset=saved_config(load_checkpoint(middle)))
+
+
+def test_what_does_not_fade_is_refused():
+    for options, said in (
+        ({"rule": "carry"}, "`carry` does not fade to the trit"),
+        ({"rule": "votes"}, "no digits below the trit"),
+        ({"keep_best": True}, "before the weights have faded"),
+    ):
+        with pytest.raises(ArbError, match=said):
+            new_config(**SMALL | options)
+
+
+def test_rate_grows_to_that_of_the_trit_while_weights_fade():
+    config = new_config(**SMALL | {"rule": "moment", "schedule": "constant", "warmup": 0})
+    growth = find_rule("moment", "all").fade_growth
+    for step in (0, 8, 13, 18, 20):
+        wanted = config.lr * (1 + (growth - 1) * fade_share(step, 20))
+        assert learning_rate(config, step) == pytest.approx(wanted)
+    assert fade_share(8, 20) == 0 != fade_share(9, 20)
+    assert fade_share(18, 20) == 1
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rule", FADING)
+def test_captured_steps_fade_with_the_bits_of_eager_ones(rule, text):
+    found = []
+    for capture in (False, True):
+        config = new_config(**SMALL | {"rule": rule, "steps": 60, "device": "cuda"}, data=[text])
+        texts = open_texts(config.data, None, seed=0, context=16)
+        losses = []
+        with deterministic():
+            trainer = Trainer(config, texts, capture=capture)
+            for _ in range(config.steps):
+                losses.append(float(trainer.train_step()))
+                if trainer.digits in FADED and len(losses) % 5 == 0:
+                    list(generate(trainer.model, b"a", 2, Sampling(seed=0)))
+        assert (trainer._graph is not None) == capture
+        found.append((losses, {name: t.cpu() for name, t in trainer.model.state_dict().items()}))
+    assert found[0][0] == found[1][0]
+    assert all(torch.equal(part, found[1][1][name]) for name, part in found[0][1].items())
+    assert EAGER_STEPS < 60 * (FADE_TO - FADE_FROM) / 4
