@@ -41,6 +41,8 @@ LABELS = {
     "--rule nibble": "nibble",
     "--rule moment --digits all": "moment, all digits",
     "--rule nibble --digits all": "nibble, all digits",
+    "--rule moment --digits fade": "moment, faded",
+    "--rule nibble --digits fade": "nibble, faded",
     "--rule carry": "carry",
     "--weights ste --optimizer muon --lr 3e-3": "straight-through, Muon",
     "--weights float --lr 1e-3": "float, AdamW",
@@ -54,12 +56,15 @@ def draw_loss(runs: Runs) -> Any:
     figure, axes = pyplot.subplots(figsize=(8, 4.1))
     for options, label in LABELS.items():
         rows = rows_of(runs, preset="small", options=options)
+        if not rows:
+            continue
+        faded = "fade" in options
         losses = [row["held_out_nats"] for row in rows]
         state, colour = rows[0]["state_mib"], COLOURS[rows[0]["kind"]]
         axes.plot([state] * len(rows), losses, "o", color=colour)
         axes.annotate(
-            label, (state, max(losses)), (0, 7), textcoords="offset points", ha="center",
-            color=colour,
+            label, (state, min(losses) if faded else max(losses)), (0, -14 if faded else 7),
+            textcoords="offset points", ha="center", color=colour,
         )  # fmt: skip
     axes.set(
         xscale="log", xlim=(9, 200), ylim=(1.14, 1.345),

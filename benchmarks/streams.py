@@ -65,8 +65,8 @@ def measure(part: str, names: list[str], paths: tuple[str, str], file: Path | No
         if name not in times:
             times[name] = run(build(VARIANTS[part][name], paths, 0, TIMED), TIMED)
             print(f"{name:26} {times[name]:6.2f} ms a step", flush=True)
-    if file:
-        file.write_text(json.dumps(times))
+            if file:
+                file.write_text(json.dumps(times))
     return times
 
 

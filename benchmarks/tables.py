@@ -474,6 +474,86 @@ def quality_of_many(runs: Runs) -> str:
     return _measured(["parts and windows", "by seed", "mean", "from the first"], lines, found)
 
 
+def long_speed(runs: Runs) -> str:
+    """Training, text and cache of compressed attention beside dense, at ctx 16,384."""
+    lines = []
+    for row in rows_of(runs):
+        made = row["texts"].values()
+        lines.append(
+            [
+                row["kind"],
+                f"{row['weights'] / 1e6:.1f} M",
+                f"{row['bytes_per_second']:,}",
+                " / ".join(f"{text['generated_bytes_per_second']:,.0f}" for text in made),
+                " / ".join(f"{text['cache_bytes'] / MIB:.1f}" for text in made),
+            ]
+        )
+    kept = " / ".join(next(iter(rows_of(runs)), {"texts": {}})["texts"])
+    head = ["attention", "weights", "trained bytes/s", f"text, bytes/s: {kept}", "cache, MiB"]
+    return _measured(head, lines, runs)
+
+
+def long_quality(runs: Runs) -> str:
+    """Held-out loss after equal time at ctx 16,384, by position, and with a cache in eight bits."""
+    lines, starts = [], []
+    for row in rows_of(runs):
+        kept = row["kept_in"]
+        starts = [f"from {first:,}" for first, *_ in row["by_position"]]
+        more = {kv: kept[kv]["nats"] - kept["bf16"]["nats"] for kv in ("int8", "fp8")}
+        lines.append(
+            [
+                row["kind"],
+                f"{row['weights'] / 1e6:.1f} M",
+                f"{row['seconds']:g}",
+                f"{row['steps']:,}",
+                f"{row['trained_bytes'] / 1e6:.1f}",
+                f"{row['nats']:.4f}",
+                *(f"{nats:.4f}" for *_, nats in row["by_position"]),
+                *(f"{value:+.5f}" for value in more.values()),
+                f"{kept['bf16']['cache_bytes'] / MIB:.1f}",
+            ]
+        )
+    head = ["attention", "weights", "seconds", "steps", "MB read", "nats", *starts]
+    return _measured([*head, "`int8`", "`fp8`", "cache, MiB"], lines, runs)
+
+
+def streams(runs: Runs) -> str:
+    """Held-out loss of one and of several residual streams, by seed."""
+    found = _of_part(runs, "streams")
+    lines = []
+    for variant, steps in dict.fromkeys((r["variant"], r["steps"]) for r in rows_of(found)):
+        rows = rows_of(found, variant=variant, steps=steps)
+        losses = [row["held_out_nats"] for row in sorted(rows, key=lambda row: row["seed"])]
+        lines.append(
+            [
+                variant.replace("-", " "),
+                f"{rows[0]['weights'] / 1e6:.2f} M",
+                f"{steps:,}",
+                ", ".join(f"{loss:.4f}" for loss in losses),
+                f"{mean(losses):.4f}",
+            ]
+        )
+    return _measured(["streams", "weights", "steps", "nats by seed", "mean"], lines, found)
+
+
+def gates(runs: Runs) -> str:
+    """Held-out loss and the fullest expert, by the choice of experts."""
+    found = _of_part(runs, "gates")
+    lines = [
+        [
+            f"`{row['variant'].split('-')[0]}`" + ", shared expert" * ("shared" in row["variant"]),
+            "`nibble`, factored" if "factored" in row["variant"] else "`moment`",
+            f"{row['lr']:g}",
+            f"{row['steps']:,}",
+            f"{row['held_out_nats']:.4f}",
+            f"{row['fullest_expert']:.2f}",
+        ]
+        for row in sorted(rows_of(found), key=lambda row: ("factored" in row["variant"], row["lr"]))
+    ]
+    head = ["choice", "rule", "`--lr`", "steps", "nats", "fullest expert over the mean"]
+    return _measured(head, lines, found)
+
+
 def _of_part(runs: Runs, part: str) -> Runs:
     found = [run | {"rows": rows_of([run], part=part)} for run in runs]
     return [run for run in found if run["rows"]]
@@ -589,6 +669,10 @@ TABLES: dict[str, tuple[str, Callable[[Runs], str]]] = {
     "several-texts": ("several_texts", several),
     "kv-cache": ("kv_cache", caches),
     "hnet": ("hnet", chunked),
+    "long-speed": ("long", long_speed),
+    "long-quality": ("long_quality", long_quality),
+    "streams": ("streams", streams),
+    "gates": ("streams", gates),
     "scaling": ("scaling", losses_by_size),
     "scaling-laws": ("scaling", laws),
     "frontier": ("frontier", frontier),

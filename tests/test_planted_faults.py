@@ -157,6 +157,19 @@ FAULTS = [
         "missing term", "global scale of four-bit weights forgotten", "nvfp4_matmul",
         rewrite("(q @ w.T).float() * (s * t)", "(q @ w.T).float() * s"),
     ),
+    kernel(
+        "layout", "codes of four bits in the wrong half of a byte", "encode_nvfp4",
+        rewrite("a | (b << 4)", "b | (a << 4)"),
+    ),
+    kernel(
+        "saturation", "scales of codes of four bits beyond the largest of e4m3", "encode_nvfp4",
+        rewrite("((264 - f) << 23).to(tl.float32, bitcast=True)",
+                "((266 - f) << 23).to(tl.float32, bitcast=True)"),
+    ),
+    kernel(
+        "missing term", "global scales of codes of four bits forgotten", "scaled_nvfp4_matmul",
+        rewrite("y * tl.load(scale_ptr)", "y"),
+    ),
     # packing and scales
     kernel(
         "layout", "planes of a short block as wide as a full one", "unpack_trits",
@@ -350,8 +363,8 @@ FAULTS = [
         rewrite("tl.load(position_ptr + t)", "tl.load(position_ptr)"),
     ),
     kernel(
-        "left behind", "a split stored by no program", "decode_attention_rows",
-        rewrite("s // BLOCK_S % PROGRAMS == f", "s // BLOCK_S == f"),
+        "left behind", "a key stored by no program but the first", "decode_attention_rows",
+        rewrite("s // SPAN == f", "s // BLOCK_S == f"),
     ),
     kernel(
         "position", "the new compressed position not seen", "decode_latent",
@@ -464,6 +477,14 @@ FAULTS = [
         rewrite("tl.where(r == k, a[None, :], v)", "v"),
     ),
     kernel(
+        "saturation", "scale of an entry by its first half alone", "append_position_8bit",
+        rewrite("tl.maximum(tl.max(a, axis=0), tl.max(b, axis=0))", "tl.max(a, axis=0)"),
+    ),
+    kernel(
+        "missing term", "scales of entries in eight bits forgotten", "decode_compressed",
+        rewrite("scale_of_entry(tl.where(n, a, b), FLOATS)", "scale_of_entry(a, FLOATS)"),
+    ),
+    kernel(
         "left behind", "choice of the text before kept", "choose_next",
         rewrite("tl.store(choice_ptr + s, -1, mask=s < SIZE)", "0"),
     ),
@@ -522,6 +543,10 @@ FAULTS = [
     kernel(
         "position", "every head turned like its position's neighbour", "rotary_norm",
         rewrite("t % T", "(t + 1) % T"),
+    ),
+    kernel(
+        "missing term", "sum of a stream left out in eight bits", "add_rms_norm_e4m3",
+        rewrite("y += load_rows(o, ...)", "y += 0 * load_rows(o, ...)"),
     ),
     kernel(
         "sign", "gradient turned on instead of back", "rotary_norm_backward",

@@ -113,8 +113,12 @@ class TrainConfig:
                 hint="leave `keep_best=True` out",
                 fields=("keep_best",),
             )
-        if self.model.digits == "fade":
-            self._check_fading()
+        if self.model.digits == "fade" and self.keep_best:
+            raise ArbError(
+                "the best checkpoint is one of before the weights have faded to the trit",
+                hint="leave `keep_best=True` out, or use `digits=all` or `trit`",
+                fields=("keep_best", "digits"),
+            )
         if self.model.digits in FADED:
             raise ArbError(
                 "the checkpoint is of the middle of a run whose weights fade",
@@ -154,21 +158,6 @@ class TrainConfig:
             )
         if not 0 <= self.seed <= MOST:
             raise ArbError(f"`seed` is {self.seed}", hint=f"use 0 to {MOST}", fields=("seed",))
-
-    def _check_fading(self) -> None:
-        """Refuse what does not go together with weights that fade to the trit."""
-        if self.wire is not None:
-            raise ArbError(
-                "a run of several processes cannot fade from all digits to the trit",
-                hint="leave `wire` out, or use `digits=all` or `trit`",
-                fields=("wire", "digits"),
-            )
-        if self.keep_best:
-            raise ArbError(
-                "the best checkpoint is one of before the weights have faded to the trit",
-                hint="leave `keep_best=True` out, or use `digits=all` or `trit`",
-                fields=("keep_best", "digits"),
-            )
 
     @property
     def eval_interval(self) -> int:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from arbcli.directions.base import Direction, Ingredients
 from arbcli.kernels.update.gradient_gains import GradientGains
+from arbcli.kernels.update.gram_inverses import gram_inverses
 from arbcli.kernels.update.newton_schulz import gram, gram_polynomial
 from arbcli.kernels.update.unit_rows import unit_rows
 
@@ -83,7 +84,7 @@ def near_polar(grad: Tensor) -> Tensor:
         Y = (w_0 + w_1 (A + c_1)^-1 + w_2 (A + c_2)^-1) X / sqrt(s),  s = |X X.T| >= sigma_max^2
 
     This is the rational function of the degrees (5, 4) that is nearest to the sign. All is summed
-    in float32: A + c_1 has a condition of up to 53,000.
+    in float32: A + c_1 has a condition of up to 53,000. See `gram_inverses`.
 
     Source: Y. Nakatsukasa and R. Freund, "Computing fundamental matrix decompositions accurately
     via the matrix sign function in two iterations: the power of Zolotarev's functions",
@@ -96,24 +97,9 @@ def near_polar(grad: Tensor) -> Tensor:
         Like `grad`, float32; not finite where `grad` is not.
     """
     grad = grad.float()
-    tall = grad.shape[-2] > grad.shape[-1]
-    x = grad.mT if tall else grad
-    square = x @ x.mT
-    diagonal = square.diagonal(dim1=-2, dim2=-1)
-    smallest = torch.finfo(torch.float32).tiny
-    # the squares of its elements could be too small for float32 before
-    trace = diagonal.sum(-1)[..., None, None].clamp_(min=smallest)
-    square /= trace
-    norm = torch.linalg.matrix_norm(square, keepdim=True).clamp_(min=TINY)
-    square /= norm
-    q, before = torch.zeros_like(square), 0.0
-    for shift, weight in zip(SHIFTS, POLAR_WEIGHTS[1:], strict=True):
-        diagonal += shift - before
-        before = shift
-        q.add_(torch.cholesky_inverse(torch.linalg.cholesky_ex(square)[0]), alpha=weight)
-    q.diagonal(dim1=-2, dim2=-1).add_(POLAR_WEIGHTS[0])
-    q *= trace.rsqrt() * norm.rsqrt()
-    return grad @ q if tall else q @ x
+    tall = grad.shape[-2] >= grad.shape[-1]
+    q = gram_inverses(grad.mT if tall else grad, SHIFTS, POLAR_WEIGHTS)
+    return grad @ q if tall else q @ grad
 
 
 def newton_schulz(grad: Tensor, dtype: torch.dtype) -> Tensor:

@@ -289,6 +289,7 @@ def _answers(device: torch.device) -> Iterator[tuple[Any, str, Any]]:
 def _substitutes(device: torch.device) -> Iterator[tuple[Any, str, Any]]:
     """List functions that allocate otherwise on the device than on `meta`, as `_answers` does."""
     attention, rms_norm = functional.scaled_dot_product_attention, functional.rms_norm
+    synchronize = torch.cuda.synchronize
 
     def attend(q: Tensor, k: Tensor, v: Tensor, **how: Any) -> Tensor:
         if not q.is_meta:
@@ -318,6 +319,11 @@ def _substitutes(device: torch.device) -> Iterator[tuple[Any, str, Any]]:
         for expert in range(len(bounds) - 1):
             yield expert, slice(expert * share, min((expert + 1) * share, slots))
 
+    def wait(of: Any = None) -> None:
+        if torch.cuda.is_available():
+            synchronize(of)
+
+    yield torch.cuda, "synchronize", wait
     yield packed, "row_chunks", some_chunks
     yield grouped_matmul, "_ranges", even_ranges
     yield functional, "scaled_dot_product_attention", attend

@@ -8,6 +8,7 @@ from arbcli.config.graph import GraphConfig
 from arbcli.config.hnet import HNetConfig
 from arbcli.errors import ArbError
 from arbcli.kernels.matmul.fp8_matmul import MULTIPLE
+from arbcli.model.blocks.compressed_attention import Indexer
 from arbcli.model.compressed import CompressedLM
 from arbcli.model.dense import ByteLM
 from arbcli.model.graph import GraphLM
@@ -37,7 +38,7 @@ def build_model(
         compute_dtype: of activations; bfloat16, or float32.
         recompute: whether a backward computes what is inside a block again.
         fp8: whether linear layers multiply in eight bits: all but the head, and those with a size
-            that is not a multiple of `MULTIPLE`.
+            that is not a multiple of `MULTIPLE`; and whether indexers choose by such products.
         nvfp4: whether these multiply in four bits, emulated.
 
     Raises:
@@ -55,6 +56,9 @@ def build_model(
             )
         for weight in chosen:
             weight.fp8, weight.nvfp4 = fp8, nvfp4
+        for part in model.modules():
+            if isinstance(part, Indexer):
+                part.fp8 = fp8
     return model
 
 

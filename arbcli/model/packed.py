@@ -90,6 +90,8 @@ class TernaryTensor(StateModule):
         """How often kernels have been told to step it, as far as Python knows."""
         self.group_size = config.group_size
         self.rule = find_rule(config.rule, "trit" if frozen else config.digits)
+        self.reads_digits = self.rule.reads_all
+        """Whether forwards read what is below the trit; where weights fade, the first ones do."""
         name = direction or config.direction
         self.direction = find_direction(name) if name and self.rule.direction else None
         groups = num_groups(in_features, config.group_size)
@@ -107,7 +109,7 @@ class TernaryTensor(StateModule):
             buffers |= self.direction.buffers(out_features, in_features, matrices)
         for name, buffer in buffers.items():
             self._declare_int8(name, *buffer)
-        read = {"remainder"} if self.rule.reads_all else set()
+        read = {"remainder"} if self.reads_digits else set()
         self.of_training = tuple(name for name in buffers if name not in read)
 
     def drop_training_state(self) -> None:

@@ -45,10 +45,13 @@ def learning_rate(config: TrainConfig, step: int) -> float:
     """Compute the learning rate of a step of a run."""
     final = FINAL_SHARE if config.final_lr is None else config.final_lr / config.lr
     lr = config.lr * schedule(step, config.steps, config.warmup, config.schedule, final)
-    if config.model.digits == "fade":
-        growth = find_rule(config.model.rule, "fade").fade_growth
-        lr *= 1 + (growth - 1) * fade_share(step, config.steps)
-    return lr
+    return lr * (1 + (fade_growth(config) - 1) * fade_share(step, config.steps))
+
+
+def fade_growth(config: TrainConfig) -> float:
+    """Find what the learning rate is multiplied by once weights have faded; 1 if they do not."""
+    model = config.model
+    return find_rule(model.rule, "fade").fade_growth if model.digits == "fade" else 1.0
 
 
 def fade_share(step: int, steps: int) -> float:

@@ -22,7 +22,7 @@ from arbcli.train.float_optimizer import FloatOptimizer
 from arbcli.train.parallel.group import Group
 from arbcli.train.parallel.replicas import Replicas
 from arbcli.train.parallel.shared_updater import SharedUpdater
-from arbcli.train.schedule import fade_stage, learning_rate
+from arbcli.train.schedule import fade_growth, fade_stage, learning_rate
 from arbcli.train.step import TrainingStep, minimised
 from arbcli.train.updater import HELD_BYTES, Updater
 
@@ -116,7 +116,7 @@ class Trainer:
                 self.updater = Updater(tensors, config.seed, dtype, HELD_BYTES)
             else:
                 self.model.declare_wire()
-                largest = max(config.lr, config.final_lr or 0)
+                largest = max(config.lr, config.final_lr or 0) * fade_growth(config)
                 about = config.seed, dtype, config.wire, config.accum, self.group, largest
                 self.updater = self.shared = SharedUpdater(tensors, *about)
             if self.shared:
@@ -147,7 +147,7 @@ class Trainer:
         self._measured = False
         """Whether what gradients are divided by is known."""
         self.digits = config.model.digits
-        """What the weights are, as `ModelConfig` has it; of a fade, its stage."""
+        """What the weights are, as in `ModelConfig`; where they fade, the stage of this step."""
         self._fade()
 
     @property
@@ -263,8 +263,11 @@ class Trainer:
         """Free the captured step, and the memory that it holds."""
         if self._graph is not None:
             torch.cuda.synchronize(self.device)  # it may still be replayed
+            self.loss_parts = {name: part.clone() for name, part in self.loss_parts.items()}
+            self._captured_parts = {}
             self._graph.reset()
             self._graph = None
+            torch.cuda.empty_cache()  # what it held is of no use to steps that are not captured
 
     @torch.no_grad()
     def evaluate(self, num_batches: int = EVAL_BATCHES) -> float:

@@ -1,7 +1,8 @@
 """Compile every kernel for GPUs that need not be there, and read what each needs of them.
 
-The launchers run on the CPU with the launch replaced by a recorder, so what is compiled is what
-they launch. Nothing is executed. Processes without `TRITON_INTERPRET` do the work, as kernels that
+The launchers run as on the GPU, on tensors without memory and with the launch replaced by a
+recorder, so what is compiled is what they launch there on the fixed cases and on the matrices of
+presets. Nothing is executed. Processes without `TRITON_INTERPRET` do the work, as kernels that
 were defined for the interpreter cannot be compiled.
 """
 
@@ -16,11 +17,14 @@ from typing import Any, NamedTuple
 import torch
 
 from arbcli.errors import ArbError
+from arbcli.inspect.trace import without_memory
 from arbcli.kernels.runtime._triton import HAS_TRITON, INTERPRETED, TensorDescriptor, tl
 from arbcli.kernels.runtime.backend import compile_for
 from arbcli.kernels.runtime.launches import replaced_launches
 from arbcli.kernels.runtime.spec import KernelSpec
+from arbcli.verify.fuzz import ShapeDice, real_cases
 from arbcli.verify.kernels import find_kernels
+from arbcli.verify.parity import matrix_shapes
 from arbcli.verify.workers import JobDone, Workers
 
 
@@ -32,6 +36,8 @@ class Target(NamedTuple):
     warp_size: int
     shared_bytes: int
     """Shared memory that one block of threads can have."""
+    processors: int
+    """Multiprocessors: launchers share work out among them."""
 
     @property
     def capability(self) -> tuple[int, int]:
@@ -40,12 +46,12 @@ class Target(NamedTuple):
 
 
 TARGETS = {
-    "sm_80": Target("cuda", 80, 32, 163 << 10),
-    "sm_89": Target("cuda", 89, 32, 99 << 10),
-    "sm_90": Target("cuda", 90, 32, 227 << 10),
-    "sm_100": Target("cuda", 100, 32, 227 << 10),
-    "sm_120": Target("cuda", 120, 32, 99 << 10),
-    "gfx942": Target("hip", "gfx942", 64, 64 << 10),
+    "sm_80": Target("cuda", 80, 32, 163 << 10, 108),
+    "sm_89": Target("cuda", 89, 32, 99 << 10, 58),
+    "sm_90": Target("cuda", 90, 32, 227 << 10, 132),
+    "sm_100": Target("cuda", 100, 32, 227 << 10, 148),
+    "sm_120": Target("cuda", 120, 32, 99 << 10, 170),
+    "gfx942": Target("hip", "gfx942", 64, 64 << 10, 304),
 }
 """By the name its makers use: A100, L4 and RTX 40, H100 and H200, B200, RTX 50, MI300."""
 PARKED_BYTES = 16
@@ -142,7 +148,7 @@ def _compile_job(name: str, target: str, group_size: int) -> CompileResult:
     assert not INTERPRETED, "this process would only interpret kernels"
     (spec,) = find_kernels([name])
     chosen = TARGETS[target]
-    with compile_for(chosen.capability):
+    with compile_for(chosen.capability, chosen.processors):
         variants = [
             variant
             for variant in _variants(spec, group_size)
@@ -213,46 +219,70 @@ def _figures(text: str, pattern: str) -> tuple[int, ...]:
     return tuple(map(int, found.groups()))
 
 
-def _variants(spec: KernelSpec, group_size: int) -> list[Variant]:
-    """List what the launcher of a spec asks for, each in two specialisations.
+OF_VALUES = {
+    "unpack_trits", "digits_matmul", "grouped_matmul", "grouped_grad_w",
+    "compressed_attention_backward", "spread_chunks", "spread_chunks_backward", "mamba_step",
+    "gradient_gains", "smooth_chunks_backward",
+}  # fmt: skip
+"""Kernels whose cases or launchers ask for numbers in tensors: their tensors have memory. The last
+is drawn by thousands of operations, which take minutes without."""
+FEW_WEIGHTS = 1 << 19
+"""Of the matrices of presets that these are drawn for."""
 
-    Triton compiles strides of 1 as constants, and knows which arguments are multiples of 16. Rows
-    are contiguous wherever a model launches a kernel; sizes are multiples, or nothing is known.
+
+def _variants(spec: KernelSpec, group_size: int) -> list[Variant]:
+    """List what the launcher of a spec asks for, each as Triton specialises it.
+
+    Triton compiles arguments of 1 as constants, and knows which are multiples of 16.
     """
-    launches: dict[str, tuple] = {}
+    found: dict[str, Variant] = {}
 
     def record(launch: Launch) -> None:
-        function, _, named, fixed, options = launch
-        types = {key: type_of(value) for key, value in named.items()}
-        units = {key for key, value in named.items() if type(value) is int and value == 1}
-        if not all(key.startswith("stride_") for key in units):
-            units = set()  # strides of a single row or column say nothing
-        key = str((function.fn.__name__, types, fixed, options))
-        if key not in launches or len(units) > len(launches[key][-1]):
-            launches[key] = (function, types, fixed, options, units)
+        variant = _variant(launch)
+        found.setdefault(str((variant.function.fn.__name__, *variant[1:])), variant)
 
-    with recorded_launches(record):
-        for case in spec.cases(torch.device("cpu"), group_size):
-            for dtype in (torch.float32, torch.bfloat16):
-                spec.triton(*_with_dtype(case.inputs, dtype, spec.bfloat16))
-    return [
-        _variant(*launch, multiples=multiples)
-        for launch in launches.values()
-        for multiples in (False, True)
-    ]
+    shapes, gpu, cpu = matrix_shapes(), torch.device("cuda"), torch.device("cpu")
+    if spec.name in OF_VALUES:
+        small = [(n, k) for n, k in shapes if n * k <= FEW_WEIGHTS]
+        with recorded_launches(record):
+            for case in spec.cases(cpu, group_size):
+                for dtype in (torch.float32, torch.bfloat16):
+                    spec.triton(*_with_dtype(case.inputs, dtype, spec.bfloat16))
+            for case in real_cases(spec.name, cpu, group_size, small):
+                spec.triton(*case.inputs)
+        return [*found.values()]
+    with without_memory(gpu), recorded_launches(record):
+        for case in spec.cases(gpu, group_size):
+            spec.triton(*case.inputs)
+        for case in real_cases(spec.name, gpu, group_size, shapes, dice=ShapeDice):
+            spec.triton(*case.inputs)
+    return [*found.values()]
 
 
-def _variant(function, types, fixed, options, units, *, multiples: bool) -> Variant:
-    constants = fixed | dict.fromkeys(units, 1)
+def _variant(launch: Launch) -> Variant:
+    function, _, named, fixed, options = launch
+    plain = {p.name for p in function.params if p.do_not_specialize}
+    whole = {key: value for key, value in named.items() if type(value) is int and key not in plain}
+    constants = fixed | {key: 1 for key, value in whole.items() if value == 1}
     signature = {
-        name: "constexpr" if name in constants else types[name] for name in function.arg_names
+        name: "constexpr" if name in constants else type_of(named[name])
+        for name in function.arg_names
     }
-    attributes = {
-        path: [["tt.divisibility", 16]]
-        for path, kind in _flat(signature.values())
-        if kind.startswith("*") or (multiples and kind.startswith("i"))
+    given = [None if signature[name] == "constexpr" else named[name] for name in function.arg_names]
+    multiples = {
+        path
+        for path, value in _flat(given)
+        if function.arg_names[path[0]] not in plain and _is_multiple(value)
     }
+    attributes = {path: [["tt.divisibility", 16]] for path in sorted(multiples)}
     return Variant(function, signature, constants, attributes, options)
+
+
+def _is_multiple(value: Any) -> bool:
+    """Whether Triton knows of an argument, or of its address, that it is a multiple of 16."""
+    if isinstance(value, torch.Tensor):
+        return value.storage_offset() * value.itemsize % 16 == 0
+    return type(value) is int and value % 16 == 0
 
 
 def _flat(values: Iterable, path: tuple[int, ...] = ()) -> Iterator[tuple[tuple[int, ...], Any]]:
@@ -298,7 +328,10 @@ def type_of(value: object) -> str | tuple:
         return "constexpr"
     if isinstance(value, torch.Tensor):
         name = str(value.dtype).removeprefix("torch.")
-        short = {"bfloat16": "bf16", "float32": "fp32", "float64": "fp64", "uint8": "u8"}
+        short = {
+            "bfloat16": "bf16", "float32": "fp32", "float64": "fp64", "uint8": "u8",
+            "float8_e4m3fn": "fp8e4nv",
+        }  # fmt: skip
         return "*" + short.get(name, name.replace("int", "i"))
     if isinstance(value, TensorDescriptor):
         return f"tensordesc<{type_of(value.base)[1:]}{value.block_shape}>"

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from arbcli.kernels.attention.append_position import APPEND_POSITION
+from arbcli.kernels.attention.append_position import APPEND_POSITION, in_eight_bits
 from arbcli.kernels.attention.choose_entries import random_index
 from arbcli.kernels.attention.choose_next import index_of_byte
 from arbcli.kernels.attention.compress_blocks import COMPRESS_BLOCKS, rounded_block_gradients
@@ -46,6 +46,7 @@ from arbcli.kernels.matmul.fp8_matmul import MULTIPLE
 from arbcli.kernels.matmul.grouped_matmul import GROUPED_GRAD_W, GROUPED_MATMUL
 from arbcli.kernels.matmul.quantise_rows import E4M3, QUANTISE_ROWS
 from arbcli.kernels.matmul.round_nvfp4 import ROUND_NVFP4
+from arbcli.kernels.matmul.scaled_nvfp4 import ENCODE_NVFP4
 from arbcli.kernels.matmul.ternary_matmul import TERNARY_MATMUL, TERNARY_MATMUL_GRAD_X
 from arbcli.kernels.norm.gated_rms_norm import gated_rms_norm_in_its_dtype
 from arbcli.kernels.norm.rms_norm import (
@@ -92,7 +93,8 @@ class Dice:
 
     def below(self, limit: int) -> int:
         """Roll 0..limit-1."""
-        return int(torch.randint(limit, (), generator=self.generator, device=self.device))
+        like = {"generator": self.generator, "device": self.generator.device}
+        return int(torch.randint(limit, (), **like))
 
     def pick(self, choices):
         """Choose one of a sequence."""
@@ -166,6 +168,14 @@ class Dice:
         return view.copy_(values)
 
 
+class ShapeDice(Dice):
+    """Dice for tensors without numbers, as `without_memory` has them: they roll on the CPU."""
+
+    def __init__(self, seed: int, device: torch.device, dtype: torch.dtype | None = None) -> None:
+        super().__init__(seed, torch.device("cpu"), dtype)
+        self.device = device
+
+
 def _pack_trits(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
     return (dice.integers(-1, 1, n, k),)
 
@@ -202,6 +212,12 @@ def _nvfp4_matmul(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
     packed = dice.packed(n, k, group_size)
     q, scale = ROUND_NVFP4.torch(dice.reals(m, n if transposed else k))
     return q, scale, packed, transposed == 1, dice.dtype
+
+
+def _scaled_nvfp4_matmul(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
+    sides = [ENCODE_NVFP4.torch(dice.reals(rows, k)) for rows in (m, n)]
+    (a, of_a, first), (b, of_b, second) = sides
+    return a, of_a, b, of_b, first * second, dice.dtype
 
 
 def _ternary_matmul(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
@@ -567,6 +583,11 @@ def _append_position(dice: Dice, group_size: int, m: int, n: int, k: int) -> tup
     angle = dice.reals(position + 1, half, dtype=torch.float32).contiguous()
     beta = dice.reals(kv * 2 * half, ratio, dtype=torch.float32).contiguous()
     return *buffers, beta, dice.scalar(position), angle.cos(), angle.sin(), 1e-6
+
+
+def _append_position_8bit(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
+    stored = dice.pick(tuple(FORMATS.values()))
+    return in_eight_bits(_append_position(dice, group_size, m, n, k), stored)
 
 
 def _choose_next(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
@@ -958,6 +979,8 @@ DRAWINGS = {
     "quantise_rows": Drawing(_quantise_rows, needs_rows=True),
     "round_nvfp4": Drawing(_quantise_rows, None, ROUND_NVFP4.torch, needs_rows=True),
     "nvfp4_matmul": Drawing(_nvfp4_matmul, _nvfp4_matmul_in_float64, needs_rows=True),
+    "encode_nvfp4": Drawing(_quantise_rows, None, ENCODE_NVFP4.torch, needs_rows=True),
+    "scaled_nvfp4_matmul": Drawing(_scaled_nvfp4_matmul, needs_rows=True, one_layout=True),
     "fp8_matmul": Drawing(_fp8_matmul, _fp8_matmul_in_float64, needs_rows=True),
     "ternary_matmul": Drawing(
         _ternary_matmul, _matmul_in_float64, TERNARY_MATMUL.torch, needs_rows=True
@@ -1027,6 +1050,7 @@ DRAWINGS = {
     "append_position": Drawing(
         _append_position, None, APPEND_POSITION.torch, one_layout=True
     ),
+    "append_position_8bit": Drawing(_append_position_8bit, one_layout=True),
     "choose_next": Drawing(_choose_next, one_layout=True),
     "decode_compressed": Drawing(
         _decode_compressed, None, DECODE_COMPRESSED.torch, one_layout=True
@@ -1192,18 +1216,58 @@ def _is_saturated(values: Tensor) -> bool:
     return bool(first != 0) and bool((values == first).all())
 
 
+def real_rows(name: str) -> tuple[int, ...]:
+    """List the numbers of rows that the matrices of models are met by in a kernel."""
+    return REAL_ROWS if DRAWINGS[name].needs_rows else REAL_ROWS[:1]
+
+
 def real_cases(
-    name: str, device: torch.device, group_size: int, shapes: Iterable[tuple[int, int]]
+    name: str,
+    device: torch.device,
+    group_size: int,
+    shapes: Iterable[tuple[int, int]],
+    rows: int | None = None,
+    turn: int | None = None,
+    dice: type[Dice] = Dice,
 ) -> Iterator[Case]:
-    """Draw a case of a kernel for every matrix (N, K) of a model, in each type it is used in."""
-    for n, k in shapes:
-        for m in REAL_ROWS if DRAWINGS[name].needs_rows else REAL_ROWS[:1]:
-            for dtype in (torch.bfloat16, torch.float32):
-                dice = Dice(0, device, dtype)
-                case = _case(name, "", dice, group_size, m, n, k)
-                yield case
+    """Draw a case of a kernel for every matrix (N, K) of a model, in each type it is used in.
+
+    What a kernel is given does not always grow with a matrix: a case that is as one before, in all
+    shapes, strides, types and arguments, is left out.
+
+    Args:
+        name: of the kernel.
+        device: of the tensors.
+        group_size: G.
+        shapes: (N, K) of the matrices.
+        rows: of activations, one of `real_rows`; None is each of them.
+        turn: None draws all. Else each matrix has one number of rows and one type, by turns; six
+            turns in succession are all.
+        dice: what draws.
+    """
+    seen, choices = set(), real_rows(name)
+    for index, (n, k) in enumerate(shapes):
+        for place, m in enumerate(choices):
+            its_turn = turn is None or (index + turn - place) % len(choices) == 0
+            if rows not in (None, m) or not its_turn:
+                continue
+            for kind, dtype in enumerate((torch.bfloat16, torch.float32)):
+                if turn is not None and (index // len(choices) + turn - kind) % 2:
+                    continue
+                case = _case(name, "", dice(0, device, dtype), group_size, m, n, k)
+                form = _form(case.inputs)
+                if form not in seen:
+                    seen.add(form)
+                    yield case
                 if not any(_is_real(value) for value in case.inputs):
                     break
+
+
+def _form(value: Any) -> Any:
+    """Say what there is to know of inputs but the numbers in tensors."""
+    if isinstance(value, Tensor):
+        return value.shape, value.stride(), value.storage_offset(), value.dtype
+    return tuple(map(_form, value)) if isinstance(value, tuple) else repr(value)
 
 
 def real_reference(spec: KernelSpec) -> Callable:

@@ -2,7 +2,8 @@
 
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import islice
 
 import torch
 from torch import Tensor
@@ -13,7 +14,7 @@ from arbcli.kernels.registry import KERNELS
 from arbcli.kernels.runtime.backend import check_backend, chunks_of, use_backend
 from arbcli.kernels.runtime.spec import Case, KernelSpec
 from arbcli.verify.compare import CaseResult, as_tuple, compare, poisoned, worst
-from arbcli.verify.fuzz import Drawn, Tally, fuzz_cases, real_cases, real_reference
+from arbcli.verify.fuzz import Drawn, Tally, fuzz_cases, real_cases, real_reference, real_rows
 from arbcli.verify.workers import JobDone, Workers
 
 METHODS = {
@@ -22,6 +23,19 @@ METHODS = {
     "fuzz": "random shapes, strides, offsets, types and states, against the reference",
 }
 """By kind of check."""
+DEFAULT_SCALE_TYPE = "T32"
+"""The one in which each matrix of a model is multiplied in every way; in others in one each."""
+SHARES = 4
+"""In which the cases of a kernel without scales are shared out on a GPU; with them there are eight
+scale types."""
+SLOWEST = (
+    "spread_chunks_backward", "boundary_scores_backward", "ternary_matmul",
+    "compressed_attention_backward", "decode_e4m3", "decode_attention_8bit", "gradient_statistics",
+    "decode_attention_rows", "boundary_scores", "arranged_matmul", "decode_attention", "fp8_matmul",
+    "compressed_attention", "arranged_rows", "step_by_direction", "decode_digits",
+    "weighted_rows_grad_weights",
+)  # fmt: skip
+"""Kernels that take longest to be compiled, the longest first: they are begun before others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,14 +121,28 @@ def verify_kernels(
     for backend in backends:
         check_backend(backend, device)
     first = next(iter(group_sizes.values()))
-    jobs = [
-        (spec.name, scale_type, group_size, str(device), backends, checks)
+    whole = DEFAULT_SCALE_TYPE if DEFAULT_SCALE_TYPE in group_sizes else next(iter(group_sizes))
+    turns = {name: turn for turn, name in enumerate(n for n in group_sizes if n != whole)}
+    parts = [
+        _Part(spec.name, scale_type, group_size, str(device), backends, checks, index, *what)
         for spec in chosen
         for scale_type, group_size in (group_sizes if spec.uses_scales else {None: first}).items()
+        for index, what in enumerate(_shares(spec, backends, checks, turns.get(scale_type)))
     ]
+    rank = {name: place for place, name in enumerate(SLOWEST)}
+    parts.sort(key=lambda part: rank.get(part.kernel, len(SLOWEST)))
     started = time.perf_counter()
-    found = (workers or Workers()).map(_verify_job, jobs, progress)
-    results = [result for of_job in found for result in of_job]
+    whole_jobs = _WholeJobs(parts, progress)
+    (workers or Workers()).map(
+        _verify_part, [(part.kernel, part.scale_type, part) for part in parts], whole_jobs.add
+    )
+    found = whole_jobs.found
+    results = [
+        result
+        for spec in chosen
+        for scale_type in (group_sizes if spec.uses_scales else (None,))
+        for result in found[spec.name, scale_type]
+    ]
     return VerifyReport(
         kernels=tuple(results),
         seconds=time.perf_counter() - started,
@@ -139,32 +167,117 @@ def find_kernels(names: Iterable[str]) -> list[KernelSpec]:
     return [known[name] for name in names] or list(KERNELS)
 
 
-def _verify_job(
-    name: str,
-    scale_type: str | None,
-    group_size: int,
-    device_name: str,
-    backends: tuple[str, ...],
-    checks: Checks,
-) -> list[KernelResult]:
-    """Make all checks of one kernel with one scale type."""
-    (spec,), device = find_kernels([name]), torch.device(device_name)
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """Some of the cases of one kernel with one scale type: what a process does at a time."""
+
+    kernel: str
+    scale_type: str | None
+    group_size: int
+    device: str
+    backends: tuple[str, ...]
+    checks: Checks
+    index: int
+    """Among the parts of the kernel and scale type."""
+    kind: str
+    share: tuple[int, int] = (0, 1)
+    """Which of how many shares, of the fixed cases."""
+    rows: int | None = None
+    """Of the matrices of models; and their turn, as `real_cases` has it."""
+    turn: int | None = None
+
+
+def _shares(
+    spec: KernelSpec, backends: tuple[str, ...], checks: Checks, turn: int | None
+) -> Iterable[tuple]:
+    """Share out what there is to check: the last fields of each part."""
+    if checks.fuzz:
+        yield ("fuzz",)
+        return
+    shares = SHARES if "triton" in backends and not spec.uses_scales else 1
+    for share in range(shares):
+        yield "cases", (share, shares)
+    if checks.real_shapes and "triton" in backends:
+        for rows in real_rows(spec.name):
+            yield "real", (0, 1), rows, turn
+
+
+class _WholeJobs:
+    """Puts the parts of each kernel and scale type together, and tells of it when it is whole.
+
+    Args:
+        parts: all of them.
+        progress: is told each kernel and scale type that is done, and what it found.
+    """
+
+    def __init__(self, parts: list[_Part], progress: Callable[[JobDone], None]) -> None:
+        self.progress = progress
+        self.found: dict[tuple[str, str | None], list[KernelResult]] = {}
+        self.missing: dict[tuple[str, str | None], list[list[KernelResult] | None]] = {}
+        for part in parts:
+            self.missing.setdefault((part.kernel, part.scale_type), []).append(None)
+        self.total = len(self.missing)
+
+    def add(self, job: JobDone) -> None:
+        """Take what a part found."""
+        part, results = job.result
+        key = part.kernel, part.scale_type
+        of_parts = self.missing[key]
+        of_parts[part.index] = results
+        if None in of_parts:
+            return
+        self.found[key] = _merged([result for each in of_parts for result in each])
+        self.progress(JobDone(len(self.found), self.total, job.name, self.found[key]))
+
+
+def _merged(results: list[KernelResult]) -> list[KernelResult]:
+    """Make one result of those of a kind and a backend, in the order in which they are met."""
+    groups: dict[tuple[str, str], list[KernelResult]] = {}
+    for result in results:
+        groups.setdefault((result.kind, result.backend), []).append(result)
+    return [
+        replace(
+            each[0],
+            shapes=tuple(shape for result in each for shape in result.shapes),
+            outputs=sum(result.outputs for result in each),
+            elements=sum(result.elements for result in each),
+            unwritten=sum(result.unwritten for result in each),
+            unequal=None if each[0].unequal is None else sum(r.unequal for r in each),
+            max_error=worst(result.max_error for result in each),
+            relative_error=worst(result.relative_error for result in each),
+            cosine=min(result.cosine for result in each),
+            seconds=sum(result.seconds for result in each),
+            passed=all(result.passed for result in each),
+            failures=tuple(failure for result in each for failure in result.failures),
+        )
+        for each in groups.values()
+    ]
+
+
+def _verify_part(
+    _name: str, _scale_type: str | None, part: _Part
+) -> tuple[_Part, list[KernelResult]]:
+    """Check a kernel on a part of its cases."""
+    (spec,), device = find_kernels([part.kernel]), torch.device(part.device)
+    backends, checks, group_size = part.backends, part.checks, part.group_size
     if "torch" in backends and spec.native is None:  # it would be the same once more
         backends = tuple(backend for backend in backends if backend != "native")
-
-    def check(kind, cases, reference, backends) -> list[KernelResult]:
-        return _verify(spec, kind, scale_type, device, cases, reference, backends)
-
+    reference = spec.reference
     with poisoned():
-        if checks.fuzz:
+        if part.kind == "fuzz":
             seeds = range(checks.seed, checks.seed + checks.fuzz)
-            cases = fuzz_cases(name, device, group_size, seeds)
-            return check("fuzz", cases, spec.reference, backends)
-        found = check("cases", spec.cases(device, group_size), spec.reference, backends)
-        if checks.real_shapes and "triton" in backends:
-            cases = real_cases(name, device, group_size, checks.real_shapes)
-            found += check("real", cases, real_reference(spec), ("triton",))
-        return found
+            cases = fuzz_cases(spec.name, device, group_size, seeds)
+        elif part.kind == "cases":
+            first, step = part.share
+            cases = islice(spec.cases(device, group_size), first, None, step)
+        else:
+            about = (checks.real_shapes, part.rows, part.turn)
+            cases = real_cases(spec.name, device, group_size, *about)
+            reference, backends = real_reference(spec), ("triton",)
+        results = _verify(spec, part.kind, part.scale_type, device, cases, reference, backends)
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # for the other processes
+    return part, results
 
 
 def _verify(
@@ -213,6 +326,7 @@ def _verify(
             drawn=tally.drawn() if tally else None,
         )
         for backend, results in found.items()
+        if results
     ]
 
 

@@ -14,14 +14,19 @@ from arbcli.kernels.runtime import native
 from arbcli.kernels.runtime._triton import HAS_TRITON
 from arbcli.signals import Interrupted, RaisedSignal
 from arbcli.verify.compile_ahead import CompileResult, compile_kernels, find_targets
-from arbcli.verify.kernels import Checks, KernelResult, find_kernels, verify_kernels
+from arbcli.verify.kernels import (
+    DEFAULT_SCALE_TYPE,
+    Checks,
+    KernelResult,
+    find_kernels,
+    verify_kernels,
+)
 from arbcli.verify.ledger import Ledger, new_ledger, verdict
 from arbcli.verify.parity import ParityResult, check_parity, matrix_shapes
 from arbcli.verify.timing import Stopwatch, TimingReport, check_timeable, time_kernels
 from arbcli.verify.workers import JobDone, Workers
 
-DEFAULT_SCALE_TYPE = "T32"
-GPU_PROCESSES = 12
+GPU_PROCESSES = 32
 """The most processes that share a GPU; each takes memory of it."""
 
 
@@ -232,6 +237,11 @@ def _left_out(
                 "causality and determinism of the graph model in the interpreter, and more than two"
                 " scale types: they take minutes"
             )
+    if "triton" in backends and len(request.scale_types) > 1 and not request.fuzz:
+        yield (
+            "matrices of the presets in each type and by each number of rows, in other scale types"
+            f" than {DEFAULT_SCALE_TYPE}: one of these each, in turn"
+        )
     missing = [name for name in SCALE_TYPES if name not in request.scale_types]
     if missing:
         yield f"scale types {', '.join(missing)}: `--all-tscale-types` was not given"

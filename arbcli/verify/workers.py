@@ -2,6 +2,7 @@
 
 import os
 import signal
+import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from contextlib import contextmanager
@@ -11,6 +12,8 @@ from multiprocessing.process import BaseProcess
 from typing import Any
 
 import torch
+
+from arbcli.kernels.runtime.compile_once import compile_each_once
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +40,7 @@ class Workers:
         self.number, self.interpret = number, interpret
         self._pool: ProcessPoolExecutor | None = None
         self._processes: set[BaseProcess] = set()
+        self._locks: tempfile.TemporaryDirectory | None = None
 
     def __enter__(self) -> "Workers":
         return self
@@ -49,6 +53,7 @@ class Workers:
             for process in self._processes:
                 process.terminate()
         self._pool.shutdown(cancel_futures=True)
+        self._locks.cleanup()
 
     def map(
         self,
@@ -91,8 +96,10 @@ class Workers:
         try:
             if self._pool is None:
                 threads = max(1, torch.get_num_threads() // self.number)
+                self._locks = tempfile.TemporaryDirectory(prefix="arb-")
+                how = (threads, self._locks.name)
                 self._pool = ProcessPoolExecutor(
-                    self.number, get_context("spawn"), _start_process, (threads,)
+                    self.number, get_context("spawn"), _start_process, how
                 )
             others = set(active_children())
             with _interrupts_held_back():
@@ -124,7 +131,8 @@ def _interrupts_held_back() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _start_process(threads: int) -> None:
-    """Share the cores."""
+def _start_process(threads: int, locks: str) -> None:
+    """Share the cores, and what is compiled."""
     torch.set_num_threads(threads)
+    compile_each_once(locks)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # where it could not be held back

@@ -4,9 +4,11 @@ import pytest
 import torch
 
 from arbcli.config.dense import SCALE_TYPES
+from arbcli.kernels.codec.packed import Packed
 from arbcli.kernels.norm.rms_norm import WHOLE_ROW
 from arbcli.kernels.runtime import native
 from arbcli.kernels.runtime.backend import chunks_of, use_backend
+from arbcli.kernels.runtime.launches import replaced_launches
 from arbcli.verify.compare import as_tuple, poisoned
 from arbcli.verify.fuzz import DRAWINGS, Dice
 from arbcli.verify.kernels import KERNELS, compare, copies
@@ -82,6 +84,45 @@ def test_program_of_a_large_matrix_takes_several_tiles(name, rows, device, monke
         assert found.passed, found
 
 
+IN_TURNS = {
+    "sum_choices": (1, {"BLOCK": 2, "BLOCK_G": 8}), "choose_next": (4, {"BLOCK_N": 4}),
+    "decode_compressed": (3, {"BLOCK_P": 1}), "compressed_attention": (8, {"BLOCK_N": 2}),
+    "embedding_grad": (0, {"BLOCK": 16}),
+}  # fmt: skip
+"""Kernels of which no case takes several turns, and one that does with smaller tiles."""
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a product has 16 on every side there")
+@pytest.mark.parametrize("name", IN_TURNS)
+def test_kernel_takes_several_turns_where_its_tiles_are_smaller(name, device):
+    (spec,) = (spec for spec in KERNELS if spec.name == name)
+    index, tile = IN_TURNS[name]
+    case = [*spec.cases(device, 32)][index]
+
+    def launch(kernel, grid, *inputs, **options):
+        smaller = {size: n for size, n in tile.items() if options.get(size, 0) > n}
+        kernel.run(*inputs, grid=grid, warmup=False, **options | smaller)
+
+    wanted = as_tuple(spec.reference(*copies(case.inputs)))
+    with poisoned(), use_backend(BACKENDS[1]), replaced_launches(launch):
+        got = as_tuple(spec.triton(*copies(case.inputs)))
+    for result, expected in zip(got, wanted, strict=True):
+        found = compare(spec, case.label, result, expected)
+        assert found.passed, found
+
+
+def test_row_that_is_not_finite_refuses_a_matrix_wherever_it_is(device):
+    """Rows are counted 1,024 at a time, more than any case has."""
+    (spec,) = (spec for spec in KERNELS if spec.name == "unit_rows")
+    for row in (3, 1025):
+        values = torch.ones(2, 1027, device=device).T  # a program has more rows of such
+        values[row] = torch.inf
+        ok = torch.ones((), dtype=torch.int32, device=device)
+        with use_backend(BACKENDS[1]):
+            spec.triton(values, ok)
+        assert int(ok) == 0
+
+
 @pytest.mark.parametrize("name", ["rms_norm", "rms_norm_backward", "gated_rms_norm"])
 def test_row_that_is_too_wide_for_registers_is_walked(name, device):
     """Cases of such rows have weights, which take the interpreter seconds to decode."""
@@ -96,6 +137,103 @@ def test_row_that_is_too_wide_for_registers_is_walked(name, device):
     for result, expected in zip(got, as_tuple(spec.reference(*copies(inputs))), strict=True):
         found = compare(spec, name, result, expected)
         assert found.passed, found
+
+
+ROWS_APART = {
+    "quantise_rows": (0,),
+    "round_nvfp4": (0,),
+    "rms_norm": (0, 1),
+    "add_rms_norm": (0, 1, 2),
+    "rms_norm_backward": (0, 1, 2, 4),
+    "gated_rms_norm": (0, 1),
+    "gated_rms_norm_backward": (0, 1),
+    "rms_norm_e4m3": (0, 1),
+    "gated_rms_norm_e4m3": (0, 1),
+    "rotary_norm_backward": (0, 1, 2),
+    "compress_blocks": (0,),
+    "compress_blocks_backward": (2,),
+    "choose_entries": (0, 2),
+    "compressed_attention": (0, 1, 2),
+    "compressed_attention_backward": (3, 4, 5),
+    "cross_entropy": (0,),
+    "cross_entropy_backward": (0,),
+    "stream_weights": (0,),
+    "stream_weights_backward": (3,),
+    "gradient_statistics": (0, 1),
+    "unit_gain": (0,),
+    "unit_rows": (0,),
+    "step_scales": (0, 1, 2),
+    "blend_moment": (0, 1),
+    "step_by_moment": (0, 1, 2),
+    "step_by_direction": (0, 1, 2),
+    "decode_weight": (0,),
+    "decode_digits": (0,),
+    "quantise_gradient": (0, 3),
+    "last_bits": (0, 1),
+    "take_last_bits": (0, 1, 2),
+    "grouped_matmul": (0, 1),
+    "grouped_grad_w": (0, 1),
+}
+"""Of kernels that take columns side by side as a case of its own, the inputs of which that is."""
+
+
+def apart(value):
+    """Lay rows out in a wider matrix, of what is no number or of ones."""
+    if isinstance(value, Packed):
+        return value.map(apart)
+    wide = torch.full((*value.shape[:-1], value.shape[-1] + 3), 1, dtype=value.dtype)
+    wide = wide.fill_(torch.nan) if value.is_floating_point() else wide
+    return wide.to(value.device)[..., :-3].copy_(value)
+
+
+def by_columns(value):
+    """Lay a matrix out column by column."""
+    return value.map(by_columns) if isinstance(value, Packed) else value.mT.contiguous().mT
+
+
+def inputs_to_lay_out(spec, device) -> tuple:
+    dice = Dice(40, device, torch.float32)  # who shows a moment, and steps that change octaves
+    inputs = DRAWINGS[spec.name].draw(dice, SCALE_TYPES["T6"], 5, 7, 37)
+    if spec.name == "rms_norm_backward":
+        inputs = (*inputs, torch.ones_like(inputs[0]))
+    return inputs
+
+
+def check_laid_out(spec, backend, inputs, wanted):
+    with poisoned(), use_backend(backend):
+        got = as_tuple(spec.run(backend)(*copies(inputs)))
+    for result, expected in zip(got, wanted, strict=True):
+        found = compare(spec, f"{spec.name} {backend}", result, expected)
+        assert found.passed, found
+
+
+@pytest.mark.parametrize("name", ROWS_APART)
+def test_rows_whose_columns_lie_side_by_side_may_lie_apart(name, device):
+    """Where columns lie apart, too, matrices are copied, and their rows are dense again."""
+    (spec,) = (spec for spec in KERNELS if spec.name == name)
+    inputs = inputs_to_lay_out(spec, device)
+    wanted = as_tuple(spec.reference(*copies(inputs)))
+    assert all(part.numel() for part in wanted)
+    laid_out = [apart(x) if i in ROWS_APART[name] else x for i, x in enumerate(inputs)]
+    native_too = ["native"] if spec.native and device.type == "cpu" and native.available() else []
+    for backend in (*BACKENDS, *native_too):
+        check_laid_out(spec, backend, laid_out, wanted)
+
+
+@pytest.mark.skipif(not native.available(), reason=native.why_not())
+@pytest.mark.parametrize(
+    "spec",
+    [spec for spec in KERNELS if spec.native and spec.name in ROWS_APART],
+    ids=lambda spec: spec.name,
+)
+def test_columns_of_any_one_input_of_a_loop_in_c_may_lie_apart(spec):
+    """Loops need them side by side, and leave what is not so to torch, or copy it."""
+    inputs = inputs_to_lay_out(spec, torch.device("cpu"))
+    wanted = as_tuple(spec.reference(*copies(inputs)))
+    for place in ROWS_APART[spec.name]:
+        turned = by_columns(inputs[place])
+        laid_out = (*inputs[:place], turned, *inputs[place + 1 :])
+        check_laid_out(spec, "native", laid_out, wanted)
 
 
 IN_BFLOAT16 = [
@@ -126,8 +264,15 @@ SEVERAL_ROUNDINGS = {
 """Those whose results are rounded to bfloat16 more than once."""
 
 
-@pytest.mark.parametrize("name", IN_BFLOAT16)
-def test_torch_backend_in_bfloat16_is_off_by_its_rounding_only(name):
+IN_BOTH = [(name, "torch") for name in IN_BFLOAT16] + [
+    pytest.param(spec.name, "native", marks=NATIVE)
+    for spec in KERNELS
+    if spec.native and spec.name in IN_BFLOAT16
+]
+
+
+@pytest.mark.parametrize(("name", "backend"), IN_BOTH)
+def test_backend_of_a_cpu_in_bfloat16_is_off_by_its_rounding_only(name, backend):
     """Against float64, with no peer: one rounding to bfloat16 is 1.7e-3, and float32 is 1e-7."""
     (spec,) = (spec for spec in KERNELS if spec.name == name)
     for seed, (m, n, k) in enumerate(((7, 33, 165), (16, 64, 64), (33, 31, 200))):
@@ -136,8 +281,8 @@ def test_torch_backend_in_bfloat16_is_off_by_its_rounding_only(name):
         dtypes = {value.dtype for value in inputs if isinstance(value, torch.Tensor)}
         assert torch.bfloat16 in dtypes
         wanted = as_tuple(spec.reference(*copies(inputs)))
-        with use_backend("torch"):
-            found = as_tuple(spec.torch(*copies(inputs)))
+        with use_backend(backend):
+            found = as_tuple(spec.run(backend)(*copies(inputs)))
         for got, expected in zip(found, wanted, strict=True):
             if not got.is_floating_point():
                 assert torch.equal(got.long(), expected.long())

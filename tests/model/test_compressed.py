@@ -164,6 +164,37 @@ def test_all_of_few_entries_are_chosen_and_of_equal_ones_the_last():
     assert choose_entries(q, w, k, 2, 2, 3)[0, 3].tolist() == [3, 4, -1]
 
 
+def test_indexer_of_eight_bits_chooses_by_rounded_numbers(small_compressed):
+    given = {key: value for key, value in small_compressed.items() if key != "batch"}
+    config = preset(given.pop("preset"), **given | {"dim": 48, "ffn": 48, "ratios": (3,)})
+    lm = build_model(config, torch.float32, fp8=True)
+    lm.initialise(0)
+    indexer = lm.blocks[0].attention.indexer
+    generator = torch.Generator().manual_seed(0)
+    q, keys = (torch.randn(size, generator=generator) for size in ((1, 40, 2, 8), (1, 40, 8)))
+    w = torch.ones(1, 40, 2)
+    rounded = [part.to(torch.float8_e4m3fn).float() for part in (q, keys)]
+    assert indexer.fp8
+    found = indexer.choose(q, w, keys, 1, 99)
+    assert torch.equal(found, choose_entries(rounded[0], w, rounded[1], 1, 99, 2))
+    assert not torch.equal(found, choose_entries(q, w, keys, 1, 99, 2))
+    indexer.fp8 = False
+    found = indexer.choose(q, w, keys, 1, 99, in_eight_bits=True)
+    assert torch.equal(found, choose_entries(q, w, rounded[1], 1, 99, 2))
+    assert lm(text(1)).isfinite().all()
+
+
+def test_eight_bits_take_half_of_the_cache():
+    with torch.device("meta"):
+        lm = build_model(PRESETS["arb-long"])
+        sizes = {}
+        for kv in (None, "int8", "fp8"):
+            with lm.keeping(kv):
+                sizes[kv] = lm.new_cache(16384).nbytes
+    assert 8.4 < sizes[None] / 2**20 < 8.5
+    assert sizes["int8"] == sizes["fp8"] < 0.54 * sizes[None]
+
+
 def test_sink_alone_takes_what_it_is_given():
     x = torch.randn(1, 5, 2, 4)
     recent, table = torch.randn(1, 5, 1, 4), torch.ones(5, 2)

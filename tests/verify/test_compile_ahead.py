@@ -1,9 +1,16 @@
 """Kernels compile for GPUs that are not here, and what they need of them is read."""
 
+from types import SimpleNamespace
+
 import pytest
+import torch
 
 from arbcli.errors import ArbError
-from arbcli.verify.compile_ahead import TARGETS, compile_kernels, find_excess, find_targets
+from arbcli.kernels.runtime.backend import compile_for
+from arbcli.verify import compile_ahead
+from arbcli.verify.compile_ahead import TARGETS, Launch, compile_kernels, find_excess, find_targets
+from arbcli.verify.kernels import find_kernels
+from arbcli.verify.workers import Workers
 
 
 def test_kernels_compile_for_a_gpu_that_is_not_here():
@@ -23,6 +30,60 @@ def test_launchers_choose_as_on_the_gpu_that_is_compiled_for():
     assert hopper.passed, hopper.error
     assert other.passed, other.error
     assert other.shared_bytes < 99 << 10 < hopper.shared_bytes
+
+
+def variants_of(name: str) -> list[tuple[dict, dict]]:
+    (spec,) = find_kernels([name])
+    with compile_for(TARGETS["sm_90"].capability, TARGETS["sm_90"].processors):
+        found = compile_ahead._variants(spec, 32)
+    return [(variant.signature, variant.constants) for variant in found]
+
+
+@pytest.fixture(scope="module")
+def compiling():
+    """A process in which kernels are for a GPU."""
+    with Workers(1, interpret=False) as workers:
+        yield lambda function, *job: workers.map(function, [job])[0]
+
+
+@pytest.mark.slow
+def test_what_is_compiled_is_what_a_gpu_launches(compiling):
+    """In bf16, of a single head, and of the widest matrix of a preset."""
+    found = compiling(variants_of, "decode_attention_8bit")
+    assert any(
+        constants.get("HEADS") == 1 and signature["qkv_ptr"] == "*bf16"
+        for signature, constants in found
+    )
+    shares = {constants["WARPS"] for _, constants in compiling(variants_of, "arranged_matmul")}
+    assert shares == {2, 4, 8, 16}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["arranged_matmul", "decode_attention_8bit"])
+def test_kernels_that_once_did_not_compile_on_an_h200_do(name):
+    (found,) = compile_kernels([name], ["sm_90"], 32, number=2)
+    assert found.passed, found.error
+
+
+def test_a_variant_is_as_triton_specialises_it():
+    names = ("x_ptr", "part_ptr", "rows", "heads", "width", "plain", "SIZE")
+    params = [SimpleNamespace(name=name, do_not_specialize=name == "plain") for name in names]
+    function = SimpleNamespace(arg_names=names, params=params)
+    x = torch.empty(64, device="meta")
+    given = {"x_ptr": x, "part_ptr": x[2:], "rows": 48, "heads": 1, "width": 7, "plain": 32}
+    launch = Launch(function, (1,), given, {"SIZE": 8}, {"num_warps": 4})
+    _, signature, constants, attributes, options = compile_ahead._variant(launch)
+    assert constants == {"SIZE": 8, "heads": 1}
+    assert signature == {
+        "x_ptr": "*fp32", "part_ptr": "*fp32", "rows": "i32", "heads": "constexpr",
+        "width": "i32", "plain": "i32", "SIZE": "constexpr",
+    }  # fmt: skip
+    assert attributes == {path: [["tt.divisibility", 16]] for path in ((0,), (2,))}
+    assert options == {"num_warps": 4}
+
+
+def test_every_kernel_whose_tensors_need_memory_is_known():
+    assert {spec.name for spec in find_kernels([])} > compile_ahead.OF_VALUES
 
 
 def test_spills_and_shared_memory_have_limits():

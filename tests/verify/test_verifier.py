@@ -363,7 +363,7 @@ CASES = {
     "gated_rms_norm": 13, "gated_rms_norm_backward": 13, "rms_norm_e4m3": 9,
     "add_rms_norm_e4m3": 9, "gated_rms_norm_e4m3": 9, "rotary_norm": 6, "rotary_norm_backward": 6,
     "decode_attention": 11,
-    "decode_attention_8bit": 16, "decode_attention_rows": 4, "decode_latent": 5, "choose_bytes": 5,
+    "decode_attention_8bit": 16, "decode_attention_rows": 5, "decode_latent": 5, "choose_bytes": 5,
     "choose_byte": 42, "cross_entropy": 7, "cross_entropy_backward": 7, "embedding_rows": 11,
     "embedding_grad": 8, "weighted_rows": 16, "weighted_rows_grad_weights": 16,
     "weighted_rows_grad": 13, "gather_rows": 13, "scatter_rows": 13, "gradient_statistics": 12,
@@ -376,10 +376,12 @@ CASES = {
     "decay_scan": 14, "causal_conv": 12, "causal_conv_grad_w": 6, "mamba_step": 7,
     "quantise_gradient": 16, "sum_gradients": 8, "last_bits": 11, "take_last_bits": 11,
     "stream_weights": 9, "stream_weights_backward": 9, "mix_streams": 10,
-    "mix_streams_backward": 10, "round_nvfp4": 11, "nvfp4_matmul": 3,
+    "mix_streams_backward": 10, "round_nvfp4": 11, "nvfp4_matmul": 3, "encode_nvfp4": 11,
+    "scaled_nvfp4_matmul": 3,
     "compress_blocks": 4, "compress_blocks_backward": 4,
-    "compressed_attention": 9, "compressed_attention_backward": 9, "choose_entries": 6,
-    "sum_choices": 5, "append_position": 4, "choose_next": 7, "decode_compressed": 6,
+    "compressed_attention": 9, "compressed_attention_backward": 9, "choose_entries": 12,
+    "sum_choices": 5, "append_position": 4, "append_position_8bit": 8, "choose_next": 14,
+    "decode_compressed": 14,
 }  # fmt: skip
 """How many cases each kernel is checked on, each with a label of its own; not fewer."""
 
@@ -438,7 +440,7 @@ def test_model_is_compared_in_every_scale_type_and_backend_that_was_asked_for(sm
 
 
 @pytest.mark.parametrize(("cores", "free", "number"), [
-    (8, None, 8), (8, 100 << 32, 8), (64, 100 << 32, 12), (64, 5 << 32, 5), (64, 1, 1),
+    (8, None, 8), (8, 100 << 32, 8), (64, 100 << 32, 32), (64, 5 << 32, 5), (64, 1, 1),
 ])  # fmt: skip
 def test_as_many_processes_check_as_there_are_cores_and_memory_for(
     cores, free, number, monkeypatch

@@ -215,6 +215,54 @@ def test_real_matrices_are_multiplied_by_few_and_by_many_rows():
     assert found == {(m, t) for m in (1, 64, 2048) for t in (torch.bfloat16, torch.float32)}
 
 
+def test_real_matrices_have_turns_and_six_of_them_are_all():
+    shapes = [(3, 40), (3, 45), (3, 50), (3, 55)]
+    args = "rms_norm", torch.device("cpu"), 32, shapes
+    found = [[case.label for case in real_cases(*args, turn=turn)] for turn in range(6)]
+    assert [len(labels) for labels in found] == [len(shapes)] * 6
+    assert {label for labels in found for label in labels} == {c.label for c in real_cases(*args)}
+    for labels in found:
+        assert len({label.split("x")[0] for label in labels}) == 3
+        assert len({label.endswith("bf16") for label in labels}) == 2
+
+
+def test_a_real_case_is_not_drawn_again_where_it_does_not_grow_with_the_matrix():
+    args = "compress_blocks", torch.device("cpu"), 32
+    one, two = ([*real_cases(*args, [(256, 256), (512, 256)][:n], rows=1)] for n in (1, 2))
+    assert len(one) == len(two) == 2
+
+
+@pytest.mark.parametrize("name", ["choose_byte", "unpack_trits"])
+def test_shares_of_a_kernel_are_all_of_its_cases_once(name):
+    (spec,) = find_kernels([name])
+    labels = [case.label for case in spec.cases(torch.device("cpu"), 32)]
+    parts = [*verify._shares(spec, ("triton", "torch"), Checks(), None)]
+    assert len(parts) == verify.SHARES
+    shared = [labels[first::step] for _, (first, step) in parts]
+    assert sorted(label for share in shared for label in share) == sorted(labels)
+    assert [*verify._shares(spec, ("torch",), Checks(), None)] == [("cases", (0, 1))]
+
+
+def test_a_kernel_is_told_of_when_all_of_its_parts_are_done(device):
+    told = []
+    names = ["rms_norm", "step_scales"]
+    alone = verify_kernels(names, T6, device, ["torch"])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(verify, "_shares", lambda *_: [("cases", (share, 4)) for share in range(4)])
+        report = verify_kernels(names, T6, device, ["torch"], progress=told.append)
+    assert [(job.number, job.total, job.name.split()[0]) for job in told] == [
+        (1, 2, "rms_norm"), (2, 2, "step_scales")
+    ]  # fmt: skip
+    for shared, whole in zip(report.kernels, alone.kernels, strict=True):
+        assert sorted(shared.shapes) == sorted(whole.shapes)
+        same = {"seconds": 0, "shapes": ()}
+        assert replace(shared, **same) == replace(whole, **same)
+
+
+def test_slowest_kernels_are_known():
+    assert {*verify.SLOWEST} < {spec.name for spec in KERNELS}
+
+
 def test_error_that_is_not_finite_is_worse_than_any():
     assert worst([0.5, None, 2.0]) is None
     assert worst([0.5, 2.0, 1.0]) == 2.0

@@ -8,6 +8,7 @@ is in place i = p mod m of entry j = p // m:
     entries[j mod E] = R_(j m) still
 
 E slots have one entry more than a byte sees: the open one is made anew with every byte of its own.
+Ring and entries may be in eight bits, codes with an exponent each: see `eight_bits`.
 """
 
 from collections.abc import Iterator
@@ -16,6 +17,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from arbcli.kernels.attention.eight_bits import (
+    FORMATS,
+    ROOM,
+    decode_entries,
+    quantise_entries,
+    quantise_halves,
+)
+from arbcli.kernels.matmul.quantise_rows import E4M3, has_e4m3, round_e4m3_reference
 from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.backend import uses_triton
 from arbcli.kernels.runtime.spec import Case, Gate, KernelSpec, Timing
@@ -53,7 +62,44 @@ def append_position_reference(
     return still, recent, entries, opened
 
 
-def _append_position_torch(new, recent, entries, opened, beta, position, cos, sin, eps):
+def append_position_8bit_reference(
+    new: Tensor,
+    recent: Tensor,
+    entries: Tensor,
+    opened: Tensor,
+    beta: Tensor,
+    position: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    eps: float,
+    exponents: tuple[Tensor, Tensor],
+) -> tuple[Tensor, ...]:
+    """Compute what `append_position_` leaves in eight bits, as numbers, in float64."""
+    room, numbers = 7 if recent.dtype == E4M3 else 6, []
+    for codes, exponent in zip((recent, entries), exponents, strict=True):
+        numbers.append(torch.ldexp(codes.double(), exponent[..., None].int() + 1 - room))
+    before = [part.clone() for part in numbers]
+    about = (opened, beta, position, cos, sin, eps)
+    still, *after, opened = append_position_reference(new, *numbers, *about)
+    for old, found in zip(before, after, strict=True):
+        changed = (old != found).any(dim=-1)
+        x = found[changed].to(new.dtype).double()
+        octave = torch.frexp(x.abs().amax(dim=-1, keepdim=True)).exponent - 1
+        scale = torch.exp2((octave.clamp(min=-119) - room).double())
+        if recent.dtype == E4M3:
+            found[changed] = round_e4m3_reference(x / scale).double() * scale
+        else:
+            found[changed] = torch.round(x / scale).clamp(max=127) * scale
+    return still, *after, opened
+
+
+def _append_position_torch(
+    new, recent, entries, opened, beta, position, cos, sin, eps, exponents=None
+):
+    if exponents:
+        return _append_in_eight_bits(
+            new, recent, entries, exponents, (opened, beta, position, cos, sin, eps)
+        )
     m, width = opened.shape[1], new.shape[2:]
     place = position.long()[None]
     number = place // m
@@ -73,6 +119,35 @@ def _append_position_torch(new, recent, entries, opened, beta, position, cos, si
     entry = turned(still.float(), number * m)[None].to(entries.dtype)
     entries.index_copy_(0, number % len(entries), entry)
     return still
+
+
+def _append_in_eight_bits(new, recent, entries, exponents, about):
+    rows = torch.empty(2, 1, *new.shape[1:], dtype=new.dtype, device=new.device)
+    still = _append_position_torch(new, *rows, *about)
+    place, m = about[2].long()[None], about[0].shape[1]
+    for slot, row, codes, exponent in zip(
+        (place % len(recent), place // m % len(entries)), rows, (recent, entries), exponents,
+        strict=True,
+    ):  # fmt: skip
+        found, power = quantise_entries(row, codes.dtype)
+        # torch copies no e4m3 by index
+        codes.view(torch.int8).index_copy_(0, slot, found.view(torch.int8))
+        exponent.index_copy_(0, slot, power)
+    return still
+
+
+@triton.jit
+def _store_vector(ptr, exponents_ptr, slot, x1, x2, offs, mask, dtype: tl.constexpr,
+                  HALF: tl.constexpr, EIGHT: tl.constexpr, FLOATS: tl.constexpr,
+                  NATIVE: tl.constexpr):  # fmt: skip
+    """Store the halves of a vector in a slot, perhaps in eight bits."""
+    x1, x2 = x1.to(dtype), x2.to(dtype)
+    if EIGHT:
+        x1, x2, exponent = quantise_halves(x1.to(tl.float32), x2.to(tl.float32), FLOATS, NATIVE)
+        tl.store(exponents_ptr + slot, exponent)
+    at = slot * (2 * HALF) + offs
+    tl.store(ptr + at, x1, mask=mask)
+    tl.store(ptr + at + HALF, x2, mask=mask)
 
 
 @triton.jit
@@ -104,8 +179,9 @@ def _entry_half(opened_ptr, beta_ptr, kept, M, KV, base, offs, mask, value, gate
 @triton.jit
 def _append_position_kernel(
     new_ptr, recent_ptr, entries_ptr, opened_ptr, beta_ptr, position_ptr, cos_ptr, sin_ptr,
-    still_ptr, W, E, M, KV, eps,
-    HALF: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_M: tl.constexpr,
+    still_ptr, of_recent_ptr, of_entries_ptr, W, E, M, KV, eps,
+    HALF: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_M: tl.constexpr, EIGHT: tl.constexpr,
+    FLOATS: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
     WIDTH: tl.constexpr = 2 * HALF
     kv = tl.program_id(0)
@@ -118,9 +194,10 @@ def _append_position_kernel(
     r2 = tl.load(new_ptr + base + HALF + offs, mask=mask, other=0).to(tl.float32)
     r = tl.rsqrt(tl.sum(r1 * r1 + r2 * r2) / WIDTH + eps)
     r1, r2 = _turned(r1 * r, r2 * r, cos_ptr, sin_ptr, position, offs, mask, HALF)
-    ring = (position % W * KV + kv).to(tl.int64) * WIDTH + offs
-    tl.store(recent_ptr + ring, r1.to(dtype), mask=mask)
-    tl.store(recent_ptr + ring + HALF, r2.to(dtype), mask=mask)
+    r1, r2 = tl.where(mask, r1, 0), tl.where(mask, r2, 0)
+    slot = (position % W * KV + kv).to(tl.int64)
+    _store_vector(recent_ptr, of_recent_ptr, slot, r1, r2, offs, mask, dtype, HALF, EIGHT, FLOATS,
+                  NATIVE)  # fmt: skip
 
     kept, number = position % M, position // M
     value_ptr, gate_ptr = new_ptr + KV * WIDTH + base, new_ptr + 2 * KV * WIDTH + base
@@ -145,20 +222,27 @@ def _append_position_kernel(
     c1, c2 = _turned(
         c1.to(tl.float32), c2.to(tl.float32), cos_ptr, sin_ptr, number * M, offs, mask, HALF
     )
-    slot = (number % E * KV + kv).to(tl.int64) * WIDTH + offs
-    tl.store(entries_ptr + slot, c1.to(dtype), mask=mask)
-    tl.store(entries_ptr + slot + HALF, c2.to(dtype), mask=mask)
+    c1, c2 = tl.where(mask, c1, 0), tl.where(mask, c2, 0)
+    slot = (number % E * KV + kv).to(tl.int64)
+    _store_vector(entries_ptr, of_entries_ptr, slot, c1, c2, offs, mask, dtype, HALF, EIGHT, FLOATS,
+                  NATIVE)  # fmt: skip
 
 
-def _append_position_triton(new, recent, entries, opened, beta, position, cos, sin, eps):
+def _append_position_triton(
+    new, recent, entries, opened, beta, position, cos, sin, eps, exponents=None
+):
+    floats, (of_recent, of_entries) = recent.dtype == E4M3, exponents or (None, None)
+    if floats:
+        recent, entries = recent.view(torch.uint8), entries.view(torch.uint8)
     _, kv, width = new.shape
     still = torch.empty(kv, width, dtype=new.dtype, device=new.device)
     m = opened.shape[1]
     _append_position_kernel[(kv,)](
-        new, recent, entries, opened, beta, position, cos, sin, still,
+        new, recent, entries, opened, beta, position, cos, sin, still, of_recent, of_entries,
         len(recent), len(entries), m, kv, eps,
         HALF=width // 2, BLOCK_H=triton.next_power_of_2(width // 2),
-        BLOCK_M=triton.next_power_of_2(m), num_warps=8 if m * width > 4096 else 4,
+        BLOCK_M=triton.next_power_of_2(m), EIGHT=exponents is not None, FLOATS=floats,
+        NATIVE=has_e4m3(new), num_warps=8 if m * width > 4096 else 4,
     )  # fmt: skip
     return still
 
@@ -173,6 +257,7 @@ def append_position_(
     cos: Tensor,
     sin: Tensor,
     eps: float,
+    exponents: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
     """Store one byte, and the open entry as it is with it.
 
@@ -186,6 +271,8 @@ def append_position_(
         cos: (P, d / 2) float32, contiguous.
         sin: like `cos`.
         eps: added to mean squares.
+        exponents: int8, (W, G) and (E, G) contiguous, written, where `recent` and `entries` are
+            codes of float8_e4m3fn or int8.
 
     Returns:
         (G, d) like `new`: the open entry, normalised and not turned.
@@ -198,15 +285,18 @@ def append_position_(
         raise ValueError(f"need a contiguous (3, G, d) of even d, got {got}")
     _, kv, width = new.shape
     m = opened.shape[1] if opened.dim() == 3 else 0
-    wanted = ((recent, (len(recent), kv, width)), (entries, (len(entries), kv, width)),
-              (opened, (2, m, kv * width)))  # fmt: skip
-    for part, shape in wanted:
-        if part.shape != shape or part.dtype != new.dtype or not part.is_contiguous() or not m:
+    stored = recent.dtype if exponents and recent.dtype in ROOM else new.dtype
+    wanted = ((recent, (len(recent), kv, width), stored), (opened, (2, m, kv * width), new.dtype),
+              (entries, (len(entries), kv, width), stored))  # fmt: skip
+    for part, exponent in zip((recent, entries), exponents or (), strict=False):
+        wanted = (*wanted, (exponent, part.shape[:2], torch.int8))
+    for part, shape, dtype in wanted:
+        if part.shape != shape or part.dtype != dtype or not part.is_contiguous() or not m:
             raise ValueError(f"buffer {part.dtype} {tuple(part.shape)} does not fit {got}")
     if beta.shape != (kv * width, m) or beta.dtype != torch.float32 or not beta.is_contiguous():
         raise ValueError(f"taps {beta.dtype} {tuple(beta.shape)} do not fit {got}")
     run = _append_position_triton if uses_triton(new) else _append_position_torch
-    return run(new, recent, entries, opened, beta, position, cos, sin, eps)
+    return run(new, recent, entries, opened, beta, position, cos, sin, eps, exponents)
 
 
 def _with_state(run):
@@ -246,6 +336,37 @@ def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
             yield Case(label, (*given, *rest), _with_state(_append_position_torch) if low else None)
 
 
+def _with_numbers(run):
+    """Wrap an implementation so that it returns what it left in its buffers too, as numbers."""
+
+    def with_numbers(new, recent, entries, opened, *rest):
+        still, exponents = run(new, recent, entries, opened, *rest), rest[-1]
+        rows = zip((recent, entries), exponents, strict=True)
+        return still, *(decode_entries(*row, torch.float32) for row in rows), opened
+
+    return with_numbers
+
+
+def in_eight_bits(inputs: tuple, stored: torch.dtype) -> tuple:
+    """Turn what `append_position_` is given into codes and exponents."""
+    coded = [quantise_entries(part, stored) for part in inputs[1:3]]
+    codes, exponents = zip(*coded, strict=True)
+    return inputs[0], *codes, *inputs[3:], exponents
+
+
+def _cases_8bit(device: torch.device, group_size: int) -> Iterator[Case]:
+    for case in _cases(device, group_size):
+        for name, stored in FORMATS.items():
+            yield Case(f"{case.label} {name}", in_eight_bits(case.inputs, stored))
+
+
+def _timings_8bit(device: torch.device, group_size: int) -> Iterator[Timing]:
+    for timing in _timings(device, group_size):
+        for name, stored in FORMATS.items():
+            inputs = in_eight_bits(timing.inputs, stored)
+            yield Timing(f"{timing.label} {name}", inputs, run=_append_position_triton)
+
+
 def _timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
     like = {"device": device, "dtype": torch.bfloat16}
     for slots, m in ((4097, 4), (129, 128)):
@@ -263,4 +384,11 @@ APPEND_POSITION = KernelSpec(
     Gate(exact=False, relative=1e-5, peer_slack=0.1,
          reason="float32 sums over a block; in bf16 no worse than torch by 10 %"),
     bfloat16=(0, 1, 2, 3), timings=_timings,
+)  # fmt: skip
+APPEND_POSITION_8BIT = KernelSpec(
+    "append_position_8bit", _with_numbers(_append_position_triton),
+    _with_numbers(_append_position_torch), append_position_8bit_reference, _cases_8bit,
+    Gate(exact=False, relative=1e-2,
+         reason="a result in bf16 is rounded, and a sum's last bit may decide how a code is"),
+    bfloat16=(0, 3), timings=_timings_8bit,
 )  # fmt: skip

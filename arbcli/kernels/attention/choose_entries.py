@@ -4,6 +4,7 @@
 
 Group g sees the entries g - M to g - 1, and has the k of the largest s. Of equal ones the later
 has it.
+Queries and keys may be of e4m3; where a GPU has such products, they are taken.
 Source: DeepSeek-AI, "DeepSeek-V3.2-Exp", 2025, eq. 1 and 2.
 """
 
@@ -13,6 +14,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from arbcli.kernels.matmul.quantise_rows import E4M3, has_e4m3
 from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.backend import chunk_elements, uses_triton
 from arbcli.kernels.runtime.spec import EXACT, Case, KernelSpec, Timing
@@ -75,11 +77,11 @@ def _score_entries_kernel(
     if tl.program_id(1) * BLOCK_E < last:  # else the groups see none of the entries
         offs = tl.arange(0, BLOCK_W)
         k_ptrs = k_ptr + b * stride_kb + j[:, None] * stride_kj + offs[None, :]
-        k = tl.load(k_ptrs, mask=(j < E)[:, None] & (offs < WIDTH)[None, :], other=0)
+        k = tl.load(k_ptrs, mask=(j < E)[:, None] & (offs < WIDTH)[None, :], other=0.0)
         found = tl.zeros((BLOCK_N, BLOCK_E), dtype=tl.float32)
         for h in tl.static_range(HEADS):
             q_ptrs = q_ptr + b * stride_qb + n[:, None] * stride_qn + h * stride_qh + offs[None, :]
-            q = tl.load(q_ptrs, mask=(n < N)[:, None] & (offs < WIDTH)[None, :], other=0)
+            q = tl.load(q_ptrs, mask=(n < N)[:, None] & (offs < WIDTH)[None, :], other=0.0)
             w_ptrs = w_ptr + b * stride_wb + n * stride_wn + h * stride_wh
             w = tl.load(w_ptrs, mask=n < N, other=0).to(tl.float32)
             dots = tl.dot(q, tl.trans(k), input_precision=PRECISION)
@@ -126,6 +128,8 @@ def _choose_entries_triton(q, w, k, first, most, top_k):
     chosen = torch.empty(batch, groups, size, dtype=torch.int32, device=q.device)
     if not chosen.numel():
         return chosen
+    if q.dtype == E4M3 and not has_e4m3(q):  # exact: bfloat16 has all of its numbers
+        q, k = q.to(w.dtype), k.to(w.dtype)
     q, k = (part if part.stride(-1) == 1 else part.contiguous() for part in (q, k))
     tile = 16 if q.dtype == torch.float32 else 64  # in float32 larger ones spill
     together = min(batch, max(1, chunk_elements(ELEMENTS) // (groups * number)))
@@ -138,7 +142,7 @@ def _choose_entries_triton(q, w, k, first, most, top_k):
             qs, ws, ks, scores, groups, number, first, most,
             *q.stride()[:3], *w.stride(), *k.stride()[:2],
             HEADS=heads, WIDTH=width, BLOCK_N=tile, BLOCK_E=tile,
-            BLOCK_W=max(16, triton.next_power_of_2(width)),
+            BLOCK_W=max(32 if q.dtype == E4M3 else 16, triton.next_power_of_2(width)),
             PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
         )  # fmt: skip
         _take_best_kernel[(groups, len(qs))](
@@ -152,9 +156,9 @@ def choose_entries(q: Tensor, w: Tensor, k: Tensor, first: int, most: int, top_k
     """Choose the entries of each group.
 
     Args:
-        q: (B, N, h, d) float32 or bfloat16, of groups one behind the other.
-        w: (B, N, h) like it.
-        k: (B, E, d) like it.
+        q: (B, N, h, d) float32, bfloat16 or float8_e4m3fn, of groups one behind the other.
+        w: (B, N, h) like it, but float32 or bfloat16.
+        k: (B, E, d) like q.
         first: number of the first group, which is how many entries are complete.
         most: M.
         top_k: entries of a group.
@@ -166,7 +170,8 @@ def choose_entries(q: Tensor, w: Tensor, k: Tensor, first: int, most: int, top_k
         ValueError: a dtype or a shape does not fit.
     """
     fits = q.dim() == 4 and w.shape == q.shape[:3] and k.dim() == 3
-    if not fits or k.shape[::2] != q.shape[::3] or not q.dtype == w.dtype == k.dtype:
+    same = q.dtype == k.dtype and w.dtype != E4M3 and q.dtype in (w.dtype, E4M3)
+    if not fits or k.shape[::2] != q.shape[::3] or not same:
         shapes = ", ".join(f"{part.dtype} {tuple(part.shape)}" for part in (q, w, k))
         raise ValueError(f"queries, weights and keys do not fit each other: {shapes}")
     run = _choose_entries_triton if uses_triton(q) else _choose_entries_torch
@@ -200,8 +205,10 @@ def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
         for dtype in dtypes:
             label = f"{batch}x{groups} from {first} of {heads}x{width}, {top_k} of {entries}"
             label += " bf16" if dtype == torch.bfloat16 else ""
-            inputs = tuple(part.to(device, dtype) for part in parts)
-            yield Case(label, (*inputs, first, most, top_k))
+            q, w, k = (part.to(device, dtype) for part in parts)
+            yield Case(label, (q, w, k, first, most, top_k))
+            eight = (q.to(E4M3), w, k.to(E4M3), first, most, top_k)
+            yield Case(f"{label}, e4m3", eight)
 
 
 def _timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
@@ -211,6 +218,8 @@ def _timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
     inputs = (q, w, k, 1, 4096, 128)
     peer = partial(_choose_entries_torch, *inputs)
     yield Timing("1x4096 of 4x32, 128 of 4096 bf16", inputs, peer=peer)
+    eight = (q.to(E4M3), w, k.to(E4M3), *inputs[3:])
+    yield Timing("1x4096 of 4x32, 128 of 4096 e4m3", eight, peer=peer)
 
 
 CHOOSE_ENTRIES = KernelSpec(

@@ -10,7 +10,8 @@ are chosen whose scores are largest, of equal ones the later:
     s[i] = sum over h of w[h] max(0, q[h] . keys[i mod E]),  q[h] = R_p n(x[h])
 
 Else the choice stays, but before the first entry is complete there is none. Turned vectors are
-rounded to the dtype of the keys, queries too: scores are those of what would be stored.
+rounded to the dtype of the queries, keys too: scores are those of what would be stored. Keys may be
+kept in e4m3: they are normalised, and need no scale.
 """
 
 from collections.abc import Iterator
@@ -19,6 +20,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from arbcli.kernels.attention.eight_bits import numbers_of
+from arbcli.kernels.matmul.quantise_rows import E4M3, has_e4m3, round_e4m3_reference, to_e4m3
 from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.backend import uses_triton
 from arbcli.kernels.runtime.spec import Case, Gate, KernelSpec, Timing
@@ -40,7 +43,8 @@ def choose_next_reference(
 
     Only queries, and the key that they meet, are rounded as they must be.
     """
-    p, (slots, width), dtype = int(position), keys.shape, keys.dtype
+    p, (slots, width), dtype = int(position), keys.shape, query.dtype
+    in_eight_bits = keys.dtype == E4M3
     heads = len(query) // (width + 1)
     query, key, keys = (part.double() for part in (query, key, keys))
 
@@ -50,7 +54,8 @@ def choose_next_reference(
         found = torch.complex(*x.chunk(2, dim=-1)) * angle
         return torch.cat((found.real, found.imag), dim=-1)
 
-    keys[p // m % slots] = turned(key, p // m * m)
+    new = turned(key, p // m * m)
+    keys[p // m % slots] = round_e4m3_reference(new.to(dtype).double()) if in_eight_bits else new
     complete = (p + 1) // m
     choice = torch.full_like(choice, -1) if complete == 0 else choice.clone()
     if (p + 1) % m == 0:
@@ -77,7 +82,11 @@ def _choose_next_torch(query, key, keys, choice, position, cos, sin, m, most, ep
         c, s = cos[at], sin[at]
         return torch.cat((first * c - second * s, first * s + second * c), dim=-1).to(x.dtype)
 
-    keys.index_copy_(0, number % slots, turned(key[None], number * m))
+    new = turned(key[None], number * m)
+    if keys.dtype == E4M3:  # torch copies no e4m3 by index
+        keys.view(torch.int8).index_copy_(0, number % slots, new.to(E4M3).view(torch.int8))
+    else:
+        keys.index_copy_(0, number % slots, new)
     q = turned(query[: heads * width].view(heads, width), place)
     w = query[heads * width :].float()
     numbers = number - (number - torch.arange(slots, device=keys.device)) % slots
@@ -106,12 +115,13 @@ def _choose_next_kernel(
     query_ptr, key_ptr, keys_ptr, choice_ptr, position_ptr, cos_ptr, sin_ptr, scores_ptr,
     E, M, MOST, SIZE, eps,
     HEADS: tl.constexpr, HALF: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_H: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr, EIGHT: tl.constexpr,
+    NATIVE: tl.constexpr,
 ):  # fmt: skip
     WIDTH: tl.constexpr = 2 * HALF
     position = tl.load(position_ptr)
     number, complete = position // M, (position + 1) // M
-    dtype = keys_ptr.dtype.element_ty
+    dtype = query_ptr.dtype.element_ty
     offs, rows = tl.arange(0, BLOCK_H)[None, :], tl.arange(0, BLOCK_R)
     mask = offs < HALF
     table = (number * M).to(tl.int64) * HALF + offs
@@ -121,6 +131,8 @@ def _choose_next_kernel(
     k2 = tl.load(key_ptr + HALF + offs, mask=mask, other=0).to(tl.float32)
     k1, k2 = _turn_rows(k1, k2, cos, sin, WIDTH, eps)
     k1, k2 = k1.to(dtype), k2.to(dtype)
+    if EIGHT:
+        k1, k2 = to_e4m3(k1.to(tl.float32), NATIVE), to_e4m3(k2.to(tl.float32), NATIVE)
     at = (number % E) * WIDTH + offs
     tl.store(keys_ptr + at, k1, mask=mask)
     tl.store(keys_ptr + at + HALF, k2, mask=mask)
@@ -144,6 +156,9 @@ def _choose_next_kernel(
             ptrs = keys_ptr + slot[:, None] * WIDTH + offs
             both = (slot < E)[:, None] & mask
             n1, n2 = tl.load(ptrs, mask=both, other=0), tl.load(ptrs + HALF, mask=both, other=0)
+            if EIGHT:
+                n1 = numbers_of(n1, True, NATIVE).to(dtype)
+                n2 = numbers_of(n2, True, NATIVE).to(dtype)
             dots = tl.dot(n1, tl.trans(q1), input_precision=PRECISION)
             dots = tl.dot(n2, tl.trans(q2), dots, input_precision=PRECISION)
             found = tl.sum(tl.maximum(dots, 0) * w[None, :], axis=1)
@@ -176,12 +191,15 @@ def _choose_next_triton(query, key, keys, choice, position, cos, sin, m, most, e
     heads = len(query) // (width + 1)
     scores = torch.empty(slots, dtype=torch.float32, device=keys.device)
     block = triton.next_power_of_2(max(1, min(most, slots), len(choice)))
+    in_eight_bits = keys.dtype == E4M3
+    codes = keys.view(torch.uint8) if in_eight_bits else keys
     _choose_next_kernel[(1,)](
-        query, key, keys, choice, position, cos, sin, scores, slots, m, most, len(choice), eps,
+        query, key, codes, choice, position, cos, sin, scores, slots, m, most, len(choice), eps,
         HEADS=heads, HALF=width // 2, BLOCK_R=max(16, triton.next_power_of_2(heads)),
         BLOCK_H=max(16, triton.next_power_of_2(width // 2)),
         BLOCK_N=min(256, max(16, triton.next_power_of_2(slots))), BLOCK=block,
-        PRECISION="ieee" if keys.dtype == torch.float32 else "tf32", num_warps=8,
+        PRECISION="ieee" if query.dtype == torch.float32 else "tf32", EIGHT=in_eight_bits,
+        NATIVE=has_e4m3(keys), num_warps=8,
     )  # fmt: skip
 
 
@@ -202,7 +220,7 @@ def choose_next_(
     Args:
         query: (h (d + 1),) float32 or bfloat16, contiguous: queries of d even, then weights.
         key: (d,) like it, contiguous.
-        keys: (E, d) like it, contiguous, E above `most` or never full; written.
+        keys: (E, d) like it or float8_e4m3fn, contiguous, E above `most` or never full; written.
         choice: (k,) int32, contiguous: numbers of entries, ascending, -1 behind them; written.
         position: int32 scalar tensor, below P.
         cos: (P, d / 2) float32, contiguous.
@@ -215,7 +233,8 @@ def choose_next_(
         ValueError: a dtype or a shape does not fit.
     """
     fits = keys.dim() == 2 and key.shape == keys.shape[1:] and len(query) % (len(key) + 1) == 0
-    if not fits or len(key) % 2 or not query.dtype == key.dtype == keys.dtype:
+    kept = keys.dtype in (query.dtype, E4M3)
+    if not fits or len(key) % 2 or query.dtype != key.dtype or not kept:
         shapes = ", ".join(f"{part.dtype} {tuple(part.shape)}" for part in (query, key, keys))
         raise ValueError(f"queries, key and keys do not fit each other: {shapes}")
     if choice.dtype != torch.int32 or choice.dim() != 1:
@@ -229,7 +248,7 @@ def _with_state(run):
 
     def with_state(query, key, keys, choice, *rest):
         run(query, key, keys, choice, *rest)
-        return choice, keys
+        return choice, keys.float() if keys.dtype == E4M3 else keys
 
     return with_state
 
@@ -288,7 +307,9 @@ def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
             label = f"{heads}x{width} at {position}, {size} of {slots} slots"
             label += " bf16" if dtype == torch.bfloat16 else ""
             about = (heads, width, slots, size, m, most, position)
-            yield Case(label, index_of_byte(generator, device, dtype, *about))
+            inputs = index_of_byte(generator, device, dtype, *about)
+            yield Case(label, inputs)
+            yield Case(f"{label}, keys in e4m3", (*inputs[:2], inputs[2].to(E4M3), *inputs[3:]))
 
 
 def _timings(device: torch.device, _group_size: int) -> Iterator[Timing]:

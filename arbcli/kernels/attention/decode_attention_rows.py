@@ -222,7 +222,7 @@ def _check(qkv, keys, values, position, cos, sin, tickets):
 
 
 SHAPES = ((1, 1, 1, 2, (0,)), (3, 2, 70, 10, (0, 69, 200)), (2, 3, 100, 64, (199, 5)),
-          (4, 1, 40, 16, (31, 32, 40, 79)))  # fmt: skip
+          (4, 1, 40, 16, (31, 32, 40, 79)), (3, 1, 1100, 2, (5, 1090, 1400)))  # fmt: skip
 """(B, heads, W, d, positions): rings that are empty, filling, just full and overwritten."""
 LARGE = ((16, 16, 2048, 128, tuple(range(0, 2400, 150))), (2, 6, 256, 64, (300, 7)))
 

@@ -7,6 +7,8 @@ M if there are more. With the byte's own group g = (p + 1) // m:
     s[i] = R_p n(x) . c[i] / sqrt(d)
     y = R_-p (sum of exp(s[i]) c[i]) / (exp(sink) + sum of exp(s[i]))
 
+Bytes and entries may be in eight bits, codes with an exponent each: see `eight_bits`.
+
 The slots of a head are shared among programs. The last one to finish adds up the sums of all, in
 the order of the slots, so the result is the same bits whichever program is last.
 """
@@ -17,6 +19,15 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from arbcli.kernels.attention.eight_bits import (
+    FORMATS,
+    ROOM,
+    decode_entries,
+    numbers_of,
+    quantise_entries,
+    scale_of_entry,
+)
+from arbcli.kernels.matmul.quantise_rows import E4M3, has_e4m3
 from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.backend import uses_triton
 from arbcli.kernels.runtime.spec import Case, Gate, KernelSpec, Timing
@@ -38,10 +49,17 @@ def decode_compressed_reference(
     m: int,
     most: int,
     eps: float,
+    exponents: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Compute what `decode_compressed` must return, and leave in `tickets`, in float64."""
     p, (heads, width) = int(position), x.shape
+    room = 7 if recent.dtype == E4M3 else 6
     x, recent, entries = (part.double() for part in (x, recent, entries))
+    if exponents:
+        recent, entries = (
+            torch.ldexp(part, exponent[..., None].int() + 1 - room)
+            for part, exponent in zip((recent, entries), exponents, strict=True)
+        )
     complete = (p + 1) // m
     numbers = range(max(0, complete - most), complete)
     if choice is not None:
@@ -62,11 +80,14 @@ def decode_compressed_reference(
 
 
 def _decode_compressed_torch(
-    x, recent, entries, choice, sink, position, cos, sin, tickets, m, most, eps
+    x, recent, entries, choice, sink, position, cos, sin, tickets, m, most, eps, exponents=None
 ):
     slots, ring, device = len(entries), len(recent), x.device
     place = position.long()[None]
     complete = (place + 1) // m
+    if exponents:
+        recent = decode_entries(recent, exponents[0], x.dtype)
+        entries = decode_entries(entries, exponents[1], x.dtype)
     if choice is None:
         number = place // m  # of the open entry
         numbers = number - (number - torch.arange(slots, device=device)) % slots
@@ -101,11 +122,12 @@ def _load_halves(ptr, rows, seen, offs, mask, HALF: tl.constexpr):
 
 @triton.jit
 def _decode_compressed_kernel(
-    x_ptr, recent_ptr, entries_ptr, choice_ptr, sink_ptr, position_ptr, cos_ptr, sin_ptr,
-    tickets_ptr, totals_ptr, sums_ptr, y_ptr,
+    x_ptr, recent_ptr, entries_ptr, of_recent_ptr, of_entries_ptr, choice_ptr, sink_ptr,
+    position_ptr, cos_ptr, sin_ptr, tickets_ptr, totals_ptr, sums_ptr, y_ptr,
     W, E, K, M, MOST, HEADS, KV, scale, eps,
     HALF: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_S: tl.constexpr, SPLITS: tl.constexpr,
-    BLOCK_P: tl.constexpr, CHOSEN: tl.constexpr,
+    BLOCK_P: tl.constexpr, CHOSEN: tl.constexpr, EIGHT: tl.constexpr, FLOATS: tl.constexpr,
+    NATIVE: tl.constexpr,
 ):  # fmt: skip
     WIDTH: tl.constexpr = 2 * HALF
     head, split = tl.program_id(0), tl.program_id(1)
@@ -128,8 +150,13 @@ def _decode_compressed_kernel(
     slot = tl.where(seen, number % E, 0).to(tl.int64)
     r1, r2 = _load_halves(recent_ptr, s.to(tl.int64) * KV + kv, near, offs, mask, HALF)
     k1, k2 = _load_halves(entries_ptr, slot * KV + kv, seen, offs, mask, HALF)
-    k1 = tl.where(near[:, None], r1, k1).to(tl.float32)
-    k2 = tl.where(near[:, None], r2, k2).to(tl.float32)
+    k1, k2 = tl.where(near[:, None], r1, k1), tl.where(near[:, None], r2, k2)
+    if EIGHT:
+        e1 = tl.load(of_recent_ptr + s.to(tl.int64) * KV + kv, mask=near, other=0)
+        e2 = tl.load(of_entries_ptr + slot * KV + kv, mask=seen, other=0)
+        power = scale_of_entry(tl.where(near, e1, e2), FLOATS)[:, None]
+        k1, k2 = numbers_of(k1, FLOATS, NATIVE) * power, numbers_of(k2, FLOATS, NATIVE) * power
+    k1, k2 = k1.to(tl.float32), k2.to(tl.float32)
     seen = seen | near
 
     table = position.to(tl.int64) * HALF + offs
@@ -167,21 +194,25 @@ def _decode_compressed_kernel(
 
 
 def _decode_compressed_triton(
-    x, recent, entries, choice, sink, position, cos, sin, tickets, m, most, eps
+    x, recent, entries, choice, sink, position, cos, sin, tickets, m, most, eps, exponents=None
 ):
     (heads, width), (ring, kv, _) = x.shape, recent.shape
+    floats, (of_recent, of_entries) = recent.dtype == E4M3, exponents or (None, None)
+    if floats:
+        recent, entries = recent.view(torch.uint8), entries.view(torch.uint8)
     size = len(entries) if choice is None else len(choice)
     splits = triton.cdiv(ring + size, SLOTS)
     parts = heads * splits
     found = torch.empty(parts * (width + 1), dtype=torch.float32, device=x.device)
     y = torch.empty(heads, width, dtype=x.dtype, device=x.device)
     _decode_compressed_kernel[(heads, splits)](
-        x, recent, entries, choice, sink, position, cos, sin, tickets,
+        x, recent, entries, of_recent, of_entries, choice, sink, position, cos, sin, tickets,
         *found.split([parts, parts * width]), y,
         ring, len(entries), size, m, most, heads, kv, width**-0.5, eps,
         HALF=width // 2, BLOCK_H=triton.next_power_of_2(width // 2), BLOCK_S=SLOTS,
         SPLITS=splits, BLOCK_P=min(32, triton.next_power_of_2(splits)),
-        CHOSEN=choice is not None, num_warps=4 if width <= 128 else 8,
+        CHOSEN=choice is not None, EIGHT=exponents is not None, FLOATS=floats,
+        NATIVE=has_e4m3(x), num_warps=4 if width <= 128 else 8,
     )  # fmt: skip
     return y
 
@@ -199,6 +230,7 @@ def decode_compressed(
     m: int,
     most: int,
     eps: float,
+    exponents: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
     """Attend with one byte, which was stored by `append_position_`.
 
@@ -215,6 +247,8 @@ def decode_compressed(
         m: bytes of an entry.
         most: M.
         eps: added to mean squares.
+        exponents: int8, (W, G) and (E, G) contiguous, where `recent` and `entries` are codes of
+            float8_e4m3fn or int8.
 
     Returns:
         (H, d) in the dtype of x.
@@ -225,14 +259,19 @@ def decode_compressed(
     got = f"{x.dtype} of shape {tuple(x.shape)}"
     if x.dim() != 2 or x.shape[1] % 2 or not x.is_contiguous():
         raise ValueError(f"need contiguous (H, d) queries of even d, got {got}")
+    stored = recent.dtype if exponents and recent.dtype in ROOM else x.dtype
     for part in (recent, entries):
         fits = part.dim() == 3 and part.shape[2] == x.shape[1] and len(x) % part.shape[1] == 0
-        if part.dtype != x.dtype or not fits or not part.is_contiguous():
+        if part.dtype != stored or not fits or not part.is_contiguous():
             raise ValueError(f"vectors {part.dtype} {tuple(part.shape)} do not fit {got}")
+    for part, exponent in zip((recent, entries), exponents or (), strict=False):
+        if exponent.dtype != torch.int8 or exponent.shape != part.shape[:2]:
+            raise ValueError(f"exponents {tuple(exponent.shape)} do not fit {tuple(part.shape)}")
     if choice is not None and (choice.dtype != torch.int32 or choice.dim() != 1):
         raise ValueError(f"need int32 choices, got {choice.dtype} {tuple(choice.shape)}")
     run = _decode_compressed_triton if uses_triton(x) else _decode_compressed_torch
-    return run(x, recent, entries, choice, sink, position, cos, sin, tickets, m, most, eps)
+    about = (choice, sink, position, cos, sin, tickets, m, most, eps)
+    return run(x, recent, entries, *about, exponents)
 
 
 def _with_state(run):
@@ -301,7 +340,12 @@ def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
             low = dtype == torch.bfloat16
             label += " bf16" if low else ""
             peer = _with_state(_decode_compressed_torch) if low else None
-            yield Case(label, attention_of_byte(generator, device, dtype, *shape), peer)
+            inputs = attention_of_byte(generator, device, dtype, *shape)
+            yield Case(label, inputs, peer)
+            for name, stored in FORMATS.items() if heads != 4 else ():
+                coded = [quantise_entries(part, stored) for part in inputs[1:3]]
+                codes, exponents = zip(*coded, strict=True)
+                yield Case(f"{label} {name}", (inputs[0], *codes, *inputs[3:], exponents), peer)
 
 
 def _timings(device: torch.device, _group_size: int) -> Iterator[Timing]:

@@ -76,6 +76,23 @@ def quantise_entry(x, E4M3: tl.constexpr, NATIVE: tl.constexpr):
 
 
 @triton.jit
+def quantise_halves(x1, x2, E4M3: tl.constexpr, NATIVE: tl.constexpr):
+    """Round one entry of two halves, [BLOCK_H] float32: codes of both, and an int8 exponent."""
+    ROOM: tl.constexpr = 7 if E4M3 else 6
+    first = tl.abs(x1).to(tl.int32, bitcast=True)  # compare like the numbers themselves
+    second = tl.abs(x2).to(tl.int32, bitcast=True)
+    field = tl.maximum(tl.maximum(tl.max(first, axis=0), tl.max(second, axis=0)) >> 23, 8)
+    inverse = ((254 + ROOM - field) << 23).to(tl.float32, bitcast=True)
+    x1, x2 = x1 * inverse, x2 * inverse
+    if E4M3:
+        x1, x2 = to_e4m3(x1, NATIVE), to_e4m3(x2, NATIVE)
+    else:  # as in `quantise_entry`
+        x1 = tl.minimum((x1 + 12582912.0).to(tl.int32, bitcast=True) - 0x4B400000, 127).to(tl.int8)
+        x2 = tl.minimum((x2 + 12582912.0).to(tl.int32, bitcast=True) - 0x4B400000, 127).to(tl.int8)
+    return x1, x2, (field - 128).to(tl.int8)
+
+
+@triton.jit
 def numbers_of(codes, E4M3: tl.constexpr, NATIVE: tl.constexpr):
     """Read codes as float32, exactly, before they are scaled."""
     if E4M3:

@@ -34,6 +34,11 @@ from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.backend import uses_triton
 from arbcli.kernels.runtime.spec import MATRIX, Case, KernelSpec, Timing
 
+MOST_PARTS = 128
+"""Programs that share out the exponents, at most, where kernels look for the largest."""
+PART = 8192
+"""Exponents that a program reads at once."""
+
 
 def decode_e4m3_reference(packed: Packed, transposed: bool) -> tuple[Tensor, Tensor]:
     """Compute what `decode_e4m3` must return; q is float32 here."""
@@ -44,8 +49,11 @@ def decode_e4m3_reference(packed: Packed, transposed: bool) -> tuple[Tensor, Ten
     return round_e4m3_reference(weight * torch.exp2(-octave)), scale
 
 
-def _decode_e4m3_torch(packed: Packed, transposed: bool) -> tuple[Tensor, Tensor]:
-    octave = packed.exponent.amax().to(torch.int32) - _largest_octave(packed)
+def _decode_e4m3_torch(
+    packed: Packed, transposed: bool, largest: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    largest = packed.exponent if largest is None else largest
+    octave = largest.amax().to(torch.int32) - _largest_octave(packed)
     inverse, scale = (((127 + sign * octave) << 23).view(torch.float32) for sign in (-1, 1))
     q = (decode_digits_torch(packed, torch.float32) * inverse).to(E4M3)
     q = q.T.contiguous() if transposed else q
@@ -57,20 +65,38 @@ def _largest_octave(packed: Packed) -> int:
 
 
 @triton.jit
+def _largest_kernel(exponent_ptr, largest_ptr, number, each, BLOCK: tl.constexpr):
+    """Find the largest of `each` exponents, a multiple of BLOCK."""
+    begin = tl.program_id(0) * each
+    largest = tl.full((BLOCK,), -128, tl.int32)
+    for start in range(begin, begin + each, BLOCK):
+        offs = start + tl.arange(0, BLOCK)
+        exponent = tl.load(exponent_ptr + offs, mask=offs < number, other=-128)
+        largest = tl.maximum(largest, exponent.to(tl.int32))
+    tl.store(largest_ptr + tl.program_id(0), tl.max(largest, axis=0).to(tl.int8))
+
+
+@triton.jit
+def _load_largest(largest_ptr, PARTS: tl.constexpr):
+    """Load the largest exponent of a matrix, of which each part has one."""
+    return tl.max(tl.load(largest_ptr + tl.arange(0, PARTS)).to(tl.int32), axis=0)
+
+
+@triton.jit
 def _decode_digits_kernel(
     packed_ptr, exponent_ptr, fraction_ptr, remainder_ptr, largest_ptr, q_ptr, scale_ptr,
     N, K, blocks,
     stride_pn, stride_pb, stride_en, stride_eg, stride_fn, stride_fg, stride_an, stride_ak,
     stride_qn, stride_qk,
     GROUP: tl.constexpr, HAS_FRACTION: tl.constexpr, RADIX: tl.constexpr, UNIT: tl.constexpr,
-    NIBBLE: tl.constexpr, TRANSPOSED: tl.constexpr, BLOCK_N: tl.constexpr,
+    NIBBLE: tl.constexpr, TRANSPOSED: tl.constexpr, BLOCK_N: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     """Decode one block of some rows whose weights are all digits."""
     block, tile = tl.program_id(0) % blocks, tl.program_id(0) // blocks
     offs_n = tile.to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     n, j = offs_n[:, None], tl.arange(0, 32)
     width = tl.minimum((K - block * 160 + 4) // 5, 32)
-    octave = tl.load(largest_ptr).to(tl.int32) - 6
+    octave = _load_largest(largest_ptr, PARTS) - 6
     inverse = ((127 - octave) << 23).to(tl.float32, bitcast=True)
     power = ((127 + octave) << 23).to(tl.float32, bitcast=True)
     mask_b = (n < N) & (j < width)[None, :]
@@ -94,17 +120,21 @@ def _decode_digits_kernel(
     tl.store(scale_ptr + offs_n, power, mask=of_n)
 
 
-def _decode_digits_triton(packed: Packed, transposed: bool) -> tuple[Tensor, Tensor]:
+def _decode_digits_triton(
+    packed: Packed, transposed: bool, largest: Tensor | None
+) -> tuple[Tensor, Tensor]:
     rows, in_features = packed.out_features, packed.in_features
     shape = (in_features, rows) if transposed else (rows, in_features)
     q = torch.empty(shape, dtype=E4M3, device=packed.trits.device)
     scale = torch.empty(1, len(q), device=packed.trits.device)
     blocks = triton.cdiv(in_features, BLOCK)
     strides = q.stride()[::-1] if transposed else q.stride()
+    largest = _largest_triton(packed) if largest is None else largest
     _decode_digits_kernel[(triton.cdiv(rows, 32) * blocks,)](
-        *packed.all_pointers, packed.exponent.amax(), q.view(torch.uint8), scale,
+        *packed.all_pointers, largest, q.view(torch.uint8), scale,
         rows, in_features, blocks, *packed.all_strides, *strides,
-        **packed.all_constants, TRANSPOSED=transposed, BLOCK_N=32, num_warps=4,
+        **packed.all_constants, TRANSPOSED=transposed, BLOCK_N=32, PARTS=largest.numel(),
+        num_warps=4,
     )  # fmt: skip
     return q, scale
 
@@ -135,7 +165,7 @@ def _decode_e4m3_kernel(
     N, K, row_bytes,
     stride_pn, stride_pb, stride_en, stride_eg, stride_fn, stride_fg, stride_q,
     GROUP: tl.constexpr, HAS_FRACTION: tl.constexpr, TRANSPOSED: tl.constexpr,
-    GROUPS: tl.constexpr, BLOCK_N: tl.constexpr,
+    GROUPS: tl.constexpr, BLOCK_N: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     """Decode one block of some rows; neighbouring programs write neighbouring parts of q."""
     program, blocks, tiles = tl.program_id(0), tl.cdiv(row_bytes, 32), tl.cdiv(N, BLOCK_N)
@@ -152,7 +182,7 @@ def _decode_e4m3_kernel(
     fraction_ptr += n * stride_fn + group.to(tl.int64) * stride_fg
     q_ptr += n if TRANSPOSED else n * stride_q
     rows = tl.minimum(N - n, BLOCK_N).to(tl.int32)
-    octave = tl.load(largest_ptr).to(tl.int32) - 7
+    octave = _load_largest(largest_ptr, PARTS) - 7
     if (GROUP % 32 == 0) & (block * 160 + 160 <= K) & (stride_q % 4 == 0):
         _decode_block(
             packed_ptr, exponent_ptr, fraction_ptr, octave, q_ptr, rows, block, K, row_bytes,
@@ -253,9 +283,11 @@ def _decode_block(
                     tl.store(q_ptr + at, q, mask=(k < K) & (n_i < rows))
 
 
-def _decode_e4m3_triton(packed: Packed, transposed: bool) -> tuple[Tensor, Tensor]:
+def _decode_e4m3_triton(
+    packed: Packed, transposed: bool, largest: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     if packed.remainder is not None:
-        return _decode_digits_triton(packed, transposed)
+        return _decode_digits_triton(packed, transposed, largest)
     (rows, num_bytes), in_features = packed.trits.shape, packed.in_features
     shape = (in_features, rows) if transposed else (rows, in_features)
     q = torch.empty(shape, dtype=E4M3, device=packed.trits.device)
@@ -264,21 +296,43 @@ def _decode_e4m3_triton(packed: Packed, transposed: bool) -> tuple[Tensor, Tenso
     # the most groups that a block overlaps, and at least 8
     groups = max(8, triton.next_power_of_2((BLOCK - 1) // packed.group_size + 2))
     tiles, blocks = byte_tiles(rows, num_bytes, block_n)
+    largest = _largest_triton(packed) if largest is None else largest
     _decode_e4m3_kernel[(tiles * blocks,)](
-        *packed.pointers, packed.exponent.amax(), q.view(torch.uint8), scale,
+        *packed.pointers, largest, q.view(torch.uint8), scale,
         rows, in_features, num_bytes, *packed.strides, shape[1],
         **packed.constants, TRANSPOSED=transposed,
-        GROUPS=groups, BLOCK_N=block_n, num_warps=warps if groups == 8 else 4,
+        GROUPS=groups, BLOCK_N=block_n, PARTS=largest.numel(),
+        num_warps=warps if groups == 8 else 4,
     )  # fmt: skip
     return q, scale
 
 
-def decode_e4m3(packed: Packed, transposed: bool = False) -> tuple[Tensor, Tensor]:
+def _largest_triton(packed: Packed) -> Tensor:
+    exponent = packed.exponent.contiguous()
+    number = exponent.numel()
+    parts = min(triton.next_power_of_2(triton.cdiv(number, PART)), MOST_PARTS)
+    largest = torch.empty(parts, dtype=torch.int8, device=exponent.device)
+    each = triton.cdiv(number, parts * PART) * PART
+    _largest_kernel[(parts,)](exponent, largest, number, each, BLOCK=PART, num_warps=8)
+    return largest
+
+
+def largest_exponents(packed: Packed) -> Tensor:
+    """Find the largest exponents of parts of a matrix, int8; there may be one part."""
+    if uses_triton(packed.trits):
+        return _largest_triton(packed)
+    return packed.exponent.amax()[None]
+
+
+def decode_e4m3(
+    packed: Packed, transposed: bool = False, largest: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Decode a packed matrix to e4m3.
 
     Args:
         packed: N rows by K weights, not empty.
         transposed: whether to decode w.T.
+        largest: what `largest_exponents` found; None finds it again.
 
     Returns:
         (N, K) float8_e4m3fn q, or (K, N), contiguous; and its scale, a power of two, once for every
@@ -289,7 +343,7 @@ def decode_e4m3(packed: Packed, transposed: bool = False) -> tuple[Tensor, Tenso
     """
     packed.check()
     run = _decode_e4m3_triton if uses_triton(packed.trits) else _decode_e4m3_torch
-    return run(packed, transposed)
+    return run(packed, transposed, largest)
 
 
 def _cases(device: torch.device, group_size: int) -> Iterator[Case]:
@@ -302,6 +356,9 @@ def _cases(device: torch.device, group_size: int) -> Iterator[Case]:
     packed = packed.rows(slice(None, None, 2))
     yield Case("2x651 strided", (packed, True))
     yield Case("whole octaves", (packed._replace(fraction=None), False))
+    tall = random_packed(33, 7, group_size, generator, spread=9).to(device)
+    for name, all_digits in with_remainders(tall, generator):
+        yield Case(f"33x7 {name}", (all_digits, False))
     for name, all_digits in with_remainders(packed, generator):
         for transposed in (False, True):
             yield Case(f"2x651 {name}{' transposed' * transposed}", (all_digits, transposed))

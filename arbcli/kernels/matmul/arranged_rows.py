@@ -65,6 +65,8 @@ from arbcli.kernels.runtime.spec import MATRIX, Case, Gate, KernelSpec, Timing
 
 MOST_TEXTS = 64
 """Largest M."""
+UNROLLED = 6
+"""Pieces of a warp in straight code: between them, no registers are moved."""
 UNIT_BYTES = tl.constexpr(512)
 """What a warp has of 16 rows of w times 8 rows of x: four float32 a thread."""
 _LOAD_X = tl.constexpr("""{
@@ -85,6 +87,8 @@ setp.ne.b32 p, $2, 0;
 mov.b32 $0, 0;
 @p st.global.KIND [$1], $3;
 }""")
+_TWICE_LOW = tl.constexpr("prmt.b32 $0, $1, 0, 0x1010;")
+_TWICE_HIGH = tl.constexpr("prmt.b32 $0, $1, 0, 0x3232;")
 _FROM_LANE = tl.constexpr("shfl.sync.idx.b32 $0, $1, $2, 0x1f, 0xffffffff;")
 
 
@@ -162,8 +166,16 @@ def _from_lane_of_warp(value, lane, PTX: tl.constexpr):
 @triton.jit
 def _scale_rows(pairs, word, PTX: tl.constexpr):
     """Multiply the trits of rows r and r + 8, four pairs each, by the scales in a word."""
-    upper = (word & 0xFFFF) | (word << 16)
-    lower = ((word >> 16) & 0xFFFF) | (word & -0x10000)
+    if PTX:
+        upper = tl.inline_asm_elementwise(
+            _TWICE_LOW, "=r,r", [word], dtype=tl.int32, is_pure=True, pack=1
+        )
+        lower = tl.inline_asm_elementwise(
+            _TWICE_HIGH, "=r,r", [word], dtype=tl.int32, is_pure=True, pack=1
+        )
+    else:
+        upper = (word & 0xFFFF) | (word << 16)
+        lower = ((word >> 16) & 0xFFFF) | (word & -0x10000)
     scaled = ()
     for i in tl.static_range(8):
         scaled = scaled + (multiply_pairs(pairs[i], upper if i < 4 else lower, PTX),)  # noqa: RUF005
@@ -192,37 +204,41 @@ def _read_piece(piece, at, PTX: tl.constexpr):
 
 
 @triton.jit
-def _add_piece(
+def _add_pieces(
     sums, squares, qs, scales, x, x_starts, block, K, AHEAD: tl.constexpr, PTX: tl.constexpr
 ):
-    """Add the products of a piece, and those of x with itself if there are `squares`.
+    """Add the products of pieces of a block, and those of x with itself if there are `squares`.
 
     Args:
-        sums: of each eight rows of x.
-        squares: likewise, or none.
-        qs: the trits: see `_read_piece`.
-        scales: likewise.
+        sums: of each piece, and of each eight rows of x.
+        squares: of each eight rows of x, or none.
+        qs: the trits of all pieces: see `_read_piece`.
+        scales: of each piece: likewise.
         x: of digits 4 to 0; if `AHEAD` is 0, it is loaded instead.
         x_starts: of the rows of x, or none.
-        block: which one the piece is of.
+        block: which one the pieces are of.
         K: the columns.
         AHEAD: to load x of the block this far behind, in place of each digit's when it was used.
         PTX: whether PTX is understood.
     """
-    OCTETS: tl.constexpr = len(sums)
+    HEIGHT: tl.constexpr = len(scales)
+    OCTETS: tl.constexpr = len(sums) // HEIGHT
     later = ()
     for digit in tl.static_range(4, -1, -1):
-        if AHEAD == 0 and len(x_starts) > 0:
+        if AHEAD == 0:
             of_x = _load_digit(x_starts, block, digit, K, PTX)
         else:
             of_x = x[OCTETS * (4 - digit) : OCTETS * (5 - digit)]
         pairs, qs = take_digits(qs, digit, PTX)
-        scaled, added, more = _scale_rows(pairs, scales[digit], PTX), (), ()
-        for t in tl.static_range(OCTETS):
-            added = added + (add_products(sums[t], scaled, of_x[t], PTX),)  # noqa: RUF005
-            if len(squares) > 0:
-                both = of_x[t // 2 * 2] + of_x[min(t // 2 * 2 + 1, OCTETS - 1)]
-                more = more + (add_products(squares[t], both, of_x[t], PTX),)  # noqa: RUF005
+        added, more = (), ()
+        for i in tl.static_range(HEIGHT):
+            scaled = _scale_rows(pairs[8 * i : 8 * i + 8], scales[i][digit], PTX)
+            for t in tl.static_range(OCTETS):
+                products = add_products(sums[OCTETS * i + t], scaled, of_x[t], PTX)
+                added = added + (products,)  # noqa: RUF005
+        for t in tl.static_range(len(squares)):
+            both = of_x[t // 2 * 2] + of_x[min(t // 2 * 2 + 1, OCTETS - 1)]
+            more = more + (add_products(squares[t], both, of_x[t], PTX),)  # noqa: RUF005
         sums, squares = added, more
         if AHEAD > 0 and len(x_starts) > 0:
             later = later + _load_digit(x_starts, block + AHEAD, digit, K, PTX)
@@ -296,14 +312,14 @@ def _find_unit(
     return found
 
 
-@triton.jit(do_not_specialize=["M", "N", "tiles", "steps"])
+@triton.jit(do_not_specialize=["M", "N", "tiles"])
 def _arranged_rows_kernel(
     x_ptr, pieces_ptr, added_ptr, y_ptr,
-    M, N, K, tiles, blocks, steps, eps,
+    M, N, K, tiles, blocks, eps,
     NORM: tl.constexpr, GATED: tl.constexpr, ADD: tl.constexpr,
     HEIGHT: tl.constexpr, OCTETS: tl.constexpr, GROUPS: tl.constexpr, WARPS: tl.constexpr,
-    CTAS: tl.constexpr, STAGES: tl.constexpr, BYTES: tl.constexpr,
-    PTX: tl.constexpr, OVERLAP: tl.constexpr,
+    CTAS: tl.constexpr, STEPS: tl.constexpr, UNROLL: tl.constexpr, STAGES: tl.constexpr,
+    BYTES: tl.constexpr, PTX: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     thread = tl.arange(0, 32 * WARPS * CTAS)
     warp, r, c = thread // 32, thread // 4 % 8, thread % 4
@@ -354,8 +370,9 @@ def _arranged_rows_kernel(
                 value = _load_one(added_ptr + (m * N + at), at < N, PTX)
                 extra = extra + (value,)  # noqa: RUF005
     turned = nothing
-    for step in range(steps):
+    for step in tl.range(STEPS, loop_unroll_factor=UNROLL):
         block = SHARES * step + share
+        all_qs, all_scales, later = (), (), ()
         for i in tl.static_range(HEIGHT):
             tile, slot_of = start + PIECE_BYTES // 8 * blocks * i, slot + turned + PIECE_BYTES * i
             piece = tile
@@ -368,18 +385,25 @@ def _arranged_rows_kernel(
             qs, scales = _read_piece(piece, slot_of, PTX)
             if PTX:
                 wait_for_warp(thread)
-                if step + STAGES < steps:
+                if step + STAGES < STEPS:
                     some = (first_tile + i < tiles) & (block + SHARES * STAGES < blocks)
                     ahead = tl.where(some, block + SHARES * STAGES, blocks)
                     copy_pieces((tile,), slot_of, ahead, blocks, 1)
                 commit(thread)
-            of_tile, of_x, later = _add_piece(
-                sums[OCTETS * i : OCTETS * i + OCTETS], squares if i == HEIGHT - 1 else (),
-                qs, scales, x, x_starts if i == HEIGHT - 1 or not KEPT else (), block, K,
-                SHARES if KEPT else 0, PTX,
-            )  # fmt: skip
-            sums = sums[: OCTETS * i] + of_tile + sums[OCTETS * i + OCTETS :]
-        squares, x = of_x, later
+            if KEPT:
+                of_tile, of_x, later = _add_pieces(
+                    sums[OCTETS * i : OCTETS * i + OCTETS], squares if i == HEIGHT - 1 else (),
+                    qs, (scales,), x, x_starts if i == HEIGHT - 1 else (), block, K, SHARES, PTX,
+                )  # fmt: skip
+                sums = sums[: OCTETS * i] + of_tile + sums[OCTETS * i + OCTETS :]
+                if i == HEIGHT - 1:
+                    squares, x = of_x, later
+            else:
+                all_qs, all_scales = all_qs + qs, all_scales + (scales,)  # noqa: RUF005
+        if not KEPT:
+            sums, squares, later = _add_pieces(
+                sums, squares, all_qs, all_scales, x, x_starts, block, K, 0, PTX
+            )
         turned = tl.where(turned == SLOT * (STAGES - 1), 0, turned + SLOT)
     units = sums + squares
     if PTX:
@@ -414,7 +438,7 @@ def _arranged_rows_kernel(
                 _store_one(y_ptr + (m * N + at), found, mask & (at < N), PTX)
     if PTX and CTAS > 1:
         wait_for_cluster(thread)  # others may still read what this block has
-        if steps < 0:  # never: Triton plans clusters by stores, and needs one that is not PTX
+        if tiles < 0:  # never: Triton plans clusters by stores, and needs one that is not PTX
             tl.store(y_ptr, 0.0)
 
 
@@ -433,13 +457,11 @@ class Tiling(NamedTuple):
     """Of a block."""
 
 
-def _tiling(rows: int, tiles: int, processors: int, clusters: bool) -> Tiling:
+def _tiling(rows: int, tiles: int, blocks: int, processors: int, clusters: bool) -> Tiling:
     """Choose what a program takes; its order of sums by the matrix alone."""
     ctas, groups = (4, 4) if clusters else (1, 1)
     octets = 1 if rows <= 8 else 2 if rows <= 16 else 4
-    most = 6 if octets < 4 else 2
-    if not clusters:
-        most //= 2
+    most = 3 if octets < 4 else 2
     height = max(1, min(most, -(-tiles * ctas // (groups * processors))))
     return Tiling(ctas, groups, height, octets)
 
@@ -450,7 +472,9 @@ def _arranged_rows_triton(x, pieces, out_features, in_features, gated, eps, adde
     x = x if x.data_ptr() % 16 == 0 else x.clone()
     to = y if added is None else added.contiguous()
     clusters = not INTERPRETED and capability(x) >= (9, 0)
-    ctas, groups, height, octets, warps = _tiling(len(x), tiles, num_processors(x), clusters)
+    ctas, groups, height, octets, warps = _tiling(
+        len(x), tiles, blocks, num_processors(x), clusters
+    )
     shares = warps * ctas // groups
     steps, slot = triton.cdiv(blocks, shares), warps * height * PIECE_BYTES.value
     units = (height + (eps is not None)) * octets * UNIT_BYTES.value
@@ -459,9 +483,10 @@ def _arranged_rows_triton(x, pieces, out_features, in_features, gated, eps, adde
         (triton.cdiv(tiles, groups * height), triton.cdiv(len(x), 8 * octets))
     ](
         x.flatten().view(torch.int64), pieces.view(torch.int64), to, y,
-        len(x), out_features, in_features, tiles, blocks, steps, 0.0 if eps is None else eps,
+        len(x), out_features, in_features, tiles, blocks, 0.0 if eps is None else eps,
         NORM=eps is not None, GATED=gated, ADD=added is not None,
         HEIGHT=height, OCTETS=octets, GROUPS=groups, WARPS=warps, CTAS=ctas, STAGES=stages,
+        STEPS=steps, UNROLL=max(1, min(steps, UNROLLED // height)),
         BYTES=max(stages * slot, max(1, shares // ctas - 1) * groups * units), PTX=HAS_PTX,
         num_warps=warps, num_ctas=ctas, maxnreg=128, **overlap_options(x),
     )  # fmt: skip

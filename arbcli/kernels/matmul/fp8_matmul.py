@@ -32,12 +32,12 @@ def fp8_matmul_reference(
     return (q.double() * scale) @ (weight.double() * weight_scale.T).T
 
 
-def _fp8_matmul_torch(q, scale, packed, transposed, dtype):
-    return _multiply(q, scale, *_decode_e4m3_torch(packed, transposed), dtype)
+def _fp8_matmul_torch(q, scale, packed, transposed, dtype, largest=None):
+    return _multiply(q, scale, *_decode_e4m3_torch(packed, transposed, largest), dtype)
 
 
-def _fp8_matmul_triton(q, scale, packed, transposed, dtype):
-    return _multiply(q, scale, *_decode_e4m3_triton(packed, transposed), dtype)
+def _fp8_matmul_triton(q, scale, packed, transposed, dtype, largest=None):
+    return _multiply(q, scale, *_decode_e4m3_triton(packed, transposed, largest), dtype)
 
 
 def _multiply(q, scale, weight, weight_scale, dtype) -> Tensor:
@@ -54,6 +54,7 @@ def fp8_matmul(
     packed: Packed,
     transposed: bool = False,
     dtype: torch.dtype = torch.bfloat16,
+    largest: Tensor | None = None,
 ) -> Tensor:
     """Multiply activations by a packed matrix, or a gradient by its transpose, in eight bits.
 
@@ -65,6 +66,7 @@ def fp8_matmul(
         packed: w, N rows by K weights, both multiples of `MULTIPLE`.
         transposed: whether the product is that of a gradient.
         dtype: of the result, bfloat16 or float32.
+        largest: of the matrix's exponents, as `largest_exponents` finds it; None does that.
 
     Returns:
         (M, N) in `dtype`; (M, K) if `transposed`. A row whose scale is NaN gives NaN.
@@ -80,7 +82,7 @@ def fp8_matmul(
         got = f"{q.dtype} {tuple(q.shape)} with scales {tuple(scale.shape)}"
         raise ValueError(f"{got} does not fit a matrix of {sizes}")
     run = _fp8_matmul_triton if uses_triton(q) else _fp8_matmul_torch
-    return run(q, scale, packed, transposed, dtype)
+    return run(q, scale, packed, transposed, dtype, largest)
 
 
 def _cases(device: torch.device, group_size: int) -> Iterator[Case]:

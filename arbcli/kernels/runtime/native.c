@@ -27,32 +27,53 @@ typedef void (*work)(const void *about, int64_t first, int64_t last, int64_t thr
 struct share {
     work run;
     const void *about;
-    int64_t first, last, thread;
+    int64_t rows, unit, shares, next;
 };
 
-static void *run_share(void *given) {
-    struct share *share = given;
-    share->run(share->about, share->first, share->last, share->thread);
+/* Do shares until none is left. Which thread does which changes no result. */
+static void take_shares(void *given) {
+    struct share *all = given;
+    for (;;) {
+        int64_t t = __atomic_fetch_add(&all->next, 1, __ATOMIC_RELAXED);
+        if (t >= all->shares) return;
+        int64_t units = (all->rows + all->unit - 1) / all->unit;
+        int64_t first = units * t / all->shares * all->unit;
+        int64_t last = units * (t + 1) / all->shares * all->unit;
+        all->run(all->about, first, last < all->rows ? last : all->rows, t);
+    }
+}
+
+static void *take_shares_in_thread(void *given) {
+    take_shares(given);
     return NULL;
 }
 
-/* Split rows evenly, at multiples of `unit`. A thread that cannot start has its rows done here. */
+#ifdef __linux__
+/* Of the OpenMP library that torch has loaded: its threads are awake already. */
+extern void GOMP_parallel(void (*run)(void *), void *about, unsigned threads, unsigned flags)
+    __attribute__((weak));
+#define TORCH_THREADS GOMP_parallel
+#else
+static void (*const TORCH_THREADS)(void (*)(void *), void *, unsigned, unsigned) = NULL;
+#endif
+
+/* Split rows evenly, at multiples of `unit`. What a thread that cannot start leaves, others do. */
 static void share_rows(work run, const void *about, int64_t rows, int64_t unit, int64_t threads) {
-    struct share shares[MOST_THREADS];
-    pthread_t started[MOST_THREADS];
-    int running[MOST_THREADS] = {0};
     int64_t units = (rows + unit - 1) / unit;
     threads = threads > MOST_THREADS ? MOST_THREADS : threads;
     threads = threads > units ? units : threads;
-    for (int64_t t = 0; t < threads; t++) {
-        int64_t first = units * t / threads * unit, last = units * (t + 1) / threads * unit;
-        shares[t] = (struct share){run, about, first, last < rows ? last : rows, t};
-        if (t) running[t] = !pthread_create(&started[t], NULL, run_share, &shares[t]);
+    struct share all = {run, about, rows, unit, threads, 0};
+    if (threads > 1 && TORCH_THREADS) {
+        TORCH_THREADS(take_shares, &all, (unsigned)threads, 0);
+        return;
     }
-    for (int64_t t = 0; t < threads; t++)
-        if (!running[t]) run_share(&shares[t]);
-    for (int64_t t = 0; t < threads; t++)
-        if (running[t]) pthread_join(started[t], NULL);
+    pthread_t started[MOST_THREADS];
+    int64_t running = 0;
+    while (running < threads - 1 &&
+           !pthread_create(&started[running], NULL, take_shares_in_thread, &all))
+        running++;
+    take_shares(&all);
+    while (running) pthread_join(started[--running], NULL);
 }
 
 /* ---- numbers ------------------------------------------------------------------------------- */
@@ -363,6 +384,22 @@ static void squares_rows(const void *given, int64_t first, int64_t last, int64_t
 EXPORT void row_squares(DIRECTION_ARGUMENTS, float *squares, int64_t rows, int64_t threads) {
     struct squares about = {DIRECTION, squares};
     share_rows(squares_rows, &about, rows, 1, threads);
+}
+
+/* gain: (N,), what gives rows one length and all of them unit root-mean-square; 0 for rows that are
+ * zero or not finite. Returns whether all are finite. */
+EXPORT int64_t unit_rows(DIRECTION_ARGUMENTS, float *gain, int64_t rows, int64_t threads) {
+    struct squares about = {DIRECTION, gain};
+    share_rows(squares_rows, &about, rows, 1, threads);
+    int64_t finite = 1, usable = 0;
+    for (int64_t n = 0; n < rows; n++) {
+        if (!(gain[n] < INFINITY)) finite = 0, gain[n] = 0;
+        usable += gain[n] > 0;
+    }
+    float unit = 65536.0f * sqrtf((float)rows / (float)(usable ? usable : 1));
+    for (int64_t n = 0; n < rows; n++)
+        if (gain[n] > 0) gain[n] = unit / sqrtf(gain[n] / (float)columns);
+    return finite;
 }
 
 /* ---- the moment ------------------------------------------------------------------------------ */
@@ -743,4 +780,212 @@ EXPORT void rotary_norm_backward(const void *grad_q, const void *grad_k, const v
                            .strides = {{q0, q1, q2}, {k0, k1, k2}, {v0, v1, v2}},
                            .length = length, .heads = heads, .size = size, .bf16 = bf16};
     share_rows(rotary_backward_rows, &about, texts * length, 1, threads);
+}
+
+/* ---- inverses of Gram matrices ----------------------------------------------------------------- */
+
+/* Matrices are made of square blocks, each in one piece, the last ones filled up by zeros. A product
+ * sums over the rows of both factors, so that both are read forward. */
+
+#define SIDE 32 /* of a block */
+#define BLOCK (SIDE * SIDE)
+#define PART 128 /* columns of X whose products are added at a time */
+#ifdef __AVX512F__
+#define TILE_ROWS 8
+#define TILE_LANES 2
+#else
+#define TILE_ROWS 4
+#define TILE_LANES 1
+#endif
+
+/* Product and sum may be rounded at once, as the matrix library does it. */
+#ifdef __clang__
+#define FUSED
+#define FUSE _Pragma("clang fp contract(fast)")
+#else
+#define FUSED __attribute__((optimize("fp-contract=fast")))
+#define FUSE
+#endif
+
+/* The number of blocks before column `j` of an upper triangle that is kept column by column. */
+static inline int64_t triangle(int64_t j) { return j * (j + 1) / 2; }
+
+/* out[i][j] += factor * sum over p of x[p][i] y[p][j] */
+FUSED static void add_product(float *out, const float *x, const float *y, int64_t count,
+                              float factor) {
+    FUSE
+    for (int64_t i = 0; i < SIDE; i += TILE_ROWS)
+        for (int64_t j = 0; j < SIDE; j += TILE_LANES * LANES) {
+            lanes sum[TILE_ROWS][TILE_LANES] = {0};
+            for (int64_t p = 0; p < count; p++)
+                for (int r = 0; r < TILE_ROWS; r++)
+                    for (int c = 0; c < TILE_LANES; c++)
+                        sum[r][c] += x[p * SIDE + i + r] * load_lanes(y + p * SIDE + j + c * LANES);
+            for (int r = 0; r < TILE_ROWS; r++)
+                for (int c = 0; c < TILE_LANES; c++) {
+                    float *at = out + (i + r) * SIDE + j + c * LANES;
+                    lanes total = load_lanes(at) + factor * sum[r][c];
+                    memcpy(at, &total, sizeof total);
+                }
+        }
+}
+
+/* From a positive definite block, whose eigenvalues are at least `least`, find the transpose of the
+ * inverse of its Cholesky factor. The block is lost. */
+FUSED static void invert_factor(float *block, float least, float *transposed) {
+    FUSE
+    float inverse[BLOCK] = {0};
+    for (int k = 0; k < SIDE; k++) {
+        float *row = block + k * SIDE, *of_inverse = inverse + k * SIDE;
+        float part = 1.0f / sqrtf(row[k] < least ? least : row[k]);
+        of_inverse[k] = 1.0f;
+        for (int j = 0; j < SIDE; j++) row[j] *= part, of_inverse[j] *= part;
+        for (int i = k + 1; i < SIDE; i++) {
+            float factor = row[i], *other = block + i * SIDE, *of_other = inverse + i * SIDE;
+            for (int j = 0; j < SIDE; j++) other[j] -= factor * row[j];
+            for (int j = 0; j < SIDE; j++) of_other[j] -= factor * of_inverse[j];
+        }
+    }
+    for (int i = 0; i < SIDE; i++)
+        for (int j = 0; j < SIDE; j++) transposed[i * SIDE + j] = inverse[j * SIDE + i];
+}
+
+struct inverses {
+    const float *x;
+    float *gram, *factors, *q;
+    const double *shifts, *weights;
+    int64_t n_stride, m_stride, n, m, blocks, count;
+    float scale;
+};
+
+/* Some blocks of X X.T. */
+static void gram_blocks(const void *given, int64_t first, int64_t last, int64_t thread) {
+    const struct inverses *about = given;
+    int64_t n = about->n, n_stride = about->n_stride, m_stride = about->m_stride;
+    float *panels = new_floats(about->blocks * PART * SIDE);
+    memset(panels, 0, (size_t)(about->blocks * PART * SIDE) * sizeof(float));
+    memset(about->gram + first * BLOCK, 0, (size_t)((last - first) * BLOCK) * sizeof(float));
+    for (int64_t start = 0; start < about->m; start += PART) {
+        int64_t count = about->m - start < PART ? about->m - start : PART;
+        const float *x = about->x + start * m_stride;
+        for (int64_t b = 0; b * SIDE < n; b++) {
+            int64_t width = n - b * SIDE < SIDE ? n - b * SIDE : SIDE;
+            float *panel = panels + b * PART * SIDE;
+            const float *from = x + b * SIDE * n_stride;
+            if (n_stride == 1)
+                for (int64_t p = 0; p < count; p++)
+                    memcpy(panel + p * SIDE, from + p * m_stride, (size_t)width * sizeof(float));
+            else
+                for (int64_t i = 0; i < width; i++)
+                    for (int64_t p = 0; p < count; p++)
+                        panel[p * SIDE + i] = from[i * n_stride + p * m_stride];
+        }
+        for (int64_t j = 0; j < about->blocks; j++)
+            for (int64_t i = 0; i <= j; i++) {
+                int64_t at = triangle(j) + i;
+                if (at < first || at >= last) continue;
+                const float *left = panels + i * PART * SIDE, *right = panels + j * PART * SIDE;
+                add_product(about->gram + at * BLOCK, left, right, count, 1.0f);
+            }
+    }
+    free(panels);
+}
+
+/* Find the inverses Z of the Cholesky factors of A + c_i, A the Gram matrix times `scale`.
+ *
+ * What makes A upper triangular, row by row, makes Z of an identity. Blocks of A are above the
+ * diagonal, and those of Z on and below it. */
+static void factor_inverses(const void *given, int64_t first, int64_t last, int64_t thread) {
+    const struct inverses *about = given;
+    int64_t blocks = about->blocks;
+    float pivot[BLOCK], transposed[BLOCK];
+    for (int64_t number = first; number < last; number++) {
+        float *a = about->factors + number * blocks * blocks * BLOCK;
+        float shift = (float)about->shifts[number];
+        for (int64_t j = 0; j < blocks; j++)
+            for (int64_t i = 0; i < blocks; i++) {
+                float *block = a + (i * blocks + j) * BLOCK;
+                const float *from = about->gram + (triangle(j) + i) * BLOCK;
+                for (int at = 0; at < BLOCK; at++) block[at] = i > j ? 0.0f : from[at] * about->scale;
+                for (int r = 0; i == j && r < SIDE; r++) block[r * (SIDE + 1)] += shift;
+            }
+        for (int64_t k = 0; k < blocks; k++) {
+            float *row = a + k * blocks * BLOCK;
+            memcpy(pivot, row + k * BLOCK, sizeof pivot);
+            invert_factor(pivot, shift, transposed);
+            for (int64_t j = 0; j < blocks; j++) {
+                float *block = row + j * BLOCK, before[BLOCK];
+                memcpy(before, block, sizeof before);
+                memset(block, 0, sizeof before);
+                if (j != k) add_product(block, transposed, before, SIDE, 1.0f);
+                for (int r = 0; j == k && r < SIDE; r++)
+                    for (int c = 0; c < SIDE; c++) block[r * SIDE + c] = transposed[c * SIDE + r];
+            }
+            for (int64_t i = k + 1; i < blocks; i++)
+                for (int64_t j = 0; j < blocks; j++) {
+                    float *block = a + (i * blocks + j) * BLOCK;
+                    if (j <= k || j >= i)
+                        add_product(block, row + i * BLOCK, row + j * BLOCK, SIDE, -1.0f);
+                }
+        }
+    }
+}
+
+/* Some blocks of Q, and those that mirror them: an inverse is Z.T Z. */
+static void add_inverses(const void *given, int64_t first, int64_t last, int64_t thread) {
+    const struct inverses *about = given;
+    int64_t n = about->n, blocks = about->blocks;
+    for (int64_t j = 0; j < blocks; j++)
+        for (int64_t i = 0; i <= j; i++) {
+            int64_t at = triangle(j) + i;
+            if (at < first || at >= last) continue;
+            float sum[BLOCK] = {0};
+            for (int64_t number = 0; number < about->count; number++) {
+                const float *z = about->factors + number * blocks * blocks * BLOCK;
+                float weight = (float)about->weights[1 + number] * about->scale;
+                for (int64_t p = j; p < blocks; p++) {
+                    const float *row = z + p * blocks * BLOCK;
+                    add_product(sum, row + i * BLOCK, row + j * BLOCK, SIDE, weight);
+                }
+            }
+            for (int r = 0; i == j && r < SIDE; r++)
+                sum[r * (SIDE + 1)] += (float)about->weights[0] * about->scale;
+            int64_t height = n - i * SIDE < SIDE ? n - i * SIDE : SIDE;
+            int64_t width = n - j * SIDE < SIDE ? n - j * SIDE : SIDE;
+            float *above = about->q + i * SIDE * n + j * SIDE, *below = about->q + j * SIDE * n + i * SIDE;
+            for (int64_t r = 0; r < height; r++)
+                for (int64_t c = 0; c < width; c++) above[r * n + c] = sum[r * SIDE + c];
+            for (int64_t c = 0; i != j && c < width; c++)
+                for (int64_t r = 0; r < height; r++) below[c * n + r] = sum[r * SIDE + c];
+        }
+}
+
+/* x: (n, m), one of its strides is 1; q: (n, n) contiguous, the sum over i of
+ * weights[i + 1] (X X.T / s + shifts[i])^-1, and weights[0], over sqrt(s), s = |X X.T|. */
+EXPORT void gram_inverses(const float *x, int64_t n_stride, int64_t m_stride, float *q,
+                          const double *shifts, const double *weights, double least_trace,
+                          double least_norm, int64_t count, int64_t n, int64_t m, int64_t threads) {
+    int64_t blocks = (n + SIDE - 1) / SIDE, size = triangle(blocks) * BLOCK;
+    float *space = new_floats(size + count * blocks * blocks * BLOCK);
+    struct inverses about = {x, space, space + size, q, shifts, weights, n_stride, m_stride,
+                             n, m, blocks, count, 0.0f};
+    share_rows(gram_blocks, &about, triangle(blocks), 1, threads);
+    float trace = 0.0f, squares = 0.0f;
+    for (int64_t i = 0; i < n; i++)
+        trace += space[(triangle(i / SIDE) + i / SIDE) * BLOCK + i % SIDE * (SIDE + 1)];
+    trace = trace < (float)least_trace ? (float)least_trace : trace;
+    float part = 1.0f / trace;
+    for (int64_t j = 0; j < blocks; j++)
+        for (int64_t i = 0; i <= j; i++) {
+            float *block = space + (triangle(j) + i) * BLOCK;
+            for (int at = 0; at < BLOCK; at++) block[at] *= part;
+            squares += (i == j ? 1.0f : 2.0f) * sum_products(block, block, BLOCK);
+        }
+    float norm = sqrtf(squares);
+    norm = norm < (float)least_norm ? (float)least_norm : norm;
+    about.scale = 1.0f / norm;
+    share_rows(factor_inverses, &about, count, 1, threads);
+    about.scale = 1.0f / (sqrtf(trace) * sqrtf(norm));
+    share_rows(add_inverses, &about, triangle(blocks), 1, threads);
+    free(space);
 }

@@ -34,6 +34,8 @@ TUNING = {"x86_64": "-march=native", "amd64": "-march=native"}
 TUNING |= dict.fromkeys(("arm64", "aarch64"), "-mcpu=native")
 """What lets a compiler use all instructions of this CPU, by kind of machine."""
 COMPILE_SECONDS = 300
+NUMBERS = {int, bool, float, type(None)}
+"""Types of arguments that go to a loop as they are."""
 LEAST_ELEMENTS = 1 << 16
 """Of a matrix whose rows are shared among threads."""
 
@@ -139,7 +141,7 @@ def call(name: str, *arguments: Tensor | float | None) -> int:
     """
     values = []
     for argument in arguments:
-        if isinstance(argument, Tensor):
+        if type(argument) not in NUMBERS:
             if argument.is_meta or isinstance(argument, FakeTensor):
                 return 0
             argument = argument.data_ptr()

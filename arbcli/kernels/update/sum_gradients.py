@@ -119,7 +119,7 @@ def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
         if limit * number <= 256:  # which bfloat16 has exactly
             yield Case(f"{number}x{rows}x{columns} {dtype} bf16", (*inputs, torch.bfloat16))
     exponent, fitting = exponent.clone(), fitting.clone()
-    exponent[1], fitting[1, 2] = NONE, NOT_FINITE
+    exponent[1], fitting[1, 2], fitting[0, 3] = NONE, NOT_FINITE, NOT_FINITE
     yield Case("2x5x7 none and not finite", (parts, exponent, fitting, torch.float32))
     wide = integers(-31, 32, 4, 8 * 40 + 16)
     apart = wide[:, :320].unflatten(1, (8, 40)), integers(-9, 9, 8), integers(-9, 0, 4, 24)[:, :8]

@@ -11,11 +11,11 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from arbcli.kernels.runtime import native
 from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.backend import choose, row_chunks
 from arbcli.kernels.runtime.spec import MATRIX, Case, Gate, KernelSpec, Timing
-from arbcli.kernels.update.direction import UNIT, check_direction
-from arbcli.kernels.update.unit_gain import row_squares_native
+from arbcli.kernels.update.direction import UNIT, check_direction, native_arguments
 
 
 def unit_rows_reference(values: Tensor, ok: Tensor) -> tuple[Tensor, Tensor]:
@@ -39,7 +39,10 @@ def _unit_rows_torch(values, ok):
 
 
 def _unit_rows_native(values, ok):
-    return _gains_of(row_squares_native(values, None, None), values.shape[1], ok)
+    gain = torch.empty(len(values), dtype=torch.float32, device=values.device)
+    direction, threads = (values, None, None), native.threads_for(values.numel())
+    ok *= native.call("unit_rows", *native_arguments(*direction), gain, len(values), threads)
+    return gain, ok
 
 
 def _gains_of(squares, width, ok):

@@ -42,6 +42,7 @@ from arbcli.kernels.attention.compress_blocks import compress_blocks, compress_b
 from arbcli.kernels.attention.compressed_attention import Sight, compressed_attention
 from arbcli.kernels.attention.compressed_attention_backward import compressed_attention_backward
 from arbcli.kernels.attention.sum_choices import sum_choices
+from arbcli.kernels.matmul.quantise_rows import E4M3
 from arbcli.model.cache import CachedAttention
 from arbcli.model.initial import output_std
 from arbcli.model.layers.kinds import layers_for
@@ -115,6 +116,9 @@ class Indexer(nn.Module):
         config: of the block.
     """
 
+    fp8 = False
+    """Whether many scores are products of eight bits: see `build_model`."""
+
     def __init__(self, config: CompressedConfig) -> None:
         super().__init__()
         parts, about = layers_for(config), {"area": "indexer"}
@@ -149,6 +153,28 @@ class Indexer(nn.Module):
     def keys(self, entries: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
         """Make keys, (B, E, width), of entries (B, E, G, d) that are not yet turned."""
         return turned(self.key(entries.detach().flatten(2)), angles)
+
+    def choose(
+        self,
+        q: Tensor,
+        w: Tensor,
+        keys: Tensor,
+        first: int,
+        most: int,
+        *,
+        in_eight_bits: bool = False,
+    ) -> Tensor:
+        """Choose entries: see `choose_entries`.
+
+        Keys that a cache keeps `in_eight_bits` are rounded to e4m3, and so are they and queries
+        where scores are products of eight bits. They are normalised, so that none is beyond e4m3.
+        """
+        q, w, keys = (part.detach() for part in (q, w, keys))
+        if self.fp8:
+            q, keys = q.to(E4M3), keys.to(E4M3)
+        elif in_eight_bits:
+            keys = keys.to(E4M3).to(q.dtype)
+        return choose_entries(q, w, keys, first, most, self.top_k)
 
     def divergence(
         self, q: Tensor, w: Tensor, keys: Tensor, chosen: Tensor, shares: Tensor
@@ -268,8 +294,8 @@ class CompressedAttention(CachedAttention):
         q, w = self.indexer.queries(x[:, ends], norm, angles)
         k = self.indexer.keys(still, [part[:: self.ratio][:number] for part in table])
         with torch.no_grad():
-            top_k, most = self.indexer.top_k, self.sight.most
-            chosen = choose_entries(q.detach(), w.detach(), k.detach(), 1, most, top_k)
+            kept = self.stored is not None
+            chosen = self.indexer.choose(q, w, k, 1, self.sight.most, in_eight_bits=kept)
             # the bytes before the first entry see none
             chosen = functional.pad(chosen, (0, 0, 1, 0), value=-1)
         return (q, w, k), chosen

@@ -16,11 +16,11 @@ from torch.nn import functional
 
 from arbcli.config.compressed import CompressedConfig
 from arbcli.kernels.attention.append_position import append_position_
-from arbcli.kernels.attention.choose_entries import choose_entries
 from arbcli.kernels.attention.choose_next import choose_next_
 from arbcli.kernels.attention.compressed_attention import Sight, compressed_attention
 from arbcli.kernels.attention.decode_compressed import decode_compressed
 from arbcli.kernels.attention.eight_bits import decode_entries, quantise_entries
+from arbcli.kernels.matmul.quantise_rows import E4M3
 from arbcli.model.layers.norm import NORM_EPS
 from arbcli.model.layers.rotary import rotary_table, rotate, table_rows
 
@@ -163,11 +163,12 @@ class CompressedBlockCache:
         self.open = torch.zeros(2, ratio, config.kv_heads * config.head_dim, **like)
         """Values and gates of the bytes of the open block."""
         self.keys: Tensor | None = None
-        """(slots, width): the indexer's, of the entries."""
+        """(slots, width): the indexer's, of the entries; e4m3 where these are in eight bits."""
         self.choice: Tensor | None = None
         """(k,) int32: the entries that were chosen last, and -1 behind them."""
         if ratio <= config.indexed_ratio:
-            self.keys = torch.zeros(slots, config.index_width, **like)
+            kept = E4M3 if stored else dtype
+            self.keys = torch.zeros(slots, config.index_width, dtype=kept, device=device)
             size = max(1, min(config.top_k, slots - 1))
             self.choice = torch.full((size,), -1, dtype=torch.int32, device=device)
 
@@ -246,12 +247,17 @@ class CompressedBlockCache:
         sight = Sight(self.window, m, self.most, start - lowest * m)
         chosen = None
         if self.keys is not None:
-            keys = self.keys[old]
+            bits = torch.int8 if self.keys.dtype == E4M3 else self.keys.dtype
+            keys = self.keys.view(bits)[old].view(self.keys.dtype).to(q.dtype)
             if number:
                 angles = rows(self.whole.index_table, firsts * m)
                 new_keys = layer.indexer.keys(still, angles)[0]
-                self.keys.index_copy_(0, firsts[-fits:] % slots, new_keys[-fits:])
-                keys = torch.cat((keys, new_keys))
+                new_keys = new_keys.to(self.keys.dtype)
+                # torch copies no e4m3 by index
+                self.keys.view(bits).index_copy_(
+                    0, firsts[-fits:] % slots, new_keys[-fits:].view(bits)
+                )
+                keys = torch.cat((keys, new_keys.to(q.dtype)))
             chosen = self._choose(layer, x, norm, keys[None], start, group, lowest)
             if chosen.shape[2] == len(keys) <= self.most:
                 chosen = None  # all of them are
@@ -286,7 +292,7 @@ class CompressedBlockCache:
         if ends.start < x.shape[1]:
             angles = [part[start : start + x.shape[1]][ends] for part in self.whole.index_table]
             q, w = layer.indexer.queries(x[:, ends], norm, angles)
-            made = choose_entries(q, w, keys, first - lowest, self.most, size)
+            made = layer.indexer.choose(q, w, keys, first - lowest, self.most)[..., :size]
             parts.append(functional.pad(made, (0, size - made.shape[2]), value=-1))
         chosen = torch.cat(parts, dim=1)
         last = chosen[0, -1]
@@ -313,15 +319,15 @@ class CompressedBlockCache:
     def append(self, new: Tensor, beta: Tensor) -> Tensor:
         """Store one byte, (3, G, d) of vector, value and gate: the open entry, (G, d)."""
         whole, place = self.whole, self.whole.position
-        rest = (self.open, beta, place, *whole.table, NORM_EPS)
+        rest = (self.open, beta, place, *whole.table, NORM_EPS, self.exponents)
+        return append_position_(new, self.recent.codes, self.entries.codes, *rest)
+
+    @property
+    def exponents(self) -> tuple[Tensor, Tensor] | None:
+        """Those of the ring and of the entries, where they are in eight bits."""
         if self.recent.exponents is None:
-            return append_position_(new, self.recent.codes, self.entries.codes, *rest)
-        rows = torch.empty(2, 1, *new.shape[1:], dtype=new.dtype, device=new.device)
-        still = append_position_(new, *rows, *rest)
-        place = place.long()[None]
-        self.recent.put(place % len(self.recent), rows[0])
-        self.entries.put(place // self.ratio % len(self.entries), rows[1])
-        return still
+            return None
+        return self.recent.exponents, self.entries.exponents
 
     def choose(self, query: Tensor, key: Tensor) -> None:
         """Store the key of the open entry, and choose anew if it is complete now.
@@ -338,16 +344,8 @@ class CompressedBlockCache:
         recent, entries, choice = self.recent.codes, self.entries.codes, self.choice
         if choice is not None and len(choice) >= len(entries) - 1:
             choice = None  # all that are complete are chosen
-        if self.recent.exponents is not None:
-            every = torch.arange(max(len(recent), len(entries)), device=q.device)
-            recent = self.recent.get(every[: len(recent)])
-            if choice is None:
-                entries = self.entries.get(every[: len(entries)])
-            else:
-                entries = self.entries.get(choice.clamp(min=0).long() % len(entries))
-                choice = torch.where(choice >= 0, every[: len(choice)], -1).int()
         whole = self.whole
-        about = (sink, whole.position, *whole.table, whole.tickets)
+        about = (choice, sink, whole.position, *whole.table, whole.tickets)
         return decode_compressed(
-            q, recent, entries, choice, *about, self.ratio, self.most, NORM_EPS
+            q, recent, entries, *about, self.ratio, self.most, NORM_EPS, self.exponents
         )

@@ -8,6 +8,7 @@ from torch import Tensor, library
 from torch.autograd import Function
 
 from arbcli.config.dense import ModelConfig
+from arbcli.kernels.codec.decode_e4m3 import largest_exponents
 from arbcli.kernels.codec.decode_weight import decode_weights_triton
 from arbcli.kernels.matmul.arranged_matmul import Arranged, arrange, arranged_matmul
 from arbcli.kernels.matmul.arranged_rows import arranged_rows
@@ -17,9 +18,8 @@ from arbcli.kernels.matmul.digits_matmul import (
     digits_matmul,
 )
 from arbcli.kernels.matmul.fp8_matmul import fp8_matmul
-from arbcli.kernels.matmul.nvfp4_matmul import nvfp4_matmul
 from arbcli.kernels.matmul.quantise_rows import quantise_rows
-from arbcli.kernels.matmul.round_nvfp4 import round_nvfp4
+from arbcli.kernels.matmul.scaled_nvfp4 import nvfp4_product
 from arbcli.kernels.matmul.ternary_matmul import (
     FUSED_ROWS,
     ternary_matmul,
@@ -39,7 +39,7 @@ class LinearWeight(StreamedTensor):
     fp8 = False
     """Whether products of many rows are computed in eight bits."""
     nvfp4 = False
-    """Whether they are computed as in four bits."""
+    """Whether they are computed in four bits, or as if."""
     in_eight_bits = True
     """Whether they may be."""
     decodes_ahead = False
@@ -53,6 +53,8 @@ class LinearWeight(StreamedTensor):
     _kept: Tensor | None = None
     _decoded: tuple[tuple[int, ...], torch.dtype, Tensor] | None = None
     """What was decoded with another: of which version, in which dtype, and the weights."""
+    _largest: tuple[tuple[int, ...] | None, Tensor | None] = None, None
+    """The largest exponent that a forward found, and of which version."""
 
     def multiply_sum(
         self, x: Tensor, added: Tensor, before: "TernaryRMSNorm"
@@ -60,7 +62,7 @@ class LinearWeight(StreamedTensor):
         """Compute total = x + added, and before(total) @ w.T; returns that, and the total."""
         if self._in_fp8(x):
             total, *rounded = before.rounded_sum(x, added)
-            return fp8_matmul(*rounded, self.packed, dtype=x.dtype), total
+            return self._multiply_rounded(*rounded, x.dtype), total
         if self._in_nvfp4(x):
             total = x + added
             return self.multiply(total, before), total
@@ -70,11 +72,11 @@ class LinearWeight(StreamedTensor):
     def multiply(self, x: Tensor, before: "TernaryRMSNorm | None") -> Tensor:
         """Compute before(x) @ w.T of (M, K) activations."""
         if self._in_fp8(x):
-            q, scale = before.rounded(x) if before else quantise_rows(x)
-            return fp8_matmul(q, scale, self.packed, dtype=x.dtype)
+            rounded = before.rounded(x) if before else quantise_rows(x)
+            return self._multiply_rounded(*rounded, x.dtype)
         x = before(x) if before else x
         if self._in_nvfp4(x):
-            return nvfp4_matmul(*round_nvfp4(x), self.packed, dtype=x.dtype)
+            return nvfp4_product(x, self.packed)
         return self._multiply(x)
 
     def _multiply(self, x: Tensor) -> Tensor:
@@ -86,14 +88,25 @@ class LinearWeight(StreamedTensor):
             return x @ self._kept.T
         return ternary_matmul(x, self.packed)
 
+    def _multiply_rounded(self, q: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+        """Compute the product in eight bits, and keep for the backward what it needs again.
+
+        It is kept for one backward and found anew in every forward, as a captured one has to.
+        """
+        largest = largest_exponents(self.packed)
+        self._largest = self.version, largest
+        return fp8_matmul(q, scale, self.packed, dtype=dtype, largest=largest)
+
     def propagate(self, grad_y: Tensor) -> Tensor:
         """Compute grad_y @ w of the (M, N) gradient of such a product."""
         if self._in_fp8(grad_y):
+            (version, largest), self._largest = self._largest, (None, None)
+            known = largest if version == self.version else None
             rounded = quantise_rows(grad_y)
-            return fp8_matmul(*rounded, self.packed, transposed=True, dtype=grad_y.dtype)
+            about = {"transposed": True, "dtype": grad_y.dtype, "largest": known}
+            return fp8_matmul(*rounded, self.packed, **about)
         if self._in_nvfp4(grad_y):
-            rounded = round_nvfp4(grad_y)
-            return nvfp4_matmul(*rounded, self.packed, transposed=True, dtype=grad_y.dtype)
+            return nvfp4_product(grad_y, self.packed, transposed=True)
         if self.decodes_ahead and uses_triton(grad_y):
             return grad_y @ self._dense(grad_y.dtype, self.needed_before)
         return ternary_matmul_grad_x(grad_y, self.packed)

@@ -52,7 +52,7 @@ class NormWeight(TernaryTensor):
 
     def _versions(self) -> list[int]:
         """Count the changes in place of each buffer, as torch does."""
-        return [buffer._version for buffer in self.buffers()]
+        return [buffer._version for buffer in self._buffers.values()]
 
 
 def _find_ones(weight: NormWeight, _incompatible_keys: Any) -> None:

@@ -95,7 +95,7 @@ def told(tensor: TernaryTensor) -> dict[str, Tensor]:
     names = ["trits", "exponent"]
     if hasattr(tensor, "fraction"):
         names.append("fraction")
-    if tensor.packed.remainder is not None:
+    if tensor.reads_digits or tensor.packed.remainder is not None:
         names.append("remainder")
     if hasattr(tensor, "wire_exponent"):
         names.append("wire_exponent")
@@ -113,7 +113,7 @@ def are_told_by_bits(tensor: TernaryTensor, lr: float) -> bool:
         lr: the largest learning rate of its steps.
     """
     rule = tensor.rule
-    if not rule.reads_all or isinstance(tensor, TableWeight):
+    if not tensor.reads_digits or isinstance(tensor, TableWeight):
         return False
     limit = step_limit(lr * tensor.lr_factor * rule.radix * STEP_OF_RADIX)
     return -(-limit // UNIT) <= LARGEST_CHANGE

@@ -55,6 +55,24 @@ def test_zeros_are_zeros(stored):
     assert not round_entries(torch.zeros(2, 4), stored).any()
 
 
+@pytest.mark.parametrize("stored", FORMATS.values(), ids=FORMATS)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_entry_of_almost_nothing_has_the_least_exponent(backend, stored, device):
+    """Scales end there: a row that is smaller has smaller codes."""
+    qkv = torch.ones(3, 1, 4, device=device)
+    qkv[2] *= 2.0**-125
+    keys, values = torch.zeros(2, 1, 2, 4, device=device).to(stored)
+    exponents = torch.zeros(2, 1, 2, dtype=torch.int8, device=device)
+    angle = torch.zeros(2, 2, device=device)
+    numbers = (torch.zeros(n, dtype=torch.int32, device=device) for n in ((), (1,)))
+    position, tickets = numbers
+    about = position, angle.cos(), angle.sin(), tickets, 1e-6
+    with use_backend(backend):
+        decode_attention_8bit(qkv, keys, values, exponents, *about)
+    assert exponents[1, 0].tolist() == [-120, 0]
+    assert values[0, 0].float().tolist() == [2.0 if stored != torch.int8 else 1.0] * 4
+
+
 def attend_in_float64(q, k, v) -> torch.Tensor:
     return torch.softmax(k.double() @ q.double() / q.shape[-1] ** 0.5, 0) @ v.double()
 

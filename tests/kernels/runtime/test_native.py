@@ -9,10 +9,11 @@ import pytest
 import torch
 
 from arbcli.errors import ArbError
+from arbcli.kernels.codec.decode_digits import decode_digits_native, decode_digits_torch
 from arbcli.kernels.registry import KERNELS
 from arbcli.kernels.runtime import native
 from arbcli.kernels.runtime.backend import check_backend, default_backend, use_backend, uses_native
-from arbcli.verify.compare import as_tuple
+from arbcli.verify.compare import as_tuple, compare
 from arbcli.verify.fuzz import DRAWINGS, Dice
 from arbcli.verify.kernels import copies, verify_kernels
 
@@ -85,12 +86,36 @@ def test_bits_do_not_depend_on_the_number_of_threads(spec, monkeypatch):
     monkeypatch.setattr(native, "LEAST_ELEMENTS", 0)
     inputs = DRAWINGS[spec.name].draw(Dice(1, CPU, torch.float32), 32, 67, 131, 161)
     found = []
-    for threads in (1, 3):
+    for threads in (1, 3, 99):  # the last are more than there is room for
         monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
         with use_backend("native"):
             found.append(as_tuple(spec.native(*copies(inputs))))
-    for one, three in zip(*found, strict=True):
-        assert torch.equal(one, three)
+    for one, *others in zip(*found, strict=True):
+        assert all(torch.equal(one, other) for other in others)
+
+
+@compiled
+@pytest.mark.parametrize(
+    "name", ["rms_norm", "rms_norm_backward", "gated_rms_norm", "gated_rms_norm_backward"]
+)
+def test_eps_of_zero_is_a_norm_all_the_same(name):
+    """No eps is what says that there is no norm."""
+    (spec,) = (spec for spec in KERNELS if spec.name == name)
+    inputs = DRAWINGS[name].draw(Dice(2, CPU, torch.float32), 32, 5, 7, 37)
+    inputs = tuple(0.0 if isinstance(part, float) else part for part in inputs)
+    assert 0.0 in [part for part in inputs if isinstance(part, float)]
+    found = as_tuple(spec.native(*copies(inputs)))
+    for got, wanted in zip(found, as_tuple(spec.reference(*copies(inputs))), strict=True):
+        assert compare(spec, name, got, wanted).passed
+
+
+@compiled
+@pytest.mark.parametrize("digits", ["trit", "all"])
+def test_weights_are_decoded_to_bfloat16_as_torch_decodes_them(digits):
+    """Cases are decoded to float32, which holds the same numbers."""
+    packed = Dice(1, CPU, torch.float32).packed(9, 165, 6, spread=90, digits=digits)
+    wanted = decode_digits_torch(packed, torch.bfloat16)
+    assert torch.equal(decode_digits_native(packed, torch.bfloat16), wanted)
 
 
 @compiled

@@ -59,6 +59,27 @@ def test_gains_have_their_definition(backend, device):
 
 
 @each_backend
+def test_gain_of_slopes_of_almost_nothing_is_a_number(backend, device):
+    inputs = inputs_of(None, torch.ones(3, device=device))
+    found = inputs[0]._replace(
+        slope_squares=torch.full((1,), 1e-80, dtype=torch.float64, device=device)
+    )
+    with use_backend(backend):
+        gains = gradient_gains(found, None, None, *inputs[3:])
+    assert float(gains.slope) == pytest.approx(3e38)
+
+
+@each_backend
+def test_what_has_no_gradient_has_the_least_statistic(backend, device):
+    """A power of two that is not the end of what digits can be."""
+    statistic = torch.full((2, 2), UNSET, dtype=torch.int8, device=device)
+    with use_backend(backend):
+        gains = average(statistic, torch.tensor([1.0, 0.0], device=device))
+    assert statistic[1].tolist() == [-120, 0]
+    assert float(gains.columns[1]) == pytest.approx(2.0**60)
+
+
+@each_backend
 @pytest.mark.parametrize(
     ("total", "refused", "nonfinite"),
     [

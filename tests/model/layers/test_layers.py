@@ -10,6 +10,7 @@ from arbcli.config.presets import preset
 from arbcli.kernels.matmul.ternary_matmul import FUSED_ROWS
 from arbcli.model.baselines import FloatLinear, FloatRMSNorm, FloatWeight, rotate
 from arbcli.model.dense import RECOMPUTE, ByteLM
+from arbcli.model.layers import linear as linear_module
 from arbcli.model.layers.embedding import TernaryEmbedding
 from arbcli.model.layers.linear import TernaryLinear
 from arbcli.model.layers.norm import TernaryGate, TernaryRMSNorm
@@ -99,6 +100,27 @@ def test_weight_has_one_gradient_whether_or_not_its_input_needs_one(before, need
     assert (y - wanted).norm() < (0.05 if fp8 else 1e-5) * wanted.norm()
     (grad,) = grads["weight"]
     torch.testing.assert_close(grad.double(), grad_y.double().T @ normal, rtol=1e-5, atol=1e-5)
+
+
+def test_largest_exponent_of_a_forward_serves_its_backward_alone(monkeypatch):
+    """What a captured forward did not find itself would be that of other weights when replayed."""
+    found, layer = [], linear(32, 48)
+    find = linear_module.largest_exponents
+    monkeypatch.setattr(linear_module, "largest_exponents", lambda p: found.append(p) or find(p))
+    layer.weight.fp8 = True
+    collect(layer)
+    x = torch.randn(FUSED_ROWS + 1, 48, requires_grad=True)
+    layer(x)
+    y = layer(x)
+    assert len(found) == 2
+    y.sum().backward()
+    assert layer.weight._largest == (None, None)
+    before, x.grad = x.grad, None
+    y = layer(x)
+    wrong = torch.full_like(layer.weight._largest[1], 20)
+    layer.weight._largest = (0,), wrong  # of another version
+    y.sum().backward()
+    assert torch.equal(x.grad, before)
 
 
 @pytest.mark.parametrize("digits", ["trit", "all"])

@@ -103,6 +103,11 @@ def test_every_buffer_that_a_step_changes_is_told(texts, small_graph, monkeypatc
 
 
 @pytest.mark.slow
+def test_weights_fade_to_the_bits_of_one_process(texts):
+    assert_the_same(texts, SMALL | {"rule": "nibble", "digits": "fade", "steps": 5}, (2,), steps=5)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("outer", ["attention", "mamba"])
 def test_hnet_gives_the_bits_of_one_process(outer, texts, small_hnet):
     given = small_hnet | {"outer_blocks": outer, "batch": 2}
