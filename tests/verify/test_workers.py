@@ -29,7 +29,7 @@ def test_workers_share_the_threads(number, share, monkeypatch):
     with pytest.raises(KeyError), Workers(number) as some:
         some.map(held_back, [(0,)])
     count, _, start, about = pool.call_args.args
-    assert (count, start, about) == (number, workers._start_process, (share,))
+    assert (count, start, about[0]) == (number, workers._start_process, share)
 
 
 def test_interrupt_that_is_held_back_comes_when_it_is_over():
