@@ -122,6 +122,11 @@ def check_compute(compute: str, device: torch.device) -> None:
             )
 
 
+def emulates_nvfp4(device: torch.device) -> bool:
+    """Tell whether products in four bits are computed as others, for want of such hardware."""
+    return device.type != "cuda" or torch.cuda.get_device_capability(device) < (10, 0)
+
+
 @contextmanager
 def deterministic() -> Iterator[None]:
     """Make torch's own operations give the same bits every time, as resuming needs.

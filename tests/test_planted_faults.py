@@ -157,6 +157,19 @@ FAULTS = [
         "missing term", "global scale of four-bit weights forgotten", "nvfp4_matmul",
         rewrite("(q @ w.T).float() * (s * t)", "(q @ w.T).float() * s"),
     ),
+    kernel(
+        "layout", "codes of four bits in the wrong half of a byte", "encode_nvfp4",
+        rewrite("a | (b << 4)", "b | (a << 4)"),
+    ),
+    kernel(
+        "saturation", "scales of codes of four bits beyond the largest of e4m3", "encode_nvfp4",
+        rewrite("((264 - f) << 23).to(tl.float32, bitcast=True)",
+                "((266 - f) << 23).to(tl.float32, bitcast=True)"),
+    ),
+    kernel(
+        "missing term", "global scales of codes of four bits forgotten", "scaled_nvfp4_matmul",
+        rewrite("y * tl.load(scale_ptr)", "y"),
+    ),
     # packing and scales
     kernel(
         "layout", "planes of a short block as wide as a full one", "unpack_trits",

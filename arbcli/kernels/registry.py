@@ -31,6 +31,7 @@ from arbcli.kernels.matmul.grouped_matmul import GROUPED_GRAD_W, GROUPED_MATMUL
 from arbcli.kernels.matmul.nvfp4_matmul import NVFP4_MATMUL
 from arbcli.kernels.matmul.quantise_rows import QUANTISE_ROWS
 from arbcli.kernels.matmul.round_nvfp4 import ROUND_NVFP4
+from arbcli.kernels.matmul.scaled_nvfp4 import ENCODE_NVFP4, SCALED_NVFP4_MATMUL
 from arbcli.kernels.matmul.ternary_matmul import TERNARY_MATMUL, TERNARY_MATMUL_GRAD_X
 from arbcli.kernels.norm.gated_rms_norm import GATED_RMS_NORM, GATED_RMS_NORM_BACKWARD
 from arbcli.kernels.norm.norm_e4m3 import (
@@ -80,6 +81,8 @@ KERNELS: tuple[KernelSpec, ...] = (
     FP8_MATMUL,
     ROUND_NVFP4,
     NVFP4_MATMUL,
+    ENCODE_NVFP4,
+    SCALED_NVFP4_MATMUL,
     TERNARY_MATMUL,
     TERNARY_MATMUL_GRAD_X,
     ARRANGED_MATMUL,

@@ -35,6 +35,7 @@ from arbcli.device import (
     check_compute,
     cpu_threads,
     deterministic,
+    emulates_nvfp4,
     explained_out_of_memory,
     peak_bytes,
     peak_operations,
@@ -178,7 +179,7 @@ def start_run(
         check(config)
         for warning in text_warnings(texts):
             observer.noted(warning)
-        if config.compute == "nvfp4":
+        if config.compute == "nvfp4" and emulates_nvfp4(torch.device(config.device)):
             observer.noted(EMULATED)
         if group.first:
             if run is None:
@@ -237,7 +238,7 @@ def resume_run(
     config = dataclasses.replace(config, device=str(place), backend=backend)
     if config.model.weights != "ternary":
         raise ArbError("a float twin keeps no checkpoint", hint="start it again with `--out`")
-    if config.compute == "nvfp4":
+    if config.compute == "nvfp4" and emulates_nvfp4(torch.device(config.device)):
         observer.noted(EMULATED)
     threads = facts.get("threads", now := torch.get_num_threads())
     if threads != now and place.type == "cpu":

@@ -46,6 +46,7 @@ from arbcli.kernels.matmul.fp8_matmul import MULTIPLE
 from arbcli.kernels.matmul.grouped_matmul import GROUPED_GRAD_W, GROUPED_MATMUL
 from arbcli.kernels.matmul.quantise_rows import E4M3, QUANTISE_ROWS
 from arbcli.kernels.matmul.round_nvfp4 import ROUND_NVFP4
+from arbcli.kernels.matmul.scaled_nvfp4 import ENCODE_NVFP4
 from arbcli.kernels.matmul.ternary_matmul import TERNARY_MATMUL, TERNARY_MATMUL_GRAD_X
 from arbcli.kernels.norm.gated_rms_norm import gated_rms_norm_in_its_dtype
 from arbcli.kernels.norm.rms_norm import (
@@ -211,6 +212,12 @@ def _nvfp4_matmul(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
     packed = dice.packed(n, k, group_size)
     q, scale = ROUND_NVFP4.torch(dice.reals(m, n if transposed else k))
     return q, scale, packed, transposed == 1, dice.dtype
+
+
+def _scaled_nvfp4_matmul(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
+    sides = [ENCODE_NVFP4.torch(dice.reals(rows, k)) for rows in (m, n)]
+    (a, of_a, first), (b, of_b, second) = sides
+    return a, of_a, b, of_b, first * second, dice.dtype
 
 
 def _ternary_matmul(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
@@ -972,6 +979,8 @@ DRAWINGS = {
     "quantise_rows": Drawing(_quantise_rows, needs_rows=True),
     "round_nvfp4": Drawing(_quantise_rows, None, ROUND_NVFP4.torch, needs_rows=True),
     "nvfp4_matmul": Drawing(_nvfp4_matmul, _nvfp4_matmul_in_float64, needs_rows=True),
+    "encode_nvfp4": Drawing(_quantise_rows, None, ENCODE_NVFP4.torch, needs_rows=True),
+    "scaled_nvfp4_matmul": Drawing(_scaled_nvfp4_matmul, needs_rows=True, one_layout=True),
     "fp8_matmul": Drawing(_fp8_matmul, _fp8_matmul_in_float64, needs_rows=True),
     "ternary_matmul": Drawing(
         _ternary_matmul, _matmul_in_float64, TERNARY_MATMUL.torch, needs_rows=True

@@ -51,7 +51,7 @@ def round_nvfp4_reference(x: Tensor) -> tuple[Tensor, Tensor]:
     return y, torch.tensor([2.0 ** (octave - 10)], dtype=torch.float32, device=x.device)
 
 
-def _global_scale(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def global_scale(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Find the largest magnitude, g and 1 / g, (1,) float32 each; g is NaN if it is not finite."""
     largest = x.abs().amax().float()[None] if x.numel() else x.new_zeros(1, dtype=torch.float32)
     field = (largest.view(torch.int32) >> 23).clamp(min=OCTAVE + 1)
@@ -61,7 +61,7 @@ def _global_scale(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _round_nvfp4_torch(x: Tensor) -> tuple[Tensor, Tensor]:
-    _, scale, inverse = _global_scale(x)
+    _, scale, inverse = global_scale(x)
     width = x.shape[1]
     t = torch.nn.functional.pad(x.float() * inverse, (0, -width % BLOCK)).unflatten(1, (-1, BLOCK))
     size = t.abs()
@@ -74,7 +74,7 @@ def _round_nvfp4_torch(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @triton.jit
-def _from_e4m3(code, NATIVE: tl.constexpr):
+def number_of_scale(code, NATIVE: tl.constexpr):
     """Read the float32 numbers of bits of e4m3 that are not negative."""
     if NATIVE:
         return code.to(tl.float8e4nv, bitcast=True).to(tl.float32)
@@ -98,7 +98,7 @@ def _round_nvfp4_kernel(
     t = x * ((264 - field) << 23).to(tl.float32, bitcast=True)
     size = tl.abs(t)
     sixth = tl.minimum(tl.max(size, axis=2) * _SIXTH, _LARGEST)
-    s = _from_e4m3(to_e4m3(sixth, NATIVE), NATIVE)[:, :, None]
+    s = number_of_scale(to_e4m3(sixth, NATIVE), NATIVE)[:, :, None]
     # no quotient: comparisons are the same to the last bit everywhere
     q = tl.where(size > 0.25 * s, 0.5, 0.0) + tl.where(size >= 0.75 * s, 0.5, 0.0)
     q += tl.where(size > 1.25 * s, 0.5, 0.0) + tl.where(size >= 1.75 * s, 0.5, 0.0)
@@ -109,7 +109,7 @@ def _round_nvfp4_kernel(
 
 
 def _round_nvfp4_triton(x: Tensor) -> tuple[Tensor, Tensor]:
-    largest, scale, _ = _global_scale(x)
+    largest, scale, _ = global_scale(x)
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if y.numel():
         rows, blocks = len(x), min(16, triton.next_power_of_2(triton.cdiv(x.shape[1], BLOCK)))

@@ -18,9 +18,8 @@ from arbcli.kernels.matmul.digits_matmul import (
     digits_matmul,
 )
 from arbcli.kernels.matmul.fp8_matmul import fp8_matmul
-from arbcli.kernels.matmul.nvfp4_matmul import nvfp4_matmul
 from arbcli.kernels.matmul.quantise_rows import quantise_rows
-from arbcli.kernels.matmul.round_nvfp4 import round_nvfp4
+from arbcli.kernels.matmul.scaled_nvfp4 import nvfp4_product
 from arbcli.kernels.matmul.ternary_matmul import (
     FUSED_ROWS,
     ternary_matmul,
@@ -40,7 +39,7 @@ class LinearWeight(StreamedTensor):
     fp8 = False
     """Whether products of many rows are computed in eight bits."""
     nvfp4 = False
-    """Whether they are computed as in four bits."""
+    """Whether they are computed in four bits, or as if."""
     in_eight_bits = True
     """Whether they may be."""
     decodes_ahead = False
@@ -77,7 +76,7 @@ class LinearWeight(StreamedTensor):
             return self._multiply_rounded(*rounded, x.dtype)
         x = before(x) if before else x
         if self._in_nvfp4(x):
-            return nvfp4_matmul(*round_nvfp4(x), self.packed, dtype=x.dtype)
+            return nvfp4_product(x, self.packed)
         return self._multiply(x)
 
     def _multiply(self, x: Tensor) -> Tensor:
@@ -107,8 +106,7 @@ class LinearWeight(StreamedTensor):
             about = {"transposed": True, "dtype": grad_y.dtype, "largest": known}
             return fp8_matmul(*rounded, self.packed, **about)
         if self._in_nvfp4(grad_y):
-            rounded = round_nvfp4(grad_y)
-            return nvfp4_matmul(*rounded, self.packed, transposed=True, dtype=grad_y.dtype)
+            return nvfp4_product(grad_y, self.packed, transposed=True)
         if self.decodes_ahead and uses_triton(grad_y):
             return grad_y @ self._dense(grad_y.dtype, self.needed_before)
         return ternary_matmul_grad_x(grad_y, self.packed)

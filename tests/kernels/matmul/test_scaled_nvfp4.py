@@ -1,0 +1,84 @@
+"""Codes of four bits by hand, and products of them beside those of rounded matrices."""
+
+import pytest
+import torch
+
+from arbcli.config.presets import preset
+from arbcli.kernels.matmul import scaled_nvfp4
+from arbcli.kernels.matmul.nvfp4_matmul import nvfp4_matmul
+from arbcli.kernels.matmul.round_nvfp4 import round_nvfp4
+from arbcli.kernels.matmul.scaled_nvfp4 import encode_nvfp4, nvfp4_product, scaled_nvfp4_matmul
+from arbcli.kernels.runtime.backend import use_backend
+from arbcli.model.layers.linear import TernaryLinear
+
+BACKENDS = ["torch", "triton" if torch.cuda.is_available() else "interpreter"]
+
+
+def matrices(*shapes: tuple[int, int]) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(shape, generator=generator) for shape in shapes]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_codes_by_hand(backend, device):
+    """The largest is 6, so g is 2**-8 and s is 256, whose bits in e4m3 are 0x78; then one block
+    of nothing but a number that rounds to zero."""
+    row = [6, 5.1, 5, 3.6, 2.5, 1.8, 1.3, 0.8, 0.3, 0.25, -0.25, -5, -0.75, 0, -6, 1, -0.0]
+    with use_backend(backend):
+        codes, scales, g = encode_nvfp4(torch.tensor([row], device=device))
+    assert g.item() == 2**-8
+    assert scales.tolist() == [[0x78, 0]]
+    low = [7, 6, 4, 3, 1, 0, 0xA, 0xF]  # 6, 5, 2.5, 1.3, 0.3, -0.25, -0.75 and -6
+    high = [7, 6, 4, 2, 0, 0xE, 0, 2]
+    assert codes[0, :8].tolist() == [a + 16 * b for a, b in zip(low, high, strict=True)]
+    assert codes[0, 8:].tolist() == [0] * 8
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_product_of_codes_is_that_of_rounded_matrices(backend, device):
+    first, second = (part.to(device) for part in matrices((5, 176), (7, 176)))
+    with use_backend(backend):
+        (a, of_a, g), (b, of_b, h) = encode_nvfp4(first), encode_nvfp4(second)
+        y = scaled_nvfp4_matmul(a, of_a, b, of_b, g * h, torch.float32)
+    (q, g), (w, h) = round_nvfp4(first), round_nvfp4(second)
+    torch.testing.assert_close(y, q @ w.T * (g * h), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_hardware_of_such_products_is_taken_where_it_is(transposed, monkeypatch):
+    layer = TernaryLinear(32, 48, preset("tiny"), area="mlp", std=0.1)
+    layer.weight.initialise(seed=0, index=0)
+    (x,) = matrices((9, 32 if transposed else 48))
+    emulated = nvfp4_matmul(*round_nvfp4(x), layer.weight.packed, transposed, torch.float32)
+    assert torch.equal(nvfp4_product(x, layer.weight.packed, transposed=transposed), emulated)
+    asked = []
+
+    def encoded(part):
+        asked.append(tuple(part.shape))
+        return encode_nvfp4(part)
+
+    monkeypatch.setattr(scaled_nvfp4, "capability", lambda _: (10, 0))
+    monkeypatch.setattr(scaled_nvfp4, "_encode_nvfp4_triton", scaled_nvfp4._encode_nvfp4_torch)
+    monkeypatch.setattr(
+        scaled_nvfp4, "_scaled_nvfp4_matmul_triton", scaled_nvfp4._scaled_nvfp4_matmul_torch
+    )
+    monkeypatch.setattr(
+        scaled_nvfp4, "decode_weight_triton", lambda _, dtype: layer.weight.weight(dtype)
+    )
+    monkeypatch.setattr(scaled_nvfp4, "uses_triton", lambda _: True)
+    monkeypatch.setattr(scaled_nvfp4, "encode_nvfp4", encoded)
+    found = nvfp4_product(x, layer.weight.packed, transposed=transposed)
+    torch.testing.assert_close(found, emulated, rtol=1e-5, atol=1e-5)
+    assert asked == [tuple(x.shape), (48, 32) if transposed else (32, 48)]
+
+
+def test_what_does_not_fit_is_refused():
+    a, of_a, g = encode_nvfp4(torch.ones(2, 32))
+    for wrong in (
+        (a.int(), of_a, a, of_a, g), (a[:, :8], of_a, a, of_a, g), (a, of_a, a, of_a, g[:0]),
+        (a, of_a, a[:, :8], of_a[:, :1], g),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match="fit"):
+            scaled_nvfp4_matmul(*wrong, torch.float32)
+    with pytest.raises(ValueError, match="need a float32"):
+        encode_nvfp4(torch.zeros(3))
