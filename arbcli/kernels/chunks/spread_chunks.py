@@ -197,6 +197,7 @@ def _draw(device: torch.device) -> Iterator[tuple[str, Tensor, Tensor, Tensor, T
 
     for batch, length, chunks, width, share in (
         (1, 1, 1, 1, 0.5), (2, 33, 9, 7, 0.2), (3, 21, 30, 33, 0.5), (2, 40, 3, 159, 0.9),
+        (1, 5, 2, 261, 0.5),
     ):  # fmt: skip
         marks = torch.rand(batch, length, generator=generator) < share
         found = find_chunks_reference(marks.to(device), chunks)

@@ -356,6 +356,9 @@ def _cases(device: torch.device, group_size: int) -> Iterator[Case]:
     packed = packed.rows(slice(None, None, 2))
     yield Case("2x651 strided", (packed, True))
     yield Case("whole octaves", (packed._replace(fraction=None), False))
+    tall = random_packed(33, 7, group_size, generator, spread=9).to(device)
+    for name, all_digits in with_remainders(tall, generator):
+        yield Case(f"33x7 {name}", (all_digits, False))
     for name, all_digits in with_remainders(packed, generator):
         for transposed in (False, True):
             yield Case(f"2x651 {name}{' transposed' * transposed}", (all_digits, transposed))

@@ -204,37 +204,41 @@ def _read_piece(piece, at, PTX: tl.constexpr):
 
 
 @triton.jit
-def _add_piece(
+def _add_pieces(
     sums, squares, qs, scales, x, x_starts, block, K, AHEAD: tl.constexpr, PTX: tl.constexpr
 ):
-    """Add the products of a piece, and those of x with itself if there are `squares`.
+    """Add the products of pieces of a block, and those of x with itself if there are `squares`.
 
     Args:
-        sums: of each eight rows of x.
-        squares: likewise, or none.
-        qs: the trits: see `_read_piece`.
-        scales: likewise.
+        sums: of each piece, and of each eight rows of x.
+        squares: of each eight rows of x, or none.
+        qs: the trits of all pieces: see `_read_piece`.
+        scales: of each piece: likewise.
         x: of digits 4 to 0; if `AHEAD` is 0, it is loaded instead.
         x_starts: of the rows of x, or none.
-        block: which one the piece is of.
+        block: which one the pieces are of.
         K: the columns.
         AHEAD: to load x of the block this far behind, in place of each digit's when it was used.
         PTX: whether PTX is understood.
     """
-    OCTETS: tl.constexpr = len(sums)
+    HEIGHT: tl.constexpr = len(scales)
+    OCTETS: tl.constexpr = len(sums) // HEIGHT
     later = ()
     for digit in tl.static_range(4, -1, -1):
-        if AHEAD == 0 and len(x_starts) > 0:
+        if AHEAD == 0:
             of_x = _load_digit(x_starts, block, digit, K, PTX)
         else:
             of_x = x[OCTETS * (4 - digit) : OCTETS * (5 - digit)]
         pairs, qs = take_digits(qs, digit, PTX)
-        scaled, added, more = _scale_rows(pairs, scales[digit], PTX), (), ()
-        for t in tl.static_range(OCTETS):
-            added = added + (add_products(sums[t], scaled, of_x[t], PTX),)  # noqa: RUF005
-            if len(squares) > 0:
-                both = of_x[t // 2 * 2] + of_x[min(t // 2 * 2 + 1, OCTETS - 1)]
-                more = more + (add_products(squares[t], both, of_x[t], PTX),)  # noqa: RUF005
+        added, more = (), ()
+        for i in tl.static_range(HEIGHT):
+            scaled = _scale_rows(pairs[8 * i : 8 * i + 8], scales[i][digit], PTX)
+            for t in tl.static_range(OCTETS):
+                products = add_products(sums[OCTETS * i + t], scaled, of_x[t], PTX)
+                added = added + (products,)  # noqa: RUF005
+        for t in tl.static_range(len(squares)):
+            both = of_x[t // 2 * 2] + of_x[min(t // 2 * 2 + 1, OCTETS - 1)]
+            more = more + (add_products(squares[t], both, of_x[t], PTX),)  # noqa: RUF005
         sums, squares = added, more
         if AHEAD > 0 and len(x_starts) > 0:
             later = later + _load_digit(x_starts, block + AHEAD, digit, K, PTX)
@@ -368,6 +372,7 @@ def _arranged_rows_kernel(
     turned = nothing
     for step in tl.range(STEPS, loop_unroll_factor=UNROLL):
         block = SHARES * step + share
+        all_qs, all_scales, later = (), (), ()
         for i in tl.static_range(HEIGHT):
             tile, slot_of = start + PIECE_BYTES // 8 * blocks * i, slot + turned + PIECE_BYTES * i
             piece = tile
@@ -385,13 +390,20 @@ def _arranged_rows_kernel(
                     ahead = tl.where(some, block + SHARES * STAGES, blocks)
                     copy_pieces((tile,), slot_of, ahead, blocks, 1)
                 commit(thread)
-            of_tile, of_x, later = _add_piece(
-                sums[OCTETS * i : OCTETS * i + OCTETS], squares if i == HEIGHT - 1 else (),
-                qs, scales, x, x_starts if i == HEIGHT - 1 or not KEPT else (), block, K,
-                SHARES if KEPT else 0, PTX,
-            )  # fmt: skip
-            sums = sums[: OCTETS * i] + of_tile + sums[OCTETS * i + OCTETS :]
-        squares, x = of_x, later
+            if KEPT:
+                of_tile, of_x, later = _add_pieces(
+                    sums[OCTETS * i : OCTETS * i + OCTETS], squares if i == HEIGHT - 1 else (),
+                    qs, (scales,), x, x_starts if i == HEIGHT - 1 else (), block, K, SHARES, PTX,
+                )  # fmt: skip
+                sums = sums[: OCTETS * i] + of_tile + sums[OCTETS * i + OCTETS :]
+                if i == HEIGHT - 1:
+                    squares, x = of_x, later
+            else:
+                all_qs, all_scales = all_qs + qs, all_scales + (scales,)  # noqa: RUF005
+        if not KEPT:
+            sums, squares, later = _add_pieces(
+                sums, squares, all_qs, all_scales, x, x_starts, block, K, 0, PTX
+            )
         turned = tl.where(turned == SLOT * (STAGES - 1), 0, turned + SLOT)
     units = sums + squares
     if PTX:
@@ -449,9 +461,7 @@ def _tiling(rows: int, tiles: int, blocks: int, processors: int, clusters: bool)
     """Choose what a program takes; its order of sums by the matrix alone."""
     ctas, groups = (4, 4) if clusters else (1, 1)
     octets = 1 if rows <= 8 else 2 if rows <= 16 else 4
-    most = 6 if octets < 4 else 2
-    if not clusters:
-        most //= 2
+    most = 3 if octets < 4 else 2
     height = max(1, min(most, -(-tiles * ctas // (groups * processors))))
     return Tiling(ctas, groups, height, octets)
 
