@@ -79,7 +79,8 @@ def train(
         ],
     }
     print(
-        f"{kind:24} seed {seed}: {row['nats']:.4f} nats after {steps} steps of {milliseconds:.1f} ms,"
+        f"{kind:24} seed {seed}: {row['nats']:.4f} nats after {steps} steps of"
+        f" {milliseconds:.1f} ms,"
         f" {row['trained_bytes'] / 1e6:.1f} MB",
         flush=True,
     )
