@@ -5,9 +5,9 @@
 
 The peer is `--preset base --ctx 16384`: a `ByteLM` of 85.5 million weights with attention to all
 bytes. Each takes as many steps as fit the seconds, by a step that is timed before, or that took so
-many milliseconds on a GPU of its own, where others share it now (`--ms`). Then it
-predicts the whole held-out text, from windows that overlap, so that the same bytes are seen after
-few bytes and after many, and once more with keys and values in eight bits.
+many milliseconds on a GPU of its own, where others share it now (`--ms`). Then it predicts the
+whole held-out text, from windows that overlap, so that the same bytes are seen after few bytes and
+after many, and once more with keys and values in eight bits.
 """
 
 import gc
@@ -80,8 +80,7 @@ def train(
     }
     print(
         f"{kind:24} seed {seed}: {row['nats']:.4f} nats after {steps} steps of"
-        f" {milliseconds:.1f} ms,"
-        f" {row['trained_bytes'] / 1e6:.1f} MB",
+        f" {milliseconds:.1f} ms, {row['trained_bytes'] / 1e6:.1f} MB",
         flush=True,
     )
     near, *others = (f"{nats:.4f} from {first}" for first, _, nats in row["by_position"])
