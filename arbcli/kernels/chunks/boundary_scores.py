@@ -19,6 +19,9 @@ from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.backend import uses_triton
 from arbcli.kernels.runtime.spec import Case, Gate, KernelSpec, Timing
 
+WIDE = 4096
+"""Largest block of a row for four warps: with wider ones the compiler takes minutes, and spills."""
+
 TINY = tl.constexpr(1e-6)
 """Added to squared lengths."""
 
@@ -172,7 +175,8 @@ def _boundary_scores_backward_triton(grad_p, x, qk):
 
 def _blocks(width):
     block_d = triton.next_power_of_2(width)
-    return {"BLOCK_T": max(1, min(16, 2048 // block_d)), "BLOCK_D": block_d}
+    blocks = {"BLOCK_T": max(1, min(16, 2048 // block_d)), "BLOCK_D": block_d}
+    return blocks | {"num_warps": 16 if block_d > WIDE else 4}
 
 
 def boundary_scores(x: Tensor, qk: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from arbcli.kernels.chunks.boundary_scores import WIDE
 from arbcli.kernels.chunks.find_chunks import find_chunks_reference
 from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.backend import uses_triton
@@ -125,10 +126,11 @@ def _spread_chunks_backward_triton(grad_y, s, owner, first):
     grad_s = torch.empty(s.shape, dtype=torch.float32, device=s.device)
     grad_c = torch.empty(batch, length, dtype=torch.float32, device=s.device)
     if grad_s.numel():
+        block_d = triton.next_power_of_2(width)
         _spread_chunks_backward_kernel[(chunks, batch)](
             grad_y, s, first, grad_s, grad_c, length, chunks, width,
             *grad_y.stride(), *s.stride(), *first.stride(),
-            BLOCK_T=4, BLOCK_D=triton.next_power_of_2(width),
+            BLOCK_T=4, BLOCK_D=block_d, num_warps=16 if block_d > WIDE else 4,
         )  # fmt: skip
     return grad_s, grad_c
 

@@ -257,7 +257,15 @@ def decode_weight(packed: Packed, dtype: torch.dtype = torch.bfloat16) -> Tensor
 
 def _cases(device: torch.device, group_size: int) -> Iterator[Case]:
     generator = torch.Generator().manual_seed(0)
-    for rows, in_features in ((1, 1), (3, 33), (33, 123), (2, 165), (9, 1000), (1, 2720), (2, 1311)):
+    for rows, in_features in (
+        (1, 1),
+        (3, 33),
+        (33, 123),
+        (2, 165),
+        (9, 1000),
+        (1, 2720),
+        (2, 1311),
+    ):
         packed = random_packed(rows, in_features, group_size, generator).to(device)
         yield Case(f"{rows}x{in_features}", (packed,))
     yield Case("2x1311 whole octaves", (packed._replace(fraction=None),))

@@ -79,6 +79,8 @@ SHARED_BYTES = 47 << 10
 PIECE_BYTES = tl.constexpr(TRIT_BYTES + SCALE_BYTES)
 SCALES_AT = tl.constexpr(TRIT_BYTES)
 """Bytes of a piece, and where its scales are."""
+MOST_AT_ONCE = tl.constexpr(32)
+"""Words of x that a thread has loads of under way to square; more take too many registers."""
 _X_BLOCK = tl.constexpr(2 * BLOCK)
 """Bytes of a row of x that a piece multiplies."""
 
@@ -264,6 +266,12 @@ def sum_of_squares(word):
         low, high = unpair(a if i == 0 else b)
         total += low * low + high * high
     return total
+
+
+@triton.jit
+def _squares_of(x_row, at, K):
+    """Add up the squares of the four elements of a row in each word `at`."""
+    return sum_of_squares(tl.load(x_row + at, mask=4 * at < K, other=0))
 
 
 @triton.jit
@@ -529,11 +537,13 @@ def _arranged_matmul_kernel(
     squares = ()
     if NORM:  # every thread squares its share of x
         for i in tl.static_range(M):
-            of_row = zero
-            for start in tl.static_range(0, SQUARES):
-                at = thread + 32 * WARPS * start
-                word = tl.load(x_ptr + (i * (K // 4) + at), mask=4 * at < K, other=0)
-                of_row += sum_of_squares(word)
+            of_row, x_row = zero, x_ptr + i * (K // 4)
+            if SQUARES <= MOST_AT_ONCE:
+                for start in tl.static_range(0, SQUARES):
+                    of_row += _squares_of(x_row, thread + 32 * WARPS * start, K)
+            else:
+                for start in range(0, SQUARES):
+                    of_row += _squares_of(x_row, thread + 32 * WARPS * start, K)
             squares = squares + (of_row,)  # noqa: RUF005
 
     for step in range(1 if STAGES == 1 else steps):

@@ -10,6 +10,7 @@ from arbcli.kernels.codec.decode_digits import decode_digits_reference
 from arbcli.kernels.codec.packed import Packed, random_packed
 from arbcli.kernels.codec.packing import LARGEST_BYTE
 from arbcli.kernels.codec.warp_products import HAS_PTX, centre, prefixes
+from arbcli.kernels.matmul import arranged_matmul as arranged
 from arbcli.kernels.matmul.arranged_matmul import (
     MOST_ROWS,
     arrange,
@@ -158,3 +159,17 @@ def test_rejects_what_does_not_fit(device):
     for added in (x, x[:, :20].float(), x[0, :20]):
         with pytest.raises(ValueError, match=r"need torch.bfloat16 \(1, 20\) to add to"):
             arranged_matmul(x, weight, added=added)
+
+
+def test_squares_of_long_rows_are_added_in_a_loop(monkeypatch, device):
+    """As for more words a thread than it has under way at once; on a GPU a real matrix has."""
+    weight = arrange(matrix(device, 1, 8))
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(1, 8, generator=generator).to(device).bfloat16()
+    inputs = (x, *weight, 0.1, None, torch.float32)
+    wanted = arranged_matmul_reference(*inputs)
+    if KERNELS == "interpreter":
+        monkeypatch.setattr(arranged, "MOST_AT_ONCE", tl.constexpr(0))
+    with use_backend(KERNELS):
+        y = arranged_matmul(x, weight, 0.1, dtype=torch.float32)
+    assert torch.allclose(y.double(), wanted, rtol=1e-5)
