@@ -1,12 +1,13 @@
 """Train `arb-long` and a dense model of as many weights for the same time, at ctx 16,384.
 
     python -m benchmarks.long_quality TRAIN VAL [--seconds N] [--batch N] [--seeds N...]
-        [--stride N] [--out DIR] [KIND...]
+        [--stride N] [--ms MS] [--out DIR] [KIND...]
 
 The peer is `--preset base --ctx 16384`: a `ByteLM` of 85.5 million weights with attention to all
-bytes. Each takes as many steps as fit the seconds, by a step that was timed before; then it
-predicts the whole held-out text, from windows that overlap, so that the same bytes are seen after
-few bytes and after many, and once more with keys and values in eight bits.
+bytes. Each takes as many steps as fit the seconds, by a step that is timed before, or that took so
+many milliseconds on a GPU of its own, where others share it now (`--ms`). Then it predicts the
+whole held-out text, from windows that overlap, so that the same bytes are seen after few bytes and
+after many, and once more with keys and values in eight bits.
 """
 
 import gc
@@ -41,14 +42,21 @@ def build(kind: str, paths: tuple[str, str], batch: int, seed: int, steps: int) 
 
 
 def train(
-    kind: str, paths: tuple[str, str], batch: int, seed: int, seconds: float, stride: int
+    kind: str,
+    paths: tuple[str, str],
+    batch: int,
+    seed: int,
+    seconds: float,
+    stride: int,
+    milliseconds: float | None,
 ) -> dict:
     """Train a kind, and predict the held-out text; return a row."""
-    milliseconds = run(build(kind, paths, batch, seed, CAPTURED + TIMED), CAPTURED + TIMED)
-    empty()
+    if milliseconds is None:
+        milliseconds = run(build(kind, paths, batch, seed, CAPTURED + TIMED), CAPTURED + TIMED)
+        empty()
     steps = max(1, round(1e3 * seconds / milliseconds))
     trainer = build(kind, paths, batch, seed, steps)
-    took = run(trainer, steps)
+    run(trainer, steps)
     model, config = trainer.model, trainer.config
     trainer.release_graph()
     about = {"backend": config.backend, "batch": 1}
@@ -61,9 +69,9 @@ def train(
         "seed": seed,
         "weights": trainer.num_weights,
         "steps": steps,
-        "ms": round(took, 2),
+        "ms": round(milliseconds, 2),
         "trained_bytes": steps * batch * config.model.ctx,
-        "bytes_per_second": round(1e3 * batch * config.model.ctx / took),
+        "bytes_per_second": round(1e3 * batch * config.model.ctx / milliseconds),
         "stride": stride,
         "nats": round(found.nats_per_byte, 5),
         "by_position": [
@@ -71,8 +79,8 @@ def train(
         ],
     }
     print(
-        f"{kind:24} seed {seed}: {row['nats']:.4f} nats after {steps} steps of {took:.1f} ms,"
-        f" {row['trained_bytes'] / 1e6:.1f} MB",
+        f"{kind:24} seed {seed}: {row['nats']:.4f} nats after {steps} steps of"
+        f" {milliseconds:.1f} ms, {row['trained_bytes'] / 1e6:.1f} MB",
         flush=True,
     )
     near, *others = (f"{nats:.4f} from {first}" for first, _, nats in row["by_position"])
@@ -104,6 +112,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--seeds", type=int, nargs="*", default=[0])
     parser.add_argument("--stride", type=int, default=4096)
+    parser.add_argument("--ms", type=float, help="of a step; timed if it is not given")
     given = parser.parse_intermixed_args()
     paths = given.train, given.val
     words = ["TRAIN", "VAL", "--seconds", f"{given.seconds:g}", "--stride", str(given.stride)]
@@ -112,7 +121,8 @@ def main() -> None:
         for kind in given.kinds or KINDS:
             empty()
             with deterministic():
-                row = train(kind, paths, given.batch, seed, given.seconds, given.stride)
+                about = (given.batch, seed, given.seconds, given.stride, given.ms)
+                row = train(kind, paths, *about)
             results.save("long_quality", [row], command=command, folder=given.out)
 
 

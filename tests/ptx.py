@@ -20,8 +20,6 @@ from triton.compiler import ASTSource
 
 from arbcli.verify.compile_ahead import Launch, recorded_launches, type_of
 
-SHARED = 1 << 18
-"""Addresses of the shared memory of a block of threads; those of a cluster follow one another."""
 SLACK = 16
 """Bytes around a tensor that may be read: words are whole where rows begin at any byte."""
 TYPES = {
@@ -84,23 +82,14 @@ class Program:
     """A program of a launch; registers are arrays of uint64, or of bool, one element a thread."""
 
     def __init__(
-        self,
-        parsed: tuple,
-        threads: int,
-        grid: tuple,
-        index: tuple,
-        arguments: list,
-        memory: list,
-        ctas: int = 1,
+        self, parsed: tuple, threads: int, grid: tuple, index: tuple, arguments: list, memory: list
     ):
         self.grid = grid
-        self.rank = np.arange(ctas * threads, dtype="u8") // np.uint64(threads)
-        threads *= ctas
         parameters, shared, self.instructions, self.labels = parsed
         self.threads, self.index, self.memory = threads, index, memory
         self.parameters = dict(zip(parameters, [*arguments, 0, 0], strict=False))
         self.registers: dict[str, np.ndarray] = {}
-        self.shared = np.random.default_rng(0).integers(0, 256, ctas * SHARED, np.uint8)
+        self.shared = np.random.default_rng(0).integers(0, 256, 1 << 18, np.uint8)
         self.symbols = {name: 4096 + 65536 * i for i, name in enumerate(shared)}
         self.ranges = [(self.symbols[name], self.symbols[name] + shared[name]) for name in shared]
         self.copies, self.commits = [], []
@@ -125,16 +114,12 @@ class Program:
         if operand in self.registers:
             value = self.registers[operand]
         elif operand in self.symbols:
-            value = self.symbols[operand] + SHARED * self.rank
+            value = np.full(self.threads, self.symbols[operand], "u8")
         elif operand == "%tid.x":
-            value = np.arange(self.threads, dtype="u8") % np.uint64(np.sum(self.rank == 0))
-        elif operand == "%cluster_ctarank":
-            value = self.rank
-        elif operand.startswith(("%ctaid", "%nctaid", "%clusterid")):
+            value = np.arange(self.threads, dtype="u8")
+        elif operand.startswith(("%ctaid", "%nctaid")):
             of = self.index if operand[1] == "c" else self.grid
             value = np.full(self.threads, of["xyz".index(operand[-1])], "u8")
-            if operand == "%ctaid.x":
-                value = value * (self.rank.max() + np.uint64(1)) + self.rank
         elif operand.startswith("%"):  # never written: half of a word that nobody reads
             value = np.full(self.threads, 0xBAD0BAD0BAD0BAD0, "u8")
         else:
@@ -376,12 +361,6 @@ class Program:
     def _bar(self, name, how, operands):
         """Threads are in step anyway."""
 
-    _barrier = _prefetch = _bar
-
-    def _mapa(self, name, how, operands):
-        address = self.read(operands[1], "u32") % SHARED
-        self.write(operands[0], address + SHARED * self.read(operands[2], "u32"))
-
     def _cp(self, name, how, operands):
         if how[1] == "commit_group":
             self.commits.append(self.copies)
@@ -395,7 +374,7 @@ class Program:
             some = self.read((operands[3:] or operands[2:])[0], "b32")
             for thread in np.flatnonzero(self.mask):
                 at, data = int(target[thread]), np.zeros(size, "u1")
-                assert any(begin <= at % SHARED <= end - size for begin, end in self.ranges)
+                assert any(begin <= at <= end - size for begin, end in self.ranges)
                 assert at % size == 0, "not aligned"
                 if some[thread]:
                     data[: some[thread]] = self._global(int(source[thread]), int(some[thread]))
@@ -477,8 +456,7 @@ def _execute(launch: Launch) -> None:
     for index in np.ndindex(*grid):
         regions = [(begin, data) for begin, _, data in memory.values()]
         threads = 32 * options.get("num_warps", 4)
-        ctas = options.get("num_ctas", 1)
-        Program(parsed, threads, grid, index, arguments, regions, ctas).run()
+        Program(parsed, threads, grid, index, arguments, regions).run()
     for _, there, data in memory.values():
         there[:] = data[SLACK:-SLACK]
 

@@ -10,6 +10,7 @@ from arbcli import device as devices
 from arbcli.device import (
     available_bytes,
     check_compute,
+    check_room,
     default_compute,
     deterministic,
     free_bytes,
@@ -103,6 +104,24 @@ def test_peak_is_that_of_a_known_gpu_and_never_a_guess(name, monkeypatch):
     assert peak_operations(torch.device("cpu")) is None
 
 
+def test_room_that_is_just_enough_is_enough():
+    check_room(2**30, "it", "do so", 2**30)
+    message = r"it needs 1.00 GiB of memory at least, and 0.50 GiB are free"
+    with pytest.raises(ArbError, match=message) as caught:
+        check_room(2**30, "it", "do so", 2**29)
+    assert caught.value.hint == "do so"
+    with pytest.raises(ArbError):
+        check_room(2**30, "it", "", 2**30 - 1)
+    with pytest.raises(ArbError):
+        check_room(1, "it", "", 0)
+
+
+def attention_of_cuda() -> list[bool]:
+    """Tell which kernels may run whose backward adds in any order."""
+    cuda = torch.backends.cuda
+    return [cuda.mem_efficient_sdp_enabled(), cuda.cudnn_sdp_enabled()]
+
+
 @pytest.mark.parametrize("before", [0, 1, 2])
 def test_determinism_is_an_error_where_it_cannot_be_and_ends(before):
     torch.set_deterministic_debug_mode(before)
@@ -110,6 +129,8 @@ def test_determinism_is_an_error_where_it_cannot_be_and_ends(before):
         assert torch.are_deterministic_algorithms_enabled()
         assert not torch.is_deterministic_algorithms_warn_only_enabled()
         assert not torch.utils.deterministic.fill_uninitialized_memory
+        assert attention_of_cuda() == [False, False]
+    assert attention_of_cuda() == [True, True]
     assert torch.get_deterministic_debug_mode() == before
     assert torch.utils.deterministic.fill_uninitialized_memory
 

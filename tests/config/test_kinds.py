@@ -72,3 +72,9 @@ def test_fields_of_another_version_are_refused():
 def test_every_compute_has_a_dtype():
     assert COMPUTE.keys() == set(COMPUTES)
     assert TrainConfig.__dataclass_fields__["compute"].default in COMPUTES
+
+
+@pytest.mark.parametrize(("width", "turned"), [(64, 32), (10, 4), (6, 2)])
+def test_half_of_a_compressed_head_is_turned_and_an_even_part_of_it(width, turned):
+    config = dataclasses.replace(PRESETS["arb-long"], head_width=width, rotary=None)
+    assert (config.turned, config.head_dim) == (turned, width)

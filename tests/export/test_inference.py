@@ -2,6 +2,7 @@
 
 import json
 import os
+from pathlib import Path
 
 import pytest
 import torch
@@ -119,3 +120,6 @@ def test_export_is_named_for_its_run_or_else_for_its_file(
     assert (tmp_path / "here" / report.path).exists()
     assert report.checkpoint == str(path)
     assert report.type == ("trits" if kind == "safetensors" else "BF16")
+    if of_run:  # wherever one stands
+        monkeypatch.chdir(tmp_path)
+        assert export(Path("."), kind).path == name.format(tmp_path.name)

@@ -226,6 +226,10 @@ def test_measure_takes_large_integers_outside_buffers_for_state():
     assert measured.counter_bytes - before.counter_bytes == 400
     assert measured.state_bytes - before.state_bytes == 400_000
     assert measured.bytes_by_area["other"]["other"] == 400_000
+    model.head.master = torch.zeros(2**11, dtype=torch.int64)  # by bytes, of 16 KiB at most
+    assert measure(model).counter_bytes - before.counter_bytes == 400 + 2**14
+    model.head.master = torch.zeros(2**11 + 1, dtype=torch.int64)
+    assert measure(model).counter_bytes - before.counter_bytes == 400
 
 
 def test_reports_are_plain_values():

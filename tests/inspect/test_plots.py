@@ -189,10 +189,11 @@ def test_missing_matplotlib_is_an_error_with_what_to_install(report, monkeypatch
 
 
 def test_drawing_leaves_no_figure_open(report, tmp_path):
-    plot_probe(report, tmp_path / "probe.png")
     from matplotlib import pyplot
 
-    assert pyplot.get_fignums() == []
+    before = pyplot.get_fignums()  # of other tests
+    plot_probe(report, tmp_path / "probe.png")
+    assert pyplot.get_fignums() == before
 
 
 def test_plot_probe_takes_a_real_report(tmp_path):

@@ -111,6 +111,19 @@ def test_kernel_takes_several_turns_where_its_tiles_are_smaller(name, device):
         assert found.passed, found
 
 
+@pytest.mark.parametrize("name", ["unit_rows", "unit_gain"])
+def test_all_of_more_rows_than_a_program_has_get_their_gains(name, device):
+    (spec,) = (spec for spec in KERNELS if spec.name == name)
+    generator = torch.Generator().manual_seed(0)
+    values, gains = (torch.rand(n, 1027, generator=generator).to(device) for n in (2, 1))
+    between = (gains[0], None) if name == "unit_gain" else ()
+    inputs = (values.T, *between, torch.ones((), dtype=torch.int32, device=device))
+    with poisoned(), use_backend(BACKENDS[1]):
+        got = spec.triton(*copies(inputs))
+    for result, expected in zip(got, spec.reference(*copies(inputs)), strict=True):
+        assert compare(spec, name, result, expected).passed
+
+
 def test_row_that_is_not_finite_refuses_a_matrix_wherever_it_is(device):
     """Rows are counted 1,024 at a time, more than any case has."""
     (spec,) = (spec for spec in KERNELS if spec.name == "unit_rows")

@@ -6,7 +6,6 @@ import torch
 from arbcli.kernels.codec.decode_digits import decode_digits_reference
 from arbcli.kernels.codec.packed import random_packed
 from arbcli.kernels.matmul import arranged_matmul as arranged
-from arbcli.kernels.matmul import arranged_rows
 from arbcli.kernels.matmul.few_rows import few_rows
 from arbcli.kernels.runtime.backend import use_backend
 from arbcli.verify.compare import as_tuple, compare
@@ -80,21 +79,6 @@ def arranged_error(
     return error(y, arranged.arranged_matmul_reference(*inputs))
 
 
-def of_rows_error(
-    rows: int, out_features: int, in_features: int, gated: bool, eps: float | None, tiling: tuple
-) -> float:
-    generator = torch.Generator().manual_seed(0)
-    packed = random_packed(out_features, in_features, 32, generator, spread=8)
-    weight = arranged.arrange(packed, gated)
-    x = torch.randn(rows, in_features, generator=generator).bfloat16()
-    added = torch.randn(rows, weight.out_features, generator=generator) if eps else None
-    inputs = x, *weight, eps, added, torch.float32
-    with emulated(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(arranged_rows, "_tiling", lambda *_: arranged_rows.Tiling(*tiling))
-        y = arranged_rows.ARRANGED_ROWS.triton(*inputs)
-    return error(y, arranged.arranged_matmul_reference(*inputs))
-
-
 @pytest.mark.parametrize(
     "name",
     [param(spec.name, quick=spec.name in QUICK) for spec in KERNELS if spec.name not in LEFT_OUT],
@@ -136,17 +120,3 @@ TILINGS = [
 def test_arranged_matmul(compiling, shape, tiling, gated, eps):
     allowed = 1e-6 if tiling[0] == 1 or shape[0] > 2 else 1e-4  # of prefixes, or of digits
     assert compiling(arranged_error, *shape, gated, eps, tiling) < allowed
-
-
-@pytest.mark.parametrize(
-    ("shape", "tiling", "gated", "eps"),
-    [
-        param((16, 80, 1000), (4, 2, 2, 2, 4), True, 1e-6, quick=False),
-        param((9, 66, 2048), (4, 4, 1, 2, 8), False, 1e-6, quick=False),
-        param((3, 34, 328), (2, 1, 2, 1, 2), True, None, quick=True),
-        param((33, 40, 5608), (8, 8, 1, 4, 8), False, None, quick=False),
-        param((16, 200, 1960), (1, 4, 3, 2, 8), False, 1e-6, quick=False),
-    ],
-)
-def test_products_of_several_texts_by_clusters(compiling, shape, tiling, gated, eps):
-    assert compiling(of_rows_error, *shape, gated, eps, tiling) < 1e-6

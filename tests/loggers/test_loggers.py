@@ -67,6 +67,8 @@ def test_logger_hears_the_whole_run(text, tmp_path, capsys):
     assert all(isinstance(value, int | float) for value in scalars[2].values())
     head = histograms[2]["trits/head"]
     assert (head.edges, sum(head.counts)) == ([-1.5, -0.5, 0.5, 1.5], 256 * 32)
+    areas = {name.partition("/")[2] for name in histograms[2]}
+    assert areas == {"embedding", "attention", "mlp", "head"}  # norms never change
     octaves = histograms[2]["octaves/mlp"]
     assert len(octaves.edges) == len(octaves.counts) + 1
     assert closed == ("close",)

@@ -221,6 +221,22 @@ def test_newest_and_best_are_kept(losses, text, tmp_path, monkeypatch):
     assert load_model(best).config.dim == 16
 
 
+def test_best_of_a_run_that_was_ended_before_it_was_kept_is_kept_then(text, tmp_path, monkeypatch):
+    class Ended(Observer):
+        def recorded(self, record):
+            if record.step == 2:
+                raise KeyError
+
+    found, run = iter([3.0, 1.0, 2.0]), tmp_path / "run"
+    monkeypatch.setattr("arbcli.train.trainer.Trainer.evaluate", lambda self: next(found))
+    options = {"steps": 3, "eval_every": 1, "save_every": 1, "keep": 1, "keep_best": True}
+    with pytest.raises(KeyError):
+        start_run(new_config(**SMALL, data=[text], **options), run, Ended())
+    assert [path.name for path in run.glob("best-*")] == ["best-000001.safetensors"]
+    resume_run(run, Observer())
+    assert [path.name for path in run.glob("best-*")] == ["best-000002.safetensors"]
+
+
 def test_best_of_a_future_that_is_given_up_is_set_aside(text, tmp_path):
     run, observer = tmp_path / "run", Noting()
     options = {"steps": 3, "eval_every": 1, "save_every": 1, "keep": 9, "keep_best": True}

@@ -148,6 +148,19 @@ def test_compiled_twin_computes_the_same(whole, given, monkeypatch):
         assert torch.equal(plain.loss(*windows()), compiled.loss(*windows()))
 
 
+@pytest.mark.parametrize(
+    ("layers", "recompute", "pieces"), [(8, False, 1), (9, False, 11), (2, True, 4)]
+)
+def test_large_twins_are_compiled_by_parts(layers, recompute, pieces, monkeypatch):
+    """An embedding, the blocks, and a head with the loss."""
+    compiled = []
+    monkeypatch.setattr(torch, "compile", lambda part, **how: compiled.append(how) or part)
+    with torch.device("meta"):
+        config = preset("tiny", **SHAPE | {"layers": layers}, weights="float")
+        compile_twin(build_model(config, torch.float32, recompute=recompute))
+    assert compiled == [{"backend": "inductor", "dynamic": False, "fullgraph": True}] * pieces
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 @pytest.mark.parametrize("layers", [2, WHOLE_LAYERS + 1])

@@ -1,9 +1,12 @@
 """Processes that do jobs: Ctrl-C is the business of the first one alone."""
 
 import signal
+from unittest import mock
 
 import pytest
+import torch
 
+from arbcli.verify import workers
 from arbcli.verify.workers import Workers, _interrupts_held_back
 
 
@@ -16,6 +19,17 @@ def test_no_worker_ever_gets_an_interrupt():
     with Workers(2) as workers:
         assert workers.map(held_back, [(0,), (1,)]) == [True, True]
     assert not held_back(0)
+
+
+@pytest.mark.parametrize(("number", "share"), [(2, 4), (3, 2), (12, 1)])
+def test_workers_share_the_threads(number, share, monkeypatch):
+    pool = mock.Mock(side_effect=KeyError)
+    monkeypatch.setattr(workers, "ProcessPoolExecutor", pool)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 8)
+    with pytest.raises(KeyError), Workers(number) as some:
+        some.map(held_back, [(0,)])
+    count, _, start, about = pool.call_args.args
+    assert (count, start, about[0]) == (number, workers._start_process, share)
 
 
 def test_interrupt_that_is_held_back_comes_when_it_is_over():

@@ -19,7 +19,6 @@ from arbcli.kernels.attention.decode_attention import (
     decode_attention_reference,
     load_turned,
 )
-from arbcli.kernels.codec.warp_products import HAS_PTX
 from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.backend import uses_triton
 from arbcli.kernels.runtime.overlap import overlap_options
@@ -28,14 +27,6 @@ from arbcli.kernels.runtime.spec import Case, Gate, KernelSpec, Timing
 WARPS = 4
 TILE, SLOTS = 4096, 32
 """The most elements of keys, and the most slots, of a block."""
-LINE = tl.constexpr(128)
-"""Bytes that are brought to the L2 cache at once."""
-_PREFETCH = tl.constexpr("""{
-.reg .pred p;
-setp.ne.b32 p, $2, 0;
-mov.b32 $0, 0;
-@p prefetch.global.L2 [$1];
-}""")
 SPAN = 512
 """Slots of a program: a multiple of those of a block."""
 
@@ -75,26 +66,13 @@ def _load_slots(ring_ptr, offs_s, offs_d, mask_d, slot, seen, WIDTH: tl.constexp
 
 
 @triton.jit
-def _bring_to_cache(pointer, elements, THREADS: tl.constexpr):
-    """Start bringing elements to the L2 cache."""
-    OF_LINE: tl.constexpr = LINE // (pointer.dtype.element_ty.primitive_bitwidth // 8)
-    at = OF_LINE * tl.arange(0, THREADS)
-    for start in range(0, elements, OF_LINE * THREADS):
-        tl.inline_asm_elementwise(
-            _PREFETCH, "=r,l,r",
-            [(pointer + start + at).to(tl.int64), (start + at < elements).to(tl.int32)],
-            dtype=tl.int32, is_pure=False, pack=1,
-        )  # fmt: skip
-
-
-@triton.jit
 def _decode_attention_rows_kernel(
     qkv_ptr, keys_ptr, values_ptr, position_ptr, cos_ptr, sin_ptr, tickets_ptr,
     totals_ptr, sums_ptr, y_ptr,
     W, HEADS, scale, eps,
     HALF: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr,
     SPAN: tl.constexpr, BLOCK_P: tl.constexpr, PROGRAMS: tl.constexpr,
-    THREADS: tl.constexpr, PTX: tl.constexpr, OVERLAP: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     WIDTH: tl.constexpr = 2 * HALF
     head, first, text = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -111,10 +89,6 @@ def _decode_attention_rows_kernel(
         key = _load_slots(keys_ptr, offs_s, offs_d, mask_d, slot, seen, WIDTH)
         value = _load_slots(values_ptr, offs_s, offs_d, mask_d, slot, seen, WIDTH)
         end = tl.minimum(begin + SPAN, seen)
-        if PTX:
-            rest, left = (begin + BLOCK_S) * WIDTH, (end - begin - BLOCK_S) * WIDTH
-            _bring_to_cache(keys_ptr + rest, left, THREADS)
-            _bring_to_cache(values_ptr + rest, left, THREADS)
         q, k, v = load_turned(
             qkv_ptr + text.to(tl.int64) * (3 * HEADS * WIDTH), cos_ptr, sin_ptr, position,
             head, offs_d, mask_d, HEADS, eps, HALF, OVERLAP,
@@ -166,7 +140,7 @@ def _decode_attention_rows_triton(qkv, keys, values, position, cos, sin, tickets
         qkv, keys, values, position, cos, sin, tickets,
         *found.split([parts, parts * width]), y, window, heads, width**-0.5, eps,
         HALF=width // 2, BLOCK_D=block_d, BLOCK_S=block_s, SPAN=SPAN, BLOCK_P=MAX_PARTS,
-        PROGRAMS=programs, THREADS=32 * WARPS, PTX=HAS_PTX,
+        PROGRAMS=programs,
         num_warps=WARPS, maxnreg=128, **overlap_options(qkv),
     )  # fmt: skip
     return y

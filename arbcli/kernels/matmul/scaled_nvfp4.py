@@ -227,12 +227,13 @@ def _scaled_nvfp4_matmul_triton(a, of_a, b, of_b, scale, dtype):
     y = torch.empty(rows, outputs, dtype=dtype, device=a.device)
     if y.numel():
         scaled = capability(a) >= FIRST_CAPABILITY
-        tile = 128 if scaled else 16
-        _scaled_nvfp4_kernel[triton.cdiv(rows, tile), triton.cdiv(outputs, tile)](
+        tile = (128, 64, 64) if scaled else (16, 16, 128)  # larger ones spill
+        grid = triton.cdiv(rows, tile[0]), triton.cdiv(outputs, tile[1])
+        _scaled_nvfp4_kernel[grid](
             a, of_a, b, of_b, scale, y, rows, outputs, half, of_a.shape[1],
-            BLOCK_M=tile, BLOCK_N=tile, BLOCK_K=128, SCALED=scaled,
-            PRECISION="ieee" if INTERPRETED else "tf32",  # six bits, which both have
-            num_warps=8 if tile > 16 else 4,
+            BLOCK_M=tile[0], BLOCK_N=tile[1], BLOCK_K=tile[2], SCALED=scaled,
+            PRECISION="ieee" if INTERPRETED else "tf32",  # numbers of six bits, which both have
+            num_warps=8 if scaled else 4,
         )  # fmt: skip
     return y
 

@@ -13,19 +13,8 @@ from arbcli.kernels.runtime._triton import tl, triton
 _COMMIT = tl.constexpr("cp.async.commit_group; mov.b32 $0, $1;")
 _FENCE = tl.constexpr("bar.warp.sync 0xffffffff; mov.b32 $0, $1;")
 _WRITE_FOUR = tl.constexpr("st.shared.v4.b32 [$1], {$2, $3, $4, $5}; mov.b32 $0, $1;")
-_WRITE_FOUR_WHERE = tl.constexpr("""{
-.reg .pred p;
-setp.ne.b32 p, $6, 0;
-@p st.shared.v4.b32 [$1], {$2, $3, $4, $5};
-mov.b32 $0, $1;
-}""")
 _READ = tl.constexpr("ld.shared.b32 $0, [$1];")
 _READ_FOUR = tl.constexpr("ld.shared.v4.b32 {$0, $1, $2, $3}, [$4];")
-_CLUSTER = tl.constexpr("""
-barrier.cluster.arrive.release.aligned;
-barrier.cluster.wait.acquire.aligned;
-mov.b32 $0, $1;
-""")
 _READ_FOUR_WHERE = tl.constexpr("""{
 .reg .pred p;
 setp.ne.b32 p, $5, 0;
@@ -45,15 +34,6 @@ def _copy_ptx(cached):
 setp.ne.b32 p, $4, 0;
 mov.b32 $0, 0;
 @p cp.async.{"ca" if cached else "cg"}.shared.global [$1], [$2], 16, $3;
-}}"""
-
-
-@triton.constexpr_function
-def _read_of_ptx(rank):
-    return f"""{{
-.reg .b32 there;
-mapa.shared::cluster.u32 there, $4, {rank};
-ld.shared::cluster.v4.b32 {{$0, $1, $2, $3}}, [there];
 }}"""
 
 
@@ -140,31 +120,3 @@ def read_four_where(address, mask, old):
         [address, mask.to(tl.int32), old[0], old[1], old[2], old[3]],
         dtype=(tl.int32,) * 4, is_pure=False, pack=1,
     )  # fmt: skip
-
-
-@triton.jit
-def write_four_where(address, words, mask):
-    """Do as `write_four` does where `mask`."""
-    tl.inline_asm_elementwise(
-        _WRITE_FOUR_WHERE, "=r,r,r,r,r,r,r",
-        [address, words[0], words[1], words[2], words[3], mask.to(tl.int32)],
-        dtype=tl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
-
-
-@triton.jit
-def read_four_of(address, RANK: tl.constexpr):
-    """Read four int32 that another block of the cluster has at this address."""
-    PTX: tl.constexpr = _read_of_ptx(RANK)
-    return tl.inline_asm_elementwise(
-        PTX, "=r,=r,=r,=r,r", [address], dtype=(tl.int32,) * 4, is_pure=False, pack=1
-    )
-
-
-@triton.jit
-def wait_for_cluster(thread):
-    """Wait for all threads of the cluster, whose blocks may then read what others have written.
-
-    A block must not end before what others read of it has been read.
-    """
-    _execute(_CLUSTER, thread)

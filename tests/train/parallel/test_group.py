@@ -5,6 +5,7 @@ Messages are imagined here; `test_shared_run.py` sends real ones.
 
 import re
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -18,7 +19,9 @@ from arbcli.train.parallel import group as groups
 from arbcli.train.parallel import owners
 from arbcli.train.parallel.group import Group, own_device, started_by_torchrun
 from arbcli.train.parallel.owners import cost, deal_out, kept, plan, rounded_up, told
+from arbcli.train.parallel.replicas import Replicas
 from arbcli.train.parallel.shared_updater import next_exponents, part_limit, sum_dtype
+from arbcli.train.step import TrainingStep
 
 NONE, NOT_FINITE, LOWEST = -128, 127, -100
 """Exponents that are none, as `test_constants.py` has them."""
@@ -55,6 +58,33 @@ def test_bytes_that_are_received_are_counted_for_all(silent):
     for talk in (lambda: alone.tell_all(tensor, 0).wait(), lambda: alone.sum(tensor)):
         assert talk() is tensor
     assert alone.received == 0
+
+
+@pytest.mark.parametrize("local", [1, 3])
+def test_last_micro_batch_of_a_step_brings_the_gradients_of_a_twin(local):
+    replicas, brought = Replicas.__new__(Replicas), []
+    replicas._local, replicas._micro = local, 0
+    replicas._wrapped = mock.Mock(
+        side_effect=lambda *_: brought.append(replicas._wrapped.require_backward_grad_sync)
+    )
+    for _ in range(2 * local):
+        replicas("inputs", "targets")
+    assert brought == ([False] * (local - 1) + [True]) * 2
+
+
+@pytest.mark.parametrize(("size", "gradient"), [(1, 2.5), (2, 2.0)])
+def test_gradient_of_a_twin_is_the_mean_of_its_process_and_the_loss_that_of_all(
+    size, gradient, monkeypatch
+):
+    """What is left to do, the mean over processes, is torch's."""
+    weight = torch.ones((), requires_grad=True)
+    model = mock.Mock(losses=lambda ids, _: {"text": weight * ids})
+    group = Group(0, size)
+    monkeypatch.setattr(group, "in_order", lambda own: own + [torch.tensor(0.75)] * 2)
+    batches = [(torch.tensor(x), None) for x in (1.0, 3.0, 5.0, 1.0)[: 4 // size]]
+    step = TrainingStep(model, mock.Mock(averages=False), 4, group)
+    assert float(step(batches)["text"]) == 2.5
+    assert float(weight.grad) == gradient
 
 
 @pytest.mark.parametrize(("number", "size"), [(1, 1), (8, 1), (8, 2), (12, 4), (40, 8)])
