@@ -546,7 +546,7 @@ FAULTS = [
     ),
     kernel(
         "missing term", "sum of a stream left out in eight bits", "add_rms_norm_e4m3",
-        rewrite("y += load_rows(o, ...)", "y += 0 * load_rows(o, ...)"),
+        rewrite("y += load_rows(other_ptr, ...)", "y += 0 * load_rows(other_ptr, ...)"),
     ),
     kernel(
         "sign", "gradient turned on instead of back", "rotary_norm_backward",
