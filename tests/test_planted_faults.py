@@ -406,7 +406,7 @@ FAULTS = [
     ),
     kernel(
         "wrong place", "scale of a new value stored over its key's", "decode_attention_8bit",
-        rewrite("HEADS.to(tl.int64) * W", "HEADS.to(tl.int64) * 0"),
+        rewrite("tl.cast(HEADS, tl.int64) * W", "tl.cast(HEADS, tl.int64) * 0"),
     ),
     kernel(
         "saturation", "128 stored as -128", "decode_attention_8bit",

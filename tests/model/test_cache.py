@@ -9,9 +9,9 @@ from arbcli.kernels.norm import gated_rms_norm, rms_norm
 from arbcli.kernels.norm.rms_norm import norm_weight_torch
 from arbcli.kernels.runtime.backend import use_backend
 from arbcli.model import dense as dense_module
-from arbcli.model.blocks import attention as lm_module
 from arbcli.model.cache import KeyValueCache
 from arbcli.model.dense import ByteLM
+from arbcli.model.layers import attend as attend_module
 
 WINDOW = 8
 SHAPE = {"dim": 32, "layers": 2, "heads": 2, "ffn": 48, "ctx": WINDOW}
@@ -43,7 +43,7 @@ def forward_in_windows(lm, ids, monkeypatch) -> torch.Tensor:
             return attend(q, k, v, attn_mask=band)
 
     with monkeypatch.context() as patch, torch.no_grad():
-        patch.setattr(lm_module, "functional", Functional)
+        patch.setattr(attend_module, "functional", Functional)
         return lm(ids)
 
 

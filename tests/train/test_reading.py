@@ -254,14 +254,15 @@ class Clock(SimpleNamespace):
 GOLDEN = [
     (1, 6.0662, None, 0.5, 0.0112),
     (2, 5.9977, None, 0.936362, 0.01997),
-    (3, 5.4572, 6.0705, 0.7625, 0.01503),
-    (4, 5.2142, None, 0.525, 0.01164),
-    (5, 4.9724, None, 0.2875, 0.00666),
-    (6, 5.0364, 6.1396, 0.113638, 0.00335),
+    (3, 5.4574, 6.0742, 0.7625, 0.01499),
+    (4, 5.2142, None, 0.525, 0.0116),
+    (5, 4.9732, None, 0.2875, 0.0066),
+    (6, 5.0383, 6.1493, 0.113638, 0.00345),
 ]
 """Step, loss, held-out loss, learning rate and share of flipped trits of the records below.
 
-Last bits of a product differ between CPUs, and with them a few of the flips.
+Last bits of a product differ between CPUs and backends, and with them a few of the flips: these lie
+between those of `native` and of `torch`.
 """
 
 

@@ -309,6 +309,10 @@ def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
             about = (heads, width, slots, size, m, most, position)
             inputs = index_of_byte(generator, device, dtype, *about)
             yield Case(label, inputs)
+            if size < slots:  # all scores are equal, and the last entries win
+                still = inputs[0].clone()
+                still[-heads:] = 0
+                yield Case(f"{label}, equal", (still, *inputs[1:]))
             yield Case(f"{label}, keys in e4m3", (*inputs[:2], inputs[2].to(E4M3), *inputs[3:]))
 
 

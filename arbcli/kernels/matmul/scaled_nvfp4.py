@@ -329,7 +329,7 @@ def _timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
 
 ENCODE_NVFP4 = KernelSpec(
     "encode_nvfp4", _encode_nvfp4_triton, _encode_nvfp4_torch, encode_nvfp4_reference, _cases,
-    EXACT,
+    EXACT, timings=ROUND_NVFP4.timings,
 )  # fmt: skip
 SCALED_NVFP4_MATMUL = KernelSpec(
     "scaled_nvfp4_matmul",
