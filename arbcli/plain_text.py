@@ -20,7 +20,6 @@ from typing import Any
 from arbcli.errors import ArbError
 
 COMPRESSED = (".gz", ".zst")
-RECORDS = (".jsonl", ".parquet")
 BLOCK_BYTES = 2**20
 ROWS = 1024
 """Of a Parquet file that are read at once."""

@@ -26,13 +26,22 @@ def check(
     raise typer.Exit(show_check(run, as_json=as_json))
 
 
-def show_check(run: Path, *, as_json: bool, root: Path | None = None) -> int:
-    """Check a run, print the report, and return the exit code; `auto` is the last one in `root`."""
+def show_check(
+    run: Path, *, as_json: bool, root: Path | None = None, steps: int | None = None
+) -> int:
+    """Check a run, print what a resume would do, and return the exit code.
+
+    Args:
+        run: its directory, a checkpoint in it, or `auto`.
+        as_json: whether as JSON.
+        root: of the runs whose last one is `auto`.
+        steps: that the resume would give to the run; None are its own.
+    """
     with LiveLine() as line:
         line.show_wait("reading")
         from arbcli.train.check import check_run  # torch takes seconds to import
 
-        report = check_run(find_run(run, root))
+        report = check_run(find_run(run, root), steps)
     emit(report, _shown(report), as_json=as_json)
     return 0 if report.passed else 1
 
@@ -49,9 +58,16 @@ def _plan(report: "CheckReport") -> list[str]:
     if left <= 0:
         return [f"a resume   has nothing to do: all {report.steps:,} steps are done"]
     lines = [f"a resume   goes on at step {report.resumes_at:,}, {left:,} steps to the end"]
+    if report.steps_before is not None:
+        lines.append(
+            f"           has {report.steps:,} steps then, and their schedule, instead of"
+            f" {report.steps_before:,}"
+        )
     if report.drops_records:
         lines.append(f"           drops {report.drops_records:,} later records")
-    for verb, names in (("sets aside", report.sets_aside), ("removes", report.removes)):
+    first = "at its first save"
+    aside = f"sets aside {first if report.steps_before is None else 'at once'}"
+    for what, names in ((aside, report.sets_aside), (f"removes {first}", report.removes)):
         if names:
-            lines.append(f"           {verb} at its first save: {', '.join(names)}")
+            lines.append(f"           {what}: {', '.join(names)}")
     return lines

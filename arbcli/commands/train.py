@@ -217,7 +217,7 @@ def train(
             raise ArbError(
                 "`--dry-run` tells what a resume would do", hint="give `--resume` with it"
             )
-        raise typer.Exit(show_check(Path(resume), as_json=as_json, root=out))
+        raise typer.Exit(show_check(Path(resume), as_json=as_json, root=out, steps=steps))
     place = given_options(device=device, backend=backend)
     if print_config:
         _show_settings(given | place, as_json=as_json)

@@ -28,7 +28,6 @@ from arbcli.export.gguf_file import (
     STRING,
     UINT32,
     Entry,
-    GGUFFile,
     write_gguf,
 )
 from arbcli.export.qwen3 import Part, Source, read, sources
@@ -101,19 +100,6 @@ def check_model(model: torch.nn.Module) -> None:
             "GGUF has no architecture with norms before the output projections",
             hint="train with `--no-sub-norms`; or use `--to hf` or `--to safetensors`",
         )
-
-
-def count_differences(path: Path, model: ByteLM) -> int:
-    """Decode a file and count the weights in which it differs from a model.
-
-    Raises:
-        ArbError: it is no GGUF file.
-    """
-    file, different = GGUFFile(path), 0
-    for source in sources(model):
-        for part, weight in read(source):
-            different += int((file.tensor(part.gguf) != weight).sum())
-    return different
 
 
 def _entry(part: Part, kind: BlockType) -> Entry:

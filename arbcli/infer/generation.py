@@ -211,20 +211,24 @@ class Decoder:
 
     def _fetch(self, begin: int) -> Callable[[], bytes]:
         """Copy the text from `begin` on to the host; the function returned waits for it."""
-        made = self._text[begin : self.length]
-        if self.device.type == "cpu":
-            made = bytes(made.tolist())
-            return lambda: made
-        on_host = torch.empty(made.shape, dtype=torch.uint8, pin_memory=True)
-        on_host.copy_(made, non_blocking=True)
-        arrived = torch.cuda.Event()
-        arrived.record()
+        return copied_to_host(self._text[begin : self.length])
 
-        def wait() -> bytes:
-            arrived.synchronize()
-            return bytes(on_host.tolist())
 
-        return wait
+def copied_to_host(made: Tensor) -> Callable[[], bytes]:
+    """Copy bytes, (N,) uint8, as they are now; the function returned waits until they are there."""
+    if made.device.type == "cpu":
+        copied = bytes(made.tolist())
+        return lambda: copied
+    on_host = torch.empty(made.shape, dtype=torch.uint8, pin_memory=True)
+    on_host.copy_(made, non_blocking=True)
+    arrived = torch.cuda.Event()
+    arrived.record()
+
+    def wait() -> bytes:
+        arrived.synchronize()
+        return bytes(on_host.tolist())
+
+    return wait
 
 
 def _replayed(phase: Phase, graph: torch.cuda.CUDAGraph) -> Phase:

@@ -23,6 +23,7 @@ from arbcli.infer.generation import (
     WARM_UP_STEPS,
     Decoder,
     Sampling,
+    copied_to_host,
 )
 from arbcli.kernels.output.choose_bytes import choose_bytes_
 from arbcli.kernels.runtime.backend import default_backend, use_backend
@@ -163,19 +164,7 @@ class SeveralDecoder:
     def end(self, place: int, request: Request) -> Callable[[], bytes]:
         """End a text; the function returned waits for its bytes, without those of the prompt."""
         self.cache.going_on[place] = 0
-        made = self._text[place, len(request.prompt) : request.positions].clone()
-        if made.device.type == "cpu":
-            return lambda: bytes(made.tolist())
-        on_host = torch.empty(made.shape, dtype=torch.uint8, pin_memory=True)
-        on_host.copy_(made, non_blocking=True)
-        arrived = torch.cuda.Event()
-        arrived.record()
-
-        def wait() -> bytes:
-            arrived.synchronize()
-            return bytes(on_host.tolist())
-
-        return wait
+        return copied_to_host(self._text[place, len(request.prompt) : request.positions])
 
     @torch.no_grad()
     def step(self) -> None:

@@ -17,7 +17,7 @@ from arbcli.config.training import TrainConfig, train_config_from
 from arbcli.errors import ArbError
 from arbcli.train.directory import CONFIG, open_texts_again, read_facts, run_of
 from arbcli.train.record import METRICS, count_records
-from arbcli.train.run import accept_of, can_begin_again
+from arbcli.train.run import accept_of, can_begin_again, check_steps
 from arbcli.train.trainer import text_digest
 
 
@@ -42,22 +42,25 @@ class CheckReport:
     stops: str | None
     """Why it does not start."""
     steps: int | None
-    """Of the whole run."""
+    """Of the whole run, and with `--steps` those that it would have."""
+    steps_before: int | None
+    """Where `--steps` would change them, how many there are now."""
     drops_records: int
     """Of later steps, which would be written again."""
     sets_aside: tuple[str, ...]
-    """Checkpoints of later steps, renamed at the first save."""
+    """Checkpoints of later steps, renamed at the first save, or at once if `--steps` changes."""
     removes: tuple[str, ...]
     """Older checkpoints, removed at the first save, and what killed processes left."""
     passed: bool
     """Whether nothing is damaged or refused."""
 
 
-def check_run(path: Path) -> CheckReport:
+def check_run(path: Path, steps: int | None = None) -> CheckReport:
     """Verify every file of a run to the last byte, and tell what a resume would do.
 
     Args:
         path: a run directory, or the checkpoint in one that a resume would name.
+        steps: that a resume would give to it; None are its own.
 
     Raises:
         ArbError: there is no run.
@@ -89,19 +92,27 @@ def check_run(path: Path) -> CheckReport:
         resumes_at, stops = _start(verified, path if path != run else None)
         if not verified and can_begin_again(run, facts):
             resumes_at, stops = 0, None
+    total = config.steps if config else None
+    changes = config is not None and steps not in (None, total)
+    if changes and resumes_at is not None:
+        try:
+            check_steps(run, resumes_at, steps)
+        except ArbError as error:
+            resumes_at, stops = None, str(error)
     removes = [finding.name for finding in findings if finding.name.endswith(".tmp")]
     sets_aside: list[str] = []
     if resumes_at is not None:
         sets_aside = [file.name for file in verified if step_of(file) > resumes_at]
         older = [file.name for file in verified if step_of(file) <= resumes_at]
-        if resumes_at < config.steps:  # else there is nothing to save
+        if resumes_at < (steps or total):  # else there is nothing to save
             removes += older[config.keep - 1 :]
     return CheckReport(
         run=str(run),
         findings=tuple(findings),
         resumes_at=resumes_at,
         stops=stops,
-        steps=config and config.steps,
+        steps=steps if changes else total,
+        steps_before=total if changes else None,
         drops_records=0 if resumes_at is None else count_records(run, resumes_at)[2],
         sets_aside=tuple(sets_aside),
         removes=tuple(removes),

@@ -252,20 +252,22 @@ def resume_run(
             new_run = "start a new run on the new text with `--out`"
             check_same_text(run, facts, text_digest(texts), new_run)
             accept = accept_of(run, facts, config)
+            checkpoint = None
             if path == run and not checkpoints(run) and can_begin_again(run, facts):
                 observer.noted("the run was ended before it saved anything: it begins again")
-                trainer = _build(config, texts, group)
-                return _run(trainer, run, facts, observer, profile)
-            if path == run:
-                checkpoint = latest_checkpoint(run, observer.noted, accept)
             else:
-                checkpoint = load_checkpoint(path, accept)
-            group.compare({"checkpoint": checkpoint.digest}, "file")
-            if steps not in (None, config.steps):
-                config, facts = _extended(
-                    run, facts, config, checkpoint.step, steps, observer, group
+                checkpoint = (
+                    latest_checkpoint(run, observer.noted, accept)
+                    if path == run
+                    else load_checkpoint(path, accept)
                 )
+                group.compare({"checkpoint": checkpoint.digest}, "file")
+            done = 0 if checkpoint is None else checkpoint.step
+            if steps not in (None, config.steps):
+                config, facts = _extended(run, facts, config, done, steps, observer, group)
             trainer = _build(config, texts, group)
+            if checkpoint is None:
+                return _run(trainer, run, facts, observer, profile)
             trainer.restore(checkpoint)
             if group.first:
                 drop_records_after(run, trainer.step)
@@ -326,6 +328,19 @@ def accept_of(run: Path, facts: dict[str, Any], config: TrainConfig) -> Accept:
     return accept
 
 
+def check_steps(run: Path, done: int, steps: int) -> None:
+    """Refuse a number of steps that a run has behind it.
+
+    Raises:
+        ArbError: it is not above the steps that are done.
+    """
+    if steps <= done:
+        raise ArbError(
+            f"the run has {done:,} steps behind it",
+            hint=f"use more than that, or `--resume {run}` alone",
+        )
+
+
 def _extended(
     run: Path,
     facts: dict[str, Any],
@@ -336,11 +351,7 @@ def _extended(
     group: Group,
 ) -> tuple[TrainConfig, dict[str, Any]]:
     """Give a run another number of steps, and say what that does to its learning rate."""
-    if steps <= done:
-        raise ArbError(
-            f"the run has {done:,} steps behind it",
-            hint=f"use more than that, or `--resume {run}` alone",
-        )
+    check_steps(run, done, steps)
     longer = dataclasses.replace(config, steps=steps)
     rates = [learning_rate(each, min(done, each.steps)) for each in (config, longer)]
     observer.noted(

@@ -326,8 +326,9 @@ def _subjects(
     for backend in backends:
         # the interpreter computes wrongly in bf16
         half = () if backend == "interpreter" else (torch.bfloat16,)
+        scale_types = [*group_sizes]
         if backend == "native":  # its loops know groups by their size alone
-            group_sizes = dict([*group_sizes.items()][:1])
+            scale_types = scale_types[:1]
         for dtype in (torch.float32, *half):
             place = (dtype, device, backend)
             if backend == "triton":
@@ -340,42 +341,42 @@ def _subjects(
                     yield Subject(name, fewer, 1, *place)
             # few rows go through the fused products, many do not
             for batch in (1,) if backend == "interpreter" else (1, 12):
-                for index, scale_type in enumerate(group_sizes):
+                for index, scale_type in enumerate(scale_types):
                     config = replace(RAGGED, scale_type=scale_type)
                     part = "layers" if index else "model"
                     yield Subject(f"ragged {scale_type} batch {batch}", config, batch, *place, part)
         for name in () if backend == "interpreter" else WITH_DIGITS:  # its kernels run above
-            config = replace(RAGGED, rule=name, digits="all", scale_type=next(iter(group_sizes)))
+            config = replace(RAGGED, rule=name, digits="all", scale_type=scale_types[0])
             about = (config, 1, torch.float32, device, backend, "layers")
             yield Subject(f"all digits of {name} {config.scale_type}", *about)
         for streams, digits in ((4, "trit"), (2, "all")) if backend != "interpreter" else ():
             # its kernels run by themselves there
             config = replace(RAGGED, streams=streams, digits=digits)
-            config = replace(config, scale_type=next(iter(group_sizes)))
+            config = replace(config, scale_type=scale_types[0])
             about = (config, 2, torch.float32, device, backend)
             yield Subject(f"{streams} streams {config.scale_type}", *about)
         # in bf16 another expert or code may be chosen, and all else follows
         for name, config in WITH_CHOICES.items() if half else ():
-            config = replace(config, scale_type=next(iter(group_sizes)))
+            config = replace(config, scale_type=scale_types[0])
             about = (config, 2, torch.bfloat16, device, backend, "layers", True)
             yield Subject(f"{name} {config.scale_type}", *about)
         interpreted = backend == "interpreter"  # 10 s each
-        for index, scale_type in enumerate([*group_sizes][: 2 if interpreted else None]):
+        for index, scale_type in enumerate(scale_types[: 2 if interpreted else None]):
             config = replace(RAGGED_GRAPH, scale_type=scale_type)
             part = "layers" if index or interpreted else "model"
             place = (torch.float32, device, backend, part)
             yield Subject(f"graph {scale_type}", config, 2, *place)
         for name, config in GATES.items() if not interpreted else ():
-            config = replace(config, scale_type=next(iter(group_sizes)))
+            config = replace(config, scale_type=scale_types[0])
             place = (torch.float32, device, backend, "model")
             yield Subject(f"{name} {config.scale_type}", config, 2, *place)
         for index, (name, config) in enumerate(HNETS.items()):  # interpreted, the first alone
             if index and interpreted:
                 continue
             place = (torch.float32, device, backend, "layers" if interpreted else "model")
-            config = replace(config, scale_type=next(iter(group_sizes)))
+            config = replace(config, scale_type=scale_types[0])
             yield Subject(f"{name} {config.scale_type}", config, 2, *place)
-        for index, scale_type in enumerate([*group_sizes][: 1 if interpreted else None]):
+        for index, scale_type in enumerate(scale_types[: 1 if interpreted else None]):
             config = replace(RAGGED_COMPRESSED, scale_type=scale_type)
             part = "layers" if index or interpreted else "model"
             place = (torch.float32, device, backend, part)

@@ -217,7 +217,7 @@ def _shown_by_inspect() -> str:
 
 
 def _shown_by_check() -> str:
-    report = filled(CheckReport, steps=5_000_000)
+    report = filled(CheckReport, steps=5_000_000, steps_before=None)
     goes_on = dataclasses.replace(report, stops=None)
     nothing = dataclasses.replace(goes_on, drops_records=0, sets_aside=(), removes=())
     reports = (
@@ -225,6 +225,7 @@ def _shown_by_check() -> str:
         nothing,
         dataclasses.replace(goes_on, steps=goes_on.resumes_at),
         dataclasses.replace(goes_on, steps=goes_on.resumes_at + 1),
+        dataclasses.replace(goes_on, steps=goes_on.resumes_at + 1, steps_before=7_000_000),
         dataclasses.replace(report, resumes_at=None),
     )
     return "\n".join(plain(check._shown(each)) for each in reports)

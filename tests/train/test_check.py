@@ -158,6 +158,14 @@ def test_command_tells_it_and_so_does_a_dry_run(run):
     assert "goes on at step 3, 1 steps to the end" in done.stdout
     dry = CliRunner().invoke(app, ["train", "--resume", str(run), "--dry-run", "--json"])
     assert json.loads(dry.stdout)["resumes_at"] == 3
+    dry_run_of = ["train", "--resume", str(run / "step-000002.safetensors"), "--dry-run", "--steps"]
+    longer = CliRunner().invoke(app, [*dry_run_of, "9"], env={"COLUMNS": "200"})
+    assert "goes on at step 2, 7 steps to the end" in longer.stdout
+    assert "has 9 steps then, and their schedule, instead of 4" in longer.stdout
+    assert "sets aside at once: step-000003.safetensors" in longer.stdout
+    shorter = CliRunner().invoke(app, [*dry_run_of, "2"], env={"COLUMNS": "200"})
+    assert shorter.exit_code == 1
+    assert "would not start: the run has 2 steps behind it" in shorter.stdout
     assert contents(run) == before
     flip(run / "step-000003.safetensors")
     assert CliRunner().invoke(app, ["check", str(run)]).exit_code == 1

@@ -1,5 +1,6 @@
 """Runs that go on further than they were to, begin with saved weights, or keep their best."""
 
+import dataclasses
 import json
 import shutil
 from pathlib import Path
@@ -140,7 +141,8 @@ def test_run_of_a_gpu_goes_on_where_it_is_told_to(text, tmp_path, monkeypatch):
         resume_run(run, Started())
 
 
-def test_run_that_was_killed_before_its_first_save_begins_again(text, tmp_path, monkeypatch):
+@pytest.mark.parametrize("steps", [None, 3])
+def test_run_killed_before_its_first_save_begins_again(steps, text, tmp_path, monkeypatch):
     config = new_config(**SMALL, data=[text], steps=2)
     with monkeypatch.context() as patch:
         patch.setattr("arbcli.train.run.save_checkpoint", mock.Mock(side_effect=SystemExit))
@@ -148,9 +150,10 @@ def test_run_that_was_killed_before_its_first_save_begins_again(text, tmp_path, 
             start_run(config, tmp_path / "a", Observer())
     assert not checkpoints(tmp_path / "a")
     assert check_run(tmp_path / "a").resumes_at == 0
-    resume_run(tmp_path / "a", Observer())
-    start_run(config, tmp_path / "b", Observer())
-    a, b = (tmp_path / name / "step-000002.safetensors" for name in "ab")
+    resume_run(tmp_path / "a", Observer(), steps=steps)
+    start_run(dataclasses.replace(config, steps=steps or 2), tmp_path / "b", Observer())
+    a, b = (checkpoints(tmp_path / name)[0] for name in "ab")
+    assert a.name == b.name
     assert a.read_bytes() == b.read_bytes()
 
 

@@ -177,6 +177,17 @@ COMPARED = {
 """Of each backend: the models in both types, and those that are in float32, and in bf16, alone."""
 
 
+def test_scale_types_of_a_backend_are_those_of_it_alone():
+    """Whatever is compared before it: `native` has the first one only."""
+    sizes = {"T32": 32, "T6": 6}
+
+    def names(*backends: str) -> list[tuple[str, str]]:
+        found = parity._subjects(torch.device("cpu"), backends, sizes)
+        return [(subject.backend, subject.name) for subject in found]
+
+    assert names("native", "torch") == names("native") + names("torch")
+
+
 @pytest.mark.parametrize("backend", COMPARED)
 def test_no_model_is_left_out_of_a_comparison(backend, monkeypatch):
     """Of a whole and of a batch, of types, of digits, of directions; and it is what its name is."""
