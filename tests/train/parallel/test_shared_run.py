@@ -17,7 +17,7 @@ from arbcli.train.parallel.group import Group
 from arbcli.train.trainer import Trainer
 
 SMALL = {"dim": 32, "layers": 1, "heads": 2, "ffn": 48, "ctx": 16, "batch": 2}
-ABOUT = {"accum": 4, "steps": 9, "seed": 3, "wire": "int8", "device": "cpu", "compute": "fp32"}
+ABOUT = {"accum": 4, "steps": 9, "seed": 3, "wire": "int12", "device": "cpu", "compute": "fp32"}
 DECIDED = {"lr": 0.5} | ABOUT
 
 
