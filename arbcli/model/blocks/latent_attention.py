@@ -95,7 +95,8 @@ class LatentAttention(CachedAttention):
         kv = self.up(latent, self.latent_norm)
         kv = kv.view(len(kv), -1, self.heads, self.still + self.head_dim)
         k = torch.cat((kv[..., : self.still], turned.expand(-1, -1, self.heads, -1)), dim=-1)
-        return k, kv[..., self.still :]
+        v = kv[..., self.still :]
+        return k, _readable(v) if v.is_cuda else v
 
     def _attend_one(
         self, q: Tensor, latent: Tensor, turned: Tensor, past: "LatentBlockCache"
@@ -117,6 +118,13 @@ class LatentAttention(CachedAttention):
         share = torch.softmax(scores.masked_fill(~past.whole.chunk.mask, -torch.inf), dim=-1)
         y = to_values @ (share @ n)[..., None]  # (heads, head_dim, 1)
         return y[..., 0].to(latent.dtype)
+
+
+def _readable(part: Tensor) -> Tensor:
+    """Copy what attention on a GPU cannot read: it loads 16 bytes at once, and does not check."""
+    unit = 16 // part.itemsize
+    readable = all(step % unit == 0 for step in (part.storage_offset(), *part.stride()[:-1]))
+    return part if readable else part.contiguous()
 
 
 class LatentCache:

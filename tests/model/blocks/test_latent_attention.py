@@ -6,6 +6,7 @@ from graph_parts import CLOSE, assert_same, decoded, graph_config, initialised, 
 from torch import nn
 
 from arbcli.kernels.attention.eight_bits import FORMATS
+from arbcli.model.blocks import latent_attention
 from arbcli.model.blocks.latent_attention import LatentAttention, LatentCache
 from arbcli.model.layers.norm import TernaryRMSNorm
 from arbcli.verify.graph_reference import attention, norm
@@ -131,3 +132,17 @@ def test_cache_in_eight_bits_is_read_as_byte_by_byte(kv):
     assert not torch.equal(plain, part(x[:, :WINDOW]))
     # attention with a sharp peak: close, not equal
     assert torch.cosine_similarity(plain.flatten(), one_by_one[:, :WINDOW].flatten(), 0) > 0.999
+
+
+@pytest.mark.parametrize(
+    ("still", "dtype", "copied"),
+    [(32, torch.bfloat16, False), (12, torch.bfloat16, True), (12, torch.float32, False)],
+)
+def test_values_that_a_gpu_cannot_read_are_copied(still, dtype, copied):
+    """It loads 16 bytes at once: a value and each of its strides have to begin at a multiple."""
+    kv = torch.randn(2, 5, 3, still + 16, generator=torch.Generator().manual_seed(1)).to(dtype)
+    v = kv[..., still:]
+    found = latent_attention._readable(v)
+    assert torch.equal(found, v)
+    assert (found.data_ptr() != v.data_ptr()) == copied
+    assert found.is_contiguous() == copied
