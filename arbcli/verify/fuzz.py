@@ -781,7 +781,7 @@ def _quantise_gradient(dice: Dice, group_size: int, m: int, n: int, k: int) -> t
         exponent[:: 1 + dice.below(4)] = NONE
     low, room = None, 29  # in sums of int8
     if dtype == torch.int8 and dice.chance(0.5):
-        low, room = dice.integers(0, 15, (n + 1) // 2, k).to(torch.uint8), 450
+        low, room = dice.integers(0, 15, (n + 1) // 2, k).contiguous().view(torch.uint8), 450
     block = block_of(k) if dice.chance(0.9) else 1
     about = fitting, 1 + dice.below(room), block, True
     return dice.reals(n, k), exponent, dice.key(), sums, low, *about
@@ -792,7 +792,8 @@ def _sum_gradients(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple
     low = None
     if dtype == torch.int8 and dice.chance(0.5):
         halves = dice.integers(-128, 127, number, (n + 1) // 2 * k + dice.below(3))
-        low = halves.view(torch.uint8)[:, : (n + 1) // 2 * k].unflatten(1, ((n + 1) // 2, k))
+        low = halves.contiguous().view(torch.uint8)[:, : (n + 1) // 2 * k]
+        low = low.unflatten(1, ((n + 1) // 2, k))
     room = torch.zeros(number, n * k + dice.below(3), dtype=dtype, device=dice.device)
     parts = room[:, : n * k].unflatten(1, (n, k))
     parts.copy_(dice.integers(-127, 127, number, n, k))
