@@ -31,6 +31,8 @@ class Choices:
     """Of each iteration, (B * T, k) int64."""
     halted: Tensor | None
     """(B * T,) int64: the iteration with which a position halts."""
+    entries: dict[int, Tensor] = field(default_factory=dict)
+    """Of each block that chooses among entries, (B, N, k) int32 numbers, those of none -1."""
     scores: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     """What the reference finds: scores of what was chosen, and those of the best, sorted."""
 
