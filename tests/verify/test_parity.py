@@ -5,12 +5,15 @@ from dataclasses import replace
 import pytest
 import torch
 
+from arbcli.config.dense import SCALE_TYPES
 from arbcli.config.presets import PRESETS
 from arbcli.model.blocks import codebook, compressed_attention
-from arbcli.verify import parity
+from arbcli.verify import hnet_reference, parity
+from arbcli.verify.hnet_reference import reference_boundaries
 from arbcli.verify.parity import (
     CHECKS,
     GATES,
+    HNETS,
     RAGGED,
     RAGGED_COMPRESSED,
     RAGGED_GRAPH,
@@ -21,6 +24,7 @@ from arbcli.verify.parity import (
     matrix_shapes,
     short_graph,
 )
+from arbcli.verify.reference import reference_weight
 
 
 def failed(results):
@@ -138,6 +142,28 @@ def test_choices_of_entries_are_judged_by_the_reference(wrong, monkeypatch):
     about = (config, 2, torch.float32, torch.device("cpu"), "torch", "layers", True)
     results = parity._check("", "", Subject("compressed", *about))
     assert [r.item for r in failed(results)][:1] == ["scores of choices"] * (wrong != "none")
+
+
+@pytest.mark.slow  # of every scale type
+@pytest.mark.parametrize("name", ["hnet", "hnet mamba"])
+def test_no_boundary_is_so_near_that_rounding_decides_it(name, monkeypatch):
+    """The reference of an `HNet` finds its own boundaries: in float32 p is 1e-6 off, not 1e-4."""
+    found = []
+
+    def boundaries(*given):
+        p, begins = reference_boundaries(*given)
+        found.extend((p[1:] - 0.5).abs().tolist())
+        return p, begins
+
+    monkeypatch.setattr(hnet_reference, "reference_boundaries", boundaries)
+    for scale_type in SCALE_TYPES:
+        config = replace(HNETS[name], scale_type=scale_type)
+        subject = Subject(name, config, 2, torch.float32, torch.device("cpu"), "torch")
+        model = subject.build()
+        weights = {key: reference_weight(w) for key, w in model.weights().items()}
+        with torch.no_grad():
+            hnet_reference.reference_hnet(weights, config, subject.bytes()[0])
+    assert min(found) > 1e-4
 
 
 @pytest.mark.slow  # shapes of a preset take seconds
