@@ -34,7 +34,9 @@ def reference_compressed(
         for index in range(config.layers):
             prefix = f"blocks.{index}."
             own = {name.removeprefix(prefix): w[name] for name in w if name.startswith(prefix)}
-            taken = choices.entries[index][text] if choices and index in choices.entries else None
+            taken = None
+            if choices and index in choices.entries:
+                taken = choices.entries[index][text], choices.positive[index][text]
             about = (own, config, config.ratio(index), choices, taken)
             x, found = reference_compressed_block(x, *about)
             divergences += [] if found is None else [found]
@@ -49,11 +51,12 @@ def reference_compressed_block(
     config: CompressedConfig,
     m: int,
     choices: Choices | None = None,
-    taken: Tensor | None = None,
+    taken: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Compute a block's output, (T, D), of one text, and its indexer's divergence if it has one.
 
-    `taken` are the (N, k) choices of the model's groups, which `choices` judges.
+    `taken` are the (N, k) choices of the model's groups, and which of its (N, h, E) products are
+    above 0; `choices` judges both.
     """
     heads, width, kv = config.heads, config.head_dim, config.kv_heads
     length, most = len(x), max(1, config.ctx // m)
@@ -74,12 +77,14 @@ def reference_compressed_block(
     scored: dict[int, Tensor] = {}
     if m <= config.indexed_ratio:
         for g in range(1, len(still) + 1):
-            scored[g] = _index(h[g * m - 1].detach(), still, chosen[g], g, w, config, m)
+            positive = taken[1][g - 1] if taken else None
+            about = (g, w, config, m, choices, positive)
+            scored[g] = _index(h[g * m - 1].detach(), still, chosen[g], *about)
             best = sorted(zip(scored[g].tolist(), chosen[g], strict=True), reverse=True)
             picked = sorted(j for _, j in best[: config.top_k])
-            if taken is not None:
+            if taken:
                 wanted = len(picked)
-                picked = sorted(set(taken[g - 1].tolist()) & set(chosen[g]))
+                picked = sorted(set(taken[0][g - 1].tolist()) & set(chosen[g]))
                 mine = scored[g].new_full((wanted,), -torch.inf)  # of one missing, or not there
                 mine[: len(picked)] = scored[g].detach()[[chosen[g].index(j) for j in picked]]
                 choices.judge(mine, scored[g])
@@ -127,8 +132,13 @@ def _index(
     w: Weights,
     config: CompressedConfig,
     m: int,
+    choices: Choices | None,
+    positive: Tensor | None,
 ) -> Tensor:
-    """Score the entries that group g sees, by the byte that completed the last of them."""
+    """Score the entries that group g sees, by the byte that completed the last of them.
+
+    `positive` says which of the (h, E) products the model takes, as a rounding may turn a sign.
+    """
     heads, width = config.index_heads, config.index_width
     query = w["attention.indexer.query.weight"] @ h
     q, weight = query[: heads * width].view(heads, width), query[heads * width :]
@@ -137,8 +147,12 @@ def _index(
     for j in seen:
         key = w["attention.indexer.key.weight"] @ still[j].detach().flatten()
         key = _turn(_norm(key), j * m, width // 2)
-        positive = torch.relu(q @ key)
-        scores.append((weight * positive).sum() / (heads * width) ** 0.5)
+        dots = q @ key
+        above = torch.relu(dots)
+        if positive is not None:
+            wanted, above = above.detach(), dots * positive[:, j]
+            choices.products.append((above.detach(), wanted))
+        scores.append((weight * above).sum() / (heads * width) ** 0.5)
     return torch.stack(scores)
 
 

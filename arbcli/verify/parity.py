@@ -514,6 +514,9 @@ def _whole(subject: Subject) -> Iterator[ParityResult]:
     if forced:
         mine, best = (torch.cat(part) for part in zip(*forced.scores, strict=True))
         yield subject.result("end to end", "scores of choices", mine, best, of_losses)
+        if forced.products:
+            mine, best = (torch.cat(part) for part in zip(*forced.products, strict=True))
+            yield subject.result("end to end", "products above 0", mine, best, of_losses)
     wanted = {"text": reference_loss(logits, targets)} | others
     yield subject.result("end to end", "logits", outputs[-1], logits, of_losses)
     for name, loss in wanted.items():
@@ -542,6 +545,8 @@ def _noted_choices(model: LanguageModel) -> Iterator[Choices]:
         found.halted = (output[1] > 0).sum(dim=0) - 1
 
     def note_entries(index: int, choose: Callable[..., Tensor], *given, **options) -> Tensor:
+        q, _, keys = (part.double() for part in given[:3])
+        found.positive[index] = torch.einsum("bnhd,bjd->bnhj", q, keys) > 0
         found.entries[index] = choose(*given, **options)
         return found.entries[index]
 
