@@ -79,7 +79,7 @@ def compare_bits(
     preset: str, texts: Texts, group: Group, capture: bool, steps: int, accum: int, digits: str
 ) -> dict:
     """Train with all processes and with the first alone; compare every tensor."""
-    about = {"capture": capture, "accum": accum, "batch": 8, "wire": "int8", "seed": 7}
+    about = {"capture": capture, "accum": accum, "batch": 8, "wire": "int12", "seed": 7}
     about |= {"digits": digits}
     trainer = build(preset, texts, group, **about)
     progress(group, f"bits of {preset}: made")
@@ -125,8 +125,8 @@ def time_steps(preset: str, texts: Texts, group: Group, capture: bool, kinds: li
     """Time every kind with one GPU and with all."""
     rows, on_gpu = [], group.device.type == "cuda"
     all_kinds = {
-        "wire": {"wire": "int8"}, "rule": {}, "twin": TWIN,
-        "factored": {"wire": "int8", "direction": "factored"},
+        "wire": {"wire": "int12"}, "rule": {}, "twin": TWIN,
+        "factored": {"wire": "int12", "direction": "factored"},
     }  # fmt: skip
     for kind in kinds:
         for size in dict.fromkeys((1, group.size)):
@@ -178,8 +178,9 @@ def learn(
     """Train every seed in one step of 32 windows, and in four parts that travel as integers."""
     options = {
         "rule, 1 x 32": {"batch": 32},
-        "wire, 4 x 8": {"batch": 8, "accum": 4, "wire": "int8"},
-        "wire, 1 x 32": {"batch": 32, "wire": "int8"},
+        "wire, 4 x 8": {"batch": 8, "accum": 4, "wire": "int12"},
+        "wire, 1 x 32": {"batch": 32, "wire": "int12"},
+        "int8, 4 x 8": {"batch": 8, "accum": 4, "wire": "int8"},
         "int16, 4 x 8": {"batch": 8, "accum": 4, "wire": "int16"},
     }
     jobs = [(kind, seed) for kind in kinds or options for seed in SEEDS]

@@ -30,6 +30,8 @@ from arbcli.model.layers.rotary import rotary_table, rotate, table_rows
 SHARPNESS = 2.0
 """What scores are multiplied by: only a part of a normalised key tells its position, and with 1 no
 position can stand out enough."""
+ALIGNMENT = 16
+"""Bytes: kernels of attention on a GPU read so many at once."""
 
 
 class LatentAttention(CachedAttention):
@@ -96,7 +98,9 @@ class LatentAttention(CachedAttention):
         kv = kv.view(len(kv), -1, self.heads, self.still + self.head_dim)
         k = torch.cat((kv[..., : self.still], turned.expand(-1, -1, self.heads, -1)), dim=-1)
         v = kv[..., self.still :]
-        return k, _readable(v) if v.is_cuda else v
+        if self.still * v.itemsize % ALIGNMENT:
+            v = v.contiguous()
+        return k, v
 
     def _attend_one(
         self, q: Tensor, latent: Tensor, turned: Tensor, past: "LatentBlockCache"
@@ -118,13 +122,6 @@ class LatentAttention(CachedAttention):
         share = torch.softmax(scores.masked_fill(~past.whole.chunk.mask, -torch.inf), dim=-1)
         y = to_values @ (share @ n)[..., None]  # (heads, head_dim, 1)
         return y[..., 0].to(latent.dtype)
-
-
-def _readable(part: Tensor) -> Tensor:
-    """Copy what attention on a GPU cannot read: it loads 16 bytes at once, and does not check."""
-    unit = 16 // part.itemsize
-    readable = all(step % unit == 0 for step in (part.storage_offset(), *part.stride()[:-1]))
-    return part if readable else part.contiguous()
 
 
 class LatentCache:
