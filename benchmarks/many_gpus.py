@@ -2,7 +2,7 @@
 
     torchrun --nproc-per-node 2 -m benchmarks.many_gpus bits|speed|quality [--preset NAME]
         [--data FILE --val FILE] [--device cpu] [--eager] [--digits all] [--steps N]
-        [--kinds KIND...] [--out DIR]
+        [--kinds KIND...] [--seeds N...] [--out DIR]
 
 `bits` trains with all GPUs, and with the first one alone that does all micro-batches, and compares
 every tensor of the state. `speed` times a step of all GPUs with one micro-batch each, and of one
@@ -173,7 +173,7 @@ def time_steps(preset: str, texts: Texts, group: Group, capture: bool, kinds: li
 
 
 def learn(
-    preset: str, texts: Texts, group: Group, steps: int, kinds: list[str] | None
+    preset: str, texts: Texts, group: Group, steps: int, kinds: list[str] | None, seeds: list[int]
 ) -> list[dict]:
     """Train every seed in one step of 32 windows, and in four parts that travel as integers."""
     options = {
@@ -183,7 +183,7 @@ def learn(
         "int8, 4 x 8": {"batch": 8, "accum": 4, "wire": "int8"},
         "int16, 4 x 8": {"batch": 8, "accum": 4, "wire": "int16"},
     }
-    jobs = [(kind, seed) for kind in kinds or options for seed in SEEDS]
+    jobs = [(kind, seed) for kind in kinds or options for seed in seeds]
     rows = []
     for kind, seed in jobs[group.rank :: group.size]:
         started = time.perf_counter()
@@ -224,6 +224,7 @@ def main() -> int:
     parser.add_argument("--eager", action="store_true", help="do not capture steps")
     parser.add_argument("--digits", choices=("trit", "all"), default="trit", help="of `bits`")
     parser.add_argument("--kinds", nargs="+")
+    parser.add_argument("--seeds", type=int, nargs="+", default=SEEDS, help="of `quality`")
     parser.add_argument("--steps", type=int)
     args = parser.parse_args()
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -240,7 +241,7 @@ def main() -> int:
         elif args.part == "speed":
             rows = time_steps(*about, capture, args.kinds or ["wire", "rule", "twin"])
         else:
-            rows = learn(*about, args.steps or 2000, args.kinds)
+            rows = learn(*about, args.steps or 2000, args.kinds, args.seeds)
         group.agree(0)
         if group.first:
             command = results.command_line("many_gpus", args.part, "--preset", args.preset)
