@@ -89,12 +89,16 @@ def mixed_back(y: Tensor, block: int) -> Tensor:
 
 
 def _stages(x: Tensor, block: int) -> Tensor:
-    y = x.reshape(-1, block)
+    # a copy, with the columns of blocks one below the other
+    y = x.reshape(-1, block).T.clone(memory_format=torch.contiguous_format)
+    to = torch.empty_like(y)
     for _ in range(block.bit_length() - 1):
         # the highest bit of a column becomes its lowest: after all stages each is where it was
-        low, high = y.unflatten(1, (2, -1)).unbind(1)
-        y = torch.stack([low + high, low - high], dim=2).flatten(1)
-    return y.view(x.shape)
+        low, high = y.chunk(2)
+        torch.add(low, high, out=to[::2])
+        torch.sub(low, high, out=to[1::2])
+        y, to = to, y
+    return y.T.reshape(x.shape)
 
 
 @triton.jit

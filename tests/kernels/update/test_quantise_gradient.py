@@ -100,6 +100,9 @@ def test_product_of_stages_is_that_by_the_matrix():
         product = ((x * signs).view(5, -1, block) @ matrix).view(5, 96)
         assert torch.equal(mixed(x.float(), block).long(), product)
         assert torch.equal(mixed_back(product.int(), block).long(), block * x)
+    row = torch.arange(64, dtype=torch.int32)[None]
+    mixed_back(row, 64)
+    assert torch.equal(row[0], torch.arange(64, dtype=torch.int32))  # it is left as it is
     assert abs(sum(signs_reference(1024))) < 100
 
 
