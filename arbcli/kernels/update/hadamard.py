@@ -20,7 +20,7 @@ from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.update.random_bits import mix_reference, mix_word, random_bits
 
 LARGEST_BLOCK = 64
-"""Blocks of 128 lose no less."""
+"""Blocks of 128 lose about as much."""
 
 
 def block_of(columns: int) -> int:
