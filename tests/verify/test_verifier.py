@@ -132,6 +132,28 @@ def test_one_kernel_that_fails_is_enough(change, what):
         assert any(what in item for item in found.ruled_out) == passed
 
 
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_parts_of_a_kernel_are_put_together_by_the_worst(place):
+    """Each figure of a part counts, wherever the part is; kinds and backends stay apart."""
+    failure = verify_module.CaseResult("bad", 7, 2, 3, None, None, 0.5, False)
+    figures = {"shapes": ("bad",), "outputs": 5, "elements": 11, "unwritten": 2, "unequal": 3,
+               "max_error": None, "relative_error": 0.25, "cosine": 0.5, "seconds": 4.0,
+               "passed": False, "failures": (failure,)}  # fmt: skip
+    right = replace(RIGHT, seconds=1.0)
+    parts = [right, right, right]
+    parts[place] = replace(right, **figures)
+    others = replace(right, kind="fuzz"), replace(right, backend="native")
+    found = verify_module._merged([others[0], *parts, others[1]])
+    assert [found[0], found[2]] == [*others]
+    shapes = [shape for part in parts for shape in part.shapes]
+    assert found[1] == replace(
+        right, **figures | {
+            "shapes": tuple(shapes), "outputs": 2 * right.outputs + 5,
+            "elements": 2 * right.elements + 11, "seconds": 6.0,
+        },
+    )  # fmt: skip
+
+
 def test_interrupted_run_does_not_pass(small):
     assert not new_ledger(CPU, ["T32"], (RIGHT,), (), (), (), 1.0, interrupted="SIGINT").passed
 
