@@ -154,6 +154,25 @@ def test_parts_of_a_kernel_are_put_together_by_the_worst(place):
     )  # fmt: skip
 
 
+def test_shares_of_cases_are_all_of_them_however_they_end(monkeypatch):
+    """On a GPU the cases of a kernel are dealt out; each is checked once, and all are told of."""
+    places = {"triton": [("cases", (share, 4)) for share in range(4)], "torch": [("cases", (0, 1))]}
+    for backend, wanted in places.items():
+        found = verify_module._shares(PACK_TRITS, (backend, "torch"), Checks(), None)
+        assert list(found) == wanted
+    monkeypatch.setattr(verify_module, "_shares", lambda *_: iter(places["triton"]))
+    monkeypatch.setattr(
+        Workers, "_each", lambda _, function, jobs: [(i, function(*jobs[i])) for i in (2, 0, 3, 1)]
+    )
+    told = []
+    report = verify_kernels(["pack_trits"], {"T32": 32}, CPU, ["torch"], progress=told.append)
+    (result,) = report.kernels
+    assert sorted(result.shapes) == sorted(RIGHT.shapes)
+    assert (result.outputs, result.elements) == (RIGHT.outputs, RIGHT.elements)
+    assert result.shapes[: len(RIGHT.shapes[::4])] == RIGHT.shapes[::4]
+    assert [(job.number, job.total, job.result) for job in told] == [(1, 1, [result])]
+
+
 def test_interrupted_run_does_not_pass(small):
     assert not new_ledger(CPU, ["T32"], (RIGHT,), (), (), (), 1.0, interrupted="SIGINT").passed
 
