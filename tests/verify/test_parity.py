@@ -291,6 +291,24 @@ def test_steps_that_differ_in_the_loss_alone_are_no_equal_ones(monkeypatch):
     assert (result.passed, result.max_error) == (False, 1.0)
 
 
+@pytest.mark.parametrize(("late", "failing"), [(0, ()), (1, ("at",)), (-1, ("before",))])
+def test_logit_that_sees_one_byte_more_or_less_is_no_causal_one(late, failing, monkeypatch):
+    """Its own must move with a byte: later ones that do are no excuse."""
+
+    def running_sums(ids):
+        sums = ids.cumsum(dim=1)
+        ends = torch.zeros_like(sums[:, :1]), sums[:, -1:] + 1
+        shifted = {0: sums, 1: torch.cat((ends[0], sums), 1)[:, :-1],
+                   -1: torch.cat((sums, ends[1]), 1)[:, 1:]}  # fmt: skip
+        return shifted[late][..., None].float()
+
+    monkeypatch.setattr(Subject, "build", lambda subject: running_sums)
+    subject = Subject("", RAGGED, 2, torch.float32, torch.device("cpu"), "torch")
+    results = list(parity._causality(subject))
+    assert [result.item.split()[0] for result in results] == ["before", "at"] * 2
+    assert [result.passed for result in results] == [w not in failing for w in ("before", "at")] * 2
+
+
 def test_models_are_compared_in_poisoned_memory(monkeypatch):
     seen = []
 
