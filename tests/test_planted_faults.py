@@ -510,6 +510,19 @@ FAULTS = [
         rewrite("s / s.sum(dim=-1, keepdim=True).clamp(min=TINY)", "s"),
         "compressed: end to end",
     ),
+    module(
+        "routing", "one entry too few chosen", "model.blocks.compressed_attention",
+        rewrite("choose_entries(q, w, a, b, c, s.top_k)",
+                "choose_entries(q, w, a, b, c, s.top_k - 1)"),
+        "compressed: end to end",
+    ),
+    module(
+        "missing term", "scores of entries without their weights, as they are chosen",
+        "model.blocks.compressed_attention",
+        rewrite("choose_entries(q, w, a, b, c, d)",
+                "choose_entries(q, torch.ones_like(w), a, b, c, d)"),
+        "compressed: end to end",
+    ),
     kernel(
         "position", "entries turned as their second bytes", "compress_blocks",
         rewrite("tl.load(cos_ptr + b * M * HALF + o, ...)",
@@ -1066,7 +1079,8 @@ def scale_type_of(kernel: str, named: str) -> str | None:
 def of_model(name: str, config, check: str) -> list:
     """Make one of the checks of a model; what is read off the layers needs no more than these."""
     part = "model" if check in ("causality", "determinism") else "layers"
-    subject = Subject(name, config, 2, torch.float32, CPU, "torch", part)
+    about = (config, 2, torch.float32, CPU, "torch", part, config is RAGGED_COMPRESSED)
+    subject = Subject(name, *about)
     return [result for result in parity._check("", "", subject) if result.check == check]
 
 

@@ -30,7 +30,7 @@ def found_by_of(fault) -> str | None:
         return f"{name} {scale_type_of(name, rest) or ''}".strip()
     if name == "checkpoint":
         return None
-    return f"model: {rest if name in ('model:', 'graph:', 'hnet:', 'mamba:') else name}"
+    return f"model: {rest if name.endswith(':') else name}"
 
 
 if __name__ == "__main__":

@@ -225,7 +225,7 @@ def _figures(text: str, pattern: str) -> tuple[int, ...]:
 
 OF_VALUES = {
     "unpack_trits", "digits_matmul", "grouped_matmul", "grouped_grad_w",
-    "compressed_attention_backward", "spread_chunks", "spread_chunks_backward", "mamba_step",
+    "spread_chunks", "spread_chunks_backward", "mamba_step",
     "gradient_gains", "smooth_chunks_backward",
 }  # fmt: skip
 """Kernels whose cases or launchers ask for numbers in tensors: their tensors have memory. The last

@@ -8,13 +8,14 @@ import torch
 from torch import Tensor
 
 from arbcli.config.compressed import CompressedConfig
+from arbcli.verify.graph_reference import Choices
 from arbcli.verify.reference import reference_logits, rotary_angles
 
 Weights = dict[str, Tensor]
 
 
 def reference_compressed(
-    w: Weights, config: CompressedConfig, ids: Tensor
+    w: Weights, config: CompressedConfig, ids: Tensor, choices: Choices | None = None
 ) -> tuple[Tensor, Tensor | None]:
     """Compute what a whole model makes of bytes.
 
@@ -22,17 +23,22 @@ def reference_compressed(
         w: its decoded weights by name.
         config: of the model.
         ids: (B, T) bytes.
+        choices: of the model, which are taken and judged; None is to choose the best.
 
     Returns:
         (B, T, 256) logits, and the mean of the indexers' divergences; None where there are none.
     """
     rows, divergences = [], []
-    for row in ids:
+    for text, row in enumerate(ids):
         x = w["embedding.weight"][row]
         for index in range(config.layers):
             prefix = f"blocks.{index}."
             own = {name.removeprefix(prefix): w[name] for name in w if name.startswith(prefix)}
-            x, found = reference_compressed_block(x, own, config, config.ratio(index))
+            taken = None
+            if choices and index in choices.entries:
+                taken = choices.entries[index][text], choices.positive[index][text]
+            about = (own, config, config.ratio(index), choices, taken)
+            x, found = reference_compressed_block(x, *about)
             divergences += [] if found is None else [found]
         rows.append(x)
     logits = reference_logits(torch.stack(rows), w)
@@ -40,9 +46,18 @@ def reference_compressed(
 
 
 def reference_compressed_block(
-    x: Tensor, w: Weights, config: CompressedConfig, m: int
+    x: Tensor,
+    w: Weights,
+    config: CompressedConfig,
+    m: int,
+    choices: Choices | None = None,
+    taken: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Compute a block's output, (T, D), of one text, and its indexer's divergence if it has one."""
+    """Compute a block's output, (T, D), of one text, and its indexer's divergence if it has one.
+
+    `taken` are the (N, k) choices of the model's groups, and which of its (N, h, E) products are
+    above 0; `choices` judges both.
+    """
     heads, width, kv = config.heads, config.head_dim, config.kv_heads
     length, most = len(x), max(1, config.ctx // m)
     h = _norm(x) * w["attention_norm.weight"]
@@ -62,9 +77,17 @@ def reference_compressed_block(
     scored: dict[int, Tensor] = {}
     if m <= config.indexed_ratio:
         for g in range(1, len(still) + 1):
-            scored[g] = _index(h[g * m - 1].detach(), still, chosen[g], g, w, config, m)
+            positive = taken[1][g - 1] if taken else None
+            about = (g, w, config, m, choices, positive)
+            scored[g] = _index(h[g * m - 1].detach(), still, chosen[g], *about)
             best = sorted(zip(scored[g].tolist(), chosen[g], strict=True), reverse=True)
             picked = sorted(j for _, j in best[: config.top_k])
+            if taken:
+                wanted = len(picked)
+                picked = sorted(set(taken[0][g - 1].tolist()) & set(chosen[g]))
+                mine = scored[g].new_full((wanted,), -torch.inf)  # of one missing, or not there
+                mine[: len(picked)] = scored[g].detach()[[chosen[g].index(j) for j in picked]]
+                choices.judge(mine, scored[g])
             scored[g] = scored[g][[chosen[g].index(j) for j in picked]]
             chosen[g] = picked
     shares = {g: torch.zeros(len(found), dtype=torch.float64) for g, found in chosen.items()}
@@ -109,8 +132,13 @@ def _index(
     w: Weights,
     config: CompressedConfig,
     m: int,
+    choices: Choices | None,
+    positive: Tensor | None,
 ) -> Tensor:
-    """Score the entries that group g sees, by the byte that completed the last of them."""
+    """Score the entries that group g sees, by the byte that completed the last of them.
+
+    `positive` says which of the (h, E) products the model takes, as a rounding may turn a sign.
+    """
     heads, width = config.index_heads, config.index_width
     query = w["attention.indexer.query.weight"] @ h
     q, weight = query[: heads * width].view(heads, width), query[heads * width :]
@@ -119,8 +147,12 @@ def _index(
     for j in seen:
         key = w["attention.indexer.key.weight"] @ still[j].detach().flatten()
         key = _turn(_norm(key), j * m, width // 2)
-        positive = torch.relu(q @ key)
-        scores.append((weight * positive).sum() / (heads * width) ** 0.5)
+        dots = q @ key
+        above = torch.relu(dots)
+        if positive is not None:
+            wanted, above = above.detach(), dots * positive[:, j]
+            choices.products.append((above.detach(), wanted))
+        scores.append((weight * above).sum() / (heads * width) ** 0.5)
     return torch.stack(scores)
 
 

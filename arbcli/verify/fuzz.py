@@ -22,7 +22,9 @@ from arbcli.kernels.attention.compressed_attention import (
     Sight,
     random_sight,
 )
-from arbcli.kernels.attention.compressed_attention_backward import COMPRESSED_ATTENTION_BACKWARD
+from arbcli.kernels.attention.compressed_attention_backward import (
+    rounded_attention_gradients,
+)
 from arbcli.kernels.attention.decode_attention import DECODE_ATTENTION
 from arbcli.kernels.attention.decode_attention_rows import DECODE_ATTENTION_ROWS
 from arbcli.kernels.attention.decode_compressed import DECODE_COMPRESSED, attention_of_byte
@@ -1043,7 +1045,7 @@ DRAWINGS = {
         _compressed_attention, None, COMPRESSED_ATTENTION.torch, needs_rows=True
     ),
     "compressed_attention_backward": Drawing(
-        _compressed_attention_backward, None, COMPRESSED_ATTENTION_BACKWARD.torch, needs_rows=True
+        _compressed_attention_backward, None, rounded_attention_gradients, needs_rows=True
     ),
     "choose_entries": Drawing(_choose_entries, needs_rows=True),
     "sum_choices": Drawing(_sum_choices, needs_rows=True, one_layout=True),

@@ -31,8 +31,14 @@ class Choices:
     """Of each iteration, (B * T, k) int64."""
     halted: Tensor | None
     """(B * T,) int64: the iteration with which a position halts."""
+    entries: dict[int, Tensor] = field(default_factory=dict)
+    """Of each block that chooses among entries, (B, N, k) int32 numbers, those of none -1."""
+    positive: dict[int, Tensor] = field(default_factory=dict)
+    """Of the same blocks, (B, N, h, E): which products of queries and keys are above 0."""
     scores: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     """What the reference finds: scores of what was chosen, and those of the best, sorted."""
+    products: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    """And products that the model has above 0, the others 0, and those that are above 0."""
 
     def judge(self, chosen: Tensor, every: Tensor) -> None:
         """Note the scores (..., k) of what was chosen, and the best of all (..., n)."""

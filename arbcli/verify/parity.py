@@ -4,7 +4,8 @@ Every layer of a `ByteLM` is compared on the very input and output gradient that
 it, so an error is found where it is made, and a rounding in one layer does not count in the next.
 A `GraphLM` with all of its parts is compared from the bytes on, a small one and on a GPU those of
 the presets, in bf16 too: there the reference takes the choices that were made, and judges them by
-its own scores. Small ones of `HNet` and `CompressedLM` are compared likewise.
+its own scores. Small ones of `HNet` and `CompressedLM` are compared likewise, and entries that
+a `CompressedLM` chooses are taken and judged in float32 too.
 """
 
 import math
@@ -108,9 +109,10 @@ RAGGED_COMPRESSED = CompressedConfig(
 WITH_CHOICES = {
     "graph": RAGGED_GRAPH,
     **GATES,
+    "compressed": RAGGED_COMPRESSED,
     "compressed of all": replace(RAGGED_COMPRESSED, top_k=99),
 }
-"""What is compared in bf16: a reference takes the choices of a `GraphLM`, or there are none."""
+"""What is compared in bf16: a reference takes the choices of these models, or there are none."""
 BYTES_OF_REFERENCE = 48
 """Of a weight: itself and its gradient in float64, the kernels' gradient, and what passes by."""
 LAYERS = 4
@@ -153,7 +155,7 @@ class Subject:
     part: str = "model"
     """What of it: `layers`, `model` for causality and determinism besides, or `update`."""
     forced: bool = False
-    """Whether the reference of a `GraphLM` takes the choices of codes, experts and halting."""
+    """Whether a reference takes the model's choices: of codes, experts and halting, of entries."""
 
     @property
     def of_graph(self) -> bool:
@@ -380,7 +382,7 @@ def _subjects(
             config = replace(RAGGED_COMPRESSED, scale_type=scale_type)
             part = "layers" if index or interpreted else "model"
             place = (torch.float32, device, backend, part)
-            yield Subject(f"compressed {scale_type}", config, 2, *place)
+            yield Subject(f"compressed {scale_type}", config, 2, *place, True)
         for name in RULES:
             for direction in DIRECTIONS if find_rule(name).direction else (None,):
                 config = replace(RAGGED, rule=name, direction=direction)
@@ -498,20 +500,23 @@ def _whole(subject: Subject) -> Iterator[ParityResult]:
     tensors = model.weights()
     weights = {name: reference_weight(tensor) for name, tensor in tensors.items()}
     leaves = {name: w.requires_grad_() for name, w in weights.items() if not tensors[name].frozen}
+    forced = choices if subject.forced else None
     if subject.of_compressed:
-        logits, divergence = reference_compressed(weights, model.config, ids)
+        logits, divergence = reference_compressed(weights, model.config, ids, forced)
         others = {"indexer": divergence}
     elif subject.of_hnet:
         logits, ratio = reference_hnet(weights, model.config, ids)
         others = {} if ratio is None else {"ratio": ratio}
     else:
         named = {name.removesuffix(".weight"): weight for name, weight in weights.items()}
-        forced = choices if subject.forced else None
         logits, shares = reference_graph_lm(named, model, ids, choices=forced)
         others = {} if shares is None else {"ponder": reference_ponder(shares)}
-        if forced:
-            mine, best = (torch.cat(part) for part in zip(*forced.scores, strict=True))
-            yield subject.result("end to end", "scores of choices", mine, best, of_losses)
+    if forced:
+        mine, best = (torch.cat(part) for part in zip(*forced.scores, strict=True))
+        yield subject.result("end to end", "scores of choices", mine, best, of_losses)
+        if forced.products:
+            mine, best = (torch.cat(part) for part in zip(*forced.products, strict=True))
+            yield subject.result("end to end", "products above 0", mine, best, of_losses)
     wanted = {"text": reference_loss(logits, targets)} | others
     yield subject.result("end to end", "logits", outputs[-1], logits, of_losses)
     for name, loss in wanted.items():
@@ -523,7 +528,7 @@ def _whole(subject: Subject) -> Iterator[ParityResult]:
 
 @contextmanager
 def _noted_choices(model: LanguageModel) -> Iterator[Choices]:
-    """Note what a `GraphLM` chooses in a forward."""
+    """Note what a `GraphLM` or a `CompressedLM` chooses in a forward."""
     found = Choices({}, [], None)
     handles = []
 
@@ -539,6 +544,18 @@ def _noted_choices(model: LanguageModel) -> Iterator[Choices]:
     def note_halting(_part, _given, output: tuple[Tensor, Tensor]) -> None:
         found.halted = (output[1] > 0).sum(dim=0) - 1
 
+    def note_entries(index: int, choose: Callable[..., Tensor], *given, **options) -> Tensor:
+        q, _, keys = (part.double() for part in given[:3])
+        found.positive[index] = torch.einsum("bnhd,bjd->bnhj", q, keys) > 0
+        found.entries[index] = choose(*given, **options)
+        return found.entries[index]
+
+    indexers = {}
+    if isinstance(model.config, CompressedConfig):
+        parts = {index: block.attention.indexer for index, block in enumerate(model.blocks)}
+        indexers = {index: indexer for index, indexer in parts.items() if indexer}
+        for index, indexer in indexers.items():
+            indexer.choose = partial(note_entries, index, indexer.choose)
     if isinstance(model.config, GraphConfig):
         for name in model.config.codebooks:
             book = getattr(model, name)
@@ -554,6 +571,8 @@ def _noted_choices(model: LanguageModel) -> Iterator[Choices]:
     finally:
         for handle in handles:
             handle.remove()
+        for indexer in indexers.values():
+            del indexer.choose
 
 
 @torch.no_grad()

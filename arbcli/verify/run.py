@@ -224,8 +224,8 @@ def _left_out(
         yield "causality and determinism of the ragged models in more than one scale type"
         yield "HNet and CompressedLM at the sizes of their presets: small ones stand for them"
         yield (
-            "HNet in bf16 against float64, and CompressedLM that chooses: another boundary or entry"
-            " may be chosen there, and all else follows"
+            "HNet in bf16 against float64: another boundary may be chosen there, and all else"
+            " follows"
         )
         if "triton" in backends:
             yield (

@@ -268,9 +268,11 @@ def test_strength_is_of_the_checks_that_were_made():
 
 def test_strength_is_told_on_the_page_and_below_the_tables(small):
     small.setattr(stages, "check_parity", lambda *_: (replace(PARITY, check="causality"),))
-    caught = strength_of("causality", (), [replace(PARITY, check="causality")])[0]
-    total = sum(row.planted for row in find_strength((), ()))
-    text = f"catch {caught} of {total} planted faults, of 1 of 37 classes of mistakes"
+    rows = find_strength((), [replace(PARITY, check="causality")])
+    caught, total = sum(row.caught for row in rows), sum(row.planted for row in rows)
+    kinds = sum(row.caught > 0 for row in rows)
+    assert caught > kinds > 1
+    text = f"catch {caught} of {total} planted faults, of {kinds} of 37 classes of mistakes"
     assert text in ledger_page(verify(WHOLE))
     arguments = ["verify-kernels", "--backend", "torch", "--device", "cpu"]
     assert text in " ".join(CliRunner().invoke(cli.app, arguments).stdout.split())

@@ -261,14 +261,16 @@ def _compressed_attention_kernel(
     T, LEAD, NUMBER, SIZE, START, SHIFT, WINDOW, MOST, RATIO, scale, eps,
     stride_xb, stride_xt, stride_xh, stride_rb, stride_rs, stride_rg, stride_eb, stride_ej,
     stride_eg,
-    HEADS: tl.constexpr, KV: tl.constexpr, QUERIES: tl.constexpr, PLACES: tl.constexpr,
-    OF_KV: tl.constexpr, HALF: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr,
-    CHOSEN: tl.constexpr, PRECISION: tl.constexpr,
+    HEADS: tl.constexpr, KV: tl.constexpr, QUERIES: tl.constexpr, ROWS: tl.constexpr,
+    PARTS: tl.constexpr, OF_KV: tl.constexpr, HALF: tl.constexpr, BLOCK_H: tl.constexpr,
+    BLOCK_N: tl.constexpr, CHOSEN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     block, b = tl.program_id(0), (tl.program_id(1) // KV).to(tl.int64)
-    kv = tl.program_id(1) % KV
+    kv, part = tl.program_id(1) % KV, 0
+    if PARTS > 1:
+        part = tl.program_id(2)
     of_kv: tl.constexpr = HEADS // KV
-    row = tl.arange(0, PLACES * OF_KV)
+    row = part * ROWS + tl.arange(0, ROWS)
     place, own = row // OF_KV, row % OF_KV
     first = block * QUERIES + SHIFT
     t, h = first + place, kv * of_kv + own
@@ -282,9 +284,9 @@ def _compressed_attention_kernel(
     q1 = ((x1 * cos - x2 * sin) * r).to(dtype)
     q2 = ((x1 * sin + x2 * cos) * r).to(dtype)
 
-    total = tl.zeros((PLACES * OF_KV,), dtype=tl.float32)
-    y1 = tl.zeros((PLACES * OF_KV, BLOCK_H), dtype=tl.float32)
-    y2 = tl.zeros((PLACES * OF_KV, BLOCK_H), dtype=tl.float32)
+    total = tl.zeros((ROWS,), dtype=tl.float32)
+    y1 = tl.zeros((ROWS, BLOCK_H), dtype=tl.float32)
+    y2 = tl.zeros((ROWS, BLOCK_H), dtype=tl.float32)
     offs_n = tl.arange(0, BLOCK_N)
     recent_ptr += b * stride_rb + kv * stride_rg
     for start in range(tl.maximum(low + LEAD - WINDOW + 1, 0), high + LEAD + 1, BLOCK_N):
@@ -331,7 +333,7 @@ def _compressed_attention_kernel(
     tl.store(ptrs + HALF, (y2 * cos - y1 * sin).to(dtype), mask=both)
     if CHOSEN:
         share = tl.where(valid, 1 / total, 0)[:, None]
-        shares_ptr += ((b * KV + kv) * NUMBER + block) * SIZE
+        shares_ptr += (((b * KV + kv) * PARTS + part) * NUMBER + block) * SIZE
         for start in range(0, SIZE, BLOCK_N):
             at = start + offs_n
             j = tl.load(chosen_ptr + at, mask=at < SIZE, other=-1)
@@ -350,32 +352,34 @@ class Tiling(NamedTuple):
     """Index of the first query of the first program; places before the first one are left out."""
     programs: int
     """For each text and head of keys."""
-    places: int
-    """`queries`, rounded up to a power of two."""
+    rows: int
+    """Of a program: `queries` for each of `of_kv`, rounded up to a power of two, in `parts`."""
+    parts: int
+    """Programs that share the heads and positions of so many queries: wide ones have less room."""
     of_kv: int
-    """Heads of a head of keys, likewise; rows of a program are both, multiplied."""
+    """Heads of a head of keys, rounded up likewise."""
     block_h: int
     """Half the width of a head, likewise."""
 
 
-ROWS = 64
-"""Rows of a program that a product takes at once, if heads have no more than 128 numbers."""
+def most_rows(block_h: int) -> int:
+    """Find how many rows of a program a product takes at once: 64, and fewer of wide heads."""
+    return min(64, 64 * 64 // block_h)
 
 
 def tiling(x: Tensor, recent: Tensor, chosen: Tensor | None, sight: Sight) -> Tiling:
     """Choose how many queries a program has."""
     length, heads, width = x.shape[1:]
     of_kv = triton.next_power_of_2(heads // recent.shape[2])
-    rows = ROWS if width <= 128 else ROWS // 2
-    queries, shift = max(1, rows // of_kv), 0
+    block_h = max(16, triton.next_power_of_2(width // 2))
+    queries, shift = max(1, most_rows(block_h) // of_kv), 0
     programs = triton.cdiv(length, queries)
     if chosen is not None:
         queries, programs = sight.ratio, chosen.shape[1]
         shift = sight.group(0) * sight.ratio - 1 - sight.start
-    places = triton.next_power_of_2(queries)
-    places *= max(1, 16 // (places * of_kv))  # no product has fewer rows
-    block_h = max(16, triton.next_power_of_2(width // 2))
-    return Tiling(queries, shift, programs, places, of_kv, block_h)
+    rows = max(16, triton.next_power_of_2(queries) * of_kv)  # no product has fewer
+    parts = max(1, rows // most_rows(block_h)) if width > 128 else 1
+    return Tiling(queries, shift, programs, rows // parts, parts, of_kv, block_h)
 
 
 def _compressed_attention_triton(x, recent, entries, chosen, sink, cos, sin, sight, eps):
@@ -388,19 +392,22 @@ def _compressed_attention_triton(x, recent, entries, chosen, sink, cos, sin, sig
     shares, number, size = logs, 0, 0
     if chosen is not None:
         chosen, (number, size) = chosen.contiguous(), chosen.shape[1:]
-        shares = torch.empty(batch, kv, number, size, dtype=torch.float32, device=x.device)
-    _compressed_attention_kernel[(tile.programs, batch * kv)](
+        shares = torch.empty(
+            batch, kv * tile.parts, number, size, dtype=torch.float32, device=x.device
+        )
+    _compressed_attention_kernel[(tile.programs, batch * kv, tile.parts)](
         x, recent, entries, chosen, sink, cos, sin, y, logs, shares,
         length, recent.shape[1] - length, number, size, sight.start, tile.shift, sight.window,
         sight.most, sight.ratio, width**-0.5, eps,
         *x.stride()[:3], *recent.stride()[:3], *entries.stride()[:3],
-        HEADS=heads, KV=kv, QUERIES=tile.queries, PLACES=tile.places, OF_KV=tile.of_kv,
-        HALF=width // 2, BLOCK_H=tile.block_h, BLOCK_N=block_n(x), CHOSEN=chosen is not None,
-        PRECISION="ieee" if x.dtype == torch.float32 else "tf32", num_warps=num_warps(x, tile),
+        HEADS=heads, KV=kv, QUERIES=tile.queries, ROWS=tile.rows, PARTS=tile.parts,
+        OF_KV=tile.of_kv, HALF=width // 2, BLOCK_H=tile.block_h, BLOCK_N=block_n(x),
+        CHOSEN=chosen is not None, PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
+        num_warps=num_warps(x, tile),
     )  # fmt: skip
     if chosen is None:
         return y, logs, None
-    return y, logs, shares[:, 0] if kv == 1 else shares.sum(dim=1)
+    return y, logs, shares[:, 0] if shares.shape[1] == 1 else shares.sum(dim=1)
 
 
 def dense_rows(x: Tensor) -> Tensor:
@@ -417,8 +424,7 @@ def block_n(x: Tensor, most: int = 64) -> int:
 
 def num_warps(x: Tensor, tile: Tiling) -> int:
     """Choose the warps of a program, so that no register spills."""
-    rows = tile.places * tile.of_kv
-    large = tile.block_h >= 128 or rows * tile.block_h > 64 * 64 or x.dtype == torch.float32
+    large = tile.block_h >= 128 or tile.rows * tile.block_h > 64 * 64 or x.dtype == torch.float32
     return 8 if large else 4
 
 
@@ -555,6 +561,7 @@ LARGE = (
     (Sight(64, 4, 4096), 1, 260, 0, (8, 2, 64, 16)),
     (Sight(100, 4, 99), 1, 150, 0, (4, 1, 512, 20)),
     (Sight(128, 4, 4096, 16001), 1, 90, 127, (12, 1, 128, 128)),
+    (Sight(20, 4, 99), 1, 50, 0, (12, 1, 512, 5)),
 )  # fmt: skip
 
 

@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from arbcli.kernels.attention.compressed_attention import (
-    GATE,
-    ROWS,
+    COMPRESSED_ATTENTION,
     Sight,
     attend_part,
     block_n,
@@ -30,6 +29,7 @@ from arbcli.kernels.attention.compressed_attention import (
     groups_of_part,
     load_queries,
     load_vectors,
+    most_rows,
     num_warps,
     parts_of,
     scores_of,
@@ -38,7 +38,7 @@ from arbcli.kernels.attention.compressed_attention import (
 from arbcli.kernels.attention.sum_choices import sum_choices
 from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.backend import uses_triton
-from arbcli.kernels.runtime.spec import Case, KernelSpec, Timing
+from arbcli.kernels.runtime.spec import Case, Gate, KernelSpec, Timing
 
 
 def compressed_attention_backward_reference(
@@ -84,6 +84,71 @@ def _compressed_attention_backward_torch(
         sums[1] += grads[2]
         sums[2] += grads[3]
     return grad_x, *sums
+
+
+def rounded_attention_gradients(
+    grad_y: Tensor,
+    y: Tensor,
+    logs: Tensor,
+    x: Tensor,
+    recent: Tensor,
+    entries: Tensor,
+    chosen: Tensor | None,
+    sink: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    sight: Sight,
+    eps: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Compute the gradients in float64, but round what the kernels round to the dtype of x.
+
+    Products of bfloat16 take q, do, p and ds in it, and each group's sum of a chosen entry is kept
+    so. Each of these alone is an error of 1e-3 to 2e-3, and all together of 3e-3 to 4e-3.
+    """
+    dtype, (length, heads, width), near = x.dtype, x.shape[1:], recent.shape[1]
+    angle = torch.complex(cos.double(), sin.double())[:, None]
+
+    def rounded(part: Tensor) -> Tensor:
+        return part.to(dtype).double()
+
+    def turned(part: Tensor, by: Tensor) -> Tensor:
+        found = torch.complex(*part.chunk(2, dim=-1)) * by
+        return torch.cat((found.real, found.imag), dim=-1)
+
+    grad_y, y, x, recent, entries = (part.double() for part in (grad_y, y, x, recent, entries))
+    of_kv = heads // recent.shape[2]
+    vectors = torch.cat((recent, entries), dim=1).repeat_interleave(of_kv, dim=2)
+    place = torch.arange(length, device=x.device)[:, None]
+    ago = place + near - length - torch.arange(near, device=x.device)
+    complete = (sight.start + place + 1) // sight.ratio
+    j = torch.arange(entries.shape[1] + 1, device=x.device)  # the last is none
+    far = ((j < complete) & (j >= complete - sight.most)).expand(len(x), -1, -1)
+    if chosen is not None:
+        mine = chosen[:, (complete - complete[0])[:, 0]].long()  # (B, T, k)
+        far = torch.zeros_like(far).scatter(2, mine.where(mine >= 0, j[-1]), True)
+    in_window = ((ago >= 0) & (ago < sight.window)).expand(len(x), -1, -1)
+    seen = torch.cat((in_window, far[..., :-1]), dim=2)[:, :, None]
+
+    r = (x.square().mean(dim=-1, keepdim=True) + eps).rsqrt()
+    q, do = rounded(turned(x * r, angle)), rounded(turned(grad_y, angle))
+    s, dp = (torch.einsum("bthd,bjhd->bthj", part, vectors) for part in (q, do))
+    p = torch.where(seen, (s * width**-0.5 - logs[..., None]).exp(), 0)
+    delta = (grad_y * y).sum(dim=-1)
+    p, ds = rounded(p), rounded(p * (dp - delta[..., None]) * width**-0.5)
+
+    def of_vectors(queries: Tensor) -> Tensor:
+        found = torch.einsum("bthj,bthd->bjhd", p[:, queries], do[:, queries])
+        found += torch.einsum("bthj,bthd->bjhd", ds[:, queries], q[:, queries])
+        return found.unflatten(2, (-1, of_kv)).sum(dim=3)
+
+    grad_recent, grad_entries = of_vectors(place[:, 0]).tensor_split([near], dim=1)
+    if chosen is not None:
+        groups = [place[complete == g] for g in complete.unique()]
+        grad_entries = sum(rounded(of_vectors(group)[:, near:]) for group in groups)
+    grad_q = turned(torch.einsum("bthj,bjhd->bthd", ds, vectors), angle.conj())
+    grad_x = (grad_q - x * r * (grad_q * x * r).mean(dim=-1, keepdim=True)) * r
+    grad_sink = -((sink - logs).exp() * delta).sum(dim=(0, 1))
+    return grad_x.to(dtype), grad_recent, grad_entries, grad_sink
 
 
 @triton.jit
@@ -144,14 +209,16 @@ def _grad_queries_kernel(
     T, LEAD, NUMBER, SIZE, START, SHIFT, WINDOW, MOST, RATIO, scale, eps,
     stride_xb, stride_xt, stride_xh, stride_rb, stride_rs, stride_rg, stride_eb, stride_ej,
     stride_eg,
-    HEADS: tl.constexpr, KV: tl.constexpr, QUERIES: tl.constexpr, PLACES: tl.constexpr,
-    OF_KV: tl.constexpr, HALF: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr,
-    CHOSEN: tl.constexpr, PRECISION: tl.constexpr,
+    HEADS: tl.constexpr, KV: tl.constexpr, QUERIES: tl.constexpr, ROWS: tl.constexpr,
+    PARTS: tl.constexpr, OF_KV: tl.constexpr, HALF: tl.constexpr, BLOCK_H: tl.constexpr,
+    BLOCK_N: tl.constexpr, CHOSEN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     block, b = tl.program_id(0), (tl.program_id(1) // KV).to(tl.int64)
-    kv = tl.program_id(1) % KV
+    kv, part = tl.program_id(1) % KV, 0
+    if PARTS > 1:
+        part = tl.program_id(2)
     of_kv: tl.constexpr = HEADS // KV
-    row = tl.arange(0, PLACES * OF_KV)
+    row = part * ROWS + tl.arange(0, ROWS)
     place, own = row // OF_KV, row % OF_KV
     first = block * QUERIES + SHIFT
     t, h = first + place, kv * of_kv + own
@@ -163,8 +230,8 @@ def _grad_queries_kernel(
     log = tl.load(logs_ptr + rows, mask=valid, other=0)
     delta = tl.load(delta_ptr + rows, mask=valid, other=0)
     dtype = x_ptr.dtype.element_ty
-    dq1 = tl.zeros((PLACES * OF_KV, BLOCK_H), dtype=tl.float32)
-    dq2 = tl.zeros((PLACES * OF_KV, BLOCK_H), dtype=tl.float32)
+    dq1 = tl.zeros((ROWS, BLOCK_H), dtype=tl.float32)
+    dq2 = tl.zeros((ROWS, BLOCK_H), dtype=tl.float32)
     offs_n = tl.arange(0, BLOCK_N)
     offs = tl.arange(0, BLOCK_H)[None, :]
     recent_ptr += b * stride_rb + kv * stride_rg
@@ -181,7 +248,7 @@ def _grad_queries_kernel(
     complete = (START + t + 1) // RATIO
     if CHOSEN:
         chosen_ptr += (b * NUMBER + block) * SIZE
-        pairs_ptr += ((b * NUMBER + block) * SIZE * KV + kv) * (2 * HALF)
+        pairs_ptr += (((b * NUMBER + block) * PARTS + part) * SIZE * KV + kv) * (2 * HALF)
         begin, end = 0, SIZE
     else:
         begin = tl.maximum((START + low + 1) // RATIO - MOST, 0)
@@ -306,17 +373,22 @@ def _compressed_attention_backward_triton(
     pairs, number, size = q, 0, 0
     if chosen is not None:
         chosen, (number, size) = chosen.contiguous(), chosen.shape[1:]
-        pairs = torch.empty(batch, number, size, kv * width, dtype=x.dtype, device=x.device)
+        shape_of_pairs = batch, number * tile.parts, size, kv * width
+        pairs = torch.empty(shape_of_pairs, dtype=x.dtype, device=x.device)
+    options, most = {"num_warps": num_warps(x, tile)}, most_rows(tile.block_h)
+    if x.dtype == torch.float32:  # vectors that are loaded ahead leave too little shared memory
+        options["num_stages"] = 1
+        most = most // 2 if width > 64 else most  # more rows take more registers than there are
     shape |= {"HEADS": heads, "KV": kv, "OF_KV": tile.of_kv, "PRECISION": precision}
-    _grad_queries_kernel[(tile.programs, batch * kv)](
+    _grad_queries_kernel[(tile.programs, batch * kv, tile.parts)](
         q, do, x, recent, entries, chosen, cos, sin, logs, delta, grad_x, pairs,
         length, lead, number, size, sight.start, tile.shift, sight.window, sight.most,
         sight.ratio, width**-0.5, eps,
         *x.stride()[:3], *recent.stride()[:3], *entries.stride()[:3],
-        **shape, QUERIES=tile.queries, PLACES=tile.places,
-        BLOCK_N=block_n(x, 32), CHOSEN=chosen is not None, num_warps=num_warps(x, tile),
+        **shape, QUERIES=tile.queries, ROWS=tile.rows, PARTS=tile.parts,
+        BLOCK_N=block_n(x, 32), CHOSEN=chosen is not None, **options,
     )  # fmt: skip
-    queries = max(1, 16 // tile.of_kv, (ROWS if width <= 128 else ROWS // 2) // tile.of_kv)
+    queries = max(1, 16 // tile.of_kv, most // tile.of_kv)
 
     def grad_of(vectors: Tensor, splits: int, of_entries: bool) -> Tensor:
         count, size = vectors.shape[1], block_n(x, 32)
@@ -327,7 +399,7 @@ def _compressed_attention_backward_triton(
                 length, lead, count, sight.start, sight.window, sight.most, sight.ratio,
                 width**-0.5, *vectors.stride()[:3],
                 **shape, QUERIES=queries, BLOCK_N=size, SPLITS=splits, ENTRIES=of_entries,
-                num_warps=num_warps(x, tile),
+                **options,
             )  # fmt: skip
         return found[0] if splits == 1 else found.sum(dim=0)
 
@@ -336,7 +408,8 @@ def _compressed_attention_backward_triton(
         splits = min(SPLITS, triton.cdiv(length, 4 * queries))
         grad_entries = grad_of(entries, splits, True)
     else:
-        found = sum_choices(pairs, chosen, entries.shape[1])
+        own = chosen.repeat_interleave(tile.parts, dim=1)
+        found = sum_choices(pairs, own, entries.shape[1])
         grad_entries = found.view(entries.shape)
     grad_sink = -((sink - logs).exp() * delta).sum(dim=(0, 1))
     return grad_x, grad_recent, grad_entries, grad_sink
@@ -395,10 +468,10 @@ def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
     for label, inputs in draw_cases(device):
         x = inputs[0]
         grad = torch.randn(x.shape, generator=generator).to(device, x.dtype)
-        y, logs, _ = compressed_attention_reference(*inputs)
-        given = (grad, y.to(x.dtype), logs.float(), *inputs)
+        y, logs, *_ = COMPRESSED_ATTENTION.torch(*inputs)
+        given = (grad, y, logs, *inputs)
         low = x.dtype == torch.bfloat16
-        yield Case(label, given, _compressed_attention_backward_torch if low else None)
+        yield Case(label, given, rounded_attention_gradients if low else None)
 
 
 def _timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
@@ -411,6 +484,12 @@ def _timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
         )
 
 
+GATE = Gate(
+    exact=False,
+    relative=1e-5,
+    peer_slack=0.5,
+    reason="float32 sums; in bf16 the peer rounds what products take and groups keep, else nothing",
+)
 COMPRESSED_ATTENTION_BACKWARD = KernelSpec(
     "compressed_attention_backward", _compressed_attention_backward_triton,
     _compressed_attention_backward_torch, compressed_attention_backward_reference, _cases, GATE,

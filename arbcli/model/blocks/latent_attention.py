@@ -30,6 +30,8 @@ from arbcli.model.layers.rotary import rotary_table, rotate, table_rows
 SHARPNESS = 2.0
 """What scores are multiplied by: only a part of a normalised key tells its position, and with 1 no
 position can stand out enough."""
+ALIGNMENT = 16
+"""Bytes: kernels of attention on a GPU read so many at once."""
 
 
 class LatentAttention(CachedAttention):
@@ -95,7 +97,10 @@ class LatentAttention(CachedAttention):
         kv = self.up(latent, self.latent_norm)
         kv = kv.view(len(kv), -1, self.heads, self.still + self.head_dim)
         k = torch.cat((kv[..., : self.still], turned.expand(-1, -1, self.heads, -1)), dim=-1)
-        return k, kv[..., self.still :]
+        v = kv[..., self.still :]
+        if self.still * v.itemsize % ALIGNMENT:
+            v = v.contiguous()
+        return k, v
 
     def _attend_one(
         self, q: Tensor, latent: Tensor, turned: Tensor, past: "LatentBlockCache"

@@ -4,6 +4,7 @@ import pytest
 import torch
 from graph_parts import CLOSE, assert_same, decoded, graph_config, initialised, normal, text
 from torch import nn
+from torch.nn import functional
 
 from arbcli.kernels.attention.eight_bits import FORMATS
 from arbcli.model.blocks.latent_attention import LatentAttention, LatentCache
@@ -66,6 +67,24 @@ def test_attention_and_gradients_equal_autograd(options):
     config = graph_config(**options)
     part = Normalised(config)
     assert_same(part, (normal(2, 7, config.dim),), part, reference(config))
+
+
+@pytest.mark.parametrize("rotary", [2, 4, 8])
+def test_values_begin_where_a_gpu_can_read_them(rotary, monkeypatch):
+    """A kernel of torch that reads 16 bytes at once fails where they are not at such addresses."""
+    config = graph_config(dim=32, heads=2, rotary=rotary)
+    part, given, attend = Normalised(config), [], functional.scaled_dot_product_attention
+
+    def spy(q, k, v, **options):
+        given.extend((q, k, v))
+        return attend(q, k, v, **options)
+
+    monkeypatch.setattr(functional, "scaled_dot_product_attention", spy)
+    part(normal(2, 7, config.dim).bfloat16())
+    assert len(given) == 3
+    for each in given:
+        assert each.data_ptr() % 16 == 0
+        assert [stride * each.itemsize % 16 for stride in each.stride()[:-1]] == [0, 0, 0]
 
 
 @pytest.mark.parametrize("name", PARTS)
