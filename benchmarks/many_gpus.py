@@ -2,7 +2,7 @@
 
     torchrun --nproc-per-node 2 -m benchmarks.many_gpus bits|speed|quality [--preset NAME]
         [--data FILE --val FILE] [--device cpu] [--eager] [--digits all] [--steps N]
-        [--kinds KIND...] [--out DIR]
+        [--kinds KIND...] [--seeds N...] [--out DIR]
 
 `bits` trains with all GPUs, and with the first one alone that does all micro-batches, and compares
 every tensor of the state. `speed` times a step of all GPUs with one micro-batch each, and of one
@@ -79,7 +79,7 @@ def compare_bits(
     preset: str, texts: Texts, group: Group, capture: bool, steps: int, accum: int, digits: str
 ) -> dict:
     """Train with all processes and with the first alone; compare every tensor."""
-    about = {"capture": capture, "accum": accum, "batch": 8, "wire": "int8", "seed": 7}
+    about = {"capture": capture, "accum": accum, "batch": 8, "wire": "int12", "seed": 7}
     about |= {"digits": digits}
     trainer = build(preset, texts, group, **about)
     progress(group, f"bits of {preset}: made")
@@ -125,8 +125,8 @@ def time_steps(preset: str, texts: Texts, group: Group, capture: bool, kinds: li
     """Time every kind with one GPU and with all."""
     rows, on_gpu = [], group.device.type == "cuda"
     all_kinds = {
-        "wire": {"wire": "int8"}, "rule": {}, "twin": TWIN,
-        "factored": {"wire": "int8", "direction": "factored"},
+        "wire": {"wire": "int12"}, "rule": {}, "twin": TWIN,
+        "factored": {"wire": "int12", "direction": "factored"},
     }  # fmt: skip
     for kind in kinds:
         for size in dict.fromkeys((1, group.size)):
@@ -173,16 +173,17 @@ def time_steps(preset: str, texts: Texts, group: Group, capture: bool, kinds: li
 
 
 def learn(
-    preset: str, texts: Texts, group: Group, steps: int, kinds: list[str] | None
+    preset: str, texts: Texts, group: Group, steps: int, kinds: list[str] | None, seeds: list[int]
 ) -> list[dict]:
     """Train every seed in one step of 32 windows, and in four parts that travel as integers."""
     options = {
         "rule, 1 x 32": {"batch": 32},
-        "wire, 4 x 8": {"batch": 8, "accum": 4, "wire": "int8"},
-        "wire, 1 x 32": {"batch": 32, "wire": "int8"},
+        "wire, 4 x 8": {"batch": 8, "accum": 4, "wire": "int12"},
+        "wire, 1 x 32": {"batch": 32, "wire": "int12"},
+        "int8, 4 x 8": {"batch": 8, "accum": 4, "wire": "int8"},
         "int16, 4 x 8": {"batch": 8, "accum": 4, "wire": "int16"},
     }
-    jobs = [(kind, seed) for kind in kinds or options for seed in SEEDS]
+    jobs = [(kind, seed) for kind in kinds or options for seed in seeds]
     rows = []
     for kind, seed in jobs[group.rank :: group.size]:
         started = time.perf_counter()
@@ -223,6 +224,7 @@ def main() -> int:
     parser.add_argument("--eager", action="store_true", help="do not capture steps")
     parser.add_argument("--digits", choices=("trit", "all"), default="trit", help="of `bits`")
     parser.add_argument("--kinds", nargs="+")
+    parser.add_argument("--seeds", type=int, nargs="+", default=SEEDS, help="of `quality`")
     parser.add_argument("--steps", type=int)
     args = parser.parse_args()
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -239,7 +241,7 @@ def main() -> int:
         elif args.part == "speed":
             rows = time_steps(*about, capture, args.kinds or ["wire", "rule", "twin"])
         else:
-            rows = learn(*about, args.steps or 2000, args.kinds)
+            rows = learn(*about, args.steps or 2000, args.kinds, args.seeds)
         group.agree(0)
         if group.first:
             command = results.command_line("many_gpus", args.part, "--preset", args.preset)

@@ -757,6 +757,26 @@ FAULTS = [
         rewrite("tl.minimum(tl.maximum(x, -100), 100)", "x"),
     ),
     kernel(
+        "missing term", "columns mixed before they are sent, and not back", "sum_gradients",
+        rewrite("mix_blocks(a, b, c) * column_signs(k)", "a"),
+    ),
+    kernel(
+        "missing term", "columns sent as they are", "quantise_gradient",
+        rewrite("mix_blocks(a * b, c, d)", "a"),
+    ),
+    kernel(
+        "sign", "columns mixed back with no signs", "sum_gradients",
+        rewrite("mix_blocks(a, b, c) * column_signs(k)", "mix_blocks(a, b, c)"),
+    ),
+    kernel(
+        "layout", "four bits of the odd row sent as those of the even one", "quantise_gradient",
+        rewrite("(a & 15) | ((b & 15) << 4)", "(b & 15) | ((a & 15) << 4)"),
+    ),
+    kernel(
+        "layout", "four bits of every row read from the low half", "sum_gradients",
+        rewrite("((a >> (4 * (b % 2)).to(tl.int32)) & 15)", "(a & 15)"),
+    ),
+    kernel(
         "bad gradient", "parts that are not finite added up", "sum_gradients",
         rewrite("(w == 127)[:, None]", "(w == 126)[:, None]"),
     ),

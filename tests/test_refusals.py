@@ -78,7 +78,9 @@ CONFIGURATIONS = {
         of_run(weights="ste", compute="fp8"), "multiplied in bf16", "`compute=fp8` out",
         ("compute",),
     ),
-    "unknown wire": (of_run(wire="int4"), "`wire` is `int4`", "`int8`, `int16`", ("wire",)),
+    "unknown wire": (
+        of_run(wire="int4"), "`wire` is `int4`", "`int12`, `int8`, `int16`", ("wire",),
+    ),
 }  # fmt: skip
 
 

@@ -94,7 +94,7 @@ def audit_memory(
         seed=seed,
     )
     if ranks is not None:
-        given = {"accum": ranks, "wire": "int8"} | given
+        given = {"accum": ranks, "wire": "int12"} | given
     if budget is not None and (device or "").startswith("cuda"):
         config = audit.config_of_any_gpu(**given)
     else:

@@ -124,7 +124,8 @@ def train(
     wire: Annotated[
         str | None,
         typer.Option(
-            help="How gradients travel between processes: int8, int16. [default: int8 of several]",
+            help="How gradients travel between processes: int12, int8, int16. "
+            "[default: int12 of several]",
             callback=one_of("wire", WIRES),
         ),
     ] = None,
@@ -226,7 +227,7 @@ def train(
         check_file(plot, "--plot", PICTURES)
     rank, processes = this_process()
     if processes > 1 and weights in (None, "ternary") and resume is None:
-        given.setdefault("wire", "int8")
+        given.setdefault("wire", "int12")
     alone = rank == 0  # in showing anything
     with RunDisplay(quiet=quiet or not alone, as_json=as_json and alone) as display:
         display.wait("loading")

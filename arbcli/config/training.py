@@ -19,7 +19,7 @@ SCHEDULES = ("cosine", "linear", "wsd", "constant")
 """Choices of `schedule`."""
 COMPUTES = ("bf16", "fp8", "nvfp4", "fp32")
 """Choices of `compute`."""
-WIRES = ("int8", "int16")
+WIRES = ("int12", "int8", "int16")
 """Choices of `wire`: what each part of a gradient of a matrix is rounded to."""
 OPTIMIZERS = {"ternary": ("rule",), "float": ("adamw", "muon"), "ste": ("adamw", "muon")}
 """By the kind of weights."""

@@ -66,6 +66,7 @@ from arbcli.kernels.scan.mamba_step import MAMBA_STEP, draw_step
 from arbcli.kernels.streams.mix_streams import rounded_mix, rounded_mix_gradients
 from arbcli.kernels.streams.stream_weights import STREAMS, count_streams, stream_weights_torch
 from arbcli.kernels.update.blend_moment import moment_max
+from arbcli.kernels.update.hadamard import block_of
 from arbcli.kernels.update.newton_schulz import GRAM, GRAM_POLYNOMIAL
 from arbcli.kernels.update.quantise_gradient import NONE
 
@@ -780,16 +781,26 @@ def _quantise_gradient(dice: Dice, group_size: int, m: int, n: int, k: int) -> t
     exponent, fitting = (dice.integers(-9, 1, n).contiguous() for _ in range(2))
     if dice.chance(0.2):
         exponent[:: 1 + dice.below(4)] = NONE
-    # sums of int8 have room for so much
-    return dice.reals(n, k), exponent, dice.key(), sums, fitting, 1 + dice.below(29), True
+    low, room = None, 29  # in sums of int8
+    if dtype == torch.int8 and dice.chance(0.5):
+        low, room = dice.integers(0, 15, (n + 1) // 2, k).contiguous().view(torch.uint8), 450
+    block = block_of(k) if dice.chance(0.9) else 1
+    about = fitting, 1 + dice.below(room), block, True
+    return dice.reals(n, k), exponent, dice.key(), sums, low, *about
 
 
 def _sum_gradients(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
     number, dtype = 1 + dice.below(4), dice.pick((torch.int8, torch.int16, torch.int32))
+    low = None
+    if dtype == torch.int8 and dice.chance(0.5):
+        halves = dice.integers(-128, 127, number, (n + 1) // 2 * k + dice.below(3))
+        low = halves.contiguous().view(torch.uint8)[:, : (n + 1) // 2 * k]
+        low = low.unflatten(1, ((n + 1) // 2, k))
     room = torch.zeros(number, n * k + dice.below(3), dtype=dtype, device=dice.device)
     parts = room[:, : n * k].unflatten(1, (n, k))
     parts.copy_(dice.integers(-127, 127, number, n, k))
-    return parts, *(dice.integers(-9, 9, *shape).contiguous() for shape in ((n,), (number, n)))
+    about = (dice.integers(-9, 9, *shape).contiguous() for shape in ((n,), (number, n)))
+    return parts, low, *about, block_of(k) if dice.chance(0.9) else 1
 
 
 def _weights(dice: Dice, n: int, k: int, radix: int, largest: int) -> tuple[Tensor, Tensor]:

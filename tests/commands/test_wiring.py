@@ -79,10 +79,10 @@ def test_logger_that_is_named_twice_hears_once(asked, monkeypatch):
 
 @pytest.mark.parametrize(
     ("words", "processes", "wire"),
-    [([], 1, None), ([], 2, "int8"), (["--wire", "int16"], 2, "int16"),
+    [([], 1, None), ([], 2, "int12"), (["--wire", "int16"], 2, "int16"),
      (["--weights", "float"], 2, None)],
 )  # fmt: skip
-def test_several_processes_send_int8_unless_told_otherwise(
+def test_several_processes_send_twelve_bits_unless_told_otherwise(
     words, processes, wire, asked, monkeypatch
 ):
     monkeypatch.setattr(train, "this_process", lambda: (0, processes))
@@ -122,9 +122,9 @@ def test_audit_of_ranks_is_told_of_what(asked, monkeypatch):
     words = ["audit-memory", *SIZES, "--device", "cpu", "--ranks", "2"]
     predict = "arbcli.inspect.ranks.predict_ranks"
     config, ranks, budget = asked(predict, *words, "--budget", "3KB").args
-    assert (config.accum, config.wire, ranks, budget) == (2, "int8", 2, 3000)
+    assert (config.accum, config.wire, ranks, budget) == (2, "int12", 2, 3000)
     config, ranks, _ = asked(predict, *words, "--budget", "3KB", "--accum", "4").args
-    assert (config.accum, config.wire, ranks) == (4, "int8", 2)
+    assert (config.accum, config.wire, ranks) == (4, "int12", 2)
     assert asked("arbcli.commands.audit_memory.start_processes", *words).args == (2,)
     monkeypatch.setattr(audit_memory, "this_process", lambda: (1, 2))
     call = asked("arbcli.commands.audit_memory._audit_ranks", *words)

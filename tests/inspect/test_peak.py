@@ -300,7 +300,7 @@ def test_what_kernels_of_torch_take_beside_their_results_is_what_was_found():
 
 def test_process_of_several_is_predicted_to_hold_its_share():
     config = new_config(
-        dim=32, layers=1, heads=2, ffn=48, ctx=16, batch=2, accum=2, wire="int8", device="cpu",
+        dim=32, layers=1, heads=2, ffn=48, ctx=16, batch=2, accum=2, wire="int12", device="cpu",
         compute="fp32",
     )  # fmt: skip
     shares = share_out(config, 2)

@@ -13,7 +13,7 @@ from arbcli.model.build import build_model
 from arbcli.train.configure import new_config
 
 SHAPE = {"dim": 32, "layers": 1, "heads": 2, "ffn": 48, "ctx": 16, "batch": 2, "steps": 2}
-SHARED = SHAPE | {"accum": 4, "wire": "int8", "device": "cpu", "compute": "fp32"}
+SHARED = SHAPE | {"accum": 4, "wire": "int12", "device": "cpu", "compute": "fp32"}
 
 
 def audited(group, config):

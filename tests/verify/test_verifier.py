@@ -417,7 +417,7 @@ CASES = {
     "find_chunks": 11, "gather_chunks": 7, "smooth_chunks": 7, "smooth_chunks_backward": 7,
     "spread_chunks": 6, "spread_chunks_backward": 6, "route_position": 30, "take_chunk": 9,
     "decay_scan": 16, "causal_conv": 12, "causal_conv_grad_w": 6, "mamba_step": 7,
-    "quantise_gradient": 16, "sum_gradients": 8, "last_bits": 11, "take_last_bits": 11,
+    "quantise_gradient": 32, "sum_gradients": 18, "last_bits": 11, "take_last_bits": 11,
     "stream_weights": 9, "stream_weights_backward": 9, "mix_streams": 10,
     "mix_streams_backward": 10, "round_nvfp4": 11, "nvfp4_matmul": 3, "encode_nvfp4": 11,
     "scaled_nvfp4_matmul": 3,

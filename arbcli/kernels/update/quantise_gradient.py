@@ -1,15 +1,19 @@
-"""Quantise a gradient to small integers that can be added in any order: q <- q + SR(g / 2**e[n]).
+"""Quantise a gradient to small integers that can be added in any order: q <- q + SR(y / 2**e[n]).
 
-Each row has a power of two, which the caller knows before the gradient is there. With
-x = |g| / 2**e[n], clipped to `limit`,
+y is the gradient with its columns mixed by Hadamard matrices: see `hadamard`. Each row has a power
+of two, which the caller knows before the gradient is there. With x = |y| / 2**e[n], clipped to
+`limit`,
 
-    q = sign(g) * floor(x + r / 2**16),  r uniform in 0..65535
+    q = sign(y) * floor(x + r / 2**16),  r uniform in 0..65535
 
 which is unbiased but for what is clipped. Integers add up to the same sum in every order, so a
 gradient of many parts does not depend on who added which.
 
-Beside the sums stands for each row the power of two that would have fitted: of the largest g,
-e = floor(log2 |g|) + 1 - bits, so that |g| / 2**e is below 2**bits, where `limit` has so many bits.
+Sums of twelve bits are in two planes: 16 * sums + low, with the `low` of two rows in a byte, that
+of the even row in its low half.
+
+Beside the sums stands for each row the power of two that would have fitted: of the largest y,
+e = floor(log2 |y|) + 1 - bits, so that |y| / 2**e is below 2**bits, where `limit` has so many bits.
 A row of zeros has `NONE`, and one that is not finite `NOT_FINITE`.
 """
 
@@ -21,6 +25,15 @@ from torch import Tensor
 from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.backend import row_chunks, uses_triton
 from arbcli.kernels.runtime.spec import MATRIX, Case, KernelSpec, Timing
+from arbcli.kernels.update.hadamard import (
+    LARGEST_BLOCK,
+    block_of,
+    check_block,
+    column_signs,
+    mix_blocks,
+    mixed,
+    mixed_reference,
+)
 from arbcli.kernels.update.random_bits import random_halves, random_halves_reference, random_words
 
 NONE = -128
@@ -29,6 +42,8 @@ NOT_FINITE = 127
 """Stands for the exponent of a row that is not finite; its elements that are not count as 0."""
 LOWEST, HIGHEST = -100, 100
 """Exponents of rows are within these."""
+LARGEST_OF_PLANES = 2047
+"""Of sums of twelve bits."""
 
 
 def quantise_gradient_reference(
@@ -36,12 +51,15 @@ def quantise_gradient_reference(
     exponent: Tensor,
     key: Tensor,
     sums: Tensor,
+    low: Tensor | None,
     fitting: Tensor,
     limit: int,
+    block: int,
     add: bool,
-) -> tuple[Tensor, Tensor]:
-    """Compute what `quantise_gradient` leaves in `sums` and `fitting`, in float64."""
-    values, e = grad.double(), exponent.long()[:, None]
+) -> tuple[Tensor, ...]:
+    """Compute what `quantise_gradient` leaves in `sums`, `low` and `fitting`, in float64."""
+    values = mixed_reference(grad.float(), block).double() if block > 1 else grad.double()
+    e = exponent.long()[:, None]
     size = torch.where(values.abs() < torch.inf, values.abs(), 0) * torch.exp2(-e.double())
     size = torch.where(e == -128, 0, size.clamp(max=limit))
     parts = torch.floor(size * 65536).long()  # exact: below 2**53
@@ -55,8 +73,21 @@ def quantise_gradient_reference(
         octave = min(max(fits - limit.bit_length(), -100), 100) if normal else -128
         found.append(127 if largest == float("inf") else octave)
     new = torch.tensor(found, dtype=torch.int8, device=fitting.device)
-    total = sums.long() + q if add else q
-    return total.to(sums.dtype), torch.maximum(fitting, new) if add else new
+    fits = torch.maximum(fitting, new) if add else new
+    if low is None:
+        return (sums.long() + q if add else q).to(sums.dtype), fits
+    total = together_reference(sums, low) + q if add else q
+    bits = torch.cat([total, total.new_zeros(len(total) % 2, total.shape[1])]) % 16
+    high = torch.div(total, 16, rounding_mode="floor").to(torch.int8)
+    return high, (bits[::2] + 16 * bits[1::2]).to(torch.uint8), fits
+
+
+def together_reference(sums: Tensor, low: Tensor | None) -> Tensor:
+    """Put the planes of sums together, in int64: (..., N, K)."""
+    if low is None:
+        return sums.long()
+    bits = torch.stack([low.long() % 16, low.long() // 16], dim=-2)
+    return 16 * sums.long() + bits.flatten(-3, -2)[..., : sums.shape[-2], :]
 
 
 def fitting_exponents(largest: Tensor, limit: int) -> Tensor:
@@ -75,12 +106,12 @@ def fitting_exponents(largest: Tensor, limit: int) -> Tensor:
     return torch.where(field == 255, NOT_FINITE, e).to(torch.int8)
 
 
-def _quantise_gradient_torch(grad, exponent, key, sums, fitting, limit, add):
+def _quantise_gradient_torch(grad, exponent, key, sums, low, fitting, limit, block, add):
     columns = torch.arange(grad.shape[1], dtype=torch.int32, device=grad.device)
     inverse = ((127 - exponent.int()) << 23).view(torch.float32)
     inverse = torch.where(exponent == NONE, 0.0, inverse)[:, None]
     for rows in row_chunks(grad):
-        values = grad[rows].float()
+        values = mixed(grad[rows].float(), block)
         size = values.abs()
         largest = size.view(torch.int32).amax(dim=1).view(torch.float32)
         found = fitting_exponents(largest, limit)
@@ -91,77 +122,130 @@ def _quantise_gradient_torch(grad, exponent, key, sums, fitting, limit, add):
         part += random_halves(key, rows, columns)
         q = whole.to(torch.int32).add_(part.bitwise_right_shift_(16)).clamp_(max=limit)
         q *= torch.sign(values).nan_to_num_(0).to(torch.int32)
+        pairs = None if low is None else low[rows.start // 2 : (rows.stop + 1) // 2]
         if add:
-            q += sums[rows]
+            q += together(sums[rows], pairs)
+        if low is not None:
+            bits = q.bitwise_and(15).to(torch.uint8)
+            pairs.copy_(bits[::2])
+            pairs[: len(bits) // 2].bitwise_or_(bits[1::2] << 4)
+            q.bitwise_right_shift_(4)
         sums[rows] = q.to(sums.dtype)
-    return sums, fitting
+    return (sums, fitting) if low is None else (sums, low, fitting)
+
+
+def together(sums: Tensor, low: Tensor | None) -> Tensor:
+    """Put the planes of sums together.
+
+    Args:
+        sums: (..., N, K) integers.
+        low: (..., (N + 1) // 2, K) uint8, or None.
+
+    Returns:
+        (..., N, K) int32.
+    """
+    if low is None:
+        return sums.to(torch.int32)
+    bits = torch.stack([low & 15, low >> 4], dim=-2).flatten(-3, -2)
+    return sums.to(torch.int32).mul_(16).add_(bits[..., : sums.shape[-2], :])
+
+
+@triton.jit
+def _quantised(
+    grad_ptr, n, k, mask, e, random, signs, stride_gn, stride_gk,
+    LIMIT: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Quantise a tile whose rows have the exponents `e`; find also the largest of each row."""
+    grad = tl.load(grad_ptr + n * stride_gn + k * stride_gk, mask=mask, other=0).to(tl.float32)
+    if STAGES > 0:
+        grad = mix_blocks(grad * signs, BLOCK, STAGES)
+    bits = tl.abs(grad).to(tl.int32, bitcast=True)  # compare like the numbers
+    inverse = ((127 - e) << 23).to(tl.float32, bitcast=True)
+    inverse = tl.where(e == -128, 0.0, inverse)[:, None]
+    size = tl.where(bits < 0x7F800000, tl.abs(grad) * inverse, 0.0)
+    size = tl.minimum(size, LIMIT * 1.0)
+    whole = size.to(tl.int32)
+    part = ((size - whole.to(tl.float32)) * 65536.0).to(tl.int32)
+    part += (random & 0xFFFF).to(tl.int32)
+    q = tl.minimum(whole + (part >> 16), LIMIT)
+    return tl.where(grad < 0, -q, q), tl.max(bits, axis=1)
+
+
+@triton.jit
+def _store_fitting(fitting_ptr, n, N, largest, BITS: tl.constexpr, ADD: tl.constexpr):
+    """Store what exponents would have fitted rows with these largest values."""
+    field = largest >> 23
+    fits = tl.minimum(tl.maximum(field - 126 - BITS, -100), 100)
+    fits = tl.where(field == 0, -128, tl.where(field == 255, 127, fits))
+    if ADD:
+        before = tl.load(fitting_ptr + n, mask=n < N, other=-128).to(tl.int32)
+        fits = tl.maximum(fits, before)
+    tl.store(fitting_ptr + n, fits.to(tl.int8), mask=n < N)
 
 
 @triton.jit
 def _quantise_gradient_kernel(
-    grad_ptr, exponent_ptr, key_ptr, sums_ptr, fitting_ptr,
-    N, K, stride_gn, stride_gk, stride_sn,
+    grad_ptr, exponent_ptr, key_ptr, sums_ptr, low_ptr, fitting_ptr,
+    N, K, stride_gn, stride_gk, stride_sn, stride_ln,
     LIMIT: tl.constexpr, BITS: tl.constexpr, ADD: tl.constexpr,
-    BLOCK_P: tl.constexpr, BLOCK_K: tl.constexpr,
+    BLOCK: tl.constexpr, STAGES: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """Quantise whole rows, `BLOCK_P` pairs of them."""
     pair = tl.program_id(0).to(tl.int64) * BLOCK_P + tl.arange(0, BLOCK_P)
     key = tl.load(key_ptr)
-    e0 = tl.load(exponent_ptr + 2 * pair, mask=2 * pair < N, other=-128).to(tl.int32)
-    e1 = tl.load(exponent_ptr + 2 * pair + 1, mask=2 * pair + 1 < N, other=-128).to(tl.int32)
+    n0, n1 = 2 * pair, 2 * pair + 1
+    e0 = tl.load(exponent_ptr + n0, mask=n0 < N, other=-128).to(tl.int32)
+    e1 = tl.load(exponent_ptr + n1, mask=n1 < N, other=-128).to(tl.int32)
     largest0 = tl.zeros((BLOCK_P,), dtype=tl.int32)
     largest1 = tl.zeros((BLOCK_P,), dtype=tl.int32)
     for start in range(0, K, BLOCK_K):
         k = (start + tl.arange(0, BLOCK_K))[None, :]
         words = random_words(key, pair[:, None], k)
-        for half in tl.static_range(2):
-            n = (2 * pair + half)[:, None]
-            mask = (n < N) & (k < K)
-            grad = tl.load(grad_ptr + n * stride_gn + k * stride_gk, mask=mask, other=0)
-            grad = grad.to(tl.float32)
-            bits = tl.abs(grad).to(tl.int32, bitcast=True)  # compare like the numbers
-            found = tl.max(bits, axis=1)
-            e = e1 if half else e0
-            inverse = ((127 - e) << 23).to(tl.float32, bitcast=True)
-            inverse = tl.where(e == -128, 0.0, inverse)[:, None]
-            size = tl.where(bits < 0x7F800000, tl.abs(grad) * inverse, 0.0)
-            size = tl.minimum(size, LIMIT * 1.0)
-            whole = size.to(tl.int32)
-            part = ((size - whole.to(tl.float32)) * 65536.0).to(tl.int32)
-            part += ((words >> (16 * half)) & 0xFFFF).to(tl.int32)
-            q = tl.minimum(whole + (part >> 16), LIMIT)
-            q = tl.where(grad < 0, -q, q)
-            sums_ptrs = sums_ptr + n * stride_sn + k
-            if ADD:
-                q += tl.load(sums_ptrs, mask=mask, other=0).to(tl.int32)
-            tl.store(sums_ptrs, q.to(sums_ptr.dtype.element_ty), mask=mask)
-            if half:
-                largest1 = tl.maximum(largest1, found)
-            else:
-                largest0 = tl.maximum(largest0, found)
-    for half in tl.static_range(2):
-        n = 2 * pair + half
-        field = (largest1 if half else largest0) >> 23
-        fits = tl.minimum(tl.maximum(field - 126 - BITS, -100), 100)
-        fits = tl.where(field == 0, -128, tl.where(field == 255, 127, fits))
+        mask0, mask1 = (n0 < N)[:, None] & (k < K), (n1 < N)[:, None] & (k < K)
+        signs = column_signs(k).to(tl.float32)
+        q0, found0 = _quantised(
+            grad_ptr, n0[:, None], k, mask0, e0, words, signs, stride_gn, stride_gk,
+            LIMIT, BLOCK, STAGES,
+        )  # fmt: skip
+        q1, found1 = _quantised(
+            grad_ptr, n1[:, None], k, mask1, e1, words >> 16, signs, stride_gn, stride_gk,
+            LIMIT, BLOCK, STAGES,
+        )  # fmt: skip
+        largest0, largest1 = tl.maximum(largest0, found0), tl.maximum(largest1, found1)
+        sums0 = sums_ptr + n0[:, None] * stride_sn + k
+        sums1 = sums_ptr + n1[:, None] * stride_sn + k
         if ADD:
-            before = tl.load(fitting_ptr + n, mask=n < N, other=-128).to(tl.int32)
-            fits = tl.maximum(fits, before)
-        tl.store(fitting_ptr + n, fits.to(tl.int8), mask=n < N)
+            before0 = tl.load(sums0, mask=mask0, other=0).to(tl.int32)
+            before1 = tl.load(sums1, mask=mask1, other=0).to(tl.int32)
+            if low_ptr is None:
+                q0, q1 = q0 + before0, q1 + before1
+            else:
+                bits = tl.load(low_ptr + pair[:, None] * stride_ln + k, mask=mask0, other=0)
+                q0 += before0 * 16 + (bits.to(tl.int32) & 15)
+                q1 += before1 * 16 + (bits.to(tl.int32) >> 4)
+        if low_ptr is not None:
+            bits = (q0 & 15) | ((q1 & 15) << 4)
+            tl.store(low_ptr + pair[:, None] * stride_ln + k, bits.to(tl.uint8), mask=mask0)
+            q0, q1 = q0 >> 4, q1 >> 4
+        tl.store(sums0, q0.to(sums_ptr.dtype.element_ty), mask=mask0)
+        tl.store(sums1, q1.to(sums_ptr.dtype.element_ty), mask=mask1)
+    _store_fitting(fitting_ptr, n0, N, largest0, BITS, ADD)
+    _store_fitting(fitting_ptr, n1, N, largest1, BITS, ADD)
 
 
-def _quantise_gradient_triton(grad, exponent, key, sums, fitting, limit, add):
+def _quantise_gradient_triton(grad, exponent, key, sums, low, fitting, limit, block, add):
     rows, columns = grad.shape
     if grad.numel():
         block_k = min(512, triton.next_power_of_2(columns))
         block_p = max(1, 256 // block_k)
         _quantise_gradient_kernel[(triton.cdiv(rows, 2 * block_p),)](
-            grad, exponent, key, sums, fitting,
-            rows, columns, *grad.stride(), sums.stride(0),
-            LIMIT=limit, BITS=limit.bit_length(), ADD=add, BLOCK_P=block_p, BLOCK_K=block_k,
+            grad, exponent, key, sums, low, fitting,
+            rows, columns, *grad.stride(), sums.stride(0), 0 if low is None else low.stride(0),
+            LIMIT=limit, BITS=limit.bit_length(), ADD=add,
+            BLOCK=block, STAGES=block.bit_length() - 1, BLOCK_P=block_p, BLOCK_K=block_k,
             enable_fp_fusion=False, num_warps=4 if block_k > 128 else 2,
         )  # fmt: skip
-    return sums, fitting
+    return (sums, fitting) if low is None else (sums, low, fitting)
 
 
 def quantise_gradient(
@@ -169,8 +253,10 @@ def quantise_gradient(
     exponent: Tensor,
     key: Tensor,
     sums: Tensor,
+    low: Tensor | None,
     fitting: Tensor,
     limit: int,
+    block: int,
     add: bool,
 ) -> None:
     """Quantise a gradient, and add it to integers or write it over them, in place.
@@ -181,10 +267,14 @@ def quantise_gradient(
         key: int32 scalar tensor, from `stream_keys`.
         sums: (N, K) int8, int16 or int32, with rows that are contiguous. The caller knows that the
             sums cannot wrap: each part is within -limit..limit.
+        low: ((N + 1) // 2, K) uint8, with rows that are contiguous, the last four bits of sums of
+            twelve, whose others are in int8 `sums`; None where `sums` have all.
         fitting: (N,) int8, contiguous; becomes the exponents that would have fitted, or with `add`
             the larger of these and what is there.
-        limit: 1..32767, no more than `sums` hold.
-        add: whether what is in `sums` and `fitting` counts.
+        limit: 1..32767, no more than `sums` and `low` hold.
+        block: columns that are mixed, a power of two up to `LARGEST_BLOCK` that divides K; 1 is
+            none.
+        add: whether what is in `sums`, `low` and `fitting` counts.
 
     Raises:
         ValueError: a dtype or a shape does not fit.
@@ -201,24 +291,45 @@ def quantise_gradient(
         if not (good and vector.is_contiguous()):
             got = f"{vector.dtype} {tuple(vector.shape)}"
             raise ValueError(f"need `{name}` as contiguous int8 of shape ({shape[0]},), got {got}")
-    if not 1 <= limit <= min(32767, torch.iinfo(sums.dtype).max):
-        raise ValueError(f"need a limit of 1 to the largest {sums.dtype}, got {limit}")
+    if low is not None:
+        check_low(sums, low)
+    check_block(shape[1], block)
+    most = torch.iinfo(sums.dtype).max if low is None else LARGEST_OF_PLANES
+    if not 1 <= limit <= min(32767, most):
+        raise ValueError(f"need a limit of 1 to the largest of the sums, got {limit}")
     run = _quantise_gradient_triton if uses_triton(grad) else _quantise_gradient_torch
-    run(grad, exponent, key, sums, fitting, limit, add)
+    run(grad, exponent, key, sums, low, fitting, limit, block, add)
+
+
+def check_low(sums: Tensor, low: Tensor) -> None:
+    """Raise ValueError unless four bits fit (..., N, K) sums: see `together`."""
+    *before, rows, columns = sums.shape
+    shape = *before, (rows + 1) // 2, columns
+    if sums.dtype != torch.int8 or low.dtype != torch.uint8 or tuple(low.shape) != shape:
+        got = f"{low.dtype} {tuple(low.shape)} beside {sums.dtype}"
+        raise ValueError(f"need `low` as uint8 of shape {shape} beside int8, got {got}")
+    if columns > 1 and low.stride(-1) != 1:
+        raise ValueError("need `low` with contiguous rows")
 
 
 def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
     generator = torch.Generator().manual_seed(0)
 
-    def case(label: str, grad: Tensor, limit: int, add: bool, dtype=torch.int8) -> Case:
-        rows = len(grad)
+    def case(
+        label: str, grad: Tensor, limit: int, add: bool, dtype=torch.int8, low=False, block=None
+    ) -> Case:
+        rows, columns = grad.shape
         exponent = torch.randint(-8, 2, (rows,), generator=generator).to(torch.int8)
         exponent[::5] = NONE
         sums = torch.randint(-90, 90, grad.shape, generator=generator).to(dtype)
+        pairs = torch.randint(256, ((rows + 1) // 2, columns), generator=generator) if low else None
+        if low and rows % 2:
+            pairs[-1] &= 15
         fitting = torch.randint(-9, 0, (rows,), generator=generator).to(torch.int8)
         key = torch.tensor(-987654321, dtype=torch.int32)
-        found = (grad, exponent, key, sums, fitting)
-        return Case(label, (*(tensor.to(device) for tensor in found), limit, add))
+        found = (grad, exponent, key, sums, pairs.to(torch.uint8) if low else None, fitting)
+        placed = (tensor if tensor is None else tensor.to(device) for tensor in found)
+        return Case(label, (*placed, limit, block or block_of(columns), add))
 
     def draw(rows: int, columns: int) -> Tensor:
         return torch.randn(rows, columns, generator=generator)
@@ -226,9 +337,15 @@ def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
     for rows, columns in ((1, 1), (3, 33), (33, 1), (17, 523)):
         yield case(f"{rows}x{columns}", draw(rows, columns), 127, False)
         yield case(f"{rows}x{columns} added", draw(rows, columns), 31, True)
+    for rows, columns in ((3, 2), (5, 48), (9, 40), (4, 640)):
+        yield case(f"{rows}x{columns} in blocks", draw(rows, columns), 127, False)
+        twelve = {"dtype": torch.int8, "low": True}
+        yield case(f"{rows}x{columns} twelve bits", draw(rows, columns), 2047, False, **twelve)
+        yield case(f"{rows}x{columns} twelve bits added", draw(rows, columns), 511, True, **twelve)
     yield case("9x40 int16 added", draw(9, 40), 63, True, torch.int16)
     yield case("9x40 fifteen bits", draw(9, 40), 32767, False, torch.int16)
     yield case("9x40 int32 added", draw(9, 40), 31, True, torch.int32)
+    yield case("9x64 not mixed", draw(9, 64), 31, True, block=1)
     yield case("6x20 strided", draw(12, 60)[::2, ::3], 127, False)
     yield case("5x43 transposed", draw(43, 5).T, 127, True, torch.int16)
     yield case("5x7 zeros", torch.zeros(5, 7), 127, True)
@@ -237,8 +354,9 @@ def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
     wrong = draw(7, 12)
     wrong[1, 3], wrong[2, 0], wrong[3, 11] = torch.nan, torch.inf, -torch.inf
     yield case("7x12 not finite", wrong, 127, False)
+    yield case("7x12 not finite, not mixed", wrong, 127, False, block=1)
     halves = torch.arange(-64, 64).float()[None].expand(7, 128) / 16
-    yield case("7x128 halfway", halves, 15, False)
+    yield case("7x128 halfway", halves, 15, False, block=1)
 
 
 def _timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
@@ -246,9 +364,11 @@ def _timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
     exponent = torch.full(MATRIX[:1], -4, dtype=torch.int8, device=device)
     key = torch.ones((), dtype=torch.int32, device=device)
     sums = torch.zeros(MATRIX, dtype=torch.int8, device=device)
+    low = torch.zeros(MATRIX[0] // 2, MATRIX[1], dtype=torch.uint8, device=device)
     for add in (False, True):
-        inputs = (grad, exponent, key, sums, exponent.clone(), 31, add)
-        yield Timing(f"11264x2048 bf16{' added' if add else ''}", inputs)
+        for bits, limit, plane in ((8, 31, None), (12, 511, low)):
+            inputs = (grad, exponent, key, sums, plane, exponent.clone(), limit, LARGEST_BLOCK, add)
+            yield Timing(f"11264x2048 bf16, {bits} bits{' added' if add else ''}", inputs)
 
 
 QUANTISE_GRADIENT = KernelSpec(

@@ -1,7 +1,9 @@
-"""Add up the integers that processes made of a gradient: g = 2**e[n] * sum over p of q[p, n, k].
+"""Add up the integers that processes made of a gradient, and undo how its columns were mixed.
 
-The sum is exact in int32, and is rounded once, to the dtype of the gradient: bfloat16 holds sums of
-magnitude up to 256, float32 up to 2**24.
+    g[n, k] = 2**e[n] * s[k] / B * (sum over p of q[p] times H)[n, k]
+
+with blocks, s and H as in `hadamard`. The sum is exact in int32, and is rounded once, to the dtype
+of the gradient.
 """
 
 from collections.abc import Iterator
@@ -12,78 +14,126 @@ from torch import Tensor
 from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.backend import row_chunks, uses_triton
 from arbcli.kernels.runtime.spec import MATRIX, Case, KernelSpec, Timing
-from arbcli.kernels.update.quantise_gradient import NONE, NOT_FINITE
+from arbcli.kernels.update.hadamard import (
+    LARGEST_BLOCK,
+    block_of,
+    check_block,
+    column_signs,
+    hadamard_matrix,
+    mix_blocks,
+    mixed_back,
+    signs_reference,
+)
+from arbcli.kernels.update.quantise_gradient import (
+    NONE,
+    NOT_FINITE,
+    check_low,
+    together,
+    together_reference,
+)
 
 
 def sum_gradients_reference(
-    parts: Tensor, exponent: Tensor, fitting: Tensor, dtype: torch.dtype = torch.float32
+    parts: Tensor,
+    low: Tensor | None,
+    exponent: Tensor,
+    fitting: Tensor,
+    block: int,
+    dtype: torch.dtype = torch.float32,
 ) -> Tensor:
     """Compute what `sum_gradients` must return, in int64 and float64."""
-    total = parts.long().sum(0).double() * torch.exp2(exponent.double())[:, None]
-    total = torch.where((exponent == -128)[:, None], 0, total)
+    total = together_reference(parts, low).sum(0)
+    about = {"dtype": torch.int64, "device": parts.device}
+    if block > 1:
+        mixer = torch.tensor(hadamard_matrix(block), **about)
+        blocks = total.reshape(-1, block, 1) * mixer  # a product of integers, on a GPU too
+        signs = torch.tensor(signs_reference(total.shape[1]), **about)
+        total = blocks.sum(1).reshape(total.shape) * signs
+    found = total.double() / block * torch.exp2(exponent.double())[:, None]
+    found = torch.where((exponent == -128)[:, None], 0, found)
     wrong = (fitting == 127).any(dim=0)[:, None]
-    return torch.where(wrong, torch.inf, total).to(dtype)
+    return torch.where(wrong, torch.inf, found).to(dtype)
 
 
-def _sum_gradients_torch(parts, exponent, fitting, dtype=torch.float32):
+def _sum_gradients_torch(parts, low, exponent, fitting, block, dtype=torch.float32):
     grad = torch.empty(parts.shape[1:], dtype=dtype, device=parts.device)
     scale = ((127 + exponent.int()) << 23).view(torch.float32)
-    scale = torch.where(exponent == NONE, 0.0, scale)
+    scale = torch.where(exponent == NONE, 0.0, scale / block)
     wrong = (fitting == NOT_FINITE).any(dim=0)[:, None]
     for rows in row_chunks(grad):
-        total = parts[:, rows].sum(dim=0, dtype=torch.int32).float() * scale[rows, None]
+        pairs = None if low is None else low[:, rows.start // 2 : (rows.stop + 1) // 2]
+        total = together(parts[:, rows], pairs).sum(dim=0, dtype=torch.int32)
+        total = mixed_back(total, block).float() * scale[rows, None]
         grad[rows] = total.masked_fill_(wrong[rows], torch.inf)
     return grad
 
 
 @triton.jit
 def _sum_gradients_kernel(
-    parts_ptr, exponent_ptr, fitting_ptr, grad_ptr,
-    N, K, stride_pp, stride_fp,
-    PARTS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    parts_ptr, low_ptr, exponent_ptr, fitting_ptr, grad_ptr,
+    N, K, stride_pp, stride_lp, stride_fp,
+    PARTS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     tiles_k = tl.cdiv(K, BLOCK_K)
     n = tl.program_id(0).to(tl.int64) // tiles_k * BLOCK_N + tl.arange(0, BLOCK_N)
     k = (tl.program_id(0) % tiles_k * BLOCK_K + tl.arange(0, BLOCK_K))[None, :]
     mask = (n < N)[:, None] & (k < K)
     e = tl.load(exponent_ptr + n, mask=n < N, other=-128).to(tl.int32)
-    scale = ((127 + e) << 23).to(tl.float32, bitcast=True)
+    scale = ((127 + e) << 23).to(tl.float32, bitcast=True) * (1.0 / BLOCK)
     scale = tl.where(e == -128, 0.0, scale)
     total = tl.zeros((BLOCK_N, BLOCK_K), dtype=tl.int32)
     worst = tl.full((BLOCK_N,), -128, dtype=tl.int32)
     for _ in range(PARTS):
-        total += tl.load(parts_ptr + n[:, None] * K + k, mask=mask, other=0).to(tl.int32)
+        part = tl.load(parts_ptr + n[:, None] * K + k, mask=mask, other=0).to(tl.int32)
+        if low_ptr is not None:
+            bits = tl.load(low_ptr + n[:, None] // 2 * K + k, mask=mask, other=0).to(tl.int32)
+            part = part * 16 + ((bits >> (4 * (n[:, None] % 2)).to(tl.int32)) & 15)
+            low_ptr += stride_lp
+        total += part
         fits = tl.load(fitting_ptr + n, mask=n < N, other=0)
         parts_ptr += stride_pp
         fitting_ptr += stride_fp
         worst = tl.maximum(worst, fits.to(tl.int32))
+    if STAGES > 0:
+        total = mix_blocks(total, BLOCK, STAGES) * column_signs(k)
     grad = total.to(tl.float32) * scale[:, None]
     grad = tl.where((worst == 127)[:, None], float("inf"), grad)
     tl.store(grad_ptr + n[:, None] * K + k, grad.to(grad_ptr.dtype.element_ty), mask=mask)
 
 
-def _sum_gradients_triton(parts, exponent, fitting, dtype=torch.float32):
+def _sum_gradients_triton(parts, low, exponent, fitting, block, dtype=torch.float32):
     number, rows, columns = parts.shape
     grad = torch.empty(parts.shape[1:], dtype=dtype, device=parts.device)
     if grad.numel():
         block_k = min(512, triton.next_power_of_2(columns))
         block_n = max(1, 1024 // block_k)
         _sum_gradients_kernel[(triton.cdiv(rows, block_n) * triton.cdiv(columns, block_k),)](
-            parts, exponent, fitting, grad, rows, columns, parts.stride(0), fitting.stride(0),
-            PARTS=number, BLOCK_N=block_n, BLOCK_K=block_k,
+            parts, low, exponent, fitting, grad, rows, columns,
+            parts.stride(0), 0 if low is None else low.stride(0), fitting.stride(0),
+            PARTS=number, BLOCK=block, STAGES=block.bit_length() - 1,
+            BLOCK_N=block_n, BLOCK_K=block_k,
         )  # fmt: skip
     return grad
 
 
 def sum_gradients(
-    parts: Tensor, exponent: Tensor, fitting: Tensor, dtype: torch.dtype = torch.float32
+    parts: Tensor,
+    low: Tensor | None,
+    exponent: Tensor,
+    fitting: Tensor,
+    block: int,
+    dtype: torch.dtype = torch.float32,
 ) -> Tensor:
     """Add up the parts of a gradient.
 
     Args:
-        parts: (P, N, K) int8, int16 or int32, each part contiguous.
+        parts: (P, N, K) int8, int16 or int32, each part contiguous. B times the largest sum is
+            below 2**31.
+        low: (P, (N + 1) // 2, K) uint8, each part contiguous, or None: as of `quantise_gradient`.
         exponent: (N,) int8, contiguous; what `quantise_gradient` divided by.
         fitting: (P, N) int8, each part contiguous; what it found.
+        block: B, of `quantise_gradient`.
         dtype: float32 or bfloat16.
 
     Returns:
@@ -92,14 +142,19 @@ def sum_gradients(
     Raises:
         ValueError: a dtype or a shape does not fit.
     """
-    number, rows, _columns = parts.shape
+    number, rows, columns = parts.shape
     if parts.dtype not in (torch.int8, torch.int16, torch.int32) or not parts[0].is_contiguous():
         raise ValueError(f"need contiguous parts of integers, got {parts.dtype} {parts.stride()}")
     if tuple(exponent.shape) != (rows,) or tuple(fitting.shape) != (number, rows):
         got = f"{tuple(exponent.shape)} and {tuple(fitting.shape)}"
         raise ValueError(f"need {rows} exponents of each of {number} parts, got {got}")
+    if low is not None:
+        check_low(parts, low)
+        if not low[0].is_contiguous():
+            raise ValueError(f"need `low` with contiguous parts, got {low.stride()}")
+    check_block(columns, block)
     run = _sum_gradients_triton if uses_triton(parts) else _sum_gradients_torch
-    return run(parts, exponent, fitting, dtype)
+    return run(parts, low, exponent, fitting, block, dtype)
 
 
 def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
@@ -110,29 +165,41 @@ def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
 
     for number, rows, columns, limit, dtype in (
         (1, 1, 1, 127, torch.int8), (2, 3, 33, 63, torch.int8), (4, 17, 523, 31, torch.int8),
-        (3, 33, 1, 127, torch.int8), (2, 9, 40, 3000, torch.int16), (2, 5, 7, 2**20, torch.int32),
+        (3, 33, 1, 127, torch.int8), (2, 9, 40, 3000, torch.int16), (2, 5, 640, 2, torch.int8),
+        (2, 5, 7, 2**20, torch.int32),
     ):  # fmt: skip
         parts = integers(-limit, limit + 1, number, rows, columns, dtype=dtype)
         exponent, fitting = integers(-100, 100, rows), integers(-9, 0, number, rows)
-        inputs = parts, exponent, fitting
-        yield Case(f"{number}x{rows}x{columns} {dtype}", (*inputs, torch.float32))
-        if limit * number <= 256:  # which bfloat16 has exactly
-            yield Case(f"{number}x{rows}x{columns} {dtype} bf16", (*inputs, torch.bfloat16))
+        inputs, block = (parts, None, exponent, fitting), block_of(columns)
+        yield Case(f"{number}x{rows}x{columns} {dtype}", (*inputs, block, torch.float32))
+        if limit * number * block <= 256:  # which bfloat16 has exactly
+            yield Case(f"{number}x{rows}x{columns} {dtype} bf16", (*inputs, block, torch.bfloat16))
     exponent, fitting = exponent.clone(), fitting.clone()
     exponent[1], fitting[1, 2], fitting[0, 3] = NONE, NOT_FINITE, NOT_FINITE
-    yield Case("2x5x7 none and not finite", (parts, exponent, fitting, torch.float32))
-    wide = integers(-31, 32, 4, 8 * 40 + 16)
-    apart = wide[:, :320].unflatten(1, (8, 40)), integers(-9, 9, 8), integers(-9, 0, 4, 24)[:, :8]
-    yield Case("4x8x40 with gaps", (*apart, torch.float32))
+    yield Case("2x5x7 none and not finite", (parts, None, exponent, fitting, 1, torch.float32))
+    for number, rows, columns in ((1, 1, 2), (4, 9, 48), (2, 4, 192)):
+        parts = integers(-128, 128, number, rows, columns)
+        bits = integers(0, 256, number, (rows + 1) // 2, columns, dtype=torch.uint8)
+        about = integers(-9, 9, rows), integers(-9, 0, number, rows), block_of(columns)
+        yield Case(f"{number}x{rows}x{columns} twelve bits", (parts, bits, *about, torch.float32))
+    wide, halves = integers(-31, 32, 4, 8 * 40 + 16), integers(0, 256, 4, 176, dtype=torch.uint8)
+    apart = integers(-9, 9, 8), integers(-9, 0, 4, 24)[:, :8]
+    wide = wide[:, :320].unflatten(1, (8, 40))
+    yield Case("4x8x40 with gaps", (wide, None, *apart, 8, torch.float32))
+    halves = halves[:, :160].unflatten(1, (4, 40))
+    yield Case("4x8x40 twelve bits with gaps", (wide, halves, *apart, 8, torch.float32))
+    yield Case("4x8x40 not mixed", (wide, None, *apart, 1, torch.float32))
 
 
 def _timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
     exponent = torch.full(MATRIX[:1], -4, dtype=torch.int8, device=device)
-    for number in (1, 4):
+    low = torch.ones(4, MATRIX[0] // 2, MATRIX[1], dtype=torch.uint8, device=device)
+    for number, plane in ((1, None), (4, None), (4, low)):
         parts = torch.ones(number, *MATRIX, dtype=torch.int8, device=device)
         fitting = exponent.expand(number, -1).contiguous()
-        inputs = (parts, exponent, fitting, torch.bfloat16)
-        yield Timing(f"{number} parts of 11264x2048", inputs)
+        inputs = (parts, plane, exponent, fitting, LARGEST_BLOCK, torch.bfloat16)
+        bits = ", 12 bits" if plane is not None else ""
+        yield Timing(f"{number} parts of 11264x2048{bits}", inputs)
 
 
 SUM_GRADIENTS = KernelSpec(

@@ -10,10 +10,13 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from arbcli.kernels.update.direction import UNIT
+from arbcli.kernels.update.hadamard import LARGEST_BLOCK
 from arbcli.kernels.update.last_bits import LARGEST_CHANGE
+from arbcli.kernels.update.quantise_gradient import LARGEST_OF_PLANES
 from arbcli.model.layers.table import TableWeight
 from arbcli.model.packed import TernaryTensor
 from arbcli.rules.base import STEP_OF_RADIX
@@ -30,6 +33,31 @@ pass over memory being 1: thirty operations against twenty bytes."""
 
 DIGITS = ("trits", "remainder")
 """Buffers that the last bits of z tell."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sums:
+    """How sums of parts of a gradient lie in a message."""
+
+    dtype: torch.dtype
+    has_low: bool
+    """Whether four bits more of each are in a plane of their own: see `quantise_gradient`."""
+    largest: int
+    """Magnitude of a sum that they hold, and that can be added up with others' and mixed back."""
+
+    def sizes(self, rows: int, columns: int) -> tuple[int, int]:
+        """Count the bytes of a matrix of them, and those of the plane of four bits."""
+        low = (rows + 1) // 2 * columns if self.has_low else 0
+        return rows * columns * self.dtype.itemsize, low
+
+
+SUMS = (
+    Sums(torch.int8, has_low=False, largest=127),
+    Sums(torch.int8, has_low=True, largest=LARGEST_OF_PLANES),
+    Sums(torch.int16, has_low=False, largest=32767),
+    Sums(torch.int32, has_low=False, largest=(2**31 - 1) // LARGEST_BLOCK),
+)
+"""From the narrowest on."""
 
 
 @dataclass(eq=False, slots=True)
@@ -144,7 +172,7 @@ def deal_out(tensors: Iterable[TernaryTensor], size: int) -> dict[int, int]:
 
 
 def plan(
-    tensors: Iterable[TernaryTensor], owners: dict[int, int], size: int, sum_bytes: int, lr: float
+    tensors: Iterable[TernaryTensor], owners: dict[int, int], size: int, sums: Sums, lr: float
 ) -> list[Bucket]:
     """Lay out the messages of a step.
 
@@ -152,7 +180,7 @@ def plan(
         tensors: of the model, in its order.
         owners: of each, by its `id`.
         size: how many processes there are.
-        sum_bytes: of a sum that travels.
+        sums: that travel.
         lr: the largest learning rate.
 
     Returns:
@@ -173,8 +201,8 @@ def plan(
             up, down = bucket.up_sizes[owner], bucket.down_sizes[owner]
             member = Member(tensor, matrices, owner, up, down, by_bits)
             bucket.members.append(member)
-            sums = rounded_up(number * sum_bytes) + rounded_up(member.shape[0])
-            bucket.up_sizes[owner] += sums
+            parts = *sums.sizes(*member.shape), member.shape[0]
+            bucket.up_sizes[owner] += sum(map(rounded_up, parts))
             bits = rounded_up(math.prod(member.bits_shape)) if by_bits else 0
             copied = sum(rounded_up(part.nbytes) for part in member.copied())
             bucket.down_sizes[owner] += bits + copied

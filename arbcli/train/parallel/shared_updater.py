@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from arbcli.kernels.rows.table_rows import gather_rows, scatter_rows_
 from arbcli.kernels.rows.weighted_rows import TouchedRows, touched_rows, weighted_rows_grad
+from arbcli.kernels.update.hadamard import block_of
 from arbcli.kernels.update.last_bits import last_bits, take_last_bits_
 from arbcli.kernels.update.quantise_gradient import (
     LOWEST,
@@ -29,8 +30,10 @@ from arbcli.model.packed import TernaryTensor
 from arbcli.train.parallel.group import Group, Travelling
 from arbcli.train.parallel.owners import (
     ALIGNMENT,
+    SUMS,
     Bucket,
     Member,
+    Sums,
     are_told_by_bits,
     deal_out,
     kept,
@@ -40,7 +43,7 @@ from arbcli.train.parallel.owners import (
 )
 from arbcli.train.updater import Updater, loaded
 
-LARGEST = {"int8": 127, "int16": 32767}
+LARGEST = {"int8": 127, "int12": 2047, "int16": 32767}
 """Of a part, by `wire`."""
 MOST_NARROWED = 4
 """Parts are narrowed so that a sum of so many is no wider than one; sums of more are wider."""
@@ -63,12 +66,19 @@ def part_limit(wire: str, micro_batches: int) -> int:
     return LARGEST[wire] // min(micro_batches, MOST_NARROWED)
 
 
-def sum_dtype(limit: int, micro_batches: int) -> torch.dtype:
-    """Choose integers that the sum of so many parts cannot wrap."""
-    largest = limit * micro_batches
-    for dtype in (torch.int8, torch.int16, torch.int32):
-        if largest <= torch.iinfo(dtype).max:
-            return dtype
+def sums_for(limit: int, local: int, micro_batches: int) -> Sums:
+    """Choose integers that the sum of so many parts cannot wrap.
+
+    Args:
+        limit: of a part.
+        local: parts that one process adds up, which travel.
+        micro_batches: parts that an owner adds up.
+
+    Raises:
+        ValueError: no integers hold so many.
+    """
+    if limit * micro_batches <= SUMS[-1].largest:
+        return next(sums for sums in SUMS if limit * local <= sums.largest)
     raise ValueError(f"{micro_batches} parts of {limit} are too many to add up")
 
 
@@ -107,10 +117,7 @@ class SharedUpdater:
         self.group, self.micro_batches, self.dtype = group, micro_batches, dtype
         self.local = group.local(micro_batches)
         self.limit = part_limit(wire, micro_batches)
-        self.sums = sum_dtype(self.limit, len(self.local))
-        # bfloat16 has every integer up to 256
-        exact = dtype == torch.bfloat16 and self.limit * micro_batches <= 256
-        self.gradients = torch.bfloat16 if exact else torch.float32
+        self.sums = sums_for(self.limit, len(self.local), micro_batches)
         self.tensors = self.updates.tensors
         self.num_weights = self.updates.num_weights
         self.device = self.updates.device
@@ -121,7 +128,7 @@ class SharedUpdater:
         self.owners = deal_out(self.tensors, group.size)
         """By the `id` of a tensor: which process has it."""
         self._largest_lr = lr
-        self.buckets = plan(self.tensors, self.owners, group.size, self.sums.itemsize, lr)
+        self.buckets = plan(self.tensors, self.owners, group.size, self.sums, lr)
         self._bucket_of = {
             (id(member.tensor), member.matrices.start): (bucket, member)
             for bucket in self.buckets
@@ -254,10 +261,10 @@ class SharedUpdater:
         if self._measured is not None:
             self._measure(member, grad)
             return
-        sums, fitting = self._own_sums(bucket, member)
+        sums, low, fitting = self._own_sums(bucket, member)
         quantise_gradient(
-            grad, tensor.wire_exponent[member.rows, 0], self._key(tensor, first), sums, fitting,
-            self.limit, member in self._written,
+            grad, tensor.wire_exponent[member.rows, 0], self._key(tensor, first), sums, low,
+            fitting, self.limit, block_of(tensor.in_features), member in self._written,
         )  # fmt: skip
         self._written.add(member)
         if self.last:
@@ -282,24 +289,32 @@ class SharedUpdater:
     def _key(self, tensor: TernaryTensor, matrix: int) -> Tensor:
         return self.keys[self.updates.index_of(tensor) + matrix, 0]
 
-    def _own_sums(self, bucket: Bucket, member: Member) -> tuple[Tensor, Tensor]:
-        """Find where the sums of a tensor lie, (N, K), and what would fit them, (N,) int8."""
+    def _own_sums(self, bucket: Bucket, member: Member) -> tuple[Tensor, Tensor | None, Tensor]:
+        """Find where the sums of a tensor lie: `_read_sums` of the one part that is here."""
         if id(bucket) not in self._sent:
             like = {"dtype": torch.uint8, "device": self.device}
             self._sent[id(bucket)] = torch.empty(sum(bucket.up_sizes), **like)
         begin = sum(bucket.up_sizes[: member.owner])
         own = self._sent[id(bucket)][begin : begin + bucket.up_sizes[member.owner]]
-        sums, fitting = self._read_sums(own[None], member)
-        return sums[0], fitting[0]
+        sums, low, fitting = self._read_sums(own[None], member)
+        return sums[0], None if low is None else low[0], fitting[0]
 
-    def _read_sums(self, parts: Tensor, member: Member) -> tuple[Tensor, Tensor]:
-        """View the sums of a tensor in (P, bytes): (P, N, K), and (P, N) int8."""
+    def _read_sums(self, parts: Tensor, member: Member) -> tuple[Tensor, Tensor | None, Tensor]:
+        """View the sums of a tensor in (P, bytes).
+
+        Returns:
+            (P, N, K) integers; the plane of their last bits, (P, (N + 1) // 2, K) uint8, or None;
+            what would fit them, (P, N) int8.
+        """
         rows, columns = member.shape
-        size = rows * columns * self.sums.itemsize
-        sums = parts[:, member.up : member.up + size].view(self.sums)
-        behind = member.up + rounded_up(size)
-        fitting = parts[:, behind : behind + rows].view(torch.int8)
-        return sums.unflatten(1, (rows, columns)), fitting
+        size, low_size = self.sums.sizes(rows, columns)
+        sums = parts[:, member.up : member.up + size].view(self.sums.dtype)
+        begin, low = member.up + rounded_up(size), None
+        if self.sums.has_low:
+            low = parts[:, begin : begin + low_size].unflatten(1, (-1, columns))
+            begin += rounded_up(low_size)
+        fitting = parts[:, begin : begin + rows].view(torch.int8)
+        return sums.unflatten(1, (rows, columns)), low, fitting
 
     def _launch(self, bucket: Bucket) -> None:
         """Send the sums of a bucket to their owners; what has no gradient in this step is zeros."""
@@ -325,8 +340,10 @@ class SharedUpdater:
             return
         for member in bucket.members:
             if member not in self._written:
-                sums, fitting = self._own_sums(bucket, member)
+                sums, low, fitting = self._own_sums(bucket, member)
                 sums.zero_()
+                if low is not None:
+                    low.zero_()
                 fitting.fill_(NONE)
 
     def _complete(self) -> None:
@@ -352,11 +369,12 @@ class SharedUpdater:
             while len(self._down) > IN_FLIGHT:
                 self._receive()
 
-    def _step(self, member: Member, sums: Tensor, fitting: Tensor) -> None:
+    def _step(self, member: Member, sums: Tensor, low: Tensor | None, fitting: Tensor) -> None:
         """Step a tensor by the sums of all processes, and move its exponents."""
         tensor, matrices = member.tensor, member.matrices
         exponent = tensor.wire_exponent[member.rows, 0]
-        grad = sum_gradients(sums, exponent, fitting, self.gradients)
+        block = block_of(tensor.in_features)
+        grad = sum_gradients(sums, low, exponent, fitting, block, self.dtype)
         if tensor.matrices == 1:
             self.updates(tensor, grad)
         else:
@@ -414,7 +432,7 @@ class SharedUpdater:
         dividing = torch.where(exponent == NOT_FINITE, NONE, exponent)
         fitting = torch.empty_like(exponent)
         key = self._key(tensor, 0)
-        quantise_gradient(grad, dividing, key, sums, fitting, LARGEST_OF_ROWS, False)
+        quantise_gradient(grad, dividing, key, sums, None, fitting, LARGEST_OF_ROWS, 1, False)
         rows = touched.rows.to(torch.int32).view(torch.uint8)
         parts = [rows, exponent.view(torch.uint8), sums.view(torch.uint8).flatten()]
         padding = rows.new_zeros(-sum(map(len, parts)) % ALIGNMENT)
@@ -516,8 +534,13 @@ class SharedUpdater:
         self._forget()
 
     def _measure(self, member: Member, grad: Tensor) -> None:
-        found = fitting_exponents(grad.abs().amax(dim=1).float(), self.limit)
+        """Find what would fit a gradient; without exponents its parts are zeros."""
         so_far = self._measured[id(member.tensor)][member.rows]
+        none, found = torch.full_like(so_far, NONE), torch.empty_like(so_far)
+        sums = torch.empty(grad.shape, dtype=torch.int16, device=self.device)
+        key = torch.zeros((), dtype=torch.int32, device=self.device)
+        block = block_of(member.tensor.in_features)
+        quantise_gradient(grad, none, key, sums, None, found, self.limit, block, False)
         so_far.copy_(torch.maximum(so_far, found))
 
     # what is counted

@@ -4,6 +4,13 @@ import pytest
 import torch
 
 from arbcli.kernels.runtime.backend import use_backend
+from arbcli.kernels.update.hadamard import (
+    block_of,
+    hadamard_matrix,
+    mixed,
+    mixed_back,
+    signs_reference,
+)
 from arbcli.kernels.update.quantise_gradient import NONE, fitting_exponents, quantise_gradient
 from arbcli.kernels.update.sum_gradients import sum_gradients
 
@@ -13,7 +20,8 @@ def quantised(grad, exponent, key, limit=127, sums=None, fitting=None):
     sums = sums if add else torch.empty(grad.shape, dtype=torch.int8)
     fitting = fitting if add else torch.empty(len(grad), dtype=torch.int8)
     with use_backend("torch"):
-        quantise_gradient(grad, exponent, torch.tensor(key).int(), sums, fitting, limit, add)
+        about = sums, None, fitting, limit, 1, add
+        quantise_gradient(grad, exponent, torch.tensor(key).int(), *about)
     return sums, fitting
 
 
@@ -33,8 +41,8 @@ def test_parts_add_up_to_the_same_in_any_order():
         together = quantised(grads[key], exponent, key, 31, *together)
     parts, fits = (torch.stack(found) for found in zip(*alone, strict=True))
     with use_backend("torch"):
-        whole = sum_gradients(together[0][None], exponent, together[1][None])
-        assert torch.equal(sum_gradients(parts, exponent, fits), whole)
+        whole = sum_gradients(together[0][None], None, exponent, together[1][None], 8)
+        assert torch.equal(sum_gradients(parts, None, exponent, fits, 8), whole)
 
 
 def test_exponents_that_fit_use_the_range_and_clip_next_to_nothing():
@@ -54,14 +62,74 @@ def test_row_without_an_exponent_is_left_out_and_still_measured():
     assert fitting.tolist() == [-6]
 
 
+def sent_and_back(grad, limit, block, low=None):
+    """Quantise with the exponents that fit, and make a gradient of the integers."""
+    sums = torch.empty(grad.shape, dtype=torch.int16 if low is None else torch.int8)
+    none = torch.full((len(grad),), NONE, dtype=torch.int8)
+    fitting, key = torch.empty_like(none), torch.tensor(5).int()
+    with use_backend("torch"):
+        quantise_gradient(grad, none, key, sums, low, fitting, limit, block, False)
+        exponent = fitting.clone()
+        quantise_gradient(grad, exponent, key, sums, low, fitting, limit, block, False)
+        planes = sums[None], None if low is None else low[None]
+        return sum_gradients(*planes, exponent, fitting[None], block)
+
+
+@pytest.mark.parametrize("columns", [1, 6, 40, 192])
+def test_what_was_mixed_comes_back(columns):
+    grad = torch.randn(9, columns, generator=torch.Generator().manual_seed(3))
+    low = torch.empty(5, columns, dtype=torch.uint8)
+    for limit, plane in ((32767, None), (2047, low)):
+        found = sent_and_back(grad, limit, block_of(columns), plane)
+        assert (found - grad).abs().max() < 8 * grad.abs().max() / limit
+
+
+def test_few_large_columns_cost_the_others_less_when_mixed():
+    """Noise is a share of the largest of a row: sixty times the others here."""
+    grad = torch.randn(16, 256, generator=torch.Generator().manual_seed(4))
+    grad[:, 7] *= 60
+    errors = [(sent_and_back(grad, 127, block) - grad).square().mean() for block in (1, 64)]
+    assert errors[1] < errors[0] / 10
+
+
+def test_product_of_stages_is_that_by_the_matrix():
+    x = torch.randint(-9, 9, (5, 96), generator=torch.Generator().manual_seed(6))
+    for block in (2, 32):
+        signs = torch.tensor(signs_reference(96))
+        matrix = torch.tensor(hadamard_matrix(block))
+        product = ((x * signs).view(5, -1, block) @ matrix).view(5, 96)
+        assert torch.equal(mixed(x.float(), block).long(), product)
+        assert torch.equal(mixed_back(product.int(), block).long(), block * x)
+    row = torch.arange(64, dtype=torch.int32)[None]
+    mixed_back(row, 64)
+    assert torch.equal(row[0], torch.arange(64, dtype=torch.int32))  # it is left as it is
+    assert abs(sum(signs_reference(1024))) < 100
+
+
+@pytest.mark.parametrize(("columns", "block"), [(1, 1), (3, 1), (6, 2), (96, 32), (384, 64)])
+def test_blocks_divide_the_columns(columns, block):
+    assert block_of(columns) == block
+
+
 @pytest.mark.parametrize(
-    "wrong", [{"limit": 0}, {"limit": 128}, {"sums": torch.zeros(2, 3)}, {"grad": torch.ones(3)}]
+    "wrong",
+    [
+        {"limit": 0},
+        {"limit": 128},
+        {"sums": torch.zeros(2, 3)},
+        {"grad": torch.ones(3)},
+        {"block": 2},
+        {"block": 0},
+        {"low": torch.zeros(2, 3, dtype=torch.uint8)},
+        {"low": torch.zeros(1, 3, dtype=torch.uint8), "limit": 2048},
+    ],
 )
 def test_wrong_arguments_are_refused(wrong):
     about = {
         "grad": torch.ones(2, 3), "exponent": torch.zeros(2, dtype=torch.int8),
         "key": torch.tensor(1).int(), "sums": torch.zeros(2, 3, dtype=torch.int8),
-        "fitting": torch.zeros(2, dtype=torch.int8), "limit": 127, "add": False,
+        "fitting": torch.zeros(2, dtype=torch.int8), "low": None, "limit": 127, "block": 1,
+        "add": False,
     }  # fmt: skip
     with pytest.raises(ValueError, match="need"):
         quantise_gradient(**(about | wrong))

@@ -18,9 +18,9 @@ from arbcli.model.layers.table import TableWeight
 from arbcli.train.parallel import group as groups
 from arbcli.train.parallel import owners
 from arbcli.train.parallel.group import Group, own_device, started_by_torchrun
-from arbcli.train.parallel.owners import cost, deal_out, kept, plan, rounded_up, told
+from arbcli.train.parallel.owners import SUMS, cost, deal_out, kept, plan, rounded_up, told
 from arbcli.train.parallel.replicas import Replicas
-from arbcli.train.parallel.shared_updater import next_exponents, part_limit, sum_dtype
+from arbcli.train.parallel.shared_updater import next_exponents, part_limit, sums_for
 from arbcli.train.step import TrainingStep
 
 NONE, NOT_FINITE, LOWEST = -128, 127, -100
@@ -146,21 +146,26 @@ def test_process_that_is_started_alone_is_a_group_of_one(monkeypatch):
         assert (group.rank, group.size, group.device) == (0, 1, device)
 
 
-@pytest.mark.parametrize(("wire", "micro_batches", "limit", "sums"), [
-    ("int8", 1, 127, torch.int8), ("int8", 2, 63, torch.int8), ("int8", 3, 42, torch.int8),
-    ("int8", 4, 31, torch.int8), ("int8", 5, 31, torch.int16), ("int8", 1057, 31, torch.int16),
-    ("int8", 1058, 31, torch.int32), ("int16", 1, 32767, torch.int16),
-    ("int16", 4, 8191, torch.int16), ("int16", 5, 8191, torch.int32),
+@pytest.mark.parametrize(("wire", "micro_batches", "local", "limit", "bits"), [
+    ("int8", 1, 1, 127, 8), ("int8", 2, 2, 63, 8), ("int8", 3, 3, 42, 8), ("int8", 4, 4, 31, 8),
+    ("int8", 8, 2, 31, 8), ("int8", 5, 5, 31, 12), ("int8", 67, 67, 31, 16),
+    ("int12", 1, 1, 2047, 12), ("int12", 4, 1, 511, 12), ("int12", 16, 4, 511, 12),
+    ("int12", 5, 5, 511, 16), ("int12", 65, 65, 511, 32),
+    ("int16", 1, 1, 32767, 16), ("int16", 4, 4, 8191, 16), ("int16", 5, 5, 8191, 32),
 ])  # fmt: skip
-def test_sum_of_parts_is_as_narrow_as_it_can_be_and_never_wraps(wire, micro_batches, limit, sums):
+def test_sum_of_parts_is_as_narrow_as_it_can_be_and_never_wraps(
+    wire, micro_batches, local, limit, bits
+):
     assert part_limit(wire, micro_batches) == limit
-    assert sum_dtype(limit, micro_batches) == sums
-    assert limit * micro_batches <= torch.iinfo(sums).max
+    sums = sums_for(limit, local, micro_batches)
+    assert sum(sums.sizes(2, 8)) == 2 * bits
+    assert limit * local <= sums.largest < 2 ** (bits - 1)
+    assert limit * micro_batches * 64 < 2**31  # and none of what an owner adds up and mixes back
 
 
 def test_more_parts_than_can_be_added_up_are_refused():
-    with pytest.raises(ValueError, match="300000 parts of 8191 are too many"):
-        sum_dtype(8191, 300_000)
+    with pytest.raises(ValueError, match="5000 parts of 8191 are too many"):
+        sums_for(8191, 1, 5000)
 
 
 @pytest.mark.parametrize(("before", "fitting", "fall", "after"), [
@@ -211,12 +216,12 @@ def test_cost_of_a_tensor_is_of_its_direction(small_graph):
 
 
 @pytest.mark.parametrize("size", [1, 3])
-@pytest.mark.parametrize(("sum_bytes", "digits"), [(1, "trit"), (2, "trit"), (4, "all")])
-def test_nothing_that_travels_overlaps(size, sum_bytes, digits, small_graph, monkeypatch):
+@pytest.mark.parametrize(("sums", "digits"), [(0, "trit"), (1, "trit"), (2, "trit"), (3, "all")])
+def test_nothing_that_travels_overlaps(size, sums, digits, small_graph, monkeypatch):
     monkeypatch.setattr(owners, "BUCKET_WEIGHTS", 3000)
     tensors = tensors_of(small_graph | {"digits": digits})
     dealt = deal_out(tensors, size)
-    buckets = plan(tensors, dealt, size, sum_bytes, 0.35)
+    buckets = plan(tensors, dealt, size, SUMS[sums], 0.35)
     assert len(buckets) > 5
     seen: dict[int, list[int]] = {}
     for bucket in buckets:
@@ -226,7 +231,8 @@ def test_nothing_that_travels_overlaps(size, sum_bytes, digits, small_graph, mon
             assert member.owner == dealt[id(member.tensor)]
             seen.setdefault(id(member.tensor), []).extend(member.matrices)
             rows, columns = member.shape
-            up = rounded_up(rows * columns * sum_bytes) + rounded_up(rows)
+            up = rounded_up(rows * columns * (1, 1, 2, 4)[sums]) + rounded_up(rows)
+            up += rounded_up((rows + 1) // 2 * columns) if sums == 1 else 0
             by_bits = digits == "all" and not isinstance(member.tensor, TableWeight)
             assert member.by_bits == by_bits
             down = sum(rounded_up(part.nbytes) for part in member.copied())

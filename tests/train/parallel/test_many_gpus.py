@@ -41,7 +41,7 @@ def trained(group, text, given, capture):
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     place = f"cuda:{torch.cuda.current_device()}"
     texts = open_texts((str(text),), (), seed=3, context=32)
-    about = SHAPE | given | {"steps": 9, "seed": 3, "wire": "int8", "device": place}
+    about = SHAPE | given | {"steps": 9, "seed": 3, "wire": "int12", "device": place}
     with deterministic():
         trainer = Trainer(new_config(**about), texts, group=group, capture=capture)
         losses = [float(trainer.train_step()) for _ in range(STEPS)]
@@ -87,7 +87,7 @@ def arb(*words: str) -> None:
 def test_command_ends_and_its_run_goes_on_with_another_number(size, device, text, tmp_path):
     shape = [word for name, value in SHAPE.items() for word in (f"--{name}", value)]
     about = [*shape, "--data", text, "--steps", 12, "--save-every", 6, "--keep", 3, "--seed", 3]
-    about += ["--device", device, "--wire", "int8"]
+    about += ["--device", device, "--wire", "int12"]
     one, many, back, forth = (tmp_path / name for name in ("one", "many", "back", "forth"))
     arb(*about, "--out", one)
     arb(*about, "--out", many, "--gpus", size)
