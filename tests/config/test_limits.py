@@ -1,7 +1,11 @@
 """Every number of a configuration may go to its limits, and beyond them is refused by name."""
 
+import dataclasses
+from math import inf, nan
+
 import pytest
 
+from arbcli.config.checks import check_fields
 from arbcli.config.presets import preset
 from arbcli.config.training import train_config
 from arbcli.errors import ArbError
@@ -16,8 +20,8 @@ RUN = {
     "eval_every": ((1, MOST), (0,)),
     "sample_every": ((1, MOST), (0,)),
     "warmup": ((0, MOST), (-1, MOST + 1)),
-    "lr": ((1e-9, 64), (0.0, -1.0, 64.001)),
-    "final_lr": ((0, 1.0), (-1e-9, 1.001)),
+    "lr": ((1e-9, 64), (0.0, -1.0, 64.001, nan, inf, -inf)),
+    "final_lr": ((0, 1.0), (-1e-9, 1.001, nan, inf)),
     "seed": ((0, MOST), (-1, MOST + 1)),
 }
 """What a setting of a run may be, and what it may not; the learning rate is 1."""
@@ -45,6 +49,30 @@ def settings(**given):
 
 def shown(value: float) -> str:
     return f"{value:,}" if isinstance(value, int) else str(value)
+
+
+@pytest.mark.parametrize(
+    ("kind", "good", "bad"),
+    [
+        (float, (1, -2, 0.5), (nan, inf, -inf, True, "1", None)),
+        (float | None, (None, 1, 0.5), (nan, inf, False, "1")),
+        (int, (1, -2), (1.0, nan, True, "1", None)),
+        (bool, (True, False), (1, 0, None)),
+        (str, ("", "a"), (b"a", 1, None)),
+        (tuple[int, int], ((1, 2),), ((1,), (1, 2, 3), (1, 2.0), [1, 2])),
+        (tuple[float, ...], ((), (1, 2.5)), ((1, nan), (inf,), [1])),
+    ],
+    ids=str,
+)
+def test_value_of_no_such_type_is_refused_by_name(kind, good, bad):
+    """A file may hold anything: `NaN` and `Infinity` are no numbers to compute with."""
+    holder = dataclasses.make_dataclass("Holder", [("size", kind)])
+    for value in good:
+        check_fields(holder(value))
+    for value in bad:
+        with pytest.raises(ArbError, match=r"^`size` is `.*`, which is no ") as caught:
+            check_fields(holder(value))
+        assert caught.value.fields == ("size",)
 
 
 @pytest.mark.parametrize("name", RUN)

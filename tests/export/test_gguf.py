@@ -8,6 +8,7 @@ from arbcli.config.dense import SCALE_TYPES
 from arbcli.config.presets import preset
 from arbcli.errors import ArbError
 from arbcli.export import gguf
+from arbcli.export.gguf import byte_symbols
 from arbcli.export.gguf_file import GGUFFile
 from arbcli.export.qwen3 import read, sources
 from arbcli.infer.load import load_model, load_weights
@@ -56,6 +57,17 @@ def test_all_digits_are_off_by_the_rounding_alone(saved, tmp_path, rule):
             assert ((found - weight).abs() <= 2**-8 * weight.abs()).all()
     written(saved, path, "bf16", rule=rule, digits="all")
     assert count_differences(path, weights.model) == 0
+
+
+def test_bytes_are_written_as_byte_level_tokenizers_write_them():
+    """What shows in print is itself; what does not comes from 256 on, in its order."""
+    symbols = byte_symbols()
+    shown = [chr(b).isprintable() and not chr(b).isspace() for b in range(256)]
+    assert [len(symbol) for symbol in symbols] == [1] * 256
+    assert [symbol == chr(b) for b, symbol in enumerate(symbols)] == shown
+    others = [symbol for symbol, is_shown in zip(symbols, shown, strict=True) if not is_shown]
+    assert others == [chr(256 + place) for place in range(68)]
+    assert [symbols[b] for b in b" \n\x7f\xa0\xad"] == ["Ġ", "Ċ", "ġ", "ł", "Ń"]
 
 
 def test_file_says_what_the_model_is(saved, tmp_path):

@@ -13,7 +13,7 @@ from torch.nn import functional
 from arbcli.data import open_texts
 from arbcli.errors import ArbError
 from arbcli.inspect import audit as audit_module
-from arbcli.inspect.audit import LiveTensors, _check_levels, audit, check_fit
+from arbcli.inspect.audit import LiveTensors, _check_levels, _check_prediction, audit, check_fit
 from arbcli.inspect.peak import predict_peak
 from arbcli.inspect.trace import without_memory
 from arbcli.kernels.runtime.backend import default_backend
@@ -276,6 +276,21 @@ def test_attention_on_a_gpu_is_traced_with_a_mask_or_none(mask):
 )
 def test_every_step_returns_to_the_level_of_the_first(ends, passed):
     assert _check_levels(ends).passed == passed
+
+
+@pytest.mark.parametrize(
+    ("found", "loaded", "passed"),
+    [
+        (1000, 1000, True), (1010, 1010, True), (990, 990, True), (1000, 1010, True),
+        (1011, 1000, False), (989, 1000, False), (1000, 1011, False), (1000, 989, False),
+    ],
+)  # fmt: skip
+def test_state_is_as_predicted_in_the_model_and_in_all_that_loading_left(found, loaded, passed):
+    """What hides outside of the model counts as much as what hangs on it."""
+    check = _check_prediction(1000, SimpleNamespace(state_bytes=found), loaded)
+    assert check.passed == passed
+    hidden = f", {loaded - found} outside it"
+    assert (hidden in check.detail) == (loaded > found)
 
 
 def test_room_for_a_trace_is_that_of_all_batches_of_a_step(monkeypatch):

@@ -7,6 +7,7 @@ import sys
 import pytest
 import torch
 from marks import mostly_slow
+from processes import in_processes
 from torch.autograd import Function
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -59,6 +60,27 @@ DENSE_ONLY = ("dim", "ffn", "heads", "sub_norms")
 
 def config_of(changes, base=DENSE):
     return new_config(**{"device": "cpu", "steps": 2, "compute": "bf16"} | base | changes)
+
+
+def talked(group, sizes: list[int]) -> list[tuple]:
+    """Say what shapes and types a process gets of all that a step sends."""
+    sent = torch.zeros(sum(sizes), dtype=torch.uint8)
+    rows = [torch.zeros(3, 2, dtype=torch.int32)] * 2
+    got = [
+        group.send_to_owners(sent, sizes).wait(), group.tell_all(sent, 1).wait(),
+        *group.in_order(rows), group.sum(rows[0]), group.largest(rows[0]),
+    ]  # fmt: skip
+    return [(tuple(part.shape), part.dtype) for part in got]
+
+
+def test_process_that_is_imagined_gets_what_a_real_one_gets():
+    """Of as many others, and of the part that it owns."""
+    sizes = [4, 6]
+    real = in_processes(2, talked, sizes)
+    assert real == [talked(peak._Imagined(rank, 2), sizes) for rank in range(2)]
+    assert real[0][0] != real[1][0]
+    arrived = peak._Imagined(2, 5).send_to_owners(torch.zeros(15), [1, 2, 3, 4, 5]).wait()
+    assert arrived.shape == (5, 3)
 
 
 @pytest.mark.parametrize("name", CHANGES)

@@ -13,7 +13,7 @@ from torch.nn import functional
 from arbcli.config.training import train_config_from
 from arbcli.data import entropy, evaluation_batches, open_texts
 from arbcli.errors import ArbError
-from arbcli.inspect.probe import _histogram, examine, open_saved, probe
+from arbcli.inspect.probe import _histogram, _ranges_of_blocks, examine, open_saved, probe
 from arbcli.inspect.verdicts import ProbeReport, Reading, judge
 from arbcli.kernels.codec.packing import unpack_trits
 from arbcli.train.configure import new_config
@@ -134,6 +134,15 @@ def test_probe_looks_at_several_streams(text):
             assert 0 < least < 0.3 < 0.7 < most < 1
         for least, most in (of_block[2:4], of_block[6:]):  # of c, 1 at first
             assert 0 < least <= most < 2
+
+
+def test_ranges_of_streams_are_told_of_attention_and_then_of_the_mlp():
+    ends = torch.arange(16).view(4, 4)  # of a and of c, the least and the largest
+    branches = ["mlp", "attention"] * 2
+    names = [f"blocks.{index // 2}.{branch}_streams" for index, branch in enumerate(branches)]
+    found = _ranges_of_blocks(dict(zip(names, ends, strict=True)), ["blocks.0", "blocks.1"])
+    assert found == ((4, 5, 6, 7, 0, 1, 2, 3), (12, 13, 14, 15, 8, 9, 10, 11))
+    assert _ranges_of_blocks({}, ["blocks.0"]) == ()
 
 
 def test_probe_shows_the_chunks_of_a_model(text, small_hnet):

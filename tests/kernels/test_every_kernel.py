@@ -84,6 +84,31 @@ def test_program_of_a_large_matrix_takes_several_tiles(name, rows, device, monke
         assert found.passed, found
 
 
+SEVERAL_TILES = {
+    "gather_chunks": (5, 1, 500), "smooth_chunks": (3, 1, 500), "spread_chunks": (5, 1, 500),
+    "pack_trits": (1, 60, 7), "unpack_trits": (1, 60, 7), "scaled_nvfp4_matmul": (62, 3, 40),
+    "gather_rows": (5, 9, 500), "scatter_rows": (5, 9, 500), "embedding_rows": (5, 9, 310),
+    "causal_conv": (5, 1, 250), "mix_streams": (2, 1, 1000), "last_bits": (1, 62, 7),
+    "take_last_bits": (1, 62, 7), "unit_gain": (1, 1540, 3),
+}  # fmt: skip
+"""Kernels whose cases end within the first half of their second tile, and sizes that do not."""
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes"), [*SEVERAL_TILES.items(), ("embedding_rows", (12, 9, 500))]
+)
+def test_kernel_writes_every_tile_of_several(name, sizes, device):
+    (spec,) = (spec for spec in KERNELS if spec.name == name)
+    dice = Dice(1, device, torch.float32)
+    inputs = DRAWINGS[name].draw(dice, SCALE_TYPES["T32"], *sizes)
+    wanted = as_tuple(spec.reference(*copies(inputs)))
+    with poisoned(), use_backend(BACKENDS[1]):
+        got = as_tuple(spec.triton(*copies(inputs)))
+    for result, expected in zip(got, wanted, strict=True):
+        found = compare(spec, name, result, expected)
+        assert found.passed, found
+
+
 IN_TURNS = {
     "sum_choices": (1, {"BLOCK": 2, "BLOCK_G": 8}), "choose_next": (4, {"BLOCK_N": 4}),
     "decode_compressed": (3, {"BLOCK_P": 1}), "compressed_attention": (8, {"BLOCK_N": 2}),

@@ -84,6 +84,18 @@ def train(lm: GraphLM, steps: int, ids=None, **options) -> list[float]:
     return losses
 
 
+@pytest.mark.parametrize(("layers", "before"), [(1, 0), (2, 1), (3, 1), (4, 2)])
+def test_smaller_half_of_the_blocks_is_before_codebooks_and_experts(layers, before):
+    lm, order = model(layers=layers), []
+    for name in (*(f"blocks.{index}" for index in range(layers)), "codebook", "moe_graph"):
+        part = lm.get_submodule(name)
+        part.register_forward_hook(lambda *_, name=name: order.append(name))
+    with torch.no_grad():
+        lm(text(1))
+    blocks = [f"blocks.{index}" for index in range(layers)]
+    assert order == [*blocks[:before], "codebook", "moe_graph", *blocks[before:]]
+
+
 @pytest.mark.parametrize("options", LEFT_OUT, ids=str)
 def test_logits_and_gradients_equal_autograd(options):
     lm = model(**options)

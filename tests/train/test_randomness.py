@@ -10,7 +10,13 @@ from arbcli.data import open_texts
 from arbcli.kernels.codec.packing import unpack_trits
 from arbcli.kernels.runtime import native
 from arbcli.kernels.runtime.backend import use_backend
-from arbcli.kernels.update import blend_moment, gradient_gains, step_scales, step_trits
+from arbcli.kernels.update import (
+    blend_moment,
+    gradient_gains,
+    quantise_gradient,
+    step_scales,
+    step_trits,
+)
 from arbcli.kernels.update.random_bits import random_bits, stream_keys
 from arbcli.model import packed
 from arbcli.model.packed import TernaryTensor
@@ -43,6 +49,7 @@ def used_keys(monkeypatch) -> list[tuple[str, int]]:
     spy(blend_moment, "random_halves", "moment")
     spy(step_trits, "random_halves", "weights")
     spy(packed, "random_bits", "start")
+    spy(quantise_gradient, "random_halves", "wire")
     return used
 
 
@@ -78,6 +85,33 @@ def test_no_two_draws_of_a_run_have_one_key(shape, used_keys, tmp_path, small_gr
         assert matrices > len(tensors)
         assert counts["scales"] > 2 * len(tensors)
     keys = [key for _, key in used_keys]
+    assert len(set(keys)) == len(keys)
+
+
+@pytest.mark.parametrize("shape", ["dense", "graph"])
+def test_gradients_on_the_wire_share_no_key_with_updates(shape, used_keys, tmp_path, small_graph):
+    """Each part is rounded by noise of its own, and none of it rounds the step that follows."""
+    path = tmp_path / "text.txt"
+    path.write_bytes(b"gradients on the wire share no key. " * 30)
+    dense = {"dim": 16, "layers": 2, "heads": 2, "ffn": 24, "ctx": 8, "batch": 2}
+    options = (small_graph if shape == "graph" else dense) | {"accum": 2, "wire": "int8"}
+    about = {"device": "cpu", "backend": "torch", "compute": "fp32"}
+    config = new_config(data=[str(path)], steps=2, **about, **options)
+    trainer = Trainer(config, open_texts(config.data, None, seed=0, context=config.model.ctx))
+    tensors = len(trainer.shared.tensors)
+    steps = 2 if shape == "dense" else 1
+    for _ in range(steps):
+        trainer.train_step()
+    # who only looks how large gradients are makes zeros of them, which no noise rounds
+    used = [pair for pair in used_keys if pair != ("wire", 0)]
+    counts = purposes(used)
+    if shape == "dense":  # what all micro-batches made is stepped by once
+        assert counts == {
+            "start": tensors, "wire": 2 * 2 * tensors, "scales": 2 * tensors,
+            "moment": 2 * tensors, "weights": 2 * tensors,
+        }  # fmt: skip
+    assert counts["wire"] > tensors
+    keys = [key for _, key in used]
     assert len(set(keys)) == len(keys)
 
 

@@ -306,6 +306,56 @@ def test_rounding_that_is_biased_fails_though_each_number_is_near(shift, passed)
     assert parity._rounded(subject, "", got, wanted).passed == passed
 
 
+def test_steps_that_differ_in_the_state_alone_are_no_equal_ones(monkeypatch):
+    """The losses of a step are of before it: only the state tells that rounding was another."""
+    subject = Subject("", RAGGED, 1, torch.float32, torch.device("cpu"), "torch")
+    assert [result.passed for result in parity._determinism(subject)] == [True]
+    seeds, updater = iter((3, 4)), parity.Updater
+    monkeypatch.setattr(
+        parity, "Updater", lambda weights, _, dtype: updater(weights, next(seeds), dtype)
+    )
+    (result,) = parity._determinism(subject)
+    assert not result.passed
+    losses = len(subject.build().losses(*subject.bytes()))
+    assert result.shape == (losses + len(subject.build().state_dict()),)
+
+
+def test_steps_that_differ_in_the_loss_alone_are_no_equal_ones(monkeypatch):
+    subject = Subject("", RAGGED, 1, torch.float32, torch.device("cpu"), "torch")
+    times, losses = iter((1.0, 1.0 + 2.0**-20)), parity.LanguageModel.losses
+    scale = {}
+
+    def scaled(model, ids, targets):
+        scale.setdefault(id(model), next(times))
+        found = losses(model, ids, targets)
+        exact = found["text"]
+        with torch.no_grad():
+            moved = exact * scale[id(model)] - exact
+        return {"text": exact + moved}  # with the gradient of the exact one
+
+    monkeypatch.setattr(parity.LanguageModel, "losses", scaled)
+    (result,) = parity._determinism(subject)
+    assert (result.passed, result.max_error) == (False, 1.0)
+
+
+@pytest.mark.parametrize(("late", "failing"), [(0, ()), (1, ("at",)), (-1, ("before",))])
+def test_logit_that_sees_one_byte_more_or_less_is_no_causal_one(late, failing, monkeypatch):
+    """Its own must move with a byte: later ones that do are no excuse."""
+
+    def running_sums(ids):
+        sums = ids.cumsum(dim=1)
+        ends = torch.zeros_like(sums[:, :1]), sums[:, -1:] + 1
+        shifted = {0: sums, 1: torch.cat((ends[0], sums), 1)[:, :-1],
+                   -1: torch.cat((sums, ends[1]), 1)[:, 1:]}  # fmt: skip
+        return shifted[late][..., None].float()
+
+    monkeypatch.setattr(Subject, "build", lambda subject: running_sums)
+    subject = Subject("", RAGGED, 2, torch.float32, torch.device("cpu"), "torch")
+    results = list(parity._causality(subject))
+    assert [result.item.split()[0] for result in results] == ["before", "at"] * 2
+    assert [result.passed for result in results] == [w not in failing for w in ("before", "at")] * 2
+
+
 def test_models_are_compared_in_poisoned_memory(monkeypatch):
     seen = []
 

@@ -132,6 +132,47 @@ def test_one_kernel_that_fails_is_enough(change, what):
         assert any(what in item for item in found.ruled_out) == passed
 
 
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_parts_of_a_kernel_are_put_together_by_the_worst(place):
+    """Each figure of a part counts, wherever the part is; kinds and backends stay apart."""
+    failure = verify_module.CaseResult("bad", 7, 2, 3, None, None, 0.5, False)
+    figures = {"shapes": ("bad",), "outputs": 5, "elements": 11, "unwritten": 2, "unequal": 3,
+               "max_error": None, "relative_error": 0.25, "cosine": 0.5, "seconds": 4.0,
+               "passed": False, "failures": (failure,)}  # fmt: skip
+    right = replace(RIGHT, seconds=1.0)
+    parts = [right, right, right]
+    parts[place] = replace(right, **figures)
+    others = replace(right, kind="fuzz"), replace(right, backend="native")
+    found = verify_module._merged([others[0], *parts, others[1]])
+    assert [found[0], found[2]] == [*others]
+    shapes = [shape for part in parts for shape in part.shapes]
+    assert found[1] == replace(
+        right, **figures | {
+            "shapes": tuple(shapes), "outputs": 2 * right.outputs + 5,
+            "elements": 2 * right.elements + 11, "seconds": 6.0,
+        },
+    )  # fmt: skip
+
+
+def test_shares_of_cases_are_all_of_them_however_they_end(monkeypatch):
+    """On a GPU the cases of a kernel are dealt out; each is checked once, and all are told of."""
+    places = {"triton": [("cases", (share, 4)) for share in range(4)], "torch": [("cases", (0, 1))]}
+    for backend, wanted in places.items():
+        found = verify_module._shares(PACK_TRITS, (backend, "torch"), Checks(), None)
+        assert list(found) == wanted
+    monkeypatch.setattr(verify_module, "_shares", lambda *_: iter(places["triton"]))
+    monkeypatch.setattr(
+        Workers, "_each", lambda _, function, jobs: [(i, function(*jobs[i])) for i in (2, 0, 3, 1)]
+    )
+    told = []
+    report = verify_kernels(["pack_trits"], {"T32": 32}, CPU, ["torch"], progress=told.append)
+    (result,) = report.kernels
+    assert sorted(result.shapes) == sorted(RIGHT.shapes)
+    assert (result.outputs, result.elements) == (RIGHT.outputs, RIGHT.elements)
+    assert result.shapes[: len(RIGHT.shapes[::4])] == RIGHT.shapes[::4]
+    assert [(job.number, job.total, job.result) for job in told] == [(1, 1, [result])]
+
+
 def test_interrupted_run_does_not_pass(small):
     assert not new_ledger(CPU, ["T32"], (RIGHT,), (), (), (), 1.0, interrupted="SIGINT").passed
 
@@ -375,7 +416,7 @@ CASES = {
     "cast_scale_votes": 7, "boundary_scores": 9, "boundary_scores_backward": 9,
     "find_chunks": 11, "gather_chunks": 7, "smooth_chunks": 7, "smooth_chunks_backward": 7,
     "spread_chunks": 6, "spread_chunks_backward": 6, "route_position": 30, "take_chunk": 9,
-    "decay_scan": 14, "causal_conv": 12, "causal_conv_grad_w": 6, "mamba_step": 7,
+    "decay_scan": 16, "causal_conv": 12, "causal_conv_grad_w": 6, "mamba_step": 7,
     "quantise_gradient": 32, "sum_gradients": 18, "last_bits": 11, "take_last_bits": 11,
     "stream_weights": 9, "stream_weights_backward": 9, "mix_streams": 10,
     "mix_streams_backward": 10, "round_nvfp4": 11, "nvfp4_matmul": 3, "encode_nvfp4": 11,

@@ -262,7 +262,8 @@ def _ids_cases(generator: torch.Generator) -> Iterator[tuple[str, Tensor, int]]:
     yield "one id", torch.full((150,), 3), 5
     yield "last id", torch.tensor([6, 0, 6]), 7
     yield "one row", torch.tensor([0]), 1
-    yield "more rows than ids", torch.tensor([100, 2, 2]), 101
+    few = torch.cat((torch.tensor([100, 2, 2]), torch.randint(0, 101, (72,), generator=generator)))
+    yield "more rows than ids", few, 101
     yield "strided ids", torch.randint(0, 9, (66,), generator=generator)[::2], 9
     yield "no ids", torch.zeros(0, dtype=torch.int64), 4
 

@@ -173,7 +173,7 @@ def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
     draw = partial(_draw, generator, device)
     for reverse in (False, True):
         end = " reverse" if reverse else ""
-        for shape in ((1, 1, 1, 1, 1), (2, 33, 3, 5, 7), (1, 159, 2, 16, 20)):
+        for shape in ((1, 1, 1, 1, 1), (2, 33, 3, 5, 7), (1, 159, 2, 16, 20), (1, 17, 2, 3, 150)):
             label = "x".join(map(str, shape)) + end
             yield Case(label, (*draw(*shape), reverse))
         q, k, v, g = draw(1, 70, 4, 9, 66)

@@ -15,10 +15,15 @@ from arbcli.kernels.matmul.quantise_rows import (
     "run", [QUANTISE_ROWS.triton, QUANTISE_ROWS.torch], ids=["triton", "torch"]
 )
 @pytest.mark.parametrize("value", [torch.inf, -torch.inf, torch.nan])
-def test_row_that_is_not_finite_stays_so_and_leaves_others_alone(run, value, device):
-    x = torch.randn(3, 40, generator=torch.Generator().manual_seed(0)).to(device)
+@pytest.mark.parametrize(("width", "place"), [(40, 7), (2100, 7), (2100, 1500), (2100, 2099)])
+def test_row_that_is_not_finite_stays_so_and_leaves_others_alone(
+    run, value, width, place, device, monkeypatch
+):
+    """Rows that are read in turns, of 1024 here, keep what any of the turns has seen."""
+    monkeypatch.setattr("arbcli.kernels.matmul.quantise_rows.WHOLE_ROW", 64)
+    x = torch.randn(3, width, generator=torch.Generator().manual_seed(0)).to(device)
     whole = run(x)
-    x[1, 7] = value
+    x[1, place] = value
     q, scale = run(x)
     assert scale.isfinite().flatten().tolist() == [True, False, True]
     for got, expected in zip((q, scale), whole, strict=True):

@@ -68,6 +68,18 @@ def test_streams_begin_as_one(weights):
 
 
 @pytest.mark.parametrize("streams", [2, 4, 8])
+def test_branches_read_the_streams_in_turns(streams):
+    """The first attention reads stream 0, its MLP stream 1, and so on through the blocks."""
+    read = []
+    for block in model(streams=streams, layers=3).blocks:
+        for connection in (block.attention_streams, block.mlp_streams):
+            of_a = connection.bias().detach()[:streams]
+            assert (of_a > 0).sum() == 1
+            read.append(int(of_a.argmax()))
+    assert read == [branch % streams for branch in range(6)]
+
+
+@pytest.mark.parametrize("streams", [2, 4, 8])
 def test_rows_and_columns_sum_to_one(streams):
     lm, seen = stirred(model(streams=streams)), []
     connection = lm.blocks[1].mlp_streams

@@ -14,6 +14,7 @@ from arbcli.model.packed import StateModule
 from arbcli.train.configure import new_config
 from arbcli.train.parallel import owners
 from arbcli.train.parallel.group import Group
+from arbcli.train.schedule import fade_growth, learning_rate
 from arbcli.train.trainer import Trainer
 
 SMALL = {"dim": 32, "layers": 1, "heads": 2, "ffn": 48, "ctx": 16, "batch": 2}
@@ -195,6 +196,21 @@ def test_gradient_that_is_not_finite_is_counted_once_in_every_number_of_processe
     assert alone[0] == {"nonfinite_steps": 1, "refused": 1}
     if not torch.cuda.is_available():  # else processes are not forked, and know no inner function
         assert in_processes(2, step)[0] == alone
+
+
+@pytest.mark.parametrize("rule", ["moment", "nibble"])
+@pytest.mark.parametrize("digits", ["trit", "all", "fade"])
+def test_no_step_of_a_run_is_beyond_the_largest_rate(rule, digits, texts):
+    """How digits travel is chosen by it: the rate grows while weights fade."""
+    given = {"rule": rule, "digits": digits, "schedule": "constant", "warmup": 0, "steps": 10}
+    config = new_config(**(DECIDED | SMALL | given))
+    shared = Trainer(config, texts).shared
+    rates = [learning_rate(config, step) for step in range(config.steps)]
+    for step, rate in enumerate(rates):
+        shared.set_step(step, rate)
+    assert max(rates) == pytest.approx(config.lr * fade_growth(config))
+    with pytest.raises(ValueError, match="is above"):
+        shared.set_step(0, 1.01 * max(rates))
 
 
 def twin_losses(group, texts):
