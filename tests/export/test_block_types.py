@@ -65,8 +65,9 @@ def test_digits_that_a_type_does_not_hold_are_refused():
     scale = torch.tensor([[0.75]])
     read = Q8_0.decode(encode_digits("w", z, scale, 32, Q8_0).flatten(), (1, 32))
     assert torch.equal(read, z * 0.75)
-    with pytest.raises(ArbError, match="more digits than Q4_0 holds"):
-        encode_digits("w", z, scale, 32, Q4_0)
+    for too_large in (z, z.clamp(max=7), z.clamp(min=-7)):  # at either end
+        with pytest.raises(ArbError, match="more digits than Q4_0 holds"):
+            encode_digits("w", too_large, scale, 32, Q4_0)
 
 
 def test_scale_that_fp16_does_not_hold_is_refused():
