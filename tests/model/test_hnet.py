@@ -299,6 +299,22 @@ def test_ratio_loss_is_one_where_chunks_have_the_wanted_length():
     assert ratio_loss(Routed(torch.ones(1, 12), torch.ones(1, 12) > 0), 4, None).item() == 4
 
 
+def test_ratio_of_an_inner_stage_is_of_the_chunks_that_there_are(monkeypatch):
+    lm, ids, asked = model("two stages"), text(3), []
+
+    def noted(routed, length, valid):
+        asked.append(valid)
+        return ratio_loss(routed, length, valid)
+
+    monkeypatch.setattr("arbcli.model.hnet.ratio_loss", noted)
+    lm.losses(ids, ids)
+    outer, inner = asked
+    assert outer is None
+    chunks = lm.boundaries(ids)[0].sum(dim=1)
+    assert inner.sum(dim=1).tolist() == chunks.tolist()
+    assert inner.shape[1] > chunks.min()  # some slots are spare
+
+
 def test_ratio_loss_counts_positions_that_there_are():
     """Inner stages have slots without a chunk, which are no positions."""
     p = torch.rand(2, 9, generator=torch.Generator().manual_seed(0)).requires_grad_()
