@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from arbcli.errors import ArbError
+from arbcli.kernels.codec.packed import Packed
 from arbcli.kernels.codec.packing import PACK_TRITS
 from arbcli.kernels.norm.rms_norm import RMS_NORM
 from arbcli.kernels.runtime.spec import Gate
@@ -85,6 +86,21 @@ def test_counts_of_unequal_elements_are_for_exact_gates_only(device):
     report = verify_kernels(["rms_norm"], T6, device, ["torch"])
     assert report.kernels[0].unequal is None
     assert report.kernels[0].cosine == pytest.approx(1)
+
+
+def test_kernels_are_given_the_strides_and_the_memory_of_their_cases():
+    """A copy that is contiguous would be another case than the one that is told of."""
+    base = torch.arange(70, dtype=torch.float32).view(7, 10)
+    packed = PACK_TRITS.torch(torch.ones(4, 12, dtype=torch.int8))
+    about = Packed(packed[1::2], *torch.ones(2, 2, 4, dtype=torch.int8)[:, :, ::2], 12, 6)
+    inputs = base[1::2, 2::3], base.T[3:], base[2:3].expand(5, -1), about, 3
+    found = copies(inputs)
+    for one, other in zip((*inputs[:3], *about[:3]), (*found[:3], *found[3][:3]), strict=True):
+        assert torch.equal(one, other)
+        assert (one.stride(), one.storage_offset()) == (other.stride(), other.storage_offset())
+        assert one.untyped_storage().nbytes() == other.untyped_storage().nbytes()
+        assert one.data_ptr() != other.data_ptr()
+    assert found[4] == 3
 
 
 def test_unknown_kernel_is_refused(device):
