@@ -176,12 +176,16 @@ def test_batches_that_cannot_be_dealt_out_are_refused(texts):
         Trainer(dataclasses.replace(config, wire=None), texts, group=Group(0, 2))
 
 
-def test_gradient_that_is_not_finite_is_counted_once_in_every_number_of_processes(texts):
+@pytest.mark.parametrize("owner", [0, 1])
+def test_gradient_that_is_not_finite_is_counted_once_in_every_number_of_processes(owner, texts):
+    """The first process writes down what it counts, whoever owns the tensor."""
+
     def step(group):
         trainer = Trainer(new_config(**(DECIDED | SMALL)), texts, group=group)
         trainer.train_step()
+        model, sink = trainer.model, trainer.shared
+        bad = (model.head if owner == 0 else model.blocks[0].mlp.output).weight
         if group.rank == group.size - 1:  # in the last micro-batch
-            sink, bad = trainer.shared, trainer.model.head.weight
 
             def spoil(tensor, grad, where=None):
                 wrong = tensor is bad and sink.last
@@ -189,13 +193,17 @@ def test_gradient_that_is_not_finite_is_counted_once_in_every_number_of_processe
 
             bad.sink = spoil
         trainer.train_step()
-        saved = trainer.checkpoint("text")
-        return saved.counters, {n: tensor_digest(n, part) for n, part in saved.tensors.items()}
+        saved, owned = trainer.checkpoint("text"), sink.owners[id(bad)]
+        digests = {n: tensor_digest(n, part) for n, part in saved.tensors.items()}
+        sink.restore(saved.counters)  # as a run does that goes on
+        return digests, (saved.counters, sink.counters()), owned
 
-    alone = step(Group())
-    assert alone[0] == {"nonfinite_steps": 1, "refused": 1}
+    digests, counters, _ = step(Group())
+    assert counters == ({"nonfinite_steps": 1, "refused": 1},) * 2
     if not torch.cuda.is_available():  # else processes are not forked, and know no inner function
-        assert in_processes(2, step)[0] == alone
+        first, second = in_processes(2, step)
+        assert first == (digests, counters, owner)
+        assert second[1] == counters
 
 
 @pytest.mark.parametrize("rule", ["moment", "nibble"])
