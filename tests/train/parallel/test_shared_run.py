@@ -206,6 +206,26 @@ def test_gradient_that_is_not_finite_is_counted_once_in_every_number_of_processe
         assert second[1] == counters
 
 
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_row_of_a_table_that_is_not_finite_is_not_finite_where_it_arrives(bad, texts, small_graph):
+    given = DECIDED | small_graph | {"batch": 2, "accum": 2}
+    trainer = Trainer(new_config(**given), texts)
+    trainer.train_step()
+    table, sink = trainer.model.sequencer.table.weight, trainer.shared
+    before = {name: part.clone() for name, part in table.state.items()}
+
+    def spoil(tensor, grad, where):
+        if sink.last:
+            grad[0, 1] = bad
+        sink(tensor, grad, where)
+
+    table.sink = spoil
+    trainer.train_step()
+    assert trainer.updater.counters()["nonfinite_steps"] == 1
+    for name, part in table.state.items():
+        assert torch.equal(part, before[name]), name
+
+
 @pytest.mark.parametrize("rule", ["moment", "nibble"])
 @pytest.mark.parametrize("digits", ["trit", "all", "fade"])
 def test_no_step_of_a_run_is_beyond_the_largest_rate(rule, digits, texts):
