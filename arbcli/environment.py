@@ -11,9 +11,9 @@ SETTINGS = {
 }
 """Set for every command."""
 TERNARY_SETTINGS = {
-    # threads that wait for each other soon give way: beside another busy program a training step
-    # was seen to take 24 s instead of 0.3; with less than this it is slower alone
-    "GOMP_SPINCOUNT": "2000",
+    # threads that wait for each other give way after a while: beside another busy program a step
+    # of training was seen to take 24 s instead of 0.3; with less than this it is slower alone
+    "GOMP_SPINCOUNT": "12000",
 }
 """Set unless a float twin is trained: on CPUs whose threads wake slowly this halves its speed."""
 

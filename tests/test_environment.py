@@ -42,7 +42,7 @@ def test_what_the_user_has_set_stays(empty):
     assert empty["GOMP_SPINCOUNT"] == "7"
 
 
-@pytest.mark.parametrize(("weights", "spins"), [("ternary", "2000"), ("float", None)])
+@pytest.mark.parametrize(("weights", "spins"), [("ternary", "12000"), ("float", None)])
 def test_program_sets_it_by_its_command_line(weights, spins):
     code = (
         "import os, sys\n"

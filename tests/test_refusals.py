@@ -74,6 +74,10 @@ CONFIGURATIONS = {
         of_run(weights="float", wire="int8"), "gradients of a float twin travel as they are",
         "leave `wire` out", ("wire",),
     ),
+    "too many parts": (
+        of_run(wire="int16", accum=4097), "sums of 4,097 parts of int16 could wrap",
+        "use `accum` of up to 4,096", ("accum", "wire"),
+    ),
     "fp8 of a twin": (
         of_run(weights="ste", compute="fp8"), "multiplied in bf16", "`compute=fp8` out",
         ("compute",),

@@ -21,6 +21,8 @@ COMPUTES = ("bf16", "fp8", "nvfp4", "fp32")
 """Choices of `compute`."""
 WIRES = ("int12", "int8", "int16")
 """Choices of `wire`: what each part of a gradient of a matrix is rounded to."""
+MOST_PARTS = {"int8": 2**20, "int12": 2**16, "int16": 2**12}
+"""Micro-batches of a step whose parts add up without wrapping, by `wire`."""
 OPTIMIZERS = {"ternary": ("rule",), "float": ("adamw", "muon"), "ste": ("adamw", "muon")}
 """By the kind of weights."""
 FLOAT_LR = {
@@ -100,6 +102,12 @@ class TrainConfig:
                     "gradients of a float twin travel as they are",
                     hint="leave `wire` out",
                     fields=("wire",),
+                )
+            if self.accum > MOST_PARTS[self.wire]:
+                raise ArbError(
+                    f"sums of {self.accum:,} parts of {self.wire} could wrap",
+                    hint=f"use `accum` of up to {MOST_PARTS[self.wire]:,}, or narrower integers",
+                    fields=("accum", "wire"),
                 )
         if self.compute in ("fp8", "nvfp4") and self.model.weights != "ternary":
             raise ArbError(

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from arbcli.config.presets import preset
+from arbcli.config.training import MOST_PARTS, WIRES
 from arbcli.errors import ArbError
 from arbcli.model.build import build_model
 from arbcli.model.layers.table import TableWeight
@@ -161,6 +162,14 @@ def test_sum_of_parts_is_as_narrow_as_it_can_be_and_never_wraps(
     assert sum(sums.sizes(2, 8)) == 2 * bits
     assert limit * local <= sums.largest < 2 ** (bits - 1)
     assert limit * micro_batches * 64 < 2**31  # and none of what an owner adds up and mixes back
+
+
+@pytest.mark.parametrize("wire", WIRES)
+def test_as_many_parts_as_a_run_may_have_can_be_added_up(wire):
+    most = MOST_PARTS[wire]
+    limit = part_limit(wire, most)
+    assert sums_for(limit, most, most).largest >= limit * most
+    assert limit * most * 64 < 2**31 <= limit * most * 64 * 1.1
 
 
 def test_more_parts_than_can_be_added_up_are_refused():
