@@ -27,9 +27,9 @@ from arbcli.commands._outputs import PICTURES, check_file
 from arbcli.commands._processes import start_processes, this_process
 from arbcli.commands._run_display import RunDisplay
 from arbcli.commands.check import show_check
-from arbcli.config.dense import WEIGHTS, ModelConfig
+from arbcli.config.dense import WEIGHTS
 from arbcli.config.file import read_settings, settings_text
-from arbcli.config.graph import GraphConfig
+from arbcli.config.presets import KINDS
 from arbcli.config.training import OPTIMIZERS, SCHEDULES, WIRES, train_config_dict
 from arbcli.errors import ArbError
 from arbcli.loggers import LOGGERS, check_logger, find_logger
@@ -294,7 +294,8 @@ def _refuse_changes(given: dict[str, Any]) -> None:
 
 
 def _refuse_shapes(given: dict[str, Any]) -> None:
-    shapes = {"preset", *GraphConfig.__slots__, *ModelConfig.__slots__} - {"ctx"}
+    of_models = (kind.__dataclass_fields__ for kind in KINDS.values())
+    shapes = {"preset"}.union(*of_models) - {"ctx"}
     if own := [f"`{option_of(name)}`" for name in given if name in shapes]:
         raise ArbError(
             f"a saved model keeps its own settings, so {', '.join(own)} cannot be given to it",

@@ -206,6 +206,10 @@ ERRORS = {
     "resume with other settings": (["--resume", "auto", "--lr", "1"], "cannot be given"),
     "init from nothing": (["--init-from", "nowhere"], "cannot read `nowhere`"),
     "init with a shape": (["--init-from", "x", "--dim", "8"], "`--dim` cannot be given"),
+    "init with other chunks": (
+        ["--init-from", "x", "--chunk-length", "8"],
+        "`--chunk-length` cannot be given",
+    ),
     "unknown schedule": (["--schedule", "step"], "`--schedule` is `step`"),
     "final rate above the first": (["--lr", "0.5", "--final-lr", "1"], "`--final-lr` is 1.0"),
     "constant with another end": (
