@@ -226,6 +226,26 @@ def test_row_of_a_table_that_is_not_finite_is_not_finite_where_it_arrives(bad, t
         assert torch.equal(part, before[name]), name
 
 
+def test_tensor_without_a_gradient_in_a_step_is_left_as_it_is(texts):
+    """Others of its message step, and of its exponents nothing is known."""
+    trainer = Trainer(new_config(**(DECIDED | SMALL)), texts)
+    trainer.train_step()
+    mlp = trainer.model.blocks[0].mlp
+    before = [
+        {name: part.clone() for name, part in matrix.weight.named_buffers()}
+        for matrix in (mlp.output, mlp.gate_up)
+    ]
+    mlp.output.weight.sink = None
+    trainer.train_step()
+    moved = [
+        {name for name, part in matrix.weight.named_buffers() if not torch.equal(part, old[name])}
+        for matrix, old in zip((mlp.output, mlp.gate_up), before, strict=True)
+    ]
+    assert moved[0] == set() < {"trits", "remainder", "moment"} <= moved[1]
+    assert "wire_exponent" in before[0]
+    assert trainer.updater.counters() == {"nonfinite_steps": 0, "refused": 1}
+
+
 @pytest.mark.parametrize("rule", ["moment", "nibble"])
 @pytest.mark.parametrize("digits", ["trit", "all", "fade"])
 def test_no_step_of_a_run_is_beyond_the_largest_rate(rule, digits, texts):
