@@ -128,6 +128,8 @@ def sparse(header: dict, data: bytes, draw: random.Random) -> tuple[dict, bytes]
     config = saved_config(header) | {"layers": 1, "dim": 2**18, "heads": 1, "ffn": 1}
     if "latent" in config:
         config |= {"rotary": 2}
+    if "head_width" in config:  # heads of these are never wider than 512
+        config |= {"head_width": 64, "rotary": 2, "ffn": 2**20}
     with torch.device("meta"):
         layout = build_model(config_from_dict(config)).state_dict()
     return claim(header, config, {name: (t.dtype, list(t.shape)) for name, t in layout.items()})
