@@ -40,6 +40,14 @@ def device() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
+@pytest.fixture
+def text(tmp_path) -> str:
+    """Path of a short text; a module whose tests need another has a fixture of its own."""
+    path = tmp_path / "text.txt"
+    path.write_bytes(b"ternary weights learn to read. " * 100)
+    return str(path)
+
+
 @pytest.fixture(scope="session")
 def small_graph() -> dict:
     """Options of an `arb-tiny` with all of its parts whose steps take no time."""

@@ -70,18 +70,23 @@ def test_torch_backend_gives_the_same_in_chunks_of_two_rows(spec):
             assert compare(spec, case.label, parts, whole, None).passed, case.label
 
 
+def assert_triton_agrees(spec, label, inputs) -> None:
+    """Run a kernel by Triton in poisoned memory, and compare all that it returns."""
+    wanted = as_tuple(spec.reference(*copies(inputs)))
+    with poisoned(), use_backend(BACKENDS[1]):
+        got = as_tuple(spec.triton(*copies(inputs)))
+    for result, expected in zip(got, wanted, strict=True):
+        found = compare(spec, label, result, expected)
+        assert found.passed, found
+
+
 @pytest.mark.parametrize(("name", "rows"), [("blend_moment", 19), ("unit_gain", 35)])
 def test_program_of_a_large_matrix_takes_several_tiles(name, rows, device, monkeypatch):
     """No case of a test is of the size from which on that is so."""
     monkeypatch.setattr("arbcli.kernels.runtime.backend.LARGE_ELEMENTS", 1)
     (spec,) = (spec for spec in KERNELS if spec.name == name)
     inputs = DRAWINGS[name].draw(Dice(1, device, torch.float32), SCALE_TYPES["T6"], 1, rows, 7)
-    wanted = as_tuple(spec.reference(*copies(inputs)))
-    with poisoned(), use_backend(BACKENDS[1]):
-        got = as_tuple(spec.triton(*copies(inputs)))
-    for result, expected in zip(got, wanted, strict=True):
-        found = compare(spec, name, result, expected)
-        assert found.passed, found
+    assert_triton_agrees(spec, name, inputs)
 
 
 SEVERAL_TILES = {
@@ -101,12 +106,7 @@ def test_kernel_writes_every_tile_of_several(name, sizes, device):
     (spec,) = (spec for spec in KERNELS if spec.name == name)
     dice = Dice(1, device, torch.float32)
     inputs = DRAWINGS[name].draw(dice, SCALE_TYPES["T32"], *sizes)
-    wanted = as_tuple(spec.reference(*copies(inputs)))
-    with poisoned(), use_backend(BACKENDS[1]):
-        got = as_tuple(spec.triton(*copies(inputs)))
-    for result, expected in zip(got, wanted, strict=True):
-        found = compare(spec, name, result, expected)
-        assert found.passed, found
+    assert_triton_agrees(spec, name, inputs)
 
 
 IN_TURNS = {
@@ -137,13 +137,9 @@ def test_kernel_takes_several_turns_where_its_tiles_are_smaller(name, device):
         shrunk.update(smaller)
         kernel.run(*inputs, grid=grid, warmup=False, **options | smaller)
 
-    wanted = as_tuple(spec.reference(*copies(case.inputs)))
-    with poisoned(), use_backend(BACKENDS[1]), replaced_launches(launch):
-        got = as_tuple(spec.triton(*copies(case.inputs)))
+    with replaced_launches(launch):
+        assert_triton_agrees(spec, case.label, case.inputs)
     assert shrunk == set(tile)
-    for result, expected in zip(got, wanted, strict=True):
-        found = compare(spec, case.label, result, expected)
-        assert found.passed, found
 
 
 @pytest.mark.parametrize("name", ["unit_rows", "unit_gain"])
@@ -153,10 +149,7 @@ def test_all_of_more_rows_than_a_program_has_get_their_gains(name, device):
     values, gains = (torch.rand(n, 1027, generator=generator).to(device) for n in (2, 1))
     between = (gains[0], None) if name == "unit_gain" else ()
     inputs = (values.T, *between, torch.ones((), dtype=torch.int32, device=device))
-    with poisoned(), use_backend(BACKENDS[1]):
-        got = spec.triton(*copies(inputs))
-    for result, expected in zip(got, spec.reference(*copies(inputs)), strict=True):
-        assert compare(spec, name, result, expected).passed
+    assert_triton_agrees(spec, name, inputs)
 
 
 def test_row_that_is_not_finite_refuses_a_matrix_wherever_it_is(device):
@@ -180,11 +173,7 @@ def test_row_that_is_too_wide_for_registers_is_walked(name, device):
         name, (torch.cat((x, grad), 1),)
     )
     inputs = (*(part.to(device) for part in inputs), None, 0.1)
-    with poisoned(), use_backend(BACKENDS[1]):
-        got = as_tuple(spec.triton(*copies(inputs)))
-    for result, expected in zip(got, as_tuple(spec.reference(*copies(inputs))), strict=True):
-        found = compare(spec, name, result, expected)
-        assert found.passed, found
+    assert_triton_agrees(spec, name, inputs)
 
 
 ROWS_APART = {

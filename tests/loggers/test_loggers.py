@@ -41,12 +41,6 @@ class Listening(base.Logger):
         self.heard.append(("close",))
 
 
-@pytest.fixture
-def text(tmp_path) -> str:
-    (tmp_path / "text.txt").write_text("ternary weights learn to read. " * 100)
-    return str(tmp_path / "text.txt")
-
-
 @pytest.fixture(autouse=True)
 def short_samples(monkeypatch):
     monkeypatch.setattr("arbcli.train.run.SAMPLE_BYTES", 4)

@@ -23,13 +23,6 @@ from arbcli.train.run import Observer, resume_run, start_run
 SMALL = {"dim": 16, "layers": 1, "heads": 1, "ffn": 16, "ctx": 8, "batch": 2, "device": "cpu"}
 
 
-@pytest.fixture
-def text(tmp_path) -> str:
-    path = tmp_path / "text.txt"
-    path.write_bytes(b"ternary weights learn to read. " * 100)
-    return str(path)
-
-
 @pytest.fixture(autouse=True)
 def short_runs(monkeypatch):
     monkeypatch.setattr("arbcli.train.run.SAMPLE_BYTES", 1)

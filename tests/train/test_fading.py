@@ -23,13 +23,6 @@ SMALL = {
 }  # fmt: skip
 
 
-@pytest.fixture
-def text(tmp_path) -> str:
-    path = tmp_path / "text.txt"
-    path.write_bytes(b"ternary weights learn to read. " * 100)
-    return str(path)
-
-
 @pytest.fixture(autouse=True)
 def short_runs(monkeypatch):
     monkeypatch.setattr("arbcli.train.run.SAMPLE_BYTES", 1)

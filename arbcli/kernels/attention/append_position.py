@@ -63,23 +63,14 @@ def append_position_reference(
 
 
 def append_position_8bit_reference(
-    new: Tensor,
-    recent: Tensor,
-    entries: Tensor,
-    opened: Tensor,
-    beta: Tensor,
-    position: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    eps: float,
-    exponents: tuple[Tensor, Tensor],
+    new: Tensor, recent: Tensor, entries: Tensor, *rest
 ) -> tuple[Tensor, ...]:
     """Compute what `append_position_` leaves in eight bits, as numbers, in float64."""
+    *about, exponents = rest
     room, numbers = 7 if recent.dtype == E4M3 else 6, []
     for codes, exponent in zip((recent, entries), exponents, strict=True):
         numbers.append(torch.ldexp(codes.double(), exponent[..., None].int() + 1 - room))
     before = [part.clone() for part in numbers]
-    about = (opened, beta, position, cos, sin, eps)
     still, *after, opened = append_position_reference(new, *numbers, *about)
     for old, found in zip(before, after, strict=True):
         changed = (old != found).any(dim=-1)
