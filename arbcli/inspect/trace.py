@@ -191,13 +191,22 @@ class KnownShapes:
         result = func(*args, **kwargs)
         if isinstance(result, Tensor) and result.is_meta:
             same = result is written and _described(written) == before
-            if same or (written is None and _fills_its_storage(result)):
+            if same or (written is None and _has_its_own_storage(result, (args, kwargs))):
                 self._known[key] = result.shape, result.stride(), result.dtype
         return result
 
 
-def _fills_its_storage(tensor: Tensor) -> bool:
-    return tensor.untyped_storage().nbytes() == tensor.numel() * tensor.itemsize
+def _has_its_own_storage(result: Tensor, arguments: Any) -> bool:
+    """Tell whether a result fills a storage that is none of an argument's.
+
+    A schema does not tell: that of `_unsafe_view`, with which torch ends a product of stacks, is of
+    a new tensor.
+    """
+    storage = result.untyped_storage()
+    given = (leaf for leaf in tree_leaves(arguments) if isinstance(leaf, Tensor))
+    if any(leaf.untyped_storage()._cdata == storage._cdata for leaf in given):
+        return False
+    return storage.nbytes() == result.numel() * result.itemsize
 
 
 def _described(value: Any) -> tuple:

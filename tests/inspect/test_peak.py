@@ -16,11 +16,12 @@ from arbcli.config.presets import preset
 from arbcli.config.training import TrainConfig, train_config
 from arbcli.data import open_texts
 from arbcli.device import deterministic
+from arbcli.directions.orthogonal import orthogonalise
 from arbcli.inspect import peak
 from arbcli.inspect.peak import predict_peak
 from arbcli.inspect.ranks import share_out
-from arbcli.inspect.trace import LiveTensors
-from arbcli.kernels.runtime.backend import compile_for
+from arbcli.inspect.trace import KnownShapes, LiveTensors, without_memory
+from arbcli.kernels.runtime.backend import compile_for, use_backend
 from arbcli.model.dense import Block
 from arbcli.model.layers.rotary import fresh_tables
 from arbcli.train.configure import new_config
@@ -110,6 +111,30 @@ def test_predicted_peak_of_compressed_attention_is_the_measured_one(name, small_
     changes = {key: value for key, value in CHANGES[name].items() if key not in DENSE_ONLY}
     config = config_of(changes, small_compressed)
     assert predict_peak(config).peak_bytes == measured_peak(config)
+
+
+def test_stack_that_is_orthogonalised_again_is_predicted_to_take_what_it_does():
+    def orthogonalise_twice():
+        for _ in range(2):
+            orthogonalise(torch.zeros(2, 5, 3, device="cpu"), torch.float32)
+
+    with use_backend("torch"):
+        with LiveTensors(CPU) as tensors:
+            orthogonalise_twice()
+        with peak._Trace(CPU) as trace, without_memory(CPU):
+            trace.end_stage()
+            orthogonalise_twice()
+    assert trace.peak == tensors.stage_peak > 0
+
+
+def test_a_view_that_its_schema_calls_new_shares_its_storage_each_time():
+    known, x = KnownShapes(), torch.empty(2, 3, 4, device="meta")
+    for _ in range(2):
+        view = known.run(torch.ops.aten._unsafe_view.default, (x, [6, 4]), {})
+        copy = known.run(torch.ops.aten.clone.default, (x,), {})
+        assert view.shape == (6, 4)
+        assert view.untyped_storage()._cdata == x.untyped_storage()._cdata
+        assert copy.untyped_storage()._cdata != x.untyped_storage()._cdata
 
 
 def test_predicted_peak_is_the_sum_of_its_parts():
