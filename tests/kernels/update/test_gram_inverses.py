@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from arbcli.directions.orthogonal import POLAR_WEIGHTS, SHIFTS
+from arbcli.inspect.trace import without_memory
 from arbcli.kernels.runtime import native
 from arbcli.kernels.runtime.backend import use_backend
 from arbcli.kernels.update import gram_inverses as module
@@ -68,6 +69,17 @@ def test_bits_do_not_depend_on_the_number_of_threads(monkeypatch):
     assert torch.equal(found[0], found[1])
     assert torch.equal(found[0], found[2])
     assert torch.equal(found[0], found[0].T)
+
+
+@compiled
+def test_sum_is_right_though_it_was_first_asked_for_without_memory():
+    module._table.cache_clear()
+    x, wanted = draw((6, 9)), gram_inverses_reference(draw((6, 9)), SHIFTS, POLAR_WEIGHTS)
+    with use_backend("native"):
+        with without_memory(torch.device("cpu")):
+            gram_inverses(torch.empty(6, 9, device="cpu"), SHIFTS, POLAR_WEIGHTS)
+        found = gram_inverses(x, SHIFTS, POLAR_WEIGHTS)
+    assert relative_error(found @ x, wanted @ x.double()) < 1e-4
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
