@@ -29,7 +29,7 @@ from arbcli.commands._run_display import RunDisplay
 from arbcli.commands.check import show_check
 from arbcli.config.dense import WEIGHTS
 from arbcli.config.file import read_settings, settings_text
-from arbcli.config.presets import KINDS
+from arbcli.config.initial import KEPT
 from arbcli.config.training import OPTIMIZERS, SCHEDULES, WIRES, train_config_dict
 from arbcli.errors import ArbError
 from arbcli.loggers import LOGGERS, check_logger, find_logger
@@ -294,9 +294,7 @@ def _refuse_changes(given: dict[str, Any]) -> None:
 
 
 def _refuse_shapes(given: dict[str, Any]) -> None:
-    of_models = (kind.__dataclass_fields__ for kind in KINDS.values())
-    shapes = {"preset"}.union(*of_models) - {"ctx"}
-    if own := [f"`{option_of(name)}`" for name in given if name in shapes]:
+    if own := [f"`{option_of(name)}`" for name in given if name in KEPT or name == "preset"]:
         raise ArbError(
             f"a saved model keeps its own settings, so {', '.join(own)} cannot be given to it",
             hint="leave them out, or start without `--init-from`",

@@ -29,6 +29,7 @@ from arbcli.checkpoint import (
     step_of,
     write_json,
 )
+from arbcli.config.initial import check_initial
 from arbcli.config.training import TrainConfig, train_config_dict, train_config_from
 from arbcli.data import Texts
 from arbcli.device import (
@@ -44,7 +45,7 @@ from arbcli.device import (
 )
 from arbcli.errors import ArbError
 from arbcli.infer.generation import Sampling, generate
-from arbcli.infer.load import SavedModel, check_saved
+from arbcli.infer.load import SavedModel, check_saved, saved_config
 from arbcli.model.operations import step_operations
 from arbcli.signals import RememberedSignal
 from arbcli.train.directory import (
@@ -159,7 +160,7 @@ def start_run(
         observer: is told of progress.
         minutes: sets the number of steps by timing a few.
         initial: what to begin with: the weights, and all that rule and direction keep beside them;
-            it must be of the model of `config`, but for `ctx`.
+            it must be of the model of `config`: see `check_initial`.
         profile: steps to trace by torch's profiler, to a file in the directory: see `StepTrace`.
         check: may refuse the run, once its text is known and before anything is made for it.
 
@@ -168,6 +169,8 @@ def start_run(
     """
     if minutes is not None and not 0 < minutes <= MOST_MINUTES:
         raise ArbError(f"`--minutes` is {minutes}", hint=f"use a number up to {MOST_MINUTES:,}")
+    if initial is not None:
+        check_initial(config.model, saved_config(initial.checkpoint))
     if run is not None:
         check_free(run)
     config = dataclasses.replace(config, device=str(own_device(torch.device(config.device))))

@@ -51,9 +51,11 @@ def test_start_is_told_where_how_long_and_from_what(asked, monkeypatch):
     checked = mock.Mock()
     monkeypatch.setattr(room, "check_memory", checked)
     words = ["train", "--out", "some/run", "--device", "cpu", "--minutes", "2.5", "--profile", "4"]
-    call = asked("arbcli.train.run.start_run", *words, "--init-from", "a/model", "--ctx", "32")
+    words += ["--init-from", "a/model", "--ctx", "32", "--digits", "fade"]
+    call = asked("arbcli.train.run.start_run", *words)
     config, out, _ = call.args
-    assert (config.model.dim, config.model.ctx, out) == (384, 32, Path("some/run"))
+    model = config.model
+    assert (model.dim, model.ctx, model.digits, out) == (384, 32, "fade", Path("some/run"))
     assert call.kwargs["initial"].checkpoint == Path("a/model")
     assert (call.kwargs["minutes"], call.kwargs["profile"]) == (2.5, 4)
     call.kwargs["check"](config)

@@ -200,9 +200,11 @@ def test_run_begins_with_saved_weights(text, tmp_path):
 def test_weights_of_another_shape_are_refused(text, tmp_path):
     start_run(new_config(**SMALL, data=[text], steps=1), tmp_path / "a", Observer())
     initial = read_saved(tmp_path / "a", pytest.fail)
-    wider = new_config(**SMALL | {"ffn": 32}, data=[text], steps=1)
-    with pytest.raises(ArbError, match="in the checkpoint and"):
-        start_run(wider, tmp_path / "b", Observer(), initial=initial)
+    for name, value in {"ffn": 32, "sub_norms": False, "digits": "all"}.items():
+        other = new_config(**SMALL | {name: value}, data=[text], steps=1)
+        with pytest.raises(ArbError, match=f"`{name}`|`{name}={value}`"):
+            start_run(other, tmp_path / "b", Observer(), initial=initial)
+    assert not (tmp_path / "b").exists()
 
 
 @pytest.mark.parametrize("losses", [[3.0, 1.0, 2.0], [3.0, 2.0, 1.0], [1.0, float("nan"), 1.0]])
