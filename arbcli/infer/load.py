@@ -141,6 +141,19 @@ def is_export(checkpoint: Checkpoint) -> bool:
     return "origin" in checkpoint.data
 
 
+def check_trainable(checkpoint: Checkpoint) -> None:
+    """Refuse what no run can begin with or go on from.
+
+    Raises:
+        ArbError: it has no state of rule and direction.
+    """
+    if is_export(checkpoint):
+        raise ArbError(
+            "the file has the weights alone, and no state to train on from",
+            hint="name a checkpoint of the run that it is an export of",
+        )
+
+
 def empty_model(
     checkpoint: Checkpoint,
     place: torch.device | None = None,

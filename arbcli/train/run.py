@@ -45,7 +45,7 @@ from arbcli.device import (
 )
 from arbcli.errors import ArbError
 from arbcli.infer.generation import Sampling, generate
-from arbcli.infer.load import SavedModel, check_saved, saved_config
+from arbcli.infer.load import SavedModel, check_saved, check_trainable, saved_config
 from arbcli.model.operations import step_operations
 from arbcli.signals import RememberedSignal
 from arbcli.train.directory import (
@@ -170,6 +170,7 @@ def start_run(
     if minutes is not None and not 0 < minutes <= MOST_MINUTES:
         raise ArbError(f"`--minutes` is {minutes}", hint=f"use a number up to {MOST_MINUTES:,}")
     if initial is not None:
+        check_trainable(initial.checkpoint)
         check_initial(config.model, saved_config(initial.checkpoint))
     if run is not None:
         check_free(run)

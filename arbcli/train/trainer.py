@@ -12,7 +12,7 @@ from arbcli.config.training import TrainConfig
 from arbcli.data import Texts, batch, digest, evaluation_batches
 from arbcli.device import COMPUTE, tell_compiler
 from arbcli.errors import ArbError
-from arbcli.infer.load import is_export
+from arbcli.infer.load import check_trainable
 from arbcli.kernels.runtime.backend import use_backend
 from arbcli.kernels.runtime.merged import TABLES
 from arbcli.model.build import build_model
@@ -351,11 +351,7 @@ class Trainer:
         Raises:
             ArbError: it is of another model.
         """
-        if is_export(checkpoint):
-            raise ArbError(
-                "the file has the weights alone, and no state to train on from",
-                hint="name a checkpoint of the run that it is an export of",
-            )
+        check_trainable(checkpoint)
         tensors = dict(checkpoint.tensors)
         if ("wire" in checkpoint.data) != (self.shared is not None):
             tensors = {n: part for n, part in tensors.items() if not n.endswith(WIRE)}

@@ -11,6 +11,7 @@ import torch
 
 from arbcli.checkpoint import checkpoints, load_checkpoint, save_checkpoint, write_json
 from arbcli.errors import ArbError
+from arbcli.export.run import export
 from arbcli.infer.load import load_model, read_saved, saved_config
 from arbcli.inspect.saved import compare, open_saved
 from arbcli.kernels.runtime.backend import default_backend
@@ -197,13 +198,18 @@ def test_run_begins_with_saved_weights(text, tmp_path):
     assert resume_run(tmp_path / "b", Observer()).steps == 1
 
 
-def test_weights_of_another_shape_are_refused(text, tmp_path):
+def test_weights_of_another_model_or_alone_are_refused(text, tmp_path):
     start_run(new_config(**SMALL, data=[text], steps=1), tmp_path / "a", Observer())
     initial = read_saved(tmp_path / "a", pytest.fail)
     for name, value in {"ffn": 32, "sub_norms": False, "digits": "all"}.items():
         other = new_config(**SMALL | {name: value}, data=[text], steps=1)
         with pytest.raises(ArbError, match=f"`{name}`|`{name}={value}`"):
             start_run(other, tmp_path / "b", Observer(), initial=initial)
+    export(tmp_path / "a", "safetensors", out=tmp_path / "weights.safetensors")
+    alone = read_saved(tmp_path / "weights.safetensors", pytest.fail)
+    config = new_config(**SMALL, data=[text], steps=1)
+    with pytest.raises(ArbError, match="the weights alone"):
+        start_run(config, tmp_path / "b", Observer(), initial=alone)
     assert not (tmp_path / "b").exists()
 
 
