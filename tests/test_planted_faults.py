@@ -339,16 +339,18 @@ FAULTS = [
     ),
     # generation
     kernel(
-        "correction", "what prefixes are more not taken back", "arranged_matmul",
-        change_constant((9, -6, 6, -6, -3), (0, -6, 6, -6, -3)),
+        "correction", "what codes are more than trits not taken back", "row_matmul",
+        rewrite("(a[0] << 8) + (a[1] - b[i])", "(a[0] << 8) + a[1]"),
     ),
     kernel(
-        "exchange", "up gated by itself", "arranged_matmul",
-        rewrite("u / (1 + tl.exp(-u)) * l", "l / (1 + tl.exp(-l)) * l"), slow=True,
+        "exchange", "a gate that multiplies itself", "row_matmul",
+        rewrite("y / (1 + tl.exp(-y)) * across(y, 8, PTX)", "y / (1 + tl.exp(-y)) * y"),
+        slow=True,
     ),
     kernel(
-        "neighbour", "all tiles given to the first warp", "arranged_matmul",
-        rewrite("tl.where(w == i, t, f[j])", "tl.where(w == 0, t, f[j])"),
+        "neighbour", "columns given to the neighbouring block", "row_matmul",
+        rewrite("r // 2 == c if ABREAST == 4 else r < 2",
+                "r // 2 == c ^ 1 if ABREAST == 4 else r < 2"),
     ),
     kernel(
         "diagonal", "squares of the neighbouring row", "arranged_rows",

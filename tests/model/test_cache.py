@@ -12,6 +12,7 @@ from arbcli.model import dense as dense_module
 from arbcli.model.cache import KeyValueCache
 from arbcli.model.dense import ByteLM
 from arbcli.model.layers import attend as attend_module
+from arbcli.model.layers.linear import TernaryLinear
 
 WINDOW = 8
 SHAPE = {"dim": 32, "layers": 2, "heads": 2, "ffn": 48, "ctx": WINDOW}
@@ -98,7 +99,8 @@ def test_arranged_weights_give_the_logits_of_packed_ones(options, device, monkey
 
 def arranged(lm) -> int:
     """Count the matrices that are arranged."""
-    return sum(getattr(part, "_arranged", None) is not None for part in lm.modules())
+    layers = [part for part in lm.modules() if isinstance(part, TernaryLinear)]
+    return sum((part._coded or part._arranged) is not None for part in layers)
 
 
 @pytest.mark.parametrize("weights", ["float", "ste"])

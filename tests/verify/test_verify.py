@@ -113,7 +113,7 @@ def test_every_kernel_can_be_drawn():
 
 
 SLOW = {
-    "weighted_rows", "weighted_rows_grad", "weighted_rows_grad_weights", "arranged_matmul",
+    "weighted_rows", "weighted_rows_grad", "weighted_rows_grad_weights", "row_matmul",
     "arranged_rows",
 }  # fmt: skip
 

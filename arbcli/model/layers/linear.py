@@ -10,7 +10,8 @@ from torch.autograd import Function
 from arbcli.config.dense import ModelConfig
 from arbcli.kernels.codec.decode_e4m3 import largest_exponents
 from arbcli.kernels.codec.decode_weight import decode_weights_triton
-from arbcli.kernels.matmul.arranged_matmul import Arranged, arrange, arranged_matmul
+from arbcli.kernels.codec.packed import Packed
+from arbcli.kernels.matmul.arranged import Arranged, arrange
 from arbcli.kernels.matmul.arranged_rows import arranged_rows
 from arbcli.kernels.matmul.digits_matmul import (
     ArrangedDigits,
@@ -19,6 +20,7 @@ from arbcli.kernels.matmul.digits_matmul import (
 )
 from arbcli.kernels.matmul.fp8_matmul import fp8_matmul
 from arbcli.kernels.matmul.quantise_rows import quantise_rows
+from arbcli.kernels.matmul.row_matmul import MOST_COLUMNS, Coded, code, row_matmul
 from arbcli.kernels.matmul.scaled_nvfp4 import nvfp4_product
 from arbcli.kernels.matmul.ternary_matmul import (
     FUSED_ROWS,
@@ -328,6 +330,7 @@ class TernaryLinear(Findable):
         self.weight = LinearWeight(out_features, in_features, config, area=area, **about)
         self.weight.in_eight_bits = in_eight_bits
         self._arranged: Arranged | ArrangedDigits | None = None
+        self._coded: Coded | None = None
         self._decoded: Tensor | None = None
 
     def forward(
@@ -377,6 +380,7 @@ class TernaryLinear(Findable):
         gated: bool = False,
         added: Tensor | None = None,
         beside: "TernaryLinear | None" = None,
+        early: bool = True,
     ) -> Tensor:
         """Multiply few rows, (..., K) to (..., N), and do in the same kernel what is around that.
 
@@ -392,20 +396,30 @@ class TernaryLinear(Findable):
             added: what to add to the result, like it.
             beside: a layer of the same config whose results, of the same rows, come behind; always
                 the same for a layer.
+            early: whether the kernel after this one waits before it reads anything that a step
+                computes, so that it may begin before the kernel before this one has ended.
         """
         all_digits = self.weight.rule.reads_all
-        if self._arranged is None:
-            packed = self.weight.packed
-            if beside is not None:
-                packed = packed.above(beside.weight.packed)
-            self._arranged = (arrange_digits if all_digits else arrange)(packed, gated)
         eps = NORM_EPS if normalise else None
         added = None if added is None else added.reshape(-1, added.shape[-1])
         rows = x.reshape(-1, x.shape[-1])
-        of_trits = arranged_matmul if len(rows) == 1 else arranged_rows
-        multiply = digits_matmul if all_digits else of_trits
-        y = multiply(rows, self._arranged, eps, added)
+        if len(rows) == 1 and rows.shape[1] <= MOST_COLUMNS and not all_digits:
+            if self._coded is None:
+                self._coded = code(self._above(beside), gated)
+            y = row_matmul(rows, self._coded, eps, added, early=early)
+        else:
+            if self._arranged is None:
+                self._arranged = (arrange_digits if all_digits else arrange)(
+                    self._above(beside), gated
+                )
+            multiply = digits_matmul if all_digits else arranged_rows
+            y = multiply(rows, self._arranged, eps, added)
         return y.view(*x.shape[:-1], -1)
+
+    def _above(self, beside: "TernaryLinear | None") -> Packed:
+        """Put the weights of another layer under these."""
+        packed = self.weight.packed
+        return packed if beside is None else packed.above(beside.weight.packed)
 
     def decoded(self, dtype: torch.dtype) -> Tensor:
         """Decode the weights for steps, (N, K) of `dtype`; `arranged_once` says until when."""
@@ -419,4 +433,4 @@ class TernaryLinear(Findable):
         try:
             yield
         finally:
-            self._arranged = self._decoded = None
+            self._arranged = self._coded = self._decoded = None
