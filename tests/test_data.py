@@ -465,9 +465,12 @@ def test_open_texts_leaves_packages_and_tests_out_of_the_standard_library(tmp_pa
     for name in ("site-packages/a.py", "dist-packages/a.py", "test/a.py", "json/tests/a.py"):
         write(tmp_path / name, b"wrong\n")
     write(tmp_path / "__pycache__/abc.pyc", b"wrong\n")
+    for number in range(20):  # a tenth of the files is held out, of those that hold something
+        write(tmp_path / f"empty{number}/__init__.py", b"")
     monkeypatch.setattr(sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path)})
     texts = open_texts(None, None, seed=0, context=1)
     assert sorted(lines_of(texts.train) + lines_of(texts.val)) == lines
+    assert (texts.train.num_files, texts.val.num_files) == (2, 1)
 
 
 def test_open_texts_rejects_a_python_without_source(tmp_path, monkeypatch):

@@ -31,6 +31,7 @@ from arbcli.train.directory import (
     run_facts,
 )
 from arbcli.train.parallel.group import Group
+from arbcli.train.record import seconds_so_far
 from arbcli.train.run import Observer, resume_run, start_run
 from arbcli.train.trainer import Trainer
 
@@ -321,6 +322,12 @@ def test_time_goes_on_through_a_resume(options, tmp_path, monkeypatch):
     told = [json.loads(line) for line in (run / "metrics.jsonl").open()]
     assert [record["seconds"] for record in told] == [0.5, 1, 1.5, 2, 2.5]
     assert [record["bytes_per_second"] for record in told] == [256] * 5
+
+
+def test_time_before_a_resume_is_none_where_no_record_has_it(tmp_path):
+    assert seconds_so_far(tmp_path) == 0
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2, "seconds": null}\n')
+    assert seconds_so_far(tmp_path) == 0
 
 
 def test_record_of_several_processes_is_of_all_of_them(options, tmp_path, monkeypatch):

@@ -30,7 +30,13 @@ from arbcli.rules import RULES
 from arbcli.train import run as run_module
 from arbcli.train.check import check_run
 from arbcli.train.configure import new_config
-from arbcli.train.directory import field_digests, latest_run, make_next_directory, read_facts
+from arbcli.train.directory import (
+    field_digests,
+    latest_run,
+    make_directory,
+    make_next_directory,
+    read_facts,
+)
 from arbcli.train.parallel.group import Group
 from arbcli.train.record import Record, append_record, drop_records_after
 from arbcli.train.run import Observer, accept_of, resume_run, start_run
@@ -465,6 +471,13 @@ def test_next_directory_is_never_another_run_s(tmp_path, monkeypatch):
     for number in (999, 1000):
         (root / f"{number}-x").mkdir()
     assert make_next_directory(options, root).name == "1001-256x4-moment"
+
+
+def test_directory_of_a_run_is_made_with_those_above_it(tmp_path):
+    run = tmp_path / "of" / "today" / "run"
+    for _ in range(2):  # one that is there already, and empty, will do
+        make_directory(run)
+    assert run.is_dir()
 
 
 def test_two_starts_in_one_directory_cannot_overwrite_each_other(text, tmp_path, device):

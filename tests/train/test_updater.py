@@ -100,6 +100,18 @@ def test_update_gives_the_same_bits_twice(rule, direction, device):
         assert torch.equal(states[0][name], states[1][name]), name
 
 
+@pytest.mark.parametrize(("rule", "direction"), [("moment", "sign"), ("votes", None)])
+def test_every_update_makes_another_version(rule, direction, device):
+    """What was decoded, or found out, of a tensor's weights is of one version of them."""
+    tensor, updater, _ = build(rule, direction, device)
+    versions = {tensor.version}
+    for step in range(3):
+        updater.begin(step, lr=1.0)
+        updater(tensor, gradient(device, step))
+        versions.add(tensor.version)
+    assert len(versions) == 4
+
+
 @pytest.mark.parametrize(("rule", "direction"), COMBINATIONS)
 def test_update_steps_against_the_gradient(rule, direction, device):
     tensor, updater, _ = build(rule, direction, device)
