@@ -219,6 +219,25 @@ def test_gradient_of_a_float_twin_is_the_mean_over_its_micro_batches(options):
         torch.testing.assert_close(parameter.grad, grad, rtol=1e-4, atol=1e-6)
 
 
+def test_twin_whose_steps_are_captured_is_compiled_with_its_optimizer(options, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "Stream", mock.Mock())
+    monkeypatch.setattr(torch, "compile", stepped := mock.Mock())
+    monkeypatch.setattr(training, "tell_compiler", told := mock.Mock())
+    monkeypatch.setattr(training, "compile_twin", compiled := mock.Mock())
+    optimizers = spy(monkeypatch, training, "FloatOptimizer")
+    texts = open_texts(options["data"], options["val"], seed=0, context=SHAPE["ctx"])
+    for backend, capture in (("triton", True), ("triton", False), ("torch", True)):
+        config = new_config(**options | {"weights": "float", "optimizer": "muon"})
+        trainer = Trainer(dataclasses.replace(config, backend=backend), texts, capture=capture)
+        compiles = backend == "triton" and capture
+        assert trainer.captures == compiles
+        assert optimizers.pop() == ((trainer.model, "muon"), {"compiled": compiles})
+        assert compiled.call_args_list == [mock.call(trainer.model)] * compiles
+        assert told.call_count == stepped.call_count == compiles
+        for each in (compiled, told, stepped):
+            each.reset_mock()
+
+
 @pytest.mark.parametrize("weights", ["ternary", "float", "ste"])
 def test_learning_rate_follows_the_schedule(weights, options, monkeypatch):
     trainer = trainer_of(options, weights=weights, lr=0.01, steps=6, warmup=2)

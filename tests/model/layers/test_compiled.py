@@ -87,3 +87,12 @@ def test_layer_is_found_by_its_trits_and_so_is_its_copy():
         assert find(part.weight.trits) is part
     with pytest.raises(LookupError, match="a copy of them"):
         find(block.mlp.output.weight.trits.clone())
+
+
+def test_layer_whose_trits_moved_is_not_taken_for_the_one_that_has_their_place():
+    first, second = (block.mlp.output for block in Stack().blocks)
+    assert find(first.weight.trits) is first
+    place = first.weight.trits
+    first.weight.trits, second.weight.trits = second.weight.trits, place
+    assert find(place) is second
+    assert find(first.weight.trits) is first
