@@ -542,6 +542,18 @@ def test_directory_of_a_run_is_named_for_its_model(given, name, options, tmp_pat
     assert make_next_directory(new_config(**options), tmp_path).name == "002-32x1-moment"
 
 
+def test_text_of_a_run_is_opened_by_what_the_run_says_of_it(monkeypatch):
+    config = new_config(**SHAPE, data=["a", "b"], val=["c"], field="story", seed=5, device="cpu")
+    about = {"seed": 5, "context": 16, "field": "story"}
+    monkeypatch.setattr("arbcli.train.directory.open_texts", opened := mock.Mock())
+    open_run_texts(config)
+    open_run_texts(config, {"data": ["d"], "val": []}, "files")
+    assert opened.call_args_list == [
+        mock.call(("a", "b"), ("c",), **about, split=None),
+        mock.call(["d"], [], **about, split="files"),
+    ]
+
+
 @pytest.mark.parametrize("split", ["files", "within"])
 def test_texts_of_a_run_are_split_again_as_they_were(split, options, monkeypatch, tmp_path):
     """Wherever it goes on, and whatever would be chosen today."""
