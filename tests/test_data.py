@@ -406,7 +406,8 @@ def test_open_texts_takes_validation_as_it_is_named(tmp_path):
 
 
 def test_open_texts_reads_folders_sorted_and_without_hidden_files(tmp_path):
-    for name in ("b.txt", "0.txt", "a-0/x", "a/z.txt", "a/y/x", ".hidden", ".git/config", "a/.cache/x"):
+    hidden = (".hidden", ".git/config", "a/.cache/x")
+    for name in ("b.txt", "0.txt", "a-0/x", "a/z.txt", "a/y/x", *hidden):
         write(tmp_path / name, f"{name}\n".encode())
     (tmp_path / "broken link").symlink_to(tmp_path / "nowhere")
     texts = open_texts([str(tmp_path)], [str(tmp_path)], seed=0, context=1)
