@@ -1,5 +1,6 @@
 """Texts against a naive concatenation of their files, batches against the windows they must be."""
 
+import errno
 import math
 import os
 import sysconfig
@@ -479,6 +480,30 @@ def test_open_texts_rejects_a_python_without_source(tmp_path, monkeypatch):
     with pytest.raises(ArbError) as error:
         open_texts(None, None, seed=0, context=1)
     assert "no source of its standard library" in message_of(error)
+
+
+@pytest.mark.parametrize(
+    ("function", "refused"),
+    [("scandir", "folder"), ("stat", "folder/a.txt"), ("access", "folder/a.txt")],
+)
+def test_open_texts_leaves_nothing_out_that_may_not_be_read(
+    function, refused, tmp_path, monkeypatch
+):
+    write(tmp_path / "b.txt", b"words")
+    write(tmp_path / "folder" / "a.txt", b"words")
+    call, place = getattr(os, function), str(tmp_path / refused)
+
+    def refusing(path, *args, **kwargs):
+        if str(path) != place:
+            return call(path, *args, **kwargs)
+        if function == "access":
+            return False
+        raise PermissionError(errno.EACCES, "Permission denied", place)
+
+    monkeypatch.setattr(os, function, refusing)
+    with pytest.raises(ArbError) as error:
+        open_texts([str(tmp_path)], [str(tmp_path)], seed=0, context=1)
+    assert message_of(error) == f"cannot read `{place}`: Permission denied"
 
 
 @pytest.mark.parametrize("name", ["missing", "book.txt/below", "*.md", "**/no*"])
