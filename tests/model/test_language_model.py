@@ -88,3 +88,19 @@ def test_weights_of_a_twin_are_cast_once():
             assert torch.equal(part._cast, part.weight(torch.bfloat16))
             assert part._cast.dtype == torch.bfloat16
     assert all(part._cast is None for part in weights)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", KINDS)
+def test_cache_that_is_reset_begins_a_new_text(kind, build):
+    model = build(kind)
+    for tensor in model.weights().values():
+        tensor.spread = 1.0  # what is zero at the start, too
+    model.initialise(0)
+    first, second = torch.randint(97, 123, (2, 1, 6), generator=torch.Generator().manual_seed(0))
+    used, new = model.new_cache(16), model.new_cache(16)
+    for part in first.split([5, 1], dim=1):
+        model(part, used)
+    used.reset()
+    for part in second.split([4, 1, 1], dim=1):
+        assert torch.equal(model(part, used), model(part, new))

@@ -80,6 +80,8 @@ def test_text_in_pieces_gives_what_the_whole_gives(device):
     part, _ = block(device)
     x = normal(1, 23, 20, device=device)
     cache = MambaCache(CONFIG, 7, torch.float32, torch.device(device))
+    (past,) = cache.blocks
+    assert cache.nbytes == 4 * (past.state.numel() + past.ring.numel())
     whole = part(x)
     for halved in (False, True):
         found = []
