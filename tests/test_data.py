@@ -585,6 +585,13 @@ def test_open_texts_rejects_unreadable_folder(tmp_path):
     assert message_of(error) == f"cannot read `{folder}`: Permission denied"
 
 
+def test_mixture_is_as_short_as_the_shortest_of_its_texts(tmp_path):
+    long, short = write(tmp_path / "long", bytes(99)), write(tmp_path / "short", bytes(5))
+    with pytest.raises(ArbError) as error:
+        open_texts([f"{long}:7", f"{short}:3"], [str(long)], seed=0, context=8)
+    assert "a training text of 9 bytes or more, and this one has 5" in message_of(error)
+
+
 def test_text_rejects_a_folder(tmp_path):
     with pytest.raises(ArbError) as error:
         Text([tmp_path])

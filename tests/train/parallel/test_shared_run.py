@@ -103,6 +103,9 @@ def test_every_buffer_that_a_step_changes_is_told(texts, small_graph, monkeypatc
         for buffer, kind in part.kinds.items()
     }
     assert {kinds[name] for name in moved} == set(kinds.values())
+    for name, part in modules.items():
+        if part in stacks:  # they come in a way of their own
+            assert {f"{name}.remainder", f"{name}.moment", f"{name}.fraction"} <= moved, name
 
 
 def test_gradients_are_sent_off_while_the_backward_of_the_last_micro_batch_goes_on(
