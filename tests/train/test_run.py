@@ -136,8 +136,10 @@ def test_error_between_steps_is_raised_after_a_save(text, tmp_path, device, monk
     monkeypatch.setattr("arbcli.train.run.LOG_EVERY", 3)
     observer = Observer()
     observer.recorded = lambda record: 1 / 0
+    observer.noted = (notes := []).append
     with pytest.raises(ZeroDivisionError):
         start_run(config(text, device), tmp_path / "run", observer)
+    assert notes == ["step 3 is saved: go on with `--resume`"]
     assert load_checkpoint(checkpoints(tmp_path / "run")[0]).step == 3
 
 
