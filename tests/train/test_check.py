@@ -76,13 +76,13 @@ def test_damage_is_found_and_a_resume_does_as_foretold(run):
     flip(run / "step-000003.safetensors")
     (run / ".step-000009.safetensors.tmp").write_bytes(b"half")
     with (run / "metrics.jsonl").open("a") as file:
-        file.write("no record\n")
+        file.write("no record\nnor this\n")
     report = check_run(run)
     assert not report.passed
     said = {finding.name: finding.detail for finding in report.findings}
     texts = f"{run.parent / 'text.txt'} (1 file), 2,790 + 310 bytes"
     assert said["text"] == texts
-    assert said["metrics.jsonl"] == "3 records, and 1 lines that are none"
+    assert said["metrics.jsonl"] == "3 records, and 2 lines that are none"
     tensors = load_checkpoint(run / "step-000002.safetensors").tensors.values()
     size = sum(tensor.nbytes for tensor in tensors)
     assert said["step-000002.safetensors"] == f"{size:,} bytes of state, as written"
