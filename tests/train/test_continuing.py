@@ -67,13 +67,8 @@ def test_run_is_extended_and_says_what_that_does_to_its_rate(text, tmp_path):
 
 def test_step_counts_that_a_person_wrote_beside_those_of_a_run_are_passed_over():
     """Those that a checkpoint of the step may still have are found."""
-    changes = [
-        {"at": 2, "from": 3},
-        None,
-        {"at": "2", "from": 5},
-        {"from": 6},
-        {"at": 4, "from": 7},
-    ]
+    wrong = [None, {"at": "2", "from": 5}, {"from": 6}, {"at": 9}]
+    changes = [{"at": 2, "from": 3}, *wrong, {"at": 4, "from": 7}]
     assert directory._earlier_steps({"extended": changes}, 2) == [3, 7]
     assert directory._earlier_steps({"extended": changes}, 3) == [7]
     assert directory._earlier_steps({}, 0) == []
