@@ -273,6 +273,68 @@ def test_columns_of_any_one_input_of_a_loop_in_c_may_lie_apart(spec):
         check_laid_out(spec, "native", laid_out, wanted)
 
 
+DENSE = {
+    "rotary_norm_backward": (3, 4, 5, 6), "stream_weights": (1,), "stream_weights_backward": (4,),
+    "weighted_rows_grad": (3, 4), "unit_gain": (1, 2), "blend_moment": (3,),
+    "step_by_direction": (4,), "quantise_gradient": (1, 3, 5), "sum_gradients": (0, 2, 3),
+    "take_last_bits": (2,),
+}  # fmt: skip
+"""Inputs that lie as they do, one element after the other, at least in each row."""
+LAID_OUT_BY_CHANCE = {
+    "compress_blocks", "compress_blocks_backward", "compressed_attention",
+    "compressed_attention_backward", "choose_entries", "smooth_chunks", "smooth_chunks_backward",
+    "gradient_gains",
+}  # fmt: skip
+"""Those whose two random cases have steps enough, or that have sums of their own for inputs."""
+ANYWHERE = [
+    (spec, scale_type, digits)
+    for spec in KERNELS
+    if not DRAWINGS[spec.name].one_layout and spec.name not in LAID_OUT_BY_CHANCE
+    for scale_type, digits in (("T6", False), ("T6", True), ("T32", False))
+    if (spec.name in PLANES or (scale_type == "T6" and digits <= spec.uses_scales))
+    and not (digits and ("norm" in spec.name or "p4" in spec.name or "p8" in spec.name))
+]
+
+
+def anywhere(value):
+    """Lay elements out at a step of two or three in every dimension, behind one of no use."""
+    if isinstance(value, Packed):
+        return value.map(anywhere)
+    if not isinstance(value, torch.Tensor):
+        return value
+    steps = [2 + dim % 2 for dim in range(value.dim())]
+    sizes = [1 + step * size for step, size in zip(steps, value.shape, strict=True)]
+    wide = torch.ones(sizes, dtype=value.dtype, device=value.device)
+    wide = wide.fill_(torch.nan) if value.is_floating_point() else wide
+    return wide[tuple(slice(1, None, step) for step in steps)].copy_(value)
+
+
+def all_digits(value, device):
+    """Give a packed matrix remainders."""
+    if not isinstance(value, Packed):
+        return value
+    shape, about = (value.out_features, value.in_features), torch.Generator().manual_seed(1)
+    remainder = torch.randint(-128, 128, shape, generator=about).to(device, torch.int8)
+    return value._replace(remainder=remainder, radix=64, nibble=False)
+
+
+@pytest.mark.parametrize(
+    ("spec", "scale_type", "digits"), ANYWHERE, ids=lambda value: getattr(value, "name", None)
+)
+def test_elements_of_every_input_may_lie_anywhere(spec, scale_type, digits, device):
+    """Random cases have steps in some dimensions of some inputs; here they have them in all."""
+    # who show every input, several sequences and several experts
+    dice = Dice(0 if "grouped" in spec.name else 30, device, torch.float32)
+    sizes = (2, 3, 197) if scale_type == "T32" else (5, 7, 37)  # a block of planes and some
+    inputs = DRAWINGS[spec.name].draw(dice, SCALE_TYPES[scale_type], *sizes)
+    if digits:
+        inputs = [all_digits(x, device) for x in inputs]
+    dense = DENSE.get(spec.name, ())
+    laid_out = [x if place in dense else anywhere(x) for place, x in enumerate(inputs)]
+    wanted = as_tuple(spec.reference(*copies(inputs)))
+    check_laid_out(spec, BACKENDS[1], laid_out, wanted)
+
+
 IN_BFLOAT16 = [
     "ternary_matmul", "ternary_matmul_grad_x", "arranged_matmul", "arranged_rows", "digits_matmul",
     "decode_attention_rows", "decode_latent", "choose_bytes",
