@@ -19,6 +19,7 @@ from arbcli.kernels.matmul.digits_matmul import ArrangedDigits, arrange_digits, 
 from arbcli.kernels.registry import KERNELS
 from arbcli.kernels.rows.weighted_rows import TouchedRows, weighted_rows_grad
 from arbcli.kernels.runtime.backend import use_backend
+from arbcli.kernels.runtime.launches import replaced_launches
 from arbcli.kernels.update.gradient_gains import gradient_gains
 from arbcli.kernels.update.gradient_statistics import GradientStatistics
 from arbcli.kernels.update.last_bits import last_bits
@@ -208,8 +209,8 @@ def drawn(name: str) -> list:
     return flat(DRAWINGS[name].draw(dice, 32, 5, 7, 37))
 
 
-def run(name: str, inputs: Iterable) -> None:
-    with use_backend("torch"):
+def run(name: str, inputs: Iterable, backend: str = "torch") -> None:
+    with use_backend(backend):
         (ADAPTED.get(name) or public(name))(*inputs)
 
 
@@ -227,6 +228,17 @@ def test_input_that_does_not_fit_the_others_is_refused(name):
         others = dict(alterations(inputs[place])) if wanted else {}
         for letter in wanted:
             assert_refused(name, [*inputs[:place], others[letter], *inputs[place + 1 :]])
+
+
+@pytest.mark.parametrize("name", [name for name in REFUSED if not name.startswith("gram")])
+def test_operation_launches_a_kernel_on_a_gpu_and_none_by_torch(name):
+    """Results do not tell: those of the torch backend are as good. Products pay on a GPU only."""
+    inputs, launched = drawn(name), []
+    with replaced_launches(lambda kernel, *_, **__: launched.append(kernel)):
+        run(name, copies(inputs), "torch")
+        assert not launched
+        run(name, copies(inputs), "interpreter")
+    assert launched
 
 
 def zeros(*sizes: int, dtype: torch.dtype = torch.float32) -> Tensor:
