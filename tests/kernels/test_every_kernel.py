@@ -284,19 +284,18 @@ DENSE = {
     "take_last_bits": (2,),
 }  # fmt: skip
 """Inputs that lie as they do, one element after the other, at least in each row."""
-LAID_OUT_BY_CHANCE = {
-    "compress_blocks", "compress_blocks_backward", "compressed_attention",
-    "compressed_attention_backward", "choose_entries", "smooth_chunks", "smooth_chunks_backward",
+NOT_ANYWHERE = {
+    "choose_entries", "smooth_chunks", "smooth_chunks_backward", "fp8_matmul", "nvfp4_matmul",
     "gradient_gains", "arranged_matmul", "arranged_rows", "digits_matmul", "merged_steps",
 }  # fmt: skip
-"""Those whose two random cases have steps enough, that take long, or are told addresses alone."""
+"""Those that take long, whose parts are here themselves, or that are told addresses alone."""
 READ_WITH_DIGITS = PLANES | {"weighted_rows_grad_weights", "embedding_rows"}
 """Kernels that read remainders; others have them decoded first, or share the code of these."""
 ANYWHERE = [
     (spec, scale_type, digits)
     for spec in KERNELS
     for scale_type, digits in (("T6", False), ("T6", True), ("T32", False))
-    if spec.name not in LAID_OUT_BY_CHANCE
+    if spec.name not in NOT_ANYWHERE
     and (not digits or spec.name in READ_WITH_DIGITS)
     and (scale_type == "T6" or spec.name in PLANES)
 ]
