@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import os
 import sys
 import zlib
 from pathlib import Path
@@ -128,6 +129,9 @@ def test_rows_without_a_text_are_left_out(tmp_path, monkeypatch):
     for field, message in ((None, "has columns"), ("body", "no column `body`"), ("id", "no text")):
         with pytest.raises(ArbError, match=message):
             read(path, field)
+    parquet.ParquetFile.side_effect = arrow.ArrowException("cut")
+    with pytest.raises(ArbError, match="cannot be read: 'cut'"):
+        read(path, "id")
 
 
 def test_column_of_a_table_is_the_text(tmp_path):
@@ -147,11 +151,26 @@ def test_column_of_a_table_is_the_text(tmp_path):
 
 @pytest.mark.parametrize("cut", [5, -3])
 def test_damaged_file_leaves_nothing(tmp_path, cache, cut):
-    path = tmp_path / "book.gz"
-    path.write_bytes(gzip.compress(TEXT)[:cut])
-    with pytest.raises(ArbError, match="cannot be unpacked"):
-        read(path)
-    assert list(cache.iterdir()) == []
+    path, packed = tmp_path / "book.gz", gzip.compress(TEXT)
+    for damaged in (packed[:cut], packed[:10] + b"\xff" * 8 + packed[18:], b"x" + packed):
+        path.write_bytes(damaged)
+        with pytest.raises(ArbError, match="cannot be unpacked"):
+            read(path)
+        assert list(cache.iterdir()) == []
+
+
+def test_files_are_not_taken_for_others_of_their_name_size_or_time(tmp_path, monkeypatch):
+    place = Path("book.gz")
+    for letter in "ab":
+        (tmp_path / letter).mkdir()
+        monkeypatch.chdir(tmp_path / letter)
+        # of equal size and time, in another folder; then of one of the two, where it was before
+        for content, time in ((letter, 5), (letter.upper(), 6), (letter * 99 + "z", 6)):
+            place.write_bytes(gzip.compress(content.encode(), mtime=0))
+            os.utime(place, ns=(time, time))
+            assert read(place) == content.encode()
+    (tmp_path / "link.gz").symlink_to(tmp_path / "b" / place)
+    assert plain_file(tmp_path / "link.gz", None) == plain_file(place, None)
 
 
 @pytest.mark.parametrize(("name", "package"), [("a.zst", "zstandard"), ("a.parquet", "pyarrow")])

@@ -90,6 +90,8 @@ def test_steps_leave_texts_that_are_done_alone(lm):
 def test_cache_takes_what_was_predicted(lm):
     cache = lm.new_several_cache(3, 40)
     assert cache.nbytes == cache_bytes(lm.config, 3, 40, torch.bfloat16) == 2 * 2 * 3 * 16 * 32 * 2
+    short = lm.new_several_cache(3, 10)
+    assert short.nbytes == cache_bytes(lm.config, 3, 10, torch.bfloat16) == cache.nbytes * 10 // 16
     with pytest.raises(ValueError, match="one byte at a time, got 2"), cache.reading(2):
         pass
 
@@ -233,8 +235,10 @@ def test_lines_say_what_to_make():
     ],
 )
 def test_wrong_line_is_named(line, why):
-    with pytest.raises(ArbError, match=".*".join(["line 3 of `f`: ", why.split(": ")[-1]])):
+    message = ".*".join(["line 3 of `f`: ", why.split(": ")[-1]])
+    with pytest.raises(ArbError, match=message) as caught:
         read('"a"', "", line)
+    assert caught.value.hint
 
 
 def test_file_without_prompts_is_refused():
