@@ -1,6 +1,7 @@
 """What comes from elsewhere is shown to a terminal, and never obeyed by it."""
 
 import io
+import math
 import os
 import re
 import sys
@@ -79,6 +80,13 @@ def test_brackets_are_said_as_they_are(capsys):
         say(text)
     told = "".join(capsys.readouterr())
     assert "".join(told.split()).count("".join(text.split())) == len(SAY)
+
+
+@pytest.mark.parametrize("number", [math.nan, math.inf])
+def test_object_that_is_no_json_is_not_printed(number, capsys):
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        output.emit_json({"loss": number})
+    assert capsys.readouterr().out == ""
 
 
 def test_cell_that_is_too_wide_goes_on_in_the_next_line(capsys, monkeypatch):

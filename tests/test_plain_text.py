@@ -69,13 +69,14 @@ def test_zstandard_is_unpacked(tmp_path):
 
 @pytest.mark.parametrize("end", ["", "\n", "\n\n"])
 @pytest.mark.parametrize("block", [7, 2**20])
-@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz"])
+@pytest.mark.parametrize("name", ["a.jsonl", "A.JSONL", "a.jsonl.gz"])
 def test_field_of_records_is_the_text(tmp_path, name, block, end, monkeypatch):
     monkeypatch.setattr("arbcli.plain_text.BLOCK_BYTES", block)
-    lines = [json.dumps({"text": text, "id": 1}) for text in ("naïve", "two\nlines", "")]
+    lines = [json.dumps({"text": text, "id": 1}) for text in ("naïve", "two\nlines", "", "\ud800")]
     data = ("\n".join(lines) + end).encode()
     (tmp_path / name).write_bytes(gzip.compress(data) if name.endswith(".gz") else data)
-    assert read(tmp_path / name, "text") == "naïve\ntwo\nlines\n\n".encode()
+    expected = "naïve\ntwo\nlines\n\n\ud800\n".encode(errors="surrogatepass")
+    assert read(tmp_path / name, "text") == expected
     with pytest.raises(ArbError, match=r"line 1 of .* it has no `body`"):
         read(tmp_path / name, "body")
     with pytest.raises(ArbError, match="it is no text"):

@@ -190,6 +190,8 @@ def test_folder_of_transformers_that_is_damaged_is_refused(saved, tmp_path):
     whole = config.read_text(), weights.read_bytes()
     for damage, why in (
         (lambda: config.write_text("{}"), "it is none of `arb export`: 'num_hidden_layers'"),
+        (lambda: config.write_text("[]"), "it is none of `arb export`: list indices"),
+        (lambda: weights.write_bytes(whole[1][:9] + b"?" + whole[1][10:]), "it is none of"),
         (lambda: weights.write_bytes(whole[1][:100]), "its weights are truncated"),
         (lambda: weights.write_bytes(whole[1][:-1]), "are truncated, or were altered"),
         (lambda: config.write_text(whole[0].replace('"num_hidden_layers": 2',

@@ -1,5 +1,6 @@
 """The weights alone: a quarter of a byte each, and all that generating and evaluating need."""
 
+import dataclasses
 import json
 import os
 from pathlib import Path
@@ -9,12 +10,13 @@ import pytest
 import torch
 
 import arbcli
-from arbcli.checkpoint import load_checkpoint
+from arbcli.checkpoint import load_checkpoint, write_checkpoint
 from arbcli.device import COMPUTE, default_compute
 from arbcli.errors import ArbError
 from arbcli.export.run import export
 from arbcli.infer.generation import Sampling, generate
 from arbcli.infer.load import load_model
+from arbcli.rules import FADED
 
 
 @pytest.mark.parametrize(
@@ -147,3 +149,25 @@ def test_seconds_of_an_export_are_those_from_its_begin_to_its_end(saved, tmp_pat
     clock = SimpleNamespace(perf_counter=iter([5.0, 7.5]).__next__)
     monkeypatch.setattr("arbcli.export.run.time", clock)
     assert export(path, "safetensors", out=tmp_path / "weights").seconds == 2.5
+
+
+@pytest.mark.parametrize("form", ["hf", "safetensors"])
+def test_run_whose_name_is_no_utf_8_is_exported(saved, tmp_path, form):
+    run = tmp_path / os.fsdecode(b"run \xff")
+    run.mkdir()
+    (run / "config.json").write_text('{"config": {"compute": "fp32"}}')
+    saved().rename(run / "step-000007.safetensors")
+    export(run, form, out=tmp_path / "made")
+    if form == "hf":
+        assert "# run ?\n" in (tmp_path / "made" / "README.md").read_text()
+
+
+def test_weights_in_the_middle_of_fading_are_not_exported(saved, tmp_path):
+    checkpoint = load_checkpoint(saved(digits="all"))
+    config = checkpoint.config | {"digits": FADED[0]}
+    write_checkpoint(tmp_path / "middle", dataclasses.replace(checkpoint, config=config))
+    for form in ("hf", "safetensors"):
+        with pytest.raises(ArbError, match="are fading from all digits to the trit") as caught:
+            export(tmp_path / "middle", form, out=tmp_path / "made")
+        assert "the end of the run" in caught.value.hint
+    assert not (tmp_path / "made").exists()

@@ -11,7 +11,7 @@ from arbcli.errors import ArbError
 from arbcli.infer.chunks import chunk_depths
 from arbcli.infer.evaluation import evaluate
 from arbcli.infer.generation import OUT_OF_MEMORY, Sampling, continue_text, generate
-from arbcli.infer.several import Request, generate_several
+from arbcli.infer.several import Request, continue_several, generate_several
 from arbcli.kernels.runtime import backend as backends
 from arbcli.model.build import build_model
 from arbcli.model.language_model import LanguageModel
@@ -32,6 +32,11 @@ USES: dict[str, tuple[Callable, bool]] = {
         lambda model, _: continue_text(model, "", b"a", 3, SAMPLING, backend="torch"), True,
     ),
     "generate": (lambda model, _: list(generate(model, b"a", 3, backend="torch")), False),
+    "continue_several": (
+        lambda model, _: continue_several(
+            model, [Request(prompt=b"a", length=2, sampling=SAMPLING)], backend="torch"
+        ), True,
+    ),
     "chunk_depths": (lambda model, _: chunk_depths(model, b"abcdefghij", "torch"), True),
 }  # fmt: skip
 """What uses a model, and whether it is in deterministic mode."""

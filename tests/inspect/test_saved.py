@@ -46,6 +46,8 @@ def test_forms_of_one_model_have_equal_weights(forms):
     for kind in ("gguf", "hf"):
         found = compare(opened["checkpoint"], opened[kind])
         assert (found.compared, found.equal, found.num_equal) == ("weights", True, 16)
+    for saved in opened.values():
+        assert {read().dtype for read in saved.weights().values()} == {torch.float32}
     found = compare(opened["weights"], opened["checkpoint"])
     assert not found.equal
     assert not found.tensors
