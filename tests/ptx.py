@@ -2,9 +2,10 @@
 
 Triton's interpreter shows whether a kernel is right, and this whether it is right once it is
 compiled, PTX that it contains included. It knows the instructions that kernels are compiled to for
-an H200, and no more; not the matrix units of a warp group, nor the copy engine. Threads of a
-program may not part. What is copied to shared memory is there when it has been waited for, and not
-before. Addresses have to be somebody's, and aligned.
+an H200, and no more; not the matrix units of a warp group, nor the copy engine. Where threads of a
+program part, those that are behind go on first, and all meet at a barrier. What is copied to shared
+memory is there when it has been waited for, and not before. Addresses have to be somebody's, and
+aligned.
 """
 
 import ctypes
@@ -95,20 +96,27 @@ class Program:
         self.copies, self.commits = [], []
 
     def run(self) -> None:
-        at = 0
-        while at < len(self.instructions):
-            (name, *how), operands, guard, inverted = self.instructions[at]
-            at += 1
-            self.mask = np.ones(self.threads, bool)
-            if guard:
-                self.mask = self.registers[guard] ^ inverted
-            if name in ("bra", "ret"):
-                assert self.mask.all() or not self.mask.any(), "threads part"
-                if self.mask.any():
-                    at = self.labels[operands[0]] if name == "bra" else len(self.instructions)
+        end = len(self.instructions)
+        going = {0: np.ones(self.threads, bool)}  # threads by the instruction they are at
+        while going:
+            at = min(going)
+            here = going.pop(at)
+            if at == end:
                 continue
-            with np.errstate(all="ignore"):
-                getattr(self, f"_{name}", self._operate)(name, how, operands)
+            (name, *how), operands, guard, inverted = self.instructions[at]
+            self.mask = here & (self.registers[guard] ^ inverted) if guard else here
+            if name in ("bra", "ret"):
+                target = self.labels[operands[0]] if name == "bra" else end
+                turns = ((target, self.mask), (at + 1, here & ~self.mask))
+            else:
+                parted = name == "bar" and how[0] != "warp" and going
+                assert not parted, "not all threads meet at a barrier"
+                with np.errstate(all="ignore"):
+                    getattr(self, f"_{name}", self._operate)(name, how, operands)
+                turns = ((at + 1, here),)
+            for place, some in turns:
+                if some.any():
+                    going[place] = going[place] | some if place in going else some
 
     def read(self, operand: str, kind: str = "b64") -> np.ndarray:
         if operand in self.registers:
@@ -143,8 +151,9 @@ class Program:
         kind = how[-1]
         if name == "setp":
             value = OPERATORS[how[0]](self.read(operands[1], kind), self.read(operands[2], kind))
-        elif kind == "s16x2":
-            a, b = (self.read(operand, "b32").view("i2") for operand in operands[1:])
+        elif kind in ("s16x2", "u16x2"):
+            halves = "i2" if kind == "s16x2" else "u2"
+            a, b = (self.read(operand, "b32").view(halves) for operand in operands[1:])
             value = OPERATORS[name](a, b).view("u4")
         elif kind == "pred":
             value = OPERATORS[name](self.registers[operands[1]], self.registers[operands[2]])
@@ -338,7 +347,35 @@ class Program:
             source = np.where((thread & 31) >= lane, (thread - lane) & 31, thread & 31)
         self.write(operands[0], value[thread & ~np.uint32(31) | source])
 
+    def _dp4a(self, name, how, operands):
+        assert how == ["s32", "s32"]
+        a, b = (self.read(part, "b32").view("i1").reshape(-1, 4) for part in operands[1:3])
+        self.write(operands[0], (a.astype("i4") * b).sum(1, "i4") + self.read(operands[3], "s32"))
+
+    def _multiply_bytes(self, operands):
+        lane = np.arange(self.threads) % 32
+        warp, g, c = np.arange(self.threads) // 32, lane // 4, lane % 4
+        target, *parts = map(names, operands)
+        a, b = (np.zeros((self.threads // 32, *size), "i4") for size in ((16, 32), (32, 8)))
+        sums = np.zeros((self.threads // 32, 16, 8), "i4")
+        for byte in range(4):
+            for i, part in enumerate(parts[0]):
+                value = self.read(part, "b32").view("u1").reshape(-1, 4)[:, byte]
+                a[warp, g + 8 * (i % 2), 4 * c + 16 * (i // 2) + byte] = value
+            for i, part in enumerate(parts[1]):
+                value = self.read(part, "b32").view("i1").reshape(-1, 4)[:, byte]
+                b[warp, 4 * c + 16 * i + byte, g] = value
+        for i, part in enumerate(parts[2]):
+            sums[warp, g + 8 * (i // 2), 2 * c + i % 2] = self.read(part, "s32")
+        sums += (a.astype("f4") @ b.astype("f4")).astype("i4")  # below 2**24, so exact
+        for i, part in enumerate(target):
+            self.write(part, sums[warp, g + 8 * (i // 2), 2 * c + i % 2])
+
     def _mma(self, name, how, operands):
+        if "m16n8k32" in how:
+            assert how[-4:] == ["s32", "u8", "s8", "s32"]
+            self._multiply_bytes(operands)
+            return
         assert "m16n8k16" in how
         lane = np.arange(self.threads) % 32
         warp, g, c = np.arange(self.threads) // 32, lane // 4, lane % 4

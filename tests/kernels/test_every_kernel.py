@@ -275,7 +275,7 @@ def test_columns_of_any_one_input_of_a_loop_in_c_may_lie_apart(spec):
 
 IN_BFLOAT16 = [
     "ternary_matmul", "ternary_matmul_grad_x", "arranged_matmul", "arranged_rows", "digits_matmul",
-    "decode_attention_rows", "decode_latent", "choose_bytes",
+    "decode_attention_rows", "decode_latent", "choose_bytes", "attend_parts",
     "unit_rows", "grouped_matmul",
     "grouped_grad_w", "expert_combine", "expert_combine_backward", "rms_norm", "add_rms_norm",
     "rms_norm_backward", "gated_rms_norm", "gated_rms_norm_backward", "rotary_norm",

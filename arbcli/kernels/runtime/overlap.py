@@ -1,9 +1,23 @@
 """Kernels that begin while the one before them still runs: programmatic dependent launch.
 
 Starting a small kernel and fetching its first bytes takes longer than its computation. A kernel
-that is launched to overlap starts as soon as every program of the kernel before it has passed
-`wait_for_last`. It first loads what that kernel does not write, such as weights, then waits for
-that kernel's results. So when a kernel starts, only the one before it can still be running.
+that is launched to overlap starts as soon as every program of the kernel before it has let it. It
+first loads what no kernel writes that may still be running, such as weights, then waits: until the
+kernel before it has ended, and so have all before that, as each of them has waited. Nothing is
+written before a wait.
+
+There are two orders. Most kernels wait and then let the next one start: when that does, only the
+one before it can still be running. *Early* ones let it start first: when it does, the one before it
+may still be waiting, and so may any number of early ones before that. So the rule for what is read
+before a wait is: since it was written, there has been a kernel that is not early, or one that does
+not overlap, such as torch's own. Attention of a byte in parts, which is early and reads the
+position, the tables of angles and the ring's older slots, keeps it:
+
+- The position is counted, and those slots were written, in an earlier step, or by torch when the
+  prompt was read. Since then have come the kernels that choose a byte and look it up, not early.
+- In an `HNet`, positions of decoders and of the inner network are counted by kernels of a step.
+  Between these and a decoder is the end of a phase, which no kernel overlaps, or the kernel that
+  takes a chunk, which is not early; behind the inner network's, the same two as above.
 """
 
 from collections.abc import Iterator
@@ -18,11 +32,14 @@ _overlapping = False
 
 
 @triton.jit
-def wait_for_last(OVERLAP: tl.constexpr):
-    """Wait for the kernel before this one, then let the next one start."""
+def wait_for_last(OVERLAP: tl.constexpr, EARLY: tl.constexpr = False):
+    """Wait for the kernel before this one, then let the next one start; if `EARLY`, before that."""
     if OVERLAP:
+        if EARLY:
+            tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+        if not EARLY:
+            tl.extra.cuda.gdc_launch_dependents()
 
 
 @contextmanager
@@ -37,7 +54,7 @@ def overlapping() -> Iterator[None]:
 
 
 def overlap_options(tensor: Tensor) -> dict[str, bool]:
-    """Choose how a kernel that calls `wait_for_last` is launched on the GPU of `tensor`."""
+    """Choose how a kernel that waits for the one before it is launched on the GPU of `tensor`."""
     if _overlapping and not INTERPRETED and capability(tensor) >= (9, 0):
         return {"OVERLAP": True, "launch_pdl": True}
     return {"OVERLAP": False}

@@ -1,17 +1,28 @@
-"""Asynchronous copies from global to shared memory, each warp for itself.
+"""Shared memory, and asynchronous copies to it from global memory, each warp for itself.
 
 Triton does not expose this, so it is PTX: `cp.async`, from compute capability 8.0 on, which copies
 without passing through registers. It is for kernels bound by memory: with ordinary loads, the data
 in flight would need more registers than there are, and the compiler delays the loads instead.
 
 A warp starts copies, commits them as a group, and waits for all but its latest groups; other warps
-are not involved. Addresses are int32, one a thread. Nothing here runs in the interpreter.
+are not involved. Addresses are int32, one a thread.
+
+Copies do not run in the interpreter. What takes `PTX` does: without it, addresses are pointers to
+bytes of a launch's own global memory, which `memory_of` gives in place of shared memory.
 """
 
 from arbcli.kernels.runtime._triton import tl, triton
 
 _COMMIT = tl.constexpr("cp.async.commit_group; mov.b32 $0, $1;")
 _FENCE = tl.constexpr("bar.warp.sync 0xffffffff; mov.b32 $0, $1;")
+_WRITE = tl.constexpr("st.shared.b32 [$1], $2; mov.b32 $0, $1;")
+_WRITE_WHERE = tl.constexpr("""{
+.reg .pred p;
+setp.ne.b32 p, $3, 0;
+@p st.shared.b32 [$1], $2;
+mov.b32 $0, $1;
+}""")
+_WRITE_TWO = tl.constexpr("st.shared.v2.b32 [$1], {$2, $3}; mov.b32 $0, $1;")
 _WRITE_FOUR = tl.constexpr("st.shared.v4.b32 [$1], {$2, $3, $4, $5}; mov.b32 $0, $1;")
 _READ = tl.constexpr("ld.shared.b32 $0, [$1];")
 _READ_FOUR = tl.constexpr("ld.shared.v4.b32 {$0, $1, $2, $3}, [$4];")
@@ -59,6 +70,25 @@ def allocate(SIZE: tl.constexpr):
 
 
 @triton.jit
+def memory_of(instead_ptr, thread, SIZE: tl.constexpr, PTX: tl.constexpr):
+    """Reserve memory as `allocate` does: its start, the same in every thread.
+
+    Args:
+        instead_ptr: bytes of global memory, `SIZE` for each program of a launch, if there is no
+            PTX; else nothing is read or written there.
+        thread: the numbers of the threads.
+        SIZE: in bytes, a multiple of 16.
+        PTX: whether PTX is understood.
+    """
+    if PTX:
+        start = allocate(SIZE)
+    else:
+        program = tl.program_id(0) + tl.num_programs(0) * tl.program_id(1)
+        start = instead_ptr + program.to(tl.int64) * SIZE
+    return start + tl.zeros_like(thread)
+
+
+@triton.jit
 def copy(target, source, there, some, CACHED: tl.constexpr):
     """Start copying 16 bytes a thread where `some`; where not `there`, write zeros instead."""
     PTX: tl.constexpr = _copy_ptx(CACHED)
@@ -88,35 +118,96 @@ def wait_for_warp(thread):
 
 
 @triton.jit
-def write_four(address, words):
+def _words(address, DTYPE: tl.constexpr):
+    return address.to(tl.pointer_type(DTYPE))
+
+
+@triton.jit
+def write(address, value, PTX: tl.constexpr):
+    """Write an int32 or float32."""
+    if PTX:
+        REGISTERS: tl.constexpr = "=r,r,f" if value.dtype == tl.float32 else "=r,r,r"
+        tl.inline_asm_elementwise(
+            _WRITE, REGISTERS, [address, value], dtype=tl.int32, is_pure=False, pack=1
+        )
+    else:
+        tl.store(_words(address, value.dtype), value)
+
+
+@triton.jit
+def write_where(address, value, mask, PTX: tl.constexpr):
+    """Write an int32 or float32 where `mask`."""
+    if PTX:
+        REGISTERS: tl.constexpr = "=r,r,f,r" if value.dtype == tl.float32 else "=r,r,r,r"
+        tl.inline_asm_elementwise(
+            _WRITE_WHERE, REGISTERS, [address, value, mask.to(tl.int32)],
+            dtype=tl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
+    else:
+        tl.store(_words(address, value.dtype), value, mask=mask)
+
+
+@triton.jit
+def write_two(address, a, b, PTX: tl.constexpr):
+    """Write two int32, side by side."""
+    if PTX:
+        tl.inline_asm_elementwise(
+            _WRITE_TWO, "=r,r,r,r", [address, a, b], dtype=tl.int32, is_pure=False, pack=1
+        )
+    else:
+        tl.store(_words(address, tl.int32), a)
+        tl.store(_words(address, tl.int32) + 1, b)
+
+
+@triton.jit
+def write_four(address, words, PTX: tl.constexpr = True):
     """Write four int32; other threads of the warp may read them after `wait_for_warp`."""
-    tl.inline_asm_elementwise(
-        _WRITE_FOUR, "=r,r,r,r,r,r", [address, words[0], words[1], words[2], words[3]],
-        dtype=tl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
+    if PTX:
+        tl.inline_asm_elementwise(
+            _WRITE_FOUR, "=r,r,r,r,r,r", [address, words[0], words[1], words[2], words[3]],
+            dtype=tl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
+    else:
+        for i in tl.static_range(4):
+            tl.store(_words(address, tl.int32) + i, words[i])
 
 
 @triton.jit
-def read(address):
-    """Read an int32."""
-    return tl.inline_asm_elementwise(
-        _READ, "=r,r", [address], dtype=tl.int32, is_pure=False, pack=1
-    )  # fmt: skip
+def read(address, DTYPE: tl.constexpr = tl.int32, PTX: tl.constexpr = True):
+    """Read an int32, or float32."""
+    if PTX:
+        word = tl.inline_asm_elementwise(
+            _READ, "=r,r", [address], dtype=tl.int32, is_pure=False, pack=1
+        )
+    else:
+        word = tl.load(_words(address, tl.int32))
+    return word.to(DTYPE, bitcast=True)
 
 
 @triton.jit
-def read_four(address):
+def read_four(address, PTX: tl.constexpr = True):
     """Read four int32."""
-    return tl.inline_asm_elementwise(
-        _READ_FOUR, "=r,=r,=r,=r,r", [address], dtype=(tl.int32,) * 4, is_pure=False, pack=1
-    )
+    if PTX:
+        return tl.inline_asm_elementwise(
+            _READ_FOUR, "=r,=r,=r,=r,r", [address], dtype=(tl.int32,) * 4, is_pure=False, pack=1
+        )
+    four = ()
+    for i in tl.static_range(4):
+        four = four + (tl.load(_words(address, tl.int32) + i),)  # noqa: RUF005
+    return four
 
 
 @triton.jit
-def read_four_where(address, mask, old):
+def read_four_where(address, mask, old, PTX: tl.constexpr = True):
     """Read four int32 where `mask`; elsewhere keep those of `old`."""
-    return tl.inline_asm_elementwise(
-        _READ_FOUR_WHERE, "=r,=r,=r,=r,r,r,0,1,2,3",
-        [address, mask.to(tl.int32), old[0], old[1], old[2], old[3]],
-        dtype=(tl.int32,) * 4, is_pure=False, pack=1,
-    )  # fmt: skip
+    if PTX:
+        return tl.inline_asm_elementwise(
+            _READ_FOUR_WHERE, "=r,=r,=r,=r,r,r,0,1,2,3",
+            [address, mask.to(tl.int32), old[0], old[1], old[2], old[3]],
+            dtype=(tl.int32,) * 4, is_pure=False, pack=1,
+        )  # fmt: skip
+    four = ()
+    for i in tl.static_range(4):
+        word = tl.load(_words(address, tl.int32) + i, mask=mask, other=0)
+        four = four + (tl.where(mask, word, old[i]),)  # noqa: RUF005
+    return four
