@@ -409,7 +409,7 @@ FAULTS = [
         rewrite("_sum_across((t,), LANES, 32, PTX)", "(t,)"),
     ),
     kernel(
-        "neighbour", "the block before multiplied again", "attend_parts",
+        "neighbour", "a program's first span looked at again", "attend_parts",
         rewrite("m + (s - f)", "m + 0 * (s - f)"),
     ),
     kernel(

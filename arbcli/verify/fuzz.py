@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from arbcli.kernels.attention.append_position import APPEND_POSITION, in_eight_bits
-from arbcli.kernels.attention.attend_parts import WIDTHS
+from arbcli.kernels.attention.attend_parts import MOST_PARTS, WIDTHS
 from arbcli.kernels.attention.choose_entries import random_index
 from arbcli.kernels.attention.choose_next import index_of_byte
 from arbcli.kernels.attention.compress_blocks import COMPRESS_BLOCKS, rounded_block_gradients
@@ -489,7 +489,8 @@ def _attend_parts(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
     qkv = dice.reals(3 * heads, width, **low).contiguous().view(3, heads, width)
     rings = (dice.reals(heads * n, width, **low).view(heads, n, width).clone() for _ in range(2))
     angle = dice.reals(position + 1, width // 2, dtype=torch.float32)
-    return qkv, *rings, dice.scalar(position), angle.cos(), angle.sin(), 1e-6
+    most = dice.pick((1, 3, MOST_PARTS))
+    return qkv, *rings, dice.scalar(position), angle.cos(), angle.sin(), 1e-6, most
 
 
 def _decode_attention_8bit(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:

@@ -1,18 +1,18 @@
 """Attention of one new byte over a ring of keys, left in parts for the product that reads it.
 
 The equation is that of `decode_attention`: y = softmax(q . k / sqrt(d)) @ v for each head, over the
-slots of a ring in which the new key and value are stored first. Slots are divided into spans. Of a
-span there is left, for each head, the sum of exp(q . k / sqrt(d)) over its slots, its *total*, and
-the mean of its values, weighted by that. So y is the mean of all parts, weighted by their totals.
+slots of a ring in which the new key and value are stored first. The ring is divided into spans of
+slots; of S parts, part p has the spans p, p + S, p + 2 S and so on. Of a part there is left, for
+each head, the sum of exp(q . k / sqrt(d)) over its slots, its *total*, and the mean of its values,
+weighted by that. So y is the mean of all parts, weighted by their totals.
 
 Whoever reads y takes that mean while it reads. So no program waits for another here, as the last
 one does that adds up the parts; that takes longer than to read the parts.
 
-Work. A program has a span of a head. In each pass a warp has two slots of width 128, or four of 64:
-a thread has eight elements of a slot. All that a program reads of the ring is on its way to
-registers before it waits for the kernel that makes query, key and value. If spans would be too many
-for who reads the parts, they are longer, and a program reads its span a block at a time, the next
-while it computes with one.
+Work. A program has a part of a head. In each pass a warp has two slots of width 128, or four of 64:
+a thread has eight elements of a slot. A span is on its way to registers before the program waits
+for the kernel that makes query, key and value. A long ring has more spans than parts, so that who
+reads these reads few; then a program reads its next span while it computes with one.
 """
 
 from collections.abc import Iterator
@@ -42,28 +42,30 @@ WIDTHS = (64, 128)
 WARPS = 8
 """Of a program."""
 PASSES = (6, 4)
-"""Of a block, each a warp's worth of slots for every warp: of a span that is one, of one of several
-blocks, whose next block needs registers too."""
+"""Of a span: of a program's only one; of one of several, the next of which takes registers too."""
 MOST_PARTS = 16
-"""Of a ring: every program of the product that reads them reads all of them."""
+"""Of a head: every program of the product that reads them reads all of them."""
 REGISTERS = 128
 """Of a thread, at most."""
 
 
 class AttentionParts(NamedTuple):
-    """Attention of one byte, each head in parts that are to be averaged."""
+    """Attention of one byte, each head in S parts that are to be averaged.
+
+    Slots of the first min(S, ceil((position + 1) / span)) parts have been written. The others have
+    nothing in them, and are not to be read.
+    """
 
     values: Tensor
-    """(S, heads * d) bfloat16: the weighted mean of each span's values. Those of spans behind
-    `position` are not written."""
+    """(S, heads * d) bfloat16: the weighted mean of each part's values."""
     totals: Tensor
-    """(S, heads) float32: the sum of each span's weights. Also those are not written."""
+    """(S, heads) float32: the sum of each part's weights."""
     position: Tensor
     """int32 scalar tensor: how many bytes came before."""
     window: int
     """W, slots of the ring."""
     span: int
-    """Slots of a part; the last one may have fewer."""
+    """Slots of a span."""
 
     def average(self) -> Tensor:
         """Average the parts: (heads * d,) bfloat16, computed in float32 and rounded once."""
@@ -81,19 +83,20 @@ class AttentionParts(NamedTuple):
 class Sharing(NamedTuple):
     """How the slots of a ring are shared out."""
 
-    span: int
-    """Slots of a program."""
+    parts: int
+    """Of a head."""
     passes: int
-    """Of a block; a span is one block or several."""
+    """Of a span."""
+    span: int
+    """Slots."""
 
 
-def sharing(window: int, width: int) -> Sharing:
-    """Choose what was fastest on an H200, so that there are at most `MOST_PARTS` spans."""
+def sharing(window: int, width: int, most: int) -> Sharing:
+    """Choose what was fastest on an H200, with `most` parts at most."""
     slots = WARPS * 256 // width  # of a pass
-    if window <= MOST_PARTS * PASSES[0] * slots:
-        return Sharing(PASSES[0] * slots, PASSES[0])
-    block = PASSES[1] * slots
-    return Sharing(-(-window // (MOST_PARTS * block)) * block, PASSES[1])
+    passes = PASSES[window > most * PASSES[0] * slots]
+    span = passes * slots
+    return Sharing(min(-(-window // span), most), passes, span)
 
 
 def attend_parts_reference(
@@ -104,48 +107,49 @@ def attend_parts_reference(
     cos: Tensor,
     sin: Tensor,
     eps: float,
+    most: int = MOST_PARTS,
 ) -> tuple[Tensor, ...]:
     """Compute the values and totals of `attend_parts`, and what it leaves in the ring: float64.
 
     Query and key are rounded to bf16. What is not written is 0.
     """
     p, (heads, window, width) = int(position), keys.shape
-    span = sharing(window, width).span
+    parts, _, span = sharing(window, width, most)
     x, keys, values = (part.to(torch.float64) for part in (qkv, keys, values))
     turned = torch.complex(*x[:2].chunk(2, dim=-1)) * torch.complex(cos[p], sin[p])
     root = (x[:2].square().mean(-1, True) + eps).sqrt()
     q, k = (torch.cat([turned.real, turned.imag], -1) / root).to(qkv.dtype).to(torch.float64)
     keys[:, p % window], values[:, p % window] = k, x[2]
-    parts = -(-window // span)
     averages = torch.zeros(parts, heads, width, dtype=torch.float64, device=qkv.device)
     totals = averages.new_zeros(parts, heads)
     for part in range(parts):
         for head in range(heads):
-            slots = slice(part * span, min((part + 1) * span, p + 1, window))
-            if slots.start < slots.stop:
+            slots = [s for s in range(min(p + 1, window)) if s // span % parts == part]
+            if slots:
                 weight = torch.exp(keys[head, slots] @ q[head] / width**0.5)
                 totals[part, head] = weight.sum()
                 averages[part, head] = weight @ values[head, slots] / weight.sum()
     return averages.flatten(1), totals, keys, values
 
 
-def _attend_parts_torch(qkv, keys, values, position, cos, sin, eps):
-    heads, window, width = keys.shape
-    span = sharing(window, width).span
-    parts, slot = -(-window // span), (position % window).long()[None]
+def _attend_parts_torch(qkv, keys, values, position, cos, sin, eps, most=MOST_PARTS):
+    window, width = keys.shape[1:]
+    parts, _, span = sharing(window, width, most)
+    slot = (position % window).long()[None]
     q, k = turned_torch(qkv, position, cos, sin, eps)
     keys.index_copy_(1, slot, k[:, None])
     values.index_copy_(1, slot, qkv[2][:, None])
-    fill, unseen = parts * span - window, torch.arange(window, device=qkv.device) > position
+    unseen = torch.arange(window, device=qkv.device) > position
     score = (keys.float() @ q.float()[..., None])[..., 0] * width**-0.5
-    weight = functional.pad(score.exp().masked_fill(unseen, 0), (0, fill))
-    weight = weight.view(heads, parts, 1, span)
+    weight = score.exp().masked_fill(unseen, 0)
     seen = values.float().masked_fill(unseen[:, None], 0)
-    seen = functional.pad(seen, (0, 0, 0, fill)).view(heads, parts, span, width)
-    totals = weight.sum(-1)  # (heads, S, 1)
-    averages = (weight @ seen)[:, :, 0] / totals
-    values_of_parts = averages.to(qkv.dtype).transpose(0, 1).reshape(parts, -1)
-    return AttentionParts(values_of_parts, totals[..., 0].T.contiguous(), position, window, span)
+    fill, split = -window % (parts * span), (-1, parts, span)
+    weight = functional.pad(weight, (0, fill)).unflatten(1, split)  # (heads, rounds, S, span)
+    seen = functional.pad(seen, (0, 0, 0, fill)).unflatten(1, split)
+    totals = weight.sum((1, 3))
+    averages = torch.einsum("hrps,hrpsd->phd", weight, seen) / totals.T[..., None]
+    values_of_parts = averages.to(qkv.dtype).flatten(1)
+    return AttentionParts(values_of_parts, totals.T.contiguous(), position, window, span)
 
 
 @triton.jit
@@ -210,33 +214,33 @@ def _products(k, q):
 
 
 @triton.jit
-def _load_block(
-    keys_ptr, values_ptr, mine, end, slot,
+def _load_span(
+    keys_ptr, values_ptr, mine, seen, slot,
     WIDTH: tl.constexpr, STRIDE: tl.constexpr, PASSES: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """Load a thread's keys and values of a block, but for the slot of this byte."""
+    """Load a thread's keys and values of a span, but for the slot of this byte."""
     keys, values = (), ()
     for i in tl.static_range(PASSES):
         s = mine + STRIDE * i
-        some, at = (s < end) & (s != slot), s * (WIDTH // 2)
+        some, at = (s < seen) & (s != slot), s * (WIDTH // 2)
         keys = keys + (load_where(keys_ptr + at, some, False, PTX),)  # noqa: RUF005
         values = values + (load_where(values_ptr + at, some, False, PTX),)  # noqa: RUF005
     return keys, values
 
 
 @triton.jit
-def _add_block(
-    sums, total, keys, values, q, mine, end, slot, scale,
+def _add_span(
+    sums, total, keys, values, q, mine, seen, slot, scale,
     WIDTH: tl.constexpr, STRIDE: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """Add a block's weights, and its values times these; a thread has its own slots' only."""
+    """Add a span's weights, and its values times these; a thread has its own slots' only."""
     scores = ()
     for i in tl.static_range(len(keys)):
         scores = scores + (_products(unpair_four(keys[i]), q),)  # noqa: RUF005
     scores = _sum_across(scores, 1, WIDTH // 8, PTX)
     for i in tl.static_range(len(keys)):
         s = mine + STRIDE * i
-        weight = tl.where((s < end) & (s != slot), tl.exp(scores[i] * scale), 0.0)
+        weight = tl.where((s < seen) & (s != slot), tl.exp(scores[i] * scale), 0.0)
         v, added = unpair_four(values[i]), ()
         for j in tl.static_range(8):
             added = added + (sums[j] + weight * v[j],)  # noqa: RUF005
@@ -248,7 +252,7 @@ def _add_block(
 @triton.jit
 def _attend_parts_kernel(
     qkv_ptr, keys_ptr, values_ptr, position_ptr, cos_ptr, sin_ptr, averages_ptr, totals_ptr,
-    instead_ptr, W, HEADS, span, scale, eps,
+    instead_ptr, W, HEADS, scale, eps,
     WIDTH: tl.constexpr, PASSES: tl.constexpr, SEVERAL: tl.constexpr, WARPS: tl.constexpr,
     PTX: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
@@ -262,14 +266,14 @@ def _attend_parts_kernel(
     head, part = tl.program_id(0), tl.program_id(1)
     position = tl.load(position_ptr)
     slot, seen = position % W, tl.minimum(position + 1, W)
-    first = part * span
+    SPAN: tl.constexpr = STRIDE * PASSES
+    first = part * SPAN
     if first < seen:
-        end = tl.minimum(first + span, seen)
         mine = first + thread // LANES
         at = head.to(tl.int64) * W * HALF + d // 2  # words here, of two elements
         keys_of_head, values_of_head = keys_ptr + at, values_ptr + at
-        keys, values = _load_block(
-            keys_of_head, values_of_head, mine, end, slot, WIDTH, STRIDE, PASSES, PTX
+        keys, values = _load_span(
+            keys_of_head, values_of_head, mine, seen, slot, WIDTH, STRIDE, PASSES, PTX
         )
         angle = position.to(tl.int64) * HALF + d % HALF
         cos, sin = _angles(cos_ptr + angle, PTX), ()
@@ -277,7 +281,7 @@ def _attend_parts_kernel(
         for i in tl.static_range(8):
             sin = sin + (tl.where(d < HALF, -unsigned[i], unsigned[i]),)  # noqa: RUF005
         memory = memory_of(instead_ptr, thread, OF_WARP * WARPS, PTX)
-        adds_new = (slot >= first) & (slot < first + span)
+        adds_new = slot // SPAN % tl.num_programs(1) == part
         wait_for_last(OVERLAP, True)
 
         of_q = qkv_ptr + head * HALF + d // 2
@@ -302,21 +306,21 @@ def _attend_parts_kernel(
             for i in tl.static_range(4):
                 tl.store(keys_of_head + (slot * HALF + i), k_words[i], mask=stores)
                 tl.store(values_of_head + (slot * HALF + i), v_words[i], mask=stores)
-        BLOCK: tl.constexpr = STRIDE * PASSES
         if SEVERAL:
-            for start in range(first, end, BLOCK):
-                of_block = mine + (start - first)
-                next_keys, next_values = _load_block(
-                    keys_of_head, values_of_head, of_block + BLOCK, end, slot,
+            apart = SPAN * tl.num_programs(1)
+            for start in range(first, seen, apart):
+                of_span = mine + (start - first)
+                next_keys, next_values = _load_span(
+                    keys_of_head, values_of_head, of_span + apart, seen, slot,
                     WIDTH, STRIDE, PASSES, PTX,
                 )  # fmt: skip
-                sums, total = _add_block(
-                    sums, total, keys, values, q, of_block, end, slot, scale, WIDTH, STRIDE, PTX
+                sums, total = _add_span(
+                    sums, total, keys, values, q, of_span, seen, slot, scale, WIDTH, STRIDE, PTX
                 )
                 keys, values = next_keys, next_values
         else:
-            sums, total = _add_block(
-                sums, total, keys, values, q, mine, end, slot, scale, WIDTH, STRIDE, PTX
+            sums, total = _add_span(
+                sums, total, keys, values, q, mine, seen, slot, scale, WIDTH, STRIDE, PTX
             )
 
         sums, totals = _sum_across(sums, LANES, 32, PTX), _sum_across((total,), LANES, 32, PTX)
@@ -343,10 +347,9 @@ def _attend_parts_kernel(
             tl.store(totals_ptr + place + 0 * thread, whole, mask=thread == 0)
 
 
-def _attend_parts_triton(qkv, keys, values, position, cos, sin, eps):
+def _attend_parts_triton(qkv, keys, values, position, cos, sin, eps, most=MOST_PARTS):
     heads, window, width = keys.shape
-    span, passes = sharing(window, width)
-    parts = triton.cdiv(window, span)
+    parts, passes, span = sharing(window, width, most)
     averages = torch.empty(parts, heads * width, dtype=qkv.dtype, device=qkv.device)
     totals = torch.empty(parts, heads, dtype=torch.float32, device=qkv.device)
     aligned = (x if x.data_ptr() % 16 == 0 else x.clone() for x in (qkv, cos, sin))
@@ -355,8 +358,8 @@ def _attend_parts_triton(qkv, keys, values, position, cos, sin, eps):
     instead = totals if HAS_PTX else torch.empty(size, dtype=torch.uint8, device=qkv.device)
     _attend_parts_kernel[(heads, parts)](
         qkv, keys.view(torch.int32), values.view(torch.int32), position, cos, sin,
-        averages.view(torch.int16), totals, instead, window, heads, span, width**-0.5, eps,
-        WIDTH=width, PASSES=passes, SEVERAL=passes != PASSES[0], WARPS=WARPS, PTX=HAS_PTX,
+        averages.view(torch.int16), totals, instead, window, heads, width**-0.5, eps,
+        WIDTH=width, PASSES=passes, SEVERAL=window > parts * span, WARPS=WARPS, PTX=HAS_PTX,
         num_warps=WARPS, maxnreg=REGISTERS, **overlap_options(qkv),
     )  # fmt: skip
     return AttentionParts(averages, totals, position, window, span)
@@ -380,6 +383,7 @@ def attend_parts(
     cos: Tensor,
     sin: Tensor,
     eps: float,
+    most: int = MOST_PARTS,
 ) -> AttentionParts:
     """Store the key and value of one byte in a ring, and attend to all in it, in parts.
 
@@ -394,6 +398,7 @@ def attend_parts(
         cos: (P, d / 2) float32, contiguous.
         sin: like `cos`.
         eps: added to the mean square.
+        most: parts of a head at most.
 
     Returns:
         Parts whose average is the mean of the last min(position + 1, W) values, weighted by
@@ -410,34 +415,36 @@ def attend_parts(
     if keys.data_ptr() % 16 or values.data_ptr() % 16:
         raise ValueError("need rings that begin at multiples of 16 bytes")
     run = _attend_parts_triton if uses_triton(qkv) else _attend_parts_torch
-    return run(qkv, keys, values, position, cos, sin, eps)
+    return run(qkv, keys, values, position, cos, sin, eps, most)
 
 
-SHAPES = ((2, 7, 64, 0), (1, 40, 128, 30), (1, 100, 128, 99), (2, 200, 64, 450), (1, 5, 128, 7),
-          (1, 1700, 128, 350))  # fmt: skip
-"""(heads, W, d, position): rings that are empty, filling, just full and overwritten; of one span,
-of two, and of such as have several blocks."""
+SHAPES = ((2, 7, 64, 0, 16), (1, 40, 128, 30, 16), (1, 100, 128, 99, 16), (2, 200, 64, 450, 16),
+          (1, 5, 128, 7, 1), (1, 210, 128, 201, 2), (2, 300, 64, 550, 1))  # fmt: skip
+"""(heads, W, d, position, most parts): rings that are empty, filling, just full and overwritten; of
+one span, of two, and of more than there are parts."""
 LARGE = ((16, 737, 128, 176), (16, 2048, 128, 2047), (16, 2048, 128, 5000), (6, 8192, 64, 8191),
          (4, 50000, 64, 49999), (2, 16384, 128, 40000))  # fmt: skip
 
 
 def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
     generator = torch.Generator().manual_seed(0)
-    shapes = SHAPES + (LARGE if device.type == "cuda" else ())
-    for heads, window, width, position in shapes:
+    shapes = [*SHAPES]
+    if device.type == "cuda":
+        shapes += [(*shape, MOST_PARTS) for shape in LARGE]
+    for heads, window, width, position, most in shapes:
         sizes = ((3, heads, width), (heads, window, width), (heads, window, width))
         parts = [torch.randn(size, generator=generator).bfloat16().to(device) for size in sizes]
         angle = 7 * torch.randn(position + 2, width // 2, generator=generator).to(device)
         at = torch.tensor(position, dtype=torch.int32, device=device)
-        label = f"{heads}x{window}x{width} at {position}"
-        yield Case(label, (*parts, at, angle.cos(), angle.sin(), 1e-6))
+        label = f"{heads}x{window}x{width} at {position} in {most} or fewer"
+        yield Case(label, (*parts, at, angle.cos(), angle.sin(), 1e-6, most))
 
 
 def _with_state(run):
     """Wrap an implementation so that it returns what it left in the ring too, and no gaps."""
 
-    def with_state(qkv, keys, values, position, cos, sin, eps):
-        found = run(qkv, keys, values, position, cos, sin, eps)
+    def with_state(qkv, keys, values, position, cos, sin, eps, most):
+        found = run(qkv, keys, values, position, cos, sin, eps, most)
         spans = torch.arange(len(found.totals), device=qkv.device)[:, None]
         parts = (torch.where(spans * found.span <= position, part, 0) for part in found[:2])
         return *parts, keys, values
@@ -455,7 +462,7 @@ def _timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
         tickets = torch.zeros(heads, dtype=torch.int32, device=device)
         yield Timing(
             f"{heads}x{window}x{width} at {position}",
-            (qkv, keys, values, place, *table, 1e-6),
+            (qkv, keys, values, place, *table, 1e-6, MOST_PARTS),
             run=_attend_parts_triton,
             peer=partial(decode_attention, qkv, keys, values, place, *table, tickets, 1e-6),
             peer_name="decode_attention, which adds the parts up",

@@ -3,17 +3,15 @@
 import pytest
 import torch
 
-from arbcli.kernels.attention import attend_parts as module
 from arbcli.kernels.attention.attend_parts import (
-    ATTEND_PARTS,
-    MOST_PARTS,
+    PASSES,
     AttentionParts,
     attend_parts,
     sharing,
 )
 from arbcli.kernels.attention.decode_attention import decode_attention_reference
 from arbcli.kernels.runtime.backend import use_backend
-from arbcli.verify.compare import compare, errors, poisoned
+from arbcli.verify.compare import errors, poisoned
 from arbcli.verify.kernels import copies
 
 BACKENDS = ("torch", "triton" if torch.cuda.is_available() else "interpreter")
@@ -59,30 +57,24 @@ def test_slots_that_were_never_written_may_hold_no_number(position, backend, dev
 
 
 @pytest.mark.parametrize("width", [64, 128])
-def test_program_takes_its_span_a_block_at_a_time(width, device, monkeypatch):
-    """As in rings of thousands of slots; spans end before, at and behind the position."""
-    monkeypatch.setattr(module, "MOST_PARTS", 2)
-    monkeypatch.setattr(module, "PASSES", (2, 1))
-    slots = 2048 // width
-    for position in (3 * slots - 1, 7 * slots + 3):
-        given = inputs(device, window=5 * slots + 1, width=width, position=position)
-        wanted = ATTEND_PARTS.reference(*copies(given))
-        with use_backend(BACKENDS[1]), poisoned():
-            got = ATTEND_PARTS.triton(*copies(given))
-        assert len(got[0]) == 2
-        for result, expected in zip(got, wanted, strict=True):
-            assert compare(ATTEND_PARTS, str(position), result, expected).passed
-
-
-@pytest.mark.parametrize("width", [64, 128])
 def test_parts_are_few_however_long_the_ring(width):
     for window in (1, 96, 97, 1535, 1536, 1537, 3073, 2**24):
-        span, passes = sharing(window, width)
-        parts = -(-window // span)
-        assert 1 <= parts <= MOST_PARTS
-        block = passes * 2048 // width
-        assert span % block == 0
-        assert span == block or passes == module.PASSES[1]
+        for most in (1, 16):
+            parts, passes, span = sharing(window, width, most)
+            assert 1 <= parts <= most
+            assert span == passes * 2048 // width
+            assert (parts - 1) * span < window
+            assert window <= parts * span or (parts, passes) == (most, PASSES[1])
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_long_ring_has_the_same_attention_in_few_parts(backend, device):
+    """Of three spans the first part has two, of which the second is not full."""
+    given = inputs(device, window=200, position=190)
+    with use_backend(backend):
+        few, more = (attend_parts(*copies(given), n) for n in (2, 16))
+    assert (few.span, more.span) == (64, 96)
+    torch.testing.assert_close(few.average(), more.average(), rtol=2**-7, atol=1e-3)
 
 
 def test_average_weighs_parts_by_their_totals():
