@@ -33,7 +33,7 @@ from arbcli.kernels.codec.warp_products import HAS_PTX, round_pair, unpair, unpa
 from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.backend import uses_triton
 from arbcli.kernels.runtime.overlap import overlap_options, wait_for_last
-from arbcli.kernels.runtime.shared_memory import memory_of, read, write_four, write_where
+from arbcli.kernels.runtime.shared_memory import memory_of, read_float, write_four, write_where
 from arbcli.kernels.runtime.spec import Case, Gate, KernelSpec, Timing
 from arbcli.kernels.runtime.threads import across, load_new, load_where, warp_number
 
@@ -339,8 +339,8 @@ def _attend_parts_kernel(
             of_d = thread % WIDTH
             found, whole = tl.zeros(thread.shape, tl.float32), tl.zeros(thread.shape, tl.float32)
             for w in tl.static_range(WARPS):
-                found += read(memory + (OF_WARP * w + 4 * of_d), tl.float32, PTX)
-                whole += read(memory + (OF_WARP * w + 4 * WIDTH), tl.float32, PTX)
+                found += read_float(memory + (OF_WARP * w + 4 * of_d), PTX)
+                whole += read_float(memory + (OF_WARP * w + 4 * WIDTH), PTX)
             place, average = part * HEADS + head, found / whole
             rounded = round_pair(average, average, PTX).to(tl.int16)
             tl.store(averages_ptr + place * WIDTH + of_d, rounded, mask=thread < WIDTH)

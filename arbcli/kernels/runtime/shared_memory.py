@@ -173,27 +173,36 @@ def write_four(address, words, PTX: tl.constexpr = True):
 
 
 @triton.jit
-def read(address, DTYPE: tl.constexpr = tl.int32, PTX: tl.constexpr = True):
-    """Read an int32, or float32."""
+def read(address):
+    """Read an int32."""
+    return tl.inline_asm_elementwise(
+        _READ, "=r,r", [address], dtype=tl.int32, is_pure=False, pack=1
+    )  # fmt: skip
+
+
+@triton.jit
+def read_float(address, PTX: tl.constexpr):
+    """Read a float32."""
     if PTX:
-        word = tl.inline_asm_elementwise(
-            _READ, "=r,r", [address], dtype=tl.int32, is_pure=False, pack=1
+        found = tl.inline_asm_elementwise(
+            _READ, "=f,r", [address], dtype=tl.float32, is_pure=False, pack=1
         )
     else:
-        word = tl.load(_words(address, tl.int32))
-    return word.to(DTYPE, bitcast=True)
+        found = tl.load(_words(address, tl.float32))
+    return found
 
 
 @triton.jit
 def read_four(address, PTX: tl.constexpr = True):
     """Read four int32."""
     if PTX:
-        return tl.inline_asm_elementwise(
+        four = tl.inline_asm_elementwise(
             _READ_FOUR, "=r,=r,=r,=r,r", [address], dtype=(tl.int32,) * 4, is_pure=False, pack=1
         )
-    four = ()
-    for i in tl.static_range(4):
-        four = four + (tl.load(_words(address, tl.int32) + i),)  # noqa: RUF005
+    else:
+        four = ()
+        for i in tl.static_range(4):
+            four = four + (tl.load(_words(address, tl.int32) + i),)  # noqa: RUF005
     return four
 
 
@@ -201,13 +210,14 @@ def read_four(address, PTX: tl.constexpr = True):
 def read_four_where(address, mask, old, PTX: tl.constexpr = True):
     """Read four int32 where `mask`; elsewhere keep those of `old`."""
     if PTX:
-        return tl.inline_asm_elementwise(
+        four = tl.inline_asm_elementwise(
             _READ_FOUR_WHERE, "=r,=r,=r,=r,r,r,0,1,2,3",
             [address, mask.to(tl.int32), old[0], old[1], old[2], old[3]],
             dtype=(tl.int32,) * 4, is_pure=False, pack=1,
         )  # fmt: skip
-    four = ()
-    for i in tl.static_range(4):
-        word = tl.load(_words(address, tl.int32) + i, mask=mask, other=0)
-        four = four + (tl.where(mask, word, old[i]),)  # noqa: RUF005
+    else:
+        four = ()
+        for i in tl.static_range(4):
+            word = tl.load(_words(address, tl.int32) + i, mask=mask, other=0)
+            four = four + (tl.where(mask, word, old[i]),)  # noqa: RUF005
     return four

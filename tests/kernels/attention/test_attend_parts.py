@@ -1,5 +1,7 @@
 """Attention of a byte in parts: what the cases of the spec do not say."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 
@@ -11,6 +13,7 @@ from arbcli.kernels.attention.attend_parts import (
 )
 from arbcli.kernels.attention.decode_attention import decode_attention_reference
 from arbcli.kernels.runtime.backend import use_backend
+from arbcli.kernels.runtime.overlap import overlapping
 from arbcli.verify.compare import errors, poisoned
 from arbcli.verify.kernels import copies
 
@@ -75,6 +78,22 @@ def test_long_ring_has_the_same_attention_in_few_parts(backend, device):
         few, more = (attend_parts(*copies(given), n) for n in (2, 16))
     assert (few.span, more.span) == (64, 96)
     torch.testing.assert_close(few.average(), more.average(), rtol=2**-7, atol=1e-3)
+
+
+@pytest.mark.gpu
+def test_steps_that_overlap_give_the_same_bits():
+    """Of two rings, whose new bytes follow each other as in two blocks, in many steps."""
+    found = []
+    for context in (nullcontext, overlapping):
+        rings = [inputs("cuda", heads=16, window=180, position=150) for _ in range(2)]
+        position = rings[0][3]
+        with context(), use_backend("triton"):
+            for _ in range(60):
+                for ring in rings:
+                    parts = attend_parts(*ring[:3], position, *ring[4:])
+                position += 1
+                found.append(parts.average())
+    assert all(map(torch.equal, found[:60], found[60:]))
 
 
 def test_average_weighs_parts_by_their_totals():
