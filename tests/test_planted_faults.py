@@ -398,6 +398,23 @@ FAULTS = [
         rewrite("tl.store(p, 0)", "tl.store(p, 1)"),
     ),
     kernel(
+        "neighbour", "an element turned with another one than its partner", "attend_parts",
+        rewrite("across(w, LANES // 2, PTX)", "across(w, LANES // 4, PTX)"),
+    ),
+    kernel(
+        "too far", "slots that nobody has written attended to", "attend_parts",
+        rewrite("tl.where((s < e) & (s != n), tl.exp(a), 0.0)",
+                "tl.where(s != n, tl.exp(a), 0.0)"),
+    ),
+    kernel(
+        "partial sum", "a slot's total without those of the others of a warp", "attend_parts",
+        rewrite("_sum_across((t,), LANES, 32, PTX)", "(t,)"),
+    ),
+    kernel(
+        "neighbour", "a program's first span looked at again", "attend_parts",
+        rewrite("m + (s - f)", "m + 0 * (s - f)"),
+    ),
+    kernel(
         "missing term", "scales of keys in eight bits forgotten", "decode_attention_8bit",
         rewrite("scale_of_entry(a, E4M3) * scale", "scale"),
     ),

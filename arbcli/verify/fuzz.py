@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from arbcli.kernels.attention.append_position import APPEND_POSITION, in_eight_bits
+from arbcli.kernels.attention.attend_parts import MOST_PARTS, WIDTHS
 from arbcli.kernels.attention.causal_attention_backward import (
     random_attention,
     rounded_causal_gradients,
@@ -484,6 +485,16 @@ def _decode_attention(dice: Dice, group_size: int, m: int, n: int, k: int) -> tu
         qkv, *(ring.view(heads, n, 2 * half) for ring in rings), dice.scalar(position),
         angle.cos(), angle.sin(), tickets, 1e-6,
     )  # fmt: skip
+
+
+def _attend_parts(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
+    heads, width, position = 1 + dice.below(3), WIDTHS[k % 2], dice.below(3 * n)
+    low = {"dtype": torch.bfloat16}
+    qkv = dice.reals(3 * heads, width, **low).contiguous().view(3, heads, width)
+    rings = (dice.reals(heads * n, width, **low).view(heads, n, width).clone() for _ in range(2))
+    angle = dice.reals(position + 1, width // 2, dtype=torch.float32)
+    most = dice.pick((1, 3, MOST_PARTS))
+    return qkv, *rings, dice.scalar(position), angle.cos(), angle.sin(), 1e-6, most
 
 
 def _decode_attention_8bit(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
@@ -1051,6 +1062,7 @@ DRAWINGS = {
     "decode_attention": Drawing(
         _decode_attention, None, DECODE_ATTENTION.torch, one_layout=True
     ),
+    "attend_parts": Drawing(_attend_parts, one_layout=True),
     "decode_attention_8bit": Drawing(_decode_attention_8bit, one_layout=True),
     "decode_attention_rows": Drawing(
         _decode_attention_rows, None, DECODE_ATTENTION_ROWS.torch, one_layout=True

@@ -287,7 +287,7 @@ DENSE = {
 """Inputs that lie as they do, one element after the other, at least in each row."""
 NOT_ANYWHERE = {
     "choose_entries", "smooth_chunks", "smooth_chunks_backward", "fp8_matmul", "nvfp4_matmul",
-    "gradient_gains", "arranged_matmul", "arranged_rows", "digits_matmul", "merged_steps",
+    "gradient_gains", "row_matmul", "arranged_rows", "digits_matmul", "merged_steps",
 }  # fmt: skip
 """Those that take long, whose parts are here themselves, or that are told addresses alone."""
 READ_WITH_DIGITS = PLANES | {"weighted_rows_grad_weights", "embedding_rows"}
@@ -347,7 +347,7 @@ def test_elements_of_every_input_may_lie_anywhere(spec, scale_type, digits, devi
 
 IN_BFLOAT16 = [
     "ternary_matmul", "ternary_matmul_grad_x", "row_matmul", "arranged_rows", "digits_matmul",
-    "decode_attention_rows", "decode_latent", "choose_bytes",
+    "decode_attention_rows", "decode_latent", "choose_bytes", "attend_parts",
     "unit_rows", "grouped_matmul",
     "grouped_grad_w", "expert_combine", "expert_combine_backward", "rms_norm", "add_rms_norm",
     "rms_norm_backward", "gated_rms_norm", "gated_rms_norm_backward", "rotary_norm",

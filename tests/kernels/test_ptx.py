@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from arbcli.kernels.attention.attend_parts import AttentionParts
 from arbcli.kernels.codec.decode_digits import decode_digits_reference
 from arbcli.kernels.codec.packed import random_packed
 from arbcli.kernels.matmul import row_matmul
@@ -65,18 +66,24 @@ def few_rows_error(rows: int, out_features: int, in_features: int, group_size: i
 
 
 def row_error(
-    out_features: int, in_features: int, gated: bool, eps: float | None, tiling: tuple
-) -> float:
+    out_features: int, in_features: int, gated: bool, eps: float | None, tiling: tuple,
+    heads: int = 0,
+) -> float:  # fmt: skip
     generator = torch.Generator().manual_seed(0)
     packed = random_packed(out_features, in_features, 32, generator, spread=8)
     weight = row_matmul.code(packed, gated)
-    x = torch.randn(1, in_features, generator=generator).bfloat16()
+    x = torch.randn(5 if heads else 1, in_features, generator=generator).bfloat16()
+    row = x
+    if heads:  # of five parts of attention, three are filled
+        totals = torch.rand(5, heads, generator=generator) + 0.1
+        x = AttentionParts(x, totals, torch.tensor(95, dtype=torch.int32), 160, 32)
+        row = x.average()[None]
     added = torch.randn(1, weight.out_features, generator=generator) if gated else None
-    inputs = x, *weight, eps, added, torch.float32
+    inputs = *weight, eps, added, torch.float32
     with emulated(), pytest.MonkeyPatch.context() as patch:
         patch.setattr(row_matmul, "_tiling", lambda *_: row_matmul.Tiling(*tiling))
-        y = row_matmul.ROW_MATMUL.triton(*inputs)
-    return error(y, row_matmul.row_matmul_reference(*inputs))
+        y = row_matmul.ROW_MATMUL.triton(x, *inputs)
+    return error(y, row_matmul.row_matmul_reference(row, *inputs))
 
 
 @pytest.mark.parametrize(
@@ -117,3 +124,16 @@ TILINGS = [
 )
 def test_row_matmul(compiling, shape, tiling, gated, eps):
     assert compiling(row_error, *shape, gated, eps, tiling) < 2e-4  # x has 15 bits
+
+
+@pytest.mark.parametrize(
+    ("in_features", "heads", "tiling"),
+    [
+        param(2048, 16, (1, 1, 16, 64), quick=True),
+        param(192, 3, (4, 1, 8), quick=False),
+        param(1280, 10, (4, 2, 4), quick=False),
+    ],
+)
+def test_row_matmul_of_parts_of_attention(compiling, in_features, heads, tiling):
+    """An average that is rounded to the other neighbour is off by more than x is."""
+    assert compiling(row_error, 34, in_features, False, None, tiling, heads) < 2e-3

@@ -13,7 +13,7 @@ from torch import Tensor
 from arbcli.kernels.attention.append_position import append_position_
 from arbcli.kernels.attention.rotary_norm import rotary_norm_backward
 from arbcli.kernels.codec.packed import Packed
-from arbcli.kernels.matmul.arranged_matmul import Arranged
+from arbcli.kernels.matmul.arranged import Arranged
 from arbcli.kernels.matmul.arranged_rows import arranged_rows
 from arbcli.kernels.matmul.digits_matmul import ArrangedDigits, arrange_digits, digits_matmul
 from arbcli.kernels.registry import KERNELS
@@ -199,8 +199,8 @@ def flat(inputs: tuple) -> list:
 
 
 def test_every_kernel_with_an_operation_is_here():
-    """Of a matrix that is arranged, few rows are refused as by `arranged_rows`."""
-    others = {"decode_digits", "merged_steps", "arranged_matmul"}
+    """A single row times a coded matrix is refused by what refuses those of `arranged_rows`."""
+    others = {"decode_digits", "merged_steps", "row_matmul"}
     assert {*REFUSED} | others == {spec.name for spec in KERNELS}
 
 

@@ -8,6 +8,7 @@ from arbcli.errors import ArbError
 from arbcli.kernels.norm import gated_rms_norm, rms_norm
 from arbcli.kernels.norm.rms_norm import norm_weight_torch
 from arbcli.kernels.runtime.backend import use_backend
+from arbcli.model import cache as cache_module
 from arbcli.model import dense as dense_module
 from arbcli.model.cache import KeyValueCache
 from arbcli.model.dense import ByteLM
@@ -80,7 +81,7 @@ def test_kernels_give_the_logits_of_one_forward(device, monkeypatch):
     check_parts("ragged chunks and bytes", KERNELS, device, monkeypatch)
 
 
-@pytest.mark.parametrize("options", [{}, {"sub_norms": False}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"sub_norms": False}, {"dim": 128}], ids=str)
 def test_arranged_weights_give_the_logits_of_packed_ones(options, device, monkeypatch):
     lm, ids = model(device, torch.bfloat16, **options), text(21, device)
     lm.embedding.weight.exponent -= 4  # so what blocks add counts, and so do their norms
@@ -91,6 +92,7 @@ def test_arranged_weights_give_the_logits_of_packed_ones(options, device, monkey
         assert lm.plain_norms
         assert not arranged(lm)
         monkeypatch.setattr(dense_module, "fits_arranged", lambda x, _: x.shape[1] == 1)
+        monkeypatch.setattr(cache_module, "fits_parts", lambda qkv: qkv.shape[-1] == 64)
         got = forward_in_parts(lm, ids, PARTS["ragged chunks and bytes"])
         assert arranged(lm) == 2 * 4 + 1
     assert not arranged(lm)

@@ -300,6 +300,15 @@ def decode_attention(
 
 def _check(qkv, keys, values, position, cos, sin, tickets):
     check_new_byte(qkv, position, cos, sin, tickets)
+    check_rings(qkv, keys, values)
+
+
+def check_rings(qkv: Tensor, keys: Tensor, values: Tensor) -> None:
+    """Refuse rings that do not fit what `check_new_byte` has passed.
+
+    Raises:
+        ValueError: a dtype or a shape does not fit.
+    """
     _, heads, width = qkv.shape
     for ring in (keys, values):
         fits = ring.dim() == 3 and (ring.shape[0], ring.shape[2]) == (heads, width)
@@ -311,9 +320,11 @@ def _check(qkv, keys, values, position, cos, sin, tickets):
 
 
 def check_new_byte(
-    qkv: Tensor, position: Tensor, cos: Tensor, sin: Tensor, tickets: Tensor
+    qkv: Tensor, position: Tensor, cos: Tensor, sin: Tensor, tickets: Tensor | None
 ) -> None:
     """Refuse what `decode_attention` is given beside a ring, where it does not fit.
+
+    What needs no tickets has None.
 
     Raises:
         ValueError: a dtype or a shape does not fit.
@@ -327,7 +338,8 @@ def check_new_byte(
     for table in (cos, sin):
         if table.dtype != torch.float32 or table.shape != (len(cos), width // 2):
             raise ValueError(f"table {table.dtype} {tuple(table.shape)} does not fit {got}")
-    for integers, shape in ((position, ()), (tickets, (heads,))):
+    given = [(position, ())] + ([] if tickets is None else [(tickets, (heads,))])
+    for integers, shape in given:
         if integers.dtype != torch.int32 or integers.shape != shape:
             found = f"{integers.dtype} {tuple(integers.shape)}"
             raise ValueError(f"need int32 of shape {shape}, got {found}")

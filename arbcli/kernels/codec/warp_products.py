@@ -28,6 +28,7 @@ mad.lo.s32 $1, $2, -3, $0;
 """)
 _FROM_LANE = tl.constexpr("shfl.sync.idx.b32 $0, $1, $2, 0x1c1f, 0xffffffff;")
 _SHIFT_PAIR = tl.constexpr("shf.r.wrap.b32 $0, $1, $2, $3;")
+_ROUND_PAIR = tl.constexpr("cvt.rn.bf16x2.f32 $0, $2, $1;")
 _MULTIPLY_PAIRS = tl.constexpr("fma.rn.bf16x2 $0, $1, $2, $3;")
 _MULTIPLY = tl.constexpr("""
 mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32
@@ -124,6 +125,22 @@ def pair(low, high):
     """Join two float32 that bf16 holds exactly to a pair of bf16."""
     low, high = low.to(tl.int32, bitcast=True), high.to(tl.int32, bitcast=True)
     return ((low >> 16) & 0xFFFF) | (high & -0x10000)
+
+
+@triton.jit
+def round_pair(low, high, PTX: tl.constexpr):
+    """Join two float32 to a pair of bf16: the nearest ones, of two as near the even one."""
+    if PTX:
+        return tl.inline_asm_elementwise(
+            _ROUND_PAIR, "=r,f,f", [low, high], dtype=tl.int32, is_pure=True, pack=1
+        )
+    return ((_round_up(low) >> 16) & 0xFFFF) | (_round_up(high) & -0x10000)
+
+
+@triton.jit
+def _round_up(value):
+    bits = value.to(tl.int32, bitcast=True)
+    return bits + 0x7FFF + ((bits >> 16) & 1)
 
 
 @triton.jit

@@ -37,6 +37,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from arbcli.kernels.attention.attend_parts import AttentionParts
 from arbcli.kernels.codec.decode_weight import decode_weight
 from arbcli.kernels.codec.packed import Packed, random_packed
 from arbcli.kernels.codec.packing import PLANE, unpack_trits
@@ -44,6 +45,7 @@ from arbcli.kernels.codec.scales import scales_torch
 from arbcli.kernels.codec.warp_products import (
     HAS_PTX,
     add_byte_products,
+    round_pair,
     unpair,
     unpair_four,
 )
@@ -85,11 +87,13 @@ _SUMS = tl.constexpr(64)
 """Bytes of the sums of a step: 16 float32."""
 _LEAST = tl.constexpr(20)
 """The least exponent, biased, that 32 elements are given: units stay normal float32."""
+_PARTS_AT_ONCE = tl.constexpr(2)
+"""Parts of attention of which a thread has loads under way; more take too many registers."""
 _NOT_FINITE = tl.constexpr(0x7F80)
 """Bits of a bf16 that is infinite; larger ones are none."""
 _ROUND = tl.constexpr(12582912.0 + 0x8080)
 """Added to a number, it leaves the integer nearest to it, more 0x8080, in the last 16 bits."""
-_MAX_PAIRS = tl.constexpr("max.u16x2 $0, $1, $2;")
+_MAX_PAIRS = tl.constexpr("max.NaN.bf16x2 $0, $1, $2;")
 _SPLIT = tl.constexpr("""{
 .reg .b32 first, second;
 prmt.b32 first, $2, $3, 0x5410;
@@ -215,6 +219,7 @@ def decode_coded(pieces: Tensor) -> Tensor:
 
 
 def _row_matmul_torch(x, pieces, out_features, in_features, gated, eps, added, dtype):
+    x = x.average()[None] if isinstance(x, AttentionParts) else x
     weight, x = decode_coded(pieces), x.float()
     if eps is not None:
         x = functional.rms_norm(x, x.shape[1:], eps=eps)
@@ -227,7 +232,7 @@ def _row_matmul_torch(x, pieces, out_features, in_features, gated, eps, added, d
 
 @triton.jit
 def _max_pairs(a, b, PTX: tl.constexpr):
-    """Find the larger of two pairs of 15-bit numbers."""
+    """Find the larger of two pairs of bf16 without signs; of those that are none, one is none."""
     if PTX:
         return tl.inline_asm_elementwise(
             _MAX_PAIRS, "=r,r,r", [a, b], dtype=tl.int32, is_pure=True, pack=1
@@ -350,11 +355,47 @@ def _round_x(octets, units, x_at, tables_at, PTX: tl.constexpr):
 
 
 @triton.jit
-def _load_x(x_ptr, u, K, WHOLE: tl.constexpr, PTX: tl.constexpr):
+def _average_parts(values_ptr, totals_ptr, parts, u, K, WIDTH: tl.constexpr, PTX: tl.constexpr):
+    """Average the u-th eight elements of parts of attention, as `AttentionParts` says."""
+    total = tl.zeros(u.shape, tl.float32)
+    sums = (total,) * 8
+    for start in range(0, parts, _PARTS_AT_ONCE):
+        octets, shares = (), ()
+        for i in tl.static_range(_PARTS_AT_ONCE):  # all are asked for before one is awaited
+            part = tl.minimum(start + i, parts - 1)
+            of_heads = totals_ptr + (part * (K // WIDTH) + 8 * u // WIDTH)
+            octets = octets + (load_new(values_ptr + (part * (K // 4) + 2 * u), PTX),)  # noqa: RUF005
+            shares = shares + (tl.load(of_heads, cache_modifier=".cg"),)  # noqa: RUF005
+        for i in tl.static_range(_PARTS_AT_ONCE):
+            share = tl.where(start + i < parts, shares[i], 0.0)
+            total += share
+            x, added = unpair_four(octets[i]), ()
+            for j in tl.static_range(8):
+                added = added + (sums[j] + x[j] * share,)  # noqa: RUF005
+            sums = added
+    inverse, four = 1.0 / total, ()
+    for i in tl.static_range(4):
+        pair = round_pair(sums[2 * i] * inverse, sums[2 * i + 1] * inverse, PTX)
+        four = four + (pair,)  # noqa: RUF005
+    return four
+
+
+@triton.jit
+def _load_x(
+    x_ptr, totals_ptr, parts, u, K,
+    WIDTH: tl.constexpr, WHOLE: tl.constexpr, PTX: tl.constexpr,
+):  # fmt: skip
     """Load the u-th eight elements of x, as four int32; beyond K they are 0."""
-    if WHOLE:
-        return load_new(x_ptr + 2 * u, PTX)
-    return load_where(x_ptr + 2 * u, 8 * u < K, False, PTX)
+    if WIDTH > 0:
+        octet = _average_parts(x_ptr, totals_ptr, parts, tl.minimum(u, K // 8 - 1), K, WIDTH, PTX)
+        four = ()
+        for i in tl.static_range(4):
+            four = four + (octet[i] if WHOLE else tl.where(8 * u < K, octet[i], 0),)  # noqa: RUF005
+    elif WHOLE:
+        four = load_new(x_ptr + 2 * u, PTX)
+    else:
+        four = load_where(x_ptr + 2 * u, 8 * u < K, False, PTX)
+    return four
 
 
 @triton.jit
@@ -369,8 +410,9 @@ def _sum_of_squares(four):
 
 @triton.jit
 def _take_x(
-    x_ptr, first, K, x_at, tables_at, thread,
-    TURNS: tl.constexpr, UNITS: tl.constexpr, WHOLE: tl.constexpr, PTX: tl.constexpr,
+    x_ptr, totals_ptr, parts, first, K, x_at, tables_at, thread,
+    TURNS: tl.constexpr, UNITS: tl.constexpr, WIDTH: tl.constexpr, WHOLE: tl.constexpr,
+    PTX: tl.constexpr,
 ):  # fmt: skip
     """Load eights of x from `first` on, a few a thread, and round them; returns their squares."""
     THREADS: tl.constexpr = thread.shape[0]
@@ -379,7 +421,7 @@ def _take_x(
         u = thread + (first + THREADS * t)
         if not PTX:  # whole warps take part that would not: they repeat what others do
             u = u % UNITS
-        octets = octets + (_load_x(x_ptr, u, K, WHOLE, PTX),)  # noqa: RUF005
+        octets = octets + (_load_x(x_ptr, totals_ptr, parts, u, K, WIDTH, WHOLE, PTX),)  # noqa: RUF005
         units = units + (u,)  # noqa: RUF005
     _round_x(octets, units, x_at, tables_at, PTX)
     for t in tl.static_range(TURNS):
@@ -458,13 +500,13 @@ def _width(blocks, abreast):
     return (steps * abreast + 1) // 2 * 2
 
 
-@triton.jit(do_not_specialize=["N", "K", "tiles"])
+@triton.jit(do_not_specialize=["N", "K", "tiles", "most", "span"])
 def _row_matmul_kernel(
-    x_ptr, pieces_ptr, added_ptr, y_ptr, instead_ptr,
-    N, K, tiles, share, eps,
+    x_ptr, pieces_ptr, added_ptr, y_ptr, instead_ptr, totals_ptr, position_ptr,
+    N, K, tiles, share, eps, most, span,
     NORM: tl.constexpr, GATED: tl.constexpr, ADD: tl.constexpr,
     ABREAST: tl.constexpr, HEIGHT: tl.constexpr, BLOCKS: tl.constexpr, WARPS: tl.constexpr,
-    WHOLE: tl.constexpr, EARLY: tl.constexpr, BYTES: tl.constexpr,
+    WIDTH: tl.constexpr, WHOLE: tl.constexpr, EARLY: tl.constexpr, BYTES: tl.constexpr,
     PTX: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     THREADS: tl.constexpr = 32 * WARPS
@@ -473,7 +515,7 @@ def _row_matmul_kernel(
     zero = tl.zeros(thread.shape, tl.float32)
     PER_TILE: tl.constexpr = (BLOCKS + ABREAST - 1) // ABREAST
     STEPS: tl.constexpr = HEIGHT * PER_TILE
-    WIDTH: tl.constexpr = _width(BLOCKS, ABREAST)
+    WIDE: tl.constexpr = _width(BLOCKS, ABREAST)
     first_tile = tl.program_id(0) * HEIGHT
 
     # all that a warp multiplies; what fills its last steps repeats others, with x that is 0
@@ -492,28 +534,35 @@ def _row_matmul_kernel(
         scales = scales + (load_constant(piece + 64, PTX),)  # noqa: RUF005
 
     x_at = memory_of(instead_ptr, thread, BYTES, PTX)
-    tables_at = x_at + 2 * _HALF * WIDTH
-    sums_at = tables_at + _TABLE * WIDTH
+    tables_at = x_at + 2 * _HALF * WIDE
+    sums_at = tables_at + _TABLE * WIDE
     squares_at = sums_at + _SUMS * STEPS
     of_tile, row = thread // 16, thread % 16  # of the result that a thread stores
     n = (first_tile + of_tile) * (8 if GATED else 16) + (row % 8 if GATED else row)
     stores = (of_tile < HEIGHT) & (n < N) & (row < (8 if GATED else 16))
+    parts = 1
+    if WIDTH > 0:
+        parts = tl.minimum(tl.cdiv(tl.load(position_ptr) + 1, span), most)
     wait_for_last(OVERLAP, EARLY)
     added = zero
     if ADD:
         added = tl.load(added_ptr + n, mask=stores, other=0, cache_modifier=".cg").to(tl.float32)
 
-    UNITS: tl.constexpr = 16 * WIDTH
+    UNITS: tl.constexpr = 16 * WIDE
     TURNS: tl.constexpr = UNITS // THREADS
     squares = zero
     if TURNS > 0:
-        squares += _take_x(x_ptr, 0, K, x_at, tables_at, thread, TURNS, UNITS, WHOLE, PTX)
+        squares += _take_x(
+            x_ptr, totals_ptr, parts, 0, K, x_at, tables_at, thread,
+            TURNS, UNITS, WIDTH, WHOLE, PTX,
+        )  # fmt: skip
     if TURNS * THREADS < UNITS:
         some = warp_number() * 32 + TURNS * THREADS < UNITS if PTX else True
         if some:
             squares += _take_x(
-                x_ptr, TURNS * THREADS, K, x_at, tables_at, thread, 1, UNITS, WHOLE, PTX
-            )
+                x_ptr, totals_ptr, parts, TURNS * THREADS, K, x_at, tables_at, thread,
+                1, UNITS, WIDTH, WHOLE, PTX,
+            )  # fmt: skip
     if NORM:
         for turn in tl.static_range(5):
             squares += across(squares, 1 << turn, PTX)
@@ -587,27 +636,33 @@ MOST_COLUMNS = 17_920
 
 
 def _row_matmul_triton(x, pieces, out_features, in_features, gated, eps, added, dtype, early=False):
-    y = torch.empty(1, out_features, dtype=dtype, device=x.device)
+    y = torch.empty(1, out_features, dtype=dtype, device=pieces.device)
     tiles, blocks = pieces.shape[:2]
-    x = x if x.data_ptr() % 16 == 0 else x.clone()
     to = y if added is None else added.contiguous()
+    about_parts, width = (to, to, 1, 1), 0
+    if isinstance(x, AttentionParts):
+        most, heads = x.totals.shape
+        about_parts, width = (x.totals, x.position, most, x.span), in_features // heads
+        x = x.values
+    x = x if x.data_ptr() % 16 == 0 else x.clone()
     tiling = _tiling(tiles, blocks, num_processors(x))
     abreast, height, warps, registers = tiling
     size, grid = tiling.shared_bytes(blocks), triton.cdiv(tiles, height)
     instead = pieces if HAS_PTX else pieces.new_empty(grid * size)
     _row_matmul_kernel[(grid,)](
-        x.flatten().view(torch.int64), pieces.view(torch.int64), to, y, instead,
+        x.flatten().view(torch.int64), pieces.view(torch.int64), to, y, instead, *about_parts[:2],
         out_features, in_features, tiles, 1 / in_features, 0.0 if eps is None else eps,
+        *about_parts[2:],
         NORM=eps is not None, GATED=gated, ADD=added is not None,
         ABREAST=abreast, HEIGHT=height, BLOCKS=blocks, WARPS=warps,
-        WHOLE=in_features == BLOCK * _width(blocks, abreast), EARLY=early, BYTES=size,
+        WIDTH=width, WHOLE=in_features == BLOCK * _width(blocks, abreast), EARLY=early, BYTES=size,
         PTX=HAS_PTX, num_warps=warps, maxnreg=registers, **overlap_options(x),
     )  # fmt: skip
     return y
 
 
 def row_matmul(
-    x: Tensor,
+    x: Tensor | AttentionParts,
     weight: Coded,
     eps: float | None = None,
     added: Tensor | None = None,
@@ -617,7 +672,8 @@ def row_matmul(
     """Normalise a row, multiply it by a coded matrix, gate the result and add to it.
 
     Args:
-        x: (1, K) bfloat16, contiguous, K a multiple of 8 and at most `MOST_COLUMNS`.
+        x: (1, K) bfloat16, contiguous, K a multiple of 8 and at most `MOST_COLUMNS`; or parts of
+            attention, whose average it is.
         weight: the matrix, and whether the result is gated.
         eps: added to the mean square; None leaves the norm out.
         added: like the result; None leaves the sum out.
@@ -631,12 +687,13 @@ def row_matmul(
     Raises:
         ValueError: a dtype or a shape does not fit.
     """
-    dtype = dtype or x.dtype
+    row = x.values[:1] if isinstance(x, AttentionParts) else x
+    dtype = dtype or row.dtype
     like = dtype, weight.out_features
-    check_few_rows(x, weight.in_features, added, like, multiple=8, most=1)
+    check_few_rows(row, weight.in_features, added, like, multiple=8, most=1)
     if weight.in_features > MOST_COLUMNS:
         raise ValueError(f"need at most {MOST_COLUMNS} columns, got {weight.in_features}")
-    if uses_triton(x):
+    if uses_triton(row):
         return _row_matmul_triton(x, *weight, eps, added, dtype, early)
     return _row_matmul_torch(x, *weight, eps, added, dtype)
 

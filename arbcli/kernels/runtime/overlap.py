@@ -1,26 +1,27 @@
 """Kernels that begin while the one before them still runs: programmatic dependent launch.
 
 Starting a small kernel and fetching its first bytes takes longer than its computation. A kernel
-that is launched to overlap starts as soon as every program of the kernel before it has let it, in
-`wait_for_last`. It first loads what no kernel that may still be running writes, such as weights,
-then waits until all before it are over. It writes nothing earlier.
+that is launched to overlap starts as soon as every program of the kernel before it has let it. It
+first loads what no kernel writes that may still be running, such as weights, then waits: until the
+kernel before it has ended, and so have all before that, as each of them has waited. Nothing is
+written before a wait.
 
-Most kernels let the next one start when they have waited: then only the one before it can still be
-running. A kernel that lets it start *early*, before it waits itself, may still be running together
-with all before it, back to the last kernel that was not early. In a step of a text:
+There are two orders. Most kernels wait and then let the next one start: when that does, only the
+one before it can still be running. *Early* ones let it start first: when it does, the one before it
+may still be waiting, and so may any number of early ones before that. So the rule for what is read
+before a wait is: since it was written, there has been a kernel that is not early, or one that does
+not overlap, such as torch's own. What a step of a text reads so:
 
-- Only `row_matmul` is early, and of its kind only those whose next kernel loads nothing ahead that
-  the step computes. `fused` says which: in an `HNet`, `route_position` and `take_chunk` load ahead
-  what was computed before the product that they wait for, so that product is not early.
-- Products load weights ahead. Attention, and a Mamba block, load the position, rows of tables, and
-  what earlier steps left in the rings and the state of their own block. A step ends with choosing a
-  byte and begins with its embedding, which are not early; positions are counted by torch, between
-  them, whose kernels begin and end alone, or by `route_position` and `take_chunk`, which are not
-  early either. So all that earlier steps wrote is there.
-- Tickets and results are read, and written, behind the wait.
-
-A kernel that is neither launched to overlap nor lets the next one start begins when all before it
-are over, and the next begins when it is.
+- Weights, and tables of angles, are written by no kernel of a step.
+- Attention and Mamba blocks read the position, and what is in the rings and the state of their own
+  block but for the new slot; `row_matmul` of parts of attention reads the position. The position is
+  counted, and those were written, in an earlier step, or by torch when the prompt was read. Since
+  then have come the kernels that choose a byte and look it up, not early.
+- In an `HNet`, positions of decoders and of the inner network are counted by kernels of a step.
+  Between these and a decoder is the end of a phase, which no kernel overlaps, or the kernel that
+  takes a chunk, which is not early; behind the inner network's, the same two as above.
+- `route_position` and `take_chunk` read what was computed before the product that they wait for.
+  So that product is not early: `TernaryLinear.fused` is told.
 """
 
 from collections.abc import Iterator
@@ -57,7 +58,7 @@ def overlapping() -> Iterator[None]:
 
 
 def overlap_options(tensor: Tensor) -> dict[str, bool]:
-    """Choose how a kernel that calls `wait_for_last` is launched on the GPU of `tensor`."""
+    """Choose how a kernel that waits for the one before it is launched on the GPU of `tensor`."""
     if _overlapping and not INTERPRETED and capability(tensor) >= (9, 0):
         return {"OVERLAP": True, "launch_pdl": True}
     return {"OVERLAP": False}

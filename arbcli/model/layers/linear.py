@@ -8,6 +8,7 @@ from torch import Tensor, library
 from torch.autograd import Function
 
 from arbcli.config.dense import ModelConfig
+from arbcli.kernels.attention.attend_parts import AttentionParts
 from arbcli.kernels.codec.decode_e4m3 import largest_exponents
 from arbcli.kernels.codec.decode_weight import decode_weights_triton
 from arbcli.kernels.codec.packed import Packed
@@ -371,10 +372,15 @@ class TernaryLinear(Findable):
             return y.view(*x.shape[:-1], -1), total.view(x.shape)
         return y.view(*x.shape[:-1], -1)
 
+    @property
+    def takes_parts(self) -> bool:
+        """Whether `fused` takes parts of attention: those of one row, for weights of trits."""
+        return not self.weight.rule.reads_all and self.weight.in_features <= MOST_COLUMNS
+
     @torch.no_grad()
     def fused(
         self,
-        x: Tensor,
+        x: Tensor | AttentionParts,
         *,
         normalise: bool,
         gated: bool = False,
@@ -389,7 +395,7 @@ class TernaryLinear(Findable):
         the fastest for it, which adds up in another order.
 
         Args:
-            x: activations.
+            x: activations; or parts of attention of one row, if the layer `takes_parts`.
             normalise: whether to divide them by their root-mean-square first.
             gated: whether silu of the first half of the result multiplies the second; always the
                 same for a layer.
@@ -402,8 +408,9 @@ class TernaryLinear(Findable):
         all_digits = self.weight.rule.reads_all
         eps = NORM_EPS if normalise else None
         added = None if added is None else added.reshape(-1, added.shape[-1])
-        rows = x.reshape(-1, x.shape[-1])
-        if len(rows) == 1 and rows.shape[1] <= MOST_COLUMNS and not all_digits:
+        in_parts = isinstance(x, AttentionParts)
+        rows, shape = (x, (1, 1)) if in_parts else (x.reshape(-1, x.shape[-1]), x.shape[:-1])
+        if in_parts or (len(rows) == 1 and self.takes_parts):
             if self._coded is None:
                 self._coded = code(self._above(beside), gated)
             y = row_matmul(rows, self._coded, eps, added, early=early)
@@ -414,7 +421,7 @@ class TernaryLinear(Findable):
                 )
             multiply = digits_matmul if all_digits else arranged_rows
             y = multiply(rows, self._arranged, eps, added)
-        return y.view(*x.shape[:-1], -1)
+        return y.view(*shape, -1)
 
     def _above(self, beside: "TernaryLinear | None") -> Packed:
         """Put the weights of another layer under these."""

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from arbcli.kernels.attention.attend_parts import AttentionParts
 from arbcli.kernels.codec.decode_digits import decode_digits_reference
 from arbcli.kernels.codec.packed import Packed, random_packed
 from arbcli.kernels.matmul import row_matmul as module
@@ -132,6 +133,33 @@ def test_no_matrix_needs_more_memory_than_a_program_may_share():
             assert tiling.shared_bytes(blocks) <= 47 << 10
             assert tiling.height * -(-blocks // tiling.abreast) <= 3 * tiling.warps
             assert tiling.height <= 2 * tiling.warps
+
+
+def parts_of_attention(device, parts, heads, width, filled) -> AttentionParts:
+    """Draw parts of attention; those that are not filled have no numbers in them."""
+    generator = torch.Generator().manual_seed(2)
+    values = torch.randn(parts, heads * width, generator=generator).bfloat16()
+    totals = torch.rand(parts, heads, generator=generator) + 0.1
+    values[filled:], totals[filled:] = torch.nan, torch.nan
+    position = torch.tensor(96 * filled - 1, dtype=torch.int32, device=device)
+    return AttentionParts(values.to(device), totals.to(device), position, 96 * parts, 96)
+
+
+@pytest.mark.parametrize("filled", [1, 2, 5])
+@pytest.mark.parametrize(("heads", "width"), [(3, 64), (4, 128)])
+@pytest.mark.parametrize("eps", [None, 1e-6])
+def test_parts_of_attention_are_averaged_first(eps, heads, width, filled, device):
+    """To the last bit, unless the compiler joins a multiplication and an addition."""
+    x, in_features = parts_of_attention(device, 5, heads, width, filled), heads * width
+    weight = code(matrix(device, in_features=in_features))
+    for backend in (KERNELS, "torch"):
+        with use_backend(backend):
+            ways = x, x.average()[None]
+            y, expected = (row_matmul(each, weight, eps, dtype=torch.float32) for each in ways)
+        assert y.isfinite().all()
+        if KERNELS == "interpreter":
+            assert torch.equal(y, expected)
+        assert (y - expected).norm() < 0.004 * expected.norm()
 
 
 def test_a_row_of_a_wider_matrix(device):

@@ -1,0 +1,482 @@
+"""Attention of one new byte over a ring of keys, left in parts for the product that reads it.
+
+The equation is that of `decode_attention`: y = softmax(q . k / sqrt(d)) @ v for each head, over the
+slots of a ring in which the new key and value are stored first. The ring is divided into spans of
+slots; of S parts, part p has the spans p, p + S, p + 2 S and so on. Of a part there is left, for
+each head, the sum of exp(q . k / sqrt(d)) over its slots, its *total*, and the mean of its values,
+weighted by that. So y is the mean of all parts, weighted by their totals.
+
+Whoever reads y takes that mean while it reads. So no program waits for another here, as the last
+one does that adds up the parts; that takes longer than to read the parts.
+
+Work. A program has a part of a head. In each pass a warp has two slots of width 128, or four of 64:
+a thread has eight elements of a slot. A span is on its way to registers before the program waits
+for the kernel that makes query, key and value. A long ring has more spans than parts, so that who
+reads these reads few; then a program reads its next span while it computes with one.
+"""
+
+from collections.abc import Iterator
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from arbcli.kernels.attention.decode_attention import (
+    check_new_byte,
+    check_rings,
+    decode_attention,
+    turned_torch,
+)
+from arbcli.kernels.codec.warp_products import HAS_PTX, round_pair, unpair, unpair_four
+from arbcli.kernels.runtime._triton import tl, triton
+from arbcli.kernels.runtime.backend import uses_triton
+from arbcli.kernels.runtime.overlap import overlap_options, wait_for_last
+from arbcli.kernels.runtime.shared_memory import memory_of, read_float, write_four, write_where
+from arbcli.kernels.runtime.spec import Case, Gate, KernelSpec, Timing
+from arbcli.kernels.runtime.threads import across, load_new, load_where, warp_number
+
+WIDTHS = (64, 128)
+"""Of heads."""
+WARPS = 8
+"""Of a program."""
+PASSES = (6, 4)
+"""Of a span: of a program's only one; of one of several, the next of which takes registers too."""
+MOST_PARTS = 16
+"""Of a head: every program of the product that reads them reads all of them."""
+REGISTERS = 128
+"""Of a thread, at most."""
+
+
+class AttentionParts(NamedTuple):
+    """Attention of one byte, each head in S parts that are to be averaged.
+
+    Slots of the first min(S, ceil((position + 1) / span)) parts have been written. The others have
+    nothing in them, and are not to be read.
+    """
+
+    values: Tensor
+    """(S, heads * d) bfloat16: the weighted mean of each part's values."""
+    totals: Tensor
+    """(S, heads) float32: the sum of each part's weights."""
+    position: Tensor
+    """int32 scalar tensor: how many bytes came before."""
+    window: int
+    """W, slots of the ring."""
+    span: int
+    """Slots of a span."""
+
+    def average(self) -> Tensor:
+        """Average the parts: (heads * d,) bfloat16, computed in float32 and rounded once."""
+        parts, heads = self.totals.shape
+        begins = self.span * torch.arange(parts, device=self.totals.device)
+        filled = (begins <= self.position)[:, None]
+        totals = torch.where(filled, self.totals, 0)[..., None]  # (S, heads, 1)
+        values = torch.where(filled, self.values, 0).float().view(parts, heads, -1)
+        total, sums = torch.zeros_like(totals[0]), torch.zeros_like(values[0])
+        for part, share in zip(values, totals, strict=True):
+            total, sums = total + share, sums + part * share
+        return (sums * (1 / total)).to(torch.bfloat16).flatten()
+
+
+class Sharing(NamedTuple):
+    """How the slots of a ring are shared out."""
+
+    parts: int
+    """Of a head."""
+    passes: int
+    """Of a span."""
+    span: int
+    """Slots."""
+
+
+def sharing(window: int, width: int, most: int) -> Sharing:
+    """Choose what was fastest on an H200, with `most` parts at most."""
+    slots = WARPS * 256 // width  # of a pass
+    passes = PASSES[window > most * PASSES[0] * slots]
+    span = passes * slots
+    return Sharing(min(-(-window // span), most), passes, span)
+
+
+def attend_parts_reference(
+    qkv: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    position: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    eps: float,
+    most: int = MOST_PARTS,
+) -> tuple[Tensor, ...]:
+    """Compute the values and totals of `attend_parts`, and what it leaves in the ring: float64.
+
+    Query and key are rounded to bf16. What is not written is 0.
+    """
+    p, (heads, window, width) = int(position), keys.shape
+    parts, _, span = sharing(window, width, most)
+    x, keys, values = (part.to(torch.float64) for part in (qkv, keys, values))
+    turned = torch.complex(*x[:2].chunk(2, dim=-1)) * torch.complex(cos[p], sin[p])
+    root = (x[:2].square().mean(-1, True) + eps).sqrt()
+    q, k = (torch.cat([turned.real, turned.imag], -1) / root).to(qkv.dtype).to(torch.float64)
+    keys[:, p % window], values[:, p % window] = k, x[2]
+    averages = torch.zeros(parts, heads, width, dtype=torch.float64, device=qkv.device)
+    totals = averages.new_zeros(parts, heads)
+    for part in range(parts):
+        for head in range(heads):
+            slots = [s for s in range(min(p + 1, window)) if s // span % parts == part]
+            if slots:
+                weight = torch.exp(keys[head, slots] @ q[head] / width**0.5)
+                totals[part, head] = weight.sum()
+                averages[part, head] = weight @ values[head, slots] / weight.sum()
+    return averages.flatten(1), totals, keys, values
+
+
+def _attend_parts_torch(qkv, keys, values, position, cos, sin, eps, most=MOST_PARTS):
+    window, width = keys.shape[1:]
+    parts, _, span = sharing(window, width, most)
+    slot = (position % window).long()[None]
+    q, k = turned_torch(qkv, position, cos, sin, eps)
+    keys.index_copy_(1, slot, k[:, None])
+    values.index_copy_(1, slot, qkv[2][:, None])
+    unseen = torch.arange(window, device=qkv.device) > position
+    score = (keys.float() @ q.float()[..., None])[..., 0] * width**-0.5
+    weight = score.exp().masked_fill(unseen, 0)
+    seen = values.float().masked_fill(unseen[:, None], 0)
+    fill, split = -window % (parts * span), (-1, parts, span)
+    weight = functional.pad(weight, (0, fill)).unflatten(1, split)  # (heads, rounds, S, span)
+    seen = functional.pad(seen, (0, 0, 0, fill)).unflatten(1, split)
+    totals = weight.sum((1, 3))
+    averages = torch.einsum("hrps,hrpsd->phd", weight, seen) / totals.T[..., None]
+    values_of_parts = averages.to(qkv.dtype).flatten(1)
+    return AttentionParts(values_of_parts, totals.T.contiguous(), position, window, span)
+
+
+@triton.jit
+def _sum_across(values, FROM: tl.constexpr, TO: tl.constexpr, PTX: tl.constexpr):
+    """Add up each of a tuple over the threads whose numbers differ in bits from FROM to below TO.
+
+    All of them have the same sum, to the last bit.
+    """
+    for bit in tl.static_range(5):
+        if 1 << bit >= FROM and 1 << bit < TO:
+            others, sums = (), ()
+            for i in tl.static_range(len(values)):  # all are asked for before one is awaited
+                others = others + (across(values[i], 1 << bit, PTX),)  # noqa: RUF005
+            for i in tl.static_range(len(values)):
+                sums = sums + (values[i] + others[i],)  # noqa: RUF005
+            values = sums
+    return values
+
+
+@triton.jit
+def _angles(pointer, PTX: tl.constexpr):
+    """Load eight float32 of each thread."""
+    found = ()
+    for i in tl.static_range(2):
+        words = load_new(pointer + 4 * i, PTX)
+        for j in tl.static_range(4):
+            found = found + (words[j].to(tl.float32, bitcast=True),)  # noqa: RUF005
+    return found
+
+
+@triton.jit
+def _turn(words, cos, sin, eps, WIDTH: tl.constexpr, PTX: tl.constexpr):
+    """Turn and normalise a head's vector, of which a thread has eight elements: four words.
+
+    `sin` has the sign of each half.
+    """
+    LANES: tl.constexpr = WIDTH // 8
+    x, partner = unpair_four(words), ()
+    square = x[0] * x[0]
+    for i in tl.static_range(1, 8):
+        square += x[i] * x[i]
+    squares = _sum_across((square,), 1, LANES, PTX)
+    r = tl.rsqrt(squares[0] / WIDTH + eps)
+    for i in tl.static_range(4):
+        partner = partner + unpair(across(words[i], LANES // 2, PTX))
+    turned = ()
+    for i in tl.static_range(4):
+        low = (x[2 * i] * cos[2 * i] + partner[2 * i] * sin[2 * i]) * r
+        high = (x[2 * i + 1] * cos[2 * i + 1] + partner[2 * i + 1] * sin[2 * i + 1]) * r
+        turned = turned + (round_pair(low, high, PTX),)  # noqa: RUF005
+    return turned
+
+
+@triton.jit
+def _products(k, q):
+    """Sum the products of a thread's eight elements."""
+    score, more = k[0] * q[0], k[1] * q[1]
+    for i in tl.static_range(2, 8, 2):
+        score += k[i] * q[i]
+        more += k[i + 1] * q[i + 1]
+    return score + more
+
+
+@triton.jit
+def _load_span(
+    keys_ptr, values_ptr, mine, seen, slot,
+    WIDTH: tl.constexpr, STRIDE: tl.constexpr, PASSES: tl.constexpr, PTX: tl.constexpr,
+):  # fmt: skip
+    """Load a thread's keys and values of a span, but for the slot of this byte."""
+    keys, values = (), ()
+    for i in tl.static_range(PASSES):
+        s = mine + STRIDE * i
+        some, at = (s < seen) & (s != slot), s * (WIDTH // 2)
+        keys = keys + (load_where(keys_ptr + at, some, False, PTX),)  # noqa: RUF005
+        values = values + (load_where(values_ptr + at, some, False, PTX),)  # noqa: RUF005
+    return keys, values
+
+
+@triton.jit
+def _add_span(
+    sums, total, keys, values, q, mine, seen, slot, scale,
+    WIDTH: tl.constexpr, STRIDE: tl.constexpr, PTX: tl.constexpr,
+):  # fmt: skip
+    """Add a span's weights, and its values times these; a thread has its own slots' only."""
+    scores = ()
+    for i in tl.static_range(len(keys)):
+        scores = scores + (_products(unpair_four(keys[i]), q),)  # noqa: RUF005
+    scores = _sum_across(scores, 1, WIDTH // 8, PTX)
+    for i in tl.static_range(len(keys)):
+        s = mine + STRIDE * i
+        weight = tl.where((s < seen) & (s != slot), tl.exp(scores[i] * scale), 0.0)
+        v, added = unpair_four(values[i]), ()
+        for j in tl.static_range(8):
+            added = added + (sums[j] + weight * v[j],)  # noqa: RUF005
+        sums = added
+        total += weight
+    return sums, total
+
+
+@triton.jit
+def _attend_parts_kernel(
+    qkv_ptr, keys_ptr, values_ptr, position_ptr, cos_ptr, sin_ptr, averages_ptr, totals_ptr,
+    instead_ptr, W, HEADS, scale, eps,
+    WIDTH: tl.constexpr, PASSES: tl.constexpr, SEVERAL: tl.constexpr, WARPS: tl.constexpr,
+    PTX: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    HALF: tl.constexpr = WIDTH // 2
+    LANES: tl.constexpr = WIDTH // 8  # threads that share a slot
+    STRIDE: tl.constexpr = 32 // LANES * WARPS
+    OF_WARP: tl.constexpr = 4 * WIDTH + 16  # bytes of shared memory
+    thread = tl.arange(0, 32 * WARPS)
+    warp, lane = thread // 32, thread % 32
+    d = 8 * (lane % LANES)
+    head, part = tl.program_id(0), tl.program_id(1)
+    position = tl.load(position_ptr)
+    slot, seen = position % W, tl.minimum(position + 1, W)
+    SPAN: tl.constexpr = STRIDE * PASSES
+    first = part * SPAN
+    if first < seen:
+        mine = first + thread // LANES
+        at = head.to(tl.int64) * W * HALF + d // 2  # words here, of two elements
+        keys_of_head, values_of_head = keys_ptr + at, values_ptr + at
+        keys, values = _load_span(
+            keys_of_head, values_of_head, mine, seen, slot, WIDTH, STRIDE, PASSES, PTX
+        )
+        angle = position.to(tl.int64) * HALF + d % HALF
+        cos, sin = _angles(cos_ptr + angle, PTX), ()
+        unsigned = _angles(sin_ptr + angle, PTX)
+        for i in tl.static_range(8):
+            sin = sin + (tl.where(d < HALF, -unsigned[i], unsigned[i]),)  # noqa: RUF005
+        memory = memory_of(instead_ptr, thread, OF_WARP * WARPS, PTX)
+        adds_new = slot // SPAN % tl.num_programs(1) == part
+        wait_for_last(OVERLAP, True)
+
+        of_q = qkv_ptr + head * HALF + d // 2
+        q_words = load_new(of_q, PTX)
+        k_words = load_new(of_q + HEADS * HALF, PTX)
+        v_words = load_new(of_q + 2 * HEADS * HALF, PTX)
+        q = unpair_four(_turn(q_words, cos, sin, eps, WIDTH, PTX))
+        total = tl.zeros(thread.shape, tl.float32)
+        sums = (total,) * 8
+        # the slot of this byte, which is not loaded
+        if PTX:
+            adds_new &= warp_number() == 0
+        if adds_new:
+            k_words = _turn(k_words, cos, sin, eps, WIDTH, PTX)
+            scores = _sum_across((_products(unpair_four(k_words), q),), 1, LANES, PTX)
+            stores = thread < LANES
+            total = tl.where(stores, tl.exp(scores[0] * scale), 0.0)
+            v, added = unpair_four(v_words), ()
+            for i in tl.static_range(8):
+                added = added + (total * v[i],)  # noqa: RUF005
+            sums = added
+            for i in tl.static_range(4):
+                tl.store(keys_of_head + (slot * HALF + i), k_words[i], mask=stores)
+                tl.store(values_of_head + (slot * HALF + i), v_words[i], mask=stores)
+        if SEVERAL:
+            apart = SPAN * tl.num_programs(1)
+            for start in range(first, seen, apart):
+                of_span = mine + (start - first)
+                next_keys, next_values = _load_span(
+                    keys_of_head, values_of_head, of_span + apart, seen, slot,
+                    WIDTH, STRIDE, PASSES, PTX,
+                )  # fmt: skip
+                sums, total = _add_span(
+                    sums, total, keys, values, q, of_span, seen, slot, scale, WIDTH, STRIDE, PTX
+                )
+                keys, values = next_keys, next_values
+        else:
+            sums, total = _add_span(
+                sums, total, keys, values, q, mine, seen, slot, scale, WIDTH, STRIDE, PTX
+            )
+
+        sums, totals = _sum_across(sums, LANES, 32, PTX), _sum_across((total,), LANES, 32, PTX)
+        upper, four = lane // LANES % 2 == 1, ()  # threads that have the same write a half each
+        for i in tl.static_range(4):
+            word = tl.where(upper, sums[4 + i], sums[i]).to(tl.int32, bitcast=True)
+            four = four + (word,)  # noqa: RUF005
+        of_warp = memory + OF_WARP * warp
+        write_four(of_warp + 4 * d + tl.where(upper, 16, 0), four, PTX)
+        write_where(of_warp + 4 * WIDTH, totals[0], lane == 0, PTX)
+        tl.debug_barrier()
+        has_element = True
+        if PTX:
+            has_element = 32 * warp_number() < WIDTH
+        if has_element:
+            of_d = thread % WIDTH
+            found, whole = tl.zeros(thread.shape, tl.float32), tl.zeros(thread.shape, tl.float32)
+            for w in tl.static_range(WARPS):
+                found += read_float(memory + (OF_WARP * w + 4 * of_d), PTX)
+                whole += read_float(memory + (OF_WARP * w + 4 * WIDTH), PTX)
+            place, average = part * HEADS + head, found / whole
+            rounded = round_pair(average, average, PTX).to(tl.int16)
+            tl.store(averages_ptr + place * WIDTH + of_d, rounded, mask=thread < WIDTH)
+            tl.store(totals_ptr + place + 0 * thread, whole, mask=thread == 0)
+
+
+def _attend_parts_triton(qkv, keys, values, position, cos, sin, eps, most=MOST_PARTS):
+    heads, window, width = keys.shape
+    parts, passes, span = sharing(window, width, most)
+    averages = torch.empty(parts, heads * width, dtype=qkv.dtype, device=qkv.device)
+    totals = torch.empty(parts, heads, dtype=torch.float32, device=qkv.device)
+    aligned = (x if x.data_ptr() % 16 == 0 else x.clone() for x in (qkv, cos, sin))
+    qkv, cos, sin = (x.view(torch.int32) for x in aligned)
+    size = heads * parts * WARPS * (4 * width + 16)
+    instead = totals if HAS_PTX else torch.empty(size, dtype=torch.uint8, device=qkv.device)
+    _attend_parts_kernel[(heads, parts)](
+        qkv, keys.view(torch.int32), values.view(torch.int32), position, cos, sin,
+        averages.view(torch.int16), totals, instead, window, heads, width**-0.5, eps,
+        WIDTH=width, PASSES=passes, SEVERAL=window > parts * span, WARPS=WARPS, PTX=HAS_PTX,
+        num_warps=WARPS, maxnreg=REGISTERS, **overlap_options(qkv),
+    )  # fmt: skip
+    return AttentionParts(averages, totals, position, window, span)
+
+
+def fits_parts(qkv: Tensor) -> bool:
+    """Whether attention of a byte can be left in parts: bf16, kernels, heads of 64 or 128.
+
+    Args:
+        qkv: (..., d), the byte's query, key and value.
+    """
+    fits = qkv.dtype == torch.bfloat16 and qkv.shape[-1] in WIDTHS
+    return fits and uses_triton(qkv) and torch.version.hip is None
+
+
+def attend_parts(
+    qkv: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    position: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    eps: float,
+    most: int = MOST_PARTS,
+) -> AttentionParts:
+    """Store the key and value of one byte in a ring, and attend to all in it, in parts.
+
+    Args:
+        qkv: (3, heads, d) bfloat16, contiguous, d 64 or 128: query, key and value.
+        keys: (heads, W, d) bfloat16, contiguous; slot `position` mod W is written. Keys are such as
+            are stored here, normalised: exp of no score overflows. What has never been written is
+            not read. It begins at a multiple of 16 bytes.
+        values: like `keys`.
+        position: int32 scalar tensor: how many bytes came before. It is read on the device, and
+            must be below P.
+        cos: (P, d / 2) float32, contiguous.
+        sin: like `cos`.
+        eps: added to the mean square.
+        most: parts of a head at most.
+
+    Returns:
+        Parts whose average is the mean of the last min(position + 1, W) values, weighted by
+        softmax(q . k / sqrt(d)).
+
+    Raises:
+        ValueError: a dtype or a shape does not fit.
+    """
+    check_new_byte(qkv, position, cos, sin, None)
+    check_rings(qkv, keys, values)
+    got = f"{qkv.dtype} of shape {tuple(qkv.shape)}"
+    if qkv.dtype != torch.bfloat16 or qkv.shape[-1] not in WIDTHS:
+        raise ValueError(f"need bfloat16 heads of 64 or 128, got {got}")
+    if keys.data_ptr() % 16 or values.data_ptr() % 16:
+        raise ValueError("need rings that begin at multiples of 16 bytes")
+    run = _attend_parts_triton if uses_triton(qkv) else _attend_parts_torch
+    return run(qkv, keys, values, position, cos, sin, eps, most)
+
+
+SHAPES = ((2, 7, 64, 0, 16), (1, 40, 128, 30, 16), (1, 100, 128, 99, 16), (2, 200, 64, 450, 16),
+          (1, 5, 128, 7, 1), (1, 210, 128, 201, 2), (2, 300, 64, 550, 1))  # fmt: skip
+"""(heads, W, d, position, most parts): rings that are empty, filling, just full and overwritten; of
+one span, of two, and of more than there are parts."""
+LARGE = ((16, 737, 128, 176), (16, 2048, 128, 2047), (16, 2048, 128, 5000), (6, 8192, 64, 8191),
+         (4, 50000, 64, 49999), (2, 16384, 128, 40000))  # fmt: skip
+
+
+def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
+    generator = torch.Generator().manual_seed(0)
+    shapes = [*SHAPES]
+    if device.type == "cuda":
+        shapes += [(*shape, MOST_PARTS) for shape in LARGE]
+    for heads, window, width, position, most in shapes:
+        sizes = ((3, heads, width), (heads, window, width), (heads, window, width))
+        parts = [torch.randn(size, generator=generator).bfloat16().to(device) for size in sizes]
+        angle = 7 * torch.randn(position + 2, width // 2, generator=generator).to(device)
+        at = torch.tensor(position, dtype=torch.int32, device=device)
+        label = f"{heads}x{window}x{width} at {position} in {most} or fewer"
+        yield Case(label, (*parts, at, angle.cos(), angle.sin(), 1e-6, most))
+
+
+def _with_state(run):
+    """Wrap an implementation so that it returns what it left in the ring too, and no gaps."""
+
+    def with_state(qkv, keys, values, position, cos, sin, eps, most):
+        found = run(qkv, keys, values, position, cos, sin, eps, most)
+        spans = torch.arange(len(found.totals), device=qkv.device)[:, None]
+        parts = (torch.where(spans * found.span <= position, part, 0) for part in found[:2])
+        return *parts, keys, values
+
+    return with_state
+
+
+def _timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
+    half = {"device": device, "dtype": torch.bfloat16}
+    for heads, window, width, position in ((16, 737, 128, 176), (16, 2048, 128, 2047)):
+        qkv = torch.randn(3, heads, width, **half)
+        keys, values = torch.randn(2, heads, window, width, **half).unbind()
+        place = torch.tensor(position, dtype=torch.int32, device=device)
+        table = torch.rand(2, window, width // 2, device=device).unbind()
+        tickets = torch.zeros(heads, dtype=torch.int32, device=device)
+        yield Timing(
+            f"{heads}x{window}x{width} at {position}",
+            (qkv, keys, values, place, *table, 1e-6, MOST_PARTS),
+            run=_attend_parts_triton,
+            peer=partial(decode_attention, qkv, keys, values, place, *table, tickets, 1e-6),
+            peer_name="decode_attention, which adds the parts up",
+        )
+
+
+ATTEND_PARTS = KernelSpec(
+    "attend_parts", _with_state(_attend_parts_triton), _with_state(_attend_parts_torch),
+    attend_parts_reference, _cases,
+    Gate(
+        exact=False,
+        relative=2.5e-3,
+        reason="parts are rounded to bf16 once; where query and key are rounded otherwise than in"
+        " float64, in the last bit, weights differ by less",
+    ),
+    timings=_timings,
+)  # fmt: skip

@@ -1,0 +1,121 @@
+"""Attention of a byte in parts: what the cases of the spec do not say."""
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+
+from arbcli.kernels.attention.attend_parts import (
+    PASSES,
+    AttentionParts,
+    attend_parts,
+    sharing,
+)
+from arbcli.kernels.attention.decode_attention import decode_attention_reference
+from arbcli.kernels.runtime.backend import use_backend
+from arbcli.kernels.runtime.overlap import overlapping
+from arbcli.verify.compare import errors, poisoned
+from arbcli.verify.kernels import copies
+
+BACKENDS = ("torch", "triton" if torch.cuda.is_available() else "interpreter")
+
+
+def inputs(device, heads=1, window=100, width=128, position=99) -> list:
+    generator = torch.Generator().manual_seed(0)
+    sizes = ((3, heads, width), (heads, window, width), (heads, window, width))
+    parts = [torch.randn(size, generator=generator).bfloat16().to(device) for size in sizes]
+    angle = torch.randn(300, width // 2, generator=generator).to(device)
+    position = torch.tensor(position, dtype=torch.int32, device=device)
+    return [*parts, position, angle.cos(), angle.sin(), 1e-6]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_average_of_the_parts_is_attention_over_all_slots(backend, device):
+    given = inputs(device, heads=2, window=200, width=64, position=280)
+    tickets = torch.zeros(2, dtype=torch.int32, device=device)
+    y, *_ = decode_attention_reference(*copies(given[:-1]), tickets, given[-1])
+    with use_backend(backend):
+        parts = attend_parts(*given)
+    assert len(parts.totals) == 2
+    assert parts.average().dtype == torch.bfloat16
+    assert errors(parts.average(), y.flatten())[1] < 6e-3
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("position", [5, 97])
+def test_slots_that_were_never_written_may_hold_no_number(position, backend, device):
+    """So may the one that is written; and spans behind the position are not read."""
+    results = []
+    for rubbish in (0.0, torch.nan):
+        given = inputs(device, position=position)
+        for ring in given[1:3]:
+            ring[:, position:] = rubbish
+        with use_backend(backend), poisoned():
+            parts = attend_parts(*given)
+        results.append(parts.average())
+        parts.values[position // parts.span + 1 :] = rubbish
+        assert torch.equal(parts.average(), results[0])
+    assert results[0].isfinite().all()
+    assert torch.equal(*results)
+
+
+@pytest.mark.parametrize("width", [64, 128])
+def test_parts_are_few_however_long_the_ring(width):
+    for window in (1, 96, 97, 1535, 1536, 1537, 3073, 2**24):
+        for most in (1, 16):
+            parts, passes, span = sharing(window, width, most)
+            assert 1 <= parts <= most
+            assert span == passes * 2048 // width
+            assert (parts - 1) * span < window
+            assert window <= parts * span or (parts, passes) == (most, PASSES[1])
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_long_ring_has_the_same_attention_in_few_parts(backend, device):
+    """Of three spans the first part has two, of which the second is not full."""
+    given = inputs(device, window=200, position=190)
+    with use_backend(backend):
+        few, more = (attend_parts(*copies(given), n) for n in (2, 16))
+    assert (few.span, more.span) == (64, 96)
+    torch.testing.assert_close(few.average(), more.average(), rtol=2**-7, atol=1e-3)
+
+
+@pytest.mark.gpu
+def test_steps_that_overlap_give_the_same_bits():
+    """Of two rings, whose new bytes follow each other as in two blocks, in many steps."""
+    found = []
+    for context in (nullcontext, overlapping):
+        rings = [inputs("cuda", heads=16, window=180, position=150) for _ in range(2)]
+        position = rings[0][3]
+        with context(), use_backend("triton"):
+            for _ in range(60):
+                for ring in rings:
+                    parts = attend_parts(*ring[:3], position, *ring[4:])
+                position += 1
+                found.append(parts.average())
+    assert all(map(torch.equal, found[:60], found[60:]))
+
+
+def test_average_weighs_parts_by_their_totals():
+    values = torch.tensor([[1.0, 2.0, 3.0, 4.0], [5.0, 2.0, -1.0, 8.0], [torch.nan] * 4])
+    totals = torch.tensor([[1.0, 3.0], [3.0, 1.0], [torch.nan] * 2])
+    parts = AttentionParts(values.bfloat16(), totals, torch.tensor(14), 30, 10)
+    assert torch.equal(parts.average(), torch.tensor([4.0, 2.0, 2.0, 5.0]).bfloat16())
+
+
+def test_rejects_what_does_not_fit(device):
+    given = inputs(device)
+    unaligned = given[1].new_zeros(given[1].numel() + 1)[1:].view_as(given[1])
+    for wrong, match in (
+        ({0: given[0].float(), 1: given[1].float(), 2: given[2].float()}, "float32"),
+        ({0: given[0].repeat(1, 2, 1)}, "ring"),
+        ({1: given[1][:, ::2]}, "ring"),
+        ({2: unaligned}, "16 bytes"),
+        ({3: given[3].long()}, "int32"),
+        ({4: given[4][:, 1:]}, "table"),
+    ):
+        with pytest.raises(ValueError, match=match):
+            attend_parts(*(wrong.get(i, part) for i, part in enumerate(given)))
+    narrow = inputs(device, width=32)
+    with pytest.raises(ValueError, match="64 or 128"):
+        attend_parts(*narrow)
