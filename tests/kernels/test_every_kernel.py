@@ -73,10 +73,14 @@ def test_torch_backend_gives_the_same_in_chunks_of_two_rows(spec):
             assert compare(spec, case.label, parts, whole, None).passed, case.label
 
 
+def watched(backend: str):
+    return within_arguments() if backend == "interpreter" else nullcontext()
+
+
 def assert_triton_agrees(spec, label, inputs) -> None:
     """Run a kernel by Triton in poisoned memory, and compare all that it returns."""
     wanted = as_tuple(spec.reference(*copies(inputs)))
-    with poisoned(), use_backend(BACKENDS[1]):
+    with poisoned(), use_backend(BACKENDS[1]), watched(BACKENDS[1]):
         got = as_tuple(spec.triton(*copies(inputs)))
     for result, expected in zip(got, wanted, strict=True):
         found = compare(spec, label, result, expected)
@@ -240,8 +244,7 @@ def inputs_to_lay_out(spec, device) -> tuple:
 
 
 def check_laid_out(spec, backend, inputs, wanted):
-    watched = within_arguments() if backend == "interpreter" else nullcontext()
-    with poisoned(), use_backend(backend), watched:
+    with poisoned(), use_backend(backend), watched(backend):
         got = as_tuple(spec.run(backend)(*copies(inputs)))
     for result, expected in zip(got, wanted, strict=True):
         found = compare(spec, f"{spec.name} {backend}", result, expected)
