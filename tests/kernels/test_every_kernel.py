@@ -290,8 +290,9 @@ DENSE = {
 NOT_ANYWHERE = {
     "choose_entries", "smooth_chunks", "smooth_chunks_backward", "fp8_matmul", "nvfp4_matmul",
     "gradient_gains", "arranged_matmul", "arranged_rows", "digits_matmul", "merged_steps",
-}  # fmt: skip
-"""Those that take long, whose parts are here themselves, or that are told addresses alone."""
+    *(spec.name for spec in KERNELS if "rms_norm" in spec.name), *IN_TURNS,
+} - {"compressed_attention"}  # fmt: skip
+"""Those that take long, copy their rows first, are watched elsewhere, or know addresses alone."""
 READ_WITH_DIGITS = PLANES | {"weighted_rows_grad_weights", "embedding_rows"}
 """Kernels that read remainders; others have them decoded first, or share the code of these."""
 ANYWHERE = [
