@@ -236,3 +236,9 @@ def test_memory_of_a_gpu_of_apple_is_what_its_driver_tells(monkeypatch):
     monkeypatch.setattr("torch.mps.recommended_max_memory", lambda: 100)
     assert peak_bytes(torch.device("mps")) == 7
     assert free_bytes(torch.device("mps")) == 93
+
+
+def test_backend_that_there_is_not_is_refused():
+    with pytest.raises(ArbError, match="no backend is named `cuda`") as caught:
+        check_backend("cuda", torch.device("cpu"))
+    assert "`triton`, `native`, `torch`, `interpreter`" in caught.value.hint

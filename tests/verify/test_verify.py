@@ -10,6 +10,7 @@ from arbcli.errors import ArbError
 from arbcli.kernels.codec.packed import Packed
 from arbcli.kernels.codec.packing import PACK_TRITS
 from arbcli.kernels.norm.rms_norm import RMS_NORM
+from arbcli.kernels.runtime import native
 from arbcli.kernels.runtime.spec import Gate
 from arbcli.verify import kernels as verify
 from arbcli.verify.compare import as_tuple, compare, errors, worst
@@ -101,6 +102,15 @@ def test_kernels_are_given_the_strides_and_the_memory_of_their_cases():
         assert one.untyped_storage().nbytes() == other.untyped_storage().nbytes()
         assert one.data_ptr() != other.data_ptr()
     assert found[4] == 3
+
+
+@pytest.mark.skipif(not native.available(), reason=native.why_not())
+def test_loops_in_c_are_verified_beside_torch_where_there_are_any():
+    for name, backends in (("step_scales", ["torch", "native"]), ("pack_trits", ["torch"])):
+        report = verify_kernels([name], T6, torch.device("cpu"), ["torch", "native"])
+        assert [result.backend for result in report.kernels] == backends
+    (alone,) = verify_kernels(["pack_trits"], T6, torch.device("cpu"), ["native"]).kernels
+    assert (alone.backend, alone.passed) == ("native", True)
 
 
 def test_unknown_kernel_is_refused(device):

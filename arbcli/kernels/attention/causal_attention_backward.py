@@ -18,8 +18,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from arbcli.kernels.runtime._triton import TensorDescriptor, tl, triton
+from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.backend import capability, uses_triton
+from arbcli.kernels.runtime.descriptors import described
 from arbcli.kernels.runtime.spec import Case, Gate, KernelSpec, Timing
 
 LOG2_E = 1.4426950408889634
@@ -197,10 +198,7 @@ def _causal_attention_backward_triton(grad_y, q, k, v, y, logs):
         return grads
     block, stages_of_keys = _tiles(q)
     blocks = triton.cdiv(length, block)
-    inputs = [
-        TensorDescriptor.from_tensor(_readable(part), [1, 1, block, width])
-        for part in (grad_y, q, k, v, y)
-    ]
+    inputs = [described(_readable(part), [1, 1, block, width]) for part in (grad_y, q, k, v, y)]
     padded = blocks * block  # keys read whole blocks of queries
     log2, delta = torch.empty(2, batch, heads, padded, dtype=torch.float32, device=q.device)
     about = length, heads, padded, width**-0.5, LOG2_E
