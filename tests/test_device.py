@@ -13,6 +13,8 @@ from arbcli.device import (
     check_room,
     default_compute,
     deterministic,
+    emulates_nvfp4,
+    explained_out_of_memory,
     free_bytes,
     multiplies_bf16,
     peak_bytes,
@@ -114,6 +116,37 @@ def test_room_that_is_just_enough_is_enough():
         check_room(2**30, "it", "", 2**30 - 1)
     with pytest.raises(ArbError):
         check_room(1, "it", "", 0)
+
+
+WANTS = {
+    "GPU": (torch.OutOfMemoryError("CUDA out of memory"), "the GPU's memory is not enough"),
+    "Python": (MemoryError(), "this machine's memory is not enough"),
+    "torch": (
+        RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory"),
+        "this machine's memory is not enough",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WANTS)
+def test_want_of_memory_is_said_with_what_to_do(name):
+    error, message = WANTS[name]
+    with pytest.raises(ArbError, match=message) as caught, explained_out_of_memory("do so"):
+        raise error
+    assert caught.value.hint == "do so"
+    with pytest.raises(ArbError) as caught, explained_out_of_memory():
+        raise error
+    assert "`--batch`, `--ctx` or `--preset`" in caught.value.hint
+    with pytest.raises(RuntimeError, match="another"), explained_out_of_memory():
+        raise RuntimeError("another fault")
+
+
+def test_products_in_four_bits_are_emulated_on_gpus_before_blackwell(monkeypatch):
+    cuda = torch.device("cuda")
+    for capability in ((8, 9), (9, 0), (10, 0), (12, 0)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, c=capability: c)
+        assert emulates_nvfp4(cuda) == (capability[0] < 10)
+    assert emulates_nvfp4(torch.device("cpu"))
 
 
 def attention_of_cuda() -> list[bool]:

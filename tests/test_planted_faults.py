@@ -558,6 +558,21 @@ FAULTS = [
         rewrite("t % T", "(t + 1) % T"),
     ),
     kernel(
+        "gradient", "result of attention not taken from what a weight gives",
+        "causal_attention_backward",
+        rewrite("p * (tl.dot(v, g.T, input_precision=a) - d[None, :])",
+                "p * tl.dot(v, g.T, input_precision=a)"),
+    ),
+    kernel(
+        "causality", "key sees the query before it", "causal_attention_backward",
+        rewrite("n[:, None] <= m[None, :]", "n[:, None] <= m[None, :] + 1"),
+    ),
+    kernel(
+        "cut short", "later queries left out of the gradient of a key", "causal_attention_backward",
+        rewrite("_add_queries(a, b, c, d, e, f, g, h, i, j, k, l + BLOCK, T, ...)",
+                "_add_queries(a, b, c, d, e, f, g, h, i, j, k, l + BLOCK, l, ...)"),
+    ),
+    kernel(
         "missing term", "sum of a stream left out in eight bits", "add_rms_norm_e4m3",
         rewrite("y += load_rows(other_ptr, ...)", "y += 0 * load_rows(other_ptr, ...)"),
     ),

@@ -1,6 +1,7 @@
 """Every kernel there is, by its spec: what `arb verify-kernels`, tests and timings go through."""
 
 from arbcli.kernels.attention.append_position import APPEND_POSITION, APPEND_POSITION_8BIT
+from arbcli.kernels.attention.causal_attention_backward import CAUSAL_ATTENTION_BACKWARD
 from arbcli.kernels.attention.choose_entries import CHOOSE_ENTRIES
 from arbcli.kernels.attention.choose_next import CHOOSE_NEXT
 from arbcli.kernels.attention.compress_blocks import COMPRESS_BLOCKS, COMPRESS_BLOCKS_BACKWARD
@@ -102,6 +103,7 @@ KERNELS: tuple[KernelSpec, ...] = (
     GATED_RMS_NORM_E4M3,
     ROTARY_NORM,
     ROTARY_NORM_BACKWARD,
+    CAUSAL_ATTENTION_BACKWARD,
     DECODE_ATTENTION,
     DECODE_ATTENTION_8BIT,
     DECODE_ATTENTION_ROWS,

@@ -294,7 +294,7 @@ class OneOfSeveral(KeyValueCache):
     def __init__(self, whole: SeveralCache, index: int) -> None:
         self.positions, self.window, self.short = whole.positions, whole.window, False
         self.position, self.tickets = whole.position[index], whole.tickets[index]
-        self.table, self.chunk, self.short = whole.table, None, False
+        self.table, self.chunk = whole.table, None
         self.blocks = [
             BlockCache(self, block.keys[index], block.values[index]) for block in whole.blocks
         ]

@@ -14,6 +14,10 @@ import torch
 from torch import Tensor
 
 from arbcli.kernels.attention.append_position import APPEND_POSITION, in_eight_bits
+from arbcli.kernels.attention.causal_attention_backward import (
+    random_attention,
+    rounded_causal_gradients,
+)
 from arbcli.kernels.attention.choose_entries import random_index
 from arbcli.kernels.attention.choose_next import index_of_byte
 from arbcli.kernels.attention.compress_blocks import COMPRESS_BLOCKS, rounded_block_gradients
@@ -518,6 +522,14 @@ def _compressed_attention(dice: Dice, group_size: int, m: int, n: int, k: int) -
 
 def _on(device: torch.device, value: Any) -> Any:
     return value.to(device) if isinstance(value, Tensor) else value
+
+
+def _causal_attention_backward(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
+    about = torch.Generator().manual_seed(dice.below(2**31))
+    length = 2 + min(m, dice.pick((1, 40, 150)))
+    shape = dice.pick((1, 2)), dice.pick((1, 3)), length, dice.pick((16, 32, 64))
+    *parts, logs = random_attention(about, shape, dice.dtype)
+    return *(dice.view(part.to(dice.device)) for part in parts), logs.to(dice.device)
 
 
 def _compressed_attention_backward(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
@@ -1034,6 +1046,9 @@ DRAWINGS = {
     ),
     "rotary_norm_backward": Drawing(
         _rotary_norm_backward, None, rounded_gradient, needs_rows=True
+    ),
+    "causal_attention_backward": Drawing(
+        _causal_attention_backward, None, rounded_causal_gradients, needs_rows=True
     ),
     "decode_attention": Drawing(
         _decode_attention, None, DECODE_ATTENTION.torch, one_layout=True

@@ -194,6 +194,7 @@ ROWS_APART = {
     "rms_norm_e4m3": (0, 1),
     "gated_rms_norm_e4m3": (0, 1),
     "rotary_norm_backward": (0, 1, 2),
+    "causal_attention_backward": (0, 1, 2, 3, 4),
     "compress_blocks": (0,),
     "compress_blocks_backward": (2,),
     "choose_entries": (0, 2),
@@ -357,6 +358,7 @@ IN_BFLOAT16 = [
     "grouped_grad_w", "expert_combine", "expert_combine_backward", "rms_norm", "add_rms_norm",
     "rms_norm_backward", "gated_rms_norm", "gated_rms_norm_backward", "rotary_norm",
     "rotary_norm_backward", "decode_attention", "cross_entropy", "cross_entropy_backward",
+    "causal_attention_backward",
     "decode_attention_8bit",
     "weighted_rows_grad_weights", "weighted_rows_grad", "gradient_statistics", "unit_gain", "gram",
     "gram_polynomial", "quantise_rows", "rms_norm_e4m3", "gated_rms_norm_e4m3", "choose_byte",
@@ -370,12 +372,13 @@ IN_BFLOAT16 = [
 ]  # fmt: skip
 """Kernels with inputs in bfloat16."""
 SEVERAL_ROUNDINGS = {
+    "causal_attention_backward",
     "gram_polynomial",
     "decode_attention",
     "decode_attention_8bit",
     "decode_attention_rows",
 }
-"""Those whose results are rounded to bfloat16 more than once."""
+"""Those whose results, or what the reference did not round, are rounded to bfloat16 once more."""
 
 
 IN_BOTH = [(name, "torch") for name in IN_BFLOAT16] + [

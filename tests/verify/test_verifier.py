@@ -405,7 +405,7 @@ CASES = {
     "expert_combine_backward": 10, "rms_norm": 12, "add_rms_norm": 12, "rms_norm_backward": 12,
     "gated_rms_norm": 13, "gated_rms_norm_backward": 13, "rms_norm_e4m3": 9,
     "add_rms_norm_e4m3": 9, "gated_rms_norm_e4m3": 9, "rotary_norm": 6, "rotary_norm_backward": 6,
-    "decode_attention": 11,
+    "causal_attention_backward": 4, "decode_attention": 11,
     "decode_attention_8bit": 16, "decode_attention_rows": 5, "decode_latent": 5, "choose_bytes": 5,
     "choose_byte": 42, "cross_entropy": 7, "cross_entropy_backward": 7, "embedding_rows": 11,
     "embedding_grad": 8, "weighted_rows": 16, "weighted_rows_grad_weights": 16,
