@@ -120,6 +120,8 @@ REFUSED = {
     "compressed_attention": "tb+-0123 tb+-023 tb+-023 t+-012 tb+-0 tb+-01 tb+-01",
     "compressed_attention_backward":
         "tb+-0123 tb+-0123 tb+-012 tb+-0123 tb+-023 tb+-023 t+-012 tb+-0 tb+-01 tb+-01",
+    "causal_attention_backward":
+        "tb+-0123 tb+-0123 tb+-0123 tb+-0123 tb+-0123 tb+-l012",
     "choose_entries": "tb+-0123 tb+-012 tb+-02",
     "sum_choices": "t+-l012 t+-l012",
     "append_position": "tb+-l012 tb+-l12 tb+-l12 tb+-l012 tb+-l01",
