@@ -1,7 +1,7 @@
 """One row times a bf16 matrix, with norm, gate and sum in the same kernel: the peer's products.
 
 cuBLAS gives a product of one row less than half of a GPU's bandwidth. This kernel is
-`arranged_matmul` for weights that are stored as they are: a thread has eight neighbouring weights
+`row_matmul` for weights that are stored as they are: a thread has eight neighbouring weights
 of some rows at a time, the norm's division is done last, and a kernel begins while the one before
 it ends. `read_dense` makes our own decoder multiply with it, so that the peer has our attention,
 our choice of bytes and our graph, and differs by the bytes of its weights alone.

@@ -5,9 +5,12 @@ drops what it finds, and builds a table of all types for each that it looks up.
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from functools import cache, wraps
+from unittest import mock
 
+import numpy as np
 from triton import language
 from triton.runtime import interpreter
 
@@ -62,3 +65,49 @@ def _look_types_up_once() -> None:
         return find_once(scalar) if type(scalar) is language.dtype else find(of)
 
     interpreter._get_np_dtype = find_type
+
+
+@contextmanager
+def within_arguments() -> Iterator[None]:
+    """Fail where a kernel reads or writes outside of the memory of its arguments.
+
+    A GPU may stop there; the interpreter reads what is there, and a mask may hide it from results.
+    """
+    builder, executor = interpreter.InterpreterBuilder, interpreter.GridExecutor
+    bounds: list[np.ndarray] = []
+
+    def note_memory(prepare: Callable) -> Callable:
+        @wraps(prepare)
+        def prepared(self, args, kwargs):
+            found = prepare(self, args, kwargs)
+            tensors = [getattr(arg, "base", arg) for arg in found[0]]  # of descriptors
+            parts = [x.untyped_storage() for x in tensors if hasattr(x, "untyped_storage")]
+            pairs = sorted({(part.data_ptr(), part.data_ptr() + part.nbytes()) for part in parts})
+            bounds[:] = np.array(pairs, np.uint64).reshape(-1, 2).T
+            return found
+
+        return prepared
+
+    def check_first(access: Callable, first: int, place: int) -> Callable:
+        @wraps(access)
+        def checked(self, *args, **options):
+            pointers, mask = args[first], args[first + place]
+            address = pointers.data[mask.data]
+            if address.size:
+                begins, ends = bounds
+                size = max(1, pointers.get_element_ty().primitive_bitwidth // 8)
+                which = np.searchsorted(begins, address, side="right") - 1
+                inside = (which >= 0) & (address + np.uint64(size) <= ends[which])
+                assert inside.all(), f"{(~inside).sum()} of {inside.size} elements are elsewhere"
+            return access(self, *args, **options)
+
+        return checked
+
+    with ExitStack() as patched:
+        noted = note_memory(executor._init_args_hst)
+        patched.enter_context(mock.patch.object(executor, "_init_args_hst", noted))
+        places = ("masked_load", 0, 1), ("masked_store", 0, 2), ("atomic_rmw", 1, 2)
+        for name, first, place in places:
+            checked = check_first(getattr(builder, f"create_{name}"), first, place)
+            patched.enter_context(mock.patch.object(builder, f"create_{name}", checked))
+        yield

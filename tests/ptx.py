@@ -155,6 +155,13 @@ class Program:
             halves = "i2" if kind == "s16x2" else "u2"
             a, b = (self.read(operand, "b32").view(halves) for operand in operands[1:])
             value = OPERATORS[name](a, b).view("u4")
+        elif kind == "bf16x2":
+            assert name == "max"
+            assert how[0] == "NaN"
+            a, b = (self.read(operand, "b32").view("u2") for operand in operands[1:])
+            value = np.where(np.isnan(from_bf16(a)) | np.isnan(from_bf16(b)), np.nan,
+                             np.fmax(from_bf16(a), from_bf16(b)))  # fmt: skip
+            value = to_bf16(value).view("u4")
         elif kind == "pred":
             value = OPERATORS[name](self.registers[operands[1]], self.registers[operands[2]])
         else:

@@ -1,5 +1,6 @@
 """Texts against a naive concatenation of their files, batches against the windows they must be."""
 
+import errno
 import math
 import os
 import sysconfig
@@ -406,11 +407,12 @@ def test_open_texts_takes_validation_as_it_is_named(tmp_path):
 
 
 def test_open_texts_reads_folders_sorted_and_without_hidden_files(tmp_path):
-    for name in ("b.txt", "0.txt", "a/z.txt", "a/y/x", ".hidden", ".git/config", "a/.cache/x"):
+    hidden = (".hidden", ".git/config", "a/.cache/x")
+    for name in ("b.txt", "0.txt", "a-0/x", "a/z.txt", "a/y/x", *hidden):
         write(tmp_path / name, f"{name}\n".encode())
     (tmp_path / "broken link").symlink_to(tmp_path / "nowhere")
     texts = open_texts([str(tmp_path)], [str(tmp_path)], seed=0, context=1)
-    assert lines_of(texts.train) == ["0.txt\n", "a/y/x\n", "a/z.txt\n", "b.txt\n"]
+    assert lines_of(texts.train) == ["0.txt\n", "a-0/x\n", "a/y/x\n", "a/z.txt\n", "b.txt\n"]
 
 
 @pytest.mark.parametrize(
@@ -465,9 +467,12 @@ def test_open_texts_leaves_packages_and_tests_out_of_the_standard_library(tmp_pa
     for name in ("site-packages/a.py", "dist-packages/a.py", "test/a.py", "json/tests/a.py"):
         write(tmp_path / name, b"wrong\n")
     write(tmp_path / "__pycache__/abc.pyc", b"wrong\n")
+    for number in range(20):  # a tenth of the files is held out, of those that hold something
+        write(tmp_path / f"empty{number}/__init__.py", b"")
     monkeypatch.setattr(sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path)})
     texts = open_texts(None, None, seed=0, context=1)
     assert sorted(lines_of(texts.train) + lines_of(texts.val)) == lines
+    assert (texts.train.num_files, texts.val.num_files) == (2, 1)
 
 
 def test_open_texts_rejects_a_python_without_source(tmp_path, monkeypatch):
@@ -475,6 +480,30 @@ def test_open_texts_rejects_a_python_without_source(tmp_path, monkeypatch):
     with pytest.raises(ArbError) as error:
         open_texts(None, None, seed=0, context=1)
     assert "no source of its standard library" in message_of(error)
+
+
+@pytest.mark.parametrize(
+    ("function", "refused"),
+    [("scandir", "folder"), ("stat", "folder/a.txt"), ("access", "folder/a.txt")],
+)
+def test_open_texts_leaves_nothing_out_that_may_not_be_read(
+    function, refused, tmp_path, monkeypatch
+):
+    write(tmp_path / "b.txt", b"words")
+    write(tmp_path / "folder" / "a.txt", b"words")
+    call, place = getattr(os, function), str(tmp_path / refused)
+
+    def refusing(path, *args, **kwargs):
+        if str(path) != place:
+            return call(path, *args, **kwargs)
+        if function == "access":
+            return False
+        raise PermissionError(errno.EACCES, "Permission denied", place)
+
+    monkeypatch.setattr(os, function, refusing)
+    with pytest.raises(ArbError) as error:
+        open_texts([str(tmp_path)], [str(tmp_path)], seed=0, context=1)
+    assert message_of(error) == f"cannot read `{place}`: Permission denied"
 
 
 @pytest.mark.parametrize("name", ["missing", "book.txt/below", "*.md", "**/no*"])
@@ -556,6 +585,13 @@ def test_open_texts_rejects_unreadable_folder(tmp_path):
     assert message_of(error) == f"cannot read `{folder}`: Permission denied"
 
 
+def test_mixture_is_as_short_as_the_shortest_of_its_texts(tmp_path):
+    long, short = write(tmp_path / "long", bytes(99)), write(tmp_path / "short", bytes(5))
+    with pytest.raises(ArbError) as error:
+        open_texts([f"{long}:7", f"{short}:3"], [str(long)], seed=0, context=8)
+    assert "a training text of 9 bytes or more, and this one has 5" in message_of(error)
+
+
 def test_text_rejects_a_folder(tmp_path):
     with pytest.raises(ArbError) as error:
         Text([tmp_path])
@@ -633,7 +669,7 @@ def test_mixture_reaches_every_window(tmp_path):
     starts = text.starts(b"key", 500, 3)
     assert set(starts) == {0, 1, 4, 5, 6}
     assert len(text) == 9
-    assert text.windows(5) == 0
+    assert [text.windows(length) for length in (3, 4, 5)] == [5, 3, 0]
 
 
 def one(tmp_path, data: bytes) -> Text:

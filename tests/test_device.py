@@ -13,6 +13,8 @@ from arbcli.device import (
     check_room,
     default_compute,
     deterministic,
+    emulates_nvfp4,
+    explained_out_of_memory,
     free_bytes,
     multiplies_bf16,
     peak_bytes,
@@ -116,6 +118,37 @@ def test_room_that_is_just_enough_is_enough():
         check_room(1, "it", "", 0)
 
 
+WANTS = {
+    "GPU": (torch.OutOfMemoryError("CUDA out of memory"), "the GPU's memory is not enough"),
+    "Python": (MemoryError(), "this machine's memory is not enough"),
+    "torch": (
+        RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory"),
+        "this machine's memory is not enough",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WANTS)
+def test_want_of_memory_is_said_with_what_to_do(name):
+    error, message = WANTS[name]
+    with pytest.raises(ArbError, match=message) as caught, explained_out_of_memory("do so"):
+        raise error
+    assert caught.value.hint == "do so"
+    with pytest.raises(ArbError) as caught, explained_out_of_memory():
+        raise error
+    assert "`--batch`, `--ctx` or `--preset`" in caught.value.hint
+    with pytest.raises(RuntimeError, match="another"), explained_out_of_memory():
+        raise RuntimeError("another fault")
+
+
+def test_products_in_four_bits_are_emulated_on_gpus_before_blackwell(monkeypatch):
+    cuda = torch.device("cuda")
+    for capability in ((8, 9), (9, 0), (10, 0), (12, 0)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, c=capability: c)
+        assert emulates_nvfp4(cuda) == (capability[0] < 10)
+    assert emulates_nvfp4(torch.device("cpu"))
+
+
 def attention_of_cuda() -> list[bool]:
     """Tell which kernels may run whose backward adds in any order."""
     cuda = torch.backends.cuda
@@ -203,3 +236,9 @@ def test_memory_of_a_gpu_of_apple_is_what_its_driver_tells(monkeypatch):
     monkeypatch.setattr("torch.mps.recommended_max_memory", lambda: 100)
     assert peak_bytes(torch.device("mps")) == 7
     assert free_bytes(torch.device("mps")) == 93
+
+
+def test_backend_that_there_is_not_is_refused():
+    with pytest.raises(ArbError, match="no backend is named `cuda`") as caught:
+        check_backend("cuda", torch.device("cpu"))
+    assert "`triton`, `native`, `torch`, `interpreter`" in caught.value.hint

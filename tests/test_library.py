@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import arbcli
+from arbcli.errors import ArbError
 from arbcli.infer.load import load_model
 from arbcli.kernels.runtime.backend import default_backend
 from arbcli.train.run import Observer, start_run
@@ -126,6 +127,22 @@ def test_every_argument_reaches_what_it_is_for(book, monkeypatch):
     arbcli.evaluate(model, ["a.jsonl"], field="said")
     assert opened.call_args == mock.call(["a.jsonl"], "said")
     assert measured.call_args.args == (model, "", "a text", "its name")
+
+
+def test_texts_are_made_in_deterministic_mode(monkeypatch):
+    modes = []
+
+    def make(*_, **__):
+        modes.append(torch.get_deterministic_debug_mode())
+        return []
+
+    monkeypatch.setattr("arbcli.infer.generation.generate", make)
+    monkeypatch.setattr("arbcli.infer.several.generate_several", make)
+    assert arbcli.generate("model", "a", 5) == b""
+    assert arbcli.generate("model", [], 5) == []
+    assert modes == [2, 2]
+    with pytest.raises(ArbError, match="`batch` is for several prompts"):
+        arbcli.generate("model", "a", 5, batch=1)
 
 
 def test_every_argument_of_several_prompts_reaches_what_it_is_for(monkeypatch):

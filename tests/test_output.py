@@ -1,6 +1,7 @@
 """What comes from elsewhere is shown to a terminal, and never obeyed by it."""
 
 import io
+import math
 import os
 import re
 import sys
@@ -73,6 +74,30 @@ def test_error_is_one_line(capsys):
     assert capsys.readouterr().err == "error: no `a\\nhint: b`\n"
 
 
+def test_brackets_are_said_as_they_are(capsys):
+    text = "shape [dim, 3] of [red]"
+    for say in SAY.values():
+        say(text)
+    told = "".join(capsys.readouterr())
+    assert "".join(told.split()).count("".join(text.split())) == len(SAY)
+
+
+@pytest.mark.parametrize("number", [math.nan, math.inf])
+def test_object_that_is_no_json_is_not_printed(number, capsys):
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        output.emit_json({"loss": number})
+    assert capsys.readouterr().out == ""
+
+
+def test_cell_that_is_too_wide_goes_on_in_the_next_line(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "40")
+    value = "".join(f"{number:04d}" for number in range(20))
+    emit(None, table("a", ["", ""], [["b", value]]), as_json=False)
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 40
+    assert "".join(re.findall(r"\d+", "".join(lines))) == value
+
+
 def test_text_of_a_model_is_obeyed_by_no_terminal_and_reaches_a_pipe_as_it_is(monkeypatch):
     for stream, expected in ((Terminal(), f"{SHOWN}\nb"), (io.TextIOWrapper(io.BytesIO()), None)):
         monkeypatch.setattr(sys, "stdout", stream)
@@ -89,8 +114,8 @@ def test_chunks_of_a_text_are_obeyed_by_no_terminal(monkeypatch):
     output.write_chunks(text, [1, 2, *[0] * (len(text) - 2)])
     told = re.sub(r"\x1b\[[0-9;]*m", "", stream.getvalue())  # colours are ours
     assert told == f"a{SHOWN}b\n"
-    emit(None, Group(Text("red", style="red")), as_json=False)
-    assert "\x1b[31mred" in stream.getvalue()
+    emit(None, Group(Text("red\x1b[2J", style="red")), as_json=False)
+    assert "\x1b[31mred\\x1b[2J" in stream.getvalue()
 
 
 def test_chunks_have_colours_in_turn_and_chunks_of_chunks_a_line_below(monkeypatch):

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import os
 import sys
 import zlib
 from pathlib import Path
@@ -68,13 +69,14 @@ def test_zstandard_is_unpacked(tmp_path):
 
 @pytest.mark.parametrize("end", ["", "\n", "\n\n"])
 @pytest.mark.parametrize("block", [7, 2**20])
-@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz"])
+@pytest.mark.parametrize("name", ["a.jsonl", "A.JSONL", "a.jsonl.gz"])
 def test_field_of_records_is_the_text(tmp_path, name, block, end, monkeypatch):
     monkeypatch.setattr("arbcli.plain_text.BLOCK_BYTES", block)
-    lines = [json.dumps({"text": text, "id": 1}) for text in ("naïve", "two\nlines", "")]
+    lines = [json.dumps({"text": text, "id": 1}) for text in ("naïve", "two\nlines", "", "\ud800")]
     data = ("\n".join(lines) + end).encode()
     (tmp_path / name).write_bytes(gzip.compress(data) if name.endswith(".gz") else data)
-    assert read(tmp_path / name, "text") == "naïve\ntwo\nlines\n\n".encode()
+    expected = "naïve\ntwo\nlines\n\n\ud800\n".encode(errors="surrogatepass")
+    assert read(tmp_path / name, "text") == expected
     with pytest.raises(ArbError, match=r"line 1 of .* it has no `body`"):
         read(tmp_path / name, "body")
     with pytest.raises(ArbError, match="it is no text"):
@@ -128,6 +130,9 @@ def test_rows_without_a_text_are_left_out(tmp_path, monkeypatch):
     for field, message in ((None, "has columns"), ("body", "no column `body`"), ("id", "no text")):
         with pytest.raises(ArbError, match=message):
             read(path, field)
+    parquet.ParquetFile.side_effect = arrow.ArrowException("cut")
+    with pytest.raises(ArbError, match="cannot be read: 'cut'"):
+        read(path, "id")
 
 
 def test_column_of_a_table_is_the_text(tmp_path):
@@ -147,11 +152,26 @@ def test_column_of_a_table_is_the_text(tmp_path):
 
 @pytest.mark.parametrize("cut", [5, -3])
 def test_damaged_file_leaves_nothing(tmp_path, cache, cut):
-    path = tmp_path / "book.gz"
-    path.write_bytes(gzip.compress(TEXT)[:cut])
-    with pytest.raises(ArbError, match="cannot be unpacked"):
-        read(path)
-    assert list(cache.iterdir()) == []
+    path, packed = tmp_path / "book.gz", gzip.compress(TEXT)
+    for damaged in (packed[:cut], packed[:10] + b"\xff" * 8 + packed[18:], b"x" + packed):
+        path.write_bytes(damaged)
+        with pytest.raises(ArbError, match="cannot be unpacked"):
+            read(path)
+        assert list(cache.iterdir()) == []
+
+
+def test_files_are_not_taken_for_others_of_their_name_size_or_time(tmp_path, monkeypatch):
+    place = Path("book.gz")
+    for letter in "ab":
+        (tmp_path / letter).mkdir()
+        monkeypatch.chdir(tmp_path / letter)
+        # of equal size and time, in another folder; then of one of the two, where it was before
+        for content, time in ((letter, 5), (letter.upper(), 6), (letter * 99 + "z", 6)):
+            place.write_bytes(gzip.compress(content.encode(), mtime=0))
+            os.utime(place, ns=(time, time))
+            assert read(place) == content.encode()
+    (tmp_path / "link.gz").symlink_to(tmp_path / "b" / place)
+    assert plain_file(tmp_path / "link.gz", None) == plain_file(place, None)
 
 
 @pytest.mark.parametrize(("name", "package"), [("a.zst", "zstandard"), ("a.parquet", "pyarrow")])

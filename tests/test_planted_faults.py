@@ -339,16 +339,18 @@ FAULTS = [
     ),
     # generation
     kernel(
-        "correction", "what prefixes are more not taken back", "arranged_matmul",
-        change_constant((9, -6, 6, -6, -3), (0, -6, 6, -6, -3)),
+        "correction", "what codes are more than trits not taken back", "row_matmul",
+        rewrite("(a[0] << 8) + (a[1] - b[i])", "(a[0] << 8) + a[1]"),
     ),
     kernel(
-        "exchange", "up gated by itself", "arranged_matmul",
-        rewrite("u / (1 + tl.exp(-u)) * l", "l / (1 + tl.exp(-l)) * l"), slow=True,
+        "exchange", "a gate that multiplies itself", "row_matmul",
+        rewrite("y / (1 + tl.exp(-y)) * across(y, 8, PTX)", "y / (1 + tl.exp(-y)) * y"),
+        slow=True,
     ),
     kernel(
-        "neighbour", "all tiles given to the first warp", "arranged_matmul",
-        rewrite("tl.where(w == i, t, f[j])", "tl.where(w == 0, t, f[j])"),
+        "neighbour", "columns given to the neighbouring block", "row_matmul",
+        rewrite("r // 2 == c if ABREAST == 4 else r < 2",
+                "r // 2 == c ^ 1 if ABREAST == 4 else r < 2"),
     ),
     kernel(
         "diagonal", "squares of the neighbouring row", "arranged_rows",
@@ -573,6 +575,21 @@ FAULTS = [
     kernel(
         "position", "every head turned like its position's neighbour", "rotary_norm",
         rewrite("t % T", "(t + 1) % T"),
+    ),
+    kernel(
+        "gradient", "result of attention not taken from what a weight gives",
+        "causal_attention_backward",
+        rewrite("p * (tl.dot(v, g.T, input_precision=a) - d[None, :])",
+                "p * tl.dot(v, g.T, input_precision=a)"),
+    ),
+    kernel(
+        "causality", "key sees the query before it", "causal_attention_backward",
+        rewrite("n[:, None] <= m[None, :]", "n[:, None] <= m[None, :] + 1"),
+    ),
+    kernel(
+        "cut short", "later queries left out of the gradient of a key", "causal_attention_backward",
+        rewrite("_add_queries(a, b, c, d, e, f, g, h, i, j, k, l + BLOCK, T, ...)",
+                "_add_queries(a, b, c, d, e, f, g, h, i, j, k, l + BLOCK, l, ...)"),
     ),
     kernel(
         "missing term", "sum of a stream left out in eight bits", "add_rms_norm_e4m3",

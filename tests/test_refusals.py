@@ -62,6 +62,10 @@ CONFIGURATIONS = {
         ("dim", "heads"),
     ),
     "half keys": (of_model("arb-tiny", top_k=2000), "`top_k` is 2000", "half keys", ()),
+    "second half keys": (of_model("arb-tiny", codes=(64, 3)), "`top_k` is 4", "half keys", ()),
+    "half keys of knowledge": (
+        of_model("arb-tiny", knowledge=(3, 64)), "`top_k` is 4", "half keys", (),
+    ),
     "experts": (
         of_model("arb-tiny", moe_top_k=9), "`moe_top_k` is 9 of 8 experts", "use 1 to 8",
         ("moe_top_k",),
@@ -69,6 +73,29 @@ CONFIGURATIONS = {
     "stages": (
         of_model("hnet-tiny", outer_dim=(32, 32)), "of 1 stages, and `outer_dim` of 2",
         "1 to 8", ("outer_layers", "outer_dim"),
+    ),
+    "best of a twin": (
+        of_run(weights="float", keep_best=True), "a float twin keeps no checkpoint",
+        "leave `keep_best=True` out", ("keep_best",),
+    ),
+    "end of a constant rate": (
+        of_run(schedule="constant", final_lr=0.5), "has no other at the end",
+        "`final_lr` out, or choose another `schedule`", ("final_lr", "schedule"),
+    ),
+    "schedule": (
+        of_run(schedule="step"), "`schedule` is `step`",
+        "`cosine`, `linear`, `wsd`, `constant`", ("schedule",),
+    ),
+    "odd rotary": (
+        of_model("arb-tiny", rotary=5), "heads of 64 have no even part of 5", "larger `dim`",
+        ("dim", "heads"),
+    ),
+    "streams of others": (
+        of_model("hnet-tiny", streams=2), "`streams` is 2", "use one of: 1 with this preset",
+        ("streams",),
+    ),
+    "streams": (
+        of_model("tiny", streams=3), "`streams` is 3", "use one of: 1, 2, 4, 8", ("streams",),
     ),
     "wire of a twin": (
         of_run(weights="float", wire="int8"), "gradients of a float twin travel as they are",
@@ -80,6 +107,10 @@ CONFIGURATIONS = {
     ),
     "fp8 of a twin": (
         of_run(weights="ste", compute="fp8"), "multiplied in bf16", "`compute=fp8` out",
+        ("compute",),
+    ),
+    "nvfp4 of a twin": (
+        of_run(weights="float", compute="nvfp4"), "multiplied in bf16", "`compute=nvfp4` out",
         ("compute",),
     ),
     "unknown wire": (
@@ -117,6 +148,10 @@ FILES = {
         gguf(tensors=1, rest=text(b"a.weight") + struct.pack("<IQIQ", 1, 33, 2, 0)),
         "`a.weight` has rows of no whole blocks",
     ),
+    "sizes": (
+        gguf(tensors=1, rest=text(b"a.weight") + struct.pack("<IIQ", 0, 0, 0)),
+        "`a.weight` has rows of no whole blocks",
+    ),
     "beyond": (
         gguf(tensors=1, rest=text(b"a.weight") + struct.pack("<IQIQ", 1, 32, 0, 0)),
         "it is truncated: `a.weight` ends beyond it",
@@ -138,6 +173,16 @@ def test_file_that_is_no_gguf_of_ours_is_refused(name, tmp_path):
     assert why in str(caught.value)
 
 
+def moved(data: bytes) -> bytes:
+    """Say of a tensor of a safetensors file that it begins two bytes later."""
+    length = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + length])
+    header["model.norm.weight"]["data_offsets"][0] += 2
+    said = json.dumps(header).encode().ljust(length)
+    assert len(said) == length
+    return data[:8] + said + data[8 + length :]
+
+
 def test_folder_of_transformers_that_is_damaged_is_refused(saved, tmp_path):
     folder = tmp_path / "model"
     export(saved(), "hf", out=folder)
@@ -145,10 +190,13 @@ def test_folder_of_transformers_that_is_damaged_is_refused(saved, tmp_path):
     whole = config.read_text(), weights.read_bytes()
     for damage, why in (
         (lambda: config.write_text("{}"), "it is none of `arb export`: 'num_hidden_layers'"),
+        (lambda: config.write_text("[]"), "it is none of `arb export`: list indices"),
+        (lambda: weights.write_bytes(whole[1][:9] + b"?" + whole[1][10:]), "it is none of"),
         (lambda: weights.write_bytes(whole[1][:100]), "its weights are truncated"),
         (lambda: weights.write_bytes(whole[1][:-1]), "are truncated, or were altered"),
         (lambda: config.write_text(whole[0].replace('"num_hidden_layers": 2',
                                                     '"num_hidden_layers": 999')), "more layers"),
+        (lambda: weights.write_bytes(moved(whole[1])), "are truncated, or were altered"),
     ):  # fmt: skip
         damage()
         with pytest.raises(ArbError, match="refused: ") as caught:
@@ -164,6 +212,11 @@ def test_export_that_cannot_be_written_leaves_nothing(saved, tmp_path, monkeypat
     with pytest.raises(ArbError, match=r"cannot write `.*model`: No space left on device"):
         export(path, "hf", out=tmp_path / "model")
     assert not [path for path in tmp_path.iterdir() if "model" in path.name]
+    monkeypatch.undo()
+    (tmp_path / ".model.tmp").mkdir()  # a killed process left it
+    (tmp_path / ".model.tmp" / "other").touch()
+    export(path, "hf", out=tmp_path / "model")
+    assert "other" not in [path.name for path in tmp_path.rglob("*")]
 
 
 def test_run_that_does_not_tell_what_it_was_trained_in_is_refused(saved, tmp_path):

@@ -1,7 +1,9 @@
 """The first signal that asks to stop is kept or raised, the second has its own effect again."""
 
+import os
 import signal
 from collections.abc import Callable, Iterator
+from unittest import mock
 
 import pytest
 
@@ -70,6 +72,16 @@ def test_hangup_that_is_ignored_is_not_listened_to(listener, set_before):
     assert signal.getsignal(signal.SIGTERM) == unheard
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_other_signals_are_listened_to_though_they_were_ignored(number, set_before):
+    """A shell ignores the SIGINT of what it runs in the background, which `kill` may send."""
+    set_before(number, signal.SIG_IGN)
+    with RememberedSignal() as remembered:
+        signal.raise_signal(number)
+    assert remembered.received == number
+    assert signal.getsignal(number) == signal.SIG_IGN
+
+
 def test_hangup_that_is_ignored_stays_so_after_another_signal(set_before):
     set_before(HANGUP, signal.SIG_IGN)
     with RememberedSignal() as remembered:
@@ -101,3 +113,14 @@ def test_program_listens_from_its_start_to_what_is_not_ignored(ignored, set_befo
     set_before(ignored, signal.SIG_IGN)
     __main__.main()
     assert seen == {n: signal.SIG_IGN if n == ignored else __main__._stop for n in STOPPING}
+
+
+@pytest.mark.parametrize("number", STOPPING)
+def test_program_that_is_still_loaded_is_ended_with_a_line(number, monkeypatch, capfd):
+    ended = mock.Mock(side_effect=SystemExit)  # as it does not return
+    monkeypatch.setattr(os, "_exit", ended)
+    with pytest.raises(SystemExit):
+        __main__._stop(number, None)
+    assert ended.call_args.args == (3,)
+    name = signal.Signals(number).name
+    assert capfd.readouterr() == ("", f"error: stopped by {name}, with nothing saved\n")

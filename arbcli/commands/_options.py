@@ -51,9 +51,11 @@ def in_options(text: str, fields: Iterable[str]) -> str:
 
 def _with_value(field: str, value: str | None) -> str:
     option, _, off = option_of(field).partition("/")
-    if off and value is not None:
-        return option if value == "True" else off
-    return option_of(field) if value is None else f"{option} {value}"
+    if value is None:
+        return option_of(field)
+    if value == "True":
+        return option
+    return off or f"{option} {value}"
 
 
 def given_options(**values: Any) -> dict[str, Any]:

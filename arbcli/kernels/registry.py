@@ -2,6 +2,7 @@
 
 from arbcli.kernels.attention.append_position import APPEND_POSITION, APPEND_POSITION_8BIT
 from arbcli.kernels.attention.attend_parts import ATTEND_PARTS
+from arbcli.kernels.attention.causal_attention_backward import CAUSAL_ATTENTION_BACKWARD
 from arbcli.kernels.attention.choose_entries import CHOOSE_ENTRIES
 from arbcli.kernels.attention.choose_next import CHOOSE_NEXT
 from arbcli.kernels.attention.compress_blocks import COMPRESS_BLOCKS, COMPRESS_BLOCKS_BACKWARD
@@ -24,7 +25,6 @@ from arbcli.kernels.codec.decode_digits import DECODE_DIGITS
 from arbcli.kernels.codec.decode_e4m3 import DECODE_E4M3
 from arbcli.kernels.codec.decode_weight import DECODE_WEIGHT
 from arbcli.kernels.codec.packing import PACK_TRITS, UNPACK_TRITS
-from arbcli.kernels.matmul.arranged_matmul import ARRANGED_MATMUL
 from arbcli.kernels.matmul.arranged_rows import ARRANGED_ROWS
 from arbcli.kernels.matmul.digits_matmul import DIGITS_MATMUL
 from arbcli.kernels.matmul.fp8_matmul import FP8_MATMUL
@@ -32,6 +32,7 @@ from arbcli.kernels.matmul.grouped_matmul import GROUPED_GRAD_W, GROUPED_MATMUL
 from arbcli.kernels.matmul.nvfp4_matmul import NVFP4_MATMUL
 from arbcli.kernels.matmul.quantise_rows import QUANTISE_ROWS
 from arbcli.kernels.matmul.round_nvfp4 import ROUND_NVFP4
+from arbcli.kernels.matmul.row_matmul import ROW_MATMUL
 from arbcli.kernels.matmul.scaled_nvfp4 import ENCODE_NVFP4, SCALED_NVFP4_MATMUL
 from arbcli.kernels.matmul.ternary_matmul import TERNARY_MATMUL, TERNARY_MATMUL_GRAD_X
 from arbcli.kernels.norm.gated_rms_norm import GATED_RMS_NORM, GATED_RMS_NORM_BACKWARD
@@ -86,7 +87,7 @@ KERNELS: tuple[KernelSpec, ...] = (
     SCALED_NVFP4_MATMUL,
     TERNARY_MATMUL,
     TERNARY_MATMUL_GRAD_X,
-    ARRANGED_MATMUL,
+    ROW_MATMUL,
     ARRANGED_ROWS,
     DIGITS_MATMUL,
     GROUPED_MATMUL,
@@ -103,6 +104,7 @@ KERNELS: tuple[KernelSpec, ...] = (
     GATED_RMS_NORM_E4M3,
     ROTARY_NORM,
     ROTARY_NORM_BACKWARD,
+    CAUSAL_ATTENTION_BACKWARD,
     DECODE_ATTENTION,
     ATTEND_PARTS,
     DECODE_ATTENTION_8BIT,

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from arbcli.config.dense import ModelConfig
+from arbcli.kernels.attention.attend_parts import AttentionParts, attend_parts, fits_parts
 from arbcli.kernels.attention.decode_attention import decode_attention
 from arbcli.kernels.attention.decode_attention_8bit import decode_attention_8bit
 from arbcli.kernels.attention.decode_attention_rows import decode_attention_rows
@@ -211,6 +212,16 @@ class BlockCache:
             y = decode_attention_8bit(qkv[0, 0], *rings, *about)
         return y[None, :, None]
 
+    def leaves_parts(self, qkv: Tensor) -> bool:
+        """Whether `attend_in_parts` is for this; a short ring has a program for all of a head."""
+        return self.exponents is None and not self.whole.short and fits_parts(qkv)
+
+    def attend_in_parts(self, qkv: Tensor) -> AttentionParts:
+        """Do as `attend_one`, but leave the parts to whoever reads them."""
+        whole = self.whole
+        about = (whole.position, *whole.table, NORM_EPS)
+        return attend_parts(qkv[0, 0], self.keys, self.values, *about)
+
 
 class SeveralCache:
     """What attention has seen of several texts, whose steps are computed together.
@@ -274,6 +285,10 @@ class SeveralBlock:
     def __init__(self, whole: SeveralCache, keys: Tensor, values: Tensor) -> None:
         self.whole, self.keys, self.values = whole, keys, values
 
+    def leaves_parts(self, qkv: Tensor) -> bool:
+        """Never: a kernel for several texts averages them itself."""
+        return False
+
     def attend_one(self, qkv: Tensor) -> Tensor:
         """Store one new byte of each text, and attend to its last W.
 
@@ -294,7 +309,7 @@ class OneOfSeveral(KeyValueCache):
     def __init__(self, whole: SeveralCache, index: int) -> None:
         self.positions, self.window, self.short = whole.positions, whole.window, False
         self.position, self.tickets = whole.position[index], whole.tickets[index]
-        self.table, self.chunk, self.short = whole.table, None, False
+        self.table, self.chunk = whole.table, None
         self.blocks = [
             BlockCache(self, block.keys[index], block.values[index]) for block in whole.blocks
         ]

@@ -5,7 +5,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from arbcli.config.dense import VOCABULARY, ModelConfig
-from arbcli.kernels.matmul.arranged_matmul import fits_arranged
+from arbcli.kernels.matmul.arranged import fits_arranged
 from arbcli.model.blocks.attention import Attention
 from arbcli.model.blocks.mlp import MLP
 from arbcli.model.cache import BlockCache, KeyValueCache, SeveralBlock, SeveralCache

@@ -264,9 +264,9 @@ class HNet(LanguageModel):
             layers = (before, stage.residual) if before else (stage.residual,)
             rows = torch.cat([layer(normal) for layer in layers], dim=-1)
         elif before:
-            rows = before.fused(x, normalise=True, beside=stage.residual)
+            rows = before.fused(x, normalise=True, beside=stage.residual, early=False)
         else:
-            rows = stage.residual.fused(x, normalise=True)
+            rows = stage.residual.fused(x, normalise=True, early=False)
         past.begin(self.config.boundaries, x, rows, ids, self.config.chunk_length[index])
 
     def _inward(self, index: int, cache: HNetCache) -> Tensor:
@@ -278,7 +278,7 @@ class HNet(LanguageModel):
         """Lead out what the inner network gives for it, and take its chunk for the last one."""
         stage = self.stages[index]
         if self._fuses(x):
-            z = stage.outward.fused(x, normalise=True)
+            z = stage.outward.fused(x, normalise=True, early=False)
         else:
             z = stage.outward(x, stage.outward_norm)
         # stages count their positions themselves

@@ -15,6 +15,10 @@ from torch import Tensor
 
 from arbcli.kernels.attention.append_position import APPEND_POSITION, in_eight_bits
 from arbcli.kernels.attention.attend_parts import MOST_PARTS, WIDTHS
+from arbcli.kernels.attention.causal_attention_backward import (
+    random_attention,
+    rounded_causal_gradients,
+)
 from arbcli.kernels.attention.choose_entries import random_index
 from arbcli.kernels.attention.choose_next import index_of_byte
 from arbcli.kernels.attention.compress_blocks import COMPRESS_BLOCKS, rounded_block_gradients
@@ -42,13 +46,14 @@ from arbcli.kernels.codec.decode_digits import decode_digits_torch
 from arbcli.kernels.codec.decode_e4m3 import DECODE_E4M3
 from arbcli.kernels.codec.packed import OCTAVE, Packed, num_groups
 from arbcli.kernels.codec.packing import PLANE, pack_trits_torch
-from arbcli.kernels.matmul.arranged_matmul import ARRANGED_MATMUL, MOST_ROWS, arrange
+from arbcli.kernels.matmul.arranged import MOST_ROWS, arrange
 from arbcli.kernels.matmul.arranged_rows import ARRANGED_ROWS, MOST_TEXTS
 from arbcli.kernels.matmul.digits_matmul import DIGITS_MATMUL, arrange_digits
 from arbcli.kernels.matmul.fp8_matmul import MULTIPLE
 from arbcli.kernels.matmul.grouped_matmul import GROUPED_GRAD_W, GROUPED_MATMUL
 from arbcli.kernels.matmul.quantise_rows import E4M3, QUANTISE_ROWS
 from arbcli.kernels.matmul.round_nvfp4 import ROUND_NVFP4
+from arbcli.kernels.matmul.row_matmul import MOST_COLUMNS, ROW_MATMUL, code
 from arbcli.kernels.matmul.scaled_nvfp4 import ENCODE_NVFP4
 from arbcli.kernels.matmul.ternary_matmul import TERNARY_MATMUL, TERNARY_MATMUL_GRAD_X
 from arbcli.kernels.norm.gated_rms_norm import gated_rms_norm_in_its_dtype
@@ -232,22 +237,21 @@ def _ternary_matmul_grad_x(dice: Dice, group_size: int, m: int, n: int, k: int) 
     return dice.reals(m, n), dice.packed(n, k, group_size)
 
 
-def _arranged_matmul(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
-    gated, size = dice.below(2) == 1, PLANE * max(1, group_size // PLANE)
-    n, k = n + n % 2, -(-k // 8) * 8
-    weight = arrange(dice.packed(n, k, size, digits="trit"), gated)
-    m = 1 + (m - 1) % MOST_ROWS
-    x = dice.reals(m, k, dtype=torch.bfloat16).contiguous()
-    added = dice.reals(m, weight.out_features).contiguous() if dice.below(2) else None
-    return x, *weight, dice.pick((None, 1e-6)), added, dice.dtype
+def _row_matmul(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
+    return _rows_of_trits(dice, group_size, 1, n, min(k, MOST_COLUMNS), code)
 
 
 def _arranged_rows(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
-    _, *weight, eps, _, dtype = _arranged_matmul(dice, group_size, m, n, k)
-    m = 1 + (m - 1) % MOST_TEXTS
-    x = dice.reals(m, weight[2], dtype=torch.bfloat16).contiguous()
-    added = dice.reals(m, weight[1]).contiguous() if dice.below(2) else None
-    return x, *weight, eps, added, dtype
+    return _rows_of_trits(dice, group_size, 1 + (m - 1) % MOST_TEXTS, n, k, arrange)
+
+
+def _rows_of_trits(dice: Dice, group_size: int, m: int, n: int, k: int, lay_out) -> tuple:
+    gated, size = dice.below(2) == 1, PLANE * max(1, group_size // PLANE)
+    n, k = n + n % 2, -(-k // 8) * 8
+    weight = lay_out(dice.packed(n, k, size, digits="trit"), gated)
+    x = dice.reals(m, k, dtype=torch.bfloat16).contiguous()
+    added = dice.reals(m, weight.out_features).contiguous() if dice.below(2) else None
+    return x, *weight, dice.pick((None, 1e-6)), added, dice.dtype
 
 
 def _digits_matmul(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
@@ -531,6 +535,14 @@ def _compressed_attention(dice: Dice, group_size: int, m: int, n: int, k: int) -
 
 def _on(device: torch.device, value: Any) -> Any:
     return value.to(device) if isinstance(value, Tensor) else value
+
+
+def _causal_attention_backward(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
+    about = torch.Generator().manual_seed(dice.below(2**31))
+    length = 2 + min(m, dice.pick((1, 40, 150)))
+    shape = dice.pick((1, 2)), dice.pick((1, 3)), length, dice.pick((16, 32, 64))
+    *parts, logs = random_attention(about, shape, dice.dtype)
+    return *(dice.view(part.to(dice.device)) for part in parts), logs.to(dice.device)
 
 
 def _compressed_attention_backward(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
@@ -1014,9 +1026,7 @@ DRAWINGS = {
     "ternary_matmul_grad_x": Drawing(
         _ternary_matmul_grad_x, _grad_x_in_float64, TERNARY_MATMUL_GRAD_X.torch, needs_rows=True
     ),
-    "arranged_matmul": Drawing(
-        _arranged_matmul, None, ARRANGED_MATMUL.torch, one_layout=True
-    ),
+    "row_matmul": Drawing(_row_matmul, None, ROW_MATMUL.torch, one_layout=True),
     "arranged_rows": Drawing(_arranged_rows, None, ARRANGED_ROWS.torch, one_layout=True),
     "digits_matmul": Drawing(_digits_matmul, None, DIGITS_MATMUL.torch, one_layout=True),
     "grouped_matmul": Drawing(_grouped_matmul, None, GROUPED_MATMUL.torch, needs_rows=True),
@@ -1047,6 +1057,9 @@ DRAWINGS = {
     ),
     "rotary_norm_backward": Drawing(
         _rotary_norm_backward, None, rounded_gradient, needs_rows=True
+    ),
+    "causal_attention_backward": Drawing(
+        _causal_attention_backward, None, rounded_causal_gradients, needs_rows=True
     ),
     "decode_attention": Drawing(
         _decode_attention, None, DECODE_ATTENTION.torch, one_layout=True

@@ -31,7 +31,7 @@ scale types."""
 SLOWEST = (
     "spread_chunks_backward", "boundary_scores_backward", "ternary_matmul",
     "compressed_attention_backward", "decode_e4m3", "decode_attention_8bit", "gradient_statistics",
-    "decode_attention_rows", "boundary_scores", "arranged_matmul", "decode_attention", "fp8_matmul",
+    "decode_attention_rows", "boundary_scores", "row_matmul", "decode_attention", "fp8_matmul",
     "compressed_attention", "arranged_rows", "step_by_direction", "decode_digits",
     "weighted_rows_grad_weights",
 )  # fmt: skip

@@ -160,7 +160,8 @@ def _shown_by_evaluate() -> str:
         progress = evaluate._Progress(show)
         for done in (0, 1000, 1999, 2000, 2020, 20_000):
             progress(done, 20_000, 0.0314159 + done / 1e4)
-    return "\n".join([plain(evaluate._table(report)), *said])
+    short = dataclasses.replace(report, by_position=report.by_position[:1])
+    return "\n".join([plain(evaluate._table(report)), plain(evaluate._table(short)), *said])
 
 
 def _shown_by_probe() -> str:
@@ -199,11 +200,17 @@ def _shown_by_probe() -> str:
     return plain(probe_loss._shown(report)) + "\n\n" + plain(probe_loss._shown(other))
 
 
+def _shown_by_count() -> str:
+    configs = (preset("tiny"), preset("tiny", rule="votes", scale_type="T8"))
+    reports = (filled(StateReport, config=config) for config in configs)
+    return "\n".join(plain(count_params.state_table(report)) for report in reports)
+
+
 def _shown_by_inspect() -> str:
     report = filled(
-        SavedReport, octaves={"word 14": {-3: 999, 2: 1000, 5: 1}, "word 18": {0: 3}},
+        SavedReport, octaves={"word 14": {-3: 979, 2: 1000, 5: 1, 7: 20}, "word 18": {0: 3}},
         trits={"word 14": [0.125, 0.5, 0.375], "word 18": [0.25, 0.3125, 0.4375]},
-        run={"text": {"bytes": 12, "names": ["a", "b"]}, "empty": None},
+        run={"text": {"bytes": 12, "names": ["a", "b"]}, "empty": None, "none": 0},
     )  # fmt: skip
     tensors = [filled(Difference, name=f"tensor {n}", elements=9000 + n) for n in range(4)]
     tensors[1] = dataclasses.replace(tensors[1], relative=None)
@@ -344,7 +351,7 @@ PAGES: dict[str, Callable[[], str]] = {
     "probe-loss": _shown_by_probe,
     "inspect": _shown_by_inspect,
     "check": _shown_by_check,
-    "count-params": lambda: plain(count_params.state_table(filled(StateReport))),
+    "count-params": _shown_by_count,
     "audit-memory": _shown_by_audit,
     "verify-kernels": _shown_by_verify,
     "not-verified": _not_verified,

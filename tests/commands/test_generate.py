@@ -116,7 +116,7 @@ def test_every_option_reaches_the_prompt_loop(generate, monkeypatch):
     _, length, sampling, backend, kv = chat.call_args.args
     assert (length, backend, kv) == (4, BACKEND, "int8")
     assert asdict(sampling) == {"temperature": 0.5, "top_k": 3, "top_p": 0.25, "seed": 9}
-    for other in (["--prompt", "a"], ["--json"], ["--bytes"]):
+    for other in (["--prompt", "a"], ["--json"], ["--bytes"], ["--chunks"]):
         generate("--length", "1", *other)
     assert chat.call_count == 1
 
@@ -239,7 +239,9 @@ def test_evaluate_prints_a_table_or_one_object(run, tmp_path, arb_here):
     for words in ("nats a byte", "bits a byte", "order-0 entropy", "compression ratio", "16, 8"):
         assert words in done.stdout
     assert "100 %" in done.stderr
-    report = json.loads(arb_here(*args, "--json", "--stride", "16").stdout)
+    quiet = arb_here(*args, "--json", "--stride", "16", "--quiet")
+    assert quiet.stderr == ""
+    report = json.loads(quiet.stdout)
     assert report["bytes"] == path.stat().st_size
     assert report["stride"] == 16
     assert report["nats_per_byte"] < report["entropy"]

@@ -178,3 +178,9 @@ def test_default_that_is_told_is_the_one_that_there_is(command):
         assert told.keys() >= {
             "steps", "warmup", "schedule", "weights", "keep", "save_every", "optimizer",
         }  # fmt: skip
+
+
+def test_way_out_names_options_too_and_a_switch_without_a_value(arb_here):
+    done = arb_here("train", "--digits", "fade", "--keep-best", "--device", "cpu")
+    (_, hint) = done.stderr.splitlines()
+    assert hint == "hint: leave `--keep-best` out, or use `--digits all` or `trit`"

@@ -31,3 +31,12 @@ def test_bad_places_are_refused(tmp_path, monkeypatch):
         check_file(tmp_path / "a.png", "--plot", PICTURES)
     with pytest.raises(ArbError, match="Permission denied"):
         check_folder(tmp_path, "--ledger")
+
+
+def test_file_that_is_there_is_asked_itself_and_else_its_folder(tmp_path, monkeypatch):
+    asked, path = [], tmp_path / "a.png"
+    monkeypatch.setattr(os, "access", lambda *place: asked.append(place) or True)
+    check_file(path, "--plot", PICTURES)
+    path.touch()
+    check_file(path, "--plot", PICTURES)
+    assert asked == [(tmp_path, os.W_OK), (path, os.W_OK)]

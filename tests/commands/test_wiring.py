@@ -1,6 +1,9 @@
 """What a command is told reaches the function that does its work, each thing where it belongs."""
 
+import io
 import json
+import os
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -223,3 +226,35 @@ def test_several_prompts_are_continued_as_was_asked(asked, monkeypatch, tmp_path
     assert [(each.prompt, each.length) for each in requests] == [(b"a", 4), (b"b", 2)]
     assert {each.sampling.top_k for each in requests} == {5}
     assert (call.kwargs["backend"], call.kwargs["kv"]) == ("torch", "int8")
+
+
+def test_prompt_is_taken_byte_for_byte(asked, monkeypatch):
+    monkeypatch.setattr(load, "load_named_model", lambda *_: ("model", "its name"))
+    words = ["generate", "--checkpoint", "x", "--device", "cpu", "--backend", "torch"]
+    continues = "arbcli.infer.generation.continue_text"
+    for given, prompt in (
+        ([], b"\n"), (["--prompt", os.fsdecode(b"t\xff ")], b"t\xff "),
+        (["--prompt", "-"], b" a\r\n\xff\n"),
+    ):  # fmt: skip
+        stdin = SimpleNamespace(buffer=io.BytesIO(b" a\r\n\xff\n"), isatty=lambda: False)
+        monkeypatch.setattr(sys, "stdin", stdin)
+        assert asked(continues, *words, *given).args[2] == prompt
+    stdin = SimpleNamespace(buffer=io.BytesIO(b'"a"\r\n\n"b"'), isatty=lambda: False)
+    monkeypatch.setattr(sys, "stdin", stdin)
+    call = asked("arbcli.infer.several.continue_several", *words, "--prompts", "-")
+    assert [each.prompt for each in call.args[1]] == [b"a", b"b"]
+
+
+@pytest.mark.parametrize(
+    "option", [("--config", "a.toml"), ("--minutes", "3"), ("--init-from", "y"), ("--batch", "2")]
+)
+def test_run_that_goes_on_is_given_nothing_else(option, arb_here):
+    done = arb_here("train", "--resume", "x", *option)
+    assert done.returncode == 2
+    assert f"so `{option[0]}` cannot be given to it" in done.stderr
+
+
+def test_snapshot_may_end_in_either_of_its_suffixes(asked, tmp_path):
+    words = ["audit-memory", *SIZES, "--device", "cpu", "--snapshot"]
+    for name in ("a.pickle", "a.pkl"):
+        assert asked("arbcli.train.configure.new_config", *words, str(tmp_path / name))

@@ -10,7 +10,12 @@ from arbcli.errors import ArbError
 from arbcli.train.configure import new_config
 
 GIVEN = [
-    {"preset": "tiny", "data": ('a "b"\\\x7f\n.txt', "ü"), "sub_norms": False, "lr": 1e-5},
+    {
+        "preset": "tiny",
+        "data": ('a "b"\\\x7f\n.txt', "ü", "\U0001f600"),
+        "sub_norms": False,
+        "lr": 1e-5,
+    },
     {"preset": "small", "rule": "votes", "steps": 7, "eval_every": 3, "field": "text"},
     {"preset": "arb-tiny", "moe": True, "graph": True, "codes": (8, 8)},
     {"preset": "base", "weights": "float", "optimizer": "muon"},

@@ -14,6 +14,7 @@ from arbcli.config.training import (
     train_config_from,
 )
 from arbcli.device import COMPUTE
+from arbcli.errors import ArbError
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -67,6 +68,25 @@ def test_fields_of_another_version_are_refused():
     for wrong in (values | {"wings": 2}, values | {"kind": "bird"}, {"dim": 32}):
         with pytest.raises(TypeError):
             config_from_dict(wrong)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [None, {}, [], {"model": "tiny", "data": (), "val": ()}, {"model": [], "data": (), "val": ()},
+     {"model": {"dim": 32}, "data": 3, "val": ()}],
+)  # fmt: skip
+def test_settings_of_a_run_that_are_none_are_refused(config):
+    model = dataclasses.asdict(preset("tiny"))
+    facts = {"config": {"model": model, "data": [], "val": []}}
+    assert train_config_from(facts).model == preset("tiny")
+    with pytest.raises(ArbError, match="does not fit this version of arb") as caught:
+        train_config_from({"config": config})
+    assert "`config.json`" in caught.value.hint
+
+
+def test_entries_that_a_byte_sees_are_those_of_a_whole_context_and_one_at_least():
+    config = preset("arb-long", ctx=130)
+    assert [config.entries(ratio) for ratio in (4, 128, 130, 131)] == [32, 1, 1, 1]
 
 
 def test_every_compute_has_a_dtype():

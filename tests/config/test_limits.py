@@ -159,3 +159,10 @@ def test_slots_of_chunks_are_half_again_as_many_as_are_asked_for(
     assert {about: config.capacity(*about) for about in room} == room
     every = preset("hnet-tiny", **given | {"boundaries": "every"})
     assert every.slots[1] == -(-window // lengths[0])
+
+
+def test_value_that_is_refused_is_shown_in_part():
+    for length, more in ((60, ""), (61, "...")):
+        with pytest.raises(ArbError) as caught:
+            preset("tiny", rule="x" * length)
+        assert str(caught.value) == f"`rule` is `{'x' * 60}{more}`"

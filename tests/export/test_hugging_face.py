@@ -23,6 +23,10 @@ def test_folder_holds_the_same_weights(saved, tmp_path, kind):
     report = export(checkpoint, "hf", out=tmp_path / "model", kind=kind)
     assert report.type.lower() == kind
     found = load_file(tmp_path / "model" / "model.safetensors")
+    data = (tmp_path / "model" / "model.safetensors").read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    assert length % 8 == 0  # so that numbers are aligned
+    assert json.loads(data[8 : 8 + length])["__metadata__"] == {"format": "pt"}
     model = load_weights(checkpoint, print).model
     expected = {part.hugging_face: w for s in sources(model) for part, w in read(s)}
     assert found.keys() == expected.keys()

@@ -1,18 +1,22 @@
 """The weights alone: a quarter of a byte each, and all that generating and evaluating need."""
 
+import dataclasses
 import json
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 import arbcli
-from arbcli.checkpoint import load_checkpoint
+from arbcli.checkpoint import load_checkpoint, write_checkpoint
+from arbcli.device import COMPUTE, default_compute
 from arbcli.errors import ArbError
 from arbcli.export.run import export
 from arbcli.infer.generation import Sampling, generate
 from arbcli.infer.load import load_model
+from arbcli.rules import FADED
 
 
 @pytest.mark.parametrize(
@@ -79,11 +83,12 @@ def test_export_of_an_export_is_the_same_file(saved, tmp_path):
 
 def test_weights_keep_what_they_were_trained_in(saved, tmp_path):
     checkpoint = saved()
-    (tmp_path / "config.json").write_text('{"config": {"compute": "bf16"}}')
+    compute = "fp32" if default_compute(torch.device("cpu")) == "bf16" else "bf16"
+    (tmp_path / "config.json").write_text(json.dumps({"config": {"compute": compute}}))
     os.mkdir(tmp_path / "elsewhere")
     export(checkpoint, "safetensors", out=tmp_path / "elsewhere" / "weights.safetensors")
     loaded = load_model(tmp_path / "elsewhere" / "weights.safetensors", device="cpu")
-    assert loaded.compute_dtype == torch.bfloat16
+    assert loaded.compute_dtype == COMPUTE[compute]
 
 
 def test_weights_alone_are_not_trained_on(saved, tmp_path):
@@ -123,3 +128,46 @@ def test_export_is_named_for_its_run_or_else_for_its_file(
     if of_run:  # wherever one stands
         monkeypatch.chdir(tmp_path)
         assert export(Path("."), kind).path == name.format(tmp_path.name)
+
+
+@pytest.mark.parametrize(
+    ("form", "kind", "way_out"),
+    [
+        ("safetensors", "bf16", "leave `--type` out"),
+        ("hf", "q4_0", "choose one of: `bf16`, `f32`"),
+        ("gguf", "q5_0", "choose one of: `f32`, `f16`, `bf16`, `q8_0`, `q4_0`, `q2_0`"),
+    ],
+)
+def test_type_that_a_form_has_not_is_refused_before_anything_is_read(form, kind, way_out):
+    with pytest.raises(ArbError, match=f"`--to {form}` has no type `{kind}`") as caught:
+        export(Path("nowhere"), form, kind=kind)
+    assert caught.value.hint == way_out
+
+
+def test_seconds_of_an_export_are_those_from_its_begin_to_its_end(saved, tmp_path, monkeypatch):
+    path = saved()
+    clock = SimpleNamespace(perf_counter=iter([5.0, 7.5]).__next__)
+    monkeypatch.setattr("arbcli.export.run.time", clock)
+    assert export(path, "safetensors", out=tmp_path / "weights").seconds == 2.5
+
+
+@pytest.mark.parametrize("form", ["hf", "safetensors"])
+def test_run_whose_name_is_no_utf_8_is_exported(saved, tmp_path, form):
+    run = tmp_path / os.fsdecode(b"run \xff")
+    run.mkdir()
+    (run / "config.json").write_text('{"config": {"compute": "fp32"}}')
+    saved().rename(run / "step-000007.safetensors")
+    export(run, form, out=tmp_path / "made")
+    if form == "hf":
+        assert "# run ?\n" in (tmp_path / "made" / "README.md").read_text()
+
+
+def test_weights_in_the_middle_of_fading_are_not_exported(saved, tmp_path):
+    checkpoint = load_checkpoint(saved(digits="all"))
+    config = checkpoint.config | {"digits": FADED[0]}
+    write_checkpoint(tmp_path / "middle", dataclasses.replace(checkpoint, config=config))
+    for form in ("hf", "safetensors"):
+        with pytest.raises(ArbError, match="are fading from all digits to the trit") as caught:
+            export(tmp_path / "middle", form, out=tmp_path / "made")
+        assert "the end of the run" in caught.value.hint
+    assert not (tmp_path / "made").exists()

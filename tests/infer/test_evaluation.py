@@ -1,5 +1,7 @@
 """Every byte of a text but the first is counted exactly once, with the context it is promised."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
@@ -94,8 +96,10 @@ def test_one_window_is_the_model_s_own_loss(tmp_path):
     assert got == pytest.approx(expected, rel=1e-5)
 
 
-def test_report_has_bits_ratio_and_entropy(tmp_path):
+def test_report_has_bits_ratio_and_entropy(tmp_path, monkeypatch):
     make_text(tmp_path, bytes(64) + bytes(range(1, 3)) * 32)
+    clock = SimpleNamespace(perf_counter=iter([5.0, 7.5]).__next__)
+    monkeypatch.setattr(evaluation, "time", clock)
     options = {"batch": 4, "backend": "torch", "stride": None}
     report = evaluate(Fake(), "a run", *open_text([str(tmp_path / "text")]), **options)
     assert (report.bytes, report.context, report.stride) == (128, CTX, CTX // 2)
@@ -103,8 +107,9 @@ def test_report_has_bits_ratio_and_entropy(tmp_path):
     bits = 8 + 127 * report.bits_per_byte
     assert report.compression_ratio == pytest.approx(128 * 8 / bits)
     assert report.entropy == pytest.approx(1.0397208)
-    assert report.bytes_per_second == pytest.approx(report.bytes / report.seconds)
-    assert report.seconds > 0
+    assert (report.seconds, report.bytes_per_second) == (2.5, 128 / 2.5)
+    assert (report.checkpoint, report.kv) == ("a run", "fp32")
+    assert report.text == open_text([str(tmp_path / "text")])[1] != "a run"
 
 
 @pytest.mark.parametrize(("near", "parts"), [
@@ -139,6 +144,26 @@ def test_what_cannot_be_evaluated_is_refused(content, stride, message, tmp_path)
             backend="torch",
             stride=stride,
         )
+
+
+def test_window_of_one_byte_goes_on_by_one(tmp_path):
+    model = Fake()
+    model.config = preset("tiny", dim=4, layers=1, heads=1, ffn=4, ctx=1)
+    text = make_text(tmp_path, bytes(range(9)))
+    report = evaluate(model, "", text, "", stride=None, batch=3, backend="torch")
+    assert (report.context, report.stride) == (1, 1)
+    assert model.batches == [(3, 1), (3, 1), (2, 1)]
+
+
+def test_logits_are_compared_in_float32_whatever_computed_them(tmp_path):
+    class Coarse(Fake):
+        def forward(self, ids):
+            return (torch.arange(256.0).expand(*ids.shape, 256) / 100).bfloat16()
+
+    logits = Coarse()(torch.zeros(1, 1))[0, 0].double()
+    expected = float((torch.logsumexp(logits, 0) - logits[1:25]).mean())
+    found = mean_loss(Coarse(), make_text(tmp_path, bytes(range(25))), stride=6, batch=2)
+    assert found == pytest.approx(expected, rel=1e-6)
 
 
 def test_losses_are_told_by_position_in_a_window(tmp_path, monkeypatch):

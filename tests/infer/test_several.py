@@ -2,6 +2,7 @@
 
 from dataclasses import asdict
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -89,8 +90,39 @@ def test_steps_leave_texts_that_are_done_alone(lm):
 def test_cache_takes_what_was_predicted(lm):
     cache = lm.new_several_cache(3, 40)
     assert cache.nbytes == cache_bytes(lm.config, 3, 40, torch.bfloat16) == 2 * 2 * 3 * 16 * 32 * 2
+    short = lm.new_several_cache(3, 10)
+    assert short.nbytes == cache_bytes(lm.config, 3, 10, torch.bfloat16) == cache.nbytes * 10 // 16
     with pytest.raises(ValueError, match="one byte at a time, got 2"), cache.reading(2):
         pass
+
+
+def test_no_more_places_are_made_than_there_are_texts(lm, monkeypatch):
+    made = mock.Mock(side_effect=SeveralDecoder)
+    monkeypatch.setattr(several, "SeveralDecoder", made)
+    for batch, places in ((1, 1), (2, 2), (5, 2)):
+        texts(lm, [request(b"abc", 1), request(b"a", 5)], batch)
+        assert made.call_args.args == (lm, places, 6)
+    made.reset_mock()
+    assert dict(generate_several(lm, [])) == {}
+    assert made.call_args is None
+    done = several.continue_several(lm, [], backend="torch")
+    assert (done.texts, done.length, done.batch) == (0, 0, 0)
+
+
+def test_room_of_a_gpu_includes_what_torch_holds_and_does_not_use(monkeypatch):
+    tell = {"mem_get_info": (100, 1000), "memory_reserved": 70, "memory_allocated": 30}
+    for name, value in tell.items():
+        monkeypatch.setattr(torch.cuda, name, lambda device, value=value: value)
+    check = mock.Mock(side_effect=ArbError("there is none"))
+    monkeypatch.setattr(several, "check_room", check)
+    config = preset("tiny")
+    lm = SimpleNamespace(device=torch.device("cuda"), config=config, compute_dtype=torch.bfloat16)
+    with pytest.raises(ArbError, match="there is none"):
+        SeveralDecoder(lm, 1, 40)
+    needed, what, hint, room = check.call_args.args
+    assert (needed, room) == (cache_bytes(config, 2, 40, torch.bfloat16), 140)
+    assert what == "the cache of 2 texts"  # one alone would be added up in another order
+    assert "`--batch`" in hint
 
 
 def test_models_without_kernels_for_it_make_one_after_another(lm, monkeypatch):
@@ -189,7 +221,7 @@ def test_lines_say_what_to_make():
 @pytest.mark.parametrize(
     ("line", "why"),
     [
-        ("It was", "line 2 of `f`: `It was` is no JSON"),
+        ("It was", "line 3 of `f`: `It was` is no JSON"),
         ("[1]", "there is no `prompt`"),
         ('{"text": "a"}', "there is no `prompt`"),
         ('{"prompt": "a", "max": 3}', "no field is named `max`"),
@@ -203,10 +235,30 @@ def test_lines_say_what_to_make():
     ],
 )
 def test_wrong_line_is_named(line, why):
-    with pytest.raises(ArbError, match=".*".join(["line 2 of `f`: ", why.split(": ")[-1]])):
-        read('"a"', line)
+    message = ".*".join(["line 3 of `f`: ", why.split(": ")[-1]])
+    with pytest.raises(ArbError, match=message) as caught:
+        read('"a"', "", line)
+    assert caught.value.hint
 
 
 def test_file_without_prompts_is_refused():
     with pytest.raises(ArbError, match="no prompt in `f`"):
         read("", "  ")
+
+
+def test_line_that_is_no_json_is_shown_without_its_end_and_in_part():
+    long, longest = "x" * 41, "x" * 40
+    for line, shown in (
+        (b" It was\r\n", "It was"), (longest.encode(), longest), (long.encode(), f"{longest}..."),
+        (b'"\xff"', '"\ufffd"'), (b"[" * 10**5, f"{'[' * 40}..."),
+    ):  # fmt: skip
+        with pytest.raises(ArbError) as caught:
+            read_prompts([line], "f", 7, Sampling())
+        assert str(caught.value) == f"line 1 of `f`: `{shown}` is no JSON"
+        assert "in UTF-8" in caught.value.hint
+    with pytest.raises(ArbError, match=rf"`top_k` is \"{'x' * 39}$"):
+        read(f'{{"prompt": "a", "top_k": "{long}"}}')
+
+
+def test_bytes_that_are_no_utf_8_are_written_as_python_does():
+    assert read('"a\\udcff"')[0].prompt == b"a\xff"

@@ -10,7 +10,8 @@ from arbcli.data import Text
 from arbcli.errors import ArbError
 from arbcli.infer.chunks import chunk_depths
 from arbcli.infer.evaluation import evaluate
-from arbcli.infer.generation import Sampling, continue_text, generate
+from arbcli.infer.generation import OUT_OF_MEMORY, Sampling, continue_text, generate
+from arbcli.infer.several import Request, continue_several, generate_several
 from arbcli.kernels.runtime import backend as backends
 from arbcli.model.build import build_model
 from arbcli.model.language_model import LanguageModel
@@ -31,6 +32,11 @@ USES: dict[str, tuple[Callable, bool]] = {
         lambda model, _: continue_text(model, "", b"a", 3, SAMPLING, backend="torch"), True,
     ),
     "generate": (lambda model, _: list(generate(model, b"a", 3, backend="torch")), False),
+    "continue_several": (
+        lambda model, _: continue_several(
+            model, [Request(prompt=b"a", length=2, sampling=SAMPLING)], backend="torch"
+        ), True,
+    ),
     "chunk_depths": (lambda model, _: chunk_depths(model, b"abcdefghij", "torch"), True),
 }  # fmt: skip
 """What uses a model, and whether it is in deterministic mode."""
@@ -55,6 +61,34 @@ def test_model_is_used_in_deterministic_mode_on_the_backend_without_gradients(
     assert seen == {(is_deterministic, "torch", False)}
     assert torch.get_deterministic_debug_mode() == 1  # of these tests
     assert backends._forced is None
+
+
+def of_several(model: LanguageModel, _tmp_path) -> None:
+    several = [Request(prompt=b"a", length=1, sampling=SAMPLING)]
+    list(generate_several(model, several, backend="torch"))
+
+
+HINTS = {
+    "evaluate": (evaluated, "use a smaller `--batch`"),
+    "continue_text": (USES["continue_text"][0], OUT_OF_MEMORY),
+    "generate": (USES["generate"][0], OUT_OF_MEMORY),
+    "generate_several": (of_several, OUT_OF_MEMORY),
+}
+"""What uses a model, and what to do where there is no memory for it."""
+
+
+@pytest.mark.parametrize("name", HINTS)
+def test_want_of_memory_is_said_with_what_helps(name, tmp_path):
+    use, hint = HINTS[name]
+    model = build_model(preset("tiny", dim=8, layers=1, heads=1, ffn=8, ctx=8), torch.float32)
+
+    def take(*_) -> None:
+        raise torch.OutOfMemoryError("there is none")
+
+    model.embedding.register_forward_hook(take)
+    with pytest.raises(ArbError, match="the GPU's memory is not enough") as caught:
+        use(model, tmp_path)
+    assert caught.value.hint == hint
 
 
 IN_RANGE = {

@@ -13,7 +13,14 @@ from torch.nn import functional
 from arbcli.data import open_texts
 from arbcli.errors import ArbError
 from arbcli.inspect import audit as audit_module
-from arbcli.inspect.audit import LiveTensors, _check_levels, _check_prediction, audit, check_fit
+from arbcli.inspect.audit import (
+    LiveTensors,
+    _check_floats,
+    _check_levels,
+    _check_prediction,
+    audit,
+    check_fit,
+)
 from arbcli.inspect.peak import predict_peak
 from arbcli.inspect.trace import without_memory
 from arbcli.kernels.runtime.backend import default_backend
@@ -161,7 +168,13 @@ def test_prediction_is_held_against_what_was_measured(monkeypatch):
         peak = real(config, **about)
         return dataclasses.replace(peak, peak_bytes=2 * peak.peak_bytes)
 
-    step_of = Trainer.train_step
+    step_of, read = Trainer.train_step, audit_module._read
+
+    def read_level(tensors, step, stage):  # the peak of the loading is none of a step
+        level = read(tensors, step, stage)
+        return level if step else dataclasses.replace(level, peak_bytes=10**12)
+
+    monkeypatch.setattr(audit_module, "_read", read_level)
     monkeypatch.setattr(audit_module, "predict_peak", twice)
     monkeypatch.setattr(
         Trainer, "train_step", lambda self, *a: kept.append(torch.zeros(999)) or step_of(self, *a)
@@ -255,6 +268,7 @@ def test_budget_that_is_too_small_is_told_what_would_fit(
 def test_gpu_that_is_not_there_is_predicted_for():
     config = audit_module.config_of_any_gpu(dim=32, layers=1, heads=2, ffn=48, ctx=16)
     assert (config.device, config.backend, config.compute) == ("cuda", "triton", "bf16")
+    assert audit_module.config_of_any_gpu(dim=32, heads=2, compute="fp32").compute == "fp32"
     report = audit_module.check_fit(config, "1G")
     assert report.fits
     assert report.budget_bytes == 2**30
@@ -275,7 +289,10 @@ def test_attention_on_a_gpu_is_traced_with_a_mask_or_none(mask):
     ("ends", "passed"), [([7, 7, 7], True), ([7, 8, 7], False), ([7, 7, 8], False)]
 )
 def test_every_step_returns_to_the_level_of_the_first(ends, passed):
-    assert _check_levels(ends).passed == passed
+    found = _check_levels(ends)
+    assert found.passed == passed
+    every = f"after the steps: {', '.join(map(str, ends))} bytes"
+    assert found.detail == ("7 bytes after every step" if passed else every)
 
 
 @pytest.mark.parametrize(
@@ -291,6 +308,28 @@ def test_state_is_as_predicted_in_the_model_and_in_all_that_loading_left(found, 
     assert check.passed == passed
     hidden = f", {loaded - found} outside it"
     assert (hidden in check.detail) == (loaded > found)
+
+
+def test_first_names_of_floats_are_told():
+    counts = {"float_parameters": 1, "float_buffers": 2}
+    check = _check_floats(SimpleNamespace(float_names=(), **counts))
+    assert check.passed
+    assert check.detail == "1 trainable float parameters, 2 float buffers"
+    for names in ("a", "abc", "abcd"):
+        check = _check_floats(SimpleNamespace(float_names=tuple(names), **counts))
+        assert not check.passed
+        assert check.detail.endswith(f"2 float buffers: {', '.join(names[:3])}")
+
+
+def test_room_is_asked_for_before_a_step_is_traced(monkeypatch):
+    asked, traced = mock.Mock(side_effect=ArbError("there is none")), mock.Mock()
+    monkeypatch.setattr(audit_module, "check_memory", asked)
+    monkeypatch.setattr(audit_module, "predict_peak", traced)
+    config = config_of()
+    with pytest.raises(ArbError, match="there is none"):
+        audit(config)
+    assert asked.call_args.args == (config,)
+    assert not traced.called
 
 
 def test_room_for_a_trace_is_that_of_all_batches_of_a_step(monkeypatch):

@@ -144,11 +144,13 @@ def test_measure_tells_floats_by_where_they_hang():
     model = model_of(preset("tiny", **TINY), "cpu")
     assert measure(model).float_names == ()
     model.register_buffer("table", torch.zeros(3))
+    model.register_buffer("turns", torch.zeros(2, dtype=torch.complex64))
     model.head.master = torch.nn.Parameter(torch.zeros(5, dtype=torch.bfloat16))
     model.norm.cache = [{"x": torch.zeros(7)}]
     measured = measure(model)
-    assert set(measured.float_names) == {"table", "head.master", "norm.cache.0.x"}
-    assert measured.float_buffers == 3
+    names = {"table", "turns", "head.master", "norm.cache.0.x"}
+    assert set(measured.float_names) == names
+    assert measured.float_buffers == 3 + 2
     assert measured.float_parameters == 5
     assert measured.float_attributes == 7
 

@@ -1,6 +1,7 @@
 """The probe finds each fault that is planted, by its name, and nothing wrong with a sound model."""
 
 import dataclasses
+import gc
 import json
 import math
 from itertools import pairwise
@@ -294,8 +295,9 @@ def test_probe_steps_as_training_does(text):
 
 
 def test_probe_leaves_no_hooks_behind(text):
-    trainer = trainer_of(text)
+    trainer, frozen = trainer_of(text), gc.get_freeze_count()
     examine(trainer, 1)
+    assert gc.get_freeze_count() <= frozen  # what is alive is collected again
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in trainer.model.modules())
     assert all(weight.sink is trainer.updater for weight in trainer.model.weights().values())
 

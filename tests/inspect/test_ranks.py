@@ -1,5 +1,6 @@
 """What each process of a shared run holds is what was predicted."""
 
+import dataclasses
 from types import SimpleNamespace
 
 import pytest
@@ -88,6 +89,8 @@ def test_report_of_ranks_says_what_they_share(monkeypatch):
     assert asked == [{"captured": True, "rank": rank, "size": 2} for rank in range(2)]
     assert [each.share for each in report.ranks] == share_out(config, 2)
     assert predict_ranks(config, 2).passed
+    of_second = dataclasses.replace(config, device="cuda:1")
+    assert ranks._report(of_second, [], None).device == "cuda"
 
 
 def test_process_that_does_not_fit_or_fails_is_enough(monkeypatch):

@@ -1,9 +1,13 @@
 """A run that cannot fit is refused before it starts, and none that can."""
 
+import dataclasses
+from unittest import mock
+
 import pytest
 from marks import mostly_slow
 
 from arbcli.errors import ArbError
+from arbcli.inspect import room
 from arbcli.inspect.memory import predict
 from arbcli.inspect.peak import predict_peak
 from arbcli.inspect.room import check_memory, least_bytes
@@ -68,3 +72,14 @@ def test_least_is_state_batches_activations_and_logits(options, accum, width, nu
     positions = 8 * 32
     activations = positions * (numbers + 2 * 256) * width  # logits and their gradient
     assert least_bytes(config) == kept + positions * accum * 16 + activations
+
+
+def test_room_is_that_of_the_device_of_the_run(monkeypatch):
+    check = mock.Mock()
+    monkeypatch.setattr(room, "check_room", check)
+    monkeypatch.setattr(room, "free_bytes", lambda device: {"cuda": 12, "cpu": 34}[device.type])
+    config = new_config(dim=32, heads=2, ctx=16, device="cpu")
+    for device, free in (("cpu", 34), ("cuda:1", 12)):
+        room.check_memory(dataclasses.replace(config, device=device), "do so")
+        needed = room.least_bytes(config)
+        assert check.call_args == mock.call(needed, "a training step", "do so", free)

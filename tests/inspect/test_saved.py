@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from collections import Counter
 from types import SimpleNamespace
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 
 from arbcli.errors import ArbError
 from arbcli.export.run import export
-from arbcli.inspect.saved import Difference, compare, open_saved
+from arbcli.inspect.saved import Difference, Saved, compare, open_saved
 
 
 @pytest.fixture
@@ -45,6 +46,8 @@ def test_forms_of_one_model_have_equal_weights(forms):
     for kind in ("gguf", "hf"):
         found = compare(opened["checkpoint"], opened[kind])
         assert (found.compared, found.equal, found.num_equal) == ("weights", True, 16)
+    for saved in opened.values():
+        assert {read().dtype for read in saved.weights().values()} == {torch.float32}
     found = compare(opened["weights"], opened["checkpoint"])
     assert not found.equal
     assert not found.tensors
@@ -70,12 +73,17 @@ def test_run_tells_of_its_files(saved, tmp_path):
     saved()
     text = {"description": "a book"}
     (tmp_path / "config.json").write_text(json.dumps({"text": text}))
-    (tmp_path / "metrics.jsonl").write_text('{"step": 5}\n{"step": 7}\n')
+    (tmp_path / "metrics.jsonl").write_bytes(b'{"step\xff\n{"step": 5}\n{"step": 7}\n')
     report = open_saved(tmp_path, print).report()
+    assert report.bytes == (tmp_path / "step-000007.safetensors").stat().st_size
     assert report.kind == "run"
     assert report.run["last_record"] == {"step": 7}
     assert report.run["text"] == text
     assert report.run["checkpoints"] == ["step-000007.safetensors"]
+    (tmp_path / "metrics.jsonl").write_text("")
+    (tmp_path / "config.json").unlink()
+    found = {"checkpoints": ["step-000007.safetensors"], "last_record": None}
+    assert open_saved(tmp_path, print).run == found
 
 
 def test_what_is_damaged_or_no_model_is_refused(forms, tmp_path):
@@ -133,3 +141,40 @@ def test_differences_are_measured_against_the_first():
     assert (report.num_equal, report.equal) == (1, False)
     assert compare(first, first).equal
     assert compare(first, first).num_equal == 5
+
+
+def test_differences_are_in_the_order_of_their_names_and_settings_of_both():
+    names = [f"{letter}{number}" for letter in "zyx" for number in range(5)]
+    first, second = (
+        imagined(side, **{name: [float(side)] for name in names if name != gone})
+        for side, gone in (("1", "z1"), ("2", "x3"))
+    )
+    first.settings, first.config = {"lr": 1, "seed": 3}, {"dim": 4}
+    report = compare(first, second)
+    assert [found.name for found in report.tensors] == sorted({*names} - {"z1", "x3"})
+    assert [*report.missing] == ["x3", "z1"]
+    assert (report.settings, report.config) == ({}, {})  # the second has none, and no state
+    second.settings = {"lr": 2, "seed": 3}
+    assert compare(first, second).settings == {"lr": [1, 2]}
+
+
+def test_report_adds_up_what_was_counted_in_order(tmp_path):
+    class Counted(Saved):
+        kind, step, digests, digest, origin, config = "gguf", 7, "none", None, "a digest", {}
+        weights = None
+
+        def bytes_by_area(self):
+            return {"mlp": Counter(Q4_0=18)}
+
+        def histograms(self):
+            signs = {"mlp": [1, 2, 5], "head": [2, 0, 2]}
+            return signs, {"mlp": Counter({2: 1, -3: 4, 0: 3})}
+
+    (tmp_path / "below").mkdir()
+    for name in ("a", "below/b"):
+        (tmp_path / name).write_bytes(b"12345")
+    report = Counted(tmp_path).report()
+    assert (report.num_weights, report.bytes) == (12, 10)
+    assert report.trits == {"mlp": [0.125, 0.25, 0.625], "head": [0.5, 0.0, 0.5]}
+    assert [*report.octaves["mlp"].items()] == [(-3, 4), (0, 3), (2, 1)]
+    assert report.bytes_by_area == {"mlp": {"Q4_0": 18}}

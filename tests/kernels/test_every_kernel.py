@@ -1,7 +1,10 @@
 """Every kernel, in both implementations, against its reference on all the cases of its spec."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
+from interpreter import within_arguments
 
 from arbcli.config.dense import SCALE_TYPES
 from arbcli.kernels.codec.packed import Packed
@@ -187,6 +190,7 @@ ROWS_APART = {
     "rms_norm_e4m3": (0, 1),
     "gated_rms_norm_e4m3": (0, 1),
     "rotary_norm_backward": (0, 1, 2),
+    "causal_attention_backward": (0, 1, 2, 3, 4),
     "compress_blocks": (0,),
     "compress_blocks_backward": (2,),
     "choose_entries": (0, 2),
@@ -237,7 +241,8 @@ def inputs_to_lay_out(spec, device) -> tuple:
 
 
 def check_laid_out(spec, backend, inputs, wanted):
-    with poisoned(), use_backend(backend):
+    watched = within_arguments() if backend == "interpreter" else nullcontext()
+    with poisoned(), use_backend(backend), watched:
         got = as_tuple(spec.run(backend)(*copies(inputs)))
     for result, expected in zip(got, wanted, strict=True):
         found = compare(spec, f"{spec.name} {backend}", result, expected)
@@ -273,13 +278,81 @@ def test_columns_of_any_one_input_of_a_loop_in_c_may_lie_apart(spec):
         check_laid_out(spec, "native", laid_out, wanted)
 
 
+DENSE = {
+    "rotary_norm_backward": (3, 4, 5, 6), "stream_weights": (1,), "stream_weights_backward": (4,),
+    "weighted_rows_grad": (3, 4), "unit_gain": (1, 2), "blend_moment": (3,),
+    "step_by_direction": (4,), "quantise_gradient": (1, 3, 5), "sum_gradients": (0, 2, 3),
+    "take_last_bits": (2,),
+}  # fmt: skip
+"""Inputs that lie as they do, one element after the other, at least in each row."""
+NOT_ANYWHERE = {
+    "choose_entries", "smooth_chunks", "smooth_chunks_backward", "fp8_matmul", "nvfp4_matmul",
+    "gradient_gains", "row_matmul", "arranged_rows", "digits_matmul", "merged_steps",
+}  # fmt: skip
+"""Those that take long, whose parts are here themselves, or that are told addresses alone."""
+READ_WITH_DIGITS = PLANES | {"weighted_rows_grad_weights", "embedding_rows"}
+"""Kernels that read remainders; others have them decoded first, or share the code of these."""
+ANYWHERE = [
+    (spec, scale_type, digits)
+    for spec in KERNELS
+    for scale_type, digits in (("T6", False), ("T6", True), ("T32", False))
+    if spec.name not in NOT_ANYWHERE
+    and (not digits or spec.name in READ_WITH_DIGITS)
+    and (scale_type == "T6" or spec.name in PLANES)
+]
+
+
+def anywhere(value):
+    """Lay elements out at a step of two or three in every dimension, behind one of no use."""
+    if isinstance(value, Packed):
+        return value.map(anywhere)
+    if not isinstance(value, torch.Tensor):
+        return value
+    steps = [2 + dim % 2 for dim in range(value.dim())]
+    sizes = [1 + step * size for step, size in zip(steps, value.shape, strict=True)]
+    wide = torch.ones(sizes, dtype=value.dtype, device=value.device)
+    wide = wide.fill_(torch.nan) if value.is_floating_point() else wide
+    return wide[tuple(slice(1, None, step) for step in steps)].copy_(value)
+
+
+def all_digits(value, device):
+    """Give a packed matrix remainders."""
+    if not isinstance(value, Packed):
+        return value
+    shape, about = (value.out_features, value.in_features), torch.Generator().manual_seed(1)
+    remainder = torch.randint(-128, 128, shape, generator=about).to(device, torch.int8)
+    return value._replace(remainder=remainder, radix=64, nibble=False)
+
+
+@pytest.mark.parametrize(
+    ("spec", "scale_type", "digits"), ANYWHERE, ids=lambda value: getattr(value, "name", None)
+)
+def test_elements_of_every_input_may_lie_anywhere(spec, scale_type, digits, device):
+    """Random cases have steps in some dimensions of some inputs; here they have them in all.
+
+    Wherever it lies, nothing else is read: a mask that is too wide may change no result.
+    """
+    # who show every input, several sequences and several experts
+    dice = Dice(0 if "grouped" in spec.name else 30, device, torch.float32)
+    sizes = (2, 3, 197) if scale_type == "T32" else (5, 7, 37)  # a block of planes and some
+    inputs = DRAWINGS[spec.name].draw(dice, SCALE_TYPES[scale_type], *sizes)
+    if digits:
+        inputs = [all_digits(x, device) for x in inputs]
+    one_layout = DRAWINGS[spec.name].one_layout
+    dense = range(len(inputs)) if one_layout else DENSE.get(spec.name, ())
+    laid_out = [x if place in dense else anywhere(x) for place, x in enumerate(inputs)]
+    wanted = as_tuple(spec.reference(*copies(inputs)))
+    check_laid_out(spec, BACKENDS[1], laid_out, wanted)
+
+
 IN_BFLOAT16 = [
-    "ternary_matmul", "ternary_matmul_grad_x", "arranged_matmul", "arranged_rows", "digits_matmul",
+    "ternary_matmul", "ternary_matmul_grad_x", "row_matmul", "arranged_rows", "digits_matmul",
     "decode_attention_rows", "decode_latent", "choose_bytes", "attend_parts",
     "unit_rows", "grouped_matmul",
     "grouped_grad_w", "expert_combine", "expert_combine_backward", "rms_norm", "add_rms_norm",
     "rms_norm_backward", "gated_rms_norm", "gated_rms_norm_backward", "rotary_norm",
     "rotary_norm_backward", "decode_attention", "cross_entropy", "cross_entropy_backward",
+    "causal_attention_backward",
     "decode_attention_8bit",
     "weighted_rows_grad_weights", "weighted_rows_grad", "gradient_statistics", "unit_gain", "gram",
     "gram_polynomial", "quantise_rows", "rms_norm_e4m3", "gated_rms_norm_e4m3", "choose_byte",
@@ -293,12 +366,13 @@ IN_BFLOAT16 = [
 ]  # fmt: skip
 """Kernels with inputs in bfloat16."""
 SEVERAL_ROUNDINGS = {
+    "causal_attention_backward",
     "gram_polynomial",
     "decode_attention",
     "decode_attention_8bit",
     "decode_attention_rows",
 }
-"""Those whose results are rounded to bfloat16 more than once."""
+"""Those whose results, or what the reference did not round, are rounded to bfloat16 once more."""
 
 
 IN_BOTH = [(name, "torch") for name in IN_BFLOAT16] + [

@@ -5,6 +5,7 @@ import json
 import sqlite3
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from unittest.mock import MagicMock, call
 
 import pytest
@@ -96,6 +97,13 @@ def test_twin_has_no_histograms(text, tmp_path):
     assert logger.heard[2] == ("histograms", 1, {})
 
 
+@pytest.mark.parametrize(("sample", "heard"), [("", []), ("abc", [("text", 3, "abc")])])
+def test_last_sample_is_handed_on_if_there_is_one(sample, heard):
+    logger = Listening()
+    logger.ended(SimpleNamespace(sample=sample, steps=3))
+    assert logger.heard == [*heard, ("close",)]
+
+
 @pytest.mark.parametrize("name", LOGGERS)
 def test_missing_package_is_one_clear_line(name, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda package: None)
@@ -105,9 +113,14 @@ def test_missing_package_is_one_clear_line(name, monkeypatch):
 
 
 def test_unknown_and_broken_loggers_are_refused(monkeypatch):
-    with pytest.raises(ArbError, match="no logger is named `paper`"):
-        check_logger("paper")
+    for refuse in (check_logger, lambda name: find_logger(name, print)):
+        with pytest.raises(ArbError, match="no logger is named `paper`"):
+            refuse("paper")
     monkeypatch.setattr("arbcli.loggers.check_logger", lambda name: None)
+    module = MagicMock()
+    monkeypatch.setitem(sys.modules, "arbcli.loggers.wandb_log", module)
+    assert find_logger("wandb", print) is module.Logger.return_value
+    module.Logger.assert_called_once_with(print)
     monkeypatch.setitem(sys.modules, "trackio", None)
     monkeypatch.delitem(sys.modules, "arbcli.loggers.trackio_log", raising=False)
     with pytest.raises(ArbError, match="`--log trackio` cannot be used"):

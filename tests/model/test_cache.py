@@ -8,10 +8,12 @@ from arbcli.errors import ArbError
 from arbcli.kernels.norm import gated_rms_norm, rms_norm
 from arbcli.kernels.norm.rms_norm import norm_weight_torch
 from arbcli.kernels.runtime.backend import use_backend
+from arbcli.model import cache as cache_module
 from arbcli.model import dense as dense_module
 from arbcli.model.cache import KeyValueCache
 from arbcli.model.dense import ByteLM
 from arbcli.model.layers import attend as attend_module
+from arbcli.model.layers.linear import TernaryLinear
 
 WINDOW = 8
 SHAPE = {"dim": 32, "layers": 2, "heads": 2, "ffn": 48, "ctx": WINDOW}
@@ -79,9 +81,10 @@ def test_kernels_give_the_logits_of_one_forward(device, monkeypatch):
     check_parts("ragged chunks and bytes", KERNELS, device, monkeypatch)
 
 
-@pytest.mark.parametrize("options", [{}, {"sub_norms": False}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"sub_norms": False}, {"dim": 128}], ids=str)
 def test_arranged_weights_give_the_logits_of_packed_ones(options, device, monkeypatch):
     lm, ids = model(device, torch.bfloat16, **options), text(21, device)
+    lm.embedding.weight.exponent -= 4  # so what blocks add counts, and so do their norms
     with lm.prepared_weights():
         with monkeypatch.context() as patch:
             patch.setattr(dense_module, "fits_arranged", lambda *_: False)
@@ -89,6 +92,7 @@ def test_arranged_weights_give_the_logits_of_packed_ones(options, device, monkey
         assert lm.plain_norms
         assert not arranged(lm)
         monkeypatch.setattr(dense_module, "fits_arranged", lambda x, _: x.shape[1] == 1)
+        monkeypatch.setattr(cache_module, "fits_parts", lambda qkv: qkv.shape[-1] == 64)
         got = forward_in_parts(lm, ids, PARTS["ragged chunks and bytes"])
         assert arranged(lm) == 2 * 4 + 1
     assert not arranged(lm)
@@ -98,7 +102,8 @@ def test_arranged_weights_give_the_logits_of_packed_ones(options, device, monkey
 
 def arranged(lm) -> int:
     """Count the matrices that are arranged."""
-    return sum(getattr(part, "_arranged", None) is not None for part in lm.modules())
+    layers = [part for part in lm.modules() if isinstance(part, TernaryLinear)]
+    return sum((part._coded or part._arranged) is not None for part in layers)
 
 
 @pytest.mark.parametrize("weights", ["float", "ste"])

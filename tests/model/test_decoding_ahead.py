@@ -53,7 +53,9 @@ def test_decoding_ahead_changes_no_bit_and_saves_launches(device, backend, monke
 
 def test_a_backward_decodes_across_blocks_and_little_at_first():
     model = ByteLM(preset("tiny", **SIZES | {"layers": 2}))
-    weights = [layer.weight for block in model.blocks for layer in block.linears()]
+    parts = [(block.attention, block.mlp) for block in model.blocks]
+    layers = [(a.qkv, a.output, mlp.gate_up, mlp.output) for a, mlp in parts]
+    weights = [layer.weight for block in layers for layer in block]
     assert weights[0].needed_after == tuple(weights[1:4])
     assert weights[7].needed_before == ()
     assert weights[6].needed_before == (weights[5],)

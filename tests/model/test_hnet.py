@@ -169,6 +169,8 @@ def test_steps_in_fused_kernels_make_the_text_of_whole_forwards(kind, monkeypatc
     def fused(self, x, *, normalise, gated=False, added=None, beside=None):
         x = functional.rms_norm(x, x.shape[-1:], eps=NORM_EPS) if normalise else x
         y = self(x) if beside is None else torch.cat((self(x), beside(x)), dim=-1)
+        if self is lm.head:
+            of_steps.append(y)
         if gated:
             gate, up = y.chunk(2, dim=-1)
             y = functional.silu(gate) * up
@@ -176,7 +178,7 @@ def test_steps_in_fused_kernels_make_the_text_of_whole_forwards(kind, monkeypatc
 
     monkeypatch.setattr(TernaryLinear, "fused", fused)
     monkeypatch.setattr("arbcli.model.hnet.takes_one_position", lambda *_: True)
-    lm, prompt = model(kind), bytes(text(1, 5)[0].tolist())
+    lm, prompt, of_steps = model(kind), bytes(text(1, 5)[0].tolist()), []
     with lm.prepared_weights(), torch.no_grad():
         decoder = Decoder(lm, 24, Sampling(temperature=0), capture=False)
         decoder.read(prompt)
@@ -186,6 +188,8 @@ def test_steps_in_fused_kernels_make_the_text_of_whole_forwards(kind, monkeypatc
         logits = lm(torch.tensor([list(made)]))
     expected = bytes(logits[0].argmax(dim=1).tolist())
     assert made[5:11] + made[13:] == expected[4:10] + expected[12:-1]
+    read = [*range(4, 10), *range(12, 23)]
+    torch.testing.assert_close(torch.cat(of_steps)[:, 0], logits[0, read], **CLOSE)
 
 
 @pytest.mark.gpu

@@ -69,6 +69,21 @@ def test_operations_of_mamba_are_its_projections_and_a_recurrence(small_hnet, mo
     assert 2 * (scans + attention) == forward_operations(config) - products
 
 
+def test_operations_of_streams_are_those_of_the_mixing_besides():
+    """By hand: 64 for each of 24 = 2 * 2 * 4 + 2 + 2 * 3, in 2 blocks at 16 positions."""
+    plain, mixed = (preset("tiny", **DENSE, streams=streams) for streams in (1, 2))
+    assert forward_operations(mixed) - forward_operations(plain) == 2 * 2 * 16 * 64 * 24
+
+
+def test_operations_of_compressed_attention_are_those_of_what_is_seen(small_compressed):
+    """By hand: 2 blocks of 32 * 112 and 3 * 32 * 48; of 7 and 9 seen; 8 entries that are scored."""
+    options = {name: value for name, value in small_compressed.items() if name != "batch"}
+    config = preset(options.pop("preset"), **options)
+    positions = 2 * (32 * 112 + 3 * 32 * 48) + 2 * 32 * (7 + 9) + 256 * 32
+    entries = 32 * (16 + 2) + 16 * 8 + 16 * 8
+    assert forward_operations(config) == 2 * (24 * positions + 8 * entries)
+
+
 def test_operations_of_presets_are_six_a_weight_and_attention():
     """By hand: 2,048 bytes of 24 blocks, and the head; of the embedding rows are read."""
     config = PRESETS["1b"]

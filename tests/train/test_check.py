@@ -55,7 +55,12 @@ def test_whole_run_passes_and_nothing_of_it_changes(run):
     assert report.passed
     assert contents(run) == before
     assert (report.resumes_at, report.steps, report.drops_records) == (3, 4, 0)
+    assert (report.steps_before, report.removes, report.sets_aside) == (None, (), ())
     assert set(states(report).values()) == {"ok"}
+    said = {finding.name: finding.detail for finding in report.findings}
+    begun = json.loads((run / "config.json").read_text())["started"]
+    assert said["config.json"] == f"4 steps, begun {begun[: len('2026-01-31T12:00:00')]}"
+    assert said["metrics.jsonl"] == "3 records"
     assert {"config.json", "metrics.jsonl", "text", "step-000003.safetensors"} <= states(
         report
     ).keys()
@@ -71,13 +76,13 @@ def test_damage_is_found_and_a_resume_does_as_foretold(run):
     flip(run / "step-000003.safetensors")
     (run / ".step-000009.safetensors.tmp").write_bytes(b"half")
     with (run / "metrics.jsonl").open("a") as file:
-        file.write("no record\n")
+        file.write("no record\nnor this\n")
     report = check_run(run)
     assert not report.passed
     said = {finding.name: finding.detail for finding in report.findings}
     texts = f"{run.parent / 'text.txt'} (1 file), 2,790 + 310 bytes"
     assert said["text"] == texts
-    assert said["metrics.jsonl"] == "3 records, and 1 lines that are none"
+    assert said["metrics.jsonl"] == "3 records, and 2 lines that are none"
     tensors = load_checkpoint(run / "step-000002.safetensors").tensors.values()
     size = sum(tensor.nbytes for tensor in tensors)
     assert said["step-000002.safetensors"] == f"{size:,} bytes of state, as written"
@@ -106,6 +111,8 @@ def test_older_checkpoints_that_would_go_are_told(run):
     config = json.loads((run / "config.json").read_text())
     config["config"]["keep"] = 2
     (run / "config.json").write_text(json.dumps(config))
+    report = check_run(run / "step-000002.safetensors")
+    assert report.removes == tuple(f"step-00000{step}.safetensors" for step in (1, 0))
     report = check_run(run)
     assert report.removes == tuple(f"step-00000{step}.safetensors" for step in (2, 1, 0))
     resume_run(run, Observer())
@@ -149,6 +156,22 @@ def test_run_that_is_not_well_does_not_pass(change, run):
         assert report.stops
         with pytest.raises(ArbError):
             resume_run(run, Observer())
+
+
+def test_what_is_refused_is_told_and_stops_a_resume(run):
+    """A damaged checkpoint is passed over for an older one; one that may be whole is not."""
+    newest = run / "step-000003.safetensors"
+    newest.write_bytes(newest.read_bytes().replace(b'\\"format\\":1', b'\\"format\\":2'))
+    report = check_run(run)
+    (finding,) = (finding for finding in report.findings if finding.name == newest.name)
+    assert finding.state == "refused"
+    assert "newer arb" in finding.detail
+    assert (report.resumes_at, report.stops) == (None, finding.detail)
+    assert check_run(run / "step-000002.safetensors").resumes_at == 2
+    (run / "config.json").write_text("{}")
+    report = check_run(run)
+    (finding,) = (finding for finding in report.findings if finding.name == "config.json")
+    assert (finding.state, finding.detail) == ("refused", report.stops)
 
 
 def test_command_tells_it_and_so_does_a_dry_run(run):

@@ -15,6 +15,7 @@ from arbcli.export.run import export
 from arbcli.infer.load import load_model, read_saved, saved_config
 from arbcli.inspect.saved import compare, open_saved
 from arbcli.kernels.runtime.backend import default_backend
+from arbcli.train import directory
 from arbcli.train import run as running
 from arbcli.train.check import check_run
 from arbcli.train.configure import new_config
@@ -62,6 +63,15 @@ def test_run_is_extended_and_says_what_that_does_to_its_rate(text, tmp_path):
     assert again.notes == []
     with pytest.raises(ArbError, match="has 4 steps behind it"):
         resume_run(run, Observer(), steps=3)
+
+
+def test_step_counts_that_a_person_wrote_beside_those_of_a_run_are_passed_over():
+    """Those that a checkpoint of the step may still have are found."""
+    wrong = [None, {"at": "2", "from": 5}, {"from": 6}, {"at": 9}]
+    changes = [{"at": 2, "from": 3}, *wrong, {"at": 4, "from": 7}]
+    assert directory._earlier_steps({"extended": changes}, 2) == [3, 7]
+    assert directory._earlier_steps({"extended": changes}, 3) == [7]
+    assert directory._earlier_steps({}, 0) == []
 
 
 def test_extended_run_takes_its_own_older_checkpoints(text, tmp_path):

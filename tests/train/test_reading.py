@@ -31,6 +31,7 @@ from arbcli.train.directory import (
     run_facts,
 )
 from arbcli.train.parallel.group import Group
+from arbcli.train.record import seconds_so_far
 from arbcli.train.run import Observer, resume_run, start_run
 from arbcli.train.trainer import Trainer
 
@@ -218,6 +219,25 @@ def test_gradient_of_a_float_twin_is_the_mean_over_its_micro_batches(options):
         torch.testing.assert_close(parameter.grad, grad, rtol=1e-4, atol=1e-6)
 
 
+def test_twin_whose_steps_are_captured_is_compiled_with_its_optimizer(options, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "Stream", mock.Mock())
+    monkeypatch.setattr(torch, "compile", stepped := mock.Mock())
+    monkeypatch.setattr(training, "tell_compiler", told := mock.Mock())
+    monkeypatch.setattr(training, "compile_twin", compiled := mock.Mock())
+    optimizers = spy(monkeypatch, training, "FloatOptimizer")
+    texts = open_texts(options["data"], options["val"], seed=0, context=SHAPE["ctx"])
+    for backend, capture in (("triton", True), ("triton", False), ("torch", True)):
+        config = new_config(**options | {"weights": "float", "optimizer": "muon"})
+        trainer = Trainer(dataclasses.replace(config, backend=backend), texts, capture=capture)
+        compiles = backend == "triton" and capture
+        assert trainer.captures == compiles
+        assert optimizers.pop() == ((trainer.model, "muon"), {"compiled": compiles})
+        assert compiled.call_args_list == [mock.call(trainer.model)] * compiles
+        assert told.call_count == stepped.call_count == compiles
+        for each in (compiled, told, stepped):
+            each.reset_mock()
+
+
 @pytest.mark.parametrize("weights", ["ternary", "float", "ste"])
 def test_learning_rate_follows_the_schedule(weights, options, monkeypatch):
     trainer = trainer_of(options, weights=weights, lr=0.01, steps=6, warmup=2)
@@ -321,6 +341,12 @@ def test_time_goes_on_through_a_resume(options, tmp_path, monkeypatch):
     told = [json.loads(line) for line in (run / "metrics.jsonl").open()]
     assert [record["seconds"] for record in told] == [0.5, 1, 1.5, 2, 2.5]
     assert [record["bytes_per_second"] for record in told] == [256] * 5
+
+
+def test_time_before_a_resume_is_none_where_no_record_has_it(tmp_path):
+    assert seconds_so_far(tmp_path) == 0
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2, "seconds": null}\n')
+    assert seconds_so_far(tmp_path) == 0
 
 
 def test_record_of_several_processes_is_of_all_of_them(options, tmp_path, monkeypatch):
@@ -514,6 +540,18 @@ def test_facts_of_a_run_are_those_of_its_texts_and_of_this_program(options, monk
 def test_directory_of_a_run_is_named_for_its_model(given, name, options, tmp_path):
     assert make_next_directory(new_config(**options | given), tmp_path).name == name
     assert make_next_directory(new_config(**options), tmp_path).name == "002-32x1-moment"
+
+
+def test_text_of_a_run_is_opened_by_what_the_run_says_of_it(monkeypatch):
+    config = new_config(**SHAPE, data=["a", "b"], val=["c"], field="story", seed=5, device="cpu")
+    about = {"seed": 5, "context": 16, "field": "story"}
+    monkeypatch.setattr("arbcli.train.directory.open_texts", opened := mock.Mock())
+    open_run_texts(config)
+    open_run_texts(config, {"data": ["d"], "val": []}, "files")
+    assert opened.call_args_list == [
+        mock.call(("a", "b"), ("c",), **about, split=None),
+        mock.call(["d"], [], **about, split="files"),
+    ]
 
 
 @pytest.mark.parametrize("split", ["files", "within"])

@@ -19,6 +19,7 @@ from unittest import mock
 import pytest
 import torch
 from marks import mostly_slow
+from torch.autograd import DeviceType
 
 from arbcli import load
 from arbcli.checkpoint import checkpoints, load_checkpoint, save_checkpoint, write_json
@@ -30,8 +31,15 @@ from arbcli.rules import RULES
 from arbcli.train import run as run_module
 from arbcli.train.check import check_run
 from arbcli.train.configure import new_config
-from arbcli.train.directory import field_digests, latest_run, make_next_directory, read_facts
+from arbcli.train.directory import (
+    field_digests,
+    latest_run,
+    make_directory,
+    make_next_directory,
+    read_facts,
+)
 from arbcli.train.parallel.group import Group
+from arbcli.train.profiling import StepTrace
 from arbcli.train.record import Record, append_record, drop_records_after
 from arbcli.train.run import Observer, accept_of, resume_run, start_run
 
@@ -128,8 +136,10 @@ def test_error_between_steps_is_raised_after_a_save(text, tmp_path, device, monk
     monkeypatch.setattr("arbcli.train.run.LOG_EVERY", 3)
     observer = Observer()
     observer.recorded = lambda record: 1 / 0
+    observer.noted = (notes := []).append
     with pytest.raises(ZeroDivisionError):
         start_run(config(text, device), tmp_path / "run", observer)
+    assert notes == ["step 3 is saved: go on with `--resume`"]
     assert load_checkpoint(checkpoints(tmp_path / "run")[0]).step == 3
 
 
@@ -467,6 +477,13 @@ def test_next_directory_is_never_another_run_s(tmp_path, monkeypatch):
     assert make_next_directory(options, root).name == "1001-256x4-moment"
 
 
+def test_directory_of_a_run_is_made_with_those_above_it(tmp_path):
+    run = tmp_path / "of" / "today" / "run"
+    for _ in range(2):  # one that is there already, and empty, will do
+        make_directory(run)
+    assert run.is_dir()
+
+
 def test_two_starts_in_one_directory_cannot_overwrite_each_other(text, tmp_path, device):
     run = tmp_path / "run"
 
@@ -678,6 +695,58 @@ def test_train_stops_after_three_steps_without_finite_gradients(
     kept = load_checkpoint(checkpoints(tmp_path / "run")[0])
     assert kept.step == 5
     assert kept.counters["nonfinite_steps"] == 0
+
+
+def test_twin_stops_where_its_loss_is_not_finite_and_does_not_resume(text, tmp_path, monkeypatch):
+    monkeypatch.setattr(run_module, "LOG_EVERY", 1)
+    monkeypatch.setattr(
+        "arbcli.train.trainer.Trainer.train_step",
+        lambda trainer: setattr(trainer, "step", trainer.step + 1) or torch.tensor(torch.nan),
+    )
+    with pytest.raises(ArbError, match="the loss is nan") as caught:
+        start_run(config(text, "cpu", weights="float"), tmp_path / "run", Observer())
+    assert "smaller `--lr`" in caught.value.hint
+    with pytest.raises(ArbError, match="a float twin keeps no checkpoint") as caught:
+        resume_run(tmp_path / "run", Observer())
+    assert "`--out`" in caught.value.hint
+
+
+@pytest.mark.parametrize("emulated", [True, False])
+def test_run_in_four_bits_says_whether_they_are_emulated(emulated, text, tmp_path, monkeypatch):
+    monkeypatch.setattr(run_module, "emulates_nvfp4", lambda device: emulated)
+    monkeypatch.setattr(run_module, "_run", lambda trainer, *_, **__: trainer)
+    notes, observer = [], Observer()
+    observer.noted = notes.append
+    trainer = start_run(config(text, "cpu", compute="nvfp4"), tmp_path / "run", observer)
+    save_checkpoint(
+        tmp_path / "run", trainer.checkpoint(read_facts(tmp_path / "run")["text"]["digest"])
+    )
+    resume_run(tmp_path / "run", observer)
+    assert notes == [run_module.EMULATED] * 2 * emulated
+
+
+def test_trace_that_cannot_be_written_or_has_no_gpu_is_told(tmp_path):
+    told, trainer = [], SimpleNamespace(captures=False, step=4, device=torch.device("cpu"))
+
+    def written(path):
+        Path(path).touch()
+        if full:
+            raise OSError(28, "No space left on device")
+
+    event = SimpleNamespace(device_type=DeviceType.CPU)
+    profiler = SimpleNamespace(export_chrome_trace=written, events=lambda: [event])
+    for full, wanted, words in (
+        (True, DeviceType.CPU, ["cannot write"]),
+        (False, DeviceType.CPU, ["https://ui.perfetto.dev"]),
+        (False, DeviceType.CUDA, ["https://ui.perfetto.dev", "nothing of the GPU"]),
+    ):
+        trace = StepTrace(tmp_path, trainer, 1, told.append)
+        trace._left_out, trace._wanted = -1, wanted
+        trace._write(profiler)
+        assert len(told) == len(words)
+        assert all(word in line for word, line in zip(words, told, strict=True))
+        assert [*tmp_path.iterdir()] == ([] if full else [trace.path])
+        told.clear()
 
 
 def test_load_gives_the_model_that_was_trained(text, tmp_path, device):

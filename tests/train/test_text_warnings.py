@@ -22,6 +22,8 @@ def test_nothing_is_said_of_two_parts_of_a_text(tmp_path):
 def test_files_with_bytes_of_0_are_named(tmp_path):
     (one,) = warnings(tmp_path, data1=PROSE, data2=PROSE[:99] + bytes(3), val=PROSE)
     assert "data2.txt` have bytes of 0" in one
+    (one,) = warnings(tmp_path, data2=PROSE[:500], data3=bytes(1) + PROSE, val=PROSE)
+    assert "data3.txt` have bytes of 0" in one
     (one,) = warnings(tmp_path, data1=bytes(1) + PROSE, val=PROSE)
     assert "data1.txt` and 1 more have bytes of 0" in one
 

@@ -1,5 +1,7 @@
 """A step captured as a CUDA graph, and what eight bits can do."""
 
+from unittest import mock
+
 import pytest
 import torch
 
@@ -133,6 +135,22 @@ def test_recomputed_blocks_keep_less_and_give_the_same_bits(tmp_path):
     assert saved[1] < saved[0] / 2
     for name in states[0]:
         assert torch.equal(states[0][name], states[1][name]), name
+
+
+@pytest.mark.parametrize(
+    ("compute", "dtype"),
+    [("fp32", torch.float32), ("bf16", torch.bfloat16), ("fp8", torch.bfloat16),
+     ("nvfp4", torch.bfloat16)],
+)  # fmt: skip
+@pytest.mark.parametrize("recompute", [False, True])
+def test_model_of_a_run_computes_as_its_settings_say(compute, dtype, recompute, monkeypatch):
+    config = new_config(device="cpu", compute=compute, recompute=recompute)
+    built = mock.Mock(side_effect=InterruptedError)
+    monkeypatch.setattr("arbcli.train.trainer.build_model", built)
+    with pytest.raises(InterruptedError):
+        Trainer(config, None)
+    low = {name: compute == name for name in ("fp8", "nvfp4")}
+    assert built.call_args == mock.call(config.model, dtype, recompute=recompute, **low)
 
 
 @pytest.mark.parametrize("low", ["fp8", pytest.param("nvfp4", marks=pytest.mark.slow)])

@@ -1,6 +1,7 @@
 """The update rules: their equations, their exactness, and what they do with bad gradients."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -98,6 +99,18 @@ def test_update_gives_the_same_bits_twice(rule, direction, device):
         states.append(state(tensor))
     for name in states[0]:
         assert torch.equal(states[0][name], states[1][name]), name
+
+
+@pytest.mark.parametrize(("rule", "direction"), [("moment", "sign"), ("votes", None)])
+def test_every_update_makes_another_version(rule, direction, device):
+    """What was decoded, or found out, of a tensor's weights is of one version of them."""
+    tensor, updater, _ = build(rule, direction, device)
+    versions = {tensor.version}
+    for step in range(3):
+        updater.begin(step, lr=1.0)
+        updater(tensor, gradient(device, step))
+        versions.add(tensor.version)
+    assert len(versions) == 4
 
 
 @pytest.mark.parametrize(("rule", "direction"), COMBINATIONS)
@@ -300,6 +313,15 @@ def test_direction_on_a_cpu_is_the_nearest_rational_function(shape, dtype):
     found = orthogonalise(grad, torch.bfloat16)
     assert found.dtype == torch.float32
     assert relative_error(found, left * (values * factor)[..., None, :] @ right) < 1e-3
+
+
+@pytest.mark.parametrize("place", ["is_cuda", "is_mps", None])
+def test_direction_is_made_of_products_on_a_gpu_and_of_inverses_on_a_cpu(place, monkeypatch):
+    grad = SimpleNamespace(**{name: name == place for name in ("is_cuda", "is_mps")})
+    for name in ("newton_schulz", "near_polar"):
+        monkeypatch.setattr(orthogonal, name, lambda *about, name=name: (name, *about))
+    wanted = ("newton_schulz", grad, torch.bfloat16) if place else ("near_polar", grad)
+    assert orthogonalise(grad, torch.bfloat16) == wanted
 
 
 def test_function_of_the_direction_on_a_cpu_is_near_one():

@@ -54,8 +54,8 @@ def test_what_is_compiled_is_what_a_gpu_launches(compiling):
         constants.get("HEADS") == 1 and signature["qkv_ptr"] == "*bf16"
         for signature, constants in found
     )
-    shares = {constants["WARPS"] for _, constants in compiling(variants_of, "arranged_matmul")}
-    assert shares == {2, 4, 8, 16}
+    shares = {constants["WARPS"] for _, constants in compiling(variants_of, "row_matmul")}
+    assert shares == {4, 8, 16}
     found = compiling(variants_of, "compressed_attention_backward")
     wide = {signature["q_ptr"] for signature, constants in found if constants.get("HALF") == 256}
     assert wide == {"*fp32", "*bf16"}
@@ -63,7 +63,7 @@ def test_what_is_compiled_is_what_a_gpu_launches(compiling):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "name", ["arranged_matmul", "decode_attention_8bit", "compressed_attention_backward"]
+    "name", ["row_matmul", "decode_attention_8bit", "compressed_attention_backward"]
 )
 def test_kernels_that_once_did_not_compile_on_an_h200_do(name):
     (found,) = compile_kernels([name], ["sm_90"], 32, number=2)

@@ -10,6 +10,7 @@ from arbcli.errors import ArbError
 from arbcli.kernels.codec.packed import Packed
 from arbcli.kernels.codec.packing import PACK_TRITS
 from arbcli.kernels.norm.rms_norm import RMS_NORM
+from arbcli.kernels.runtime import native
 from arbcli.kernels.runtime.spec import Gate
 from arbcli.verify import kernels as verify
 from arbcli.verify.compare import as_tuple, compare, errors, worst
@@ -103,6 +104,15 @@ def test_kernels_are_given_the_strides_and_the_memory_of_their_cases():
     assert found[4] == 3
 
 
+@pytest.mark.skipif(not native.available(), reason=native.why_not())
+def test_loops_in_c_are_verified_beside_torch_where_there_are_any():
+    for name, backends in (("step_scales", ["torch", "native"]), ("pack_trits", ["torch"])):
+        report = verify_kernels([name], T6, torch.device("cpu"), ["torch", "native"])
+        assert [result.backend for result in report.kernels] == backends
+    (alone,) = verify_kernels(["pack_trits"], T6, torch.device("cpu"), ["native"]).kernels
+    assert (alone.backend, alone.passed) == ("native", True)
+
+
 def test_unknown_kernel_is_refused(device):
     with pytest.raises(ArbError, match="no kernel is named `pack`"):
         verify_kernels(["pack"], T6, device, ["torch"])
@@ -113,7 +123,7 @@ def test_every_kernel_can_be_drawn():
 
 
 SLOW = {
-    "weighted_rows", "weighted_rows_grad", "weighted_rows_grad_weights", "arranged_matmul",
+    "weighted_rows", "weighted_rows_grad", "weighted_rows_grad_weights", "row_matmul",
     "arranged_rows",
 }  # fmt: skip
 

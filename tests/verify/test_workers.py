@@ -42,3 +42,13 @@ def test_interrupt_that_is_held_back_comes_when_it_is_over():
     finally:
         signal.signal(signal.SIGINT, before)
     assert held == ["over", "came"]
+
+
+@pytest.mark.parametrize("kind", [None, KeyError])
+def test_processes_are_ended_at_once_after_an_error_alone(kind):
+    some, process = Workers(2), mock.Mock()
+    some._pool, some._locks, some._processes = mock.Mock(), mock.Mock(), {process}
+    some.__exit__(kind, None, None)
+    assert process.terminate.called == (kind is not None)
+    some._pool.shutdown.assert_called_once_with(cancel_futures=True)
+    some._locks.cleanup.assert_called_once_with()

@@ -269,7 +269,8 @@ def _check(qkv, cos, sin):
     if not qkv.is_contiguous() or qkv.shape[-1] % 2:
         raise ValueError(f"need a contiguous tensor of even heads, got {got}")
     for table in (cos, sin):
-        if table.dtype != torch.float32 or table.shape != (qkv.shape[1], qkv.shape[-1] // 2):
+        fits = table.shape == (qkv.shape[1], qkv.shape[-1] // 2) and table.is_contiguous()
+        if table.dtype != torch.float32 or not fits:
             raise ValueError(f"table {table.dtype} {tuple(table.shape)} does not fit {got}")
 
 

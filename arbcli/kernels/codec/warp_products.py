@@ -26,15 +26,6 @@ _ODD_DIGIT = tl.constexpr("""
 lop3.b32 $0, $2, 0xC000C000, 0, 0x0C;  // ~q & ..
 mad.lo.s32 $1, $2, -3, $0;
 """)
-_CENTRE = tl.constexpr("""{
-.reg .b32 factor, least;
-mov.b32 factor, 0xFF00FF00;  // -2**127
-mov.b32 least, 0x3FF23FF2;  // 121 / 64
-prmt.b32 $0, $2, 0, 0x4140;
-prmt.b32 $1, $2, 0, 0x4342;
-fma.rn.bf16x2 $0, $0, factor, least;
-fma.rn.bf16x2 $1, $1, factor, least;
-}""")
 _FROM_LANE = tl.constexpr("shfl.sync.idx.b32 $0, $1, $2, 0x1c1f, 0xffffffff;")
 _SHIFT_PAIR = tl.constexpr("shf.r.wrap.b32 $0, $1, $2, $3;")
 _ROUND_PAIR = tl.constexpr("cvt.rn.bf16x2.f32 $0, $2, $1;")
@@ -45,6 +36,11 @@ mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32
 mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32
     {$0, $1, $2, $3}, {$8, $9, $10, $11}, {$14, $15}, {$0, $1, $2, $3};
 """)
+_MULTIPLY_BYTES = tl.constexpr("""
+mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32
+    {$0, $1, $2, $3}, {$4, $5, $6, $7}, {$8, $9}, {$10, $11, $12, $13};
+""")
+_MULTIPLY_BYTES_REGISTERS = tl.constexpr("=r,=r,=r,=r,r,r,r,r,r,r,0,1,2,3")
 _MULTIPLY_REGISTERS = tl.constexpr(",".join(["=&f"] * 4 + ["r"] * 12 + ["f"] * 4))
 
 
@@ -109,34 +105,6 @@ def take_digits(qs, digit: tl.constexpr, PTX: tl.constexpr):
     return trits, rest
 
 
-@triton.constexpr_function
-def _prefix_ptx(digit):
-    factor = ("", "BEAB", "3DE4", "BD18", "3C4A")[digit]
-    three = ("C040", "4040")[digit % 2]
-    return f"""{{
-.reg .b32 factor, three;
-mov.b32 factor, 0x{factor}{factor};  // -+ 3**-{digit}
-mov.b32 three, 0x{three}{three};  // +- 3
-fma.rn.bf16x2 $0, $1, factor, three;
-}}"""
-
-
-@triton.jit
-def centre(word, PTX: tl.constexpr):
-    """Convert four bytes B to bf16 numbers (121 - B) / 64: two int32, of bytes 0, 1 and of 2, 3.
-
-    Extended to 16 bits, a byte is the bf16 number B * 2**-133, so one multiply-add converts it.
-    Numbers below 128 * 2**-133 are subnormal, which the instruction supports.
-    """
-    if PTX:
-        return tl.inline_asm_elementwise(
-            _CENTRE, "=&r,=&r,r", [word], dtype=(tl.int32,) * 2, is_pure=True, pack=1
-        )
-    a, b = 121 - (word & 0xFF), 121 - ((word >> 8) & 0xFF)
-    c, d = 121 - ((word >> 16) & 0xFF), 121 - ((word >> 24) & 0xFF)
-    return pair(a / 64, b / 64), pair(c / 64, d / 64)
-
-
 @triton.jit
 def unpair(two):
     """Split a pair of bf16 into two float32."""
@@ -173,49 +141,6 @@ def round_pair(low, high, PTX: tl.constexpr):
 def _round_up(value):
     bits = value.to(tl.int32, bitcast=True)
     return bits + 0x7FFF + ((bits >> 16) & 1)
-
-
-@triton.jit
-def _prefix(v, digit: tl.constexpr, PTX: tl.constexpr):
-    if PTX:
-        CODE: tl.constexpr = _prefix_ptx(digit)
-        return tl.inline_asm_elementwise(
-            CODE, "=r,r", [v], dtype=tl.int32, is_pure=True, pack=1
-        )  # fmt: skip
-    low, high = unpair(v)
-    return pair(_prefix_of(low, digit), _prefix_of(high, digit))
-
-
-@triton.jit
-def _prefix_of(v, digit: tl.constexpr):
-    ONES: tl.constexpr = (3 ** (5 - digit) - 1) // 2  # the prefix of trits that are all 1
-    byte = 121 - (64 * v).to(tl.int32)
-    prefix = (byte // 3**digit - ONES) / 64 + 3.0
-    return prefix if digit % 2 else -prefix
-
-
-@triton.jit
-def prefixes(vs, digit: tl.constexpr, PTX: tl.constexpr):
-    """Find the number p that the leading trits T_4 .. T_digit of each byte spell.
-
-    p_4 = T_4 and p_d = 3 p_(d+1) + T_d, so that T_d = p_d - 3 p_(d+1). The trits behind a prefix
-    are worth less than half of its last place, so p_d is V / 3**d rounded, with V = p_0 = B - 121.
-    Adding 3 in bf16 rounds to multiples of 1 / 64, so one multiply-add finds two prefixes. Signs
-    alternate because the scales do; see `take_digits`.
-
-    Args:
-        vs: what `centre` returned.
-        digit: of the last trit of the prefix.
-        PTX: whether PTX is understood.
-
-    Returns:
-        Pairs of bf16: -p_0 / 64; 3 + p_d / 64 for odd digits; -(3 + p_d / 64) for other even ones.
-    """
-    found = ()
-    for i in tl.static_range(len(vs)):
-        two = vs[i] if digit == 0 else _prefix(vs[i], digit, PTX)
-        found = found + (two,)  # noqa: RUF005
-    return found
 
 
 @triton.jit
@@ -292,6 +217,38 @@ def _multiply_row(trits, x):
 def _multiply_lanes(w, x):
     WARPS: tl.constexpr = w.shape[0] // 32
     return tl.sum(tl.reshape(w, (WARPS, 8, 1, 4)) * tl.reshape(x, (WARPS, 1, 8, 4)), axis=3)
+
+
+@triton.jit
+def add_byte_products(sums, codes, x, PTX: tl.constexpr):
+    """Add the products of 16 rows of 32 codes with 8 rows of 32 integers.
+
+    Args:
+        sums: int32, of rows r, r, r + 8, r + 8 of w by rows 2 c, 2 c + 1, 2 c, 2 c + 1 of x.
+        codes: four bytes of row r of w, and four of row r + 8, then four and four more: 0..255.
+        x: the two times four bytes of row r of x that they are multiplied by: -128..127.
+        PTX: whether PTX is understood.
+    """
+    if PTX:
+        return tl.inline_asm_elementwise(
+            _MULTIPLY_BYTES, _MULTIPLY_BYTES_REGISTERS,
+            [codes[0], codes[1], codes[2], codes[3], x[0], x[1],
+             sums[0], sums[1], sums[2], sums[3]],
+            dtype=(tl.int32,) * 4, is_pure=True, pack=1,
+        )  # fmt: skip
+    upper = _multiply_byte_row(codes[0], codes[2], x)
+    lower = _multiply_byte_row(codes[1], codes[3], x)
+    return sums[0] + upper[0], sums[1] + upper[1], sums[2] + lower[0], sums[3] + lower[1]
+
+
+@triton.jit
+def _multiply_byte_row(first, second, x):
+    WARPS: tl.constexpr = first.shape[0] // 32
+    place = 8 * tl.arange(0, 4)[None, None, :]
+    of_w = (tl.join(first, second)[:, :, None] >> place) & 0xFF
+    of_x = (tl.join(x[0], x[1])[:, :, None] << (24 - place)) >> 24
+    of_w, of_x = tl.reshape(of_w, (WARPS, 8, 1, 32)), tl.reshape(of_x, (WARPS, 1, 8, 32))
+    return tl.split(tl.reshape(tl.sum(of_w * of_x, axis=3), (32 * WARPS, 2)))
 
 
 @triton.jit

@@ -1,8 +1,8 @@
 """Products of up to 64 rows, none of which depends on the others: y = added + gate(norm(x) @ w.T).
 
-Norm, gate, sum and the arrangement of w are those of `arranged_matmul`. What is promised besides: a
-row of the result has the same bits whatever the other rows are, and however many. So a text is the
-same whether it is made alone or with others. For that, the order of every sum follows from the
+Norm, gate and sum are those of `row_matmul`; `arranged` says how w lies. What is promised besides:
+a row of the result has the same bits whatever the other rows are, and however many. So a text is
+the same whether it is made alone or with others. For that, the order of every sum follows from the
 shape of w alone: a warp takes every `warps`-th block of columns, and warps are summed in order.
 
 Work. Thread 4 r + c of a warp decodes bytes 8 c .. 8 c + 7 of rows r and r + 8 of a piece, as in
@@ -25,6 +25,7 @@ from torch.nn import functional
 
 from arbcli.kernels.codec.decode_weight import decode_weight
 from arbcli.kernels.codec.packed import random_packed
+from arbcli.kernels.codec.packing import PLANE
 from arbcli.kernels.codec.warp_products import (
     HAS_PTX,
     add_products,
@@ -32,13 +33,14 @@ from arbcli.kernels.codec.warp_products import (
     spread,
     take_digits,
 )
-from arbcli.kernels.matmul.arranged_matmul import (
+from arbcli.kernels.matmul.arranged import (
+    BLOCK,
     PIECE_BYTES,
     SCALES_AT,
     SHARED_BYTES,
+    TRIT_BYTES,
     Arranged,
     arrange,
-    arranged_matmul_reference,
     as_words,
     check_few_rows,
     copy_pieces,
@@ -61,36 +63,13 @@ from arbcli.kernels.runtime.shared_memory import (
     write_four,
 )
 from arbcli.kernels.runtime.spec import MATRIX, Case, Gate, KernelSpec, Timing
+from arbcli.kernels.runtime.threads import load_where
 
 MOST_TEXTS = 64
 """Largest M."""
 UNIT_BYTES = tl.constexpr(512)
 """What a warp has of 16 rows of w times 8 rows of x: four float32 a thread."""
-_LOAD_X = tl.constexpr("""{
-.reg .pred p;
-setp.ne.b32 p, $5, 0;
-mov.b32 $0, 0; mov.b32 $1, 0; mov.b32 $2, 0; mov.b32 $3, 0;
-@p ld.global.v4.b32 {$0, $1, $2, $3}, [$4];
-}""")
 _FROM_LANE = tl.constexpr("shfl.sync.idx.b32 $0, $1, $2, 0x1f, 0xffffffff;")
-
-
-@triton.jit
-def _load_x(pointer, mask, PTX: tl.constexpr):
-    """Load eight elements of x as four int32 where `mask`; elsewhere zeros.
-
-    Not before what stands before it: an earlier kernel may still be writing x.
-    """
-    if PTX:
-        x = tl.inline_asm_elementwise(
-            _LOAD_X, "=&r,=&r,=&r,=&r,l,r", [pointer.to(tl.int64), mask.to(tl.int32)],
-            dtype=(tl.int32,) * 4, is_pure=False, pack=1,
-        )  # fmt: skip
-    else:
-        x, words = (), pointer.to(tl.pointer_type(tl.int32))
-        for i in tl.static_range(4):
-            x = x + (tl.load(words + i, mask=mask, other=0),)  # noqa: RUF005
-    return x
 
 
 @triton.jit
@@ -138,7 +117,7 @@ def _add_block(
         k = 160 * block + 32 * digit + 8 * c
         x = ()
         for t in tl.static_range(OCTETS):
-            x = x + (_load_x(x_starts[t] + k // 4, k < K, PTX),)  # noqa: RUF005
+            x = x + (load_where(x_starts[t] + k // 4, k < K, True, PTX),)  # noqa: RUF005
         pairs, qs = take_digits(qs, digit, PTX)
         added = ()
         for i in tl.static_range(HEIGHT):
@@ -216,7 +195,7 @@ def _arranged_rows_kernel(
         memory = allocate(APART * WARPS) + nothing
         slot = memory + APART * warp
         for stage in tl.static_range(STAGES):
-            copy_pieces(starts, slot + SLOT * stage, warp + WARPS * stage, blocks, 1)
+            copy_pieces(starts, slot + SLOT * stage, warp + WARPS * stage, blocks)
             commit(thread)
     wait_for_last(OVERLAP)
     at = nothing
@@ -230,7 +209,7 @@ def _arranged_rows_kernel(
         if PTX:
             wait_for_warp(thread)
             if step + STAGES < steps:
-                copy_pieces(starts, slot + at, block + WARPS * STAGES, blocks, 1)
+                copy_pieces(starts, slot + at, block + WARPS * STAGES, blocks)
             commit(thread)
             at = tl.where(at == SLOT * (STAGES - 1), 0, at + SLOT)
     units = sums + squares
@@ -302,6 +281,40 @@ def _arranged_rows_triton(x, pieces, out_features, in_features, gated, eps, adde
         num_warps=warps, maxnreg=128, **overlap_options(x),
     )  # fmt: skip
     return y
+
+
+def arranged_rows_reference(
+    x: Tensor,
+    pieces: Tensor,
+    out_features: int,
+    in_features: int,
+    gated: bool,
+    eps: float | None,
+    added: Tensor | None,
+    dtype: torch.dtype,
+) -> Tensor:
+    """Compute what `arranged_rows` must return, in float64, one piece at a time."""
+    tiles, blocks = pieces.shape[:2]
+    trits = pieces[..., :TRIT_BYTES].unflatten(2, (4, 8, 2, 8))
+    scales = pieces[..., TRIT_BYTES:].contiguous().view(torch.bfloat16).unflatten(2, (40, 2))
+    weight = torch.zeros(tiles, 2, 8, BLOCK * blocks, dtype=torch.float64, device=x.device)
+    for b in range(blocks):
+        for r in range(8):
+            for c in range(4):
+                for digit in range(5):
+                    k = BLOCK * b + PLANE * digit + 8 * c
+                    trit = trits[:, b, c, r].long() // 3**digit % 3 - 1  # (T, 2, 8)
+                    scale = scales[:, b, 4 * r + digit if digit < 4 else 32 + r].double()
+                    scale = scale * (2 if digit % 2 else -2)
+                    weight[:, :, r, k : k + 8] = trit * scale[:, :, None]
+    x = x.double()
+    if eps is not None:
+        x = x / ((x * x).sum(1, keepdim=True) / in_features + eps) ** 0.5
+    y = torch.einsum("thrk,mk->mthr", weight[..., :in_features], x)
+    if gated:
+        y = y[:, :, 0] / (1 + torch.exp(-y[:, :, 0])) * y[:, :, 1]
+    y = y.flatten(1)[:, :out_features]
+    return y if added is None else added.double() + y
 
 
 def _arranged_rows_torch(x, pieces, out_features, in_features, gated, eps, added, dtype):
@@ -391,7 +404,7 @@ def _timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
 
 
 ARRANGED_ROWS = KernelSpec(
-    "arranged_rows", _arranged_rows_triton, _arranged_rows_torch, arranged_matmul_reference,
+    "arranged_rows", _arranged_rows_triton, _arranged_rows_torch, arranged_rows_reference,
     _cases,
     Gate(
         exact=False,

@@ -1,4 +1,4 @@
-"""`arranged_matmul` for weights that are all digits: y = added + gate(rms_norm(x) @ w.T).
+"""Products of few rows, of weights that are all digits: y = added + gate(rms_norm(x) @ w.T).
 
 A weight is bf16(z * scale), the same that `decode_weight` gives. Norm, gate and sum can each be
 left out; the norm's division is done last, on the products.
@@ -28,7 +28,7 @@ from arbcli.kernels.codec.packed import Packed, random_packed
 from arbcli.kernels.codec.packing import PLANE
 from arbcli.kernels.codec.scales import scales_torch
 from arbcli.kernels.codec.warp_products import HAS_PTX, add_products, pair, unpair
-from arbcli.kernels.matmul.arranged_matmul import ROWS, check_few_rows, store_both, with_torch
+from arbcli.kernels.matmul.arranged import ROWS, check_few_rows, in_tiles, store_both, with_torch
 from arbcli.kernels.matmul.few_rows import load_eight_over, load_int
 from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.backend import num_processors, uses_triton
@@ -101,23 +101,13 @@ def arrange_digits(packed: Packed, gated: bool = False) -> ArrangedDigits:
         codes[part, :in_features] = magnitude.add_(SIGN * (z < 0)).to(torch.uint8)
     group = torch.arange(planes, device=codes.device) * PLANE // packed.group_size
     scales = scales_torch(packed.exponent, packed.fraction)[:, group] / packed.unit
-    pieces = _in_tiles(codes.unflatten(1, (planes, 4, 8)), gated).permute(0, 3, 2, 4, 1, 5)
-    scales = _in_tiles(scales.bfloat16(), gated).permute(0, 3, 2, 1)
+    pieces = in_tiles(codes.unflatten(1, (planes, 4, 8)), gated).permute(0, 3, 2, 4, 1, 5)
+    scales = in_tiles(scales.bfloat16(), gated).permute(0, 3, 2, 1)
     pieces, scales = pieces.contiguous(), scales.contiguous()
     # a kernel that overlaps the one before it reads them without waiting for any kernel
     if pieces.is_cuda:
         torch.cuda.synchronize(pieces.device)
     return ArrangedDigits(pieces, scales, rows // (1 + gated), in_features, gated)
-
-
-def _in_tiles(rows: Tensor, gated: bool) -> Tensor:
-    """Split rows, padded with zeros, to (tiles, 2, 8, ...): those of the second eight behind."""
-    halves = rows.unflatten(0, (2, -1)) if gated else rows[None]
-    missing = -halves.shape[1] % (8 if gated else ROWS)
-    halves = functional.pad(halves, (*(0, 0) * (halves.dim() - 2), 0, missing))
-    if gated:
-        return halves.unflatten(1, (-1, 8)).transpose(0, 1)
-    return halves[0].unflatten(0, (-1, 2, 8))
 
 
 def digits_matmul_reference(

@@ -14,8 +14,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from arbcli.kernels.runtime._triton import TensorDescriptor, tl, triton
+from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.backend import capability, num_processors, uses_triton
+from arbcli.kernels.runtime.descriptors import described
 from arbcli.kernels.runtime.spec import Case, Gate, KernelSpec, Timing
 from arbcli.kernels.update.newton_schulz import (
     HOPPER,
@@ -239,7 +240,7 @@ def _tiles_of(stack, rows, columns):
         return stack, stack.stride()
     if not has_aligned_rows(stack):
         stack = with_aligned_rows(*stack.shape, stack).copy_(stack)
-    return TensorDescriptor.from_tensor(stack, [1, rows, columns]), stack.stride()
+    return described(stack, [1, rows, columns]), stack.stride()
 
 
 def _grouped_matmul_triton(x, w, bounds, out=None):

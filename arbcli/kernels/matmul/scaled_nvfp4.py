@@ -258,7 +258,9 @@ def scaled_nvfp4_matmul(
         ValueError: a dtype or a shape does not fit.
     """
     for codes, scales in ((a, of_a), (b, of_b)):
-        fits = codes.dim() == scales.dim() == 2 and codes.shape[1] == 8 * scales.shape[1]
+        fits = codes.dim() == scales.dim() == 2
+        fits = fits and codes.shape == (len(scales), 8 * scales.shape[1])
+        fits = fits and codes.is_contiguous() and scales.is_contiguous()
         if codes.dtype != torch.uint8 or scales.dtype != torch.uint8 or not fits:
             got = f"{codes.dtype} {tuple(codes.shape)} with scales {tuple(scales.shape)}"
             raise ValueError(f"codes and scales do not fit each other: {got}")

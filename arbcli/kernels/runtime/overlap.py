@@ -10,14 +10,18 @@ There are two orders. Most kernels wait and then let the next one start: when th
 one before it can still be running. *Early* ones let it start first: when it does, the one before it
 may still be waiting, and so may any number of early ones before that. So the rule for what is read
 before a wait is: since it was written, there has been a kernel that is not early, or one that does
-not overlap, such as torch's own. Attention of a byte in parts, which is early and reads the
-position, the tables of angles and the ring's older slots, keeps it:
+not overlap, such as torch's own. What a step of a text reads so:
 
-- The position is counted, and those slots were written, in an earlier step, or by torch when the
-  prompt was read. Since then have come the kernels that choose a byte and look it up, not early.
+- Weights, and tables of angles, are written by no kernel of a step.
+- Attention and Mamba blocks read the position, and what is in the rings and the state of their own
+  block but for the new slot; `row_matmul` of parts of attention reads the position. The position is
+  counted, and those were written, in an earlier step, or by torch when the prompt was read. Since
+  then have come the kernels that choose a byte and look it up, not early.
 - In an `HNet`, positions of decoders and of the inner network are counted by kernels of a step.
   Between these and a decoder is the end of a phase, which no kernel overlaps, or the kernel that
   takes a chunk, which is not early; behind the inner network's, the same two as above.
+- `route_position` and `take_chunk` read what was computed before the product that they wait for.
+  So that product is not early: `TernaryLinear.fused` is told.
 """
 
 from collections.abc import Iterator

@@ -187,7 +187,7 @@ def cast_trit_votes(packed: Tensor, votes: Tensor, grad: Tensor, ok: Tensor) -> 
         ValueError: a dtype or a shape does not fit.
     """
     check_packed(packed, votes.shape[1])
-    if votes.dtype != torch.int8 or votes.shape != grad.shape:
+    if votes.dtype != torch.int8 or votes.shape != grad.shape or len(packed) != len(votes):
         raise ValueError(f"votes {votes.dtype} {tuple(votes.shape)}, grad {tuple(grad.shape)}")
     run = _cast_trit_votes_triton if uses_triton(packed) else _cast_trit_votes_torch
     return run(packed, votes, grad, ok)[2]
@@ -205,8 +205,11 @@ def cast_scale_votes(exponent: Tensor, votes: Tensor, slope: Tensor, ok: Tensor)
     Raises:
         ValueError: a dtype or a shape does not fit.
     """
-    if exponent.dtype != torch.int8 or not exponent.shape == votes.shape == slope.shape:
-        raise ValueError(f"exponent {exponent.dtype} {tuple(exponent.shape)} does not fit")
+    dtypes = (exponent.dtype, votes.dtype, slope.dtype)
+    if dtypes != (torch.int8, torch.int8, torch.float32):
+        raise ValueError(f"need int8, int8 and float32, got {dtypes}")
+    if not exponent.shape == votes.shape == slope.shape:
+        raise ValueError(f"exponent {tuple(exponent.shape)} and slope {tuple(slope.shape)} differ")
     run = _cast_scale_votes_triton if uses_triton(exponent) else _cast_scale_votes_torch
     run(exponent, votes, slope, ok)
 

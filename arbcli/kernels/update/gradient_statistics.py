@@ -331,6 +331,8 @@ def gradient_statistics(
     if grad.dtype not in (torch.float32, torch.bfloat16) or grad.dim() != 2 or not grad.numel():
         raise ValueError(f"need a float32 or bfloat16 matrix that is not empty, got {got}")
     packed.check(in_features=grad.shape[1])
+    if len(grad) != packed.out_features:
+        raise ValueError(f"{len(grad)} rows of a gradient of {packed.out_features} of weights")
     run = choose(
         grad, _gradient_statistics_triton, _gradient_statistics_torch, _gradient_statistics_native
     )

@@ -36,8 +36,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from arbcli.kernels.runtime._triton import INTERPRETED, TensorDescriptor, tl, triton
+from arbcli.kernels.runtime._triton import INTERPRETED, tl, triton
 from arbcli.kernels.runtime.backend import capability, num_processors, uses_triton
+from arbcli.kernels.runtime.descriptors import described
 from arbcli.kernels.runtime.spec import MATRIX, Case, Gate, KernelSpec, Timing
 
 HOPPER = (9, 0)
@@ -240,9 +241,9 @@ def _launch(stack, has_addend, y, alpha, beta, gamma):
     rows = stack.mT if transposed else stack
     oblong = [1, block_k, block] if transposed else [1, block, block_k]
     _symmetric_kernel[(num_programs,)](
-        TensorDescriptor.from_tensor(rows, oblong),
+        described(rows, oblong),
         rows if has_addend else None,
-        TensorDescriptor.from_tensor(y, [1, block, block]),
+        described(y, [1, block, block]),
         parts, ready, n, k, num_tiles, rows.stride(0), rows.stride(1), alpha, beta, gamma,
         SHARED=shared, TRANSPOSED=transposed, BLOCK=block, BLOCK_K=block_k, BAND=8,
         num_warps=num_warps, num_stages=num_stages,

@@ -148,6 +148,9 @@ def sum_gradients(
     if tuple(exponent.shape) != (rows,) or tuple(fitting.shape) != (number, rows):
         got = f"{tuple(exponent.shape)} and {tuple(fitting.shape)}"
         raise ValueError(f"need {rows} exponents of each of {number} parts, got {got}")
+    for digits in (exponent, fitting[0]):
+        if digits.dtype != torch.int8 or not digits.is_contiguous():
+            raise ValueError(f"need contiguous int8, got {digits.dtype} {digits.stride()}")
     if low is not None:
         check_low(parts, low)
         if not low[0].is_contiguous():

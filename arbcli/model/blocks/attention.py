@@ -62,6 +62,9 @@ class Attention(CachedAttention):
 
     def one_position(self, x: Tensor, past: BlockCache | SeveralBlock) -> Tensor:
         """Normalise one position of the stream, mix it with the past, and add that to it."""
-        qkv = self.qkv.fused(x, normalise=True)
-        y = past.attend_one(qkv.view(len(x), 1, 3, self.heads, -1)).view(x.shape)
+        qkv = self.qkv.fused(x, normalise=True).view(len(x), 1, 3, self.heads, -1)
+        if self.output.takes_parts and past.leaves_parts(qkv):
+            y = past.attend_in_parts(qkv)
+        else:
+            y = past.attend_one(qkv).view(x.shape)
         return self.output.fused(y, normalise=self.sub_norm is not None, added=x)

@@ -7,7 +7,11 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.nn import functional
 
-from arbcli.kernels.runtime.backend import capability
+from arbcli.kernels.attention.causal_attention_backward import (
+    causal_attention_backward,
+    flash_attention_backward,
+)
+from arbcli.kernels.runtime.backend import capability, uses_triton
 
 HOPPER = (9, 0)
 """The compute capability whose kernels in cuDNN were found to be faster than torch's own."""
@@ -21,7 +25,8 @@ def attend_causally(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Attend from every position to itself and those before it, scores divided by sqrt(d).
 
     The bits of the result and of its gradients are the same every time. So of cuDNN only the
-    forward is used: its backward adds up in any order, and torch has no switch for that.
+    forward is used: its backward adds up in any order, and torch has no switch for that. Behind it
+    goes `causal_attention_backward`, or on the `torch` backend torch's flash attention.
 
     Args:
         q: (B, heads, T, d), any strides with the last one 1.
@@ -49,7 +54,7 @@ def _has_cudnn() -> bool:
 
 
 class _CausalAttention(Function):
-    """cuDNN's forward, whose sums are those that torch's flash attention takes for its backward."""
+    """cuDNN's forward, whose sums are those that any backward takes."""
 
     @staticmethod
     def forward(ctx, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -61,8 +66,5 @@ class _CausalAttention(Function):
 
     @staticmethod
     def backward(ctx, grad_y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        q, k, v, y, logs = ctx.saved_tensors
-        length, nothing = q.shape[2], logs  # in place of random numbers, as there is no dropout
-        return torch.ops.aten._scaled_dot_product_flash_attention_backward(
-            grad_y, q, k, v, y, logs, None, None, length, length, 0.0, True, nothing, nothing
-        )
+        backward = causal_attention_backward if uses_triton(grad_y) else flash_attention_backward
+        return backward(grad_y, *ctx.saved_tensors)

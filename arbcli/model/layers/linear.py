@@ -8,9 +8,11 @@ from torch import Tensor, library
 from torch.autograd import Function
 
 from arbcli.config.dense import ModelConfig
+from arbcli.kernels.attention.attend_parts import AttentionParts
 from arbcli.kernels.codec.decode_e4m3 import largest_exponents
 from arbcli.kernels.codec.decode_weight import decode_weights_triton
-from arbcli.kernels.matmul.arranged_matmul import Arranged, arrange, arranged_matmul
+from arbcli.kernels.codec.packed import Packed
+from arbcli.kernels.matmul.arranged import Arranged, arrange
 from arbcli.kernels.matmul.arranged_rows import arranged_rows
 from arbcli.kernels.matmul.digits_matmul import (
     ArrangedDigits,
@@ -19,6 +21,7 @@ from arbcli.kernels.matmul.digits_matmul import (
 )
 from arbcli.kernels.matmul.fp8_matmul import fp8_matmul
 from arbcli.kernels.matmul.quantise_rows import quantise_rows
+from arbcli.kernels.matmul.row_matmul import MOST_COLUMNS, Coded, code, row_matmul
 from arbcli.kernels.matmul.scaled_nvfp4 import nvfp4_product
 from arbcli.kernels.matmul.ternary_matmul import (
     FUSED_ROWS,
@@ -328,6 +331,7 @@ class TernaryLinear(Findable):
         self.weight = LinearWeight(out_features, in_features, config, area=area, **about)
         self.weight.in_eight_bits = in_eight_bits
         self._arranged: Arranged | ArrangedDigits | None = None
+        self._coded: Coded | None = None
         self._decoded: Tensor | None = None
 
     def forward(
@@ -368,15 +372,21 @@ class TernaryLinear(Findable):
             return y.view(*x.shape[:-1], -1), total.view(x.shape)
         return y.view(*x.shape[:-1], -1)
 
+    @property
+    def takes_parts(self) -> bool:
+        """Whether `fused` takes parts of attention: those of one row, for weights of trits."""
+        return not self.weight.rule.reads_all and self.weight.in_features <= MOST_COLUMNS
+
     @torch.no_grad()
     def fused(
         self,
-        x: Tensor,
+        x: Tensor | AttentionParts,
         *,
         normalise: bool,
         gated: bool = False,
         added: Tensor | None = None,
         beside: "TernaryLinear | None" = None,
+        early: bool = True,
     ) -> Tensor:
         """Multiply few rows, (..., K) to (..., N), and do in the same kernel what is around that.
 
@@ -385,27 +395,38 @@ class TernaryLinear(Findable):
         the fastest for it, which adds up in another order.
 
         Args:
-            x: activations.
+            x: activations; or parts of attention of one row, if the layer `takes_parts`.
             normalise: whether to divide them by their root-mean-square first.
             gated: whether silu of the first half of the result multiplies the second; always the
                 same for a layer.
             added: what to add to the result, like it.
             beside: a layer of the same config whose results, of the same rows, come behind; always
                 the same for a layer.
+            early: whether the kernel after this one waits before it reads anything that a step
+                computes, so that it may begin before the kernel before this one has ended.
         """
         all_digits = self.weight.rule.reads_all
-        if self._arranged is None:
-            packed = self.weight.packed
-            if beside is not None:
-                packed = packed.above(beside.weight.packed)
-            self._arranged = (arrange_digits if all_digits else arrange)(packed, gated)
         eps = NORM_EPS if normalise else None
         added = None if added is None else added.reshape(-1, added.shape[-1])
-        rows = x.reshape(-1, x.shape[-1])
-        of_trits = arranged_matmul if len(rows) == 1 else arranged_rows
-        multiply = digits_matmul if all_digits else of_trits
-        y = multiply(rows, self._arranged, eps, added)
-        return y.view(*x.shape[:-1], -1)
+        in_parts = isinstance(x, AttentionParts)
+        rows, shape = (x, (1, 1)) if in_parts else (x.reshape(-1, x.shape[-1]), x.shape[:-1])
+        if in_parts or (len(rows) == 1 and self.takes_parts):
+            if self._coded is None:
+                self._coded = code(self._above(beside), gated)
+            y = row_matmul(rows, self._coded, eps, added, early=early)
+        else:
+            if self._arranged is None:
+                self._arranged = (arrange_digits if all_digits else arrange)(
+                    self._above(beside), gated
+                )
+            multiply = digits_matmul if all_digits else arranged_rows
+            y = multiply(rows, self._arranged, eps, added)
+        return y.view(*shape, -1)
+
+    def _above(self, beside: "TernaryLinear | None") -> Packed:
+        """Put the weights of another layer under these."""
+        packed = self.weight.packed
+        return packed if beside is None else packed.above(beside.weight.packed)
 
     def decoded(self, dtype: torch.dtype) -> Tensor:
         """Decode the weights for steps, (N, K) of `dtype`; `arranged_once` says until when."""
@@ -419,4 +440,4 @@ class TernaryLinear(Findable):
         try:
             yield
         finally:
-            self._arranged = self._decoded = None
+            self._arranged = self._coded = self._decoded = None

@@ -77,3 +77,10 @@ def test_rejects_what_does_not_fit(device):
     ):
         with pytest.raises(ValueError, match=match):
             choose_byte_(*wrong, 1.0, 256, 1.0)
+
+
+@pytest.mark.parametrize("top_p", [1.0, 0.8])
+def test_logits_in_bfloat16_are_chosen_from_in_float32(top_p):
+    logits = logits_of(torch.device("cpu")).bfloat16()
+    low, high = (chosen(x, 1.0, 200, top_p, count=60) for x in (logits, logits.float()))
+    assert torch.equal(low, high)

@@ -13,6 +13,7 @@ from arbcli.kernels.update.newton_schulz import (
     gram_polynomial,
     gram_polynomial_reference,
     gram_reference,
+    has_aligned_rows,
 )
 from arbcli.verify.compare import compare
 
@@ -138,3 +139,13 @@ def test_products_reject_what_does_not_fit(device):
             gram_polynomial(wrong, *COEFFICIENTS)
     with pytest.raises(ValueError, match=r"square matrices, got \(3, 4\)"):
         gram_polynomial(x, *COEFFICIENTS)
+
+
+def test_rows_that_the_copy_engine_reads_begin_at_16_bytes_and_have_no_gaps():
+    x = torch.zeros(2, 8, 16)
+    wide = x[:, ::2, :15]
+    for stack, aligned in (
+        (x, True), (wide, True), (x.mT, False), (x[..., 1:], False), (x[..., ::2], False),
+        (torch.zeros(2, 8, 15), False), (x[:1].expand(2, 8, 16), False),
+    ):  # fmt: skip
+        assert has_aligned_rows(stack) == aligned

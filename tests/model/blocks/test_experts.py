@@ -190,6 +190,8 @@ def test_balance_moves_against_the_load():
         assert gate.fullest() == 4.0
     assert loads[0] == [0, 0, 32, 0]
     assert loads[-1][2] == 0  # in the end another one has them
+    gate.load.zero_()
+    assert gate.fullest() == 0  # of no slots at all
 
 
 def test_balance_saturates():

@@ -141,7 +141,8 @@ def test_cache_in_eight_bits_is_read_as_byte_by_byte(kv):
 
     def read(lengths: list[int]) -> torch.Tensor:
         cache = LatentCache(CONFIG, LENGTH, 5, torch.float32, torch.device("cpu"), **about)
-        assert cache.blocks[0].latent.nbytes == WINDOW * CONFIG.latent
+        of_a_byte = CONFIG.latent + 1 + 4 * (CONFIG.rotary + CONFIG.heads)
+        assert cache.nbytes == WINDOW * of_a_byte * CONFIG.layers
         return in_parts(part, x, lengths, cache)
 
     one_by_one = read([1] * LENGTH)

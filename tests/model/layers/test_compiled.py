@@ -7,6 +7,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from arbcli.config.presets import preset
 from arbcli.model.dense import Block
+from arbcli.model.layers import linear
 from arbcli.model.layers.compiled import find
 from arbcli.model.packed import TernaryTensor
 from arbcli.train.updater import Updater
@@ -87,3 +88,24 @@ def test_layer_is_found_by_its_trits_and_so_is_its_copy():
         assert find(part.weight.trits) is part
     with pytest.raises(LookupError, match="a copy of them"):
         find(block.mlp.output.weight.trits.clone())
+
+
+def test_layer_whose_trits_moved_is_not_taken_for_the_one_that_has_their_place():
+    first, second = (block.mlp.output for block in Stack().blocks)
+    assert find(first.weight.trits) is first
+    place = first.weight.trits
+    first.weight.trits, second.weight.trits = second.weight.trits, place
+    assert find(place) is second
+    assert find(first.weight.trits) is first
+
+
+@pytest.mark.parametrize("sub_norms", [True, False])
+def test_what_comes_before_a_compiled_layer_is_found_again(sub_norms):
+    """A gate without a norm has no trits to be found by, and is made anew."""
+    mlp = Stack(sub_norms=sub_norms).blocks[0].mlp
+    trits = mlp.sub_norm.weight.trits if sub_norms else None
+    found = linear._before(trits, True)
+    assert type(found) is type(mlp.sub_norm)
+    assert (found is mlp.sub_norm) == sub_norms
+    assert (found.weight is None) != sub_norms
+    assert linear._before(None, False) is None

@@ -44,6 +44,15 @@ def test_gradient_of_all_uses_is_added_up():
     )
 
 
+def test_what_is_prepared_is_read_until_weights_may_change():
+    part = vector()
+    with part.arranged_once():
+        before = part.prepared()
+        part.weight.exponent += 1
+        assert part.prepared() is before
+    assert torch.equal(part.prepared(), 2 * before)
+
+
 def test_taps_have_a_gradient_of_their_shape():
     part, handed = TernaryTaps(7, 4, preset("tiny"), area="mamba"), []
     part.weight.initialise(0, 0)

@@ -16,6 +16,7 @@ from arbcli.config.training import MOST_PARTS, WIRES
 from arbcli.errors import ArbError
 from arbcli.model.build import build_model
 from arbcli.model.layers.table import TableWeight
+from arbcli.rules import stage_rule
 from arbcli.train.parallel import group as groups
 from arbcli.train.parallel import owners
 from arbcli.train.parallel.group import Group, own_device, started_by_torchrun
@@ -52,8 +53,9 @@ def test_bytes_that_are_received_are_counted_for_all(silent):
     }
     for talk, counted in steps.items():
         group.received = 0
-        talk()
-        assert group.received == counted
+        for times in (1, 2):
+            talk()
+            assert group.received == times * counted
     alone = Group()
     assert torch.equal(alone.send_to_owners(tensor, [40]).wait(), tensor[None])
     for talk in (lambda: alone.tell_all(tensor, 0).wait(), lambda: alone.sum(tensor)):
@@ -257,6 +259,16 @@ def test_nothing_that_travels_overlaps(size, sums, digits, small_graph, monkeypa
         names = told(tensor).keys() | kept(tensor).keys()
         assert not told(tensor).keys() & kept(tensor).keys()
         assert names >= tensor.state.keys()
+
+
+@pytest.mark.parametrize("rule", ["moment", "nibble"])
+def test_the_same_is_told_while_weights_fade(rule, small_graph):
+    """An owner's message has one layout all through a run."""
+    for tensor in tensors_of(small_graph | {"rule": rule, "digits": "fade"}):
+        before = told(tensor).keys()
+        assert ("remainder" in before) == tensor.reads_digits
+        tensor.rule = stage_rule(rule, "trit")
+        assert told(tensor).keys() == before
 
 
 @pytest.mark.parametrize(("size", "expected"), [(0, 0), (1, 16), (16, 16), (17, 32)])

@@ -1,5 +1,6 @@
 """The shorthand for torchrun: its words, and what it says of those that failed."""
 
+import os
 import signal
 import sys
 
@@ -29,8 +30,9 @@ def test_exit_code_is_that_of_the_first_that_failed(code, expected, monkeypatch)
             raise ChildFailedError("arbcli", {0: failure})
 
     monkeypatch.setattr(run, "run", imagined)
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("OMP_NUM_THREADS", "5")
     assert launch.main(["2", "train", "--steps", "3"]) == expected
+    assert os.environ["OMP_NUM_THREADS"] == "5"  # a user's own
     assert started[0].nproc_per_node == "2"
     assert started[0].training_script_args == ["train", "--steps", "3"]
 
@@ -43,8 +45,9 @@ def test_signal_that_ends_torchrun_is_in_its_exit_code(monkeypatch):
         raise SignalException("ended", sigval=signal.SIGTERM)
 
     monkeypatch.setattr(run, "run", imagined)
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.delenv("OMP_NUM_THREADS")
     assert launch.main(["2", "train"]) == 143
+    assert os.environ["OMP_NUM_THREADS"] == "1"
 
 
 def test_batch_that_cannot_be_shared_is_refused_before_any_process_starts(arb_here):

@@ -41,6 +41,7 @@ def test_captured_step_is_freed_before_processes_part(error, end, order):
         group.remember(graph)
         if error:
             raise RuntimeError("any")
+    group.forget_graphs()  # there is none any more
     assert order == ["joined", "freed", end]
 
 

@@ -103,6 +103,29 @@ def test_every_buffer_that_a_step_changes_is_told(texts, small_graph, monkeypatc
         for buffer, kind in part.kinds.items()
     }
     assert {kinds[name] for name in moved} == set(kinds.values())
+    for name, part in modules.items():
+        if part in stacks:  # they come in a way of their own
+            assert {f"{name}.remainder", f"{name}.moment", f"{name}.fraction"} <= moved, name
+
+
+def test_gradients_are_sent_off_while_the_backward_of_the_last_micro_batch_goes_on(
+    texts, monkeypatch
+):
+    monkeypatch.setattr(owners, "BUCKET_WEIGHTS", 3000)
+    shape = SMALL | {"layers": 2, "accum": 2}
+    trainer, sent = Trainer(new_config(**(DECIDED | shape)), texts), []
+    trainer.train_step()  # as the first one measures gradients besides
+    shared, launch = trainer.shared, trainer.shared._launch
+    monkeypatch.setattr(
+        shared, "_launch", lambda b: (sent.append((b, shared._arrived.get(id(b)))), launch(b))
+    )
+    numbers = []
+    trainer.train_step(lambda stage: numbers.append((stage, len(sent))))
+    assert len(shared.buckets) > 3
+    assert numbers == [
+        ("forward", 0), ("backward", 0), ("forward", 0), ("backward", len(shared.buckets)),
+    ]  # fmt: skip
+    assert all(rows == bucket.rows for bucket, rows in sent)
 
 
 @pytest.mark.slow
@@ -226,9 +249,10 @@ def test_row_of_a_table_that_is_not_finite_is_not_finite_where_it_arrives(bad, t
         assert torch.equal(part, before[name]), name
 
 
-def test_tensor_without_a_gradient_in_a_step_is_left_as_it_is(texts):
+@pytest.mark.parametrize("wire", ["int8", "int12"])  # sums of one part, and of two
+def test_tensor_without_a_gradient_in_a_step_is_left_as_it_is(wire, texts):
     """Others of its message step, and of its exponents nothing is known."""
-    trainer = Trainer(new_config(**(DECIDED | SMALL)), texts)
+    trainer = Trainer(new_config(**(DECIDED | SMALL | {"wire": wire})), texts)
     trainer.train_step()
     mlp = trainer.model.blocks[0].mlp
     before = [

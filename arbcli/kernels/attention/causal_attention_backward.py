@@ -1,0 +1,336 @@
+"""The gradient of causal attention, with the same bits every time.
+
+With s = q . k / sqrt(d), p = exp(s - log), y = sum of p v and the gradient g of y, of each query:
+
+    grad_v[n] = sum over m of p[m, n] g[m]
+    e[m, n] = p[m, n] (g[m] . v[n] - g[m] . y[m])
+    grad_q[m] = sum over n of e[m, n] k[n] / sqrt(d)
+    grad_k[n] = sum over m of e[m, n] q[m] / sqrt(d)
+
+Programs for queries and programs for keys both compute p and e, so none adds to what is another's:
+seven products where five would do, and nothing of the size of p is written.
+Source: T. Dao, "FlashAttention-2", https://arxiv.org/abs/2307.08691, algorithm 2.
+"""
+
+from collections.abc import Iterator
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from arbcli.kernels.runtime._triton import tl, triton
+from arbcli.kernels.runtime.backend import capability, uses_triton
+from arbcli.kernels.runtime.descriptors import described
+from arbcli.kernels.runtime.spec import Case, Gate, KernelSpec, Timing
+
+LOG2_E = 1.4426950408889634
+HOPPER = (9, 0)
+"""The compute capability that tiles were timed on."""
+
+
+def causal_attention_backward_reference(
+    grad_y: Tensor, q: Tensor, k: Tensor, v: Tensor, _y: Tensor, _logs: Tensor
+) -> tuple[Tensor, ...]:
+    """Compute what `causal_attention_backward` must return: autograd in float64."""
+    inputs = [part.detach().double().requires_grad_() for part in (q, k, v)]
+    with torch.enable_grad():
+        y, _ = causal_attention_float64(*inputs)
+        return torch.autograd.grad(y, inputs, grad_y.double())
+
+
+def causal_attention_float64(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Attend in float64: the result, and the logarithm of the sum of each query's exponentials."""
+    q, k, v = (part.double() for part in (q, k, v))
+    length = q.shape[2]
+    later = torch.ones(length, length, dtype=torch.bool, device=q.device).triu(1)
+    scores = (q @ k.mT / q.shape[3] ** 0.5).masked_fill(later, -torch.inf)
+    return scores.softmax(dim=-1) @ v, scores.logsumexp(dim=-1)
+
+
+def _causal_attention_backward_torch(grad_y, q, k, v, y, logs):
+    grads = _place_of_gradients(q)
+    scale = q.shape[3] ** -0.5
+    for *places, g, query, key, value, result, log in zip(
+        *grads, grad_y, q, k, v, y, logs, strict=True
+    ):
+        g, query, key, value = (part.float() for part in (g, query, key, value))
+        p = torch.exp(query @ key.mT * scale - log[..., None]).tril()
+        e = p * (g @ value.mT - (g * result).sum(dim=-1, keepdim=True))
+        parts = e @ key * scale, e.mT @ query * scale, p.mT @ g
+        for place, part in zip(places, parts, strict=True):
+            place.copy_(part)
+    return grads
+
+
+def _place_of_gradients(q: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Make (B, heads, T, d) for each of the three, as parts of one (B, T, 3, heads, d)."""
+    batch, heads, length, width = q.shape
+    whole = torch.empty(batch, length, 3, heads, width, dtype=q.dtype, device=q.device)
+    return whole.permute(2, 0, 3, 1, 4).unbind()
+
+
+@triton.jit
+def _load_rows(desc, b, h, first, ROWS: tl.constexpr, D: tl.constexpr):
+    """Load rows of a head, [ROWS, D]; zeros behind the last."""
+    return desc.load([b, h, first, 0]).reshape(ROWS, D)
+
+
+@triton.jit
+def _store_rows(grads_ptr, values, b, h, first, part, T, H, ROWS: tl.constexpr, D: tl.constexpr):
+    """Store rows of a head, [ROWS, D], to one part of the gradients."""
+    t = first + tl.arange(0, ROWS)
+    row = ((b.to(tl.int64) * T + t) * 3 + part) * H + h
+    ptrs = grads_ptr + row[:, None] * D + tl.arange(0, D)[None, :]
+    tl.store(ptrs, values.to(grads_ptr.dtype.element_ty), mask=(t < T)[:, None])
+
+
+@triton.jit
+def _add_keys(
+    grad, q, g, log, delta, k_desc, v_desc, b, h, m, begin, end, scale,
+    D: tl.constexpr, BLOCK: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Add to the gradient of some queries what keys from `begin` to `end` contribute."""
+    for first in range(begin, end, BLOCK):
+        k = _load_rows(k_desc, b, h, first, BLOCK, D)
+        p = tl.exp2(tl.dot(q, k.T, input_precision=PRECISION) * scale - log[:, None])
+        if MASKED:
+            n = first + tl.arange(0, BLOCK)
+            p = tl.where(n[None, :] <= m[:, None], p, 0)
+        v = _load_rows(v_desc, b, h, first, BLOCK, D)
+        e = p * (tl.dot(g, v.T, input_precision=PRECISION) - delta[:, None])
+        grad = tl.dot(e.to(k.dtype), k, grad, input_precision=PRECISION)
+    return grad
+
+
+@triton.jit
+def _queries_kernel(
+    grad_y_desc, q_desc, k_desc, v_desc, y_desc, logs_ptr, log2_ptr, delta_ptr, grads_ptr,
+    T, H, padded, scale, log2_e,
+    D: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Find the gradient of some queries of a head, and for keys their sums of g y, `delta`."""
+    first = (tl.num_programs(0) - 1 - tl.program_id(0)) * BLOCK  # those with most keys begin
+    h, b = tl.program_id(1), tl.program_id(2)
+    m = first + tl.arange(0, BLOCK)
+    of_head = b.to(tl.int64) * H + h
+    q = _load_rows(q_desc, b, h, first, BLOCK, D)
+    g = _load_rows(grad_y_desc, b, h, first, BLOCK, D)
+    y = _load_rows(y_desc, b, h, first, BLOCK, D)
+    delta = tl.sum(g.to(tl.float32) * y.to(tl.float32), axis=1)
+    log = tl.load(logs_ptr + of_head * T + m, mask=m < T, other=0) * log2_e
+    tl.store(delta_ptr + of_head * padded + m, delta)
+    tl.store(log2_ptr + of_head * padded + m, log)
+    grad = tl.zeros((BLOCK, D), dtype=tl.float32)
+    grad = _add_keys(
+        grad, q, g, log, delta, k_desc, v_desc, b, h, m, 0, first, scale * log2_e,
+        D, BLOCK, False, PRECISION,
+    )  # fmt: skip
+    grad = _add_keys(
+        grad, q, g, log, delta, k_desc, v_desc, b, h, m, first, first + BLOCK, scale * log2_e,
+        D, BLOCK, True, PRECISION,
+    )  # fmt: skip
+    _store_rows(grads_ptr, grad * scale, b, h, first, 0, T, H, BLOCK, D)
+
+
+@triton.jit
+def _add_queries(
+    grad_k, grad_v, k, v, grad_y_desc, q_desc, log2_ptr, delta_ptr, b, h, n, begin, end, scale,
+    D: tl.constexpr, BLOCK: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Add to the gradients of some keys and values what queries from `begin` on contribute."""
+    for first in range(begin, end, BLOCK):
+        m = first + tl.arange(0, BLOCK)
+        q = _load_rows(q_desc, b, h, first, BLOCK, D)
+        log = tl.load(log2_ptr + m)
+        p = tl.exp2(tl.dot(k, q.T, input_precision=PRECISION) * scale - log[None, :])
+        if MASKED:
+            p = tl.where(n[:, None] <= m[None, :], p, 0)
+        g = _load_rows(grad_y_desc, b, h, first, BLOCK, D)  # zeros behind the last query
+        grad_v = tl.dot(p.to(g.dtype), g, grad_v, input_precision=PRECISION)
+        delta = tl.load(delta_ptr + m)
+        e = p * (tl.dot(v, g.T, input_precision=PRECISION) - delta[None, :])
+        grad_k = tl.dot(e.to(q.dtype), q, grad_k, input_precision=PRECISION)
+    return grad_k, grad_v
+
+
+@triton.jit
+def _keys_kernel(
+    grad_y_desc, q_desc, k_desc, v_desc, log2_ptr, delta_ptr, grads_ptr,
+    T, H, padded, scale, log2_e,
+    D: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Find the gradients of some keys and values of a head; the first are seen by most queries."""
+    first = tl.program_id(0) * BLOCK
+    h, b = tl.program_id(1), tl.program_id(2)
+    of_head = b.to(tl.int64) * H + h
+    log2_ptr += of_head * padded
+    delta_ptr += of_head * padded
+    n = first + tl.arange(0, BLOCK)
+    k = _load_rows(k_desc, b, h, first, BLOCK, D)
+    v = _load_rows(v_desc, b, h, first, BLOCK, D)
+    grad_k = tl.zeros((BLOCK, D), dtype=tl.float32)
+    grad_v = tl.zeros((BLOCK, D), dtype=tl.float32)
+    grad_k, grad_v = _add_queries(
+        grad_k, grad_v, k, v, grad_y_desc, q_desc, log2_ptr, delta_ptr, b, h, n,
+        first, first + BLOCK, scale * log2_e, D, BLOCK, True, PRECISION,
+    )  # fmt: skip
+    # later queries see all of these keys
+    grad_k, grad_v = _add_queries(
+        grad_k, grad_v, k, v, grad_y_desc, q_desc, log2_ptr, delta_ptr, b, h, n,
+        first + BLOCK, T, scale * log2_e, D, BLOCK, False, PRECISION,
+    )  # fmt: skip
+    _store_rows(grads_ptr, grad_k * scale, b, h, first, 1, T, H, BLOCK, D)
+    _store_rows(grads_ptr, grad_v, b, h, first, 2, T, H, BLOCK, D)
+
+
+def _tiles(q: Tensor) -> tuple[int, int]:
+    """Choose the rows of a program, by what a GPU holds on its chip, and the stages for keys."""
+    if q.dtype == torch.float32:
+        return 16, 2
+    if capability(q) != HOPPER:
+        return 32, 2
+    return 64, 3 if q.shape[3] <= 64 else 2
+
+
+def _causal_attention_backward_triton(grad_y, q, k, v, y, logs):
+    (batch, heads, length, width), grads = q.shape, _place_of_gradients(q)
+    if not q.numel():
+        return grads
+    block, stages_of_keys = _tiles(q)
+    blocks = triton.cdiv(length, block)
+    inputs = [described(_readable(part), [1, 1, block, width]) for part in (grad_y, q, k, v, y)]
+    padded = blocks * block  # keys read whole blocks of queries
+    log2, delta = torch.empty(2, batch, heads, padded, dtype=torch.float32, device=q.device)
+    about = length, heads, padded, width**-0.5, LOG2_E
+    options = {"D": width, "BLOCK": block, "num_warps": 4}
+    options["PRECISION"] = "ieee" if q.dtype == torch.float32 else "tf32"
+    grid = blocks, heads, batch
+    _queries_kernel[grid](*inputs, logs, log2, delta, grads[0], *about, **options, num_stages=2)
+    _keys_kernel[grid](
+        *inputs[:4], log2, delta, grads[0], *about, **options, num_stages=stages_of_keys
+    )
+    return grads
+
+
+def _readable(x: Tensor) -> Tensor:
+    """Make a copy of what descriptors cannot read: rows that begin anywhere, or are the same."""
+    aligned = all(stride and stride * x.itemsize % 16 == 0 for stride in x.stride()[:3])
+    return x if aligned and x.stride(3) == 1 and x.data_ptr() % 16 == 0 else x.contiguous()
+
+
+def causal_attention_backward(
+    grad_y: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, logs: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Propagate a gradient back through causal attention, of scores divided by sqrt(d).
+
+    Args:
+        grad_y: (B, heads, T, d) bfloat16 or float32, d a power of two from 16 to 128, any strides.
+        q: likewise.
+        k: likewise.
+        v: likewise.
+        y: likewise, what attention gave.
+        logs: (B, heads, T) float32, contiguous: logarithms of the sums of exponentials.
+
+    Returns:
+        Gradients of q, k and v, like them: parts of one tensor (B, T, 3, heads, d).
+
+    Raises:
+        ValueError: a dtype or a shape does not fit.
+    """
+    width = q.shape[-1]
+    if q.dim() != 4 or q.dtype not in (torch.float32, torch.bfloat16):
+        raise ValueError(f"need bfloat16 or float32 heads, got {q.dtype} {tuple(q.shape)}")
+    if not 16 <= width <= 128 or width & (width - 1):
+        raise ValueError(f"need a width that is a power of two from 16 to 128, got {width}")
+    for part in (grad_y, k, v, y):
+        if part.shape != q.shape or part.dtype != q.dtype:
+            got = f"{part.dtype} {tuple(part.shape)}"
+            raise ValueError(f"{got} does not fit {q.dtype} {tuple(q.shape)}")
+    if logs.dtype != torch.float32 or logs.shape != q.shape[:3] or not logs.is_contiguous():
+        raise ValueError(f"logarithms {logs.dtype} {tuple(logs.shape)} do not fit")
+    triton, torch_ = _causal_attention_backward_triton, _causal_attention_backward_torch
+    return (triton if uses_triton(q) else torch_)(grad_y, q, k, v, y, logs)
+
+
+def flash_attention_backward(
+    grad_y: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, logs: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Do what `causal_attention_backward` does by torch's flash attention, on a GPU in bfloat16.
+
+    Its bits are the same every time in torch's deterministic mode.
+    """
+    length, nothing = q.shape[2], logs  # in place of random numbers, as there is no dropout
+    return torch.ops.aten._scaled_dot_product_flash_attention_backward(
+        grad_y, q, k, v, y, logs, None, None, length, length, 0.0, True, nothing, nothing
+    )
+
+
+def random_attention(
+    generator: torch.Generator, shape: tuple[int, int, int, int], dtype: torch.dtype
+) -> tuple[Tensor, ...]:
+    """Draw a gradient, normalised queries and keys, and values; find y and its logarithms."""
+    grad_y, q, k, v = (torch.randn(shape, generator=generator) for _ in range(4))
+    q, k = (torch.nn.functional.rms_norm(part, shape[-1:]) for part in (q, k))
+    parts = [part.to(dtype) for part in (grad_y, q, k, v)]
+    y, logs = causal_attention_float64(*parts[1:])
+    return *parts, y.to(dtype), logs.float()
+
+
+def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
+    generator = torch.Generator().manual_seed(0)
+    for shape in ((1, 1, 2, 16), (1, 1, 40, 32), (2, 3, 18, 16)):
+        inputs = random_attention(generator, shape, torch.float32)
+        inputs = tuple(part.to(device) for part in inputs)
+        yield Case("x".join(map(str, shape)), inputs)
+    apart = [part.transpose(1, 2).contiguous().transpose(1, 2) for part in inputs[:5]]
+    yield Case("2x3x18x16 positions before heads", (*apart, inputs[5]))
+    if device.type == "cuda":
+        for shape in ((2, 3, 200, 64), (1, 2, 1024, 128), (3, 5, 130, 128)):
+            inputs = random_attention(generator, shape, torch.bfloat16)
+            inputs = tuple(part.to(device) for part in inputs)
+            yield Case(f"{'x'.join(map(str, shape))} bf16", inputs, rounded_causal_gradients)
+
+
+def rounded_causal_gradients(
+    grad_y: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, logs: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute the gradients in float64, but round p and e as products of bfloat16 take them."""
+    dtype, scale = q.dtype, q.shape[3] ** -0.5
+    g, q, k, v, y = (part.double() for part in (grad_y, q, k, v, y))
+    p = torch.exp(q @ k.mT * scale - logs.double()[..., None]).tril()
+    e = p * (g @ v.mT - (g * y).sum(dim=-1, keepdim=True))
+    p, e = (part.to(dtype).double() for part in (p, e))
+    return tuple(part.to(dtype) for part in (e @ k * scale, e.mT @ q * scale, p.mT @ g))
+
+
+def _timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
+    for batch, heads, length, width in ((8, 16, 2048, 128), (16, 12, 1024, 64)):
+        draw = {"device": device, "dtype": torch.bfloat16}
+        grad_y, q, k, v = torch.randn(4, batch, length, heads, width, **draw).transpose(2, 3)
+        y, logs, *_ = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True)
+        inputs = (grad_y, q, k, v, y, logs)
+        yield Timing(
+            f"{batch}x{heads}x{length}x{width} bf16",
+            inputs,
+            run=_causal_attention_backward_triton,
+            peer=partial(flash_attention_backward, *inputs),
+            peer_name="torch's flash attention",
+            flops=5 * batch * heads * length**2 * width,
+        )
+
+
+CAUSAL_ATTENTION_BACKWARD = KernelSpec(
+    "causal_attention_backward",
+    _causal_attention_backward_triton,
+    _causal_attention_backward_torch,
+    causal_attention_backward_reference,
+    _cases,
+    Gate(
+        exact=False,
+        relative=2e-5,
+        peer_slack=0.2,
+        reason="float32 sums; in bf16 the peer rounds what products take, and nothing else",
+    ),
+    timings=_timings,
+    bfloat16=(0, 1, 2, 3, 4),
+)

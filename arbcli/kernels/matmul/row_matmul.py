@@ -1,0 +1,759 @@
+"""Products of a single row, with norm, gate and sum fused in: y = added + gate(rms_norm(x) @ w.T).
+
+rms_norm(x) = x / sqrt(mean(x**2) + eps) has no weights; gate(a, b) = silu(a) * b, with a and b the
+two halves of the product. Norm, gate and sum can each be left out. The norm's division is done
+last, on the products.
+
+Layout. The trits T are *coded*: T + 1 in two bits, four to a byte, in pieces of 16 rows by 128
+columns that are stored in the order in which the threads of a warp load them. Plane i of a piece,
+its columns 32 i .. 32 i + 31, is bits 2 i and 2 i + 1 of each byte.
+
+- 512 bytes of codes. For j in 0..3, r in 0..7 and q in 0..1: bytes 8 j + 4 q .. 8 j + 4 q + 3 of
+  row r of the piece, then the same bytes of row r + 8; byte k has the columns k + 32 i.
+- 128 bytes of scales, bf16. For r in 0..7: those of planes 0, 1, 2, 3 of row r, then of row r + 8.
+
+Codes beyond K are 0, scales beyond it are those of the last group, and rows beyond N are 0
+throughout. If the result is gated, row r + 8 of a piece is the row of w half a matrix below row r.
+
+Arithmetic. Matrix units multiply bytes faster than anything else, and add them up exactly. So x is
+rounded to 15 bits, with one power of two for 32 elements: an element is off by at most 2**-14 of
+the largest of its 32, and is exact if it is no smaller than 2**-6 of that. It becomes two signed
+bytes, which are two columns of the instruction. Codes are masked, not shifted: the 4**i that plane
+i has too much goes into the powers of two. What codes have more than trits, a sum of x, is taken
+back from the sums of the lower bytes. All this is in integers; what is left is one float32 product
+and sum for each 32 columns. If an element of x is not finite, every result is NaN.
+
+Work. A program has some tiles of 16 rows. Its threads load all its pieces to registers before they
+wait for the kernel that makes x, then round x to shared memory together. The instruction has room
+for eight rows of x: for four blocks *abreast*, of which each thread has one. Then a warp multiplies
+16 rows by 512 columns in a step, else by 128. Sums of steps are added up in their order.
+"""
+
+from collections.abc import Iterator
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from arbcli.kernels.attention.attend_parts import AttentionParts
+from arbcli.kernels.codec.decode_weight import decode_weight
+from arbcli.kernels.codec.packed import Packed, random_packed
+from arbcli.kernels.codec.packing import PLANE, unpack_trits
+from arbcli.kernels.codec.scales import scales_torch
+from arbcli.kernels.codec.warp_products import (
+    HAS_PTX,
+    add_byte_products,
+    round_pair,
+    unpair,
+    unpair_four,
+)
+from arbcli.kernels.matmul.arranged import ROWS, check_few_rows, in_tiles, with_torch
+from arbcli.kernels.runtime._triton import tl, triton
+from arbcli.kernels.runtime.backend import num_processors, uses_triton
+from arbcli.kernels.runtime.overlap import overlap_options, wait_for_last
+from arbcli.kernels.runtime.shared_memory import (
+    memory_of,
+    read_float,
+    read_four,
+    read_four_where,
+    write,
+    write_two,
+    write_where,
+)
+from arbcli.kernels.runtime.spec import MATRIX, Case, Gate, KernelSpec, Timing
+from arbcli.kernels.runtime.threads import (
+    across,
+    load_constant,
+    load_new,
+    load_where,
+    warp_number,
+)
+
+BLOCK = 4 * PLANE
+"""Weights of a row in a piece."""
+CODE_BYTES, SCALE_BYTES = 512, 128
+"""Of a piece."""
+CODED_AT_ONCE = 1 << 22
+"""Weights that are coded at a time, which take some 30 bytes each meanwhile."""
+PIECE_BYTES = tl.constexpr(CODE_BYTES + SCALE_BYTES)
+_HALF = tl.constexpr(144)
+"""Bytes in shared memory of the upper or lower halves of x in a block: padded, as threads read both
+halves of four blocks at a time, which must be in different banks."""
+_TABLE = tl.constexpr(32)
+"""Bytes of what else is known of a block of x: the sums of its four planes, and their units."""
+_SUMS = tl.constexpr(64)
+"""Bytes of the sums of a step: 16 float32."""
+_LEAST = tl.constexpr(20)
+"""The least exponent, biased, that 32 elements are given: units stay normal float32."""
+_PARTS_AT_ONCE = tl.constexpr(2)
+"""Parts of attention of which a thread has loads under way; more take too many registers."""
+_NOT_FINITE = tl.constexpr(0x7F80)
+"""Bits of a bf16 that is infinite; larger ones are none."""
+_ROUND = tl.constexpr(12582912.0 + 0x8080)
+"""Added to a number, it leaves the integer nearest to it, more 0x8080, in the last 16 bits."""
+_MAX_PAIRS = tl.constexpr("max.NaN.bf16x2 $0, $1, $2;")
+_SPLIT = tl.constexpr("""{
+.reg .b32 first, second;
+prmt.b32 first, $2, $3, 0x5410;
+prmt.b32 second, $4, $5, 0x5410;
+prmt.b32 $0, first, second, 0x6420;
+prmt.b32 $1, first, second, 0x7531;
+xor.b32 $0, $0, 0x80808080;
+xor.b32 $1, $1, 0x80808080;
+}""")
+_SUM_BYTES = tl.constexpr("""{
+.reg .b32 ones;
+mov.b32 ones, 0x01010101;
+dp4a.s32.s32 $0, $1, ones, $2;
+}""")
+
+
+class Coded(NamedTuple):
+    """A matrix in pieces: T tiles of 16 rows by B blocks of 128 columns."""
+
+    pieces: Tensor
+    """(T, B, 640) uint8: (4, 8, 2, 2, 4) bytes, then (8, 2, 4) bfloat16 scales."""
+    out_features: int
+    """N: elements of a result, after gating."""
+    in_features: int
+    """K."""
+    gated: bool
+    """Whether a tile has eight rows of each half of the matrix."""
+
+
+def code(packed: Packed, gated: bool = False) -> Coded:
+    """Code a packed matrix for products of one row: 2.5 bits a weight, and what fills pieces.
+
+    Args:
+        packed: N rows by K weights, in groups of a multiple of 32.
+        gated: whether results are to be gated; then N is even.
+
+    Raises:
+        ValueError: a dtype or a shape does not fit.
+    """
+    packed.check()
+    if packed.remainder is not None:
+        raise ValueError("weights of all digits are arranged by `arrange_digits`")
+    if packed.group_size % PLANE:
+        raise ValueError(f"need groups of whole planes of {PLANE} weights, got {packed.group_size}")
+    if gated and packed.out_features % 2:
+        raise ValueError(f"{packed.out_features} rows are not two halves")
+    halves = 1 + gated
+    rows, height = packed.out_features // halves, ROWS // halves
+    tiles, blocks = -(-rows // height), -(-packed.in_features // BLOCK)
+    shape, device = (tiles, blocks, CODE_BYTES + SCALE_BYTES), packed.trits.device
+    pieces = torch.empty(shape, dtype=torch.uint8, device=device)
+    most = max(1, CODED_AT_ONCE // (ROWS * BLOCK * blocks))
+    for start in range(0, tiles, most):
+        index = torch.arange(height * start, min(height * (start + most), rows), device=device)
+        index = torch.cat([index + rows * half for half in range(halves)])
+        pieces[start : start + most] = _pieces(packed.rows(index), gated, blocks)
+    # a kernel that overlaps the one before it reads the pieces without waiting for any kernel
+    if pieces.is_cuda:
+        torch.cuda.synchronize(device)
+    return Coded(pieces, rows, packed.in_features, gated)
+
+
+def _pieces(packed: Packed, gated: bool, blocks: int) -> Tensor:
+    """Code some rows, or as many of either half, to (tiles, blocks, 640) bytes."""
+    device = packed.trits.device
+    group = torch.arange(4 * blocks, device=device) * PLANE // packed.group_size
+    scales = scales_torch(packed.exponent, packed.fraction)
+    scales = scales[:, group.clamp(max=packed.num_groups - 1)].bfloat16()
+    codes = unpack_trits(packed.trits, packed.in_features).to(torch.uint8) + 1
+    codes = functional.pad(codes, (0, BLOCK * blocks - packed.in_features))
+    # tile, half, row, block, plane i, j, q, byte
+    codes = in_tiles(codes.unflatten(1, (blocks, 4, 4, 2, 4)), gated)
+    shift = torch.arange(0, 8, 2, dtype=torch.uint8, device=device).view(4, 1, 1, 1)
+    codes = (codes << shift).sum(4, dtype=torch.uint8).permute(0, 3, 4, 2, 5, 1, 6)
+    scales = in_tiles(scales.unflatten(1, (blocks, 4)), gated).permute(0, 3, 2, 1, 4)
+    return torch.cat([codes.flatten(2), scales.flatten(2).view(torch.uint8)], dim=2)
+
+
+def row_matmul_reference(
+    x: Tensor,
+    pieces: Tensor,
+    out_features: int,
+    in_features: int,
+    gated: bool,
+    eps: float | None,
+    added: Tensor | None,
+    dtype: torch.dtype,
+) -> Tensor:
+    """Compute what `row_matmul` must return, in float64, one plane of a piece at a time."""
+    tiles, blocks = pieces.shape[:2]
+    codes = pieces[..., :CODE_BYTES].unflatten(2, (4, 8, 2, 2, 4))
+    scales = pieces[..., CODE_BYTES:].contiguous().view(torch.bfloat16).unflatten(2, (8, 2, 4))
+    weight = torch.zeros(tiles, 2, 8, BLOCK * blocks, dtype=torch.float64, device=x.device)
+    for b in range(blocks):
+        for r in range(8):
+            for i in range(4):
+                for j in range(4):
+                    for q in range(2):
+                        k = BLOCK * b + PLANE * i + 8 * j + 4 * q
+                        trit = codes[:, b, j, r, q].long() // 4**i % 4 - 1  # (T, 2, 4)
+                        scale = scales[:, b, r, :, i].double()
+                        weight[:, :, r, k : k + 4] = trit * scale[:, :, None]
+    x = x.double()
+    if eps is not None:
+        x = x / ((x * x).sum(1, keepdim=True) / in_features + eps) ** 0.5
+    y = torch.einsum("thrk,mk->mthr", weight[..., :in_features], x)
+    if gated:
+        y = y[:, :, 0] / (1 + torch.exp(-y[:, :, 0])) * y[:, :, 1]
+    y = y.flatten(1)[:, :out_features]
+    return y if added is None else added.double() + y
+
+
+def decode_coded(pieces: Tensor) -> Tensor:
+    """Decode a coded matrix: (16 T, 128 B) float32, in the order of its tiles."""
+    codes, scales = pieces.split([CODE_BYTES, SCALE_BYTES], dim=2)
+    codes = codes.unflatten(2, (4, 8, 2, 2, 4))
+    planes = torch.stack([codes >> 2 * i & 3 for i in range(4)], dim=2).float() - 1
+    scales = scales.contiguous().view(torch.bfloat16).unflatten(2, (8, 2, 4)).float()
+    # tile, half, row, block, plane i, j, q, byte
+    weight = planes.permute(0, 6, 4, 1, 2, 3, 5, 7)
+    weight = weight * scales.permute(0, 3, 2, 1, 4)[..., None, None, None]
+    return weight.reshape(ROWS * len(pieces), -1)
+
+
+def _row_matmul_torch(x, pieces, out_features, in_features, gated, eps, added, dtype):
+    x = x.average()[None] if isinstance(x, AttentionParts) else x
+    weight, x = decode_coded(pieces), x.float()
+    if eps is not None:
+        x = functional.rms_norm(x, x.shape[1:], eps=eps)
+    y = (x @ weight[:, :in_features].T).view(1, -1, 2, 8)
+    if gated:
+        y = functional.silu(y[:, :, 0]) * y[:, :, 1]
+    y = y.flatten(1)[:, :out_features]
+    return (y if added is None else added + y).to(dtype)
+
+
+@triton.jit
+def _max_pairs(a, b, PTX: tl.constexpr):
+    """Find the larger of two pairs of bf16 without signs; of those that are none, one is none."""
+    if PTX:
+        return tl.inline_asm_elementwise(
+            _MAX_PAIRS, "=r,r,r", [a, b], dtype=tl.int32, is_pure=True, pack=1
+        )
+    low = tl.maximum(a & 0xFFFF, b & 0xFFFF)
+    return low | tl.maximum(a & 0x7FFF0000, b & 0x7FFF0000)
+
+
+@triton.jit
+def _largest(four, PTX: tl.constexpr):
+    """Find the largest of eight bf16 without their signs, as one of a pair."""
+    a = _max_pairs(four[0] & 0x7FFF7FFF, four[1] & 0x7FFF7FFF, PTX)
+    return _max_pairs(a, _max_pairs(four[2] & 0x7FFF7FFF, four[3] & 0x7FFF7FFF, PTX), PTX)
+
+
+@triton.jit
+def _split_bytes(a, b, c, d, PTX: tl.constexpr):
+    """Split integers n, of which n + 0x8080 is in the last 16 bits, to n = 256 high + low.
+
+    Returns:
+        The lower bytes and the upper ones of all four, from -128 to 127.
+    """
+    if PTX:
+        return tl.inline_asm_elementwise(
+            _SPLIT, "=&r,=&r,r,r,r,r", [a, b, c, d],
+            dtype=(tl.int32,) * 2, is_pure=True, pack=1,
+        )  # fmt: skip
+    low = (a & 0xFF) | ((b & 0xFF) << 8) | ((c & 0xFF) << 16) | (d << 24)
+    a, b, c, d = a >> 8, b >> 8, c >> 8, d >> 8
+    high = (a & 0xFF) | ((b & 0xFF) << 8) | ((c & 0xFF) << 16) | (d << 24)
+    return low ^ -0x7F7F7F80, high ^ -0x7F7F7F80
+
+
+@triton.jit
+def _round_four(a, b, inverse, PTX: tl.constexpr):
+    """Round two pairs of bf16, times a power of two, to integers below 2**15 in two bytes."""
+    x, bits = unpair(a) + unpair(b), ()
+    for i in tl.static_range(4):
+        bits = bits + (tl.fma(x[i], inverse, _ROUND).to(tl.int32, bitcast=True),)  # noqa: RUF005
+    return _split_bytes(bits[0], bits[1], bits[2], bits[3], PTX)
+
+
+@triton.jit
+def _sum_bytes(word, total, PTX: tl.constexpr):
+    """Add four signed bytes to a total."""
+    if PTX:
+        return tl.inline_asm_elementwise(
+            _SUM_BYTES, "=r,r,r", [word, total], dtype=tl.int32, is_pure=True, pack=1
+        )
+    for byte in tl.static_range(4):
+        total += (word << (24 - 8 * byte)) >> 24
+    return total
+
+
+@triton.jit
+def _over_four(values, PTX: tl.constexpr):
+    """Sum each of some int32 over four neighbouring threads."""
+    for turn in tl.static_range(2):
+        others, sums = (), ()
+        for t in tl.static_range(len(values)):
+            others = others + (across(values[t], 1 << turn, PTX),)  # noqa: RUF005
+        for t in tl.static_range(len(values)):
+            sums = sums + (values[t] + others[t],)  # noqa: RUF005
+        values = sums
+    return values
+
+
+@triton.jit
+def _largest_of_four(values, PTX: tl.constexpr):
+    """Find the largest pair of four neighbouring threads, for each of some."""
+    for turn in tl.static_range(2):
+        others, most = (), ()
+        for t in tl.static_range(len(values)):
+            others = others + (across(values[t], 1 << turn, PTX),)  # noqa: RUF005
+        for t in tl.static_range(len(values)):
+            most = most + (_max_pairs(values[t], others[t], PTX),)  # noqa: RUF005
+        values = most
+    return values
+
+
+@triton.jit
+def _round_x(octets, units, x_at, tables_at, PTX: tl.constexpr):
+    """Round eights of x to shared memory, of which four neighbouring threads have a plane.
+
+    Args:
+        octets: some times eight elements of each thread, as four int32.
+        units: which eights of x they are.
+        x_at: where x begins in shared memory: bytes of plane i and of j at 32 j + 8 i.
+        tables_at: where the tables of its blocks begin: sums of planes, then their units.
+        PTX: whether PTX is understood.
+    """
+    TURNS: tl.constexpr = len(octets)
+    zero = tl.zeros_like(units[0])
+    largest, exponents, totals = (), (), ()
+    for t in tl.static_range(TURNS):
+        largest = largest + (_largest(octets[t], PTX),)  # noqa: RUF005
+    largest = _largest_of_four(largest, PTX)
+    for t in tl.static_range(TURNS):
+        u, four = units[t], octets[t]
+        most = tl.maximum(largest[t] & 0xFFFF, (largest[t] >> 16) & 0xFFFF)
+        exponent = tl.maximum(most >> 7, _LEAST)
+        inverse = ((267 - exponent) << 23).to(tl.float32, bitcast=True)  # 2**14 / 2**(e + 1)
+        exponents = exponents + (tl.where(most >= _NOT_FINITE, -1, exponent),)  # noqa: RUF005
+        low_0, high_0 = _round_four(four[0], four[1], inverse, PTX)
+        low_1, high_1 = _round_four(four[2], four[3], inverse, PTX)
+        upper = _sum_bytes(high_1, _sum_bytes(high_0, zero, PTX), PTX)
+        total = _sum_bytes(low_1, _sum_bytes(low_0, upper << 8, PTX), PTX)
+        totals = totals + (total,)  # noqa: RUF005
+        at = x_at + (2 * _HALF * (u // 16) + 32 * (u % 4) + 8 * (u // 4 % 4))
+        write_two(at, high_0, high_1, PTX)
+        write_two(at + _HALF, low_0, low_1, PTX)
+    totals = _over_four(totals, PTX)
+    for t in tl.static_range(TURNS):
+        u = units[t]
+        plane = u // 4 % 4
+        unit = tl.where(exponents[t] < 0, 0x7FC00000, (exponents[t] - 13 - 2 * plane) << 23)
+        to, first = tables_at + (_TABLE * (u // 16) + 4 * plane), u % 4 == 0
+        write_where(to, totals[t] << (2 * plane), first, PTX)
+        write_where(to + 16, unit, first, PTX)
+
+
+@triton.jit
+def _average_parts(values_ptr, totals_ptr, parts, u, K, WIDTH: tl.constexpr, PTX: tl.constexpr):
+    """Average the u-th eight elements of parts of attention, as `AttentionParts` says."""
+    total = tl.zeros(u.shape, tl.float32)
+    sums = (total,) * 8
+    for start in range(0, parts, _PARTS_AT_ONCE):
+        octets, shares = (), ()
+        for i in tl.static_range(_PARTS_AT_ONCE):  # all are asked for before one is awaited
+            part = tl.minimum(start + i, parts - 1)
+            of_heads = totals_ptr + (part * (K // WIDTH) + 8 * u // WIDTH)
+            octets = octets + (load_new(values_ptr + (part * (K // 4) + 2 * u), PTX),)  # noqa: RUF005
+            shares = shares + (tl.load(of_heads, cache_modifier=".cg"),)  # noqa: RUF005
+        for i in tl.static_range(_PARTS_AT_ONCE):
+            share = tl.where(start + i < parts, shares[i], 0.0)
+            total += share
+            x, added = unpair_four(octets[i]), ()
+            for j in tl.static_range(8):
+                added = added + (sums[j] + x[j] * share,)  # noqa: RUF005
+            sums = added
+    inverse, four = 1.0 / total, ()
+    for i in tl.static_range(4):
+        pair = round_pair(sums[2 * i] * inverse, sums[2 * i + 1] * inverse, PTX)
+        four = four + (pair,)  # noqa: RUF005
+    return four
+
+
+@triton.jit
+def _load_x(
+    x_ptr, totals_ptr, parts, u, K,
+    WIDTH: tl.constexpr, WHOLE: tl.constexpr, PTX: tl.constexpr,
+):  # fmt: skip
+    """Load the u-th eight elements of x, as four int32; beyond K they are 0."""
+    if WIDTH > 0:
+        octet = _average_parts(x_ptr, totals_ptr, parts, tl.minimum(u, K // 8 - 1), K, WIDTH, PTX)
+        four = ()
+        for i in tl.static_range(4):
+            four = four + (octet[i] if WHOLE else tl.where(8 * u < K, octet[i], 0),)  # noqa: RUF005
+    elif WHOLE:
+        four = load_new(x_ptr + 2 * u, PTX)
+    else:
+        four = load_where(x_ptr + 2 * u, 8 * u < K, False, PTX)
+    return four
+
+
+@triton.jit
+def _sum_of_squares(four):
+    x = unpair_four(four)
+    even, odd = x[0] * x[0], x[1] * x[1]
+    for i in tl.static_range(2, 8, 2):
+        even += x[i] * x[i]
+        odd += x[i + 1] * x[i + 1]
+    return even + odd
+
+
+@triton.jit
+def _take_x(
+    x_ptr, totals_ptr, parts, first, K, x_at, tables_at, thread,
+    TURNS: tl.constexpr, UNITS: tl.constexpr, WIDTH: tl.constexpr, WHOLE: tl.constexpr,
+    PTX: tl.constexpr,
+):  # fmt: skip
+    """Load eights of x from `first` on, a few a thread, and round them; returns their squares."""
+    THREADS: tl.constexpr = thread.shape[0]
+    octets, units, squares = (), (), tl.zeros(thread.shape, tl.float32)
+    for t in tl.static_range(TURNS):
+        u = thread + (first + THREADS * t)
+        if not PTX:  # whole warps take part that would not: they repeat what others do
+            u = u % UNITS
+        octets = octets + (_load_x(x_ptr, totals_ptr, parts, u, K, WIDTH, WHOLE, PTX),)  # noqa: RUF005
+        units = units + (u,)  # noqa: RUF005
+    _round_x(octets, units, x_at, tables_at, PTX)
+    for t in tl.static_range(TURNS):
+        of_octet = _sum_of_squares(octets[t])
+        if not PTX:
+            of_octet = tl.where(thread + (first + THREADS * t) < UNITS, of_octet, 0.0)
+        squares += of_octet
+    return squares
+
+
+@triton.constexpr_function
+def _mask(plane):
+    return (0x03030303, 0x0C0C0C0C, 0x30303030, -0x3F3F3F40)[plane]
+
+
+@triton.jit
+def _multiply_step(
+    codes, scales, x_at, tables_at, block, thread, ABREAST: tl.constexpr, PTX: tl.constexpr
+):
+    """Multiply 16 rows by what a warp has of x: the sums of rows r and r + 8.
+
+    Thread 4 r + c has bytes of its own block, block + c, of four abreast: a column of the
+    instruction is of one of them, and x is 0 there for the threads of others. With one block, a
+    thread has its j = c.
+    """
+    r, c = thread // 4 % 8, thread % 4
+    nothing = tl.zeros_like(thread)
+    own = r // 2 == c if ABREAST == 4 else r < 2
+    mine = block + (c if ABREAST == 4 else 0)
+    of_x = x_at + (2 * _HALF * mine + _HALF * (r % 2) + (32 * c if ABREAST == 1 else 0))
+    sums = ((nothing,) * 4,) * 4
+    for j in tl.static_range(ABREAST):
+        w = codes[j]
+        x = read_four_where(of_x + 32 * j, own, (nothing,) * 4, PTX)
+        x = x + read_four_where(of_x + (32 * j + 16), own, (nothing,) * 4, PTX)
+        added = ()
+        for i in tl.static_range(4):
+            mask = _mask(i)
+            masked = (w[0] & mask, w[1] & mask, w[2] & mask, w[3] & mask)
+            of_plane = add_byte_products(sums[i], masked, (x[2 * i], x[2 * i + 1]), PTX)
+            added = added + (of_plane,)  # noqa: RUF005
+        sums = added
+    totals = read_four(tables_at + _TABLE * mine, PTX)
+    units = read_four(tables_at + (_TABLE * mine + 16), PTX)
+    upper, lower = tl.zeros(thread.shape, tl.float32), tl.zeros(thread.shape, tl.float32)
+    for i in tl.static_range(4):
+        four, unit = sums[i], units[i].to(tl.float32, bitcast=True)
+        of_upper = (four[0] << 8) + (four[1] - totals[i])
+        of_lower = (four[2] << 8) + (four[3] - totals[i])
+        upper += of_upper.to(tl.float32) * (unpair(scales[i // 2])[i % 2] * unit)
+        lower += of_lower.to(tl.float32) * (unpair(scales[2 + i // 2])[i % 2] * unit)
+    if ABREAST == 4:
+        for turn in tl.static_range(2):
+            of_others = across(upper, 1 << turn, PTX), across(lower, 1 << turn, PTX)
+            upper, lower = upper + of_others[0], lower + of_others[1]
+    return upper, lower
+
+
+@triton.jit
+def _do_step(
+    codes, scales, step, sums_at, x_at, tables_at, thread,
+    PER_TILE: tl.constexpr, ABREAST: tl.constexpr, PTX: tl.constexpr,
+):  # fmt: skip
+    """Do a warp's step, and write its sums."""
+    block = step % PER_TILE * ABREAST
+    upper, lower = _multiply_step(codes, scales, x_at, tables_at, block, thread, ABREAST, PTX)
+    at = sums_at + (_SUMS * step + 4 * (thread // 4 % 8))
+    write_where(at, upper, thread % 4 == 0, PTX)
+    write_where(at + 32, lower, thread % 4 == 0, PTX)
+
+
+@triton.constexpr_function
+def _width(blocks, abreast):
+    """Count the blocks of x in shared memory: those of whole steps, and of whole warps of x."""
+    steps = -(-blocks // abreast)
+    return (steps * abreast + 1) // 2 * 2
+
+
+@triton.jit(do_not_specialize=["N", "K", "tiles", "most", "span"])
+def _row_matmul_kernel(
+    x_ptr, pieces_ptr, added_ptr, y_ptr, instead_ptr, totals_ptr, position_ptr,
+    N, K, tiles, share, eps, most, span,
+    NORM: tl.constexpr, GATED: tl.constexpr, ADD: tl.constexpr,
+    ABREAST: tl.constexpr, HEIGHT: tl.constexpr, BLOCKS: tl.constexpr, WARPS: tl.constexpr,
+    WIDTH: tl.constexpr, WHOLE: tl.constexpr, EARLY: tl.constexpr, BYTES: tl.constexpr,
+    PTX: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    THREADS: tl.constexpr = 32 * WARPS
+    thread = tl.arange(0, THREADS)
+    warp, r, c = thread // 32, thread // 4 % 8, thread % 4
+    zero = tl.zeros(thread.shape, tl.float32)
+    PER_TILE: tl.constexpr = (BLOCKS + ABREAST - 1) // ABREAST
+    STEPS: tl.constexpr = HEIGHT * PER_TILE
+    WIDE: tl.constexpr = _width(BLOCKS, ABREAST)
+    first_tile = tl.program_id(0) * HEIGHT
+
+    # all that a warp multiplies; what fills its last steps repeats others, with x that is 0
+    codes, scales = (), ()
+    for turn in tl.static_range(0, STEPS, WARPS):
+        step = tl.minimum(warp + turn, STEPS - 1)
+        tile = tl.minimum(first_tile + step // PER_TILE, tiles - 1)
+        block = step % PER_TILE * ABREAST + (c if ABREAST == 4 else 0)
+        block = tl.minimum(block, BLOCKS - 1)
+        piece = pieces_ptr + ((tile * BLOCKS + block).to(tl.int64) * (PIECE_BYTES // 8) + 2 * r)
+        of_step = ()
+        for j in tl.static_range(ABREAST):
+            unit = piece + 16 * (j if ABREAST == 4 else c)
+            of_step = of_step + (load_constant(unit, PTX),)  # noqa: RUF005
+        codes = codes + (of_step,)  # noqa: RUF005
+        scales = scales + (load_constant(piece + 64, PTX),)  # noqa: RUF005
+
+    x_at = memory_of(instead_ptr, thread, BYTES, PTX)
+    tables_at = x_at + 2 * _HALF * WIDE
+    sums_at = tables_at + _TABLE * WIDE
+    squares_at = sums_at + _SUMS * STEPS
+    of_tile, row = thread // 16, thread % 16  # of the result that a thread stores
+    n = (first_tile + of_tile) * (8 if GATED else 16) + (row % 8 if GATED else row)
+    stores = (of_tile < HEIGHT) & (n < N) & (row < (8 if GATED else 16))
+    parts = 1
+    if WIDTH > 0:
+        parts = tl.minimum(tl.cdiv(tl.load(position_ptr) + 1, span), most)
+    wait_for_last(OVERLAP, EARLY)
+    added = zero
+    if ADD:
+        added = tl.load(added_ptr + n, mask=stores, other=0, cache_modifier=".cg").to(tl.float32)
+
+    UNITS: tl.constexpr = 16 * WIDE
+    TURNS: tl.constexpr = UNITS // THREADS
+    squares = zero
+    if TURNS > 0:
+        squares += _take_x(
+            x_ptr, totals_ptr, parts, 0, K, x_at, tables_at, thread,
+            TURNS, UNITS, WIDTH, WHOLE, PTX,
+        )  # fmt: skip
+    if TURNS * THREADS < UNITS:
+        some = warp_number() * 32 + TURNS * THREADS < UNITS if PTX else True
+        if some:
+            squares += _take_x(
+                x_ptr, totals_ptr, parts, TURNS * THREADS, K, x_at, tables_at, thread,
+                1, UNITS, WIDTH, WHOLE, PTX,
+            )  # fmt: skip
+    if NORM:
+        for turn in tl.static_range(5):
+            squares += across(squares, 1 << turn, PTX)
+        write(squares_at + 4 * warp, squares, PTX)
+    tl.debug_barrier()
+    for turn in tl.static_range(0, STEPS, WARPS):
+        some = True
+        if turn + WARPS > STEPS:
+            some = warp_number() + turn < STEPS if PTX else True
+        if some:
+            _do_step(
+                codes[turn // WARPS], scales[turn // WARPS], tl.minimum(warp + turn, STEPS - 1),
+                sums_at, x_at, tables_at, thread, PER_TILE, ABREAST, PTX,
+            )  # fmt: skip
+    tl.debug_barrier()
+    some = warp_number() * 2 < HEIGHT if PTX else True
+    if some:
+        at = sums_at + (_SUMS * PER_TILE * tl.minimum(of_tile, HEIGHT - 1) + 4 * row)
+        y, odd = zero, zero
+        for k in tl.static_range(0, PER_TILE, 2):
+            y += read_float(at + _SUMS * k, PTX)
+            if k + 1 < PER_TILE:
+                odd += read_float(at + _SUMS * (k + 1), PTX)
+        y += odd
+        if NORM:
+            total = zero
+            for first in tl.static_range(0, WARPS, 4):
+                four = read_four(squares_at + 4 * first, PTX)
+                for i in tl.static_range(4):
+                    total += four[i].to(tl.float32, bitcast=True)
+            y *= tl.rsqrt(total * share + eps)
+        if GATED:
+            y = y / (1 + tl.exp(-y)) * across(y, 8, PTX)
+        tl.store(y_ptr + n, (y + added).to(y_ptr.dtype.element_ty), mask=stores)
+
+
+class Tiling(NamedTuple):
+    """How the work is shared out."""
+
+    abreast: int
+    """Blocks of a step, 1 or 4."""
+    height: int
+    """Tiles of a program."""
+    warps: int
+    """Of a program, a multiple of 4; each takes every `warps`-th step."""
+    registers: int = 128
+    """Of a thread, at most; with fewer, the next kernel finds room to begin in."""
+
+    def shared_bytes(self, blocks: int) -> int:
+        """Count what a program has of x, of its steps' sums and of its warps' squares."""
+        steps = self.height * -(-blocks // self.abreast)
+        width = _width(blocks, self.abreast)
+        of_x = (2 * _HALF.value + _TABLE.value) * width
+        return of_x + _SUMS.value * steps + 4 * self.warps
+
+
+def _tiling(tiles: int, blocks: int, processors: int) -> Tiling:
+    """Choose the fastest for the matrices of `1b` on an H200, and what is like it for others."""
+    each = -(-tiles // processors)
+    if each == 1 and blocks <= 16:  # as many warps as there are blocks
+        return Tiling(1, 1, max(4, triton.next_power_of_2(blocks)), 64)
+    steps = -(-blocks // 4)
+    most = 8 if steps <= 16 else 16
+    height = max(1, min(each, 4, 2 * most // steps))  # a warp has two steps, or registers spill
+    warps = max(4, min(most, triton.next_power_of_2(height * steps)))
+    return Tiling(4, height, warps, 96 if height == 4 else 128)
+
+
+MOST_COLUMNS = 17_920
+"""The largest K: more columns of x do not fit in the memory that a program shares."""
+
+
+def _row_matmul_triton(x, pieces, out_features, in_features, gated, eps, added, dtype, early=False):
+    y = torch.empty(1, out_features, dtype=dtype, device=pieces.device)
+    tiles, blocks = pieces.shape[:2]
+    to = y if added is None else added.contiguous()
+    about_parts, width = (to, to, 1, 1), 0
+    if isinstance(x, AttentionParts):
+        most, heads = x.totals.shape
+        about_parts, width = (x.totals, x.position, most, x.span), in_features // heads
+        x = x.values
+    x = x if x.data_ptr() % 16 == 0 else x.clone()
+    tiling = _tiling(tiles, blocks, num_processors(x))
+    abreast, height, warps, registers = tiling
+    size, grid = tiling.shared_bytes(blocks), triton.cdiv(tiles, height)
+    instead = pieces if HAS_PTX else pieces.new_empty(grid * size)
+    _row_matmul_kernel[(grid,)](
+        x.flatten().view(torch.int64), pieces.view(torch.int64), to, y, instead, *about_parts[:2],
+        out_features, in_features, tiles, 1 / in_features, 0.0 if eps is None else eps,
+        *about_parts[2:],
+        NORM=eps is not None, GATED=gated, ADD=added is not None,
+        ABREAST=abreast, HEIGHT=height, BLOCKS=blocks, WARPS=warps,
+        WIDTH=width, WHOLE=in_features == BLOCK * _width(blocks, abreast), EARLY=early, BYTES=size,
+        PTX=HAS_PTX, num_warps=warps, maxnreg=registers, **overlap_options(x),
+    )  # fmt: skip
+    return y
+
+
+def row_matmul(
+    x: Tensor | AttentionParts,
+    weight: Coded,
+    eps: float | None = None,
+    added: Tensor | None = None,
+    dtype: torch.dtype | None = None,
+    early: bool = False,
+) -> Tensor:
+    """Normalise a row, multiply it by a coded matrix, gate the result and add to it.
+
+    Args:
+        x: (1, K) bfloat16, contiguous, K a multiple of 8 and at most `MOST_COLUMNS`; or parts of
+            attention, whose average it is.
+        weight: the matrix, and whether the result is gated.
+        eps: added to the mean square; None leaves the norm out.
+        added: like the result; None leaves the sum out.
+        dtype: of the result, bfloat16 or float32; by default that of `x`.
+        early: whether the next kernel may begin before the last one has ended: see `overlap`.
+
+    Returns:
+        (1, N) in `dtype`: of x rounded to 15 bits, 32 elements at a time, accumulated in float32
+        and rounded once. NaN where an element of x is not finite.
+
+    Raises:
+        ValueError: a dtype or a shape does not fit.
+    """
+    row = x.values[:1] if isinstance(x, AttentionParts) else x
+    dtype = dtype or row.dtype
+    like = dtype, weight.out_features
+    check_few_rows(row, weight.in_features, added, like, multiple=8, most=1)
+    if weight.in_features > MOST_COLUMNS:
+        raise ValueError(f"need at most {MOST_COLUMNS} columns, got {weight.in_features}")
+    if uses_triton(row):
+        return _row_matmul_triton(x, *weight, eps, added, dtype, early)
+    return _row_matmul_torch(x, *weight, eps, added, dtype)
+
+
+SHAPES = (
+    (1, 8, 32, False, 0.1, False), (34, 1000, 32, True, 1e-6, True),
+    (17, 328, 96, False, 1e-6, True), (90, 648, 32, False, None, True),
+    (66, 136, 32, True, None, False), (20, 3288, 32, False, 1e-6, False),
+    (94, 512, 64, True, 1e-6, True),
+)  # fmt: skip
+"""(rows, K, G, gated, eps, whether something is added)."""
+
+
+def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
+    generator = torch.Generator().manual_seed(0)
+    dtypes = (torch.float32,) if device.type == "cpu" else (torch.float32, torch.bfloat16)
+    for rows, in_features, group_size, gated, eps, adds in SHAPES:
+        packed = random_packed(rows, in_features, group_size, generator, spread=8)
+        weight = code(packed, gated)
+        x = torch.randn(1, in_features, generator=generator)
+        x *= 2.0 ** torch.randint(-3, 4, x.shape, generator=generator)
+        added = torch.randn(1, weight.out_features, generator=generator)
+        for dtype in dtypes:  # bf16 results have a coarser gate
+            low = dtype == torch.bfloat16
+            label = f"{rows}x{in_features}{' gate' * gated}{' norm' * (eps is not None)}"
+            yield Case(
+                f"{label}{' sum' * adds} {str(dtype).removeprefix('torch.')}",
+                (x.to(device, torch.bfloat16), weight.pieces.to(device), *weight[1:], eps,
+                 added.to(device, dtype) if adds else None, dtype),
+                peer=_row_matmul_torch if low else None,
+            )  # fmt: skip
+
+
+def _timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
+    generator = torch.Generator(device)
+    half = {"device": device, "dtype": torch.bfloat16}
+    shapes = ((6144, 2048, False), (2048, 2048, False), (*MATRIX, True), (2048, 5632, False))
+    for rows, in_features, gated in shapes:
+        packed = random_packed(rows, in_features, 32, generator, spread=8)
+        weight = code(packed, gated)
+        x, added = torch.randn(1, in_features, **half), torch.randn(1, weight.out_features, **half)
+        yield Timing(
+            f"1x{rows}x{in_features}{' gate' * gated}",
+            (x, *weight, 1e-6, added, x.dtype),
+            peer=partial(with_torch, x, decode_weight(packed), gated, added),
+            peer_name="torch and cuBLAS bf16",
+            flops=2 * rows * in_features,
+        )
+
+
+ROW_MATMUL = KernelSpec(
+    "row_matmul", _row_matmul_triton, _row_matmul_torch, row_matmul_reference,
+    _cases,
+    Gate(
+        exact=False,
+        relative=1e-3,
+        peer_slack=0.1,
+        reason="x is rounded to 15 bits, 32 elements with one power of two: errors of up to 2**-14"
+        " of the largest of them, and some 3e-5 of the norm; then float32 sums; in bf16 one"
+        " rounding, as torch's float32 has",
+    ),
+    timings=_timings,
+)  # fmt: skip

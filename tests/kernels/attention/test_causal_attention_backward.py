@@ -1,0 +1,75 @@
+"""Attention's gradient: what the cases of its spec do not say."""
+
+import pytest
+import torch
+
+from arbcli.device import deterministic
+from arbcli.kernels.attention.causal_attention_backward import (
+    causal_attention_backward,
+    flash_attention_backward,
+    random_attention,
+    rounded_causal_gradients,
+)
+
+
+def random(*shape, dtype=torch.float32, device="cpu"):
+    inputs = random_attention(torch.Generator().manual_seed(0), shape, dtype)
+    return [part.to(device) for part in inputs]
+
+
+def test_gradients_are_parts_of_one_tensor_in_the_order_of_its_projection():
+    grads = causal_attention_backward(*random(2, 3, 5, 16))
+    whole = grads[0]._base
+    assert whole.shape == (2, 5, 3, 3, 16)
+    assert whole.is_contiguous()
+    for part, grad in enumerate(grads):
+        assert grad.data_ptr() == whole[:, :, part].data_ptr()
+        assert torch.equal(grad, whole[:, :, part].transpose(1, 2))
+
+
+def test_gradients_of_nothing_are_nothing():
+    for shape in ((0, 3, 5, 16), (2, 3, 0, 16)):
+        assert [grad.shape for grad in causal_attention_backward(*random(*shape))] == [shape] * 3
+
+
+def test_rejects_what_does_not_fit():
+    inputs = random(1, 2, 3, 16)
+    for place, wrong, message in (
+        (1, inputs[1].double(), "need bfloat16 or float32 heads"),
+        (1, inputs[1][0], "need bfloat16 or float32 heads"),
+        (1, inputs[1][..., :12], "a power of two from 16 to 128, got 12"),
+        (1, inputs[1][..., :8], "a power of two from 16 to 128, got 8"),
+        (0, inputs[0].bfloat16(), "bfloat16 .* does not fit"),
+        (2, inputs[2][:, :, :2], r"\(1, 2, 2, 16\) does not fit"),
+        (5, inputs[5].double(), "logarithms torch.float64"),
+        (5, inputs[5][..., :2], "do not fit"),
+        (5, inputs[5].mT.contiguous().mT, "do not fit"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            causal_attention_backward(*inputs[:place], wrong, *inputs[place + 1 :])
+
+
+def error(grads, wanted) -> float:
+    pairs = zip(grads, wanted, strict=True)
+    return max(float((a.double() - b.double()).norm() / b.double().norm()) for a, b in pairs)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", [(2, 12, 1024, 64), (1, 16, 2048, 128), (3, 2, 321, 64)], ids=str)
+def test_gradients_are_those_of_flash_attention_and_the_same_every_time(shape, device):
+    inputs = random(*shape, dtype=torch.bfloat16, device=device)
+    grads = causal_attention_backward(*inputs)
+    assert error(grads, rounded_causal_gradients(*inputs)) < 2.5e-3  # both are rounded at the end
+    with deterministic():
+        assert error(grads, flash_attention_backward(*inputs)) < 2.5e-3
+    for _ in range(5):
+        again = causal_attention_backward(*inputs)
+        assert all(torch.equal(a, b) for a, b in zip(grads, again, strict=True))
+
+
+@pytest.mark.gpu
+def test_gradient_that_is_the_same_for_all_heads_is_read(device):
+    grad, *rest = random(2, 3, 128, 64, dtype=torch.bfloat16, device=device)
+    same = grad[:, :1].expand(-1, 3, -1, -1)
+    found = [causal_attention_backward(g, *rest) for g in (same, same.contiguous())]
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))

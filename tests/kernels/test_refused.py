@@ -1,0 +1,314 @@
+"""What operations refuse: inputs of a type, a number of dimensions, a size or a layout not theirs.
+
+A launch that reads beyond its inputs gives numbers all the same, so that no result would tell.
+"""
+
+import sys
+from collections.abc import Callable, Iterable, Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from arbcli.kernels.attention.append_position import append_position_
+from arbcli.kernels.attention.rotary_norm import rotary_norm_backward
+from arbcli.kernels.codec.packed import Packed
+from arbcli.kernels.matmul.arranged import Arranged
+from arbcli.kernels.matmul.arranged_rows import arranged_rows
+from arbcli.kernels.matmul.digits_matmul import ArrangedDigits, arrange_digits, digits_matmul
+from arbcli.kernels.registry import KERNELS
+from arbcli.kernels.rows.weighted_rows import TouchedRows, weighted_rows_grad
+from arbcli.kernels.runtime.backend import use_backend
+from arbcli.kernels.runtime.launches import replaced_launches
+from arbcli.kernels.update.gradient_gains import gradient_gains
+from arbcli.kernels.update.gradient_statistics import GradientStatistics
+from arbcli.kernels.update.last_bits import last_bits
+from arbcli.verify.fuzz import DRAWINGS, Dice
+from arbcli.verify.kernels import copies
+
+OTHER_TYPE = {
+    torch.int64: torch.int32, torch.int32: torch.int64, torch.int16: torch.int64,
+    torch.int8: torch.int16, torch.uint8: torch.int8, torch.bool: torch.uint8,
+}  # fmt: skip
+"""By type; of real numbers it is float16."""
+
+ADAPTED = {
+    "append_position_8bit": lambda *x: append_position_(*x[:-2], x[-2:]),
+    "arranged_rows": lambda x, *rest: arranged_rows(x, Arranged(*rest[:4]), *rest[4:]),
+    "digits_matmul": lambda x, *rest: digits_matmul(x, ArrangedDigits(*rest[:5]), *rest[5:]),
+    "rotary_norm_backward": lambda *inputs: rotary_norm_backward(inputs[:3], *inputs[3:]),
+    "weighted_rows_grad": lambda grad_y, weights, tokens, order, bounds: weighted_rows_grad(
+        grad_y, weights, tokens, TouchedRows(order, order, bounds, order)
+    ),
+    "gradient_gains": lambda *inputs: gradient_gains(GradientStatistics(*inputs[:5]), *inputs[5:]),
+    "last_bits": lambda trits, remainder, *kind: last_bits(
+        trits, remainder, *kind, torch.zeros((len(remainder) + 1) // 2, 37, dtype=torch.uint8)
+    ),
+}  # fmt: skip
+"""Operations whose arguments are grouped, by the name of the kernel that has them one by one."""
+
+
+def public(name: str) -> Callable:
+    """Find the operation that a kernel is of, by its name."""
+    for module in [module for module in sys.modules if module.startswith("arbcli.kernels.")]:
+        for found in map(vars(sys.modules[module]).get, (name, f"{name}_")):
+            if getattr(found, "__module__", None) == module:
+                return found
+    raise LookupError(name)
+
+
+def bytes_of(x: Tensor) -> Tensor:
+    return x.view(torch.uint8) if x.dtype == torch.float8_e4m3fn else x
+
+
+def longer(x: Tensor, dim: int) -> Tensor:
+    """Append the first element of a dimension to it."""
+    indices = [*range(x.shape[dim]), 0]
+    return bytes_of(x).index_select(dim, torch.tensor(indices)).view(x.dtype)
+
+
+def alterations(x: Tensor | Packed) -> Iterator[tuple[str, Tensor | Packed]]:
+    """Make what an input is not, by the letters of `REFUSED`."""
+    if isinstance(x, Packed):
+        yield "p", x._replace(exponent=x.exponent.short())
+        return
+    yield "t", x.to(OTHER_TYPE.get(x.dtype, torch.float16))
+    if x.dtype == torch.float32:
+        yield "b", x.bfloat16()
+    yield "+", x[None]
+    if x.dim():
+        yield "-", x[0]
+        yield "l", torch.stack([bytes_of(x)] * 2, dim=-1).view(x.dtype)[..., 0]
+    for dim in range(x.dim()):
+        yield str(dim), longer(x, dim)
+
+
+REFUSED = {
+    "pack_trits": "t+-",
+    "unpack_trits": "t+-1",
+    "decode_weight": "p",
+    "decode_e4m3": "p",
+    "quantise_rows": "t+-",
+    "fp8_matmul": "t+-01 +-01 p",
+    "round_nvfp4": "t+-",
+    "nvfp4_matmul": "t+1 +-0 p",
+    "encode_nvfp4": "t+-",
+    "scaled_nvfp4_matmul": "t+-l01 t+-l01 t+-l01 t+-l01 +-0",
+    "ternary_matmul": "+1 p",
+    "ternary_matmul_grad_x": "+1 p",
+    "arranged_rows": "t+-l01 . . . . . tb+-01",
+    "digits_matmul": "t+-l01 . . . . . . tb+-01",
+    "grouped_matmul": "tb+-1 tb+-02 t+-0",
+    "grouped_grad_w": "tb+-0 tb+-0 t+-",
+    "expert_combine": "t+- t+-01 tb+-01",
+    "expert_combine_backward": "tb+-01 tb+-1 t+-01 tb+-01",
+    "rms_norm": "t1 p",
+    "add_rms_norm": "tb+-01 tb+-01 p",
+    "rms_norm_backward": "tb+-01 tb+-01 p",
+    "gated_rms_norm": "t1 p",
+    "gated_rms_norm_backward": "tb+-01 tb+-01 p",
+    "rms_norm_e4m3": "t+-1 p",
+    "add_rms_norm_e4m3": "tb+-01 tb+-01 p",
+    "gated_rms_norm_e4m3": "t+-1 p",
+    "rotary_norm": "t+-l124 tb+-l01 tb+-l01",
+    "rotary_norm_backward": "tb+-0123 tb+-0123 tb+-0123 tb+-l01234 . tb+-l01 tb+-l01",
+    "decode_attention": "tb+-l012 tb+-l012 tb+-l012 t+ tb+-01 tb+-01 t+-0",
+    "decode_attention_8bit": "t+-l012 t+-l012 t+-l012 t+-012 t+ tb+-01 tb+-01 t+-0",
+    "decode_attention_rows": "tb+-l0123 tb+-l0123 tb+-l0123 t+-l0 tb+-01 tb+-01 t+-l01",
+    "compress_blocks": "t+-12 tb+-0 tb+-01 tb+-01",
+    "compress_blocks_backward": "+-0123 +-0123 t+-012 tb+-01 tb+-01 tb+-01",
+    "compressed_attention": "tb+-0123 tb+-023 tb+-023 t+-012 tb+-0 tb+-01 tb+-01",
+    "compressed_attention_backward":
+        "tb+-0123 tb+-0123 tb+-012 tb+-0123 tb+-023 tb+-023 t+-012 tb+-0 tb+-01 tb+-01",
+    "choose_entries": "tb+-0123 tb+-012 tb+-02",
+    "sum_choices": "t+-l012 t+-l012",
+    "append_position": "tb+-l012 tb+-l12 tb+-l12 tb+-l012 tb+-l01",
+    "append_position_8bit": "tb+-l012 t+-l012 t+-l012 tb+-l012 tb+-l01 . . . . t+-l01 t+-l01",
+    "choose_next": "tb+0 tb+-0 tb+-1 t+-",
+    "decode_compressed": "tb+-l01 tb+-l12 tb+-l12 t+-",
+    "decode_latent": "tb+-l0 tb+-l01 tb+-l01 tb+-l01 tb+-l01 t+ tb+-l01 tb+-l01",
+    "choose_byte": "t0 t+-l t+-l t t",
+    "choose_bytes": "t+-01 t+-0 t+-l0 t+-0 t+-0 tb+-0 t+-0 tb+-0",
+    "cross_entropy": "t+-0 t+-0",
+    "cross_entropy_backward": "t+-0 t+-0 tb+",
+    "embedding_rows": "t+- p",
+    "embedding_grad": "t+-0 t+-0",
+    "weighted_rows": "t+-01 tb+-01 p",
+    "weighted_rows_grad_weights": "t+-01 t+-0 p",
+    "weighted_rows_grad": "t+- tb+-0 t+-0 +-0",
+    "gather_rows": "t+- t+-",
+    "scatter_rows": "t+-1 t+-0 t+-01",
+    "boundary_scores": "tb+-012 tb+-012",
+    "boundary_scores_backward": "tb+-01 tb+-012 tb+-012",
+    "find_chunks": "t+-",
+    "gather_chunks": "t+-0 t+-0",
+    "smooth_chunks": "t+-01 tb+-01",
+    "smooth_chunks_backward": "tb+-012 t+-012 tb+-01 tb+-012",
+    "spread_chunks": "t+-012 tb+-02 t+-01",
+    "spread_chunks_backward": "t+-012 tb+-012 t+-01 t+-01",
+    "route_position": ". tb+-l0 tb+-l0 tb+-l0 tb+-l0 . . t+ t+",
+    "take_chunk": "tb+-l0 tb+-0 tb+-l0 tb+-l0 tb+-l0 t+",
+    "decay_scan": "tb+-0123 tb+-0123 tb+-012 tb+-012",
+    "causal_conv": "t+-2 tb+-01",
+    "causal_conv_grad_w": "tb+-012 tb+-012",
+    "stream_weights": "t+-1 tb+-l0",
+    "stream_weights_backward": "tb+-01 tb+-012 tb+-01 t+-01 tb+-l0",
+    "mix_streams": "tb+-012 tb+-012 tb+-01 tb+-01",
+    "mix_streams_backward": "tb+-012 tb+-012 tb+-012 tb+-01 tb+-01",
+    "mamba_step": "tb+-l0 tb+-l01 tbl012 tb+-l01 tb+-l0 tb+-l0 tb+-l0 t+",
+    "gradient_statistics": "t+-01 p",
+    "gradient_gains": ". . . 1 +1 t+-01 t+-01 t+ t+ t+ t+",
+    "unit_gain": "t+01 tb+-l0 tb+-l0",
+    "unit_rows": "t",
+    "gram": "t-",
+    "gram_polynomial": "t-01",
+    "step_scales": "t+-01 t+-01 tb+-01",
+    "blend_moment": "t+-01 t+-01 tb+-0 tb+-l0 . . t+",
+    "step_by_moment": "t+-01 t+01 t+-01 . t t . . t+",
+    "step_by_direction": "t+-01 t+01 t+-01 tb+-0 tb+-l0 . . . . . t+",
+    "cast_trit_votes": "t+-01 t+01 +-01",
+    "cast_scale_votes": "t+-01 t+-01 tb+-01",
+    "quantise_gradient": "t+-01 t+-l0 . t+-l01 . t+-l0",
+    "sum_gradients": "tl01 . t+-l0 t+-l01",
+    "last_bits": "t+-01 t+01",
+    "take_last_bits": "t+-01 t+01 t+-l01",
+}  # fmt: skip
+"""What each input of a kernel must not be: a letter for each alteration, a dot where there is none.
+
+Of another type (t) or bfloat16 (b), of one dimension more (+) or fewer (-), not contiguous (l), a
+packed matrix that is none (p), or one longer in the dimension of that number.
+"""
+SEEDS = {
+    "digits_matmul": 1,
+    "compress_blocks_backward": 6,
+    "choose_entries": 1,
+    "take_chunk": 1,
+    "gradient_gains": 1,
+    "unit_gain": 1,
+    "step_by_direction": 3,
+    "sum_gradients": 1,
+}
+"""Of those draws that have every input, where the first has not."""
+SAID = r"^(?!.*unpack)"
+"""By the operation, and not by a tuple of another length."""
+
+
+def flat(inputs: tuple) -> list:
+    """Write pairs of inputs one by one."""
+    return [part for x in inputs for part in (x if type(x) is tuple else (x,))]
+
+
+def test_every_kernel_with_an_operation_is_here():
+    """A single row times a coded matrix is refused by what refuses those of `arranged_rows`."""
+    others = {"decode_digits", "merged_steps", "row_matmul"}
+    assert {*REFUSED} | others == {spec.name for spec in KERNELS}
+
+
+def drawn(name: str) -> list:
+    dice = Dice(SEEDS.get(name, 0), torch.device("cpu"), torch.float32)
+    return flat(DRAWINGS[name].draw(dice, 32, 5, 7, 37))
+
+
+def run(name: str, inputs: Iterable, backend: str = "torch") -> None:
+    with use_backend(backend):
+        (ADAPTED.get(name) or public(name))(*inputs)
+
+
+def assert_refused(name: str, inputs: list) -> None:
+    with pytest.raises(ValueError, match=SAID):
+        run(name, inputs)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_input_that_does_not_fit_the_others_is_refused(name):
+    inputs = drawn(name)
+    run(name, copies(inputs))  # which fit
+    for place, letters in enumerate(REFUSED[name].split()):
+        wanted = letters.strip(".")
+        others = dict(alterations(inputs[place])) if wanted else {}
+        for letter in wanted:
+            assert_refused(name, [*inputs[:place], others[letter], *inputs[place + 1 :]])
+
+
+@pytest.mark.parametrize("name", [name for name in REFUSED if not name.startswith("gram")])
+def test_operation_launches_a_kernel_on_a_gpu_and_none_by_torch(name):
+    """Results do not tell: those of the torch backend are as good. Products pay on a GPU only."""
+    inputs, launched = drawn(name), []
+    with replaced_launches(lambda kernel, *_, **__: launched.append(kernel)):
+        run(name, copies(inputs), "torch")
+        assert not launched
+        run(name, copies(inputs), "interpreter")
+    assert launched
+
+
+def zeros(*sizes: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.zeros(sizes, dtype=dtype)
+
+
+HALF, INT8, INT64 = torch.bfloat16, torch.int8, torch.int64
+VALUES = {
+    "append_position": ({3: zeros(2, 0, 76), 4: zeros(76, 0)},),
+    "arranged_rows": (
+        {0: zeros(0, 40, dtype=HALF), 6: None}, {0: zeros(65, 40, dtype=HALF), 6: None},
+    ),
+    "blend_moment": ({7: -1}, {7: 2**16 + 1}, {8: -1}, {8: 2**10}),
+    "cast_trit_votes": ({1: zeros(7, 37)},),
+    "causal_conv": ({1: zeros(37, 0)}, {1: zeros(37, 9)}),
+    "causal_conv_grad_w": ({2: 0}, {2: 9}),
+    "choose_byte": ({2: zeros(0)}, {2: zeros(257)}),
+    "choose_bytes": ({2: zeros(1, 0)}, {2: zeros(1, 257)}),
+    "cross_entropy": ({0: zeros(5, 0)}, {0: zeros(5, 4097)}),
+    "decode_attention_8bit": (
+        {1: zeros(1, 7, 76), 2: zeros(1, 7, 76)},
+        {1: zeros(1, 7, 76, dtype=INT8), 2: zeros(1, 7, 76, dtype=torch.float8_e4m3fn)},
+        {1: zeros(1, 0, 76, dtype=INT8), 2: zeros(1, 0, 76, dtype=INT8),
+         3: zeros(2, 1, 0, dtype=INT8)},
+    ),
+    "decode_attention_rows": (
+        {1: zeros(2, 3, 0, 76), 2: zeros(2, 3, 0, 76)}, {0: zeros(4, 3, 3, 76)[::2]},
+    ),
+    "decode_latent": ({3: zeros(7, 0)}, {3: zeros(7, 3)}),
+    "digits_matmul": (
+        {0: zeros(0, 40, dtype=HALF), 7: None}, {0: zeros(17, 40, dtype=HALF), 7: None},
+    ),
+    "find_chunks": ({1: 0},),
+    "gated_rms_norm": ({2: None},),
+    "gradient_statistics": ({0: zeros(0, 37)},),
+    "grouped_grad_w": (
+        {0: zeros(5, 0)}, {1: zeros(5, 0)}, {2: zeros(1, dtype=INT64)},
+        {2: zeros(258, dtype=INT64)},
+    ),
+    "grouped_matmul": (
+        {1: zeros(1, 0, 37)}, {3: zeros(5, 8)}, {3: zeros(4, 7)}, {3: zeros(5, 7, dtype=HALF)},
+    ),
+    "mix_streams": (
+        {0: zeros(5, 5, 37), 1: zeros(5, 8, 5)}, {1: zeros(5, 5, 1), 3: zeros(5, 5)}, {2: None},
+        {3: None},
+    ),
+    "quantise_gradient": (
+        {6: 0}, {6: 2**15}, {7: 0}, {7: 3}, {7: 2},
+        {3: zeros(7, 37, dtype=INT8), 4: zeros(4, 37, dtype=INT8)},
+    ),
+    "quantise_rows": ({0: zeros(5, 0)},),
+    "rms_norm": ({0: zeros()},),
+    "route_position": ({0: "none"},),
+    "stream_weights": ({0: zeros(5, 15), 1: zeros(15)}, {0: zeros(5, 25), 1: zeros(25)}, {2: 0}),
+    "sum_choices": ({0: zeros(1, 1, 2**15, 0), 1: zeros(1, 1, 2**15, dtype=torch.int32)},),
+    "sum_gradients": ({4: 0}, {4: 3}, {4: 2}),
+    "unit_gain": ({1: None},),
+}  # fmt: skip
+"""What inputs cannot be together, by their places."""
+
+
+@pytest.mark.parametrize("name", VALUES)
+def test_values_that_inputs_cannot_have_are_refused(name):
+    inputs = drawn(name)
+    for others in VALUES[name]:
+        assert_refused(name, [others.get(place, x) for place, x in enumerate(inputs)])
+
+
+def test_matrix_that_has_no_digits_in_planes_is_not_arranged():
+    for group_size, gated, digits in ((6, False, "all"), (32, False, "trit"), (32, True, "all")):
+        packed = Dice(0, torch.device("cpu"), torch.float32).packed(7, 40, group_size, 8, digits)
+        with pytest.raises(ValueError, match=r"need all digits|7 rows are not"):
+            arrange_digits(packed, gated)

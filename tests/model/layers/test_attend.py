@@ -1,0 +1,167 @@
+"""Which attention goes forward and back on which GPU, and what its gradients are laid out like."""
+
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from arbcli.device import deterministic
+from arbcli.inspect.trace import without_memory
+from arbcli.kernels.runtime.backend import compile_for, use_backend
+from arbcli.kernels.runtime.launches import replaced_launches
+from arbcli.model.layers import attend
+from arbcli.model.layers.attend import HOPPER, attend_causally
+from arbcli.model.layers.rotary import rotary_norm
+
+OURS = ["_queries_kernel", "_keys_kernel"]
+FLASH = "_scaled_dot_product_flash_attention_backward"
+
+
+class _Operations(TorchDispatchMode):
+    """Notes what torch computes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(func._schema.name.removeprefix("aten::"))
+        return func(*args, **(kwargs or {}))
+
+
+def gone_back(backend="triton", capability=HOPPER, width=64, length=128):
+    """Go forward and back as on a GPU; list the operations and the kernels of the backward."""
+    launched, device = [], torch.device("cuda")
+    with without_memory(device), compile_for(capability), use_backend(backend):
+        qkv = torch.empty(2, length, 3, 4, width, dtype=torch.bfloat16, device=device)
+        qkv.requires_grad_()
+        y = attend_causally(*rotary_norm(qkv * 1)).transpose(1, 2).reshape(2, length, -1)
+        grad = torch.empty_like(y)
+        with (
+            replaced_launches(lambda kernel, *_, **__: launched.append(kernel.fn.__name__)),
+            _Operations() as operations,
+        ):
+            y.backward(grad)
+    return operations.names, launched
+
+
+@pytest.mark.parametrize("width", [64, 128])
+def test_gradients_go_through_our_kernels_to_the_rotation_without_a_copy(width):
+    operations, launched = gone_back(width=width)
+    assert launched == [*OURS, "_rotary_norm_backward_kernel"]
+    assert FLASH not in operations
+    assert not {"clone", "copy_", "_to_copy", "stack", "cat"} & {*operations}
+
+
+@pytest.mark.parametrize(
+    "other",
+    [{"backend": "torch"}, {"capability": (8, 0)}, {"width": 32}, {"length": 127}],
+    ids=str,
+)
+def test_gradients_of_other_gpus_widths_lengths_and_backends_are_those_of_torch(other):
+    operations, launched = gone_back(**other)
+    assert FLASH in operations
+    assert not {*OURS} & {*launched}
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    monkeypatch.setattr(attend, "capability", lambda q: q.capability)
+    monkeypatch.setattr(attend, "_has_cudnn", lambda: True)
+
+
+FASTER = {
+    "shape": (2, 3, 128, 64), "is_cuda": True, "dtype": torch.bfloat16, "capability": (9, 0),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("change", "taken"),
+    [
+        ({}, True),
+        ({"shape": (2, 3, 64, 128)}, True),
+        ({"shape": (2, 64, 128, 96)}, False),
+        ({"shape": (64, 128, 96, 64)}, False),
+        ({"is_cuda": False}, False),
+        ({"dtype": torch.float32}, False),
+        ({"capability": (8, 0)}, False),
+        ({"capability": (10, 0)}, False),
+    ],
+    ids=str,
+)
+def test_cudnn_attends_where_it_was_faster(change, taken, gpu):
+    assert attend._takes_cudnn(SimpleNamespace(**FASTER | change)) == taken
+
+
+@pytest.mark.parametrize(
+    ("gpu_there", "cudnn_there", "has"),
+    [(True, True, True), (True, False, False), (False, False, True), (False, True, True)],
+)
+def test_cudnn_is_looked_for_where_there_is_a_gpu(gpu_there, cudnn_there, has, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu_there)
+    monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda: cudnn_there)
+    assert attend._has_cudnn.__wrapped__() == has
+
+
+def test_what_cudnn_attends_to_is_what_was_given(gpu, monkeypatch):
+    monkeypatch.setattr(attend, "_takes_cudnn", lambda q: q == "q")
+    monkeypatch.setattr(attend, "_CausalAttention", SimpleNamespace(apply=lambda *given: given))
+    assert attend.attend_causally("q", "k", "v") == ("q", "k", "v")
+
+
+def test_without_cudnn_torch_attends(gpu, monkeypatch):
+    q = SimpleNamespace(**FASTER)
+    monkeypatch.setattr(attend, "_has_cudnn", lambda: False)
+    assert not attend._takes_cudnn(q)
+
+
+def attended(q, k, v, grad):
+    with deterministic():
+        y = attend_causally(q, k, v)
+        # a graph that is kept gives the same again
+        twice = [torch.autograd.grad(y, (q, k, v), grad, retain_graph=True) for _ in range(2)]
+    assert all(torch.equal(a, b) for a, b in zip(*twice, strict=True))
+    return [y.detach(), *twice[0]]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("width", [64, 128])
+def test_captured_and_eager_attention_have_the_same_bits(width, device):
+    if torch.cuda.get_device_capability(device) != HOPPER:
+        pytest.skip("torch's own attention, which others test")
+    torch.manual_seed(0)
+    qkv = torch.randn(2, 256, 3, 4, width, device=device).bfloat16()
+    grad = torch.randn(2, 256, 4, width, device=device).bfloat16().transpose(1, 2)
+    parts = [part.detach().requires_grad_() for part in qkv.transpose(1, 3).unbind(2)]
+    eager = attended(*parts, grad)
+    twins = [part.detach().double().requires_grad_() for part in parts]
+    scores = (twins[0] @ twins[1].mT * width**-0.5).masked_fill(
+        torch.ones(256, 256, dtype=torch.bool, device=device).triu(1), -torch.inf
+    )
+    y = scores.softmax(-1) @ twins[2]
+    wanted = [y.detach(), *torch.autograd.grad(y, twins, grad.double())]
+    for got, expected in zip(eager, wanted, strict=True):
+        assert (got.double() - expected).norm() < 6e-3 * expected.norm()
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        attended(*parts, grad)
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph), deterministic():
+        y = attend_causally(*parts)
+        captured = [y, *torch.autograd.grad(y, parts, grad)]
+    for _ in range(2):
+        graph.replay()
+        torch.cuda.synchronize()
+        assert all(torch.equal(a, b) for a, b in zip(eager, captured, strict=True))
+
+
+@pytest.mark.gpu
+def test_gradients_go_back_in_a_thread_that_has_not_used_the_gpu():
+    qkv = torch.randn(2, 128, 3, 2, 64, device="cuda").bfloat16().transpose(1, 3).unbind(2)
+    q, k, v = (part.detach().requires_grad_() for part in qkv)
+    y = attend_causally(q, k, v)
+    with ThreadPoolExecutor(1) as pool:
+        grads = pool.submit(y.grad_fn, torch.ones_like(y)).result()
+    assert all(grad.isfinite().all() for grad in grads)
