@@ -489,12 +489,14 @@ def _decode_attention(dice: Dice, group_size: int, m: int, n: int, k: int) -> tu
 
 def _attend_parts(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
     heads, width, position = 1 + dice.below(3), WIDTHS[k % 2], dice.below(3 * n)
-    low = {"dtype": torch.bfloat16}
-    qkv = dice.reals(3 * heads, width, **low).contiguous().view(3, heads, width)
-    rings = (dice.reals(heads * n, width, **low).view(heads, n, width).clone() for _ in range(2))
-    angle = dice.reals(position + 1, width // 2, dtype=torch.float32)
-    most = dice.pick((1, 3, MOST_PARTS))
-    return qkv, *rings, dice.scalar(position), angle.cos(), angle.sin(), 1e-6, most
+    qkv = dice.reals(3 * heads, width, dtype=torch.bfloat16).contiguous().view(3, heads, width)
+    rings = [dice.reals(heads * n, width, dtype=torch.bfloat16).contiguous() for _ in range(2)]
+    angle = dice.reals(position + 1, width // 2, dtype=torch.float32).contiguous()
+    return (
+        # a ring begins at a multiple of 16 bytes
+        qkv, *(ring.clone().view(heads, n, width) for ring in rings), dice.scalar(position),
+        angle.cos(), angle.sin(), 1e-6, dice.pick((1, 3, MOST_PARTS)),
+    )  # fmt: skip
 
 
 def _decode_attention_8bit(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
