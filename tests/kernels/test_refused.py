@@ -112,6 +112,7 @@ REFUSED = {
     "gated_rms_norm_e4m3": "t+-1 p",
     "rotary_norm": "t+-l124 tb+-l01 tb+-l01",
     "rotary_norm_backward": "tb+-0123 tb+-0123 tb+-0123 tb+-l01234 . tb+-l01 tb+-l01",
+    "attend_parts": "t+-l012 t+-l012 t+-l012 t+ tb+-01 tb+-01",
     "decode_attention": "tb+-l012 tb+-l012 tb+-l012 t+ tb+-01 tb+-01 t+-0",
     "decode_attention_8bit": "t+-l012 t+-l012 t+-l012 t+-012 t+ tb+-01 tb+-01 t+-0",
     "decode_attention_rows": "tb+-l0123 tb+-l0123 tb+-l0123 t+-l0 tb+-01 tb+-01 t+-l01",
