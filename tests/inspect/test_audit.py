@@ -22,7 +22,7 @@ from arbcli.inspect.audit import (
     check_fit,
 )
 from arbcli.inspect.peak import predict_peak
-from arbcli.inspect.trace import without_memory
+from arbcli.inspect.trace import calling_function, without_memory
 from arbcli.kernels.runtime.backend import default_backend
 from arbcli.train.configure import new_config
 from arbcli.train.trainer import Trainer
@@ -263,6 +263,19 @@ def test_budget_that_is_too_small_is_told_what_would_fit(
     assert not report.fits
     assert advice in report.advice
     assert len(tried) <= 8
+
+
+def test_function_of_this_package_is_told_and_a_backward_of_torch_is_autograd_s():
+    told = []
+    about = {"told": told, "calling_function": calling_function}
+    ours, asking = {"__name__": "arbcli.kernels.ours"}, {"__name__": "arbcli.train.trainer"}
+    exec("def backward():\n    told.append(calling_function())", ours | about, ours)
+    exec("def ask(run):\n    told.append(calling_function())\n    run()", of := asking | about)
+    x = torch.ones(3, requires_grad=True)
+    x.register_hook(lambda grad: told.append(calling_function()))
+    x.register_hook(lambda grad: ours["backward"]())
+    of["ask"](x.sum().backward)
+    assert told == ["train.trainer.ask", "autograd", "kernels.ours.backward"]
 
 
 def test_gpu_that_is_not_there_is_predicted_for():

@@ -112,6 +112,7 @@ REFUSED = {
     "gated_rms_norm_e4m3": "t+-1 p",
     "rotary_norm": "t+-l124 tb+-l01 tb+-l01",
     "rotary_norm_backward": "tb+-0123 tb+-0123 tb+-0123 tb+-l01234 . tb+-l01 tb+-l01",
+    "attend_parts": "t+-l012 t+-l012 t+-l012 t+ tb+-01 tb+-01",
     "decode_attention": "tb+-l012 tb+-l012 tb+-l012 t+ tb+-01 tb+-01 t+-0",
     "decode_attention_8bit": "t+-l012 t+-l012 t+-l012 t+-012 t+ tb+-01 tb+-01 t+-0",
     "decode_attention_rows": "tb+-l0123 tb+-l0123 tb+-l0123 t+-l0 tb+-01 tb+-01 t+-l01",
@@ -120,6 +121,8 @@ REFUSED = {
     "compressed_attention": "tb+-0123 tb+-023 tb+-023 t+-012 tb+-0 tb+-01 tb+-01",
     "compressed_attention_backward":
         "tb+-0123 tb+-0123 tb+-012 tb+-0123 tb+-023 tb+-023 t+-012 tb+-0 tb+-01 tb+-01",
+    "causal_attention_backward":
+        "tb+-0123 tb+-0123 tb+-0123 tb+-0123 tb+-0123 tb+-l012",
     "choose_entries": "tb+-0123 tb+-012 tb+-02",
     "sum_choices": "t+-l012 t+-l012",
     "append_position": "tb+-l012 tb+-l12 tb+-l12 tb+-l012 tb+-l01",
@@ -258,13 +261,21 @@ VALUES = {
     "choose_byte": ({2: zeros(0)}, {2: zeros(257)}),
     "choose_bytes": ({2: zeros(1, 0)}, {2: zeros(1, 257)}),
     "cross_entropy": ({0: zeros(5, 0)}, {0: zeros(5, 4097)}),
+    "decode_attention": (
+        {1: zeros(2, 7, 76), 2: zeros(2, 7, 76)}, {1: zeros(1, 7, 78), 2: zeros(1, 7, 78)},
+        {1: zeros(1, 0, 76), 2: zeros(1, 0, 76)}, {1: zeros(1, 76), 2: zeros(1, 76)},
+        {1: zeros(1, 7, 76, dtype=HALF), 2: zeros(1, 7, 76, dtype=HALF)},
+        {1: zeros(1, 14, 76)[:, ::2], 2: zeros(1, 14, 76)[:, ::2]},
+    ),
     "decode_attention_8bit": (
+        {1: zeros(2, 7, 76, dtype=INT8), 2: zeros(2, 7, 76, dtype=INT8)},
         {1: zeros(1, 7, 76), 2: zeros(1, 7, 76)},
         {1: zeros(1, 7, 76, dtype=INT8), 2: zeros(1, 7, 76, dtype=torch.float8_e4m3fn)},
         {1: zeros(1, 0, 76, dtype=INT8), 2: zeros(1, 0, 76, dtype=INT8),
          3: zeros(2, 1, 0, dtype=INT8)},
     ),
     "decode_attention_rows": (
+        {1: zeros(2, 4, 7, 76), 2: zeros(2, 4, 7, 76)},
         {1: zeros(2, 3, 0, 76), 2: zeros(2, 3, 0, 76)}, {0: zeros(4, 3, 3, 76)[::2]},
     ),
     "decode_latent": ({3: zeros(7, 0)}, {3: zeros(7, 3)}),
