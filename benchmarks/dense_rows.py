@@ -99,13 +99,13 @@ def read_dense(model: ByteLM) -> int:
         if isinstance(layer, TernaryLinear):
             weight = layer.weight.weight(torch.bfloat16)
             read += weight.nbytes
-            layer.fused = _fused_with(weight)
+            layer.fused, layer.averages = _fused_with(weight), False
     torch.cuda.synchronize()
     return read
 
 
 def _fused_with(weight: Tensor):
-    def fused(x, *, normalise, gated=False, added=None):
+    def fused(x, *, normalise, gated=False, added=None, early=True):
         y = dense_row(x.flatten(), weight, gated, normalise, added)
         return y.view(*x.shape[:-1], -1)
 

@@ -166,7 +166,7 @@ def test_phases_of_a_step_make_the_text_of_whole_forwards(kind):
 def test_steps_in_fused_kernels_make_the_text_of_whole_forwards(kind, monkeypatch):
     """Only products are fused here, in torch: what is around them is wired as on a GPU."""
 
-    def fused(self, x, *, normalise, gated=False, added=None, beside=None):
+    def fused(self, x, *, normalise, gated=False, added=None, beside=None, early=True):
         x = functional.rms_norm(x, x.shape[-1:], eps=NORM_EPS) if normalise else x
         y = self(x) if beside is None else torch.cat((self(x), beside(x)), dim=-1)
         if self is lm.head:

@@ -310,6 +310,9 @@ class TernaryLinear(Findable):
         in_eight_bits: whether products may be computed in eight bits where a run asks for it.
     """
 
+    averages = True
+    """Whether `fused` may be given parts of attention."""
+
     def __init__(
         self,
         out_features: int,
@@ -375,7 +378,8 @@ class TernaryLinear(Findable):
     @property
     def takes_parts(self) -> bool:
         """Whether `fused` takes parts of attention: those of one row, for weights of trits."""
-        return not self.weight.rule.reads_all and self.weight.in_features <= MOST_COLUMNS
+        of_trits = not self.weight.rule.reads_all
+        return self.averages and of_trits and self.weight.in_features <= MOST_COLUMNS
 
     @torch.no_grad()
     def fused(
