@@ -10,7 +10,7 @@ from arbcli.kernels.norm.rms_norm import norm_weight_torch
 from arbcli.kernels.runtime.backend import use_backend
 from arbcli.model import cache as cache_module
 from arbcli.model import dense as dense_module
-from arbcli.model.cache import KeyValueCache
+from arbcli.model.cache import BlockCache, KeyValueCache
 from arbcli.model.dense import ByteLM
 from arbcli.model.layers import attend as attend_module
 from arbcli.model.layers.linear import TernaryLinear
@@ -98,6 +98,33 @@ def test_arranged_weights_give_the_logits_of_packed_ones(options, device, monkey
     assert not arranged(lm)
     error = (got.float() - expected.float()).norm() / expected.float().norm()
     assert error < 0.02  # roundings to bf16
+
+
+def one_position(lm, x, position: int) -> torch.Tensor:
+    """Mix a position in the first block of a model, whose ring other bytes have filled."""
+    cache = lm.new_cache(250)
+    cache.position.fill_(position)
+    generator = torch.Generator().manual_seed(1)
+    block = cache.blocks[0]
+    for ring in (block.keys, block.values):
+        ring.copy_(torch.randn(ring.shape, generator=generator))
+    with use_backend(KERNELS), torch.no_grad():
+        return lm.blocks[0].attention.one_position(x, block)
+
+
+def test_product_of_parts_has_the_bits_of_that_of_their_average(device, monkeypatch):
+    """Of a full part and one that is not, which is what the ring of a single text is left in."""
+    lm = model(device, torch.bfloat16, dim=64, heads=1, layers=1, ctx=220)
+    x = torch.randn(1, 1, 64, generator=torch.Generator().manual_seed(2)).bfloat16().to(device)
+    found, attend, averaged = one_position(lm, x, 200), BlockCache.attend_in_parts, []
+
+    def average(*given):
+        averaged.append(attend(*given).average())
+        return averaged[-1].view(1, 1, -1)
+
+    monkeypatch.setattr(BlockCache, "attend_in_parts", average)
+    assert torch.equal(one_position(lm, x, 200), found)
+    assert len(averaged) == 1
 
 
 def arranged(lm) -> int:

@@ -122,13 +122,13 @@ def attend_parts_reference(
     keys[:, p % window], values[:, p % window] = k, x[2]
     averages = torch.zeros(parts, heads, width, dtype=torch.float64, device=qkv.device)
     totals = averages.new_zeros(parts, heads)
+    seen = torch.arange(min(p + 1, window), device=qkv.device)
     for part in range(parts):
-        for head in range(heads):
-            slots = [s for s in range(min(p + 1, window)) if s // span % parts == part]
-            if slots:
-                weight = torch.exp(keys[head, slots] @ q[head] / width**0.5)
-                totals[part, head] = weight.sum()
-                averages[part, head] = weight @ values[head, slots] / weight.sum()
+        slots = seen[seen // span % parts == part]
+        for head in range(heads if len(slots) else 0):
+            weight = torch.exp(keys[head, slots] @ q[head] / width**0.5)
+            totals[part, head] = weight.sum()
+            averages[part, head] = weight @ values[head, slots] / weight.sum()
     return averages.flatten(1), totals, keys, values
 
 
