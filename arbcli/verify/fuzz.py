@@ -238,7 +238,9 @@ def _ternary_matmul_grad_x(dice: Dice, group_size: int, m: int, n: int, k: int) 
 
 
 def _row_matmul(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
-    return _rows_of_trits(dice, group_size, 1, n, min(k, MOST_COLUMNS), code)
+    x, *rest = _rows_of_trits(dice, group_size, 1, n, min(k, MOST_COLUMNS), code)
+    # whole numbers, which 15 bits hold: of a few results, what is rounded may be most
+    return (8 * x).round(), *rest
 
 
 def _arranged_rows(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
