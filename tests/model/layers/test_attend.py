@@ -154,4 +154,3 @@ def test_captured_and_eager_attention_have_the_same_bits(width, device):
         graph.replay()
         torch.cuda.synchronize()
         assert all(torch.equal(a, b) for a, b in zip(eager, captured, strict=True))
-
