@@ -1,10 +1,12 @@
 """Every kernel, in both implementations, against its reference on all the cases of its spec."""
 
-from contextlib import nullcontext
+import mmap
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 import torch
-from interpreter import within_arguments
+from interpreter import arguments_left_in_place, barriers_where_needed, within_arguments
 
 from arbcli.config.dense import SCALE_TYPES
 from arbcli.kernels.codec.packed import Packed
@@ -73,8 +75,13 @@ def test_torch_backend_gives_the_same_in_chunks_of_two_rows(spec):
             assert compare(spec, case.label, parts, whole, None).passed, case.label
 
 
-def watched(backend: str):
-    return within_arguments() if backend == "interpreter" else nullcontext()
+@contextmanager
+def watched(backend: str) -> Iterator[None]:
+    if backend != "interpreter":
+        yield
+        return
+    with within_arguments(), barriers_where_needed():
+        yield
 
 
 def assert_triton_agrees(spec, label, inputs) -> None:
@@ -263,6 +270,43 @@ def test_rows_whose_columns_lie_side_by_side_may_lie_apart(name, device):
     native_too = ["native"] if spec.native and device.type == "cpu" and native.available() else []
     for backend in (*BACKENDS, *native_too):
         check_laid_out(spec, backend, laid_out, wanted)
+
+
+FAR = 2**30 + 8
+"""Elements from one row to the next, so many that those before the third row are no int32."""
+NOT_FAR = {"decode_weight", "choose_entries"}
+"""Kernels that count rows within a tile, or heads of a position, in int32, which is enough."""
+MAP_NORESERVE = 0x4000  # the module has no name for it before Python 3.13
+
+
+def far_apart(value):
+    """Lay rows out so far apart that int32 does not count it; few pages of that are ever used."""
+    if isinstance(value, Packed):
+        return value.map(far_apart)
+    sizes = value.shape[:-1]
+    steps = [FAR * sizes[dim + 1 :].numel() for dim in range(len(sizes))]
+    length = sizes.numel() * FAR * value.element_size()
+    memory = mmap.mmap(-1, length, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE)
+    wide = torch.frombuffer(memory, dtype=torch.uint8).view(value.dtype)
+    return wide.as_strided(value.shape, (*steps, 1)).copy_(value)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU has all the memory that is asked for")
+@pytest.mark.parametrize("name", [name for name in ROWS_APART if name not in NOT_FAR])
+def test_elements_between_rows_may_be_more_than_an_int32_counts(name):
+    (spec,) = (spec for spec in KERNELS if spec.name == name)
+    inputs = inputs_to_lay_out(spec, torch.device("cpu"))
+    wanted = as_tuple(spec.reference(*copies(inputs)))
+    native_too = ["native"] if spec.native and native.available() else []
+    for backend in ("interpreter", *native_too):
+        laid_out = [
+            far_apart(x) if i in ROWS_APART[name] else x for i, x in enumerate(copies(inputs))
+        ]
+        with arguments_left_in_place(), poisoned(), use_backend(backend), watched(backend):
+            got = as_tuple(spec.run(backend)(*laid_out))
+        for result, expected in zip(got, wanted, strict=True):
+            found = compare(spec, f"{name} {backend}", result, expected)
+            assert found.passed, found
 
 
 @pytest.mark.skipif(not native.available(), reason=native.why_not())
