@@ -1,5 +1,7 @@
 """Attention's gradient: what the cases of its spec do not say."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 
@@ -73,3 +75,12 @@ def test_gradient_that_is_the_same_for_all_heads_is_read(device):
     same = grad[:, :1].expand(-1, 3, -1, -1)
     found = [causal_attention_backward(g, *rest) for g in (same, same.contiguous())]
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+@pytest.mark.gpu
+def test_gradients_are_found_in_a_thread_that_has_not_used_the_gpu(device):
+    inputs = random(1, 2, 128, 64, dtype=torch.bfloat16, device=device)
+    wanted = causal_attention_backward(*inputs)
+    with ThreadPoolExecutor(1) as pool:
+        found = pool.submit(causal_attention_backward, *inputs).result()
+    assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
