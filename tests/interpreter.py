@@ -111,3 +111,70 @@ def within_arguments() -> Iterator[None]:
             checked = check_first(getattr(builder, f"create_{name}"), first, place)
             patched.enter_context(mock.patch.object(builder, f"create_{name}", checked))
         yield
+
+
+@contextmanager
+def barriers_where_needed() -> Iterator[None]:
+    """Fail where a program's threads may meet what others of them do, with no barrier between.
+
+    Here a program is one thread. On a GPU an element is one thread's in one tile of addresses and
+    another's in the next, unless the tiles are alike: what one thread stores, another must neither
+    read nor have read since the last barrier. A single element is read by all, and stored by one.
+    Who hands out tickets by an atomic sum, so that the last program reads what others stored, needs
+    a barrier before it: one thread takes the ticket, and others may not have stored yet.
+    """
+    builder, executor = interpreter.InterpreterBuilder, interpreter.GridExecutor
+    since: dict[str, list[tuple[np.ndarray, np.ndarray]]] = {"load": [], "store": []}
+    untold: list[np.ndarray] = []
+
+    def begin(run: Callable, *parts: list) -> Callable:
+        @wraps(run)
+        def begun(*args, **options):
+            for part in parts:
+                part.clear()
+            return run(*args, **options)
+
+        return begun
+
+    def note(access: Callable, kind: str, against: str, first: int, place: int) -> Callable:
+        @wraps(access)
+        def noted(self, *args, **options):
+            tile, mask = args[first].data, args[first + place].data
+            address = tile[np.broadcast_to(mask, np.shape(tile))]
+            for other, found in since[against]:
+                alike = np.size(tile) > 1 and np.array_equal(other, tile)
+                shared = not alike and np.isin(address, found).any()
+                assert not shared, f"a {kind} meets a {against}, and no barrier is between"
+            told = kind == "store" or not any(np.isin(address, part).any() for part in untold)
+            assert told, "a ticket was taken, and no barrier was between it and the stores"
+            since[kind].append((tile, address))
+            return access(self, *args, **options)
+
+        return noted
+
+    def ticket(access: Callable) -> Callable:
+        @wraps(access)
+        def taken(self, *args, **options):
+            untold.extend(address for _, address in since["store"])
+            return access(self, *args, **options)
+
+        return taken
+
+    with ExitStack() as patched:
+        for of, name, change in (
+            (executor, "__call__", lambda run: begin(run, untold)),
+            (builder, "set_grid_idx", lambda run: begin(run, *since.values())),
+            (builder, "create_barrier", lambda run: begin(run, *since.values())),
+            (builder, "create_masked_load", lambda access: note(access, "load", "store", 0, 1)),
+            (builder, "create_masked_store", lambda access: note(access, "store", "load", 0, 2)),
+            (builder, "create_atomic_rmw", ticket),
+        ):
+            patched.enter_context(mock.patch.object(of, name, change(getattr(of, name))))
+        yield
+
+
+@contextmanager
+def arguments_left_in_place() -> Iterator[None]:
+    """Copy no argument onto itself behind a launch: it may lie in more memory than there is."""
+    with mock.patch.object(interpreter.GridExecutor, "_restore_args_dev"):
+        yield

@@ -1,10 +1,12 @@
 """Every kernel, in both implementations, against its reference on all the cases of its spec."""
 
-from contextlib import nullcontext
+import mmap
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 import torch
-from interpreter import within_arguments
+from interpreter import arguments_left_in_place, barriers_where_needed, within_arguments
 
 from arbcli.config.dense import SCALE_TYPES
 from arbcli.kernels.codec.packed import Packed
@@ -73,8 +75,13 @@ def test_torch_backend_gives_the_same_in_chunks_of_two_rows(spec):
             assert compare(spec, case.label, parts, whole, None).passed, case.label
 
 
-def watched(backend: str):
-    return within_arguments() if backend == "interpreter" else nullcontext()
+@contextmanager
+def watched(backend: str) -> Iterator[None]:
+    if backend != "interpreter":
+        yield
+        return
+    with within_arguments(), barriers_where_needed():
+        yield
 
 
 def assert_triton_agrees(spec, label, inputs) -> None:
@@ -328,6 +335,19 @@ def all_digits(value, device):
     return value._replace(remainder=remainder, radix=64, nibble=False)
 
 
+def inputs_to_lay_anywhere(spec, scale_type: str, device) -> tuple:
+    # who show every input, several sequences and several experts
+    dice = Dice(0 if "grouped" in spec.name else 30, device, torch.float32)
+    sizes = (7 if DRAWINGS[spec.name].one_layout else 5, 7, 37)  # several texts
+    if scale_type == "T32":
+        sizes = 2, 3, 197  # a block of planes and some
+    return DRAWINGS[spec.name].draw(dice, SCALE_TYPES[scale_type], *sizes)
+
+
+def places_that_are_dense(spec, inputs):
+    return range(len(inputs)) if DRAWINGS[spec.name].one_layout else DENSE.get(spec.name, ())
+
+
 @pytest.mark.parametrize(
     ("spec", "scale_type", "digits"), ANYWHERE, ids=lambda value: getattr(value, "name", None)
 )
@@ -336,19 +356,60 @@ def test_elements_of_every_input_may_lie_anywhere(spec, scale_type, digits, devi
 
     Wherever it lies, nothing else is read: a mask that is too wide may change no result.
     """
-    # who show every input, several sequences and several experts
-    dice = Dice(0 if "grouped" in spec.name else 30, device, torch.float32)
-    one_layout = DRAWINGS[spec.name].one_layout
-    sizes = (7 if one_layout else 5, 7, 37)  # several texts
-    if scale_type == "T32":
-        sizes = 2, 3, 197  # a block of planes and some
-    inputs = DRAWINGS[spec.name].draw(dice, SCALE_TYPES[scale_type], *sizes)
+    inputs = inputs_to_lay_anywhere(spec, scale_type, device)
     if digits:
         inputs = [all_digits(x, device) for x in inputs]
-    dense = range(len(inputs)) if one_layout else DENSE.get(spec.name, ())
+    dense = places_that_are_dense(spec, inputs)
     laid_out = [x if place in dense else anywhere(x) for place, x in enumerate(inputs)]
     wanted = as_tuple(spec.reference(*copies(inputs)))
     check_laid_out(spec, BACKENDS[1], laid_out, wanted)
+
+
+FAR = 2**30 + 8
+"""Elements from one row to the next, so many that those before the third row are no int32."""
+NOT_FAR = {"decode_weight", "decode_e4m3", "ternary_matmul_grad_x", "choose_entries"}
+"""Kernels that count rows within a tile, or heads of a position, in int32, which is enough."""
+FAR_ROWS = {spec.name for spec, *_ in ANYWHERE if not DRAWINGS[spec.name].one_layout}
+FAR_ROWS |= {*ROWS_APART}
+MAP_NORESERVE = 0x4000  # the module has no name for it before Python 3.13
+
+
+def far_apart(value):
+    """Lay rows out so far apart that int32 does not count it; few pages of that are ever used."""
+    if isinstance(value, Packed):
+        return value.map(far_apart)
+    if not isinstance(value, torch.Tensor) or value.dim() < 2 or not value.numel():
+        return value
+    sizes = value.shape[:-1]
+    steps = [FAR * sizes[dim + 1 :].numel() for dim in range(len(sizes))]
+    length = sizes.numel() * FAR * value.element_size()
+    memory = mmap.mmap(-1, length, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE)
+    wide = torch.frombuffer(memory, dtype=torch.uint8).view(value.dtype)
+    return wide.as_strided(value.shape, (*steps, 1)).copy_(value)
+
+
+def rows_to_lay_out(spec) -> tuple[tuple, set[int]]:
+    """Give inputs, and the places of those whose rows may lie apart."""
+    if spec.name in ROWS_APART:
+        return inputs_to_lay_out(spec, torch.device("cpu")), {*ROWS_APART[spec.name]}
+    inputs = inputs_to_lay_anywhere(spec, "T6", torch.device("cpu"))
+    return inputs, {*range(len(inputs))} - {*places_that_are_dense(spec, inputs)}
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU has all the memory that is asked for")
+@pytest.mark.parametrize("name", sorted(FAR_ROWS - NOT_FAR))
+def test_elements_between_rows_may_be_more_than_an_int32_counts(name):
+    (spec,) = (spec for spec in KERNELS if spec.name == name)
+    inputs, places = rows_to_lay_out(spec)
+    wanted = as_tuple(spec.reference(*copies(inputs)))
+    native_too = ["native"] if spec.native and name in ROWS_APART and native.available() else []
+    for backend in ("interpreter", *native_too):
+        laid_out = [far_apart(x) if i in places else x for i, x in enumerate(copies(inputs))]
+        with arguments_left_in_place(), poisoned(), use_backend(backend), watched(backend):
+            got = as_tuple(spec.run(backend)(*laid_out))
+        for result, expected in zip(got, wanted, strict=True):
+            found = compare(spec, f"{name} {backend}", result, expected)
+            assert found.passed, found
 
 
 IN_BFLOAT16 = [

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from interpreter import barriers_where_needed
 
 from arbcli.kernels.attention.choose_next import CHOOSE_NEXT, index_of_byte
 from arbcli.kernels.runtime.backend import use_backend
@@ -30,3 +31,12 @@ def test_drawn_scores_are_turned_and_normalised_by_different_numbers():
     assert query[:48].view(8, 6).square().mean(dim=1).unique().tolist() == [1, 13]
     assert (cos.square() + sin.square() == 1).all()
     assert 0 < cos.abs().mean() < 1
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="barriers are told by the interpreter alone")
+def test_threads_wait_for_the_new_key_and_for_all_scores():
+    generator = torch.Generator().manual_seed(0)
+    shape = (3, 4, 9, 4, 4, 8, 31)  # whose byte completes an entry
+    inputs = index_of_byte(generator, torch.device("cpu"), torch.float32, *shape)
+    with use_backend("interpreter"), barriers_where_needed():
+        CHOOSE_NEXT.triton(*inputs)

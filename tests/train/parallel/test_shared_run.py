@@ -154,6 +154,8 @@ def test_digits_are_told_by_four_bits_where_no_step_is_too_large(lr, by_bits, te
 def kept_bytes(group, texts):
     trainer = Trainer(new_config(**(DECIDED | SMALL)), texts, group=group)
     trainer.train_step()
+    parts = [part for tensor in trainer.shared.tensors for part in tensor.state.values()]
+    assert all(part.numel() or not part.untyped_storage().nbytes() for part in parts)
     return trainer.state_bytes()
 
 
