@@ -181,7 +181,7 @@ def test_every_kernel_is_a_line_as_it_is_done_also_into_a_pipe():
 @pytest.mark.parametrize(
     ("number", "code", "what"),
     [
-        pytest.param(signal.SIGINT, 130, ["pack_trits", "ternary_matmul", "rms_norm"], id="one"),
+        pytest.param(signal.SIGINT, 130, ["pack_trits", "sum_choices", "rms_norm"], id="one"),
         pytest.param(signal.SIGTERM, 143, ["--backend", "torch"], id="several processes"),
     ],
 )

@@ -19,7 +19,7 @@ from ptx import emulated
 LEFT_OUT = {"gram", "gram_polynomial", "grouped_matmul", "grouped_grad_w", "merged_steps"}
 """Two are for the copy engine, which is not executed here; the grouped ones pass in 35 s; the last
 finds addresses in a table, and addresses are others here."""
-QUICK = {"decode_weight", "step_scales"}
+QUICK = {"attend_parts", "step_scales"}
 """One that has PTX of its own and shares memory among threads, and one that is plain Triton."""
 
 

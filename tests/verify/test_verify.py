@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from marks import mostly_slow
 
 from arbcli.errors import ArbError
 from arbcli.kernels.codec.packed import Packed
@@ -20,6 +21,8 @@ from arbcli.verify.workers import Workers
 
 KERNEL_BACKEND = "triton" if torch.cuda.is_available() else "interpreter"
 T6 = {"T6": 6}
+SLOWEST = {"stream_weights_backward", "find_chunks"}
+"""Whose slow references take seconds on large cases."""
 
 
 def verify_planted(monkeypatch, spec, device, **checks):
@@ -173,7 +176,10 @@ def test_random_failure_names_its_seed(monkeypatch, device):
 
 @pytest.mark.parametrize(
     "spec",
-    [spec for spec in KERNELS if real_reference(spec) is not spec.reference],
+    mostly_slow(
+        [spec for spec in KERNELS if real_reference(spec) is not spec.reference],
+        lambda spec: spec.name not in SLOWEST,
+    ),
     ids=lambda spec: spec.name,
 )
 def test_reference_of_large_cases_agrees_with_the_slow_one(spec, device):

@@ -23,7 +23,7 @@ def logits_of(device, spread: float = 3.0) -> torch.Tensor:
     return spread * torch.randn(256, generator=torch.Generator().manual_seed(0)).to(device)
 
 
-@pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
+@pytest.mark.parametrize("temperature", [0.5, 2.0])
 def test_bytes_come_as_often_as_their_probabilities_say(temperature, device):
     logits = logits_of(device)
     share = (logits.double() / temperature).softmax(0)
