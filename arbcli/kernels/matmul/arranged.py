@@ -69,15 +69,8 @@ def arrange(packed: Packed, gated: bool = False) -> Arranged:
     Raises:
         ValueError: a dtype or a shape does not fit.
     """
-    packed.check()
-    in_features, device = packed.in_features, packed.trits.device
-    if packed.remainder is not None:
-        raise ValueError("weights of all digits are arranged by `arrange_digits`")
-    if packed.group_size % PLANE:
-        raise ValueError(f"need groups of whole planes of {PLANE} weights, got {packed.group_size}")
-    half, odd = divmod(packed.out_features, 2)
-    if gated and odd:
-        raise ValueError(f"{packed.out_features} rows are not two halves")
+    check_trits(packed, gated)
+    in_features, device, half = packed.in_features, packed.trits.device, packed.out_features // 2
     trits = unpack_trits(packed.trits, in_features)
     blocks = -(-in_features // BLOCK)
     group = torch.arange(5 * blocks, device=device) * PLANE // packed.group_size
@@ -103,6 +96,21 @@ def arrange(packed: Packed, gated: bool = False) -> Arranged:
     if pieces.is_cuda:
         torch.cuda.synchronize(pieces.device)
     return Arranged(pieces, rows, in_features, gated)
+
+
+def check_trits(packed: Packed, gated: bool) -> None:
+    """Refuse what has no pieces: all digits, groups of less than planes, halves that are none.
+
+    Raises:
+        ValueError: a dtype or a shape does not fit.
+    """
+    packed.check()
+    if packed.remainder is not None:
+        raise ValueError("weights of all digits are arranged by `arrange_digits`")
+    if packed.group_size % PLANE:
+        raise ValueError(f"need groups of whole planes of {PLANE} weights, got {packed.group_size}")
+    if gated and packed.out_features % 2:
+        raise ValueError(f"{packed.out_features} rows are not two halves")
 
 
 def in_tiles(rows: Tensor, gated: bool) -> Tensor:
@@ -251,6 +259,25 @@ def check_few_rows(
     if added is not None and (added.dtype, added.shape) != (dtype, shape):
         got = f"{added.dtype} {tuple(added.shape)}"
         raise ValueError(f"need {dtype} {shape} to add to, got {got}")
+
+
+def tiles_reference(
+    x: Tensor,
+    weight: Tensor,
+    out_features: int,
+    gated: bool,
+    eps: float | None,
+    added: Tensor | None,
+) -> Tensor:
+    """Normalise rows, multiply, gate and add in float64, by a decoded (T, 2, 8, K) matrix."""
+    x = x.double()
+    if eps is not None:
+        x = x / ((x * x).sum(1, keepdim=True) / x.shape[1] + eps) ** 0.5
+    y = torch.einsum("thrk,mk->mthr", weight, x)
+    if gated:
+        y = y[:, :, 0] / (1 + torch.exp(-y[:, :, 0])) * y[:, :, 1]
+    y = y.flatten(1)[:, :out_features]
+    return y if added is None else added.double() + y
 
 
 def with_torch(x: Tensor, weight: Tensor, gated: bool, added: Tensor) -> Tensor:

@@ -49,6 +49,7 @@ from arbcli.kernels.matmul.arranged import (
     read_scales,
     read_unit,
     store_both,
+    tiles_reference,
     with_torch,
 )
 from arbcli.kernels.runtime._triton import tl, triton
@@ -307,14 +308,7 @@ def arranged_rows_reference(
                     scale = scales[:, b, 4 * r + digit if digit < 4 else 32 + r].double()
                     scale = scale * (2 if digit % 2 else -2)
                     weight[:, :, r, k : k + 8] = trit * scale[:, :, None]
-    x = x.double()
-    if eps is not None:
-        x = x / ((x * x).sum(1, keepdim=True) / in_features + eps) ** 0.5
-    y = torch.einsum("thrk,mk->mthr", weight[..., :in_features], x)
-    if gated:
-        y = y[:, :, 0] / (1 + torch.exp(-y[:, :, 0])) * y[:, :, 1]
-    y = y.flatten(1)[:, :out_features]
-    return y if added is None else added.double() + y
+    return tiles_reference(x, weight[..., :in_features], out_features, gated, eps, added)
 
 
 def _arranged_rows_torch(x, pieces, out_features, in_features, gated, eps, added, dtype):

@@ -28,7 +28,14 @@ from arbcli.kernels.codec.packed import Packed, random_packed
 from arbcli.kernels.codec.packing import PLANE
 from arbcli.kernels.codec.scales import scales_torch
 from arbcli.kernels.codec.warp_products import HAS_PTX, add_products, pair, unpair
-from arbcli.kernels.matmul.arranged import ROWS, check_few_rows, in_tiles, store_both, with_torch
+from arbcli.kernels.matmul.arranged import (
+    ROWS,
+    check_few_rows,
+    in_tiles,
+    store_both,
+    tiles_reference,
+    with_torch,
+)
 from arbcli.kernels.matmul.few_rows import load_eight_over, load_int
 from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.backend import num_processors, uses_triton
@@ -129,14 +136,7 @@ def digits_matmul_reference(
         z = code - (code >= 128) * (2 * code - 128)
         of_column = (z * scales[:, k // 32].double()).to(torch.bfloat16)
         weight[..., k] = of_column.double().transpose(1, 2)
-    x = x.double()
-    if eps is not None:
-        x = x / ((x * x).sum(1, keepdim=True) / in_features + eps) ** 0.5
-    y = torch.einsum("thrk,mk->mthr", weight[..., :in_features], x)
-    if gated:
-        y = y[:, :, 0] / (1 + torch.exp(-y[:, :, 0])) * y[:, :, 1]
-    y = y.flatten(1)[:, :out_features]
-    return y if added is None else added.double() + y
+    return tiles_reference(x, weight[..., :in_features], out_features, gated, eps, added)
 
 
 def _digits_matmul_torch(x, pieces, scales, out_features, in_features, gated, eps, added, dtype):

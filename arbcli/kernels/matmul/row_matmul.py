@@ -49,7 +49,14 @@ from arbcli.kernels.codec.warp_products import (
     unpair,
     unpair_four,
 )
-from arbcli.kernels.matmul.arranged import ROWS, check_few_rows, in_tiles, with_torch
+from arbcli.kernels.matmul.arranged import (
+    ROWS,
+    check_few_rows,
+    check_trits,
+    in_tiles,
+    tiles_reference,
+    with_torch,
+)
 from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.backend import num_processors, uses_triton
 from arbcli.kernels.runtime.overlap import overlap_options, wait_for_last
@@ -133,13 +140,7 @@ def code(packed: Packed, gated: bool = False) -> Coded:
     Raises:
         ValueError: a dtype or a shape does not fit.
     """
-    packed.check()
-    if packed.remainder is not None:
-        raise ValueError("weights of all digits are arranged by `arrange_digits`")
-    if packed.group_size % PLANE:
-        raise ValueError(f"need groups of whole planes of {PLANE} weights, got {packed.group_size}")
-    if gated and packed.out_features % 2:
-        raise ValueError(f"{packed.out_features} rows are not two halves")
+    check_trits(packed, gated)
     halves = 1 + gated
     rows, height = packed.out_features // halves, ROWS // halves
     tiles, blocks = -(-rows // height), -(-packed.in_features // BLOCK)
@@ -196,14 +197,7 @@ def row_matmul_reference(
                         trit = codes[:, b, j, r, q].long() // 4**i % 4 - 1  # (T, 2, 4)
                         scale = scales[:, b, r, :, i].double()
                         weight[:, :, r, k : k + 4] = trit * scale[:, :, None]
-    x = x.double()
-    if eps is not None:
-        x = x / ((x * x).sum(1, keepdim=True) / in_features + eps) ** 0.5
-    y = torch.einsum("thrk,mk->mthr", weight[..., :in_features], x)
-    if gated:
-        y = y[:, :, 0] / (1 + torch.exp(-y[:, :, 0])) * y[:, :, 1]
-    y = y.flatten(1)[:, :out_features]
-    return y if added is None else added.double() + y
+    return tiles_reference(x, weight[..., :in_features], out_features, gated, eps, added)
 
 
 def decode_coded(pieces: Tensor) -> Tensor:
