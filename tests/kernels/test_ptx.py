@@ -76,7 +76,7 @@ def row_error(
     row = x
     if heads:  # of five parts of attention, three are filled
         totals = torch.rand(5, heads, generator=generator) + 0.1
-        x = AttentionParts(x, totals, torch.tensor(95, dtype=torch.int32), 160, 32)
+        x = AttentionParts(x, totals, torch.tensor(95, dtype=torch.int32), 32)
         row = x.average()[None]
     added = torch.randn(1, weight.out_features, generator=generator) if gated else None
     inputs = *weight, eps, added, torch.float32

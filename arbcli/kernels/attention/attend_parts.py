@@ -62,8 +62,6 @@ class AttentionParts(NamedTuple):
     """(S, heads) float32: the sum of each part's weights."""
     position: Tensor
     """int32 scalar tensor: how many bytes came before."""
-    window: int
-    """W, slots of the ring."""
     span: int
     """Slots of a span."""
 
@@ -149,7 +147,7 @@ def _attend_parts_torch(qkv, keys, values, position, cos, sin, eps, most=MOST_PA
     totals = weight.sum((1, 3))
     averages = torch.einsum("hrps,hrpsd->phd", weight, seen) / totals.T[..., None]
     values_of_parts = averages.to(qkv.dtype).flatten(1)
-    return AttentionParts(values_of_parts, totals.T.contiguous(), position, window, span)
+    return AttentionParts(values_of_parts, totals.T.contiguous(), position, span)
 
 
 @triton.jit
@@ -362,7 +360,7 @@ def _attend_parts_triton(qkv, keys, values, position, cos, sin, eps, most=MOST_P
         WIDTH=width, PASSES=passes, SEVERAL=window > parts * span, WARPS=WARPS, PTX=HAS_PTX,
         num_warps=WARPS, maxnreg=REGISTERS, **overlap_options(qkv),
     )  # fmt: skip
-    return AttentionParts(averages, totals, position, window, span)
+    return AttentionParts(averages, totals, position, span)
 
 
 def fits_parts(qkv: Tensor) -> bool:

@@ -99,7 +99,7 @@ def test_steps_that_overlap_give_the_same_bits():
 def test_average_weighs_parts_by_their_totals():
     values = torch.tensor([[1.0, 2.0, 3.0, 4.0], [5.0, 2.0, -1.0, 8.0], [torch.nan] * 4])
     totals = torch.tensor([[1.0, 3.0], [3.0, 1.0], [torch.nan] * 2])
-    parts = AttentionParts(values.bfloat16(), totals, torch.tensor(14), 30, 10)
+    parts = AttentionParts(values.bfloat16(), totals, torch.tensor(14), 10)
     assert torch.equal(parts.average(), torch.tensor([4.0, 2.0, 2.0, 5.0]).bfloat16())
 
 

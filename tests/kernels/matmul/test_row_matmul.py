@@ -142,7 +142,7 @@ def parts_of_attention(device, parts, heads, width, filled) -> AttentionParts:
     totals = torch.rand(parts, heads, generator=generator) + 0.1
     values[filled:], totals[filled:] = torch.nan, torch.nan
     position = torch.tensor(96 * filled - 1, dtype=torch.int32, device=device)
-    return AttentionParts(values.to(device), totals.to(device), position, 96 * parts, 96)
+    return AttentionParts(values.to(device), totals.to(device), position, 96)
 
 
 @pytest.mark.parametrize("filled", [1, 2, 5])
