@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from arbcli.kernels.attention.append_position import append_position_
+from arbcli.kernels.attention.append_position import append_position_, in_eight_bits
+from arbcli.kernels.attention.decode_compressed import decode_compressed
 from arbcli.kernels.attention.rotary_norm import rotary_norm_backward
 from arbcli.kernels.codec.packed import Packed
 from arbcli.kernels.matmul.arranged import Arranged
@@ -112,10 +113,10 @@ REFUSED = {
     "gated_rms_norm_e4m3": "t+-1 p",
     "rotary_norm": "t+-l124 tb+-l01 tb+-l01",
     "rotary_norm_backward": "tb+-0123 tb+-0123 tb+-0123 tb+-l01234 . tb+-l01 tb+-l01",
-    "attend_parts": "t+-l012 t+-l012 t+-l012 t+ tb+-01 tb+-01",
-    "decode_attention": "tb+-l012 tb+-l012 tb+-l012 t+ tb+-01 tb+-01 t+-0",
-    "decode_attention_8bit": "t+-l012 t+-l012 t+-l012 t+-012 t+ tb+-01 tb+-01 t+-0",
-    "decode_attention_rows": "tb+-l0123 tb+-l0123 tb+-l0123 t+-l0 tb+-01 tb+-01 t+-l01",
+    "attend_parts": "t+-l012 t+-l012 t+-l012 t+ tb+-l01 tb+-l01",
+    "decode_attention": "tb+-l012 tb+-l012 tb+-l012 t+ tb+-l01 tb+-l01 t+-l0",
+    "decode_attention_8bit": "t+-l012 t+-l012 t+-l012 t+-l012 t+ tb+-l01 tb+-l01 t+-l0",
+    "decode_attention_rows": "tb+-l0123 tb+-l0123 tb+-l0123 t+-l0 tb+-l01 tb+-l01 t+-l01",
     "compress_blocks": "t+-12 tb+-0 tb+-01 tb+-01",
     "compress_blocks_backward": "+-0123 +-0123 t+-012 tb+-01 tb+-01 tb+-01",
     "compressed_attention": "tb+-0123 tb+-023 tb+-023 t+-012 tb+-0 tb+-01 tb+-01",
@@ -125,10 +126,11 @@ REFUSED = {
         "tb+-0123 tb+-0123 tb+-0123 tb+-0123 tb+-0123 tb+-l012",
     "choose_entries": "tb+-0123 tb+-012 tb+-02",
     "sum_choices": "t+-l012 t+-l012",
-    "append_position": "tb+-l012 tb+-l12 tb+-l12 tb+-l012 tb+-l01",
-    "append_position_8bit": "tb+-l012 t+-l012 t+-l012 tb+-l012 tb+-l01 . . . . t+-l01 t+-l01",
-    "choose_next": "tb+0 tb+-0 tb+-1 t+-",
-    "decode_compressed": "tb+-l01 tb+-l12 tb+-l12 t+-",
+    "append_position": "tb+-l012 tb+-l12 tb+-l12 tb+-l012 tb+-l01 t+ tb+-l01 tb+-l01",
+    "append_position_8bit":
+        "tb+-l012 t+-l012 t+-l012 tb+-l012 tb+-l01 t+ tb+-l01 tb+-l01 . t+-l01 t+-l01",
+    "choose_next": "tb+-l0 tb+-l0 tb+-l1 t+-l t+ tb+-l01 tb+-l01",
+    "decode_compressed": "tb+-l01 tb+-l12 tb+-l12 t+-l tb+-l0 t+ tb+-l01 tb+-l01 t+-l0",
     "decode_latent": "tb+-l0 tb+-l01 tb+-l01 tb+-l01 tb+-l01 t+ tb+-l01 tb+-l01",
     "choose_byte": "t0 t+-l t+-l t t",
     "choose_bytes": "t+-01 t+-0 t+-l0 t+-0 t+-0 tb+-0 t+-0 tb+-0",
@@ -183,6 +185,8 @@ packed matrix that is none (p), or one longer in the dimension of that number.
 """
 SEEDS = {
     "digits_matmul": 1,
+    "decode_attention": 1,
+    "decode_attention_8bit": 1,
     "compress_blocks_backward": 6,
     "choose_entries": 1,
     "take_chunk": 1,
@@ -191,7 +195,7 @@ SEEDS = {
     "step_by_direction": 3,
     "sum_gradients": 1,
 }
-"""Of those draws that have every input, where the first has not."""
+"""Of those draws that have every input, or several heads, where the first has not."""
 SAID = r"^(?!.*unpack)"
 """By the operation, and not by a tuple of another length."""
 
@@ -250,7 +254,10 @@ def zeros(*sizes: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 HALF, INT8, INT64 = torch.bfloat16, torch.int8, torch.int64
 VALUES = {
-    "append_position": ({3: zeros(2, 0, 76), 4: zeros(76, 0)},),
+    "append_position": (
+        {1: zeros(0, 1, 76)}, {2: zeros(0, 1, 76)}, {3: zeros(2, 0, 76), 4: zeros(76, 0)},
+    ),
+    "append_position_8bit": ({1: zeros(3, 2, 76), 2: zeros(4, 2, 76)},),
     "arranged_rows": (
         {0: zeros(0, 40, dtype=HALF), 6: None}, {0: zeros(65, 40, dtype=HALF), 6: None},
     ),
@@ -259,26 +266,30 @@ VALUES = {
     "causal_conv": ({1: zeros(37, 0)}, {1: zeros(37, 9)}),
     "causal_conv_grad_w": ({2: 0}, {2: 9}),
     "choose_byte": ({2: zeros(0)}, {2: zeros(257)}),
+    "choose_next": ({2: zeros(0, 40)},),
     "choose_bytes": ({2: zeros(1, 0)}, {2: zeros(1, 257)}),
     "cross_entropy": ({0: zeros(5, 0)}, {0: zeros(5, 4097)}),
     "decode_attention": (
-        {1: zeros(2, 7, 76), 2: zeros(2, 7, 76)}, {1: zeros(1, 7, 78), 2: zeros(1, 7, 78)},
-        {1: zeros(1, 0, 76), 2: zeros(1, 0, 76)}, {1: zeros(1, 76), 2: zeros(1, 76)},
-        {1: zeros(1, 7, 76, dtype=HALF), 2: zeros(1, 7, 76, dtype=HALF)},
-        {1: zeros(1, 14, 76)[:, ::2], 2: zeros(1, 14, 76)[:, ::2]},
+        {1: zeros(1, 7, 76), 2: zeros(1, 7, 76)}, {1: zeros(2, 7, 78), 2: zeros(2, 7, 78)},
+        {1: zeros(2, 0, 76), 2: zeros(2, 0, 76)}, {1: zeros(2, 76), 2: zeros(2, 76)},
+        {1: zeros(2, 7, 76, dtype=HALF), 2: zeros(2, 7, 76, dtype=HALF)},
+        {1: zeros(2, 14, 76)[:, ::2], 2: zeros(2, 14, 76)[:, ::2]},
     ),
     "decode_attention_8bit": (
-        {1: zeros(2, 7, 76, dtype=INT8), 2: zeros(2, 7, 76, dtype=INT8)},
-        {1: zeros(1, 7, 76), 2: zeros(1, 7, 76)},
-        {1: zeros(1, 7, 76, dtype=INT8), 2: zeros(1, 7, 76, dtype=torch.float8_e4m3fn)},
-        {1: zeros(1, 0, 76, dtype=INT8), 2: zeros(1, 0, 76, dtype=INT8),
-         3: zeros(2, 1, 0, dtype=INT8)},
+        {1: zeros(1, 7, 76, dtype=INT8), 2: zeros(1, 7, 76, dtype=INT8)},
+        {1: zeros(2, 7, 76), 2: zeros(2, 7, 76)},
+        {1: zeros(2, 7, 76, dtype=INT8), 2: zeros(2, 7, 76, dtype=torch.float8_e4m3fn)},
+        {1: zeros(2, 0, 76, dtype=INT8), 2: zeros(2, 0, 76, dtype=INT8),
+         3: zeros(2, 2, 0, dtype=INT8)},
     ),
     "decode_attention_rows": (
         {1: zeros(2, 4, 7, 76), 2: zeros(2, 4, 7, 76)},
         {1: zeros(2, 3, 0, 76), 2: zeros(2, 3, 0, 76)}, {0: zeros(4, 3, 3, 76)[::2]},
     ),
-    "decode_latent": ({3: zeros(7, 0)}, {3: zeros(7, 3)}),
+    "decode_compressed": ({1: zeros(28, 1, 76)}, {2: zeros(41, 1, 76)}),
+    "decode_latent": (
+        {3: zeros(7, 0)}, {3: zeros(7, 3)}, {2: zeros(0, 38), 3: zeros(0, 10), 4: zeros(0, 3)},
+    ),
     "digits_matmul": (
         {0: zeros(0, 40, dtype=HALF), 7: None}, {0: zeros(17, 40, dtype=HALF), 7: None},
     ),
@@ -316,6 +327,18 @@ def test_values_that_inputs_cannot_have_are_refused(name):
     inputs = drawn(name)
     for others in VALUES[name]:
         assert_refused(name, [others.get(place, x) for place, x in enumerate(inputs)])
+
+
+def test_codes_are_read_with_exponents_that_fit_them():
+    *inputs, exponents = in_eight_bits(tuple(drawn("decode_compressed")), INT8)
+    decode_compressed(*inputs, exponents)
+    for place in range(2):
+        for wrong in dict(alterations(exponents[place])).values():
+            others = [wrong if i == place else right for i, right in enumerate(exponents)]
+            with pytest.raises(ValueError, match="exponents: need contiguous"):
+                decode_compressed(*inputs, others)
+    with pytest.raises(ValueError, match="codes in eight bits"):
+        decode_compressed(*drawn("decode_compressed"), exponents)
 
 
 def test_matrix_that_has_no_digits_in_planes_is_not_arranged():

@@ -17,9 +17,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from arbcli.kernels.attention.decode_attention import check_place
 from arbcli.kernels.attention.eight_bits import (
     FORMATS,
-    ROOM,
+    check_stored,
     decode_entries,
     quantise_entries,
     quantise_halves,
@@ -27,6 +28,7 @@ from arbcli.kernels.attention.eight_bits import (
 from arbcli.kernels.matmul.quantise_rows import E4M3, has_e4m3, round_e4m3_reference
 from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.backend import uses_triton
+from arbcli.kernels.runtime.inputs import check_contiguous
 from arbcli.kernels.runtime.spec import Case, Gate, KernelSpec, Timing
 
 
@@ -272,20 +274,18 @@ def append_position_(
         ValueError: a dtype or a shape does not fit.
     """
     got = f"{new.dtype} of shape {tuple(new.shape)}"
-    if new.dim() != 3 or len(new) != 3 or new.shape[2] % 2 or not new.is_contiguous():
-        raise ValueError(f"need a contiguous (3, G, d) of even d, got {got}")
+    fits = new.dim() == 3 and len(new) == 3 and new.shape[2] % 2 == 0 and new.is_contiguous()
+    if new.dtype not in (torch.float32, torch.bfloat16) or not fits:
+        raise ValueError(f"need contiguous float32 or bfloat16 (3, G, d) of even d, got {got}")
     _, kv, width = new.shape
     m = opened.shape[1] if opened.dim() == 3 else 0
-    stored = recent.dtype if exponents and recent.dtype in ROOM else new.dtype
-    wanted = ((recent, (len(recent), kv, width), stored), (opened, (2, m, kv * width), new.dtype),
-              (entries, (len(entries), kv, width), stored))  # fmt: skip
-    for part, exponent in zip((recent, entries), exponents or (), strict=False):
-        wanted = (*wanted, (exponent, part.shape[:2], torch.int8))
-    for part, shape, dtype in wanted:
-        if part.shape != shape or part.dtype != dtype or not part.is_contiguous() or not m:
-            raise ValueError(f"buffer {part.dtype} {tuple(part.shape)} does not fit {got}")
-    if beta.shape != (kv * width, m) or beta.dtype != torch.float32 or not beta.is_contiguous():
-        raise ValueError(f"taps {beta.dtype} {tuple(beta.shape)} do not fit {got}")
+    if not m or not recent.numel() or not entries.numel():
+        sizes = ", ".join(str(tuple(part.shape)) for part in (opened, recent, entries))
+        raise ValueError(f"need buffers of some bytes and some slots, got {sizes}")
+    check_contiguous("opened", opened, new.dtype, (2, m, kv * width))
+    check_contiguous("beta", beta, torch.float32, (kv * width, m))
+    check_stored(recent, entries, exponents, new.dtype, (kv, width))
+    check_place(position, cos, sin, width // 2)
     run = _append_position_triton if uses_triton(new) else _append_position_torch
     return run(new, recent, entries, opened, beta, position, cos, sin, eps, exponents)
 

@@ -20,10 +20,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from arbcli.kernels.attention.decode_attention import check_place
 from arbcli.kernels.attention.eight_bits import numbers_of
 from arbcli.kernels.matmul.quantise_rows import E4M3, has_e4m3, round_e4m3_reference, to_e4m3
 from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.backend import uses_triton
+from arbcli.kernels.runtime.inputs import check_contiguous
 from arbcli.kernels.runtime.spec import Case, Gate, KernelSpec, Timing
 
 
@@ -232,13 +234,16 @@ def choose_next_(
     Raises:
         ValueError: a dtype or a shape does not fit.
     """
-    fits = keys.dim() == 2 and key.shape == keys.shape[1:] and len(query) % (len(key) + 1) == 0
-    kept = keys.dtype in (query.dtype, E4M3)
-    if not fits or len(key) % 2 or query.dtype != key.dtype or not kept:
+    fits = keys.dim() == 2 and key.shape == keys.shape[1:] and len(keys) and len(key) % 2 == 0
+    fits = fits and query.dim() == 1 and len(query) % (len(key) + 1) == 0
+    kept = keys.dtype in (query.dtype, E4M3) and query.dtype in (torch.float32, torch.bfloat16)
+    if not fits or query.dtype != key.dtype or not kept:
         shapes = ", ".join(f"{part.dtype} {tuple(part.shape)}" for part in (query, key, keys))
         raise ValueError(f"queries, key and keys do not fit each other: {shapes}")
-    if choice.dtype != torch.int32 or choice.dim() != 1:
-        raise ValueError(f"need int32 choices, got {choice.dtype} {tuple(choice.shape)}")
+    for name, part in (("query", query), ("key", key), ("keys", keys)):
+        check_contiguous(name, part, part.dtype, part.shape)
+    check_contiguous("choice", choice, torch.int32, (choice.numel(),))
+    check_place(position, cos, sin, len(key) // 2)
     run = _choose_next_triton if uses_triton(keys) else _choose_next_torch
     run(query, key, keys, choice, position, cos, sin, m, most, eps)
 

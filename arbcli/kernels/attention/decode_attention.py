@@ -22,6 +22,7 @@ from torch.nn import functional
 
 from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.backend import uses_triton
+from arbcli.kernels.runtime.inputs import check_contiguous, check_scalars
 from arbcli.kernels.runtime.overlap import overlap_options, wait_for_last
 from arbcli.kernels.runtime.spec import Case, Gate, KernelSpec, Timing
 
@@ -335,14 +336,20 @@ def check_new_byte(
     _, heads, width = qkv.shape
     if width % 2 or not qkv.is_contiguous():
         raise ValueError(f"need a contiguous tensor of even heads, got {got}")
-    for table in (cos, sin):
-        if table.dtype != torch.float32 or table.shape != (len(cos), width // 2):
-            raise ValueError(f"table {table.dtype} {tuple(table.shape)} does not fit {got}")
-    given = [(position, ())] + ([] if tickets is None else [(tickets, (heads,))])
-    for integers, shape in given:
-        if integers.dtype != torch.int32 or integers.shape != shape:
-            found = f"{integers.dtype} {tuple(integers.shape)}"
-            raise ValueError(f"need int32 of shape {shape}, got {found}")
+    check_place(position, cos, sin, width // 2)
+    if tickets is not None:
+        check_contiguous("tickets", tickets, torch.int32, (heads,))
+
+
+def check_place(position: Tensor, cos: Tensor, sin: Tensor, half: int) -> None:
+    """Refuse what tells a kernel where a byte is, and what vectors of twice `half` turn by there.
+
+    Raises:
+        ValueError: no int32 scalar tensor, or no contiguous (P, half) float32 twice.
+    """
+    check_scalars(torch.int32, position=position)
+    for name, table in (("cos", cos), ("sin", sin)):
+        check_contiguous(name, table, torch.float32, (*cos.shape[:1], half))
 
 
 SHAPES = ((1, 1, 2, 0), (1, 3, 10, 1), (2, 7, 66, 30), (3, 65, 16, 64), (2, 100, 64, 17),

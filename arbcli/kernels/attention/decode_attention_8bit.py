@@ -39,6 +39,7 @@ from arbcli.kernels.attention.eight_bits import (
 from arbcli.kernels.matmul.quantise_rows import E4M3, has_e4m3, round_e4m3_reference
 from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.backend import uses_triton
+from arbcli.kernels.runtime.inputs import check_contiguous
 from arbcli.kernels.runtime.overlap import overlap_options
 from arbcli.kernels.runtime.spec import Case, Gate, KernelSpec, Timing
 
@@ -251,9 +252,7 @@ def decode_attention_8bit(
         if ring.dtype not in ROOM or ring.dtype != keys.dtype or not fits:
             got = f"{ring.dtype} {tuple(ring.shape)}"
             raise ValueError(f"ring {got} in eight bits does not fit {tuple(qkv.shape)}")
-    if exponents.dtype != torch.int8 or exponents.shape != (2, heads, window):
-        got = f"{exponents.dtype} {tuple(exponents.shape)}"
-        raise ValueError(f"need int8 exponents of shape {(2, heads, window)}, got {got}")
+    check_contiguous("exponents", exponents, torch.int8, (2, heads, window))
     run = _decode_attention_8bit_triton if uses_triton(qkv) else _decode_attention_8bit_torch
     return run(qkv, keys, values, exponents, position, cos, sin, tickets, eps)
 

@@ -21,6 +21,7 @@ from arbcli.kernels.attention.decode_attention import (
 )
 from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.backend import uses_triton
+from arbcli.kernels.runtime.inputs import check_contiguous
 from arbcli.kernels.runtime.overlap import overlap_options
 from arbcli.kernels.runtime.spec import Case, Gate, KernelSpec, Timing
 
@@ -185,10 +186,9 @@ def _check(qkv, keys, values, position, cos, sin, tickets):
     if qkv.dim() != 4 or not len(qkv) or not qkv.is_contiguous():
         raise ValueError(f"need contiguous (B, 3, heads, d), got {got}")
     texts, _, heads, width = qkv.shape
-    for integers, shape in ((position, (texts,)), (tickets, (texts, heads))):
-        if integers.shape != shape or not integers.is_contiguous():
-            raise ValueError(f"need int32 of shape {shape}, got {tuple(integers.shape)}")
-    check_new_byte(qkv[0], position[0], cos, sin, tickets[0])
+    check_contiguous("position", position, torch.int32, (texts,))
+    check_contiguous("tickets", tickets, torch.int32, (texts, heads))
+    check_new_byte(qkv[0], position[0], cos, sin, None)
     for ring in (keys, values):
         fits = ring.dim() == 4 and ring.shape == (texts, heads, keys.shape[2], width)
         if ring.dtype != qkv.dtype or not fits or not ring.shape[2] or not ring.is_contiguous():

@@ -19,9 +19,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from arbcli.kernels.attention.decode_attention import check_place
 from arbcli.kernels.attention.eight_bits import (
     FORMATS,
-    ROOM,
+    check_stored,
     decode_entries,
     numbers_of,
     quantise_entries,
@@ -30,6 +31,7 @@ from arbcli.kernels.attention.eight_bits import (
 from arbcli.kernels.matmul.quantise_rows import E4M3, has_e4m3
 from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.backend import uses_triton
+from arbcli.kernels.runtime.inputs import check_contiguous
 from arbcli.kernels.runtime.spec import Case, Gate, KernelSpec, Timing
 
 SLOTS = 32
@@ -259,16 +261,16 @@ def decode_compressed(
     got = f"{x.dtype} of shape {tuple(x.shape)}"
     if x.dim() != 2 or x.shape[1] % 2 or not x.is_contiguous():
         raise ValueError(f"need contiguous (H, d) queries of even d, got {got}")
-    stored = recent.dtype if exponents and recent.dtype in ROOM else x.dtype
-    for part in (recent, entries):
-        fits = part.dim() == 3 and part.shape[2] == x.shape[1] and len(x) % part.shape[1] == 0
-        if part.dtype != stored or not fits or not part.is_contiguous():
-            raise ValueError(f"vectors {part.dtype} {tuple(part.shape)} do not fit {got}")
-    for part, exponent in zip((recent, entries), exponents or (), strict=False):
-        if exponent.dtype != torch.int8 or exponent.shape != part.shape[:2]:
-            raise ValueError(f"exponents {tuple(exponent.shape)} do not fit {tuple(part.shape)}")
-    if choice is not None and (choice.dtype != torch.int32 or choice.dim() != 1):
-        raise ValueError(f"need int32 choices, got {choice.dtype} {tuple(choice.shape)}")
+    heads, width = x.shape
+    kv = recent.shape[1] if recent.dim() == 3 else 0
+    if not kv or heads % kv or x.dtype not in (torch.float32, torch.bfloat16):
+        raise ValueError(f"vectors {recent.dtype} {tuple(recent.shape)} do not fit {got}")
+    check_stored(recent, entries, exponents, x.dtype, (kv, width))
+    if choice is not None:
+        check_contiguous("choice", choice, torch.int32, (choice.numel(),))
+    check_contiguous("sink", sink, torch.float32, (heads,))
+    check_contiguous("tickets", tickets, torch.int32, (heads,))
+    check_place(position, cos, sin, width // 2)
     run = _decode_compressed_triton if uses_triton(x) else _decode_compressed_torch
     about = (choice, sink, position, cos, sin, tickets, m, most, eps)
     return run(x, recent, entries, *about, exponents)

@@ -19,8 +19,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from arbcli.kernels.attention.decode_attention import check_place
 from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.backend import uses_triton
+from arbcli.kernels.runtime.inputs import check_contiguous
 from arbcli.kernels.runtime.overlap import overlap_options, wait_for_last
 from arbcli.kernels.runtime.spec import Case, Gate, KernelSpec, Timing
 
@@ -245,6 +247,8 @@ def _check(row, up, latent, turned, lengths, position, cos, sin):
     if any(ring.dim() != 2 for ring in (latent, turned, lengths)):
         raise ValueError("need rings of two dimensions")
     (window, size), rotary, heads = latent.shape, turned.shape[1], lengths.shape[1]
+    if not window or not heads:
+        raise ValueError(f"need rings of some positions of some heads, got {tuple(lengths.shape)}")
     width, left = divmod(len(row) - size - rotary, heads)
     if left or rotary % 2 or not 0 < rotary <= width:
         raise ValueError(f"{len(row)} are not queries of {heads} heads, {size} and {rotary}")
@@ -254,14 +258,9 @@ def _check(row, up, latent, turned, lengths, position, cos, sin):
         ("latent", latent, row.dtype, (window, size)),
         ("turned", turned, row.dtype, (window, rotary)),
         ("lengths", lengths, torch.float32, (window, heads)),
-        ("position", position, torch.int32, ()),
-        ("cos", cos, torch.float32, (len(cos), rotary // 2)),
-        ("sin", sin, torch.float32, (len(cos), rotary // 2)),
     ):
-        if x.dtype != dtype or x.shape != shape or not x.is_contiguous():
-            raise ValueError(
-                f"{name} {x.dtype} {tuple(x.shape)} does not fit: need {dtype} {shape}"
-            )
+        check_contiguous(name, x, dtype, shape)
+    check_place(position, cos, sin, rotary // 2)
 
 
 SHAPES = ((1, 2, 3, 2, 1, 0), (2, 10, 24, 4, 7, 3), (3, 16, 40, 8, 33, 32), (2, 24, 16, 24, 40, 99),

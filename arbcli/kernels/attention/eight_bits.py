@@ -17,6 +17,7 @@ from torch import Tensor
 
 from arbcli.kernels.matmul.quantise_rows import E4M3, largest_of_rows, to_e4m3
 from arbcli.kernels.runtime._triton import tl, triton
+from arbcli.kernels.runtime.inputs import check_contiguous
 
 FORMATS = {"fp8": E4M3, "int8": torch.int8}
 """Types of codes, by the names of `--kv`."""
@@ -58,6 +59,37 @@ def decode_entries(codes: Tensor, exponents: Tensor, dtype: torch.dtype) -> Tens
 def round_entries(x: Tensor, stored: torch.dtype) -> Tensor:
     """Round entries as if they had been stored and read back; the dtype stays."""
     return decode_entries(*quantise_entries(x, stored), x.dtype)
+
+
+def check_stored(
+    recent: Tensor,
+    entries: Tensor,
+    exponents: tuple[Tensor, Tensor] | None,
+    dtype: torch.dtype,
+    vector: tuple[int, int],
+) -> None:
+    """Refuse a ring and entries that do not fit each other.
+
+    Args:
+        recent: (W, G, d) in `dtype`, or codes in eight bits where there are exponents.
+        entries: (E, G, d) like it.
+        exponents: (W, G) and (E, G) int8, of codes.
+        dtype: of numbers.
+        vector: G and d.
+
+    All are contiguous.
+
+    Raises:
+        ValueError: a dtype or a shape does not fit.
+    """
+    if exponents is not None:
+        dtype = recent.dtype
+        if dtype not in ROOM:
+            raise ValueError(f"exponents are of codes in eight bits, got {dtype}")
+        for part, exponent in zip((recent, entries), exponents, strict=True):
+            check_contiguous("exponents", exponent, torch.int8, part.shape[:2])
+    for name, part in (("recent", recent), ("entries", entries)):
+        check_contiguous(name, part, dtype, (*part.shape[:1], *vector))
 
 
 @triton.jit

@@ -1,0 +1,44 @@
+"""Refuse what a kernel would read wrongly.
+
+A kernel is given pointers: an input of another type, size or layout gives numbers all the same.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+def check_contiguous(name: str, x: Tensor, dtype: torch.dtype, shape: Sequence[int]) -> None:
+    """Refuse a tensor that is not contiguous, or of another dtype or shape.
+
+    Raises:
+        ValueError: it is.
+    """
+    if x.dtype != dtype or x.shape != tuple(shape) or not x.is_contiguous():
+        layout = "" if x.is_contiguous() else f" and strides {x.stride()}"
+        got = f"{x.dtype} of shape {tuple(x.shape)}{layout}"
+        raise ValueError(f"{name}: need contiguous {dtype} of shape {tuple(shape)}, got {got}")
+
+
+def check_scalars(dtype: torch.dtype, **scalars: Tensor) -> None:
+    """Refuse what is no scalar tensor of a dtype, by name.
+
+    Raises:
+        ValueError: one is not.
+    """
+    for name, scalar in scalars.items():
+        if scalar.dtype != dtype or scalar.dim():
+            got = f"{scalar.dtype} of shape {tuple(scalar.shape)}"
+            raise ValueError(f"{name}: need a scalar tensor of {dtype}, got {got}")
+
+
+def check_element(name: str, x: Tensor, dtype: torch.dtype) -> None:
+    """Refuse what is not one element of a dtype, in as many dimensions as it may have.
+
+    Raises:
+        ValueError: it is not.
+    """
+    if x.dtype != dtype or x.numel() != 1:
+        got = f"{x.dtype} of shape {tuple(x.shape)}"
+        raise ValueError(f"{name}: need one element of {dtype}, got {got}")
