@@ -308,6 +308,13 @@ def check_packed(packed: Tensor, in_features: int) -> None:
         raise ValueError(f"packed {tuple(packed.shape)} is not rows of {in_features} weights")
 
 
+def check_digits(packed: Tensor, digits: Tensor) -> None:
+    """Raise ValueError unless `digits` are int8, (N, K), one for each trit of `packed`."""
+    if digits.dtype != torch.int8 or digits.dim() != 2 or digits.shape[:1] != packed.shape[:1]:
+        raise ValueError(f"need an int8 of each trit, got {digits.dtype} {tuple(digits.shape)}")
+    check_packed(packed, digits.shape[1])
+
+
 def illegal_bytes(packed: Tensor) -> int:
     """Count bytes that are no five trits (243..255), on the CPU.
 

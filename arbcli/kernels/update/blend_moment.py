@@ -15,6 +15,7 @@ from torch import Tensor
 from arbcli.kernels.runtime import native
 from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.backend import choose, row_chunks, tiles_of_a_program
+from arbcli.kernels.runtime.inputs import check_scalars
 from arbcli.kernels.runtime.spec import MATRIX, Case, KernelSpec, Timing
 from arbcli.kernels.update.direction import (
     check_direction,
@@ -202,8 +203,8 @@ def blend_moment(
     if moment.dtype != torch.int8 or moment.dim() != 2:
         raise ValueError(f"need an int8 moment, got {moment.dtype} {tuple(moment.shape)}")
     check_direction(values, row_gain, column_gain, moment.shape)
-    if squares.dtype != torch.int64 or squares.dim() != 0:
-        raise ValueError(f"need an int64 scalar of squares, got {squares.dtype}")
+    check_scalars(torch.int32, key=key, ok=ok)
+    check_scalars(torch.int64, squares=squares)
     if not (0 <= decay <= 1 << 16 and 0 <= gain < 1 << 10):
         raise ValueError(f"decay {decay} or gain {gain} overflows int32")
     run = choose(moment, _blend_moment_triton, _blend_moment_torch, _blend_moment_native)

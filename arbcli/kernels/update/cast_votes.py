@@ -15,7 +15,7 @@ from arbcli.kernels.codec.packed import HIGHEST_EXPONENT, LOWEST_EXPONENT, num_g
 from arbcli.kernels.codec.packing import (
     PLANE,
     byte_tiles,
-    check_packed,
+    check_digits,
     digit_of,
     pack_trits_reference,
     pack_trits_torch,
@@ -27,6 +27,7 @@ from arbcli.kernels.codec.packing import (
 )
 from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.backend import uses_triton
+from arbcli.kernels.runtime.inputs import check_scalars
 from arbcli.kernels.runtime.spec import MATRIX, Case, KernelSpec, Timing
 
 TRIT_THRESHOLD = 3
@@ -186,9 +187,10 @@ def cast_trit_votes(packed: Tensor, votes: Tensor, grad: Tensor, ok: Tensor) -> 
     Raises:
         ValueError: a dtype or a shape does not fit.
     """
-    check_packed(packed, votes.shape[1])
-    if votes.dtype != torch.int8 or votes.shape != grad.shape or len(packed) != len(votes):
-        raise ValueError(f"votes {votes.dtype} {tuple(votes.shape)}, grad {tuple(grad.shape)}")
+    check_digits(packed, votes)
+    if grad.dtype not in (torch.float32, torch.bfloat16) or votes.shape != grad.shape:
+        raise ValueError(f"votes {tuple(votes.shape)}, grad {grad.dtype} {tuple(grad.shape)}")
+    check_scalars(torch.int32, ok=ok)
     run = _cast_trit_votes_triton if uses_triton(packed) else _cast_trit_votes_torch
     return run(packed, votes, grad, ok)[2]
 
@@ -210,6 +212,7 @@ def cast_scale_votes(exponent: Tensor, votes: Tensor, slope: Tensor, ok: Tensor)
         raise ValueError(f"need int8, int8 and float32, got {dtypes}")
     if not exponent.shape == votes.shape == slope.shape:
         raise ValueError(f"exponent {tuple(exponent.shape)} and slope {tuple(slope.shape)} differ")
+    check_scalars(torch.int32, ok=ok)
     run = _cast_scale_votes_triton if uses_triton(exponent) else _cast_scale_votes_torch
     run(exponent, votes, slope, ok)
 

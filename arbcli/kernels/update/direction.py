@@ -92,9 +92,10 @@ def check_direction(
         column_gain: (K,) float32, contiguous; None for ones.
         shape: (N, K).
     """
-    if values.dtype not in (torch.float32, torch.bfloat16) or values.shape != shape:
-        got = f"{values.dtype} {tuple(values.shape)}"
-        raise ValueError(f"need float32 or bfloat16 values of shape {tuple(shape)}, got {got}")
+    fits = len(shape) == 2 and values.shape == shape
+    if values.dtype not in (torch.float32, torch.bfloat16) or not fits:
+        got = f"{values.dtype} {tuple(values.shape)} for {tuple(shape)}"
+        raise ValueError(f"need float32 or bfloat16 values of a matrix, got {got}")
     if row_gain is None and column_gain is not None:
         raise ValueError("a gain of the columns needs one of the rows")
     for name, gain, size in (("row", row_gain, shape[0]), ("column", column_gain, shape[1])):

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.backend import uses_triton
+from arbcli.kernels.runtime.inputs import check_contiguous, check_scalars
 from arbcli.kernels.runtime.spec import MATRIX, Case, Gate, KernelSpec, Timing
 from arbcli.kernels.update.direction import UNIT
 from arbcli.kernels.update.gradient_statistics import GradientStatistics
@@ -294,8 +295,16 @@ def gradient_gains(
     Raises:
         ValueError: a dtype or a shape does not fit.
     """
-    sizes = statistics.rows.shape[1], statistics.columns.shape[1]
-    parts = len(statistics.rows), len(statistics.columns)
+    slope, slope_squares, squares, rows, columns = statistics
+    if slope.dtype != torch.float32 or any(part.dim() != 2 for part in (slope, rows, columns)):
+        shapes = ", ".join(str(tuple(part.shape)) for part in (slope, rows, columns))
+        raise ValueError(f"need a float32 slope, and sums of rows and columns, got {shapes}")
+    wide = torch.float32 if slope.is_mps else torch.float64
+    check_contiguous("slope_squares", slope_squares, wide, squares.shape)
+    check_contiguous("squares", squares, torch.float32, (squares.numel(),))
+    check_contiguous("rows", rows, torch.float32, (len(rows), len(slope)))
+    check_contiguous("columns", columns, torch.float32, columns.shape)
+    sizes, parts = (len(slope), columns.shape[1]), (len(rows), len(columns))
     for statistic, size, count in zip((row_statistic, column_statistic), sizes, parts, strict=True):
         if (statistic is None) != (row_statistic is None):
             raise ValueError("need statistics of both rows and columns, or of neither")
@@ -306,15 +315,8 @@ def gradient_gains(
             raise ValueError(f"need int8 digits of shape ({size}, 2), got {got}")
         if count == 0:
             raise ValueError("need the sums of rows and columns")
-    for name, scalar, dtype in (
-        ("row_key", row_key, torch.int32),
-        ("column_key", column_key, torch.int32),
-        ("refused", refused, torch.int64),
-        ("nonfinite", nonfinite, torch.int64),
-    ):
-        if scalar.dtype != dtype or scalar.dim() != 0:
-            got = f"{scalar.dtype} {tuple(scalar.shape)}"
-            raise ValueError(f"need `{name}` as a scalar tensor of {dtype}, got {got}")
+    check_scalars(torch.int32, row_key=row_key, column_key=column_key)
+    check_scalars(torch.int64, refused=refused, nonfinite=nonfinite)
     run = _gradient_gains_triton if uses_triton(refused) else _gradient_gains_torch
     running = (row_statistic, column_statistic)
     return GradientGains(*run(*statistics, *running, row_key, column_key, refused, nonfinite))

@@ -107,7 +107,7 @@ def _gradient_statistics_native(grad, packed, factored, signs):
         native.threads_for(grad.numel()),
     )  # fmt: skip
     squares = slope.double().square_().sum()[None]
-    return slope, squares, rows[0], rows[: int(factored)], columns
+    return slope, squares, rows.sum()[None], rows[: int(factored)], columns
 
 
 @triton.jit

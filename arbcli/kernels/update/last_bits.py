@@ -15,7 +15,7 @@ from torch import Tensor
 
 from arbcli.kernels.codec.packing import (
     PLANE,
-    check_packed,
+    check_digits,
     digit_of,
     pack_trits_reference,
     pack_trits_torch,
@@ -232,10 +232,8 @@ def take_last_bits_(
 
 
 def _check(trits: Tensor, remainder: Tensor, bits: Tensor) -> None:
-    check_packed(trits, remainder.shape[1])
+    check_digits(trits, remainder)
     rows, columns = remainder.shape
-    if remainder.dtype != torch.int8 or rows != len(trits):
-        raise ValueError(f"remainder {remainder.dtype} {tuple(remainder.shape)} does not fit")
     shape = ((rows + 1) // 2, columns)
     if bits.dtype != torch.uint8 or tuple(bits.shape) != shape:
         raise ValueError(f"need bits as uint8 of {shape}, got {bits.dtype} {tuple(bits.shape)}")

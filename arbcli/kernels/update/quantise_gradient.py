@@ -24,6 +24,7 @@ from torch import Tensor
 
 from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.backend import row_chunks, uses_triton
+from arbcli.kernels.runtime.inputs import check_scalars
 from arbcli.kernels.runtime.spec import MATRIX, Case, KernelSpec, Timing
 from arbcli.kernels.update.hadamard import (
     LARGEST_BLOCK,
@@ -282,6 +283,7 @@ def quantise_gradient(
     shape = tuple(grad.shape)
     if grad.dtype not in (torch.float32, torch.bfloat16) or grad.dim() != 2:
         raise ValueError(f"need a float32 or bfloat16 matrix, got {grad.dtype} {shape}")
+    check_scalars(torch.int32, key=key)
     if sums.dtype not in (torch.int8, torch.int16, torch.int32) or tuple(sums.shape) != shape:
         raise ValueError(f"need integers of shape {shape}, got {sums.dtype} {tuple(sums.shape)}")
     if shape[1] > 1 and sums.stride(1) != 1:

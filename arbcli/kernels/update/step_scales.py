@@ -15,6 +15,7 @@ from arbcli.kernels.codec.packed import HIGHEST_EXPONENT, LOWEST_EXPONENT, OCTAV
 from arbcli.kernels.runtime import native
 from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.backend import choose
+from arbcli.kernels.runtime.inputs import check_scalars
 from arbcli.kernels.runtime.spec import MATRIX, Case, KernelSpec, Timing
 from arbcli.kernels.update.direction import round_to_int
 from arbcli.kernels.update.random_bits import random_bits, random_bits_reference, random_words
@@ -148,6 +149,8 @@ def step_scales(
         raise ValueError(f"need int8, int8 and float32, got {dtypes}")
     if not exponent.shape == fraction.shape == slope.shape:
         raise ValueError(f"exponent {tuple(exponent.shape)} and slope {tuple(slope.shape)} differ")
+    check_scalars(torch.float32, slope_gain=slope_gain)
+    check_scalars(torch.int32, key=key, gain=gain, shift=shift, ok=ok)
     run = choose(exponent, _step_scales_triton, _step_scales_torch, _step_scales_native)
     run(exponent, fraction, slope, slope_gain, key, gain, shift, ok)
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from arbcli.kernels.codec.packing import (
     BLOCK,
-    check_packed,
+    check_digits,
     pack_trits_reference,
     pack_trits_torch,
     random_trits,
@@ -28,6 +28,7 @@ from arbcli.kernels.codec.packing import (
 from arbcli.kernels.runtime import native
 from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.backend import choose, row_chunks
+from arbcli.kernels.runtime.inputs import check_scalars
 from arbcli.kernels.runtime.spec import MATRIX, Case, KernelSpec, Timing
 from arbcli.kernels.update.direction import (
     check_direction,
@@ -454,8 +455,8 @@ def step_by_moment(
     _check(packed, remainder, flips)
     if moment is not None and (moment.dtype != torch.int8 or moment.shape != remainder.shape):
         raise ValueError(f"moment {moment.dtype} {tuple(moment.shape)} does not fit")
-    if (step_size.dtype, squares.dtype) != (torch.int64, torch.int64):
-        raise ValueError(f"need int64, got {step_size.dtype} and {squares.dtype}")
+    check_scalars(torch.int32, key=key, limit=limit, ok=ok)
+    check_scalars(torch.int64, step_size=step_size, squares=squares)
     run = choose(packed, _step_by_moment_triton, _step_by_moment_torch, _step_by_moment_native)
     control = (key, step_size, squares, limit, ok, flips)
     run(packed, remainder, moment, *control, radix, remainder_max)
@@ -499,6 +500,7 @@ def step_by_direction(
     """
     _check(packed, remainder, flips)
     check_direction(values, row_gain, column_gain, remainder.shape)
+    check_scalars(torch.int32, key=key, gain=gain, shift=shift, limit=limit, ok=ok)
     run = choose(
         packed, _step_by_direction_triton, _step_by_direction_torch, _step_by_direction_native
     )
@@ -507,11 +509,8 @@ def step_by_direction(
 
 
 def _check(packed, remainder, flips):
-    check_packed(packed, remainder.shape[1])
-    if remainder.dtype != torch.int8 or remainder.shape[0] != packed.shape[0]:
-        raise ValueError(f"remainder {remainder.dtype} {tuple(remainder.shape)} does not fit")
-    if flips.dtype != torch.int64 or flips.dim() != 0:
-        raise ValueError(f"need an int64 scalar of flips, got {flips.dtype}")
+    check_digits(packed, remainder)
+    check_scalars(torch.int64, flips=flips)
 
 
 SHAPES = ((1, 1), (3, 33), (33, 165), (2, 1311))

@@ -12,6 +12,7 @@ from torch import Tensor
 from arbcli.kernels.runtime import native
 from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.backend import choose, row_chunks, tiles_of_a_program
+from arbcli.kernels.runtime.inputs import check_scalars
 from arbcli.kernels.runtime.spec import MATRIX, Case, Gate, KernelSpec, Timing
 from arbcli.kernels.update.direction import UNIT, check_direction, load_gain, native_arguments
 from arbcli.kernels.update.gradient_gains import sum_parts
@@ -153,6 +154,7 @@ def unit_gain(
         ValueError: a dtype or a shape does not fit.
     """
     check_direction(values, row_gain, column_gain, values.shape)
+    check_scalars(torch.int32, ok=ok)
     if row_gain is not None and not row_gain.is_contiguous():
         raise ValueError("need a contiguous row gain")
     run = choose(values, _unit_gain_triton, _unit_gain_torch, _unit_gain_native)

@@ -14,6 +14,7 @@ from torch import Tensor
 from arbcli.kernels.runtime import native
 from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.backend import choose, row_chunks
+from arbcli.kernels.runtime.inputs import check_scalars
 from arbcli.kernels.runtime.spec import MATRIX, Case, Gate, KernelSpec, Timing
 from arbcli.kernels.update.direction import UNIT, check_direction, native_arguments
 
@@ -122,6 +123,7 @@ def unit_rows(values: Tensor, ok: Tensor) -> Tensor:
         ValueError: a dtype or a shape does not fit.
     """
     check_direction(values, None, None, values.shape)
+    check_scalars(torch.int32, ok=ok)
     run = choose(values, _unit_rows_triton, _unit_rows_torch, _unit_rows_native)
     gain, _ = run(values, ok)
     return gain

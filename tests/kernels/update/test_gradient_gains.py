@@ -219,7 +219,7 @@ def test_gradient_gains_rejects_what_does_not_fit(device):
     unsummed = found._replace(rows=found.rows[:0])
     with pytest.raises(ValueError, match="need the sums"):
         gradient_gains(unsummed, rows, columns, *keys, *counters)
-    with pytest.raises(ValueError, match="`column_key` as a scalar"):
+    with pytest.raises(ValueError, match="column_key: need a scalar"):
         gradient_gains(found, rows, columns, row_key, row_key.long(), *counters)
-    with pytest.raises(ValueError, match="`refused` as a scalar"):
+    with pytest.raises(ValueError, match="refused: need a scalar"):
         gradient_gains(found, rows, columns, *keys, counters[0][None], counters[1])
