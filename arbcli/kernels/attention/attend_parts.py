@@ -32,6 +32,7 @@ from arbcli.kernels.attention.decode_attention import (
 from arbcli.kernels.codec.warp_products import HAS_PTX, round_pair, unpair, unpair_four
 from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.backend import uses_triton
+from arbcli.kernels.runtime.inputs import check_contiguous, check_scalars
 from arbcli.kernels.runtime.overlap import overlap_options, wait_for_last
 from arbcli.kernels.runtime.shared_memory import memory_of, read_float, write_four, write_where
 from arbcli.kernels.runtime.spec import Case, Gate, KernelSpec, Timing
@@ -64,6 +65,20 @@ class AttentionParts(NamedTuple):
     """int32 scalar tensor: how many bytes came before."""
     span: int
     """Slots of a span."""
+
+    def check(self) -> None:
+        """Refuse parts that do not belong together.
+
+        Raises:
+            ValueError: a dtype or a shape does not fit.
+        """
+        heads = self.totals.shape[1] if self.totals.dim() == 2 else 0
+        if self.values.dim() != 2 or not heads or self.values.shape[1] % heads:
+            shapes = tuple(self.values.shape), tuple(self.totals.shape)
+            raise ValueError(f"averages and totals do not fit each other: {shapes}")
+        check_contiguous("values", self.values, torch.bfloat16, self.values.shape)
+        check_contiguous("totals", self.totals, torch.float32, (len(self.values), heads))
+        check_scalars(torch.int32, position=self.position)
 
     def average(self) -> Tensor:
         """Average the parts: (heads * d,) bfloat16, computed in float32 and rounded once."""

@@ -332,9 +332,11 @@ def compress_blocks_backward(
     _check(x, beta, cos, sin, heads)
     vector = heads, x.shape[2] // 3 // heads
     number = x.shape[1] // beta.shape[1]
+    real = torch.float32, torch.bfloat16
     for grad, count in ((grad_recent, x.shape[1]), (grad_entries, number)):
-        if grad.shape != (len(x), count, *vector):
-            raise ValueError(f"gradient {tuple(grad.shape)} does not fit {tuple(x.shape)}")
+        if grad.dtype not in real or grad.shape != (len(x), count, *vector):
+            got = f"{grad.dtype} {tuple(grad.shape)}"
+            raise ValueError(f"gradient {got} does not fit {tuple(x.shape)}")
     run = _compress_blocks_backward_triton if uses_triton(x) else _compress_blocks_backward_torch
     return run(grad_recent, grad_entries, x, beta, cos, sin, heads, eps)
 
@@ -344,7 +346,8 @@ def _check(x, beta, cos, sin, heads):
     fits = x.dim() == 3 and x.shape[2] % (6 * heads) == 0 and x.shape[1] > 0
     if x.dtype not in (torch.float32, torch.bfloat16) or not fits:
         raise ValueError(f"need three parts of {heads} heads of an even width, got {got}")
-    if beta.dtype != torch.float32 or beta.dim() != 2 or len(beta) != x.shape[2] // 3:
+    fits = beta.dim() == 2 and len(beta) == x.shape[2] // 3 and beta.shape[1] > 0
+    if beta.dtype != torch.float32 or not fits:
         raise ValueError(f"taps {beta.dtype} {tuple(beta.shape)} do not fit {got}")
     for table in (cos, sin):
         if table.dtype != torch.float32 or table.shape != (x.shape[1], x.shape[2] // 6 // heads):

@@ -15,6 +15,7 @@ from torch import Tensor
 from arbcli.kernels.runtime import native
 from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.backend import choose, row_chunks
+from arbcli.kernels.runtime.inputs import check_contiguous
 from arbcli.kernels.runtime.spec import Case, Gate, KernelSpec, Timing
 
 
@@ -253,6 +254,7 @@ def rotary_norm_backward(
     for grad in grads:
         if grad.dtype != qkv.dtype or grad.shape != (batch, heads, length, width):
             raise ValueError(f"gradient {grad.dtype} {tuple(grad.shape)} does not fit")
+    check_contiguous("r", r, torch.float32, (batch, length, 2, heads))
     run = choose(
         qkv,
         _rotary_norm_backward_triton,
@@ -268,10 +270,8 @@ def _check(qkv, cos, sin):
         raise ValueError(f"need float32 or bfloat16 of shape (B, T, 3, heads, d), got {got}")
     if not qkv.is_contiguous() or qkv.shape[-1] % 2:
         raise ValueError(f"need a contiguous tensor of even heads, got {got}")
-    for table in (cos, sin):
-        fits = table.shape == (qkv.shape[1], qkv.shape[-1] // 2) and table.is_contiguous()
-        if table.dtype != torch.float32 or not fits:
-            raise ValueError(f"table {table.dtype} {tuple(table.shape)} does not fit {got}")
+    for name, table in (("cos", cos), ("sin", sin)):
+        check_contiguous(name, table, torch.float32, (qkv.shape[1], qkv.shape[-1] // 2))
 
 
 SHAPES = ((1, 1, 1, 2), (2, 3, 1, 10), (1, 5, 3, 66), (2, 7, 2, 64), (1, 2, 5, 128))

@@ -29,6 +29,7 @@ from arbcli.kernels.chunks.boundary_scores import TINY
 from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.backend import uses_triton
 from arbcli.kernels.runtime.conditions import tell_condition
+from arbcli.kernels.runtime.inputs import check_contiguous, check_element, check_scalars
 from arbcli.kernels.runtime.overlap import overlap_options, wait_for_last
 from arbcli.kernels.runtime.spec import Case, Gate, KernelSpec, Timing
 
@@ -109,7 +110,7 @@ def _route_position_torch(
         else:
             before, now = ((part == 32) | ((part >= 9) & (part < 14)) for part in (byte, ids))
             begins = is_first | (before & ~now).flatten()
-            byte.copy_(ids)
+            byte.copy_(ids.view_as(byte))
         p = begins.float()
     decoder.copy_(encoder)
     encoder += 1
@@ -273,11 +274,13 @@ def route_position_(
     """
     width = _check_vector("x", x)
     parts = 3 if router == "learned" else 1
-    _check(rows, x.dtype, (parts * width,))
-    _check(mean, torch.float32, (width,))
-    _check(last, x.dtype, (2 * width,))
-    for place in (encoder, decoder):
-        _check(place, torch.int32, ())
+    check_contiguous("rows", rows, x.dtype, (parts * width,))
+    check_contiguous("mean", mean, torch.float32, (width,))
+    check_contiguous("last", last, x.dtype, (2 * width,))
+    check_scalars(torch.int32, encoder=encoder, decoder=decoder)
+    for name, integer in (("byte", byte), ("ids", ids), ("handle", handle)):
+        if integer is not None:
+            check_element(name, integer, torch.int64)
     if router not in ROUTERS:
         raise ValueError(f"no router is named {router}")
     run = _route_position_triton if uses_triton(x) else _route_position_torch
@@ -301,12 +304,12 @@ def take_chunk_(
         ValueError: a dtype or a shape does not fit.
     """
     width = _check_vector("z", z)
-    for part in (residual, y):
-        _check(part, z.dtype, (width,))
-    _check(mean, torch.float32, (width,))
-    _check(p, torch.float32, (1,))
+    check_contiguous("residual", residual, z.dtype, (width,))
+    check_contiguous("y", y, z.dtype, (width,))
+    check_contiguous("mean", mean, torch.float32, (width,))
+    check_contiguous("p", p, torch.float32, (1,))
     if position is not None:
-        _check(position, torch.int32, ())
+        check_scalars(torch.int32, position=position)
     run = _take_chunk_triton if uses_triton(z) else _take_chunk_torch
     run(z, p, residual, mean, y, position)
 
@@ -316,12 +319,6 @@ def _check_vector(name, x):
         got = f"{x.dtype} of shape {tuple(x.shape)}"
         raise ValueError(f"need a contiguous float32 or bfloat16 vector {name}, got {got}")
     return len(x)
-
-
-def _check(part, dtype, shape):
-    if part.dtype != dtype or part.shape != shape or not part.is_contiguous():
-        got = f"{part.dtype} of shape {tuple(part.shape)}"
-        raise ValueError(f"need contiguous {dtype} of shape {shape}, got {got}")
 
 
 def _draw(generator: torch.Generator, width: int, parts: int) -> tuple[Tensor, ...]:

@@ -92,7 +92,12 @@ def native_arguments(packed: Packed) -> tuple[Tensor | int | None, ...]:
 
 
 def decode_digits(packed: Packed, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    """Decode a whole matrix by the native loop where it runs and knows the dtype, else by torch."""
+    """Decode a whole matrix by the native loop where it runs and knows the dtype, else by torch.
+
+    Raises:
+        ValueError: parts of the matrix do not belong together.
+    """
+    packed.check()
     known = dtype in (torch.float32, torch.bfloat16)
     run = decode_digits_native if known and uses_native(packed.trits) else decode_digits_torch
     return run(packed, dtype)

@@ -32,6 +32,7 @@ from arbcli.kernels.matmul.quantise_rows import (
 )
 from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.backend import uses_triton
+from arbcli.kernels.runtime.inputs import check_contiguous
 from arbcli.kernels.runtime.spec import MATRIX, Case, KernelSpec, Timing
 
 MOST_PARTS = 128
@@ -317,6 +318,12 @@ def _largest_triton(packed: Packed) -> Tensor:
     return largest
 
 
+def check_largest(largest: Tensor | None) -> None:
+    """Raise ValueError unless it is what `largest_exponents` finds, or None."""
+    if largest is not None:
+        check_contiguous("largest", largest, torch.int8, (largest.numel(),))
+
+
 def largest_exponents(packed: Packed) -> Tensor:
     """Find the largest exponents of parts of a matrix, int8; there may be one part."""
     if uses_triton(packed.trits):
@@ -342,6 +349,7 @@ def decode_e4m3(
         ValueError: a dtype or a shape does not fit.
     """
     packed.check()
+    check_largest(largest)
     run = _decode_e4m3_triton if uses_triton(packed.trits) else _decode_e4m3_torch
     return run(packed, transposed, largest)
 

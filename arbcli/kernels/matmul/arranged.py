@@ -226,6 +226,11 @@ def store_both(
         _store(lower, added_ptr, y_ptr, at + 8, mask & (n + 8 < N), ADD)
 
 
+def grid_of(weight: NamedTuple, block: int) -> tuple[int, int]:
+    """Count the tiles of a laid out matrix, and its blocks of so many columns."""
+    return -(-weight.out_features // (ROWS // (1 + weight.gated))), -(-weight.in_features // block)
+
+
 def check_few_rows(
     x: Tensor,
     in_features: int,

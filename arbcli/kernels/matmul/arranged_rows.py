@@ -45,6 +45,7 @@ from arbcli.kernels.matmul.arranged import (
     check_few_rows,
     copy_pieces,
     decode_arranged,
+    grid_of,
     over_parts,
     read_scales,
     read_unit,
@@ -54,6 +55,7 @@ from arbcli.kernels.matmul.arranged import (
 )
 from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.backend import num_processors, uses_triton
+from arbcli.kernels.runtime.inputs import check_contiguous
 from arbcli.kernels.runtime.overlap import overlap_options, wait_for_last
 from arbcli.kernels.runtime.shared_memory import (
     allocate,
@@ -348,6 +350,8 @@ def arranged_rows(
     dtype = dtype or x.dtype
     like = dtype, weight.out_features
     check_few_rows(x, weight.in_features, added, like, multiple=8, most=MOST_TEXTS)
+    shape = *grid_of(weight, BLOCK), PIECE_BYTES.value
+    check_contiguous("pieces", weight.pieces, torch.uint8, shape)
     run = _arranged_rows_triton if uses_triton(x) else _arranged_rows_torch
     return run(x, *weight, eps, added, dtype)
 

@@ -31,6 +31,7 @@ from arbcli.kernels.codec.warp_products import HAS_PTX, add_products, pair, unpa
 from arbcli.kernels.matmul.arranged import (
     ROWS,
     check_few_rows,
+    grid_of,
     in_tiles,
     store_both,
     tiles_reference,
@@ -39,6 +40,7 @@ from arbcli.kernels.matmul.arranged import (
 from arbcli.kernels.matmul.few_rows import load_eight_over, load_int
 from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.backend import num_processors, uses_triton
+from arbcli.kernels.runtime.inputs import check_contiguous
 from arbcli.kernels.runtime.overlap import overlap_options, wait_for_last
 from arbcli.kernels.runtime.spec import MATRIX, Case, Gate, KernelSpec, Timing
 
@@ -314,6 +316,9 @@ def digits_matmul(
     """
     dtype = dtype or x.dtype
     check_few_rows(x, weight.in_features, added, (dtype, weight.out_features), multiple=8)
+    grid = grid_of(weight, PLANE)
+    check_contiguous("pieces", weight.pieces, torch.uint8, (*grid, 8, 4, 2, 8))
+    check_contiguous("scales", weight.scales, torch.bfloat16, (*grid, 8, 2))
     run = _digits_matmul_triton if uses_triton(x) else _digits_matmul_torch
     return run(x, *weight, eps, added, dtype)
 

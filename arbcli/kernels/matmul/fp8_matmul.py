@@ -13,6 +13,7 @@ from torch import Tensor
 from arbcli.kernels.codec.decode_e4m3 import (
     _decode_e4m3_torch,
     _decode_e4m3_triton,
+    check_largest,
     decode_e4m3_reference,
 )
 from arbcli.kernels.codec.packed import Packed, random_packed
@@ -78,9 +79,11 @@ def fp8_matmul(
     sizes = (packed.out_features, packed.in_features)
     if any(size % MULTIPLE for size in sizes):
         raise ValueError(f"both sizes of {sizes} must be multiples of {MULTIPLE}")
-    if q.dtype != E4M3 or scale.shape != (len(q), 1) or q.shape[1] != sizes[1 - transposed]:
-        got = f"{q.dtype} {tuple(q.shape)} with scales {tuple(scale.shape)}"
+    fits = q.dim() == 2 and q.shape[1] == sizes[1 - transposed] and scale.shape == (len(q), 1)
+    if q.dtype != E4M3 or scale.dtype != torch.float32 or not fits:
+        got = f"{q.dtype} {tuple(q.shape)} with scales {scale.dtype} {tuple(scale.shape)}"
         raise ValueError(f"{got} does not fit a matrix of {sizes}")
+    check_largest(largest)
     run = _fp8_matmul_triton if uses_triton(q) else _fp8_matmul_torch
     return run(q, scale, packed, transposed, dtype, largest)
 

@@ -16,6 +16,7 @@ from arbcli.kernels.codec.packed import Packed, random_packed
 from arbcli.kernels.matmul.fp8_matmul import MULTIPLE
 from arbcli.kernels.matmul.round_nvfp4 import BLOCK, ROUND_NVFP4, round_nvfp4_reference
 from arbcli.kernels.runtime.backend import uses_triton
+from arbcli.kernels.runtime.inputs import check_contiguous
 from arbcli.kernels.runtime.spec import Case, Gate, KernelSpec, Timing
 
 
@@ -70,10 +71,10 @@ def nvfp4_matmul(
     sizes = (packed.out_features, packed.in_features)
     if any(size % MULTIPLE for size in sizes):
         raise ValueError(f"both sizes of {sizes} must be multiples of {MULTIPLE}")
-    fits = q.dtype in (torch.float32, torch.bfloat16) and scale.shape == (1,)
-    if not fits or q.shape[1] != sizes[1 - transposed]:
-        got = f"{q.dtype} {tuple(q.shape)} with scales {tuple(scale.shape)}"
-        raise ValueError(f"{got} does not fit a matrix of {sizes}")
+    fits = q.dim() == 2 and q.shape[1] == sizes[1 - transposed]
+    if q.dtype not in (torch.float32, torch.bfloat16) or not fits:
+        raise ValueError(f"{q.dtype} {tuple(q.shape)} does not fit a matrix of {sizes}")
+    check_contiguous("scale", scale, torch.float32, (1,))
     run = _nvfp4_matmul_triton if uses_triton(q) else _nvfp4_matmul_torch
     return run(q, scale, packed, transposed, dtype)
 

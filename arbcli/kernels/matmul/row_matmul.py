@@ -53,12 +53,14 @@ from arbcli.kernels.matmul.arranged import (
     ROWS,
     check_few_rows,
     check_trits,
+    grid_of,
     in_tiles,
     tiles_reference,
     with_torch,
 )
 from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.backend import num_processors, uses_triton
+from arbcli.kernels.runtime.inputs import check_contiguous
 from arbcli.kernels.runtime.overlap import overlap_options, wait_for_last
 from arbcli.kernels.runtime.shared_memory import (
     memory_of,
@@ -685,6 +687,10 @@ def row_matmul(
     dtype = dtype or row.dtype
     like = dtype, weight.out_features
     check_few_rows(row, weight.in_features, added, like, multiple=8, most=1)
+    shape = *grid_of(weight, BLOCK), CODE_BYTES + SCALE_BYTES
+    check_contiguous("pieces", weight.pieces, torch.uint8, shape)
+    if isinstance(x, AttentionParts):
+        x.check()
     if weight.in_features > MOST_COLUMNS:
         raise ValueError(f"need at most {MOST_COLUMNS} columns, got {weight.in_features}")
     if uses_triton(row):

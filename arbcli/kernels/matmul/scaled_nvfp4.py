@@ -34,6 +34,7 @@ from arbcli.kernels.matmul.round_nvfp4 import (
 )
 from arbcli.kernels.runtime._triton import INTERPRETED, tl, triton
 from arbcli.kernels.runtime.backend import capability, uses_triton
+from arbcli.kernels.runtime.inputs import check_contiguous
 from arbcli.kernels.runtime.spec import EXACT, Case, Gate, KernelSpec, Timing
 
 NUMBERS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -264,8 +265,9 @@ def scaled_nvfp4_matmul(
         if codes.dtype != torch.uint8 or scales.dtype != torch.uint8 or not fits:
             got = f"{codes.dtype} {tuple(codes.shape)} with scales {tuple(scales.shape)}"
             raise ValueError(f"codes and scales do not fit each other: {got}")
-    if a.shape[1] != b.shape[1] or scale.shape != (1,):
+    if a.shape[1] != b.shape[1]:
         raise ValueError(f"{tuple(a.shape)} does not fit {tuple(b.shape)}")
+    check_contiguous("scale", scale, torch.float32, (1,))
     run = _scaled_nvfp4_matmul_triton if uses_triton(a) else _scaled_nvfp4_matmul_torch
     return run(a, of_a, b, of_b, scale, dtype)
 

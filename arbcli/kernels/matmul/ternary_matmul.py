@@ -128,6 +128,7 @@ def ternary_matmul(x: Tensor, packed: Packed, dtype: torch.dtype | None = None) 
     Raises:
         ValueError: a dtype or a shape does not fit.
     """
+    _check_rows(x)
     packed.check(in_features=x.shape[1])
     run = _ternary_matmul_triton if uses_triton(x) else _ternary_matmul_torch
     return run(x, packed, dtype)
@@ -148,11 +149,18 @@ def ternary_matmul_grad_x(grad_y: Tensor, packed: Packed) -> Tensor:
     Raises:
         ValueError: a dtype or a shape does not fit.
     """
+    _check_rows(grad_y)
     packed.check()
     if grad_y.shape[1] != packed.out_features:
         raise ValueError(f"grad_y {tuple(grad_y.shape)} does not fit {packed.out_features} outputs")
     run = _ternary_matmul_grad_x_triton if uses_triton(grad_y) else _ternary_matmul_grad_x_torch
     return run(grad_y, packed)
+
+
+def _check_rows(x: Tensor) -> None:
+    if x.dtype not in (torch.float32, torch.bfloat16) or x.dim() != 2:
+        got = f"{x.dtype} of shape {tuple(x.shape)}"
+        raise ValueError(f"need a float32 or bfloat16 matrix, got {got}")
 
 
 SHAPES = (

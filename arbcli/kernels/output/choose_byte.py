@@ -16,6 +16,7 @@ from torch import Tensor
 
 from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.backend import uses_triton
+from arbcli.kernels.runtime.inputs import check_element, check_scalars
 from arbcli.kernels.runtime.overlap import overlap_options, wait_for_last
 from arbcli.kernels.runtime.spec import EXACT, Case, KernelSpec, Timing
 from arbcli.kernels.update.random_bits import mix_reference, random_bits, random_words
@@ -157,11 +158,8 @@ def _check(byte, text, logits, position, key):
         raise ValueError(f"need 1 to {MAX_SYMBOLS} contiguous logits, got {tuple(logits.shape)}")
     if text.dtype != torch.uint8 or text.dim() != 1 or not text.is_contiguous():
         raise ValueError(f"text {text.dtype} {tuple(text.shape)} does not fit")
-    for name, value, dtype in (
-        ("byte", byte, torch.int64), ("position", position, torch.int32), ("key", key, torch.int32)
-    ):  # fmt: skip
-        if value.dtype != dtype or value.numel() != 1:
-            raise ValueError(f"{name} {value.dtype} {tuple(value.shape)} does not fit")
+    check_element("byte", byte, torch.int64)
+    check_scalars(torch.int32, position=position, key=key)
 
 
 CHOICES = ((0.0, 256, 1.0), (1.0, 256, 1.0), (0.7, 5, 1.0), (1.3, 256, 0.5), (4.0, 6, 0.3),

@@ -13,6 +13,7 @@ from arbcli.kernels.output.choose_byte import (
 )
 from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.backend import uses_triton
+from arbcli.kernels.runtime.inputs import check_contiguous
 from arbcli.kernels.runtime.overlap import overlap_options, wait_for_last
 from arbcli.kernels.runtime.spec import EXACT, Case, KernelSpec, Timing
 from arbcli.kernels.update.random_bits import random_words
@@ -133,9 +134,8 @@ def _check(byte, text, logits, position, key, temperature, top_k, top_p):
     if logits.dtype not in (torch.float32, torch.bfloat16) or not fits:
         raise ValueError(f"need contiguous float32 or bfloat16 (B, 1 to {MAX_SYMBOLS}), got {got}")
     texts = len(logits)
-    if text.dtype != torch.uint8 or text.dim() != 2 or len(text) != texts:
-        raise ValueError(f"texts {text.dtype} {tuple(text.shape)} do not fit {got}")
     for name, value, dtype, shape in (
+        ("text", text, torch.uint8, (texts, *text.shape[1:2])),
         ("byte", byte, torch.int64, (texts, 1)),
         ("position", position, torch.int32, (texts,)),
         ("key", key, torch.int32, (texts,)),
@@ -143,8 +143,7 @@ def _check(byte, text, logits, position, key, temperature, top_k, top_p):
         ("top_k", top_k, torch.int32, (texts,)),
         ("top_p", top_p, torch.float32, (texts,)),
     ):
-        if value.dtype != dtype or value.shape != shape or not value.is_contiguous():
-            raise ValueError(f"{name} {value.dtype} {tuple(value.shape)} does not fit {got}")
+        check_contiguous(name, value, dtype, shape)
 
 
 def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:

@@ -32,6 +32,7 @@ from arbcli.kernels.codec.scales import load_scale
 from arbcli.kernels.rows.ternary_embedding import check_ids
 from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.backend import chunk_elements, uses_triton
+from arbcli.kernels.runtime.inputs import check_contiguous
 from arbcli.kernels.runtime.spec import Case, Gate, KernelSpec, Timing
 
 FEW = 8
@@ -481,6 +482,8 @@ def weighted_rows_grad(
     """
     _check_grad(grad_y)
     _check_dtype(dtype or grad_y.dtype)
+    for name, values in (("order", touched.order), ("bounds", touched.bounds)):
+        check_contiguous(name, values, torch.int64, (values.numel(),))
     shape = tuple(touched.order.shape)
     for name, values, kind in (
         ("weights", weights, torch.float32),

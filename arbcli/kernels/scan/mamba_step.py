@@ -18,6 +18,7 @@ from torch.nn import functional
 
 from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.backend import uses_triton
+from arbcli.kernels.runtime.inputs import check_contiguous
 from arbcli.kernels.runtime.overlap import overlap_options, wait_for_last
 from arbcli.kernels.runtime.spec import Case, Gate, KernelSpec, Timing
 
@@ -181,19 +182,24 @@ def mamba_step(
     Raises:
         ValueError: a dtype or a shape does not fit.
     """
+    if rows.dtype not in (torch.float32, torch.bfloat16) or state.dim() != 3:
+        got = f"{rows.dtype} and {tuple(state.shape)}"
+        raise ValueError(f"need float32 or bfloat16 rows and a state of (H, N, P), got {got}")
     heads, states, width = state.shape
-    mixed, num_taps = heads * width + 2 * states, len(ring)
-    if rows.dtype not in (torch.float32, torch.bfloat16):
-        raise ValueError(f"need float32 or bfloat16 rows, got {rows.dtype}")
-    real = torch.float32
-    for part, dtype, shape in (
-        (rows, rows.dtype, (heads * width + mixed + heads,)), (ring, rows.dtype, (num_taps, mixed)),
-        (state, real, tuple(state.shape)), (taps, real, (mixed, num_taps)), (rate, real, (heads,)),
-        (bias, real, (heads,)), (skip, real, (heads,)), (position, torch.int32, ()),
-    ):  # fmt: skip
-        if part.dtype != dtype or part.shape != shape or not part.is_contiguous():
-            got = f"{part.dtype} of shape {tuple(part.shape)}"
-            raise ValueError(f"need contiguous {dtype} of shape {shape}, got {got}")
+    mixed, num_taps, real = heads * width + 2 * states, len(ring), torch.float32
+    if not num_taps or num_taps & num_taps - 1:
+        raise ValueError(f"need a power of two of taps, got {num_taps}")
+    for name, part, dtype, shape in (
+        ("rows", rows, rows.dtype, (heads * width + mixed + heads,)),
+        ("ring", ring, rows.dtype, (num_taps, mixed)),
+        ("state", state, real, state.shape),
+        ("taps", taps, real, (mixed, num_taps)),
+        ("rate", rate, real, (heads,)),
+        ("bias", bias, real, (heads,)),
+        ("skip", skip, real, (heads,)),
+        ("position", position, torch.int32, ()),
+    ):
+        check_contiguous(name, part, dtype, shape)
     run = _mamba_step_triton if uses_triton(rows) else _mamba_step_torch
     return run(rows, ring, state, taps, rate, bias, skip, position)
 

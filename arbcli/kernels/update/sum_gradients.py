@@ -142,9 +142,10 @@ def sum_gradients(
     Raises:
         ValueError: a dtype or a shape does not fit.
     """
-    number, rows, columns = parts.shape
-    if parts.dtype not in (torch.int8, torch.int16, torch.int32) or not parts[0].is_contiguous():
+    fits = parts.dim() == 3 and len(parts) and parts[0].is_contiguous()
+    if parts.dtype not in (torch.int8, torch.int16, torch.int32) or not fits:
         raise ValueError(f"need contiguous parts of integers, got {parts.dtype} {parts.stride()}")
+    number, rows, columns = parts.shape
     if tuple(exponent.shape) != (rows,) or tuple(fitting.shape) != (number, rows):
         got = f"{tuple(exponent.shape)} and {tuple(fitting.shape)}"
         raise ValueError(f"need {rows} exponents of each of {number} parts, got {got}")
