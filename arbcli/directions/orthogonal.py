@@ -4,6 +4,7 @@ The first is Muon's, the second NorMuon's, who takes a running mean of the rows'
 the one step does as well here, and nothing is stored for it.
 """
 
+from collections.abc import Sequence
 from itertools import groupby
 
 import torch
@@ -127,7 +128,9 @@ def newton_schulz(grad: Tensor, dtype: torch.dtype) -> Tensor:
     """
     tall = grad.shape[-2] > grad.shape[-1]
     x = grad.mT if tall else grad
-    x = _iterate(_divide_by_norm(x, torch.empty_like(x, dtype=dtype)))
+    x = _divide_by_norm(x, torch.empty_like(x, dtype=dtype))
+    for steps in _runs(x):
+        x = _compose(gram(x), steps) @ x
     return x.mT if tall else x
 
 
@@ -145,7 +148,9 @@ def orthogonalise_stacked(grads: list[Tensor], dtype: torch.dtype) -> list[Tenso
     order = sorted(range(len(grads)), key=lambda i: (grads[i].shape, str(grads[i].dtype)))
     for (rows, columns), alike in groupby(order, key=lambda i: grads[i].shape):
         places, tall = list(alike), rows > columns
-        stack = _iterate(_normal_stack([grads[i] for i in places], tall, dtype))
+        stack = _normal_stack([grads[i] for i in places], tall, dtype)
+        for steps in _runs(stack):
+            stack = _compose(gram(stack), steps) @ stack
         for i, x in zip(places, stack.mT if tall else stack, strict=True):
             found[i] = x
     return found
@@ -168,14 +173,15 @@ def _divide_by_norm(x: Tensor, out: Tensor) -> Tensor:
     return torch.div(x, norm + TINY, out=out)
 
 
-def _iterate(x: Tensor) -> Tensor:
-    """Do the iterations on (n, m), or a stack of them, n <= m, of norm 1."""
+def _runs(x: Tensor) -> Sequence[int]:
+    """Tell how many steps each run of the iteration has, for (n, m) or a stack of them, n <= m.
+
+    The iteration itself is written where x is replaced: Python may keep what a function is given
+    alive for as long as that runs, and does so once torch's compiler was used.
+    """
     n, m = x.shape[-2:]
     least = WIDE_PRODUCTS.get(x.device.type, WIDE_PRODUCTS["cuda"])
-    wide = m >= WIDE * n and x.numel() * n >= least
-    for steps in RUNS if wide else [1] * STEPS:
-        x = _compose(gram(x), steps) @ x
-    return x
+    return RUNS if m >= WIDE * n and x.numel() * n >= least else [1] * STEPS
 
 
 def _compose(square: Tensor, steps: int) -> Tensor:

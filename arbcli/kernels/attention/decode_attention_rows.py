@@ -25,8 +25,8 @@ from arbcli.kernels.runtime.inputs import check_contiguous
 from arbcli.kernels.runtime.overlap import overlap_options
 from arbcli.kernels.runtime.spec import Case, Gate, KernelSpec, Timing
 
-WARPS = 4
-TILE, SLOTS = 4096, 32
+WARPS = 8
+TILE, SLOTS = 8192, 64
 """The most elements of keys, and the most slots, of a block."""
 SPAN = 512
 """Slots of a program: a multiple of those of a block."""

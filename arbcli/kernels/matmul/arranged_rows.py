@@ -251,6 +251,8 @@ class Tiling(NamedTuple):
     """Tiles of a program; each element of x is loaded once for all of them."""
     octets: int
     """Eights of rows of x that a program has; trits are decoded once for all of them."""
+    registers: int
+    """Of a thread, at most: with 128 a processor has room for two programs."""
 
 
 def warps_of(blocks: int) -> int:
@@ -259,10 +261,15 @@ def warps_of(blocks: int) -> int:
 
 
 def _tiling(rows: int, tiles: int, processors: int) -> Tiling:
-    """Choose what a program takes."""
+    """Choose what a program takes, which on an H200 was the fastest for the matrices of `1b`.
+
+    Where a program for each processor is enough, it may have all registers.
+    """
     octets = 1 if rows <= 8 else 2 if rows <= 16 else 4
-    height = max(1, min(3 if octets < 4 else 2, -(-tiles // (2 * processors))))
-    return Tiling(height, octets)
+    most, tiles = 3 if octets < 4 else 2, tiles * triton.cdiv(rows, 8 * octets)
+    alone = tiles <= most * processors
+    height = triton.cdiv(tiles, (1 if alone else 2) * processors)
+    return Tiling(min(most, height), octets, 255 if alone else 128)
 
 
 def _arranged_rows_triton(x, pieces, out_features, in_features, gated, eps, added, dtype):
@@ -270,7 +277,7 @@ def _arranged_rows_triton(x, pieces, out_features, in_features, gated, eps, adde
     tiles, blocks = pieces.shape[:2]
     x = x if x.data_ptr() % 16 == 0 else x.clone()
     to = y if added is None else added.contiguous()
-    height, octets = _tiling(len(x), tiles, num_processors(x))
+    height, octets, registers = _tiling(len(x), tiles, num_processors(x))
     warps = warps_of(blocks)
     steps, slot = triton.cdiv(blocks, warps), height * PIECE_BYTES.value
     sums = (height + (eps is not None)) * octets * UNIT_BYTES.value
@@ -281,7 +288,7 @@ def _arranged_rows_triton(x, pieces, out_features, in_features, gated, eps, adde
         NORM=eps is not None, GATED=gated, ADD=added is not None,
         HEIGHT=height, OCTETS=octets, STAGES=stages, WARPS=warps,
         APART=max(stages * slot, sums), PTX=HAS_PTX,
-        num_warps=warps, maxnreg=128, **overlap_options(x),
+        num_warps=warps, maxnreg=registers, **overlap_options(x),
     )  # fmt: skip
     return y
 
