@@ -687,12 +687,12 @@ def row_matmul(
     dtype = dtype or row.dtype
     like = dtype, weight.out_features
     check_few_rows(row, weight.in_features, added, like, multiple=8, most=1)
+    if weight.in_features > MOST_COLUMNS:
+        raise ValueError(f"need at most {MOST_COLUMNS} columns, got {weight.in_features}")
     shape = *grid_of(weight, BLOCK), CODE_BYTES + SCALE_BYTES
     check_contiguous("pieces", weight.pieces, torch.uint8, shape)
     if isinstance(x, AttentionParts):
         x.check()
-    if weight.in_features > MOST_COLUMNS:
-        raise ValueError(f"need at most {MOST_COLUMNS} columns, got {weight.in_features}")
     if uses_triton(row):
         return _row_matmul_triton(x, *weight, eps, added, dtype, early)
     return _row_matmul_torch(x, *weight, eps, added, dtype)
