@@ -16,10 +16,10 @@ from torch import Tensor
 
 from arbcli.kernels.codec.decode_digits import with_remainders
 from arbcli.kernels.codec.packed import random_packed
-from arbcli.kernels.matmul.arranged import arrange
-from arbcli.kernels.matmul.arranged_rows import arranged_rows
+from arbcli.kernels.matmul.coded import code
+from arbcli.kernels.matmul.coded_rows import coded_rows
 from arbcli.kernels.matmul.digits_matmul import arrange_digits, digits_matmul, random_digits
-from arbcli.kernels.matmul.row_matmul import code, row_matmul
+from arbcli.kernels.matmul.row_matmul import row_matmul
 from arbcli.kernels.matmul.ternary_matmul import ternary_matmul, ternary_matmul_grad_x
 from arbcli.kernels.runtime.overlap import overlapping
 from arbcli.verify.timing import Stopwatch, measure_roofline, median_ratio, time_calls
@@ -77,7 +77,7 @@ def products_of_few_rows(size: int) -> list[Comparison]:
     whole = random_digits(size, size, GROUP_SIZE, generator)
     every = [arrange_digits(whole) for _ in range(number)]
     packed = random_packed(size, size, GROUP_SIZE, generator, spread=8)
-    arranged, coded = ([lay_out(packed) for _ in range(number)] for lay_out in (arrange, code))
+    coded = [code(packed) for _ in range(number)]
     read = every[0].pieces.nbytes + every[0].scales.nbytes
 
     def in_a_row(multiply: Callable, x: Tensor, weights: list) -> None:
@@ -89,11 +89,11 @@ def products_of_few_rows(size: int) -> list[Comparison]:
     for rows in FEW:
         x = torch.randn(rows, size, device=DEVICE, dtype=torch.bfloat16)
         about = {"rule": "any", "rows": rows}
-        of_trits, trit = (row_matmul, coded) if rows == 1 else (arranged_rows, arranged)
-        alone = [partial(digits_matmul, x, every[0]), partial(of_trits, x, trit[0])]
+        of_trits = row_matmul if rows == 1 else coded_rows
+        alone = [partial(digits_matmul, x, every[0]), partial(of_trits, x, coded[0])]
         many = [
             partial(in_a_row, digits_matmul, x, every),
-            partial(in_a_row, of_trits, x, trit),
+            partial(in_a_row, of_trits, x, coded),
         ]
         found.append((about | {"what": "alone"}, 1, read, alone))
         found.append((about | {"what": "in a row"}, number, read, many))

@@ -20,11 +20,11 @@ from torch import Tensor
 from arbcli.config.presets import preset
 from arbcli.kernels.codec.decode_weight import decode_weight
 from arbcli.kernels.codec.packed import Packed, random_packed
-from arbcli.kernels.matmul.arranged import arrange
-from arbcli.kernels.matmul.arranged_rows import arranged_rows
+from arbcli.kernels.matmul.coded import code
+from arbcli.kernels.matmul.coded_rows import coded_rows
 from arbcli.kernels.matmul.fp8_matmul import fp8_matmul
 from arbcli.kernels.matmul.quantise_rows import quantise_rows
-from arbcli.kernels.matmul.row_matmul import code, row_matmul
+from arbcli.kernels.matmul.row_matmul import row_matmul
 from arbcli.kernels.matmul.ternary_matmul import ternary_matmul, ternary_matmul_grad_x
 from arbcli.kernels.runtime.overlap import overlapping
 from arbcli.model.packed import TernaryTensor
@@ -98,7 +98,7 @@ def compare_few_rows(found: Comparisons, size: int) -> None:
         random_packed(size, size, GROUP_SIZE, generator, spread=8)
         for _ in range(8 * found.stopwatch.cache_bytes // (size * size // 4) + 1)
     ]
-    coded, arranged = ([lay_out(one) for one in matrices] for lay_out in (code, arrange))
+    coded = [code(one) for one in matrices]
     twins = [randn(size, size) for _ in matrices]
 
     def in_a_row(multiply: Callable, x: Tensor, many: list) -> None:
@@ -112,15 +112,15 @@ def compare_few_rows(found: Comparisons, size: int) -> None:
 
     for rows in (1, 2, 4, 8):
         x = randn(rows, size)
-        multiply, many = (row_matmul, coded) if rows == 1 else (arranged_rows, arranged)
-        one, one_twin = partial(multiply, x, many[0]), partial(torch.matmul, x, twins[0].T)
-        all_, all_twins = partial(in_a_row, multiply, x, many), partial(twins_in_a_row, x)
+        multiply = row_matmul if rows == 1 else coded_rows
+        one, one_twin = partial(multiply, x, coded[0]), partial(torch.matmul, x, twins[0].T)
+        all_, all_twins = partial(in_a_row, multiply, x, coded), partial(twins_in_a_row, x)
         for what, ours, peer, number in (
             ("arranged", one, one_twin, 1),
-            ("arranged, in a row", all_, all_twins, len(many)),
+            ("arranged, in a row", all_, all_twins, len(coded)),
         ):
             found.compare(
-                (size, size), rows, what, ours, peer, number=number, weight=many[0].pieces
+                (size, size), rows, what, ours, peer, number=number, weight=coded[0].pieces
             )
 
 

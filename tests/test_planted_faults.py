@@ -353,12 +353,12 @@ FAULTS = [
                 "r // 2 == c ^ 1 if ABREAST == 4 else r < 2"),
     ),
     kernel(
-        "diagonal", "squares of the neighbouring row", "arranged_rows",
-        rewrite("_from_lane_of_warp(s, 9 * c + 4 * j, p)", "_from_lane_of_warp(s, 9 * c, p)"),
+        "diagonal", "squares of the neighbouring row", "coded_rows",
+        rewrite("write_where(t, s, c == r // 2, p)", "write_where(t, s, c == (r // 2 ^ 1), p)"),
     ),
     kernel(
-        "group", "row r + 8 with the scale of row r", "arranged_rows",
-        rewrite("(w >> 16 & 0xFFFF) | (w & -0x10000)", "(w & 0xFFFF) | (w << 16)"),
+        "group", "row r + 8 with the scale of row r", "coded_rows",
+        rewrite("scales[2 * half + plane // 2]", "scales[plane // 2]"),
     ),
     kernel(
         "stack", "every text has the place of the first", "decode_attention_rows",

@@ -25,7 +25,7 @@ from arbcli.kernels.codec.decode_digits import DECODE_DIGITS
 from arbcli.kernels.codec.decode_e4m3 import DECODE_E4M3
 from arbcli.kernels.codec.decode_weight import DECODE_WEIGHT
 from arbcli.kernels.codec.packing import PACK_TRITS, UNPACK_TRITS
-from arbcli.kernels.matmul.arranged_rows import ARRANGED_ROWS
+from arbcli.kernels.matmul.coded_rows import CODED_ROWS
 from arbcli.kernels.matmul.digits_matmul import DIGITS_MATMUL
 from arbcli.kernels.matmul.fp8_matmul import FP8_MATMUL
 from arbcli.kernels.matmul.grouped_matmul import GROUPED_GRAD_W, GROUPED_MATMUL
@@ -88,7 +88,7 @@ KERNELS: tuple[KernelSpec, ...] = (
     TERNARY_MATMUL,
     TERNARY_MATMUL_GRAD_X,
     ROW_MATMUL,
-    ARRANGED_ROWS,
+    CODED_ROWS,
     DIGITS_MATMUL,
     GROUPED_MATMUL,
     GROUPED_GRAD_W,

@@ -46,14 +46,15 @@ from arbcli.kernels.codec.decode_digits import decode_digits_torch
 from arbcli.kernels.codec.decode_e4m3 import DECODE_E4M3
 from arbcli.kernels.codec.packed import OCTAVE, Packed, num_groups
 from arbcli.kernels.codec.packing import PLANE, pack_trits_torch
-from arbcli.kernels.matmul.arranged import MOST_ROWS, arrange
-from arbcli.kernels.matmul.arranged_rows import ARRANGED_ROWS, MOST_TEXTS
+from arbcli.kernels.matmul.arranged import MOST_ROWS
+from arbcli.kernels.matmul.coded import code
+from arbcli.kernels.matmul.coded_rows import CODED_ROWS, MOST_TEXTS
 from arbcli.kernels.matmul.digits_matmul import DIGITS_MATMUL, arrange_digits
 from arbcli.kernels.matmul.fp8_matmul import MULTIPLE
 from arbcli.kernels.matmul.grouped_matmul import GROUPED_GRAD_W, GROUPED_MATMUL
 from arbcli.kernels.matmul.quantise_rows import E4M3, QUANTISE_ROWS
 from arbcli.kernels.matmul.round_nvfp4 import ROUND_NVFP4
-from arbcli.kernels.matmul.row_matmul import MOST_COLUMNS, ROW_MATMUL, code
+from arbcli.kernels.matmul.row_matmul import MOST_COLUMNS, ROW_MATMUL
 from arbcli.kernels.matmul.scaled_nvfp4 import ENCODE_NVFP4
 from arbcli.kernels.matmul.ternary_matmul import TERNARY_MATMUL, TERNARY_MATMUL_GRAD_X
 from arbcli.kernels.norm.gated_rms_norm import gated_rms_norm_in_its_dtype
@@ -243,8 +244,8 @@ def _row_matmul(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
     return (8 * x).round(), *rest
 
 
-def _arranged_rows(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
-    return _rows_of_trits(dice, group_size, 1 + (m - 1) % MOST_TEXTS, n, k, arrange)
+def _coded_rows(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
+    return _rows_of_trits(dice, group_size, 1 + (m - 1) % MOST_TEXTS, n, k, code)
 
 
 def _rows_of_trits(dice: Dice, group_size: int, m: int, n: int, k: int, lay_out) -> tuple:
@@ -1029,7 +1030,7 @@ DRAWINGS = {
         _ternary_matmul_grad_x, _grad_x_in_float64, TERNARY_MATMUL_GRAD_X.torch, needs_rows=True
     ),
     "row_matmul": Drawing(_row_matmul, None, ROW_MATMUL.torch, one_layout=True),
-    "arranged_rows": Drawing(_arranged_rows, None, ARRANGED_ROWS.torch, one_layout=True),
+    "coded_rows": Drawing(_coded_rows, None, CODED_ROWS.torch, one_layout=True),
     "digits_matmul": Drawing(_digits_matmul, None, DIGITS_MATMUL.torch, one_layout=True),
     "grouped_matmul": Drawing(_grouped_matmul, None, GROUPED_MATMUL.torch, needs_rows=True),
     "grouped_grad_w": Drawing(_grouped_grad_w, None, GROUPED_GRAD_W.torch, needs_rows=True),

@@ -32,7 +32,7 @@ SLOWEST = (
     "spread_chunks_backward", "boundary_scores_backward", "ternary_matmul",
     "compressed_attention_backward", "decode_e4m3", "decode_attention_8bit", "gradient_statistics",
     "decode_attention_rows", "boundary_scores", "row_matmul", "decode_attention", "fp8_matmul",
-    "compressed_attention", "arranged_rows", "step_by_direction", "decode_digits",
+    "compressed_attention", "coded_rows", "step_by_direction", "decode_digits",
     "weighted_rows_grad_weights",
 )  # fmt: skip
 """Kernels that take longest to be compiled, the longest first: they are begun before others."""

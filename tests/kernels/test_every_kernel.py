@@ -297,7 +297,7 @@ DENSE = {
 """Inputs that lie as they do, one element after the other, at least in each row."""
 NOT_ANYWHERE = {
     "choose_entries", "smooth_chunks", "smooth_chunks_backward", "fp8_matmul", "nvfp4_matmul",
-    "gradient_gains", "row_matmul", "arranged_rows", "digits_matmul", "merged_steps",
+    "gradient_gains", "row_matmul", "coded_rows", "digits_matmul", "merged_steps",
     *(spec.name for spec in KERNELS if "rms_norm" in spec.name), *IN_TURNS,
 } - {"compressed_attention"}  # fmt: skip
 """Those that take long, copy their rows first, are watched elsewhere, or know addresses alone."""
@@ -413,7 +413,7 @@ def test_elements_between_rows_may_be_more_than_an_int32_counts(name):
 
 
 IN_BFLOAT16 = [
-    "ternary_matmul", "ternary_matmul_grad_x", "row_matmul", "arranged_rows", "digits_matmul",
+    "ternary_matmul", "ternary_matmul_grad_x", "row_matmul", "coded_rows", "digits_matmul",
     "decode_attention_rows", "decode_latent", "choose_bytes", "attend_parts",
     "unit_rows", "grouped_matmul",
     "grouped_grad_w", "expert_combine", "expert_combine_backward", "rms_norm", "add_rms_norm",

@@ -16,11 +16,11 @@ from arbcli.kernels.attention.decode_compressed import decode_compressed
 from arbcli.kernels.attention.rotary_norm import rotary_norm_backward
 from arbcli.kernels.codec.decode_e4m3 import decode_e4m3
 from arbcli.kernels.codec.packed import Packed
-from arbcli.kernels.matmul.arranged import Arranged
-from arbcli.kernels.matmul.arranged_rows import arranged_rows
+from arbcli.kernels.matmul.coded import Coded, code
+from arbcli.kernels.matmul.coded_rows import coded_rows
 from arbcli.kernels.matmul.digits_matmul import ArrangedDigits, arrange_digits, digits_matmul
 from arbcli.kernels.matmul.fp8_matmul import fp8_matmul
-from arbcli.kernels.matmul.row_matmul import Coded, code, row_matmul
+from arbcli.kernels.matmul.row_matmul import row_matmul
 from arbcli.kernels.registry import KERNELS
 from arbcli.kernels.rows.weighted_rows import TouchedRows, weighted_rows_grad
 from arbcli.kernels.runtime.backend import use_backend
@@ -39,7 +39,7 @@ OTHER_TYPE = {
 
 ADAPTED = {
     "append_position_8bit": lambda *x: append_position_(*x[:-2], x[-2:]),
-    "arranged_rows": lambda x, *rest: arranged_rows(x, Arranged(*rest[:4]), *rest[4:]),
+    "coded_rows": lambda x, *rest: coded_rows(x, Coded(*rest[:4]), *rest[4:]),
     "row_matmul": lambda x, *rest: row_matmul(x, Coded(*rest[:4]), *rest[4:]),
     "digits_matmul": lambda x, *rest: digits_matmul(x, ArrangedDigits(*rest[:5]), *rest[5:]),
     "rotary_norm_backward": lambda *inputs: rotary_norm_backward(inputs[:3], *inputs[3:]),
@@ -104,7 +104,7 @@ REFUSED = {
     "ternary_matmul": "t+-1 p",
     "ternary_matmul_grad_x": "t+-1 p",
     "row_matmul": "t+-l01 t+-l012 . . . . tb+-01",
-    "arranged_rows": "t+-l01 t+-l012 . . . . tb+-01",
+    "coded_rows": "t+-l01 t+-l012 . . . . tb+-01",
     "digits_matmul": "t+-l01 t+-l012345 t+-l0123 . . . . tb+-01",
     "grouped_matmul": "tb+-1 tb+-02 t+-0",
     "grouped_grad_w": "tb+-0 tb+-0 t+-",
@@ -268,7 +268,7 @@ VALUES = {
         {1: zeros(0, 1, 76)}, {2: zeros(0, 1, 76)}, {3: zeros(2, 0, 76), 4: zeros(76, 0)},
     ),
     "append_position_8bit": ({1: zeros(3, 2, 76), 2: zeros(4, 2, 76)},),
-    "arranged_rows": (
+    "coded_rows": (
         {0: zeros(0, 40, dtype=HALF), 6: None}, {0: zeros(65, 40, dtype=HALF), 6: None},
     ),
     "blend_moment": ({7: -1}, {7: 2**16 + 1}, {8: -1}, {8: 2**10}),

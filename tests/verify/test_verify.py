@@ -127,7 +127,7 @@ def test_every_kernel_can_be_drawn():
 
 SLOW = {
     "weighted_rows", "weighted_rows_grad", "weighted_rows_grad_weights", "row_matmul",
-    "arranged_rows",
+    "coded_rows",
 }  # fmt: skip
 
 

@@ -1,17 +1,9 @@
-"""How a matrix of trits is arranged for products of few rows, and what their kernels share.
+"""What products of few rows share: their checks, tiles of rows, and how results are stored.
 
-The trits are arranged in pieces of 16 rows by 160 columns, stored in the order in which the threads
-of a warp load them. Incomplete pieces are padded with zeros.
-
-- 512 bytes of trits, five to a byte as `packing` says. For c in 0..3 and r in 0..7: bytes
-  8 c .. 8 c + 7 of row r of the piece, then the same bytes of row r + 8.
-- 160 bytes of scales, bf16, each halved. For r in 0..7: digits 0, 1, 2, 3 of rows r and r + 8; then
-  for r in 0..7: digit 4 of rows r and r + 8. Scales of even digits are negative, because
-  `take_digits` gives -2 T for even digits and 2 T for odd ones.
-
-If the result is gated, row r + 8 of a piece is the row of w half a matrix below row r, so that one
-thread has both inputs of the gate. Thread 4 r + c of a warp multiplies bytes 8 c .. 8 c + 7 of rows
-r and r + 8, as in `few_rows`.
+A matrix is laid out anew for them, in tiles of 16 rows by pieces in the order in which the threads
+of a warp load them: `coded` says how for trits, `digits_matmul` for all digits. If the result is
+gated, row r + 8 of a tile is the row of w half a matrix below row r, so that one thread has both
+inputs of the gate.
 """
 
 from typing import NamedTuple
@@ -21,81 +13,14 @@ from torch import Tensor
 from torch.nn import functional
 
 from arbcli.kernels.codec.packed import Packed
-from arbcli.kernels.codec.packing import PLANE, pack_trits, unpack_trits, unpack_trits_torch
-from arbcli.kernels.codec.scales import scales_torch
+from arbcli.kernels.codec.packing import PLANE
 from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.backend import uses_triton
-from arbcli.kernels.runtime.shared_memory import (
-    copy,
-    read,
-    read_four,
-)
 
-BLOCK = 5 * PLANE
-"""Weights of a row in a piece."""
 ROWS = 16
 """Rows of a piece."""
-TRIT_BYTES, SCALE_BYTES = 512, 160
-"""Of a piece."""
 MOST_ROWS = 8
 """Largest M: what one instruction multiplies."""
-SHARED_BYTES = 47 << 10
-"""That a program can have, but for what sums over its threads take."""
-PIECE_BYTES = tl.constexpr(TRIT_BYTES + SCALE_BYTES)
-SCALES_AT = tl.constexpr(TRIT_BYTES)
-"""Bytes of a piece, and where its scales are."""
-
-
-class Arranged(NamedTuple):
-    """A matrix in pieces: T tiles of 16 rows by B blocks of 160 columns."""
-
-    pieces: Tensor
-    """(T, B, 672) uint8: (4, 8, 2, 8) bytes, then (8, 4, 2) and (8, 2) bfloat16 scales."""
-    out_features: int
-    """N: elements of a result, after gating."""
-    in_features: int
-    """K."""
-    gated: bool
-    """Whether a tile has eight rows of each half of the matrix."""
-
-
-def arrange(packed: Packed, gated: bool = False) -> Arranged:
-    """Arrange a packed matrix: 2.1 bits a weight, and what fills the last pieces.
-
-    Args:
-        packed: N rows by K weights, in groups of a multiple of 32.
-        gated: whether results are to be gated; then N is even.
-
-    Raises:
-        ValueError: a dtype or a shape does not fit.
-    """
-    check_trits(packed, gated)
-    in_features, device, half = packed.in_features, packed.trits.device, packed.out_features // 2
-    trits = unpack_trits(packed.trits, in_features)
-    blocks = -(-in_features // BLOCK)
-    group = torch.arange(5 * blocks, device=device) * PLANE // packed.group_size
-    group = group.clamp(max=packed.num_groups - 1)
-    scales = scales_torch(packed.exponent, packed.fraction)[:, group]
-    halves = trits.view(2, half, -1) if gated else trits[None]
-    of_halves = scales.view(2, half, -1) if gated else scales[None]
-    rows = halves.shape[1]
-    missing = -rows % (ROWS // 2 if gated else ROWS)
-    halves = functional.pad(halves, (0, BLOCK * blocks - in_features, 0, missing))
-    of_halves = functional.pad(of_halves, (0, 0, 0, missing))
-    # to (tile, i, r, ...): i = 0 is row r of a tile, i = 1 row r + 8, or the gate's other input
-    order = (1, 0, 2, 3, 4, 5) if gated else (0, 1, 2, 3, 4, 5)
-    split = (2, -1, 8) if gated else (-1, 2, 8)
-    pieces = pack_trits(halves.flatten(0, 1)).view(*split, blocks, 4, 8).permute(order)
-    of_planes = of_halves.reshape(*split, blocks, 5).permute(order[:5])
-    sign = torch.tensor([-0.5, 0.5, -0.5, 0.5, -0.5], device=device)
-    pieces = pieces.permute(0, 3, 4, 2, 1, 5).flatten(2)
-    of_planes = (of_planes * sign).permute(0, 3, 2, 4, 1).to(torch.bfloat16)
-    first, last = (part.flatten(2).view(torch.uint8) for part in of_planes.split([4, 1], dim=3))
-    pieces = torch.cat([pieces, first, last], dim=2)
-    # a kernel that overlaps the one before it reads the pieces without waiting for any kernel
-    if pieces.is_cuda:
-        torch.cuda.synchronize(pieces.device)
-    return Arranged(pieces, rows, in_features, gated)
 
 
 def check_trits(packed: Packed, gated: bool) -> None:
@@ -132,78 +57,6 @@ def fits_arranged(x: Tensor, group_size: int) -> bool:
     """
     step = x.dtype == torch.bfloat16 and x.shape[1] == 1 and x.shape[2] % 8 == 0
     return step and uses_triton(x) and group_size % PLANE == 0 and torch.version.hip is None
-
-
-def decode_arranged(pieces: Tensor) -> Tensor:
-    """Decode an arranged matrix: (16 T, 160 B) float32, in the order of its tiles."""
-    blocks = pieces.shape[1]
-    trits, scales = pieces.split([TRIT_BYTES, SCALE_BYTES], dim=2)
-    scales = scales.contiguous().view(torch.bfloat16).unflatten(2, (40, 2))
-    scales = torch.cat([scales[:, :, :32].unflatten(2, (8, 4)), scales[:, :, 32:, None]], dim=3)
-    packed = trits.unflatten(2, (4, 8, 2, 8)).permute(0, 4, 3, 1, 2, 5)
-    weight = unpack_trits_torch(
-        packed.reshape(ROWS * len(pieces), -1), BLOCK * blocks, torch.float32
-    )
-    sign = torch.tensor([-2.0, 2.0, -2.0, 2.0, -2.0], device=pieces.device)
-    of_planes = scales.permute(0, 4, 2, 1, 3).float() * sign
-    return (weight.unflatten(1, (-1, PLANE)) * of_planes.reshape(len(weight), -1, 1)).flatten(1)
-
-
-@triton.jit
-def copy_pieces(starts, slot, block, blocks):
-    """Start copying the next piece of each tile, that of `block`, to shared memory."""
-    UNITS: tl.constexpr = PIECE_BYTES // 16
-    lane = tl.arange(0, block.shape[0]) % 32
-    left = PIECE_BYTES // 16 * (blocks - block) - lane
-    for i in tl.static_range(len(starts)):
-        source = (starts[i] + (PIECE_BYTES // 8 * block + 2 * lane)).to(tl.int64)
-        target = slot + 16 * (UNITS * i + lane)
-        for j in tl.static_range(0, UNITS, 32):
-            copy(target + 16 * j, source + 16 * j, left > j, lane + j < UNITS, False)
-
-
-@triton.jit
-def split_word(word):
-    """Split an int64 into two int32."""
-    return word.to(tl.int32), (word >> 32).to(tl.int32)
-
-
-@triton.jit
-def read_unit(pointer, address, PTX: tl.constexpr):
-    """Read a thread's eight bytes of rows r and r + 8: four int32."""
-    if PTX:
-        return read_four(address)
-    return split_word(tl.load(pointer)) + split_word(tl.load(pointer + 1))
-
-
-@triton.jit
-def read_scales(piece, r, address, last_address, PTX: tl.constexpr):
-    """Read the scales of rows r and r + 8, a pair a digit."""
-    if PTX:
-        return read_four(address) + (read(last_address),)  # noqa: RUF005
-    word, pairs = (piece + SCALES_AT // 8).to(tl.pointer_type(tl.int32)), ()
-    for digit in tl.static_range(5):
-        pairs = pairs + (tl.load(word + (4 * r + digit if digit < 4 else 32 + r)),)  # noqa: RUF005
-    return pairs
-
-
-@triton.jit
-def over_parts(value, THREADS: tl.constexpr, PARTS: tl.constexpr):
-    """Split each `THREADS` threads into `PARTS` parts, sum over these, and give all the sum."""
-    if PARTS == 1:
-        return value
-    shape: tl.constexpr = (value.shape[0] // THREADS, PARTS, THREADS // PARTS)
-    total = tl.sum(tl.reshape(value, shape), axis=1, keep_dims=True)
-    return tl.reshape(tl.broadcast_to(total, shape), value.shape)
-
-
-@triton.jit
-def as_words(four):
-    """Read four float32 as int32, bit by bit."""
-    words = ()
-    for i in tl.static_range(4):
-        words = words + (four[i].to(tl.int32, bitcast=True),)  # noqa: RUF005
-    return words
 
 
 @triton.jit

@@ -2,18 +2,7 @@
 
 rms_norm(x) = x / sqrt(mean(x**2) + eps) has no weights; gate(a, b) = silu(a) * b, with a and b the
 two halves of the product. Norm, gate and sum can each be left out. The norm's division is done
-last, on the products.
-
-Layout. The trits T are *coded*: T + 1 in two bits, four to a byte, in pieces of 16 rows by 128
-columns that are stored in the order in which the threads of a warp load them. Plane i of a piece,
-its columns 32 i .. 32 i + 31, is bits 2 i and 2 i + 1 of each byte.
-
-- 512 bytes of codes. For j in 0..3, r in 0..7 and q in 0..1: bytes 8 j + 4 q .. 8 j + 4 q + 3 of
-  row r of the piece, then the same bytes of row r + 8; byte k has the columns k + 32 i.
-- 128 bytes of scales, bf16. For r in 0..7: those of planes 0, 1, 2, 3 of row r, then of row r + 8.
-
-Codes beyond K are 0, scales beyond it are those of the last group, and rows beyond N are 0
-throughout. If the result is gated, row r + 8 of a piece is the row of w half a matrix below row r.
+last, on the products. `coded` says how w lies.
 
 Arithmetic. Matrix units multiply bytes faster than anything else, and add them up exactly. So x is
 rounded to 15 bits, with one power of two for 32 elements: an element is off by at most 2**-14 of
@@ -39,9 +28,7 @@ from torch.nn import functional
 
 from arbcli.kernels.attention.attend_parts import AttentionParts
 from arbcli.kernels.codec.decode_weight import decode_weight
-from arbcli.kernels.codec.packed import Packed, random_packed
-from arbcli.kernels.codec.packing import PLANE, unpack_trits
-from arbcli.kernels.codec.scales import scales_torch
+from arbcli.kernels.codec.packed import random_packed
 from arbcli.kernels.codec.warp_products import (
     HAS_PTX,
     add_byte_products,
@@ -49,14 +36,16 @@ from arbcli.kernels.codec.warp_products import (
     unpair,
     unpair_four,
 )
-from arbcli.kernels.matmul.arranged import (
-    ROWS,
-    check_few_rows,
-    check_trits,
-    grid_of,
-    in_tiles,
-    tiles_reference,
-    with_torch,
+from arbcli.kernels.matmul.arranged import check_few_rows, grid_of, with_torch
+from arbcli.kernels.matmul.coded import (
+    BLOCK,
+    CODE_BYTES,
+    PIECE_BYTES,
+    SCALE_BYTES,
+    Coded,
+    code,
+    coded_reference,
+    decode_coded,
 )
 from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.backend import num_processors, uses_triton
@@ -80,13 +69,6 @@ from arbcli.kernels.runtime.threads import (
     warp_number,
 )
 
-BLOCK = 4 * PLANE
-"""Weights of a row in a piece."""
-CODE_BYTES, SCALE_BYTES = 512, 128
-"""Of a piece."""
-CODED_AT_ONCE = 1 << 22
-"""Weights that are coded at a time, which take some 30 bytes each meanwhile."""
-PIECE_BYTES = tl.constexpr(CODE_BYTES + SCALE_BYTES)
 _HALF = tl.constexpr(144)
 """Bytes in shared memory of the upper or lower halves of x in a block: padded, as threads read both
 halves of four blocks at a time, which must be in different banks."""
@@ -117,101 +99,6 @@ _SUM_BYTES = tl.constexpr("""{
 mov.b32 ones, 0x01010101;
 dp4a.s32.s32 $0, $1, ones, $2;
 }""")
-
-
-class Coded(NamedTuple):
-    """A matrix in pieces: T tiles of 16 rows by B blocks of 128 columns."""
-
-    pieces: Tensor
-    """(T, B, 640) uint8: (4, 8, 2, 2, 4) bytes, then (8, 2, 4) bfloat16 scales."""
-    out_features: int
-    """N: elements of a result, after gating."""
-    in_features: int
-    """K."""
-    gated: bool
-    """Whether a tile has eight rows of each half of the matrix."""
-
-
-def code(packed: Packed, gated: bool = False) -> Coded:
-    """Code a packed matrix for products of one row: 2.5 bits a weight, and what fills pieces.
-
-    Args:
-        packed: N rows by K weights, in groups of a multiple of 32.
-        gated: whether results are to be gated; then N is even.
-
-    Raises:
-        ValueError: a dtype or a shape does not fit.
-    """
-    check_trits(packed, gated)
-    halves = 1 + gated
-    rows, height = packed.out_features // halves, ROWS // halves
-    tiles, blocks = -(-rows // height), -(-packed.in_features // BLOCK)
-    shape, device = (tiles, blocks, CODE_BYTES + SCALE_BYTES), packed.trits.device
-    pieces = torch.empty(shape, dtype=torch.uint8, device=device)
-    most = max(1, CODED_AT_ONCE // (ROWS * BLOCK * blocks))
-    for start in range(0, tiles, most):
-        index = torch.arange(height * start, min(height * (start + most), rows), device=device)
-        index = torch.cat([index + rows * half for half in range(halves)])
-        pieces[start : start + most] = _pieces(packed.rows(index), gated, blocks)
-    # a kernel that overlaps the one before it reads the pieces without waiting for any kernel
-    if pieces.is_cuda:
-        torch.cuda.synchronize(device)
-    return Coded(pieces, rows, packed.in_features, gated)
-
-
-def _pieces(packed: Packed, gated: bool, blocks: int) -> Tensor:
-    """Code some rows, or as many of either half, to (tiles, blocks, 640) bytes."""
-    device = packed.trits.device
-    group = torch.arange(4 * blocks, device=device) * PLANE // packed.group_size
-    scales = scales_torch(packed.exponent, packed.fraction)
-    scales = scales[:, group.clamp(max=packed.num_groups - 1)].bfloat16()
-    codes = unpack_trits(packed.trits, packed.in_features).to(torch.uint8) + 1
-    codes = functional.pad(codes, (0, BLOCK * blocks - packed.in_features))
-    # tile, half, row, block, plane i, j, q, byte
-    codes = in_tiles(codes.unflatten(1, (blocks, 4, 4, 2, 4)), gated)
-    shift = torch.arange(0, 8, 2, dtype=torch.uint8, device=device).view(4, 1, 1, 1)
-    codes = (codes << shift).sum(4, dtype=torch.uint8).permute(0, 3, 4, 2, 5, 1, 6)
-    scales = in_tiles(scales.unflatten(1, (blocks, 4)), gated).permute(0, 3, 2, 1, 4)
-    return torch.cat([codes.flatten(2), scales.flatten(2).view(torch.uint8)], dim=2)
-
-
-def row_matmul_reference(
-    x: Tensor,
-    pieces: Tensor,
-    out_features: int,
-    in_features: int,
-    gated: bool,
-    eps: float | None,
-    added: Tensor | None,
-    dtype: torch.dtype,
-) -> Tensor:
-    """Compute what `row_matmul` must return, in float64, one plane of a piece at a time."""
-    tiles, blocks = pieces.shape[:2]
-    codes = pieces[..., :CODE_BYTES].unflatten(2, (4, 8, 2, 2, 4))
-    scales = pieces[..., CODE_BYTES:].contiguous().view(torch.bfloat16).unflatten(2, (8, 2, 4))
-    weight = torch.zeros(tiles, 2, 8, BLOCK * blocks, dtype=torch.float64, device=x.device)
-    for b in range(blocks):
-        for r in range(8):
-            for i in range(4):
-                for j in range(4):
-                    for q in range(2):
-                        k = BLOCK * b + PLANE * i + 8 * j + 4 * q
-                        trit = codes[:, b, j, r, q].long() // 4**i % 4 - 1  # (T, 2, 4)
-                        scale = scales[:, b, r, :, i].double()
-                        weight[:, :, r, k : k + 4] = trit * scale[:, :, None]
-    return tiles_reference(x, weight[..., :in_features], out_features, gated, eps, added)
-
-
-def decode_coded(pieces: Tensor) -> Tensor:
-    """Decode a coded matrix: (16 T, 128 B) float32, in the order of its tiles."""
-    codes, scales = pieces.split([CODE_BYTES, SCALE_BYTES], dim=2)
-    codes = codes.unflatten(2, (4, 8, 2, 2, 4))
-    planes = torch.stack([codes >> 2 * i & 3 for i in range(4)], dim=2).float() - 1
-    scales = scales.contiguous().view(torch.bfloat16).unflatten(2, (8, 2, 4)).float()
-    # tile, half, row, block, plane i, j, q, byte
-    weight = planes.permute(0, 6, 4, 1, 2, 3, 5, 7)
-    weight = weight * scales.permute(0, 3, 2, 1, 4)[..., None, None, None]
-    return weight.reshape(ROWS * len(pieces), -1)
 
 
 def _row_matmul_torch(x, pieces, out_features, in_features, gated, eps, added, dtype):
@@ -268,7 +155,7 @@ def _round_four(a, b, inverse, PTX: tl.constexpr):
     x, bits = unpair(a) + unpair(b), ()
     for i in tl.static_range(4):
         bits = bits + (tl.fma(x[i], inverse, _ROUND).to(tl.int32, bitcast=True),)  # noqa: RUF005
-    return _split_bytes(bits[0], bits[1], bits[2], bits[3], PTX)
+    return _split_bytes(bits[0], bits[2], bits[1], bits[3], PTX)
 
 
 @triton.jit
@@ -745,7 +632,7 @@ def _timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
 
 
 ROW_MATMUL = KernelSpec(
-    "row_matmul", _row_matmul_triton, _row_matmul_torch, row_matmul_reference,
+    "row_matmul", _row_matmul_triton, _row_matmul_torch, coded_reference,
     _cases,
     Gate(
         exact=False,

@@ -12,8 +12,8 @@ from arbcli.kernels.attention.attend_parts import AttentionParts
 from arbcli.kernels.codec.decode_e4m3 import largest_exponents
 from arbcli.kernels.codec.decode_weight import decode_weights_triton
 from arbcli.kernels.codec.packed import Packed
-from arbcli.kernels.matmul.arranged import Arranged, arrange
-from arbcli.kernels.matmul.arranged_rows import arranged_rows
+from arbcli.kernels.matmul.coded import Coded, code
+from arbcli.kernels.matmul.coded_rows import coded_rows
 from arbcli.kernels.matmul.digits_matmul import (
     ArrangedDigits,
     arrange_digits,
@@ -21,7 +21,7 @@ from arbcli.kernels.matmul.digits_matmul import (
 )
 from arbcli.kernels.matmul.fp8_matmul import fp8_matmul
 from arbcli.kernels.matmul.quantise_rows import quantise_rows
-from arbcli.kernels.matmul.row_matmul import MOST_COLUMNS, Coded, code, row_matmul
+from arbcli.kernels.matmul.row_matmul import MOST_COLUMNS, row_matmul
 from arbcli.kernels.matmul.scaled_nvfp4 import nvfp4_product
 from arbcli.kernels.matmul.ternary_matmul import (
     FUSED_ROWS,
@@ -333,8 +333,7 @@ class TernaryLinear(Findable):
         }
         self.weight = LinearWeight(out_features, in_features, config, area=area, **about)
         self.weight.in_eight_bits = in_eight_bits
-        self._arranged: Arranged | ArrangedDigits | None = None
-        self._coded: Coded | None = None
+        self._arranged: Coded | ArrangedDigits | None = None
         self._decoded: Tensor | None = None
 
     def forward(
@@ -414,16 +413,13 @@ class TernaryLinear(Findable):
         added = None if added is None else added.reshape(-1, added.shape[-1])
         in_parts = isinstance(x, AttentionParts)
         rows, shape = (x, (1, 1)) if in_parts else (x.reshape(-1, x.shape[-1]), x.shape[:-1])
+        if self._arranged is None:
+            arrange = arrange_digits if all_digits else code
+            self._arranged = arrange(self._above(beside), gated)
         if in_parts or (len(rows) == 1 and self.takes_parts):
-            if self._coded is None:
-                self._coded = code(self._above(beside), gated)
-            y = row_matmul(rows, self._coded, eps, added, early=early)
+            y = row_matmul(rows, self._arranged, eps, added, early=early)
         else:
-            if self._arranged is None:
-                self._arranged = (arrange_digits if all_digits else arrange)(
-                    self._above(beside), gated
-                )
-            multiply = digits_matmul if all_digits else arranged_rows
+            multiply = digits_matmul if all_digits else coded_rows
             y = multiply(rows, self._arranged, eps, added)
         return y.view(*shape, -1)
 
@@ -444,4 +440,4 @@ class TernaryLinear(Findable):
         try:
             yield
         finally:
-            self._arranged = self._coded = self._decoded = None
+            self._arranged = self._decoded = None

@@ -6,15 +6,10 @@ import torch
 from arbcli.kernels.attention.attend_parts import AttentionParts
 from arbcli.kernels.codec.decode_digits import decode_digits_reference
 from arbcli.kernels.codec.packed import Packed, random_packed
+from arbcli.kernels.matmul import coded
 from arbcli.kernels.matmul import row_matmul as module
-from arbcli.kernels.matmul.row_matmul import (
-    MOST_COLUMNS,
-    Tiling,
-    code,
-    decode_coded,
-    row_matmul,
-    row_matmul_reference,
-)
+from arbcli.kernels.matmul.coded import code, coded_reference, decode_coded
+from arbcli.kernels.matmul.row_matmul import MOST_COLUMNS, Tiling, row_matmul
 from arbcli.kernels.runtime.backend import use_backend
 
 KERNELS = "triton" if torch.cuda.is_available() else "interpreter"
@@ -38,7 +33,7 @@ def test_coded_weights_are_the_packed_ones(group_size, in_features, device):
     for k in {0, in_features // 2, in_features - 1}:
         x = torch.zeros(1, in_features, device=device)
         x[0, k] = 1
-        column = row_matmul_reference(x, *weight, None, None, torch.float32)
+        column = coded_reference(x, *weight, None, None, torch.float32)
         assert torch.equal(column[0], expected[:, k].double())
     assert torch.equal(decode_coded(weight.pieces)[:20, :in_features], expected.float())
 
@@ -47,7 +42,7 @@ def test_coded_weights_are_the_packed_ones(group_size, in_features, device):
 def test_a_matrix_is_coded_some_rows_at_a_time(gated, monkeypatch, device):
     packed = matrix(device, rows=90)
     whole = code(packed, gated)
-    monkeypatch.setattr(module, "CODED_AT_ONCE", 2 * 16 * 384)
+    monkeypatch.setattr(coded, "CODED_AT_ONCE", 2 * 16 * 384)
     assert torch.equal(code(packed, gated).pieces, whole.pieces)
 
 
@@ -55,7 +50,7 @@ def test_a_gated_matrix_is_coded_by_halves(device):
     packed = matrix(device, rows=22)
     weight, halves, x = code(packed, gated=True), decode_digits_reference(packed), row(device)
     gate, up = (x.double() @ halves.double().T).chunk(2, dim=1)
-    got = row_matmul_reference(x, *weight, None, None, torch.float32)
+    got = coded_reference(x, *weight, None, None, torch.float32)
     torch.testing.assert_close(got, gate * torch.sigmoid(gate) * up)
 
 

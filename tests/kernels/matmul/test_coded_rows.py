@@ -1,4 +1,4 @@
-"""Few rows times an arranged matrix: how it is arranged, and what its cases do not say."""
+"""Few rows times a coded matrix: how it is coded, and what its cases do not say."""
 
 import math
 
@@ -8,8 +8,9 @@ from marks import mostly_slow
 
 from arbcli.kernels.codec.decode_digits import decode_digits_reference
 from arbcli.kernels.codec.packed import Packed, random_packed
-from arbcli.kernels.matmul.arranged import arrange, fits_arranged
-from arbcli.kernels.matmul.arranged_rows import arranged_rows, arranged_rows_reference
+from arbcli.kernels.matmul.arranged import fits_arranged
+from arbcli.kernels.matmul.coded import code, coded_reference
+from arbcli.kernels.matmul.coded_rows import coded_rows
 from arbcli.kernels.runtime.backend import use_backend
 
 KERNELS = "triton" if torch.cuda.is_available() else "interpreter"
@@ -22,23 +23,23 @@ def matrix(device, rows=20, in_features=328, group_size=32) -> Packed:
 
 @pytest.mark.parametrize("in_features", [8, 160, 328])
 @pytest.mark.parametrize("group_size", [32, 96])
-def test_arranged_weights_are_the_packed_ones(group_size, in_features, device):
+def test_coded_weights_are_the_packed_ones(group_size, in_features, device):
     packed = matrix(device, in_features=in_features, group_size=group_size)
     expected = decode_digits_reference(packed).double()
-    weight = arrange(packed)
+    weight = code(packed)
     for k in {0, in_features // 2, in_features - 1}:
         x = torch.zeros(1, in_features, device=device)
         x[0, k] = 1
-        column = arranged_rows_reference(x, *weight, None, None, torch.float32)
+        column = coded_reference(x, *weight, None, None, torch.float32)
         assert torch.equal(column[0], expected[:, k])
 
 
-def test_a_gated_matrix_is_arranged_by_halves(device):
+def test_a_gated_matrix_is_coded_by_halves(device):
     packed = matrix(device, rows=22)
-    weight, halves = arrange(packed, gated=True), decode_digits_reference(packed)
+    weight, halves = code(packed, gated=True), decode_digits_reference(packed)
     x = torch.randn(2, 328, generator=torch.Generator().manual_seed(1)).to(device)
     gate, up = (x.double() @ halves.double().T).chunk(2, dim=1)
-    got = arranged_rows_reference(x, *weight, None, None, torch.float32)
+    got = coded_reference(x, *weight, None, None, torch.float32)
     torch.testing.assert_close(got, gate * torch.sigmoid(gate) * up)
 
 
@@ -50,11 +51,11 @@ def test_matrices_one_above_the_other_are_multiplied_at_once(device):
 
 
 def test_power_of_two_in_front_of_a_row_does_not_matter(device):
-    weight = arrange(matrix(device))
+    weight = code(matrix(device))
     x = torch.randn(3, 328, generator=torch.Generator().manual_seed(1)).to(device, torch.bfloat16)
     with use_backend(KERNELS):
         y, scaled = (
-            arranged_rows(part, weight, 0.0, dtype=torch.float32) for part in (x, 2.0**40 * x)
+            coded_rows(part, weight, 0.0, dtype=torch.float32) for part in (x, 2.0**40 * x)
         )
     assert torch.equal(y, scaled)
 
@@ -62,12 +63,12 @@ def test_power_of_two_in_front_of_a_row_does_not_matter(device):
 @pytest.mark.parametrize("value", mostly_slow([float("inf"), float("nan")], math.isnan))
 @pytest.mark.parametrize("rows", [1, 2, 3])
 def test_what_is_not_finite_is_not_hidden_and_stays_in_its_row(rows, value, device):
-    weight = arrange(matrix(device, rows=5))
+    weight = code(matrix(device, rows=5))
     for k in (0, 171, 327):
         x = torch.ones(rows, 328, device=device, dtype=torch.bfloat16)
         x[-1, k] = value
         with use_backend(KERNELS):
-            y = arranged_rows(x, weight, 1e-6, dtype=torch.float32)
+            y = coded_rows(x, weight, 1e-6, dtype=torch.float32)
         assert y[:-1].isfinite().all()
         assert not y[-1].isfinite().any()
 
@@ -82,15 +83,15 @@ def test_rows_are_multiplied_by_every_backend(rows, device):
         expected = x.double() @ decode_digits_reference(packed).double().T
         for backend in (KERNELS, "torch"):
             with use_backend(backend):
-                y = arranged_rows(x, arrange(packed), dtype=torch.float32)
+                y = coded_rows(x, code(packed), dtype=torch.float32)
             assert (y - expected).abs().max() < 1e-5 * expected.abs().max()
 
 
 def test_a_row_of_a_wider_matrix(device):
     wide = torch.ones(2, 331, device=device, dtype=torch.bfloat16)
-    weight = arrange(matrix(device))
+    weight = code(matrix(device))
     with use_backend(KERNELS):
-        row, alone = (arranged_rows(x, weight) for x in (wide[:1, :328], wide[:1, :328].clone()))
+        row, alone = (coded_rows(x, weight) for x in (wide[:1, :328], wide[:1, :328].clone()))
     assert torch.equal(row, alone)
 
 
@@ -109,17 +110,17 @@ def test_only_one_row_of_bf16_is_taken(device):
 def test_rejects_what_does_not_fit(device):
     packed, x = matrix(device), torch.zeros(328, device=device, dtype=torch.bfloat16)
     with pytest.raises(ValueError, match="19 rows are not two halves"):
-        arrange(packed.rows(slice(19)), gated=True)
+        code(packed.rows(slice(19)), gated=True)
     with pytest.raises(ValueError, match="need groups of whole planes of 32 weights, got 6"):
-        arrange(matrix(device, group_size=6))
-    weight, x = arrange(packed), x[None]
+        code(matrix(device, group_size=6))
+    weight, x = code(packed), x[None]
     for wrong in (x.float(), x[:, :320], x[0], x.expand(2, 328), x[None]):
         with pytest.raises(ValueError, match="need contiguous bfloat16 rows of 328"):
-            arranged_rows(wrong, weight)
+            coded_rows(wrong, weight)
     for few in (x[:, :325].contiguous(), x.repeat(65, 1), x[:0]):
-        some = arrange(matrix(device, in_features=few.shape[1]))
+        some = code(matrix(device, in_features=few.shape[1]))
         with pytest.raises(ValueError, match="need 1 to 64 rows of a multiple of 8"):
-            arranged_rows(few, some)
+            coded_rows(few, some)
     for added in (x, x[:, :20].float(), x[0, :20]):
         with pytest.raises(ValueError, match=r"need torch.bfloat16 \(1, 20\) to add to"):
-            arranged_rows(x, weight, added=added)
+            coded_rows(x, weight, added=added)

@@ -1,0 +1,131 @@
+"""How a matrix of trits is coded for products of few rows: two bits a weight, ready for use.
+
+The trits T are *coded*: T + 1 in two bits, four to a byte, in pieces of 16 rows by 128
+columns that are stored in the order in which the threads of a warp load them. Plane i of a piece,
+its columns 32 i .. 32 i + 31, is bits 2 i and 2 i + 1 of each byte.
+
+- 512 bytes of codes. For j in 0..3, r in 0..7 and q in 0..1: bytes 8 j + 4 q .. 8 j + 4 q + 3 of
+  row r of the piece, then the same bytes of row r + 8. The first of four bytes has columns
+  32 i, the next 2 + 32 i, then 1 + 32 i and 3 + 32 i: every second one is a neighbour.
+- 128 bytes of scales, bf16. For r in 0..7: those of planes 0, 1, 2, 3 of row r, then of row r + 8.
+
+Codes beyond K are 0, scales beyond it are those of the last group, and rows beyond N are 0
+throughout. If the result is gated, row r + 8 of a piece is the row of w half a matrix below row r.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from arbcli.kernels.codec.packed import Packed
+from arbcli.kernels.codec.packing import PLANE, unpack_trits
+from arbcli.kernels.codec.scales import scales_torch
+from arbcli.kernels.matmul.arranged import ROWS, check_trits, in_tiles, tiles_reference
+from arbcli.kernels.runtime._triton import tl
+
+BLOCK = 4 * PLANE
+"""Weights of a row in a piece."""
+CODE_BYTES, SCALE_BYTES = 512, 128
+"""Of a piece."""
+COLUMNS = [0, 2, 1, 3]
+"""Of the bytes of a word; and the bytes of columns."""
+CODED_AT_ONCE = 1 << 22
+"""Weights that are coded at a time, which take some 30 bytes each meanwhile."""
+PIECE_BYTES = tl.constexpr(CODE_BYTES + SCALE_BYTES)
+
+
+class Coded(NamedTuple):
+    """A matrix in pieces: T tiles of 16 rows by B blocks of 128 columns."""
+
+    pieces: Tensor
+    """(T, B, 640) uint8: (4, 8, 2, 2, 4) bytes, then (8, 2, 4) bfloat16 scales."""
+    out_features: int
+    """N: elements of a result, after gating."""
+    in_features: int
+    """K."""
+    gated: bool
+    """Whether a tile has eight rows of each half of the matrix."""
+
+
+def code(packed: Packed, gated: bool = False) -> Coded:
+    """Code a packed matrix for products of few rows: 2.5 bits a weight, and what fills pieces.
+
+    Args:
+        packed: N rows by K weights, in groups of a multiple of 32.
+        gated: whether results are to be gated; then N is even.
+
+    Raises:
+        ValueError: a dtype or a shape does not fit.
+    """
+    check_trits(packed, gated)
+    halves = 1 + gated
+    rows, height = packed.out_features // halves, ROWS // halves
+    tiles, blocks = -(-rows // height), -(-packed.in_features // BLOCK)
+    shape, device = (tiles, blocks, CODE_BYTES + SCALE_BYTES), packed.trits.device
+    pieces = torch.empty(shape, dtype=torch.uint8, device=device)
+    most = max(1, CODED_AT_ONCE // (ROWS * BLOCK * blocks))
+    for start in range(0, tiles, most):
+        index = torch.arange(height * start, min(height * (start + most), rows), device=device)
+        index = torch.cat([index + rows * half for half in range(halves)])
+        pieces[start : start + most] = _pieces(packed.rows(index), gated, blocks)
+    # a kernel that overlaps the one before it reads the pieces without waiting for any kernel
+    if pieces.is_cuda:
+        torch.cuda.synchronize(device)
+    return Coded(pieces, rows, packed.in_features, gated)
+
+
+def _pieces(packed: Packed, gated: bool, blocks: int) -> Tensor:
+    """Code some rows, or as many of either half, to (tiles, blocks, 640) bytes."""
+    device = packed.trits.device
+    group = torch.arange(4 * blocks, device=device) * PLANE // packed.group_size
+    scales = scales_torch(packed.exponent, packed.fraction)
+    scales = scales[:, group.clamp(max=packed.num_groups - 1)].bfloat16()
+    codes = unpack_trits(packed.trits, packed.in_features).to(torch.uint8) + 1
+    codes = functional.pad(codes, (0, BLOCK * blocks - packed.in_features))
+    # tile, half, row, block, plane i, j, q, byte
+    codes = in_tiles(codes.unflatten(1, (blocks, 4, 4, 2, 4)), gated)[..., COLUMNS]
+    shift = torch.arange(0, 8, 2, dtype=torch.uint8, device=device).view(4, 1, 1, 1)
+    codes = (codes << shift).sum(4, dtype=torch.uint8).permute(0, 3, 4, 2, 5, 1, 6)
+    scales = in_tiles(scales.unflatten(1, (blocks, 4)), gated).permute(0, 3, 2, 1, 4)
+    return torch.cat([codes.flatten(2), scales.flatten(2).view(torch.uint8)], dim=2)
+
+
+def coded_reference(
+    x: Tensor,
+    pieces: Tensor,
+    out_features: int,
+    in_features: int,
+    gated: bool,
+    eps: float | None,
+    added: Tensor | None,
+    dtype: torch.dtype,
+) -> Tensor:
+    """Compute what `row_matmul` and `coded_rows` must return, in float64, a plane at a time."""
+    tiles, blocks = pieces.shape[:2]
+    codes = pieces[..., :CODE_BYTES].unflatten(2, (4, 8, 2, 2, 4))
+    scales = pieces[..., CODE_BYTES:].contiguous().view(torch.bfloat16).unflatten(2, (8, 2, 4))
+    weight = torch.zeros(tiles, 2, 8, BLOCK * blocks, dtype=torch.float64, device=x.device)
+    for b in range(blocks):
+        for r in range(8):
+            for i in range(4):
+                for j in range(4):
+                    for q in range(2):
+                        k = BLOCK * b + PLANE * i + 8 * j + 4 * q
+                        trit = codes[:, b, j, r, q].long() // 4**i % 4 - 1  # (T, 2, 4)
+                        scale = scales[:, b, r, :, i].double()
+                        weight[:, :, r, k : k + 4] = trit[..., COLUMNS] * scale[:, :, None]
+    return tiles_reference(x, weight[..., :in_features], out_features, gated, eps, added)
+
+
+def decode_coded(pieces: Tensor) -> Tensor:
+    """Decode a coded matrix: (16 T, 128 B) float32, in the order of its tiles."""
+    codes, scales = pieces.split([CODE_BYTES, SCALE_BYTES], dim=2)
+    codes = codes.unflatten(2, (4, 8, 2, 2, 4))
+    planes = torch.stack([codes >> 2 * i & 3 for i in range(4)], dim=2)[..., COLUMNS].float() - 1
+    scales = scales.contiguous().view(torch.bfloat16).unflatten(2, (8, 2, 4)).float()
+    # tile, half, row, block, plane i, j, q, byte
+    weight = planes.permute(0, 6, 4, 1, 2, 3, 5, 7)
+    weight = weight * scales.permute(0, 3, 2, 1, 4)[..., None, None, None]
+    return weight.reshape(ROWS * len(pieces), -1)

@@ -1,0 +1,449 @@
+"""Products of up to 64 rows, none of which depends on the others: y = added + gate(norm(x) @ w.T).
+
+Norm, gate and sum are those of `row_matmul`; `coded` says how w lies. What is promised besides:
+a row of the result has the same bits whatever the other rows are, and however many. So a text is
+the same whether it is made alone or with others. For that, the order of every sum follows from the
+shape of w alone: a warp takes every `warps`-th block of columns, and warps are summed in order.
+
+Decoding. A code T + 1, shifted to the top of 16 bits and with all bits flipped, is the bf16 number
+2 T once the other bits are cleared: 00 becomes 11, -2; 01 becomes 10, -0; and 10 becomes 01, 2. Its
+product with its scale is exact. The half too much is taken from the sums.
+
+Work. A program has some tiles of 16 rows, and all their pieces are copied to shared memory before
+it waits for the kernel that makes x; of a long row, as many as there is room for. Thread 4 r + c of
+a warp has columns 8 c .. 8 c + 7 of each plane: of rows r and r + 8 of w, and of row r of x. The
+matrix instruction has columns for eight rows of x; for sixteen it is repeated with the same trits.
+Where a warp has at most two blocks of columns, it keeps its x in registers for all tiles. The
+squares of the norm are products too: of x with itself, of which the diagonal is kept.
+"""
+
+from collections.abc import Iterator
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from arbcli.kernels.codec.decode_weight import decode_weight
+from arbcli.kernels.codec.packed import random_packed
+from arbcli.kernels.codec.warp_products import HAS_PTX, add_products, multiply_pairs
+from arbcli.kernels.matmul.arranged import check_few_rows, grid_of, store_both, with_torch
+from arbcli.kernels.matmul.coded import (
+    BLOCK,
+    CODE_BYTES,
+    PIECE_BYTES,
+    SCALE_BYTES,
+    Coded,
+    code,
+    coded_reference,
+    decode_coded,
+)
+from arbcli.kernels.runtime._triton import tl, triton
+from arbcli.kernels.runtime.backend import num_processors, uses_triton
+from arbcli.kernels.runtime.inputs import check_contiguous
+from arbcli.kernels.runtime.overlap import overlap_options, wait_for_last
+from arbcli.kernels.runtime.shared_memory import (
+    commit,
+    copy,
+    memory_of,
+    read_float,
+    read_four,
+    wait_for_copies,
+    wait_for_warp,
+    write_four,
+    write_where,
+)
+from arbcli.kernels.runtime.spec import MATRIX, Case, Gate, KernelSpec, Timing
+from arbcli.kernels.runtime.threads import load_where
+
+MOST_TEXTS = 64
+"""Largest M."""
+SHARED_BYTES = 47 << 10
+"""Of pieces that a program can have at a time."""
+UNIT_BYTES = tl.constexpr(512)
+"""What a warp has of 16 rows of w times 8 rows of x: four float32 a thread."""
+_SCALES_AT = tl.constexpr(CODE_BYTES)
+_TWICE = tl.constexpr("prmt.b32 $0, $1, 0, 0x1010;")
+_TWICE_UPPER = tl.constexpr("prmt.b32 $0, $1, 0, 0x3232;")
+
+
+@triton.jit
+def _twice(word, UPPER: tl.constexpr, PTX: tl.constexpr):
+    """Repeat the lower or the upper half of a word."""
+    if PTX:
+        CODE: tl.constexpr = _TWICE_UPPER if UPPER else _TWICE
+        pair = tl.inline_asm_elementwise(
+            CODE, "=r,r", [word], dtype=tl.int32, is_pure=True, pack=1
+        )  # fmt: skip
+    elif UPPER:
+        pair = ((word >> 16) & 0xFFFF) | (word & -0x10000)
+    else:
+        pair = (word & 0xFFFF) | (word << 16)
+    return pair
+
+
+@triton.jit
+def _copy_block(
+    pieces_ptr, first_tile, tiles, block, slot,
+    HEIGHT: tl.constexpr, BLOCKS: tl.constexpr, OF_TILE: tl.constexpr,
+):  # fmt: skip
+    """Start copying a warp's block of each tile to shared memory; beyond the last, zeros."""
+    UNITS: tl.constexpr = PIECE_BYTES // 16
+    lane = tl.arange(0, block.shape[0]) % 32
+    for i in tl.static_range(HEIGHT):
+        tile = tl.minimum(first_tile + i, tiles - 1)
+        piece = tile * BLOCKS + tl.minimum(block, BLOCKS - 1)
+        source = (pieces_ptr + (PIECE_BYTES // 8 * piece + 2 * lane)).to(tl.int64)
+        target = slot + (OF_TILE * i + 16 * lane)
+        for j in tl.static_range(0, UNITS, 32):
+            copy(target + 16 * j, source + 16 * j, block < BLOCKS, lane + j < UNITS, False)
+
+
+@triton.jit
+def _piece_of(
+    pieces_ptr, first_tile, i, tiles, block, slot, BLOCKS: tl.constexpr, PTX: tl.constexpr
+):
+    """Say where a warp's piece is: in shared memory, or without PTX where it came from."""
+    if PTX:
+        at = slot
+    else:
+        tile = tl.minimum(first_tile + i, tiles - 1)
+        piece = tile * BLOCKS + tl.minimum(block, BLOCKS - 1)
+        at = pieces_ptr.to(tl.pointer_type(tl.uint8)) + PIECE_BYTES * piece
+    return at
+
+
+@triton.jit
+def _load_block(x_starts, block, K, PTX: tl.constexpr):
+    """Load a warp's block of x: for each plane and eight rows, eight elements a thread."""
+    c, planes = tl.arange(0, block.shape[0]) % 4, ()
+    for plane in tl.static_range(4):
+        k, octets = 128 * block + 32 * plane + 8 * c, ()
+        for t in tl.static_range(len(x_starts)):
+            octets = octets + (load_where(x_starts[t] + k // 4, k < K, True, PTX),)  # noqa: RUF005
+        planes = planes + (octets,)  # noqa: RUF005
+    return planes
+
+
+@triton.jit
+def _add_block(sums, at, x, PTX: tl.constexpr):
+    """Add the products of a piece, which is at `at`, with a warp's block of x."""
+    thread = tl.arange(0, sums[0][0].shape[0])
+    r, c = thread // 4 % 8, thread % 4
+    codes = read_four(at + (128 * c + 16 * r), PTX)
+    scales = read_four(at + (_SCALES_AT + 16 * r), PTX)
+    for plane in tl.static_range(4):
+        pairs = ()
+        for half in tl.static_range(2):
+            scale = _twice(scales[2 * half + plane // 2], plane % 2 == 1, PTX)
+            for i in tl.static_range(4):  # every second byte of a word makes a pair
+                shifted = codes[2 * (i // 2) + half] << ((6 if i % 2 else 14) - 2 * plane)
+                pairs = pairs + (multiply_pairs(~shifted & -0x3FFF4000, scale, PTX),)  # noqa: RUF005
+        added = ()
+        for t in tl.static_range(len(sums)):
+            added = added + (add_products(sums[t], pairs, x[plane][t], PTX),)  # noqa: RUF005
+        sums = added
+    return sums
+
+
+@triton.jit
+def _add_squares(squares, x, PTX: tl.constexpr):
+    """Add the products of a warp's block of x with itself."""
+    OCTETS: tl.constexpr = len(squares)
+    for plane in tl.static_range(4):
+        both, added = x[plane][0] + x[plane][OCTETS - 1], ()
+        for t in tl.static_range(OCTETS):
+            added = added + (add_products(squares[t], both, x[plane][t], PTX),)  # noqa: RUF005
+        squares = added
+    return squares
+
+
+@triton.jit
+def _write_units(units, at, thread, PTX: tl.constexpr):
+    """Write what a warp has, where nobody else reads or writes before all warps wait."""
+    if PTX:
+        wait_for_warp(thread)
+    for t in tl.static_range(len(units)):
+        words = ()
+        for j in tl.static_range(4):
+            words = words + (units[t][j].to(tl.int32, bitcast=True),)  # noqa: RUF005
+        write_four(at + (UNIT_BYTES * t + 16 * (thread % 32)), words, PTX)
+
+
+@triton.jit
+def _sum_unit(at, APART: tl.constexpr, WARPS: tl.constexpr, PTX: tl.constexpr):
+    """Sum over warps what they have of a unit, `APART` bytes from one warp's to the next's."""
+    found = (tl.zeros(at.shape, tl.float32),) * 4
+    for w in tl.static_range(WARPS):
+        words, total = read_four(at + APART * w, PTX), ()
+        for j in tl.static_range(4):
+            total = total + (found[j] + words[j].to(tl.float32, bitcast=True),)  # noqa: RUF005
+        found = total
+    return found
+
+
+@triton.jit(do_not_specialize=["M", "N", "tiles"])
+def _coded_rows_kernel(
+    x_ptr, pieces_ptr, added_ptr, y_ptr, instead_ptr,
+    M, N, K, tiles, eps,
+    NORM: tl.constexpr, GATED: tl.constexpr, ADD: tl.constexpr,
+    HEIGHT: tl.constexpr, OCTETS: tl.constexpr, BLOCKS: tl.constexpr, WARPS: tl.constexpr,
+    STEPS: tl.constexpr, STAGES: tl.constexpr, OF_TILE: tl.constexpr, BYTES: tl.constexpr,
+    PTX: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    thread = tl.arange(0, 32 * WARPS)
+    warp, r, c = thread // 32, thread // 4 % 8, thread % 4
+    zero = tl.zeros(thread.shape, tl.float32)
+    first_tile = tl.program_id(0).to(tl.int64) * HEIGHT
+    first_row = tl.program_id(1) * (8 * OCTETS)
+    x_starts = ()
+    for t in tl.static_range(OCTETS):  # rows from M on repeat the last, and are not stored
+        row = tl.minimum(first_row + 8 * t + r, M - 1)
+        x_starts = x_starts + (x_ptr + row * (K // 4),)  # noqa: RUF005
+
+    # shared memory of a warp: pieces of each tile, later its sums; behind all warps', the squares
+    OF_WARP: tl.constexpr = OF_TILE * HEIGHT
+    memory = memory_of(instead_ptr, thread, BYTES, PTX)
+    mine, squares_at = memory + OF_WARP * warp, memory + OF_WARP * WARPS
+    if PTX:
+        for stage in tl.static_range(STAGES):
+            block, slot = warp + WARPS * stage, mine + PIECE_BYTES * stage
+            _copy_block(pieces_ptr, first_tile, tiles, block, slot, HEIGHT, BLOCKS, OF_TILE)
+            commit(thread)
+    wait_for_last(OVERLAP)
+
+    nothing = ((zero,) * 4,) * OCTETS
+    squares = nothing
+    if STEPS <= 2:
+        blocks = ()
+        for s in tl.static_range(STEPS):
+            blocks = blocks + (_load_block(x_starts, warp + WARPS * s, K, PTX),)  # noqa: RUF005
+        if NORM:
+            for s in tl.static_range(STEPS):
+                squares = _add_squares(squares, blocks[s], PTX)
+        if PTX:
+            wait_for_copies(0, thread)
+        for i in range(HEIGHT):
+            sums, of_tile = nothing, mine + OF_TILE * i
+            for s in tl.static_range(STEPS):
+                block, slot = warp + WARPS * s, of_tile + PIECE_BYTES * s
+                at = _piece_of(pieces_ptr, first_tile, i, tiles, block, slot, BLOCKS, PTX)
+                sums = _add_block(sums, at, blocks[s], PTX)
+            _write_units(sums, of_tile, thread, PTX)
+    else:  # one tile; two blocks of x are on their way while another is multiplied
+        sums = nothing
+        even = _load_block(x_starts, warp, K, PTX)
+        odd = _load_block(x_starts, warp + WARPS, K, PTX)
+        for first in range(0, STEPS, 2):
+            for turn in tl.static_range(2):
+                step = first + turn
+                block, slot = warp + WARPS * step, mine + PIECE_BYTES * (step % STAGES)
+                if PTX:
+                    wait_for_copies(STAGES - 1, thread)
+                at = _piece_of(pieces_ptr, first_tile, 0, tiles, block, slot, BLOCKS, PTX)
+                x = odd if turn else even
+                sums = _add_block(sums, at, x, PTX)
+                if NORM:
+                    squares = _add_squares(squares, x, PTX)
+                if turn:
+                    odd = _load_block(x_starts, block + 2 * WARPS, K, PTX)
+                else:
+                    even = _load_block(x_starts, block + 2 * WARPS, K, PTX)
+                if PTX:
+                    if STAGES < STEPS:
+                        wait_for_warp(thread)
+                        if step + STAGES < STEPS:
+                            block += WARPS * STAGES
+                            _copy_block(
+                                pieces_ptr, first_tile, tiles, block, slot, 1, BLOCKS, OF_TILE
+                            )
+                    commit(thread)
+        if PTX:
+            wait_for_copies(0, thread)
+        _write_units(sums, mine, thread, PTX)
+    if NORM:  # the square of row 8 t + r is in thread 4 r + r // 2
+        for t in tl.static_range(OCTETS):
+            square = tl.where(r % 2 == 0, squares[t][2 * t], squares[t][2 * t + 1])
+            to = squares_at + 4 * (8 * (OCTETS * warp + t) + r)
+            write_where(to, square, c == r // 2, PTX)
+    tl.debug_barrier()
+
+    # a warp stores every `WARPS`-th unit
+    UNITS: tl.constexpr = HEIGHT * OCTETS
+    for turn in tl.static_range(0, UNITS, WARPS):
+        unit = turn + warp
+        some, unit = unit < UNITS, tl.minimum(unit, UNITS - 1)
+        i, t = unit // OCTETS, unit % OCTETS
+        at = memory + (OF_TILE * i + UNIT_BYTES * t + 16 * (thread % 32))
+        y = _sum_unit(at, OF_WARP, WARPS, PTX)
+        n = (first_tile + i) * (8 if GATED else 16) + r
+        for j in tl.static_range(2):
+            m, factor = first_row + 8 * t + 2 * c + j, zero + 0.5
+            if NORM:
+                square, at = zero, squares_at + 4 * (8 * t + 2 * c + j)
+                for w in tl.static_range(WARPS):
+                    square += read_float(at + 32 * OCTETS * w, PTX)
+                factor *= tl.rsqrt(square / K + eps)
+            upper, lower = y[j] * factor, y[2 + j] * factor
+            store_both(upper, lower, added_ptr, y_ptr, m, n, N, some & (m < M), GATED, ADD)
+
+
+class Tiling(NamedTuple):
+    """How the work is shared out."""
+
+    height: int
+    """Tiles of a program; each element of x is loaded once for all of them."""
+    octets: int
+    """Eights of rows of x that a program has; trits are decoded once for all of them."""
+    warps: int
+    """Of a program; by the matrix alone, as they decide the order of sums."""
+    steps: int
+    """Blocks of columns of a warp, at most."""
+    stages: int
+    """Of these, how many are in shared memory at a time."""
+
+    @property
+    def tile_bytes(self) -> int:
+        """Count what a warp has of a tile in shared memory: pieces, then sums."""
+        return max(PIECE_BYTES.value * self.stages, UNIT_BYTES.value * self.octets)
+
+    @property
+    def shared_bytes(self) -> int:
+        """Count what a program has in shared memory: its tiles, and squares of rows."""
+        return self.warps * (self.height * self.tile_bytes + 32 * self.octets)
+
+
+def _tiling(rows: int, tiles: int, blocks: int, processors: int) -> Tiling:
+    """Choose what a program takes, which on an H200 was the fastest for the matrices of `1b`."""
+    octets, warps = 1 if rows <= 8 else 2, 8 if blocks > 4 else 4
+    steps, groups = triton.cdiv(blocks, warps), triton.cdiv(rows, 8 * octets)
+    stages = min(steps, SHARED_BYTES // (warps * PIECE_BYTES.value))
+    if steps > 2:
+        return Tiling(1, octets, warps, steps, stages)
+    few = tiles * groups <= 4 * processors  # then a program for each processor is enough
+    at_once = processors * (1 if few else 3 if octets == 1 else 2)
+    return Tiling(min(4, triton.cdiv(tiles * groups, at_once)), octets, warps, steps, stages)
+
+
+def _coded_rows_triton(x, pieces, out_features, in_features, gated, eps, added, dtype):
+    y = torch.empty(len(x), out_features, dtype=dtype, device=x.device)
+    tiles, blocks = pieces.shape[:2]
+    x = x if x.data_ptr() % 16 == 0 else x.clone()
+    to = y if added is None else added.contiguous()
+    tiling = _tiling(len(x), tiles, blocks, num_processors(x))
+    height, octets, warps, steps, stages = tiling
+    grid = triton.cdiv(tiles, height), triton.cdiv(len(x), 8 * octets)
+    size = tiling.shared_bytes
+    instead = pieces if HAS_PTX else pieces.new_empty(grid[0] * grid[1] * size)
+    _coded_rows_kernel[grid](
+        x.flatten().view(torch.int64), pieces.view(torch.int64), to, y, instead,
+        len(x), out_features, in_features, tiles, 0.0 if eps is None else eps,
+        NORM=eps is not None, GATED=gated, ADD=added is not None,
+        HEIGHT=height, OCTETS=octets, BLOCKS=blocks, WARPS=warps, STEPS=steps, STAGES=stages,
+        OF_TILE=tiling.tile_bytes, BYTES=size, PTX=HAS_PTX,
+        num_warps=warps, maxnreg=128, **overlap_options(x),
+    )  # fmt: skip
+    return y
+
+
+def _coded_rows_torch(x, pieces, out_features, in_features, gated, eps, added, dtype):
+    weight = decode_coded(pieces)[:, :in_features]
+    results = []
+    for row in x.float():  # one by one, because the sums of a product depend on its rows
+        row = row[None] if eps is None else functional.rms_norm(row[None], row.shape, eps=eps)
+        y = (row @ weight.T).view(1, -1, 2, 8)
+        results.append(functional.silu(y[:, :, 0]) * y[:, :, 1] if gated else y)
+    y = torch.cat(results).flatten(1)[:, :out_features]
+    return (y if added is None else added + y).to(dtype)
+
+
+def coded_rows(
+    x: Tensor,
+    weight: Coded,
+    eps: float | None = None,
+    added: Tensor | None = None,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    """Normalise rows, multiply them by a coded matrix, gate the result and add to it.
+
+    Args:
+        x: (M, K) bfloat16, contiguous, 1 to 64 rows, K a multiple of 8.
+        weight: the matrix, and whether the result is gated.
+        eps: added to the mean square; None leaves the norm out.
+        added: like the result; None leaves the sum out.
+        dtype: of the result, bfloat16 or float32; by default that of `x`.
+
+    Returns:
+        (M, N) in `dtype`, accumulated in float32 and rounded once. A row's bits do not depend on
+        other rows, nor on M.
+
+    Raises:
+        ValueError: a dtype or a shape does not fit.
+    """
+    dtype = dtype or x.dtype
+    like = dtype, weight.out_features
+    check_few_rows(x, weight.in_features, added, like, multiple=8, most=MOST_TEXTS)
+    shape = *grid_of(weight, BLOCK), CODE_BYTES + SCALE_BYTES
+    check_contiguous("pieces", weight.pieces, torch.uint8, shape)
+    run = _coded_rows_triton if uses_triton(x) else _coded_rows_torch
+    return run(x, *weight, eps, added, dtype)
+
+
+SHAPES = (
+    (1, 1, 8, 32, False, 0.1, False), (9, 34, 328, 32, True, 1e-6, True),
+    (5, 20, 168, 96, False, 1e-6, False), (3, 20, 1512, 32, False, None, True),
+    (2, 180, 8, 32, False, None, False), (33, 18, 40, 32, False, 1e-6, True),
+)  # fmt: skip
+"""(M, rows, K, G, gated, eps, whether something is added)."""
+
+
+def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
+    generator = torch.Generator().manual_seed(0)
+    dtypes = (torch.float32,) if device.type == "cpu" else (torch.float32, torch.bfloat16)
+    for m, rows, in_features, group_size, gated, eps, adds in SHAPES:
+        packed = random_packed(rows, in_features, group_size, generator, spread=8)
+        weight = code(packed, gated)
+        x = torch.randn(m, in_features, generator=generator)
+        x *= 2.0 ** torch.randint(-3, 4, x.shape, generator=generator)
+        added = torch.randn(m, weight.out_features, generator=generator)
+        for dtype in dtypes:  # bf16 results have a coarser gate
+            low = dtype == torch.bfloat16
+            label = f"{m}x{rows}x{in_features}{' gate' * gated}{' norm' * (eps is not None)}"
+            yield Case(
+                f"{label}{' sum' * adds} {str(dtype).removeprefix('torch.')}",
+                (x.to(device, torch.bfloat16), weight.pieces.to(device), *weight[1:], eps,
+                 added.to(device, dtype) if adds else None, dtype),
+                peer=_coded_rows_torch if low else None,
+            )  # fmt: skip
+
+
+def _timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
+    generator = torch.Generator(device)
+    half = {"device": device, "dtype": torch.bfloat16}
+    (rows, in_features), gated = MATRIX, True
+    packed = random_packed(rows, in_features, 32, generator, spread=8)
+    weight = code(packed, gated)
+    for m in (4, 16, 64):
+        x, added = torch.randn(m, in_features, **half), torch.randn(m, weight.out_features, **half)
+        yield Timing(
+            f"{m}x{rows}x{in_features} gate",
+            (x, *weight, 1e-6, added, x.dtype),
+            peer=partial(with_torch, x, decode_weight(packed), gated, added),
+            peer_name="torch and cuBLAS bf16",
+            flops=2 * m * rows * in_features,
+        )
+
+
+CODED_ROWS = KernelSpec(
+    "coded_rows", _coded_rows_triton, _coded_rows_torch, coded_reference,
+    _cases,
+    Gate(
+        exact=False,
+        relative=1e-3,
+        peer_slack=0.1,
+        reason="float32 sums of up to 1512 products, added up by the matrix units; in bf16 one"
+        " rounding, as torch's float32 has",
+    ),
+    timings=_timings,
+)  # fmt: skip
