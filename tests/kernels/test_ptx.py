@@ -6,7 +6,7 @@ import torch
 from arbcli.kernels.attention.attend_parts import AttentionParts
 from arbcli.kernels.codec.decode_digits import decode_digits_reference
 from arbcli.kernels.codec.packed import random_packed
-from arbcli.kernels.matmul import row_matmul
+from arbcli.kernels.matmul import coded, coded_rows, row_matmul
 from arbcli.kernels.matmul.few_rows import few_rows
 from arbcli.kernels.runtime.backend import use_backend
 from arbcli.verify.compare import as_tuple, compare
@@ -71,7 +71,7 @@ def row_error(
 ) -> float:  # fmt: skip
     generator = torch.Generator().manual_seed(0)
     packed = random_packed(out_features, in_features, 32, generator, spread=8)
-    weight = row_matmul.code(packed, gated)
+    weight = coded.code(packed, gated)
     x = torch.randn(5 if heads else 1, in_features, generator=generator).bfloat16()
     row = x
     if heads:  # of five parts of attention, three are filled
@@ -83,7 +83,19 @@ def row_error(
     with emulated(), pytest.MonkeyPatch.context() as patch:
         patch.setattr(row_matmul, "_tiling", lambda *_: row_matmul.Tiling(*tiling))
         y = row_matmul.ROW_MATMUL.triton(x, *inputs)
-    return error(y, row_matmul.row_matmul_reference(row, *inputs))
+    return error(y, coded.coded_reference(row, *inputs))
+
+
+def rows_error(rows: int, out_features: int, in_features: int, gated: bool, tiling: tuple) -> float:
+    generator = torch.Generator().manual_seed(0)
+    packed = random_packed(out_features, in_features, 32, generator, spread=8)
+    weight = coded.code(packed, gated)
+    x = torch.randn(rows, in_features, generator=generator).bfloat16()
+    inputs = x, *weight, 1e-6, None, torch.float32
+    with emulated(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(coded_rows, "_tiling", lambda *_: coded_rows.Tiling(*tiling))
+        y = coded_rows.CODED_ROWS.triton(*inputs)
+    return error(y, coded.coded_reference(*inputs))
 
 
 @pytest.mark.parametrize(
@@ -124,6 +136,19 @@ TILINGS = [
 )
 def test_row_matmul(compiling, shape, tiling, gated, eps):
     assert compiling(row_error, *shape, gated, eps, tiling) < 2e-4  # x has 15 bits
+
+
+@pytest.mark.parametrize(
+    ("shape", "gated", "tiling"),
+    [
+        param((11, 72, 600), True, (2, 2, 4, 2, 2), quick=True),
+        param((3, 20, 1904), False, (1, 1, 4, 4, 2), quick=True),  # not all is in memory at a time
+        param((18, 40, 1496), False, (1, 2, 4, 3, 2), quick=False),
+        param((5, 100, 104), True, (4, 1, 4, 1, 1), quick=False),
+    ],
+)
+def test_coded_rows(compiling, shape, gated, tiling):
+    assert compiling(rows_error, *shape, gated, tiling) < 1e-6
 
 
 @pytest.mark.parametrize(

@@ -130,7 +130,7 @@ def test_product_of_parts_has_the_bits_of_that_of_their_average(device, monkeypa
 def arranged(lm) -> int:
     """Count the matrices that are arranged."""
     layers = [part for part in lm.modules() if isinstance(part, TernaryLinear)]
-    return sum((part._coded or part._arranged) is not None for part in layers)
+    return sum(part._arranged is not None for part in layers)
 
 
 @pytest.mark.parametrize("weights", ["float", "ste"])

@@ -8,9 +8,10 @@ from marks import mostly_slow
 
 from arbcli.kernels.codec.decode_digits import decode_digits_reference
 from arbcli.kernels.codec.packed import Packed, random_packed
+from arbcli.kernels.matmul import coded_rows as module
 from arbcli.kernels.matmul.arranged import fits_arranged
 from arbcli.kernels.matmul.coded import code, coded_reference
-from arbcli.kernels.matmul.coded_rows import coded_rows
+from arbcli.kernels.matmul.coded_rows import CODED_ROWS, Tiling, coded_rows
 from arbcli.kernels.runtime.backend import use_backend
 
 KERNELS = "triton" if torch.cuda.is_available() else "interpreter"
@@ -71,6 +72,20 @@ def test_what_is_not_finite_is_not_hidden_and_stays_in_its_row(rows, value, devi
             y = coded_rows(x, weight, 1e-6, dtype=torch.float32)
         assert y[:-1].isfinite().all()
         assert not y[-1].isfinite().any()
+
+
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("tiling", [(3, 1, 4, 1, 1), (2, 2, 4, 1, 1), (1, 2, 4, 3, 3)])
+def test_work_can_be_shared_out_otherwise(tiling, gated, device, monkeypatch):
+    tiling = Tiling(*tiling)
+    packed = matrix(device, rows=70, in_features=400 * tiling.steps)
+    x = torch.randn(11, packed.in_features, generator=torch.Generator().manual_seed(1))
+    inputs = x.to(device, torch.bfloat16), *code(packed, gated), 1e-6, None, torch.float32
+    monkeypatch.setattr(module, "_tiling", lambda *_: tiling)
+    with use_backend(KERNELS):
+        y = CODED_ROWS.triton(*inputs)
+    expected = coded_reference(*inputs)
+    assert (y - expected).abs().max() < 1e-5 * expected.abs().max()
 
 
 @pytest.mark.parametrize("rows", [1, 9])
