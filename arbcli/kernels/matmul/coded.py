@@ -13,17 +13,29 @@ Codes beyond K are 0, scales beyond it are those of the last group, and rows bey
 throughout. If the result is gated, row r + 8 of a piece is the row of w half a matrix below row r.
 """
 
+from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from arbcli.kernels.codec.packed import Packed
+from arbcli.kernels.codec.decode_weight import decode_weight
+from arbcli.kernels.codec.packed import Packed, random_packed
 from arbcli.kernels.codec.packing import PLANE, unpack_trits
 from arbcli.kernels.codec.scales import scales_torch
-from arbcli.kernels.matmul.arranged import ROWS, check_trits, in_tiles, tiles_reference
+from arbcli.kernels.matmul.arranged import (
+    ROWS,
+    check_trits,
+    grid_of,
+    in_tiles,
+    tiles_reference,
+    with_torch,
+)
 from arbcli.kernels.runtime._triton import tl
+from arbcli.kernels.runtime.inputs import check_contiguous
+from arbcli.kernels.runtime.spec import Case, Timing
 
 BLOCK = 4 * PLANE
 """Weights of a row in a piece."""
@@ -47,6 +59,15 @@ class Coded(NamedTuple):
     """K."""
     gated: bool
     """Whether a tile has eight rows of each half of the matrix."""
+
+    def check(self) -> None:
+        """Refuse pieces that are not those of such a matrix.
+
+        Raises:
+            ValueError: a dtype or a shape does not fit.
+        """
+        shape = *grid_of(self, BLOCK), PIECE_BYTES.value
+        check_contiguous("pieces", self.pieces, torch.uint8, shape)
 
 
 def code(packed: Packed, gated: bool = False) -> Coded:
@@ -129,3 +150,69 @@ def decode_coded(pieces: Tensor) -> Tensor:
     weight = planes.permute(0, 6, 4, 1, 2, 3, 5, 7)
     weight = weight * scales.permute(0, 3, 2, 1, 4)[..., None, None, None]
     return weight.reshape(ROWS * len(pieces), -1)
+
+
+def coded_torch(
+    x: Tensor,
+    pieces: Tensor,
+    out_features: int,
+    in_features: int,
+    gated: bool,
+    eps: float | None,
+    added: Tensor | None,
+    dtype: torch.dtype,
+) -> Tensor:
+    """Compute what `row_matmul` and `coded_rows` return with torch, in float32."""
+    weight = decode_coded(pieces)[:, :in_features]
+    results = []
+    for row in x.float():  # one by one, because the sums of a product depend on its rows
+        row = row[None] if eps is None else functional.rms_norm(row[None], row.shape, eps=eps)
+        y = (row @ weight.T).view(1, -1, 2, 8)
+        results.append(functional.silu(y[:, :, 0]) * y[:, :, 1] if gated else y)
+    y = torch.cat(results).flatten(1)[:, :out_features]
+    return (y if added is None else added + y).to(dtype)
+
+
+def coded_cases(shapes: Sequence[tuple], device: torch.device, _group_size: int) -> Iterator[Case]:
+    """Draw cases of a kernel of coded matrices.
+
+    Args:
+        shapes: (M, rows, K, G, gated, eps, whether something is added) of each.
+        device: what they are for.
+    """
+    generator = torch.Generator().manual_seed(0)
+    dtypes = (torch.float32,) if device.type == "cpu" else (torch.float32, torch.bfloat16)
+    for m, rows, in_features, group_size, gated, eps, adds in shapes:
+        packed = random_packed(rows, in_features, group_size, generator, spread=8)
+        weight = code(packed, gated)
+        x = torch.randn(m, in_features, generator=generator)
+        x *= 2.0 ** torch.randint(-3, 4, x.shape, generator=generator)
+        added = torch.randn(m, weight.out_features, generator=generator)
+        for dtype in dtypes:  # bf16 results have a coarser gate
+            low = dtype == torch.bfloat16
+            label = f"{m}x{rows}x{in_features}{' gate' * gated}{' norm' * (eps is not None)}"
+            yield Case(
+                f"{label}{' sum' * adds} {str(dtype).removeprefix('torch.')}",
+                (x.to(device, torch.bfloat16), weight.pieces.to(device), *weight[1:], eps,
+                 added.to(device, dtype) if adds else None, dtype),
+                peer=coded_torch if low else None,
+            )  # fmt: skip
+
+
+def coded_timings(
+    shapes: Sequence[tuple], device: torch.device, _group_size: int
+) -> Iterator[Timing]:
+    """Draw what a kernel of coded matrices is timed with: shapes are (M, rows, K, gated)."""
+    generator = torch.Generator(device)
+    half = {"device": device, "dtype": torch.bfloat16}
+    for m, rows, in_features, gated in shapes:
+        packed = random_packed(rows, in_features, 32, generator, spread=8)
+        weight = code(packed, gated)
+        x, added = torch.randn(m, in_features, **half), torch.randn(m, weight.out_features, **half)
+        yield Timing(
+            f"{m}x{rows}x{in_features}{' gate' * gated}",
+            (x, *weight, 1e-6, added, x.dtype),
+            peer=partial(with_torch, x, decode_weight(packed), gated, added),
+            peer_name="torch and cuBLAS bf16",
+            flops=2 * m * rows * in_features,
+        )

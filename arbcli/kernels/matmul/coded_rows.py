@@ -17,31 +17,25 @@ Where a warp has at most two blocks of columns, it keeps its x in registers for 
 squares of the norm are products too: of x with itself, of which the diagonal is kept.
 """
 
-from collections.abc import Iterator
 from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
-from arbcli.kernels.codec.decode_weight import decode_weight
-from arbcli.kernels.codec.packed import random_packed
 from arbcli.kernels.codec.warp_products import HAS_PTX, add_products, multiply_pairs
-from arbcli.kernels.matmul.arranged import check_few_rows, grid_of, store_both, with_torch
+from arbcli.kernels.matmul.arranged import check_few_rows, store_both
 from arbcli.kernels.matmul.coded import (
-    BLOCK,
     CODE_BYTES,
     PIECE_BYTES,
-    SCALE_BYTES,
     Coded,
-    code,
+    coded_cases,
     coded_reference,
-    decode_coded,
+    coded_timings,
+    coded_torch,
 )
 from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.backend import num_processors, uses_triton
-from arbcli.kernels.runtime.inputs import check_contiguous
 from arbcli.kernels.runtime.overlap import overlap_options, wait_for_last
 from arbcli.kernels.runtime.shared_memory import (
     commit,
@@ -54,7 +48,7 @@ from arbcli.kernels.runtime.shared_memory import (
     write_four,
     write_where,
 )
-from arbcli.kernels.runtime.spec import MATRIX, Case, Gate, KernelSpec, Timing
+from arbcli.kernels.runtime.spec import MATRIX, Gate, KernelSpec
 from arbcli.kernels.runtime.threads import load_where
 
 MOST_TEXTS = 64
@@ -347,17 +341,6 @@ def _coded_rows_triton(x, pieces, out_features, in_features, gated, eps, added, 
     return y
 
 
-def _coded_rows_torch(x, pieces, out_features, in_features, gated, eps, added, dtype):
-    weight = decode_coded(pieces)[:, :in_features]
-    results = []
-    for row in x.float():  # one by one, because the sums of a product depend on its rows
-        row = row[None] if eps is None else functional.rms_norm(row[None], row.shape, eps=eps)
-        y = (row @ weight.T).view(1, -1, 2, 8)
-        results.append(functional.silu(y[:, :, 0]) * y[:, :, 1] if gated else y)
-    y = torch.cat(results).flatten(1)[:, :out_features]
-    return (y if added is None else added + y).to(dtype)
-
-
 def coded_rows(
     x: Tensor,
     weight: Coded,
@@ -384,9 +367,8 @@ def coded_rows(
     dtype = dtype or x.dtype
     like = dtype, weight.out_features
     check_few_rows(x, weight.in_features, added, like, multiple=8, most=MOST_TEXTS)
-    shape = *grid_of(weight, BLOCK), CODE_BYTES + SCALE_BYTES
-    check_contiguous("pieces", weight.pieces, torch.uint8, shape)
-    run = _coded_rows_triton if uses_triton(x) else _coded_rows_torch
+    weight.check()
+    run = _coded_rows_triton if uses_triton(x) else coded_torch
     return run(x, *weight, eps, added, dtype)
 
 
@@ -399,46 +381,9 @@ SHAPES = (
 """(M, rows, K, G, gated, eps, whether something is added)."""
 
 
-def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
-    generator = torch.Generator().manual_seed(0)
-    dtypes = (torch.float32,) if device.type == "cpu" else (torch.float32, torch.bfloat16)
-    for m, rows, in_features, group_size, gated, eps, adds in SHAPES:
-        packed = random_packed(rows, in_features, group_size, generator, spread=8)
-        weight = code(packed, gated)
-        x = torch.randn(m, in_features, generator=generator)
-        x *= 2.0 ** torch.randint(-3, 4, x.shape, generator=generator)
-        added = torch.randn(m, weight.out_features, generator=generator)
-        for dtype in dtypes:  # bf16 results have a coarser gate
-            low = dtype == torch.bfloat16
-            label = f"{m}x{rows}x{in_features}{' gate' * gated}{' norm' * (eps is not None)}"
-            yield Case(
-                f"{label}{' sum' * adds} {str(dtype).removeprefix('torch.')}",
-                (x.to(device, torch.bfloat16), weight.pieces.to(device), *weight[1:], eps,
-                 added.to(device, dtype) if adds else None, dtype),
-                peer=_coded_rows_torch if low else None,
-            )  # fmt: skip
-
-
-def _timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
-    generator = torch.Generator(device)
-    half = {"device": device, "dtype": torch.bfloat16}
-    (rows, in_features), gated = MATRIX, True
-    packed = random_packed(rows, in_features, 32, generator, spread=8)
-    weight = code(packed, gated)
-    for m in (4, 16, 64):
-        x, added = torch.randn(m, in_features, **half), torch.randn(m, weight.out_features, **half)
-        yield Timing(
-            f"{m}x{rows}x{in_features} gate",
-            (x, *weight, 1e-6, added, x.dtype),
-            peer=partial(with_torch, x, decode_weight(packed), gated, added),
-            peer_name="torch and cuBLAS bf16",
-            flops=2 * m * rows * in_features,
-        )
-
-
 CODED_ROWS = KernelSpec(
-    "coded_rows", _coded_rows_triton, _coded_rows_torch, coded_reference,
-    _cases,
+    "coded_rows", _coded_rows_triton, coded_torch, coded_reference,
+    partial(coded_cases, SHAPES),
     Gate(
         exact=False,
         relative=1e-3,
@@ -446,5 +391,5 @@ CODED_ROWS = KernelSpec(
         reason="float32 sums of up to 2600 products, added up by the matrix units; in bf16 one"
         " rounding, as torch's float32 has",
     ),
-    timings=_timings,
+    timings=partial(coded_timings, [(m, *MATRIX, True) for m in (4, 16, 64)]),
 )  # fmt: skip

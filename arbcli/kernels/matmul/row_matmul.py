@@ -18,17 +18,13 @@ for eight rows of x: for four blocks *abreast*, of which each thread has one. Th
 16 rows by 512 columns in a step, else by 128. Sums of steps are added up in their order.
 """
 
-from collections.abc import Iterator
 from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from arbcli.kernels.attention.attend_parts import AttentionParts
-from arbcli.kernels.codec.decode_weight import decode_weight
-from arbcli.kernels.codec.packed import random_packed
 from arbcli.kernels.codec.warp_products import (
     HAS_PTX,
     add_byte_products,
@@ -36,20 +32,18 @@ from arbcli.kernels.codec.warp_products import (
     unpair,
     unpair_four,
 )
-from arbcli.kernels.matmul.arranged import check_few_rows, grid_of, with_torch
+from arbcli.kernels.matmul.arranged import check_few_rows
 from arbcli.kernels.matmul.coded import (
     BLOCK,
-    CODE_BYTES,
     PIECE_BYTES,
-    SCALE_BYTES,
     Coded,
-    code,
+    coded_cases,
     coded_reference,
-    decode_coded,
+    coded_timings,
+    coded_torch,
 )
 from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.backend import num_processors, uses_triton
-from arbcli.kernels.runtime.inputs import check_contiguous
 from arbcli.kernels.runtime.overlap import overlap_options, wait_for_last
 from arbcli.kernels.runtime.shared_memory import (
     memory_of,
@@ -60,7 +54,7 @@ from arbcli.kernels.runtime.shared_memory import (
     write_two,
     write_where,
 )
-from arbcli.kernels.runtime.spec import MATRIX, Case, Gate, KernelSpec, Timing
+from arbcli.kernels.runtime.spec import MATRIX, Gate, KernelSpec
 from arbcli.kernels.runtime.threads import (
     across,
     load_constant,
@@ -101,16 +95,8 @@ dp4a.s32.s32 $0, $1, ones, $2;
 }""")
 
 
-def _row_matmul_torch(x, pieces, out_features, in_features, gated, eps, added, dtype):
-    x = x.average()[None] if isinstance(x, AttentionParts) else x
-    weight, x = decode_coded(pieces), x.float()
-    if eps is not None:
-        x = functional.rms_norm(x, x.shape[1:], eps=eps)
-    y = (x @ weight[:, :in_features].T).view(1, -1, 2, 8)
-    if gated:
-        y = functional.silu(y[:, :, 0]) * y[:, :, 1]
-    y = y.flatten(1)[:, :out_features]
-    return (y if added is None else added + y).to(dtype)
+def _row_matmul_torch(x, *inputs):
+    return coded_torch(x.average()[None] if isinstance(x, AttentionParts) else x, *inputs)
 
 
 @triton.jit
@@ -576,8 +562,7 @@ def row_matmul(
     check_few_rows(row, weight.in_features, added, like, multiple=8, most=1)
     if weight.in_features > MOST_COLUMNS:
         raise ValueError(f"need at most {MOST_COLUMNS} columns, got {weight.in_features}")
-    shape = *grid_of(weight, BLOCK), CODE_BYTES + SCALE_BYTES
-    check_contiguous("pieces", weight.pieces, torch.uint8, shape)
+    weight.check()
     if isinstance(x, AttentionParts):
         x.check()
     if uses_triton(row):
@@ -586,54 +571,20 @@ def row_matmul(
 
 
 SHAPES = (
-    (1, 8, 32, False, 0.1, False), (34, 1000, 32, True, 1e-6, True),
-    (17, 328, 96, False, 1e-6, True), (90, 648, 32, False, None, True),
-    (66, 136, 32, True, None, False), (20, 3288, 32, False, 1e-6, False),
-    (94, 512, 64, True, 1e-6, True),
+    (1, 1, 8, 32, False, 0.1, False), (1, 34, 1000, 32, True, 1e-6, True),
+    (1, 17, 328, 96, False, 1e-6, True), (1, 90, 648, 32, False, None, True),
+    (1, 66, 136, 32, True, None, False), (1, 20, 3288, 32, False, 1e-6, False),
+    (1, 94, 512, 64, True, 1e-6, True),
 )  # fmt: skip
-"""(rows, K, G, gated, eps, whether something is added)."""
-
-
-def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
-    generator = torch.Generator().manual_seed(0)
-    dtypes = (torch.float32,) if device.type == "cpu" else (torch.float32, torch.bfloat16)
-    for rows, in_features, group_size, gated, eps, adds in SHAPES:
-        packed = random_packed(rows, in_features, group_size, generator, spread=8)
-        weight = code(packed, gated)
-        x = torch.randn(1, in_features, generator=generator)
-        x *= 2.0 ** torch.randint(-3, 4, x.shape, generator=generator)
-        added = torch.randn(1, weight.out_features, generator=generator)
-        for dtype in dtypes:  # bf16 results have a coarser gate
-            low = dtype == torch.bfloat16
-            label = f"{rows}x{in_features}{' gate' * gated}{' norm' * (eps is not None)}"
-            yield Case(
-                f"{label}{' sum' * adds} {str(dtype).removeprefix('torch.')}",
-                (x.to(device, torch.bfloat16), weight.pieces.to(device), *weight[1:], eps,
-                 added.to(device, dtype) if adds else None, dtype),
-                peer=_row_matmul_torch if low else None,
-            )  # fmt: skip
-
-
-def _timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
-    generator = torch.Generator(device)
-    half = {"device": device, "dtype": torch.bfloat16}
-    shapes = ((6144, 2048, False), (2048, 2048, False), (*MATRIX, True), (2048, 5632, False))
-    for rows, in_features, gated in shapes:
-        packed = random_packed(rows, in_features, 32, generator, spread=8)
-        weight = code(packed, gated)
-        x, added = torch.randn(1, in_features, **half), torch.randn(1, weight.out_features, **half)
-        yield Timing(
-            f"1x{rows}x{in_features}{' gate' * gated}",
-            (x, *weight, 1e-6, added, x.dtype),
-            peer=partial(with_torch, x, decode_weight(packed), gated, added),
-            peer_name="torch and cuBLAS bf16",
-            flops=2 * rows * in_features,
-        )
-
+"""(M, rows, K, G, gated, eps, whether something is added)."""
+TIMED = (
+    (1, 6144, 2048, False), (1, 2048, 2048, False), (1, *MATRIX, True), (1, 2048, 5632, False),
+)  # fmt: skip
+"""(M, rows, K, gated)."""
 
 ROW_MATMUL = KernelSpec(
     "row_matmul", _row_matmul_triton, _row_matmul_torch, coded_reference,
-    _cases,
+    partial(coded_cases, SHAPES),
     Gate(
         exact=False,
         relative=1e-3,
@@ -642,5 +593,5 @@ ROW_MATMUL = KernelSpec(
         " of the largest of them, some 1e-4 of the norm of a product and 3e-4 behind a gate; then"
         " float32 sums; in bf16 one rounding, as torch's float32 has",
     ),
-    timings=_timings,
+    timings=partial(coded_timings, TIMED),
 )  # fmt: skip

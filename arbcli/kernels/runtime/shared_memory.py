@@ -173,14 +173,6 @@ def write_four(address, words, PTX: tl.constexpr = True):
 
 
 @triton.jit
-def read(address):
-    """Read an int32."""
-    return tl.inline_asm_elementwise(
-        _READ, "=r,r", [address], dtype=tl.int32, is_pure=False, pack=1
-    )  # fmt: skip
-
-
-@triton.jit
 def read_float(address, PTX: tl.constexpr):
     """Read a float32."""
     if PTX:
