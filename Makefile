@@ -8,7 +8,7 @@ KERNEL_TESTS := tests/test_planted_faults.py tests/kernels tests/model tests/inf
 # what is slow and rarely tells what the others do not
 TESTS := -m "not slow"
 
-.PHONY: train test test-all test-kernels test-rest lint bench figures clean
+.PHONY: train test test-all test-kernels test-rest test-portable lint bench figures clean
 
 train: $(VENV)/installed
 	$(BIN)/arb train $(ARGS)
@@ -26,6 +26,10 @@ test-kernels: $(VENV)/installed
 test-rest: $(VENV)/installed
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -p no:cacheprovider $(TESTS) tests \
 		$(addprefix --ignore=,$(KERNEL_TESTS))
+
+# a selection of tests, as CPUs with fewer instructions run them
+test-portable: $(VENV)/installed
+	OMP_NUM_THREADS=1 $(BIN)/python tests/portable.py
 
 # measures; `make figures` then writes what it found into the documents
 bench: $(VENV)/installed

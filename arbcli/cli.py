@@ -9,6 +9,7 @@ import typer
 from arbcli import __version__
 from arbcli.commands._help import Command, summary
 from arbcli.commands._options import fill_options, in_options, repeat_options
+from arbcli.commands._processes import check_shared
 from arbcli.commands.audit_memory import audit_memory
 from arbcli.commands.check import check
 from arbcli.commands.count_params import count_params
@@ -23,6 +24,7 @@ from arbcli.environment import set_environment
 from arbcli.errors import ArbError
 from arbcli.output import OutputError, fail, note, open_closed_streams
 from arbcli.signals import STOPPED_UNSAVED, Interrupted, RaisedSignal
+from arbcli.train.parallel.launch import is_said
 
 (UsageError,) = typer.BadParameter.__bases__  # typer itself does not export it
 
@@ -49,12 +51,14 @@ def _print_version(wanted: bool) -> None:
 
 @app.callback()
 def root(
+    context: typer.Context,
     version: Annotated[
         bool,
         typer.Option("--version", callback=_print_version, is_eager=True, help="Print and exit."),
     ] = False,
 ) -> None:
     """Train language models whose whole persistent state is packed trits and int8."""
+    check_shared(context.invoked_subcommand)
 
 
 def main() -> None:
@@ -70,24 +74,30 @@ def main() -> None:
             error.show()  # all of the help
         else:
             command = error.ctx.command_path if error.ctx else "arb"
-            fail(error.format_message(), f"`{command} --help` lists what there is")
+            _fail(error.format_message(), f"`{command} --help` lists what there is")
         sys.exit(2)
     except Interrupted as stopped:
-        fail(f"stopped by {stopped.name}, with nothing saved since the start or the last save")
+        _fail(f"stopped by {stopped.name}, with nothing saved since the start or the last save")
         sys.exit(STOPPED_UNSAVED)
     except OutputError as error:
         if not error.reader_gone:
-            fail(str(error), error.hint)
+            _fail(str(error), error.hint)
         sys.exit(2)
     except ArbError as error:
         hint = error.hint and in_options(error.hint, error.fields)
-        fail(in_options(str(error), error.fields), hint)
+        _fail(in_options(str(error), error.fields), hint)
         sys.exit(2)
     except OSError as error:
         if error.filename is None:
             raise
-        fail(f"cannot use `{error.filename}`: {error.strerror}", "check the path and permissions")
+        _fail(f"cannot use `{error.filename}`: {error.strerror}", "check the path and permissions")
         sys.exit(2)
     except Exception:
         note(traceback.format_exc())
         sys.exit(2)
+
+
+def _fail(message: str, hint: str | None = None) -> None:
+    """Print an error, unless another process of this command has."""
+    if not is_said(message):
+        fail(message, hint)

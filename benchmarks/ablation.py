@@ -1,4 +1,4 @@
-"""Train `arb-tiny` with and without each of its parts, at equal weights, and a `ByteLM` of as many.
+"""Train `arb-tiny` with and without each of its parts, at equal weights, and a dense model.
 
     python -m benchmarks.ablation TRAIN VAL [--seed N] [--steps N] [--equal-time] [NAME...]
 
@@ -19,12 +19,12 @@ from arbcli.train.trainer import Trainer
 from benchmarks import results
 
 PEER = {"preset": "tiny", "dim": 288, "heads": 6, "layers": 6, "ffn": 736, "ctx": 256}
-"""A `ByteLM` of 5.96 million weights."""
+"""A dense model of 5.96 million weights."""
 CAPTURED = 8
 """Steps after which one is captured for certain."""
 TIMED = 108
 VARIANTS: dict[str, dict | None] = {
-    "ByteLM": None,
+    "LanguageModel": None,
     "arb-tiny": {},
     "no-sequencer": {"sequencer": False},
     "no-codebook": {"codebook": False},

@@ -2,7 +2,7 @@
 
     python -m benchmarks.arb_3b [ours] [twin] [checkpoint] [--out DIR]
 
-The twin is a dense `ByteLM` in float32 with AdamW, as large as 5,106 MiB take at batch 1; both are
+The twin is a dense model in float32 with AdamW, as large as 5,106 MiB take at batch 1; both are
 captured, and the twin is compiled.
 """
 

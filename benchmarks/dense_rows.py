@@ -12,7 +12,7 @@ from torch import Tensor
 
 from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.overlap import overlap_options, wait_for_last
-from arbcli.model.dense import ByteLM
+from arbcli.model.language_model import LanguageModel
 from arbcli.model.layers.linear import TernaryLinear
 from arbcli.model.layers.norm import NORM_EPS
 
@@ -88,7 +88,7 @@ def dense_row(x: Tensor, weight: Tensor, gated: bool, normalise: bool, added: Te
     return y
 
 
-def read_dense(model: ByteLM) -> int:
+def read_dense(model: LanguageModel) -> int:
     """Let the linear layers of a model read weights in bf16 when it generates.
 
     Returns:

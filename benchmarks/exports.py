@@ -19,15 +19,16 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from arbcli.checkpoint import read_json
-from arbcli.config.dense import ModelConfig
+from arbcli.config.model import ModelConfig
 from arbcli.config.training import train_config_from
 from arbcli.export.gguf import smallest_type
 from arbcli.export.run import export
 from arbcli.infer.generation import Sampling, generate
 from arbcli.infer.load import load_model
-from arbcli.model.dense import ByteLM
+from arbcli.model.language_model import LanguageModel
 from arbcli.train.directory import CONFIG, open_texts_again
-from arbcli.verify.reference import reference_layers
+from arbcli.verify.reference import reference_model
+from arbcli.verify.update_reference import reference_weight
 from benchmarks import results
 from benchmarks.llama_cpp import Llama
 
@@ -101,18 +102,17 @@ def distances(found: Tensor, ours: Tensor, exact: Tensor) -> dict[str, float]:
     }
 
 
-def predicted(model: ByteLM, text: bytes) -> Tensor:
+def predicted(model: LanguageModel, text: bytes) -> Tensor:
     """Compute the log-probabilities after every beginning, (len(LENGTHS), 256) float64."""
     with torch.no_grad():
         return torch.cat([log_probabilities(model(ids(text[:n]))) for n in LENGTHS])
 
 
-def in_float64(model: ByteLM, text: bytes) -> Tensor:
+def in_float64(model: LanguageModel, text: bytes) -> Tensor:
     """Compute the same by the reference."""
-    x = ids(text)
-    for _, weights, function in reference_layers(model):
-        x = function(x, weights)
-    return x.detach().log_softmax(-1)[0, [n - 1 for n in LENGTHS]]
+    weights = {name: reference_weight(tensor) for name, tensor in model.weights().items()}
+    logits, _ = reference_model(weights, model.config, ids(text))
+    return logits.log_softmax(-1)[0, [n - 1 for n in LENGTHS]]
 
 
 def in_llama_cpp(path: Path, _kind: str) -> tuple[Predict, bytes]:

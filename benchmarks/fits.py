@@ -2,22 +2,24 @@
 
     loss = E + A (weights / 10**6) ** -a + B (bytes / 10**6) ** -b
 
-Source: J. Hoffmann et al., https://arxiv.org/abs/2203.15556. For given exponents the law is linear
-in E, A and B, so that only the exponents are searched, first on a coarse grid and then on finer
-ones. Squares of relative errors are least. A parameter's standard error is that of the jackknife:
-each point is left out once.
+Source: J. Hoffmann et al., https://arxiv.org/abs/2203.15556. The sum of squares of relative errors
+is minimised. A parameter's standard error is that of the jackknife: each point is left out once.
+It is NaN where the remaining points do not determine the parameter, as two sizes do not determine
+E, A and a: the minimum is flat there, and only rounding would choose a value.
 """
 
-import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 UNIT = 1e6
-EXPONENTS = (0.02, 2.0)
-"""Least and largest."""
-GRID, ROUNDS = 12, 6
+NUMBERS, EXPONENTS = (1e-6, 1e6), (0.02, 2.0)
+"""Least and largest E, A and B, at the middle of the points, and exponents."""
+FLAT = 1e-6
+"""Singular value, beside the largest, of a direction in which the law does not change."""
+STEPS = 2000
+"""At most."""
 FEWEST = 6
 """Points."""
 
@@ -60,51 +62,60 @@ def fit(rows: Sequence[dict[str, Any]]) -> Fit | None:
     weights = np.array([row["weights"] / UNIT for row in rows])
     read = np.array([row["bytes"] / UNIT for row in rows])
     loss = np.array([row["held_out_nats"] for row in rows])
-    law = _search(weights, read, loss)
+    law, _ = _search(weights, read, loss)
     count = len(rows)
     others = [np.arange(count) != left_out for left_out in range(count)]
-    parts = np.array([_search(weights[kept], read[kept], loss[kept]) for kept in others])
+    found = (_search(weights[kept], read[kept], loss[kept]) for kept in others)
+    parts = np.array([np.where(determined, part, np.nan) for part, determined in found])
     spread = ((parts - parts.mean(0)) ** 2).sum(0) * (count - 1) / count
     ratios = law.loss(weights * UNIT, read * UNIT) / loss - 1
     return Fit(law, Law(*np.sqrt(spread)), float(np.sqrt((ratios**2).mean())), count)
 
 
-def _search(weights: np.ndarray, read: np.ndarray, loss: np.ndarray) -> Law:
-    """Find the exponents on a grid that narrows around the best ones."""
-    least, most = np.log([EXPONENTS[0]] * 2), np.log([EXPONENTS[1]] * 2)
-    for _ in range(ROUNDS):
-        grids = [np.exp(np.linspace(*ends, GRID)) for ends in zip(least, most, strict=True)]
-        pairs = np.array(list(itertools.product(*grids)))
-        numbers, squares = _linear(pairs, weights, read, loss)
-        best = int(np.argmin(squares))
-        width = (most - least) / (GRID - 1)
-        bounds = np.log(EXPONENTS)
-        least = np.maximum(np.log(pairs[best]) - 2 * width, bounds[0])
-        most = np.minimum(np.log(pairs[best]) + 2 * width, bounds[1])
-    return Law(*map(float, numbers[best]), *map(float, pairs[best]))
+def _search(weights: np.ndarray, read: np.ndarray, loss: np.ndarray) -> tuple[Law, np.ndarray]:
+    """Minimise by the method of Levenberg and Marquardt, in the logarithms of the parameters.
 
-
-def _linear(
-    pairs: np.ndarray, weights: np.ndarray, read: np.ndarray, loss: np.ndarray
-) -> tuple[np.ndarray, np.ndarray]:
-    """Solve for E, A and B, none below 0, for every pair of exponents, (P, 2).
+    Sizes and lengths are centred, and steps are solved for without normal equations, whose
+    condition is the square: so the least squares are found to many more digits than are shown.
 
     Returns:
-        (P, 3) numbers, and (P,) sums of squares of relative errors.
+        the law, and for each of its parameters whether the points determine it.
     """
-    ones = np.ones((len(pairs), len(loss)))
-    basis = np.stack([ones, weights ** -pairs[:, :1], read ** -pairs[:, 1:]], axis=2)
-    basis = basis / loss[:, None]
-    best = np.zeros((len(pairs), 3)), np.full(len(pairs), np.inf)
-    for used in ((0, 1, 2), (1, 2), (0, 2), (0, 1)):
-        part = basis[:, :, used]
-        normal = part.transpose(0, 2, 1) @ part + 1e-12 * np.eye(len(used))
-        found = np.zeros((len(pairs), 3))
-        found[:, used] = np.linalg.solve(normal, part.sum(1)[..., None])[..., 0]
-        squares = ((np.einsum("pij,pj->pi", basis, found) - 1) ** 2).sum(1)
-        better = (found >= 0).all(1) & (squares < best[1])
-        best[0][better], best[1][better] = found[better], squares[better]
-    return best
+    size, length = np.log(weights), np.log(read)
+    middle = size.mean(), length.mean()
+    points = size - middle[0], length - middle[1], loss
+    least, most = np.log([NUMBERS] * 3 + [EXPONENTS] * 2).T
+    at = np.log([loss.min() / 2, loss.min() / 4, loss.min() / 4, 0.5, 0.5])
+    errors, slopes = _linearise(at, *points)
+    damping = 0.01
+    for _ in range(STEPS):
+        system = np.vstack([slopes, damping * np.eye(5)])
+        step = np.linalg.lstsq(system, np.append(-errors, np.zeros(5)), rcond=None)[0]
+        there = np.clip(at + step, least, most)
+        moved = np.abs(there - at).max()
+        new_errors, new_slopes = _linearise(there, *points)
+        if moved < 1e-10:
+            break
+        if new_errors @ new_errors < errors @ errors:
+            at, errors, slopes, damping = there, new_errors, new_slopes, damping / 2
+        else:
+            damping *= 2
+    _, values, directions = np.linalg.svd(slopes / np.linalg.norm(slopes, axis=0))
+    flat = np.append(values, np.zeros(5 - len(values))) < FLAT * values[0]
+    determined = (np.abs(directions[flat]) < FLAT).all(0)
+    at[1:3] += np.exp(at[3:]) * middle
+    return Law(*map(float, np.exp(at))), determined
+
+
+def _linearise(
+    at: np.ndarray, size: np.ndarray, length: np.ndarray, loss: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Compute relative errors (N,) and their derivatives by the parameters' logarithms (N, 5)."""
+    turns = np.exp(at[3]) * size, np.exp(at[4]) * length
+    terms = np.stack([np.full_like(loss, at[0]), at[1] - turns[0], at[2] - turns[1]], axis=1)
+    terms = np.exp(terms) / loss[:, None]
+    slopes = np.column_stack([terms, -turns[0] * terms[:, 1], -turns[1] * terms[:, 2]])
+    return terms.sum(1) - 1, slopes
 
 
 def between(rows: Sequence[dict[str, Any]], steps: float) -> float:

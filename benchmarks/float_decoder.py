@@ -13,10 +13,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from arbcli.export.qwen3 import shape_of
 from arbcli.infer.generation import Sampling
 from arbcli.kernels.output.choose_byte import choose_byte_
 from arbcli.kernels.update.random_bits import stream_keys
-from arbcli.model.dense import ByteLM
+from arbcli.model.language_model import LanguageModel
 from arbcli.model.layers.norm import NORM_EPS
 from arbcli.model.layers.rotary import rotary_table
 
@@ -138,14 +139,14 @@ class FloatDecoder:
     @torch.no_grad()
     def __init__(
         self,
-        model: ByteLM,
+        model: LanguageModel,
         positions: int,
         sampling: Sampling | None = None,
         *,
         dtype: torch.dtype = torch.bfloat16,
         mode: str | None = None,
     ) -> None:
-        config, device = model.config, model.device
+        config, device = shape_of(model.config), model.device
 
         def matrix(part: nn.Module) -> Tensor:
             return part.weight.weight(dtype).detach()
@@ -157,12 +158,12 @@ class FloatDecoder:
         self.embedding, self.head = matrix(model.embedding), matrix(model.head)
         self.sampling, self.length = sampling or Sampling(), 0
         self.window = min(config.ctx, positions)
-        ring = (config.heads, self.window, config.head_dim)
+        ring = (config.heads, self.window, config.head_width)
         self.rings = [
             [torch.zeros(ring, dtype=dtype, device=device) for _ in range(2)] for _ in self.layers
         ]
         self.position = torch.zeros((), dtype=torch.int32, device=device)
-        cos, sin = rotary_table(positions, config.head_dim, device)
+        cos, sin = rotary_table(positions, config.head_width, device)
         self.table = cos[:, None], torch.stack([-sin, sin], dim=1)
         self.byte = torch.zeros(1, 1, dtype=torch.int64, device=device)
         self.text = torch.zeros(positions, dtype=torch.uint8, device=device)

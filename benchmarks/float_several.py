@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from arbcli.export.qwen3 import shape_of
 from arbcli.infer.generation import Sampling
 from arbcli.kernels.output.choose_bytes import choose_bytes_
 from arbcli.kernels.update.random_bits import stream_keys
-from arbcli.model.dense import ByteLM
+from arbcli.model.language_model import LanguageModel
 from arbcli.model.layers.norm import NORM_EPS
 from arbcli.model.layers.rotary import rotary_table
 
@@ -92,7 +93,7 @@ class SeveralFloatDecoder:
     @torch.no_grad()
     def __init__(
         self,
-        model: ByteLM,
+        model: LanguageModel,
         texts: int,
         positions: int,
         *,
@@ -100,7 +101,7 @@ class SeveralFloatDecoder:
         mode: str = MODES[0],
         compiled: bool = True,
     ) -> None:
-        config, device = model.config, model.device
+        config, device = shape_of(model.config), model.device
         self.layers = [
             [
                 part.weight.weight(dtype).detach()
@@ -111,10 +112,10 @@ class SeveralFloatDecoder:
         self.embedding, self.head = (
             part.weight.weight(dtype).detach() for part in (model.embedding, model.head)
         )
-        ring = (2, texts, config.heads, min(config.ctx, positions), config.head_dim)
+        ring = (2, texts, config.heads, min(config.ctx, positions), config.head_width)
         self.rings = [torch.zeros(ring, dtype=dtype, device=device) for _ in self.layers]
         self.position = torch.zeros((), dtype=torch.int32, device=device)
-        cos, sin = rotary_table(positions, config.head_dim, device)
+        cos, sin = rotary_table(positions, config.head_width, device)
         self.table = cos[:, None], torch.stack([-sin, sin], dim=1)
         self.byte = torch.full((texts, 1), 10, dtype=torch.int64, device=device)
         self.text = torch.zeros(texts, positions, dtype=torch.uint8, device=device)

@@ -19,7 +19,7 @@ import torch
 from arbcli.config.presets import preset
 from arbcli.device import deterministic
 from arbcli.infer.generation import Decoder
-from arbcli.model.dense import ByteLM
+from arbcli.model.language_model import LanguageModel
 from arbcli.verify.timing import Stopwatch, measure_roofline
 from benchmarks import results
 from benchmarks.dense_rows import read_dense
@@ -33,10 +33,10 @@ LENGTH = WARM_UP_BYTES + TRIAL_BYTES + ROUNDS * ROUND_BYTES
 """Bytes that follow a prompt."""
 
 
-def build(name: str, weights: str) -> ByteLM:
+def build(name: str, weights: str) -> LanguageModel:
     """Make a model of random weights on the GPU."""
     with torch.device("cuda"):
-        model = ByteLM(preset(name, weights=weights))
+        model = LanguageModel(preset(name, weights=weights))
     if weights == "ternary":
         model.initialise(0)
     else:  # its own way draws on the CPU, for long
@@ -46,7 +46,7 @@ def build(name: str, weights: str) -> ByteLM:
     return model
 
 
-def make_ours(model: ByteLM, prompt: int) -> Callable[[int], None]:
+def make_ours(model: LanguageModel, prompt: int) -> Callable[[int], None]:
     """Read a prompt; return what makes so many bytes more and waits for them."""
     decoder = Decoder(model, prompt + LENGTH)
     decoder.read(b"\n" * prompt)
@@ -59,7 +59,7 @@ def make_ours(model: ByteLM, prompt: int) -> Callable[[int], None]:
 
 
 def make_peer(
-    name: str, model: ByteLM, prompt: int, mode: str
+    name: str, model: LanguageModel, prompt: int, mode: str
 ) -> tuple[Callable[[int], None], int]:
     """Do the same for the float model; and return the bytes of weights that a byte reads."""
     if mode == DENSE:
@@ -91,7 +91,7 @@ def bytes_per_second(more: Callable[[int], None], length: int) -> float:
 
 
 def find_peer(
-    name: str, model: ByteLM, prompt: int, modes: list[str]
+    name: str, model: LanguageModel, prompt: int, modes: list[str]
 ) -> tuple[str, Callable[[int], None], int, dict[str, float]]:
     """Find the fastest mode of the float decoder, by a few bytes; one that fails is reported."""
     found, rates = {}, {}

@@ -1,12 +1,12 @@
-"""Time an `HNet` beside the `ByteLM` of its size: training and generation, in one run.
+"""Time a chunked model beside the dense model of its size: training and generation, in one run.
 
     python -m benchmarks.hnet [PRESET...] [--kind KIND]... [--out DIR]
 
-The peer is `ByteLM` of the same context, batch and rule, ternary too. Chunks of a trained model
-have the wanted length; an untrained one finds them anywhere. Training costs the same either way, as
-its shapes are fixed. Generation does not, so routers that learn are trained for some steps first.
-It is timed over texts that fill the context, as `ByteLM` becomes slower on the way, and `HNet`
-hardly.
+The peer is the dense model of the same context, batch and rule, ternary too. Chunks of a trained
+model have the wanted length; an untrained one finds them anywhere. Training costs the same either
+way, as its shapes are fixed. Generation does not, so routers that learn are trained for some steps
+first. It is timed over texts that fill the context, as a dense model becomes slower on the way and
+a chunked one hardly.
 """
 
 import statistics
@@ -17,7 +17,6 @@ from arbcli.data import open_texts
 from arbcli.device import deterministic
 from arbcli.infer.chunks import chunk_depths
 from arbcli.infer.generation import Decoder, Sampling
-from arbcli.model.hnet import HNet
 from arbcli.model.language_model import LanguageModel
 from arbcli.train.configure import new_config
 from arbcli.train.trainer import EAGER_STEPS, Trainer
@@ -58,13 +57,13 @@ def measure(preset: str, ctx: int, batch: int, options: dict) -> dict:
             "allocated_bytes": torch.cuda.max_memory_allocated(),
             "gauges": trainer.model.gauges(),
         }
-        chunked = isinstance(trainer.model, HNet)
-        if chunked and trainer.model.config.boundaries == "learned":
+        outer = trainer.model.config.outer
+        if outer and outer[0].chunking.boundaries == "learned":
             run_steps(trainer, TRAINED)
         made, rates = time_generation(trainer.model, ctx)
         row["generated_bytes_per_second"] = round(statistics.median(rates), 1)
         row["rounds_generated"] = [round(rate, 1) for rate in rates]
-        if chunked:
+        if outer:
             depths = chunk_depths(trainer.model, made, "triton")
             row["generated_chunk_length"] = round(len(made) / sum(map(bool, depths)), 2)
     return row
@@ -89,13 +88,13 @@ def time_generation(model: LanguageModel, ctx: int) -> tuple[bytes, list[float]]
 
 def main() -> None:
     """Print a line a model, and write its row as soon as it is there."""
-    parser = results.options("hnet", "Time HNet beside ByteLM.")
+    parser = results.options("hnet", "Time a chunked model beside a dense one.")
     parser.add_argument("presets", nargs="*", metavar="PRESET", help=f"of {', '.join(PEERS)}")
     parser.add_argument("--kind", action="append", choices=KINDS, help="[default: all]")
     given = parser.parse_args()
     for preset in given.presets or PEERS:
         peer, ctx, batch = PEERS[preset]
-        kinds = {"ByteLM": (peer, {})} | {k: (preset, KINDS[k]) for k in given.kind or KINDS}
+        kinds = {"dense": (peer, {})} | {k: (preset, KINDS[k]) for k in given.kind or KINDS}
         base = None
         for kind, (name, options) in kinds.items():
             row = {"preset": preset, "kind": kind} | measure(name, ctx, batch, options)

@@ -1,4 +1,4 @@
-"""Train an `HNet` with each router, and the `ByteLM` of its size, for the same time.
+"""Train a chunked model with each router, and the dense model of its size, for the same time.
 
     python -m benchmarks.hnet_quality --text NAME --data TRAIN --val VAL [--cell CELL]... [--kind K]
 
@@ -35,7 +35,7 @@ CELLS = {
 }
 TIMED = 8
 """Steps."""
-PEER = "ByteLM"
+PEER = "dense"
 
 
 def measure(cell: Cell, kind: str, seconds: float, seed: int, text: dict) -> dict:
@@ -71,7 +71,7 @@ def measure(cell: Cell, kind: str, seconds: float, seed: int, text: dict) -> dic
 
 def main() -> None:
     """Print a line a run, and write its row as soon as it is there."""
-    parser = results.options("hnet_quality", "Train HNet and ByteLM for the same time.")
+    parser = results.options("hnet_quality", "Train chunked and dense models for the same time.")
     parser.add_argument("--text", required=True, help="what to call it")
     parser.add_argument("--data", required=True)
     parser.add_argument("--val", required=True)

@@ -2,7 +2,7 @@
 
     python -m benchmarks.long [--out DIR]
 
-The peer is `ByteLM` of the same widths, `--preset arb-long --attention dense`, ternary too. Both
+The peer is dense model of the same widths, `--preset arb-long --attention dense`, ternary too. Both
 are trained for a few steps, captured, then read a prompt that nearly fills the context and make
 text behind it, with keys and values in bf16, int8 and fp8.
 """

@@ -3,7 +3,7 @@
     python -m benchmarks.long_quality TRAIN VAL [--seconds N] [--batch N] [--seeds N...]
         [--stride N] [--ms MS] [--out DIR] [KIND...]
 
-The peer is `--preset base --ctx 16384`: a `ByteLM` of 85.5 million weights with attention to all
+The peer is `--preset base --ctx 16384`: a dense model of 85.5 million weights with attention to all
 bytes. Each takes as many steps as fit the seconds, by a step that is timed before, or that took so
 many milliseconds on a GPU of its own, where others share it now (`--ms`). Then it predicts the
 whole held-out text, from windows that overlap, so that the same bytes are seen after few bytes and

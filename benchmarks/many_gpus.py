@@ -231,7 +231,7 @@ def main() -> int:
     place = own_device(torch.device(args.device))
     files = [[str(path)] if path else None for path in (args.data, args.val)]
     texts = open_texts(*files, seed=0, context=256)
-    with joined(place) as group:
+    with joined(place, args.part) as group:
         about, capture = (args.preset, texts, group), not args.eager
         if args.part == "bits":
             with deterministic():

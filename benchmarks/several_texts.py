@@ -17,7 +17,7 @@ import torch
 from arbcli.config.presets import preset
 from arbcli.infer.generation import Sampling
 from arbcli.infer.several import Request, SeveralDecoder
-from arbcli.model.dense import ByteLM
+from arbcli.model.language_model import LanguageModel
 from benchmarks import results
 from benchmarks.float_several import MODES, SeveralFloatDecoder
 from benchmarks.generation import build
@@ -27,7 +27,7 @@ LENGTH = WARM_UP_STEPS * (1 + len(MODES)) + ROUNDS * ROUND_STEPS
 """Bytes that follow a prompt."""
 
 
-def make_ours(model: ByteLM, texts: int) -> Callable[[], None]:
+def make_ours(model: LanguageModel, texts: int) -> Callable[[], None]:
     """Begin texts; return what makes one byte more of each."""
     decoder = SeveralDecoder(model, texts, 1 + LENGTH)
     for place in range(texts):
@@ -36,7 +36,7 @@ def make_ours(model: ByteLM, texts: int) -> Callable[[], None]:
     return decoder.step
 
 
-def make_peer(twin: ByteLM, texts: int) -> tuple[Callable[[], None], str]:
+def make_peer(twin: LanguageModel, texts: int) -> tuple[Callable[[], None], str]:
     """Do the same for the float model, in the mode that is the fastest."""
     found = {}
     for mode in MODES:

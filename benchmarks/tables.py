@@ -10,6 +10,7 @@ import argparse
 import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from math import isfinite
 from pathlib import Path
 from statistics import mean, median, stdev
 from textwrap import fill
@@ -359,10 +360,10 @@ def caches(runs: Runs) -> str:
 
 
 def chunked(runs: Runs) -> str:
-    """Speed of every kind of `HNet` beside the `ByteLM` of its size, in training and generation."""
+    """Speed of every kind of chunked model beside a dense one of its size."""
     lines = []
     for row in rows_of(runs):
-        peer = row_of(runs, preset=row["preset"], kind="ByteLM")
+        peer = row_of(runs, preset=row["preset"], kind="dense")
         cells = [f"`{row['preset']}`", row["kind"], f"{row['ctx']:,}"]
         for name in ("bytes_per_second", "generated_bytes_per_second"):
             cells += [f"{row[name]:,.0f}", f"{row[name] / peer[name]:.2f}"]
@@ -375,7 +376,7 @@ def chunked(runs: Runs) -> str:
 
 
 def chunked_quality(runs: Runs) -> str:
-    """What every kind of `HNet`, and the `ByteLM` of its size, learns in the same time."""
+    """Losses of every kind of chunked model, and of a dense one, after the same time."""
     kinds = list(dict.fromkeys(row["kind"] for row in rows_of(runs)))
     found: dict[tuple, dict[str, dict]] = {}
     for row in rows_of(runs):
@@ -591,7 +592,10 @@ def laws(runs: Runs) -> str:
         found = fit(rows_of(runs, kind=kind))
         if found:
             pairs = zip(found.law, found.errors, strict=True)
-            numbers = [f"{value:.2f} ± {error:.2f}" for value, error in pairs]
+            numbers = [
+                f"{value:.2f} ± {error:.2f}" if isfinite(error) else "not determined"
+                for value, error in pairs
+            ]
             lines.append([kind, *numbers, f"{found.residual:.2%}".replace("%", " %")])
     return _measured(["kind", "E", "A", "B", "a", "b", "residual"], sorted(lines), runs)
 

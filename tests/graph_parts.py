@@ -1,15 +1,17 @@
-"""A tiny `GraphLM`, parts of it, and how they are compared with their reference."""
+"""A tiny graph model, parts of it, and how they are compared with their reference."""
 
 import math
 
 import torch
 
-from arbcli.config.graph import GraphConfig
+from arbcli.config.model import ModelConfig
+from arbcli.config.parts import PartConfig
 from arbcli.config.presets import preset
-from arbcli.model.graph import GraphLM
+from arbcli.config.site import Site
+from arbcli.model.language_model import LanguageModel
 from arbcli.model.packed import TernaryTensor
 from arbcli.verify import parity
-from arbcli.verify.graph_reference import reference_graph_lm
+from arbcli.verify.parts.base import Reading
 
 SHAPE = {
     "dim": 40, "layers": 2, "heads": 2, "ffn": 48, "ctx": 8,
@@ -24,10 +26,27 @@ SHAPE = {
 STD = 0.3
 """Of weights of parts by themselves: large, so that what is chosen differs between positions."""
 CLOSE = {"rtol": 1e-4, "atol": 2e-5}
+"""For float32: products of other shapes may add in another order, and processors differ in that."""
 
 
-def graph_config(**options) -> GraphConfig:
+def graph_config(**options) -> ModelConfig:
     return preset("arb-tiny", **SHAPE | options)
+
+
+def site(**options) -> Site:
+    """Describe where parts of such a model stand."""
+    return graph_config(**options).site(-1)
+
+
+def reading(
+    config: PartConfig, part: torch.nn.Module | None = None, ids: torch.Tensor | None = None, **at
+) -> Reading:
+    """Make what the reference of a part reads, of one text (T,) if it reads any."""
+    given = [] if ids is None else ids.tolist()
+    memories = dict(part.named_buffers()) if part is not None else {}
+    places = range(len(given))
+    own = site(**at)
+    return Reading(config=config, site=own, text=given, places=places, memories=memories)
 
 
 def initialised(part: torch.nn.Module) -> torch.nn.Module:
@@ -40,9 +59,9 @@ def initialised(part: torch.nn.Module) -> torch.nn.Module:
     return part
 
 
-def model(*, recompute=False, **options) -> GraphLM:
+def model(*, recompute=False, **options) -> LanguageModel:
     """Make a model whose integer memories hold something."""
-    lm = GraphLM(graph_config(**options), torch.float32, recompute=recompute)
+    lm = LanguageModel(graph_config(**options), torch.float32, recompute=recompute)
     for tensor in lm.weights().values():
         tensor.spread = 1.0
     lm.initialise(0)
@@ -122,7 +141,3 @@ def assert_same(part, inputs, run, reference) -> None:
         assert twin.grad is not None, name
         error = (got - twin.grad).norm() / twin.grad.norm().clamp(min=1e-6)
         assert error < 1e-4, name
-
-
-def logits(w, lm: GraphLM, ids, window: int | None = None) -> torch.Tensor:
-    return reference_graph_lm(w, lm, ids, window)[0]

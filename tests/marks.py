@@ -1,8 +1,9 @@
-"""Which parameters of a test tell most, and which are left to `make test-all`."""
+"""Marks of tests: which parameters tell most, which are left to `make test-all`, and GPUs."""
 
 from collections.abc import Callable, Iterable
 
 import pytest
+import torch
 
 
 def mostly_slow(values: Iterable, quick: Callable[..., bool]) -> list:
@@ -12,3 +13,10 @@ def mostly_slow(values: Iterable, quick: Callable[..., bool]) -> list:
         parts = value if isinstance(value, tuple) else (value,)
         found.append(pytest.param(*parts, marks=() if quick(*parts) else pytest.mark.slow))
     return found
+
+
+def on_gpus(size: int) -> list[pytest.MarkDecorator]:
+    """Make the marks of what needs so many GPUs."""
+    there = torch.cuda.device_count()
+    missing = pytest.mark.skipif(there < size, reason=f"needs {size} GPUs, and there are {there}")
+    return [pytest.mark.gpu, missing]

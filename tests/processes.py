@@ -11,15 +11,18 @@ from torch import multiprocessing
 from arbcli.train.parallel.group import joined
 
 
-def in_processes(size: int, work: Callable, *args, device: str = "cpu") -> list:
-    """Call work(group, *args) in so many processes; return what each of them returned, by rank."""
+def in_processes(size: int, work: Callable, *args, device: str = "cpu", join: bool = True) -> list:
+    """Call work(group, *args) in so many processes; return what each of them returned, by rank.
+
+    With `join=False` it is work(rank, *args), and joins the others itself.
+    """
     # a process that has used CUDA cannot be forked
     start = "spawn" if torch.cuda.is_available() else "fork"
     context = multiprocessing.get_context(start)
     results = context.SimpleQueue()
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-    call = (size, port, device, results, work, args)
+    call = (size, port, device, join, results, work, args)
     options = {"nprocs": size, "start_method": start, "join": False}
     processes = multiprocessing.start_processes(_process, args=call, **options)
     found, over = {}, False
@@ -37,11 +40,15 @@ def environment(rank: int, size: int, port: int) -> dict[str, str]:
     return {name: str(value) for name, value in values.items()} | {"MASTER_ADDR": "127.0.0.1"}
 
 
-def _process(rank, size, port, device, results, work, args) -> None:
+def _process(rank, size, port, device, join, results, work, args) -> None:
     torch.set_num_threads(1)
     place = torch.device(device, rank) if device == "cuda" else torch.device(device)
     if device == "cuda":
         torch.cuda.set_device(place)
-    with mock.patch.dict(os.environ, environment(rank, size, port)), joined(place) as group:
-        results.put((rank, work(group, *args)))
-        group.agree(0)
+    with mock.patch.dict(os.environ, environment(rank, size, port)):
+        if not join:
+            results.put((rank, work(rank, *args)))
+            return
+        with joined(place, "test") as group:
+            results.put((rank, work(group, *args)))
+            group.agree(0)

@@ -24,17 +24,17 @@ from arbcli.kernels.update import (
     step_trits,
 )
 from arbcli.model import language_model, widths
-from arbcli.model.blocks import (
+from arbcli.model.layers import norm, rotary, table
+from arbcli.model.parts import (
     edges,
     experts,
-    hashed_experts,
     latent_attention,
     memgram,
     moe_graph,
+    ngrams,
     router,
     sequencer,
 )
-from arbcli.model.layers import norm, rotary, table
 from arbcli.rules import RULES, base, find_rule, moment
 from arbcli.train import float_optimizer, updater
 
@@ -42,7 +42,7 @@ CONSTANTS = {
     packing: {"TRITS_PER_BYTE": 5, "PLANE": 32, "BLOCK": 160, "LARGEST_BYTE": 242},
     stream_weights: {"ROUNDS": 20, "SHIFT": 2.0, "LIMIT": 16.0, "SLACK": 2.0**-21},
     round_nvfp4: {"BLOCK": 16, "OCTAVE": 10, "SIXTH": 1 / 6, "LARGEST_SCALE": 448.0},
-    hashed_experts: {"ORDER": 3, "BITS": 31},
+    ngrams: {"KEY_ORDER": 3, "KEY_BITS": 31, "HISTORY": 5},
     packed: {"OCTAVE": 128, "LOWEST_EXPONENT": -96, "HIGHEST_EXPONENT": 31},
     quantise_rows: {"LARGEST_OCTAVE": 7},
     random_bits: {"GOLDEN": 2654435769},

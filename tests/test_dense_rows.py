@@ -6,7 +6,7 @@ from torch.nn import functional
 
 from arbcli.config.presets import preset
 from arbcli.infer.generation import Decoder
-from arbcli.model.dense import ByteLM
+from arbcli.model.language_model import LanguageModel
 from arbcli.model.layers.linear import TernaryLinear
 from arbcli.model.layers.norm import NORM_EPS
 from benchmarks.dense_rows import dense_row, read_dense
@@ -31,7 +31,7 @@ def test_decoder_writes_the_same_text_from_dense_weights():
     torch.manual_seed(0)
     texts, read = [], []
     for dense in (False, True):
-        model = ByteLM(preset("tiny", layers=2)).cuda()
+        model = LanguageModel(preset("tiny", layers=2)).cuda()
         model.initialise(0)
         read.append(read_dense(model) if dense else 0)
         with model.prepared_weights():

@@ -5,7 +5,7 @@ import torch
 
 from arbcli.config.presets import preset
 from arbcli.infer.generation import Decoder, Sampling
-from arbcli.model.dense import ByteLM
+from arbcli.model.language_model import LanguageModel
 from benchmarks.float_decoder import FloatDecoder
 from benchmarks.float_several import MODES, SeveralFloatDecoder
 
@@ -13,8 +13,8 @@ SHAPE = {"dim": 64, "layers": 2, "heads": 2, "ffn": 96, "ctx": 16}
 PROMPT = b"once upon a time"
 
 
-def twin(**given) -> ByteLM:
-    model = ByteLM(preset("tiny", **SHAPE | given, weights="float"), torch.float32)
+def twin(**given) -> LanguageModel:
+    model = LanguageModel(preset("tiny", **SHAPE | given, weights="float"), torch.float32)
     model.initialise(0)
     return model
 

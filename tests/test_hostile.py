@@ -77,7 +77,13 @@ def altered_field(header: dict, data: bytes, draw: random.Random) -> tuple[dict,
 def other_size(header: dict, data: bytes, draw: random.Random) -> tuple[dict, bytes]:
     """Say that the model is larger than its tensors, by sizes that a model can have."""
     config = saved_config(header)
-    config[draw.choice(("layers", "dim", "ffn"))] *= draw.choice((2, 16, 256))
+    *outer, stage = config["stages"]
+    number, block = draw.choice((2, 16, 256)), stage["blocks"][0]
+    wider = block | {"channel": block["channel"] | {"width": number * block["channel"]["width"]}}
+    other = draw.choice((
+        {"blocks": stage["blocks"] * number}, {"dim": stage["dim"] * number}, {"blocks": [wider]},
+    ))  # fmt: skip
+    config["stages"] = [*outer, stage | other]
     return reseal(header, {"config": config}), data
 
 
@@ -85,7 +91,11 @@ def other_fields(header: dict, data: bytes, draw: random.Random) -> tuple[dict, 
     """Leave a field out, or add some."""
     config = saved_config(header)
     if draw.random() < 0.5:
-        del config[draw.choice(("dim", "layers", "heads", "ffn", "ctx"))]
+        *outer, stage = config["stages"]
+        without = {name: value for name, value in stage.items() if name != "dim"}
+        del config[draw.choice(("ctx", "stages"))]
+        if "stages" in config and draw.random() < 0.5:
+            config |= {"ctx": 16, "stages": [*outer, without]}
     else:
         config |= {f"field{number}": number for number in range(draw.choice((1, 10_000)))}
     return reseal(header, {"config": config}), data
@@ -107,29 +117,29 @@ def many_blocks(header: dict, data: bytes, draw: random.Random) -> tuple[dict, b
     """Name a thousand blocks that have next to nothing."""
     number = draw.choice((500, 1024))
     names = [f"blocks.{block}.mlp.trits" for block in range(number)]
-    config = saved_config(header) | {"layers": number}
+    config = saved_config(header)
+    *outer, stage = config["stages"]
+    config["stages"] = [*outer, stage | {"blocks": stage["blocks"][:1] * number}]
     return claim(header, config, {name: (torch.uint8, [0]) for name in names})
 
 
 def many_stages(header: dict, data: bytes, draw: random.Random) -> tuple[dict, bytes]:
-    """Give a model of chunks more stages, or outer blocks, than anybody can build at once."""
+    """Give a model more stages, or outer blocks, than anybody can build at once."""
     config = saved_config(header)
     stages = draw.choice((2, 8, 1000))
-    about = {"layers": 1, "dim": 8, "heads": 1, "ffn": 8, "window": 8, "rule": config["rule"]}
-    shared = ("ctx", "scale_type", "direction", "weights", "sub_norms")
-    about |= {name: config[name] for name in shared}
-    outer = {"dim": 8, "heads": 1, "ffn": 8, "layers": draw.choice((256, 10**9))}
-    about |= {f"outer_{name}": [size] * stages for name, size in outer.items()}
-    return reseal(header, {"config": about | {"chunk_length": [2] * stages}}), data
+    *_, stage = config["stages"]
+    blocks = stage["blocks"][:1] * draw.choice((256, 2000))
+    chunking = {"kind": "chunking", "boundaries": "every", "length": 2}
+    outer = {"dim": stage["dim"], "before": blocks, "after": blocks, "chunking": chunking}
+    return reseal(header, {"config": config | {"stages": [outer] * stages + [stage]}}), data
 
 
 def sparse(header: dict, data: bytes, draw: random.Random) -> tuple[dict, bytes]:
     """Claim a model of terabytes, in a file that has holes in place of them."""
-    config = saved_config(header) | {"layers": 1, "dim": 2**18, "heads": 1, "ffn": 1}
-    if "latent" in config:
-        config |= {"rotary": 2}
-    if "head_width" in config:  # heads of these are never wider than 512
-        config |= {"head_width": 64, "rotary": 2, "ffn": 2**20}
+    config = saved_config(header)
+    attention = {"kind": "attention", "heads": 1}
+    block = {"mixer": attention, "channel": {"kind": "mlp", "width": 1}}
+    config |= {"stages": [{"dim": 2**18, "blocks": [block]}]}
     with torch.device("meta"):
         layout = build_model(config_from_dict(config)).state_dict()
     return claim(header, config, {name: (t.dtype, list(t.shape)) for name, t in layout.items()})

@@ -34,24 +34,16 @@ from planting import (
 )
 
 from arbcli import checkpoint
-from arbcli.config.dense import SCALE_TYPES
+from arbcli.config.site import SCALE_TYPES
 from arbcli.errors import ArbError
 from arbcli.kernels.runtime.backend import use_backend
-from arbcli.model.blocks.edges import Edges
-from arbcli.model.blocks.hyper_connection import HyperConnection
-from arbcli.model.dense import Block
+from arbcli.model.parts.edges import Edges
+from arbcli.model.parts.hyper_connection import HyperConnection
+from arbcli.model.stack import Block
 from arbcli.verify import parity
 from arbcli.verify.compare import as_tuple, compare, poisoned
 from arbcli.verify.kernels import KERNELS, copies, find_kernels
-from arbcli.verify.parity import (
-    GATES,
-    HNETS,
-    RAGGED,
-    RAGGED_COMPRESSED,
-    RAGGED_GRAPH,
-    RAGGED_HNET,
-    Subject,
-)
+from arbcli.verify.parity import RAGGED, Subject
 from arbcli.verify.strength import PLANTED
 
 pytestmark = pytest.mark.skipif(
@@ -520,24 +512,24 @@ FAULTS = [
         rewrite("tl.exp(tl.load(sink_ptr + h))", "0.0"),
     ),
     module(
-        "sink", "indexer's gradient reaches the stream", "model.blocks.compressed_attention",
+        "sink", "indexer's gradient reaches the stream", "model.parts.compressed_attention",
         rewrite("self.query(x.detach(), n)", "self.query(x, n)"), "compressed: whole gradient",
     ),
     module(
         "normaliser", "shares of a group not brought to a sum of 1",
-        "model.blocks.compressed_attention",
+        "model.parts.compressed_attention",
         rewrite("s / s.sum(dim=-1, keepdim=True).clamp(min=TINY)", "s"),
         "compressed: end to end",
     ),
     module(
-        "routing", "one entry too few chosen", "model.blocks.compressed_attention",
+        "routing", "one entry too few chosen", "model.parts.compressed_attention",
         rewrite("choose_entries(q, w, a, b, c, s.top_k)",
                 "choose_entries(q, w, a, b, c, s.top_k - 1)"),
         "compressed: end to end",
     ),
     module(
         "missing term", "scores of entries without their weights, as they are chosen",
-        "model.blocks.compressed_attention",
+        "model.parts.compressed_attention",
         rewrite("choose_entries(q, w, a, b, c, d)",
                 "choose_entries(q, torch.ones_like(w), a, b, c, d)"),
         "compressed: end to end",
@@ -904,7 +896,7 @@ FAULTS = [
         "streams: output",
     ),
     module(
-        "exchange", "weights of streams by columns, not by rows", "model.blocks",
+        "exchange", "weights of streams by columns, not by rows", "model.parts",
         rewrite("self.parts.mix_streams(r, k, f, w)",
                 "self.parts.mix_streams(r, k.transpose(1, 2), f, w)"),
         "streams: output",
@@ -919,7 +911,8 @@ FAULTS = [
         "wiring", "attention's norm before the MLP",
         edit(
             method(Block, "forward"),
-            rewrite("self.mlp(x, self.mlp_norm, a)", "self.mlp(x, self.attention_norm, a)"),
+            rewrite("branch.part(x, branch.norm, ...)",
+                    "branch.part(x, self.branches[0].norm, ...)"),
         ),
         "model: output",
     ),
@@ -928,9 +921,9 @@ FAULTS = [
         rewrite("q, k, v = self.rotary_norm(a)", "k, q, v = self.rotary_norm(a)"),
         "model: output",
     ),
-    module(
-        "wiring", "residual dropped", "model",
-        rewrite("x + a if w else (x, a)", "a if w else (x, a)"), "model: output",
+    Fault(
+        "wiring", "residual dropped",
+        edit(method(Block, "forward"), rewrite("(x + a, None)", "(a, None)")), "model: output",
     ),
     module(
         "loss", "loss summed, not averaged", "model.layers",
@@ -947,12 +940,12 @@ FAULTS = [
     ),
     # the graph model
     module(
-        "routing", "weights of experts forgotten", "model.blocks",
+        "routing", "weights of experts forgotten", "model.parts",
         rewrite("expert_combine(v, r.positions, g)", "expert_combine(v, r.positions, None)"),
         "graph: end to end",
     ),
     module(
-        "routing", "balance weighs", "model.blocks",
+        "routing", "balance weighs", "model.parts",
         rewrite(
             "torch.softmax(s.gather(1, c), dim=1)",
             "torch.softmax((s + self.balance * BALANCE_UNIT).gather(1, c), dim=1)",
@@ -960,28 +953,28 @@ FAULTS = [
         "graph: end to end",
     ),
     module(
-        "wrong function", "scores of experts without the root", "model.blocks",
+        "wrong function", "scores of experts without the root", "model.parts",
         rewrite("functional.softplus(x).sqrt()", "functional.softplus(x)"),
         "gates: end to end",
     ),
     module(
-        "normaliser", "weights of experts not brought to one", "model.blocks",
+        "normaliser", "weights of experts not brought to one", "model.parts",
         rewrite("(c, s / s.sum(dim=1, keepdim=True))", "(c, s)"), "gates: end to end",
     ),
     module(
-        "sign", "shared expert taken away", "model.blocks",
-        rewrite("y + self.shared(x) if self.shared else y",
-                "y - self.shared(x) if self.shared else y"),
+        "sign", "shared expert taken away", "model.parts",
+        rewrite("y + self.shared(x, b) if self.shared else y",
+                "y - self.shared(x, b) if self.shared else y"),
         "gates: end to end",
     ),
     module(
-        "position", "experts hashed by the next bytes", "model.blocks",
-        rewrite("ngram_ids(t, 1 << BITS, (ORDER,))",
-                "ngram_ids(t.roll(-1, 1), 1 << BITS, (ORDER,))"),
+        "position", "experts hashed by the next bytes", "model.parts",
+        rewrite("ngram_ids(t, 1 << KEY_BITS, (KEY_ORDER,))",
+                "ngram_ids(t.roll(-1, 1), 1 << KEY_BITS, (KEY_ORDER,))"),
         "hashed: causality",
     ),
     module(
-        "gradient", "gradient of one slot only", "model.blocks",
+        "gradient", "gradient of one slot only", "model.parts",
         rewrite("expert_combine(g, c.positions, None)",
                 "expert_combine(g, c.positions[:, :1], None)"),
         "graph: whole gradient",
@@ -992,12 +985,12 @@ FAULTS = [
         "graph: whole gradient",
     ),
     module(
-        "sink", "table's gradient to the next row", "model.layers",
+        "sink", "table's gradient to the next row", "model.layers.table",
         rewrite("self.sink(self, g, t)", "self.sink(self, g, t._replace(rows=t.rows - 1))"),
         "graph: whole gradient",
     ),
     module(
-        "sign", "edges without a sign", "model.blocks",
+        "sign", "edges without a sign", "model.parts",
         rewrite("self.sign[b].float() * s", "self.sign[b].abs().float() * s"), "graph: end to end",
     ),
     Fault(
@@ -1005,33 +998,33 @@ FAULTS = [
         edit(method(Edges, "find"), rewrite("(a == b) & c", "c")), "graph: end to end",
     ),
     module(
-        "routing", "code stays where it is", "model.blocks",
+        "routing", "code stays where it is", "model.parts",
         rewrite("torch.where(o >= 0, o, c)", "c"), "graph: end to end",
     ),
     module(
-        "gradient", "confidence without a gradient", "model.blocks",
+        "gradient", "confidence without a gradient", "model.parts",
         rewrite("1 + a - a.detach()", "1 + 0 * a"), "graph: whole gradient",
     ),
     module(
-        "loss", "ponder cost summed", "model.blocks",
+        "loss", "ponder cost summed", "model.parts",
         rewrite("a.sum(dim=0).mean()", "a.sum(dim=0).sum()"), "graph: end to end",
     ),
     module(
-        "exchange", "pairs with the halves exchanged", "model.blocks",
+        "exchange", "pairs with the halves exchanged", "model.parts",
         rewrite("i * r.shape[1] + j", "j * r.shape[1] + i"), "graph: end to end",
     ),
     module(
-        "wrong function", "strength of a memory linear", "model.blocks",
+        "wrong function", "strength of a memory linear", "model.parts",
         rewrite("s.sqrt().to(d)", "s.to(d)"), "graph: end to end",
     ),
     module(
-        "causality", "n-grams of the next byte", "model.blocks",
+        "causality", "n-grams of the next byte", "model.parts",
         rewrite("functional.pad(i, (b, 0), value=-1)",
                 "functional.pad(i.roll(-1, 1), (b, 0), value=-1)"),
         "graph: causality",
     ),
     module(
-        "causality", "latent attention sees later bytes", "model.blocks",
+        "causality", "latent attention sees later bytes", "model.parts",
         rewrite(
             f"{ATTENTION}(q, k, v, attn_mask=m, is_causal=c, scale=s)",
             f"{ATTENTION}(q, k, v, attn_mask=m, scale=s)",
@@ -1040,44 +1033,44 @@ FAULTS = [
     ),
     # the model of chunks
     module(
-        "causality", "window of attention sees later bytes", "model.blocks",
+        "causality", "window of attention sees later bytes", "model.parts",
         rewrite("(k <= q) & (k > q - w)", "k > q - w"), "hnet: causality",
     ),
     module(
-        "position", "window of attention one too wide", "model.blocks",
+        "position", "window of attention one too wide", "model.parts",
         rewrite("(k <= q) & (k > q - w)", "(k <= q) & (k >= q - w)"), "hnet: end to end",
         slow=True,
     ),
     module(
         "gradient", "confidence of a position that begins no chunk not turned",
-        "model.blocks.chunking", rewrite("torch.where(s >= 0, f, -c)", "torch.where(s >= 0, f, c)"),
+        "model.parts.chunking", rewrite("torch.where(s >= 0, f, -c)", "torch.where(s >= 0, f, c)"),
         "hnet: whole gradient",
     ),
     module(
-        "gradient", "p of a chunk's share without a gradient", "model.blocks",
+        "gradient", "p of a chunk's share without a gradient", "model.parts",
         rewrite("c + s.gather(1, a)", "c + 0 * s.gather(1, a)"), "hnet: whole gradient",
         slow=True,
     ),
     module(
-        "causality", "chunks given to the position before they begin", "model.blocks",
+        "causality", "chunks given to the position before they begin", "model.parts",
         rewrite("spread_chunks(r, s, c.owner)", "spread_chunks(r, s, c.owner.roll(-1, 1))"),
         "hnet: causality", slow=True,
     ),
     module(
-        "normaliser", "positions that there are not counted in the ratio", "model.blocks",
+        "normaliser", "positions that there are not counted in the ratio", "model.parts.chunking",
         rewrite("(b * v).sum() / c", "(b * v).mean()"), "hnet: end to end", slow=True,
     ),
     module(
-        "gradient", "decays' gradient without what they take from later positions", "model.blocks",
+        "gradient", "decays' gradient without what they take from later positions", "model.parts",
         rewrite("running_sum(o, reverse=True)", "o"), "mamba: whole gradient",
     ),
     module(
-        "sign", "a state that grows instead of fading", "model.blocks",
+        "sign", "a state that grows instead of fading", "model.parts",
         rewrite("-self.rate().exp() * d", "self.rate().exp() * d"), "mamba: end to end", slow=True,
     ),
     module(
-        "exchange", "B and C exchanged", "model.blocks",
-        rewrite("_DecayScan.apply(c, b, v, d)", "_DecayScan.apply(b, c, v, d)"),
+        "exchange", "B and C exchanged", "model.parts",
+        rewrite("scan(c, b, v, d)", "scan(b, c, v, d)"),
         "mamba: whole gradient", slow=True,
     ),
     module(
@@ -1086,9 +1079,22 @@ FAULTS = [
         "hnet: end to end",
     ),
     module(
-        "causality", "inner network given the next positions", "model.blocks",
+        "causality", "inner network given the next positions", "model.parts",
         rewrite("gather_chunks(x, c.first)", "gather_chunks(x.roll(-1, 1), c.first)"),
         "hnet: causality",
+    ),
+    # blocks of any kind, around chunks and on them
+    module(
+        "wiring", "experts given the stream that is not normalised", "model.parts",
+        rewrite("self.mix(r, r, c, n, v)", "self.mix(r, r, c, None, v)"), "mixed: output",
+    ),
+    module(
+        "neighbour", "experts of chunks hashed by the first bytes", "model.flow",
+        rewrite("self.grams.gather(1, i)", "self.grams[:, : i.shape[1]]"), "mixed: end to end",
+    ),
+    module(
+        "normaliser", "groups of empty slots teach the indexer", "model.parts",
+        rewrite("v.sum().clamp(min=1)", "v.numel()"), "mixed: end to end", slow=True,
     ),
     # checkpoints
     module(
@@ -1130,11 +1136,11 @@ def scale_type_of(kernel: str, named: str) -> str | None:
     return (named or ("T32" if "norm" in kernel else "T6")) if spec.uses_scales else None
 
 
-def of_model(name: str, config, check: str) -> list:
-    """Make one of the checks of a model; what is read off the layers needs no more than these."""
-    part = "model" if check in ("causality", "determinism") else "layers"
-    about = (config, 2, torch.float32, CPU, "torch", part, config is RAGGED_COMPRESSED)
-    subject = Subject(name, *about)
+def of_model(name: str, check: str) -> list:
+    """Make one of the checks of a model, and those that are made with it."""
+    parts = {"output": "blocks", "gradient": "blocks", "causality": "bits"}.get(check, "whole")
+    config = RAGGED if name == "ragged" else parity.MODELS[name]
+    subject = Subject(name, config, 2, torch.float32, CPU, "torch", (parts,))
     return [result for result in parity._check("", "", subject) if result.check == check]
 
 
@@ -1142,19 +1148,20 @@ def of_update(rule_and_direction: str) -> list:
     """Compare updates of one rule with their formulas."""
     rule, direction = rule_and_direction.split()
     config = replace(RAGGED, rule=rule, direction=direction)
-    subject = Subject(rule_and_direction, config, 1, torch.float32, CPU, "torch", "update")
+    subject = Subject(rule_and_direction, config, 1, torch.float32, CPU, "torch", ("update",))
     return parity._check("", "", subject)
 
 
 MODELS: dict[str, Callable[[str], list]] = {
-    "model:": partial(of_model, "ragged", RAGGED),
-    "streams:": partial(of_model, "streams", replace(RAGGED, streams=4)),
-    "graph:": partial(of_model, "graph", RAGGED_GRAPH),
-    "gates:": partial(of_model, "gates", GATES["graph softplus"]),
-    "hashed:": partial(of_model, "hashed", GATES["graph hash"]),
-    "compressed:": partial(of_model, "compressed", RAGGED_COMPRESSED),
-    "hnet:": partial(of_model, "hnet", RAGGED_HNET),
-    "mamba:": partial(of_model, "mamba", HNETS["hnet mamba"]),
+    "model:": partial(of_model, "ragged"),
+    "streams:": partial(of_model, "4 streams"),
+    "graph:": partial(of_model, "graph"),
+    "gates:": partial(of_model, "graph softplus"),
+    "hashed:": partial(of_model, "graph hash"),
+    "compressed:": partial(of_model, "compressed"),
+    "hnet:": partial(of_model, "hnet"),
+    "mamba:": partial(of_model, "hnet mamba"),
+    "mixed:": partial(of_model, "mixed"),
     "update": of_update,
     "rotary": lambda _: list(parity._rotary(CPU)),
 }

@@ -15,7 +15,6 @@ import torch
 from arbcli import __version__
 from arbcli import checkpoint as checkpoints
 from arbcli.checkpoint import keep_best, load_checkpoint, save_checkpoint
-from arbcli.commands import _processes
 from arbcli.config.presets import preset
 from arbcli.config.training import train_config
 from arbcli.device import check_compute, free_bytes, peak_bytes, resolve_device, spare_bytes
@@ -29,7 +28,7 @@ from arbcli.model.build import build_model
 from arbcli.plain_text import plain_file
 from arbcli.rules.base import fixed_point_gain
 from arbcli.train.directory import make_directory
-from arbcli.train.record import append_record, drop_records_after
+from arbcli.train.record import append_record, keep_records
 from arbcli.train.updater import Updater
 
 PLACE = {"device": "cpu", "backend": "torch", "compute": "fp32"}
@@ -61,10 +60,12 @@ CONFIGURATIONS = {
         of_model("arb-tiny", heads=128), "heads of 2 have no even part of", "larger `dim`",
         ("dim", "heads"),
     ),
-    "half keys": (of_model("arb-tiny", top_k=2000), "`top_k` is 2000", "half keys", ()),
-    "second half keys": (of_model("arb-tiny", codes=(64, 3)), "`top_k` is 4", "half keys", ()),
+    "half keys": (of_model("arb-tiny", top_k=2000), "`top_k` is 2000", "half keys", ("top_k",)),
+    "second half keys": (
+        of_model("arb-tiny", codes=(64, 3)), "`top_k` is 4", "half keys", ("top_k",),
+    ),
     "half keys of knowledge": (
-        of_model("arb-tiny", knowledge=(3, 64)), "`top_k` is 4", "half keys", (),
+        of_model("arb-tiny", knowledge=(3, 64)), "`top_k` is 4", "half keys", ("top_k",),
     ),
     "experts": (
         of_model("arb-tiny", moe_top_k=9), "`moe_top_k` is 9 of 8 experts", "use 1 to 8",
@@ -91,11 +92,11 @@ CONFIGURATIONS = {
         ("dim", "heads"),
     ),
     "streams of others": (
-        of_model("hnet-tiny", streams=2), "`streams` is 2", "use one of: 1 with this preset",
+        of_model("arb-tiny", streams=2), "read one residual stream", "use `streams = 1`",
         ("streams",),
     ),
     "streams": (
-        of_model("tiny", streams=3), "`streams` is 3", "use one of: 1, 2, 4, 8", ("streams",),
+        of_model("tiny", streams=3), "`streams` is `3`", "`1`, `2`, `4`, `8`", ("streams",),
     ),
     "wire of a twin": (
         of_run(weights="float", wire="int8"), "gradients of a float twin travel as they are",
@@ -338,7 +339,7 @@ def test_records_that_cannot_be_written_or_read_are_explained(tmp_path):
     assert str(caught.value).startswith(f"cannot write `{path}`: Is a directory")
     assert f"`--resume {tmp_path}`" in caught.value.hint
     with pytest.raises(ArbError) as caught:
-        drop_records_after(tmp_path, 1)
+        keep_records(tmp_path, lambda record: True)
     assert str(caught.value).startswith(f"cannot read `{path}`: Is a directory")
 
 
@@ -371,23 +372,6 @@ def test_model_without_keys_and_values_keeps_none_in_eight_bits():
 def test_version_is_told(arb_here):
     done = arb_here("--version")
     assert (done.returncode, done.stdout) == (0, f"arb {__version__}\n")
-
-
-def test_processes_are_started_in_place_of_this_one(monkeypatch):
-    started = mock.Mock()
-    monkeypatch.setattr(os, "execv", started)
-    monkeypatch.setattr(sys, "argv", ["arb", "train", "--gpus", "3", "--accum", "6"])
-    monkeypatch.delenv("WORLD_SIZE", raising=False)
-    _processes.start_processes(3)
-    path, command = started.call_args.args
-    launch = ["-m", "arbcli.train.parallel.launch", "3", "train", "--accum", "6"]
-    assert (path, command) == (sys.executable, [sys.executable, *launch])
-    assert _processes.this_process() == (0, 1)
-    monkeypatch.setenv("WORLD_SIZE", "4")
-    monkeypatch.setenv("RANK", "2")
-    assert _processes.this_process() == (2, 4)
-    with pytest.raises(ArbError, match="this is one that `torchrun` has started"):
-        _processes.start_processes(3)
 
 
 def test_field_is_of_a_text(arb_here):

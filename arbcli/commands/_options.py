@@ -10,17 +10,19 @@ from typing import Annotated, Any
 import typer
 
 from arbcli.config.checks import check_choice
-from arbcli.config.compressed import ATTENTIONS
-from arbcli.config.dense import SCALE_TYPES
-from arbcli.config.graph import GRAPH_ATTENTIONS, MOE_GATES
-from arbcli.config.hnet import BOUNDARIES, OUTER_BLOCKS
-from arbcli.config.presets import check_preset
+from arbcli.config.file import read_model
+from arbcli.config.parts.chunking import BOUNDARIES
+from arbcli.config.parts.experts import GATES
+from arbcli.config.presets import ATTENTIONS, GRAPH_ATTENTIONS, check_preset
+from arbcli.config.short_forms import OUTER_BLOCKS
+from arbcli.config.site import SCALE_TYPES
 from arbcli.config.training import COMPUTES
 from arbcli.directions import DIRECTIONS
 from arbcli.errors import ArbError
 from arbcli.rules import DIGITS, RULES
 
 OPTION_OF_FIELD = {
+    "model_file": "--model",
     "scale_type": "--tscale-type",
     "sequencer": "--sequencer/--no-sequencer",
     "codebook": "--codebook/--no-codebook",
@@ -61,6 +63,21 @@ def _with_value(field: str, value: str | None) -> str:
 def given_options(**values: Any) -> dict[str, Any]:
     """Keep the options that were given, by the fields that they set; the others are None."""
     return {field: value for field, value in values.items() if value is not None}
+
+
+def with_model_file(given: dict[str, Any]) -> dict[str, Any]:
+    """Read the file of `--model`, and put its model in the place of a preset's name.
+
+    Raises:
+        ArbError: a preset is named, too, or the file has no model.
+    """
+    given = dict(given)
+    path = given.pop("model_file", None)
+    if path is None:
+        return given
+    if given.get("preset") is not None:
+        raise ArbError("`--model` and `--preset` both name a model", hint="give one of them")
+    return given | {"preset": read_model(path)}
 
 
 KEPT_IN = ("bf16", "fp8", "int8")
@@ -230,6 +247,15 @@ MODEL = {
             callback=_check_preset,
         ),
     ],
+    "model_file": Annotated[
+        Path | None,
+        typer.Option(
+            "--model",
+            metavar="FILE",
+            help="Instead of a preset: the whole model of a file, as --print-config writes it."
+            " Only --ctx and how weights are stored can be given with it.",
+        ),
+    ],
     "ctx": Annotated[
         int | None, typer.Option(min=1, help="Context in bytes. [default: the preset's]")
     ],
@@ -249,7 +275,18 @@ MODEL = {
     "heads": _size("attention heads"),
     "ffn": _size("MLP width"),
     "streams": _number(
-        "Residual streams of dense blocks, mixed by hyper-connections: 1, 2, 4 or 8. [default: 1]",
+        "Residual streams of the innermost stage, mixed by hyper-connections: 1, 2, 4 or 8;"
+        " codebooks and routers read one. [default: 1]",
+        min=1,
+    ),
+    "experts": _number(
+        "Experts of a block of the innermost stage, each as wide as --ffn, instead of its MLP; of"
+        " presets with a graph, experts that are iterated. [default: the preset's]",
+        min=1,
+    ),
+    "top_k_experts": _number(
+        "Experts that a position uses; of presets with a graph the same as --moe-top-k."
+        " [default: the preset's, or 2]",
         min=1,
     ),
     "attention": _name(
@@ -282,7 +319,7 @@ GRAPH_PARTS = {
     "max_moe_iters": _number("Iterations over the experts. [default: the preset's]", min=1),
     "moe_gate": _name(
         "moe_gate",
-        MOE_GATES,
+        GATES,
         "How experts are chosen: softmax or softplus, by scores of what they are weighed by; hash,"
         " by the last three bytes. [default: softmax]",
     ),

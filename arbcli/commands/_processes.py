@@ -1,47 +1,54 @@
-"""Several processes of one run: starting them, and knowing which one this is."""
+"""Start a command in several processes, and end with their exit code."""
 
 import os
+import signal
 import sys
-from collections.abc import Sequence
+
+import typer
 
 from arbcli.errors import ArbError
+from arbcli.output import note
+from arbcli.train.parallel.launch import STORE, launch, this_process
+
+SHARED = ("train", "audit-memory")
+"""Commands that several processes run together."""
 
 
-def this_process() -> tuple[int, int]:
-    """Find the rank of this process, and how many there are, as `torchrun` says it."""
-    return int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+def check_shared(command: str) -> None:
+    """Refuse a command that cannot be shared in a process that is one of several.
+
+    Raises:
+        ArbError: it would do the same in each of them.
+    """
+    place = this_process()
+    if place.size > 1 and command not in SHARED:
+        raise ArbError(
+            f"`arb {command}` runs in one process, and this is one of {place.size}",
+            hint="start it alone",
+        )
 
 
 def start_processes(number: int) -> None:
-    """Become `torchrun`, which starts this command so many times; it does not return.
+    """Run this command in so many processes, and exit when they have ended.
+
+    It returns in a process that it has started itself.
 
     Raises:
-        ArbError: this process was started so itself.
+        ArbError: this process is one of several that `torchrun` has started.
     """
-    if "WORLD_SIZE" in os.environ:
+    if STORE in os.environ:
+        return
+    if this_process().size > 1:
         raise ArbError(
             "`--gpus` starts processes, and this is one that `torchrun` has started",
             hint="leave `--gpus` out",
         )
-    command = torchrun(number, sys.argv[1:])
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os.execv(command[0], command)
-
-
-def torchrun(number: int, words: Sequence[str]) -> list[str]:
-    """Make the command line that starts a command in several processes of this machine.
-
-    Args:
-        number: of processes.
-        words: of the command line, which `--gpus` is taken out of.
-    """
-    kept, skipped = [], False
-    for word in words:
-        if skipped:
-            skipped = False
-        elif word == "--gpus":
-            skipped = True
-        elif not word.startswith("--gpus="):
-            kept.append(word)
-    return [sys.executable, "-m", "arbcli.train.parallel.launch", str(number), *kept]
+    # `-m` imports from the current folder first, which the script `arb` does not
+    safe = [] if sys.path[:1] == [os.getcwd()] else ["-P"]
+    failure = launch([sys.executable, *safe, "-m", "arbcli", *sys.argv[1:]], number)
+    if failure is None:
+        raise typer.Exit
+    if failure.code > 0:
+        raise typer.Exit(failure.code)
+    note(f"process {failure.rank} was ended by {signal.Signals(-failure.code).name}")
+    raise typer.Exit(128 - failure.code)

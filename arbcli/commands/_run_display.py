@@ -59,10 +59,11 @@ class RunDisplay:
             return
         line = (
             f"step {record.step}/{self.steps}  loss {record.loss:.3f} nats"
-            f"  {record.bits_per_byte:.3f} bits  {record.bytes_per_second:,.0f} bytes/s"
-            f"  {_clock(record.seconds_left)} left"
-            f"  {bytes_text(record.state_bytes)} state, {bytes_text(record.peak_bytes)} peak"
+            f"  {record.bits_per_byte:.3f} bits"
         )
+        if record.bytes_per_second is not None:
+            line += f"  {record.bytes_per_second:,.0f} bytes/s  {_clock(record.seconds_left)} left"
+        line += f"  {bytes_text(record.state_bytes)} state, {bytes_text(record.peak_bytes)} peak"
         if record.mfu is not None:
             line += f"  {record.mfu:.1%} MFU"
         if record.flip_share is not None:
@@ -104,7 +105,7 @@ class RunDisplay:
             if report.checkpoint:
                 note(f"continue with: arb train --resume {report.run}")
             return
-        if not self.quiet:
+        if not self.quiet and report.sample:  # a run that was finished before makes none
             note(f"\nsample\n{report.sample}\n")
             bits = report.bits_per_byte
             note(f"held-out loss  {report.val_loss:.4f} nats = {bits:.4f} bits a byte")

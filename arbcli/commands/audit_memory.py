@@ -19,6 +19,7 @@ from arbcli.commands._options import (
     Seed,
     given_options,
     takes_model,
+    with_model_file,
 )
 from arbcli.commands._outputs import check_file
 from arbcli.commands._processes import start_processes, this_process
@@ -73,7 +74,7 @@ def audit_memory(
         raise ArbError("`--budget` and `--what-if` are two questions", hint="ask one at a time")
     if snapshot is not None:
         check_file(snapshot, "--snapshot", (".pickle", ".pkl"))
-    rank, processes = this_process()
+    rank, processes, *_ = this_process()
     if ranks is not None:
         _check_ranks(ranks, processes, what_if=what_if, snapshot=snapshot)
         if budget is None and processes == 1:
@@ -93,6 +94,7 @@ def audit_memory(
         steps=steps,
         seed=seed,
     )
+    given = with_model_file(given)
     if ranks is not None:
         given = {"accum": ranks, "wire": "int12"} | given
     if budget is not None and (device or "").startswith("cuda"):
@@ -146,7 +148,7 @@ def _audit_ranks(config: "TrainConfig") -> "RanksReport":
     from arbcli.train.parallel.group import joined, own_device
 
     place = own_device(torch.device(config.device))
-    with joined(place) as group:
+    with joined(place, "audit-memory") as group:
         return audit_ranks(dataclasses.replace(config, device=str(place)), group)
 
 

@@ -55,7 +55,7 @@ def _plan(report: "CheckReport") -> list[str]:
     if report.resumes_at is None:
         return [f"a resume   would not start: {report.stops}"]
     left = report.steps - report.resumes_at
-    if left <= 0:
+    if left <= 0 and not report.evaluates_first:
         return [f"a resume   has nothing to do: all {report.steps:,} steps are done"]
     lines = [f"a resume   goes on at step {report.resumes_at:,}, {left:,} steps to the end"]
     if report.steps_before is not None:
@@ -63,8 +63,10 @@ def _plan(report: "CheckReport") -> list[str]:
             f"           has {report.steps:,} steps then, and their schedule, instead of"
             f" {report.steps_before:,}"
         )
+    if report.evaluates_first:
+        lines.append(f"           evaluates step {report.resumes_at:,} first: it has no record")
     if report.drops_records:
-        lines.append(f"           drops {report.drops_records:,} later records")
+        lines.append(f"           replaces {report.drops_records:,} records")
     first = "at its first save"
     aside = f"sets aside {first if report.steps_before is None else 'at once'}"
     for what, names in ((aside, report.sets_aside), (f"removes {first}", report.removes)):

@@ -2,10 +2,12 @@
 
 from typing import TYPE_CHECKING, Any
 
+from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from arbcli.commands._options import Json, takes_model
+from arbcli.commands._options import Json, takes_model, with_model_file
+from arbcli.commands._parts_table import parts_table
 from arbcli.output import emit, table
 
 if TYPE_CHECKING:
@@ -15,12 +17,13 @@ if TYPE_CHECKING:
 @takes_model()
 def count_params(as_json: Json = False, **model: Any) -> None:
     """Count weights and bytes of a model without making it: `arb count-params --preset 1b`."""
-    from arbcli.config.presets import preset as model_preset
-    from arbcli.inspect.memory import predict
+    from arbcli.config.presets import assembled
+    from arbcli.inspect.memory import predict_parts
 
-    config = model_preset(model.pop("preset") or "tiny", **model)
-    report = predict(config)
-    emit(report, state_table(report), as_json=as_json)
+    given = with_model_file(model)
+    config = assembled(given.pop("preset") or "tiny", **given)
+    report = predict_parts(config)
+    emit(report, Group(state_table(report), parts_table(report.parts)), as_json=as_json)
 
 
 def state_table(report: "StateReport") -> Table:

@@ -8,6 +8,7 @@ import typer
 from rich.console import Group, RenderableType
 
 from arbcli.commands._options import Json, find_run
+from arbcli.commands._parts_table import parts_table
 from arbcli.output import bytes_text, emit, note, table
 
 if TYPE_CHECKING:
@@ -51,7 +52,7 @@ def _tables(report: "SavedReport") -> RenderableType:
         "export of": report.origin,
         "weights": f"{report.num_weights:,}",
         "bytes": bytes_text(report.bytes),
-        **{f"model.{name}": value for name, value in report.config.items()},
+        **{f"model.{name}": value for name, value in _of_all_parts(report)},
         **{f"run.{name}": value for name, value in report.settings.items()},
         **dict(_flat(report.run)),
     }
@@ -67,9 +68,17 @@ def _tables(report: "SavedReport") -> RenderableType:
     ]
     return Group(
         table(report.path, ["", ""], rows, left=2),
+        *([parts_table(report.parts)] if report.parts else []),
         table("Bytes", ["area", "of", ""], parts, left=2),
         table("Weights", ["area", "below 0", "0", "above 0", "octave: how many"], signs),
     )
+
+
+def _of_all_parts(report: "SavedReport") -> Iterator[tuple[str, Any]]:
+    """List what a file says of the model; what it says of single parts stands in their table."""
+    for name, value in report.config.items():
+        if not report.parts or not isinstance(value, dict | list):
+            yield name, value
 
 
 def _flat(values: dict[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:

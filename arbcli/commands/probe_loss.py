@@ -25,6 +25,7 @@ from arbcli.commands._options import (
     given_options,
     option_of,
     takes_model,
+    with_model_file,
 )
 from arbcli.commands._outputs import PICTURES, check_file
 from arbcli.errors import ArbError
@@ -107,6 +108,7 @@ def _probe(
     from arbcli.train.configure import new_config
 
     if checkpoint is None:
+        given = with_model_file(given)
         config = new_config(steps=steps, device=device, backend=backend, **given)
         room.check_memory(config)
         return probe.probe(config, steps=steps, progress=progress)

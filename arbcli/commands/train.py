@@ -22,14 +22,15 @@ from arbcli.commands._options import (
     one_of,
     option_of,
     takes_model,
+    with_model_file,
 )
 from arbcli.commands._outputs import PICTURES, check_file
 from arbcli.commands._processes import start_processes, this_process
 from arbcli.commands._run_display import RunDisplay
 from arbcli.commands.check import show_check
-from arbcli.config.dense import WEIGHTS
 from arbcli.config.file import read_settings, settings_text
 from arbcli.config.initial import KEPT
+from arbcli.config.model import WEIGHTS
 from arbcli.config.training import OPTIMIZERS, SCHEDULES, WIRES, train_config_dict
 from arbcli.errors import ArbError
 from arbcli.loggers import LOGGERS, check_logger, find_logger
@@ -43,7 +44,7 @@ def _check_loggers(names: list[str] | None) -> list[str] | None:
     return names
 
 
-@takes_model(first="preset ctx rule digits direction scale_type weights sub_norms")
+@takes_model(first="preset model_file ctx rule digits direction scale_type weights sub_norms")
 def train(
     data: Data = None,
     val: Val = None,
@@ -203,6 +204,8 @@ def train(
         start_processes(gpus)
     if print_config and (resume or init_from):
         raise ArbError("what is saved has its own settings", hint="read them with `arb inspect`")
+    if resume is None and init_from is None:
+        given = with_model_file(given)
     if config_file is not None and resume is None:
         given = read_settings(config_file) | given
     if resume is not None:
@@ -225,7 +228,7 @@ def train(
         return
     if plot is not None:
         check_file(plot, "--plot", PICTURES)
-    rank, processes = this_process()
+    rank, processes, *_ = this_process()
     if processes > 1 and weights in (None, "ternary") and resume is None:
         given.setdefault("wire", "int12")
     alone = rank == 0  # in showing anything
@@ -266,7 +269,7 @@ def train(
         plots.plot_training(Path(report.run), plot)
     if alone:
         display.finished(report)
-    # the first process speaks for all: torchrun ends the others as soon as one fails
+    # the first process speaks for all: the others are ended as soon as one fails
     if report.stopped_by is not None and alone:
         raise typer.Exit(exit_code(report.stopped_by))
 
@@ -281,7 +284,7 @@ def _show_settings(given: dict[str, Any], *, as_json: bool) -> None:
     if as_json:
         emit_json(train_config_dict(config))
     else:
-        write_bytes(settings_text(config, given.get("preset", "tiny")).encode())
+        write_bytes(settings_text(config).encode())
 
 
 def _refuse_changes(given: dict[str, Any]) -> None:
@@ -294,7 +297,7 @@ def _refuse_changes(given: dict[str, Any]) -> None:
 
 
 def _refuse_shapes(given: dict[str, Any]) -> None:
-    if own := [f"`{option_of(name)}`" for name in given if name in KEPT or name == "preset"]:
+    if own := [f"`{option_of(name)}`" for name in given if name in (*KEPT, "preset", "model_file")]:
         raise ArbError(
             f"a saved model keeps its own settings, so {', '.join(own)} cannot be given to it",
             hint="leave them out, or start without `--init-from`",

@@ -8,7 +8,7 @@
     ctx = 512
 
 What is not there has its default. The names are the fields of `TrainConfig`, and below `[model]`
-those of the model's configuration.
+the arguments of the preset's short form; or a whole model, see `arbcli.config.model_file`.
 """
 
 import dataclasses
@@ -19,7 +19,11 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, get_args, get_origin
 
-from arbcli.config.presets import KINDS, PRESETS
+from arbcli.config.checks import shown
+from arbcli.config.model import ModelConfig
+from arbcli.config.model_file import model_from_toml, model_lines, to_toml
+from arbcli.config.presets import config_from_dict
+from arbcli.config.short_forms import ARGUMENTS
 from arbcli.config.training import OPTIMIZERS, TrainConfig, train_config_dict
 from arbcli.errors import ArbError
 
@@ -55,18 +59,17 @@ def read_settings(path: Path) -> dict[str, Any]:
             f"`{path}` has no settings by name", hint="write lines such as `steps = 100`"
         )
     model = dict(values.pop("model", {}))
-    kind = model.pop("kind", None)
     settings: dict[str, Any] = {}
-    if kind is not None and "preset" not in values:  # one of that kind, whose sizes are replaced
-        found = (name for name, known in PRESETS.items() if kind == known.kind)
-        values["preset"] = next(found, kind)
+    if {"stage", "stages", "kind"} & model.keys():  # a whole model, as TOML or a run has it
+        if "preset" in values:
+            raise ArbError(f"`{path}` has a preset and a whole model", hint="leave one of them out")
+        settings["preset"], model = _whole_model(path, model), {}
     if "preset" in values:
         settings["preset"] = values.pop("preset")
         if not isinstance(settings["preset"], str):
-            raise ArbError(
-                f"`preset` of `{path}` is {settings['preset']!r}", hint="name a preset in quotes"
-            )
-    of_models = {f.name: f.type for known in KINDS.values() for f in dataclasses.fields(known)}
+            found = shown(settings["preset"])
+            raise ArbError(f"`preset` of `{path}` is `{found}`", hint="name a preset in quotes")
+    of_models = {name: one.annotation for name, one in ARGUMENTS.items()}
     for found, types, where in ((values, TOP, ""), (model, of_models, "model.")):
         for name, value in found.items():
             if name not in types:
@@ -75,36 +78,48 @@ def read_settings(path: Path) -> dict[str, Any]:
                 settings[name] = _checked(path, where + name, value, types[name])
     if settings.get("optimizer") == OPTIMIZERS["ternary"][0]:  # follows from the weights
         del settings["optimizer"]
-    shape = PRESETS.get(settings.get("preset", "tiny"))
-    if shape is not None and settings.get("weights", shape.weights) != "ternary":
-        for name in ("rule", "direction"):  # a twin is written with its preset's, and takes none
-            if settings.get(name) == getattr(shape, name):
-                settings.pop(name, None)
     return settings
 
 
-def settings_text(config: TrainConfig, preset: str) -> str:
-    """Write a configuration as TOML that `read_settings` reads.
+def read_model(path: Path) -> ModelConfig:
+    """Read the whole model of a file of settings, and leave the other settings aside.
 
-    Args:
-        config: what to write.
-        preset: name of the one that it was made of.
+    Raises:
+        ArbError: it cannot be read, or has no whole model, or one that does not fit.
     """
+    found = read_settings(path).get("preset")
+    if not isinstance(found, ModelConfig):
+        raise ArbError(
+            f"`{path}` has no whole model",
+            hint="write stages as `[[model.stage]]`, as `settings_text` does",
+        )
+    return found
+
+
+def _whole_model(path: Path, values: dict[str, Any]) -> ModelConfig:
+    """Rebuild a model from its fields.
+
+    Raises:
+        ArbError: no model can have them.
+    """
+    if "stage" in values:
+        return model_from_toml(values, str(path))
+    try:
+        return config_from_dict(values)
+    except TypeError as error:
+        raise ArbError(
+            f"`{path}` has no model of this version of arb: {error}",
+            hint="name the file of a run of this version",
+        ) from None
+
+
+def settings_text(config: TrainConfig) -> str:
+    """Write a configuration as TOML that `read_settings` reads, its model in full."""
     values = train_config_dict(config)
-    model = values.pop("model")
-    lines = [f"preset = {_toml(preset)}", *_lines(values), "", "[model]", *_lines(model)]
-    return "\n".join(lines) + "\n"
-
-
-def _lines(values: dict[str, Any]) -> list[str]:
-    return [f"{name} = {_toml(value)}" for name, value in values.items() if value is not None]
-
-
-def _toml(value: Any) -> str:
-    if isinstance(value, list | tuple):
-        return f"[{', '.join(map(_toml, value))}]"
-    text = json.dumps(value, ensure_ascii=False)  # a JSON string is a TOML one, but for DEL
-    return text.replace("\x7f", "\\u007f")
+    del values["model"]
+    given = {name: value for name, value in values.items() if value is not None}
+    lines = [f"{name} = {to_toml(value)}" for name, value in given.items()]
+    return "\n".join([*lines, "", *model_lines(config.model)]) + "\n"
 
 
 def _unknown(
@@ -135,4 +150,6 @@ def _checked(path: Path, name: str, value: Any, wanted: Any) -> Any:
         if type(value) is choice:
             return value
     names = " or ".join(getattr(c, "__name__", str(c)) for c in choices if c is not type(None))
-    raise ArbError(f"`{name}` in `{path}` is {value!r}", hint=f"it takes a value of type {names}")
+    raise ArbError(
+        f"`{name}` in `{path}` is `{shown(value)}`", hint=f"it takes a value of type {names}"
+    )

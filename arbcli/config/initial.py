@@ -1,22 +1,18 @@
 """What a run that begins with saved weights keeps of their model, and what it may choose."""
 
 import dataclasses
+from typing import Any
 
-from arbcli.config.dense import ModelConfig
-from arbcli.config.presets import KINDS
+from arbcli.config.model import ModelConfig
+from arbcli.config.short_forms import ARGUMENTS
 from arbcli.errors import ArbError
 from arbcli.rules import DIGITS, FADED
 
 FREE = ("ctx", "digits")
 """Settings of a model that may be others than the saved ones; `digits` as far as weights begin as
 they were read."""
-KEPT = {
-    field.name
-    for kind in KINDS.values()
-    for field in dataclasses.fields(kind)
-    if field.name not in FREE
-}
-"""The others, of models of every kind."""
+KEPT = frozenset(ARGUMENTS) - frozenset(FREE)
+"""The other options of models."""
 
 
 def check_initial(model: ModelConfig, saved: ModelConfig) -> None:
@@ -30,21 +26,18 @@ def check_initial(model: ModelConfig, saved: ModelConfig) -> None:
         saved: what the weights are of.
 
     Raises:
-        ArbError: a setting of `KEPT` differs, or `digits` read the weights in another way.
+        ArbError: a setting other than `FREE` differs, or `digits` read the weights in another way.
     """
-    hint = "make the run's configuration of the saved model's, with `preset=saved_config(...)`"
-    if model.kind != saved.kind:
+    free = {name: getattr(saved, name) for name in FREE}
+    wanted, found = map(dataclasses.asdict, (dataclasses.replace(model, **free), saved))
+    if difference := first_difference(wanted, found):
+        name, ours, theirs = difference
         raise ArbError(
-            f"the model of the run is of the kind {model.kind}, and the saved one of {saved.kind}",
-            hint=hint,
+            f"`{name}` is {ours}, and in the saved model {theirs}",
+            hint="make the run's configuration of the saved model's, with"
+            " `preset=saved_config(...)`",
+            fields=(name,),
         )
-    own = [field.name for field in dataclasses.fields(model) if field.name in KEPT]
-    for name in own:
-        wanted, found = getattr(model, name), getattr(saved, name)
-        if wanted != found:
-            raise ArbError(
-                f"`{name}` is {wanted}, and in the saved model {found}", hint=hint, fields=(name,)
-            )
     able = digits_after(saved.digits)
     if model.digits not in able:
         raise ArbError(
@@ -52,6 +45,25 @@ def check_initial(model: ModelConfig, saved: ModelConfig) -> None:
             hint=f"theirs are {saved.digits}: use `digits` of {' or '.join(able)}",
             fields=("digits",),
         )
+
+
+def first_difference(first: Any, second: Any, name: str = "model") -> tuple[str, Any, Any] | None:
+    """Find where two configurations differ, as dictionaries, lists and values.
+
+    Returns:
+        The name of the field, and both values; None where there is no difference. Of lists of
+        other lengths the values are the lengths.
+    """
+    if isinstance(first, dict) and isinstance(second, dict) and first.keys() == second.keys():
+        pairs = [(key, first[key], second[key]) for key in first]
+    elif isinstance(first, list | tuple) and isinstance(second, list | tuple):
+        if len(first) != len(second):
+            return f"number of {name}", len(first), len(second)
+        pairs = [(name, *both) for both in zip(first, second, strict=True)]
+    else:
+        return None if first == second else (name, first, second)
+    found = (first_difference(ours, theirs, key) for key, ours, theirs in pairs)
+    return next(filter(None, found), None)
 
 
 def digits_after(digits: str) -> tuple[str, ...]:

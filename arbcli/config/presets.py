@@ -1,65 +1,84 @@
 """Models that have a name, and configurations from what a file holds."""
 
 import dataclasses
-from typing import Any
+import re
+from collections.abc import Iterable
+from dataclasses import is_dataclass
+from types import NoneType, UnionType
+from typing import Any, NamedTuple, get_args, get_origin
 
-from arbcli.config.checks import check_choice
-from arbcli.config.compressed import ATTENTIONS, CompressedConfig
-from arbcli.config.dense import ModelConfig
-from arbcli.config.graph import GRAPH_ATTENTIONS, GraphConfig
-from arbcli.config.hnet import HNetConfig
+from arbcli.config.checks import check_choice, shown
+from arbcli.config.model import MOST_BLOCKS, ModelConfig
+from arbcli.config.parts import BESIDE, CHANNELS, MIXERS, PartConfig
+from arbcli.config.short_forms import FAMILIES, STORAGE, arguments, assemble
 from arbcli.errors import ArbError
 from arbcli.rules import RULES, find_rule
 
-KINDS = {kind.kind: kind for kind in (ModelConfig, GraphConfig, HNetConfig, CompressedConfig)}
-"""Classes of configurations, by the kind of model that they describe."""
-PRESETS = {
-    "tiny": ModelConfig(dim=256, layers=4, heads=4, ffn=704, ctx=64),
-    "small": ModelConfig(dim=384, layers=6, heads=6, ffn=1024, ctx=256),
-    "base": ModelConfig(dim=768, layers=12, heads=12, ffn=2048, ctx=1024),
-    "1b": ModelConfig(dim=2048, layers=24, heads=16, ffn=5632, ctx=2048),
-    "arb-long": CompressedConfig(
+ATTENTIONS = ("dense", "compressed")
+"""Of the families `dense` and `compressed`, of which `attention` chooses one."""
+GRAPH_ATTENTIONS = ("latent", "none")
+"""Of the family `graph`."""
+
+
+class ShortForm(NamedTuple):
+    """A model in few numbers."""
+
+    family: str
+    """A name of `FAMILIES`."""
+    values: dict[str, Any]
+    """Arguments of the short form."""
+
+
+SHORT_FORMS = {
+    "tiny": ShortForm("dense", dict(dim=256, layers=4, heads=4, ffn=704, ctx=64)),
+    "small": ShortForm("dense", dict(dim=384, layers=6, heads=6, ffn=1024, ctx=256)),
+    "base": ShortForm("dense", dict(dim=768, layers=12, heads=12, ffn=2048, ctx=1024)),
+    "1b": ShortForm("dense", dict(dim=2048, layers=24, heads=16, ffn=5632, ctx=2048)),
+    "arb-long": ShortForm("compressed", dict(
         dim=768, layers=12, heads=12, ffn=1920, ctx=16384, head_width=128, rotary=64,
-    ),
-    "arb-tiny": GraphConfig(
+    )),
+    "arb-tiny": ShortForm("graph", dict(
         dim=256, layers=4, heads=4, ffn=832, ctx=256, rule="moment",
         latent=128, rotary=32, ngram_rows=16384, ngram_dim=64, key_dim=32,
         codes=(64, 64), code_dim=64, code_heads=2, knowledge=(128, 128), knowledge_dim=32,
         knowledge_heads=4, top_k=4, experts=8, expert_dim=160, expert_ffn=160, gate_dim=32,
         adapter_rank=16, edges=(4096, 4), head_ffn=416, moe=False, graph=False,
-    ),
-    "arb-3b": GraphConfig(
+    )),
+    "arb-3b": ShortForm("graph", dict(
         dim=2560, layers=20, heads=20, ffn=10240, ctx=64, rule="nibble", direction="factored",
         latent=512, rotary=32, ngram_rows=65987, ngram_dim=512, key_dim=128,
         codes=(512, 256), code_dim=1024, code_heads=4, knowledge=(2500, 2000), knowledge_dim=64,
         knowledge_heads=16, top_k=8, experts=56, expert_dim=1280, expert_ffn=2560, gate_dim=224,
         adapter_rank=64, edges=(32768, 4), head_ffn=17600,
-    ),
-    "hnet-tiny": HNetConfig(
+    )),
+    "hnet-tiny": ShortForm("hnet", dict(
         dim=256, layers=3, heads=4, ffn=704, ctx=256, outer_dim=(128,), outer_layers=(1,),
         outer_heads=(4,), outer_ffn=(352,), chunk_length=(4,), window=32,
-    ),
-    "hnet-small": HNetConfig(
+    )),
+    "hnet-small": ShortForm("hnet", dict(
         dim=384, layers=5, heads=6, ffn=1024, ctx=1024, outer_dim=(256,), outer_layers=(1,),
         outer_heads=(4,), outer_ffn=(704,), chunk_length=(4,), window=128,
-    ),
-    "hnet-base": HNetConfig(
+    )),
+    "hnet-base": ShortForm("hnet", dict(
         dim=768, layers=10, heads=12, ffn=2048, ctx=4096, outer_dim=(512,), outer_layers=(2,),
         outer_heads=(8,), outer_ffn=(1408,), chunk_length=(4,), window=128,
-    ),
-    "hnet-two-stage": HNetConfig(
+    )),
+    "hnet-two-stage": ShortForm("hnet", dict(
         dim=768, layers=10, heads=12, ffn=2048, ctx=4096, outer_dim=(384, 512),
         outer_layers=(2, 2), outer_heads=(6, 8), outer_ffn=(1024, 1408), chunk_length=(3, 3),
         window=128,
-    ),
+    )),
 }  # fmt: skip
+"""Short forms of the models that have a name."""
+PRESETS = {name: assemble(*short) for name, short in SHORT_FORMS.items()}
+"""These models."""
 
 
 def check_preset(name: str) -> None:
-    """Refuse a name that is no preset's.
+    """Check that a preset has this name.
 
     Raises:
-        ArbError: it is none.
+        ArbError: none has.
     """
     if name not in PRESETS:
         names = ", ".join(f"`{known}`" for known in PRESETS)
@@ -71,72 +90,209 @@ def preset(name: str, **overrides: object) -> ModelConfig:
 
     Another rule than the preset's brings its own direction, unless one is given.
 
+    Args:
+        name: of a preset.
+        overrides: arguments of its short form, or `attention` as a name of `ATTENTIONS` or
+            `GRAPH_ATTENTIONS`.
+
     Raises:
         ArbError: no preset has that name, or a value does not fit.
     """
     check_preset(name)
     given = {key: value for key, value in overrides.items() if value is not None}
-    base = PRESETS[name]
+    family, values = SHORT_FORMS[name]
     if isinstance(given.get("attention"), str):
-        base, given = _with_attention(base, given)
-    fields = {field.name for field in dataclasses.fields(base)}
-    if others := [key for key in given if key not in fields]:
+        family, given = _with_attention(family, given)
+    if family == "graph" and "top_k_experts" in given:
+        given = _with_iterated_top_k(given)
+    known = arguments(family)
+    if others := [key for key in given if key not in known]:
         parts = ", ".join(f"`{key}`" for key in others)
-        having = " or ".join(f"`{k}`" for k, v in PRESETS.items() if hasattr(v, others[0]))
+        able = (k for k, v in SHORT_FORMS.items() if others[0] in arguments(v.family))
+        having = " or ".join(f"`{known}`" for known in able)
         raise ArbError(
             f"the preset `{name}` has no such part: {parts}",
             hint=f"use it with {having}" if having else None,
             fields=tuple(others),
         )
-    given.setdefault("rule", base.rule)
-    if given["rule"] in RULES:
-        rule = find_rule(given["rule"])
-        if rule.direction is None and "direction" in given:
-            raise ArbError(
-                f"the rule `{given['rule']}` takes no direction",
-                hint="leave `direction` out",
-                fields=("direction",),
-            )
-        own = given["rule"] == base.rule
-        given.setdefault("direction", base.direction if own else rule.direction)
-    return dataclasses.replace(base, **given)
+    own_rule = values.get("rule", known["rule"].default)
+    _set_direction(given, own_rule, values.get("direction", known["direction"].default))
+    shared = {key: value for key, value in values.items() if key in known}
+    return assemble(family, shared | given)
 
 
-def _with_attention(base: ModelConfig, given: dict[str, Any]) -> tuple[ModelConfig, dict[str, Any]]:
-    """Change a preset to a kind of attention by its name, and strike that off what was given.
+def assembled(model: str | ModelConfig, **overrides: object) -> ModelConfig:
+    """Build a preset with overrides, or store a model otherwise: see `preset`, `with_storage`.
 
     Raises:
-        ArbError: there is no such kind, or not of this preset.
+        ArbError: no preset has that name, or a value does not fit.
+    """
+    if isinstance(model, str):
+        return preset(model, **overrides)
+    return with_storage(model, **overrides)
+
+
+def with_storage(config: ModelConfig, **overrides: object) -> ModelConfig:
+    """Store a model otherwise, or give it another context.
+
+    Args:
+        config: of the model.
+        overrides: `ctx` and fields of `STORAGE`; None keeps what there is.
+
+    Raises:
+        ArbError: a value does not fit, or belongs to the short form of a preset.
+    """
+    given = {key: value for key, value in overrides.items() if value is not None}
+    if others := [key for key in given if key not in ("ctx", *STORAGE)]:
+        raise ArbError(
+            f"{', '.join(f'`{key}`' for key in others)} only applies to a preset",
+            hint="leave it out, or change the model itself",
+            fields=tuple(others),
+        )
+    _set_direction(given, config.rule, config.direction)
+    return dataclasses.replace(config, **given)
+
+
+def _set_direction(given: dict[str, Any], own_rule: str, own_direction: str | None) -> None:
+    """Add the direction that goes with the rule that was given, if none was."""
+    rule_name = given.setdefault("rule", own_rule)
+    if rule_name not in RULES:
+        return
+    rule = find_rule(rule_name)
+    if rule.direction is None and "direction" in given:
+        raise ArbError(
+            f"the rule `{rule_name}` takes no direction",
+            hint="leave `direction` out",
+            fields=("direction",),
+        )
+    given.setdefault("direction", own_direction if rule_name == own_rule else rule.direction)
+
+
+def _with_attention(family: str, given: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    """Replace the name of a kind of attention by a family, or by an argument of it.
+
+    Raises:
+        ArbError: the family has no such kind.
     """
     chosen = given["attention"]
     others = {key: value for key, value in given.items() if key != "attention"}
-    known = GRAPH_ATTENTIONS if isinstance(base, GraphConfig) else ATTENTIONS
-    check_choice("attention", chosen, known)
-    if isinstance(base, GraphConfig):
-        return base, others | {"attention": chosen == GRAPH_ATTENTIONS[0]}
-    if isinstance(base, HNetConfig):
-        return base, given  # it has no such part
-    kind = CompressedConfig if chosen == "compressed" else ModelConfig
-    if type(base) is not kind:
-        shared = [field.name for field in dataclasses.fields(ModelConfig)]
-        base = kind(**{field: getattr(base, field) for field in shared})
-    return base, others
+    check_choice("attention", chosen, GRAPH_ATTENTIONS if family == "graph" else ATTENTIONS)
+    if family == "graph":
+        return family, others | {"attention": chosen == GRAPH_ATTENTIONS[0]}
+    if family == "hnet":
+        return family, given  # it has no such part
+    return chosen, others
+
+
+def _with_iterated_top_k(given: dict[str, Any]) -> dict[str, Any]:
+    """Name the experts of a position as the family `graph` does.
+
+    Raises:
+        ArbError: both names are given.
+    """
+    if "moe_top_k" in given:
+        raise ArbError(
+            "`top_k_experts` and `moe_top_k` both say how many experts a position uses",
+            hint="give one of them",
+            fields=("top_k_experts", "moe_top_k"),
+        )
+    others = {key: value for key, value in given.items() if key != "top_k_experts"}
+    return others | {"moe_top_k": given["top_k_experts"]}
 
 
 def config_from_dict(values: dict[str, Any]) -> ModelConfig:
-    """Rebuild the configuration of a model from its fields, as JSON holds them.
+    """Rebuild the configuration of a model from what JSON or TOML holds.
 
     Args:
-        values: fields, with the `kind`, or without: a checkpoint has the fields alone, and they
-            are of the first kind that knows all of them.
+        values: fields of `ModelConfig`; or the arguments of a short form with its `kind`, as they
+            were saved before, or without `kind`, which is the first family that knows all of them.
 
     Raises:
         TypeError: they are of another version.
         ArbError: no model can have them.
     """
+    if "stages" in values:
+        return from_fields(ModelConfig, values, "model")
     fields = {name: value for name, value in values.items() if name != "kind"}
-    for name, kind in KINDS.items():
-        known = {field.name for field in dataclasses.fields(kind)}
-        if values.get("kind", name) == name and fields.keys() <= known:
-            return kind(**fields)
+    for name in FAMILIES:
+        if values.get("kind", name) == name and fields.keys() <= arguments(name).keys():
+            return assemble(name, fields)
     raise TypeError(f"no kind of model has the fields {', '.join(values)}")
+
+
+UNIONS = {"mixer": MIXERS, "channel": CHANNELS, "beside": BESIDE}
+"""Fields whose values say by their `kind` which configuration they are."""
+
+
+NONE = "none"
+"""What files have for None, as TOML has no word for it."""
+
+
+def from_fields(kind: type, values: Any, where: str) -> Any:
+    """Build a dataclass from a dictionary, its fields likewise.
+
+    Args:
+        kind: the dataclass.
+        values: by field; those of the right class may have been built already.
+        where: path of the dictionary in its file, for errors.
+
+    Raises:
+        TypeError: a field is missing or unknown, or is no dictionary where it should be one.
+        ArbError: a value does not fit; the message has its path.
+    """
+    if not isinstance(values, dict):
+        raise TypeError(f"`{where}` is `{shown(values)}`, and not fields by name")
+    every = {field.name: field for field in dataclasses.fields(kind)}
+    known = {name: field for name, field in every.items() if field.init}
+    fields = dict(values)
+    if "kind" in every and fields.pop("kind", every["kind"].default) != every["kind"].default:
+        raise TypeError(f"`{where}` is of another kind than `{every['kind'].default}`")
+    if unknown := [name for name in fields if name not in known]:
+        raise TypeError(f"`{where}` has no field `{shown(unknown[0])}`")
+    needed = [name for name, field in known.items() if field.default is dataclasses.MISSING]
+    if missing := [name for name in needed if name not in fields]:
+        raise TypeError(f"`{where}` has no `{missing[0]}`")
+    built = {
+        name: _value(known[name].type, value, UNIONS.get(name), f"{where}.{name}")
+        for name, value in fields.items()
+    }
+    try:
+        return kind(**built)
+    except ArbError as error:
+        raise _at(error, known, where) from None
+
+
+def _at(error: ArbError, known: Iterable[str], where: str) -> ArbError:
+    """Name fields in an error by their path in a file, and not as options."""
+    text = str(error)
+    for name in error.fields:
+        if name in known:
+            text = re.sub(rf"`{name}(?=[`=])", lambda _, n=name: f"`{where}.{n}", text, count=1)
+    if text == str(error):
+        text = f"`{where}`: {text}"
+    return ArbError(text, hint=error.hint)
+
+
+def _value(kind: Any, value: Any, union: dict[str, type[PartConfig]] | None, where: str) -> Any:
+    """Build the value of a field of some type."""
+    if value is None or (value == NONE and NoneType in get_args(kind)):
+        return None
+    if union is not None and not isinstance(value, list | tuple):
+        name = value.get("kind") if isinstance(value, dict) else None
+        if not isinstance(name, str) or name not in union:
+            known = ", ".join(f"`{one}`" for one in union)
+            raise TypeError(f"`{where}` is of the kind `{shown(name)}`, which is none of: {known}")
+        return from_fields(union[name], value, where)
+    kinds = get_args(kind) if get_origin(kind) is UnionType else (kind,)
+    for one in kinds:
+        if get_origin(one) is tuple and isinstance(value, list | tuple):
+            if len(value) > MOST_BLOCKS:
+                raise TypeError(f"`{where}` has {len(value):,} entries, more than {MOST_BLOCKS:,}")
+            element = get_args(one)[0]
+            return tuple(
+                _value(element, part, union, f"{where}[{index}]")
+                for index, part in enumerate(value)
+            )
+        if is_dataclass(one) and not isinstance(value, one):
+            return from_fields(one, value, where)
+    return value

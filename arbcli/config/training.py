@@ -4,10 +4,10 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
-from arbcli.config.checks import check_at_most, check_choice, check_fields, check_positive
-from arbcli.config.dense import ModelConfig
-from arbcli.config.presets import KINDS, config_from_dict
-from arbcli.config.presets import preset as model_preset
+from arbcli.config.checks import check_at_least, check_at_most, check_choice, check_fields
+from arbcli.config.model import ModelConfig
+from arbcli.config.presets import assembled, config_from_dict
+from arbcli.config.short_forms import ARGUMENTS
 from arbcli.errors import ArbError
 from arbcli.rules import FADED, find_rule
 
@@ -134,11 +134,11 @@ class TrainConfig:
                 fields=("digits",),
             )
         for name in ("steps", "batch", "accum", "save_every", "keep"):
-            check_positive(name, getattr(self, name))
+            check_at_least(name, getattr(self, name))
             check_at_most(name, getattr(self, name), MOST)
-        check_positive("eval_every", self.eval_interval)
+        check_at_least("eval_every", self.eval_interval)
         if self.sample_every is not None:
-            check_positive("sample_every", self.sample_every)
+            check_at_least("sample_every", self.sample_every)
         check_at_most("warmup", self.warmup, MOST)
         if self.steps * self.accum > MOST:  # each of a run's micro-batches has an int32 number
             raise ArbError(
@@ -190,17 +190,13 @@ def train_config(
         device: where to compute, as torch names it.
         backend: what runs the kernels.
         compute: one of `COMPUTES`.
-        given: fields of `TrainConfig` and of the preset's model.
+        given: fields of `TrainConfig` and arguments of the preset's short form.
 
     Raises:
         ArbError: they do not fit each other.
     """
-    of_models = {field.name for kind in KINDS.values() for field in dataclasses.fields(kind)}
-    shape = {name: given.pop(name) for name in list(given) if name in of_models}
-    if isinstance(preset, str):
-        model = model_preset(preset, **shape)
-    else:
-        model = dataclasses.replace(preset, **shape)
+    shape = {name: given.pop(name) for name in list(given) if name in ARGUMENTS}
+    model = assembled(preset, **shape)
     ternary = model.weights == "ternary"
     if ternary and "optimizer" in given:
         raise ArbError(
@@ -249,6 +245,5 @@ def train_config_from(facts: dict[str, Any]) -> TrainConfig:
 
 
 def train_config_dict(config: TrainConfig) -> dict[str, Any]:
-    """List the fields of a configuration for `config.json`, and of which kind its model is."""
-    values = dataclasses.asdict(config)
-    return values | {"model": {"kind": config.model.kind} | values["model"]}
+    """List the fields of a configuration for `config.json`."""
+    return dataclasses.asdict(config)

@@ -8,6 +8,7 @@ from typing import Any
 
 from arbcli.checkpoint import read_json
 from arbcli.errors import ArbError
+from arbcli.export.qwen3 import shape_of
 from arbcli.infer.load import Weights
 from arbcli.train.directory import CONFIG
 from arbcli.train.record import METRICS
@@ -26,14 +27,15 @@ print(tokenizer.decode(model.generate(**ids, max_new_tokens=200)[0]))
 def model_card(weights: Weights, name: str) -> str:
     """Write a card in Markdown, with the figures of the run if it lies beside the checkpoint."""
     config, checkpoint = weights.model.config, weights.checkpoint
+    shape = shape_of(config)
     number = sum(tensor.num_weights for tensor in weights.model.weights().values())
     of = "-1, 0 or +1" if config.digits == "trit" else "an integer of one byte"
     rows = {
         "weights": f"{number:,}, each {of} times a scale of {config.group_size}",
-        "shape": f"{config.layers} blocks of width {config.dim}, {config.heads} heads, MLP"
-        f" {config.ffn}, context {config.ctx} bytes",
+        "shape": f"{shape.layers} blocks of width {shape.dim}, {shape.heads} heads, MLP"
+        f" {shape.ffn}, context {shape.ctx} bytes",
         "tokens": "the 256 bytes; byte 0 ends a text",
-        "norms before the output projections": "yes" if config.sub_norms else "no",
+        "norms before the output projections": "yes" if shape.sub_norms else "no",
         "update rule": config.rule,
         "steps": f"{checkpoint.step:,}",
         "trained in": weights.compute,
@@ -41,7 +43,7 @@ def model_card(weights: Weights, name: str) -> str:
         **run_figures(weights.path.parent, checkpoint.step),
     }
     table = "".join(f"| {key} | {value} |\n" for key, value in rows.items())
-    use = USE.format(trust=", trust_remote_code=True" if config.sub_norms else "")
+    use = USE.format(trust=", trust_remote_code=True" if shape.sub_norms else "")
     return (
         "---\nlibrary_name: transformers\npipeline_tag: text-generation\ntags: [arb, ternary]\n"
         f"---\n\n# {name}\n\nA language model over bytes, trained by `arb` with packed trits and"

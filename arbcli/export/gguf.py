@@ -1,4 +1,4 @@
-"""GGUF, for llama.cpp and what is built on it: a `ByteLM` without sub-norms, as Qwen3."""
+"""GGUF, for llama.cpp and what is built on it: dense blocks without sub-norms, as Qwen3."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from arbcli.checkpoint import write_file
-from arbcli.config.dense import VOCABULARY, ModelConfig
+from arbcli.config.model import VOCABULARY, ModelConfig
 from arbcli.errors import ArbError
 from arbcli.export.block_types import (
     BF16,
@@ -30,13 +30,12 @@ from arbcli.export.gguf_file import (
     Entry,
     write_gguf,
 )
-from arbcli.export.qwen3 import Part, Source, read, sources
+from arbcli.export.qwen3 import Part, Source, read, shape_of, sources
 from arbcli.infer.load import Weights
 from arbcli.kernels.codec.decode_digits import digits_torch
 from arbcli.kernels.codec.packed import Packed
 from arbcli.kernels.codec.packing import unpack_trits
 from arbcli.kernels.codec.scales import scales_torch
-from arbcli.model.dense import ByteLM
 from arbcli.model.layers.norm import NORM_EPS
 from arbcli.model.layers.rotary import ROTARY_BASE
 
@@ -52,7 +51,7 @@ def write_model(path: Path, weights: Weights, name: str, kind: str | None) -> Bl
 
     Args:
         path: of the file.
-        weights: a `ByteLM` without sub-norms.
+        weights: a model of dense blocks without sub-norms.
         name: of the model.
         kind: of the matrices, a name of `TYPES`; None is the smallest that holds what the weights
             are made of.
@@ -90,12 +89,13 @@ def check_model(model: torch.nn.Module) -> None:
     Raises:
         ArbError: it is refused.
     """
-    if type(model) is not ByteLM:
+    shape = shape_of(model.config)
+    if shape is None:
         raise ArbError(
             "GGUF has no architecture for a model of more than dense blocks and attention",
             hint="use `--to safetensors`, or train one of tiny, small, base and 1b",
         )
-    if model.config.sub_norms:
+    if shape.sub_norms:
         raise ArbError(
             "GGUF has no architecture with norms before the output projections",
             hint="train with `--no-sub-norms`; or use `--to hf` or `--to safetensors`",
@@ -129,15 +129,16 @@ def integers(packed: Packed) -> Tensor:
 
 def _keys(config: ModelConfig, name: str, weights: Weights) -> dict[str, tuple[int, Any]]:
     """Say what a reader has to know of the model, and where it comes from."""
+    shape = shape_of(config)
     ours = {
         "context_length": (UINT32, config.ctx),
-        "embedding_length": (UINT32, config.dim),
-        "block_count": (UINT32, config.layers),
-        "feed_forward_length": (UINT32, config.ffn),
-        "attention.head_count": (UINT32, config.heads),
-        "attention.head_count_kv": (UINT32, config.heads),
-        "attention.key_length": (UINT32, config.head_dim),
-        "attention.value_length": (UINT32, config.head_dim),
+        "embedding_length": (UINT32, shape.dim),
+        "block_count": (UINT32, shape.layers),
+        "feed_forward_length": (UINT32, shape.ffn),
+        "attention.head_count": (UINT32, shape.heads),
+        "attention.head_count_kv": (UINT32, shape.heads),
+        "attention.key_length": (UINT32, shape.head_width),
+        "attention.value_length": (UINT32, shape.head_width),
         "attention.layer_norm_rms_epsilon": (FLOAT32, NORM_EPS),
         "rope.freq_base": (FLOAT32, ROTARY_BASE),
         "vocab_size": (UINT32, VOCABULARY),

@@ -1,4 +1,4 @@
-"""A folder that Transformers loads: weights, tokenizer and a card, for a `ByteLM`."""
+"""A folder that Transformers loads: weights, tokenizer and a card, for a model of dense blocks."""
 
 import json
 import math
@@ -12,15 +12,16 @@ import torch
 from torch import Tensor
 
 from arbcli.checkpoint import read_json, write_file, write_json, write_text
-from arbcli.config.dense import VOCABULARY, ModelConfig
+from arbcli.config.model import VOCABULARY, ModelConfig
+from arbcli.config.short_forms import dense
 from arbcli.errors import ArbError
 from arbcli.export.block_types import BF16, F32, BlockType, encode_numbers
 from arbcli.export.card import model_card
 from arbcli.export.gguf import END, byte_symbols
 from arbcli.export.gguf_file import Entry
-from arbcli.export.qwen3 import Part, read, sources
+from arbcli.export.qwen3 import Part, read, shape_of, sources
 from arbcli.infer.load import Weights
-from arbcli.model.dense import ByteLM
+from arbcli.model.language_model import LanguageModel
 from arbcli.model.layers.norm import NORM_EPS
 from arbcli.model.layers.rotary import ROTARY_BASE
 
@@ -36,7 +37,7 @@ def write_folder(path: Path, weights: Weights, name: str, kind: str | None) -> B
 
     Args:
         path: of the folder, which does not exist.
-        weights: a `ByteLM`.
+        weights: a model of dense blocks.
         name: of the model.
         kind: of the weights, a name of `TYPES`; None is bf16.
 
@@ -46,7 +47,7 @@ def write_folder(path: Path, weights: Weights, name: str, kind: str | None) -> B
     Raises:
         ArbError: Transformers has no place for the model, or a file cannot be written.
     """
-    if type(weights.model) is not ByteLM:
+    if shape_of(weights.model.config) is None:
         raise ArbError(
             "Transformers has no model that is more than dense blocks and attention",
             hint="use `--to safetensors`, which arb reads",
@@ -83,7 +84,7 @@ def _write_files(folder: Path, weights: Weights, name: str, kind: BlockType) -> 
         },
     )
     write_text(folder / "README.md", model_card(weights, name))
-    if config.sub_norms:
+    if shape_of(config).sub_norms:
         write_text(folder / CODE.name, CODE.read_text())
 
 
@@ -109,23 +110,24 @@ def _write_weights(file: BufferedIOBase, weights: Weights, kind: BlockType) -> N
 
 def _config(config: ModelConfig, kind: BlockType) -> dict[str, Any]:
     """Say what Transformers has to know; every layer attends to the last `ctx` bytes, as ours."""
+    shape = shape_of(config)
     values = {
         "architectures": ["Qwen3ForCausalLM"],
         "model_type": "qwen3",
         "attention_bias": False,
         "attention_dropout": 0.0,
         "dtype": _DTYPES[kind.name],
-        "head_dim": config.head_dim,
+        "head_dim": shape.head_width,
         "hidden_act": "silu",
-        "hidden_size": config.dim,
+        "hidden_size": shape.dim,
         "initializer_range": 0.02,
-        "intermediate_size": config.ffn,
-        "layer_types": ["sliding_attention"] * config.layers,
+        "intermediate_size": shape.ffn,
+        "layer_types": ["sliding_attention"] * shape.layers,
         "max_position_embeddings": config.ctx,
         "max_window_layers": 0,
-        "num_attention_heads": config.heads,
-        "num_hidden_layers": config.layers,
-        "num_key_value_heads": config.heads,
+        "num_attention_heads": shape.heads,
+        "num_hidden_layers": shape.layers,
+        "num_key_value_heads": shape.heads,
         "rms_norm_eps": NORM_EPS,
         "rope_parameters": {"rope_type": "default", "rope_theta": ROTARY_BASE},
         "rope_theta": ROTARY_BASE,
@@ -135,7 +137,7 @@ def _config(config: ModelConfig, kind: BlockType) -> dict[str, Any]:
         "use_sliding_window": True,
         "vocab_size": VOCABULARY,
     }
-    if config.sub_norms:
+    if shape.sub_norms:
         module = CODE.stem
         values |= {
             "architectures": ["ArbForCausalLM"],
@@ -208,7 +210,7 @@ class ModelFolder:
     def _parts(self) -> dict[str, Part]:
         """List the tensors that the configuration asks for, by what they are called here."""
         says = self.keys
-        config = ModelConfig(
+        config = dense(
             dim=says["hidden_size"],
             layers=says["num_hidden_layers"],
             heads=says["num_attention_heads"],
@@ -217,7 +219,7 @@ class ModelFolder:
             sub_norms="auto_map" in says,
         )
         with torch.device("meta"):
-            every = sources(ByteLM(config))
+            every = sources(LanguageModel(config))
         return {part.hugging_face: part for source in every for part in source.parts}
 
     def _refused(self, why: str) -> ArbError:

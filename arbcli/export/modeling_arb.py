@@ -28,7 +28,7 @@ class NormedLinear(nn.Linear):
 
 
 class ArbForCausalLM(Qwen3ForCausalLM):
-    """A `ByteLM` with sub-norms."""
+    """A dense model with sub-norms."""
 
     config_class = ArbConfig
 

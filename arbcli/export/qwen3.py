@@ -1,17 +1,20 @@
-"""A `ByteLM` as the architecture Qwen3, which computes the same.
+"""A model of dense blocks as the architecture Qwen3, which computes the same.
 
 The order of turning queries and keys and of normalising them does not matter where the norm has no
-gain: a turn leaves the root-mean-square as it is. The gains of those norms, which a `ByteLM` has
-not, are ones.
+gain: a turn leaves the root-mean-square as it is. The gains of those norms, which ours have not,
+are ones.
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from arbcli.model.dense import ByteLM
+from arbcli.config.model import ModelConfig
+from arbcli.config.parts import AttentionConfig, MLPConfig
+from arbcli.model.language_model import LanguageModel
 from arbcli.model.packed import TernaryTensor
 
 
@@ -39,15 +42,54 @@ ATTENTION = ("attn_q", "q_proj"), ("attn_k", "k_proj"), ("attn_v", "v_proj")
 MLP = ("ffn_gate", "gate_proj"), ("ffn_up", "up_proj")
 
 
-def sources(model: ByteLM) -> Iterator[Source]:
-    """Go through the tensors of a model, and name what they are in Qwen3."""
+class Shape(NamedTuple):
+    """What Qwen3 has to know of a model."""
+
+    dim: int
+    layers: int
+    heads: int
+    head_width: int
+    ffn: int
+    ctx: int
+    sub_norms: bool
+    """Whether norms precede the output projections, for which Qwen3 has no place."""
+
+
+def shape_of(config: ModelConfig) -> Shape | None:
+    """Return the shape of a model of equal blocks of attention to all positions and MLP.
+
+    None is any other model.
+    """
+    main = config.main
+    if len(config.stages) > 1 or config.beside or config.head or main.streams > 1:
+        return None
+    if main.memories or main.router or len(set(main.blocks)) != 1:
+        return None
+    mixer, channel = main.blocks[0].mixer, main.blocks[0].channel
+    if not isinstance(mixer, AttentionConfig) or not isinstance(channel, MLPConfig):
+        return None
+    if mixer.window is not None or mixer.sub_norm != channel.sub_norm:
+        return None
+    return Shape(
+        dim=main.dim,
+        layers=len(main.blocks),
+        heads=mixer.heads,
+        head_width=mixer.head_width(config.site()),
+        ffn=channel.width,
+        ctx=config.ctx,
+        sub_norms=mixer.sub_norm,
+    )
+
+
+def sources(model: LanguageModel) -> Iterator[Source]:
+    """Go through the tensors of a model that has a `Shape`, and name what they are in Qwen3."""
+    width = shape_of(model.config).head_width
     yield _whole(model.embedding.weight, "token_embd", "model.embed_tokens")
     for index, block in enumerate(model.blocks):
         ours, theirs = f"blk.{index}.", f"model.layers.{index}."
         yield _norm(block.attention_norm.weight, f"{ours}attn_norm", f"{theirs}input_layernorm")
         qkv, attention = block.attention.qkv.weight, f"{theirs}self_attn."
         yield Source(qkv, _split(qkv, ours, attention, ATTENTION))
-        width = model.config.head_dim
         for letter in "qk":
             names = f"{ours}attn_{letter}_norm.weight", f"{attention}{letter}_norm.weight"
             yield Source(None, (Part(*names, slice(0, 1), (width,)),))

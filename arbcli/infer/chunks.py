@@ -5,7 +5,6 @@ import torch
 from arbcli.device import deterministic
 from arbcli.errors import ArbError
 from arbcli.kernels.runtime.backend import use_backend
-from arbcli.model.hnet import HNet
 from arbcli.model.language_model import LanguageModel
 
 
@@ -15,7 +14,7 @@ def check_chunks(model: LanguageModel) -> None:
     Raises:
         ArbError: it has none.
     """
-    if not isinstance(model, HNet):
+    if not model.stages:
         raise ArbError(
             "this model reads bytes one by one, and has no chunks",
             hint="train a preset that has, such as `hnet-tiny`",
@@ -23,13 +22,13 @@ def check_chunks(model: LanguageModel) -> None:
 
 
 @torch.no_grad()
-def chunk_depths(model: HNet, text: bytes, backend: str) -> list[int]:
+def chunk_depths(model: LanguageModel, text: bytes, backend: str) -> list[int]:
     """Count, for every byte of a text, the stages that begin a chunk there.
 
     The text is read as in generation: chunks are never joined for want of slots.
 
     Args:
-        model: any `HNet`.
+        model: one with chunks.
         text: at least one byte.
         backend: what runs the kernels.
     """

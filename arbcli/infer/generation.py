@@ -16,7 +16,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from arbcli.config.dense import VOCABULARY
+from arbcli.config.model import VOCABULARY
 from arbcli.device import deterministic, explained_out_of_memory, spare_bytes
 from arbcli.errors import ArbError
 from arbcli.infer.step_graph import StepGraph

@@ -1,6 +1,7 @@
 """A trained model from a run or a checkpoint."""
 
 import dataclasses
+import re
 import warnings
 from collections import Counter
 from collections.abc import Callable
@@ -20,18 +21,13 @@ from arbcli.checkpoint import (
     read_json,
 )
 from arbcli.config.checks import check_choice
-from arbcli.config.compressed import CompressedConfig
-from arbcli.config.dense import ModelConfig
-from arbcli.config.hnet import HNetConfig
+from arbcli.config.model import Blocks, ModelConfig, StageConfig
 from arbcli.config.presets import config_from_dict
 from arbcli.device import COMPUTE, check_room, default_compute, resolve_device
 from arbcli.errors import ArbError
 from arbcli.model.build import build_model
 from arbcli.model.language_model import LanguageModel
 from arbcli.output import printable
-
-LEAST_TENSORS = 10
-"""Of a block."""
 
 
 def load_model(
@@ -221,10 +217,40 @@ def saved_config(checkpoint: Checkpoint) -> ModelConfig:
         ) from None
 
 
+def _count_tensors(checkpoint: Checkpoint) -> int:
+    """Count the tensors of the model that a checkpoint says it is of.
+
+    As many blocks take time to build, a model is built that has each different block once.
+    """
+    config = saved_config(checkpoint)
+    few = dataclasses.replace(config, stages=tuple(map(_with_few_blocks, config.stages)))
+    smallest = dataclasses.replace(checkpoint, config=dataclasses.asdict(few))
+    found = Counter(map(_block_of, empty_model(smallest).state_dict()))
+    total = found.pop(None)
+    for index, (stage, short) in enumerate(zip(config.stages, few.stages, strict=True)):
+        names = (f"stages.{index}.encoder", f"stages.{index}.decoder")
+        for name, blocks, distinct in zip(names, stage.lists, short.lists, strict=False):
+            prefix = name if stage.chunking else "blocks"
+            counts = {own: found[f"{prefix}.{at}"] for at, own in enumerate(distinct)}
+            total += sum(counts[block] for block in blocks)
+    return total
+
+
+def _with_few_blocks(stage: StageConfig) -> StageConfig:
+    """Keep each different block of a list once."""
+
+    def few(blocks: Blocks) -> Blocks:
+        return tuple(dict.fromkeys(blocks))
+
+    memories = stage.memories and dataclasses.replace(stage.memories, place=0)
+    lists = {name: few(getattr(stage, name)) for name in ("blocks", "before", "after")}
+    return dataclasses.replace(stage, **lists, memories=memories)
+
+
 def _block_of(name: str) -> str | None:
-    """Find the number of the block that a tensor belongs to, if it does to one."""
-    first, *rest = name.split(".")
-    return rest[0] if first == "blocks" else None
+    """Name the block that a tensor belongs to, if it does to one."""
+    found = re.match(r"(blocks|stages\.\d+\.(?:encoder|decoder))\.\d+", name)
+    return found[0] if found else None
 
 
 def check_saved(checkpoint: Checkpoint) -> None:
@@ -238,24 +264,10 @@ def check_saved(checkpoint: Checkpoint) -> None:
     Raises:
         ArbError: it is refused.
     """
-    config, tensors = saved_config(checkpoint), checkpoint.tensors
-    if isinstance(config, HNetConfig):
-        blocks = config.layers + 2 * sum(config.outer_layers)
-        if blocks * LEAST_TENSORS > len(tensors):
-            raise ArbError(
-                f"it has {len(tensors)} tensors, too few for {blocks} blocks",
-                hint="it was altered: name another",
-            )
-    # those of a compressed model differ, and come round again
-    kinds = len(config.ratios) if isinstance(config, CompressedConfig) else 1
-    few = dataclasses.replace(config, layers=min(kinds, config.layers))
-    smallest = dataclasses.replace(checkpoint, config=dataclasses.asdict(few))
-    in_few = Counter(_block_of(name) for name in empty_model(smallest).state_dict())
-    wanted = sum(in_few[str(index % few.layers)] for index in range(config.layers))
-    in_blocks = sum(_block_of(name) is not None for name in tensors)
-    if in_blocks != wanted:  # told at once, as many blocks take time to build
+    tensors = checkpoint.tensors
+    if len(tensors) != (wanted := _count_tensors(checkpoint)):
         raise ArbError(
-            f"its blocks have {in_blocks} tensors, and those of its configuration {wanted}",
+            f"it has {len(tensors)} tensors, and the model of its configuration {wanted}",
             hint="it was altered: name another",
         )
     check_layout(tensors, empty_model(checkpoint).state_dict())

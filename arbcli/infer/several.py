@@ -14,7 +14,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from arbcli.config.dense import ModelConfig
 from arbcli.device import check_room, deterministic, explained_out_of_memory, spare_bytes
 from arbcli.errors import ArbError
 from arbcli.infer.generation import (
@@ -92,10 +91,9 @@ def check_at_once(model: LanguageModel, batch: int | None) -> int:
     return batch
 
 
-def cache_bytes(config: ModelConfig, texts: int, positions: int, dtype: torch.dtype) -> int:
-    """Count the bytes that keys and values of several texts take."""
-    window = min(config.ctx, positions)
-    return 2 * config.layers * texts * window * config.dim * dtype.itemsize
+def cache_bytes(model: LanguageModel, texts: int, positions: int) -> int:
+    """Count the bytes that the states of several texts take."""
+    return model.new_several_cache(texts, positions, torch.device("meta")).nbytes
 
 
 class SeveralDecoder:
@@ -125,7 +123,7 @@ class SeveralDecoder:
         self.model, device = model, model.device
         texts = max(2, texts)  # a single row would have a kernel that adds up in another order
         if device.type == "cuda":
-            needed = cache_bytes(model.config, texts, positions, model.compute_dtype)
+            needed = cache_bytes(model, texts, positions)
             free, _ = torch.cuda.mem_get_info(device)
             held = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
             what = f"the cache of {texts} texts"

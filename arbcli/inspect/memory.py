@@ -11,17 +11,22 @@ from dataclasses import dataclass, fields, is_dataclass
 from types import FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any
 
-from arbcli.config.dense import SCALE_TYPES, ModelConfig
+from arbcli.config.model import ModelConfig
+from arbcli.config.site import SCALE_TYPES
+from arbcli.inspect.parts import PartReport, list_parts
 from arbcli.rules import RULES, find_rule
 
 if TYPE_CHECKING:
     from torch import Tensor
     from torch.nn import Module
 
+    from arbcli.model.language_model import LanguageModel
+
 AREAS = (
-    "embedding", "sequencer", "memgram", "attention", "indexer", "mlp", "codebook", "knowledge",
-    "moe_graph", "router", "mamba", "chunking", "streams", "norms", "head",
+    "embedding", "sequencer", "memgram", "attention", "indexer", "mlp", "experts", "codebook",
+    "knowledge", "moe_graph", "router", "mamba", "chunking", "streams", "norms", "head",
 )  # fmt: skip
+"""Parts of models in the order of reports; others follow."""
 KINDS = (
     "trits", "scales", "remainder", "moment", "votes", "statistics", "counters", "edges",
 )  # fmt: skip
@@ -58,6 +63,14 @@ class StateReport:
     """All but those of the norms, which are frozen."""
     adamw_bytes: int
     """What these, their gradients and AdamW's two moments take in float32."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelReport(StateReport):
+    """The state of a model, and of each of its parts."""
+
+    parts: tuple[PartReport, ...]
+    """Those of depth 0 make up the model."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,12 +114,27 @@ class MeasuredState:
 
 def predict(config: ModelConfig) -> StateReport:
     """Count the weights and the bytes of a model by building it where tensors have no memory."""
+    return _state(config, _empty(config))
+
+
+def predict_parts(config: ModelConfig) -> ModelReport:
+    """Do as `predict` does, for each part besides."""
+    model = _empty(config)
+    found = _state(config, model)
+    of_model = {field.name: getattr(found, field.name) for field in fields(found)}
+    return ModelReport(**of_model, parts=list_parts(model))
+
+
+def _empty(config: ModelConfig) -> "LanguageModel":
     import torch  # takes seconds to import, and reports of it need none
 
     from arbcli.model.build import build_model
 
     with torch.device("meta"):
-        model = build_model(dataclasses.replace(config, weights="ternary"))
+        return build_model(dataclasses.replace(config, weights="ternary"))
+
+
+def _state(config: ModelConfig, model: "LanguageModel") -> StateReport:
     parts: dict[str, list[Footprint]] = {area: [] for area in AREAS}
     for tensor in model.state_modules():
         sizes = dict.fromkeys(KINDS, 0)
@@ -114,7 +142,8 @@ def predict(config: ModelConfig) -> StateReport:
             sizes[kind] = sizes.get(kind, 0) + getattr(tensor, name).nbytes
         weights = getattr(tensor, "num_weights", 0)
         trits = TRITS_PER_BYTE * sizes["trits"]
-        parts[tensor.area].append(_add_up(weights, trits - weights, sizes))
+        own = parts.setdefault(tensor.area, [])
+        own.append(_add_up(weights, trits - weights, sizes))
     areas = {area: _sum(found) for area, found in parts.items() if found}
     total = _sum(list(areas.values()))
     trained = total.weights - areas["norms"].weights

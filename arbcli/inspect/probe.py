@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from arbcli.checkpoint import Checkpoint
-from arbcli.config.dense import VOCABULARY
-from arbcli.config.graph import GraphConfig
+from arbcli.config.model import VOCABULARY
 from arbcli.config.training import TrainConfig, train_config_from
 from arbcli.data import entropy, evaluation_batches
 from arbcli.device import (
@@ -40,10 +39,11 @@ from arbcli.inspect.verdicts import (
 from arbcli.kernels.codec.packed import HIGHEST_EXPONENT, LOWEST_EXPONENT, OCTAVE
 from arbcli.kernels.codec.packing import unpack_trits
 from arbcli.kernels.runtime.backend import use_backend
-from arbcli.model.blocks.hyper_connection import HyperConnection
-from arbcli.model.hnet import HNet
+from arbcli.model.flow import Flow
 from arbcli.model.language_model import LanguageModel
 from arbcli.model.packed import TernaryTensor
+from arbcli.model.parts.experts import Experts
+from arbcli.model.parts.hyper_connection import HyperConnection
 from arbcli.rules.base import STEP_OF_RADIX
 from arbcli.train.directory import open_run_texts, read_facts
 from arbcli.train.trainer import Trainer
@@ -206,6 +206,8 @@ class _Watch:
 
     def _leave(self, name: str, _module: nn.Module, _args: object, output: Any) -> None:
         self._note(f"output of `{name or 'model'}`", output)
+        if isinstance(output, Flow) and output.added is not None:  # of a part, and not the stream
+            output = output.added
         if (first := next(_floats(output), None)) is not None:
             norm = torch.linalg.vector_norm(first.detach(), dtype=torch.float32)
             self._rms[name] = norm / math.sqrt(first.numel())
@@ -418,7 +420,7 @@ def _count_acausal(model: LanguageModel, ids: Tensor) -> int:
     changed[rows, positions] = (ids[rows, positions] + VOCABULARY // 2) % VOCABULARY
     before, after = model(ids), model(changed)
     same = (before == after) | (before.isnan() & after.isnan())
-    if isinstance(model.config, GraphConfig) and model.config.moe:
+    if any(isinstance(part, Experts) for part in model.modules()):
         before, after = before.float(), after.float()
         same |= (before - after).abs() <= ROUNDING * before.square().mean().sqrt()
     moved = ~same.all(-1)  # (B, T)
@@ -428,7 +430,7 @@ def _count_acausal(model: LanguageModel, ids: Tensor) -> int:
 
 def _chunks(model: LanguageModel, ids: Tensor) -> ChunkReport | None:
     """Look where a model begins chunks in (B, T) bytes."""
-    if not isinstance(model, HNet):
+    if not model.stages:
         return None
     stages = torch.stack(model.boundaries(ids)).cpu()  # (stages, B, T)
     places = torch.nonzero(functional.pad(stages[0], (0, 1), value=True).flatten()).flatten()

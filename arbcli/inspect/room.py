@@ -7,10 +7,7 @@ once and refuses no run that fits; `arb audit-memory --budget` predicts the whol
 
 import torch
 
-from arbcli.config.compressed import CompressedConfig
-from arbcli.config.dense import VOCABULARY
-from arbcli.config.graph import GraphConfig
-from arbcli.config.hnet import HNetConfig
+from arbcli.config.model import VOCABULARY
 from arbcli.config.training import TrainConfig
 from arbcli.device import COMPUTE, check_room, free_bytes
 from arbcli.inspect.memory import predict
@@ -25,7 +22,7 @@ def least_bytes(config: TrainConfig) -> int:
     model, state = config.model, predict(config.model)
     ternary = model.weights == "ternary"
     positions = config.batch * model.ctx
-    width = model.layers * _saved_width(config) + 2 * VOCABULARY  # logits and their gradient
+    width = _saved_width(config) + 2 * VOCABULARY  # logits and their gradient
     return (
         (state.total.state_bytes if ternary else state.adamw_bytes)
         + positions * config.accum * BATCH_BYTES
@@ -34,18 +31,13 @@ def least_bytes(config: TrainConfig) -> int:
 
 
 def _saved_width(config: TrainConfig) -> int:
-    """Count the activations that a block keeps for its backward, of each position."""
+    """Count the activations that the blocks keep for their backward, of each position."""
     model = config.model
-    if isinstance(model, HNetConfig):  # its blocks see chunks, as many as there are
+    if model.outer:  # its blocks see chunks, as many as there are
         return 0
     if config.recompute or model.weights != "ternary":  # a compiler may recompute, too
-        return model.dim
-    mlp = model.dim + 2 * model.ffn  # its input, gate and product
-    if isinstance(model, GraphConfig) and not model.attention:
-        return mlp
-    if isinstance(model, CompressedConfig):  # the stream, queries and what they found
-        return mlp + model.dim + 2 * model.heads * model.head_dim
-    return mlp + 5 * model.dim  # input, queries, keys, values and output of attention
+        return model.layers * model.dim
+    return sum(part.saved_width(site) for site, block in model.blocks() for part in block.parts)
 
 
 def check_memory(config: TrainConfig, hint: str = HINT) -> None:

@@ -15,11 +15,11 @@ from arbcli.checkpoint import Checkpoint, checkpoints, read_json
 from arbcli.errors import ArbError
 from arbcli.export.gguf_file import MAGIC, GGUFFile
 from arbcli.export.hugging_face import ModelFolder
-from arbcli.export.qwen3 import sources
+from arbcli.export.qwen3 import shape_of, sources
 from arbcli.infer.load import empty_model, is_export, read_saved
+from arbcli.inspect.parts import PartReport, list_parts
 from arbcli.kernels.codec.packing import unpack_trits
 from arbcli.kernels.runtime.backend import row_chunks
-from arbcli.model.dense import ByteLM
 from arbcli.model.packed import TernaryTensor
 from arbcli.train.directory import CONFIG
 from arbcli.train.record import METRICS
@@ -58,6 +58,8 @@ class SavedReport:
     """Shares of the weights below, at and above 0, by area."""
     octaves: dict[str, dict[int, int]]
     """How many scales are in [2**E, 2**(E + 1)), by area and E; of an export, how many weights."""
+    parts: tuple[PartReport, ...] = ()
+    """Of a checkpoint, or of the weights of one."""
     run: dict[str, Any] = field(default_factory=dict)
     """Of a run: its text, versions, checkpoints and last record."""
 
@@ -79,7 +81,7 @@ class Saved(ABC):
 
     @abstractmethod
     def weights(self) -> Decoders:
-        """List the matrices; those of a `ByteLM` have the names of GGUF."""
+        """List the matrices; those of dense blocks have the names of GGUF."""
 
     @abstractmethod
     def bytes_by_area(self) -> dict[str, Counter]:
@@ -88,6 +90,10 @@ class Saved(ABC):
     @abstractmethod
     def histograms(self) -> tuple[dict[str, list[int]], dict[str, Counter]]:
         """Count weights below, at and above 0, and octaves, by area."""
+
+    def parts(self) -> tuple[PartReport, ...]:
+        """List the parts of the model; none where the file has no more than matrices."""
+        return ()
 
     def report(self) -> SavedReport:
         """Look at all of it."""
@@ -107,6 +113,7 @@ class Saved(ABC):
             bytes_by_area={area: dict(kinds) for area, kinds in self.bytes_by_area().items()},
             trits={area: [n / sum(counts) for n in counts] for area, counts in signs.items()},
             octaves={area: dict(sorted(counts.items())) for area, counts in octaves.items()},
+            parts=self.parts(),
             run=dict(self.run),
         )
 
@@ -131,7 +138,7 @@ class Packed(Saved):
 
     def weights(self) -> Decoders:
         """List the matrices."""
-        if type(self.model) is not ByteLM:
+        if shape_of(self.model.config) is None:
             return {name: tensor.weight for name, tensor in self.model.weights().items()}
         return {
             part.gguf: _decoder(source.tensor, part.rows)
@@ -139,6 +146,10 @@ class Packed(Saved):
             for part in source.parts
             if len(part.shape) == 2
         }
+
+    def parts(self) -> tuple[PartReport, ...]:
+        """List the parts of the model."""
+        return list_parts(self.model)
 
     def bytes_by_area(self) -> dict[str, Counter]:
         """Add up the state by what it is for."""

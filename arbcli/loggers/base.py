@@ -124,7 +124,7 @@ def numbers(record: Record) -> dict[str, float]:
 
 
 def flat_settings(facts: dict[str, Any]) -> dict[str, Any]:
-    """List the settings of a run by name; those of its model as `model.dim`."""
+    """List the settings of a run by name; those of its model as `model.rule`."""
     settings = dict(facts["config"])
     model = settings.pop("model")
     return settings | {f"model.{name}": value for name, value in model.items()}

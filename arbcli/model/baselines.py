@@ -8,10 +8,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from arbcli.config.dense import ModelConfig
+from arbcli.config.site import Site
 from arbcli.kernels.streams.mix_streams import mix_streams_torch
 from arbcli.model.initial import projection_std
-from arbcli.model.layers.norm import NORM_EPS
+from arbcli.model.layers.norm import NORM_EPS, clamp_halves
 from arbcli.model.layers.rotary import rotary_table, rotate
 
 TINY = 1e-30
@@ -25,12 +25,10 @@ class FloatWeight(nn.Module):
     Source: S. Ma et al., "The Era of 1-bit LLMs", https://arxiv.org/abs/2402.17764, eq. 1-3.
     """
 
-    def __init__(
-        self, out_features: int, in_features: int, config: ModelConfig, *, std: float
-    ) -> None:
+    def __init__(self, out_features: int, in_features: int, site: Site, *, std: float) -> None:
         super().__init__()
         self.std = std
-        self.straight_through = config.weights == "ste"
+        self.straight_through = site.weights == "ste"
         self.latent = nn.Parameter(torch.empty(out_features, in_features))
         self._cast: Tensor | None = None
 
@@ -69,7 +67,7 @@ class FloatLinear(nn.Module):
         self,
         out_features: int,
         in_features: int,
-        config: ModelConfig,
+        site: Site,
         *,
         area: str,
         std: float | None = None,
@@ -79,7 +77,7 @@ class FloatLinear(nn.Module):
     ) -> None:
         super().__init__()
         std = (std or projection_std(in_features)) if spread else 0.0
-        self.weight = FloatWeight(out_features, in_features, config, std=std)
+        self.weight = FloatWeight(out_features, in_features, site, std=std)
 
     def forward(
         self,
@@ -104,10 +102,10 @@ class FloatEmbedding(nn.Module):
     """Look up rows of a float or straight-through table."""
 
     def __init__(
-        self, num_embeddings: int, dim: int, config: ModelConfig, *, area: str, std: float = 1.0
+        self, num_embeddings: int, dim: int, site: Site, *, area: str, std: float = 1.0
     ) -> None:
         super().__init__()
-        self.weight = FloatWeight(num_embeddings, dim, config, std=std)
+        self.weight = FloatWeight(num_embeddings, dim, site, std=std)
 
     def forward(self, ids: Tensor, dtype: torch.dtype) -> Tensor:
         """Turn (...) int64 ids into (..., D) vectors of `dtype`.
@@ -121,9 +119,9 @@ class FloatEmbedding(nn.Module):
 class FloatVector(nn.Module):
     """A float vector of n numbers; it takes what `TernaryVector` does."""
 
-    def __init__(self, values: Sequence[float], config: ModelConfig, *, area: str) -> None:
+    def __init__(self, values: Sequence[float], site: Site, *, area: str) -> None:
         super().__init__()
-        self.weight = FloatNumbers(len(values), 1, config, std=0.0)
+        self.weight = FloatNumbers(len(values), 1, site, std=0.0)
         self.weight.values = tuple(values)
 
     def forward(self) -> Tensor:
@@ -134,9 +132,9 @@ class FloatVector(nn.Module):
 class FloatTaps(nn.Module):
     """Float taps, so many for each channel; it takes what `TernaryTaps` does."""
 
-    def __init__(self, channels: int, taps: int, config: ModelConfig, *, area: str) -> None:
+    def __init__(self, channels: int, taps: int, site: Site, *, area: str) -> None:
         super().__init__()
-        self.weight = FloatNumbers(channels, taps, config, std=1 / math.sqrt(taps))
+        self.weight = FloatNumbers(channels, taps, site, std=1 / math.sqrt(taps))
 
     def forward(self) -> Tensor:
         """Read (D, W) float32."""
@@ -159,7 +157,7 @@ class FloatNumbers(FloatWeight):
 class FloatRMSNorm(nn.Module):
     """Divide by the root-mean-square; no gain, as the ternary norm's stays the identity."""
 
-    def __init__(self, dim: int, config: ModelConfig) -> None:
+    def __init__(self, dim: int, site: Site) -> None:
         super().__init__()
         self.dim = dim
 
@@ -176,8 +174,8 @@ class FloatRMSNorm(nn.Module):
 class FloatGate(FloatRMSNorm):
     """The middle of a gated MLP: silu of the first half times the second, normalised or not."""
 
-    def __init__(self, dim: int, config: ModelConfig, *, normalise: bool) -> None:
-        super().__init__(dim, config)
+    def __init__(self, dim: int, site: Site, *, normalise: bool) -> None:
+        super().__init__(dim, site)
         self.normalise = normalise
 
     def forward(self, gate_up: Tensor) -> Tensor:
@@ -187,15 +185,54 @@ class FloatGate(FloatRMSNorm):
         return super().forward(product) if self.normalise else product
 
 
+class FloatClampedGate(FloatGate):
+    """A `FloatGate` of bounded inputs: see `arbcli.model.layers.norm.ClampedGate`."""
+
+    def forward(self, gate_up: Tensor) -> Tensor:
+        """Turn (..., 2 D) into (..., D)."""
+        return super().forward(clamp_halves(gate_up))
+
+
+class FloatExpertWeight(FloatWeight):
+    """One float matrix for each expert, one above the other; it takes what `ExpertWeight` does."""
+
+    def __init__(
+        self,
+        experts: int,
+        out_features: int,
+        in_features: int,
+        site: Site,
+        *,
+        area: str,
+        std: float | None = None,
+    ) -> None:
+        rows = experts * out_features
+        super().__init__(rows, in_features, site, std=std or projection_std(in_features))
+        self.experts = experts
+
+    def multiply(self, x: Tensor, bounds: Tensor, before: nn.Module | None) -> Tensor:
+        """Multiply the slots of each expert, (S, K), by its matrix: (S, N).
+
+        On a GPU in bf16 this is torch's grouped product; elsewhere a product for each expert, for
+        which the host waits.
+        """
+        x = before(x) if before else x
+        w = self.weight(x.dtype).unflatten(0, (self.experts, -1))
+        if x.is_cuda and x.dtype == torch.bfloat16:
+            return torch._grouped_mm(x, w.transpose(1, 2), offs=bounds[1:].to(torch.int32))
+        parts = x.split(bounds.diff().tolist())
+        return torch.cat([part @ own.T for part, own in zip(parts, w, strict=True)])
+
+
 class FloatRotaryNorm(nn.Module):
     """Turn queries and keys by the angles of their positions, and normalise each head.
 
     The table is a buffer, so that a compiler reads it and does not trace how it was made.
     """
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, ctx: int, head_width: int) -> None:
         super().__init__()
-        table = rotary_table(config.ctx, config.head_dim, torch.empty(0).device)
+        table = rotary_table(ctx, head_width, torch.empty(0).device)
         for name, part in zip(("cos", "sin"), table, strict=True):
             self.register_buffer(name, part, persistent=False)
 

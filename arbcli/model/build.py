@@ -1,26 +1,13 @@
-"""From a configuration to its model: the one place that knows which architecture is whose."""
+"""From a configuration to its model."""
 
 import torch
 
-from arbcli.config.compressed import CompressedConfig
-from arbcli.config.dense import ModelConfig
-from arbcli.config.graph import GraphConfig
-from arbcli.config.hnet import HNetConfig
+from arbcli.config.model import ModelConfig
 from arbcli.errors import ArbError
 from arbcli.kernels.matmul.fp8_matmul import MULTIPLE
-from arbcli.model.blocks.compressed_attention import Indexer
-from arbcli.model.compressed import CompressedLM
-from arbcli.model.dense import ByteLM
-from arbcli.model.graph import GraphLM
-from arbcli.model.hnet import HNet
 from arbcli.model.language_model import LanguageModel
 from arbcli.model.layers.linear import LinearWeight
-from arbcli.model.streams import StreamsLM
-
-MODELS = {
-    ModelConfig: ByteLM, GraphConfig: GraphLM, HNetConfig: HNet, CompressedConfig: CompressedLM,
-}  # fmt: skip
-"""Classes of models by those of their configurations."""
+from arbcli.model.parts.compressed_attention import Indexer
 
 
 def build_model(
@@ -44,8 +31,7 @@ def build_model(
     Raises:
         ArbError: there is no such layer.
     """
-    kind = StreamsLM if config.streams > 1 else MODELS[type(config)]
-    model = kind(config, compute_dtype, recompute=recompute)
+    model = LanguageModel(config, compute_dtype, recompute=recompute)
     if fp8 or nvfp4:
         chosen = [weight for weight in model.weights().values() if _fits_fp8(weight)]
         if not chosen:

@@ -1,29 +1,44 @@
-"""What every language model here has: its weights by name, their initialisation, its losses."""
+"""`LanguageModel`: embedding, stages of blocks, norm and head, assembled from a configuration.
+
+bytes -> embedding, n-grams -> [encoder -> chunks ->] blocks, memories [-> decoder] -> norm -> head
+
+The outer stages are `stages`, and the blocks of the innermost one are `blocks`. A part that the
+configuration leaves out is None and has no weights.
+"""
 
 import itertools
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from arbcli.config.dense import ModelConfig
+from arbcli.config.model import VOCABULARY, ModelConfig
 from arbcli.errors import ArbError
 from arbcli.kernels.attention.eight_bits import FORMATS
+from arbcli.kernels.matmul.arranged import fits_arranged
 from arbcli.model.baselines import FloatWeight
-from arbcli.model.cache import CachedAttention
+from arbcli.model.cache import Cache, SeveralCache
+from arbcli.model.flow import Flow, Reading
+from arbcli.model.layers.kinds import byte_head, layers_for
 from arbcli.model.layers.linear import LinearWeight, TernaryLinear
 from arbcli.model.layers.norm import TernaryRMSNorm
-from arbcli.model.layers.streamed import StreamedTensor, recompute_contexts
+from arbcli.model.layers.streamed import StreamedTensor
 from arbcli.model.layers.vector import TernaryTaps, TernaryVector
 from arbcli.model.packed import StateModule, TernaryTensor
+from arbcli.model.parts.base import CachedAttention
+from arbcli.model.parts.codebook import Codebook
+from arbcli.model.parts.mlp import MLP
+from arbcli.model.parts.moe_graph import MoEGraph
+from arbcli.model.parts.router import Router
+from arbcli.model.registry import BESIDE
+from arbcli.model.stack import Stack
+from arbcli.model.stage import Chunked, Stage, pass_one
+from arbcli.model.state import Track
+from arbcli.model.step_memory import StepMemory
 
-RECOMPUTE = {
-    "use_reentrant": False, "preserve_rng_state": False, "determinism_check": "none",
-    "context_fn": recompute_contexts,
-}  # fmt: skip
-"""How torch is to compute a block again: there is no dropout, and shapes do not change."""
 LOSS_WEIGHTS = {"ponder": 0.01, "ratio": 0.3, "indexer": 1.0}
 """What each part of a loss counts in what is minimised, the text's being 1.
 
@@ -47,34 +62,338 @@ class Phase(NamedTuple):
 
 
 class LanguageModel(nn.Module):
-    """A language model over bytes; a subclass says how it goes from bytes to logits."""
+    """A language model over bytes.
 
-    config: ModelConfig
-    compute_dtype: torch.dtype
+    Args:
+        config: its parts, and how its weights are stored.
+        compute_dtype: of activations; bfloat16, or float32.
+        recompute: whether a backward computes what is inside a block again, so that only the
+            blocks' inputs are kept for it.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        compute_dtype: torch.dtype = torch.bfloat16,
+        *,
+        recompute: bool = False,
+    ) -> None:
+        super().__init__()
+        self.config, self.compute_dtype, self.recompute = config, compute_dtype, recompute
+        outermost, site = config.site(), config.site(-1)
+        main, memories = config.main, config.main.memories
+        parts = layers_for(outermost)
+        self.cross_entropy = parts.cross_entropy
+        # the order of modules is that of first values and of random bits: it never changes
+        self.embedding = parts.embedding(VOCABULARY, outermost.dim, outermost, area="embedding")
+        beside = {BESIDE[type(part)][0]: part for part in config.beside}
+        for name, kind in BESIDE.values():
+            part = beside.get(name)
+            setattr(self, name, kind(part, outermost) if part else None)
+        if config.outer:
+            self.stages = nn.ModuleList(Stage(config, index) for index in range(len(config.outer)))
+        else:
+            self.stages = ()
+        grouped = not config.outer and memories is None
+        self.blocks = Stack(main.blocks, site, main.streams, grouped=grouped)
+        books = memories.codebooks if memories else {}
+        for name in ("codebook", "knowledge"):
+            setattr(self, name, Codebook(books[name], site, name) if name in books else None)
+        self.moe_graph = None
+        if memories and memories.iterated:
+            width = memories.codebook.width if memories.codebook else None
+            self.moe_graph = MoEGraph(memories.iterated, site, width)
+        self.router = Router(2 + len(books), site) if main.router else None
+        if config.head:
+            self.byte_norm = parts.norm(outermost.dim, outermost)
+            self.byte_mlp = MLP(config.head, outermost, area="head")
+        self.norm = parts.norm(outermost.dim, outermost)
+        self.head = byte_head(outermost)
+        self._counts: Tensor | None = None
+
+    def forward(self, ids: Tensor, cache: Cache | SeveralCache | None = None) -> Tensor:
+        """Compute (B, T, 256) logits, in `compute_dtype`, from (B, T) int64 bytes.
+
+        With a cache B is 1: the bytes follow on those that it has seen, and are added to it. With
+        one of several texts T is 1, and a byte of each is read.
+        """
+        if cache is None:
+            return self._logits(self._whole(ids, []))
+        with cache.reading(ids) as text:
+            x, reading = self._embed(text, ids.shape[1])
+            if self.stages:
+                return self._logits(self._follow(0, x, ids, reading, cache))
+            fused = self._fuses(x)
+            with cache.main.clock.reading(ids.shape[1]):
+                flow = self._inside(x, reading, cache.main, fused=fused)
+            return self._fused_logits(flow.x) if fused else self._logits(flow)
 
     def loss(self, ids: Tensor, targets: Tensor) -> Tensor:
         """Average the cross-entropy, in nats a byte, over (B, T) int64 inputs and targets."""
-        raise NotImplementedError
+        return self.losses(ids, targets)["text"]
 
     def losses(self, ids: Tensor, targets: Tensor) -> dict[str, Tensor]:
-        """Compute the parts of the loss that a step minimises, each times its `LOSS_WEIGHTS`."""
-        return {"text": self.loss(ids, targets)}
+        """Compute the parts of the loss that a step minimises, each times its `LOSS_WEIGHTS`.
 
-    def step_phases(self, ids: Tensor, cache: Any) -> list[Phase]:
-        """List what reading one byte of a text takes, in order.
+        Returns:
+            Float32 scalars by name: `text`, the cross-entropy in nats a byte; `ponder`, see
+            `Iterated.ponder_cost`; `ratio`, the sum over the stages that learn where chunks begin;
+            `indexer`, the mean over the blocks with an indexer.
+        """
+        seen: list[Chunked] = []
+        flow = self._whole(ids, seen)
+        logits = self._logits(flow)
+        if seen and torch.is_grad_enabled():
+            self._counts = torch.stack([stage.counts for stage in seen])
+        losses = {"text": self.cross_entropy(logits.flatten(0, 1), targets.flatten())}
+        for name in ("ponder", "indexer"):
+            if found := flow.losses.get(name):
+                losses[name] = sum(found) / len(found) if len(found) > 1 else found[0]
+        ratios = [stage.ratio for stage in seen if stage.ratio is not None]
+        return losses | ({"ratio": sum(ratios)} if ratios else {})
+
+    def _embed(self, text: Tensor, length: int) -> tuple[Tensor, Reading]:
+        """Look up the last bytes of (B, history + T), and what is added to them."""
+        x = self.embedding(text[:, -length:], self.compute_dtype)
+        for name, _ in BESIDE.values():
+            part = getattr(self, name)
+            if part is not None:
+                x = x + part(text, length, self.compute_dtype)
+        return x, Reading.of_text(text, length) if self.config.reads_text else Reading()
+
+    def _whole(self, ids: Tensor, seen: list[Chunked]) -> Flow:
+        """Compute the stream before the head; what the stages make of the batch is `seen`."""
+        x, reading = self._embed(ids, ids.shape[1])
+        return self._through(0, x, ids, seen, reading)
+
+    def _through(
+        self, index: int, x: Tensor, ids: Tensor, seen: list[Chunked], reading: Reading
+    ) -> Flow:
+        """Pass the stream through a stage and all inside it; after the last come the blocks."""
+        if index == len(self.stages):
+            return self._inside(x, reading)
+
+        def inner(x: Tensor, inside: Reading) -> Flow:
+            return self._through(index + 1, x, ids, seen, inside)
+
+        return self.stages[index](x, ids, reading, inner, seen, recompute=self.recompute)
+
+    def _inside(
+        self, x: Tensor, reading: Reading, track: Track | None = None, *, fused: bool = False
+    ) -> Flow:
+        """Pass the stream through the innermost stage.
+
+        Args:
+            x: the stream.
+            reading: what is read besides.
+            track: of the text before; None is whole windows.
+            fused: whether the positions are one of each text, computed by kernels for that.
+        """
+
+        def run(x: Tensor, some: slice) -> Flow:
+            if fused:
+                return Flow(self.blocks.step(x, track, reading, some))
+            return self.blocks(x, reading, track, recompute=self.recompute, some=some)
+
+        memories, taps = self.config.main.memories, [x]
+        if memories is None:
+            flow = run(x, slice(None))
+        else:
+            x = run(x, slice(0, memories.place)).whole()
+            x, losses = self._remember(x, taps, reading)
+            flow = run(x, slice(memories.place, None))
+            flow = flow._replace(losses=flow.losses | losses)
+        if self.router:
+            flow = Flow(self.router([flow.whole(), *taps]), None, flow.losses)
+        return flow
+
+    def _remember(
+        self, x: Tensor, taps: list[Tensor], reading: Reading
+    ) -> tuple[Tensor, dict[str, list[Tensor]]]:
+        """Add what codebooks find for the stream, and iterate; `taps` gets what each found."""
+        found = [book(x) for book in (self.codebook, self.knowledge) if book]
+        taps += [each.y for each in found]
+        for each in found:
+            x = x + each.y
+        if self.moe_graph is None:
+            return x, {}
+        first = found[0] if self.codebook else None
+        iterated = self.moe_graph(x, self.codebook, first, reading)
+        # a cost of what nobody asks for would be computed in vain
+        ponder = {"ponder": [iterated.ponder_cost()]} if torch.is_grad_enabled() else {}
+        return iterated.x, ponder
+
+    def _logits(self, flow: Flow) -> Tensor:
+        """Compute logits of what the stages give."""
+        if self.config.head:
+            x = flow.whole()
+            return self.head(x + self.byte_mlp(x, self.byte_norm).added, self.norm)
+        if flow.added is None:
+            return self.head(flow.x, self.norm)
+        return self.head(flow.x, self.norm, flow.added)[0]
+
+    def _fused_logits(self, x: Tensor) -> Tensor:
+        """Do the same of one position of each text, by kernels for that."""
+        if self.config.head:
+            if self.byte_mlp.steps_fused:
+                x = self.byte_mlp.step(x)
+            else:
+                x = self.byte_mlp(x, self.byte_norm).whole()
+        return self.head.fused(x, normalise=True)
+
+    def boundaries(self, ids: Tensor) -> list[Tensor]:
+        """Find where chunks begin in (B, T) bytes: for each stage (B, T) bool, at bytes."""
+        seen: list[Chunked] = []
+        with torch.no_grad():
+            self._whole(ids, seen)
+        # slots without a chunk mark the first byte, which begins one anyway
+        marks = torch.zeros_like(ids, dtype=torch.bool)
+        return [marks.scatter(1, stage.first.clamp(min=0), True) for stage in seen]
+
+    def step_phases(self, ids: Tensor, cache: Cache) -> list[Phase]:
+        """List what reading one byte takes, in order.
+
+        A byte that begins no chunk needs but the outer stages.
 
         Args:
             ids: (1, 1) int64, read anew in every step.
-            cache: of `new_cache`.
+            cache: of `new_cache`; read and written in place.
         """
-        return [Phase(0, lambda: self(ids, cache))]
+        last, about = len(self.stages), {}
+        if not last:
+            return [Phase(0, lambda: self(ids, cache))]
+
+        def down(index: int) -> None:
+            if index == 0:
+                with cache.reading(ids) as text:
+                    x, about["reading"] = self._embed(text, 1)
+                about["fused"] = self._fuses(x)
+            else:
+                x = self.stages[index - 1].step_inward(cache.stages[index - 1], fused=fused())
+            past = cache.stages[index]
+            self.stages[index].step_down(x, ids, about["reading"], past, fused=fused())
+
+        def fused() -> bool:
+            return about["fused"]
+
+        def main() -> None:
+            stage, past = self.stages[last - 1], cache.stages[last - 1]
+            x = stage.step_inward(past, fused=fused())
+            x = pass_one(self.blocks, x, cache.main, about["reading"], fused=fused())
+            stage.step_outward(x, past, cache.main.position, fused=fused())
+
+        def up(index: int) -> Tensor | None:
+            past = cache.stages[index]
+            x = self.stages[index].step_up(about["reading"], past, fused=fused())
+            if index:  # stages count their positions themselves
+                before = cache.stages[index - 1]
+                return self.stages[index - 1].step_outward(x, before, None, fused=fused())
+            return self._fused_logits(x) if fused() else self._logits(Flow(x))
+
+        phases = []
+        for index, past in enumerate(cache.stages):
+            begins = partial(getattr, past, "begins")
+            phases.append(Phase(index, partial(down, index), begins, past.handle))
+        phases.append(Phase(last, main))
+        return phases + [Phase(index, partial(up, index)) for index in reversed(range(last))]
+
+    def _follow(self, index: int, x: Tensor, ids: Tensor, reading: Reading, cache: Cache) -> Flow:
+        """Do as `_through` does, after a past."""
+        if index == len(self.stages):
+            with cache.main.clock.reading(x.shape[1]):
+                return self._inside(x, reading, cache.main)
+
+        def inner(x: Tensor, inside: Reading) -> Flow:
+            return self._follow(index + 1, x, ids, inside, cache)
+
+        return self.stages[index].follow(x, ids, reading, cache.stages[index], inner)
+
+    def _fuses(self, x: Tensor) -> bool:
+        """Return whether steps multiply in kernels that do what is around the products, too.
+
+        Args:
+            x: the stream, (B, 1, D) of one position of each text.
+        """
+        fits = self.weights_are_prepared and fits_arranged(x, self.config.site().group_size)
+        stages = self.config.stages  # kernels of a row read eight numbers at once
+        plain = all(stage.streams == 1 and stage.dim % 8 == 0 for stage in stages)
+        return fits and plain and self.plain_norms and self.fits_bytes
+
+    def new_cache(self, positions: int) -> Cache:
+        """Make a cache for a text of at most `positions` bytes; no gradient passes through it."""
+        return Cache(self, positions, stored=self.stored)
+
+    def new_several_cache(
+        self, texts: int, positions: int, device: torch.device | None = None
+    ) -> SeveralCache:
+        """Make a cache for several texts of at most `positions` bytes each."""
+        return SeveralCache(self, texts, positions, device)
+
+    @property
+    def makes_several(self) -> bool:
+        """Whether steps of several texts are computed together, each with the bits it has alone."""
+        config = self.config
+        site, outside = config.site(), (config.stages[:-1], config.beside, config.head)
+        if any(outside) or config.main.memories or config.main.router or config.main.streams > 1:
+            return False
+        x = torch.empty(2, 1, site.dim, dtype=self.compute_dtype, device=self.device)
+        if not fits_arranged(x, site.group_size) or not self.plain_norms:
+            return False
+        parts = [branch.part for block in self.blocks for branch in block.branches]
+        fits = all(part.steps_several and part.steps_fused for part in parts)
+        return fits and config.weights == "ternary" and not self.head.weight.rule.reads_all
+
+    def stacks(self) -> list[Stack]:
+        """List the lists of blocks, the outermost first."""
+        outer = [stack for stage in self.stages for stack in (stage.encoder, stage.decoder)]
+        return [*outer, self.blocks]
 
     def after_step(self) -> None:
         """Let integer memories take in what a step has seen; all of it on the device."""
+        for part in self._memories():
+            part.after_step()
+
+    def join(self, group: Any) -> None:
+        """Bring together what each process has seen of a step, before `after_step`.
+
+        Args:
+            group: `arbcli.train.parallel.group.Group`.
+        """
+        if self._counts is not None:  # of the last micro-batch, which one process has seen
+            self._counts = group.in_order([self._counts])[-1]
+        for part in self._memories():
+            part.join(group)
+
+    def forget_uses(self) -> None:
+        """Forget forwards whose backward never came, as after an error."""
+        for part in self.modules():
+            if isinstance(part, StreamedTensor | StepMemory):
+                part.forget()
+
+    def _memories(self) -> list[StepMemory]:
+        return [part for part in self.modules() if isinstance(part, StepMemory)]
 
     def gauges(self) -> dict[str, float]:
-        """Measure what is worth a line in the log beside the loss; waits for the device."""
-        return {}
+        """Measure what is worth a line in the log beside the loss; waits for the device.
+
+        Returns:
+            What `gauges` of the parts say, the largest where several say it; and of stages
+            chunk_length: bytes of a chunk on average; chunk_length_2 and so on, positions of a
+                chunk of the stages inside.
+            joined: share of the boundaries that found no slot, so that chunks were joined.
+        """
+        found: dict[str, float] = {}
+        for part in self.modules():
+            if part is not self and hasattr(part, "gauges"):
+                for name, value in part.gauges().items():
+                    found[name] = max(value, found.get(name, value))
+        if self._counts is None:
+            return found
+        joined, begun = 0, 0
+        for index, (positions, chunks, overflow) in enumerate(self._counts.tolist()):
+            found[f"chunk_length_{index + 1}" if index else "chunk_length"] = positions / chunks
+            joined, begun = joined + overflow, begun + chunks + overflow
+        return found | {"joined": joined / begun}
 
     @property
     def device(self) -> torch.device:
@@ -91,9 +410,6 @@ class LanguageModel(nn.Module):
     def fits_bytes(self) -> bool:
         """Whether what each weight of its linear layers is made of is within a byte."""
         return all(matrix.rule.fits_a_byte for matrix in self._matrices())
-
-    makes_several = False
-    """Whether `new_several_cache` makes a cache for several texts, which a forward takes."""
 
     weights_are_prepared = False
     """Whether this is inside `prepared_weights`."""
@@ -180,12 +496,6 @@ class LanguageModel(nn.Module):
         for index, weight in enumerate(self.weights().values()):
             weight.initialise(seed, index)
 
-    def forget_uses(self) -> None:
-        """Forget forwards whose backward never came, as after an error."""
-        for part in self.modules():
-            if isinstance(part, StreamedTensor):
-                part.forget()
-
     def drop_training_state(self) -> None:
         """Forget what only a step needs, for good: see `TernaryTensor.drop_training_state`."""
         for weight in self.weights().values():
@@ -195,13 +505,6 @@ class LanguageModel(nn.Module):
         """Declare what a run that is shared out keeps besides: `TernaryTensor.declare_wire`."""
         for weight in self.weights().values():
             weight.declare_wire()
-
-    def join(self, group: Any) -> None:
-        """Bring together what each process has seen of a step, before `after_step`.
-
-        Args:
-            group: `arbcli.train.parallel.group.Group`.
-        """
 
     def state_modules(self) -> Iterator[StateModule]:
         """Go through everything that declares buffers, in the order of the model."""

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from arbcli.config.dense import ModelConfig
+from arbcli.config.site import Site
 from arbcli.directions import find_direction
 from arbcli.directions.base import State
 from arbcli.kernels.codec.decode_weight import decode_weight
@@ -58,11 +58,11 @@ class TernaryTensor(StateModule):
     Args:
         out_features: N.
         in_features: K.
-        config: names rule, direction and scale type.
+        site: says how it is stored.
         area: the part of the model that it belongs to.
         std: standard deviation of the weights at the start.
         spread: standard deviation of z at the start, as a share of the rule's; 0 is all zero.
-        direction: of its steps; None is that of `config`.
+        direction: of its steps; None is that of `site`.
         lr_factor: what the learning rate is multiplied by.
         frozen: whether it is never stepped; its weights are ones, and it has trits and scales only.
         matrices: how many matrices lie one above the other; each is stepped as one.
@@ -72,7 +72,7 @@ class TernaryTensor(StateModule):
         self,
         out_features: int,
         in_features: int,
-        config: ModelConfig,
+        site: Site,
         *,
         area: str,
         std: float = 1.0,
@@ -88,13 +88,13 @@ class TernaryTensor(StateModule):
         self.std, self.spread, self.frozen, self.matrices = std, spread, frozen, matrices
         self.updates = 0
         """How often kernels have been told to step it, as far as Python knows."""
-        self.group_size = config.group_size
-        self.rule = find_rule(config.rule, "trit" if frozen else config.digits)
+        self.group_size = site.group_size
+        self.rule = find_rule(site.rule, "trit" if frozen else site.digits)
         self.reads_digits = self.rule.reads_all
         """Whether forwards read what is below the trit; where weights fade, the first ones do."""
-        name = direction or config.direction
+        name = direction or site.direction
         self.direction = find_direction(name) if name and self.rule.direction else None
-        groups = num_groups(in_features, config.group_size)
+        groups = num_groups(in_features, site.group_size)
         trits = torch.empty(out_features, row_bytes(in_features), dtype=torch.uint8)
         self.declare("trits", trits, "trits")
         self.of_training: tuple[str, ...] = ()

@@ -17,26 +17,26 @@ found for the head.
 
 import math
 
-from arbcli.config.dense import ModelConfig
+from arbcli.config.site import Site
 
 REFERENCE_WIDTH = 384
 HEAD = 0.25
 
 
-def inner_lr_factor(config: ModelConfig, direction: str | None) -> float:
+def inner_lr_factor(site: Site, direction: str | None) -> float:
     """Choose what the learning rate of a matrix inside a model is multiplied by.
 
     Args:
-        config: of the model, or of its stage.
+        site: of the model, or of its stage.
         direction: of the steps; None where a rule takes none.
     """
-    return _falling(config) if direction in ("factored", "sign") else 1.0
+    return _falling(site) if direction in ("factored", "sign") else 1.0
 
 
-def head_lr_factor(config: ModelConfig) -> float:
+def head_lr_factor(site: Site) -> float:
     """Choose that of the matrix that gives logits."""
-    return HEAD * _falling(config)
+    return HEAD * _falling(site)
 
 
-def _falling(config: ModelConfig) -> float:
-    return math.sqrt(REFERENCE_WIDTH / config.dim)
+def _falling(site: Site) -> float:
+    return math.sqrt(REFERENCE_WIDTH / site.dim)

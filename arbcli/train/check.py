@@ -1,5 +1,6 @@
 """Every file of a run verified, and what a resume would do with them; nothing is changed."""
 
+import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -7,6 +8,7 @@ from typing import Any
 
 from arbcli.checkpoint import (
     Accept,
+    Checkpoint,
     DamagedError,
     best_checkpoints,
     checkpoints,
@@ -16,8 +18,15 @@ from arbcli.checkpoint import (
 from arbcli.config.training import TrainConfig, train_config_from
 from arbcli.errors import ArbError
 from arbcli.train.directory import CONFIG, open_texts_again, read_facts, run_of
-from arbcli.train.record import METRICS, count_records
-from arbcli.train.run import accept_of, can_begin_again, check_steps
+from arbcli.train.recent import FIELD
+from arbcli.train.record import METRICS, count_bad_lines, read_records
+from arbcli.train.run import (
+    accept_of,
+    can_begin_again,
+    check_steps,
+    is_evaluated,
+    stays,
+)
 from arbcli.train.trainer import text_digest
 
 
@@ -46,7 +55,9 @@ class CheckReport:
     steps_before: int | None
     """Where `--steps` would change them, how many there are now."""
     drops_records: int
-    """Of later steps, which would be written again."""
+    """Records of later steps, and the one that a stop wrote between those due: others come."""
+    evaluates_first: bool
+    """Whether it evaluates held-out text before its first step, as that record is missing."""
     sets_aside: tuple[str, ...]
     """Checkpoints of later steps, renamed at the first save, or at once if `--steps` changes."""
     removes: tuple[str, ...]
@@ -83,7 +94,14 @@ def check_run(path: Path, steps: int | None = None) -> CheckReport:
         findings.append(finding)
         stops = None if finding.state == "ok" else finding.detail
     findings.append(_check_records(run))
-    accept = accept_of(run, facts, config) if config else lambda _: None
+    accepted = accept_of(run, facts, config) if config else lambda _: None
+    with_recent: set[int] = set()
+
+    def accept(checkpoint: Checkpoint) -> None:
+        accepted(checkpoint)
+        if FIELD in checkpoint.data:
+            with_recent.add(checkpoint.step)
+
     verified = {file: _check_checkpoint(file, accept) for file in checkpoints(run)}
     findings += [*verified.values(), *(_check_checkpoint(f, accept) for f in best_checkpoints(run))]
     findings += _left_over(run)
@@ -101,7 +119,14 @@ def check_run(path: Path, steps: int | None = None) -> CheckReport:
             resumes_at, stops = None, str(error)
     removes = [finding.name for finding in findings if finding.name.endswith(".tmp")]
     sets_aside: list[str] = []
+    dropped, evaluates = 0, False
     if resumes_at is not None:
+        then = dataclasses.replace(config, steps=steps or total)
+        records, has_recent = read_records(run), resumes_at in with_recent
+        kept = [record for record in records if stays(record, resumes_at, then, has_recent)]
+        dropped = len(records) - len(kept)
+        recorded = any(record["step"] == resumes_at for record in kept)
+        evaluates = is_evaluated(then, resumes_at) and not recorded
         sets_aside = [file.name for file in verified if step_of(file) > resumes_at]
         older = [file.name for file in verified if step_of(file) <= resumes_at]
         if resumes_at < (steps or total):  # else there is nothing to save
@@ -113,7 +138,8 @@ def check_run(path: Path, steps: int | None = None) -> CheckReport:
         stops=stops,
         steps=steps if changes else total,
         steps_before=total if changes else None,
-        drops_records=0 if resumes_at is None else count_records(run, resumes_at)[2],
+        drops_records=dropped,
+        evaluates_first=evaluates,
         sets_aside=tuple(sets_aside),
         removes=tuple(removes),
         passed=stops is None and all(f.state in ("ok", "left over") for f in findings),
@@ -133,7 +159,7 @@ def _check_text(facts: dict[str, Any], config: TrainConfig) -> Finding:
 
 
 def _check_records(run: Path) -> Finding:
-    good, bad, _ = count_records(run, 0)
+    good, bad = len(read_records(run)), count_bad_lines(run)
     state = "damaged" if bad else "ok"
     detail = f"{good:,} records" + (f", and {bad:,} lines that are none" if bad else "")
     return Finding(name=METRICS, state=state, detail=detail)

@@ -8,11 +8,8 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from arbcli.model.compressed import CompressedLM
-from arbcli.model.dense import Block, ByteLM
-from arbcli.model.hnet import HNet
-from arbcli.model.language_model import RECOMPUTE
-from arbcli.model.streams import StreamsLM
+from arbcli.model.language_model import LanguageModel
+from arbcli.model.stack import RECOMPUTE
 
 WHOLE_LAYERS = 8
 """A model of more blocks, or one that recomputes them, is compiled by parts, blocks only once.
@@ -22,31 +19,30 @@ is nothing where a block is large.
 """
 
 
-def compile_twin(model: ByteLM | HNet, backend: str = "inductor") -> None:
+def compile_twin(model: LanguageModel, backend: str = "inductor") -> None:
     """Compile what a step of a float twin computes, in place of its `losses`.
 
     It is compiled when first used. Whatever else uses the model finds it as it was, but for the
-    blocks of an `HNet`, or of several streams: they are compiled where they stand, as what is
-    between those of an `HNet` launches kernels. A `CompressedLM` launches them inside its blocks,
-    and is left as it is.
+    blocks of a model with chunks or several streams: they are compiled where they stand, as what is
+    between them launches kernels. Blocks whose parts launch kernels are left as they are.
 
     Args:
         model: with float weights.
         backend: of `torch.compile`.
     """
-    if isinstance(model, CompressedLM):
-        return
     how = {"backend": backend, "dynamic": False, "fullgraph": True}
-    if isinstance(model, HNet | StreamsLM):
-        for block in model.modules():
-            if isinstance(block, Block):
-                block.compile(**how)
+    blocks = [block for stack in model.stacks() for block in stack]
+    plain = [block for block in blocks if all(branch.part.compiles for branch in block.branches)]
+    several = any(stage.streams > 1 for stage in model.config.stages)
+    if model.stages or several or len(plain) < len(blocks):
+        for block in plain:
+            block.compile(**how)
         return
     compiled = partial(torch.compile, **how)
-    if model.config.layers <= WHOLE_LAYERS and not model.recompute:
+    if len(blocks) <= WHOLE_LAYERS and not model.recompute:
         model.losses = compiled(model.losses)
         return
-    embedding, *blocks = map(compiled, (model.embedding, *model.blocks))
+    embedding, *blocks = map(compiled, (model.embedding, *blocks))
 
     @compiled
     def text_loss(x: Tensor, targets: Tensor) -> Tensor:
@@ -56,7 +52,7 @@ def compile_twin(model: ByteLM | HNet, backend: str = "inductor") -> None:
     def losses(ids: Tensor, targets: Tensor) -> dict[str, Tensor]:
         x = embedding(ids, model.compute_dtype)
         for block in blocks:
-            x = checkpoint(block, x, **RECOMPUTE) if model.recompute else block(x)
+            x = (checkpoint(block, x, **RECOMPUTE) if model.recompute else block(x)).x
         return {"text": text_loss(x, targets)}
 
     model.losses = losses

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from arbcli.config.dense import ModelConfig
+from arbcli.config.model import ModelConfig
 from arbcli.config.training import TrainConfig, train_config
 from arbcli.device import check_compute, default_compute, resolve_backend, resolve_device
 

@@ -16,7 +16,8 @@ import torch
 
 from arbcli import __version__
 from arbcli.checkpoint import Checkpoint, checkpoints, read_json
-from arbcli.config.checks import check_at_most, check_positive
+from arbcli.config.checks import check_at_least, check_at_most
+from arbcli.config.initial import first_difference
 from arbcli.config.presets import config_from_dict
 from arbcli.config.training import TrainConfig, train_config_dict, train_config_from
 from arbcli.data import Text, Texts, entropy, open_texts
@@ -155,7 +156,7 @@ def read_facts(run: Path) -> dict[str, Any]:
                 hint="it was truncated or altered: restore it from a copy",
             )
     check_at_most("threads", facts.get("threads", 1), MOST_THREADS)
-    check_positive("threads", facts.get("threads", 1))
+    check_at_least("threads", facts.get("threads", 1))
     return facts
 
 
@@ -197,11 +198,13 @@ def check_same_run(
         wanted["steps"] = made_with["steps"]
     if config.model.digits == "fade":
         wanted["digits"] = fade_stage(checkpoint.step, wanted.get("steps", config.steps))
-    differing = [
-        f"its `{name}` is {made_with.get(name, 'missing')!s:.60},"
-        f" not {wanted.get(name, 'missing')!s:.60}"
+    found = [
+        first_difference(made_with.get(name, "missing"), wanted.get(name, "missing"), name)
         for name in sorted(made_with.keys() | wanted.keys())
-        if made_with.get(name, "missing") != wanted.get(name, "missing")
+    ]
+    differing = [
+        f"its `{name}` is {ours!s:.60}, not {theirs!s:.60}"
+        for name, ours, theirs in filter(None, found)
     ]
     if differing:
         more = f", and {len(differing) - MOST_NAMED} more" if len(differing) > MOST_NAMED else ""
@@ -223,10 +226,10 @@ def _earlier_steps(facts: dict[str, Any], step: int) -> list[int]:
 
 
 def _all_fields(config: dict[str, Any]) -> dict[str, Any]:
-    """Add the fields that the model of an earlier version had not, as it was built without them."""
+    """List the fields of a model as this version has them, whichever saved it."""
     try:
-        return json.loads(json.dumps(asdict(config_from_dict(config)))) | config
-    except TypeError:
+        return json.loads(json.dumps(asdict(config_from_dict(config))))
+    except (TypeError, ArbError):
         return config
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from arbcli.model.baselines import FloatNumbers
-from arbcli.model.dense import ByteLM
+from arbcli.model.language_model import LanguageModel
 
 BETAS = (0.9, 0.95)
 WEIGHT_DECAY = 0.1
@@ -31,7 +31,7 @@ class FloatOptimizer:
         compiled: whether Muon's step is compiled.
     """
 
-    def __init__(self, model: ByteLM, name: str, *, compiled: bool = False) -> None:
+    def __init__(self, model: LanguageModel, name: str, *, compiled: bool = False) -> None:
         blocks = list(model.blocks.parameters())
         inside = {id(parameter) for parameter in blocks}
         others = [p for p in model.parameters() if id(p) not in inside]

@@ -3,13 +3,13 @@
 import dataclasses
 import json
 import math
-from collections.abc import Iterator
-from contextlib import suppress
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from arbcli.checkpoint import write_text
+from arbcli.config.checks import check_schema
 from arbcli.errors import ArbError
 
 METRICS = "metrics.jsonl"
@@ -34,8 +34,9 @@ class Record:
     """Of text, by all steps so far; what is seen again counts again."""
     seconds: float
     """Since the run began, evaluations and saves too, but not while it was stopped."""
-    bytes_per_second: float
-    """Text seen a second since the last record, evaluation not counted."""
+    bytes_per_second: float | None
+    """Text seen a second since the last record, evaluation not counted; None if no step was timed,
+    as where a run goes on at a step whose record is missing."""
     mfu: float | None
     """Model FLOPs utilisation: the operations that the model needs, as a share of what the GPU can
     do in bf16; None where the peak of the device is not known. See `model.operations`."""
@@ -45,7 +46,8 @@ class Record:
     """What survives a step: weights and whatever the rule or the optimizer keeps."""
     peak_bytes: int
     """The most memory held at once: of the CUDA allocator, or of the process on a CPU."""
-    seconds_left: float
+    seconds_left: float | None
+    """None if no step was timed."""
     nonfinite_steps: int
     """Steps so far in which a gradient was not finite."""
     parts: dict[str, float]
@@ -57,12 +59,15 @@ class Record:
 
     def as_json(self) -> dict[str, Any]:
         """List the fields; a number that is not finite, which JSON has not, is None."""
-        return _finite(dataclasses.asdict(self))
+        return finite(dataclasses.asdict(self))
 
 
-def _finite(value: Any) -> Any:
+def finite(value: Any) -> Any:
+    """Replace every float in a JSON value that is not finite by None."""
     if isinstance(value, dict):
-        return {name: _finite(part) for name, part in value.items()}
+        return {name: finite(part) for name, part in value.items()}
+    if isinstance(value, list):
+        return [finite(part) for part in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
@@ -81,12 +86,13 @@ class TrainReport:
     """Order-0 entropy of the held-out text, nats a byte."""
     seconds: float
     sample: str
+    """Empty if the run was stopped, or finished before."""
     stopped_by: str | None
     """Name of the signal that ended the run early."""
 
     def as_json(self) -> dict[str, Any]:
         """List the fields, as `Record.as_json` does."""
-        return _finite(dataclasses.asdict(self))
+        return finite(dataclasses.asdict(self))
 
 
 def append_record(run: Path, record: Record) -> None:
@@ -106,65 +112,79 @@ def append_record(run: Path, record: Record) -> None:
         ) from error
 
 
-def read_records(run: Path) -> Iterator[dict[str, Any]]:
-    """Read the records of a run, as `Record.as_json` has them; a line that is none is left out."""
-    path = run / METRICS
-    for line in path.read_text(errors="replace").splitlines() if path.exists() else ():
-        with suppress(ValueError, RecursionError):
-            record = json.loads(line)
-            if isinstance(record, dict):
-                yield record
+SCHEMA = {
+    field.name: field.type if field.name == "step" else field.type | None
+    for field in dataclasses.fields(Record)
+} | {"parts": dict[str, float | None] | None, "gauges": dict[str, float | None] | None}
+"""Fields of a record as JSON has them. A version may lack some, and None is a number that is not
+finite."""
 
 
-def count_records(run: Path, step: int) -> tuple[int, int, int]:
-    """Count the records of a run, the lines that are none, and the records after a step."""
-    path = run / METRICS
-    good = bad = after = 0
-    for line in path.read_text(errors="replace").splitlines() if path.exists() else ():
-        if not _is_until(math.inf, line):
-            bad += 1
-        else:
-            good += 1
-            after += not _is_until(step, line)
-    return good, bad, after
+def _parsed(line: str) -> dict[str, Any] | None:
+    """Parse a line of the records; None if it is torn, or no record."""
+    try:
+        record = json.loads(line)
+        check_schema(record, SCHEMA, "the line", "")
+    except (ValueError, RecursionError, ArbError):
+        return None
+    return record
 
 
-def best_step(run: Path) -> int | None:
-    """Find the step with the lowest held-out loss of a run; None if there is none yet."""
-    best: tuple[float, int] | None = None
-    for record in read_records(run):
-        with suppress(ValueError, KeyError, TypeError):  # one without a loss among them
-            found = float(record["val_loss"]), int(record["step"])
-            best = min(best or found, found)
-    return None if best is None else best[1]
-
-
-def seconds_so_far(run: Path) -> float:
-    """Find how long a run has taken until its last record; one of an earlier version has none."""
-    found = [record.get("seconds") for record in read_records(run)]
-    return max((s for s in found if type(s) in (int, float)), default=0.0)
-
-
-def drop_records_after(run: Path, step: int) -> None:
-    """Drop the records after `step`, which will be written again, and lines that are none.
-
-    Raises:
-        ArbError: the file cannot be read or written; what was there before is intact.
-    """
+def _text(run: Path) -> str:
     path = run / METRICS
     try:
-        text = path.read_text(errors="replace") if path.exists() else ""
+        return path.read_text(errors="replace") if path.exists() else ""
     except OSError as error:
         raise ArbError(
             f"cannot read `{path}`: {error.strerror}", hint="check the path and its permissions"
         ) from error
-    kept = "".join(line + "\n" for line in text.splitlines() if _is_until(step, line))
+
+
+def read_records(run: Path) -> list[dict[str, Any]]:
+    """Read the records of a run, as `Record.as_json` has them; lines that are none are left out.
+
+    Raises:
+        ArbError: the file cannot be read.
+    """
+    return [record for line in _text(run).splitlines() if (record := _parsed(line)) is not None]
+
+
+def count_bad_lines(run: Path) -> int:
+    """Count the lines among a run's records that are none: torn, altered or of another program.
+
+    Raises:
+        ArbError: the file cannot be read.
+    """
+    return sum(_parsed(line) is None for line in _text(run).splitlines())
+
+
+def keep_records(run: Path, keep: Callable[[dict[str, Any]], bool]) -> None:
+    """Drop the records of a run that `keep` is false for, and lines that are none.
+
+    Raises:
+        ArbError: the file cannot be read or written; what was there before is intact.
+    """
+    text = _text(run)
+    kept = "".join(
+        line + "\n"
+        for line in text.splitlines()
+        if (record := _parsed(line)) is not None and keep(record)
+    )
     if kept != text:
-        write_text(path, kept)
+        write_text(run / METRICS, kept)
 
 
-def _is_until(step: float, line: str) -> bool:
-    try:
-        return json.loads(line)["step"] <= step
-    except (ValueError, KeyError, TypeError, RecursionError):
-        return False
+def best_step(run: Path) -> int | None:
+    """Return the step with the lowest held-out loss of a run; None if it was never evaluated."""
+    found = [
+        (record["val_loss"], record["step"])
+        for record in read_records(run)
+        if record.get("val_loss") is not None
+    ]
+    return min(found)[1] if found else None
+
+
+def seconds_until(run: Path, step: int) -> float:
+    """Return how long a run took until its last record up to a step; 0 if no record says so."""
+    records = (record for record in read_records(run) if record["step"] <= step)
+    return max((record.get("seconds") or 0.0 for record in records), default=0.0)

@@ -5,15 +5,14 @@ import math
 import os
 import signal as signals
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from arbcli import __version__
 from arbcli.checkpoint import (
     Accept,
     Checkpoint,
@@ -63,14 +62,16 @@ from arbcli.train.directory import (
 )
 from arbcli.train.parallel.group import Group, joined, own_device
 from arbcli.train.profiling import StepTrace
+from arbcli.train.recent import FIELD, KEPT_STEPS, RecentSteps, as_numbers, check_recent
 from arbcli.train.record import (
     Record,
     TrainReport,
     append_record,
     best_step,
-    drop_records_after,
+    finite,
+    keep_records,
     read_records,
-    seconds_so_far,
+    seconds_until,
 )
 from arbcli.train.schedule import learning_rate
 from arbcli.train.text_warnings import text_warnings
@@ -84,7 +85,7 @@ from arbcli.train.trainer import (
 
 EMULATED = "products in four bits are emulated: the same numbers, at the speed of bf16 or less"
 MOST_MINUTES = 60 * 24 * 366
-LOG_EVERY = 10
+LOG_EVERY = KEPT_STEPS
 """Steps between records; reading a loss makes a GPU wait."""
 SAVE_SECONDS = 300
 """A checkpoint is written as soon as the last is so old, whatever `save_every` says."""
@@ -175,11 +176,12 @@ def start_run(
     if run is not None:
         check_free(run)
     config = dataclasses.replace(config, device=str(own_device(torch.device(config.device))))
-    with joined(torch.device(config.device)) as group:
+    with joined(torch.device(config.device), "train") as group:
         observer = observer if group.first else Observer()
         check_shares(config, group.size)
         texts = open_run_texts(config)
-        _compare_settings(config, texts, group)
+        initial_digest = initial and initial.checkpoint.digest
+        _compare_settings(config, texts, group, minutes=minutes, init_from=initial_digest)
         check(config)
         for warning in text_warnings(texts):
             observer.noted(warning)
@@ -247,14 +249,11 @@ def resume_run(
     threads = facts.get("threads", now := torch.get_num_threads())
     if threads != now and place.type == "cpu":
         observer.noted(f"computing with {threads} threads, as the run began: {now} give other bits")
-    with joined(place) as group:
+    with joined(place, "train --resume") as group:
         observer = observer if group.first else Observer()
         check_shares(config, group.size)
         with _locked(run, group), deterministic(), cpu_threads(threads):
-            texts = open_texts_again(facts, config)
-            _compare_settings(config, texts, group)
-            new_run = "start a new run on the new text with `--out`"
-            check_same_text(run, facts, text_digest(texts), new_run)
+            group.compare({"steps": steps or config.steps}, "setting")
             accept = accept_of(run, facts, config)
             checkpoint = None
             if path == run and not checkpoints(run) and can_begin_again(run, facts):
@@ -265,23 +264,105 @@ def resume_run(
                     if path == run
                     else load_checkpoint(path, accept)
                 )
-                group.compare({"checkpoint": checkpoint.digest}, "file")
+            group.compare({"checkpoint": checkpoint and checkpoint.digest}, "file")
             done = 0 if checkpoint is None else checkpoint.step
+            if done >= config.steps and steps in (None, config.steps):
+                report = _finished_report(run, facts, config, observer, group)
+                if report is not None:
+                    return report
+            texts = open_texts_again(facts, config)
+            _compare_settings(config, texts, group, steps=steps or config.steps)
+            new_run = "start a new run on the new text with `--out`"
+            check_same_text(run, facts, text_digest(texts), new_run)
             if steps not in (None, config.steps):
                 config, facts = _extended(run, facts, config, done, steps, observer, group)
             trainer = _build(config, texts, group)
             if checkpoint is None:
                 return _run(trainer, run, facts, observer, profile)
             trainer.restore(checkpoint)
+            saved, seconds = checkpoint.data.get(FIELD) or {}, 0.0
+            del checkpoint  # it may be large
             if group.first:
-                drop_records_after(run, trainer.step)
-            return _run(trainer, run, facts, observer, profile, resumed=True)
+                seconds = seconds_until(run, done)
+                keep_records(run, lambda record: stays(record, done, config, bool(saved)))
+            return _run(trainer, run, facts, observer, profile, Resumed(saved, seconds))
 
 
-def _compare_settings(config: TrainConfig, texts: Texts, group: Group) -> None:
-    """Refuse processes that would train differently; one alone need not read its text for that."""
+def _finished_report(
+    run: Path, facts: dict[str, Any], config: TrainConfig, observer: Observer, group: Group
+) -> TrainReport | None:
+    """Report a run whose last checkpoint is there; None if its last evaluation is not."""
+    val_loss = None
+    if group.first:
+        last = [record for record in read_records(run) if record["step"] == config.steps]
+        val_loss = last[-1].get("val_loss") if last else None
+    val_loss = group.tell(val_loss)
+    if val_loss is None:
+        return None
+    saved = checkpoint_path(run, config.steps)
+    if group.first and config.keep_best and best_step(run) == config.steps:
+        keep_best(saved)  # in case the run was killed just before
+    observer.noted(
+        f"the run is finished: all {config.steps:,} steps are done, held-out loss"
+        f" {val_loss:.4f} nats a byte; `--resume {run} --steps N` continues it to step N"
+    )
+    return TrainReport(
+        run=str(run),
+        checkpoint=str(saved),
+        steps=config.steps,
+        val_loss=val_loss,
+        bits_per_byte=val_loss / math.log(2),
+        entropy=facts["text"]["entropy"],
+        seconds=0.0,
+        sample="",
+        stopped_by=None,
+    )
+
+
+def _intervals(config: TrainConfig) -> list[int]:
+    """List the intervals, in steps, after each of which a run writes a record."""
+    return [LOG_EVERY, config.eval_interval, *filter(None, [config.sample_every])]
+
+
+def is_evaluated(config: TrainConfig, step: int) -> bool:
+    """Return whether a run evaluates held-out text after a step."""
+    return step == config.steps or (step > 0 and step % config.eval_interval == 0)
+
+
+def is_recorded(config: TrainConfig, step: int) -> bool:
+    """Return whether a run that is not stopped writes a record after a step."""
+    due = any(step % interval == 0 for interval in _intervals(config))
+    return step == config.steps or (step > 0 and due)
+
+
+def stays(record: dict[str, Any], step: int, config: TrainConfig, has_recent: bool) -> bool:
+    """Return whether a record stays when the run goes on from the checkpoint of a step.
+
+    Later records are written again. So is the one of that step if its evaluation is missing. A run
+    that was stopped wrote one between those that are due; its steps count for the next one.
+
+    Args:
+        record: see `Record.as_json`.
+        step: of the checkpoint.
+        config: of the run.
+        has_recent: whether the checkpoint holds figures of the last steps.
+    """
+    if record["step"] != step or record.get("val_loss") is not None:
+        return record["step"] <= step
+    return not is_evaluated(config, step) and (is_recorded(config, step) or not has_recent)
+
+
+def _compare_settings(config: TrainConfig, texts: Texts, group: Group, **asked: Any) -> None:
+    """Refuse processes that would train differently; one alone need not read its text for that.
+
+    Args:
+        config: of this process.
+        texts: which it reads.
+        group: all of them.
+        asked: what was asked for besides, by name.
+    """
     if group.size > 1:
-        group.compare(what_decides(config, texts), "setting")
+        group.compare(what_decides(config, texts) | asked, "setting")
 
 
 def what_decides(config: TrainConfig, texts: Texts) -> dict[str, Any]:
@@ -298,8 +379,6 @@ def what_decides(config: TrainConfig, texts: Texts) -> dict[str, Any]:
         "keep_best": config.keep_best,
         "wire": config.wire,
         "sample_every": config.sample_every,
-        "version of arb": __version__,
-        "version of torch": torch.__version__,
     }
 
 
@@ -313,7 +392,7 @@ def can_begin_again(run: Path, facts: dict[str, Any]) -> bool:
 
     The first checkpoint is saved before the first record.
     """
-    return "init_from" not in facts and next(read_records(run), None) is None
+    return "init_from" not in facts and not read_records(run)
 
 
 def accept_of(run: Path, facts: dict[str, Any], config: TrainConfig) -> Accept:
@@ -327,6 +406,7 @@ def accept_of(run: Path, facts: dict[str, Any], config: TrainConfig) -> Accept:
 
     def accept(checkpoint: Checkpoint) -> None:
         check_same_run(run, facts, config, checkpoint)
+        check_recent(checkpoint)
         check_saved(checkpoint)
 
     return accept
@@ -412,19 +492,26 @@ def _fit_to_minutes(config: TrainConfig, texts: Texts, minutes: float, group: Gr
     return dataclasses.replace(config, steps=group.tell(steps))
 
 
+class Resumed(NamedTuple):
+    """What a loop goes on from, besides the state of its trainer."""
+
+    recent: Mapping[str, Any]
+    """What the checkpoint holds of the last steps, see `recent.SCHEMA`; empty if nothing."""
+    seconds: float
+    """How long the run took until then."""
+
+
 def _run(
     trainer: Trainer,
     run: Path,
     facts: dict[str, Any],
     observer: Observer,
     profile: int | None,
-    *,
-    resumed: bool = False,
+    resumed: Resumed | None = None,
 ) -> TrainReport:
-    saved_step = trainer.step if resumed else None
     try:
         with explained_out_of_memory():
-            return _Loop(trainer, run, facts, observer, saved_step, profile).run()
+            return _Loop(trainer, run, facts, observer, profile, resumed).run()
     finally:
         trainer.release_graph()
 
@@ -452,8 +539,8 @@ class _Loop:
         run: its directory.
         facts: what `config.json` says.
         observer: is told of progress.
-        saved_step: step of the checkpoint that the trainer stands at; None if there is none.
         profile: steps to trace; None traces none.
+        resumed: what it goes on from; None at the start of a run.
     """
 
     def __init__(
@@ -462,24 +549,38 @@ class _Loop:
         run: Path,
         facts: dict[str, Any],
         observer: Observer,
-        saved_step: int | None,
         profile: int | None,
+        resumed: Resumed | None,
     ) -> None:
         self.trainer, self.run_path, self.facts, self.observer = trainer, run, facts, observer
         self.config, self.group = trainer.config, trainer.group
         self.stopped_by: signals.Signals | None = None
         """The signal that ended the run; of several processes one of them has received it."""
         self._old = False
-        self.saved_step = saved_step
+        self.saved_step = trainer.step if resumed else None
+        """Step of the newest checkpoint; None if there is none."""
+        self.resumed, self.resumed_step = resumed or Resumed({}, 0.0), self.saved_step
+        self.recent = RecentSteps(self.group, self.resumed.recent)
+        self.recorded_step = self._find_recorded() if resumed else 0
+        """Step of the last record, which the next one averages from."""
+        self.timed_steps = 0
+        """Steps since then that this process has done."""
+        self.last_loss: Tensor | None = None
         traced = profile if self.group.first else None
         self.trace = StepTrace(run, trainer, traced, observer.noted) if traced else None
         self.left_behind = _later(run, trainer.step)
         """Checkpoints of later steps, which the run, gone back, will come to again."""
-        self.seconds_before = seconds_so_far(run) if saved_step is not None else 0.0
         self.peak_operations = peak_operations(trainer.device)
-        self.losses: list[Tensor] = []
         self.started = self.last_record = self.last_save = time.perf_counter()
         self.paused = 0.0
+
+    def _find_recorded(self) -> int:
+        """Find the step of the last record, or the one that was due last where it is missing."""
+        step, found = self.trainer.step, 0
+        if self.group.first:
+            found = max((record["step"] for record in read_records(self.run_path)), default=0)
+        due = max((step - 1) // interval * interval for interval in _intervals(self.config))
+        return self.group.tell(max(found, due))
 
     def run(self) -> TrainReport:
         """Train to the end, or to a signal; then save, evaluate and sample."""
@@ -489,20 +590,22 @@ class _Loop:
         with RememberedSignal() as signal, self._saved_after_an_error():
             if self.saved_step is None:
                 self._save()
-            self._keep_best()  # unless whoever saved it was ended before
+            elif self.recorded_step < trainer.step < config.steps:
+                self._report_step()  # the run was killed between this step's save and its record
+            self._keep_best()  # and here between the record and this
             with self.trace or nullcontext():
                 while trainer.step < config.steps and not self._is_stopped(signal):
-                    self.losses.append(trainer.train_step())
-                    self._count_traced()
+                    self._train_step()
                     if trainer.step < config.steps:
                         self._after_step(trainer.step)
             # the end is saved last: who dies before gets there again, with the same record
-            if self._is_stopped(signal):
-                self._save_if_new()
-            else:
+            if not self._is_stopped(signal):
                 val_loss = self._evaluate()
-            if self.losses:
                 self._record(val_loss)
+            elif trainer.step < config.steps:
+                self._save_if_new()
+                if self.recorded_step < trainer.step:
+                    self._record(None)
             self._save_if_new()
             self._keep_best()
             if not self._is_stopped(signal):
@@ -549,6 +652,13 @@ class _Loop:
                     self.observer.noted(f"step {step} is saved: go on with `--resume`")
             raise
 
+    def _train_step(self) -> None:
+        trainer = self.trainer
+        self.last_loss = trainer.train_step()
+        self.recent.add(self.last_loss, trainer.updater.flips if trainer.updater else None)
+        self.timed_steps += 1
+        self._count_traced()
+
     def _after_step(self, step: int) -> None:
         """Do what is due after a step that is not the last."""
         old = time.perf_counter() - self.last_save >= SAVE_SECONDS
@@ -556,13 +666,17 @@ class _Loop:
             old = self._old  # as all know it
         if old or step % self.config.save_every == 0:
             self._save()
-        evaluating = step % self.config.eval_interval == 0
-        every = self.config.sample_every
-        sampling = every is not None and step % every == 0
-        shown = sampling and self.group.first
-        if evaluating or sampling or step % LOG_EVERY == 0:
-            val_loss = self._evaluate() if evaluating else None
-            self._record(val_loss, self._sample_on_the_way() if shown else None)
+        self._report_step()
+
+    def _report_step(self) -> None:
+        """Evaluate, make a sample, record and keep the best, where that is due after this step."""
+        step, every = self.trainer.step, self.config.sample_every
+        if not is_recorded(self.config, step):
+            return
+        evaluating = is_evaluated(self.config, step)
+        shown = self.group.first and every is not None and step % every == 0
+        val_loss = self._evaluate() if evaluating else None
+        self._record(val_loss, self._sample_on_the_way() if shown else None)
         if evaluating:
             self._keep_best()
 
@@ -589,8 +703,8 @@ class _Loop:
 
     @contextmanager
     def _not_timed(self) -> Iterator[None]:
-        if self.losses:
-            float(self.losses[-1])  # let a GPU finish the steps that are timed
+        if self.last_loss is not None:
+            float(self.last_loss)  # let a GPU finish the steps that are timed
         started = time.perf_counter()
         yield
         self.paused += time.perf_counter() - started
@@ -602,6 +716,9 @@ class _Loop:
             self.trainer.check_agreement()
             digests = self.facts["text"]["digest"], self.facts.get("init_digest")
             checkpoint = self.trainer.checkpoint(*digests)
+            parts, gauges = self._parts_and_gauges()
+            recent = self.recent.as_json() | {"parts": finite(parts), "gauges": finite(gauges)}
+            checkpoint.data[FIELD] = recent
             aside = self._write(checkpoint) if self.group.first else []
             self.saved_step, self.last_save = checkpoint.step, time.perf_counter()
         self.left_behind = []
@@ -633,21 +750,37 @@ class _Loop:
         with self._not_timed():
             return self.trainer.evaluate()
 
+    def _parts_and_gauges(self) -> tuple[dict[str, float], dict[str, float]]:
+        """Read the other parts of the last step's loss, and the gauges of the model after it."""
+        trainer, saved = self.trainer, self.resumed.recent
+        if trainer.step == self.resumed_step:  # the checkpoint alone has those of its step
+            parts, gauges = (saved.get(name, {}) for name in ("parts", "gauges"))
+            return as_numbers(parts), as_numbers(gauges)
+        parts = {k: float(v) for k, v in trainer.loss_parts.items() if k != "text"}
+        return parts, trainer.model.gauges()
+
     def _record(self, val_loss: float | None, sample: str | None = None) -> None:
         trainer, config = self.trainer, self.config
-        loss = float(torch.stack(self.losses).mean())  # waits for the GPU
-        now, steps = time.perf_counter(), len(self.losses)
-        seconds = max(now - self.last_record - self.paused, 1e-9) / steps
+        steps = self.recent.last(trainer.step - self.recorded_step)  # waits for the GPU
+        now, loss = time.perf_counter(), math.nan  # of steps that a checkpoint tells nothing of
+        flip_share, nonfinite = None, 0
+        if steps:
+            loss = sum(step.loss for step in steps) / len(steps)
+        if steps and trainer.updater:
+            flips = sum(step.flips for step in steps)
+            flip_share = flips / len(steps) / trainer.updater.num_weights
+        if trainer.updater:
+            nonfinite = trainer.updater.counters()["nonfinite_steps"]
         step_bytes = config.batch * config.accum * config.model.ctx
-        mfu, flip_share, nonfinite = None, None, 0
-        if self.peak_operations:
+        mfu, seconds = None, None
+        if self.timed_steps:
+            seconds = max(now - self.last_record - self.paused, 1e-9) / self.timed_steps
+        if self.peak_operations and seconds:
             needed = config.batch * config.accum * step_operations(config.model)
             mfu = needed / seconds / (self.peak_operations * self.group.size)
-        if trainer.updater:
-            flip_share = trainer.updater.take_flips() / steps / trainer.updater.num_weights
-            nonfinite = trainer.updater.counters()["nonfinite_steps"]
         # of the process with the most
         state, peak = self.group.agree(trainer.state_bytes(), peak_bytes(trainer.device))
+        parts, gauges = self._parts_and_gauges()
         record = Record(
             step=trainer.step,
             loss=loss,
@@ -655,19 +788,19 @@ class _Loop:
             val_loss=val_loss,
             lr=learning_rate(config, trainer.step - 1),
             bytes_seen=trainer.step * step_bytes,
-            seconds=self.seconds_before + now - self.started,
-            bytes_per_second=step_bytes / seconds,
+            seconds=self.resumed.seconds + now - self.started,
+            bytes_per_second=step_bytes / seconds if seconds else None,
             mfu=mfu,
             flip_share=flip_share,
             state_bytes=state,
             peak_bytes=peak,
-            seconds_left=seconds * (config.steps - trainer.step),
+            seconds_left=seconds * (config.steps - trainer.step) if seconds else None,
             nonfinite_steps=nonfinite,
-            parts={k: float(v) for k, v in trainer.loss_parts.items() if k != "text"},
-            gauges=trainer.gauges(),
+            parts=parts,
+            gauges=gauges | trainer.wire_gauges(),
             sample=sample,
         )
-        self.losses.clear()
+        self.recorded_step, self.timed_steps = trainer.step, 0
         self.last_record, self.paused = now, 0.0
         if self.group.first:
             append_record(self.run_path, record)

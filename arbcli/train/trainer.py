@@ -336,14 +336,15 @@ class Trainer:
             found = {name: tensor_digest(name, part) for name, part in parts.items()}
             self.group.compare(found, "state", RELOAD)
 
-    def gauges(self) -> dict[str, float]:
-        """Measure what is worth a line in the log: see `LanguageModel.gauges`.
+    def wire_gauges(self) -> dict[str, float]:
+        """Measure the traffic of the last step; nothing of one process, or before its first step.
 
         Returns:
-            wire: bytes that a process receives in a step for each weight, where there are several.
+            wire: bytes that a process receives in a step for each weight.
         """
-        shared = self.shared if self.group.size > 1 else None
-        return self.model.gauges() | ({"wire": shared.bytes_a_weight()} if shared else {})
+        if self.group.size == 1 or not (self.shared and self.shared.received):
+            return {}
+        return {"wire": self.shared.bytes_a_weight()}
 
     def take_weights(self, checkpoint: Checkpoint) -> None:
         """Begin with the state of a checkpoint, at step 0 and with counters of 0.

@@ -326,11 +326,10 @@ class Updater:
         """Find the place of a tensor's first matrix among all matrices."""
         return self._index[id(tensor)]
 
-    def take_flips(self) -> int:
-        """Count the trits that changed since the last call; waits for the device."""
-        flips = int(self._flips.sum())
-        self._flips.zero_()
-        return flips
+    @property
+    def flips(self) -> Tensor:
+        """Trits that changed since the updater was built, an int64 scalar on the device."""
+        return self._flips.sum()
 
     def counters(self) -> dict[str, int]:
         """Count, since the start of the run, what went wrong; waits for the device.

@@ -1,27 +1,32 @@
-"""Compare the models with their references: layers, gradients, updates, what must not happen.
+"""Compare models with their references: blocks, gradients, updates, what must not happen.
 
-Every layer of a `ByteLM` is compared on the very input and output gradient that the kernels gave
-it, so an error is found where it is made, and a rounding in one layer does not count in the next.
-A `GraphLM` with all of its parts is compared from the bytes on, a small one and on a GPU those of
-the presets, in bf16 too: there the reference takes the choices that were made, and judges them by
-its own scores. Small ones of `HNet` and `CompressedLM` are compared likewise, and entries that
-a `CompressedLM` chooses are taken and judged in float32 too.
+A block is compared on the very input and output gradient that the kernels gave it, so an error is
+found where it is made, and a rounding in one block does not count in the next. A model is compared
+from the bytes on besides, with the gradient of every weight. Where scores are close a rounding
+chooses another code, expert, entry or chunk, and all else follows: the reference takes the choices
+that were made, and judges them by its own scores.
 """
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass, field, replace
+from functools import cache, partial
+from math import prod
 
 import torch
 from torch import Tensor, nn
 
-from arbcli.config.compressed import CompressedConfig
-from arbcli.config.dense import VOCABULARY, ModelConfig
-from arbcli.config.graph import GraphConfig
-from arbcli.config.hnet import HNetConfig
-from arbcli.config.presets import PRESETS
+from arbcli.config.model import VOCABULARY, BlockConfig, ModelConfig, StageConfig
+from arbcli.config.parts import (
+    AttentionConfig,
+    CompressedAttentionConfig,
+    ExpertsConfig,
+    MambaConfig,
+    MLPConfig,
+)
+from arbcli.config.parts.chunking import ChunkingConfig
+from arbcli.config.presets import PRESETS, preset
+from arbcli.config.short_forms import compressed, dense, graph, hnet
 from arbcli.device import deterministic
 from arbcli.directions import DIRECTIONS
 from arbcli.kernels.rows.weighted_rows import TouchedRows
@@ -31,92 +36,128 @@ from arbcli.kernels.update.cast_votes import cast_scale_votes_reference, cast_tr
 from arbcli.kernels.update.gradient_statistics import gradient_statistics_reference
 from arbcli.model.build import build_model
 from arbcli.model.language_model import LanguageModel
+from arbcli.model.layers.expert_weight import ExpertWeight
+from arbcli.model.layers.linear import LinearWeight
 from arbcli.model.layers.rotary import rotary_table, rotate
 from arbcli.model.layers.vector import VectorWeight
 from arbcli.model.packed import TernaryTensor
+from arbcli.model.parts import chunking, codebook, compressed_attention, experts, moe_graph
 from arbcli.rules import RULES, WITH_DIGITS, find_rule
 from arbcli.train.updater import Updater
 from arbcli.verify.compare import errors, poisoned
-from arbcli.verify.compressed_reference import reference_compressed
-from arbcli.verify.graph_reference import Choices, reference_graph_lm, reference_ponder
-from arbcli.verify.hnet_reference import reference_hnet
-from arbcli.verify.reference import (
+from arbcli.verify.parts.base import Choices, rotary_angles
+from arbcli.verify.reference import Reference, named_blocks, reference_loss
+from arbcli.verify.update_reference import (
     reference_direction,
-    reference_layers,
-    reference_loss,
     reference_slope,
     reference_step,
     reference_weight,
-    rotary_angles,
     state_values,
 )
 from arbcli.verify.workers import JobDone, Workers
 
 CHECKS = {
-    "output": "every layer's output, on the input that the kernels gave it, against float64",
-    "gradient": "gradients of every layer's input and weights, for the same gradient of its"
+    "output": "every block's output, on the input that the kernels gave it, against float64; that"
+    " of the embedding and of the head likewise",
+    "gradient": "gradients of every block's input and weights, for the same gradient of its"
     " output, against float64 autograd",
-    "end to end": "logits and loss from the bytes on, against float64",
-    "whole gradient": "of the other models' losses, added up, by every weight as its sink is"
-    " handed it, against float64 autograd from the bytes on",
-    "causality": "a byte is changed: no earlier logit may differ in a bit, and its own must; in the"
-    " graph model earlier ones may by a rounding, as positions share the products of an expert",
+    "end to end": "logits and losses from the bytes on, and the scores of what was chosen, against"
+    " float64",
+    "whole gradient": "of all losses, added up, by every weight as its sink is handed it, against"
+    " float64 autograd from the bytes on",
+    "causality": "a byte is changed: no earlier logit may differ in a bit, and its own must; where"
+    " positions share the products of an expert, earlier ones may by a rounding",
     "determinism": "a training step, twice from the same state, compared bit for bit",
     "rotary": "cos**2 + sin**2 = 1, turning back undoes turning, angles against float64",
     "update": "every stored number within one unit of the formula in float64, rounding unbiased",
 }
 """What each check compares, and how."""
 
-RAGGED = ModelConfig(dim=36, layers=2, heads=2, ffn=50, ctx=6)
+RAGGED = dense(dim=36, layers=2, heads=2, ffn=50, ctx=6)
 """Sizes that fit neither 5 nor 32 nor 160, and small enough for the interpreter."""
-RAGGED_GRAPH = GraphConfig(
-    dim=24, layers=2, heads=2, ffn=13, ctx=6, latent=10, rotary=4, ngram_rows=61, ngram_dim=11,
-    key_dim=4, codes=(5, 7), code_dim=17, code_heads=2, knowledge=(6, 4), knowledge_dim=7,
-    knowledge_heads=3, top_k=3, experts=3, expert_dim=7, expert_ffn=5, gate_dim=5,
-    adapter_rank=3, edges=(17, 2), head_ffn=11, memory_rows=59, max_moe_iters=2, memgram=True,
-)  # fmt: skip
-"""The same of a `GraphLM` with all of its parts; a context has a 6-gram, which can be recalled."""
-GATES = {
-    "graph softplus": replace(
-        RAGGED_GRAPH, moe_gate="softplus", shared_expert=True, moe_clamp=True
-    ),
-    "graph hash": replace(RAGGED_GRAPH, moe_gate="hash"),
-}
-"""The same with other ways to choose experts."""
-RAGGED_HNET = HNetConfig(
-    dim=24, layers=2, heads=2, ffn=13, ctx=17, outer_dim=(20, 28), outer_layers=(1, 1),
-    outer_heads=(2, 1), outer_ffn=(11, 9), chunk_length=(4, 2), window=5,
-)  # fmt: skip
-"""The same of an `HNet` of two stages; one text has too many chunks for its slots, one too few."""
-HNETS = {
-    "hnet": RAGGED_HNET,
-    "hnet words": replace(
-        RAGGED_HNET, outer_dim=20, outer_layers=1, outer_heads=2, outer_ffn=11, chunk_length=8,
-        boundaries="space",
-    ),
-    "hnet every": replace(RAGGED_HNET, boundaries="every"),
-    "hnet mamba": replace(
-        RAGGED_HNET, outer_dim=20, outer_layers=1, outer_heads=2, outer_ffn=11, chunk_length=5,
-        outer_blocks="mamba", states=7,
-    ),
+GRAPH = {
+    "dim": 24, "layers": 2, "heads": 2, "ffn": 13, "ctx": 6, "latent": 10, "rotary": 4,
+    "ngram_rows": 61, "ngram_dim": 11, "key_dim": 4, "codes": (5, 7), "code_dim": 17,
+    "code_heads": 2, "knowledge": (6, 4), "knowledge_dim": 7, "knowledge_heads": 3, "top_k": 3,
+    "experts": 3, "expert_dim": 7, "expert_ffn": 5, "gate_dim": 5, "adapter_rank": 3,
+    "edges": (17, 2), "head_ffn": 11, "memory_rows": 59, "max_moe_iters": 2, "memgram": True,
 }  # fmt: skip
-"""An `HNet` of each kind of boundaries."""
-RAGGED_COMPRESSED = CompressedConfig(
-    dim=24, layers=3, heads=4, ffn=13, ctx=19, head_width=10, kv_heads=2, rotary=6, window=5,
-    ratios=(3, 7), indexed_ratio=3, top_k=2, index_heads=3, index_width=8,
-)  # fmt: skip
-"""The same of a `CompressedLM`: groups and windows are cut off, and not all entries are chosen."""
-WITH_CHOICES = {
-    "graph": RAGGED_GRAPH,
-    **GATES,
-    "compressed": RAGGED_COMPRESSED,
-    "compressed of all": replace(RAGGED_COMPRESSED, top_k=99),
+"""All parts of an `arb` preset; a context has a 6-gram, which can be recalled."""
+HNET = {
+    "dim": 24, "layers": 2, "heads": 2, "ffn": 13, "ctx": 17, "outer_dim": 20, "outer_layers": 1,
+    "outer_heads": 2, "outer_ffn": 11, "chunk_length": 4, "window": 5,
+}  # fmt: skip
+TWO_STAGES = HNET | {
+    "outer_dim": (20, 28), "outer_layers": (1, 1), "outer_heads": (2, 1), "outer_ffn": (11, 9),
+    "chunk_length": (4, 2),
+}  # fmt: skip
+"""One text has too many chunks for its slots, one too few."""
+COMPRESSED = {
+    "dim": 24, "layers": 3, "heads": 4, "ffn": 13, "ctx": 19, "head_width": 10, "kv_heads": 2,
+    "rotary": 6, "window": 5, "ratios": (3, 7), "indexed_ratio": 3, "top_k": 2, "index_heads": 3,
+    "index_width": 8,
+}  # fmt: skip
+"""Groups and windows are cut off, and not all entries are chosen."""
+
+
+def mixed() -> ModelConfig:
+    """Assemble blocks of several kinds, on several streams, around chunks and on them."""
+    wide, mlp = AttentionConfig(heads=2), MLPConfig(width=13)
+    near = CompressedAttentionConfig(heads=2, ratio=2, top_k=2, window=3, index_width=8)
+    chosen = ExpertsConfig(experts=3, width=7, gate="softplus", shared=True, clamp=True)
+    hashed = ExpertsConfig(experts=4, width=5, gate="hash")
+    state_space = BlockConfig(mixer=MambaConfig(heads=2, states=7))
+    outer = StageConfig(
+        dim=20,
+        streams=2,
+        before=(state_space, BlockConfig(mixer=replace(wide, window=5), channel=hashed)),
+        after=(BlockConfig(channel=mlp), state_space),
+        chunking=ChunkingConfig(length=4),
+    )
+    inner = StageConfig(
+        dim=24,
+        streams=4,
+        blocks=(
+            BlockConfig(mixer=near, channel=chosen),
+            BlockConfig(mixer=wide),
+            BlockConfig(mixer=wide, channel=hashed),
+        ),
+    )
+    return ModelConfig(ctx=17, stages=(outer, inner))
+
+
+MODELS = {
+    "graph": graph(**GRAPH),
+    "graph softplus": graph(**GRAPH, moe_gate="softplus", shared_expert=True, moe_clamp=True),
+    "graph hash": graph(**GRAPH, moe_gate="hash"),
+    "hnet": hnet(**TWO_STAGES),
+    "hnet words": hnet(**HNET | {"chunk_length": 8}, boundaries="space"),
+    "hnet every": hnet(**TWO_STAGES, boundaries="every"),
+    "hnet mamba": hnet(**HNET | {"chunk_length": 5}, outer_blocks="mamba", states=7),
+    "compressed": compressed(**COMPRESSED),
+    "compressed of all": compressed(**COMPRESSED | {"top_k": 99}),
+    "4 streams": dense(dim=36, layers=2, heads=2, ffn=50, ctx=6, streams=4),
+    "2 streams": dense(dim=36, layers=2, heads=2, ffn=50, ctx=6, streams=2, digits="all"),
+    "mixed": mixed(),
 }
-"""What is compared in bf16: a reference takes the choices of these models, or there are none."""
+"""Small models that have all parts between them, compared from the bytes on."""
+INTERPRETED = ("graph", "hnet", "compressed")
+"""Of these; 10 s each."""
+FULL_SIZE = {name: preset(name) for name in PRESETS} | {
+    "arb-tiny with all parts": preset("arb-tiny", moe=True, graph=True, memgram=True)
+}
+"""What is compared on a GPU besides, at the widths that it has."""
 BYTES_OF_REFERENCE = 48
 """Of a weight: itself and its gradient in float64, the kernels' gradient, and what passes by."""
-LAYERS = 4
-"""Blocks of a preset that are compared, as all of them are alike."""
+LAYERS = 2
+"""Blocks of a list that are compared at full size, and later ones that are unlike all of these."""
+LONGEST, SHORTEST = 2048, 8
+"""Contexts at full size; the shorter one where all rows of a codebook are scored."""
+LARGE = 2**14
+MULTIPLIED = ("blocks.", "byte_mlp.", "head.")
+"""Of these many weights, and of these parts, are matrices whose shapes kernels are checked with."""
+FEW = 32
+"""Positions of which each is changed to see what moves; of more, two are."""
 LR = 2.0
 """Of the compared updates: large enough that trits, scales and clips all take part."""
 
@@ -152,25 +193,8 @@ class Subject:
     dtype: torch.dtype
     device: torch.device
     backend: str
-    part: str = "model"
-    """What of it: `layers`, `model` for causality and determinism besides, or `update`."""
-    forced: bool = False
-    """Whether a reference takes the model's choices: of codes, experts and halting, of entries."""
-
-    @property
-    def of_graph(self) -> bool:
-        """Whether it is a `GraphLM`."""
-        return isinstance(self.config, GraphConfig)
-
-    @property
-    def of_compressed(self) -> bool:
-        """Whether it is a `CompressedLM`."""
-        return isinstance(self.config, CompressedConfig)
-
-    @property
-    def of_hnet(self) -> bool:
-        """Whether it is an `HNet`."""
-        return isinstance(self.config, HNetConfig)
+    parts: tuple[str, ...] = ("blocks", "bits")
+    """What of it: `blocks`, the `whole` gradient, `bits` of causality and determinism, `update`."""
 
     def build(self) -> LanguageModel:
         """Make the model, with scales that differ from group to group, and memories that hold some.
@@ -197,8 +221,8 @@ class Subject:
                     digits.clamp_(max=127)
             if tensor.scales[1] is not None:
                 tensor.fraction.bitwise_and_(127)
-        if self.of_graph:
-            fill_memories(model, math.prod(self.config.codes))
+        book = self.config.main.memories and self.config.main.memories.codebook
+        fill_memories(model, prod(book.halves) if book else 1)
         return model
 
     def bytes(self) -> tuple[Tensor, Tensor]:
@@ -206,8 +230,7 @@ class Subject:
         generator = torch.Generator().manual_seed(2)
         shape = (self.batch, self.config.ctx + 1)
         ids = torch.randint(VOCABULARY, shape, generator=generator)
-        if self.of_hnet:  # words and spaces
-            ids = torch.where(ids < VOCABULARY // 3, ord(" "), ids)
+        ids = torch.where(ids < VOCABULARY // 3, ord(" "), ids)  # between words
         ids = ids.to(self.device)
         return ids[:, :-1], ids[:, 1:]
 
@@ -234,7 +257,7 @@ class Subject:
 
     @property
     def gate(self) -> Gate:
-        """How closely a layer must agree."""
+        """How closely a block must agree."""
         if self.dtype == torch.bfloat16:
             return Gate(
                 exact=False,
@@ -242,9 +265,16 @@ class Subject:
                 reason="a dozen roundings to bf16, of 2**-9 each, in a layer",
             )
         relative = max(1e-5, self.config.ctx * 2.0**-24)
-        return Gate(
-            exact=False, relative=relative, reason="float32 sums; float32 angles of late positions"
-        )
+        reason = "float32 sums; float32 angles of late positions"
+        if has_mamba(self.config):
+            relative, reason = 5 * relative, f"{reason}; gradients of decays are what these leave"
+        return Gate(exact=False, relative=relative, reason=reason)
+
+    @property
+    def gate_of_depth(self) -> Gate:
+        """How closely a whole model must agree."""
+        reason = f"{self.gate.reason}, over the whole depth of the model"
+        return replace(self.gate, relative=10 * self.gate.relative, reason=reason)
 
 
 def check_parity(
@@ -273,48 +303,68 @@ def check_parity(
 def _check(_name: str, _backend: str, subject: Subject) -> list[ParityResult]:
     """Make all checks of one subject."""
     with deterministic(), poisoned(warn_only=False):
-        if subject.part == "update":
+        if "update" in subject.parts:
             return list(_votes(subject) if subject.config.rule == "votes" else _update(subject))
-        whole = subject.of_graph or subject.of_hnet or subject.of_compressed
-        results = list(_whole(subject) if whole else _layers(subject))
-        if subject.part == "model":
+        results = list(_compare(subject))
+        if "bits" in subject.parts:
             results += [*_causality(subject), *_determinism(subject)]
         return results
 
 
+@cache
 def matrix_shapes() -> tuple[tuple[int, int], ...]:
-    """List the (N, K) of matrices of the presets, each once.
-
-    Of a `GraphLM` they are the largest ones, and of an `HNet` those of its main network.
-    """
+    """List the (N, K) of larger matrices of presets: of innermost blocks, of experts, of heads."""
     shapes: dict[tuple[int, int], None] = {}
-    for config in PRESETS.values():
-        dim, ffn = config.dim, config.ffn
-        if isinstance(config, CompressedConfig):
-            inner, kv = config.heads * config.head_dim, config.kv_heads * config.head_dim
-            shapes |= dict.fromkeys(((inner + 3 * kv, dim), (dim, inner)))
-        if isinstance(config, GraphConfig):
-            width, inner = config.expert_dim, config.expert_ffn
-            found = (2 * ffn, dim), (dim, ffn), (2 * inner, width), (width, inner)
-            shapes |= dict.fromkeys((*found, (dim, config.head_ffn)))
-            continue
-        matrices = (VOCABULARY, dim), (3 * dim, dim), (dim, dim), (2 * ffn, dim), (dim, ffn)
-        shapes |= dict.fromkeys(matrices)
+    for config in FULL_SIZE.values():
+        with torch.device("meta"):
+            weights = build_model(config).weights()
+        for name, weight in weights.items():
+            shape = weight.out_features // weight.matrices, weight.in_features
+            linear = isinstance(weight, LinearWeight) and name.startswith(MULTIPLIED)
+            if prod(shape) >= LARGE and (linear or isinstance(weight, ExpertWeight)):
+                shapes[shape] = None
     return tuple(shapes)
 
 
-def short_graph(config: GraphConfig) -> GraphConfig:
-    """Make the preset of a `GraphLM` as short as its reference is slow, with all of its parts."""
-    return replace(config, layers=2, ctx=8, moe=True, graph=True, memgram=True)
+def has_mamba(config: ModelConfig) -> bool:
+    """Tell whether a model has Mamba blocks.
+
+    In bf16 they are not compared: their gated outputs are normalised, and where one is nearly 0,
+    what was rounded before is most of it.
+    """
+    return any(part.kind == "mamba" for _, part in config.sited_parts())
 
 
-def graph_dtypes(name: str, device: torch.device) -> tuple[torch.dtype, ...]:
-    """List in which dtypes a GPU has memory for the reference of a preset of `GraphLM`.
+def shortened(config: ModelConfig) -> ModelConfig:
+    """Make a model as short as its reference is slow, with blocks of all kinds that it has."""
+    stages = []
+    for stage in config.stages:
+        kept = {
+            name: [
+                index
+                for index, block in enumerate(blocks)
+                if index < LAYERS or block not in blocks[:index]
+            ]
+            for name in ("blocks", "before", "after")
+            for blocks in (getattr(stage, name),)
+        }
+        memories = stage.memories
+        if memories:
+            place = sum(index < memories.place for index in kept["blocks"])
+            memories = replace(memories, place=place)
+        lists = {name: tuple(getattr(stage, name)[i] for i in kept[name]) for name in kept}
+        stages.append(replace(stage, memories=memories, **lists))
+    longest = SHORTEST if config.main.memories else LONGEST
+    return replace(config, ctx=min(config.ctx, longest), stages=tuple(stages))
+
+
+def fitting_dtypes(config: ModelConfig, device: torch.device) -> tuple[torch.dtype, ...]:
+    """List in which dtypes a GPU has memory for the reference of a model.
 
     Other processes share it: where it is not small, it is compared once, as it is trained.
     """
     with torch.device("meta"):
-        model = build_model(short_graph(PRESETS[name]))
+        model = build_model(config)
     needed = BYTES_OF_REFERENCE * sum(tensor.num_weights for tensor in model.weights().values())
     memory = torch.cuda.get_device_properties(device).total_memory
     if 10 * needed < memory:
@@ -326,74 +376,55 @@ def _subjects(
     device: torch.device, backends: tuple[str, ...], group_sizes: Mapping[str, int]
 ) -> Iterator[Subject]:
     for backend in backends:
+        interpreted = backend == "interpreter"
         # the interpreter computes wrongly in bf16
-        half = () if backend == "interpreter" else (torch.bfloat16,)
+        half = () if interpreted else (torch.bfloat16,)
         scale_types = [*group_sizes]
         if backend == "native":  # its loops know groups by their size alone
             scale_types = scale_types[:1]
+        first = scale_types[0]
         for dtype in (torch.float32, *half):
             place = (dtype, device, backend)
             if backend == "triton":
-                for name, config in PRESETS.items():
-                    if isinstance(config, GraphConfig) and dtype in graph_dtypes(name, device):
-                        yield Subject(name, short_graph(config), 1, *place, "layers", True)
-                    if isinstance(config, GraphConfig | HNetConfig | CompressedConfig):
-                        continue  # small ones stand for them, below
-                    fewer = replace(config, layers=min(config.layers, LAYERS))
-                    yield Subject(name, fewer, 1, *place)
+                for name, config in FULL_SIZE.items():
+                    config = shortened(config)
+                    if dtype in fitting_dtypes(config, device):
+                        # a codebook has experts behind it, which let a rounding pass on
+                        parts = ("blocks", "whole" if config.main.memories else "bits")
+                        yield Subject(name, config, 1, *place, parts)
             # few rows go through the fused products, many do not
-            for batch in (1,) if backend == "interpreter" else (1, 12):
-                for index, scale_type in enumerate(scale_types):
+            for batch in (1,) if interpreted else (1, 12):
+                for scale_type in scale_types:
                     config = replace(RAGGED, scale_type=scale_type)
-                    part = "layers" if index else "model"
-                    yield Subject(f"ragged {scale_type} batch {batch}", config, batch, *place, part)
-        for name in () if backend == "interpreter" else WITH_DIGITS:  # its kernels run above
-            config = replace(RAGGED, rule=name, digits="all", scale_type=scale_types[0])
-            about = (config, 1, torch.float32, device, backend, "layers")
-            yield Subject(f"all digits of {name} {config.scale_type}", *about)
-        for streams, digits in ((4, "trit"), (2, "all")) if backend != "interpreter" else ():
-            # its kernels run by themselves there
-            config = replace(RAGGED, streams=streams, digits=digits)
-            config = replace(config, scale_type=scale_types[0])
-            about = (config, 2, torch.float32, device, backend)
-            yield Subject(f"{streams} streams {config.scale_type}", *about)
-        # in bf16 another expert or code may be chosen, and all else follows
-        for name, config in WITH_CHOICES.items() if half else ():
-            config = replace(config, scale_type=scale_types[0])
-            about = (config, 2, torch.bfloat16, device, backend, "layers", True)
-            yield Subject(f"{name} {config.scale_type}", *about)
-        interpreted = backend == "interpreter"  # 10 s each
-        for index, scale_type in enumerate(scale_types[: 2 if interpreted else None]):
-            config = replace(RAGGED_GRAPH, scale_type=scale_type)
-            part = "layers" if index or interpreted else "model"
-            place = (torch.float32, device, backend, part)
-            yield Subject(f"graph {scale_type}", config, 2, *place)
-        for name, config in GATES.items() if not interpreted else ():
-            config = replace(config, scale_type=scale_types[0])
-            place = (torch.float32, device, backend, "model")
-            yield Subject(f"{name} {config.scale_type}", config, 2, *place)
-        for index, (name, config) in enumerate(HNETS.items()):  # interpreted, the first alone
-            if index and interpreted:
+                    parts = ("blocks", "bits") if scale_type == first else ("blocks",)
+                    title = f"ragged {scale_type} batch {batch}"
+                    yield Subject(title, config, batch, *place, parts)
+        place = (torch.float32, device, backend)
+        for name in () if interpreted else WITH_DIGITS:  # its kernels run above
+            config = replace(RAGGED, rule=name, digits="all", scale_type=first)
+            yield Subject(f"all digits of {name} {first}", config, 1, *place, ("blocks",))
+        for name, config in MODELS.items():
+            if interpreted and name not in INTERPRETED:
                 continue
-            place = (torch.float32, device, backend, "layers" if interpreted else "model")
-            config = replace(config, scale_type=scale_types[0])
-            yield Subject(f"{name} {config.scale_type}", config, 2, *place)
-        for index, scale_type in enumerate(scale_types[: 1 if interpreted else None]):
-            config = replace(RAGGED_COMPRESSED, scale_type=scale_type)
-            part = "layers" if index or interpreted else "model"
-            place = (torch.float32, device, backend, part)
-            yield Subject(f"compressed {scale_type}", config, 2, *place, True)
+            config = replace(config, scale_type=first)
+            parts = ("blocks", "whole") if interpreted else ("blocks", "whole", "bits")
+            yield Subject(f"{name} {first}", config, 2, *place, parts)
+            if half and not has_mamba(config):
+                subject = Subject(f"{name} {first}", config, 2, *half, device, backend)
+                yield replace(subject, parts=("blocks", "whole"))
+        for scale_type in scale_types[1:2] if interpreted else scale_types[1:]:
+            for name in ("graph",) if interpreted else ("graph", "compressed"):
+                config = replace(MODELS[name], scale_type=scale_type)
+                yield Subject(f"{name} {scale_type}", config, 2, *place, ("blocks", "whole"))
         for name in RULES:
             for direction in DIRECTIONS if find_rule(name).direction else (None,):
                 config = replace(RAGGED, rule=name, direction=direction)
                 title = f"{name} {direction}" if direction else name
-                yield Subject(title, config, 1, torch.float32, device, backend, "update")
+                yield Subject(title, config, 1, *place, ("update",))
             if name in WITH_DIGITS:
-                config = replace(
-                    RAGGED, rule=name, digits="all", direction=find_rule(name).direction
-                )
-                title = f"{name} {config.direction} all digits"
-                yield Subject(title, config, 1, torch.float32, device, backend, "update")
+                direction = find_rule(name).direction
+                config = replace(RAGGED, rule=name, digits="all", direction=direction)
+                yield Subject(f"{name} {direction} all digits", config, 1, *place, ("update",))
 
 
 def fill_memories(part: nn.Module, codes: int) -> None:
@@ -427,162 +458,217 @@ def dense_gradient(
     return dense
 
 
-def trace(
-    subject: Subject, model: LanguageModel
-) -> tuple[list[Tensor], dict[str, Tensor], dict[str, Tensor]]:
-    """Run the real model forward, and backward from the sum of its losses.
+@dataclass(slots=True)
+class Trace:
+    """A forward of the real model, and a backward from the sum of its losses."""
 
-    Returns:
-        The outputs of the embedding, the blocks and the head, which have their gradients in `grad`;
-        the gradients of the weights, and the losses, by name.
+    inputs: dict[str, Tensor] = field(default_factory=dict)
+    """Streams as blocks were given them, by name; `grad` is by the block alone."""
+    outputs: dict[str, Tensor] = field(default_factory=dict)
+    """Of `embedding`, of blocks by name, and of `head`; they have their gradients in `grad`."""
+    gradients: dict[str, Tensor] = field(default_factory=dict)
+    """Of weights, by name, as their sinks were handed them."""
+    losses: dict[str, Tensor] = field(default_factory=dict)
+    choices: Choices = field(default_factory=Choices)
+
+
+def trace(subject: Subject, model: LanguageModel, *, watched: bool = False) -> Trace:
+    """Run the real model forward and backward, and note what passes through it.
+
+    Args:
+        subject: says on what.
+        model: of the subject.
+        watched: whether inputs and outputs of blocks are noted; a block whose output is watched
+            leaves nothing to be added by the next one.
     """
-    outputs: list[Tensor] = []
-    gradients: dict[str, Tensor] = {}
+    found, handles = Trace(), []
 
-    def keep(_module, _inputs, output: Tensor | tuple[Tensor, ...]) -> None:
-        first = output if isinstance(output, Tensor) else output[0]
-        first.retain_grad()
-        outputs.append(first)
+    def enter(name: str, _module, given: tuple) -> tuple:
+        found.inputs[name] = given[0].view_as(given[0])
+        found.inputs[name].retain_grad()
+        return found.inputs[name], *given[1:]
+
+    def leave(name: str, _module, _given, output: Tensor | tuple[Tensor, ...]) -> None:
+        found.outputs[name] = output if isinstance(output, Tensor) else output[0]
+        found.outputs[name].retain_grad()
 
     def add(tensor: TernaryTensor, *handed) -> None:
         name, dense = names[id(tensor)], dense_gradient(tensor, *handed)
-        gradients[name] = gradients[name] + dense if name in gradients else dense
+        found.gradients[name] = found.gradients.get(name, 0) + dense
 
     names = {id(tensor): name for name, tensor in model.weights().items()}
     for tensor in model.weights().values():
         tensor.sink = add
-    for part in (model.embedding, *model.blocks, model.head):
-        part.register_forward_hook(keep)
-    with use_backend(subject.backend):
+    parts = dict(model.named_modules())
+    blocks = [name for name, *_ in named_blocks(subject.config)] if watched else []
+    for name in blocks:
+        handles.append(parts[name].register_forward_pre_hook(partial(enter, name)))
+    for name in ("embedding", *blocks, "head"):
+        handles.append(parts[name].register_forward_hook(partial(leave, name)))
+    with use_backend(subject.backend), _noted(model, subject.batch) as found.choices:
         losses = model.losses(*subject.bytes())
         sum(losses.values()).backward()
-    return outputs, gradients, {name: loss.detach() for name, loss in losses.items()}
-
-
-def _layers(subject: Subject) -> Iterator[ParityResult]:
-    """Compare outputs and gradients layer by layer, then logits and loss from the bytes on."""
-    model, gate = subject.build(), subject.gate
-    (ids, targets), (outputs, gradients, losses) = subject.bytes(), trace(subject, model)
-    reached, source, before = ids, ids, None
-    for (name, weights, run), got in zip(reference_layers(model), outputs, strict=True):
-        wanted = run(source, weights)
-        yield subject.result("output", name, got, wanted, gate)
-        leaves = {name: leaf for name, leaf in weights.items() if leaf.requires_grad}
-        found = {name: gradients[name] for name in leaves}
-        if before is not None:
-            leaves[f"input of {name}"], found[f"input of {name}"] = source, before.grad
-        grads = torch.autograd.grad(wanted, [*leaves.values()], got.grad.double())
-        for leaf, grad in zip(leaves, grads, strict=True):
-            yield subject.result("gradient", leaf, found[leaf], grad, gate)
-        with torch.no_grad():
-            reached = run(reached, weights)
-        before, source = got, got.detach().double().requires_grad_()
-    if subject.dtype == torch.float32:
-        loose = replace(gate, relative=10 * gate.relative)
-        yield subject.result("end to end", "logits", outputs[-1], reached, loose)
-        wanted = reference_loss(reached, targets)
-        yield subject.result("end to end", "loss", losses["text"], wanted, loose)
-
-
-def _whole(subject: Subject) -> Iterator[ParityResult]:
-    """Compare a model from the bytes on: logits, losses, and the gradient of every weight."""
-    model, gate = subject.build(), subject.gate
-    reason, looser = "float32 sums over the whole depth of the model", 10
-    if subject.of_hnet and subject.config.outer_blocks == "mamba":
-        reason, looser = f"{reason}; gradients of decays are what large sums differ by", 50
-    gate = replace(gate, relative=looser * gate.relative, reason=reason)
-    of_losses = gate
-    if subject.dtype == torch.bfloat16:
-        of_losses = replace(gate, relative=0.05)
-    ids, targets = subject.bytes()
-    with _noted_choices(model) as choices:
-        outputs, gradients, losses = trace(subject, model)
-    tensors = model.weights()
-    weights = {name: reference_weight(tensor) for name, tensor in tensors.items()}
-    leaves = {name: w.requires_grad_() for name, w in weights.items() if not tensors[name].frozen}
-    forced = choices if subject.forced else None
-    if subject.of_compressed:
-        logits, divergence = reference_compressed(weights, model.config, ids, forced)
-        others = {"indexer": divergence}
-    elif subject.of_hnet:
-        logits, ratio = reference_hnet(weights, model.config, ids)
-        others = {} if ratio is None else {"ratio": ratio}
-    else:
-        named = {name.removesuffix(".weight"): weight for name, weight in weights.items()}
-        logits, shares = reference_graph_lm(named, model, ids, choices=forced)
-        others = {} if shares is None else {"ponder": reference_ponder(shares)}
-    if forced:
-        mine, best = (torch.cat(part) for part in zip(*forced.scores, strict=True))
-        yield subject.result("end to end", "scores of choices", mine, best, of_losses)
-        if forced.products:
-            mine, best = (torch.cat(part) for part in zip(*forced.products, strict=True))
-            yield subject.result("end to end", "products above 0", mine, best, of_losses)
-    wanted = {"text": reference_loss(logits, targets)} | others
-    yield subject.result("end to end", "logits", outputs[-1], logits, of_losses)
-    for name, loss in wanted.items():
-        yield subject.result("end to end", f"{name} loss", losses[name], loss, of_losses)
-    grads = torch.autograd.grad(sum(wanted.values()), [*leaves.values()])
-    for name, grad in zip(leaves, grads, strict=True):
-        yield subject.result("whole gradient", name, gradients[name], grad, gate)
+    for handle in handles:
+        handle.remove()
+    found.losses = {name: loss.detach() for name, loss in losses.items()}
+    return found
 
 
 @contextmanager
-def _noted_choices(model: LanguageModel) -> Iterator[Choices]:
-    """Note what a `GraphLM` or a `CompressedLM` chooses in a forward."""
-    found = Choices({}, [], None)
-    handles = []
+def _noted(model: LanguageModel, batch: int) -> Iterator[Choices]:
+    """Note what the parts of a model choose in a forward of so many texts."""
+    found, handles, indexers = Choices(), [], []
+
+    def note(name: str, choose: Callable[..., Tensor], *given) -> None:
+        chosen = choose(*given)
+        found.made.setdefault(name, []).append(chosen.view(batch, -1, *chosen.shape[1:]))
 
     def note_rows(name: str, heads: int, _table, given: tuple) -> None:
-        if name not in found.rows:  # a graph reads rows, too, behind its codebook
-            rows = given[0]
-            batch = len(rows) // heads // model.config.ctx
-            found.rows[name] = rows.view(batch, -1, heads, rows.shape[1])
+        if name not in found.made:  # a graph reads rows, too, behind its codebook
+            note(name, lambda: given[0].view(-1, heads, given[0].shape[1]))
 
-    def note_experts(_gate, _given, output: tuple[Tensor, Tensor]) -> None:
-        found.experts.append(output[0])
-
-    def note_halting(_part, _given, output: tuple[Tensor, Tensor]) -> None:
-        found.halted = (output[1] > 0).sum(dim=0) - 1
-
-    def note_entries(index: int, choose: Callable[..., Tensor], *given, **options) -> Tensor:
+    def note_entries(name: str, choose: Callable[..., Tensor], *given, **options) -> Tensor:
         q, _, keys = (part.double() for part in given[:3])
-        found.positive[index] = torch.einsum("bnhd,bjd->bnhj", q, keys) > 0
-        found.entries[index] = choose(*given, **options)
-        return found.entries[index]
+        entries = choose(*given, **options)
+        found.made[name] = [entries, torch.einsum("bnhd,bjd->bnhj", q, keys) > 0]
+        return entries
 
-    indexers = {}
-    if isinstance(model.config, CompressedConfig):
-        parts = {index: block.attention.indexer for index, block in enumerate(model.blocks)}
-        indexers = {index: indexer for index, indexer in parts.items() if indexer}
-        for index, indexer in indexers.items():
-            indexer.choose = partial(note_entries, index, indexer.choose)
-    if isinstance(model.config, GraphConfig):
-        for name in model.config.codebooks:
-            book = getattr(model, name)
-            note = partial(note_rows, name, book.heads)
-            handles.append(book.table.register_forward_pre_hook(note))
-        if model.moe_graph:
-            handles.append(model.moe_graph.register_forward_hook(note_halting))
-            if model.config.moe:
-                gate = model.moe_graph.experts.gate
-                handles.append(gate.register_forward_hook(note_experts))
+    of_outputs = {
+        experts.Gate: lambda _gate, _given, output: output[0],
+        moe_graph.MoEGraph: lambda _part, _given, output: (output.shares > 0).sum(dim=0) - 1,
+        chunking.BoundaryRouter: lambda _router, _given, output: output.begins.flatten(),
+    }
+    for name, part in model.named_modules():
+        if choose := of_outputs.get(type(part)):
+            handles.append(part.register_forward_hook(partial(note, name, choose)))
+        elif type(part) is codebook.Codebook:
+            own = partial(note_rows, name, part.heads)
+            handles.append(part.table.register_forward_pre_hook(own))
+        elif type(part) is compressed_attention.Indexer:
+            part.choose = partial(note_entries, name, part.choose)
+            indexers.append(part)
     try:
         yield found
     finally:
         for handle in handles:
             handle.remove()
-        for indexer in indexers.values():
-            del indexer.choose
+        for part in indexers:
+            del part.choose
+
+
+def _compare(subject: Subject) -> Iterator[ParityResult]:
+    """Compare a model from the bytes on, and block by block, as far as that is asked for."""
+    model = subject.build()
+    tensors = model.weights()
+    weights = {name: reference_weight(tensor) for name, tensor in tensors.items()}
+    leaves = {name: w.requires_grad_() for name, w in weights.items() if not tensors[name].frozen}
+    reference = Reference(weights, subject.config, memories=dict(model.named_buffers()))
+    in_blocks = "blocks" in subject.parts
+    if "whole" in subject.parts or (in_blocks and subject.dtype == torch.float32):
+        yield from _end_to_end(subject, trace(subject, model), reference, leaves)
+    if in_blocks:
+        yield from _blocks(subject, trace(subject, model, watched=True), reference, leaves)
+
+
+def _end_to_end(
+    subject: Subject, found: Trace, reference: Reference, leaves: dict[str, Tensor]
+) -> Iterator[ParityResult]:
+    """Compare logits, losses, choices, and the gradients of the weights that are trained.
+
+    Args:
+        subject: what is compared.
+        found: what passed through the real model.
+        reference: of the model.
+        leaves: its weights that are trained, by name.
+    """
+    whole, gate = "whole" in subject.parts, subject.gate_of_depth
+    ids, targets = subject.bytes()
+    reference.choices = choices = found.choices
+    with torch.set_grad_enabled(whole):
+        logits, losses = reference(ids)
+        losses = {"text": reference_loss(logits, targets)} | losses
+    of_losses = replace(gate, relative=0.05) if subject.dtype == torch.bfloat16 else gate
+    pairs = {
+        "scores of choices": choices.scores,
+        "products above 0": choices.products,
+        "logits": [(found.outputs["head"], logits)],
+    } | {f"{name} loss": [(found.losses[name], losses[name])] for name in losses | found.losses}
+    for name, every in pairs.items():
+        if every:
+            got, wanted = (torch.cat([x.flatten() for x in xs]) for xs in zip(*every, strict=True))
+            yield subject.result("end to end", name, got, wanted, of_losses)
+    if whole:
+        grads = torch.autograd.grad(sum(losses.values()), [*leaves.values()])
+        for name, grad in zip(leaves, grads, strict=True):
+            yield subject.result("whole gradient", name, found.gradients[name], grad, gate)
+
+
+def _blocks(
+    subject: Subject, found: Trace, reference: Reference, leaves: dict[str, Tensor]
+) -> Iterator[ParityResult]:
+    """Compare embedding, blocks and head, each on what the kernels gave it.
+
+    Args:
+        subject: what is compared.
+        found: what passed through the real model, watched.
+        reference: of the model.
+        leaves: its weights that are trained, by name.
+    """
+    config, rows = subject.config, range(subject.batch)
+    reference.choices = found.choices
+    with torch.no_grad():  # where chunks begin, and how many parts have a loss
+        reference(subject.bytes()[0])
+
+    def compare(
+        name: str, got: Tensor, grad: Tensor, wanted: Tensor, own: dict, besides: Tensor | float = 0
+    ) -> Iterator[ParityResult]:
+        """Compare an output; and for its gradient, those of leaves with the ones beside them."""
+        yield subject.result("output", name, got, wanted, subject.gate)
+        objective = (wanted * grad.double()).sum() + besides
+        grads = torch.autograd.grad(objective, [leaf for leaf, _ in own.values()])
+        for (key, (_, of_kernels)), exact in zip(own.items(), grads, strict=True):
+            yield subject.result("gradient", key, of_kernels, exact, subject.gate)
+
+    def within(*prefixes: str) -> dict[str, tuple[Tensor, Tensor]]:
+        chosen = (name for name in leaves if name.startswith(prefixes))
+        return {name: (leaves[name], found.gradients[name]) for name in chosen}
+
+    got = found.outputs["embedding"]
+    wanted = leaves["embedding.weight"][subject.bytes()[0]]
+    yield from compare("embedding", got, got.grad, wanted, within("embedding."))
+    terms, last = reference.terms, None
+    for name, stage, block in named_blocks(config):
+        counts = [len(reference.places[stage, row]) for row in rows]
+        x, y = found.inputs[name], found.outputs[name]
+        # slots without a chunk are left out
+        source, of_x, got, grad = (
+            torch.cat([part[row, :count] for row, count in enumerate(counts)])
+            for part in (x, x.grad, y, y.grad)
+        )
+        source, reference.terms = source.detach().double().requires_grad_(), {}
+        texts = zip(rows, source.split(counts), strict=True)
+        wanted = torch.cat([reference.block(name, stage, block, part, row) for row, part in texts])
+        besides = sum(loss / len(terms[key]) for key, loss in reference.losses().items())
+        own = within(f"{name}.") | {f"input of {name}": (source, of_x)}
+        yield from compare(name, got, grad, wanted, own, besides)
+        last = (y, stage)
+    if last and last[1] == 0 and not config.main.router:
+        y, got = last[0], found.outputs["head"]
+        source = y.detach().double().requires_grad_()
+        x = source.mean(dim=2) if source.dim() == 4 else source
+        wanted = torch.stack([reference.head(x[row], row) for row in rows])
+        own = within("byte_mlp.", "head.") | {"input of head": (source, y.grad)}
+        yield from compare("head", got, got.grad, wanted, own)
 
 
 @torch.no_grad()
 def _causality(subject: Subject) -> Iterator[ParityResult]:
     model, (ids, _) = subject.build(), subject.bytes()
-    gate = subject.gate if subject.of_graph else EXACT
+    kinds = {part.kind for _, part in subject.config.sited_parts()}
+    gate = subject.gate if kinds & {"experts", "memories"} else EXACT
     length = ids.shape[1]
     # what begins a chunk, or completes an entry, may see too much, and elsewhere nothing shows it
-    blocks = subject.of_hnet or subject.of_compressed
-    positions = range(1, length) if blocks else (length // 2, length - 1)
+    positions = range(1, length) if length <= FEW else (length // 2, length - 1)
     with use_backend(subject.backend):
         logits = model(ids)
         for position in positions:
@@ -618,21 +704,25 @@ def _determinism(subject: Subject) -> Iterator[ParityResult]:
 def _rotary(device: torch.device) -> Iterator[ParityResult]:
     generator = torch.Generator(device).manual_seed(5)
     bits = Gate(exact=False, relative=1e-6, reason="float32; in bf16 it would be off by 0.4 %")
-    for name, config in {"ragged": RAGGED, **PRESETS}.items():
-        subject = Subject(name, config, 1, torch.float32, device, "torch")
-        length, width = config.ctx, config.head_dim
-        cos, sin = rotary_table(length, width, device)
-        square = cos.double() ** 2 + sin.double() ** 2
-        one = subject.result("rotary", "cos**2 + sin**2", square, torch.ones_like(square), bits)
-        yield replace(one, gate="each within 1e-06", passed=(one.max_error or 0.0) <= 1e-6)
-        x = torch.randn(length, width, generator=generator, device=device)
-        back = rotate(rotate(x, cos, sin), cos, -sin)
-        yield subject.result("rotary", "inverse", back, x, bits)
-        angle = rotary_angles(length, width, device)
-        reason = "the angle of the last position, rounded to float32"
-        gate = Gate(exact=False, relative=length * 2.0**-23, reason=reason)
-        table, wanted = torch.cat([cos, sin]), torch.cat([angle.cos(), angle.sin()])
-        yield subject.result("rotary", "angles", table, wanted, gate)
+    for name, config in {"ragged": RAGGED, **FULL_SIZE}.items():
+        sites = [(site.ctx, site.dim, part) for site, part in config.sited_parts()]
+        widths = {(ctx, dim // part.heads) for ctx, dim, part in sites if hasattr(part, "heads")}
+        for length, width in sorted(widths):
+            subject = Subject(name, config, 1, torch.float32, device, "torch")
+            cos, sin = rotary_table(length, width, device)
+            square = cos.double() ** 2 + sin.double() ** 2
+            ones = torch.ones_like(square)
+            item = f"of {length} positions and {width} numbers"
+            one = subject.result("rotary", f"cos**2 + sin**2 {item}", square, ones, bits)
+            yield replace(one, gate="each within 1e-06", passed=(one.max_error or 0.0) <= 1e-6)
+            x = torch.randn(length, width, generator=generator, device=device)
+            back = rotate(rotate(x, cos, sin), cos, -sin)
+            yield subject.result("rotary", f"inverse {item}", back, x, bits)
+            angle = rotary_angles(torch.arange(length, device=device), width)
+            reason = "the angle of the last position, rounded to float32"
+            gate = Gate(exact=False, relative=length * 2.0**-23, reason=reason)
+            table, wanted = torch.cat([cos, sin]), torch.cat([angle.cos(), angle.sin()])
+            yield subject.result("rotary", f"angles {item}", table, wanted, gate)
 
 
 def _tensor(subject: Subject) -> tuple[TernaryTensor, list[Tensor]]:
@@ -643,7 +733,7 @@ def _tensor(subject: Subject) -> tuple[TernaryTensor, list[Tensor]]:
         return torch.randn(shape, generator=generator, device=subject.device)
 
     with torch.device(subject.device), use_backend("torch"):
-        tensor = TernaryTensor(37, 165, subject.config, area="mlp", std=0.1)
+        tensor = TernaryTensor(37, 165, subject.config.site(), area="mlp", std=0.1)
         tensor.initialise(0, 0)
     return tensor, [
         normal(37, 165) ** 3 * normal(37, 1).exp() * normal(165).exp() for _ in range(2)

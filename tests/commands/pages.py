@@ -30,12 +30,13 @@ from arbcli.commands import (
     inspect,
     probe_loss,
 )
-from arbcli.config.dense import ModelConfig
+from arbcli.config.model import ModelConfig
 from arbcli.config.presets import preset
 from arbcli.export.run import ExportReport
 from arbcli.infer.evaluation import EvaluateReport
 from arbcli.inspect.audit import AuditReport, FitReport
 from arbcli.inspect.memory import StateReport, WhatIfReport
+from arbcli.inspect.parts import PartReport
 from arbcli.inspect.peak import PeakReport
 from arbcli.inspect.ranks import RankReport, RanksReport
 from arbcli.inspect.saved import Difference, DifferenceReport, SavedReport
@@ -143,10 +144,13 @@ def _shown_by_train(*, quiet: bool = False) -> str:
         display.started(Path("runs/007"), alone, {"text": text})
         display.started(Path("runs/007"), on_cpu, {"text": text})
         display.started(Path("runs/007"), trainer, {"text": text})
-        for told in (on_the_way, evaluated, bare):
+        untimed = dataclasses.replace(on_the_way, bytes_per_second=None, seconds_left=None)
+        for told in (on_the_way, evaluated, bare, untimed):
             display.recorded(told)
         display.noted("a note")
-        for told in (report, twin, stopped, dataclasses.replace(stopped, checkpoint=None)):
+        finished = dataclasses.replace(report, sample="")
+        unsaved = dataclasses.replace(stopped, checkpoint=None)
+        for told in (report, twin, stopped, unsaved, finished):
             display.ended(told)
             display.finished(told)
     return "\n".join(said)
@@ -203,14 +207,20 @@ def _shown_by_probe() -> str:
 def _shown_by_count() -> str:
     configs = (preset("tiny"), preset("tiny", rule="votes", scale_type="T8"))
     reports = (filled(StateReport, config=config) for config in configs)
-    return "\n".join(plain(count_params.state_table(report)) for report in reports)
+    parts = [filled(PartReport, kind=kind, path=path, depth=depth) for kind, path, depth in (
+        ("block", "stages.0.encoder.0-3", 1), ("attention", "blocks.0-3.attention", 2),
+        ("stage", "stages.0", 0), ("head", "head", 0),
+    )]  # fmt: skip
+    parts.append(dataclasses.replace(parts[0], count=1, path="blocks.7"))
+    shown = [*map(count_params.state_table, reports), count_params.parts_table(parts)]
+    return "\n".join(map(plain, shown))
 
 
 def _shown_by_inspect() -> str:
     report = filled(
         SavedReport, octaves={"word 14": {-3: 979, 2: 1000, 5: 1, 7: 20}, "word 18": {0: 3}},
         trits={"word 14": [0.125, 0.5, 0.375], "word 18": [0.25, 0.3125, 0.4375]},
-        run={"text": {"bytes": 12, "names": ["a", "b"]}, "empty": None, "none": 0},
+        run={"text": {"bytes": 12, "names": ["a", "b"]}, "empty": None, "none": 0}, depth=1,
     )  # fmt: skip
     tensors = [filled(Difference, name=f"tensor {n}", elements=9000 + n) for n in range(4)]
     tensors[1] = dataclasses.replace(tensors[1], relative=None)
@@ -227,9 +237,13 @@ def _shown_by_check() -> str:
     report = filled(CheckReport, steps=5_000_000, steps_before=None)
     goes_on = dataclasses.replace(report, stops=None)
     nothing = dataclasses.replace(goes_on, drops_records=0, sets_aside=(), removes=())
+    steps = nothing.resumes_at + 2
+    evaluates = dataclasses.replace(nothing, evaluates_first=True, steps=steps)
     reports = (
         goes_on,
         nothing,
+        evaluates,
+        dataclasses.replace(evaluates, steps=evaluates.resumes_at),
         dataclasses.replace(goes_on, steps=goes_on.resumes_at),
         dataclasses.replace(goes_on, steps=goes_on.resumes_at + 1),
         dataclasses.replace(goes_on, steps=goes_on.resumes_at + 1, steps_before=7_000_000),

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from arbcli.cli import app
 from arbcli.inspect.memory import predict
-from arbcli.model.dense import ByteLM
+from arbcli.model.language_model import LanguageModel
 from arbcli.train.updater import Updater
 
 SHAPE = ["--dim", "32", "--layers", "1", "--heads", "2", "--ffn", "48", "--ctx", "16"]
@@ -75,7 +75,7 @@ def after_init(monkeypatch, owner, plant):
 
 
 def test_audit_memory_fails_on_a_float_buffer(monkeypatch):
-    after_init(monkeypatch, ByteLM, lambda model: model.register_buffer("x", torch.zeros(2)))
+    after_init(monkeypatch, LanguageModel, lambda model: model.register_buffer("x", torch.zeros(2)))
     result = run("--steps", "2", "--json")
     assert result.exit_code == 1
     assert checks_of(result)["no-float-state"] is False
@@ -86,7 +86,7 @@ def test_audit_memory_fails_on_a_float_parameter(monkeypatch):
     def plant(model):
         model.head.gain = torch.nn.Parameter(torch.ones(2))
 
-    after_init(monkeypatch, ByteLM, plant)
+    after_init(monkeypatch, LanguageModel, plant)
     result = run("--steps", "2", "--json")
     assert result.exit_code == 1
     assert json.loads(result.stdout)["measured"]["float_names"] == ["head.gain"]
@@ -127,7 +127,9 @@ def test_audit_memory_fails_on_a_tensor_kept_each_step(monkeypatch, make):
 
 def test_audit_memory_fails_on_state_outside_the_model(monkeypatch):
     hidden = []
-    after_init(monkeypatch, ByteLM, lambda _: hidden.append(torch.zeros(999, dtype=torch.int8)))
+    after_init(
+        monkeypatch, LanguageModel, lambda _: hidden.append(torch.zeros(999, dtype=torch.int8))
+    )
     result = run("--steps", "2", "--json")
     assert result.exit_code == 1
     assert checks_of(result)["state-as-predicted"] is False

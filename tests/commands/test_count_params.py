@@ -22,7 +22,9 @@ def test_count_params_prints_one_json_object(arb_here):
     assert done.returncode == 0
     assert done.stderr == ""
     report, expected = json.loads(done.stdout), predict(preset("1b", rule="nibble"))
-    assert set(report) == {"config", "areas", "total", "trained_weights", "adamw_bytes"}
+    assert set(report) == {
+        "config", "areas", "total", "trained_weights", "adamw_bytes", "parts",
+    }  # fmt: skip
     assert report["trained_weights"] == 1_234_173_952
     assert report["total"]["state_bytes"] == expected.total.state_bytes
     part = {"weights", "padding_trits", "bytes_by_kind", "state_bytes", "bytes_per_weight"}
@@ -38,8 +40,11 @@ def test_count_params_takes_every_override():
     }  # fmt: skip
     result = run("--json", *(str(part) for pair in options.items() for part in pair))
     config = json.loads(result.stdout)["config"]
-    names = ("ctx", "scale_type", "rule", "direction", "dim", "layers", "heads", "ffn")
-    assert [config[name] for name in names] == list(options.values())
+    block = config["stages"][0]["blocks"][0]
+    names = ("ctx", "scale_type", "rule", "direction")
+    found = [config[name] for name in names] + [config["stages"][0]["dim"]]
+    found += [len(config["stages"][0]["blocks"]), block["mixer"]["heads"]]
+    assert [*found, block["channel"]["width"]] == list(options.values())
 
 
 def test_count_params_counts_three_billion_without_their_memory():
@@ -55,10 +60,11 @@ def test_count_params_takes_the_options_of_parts():
     options = ["--attention", "none", *(f"--no-{name}" for name in switches), "--memgram"]
     options += ["--moe-top-k", "3", "--max-moe-iters", "5"]
     report = json.loads(run("--preset", "arb-tiny", "--json", *options).stdout)
-    fields = ("attention", "sequencer", "codebook", "knowledge_codebook", "moe", "graph", "router")
-    assert not any(report["config"][name] for name in fields)
-    assert report["config"]["memgram"]
-    assert (report["config"]["moe_top_k"], report["config"]["max_moe_iters"]) == (3, 5)
+    (stage,) = report["config"]["stages"]
+    assert [part["kind"] for part in report["config"]["beside"]] == ["memgram"]
+    assert {block["mixer"] for block in stage["blocks"]} == {None}
+    assert (stage["memories"]["codebook"], stage["memories"]["iterated"]) == (None, None)
+    assert stage["router"] is False
     assert set(report["areas"]) == {"embedding", "memgram", "mlp", "norms", "head"}
     assert run("--preset", "arb-tiny", *options).exit_code == 0
 

@@ -21,8 +21,8 @@ from arbcli.commands._options import (
     repeat_options,
 )
 from arbcli.commands.train import train
-from arbcli.config.dense import ModelConfig
-from arbcli.config.presets import PRESETS, preset
+from arbcli.config.presets import preset
+from arbcli.config.short_forms import ARGUMENTS, arguments
 from arbcli.config.training import TrainConfig
 from arbcli.errors import ArbError
 from arbcli.kernels.runtime import backend
@@ -108,9 +108,7 @@ def test_configurations_know_no_option():
 
 
 def test_every_option_that_is_called_otherwise_is_of_a_field():
-    fields = {*TrainConfig.__slots__, *ModelConfig.__slots__}
-    fields.update(*(type(model).__slots__ for model in PRESETS.values()))
-    assert OPTION_OF_FIELD.keys() <= fields
+    assert OPTION_OF_FIELD.keys() - {"model_file"} <= {*TrainConfig.__slots__, *ARGUMENTS}
 
 
 CHOSEN = {
@@ -124,7 +122,7 @@ CHOSEN = {
 OTHERS = {
     "minutes", "config_file", "print_config", "out", "resume", "init_from", "plot", "log", "force",
     "dry_run", "quiet", "as_json", "budget", "what_if", "snapshot", "checkpoint", "gpus", "profile",
-    "ranks", "help",
+    "ranks", "help", "model_file",
 }  # fmt: skip
 """Options that set no field of a configuration."""
 
@@ -145,8 +143,7 @@ def arguments_of(option, number: int) -> tuple[list[str], object]:
 @pytest.mark.parametrize("command", ["train", "audit-memory", "probe-loss"])
 def test_every_option_reaches_its_field(command, arb_here, monkeypatch):
     known = typer.main.get_command(app).commands[command].params
-    kinds = (TrainConfig, *(type(config) for config in PRESETS.values()))
-    fields = {"preset", *(field.name for kind in kinds for field in dataclasses.fields(kind))}
+    fields = {"preset", *TrainConfig.__slots__, *ARGUMENTS}
     options = [option for option in known if option.name in fields]
     # one that is new is either, and none is given that does what nobody expects here
     assert {option.name for option in known} <= {*fields, *OTHERS}
@@ -164,8 +161,8 @@ def test_every_option_reaches_its_field(command, arb_here, monkeypatch):
 @pytest.mark.parametrize("command", ["train", "audit-memory"])
 def test_default_that_is_told_is_the_one_that_there_is(command):
     """Where a page names a number or a word, and not how it is found."""
-    kinds = (TrainConfig, ModelConfig)
-    defaults = {field.name: field.default for kind in kinds for field in dataclasses.fields(kind)}
+    defaults = {field.name: field.default for field in dataclasses.fields(TrainConfig)}
+    defaults |= {name: one.default for name, one in arguments("dense").items()}
     defaults |= {"preset": "tiny", "optimizer": "adamw", "sub_norms": "yes"}
     told = {}
     for option in typer.main.get_command(app).commands[command].params:

@@ -192,9 +192,9 @@ def test_verification_is_told_of_what(asked):
 
 def test_settings_are_printed_beside_those_of_their_preset(arb_here, monkeypatch):
     read = arb_here("train", "--preset", "small", "--device", "cpu", "--print-config", "--json")
-    assert json.loads(read.stdout)["model"]["dim"] == 384
+    assert json.loads(read.stdout)["model"]["stages"][0]["dim"] == 384
     shown = arb_here("train", "--preset", "small", "--device", "cpu", "--print-config").stdout
-    assert 'preset = "small"' in shown
+    assert 'blocks = "attention-mlp*6"' in shown
     new_config = mock.Mock(side_effect=ArbError("enough"))
     monkeypatch.setattr("arbcli.train.configure.new_config", new_config)
     arb_here("train", "--print-config", "--device", "cpu", "--backend", "torch", "--lr", "0.5")

@@ -27,7 +27,7 @@ GIVEN = [
 def test_printed_settings_are_read_back(tmp_path, given):
     config = new_config(**given, device="cpu")
     path = tmp_path / "run.toml"
-    path.write_text(settings_text(config, given["preset"]), encoding="utf-8")
+    path.write_text(settings_text(config), encoding="utf-8")
     assert new_config(**read_settings(path)) == config
     facts = tmp_path / "config.json"
     facts.write_text(json.dumps({"config": train_config_dict(config), "text": {}}))
@@ -59,13 +59,13 @@ WRONG = {
     "stepps = 1": "has no setting `stepps`",
     "dim = 32": "`dim` in `.*` is a setting of the model",
     "[model]\nwidth = 3": "has no setting `model.width`",
-    'steps = "many"': "`steps` in `.*` is 'many'",
-    "steps = true": "`steps` in `.*` is True",
+    'steps = "many"': "`steps` in `.*` is `many`",
+    "steps = true": "`steps` in `.*` is `True`",
     "lr = [1.0]": "`lr` in `.*` is ",
     "data = [1]": "`data` in `.*` is ",
-    "[model]\nsub_norms = 1": "`model.sub_norms` in `.*` is 1",
+    "[model]\nsub_norms = 1": "`model.sub_norms` in `.*` is `1`",
     "model = 1": "has no settings by name",
-    "preset = 1": "`preset` of `.*` is 1",
+    "preset = 1": "`preset` of `.*` is `1`",
 }
 
 
@@ -97,7 +97,7 @@ def test_command_prints_settings_and_options_go_first(tmp_path, arb_here):
     as_json = json.loads(
         arb_here("train", "--config", str(path), "--print-config", "--json").stdout
     )
-    assert (as_json["steps"], as_json["model"]["dim"]) == (9, 32)
+    assert (as_json["steps"], as_json["model"]["stages"][0]["dim"]) == (9, 32)
     for refused in (["--config", str(path)], ["--print-config"]):
         done = arb_here("train", "--resume", "auto", *refused)
         assert done.returncode == 2

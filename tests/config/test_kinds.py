@@ -5,7 +5,9 @@ import json
 
 import pytest
 
-from arbcli.config.presets import KINDS, PRESETS, config_from_dict, preset
+from arbcli.config.parts import CompressedAttentionConfig
+from arbcli.config.presets import PRESETS, config_from_dict, preset
+from arbcli.config.site import Site
 from arbcli.config.training import (
     COMPUTES,
     TrainConfig,
@@ -20,20 +22,7 @@ from arbcli.errors import ArbError
 @pytest.mark.parametrize("name", PRESETS)
 def test_fields_of_a_checkpoint_are_enough(name):
     config = preset(name)
-    values = json.loads(json.dumps(dataclasses.asdict(config)))
-    assert "kind" not in values
-    rebuilt = config_from_dict(values)
-    assert rebuilt == config
-    assert type(rebuilt) is type(config) is KINDS[config.kind]
-
-
-@pytest.mark.parametrize("name", [name for name in PRESETS if name.startswith("hnet")])
-def test_blocks_of_an_hnet_are_stored_as_it_says(name):
-    given = {"scale_type": "T64", "rule": "nibble", "direction": "sign", "digits": "all"}
-    config = preset(name, **given, sub_norms=False)
-    main = config.main()
-    assert {field: getattr(main, field) for field in given} == given
-    assert (main.weights, main.sub_norms) == (config.weights, False)
+    assert config_from_dict(json.loads(json.dumps(dataclasses.asdict(config)))) == config
 
 
 @pytest.mark.parametrize(
@@ -54,18 +43,21 @@ def test_direction_is_of_the_preset_and_else_of_another_rule(name, given, direct
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_configuration_of_a_run_says_its_kind(name):
+def test_configuration_of_a_run_is_rebuilt(name):
     config = train_config(name, device="cpu", backend="torch", compute="fp32", data=["a.txt"])
     values = json.loads(json.dumps({"config": train_config_dict(config)}))
-    assert values["config"]["model"]["kind"] == config.model.kind
-    assert train_config_from(values) == config
-    del values["config"]["model"]["kind"]  # as runs of before have it
     assert train_config_from(values) == config
 
 
 def test_fields_of_another_version_are_refused():
     values = dataclasses.asdict(preset("tiny"))
-    for wrong in (values | {"wings": 2}, values | {"kind": "bird"}, {"dim": 32}):
+    short = {"dim": 32, "layers": 1, "heads": 2, "ffn": 48, "ctx": 16}
+    assert config_from_dict(short) == preset("tiny", **short)
+    for wrong in (
+        values | {"wings": 2}, short | {"kind": "bird"}, short | {"wings": 2}, {"dim": 32},
+        values | {"stages": [{"dim": 32, "wings": 2}]},
+        values | {"beside": [{"kind": "mlp", "width": 3}]},
+    ):  # fmt: skip
         with pytest.raises(TypeError):
             config_from_dict(wrong)
 
@@ -85,8 +77,9 @@ def test_settings_of_a_run_that_are_none_are_refused(config):
 
 
 def test_entries_that_a_byte_sees_are_those_of_a_whole_context_and_one_at_least():
-    config = preset("arb-long", ctx=130)
-    assert [config.entries(ratio) for ratio in (4, 128, 130, 131)] == [32, 1, 1, 1]
+    parts = [CompressedAttentionConfig(heads=2, ratio=ratio) for ratio in (4, 128, 130, 131)]
+    site = Site(dim=64, depth=1, ctx=130)
+    assert [part.entries(site) for part in parts] == [32, 1, 1, 1]
 
 
 def test_every_compute_has_a_dtype():
@@ -96,5 +89,6 @@ def test_every_compute_has_a_dtype():
 
 @pytest.mark.parametrize(("width", "turned"), [(64, 32), (10, 4), (6, 2)])
 def test_half_of_a_compressed_head_is_turned_and_an_even_part_of_it(width, turned):
-    config = dataclasses.replace(PRESETS["arb-long"], head_width=width, rotary=None)
-    assert (config.turned, config.head_dim) == (turned, width)
+    config = CompressedAttentionConfig(heads=2, head_width=width)
+    site = Site(dim=64, depth=1, ctx=130)
+    assert (config.rotated(site), config.width(site)) == (turned, width)

@@ -6,7 +6,7 @@ from math import inf, nan
 import pytest
 
 from arbcli.config.checks import check_fields
-from arbcli.config.presets import preset
+from arbcli.config.presets import config_from_dict, preset
 from arbcli.config.training import train_config
 from arbcli.errors import ArbError
 
@@ -92,7 +92,8 @@ def test_setting_of_a_run_is_taken_to_its_limits(name):
 def test_size_of_a_model_is_taken_to_its_limits(of, name):
     good, bad = MODELS[of, name]
     for value in good:
-        assert getattr(preset(of, **{name: value}), name) in (value, (value,))
+        config = preset(of, **{name: value})
+        assert config_from_dict(dataclasses.asdict(config)) == config
     for value in bad:
         with pytest.raises(ArbError) as caught:
             preset(of, **{name: value})

@@ -4,8 +4,8 @@ import pytest
 import torch
 from marks import mostly_slow
 
-from arbcli.config.dense import SCALE_TYPES
 from arbcli.config.presets import preset
+from arbcli.config.site import SCALE_TYPES
 from arbcli.errors import ArbError
 from arbcli.export import gguf
 from arbcli.export.gguf import byte_symbols

@@ -12,7 +12,6 @@ from arbcli.errors import ArbError
 from arbcli.infer import evaluation
 from arbcli.infer.evaluation import evaluate, mean_loss, windows
 from arbcli.model.build import build_model
-from arbcli.model.dense import ByteLM
 from arbcli.model.language_model import LanguageModel
 
 CTX = 12
@@ -86,7 +85,7 @@ def test_mean_loss_counts_every_byte_but_the_first_once(num_bytes, stride, batch
 
 
 def test_one_window_is_the_model_s_own_loss(tmp_path):
-    lm = ByteLM(Fake.config, torch.float32)
+    lm = LanguageModel(Fake.config, torch.float32)
     lm.initialise(0)
     content = b"a small text"
     ids = torch.tensor([list(content)])

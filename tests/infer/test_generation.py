@@ -11,16 +11,15 @@ from arbcli.errors import ArbError
 from arbcli.infer import generation
 from arbcli.infer.generation import Decoder, Sampling, continue_text, generate
 from arbcli.model.build import build_model
-from arbcli.model.dense import ByteLM
 from arbcli.model.language_model import LanguageModel
 
 GREEDY = Sampling(temperature=0)
 
 
-def model(device, weights="ternary", dtype=torch.float32, ctx=16) -> ByteLM:
+def model(device, weights="ternary", dtype=torch.float32, ctx=16) -> LanguageModel:
     config = preset("tiny", dim=32, layers=2, heads=2, ffn=48, ctx=ctx, weights=weights)
     with torch.device(device):
-        lm = ByteLM(config, dtype)
+        lm = LanguageModel(config, dtype)
     lm.initialise(0)
     return lm
 
@@ -90,6 +89,7 @@ class Fixed:
         position = torch.zeros((), dtype=torch.int32, device=self.logits.device)
         return SimpleNamespace(position=position, window=16, reset=position.zero_)
 
+    stages = ()
     step_phases = LanguageModel.step_phases
 
     def __call__(self, ids: torch.Tensor, cache: SimpleNamespace) -> torch.Tensor:
@@ -172,7 +172,7 @@ def test_captured_step_in_eight_bits_gives_the_bits_of_the_eager_one(kv, device)
                 decoder = Decoder(lm, 300, GREEDY, capture=capture)
             decoder.read(b"0123456789" * 5)
             text = b"".join(decoder.stream(250))
-            rings = [(b.keys, b.values, b.exponents) for b in decoder.cache.blocks]
+            rings = [(b.keys, b.values, b.exponents) for b in decoder.cache.main.blocks]
             found.append((text, [part.view(torch.int8) for ring in rings for part in ring]))
     (text, eager), (same, captured) = found
     assert text == same
@@ -190,7 +190,7 @@ def test_captured_step_gives_the_bits_of_the_eager_one(sampling, weights, device
             decoder = Decoder(lm, 300, sampling, capture=capture)
             decoder.read(b"0123456789" * 5)
             texts.append(b"".join(decoder.stream(250)))
-            rings += [[(block.keys, block.values) for block in decoder.cache.blocks]]
+            rings += [[(block.keys, block.values) for block in decoder.cache.main.blocks]]
     assert texts[0] == texts[1]
     for eager, captured in zip(*rings, strict=True):
         assert all(map(torch.equal, eager, captured))

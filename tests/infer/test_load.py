@@ -35,10 +35,13 @@ def built(monkeypatch) -> list[int]:
 
 def test_blocks_that_are_not_there_are_not_built(saved, built, tmp_path):
     path = saved()
-    config = load_checkpoint(path).config | {"layers": 1000}
+    stages = load_checkpoint(path).config["stages"]
+    config = load_checkpoint(path).config | {
+        "stages": [stage | {"blocks": 500 * stage["blocks"]} for stage in stages]
+    }
     other = rewritten(tmp_path / "other", path, config=config)
     with pytest.raises(
-        ArbError, match=r"its blocks have .* and those of its configuration"
+        ArbError, match=r"it has .* tensors, and the model of its configuration"
     ) as told:
         load_model(other, device="cpu")
     assert "it was altered" in told.value.hint
@@ -47,20 +50,19 @@ def test_blocks_that_are_not_there_are_not_built(saved, built, tmp_path):
     assert max(built) == 2
 
 
-def test_blocks_of_stages_count_twice(saved, small_hnet, tmp_path):
+def test_tensors_of_stages_are_counted(saved, small_hnet, built, tmp_path):
     given = {name: size for name, size in small_hnet.items() if name not in ("preset", "batch")}
     path = saved("hnet-tiny", **given)
-    checkpoint = load_checkpoint(path)
-    number = len(checkpoint.tensors)
-    least = number // load.LEAST_TENSORS
-    for layers in (least - 3, least - 2):  # and two stages of one block each way
-        config = checkpoint.config | {"layers": layers}
-        other = rewritten(tmp_path / "other", path, config=config)
-        blocks = layers + 4
-        few = f"it has {number} tensors, too few for {blocks} blocks"
-        with pytest.raises(ArbError) as told:
-            load_model(other, device="cpu")
-        assert (few in str(told.value)) == (blocks * 10 > number)
+    stages = load_checkpoint(path).config["stages"]
+    longer = [stages[0] | {"after": 300 * stages[0]["after"]}, *stages[1:]]
+    other = rewritten(
+        tmp_path / "other", path, config=load_checkpoint(path).config | {"stages": longer}
+    )
+    built.clear()
+    with pytest.raises(ArbError, match="and the model of its configuration"):
+        load_model(other, device="cpu")
+    assert max(built) == 1
+    load_model(path, device="cpu")
 
 
 def test_model_of_several_processes_is_loaded_by_one(saved, tmp_path):

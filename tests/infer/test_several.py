@@ -13,19 +13,19 @@ from arbcli.infer import several
 from arbcli.infer.generation import Sampling, continue_text, generate
 from arbcli.infer.prompts import read_prompts
 from arbcli.infer.several import Request, SeveralDecoder, cache_bytes, generate_several
-from arbcli.model import dense as dense_module
-from arbcli.model.dense import ByteLM
+from arbcli.model import language_model as model_module
+from arbcli.model.language_model import LanguageModel
 
 
 @pytest.fixture
-def lm(device, monkeypatch) -> ByteLM:
+def lm(device, monkeypatch) -> LanguageModel:
     """A model that makes several, by the torch backend where there is no GPU."""
     config = preset("tiny", dim=32, layers=2, heads=2, ffn=48, ctx=16)
     with torch.device(device):
-        lm = ByteLM(config)
+        lm = LanguageModel(config)
     lm.initialise(0)
     if device.type == "cpu":
-        monkeypatch.setattr(dense_module, "fits_arranged", lambda x, _: x.shape[1] == 1)
+        monkeypatch.setattr(model_module, "fits_arranged", lambda x, _: x.shape[1] == 1)
     assert lm.makes_several
     return lm
 
@@ -59,7 +59,7 @@ def test_several_texts_are_those_of_one_at_a_time(lm, monkeypatch):
     """But for rounding, which decides no byte here."""
     sharp = [request(each.prompt, each.length, temperature=0.0) for each in REQUESTS]
     together = texts(lm, sharp, 3)
-    monkeypatch.setattr(ByteLM, "makes_several", False)
+    monkeypatch.setattr(LanguageModel, "makes_several", False)
     apart = texts(lm, sharp, None)
     same = sum(a == b for a, b in zip(together, apart, strict=True))
     assert same >= len(sharp) - 1
@@ -89,10 +89,13 @@ def test_steps_leave_texts_that_are_done_alone(lm):
 
 def test_cache_takes_what_was_predicted(lm):
     cache = lm.new_several_cache(3, 40)
-    assert cache.nbytes == cache_bytes(lm.config, 3, 40, torch.bfloat16) == 2 * 2 * 3 * 16 * 32 * 2
+    assert cache.nbytes == cache_bytes(lm, 3, 40) == 2 * 2 * 3 * 16 * 32 * 2
     short = lm.new_several_cache(3, 10)
-    assert short.nbytes == cache_bytes(lm.config, 3, 10, torch.bfloat16) == cache.nbytes * 10 // 16
-    with pytest.raises(ValueError, match="one byte at a time, got 2"), cache.reading(2):
+    assert short.nbytes == cache_bytes(lm, 3, 10) == cache.nbytes * 10 // 16
+    with (
+        pytest.raises(ValueError, match="one byte at a time, got 2"),
+        cache.reading(torch.zeros(3, 2)),
+    ):
         pass
 
 
@@ -115,18 +118,19 @@ def test_room_of_a_gpu_includes_what_torch_holds_and_does_not_use(monkeypatch):
         monkeypatch.setattr(torch.cuda, name, lambda device, value=value: value)
     check = mock.Mock(side_effect=ArbError("there is none"))
     monkeypatch.setattr(several, "check_room", check)
-    config = preset("tiny")
-    lm = SimpleNamespace(device=torch.device("cuda"), config=config, compute_dtype=torch.bfloat16)
+    made = mock.Mock(return_value=SimpleNamespace(nbytes=77))
+    lm = SimpleNamespace(device=torch.device("cuda"), new_several_cache=made)
     with pytest.raises(ArbError, match="there is none"):
         SeveralDecoder(lm, 1, 40)
     needed, what, hint, room = check.call_args.args
-    assert (needed, room) == (cache_bytes(config, 2, 40, torch.bfloat16), 140)
+    assert (needed, room) == (77, 140)
+    made.assert_called_once_with(2, 40, torch.device("meta"))
     assert what == "the cache of 2 texts"  # one alone would be added up in another order
     assert "`--batch`" in hint
 
 
 def test_models_without_kernels_for_it_make_one_after_another(lm, monkeypatch):
-    monkeypatch.setattr(ByteLM, "makes_several", False)
+    monkeypatch.setattr(LanguageModel, "makes_several", False)
     about = {"backend": "torch" if lm.device.type == "cpu" else "triton"}
     done = continue_text(lm, "", b"abc", 20, Sampling(temperature=2.0, top_k=7), **about)
     report: list = []

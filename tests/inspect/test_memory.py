@@ -9,8 +9,8 @@ import pytest
 import torch
 from marks import mostly_slow
 
-from arbcli.config.dense import SCALE_TYPES
 from arbcli.config.presets import PRESETS, preset
+from arbcli.config.site import SCALE_TYPES
 from arbcli.directions import DIRECTIONS
 from arbcli.inspect.memory import KINDS, measure, predict, what_if
 from arbcli.model.build import build_model

@@ -22,8 +22,8 @@ from arbcli.inspect.peak import predict_peak
 from arbcli.inspect.ranks import share_out
 from arbcli.inspect.trace import KnownShapes, LiveTensors, without_memory
 from arbcli.kernels.runtime.backend import compile_for, use_backend
-from arbcli.model.dense import Block
 from arbcli.model.layers.rotary import fresh_tables
+from arbcli.model.stack import Block
 from arbcli.train.configure import new_config
 from arbcli.train.trainer import Trainer
 

@@ -110,7 +110,8 @@ def test_folder_that_says_another_shape_is_refused(forms):
 def test_command_shows_and_compares(forms, arb_here):
     shown = arb_here("inspect", str(forms["checkpoint"]))
     assert (shown.returncode, shown.stderr) == (0, "")
-    for words in ("checked", "model.dim", "remainder", "below 0"):
+    assert "model.stages" not in shown.stdout  # their parts have a table
+    for words in ("checked", "model.ctx", "blocks 0", "heads", "remainder", "below 0"):
         assert words in shown.stdout
     args = ["inspect", str(forms["gguf"]), "--diff", str(forms["hf"])]
     assert "16 tensors" in arb_here(*args).stdout

@@ -8,7 +8,7 @@ import pytest
 import torch
 from interpreter import arguments_left_in_place, barriers_where_needed, within_arguments
 
-from arbcli.config.dense import SCALE_TYPES
+from arbcli.config.site import SCALE_TYPES
 from arbcli.kernels.codec.packed import Packed
 from arbcli.kernels.norm.rms_norm import WHOLE_ROW
 from arbcli.kernels.runtime import native

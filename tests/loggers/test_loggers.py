@@ -26,7 +26,7 @@ class Listening(base.Logger):
         self.heard: list[tuple] = []
 
     def open(self, run, step, facts):
-        self.heard.append(("open", step, base.flat_settings(facts)["model.dim"]))
+        self.heard.append(("open", step, base.flat_settings(facts)["model.rule"]))
         sys.stdout.write("chatter of the package")
 
     def scalars(self, step, values):
@@ -56,7 +56,7 @@ def test_logger_hears_the_whole_run(text, tmp_path, capsys):
     logger = Listening()
     train(text, tmp_path / "run", logger)
     opened, scalars, histograms, sample, closed = logger.heard
-    assert opened == ("open", 0, 32)
+    assert opened == ("open", 0, "moment")
     assert scalars[1] == histograms[1] == sample[1] == 3
     assert {"loss", "val_loss", "lr", "flip_share"} <= scalars[2].keys()
     assert all(isinstance(value, int | float) for value in scalars[2].values())
@@ -87,7 +87,7 @@ def test_failure_of_a_logger_is_told_and_the_run_goes_on(text, tmp_path):
     (message,) = told
     assert "`--log listening` failed" in message
     assert "ZeroDivisionError" in message
-    assert failing.heard == [("open", 0, 32)]
+    assert failing.heard == [("open", 0, "moment")]
     assert sound.heard[-1] == ("close",)
 
 
@@ -162,7 +162,7 @@ def _mlflow(run: Path) -> set[str]:
     import mlflow
 
     (found,) = mlflow.search_runs(experiment_names=["arb"], output_format="list")
-    assert found.data.params["model.dim"] == "32"
+    assert found.data.params["model.rule"] == "moment"
     assert found.info.status == "FINISHED"
     files = mlflow.MlflowClient().list_artifacts(found.info.run_id)
     assert {file.path for file in files} == {"histograms", "samples"}

@@ -8,21 +8,22 @@ from arbcli.errors import ArbError
 from arbcli.kernels.norm import gated_rms_norm, rms_norm
 from arbcli.kernels.norm.rms_norm import norm_weight_torch
 from arbcli.kernels.runtime.backend import use_backend
-from arbcli.model import cache as cache_module
-from arbcli.model import dense as dense_module
-from arbcli.model.cache import BlockCache, KeyValueCache
-from arbcli.model.dense import ByteLM
+from arbcli.model import language_model as model_module
+from arbcli.model.language_model import LanguageModel
 from arbcli.model.layers import attend as attend_module
 from arbcli.model.layers.linear import TernaryLinear
+from arbcli.model.parts import attention as attention_module
+from arbcli.model.parts.attention import Ring
+from arbcli.model.state import Clock
 
 WINDOW = 8
 SHAPE = {"dim": 32, "layers": 2, "heads": 2, "ffn": 48, "ctx": WINDOW}
 KERNELS = "triton" if torch.cuda.is_available() else "interpreter"
 
 
-def model(device, dtype=torch.float32, **options) -> ByteLM:
+def model(device, dtype=torch.float32, **options) -> LanguageModel:
     with torch.device(device):
-        lm = ByteLM(preset("tiny", **SHAPE | options), dtype)
+        lm = LanguageModel(preset("tiny", **SHAPE | options), dtype)
     lm.initialise(0)
     return lm
 
@@ -87,12 +88,12 @@ def test_arranged_weights_give_the_logits_of_packed_ones(options, device, monkey
     lm.embedding.weight.exponent -= 4  # so what blocks add counts, and so do their norms
     with lm.prepared_weights():
         with monkeypatch.context() as patch:
-            patch.setattr(dense_module, "fits_arranged", lambda *_: False)
+            patch.setattr(model_module, "fits_arranged", lambda *_: False)
             expected = forward_in_parts(lm, ids, [1] * 21)
         assert lm.plain_norms
         assert not arranged(lm)
-        monkeypatch.setattr(dense_module, "fits_arranged", lambda x, _: x.shape[1] == 1)
-        monkeypatch.setattr(cache_module, "fits_parts", lambda qkv: qkv.shape[-1] == 64)
+        monkeypatch.setattr(model_module, "fits_arranged", lambda x, _: x.shape[1] == 1)
+        monkeypatch.setattr(attention_module, "fits_parts", lambda qkv: qkv.shape[-1] == 64)
         got = forward_in_parts(lm, ids, PARTS["ragged chunks and bytes"])
         assert arranged(lm) == 2 * 4 + 1
     assert not arranged(lm)
@@ -105,24 +106,24 @@ def one_position(lm, x, position: int) -> torch.Tensor:
     cache = lm.new_cache(250)
     cache.position.fill_(position)
     generator = torch.Generator().manual_seed(1)
-    block = cache.blocks[0]
+    block = cache.main.blocks[0]
     for ring in (block.keys, block.values):
         ring.copy_(torch.randn(ring.shape, generator=generator))
     with use_backend(KERNELS), torch.no_grad():
-        return lm.blocks[0].attention.one_position(x, block)
+        return lm.blocks[0].attention.step(x, block)
 
 
 def test_product_of_parts_has_the_bits_of_that_of_their_average(device, monkeypatch):
     """Of a full part and one that is not, which is what the ring of a single text is left in."""
     lm = model(device, torch.bfloat16, dim=64, heads=1, layers=1, ctx=220)
     x = torch.randn(1, 1, 64, generator=torch.Generator().manual_seed(2)).bfloat16().to(device)
-    found, attend, averaged = one_position(lm, x, 200), BlockCache.attend_in_parts, []
+    found, attend, averaged = one_position(lm, x, 200), Ring.attend_in_parts, []
 
     def average(*given):
         averaged.append(attend(*given).average())
         return averaged[-1].view(1, 1, -1)
 
-    monkeypatch.setattr(BlockCache, "attend_in_parts", average)
+    monkeypatch.setattr(Ring, "attend_in_parts", average)
     assert torch.equal(one_position(lm, x, 200), found)
     assert len(averaged) == 1
 
@@ -160,8 +161,8 @@ def test_oldest_byte_is_forgotten_when_the_ring_comes_round(device):
 
 def test_ring_is_no_longer_than_the_text(device):
     lm = model(device)
-    assert lm.new_cache(5).blocks[0].keys.shape == (2, 5, 16)
-    assert lm.new_cache(5000).blocks[0].keys.shape == (2, WINDOW, 16)
+    assert lm.new_cache(5).main.blocks[0].keys.shape == (2, 5, 16)
+    assert lm.new_cache(5000).main.blocks[0].keys.shape == (2, WINDOW, 16)
 
 
 def test_too_many_bytes_at_once_are_refused(device):
@@ -240,8 +241,10 @@ def test_eight_bits_are_half_the_bytes(device):
         with lm.keeping(kv):
             cache = lm.new_cache(100)
             assert lm.kept_in == kv
-        parts = [block.keys for block in cache.blocks] + [block.values for block in cache.blocks]
-        parts += [block.exponents for block in cache.blocks if block.exponents is not None]
+        parts = [block.keys for block in cache.main.blocks] + [
+            block.values for block in cache.main.blocks
+        ]
+        parts += [block.exponents for block in cache.main.blocks if block.exponents is not None]
         assert cache.nbytes == sum(part.nbytes for part in parts)
         sizes[kv] = cache.nbytes
     entries = 2 * 2 * 2 * WINDOW  # blocks, keys and values, heads
@@ -262,11 +265,12 @@ def test_what_cannot_be_kept_so_is_refused(device):
     (None, 100, 16), (None, 9, 9), (5, 100, 5), (20, 100, 16), (20, 12, 12), (5, 3, 3),
 ])  # fmt: skip
 def test_window_is_no_longer_than_context_or_text(window, positions, expected):
-    config = preset("tiny", dim=32, layers=1, heads=2, ffn=32, ctx=16)
-    about = (config, positions, torch.float32, torch.device("cpu"))
-    cache = KeyValueCache(*about, window=window)
-    assert cache.window == expected
-    assert cache.blocks[0].keys.shape == (2, expected, 16)
-    assert cache.nbytes == 2 * 2 * expected * 16 * 4
-    stored = KeyValueCache(*about, window=window, stored=torch.int8)
-    assert stored.nbytes == 2 * 2 * expected * (16 + 1)
+    def ring(stored=None) -> Ring:
+        clock = Clock(positions, 16, torch.float32, torch.device("cpu"), stored)
+        return Ring(clock, 2, 16, window)
+
+    plain = ring()
+    assert plain.window == plain.clock.window == expected
+    assert plain.keys.shape == (2, expected, 16)
+    assert sum(t.nbytes for t in plain.tensors()) == 2 * 2 * expected * 16 * 4
+    assert sum(t.nbytes for t in ring(torch.int8).tensors()) == 2 * 2 * expected * (16 + 1)

@@ -5,7 +5,7 @@ import torch
 
 from arbcli.config.presets import preset
 from arbcli.kernels.runtime.backend import use_backend
-from arbcli.model.dense import ByteLM
+from arbcli.model.language_model import LanguageModel
 from arbcli.model.layers import linear
 
 SIZES = {"dim": 8, "layers": 1, "heads": 2, "ffn": 8, "ctx": 65, "sub_norms": False}
@@ -17,14 +17,14 @@ def backend(device):
         yield
 
 
-def build(device) -> ByteLM:
+def build(device) -> LanguageModel:
     with torch.device(device):
-        model = ByteLM(preset("tiny", **SIZES), torch.float32)
+        model = LanguageModel(preset("tiny", **SIZES), torch.float32)
     model.initialise(3)
     return model
 
 
-def step(model: ByteLM, device) -> dict[str, torch.Tensor]:
+def step(model: LanguageModel, device) -> dict[str, torch.Tensor]:
     gradients = {}
     for name, weight in model.weights().items():
         weight.sink = lambda _, grad, name=name: gradients.update({name: grad})
@@ -52,7 +52,7 @@ def test_decoding_ahead_changes_no_bit_and_saves_launches(device, backend, monke
 
 
 def test_a_backward_decodes_across_blocks_and_little_at_first():
-    model = ByteLM(preset("tiny", **SIZES | {"layers": 2}))
+    model = LanguageModel(preset("tiny", **SIZES | {"layers": 2}))
     parts = [(block.attention, block.mlp) for block in model.blocks]
     layers = [(a.qkv, a.output, mlp.gate_up, mlp.output) for a, mlp in parts]
     weights = [layer.weight for block in layers for layer in block]

@@ -1,4 +1,4 @@
-"""The whole of `HNet`: boundaries, cache, causality, what it trains to and what it keeps."""
+"""Models with chunks: boundaries, cache, causality, what it trains to and what it keeps."""
 
 import dataclasses
 import json
@@ -7,22 +7,21 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from references import reference_logits
 from torch.nn import functional
 
-from arbcli.config.hnet import HNetConfig
+from arbcli.config.model import ModelConfig
 from arbcli.config.presets import config_from_dict, preset
 from arbcli.errors import ArbError
 from arbcli.infer.chunks import chunk_depths
 from arbcli.infer.generation import Decoder, Sampling
 from arbcli.inspect.memory import measure, predict
-from arbcli.model.blocks.chunking import Routed, ratio_loss
-from arbcli.model.hnet import HNet
+from arbcli.model.language_model import LanguageModel
 from arbcli.model.layers.linear import TernaryLinear
 from arbcli.model.layers.norm import NORM_EPS
+from arbcli.model.parts.chunking import Routed, ratio_loss
 from arbcli.train.step import minimised
 from arbcli.train.updater import Updater
-from arbcli.verify.hnet_reference import reference_hnet
-from arbcli.verify.reference import reference_weight
 
 SHAPE = {
     "dim": 32, "layers": 1, "heads": 2, "ffn": 40, "ctx": 24, "outer_dim": (24,),
@@ -46,13 +45,15 @@ each_kind = pytest.mark.parametrize("kind", KINDS)
 CLOSE = {"rtol": 1e-4, "atol": 5e-5}
 
 
-def config(kind: str = "learned", **options) -> HNetConfig:
+def config(kind: str = "learned", **options) -> ModelConfig:
     return preset("hnet-tiny", **SHAPE | KINDS[kind] | options)
 
 
-def model(kind: str = "learned", *, drawn: bool = True, recompute: bool = False, **options) -> HNet:
+def model(
+    kind: str = "learned", *, drawn: bool = True, recompute: bool = False, **options
+) -> LanguageModel:
     """Make a model; `drawn` fills what is zero at the start, too."""
-    lm = HNet(config(kind, **options), torch.float32, recompute=recompute)
+    lm = LanguageModel(config(kind, **options), torch.float32, recompute=recompute)
     if drawn and lm.config.weights == "ternary":
         for tensor in lm.weights().values():
             tensor.spread = 1.0
@@ -67,7 +68,7 @@ def text(rows: int = 2, length: int = 24, seed: int = 0) -> torch.Tensor:
     return torch.where(torch.rand(rows, length, generator=generator) < 0.25, 32, ids)
 
 
-def train(lm: HNet, steps: int, ids: torch.Tensor) -> list[float]:
+def train(lm: LanguageModel, steps: int, ids: torch.Tensor) -> list[float]:
     tensors = lm.weights().values()
     updater = Updater(tensors, 0, torch.float32)
     for tensor in tensors:
@@ -84,7 +85,7 @@ def train(lm: HNet, steps: int, ids: torch.Tensor) -> list[float]:
 
 
 @torch.no_grad()
-def read(lm: HNet, ids: torch.Tensor, lengths: list[int]) -> torch.Tensor:
+def read(lm: LanguageModel, ids: torch.Tensor, lengths: list[int]) -> torch.Tensor:
     cache = lm.new_cache(ids.shape[1])
     return torch.cat([lm(part, cache) for part in ids.split(lengths, dim=1)], dim=1)
 
@@ -115,8 +116,7 @@ def test_text_that_is_read_in_pieces_has_the_logits_of_the_whole(kind):
 @each_kind
 def test_text_longer_than_the_context_is_read_as_by_the_reference(kind):
     lm, ids = model(kind, ctx=12), text(1, 31)
-    weights = {name: reference_weight(tensor) for name, tensor in lm.weights().items()}
-    wanted, _ = reference_hnet(weights, lm.config, ids, endless=True)
+    wanted = reference_logits(lm, ids, endless=True)
     got = read(lm, ids, [4, *[1] * 9, 2, *[1] * 16])
     torch.testing.assert_close(got.double(), wanted, **CLOSE)
 
@@ -143,7 +143,7 @@ def test_byte_that_begins_no_chunk_never_runs_the_main_network(kind):
     handle.remove()
     depths = chunk_depths(lm, made, "torch")
     # a step reads the byte before the one it makes
-    wanted = [place + 1 for place in range(5, 35) if depths[place] == lm.config.stages]
+    wanted = [place + 1 for place in range(5, 35) if depths[place] == len(lm.stages)]
     assert runs == wanted
     assert len(runs) < 30
 
@@ -177,7 +177,7 @@ def test_steps_in_fused_kernels_make_the_text_of_whole_forwards(kind, monkeypatc
         return y if added is None else added + y
 
     monkeypatch.setattr(TernaryLinear, "fused", fused)
-    monkeypatch.setattr("arbcli.model.hnet.takes_one_position", lambda *_: True)
+    monkeypatch.setattr(LanguageModel, "_fuses", lambda *_: True)
     lm, prompt, of_steps = model(kind), bytes(text(1, 5)[0].tolist()), []
     with lm.prepared_weights(), torch.no_grad():
         decoder = Decoder(lm, 24, Sampling(temperature=0), capture=False)
@@ -197,14 +197,14 @@ def test_steps_in_fused_kernels_make_the_text_of_whole_forwards(kind, monkeypatc
 def test_captured_phases_make_the_text_of_phases_one_by_one(kind, device, monkeypatch):
     """As one graph with conditional nodes, and as graphs between which the host decides."""
     with torch.device(device):
-        lm = HNet(config(kind), torch.bfloat16)
+        lm = LanguageModel(config(kind), torch.bfloat16)
     for tensor in lm.weights().values():
         tensor.spread = 1.0
     lm.initialise(0)
     texts = []
     for capture, joined in ((False, False), (True, True), (True, False)):
         if not joined:
-            monkeypatch.setattr("arbcli.model.hnet_cache.has_conditions", lambda _: False)
+            monkeypatch.setattr("arbcli.model.stage.has_conditions", lambda _: False)
         with lm.prepared_weights():
             decoder = Decoder(lm, 200, Sampling(seed=2), capture=capture)
             decoder.read(b"the text ")
@@ -285,13 +285,18 @@ def test_as_much_is_read_at_once_as_every_part_has_room_for(window, positions, e
 def test_bytes_of_a_cache_are_those_of_all_rings(kind):
     lm = model(kind)
     cache = lm.new_cache(11)
-    shapes = [(lm.config.main(), cache.main)]
-    for index, stage in enumerate(cache.stages):
-        shapes += [(lm.config.outer(index), part) for part in (stage.encoder, stage.decoder)]
-    sizes = [2 * of.layers * ring.window * of.dim * 4 for of, ring in shapes]  # in float32
-    assert [ring.nbytes for _, ring in shapes] == sizes
+    stages = lm.config.stages
+    shapes = [(stages[-1].dim, stages[-1].blocks, cache.main)]
+    for own, stage in zip(stages, cache.stages, strict=False):
+        shapes += [(own.dim, own.before, part) for part in (stage.encoder, stage.decoder)]
+    windows = [track.blocks[0].window for *_, track in shapes]
+    sizes = [
+        2 * len(blocks) * window * dim * 4  # in float32
+        for (dim, blocks, _), window in zip(shapes, windows, strict=True)
+    ]
+    assert [track.nbytes for *_, track in shapes] == sizes
     assert cache.nbytes == sum(sizes)
-    assert {ring.window for _, ring in shapes[1:]} == {5}
+    assert set(windows[1:]) == {5}
 
 
 def test_ratio_loss_is_one_where_chunks_have_the_wanted_length():
@@ -310,7 +315,7 @@ def test_ratio_of_an_inner_stage_is_of_the_chunks_that_there_are(monkeypatch):
         asked.append(valid)
         return ratio_loss(routed, length, valid)
 
-    monkeypatch.setattr("arbcli.model.hnet.ratio_loss", noted)
+    monkeypatch.setattr("arbcli.model.stage.ratio_loss", noted)
     lm.losses(ids, ids)
     outer, inner = asked
     assert outer is None
@@ -383,12 +388,12 @@ def test_presets_survive_json_and_are_predicted(name, millions):
     chosen = preset(name)
     again = config_from_dict(json.loads(json.dumps(dataclasses.asdict(chosen))))
     assert again == chosen
-    assert type(again) is HNetConfig
     assert predict(chosen).total.weights == pytest.approx(millions * 1e6, rel=0.01)
 
 
 def test_one_number_is_for_every_stage():
-    assert preset("hnet-two-stage", chunk_length=4).chunk_length == (4, 4)
+    outer = preset("hnet-two-stage", chunk_length=4).outer
+    assert [stage.chunking.length for stage in outer] == [4, 4]
 
 
 @pytest.mark.parametrize(

@@ -5,8 +5,8 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from arbcli.config import hnet
-from arbcli.config.dense import ModelConfig
+from arbcli.config.model import ModelConfig
+from arbcli.config.parts import chunking
 from arbcli.config.presets import PRESETS, preset
 from arbcli.model.build import build_model
 from arbcli.model.operations import forward_operations, step_operations
@@ -52,14 +52,14 @@ def test_operations_of_a_graph_are_those_that_torch_counts(parts, small_graph):
 
 @pytest.mark.parametrize("parts", HNET, ids=str)
 def test_operations_of_chunks_are_those_that_torch_counts(parts, small_hnet, monkeypatch):
-    monkeypatch.setattr(hnet, "SPARE_SLOTS", 1)  # slots are computed whether taken or not
+    monkeypatch.setattr(chunking, "SPARE_SLOTS", 1)  # slots are computed whether taken or not
     options = {name: value for name, value in small_hnet.items() if name not in ("batch",)}
     config = preset(options.pop("preset"), **options | {"window": 24} | parts)
     assert counted(config).get_total_flops() == forward_operations(config)
 
 
 def test_operations_of_mamba_are_its_projections_and_a_recurrence(small_hnet, monkeypatch):
-    monkeypatch.setattr(hnet, "SPARE_SLOTS", 1)
+    monkeypatch.setattr(chunking, "SPARE_SLOTS", 1)
     options = {name: value for name, value in small_hnet.items() if name not in ("batch",)}
     config = preset(options.pop("preset"), **options | {"outer_blocks": "mamba", "states": 5})
     products = counted(config).get_flop_counts()["Global"][torch.ops.aten.mm]

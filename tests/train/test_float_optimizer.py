@@ -6,7 +6,7 @@ import torch
 from arbcli.config.presets import preset
 from arbcli.data import open_texts
 from arbcli.model.build import build_model
-from arbcli.model.dense import ByteLM
+from arbcli.model.language_model import LanguageModel
 from arbcli.train import compiled_twin
 from arbcli.train.compiled_twin import WHOLE_LAYERS, compile_twin
 from arbcli.train.configure import new_config
@@ -65,9 +65,9 @@ def test_muon_divides_by_no_norm_of_zero(size):
     assert parameter.isfinite().all()
 
 
-def twin(recompute: bool = False, **given) -> ByteLM:
+def twin(recompute: bool = False, **given) -> LanguageModel:
     config = preset("tiny", **SHAPE | given, weights="float")
-    model = ByteLM(config, torch.float32, recompute=recompute)
+    model = LanguageModel(config, torch.float32, recompute=recompute)
     model.initialise(0)
     return model
 

@@ -6,6 +6,7 @@ import math
 import platform
 import signal
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
@@ -31,7 +32,7 @@ from arbcli.train.directory import (
     run_facts,
 )
 from arbcli.train.parallel.group import Group
-from arbcli.train.record import seconds_so_far
+from arbcli.train.record import seconds_until
 from arbcli.train.run import Observer, resume_run, start_run
 from arbcli.train.trainer import Trainer
 
@@ -272,18 +273,21 @@ class Clock(SimpleNamespace):
 
 
 GOLDEN = [
-    (1, 6.0662, None, 0.5, 0.0112),
-    (2, 5.9977, None, 0.936362, 0.01997),
-    (3, 5.4574, 6.0742, 0.7625, 0.01499),
-    (4, 5.2142, None, 0.525, 0.0116),
-    (5, 4.9732, None, 0.2875, 0.0066),
-    (6, 5.0383, 6.1493, 0.113638, 0.00345),
+    (1, 0.5, (6.06617, 1e-4), None, (281, 2)),
+    (2, 0.936362, (5.99772, 0.001), None, (500, 10)),
+    (3, 0.7625, (5.45757, 0.007), (6.0706, 0.03), (375, 16)),
+    (4, 0.525, (5.21612, 0.012), None, (294, 34)),
+    (5, 0.2875, (4.96774, 0.05), None, (163, 46)),
+    (6, 0.113638, (5.05278, 0.08), (6.1390, 0.10), (90, 20)),
 ]
-"""Step, loss, held-out loss, learning rate and share of flipped trits of the records below.
+"""Step, learning rate, loss, held-out loss and number of flipped trits of the records below.
 
-Last bits of a product differ between CPUs and backends, and with them a few of the flips: these lie
-between those of `native` and of `torch`.
+The last bits of a product depend on the instruction set and the backend, and a trit that they flip
+changes all that follows. So the numbers are medians with tolerances, of 600 runs by `native` and
+`torch` whose gradients were multiplied by 1 + e, e normal of 1e-7, 1e-6 and 1e-5: up to a hundred
+times the rounding of float32. A tolerance is twice the largest difference from the median.
 """
+TRITS = 25088
 
 
 @pytest.fixture(scope="module")
@@ -302,13 +306,17 @@ def records(options, tmp_path_factory) -> list[dict]:
 
 
 def test_records_of_a_run_are_what_they_were(records):
-    for record, (step, loss, val_loss, lr, flip_share) in zip(records, GOLDEN, strict=True):
+    for record, (step, lr, loss, val_loss, flips) in zip(records, GOLDEN, strict=True):
         assert record["step"] == step
-        assert record["loss"] == pytest.approx(loss, rel=3e-3)
-        assert record["val_loss"] == (val_loss and pytest.approx(val_loss, rel=3e-3))
         assert record["lr"] == pytest.approx(lr, rel=1e-5)
-        assert record["flip_share"] == pytest.approx(flip_share, rel=0.05)
+        assert record["loss"] == within(*loss)
+        assert record["val_loss"] == (val_loss and within(*val_loss))
+        assert record["flip_share"] * TRITS == within(*flips)
         assert (record["state_bytes"], record["parts"], record["gauges"]) == (57298, {}, {})
+
+
+def within(value: float, tolerance: float):
+    return pytest.approx(value, abs=tolerance, rel=0)
 
 
 def test_records_have_the_right_units(records):
@@ -344,9 +352,17 @@ def test_time_goes_on_through_a_resume(options, tmp_path, monkeypatch):
 
 
 def test_time_before_a_resume_is_none_where_no_record_has_it(tmp_path):
-    assert seconds_so_far(tmp_path) == 0
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2, "seconds": null}\n')
-    assert seconds_so_far(tmp_path) == 0
+    assert seconds_until(tmp_path, 3) == 0
+    lines = ['{"step": 1}', '{"step": 2, "seconds": null}', '{"step": 4, "seconds": 9}', ""]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(lines))
+    assert (seconds_until(tmp_path, 3), seconds_until(tmp_path, 4)) == (0, 9)
+
+
+def several(first: bool, agree: Callable) -> SimpleNamespace:
+    """Make the group of one of two processes, the other of which changes no trits."""
+    return SimpleNamespace(
+        size=2, first=first, agree=agree, sum=lambda tensor: tensor, device=torch.device("cpu")
+    )
 
 
 def test_record_of_several_processes_is_of_all_of_them(options, tmp_path, monkeypatch):
@@ -354,9 +370,10 @@ def test_record_of_several_processes_is_of_all_of_them(options, tmp_path, monkey
     trainer, told, observer = trainer_of(options), [], Observer()
     observer.recorded = told.append
     for first in (True, False):
-        trainer.group = SimpleNamespace(size=2, first=first, agree=lambda *values: (111, 222))
+        trainer.group = several(first, lambda *values: (111, 222))
         loop = runs._Loop(trainer, tmp_path, {}, observer, None, None)
-        loop.losses = [trainer.train_step().clone() for _ in range(2)]
+        for _ in range(2):
+            loop._train_step()
         loop._record(None)
         lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
         assert len(lines) == 1  # the first process writes it, and all are told
@@ -373,10 +390,10 @@ def test_first_process_samples_and_all_end_by_the_signal_of_one(options, tmp_pat
         told, observer = [], Observer()
         observer.recorded = told.append
         agree = mock.Mock(return_value=(0, 0))
-        trainer.group = SimpleNamespace(size=2, first=first, agree=agree)
+        trainer.group = several(first, agree)
         loop = runs._Loop(trainer, tmp_path, {}, observer, None, None)
         assert not loop._is_stopped(SimpleNamespace(received=None))
-        loop.losses = [trainer.train_step().clone()]
+        loop._train_step()
         loop._after_step(trainer.step)
         assert [record.sample for record in told] == ["text" if first else None]
         agree.return_value = (signal.SIGTERM, 1)
@@ -470,7 +487,7 @@ def test_every_setting_that_decides_a_run_is_held_against_its_beginning(options)
     assert before.keys() == settings | of_model
     other = field_digests(new_config(**options | {"accum": 3, "compute": "bf16", "dim": 64}))
     changed = {name for name in before if before[name] != other[name]}
-    assert changed == {"accum", "compute", "model.dim"}
+    assert changed == {"accum", "compute", "model.stages"}
 
 
 def test_time_since_the_last_save_decides_when_to_save(options, tmp_path, monkeypatch):

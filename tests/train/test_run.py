@@ -40,7 +40,7 @@ from arbcli.train.directory import (
 )
 from arbcli.train.parallel.group import Group
 from arbcli.train.profiling import StepTrace
-from arbcli.train.record import Record, append_record, drop_records_after
+from arbcli.train.record import Record, append_record, keep_records
 from arbcli.train.run import Observer, accept_of, resume_run, start_run
 
 SMALL = {"dim": 32, "layers": 1, "heads": 2, "ffn": 48, "ctx": 16, "batch": 4}
@@ -306,11 +306,12 @@ def test_resumed_run_of_a_graph_ends_in_the_same_file(
     assert final(tmp_path / "stopped", 7) == final(tmp_path / "whole", 7)
     tensors = load_checkpoint(tmp_path / "whole" / "step-000007.safetensors").tensors
     moved = {"codebook.table.weight.usage", "knowledge.table.weight.usage"}
-    if options.model.graph:
+    iterated = options.model.main.memories.iterated
+    if iterated.edges:
         moved |= {f"moe_graph.edges.{part}" for part in ("source", "target", "sign", "score")}
-    if options.model.moe and options.model.moe_gate != "hash":
+    if iterated.experts and iterated.experts.gate != "hash":
         moved.add("moe_graph.experts.gate.balance")
-    if options.model.memgram:
+    if any(part.kind == "memgram" for part in options.model.beside):
         moved |= {"memgram.symbol", "memgram.strength"}
     for name in moved:
         assert tensors[name].any(), name
@@ -459,9 +460,9 @@ def test_records_are_cut_whole_or_not_at_all(damage, tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(Path, "replace", mock.Mock(side_effect=OSError(28, "No space left")))
         with pytest.raises(ArbError, match="No space left"):
-            drop_records_after(tmp_path, 1)
+            keep_records(tmp_path, lambda record: record["step"] <= 1)
     assert path.read_bytes() == before
-    drop_records_after(tmp_path, 1)
+    keep_records(tmp_path, lambda record: record["step"] <= 1)
     assert path.read_bytes() == b'{"step": 1}\n'
 
 
@@ -496,15 +497,26 @@ def test_two_starts_in_one_directory_cannot_overwrite_each_other(text, tmp_path,
     assert (run / "config.json").read_text().startswith("of another")
 
 
-def test_resume_of_a_finished_run_evaluates_again(text, tmp_path, device):
+def test_resume_of_a_finished_run_says_so_without_its_text_or_a_model(
+    text, tmp_path, device, monkeypatch
+):
     first = start_run(config(text, device), tmp_path / "run", Observer())
-    again = resume_run(tmp_path / "run", Observer())
-    assert again.val_loss == first.val_loss
-    assert again.sample == first.sample
+    Path(text).unlink()
+    monkeypatch.setattr(run_module, "Trainer", mock.Mock(side_effect=AssertionError))
+    observer = Observer()
+    observer.noted = mock.Mock()
+    again = resume_run(tmp_path / "run", observer)
+    assert again == dataclasses.replace(first, seconds=0.0, sample="")
+    (said,) = observer.noted.call_args.args
+    assert said == (
+        f"the run is finished: all 12 steps are done, held-out loss {first.val_loss:.4f} nats a"
+        f" byte; `--resume {tmp_path / 'run'} --steps N` continues it to step N"
+    )
 
 
-def test_resume_refuses_another_text(text, tmp_path, device):
-    start_run(config(text, device), tmp_path / "run", Observer())
+def test_resume_refuses_another_text(text, tmp_path, device, monkeypatch):
+    monkeypatch.setattr("arbcli.train.run.LOG_EVERY", 1)
+    start_run(config(text, device), tmp_path / "run", StopAt(1))
     Path(text).write_bytes(Path(text).read_bytes().replace(b"learn", b"adore"))
     with pytest.raises(ArbError, match="the text is not the one"):
         resume_run(tmp_path / "run", Observer())
@@ -519,12 +531,14 @@ def started(text, tmp_path, monkeypatch) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("field", "value"), [("lr", 0.5), ("steps", 13), ("warmup", 3), ("model.heads", 1)]
+    ("field", "value"), [("lr", 0.5), ("steps", 13), ("warmup", 3), ("model.stages", 1)]
 )
 def test_resume_refuses_a_configuration_that_was_changed(field, value, started):
     facts = json.loads((started / "config.json").read_text())
-    *of_model, name = field.split(".")
-    (facts["config"]["model"] if of_model else facts["config"])[name] = value
+    if field == "model.stages":
+        facts["config"]["model"]["stages"][0]["blocks"][0]["mixer"]["heads"] = value
+    else:
+        facts["config"][field] = value
     (started / "config.json").write_text(json.dumps(facts))
     with pytest.raises(ArbError, match=f"was changed since the run began: `{field}`"):
         resume_run(started, Observer())
@@ -544,7 +558,7 @@ FREE = {
 def test_change_of_any_other_setting_is_seen_by_its_name(field):
     given = config("text.txt", "cpu", steps=11)
     other = {
-        "model": dataclasses.replace(given.model, ffn=7), "data": ("a",), "val": ("b",),
+        "model": dataclasses.replace(given.model, ctx=7), "data": ("a",), "val": ("b",),
         "schedule": "wsd", "optimizer": "adamw", "compute": "other", "field": "c",
         "device": "cuda", "backend": "triton",
     }.get(field)  # fmt: skip
@@ -556,7 +570,7 @@ def test_change_of_any_other_setting_is_seen_by_its_name(field):
     before, now = field_digests(given), field_digests(changed)
     assert before.keys() == now.keys()
     seen = {name for name in now if before[name] != now[name]}
-    assert seen == (set() if field in FREE else {"model.ffn" if field == "model" else field})
+    assert seen == (set() if field in FREE else {"model.ctx" if field == "model" else field})
 
 
 def test_checkpoint_of_another_run_is_refused_by_field(started):
@@ -684,9 +698,10 @@ def test_train_stops_after_three_steps_without_finite_gradients(
     def poisoned(self):
         if self.step >= 5:
             self._graph = self._capture_at = None  # a replayed step would not see the poison
-            self.model.loss = lambda ids, targets: (
-                type(self.model).loss(self.model, ids, targets) * float("nan")
-            )
+            self.model.losses = lambda ids, targets: {
+                name: part * float("nan")
+                for name, part in type(self.model).losses(self.model, ids, targets).items()
+            }
         return loss_of(self)
 
     monkeypatch.setattr(Trainer, "train_step", poisoned)
@@ -784,7 +799,10 @@ def test_load_refuses_a_checkpoint_of_another_shape(text, tmp_path, device):
 
     saved = load_checkpoint(path)
     fields = {name: getattr(saved, name) for name in ("step", "counters", "data", "tensors")}
-    save_checkpoint(tmp_path, Checkpoint(config=saved.config | {"ffn": 64}, **fields))
+    (stage,) = saved.config["stages"]
+    blocks = [block | {"channel": block["channel"] | {"width": 64}} for block in stage["blocks"]]
+    wider = saved.config | {"stages": [stage | {"blocks": blocks}]}
+    save_checkpoint(tmp_path, Checkpoint(config=wider, **fields))
     with pytest.raises(ArbError, match=r"mlp\.gate_up"):
         load(tmp_path / path.name)
 

@@ -1,6 +1,6 @@
 """Take in one byte of a text: into the ring of the last bytes, and into the open entry.
 
-With the equations of `arbcli.model.blocks.compressed_attention`, for the byte at position p, which
+With the equations of `arbcli.model.parts.compressed_attention`, for the byte at position p, which
 is in place i = p mod m of entry j = p // m:
 
     ring[p mod W] = R_p n(r),  values[i] = v,  gates[i] = a

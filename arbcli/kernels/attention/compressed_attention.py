@@ -609,7 +609,7 @@ def _without_none(run):
 
 
 def _dense_attention(x: Tensor) -> Tensor:
-    """Attend to all bytes as `ByteLM` does, with as many products for each of them."""
+    """Attend to all bytes as dense attention does, with as many products for each of them."""
     q = x.view(*x.shape[:2], -1, 64)[:, :, :12].transpose(1, 2)
     return functional.scaled_dot_product_attention(q, q, q, is_causal=True)
 

@@ -1,8 +1,9 @@
 """The `native` backend's loops: `native.c`, compiled once on the machine that runs them.
 
 torch's own operations read and write a matrix some forty times where one pass over its rows is
-enough. A C compiler makes that pass in a second, for the instructions that this CPU has. What it
-made is kept in the user's cache. Without a compiler there is the `torch` backend.
+enough. A C compiler makes that pass in a second, for the instructions that this CPU has, or for
+those of the level that `ARB_NATIVE_LEVEL` names. What it made is kept in the user's cache. Without
+a compiler there is the `torch` backend.
 """
 
 import ctypes
@@ -22,6 +23,8 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor  # as torch's warning says
 
+from arbcli.errors import ArbError
+
 SOURCE = Path(__file__).with_name("native.c")
 COMPILERS = ("cc", "gcc", "clang")
 """What is looked for, unless the environment variable `CC` names one."""
@@ -33,6 +36,19 @@ FLAGS = (
 TUNING = {"x86_64": "-march=native", "amd64": "-march=native"}
 TUNING |= dict.fromkeys(("arm64", "aarch64"), "-mcpu=native")
 """What lets a compiler use all instructions of this CPU, by kind of machine."""
+LEVEL = "ARB_NATIVE_LEVEL"
+"""Environment variable that names a level to compile for, in place of this CPU."""
+LEVELS = {
+    "x86_64": {
+        "x86-64": "",
+        "x86-64-v2": "cx16 popcnt sse4_2 ssse3",
+        "x86-64-v3": "avx2 bmi2 f16c fma movbe",
+        "x86-64-v4": "avx512bw avx512cd avx512dq avx512vl",
+    },
+    "aarch64": {"armv8-a": ""},
+}
+"""Levels as compilers name them, by kind of machine, and the flags of a CPU that has each."""
+LEVELS |= {"amd64": LEVELS["x86_64"], "arm64": LEVELS["aarch64"]}
 COMPILE_SECONDS = 300
 NUMBERS = {int, bool, float, type(None)}
 """Types of arguments that go to a loop as they are."""
@@ -49,7 +65,11 @@ class _Missing(Exception):
 
 
 def available() -> bool:
-    """Tell whether the loops can run here; the first call may compile them."""
+    """Tell whether the loops can run here; the first call may compile them.
+
+    Raises:
+        ArbError: `ARB_NATIVE_LEVEL` names a level that this CPU does not have.
+    """
     return _library()[0] is not None
 
 
@@ -71,8 +91,9 @@ def _load() -> ctypes.CDLL:
     """Load what was compiled before, or compile it and keep it where that is possible."""
     if os.name != "posix":
         raise _Missing("it is for Linux and macOS")
-    command = [*_compiler(), *FLAGS, *_tuning()]
-    about = "\0".join([SOURCE.read_text(), *command, _cpu()])
+    level = _level()
+    command = [*_compiler(), *FLAGS, *([f"-march={level}"] if level else _tuning())]
+    about = "\0".join([SOURCE.read_text(), *command, "" if level else "\n".join(_cpu())])
     name = f"native-{hashlib.sha256(about.encode()).hexdigest()[:20]}.so"
     kept = cache_folder() / name
     if kept.is_file():
@@ -109,13 +130,38 @@ def _tuning() -> list[str]:
     return [flag] if flag else []
 
 
-def _cpu() -> str:
+def levels_here() -> list[str]:
+    """List the levels that this CPU has, the lowest first."""
+    flags = set(" ".join(_cpu()).split())
+    known = LEVELS.get(platform.machine().lower(), {})
+    return [name for name, needed in known.items() if flags.issuperset(needed.split())]
+
+
+def _level() -> str | None:
+    """Read the level to compile for; None is this CPU.
+
+    Raises:
+        ArbError: this CPU does not have it.
+    """
+    level = os.environ.get(LEVEL)
+    if not level:
+        return None
+    if level not in (here := levels_here()):
+        names = ", ".join(f"`{name}`" for name in here) or "none"
+        raise ArbError(
+            f"`{LEVEL}` is `{level}`, and the levels of this CPU are: {names}",
+            hint=f"set `{LEVEL}` to one of them, or unset it to use all instructions",
+        )
+    return level
+
+
+def _cpu() -> list[str]:
     """Tell this CPU from others that a shared cache may have been filled by."""
     with suppress(OSError):
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         about = [line for line in lines if line.startswith(("model name", "flags", "Features"))]
-        return "\n".join(dict.fromkeys(about))
-    return platform.platform() + platform.processor()
+        return list(dict.fromkeys(about))
+    return [platform.platform(), platform.processor()]
 
 
 def _compile(command: list[str]) -> None:

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 
-from arbcli.config.dense import ModelConfig
+from arbcli.config.site import Site
 from arbcli.kernels.rows.ternary_embedding import embedding_grad, embedding_rows
 from arbcli.model.layers.streamed import StreamedTensor, anchor
 
@@ -36,10 +36,10 @@ class TernaryEmbedding(nn.Module):
     """Look up rows of a packed ternary table."""
 
     def __init__(
-        self, num_embeddings: int, dim: int, config: ModelConfig, *, area: str, std: float = 1.0
+        self, num_embeddings: int, dim: int, site: Site, *, area: str, std: float = 1.0
     ) -> None:
         super().__init__()
-        self.weight = EmbeddingWeight(num_embeddings, dim, config, area=area, std=std)
+        self.weight = EmbeddingWeight(num_embeddings, dim, site, area=area, std=std)
 
     def forward(self, ids: Tensor, dtype: torch.dtype) -> Tensor:
         """Turn (...) int64 ids into (..., D) vectors of `dtype`."""

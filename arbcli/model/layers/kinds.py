@@ -5,14 +5,16 @@ from typing import NamedTuple
 
 from torch import Tensor, nn
 
-from arbcli.config.dense import VOCABULARY, ModelConfig
+from arbcli.config.model import VOCABULARY
+from arbcli.config.site import Site
 from arbcli.kernels.streams.stream_weights import stream_weights_torch
 from arbcli.model import baselines
 from arbcli.model.initial import head_std
 from arbcli.model.layers.embedding import TernaryEmbedding
+from arbcli.model.layers.expert_weight import ExpertWeight
 from arbcli.model.layers.linear import TernaryLinear
 from arbcli.model.layers.loss import cross_entropy
-from arbcli.model.layers.norm import TernaryGate, TernaryRMSNorm
+from arbcli.model.layers.norm import ClampedGate, TernaryGate, TernaryRMSNorm
 from arbcli.model.layers.rotary import rotary_norm
 from arbcli.model.layers.streams import mix_streams, stream_weights
 from arbcli.model.layers.vector import TernaryTaps, TernaryVector
@@ -26,43 +28,49 @@ class Layers(NamedTuple):
     embedding: type[nn.Module]
     norm: type[nn.Module]
     gate: type[nn.Module]
-    rotary_norm: Callable[..., tuple[Tensor, Tensor, Tensor]]
+    rotary_norm: Callable[[int, int], Callable[..., tuple[Tensor, Tensor, Tensor]]]
+    """Makes the function, or the module, of a context and a width of heads."""
     cross_entropy: Callable[[Tensor, Tensor], Tensor]
     vector: type[nn.Module]
     taps: type[nn.Module]
     stream_weights: Callable[..., tuple[Tensor, Tensor, Tensor]]
     mix_streams: Callable[..., Tensor]
+    clamped_gate: type[nn.Module]
+    expert_weight: type[nn.Module]
 
 
-def layers_for(config: ModelConfig) -> Layers:
+def layers_for(site: Site) -> Layers:
     """Choose the layers of the kind of weights that a configuration names."""
-    if config.weights == "ternary":
+    if site.weights == "ternary":
         return Layers(
-            TernaryLinear, TernaryEmbedding, TernaryRMSNorm, TernaryGate, rotary_norm,
-            cross_entropy, TernaryVector, TernaryTaps, stream_weights, mix_streams,
+            TernaryLinear, TernaryEmbedding, TernaryRMSNorm, TernaryGate, lambda *_: rotary_norm,
+            cross_entropy, TernaryVector, TernaryTaps, stream_weights, mix_streams, ClampedGate,
+            ExpertWeight,
         )  # fmt: skip
     return Layers(
         baselines.FloatLinear,
         baselines.FloatEmbedding,
         baselines.FloatRMSNorm,
         baselines.FloatGate,
-        baselines.FloatRotaryNorm(config),
+        baselines.FloatRotaryNorm,
         baselines.cross_entropy,
         baselines.FloatVector,
         baselines.FloatTaps,
         stream_weights_torch,
         baselines.mix_streams,
+        baselines.FloatClampedGate,
+        baselines.FloatExpertWeight,
     )
 
 
-def byte_head(config: ModelConfig) -> nn.Module:
+def byte_head(site: Site) -> nn.Module:
     """Make the linear layer that gives logits; it is never multiplied in eight bits."""
-    return layers_for(config).linear(
+    return layers_for(site).linear(
         VOCABULARY,
-        config.dim,
-        config,
+        site.dim,
+        site,
         area="head",
-        std=head_std(config.dim),
-        lr_factor=head_lr_factor(config),
+        std=head_std(site.dim),
+        lr_factor=head_lr_factor(site),
         in_eight_bits=False,
     )

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, library
 from torch.autograd import Function
 
-from arbcli.config.dense import ModelConfig
+from arbcli.config.site import Site
 from arbcli.kernels.attention.attend_parts import AttentionParts
 from arbcli.kernels.codec.decode_e4m3 import largest_exponents
 from arbcli.kernels.codec.decode_weight import decode_weights_triton
@@ -302,7 +302,7 @@ class TernaryLinear(Findable):
     Args:
         out_features: N.
         in_features: K.
-        config: of the model.
+        site: where it stands.
         area: the part of the model that the weights belong to.
         std: standard deviation of the weights at the start; None is `projection_std`.
         spread: of z at the start, as a share of the rule's; 0 is weights of zero, which grow.
@@ -317,7 +317,7 @@ class TernaryLinear(Findable):
         self,
         out_features: int,
         in_features: int,
-        config: ModelConfig,
+        site: Site,
         *,
         area: str,
         std: float | None = None,
@@ -329,9 +329,9 @@ class TernaryLinear(Findable):
         about = {
             "std": std or projection_std(in_features),
             "spread": spread,
-            "lr_factor": lr_factor or inner_lr_factor(config, config.direction),
+            "lr_factor": lr_factor or inner_lr_factor(site, site.direction),
         }
-        self.weight = LinearWeight(out_features, in_features, config, area=area, **about)
+        self.weight = LinearWeight(out_features, in_features, site, area=area, **about)
         self.weight.in_eight_bits = in_eight_bits
         self._arranged: Coded | ArrangedDigits | None = None
         self._decoded: Tensor | None = None
@@ -403,7 +403,7 @@ class TernaryLinear(Findable):
             gated: whether silu of the first half of the result multiplies the second; always the
                 same for a layer.
             added: what to add to the result, like it.
-            beside: a layer of the same config whose results, of the same rows, come behind; always
+            beside: a layer of the same site whose results, of the same rows, come behind; always
                 the same for a layer.
             early: whether the kernel after this one waits before it reads anything that a step
                 computes, so that it may begin before the kernel before this one has ended.

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from arbcli.config.dense import ModelConfig
+from arbcli.config.site import Site
 from arbcli.kernels.codec.decode_digits import decode_digits_torch
 from arbcli.kernels.codec.packed import Packed
 from arbcli.kernels.norm.gated_rms_norm import gated_rms_norm, gated_rms_norm_backward
@@ -30,8 +30,8 @@ class NormWeight(TernaryTensor):
     That is found out where they are set, never in a forward, which must not wait for the device.
     """
 
-    def __init__(self, dim: int, config: ModelConfig) -> None:
-        super().__init__(1, dim, config, area="norms", frozen=True)
+    def __init__(self, dim: int, site: Site) -> None:
+        super().__init__(1, dim, site, area="norms", frozen=True)
         self._versions_of_ones: list[int] | None = None
         self.register_load_state_dict_post_hook(_find_ones)
 
@@ -65,9 +65,9 @@ class TernaryRMSNorm(Findable):
     A norm is part of the linear layer behind it, which differentiates it: see `TernaryLinear`.
     """
 
-    def __init__(self, dim: int, config: ModelConfig) -> None:
+    def __init__(self, dim: int, site: Site) -> None:
         super().__init__()
-        self.weight = NormWeight(dim, config)
+        self.weight = NormWeight(dim, site)
 
     @torch.no_grad()
     def forward(self, x: Tensor) -> Tensor:
@@ -112,9 +112,9 @@ class TernaryGate(TernaryRMSNorm):
     linear layer behind it.
     """
 
-    def __init__(self, dim: int, config: ModelConfig, *, normalise: bool) -> None:
+    def __init__(self, dim: int, site: Site, *, normalise: bool) -> None:
         Findable.__init__(self)
-        self.weight = NormWeight(dim, config) if normalise else None
+        self.weight = NormWeight(dim, site) if normalise else None
 
     @classmethod
     @cache

@@ -21,6 +21,11 @@ def recompute_contexts() -> tuple[AbstractContextManager, AbstractContextManager
     return nullcontext(), _recomputed()
 
 
+def recomputing() -> bool:
+    """Return whether a backward is computing a forward again."""
+    return _recomputing
+
+
 @contextmanager
 def _recomputed() -> Iterator[None]:
     global _recomputing

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 
-from arbcli.config.dense import ModelConfig
+from arbcli.config.site import Site
 from arbcli.kernels.rows.table_rows import gather_rows, scatter_rows_
 from arbcli.kernels.rows.weighted_rows import (
     touched_rows,
@@ -35,9 +35,9 @@ class TableWeight(StreamedTensor):
     A further buffer, `usage`, (V, 1) int8, counts the steps that changed a row, up to 127.
     """
 
-    def __init__(self, num_rows: int, dim: int, config: ModelConfig, *, area: str) -> None:
+    def __init__(self, num_rows: int, dim: int, site: Site, *, area: str) -> None:
         about = {"std": projection_std(dim), "spread": SPARSE_SPREAD}
-        super().__init__(num_rows, dim, config, area=area, **about)
+        super().__init__(num_rows, dim, site, area=area, **about)
         self.declare("usage", torch.empty(num_rows, 1, dtype=torch.int8), "counters")
 
     def hand_on(self, sources: tuple[Any, ...], grad_y: Tensor) -> None:
@@ -93,13 +93,13 @@ class TernaryTable(nn.Module):
     Args:
         num_rows: V.
         dim: D.
-        config: of the model.
+        site: where it stands.
         area: the part of the model that the rows belong to.
     """
 
-    def __init__(self, num_rows: int, dim: int, config: ModelConfig, *, area: str) -> None:
+    def __init__(self, num_rows: int, dim: int, site: Site, *, area: str) -> None:
         super().__init__()
-        self.weight = TableWeight(num_rows, dim, config, area=area)
+        self.weight = TableWeight(num_rows, dim, site, area=area)
 
     def forward(self, ids: Tensor, weights: Tensor, dtype: torch.dtype) -> Tensor:
         """Add up weighted rows.

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 
-from arbcli.config.dense import ModelConfig
+from arbcli.config.site import Site
 from arbcli.directions.base import State
 from arbcli.kernels.codec.packed import HIGHEST_EXPONENT, LOWEST_EXPONENT, OCTAVE, Packed
 from arbcli.kernels.codec.packing import pack_trits
@@ -34,8 +34,8 @@ class ReadWeight(StreamedTensor):
 class VectorWeight(ReadWeight):
     """A packed vector whose first values are given, none of them zero."""
 
-    def __init__(self, values: Sequence[float], config: ModelConfig, *, area: str) -> None:
-        super().__init__(len(values), 1, config, area=area, direction=DIRECTION)
+    def __init__(self, values: Sequence[float], site: Site, *, area: str) -> None:
+        super().__init__(len(values), 1, site, area=area, direction=DIRECTION)
         self.values = tuple(values)
         # a forward reads it here, whatever it reads elsewhere
         self.of_training = tuple(name for name in self.of_training if name != "remainder")
@@ -118,13 +118,13 @@ class TernaryVector(_ReadWhole):
 
     Args:
         values: the first ones, none of them zero.
-        config: of the model.
+        site: where it stands.
         area: the part of the model that it belongs to.
     """
 
-    def __init__(self, values: Sequence[float], config: ModelConfig, *, area: str) -> None:
+    def __init__(self, values: Sequence[float], site: Site, *, area: str) -> None:
         super().__init__()
-        self.weight = VectorWeight(values, config, area=area)
+        self.weight = VectorWeight(values, site, area=area)
 
     def forward(self) -> Tensor:
         """Decode to (n,) float32; differentiable."""
@@ -138,14 +138,14 @@ class TernaryTaps(_ReadWhole):
     Args:
         channels: D.
         taps: W.
-        config: of the model.
+        site: where it stands.
         area: the part of the model that they belong to.
     """
 
-    def __init__(self, channels: int, taps: int, config: ModelConfig, *, area: str) -> None:
+    def __init__(self, channels: int, taps: int, site: Site, *, area: str) -> None:
         super().__init__()
         about = {"std": 1 / math.sqrt(taps), "direction": DIRECTION}
-        self.weight = ReadWeight(channels, taps, config, area=area, **about)
+        self.weight = ReadWeight(channels, taps, site, area=area, **about)
 
     def forward(self) -> Tensor:
         """Decode to (D, W) float32; differentiable."""

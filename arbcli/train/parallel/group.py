@@ -1,10 +1,11 @@
 """The processes of a run: who they are, and what they tell each other.
 
-`torchrun` starts them and says in the environment which is which. Tensors on a GPU travel by NCCL,
-those on a CPU by gloo. Whatever is added up here is integers, so that no order matters.
+Tensors on a GPU travel by NCCL, those on a CPU by gloo. Where all processes are on one machine both
+use its loopback interface. Whatever is added up here is integers, so that no order matters.
 """
 
 import os
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from threading import Thread
@@ -16,12 +17,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from arbcli.errors import ArbError
+from arbcli.train.parallel.launch import this_process
+from arbcli.train.parallel.rendezvous import SAME, meet
 
-STARTED_BY_TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-
+LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
+INTERFACES = {"GLOO_SOCKET_IFNAME": LOOPBACK, "NCCL_SOCKET_IFNAME": f"={LOOPBACK}"}
+"""Environment variables that choose the interface; with `=` NCCL takes the name exactly."""
 CPU = torch.device("cpu")
 ABORT_SECONDS = 15
-SAME = "start all of them with the same arguments, files and versions"
 
 
 class Group:
@@ -235,20 +238,16 @@ def explained_loss() -> Iterator[None]:
         ) from error
 
 
-def started_by_torchrun() -> bool:
-    """Tell whether the environment says that this process is one of several."""
-    return all(name in os.environ for name in STARTED_BY_TORCHRUN)
-
-
 def own_device(place: torch.device) -> torch.device:
     """Find the device of this process: of several, each has a GPU of its own.
 
     Raises:
         ArbError: there are fewer GPUs than processes.
     """
-    if place.type != "cuda" or not started_by_torchrun():
+    here = this_process()
+    if place.type != "cuda" or here.size == 1:
         return place
-    index, there = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
+    index, there = here.local_rank, torch.cuda.device_count()
     if index >= there:
         raise ArbError(
             f"process {index} of this machine has no GPU: there are {there}",
@@ -259,25 +258,28 @@ def own_device(place: torch.device) -> torch.device:
 
 
 @contextmanager
-def joined(device: torch.device) -> Iterator[Group]:
-    """Join the processes that `torchrun` has started; a process alone is a group of one.
+def joined(device: torch.device, command: str) -> Iterator[Group]:
+    """Join the processes that were started together; a process alone is a group of one.
 
     Args:
         device: of the tensors that travel.
+        command: what this process is about to do, which must be the same in all.
 
     Raises:
-        ArbError: there is no such GPU here, or the others do not come.
+        ArbError: there is no such GPU here, the others do not come, or they do something else.
     """
-    if not started_by_torchrun() or os.environ["WORLD_SIZE"] == "1":
+    place = this_process()
+    if place.size == 1:
         yield Group(device=device)
         return
-    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    about: dict[str, Any] = {"backend": "gloo"}
+    if place.one_machine:
+        os.environ |= INTERFACES
+    about: dict[str, Any] = {"backend": "gloo", "rank": place.rank, "world_size": place.size}
     if device.type == "cuda":
-        about = {"backend": "cpu:gloo,cuda:nccl", "device_id": device}
+        about |= {"backend": "cpu:gloo,cuda:nccl", "device_id": device}
     with explained_loss():
-        dist.init_process_group(rank=rank, world_size=size, **about)
-    group = Group(rank, size, device)
+        dist.init_process_group(store=meet(place, command), **about)
+    group = Group(place.rank, place.size, device)
     try:
         yield group
     except BaseException:

@@ -1,35 +1,174 @@
-"""`torchrun` on this machine without its tracebacks: what is wrong, a process has said.
+"""Start the processes of a run on this machine, and find which of them this one is.
 
-    python -m arbcli.train.parallel.launch NUMBER WORD...
-
-starts `arb WORD...` so many times, and ends with the exit code of the first process that failed.
+They meet at a file in a folder that no other user can read, and end when the launcher ends.
 """
 
-import logging
+import ctypes
 import os
+import signal
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Mapping, Sequence
+from functools import partial
+from hashlib import sha256
+from pathlib import Path
+from subprocess import Popen
+from tempfile import TemporaryDirectory
+from typing import NamedTuple
+
+from arbcli.errors import ArbError
+from arbcli.signals import RememberedSignal
+
+STORE = "ARB_STORE"
+"""Environment variable: path of the file at which processes meet that `launch` has started."""
+RANKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+MASTER = ("MASTER_ADDR", "MASTER_PORT")
+"""Environment variables that `torchrun` sets: which process this is, and where they meet."""
+LOCAL_HOSTS = ("localhost", "127.0.0.1", "::1")
+POLL_SECONDS = 0.05
+ASK_SECONDS, KILL_SECONDS = 2, 30
+"""After one process has failed, until others are asked to end, and until they are killed."""
+PR_SET_PDEATHSIG = 1
+"""Option of Linux's prctl: the signal that a process gets when its parent ends."""
 
 
-def main(words: Sequence[str]) -> int:
-    """Start the processes, wait for them, and return an exit code."""
-    os.environ.setdefault("OMP_NUM_THREADS", "1")  # which torchrun would set, and say so at length
-    from torch.distributed.elastic.multiprocessing.api import SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.run import parse_args, run
+class Place(NamedTuple):
+    """Which one of several processes this is; the defaults are those of one alone."""
 
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
-    number, *command = words
-    start = ["--standalone", "--nproc-per-node", number, "-m", "arbcli", *command]
+    rank: int = 0
+    size: int = 1
+    local_rank: int = 0
+    """Among those of this machine."""
+    one_machine: bool = True
+    """Whether all processes are on this machine."""
+
+
+class Failure(NamedTuple):
+    """The process that failed first."""
+
+    rank: int
+    code: int
+    """Its exit code; of one that a signal has ended, the number of the signal, negative."""
+
+
+def this_process(environment: Mapping[str, str] = os.environ) -> Place:
+    """Find which process this is, as `launch` or `torchrun` says it in the environment.
+
+    Raises:
+        ArbError: a variable is not a number, or is out of range.
+    """
+    where = (STORE,) if STORE in environment else MASTER
+    if not all(name in environment for name in (*RANKS, *where)):
+        return Place()
+    size = number_in(environment, "WORLD_SIZE", 1)
+    rank = number_in(environment, "RANK", 0, size - 1)
+    local_rank = number_in(environment, "LOCAL_RANK", 0, size - 1)
+    one_machine = environment.get("LOCAL_WORLD_SIZE") == str(size)
+    one_machine |= environment.get("MASTER_ADDR") in LOCAL_HOSTS
+    return Place(rank, size, local_rank, one_machine)
+
+
+def number_in(environment: Mapping[str, str], name: str, least: int, most: int = 2**31 - 1) -> int:
+    """Read a whole number from an environment variable.
+
+    Raises:
+        ArbError: it is not a number, or is out of range.
+    """
+    text = environment[name]
+    number = int(text) if text.isascii() and text.isdigit() and len(text) < 12 else -1
+    if not least <= number <= most:
+        raise ArbError(
+            f"the environment variable `{name}` is `{text}`",
+            hint=f"set it to a whole number from {least} to {most}",
+        )
+    return number
+
+
+def launch(command: Sequence[str], number: int) -> Failure | None:
+    """Run a command in several processes of this machine, and wait for them.
+
+    The first signal that asks to stop is forwarded to all, which may then take their time. A second
+    one kills them.
+
+    Args:
+        command: program and arguments.
+        number: of processes.
+
+    Returns:
+        The one that failed first, None if none did.
+
+    Raises:
+        Interrupted: a second signal came.
+    """
+    processes: list[Popen] = []
+    with TemporaryDirectory(prefix="arb-") as folder, RememberedSignal() as stop:
+        shared = {"WORLD_SIZE": str(number), "LOCAL_WORLD_SIZE": str(number)}
+        shared |= {STORE: str(Path(folder) / "store")}
+        try:
+            for rank in range(number):
+                own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+                processes.append(_start(command, shared | own))
+            return _first_failure(processes, stop)
+        finally:
+            for process in processes:
+                process.kill()
+            for process in processes:
+                process.wait()
+
+
+def is_said(message: str) -> bool:
+    """Tell whether a process of the same `launch` has printed this error, and note that one has."""
+    if STORE not in os.environ:
+        return False
+    name = sha256(message.encode(errors="backslashreplace")).hexdigest()
     try:
-        run(parse_args(start))
-    except ChildFailedError as error:
-        _, first = error.get_first_failure()
-        return first.exitcode if first.exitcode > 0 else 128 - first.exitcode  # as a shell has it
-    except SignalException as error:
-        return 128 + error.sigval
-    return 0
+        Path(os.environ[STORE]).with_name(name).touch(exist_ok=False)
+    except FileExistsError:
+        return True
+    except OSError:  # a full disk: printed twice is better than never
+        return False
+    return False
 
 
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+def _start(command: Sequence[str], about: dict[str, str]) -> Popen:
+    """Start one process, in a session of its own: signals of the terminal reach the launcher."""
+    environment = {"OMP_NUM_THREADS": "1"} | os.environ | about
+    first = None
+    if sys.platform == "linux":
+        first = partial(_end_with, os.getpid(), ctypes.CDLL(None).prctl)
+    return Popen(command, env=environment, start_new_session=True, preexec_fn=first)
+
+
+def _end_with(parent: int, prctl: ctypes._CFuncPtr) -> None:
+    """Have the kernel kill this process when its parent ends, even by SIGKILL."""
+    prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it ended before the call
+        os._exit(1)
+
+
+def _first_failure(processes: Sequence[Popen], stop: RememberedSignal) -> Failure | None:
+    """Wait until all have ended, or until `KILL_SECONDS` after one has failed."""
+    running, failure = dict(enumerate(processes)), None
+    forwarded = asked = False
+    while running:
+        if stop.received and not forwarded:
+            forwarded = True
+            for process in running.values():
+                process.send_signal(stop.received)
+        ended = {rank: code for rank, each in running.items() if (code := each.poll()) is not None}
+        for rank in ended:
+            del running[rank]
+        if failure is None and any(ended.values()):
+            # negative codes first: a killed process fails before those that lose it
+            code, rank = min((code, rank) for rank, code in ended.items() if code)
+            failure, failed_at = Failure(rank, code), time.monotonic()
+        if failure is not None:
+            seconds = time.monotonic() - failed_at
+            if seconds > KILL_SECONDS:
+                break
+            if seconds > ASK_SECONDS and not asked:
+                asked = True
+                for process in running.values():
+                    process.terminate()
+        time.sleep(POLL_SECONDS if running else 0)
+    return failure

@@ -545,9 +545,10 @@ class SharedUpdater:
 
     # what is counted
 
-    def take_flips(self) -> int:
-        """Count the trits that changed since the last call, of all processes."""
-        return int(self.group.sum(torch.tensor([self.updates.take_flips()], device=self.device)))
+    @property
+    def flips(self) -> Tensor:
+        """Trits of this process's tensors that changed, as `Updater.flips` counts them."""
+        return self.updates.flips
 
     def counters(self) -> dict[str, int]:
         """Count as `Updater.counters` does, of all processes."""

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from arbcli.config.dense import SCALE_TYPES
+from arbcli.config.site import SCALE_TYPES
 from arbcli.kernels.codec.decode_digits import decode_digits_reference
 from arbcli.kernels.codec.packed import random_packed
 from arbcli.kernels.rows.ternary_embedding import (

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.nn.functional import embedding_bag
 
-from arbcli.config.dense import SCALE_TYPES
+from arbcli.config.site import SCALE_TYPES
 from arbcli.kernels.codec.decode_digits import decode_digits_reference
 from arbcli.kernels.codec.packed import Packed, random_packed
 from arbcli.kernels.codec.packing import pack_trits_reference

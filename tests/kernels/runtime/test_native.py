@@ -4,6 +4,8 @@ What they compute is compared with the references in `test_every_kernel.py`.
 """
 
 import os
+import platform
+from pathlib import Path
 
 import pytest
 import torch
@@ -92,6 +94,78 @@ def test_bits_do_not_depend_on_the_number_of_threads(spec, monkeypatch):
             found.append(as_tuple(spec.native(*copies(inputs))))
     for one, *others in zip(*found, strict=True):
         assert all(torch.equal(one, other) for other in others)
+
+
+def compiled_now() -> dict[str, tuple]:
+    """Compile the loops, and compute the outputs of every kernel that has one, by its name."""
+    native._library.cache_clear()
+    assert native.available()
+    found = {}
+    for spec in KERNELS:
+        if spec.native:
+            inputs = DRAWINGS[spec.name].draw(Dice(1, CPU, torch.float32), 32, 67, 131, 161)
+            with use_backend("native"):
+                found[spec.name] = as_tuple(spec.native(*inputs))
+    return found
+
+
+@compiled
+@pytest.mark.skipif(platform.machine().lower() not in native.LEVELS, reason="it has no levels")
+def test_bits_do_not_depend_on_the_instruction_set(afresh, monkeypatch):
+    monkeypatch.delenv(native.LEVEL, raising=False)
+    of_this_cpu = compiled_now()
+    lowest = next(iter(native.LEVELS[platform.machine().lower()]))
+    monkeypatch.setenv(native.LEVEL, lowest)
+    of_lowest = compiled_now()
+    assert len(list(afresh.iterdir())) == 2
+    for name, outputs in of_this_cpu.items():
+        for one, other in zip(outputs, of_lowest[name], strict=True):
+            assert torch.equal(one, other), name
+
+
+@compiled
+@pytest.mark.parametrize(
+    ("level", "flags", "command", "per_cpu"),
+    [
+        (None, "fma", ["-march=native"], True),
+        ("x86-64", "fma", ["-march=x86-64"], False),
+        ("x86-64-v3", "avx2 bmi2 f16c fma movbe", ["-march=x86-64-v3"], False),
+    ],
+)
+def test_loops_are_compiled_for_the_level_that_is_asked_for(
+    level, flags, command, per_cpu, afresh, monkeypatch
+):
+    """A level's library serves every CPU that shares the cache; one of this CPU does not."""
+    commands = []
+
+    def refused(given):
+        commands.append(given)
+        raise native._Missing("that is enough")
+
+    monkeypatch.setattr(native, "_compile", refused)
+    monkeypatch.setattr(platform, "machine", lambda: "x86_64")
+    if level:
+        monkeypatch.setenv(native.LEVEL, level)
+    else:
+        monkeypatch.delenv(native.LEVEL, raising=False)
+    for model in "one", "other":
+        monkeypatch.setattr(native, "_cpu", lambda model=model: [model, f"flags : {flags}"])
+        native._library.cache_clear()
+        assert native.why_not() == "that is enough"
+    first, second = commands
+    assert [word for word in first if word.startswith("-m")] == command
+    names = {Path(given[given.index("-o") + 1]).name for given in (first, second)}
+    assert len(names) == 1 + per_cpu
+
+
+@pytest.mark.parametrize("level", ["x86-64-v3", "armv8-a", "none such"])
+def test_level_that_this_cpu_does_not_have_is_refused(level, afresh, monkeypatch):
+    monkeypatch.setenv(native.LEVEL, level)
+    monkeypatch.setattr(platform, "machine", lambda: "x86_64")
+    monkeypatch.setattr(native, "_cpu", lambda: ["flags : avx2 cx16 popcnt sse4_2 ssse3"])
+    with pytest.raises(ArbError, match=f"is `{level}`, and the levels of this CPU") as refused:
+        default_backend(CPU)
+    assert str(refused.value).endswith(": `x86-64`, `x86-64-v2`")
 
 
 @compiled

@@ -6,10 +6,10 @@ from marks import mostly_slow
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from arbcli.config.presets import preset
-from arbcli.model.dense import Block
 from arbcli.model.layers import linear
 from arbcli.model.layers.compiled import find
 from arbcli.model.packed import TernaryTensor
+from arbcli.model.stack import Block
 from arbcli.train.updater import Updater
 
 SHAPE = {"dim": 32, "layers": 2, "heads": 2, "ffn": 48, "ctx": 8}
@@ -19,7 +19,8 @@ class Stack:
     """Two blocks with an updater, whose weights step in the backward."""
 
     def __init__(self, **given) -> None:
-        self.blocks = [Block(preset("tiny", **SHAPE, **given)) for _ in range(2)]
+        config = preset("tiny", **SHAPE, **given)
+        self.blocks = [Block(block, config.site()) for block in config.main.blocks]
         self.tensors = [
             part
             for block in self.blocks
@@ -39,7 +40,7 @@ class Stack:
         y = x
         self.updater.begin(step, 1.0)
         for block in self.calls:
-            y = block(y)
+            y = block(y).x
         y.square().sum().backward()
         return y.detach(), x.grad
 
@@ -70,7 +71,7 @@ def test_compiler_takes_a_block_whole_once_for_all_of_them(sub_norms):
     assert not equal(before, plain.state())
     with torch.no_grad():
         x = torch.randn(2, 8, 32)
-        assert torch.equal(compiled.calls[0](x), plain.blocks[0](x))
+        assert torch.equal(compiled.calls[0](x).x, plain.blocks[0](x).x)
     assert all(tensor._awaited == 0 for tensor in compiled.updater.tensors)
 
 

@@ -9,12 +9,13 @@ from torch.utils.checkpoint import checkpoint
 from arbcli.config.presets import preset
 from arbcli.kernels.matmul.ternary_matmul import FUSED_ROWS
 from arbcli.model.baselines import FloatLinear, FloatRMSNorm, FloatWeight, rotate
-from arbcli.model.dense import RECOMPUTE, ByteLM
+from arbcli.model.language_model import LanguageModel
 from arbcli.model.layers import linear as linear_module
 from arbcli.model.layers.embedding import TernaryEmbedding
 from arbcli.model.layers.linear import TernaryLinear
 from arbcli.model.layers.norm import TernaryGate, TernaryRMSNorm
 from arbcli.model.layers.rotary import rotary_table
+from arbcli.model.stack import RECOMPUTE
 
 TINY = {"dim": 32, "layers": 2, "heads": 2, "ffn": 48, "ctx": 16}
 
@@ -25,8 +26,8 @@ def linear(out_features=24, in_features=33) -> TernaryLinear:
     return layer
 
 
-def model(**options) -> ByteLM:
-    lm = ByteLM(preset("tiny", **TINY, **options), torch.float32)
+def model(**options) -> LanguageModel:
+    lm = LanguageModel(preset("tiny", **TINY, **options), torch.float32)
     lm.initialise(0)
     return lm
 
@@ -240,7 +241,7 @@ def test_model_gradients_equal_autograd_through_decoded_weights():
     """The whole model against a float twin that is given the same weights."""
     lm = model()
     grads = collect(lm)
-    twin = ByteLM(preset("tiny", **TINY, weights="float"), torch.float32)
+    twin = LanguageModel(preset("tiny", **TINY, weights="float"), torch.float32)
     with torch.no_grad():
         for name, weight in twin.weights().items():
             weight.latent.copy_(lm.weights()[name].weight(torch.float32))
@@ -275,7 +276,7 @@ def test_rotation_is_undone_by_its_inverse():
 @pytest.mark.parametrize("weights", ["ternary", "float", "ste"])
 def test_model_has_the_weights_of_its_preset(weights):
     with torch.device("meta"):
-        lm = ByteLM(preset("tiny", weights=weights))
+        lm = LanguageModel(preset("tiny", weights=weights))
     count = sum(
         part.num_weights if weights == "ternary" else part.latent.numel()
         for part in lm.weights().values()
@@ -285,7 +286,7 @@ def test_model_has_the_weights_of_its_preset(weights):
 
 
 def test_ste_twin_multiplies_by_three_values():
-    lm = ByteLM(preset("tiny", **TINY, weights="ste"), torch.float32)
+    lm = LanguageModel(preset("tiny", **TINY, weights="ste"), torch.float32)
     lm.initialise(0)
     assert lm.blocks[0].mlp.output.weight.weight(torch.bfloat16).unique().numel() == 3
 

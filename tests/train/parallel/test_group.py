@@ -10,6 +10,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from processes import environment
 
 from arbcli.config.presets import preset
 from arbcli.config.training import MOST_PARTS, WIRES
@@ -19,7 +20,7 @@ from arbcli.model.layers.table import TableWeight
 from arbcli.rules import stage_rule
 from arbcli.train.parallel import group as groups
 from arbcli.train.parallel import owners
-from arbcli.train.parallel.group import Group, own_device, started_by_torchrun
+from arbcli.train.parallel.group import Group, own_device
 from arbcli.train.parallel.owners import SUMS, cost, deal_out, kept, plan, rounded_up, told
 from arbcli.train.parallel.replicas import Replicas
 from arbcli.train.parallel.shared_updater import next_exponents, part_limit, sums_for
@@ -117,19 +118,14 @@ def test_process_that_differs_is_named_with_what_differs(monkeypatch):
 
 def test_each_process_has_a_gpu_of_its_own(monkeypatch):
     about = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "MASTER_ADDR": "a"}
-    for name in groups.STARTED_BY_TORCHRUN:
-        monkeypatch.delenv(name, raising=False)
     cpu, cuda = torch.device("cpu"), torch.device("cuda")
     chosen = []
     monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    assert not started_by_torchrun()
-    assert own_device(cuda) == cuda
     for name, value in about.items():
         monkeypatch.setenv(name, value)
-    assert not started_by_torchrun()
+    assert own_device(cuda) == cuda  # nothing says where they meet
     monkeypatch.setenv("MASTER_PORT", "1")
-    assert started_by_torchrun()
     assert (own_device(cpu), own_device(cuda)) == (cpu, torch.device("cuda:1"))
     assert chosen == [1]
     monkeypatch.setenv("LOCAL_RANK", "2")
@@ -142,10 +138,10 @@ def test_each_process_has_a_gpu_of_its_own(monkeypatch):
 
 def test_process_that_is_started_alone_is_a_group_of_one(monkeypatch):
     monkeypatch.setattr(dist, "init_process_group", lambda **_: pytest.fail("joined"))
-    for name in groups.STARTED_BY_TORCHRUN:
-        monkeypatch.setenv(name, "1")
+    for name, value in environment(0, 1, 1).items():
+        monkeypatch.setenv(name, value)
     device = torch.device("cuda", 1)
-    with groups.joined(device) as group:
+    with groups.joined(device, "train") as group:
         assert (group.rank, group.size, group.device) == (0, 1, device)
 
 

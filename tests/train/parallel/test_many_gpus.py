@@ -7,6 +7,7 @@ import sys
 
 import pytest
 import torch
+from marks import on_gpus
 from processes import in_processes
 
 from arbcli.checkpoint import tensor_digest
@@ -17,16 +18,9 @@ from arbcli.train.trainer import EAGER_STEPS, Trainer
 
 SHAPE = {"dim": 64, "layers": 2, "heads": 2, "ffn": 96, "ctx": 32, "batch": 2, "accum": 4}
 STEPS = EAGER_STEPS + 3
+SIZES = [pytest.param(size, marks=on_gpus(size)) for size in (2, 4)]
 TIMEOUT = 600
 """Seconds; a command that hangs shall not hang all."""
-
-
-def needs_gpus(size: int) -> pytest.MarkDecorator:
-    there = torch.cuda.device_count()
-    return pytest.mark.skipif(there < size, reason=f"needs {size} GPUs, and there are {there}")
-
-
-SIZES = [pytest.param(size, marks=[pytest.mark.gpu, needs_gpus(size)]) for size in (2, 4)]
 
 
 @pytest.fixture
@@ -81,7 +75,7 @@ def arb(*words: str) -> None:
     ("size", "device"),
     [
         pytest.param(2, "cpu", marks=pytest.mark.slow),
-        *(pytest.param(size, "cuda", marks=[pytest.mark.gpu, needs_gpus(size)]) for size in (2, 4)),
+        *(pytest.param(size, "cuda", marks=on_gpus(size)) for size in (2, 4)),
     ],
 )
 def test_command_ends_and_its_run_goes_on_with_another_number(size, device, text, tmp_path):

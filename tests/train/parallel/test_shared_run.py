@@ -9,11 +9,12 @@ from processes import in_processes
 from arbcli.checkpoint import tensor_digest
 from arbcli.data import open_texts
 from arbcli.errors import ArbError
-from arbcli.model.blocks import experts
+from arbcli.model.layers import expert_weight
 from arbcli.model.packed import StateModule
 from arbcli.train.configure import new_config
 from arbcli.train.parallel import owners
 from arbcli.train.parallel.group import Group
+from arbcli.train.recent import RecentSteps
 from arbcli.train.schedule import fade_growth, learning_rate
 from arbcli.train.trainer import Trainer
 
@@ -34,12 +35,15 @@ def trained(group, texts, given, steps, checkpoint=None):
     trainer = Trainer(new_config(**(DECIDED | given)), texts, group=group)
     if checkpoint is not None:
         trainer.restore(checkpoint)
-    losses = [float(trainer.train_step()) for _ in range(steps)]
+    recent = RecentSteps(group, {})
+    for _ in range(steps):
+        recent.add(trainer.train_step(), trainer.updater.flips)
+        recent.last(1)
     trainer.check_agreement()
-    losses.append(trainer.evaluate(num_batches=4))
-    saved, flips = trainer.checkpoint("text"), trainer.updater.take_flips()
+    saved, figures = trainer.checkpoint("text"), recent.as_json()
+    losses = [*figures["losses"], trainer.evaluate(num_batches=4)]
     digests = {n: tensor_digest(n, part) for n, part in saved.tensors.items()}
-    return digests, losses, (saved.counters, flips), trainer.shared.bytes_a_weight()
+    return digests, losses, (saved.counters, figures["flips"]), trainer.shared.bytes_a_weight()
 
 
 def assert_the_same(texts, given, sizes, steps=2):
@@ -84,7 +88,7 @@ def test_every_buffer_that_a_step_changes_is_told(texts, small_graph, monkeypatc
 
     Gradients of experts come one at a time here, each in a message of its own.
     """
-    monkeypatch.setattr(experts, "WEIGHTS_AT_ONCE", 1)
+    monkeypatch.setattr(expert_weight, "WEIGHTS_AT_ONCE", 1)
     monkeypatch.setattr(owners, "BUCKET_WEIGHTS", 1)
     given = small_graph | {"memgram": True, "batch": 2, "accum": 2, "direction": "factored"}
     after = assert_the_same(texts, given, (2,), steps=1)

@@ -1,0 +1,36 @@
+"""The parts of a model, as a table that is indented like a tree."""
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from rich.table import Table
+
+from arbcli.output import table
+
+if TYPE_CHECKING:
+    from arbcli.inspect.parts import PartReport
+
+COLUMNS = ["part", "kind", "shape", "weights", "MB", "lr factor"]
+
+
+def parts_table(parts: Iterable["PartReport"]) -> Table:
+    """Lay out the parts of a model, those inside of one below it."""
+    rows = [
+        [
+            _name(part),
+            part.kind,
+            part.shape,
+            f"{part.weights:,}",
+            f"{part.bytes / 1e6:,.2f}",
+            ", ".join(f"{factor:.3g}" for factor in part.lr_factors),
+        ]
+        for part in parts
+    ]
+    return table("Parts: sizes of equal blocks are added up", COLUMNS, rows, left=3)
+
+
+def _name(part: "PartReport") -> str:
+    names = part.path.split(".")
+    own = ".".join(names[-2:]) if names[-1][0].isdigit() else names[-1]
+    name, repeated = own.replace(".", " "), part.kind == "block" and part.count > 1
+    return f"{'  ' * part.depth}{name}" + (f" ({part.count} x)" if repeated else "")

@@ -1,0 +1,355 @@
+"""A language model as a value: embedding, stages of blocks, head, and how weights are stored.
+
+A stage is a list of blocks on a stream of some width. An outer stage cuts its positions into
+chunks, which are the positions of the stage inside it; its blocks stand around that: `before`
+encode positions, `after` decode them. The last stage is the innermost, and has `blocks`.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+
+from arbcli.config.checks import check_at_least, check_at_most, check_choice, check_fields
+from arbcli.config.parts import BESIDE, CHANNELS, MIXERS, PartConfig
+from arbcli.config.parts.chunking import ChunkingConfig
+from arbcli.config.parts.memories import MemoriesConfig
+from arbcli.config.parts.mlp import MLPConfig
+from arbcli.config.site import SCALE_TYPES, Site
+from arbcli.directions import DIRECTIONS
+from arbcli.errors import ArbError
+from arbcli.rules import DIGITS, FADED, FADING, RULES, WITH_DIGITS
+
+VOCABULARY = 256
+"""Every byte is a symbol."""
+WEIGHTS = ("ternary", "float", "ste")
+STREAMS = (1, 2, 4, 8)
+MOST_BLOCKS = 1024
+"""Of a list of blocks."""
+MOST_OUTER_STAGES = 8
+MOST = 2**20
+"""Of a width, or a context."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockConfig:
+    """What a block adds to the stream: a mixer of positions, then a channel mixer; one may be None.
+
+    Each stands behind a norm of its own.
+    """
+
+    mixer: PartConfig | None = None
+    """Of `arbcli.config.parts.MIXERS`."""
+    channel: PartConfig | None = None
+    """Of `arbcli.config.parts.CHANNELS`."""
+
+    def __post_init__(self) -> None:
+        """Check that there is a part.
+
+        Raises:
+            ArbError: there is none.
+        """
+        check_fields(self)
+        for name, known in (("mixer", MIXERS), ("channel", CHANNELS)):
+            part = getattr(self, name)
+            if part is not None:
+                check_choice(name, part.kind, known)
+        if not self.parts:
+            raise ArbError(
+                "a block has neither mixer nor channel mixer", hint="leave the block out"
+            )
+
+    @property
+    def parts(self) -> tuple[PartConfig, ...]:
+        """The parts that there are, in their order."""
+        return tuple(part for part in (self.mixer, self.channel) if part)
+
+
+Blocks = tuple[BlockConfig, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageConfig:
+    """Blocks on a stream of one width."""
+
+    dim: int
+    """Width of the stream."""
+    streams: int = 1
+    """Residual streams, one of `STREAMS`; several are mixed by hyper-connections."""
+    blocks: Blocks = ()
+    """Of the innermost stage."""
+    before: Blocks = ()
+    """Encoder of an outer stage."""
+    after: Blocks = ()
+    """Decoder of an outer stage."""
+    chunking: ChunkingConfig | None = None
+    """Of an outer stage."""
+    memories: MemoriesConfig | None = None
+    """Of the innermost stage; they stand between two of its blocks."""
+    router: bool = False
+    """Whether the result is mixed with the stream as it began, and with each codebook's result."""
+
+    def __post_init__(self) -> None:
+        """Check sizes, and that the parts belong to one kind of stage.
+
+        Raises:
+            ArbError: a value does not fit.
+        """
+        check_fields(self)
+        check_at_least("dim", self.dim)
+        check_at_most("dim", self.dim, MOST)
+        check_choice("streams", self.streams, STREAMS)
+        for name in ("blocks", "before", "after"):
+            check_at_most("layers", len(getattr(self, name)), MOST_BLOCKS)
+        if self.chunking and (self.blocks or self.memories or self.router):
+            raise ArbError(
+                "a stage with chunking has `blocks`, `memories` or a `router`",
+                hint="move them to the innermost stage; here are `before` and `after`",
+            )
+        if not self.chunking and (self.before or self.after):
+            raise ArbError(
+                "a stage without chunking has blocks `before` or `after`",
+                hint="add `chunking`, or name the blocks `blocks`",
+            )
+        if self.streams > 1 and (self.memories or self.router):
+            raise ArbError(
+                "codebooks, iterated experts and the router read one residual stream",
+                hint="use `streams = 1` in their stage",
+                fields=("streams",),
+            )
+        if self.memories and self.memories.place > len(self.blocks):
+            raise ArbError(
+                f"`place` of the memories is {self.memories.place}, of {len(self.blocks)} blocks",
+                hint="use at most the number of blocks",
+                fields=("place",),
+            )
+
+    @property
+    def lists(self) -> tuple[Blocks, ...]:
+        """The lists of blocks that there are."""
+        return (self.before, self.after) if self.chunking else (self.blocks,)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelConfig:
+    """A language model over bytes, and how its weights are stored."""
+
+    ctx: int
+    """Context in bytes that the model is trained on."""
+    stages: tuple[StageConfig, ...]
+    """The outermost first; all but the last have `chunking`."""
+    beside: tuple[PartConfig, ...] = ()
+    """What is added to the embedding: of `arbcli.config.parts.BESIDE`."""
+    head: MLPConfig | None = None
+    """A gated MLP before the linear head; None is the linear head alone."""
+    scale_type: str = "T32"
+    """How many weights share a scale: a name of `SCALE_TYPES`."""
+    rule: str = "moment"
+    """The update rule, which decides what is stored beside the trits."""
+    digits: str = "trit"
+    """What a weight is: the `trit`, or `all` digits that the rule stores, or `fade`: first all and
+    at the end the trit. A checkpoint in the middle has one of `FADED`."""
+    direction: str | None = "orthogonal"
+    """The direction of a step; `factored` stores statistics of rows and columns."""
+    weights: str = "ternary"
+    """`ternary`, or a twin to compare with: `float`, or `ste` (float latents, ternary forward)."""
+
+    def __post_init__(self) -> None:
+        """Check types, sizes, names, and that each part fits where it stands.
+
+        Raises:
+            ArbError: a value does not fit.
+        """
+        check_fields(self)
+        check_at_least("ctx", self.ctx)
+        check_at_most("ctx", self.ctx, MOST)
+        self._check_storage()
+        for part in self.beside:
+            check_choice("beside", part.kind, BESIDE)
+            if sum(other.kind == part.kind for other in self.beside) > 1:
+                raise ArbError(
+                    f"`beside` has several parts of the kind `{part.kind}`",
+                    hint="leave all but one of them out",
+                    fields=("beside",),
+                )
+        if not 1 <= len(self.stages) <= MOST_OUTER_STAGES + 1:
+            raise ArbError(
+                f"a model has {len(self.stages)} stages",
+                hint=f"use 1 to {MOST_OUTER_STAGES + 1} of them",
+                fields=("outer_dim",),
+            )
+        for index, stage in enumerate(self.stages):
+            inner = index + 1 == len(self.stages)
+            if inner == bool(stage.chunking):
+                raise ArbError(
+                    f"stage {index + 1} of {len(self.stages)} has"
+                    f" {'chunking and nothing inside' if inner else 'no chunking'}",
+                    hint="give `chunking` to all stages but the last",
+                )
+            if index and stage.chunking and stage.chunking.boundaries == "space":
+                raise ArbError(
+                    "`boundaries` is `space`, and chunks of chunks have no spaces",
+                    hint="use one stage, or `learned` or `every`",
+                    fields=("boundaries",),
+                )
+        if self.outer and (self.main.memories or self.main.router):
+            raise ArbError(
+                "codebooks, iterated experts and the router read bytes, and not chunks of them",
+                hint="leave them out, or use a single stage",
+                fields=("boundaries",),
+            )
+        for site, part in self.sited_parts():
+            part.check_at(site)
+        if self.weights != "ternary":
+            self._check_twin()
+
+    def _check_storage(self) -> None:
+        check_choice("scale_type", self.scale_type, SCALE_TYPES)
+        check_choice("rule", self.rule, RULES)
+        if self.digits not in FADED:
+            check_choice("digits", self.digits, DIGITS)
+        able = WITH_DIGITS if self.digits in ("all", "trit") else FADING
+        stores = self.rule in WITH_DIGITS and self.weights == "ternary"
+        if self.digits != "trit" and not (stores and self.rule in able):
+            what = f"the rule `{self.rule}`" if self.weights == "ternary" else "a float twin"
+            does = "does not fade to" if stores else "stores no digits below"
+            raise ArbError(
+                f"{what} {does} the trit",
+                hint=f"leave `digits={self.digits}` out, or use one of: {', '.join(able)}",
+                fields=("digits",),
+            )
+        check_choice("direction", self.direction or DIRECTIONS[0], DIRECTIONS)
+        check_choice("weights", self.weights, WEIGHTS)
+
+    def _check_twin(self) -> None:
+        parts = [part for _, part in self.sited_parts() if not part.has_twin]
+        if parts or self.main.router:
+            name = parts[0].kind if parts else "router"
+            raise ArbError(
+                f"`weights` is `{self.weights}`, and `{name}` has no float twin",
+                hint="use a preset of dense blocks, such as `base`, for twins",
+                fields=("weights",),
+            )
+
+    @property
+    def main(self) -> StageConfig:
+        """The innermost stage."""
+        return self.stages[-1]
+
+    @property
+    def outer(self) -> tuple[StageConfig, ...]:
+        """The stages around the innermost."""
+        return self.stages[:-1]
+
+    @property
+    def dim(self) -> int:
+        """Width of the innermost stage's stream."""
+        return self.main.dim
+
+    @property
+    def layers(self) -> int:
+        """Number of blocks of the innermost stage."""
+        return len(self.main.blocks)
+
+    @property
+    def group_size(self) -> int:
+        """Number of weights that share a scale."""
+        return SCALE_TYPES[self.scale_type]
+
+    @property
+    def slots(self) -> tuple[int, ...]:
+        """Positions of each stage in a window of `ctx` bytes."""
+        found = [self.ctx]
+        for stage in self.outer:
+            found.append(stage.chunking.slots(found[-1]))
+        return tuple(found)
+
+    @property
+    def lengths(self) -> tuple[float, ...]:
+        """Positions of each stage that the routers are trained towards."""
+        found: list[float] = [self.ctx]
+        for stage in self.outer:
+            found.append(found[-1] / stage.chunking.length)
+        return tuple(found)
+
+    def capacity(self, stage: int, length: int) -> int:
+        """Count the chunks that a stage may make of a window that is `length` positions long."""
+        return min(length, self.slots[stage + 1])
+
+    def site(self, stage: int = 0, depth: int | None = None) -> Site:
+        """Describe where parts of a stage stand.
+
+        Args:
+            stage: index of the stage.
+            depth: length of the list of blocks; None is that of the first one.
+        """
+        own = self.stages[stage]
+        return Site(
+            dim=own.dim,
+            depth=len(own.lists[0]) if depth is None else depth,
+            ctx=self.slots[stage],
+            scale_type=self.scale_type,
+            rule=self.rule,
+            digits=self.digits,
+            direction=self.direction,
+            weights=self.weights,
+        )
+
+    def blocks(self) -> Iterator[tuple[Site, BlockConfig]]:
+        """Go through the blocks of all stages, with where they stand."""
+        for index, stage in enumerate(self.stages):
+            for blocks in stage.lists:
+                site = self.site(index, len(blocks))
+                yield from ((site, block) for block in blocks)
+
+    def sited_parts(self) -> Iterator[tuple[Site, PartConfig]]:
+        """Go through all parts, with where they stand."""
+        yield from ((self.site(), part) for part in self.beside)
+        for site, block in self.blocks():
+            yield from ((site, part) for part in block.parts)
+        if self.main.memories:
+            yield self.site(-1), self.main.memories
+        if self.head:
+            yield self.site(), self.head
+
+    @property
+    def reads_text(self) -> bool:
+        """Whether a part of a block reads the bytes of the text besides the stream."""
+        return any(part.reads_text for _, part in self.sited_parts())
+
+    def products(self) -> float:
+        """Count the multiplications of matrix products in a forward over a window of `ctx` bytes.
+
+        Chunks are those that routers are trained towards, and not the slots that there are.
+        """
+        of = partial(self._stage_products, lengths=self.lengths)
+        found = sum(of(index) for index in range(len(self.stages)))
+        site = self.site()
+        ends = [part.products(site, self.ctx) for part in (*self.beside, self.head) if part]
+        return found + self.ctx * (sum(ends) + VOCABULARY * site.dim)
+
+    def _stage_products(self, index: int, lengths: tuple[float, ...]) -> float:
+        stage, positions = self.stages[index], lengths[index]
+        found = 0.0
+        for blocks in stage.lists:
+            site = self.site(index, len(blocks))
+            parts = [part for block in blocks for part in block.parts]
+            found += sum(part.products(site, positions) for part in parts)
+            if stage.streams > 1:
+                found += len(parts) * _stream_products(stage)
+        site, taps = self.site(index), 1
+        if stage.memories:
+            found += stage.memories.products(site, positions)
+            taps += len(stage.memories.codebooks)
+        if stage.router:
+            found += stage.dim * (taps + 1)
+        found *= positions
+        if stage.chunking:
+            inner = self.stages[index + 1].dim
+            found += stage.chunking.products_with(site, inner, positions)
+        return found
+
+
+def _stream_products(stage: StageConfig) -> int:
+    """Count those of one hyper-connection: its projection, reading and writing."""
+    n = stage.streams
+    return stage.dim * (n**2 * (n + 2) + n + n * (n + 1))

@@ -1,0 +1,177 @@
+"""A model as a table of TOML: stages with lists of blocks, and the blocks by name.
+
+    [model]
+    ctx = 4096
+
+    [model.block.local]
+    mixer = { kind = "attention", heads = 8, window = 128 }
+    channel = { kind = "mlp", width = 1408 }
+
+    [model.block.far]
+    mixer = { kind = "compressed", heads = 12, head_width = 128, ratio = 4 }
+    channel = { kind = "experts", experts = 16, top_k = 2, width = 512 }
+
+    [[model.stage]]
+    dim = 512
+    before = "local*2"
+    after = "local*2"
+    chunking = { boundaries = "learned", length = 4 }
+
+    [[model.stage]]
+    dim = 768
+    streams = 4
+    blocks = "far*10"
+
+Names and repeats are syntax of files; a configuration holds each list of blocks in full. What is
+not there has its default; a `"none"` leaves out what there is by default.
+"""
+
+import dataclasses
+import itertools
+import json
+import re
+from typing import Any
+
+from arbcli.config.checks import shown
+from arbcli.config.model import MOST_BLOCKS, BlockConfig, Blocks, ModelConfig, StageConfig
+from arbcli.config.presets import NONE, from_fields
+from arbcli.errors import ArbError
+from arbcli.rules import RULES, find_rule
+
+LISTS = ("blocks", "before", "after")
+"""Fields of a stage that are lists of blocks."""
+MOST_STAGES = 64
+"""Of a file; a model has fewer."""
+
+
+def model_from_toml(values: dict[str, Any], where: str) -> ModelConfig:
+    """Assemble the model of a table.
+
+    Args:
+        values: the table `model`.
+        where: the file, for errors.
+
+    Raises:
+        ArbError: a field is missing or unknown, has another type, or does not fit.
+    """
+    fields = dict(values)
+    stages, blocks = fields.pop("stage", None), fields.pop("block", {})
+    if not isinstance(stages, list) or not isinstance(blocks, dict) or len(stages) > MOST_STAGES:
+        raise ArbError(
+            f"`{where}` has no list of stages in `[[model.stage]]`",
+            hint="write a stage with `dim` and `blocks`",
+        )
+    rule = fields.get("rule")
+    if isinstance(rule, str) and rule in RULES:
+        fields.setdefault("direction", find_rule(rule).direction)
+    try:
+        if "stages" in fields:
+            raise TypeError("`model` has no field `stages`, which files call `stage`")
+        named = {
+            name: from_fields(BlockConfig, block, f"model.block.{shown(name)}")
+            for name, block in blocks.items()
+        }
+        fields["stages"] = [
+            _stage(stage, named, f"model.stage[{index}]") for index, stage in enumerate(stages)
+        ]
+        return from_fields(ModelConfig, fields, "model")
+    except TypeError as error:
+        raise ArbError(
+            f"`{where}`: {error}", hint="see docs/commands.md for the fields of a model"
+        ) from None
+
+
+def _stage(stage: Any, blocks: dict[str, BlockConfig], where: str) -> StageConfig:
+    if not isinstance(stage, dict):
+        raise ArbError(f"`{where}` is `{shown(stage)}`", hint="write it as `[[model.stage]]`")
+    lists = {
+        name: _expand(stage[name], blocks, f"{where}.{name}") for name in LISTS if name in stage
+    }
+    return from_fields(StageConfig, stage | lists, where)
+
+
+def _expand(text: Any, blocks: dict[str, BlockConfig], where: str) -> Blocks:
+    """List the blocks that a text names, such as `first*3 near far`."""
+    if not isinstance(text, str):
+        raise ArbError(f"`{where}` is `{shown(text)}`", hint='name blocks, as in "local*2 far"')
+    found: list[BlockConfig] = []
+    for word in text.split():
+        name, times, count = word.partition("*")
+        if name not in blocks:
+            known = ", ".join(f"`{known}`" for known in blocks) or "none"
+            raise ArbError(
+                f"`{where}` names the block `{shown(name)}`",
+                hint=f"those of `[model.block]` are: {known}",
+            )
+        number = int(count) if re.fullmatch("[0-9]{1,4}", count) else 0 if times else 1
+        if not 1 <= number <= MOST_BLOCKS - len(found):
+            raise ArbError(
+                f"`{where}` repeats `{shown(word)}`", hint=f"use 1 to {MOST_BLOCKS} blocks"
+            )
+        found += [blocks[name]] * number
+    return tuple(found)
+
+
+def model_lines(config: ModelConfig) -> list[str]:
+    """Write a model as lines of TOML that `model_from_toml` reads."""
+    names = _block_names(config)
+    own = given_fields(config, without=("stages",))
+    own["direction"] = config.direction  # that of the rule is no default
+    lines = ["[model]", *(f"{name} = {to_toml(value)}" for name, value in own.items())]
+    for block, name in names.items():
+        lines += ["", f"[model.block.{name}]"]
+        lines += [f"{field} = {to_toml(value)}" for field, value in given_fields(block).items()]
+    for stage in config.stages:
+        lines += ["", "[[model.stage]]"]
+        for field, value in given_fields(stage).items():
+            text = _compact(getattr(stage, field), names) if field in LISTS else value
+            lines.append(f"{field} = {to_toml(text)}")
+    return lines
+
+
+def _block_names(config: ModelConfig) -> dict[BlockConfig, str]:
+    """Name each different block by the kinds of its parts."""
+    found: dict[BlockConfig, str] = {}
+    for _, block in config.blocks():
+        if block not in found:
+            base = "-".join(part.kind for part in block.parts)
+            number = sum(name.rstrip("0123456789") == base for name in found.values())
+            found[block] = f"{base}{number + 1}" if number else base
+    return found
+
+
+def _compact(blocks: Blocks, names: dict[BlockConfig, str]) -> str:
+    """Name blocks, those that follow one another by how many there are."""
+    words = []
+    for name, group in itertools.groupby(names[block] for block in blocks):
+        count = len([*group])
+        words.append(name if count == 1 else f"{name}*{count}")
+    return " ".join(words)
+
+
+def given_fields(config: Any, without: tuple[str, ...] = ()) -> dict[str, Any]:
+    """List the fields that differ from their defaults, as plain values; the kind comes first."""
+    found = {}
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if field.name not in without and (value != field.default or not field.init):
+            found[field.name] = _plain(value)
+    return found
+
+
+def _plain(value: Any) -> Any:
+    if dataclasses.is_dataclass(value):
+        return given_fields(value)
+    return [_plain(part) for part in value] if isinstance(value, tuple) else value
+
+
+def to_toml(value: Any) -> str:
+    """Write a value as TOML."""
+    if value is None:
+        value = NONE
+    if isinstance(value, dict):
+        return f"{{ {', '.join(f'{name} = {to_toml(part)}' for name, part in value.items())} }}"
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(to_toml, value))}]"
+    text = json.dumps(value, ensure_ascii=False)  # a JSON string is a TOML one, but for DEL
+    return text.replace("\x7f", "\\u007f")

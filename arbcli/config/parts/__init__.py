@@ -1,0 +1,27 @@
+"""Configurations of the parts that a model is assembled from, one file each; no torch here.
+
+A part has the same file name in `arbcli.model.parts` (its module), in `arbcli.verify.parts` (its
+float64 reference) and in `tests/model/parts`.
+"""
+
+from arbcli.config.parts.attention import AttentionConfig
+from arbcli.config.parts.base import PartConfig
+from arbcli.config.parts.compressed_attention import CompressedAttentionConfig
+from arbcli.config.parts.experts import ExpertsConfig
+from arbcli.config.parts.latent_attention import LatentAttentionConfig
+from arbcli.config.parts.mamba import MambaConfig
+from arbcli.config.parts.memgram import MemGramConfig
+from arbcli.config.parts.mlp import MLPConfig
+from arbcli.config.parts.sequencer import SequencerConfig
+
+MIXERS: dict[str, type[PartConfig]] = {
+    "attention": AttentionConfig,
+    "latent": LatentAttentionConfig,
+    "compressed": CompressedAttentionConfig,
+    "mamba": MambaConfig,
+}
+"""Configurations of what mixes positions, by kind."""
+CHANNELS: dict[str, type[PartConfig]] = {"mlp": MLPConfig, "experts": ExpertsConfig}
+"""Configurations of what transforms each position by itself."""
+BESIDE: dict[str, type[PartConfig]] = {"sequencer": SequencerConfig, "memgram": MemGramConfig}
+"""Configurations of what is added to the embedding."""

@@ -1,0 +1,48 @@
+"""What the configurations of all parts have in common."""
+
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+from arbcli.config.checks import check_fields, check_sizes
+from arbcli.config.site import Site
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartConfig:
+    """The shape of a part, which checks itself."""
+
+    kind: str = field(init=False)
+    """The name of the kind, as files have it."""
+    reads_text: ClassVar[bool] = False
+    """Whether the part reads the bytes of the text besides the stream."""
+    has_twin: ClassVar[bool] = True
+    """Whether the part has a float twin."""
+
+    def __post_init__(self) -> None:
+        """Check types and sizes.
+
+        Raises:
+            ArbError: a value has another type, or a size is out of range.
+        """
+        check_fields(self)
+        check_sizes(self)
+
+    def check_at(self, site: Site) -> None:
+        """Check that the part fits the stream.
+
+        Raises:
+            ArbError: it does not.
+        """
+
+    def products(self, site: Site, positions: float) -> float:
+        """Count the multiplications of matrix products for each position.
+
+        Args:
+            site: where the part stands.
+            positions: length of a window; attention counts as if each position saw all of it.
+        """
+        raise NotImplementedError
+
+    def saved_width(self, site: Site) -> int:
+        """Count the numbers that a training step keeps of each position, at least."""
+        return site.dim

@@ -1,0 +1,104 @@
+"""Attention to entries of several positions, which an indexer may choose."""
+
+from dataclasses import dataclass, field
+
+from arbcli.config.parts.attention import check_heads
+from arbcli.config.parts.base import PartConfig
+from arbcli.config.site import Site
+from arbcli.errors import ArbError
+
+WIDEST_HEAD = 512
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompressedAttentionConfig(PartConfig):
+    """Causal self-attention to the last positions, and to entries compressed from all before."""
+
+    kind: str = field(default="compressed", init=False)
+    heads: int
+    kv_heads: int = 1
+    """Heads of keys and values, each of which serves `heads / kv_heads` heads of queries."""
+    head_width: int | None = None
+    """None is the width of the stream divided by `heads`."""
+    rotary: int | None = None
+    """Numbers of a head that are rotated by position; None is half of them."""
+    window: int = 128
+    """Last positions that each one attends to uncompressed, itself included."""
+    ratio: int = 4
+    """Positions of an entry."""
+    top_k: int | None = None
+    """Entries that an indexer chooses; None is all of them, without an indexer."""
+    index_heads: int = 4
+    index_width: int = 32
+    """Width of a head of the indexer."""
+    sub_norm: bool = True
+    """Whether a norm precedes the output projection."""
+
+    def __post_init__(self) -> None:
+        """Check types, sizes, and the widths that are rotated.
+
+        Raises:
+            ArbError: a value does not fit.
+        """
+        PartConfig.__post_init__(self)
+        for name in ("head_width", "rotary"):
+            value = getattr(self, name)
+            if value is not None and (value < 2 or value % 2):
+                raise ArbError(
+                    f"`{name}` is {value:,}", hint="use an even number above 0", fields=(name,)
+                )
+        if self.heads % self.kv_heads:
+            raise ArbError(
+                f"{self.kv_heads} heads of keys do not divide {self.heads} heads",
+                hint="use a divisor",
+                fields=("kv_heads", "heads"),
+            )
+        if self.ratio < 2:
+            raise ArbError(
+                f"`ratio` is {self.ratio}", hint="use 2 positions or more", fields=("ratio",)
+            )
+        if self.index_width % 4:
+            raise ArbError(
+                f"`index_width` is {self.index_width:,}",
+                hint="use a multiple of 4, half of which can be turned",
+                fields=("index_width",),
+            )
+
+    def check_at(self, site: Site) -> None:
+        """Check the width of heads; see `PartConfig.check_at`."""
+        if self.head_width is None:
+            check_heads(self.heads, site)
+        width, rotated = self.width(site), self.rotated(site)
+        if width % 2 or rotated > width or width > WIDEST_HEAD:
+            raise ArbError(
+                f"heads of {width} have no even part of {rotated} to turn",
+                hint=f"use heads of 2 to {WIDEST_HEAD} numbers, of which no more are turned",
+                fields=("head_width", "rotary"),
+            )
+
+    def width(self, site: Site) -> int:
+        """Width of a head."""
+        return self.head_width or site.dim // self.heads
+
+    def rotated(self, site: Site) -> int:
+        """Numbers of a head that are rotated by position."""
+        return self.rotary or self.width(site) // 4 * 2
+
+    def entries(self, site: Site) -> int:
+        """Count the entries that a position can see at most: those of a whole window."""
+        return max(1, site.ctx // self.ratio)
+
+    def products(self, site: Site, positions: float) -> float:
+        """Count the multiplications of each position; see `PartConfig.products`."""
+        inner, kv = self.heads * self.width(site), self.kv_heads * self.width(site)
+        found, entries = site.dim * (2 * inner + 3 * kv), self.entries(site)
+        if self.top_k is not None:
+            width = self.index_heads * self.index_width
+            of_entry = site.dim * (width + self.index_heads) + kv * self.index_width
+            found += (of_entry + width * entries) / self.ratio
+            entries = min(entries, self.top_k)
+        return found + 2 * inner * (min(self.window, positions) + entries)
+
+    def saved_width(self, site: Site) -> int:
+        """Count the stream, queries and outputs of heads."""
+        return site.dim + 2 * self.heads * self.width(site)

@@ -1,0 +1,66 @@
+"""A mixture of experts, of which each position uses a few."""
+
+from dataclasses import dataclass, field
+
+from arbcli.config.checks import check_choice
+from arbcli.config.parts.base import PartConfig
+from arbcli.config.site import Site
+from arbcli.errors import ArbError
+
+GATES = ("softmax", "softplus", "hash")
+"""How experts are chosen and weighted; see `arbcli.model.parts.experts`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertsConfig(PartConfig):
+    """Gated MLPs, of which each position uses `top_k`."""
+
+    kind: str = field(default="experts", init=False)
+    experts: int
+    top_k: int = 2
+    """Experts of a position."""
+    width: int
+    """Hidden width of an expert."""
+    gate: str = "softmax"
+    """One of `GATES`."""
+    shared: bool = False
+    """Whether every position uses one more expert besides."""
+    clamp: bool = False
+    """Whether the inputs of the experts' gates are bounded."""
+
+    def __post_init__(self) -> None:
+        """Check types, sizes and the gate.
+
+        Raises:
+            ArbError: a value does not fit.
+        """
+        PartConfig.__post_init__(self)
+        check_choice("gate", self.gate, GATES)
+        if self.top_k > self.experts:
+            raise ArbError(
+                f"`top_k` is {self.top_k} of {self.experts} experts",
+                hint=f"use 1 to {self.experts}",
+                fields=("top_k",),
+            )
+
+    @property
+    def reads_text(self) -> bool:
+        """Whether experts are chosen by the text's bytes."""
+        return self.gate == "hash"
+
+    def products_of(self, dim: int, query: int) -> int:
+        """Count the multiplications of each position.
+
+        Args:
+            dim: width of the experts' inputs and outputs.
+            query: width of the vector that the gate reads.
+        """
+        return query * self.experts + (self.top_k + self.shared) * 3 * dim * self.width
+
+    def products(self, site: Site, positions: float) -> float:
+        """Count the multiplications of each position; see `PartConfig.products`."""
+        return self.products_of(site.dim, site.dim)
+
+    def saved_width(self, site: Site) -> int:
+        """Count the input, and gate and product of each expert."""
+        return site.dim + 2 * self.top_k * self.width

@@ -1,0 +1,47 @@
+"""Attention over compressed keys and values."""
+
+from dataclasses import dataclass, field
+
+from arbcli.config.parts.attention import check_heads
+from arbcli.config.parts.base import PartConfig
+from arbcli.config.site import Site
+from arbcli.errors import ArbError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LatentAttentionConfig(PartConfig):
+    """Causal self-attention whose keys and values are made from a latent vector."""
+
+    kind: str = field(default="latent", init=False)
+    heads: int
+    latent: int
+    """Width of the vector that keys and values are compressed to."""
+    rotary: int
+    """Width of the part of a head that is rotated by position."""
+    sub_norm: bool = True
+    """Whether a norm precedes the output projection."""
+
+    def check_at(self, site: Site) -> None:
+        """Check that the rotated part fits a head; see `PartConfig.check_at`."""
+        check_heads(self.heads, site)
+        width = self.head_width(site)
+        if self.rotary % 2 or self.rotary > width:
+            raise ArbError(
+                f"heads of {width} have no even part of {self.rotary} to turn",
+                hint="use a larger `dim`, or fewer `heads`",
+                fields=("dim", "heads"),
+            )
+
+    def head_width(self, site: Site) -> int:
+        """Width of a head."""
+        return site.dim // self.heads
+
+    def products(self, site: Site, positions: float) -> float:
+        """Count the multiplications of each position; see `PartConfig.products`."""
+        down = site.dim * (site.dim + self.latent + self.rotary)
+        up = self.latent * (2 * site.dim - self.heads * self.rotary)
+        return down + up + site.dim**2 + 2 * site.dim * positions
+
+    def saved_width(self, site: Site) -> int:
+        """Count the input, queries, keys, values and output."""
+        return 5 * site.dim

@@ -1,0 +1,125 @@
+"""Codebooks, and experts that are iterated over a graph of codes, between two blocks of a stage."""
+
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+from arbcli.config.parts.base import PartConfig
+from arbcli.config.parts.experts import ExpertsConfig
+from arbcli.config.site import Site
+from arbcli.errors import ArbError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CodebookConfig(PartConfig):
+    """A table whose rows are found by product keys."""
+
+    kind: str = field(default="codebook", init=False)
+    halves: tuple[int, int]
+    """Half keys; the rows of the table are their pairs."""
+    width: int
+    """Of a row."""
+    heads: int
+    """Queries of a position."""
+    key_width: int
+    """Of a half key."""
+    top_k: int
+    """Rows that a head reads at each position."""
+
+    def __post_init__(self) -> None:
+        """Check types and sizes, and that there are enough half keys.
+
+        Raises:
+            ArbError: a value does not fit.
+        """
+        PartConfig.__post_init__(self)
+        if self.top_k > min(self.halves):
+            raise ArbError(
+                f"`top_k` is {self.top_k}",
+                hint=f"use at most the number of half keys, {min(self.halves)}",
+                fields=("top_k",),
+            )
+
+    def products(self, site: Site, positions: float) -> float:
+        """Count the multiplications of each position; see `PartConfig.products`."""
+        keys = self.heads * self.key_width * (2 * site.dim + sum(self.halves))
+        return keys + self.heads * self.width * site.dim
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IteratedConfig(PartConfig):
+    """Iterations over experts, adapters and a graph of codes, which each position halts itself."""
+
+    kind: str = field(default="iterated", init=False)
+    iterations: int
+    adapter_rank: int
+    """Rank of the adapter that every iteration has of its own."""
+    experts: ExpertsConfig | None = None
+    expert_dim: int = 1
+    """Width that the stream is projected to for the experts."""
+    gate_dim: int = 1
+    """Width of the query that chooses experts."""
+    edges: tuple[int, int] | None = None
+    """Buckets of the graph, and edges of a bucket; None is no graph."""
+
+    @property
+    def reads_text(self) -> bool:
+        """Whether experts are chosen by the text's bytes."""
+        return self.experts is not None and self.experts.reads_text
+
+    def products_with(self, site: Site, code_width: int) -> float:
+        """Count the multiplications of each position, with codes of this width."""
+        inward, found = self.adapter_rank + 1, site.dim * self.adapter_rank
+        if self.experts:
+            inward += self.expert_dim + self.gate_dim
+            found += site.dim * self.expert_dim
+            found += self.experts.products_of(self.expert_dim, self.gate_dim)
+        if self.edges:
+            found += site.dim * code_width
+        return self.iterations * (found + site.dim * inward)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoriesConfig(PartConfig):
+    """Codebooks that read the same stream in parallel, then iterations."""
+
+    kind: str = field(default="memories", init=False)
+    has_twin: ClassVar[bool] = False
+    place: int = 0
+    """Number of blocks before them; the other blocks of the stage follow."""
+    codebook: CodebookConfig | None = None
+    """Of the codes that the graph joins."""
+    knowledge: CodebookConfig | None = None
+    iterated: IteratedConfig | None = None
+
+    def __post_init__(self) -> None:
+        """Check types, and that a graph has codes.
+
+        Raises:
+            ArbError: a value does not fit.
+        """
+        PartConfig.__post_init__(self)
+        if self.iterated and self.iterated.edges and not self.codebook:
+            raise ArbError(
+                "the graph joins codes, and without the codebook there are none",
+                hint="add `graph=False`",
+                fields=("graph",),
+            )
+
+    @property
+    def codebooks(self) -> dict[str, CodebookConfig]:
+        """The codebooks that there are, by name."""
+        found = {"codebook": self.codebook, "knowledge": self.knowledge}
+        return {name: book for name, book in found.items() if book}
+
+    @property
+    def reads_text(self) -> bool:
+        """Whether experts are chosen by the text's bytes."""
+        return self.iterated is not None and self.iterated.reads_text
+
+    def products(self, site: Site, positions: float) -> float:
+        """Count the multiplications of each position; see `PartConfig.products`."""
+        found = sum(book.products(site, positions) for book in self.codebooks.values())
+        if self.iterated:
+            width = self.codebook.width if self.codebook else 0
+            found += self.iterated.products_with(site, width)
+        return found

@@ -1,0 +1,25 @@
+"""The gated MLP."""
+
+from dataclasses import dataclass, field
+
+from arbcli.config.parts.base import PartConfig
+from arbcli.config.site import Site
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MLPConfig(PartConfig):
+    """A gated MLP with SiLU."""
+
+    kind: str = field(default="mlp", init=False)
+    width: int
+    """Of the hidden layer."""
+    sub_norm: bool = True
+    """Whether a norm precedes the output projection."""
+
+    def products(self, site: Site, positions: float) -> float:
+        """Count the multiplications of each position; see `PartConfig.products`."""
+        return 3 * site.dim * self.width
+
+    def saved_width(self, site: Site) -> int:
+        """Count the input, the gate and the product."""
+        return site.dim + 2 * self.width

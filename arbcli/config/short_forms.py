@@ -1,0 +1,353 @@
+"""Models in few numbers: functions whose arguments are the options of a family of presets.
+
+The arguments are also the fields of configurations that were saved before models were assembled
+from parts; those files name the family in `kind`.
+"""
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from arbcli.config.checks import (
+    LARGEST,
+    check_at_least,
+    check_at_most,
+    check_choice,
+    check_type,
+)
+from arbcli.config.model import (
+    MOST_BLOCKS,
+    MOST_OUTER_STAGES,
+    BlockConfig,
+    ModelConfig,
+    StageConfig,
+)
+from arbcli.config.parts import (
+    AttentionConfig,
+    CompressedAttentionConfig,
+    ExpertsConfig,
+    LatentAttentionConfig,
+    MambaConfig,
+    MemGramConfig,
+    MLPConfig,
+    PartConfig,
+    SequencerConfig,
+)
+from arbcli.config.parts.chunking import ChunkingConfig
+from arbcli.config.parts.experts import GATES
+from arbcli.config.parts.memories import CodebookConfig, IteratedConfig, MemoriesConfig
+from arbcli.errors import ArbError
+
+OUTER_BLOCKS = ("attention", "mamba")
+"""Blocks of the encoders and decoders of `hnet`: windowed attention with an MLP, or Mamba-2."""
+MOST_RATIOS = 8
+TOP_K_EXPERTS = 2
+"""Experts of a position."""
+OF_STAGES = ("outer_dim", "outer_layers", "outer_heads", "outer_ffn", "chunk_length")
+"""Arguments of `hnet` with a number for each stage, the outermost first."""
+LARGEST_OF = {
+    "layers": MOST_BLOCKS, "outer_layers": 256, "max_moe_iters": 256, "ngram_rows": 2**31 - 1,
+    "memory_rows": 2**31 - 1,
+}  # fmt: skip
+"""Of an argument that is a size, unless it is `LARGEST`."""
+STORAGE = ("scale_type", "rule", "digits", "direction", "weights")
+"""Arguments of every family that are fields of `ModelConfig`."""
+
+
+def _channel(
+    ffn: int, sub_norms: bool, experts: int | None, top_k_experts: int | None
+) -> MLPConfig | ExpertsConfig:
+    """Make the channel mixer of a block: an MLP, or experts each as wide."""
+    if experts is None:
+        if top_k_experts is not None:
+            raise ArbError(
+                f"`top_k_experts` is {top_k_experts}, and the model has no experts",
+                hint="give `experts` too",
+                fields=("top_k_experts", "experts"),
+            )
+        return MLPConfig(width=ffn, sub_norm=sub_norms)
+    top_k = TOP_K_EXPERTS if top_k_experts is None else top_k_experts
+    if top_k > experts:
+        raise ArbError(
+            f"`top_k_experts` is {top_k} of {experts} experts",
+            hint=f"use 1 to {experts}",
+            fields=("top_k_experts",),
+        )
+    return ExpertsConfig(experts=experts, top_k=top_k, width=ffn)
+
+
+def dense(
+    *,
+    dim: int,
+    layers: int,
+    heads: int,
+    ffn: int,
+    ctx: int,
+    sub_norms: bool = True,
+    streams: int = 1,
+    experts: int | None = None,
+    top_k_experts: int | None = None,
+    **storage: Any,
+) -> ModelConfig:
+    """Assemble `layers` blocks of attention and an MLP, or experts."""
+    attention = AttentionConfig(heads=heads, sub_norm=sub_norms)
+    channel = _channel(ffn, sub_norms, experts, top_k_experts)
+    block = BlockConfig(mixer=attention, channel=channel)
+    stage = StageConfig(dim=dim, streams=streams, blocks=(block,) * layers)
+    return ModelConfig(ctx=ctx, stages=(stage,), **storage)
+
+
+def compressed(
+    *,
+    dim: int,
+    layers: int,
+    heads: int,
+    ffn: int,
+    ctx: int,
+    sub_norms: bool = True,
+    streams: int = 1,
+    head_width: int | None = None,
+    kv_heads: int = 1,
+    rotary: int | None = None,
+    window: int = 128,
+    ratios: tuple[int, ...] = (4, 128),
+    indexed_ratio: int = 4,
+    top_k: int = 128,
+    index_heads: int = 4,
+    index_width: int = 32,
+    experts: int | None = None,
+    top_k_experts: int | None = None,
+    **storage: Any,
+) -> ModelConfig:
+    """Assemble blocks of compressed attention and an MLP, or experts.
+
+    Blocks take the `ratios` in turn. Where an entry has more than `indexed_ratio` bytes, a byte
+    attends to all of them.
+    """
+    if not 1 <= len(ratios) <= MOST_RATIOS or min(ratios) < 2:
+        raise ArbError(
+            f"`ratios` has {len(ratios)} numbers, of which the least is {min(ratios, default=0):,}",
+            hint=f"use 1 to {MOST_RATIOS} of them, and 2 bytes or more",
+            fields=("ratios",),
+        )
+    blocks = [
+        BlockConfig(
+            mixer=CompressedAttentionConfig(
+                heads=heads,
+                kv_heads=kv_heads,
+                head_width=head_width,
+                rotary=rotary,
+                window=window,
+                ratio=ratio,
+                top_k=top_k if ratio <= indexed_ratio else None,
+                index_heads=index_heads,
+                index_width=index_width,
+                sub_norm=sub_norms,
+            ),
+            channel=_channel(ffn, sub_norms, experts, top_k_experts),
+        )
+        for ratio in ratios
+    ]
+    repeated = tuple(blocks[index % len(blocks)] for index in range(layers))
+    stage = StageConfig(dim=dim, streams=streams, blocks=repeated)
+    return ModelConfig(ctx=ctx, stages=(stage,), **storage)
+
+
+def graph(
+    *,
+    dim: int,
+    layers: int,
+    heads: int,
+    ffn: int,
+    ctx: int,
+    latent: int,
+    rotary: int,
+    ngram_rows: int,
+    ngram_dim: int,
+    key_dim: int,
+    codes: tuple[int, int],
+    code_dim: int,
+    code_heads: int,
+    knowledge: tuple[int, int],
+    knowledge_dim: int,
+    knowledge_heads: int,
+    top_k: int,
+    experts: int,
+    expert_dim: int,
+    expert_ffn: int,
+    gate_dim: int,
+    adapter_rank: int,
+    edges: tuple[int, int],
+    head_ffn: int,
+    sub_norms: bool = True,
+    streams: int = 1,
+    memory_rows: int = 65536,
+    moe_top_k: int = 2,
+    max_moe_iters: int = 4,
+    moe_gate: str = GATES[0],
+    shared_expert: bool = False,
+    moe_clamp: bool = False,
+    attention: bool = True,
+    sequencer: bool = True,
+    codebook: bool = True,
+    knowledge_codebook: bool = True,
+    moe: bool = True,
+    graph: bool = True,
+    router: bool = True,
+    memgram: bool = False,
+    **storage: Any,
+) -> ModelConfig:
+    """Assemble blocks of latent attention around codebooks and iterated experts."""
+
+    def book(halves: tuple[int, int], width: int, heads: int) -> CodebookConfig:
+        return CodebookConfig(
+            halves=halves, width=width, heads=heads, key_width=key_dim, top_k=top_k
+        )
+
+    check_choice("moe_gate", moe_gate, GATES)
+    if moe_top_k > experts:
+        raise ArbError(
+            f"`moe_top_k` is {moe_top_k} of {experts} experts",
+            hint=f"use 1 to {experts}",
+            fields=("moe_top_k",),
+        )
+    mixture = ExpertsConfig(
+        experts=experts,
+        top_k=moe_top_k,
+        width=expert_ffn,
+        gate=moe_gate,
+        shared=shared_expert,
+        clamp=moe_clamp,
+    )
+    iterated = IteratedConfig(
+        iterations=max_moe_iters,
+        adapter_rank=adapter_rank,
+        experts=mixture if moe else None,
+        expert_dim=expert_dim,
+        gate_dim=gate_dim,
+        edges=edges if graph else None,
+    )
+    # the same norms as in files of before, which had no choice of them
+    mixer = LatentAttentionConfig(heads=heads, latent=latent, rotary=rotary)
+    block = BlockConfig(mixer=mixer if attention else None, channel=MLPConfig(width=ffn))
+    memories = MemoriesConfig(
+        place=layers // 2,
+        codebook=book(codes, code_dim, code_heads) if codebook else None,
+        knowledge=book(knowledge, knowledge_dim, knowledge_heads) if knowledge_codebook else None,
+        iterated=iterated if moe or graph else None,
+    )
+    stage = StageConfig(
+        dim=dim, streams=streams, blocks=(block,) * layers, memories=memories, router=router
+    )
+    beside: list[PartConfig] = []
+    if sequencer:
+        beside.append(SequencerConfig(rows=ngram_rows, width=ngram_dim))
+    if memgram:
+        beside.append(MemGramConfig(rows=memory_rows))
+    head = MLPConfig(width=head_ffn, sub_norm=sub_norms)
+    return ModelConfig(ctx=ctx, stages=(stage,), beside=tuple(beside), head=head, **storage)
+
+
+def hnet(
+    *,
+    dim: int,
+    layers: int,
+    heads: int,
+    ffn: int,
+    ctx: int,
+    outer_dim: tuple[int, ...] | int,
+    outer_layers: tuple[int, ...] | int,
+    outer_heads: tuple[int, ...] | int,
+    outer_ffn: tuple[int, ...] | int,
+    chunk_length: tuple[int, ...] | int,
+    window: int,
+    sub_norms: bool = True,
+    streams: int = 1,
+    outer_blocks: str = OUTER_BLOCKS[0],
+    states: int = 64,
+    boundaries: str = "learned",
+    experts: int | None = None,
+    top_k_experts: int | None = None,
+    **storage: Any,
+) -> ModelConfig:
+    """Assemble stages of chunks: outer blocks, and dense blocks on the innermost chunks.
+
+    The innermost blocks have the experts. Of what each stage has, one number is for all stages.
+    """
+    check_choice("outer_blocks", outer_blocks, OUTER_BLOCKS)
+    given = dict(
+        zip(
+            OF_STAGES,
+            (outer_dim, outer_layers, outer_heads, outer_ffn, chunk_length),
+            strict=True,
+        )
+    )
+    number = len(outer_dim) if isinstance(outer_dim, tuple) else 1
+    sizes = {
+        name: value if isinstance(value, tuple) else (value,) * number
+        for name, value in given.items()
+    }
+    for name, values in sizes.items():
+        if len(values) != number or not number:
+            raise ArbError(
+                f"`{name}` is of {len(values)} stages, and `outer_dim` of {number}",
+                hint=f"give a number for each stage, of which there are 1 to {MOST_OUTER_STAGES}",
+                fields=(name, "outer_dim"),
+            )
+    stages = []
+    for index in range(number):
+        width, depth, own_heads, own_ffn, length = (sizes[name][index] for name in OF_STAGES)
+        if outer_blocks == "mamba":
+            block = BlockConfig(mixer=MambaConfig(heads=own_heads, states=states))
+        else:
+            mixer = AttentionConfig(heads=own_heads, window=window, sub_norm=sub_norms)
+            block = BlockConfig(mixer=mixer, channel=MLPConfig(width=own_ffn, sub_norm=sub_norms))
+        chunking = ChunkingConfig(boundaries=boundaries, length=length)
+        blocks = (block,) * depth
+        stages.append(StageConfig(dim=width, before=blocks, after=blocks, chunking=chunking))
+    attention = AttentionConfig(heads=heads, sub_norm=sub_norms)
+    channel = _channel(ffn, sub_norms, experts, top_k_experts)
+    block = BlockConfig(mixer=attention, channel=channel)
+    stages.append(StageConfig(dim=dim, streams=streams, blocks=(block,) * layers))
+    return ModelConfig(ctx=ctx, stages=tuple(stages), **storage)
+
+
+FAMILIES: dict[str, Callable[..., ModelConfig]] = {
+    function.__name__: function for function in (dense, graph, hnet, compressed)
+}
+"""Short forms by the name of their family."""
+
+
+def arguments(family: str) -> dict[str, inspect.Parameter]:
+    """List the arguments of a short form by name, those of `STORAGE` among them."""
+    known = inspect.signature(FAMILIES[family]).parameters
+    own = {name: one for name, one in known.items() if one.kind is not one.VAR_KEYWORD}
+    return own | {name: inspect.signature(ModelConfig).parameters[name] for name in STORAGE}
+
+
+ARGUMENTS = {name: one for family in FAMILIES for name, one in arguments(family).items()}
+"""The arguments of all families."""
+
+
+def assemble(family: str, values: dict[str, Any]) -> ModelConfig:
+    """Assemble a model from the arguments of a short form, as Python or JSON holds them.
+
+    Raises:
+        ArbError: a value has another type, is out of range, or does not fit the others.
+        TypeError: an argument is missing or unknown.
+    """
+    known = arguments(family)
+    if missing := [n for n, one in known.items() if one.default is one.empty and n not in values]:
+        raise TypeError(f"a model of the family `{family}` has no {', '.join(missing)}")
+    checked = {}
+    for name, value in values.items():
+        if name not in known:
+            raise TypeError(f"a model of the family `{family}` has no `{name}`")
+        value = tuple(value) if isinstance(value, list) else value  # JSON has no tuples
+        check_type(name, value, known[name].annotation)
+        checked[name] = value
+        for size in value if isinstance(value, tuple) else (value,):
+            if type(size) is int:
+                check_at_least(name, size)
+                check_at_most(name, size, LARGEST_OF.get(name, LARGEST))
+    return FAMILIES[family](**checked)

@@ -1,0 +1,28 @@
+"""Where a part of a model stands: the stream that it reads, and how its weights are stored."""
+
+from dataclasses import dataclass
+
+SCALE_TYPES = {f"T{size}": size for size in (4, 6, 8, 16, 32, 64, 96, 128)}
+"""Scale type to group size: the number of weights of a row that share one scale."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Site:
+    """The surroundings of a part; layers read how they are stored from it."""
+
+    dim: int
+    """Width of the stream."""
+    depth: int
+    """Number of blocks in its list; output projections start smaller the more there are."""
+    ctx: int
+    """Positions of a window, at most."""
+    scale_type: str = "T32"
+    rule: str = "moment"
+    digits: str = "trit"
+    direction: str | None = "orthogonal"
+    weights: str = "ternary"
+
+    @property
+    def group_size(self) -> int:
+        """Number of weights that share a scale."""
+        return SCALE_TYPES[self.scale_type]

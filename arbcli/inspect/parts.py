@@ -1,0 +1,152 @@
+"""The parts of a model as a tree: where each is, what it is, and what it takes."""
+
+import itertools
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from arbcli.config.model import ModelConfig
+from arbcli.config.model_file import given_fields
+
+if TYPE_CHECKING:
+    from torch.nn import Module
+
+    from arbcli.model.language_model import LanguageModel
+    from arbcli.model.stack import Stack
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartReport:
+    """A part, or several equal ones that follow one another."""
+
+    path: str
+    """Name of its module; that of blocks ends in the first and the last number."""
+    depth: int
+    """Number of parts that it is inside of."""
+    count: int
+    """How many there are of it; weights and bytes are those of all of them."""
+    kind: str
+    shape: str
+    """In words: what differs from the default, or the sizes of matrices."""
+    weights: int
+    """Logical weights, those of norms among them."""
+    bytes: int
+    """Of its state."""
+    lr_factors: tuple[float, ...]
+    """What the learning rate of its matrices is multiplied by."""
+
+
+def list_parts(model: "LanguageModel") -> tuple[PartReport, ...]:
+    """List the parts of a model in the order of its modules, each before those inside of it.
+
+    Those of depth 0 make up the model.
+
+    Args:
+        model: of ternary weights; it may be on `meta`.
+    """
+    return tuple(_parts(model, model.config))
+
+
+def _parts(model: "LanguageModel", config: ModelConfig) -> Iterator[PartReport]:
+    of_name = _configs(config)
+    for name, module in model.named_children():
+        if name == "stages":
+            for index, stage in enumerate(module):
+                path, own = f"stages.{index}", config.stages[index]
+                about = {"dim": own.dim, "streams": own.streams}
+                about |= {"boundaries": own.chunking.boundaries, "length": own.chunking.length}
+                yield _part(path, [stage], kind="stage", shape=_words(about))
+                for child, part in stage.named_children():
+                    blocks = {"encoder": own.before, "decoder": own.after}.get(child)
+                    if blocks is None:
+                        yield _part(f"{path}.{child}", [part], depth=1)
+                    else:
+                        yield from _blocks(f"{path}.{child}", part, blocks)
+        elif name == "blocks":
+            main = config.main
+            shape = _words({"dim": main.dim, "streams": main.streams})
+            yield _part(name, [module], kind="stage", shape=shape)
+            yield from _blocks(name, module, main.blocks)
+        else:
+            yield _part(name, [module], config=of_name.get(name))
+
+
+def _configs(config: ModelConfig) -> dict[str, Any]:
+    """List the configurations of the parts that are modules of the model itself, by their names."""
+    found = {part.kind: part for part in config.beside}
+    if memories := config.main.memories:
+        found |= memories.codebooks | {"moe_graph": memories.iterated}
+    return found | {"byte_mlp": config.head}
+
+
+def _blocks(path: str, stack: "Stack", configs: Iterable[Any]) -> Iterator[PartReport]:
+    """List blocks, equal ones that follow one another as one."""
+    pairs = zip(configs, enumerate(stack), strict=True)
+    for config, group in itertools.groupby(pairs, key=lambda pair: pair[0]):
+        numbers, blocks = zip(*(pair[1] for pair in group), strict=True)
+        ends = f"{numbers[0]}-{numbers[-1]}" if len(numbers) > 1 else f"{numbers[0]}"
+        own = f"{path}.{ends}"
+        yield _part(own, blocks, depth=1, kind="block", shape="")
+        for part, branches in zip(
+            config.parts, zip(*(block.branches for block in blocks), strict=True), strict=True
+        ):
+            name = branches[0].part.name
+            yield _part(f"{own}.{name}", branches, depth=2, config=part)
+
+
+def _part(
+    path: str,
+    modules: Iterable[Any],
+    *,
+    depth: int = 0,
+    config: Any = None,
+    kind: str | None = None,
+    shape: str | None = None,
+) -> PartReport:
+    """Add up equal parts, each a module or several of them."""
+    modules = list(modules)
+    tensors = [tensor for module in modules for tensor in _state_of(module)]
+    trained = [one for one in tensors if not getattr(one, "frozen", True)]
+    if shape is None and config is not None:
+        shape = _words(given_fields(config))
+    if shape is None:
+        one = [tensor for tensor in _state_of(modules[0]) if not getattr(tensor, "frozen", True)]
+        shape = ", ".join(f"{each.out_features:,} x {each.in_features:,}" for each in one)
+    if kind is None:
+        kind = config.kind if config else path.rpartition(".")[2] if trained else "norm"
+    return PartReport(
+        path=path,
+        depth=depth,
+        count=len(modules),
+        kind=kind,
+        shape=shape,
+        weights=sum(getattr(tensor, "num_weights", 0) for tensor in tensors),
+        bytes=sum(getattr(tensor, name).nbytes for tensor in tensors for name in tensor.kinds),
+        lr_factors=tuple(sorted({tensor.lr_factor for tensor in trained})),
+    )
+
+
+def _state_of(part: "Module | tuple[Module | None, ...]") -> list[Any]:
+    """List what declares buffers in a module, or in several."""
+    from arbcli.model.packed import StateModule  # torch takes seconds to import
+
+    modules = filter(None, part) if isinstance(part, tuple) else (part,)
+    return [one for each in modules for one in each.modules() if isinstance(one, StateModule)]
+
+
+def _words(fields: dict[str, Any]) -> str:
+    """Write fields and their values: `heads 12, shared, no sub norm`."""
+    found = []
+    for name, value in fields.items():
+        text = name.replace("_", " ")
+        if name == "kind" or (name == "streams" and value == 1):
+            continue
+        if isinstance(value, dict):
+            found.append(f"{text} ({_words(value)})")
+        elif isinstance(value, bool):
+            found.append(text if value else f"no {text}")
+        elif isinstance(value, list):
+            found.append(f"{text} {' x '.join(map(str, value))}")
+        else:
+            found.append(f"no {text}" if value is None else f"{text} {value}")
+    return ", ".join(found)

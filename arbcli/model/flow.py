@@ -1,0 +1,66 @@
+"""What passes through the blocks of a model: the stream, and what is read beside it."""
+
+from typing import NamedTuple
+
+from torch import Tensor, nn
+
+from arbcli.model.parts.ngrams import ngram_keys
+
+
+class Flow(NamedTuple):
+    """The stream after a part; nothing of it is changed in place."""
+
+    x: Tensor
+    """(B, T, D), or (B, T, n, D) of several residual streams."""
+    added: Tensor | None = None
+    """What is still to be added to x; the norm of the next part adds it at no cost."""
+    losses: dict[str, list[Tensor]] = {}  # noqa: RUF012  # never changed
+    """Float32 scalars by the name of the loss that they are parts of."""
+
+    def whole(self) -> Tensor:
+        """Return the stream with what is still to be added."""
+        return self.x if self.added is None else self.x + self.added
+
+
+class Reading(NamedTuple):
+    """What parts read besides the stream, re-based for the positions of each stage."""
+
+    places: Tensor | None = None
+    """(B, T) int64, the byte that each position stands for, -1 for an empty slot; None where
+    positions are bytes."""
+    grams: Tensor | None = None
+    """(B, T) int64, keys of the n-grams that end at each position; None where nothing reads them.
+    """
+
+    @classmethod
+    def of_text(cls, text: Tensor, length: int) -> "Reading":
+        """Read the n-grams of a text.
+
+        Args:
+            text: (B, history + T) int64 bytes, negative before the text.
+            length: T.
+        """
+        return cls(grams=ngram_keys(text)[:, -length:])
+
+    @property
+    def valid(self) -> Tensor | None:
+        """(B, T) bool, which slots hold a position; None is all of them."""
+        return None if self.places is None else self.places >= 0
+
+    def at(self, first: Tensor) -> "Reading":
+        """Re-base to chunks that begin at these positions, (B, C) int64, -1 for an empty slot."""
+        index = first.clamp(min=0)
+        grams = None if self.grams is None else self.grams.gather(1, index)
+        places = index if self.places is None else self.places.gather(1, index)
+        return Reading(places.masked_fill(first < 0, -1), grams)
+
+
+def project(
+    layer: nn.Module, x: Tensor, norm: nn.Module | None, added: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Multiply the normalised sum of the stream and what is still to be added to it.
+
+    Returns:
+        The product, and the sum.
+    """
+    return (layer(x, norm), x) if added is None else layer(x, norm, added)

@@ -1,0 +1,100 @@
+"""Matrices of experts, which multiply the slots of each expert in one grouped product."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Function
+
+from arbcli.config.site import Site
+from arbcli.kernels.codec.decode_weight import decode_weight
+from arbcli.kernels.matmul.grouped_matmul import grouped_grad_w, grouped_matmul
+from arbcli.model.initial import projection_std
+from arbcli.model.layers.streamed import StreamedTensor, anchor
+
+WEIGHTS_AT_ONCE = 2**25
+"""Weights of experts that are decoded, or have their gradient formed, at the same time."""
+
+
+class ExpertWeight(StreamedTensor):
+    """One matrix for each expert, one above the other, each stepped as a matrix of its own."""
+
+    def __init__(
+        self,
+        experts: int,
+        out_features: int,
+        in_features: int,
+        site: Site,
+        *,
+        area: str,
+        std: float | None = None,
+    ) -> None:
+        about = {"area": area, "std": std or projection_std(in_features), "matrices": experts}
+        super().__init__(experts * out_features, in_features, site, **about)
+        self.of_one = out_features
+
+    def multiply(self, x: Tensor, bounds: Tensor, before: nn.Module | None) -> Tensor:
+        """Multiply the slots of each expert by its matrix; differentiable.
+
+        Args:
+            x: (S, K) slots, sorted by expert.
+            bounds: (E + 1,) int64: slots of expert e are bounds[e] to bounds[e + 1] - 1.
+            before: is applied to x first.
+
+        Returns:
+            (S, N).
+        """
+        self.note_use()
+        return _GroupedLinear.apply(x, anchor(x), self, bounds, before)
+
+    def product(self, x: Tensor, bounds: Tensor, *, transposed: bool = False) -> Tensor:
+        """Multiply the slots of each expert, (S, K) sorted, by its matrix, or that transposed."""
+        width = self.in_features if transposed else self.of_one
+        y = x.new_empty(len(x), width)  # every slot has an expert
+        for some in self.gradient_ranges():
+            rows = slice(some.start * self.of_one, some.stop * self.of_one)
+            w = decode_weight(self.packed.rows(rows), x.dtype).view(len(some), self.of_one, -1)
+            w = w.transpose(1, 2) if transposed else w
+            grouped_matmul(x, w, bounds[some.start : some.stop + 1], out=y)
+        return y
+
+    def hand_on(self, sources: tuple[Any, ...], grad_y: Tensor) -> None:
+        """Form the gradients of some experts at a time, and give these to the sink."""
+        x, bounds = sources[0]
+        if len(sources) > 1:
+            owners = [
+                torch.searchsorted(bounds[1:], torch.arange(len(x), device=x.device), right=True)
+                for x, bounds in sources
+            ]
+            owners, order = torch.cat(owners).sort(stable=True)
+            x, grad_y = torch.cat([x for x, _ in sources])[order], grad_y[order]
+            experts = torch.arange(self.matrices + 1, device=x.device)
+            bounds = torch.searchsorted(owners, experts)
+        for some in self.gradient_ranges():
+            grads = grouped_grad_w(grad_y, x, bounds[some.start : some.stop + 1])
+            self.sink(self, grads, some)
+
+    def gradient_ranges(self) -> list[range]:
+        """List which of the matrices are decoded, or have their gradients formed, together."""
+        together = max(1, WEIGHTS_AT_ONCE // (self.of_one * self.in_features))
+        everything = range(self.matrices)
+        return [everything[start : start + together] for start in everything[::together]]
+
+
+class _GroupedLinear(Function):
+    """y = before(x) @ w[expert].T for slots sorted by expert; see `layers._Linear`."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, _anchor: Tensor, weight: ExpertWeight, bounds: Tensor, before):
+        ctx.weight, ctx.before = weight, before
+        ctx.save_for_backward(x, bounds)
+        return weight.product(before(x) if before else x, bounds)
+
+    @staticmethod
+    def backward(ctx, grad_y: Tensor):
+        x, bounds = ctx.saved_tensors
+        grad_x = ctx.weight.product(grad_y, bounds, transposed=True)
+        if ctx.before:
+            grad_x, x = ctx.before.backward(grad_x, x)
+        ctx.weight.collect((x, bounds), grad_y)
+        return grad_x, None, None, None, None

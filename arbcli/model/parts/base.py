@@ -1,0 +1,73 @@
+"""What blocks ask of their parts: mixers of positions, and channel mixers."""
+
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from arbcli.kernels.attention.eight_bits import round_entries
+from arbcli.model.flow import Flow, Reading
+from arbcli.model.state import Clock, State
+
+
+class Part(nn.Module):
+    """A mixer or a channel mixer; its first arguments are its configuration and its `Site`."""
+
+    name: ClassVar[str]
+    """Of its tensors within a block."""
+    norm_name: ClassVar[str | None] = None
+    """Of the norm before it; None is `name` with `_norm`."""
+    compiles = False
+    """Whether the float twin is plain operations of torch, which a compiler takes as one graph."""
+    steps_fused = False
+    """Whether `step` has kernels for one position of a text, where shapes and storage allow."""
+    steps_several = False
+    """Whether these kernels take a position of each of several texts."""
+
+    def forward(
+        self,
+        x: Tensor,
+        norm: nn.Module,
+        added: Tensor | None = None,
+        reading: Reading | None = None,
+        state: Any = None,
+    ) -> Flow:
+        """Compute what to add to the stream.
+
+        Args:
+            x: the stream, (B, T, D).
+            norm: before the part.
+            added: what is still to be added to x.
+            reading: what is read besides; None where no part reads any.
+            state: of the text before these positions, which are then added to it; B is 1. None is
+                whole windows.
+
+        Returns:
+            x with what was to be added, and what is to be added next.
+        """
+        raise NotImplementedError
+
+    def step(self, x: Tensor, state: Any) -> Tensor:
+        """Add to one position, (1, 1, D), or of several texts (B, 1, D): see `steps_fused`."""
+        raise NotImplementedError
+
+    def new_state(self, clock: Clock) -> State | None:
+        """Make the state of a text; None where nothing is kept."""
+        return None
+
+    def linears(self) -> tuple[nn.Module, ...]:
+        """List the linear layers in the order of a forward, if they are decoded with others'."""
+        return ()
+
+
+class CachedAttention(Part):
+    """Attention whose keys and values a state keeps."""
+
+    stored: torch.dtype | None = None
+    """What a forward without a state rounds them to, as if they came from one in eight bits."""
+
+    def as_stored(self, *parts: Tensor) -> tuple[Tensor, ...]:
+        """Round tensors of entries, (..., d), to what is read back of them."""
+        if self.stored is None:
+            return parts
+        return tuple(round_entries(part, self.stored) for part in parts)

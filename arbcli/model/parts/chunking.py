@@ -1,0 +1,176 @@
+"""From positions to chunks and back: where chunks begin, and what of them every position gets.
+
+    p[t] = (1 - cos(q[t - 1], k[t])) / 2,   b[t] = p[t] > 1/2,   p[0] = 1                    (4)
+    the main network is given the positions with b = 1
+    s[j] = P[j] z[j] + (1 - P[j]) s[j - 1],   P the p of a chunk's first position            (5)
+    c[t] = p[t] where b[t] = 1, else 1 - p[t]                                                (6)
+    y[t] = STE(c[t]) s[chunk of t] + R(x[t]),   STE(c) = 1 with the gradient of c         (7, 8)
+    ratio loss = N / (N - 1) ((N - 1) F G + (1 - F) (1 - G)),   F = mean b, G = mean p      (10)
+
+The numbers are those of the source. z is what the main network gives. A boundary that finds no slot
+free begins no chunk: its position belongs to the last one, and its c is 1 - p.
+
+Source: S. Hwang et al., "Dynamic Chunking for End-to-End Hierarchical Sequence Modeling",
+https://arxiv.org/abs/2507.07955.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Function
+from torch.nn import functional
+
+from arbcli.config.site import Site
+from arbcli.kernels.chunks.boundary_scores import boundary_scores, boundary_scores_backward
+from arbcli.kernels.chunks.find_chunks import Chunks
+from arbcli.kernels.chunks.gather_chunks import gather_chunks
+from arbcli.kernels.chunks.route_position import LEAST_SHARE
+from arbcli.kernels.chunks.smooth_chunks import smooth_chunks, smooth_chunks_backward
+from arbcli.kernels.chunks.spread_chunks import spread_chunks, spread_chunks_backward
+from arbcli.model.layers.kinds import layers_for
+
+
+class Routed(NamedTuple):
+    """Where a router sees boundaries in sequences of T positions."""
+
+    p: Tensor
+    """(B, T) float32, how likely a chunk begins."""
+    begins: Tensor
+    """(B, T) bool, whether one does."""
+
+
+class BoundaryRouter(nn.Module):
+    """Learns where chunks begin: where neighbours, projected, differ in direction.
+
+    The projections are the identity plus packed weights, which are zero at first. A packed identity
+    would be exact too, but every weight of its row would have a scale of 1, and the first trit to
+    turn beside the diagonal would weigh as much as the diagonal.
+    """
+
+    def __init__(self, site: Site) -> None:
+        super().__init__()
+        how = {"area": "chunking", "spread": 0.0, "in_eight_bits": False}
+        self.query_key = layers_for(site).linear(2 * site.dim, site.dim, site, **how)
+
+    def forward(self, x: Tensor) -> Routed:
+        """Route normalised (B, T, D)."""
+        p = _BoundaryScores.apply(x, self.query_key(x))
+        return Routed(p, p > 0.5)
+
+
+def route_every(length: int, positions: Tensor) -> Routed:
+    """Begin a chunk at every position, (B, T) int64, that `length` divides."""
+    begins = positions % length == 0
+    return Routed(begins.float(), begins)
+
+
+def route_words(ids: Tensor, before: Tensor) -> Routed:
+    """Begin a chunk at every byte that follows a space and is none.
+
+    Args:
+        ids: (B, T) int64 bytes.
+        before: (B, 1) int64, the byte before each; negative at the beginning of a text, which
+            begins a chunk in any case.
+    """
+    previous = torch.cat((before, ids[:, :-1]), dim=1)
+    begins = (previous < 0) | (_are_spaces(previous) & ~_are_spaces(ids))
+    return Routed(begins.float(), begins)
+
+
+def _are_spaces(ids: Tensor) -> Tensor:
+    """Tell which bytes are ASCII's space, or a tab, or the end of a line or a page."""
+    return (ids == 32) | ((ids >= 9) & (ids < 14))
+
+
+def ratio_loss(routed: Routed, length: int, valid: Tensor | None) -> Tensor:
+    """Measure how far chunks are from `length` positions on average: a scalar, 1 where they are.
+
+    Args:
+        routed: of all sequences.
+        length: N.
+        valid: (B, T) bool, positions that there are; None is all.
+    """
+    p, begins = routed.p, routed.begins.float()
+    if valid is None:
+        f, g = begins.mean(), p.mean()
+    else:
+        count = valid.sum()
+        f, g = (begins * valid).sum() / count, (p * valid).sum() / count
+    return length / (length - 1) * ((length - 1) * f * g + (1 - f) * (1 - g))
+
+
+def take_chunks(x: Tensor, chunks: Chunks) -> Tensor:
+    """Take the positions of (B, T, D) that chunks begin with: (B, C, D), zeros in spare slots."""
+    return _TakeChunks.apply(x, chunks)
+
+
+def spread(z: Tensor, p: Tensor, residual: Tensor, chunks: Chunks) -> Tensor:
+    """Smooth chunks, and add to every position that of its own.
+
+    Args:
+        z: (B, C, D), what the main network gives.
+        p: (B, T) float32, of the router.
+        residual: (B, T, D) in the dtype of z.
+        chunks: of the same positions.
+
+    Returns:
+        (B, T, D).
+    """
+    return _Spread.apply(z, p, residual, chunks)
+
+
+def share_of(p: Tensor) -> Tensor:
+    """Hold p of a chunk's first position away from 0 and 1."""
+    return p.clamp(LEAST_SHARE, 1 - LEAST_SHARE)
+
+
+class _BoundaryScores(Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, qk: Tensor) -> Tensor:
+        ctx.save_for_backward(x, qk)
+        return boundary_scores(x, qk)
+
+    @staticmethod
+    def backward(ctx, grad_p: Tensor):
+        return boundary_scores_backward(grad_p, *ctx.saved_tensors)
+
+
+class _TakeChunks(Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, chunks: Chunks) -> Tensor:
+        ctx.save_for_backward(chunks.slot)
+        return gather_chunks(x, chunks.first)
+
+    @staticmethod
+    def backward(ctx, grad_y: Tensor):
+        return gather_chunks(grad_y, *ctx.saved_tensors), None
+
+
+class _Spread(Function):
+    @staticmethod
+    def forward(ctx, z: Tensor, p: Tensor, residual: Tensor, chunks: Chunks) -> Tensor:
+        of_chunks = p.gather(1, chunks.first.clamp(min=0))
+        share = share_of(of_chunks)
+        s = smooth_chunks(z, share)
+        ctx.save_for_backward(z, share, s, *chunks[:3])
+        # what `share_of` moved has no gradient
+        ctx.moved = of_chunks != share if ctx.needs_input_grad[1] else None
+        return spread_chunks(residual, s, chunks.owner)
+
+    @staticmethod
+    def backward(ctx, grad_y: Tensor):
+        z, share, s, first, owner, slot = ctx.saved_tensors
+        grad_s, grad_c = spread_chunks_backward(grad_y, s, owner, first)
+        grad_z, grad_share = smooth_chunks_backward(grad_s, z, share, s)
+        grad_p = None
+        if ctx.needs_input_grad[1]:
+            grad_share = grad_share.masked_fill(ctx.moved, 0)
+            of_first = grad_c + grad_share.gather(1, slot.clamp(min=0))
+            grad_p = torch.where(slot >= 0, of_first, -grad_c)
+        return grad_z, grad_p, grad_y, None
+
+
+def norm(x: Tensor, eps: float) -> Tensor:
+    """Divide by the root-mean-square of the last dimension; differentiable."""
+    return functional.rms_norm(x, x.shape[-1:], eps=eps)

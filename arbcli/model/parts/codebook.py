@@ -1,0 +1,92 @@
+"""A codebook that is read by product keys: the best rows of millions, and no score for the rest.
+
+A query has two halves, and so has the key of a row: row i * n + j has the half keys i and j, and
+its score is the sum of theirs. The best rows are among the pairs of the best half keys, so the
+choice is exact, at any size. Source: G. Lample et al., "Large Memory Layers with Product Keys",
+https://arxiv.org/abs/1907.05242; V.-P. Berges et al., "Memory Layers at Scale",
+https://arxiv.org/abs/2412.09764.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from arbcli.config.parts.memories import CodebookConfig
+from arbcli.config.site import Site
+from arbcli.model.initial import output_std
+from arbcli.model.layers.linear import TernaryLinear
+from arbcli.model.layers.norm import TernaryRMSNorm
+from arbcli.model.layers.table import TernaryTable
+
+
+class Found(NamedTuple):
+    """What a codebook gives for a stream of (B, T, D)."""
+
+    y: Tensor
+    """(B, T, D), to be added to the stream."""
+    codes: Tensor
+    """(B, T) int64, the best row of the first head."""
+    confidence: Tensor
+    """(B, T) float32, its weight."""
+
+
+def best_pairs(left: Tensor, right: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
+    """Choose the best of all pairs by the sum of their scores.
+
+    Args:
+        left: (M, n1) scores.
+        right: (M, n2) scores.
+        top_k: how many, at most n1 and n2.
+
+    Returns:
+        (M, top_k) float32 scores, the best first, and the pairs i * n2 + j, int64.
+    """
+    scores, index = zip(*(half.float().topk(top_k) for half in (left, right)), strict=True)
+    sums = (scores[0][:, :, None] + scores[1][:, None, :]).flatten(1)
+    best, pair = sums.topk(top_k)
+    i, j = index[0].gather(1, pair // top_k), index[1].gather(1, pair % top_k)
+    return best, i * right.shape[1] + j
+
+
+class Codebook(nn.Module):
+    """Each head's best rows, weighted by the softmax of their scores, side by side, projected.
+
+    Args:
+        config: its shape.
+        site: where it stands.
+        area: the part of the model that this is.
+    """
+
+    def __init__(self, config: CodebookConfig, site: Site, area: str) -> None:
+        super().__init__()
+        self.area = area
+        self.heads, self.key_dim, self.top_k = config.heads, config.key_width, config.top_k
+        halves, width, found = config.halves, config.width, config.heads * config.width
+        self.norm = TernaryRMSNorm(site.dim, site)
+        queries = config.heads * 2 * config.key_width
+        self.query = TernaryLinear(queries, site.dim, site, area=area)
+        self.query_norm = TernaryRMSNorm(config.key_width, site)
+        self.left = TernaryLinear(halves[0], config.key_width, site, area=area)
+        self.right = TernaryLinear(halves[1], config.key_width, site, area=area)
+        self.table = TernaryTable(halves[0] * halves[1], width, site, area=area)
+        self.sub_norm = TernaryRMSNorm(found, site)
+        std = output_std(found, site.depth)
+        self.output = TernaryLinear(site.dim, found, site, area=area, std=std)
+
+    def forward(self, x: Tensor) -> Found:
+        """Find what to add to the stream (B, T, D)."""
+        batch, length, _ = x.shape
+        query = self.query(x, self.norm).view(-1, 2, self.key_dim)  # (B * T * heads, 2, key_dim)
+        halves = self.left(query[:, 0], self.query_norm), self.right(query[:, 1], self.query_norm)
+        scores, rows = best_pairs(*halves, self.top_k)
+        weights = torch.softmax(scores, dim=1)
+        values = self.table(rows, weights, x.dtype).view(batch, length, -1)
+        first = (batch, length, self.heads, self.top_k)
+        codes, confidence = (found.view(first)[:, :, 0, 0] for found in (rows, weights))
+        return Found(self.output(values, self.sub_norm), codes, confidence)
+
+    def gauges(self) -> dict[str, float]:
+        """Measure the share of rows that any step has changed; waits for the device."""
+        name = {"codebook": "codes"}.get(self.area, self.area)
+        return {f"alive_{name}": self.table.weight.alive()}

@@ -1,0 +1,283 @@
+"""What compressed attention has seen of one text: the last bytes, entries, and an open block.
+
+Of a block of a model there are the last W bytes in a ring, as many entries as a byte sees and one
+that is not complete, the bytes of that one, the keys of the indexer and its last choice. Entry j is
+in slot j mod the slots. It is made anew with every byte of its block, and seen when that is
+complete.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from arbcli.kernels.attention.append_position import append_position_
+from arbcli.kernels.attention.choose_next import choose_next_
+from arbcli.kernels.attention.compressed_attention import Sight, compressed_attention
+from arbcli.kernels.attention.decode_compressed import decode_compressed
+from arbcli.kernels.attention.eight_bits import decode_entries, quantise_entries
+from arbcli.kernels.matmul.quantise_rows import E4M3
+from arbcli.model.layers.norm import NORM_EPS
+from arbcli.model.layers.rotary import rotary_table, rotate, table_rows
+from arbcli.model.state import Clock, State
+
+
+class Rows:
+    """Vectors in slots, (n, G, d), in a dtype or in eight bits with an exponent each."""
+
+    def __init__(
+        self,
+        shape: tuple[int, int, int],
+        dtype: torch.dtype,
+        device: torch.device,
+        stored: torch.dtype | None,
+    ) -> None:
+        self.codes = torch.zeros(shape, dtype=stored or dtype, device=device)
+        self.exponents = None
+        self.dtype = dtype
+        if stored:
+            self.exponents = torch.zeros(shape[:2], dtype=torch.int8, device=device)
+
+    def __len__(self) -> int:
+        """Count the slots."""
+        return len(self.codes)
+
+    def tensors(self) -> Iterator[Tensor]:
+        """List codes and exponents."""
+        yield self.codes
+        if self.exponents is not None:
+            yield self.exponents
+
+    def put(self, slots: Tensor, rows: Tensor) -> Tensor:
+        """Store (n, G, d) in slots, (n,) int64, and return what is read back of them."""
+        if self.exponents is None:
+            self.codes.index_copy_(0, slots, rows)
+            return rows
+        codes, exponents = quantise_entries(rows, self.codes.dtype)
+        # torch copies no e4m3 by index
+        self.codes.view(torch.int8).index_copy_(0, slots, codes.view(torch.int8))
+        self.exponents.index_copy_(0, slots, exponents)
+        return decode_entries(codes, exponents, self.dtype)
+
+    def get(self, slots: Tensor) -> Tensor:
+        """Read slots, (n,) int64: (n, G, d)."""
+        if self.exponents is None:
+            return self.codes[slots]
+        codes = self.codes.view(torch.int8)[slots].view(self.codes.dtype)
+        return decode_entries(codes, self.exponents[slots], self.dtype)
+
+
+class CompressedState(State):
+    """What one block keeps; see the top of the file.
+
+    Args:
+        clock: of the list of blocks.
+        layer: the `CompressedAttention`.
+    """
+
+    def __init__(self, clock: Clock, layer: Any) -> None:
+        super().__init__(clock)
+        clock.limit(min(clock.ctx, clock.positions))
+        self.layer, self.ratio, positions = layer, layer.ratio, clock.positions
+        self.window, self.most = layer.sight.window, layer.sight.most
+        vector, device = (layer.kv_heads, layer.width), clock.device
+        rows = table_rows(positions, clock.ctx)
+        self.table = rotary_table(rows, layer.width, device, layer.turned)
+        self.tickets = clock.kept(
+            ("tickets", layer.heads),
+            lambda: torch.zeros(layer.heads, dtype=torch.int32, device=device),
+        )
+        about = (clock.dtype, device, clock.stored)
+        self.recent = Rows((min(self.window, positions), *vector), *about)
+        slots = min(self.most, positions // self.ratio) + 1
+        self.entries = Rows((slots, *vector), *about)
+        self.open = torch.zeros(2, self.ratio, layer.kv, dtype=clock.dtype, device=device)
+        """Values and gates of the bytes of the open block."""
+        self.keys: Tensor | None = None
+        """(slots, width): the indexer's, of the entries; e4m3 where these are in eight bits."""
+        self.choice: Tensor | None = None
+        """(k,) int32: the entries that were chosen last, and -1 behind them."""
+        if layer.indexer:
+            indexer = layer.indexer
+            self.index_table = indexer.table(rows, device)
+            kept = E4M3 if clock.stored else clock.dtype
+            self.keys = torch.zeros(slots, indexer.width, dtype=kept, device=device)
+            size = max(1, min(indexer.top_k, slots - 1))
+            self.choice = torch.full((size,), -1, dtype=torch.int32, device=device)
+
+    def tensors(self) -> Iterator[Tensor]:
+        """List what is kept."""
+        for rows in (self.recent, self.entries):
+            yield from rows.tensors()
+        parts = (self.open, self.keys, self.choice)
+        yield from (part for part in parts if part is not None)
+
+    def attend(
+        self,
+        x: Tensor,
+        norm: Any,
+        q: Tensor,
+        recent: Tensor,
+        values: Tensor,
+        gates: Tensor,
+    ) -> Tensor:
+        """Attend to what was seen and to new bytes, and store these.
+
+        Args:
+            x: (1, T, D) of the stream.
+            norm: before the indexer's queries; None if x is normalised.
+            q: (1, T, H, d), as projected.
+            recent: (1, T, G d), as projected.
+            values: like it.
+            gates: like it.
+
+        Returns:
+            (1, T, H, d).
+        """
+        if self.clock.length == 1:
+            return self._attend_one(x, norm, q, recent, values, gates)
+        start, length, m = self.clock.start, q.shape[1], self.ratio
+        device, layer = x.device, self.layer
+
+        def rows(table: tuple[Tensor, Tensor], places: Any) -> list[Tensor]:
+            return [part[places] for part in table]
+
+        here = rows(self.table, slice(start, start + length))
+        ring = len(self.recent)
+        kept = min(start, ring, self.window - 1)
+        before = torch.arange(start - kept, start, device=device) % ring
+        before = self.recent.get(before)
+        new = layer.in_place(recent, here)[0]
+        last = min(length, ring)
+        places = torch.arange(start + length - last, start + length, device=device) % ring
+        stored = self._rounded(self.recent, new)
+        self.recent.put(places, new[-last:])
+        recent = torch.cat((before, stored))[None]
+
+        opened, done = start % m, start // m
+        block = [
+            torch.cat((kept_part[None, :opened], part), dim=1)
+            for kept_part, part in zip(self.open, (values, gates), strict=True)
+        ]
+        number = block[0].shape[1] // m
+        full = [part[:, : number * m].unflatten(1, (number, m)) for part in block]
+        still = layer.compress(*full)  # (1, number, G, d)
+        firsts = torch.arange(done, done + number, device=device)
+        angles = [part[:, None] for part in rows(self.table, firsts * m)]
+        turned = rotate(still[0], *angles).to(still.dtype)
+        rest = block[0].shape[1] - number * m
+        for kept_part, part in zip(self.open, block, strict=True):
+            kept_part[:rest] = part[0, number * m :]
+
+        group = (start + 1) // m
+        lowest = max(0, group - self.most)
+        slots = len(self.entries)
+        old = torch.arange(lowest, done, device=device) % slots
+        entries = torch.cat((self.entries.get(old), self._rounded(self.entries, turned)))[None]
+        fits = min(number, slots)  # later ones would be written over
+        self.entries.put(firsts[number - fits :] % slots, turned[number - fits :])
+        sight = Sight(self.window, m, self.most, start - lowest * m)
+        chosen = None
+        if self.keys is not None:
+            bits = torch.int8 if self.keys.dtype == E4M3 else self.keys.dtype
+            keys = self.keys.view(bits)[old].view(self.keys.dtype).to(q.dtype)
+            if number:
+                angles = rows(self.index_table, firsts * m)
+                new_keys = layer.indexer.keys(still, angles)[0]
+                new_keys = new_keys.to(self.keys.dtype)
+                # torch copies no e4m3 by index
+                self.keys.view(bits).index_copy_(
+                    0, firsts[-fits:] % slots, new_keys[-fits:].view(bits)
+                )
+                keys = torch.cat((keys, new_keys.to(q.dtype)))
+            chosen = self._choose(x, norm, keys[None], start, group, lowest)
+            if chosen.shape[2] == len(keys) <= self.most:
+                chosen = None  # all of them are
+        return compressed_attention(
+            q, recent, entries, chosen, layer.sink(), *here, sight, NORM_EPS
+        )[0]
+
+    def _rounded(self, of: Rows, rows: Tensor) -> Tensor:
+        """Round new rows as they will be stored."""
+        if of.exponents is None:
+            return rows
+        return decode_entries(*quantise_entries(rows, of.codes.dtype), rows.dtype)
+
+    def _choose(
+        self,
+        x: Tensor,
+        norm: Any,
+        keys: Tensor,
+        start: int,
+        group: int,
+        lowest: int,
+    ) -> Tensor:
+        """Choose for each group of new bytes, (1, N, k) int32, and remember the last choice."""
+        m, size, parts, indexer = self.ratio, len(self.choice), [], self.layer.indexer
+        first = group
+        if (start + 1) % m:  # its choice was made by a byte before, if there was one
+            first += 1
+            before = torch.where((self.choice >= 0) & (group > 0), self.choice - lowest, -1)
+            parts.append(before[None, None])
+        ends = slice(first * m - 1 - start, x.shape[1], m)
+        if ends.start < x.shape[1]:
+            angles = [part[start : start + x.shape[1]][ends] for part in self.index_table]
+            q, w = indexer.queries(x[:, ends], norm, angles)
+            made = indexer.choose(q, w, keys, first - lowest, self.most)[..., :size]
+            parts.append(functional.pad(made, (0, size - made.shape[2]), value=-1))
+        chosen = torch.cat(parts, dim=1)
+        last = chosen[0, -1]
+        self.choice.copy_(torch.where(last >= 0, last + lowest, -1))
+        return chosen[:, :, : keys.shape[1]]
+
+    def _attend_one(
+        self,
+        x: Tensor,
+        norm: Any,
+        q: Tensor,
+        recent: Tensor,
+        values: Tensor,
+        gates: Tensor,
+    ) -> Tensor:
+        """Attend with one new byte; no shape depends on its position."""
+        layer = self.layer
+        new = torch.stack((recent, values, gates)).view(3, *self.recent.codes.shape[1:])
+        still = self.append(new, layer.beta())
+        if self.keys is not None:
+            self.choose(layer.indexer.query(x, norm), layer.indexer.key(still.view(1, 1, -1)))
+        return self.attend_one(q.reshape(q.shape[2:]), layer.sink())[None, None]
+
+    def append(self, new: Tensor, beta: Tensor) -> Tensor:
+        """Store one byte, (3, G, d) of vector, value and gate: the open entry, (G, d)."""
+        place = self.clock.position
+        rest = (self.open, beta, place, *self.table, NORM_EPS, self.exponents)
+        return append_position_(new, self.recent.codes, self.entries.codes, *rest)
+
+    @property
+    def exponents(self) -> tuple[Tensor, Tensor] | None:
+        """Those of the ring and of the entries, where they are in eight bits."""
+        if self.recent.exponents is None:
+            return None
+        return self.recent.exponents, self.entries.exponents
+
+    def choose(self, query: Tensor, key: Tensor) -> None:
+        """Store the key of the open entry, and choose anew if it is complete now.
+
+        Args:
+            query: what the indexer's projection makes of the byte.
+            key: what it makes of the entry.
+        """
+        about = (self.clock.position, *self.index_table, self.ratio, self.most, NORM_EPS)
+        choose_next_(query.flatten(), key.flatten(), self.keys, self.choice, *about)
+
+    def attend_one(self, q: Tensor, sink: Tensor) -> Tensor:
+        """Attend with the byte that was stored last, (H, d) as projected."""
+        recent, entries, choice = self.recent.codes, self.entries.codes, self.choice
+        if choice is not None and len(choice) >= len(entries) - 1:
+            choice = None  # all that are complete are chosen
+        about = (choice, sink, self.clock.position, *self.table, self.tickets)
+        return decode_compressed(
+            q, recent, entries, *about, self.ratio, self.most, NORM_EPS, self.exponents
+        )

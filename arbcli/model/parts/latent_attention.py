@@ -1,0 +1,233 @@
+"""Attention over compressed keys and values, their rotary part apart.
+
+A position keeps one vector for all heads: `latent` numbers from which keys and values are made
+again, and `rotary` ones that are a part of every head's key and turned by the position.
+
+One new byte attends to these vectors as they are. A query times W n, a head's key, is (W.T query)
+times n, and a mean of W' n, the values, is W' times the mean of n; so two products of one row take
+the place of making all keys and values again. Only the lengths of the keys, which are normalised,
+are kept beside them.
+Source: DeepSeek-AI, "DeepSeek-V2", https://arxiv.org/abs/2405.04434, section 2.1.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from arbcli.config.parts.latent_attention import LatentAttentionConfig
+from arbcli.config.site import Site
+from arbcli.kernels.attention.decode_latent import decode_latent
+from arbcli.kernels.attention.eight_bits import decode_entries, quantise_entries
+from arbcli.model.flow import Flow, Reading, project
+from arbcli.model.initial import output_std
+from arbcli.model.layers.kinds import layers_for
+from arbcli.model.layers.norm import NORM_EPS
+from arbcli.model.layers.rotary import rotary_table, rotate, table_rows
+from arbcli.model.parts.base import CachedAttention
+from arbcli.model.state import Clock, State
+
+SHARPNESS = 2.0
+"""What scores are multiplied by: only a part of a normalised key tells its position, and with 1 no
+position can stand out enough."""
+ALIGNMENT = 16
+"""Bytes: kernels of attention on a GPU read so many at once."""
+
+
+class LatentAttention(CachedAttention):
+    """Causal self-attention; queries and keys are normalised after their rotary part is rotated."""
+
+    name = "attention"
+    compiles = True
+    steps_fused = True
+
+    def __init__(self, config: LatentAttentionConfig, site: Site) -> None:
+        super().__init__()
+        parts, about, dim = layers_for(site), {"area": "attention"}, site.dim
+        self.heads, self.head_dim = config.heads, config.head_width(site)
+        self.latent, self.rotary = config.latent, config.rotary
+        self.still = self.head_dim - self.rotary
+        self.query_down = parts.linear(dim + self.latent + self.rotary, dim, site, **about)
+        self.latent_norm = parts.norm(self.latent, site)
+        up = self.heads * (self.still + self.head_dim)
+        self.up = parts.linear(up, self.latent, site, **about)
+        self.sub_norm = parts.norm(dim, site) if config.sub_norm else None
+        about["std"] = output_std(dim, site.depth)
+        self.output = parts.linear(dim, dim, site, **about)
+
+    def forward(
+        self,
+        x: Tensor,
+        norm: nn.Module,
+        added: Tensor | None = None,
+        reading: Reading | None = None,
+        state: "LatentRing | None" = None,
+    ) -> Flow:
+        """Mix every position of (B, T, D) with those before it: see `Part.forward`."""
+        projected, x = project(self.query_down, x, norm, added)
+        batch, length, dim = x.shape
+        q, c = projected.split((dim, self.latent + self.rotary), dim=-1)
+        table = state.angles if state else rotary_table(length, self.rotary, x.device)
+        angles = [part[:, None] for part in table]  # for (T, heads, rotary)
+        q = q.view(batch, length, self.heads, self.head_dim)
+        turned = rotate(q[..., self.still :], *angles).to(x.dtype)
+        q = torch.cat((q[..., : self.still], turned), dim=-1)
+        turned = rotate(c[..., None, self.latent :], *angles).to(x.dtype)  # (B, T, 1, rotary)
+        latent, mask = c[..., : self.latent], None
+        if state is None:
+            (latent,) = self.as_stored(latent)
+        else:
+            latent, turned, mask = state.extend(latent, turned)
+            if length == 1:
+                y = self._attend_one(q, latent, turned, state)
+                return Flow(x, self.output(y.view(batch, length, dim), self.sub_norm))
+        k, v = self._keys_and_values(latent, turned)
+        if state is not None:
+            state.extend_lengths(k[:, -length:])
+        q, k = (functional.rms_norm(part, (self.head_dim,), eps=NORM_EPS) for part in (q, k))
+        q, k, v = (part.transpose(1, 2) for part in (q, k, v))
+        y = functional.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, is_causal=mask is None, scale=SHARPNESS * self.head_dim**-0.5
+        )  # (B, H, T, head_dim)
+        return Flow(x, self.output(y.transpose(1, 2).reshape(batch, length, dim), self.sub_norm))
+
+    def step(self, x: Tensor, state: "LatentRing") -> Tensor:
+        """Mix one position with those before it: see `Part.step`."""
+        row = self.query_down.fused(x, normalise=True)
+        up = self.up.decoded(x.dtype)
+        y = state.attend_one(row.flatten(), up, SHARPNESS * self.head_dim**-0.5)
+        return self.output.fused(y.view(x.shape), normalise=self.sub_norm is not None, added=x)
+
+    def new_state(self, clock: Clock) -> "LatentRing":
+        """Make a ring of latent vectors."""
+        return LatentRing(clock, self)
+
+    def _keys_and_values(self, latent: Tensor, turned: Tensor) -> tuple[Tensor, Tensor]:
+        """Make them of compressed positions: (B, T, heads, head_dim) each, not yet normalised."""
+        kv = self.up(latent, self.latent_norm)
+        kv = kv.view(len(kv), -1, self.heads, self.still + self.head_dim)
+        k = torch.cat((kv[..., : self.still], turned.expand(-1, -1, self.heads, -1)), dim=-1)
+        v = kv[..., self.still :]
+        if self.still * v.itemsize % ALIGNMENT:
+            v = v.contiguous()
+        return k, v
+
+    def _attend_one(self, q: Tensor, latent: Tensor, turned: Tensor, state: "LatentRing") -> Tensor:
+        """Attend with one query, (1, 1, heads, head_dim), to the ring with the new position behind.
+
+        Returns:
+            (heads, head_dim), computed in float32.
+        """
+        k, _ = self._keys_and_values(latent[:, -1:], turned[:, -1:])
+        up = self.up.weight.weight(torch.float32).view(self.heads, -1, self.latent)
+        to_keys, to_values = up.split((self.still, self.head_dim), dim=1)  # (heads, ..., latent)
+        q = functional.rms_norm(q[0, 0], (self.head_dim,), eps=NORM_EPS).float()
+        still, query = q.split((self.still, self.rotary), dim=-1)
+        n = self.latent_norm(latent[0]).float()  # (W + 1, latent)
+        in_latent = (still[:, None] @ to_keys)[:, 0]  # (heads, latent)
+        scores = in_latent @ n.T + query @ turned[0, :, 0].float().T  # (heads, W + 1)
+        scores *= state.extend_lengths(k).T * (SHARPNESS * self.head_dim**-0.5)
+        share = torch.softmax(scores.masked_fill(~state.mask, -torch.inf), dim=-1)
+        y = to_values @ (share @ n)[..., None]  # (heads, head_dim, 1)
+        return y[..., 0].to(latent.dtype)
+
+
+class LatentRing(State):
+    """A ring of latent vectors, (1, W, latent), and of the rotated part of their keys.
+
+    The position p is in slot p mod W and stays until p + W comes. In eight bits latent vectors are
+    codes, `exponents`, (1, W) int8, are theirs, and the rotated part stays as it is. `lengths`,
+    (W, heads) float32, has what normalises each key.
+
+    Args:
+        clock: of the list of blocks.
+        layer: the attention.
+    """
+
+    def __init__(self, clock: Clock, layer: LatentAttention) -> None:
+        super().__init__(clock)
+        self.window = min(clock.ctx, clock.positions)
+        clock.limit(self.window)
+        like, kept = {"dtype": clock.dtype, "device": clock.device}, clock.stored or clock.dtype
+        self.table = rotary_table(
+            table_rows(clock.positions, clock.ctx), layer.rotary, clock.device
+        )
+        self.latent = torch.zeros(1, self.window, layer.latent, dtype=kept, device=clock.device)
+        self.turned = torch.zeros(1, self.window, 1, layer.rotary, **like)
+        self.lengths = torch.zeros(self.window, layer.heads, device=clock.device)
+        self.exponents: Tensor | None = None
+        if clock.stored:
+            self.exponents = torch.zeros(1, self.window, dtype=torch.int8, device=clock.device)
+
+    def tensors(self) -> Iterator[Tensor]:
+        """List the rings."""
+        yield from (self.latent, self.turned, self.lengths)
+        if self.exponents is not None:
+            yield self.exponents
+
+    @property
+    def fuses(self) -> bool:
+        """Whether `attend_one` reads what is kept."""
+        return self.exponents is None
+
+    @property
+    def angles(self) -> tuple[Tensor, Tensor]:
+        """Rows of the rotary table for the positions that are being read: (T, d / 2) each."""
+        clock, table = self.clock, self.table
+        return clock.here(
+            ("angles", table[0].shape[1]), lambda: tuple(part[clock.places] for part in table)
+        )
+
+    @property
+    def mask(self) -> Tensor:
+        """What each position attends to: the ring as it was, then themselves, (T, W + T) bool."""
+        return self.clock.here(("ring mask", self.window), self._mask)
+
+    def _mask(self) -> Tensor:
+        position, window, length = self.clock.position, self.window, self.clock.length
+        slots = torch.arange(window, device=position.device)
+        place = position - 1 - (position - 1 - slots) % window  # place in each slot
+        seen = (place >= 0) & (place > self.clock.places[:, None] - window)
+        return torch.cat((seen, seen.new_ones(length, length).tril()), dim=1)
+
+    def extend_lengths(self, k: Tensor) -> Tensor:
+        """Put what normalises the keys in the ring before that of new ones, and store these.
+
+        Args:
+            k: (1, T, heads, head_dim), not yet normalised.
+
+        Returns:
+            (W + T, heads) float32.
+        """
+        lengths = torch.rsqrt(k[0].float().square().mean(dim=-1) + NORM_EPS)
+        found = torch.cat((self.lengths, lengths))
+        self.lengths.index_copy_(0, self.clock.places % self.window, lengths)
+        return found
+
+    def attend_one(self, row: Tensor, up: Tensor, scale: float) -> Tensor:
+        """Store one new position, and attend to the last W: see `decode_latent`."""
+        rings = self.latent[0], self.turned[0, :, 0], self.lengths
+        return decode_latent(row, up, *rings, self.clock.position, *self.table, scale, NORM_EPS)
+
+    def extend(self, latent: Tensor, turned: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Put the ring before the new positions, and store these.
+
+        Returns:
+            Latent vectors and rotated parts, (1, W + T, ...) each, and the (T, W + T) bool mask of
+            which each new position attends to.
+        """
+        slots, before = self.clock.places % self.window, self.latent
+        if self.exponents is None:
+            after = torch.cat((before, latent), dim=1)
+            self.latent.index_copy_(1, slots, latent)
+        else:
+            codes, exponents = quantise_entries(latent, before.dtype)
+            before = decode_entries(before, self.exponents, latent.dtype)
+            after = torch.cat((before, decode_entries(codes, exponents, latent.dtype)), dim=1)
+            # torch copies no e4m3 by index
+            self.latent.view(torch.int8).index_copy_(1, slots, codes.view(torch.int8))
+            self.exponents.index_copy_(1, slots, exponents)
+        found = after, torch.cat((self.turned, turned), dim=1)
+        self.turned.index_copy_(1, slots, turned)
+        return *found, self.mask

@@ -1,0 +1,197 @@
+"""A block of a state space model: Mamba-2, with packed projections, taps and vectors.
+
+    z, u, B, C, dt = projection of the normalised stream
+    u, B, C = silu(causal convolution of width 4)
+    dt = softplus(dt + bias),  a = exp(-exp(A) dt)
+    S[t] = a[t] S[t - 1] + dt[t] B[t] u[t],  y[t] = C[t] S[t] + D u[t]        in each head
+    stream + output(norm(silu(z) y))
+
+B and C are the same for all heads.
+
+Source: T. Dao and A. Gu, "Transformers are SSMs", https://arxiv.org/abs/2405.21060, section 7.
+"""
+
+import math
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Function
+from torch.nn import functional
+
+from arbcli.config.parts.mamba import EXPAND, MambaConfig
+from arbcli.config.site import Site
+from arbcli.kernels.scan.causal_conv import causal_conv, causal_conv_grad_w
+from arbcli.kernels.scan.decay_scan import decay_scan
+from arbcli.kernels.scan.mamba_step import mamba_step
+from arbcli.model.flow import Flow, Reading, project
+from arbcli.model.initial import projection_std
+from arbcli.model.layers.kinds import layers_for
+from arbcli.model.parts.base import Part
+from arbcli.model.state import Clock, State
+
+TAPS = 4
+RATES = (1.0, 16.0)
+"""exp(A) of the first and of the last head at the start."""
+STEPS = (1e-3, 1e-1)
+"""dt of the first and of the last head at the start, without the projection's part."""
+
+
+def mamba_values(heads: int) -> tuple[list[float], list[float]]:
+    """Choose A and the bias of dt of each head at the start: evenly between their ends.
+
+    A zero cannot be written, and is a number that is close.
+    """
+    shares = [index / max(1, heads - 1) for index in range(heads)]
+    rates = [math.log(RATES[0] + share * (RATES[1] - RATES[0])) or 1e-3 for share in shares]
+    steps = [STEPS[0] * (STEPS[1] / STEPS[0]) ** share for share in shares]
+    return rates, [math.log(math.expm1(step)) for step in steps]
+
+
+class Mamba(Part):
+    """Mamba-2, with `EXPAND` times the heads of its configuration inside."""
+
+    name = "mamba"
+    norm_name = "norm"
+    steps_fused = True
+
+    def __init__(self, config: MambaConfig, site: Site) -> None:
+        super().__init__()
+        self.heads, self.inner = EXPAND * config.heads, EXPAND * site.dim
+        self.states = config.states
+        self.mixed = self.inner + 2 * self.states
+        rates, biases = mamba_values(self.heads)
+        parts, about = layers_for(site), {"area": "mamba"}
+        projected = self.inner + self.mixed + self.heads
+        self.projection = parts.linear(projected, site.dim, site, **about)
+        self.taps = parts.taps(self.mixed, TAPS, site, **about)
+        self.rate = parts.vector(rates, site, **about)
+        self.bias = parts.vector(biases, site, **about)
+        self.skip = parts.vector([1.0] * self.heads, site, **about)
+        self.gate = parts.gate(self.inner, site, normalise=True)
+        std = projection_std(self.inner) / math.sqrt(site.depth)  # one of them in each block
+        self.output = parts.linear(site.dim, self.inner, site, std=std, **about)
+
+    def forward(
+        self,
+        x: Tensor,
+        norm: nn.Module,
+        added: Tensor | None = None,
+        reading: Reading | None = None,
+        state: "MambaState | None" = None,
+    ) -> Flow:
+        """Mix every position of (B, T, D) with those before it: see `Part.forward`."""
+        projected, x = project(self.projection, x, norm, added)
+        z, mixed, dt = projected.split((self.inner, self.mixed, self.heads), dim=-1)
+        if state is None:
+            mixed = _CausalConv.apply(mixed, self.taps())
+        else:
+            mixed = state.convolve(mixed, self.taps())
+        u, b, c = functional.silu(mixed).split((self.inner, self.states, self.states), dim=-1)
+        u = u.unflatten(-1, (self.heads, -1))  # (B, T, H, P)
+        dt = functional.softplus(dt.float() + self.bias())
+        decay = -self.rate().exp() * dt  # (B, T, H), its logarithm
+        values = (u.float() * dt[..., None]).to(x.dtype)
+        b, c = (part[:, :, None].expand(-1, -1, self.heads, -1) for part in (b, c))
+        scan = _DecayScan.apply if state is None else state.scan
+        y = scan(c, b, values, decay)
+        y = (y + self.skip()[:, None] * u.float()).to(x.dtype)
+        return Flow(x, self.output(torch.cat((z, y.flatten(-2)), dim=-1), self.gate))
+
+    def step(self, x: Tensor, state: "MambaState") -> Tensor:
+        """Mix one position with those before it: see `Part.step`."""
+        rows = self.projection.fused(x, normalise=True)
+        vectors = (part.prepared() for part in (self.taps, self.rate, self.bias, self.skip))
+        y = state.step(rows.view(-1), *vectors)
+        return self.output.fused(y.view(*x.shape[:-1], -1), normalise=True, added=x)
+
+    def new_state(self, clock: Clock) -> "MambaState":
+        """Make the states of the heads, and a ring for the convolution."""
+        return MambaState(clock, self)
+
+
+def running_sum(x: Tensor, *, reverse: bool = False) -> Tensor:
+    """Sum each of (B, T, H) with those before it, or with those after it, in float32.
+
+    It is a scan without decay. torch's own sum on a GPU gives other bits every time.
+    """
+    ones, zeros = (x.new_full((1, 1, 1), value).expand(x.shape) for value in (1, 0))
+    return decay_scan(ones[..., None], ones[..., None], x[..., None], zeros, reverse)[..., 0]
+
+
+class _CausalConv(Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, taps: Tensor) -> Tensor:
+        ctx.save_for_backward(x, taps)
+        return causal_conv(x, taps)
+
+    @staticmethod
+    def backward(ctx, grad_y: Tensor):
+        x, taps = ctx.saved_tensors
+        return causal_conv(grad_y, taps, reverse=True), causal_conv_grad_w(grad_y, x, taps.shape[1])
+
+
+class _DecayScan(Function):
+    @staticmethod
+    def forward(ctx, q: Tensor, k: Tensor, v: Tensor, g: Tensor) -> Tensor:
+        y = decay_scan(q, k, v, g)
+        ctx.save_for_backward(q, k, v, g, y)
+        return y
+
+    @staticmethod
+    def backward(ctx, grad_y: Tensor):
+        q, k, v, g, y = ctx.saved_tensors
+        low = grad_y.to(q.dtype)
+        grad_v = decay_scan(k, q, low, g, reverse=True)
+        grad_k = decay_scan(v, low, q, g, reverse=True)
+        grad_q = decay_scan(low, v, k, g)
+        of_sums = (grad_y * y).sum(dim=-1) - (grad_v * v.float()).sum(dim=-1)
+        grad_g = running_sum(of_sums, reverse=True)
+        return grad_q.to(q.dtype), grad_k.to(k.dtype), grad_v.to(v.dtype), grad_g
+
+
+class MambaState(State):
+    """States of the heads, and a ring of what the convolution still needs: see `mamba_step`.
+
+    Args:
+        clock: of the list of blocks.
+        layer: the mixer.
+    """
+
+    def __init__(self, clock: Clock, layer: Mamba) -> None:
+        super().__init__(clock)
+        shape = (layer.heads, layer.states, layer.inner // layer.heads)
+        self.state = torch.zeros(shape, dtype=torch.float32, device=clock.device)
+        self.ring = torch.zeros(TAPS, layer.mixed, dtype=clock.dtype, device=clock.device)
+
+    def tensors(self) -> Iterator[Tensor]:
+        """List both."""
+        yield from (self.state, self.ring)
+
+    def reset(self) -> None:
+        """Begin a new text."""
+        self.ring.zero_()
+        self.state.zero_()
+
+    def step(self, rows: Tensor, *vectors: Tensor) -> Tensor:
+        """Do as `mamba_step` does; the position is counted elsewhere."""
+        return mamba_step(rows, self.ring, self.state, *vectors, self.clock.position)
+
+    def convolve(self, x: Tensor, taps: Tensor) -> Tensor:
+        """Convolve new positions, (1, T, D), and those before them."""
+        places = self.clock.position + torch.arange(1 - TAPS, x.shape[1], device=x.device)
+        slots = places % TAPS
+        x = torch.cat((self.ring[slots[: TAPS - 1]][None], x), dim=1)
+        self.ring.index_copy_(0, slots[-TAPS:], x[0, -TAPS:])
+        return causal_conv(x, taps)[:, TAPS - 1 :]
+
+    def scan(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor) -> Tensor:
+        """Do as `decay_scan` does with new positions, after the state, and bring it up to them."""
+        c = running_sum(g).transpose(1, 2)  # (1, H, T)
+        end = c[..., -1:]
+        past = c.exp()[..., None] * (q.float().transpose(1, 2) @ self.state)
+        y = decay_scan(q, k, v, g) + past.transpose(1, 2)
+        fading = k.float().transpose(1, 2) * (end - c).exp()[..., None]
+        added = fading.mT @ v.float().transpose(1, 2)
+        self.state.copy_((end.exp()[..., None] * self.state + added)[0])
+        return y

@@ -1,0 +1,97 @@
+"""A memory of the text's own n-grams: what followed each, and how surely, as two small integers.
+
+An entry holds the byte that last prevailed behind the n-grams hashed to it. Each time it is seen
+again it grows stronger by one, each time another byte is seen it decays by one, and at nothing the
+other byte takes its place: the majority of a stream, in two bytes. Source: R. Boyer and J. Moore,
+"MJRTY: A Fast Majority Vote Algorithm", 1981.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from arbcli.config.model import VOCABULARY
+from arbcli.config.parts.memgram import MemGramConfig
+from arbcli.config.site import Site
+from arbcli.model.initial import output_std
+from arbcli.model.layers.linear import TernaryLinear
+from arbcli.model.layers.norm import TernaryRMSNorm
+from arbcli.model.layers.table import TernaryTable
+from arbcli.model.parts.ngrams import ngram_ids
+from arbcli.model.step_memory import StepMemory
+
+ORDER = 6
+"""Length of the n-grams."""
+MOST = 127
+
+
+class MemGram(StepMemory):
+    """Vectors of the bytes that are remembered behind the last 6 bytes, by their strength.
+
+    Buffers, one of each for an entry:
+        symbol: int8, the byte less 128.
+        strength: int8, 0..127; an entry of strength 0 is none.
+    """
+
+    def __init__(self, config: MemGramConfig, site: Site) -> None:
+        super().__init__(area="memgram")
+        for name in ("symbol", "strength"):
+            self.declare(name, torch.zeros(config.rows, dtype=torch.int8), "counters")
+        self.table = TernaryTable(VOCABULARY, site.dim, site, area="memgram")
+        self.norm = TernaryRMSNorm(site.dim, site)
+        std = output_std(site.dim, site.depth)
+        self.output = TernaryLinear(site.dim, site.dim, site, area="memgram", std=std)
+        self.forget()
+
+    def forget(self) -> None:
+        """Forget the forwards of a step that never ended."""
+        self._seen: list[Tensor] = []
+
+    def forward(self, text: Tensor, length: int, dtype: torch.dtype) -> Tensor:
+        """Recall what followed.
+
+        Args:
+            text: (B, history + T) int64 bytes, negative before the text.
+            length: T.
+            dtype: of the result.
+
+        Returns:
+            (B, T, D), to be added to the stream.
+        """
+        entries = ngram_ids(text, len(self.symbol), (ORDER,))[..., 0]
+        if torch.is_grad_enabled() and text.shape[1] > 1:
+            seen = torch.stack((entries[:, :-1], text[:, 1:])).flatten(1)
+            self._seen.append(seen)
+        entries = entries[:, -length:].reshape(-1, 1)  # (B * T, 1)
+        known = entries.clamp(min=0)
+        strength = self.strength[known].float() / MOST * (entries >= 0)
+        symbols = torch.where(strength > 0, self.symbol[known].long() + 128, -1)
+        y = self.output(self.table(symbols, torch.ones_like(strength), dtype), self.norm)
+        # behind the norm, which would undo it
+        return (y * strength.sqrt().to(dtype)).view(len(text), length, -1)
+
+    def join(self, group: Any) -> None:
+        """Take what all processes have seen, in the order of the micro-batches."""
+        self._seen = group.in_order(self._seen)
+
+    @torch.no_grad()
+    def after_step(self) -> None:
+        """Take in what a step has seen; of several sights of an entry the last one counts."""
+        if not self._seen:
+            return
+        entries, symbols = torch.cat(self._seen, dim=1)
+        self.forget()
+        size = len(self.symbol)
+        index = torch.arange(len(entries), device=entries.device)
+        slots = torch.where(entries < 0, size, entries)
+        last = torch.full((size + 1,), -1, device=entries.device)
+        last = last.scatter_reduce_(0, slots, index, "amax")[:size]
+        new = (symbols[last.clamp(min=0)] - 128).to(torch.int8)
+        again, seen = (new == self.symbol) & (self.strength > 0), last >= 0
+        strength = self.strength.int()
+        taken = seen & ~again & (strength <= 1)
+        moved = torch.where(again, (strength + 1).clamp(max=MOST), strength - 1)
+        strength = torch.where(taken, 1, torch.where(seen, moved, strength))
+        self.symbol.copy_(torch.where(taken, new, self.symbol))
+        self.strength.copy_(strength)

@@ -1,0 +1,48 @@
+"""The gated MLP of a block."""
+
+from torch import Tensor, nn
+
+from arbcli.config.parts.mlp import MLPConfig
+from arbcli.config.site import Site
+from arbcli.model.flow import Flow, Reading, project
+from arbcli.model.initial import output_std
+from arbcli.model.layers.kinds import layers_for
+from arbcli.model.parts.base import Part
+
+
+class MLP(Part):
+    """Gated MLP: down(norm(silu(gate) * up))."""
+
+    name = "mlp"
+    compiles = True
+    steps_several = True
+
+    def __init__(self, config: MLPConfig, site: Site, area: str = "mlp") -> None:
+        super().__init__()
+        parts, width = layers_for(site), config.width
+        self.gate_up = parts.linear(2 * width, site.dim, site, area=area)
+        self.sub_norm = parts.gate(width, site, normalise=config.sub_norm)
+        std = output_std(width, site.depth)
+        self.output = parts.linear(site.dim, width, site, area=area, std=std)
+        self.steps_fused = width % 8 == 0
+
+    def forward(
+        self,
+        x: Tensor,
+        norm: nn.Module,
+        added: Tensor | None = None,
+        reading: Reading | None = None,
+        state: None = None,
+    ) -> Flow:
+        """Transform every position of (B, T, D) by itself: see `Part.forward`."""
+        hidden, x = project(self.gate_up, x, norm, added)
+        return Flow(x, self.output(hidden, self.sub_norm, consumes=True))
+
+    def step(self, x: Tensor, state: None = None) -> Tensor:
+        """Transform one position of the stream, and add that to it."""
+        hidden = self.gate_up.fused(x, normalise=True, gated=True)
+        return self.output.fused(hidden, normalise=self.sub_norm.weight is not None, added=x)
+
+    def linears(self) -> tuple[nn.Module, ...]:
+        """List both layers."""
+        return self.gate_up, self.output

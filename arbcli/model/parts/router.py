@@ -1,0 +1,30 @@
+"""The router: how much each part of a model counts for a position."""
+
+import torch
+from torch import Tensor, nn
+
+from arbcli.config.site import Site
+from arbcli.model.layers.linear import TernaryLinear
+from arbcli.model.layers.norm import TernaryRMSNorm
+
+ROUTER_BIAS = 3.0
+"""Added to the score of the stream that the blocks made, which already holds the others."""
+
+
+class Router(nn.Module):
+    """Weigh what the parts of the model made of each position, and add it up."""
+
+    def __init__(self, streams: int, site: Site) -> None:
+        super().__init__()
+        self.norm = TernaryRMSNorm(site.dim, site)
+        self.scores = TernaryLinear(streams, site.dim, site, area="router")
+
+    def forward(self, streams: list[Tensor]) -> Tensor:
+        """Mix streams of (B, T, D); the first decides, and has most of the weight at first."""
+        first, *others = self.scores(streams[0], self.norm).float().unbind(dim=-1)
+        scores = torch.stack((first + ROUTER_BIAS, *others), dim=-1)
+        weights = torch.softmax(scores, dim=-1).to(streams[0].dtype)
+        mixed = weights[..., :1] * streams[0]
+        for index, stream in enumerate(streams[1:], 1):
+            mixed = mixed + weights[..., index, None] * stream
+        return mixed

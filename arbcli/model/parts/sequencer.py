@@ -1,0 +1,40 @@
+"""The text sequencer: what a position's last bytes say together, before any block."""
+
+import torch
+from torch import Tensor, nn
+
+from arbcli.config.parts.sequencer import SequencerConfig
+from arbcli.config.site import Site
+from arbcli.model.layers.linear import TernaryLinear
+from arbcli.model.layers.norm import TernaryRMSNorm
+from arbcli.model.layers.table import TernaryTable
+from arbcli.model.parts.ngrams import ngram_ids
+
+ORDERS = (2, 3, 4)
+"""Lengths of the n-grams that end at each position."""
+
+
+class TextSequencer(nn.Module):
+    """The sum of the rows that a position's 2-, 3- and 4-grams are hashed to, projected."""
+
+    def __init__(self, config: SequencerConfig, site: Site) -> None:
+        super().__init__()
+        self.table = TernaryTable(config.rows, config.width, site, area="sequencer")
+        self.norm = TernaryRMSNorm(config.width, site)
+        self.projection = TernaryLinear(site.dim, config.width, site, area="sequencer")
+
+    def forward(self, text: Tensor, length: int, dtype: torch.dtype) -> Tensor:
+        """Look up the n-grams that end at the last positions.
+
+        Args:
+            text: (B, history + T) int64 bytes, negative before the text.
+            length: T.
+            dtype: of the result.
+
+        Returns:
+            (B, T, D), to be added to the stream.
+        """
+        rows = ngram_ids(text, self.table.weight.out_features, ORDERS)
+        weights = torch.ones(rows.shape, device=text.device)
+        y = self.table(rows.flatten(0, 1), weights.flatten(0, 1), dtype)
+        return self.projection(y.view(*text.shape, -1), self.norm)[:, -length:]

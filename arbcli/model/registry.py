@@ -1,0 +1,45 @@
+"""From the configuration of a part to its module: the one place that knows which is whose."""
+
+from torch import nn
+
+from arbcli.config.parts import (
+    AttentionConfig,
+    CompressedAttentionConfig,
+    ExpertsConfig,
+    LatentAttentionConfig,
+    MambaConfig,
+    MemGramConfig,
+    MLPConfig,
+    PartConfig,
+    SequencerConfig,
+)
+from arbcli.config.site import Site
+from arbcli.model.parts.attention import Attention
+from arbcli.model.parts.base import Part
+from arbcli.model.parts.compressed_attention import CompressedAttention
+from arbcli.model.parts.experts import Experts
+from arbcli.model.parts.latent_attention import LatentAttention
+from arbcli.model.parts.mamba import Mamba
+from arbcli.model.parts.memgram import MemGram
+from arbcli.model.parts.mlp import MLP
+from arbcli.model.parts.sequencer import TextSequencer
+
+PARTS: dict[type[PartConfig], type[Part]] = {
+    AttentionConfig: Attention,
+    LatentAttentionConfig: LatentAttention,
+    CompressedAttentionConfig: CompressedAttention,
+    MambaConfig: Mamba,
+    MLPConfig: MLP,
+    ExpertsConfig: Experts,
+}
+"""Mixers and channel mixers of blocks."""
+BESIDE: dict[type[PartConfig], tuple[str, type[nn.Module]]] = {
+    SequencerConfig: ("sequencer", TextSequencer),
+    MemGramConfig: ("memgram", MemGram),
+}
+"""What is added to the embedding: the name of its tensors, and its module."""
+
+
+def build_part(config: PartConfig, site: Site) -> Part:
+    """Make a part of a block, its weights not yet set."""
+    return PARTS[type(config)](config, site)

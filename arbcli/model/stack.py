@@ -1,0 +1,193 @@
+"""Blocks, and lists of them on one stream."""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from arbcli.config.model import BlockConfig, Blocks
+from arbcli.config.site import Site
+from arbcli.model.flow import Flow, Reading
+from arbcli.model.layers.kinds import layers_for
+from arbcli.model.layers.linear import decode_in_groups
+from arbcli.model.layers.streamed import recompute_contexts
+from arbcli.model.layers.streams import average_streams, spread_streams
+from arbcli.model.parts.base import Part
+from arbcli.model.parts.hyper_connection import HyperConnection
+from arbcli.model.registry import build_part
+from arbcli.model.state import Clock, State, Track
+
+RECOMPUTE = {
+    "use_reentrant": False, "preserve_rng_state": False, "determinism_check": "none",
+    "context_fn": recompute_contexts,
+}  # fmt: skip
+"""How torch is to compute a block again: there is no dropout, and shapes do not change."""
+
+
+class Branch(NamedTuple):
+    """A part of a block with its norm, and its hyper-connection where there are several streams."""
+
+    part: Part
+    norm: nn.Module
+    connection: HyperConnection | None
+
+
+class Block(nn.Module):
+    """A mixer and a channel mixer, each behind its norm and added to the residual stream.
+
+    Args:
+        config: of the block.
+        site: where it stands.
+        streams: number of residual streams.
+        first: number of its first branch in the list of blocks; branches read streams in turns.
+    """
+
+    def __init__(self, config: BlockConfig, site: Site, streams: int = 1, first: int = 0) -> None:
+        super().__init__()
+        norm = layers_for(site).norm
+        parts = [build_part(part, site) for part in config.parts]
+        norms, connections = [], []
+        for part in parts:
+            norms.append(norm(site.dim, site))
+            self.add_module(part.norm_name or f"{part.name}_norm", norms[-1])
+            self.add_module(part.name, part)
+        for number, part in enumerate(parts, first):
+            connection = HyperConnection(site, streams, number % streams) if streams > 1 else None
+            connections.append(connection)
+            if connection:
+                self.add_module(f"{part.name}_streams", connection)
+        self.branches = [*map(Branch, parts, norms, connections)]
+        """The parts in their order, which are modules under their own names."""
+
+    def forward(
+        self,
+        x: Tensor,
+        added: Tensor | None = None,
+        reading: Reading | None = None,
+        state: State | None = None,
+        *,
+        whole: bool = True,
+    ) -> Flow:
+        """Add what the parts make of the stream.
+
+        Args:
+            x: the stream, (B, T, D), or (B, T, n, D).
+            added: what is still to be added to it.
+            reading: what is read besides.
+            state: of the text before, which the positions are added to; B is 1.
+            whole: whether to add what the last part makes, too; else it is left to the next norm,
+                which adds it at no cost.
+        """
+        losses: dict[str, list[Tensor]] = {}
+
+        def apply(branch: Branch, x: Tensor, added: Tensor | None = None) -> Flow:
+            flow = branch.part(x, branch.norm, added, reading, state)
+            for name, parts in flow.losses.items():
+                losses.setdefault(name, []).extend(parts)
+            return flow
+
+        for branch in self.branches:
+            if branch.connection is None:
+                x, added, _ = apply(branch, x, added)
+            else:
+                x = branch.connection(x, lambda h, branch=branch: apply(branch, h).added)
+        if whole and added is not None:
+            x, added = x + added, None
+        return Flow(x, added, losses)
+
+    def step(self, x: Tensor, state: State | None, reading: Reading | None = None) -> Tensor:
+        """Add to one position of a text, or of several: by kernels where parts have any."""
+        for part, norm, _ in self.branches:
+            if part.steps_fused and getattr(state, "fuses", True):
+                x = part.step(x, state)
+            else:
+                x = part(x, norm, None, reading, state).whole()
+        return x
+
+    def new_state(self, clock: Clock) -> State | None:
+        """Make the state of a text."""
+        found = [branch.part.new_state(clock) for branch in self.branches]
+        return next(filter(None, found), None)
+
+    def linears(self) -> list[nn.Module] | None:
+        """List the linear layers in the order of a forward; None if a part decodes its own."""
+        found = [branch.part.linears() for branch in self.branches]
+        return [layer for layers in found for layer in layers] if all(found) else None
+
+
+class Stack(nn.ModuleList):
+    """A list of blocks on one stream, or on several that begin and end as one.
+
+    Args:
+        blocks: configurations.
+        site: where they stand.
+        streams: number of residual streams.
+        grouped: whether small matrices are decoded several at a time, if the blocks are equal.
+    """
+
+    def __init__(
+        self, blocks: Blocks, site: Site, streams: int = 1, *, grouped: bool = False
+    ) -> None:
+        first, made = 0, []
+        for config in blocks:
+            made.append(Block(config, site, streams, first))
+            first += len(config.parts)
+        super().__init__(made)
+        self.streams, self.float_twin = streams, site.weights != "ternary"
+        linears = [block.linears() for block in self]
+        if grouped and not self.float_twin and len(set(blocks)) == 1 and all(linears):
+            decode_in_groups([[layer.weight for layer in layers] for layers in linears])
+
+    def forward(
+        self,
+        x: Tensor,
+        reading: Reading | None = None,
+        track: Track | None = None,
+        *,
+        recompute: bool = False,
+        some: slice = slice(None),
+    ) -> Flow:
+        """Pass the stream (B, T, D) through blocks.
+
+        Args:
+            x: the stream.
+            reading: what is read besides.
+            track: states of the text before, inside of `clock.reading`.
+            recompute: whether a backward computes what is inside a block again.
+            some: which blocks.
+
+        Returns:
+            The stream, (B, T, D), and what is still to be added to it.
+        """
+        if self.streams > 1:
+            x = spread_streams(x, self.streams)
+        added, losses = None, {}
+        states = track.blocks[some] if track else None
+        for index, block in enumerate([*self][some]):
+            if recompute and torch.is_grad_enabled():
+                flow = checkpoint(block, x, None, reading, **RECOMPUTE)
+            else:
+                # a hook sees the whole stream; twins are compiled, which adds up by itself
+                whole = self.float_twin or bool(block._forward_hooks)
+                state = states[index] if states else None
+                flow = block(x, added, reading, state, whole=whole)
+            x, added = flow.x, flow.added
+            for name, parts in flow.losses.items():
+                losses.setdefault(name, []).extend(parts)
+        if self.streams > 1:
+            x = average_streams(x)
+        return Flow(x, added, losses)
+
+    def step(
+        self, x: Tensor, track: Track, reading: Reading | None = None, some: slice = slice(None)
+    ) -> Tensor:
+        """Pass one position of a text, or of several, through blocks: see `Block.step`."""
+        for block, state in zip([*self][some], track.blocks[some], strict=True):
+            x = block.step(x, state, reading)
+        return x
+
+    def new_track(self, *about: Any) -> Track:
+        """Make the states of a text, of the arguments of a `Clock`."""
+        clock = Clock(*about)
+        return Track(clock, [block.new_state(clock) for block in self])

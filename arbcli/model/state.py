@@ -1,0 +1,157 @@
+"""What a model keeps of a text that it reads piece by piece: positions counted, states of parts.
+
+A part declares its own state, tensors of fixed shapes for the whole text, and nobody else looks
+inside. A state belongs to a clock, which counts the positions that its list of blocks has read: the
+encoder, the decoder and the network inside of a stage that makes chunks each have one of their own.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class Clock:
+    """Counts the positions that a list of blocks has read.
+
+    Args:
+        positions: that the text can have, at most.
+        ctx: positions of a window of training.
+        dtype: of activations.
+        device: where states are.
+        stored: float8_e4m3fn or int8, to keep keys and values in eight bits; None is `dtype`.
+        texts: number of texts whose steps are computed together; None is one text, whose tensors
+            have no dimension for it.
+    """
+
+    def __init__(
+        self,
+        positions: int,
+        ctx: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        stored: torch.dtype | None = None,
+        texts: int | None = None,
+    ) -> None:
+        self.positions, self.ctx, self.dtype, self.device = positions, ctx, dtype, device
+        self.stored, self.texts = stored, texts
+        shape = () if texts is None else (texts,)
+        self.position = torch.zeros(shape, dtype=torch.int32, device=device)
+        """Positions read; a step reads it on the device, and nobody waits for it."""
+        self.going_on = torch.zeros(shape, dtype=torch.int32, device=device)
+        """Of several texts: 1 where a step reads a position, 0 where it leaves the text alone."""
+        self.window = positions
+        """Positions that can be read at once, at most."""
+        self.length, self.start = 0, 0
+        """While positions are read: their number, and if there are several, that of those before.
+        """
+        self._kept: dict[Any, Any] = {}
+        self._here: dict[Any, Any] = {}
+
+    def limit(self, window: int) -> None:
+        """Let no more positions be read at once."""
+        self.window = min(self.window, window)
+
+    def kept(self, key: Any, make: Callable[[], Any]) -> Any:
+        """Make what several states share, once."""
+        if key not in self._kept:
+            self._kept[key] = make()
+        return self._kept[key]
+
+    def here(self, key: Any, make: Callable[[], Any]) -> Any:
+        """Make what several states share of the positions that are being read, once."""
+        if key not in self._here:
+            self._here[key] = make()
+        return self._here[key]
+
+    @contextmanager
+    def reading(self, length: int) -> Iterator[None]:
+        """Let states read `length` positions, and count them afterwards.
+
+        Raises:
+            ValueError: more than one position, and more than `window` or the text can have.
+        """
+        if length > 1:
+            self.start = int(self.position)
+            if length > self.window or self.start + length > self.positions:
+                raise ValueError(f"no room for {length} bytes at {self.start} of {self.positions}")
+        with self.reading_uncounted(length):
+            yield
+        self.position += length if self.texts is None else self.going_on
+
+    @contextmanager
+    def reading_uncounted(self, length: int = 1) -> Iterator[None]:
+        """Let states read `length` positions that are counted elsewhere."""
+        self.length = length
+        try:
+            yield
+        finally:
+            self._here.clear()
+
+    @property
+    def places(self) -> Tensor:
+        """Positions that are being read, (T,) int32."""
+        return self.here(
+            "places",
+            lambda: self.position + torch.arange(self.length, device=self.device),
+        )
+
+    def of(self, text: int) -> "Clock":
+        """Make the clock of one of several texts, which counts in the same tensor."""
+        clock = Clock(self.positions, self.ctx, self.dtype, self.device)
+        clock.position, clock.window = self.position[text], self.window
+        return clock
+
+
+class State:
+    """What a part keeps of a text; a subclass has the tensors."""
+
+    def __init__(self, clock: Clock) -> None:
+        self.clock = clock
+
+    def tensors(self) -> Iterator[Tensor]:
+        """List the tensors that the text is kept in."""
+        raise NotImplementedError
+
+    def reset(self) -> None:
+        """Begin a new text; what only its own positions are read from need not change."""
+
+    def of(self, text: int, clock: Clock) -> "State":
+        """Make the state of one of several texts, in the same tensors."""
+        raise NotImplementedError
+
+
+class Track:
+    """The states of a list of blocks, and their clock.
+
+    Args:
+        clock: theirs.
+        blocks: the state of each block; None where a block keeps nothing.
+    """
+
+    def __init__(self, clock: Clock, blocks: list[State | None]) -> None:
+        self.clock, self.blocks = clock, blocks
+
+    @property
+    def position(self) -> Tensor:
+        """Positions read."""
+        return self.clock.position
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the states take."""
+        return sum(tensor.nbytes for state in self.blocks if state for tensor in state.tensors())
+
+    def reset(self) -> None:
+        """Begin a new text."""
+        self.clock.position.zero_()
+        for state in self.blocks:
+            if state:
+                state.reset()
+
+    def of(self, text: int) -> "Track":
+        """Make the track of one of several texts, in the same tensors."""
+        clock = self.clock.of(text)
+        return Track(clock, [state and state.of(text, clock) for state in self.blocks])

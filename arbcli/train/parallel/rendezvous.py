@@ -1,0 +1,159 @@
+"""The rendezvous of a run: all processes have to come in time, and to run the same program."""
+
+import json
+import os
+import socket
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from datetime import timedelta
+from hashlib import sha256
+from pathlib import Path
+from threading import Thread
+
+import torch
+import torch.distributed as dist
+
+import arbcli
+from arbcli.errors import ArbError
+from arbcli.train.parallel.launch import MASTER, STORE, Place, number_in
+
+WAIT = "ARB_JOIN_SECONDS"
+"""Environment variable: seconds that processes wait for each other at the start."""
+WAIT_SECONDS = 20
+STORE_TIMEOUT = timedelta(minutes=30)
+"""Of the store once all are here: torch's own for messages between processes."""
+POLL_SECONDS = 0.05
+READ_SECONDS = 2
+"""How long the process that holds the store waits for others to read why the run ends."""
+OUTCOME, READERS = "outcome", "readers"
+ALL_HERE = "all are here"
+TOGETHER = "start all of them together"
+SAME = f"{TOGETHER}, with the same arguments, files and versions"
+
+
+def meet(place: Place, command: str) -> dist.Store:
+    """Wait until all processes are here, and check that they run the same program.
+
+    Args:
+        place: of this process.
+        command: what it is about to do.
+
+    Returns:
+        The store that they share.
+
+    Raises:
+        ArbError: one did not come in time, or runs another program; all that came raise it.
+    """
+    seconds = number_in(os.environ, WAIT, 1) if WAIT in os.environ else WAIT_SECONDS
+    deadline = time.monotonic() + seconds
+    store, holds = _open_store(place, seconds)
+    store.set_timeout(STORE_TIMEOUT)
+    places = [f"program-{rank}" for rank in range(place.size)]
+    store.set(places[place.rank], json.dumps(program(command)))
+    outcome = None
+    while outcome is None:
+        missing = [rank for rank, key in enumerate(places) if not store.check([key])]
+        if store.check([OUTCOME]):
+            outcome = store.get(OUTCOME).decode()
+        elif not missing:
+            outcome = _difference([json.loads(store.get(key)) for key in places]) or ALL_HERE
+        elif time.monotonic() > deadline:
+            listed = ", ".join(map(str, missing[:5]))
+            outcome = f"of {place.size} processes these did not come within {seconds} s: {listed}"
+            outcome += f"\n{TOGETHER}, or set `{WAIT}` to wait longer"
+        else:
+            time.sleep(POLL_SECONDS)
+    outcome = store.compare_set(OUTCOME, "", outcome).decode()  # the first one counts for all
+    readers = store.add(READERS, 1)
+    if outcome == ALL_HERE:
+        return store
+    until = time.monotonic() + READ_SECONDS
+    while holds and readers < place.size - len(missing) and time.monotonic() < until:
+        time.sleep(POLL_SECONDS)
+        readers = store.add(READERS, 0)
+    message, _, hint = outcome.partition("\n")
+    raise ArbError(message, hint=hint or SAME)
+
+
+def program(command: str) -> dict[str, str]:
+    """List by name what must be the same in all processes before they exchange anything."""
+    return {
+        "command": command,
+        "version of arb": arbcli.__version__,
+        "version of torch": torch.__version__,
+        "digest of arb's sources": source_digest()[:16],
+    }
+
+
+def source_digest(package: Path = Path(arbcli.__file__).parent) -> str:
+    """Find the SHA-256 of all sources of this package and of their paths in it."""
+    digest = sha256()
+    for path in sorted(package.rglob("*")):
+        if path.suffix in (".py", ".c"):
+            content = path.read_bytes()
+            digest.update(f"{path.relative_to(package).as_posix()} {len(content)}\n".encode())
+            digest.update(content)
+    return digest.hexdigest()
+
+
+def _difference(found: Sequence[dict[str, str]]) -> str | None:
+    """Describe the first difference between a process and process 0; None if there is none."""
+    for rank, other in enumerate(found):
+        for name, value in found[0].items():
+            if other.get(name) != value:
+                return (
+                    f"process {rank} has another {name} than process 0:"
+                    f" `{other.get(name)}`, and not `{value}`"
+                )
+    return None
+
+
+def _open_store(place: Place, seconds: int) -> tuple[dist.Store, bool]:
+    """Open the store that all share, and tell whether this process holds it for the others.
+
+    Raises:
+        ArbError: process 0 cannot listen there, or does not answer.
+    """
+    if STORE in os.environ:
+        return dist.FileStore(os.environ[STORE], place.size), False
+    host, port = os.environ[MASTER[0]], number_in(os.environ, MASTER[1], 1, 2**16 - 1)
+    about = {"world_size": place.size, "timeout": STORE_TIMEOUT, "wait_for_workers": False}
+    # torchrun's own process may hold the store instead
+    holds = place.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != str(True)
+    if holds:
+        about |= {"is_master": True, "master_listen_fd": _listen(host, port)}
+    try:
+        return _within(seconds, lambda: dist.TCPStore(host, port, **about)), holds
+    except (TimeoutError, RuntimeError) as error:
+        raise ArbError(
+            f"process 0 does not answer at `{host}:{port}`, where they are to meet",
+            hint=f"start it; if another program has the port, set `{MASTER[1]}` to another one",
+        ) from error
+
+
+def _listen(host: str, port: int) -> int:
+    """Listen at one address, not at all of the machine as torch would; return the descriptor."""
+    try:
+        family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        return socket.create_server(address[:2], family=family).detach()
+    except OSError as error:
+        reason = (error.strerror or str(error)).split(" (")[0]
+        raise ArbError(
+            f"process 0 cannot listen at `{host}:{port}`: {reason}",
+            hint=f"set `{MASTER[0]}` to an address of its machine and `{MASTER[1]}` to a free port",
+        ) from error
+
+
+def _within(seconds: float, make: Callable[[], dist.Store]) -> dist.Store:
+    """Call a function with a time limit: torch waits without one for an answer of the store."""
+    made: Future = Future()
+
+    def call() -> None:
+        try:
+            made.set_result(make())
+        except Exception as error:
+            made.set_exception(error)
+
+    Thread(target=call, daemon=True).start()
+    return made.result(seconds)

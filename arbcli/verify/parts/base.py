@@ -1,0 +1,133 @@
+"""What references of parts share: what they read, choices of a model, norms, rotations, windows.
+
+A reference computes a text at a time, in float64. Weights are decoded and have their names within
+the part, less `.weight`; weights of a norm are (1, D), and a norm without weights multiplies by 1.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from arbcli.config.parts.base import PartConfig
+from arbcli.config.site import Site
+
+Weights = Mapping[str, Tensor]
+
+
+@dataclass(slots=True)
+class Choices:
+    """Choices of a model, so that its reference goes the same way where scores are close."""
+
+    made: dict[str, list[Tensor]] = field(default_factory=dict)
+    """By the name of the module that chose, each (B, ...), in the order in which it chose."""
+    scores: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    """What the reference finds: scores of what was chosen, and those of the best, sorted."""
+    products: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    """Products of indexers that the model has above 0, others 0, and those that are above 0."""
+
+    def judge(self, chosen: Tensor, every: Tensor) -> None:
+        """Note the scores (..., k) of what was chosen, and the best k of all (..., n)."""
+        best = every.detach().sort(dim=-1, descending=True).values[..., : chosen.shape[-1]]
+        mine = chosen.detach().sort(dim=-1, descending=True).values
+        self.scores.append((mine.flatten(), best.flatten()))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reading:
+    """Where a part stands, and what it reads besides the stream of one text."""
+
+    config: PartConfig
+    site: Site
+    name: str = ""
+    """Of the part in the model."""
+    text: Sequence[int] = ()
+    """Bytes of the whole text."""
+    places: Sequence[int] = ()
+    """The byte that each position stands for."""
+    row: int = 0
+    """Number of the text in its batch."""
+    slots: int = 0
+    """Positions of a window, of which a text may have fewer."""
+    iteration: int = 0
+    """How often the part was run on this text before."""
+    memories: Mapping[str, Tensor] = field(default_factory=dict)
+    """Integer buffers of the model by name."""
+    choices: Choices | None = None
+    """Of the model, which are taken and judged; None is to choose the best."""
+    terms: dict[str, dict[str, list[Tensor]]] = field(default_factory=dict)
+    """What losses are averages of, by loss and by part; see `note`."""
+
+    def within(self, name: str, config: PartConfig, iteration: int = 0) -> "Reading":
+        """Give what a part within this one reads."""
+        return replace(self, name=self.full_name(name), config=config, iteration=iteration)
+
+    def full_name(self, name: str) -> str:
+        """Name a module within the part."""
+        return f"{self.name}.{name}" if self.name and name else self.name or name
+
+    def memory(self, name: str) -> Tensor:
+        """Find an integer buffer by its name within the part."""
+        return self.memories[self.full_name(name)]
+
+    def taken(self, name: str = "") -> list[Tensor] | None:
+        """List what the part, or one within it, has chosen for this text; None is to choose."""
+        if self.choices is None:
+            return None
+        return [choice[self.row] for choice in self.choices.made[self.full_name(name)]]
+
+    def note(self, loss: str, terms: Tensor) -> None:
+        """Note (n, ...) terms of a loss."""
+        self.terms.setdefault(loss, {}).setdefault(self.name, []).append(terms)
+
+
+def under(w: Weights, prefix: str) -> Weights:
+    """Choose the weights of a part, by their names within it."""
+    prefix += "."
+    return {name.removeprefix(prefix): w[name] for name in w if name.startswith(prefix)}
+
+
+def norm(x: Tensor, weight: Tensor | None = None) -> Tensor:
+    """Divide by the root-mean-square, and multiply by (1, D) weights."""
+    x = x / (x.square().mean(dim=-1, keepdim=True) + 1e-6).sqrt()
+    return x if weight is None else x * weight[0]
+
+
+def gated(x: Tensor, limit: float = math.inf) -> Tensor:
+    """Multiply the second half of (..., 2 D) by the silu of the first, both limited."""
+    gate, up = x.chunk(2, dim=-1)
+    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    return gate * torch.sigmoid(gate) * up
+
+
+def rotary_angles(places: Tensor, width: int) -> Tensor:
+    """Compute angles place * 10000**(-2 i / width), (..., width / 2) float64."""
+    pair = torch.arange(width // 2, dtype=torch.float64, device=places.device)
+    return places[..., None] * 10000.0 ** (-2 * pair / width)
+
+
+def turn(x: Tensor, places: Tensor, width: int | None = None) -> Tensor:
+    """Rotate the first `width / 2` pairs (i, i + d / 2) of heads, (T, ..., d), by `places`, (T,).
+
+    None is all pairs.
+    """
+    half, width = x.shape[-1] // 2, width or x.shape[-1]
+    angles = torch.zeros(len(x), half, dtype=torch.float64, device=x.device)
+    angles[:, : width // 2] = rotary_angles(places, width)
+    angles = angles.view(len(x), *[1] * (x.dim() - 2), half)
+    turned = torch.complex(*x.split(half, dim=-1)) * torch.exp(1j * angles)
+    return torch.cat([turned.real, turned.imag], dim=-1)
+
+
+def positions(x: Tensor) -> Tensor:
+    """Number the positions of (T, ...)."""
+    return torch.arange(len(x), device=x.device)
+
+
+def sees_last(length: int, window: int, device: torch.device) -> Tensor:
+    """Tell which positions each one sees, (T, T) bool: the last `window`, itself included."""
+    place = torch.arange(length, device=device)
+    distance = place[:, None] - place
+    return (distance >= 0) & (distance < window)

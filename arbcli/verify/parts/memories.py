@@ -1,0 +1,146 @@
+"""Codebooks that read the same stream, then iterated experts, adapters and a graph of codes."""
+
+import torch
+from torch import Tensor
+
+from arbcli.verify.parts.base import Reading, Weights, norm, under
+from arbcli.verify.parts.experts import experts
+
+HALT_AT, KEEP, HALT_PRIOR = 0.99, 0.95, 0.25
+
+
+def memories(w: Weights, x: Tensor, reading: Reading) -> tuple[Tensor, list[Tensor]]:
+    """Add what codebooks and iterations find to the stream x, (T, D).
+
+    Args:
+        w: weights of the model.
+        x: the stream.
+        reading: of the model, with the configuration of the memories.
+
+    Returns:
+        The stream, and the result of each codebook.
+    """
+    config, before, found = reading.config, x, {}
+    for name, book in config.codebooks.items():
+        found[name] = codebook(under(w, name), before, reading.within(name, book))
+        x = x + found[name][0]
+    if config.iterated:
+        codes = found["codebook"][1:] if config.codebook else None
+        own = reading.within("moe_graph", config.iterated)
+        x, shares = iterated(under(w, "moe_graph"), x, codes, w.get("codebook.table"), own)
+        own.note("ponder", ponder_costs(shares))
+    return x, [y for y, *_ in found.values()]
+
+
+def codebook(w: Weights, x: Tensor, reading: Reading) -> tuple[Tensor, Tensor, Tensor]:
+    """Score all rows of the table; return the result, the first head's best rows, and weights."""
+    config, taken = reading.config, reading.taken()
+    query = (norm(x, w.get("norm")) @ w["query"].T).view(len(x), config.heads, 2, -1)
+    query = norm(query, w.get("query_norm"))
+    left, right = query[..., 0, :] @ w["left"].T, query[..., 1, :] @ w["right"].T
+    scores = (left[..., :, None] + right[..., None, :]).flatten(-2)
+    best, rows = scores.topk(config.top_k)
+    if taken:
+        there = taken[0][: len(x)] < scores.shape[-1]
+        rows = taken[0][: len(x)] * there
+        best = scores.gather(-1, rows).masked_fill(~there, -torch.inf)
+        reading.choices.judge(best, scores)
+    weights = best.softmax(dim=-1)
+    values = (weights[..., None] * w["table"][rows]).sum(dim=-2).flatten(-2)
+    return norm(values, w.get("sub_norm")) @ w["output"].T, rows[..., 0, 0], weights[..., 0, 0]
+
+
+def iterated(
+    w: Weights,
+    start: Tensor,
+    codes: tuple[Tensor, Tensor] | None,
+    table: Tensor | None,
+    reading: Reading,
+) -> tuple[Tensor, Tensor]:
+    """Iterate every position of (T, D) until enough of it has halted.
+
+    Args:
+        w: weights of the iterations.
+        start: what they start from.
+        codes: (T,) rows of the table and (T,) their weights; None where there is no codebook.
+        table: of the codebook.
+        reading: of the iterations.
+
+    Returns:
+        The result, and (iterations, T): what of each position halted with each iteration.
+    """
+    config, mixture = reading.config, reading.config.experts
+    width, query = (config.expert_dim, config.gate_dim) if mixture else (0, 0)
+    parts = (width, query, config.adapter_rank, 1)
+    halted = reading.taken()
+    code, edges = (codes[0].tolist(), edges_by_code(reading)) if config.edges else ([], {})
+    stream, result, shares = start, 0, []
+    left = start.new_ones(len(start))
+    running = torch.ones_like(left, dtype=torch.bool)
+    for index in range(config.iterations):
+        inward = norm(stream, w.get("norm")) @ w["inward"].T
+        into, asked, low, halting = inward.split(parts, dim=1)
+        change = norm(low, w.get("adapter_norm")) @ w[f"adapters.{index}"].T
+        if mixture:
+            own = reading.within("experts", mixture, index)
+            mixed = experts(under(w, "experts"), asked, into, own) + into
+            change = change + norm(mixed, w.get("sub_norm")) @ w["output"].T
+        if config.edges:
+            carried, strength, code = _hop(code, edges, table)
+            message = norm(carried, w.get("message_norm")) @ w["message"].T
+            sure = 1 + codes[1] - codes[1].detach()
+            change = change + message * (strength * sure)[:, None]
+        stream = start + KEEP * (stream - start) + change
+        halt = torch.sigmoid(halting[:, 0] - 1.0)
+        gone = (1 - left + halt).detach()
+        done = gone >= HALT_AT
+        last = index == config.iterations - 1
+        if halted and not last:
+            done = halted[0][: len(start)] == index
+            within = torch.where(done, gone.clamp(min=HALT_AT), gone.clamp(max=HALT_AT))
+            reading.choices.scores.append((gone[running], within[running]))
+        share = torch.where(done | last, left, halt) * running
+        left, running = left - share, running & ~done
+        shares.append(share)
+        result = result + share[:, None] * stream
+    return result, torch.stack(shares)
+
+
+def _hop(
+    codes: list[int], edges: dict[int, list[tuple[int, float]]], table: Tensor
+) -> tuple[Tensor, Tensor, list[int]]:
+    """Follow the edges of codes: rows that they carry, (T, width), strengths, the next codes."""
+    weights = table.new_zeros(len(codes), len(table))
+    strengths, following = [], []
+    for t, code in enumerate(codes):
+        leaving = edges.get(code, [])
+        total = sum(abs(weight) for _, weight in leaving)
+        for target, weight in leaving:
+            weights[t, target] += weight / max(total, 1e-6)
+        strengths.append(min(total, 1))
+        following.append(max(leaving, key=lambda edge: abs(edge[1]), default=(code, 0))[0])
+    return weights @ table, table.new_tensor(strengths), following
+
+
+def edges_by_code(reading: Reading) -> dict[int, list[tuple[int, float]]]:
+    """List the (target, weight) of each code's edges."""
+    found: dict[int, list] = {}
+    names = ("source", "target", "sign", "score")
+    buffers = (reading.memory(f"edges.{name}").flatten().tolist() for name in names)
+    for source, target, sign, score in zip(*buffers, strict=True):
+        if score > 0:
+            found.setdefault(source, []).append((target, sign * score / 127**2))
+    return found
+
+
+def ponder_costs(shares: Tensor) -> Tensor:
+    """Measure how far (iterations, T) shares are from what is expected, in nats: (T,).
+
+    Each iteration ought to halt a quarter of what is left, and the last one all of it.
+    """
+    cost, left = 0, 1.0
+    for index, share in enumerate(shares):
+        expected = left if index == len(shares) - 1 else left * HALT_PRIOR
+        left -= expected
+        cost = cost + share * torch.log(share.clamp(min=1e-6) / expected)
+    return cost

@@ -1,0 +1,11 @@
+"""The gated MLP."""
+
+from torch import Tensor
+
+from arbcli.verify.parts.base import Reading, Weights, gated, norm
+
+
+def mlp(w: Weights, _x: Tensor, h: Tensor, reading: Reading) -> Tensor:
+    """Transform the normalised stream h, (T, D)."""
+    y = gated(h @ w["gate_up"].T)
+    return (norm(y, w.get("sub_norm")) if reading.config.sub_norm else y) @ w["output"].T

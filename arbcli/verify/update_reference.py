@@ -1,0 +1,133 @@
+"""Packed tensors and their update again, in float64 and plain torch, written from the formulas."""
+
+import torch
+from torch import Tensor
+
+from arbcli.kernels.codec.decode_digits import decode_digits_reference, decode_digits_torch
+from arbcli.kernels.codec.packing import unpack_trits_reference, unpack_trits_torch
+from arbcli.kernels.update.gradient_gains import statistic_value_reference
+from arbcli.model.packed import TernaryTensor
+
+SLOW_WEIGHTS = 1 << 17
+"""Larger matrices are decoded by the torch backend, not a weight at a time."""
+
+
+def reference_weight(tensor: TernaryTensor) -> Tensor:
+    """Decode a packed tensor to (N, K) float64."""
+    if tensor.num_weights > SLOW_WEIGHTS:
+        return decode_digits_torch(tensor.packed, torch.float32).double()
+    return decode_digits_reference(tensor.packed).double()
+
+
+def state_values(tensor: TernaryTensor) -> dict[str, Tensor]:
+    """Read what a packed tensor stores, as float64 numbers.
+
+    Returns:
+        z = T P + A, v = 128 E + F, the moment m in root-mean-squares of the direction, and the
+        running mean squares of rows and columns, 0 where there is none yet.
+    """
+    rule, slow = tensor.rule, tensor.num_weights > SLOW_WEIGHTS
+    unpack = unpack_trits_torch if slow else unpack_trits_reference
+    trits = unpack(tensor.trits, tensor.in_features).double()
+    low = tensor.remainder.double()
+    moment = getattr(tensor, "moment", torch.zeros_like(low)).double()
+    share_a_byte = bool(rule.moment_range) and not hasattr(tensor, "moment")
+    if share_a_byte:
+        moment = torch.floor(low / 16)
+        low = low - 16 * moment
+        low = torch.where(low > 7, low - 16, low)
+    largest = 7 if share_a_byte else 127
+    values = {
+        "z": trits * rule.radix + low,
+        "v": tensor.exponent.double() * 128 + tensor.fraction.double(),
+        "m": moment * rule.moment_range / largest,
+    }
+    if hasattr(tensor, "row_statistic"):
+        values["rows"] = statistic_value_reference(tensor.row_statistic)
+        values["columns"] = statistic_value_reference(tensor.column_statistic)
+    return values
+
+
+def reference_direction(grad: Tensor, direction: str, before: dict[str, Tensor]) -> Tensor:
+    """Compute the direction of a step, of unit root-mean-square, in float64."""
+    grad = grad.double()
+    if direction == "sign":
+        u = grad.sign()
+    elif direction == "factored":
+        rows = _running_mean(before["rows"], grad.square().mean(dim=1))
+        columns = _running_mean(before["columns"], grad.square().mean(dim=0))
+        u = grad / torch.sqrt(rows[:, None] * columns / rows.mean())
+    else:
+        u = _near_polar(grad) if grad.device.type == "cpu" else _newton_schulz(grad)
+        length = u.norm(dim=1, keepdim=True)
+        u = torch.where(length > 0, u / length, 0)
+    return u / _rms(u)
+
+
+def _newton_schulz(grad: Tensor) -> Tensor:
+    u = grad / grad.norm()
+    for _ in range(5):
+        gram = u @ u.T
+        u = 3.4445 * u + (-4.7750 * gram + 2.0315 * gram @ gram) @ u
+    return u
+
+
+def _near_polar(grad: Tensor) -> Tensor:
+    """Apply the rational function that a CPU has for it to the singular values themselves."""
+    left, s, right = torch.linalg.svd(grad, full_matrices=False)
+    s = s / (s**4).sum() ** 0.25
+    factor = 0.961939909 + 0.00921883 / (s**2 + 1.8960818e-5)
+    return left * (s * (factor + 0.18527752 / (s**2 + 9.18605963e-3))) @ right
+
+
+def _running_mean(before: Tensor, value: Tensor) -> Tensor:
+    return torch.where(before == 0, value, 0.99 * before + 0.01 * value)
+
+
+def reference_slope(grad: Tensor, weight: Tensor, group_size: int) -> Tensor:
+    """Sum g * w over each group, then divide by the root-mean-square, in float64."""
+    products = grad.double() * weight
+    slope = torch.stack([part.sum(dim=1) for part in products.split(group_size, dim=1)], dim=1)
+    return slope / _rms(slope)
+
+
+def reference_step(
+    tensor: TernaryTensor,
+    before: dict[str, Tensor],
+    stored_moment: Tensor,
+    direction: Tensor,
+    slope: Tensor,
+    lr: float,
+    micro: int = 0,
+    accumulation: int = 1,
+) -> dict[str, Tensor]:
+    """Compute where one micro-batch ought to bring the state of a tensor, but for its rounding.
+
+    Args:
+        tensor: says which rule.
+        before: what `state_values` said before.
+        stored_moment: what it says afterwards; the weights step by the moment as it is stored.
+        direction: (N, K), of unit root-mean-square.
+        slope: (N, groups), of unit root-mean-square.
+        lr: learning rate of the step.
+        micro: number of the micro-batch in the step.
+        accumulation: micro-batches of the step.
+    """
+    rule, largest = tensor.rule, tensor.rule.radix + tensor.rule.remainder_max
+    size, z, m = lr * rule.radix / 16, before["z"], before["m"]
+    v = before["v"] - 4 * lr / accumulation * slope.clamp(-3, 3)
+    if not rule.moment_range:
+        z = z - size / accumulation * direction.clamp(-4, 4)
+    else:
+        m = (0.9 if micro == 0 else 1.0) * m + 0.1 / accumulation * direction.clamp(-32, 32)
+        if micro == accumulation - 1:
+            z = z - size * (stored_moment / _rms(stored_moment)).clamp(-4, 4)
+    return {
+        "z": z.clamp(-largest, largest),
+        "v": v.clamp(-96 * 128, 31 * 128 + 127),
+        "m": m.clamp(-rule.moment_range, rule.moment_range),
+    }
+
+
+def _rms(x: Tensor) -> Tensor:
+    return x.square().mean().sqrt()

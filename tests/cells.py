@@ -1,0 +1,122 @@
+"""A small model for every mixer with every channel mixer, on streams, around chunks and on them."""
+
+from dataclasses import replace
+from itertools import combinations, product
+from typing import NamedTuple
+
+import pytest
+
+from arbcli.config.model import BlockConfig, ModelConfig, StageConfig
+from arbcli.config.parts import (
+    CHANNELS,
+    MIXERS,
+    AttentionConfig,
+    CompressedAttentionConfig,
+    ExpertsConfig,
+    LatentAttentionConfig,
+    MambaConfig,
+    MLPConfig,
+    PartConfig,
+)
+from arbcli.config.parts.chunking import ChunkingConfig
+
+PARTS: tuple[PartConfig, ...] = (
+    AttentionConfig(heads=2, window=5),
+    LatentAttentionConfig(heads=2, latent=10, rotary=4),
+    CompressedAttentionConfig(
+        heads=2, head_width=8, ratio=2, top_k=2, window=3, index_heads=2, index_width=8
+    ),
+    MambaConfig(heads=2, states=7),
+    MLPConfig(width=13),
+    ExpertsConfig(experts=4, width=7, gate="softplus", shared=True),
+)
+BY_KIND = {part.kind: part for part in PARTS}
+
+
+class Cell(NamedTuple):
+    """A combination of what a model can be made of."""
+
+    mixer: str
+    """A kind of part, or `none`."""
+    channel: str
+    streams: int
+    place: str
+    """`plain`, or `chunked`."""
+
+    @property
+    def block(self) -> BlockConfig:
+        return BlockConfig(mixer=BY_KIND.get(self.mixer), channel=BY_KIND.get(self.channel))
+
+    def model(self) -> ModelConfig:
+        """Assemble two of the blocks, or one of them before, on and after chunks.
+
+        The last one chooses experts by a hash, if there are any.
+        """
+        block = last = self.block
+        if self.channel == "experts":
+            last = replace(block, channel=replace(block.channel, gate="hash", shared=False))
+        main = StageConfig(dim=24, streams=self.streams, blocks=(block, last))
+        if self.place == "plain":
+            return ModelConfig(ctx=11, stages=(main,))
+        outer = StageConfig(
+            dim=20,
+            streams=self.streams,
+            before=(block,),
+            after=(last,),
+            chunking=ChunkingConfig(length=2),
+        )
+        return ModelConfig(ctx=14, stages=(outer, replace(main, blocks=(last,))))
+
+
+def without(config: ModelConfig, part: str) -> ModelConfig:
+    """Leave the `mixer` or the `channel` out of all blocks, and blocks that have nothing else."""
+
+    def left(blocks: tuple[BlockConfig, ...]) -> tuple[BlockConfig, ...]:
+        other = {"mixer": "channel", "channel": "mixer"}[part]
+        return tuple(replace(block, **{part: None}) for block in blocks if getattr(block, other))
+
+    names = ("blocks", "before", "after")
+    stages = [
+        replace(stage, **{name: left(getattr(stage, name)) for name in names})
+        for stage in config.stages
+    ]
+    return replace(config, stages=tuple(stages))
+
+
+CELLS = [
+    Cell(*cell)
+    for cell in product((*MIXERS, "none"), (*CHANNELS, "none"), (1, 4), ("plain", "chunked"))
+    if cell[:2] != ("none", "none")
+]
+
+
+def pairs(cell: Cell) -> set:
+    """List the choices of a cell two by two."""
+    return set(combinations(enumerate(cell), 2))
+
+
+def covering(cells: list[Cell]) -> list[Cell]:
+    """Choose cells that have all pairs of choices among them, those with most new ones first."""
+    left, chosen = set().union(*map(pairs, cells)), []
+    while left:
+        chosen.append(max(cells, key=lambda cell: len(left & pairs(cell))))
+        left -= pairs(chosen[-1])
+    return chosen
+
+
+QUICK = covering(CELLS)
+
+
+def each_cell(cells: list[Cell] = CELLS) -> pytest.MarkDecorator:
+    """Run a test for every cell; those beside the cover are slow."""
+    return pytest.mark.parametrize(
+        "cell",
+        [
+            pytest.param(
+                cell,
+                id="-".join(map(str, cell)),
+                marks=() if cell in QUICK else pytest.mark.slow,
+            )
+            for cell in cells
+        ],
+    )

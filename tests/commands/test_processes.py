@@ -1,0 +1,58 @@
+"""A command in several processes: how it is started, how it ends, and which ones are refused."""
+
+import os
+import sys
+from unittest import mock
+
+import pytest
+import typer
+from processes import environment
+
+from arbcli.commands import _processes
+from arbcli.errors import ArbError
+from arbcli.train.parallel.launch import STORE, Failure
+
+
+@pytest.mark.parametrize(
+    ("failure", "code", "said"),
+    [
+        (None, 0, ""),
+        (Failure(1, 2), 2, ""),
+        (Failure(2, -9), 137, "process 2 was ended by SIGKILL\n"),
+    ],
+)
+@pytest.mark.parametrize(("folder", "safe"), [(".", []), ("/bin", ["-P"])])
+def test_command_is_started_in_several_processes_and_ends_as_they_do(
+    failure, code, said, folder, safe, monkeypatch, capfd
+):
+    """A script imports nothing from the folder where it is called, and so do its processes."""
+    started = mock.Mock(return_value=failure)
+    monkeypatch.setattr(_processes, "launch", started)
+    monkeypatch.setattr(sys, "argv", ["arb", "train", "--gpus", "3", "--accum", "6"])
+    monkeypatch.setattr(sys, "path", [os.path.abspath(folder), *sys.path])
+    with pytest.raises(typer.Exit) as ended:
+        _processes.start_processes(3)
+    assert (ended.value.exit_code, capfd.readouterr().err) == (code, said)
+    command = [sys.executable, *safe, "-m", "arbcli", "train", "--gpus", "3", "--accum", "6"]
+    assert started.call_args.args == (command, 3)
+
+
+def test_one_of_several_processes_starts_no_others(monkeypatch, arb_here):
+    monkeypatch.setattr(_processes, "launch", mock.Mock(side_effect=AssertionError("started")))
+    about = environment(1, 4, 1)
+    with mock.patch.dict(os.environ, about):
+        with pytest.raises(ArbError, match="this is one that `torchrun` has started"):
+            _processes.start_processes(3)
+        done = arb_here("generate", "--checkpoint", "x")
+    assert "`arb generate` runs in one process, and this is one of 4" in done.stderr
+    with mock.patch.dict(os.environ, about | {STORE: "a/file"}):
+        _processes.start_processes(3)
+
+
+def test_error_of_several_processes_is_said_once(tmp_path, arb_here):
+    with mock.patch.dict(os.environ, environment(1, 2, 1) | {STORE: str(tmp_path / "store")}):
+        first, second = (arb_here("train", "--lr", "x") for _ in range(2))
+        assert arb_here("train", "--steps", "0").stderr
+    assert "error: " in first.stderr
+    assert (first.returncode, second.returncode, second.stderr) == (2, 2, "")
+    assert arb_here("train", "--lr", "x").stderr == first.stderr

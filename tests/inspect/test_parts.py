@@ -1,0 +1,93 @@
+"""The tree of a model names every part, and what its parts take adds up to what it takes."""
+
+import pytest
+import torch
+from cells import QUICK
+
+from arbcli.config.presets import PRESETS, preset
+from arbcli.inspect.memory import predict, predict_parts
+from arbcli.inspect.parts import list_parts
+from arbcli.model.build import build_model
+
+MODELS = PRESETS | {
+    "all parts": preset("arb-tiny", moe=True, graph=True, memgram=True),
+    "streams": preset("hnet-tiny", streams=4, experts=3),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_parts_add_up_to_the_model_and_to_what_they_are_inside_of(name):
+    report = predict_parts(MODELS[name])
+    check_sums(report)
+
+
+@pytest.mark.parametrize("cell", QUICK, ids=lambda cell: "-".join(map(str, cell)))
+def test_parts_of_every_kind_add_up(cell):
+    check_sums(predict_parts(cell.model()))
+
+
+def check_sums(report):
+    plain = predict(report.config)
+    assert report.total == plain.total
+    for field, total in (("weights", plain.total.weights), ("bytes", plain.total.state_bytes)):
+        assert sum(getattr(part, field) for part in report.parts if not part.depth) == total
+        for index, part in enumerate(report.parts):
+            inside = []
+            for other in report.parts[index + 1 :]:
+                if other.depth <= part.depth:
+                    break
+                if other.depth == part.depth + 1:
+                    inside.append(getattr(other, field))
+            assert sum(inside) in ((0,) if not inside else (getattr(part, field),))
+
+
+def test_equal_blocks_that_follow_one_another_are_one_part():
+    parts = {part.path: part for part in predict_parts(preset("arb-long", ratios=(4, 4, 8))).parts}
+    assert [path for path in parts if path.count(".") == 1] == [
+        "blocks.0-1", "blocks.2", "blocks.3-4", "blocks.5", "blocks.6-7", "blocks.8",
+        "blocks.9-10", "blocks.11",
+    ]  # fmt: skip
+    pair, single = parts["blocks.0-1.mlp"], parts["blocks.2.mlp"]
+    assert (pair.count, single.count) == (2, 1)
+    assert (pair.weights, pair.bytes) == (2 * single.weights, 2 * single.bytes)
+
+
+def test_part_says_its_kind_shape_and_factor():
+    report = predict_parts(preset("hnet-tiny", sub_norms=False, experts=5, streams=2))
+    found = {part.path: (part.kind, part.shape, part.depth) for part in report.parts}
+    assert found["embedding"] == ("embedding", "256 x 128", 0)
+    assert found["stages.0"] == ("stage", "dim 128, boundaries learned, length 4", 0)
+    assert found["stages.0.decoder.0.attention"] == (
+        "attention", "heads 4, window 32, no sub norm", 2,
+    )  # fmt: skip
+    assert found["stages.0.inward"] == ("inward", "256 x 128", 1)
+    assert found["blocks"] == ("stage", "dim 256, streams 2", 0)
+    assert found["blocks.0-2.experts"] == ("experts", "experts 5, width 704", 2)
+    assert found["norm"][0] == "norm"
+    factors = {part.path: part.lr_factors for part in report.parts}
+    with torch.device("meta"):
+        model = build_model(report.config)
+    assert factors["head"] == (model.head.weight.lr_factor,)
+    assert factors["head"] != factors["embedding"] == (1.0,)
+    assert factors["norm"] == ()
+
+
+def test_parts_of_a_graph_are_named_with_their_values():
+    parts = predict_parts(MODELS["all parts"]).parts
+    assert [part.path for part in parts if not part.depth] == [
+        "embedding", "sequencer", "memgram", "blocks", "codebook", "knowledge", "moe_graph",
+        "router", "byte_norm", "byte_mlp", "norm", "head",
+    ]  # fmt: skip
+    shapes = {part.path: part.shape for part in parts}
+    assert shapes["moe_graph"].startswith("iterations 4, adapter rank 16, experts (experts 8, ")
+    assert shapes["memgram"] == ""
+    assert "halves 64 x 64" in shapes["codebook"]
+
+
+def test_weights_without_training_state_are_smaller():
+    model = build_model(preset("tiny", dim=32, layers=2, heads=2, ffn=48))
+    before = list_parts(model)
+    model.drop_training_state()
+    after = list_parts(model)
+    assert [part.weights for part in after] == [part.weights for part in before]
+    assert sum(part.bytes for part in after) < sum(part.bytes for part in before)

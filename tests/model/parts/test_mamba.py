@@ -1,0 +1,144 @@
+"""A Mamba-2 block, its gradients against float64, and its state against a whole text."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from arbcli.config.model import BlockConfig
+from arbcli.config.parts import MambaConfig
+from arbcli.config.site import Site
+from arbcli.kernels.runtime.backend import use_backend
+from arbcli.kernels.scan.mamba_step import draw_step, mamba_step
+from arbcli.model.baselines import FloatWeight
+from arbcli.model.packed import TernaryTensor
+from arbcli.model.parts.mamba import mamba_values, running_sum
+from arbcli.model.stack import Block
+from arbcli.model.state import Clock
+from arbcli.verify.parts.base import Reading, norm, under
+from arbcli.verify.parts.mamba import mamba
+from arbcli.verify.update_reference import reference_weight
+
+CONFIG = MambaConfig(heads=2, states=7)
+SITE = Site(dim=20, depth=1, ctx=64)
+KERNELS = "triton" if torch.cuda.is_available() else "interpreter"
+
+
+def mamba_block(site=SITE) -> Block:
+    return Block(BlockConfig(mixer=CONFIG), site)
+
+
+def reference(x, weights):
+    """Compute what the block gives for each text of (B, T, D)."""
+    names = {name.removesuffix(".weight"): w for name, w in weights.items()}
+    reading = Reading(config=CONFIG, site=SITE)
+    own = under(names, "mamba")
+    return torch.stack([t + mamba(own, t, norm(t, names["norm"]), reading) for t in x])
+
+
+def block(device) -> tuple[Block, dict[str, TernaryTensor]]:
+    with torch.device(device):
+        part = mamba_block()
+    tensors = {name: t for name, t in part.named_modules() if isinstance(t, TernaryTensor)}
+    for index, tensor in enumerate(tensors.values()):
+        tensor.initialise(0, index)
+    return part, tensors
+
+
+def normal(*shape, device, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(device)
+
+
+@pytest.mark.parametrize("backend", ["torch", pytest.param(KERNELS, marks=pytest.mark.slow)])
+def test_block_and_its_gradients_equal_the_reference(backend, device):
+    part, tensors = block(device)
+    handed = {}
+    for name, tensor in tensors.items():
+        tensor.sink = lambda _, grad, name=name: handed.update({name: grad})
+    x, grad_y = normal(2, 17, 20, device=device), normal(2, 17, 20, device=device, seed=1)
+    weights = {name: reference_weight(tensor) for name, tensor in tensors.items()}
+    leaves = {n: w.requires_grad_() for n, w in weights.items() if not tensors[n].frozen}
+    ours, twin = x.clone().requires_grad_(), x.double().requires_grad_()
+    with use_backend(backend):
+        y = part(ours).x
+        y.backward(grad_y)
+    wanted = reference(twin, weights)
+    wanted.backward(grad_y.double())
+    torch.testing.assert_close(y.double(), wanted, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(ours.grad.double(), twin.grad, rtol=1e-4, atol=1e-5)
+    assert handed.keys() == leaves.keys()
+    for name, grad in handed.items():
+        error = (grad - leaves[name].grad).norm() / leaves[name].grad.norm()
+        # decays' gradients are small differences of large sums
+        assert error < (1e-3 if grad.shape[1] == 1 else 1e-5), name
+
+
+def test_float_twin_and_its_gradients_equal_the_reference():
+    part = mamba_block(replace(SITE, weights="float"))
+    weights = {name: p for name, p in part.named_modules() if isinstance(p, FloatWeight)}
+    for index, weight in enumerate(weights.values()):
+        weight.initialise(0, index)
+    x, grad_y = normal(2, 17, 20, device="cpu"), normal(2, 17, 20, device="cpu", seed=1)
+    leaves = {n: w.latent.detach().double().requires_grad_() for n, w in weights.items()}
+    ones = {
+        name: torch.ones(1, size) for name, size in (("norm.weight", 20), ("mamba.gate.weight", 40))
+    }
+    y = part(x).x
+    y.backward(grad_y)
+    wanted = reference(x.double(), leaves | ones)
+    wanted.backward(grad_y.double())
+    torch.testing.assert_close(y.double(), wanted, rtol=1e-5, atol=1e-5)
+    for name, weight in weights.items():
+        error = (weight.latent.grad - leaves[name].grad).norm() / leaves[name].grad.norm()
+        assert error < (1e-3 if weight.latent.shape[1] == 1 else 1e-5), name
+
+
+@torch.no_grad()
+def test_text_in_pieces_gives_what_the_whole_gives(device):
+    part, _ = block(device)
+    x = normal(1, 23, 20, device=device)
+    clock = Clock(23, 64, torch.float32, torch.device(device))
+    past = part.new_state(clock)
+    assert sum(t.nbytes for t in past.tensors()) == 4 * (past.state.numel() + past.ring.numel())
+    whole = part(x).x
+    for halved in (False, True):
+        found = []
+        for piece in x.split([4, 1, 1, 9, 2, 6], dim=1):
+            # half of the stream may still be what the block before adds to it
+            before = piece / 2, piece / 2
+            with clock.reading(piece.shape[1]):
+                flow = part(*(before if halved else (piece, None)), state=past, whole=False)
+            found.append(flow.whole())
+        torch.testing.assert_close(torch.cat(found, dim=1), whole, rtol=1e-4, atol=1e-5)
+        assert clock.position == 23
+        clock.position.zero_()
+        past.reset()
+
+
+def test_running_sums_run_both_ways(device):
+    x = normal(2, 150, 3, device=device)
+    torch.testing.assert_close(running_sum(x), x.cumsum(1), rtol=1e-5, atol=1e-5)
+    wanted = x.flip(1).cumsum(1).flip(1)
+    torch.testing.assert_close(running_sum(x, reverse=True), wanted, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("heads", [1, 2, 16])
+def test_heads_begin_with_different_steps_and_rates(heads):
+    rates, biases = mamba_values(heads)
+    assert len(set(rates)) == len(set(biases)) == heads
+    assert 0 not in (*rates, *biases)
+    steps = torch.nn.functional.softplus(torch.tensor(biases))
+    assert (steps >= 0.99e-3).all()
+    assert (steps <= 0.101).all()
+
+
+def test_step_of_what_does_not_fit_is_refused():
+    inputs = list(draw_step(2, 3, 5, 4, 1, torch.float32, torch.Generator()))
+    for index, wrong, words in (
+        (0, inputs[0][1:], r"torch.float32 of shape \(28,\)"),
+        (0, inputs[0].double(), "float32 or bfloat16 rows"),
+        (2, inputs[2].mT, "need contiguous torch.float32"),
+        (7, inputs[7].long(), "need contiguous torch.int32"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            mamba_step(*inputs[:index], wrong, *inputs[index + 1 :])

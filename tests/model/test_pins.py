@@ -1,0 +1,41 @@
+"""A configuration that a checkpoint holds makes the model that it made when it was written."""
+
+import json
+
+import pytest
+from marks import mostly_slow
+from pins import PATH, SEEDS, first_weights, layout
+
+from arbcli.config.presets import PRESETS, config_from_dict, preset
+
+PINS = json.loads(PATH.read_text())
+SMALL = [name for name, pin in PINS.items() if "first" in pin]
+"""Those whose weights take no time to draw."""
+QUICK = {name for name, pin in PINS.items() if not pin["options"]} | set(SMALL)
+"""Presets as they are, and small sizes of every kind."""
+
+
+@pytest.mark.parametrize("name", mostly_slow(PINS, lambda name: name in QUICK))
+def test_configuration_of_a_checkpoint_makes_the_same_tensors(name):
+    pin = PINS[name]
+    assert layout(config_from_dict(pin["config"])) == pin["layout"]
+
+
+@pytest.mark.parametrize("name", PINS)
+def test_options_make_the_model_that_they_made(name):
+    """The same as the fields of a checkpoint, and those of a run, which name their kind."""
+    pin = PINS[name]
+    config = preset(pin["preset"], **pin["options"])
+    assert config == config_from_dict(pin["config"])
+    assert config == config_from_dict({"kind": pin["kind"]} | pin["config"])
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("name", SMALL)
+def test_first_weights_are_the_same(name, seed):
+    pin = PINS[name]
+    assert first_weights(config_from_dict(pin["config"]), seed) == pin["first"][str(seed)]
+
+
+def test_every_preset_is_pinned():
+    assert {pin["preset"] for pin in PINS.values() if not pin["options"]} == set(PRESETS)

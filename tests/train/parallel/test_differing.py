@@ -1,0 +1,82 @@
+"""Processes that were asked for different things are refused, all of them; nothing is written."""
+
+import dataclasses
+from unittest import mock
+
+import pytest
+from processes import in_processes
+
+from arbcli.errors import ArbError
+from arbcli.infer.load import read_saved
+from arbcli.train import run as runs
+from arbcli.train.configure import new_config
+from arbcli.train.run import Observer, resume_run, start_run
+
+ABOUT = {
+    "dim": 32, "layers": 1, "heads": 2, "ffn": 48, "ctx": 16, "batch": 2, "accum": 2, "steps": 2,
+    "wire": "int12", "device": "cpu", "compute": "fp32",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("runs")
+    text = folder / "text.txt"
+    text.write_bytes(b"ternary weights learn to read. " * 100)
+    start_run(new_config(**ABOUT, data=(str(text),)), folder / "run", Observer())
+    return folder / "run"
+
+
+@pytest.fixture
+def config(run):
+    return new_config(**ABOUT, data=(str(run.with_name("text.txt")),))
+
+
+def resumed_with_other_steps(rank, run, config):
+    resume_run(run, Observer(), steps=5 + rank)
+
+
+def resumed_and_started(rank, run, config):
+    if rank:
+        resume_run(run, Observer())
+    else:
+        start_run(config, run.with_name("other"), Observer())
+
+
+def started_for_other_minutes(rank, run, config):
+    start_run(config, run.with_name("other"), Observer(), minutes=1 + rank)
+
+
+def started_with_other_weights(rank, run, config):
+    initial = read_saved(run, print) if rank else None
+    start_run(config, run.with_name("other"), Observer(), initial=initial)
+
+
+def started_with_another_rate(rank, run, config):
+    start_run(dataclasses.replace(config, lr=0.1 + rank), run.with_name("other"), Observer())
+
+
+def refusal(rank, ask, run, config):
+    """Return what a process is told; one that is not refused stops before it trains."""
+    trains = mock.patch.object(runs, "_build", side_effect=ArbError("it trains"))
+    with trains, pytest.raises(ArbError) as found:
+        ask(rank, run, config)
+    return str(found.value)
+
+
+@pytest.mark.parametrize(
+    ("ask", "message"),
+    [
+        (resumed_with_other_steps, "setting than process 0: `steps`"),
+        (resumed_and_started, "command than process 0: `train --resume`, and not `train`"),
+        (started_for_other_minutes, "setting than process 0: `minutes`"),
+        (started_with_other_weights, "setting than process 0: `init_from`"),
+        (started_with_another_rate, "setting than process 0: `lr`"),
+    ],
+)
+def test_processes_that_were_asked_for_different_things_are_refused(ask, message, run, config):
+    before = {path: path.read_bytes() for path in run.iterdir()}
+    told = in_processes(2, refusal, ask, run, config, join=False)
+    assert told == [f"process 1 has another {message}"] * 2
+    assert {path: path.read_bytes() for path in run.iterdir()} == before
+    assert not run.with_name("other").exists()

@@ -1,0 +1,63 @@
+"""Every mixer with every channel mixer agrees with its reference, in logits and all gradients."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from cells import CELLS, QUICK, Cell, each_cell, pairs, without
+
+from arbcli.verify import parity
+from arbcli.verify.parity import Subject
+from arbcli.verify.reference import Reference
+from arbcli.verify.update_reference import reference_weight
+
+
+def subject(cell: Cell, device: torch.device) -> Subject:
+    backend = "triton" if device.type == "cuda" else "torch"
+    parts = ("blocks", "whole")
+    return Subject(str(cell), cell.model(), 2, torch.float32, device, backend, parts)
+
+
+def test_every_kind_of_part_has_cells():
+    assert len(CELLS) == len(set(CELLS)) == 56
+    assert set().union(*map(pairs, QUICK)) == set().union(*map(pairs, CELLS))
+    assert len(QUICK) < 20
+
+
+@each_cell()
+def test_cell_agrees_with_the_reference(cell, device):
+    tested = subject(cell, device)
+    results = parity._check("", "", tested)
+    assert not [result for result in results if not result.passed]
+    trained = [name for name, w in tested.build().weights().items() if not w.frozen]
+    compared = [result.item for result in results if result.check == "whole gradient"]
+    assert compared == trained
+    assert all(result.cosine > 0 for result in results if result.check == "whole gradient")
+
+
+@each_cell()
+def test_reference_without_a_part_of_the_cell_disagrees(cell, device):
+    tested = subject(cell, device)
+    model = tested.build()
+    found = parity.trace(tested, model)
+    weights = {name: reference_weight(tensor) for name, tensor in model.weights().items()}
+    about = {"memories": dict(model.named_buffers()), "choices": found.choices}
+    passed = {}
+    for part in (None, "mixer", "channel"):
+        config = without(tested.config, part) if part else tested.config
+        with torch.no_grad():
+            wanted, _ = Reference(weights, config, **about)(tested.bytes()[0])
+        logits = found.outputs["head"]
+        result = tested.result("end to end", "logits", logits, wanted, tested.gate_of_depth)
+        passed[part] = result.passed
+    assert passed == {None: True, "mixer": cell.mixer == "none", "channel": cell.channel == "none"}
+
+
+@pytest.mark.slow
+@each_cell([cell for cell in CELLS if cell.mixer != "mamba"])
+def test_cell_agrees_with_the_reference_in_bf16(cell, device):
+    """Outputs do; gradients that are small differences of large numbers only have the direction."""
+    tested = replace(subject(cell, device), dtype=torch.bfloat16)
+    for result in parity._check("", "", tested):
+        agrees = result.cosine > 0.9 if "gradient" in result.check else result.passed
+        assert agrees, result
