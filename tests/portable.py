@@ -37,9 +37,9 @@ SENSITIVE = (
     "tests/test_results.py::test_tables_are_what_the_results_say",
     "tests/train/test_reading.py::test_records_of_a_run_are_what_they_were",
     "tests/model/test_compressed.py::test_cached_logits_equal_those_of_one_forward",
-    "tests/model/blocks/test_memgram.py",
-    "tests/model/blocks/test_sequencer.py",
-    "tests/model/blocks/test_window.py",
+    "tests/model/parts/test_memgram.py",
+    "tests/model/parts/test_sequencer.py",
+    "tests/model/parts/test_window.py",
 )
 
 

@@ -1,0 +1,107 @@
+"""Every mixer with every channel mixer learns, goes on exactly, and reads a text in pieces."""
+
+import torch
+from cells import Cell, each_cell
+
+from arbcli.data import open_texts
+from arbcli.device import deterministic
+from arbcli.inspect.peak import predict_peak
+from arbcli.inspect.trace import LiveTensors
+from arbcli.kernels.runtime.backend import use_backend
+from arbcli.model.language_model import LanguageModel
+from arbcli.model.layers.rotary import fresh_tables
+from arbcli.train.configure import new_config
+from arbcli.train.trainer import Trainer
+
+STEPS = 50
+CPU = torch.device("cpu")
+
+
+def trainer(cell: Cell, folder, *, windows: int = 1) -> Trainer:
+    """Train a cell on a text that has so many windows, so that each step reads the same ones."""
+    model = cell.model()
+    path = folder / "text.txt"
+    path.write_bytes((b"ternary weights learn to read. " * 9)[: model.ctx + windows])
+    config = new_config(
+        preset=model, data=[str(path)], val=[str(path)], device="cpu", compute="fp32", batch=4,
+        steps=STEPS, backend="torch", lr=1.0,
+    )  # fmt: skip
+    return Trainer(config, open_texts(config.data, config.val, seed=0, context=model.ctx))
+
+
+def unmoved(learner: Trainer, before: dict[str, torch.Tensor]) -> set[str]:
+    """Name the weights all of whose integers are what they were."""
+    after = state(learner)
+    return {
+        name
+        for name in learner.model.weights()
+        if all(torch.equal(before[p], after[p]) for p in after if p.startswith(f"{name}."))
+    }
+
+
+def state(of: Trainer) -> dict[str, torch.Tensor]:
+    return {name: part.clone() for name, part in of.model.state_dict().items()}
+
+
+@each_cell()
+def test_cell_learns_with_all_its_weights(cell, tmp_path):
+    with deterministic():
+        learner = trainer(cell, tmp_path)
+        before, first = state(learner), float(learner.train_step())
+        frozen = {name for name, weight in learner.model.weights().items() if weight.frozen}
+        for _ in range(STEPS - 1):
+            last = float(learner.train_step())
+            if last < 0.8 * first and unmoved(learner, before) == frozen:
+                break
+    assert last < 0.8 * first
+    assert unmoved(learner, before) == frozen
+
+
+@each_cell()
+def test_cell_goes_on_from_a_checkpoint_as_if_it_had_never_stopped(cell, tmp_path):
+    with deterministic():
+        whole, begun, resumed = (trainer(cell, tmp_path, windows=40) for _ in range(3))
+        for _ in range(6):
+            whole.train_step()
+        for _ in range(3):
+            begun.train_step()
+        resumed.restore(begun.checkpoint("text"))
+        for _ in range(3):
+            resumed.train_step()
+    wanted, got = state(whole), state(resumed)
+    assert wanted.keys() == got.keys()
+    for name, part in wanted.items():
+        assert torch.equal(part, got[name]), name
+
+
+@each_cell()
+@torch.no_grad()
+def test_cell_reads_a_text_in_pieces_as_it_does_at_once(cell):
+    lm = LanguageModel(cell.model(), torch.float32)
+    lm.initialise(0)
+    length = lm.config.ctx
+    ids = torch.randint(97, 123, (1, length), generator=torch.Generator().manual_seed(0))
+    ids[:, ::3] = 32  # short words, which leave room for all chunks
+    with use_backend("torch"):
+        whole = lm(ids)
+        for lengths in ([1] * length, [3, 1, 4, *[1] * (length - 8)]):
+            cache = lm.new_cache(length)
+            got = torch.cat([lm(part, cache) for part in ids.split(lengths, dim=1)], dim=1)
+            torch.testing.assert_close(got, whole, rtol=1e-4, atol=1e-4)
+
+
+@each_cell()
+def test_predicted_peak_of_a_cell_is_the_measured_one(cell, tmp_path):
+    tensors = LiveTensors(CPU)
+    with deterministic(), fresh_tables(), tensors:
+        learner = trainer(cell, tmp_path)
+        tensors.settle()
+        for _ in range(2):
+            learner.train_step()
+    assert predict_peak(learner.config).peak_bytes == tensors.peak
+
+
+def test_text_that_is_one_window_gives_the_same_batch_in_every_step(tmp_path):
+    learner = trainer(Cell("attention", "mlp", 1, "plain"), tmp_path)
+    first, later = (learner.fetch(micro, CPU)[0] for micro in (0, 1))
+    assert torch.equal(first, later)
