@@ -241,7 +241,8 @@ MODEL = {
         str | None,
         typer.Option(
             help="Kind and size of the model: tiny, small, base or 1b, of dense blocks; arb-long,"
-            " of these with compressed attention; arb-tiny or arb-3b, of n-grams, codebooks,"
+            " of these with compressed attention; arb-deep-small or arb-deep, of compressed"
+            " attention and experts on four streams; arb-tiny or arb-3b, of n-grams, codebooks,"
             " experts and a graph; hnet-tiny, hnet-small, hnet-base"
             " or hnet-two-stage, which find chunks of their own. [default: tiny]",
             callback=_check_preset,
@@ -289,6 +290,19 @@ MODEL = {
         " [default: the preset's, or 2]",
         min=1,
     ),
+    "moe_gate": _name(
+        "moe_gate",
+        GATES,
+        "How experts are chosen: softmax or softplus, by scores of what they are weighed by; hash,"
+        " by the last three bytes. [default: softmax]",
+    ),
+    "hash_layers": _number(
+        "First blocks of the innermost stage that choose experts by a hash. [default: the"
+        " preset's]",
+        min=0,
+    ),
+    "shared_expert": _part("shared_expert", "One more expert, which every position goes to."),
+    "moe_clamp": _part("moe_clamp", "Bounds of 10 on what the experts' gates let in."),
     "attention": _name(
         "attention",
         ATTENTIONS + GRAPH_ATTENTIONS,
@@ -317,14 +331,6 @@ GRAPH_PARTS = {
     "memgram": _part("memgram", "A memory of what followed the text's n-grams."),
     "moe_top_k": _number("Experts a position. [default: the preset's]", min=1),
     "max_moe_iters": _number("Iterations over the experts. [default: the preset's]", min=1),
-    "moe_gate": _name(
-        "moe_gate",
-        GATES,
-        "How experts are chosen: softmax or softplus, by scores of what they are weighed by; hash,"
-        " by the last three bytes. [default: softmax]",
-    ),
-    "shared_expert": _part("shared_expert", "One more expert, which every position goes to."),
-    "moe_clamp": _part("moe_clamp", "Bounds of 10 on what the experts' gates let in."),
 }
 """Options that only the presets with a graph have."""
 HNET_PARTS = {

@@ -152,12 +152,17 @@ def _shown(report: "ProbeReport") -> Group:
         *([f"growth            {growth}"] if growth else []),
         f"scales            v from {lowest} to {highest}, in 1/128 octaves",
         f"first NaN or Inf  {report.first_nonfinite or 'none'}",
-        f"causality         {report.acausal_logits} predictions moved by a later byte",
+        f"causality         {report.acausal_logits} predictions moved by a later byte"
+        + _of_layers(report.acausal_layers),
         *(_chunks(report.chunks) if report.chunks else ()),
         f"memory            {bytes_text(report.state_bytes)} state,"
         f" {bytes_text(last.live_bytes)} live, {bytes_text(report.peak_bytes)} peak",
         *(f"verdict           {verdict.name}: {verdict.evidence}" for verdict in report.verdicts),
     )
+
+
+def _of_layers(moved: tuple[int, ...]) -> str:
+    return f", and {sum(moved)} positions of {len(moved)} layers" if moved else ""
 
 
 def _chunks(chunks: "ChunkReport") -> Iterator[str | Text]:
@@ -188,8 +193,8 @@ def _steps(report: "ProbeReport") -> Table:
 
 def _layers(report: "ProbeReport") -> Table:
     first, last = report.readings[0], report.readings[-1]
-    names = ["embedding", *(f"block {index}" for index in range(len(last.mlp_rms)))]
-    branches = zip((None, *last.attention_rms), (None, *last.mlp_rms), strict=True)
+    names = ["embedding", *(f"block {index}" for index in range(len(last.channel_rms)))]
+    branches = zip((None, *last.mixer_rms), (None, *last.channel_rms), strict=True)
     columns = zip(first.residual_rms, last.residual_rms, last.residual_most, branches, strict=True)
     rows = [
         [name, *(_number(size, 3) for size in (before, after, most, *branch))]
@@ -197,7 +202,7 @@ def _layers(report: "ProbeReport") -> Table:
     ]
     if last.takeoff_layer is not None:
         rows[last.takeoff_layer + 1][0] += ", takes off"
-    columns = ["after", "stream at first", "stream at last", "most of a byte", "attention", "MLP"]
+    columns = ["after", "stream at first", "stream at last", "most of a byte", "mixer", "channels"]
     return table("Residual stream and what is added to it: root-mean-square", columns, rows)
 
 
@@ -209,7 +214,7 @@ def _streams(report: "ProbeReport") -> Iterator[Table]:
             [f"block {index}", *(_pair(*ends) for ends in zip(of[::2], of[1::2], strict=True))]
             for index, of in enumerate(ranges)
         ]
-        columns = ["of", "attention reads", "attention writes", "MLP reads", "MLP writes"]
+        columns = ["of", "mixer reads", "mixer writes", "channels read", "channels write"]
         yield table("Streams: weights that branches read and write by", columns, rows)
 
 

@@ -37,6 +37,14 @@ SHORT_FORMS = {
     "arb-long": ShortForm("compressed", dict(
         dim=768, layers=12, heads=12, ffn=1920, ctx=16384, head_width=128, rotary=64,
     )),
+    "arb-deep-small": ShortForm("compressed", dict(
+        dim=512, layers=8, heads=8, ffn=256, ctx=4096, head_width=64, streams=4, window=128,
+        experts=16, moe_gate="softplus", hash_layers=2, shared_expert=True, moe_clamp=True,
+    )),
+    "arb-deep": ShortForm("compressed", dict(
+        dim=1024, layers=61, heads=16, ffn=256, ctx=4096, head_width=128, streams=4, window=128,
+        experts=16, moe_gate="softplus", hash_layers=3, shared_expert=True, moe_clamp=True,
+    )),
     "arb-tiny": ShortForm("graph", dict(
         dim=256, layers=4, heads=4, ffn=832, ctx=256, rule="moment",
         latent=128, rotary=32, ngram_rows=16384, ngram_dim=64, key_dim=32,

@@ -6,6 +6,7 @@ from parts; those files name the family in `kind`.
 
 import inspect
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from arbcli.config.checks import (
@@ -54,18 +55,38 @@ STORAGE = ("scale_type", "rule", "digits", "direction", "weights")
 """Arguments of every family that are fields of `ModelConfig`."""
 
 
-def _channel(
-    ffn: int, sub_norms: bool, experts: int | None, top_k_experts: int | None
-) -> MLPConfig | ExpertsConfig:
-    """Make the channel mixer of a block: an MLP, or experts each as wide."""
+def channels(
+    layers: int,
+    *,
+    ffn: int,
+    sub_norms: bool = True,
+    experts: int | None = None,
+    top_k_experts: int | None = None,
+    moe_gate: str = GATES[0],
+    hash_layers: int = 0,
+    shared_expert: bool = False,
+    moe_clamp: bool = False,
+) -> list[MLPConfig | ExpertsConfig]:
+    """Make the channel mixers of a list of blocks: MLPs, or experts each as wide.
+
+    The first `hash_layers` blocks choose experts by a hash, and the others by `moe_gate`.
+    """
     if experts is None:
-        if top_k_experts is not None:
+        given = {
+            "top_k_experts": top_k_experts is not None,
+            "moe_gate": moe_gate != GATES[0],
+            "hash_layers": hash_layers,
+            "shared_expert": shared_expert,
+            "moe_clamp": moe_clamp,
+        }
+        if names := [name for name, is_given in given.items() if is_given]:
             raise ArbError(
-                f"`top_k_experts` is {top_k_experts}, and the model has no experts",
+                f"`{names[0]}` is of experts, and the model has none",
                 hint="give `experts` too",
-                fields=("top_k_experts", "experts"),
+                fields=(names[0], "experts"),
             )
-        return MLPConfig(width=ffn, sub_norm=sub_norms)
+        return [MLPConfig(width=ffn, sub_norm=sub_norms)] * layers
+    check_choice("moe_gate", moe_gate, GATES)
     top_k = TOP_K_EXPERTS if top_k_experts is None else top_k_experts
     if top_k > experts:
         raise ArbError(
@@ -73,7 +94,30 @@ def _channel(
             hint=f"use 1 to {experts}",
             fields=("top_k_experts",),
         )
-    return ExpertsConfig(experts=experts, top_k=top_k, width=ffn)
+    learned = ExpertsConfig(
+        experts=experts,
+        top_k=top_k,
+        width=ffn,
+        gate=moe_gate,
+        shared=shared_expert,
+        clamp=moe_clamp,
+    )
+    hashed = replace(learned, gate="hash")
+    return [hashed if index < hash_layers else learned for index in range(layers)]
+
+
+CHANNEL = {
+    name: one
+    for name, one in inspect.signature(channels).parameters.items()
+    if name not in ("layers", "sub_norms")
+}
+"""Arguments of the families whose blocks have channel mixers of `channels`."""
+
+
+def _parted(others: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Part arguments into those of `channels` and those of `STORAGE`."""
+    channel = {name: value for name, value in others.items() if name in CHANNEL}
+    return channel, {name: value for name, value in others.items() if name not in CHANNEL}
 
 
 def dense(
@@ -81,19 +125,19 @@ def dense(
     dim: int,
     layers: int,
     heads: int,
-    ffn: int,
     ctx: int,
     sub_norms: bool = True,
     streams: int = 1,
-    experts: int | None = None,
-    top_k_experts: int | None = None,
-    **storage: Any,
+    **others: Any,
 ) -> ModelConfig:
-    """Assemble `layers` blocks of attention and an MLP, or experts."""
+    """Assemble `layers` blocks of attention and an MLP, or experts: see `channels`."""
+    channel, storage = _parted(others)
     attention = AttentionConfig(heads=heads, sub_norm=sub_norms)
-    channel = _channel(ffn, sub_norms, experts, top_k_experts)
-    block = BlockConfig(mixer=attention, channel=channel)
-    stage = StageConfig(dim=dim, streams=streams, blocks=(block,) * layers)
+    blocks = tuple(
+        BlockConfig(mixer=attention, channel=part)
+        for part in channels(layers, sub_norms=sub_norms, **channel)
+    )
+    stage = StageConfig(dim=dim, streams=streams, blocks=blocks)
     return ModelConfig(ctx=ctx, stages=(stage,), **storage)
 
 
@@ -102,7 +146,6 @@ def compressed(
     dim: int,
     layers: int,
     heads: int,
-    ffn: int,
     ctx: int,
     sub_norms: bool = True,
     streams: int = 1,
@@ -115,11 +158,9 @@ def compressed(
     top_k: int = 128,
     index_heads: int = 4,
     index_width: int = 32,
-    experts: int | None = None,
-    top_k_experts: int | None = None,
-    **storage: Any,
+    **others: Any,
 ) -> ModelConfig:
-    """Assemble blocks of compressed attention and an MLP, or experts.
+    """Assemble blocks of compressed attention and an MLP, or experts: see `channels`.
 
     Blocks take the `ratios` in turn. Where an entry has more than `indexed_ratio` bytes, a byte
     attends to all of them.
@@ -130,26 +171,27 @@ def compressed(
             hint=f"use 1 to {MOST_RATIOS} of them, and 2 bytes or more",
             fields=("ratios",),
         )
-    blocks = [
-        BlockConfig(
-            mixer=CompressedAttentionConfig(
-                heads=heads,
-                kv_heads=kv_heads,
-                head_width=head_width,
-                rotary=rotary,
-                window=window,
-                ratio=ratio,
-                top_k=top_k if ratio <= indexed_ratio else None,
-                index_heads=index_heads,
-                index_width=index_width,
-                sub_norm=sub_norms,
-            ),
-            channel=_channel(ffn, sub_norms, experts, top_k_experts),
+    mixers = [
+        CompressedAttentionConfig(
+            heads=heads,
+            kv_heads=kv_heads,
+            head_width=head_width,
+            rotary=rotary,
+            window=window,
+            ratio=ratio,
+            top_k=top_k if ratio <= indexed_ratio else None,
+            index_heads=index_heads,
+            index_width=index_width,
+            sub_norm=sub_norms,
         )
         for ratio in ratios
     ]
-    repeated = tuple(blocks[index % len(blocks)] for index in range(layers))
-    stage = StageConfig(dim=dim, streams=streams, blocks=repeated)
+    channel, storage = _parted(others)
+    blocks = tuple(
+        BlockConfig(mixer=mixers[index % len(mixers)], channel=part)
+        for index, part in enumerate(channels(layers, sub_norms=sub_norms, **channel))
+    )
+    stage = StageConfig(dim=dim, streams=streams, blocks=blocks)
     return ModelConfig(ctx=ctx, stages=(stage,), **storage)
 
 
@@ -253,7 +295,6 @@ def hnet(
     dim: int,
     layers: int,
     heads: int,
-    ffn: int,
     ctx: int,
     outer_dim: tuple[int, ...] | int,
     outer_layers: tuple[int, ...] | int,
@@ -266,13 +307,12 @@ def hnet(
     outer_blocks: str = OUTER_BLOCKS[0],
     states: int = 64,
     boundaries: str = "learned",
-    experts: int | None = None,
-    top_k_experts: int | None = None,
-    **storage: Any,
+    **others: Any,
 ) -> ModelConfig:
     """Assemble stages of chunks: outer blocks, and dense blocks on the innermost chunks.
 
-    The innermost blocks have the experts. Of what each stage has, one number is for all stages.
+    The innermost blocks have the experts, if there are any: see `channels`. Of what each stage has,
+    one number is for all stages.
     """
     check_choice("outer_blocks", outer_blocks, OUTER_BLOCKS)
     given = dict(
@@ -305,10 +345,13 @@ def hnet(
         chunking = ChunkingConfig(boundaries=boundaries, length=length)
         blocks = (block,) * depth
         stages.append(StageConfig(dim=width, before=blocks, after=blocks, chunking=chunking))
+    channel, storage = _parted(others)
     attention = AttentionConfig(heads=heads, sub_norm=sub_norms)
-    channel = _channel(ffn, sub_norms, experts, top_k_experts)
-    block = BlockConfig(mixer=attention, channel=channel)
-    stages.append(StageConfig(dim=dim, streams=streams, blocks=(block,) * layers))
+    innermost = tuple(
+        BlockConfig(mixer=attention, channel=part)
+        for part in channels(layers, sub_norms=sub_norms, **channel)
+    )
+    stages.append(StageConfig(dim=dim, streams=streams, blocks=innermost))
     return ModelConfig(ctx=ctx, stages=tuple(stages), **storage)
 
 
@@ -319,10 +362,11 @@ FAMILIES: dict[str, Callable[..., ModelConfig]] = {
 
 
 def arguments(family: str) -> dict[str, inspect.Parameter]:
-    """List the arguments of a short form by name, those of `STORAGE` among them."""
+    """List the arguments of a short form by name, those that it hands on among them."""
     known = inspect.signature(FAMILIES[family]).parameters
     own = {name: one for name, one in known.items() if one.kind is not one.VAR_KEYWORD}
-    return own | {name: inspect.signature(ModelConfig).parameters[name] for name in STORAGE}
+    storage = {name: inspect.signature(ModelConfig).parameters[name] for name in STORAGE}
+    return own | ({} if family == "graph" else CHANNEL) | storage
 
 
 ARGUMENTS = {name: one for family in FAMILIES for name, one in arguments(family).items()}

@@ -85,9 +85,9 @@ def plot_probe(report: dict[str, Any], png: Path) -> None:
     most = [_number(size) for size in last["residual_most"]]
     about = {"color": BLUE, "markersize": 3, "label": "largest of a byte"}
     stream.plot(range(len(most)), most, "^:", **about)
-    for name, color in (("attention_rms", ORANGE), ("mlp_rms", GREEN)):
+    for name, color in (("mixer_rms", ORANGE), ("channel_rms", GREEN)):
         sizes = [_number(size) for size in last[name]]
-        label = name.removesuffix("_rms").replace("mlp", "MLP") + " branch"
+        label = name.replace("channel_rms", "channel mixer").removesuffix("_rms")
         stream.plot(range(1, len(sizes) + 1), sizes, "s--", color=color, markersize=3, label=label)
     stream.set_yscale("log", base=2)
     stream.yaxis.set_major_formatter("{x:g}")

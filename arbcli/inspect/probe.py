@@ -133,7 +133,7 @@ def examine(
         _live_counter(device) as live_bytes,
         _Watch(trainer) as watch,
     ):
-        acausal = _count_acausal(trainer.model, held_out[0])
+        acausal, acausal_layers = _count_acausal(trainer.model, held_out[0])
         about = {"lr": None, "loss": None, "flip_share": None, "live_bytes": live_bytes()}
         readings = [_read(trainer, watch, *held_out, starts, about)]
         for number in range(1, steps + 1):
@@ -161,6 +161,7 @@ def examine(
         tensors=tuple(tally.report() for tally in tallies),
         first_nonfinite=watch.first_nonfinite,
         acausal_logits=acausal,
+        acausal_layers=acausal_layers,
         chunks=chunks,
         state_bytes=trainer.state_bytes(),
         peak_bytes=peak,
@@ -358,6 +359,7 @@ def _read(
     streams, ranges = watch.take_streams()
     sizes = watch.take_rms()
     blocks = [f"blocks.{index}" for index in range(trainer.config.model.layers)]
+    parts = _parts_of_blocks(trainer.model)
     stream = tuple(sizes[name] for name in ("embedding", *blocks))
     factors = [ratio(after, before) or 0 for before, after in pairwise(stream)]
     return Reading(
@@ -368,10 +370,10 @@ def _read(
         residual_growth=ratio(stream[-1], stream[0]),
         residual_most=tuple(_finite(float(stream.max())) for stream in streams),
         growth_by_position=_growth_by_position(streams, ids, starts),
-        stream_ranges=_ranges_of_blocks(ranges, blocks),
+        stream_ranges=_ranges_of_blocks(ranges, parts),
         takeoff_layer=next((i for i, factor in enumerate(factors) if factor >= TAKEOFF), None),
-        attention_rms=tuple(sizes.get(f"{name}.attention") for name in blocks),
-        mlp_rms=tuple(sizes[f"{name}.mlp"] for name in blocks),
+        mixer_rms=tuple(sizes.get(mixer) for mixer, _ in parts),
+        channel_rms=tuple(sizes.get(channel) for _, channel in parts),
         logit_min=numbers[1],
         logit_max=numbers[2],
         logit_spread=numbers[4],
@@ -391,41 +393,89 @@ def _growth_by_position(
     return tuple(_finite(float(bucket.mean())) for bucket in growth.tensor_split(starts[1:]))
 
 
+def _parts_of_blocks(model: LanguageModel) -> list[tuple[str | None, str | None]]:
+    """Name the mixer and the channel mixer of each innermost block; None where there is none."""
+    found = []
+    for index, block in enumerate(model.blocks):
+        names = iter([f"blocks.{index}.{branch.part.name}" for branch in block.branches])
+        config = model.config.main.blocks[index]
+        mixer = next(names) if config.mixer else None
+        found.append((mixer, next(names, None)))
+    return found
+
+
 def _ranges_of_blocks(
-    ranges: dict[str, Tensor], blocks: list[str]
+    ranges: dict[str, Tensor], parts: list[tuple[str | None, str | None]]
 ) -> tuple[tuple[float | None, ...], ...]:
+    """List what every block's parts read and write streams by, by the names of the parts."""
     if not ranges:
         return ()
-    return tuple(
-        tuple(
-            _finite(value)
-            for branch in ("attention", "mlp")
-            for value in ranges[f"{name}.{branch}_streams"].tolist()
-        )
-        for name in blocks
-    )
+    found = []
+    for names in parts:
+        ends = [ranges[f"{name}_streams"].tolist() if name else [math.nan] * 4 for name in names]
+        found.append(tuple(_finite(value) for part in ends for value in part))
+    return tuple(found)
 
 
 @torch.no_grad()
-def _count_acausal(model: LanguageModel, ids: Tensor) -> int:
+def _count_acausal(model: LanguageModel, ids: Tensor) -> tuple[int, tuple[int, ...]]:
     """Change one byte of every window, the last one of the last; count what moved before it.
 
     With experts the rows that a product is made of change, and so do the last bits of its sums:
-    there only what moves by more than `ROUNDING` of the logits' root-mean-square counts.
+    there only what moves by more than `ROUNDING` of the root-mean-square counts.
+
+    Returns:
+        Predictions, and positions of the stream after the embedding and after each block; none of
+        these where blocks read chunks.
     """
     batch, length = ids.shape
     rows = torch.arange(batch, device=ids.device)
     positions = ((rows + 1) * length // batch - 1).clamp_(min=0)
     changed = ids.clone()
     changed[rows, positions] = (ids[rows, positions] + VOCABULARY // 2) % VOCABULARY
-    before, after = model(ids), model(changed)
-    same = (before == after) | (before.isnan() & after.isnan())
-    if any(isinstance(part, Experts) for part in model.modules()):
-        before, after = before.float(), after.float()
-        same |= (before - after).abs() <= ROUNDING * before.square().mean().sqrt()
-    moved = ~same.all(-1)  # (B, T)
+    rounds = any(isinstance(part, Experts) for part in model.modules())
     earlier = torch.arange(length, device=ids.device) < positions[:, None]
-    return int((moved & earlier).sum())
+
+    def moved(before: Tensor, after: Tensor) -> int:
+        same = (before == after) | (before.isnan() & after.isnan())
+        if rounds:
+            before, after = before.float(), after.float()
+            same |= (before - after).abs() <= ROUNDING * before.square().mean().sqrt()
+        return int((~same.all(-1) & earlier).sum())
+
+    with _projected(model) as first:
+        before = model(ids)
+    with _projected(model) as second:
+        after = model(changed)
+    of_layers = ()
+    if all(layer.shape[:2] == ids.shape for layer in first):
+        of_layers = tuple(map(moved, first, second))
+    return moved(before, after), of_layers
+
+
+@contextmanager
+def _projected(model: LanguageModel) -> Iterator[list[Tensor]]:
+    """Project each position's stream after every layer to one number, which all of it moves.
+
+    Yields:
+        A list that a forward fills with tensors (B, T, 1), float64.
+    """
+    found: list[Tensor] = []
+
+    def take(_module: nn.Module, _args: Any, output: Tensor | Flow) -> None:
+        x = output.whole() if isinstance(output, Flow) else output
+        x = x.flatten(2).double()
+        along = torch.arange(1, x.shape[2] + 1, dtype=torch.float64, device=x.device)
+        along = along * 2.0**0.5 % 1 - 0.5  # uniform, of variance 1/12
+        found.append(x @ along[:, None] * (12 / x.shape[2]) ** 0.5)
+
+    layers = [model.embedding, *model.blocks]
+    handles = [layer.register_forward_hook(take) for layer in layers]
+    try:
+        yield found
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def _chunks(model: LanguageModel, ids: Tensor) -> ChunkReport | None:

@@ -58,13 +58,15 @@ class Reading:
     """Growth of the streams of bytes, in buckets of positions: `ProbeReport.position_starts`; none
     where blocks read chunks and not bytes."""
     stream_ranges: tuple[tuple[float | None, ...], ...]
-    """Of every block with several streams, the least and the largest weight that its attention
-    reads a stream by, that attention writes by, that the MLP reads by, and that it writes by."""
+    """Of every block with several streams, the least and the largest weight that its mixer reads a
+    stream by, that it writes by, that the channel mixer reads by, and that it writes by; None where
+    the block has no such part."""
     takeoff_layer: int | None
     """The first block that enlarges the stream by `TAKEOFF` or more."""
-    attention_rms: tuple[float | None, ...]
-    """What the attention of every block adds to the stream; None in a block without one."""
-    mlp_rms: tuple[float | None, ...]
+    mixer_rms: tuple[float | None, ...]
+    """What the mixer of every block adds to the stream; None in a block without one."""
+    channel_rms: tuple[float | None, ...]
+    """What the channel mixer adds."""
     logit_min: float | None
     logit_max: float | None
     logit_spread: float | None
@@ -154,6 +156,9 @@ class ProbeReport:
     """Where the first NaN or infinity was: which module made it, or which gradient it was in."""
     acausal_logits: int
     """Predictions that moved when a byte after them was changed; each one is an error."""
+    acausal_layers: tuple[int, ...]
+    """The same of streams, after the embedding and after every block: positions that moved. Empty
+    where blocks read chunks and not bytes."""
     chunks: ChunkReport | None
     """None of a model without chunks."""
     state_bytes: int
@@ -186,6 +191,11 @@ def judge(report: ProbeReport) -> tuple[Verdict, ...]:
 def _acausal(report: ProbeReport) -> Iterator[str]:
     if report.acausal_logits:
         yield f"{report.acausal_logits:,} predictions moved when a byte after them was changed"
+    first = next((layer for layer, moved in enumerate(report.acausal_layers) if moved), None)
+    if first is not None:
+        name = f"`blocks.{first - 1}`" if first else "the embedding"
+        moved = report.acausal_layers[first]
+        yield f"after {name} {moved:,} positions moved when a byte after them was changed"
 
 
 def _leak(report: ProbeReport) -> Iterator[str]:
@@ -254,10 +264,10 @@ def _dead(report: ProbeReport) -> Iterator[str]:
         more = f" and {len(names) - 1} more tensors" if len(names) > 1 else ""
         yield f"no digit of `{names[0]}`{more} changed"
     last = report.readings[-1]
-    for branch, sizes in (("attention", last.attention_rms), ("mlp", last.mlp_rms)):
+    for branch, sizes in (("mixer", last.mixer_rms), ("channel mixer", last.channel_rms)):
         for layer, (size, stream) in enumerate(zip(sizes, last.residual_rms[1:], strict=True)):
             if (share := ratio(size, stream)) is not None and share < DEAD_BRANCH:
-                yield f"`blocks.{layer}.{branch}` is {share:.0e} of the stream that it adds to"
+                yield f"the {branch} of `blocks.{layer}` adds {share:.0e} of the stream"
 
 
 def _progress(report: ProbeReport) -> str:

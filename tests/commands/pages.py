@@ -178,7 +178,7 @@ def _shown_by_probe() -> str:
         stream_ranges=tuple(tuple(n + 0.11 * i for i in range(8)) for n in (1.0, 2.0)),
     )  # fmt: skip
     last = dataclasses.replace(
-        report.readings[1], residual_rms=(0.5, 0.625, 0.75), attention_rms=(0.8, None)
+        report.readings[1], residual_rms=(0.5, 0.625, 0.75), mixer_rms=(0.8, None)
     )
     tensors = [
         dataclasses.replace(

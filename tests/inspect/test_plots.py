@@ -61,8 +61,8 @@ def report() -> dict:
             "val_loss": 5.5 - step,
             "flip_share": None if step == 0 else 0.02,
             "residual_rms": (1.0, 1.2, 1.4 + step),
-            "attention_rms": (0.4, 0.4),
-            "mlp_rms": (0.3, 0.5),
+            "mixer_rms": (0.4, 0.4),
+            "channel_rms": (0.3, 0.5),
             "residual_most": (1.5, 1.75, 2.0 + step),
             "stream_ranges": (),
             "logit_spread": 1.0 + step,
@@ -135,8 +135,8 @@ def test_plot_probe_draws_four_panels(report, figures, tmp_path):
     assert lines_of(stream) == {
         "after step 0": [(0, 1.0), (1, 1.2), (2, 1.4)],
         "after step 3": [(0, 1.0), (1, 1.2), (2, 4.4)],
-        "attention branch": [(1, 0.4), (2, 0.4)],
-        "MLP branch": [(1, 0.3), (2, 0.5)],
+        "mixer": [(1, 0.4), (2, 0.4)],
+        "channel mixer": [(1, 0.3), (2, 0.5)],
         "largest of a byte": [(0, 1.5), (1, 1.75), (2, 5.0)],
     }
     spread, line = logits.get_lines()
@@ -148,8 +148,8 @@ def test_plot_probe_draws_four_panels(report, figures, tmp_path):
         "held out": [(0, 5.5), (1, 4.5), (2, 3.5), (3, 2.5)],
         "training": [(0, 4.0), (1, 3.0), (2, 2.0)],
     }
-    branches = ["after step 0", "after step 3", "largest of a byte", "attention branch"]
-    branches.append("MLP branch")
+    branches = ["after step 0", "after step 3", "largest of a byte", "mixer"]
+    branches.append("channel mixer")
     marked = ["uniform 5.545", "order 0 3.200"]
     assert words_on(figures[0]) == [
         ("residual stream", "blocks passed", "root-mean-square", [], branches),

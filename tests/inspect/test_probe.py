@@ -118,8 +118,8 @@ def test_probe_finds_nothing_wrong_with_a_graph(part, text, small_graph):
     assert names(report) == ["ok"]
     last = report.readings[-1]
     assert len(last.residual_rms) == 3
-    assert (None in last.attention_rms) == (part == "attention")
-    assert None not in last.mlp_rms
+    assert (None in last.mixer_rms) == (part == "attention")
+    assert None not in last.channel_rms
     json.dumps(dataclasses.asdict(report), allow_nan=False)
 
 
@@ -128,7 +128,7 @@ def test_probe_looks_at_several_streams(text):
     report = probe(new_config(**SMALL | {"data": [text], "steps": 2}, streams=2), steps=2)
     last = report.readings[-1]
     assert len(last.residual_rms) == 3
-    assert None not in (*last.residual_rms, *last.attention_rms, *last.mlp_rms)
+    assert None not in (*last.residual_rms, *last.mixer_rms, *last.channel_rms)
     assert len(last.stream_ranges) == 2
     for of_block in last.stream_ranges:
         for least, most in (of_block[:2], of_block[4:6]):  # of a, about 0.12 and 0.88 at first
@@ -141,9 +141,26 @@ def test_ranges_of_streams_are_told_of_attention_and_then_of_the_mlp():
     ends = torch.arange(16).view(4, 4)  # of a and of c, the least and the largest
     branches = ["mlp", "attention"] * 2
     names = [f"blocks.{index // 2}.{branch}_streams" for index, branch in enumerate(branches)]
-    found = _ranges_of_blocks(dict(zip(names, ends, strict=True)), ["blocks.0", "blocks.1"])
+    parts = [(f"blocks.{index}.attention", f"blocks.{index}.mlp") for index in range(2)]
+    found = _ranges_of_blocks(dict(zip(names, ends, strict=True)), parts)
     assert found == ((4, 5, 6, 7, 0, 1, 2, 3), (12, 13, 14, 15, 8, 9, 10, 11))
-    assert _ranges_of_blocks({}, ["blocks.0"]) == ()
+    alone = _ranges_of_blocks({"blocks.0.mlp_streams": ends[0]}, [(None, "blocks.0.mlp")])
+    assert alone == ((None, None, None, None, 0, 1, 2, 3),)
+    assert _ranges_of_blocks({}, parts) == ()
+
+
+def test_probe_looks_into_blocks_of_any_parts(text):
+    """Compressed attention and experts on four streams, of which the first are chosen by a hash."""
+    sizes = {"dim": 32, "layers": 3, "heads": 2, "head_width": 16, "ffn": 16, "ctx": 32}
+    given = sizes | {"preset": "arb-deep-small", "experts": 4, "hash_layers": 1, "batch": 4}
+    given["ratios"] = (2, 8)
+    report = probe(new_config(**given, data=[text], steps=2, device="cpu"), steps=2)
+    assert names(report) == ["ok"]
+    last = report.readings[-1]
+    assert None not in (*last.mixer_rms, *last.channel_rms)
+    assert len(last.mixer_rms) == len(last.channel_rms) == len(last.stream_ranges) == 3
+    assert report.acausal_logits == 0
+    assert report.acausal_layers == (0, 0, 0, 0)
 
 
 def test_probe_shows_the_chunks_of_a_model(text, small_hnet):
@@ -315,6 +332,7 @@ def test_acausal_attention_is_named(shift, text, monkeypatch):
     report = examine(trainer_of(text), 1)
     assert names(report)[0] == "acausal"
     assert report.acausal_logits > 0
+    assert report.acausal_layers[0] == 0 < report.acausal_layers[1]
 
 
 def test_blown_up_residual_stream_is_named_with_its_layer(text):
@@ -437,7 +455,7 @@ def test_tensor_that_is_never_updated_is_dead(text, monkeypatch):
 def test_branch_that_adds_nothing_is_dead(text):
     trainer = trainer_of(text, **TIMID)
     trainer.model.blocks[0].mlp.output.weight.exponent -= 20
-    assert "`blocks.0.mlp`" in evidence(examine(trainer, 1), "dead")
+    assert "channel mixer of `blocks.0`" in evidence(examine(trainer, 1), "dead")
 
 
 def test_saturated_scales_are_named(text):

@@ -13,7 +13,7 @@ def reading(step: int, **changes) -> Reading:
     calm = {
         "step": step, "live_bytes": 1000, "val_loss": 5.0 - step / 4, "flip_share": 0.01 * step,
         "residual_growth": 2.0, "takeoff_layer": None, "residual_rms": (1.0, 2.0, 4.0),
-        "attention_rms": (0.5, None), "mlp_rms": (0.5, 0.5),
+        "mixer_rms": (0.5, None), "channel_rms": (0.5, 0.5),
     }  # fmt: skip
     return filled(Reading, **calm | changes)
 
@@ -30,7 +30,7 @@ def report(steps: dict[int, dict] | None = None, **changes) -> ProbeReport:
     readings = tuple(reading(step, **(steps or {}).get(step, {})) for step in range(9))
     calm = {
         "readings": readings, "tensors": (tensor("a"), tensor("b")), "acausal_logits": 0,
-        "first_nonfinite": None, "uniform_loss": math.log(256),
+        "acausal_layers": (0, 0, 0), "first_nonfinite": None, "uniform_loss": math.log(256),
     }  # fmt: skip
     return filled(ProbeReport, **calm | changes)
 
@@ -91,12 +91,12 @@ CASES = {
     "all still": (report(tensors=tuple(tensor(n, changed=False) for n in "abc")), {
         "dead": "no digit of `a` and 2 more tensors changed"
     }),
-    "branches": (report({8: {"mlp_rms": (0.5, 0.0036), "attention_rms": (0.0018, None)}}), {
-        "dead": "`blocks.0.attention` is 9e-04 of the stream that it adds to; `blocks.1.mlp` is"
-        " 9e-04 of the stream that it adds to"
+    "branches": (report({8: {"channel_rms": (0.5, 0.0036), "mixer_rms": (0.0018, None)}}), {
+        "dead": "the mixer of `blocks.0` adds 9e-04 of the stream; the channel mixer of"
+        " `blocks.1` adds 9e-04 of the stream"
     }),
-    "small branches": (report({8: {"mlp_rms": (0.5, 0.004)}}), None),
-    "earlier branches": (report({7: {"mlp_rms": (0.0, 0.0)}}), None),
+    "small branches": (report({8: {"channel_rms": (0.5, 0.004)}}), None),
+    "earlier branches": (report({7: {"channel_rms": (0.0, 0.0)}}), None),
 }  # fmt: skip
 """A report, and the verdicts on it with what they rest on; None is that nothing is wrong."""
 
