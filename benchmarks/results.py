@@ -38,6 +38,7 @@ KEYS = {
     "frontier": ("kind", "shape", "way"),
     "scaling": ("kind", "shape", "steps", "seed"),
     "streams": ("part", "variant", "seed", "steps"),
+    "deep": ("part", "variant"),
 }
 """Fields that name a row, by file."""
 RUN_FIELDS = ("command", "commit", "dirty", "hardware", "versions", "rows")
