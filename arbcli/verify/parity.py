@@ -267,7 +267,8 @@ class Subject:
         relative = max(1e-5, self.config.ctx * 2.0**-24)
         reason = "float32 sums; float32 angles of late positions"
         if has_mamba(self.config):
-            relative, reason = 5 * relative, f"{reason}; gradients of decays are what these leave"
+            # 5.5 of them were seen, on four streams around experts and chunks, on a GPU
+            relative, reason = 8 * relative, f"{reason}; gradients of decays are what these leave"
         return Gate(exact=False, relative=relative, reason=reason)
 
     @property

@@ -74,15 +74,28 @@ def test_cell_goes_on_from_a_checkpoint_as_if_it_had_never_stopped(cell, tmp_pat
         assert torch.equal(part, got[name]), name
 
 
+def text_with_room(lm: LanguageModel) -> torch.Tensor:
+    """Draw a text, (1, ctx), whose chunks all find a slot."""
+    for seed in range(100):
+        generator = torch.Generator().manual_seed(seed)
+        ids = torch.randint(97, 123, (1, lm.config.ctx), generator=generator)
+        if not lm.stages:
+            return ids
+        with torch.enable_grad():
+            lm.losses(ids, ids)
+        if lm.gauges()["joined"] == 0:
+            return ids
+    raise AssertionError("no text has room for its chunks")
+
+
 @each_cell()
 @torch.no_grad()
 def test_cell_reads_a_text_in_pieces_as_it_does_at_once(cell):
     lm = LanguageModel(cell.model(), torch.float32)
     lm.initialise(0)
     length = lm.config.ctx
-    ids = torch.randint(97, 123, (1, length), generator=torch.Generator().manual_seed(0))
-    ids[:, ::3] = 32  # short words, which leave room for all chunks
     with use_backend("torch"):
+        ids = text_with_room(lm)
         whole = lm(ids)
         for lengths in ([1] * length, [3, 1, 4, *[1] * (length - 8)]):
             cache = lm.new_cache(length)
