@@ -561,6 +561,38 @@ def gates(runs: Runs) -> str:
     return _measured(head, lines, found)
 
 
+def deep(runs: Runs) -> str:
+    """What a model of many blocks showed: a line each."""
+    rows = {(row["part"], row["variant"]): row for row in rows_of(runs)}
+    if not rows:
+        return _measured([], [], [])
+    steps, seen = rows["train", ""], rows["causality", ""]
+    losses = ", ".join(f"{loss:.2f}" for loss in steps["losses"])
+    rms = seen["residual_rms"]
+    moved = sum(seen["acausal_positions_by_layer"])
+    lines = [
+        ["weights", f"{steps['weights'] / 1e6:,.1f} M"],
+        [f"loss in {len(steps['losses'])} steps, nats a byte", losses],
+        ["peak, predicted", f"{steps['predicted_peak_bytes']:,} bytes"],
+        ["peak, measured", f"{steps['peak_bytes']:,} bytes"],
+        ["a step, not captured", f"{steps['seconds_a_step']:.2f} s"],
+        ["positions that a later byte moves, of all blocks", f"{moved}"],
+        ["residual stream after the embedding, after each tenth block, and last",
+         ", ".join(f"{value:.2f}" for value in [*rms[::10], rms[-1]])],
+    ]  # fmt: skip
+    for (part, variant), row in rows.items():
+        if part == "cosines":
+            least = f"1 - {1 - row['least_cosine']:.0e}"
+            lines.append([f"least cosine of a block's attention, after {variant}", least])
+        if part == "text":
+            size = f"{row['cache_bytes'] / 2**20:.2f} MiB"
+            lines.append([f"cache of 700 bytes in {variant}", size])
+        if part == "indexer":
+            what = f"choices of eight bits that float32 shares, {row['chosen']} of {variant}"
+            lines.append([what, f"{row['shared']:.1%}"])
+    return _measured(["`arb-deep`", "measured"], lines, runs)
+
+
 def _of_part(runs: Runs, part: str) -> Runs:
     found = [run | {"rows": rows_of([run], part=part)} for run in runs]
     return [run for run in found if run["rows"]]
@@ -684,6 +716,7 @@ TABLES: dict[str, tuple[str, Callable[[Runs], str]]] = {
     "long-quality": ("long_quality", long_quality),
     "streams": ("streams", streams),
     "gates": ("streams", gates),
+    "deep": ("deep", deep),
     "scaling": ("scaling", losses_by_size),
     "scaling-laws": ("scaling", laws),
     "frontier": ("frontier", frontier),
