@@ -1,0 +1,158 @@
+"""Search for the best combination of parts: equal training time, by successive halving.
+
+    python -m benchmarks.search --text NAME --data TRAIN --val VAL [--seconds S]... [--kind KIND]...
+                                [--seed N]...
+
+Every kind of `KINDS` trains for the first number of seconds; the best quarter trains again, anew,
+for the next number. Each is timed for some steps first, and then has as many steps as fit;
+compiling and timing are not counted. `--kind` trains these alone. A GPU is one process's: two would
+share its time.
+"""
+
+import time
+from typing import Any
+
+from arbcli.config.model import BlockConfig, ModelConfig, StageConfig
+from arbcli.config.parts import (
+    AttentionConfig,
+    CompressedAttentionConfig,
+    ExpertsConfig,
+    MambaConfig,
+    MLPConfig,
+    PartConfig,
+)
+from arbcli.config.parts.chunking import ChunkingConfig
+from arbcli.data import open_texts
+from arbcli.device import deterministic
+from arbcli.errors import ArbError
+from arbcli.train.configure import new_config
+from arbcli.train.trainer import EAGER_STEPS, Trainer
+from benchmarks import results
+from benchmarks.training_step import empty, run_steps
+
+CTX, BATCH, TIMED = 4096, 8, 8
+MLP, OUTER_MLP = MLPConfig(width=2048), MLPConfig(width=1408)
+EXPERTS = ExpertsConfig(experts=4, top_k=2, width=512, gate="softplus", shared=True)
+COMPRESSED = CompressedAttentionConfig(heads=12, kv_heads=1, head_width=128, ratio=4, window=128)
+
+
+def chunked(
+    *,
+    length: int = 4,
+    boundaries: str = "every",
+    mixer: PartConfig | None = None,
+    channel: PartConfig = MLP,
+    outer: PartConfig | None = None,
+    outer_layers: int = 2,
+    streams: int = 1,
+    layers: int = 10,
+) -> ModelConfig:
+    """Assemble a stage of chunks around blocks of 768; everything else is `hnet-base`'s."""
+    around = BlockConfig(mixer=outer or AttentionConfig(heads=8, window=128), channel=OUTER_MLP)
+    inside = BlockConfig(mixer=mixer or AttentionConfig(heads=12), channel=channel)
+    blocks = (around,) * outer_layers
+    chunking = ChunkingConfig(boundaries=boundaries, length=length)
+    stages = (
+        StageConfig(dim=512, before=blocks, after=blocks, chunking=chunking),
+        StageConfig(dim=768, streams=streams, blocks=(inside,) * layers),
+    )
+    return ModelConfig(ctx=CTX, stages=stages)
+
+
+def two_stages(length: tuple[int, int]) -> ModelConfig:
+    """Assemble chunks of chunks around blocks of 768."""
+    stages = [
+        StageConfig(
+            dim=dim,
+            before=(block := BlockConfig(mixer=AttentionConfig(heads=heads, window=128),
+                                         channel=MLPConfig(width=width)),),
+            after=(block,),
+            chunking=ChunkingConfig(boundaries="every", length=each),
+        )
+        for dim, heads, width, each in ((384, 6, 1024, length[0]), (512, 8, 1408, length[1]))
+    ]  # fmt: skip
+    inside = BlockConfig(mixer=AttentionConfig(heads=12), channel=MLP)
+    return ModelConfig(ctx=CTX, stages=(*stages, StageConfig(dim=768, blocks=(inside,) * 10)))
+
+
+KINDS: dict[str, Any] = {
+    "every 4": lambda: chunked(),
+    "learned 4": lambda: chunked(boundaries="learned"),
+    "every 3": lambda: chunked(length=3),
+    "every 6": lambda: chunked(length=6),
+    "every 8": lambda: chunked(length=8),
+    "every 4, experts": lambda: chunked(channel=EXPERTS),
+    "every 4, compressed": lambda: chunked(mixer=COMPRESSED),
+    "every 4, Mamba outside": lambda: chunked(outer=MambaConfig(heads=8)),
+    "every 4, one outer block": lambda: chunked(outer_layers=1),
+    "every 4, three outer blocks": lambda: chunked(outer_layers=3),
+    "every 4, two streams": lambda: chunked(streams=2),
+    "every 2, then 2": lambda: two_stages((2, 2)),
+    "every 6, experts": lambda: chunked(length=6, channel=EXPERTS),
+}
+"""Models of about 85 million weights a byte, on texts of `CTX` bytes."""
+
+
+def measure(kind: str, seconds: float, seed: int, text: dict) -> dict:
+    """Train once: what a row holds but for the name of the text."""
+    empty()
+    given = {"batch": BATCH, "seed": seed, "digits": "all", **text}
+
+    def prepare(steps: int) -> Trainer:
+        config = new_config(preset=KINDS[kind](), steps=steps, device="cuda", **given)
+        texts = open_texts(config.data, config.val, seed=0, context=CTX)
+        return Trainer(config, texts, capture=True)
+
+    trainer = prepare(10_000)
+    weights = trainer.num_weights
+    run_steps(trainer, EAGER_STEPS + 2)
+    steps = max(1, int(seconds / run_steps(trainer, TIMED)))
+    del trainer
+    empty()
+    trainer = prepare(steps)
+    run_steps(trainer, steps)
+    return {
+        "kind": kind,
+        "weights": weights,
+        "seconds": seconds,
+        "seed": seed,
+        "steps": steps,
+        "held_out_nats": round(trainer.evaluate(64), 4),
+    }
+
+
+def main() -> None:
+    """Print a line a run, and write its row as soon as it is there."""
+    parser = results.options("search", "Search for the best combination of parts.")
+    parser.add_argument("--text", required=True, help="what to call it")
+    parser.add_argument("--data", required=True)
+    parser.add_argument("--val", required=True)
+    parser.add_argument("--kind", action="append", choices=KINDS, help="[default: all]")
+    parser.add_argument("--seconds", type=float, action="append", help="[default: 9, 36]")
+    parser.add_argument("--seed", type=int, action="append", help="[default: 0]")
+    given = parser.parse_args()
+    text = {"data": [given.data], "val": [given.val]}
+    kinds = given.kind or list(KINDS)
+    for seconds in given.seconds or (9.0, 36.0):
+        found = {}
+        for kind in kinds:
+            for seed in given.seed or (0,):
+                started = time.perf_counter()
+                try:
+                    with deterministic():
+                        row = measure(kind, seconds, seed, text)
+                except ArbError as error:
+                    print(kind, "cannot be:", error, flush=True)
+                    continue
+                row = {"text": given.text, "ctx": CTX, **row}
+                took = time.perf_counter() - started
+                print(*(f"{k} {v}," for k, v in row.items()), f"took {took:.0f} s", flush=True)
+                command = f"python -m benchmarks.search --text {given.text}"
+                results.save("search", [row], command=command, folder=given.out)
+                found[kind] = row["held_out_nats"]
+        if not given.kind:
+            kinds = sorted(found, key=found.get)[: max(2, len(found) // 4)]
+
+
+if __name__ == "__main__":
+    main()
