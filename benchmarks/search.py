@@ -89,6 +89,10 @@ KINDS: dict[str, Any] = {
     "every 4, two streams": lambda: chunked(streams=2),
     "every 2, then 2": lambda: two_stages((2, 2)),
     "every 6, experts": lambda: chunked(length=6, channel=EXPERTS),
+    "every 8, Mamba outside": lambda: chunked(length=8, outer=MambaConfig(heads=8)),
+    "every 12": lambda: chunked(length=12),
+    "every 12, Mamba outside": lambda: chunked(length=12, outer=MambaConfig(heads=8)),
+    "every 16": lambda: chunked(length=16),
 }
 """Models of about 85 million weights a byte, on texts of `CTX` bytes."""
 
