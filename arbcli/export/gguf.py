@@ -37,7 +37,6 @@ from arbcli.kernels.codec.packed import Packed
 from arbcli.kernels.codec.packing import unpack_trits
 from arbcli.kernels.codec.scales import scales_torch
 from arbcli.model.layers.norm import NORM_EPS
-from arbcli.model.layers.rotary import ROTARY_BASE
 
 END = 0
 """The byte that ends a text: no text has it, and whoever generates stops there."""
@@ -140,7 +139,7 @@ def _keys(config: ModelConfig, name: str, weights: Weights) -> dict[str, tuple[i
         "attention.key_length": (UINT32, shape.head_width),
         "attention.value_length": (UINT32, shape.head_width),
         "attention.layer_norm_rms_epsilon": (FLOAT32, NORM_EPS),
-        "rope.freq_base": (FLOAT32, ROTARY_BASE),
+        "rope.freq_base": (FLOAT32, shape.rotary_base),
         "vocab_size": (UINT32, VOCABULARY),
     }
     return {

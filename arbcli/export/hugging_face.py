@@ -23,7 +23,6 @@ from arbcli.export.qwen3 import Part, read, shape_of, sources
 from arbcli.infer.load import Weights
 from arbcli.model.language_model import LanguageModel
 from arbcli.model.layers.norm import NORM_EPS
-from arbcli.model.layers.rotary import ROTARY_BASE
 
 CODE = Path(__file__).with_name("modeling_arb.py")
 """What Transformers runs for a model with sub-norms."""
@@ -129,8 +128,8 @@ def _config(config: ModelConfig, kind: BlockType) -> dict[str, Any]:
         "num_hidden_layers": shape.layers,
         "num_key_value_heads": shape.heads,
         "rms_norm_eps": NORM_EPS,
-        "rope_parameters": {"rope_type": "default", "rope_theta": ROTARY_BASE},
-        "rope_theta": ROTARY_BASE,
+        "rope_parameters": {"rope_type": "default", "rope_theta": shape.rotary_base},
+        "rope_theta": shape.rotary_base,
         "sliding_window": config.ctx,
         "tie_word_embeddings": False,
         "use_cache": True,

@@ -48,7 +48,9 @@ class Shape(NamedTuple):
     dim: int
     layers: int
     heads: int
+    kv_heads: int
     head_width: int
+    rotary_base: float
     ffn: int
     ctx: int
     sub_norms: bool
@@ -74,7 +76,9 @@ def shape_of(config: ModelConfig) -> Shape | None:
         dim=main.dim,
         layers=len(main.blocks),
         heads=mixer.heads,
-        head_width=mixer.head_width(config.site()),
+        kv_heads=mixer.key_heads,
+        head_width=mixer.width(config.site()),
+        rotary_base=mixer.rotary.base,
         ffn=channel.width,
         ctx=config.ctx,
         sub_norms=mixer.sub_norm,

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from arbcli.config.parts.rotary import PLAIN, RotaryConfig
 from arbcli.config.site import Site
 from arbcli.kernels.streams.mix_streams import mix_streams_torch
 from arbcli.model.initial import projection_std
@@ -230,9 +231,9 @@ class FloatRotaryNorm(nn.Module):
     The table is a buffer, so that a compiler reads it and does not trace how it was made.
     """
 
-    def __init__(self, ctx: int, head_width: int) -> None:
+    def __init__(self, ctx: int, head_width: int, rotary: RotaryConfig = PLAIN) -> None:
         super().__init__()
-        table = rotary_table(ctx, head_width, torch.empty(0).device)
+        table = rotary_table(ctx, head_width, torch.empty(0).device, rotary=rotary)
         for name, part in zip(("cos", "sin"), table, strict=True):
             self.register_buffer(name, part, persistent=False)
 

@@ -1,11 +1,13 @@
 """Which layers a kind of weights has: packed ones, or those of the float baselines."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 from torch import Tensor, nn
 
 from arbcli.config.model import VOCABULARY
+from arbcli.config.parts.rotary import RotaryConfig
 from arbcli.config.site import Site
 from arbcli.kernels.streams.stream_weights import stream_weights_torch
 from arbcli.model import baselines
@@ -28,8 +30,8 @@ class Layers(NamedTuple):
     embedding: type[nn.Module]
     norm: type[nn.Module]
     gate: type[nn.Module]
-    rotary_norm: Callable[[int, int], Callable[..., tuple[Tensor, Tensor, Tensor]]]
-    """Makes the function, or the module, of a context and a width of heads."""
+    rotary_norm: Callable[[int, int, RotaryConfig], Callable[..., tuple[Tensor, Tensor, Tensor]]]
+    """Makes the function, or the module, of a context, a width of heads and angles."""
     cross_entropy: Callable[[Tensor, Tensor], Tensor]
     vector: type[nn.Module]
     taps: type[nn.Module]
@@ -43,7 +45,7 @@ def layers_for(site: Site) -> Layers:
     """Choose the layers of the kind of weights that a configuration names."""
     if site.weights == "ternary":
         return Layers(
-            TernaryLinear, TernaryEmbedding, TernaryRMSNorm, TernaryGate, lambda *_: rotary_norm,
+            TernaryLinear, TernaryEmbedding, TernaryRMSNorm, TernaryGate, _rotary_norm,
             cross_entropy, TernaryVector, TernaryTaps, stream_weights, mix_streams, ClampedGate,
             ExpertWeight,
         )  # fmt: skip
@@ -61,6 +63,12 @@ def layers_for(site: Site) -> Layers:
         baselines.FloatClampedGate,
         baselines.FloatExpertWeight,
     )
+
+
+def _rotary_norm(
+    _ctx: int, _width: int, rotary: RotaryConfig
+) -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
+    return partial(rotary_norm, rotary=rotary)
 
 
 def byte_head(site: Site) -> nn.Module:
