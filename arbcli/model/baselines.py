@@ -172,6 +172,18 @@ class FloatRMSNorm(nn.Module):
         return x, self(x)
 
 
+class FloatGainedRMSNorm(FloatVector):
+    """Divide by the root-mean-square, then multiply by float gains, which begin as ones."""
+
+    def __init__(self, dim: int, site: Site) -> None:
+        super().__init__([1.0] * dim, site, area="norms")
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalise the last dimension of (..., D), in float32."""
+        gain = super().forward()
+        return functional.rms_norm(x.float(), gain.shape, gain, eps=NORM_EPS).to(x.dtype)
+
+
 class FloatGate(FloatRMSNorm):
     """The middle of a gated MLP: silu of the first half times the second, normalised or not."""
 

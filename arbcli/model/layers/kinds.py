@@ -14,6 +14,7 @@ from arbcli.model import baselines
 from arbcli.model.initial import head_std
 from arbcli.model.layers.embedding import TernaryEmbedding
 from arbcli.model.layers.expert_weight import ExpertWeight
+from arbcli.model.layers.gained_norm import GainedRMSNorm
 from arbcli.model.layers.linear import TernaryLinear
 from arbcli.model.layers.loss import cross_entropy
 from arbcli.model.layers.norm import ClampedGate, TernaryGate, TernaryRMSNorm
@@ -29,6 +30,7 @@ class Layers(NamedTuple):
     linear: type[nn.Module]
     embedding: type[nn.Module]
     norm: type[nn.Module]
+    gained_norm: type[nn.Module]
     gate: type[nn.Module]
     rotary_norm: Callable[[int, int, RotaryConfig], Callable[..., tuple[Tensor, Tensor, Tensor]]]
     """Makes the function, or the module, of a context, a width of heads and angles."""
@@ -45,14 +47,15 @@ def layers_for(site: Site) -> Layers:
     """Choose the layers of the kind of weights that a configuration names."""
     if site.weights == "ternary":
         return Layers(
-            TernaryLinear, TernaryEmbedding, TernaryRMSNorm, TernaryGate, _rotary_norm,
-            cross_entropy, TernaryVector, TernaryTaps, stream_weights, mix_streams, ClampedGate,
-            ExpertWeight,
+            TernaryLinear, TernaryEmbedding, TernaryRMSNorm, GainedRMSNorm, TernaryGate,
+            _rotary_norm, cross_entropy, TernaryVector, TernaryTaps, stream_weights, mix_streams,
+            ClampedGate, ExpertWeight,
         )  # fmt: skip
     return Layers(
         baselines.FloatLinear,
         baselines.FloatEmbedding,
         baselines.FloatRMSNorm,
+        baselines.FloatGainedRMSNorm,
         baselines.FloatGate,
         baselines.FloatRotaryNorm,
         baselines.cross_entropy,
@@ -69,6 +72,12 @@ def _rotary_norm(
     _ctx: int, _width: int, rotary: RotaryConfig
 ) -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
     return partial(rotary_norm, rotary=rotary)
+
+
+def stream_norm(site: Site) -> nn.Module:
+    """Make the norm of a stream before a part, or before the head."""
+    parts = layers_for(site)
+    return (parts.gained_norm if site.norm_gain else parts.norm)(site.dim, site)
 
 
 def byte_head(site: Site) -> nn.Module:

@@ -1,7 +1,8 @@
 """What references of parts share: what they read, choices of a model, norms, rotations, windows.
 
 A reference computes a text at a time, in float64. Weights are decoded and have their names within
-the part, less `.weight`; weights of a norm are (1, D), and a norm without weights multiplies by 1.
+the part, less `.weight`; weights of a norm are (1, D), gains (D, 1), and a norm without weights
+multiplies by 1.
 """
 
 import math
@@ -91,9 +92,9 @@ def under(w: Weights, prefix: str) -> Weights:
 
 
 def norm(x: Tensor, weight: Tensor | None = None) -> Tensor:
-    """Divide by the root-mean-square, and multiply by (1, D) weights."""
+    """Divide by the root-mean-square, and multiply by D weights."""
     x = x / (x.square().mean(dim=-1, keepdim=True) + 1e-6).sqrt()
-    return x if weight is None else x * weight[0]
+    return x if weight is None else x * weight.flatten()
 
 
 def gated(x: Tensor, limit: float = math.inf) -> Tensor:
