@@ -28,6 +28,8 @@ VALUES = {"model": ModelConfig, "stage": StageConfig, "block": BlockConfig}
 def default(field: dataclasses.Field) -> str:
     if field.default is dataclasses.MISSING:
         return "required"
+    if dataclasses.is_dataclass(field.default):
+        return "`{}`"
     return "none" if field.default is None else f"`{to_toml(field.default)}`"
 
 

@@ -85,12 +85,13 @@ def dense(
     ctx: int,
     sub_norms: bool = True,
     streams: int = 1,
+    key_heads: int | None = None,
     experts: int | None = None,
     top_k_experts: int | None = None,
     **storage: Any,
 ) -> ModelConfig:
     """Assemble `layers` blocks of attention and an MLP, or experts."""
-    attention = AttentionConfig(heads=heads, sub_norm=sub_norms)
+    attention = AttentionConfig(heads=heads, kv_heads=key_heads, sub_norm=sub_norms)
     channel = _channel(ffn, sub_norms, experts, top_k_experts)
     block = BlockConfig(mixer=attention, channel=channel)
     stage = StageConfig(dim=dim, streams=streams, blocks=(block,) * layers)

@@ -274,7 +274,7 @@ PARTS = (
     " attention boundaries chunk-length codebook experts graph knowledge max-moe-iters memgram moe"
     " moe-clamp moe-gate moe-top-k no-codebook no-graph no-knowledge no-memgram no-moe no-moe-clamp"
     " no-router no-sequencer no-shared-expert outer-blocks router sequencer shared-expert top-k"
-    " top-k-experts window"
+    " key-heads top-k-experts window"
 )
 OPTIONS = {
     "train": "accum backend batch compute config ctx data device digits dim direction dry-run"

@@ -1,4 +1,4 @@
-"""A plain Llama, Qwen or Mistral is a configuration: its float twin gives the logits of Transformers.
+"""A plain Llama, Qwen or Mistral: the float twin gives the logits of Transformers.
 
 Random weights of a model of Transformers are copied into the twin, matrix by matrix.
 """
