@@ -105,7 +105,7 @@ def _unsaid(mixer: AttentionConfig) -> str | None:
     """Name what attention has and Qwen3 has not."""
     found = {
         "biases": mixer.bias or mixer.output_bias,
-        "sinks of attention": mixer.sink,
+        "sinks": mixer.sink,
         "queries and keys without a norm": mixer.query_key_norm == "none",
         "rotary positions that are scaled or partial": replace(mixer.rotary, base=PLAIN.base)
         != PLAIN,
