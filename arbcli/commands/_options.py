@@ -275,7 +275,7 @@ MODEL = {
     "heads": _size("attention heads"),
     "key_heads": _number(
         "Only with tiny, small, base and 1b: heads of keys and values, each of which serves as many"
-        " of the --heads. [default: as many as --heads]",
+        " heads of queries. [default: as many as heads]",
         min=1,
     ),
     "ffn": _size("MLP width"),
