@@ -237,8 +237,8 @@ class FloatExpertWeight(FloatWeight):
         return torch.cat([part @ own.T for part, own in zip(parts, w, strict=True)])
 
 
-class FloatRotaryNorm(nn.Module):
-    """Turn queries and keys by the angles of their positions, and normalise each head.
+class FloatRotaryAngles(nn.Module):
+    """The angles of positions: see `rotary_table`.
 
     The table is a buffer, so that a compiler reads it and does not trace how it was made.
     """
@@ -249,6 +249,14 @@ class FloatRotaryNorm(nn.Module):
         for name, part in zip(("cos", "sin"), table, strict=True):
             self.register_buffer(name, part, persistent=False)
 
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Give the rows of the positions of (B, T, ...)."""
+        return self.cos[: x.shape[1]], self.sin[: x.shape[1]]
+
+
+class FloatRotaryNorm(FloatRotaryAngles):
+    """Turn queries and keys by the angles of their positions, and normalise each head."""
+
     def forward(
         self, qkv: Tensor, table: tuple[Tensor, Tensor] | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
@@ -257,7 +265,7 @@ class FloatRotaryNorm(nn.Module):
         `table` is T rows of a `rotary_table`; None is its first ones, for positions from 0 on.
         """
         q, k, v = qkv.permute(2, 0, 3, 1, 4)
-        cos, sin = table or (self.cos[: q.shape[-2]], self.sin[: q.shape[-2]])
+        cos, sin = table or super().forward(qkv)
         q, k = (
             functional.rms_norm(rotate(t, cos, sin), t.shape[-1:], eps=NORM_EPS).to(qkv.dtype)
             for t in (q, k)

@@ -65,22 +65,21 @@ class Attention(CachedAttention):
     """Causal self-attention over rotary positions."""
 
     name = "attention"
+    compiles = True
 
     def __init__(self, config: AttentionConfig, site: Site) -> None:
         super().__init__()
         parts, about, dim = layers_for(site), {"area": "attention"}, site.dim
         self.heads, self.kv_heads, self.width = config.heads, config.key_heads, config.width(site)
-        self.window, self.rotary, self.normalises = (
-            config.window, config.rotary, config.query_key_norm != "none"
-        )  # fmt: skip
+        self.window, self.rotary = config.window, config.rotary
+        self.normalises = config.query_key_norm != "none"
         inner, kv = self.heads * self.width, self.kv_heads * self.width
-        self.compiles = self.fits_kernels = fits_kernels(config)
+        self.fits_kernels = fits_kernels(config)
         # kernels of a row read eight numbers at once
         self.steps_fused = self.fits_kernels and inner % 8 == 0 and not config.output_bias
         self.steps_several = config.window is None
-        self.rotary_norm = None
-        if self.fits_kernels:
-            self.rotary_norm = parts.rotary_norm(site.ctx, self.width, self.rotary)
+        turning = parts.rotary_norm if self.fits_kernels else parts.rotary_angles
+        self.turning = turning(site.ctx, self.width, self.rotary)
         self.qkv = parts.linear(inner + 2 * kv, dim, site, **about)
         self.bias = self.query_gain = self.key_gain = self.sinks = self.output_bias = None
         if config.bias:
@@ -112,7 +111,7 @@ class Attention(CachedAttention):
         if self.fits_kernels and state is not None and length == 1:
             y = state.attend_one(qkv)
         else:
-            prepare = self.rotary_norm if self.fits_kernels else self._prepare
+            prepare = self.turning if self.fits_kernels else self._prepare
             q, k, v = prepare(qkv, state.angles if state else None)  # (B, heads, T, width) each
             sink = self.sinks() if self.sinks else None
             y = state.attend(q, k, v, sink) if state else self._attend(q, k, v, sink)
@@ -132,8 +131,7 @@ class Attention(CachedAttention):
         """
         if self.bias:
             qkv = qkv + self.bias().to(qkv.dtype)
-        if angles is None:
-            angles = rotary_table(qkv.shape[1], self.width, qkv.device, rotary=self.rotary)
+        angles = angles or self.turning(qkv)
         heads = qkv.unflatten(-1, (-1, self.width)).transpose(1, 2)
         q, k, v = heads.split((self.heads, self.kv_heads, self.kv_heads), dim=1)
         return self._turned(q, self.query_gain, angles), self._turned(k, self.key_gain, angles), v

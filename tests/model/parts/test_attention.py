@@ -17,6 +17,7 @@ from arbcli.model.build import build_model
 from arbcli.model.layers.vector import VectorWeight
 from arbcli.model.operations import forward_operations
 from arbcli.model.parts import attention as attention_module
+from arbcli.train.compiled_twin import compile_twin
 from arbcli.verify import parity
 from arbcli.verify.parity import Subject
 
@@ -257,3 +258,18 @@ def test_angles_that_cannot_be_are_refused(message):
         RotaryConfig(**OF_ANGLES[message])
     assert str(caught.value).startswith(message)
     assert caught.value.hint
+
+
+@pytest.mark.parametrize("name", ["plain", "half of a head", "all"])
+def test_twin_is_compiled_as_one_graph(name, device):
+    torch._dynamo.reset()
+    ids, found = text(device)[:, :CTX], []
+    for compiles in (False, True):
+        lm = build(name, device, weights="float", norm_gain=True)
+        if compiles:
+            compile_twin(lm, backend="aot_eager")
+        loss = lm.losses(ids, ids)["text"]
+        loss.backward()
+        found.append([loss.detach(), *(parameter.grad for parameter in lm.parameters())])
+    for plain, compiled in zip(*found, strict=True):
+        torch.testing.assert_close(compiled, plain, rtol=1e-4, atol=1e-5)
