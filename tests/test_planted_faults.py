@@ -934,7 +934,7 @@ FAULTS = [
         rewrite("g.T @ x", "g.T @ x / len(x)"), "model: gradient",
     ),
     module(
-        "gradient", "gradient not passed through the norm", "model.layers",
+        "gradient", "gradient not passed through the norm", "model.layers.norm",
         rewrite("rms_norm_backward(g, x, ...)", "(g, rms_norm_backward(g, x, ...)[1])"),
         "model: gradient",
     ),

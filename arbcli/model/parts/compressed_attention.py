@@ -150,11 +150,10 @@ class Indexer(nn.Module):
         Returns:
             (B, N, h, width) and (B, N, h) in the dtype of x.
         """
-        x = x.detach()
         if norm and self.norm_gain:  # whose gains are cut off, too
             with torch.no_grad():
                 x, norm = norm(x), None
-        q, w = self.query(x, norm).split((self.heads * self.width, self.heads), dim=-1)
+        q, w = self.query(x.detach(), norm).split((self.heads * self.width, self.heads), dim=-1)
         angles = [part[:, None] for part in angles]
         q = turned(q.unflatten(-1, (self.heads, self.width)), angles)
         return q, w * (self.heads * self.width) ** -0.5
