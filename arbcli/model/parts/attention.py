@@ -75,9 +75,8 @@ class Attention(CachedAttention):
         self.normalises = config.query_key_norm != "none"
         inner, kv = self.heads * self.width, self.kv_heads * self.width
         self.fits_kernels = fits_kernels(config)
-        # kernels of a row read eight numbers at once
-        self.steps_fused = self.fits_kernels and inner % 8 == 0 and not config.output_bias
-        self.steps_several = config.window is None
+        self.steps_fused = inner % 8 == 0  # kernels of a row read eight numbers at once
+        self.steps_several = self.fits_kernels and config.window is None and not config.output_bias
         turning = parts.rotary_norm if self.fits_kernels else parts.rotary_angles
         self.turning = turning(site.ctx, self.width, self.rotary)
         self.qkv = parts.linear(inner + 2 * kv, dim, site, **about)
@@ -113,13 +112,17 @@ class Attention(CachedAttention):
         else:
             prepare = self.turning if self.fits_kernels else self._prepare
             q, k, v = prepare(qkv, state.angles if state else None)  # (B, heads, T, width) each
-            sink = self.sinks() if self.sinks else None
+            sink = self._sinks()
             y = state.attend(q, k, v, sink) if state else self._attend(q, k, v, sink)
         y = y.transpose(1, 2).reshape(batch, length, -1)
-        y = self.output(y, self.sub_norm)
-        if self.output_bias:
-            y = y + self.output_bias().to(y.dtype)
-        return Flow(x, y)
+        return Flow(x, self._biased(self.output(y, self.sub_norm)))
+
+    def _sinks(self) -> Tensor | None:
+        return self.sinks() if self.sinks else None
+
+    def _biased(self, y: Tensor) -> Tensor:
+        """Add the bias of the output projection, if there is one."""
+        return y + self.output_bias().to(y.dtype) if self.output_bias else y
 
     def _prepare(
         self, qkv: Tensor, angles: tuple[Tensor, Tensor] | None
@@ -159,12 +162,17 @@ class Attention(CachedAttention):
 
     def step(self, x: Tensor, state: "Ring") -> Tensor:
         """Mix one position with those before it: see `Part.step`."""
-        qkv = self.qkv.fused(x, normalise=True).view(len(x), 1, 3, self.heads, self.width)
-        if self.output.takes_parts and state.leaves_parts(qkv):
-            y = state.attend_in_parts(qkv)
+        qkv = self.qkv.fused(x, normalise=True, early=self.fits_kernels)
+        if not self.fits_kernels:
+            y = state.attend(*self._prepare(qkv, state.angles), self._sinks()).reshape(1, 1, -1)
         else:
-            y = state.attend_one(qkv).view(len(x), 1, -1)
-        return self.output.fused(y, normalise=self.sub_norm is not None, added=x)
+            qkv = qkv.view(len(x), 1, 3, self.heads, self.width)
+            if self.output.takes_parts and state.leaves_parts(qkv):
+                y = state.attend_in_parts(qkv)
+            else:
+                y = state.attend_one(qkv).view(len(x), 1, -1)
+        normalise, early = self.sub_norm is not None, self.output_bias is None
+        return self._biased(self.output.fused(y, normalise=normalise, added=x, early=early))
 
     def new_state(self, clock: Clock) -> "Ring":
         """Make rings for keys and values."""

@@ -35,6 +35,7 @@ SHAPES = {
     "gains": {"query_key_norm": "gain"},
     "no norm": {"query_key_norm": "none"},
     "biases": {"bias": True, "output_bias": True},
+    "output bias": {"output_bias": True},
     "sinks": {"sink": True},
     "sinks in a window": {"sink": True, "window": WINDOW},
     "all": {
@@ -127,9 +128,17 @@ def test_state_in_eight_bits_is_read_as_without_a_state(name, kv, device):
     assert not torch.equal(plain, whole)
 
 
-def test_steps_of_kernels_have_the_logits_of_plain_operations(device, monkeypatch):
-    """Of one position, in bf16: heads that are together wider than the stream, and other angles."""
-    monkeypatch.setitem(SHAPES, "wide", {"head_width": 16} | SHAPES["llama3"])
+WIDE = {
+    "kernels": {"head_width": 16} | SHAPES["llama3"],
+    "plain operations": SHAPES["all"] | {"head_width": 16},
+}
+"""Heads that are together wider than the stream, and other angles."""
+
+
+@pytest.mark.parametrize("name", WIDE)
+def test_fused_products_of_a_step_have_the_logits_of_others(name, device, monkeypatch):
+    """Of one position, in bf16; attention between them is by kernels, or by plain operations."""
+    monkeypatch.setitem(SHAPES, "wide", WIDE[name])
     lm, ids = build("wide", device, torch.bfloat16), text(device)
     lm.embedding.weight.exponent -= 4  # so what blocks add counts
     backend = "triton" if device.type == "cuda" else "interpreter"
@@ -139,14 +148,17 @@ def test_steps_of_kernels_have_the_logits_of_plain_operations(device, monkeypatc
             monkeypatch.setattr(model_module, "fits_arranged", lambda *_, fits=fits: fits)
             with use_backend(backend if fits else "torch"):
                 ways.append(in_parts(lm, ids[:, :4], [1] * 4).float())
-    assert all(block.attention.steps_fused for block in lm.blocks)
+    attention = lm.blocks[0].attention
+    assert attention.steps_fused
+    assert attention.fits_kernels == (name == "kernels")
     assert (ways[0] - ways[1]).norm() / ways[0].norm() < 0.02  # roundings to bf16
 
 
 @pytest.mark.parametrize("name", [name for name in SHAPES if name not in KERNELS])
 def test_other_shapes_take_plain_operations(name, device):
-    lm = build(name, device)
-    assert not any(block.attention.steps_fused for block in lm.blocks)
+    attention = build(name, device).blocks[0].attention
+    assert not attention.steps_several
+    assert attention.fits_kernels == (name == "output bias")
     assert all(build(fits, device).blocks[0].attention.fits_kernels for fits in KERNELS)
 
 
