@@ -285,3 +285,20 @@ def test_twin_is_compiled_as_one_graph(name, device):
         found.append([loss.detach(), *(parameter.grad for parameter in lm.parameters())])
     for plain, compiled in zip(*found, strict=True):
         torch.testing.assert_close(compiled, plain, rtol=1e-4, atol=1e-5)
+
+
+@torch.no_grad()
+def test_blocks_of_different_angles_and_windows_keep_them_in_a_text(device):
+    config, blocks = model_config("no norm"), []
+    for base, window in ((10000.0, None), (50.0, WINDOW), (50.0, None)):
+        rotary = RotaryConfig(base=base)
+        mixer = AttentionConfig(heads=4, query_key_norm="none", rotary=rotary, window=window)
+        blocks.append(BlockConfig(mixer=mixer, channel=MLPConfig(width=16)))
+    stage = dataclasses.replace(config.main, blocks=tuple(blocks))
+    with torch.device(device):
+        lm = build_model(dataclasses.replace(config, stages=(stage,)), torch.float32)
+    lm.initialise(0)
+    ids = text(device)[:, :CTX]
+    for lengths in PARTS.values():
+        found = in_parts(lm, text(device), lengths)[:, :CTX]
+        torch.testing.assert_close(found, lm(ids), rtol=1e-4, atol=1e-4)
