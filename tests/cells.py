@@ -6,10 +6,9 @@ from typing import NamedTuple
 
 import pytest
 
+from arbcli.config import parts
 from arbcli.config.model import BlockConfig, ModelConfig, StageConfig
 from arbcli.config.parts import (
-    CHANNELS,
-    MIXERS,
     AttentionConfig,
     CompressedAttentionConfig,
     ExpertsConfig,
@@ -19,25 +18,39 @@ from arbcli.config.parts import (
     PartConfig,
 )
 from arbcli.config.parts.chunking import ChunkingConfig
+from arbcli.config.parts.rotary import RotaryConfig
 
-PARTS: tuple[PartConfig, ...] = (
-    AttentionConfig(heads=2, window=5),
-    LatentAttentionConfig(heads=2, latent=10, rotary=4),
-    CompressedAttentionConfig(
+PARTS: dict[str, PartConfig] = {
+    "attention": AttentionConfig(heads=2, window=5),
+    "grouped": AttentionConfig(
+        heads=4,
+        kv_heads=2,
+        head_width=8,
+        window=6,
+        rotary=RotaryConfig(base=50.0, share=0.5, scaling="llama3", factor=8.0, original_ctx=40),
+        query_key_norm="gain",
+        bias=True,
+        output_bias=True,
+        sink=True,
+    ),
+    "latent": LatentAttentionConfig(heads=2, latent=10, rotary=4),
+    "compressed": CompressedAttentionConfig(
         heads=2, head_width=8, ratio=2, top_k=2, window=3, index_heads=2, index_width=8
     ),
-    MambaConfig(heads=2, states=7),
-    MLPConfig(width=13),
-    ExpertsConfig(experts=4, width=7, gate="softplus", shared=True),
-)
-BY_KIND = {part.kind: part for part in PARTS}
+    "mamba": MambaConfig(heads=2, states=7),
+    "mlp": MLPConfig(width=13),
+    "experts": ExpertsConfig(experts=4, width=7, gate="softplus", shared=True),
+}
+"""By kind; `grouped` is `attention` of another shape than kernels have."""
+MIXERS = [name for name, part in PARTS.items() if part.kind in parts.MIXERS]
+CHANNELS = [name for name, part in PARTS.items() if part.kind in parts.CHANNELS]
 
 
 class Cell(NamedTuple):
     """A combination of what a model can be made of."""
 
     mixer: str
-    """A kind of part, or `none`."""
+    """A name of `PARTS`, or `none`."""
     channel: str
     streams: int
     place: str
@@ -45,7 +58,7 @@ class Cell(NamedTuple):
 
     @property
     def block(self) -> BlockConfig:
-        return BlockConfig(mixer=BY_KIND.get(self.mixer), channel=BY_KIND.get(self.channel))
+        return BlockConfig(mixer=PARTS.get(self.mixer), channel=PARTS.get(self.channel))
 
     def model(self) -> ModelConfig:
         """Assemble two of the blocks, or one of them before, on and after chunks.
@@ -56,8 +69,9 @@ class Cell(NamedTuple):
         if self.channel == "experts":
             last = replace(block, channel=replace(block.channel, gate="hash", shared=False))
         main = StageConfig(dim=24, streams=self.streams, blocks=(block, last))
+        gains = {"norm_gain": self.mixer == "grouped"}
         if self.place == "plain":
-            return ModelConfig(ctx=11, stages=(main,))
+            return ModelConfig(ctx=11, stages=(main,), **gains)
         outer = StageConfig(
             dim=20,
             streams=self.streams,
@@ -65,7 +79,7 @@ class Cell(NamedTuple):
             after=(last,),
             chunking=ChunkingConfig(length=2),
         )
-        return ModelConfig(ctx=14, stages=(outer, replace(main, blocks=(last,))))
+        return ModelConfig(ctx=14, stages=(outer, replace(main, blocks=(last,))), **gains)
 
 
 def without(config: ModelConfig, part: str) -> ModelConfig:

@@ -95,13 +95,13 @@ def saved(tmp_path) -> Callable[..., Path]:
     """Save a model whose scales differ from group to group, as after training."""
 
     from arbcli.checkpoint import Checkpoint, save_checkpoint  # not before the variable is set
-    from arbcli.config.presets import preset
+    from arbcli.config.presets import assembled
     from arbcli.model.build import build_model
 
     sizes = {"dim": 64, "layers": 2, "heads": 2, "ffn": 192, "ctx": 32}
 
-    def save(name: str = "tiny", **options) -> Path:
-        config = preset(name, **{**(sizes if name == "tiny" else {}), **options})
+    def save(name="tiny", **options) -> Path:
+        config = assembled(name, **{**(sizes if name == "tiny" else {}), **options})
         model = build_model(config, torch.float32)
         model.initialise(3)
         generator = torch.Generator().manual_seed(0)

@@ -24,7 +24,7 @@ from arbcli.kernels.update import (
     step_trits,
 )
 from arbcli.model import language_model, widths
-from arbcli.model.layers import norm, rotary, table
+from arbcli.model.layers import norm, table
 from arbcli.model.parts import (
     edges,
     experts,
@@ -66,7 +66,6 @@ CONSTANTS = {
         "NEWTON_SCHULZ": (3.4445, -4.7750, 2.0315), "NEWTON_SCHULZ_STEPS": 5,
     },
     norm: {"NORM_EPS": 1e-6},
-    rotary: {"ROTARY_BASE": 10000.0},
     table: {"SPARSE_SPREAD": 0.2, "MOST_USES": 127},
     latent_attention: {"SHARPNESS": 2.0},
     experts: {"BALANCE_UNIT": 0.125, "MOST_BALANCE": 127},

@@ -13,6 +13,7 @@ from arbcli.config.model_file import model_from_toml, model_lines, to_toml
 from arbcli.config.parts import BESIDE, CHANNELS, MIXERS
 from arbcli.config.parts.chunking import ChunkingConfig
 from arbcli.config.parts.memories import CodebookConfig, IteratedConfig, MemoriesConfig
+from arbcli.config.parts.rotary import RotaryConfig
 from arbcli.model.build import build_model
 
 ROOT = Path(__file__).parents[1]
@@ -20,7 +21,7 @@ PAGE = (ROOT / "docs" / "models.md").read_text()
 EXAMPLES = re.findall(r"```toml\n(.*?)```", PAGE, re.DOTALL)
 OTHERS = {
     "chunking": ChunkingConfig, "memories": MemoriesConfig, "codebook": CodebookConfig,
-    "iterated": IteratedConfig,
+    "iterated": IteratedConfig, "rotary": RotaryConfig,
 }  # fmt: skip
 VALUES = {"model": ModelConfig, "stage": StageConfig, "block": BlockConfig}
 
@@ -28,6 +29,8 @@ VALUES = {"model": ModelConfig, "stage": StageConfig, "block": BlockConfig}
 def default(field: dataclasses.Field) -> str:
     if field.default is dataclasses.MISSING:
         return "required"
+    if dataclasses.is_dataclass(field.default):
+        return "`{}`"
     return "none" if field.default is None else f"`{to_toml(field.default)}`"
 
 
@@ -56,7 +59,7 @@ def test_example_of_a_model_builds_and_is_written_back(example):
 
 
 def test_page_has_examples():
-    assert len(EXAMPLES) == 4
+    assert len(EXAMPLES) == 5
 
 
 def test_readme_is_short():

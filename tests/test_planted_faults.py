@@ -903,8 +903,8 @@ FAULTS = [
     ),
     module(
         "rounding", "rotary table in bf16", "model",
-        rewrite("(a.cos().float().to(d), a.sin().float().to(d))",
-                "(a.cos().bfloat16().float().to(d), a.sin().bfloat16().float().to(d))"),
+        rewrite("(a.float().to(d), b.float().to(d))",
+                "(a.bfloat16().float().to(d), b.bfloat16().float().to(d))"),
         "rotary",
     ),
     Fault(
@@ -918,7 +918,7 @@ FAULTS = [
     ),
     module(
         "exchange", "queries and keys exchanged", "model",
-        rewrite("q, k, v = self.rotary_norm(a)", "k, q, v = self.rotary_norm(a)"),
+        rewrite("q, k, v = prepare(a, b)", "k, q, v = prepare(a, b)"),
         "model: output",
     ),
     Fault(
@@ -934,7 +934,7 @@ FAULTS = [
         rewrite("g.T @ x", "g.T @ x / len(x)"), "model: gradient",
     ),
     module(
-        "gradient", "gradient not passed through the norm", "model.layers",
+        "gradient", "gradient not passed through the norm", "model.layers.norm",
         rewrite("rms_norm_backward(g, x, ...)", "(g, rms_norm_backward(g, x, ...)[1])"),
         "model: gradient",
     ),
@@ -1030,6 +1030,25 @@ FAULTS = [
             f"{ATTENTION}(q, k, v, attn_mask=m, scale=s)",
         ),
         "graph: causality",
+    ),
+    # attention that kernels have not
+    module(
+        "layout", "heads of keys serve heads of queries in turns", "model.layers",
+        rewrite("x[:, :, None].expand(-1, -1, t, -1, -1).flatten(1, 2)", "x.repeat(1, t, 1, 1)"),
+        "grouped: output",
+    ),
+    module(
+        "missing term", "sink not seen", "model.layers",
+        rewrite("functional.pad(s, (0, 1), value=True)", "functional.pad(s, (0, 1), value=False)"),
+        "grouped: output",
+    ),
+    module(
+        "missing term", "waves of a longer context not divided", "model.layers",
+        rewrite("f * (k + (1 - k) / r.factor)", "f * (k + (1 - k))"), "grouped: output",
+    ),
+    module(
+        "gradient", "gradient of gains averaged over positions", "model.layers.gained_norm",
+        rewrite("p.sum(dim=0)", "p.mean(dim=0)"), "grouped: gradient",
     ),
     # the model of chunks
     module(
@@ -1162,6 +1181,7 @@ MODELS: dict[str, Callable[[str], list]] = {
     "hnet:": partial(of_model, "hnet"),
     "mamba:": partial(of_model, "hnet mamba"),
     "mixed:": partial(of_model, "mixed"),
+    "grouped:": partial(of_model, "grouped"),
     "update": of_update,
     "rotary": lambda _: list(parity._rotary(CPU)),
 }

@@ -274,6 +274,11 @@ MODEL = {
     "dim": _size("width"),
     "layers": _size("blocks"),
     "heads": _size("attention heads"),
+    "key_heads": _number(
+        "Only with tiny, small, base and 1b: heads of keys and values, each of which serves as many"
+        " heads of queries. [default: as many as heads]",
+        min=1,
+    ),
     "ffn": _size("MLP width"),
     "streams": _number(
         "Residual streams of the innermost stage, mixed by hyper-connections: 1, 2, 4 or 8;"

@@ -152,6 +152,9 @@ class ModelConfig:
     """The direction of a step; `factored` stores statistics of rows and columns."""
     weights: str = "ternary"
     """`ternary`, or a twin to compare with: `float`, or `ste` (float latents, ternary forward)."""
+    norm_gain: bool = False
+    """Whether the norms before parts and before the head have gains that are trained; else they
+    only divide by the root-mean-square."""
 
     def __post_init__(self) -> None:
         """Check types, sizes, names, and that each part fits where it stands.
@@ -292,6 +295,7 @@ class ModelConfig:
             digits=self.digits,
             direction=self.direction,
             weights=self.weights,
+            norm_gain=self.norm_gain,
         )
 
     def blocks(self) -> Iterator[tuple[Site, BlockConfig]]:

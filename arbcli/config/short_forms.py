@@ -128,11 +128,12 @@ def dense(
     ctx: int,
     sub_norms: bool = True,
     streams: int = 1,
+    key_heads: int | None = None,
     **others: Any,
 ) -> ModelConfig:
     """Assemble `layers` blocks of attention and an MLP, or experts: see `channels`."""
     channel, storage = _parted(others)
-    attention = AttentionConfig(heads=heads, sub_norm=sub_norms)
+    attention = AttentionConfig(heads=heads, kv_heads=key_heads, sub_norm=sub_norms)
     blocks = tuple(
         BlockConfig(mixer=attention, channel=part)
         for part in channels(layers, sub_norms=sub_norms, **channel)

@@ -21,6 +21,8 @@ class Site:
     digits: str = "trit"
     direction: str | None = "orthogonal"
     weights: str = "ternary"
+    norm_gain: bool = False
+    """Whether norms before parts have gains that are trained."""
 
     @property
     def group_size(self) -> int:

@@ -30,10 +30,11 @@ def model_card(weights: Weights, name: str) -> str:
     shape = shape_of(config)
     number = sum(tensor.num_weights for tensor in weights.model.weights().values())
     of = "-1, 0 or +1" if config.digits == "trit" else "an integer of one byte"
+    keys = "" if shape.kv_heads == shape.heads else f" on {shape.kv_heads} of keys"
     rows = {
         "weights": f"{number:,}, each {of} times a scale of {config.group_size}",
-        "shape": f"{shape.layers} blocks of width {shape.dim}, {shape.heads} heads, MLP"
-        f" {shape.ffn}, context {shape.ctx} bytes",
+        "shape": f"{shape.layers} blocks of width {shape.dim}, {shape.heads} heads{keys},"
+        f" MLP {shape.ffn}, context {shape.ctx} bytes",
         "tokens": "the 256 bytes; byte 0 ends a text",
         "norms before the output projections": "yes" if shape.sub_norms else "no",
         "update rule": config.rule,

@@ -30,14 +30,13 @@ from arbcli.export.gguf_file import (
     Entry,
     write_gguf,
 )
-from arbcli.export.qwen3 import Part, Source, read, shape_of, sources
+from arbcli.export.qwen3 import Part, Source, check_attention, read, shape_of, sources
 from arbcli.infer.load import Weights
 from arbcli.kernels.codec.decode_digits import digits_torch
 from arbcli.kernels.codec.packed import Packed
 from arbcli.kernels.codec.packing import unpack_trits
 from arbcli.kernels.codec.scales import scales_torch
 from arbcli.model.layers.norm import NORM_EPS
-from arbcli.model.layers.rotary import ROTARY_BASE
 
 END = 0
 """The byte that ends a text: no text has it, and whoever generates stops there."""
@@ -89,6 +88,7 @@ def check_model(model: torch.nn.Module) -> None:
     Raises:
         ArbError: it is refused.
     """
+    check_attention(model.config)
     shape = shape_of(model.config)
     if shape is None:
         raise ArbError(
@@ -136,11 +136,11 @@ def _keys(config: ModelConfig, name: str, weights: Weights) -> dict[str, tuple[i
         "block_count": (UINT32, shape.layers),
         "feed_forward_length": (UINT32, shape.ffn),
         "attention.head_count": (UINT32, shape.heads),
-        "attention.head_count_kv": (UINT32, shape.heads),
+        "attention.head_count_kv": (UINT32, shape.kv_heads),
         "attention.key_length": (UINT32, shape.head_width),
         "attention.value_length": (UINT32, shape.head_width),
         "attention.layer_norm_rms_epsilon": (FLOAT32, NORM_EPS),
-        "rope.freq_base": (FLOAT32, ROTARY_BASE),
+        "rope.freq_base": (FLOAT32, shape.rotary_base),
         "vocab_size": (UINT32, VOCABULARY),
     }
     return {

@@ -12,18 +12,17 @@ import torch
 from torch import Tensor
 
 from arbcli.checkpoint import read_json, write_file, write_json, write_text
-from arbcli.config.model import VOCABULARY, ModelConfig
-from arbcli.config.short_forms import dense
+from arbcli.config.model import VOCABULARY, BlockConfig, ModelConfig, StageConfig
+from arbcli.config.parts import AttentionConfig, MLPConfig
 from arbcli.errors import ArbError
 from arbcli.export.block_types import BF16, F32, BlockType, encode_numbers
 from arbcli.export.card import model_card
 from arbcli.export.gguf import END, byte_symbols
 from arbcli.export.gguf_file import Entry
-from arbcli.export.qwen3 import Part, read, shape_of, sources
+from arbcli.export.qwen3 import Part, check_attention, read, shape_of, sources
 from arbcli.infer.load import Weights
 from arbcli.model.language_model import LanguageModel
 from arbcli.model.layers.norm import NORM_EPS
-from arbcli.model.layers.rotary import ROTARY_BASE
 
 CODE = Path(__file__).with_name("modeling_arb.py")
 """What Transformers runs for a model with sub-norms."""
@@ -47,6 +46,7 @@ def write_folder(path: Path, weights: Weights, name: str, kind: str | None) -> B
     Raises:
         ArbError: Transformers has no place for the model, or a file cannot be written.
     """
+    check_attention(weights.model.config)
     if shape_of(weights.model.config) is None:
         raise ArbError(
             "Transformers has no model that is more than dense blocks and attention",
@@ -127,10 +127,10 @@ def _config(config: ModelConfig, kind: BlockType) -> dict[str, Any]:
         "max_window_layers": 0,
         "num_attention_heads": shape.heads,
         "num_hidden_layers": shape.layers,
-        "num_key_value_heads": shape.heads,
+        "num_key_value_heads": shape.kv_heads,
         "rms_norm_eps": NORM_EPS,
-        "rope_parameters": {"rope_type": "default", "rope_theta": ROTARY_BASE},
-        "rope_theta": ROTARY_BASE,
+        "rope_parameters": {"rope_type": "default", "rope_theta": shape.rotary_base},
+        "rope_theta": shape.rotary_base,
         "sliding_window": config.ctx,
         "tie_word_embeddings": False,
         "use_cache": True,
@@ -210,14 +210,16 @@ class ModelFolder:
     def _parts(self) -> dict[str, Part]:
         """List the tensors that the configuration asks for, by what they are called here."""
         says = self.keys
-        config = dense(
-            dim=says["hidden_size"],
-            layers=says["num_hidden_layers"],
+        mixer = AttentionConfig(
             heads=says["num_attention_heads"],
-            ffn=says["intermediate_size"],
-            ctx=says["sliding_window"],
-            sub_norms="auto_map" in says,
+            kv_heads=says["num_key_value_heads"],
+            head_width=says["head_dim"],
+            sub_norm="auto_map" in says,
         )
+        channel = MLPConfig(width=says["intermediate_size"], sub_norm=mixer.sub_norm)
+        blocks = (BlockConfig(mixer=mixer, channel=channel),) * says["num_hidden_layers"]
+        stage = StageConfig(dim=says["hidden_size"], blocks=blocks)
+        config = ModelConfig(ctx=says["sliding_window"], stages=(stage,))
         with torch.device("meta"):
             every = sources(LanguageModel(config))
         return {part.hugging_face: part for source in every for part in source.parts}

@@ -1,12 +1,12 @@
 """A model of dense blocks as the architecture Qwen3, which computes the same.
 
 The order of turning queries and keys and of normalising them does not matter where the norm has no
-gain: a turn leaves the root-mean-square as it is. The gains of those norms, which ours have not,
-are ones.
+gain: a turn leaves the root-mean-square as it is. Where ours has none, that of Qwen3 is ones.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -14,6 +14,8 @@ from torch import Tensor
 
 from arbcli.config.model import ModelConfig
 from arbcli.config.parts import AttentionConfig, MLPConfig
+from arbcli.config.parts.rotary import PLAIN
+from arbcli.errors import ArbError
 from arbcli.model.language_model import LanguageModel
 from arbcli.model.packed import TernaryTensor
 
@@ -48,7 +50,9 @@ class Shape(NamedTuple):
     dim: int
     layers: int
     heads: int
+    kv_heads: int
     head_width: int
+    rotary_base: float
     ffn: int
     ctx: int
     sub_norms: bool
@@ -58,7 +62,7 @@ class Shape(NamedTuple):
 def shape_of(config: ModelConfig) -> Shape | None:
     """Return the shape of a model of equal blocks of attention to all positions and MLP.
 
-    None is any other model.
+    None is any other model, and one whose attention has what Qwen3 has not.
     """
     main = config.main
     if len(config.stages) > 1 or config.beside or config.head or main.streams > 1:
@@ -68,36 +72,66 @@ def shape_of(config: ModelConfig) -> Shape | None:
     mixer, channel = main.blocks[0].mixer, main.blocks[0].channel
     if not isinstance(mixer, AttentionConfig) or not isinstance(channel, MLPConfig):
         return None
-    if mixer.window is not None or mixer.sub_norm != channel.sub_norm:
+    if mixer.window is not None or mixer.sub_norm != channel.sub_norm or _unsaid(mixer):
         return None
     return Shape(
         dim=main.dim,
         layers=len(main.blocks),
         heads=mixer.heads,
-        head_width=mixer.head_width(config.site()),
+        kv_heads=mixer.key_heads,
+        head_width=mixer.width(config.site()),
+        rotary_base=mixer.rotary.base,
         ffn=channel.width,
         ctx=config.ctx,
         sub_norms=mixer.sub_norm,
     )
 
 
+def check_attention(config: ModelConfig) -> None:
+    """Check that Qwen3 has all that attention of a model has.
+
+    Raises:
+        ArbError: it lacks something.
+    """
+    for _, part in config.sited_parts():
+        if isinstance(part, AttentionConfig) and (unsaid := _unsaid(part)):
+            raise ArbError(
+                f"Qwen3, the architecture of exports, has no {unsaid}",
+                hint="use `--to safetensors`, which arb reads",
+            )
+
+
+def _unsaid(mixer: AttentionConfig) -> str | None:
+    """Name what attention has and Qwen3 has not."""
+    found = {
+        "biases": mixer.bias or mixer.output_bias,
+        "sinks": mixer.sink,
+        "queries and keys without a norm": mixer.query_key_norm == "none",
+        "rotary positions that are scaled or partial": replace(mixer.rotary, base=PLAIN.base)
+        != PLAIN,
+    }
+    return next((name for name, there in found.items() if there), None)
+
+
 def sources(model: LanguageModel) -> Iterator[Source]:
     """Go through the tensors of a model that has a `Shape`, and name what they are in Qwen3."""
-    width = shape_of(model.config).head_width
+    shape = shape_of(model.config)
+    heights = [shape.head_width * heads for heads in (shape.heads, *[shape.kv_heads] * 2)]
     yield _whole(model.embedding.weight, "token_embd", "model.embed_tokens")
     for index, block in enumerate(model.blocks):
         ours, theirs = f"blk.{index}.", f"model.layers.{index}."
         yield _norm(block.attention_norm.weight, f"{ours}attn_norm", f"{theirs}input_layernorm")
         qkv, attention = block.attention.qkv.weight, f"{theirs}self_attn."
-        yield Source(qkv, _split(qkv, ours, attention, ATTENTION))
-        for letter in "qk":
+        yield Source(qkv, _split(qkv, ours, attention, ATTENTION, heights))
+        for letter, gain in (("q", block.attention.query_gain), ("k", block.attention.key_gain)):
             names = f"{ours}attn_{letter}_norm.weight", f"{attention}{letter}_norm.weight"
-            yield Source(None, (Part(*names, slice(0, 1), (width,)),))
+            part = Part(*names, slice(0, shape.head_width), (shape.head_width,))
+            yield Source(gain.weight if gain else None, (part,))
         yield _whole(block.attention.output.weight, f"{ours}attn_output", f"{attention}o_proj")
         norm = block.mlp_norm.weight
         yield _norm(norm, f"{ours}ffn_norm", f"{theirs}post_attention_layernorm")
         gate_up = block.mlp.gate_up.weight
-        yield Source(gate_up, _split(gate_up, ours, f"{theirs}mlp.", MLP))
+        yield Source(gate_up, _split(gate_up, ours, f"{theirs}mlp.", MLP, [shape.ffn] * 2))
         yield _whole(block.mlp.output.weight, f"{ours}ffn_down", f"{theirs}mlp.down_proj")
     yield _norm(model.norm.weight, "output_norm", "model.norm")
     yield _whole(model.head.weight, "output", "lm_head")
@@ -120,21 +154,26 @@ def _whole(tensor: TernaryTensor, ours: str, theirs: str) -> Source:
 
 
 def _norm(tensor: TernaryTensor, ours: str, theirs: str) -> Source:
-    part = Part(f"{ours}.weight", f"{theirs}.weight", slice(0, 1), (tensor.in_features,))
-    return Source(tensor, (part,))
+    rows = slice(0, tensor.out_features)  # of gains each is one
+    return Source(
+        tensor, (Part(f"{ours}.weight", f"{theirs}.weight", rows, (tensor.num_weights,)),)
+    )
 
 
 def _split(
-    tensor: TernaryTensor, ours: str, theirs: str, names: tuple[tuple[str, str], ...]
+    tensor: TernaryTensor,
+    ours: str,
+    theirs: str,
+    names: tuple[tuple[str, str], ...],
+    heights: list[int],
 ) -> tuple[Part, ...]:
-    """Cut a fused matrix into as many equal parts as there are names."""
-    height = tensor.out_features // len(names)
+    """Cut a fused matrix into parts of these numbers of rows."""
     return tuple(
         Part(
             f"{ours}{here}.weight",
             f"{theirs}{there}.weight",
-            slice(index * height, (index + 1) * height),
+            slice(end - height, end),
             (height, tensor.in_features),
         )
-        for index, (here, there) in enumerate(names)
+        for (here, there), height, end in zip(names, heights, accumulate(heights), strict=True)
     )

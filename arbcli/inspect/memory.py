@@ -146,7 +146,7 @@ def _state(config: ModelConfig, model: "LanguageModel") -> StateReport:
         own.append(_add_up(weights, trits - weights, sizes))
     areas = {area: _sum(found) for area, found in parts.items() if found}
     total = _sum(list(areas.values()))
-    trained = total.weights - areas["norms"].weights
+    trained = sum(tensor.num_weights for tensor in model.weights().values() if not tensor.frozen)
     return StateReport(
         config=config,
         areas=areas,

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from arbcli.config.parts.rotary import PLAIN, RotaryConfig
 from arbcli.config.site import Site
 from arbcli.kernels.streams.mix_streams import mix_streams_torch
 from arbcli.model.initial import projection_std
@@ -171,6 +172,18 @@ class FloatRMSNorm(nn.Module):
         return x, self(x)
 
 
+class FloatGainedRMSNorm(FloatVector):
+    """Divide by the root-mean-square, then multiply by float gains, which begin as ones."""
+
+    def __init__(self, dim: int, site: Site) -> None:
+        super().__init__([1.0] * dim, site, area="norms")
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalise the last dimension of (..., D), in float32."""
+        gain = super().forward()
+        return functional.rms_norm(x.float(), gain.shape, gain, eps=NORM_EPS).to(x.dtype)
+
+
 class FloatGate(FloatRMSNorm):
     """The middle of a gated MLP: silu of the first half times the second, normalised or not."""
 
@@ -224,17 +237,25 @@ class FloatExpertWeight(FloatWeight):
         return torch.cat([part @ own.T for part, own in zip(parts, w, strict=True)])
 
 
-class FloatRotaryNorm(nn.Module):
-    """Turn queries and keys by the angles of their positions, and normalise each head.
+class FloatRotaryAngles(nn.Module):
+    """The angles of positions: see `rotary_table`.
 
     The table is a buffer, so that a compiler reads it and does not trace how it was made.
     """
 
-    def __init__(self, ctx: int, head_width: int) -> None:
+    def __init__(self, ctx: int, head_width: int, rotary: RotaryConfig = PLAIN) -> None:
         super().__init__()
-        table = rotary_table(ctx, head_width, torch.empty(0).device)
+        table = rotary_table(ctx, head_width, torch.empty(0).device, rotary=rotary)
         for name, part in zip(("cos", "sin"), table, strict=True):
             self.register_buffer(name, part, persistent=False)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Give the rows of the positions of (B, T, ...)."""
+        return self.cos[: x.shape[1]], self.sin[: x.shape[1]]
+
+
+class FloatRotaryNorm(FloatRotaryAngles):
+    """Turn queries and keys by the angles of their positions, and normalise each head."""
 
     def forward(
         self, qkv: Tensor, table: tuple[Tensor, Tensor] | None = None
@@ -244,7 +265,7 @@ class FloatRotaryNorm(nn.Module):
         `table` is T rows of a `rotary_table`; None is its first ones, for positions from 0 on.
         """
         q, k, v = qkv.permute(2, 0, 3, 1, 4)
-        cos, sin = table or (self.cos[: q.shape[-2]], self.sin[: q.shape[-2]])
+        cos, sin = table or super().forward(qkv)
         q, k = (
             functional.rms_norm(rotate(t, cos, sin), t.shape[-1:], eps=NORM_EPS).to(qkv.dtype)
             for t in (q, k)

@@ -22,7 +22,8 @@ from arbcli.kernels.matmul.arranged import fits_arranged
 from arbcli.model.baselines import FloatWeight
 from arbcli.model.cache import Cache, SeveralCache
 from arbcli.model.flow import Flow, Reading
-from arbcli.model.layers.kinds import byte_head, layers_for
+from arbcli.model.layers.gained_norm import GainedRMSNorm
+from arbcli.model.layers.kinds import byte_head, layers_for, stream_norm
 from arbcli.model.layers.linear import LinearWeight, TernaryLinear
 from arbcli.model.layers.norm import TernaryRMSNorm
 from arbcli.model.layers.streamed import StreamedTensor
@@ -105,9 +106,9 @@ class LanguageModel(nn.Module):
             self.moe_graph = MoEGraph(memories.iterated, site, width)
         self.router = Router(2 + len(books), site) if main.router else None
         if config.head:
-            self.byte_norm = parts.norm(outermost.dim, outermost)
+            self.byte_norm = stream_norm(outermost)
             self.byte_mlp = MLP(config.head, outermost, area="head")
-        self.norm = parts.norm(outermost.dim, outermost)
+        self.norm = stream_norm(outermost)
         self.head = byte_head(outermost)
         self._counts: Tensor | None = None
 
@@ -403,7 +404,8 @@ class LanguageModel(nn.Module):
     @property
     def plain_norms(self) -> bool:
         """Whether there are norms, and the weights of all of them are known to be ones."""
-        norms = [part for part in self.modules() if isinstance(part, TernaryRMSNorm)]
+        kinds = TernaryRMSNorm | GainedRMSNorm
+        norms = [part for part in self.modules() if isinstance(part, kinds)]
         return bool(norms) and all(norm.plain for norm in norms)
 
     @property

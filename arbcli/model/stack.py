@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 from arbcli.config.model import BlockConfig, Blocks
 from arbcli.config.site import Site
 from arbcli.model.flow import Flow, Reading
-from arbcli.model.layers.kinds import layers_for
+from arbcli.model.layers.kinds import stream_norm
 from arbcli.model.layers.linear import decode_in_groups
 from arbcli.model.layers.streamed import recompute_contexts
 from arbcli.model.layers.streams import average_streams, spread_streams
@@ -45,11 +45,10 @@ class Block(nn.Module):
 
     def __init__(self, config: BlockConfig, site: Site, streams: int = 1, first: int = 0) -> None:
         super().__init__()
-        norm = layers_for(site).norm
         parts = [build_part(part, site) for part in config.parts]
         norms, connections = [], []
         for part in parts:
-            norms.append(norm(site.dim, site))
+            norms.append(stream_norm(site))
             self.add_module(part.norm_name or f"{part.name}_norm", norms[-1])
             self.add_module(part.name, part)
         for number, part in enumerate(parts, first):

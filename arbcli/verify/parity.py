@@ -25,6 +25,7 @@ from arbcli.config.parts import (
     MLPConfig,
 )
 from arbcli.config.parts.chunking import ChunkingConfig
+from arbcli.config.parts.rotary import RotaryConfig
 from arbcli.config.presets import PRESETS, preset
 from arbcli.config.short_forms import compressed, dense, graph, hnet
 from arbcli.device import deterministic
@@ -126,6 +127,26 @@ def mixed() -> ModelConfig:
     return ModelConfig(ctx=17, stages=(outer, inner))
 
 
+def grouped() -> ModelConfig:
+    """Assemble blocks of attention with all that kernels have not."""
+    longer = RotaryConfig(base=50.0, share=0.5, scaling="llama3", factor=8.0, original_ctx=40)
+    attention = AttentionConfig(
+        heads=4,
+        kv_heads=2,
+        head_width=12,
+        rotary=longer,
+        query_key_norm="gain",
+        bias=True,
+        output_bias=True,
+        sink=True,
+    )
+    sharpened = replace(longer, share=1.0, scaling="yarn")
+    near = AttentionConfig(heads=4, window=5, rotary=sharpened, query_key_norm="none")
+    channel = MLPConfig(width=13)
+    blocks = tuple(BlockConfig(mixer=mixer, channel=channel) for mixer in (attention, near))
+    return ModelConfig(ctx=11, stages=(StageConfig(dim=24, blocks=blocks),), norm_gain=True)
+
+
 MODELS = {
     "graph": graph(**GRAPH),
     "graph softplus": graph(**GRAPH, moe_gate="softplus", shared_expert=True, moe_clamp=True),
@@ -139,6 +160,7 @@ MODELS = {
     "4 streams": dense(dim=36, layers=2, heads=2, ffn=50, ctx=6, streams=4),
     "2 streams": dense(dim=36, layers=2, heads=2, ffn=50, ctx=6, streams=2, digits="all"),
     "mixed": mixed(),
+    "grouped": grouped(),
 }
 """Small models that have all parts between them, compared from the bytes on."""
 INTERPRETED = ("graph", "hnet", "compressed")

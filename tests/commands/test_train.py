@@ -271,10 +271,10 @@ def test_train_survives_a_full_disk_with_its_checkpoints(text, tmp_path, arb_her
 
 
 PARTS = (
-    " attention boundaries chunk-length codebook experts graph hash-layers knowledge max-moe-iters"
-    " memgram moe moe-clamp moe-gate moe-top-k no-codebook no-graph no-knowledge no-memgram no-moe"
-    " no-moe-clamp no-router no-sequencer no-shared-expert outer-blocks router sequencer"
-    " shared-expert top-k top-k-experts window"
+    " attention boundaries chunk-length codebook experts graph hash-layers key-heads knowledge"
+    " max-moe-iters memgram moe moe-clamp moe-gate moe-top-k no-codebook no-graph no-knowledge"
+    " no-memgram no-moe no-moe-clamp no-router no-sequencer no-shared-expert outer-blocks router"
+    " sequencer shared-expert top-k top-k-experts window"
 )
 OPTIONS = {
     "train": "accum backend batch compute config ctx data device digits dim direction dry-run"

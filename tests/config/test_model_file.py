@@ -15,14 +15,18 @@ from arbcli.config.file import read_settings
 from arbcli.config.model import BlockConfig, ModelConfig, StageConfig
 from arbcli.config.model_file import model_from_toml, model_lines
 from arbcli.config.parts import BESIDE, CHANNELS, MIXERS, MLPConfig
+from arbcli.config.parts.attention import QUERY_KEY_NORMS
 from arbcli.config.parts.chunking import BOUNDARIES, ChunkingConfig
 from arbcli.config.parts.experts import GATES
 from arbcli.config.parts.memories import MemoriesConfig
+from arbcli.config.parts.rotary import SCALINGS
 from arbcli.config.presets import PRESETS
 from arbcli.errors import ArbError
 from arbcli.rules import RULES, find_rule
 
-WORDS = {"gate": GATES, "boundaries": BOUNDARIES}
+WORDS = {
+    "gate": GATES, "boundaries": BOUNDARIES, "query_key_norm": QUERY_KEY_NORMS, "scaling": SCALINGS,
+}  # fmt: skip
 """Values of the fields of parts that are names."""
 KINDS = [*MIXERS.values(), *CHANNELS.values(), *BESIDE.values(), ChunkingConfig, MemoriesConfig]
 
@@ -48,6 +52,7 @@ def _value(name: str, kind, seed: random.Random):
         int: lambda: seed.choice((1, 2, 3, 4, 6, 8, 12, 64)),
         bool: lambda: seed.random() < 0.5,
         str: lambda: seed.choice(WORDS[name]),
+        float: lambda: seed.choice((0.5, 1.0, 2.0, 10000.0)),
         NoneType: lambda: None,
     }
     return makes[kind]()

@@ -8,9 +8,14 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from arbcli.config.model import BlockConfig, ModelConfig, StageConfig
+from arbcli.config.parts import AttentionConfig, MLPConfig
+from arbcli.config.parts.rotary import RotaryConfig
+from arbcli.errors import ArbError
 from arbcli.export.gguf_file import GGUFFile
 from arbcli.export.run import export
 from arbcli.infer.load import load_model
+from arbcli.inspect.saved import open_saved
 
 OF_BLOCK = {
     "attn_norm": "input_layernorm",
@@ -43,7 +48,8 @@ KEYS = {
 
 def qwen3(config: dict, weights: dict[str, Tensor], ids: Tensor) -> Tensor:
     """Compute (T, V) logits of (T,) ids, as `modeling_qwen3.py` of Transformers does."""
-    heads, width = config["num_attention_heads"], config["head_dim"]
+    width, groups = config["head_dim"], config["num_attention_heads"]
+    groups //= config["num_key_value_heads"]
     places = torch.arange(len(ids), dtype=torch.float64)
     rates = config["rope_theta"] ** -(torch.arange(0, width, 2, dtype=torch.float64) / width)
     angles = torch.outer(places, rates).repeat(1, 2)
@@ -67,10 +73,11 @@ def qwen3(config: dict, weights: dict[str, Tensor], ids: Tensor) -> Tensor:
 
         y = norm(x, f"{block}input_layernorm")
         q, k, v = (
-            linear(y, f"self_attn.{letter}_proj").view(len(ids), heads, width).transpose(0, 1)
+            linear(y, f"self_attn.{letter}_proj").unflatten(1, (-1, width)).transpose(0, 1)
             for letter in "qkv"
         )
         q, k = (turn(norm(p, f"{block}self_attn.{n}_norm")) for p, n in ((q, "q"), (k, "k")))
+        k, v = (part.repeat_interleave(groups, dim=0) for part in (k, v))
         scores = (q @ k.mT / math.sqrt(width)).masked_fill(~seen, -math.inf)
         y = (scores.softmax(dim=-1) @ v).transpose(0, 1).flatten(1)
         x = x + linear(y, "self_attn.o_proj")
@@ -95,16 +102,46 @@ def read_folder(path) -> tuple[dict, dict[str, Tensor]]:
     return json.loads((path / "config.json").read_text()), load_file(path / "model.safetensors")
 
 
+def grouped(**options) -> ModelConfig:
+    """Make a model with all that Qwen3 has."""
+    about = {"kv_heads": 2, "head_width": 24, "query_key_norm": "gain", "sub_norm": False}
+    mixer = AttentionConfig(heads=4, **about | {"rotary": RotaryConfig(base=500.0)} | options)
+    block = BlockConfig(mixer=mixer, channel=MLPConfig(width=192, sub_norm=False))
+    stage = StageConfig(dim=64, blocks=(block,) * 2)
+    return ModelConfig(ctx=32, stages=(stage,), norm_gain=True)
+
+
+@pytest.mark.parametrize("model", ["tiny", grouped()], ids=["tiny", "grouped"])
 @pytest.mark.parametrize(("format", "reader"), [("gguf", read_gguf), ("hf", read_folder)])
-def test_exported_model_predicts_the_same_by_another_equation(format, reader, saved, tmp_path):
-    checkpoint = saved(sub_norms=False)
+def test_exported_model_predicts_the_same_by_another_equation(
+    format, reader, model, saved, tmp_path
+):
+    checkpoint = saved(model, **{"sub_norms": False} if model == "tiny" else {})
     export(checkpoint, format, out=tmp_path / "model", kind="f32")
     config, weights = reader(tmp_path / "model")
     ids = torch.randint(256, (32,), generator=torch.Generator().manual_seed(4))
     wanted = load_model(checkpoint, device="cpu", compute="fp32")(ids[None])[0].detach()
     found = qwen3(config, {name: tensor.double() for name, tensor in weights.items()}, ids)
     assert float((found - wanted).norm() / wanted.norm()) < 1e-6  # 1.5e-7 by float32
+    assert open_saved(tmp_path / "model", print).report().num_weights > 0
     expected = {"hidden_size": 64, "intermediate_size": 192, "num_key_value_heads": 2}
     assert expected | {"sliding_window": 32, "vocab_size": 256} == {
         name: config[name] for name in (*expected, "sliding_window", "vocab_size")
     }
+
+
+UNSAID = {
+    "biases": {"bias": True},
+    "sinks": {"sink": True},
+    "queries and keys without a norm": {"query_key_norm": "none"},
+    "rotary positions that are scaled or partial": {"rotary": RotaryConfig(share=0.5)},
+}
+
+
+@pytest.mark.parametrize("format", ["gguf", "hf"])
+@pytest.mark.parametrize("name", UNSAID)
+def test_attention_that_qwen3_has_not_is_refused_by_name(name, format, saved, tmp_path):
+    with pytest.raises(ArbError, match=f"Qwen3, .*, has no {name}") as caught:
+        export(saved(grouped(**UNSAID[name])), format, out=tmp_path / "model")
+    assert "--to safetensors" in caught.value.hint
+    assert not (tmp_path / "model").exists()

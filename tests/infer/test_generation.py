@@ -12,6 +12,7 @@ from arbcli.infer import generation
 from arbcli.infer.generation import Decoder, Sampling, continue_text, generate
 from arbcli.model.build import build_model
 from arbcli.model.language_model import LanguageModel
+from arbcli.verify.parity import grouped
 
 GREEDY = Sampling(temperature=0)
 
@@ -38,6 +39,19 @@ def test_greedy_text_is_that_of_whole_forwards(prompt, weights, device):
             logits = lm(torch.tensor([list(expected)], device=device))
         expected += bytes([int(logits[0, -1].argmax())])
     assert prompt + continued(lm, prompt, 16 - len(prompt), GREEDY) == expected
+
+
+def test_greedy_text_of_attention_without_kernels_is_that_of_whole_forwards(device):
+    with torch.device(device):
+        lm = build_model(grouped(), torch.float32)
+    lm.initialise(0)
+    expected = b"abc"
+    for _ in range(8):
+        with torch.no_grad():
+            logits = lm(torch.tensor([list(expected)], device=device))
+        expected += bytes([int(logits[0, -1].argmax())])
+    assert b"abc" + continued(lm, b"abc", 8, GREEDY) == expected
+    assert len(continued(lm, b"abc", 40)) == 40
 
 
 @pytest.mark.parametrize("memgram", [False, True])

@@ -6,6 +6,7 @@ import sys
 
 import pytest
 import torch
+from cells import Cell
 from marks import mostly_slow
 from processes import in_processes
 from torch.autograd import Function
@@ -110,6 +111,15 @@ def test_predicted_peak_of_chunks_is_the_measured_one(name, small_hnet):
 def test_predicted_peak_of_compressed_attention_is_the_measured_one(name, small_compressed):
     changes = {key: value for key, value in CHANGES[name].items() if key not in DENSE_ONLY}
     config = config_of(changes, small_compressed)
+    assert predict_peak(config).peak_bytes == measured_peak(config)
+
+
+@pytest.mark.parametrize("compute", ["bf16", "fp32"])
+@pytest.mark.parametrize("recompute", [False, True])
+def test_predicted_peak_of_attention_without_kernels_is_the_measured_one(recompute, compute):
+    model = Cell("grouped", "mlp", 1, "plain").model()
+    changes = {"preset": model, "recompute": recompute, "compute": compute, "batch": 3}
+    config = config_of(changes, {})
     assert predict_peak(config).peak_bytes == measured_peak(config)
 
 

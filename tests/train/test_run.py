@@ -18,6 +18,7 @@ from unittest import mock
 
 import pytest
 import torch
+from cells import Cell
 from marks import mostly_slow
 from torch.autograd import DeviceType
 
@@ -343,6 +344,20 @@ def test_resumed_run_of_compressed_attention_ends_in_the_same_file(
     assert final(tmp_path / "stopped", 4) == final(tmp_path / "whole", 4)
     records = [json.loads(line) for line in (tmp_path / "stopped" / "metrics.jsonl").open()]
     assert set(records[-1]["parts"]) == {"indexer"}
+    assert load(tmp_path / "stopped", device=str(device)).config == options.model
+
+
+def test_resumed_run_of_gains_biases_and_sinks_ends_in_the_same_file(
+    text, tmp_path, device, monkeypatch
+):
+    monkeypatch.setattr("arbcli.train.run.LOG_EVERY", 1)
+    model = Cell("grouped", "mlp", 1, "plain").model()
+    given = {"preset": model, "data": [text], "batch": 2, "steps": 4, "save_every": 5}
+    options = new_config(device=str(device), **given)
+    start_run(options, tmp_path / "whole", Observer())
+    assert start_run(options, tmp_path / "stopped", StopAt(2)).steps == 2
+    resume_run(tmp_path / "stopped", Observer())
+    assert final(tmp_path / "stopped", 4) == final(tmp_path / "whole", 4)
     assert load(tmp_path / "stopped", device=str(device)).config == options.model
 
 

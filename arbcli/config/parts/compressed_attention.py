@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from arbcli.config.parts.attention import check_heads
+from arbcli.config.parts.attention import check_even_width, check_heads, check_kv_heads
 from arbcli.config.parts.base import PartConfig
 from arbcli.config.site import Site
 from arbcli.errors import ArbError
@@ -42,17 +42,8 @@ class CompressedAttentionConfig(PartConfig):
         """
         PartConfig.__post_init__(self)
         for name in ("head_width", "rotary"):
-            value = getattr(self, name)
-            if value is not None and (value < 2 or value % 2):
-                raise ArbError(
-                    f"`{name}` is {value:,}", hint="use an even number above 0", fields=(name,)
-                )
-        if self.heads % self.kv_heads:
-            raise ArbError(
-                f"{self.kv_heads} heads of keys do not divide {self.heads} heads",
-                hint="use a divisor",
-                fields=("kv_heads", "heads"),
-            )
+            check_even_width(name, getattr(self, name))
+        check_kv_heads(self.heads, self.kv_heads)
         if self.ratio < 2:
             raise ArbError(
                 f"`ratio` is {self.ratio}", hint="use 2 positions or more", fields=("ratio",)

@@ -1,4 +1,4 @@
-"""Causal attention of a dense block, by the fastest kernels that repeat their bits."""
+"""Attention of dense blocks, by the fastest kernels that repeat their bits, and with sinks."""
 
 from functools import cache
 
@@ -20,6 +20,9 @@ WIDTHS = (64, 128)
 LENGTH_MULTIPLE = 64
 """Of positions: other lengths take masks in cuDNN."""
 
+EXTRA = 8
+"""Numbers that a sink adds to a head; kernels read so many at once."""
+
 
 def attend_causally(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Attend from every position to itself and those before it, scores divided by sqrt(d).
@@ -39,6 +42,70 @@ def attend_causally(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     if torch.compiler.is_compiling() or not _takes_cudnn(q):
         return functional.scaled_dot_product_attention(q, k, v, is_causal=True)
     return _CausalAttention.apply(q, k, v)
+
+
+def repeat_heads(x: Tensor, times: int) -> Tensor:
+    """Repeat each head of (B, heads, T, d) for the heads of queries that it serves."""
+    if times == 1:
+        return x
+    return x[:, :, None].expand(-1, -1, times, -1, -1).flatten(1, 2)
+
+
+def attend_with_sink(q: Tensor, k: Tensor, v: Tensor, sink: Tensor, seen: Tensor) -> Tensor:
+    """Attend to positions, and to one more that has a logit of each head's own and no value.
+
+    That position is a key behind the others: `EXTRA` numbers are added to each head, two of which
+    are the logit in queries, rounded and what rounding left, and ones in this key alone.
+
+    Args:
+        q: (B, heads, T, d).
+        k: (B, heads, S, d).
+        v: like k.
+        sink: (heads,) float32.
+        seen: (T, S) bool, which positions each one attends to.
+
+    Returns:
+        (B, heads, T, d).
+    """
+    (batch, heads, length, width), (places, dtype) = q.shape, (k.shape[2], q.dtype)
+    logit = (sink * width**0.5).view(1, heads, 1, 1).expand(batch, -1, length, -1)
+    rounded = logit.to(dtype)
+    left = (logit - rounded.float()).to(dtype)
+    q = functional.pad(torch.cat((q, rounded, left), dim=-1), (0, EXTRA - 2))
+    k, v = (functional.pad(part, (0, EXTRA, 0, 1)) for part in (k, v))
+    k[:, :, places, width : width + 2] = 1
+    seen = functional.pad(seen, (0, 1), value=True)
+    y = functional.scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=width**-0.5)
+    return y[..., :width]
+
+
+def attend_to(
+    q: Tensor, keys: Tensor, values: Tensor, seen: Tensor | None, sink: Tensor | None
+) -> Tensor:
+    """Attend from new positions of a text to those that are kept of it, without gradients.
+
+    Args:
+        q: (1, H, T, d).
+        keys: (heads, S, d), each for `H / heads` heads of queries.
+        values: like keys.
+        seen: (T, S) bool, which of them each one attends to; None is causal, of S = T.
+        sink: (H,) float32, see `attend_with_sink`; None is none.
+
+    Returns:
+        (1, H, T, d).
+    """
+    shape, times = q.shape, q.shape[1] // len(keys)
+    k, v = keys[None], values[None]
+    if sink is not None:
+        if seen is None:
+            seen = torch.ones(shape[2], shape[2], dtype=torch.bool, device=q.device).tril()
+        return attend_with_sink(q, repeat_heads(k, times), repeat_heads(v, times), sink, seen)
+    if shape[2] == 1:  # queries of the heads that share keys are read as if they were positions
+        q = q.view(1, len(keys), times, -1)
+    else:
+        k, v = repeat_heads(k, times), repeat_heads(v, times)
+    attend = functional.scaled_dot_product_attention
+    return attend(q, k, v, attn_mask=seen, is_causal=seen is None).reshape(shape)
 
 
 def _takes_cudnn(q: Tensor) -> bool:

@@ -10,6 +10,7 @@ from arbcli.config.site import Site
 from arbcli.kernels.codec.decode_weight import decode_weight
 from arbcli.kernels.matmul.grouped_matmul import grouped_grad_w, grouped_matmul
 from arbcli.model.initial import projection_std
+from arbcli.model.layers.gained_norm import GainedRMSNorm
 from arbcli.model.layers.streamed import StreamedTensor, anchor
 
 WEIGHTS_AT_ONCE = 2**25
@@ -44,6 +45,8 @@ class ExpertWeight(StreamedTensor):
         Returns:
             (S, N).
         """
+        if isinstance(before, GainedRMSNorm):
+            x, before = before(x), None
         self.note_use()
         return _GroupedLinear.apply(x, anchor(x), self, bounds, before)
 

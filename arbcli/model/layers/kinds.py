@@ -1,21 +1,24 @@
 """Which layers a kind of weights has: packed ones, or those of the float baselines."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 from torch import Tensor, nn
 
 from arbcli.config.model import VOCABULARY
+from arbcli.config.parts.rotary import RotaryConfig
 from arbcli.config.site import Site
 from arbcli.kernels.streams.stream_weights import stream_weights_torch
 from arbcli.model import baselines
 from arbcli.model.initial import head_std
 from arbcli.model.layers.embedding import TernaryEmbedding
 from arbcli.model.layers.expert_weight import ExpertWeight
+from arbcli.model.layers.gained_norm import GainedRMSNorm
 from arbcli.model.layers.linear import TernaryLinear
 from arbcli.model.layers.loss import cross_entropy
 from arbcli.model.layers.norm import ClampedGate, TernaryGate, TernaryRMSNorm
-from arbcli.model.layers.rotary import rotary_norm
+from arbcli.model.layers.rotary import rotary_norm, rotary_table
 from arbcli.model.layers.streams import mix_streams, stream_weights
 from arbcli.model.layers.vector import TernaryTaps, TernaryVector
 from arbcli.model.widths import head_lr_factor
@@ -27,9 +30,12 @@ class Layers(NamedTuple):
     linear: type[nn.Module]
     embedding: type[nn.Module]
     norm: type[nn.Module]
+    gained_norm: type[nn.Module]
     gate: type[nn.Module]
-    rotary_norm: Callable[[int, int], Callable[..., tuple[Tensor, Tensor, Tensor]]]
-    """Makes the function, or the module, of a context and a width of heads."""
+    rotary_norm: Callable[[int, int, RotaryConfig], Callable[..., tuple[Tensor, Tensor, Tensor]]]
+    """Makes the function, or the module, of a context, a width of heads and angles."""
+    rotary_angles: Callable[[int, int, RotaryConfig], Callable[[Tensor], tuple[Tensor, Tensor]]]
+    """Likewise, one that gives the angles of the positions of (B, T, ...)."""
     cross_entropy: Callable[[Tensor, Tensor], Tensor]
     vector: type[nn.Module]
     taps: type[nn.Module]
@@ -43,16 +49,18 @@ def layers_for(site: Site) -> Layers:
     """Choose the layers of the kind of weights that a configuration names."""
     if site.weights == "ternary":
         return Layers(
-            TernaryLinear, TernaryEmbedding, TernaryRMSNorm, TernaryGate, lambda *_: rotary_norm,
-            cross_entropy, TernaryVector, TernaryTaps, stream_weights, mix_streams, ClampedGate,
-            ExpertWeight,
+            TernaryLinear, TernaryEmbedding, TernaryRMSNorm, GainedRMSNorm, TernaryGate,
+            _rotary_norm, _rotary_angles, cross_entropy, TernaryVector, TernaryTaps,
+            stream_weights, mix_streams, ClampedGate, ExpertWeight,
         )  # fmt: skip
     return Layers(
         baselines.FloatLinear,
         baselines.FloatEmbedding,
         baselines.FloatRMSNorm,
+        baselines.FloatGainedRMSNorm,
         baselines.FloatGate,
         baselines.FloatRotaryNorm,
+        baselines.FloatRotaryAngles,
         baselines.cross_entropy,
         baselines.FloatVector,
         baselines.FloatTaps,
@@ -61,6 +69,20 @@ def layers_for(site: Site) -> Layers:
         baselines.FloatClampedGate,
         baselines.FloatExpertWeight,
     )
+
+
+def _rotary_norm(_ctx: int, _width: int, rotary: RotaryConfig) -> Callable:
+    return partial(rotary_norm, rotary=rotary)
+
+
+def _rotary_angles(_ctx: int, width: int, rotary: RotaryConfig) -> Callable:
+    return lambda x: rotary_table(x.shape[1], width, x.device, rotary=rotary)
+
+
+def stream_norm(site: Site) -> nn.Module:
+    """Make the norm of a stream before a part, or before the head."""
+    parts = layers_for(site)
+    return (parts.gained_norm if site.norm_gain else parts.norm)(site.dim, site)
 
 
 def byte_head(site: Site) -> nn.Module:

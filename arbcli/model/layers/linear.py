@@ -31,6 +31,7 @@ from arbcli.kernels.matmul.ternary_matmul import (
 from arbcli.kernels.runtime.backend import LARGE_ELEMENTS, uses_triton
 from arbcli.model.initial import projection_std
 from arbcli.model.layers.compiled import Findable, find, refuse_without_gradient
+from arbcli.model.layers.gained_norm import GainedRMSNorm
 from arbcli.model.layers.norm import NORM_EPS, TernaryGate, TernaryRMSNorm
 from arbcli.model.layers.streamed import StreamedTensor, anchor
 from arbcli.model.widths import inner_lr_factor
@@ -339,7 +340,7 @@ class TernaryLinear(Findable):
     def forward(
         self,
         x: Tensor,
-        before: TernaryRMSNorm | None = None,
+        before: TernaryRMSNorm | GainedRMSNorm | None = None,
         added: Tensor | None = None,
         *,
         consumes: bool = False,
@@ -349,11 +350,15 @@ class TernaryLinear(Findable):
         Args:
             x: activations.
             before: is applied to x first, and differentiated with the product, so that only x
-                itself is saved.
+                itself is saved; one with gains that are trained, by itself.
             added: to x before that; then the sum is returned, too.
             consumes: whether nobody else needs x, so that the gradient that a gate before the
                 product passes on may take its place.
         """
+        if isinstance(before, GainedRMSNorm):
+            x = x if added is None else x + added
+            y = self(before(x))
+            return y if added is None else (y, x)
         compiled = torch.compiler.is_compiling()
         if compiled and added is not None:
             x = x + added

@@ -1,5 +1,6 @@
 """Rotary positions: the table of angles, and queries and keys turned where they lie."""
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import lru_cache
@@ -8,26 +9,54 @@ import torch
 from torch import Tensor, library
 from torch.autograd import Function
 
+from arbcli.config.parts.rotary import PLAIN, RotaryConfig
 from arbcli.kernels.attention.rotary_norm import rotary_norm_, rotary_norm_backward
 from arbcli.model.layers.norm import NORM_EPS
 
-ROTARY_BASE = 10000.0
 MOST_SPARE_ROWS = 2**16
 """Of a table beyond the positions that a text has."""
 
 
 def _compute_table(
-    length: int, head_dim: int, device: torch.device, turned: int
+    length: int, head_dim: int, device: torch.device, turned: int, rotary: RotaryConfig
 ) -> tuple[Tensor, Tensor]:
     # in float32 far positions lose digits, and a GPU of Apple has no float64
     on_mps = torch.empty(0, device=device).is_mps
     exact = {"device": "cpu" if on_mps else device, "dtype": torch.float64}
-    frequency = ROTARY_BASE ** (-torch.arange(0, turned, 2, **exact) / turned)
+    frequency = rotary.base ** (-torch.arange(0, turned, 2, **exact) / turned)
+    if rotary.scaling != "none":
+        kept = _kept_share(frequency, rotary)
+        frequency = frequency * (kept + (1 - kept) / rotary.factor)
     if turned < head_dim:
         still = torch.zeros((head_dim - turned) // 2, **exact)
         frequency = torch.cat((frequency, still))
     angle = torch.outer(torch.arange(length, **exact), frequency)
-    return angle.cos().float().to(device), angle.sin().float().to(device)
+    cos, sin = angle.cos(), angle.sin()
+    if rotary.stretch != 1:  # of what does not turn, too, so that whole scores are sharpened
+        cos, sin = cos * rotary.stretch, sin * rotary.stretch
+    return cos.float().to(device), sin.float().to(device)
+
+
+def _kept_share(frequency: Tensor, rotary: RotaryConfig) -> Tensor | float:
+    """Compute the share of each frequency that a longer context leaves as it is.
+
+    Sources: Llama 3.1, `apply_scaling` of github.com/meta-llama/llama-models; B. Peng et al.,
+    "YaRN", https://arxiv.org/abs/2309.00071, section 3.2, with its pairs rounded as in its code.
+    """
+    if rotary.scaling == "linear":
+        return 0.0
+    low, high = rotary.bounds
+    if rotary.scaling == "llama3":
+        turns = rotary.original_ctx * frequency / (2 * math.pi)
+        return ((turns - low) / (high - low)).clamp(0, 1)
+    half = len(frequency)
+    first, last = (
+        half * math.log(rotary.original_ctx / (2 * math.pi * turns)) / math.log(rotary.base)
+        for turns in (high, low)
+    )
+    first, last = max(math.floor(first), 0), min(math.ceil(last), 2 * half - 1)
+    pair = torch.arange(half, device=frequency.device, dtype=frequency.dtype)
+    return 1 - ((pair - first) / max(last - first, 0.001)).clamp(0, 1)
 
 
 def _new_cache():
@@ -38,17 +67,21 @@ _tables = _new_cache()
 
 
 def rotary_table(
-    length: int, head_dim: int, device: torch.device, turned: int | None = None
+    length: int,
+    head_dim: int,
+    device: torch.device,
+    turned: int | None = None,
+    rotary: RotaryConfig = PLAIN,
 ) -> tuple[Tensor, Tensor]:
     """Compute cos and sin of every position's angles, (length, head_dim / 2) float32 each.
 
     Of a head `turned` numbers turn, by angles as of a head of that width, and the others' angles
-    are 0; None is all of them.
+    are 0; None is the share of `rotary`. Both are multiplied by `rotary.stretch`.
 
     A derived constant: it follows from the configuration, so it is cached here and no part of the
     state. Source: J. Su et al., "RoFormer", https://arxiv.org/abs/2104.09864, eq. 15.
     """
-    return _tables(length, head_dim, device, turned or head_dim)
+    return _tables(length, head_dim, device, turned or rotary.rotated(head_dim), rotary)
 
 
 def table_rows(positions: int, context: int) -> int:
@@ -69,7 +102,7 @@ def fresh_tables() -> Iterator[None]:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn the two halves of (..., d) by angles that fit them; differentiable, in float32."""
+    """Turn the pairs (i, i + d / 2) of (..., d) by angles that fit; differentiable, in float32."""
     first, second = x.float().chunk(2, dim=-1)
     return torch.cat([first * cos - second * sin, first * sin + second * cos], dim=-1)
 
@@ -126,8 +159,8 @@ def _backward_of_compiled(ctx, grad, _):
 _compiled_rotary_norm.register_autograd(_backward_of_compiled, setup_context=_save_for_backward)
 
 
-def _table_for(qkv: Tensor) -> tuple[Tensor, Tensor]:
-    return rotary_table(qkv.shape[1], qkv.shape[-1], qkv.device)
+def _table_for(qkv: Tensor, rotary: RotaryConfig = PLAIN) -> tuple[Tensor, Tensor]:
+    return rotary_table(qkv.shape[1], qkv.shape[-1], qkv.device, rotary=rotary)
 
 
 def _parts(qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -135,17 +168,18 @@ def _parts(qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def rotary_norm(
-    qkv: Tensor, table: tuple[Tensor, Tensor] | None = None
+    qkv: Tensor, table: tuple[Tensor, Tensor] | None = None, *, rotary: RotaryConfig = PLAIN
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Turn queries and keys by the angles of their positions, and normalise each head.
 
     Args:
         qkv: (B, T, 3, heads, d) contiguous; overwritten.
         table: T rows of a `rotary_table`; None is its first ones, for positions from 0 on.
+        rotary: the angles of that table.
 
     Returns:
         Queries, keys and values, views of (B, heads, T, d).
     """
-    if table is None and torch.compiler.is_compiling():
+    if table is None and rotary == PLAIN and torch.compiler.is_compiling():
         return _parts(_compiled_rotary_norm(qkv)[0])
-    return _RotaryNorm.apply(qkv, *(table or _table_for(qkv)))
+    return _RotaryNorm.apply(qkv, *(table or _table_for(qkv, rotary)))

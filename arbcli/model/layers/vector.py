@@ -31,8 +31,12 @@ class ReadWeight(StreamedTensor):
         self.sink(self, grad_y.view(len(sources), self.out_features, -1).sum(dim=0))
 
 
+SCALE_OF_ZERO = 0.1
+"""The value whose scale a number has that begins at zero: steps are shares of it."""
+
+
 class VectorWeight(ReadWeight):
-    """A packed vector whose first values are given, none of them zero."""
+    """A packed vector whose first values are given."""
 
     def __init__(self, values: Sequence[float], site: Site, *, area: str) -> None:
         super().__init__(len(values), 1, site, area=area, direction=DIRECTION)
@@ -46,14 +50,16 @@ class VectorWeight(ReadWeight):
         for buffer in self.buffers():
             buffer.zero_()
         rule, device, share = self.rule, self.trits.device, 1.0
-        signs = torch.tensor([[1 if value > 0 else -1] for value in self.values], device=device)
+        signs = [[(value > 0) - (value < 0)] for value in self.values]
+        signs = torch.tensor(signs, device=device)
         self.trits.copy_(pack_trits(signs.to(torch.int8)))
         if self.packed.remainder is not None:
             # half-way to the end, where a unit is a small share and there is room to grow
             z = (rule.radix + rule.remainder_max) // 2
             rule.start(self.state, slice(None), ((z - rule.radix) * signs).to(torch.int8))
             share = z / self.packed.unit
-        steps = [round(OCTAVE * math.log2(abs(value) / share)) for value in self.values]
+        sizes = [abs(value) or SCALE_OF_ZERO for value in self.values]
+        steps = [round(OCTAVE * math.log2(size / share)) for size in sizes]
         if not rule.has_fraction:
             steps = [round(step / OCTAVE) * OCTAVE for step in steps]
         least, most = LOWEST_EXPONENT * OCTAVE, HIGHEST_EXPONENT * OCTAVE + OCTAVE - 1
@@ -117,7 +123,7 @@ class TernaryVector(_ReadWhole):
     """A packed vector of n numbers.
 
     Args:
-        values: the first ones, none of them zero.
+        values: the first ones.
         site: where it stands.
         area: the part of the model that it belongs to.
     """

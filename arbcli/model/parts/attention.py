@@ -1,4 +1,20 @@
-"""Attention with fused projections, rotary positions, and normalised queries and keys.
+"""Attention with fused projections and rotary positions.
+
+With x the normalised stream, n(v) = v / sqrt(mean(v**2) + eps) over a head of d numbers, and R_t
+the turn by the angles of position t:
+
+    (1) x Q^T + b = queries of the heads, and keys and values of their own, maybe fewer, heads
+    (2) q = R_t n(q) * g,  k = R_t n(k) * h                          `query_key_norm`: with `unit`
+                                                 g and h are ones; with `none` n is left out, too
+    (3) y[t] = sum over s of exp(q[t] . k[s] / sqrt(d)) v[s], divided by the sum of these weights
+        and the exp of the head's sink, if there is one
+    (4) stream + norm(y) O^T + c
+
+In (2) gains come before the turn, which turns the numbers i and i + d / 2 of a head as a pair: so
+do Llama and its descendants in Transformers. Without gains the order does not matter, and kernels
+turn first. Every head of keys serves as many heads of queries, which lie side by side.
+
+Kernels compute this where `fits_kernels` says so; all other shapes are plain operations.
 
 A model is trained on windows of `ctx` positions, so a position attends to itself and the `ctx` - 1
 before it, in every block. That is what a forward over the whole text would give with a banded
@@ -16,6 +32,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from arbcli.config.parts.attention import AttentionConfig
+from arbcli.config.parts.rotary import PLAIN, RotaryConfig
 from arbcli.config.site import Site
 from arbcli.kernels.attention.attend_parts import AttentionParts, attend_parts, fits_parts
 from arbcli.kernels.attention.decode_attention import decode_attention
@@ -24,32 +41,58 @@ from arbcli.kernels.attention.decode_attention_rows import decode_attention_rows
 from arbcli.kernels.attention.eight_bits import decode_entries, quantise_entries
 from arbcli.model.flow import Flow, Reading, project
 from arbcli.model.initial import output_std
-from arbcli.model.layers.attend import attend_causally
+from arbcli.model.layers.attend import (
+    attend_causally,
+    attend_to,
+    attend_with_sink,
+    repeat_heads,
+)
 from arbcli.model.layers.kinds import layers_for
 from arbcli.model.layers.norm import NORM_EPS
-from arbcli.model.layers.rotary import rotary_table, table_rows
+from arbcli.model.layers.rotary import rotary_table, rotate, table_rows
 from arbcli.model.parts.base import CachedAttention
 from arbcli.model.parts.window import attend_in_window
 from arbcli.model.state import Clock, State
 
 
+def fits_kernels(config: AttentionConfig) -> bool:
+    """Return whether there are kernels for such queries and keys, besides plain operations."""
+    unit = config.query_key_norm == "unit" and config.rotary.stretch == 1
+    return unit and config.key_heads == config.heads and not (config.bias or config.sink)
+
+
 class Attention(CachedAttention):
-    """Causal self-attention over rotary positions, with normalised queries and keys."""
+    """Causal self-attention over rotary positions."""
 
     name = "attention"
     compiles = True
-    steps_fused = True
 
     def __init__(self, config: AttentionConfig, site: Site) -> None:
         super().__init__()
-        parts, dim, self.window = layers_for(site), site.dim, config.window
-        self.steps_several = config.window is None
-        self.heads, self.width = config.heads, config.head_width(site)
-        self.rotary_norm = parts.rotary_norm(site.ctx, self.width)
-        self.qkv = parts.linear(3 * dim, dim, site, area="attention")
-        self.sub_norm = parts.norm(dim, site) if config.sub_norm else None
-        std = output_std(dim, site.depth)
-        self.output = parts.linear(dim, dim, site, area="attention", std=std)
+        parts, about, dim = layers_for(site), {"area": "attention"}, site.dim
+        self.heads, self.kv_heads, self.width = config.heads, config.key_heads, config.width(site)
+        self.window, self.rotary = config.window, config.rotary
+        self.normalises = config.query_key_norm != "none"
+        inner, kv = self.heads * self.width, self.kv_heads * self.width
+        self.fits_kernels = fits_kernels(config)
+        self.steps_fused = inner % 8 == 0  # kernels of a row read eight numbers at once
+        self.steps_several = self.fits_kernels and config.window is None and not config.output_bias
+        turning = parts.rotary_norm if self.fits_kernels else parts.rotary_angles
+        self.turning = turning(site.ctx, self.width, self.rotary)
+        self.qkv = parts.linear(inner + 2 * kv, dim, site, **about)
+        self.bias = self.query_gain = self.key_gain = self.sinks = self.output_bias = None
+        if config.bias:
+            self.bias = parts.vector([0.0] * (inner + 2 * kv), site, **about)
+        if config.query_key_norm == "gain":
+            self.query_gain = parts.vector([1.0] * self.width, site, **about)
+            self.key_gain = parts.vector([1.0] * self.width, site, **about)
+        if config.sink:
+            self.sinks = parts.vector([0.0] * self.heads, site, **about)
+        self.sub_norm = parts.norm(inner, site) if config.sub_norm else None
+        std = output_std(inner, site.depth)
+        self.output = parts.linear(dim, inner, site, **about, std=std)
+        if config.output_bias:
+            self.output_bias = parts.vector([0.0] * dim, site, **about)
 
     def forward(
         self,
@@ -61,34 +104,79 @@ class Attention(CachedAttention):
     ) -> Flow:
         """Mix every position of (B, T, D) with those before it: see `Part.forward`."""
         qkv, x = project(self.qkv, x, norm, added)
-        batch, length, dim = x.shape
-        qkv = qkv.view(batch, length, 3, self.heads, self.width)
-        if state is None:
-            q, k, v = self.rotary_norm(qkv)  # (B, heads, T, head_width) each
-            k, v = self.as_stored(k, v)
-            if self.window is None or self.window >= length:
-                y = attend_causally(q, k, v)
-            else:
-                y = attend_in_window(q, k, v, self.window)
-        elif length == 1:
+        batch, length, _ = x.shape
+        if self.fits_kernels:
+            qkv = qkv.view(batch, length, 3, self.heads, self.width)
+        if self.fits_kernels and state is not None and length == 1:
             y = state.attend_one(qkv)
         else:
-            y = state.attend(*self.rotary_norm(qkv, state.here.angles))
-        y = y.transpose(1, 2).reshape(batch, length, dim)
-        return Flow(x, self.output(y, self.sub_norm))
+            prepare = self.turning if self.fits_kernels else self._prepare
+            q, k, v = prepare(qkv, state.angles if state else None)  # (B, heads, T, width) each
+            sink = self._sinks()
+            y = state.attend(q, k, v, sink) if state else self._attend(q, k, v, sink)
+        y = y.transpose(1, 2).reshape(batch, length, -1)
+        return Flow(x, self._biased(self.output(y, self.sub_norm)))
+
+    def _sinks(self) -> Tensor | None:
+        return self.sinks() if self.sinks else None
+
+    def _biased(self, y: Tensor) -> Tensor:
+        """Add the bias of the output projection, if there is one."""
+        return y + self.output_bias().to(y.dtype) if self.output_bias else y
+
+    def _prepare(
+        self, qkv: Tensor, angles: tuple[Tensor, Tensor] | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Compute (1) and (2) of what the projection gave, (B, T, all heads * d).
+
+        Returns:
+            Queries (B, heads, T, d), keys and values (B, kv_heads, T, d).
+        """
+        if self.bias:
+            qkv = qkv + self.bias().to(qkv.dtype)
+        angles = angles or self.turning(qkv)
+        heads = qkv.unflatten(-1, (-1, self.width)).transpose(1, 2)
+        q, k, v = heads.split((self.heads, self.kv_heads, self.kv_heads), dim=1)
+        return self._turned(q, self.query_gain, angles), self._turned(k, self.key_gain, angles), v
+
+    def _turned(self, x: Tensor, gain: nn.Module | None, angles: tuple[Tensor, Tensor]) -> Tensor:
+        """Normalise (B, heads, T, d), and turn it by (T, d / 2) angles."""
+        y = x.float()
+        if self.normalises:
+            y = functional.rms_norm(y, y.shape[-1:], gain() if gain else None, NORM_EPS)
+        return rotate(y, *angles).to(x.dtype)
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None) -> Tensor:
+        """Attend within whole windows, (3)."""
+        length = q.shape[-2]
+        k, v = self.as_stored(k, v)
+        k, v = (repeat_heads(part, self.heads // self.kv_heads) for part in (k, v))
+        short = self.window is not None and self.window < length
+        if sink is not None:
+            place = torch.arange(length, device=q.device)
+            seen = place[:, None] >= place
+            if short:
+                seen = seen & (place[:, None] - place < self.window)
+            return attend_with_sink(q, k, v, sink, seen)
+        return attend_in_window(q, k, v, self.window) if short else attend_causally(q, k, v)
 
     def step(self, x: Tensor, state: "Ring") -> Tensor:
         """Mix one position with those before it: see `Part.step`."""
-        qkv = self.qkv.fused(x, normalise=True).view(len(x), 1, 3, self.heads, -1)
-        if self.output.takes_parts and state.leaves_parts(qkv):
-            y = state.attend_in_parts(qkv)
+        qkv = self.qkv.fused(x, normalise=True, early=self.fits_kernels)
+        if not self.fits_kernels:
+            y = state.attend(*self._prepare(qkv, state.angles), self._sinks()).reshape(1, 1, -1)
         else:
-            y = state.attend_one(qkv).view(x.shape)
-        return self.output.fused(y, normalise=self.sub_norm is not None, added=x)
+            qkv = qkv.view(len(x), 1, 3, self.heads, self.width)
+            if self.output.takes_parts and state.leaves_parts(qkv):
+                y = state.attend_in_parts(qkv)
+            else:
+                y = state.attend_one(qkv).view(len(x), 1, -1)
+        normalise, early = self.sub_norm is not None, self.output_bias is None
+        return self._biased(self.output.fused(y, normalise=normalise, added=x, early=early))
 
     def new_state(self, clock: Clock) -> "Ring":
         """Make rings for keys and values."""
-        return Ring(clock, self.heads, self.width, self.window)
+        return Ring(clock, self.kv_heads, self.width, self.window, self.rotary)
 
     def linears(self) -> tuple[nn.Module, ...]:
         """List the projections."""
@@ -99,14 +187,13 @@ class Attention(CachedAttention):
 class _Here:
     """Several positions that are being read."""
 
-    angles: tuple[Tensor, Tensor]
-    """Their rows of the rotary table."""
     slots: Tensor
     """Where they go."""
     before: Tensor | None = None
     """Slots of the positions before them, in the order of the text; None if they are the first."""
     mask: Tensor | None = None
-    """(T, seen + T) bool: which of those before, and of themselves, each of them attends to."""
+    """(T, seen + T) bool: which of those before, and of themselves, each of them attends to; of one
+    position (1, W), which slots of the ring it attends to once it is stored."""
 
 
 class Ring(State):
@@ -122,9 +209,17 @@ class Ring(State):
         heads: of keys and values.
         width: d.
         window: positions that each one attends to; None is `ctx` of them.
+        rotary: the angles of positions.
     """
 
-    def __init__(self, clock: Clock, heads: int, width: int, window: int | None) -> None:
+    def __init__(
+        self,
+        clock: Clock,
+        heads: int,
+        width: int,
+        window: int | None,
+        rotary: RotaryConfig = PLAIN,
+    ) -> None:
         super().__init__(clock)
         self.window = min(window or clock.ctx, clock.ctx, clock.positions)
         clock.limit(self.window)
@@ -137,7 +232,7 @@ class Ring(State):
         if clock.stored:
             self.exponents = torch.zeros(ring[:-1], dtype=torch.int8, device=device)
         rows = table_rows(clock.positions, clock.ctx)
-        self.table = rotary_table(rows, width, device)
+        self.rotary, self.table = rotary, rotary_table(rows, width, device, rotary=rotary)
         shape = (*texts, heads)
         self.tickets = clock.kept(
             ("tickets", heads), lambda: torch.zeros(shape, dtype=torch.int32, device=device)
@@ -153,66 +248,83 @@ class Ring(State):
         """Make the rings of one of several texts."""
         own = Ring.__new__(Ring)
         State.__init__(own, clock)
-        own.window, own.short, own.exponents, own.table = self.window, False, None, self.table
+        own.window, own.short, own.exponents = self.window, False, None
+        own.rotary, own.table = self.rotary, self.table
         own.keys, own.values = self.keys[text], self.values[text]
         own.tickets = self.tickets[text]
         return own
 
     @property
+    def angles(self) -> tuple[Tensor, Tensor]:
+        """Rows of the rotary table for the positions that are being read: (T, d / 2) each."""
+        clock, key = self.clock, ("angles", self.keys.shape[-1], self.rotary)
+        return clock.here(key, lambda: tuple(part[clock.places] for part in self.table))
+
+    @property
     def here(self) -> _Here:
         """Where the positions that are being read go, and what they attend to."""
-        return self.clock.here(("ring", self.window, self.keys.shape[-1]), self._here)
+        return self.clock.here(("ring", self.window), self._here)
 
     def _here(self) -> _Here:
+        if self.clock.length == 1:  # no shape and no number of the host's depends on the position
+            position = self.clock.position
+            seen = torch.arange(self.window, device=self.clock.device) <= position
+            return _Here(self.clock.places % self.window, mask=seen[None])
         start, length, device = self.clock.start, self.clock.length, self.clock.device
         slots = torch.arange(start, start + length, device=device) % self.window
-        angles = tuple(part[start : start + length] for part in self.table)
         if start == 0:
-            return _Here(angles, slots)
+            return _Here(slots)
         seen = min(start, self.window)
         before = torch.arange(start - seen, start, device=device) % self.window
         every = torch.ones(length, seen + length, dtype=torch.bool, device=device)
-        return _Here(angles, slots, before, every.tril(seen).triu(seen - self.window + 1))
+        return _Here(slots, before, every.tril(seen).triu(seen - self.window + 1))
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Attend to the positions before and to the new ones, then store these.
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None = None) -> Tensor:
+        """Attend to the positions before and to the new ones, and store these.
 
-        All are (1, heads, T, d), rotated and normalised.
+        For one position no shape depends on how many there were before.
+
+        Args:
+            q: (1, H, T, d), as they are multiplied with keys.
+            k: (1, heads, T, d), likewise.
+            v: like k.
+            sink: (H,) float32, logits of a position without a value; None is none.
+
+        Returns:
+            (1, H, T, d).
         """
-        if self.exponents is None:
-            y = self._attend(q, k, v)
-            self._store(self.keys, k[0])
-            self._store(self.values, v[0])
-            return y
-        entries = [quantise_entries(new[0], self.keys.dtype) for new in (k, v)]
-        k, v = (decode_entries(*entry, q.dtype)[None] for entry in entries)
-        y = self._attend(q, k, v)
-        rings = (self.keys, self.values)
-        for ring, of_ring, (codes, exponents) in zip(rings, self.exponents, entries, strict=True):
-            self._store(ring.view(torch.int8), codes.view(torch.int8))  # torch copies no e4m3 so
-            self._store(of_ring, exponents)
+        new, entries, here = (k[0], v[0]), [(k[0],), (v[0],)], self.here
+        if self.exponents is not None:
+            entries = [quantise_entries(part, self.keys.dtype) for part in new]
+            new = tuple(decode_entries(*entry, q.dtype) for entry in entries)
+        if self.clock.length == 1:
+            self._store(entries)
+            return attend_to(q, *self._read(q.dtype), here.mask, sink)
+        if here.before is not None:
+            before = self._read(q.dtype, here.before)
+            new = tuple(torch.cat(pair, dim=1) for pair in zip(before, new, strict=True))
+        y = attend_to(q, *new, here.mask, sink)
+        self._store(entries)
         return y
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        here = self.here
-        if here.before is None:
-            return functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-        keys, values = (
-            torch.cat([self._before(index, ring, q.dtype), new[0]], dim=1)[None]
-            for index, (ring, new) in enumerate(((self.keys, k), (self.values, v)))
-        )
-        return functional.scaled_dot_product_attention(q, keys, values, attn_mask=here.mask)
-
-    def _before(self, index: int, ring: Tensor, dtype: torch.dtype) -> Tensor:
-        """Read what is before the new positions in one of the rings."""
-        before = self.here.before
+    def _read(self, dtype: torch.dtype, slots: Tensor | slice = slice(None)) -> list[Tensor]:
+        """Read keys and values of some slots, (heads, n, d) each."""
+        rings = (self.keys, self.values)
         if self.exponents is None:
-            return ring[:, before]
-        codes = ring.view(torch.int8)[:, before].view(ring.dtype)
-        return decode_entries(codes, self.exponents[index][:, before], dtype)
+            return [ring[:, slots] for ring in rings]
+        codes = (ring.view(torch.int8)[:, slots].view(ring.dtype) for ring in rings)
+        pairs = zip(codes, self.exponents, strict=True)
+        return [decode_entries(code, exponents[:, slots], dtype) for code, exponents in pairs]
 
-    def _store(self, ring: Tensor, new: Tensor) -> None:
-        ring.index_copy_(1, self.here.slots, new)
+    def _store(self, entries: list[tuple[Tensor, ...]]) -> None:
+        """Put the keys and the values of the new positions in the rings."""
+        for index, (ring, entry) in enumerate(zip((self.keys, self.values), entries, strict=True)):
+            if self.exponents is None:
+                ring.index_copy_(1, self.here.slots, *entry)
+                continue
+            codes, exponents = entry  # torch copies no e4m3 by index
+            ring.view(torch.int8).index_copy_(1, self.here.slots, codes.view(torch.int8))
+            self.exponents[index].index_copy_(1, self.here.slots, exponents)
 
     def attend_one(self, qkv: Tensor) -> Tensor:
         """Store one new position, of each text that goes on, and attend to the last W.

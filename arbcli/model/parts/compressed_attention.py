@@ -128,7 +128,7 @@ class Indexer(nn.Module):
         super().__init__()
         parts, about = layers_for(site), {"area": "indexer"}
         self.heads, self.width = config.index_heads, config.index_width
-        self.top_k = config.top_k
+        self.top_k, self.norm_gain = config.top_k, site.norm_gain
         queries = self.heads * (self.width + 1)
         self.query = parts.linear(queries, site.dim, site, **about)
         self.key = parts.linear(self.width, config.kv_heads * config.width(site), site, **about)
@@ -150,6 +150,9 @@ class Indexer(nn.Module):
         Returns:
             (B, N, h, width) and (B, N, h) in the dtype of x.
         """
+        if norm and self.norm_gain:  # whose gains are cut off, too
+            with torch.no_grad():
+                x, norm = norm(x), None
         q, w = self.query(x.detach(), norm).split((self.heads * self.width, self.heads), dim=-1)
         angles = [part[:, None] for part in angles]
         q = turned(q.unflatten(-1, (self.heads, self.width)), angles)

@@ -11,11 +11,30 @@ from arbcli.verify.parts.base import Reading, Weights, norm, positions, sees_las
 def attention(w: Weights, _x: Tensor, h: Tensor, reading: Reading) -> Tensor:
     """Attend over the normalised stream h, (T, D)."""
     config, site = reading.config, reading.site
-    qkv = (h @ w["qkv"].T).view(len(h), 3, config.heads, config.head_width(site))
-    q, k, v = qkv.unbind(dim=1)
-    q, k = (norm(turn(part, positions(h))) for part in (q, k))
-    scores = torch.einsum("thd,shd->hts", q, k) / math.sqrt(q.shape[-1])
+    size, rotary = config.width(site), config.rotary
+    heads, kv = config.heads, config.kv_heads or config.heads
+    qkv = h @ w["qkv"].T
+    if config.bias:
+        qkv = qkv + w["bias"][:, 0]
+    q, k, v = qkv.view(len(h), heads + 2 * kv, size).split((heads, kv, kv), dim=1)
+    if config.query_key_norm != "none":
+        gains = config.query_key_norm == "gain"
+        q, k = (
+            norm(part, w[name] if gains else None)
+            for part, name in ((q, "query_gain"), (k, "key_gain"))
+        )
+    q, k = (turn(part, positions(h), config.rotated(site), rotary) for part in (q, k))
+    k, v = (part.repeat_interleave(heads // kv, dim=1) for part in (k, v))
+    sharpness = 1.0
+    if rotary.scaling == "yarn":
+        sharpness = (0.1 * math.log(rotary.factor) + 1) ** 2
+    scores = torch.einsum("thd,shd->hts", q, k) * sharpness / math.sqrt(size)
     sees = sees_last(len(h), min(config.window or site.ctx, site.ctx), h.device)
-    shares = scores.masked_fill(~sees, -math.inf).softmax(dim=-1)
+    scores = scores.masked_fill(~sees, -math.inf)
+    if config.sink:  # a position that has no value
+        sinks = w["sinks"].view(heads, 1, 1).expand(-1, len(h), 1)
+        scores = torch.cat((scores, sinks), dim=-1)
+    shares = scores.softmax(dim=-1)[..., : len(h)]
     y = torch.einsum("hts,shd->thd", shares, v).flatten(1)
-    return (norm(y, w.get("sub_norm")) if config.sub_norm else y) @ w["output"].T
+    y = (norm(y, w.get("sub_norm")) if config.sub_norm else y) @ w["output"].T
+    return y + w["output_bias"][:, 0] if config.output_bias else y

@@ -1,7 +1,8 @@
 """What references of parts share: what they read, choices of a model, norms, rotations, windows.
 
 A reference computes a text at a time, in float64. Weights are decoded and have their names within
-the part, less `.weight`; weights of a norm are (1, D), and a norm without weights multiplies by 1.
+the part, less `.weight`; weights of a norm are (1, D), gains (D, 1), and a norm without weights
+multiplies by 1.
 """
 
 import math
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 
 from arbcli.config.parts.base import PartConfig
+from arbcli.config.parts.rotary import PLAIN, RotaryConfig
 from arbcli.config.site import Site
 
 Weights = Mapping[str, Tensor]
@@ -90,9 +92,9 @@ def under(w: Weights, prefix: str) -> Weights:
 
 
 def norm(x: Tensor, weight: Tensor | None = None) -> Tensor:
-    """Divide by the root-mean-square, and multiply by (1, D) weights."""
+    """Divide by the root-mean-square, and multiply by D weights."""
     x = x / (x.square().mean(dim=-1, keepdim=True) + 1e-6).sqrt()
-    return x if weight is None else x * weight[0]
+    return x if weight is None else x * weight.flatten()
 
 
 def gated(x: Tensor, limit: float = math.inf) -> Tensor:
@@ -102,20 +104,42 @@ def gated(x: Tensor, limit: float = math.inf) -> Tensor:
     return gate * torch.sigmoid(gate) * up
 
 
-def rotary_angles(places: Tensor, width: int) -> Tensor:
-    """Compute angles place * 10000**(-2 i / width), (..., width / 2) float64."""
-    pair = torch.arange(width // 2, dtype=torch.float64, device=places.device)
-    return places[..., None] * 10000.0 ** (-2 * pair / width)
+def rotary_angles(places: Tensor, width: int, rotary: RotaryConfig = PLAIN) -> Tensor:
+    """Compute angles place * base**(-2 i / width), scaled, (..., width / 2) float64."""
+    rates = [_rate(i, width, rotary) for i in range(width // 2)]
+    return places[..., None] * torch.tensor(rates, dtype=torch.float64, device=places.device)
 
 
-def turn(x: Tensor, places: Tensor, width: int | None = None) -> Tensor:
+def _rate(i: int, width: int, rotary: RotaryConfig) -> float:
+    """Compute the radians by which pair i turns from a position to the next."""
+    rate, kept = rotary.base ** (-2 * i / width), 0.0
+    if rotary.scaling == "llama3":
+        turns = rotary.original_ctx * rate / (2 * math.pi)
+        low, high = rotary.low or 1.0, rotary.high or 4.0
+        kept = min(max((turns - low) / (high - low), 0.0), 1.0)
+    elif rotary.scaling == "yarn":
+        # the number of the pair, not an integer, that turns so many times in the original context
+        first, last = (
+            width * math.log(rotary.original_ctx / (turns * 2 * math.pi), rotary.base) / 2
+            for turns in (rotary.high or 32.0, rotary.low or 1.0)
+        )
+        first, last = max(math.floor(first), 0), min(math.ceil(last), width - 1)
+        if first == last:
+            last += 0.001
+        kept = 1 - min(max((i - first) / (last - first), 0.0), 1.0)
+    return rate * (kept + (1 - kept) / rotary.factor)
+
+
+def turn(
+    x: Tensor, places: Tensor, width: int | None = None, rotary: RotaryConfig = PLAIN
+) -> Tensor:
     """Rotate the first `width / 2` pairs (i, i + d / 2) of heads, (T, ..., d), by `places`, (T,).
 
     None is all pairs.
     """
     half, width = x.shape[-1] // 2, width or x.shape[-1]
     angles = torch.zeros(len(x), half, dtype=torch.float64, device=x.device)
-    angles[:, : width // 2] = rotary_angles(places, width)
+    angles[:, : width // 2] = rotary_angles(places, width, rotary)
     angles = angles.view(len(x), *[1] * (x.dim() - 2), half)
     turned = torch.complex(*x.split(half, dim=-1)) * torch.exp(1j * angles)
     return torch.cat([turned.real, turned.imag], dim=-1)

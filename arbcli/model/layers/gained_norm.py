@@ -1,0 +1,45 @@
+"""The root-mean-square norm whose gains are trained."""
+
+from torch import Tensor
+from torch.autograd import Function
+
+from arbcli.config.site import Site
+from arbcli.kernels.norm.rms_norm import rms_norm, rms_norm_backward
+from arbcli.model.layers.norm import NORM_EPS
+from arbcli.model.layers.vector import TernaryVector
+
+
+class GainedRMSNorm(TernaryVector):
+    """Divide by the root-mean-square, then multiply by a packed vector, which begins as ones.
+
+    Unlike a `TernaryRMSNorm` it is differentiated by itself, and so what it gives is saved.
+
+    Args:
+        dim: D.
+        site: where it stands.
+    """
+
+    plain = False
+
+    def __init__(self, dim: int, site: Site) -> None:
+        super().__init__([1.0] * dim, site, area="norms")
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalise the last dimension of (..., D); differentiable."""
+        return _GainedNorm.apply(x, super().forward())
+
+
+class _GainedNorm(Function):
+    """Gains times the normalised input, rounded twice in bf16."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, gain: Tensor) -> Tensor:
+        ctx.save_for_backward(x, gain)
+        return rms_norm(x, None, NORM_EPS).mul_(gain)
+
+    @staticmethod
+    def backward(ctx, grad_y: Tensor):
+        x, gain = ctx.saved_tensors
+        grad_x, normal = rms_norm_backward(grad_y * gain.to(grad_y.dtype), x, None, NORM_EPS)
+        product = (grad_y.float() * normal).flatten(0, -2)
+        return grad_x, product.sum(dim=0)

@@ -1,0 +1,304 @@
+"""Attention of shapes that kernels have not, and kernels by other angles and widths."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from arbcli.config.model import BlockConfig, ModelConfig, StageConfig
+from arbcli.config.parts import AttentionConfig, MLPConfig
+from arbcli.config.parts.rotary import RotaryConfig
+from arbcli.errors import ArbError
+from arbcli.inspect.memory import predict
+from arbcli.kernels.attention.eight_bits import FORMATS
+from arbcli.kernels.runtime.backend import use_backend
+from arbcli.model import language_model as model_module
+from arbcli.model.build import build_model
+from arbcli.model.layers.vector import VectorWeight
+from arbcli.model.operations import forward_operations
+from arbcli.model.parts import attention as attention_module
+from arbcli.train.compiled_twin import compile_twin
+from arbcli.verify import parity
+from arbcli.verify.parity import Subject
+
+CTX, LENGTH, DIM, WINDOW = 12, 29, 48, 5
+LONGER = {"base": 50.0, "factor": 8.0, "original_ctx": 40}
+SHAPES = {
+    "plain": {},
+    "fewer heads of keys": {"kv_heads": 2},
+    "one head of keys, in a window": {"kv_heads": 1, "window": WINDOW},
+    "wide heads": {"head_width": 14},
+    "half of a head": {"rotary": RotaryConfig(base=500.0, share=0.5)},
+    "interpolated": {"rotary": RotaryConfig(scaling="linear", factor=4.0)},
+    "llama3": {"rotary": RotaryConfig(scaling="llama3", **LONGER)},
+    "yarn": {"rotary": RotaryConfig(scaling="yarn", high=8.0, **LONGER)},
+    "gains": {"query_key_norm": "gain"},
+    "no norm": {"query_key_norm": "none"},
+    "biases": {"bias": True, "output_bias": True},
+    "output bias": {"output_bias": True},
+    "sinks": {"sink": True},
+    "sinks in a window": {"sink": True, "window": WINDOW},
+    "all": {
+        "kv_heads": 2, "head_width": 8, "query_key_norm": "gain", "bias": True, "output_bias": True,
+        "sink": True, "window": WINDOW, "rotary": RotaryConfig(scaling="yarn", **LONGER, share=0.5),
+    },
+}  # fmt: skip
+KERNELS = ("plain", "wide heads", "half of a head", "interpolated", "llama3")
+"""Shapes that kernels have."""
+PARTS = {
+    "a byte at a time": [1] * LENGTH,
+    "ragged": [3, 1, 5, 2, 1, 5, 4, 1, 1, 5, 1],
+}
+
+
+def model_config(name: str, heads=4, **options) -> ModelConfig:
+    mixer = AttentionConfig(heads=heads, **SHAPES[name])
+    block = BlockConfig(mixer=mixer, channel=MLPConfig(width=16))
+    stage = StageConfig(dim=DIM, blocks=(block,) * 2)
+    return ModelConfig(**{"ctx": CTX, "stages": (stage,)} | options)
+
+
+def build(name: str, device, dtype=torch.float32, **options):
+    """Make a model whose vectors have values that show."""
+    with torch.device(device):
+        lm = build_model(model_config(name, **options), dtype)
+    generator = torch.Generator().manual_seed(1)
+    for tensor in lm.weights().values():
+        if isinstance(tensor, VectorWeight):
+            values = torch.randn(tensor.out_features, generator=generator)
+            tensor.values = tuple((values + tensor.values[0]).tolist())
+    lm.initialise(0)
+    return lm
+
+
+def text(device) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(3)
+    return torch.randint(256, (1, LENGTH), generator=generator).to(device)
+
+
+@torch.no_grad()
+def in_parts(lm, ids, lengths) -> torch.Tensor:
+    cache = lm.new_cache(LENGTH)
+    return torch.cat([lm(part, cache) for part in ids.split(lengths, dim=1)], dim=1)
+
+
+@pytest.mark.parametrize("norm_gain", [False, True])
+@pytest.mark.parametrize("name", SHAPES)
+def test_shape_agrees_with_its_reference(name, norm_gain, device):
+    if norm_gain and name not in ("plain", "all"):
+        return
+    config = model_config(name, norm_gain=norm_gain)
+    backend = "triton" if device.type == "cuda" else "torch"
+    about = (2, torch.float32, device, backend, ("blocks", "whole", "bits"))
+    results = [*parity._check("", "", Subject(name, config, *about))]
+    results += parity._causality(Subject(name, config, *about))
+    assert not [result for result in results if not result.passed]
+
+
+@pytest.mark.parametrize("weights", ["ternary", "float"])
+@pytest.mark.parametrize("name", SHAPES)
+@torch.no_grad()
+def test_text_in_parts_has_the_logits_of_a_forward(name, weights, device):
+    lm, ids = build(name, device, weights=weights), text(device)
+    whole = lm(ids[:, :CTX])
+    found = {way: in_parts(lm, ids, lengths) for way, lengths in PARTS.items()}
+    for logits in found.values():
+        torch.testing.assert_close(logits[:, :CTX], whole, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(logits, found["ragged"], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("kv", ["fp8", "int8"])
+@pytest.mark.parametrize("name", ["fewer heads of keys", "all"])
+@torch.no_grad()
+def test_state_in_eight_bits_is_read_as_without_a_state(name, kv, device):
+    lm, ids = build(name, device), text(device)
+    plain = lm(ids[:, :CTX])
+    lm.stored = FORMATS[kv]
+    for block in lm.blocks:
+        block.attention.stored = lm.stored
+    config = lm.config.main.blocks[0].mixer
+    slots = min(config.window or CTX, CTX)
+    entries = 2 * 2 * config.key_heads * slots  # keys and values of two blocks
+    assert lm.new_cache(LENGTH).nbytes == entries * (config.width(lm.config.site()) + 1)
+    whole = lm(ids[:, :CTX])
+    for lengths in PARTS.values():
+        found = in_parts(lm, ids, lengths)[:, :CTX]
+        # a code may be the next one, where products of other shapes add in another order
+        torch.testing.assert_close(found, whole, rtol=0, atol=0.05)
+    assert not torch.equal(plain, whole)
+
+
+WIDE = {
+    "kernels": {"head_width": 16} | SHAPES["llama3"],
+    "plain operations": SHAPES["all"] | {"head_width": 16},
+}
+"""Heads that are together wider than the stream, and other angles."""
+
+
+@pytest.mark.parametrize("name", WIDE)
+def test_fused_products_of_a_step_have_the_logits_of_others(name, device, monkeypatch):
+    """Of one position, in bf16; attention between them is by kernels, or by plain operations."""
+    monkeypatch.setitem(SHAPES, "wide", WIDE[name])
+    lm, ids = build("wide", device, torch.bfloat16), text(device)
+    lm.embedding.weight.exponent -= 4  # so what blocks add counts
+    backend = "triton" if device.type == "cuda" else "interpreter"
+    ways = []
+    with lm.prepared_weights():
+        for fits in (False, True):
+            monkeypatch.setattr(model_module, "fits_arranged", lambda *_, fits=fits: fits)
+            with use_backend(backend if fits else "torch"):
+                ways.append(in_parts(lm, ids[:, :2], [1] * 2).float())
+    attention = lm.blocks[0].attention
+    assert attention.steps_fused
+    assert attention.fits_kernels == (name == "kernels")
+    assert (ways[0] - ways[1]).norm() / ways[0].norm() < 0.02  # roundings to bf16
+
+
+@pytest.mark.parametrize("name", [name for name in SHAPES if name not in KERNELS])
+def test_other_shapes_take_plain_operations(name, device):
+    attention = build(name, device).blocks[0].attention
+    assert not attention.steps_several
+    assert attention.fits_kernels == (name == "output bias")
+    assert all(build(fits, device).blocks[0].attention.fits_kernels for fits in KERNELS)
+
+
+@torch.no_grad()
+def test_general_path_computes_what_kernels_do(device, monkeypatch):
+    lm, ids = build("plain", device), text(device)
+    wanted = in_parts(lm, ids, PARTS["ragged"])
+    monkeypatch.setattr(attention_module, "fits_kernels", lambda _: False)
+    other = build("plain", device)
+    assert other.state_dict().keys() == lm.state_dict().keys()
+    torch.testing.assert_close(in_parts(other, ids, PARTS["ragged"]), wanted, rtol=0, atol=1e-4)
+    torch.testing.assert_close(other(ids[:, :CTX]), lm(ids[:, :CTX]), rtol=0, atol=1e-4)
+
+
+@torch.no_grad()
+def test_vectors_begin_where_they_do_nothing(device):
+    """Biases at 0, and gains at the number with one scale that is nearest to 1."""
+    plain = build("plain", device)
+    config = model_config("plain", norm_gain=True)
+    mixer = dataclasses.replace(
+        config.main.blocks[0].mixer, bias=True, output_bias=True, query_key_norm="gain"
+    )
+    block = dataclasses.replace(config.main.blocks[0], mixer=mixer)
+    stage = dataclasses.replace(config.main, blocks=(block,) * 2)
+    with torch.device(device):
+        lm = build_model(dataclasses.replace(config, stages=(stage,)), torch.float32)
+    lm.initialise(5)
+    state, ids = plain.state_dict(), text(device)[:, :CTX]
+    own = lm.state_dict()
+    lm.load_state_dict(
+        {name: state[name] if _same(state, own, name) else own[name] for name in own}
+    )
+    values = {tensor.weight(torch.float32).unique().item() for tensor in vectors(lm)}
+    assert values == {0.0, 1 - 2**-8}
+    torch.testing.assert_close(lm(ids), plain(ids), rtol=0, atol=0.05)
+
+
+def _same(state, own, name: str) -> bool:
+    return name in state and state[name].shape == own[name].shape
+
+
+def vectors(lm) -> list[VectorWeight]:
+    return [tensor for tensor in lm.weights().values() if isinstance(tensor, VectorWeight)]
+
+
+@torch.no_grad()
+def test_sink_takes_a_share_of_attention(device):
+    """All of it where its logit is large, and none where it is small."""
+    lm, ids = build("sinks", device, weights="float"), text(device)[:, :CTX]
+    other = build("no norm", device, weights="float")
+    attention, x = lm.blocks[0].attention, torch.randn(1, 7, DIM, device=device)
+    norm = lm.blocks[0].attention_norm
+    attention.sinks.weight.latent.fill_(60.0)
+    assert attention(x, norm).added.abs().max() < 1e-6
+    found = []
+    for sink in (-60.0, 0.0):
+        attention.sinks.weight.latent.fill_(sink)
+        found.append(attention(x, norm).added)
+    attention.sinks = None
+    torch.testing.assert_close(found[0], attention(x, norm).added)
+    assert not torch.allclose(found[1], found[0])
+    assert lm(ids).shape == other(ids).shape
+
+
+def test_operations_are_those_of_the_matrices_and_of_what_is_seen():
+    wide = model_config("plain")
+    grouped = model_config("fewer heads of keys")
+    keys_and_values = 2 * DIM * 2 * (DIM // 4)  # of two heads of four less
+    fewer = 2 * CTX * 2 * keys_and_values
+    assert forward_operations(wide) - forward_operations(grouped) == fewer
+    assert predict(wide).trained_weights - predict(grouped).trained_weights == 2 * keys_and_values
+
+
+REFUSED = {
+    "3 heads of keys do not divide 4": {"kv_heads": 3},
+    "`head_width` is 7": {"head_width": 7},
+    "`query_key_norm` is `some`": {"query_key_norm": "some"},
+    "`share` is 0.1, and 1 of 12 numbers": {"rotary": RotaryConfig(share=0.1)},
+}
+
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_shape_that_cannot_be_is_refused(message, monkeypatch):
+    monkeypatch.setitem(SHAPES, "refused", REFUSED[message])
+    with pytest.raises(ArbError) as caught:
+        model_config("refused")
+    assert str(caught.value).startswith(message)
+    assert caught.value.hint
+
+
+OF_ANGLES = {
+    "`base` is 0.5": {"base": 0.5},
+    "`share` is 1.5": {"share": 1.5},
+    "`scaling` is `more`": {"scaling": "more"},
+    "`factor` does not apply to the scaling `none`": {"factor": 2.0},
+    "`original_ctx` does not apply to the scaling `linear`": {
+        "scaling": "linear", "factor": 2.0, "original_ctx": 8,
+    },
+    "the scaling `yarn` needs `original_ctx`": {"scaling": "yarn", "factor": 2.0},
+    "`low` is 4.0, and `high` is 4.0": {
+        "scaling": "llama3", "factor": 2.0, "original_ctx": 8, "low": 4.0,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("message", OF_ANGLES)
+def test_angles_that_cannot_be_are_refused(message):
+    with pytest.raises(ArbError) as caught:
+        RotaryConfig(**OF_ANGLES[message])
+    assert str(caught.value).startswith(message)
+    assert caught.value.hint
+
+
+@pytest.mark.parametrize("name", ["all"])
+def test_twin_is_compiled_as_one_graph(name, device):
+    torch._dynamo.reset()
+    ids, found = text(device)[:, :CTX], []
+    for compiles in (False, True):
+        lm = build(name, device, weights="float", norm_gain=True)
+        if compiles:
+            compile_twin(lm, backend="aot_eager")
+        loss = lm.losses(ids, ids)["text"]
+        loss.backward()
+        found.append([loss.detach(), *(parameter.grad for parameter in lm.parameters())])
+    for plain, compiled in zip(*found, strict=True):
+        torch.testing.assert_close(compiled, plain, rtol=1e-4, atol=1e-5)
+
+
+@torch.no_grad()
+def test_blocks_of_different_angles_and_windows_keep_them_in_a_text(device):
+    config, blocks = model_config("no norm"), []
+    for base, window in ((10000.0, None), (50.0, WINDOW), (50.0, None)):
+        rotary = RotaryConfig(base=base)
+        mixer = AttentionConfig(heads=4, query_key_norm="none", rotary=rotary, window=window)
+        blocks.append(BlockConfig(mixer=mixer, channel=MLPConfig(width=16)))
+    stage = dataclasses.replace(config.main, blocks=tuple(blocks))
+    with torch.device(device):
+        lm = build_model(dataclasses.replace(config, stages=(stage,)), torch.float32)
+    lm.initialise(0)
+    ids = text(device)[:, :CTX]
+    for lengths in PARTS.values():
+        found = in_parts(lm, text(device), lengths)[:, :CTX]
+        torch.testing.assert_close(found, lm(ids), rtol=1e-4, atol=1e-4)
