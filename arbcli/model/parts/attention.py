@@ -37,7 +37,6 @@ class Attention(CachedAttention):
     """Causal self-attention over rotary positions, with normalised queries and keys."""
 
     name = "attention"
-    compiles = True
     steps_fused = True
 
     def __init__(self, config: AttentionConfig, site: Site) -> None:

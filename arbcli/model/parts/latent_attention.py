@@ -39,7 +39,6 @@ class LatentAttention(CachedAttention):
     """Causal self-attention; queries and keys are normalised after their rotary part is rotated."""
 
     name = "attention"
-    compiles = True
     steps_fused = True
 
     def __init__(self, config: LatentAttentionConfig, site: Site) -> None:
