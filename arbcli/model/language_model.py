@@ -119,6 +119,8 @@ class LanguageModel(nn.Module):
         """
         if cache is None:
             return self._logits(self._whole(ids, []))
+        if cache.is_marked and not cache.reads_at_once and ids.shape[1] > 1:
+            return torch.cat([self(part, cache) for part in ids.split(1, dim=1)], dim=1)
         with cache.reading(ids) as text:
             x, reading = self._embed(text, ids.shape[1])
             if self.stages:

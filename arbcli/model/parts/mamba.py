@@ -28,6 +28,7 @@ from arbcli.model.flow import Flow, Reading, project
 from arbcli.model.initial import projection_std
 from arbcli.model.layers.compiled import operator
 from arbcli.model.layers.kinds import layers_for
+from arbcli.model.mark import Written
 from arbcli.model.parts.base import Part
 from arbcli.model.state import Clock, State
 
@@ -173,9 +174,10 @@ class MambaState(State):
         self.state = torch.zeros(shape, dtype=torch.float32, device=clock.device)
         self.ring = torch.zeros(TAPS, layer.mixed, dtype=clock.dtype, device=clock.device)
 
-    def tensors(self) -> Iterator[Tensor]:
+    def written(self) -> Iterator[Written]:
         """List both."""
-        yield from (self.state, self.ring)
+        yield Written(self.state)
+        yield Written(self.ring, lambda position: position % TAPS)
 
     def reset(self) -> None:
         """Begin a new text."""
