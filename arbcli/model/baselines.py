@@ -6,12 +6,15 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import Function
 from torch.nn import functional
 
 from arbcli.config.parts.rotary import PLAIN, RotaryConfig
 from arbcli.config.site import Site
+from arbcli.kernels.matmul.grouped_matmul import grouped_grad_w, grouped_matmul
 from arbcli.kernels.streams.mix_streams import mix_streams_torch
 from arbcli.model.initial import projection_std
+from arbcli.model.layers.compiled import operator
 from arbcli.model.layers.norm import NORM_EPS, clamp_halves
 from arbcli.model.layers.rotary import rotary_table, rotate
 
@@ -226,15 +229,31 @@ class FloatExpertWeight(FloatWeight):
     def multiply(self, x: Tensor, bounds: Tensor, before: nn.Module | None) -> Tensor:
         """Multiply the slots of each expert, (S, K), by its matrix: (S, N).
 
-        On a GPU in bf16 this is torch's grouped product; elsewhere a product for each expert, for
-        which the host waits.
+        On a GPU in bf16 this is torch's grouped product; elsewhere our own.
         """
         x = before(x) if before else x
         w = self.weight(x.dtype).unflatten(0, (self.experts, -1))
         if x.is_cuda and x.dtype == torch.bfloat16:
             return torch._grouped_mm(x, w.transpose(1, 2), offs=bounds[1:].to(torch.int32))
-        parts = x.split(bounds.diff().tolist())
-        return torch.cat([part @ own.T for part, own in zip(parts, w, strict=True)])
+        return _grouped_product(x, w, bounds)
+
+
+class _GroupedProduct(Function):
+    @staticmethod
+    def forward(x: Tensor, w: Tensor, bounds: Tensor) -> Tensor:
+        return grouped_matmul(x, w, bounds)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx, grad_y: Tensor):
+        x, w, bounds = ctx.saved_tensors
+        return grouped_matmul(grad_y, w.mT, bounds), grouped_grad_w(grad_y, x, bounds), None
+
+
+_grouped_product = operator(_GroupedProduct, lambda x, w, bounds: x.new_empty(len(x), w.shape[1]))
 
 
 class FloatRotaryAngles(nn.Module):

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from arbcli.model.mark import Mark, Written
 from arbcli.model.parts.ngrams import HISTORY
 from arbcli.model.state import Track
 
@@ -14,7 +15,75 @@ if TYPE_CHECKING:
     from arbcli.model.language_model import LanguageModel
 
 
-class Cache:
+class _Markable:
+    """States from which positions can be taken back: see `mark`."""
+
+    is_marked = False
+    """Whether positions that are read can be taken back."""
+    _marks: tuple[Mark, ...] = ()
+    _marked = _read = 0
+
+    def mark(self, positions: int) -> None:
+        """Mark where texts are, so that positions behind it can be taken back.
+
+        Memory for that, part of `nbytes`, is kept for the next mark of as many positions. Steps
+        that a captured graph replays are not seen and cannot be taken back.
+
+        Args:
+            positions: that are read behind the mark, at most.
+        """
+        if not (self._marks and self._marked == positions):
+            self._marks = tuple(self._new_marks(positions))
+        self._marked, self._read, self.is_marked = positions, 0, True
+
+    def rewind(self, accepted: int | Tensor) -> None:
+        """Take back the positions behind the mark but for the first ones, and remove the mark.
+
+        Every tensor is what it would be had the others never been read. Nobody waits for it.
+
+        Args:
+            accepted: how many positions stay, at most as many as were read; of several texts (B,)
+                integers on the device. A text that goes on for fewer steps than others has read so
+                many.
+
+        Raises:
+            ValueError: there is no mark, or more is accepted than was read.
+        """
+        if not self.is_marked:
+            raise ValueError("there is no mark to rewind to: call `mark` first")
+        if isinstance(accepted, int):
+            if not 0 <= accepted <= self._read:
+                raise ValueError(f"{accepted} of {self._read} positions cannot be accepted")
+            accepted = torch.tensor(accepted, device=self.position.device)
+        if self._read:
+            accepted = accepted.long().expand(self.position.shape).reshape(-1)
+            for mark in self._marks:
+                mark.rewind(accepted, self._read)
+        self.is_marked = False
+
+    @property
+    def reads_at_once(self) -> bool:
+        """Whether a marked text takes several positions at once, or one after another."""
+        return len(self._marks) == 1 and self._marks[0].reads_at_once
+
+    def _new_marks(self, positions: int) -> Iterator[Mark]:
+        raise NotImplementedError
+
+    def _save(self, length: int) -> None:
+        if not self.is_marked:
+            return
+        if self._read + length > self._marked:
+            raise ValueError(f"no more than {self._marked} positions can be read behind the mark")
+        for mark in self._marks:
+            mark.save(self._read, length)
+        self._read += length
+
+    @property
+    def _mark_bytes(self) -> int:
+        return sum(mark.nbytes for mark in self._marks)
+
+
+class Cache(_Markable):
     """The states of one text, allocated once.
 
     Args:
@@ -50,8 +119,14 @@ class Cache:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that the states take."""
-        return sum(track.nbytes for track in self.tracks)
+        """Bytes that the states and a mark take."""
+        return sum(track.nbytes for track in self.tracks) + self._mark_bytes
+
+    def _new_marks(self, positions: int) -> Iterator[Mark]:
+        for stage in self.stages:
+            yield stage.encoder.mark(positions, *stage.written())
+            yield stage.decoder.mark(positions)
+        yield self.main.mark(positions, *([] if self.history is None else [Written(self.history)]))
 
     @property
     def position(self) -> Tensor:
@@ -84,6 +159,7 @@ class Cache:
         Yields:
             (1, history + T) int64: the bytes with those before them, negative where there are none.
         """
+        self._save(ids.shape[1])
         if self.history is None:
             yield ids
             return
@@ -94,7 +170,7 @@ class Cache:
         self.history.copy_(text[:, ids.shape[1] :])
 
 
-class SeveralCache:
+class SeveralCache(_Markable):
     """The states of several texts, whose steps are computed together.
 
     Args:
@@ -129,8 +205,11 @@ class SeveralCache:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that the states take."""
-        return self.main.nbytes
+        """Bytes that the states and a mark take."""
+        return self.main.nbytes + self._mark_bytes
+
+    def _new_marks(self, positions: int) -> Iterator[Mark]:
+        yield self.main.mark(positions)
 
     def reset(self) -> None:
         """Begin new texts."""
@@ -145,6 +224,7 @@ class SeveralCache:
         """
         if ids.shape[1] != 1:
             raise ValueError(f"several texts are read one byte at a time, got {ids.shape[1]}")
+        self._save(1)
         yield ids
 
 

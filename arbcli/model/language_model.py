@@ -120,6 +120,8 @@ class LanguageModel(nn.Module):
         """
         if cache is None:
             return self._logits(self._whole(ids, []))
+        if cache.is_marked and not cache.reads_at_once and ids.shape[1] > 1:
+            return torch.cat([self(part, cache) for part in ids.split(1, dim=1)], dim=1)
         with cache.reading(ids) as text:
             x, reading = self._embed(text, ids.shape[1])
             if self.stages:
@@ -143,15 +145,18 @@ class LanguageModel(nn.Module):
         """
         seen: list[Chunked] = []
         flow = self._whole(ids, seen)
-        logits = self._logits(flow)
         if seen and torch.is_grad_enabled():
             self._counts = torch.stack([stage.counts for stage in seen])
-        losses = {"text": self.cross_entropy(logits.flatten(0, 1), targets.flatten())}
+        losses = {"text": self._text_loss(flow, targets)}
         for name in ("ponder", "indexer"):
             if found := flow.losses.get(name):
                 losses[name] = sum(found) / len(found) if len(found) > 1 else found[0]
         ratios = [stage.ratio for stage in seen if stage.ratio is not None]
         return losses | ({"ratio": sum(ratios)} if ratios else {})
+
+    def _text_loss(self, flow: Flow, targets: Tensor) -> Tensor:
+        logits = self._logits(flow)
+        return self.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
     def _embed(self, text: Tensor, length: int) -> tuple[Tensor, Reading]:
         """Look up the last bytes of (B, history + T), and what is added to them."""

@@ -115,6 +115,11 @@ class Block(nn.Module):
         return [layer for layers in found for layer in layers] if all(found) else None
 
 
+def is_compiled(block: Block) -> bool:
+    """Tell whether `block.compile()` was called."""
+    return block._compiled_call_impl is not None
+
+
 class Stack(nn.ModuleList):
     """A list of blocks on one stream, or on several that begin and end as one.
 
@@ -161,14 +166,16 @@ class Stack(nn.ModuleList):
         """
         if self.streams > 1:
             x = spread_streams(x, self.streams)
+            if is_compiled(self[0]):  # for strides of its own it would be compiled once more
+                x = x.contiguous()
         added, losses = None, {}
         states = track.blocks[some] if track else None
         for index, block in enumerate([*self][some]):
             if recompute and torch.is_grad_enabled():
                 flow = checkpoint(block, x, None, reading, **RECOMPUTE)
             else:
-                # a hook sees the whole stream; twins are compiled, which adds up by itself
-                whole = self.float_twin or bool(block._forward_hooks)
+                # a hook sees the whole stream; what is compiled adds up by itself
+                whole = self.float_twin or is_compiled(block) or bool(block._forward_hooks)
                 state = states[index] if states else None
                 flow = block(x, added, reading, state, whole=whole)
             x, added = flow.x, flow.added

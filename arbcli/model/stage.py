@@ -3,7 +3,7 @@
 The equations are those of `arbcli.model.parts.chunking`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -20,6 +20,7 @@ from arbcli.kernels.runtime.conditions import has_conditions
 from arbcli.model.flow import Flow, Reading, project
 from arbcli.model.layers.kinds import layers_for
 from arbcli.model.layers.norm import NORM_EPS
+from arbcli.model.mark import Written
 from arbcli.model.parts.chunking import (
     BoundaryRouter,
     Routed,
@@ -271,6 +272,11 @@ class StageState:
         self.encoder.reset()
         self.decoder.reset()
         self.mean.zero_()
+
+    def written(self) -> Iterator[Written]:
+        """List what a position writes besides the states of blocks."""
+        read = self.byte if self.chunking.boundaries == "space" else self.last
+        yield from map(Written, (self.mean, read))
 
     def begin(self, x: Tensor, rows: Tensor, ids: Tensor) -> None:
         """Route a single position: see `route_position_`."""

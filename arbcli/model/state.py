@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from arbcli.model.mark import Mark, Written
+
 
 class Clock:
     """Counts the positions that a list of blocks has read.
@@ -111,9 +113,13 @@ class State:
     def __init__(self, clock: Clock) -> None:
         self.clock = clock
 
+    def written(self) -> Iterator[Written]:
+        """List the tensors that the text is kept in, and what a position writes to each."""
+        raise NotImplementedError
+
     def tensors(self) -> Iterator[Tensor]:
         """List the tensors that the text is kept in."""
-        raise NotImplementedError
+        return (part.tensor for part in self.written())
 
     def reset(self) -> None:
         """Begin a new text; what only its own positions are read from need not change."""
@@ -150,6 +156,16 @@ class Track:
         for state in self.blocks:
             if state:
                 state.reset()
+
+    def mark(self, positions: int, *beside: Written) -> Mark:
+        """Make a mark, from which so many positions can be taken back.
+
+        Args:
+            positions: that can be read behind it.
+            beside: what they write besides the states of blocks.
+        """
+        written = [part for state in self.blocks if state for part in state.written()]
+        return Mark(self.clock.position, [*written, *beside], positions)
 
     def of(self, text: int) -> "Track":
         """Make the track of one of several texts, in the same tensors."""

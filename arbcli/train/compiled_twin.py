@@ -2,14 +2,10 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 
 import torch
-from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 from arbcli.model.language_model import LanguageModel
-from arbcli.model.stack import RECOMPUTE
 
 WHOLE_LAYERS = 8
 """A model of more blocks, or one that recomputes them, is compiled by parts, blocks only once.
@@ -17,14 +13,16 @@ WHOLE_LAYERS = 8
 A compiler takes minutes for many blocks as one piece, and gains one fused sum a block by it, which
 is nothing where a block is large.
 """
+COMPILATIONS = 64
+"""Of blocks, at most; torch's own limit is eight."""
 
 
 def compile_twin(model: LanguageModel, backend: str = "inductor") -> None:
-    """Compile what a step of a float twin computes, in place of its `losses`.
+    """Compile what a step of a float twin computes.
 
-    It is compiled when first used. Whatever else uses the model finds it as it was, but for the
-    blocks of a model with chunks or several streams: they are compiled where they stand, as what is
-    between them launches kernels. Blocks whose parts launch kernels are left as they are.
+    It is compiled when first used, as one piece in place of the model's `losses`. A large model is
+    compiled by parts where they stand, so that whatever else uses it finds them compiled; and so is
+    one with chunks or several streams, as what is between its blocks launches kernels.
 
     Args:
         model: with float weights.
@@ -32,30 +30,15 @@ def compile_twin(model: LanguageModel, backend: str = "inductor") -> None:
     """
     how = {"backend": backend, "dynamic": False, "fullgraph": True}
     blocks = [block for stack in model.stacks() for block in stack]
-    plain = [block for block in blocks if all(branch.part.compiles for branch in block.branches)]
     several = any(stage.streams > 1 for stage in model.config.stages)
-    if model.stages or several or len(plain) < len(blocks):
-        for block in plain:
-            block.compile(**how)
+    if len(blocks) <= WHOLE_LAYERS and not (model.stages or several or model.recompute):
+        model.losses = torch.compile(model.losses, **how)
         return
-    compiled = partial(torch.compile, **how)
-    if len(blocks) <= WHOLE_LAYERS and not model.recompute:
-        model.losses = compiled(model.losses)
-        return
-    embedding, *blocks = map(compiled, (model.embedding, *blocks))
-
-    @compiled
-    def text_loss(x: Tensor, targets: Tensor) -> Tensor:
-        logits = model.head(x, model.norm)
-        return model.cross_entropy(logits.flatten(0, 1), targets.flatten())
-
-    def losses(ids: Tensor, targets: Tensor) -> dict[str, Tensor]:
-        x = embedding(ids, model.compute_dtype)
-        for block in blocks:
-            x = (checkpoint(block, x, **RECOMPUTE) if model.recompute else block(x)).x
-        return {"text": text_loss(x, targets)}
-
-    model.losses = losses
+    # one for each kind and width of blocks, and once more for evaluations
+    torch._dynamo.config.recompile_limit = max(COMPILATIONS, torch._dynamo.config.recompile_limit)
+    for part in (model.embedding, *blocks):
+        part.compile(**how)
+    model._text_loss = torch.compile(model._text_loss, **how)
 
 
 @contextmanager

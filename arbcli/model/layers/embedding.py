@@ -6,7 +6,8 @@ from torch.autograd import Function
 
 from arbcli.config.site import Site
 from arbcli.kernels.rows.ternary_embedding import embedding_grad, embedding_rows
-from arbcli.model.layers.streamed import StreamedTensor, anchor
+from arbcli.model.layers.compiled import anchor
+from arbcli.model.layers.streamed import StreamedTensor
 
 
 class EmbeddingWeight(StreamedTensor):

@@ -3,15 +3,16 @@
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd import Function
 
 from arbcli.config.site import Site
 from arbcli.kernels.codec.decode_weight import decode_weight
 from arbcli.kernels.matmul.grouped_matmul import grouped_grad_w, grouped_matmul
 from arbcli.model.initial import projection_std
+from arbcli.model.layers.compiled import Findable, operator
 from arbcli.model.layers.gained_norm import GainedRMSNorm
-from arbcli.model.layers.streamed import StreamedTensor, anchor
+from arbcli.model.layers.streamed import StreamedTensor
 
 WEIGHTS_AT_ONCE = 2**25
 """Weights of experts that are decoded, or have their gradient formed, at the same time."""
@@ -34,7 +35,7 @@ class ExpertWeight(StreamedTensor):
         super().__init__(experts * out_features, in_features, site, **about)
         self.of_one = out_features
 
-    def multiply(self, x: Tensor, bounds: Tensor, before: nn.Module | None) -> Tensor:
+    def multiply(self, x: Tensor, bounds: Tensor, before: Findable | None) -> Tensor:
         """Multiply the slots of each expert by its matrix; differentiable.
 
         Args:
@@ -47,8 +48,7 @@ class ExpertWeight(StreamedTensor):
         """
         if isinstance(before, GainedRMSNorm):
             x, before = before(x), None
-        self.note_use()
-        return _GroupedLinear.apply(x, anchor(x), self, bounds, before)
+        return _grouped_linear(x, self, bounds, before)
 
     def product(self, x: Tensor, bounds: Tensor, *, transposed: bool = False) -> Tensor:
         """Multiply the slots of each expert, (S, K) sorted, by its matrix, or that transposed."""
@@ -88,10 +88,22 @@ class _GroupedLinear(Function):
     """y = before(x) @ w[expert].T for slots sorted by expert; see `layers._Linear`."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, _anchor: Tensor, weight: ExpertWeight, bounds: Tensor, before):
-        ctx.weight, ctx.before = weight, before
-        ctx.save_for_backward(x, bounds)
+    def forward(
+        x: Tensor,
+        weight: ExpertWeight,
+        bounds: Tensor,
+        before: Findable | None,
+        anchor: Tensor,
+        trained: bool,
+    ) -> Tensor:
+        if trained:
+            weight.await_backward()
         return weight.product(before(x) if before else x, bounds)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        x, ctx.weight, bounds, ctx.before, *_ = inputs
+        ctx.save_for_backward(x, bounds)
 
     @staticmethod
     def backward(ctx, grad_y: Tensor):
@@ -100,4 +112,10 @@ class _GroupedLinear(Function):
         if ctx.before:
             grad_x, x = ctx.before.backward(grad_x, x)
         ctx.weight.collect((x, bounds), grad_y)
-        return grad_x, None, None, None, None
+        return grad_x, None, None, None, None, None
+
+
+_grouped_linear = operator(
+    _GroupedLinear,
+    lambda x, trits, bounds, *_: x.new_empty(len(x), len(trits) // (len(bounds) - 1)),
+)

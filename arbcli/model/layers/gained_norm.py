@@ -5,6 +5,7 @@ from torch.autograd import Function
 
 from arbcli.config.site import Site
 from arbcli.kernels.norm.rms_norm import rms_norm, rms_norm_backward
+from arbcli.model.layers.compiled import operator
 from arbcli.model.layers.norm import NORM_EPS
 from arbcli.model.layers.vector import TernaryVector
 
@@ -26,16 +27,19 @@ class GainedRMSNorm(TernaryVector):
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise the last dimension of (..., D); differentiable."""
-        return _GainedNorm.apply(x, super().forward())
+        return _gained_norm(x, super().forward())
 
 
 class _GainedNorm(Function):
     """Gains times the normalised input, rounded twice in bf16."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, gain: Tensor) -> Tensor:
-        ctx.save_for_backward(x, gain)
+    def forward(x: Tensor, gain: Tensor) -> Tensor:
         return rms_norm(x, None, NORM_EPS).mul_(gain)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.save_for_backward(*inputs)
 
     @staticmethod
     def backward(ctx, grad_y: Tensor):
@@ -43,3 +47,6 @@ class _GainedNorm(Function):
         grad_x, normal = rms_norm_backward(grad_y * gain.to(grad_y.dtype), x, None, NORM_EPS)
         product = (grad_y.float() * normal).flatten(0, -2)
         return grad_x, product.sum(dim=0)
+
+
+_gained_norm = operator(_GainedNorm)

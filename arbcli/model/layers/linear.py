@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
-from torch import Tensor, library
+from torch import Tensor, nn
 from torch.autograd import Function
 
 from arbcli.config.site import Site
@@ -30,10 +30,10 @@ from arbcli.kernels.matmul.ternary_matmul import (
 )
 from arbcli.kernels.runtime.backend import LARGE_ELEMENTS, uses_triton
 from arbcli.model.initial import projection_std
-from arbcli.model.layers.compiled import Findable, find, refuse_without_gradient
+from arbcli.model.layers.compiled import anchor, operator
 from arbcli.model.layers.gained_norm import GainedRMSNorm
-from arbcli.model.layers.norm import NORM_EPS, TernaryGate, TernaryRMSNorm
-from arbcli.model.layers.streamed import StreamedTensor, anchor
+from arbcli.model.layers.norm import NORM_EPS, TernaryRMSNorm
+from arbcli.model.layers.streamed import StreamedTensor
 from arbcli.model.widths import inner_lr_factor
 
 
@@ -210,16 +210,31 @@ class _Linear(Function):
     """
 
     @staticmethod
-    def forward(ctx, x: Tensor, anchor: Tensor, weight: LinearWeight, before, consumes) -> Tensor:
-        ctx.weight, ctx.before, ctx.consumes = weight, before, consumes
-        ctx.save_for_backward(x)
+    def forward(
+        x: Tensor,
+        weight: LinearWeight,
+        before: TernaryRMSNorm | None,
+        consumes: bool,
+        anchor: Tensor,
+        trained: bool,
+    ) -> Tensor:
+        if trained:
+            weight.await_backward()
         return weight.multiply(x, before)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        x, ctx.weight, ctx.before, ctx.consumes, *_ = inputs
+        ctx.save_for_backward(x)
 
     @staticmethod
     def backward(ctx, grad_y: Tensor):
         (x,), about_x = ctx.saved_tensors, (True,) if ctx.consumes else ()
         about = ctx.before, ctx.needs_input_grad[0], *about_x
-        return ctx.weight.pass_back(grad_y, x.detach(), *about), None, None, None, None
+        return ctx.weight.pass_back(grad_y, x.detach(), *about), None, None, None, None, None
+
+
+_linear = operator(_Linear, lambda x, trits, *_: x.new_empty(len(x), len(trits)))
 
 
 class _LinearOfSum(Function):
@@ -243,61 +258,7 @@ class _LinearOfSum(Function):
         return grad, grad, None, None, None
 
 
-@library.custom_op("arb::linear", mutates_args=())
-def _compiled_linear(
-    x: Tensor, trits: Tensor, norm: Tensor | None, gated: bool, trained: bool
-) -> Tensor:
-    """Do as `_Linear` does, in a compiled function.
-
-    Args:
-        x: (M, K) activations.
-        trits: of the layer.
-        norm: of the norm before it; None is none, or a gate without weights.
-        gated: whether a gate is before it.
-        trained: whether a backward follows.
-    """
-    weight = find(trits).weight
-    if trained:
-        weight.await_backward()
-    return weight.multiply(x, _before(norm, gated))
-
-
-@_compiled_linear.register_fake
-def _(x, trits, norm, gated, trained):
-    return x.new_empty(len(x), len(trits))
-
-
-@library.custom_op("arb::linear_backward", mutates_args=())
-def _compiled_linear_backward(
-    grad_y: Tensor, x: Tensor, trits: Tensor, norm: Tensor | None, gated: bool
-) -> Tensor:
-    return find(trits).weight.pass_back(grad_y, x, _before(norm, gated), True)
-
-
-@_compiled_linear_backward.register_fake
-def _(grad_y, x, trits, norm, gated):
-    return torch.empty_like(x)
-
-
-def _before(norm: Tensor | None, gated: bool) -> "TernaryRMSNorm | None":
-    if norm is not None:
-        return find(norm)
-    return TernaryGate.without_norm() if gated else None
-
-
-def _save_for_backward(ctx, inputs, output):
-    x, trits, norm, ctx.gated, _ = inputs
-    ctx.save_for_backward(x, trits, norm)
-
-
-def _backward_of_compiled(ctx, grad_y):
-    return _compiled_linear_backward(grad_y, *ctx.saved_tensors, ctx.gated), *[None] * 4
-
-
-_compiled_linear.register_autograd(_backward_of_compiled, setup_context=_save_for_backward)
-
-
-class TernaryLinear(Findable):
+class TernaryLinear(nn.Module):
     """y = x @ w.T with packed ternary weights.
 
     Args:
@@ -364,14 +325,8 @@ class TernaryLinear(Findable):
             x = x + added
             return self(x, before), x
         rows = x.reshape(-1, x.shape[-1])
-        if compiled:
-            refuse_without_gradient(x)
-            norm = before.weight.trits if before is not None and before.weight else None
-            about = (isinstance(before, TernaryGate), torch.is_grad_enabled())
-            y = _compiled_linear(rows, self.weight.trits, norm, *about)
-        elif added is None:
-            self.weight.note_use()
-            y = _Linear.apply(rows, anchor(x), self.weight, before, consumes)
+        if added is None:
+            y = _linear(rows, self.weight, before, consumes and not compiled)
         else:
             self.weight.note_use()
             parts = rows, added.reshape(rows.shape), anchor(x)

@@ -1,6 +1,5 @@
 """Root-mean-square norms with packed weights, and the middle of a gated MLP."""
 
-from functools import cache
 from typing import Any
 
 import torch
@@ -22,6 +21,9 @@ from arbcli.model.packed import TernaryTensor
 NORM_EPS = 1e-6
 LIMIT = 10.0
 """Of what a `ClampedGate` lets in."""
+
+
+_NO_NORM = torch.zeros(1, device="cpu")
 
 
 class NormWeight(TernaryTensor):
@@ -68,6 +70,11 @@ class TernaryRMSNorm(Findable):
     def __init__(self, dim: int, site: Site) -> None:
         super().__init__()
         self.weight = NormWeight(dim, site)
+
+    @property
+    def found_by(self) -> Tensor:
+        """The trits of the weights."""
+        return self.weight.trits
 
     @torch.no_grad()
     def forward(self, x: Tensor) -> Tensor:
@@ -116,14 +123,10 @@ class TernaryGate(TernaryRMSNorm):
         Findable.__init__(self)
         self.weight = NormWeight(dim, site) if normalise else None
 
-    @classmethod
-    @cache
-    def without_norm(cls) -> "TernaryGate":
-        """Give a gate that does not normalise: one has nothing that another has not."""
-        gate = cls.__new__(cls)
-        Findable.__init__(gate)
-        gate.weight = None
-        return gate
+    @property
+    def found_by(self) -> Tensor:
+        """The trits of the weights; of gates without a norm any is found, all of them are equal."""
+        return self.weight.trits if self.weight else _NO_NORM
 
     @torch.no_grad()
     def forward(self, gate_up: Tensor) -> Tensor:

@@ -6,11 +6,12 @@ from contextlib import contextmanager
 from functools import lru_cache
 
 import torch
-from torch import Tensor, library
+from torch import Tensor
 from torch.autograd import Function
 
 from arbcli.config.parts.rotary import PLAIN, RotaryConfig
 from arbcli.kernels.attention.rotary_norm import rotary_norm_, rotary_norm_backward
+from arbcli.model.layers.compiled import operator
 from arbcli.model.layers.norm import NORM_EPS
 
 MOST_SPARE_ROWS = 2**16
@@ -81,7 +82,45 @@ def rotary_table(
     A derived constant: it follows from the configuration, so it is cached here and no part of the
     state. Source: J. Su et al., "RoFormer", https://arxiv.org/abs/2104.09864, eq. 15.
     """
-    return _tables(length, head_dim, device, turned or rotary.rotated(head_dim), rotary)
+    turned = turned or rotary.rotated(head_dim)
+    if torch.compiler.is_compiling():
+        like = torch.empty(0, device=device)
+        return _copied_table(like, length, head_dim, turned, *_numbers(rotary), rotary.scaling)
+    return _tables(length, head_dim, device, turned, rotary)
+
+
+def _numbers(rotary: RotaryConfig) -> tuple[float, float, float, float, int]:
+    """List the numbers of a configuration that angles follow from; 0 is none."""
+    return (
+        rotary.base, rotary.factor, rotary.low or 0.0, rotary.high or 0.0, rotary.original_ctx or 0
+    )  # fmt: skip
+
+
+def _copy_table(
+    like: Tensor,
+    length: int,
+    head_dim: int,
+    turned: int,
+    base: float,
+    factor: float,
+    low: float,
+    high: float,
+    original_ctx: int,
+    scaling: str,
+) -> tuple[Tensor, Tensor]:
+    rotary = RotaryConfig(
+        base=base, scaling=scaling, factor=factor, low=low or None, high=high or None,
+        original_ctx=original_ctx or None,
+    )  # fmt: skip
+    cos, sin = _tables(length, head_dim, like.device, turned, rotary)
+    return cos.clone(), sin.clone()  # a compiler may write over what an operator gave
+
+
+def _empty_table(like: Tensor, length: int, head_dim: int, *_: object) -> tuple[Tensor, Tensor]:
+    return tuple(torch.empty(length, head_dim // 2, device=like.device) for _ in range(2))
+
+
+_copied_table = operator(_copy_table, _empty_table)
 
 
 def table_rows(positions: int, context: int) -> int:
@@ -121,42 +160,25 @@ class _RotaryNorm(Function):
         return rotary_norm_backward(list(grads), *ctx.saved_tensors), None, None
 
 
-@library.custom_op("arb::rotary_norm", mutates_args=())
-def _compiled_rotary_norm(qkv: Tensor) -> tuple[Tensor, Tensor]:
-    """Do as `_RotaryNorm` does to a copy, in a compiled function: it, and what was multiplied by.
+class _RotaryNormOfCopy(Function):
+    """Do the same to a copy, for a compiler: it puts that where nothing else needs the input."""
 
-    A compiler puts the copy where nothing else needs its input.
-    """
-    qkv = qkv.clone(memory_format=torch.contiguous_format)
-    return qkv, rotary_norm_(qkv, *_table_for(qkv), NORM_EPS)
+    @staticmethod
+    def forward(qkv: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        qkv = qkv.clone(memory_format=torch.contiguous_format)
+        return qkv, rotary_norm_(qkv, cos, sin, NORM_EPS)
 
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.save_for_backward(*output, *inputs[1:])
+        ctx.mark_non_differentiable(output[1])
 
-@_compiled_rotary_norm.register_fake
-def _(qkv):
-    batch, length, _, heads, _ = qkv.shape
-    like = torch.empty_like(qkv, memory_format=torch.contiguous_format)
-    return like, qkv.new_empty(batch, length, 2, heads, dtype=torch.float32)
-
-
-@library.custom_op("arb::rotary_norm_backward", mutates_args=())
-def _compiled_rotary_norm_backward(grad: Tensor, qkv: Tensor, r: Tensor) -> Tensor:
-    return rotary_norm_backward(list(_parts(grad)), qkv, r, *_table_for(qkv))
+    @staticmethod
+    def backward(ctx, grad: Tensor, _r: Tensor):
+        return rotary_norm_backward(list(_parts(grad)), *ctx.saved_tensors), None, None
 
 
-@_compiled_rotary_norm_backward.register_fake
-def _(grad, qkv, r):
-    return torch.empty_like(qkv)
-
-
-def _save_for_backward(ctx, inputs, output):
-    ctx.save_for_backward(*output)
-
-
-def _backward_of_compiled(ctx, grad, _):
-    return _compiled_rotary_norm_backward(grad, *ctx.saved_tensors)
-
-
-_compiled_rotary_norm.register_autograd(_backward_of_compiled, setup_context=_save_for_backward)
+_rotary_norm_of_copy = operator(_RotaryNormOfCopy)
 
 
 def _table_for(qkv: Tensor, rotary: RotaryConfig = PLAIN) -> tuple[Tensor, Tensor]:
@@ -180,6 +202,7 @@ def rotary_norm(
     Returns:
         Queries, keys and values, views of (B, heads, T, d).
     """
-    if table is None and rotary == PLAIN and torch.compiler.is_compiling():
-        return _parts(_compiled_rotary_norm(qkv)[0])
-    return _RotaryNorm.apply(qkv, *(table or _table_for(qkv, rotary)))
+    table = table or _table_for(qkv, rotary)
+    if torch.compiler.is_compiling():
+        return _parts(_rotary_norm_of_copy(qkv, *table)[0])
+    return _RotaryNorm.apply(qkv, *table)

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from arbcli.model.layers.compiled import Findable
 from arbcli.model.packed import GradientSink, TernaryTensor
 
 _recomputing = False
@@ -36,7 +37,7 @@ def _recomputed() -> Iterator[None]:
         _recomputing = False
 
 
-class StreamedTensor(TernaryTensor):
+class StreamedTensor(Findable, TernaryTensor):
     """A packed tensor whose gradient is formed in the backward of its last use, and handed on.
 
     The pairs of what a use saw (input, gradient of its output) are kept until the last one has
@@ -50,6 +51,11 @@ class StreamedTensor(TernaryTensor):
     def __init__(self, *args, **kwargs) -> None:
         super().__init__(*args, **kwargs)
         self.forget()
+
+    @property
+    def found_by(self) -> Tensor:
+        """The trits."""
+        return self.trits
 
     def forget(self) -> None:
         """Forget the uses of a forward whose backward never came."""
@@ -85,8 +91,3 @@ class StreamedTensor(TernaryTensor):
     def gradient(self, source: Tensor, grad_y: Tensor) -> Tensor:
         """Form dL/dw, (N, K) float32 or bfloat16, from what all uses saw."""
         raise NotImplementedError
-
-
-def anchor(like: Tensor) -> Tensor:
-    """Make an empty tensor that requires a gradient, so that a backward runs in any case."""
-    return torch.empty(0, device=like.device, requires_grad=torch.is_grad_enabled())

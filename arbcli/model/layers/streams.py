@@ -8,13 +8,17 @@ from arbcli.kernels.streams.mix_streams import mix_streams as mix
 from arbcli.kernels.streams.mix_streams import mix_streams_backward
 from arbcli.kernels.streams.stream_weights import stream_weights as make_weights
 from arbcli.kernels.streams.stream_weights import stream_weights_backward
+from arbcli.model.layers.compiled import operator
 
 
 class _StreamWeights(Function):
     @staticmethod
-    def forward(ctx, raw: Tensor, bias: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        ctx.save_for_backward(raw, bias)
+    def forward(raw: Tensor, bias: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         return make_weights(raw, bias)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.save_for_backward(*inputs)
 
     @staticmethod
     def backward(ctx, *grads: Tensor):
@@ -25,9 +29,12 @@ class _StreamWeights(Function):
 
 class _MixStreams(Function):
     @staticmethod
-    def forward(ctx, *inputs: Tensor | None) -> Tensor:
+    def forward(x: Tensor, weights: Tensor, added: Tensor | None, gains: Tensor | None) -> Tensor:
+        return mix(x, weights, added, gains)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
         ctx.save_for_backward(*inputs)
-        return mix(*inputs)
 
     @staticmethod
     def backward(ctx, grad_y: Tensor):
@@ -35,16 +42,19 @@ class _MixStreams(Function):
         return *grads, *[None] * (4 - len(grads))
 
 
+_stream_weights, _mix_streams = operator(_StreamWeights), operator(_MixStreams)
+
+
 def stream_weights(raw: Tensor, bias: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Make the weights of streams: see `arbcli.kernels.streams.stream_weights`; differentiable."""
-    return _StreamWeights.apply(raw, bias)
+    return _stream_weights(raw, bias)
 
 
 def mix_streams(
     x: Tensor, weights: Tensor, added: Tensor | None = None, gains: Tensor | None = None
 ) -> Tensor:
     """Mix streams: see `arbcli.kernels.streams.mix_streams`; differentiable."""
-    return _MixStreams.apply(x, weights, added, gains)
+    return _mix_streams(x, weights, added, gains)
 
 
 def spread_streams(x: Tensor, streams: int) -> Tensor:

@@ -20,7 +20,8 @@ from arbcli.kernels.rows.weighted_rows import (
     weighted_rows_grad_weights,
 )
 from arbcli.model.initial import projection_std
-from arbcli.model.layers.streamed import StreamedTensor, anchor
+from arbcli.model.layers.compiled import anchor
+from arbcli.model.layers.streamed import StreamedTensor
 
 SPARSE_SPREAD = 0.2
 """Spread of z at the start, as a share of the rule's: 4 % of the trits are not zero."""

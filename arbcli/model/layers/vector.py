@@ -17,7 +17,8 @@ from arbcli.config.site import Site
 from arbcli.directions.base import State
 from arbcli.kernels.codec.packed import HIGHEST_EXPONENT, LOWEST_EXPONENT, OCTAVE, Packed
 from arbcli.kernels.codec.packing import pack_trits
-from arbcli.model.layers.streamed import StreamedTensor, anchor
+from arbcli.model.layers.compiled import operator
+from arbcli.model.layers.streamed import StreamedTensor
 
 DIRECTION = "factored"
 """Of steps: rows have nothing to be orthogonal to, and gradients of sizes of their own."""
@@ -86,14 +87,24 @@ class _Read(Function):
     """Decode; the gradient goes to the tensor's sink."""
 
     @staticmethod
-    def forward(ctx, _anchor: Tensor, weight: ReadWeight) -> Tensor:
-        ctx.weight = weight
+    def forward(weight: ReadWeight, in_features: int, anchor: Tensor, trained: bool) -> Tensor:
+        if trained:
+            weight.await_backward()
         return weight.weight(torch.float32)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.weight = inputs[0]
 
     @staticmethod
     def backward(ctx, grad: Tensor):
         ctx.weight.collect(None, grad)
-        return None, None
+        return None, None, None, None
+
+
+_read = operator(
+    _Read, lambda trits, width, *_: torch.empty(len(trits), width, device=trits.device)
+)
 
 
 class _ReadWhole(nn.Module):
@@ -134,8 +145,7 @@ class TernaryVector(_ReadWhole):
 
     def forward(self) -> Tensor:
         """Decode to (n,) float32; differentiable."""
-        self.weight.note_use()
-        return _Read.apply(anchor(self.weight.trits), self.weight).flatten()
+        return _read(self.weight, 1).flatten()
 
 
 class TernaryTaps(_ReadWhole):
@@ -155,5 +165,4 @@ class TernaryTaps(_ReadWhole):
 
     def forward(self) -> Tensor:
         """Decode to (D, W) float32; differentiable."""
-        self.weight.note_use()
-        return _Read.apply(anchor(self.weight.trits), self.weight)
+        return _read(self.weight, self.weight.in_features)

@@ -50,6 +50,7 @@ from arbcli.model.layers.attend import (
 from arbcli.model.layers.kinds import layers_for
 from arbcli.model.layers.norm import NORM_EPS
 from arbcli.model.layers.rotary import rotary_table, rotate, table_rows
+from arbcli.model.mark import Written
 from arbcli.model.parts.base import CachedAttention
 from arbcli.model.parts.window import attend_in_window
 from arbcli.model.state import Clock, State
@@ -65,7 +66,6 @@ class Attention(CachedAttention):
     """Causal self-attention over rotary positions."""
 
     name = "attention"
-    compiles = True
 
     def __init__(self, config: AttentionConfig, site: Site) -> None:
         super().__init__()
@@ -238,11 +238,14 @@ class Ring(State):
             ("tickets", heads), lambda: torch.zeros(shape, dtype=torch.int32, device=device)
         )
 
-    def tensors(self) -> Iterator[Tensor]:
+    def written(self) -> Iterator[Written]:
         """List the rings."""
-        yield from (self.keys, self.values)
+        yield from (Written(ring, self._slot) for ring in (self.keys, self.values))
         if self.exponents is not None:
-            yield self.exponents
+            yield Written(self.exponents, self._slot, -1)
+
+    def _slot(self, position: Tensor) -> Tensor:
+        return position % self.window
 
     def of(self, text: int, clock: Clock) -> "Ring":
         """Make the rings of one of several texts."""

@@ -17,8 +17,6 @@ class Part(nn.Module):
     """Of its tensors within a block."""
     norm_name: ClassVar[str | None] = None
     """Of the norm before it; None is `name` with `_norm`."""
-    compiles = False
-    """Whether the float twin is plain operations of torch, which a compiler takes as one graph."""
     steps_fused = False
     """Whether `step` has kernels for one position of a text, where shapes and storage allow."""
     steps_several = False

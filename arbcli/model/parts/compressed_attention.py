@@ -46,6 +46,7 @@ from arbcli.kernels.attention.sum_choices import sum_choices
 from arbcli.kernels.matmul.quantise_rows import E4M3
 from arbcli.model.flow import Flow, Reading, project
 from arbcli.model.initial import output_std
+from arbcli.model.layers.compiled import operator
 from arbcli.model.layers.kinds import layers_for
 from arbcli.model.layers.norm import NORM_EPS
 from arbcli.model.layers.rotary import rotary_table, rotate
@@ -63,17 +64,28 @@ class _Attend(Function):
     """Attention to entries; its shares and the choices have no gradient."""
 
     @staticmethod
-    def forward(ctx, x, recent, entries, chosen, sink, cos, sin, sight):
+    def forward(
+        x: Tensor,
+        recent: Tensor,
+        entries: Tensor,
+        chosen: Tensor | None,
+        sink: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        sight: Sight,
+    ) -> tuple[Tensor, Tensor, Tensor]:
         about = (chosen, sink, cos, sin)
         y, logs, shares = compressed_attention(x, recent, entries, *about, sight, NORM_EPS)
-        ctx.save_for_backward(y, logs, x, recent, entries, *about)
-        ctx.sight = sight
-        if shares is not None:
-            ctx.mark_non_differentiable(shares)
-        return y, shares
+        return y, logs, x.new_empty(0) if shares is None else shares
 
     @staticmethod
-    def backward(ctx, grad_y: Tensor, _shares: Any):
+    def setup_context(ctx, inputs, output):
+        *inputs, ctx.sight = inputs
+        ctx.save_for_backward(*output[:2], *inputs)
+        ctx.mark_non_differentiable(*output[1:])
+
+    @staticmethod
+    def backward(ctx, grad_y: Tensor, *_: Any):
         given = (*ctx.saved_tensors, ctx.sight, NORM_EPS)
         grad_x, *grads = compressed_attention_backward(grad_y.contiguous(), *given)
         of_recent, of_entries = (grad.to(grad_x.dtype) for grad in grads[:2])
@@ -84,12 +96,16 @@ class _Compress(Function):
     """Bytes and entries as they are attended to, and entries before they are turned."""
 
     @staticmethod
-    def forward(ctx, x, beta, cos, sin, heads):
-        ctx.save_for_backward(x, beta, cos, sin)
-        ctx.heads = heads
-        recent, entries, still = compress_blocks(x, beta, cos, sin, heads, NORM_EPS)
-        ctx.mark_non_differentiable(still)
-        return recent, entries, still
+    def forward(
+        x: Tensor, beta: Tensor, cos: Tensor, sin: Tensor, heads: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        return compress_blocks(x, beta, cos, sin, heads, NORM_EPS)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        *inputs, ctx.heads = inputs
+        ctx.save_for_backward(*inputs)
+        ctx.mark_non_differentiable(output[2])
 
     @staticmethod
     def backward(ctx, grad_recent: Tensor, grad_entries: Tensor, _still: Any):
@@ -101,16 +117,23 @@ class _KeysOfChoices(Function):
     """The keys of chosen entries, (B, N, k, width); those of none are some of others."""
 
     @staticmethod
-    def forward(ctx, keys: Tensor, chosen: Tensor) -> Tensor:
-        ctx.save_for_backward(chosen)
-        ctx.entries = keys.shape[1]
+    def forward(keys: Tensor, chosen: Tensor, entries: int) -> Tensor:
         rows = torch.arange(len(keys), device=keys.device)[:, None, None]
         return keys[rows, chosen.clamp(min=0)]
 
     @staticmethod
+    def setup_context(ctx, inputs, output):
+        _, chosen, ctx.entries = inputs
+        ctx.save_for_backward(chosen)
+
+    @staticmethod
     def backward(ctx, grad: Tensor):
         (chosen,) = ctx.saved_tensors
-        return sum_choices(grad.contiguous(), chosen, ctx.entries).to(grad.dtype), None
+        return sum_choices(grad.contiguous(), chosen, ctx.entries).to(grad.dtype), None, None
+
+
+_attend, _compress = operator(_Attend), operator(_Compress)
+_keys_of_choices, _choose_entries = operator(_KeysOfChoices), operator(choose_entries)
 
 
 class Indexer(nn.Module):
@@ -182,7 +205,7 @@ class Indexer(nn.Module):
             q, keys = q.to(E4M3), keys.to(E4M3)
         elif in_eight_bits:
             keys = keys.to(E4M3).to(q.dtype)
-        return choose_entries(q, w, keys, first, most, self.top_k)
+        return _choose_entries(q, w, keys, first, most, self.top_k)
 
     def divergence(
         self,
@@ -204,7 +227,7 @@ class Indexer(nn.Module):
             valid: (B, N) bool, which groups there are; None is all of them.
         """
         chosen = chosen.contiguous()
-        mine = _KeysOfChoices.apply(keys, chosen)
+        mine = _keys_of_choices(keys, chosen, keys.shape[1])
         dots = torch.einsum("bnhd,bnkd->bnhk", q, mine).relu()
         scores = (dots.float() * w.float()[..., None]).sum(dim=2)
         there = chosen >= 0
@@ -271,7 +294,7 @@ class CompressedAttention(CachedAttention):
             y = state.attend(x, norm, q, *rest.split(self.kv, dim=-1))
             return Flow(x, self.output(y.reshape(batch, length, self.inner), self.sub_norm))
         table = self.table(length, x.device)
-        recent, entries, still = _Compress.apply(rest, self.beta(), *table, self.kv_heads)
+        recent, entries, still = _compress(rest, self.beta(), *table, self.kv_heads)
         number = entries.shape[1]
         recent, entries = self.as_stored(recent, entries)
         chosen = found = None
@@ -279,13 +302,12 @@ class CompressedAttention(CachedAttention):
             found, chosen = self._choose(x, norm, still)
         sink, sight = self.sink(), self.sight
         some = None if takes_all(chosen, number, sight) else chosen
-        y, shares = _Attend.apply(q, recent, entries, some, sink, *table, sight)
+        y, _, shares = _attend(q, recent, entries, some, sink, *table, sight)
         losses = {}
         if self.indexer and number and torch.is_grad_enabled():
-            if shares is None:
+            if some is None:
                 with torch.no_grad():
-                    given = (q, recent, entries, chosen, sink, *table, sight, NORM_EPS)
-                    shares = compressed_attention(*given)[2]
+                    shares = _attend(q, recent, entries, chosen, sink, *table, sight)[2]
             valid = reading.valid if reading else None
             if valid is not None:  # empty slots attend too: a group counts if it has none of them
                 last = self.ratio * torch.arange(2, number + 2, device=x.device) - 2

@@ -6,7 +6,7 @@ in slot j mod the slots. It is made anew with every byte of its block, and seen 
 complete.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from arbcli.kernels.attention.eight_bits import decode_entries, quantise_entries
 from arbcli.kernels.matmul.quantise_rows import E4M3
 from arbcli.model.layers.norm import NORM_EPS
 from arbcli.model.layers.rotary import rotary_table, rotate, table_rows
+from arbcli.model.mark import Written
 from arbcli.model.state import Clock, State
 
 
@@ -44,11 +45,15 @@ class Rows:
         """Count the slots."""
         return len(self.codes)
 
-    def tensors(self) -> Iterator[Tensor]:
-        """List codes and exponents."""
-        yield self.codes
+    def written(self, number: Callable[[Tensor], Tensor]) -> Iterator[Written]:
+        """List codes and exponents, where a position writes a row of some number."""
+
+        def slot(position: Tensor) -> Tensor:
+            return number(position) % len(self)
+
+        yield Written(self.codes, slot, -3)
         if self.exponents is not None:
-            yield self.exponents
+            yield Written(self.exponents, slot)
 
     def put(self, slots: Tensor, rows: Tensor) -> Tensor:
         """Store (n, G, d) in slots, (n,) int64, and return what is read back of them."""
@@ -107,12 +112,18 @@ class CompressedState(State):
             size = max(1, min(indexer.top_k, slots - 1))
             self.choice = torch.full((size,), -1, dtype=torch.int32, device=device)
 
-    def tensors(self) -> Iterator[Tensor]:
-        """List what is kept."""
-        for rows in (self.recent, self.entries):
-            yield from rows.tensors()
-        parts = (self.open, self.keys, self.choice)
-        yield from (part for part in parts if part is not None)
+    def written(self) -> Iterator[Written]:
+        """List what is kept; one position writes to the open entry and to its key, too."""
+
+        def entry(position: Tensor) -> Tensor:
+            return position // self.ratio
+
+        yield from self.recent.written(lambda position: position)
+        yield from self.entries.written(entry)
+        yield Written(self.open)  # all of it: several positions leave but those of the last block
+        if self.keys is not None:
+            yield Written(self.keys, lambda position: entry(position) % len(self.keys))
+            yield Written(self.choice)
 
     def attend(
         self,

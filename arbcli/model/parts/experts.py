@@ -30,6 +30,7 @@ from arbcli.config.site import Site
 from arbcli.kernels.rows.expert_combine import expert_combine, expert_combine_backward
 from arbcli.model.flow import Flow, Reading
 from arbcli.model.initial import output_std
+from arbcli.model.layers.compiled import Findable, operator
 from arbcli.model.layers.kinds import layers_for
 from arbcli.model.layers.streamed import recomputing
 from arbcli.model.parts.base import Part
@@ -69,27 +70,36 @@ class _Dispatch(Function):
     """Copy positions to their slots; the gradients of a position's slots are added up."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, routing: Routing) -> Tensor:
-        ctx.positions = routing.positions
-        return x[routing.tokens]
+    def forward(x: Tensor, tokens: Tensor, positions: Tensor) -> Tensor:
+        return x[tokens]
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.save_for_backward(inputs[2])
 
     @staticmethod
     def backward(ctx, grad: Tensor):
-        return expert_combine(grad, ctx.positions, None), None
+        return expert_combine(grad, *ctx.saved_tensors, None), None, None
 
 
 class _Combine(Function):
     """Add up what experts gave for a position, weighted."""
 
     @staticmethod
-    def forward(ctx, values: Tensor, gates: Tensor, routing: Routing) -> Tensor:
-        ctx.save_for_backward(values, gates, routing.positions)
-        return expert_combine(values, routing.positions, gates)
+    def forward(values: Tensor, positions: Tensor, gates: Tensor) -> Tensor:
+        return expert_combine(values, positions, gates)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.save_for_backward(*inputs)
 
     @staticmethod
     def backward(ctx, grad_y: Tensor):
-        values, gates, positions = ctx.saved_tensors
-        return *expert_combine_backward(grad_y, values, positions, gates), None
+        grad_values, grad_gates = expert_combine_backward(grad_y, *ctx.saved_tensors)
+        return grad_values, None, grad_gates
+
+
+_dispatch, _combine = operator(_Dispatch), operator(_Combine)
 
 
 def root_softplus(logits: Tensor) -> Tensor:
@@ -97,7 +107,7 @@ def root_softplus(logits: Tensor) -> Tensor:
     return functional.softplus(logits.clamp(min=LEAST_LOGIT)).sqrt()
 
 
-class Gate(StepMemory):
+class Gate(Findable, StepMemory):
     """Choose experts: the scores are of products of a ternary query with a ternary key of each.
 
     Args:
@@ -135,15 +145,26 @@ class Gate(StepMemory):
             scores, unit = root_softplus(scores), ROOT_BALANCE_UNIT
         if chosen is None:
             chosen = (scores.detach() + self.balance * unit).topk(self.top_k).indices
-        if torch.is_grad_enabled() and not recomputing():
-            every = torch.arange(self.experts, device=chosen.device)
-            counted = chosen if valid is None else chosen.masked_fill(~valid[:, None], -1)
-            load = (counted.flatten() == every[:, None]).sum(dim=1)
-            self._load = load if self._load is None else self._load + load
+        if torch.is_grad_enabled():
+            chosen = _counted(chosen, valid, self)
         if self.kind == "softmax":
             return chosen, torch.softmax(scores.gather(1, chosen), dim=1)
         scores = scores.gather(1, chosen)
         return chosen, scores / scores.sum(dim=1, keepdim=True)
+
+    def count(self, chosen: Tensor, valid: Tensor | None) -> None:
+        """Count the load of choices, (M, k), of which those that are not `valid` are none."""
+        if recomputing():
+            return
+        every = torch.arange(self.experts, device=chosen.device)
+        counted = chosen if valid is None else chosen.masked_fill(~valid[:, None], -1)
+        load = (counted.flatten() == every[:, None]).sum(dim=1)
+        self._load = load if self._load is None else self._load + load
+
+    @property
+    def found_by(self) -> Tensor:
+        """The load."""
+        return self.load
 
     def join(self, group: Any) -> None:
         """Add up the loads of all processes."""
@@ -171,6 +192,14 @@ class Gate(StepMemory):
             fullest_expert: slots of the expert with most of them, over the mean.
         """
         return {"fullest_expert": float(self.load.max() / self.load.float().mean().clamp(min=1e-9))}
+
+
+def _count(chosen: Tensor, valid: Tensor | None, gate: Gate) -> Tensor:
+    gate.count(chosen, valid)
+    return chosen
+
+
+_counted = operator(_count, lambda chosen, *_: chosen)
 
 
 class SharedExpert(nn.Module):
@@ -268,8 +297,8 @@ class Experts(Part):
         """
         chosen, gates = self.gate(query, chosen, valid)
         routing = route(chosen, self.gate.experts)
-        slots = _Dispatch.apply(x, routing)
+        slots = _dispatch(x, routing.tokens, routing.positions)
         slots = self.gate_up.multiply(slots, routing.bounds, before)
         slots = self.down.multiply(slots, routing.bounds, self.sub_norm)
-        y = _Combine.apply(slots, gates, routing)
+        y = _combine(slots, routing.positions, gates)
         return y + self.shared(x, before) if self.shared else y

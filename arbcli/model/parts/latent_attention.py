@@ -25,6 +25,7 @@ from arbcli.model.initial import output_std
 from arbcli.model.layers.kinds import layers_for
 from arbcli.model.layers.norm import NORM_EPS
 from arbcli.model.layers.rotary import rotary_table, rotate, table_rows
+from arbcli.model.mark import Written
 from arbcli.model.parts.base import CachedAttention
 from arbcli.model.state import Clock, State
 
@@ -39,7 +40,6 @@ class LatentAttention(CachedAttention):
     """Causal self-attention; queries and keys are normalised after their rotary part is rotated."""
 
     name = "attention"
-    compiles = True
     steps_fused = True
 
     def __init__(self, config: LatentAttentionConfig, site: Site) -> None:
@@ -160,11 +160,12 @@ class LatentRing(State):
         if clock.stored:
             self.exponents = torch.zeros(1, self.window, dtype=torch.int8, device=clock.device)
 
-    def tensors(self) -> Iterator[Tensor]:
+    def written(self) -> Iterator[Written]:
         """List the rings."""
-        yield from (self.latent, self.turned, self.lengths)
-        if self.exponents is not None:
-            yield self.exponents
+        rings = ((self.latent, -2), (self.turned, -3), (self.lengths, -2), (self.exponents, -1))
+        for ring, dim in rings:
+            if ring is not None:
+                yield Written(ring, lambda position: position % self.window, dim)
 
     @property
     def fuses(self) -> bool:

@@ -26,7 +26,9 @@ from arbcli.kernels.scan.decay_scan import decay_scan
 from arbcli.kernels.scan.mamba_step import mamba_step
 from arbcli.model.flow import Flow, Reading, project
 from arbcli.model.initial import projection_std
+from arbcli.model.layers.compiled import operator
 from arbcli.model.layers.kinds import layers_for
+from arbcli.model.mark import Written
 from arbcli.model.parts.base import Part
 from arbcli.model.state import Clock, State
 
@@ -84,7 +86,7 @@ class Mamba(Part):
         projected, x = project(self.projection, x, norm, added)
         z, mixed, dt = projected.split((self.inner, self.mixed, self.heads), dim=-1)
         if state is None:
-            mixed = _CausalConv.apply(mixed, self.taps())
+            mixed = _convolve(mixed, self.taps())
         else:
             mixed = state.convolve(mixed, self.taps())
         u, b, c = functional.silu(mixed).split((self.inner, self.states, self.states), dim=-1)
@@ -93,7 +95,7 @@ class Mamba(Part):
         decay = -self.rate().exp() * dt  # (B, T, H), its logarithm
         values = (u.float() * dt[..., None]).to(x.dtype)
         b, c = (part[:, :, None].expand(-1, -1, self.heads, -1) for part in (b, c))
-        scan = _DecayScan.apply if state is None else state.scan
+        scan = _scan if state is None else state.scan
         y = scan(c, b, values, decay)
         y = (y + self.skip()[:, None] * u.float()).to(x.dtype)
         return Flow(x, self.output(torch.cat((z, y.flatten(-2)), dim=-1), self.gate))
@@ -121,9 +123,12 @@ def running_sum(x: Tensor, *, reverse: bool = False) -> Tensor:
 
 class _CausalConv(Function):
     @staticmethod
-    def forward(ctx, x: Tensor, taps: Tensor) -> Tensor:
-        ctx.save_for_backward(x, taps)
+    def forward(x: Tensor, taps: Tensor) -> Tensor:
         return causal_conv(x, taps)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.save_for_backward(*inputs)
 
     @staticmethod
     def backward(ctx, grad_y: Tensor):
@@ -133,10 +138,12 @@ class _CausalConv(Function):
 
 class _DecayScan(Function):
     @staticmethod
-    def forward(ctx, q: Tensor, k: Tensor, v: Tensor, g: Tensor) -> Tensor:
-        y = decay_scan(q, k, v, g)
-        ctx.save_for_backward(q, k, v, g, y)
-        return y
+    def forward(q: Tensor, k: Tensor, v: Tensor, g: Tensor) -> Tensor:
+        return decay_scan(q, k, v, g)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.save_for_backward(*inputs, output)
 
     @staticmethod
     def backward(ctx, grad_y: Tensor):
@@ -148,6 +155,9 @@ class _DecayScan(Function):
         of_sums = (grad_y * y).sum(dim=-1) - (grad_v * v.float()).sum(dim=-1)
         grad_g = running_sum(of_sums, reverse=True)
         return grad_q.to(q.dtype), grad_k.to(k.dtype), grad_v.to(v.dtype), grad_g
+
+
+_convolve, _scan = operator(_CausalConv), operator(_DecayScan)
 
 
 class MambaState(State):
@@ -164,9 +174,10 @@ class MambaState(State):
         self.state = torch.zeros(shape, dtype=torch.float32, device=clock.device)
         self.ring = torch.zeros(TAPS, layer.mixed, dtype=clock.dtype, device=clock.device)
 
-    def tensors(self) -> Iterator[Tensor]:
+    def written(self) -> Iterator[Written]:
         """List both."""
-        yield from (self.state, self.ring)
+        yield Written(self.state)
+        yield Written(self.ring, lambda position: position % TAPS)
 
     def reset(self) -> None:
         """Begin a new text."""

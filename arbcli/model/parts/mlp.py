@@ -14,7 +14,6 @@ class MLP(Part):
     """Gated MLP: down(norm(silu(gate) * up))."""
 
     name = "mlp"
-    compiles = True
     steps_several = True
 
     def __init__(self, config: MLPConfig, site: Site, area: str = "mlp") -> None:

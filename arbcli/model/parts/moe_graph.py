@@ -17,9 +17,9 @@ from arbcli.config.parts.memories import IteratedConfig
 from arbcli.config.site import Site
 from arbcli.model.flow import Reading
 from arbcli.model.initial import output_std
+from arbcli.model.layers.compiled import anchor
 from arbcli.model.layers.linear import TernaryLinear
 from arbcli.model.layers.norm import TernaryRMSNorm
-from arbcli.model.layers.streamed import anchor
 from arbcli.model.parts.codebook import Codebook, Found
 from arbcli.model.parts.edges import Edges
 from arbcli.model.parts.experts import Experts
