@@ -941,7 +941,7 @@ FAULTS = [
     # the graph model
     module(
         "routing", "weights of experts forgotten", "model.parts",
-        rewrite("expert_combine(v, r.positions, g)", "expert_combine(v, r.positions, None)"),
+        rewrite("return expert_combine(v, p, g)", "return expert_combine(v, p, None)"),
         "graph: end to end",
     ),
     module(
@@ -975,8 +975,7 @@ FAULTS = [
     ),
     module(
         "gradient", "gradient of one slot only", "model.parts",
-        rewrite("expert_combine(g, c.positions, None)",
-                "expert_combine(g, c.positions[:, :1], None)"),
+        rewrite("expert_combine(g, p, None)", "expert_combine(g, p[:, :1], None)"),
         "graph: whole gradient",
     ),
     module(

@@ -38,7 +38,7 @@ from torch.nn import functional
 
 from arbcli.config.parts.compressed_attention import CompressedAttentionConfig
 from arbcli.config.site import Site
-from arbcli.kernels.attention.choose_entries import choose_entries
+from arbcli.kernels.attention.choose_entries import choose_entries as choose_by_scores
 from arbcli.kernels.attention.compress_blocks import compress_blocks, compress_blocks_backward
 from arbcli.kernels.attention.compressed_attention import Sight, compressed_attention
 from arbcli.kernels.attention.compressed_attention_backward import compressed_attention_backward
@@ -133,7 +133,7 @@ class _KeysOfChoices(Function):
 
 
 _attend, _compress = operator(_Attend), operator(_Compress)
-_keys_of_choices, _choose_entries = operator(_KeysOfChoices), operator(choose_entries)
+_keys_of_choices, choose_entries = operator(_KeysOfChoices), operator(choose_by_scores)
 
 
 class Indexer(nn.Module):
@@ -205,7 +205,7 @@ class Indexer(nn.Module):
             q, keys = q.to(E4M3), keys.to(E4M3)
         elif in_eight_bits:
             keys = keys.to(E4M3).to(q.dtype)
-        return _choose_entries(q, w, keys, first, most, self.top_k)
+        return choose_entries(q, w, keys, first, most, self.top_k)
 
     def divergence(
         self,

@@ -79,7 +79,8 @@ class _Dispatch(Function):
 
     @staticmethod
     def backward(ctx, grad: Tensor):
-        return expert_combine(grad, *ctx.saved_tensors, None), None, None
+        (positions,) = ctx.saved_tensors
+        return expert_combine(grad, positions, None), None, None
 
 
 class _Combine(Function):
