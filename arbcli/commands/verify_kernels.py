@@ -1,6 +1,7 @@
 """`arb verify-kernels`: compare kernels, and the model made of them, with their references."""
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -23,6 +24,18 @@ def verify_kernels(
     scale_type: ScaleType = None,
     all_tscale_types: Annotated[
         bool, typer.Option("--all-tscale-types", help="Check every one of them.")
+    ] = False,
+    exhaustive: Annotated[
+        bool,
+        typer.Option(
+            "--exhaustive",
+            help="Check all cases in all scale types in Triton too, of which a sample is the"
+            " default.",
+        ),
+    ] = False,
+    fresh: Annotated[
+        bool,
+        typer.Option("--fresh", help="Verify again what passed before and has not changed since."),
     ] = False,
     fuzz: Annotated[
         int, typer.Option(min=0, help="Check this many random cases a kernel, and nothing else.")
@@ -84,9 +97,11 @@ def verify_kernels(
         timed=timed,
         device=device,
         backend=backend,
+        exhaustive=exhaustive,
+        fresh=fresh,
     )
     with LiveLine() as line:
-        found = verify(request, line.show)
+        found = verify(request, partial(line.show, keep=True))
     if old:
         found = replace(found, changes=compare_ledgers(old, found))
     if ledger:
