@@ -214,7 +214,8 @@ def _parts(
                 for index, share in enumerate(shares)
             ]
     rank = {name: place for place, name in enumerate(SLOWEST)}
-    parts.sort(key=lambda part: rank.get(part.kernel, len(SLOWEST)))
+    # first a part of each kernel: others of the same kernel would wait for what it compiles
+    parts.sort(key=lambda part: (part.index, rank.get(part.kernel, len(SLOWEST))))
     return parts
 
 

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from typer.testing import CliRunner
 from arbcli.cli import app
 from arbcli.kernels.codec.packing import PACK_TRITS
 from arbcli.kernels.runtime import native
+from arbcli.signals import Interrupted
 from arbcli.verify import kernels as verify
 from arbcli.verify.kernels import KERNELS
 
@@ -206,6 +208,16 @@ def test_what_passed_is_remembered_and_said_to_be():
     assert json.loads(arb(*words, "--fresh", "--json").stdout)["remembered"] == 0
     other = json.loads(arb("pack_trits", "--backend", "torch", "--exhaustive", "--json").stdout)
     assert other["remembered"] == 1  # a backend that is named is not sampled anyway
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_stop_before_anything_is_verified_is_no_error(number, code, monkeypatch):
+    monkeypatch.setattr(
+        "arbcli.verify.run.resolve_device", mock.Mock(side_effect=Interrupted(number.name))
+    )
+    result = arb("pack_trits")
+    assert (result.exit_code, result.stdout) == (code, "")
+    assert result.stderr == f"stopped by {number.name}: nothing was verified\n"
 
 
 def test_failure_is_not_remembered(wrong_kernel):
