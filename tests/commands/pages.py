@@ -312,7 +312,10 @@ def _not_verified() -> str:
     result = types.SimpleNamespace(
         kernel="rms_norm", scale_type="T4", backend="interpreter", shapes=("1x1", "3x3"), left_out=1
     )
-    found = types.SimpleNamespace(kernels=[result], parity=[1, 2, 3], compiled=[4, 5], timing=None)
+    other = types.SimpleNamespace(**vars(result) | {"scale_type": "T8", "backend": "torch"})
+    found = types.SimpleNamespace(
+        kernels=[result, other], parity=[1, 2, 3], compiled=[4, 5], timing=None
+    )
     lines = []
     for name, (request, device, backends) in requests.items():
         lines += ["", name, *verifying._left_out(request, device, backends)]
