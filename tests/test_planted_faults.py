@@ -44,6 +44,7 @@ from arbcli.verify import parity
 from arbcli.verify.compare import as_tuple, compare, poisoned
 from arbcli.verify.kernels import KERNELS, copies, find_kernels
 from arbcli.verify.parity import RAGGED, Subject
+from arbcli.verify.sample import is_long
 from arbcli.verify.strength import PLANTED
 
 pytestmark = pytest.mark.skipif(
@@ -1197,6 +1198,8 @@ def kernel_failures(name: str, group_size: int) -> list:
                 as_tuple(case.peer(*copies(case.inputs))) if case.peer else (None,) * len(wanted)
             )
             for backend, run in (("interpreter", spec.triton), ("torch", spec.torch)):
+                if backend == "interpreter" and is_long(name, case.label):
+                    continue  # what `arb verify-kernels` leaves out must not be needed
                 with use_backend(backend):
                     got = as_tuple(run(*copies(case.inputs)))
                 results = [

@@ -20,6 +20,7 @@ def ledger_tables(found: "Ledger") -> "Group":
         SPEED_COLUMNS,
         grouped,
         number,
+        remembered_text,
         roofline_text,
         speed_rows,
         verdict,
@@ -29,7 +30,9 @@ def ledger_tables(found: "Ledger") -> "Group":
 
     kernels, checks = [], []
     for key, group in grouped(found.kernels, "kernel", "backend"):
-        cases = str(sum(len(result.shapes) for result in group))
+        cases = sum(len(result.shapes) for result in group)
+        every = cases + sum(result.left_out for result in group)
+        cases = f"{cases} of {every}" if every > cases else f"{cases}"
         unequal = [result.unequal for result in group if result.unequal is not None]
         relative = number(worst(result.relative_error for result in group))
         error = f"{sum(unequal)} unequal" if unequal else relative
@@ -71,6 +74,9 @@ def ledger_tables(found: "Ledger") -> "Group":
             f" {unwritten:,} elements left unwritten; {found.seconds:.0f} s"
         )
     )
+    parts += [Text(f"sampled: {item}") for item in found.sampled]
+    if found.remembered:
+        parts.append(Text(remembered_text(found)))
     parts.append(Text(strength_text(found.strength)))
     return Group(*parts)
 

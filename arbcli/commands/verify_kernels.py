@@ -1,6 +1,9 @@
 """`arb verify-kernels`: compare kernels, and the model made of them, with their references."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -12,7 +15,7 @@ from arbcli.commands._verify_tables import emit_gates, ledger_tables
 from arbcli.environment import interpret_kernels_without_gpu
 from arbcli.errors import ArbError
 from arbcli.output import LiveLine, emit, note
-from arbcli.signals import exit_code
+from arbcli.signals import Interrupted, exit_code
 
 
 def verify_kernels(
@@ -23,6 +26,18 @@ def verify_kernels(
     scale_type: ScaleType = None,
     all_tscale_types: Annotated[
         bool, typer.Option("--all-tscale-types", help="Check every one of them.")
+    ] = False,
+    exhaustive: Annotated[
+        bool,
+        typer.Option(
+            "--exhaustive",
+            help="Check all cases in all scale types in Triton too, of which a sample is the"
+            " default.",
+        ),
+    ] = False,
+    fresh: Annotated[
+        bool,
+        typer.Option("--fresh", help="Verify again what passed before and has not changed since."),
     ] = False,
     fuzz: Annotated[
         int, typer.Option(min=0, help="Check this many random cases a kernel, and nothing else.")
@@ -64,7 +79,7 @@ def verify_kernels(
         )
     if ledger is not None:
         check_folder(ledger, "--ledger")
-    with LiveLine() as line:
+    with _stopped_before_any(), LiveLine() as line:
         line.show_wait("loading")
         interpret_kernels_without_gpu(device)
         # torch takes seconds to import, so not for `arb --help`
@@ -84,9 +99,11 @@ def verify_kernels(
         timed=timed,
         device=device,
         backend=backend,
+        exhaustive=exhaustive,
+        fresh=fresh,
     )
-    with LiveLine() as line:
-        found = verify(request, line.show)
+    with _stopped_before_any(), LiveLine() as line:
+        found = verify(request, partial(line.show, keep=True))
     if old:
         found = replace(found, changes=compare_ledgers(old, found))
     if ledger:
@@ -96,3 +113,13 @@ def verify_kernels(
         note(f"stopped by {found.interrupted}: what was not reached is not verified")
         raise typer.Exit(exit_code(found.interrupted))
     raise typer.Exit(0 if found.passed else 1)
+
+
+@contextmanager
+def _stopped_before_any() -> Iterator[None]:
+    """End with the exit code of a signal that comes before anything is verified."""
+    try:
+        yield
+    except Interrupted as stopped:
+        note(f"stopped by {stopped.name}: nothing was verified")
+        raise typer.Exit(exit_code(stopped.name)) from None

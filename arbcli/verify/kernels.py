@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from itertools import islice
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -15,6 +16,8 @@ from arbcli.kernels.runtime.backend import check_backend, chunks_of, use_backend
 from arbcli.kernels.runtime.spec import Case, KernelSpec
 from arbcli.verify.compare import CaseResult, as_tuple, compare, poisoned, worst
 from arbcli.verify.fuzz import Drawn, Tally, fuzz_cases, real_cases, real_reference, real_rows
+from arbcli.verify.memory import Memory, kernel_sources
+from arbcli.verify.sample import DEFAULT_SCALE_TYPE, IN_TRITON, is_long, sampled_scale_types
 from arbcli.verify.workers import JobDone, Workers
 
 METHODS = {
@@ -23,8 +26,6 @@ METHODS = {
     "fuzz": "random shapes, strides, offsets, types and states, against the reference",
 }
 """By kind of check."""
-DEFAULT_SCALE_TYPE = "T32"
-"""The one in which each matrix of a model is multiplied in every way; in others in one each."""
 SHARES = 4
 """In which the cases of a kernel without scales are shared out on a GPU; with them there are eight
 scale types."""
@@ -70,6 +71,10 @@ class KernelResult:
     failures: tuple[CaseResult, ...]
     drawn: Drawn | None = None
     """What random cases were; None of others."""
+    left_out: int = 0
+    """Cases that the sample leaves out."""
+    remembered: bool = False
+    """Whether this was found before, by the same code on the same machine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +96,9 @@ class Checks:
     """Random cases a kernel; where there are any, nothing else is checked."""
     seed: int = 0
     """Of the first random case; each case has the next one."""
+    sampled: bool = False
+    """Whether kernels in Triton run in a sample of scale types, and the interpreter a sample of the
+    fixed cases."""
 
 
 def verify_kernels(
@@ -101,6 +109,7 @@ def verify_kernels(
     checks: Checks | None = None,
     workers: Workers | None = None,
     progress: Callable[[JobDone], None] = lambda _: None,
+    memory: Memory | None = None,
 ) -> VerifyReport:
     """Compare kernels with their references on all their cases, in poisoned memory.
 
@@ -112,6 +121,7 @@ def verify_kernels(
         checks: which of them to make; the fixed cases by default.
         workers: processes that share the work; None is this one.
         progress: is told each kernel that is done, and what it found.
+        memory: of what passed before; None remembers nothing.
 
     Raises:
         ArbError: no kernel has one of the names, or a backend cannot run on `device`.
@@ -120,28 +130,18 @@ def verify_kernels(
     chosen = find_kernels(names)
     for backend in backends:
         check_backend(backend, device)
-    first = next(iter(group_sizes.values()))
-    whole = DEFAULT_SCALE_TYPE if DEFAULT_SCALE_TYPE in group_sizes else next(iter(group_sizes))
-    turns = {name: turn for turn, name in enumerate(n for n in group_sizes if n != whole)}
-    parts = [
-        _Part(spec.name, scale_type, group_size, str(device), backends, checks, index, *what)
-        for spec in chosen
-        for scale_type, group_size in (group_sizes if spec.uses_scales else {None: first}).items()
-        for index, what in enumerate(_shares(spec, backends, checks, turns.get(scale_type)))
-    ]
-    rank = {name: place for place, name in enumerate(SLOWEST)}
-    parts.sort(key=lambda part: rank.get(part.kernel, len(SLOWEST)))
+    parts = _parts(chosen, group_sizes, device, backends, checks)
     started = time.perf_counter()
     whole_jobs = _WholeJobs(parts, progress)
-    (workers or Workers()).map(
-        _verify_part, [(part.kernel, part.scale_type, part) for part in parts], whole_jobs.add
-    )
+    jobs = [(part.kernel, part.scale_type, part) for part in parts]
+    memory, workers = memory or Memory(), workers or Workers()
+    memory.map(workers, _verify_part, jobs, whole_jobs.add, KernelResult, _sources)
     found = whole_jobs.found
     results = [
         result
         for spec in chosen
         for scale_type in (group_sizes if spec.uses_scales else (None,))
-        for result in found[spec.name, scale_type]
+        for result in found.get((spec.name, scale_type), [])
     ]
     return VerifyReport(
         kernels=tuple(results),
@@ -187,6 +187,45 @@ class _Part:
     turn: int | None = None
 
 
+def _parts(
+    chosen: Iterable[KernelSpec],
+    group_sizes: Mapping[str, int],
+    device: torch.device,
+    backends: tuple[str, ...],
+    checks: Checks,
+) -> list[_Part]:
+    """List the parts of what there is to check, those that take longest first."""
+    first = next(iter(group_sizes.values()))
+    whole = DEFAULT_SCALE_TYPE if DEFAULT_SCALE_TYPE in group_sizes else next(iter(group_sizes))
+    turns = {name: turn for turn, name in enumerate(n for n in group_sizes if n != whole)}
+    others = tuple(backend for backend in backends if backend not in IN_TRITON)
+    parts = []
+    for spec in chosen:
+        in_triton = [*group_sizes, None]
+        if spec.uses_scales and checks.sampled and not checks.fuzz:
+            in_triton = sampled_scale_types(spec, group_sizes)
+        for name, size in (group_sizes if spec.uses_scales else {None: first}).items():
+            run_on = backends if name in in_triton else others
+            if not run_on:
+                continue
+            shares = _shares(spec, run_on, checks, turns.get(name))
+            parts += [
+                _Part(spec.name, name, size, str(device), run_on, checks, index, *share)
+                for index, share in enumerate(shares)
+            ]
+    rank = {name: place for place, name in enumerate(SLOWEST)}
+    # first a part of each kernel: others of the same kernel would wait for what it compiles
+    parts.sort(key=lambda part: (part.index, rank.get(part.kernel, len(SLOWEST))))
+    return parts
+
+
+def _sources(job: tuple) -> frozenset[Path] | None:
+    """List the files that what a part finds follows from; random cases are not remembered."""
+    part: _Part = job[-1]
+    (spec,) = find_kernels([part.kernel])
+    return None if part.kind == "fuzz" else kernel_sources(spec, drawn=part.kind == "real")
+
+
 def _shares(
     spec: KernelSpec, backends: tuple[str, ...], checks: Checks, turn: int | None
 ) -> Iterable[tuple]:
@@ -220,14 +259,18 @@ class _WholeJobs:
 
     def add(self, job: JobDone) -> None:
         """Take what a part found."""
-        part, results = job.result
+        part, results = job.arguments[-1], job.result
         key = part.kernel, part.scale_type
         of_parts = self.missing[key]
         of_parts[part.index] = results
         if None in of_parts:
             return
-        self.found[key] = _merged([result for each in of_parts for result in each])
-        self.progress(JobDone(len(self.found), self.total, job.name, self.found[key]))
+        merged = _merged([result for each in of_parts for result in each])
+        self.found[key] = merged
+        number, again = len(self.found), all(result.remembered for result in merged)
+        self.progress(
+            replace(job, number=number, total=self.total, result=merged, remembered=again)
+        )
 
 
 def _merged(results: list[KernelResult]) -> list[KernelResult]:
@@ -249,14 +292,14 @@ def _merged(results: list[KernelResult]) -> list[KernelResult]:
             seconds=sum(result.seconds for result in each),
             passed=all(result.passed for result in each),
             failures=tuple(failure for result in each for failure in result.failures),
+            left_out=sum(result.left_out for result in each),
+            remembered=all(result.remembered for result in each),
         )
         for each in groups.values()
     ]
 
 
-def _verify_part(
-    _name: str, _scale_type: str | None, part: _Part
-) -> tuple[_Part, list[KernelResult]]:
+def _verify_part(_name: str, _scale_type: str | None, part: _Part) -> list[KernelResult]:
     """Check a kernel on a part of its cases."""
     (spec,), device = find_kernels([part.kernel]), torch.device(part.device)
     backends, checks, group_size = part.backends, part.checks, part.group_size
@@ -274,33 +317,37 @@ def _verify_part(
             about = (checks.real_shapes, part.rows, part.turn)
             cases = real_cases(spec.name, device, group_size, *about)
             reference, backends = real_reference(spec), ("triton",)
-        results = _verify(spec, part.kind, part.scale_type, device, cases, reference, backends)
+        results = _verify(spec, part, device, cases, reference, backends)
     if device.type == "cuda":
         torch.cuda.empty_cache()  # for the other processes
-    return part, results
+    return results
 
 
 def _verify(
     spec: KernelSpec,
-    kind: str,
-    scale_type: str | None,
+    part: _Part,
     device: torch.device,
     cases: Iterable[Case],
     reference: Callable,
     backends: tuple[str, ...],
 ) -> list[KernelResult]:
     """Run cases on every backend; one at a time, as some are large."""
-    labels: list[str] = []
-    tally = Tally(spec.name) if kind == "fuzz" else None
+    labels: dict[str, list[str]] = {backend: [] for backend in backends}
+    left_out = dict.fromkeys(backends, 0)
+    tally = Tally(spec.name) if part.kind == "fuzz" else None
+    sampled = part.checks.sampled and part.kind == "cases"
     found: dict[str, list[CaseResult]] = {backend: [] for backend in backends}
     seconds = dict.fromkeys(backends, 0.0)
     for case in cases:
-        labels.append(case.label)
         if tally:
             tally.add(case)
         wanted = as_tuple(reference(*copies(case.inputs)))
         peers = as_tuple(case.peer(*copies(case.inputs))) if case.peer else (None,) * len(wanted)
         for backend in backends:
+            if sampled and backend == "interpreter" and is_long(spec.name, case.label):
+                left_out[backend] += 1
+                continue
+            labels[backend].append(case.label)
             started = time.perf_counter()
             found[backend] += _run_case(spec, case, backend, device, wanted, peers)
             seconds[backend] += time.perf_counter() - started
@@ -308,9 +355,9 @@ def _verify(
         KernelResult(
             kernel=spec.name,
             backend=backend,
-            scale_type=scale_type,
-            kind=kind,
-            shapes=tuple(labels),
+            scale_type=part.scale_type,
+            kind=part.kind,
+            shapes=tuple(labels[backend]),
             outputs=len(results),
             elements=sum(result.elements for result in results),
             unwritten=sum(result.unwritten for result in results),
@@ -324,6 +371,7 @@ def _verify(
             passed=all(result.passed for result in results),
             failures=tuple(result for result in results if not result.passed),
             drawn=tally.drawn() if tally else None,
+            left_out=left_out[backend],
         )
         for backend, results in found.items()
         if results

@@ -62,6 +62,10 @@ class Ledger:
     """Name of the signal that ended the checks early; `not_verified` says before what."""
     strength: tuple[Strength, ...] = ()
     """Which mistakes the checks that were made are known to catch."""
+    sampled: tuple[str, ...] = ()
+    """What was checked of more that there is."""
+    remembered: int = 0
+    """Results that were found before, by the same code on the same machine."""
 
 
 def new_ledger(
@@ -74,6 +78,7 @@ def new_ledger(
     seconds: float,
     timing: TimingReport | None = None,
     interrupted: str | None = None,
+    sampled: tuple[str, ...] = (),
 ) -> Ledger:
     """Gather what was found, on what, and what follows from it."""
     failures = (
@@ -99,6 +104,17 @@ def new_ledger(
         timing=timing,
         interrupted=interrupted,
         strength=find_strength(kernels, parity),
+        sampled=sampled,
+        remembered=sum(result.remembered for result in (*kernels, *parity)),
+    )
+
+
+def remembered_text(ledger: Ledger) -> str:
+    """Say in a line how much was not verified anew."""
+    results = len(ledger.kernels) + len(ledger.parity)
+    return (
+        f"remembered: {ledger.remembered:,} of {results:,} results passed before, of the same code,"
+        " libraries, device and options; `--fresh` verifies them again"
     )
 
 
@@ -312,6 +328,8 @@ def ledger_page(ledger: Ledger) -> str:
         f"- versions: {versions}",
         f"- commit: {ledger.commit or 'not in a checkout'}",
         f"- scale types: {', '.join(ledger.scale_types)}",
+        *(f"- sampled: {item}" for item in ledger.sampled),
+        *([f"- {remembered_text(ledger)}"] if ledger.remembered else []),
     ]
     lines += _section("Failures", ["item", "where", "found", "command"], _failure_rows(ledger))
     figures = ["largest error", "relative", "cosine", "gate", ""]

@@ -46,8 +46,10 @@ from arbcli.model.parts import chunking, codebook, compressed_attention, experts
 from arbcli.rules import RULES, WITH_DIGITS, find_rule
 from arbcli.train.updater import Updater
 from arbcli.verify.compare import errors, poisoned
+from arbcli.verify.memory import Memory, all_sources
 from arbcli.verify.parts.base import Choices, rotary_angles
 from arbcli.verify.reference import Reference, named_blocks, reference_loss
+from arbcli.verify.sample import ALWAYS, DEFAULT_SCALE_TYPE, IN_TRITON
 from arbcli.verify.update_reference import (
     reference_direction,
     reference_slope,
@@ -203,6 +205,8 @@ class ParityResult:
     """Of the norms; None where it is not finite, as the largest error."""
     cosine: float
     passed: bool
+    remembered: bool = False
+    """Whether this was found before, by the same code on the same machine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -306,6 +310,9 @@ def check_parity(
     group_sizes: Mapping[str, int],
     workers: Workers | None = None,
     progress: Callable[[JobDone], None] = lambda _: None,
+    memory: Memory | None = None,
+    *,
+    sampled: bool = False,
 ) -> tuple[ParityResult, ...]:
     """Compare the model with its reference, in poisoned memory.
 
@@ -313,14 +320,39 @@ def check_parity(
         device: where to run. On a GPU the presets are compared too, in bf16 and in float32.
         backends: of the kernel path.
         group_sizes: scale types of the ragged model; presets have their own. Causality and
-            determinism are checked with the first.
+            determinism are checked with the default one, if it is among them, or the first.
         workers: processes that share the work; None is this one.
         progress: is told each part that is done, and what it found.
+        memory: of what passed before; None remembers nothing.
+        sampled: whether Triton has a sample: in a GPU's kernels the scale types `ALWAYS`; in the
+            interpreter one, in which models are compared from the bytes on alone, and the updates
+            of each rule in one direction.
     """
-    backends = tuple(backends)
-    jobs = [(s.name, s.backend, s) for s in _subjects(device, backends, group_sizes)]
-    found = (workers or Workers()).map(_check, jobs, progress)
+    scale_types = sorted(group_sizes, key=lambda name: name != DEFAULT_SCALE_TYPE)
+    subjects = _subjects(device, tuple(backends), scale_types)
+    if sampled:
+        subjects = _sample(subjects, scale_types)
+    jobs = [(s.name, s.backend, s) for s in subjects]
+    memory, workers = memory or Memory(), workers or Workers()
+    found = memory.map(workers, _check, jobs, progress, ParityResult, lambda _: all_sources())
     return (*_rotary(device), *(result for results in found for result in results))
+
+
+def _sample(subjects: Iterable[Subject], scale_types: list[str]) -> Iterator[Subject]:
+    """Choose what is compared in Triton, and leave the rest to the other backends."""
+    always = [name for name in ALWAYS if name in scale_types] or scale_types[:1]
+    for subject in subjects:
+        config = subject.config
+        if subject.backend not in IN_TRITON or subject.name in FULL_SIZE:
+            yield subject
+        elif subject.parts == ("update",):
+            usual = config.digits != "all" and config.direction == find_rule(config.rule).direction
+            if subject.backend == "triton" or usual:
+                yield subject
+        elif subject.backend == "triton" and config.scale_type in always:
+            yield subject
+        elif subject.backend == "interpreter" and config.scale_type == always[0]:
+            yield replace(subject, parts=("whole",))
 
 
 def _check(_name: str, _backend: str, subject: Subject) -> list[ParityResult]:
@@ -396,16 +428,15 @@ def fitting_dtypes(config: ModelConfig, device: torch.device) -> tuple[torch.dty
 
 
 def _subjects(
-    device: torch.device, backends: tuple[str, ...], group_sizes: Mapping[str, int]
+    device: torch.device, backends: tuple[str, ...], scale_types: Iterable[str]
 ) -> Iterator[Subject]:
     for backend in backends:
         interpreted = backend == "interpreter"
         # the interpreter computes wrongly in bf16
         half = () if interpreted else (torch.bfloat16,)
-        scale_types = [*group_sizes]
+        first, *others = scale_types
         if backend == "native":  # its loops know groups by their size alone
-            scale_types = scale_types[:1]
-        first = scale_types[0]
+            others = []
         for dtype in (torch.float32, *half):
             place = (dtype, device, backend)
             if backend == "triton":
@@ -417,7 +448,7 @@ def _subjects(
                         yield Subject(name, config, 1, *place, parts)
             # few rows go through the fused products, many do not
             for batch in (1,) if interpreted else (1, 12):
-                for scale_type in scale_types:
+                for scale_type in (first, *others):
                     config = replace(RAGGED, scale_type=scale_type)
                     parts = ("blocks", "bits") if scale_type == first else ("blocks",)
                     title = f"ragged {scale_type} batch {batch}"
@@ -435,7 +466,7 @@ def _subjects(
             if half and not has_mamba(config):
                 subject = Subject(f"{name} {first}", config, 2, *half, device, backend)
                 yield replace(subject, parts=("blocks", "whole"))
-        for scale_type in scale_types[1:2] if interpreted else scale_types[1:]:
+        for scale_type in others[:1] if interpreted else others:
             for name in ("graph",) if interpreted else ("graph", "compressed"):
                 config = replace(MODELS[name], scale_type=scale_type)
                 yield Subject(f"{name} {scale_type}", config, 2, *place, ("blocks", "whole"))

@@ -15,13 +15,13 @@ from arbcli.kernels.runtime._triton import HAS_TRITON
 from arbcli.signals import Interrupted, RaisedSignal
 from arbcli.verify.compile_ahead import CompileResult, compile_kernels, find_targets
 from arbcli.verify.kernels import (
-    DEFAULT_SCALE_TYPE,
     Checks,
     KernelResult,
     find_kernels,
     verify_kernels,
 )
 from arbcli.verify.ledger import Ledger, new_ledger, verdict
+from arbcli.verify.memory import Memory, describe_machine
 from arbcli.verify.parity import (
     INTERPRETED,
     LONGEST,
@@ -30,6 +30,7 @@ from arbcli.verify.parity import (
     check_parity,
     matrix_shapes,
 )
+from arbcli.verify.sample import ALWAYS, DEFAULT_SCALE_TYPE, IN_TRITON
 from arbcli.verify.timing import Stopwatch, TimingReport, check_timeable, time_kernels
 from arbcli.verify.workers import JobDone, Workers
 
@@ -56,13 +57,22 @@ class VerifyRequest:
     device: str | None = None
     """None is the GPU if there is one."""
     backend: str | None = None
-    """None is every one that runs on the device."""
+    """None is every one that runs on the device; one that is named is not sampled."""
+    exhaustive: bool = False
+    """Whether all is checked, and no sample."""
+    fresh: bool = False
+    """Whether what passed before is verified again."""
 
     @property
     def scale_types(self) -> dict[str, int]:
         """Scale types to check, and how many weights share a scale."""
         chosen = SCALE_TYPES if self.scale_type is None else (self.scale_type,)
         return {name: SCALE_TYPES[name] for name in chosen}
+
+    @property
+    def sampled(self) -> bool:
+        """Whether kernels in Triton have a sample of the checks."""
+        return not (self.exhaustive or self.backend or self.fuzz)
 
     @property
     def whole_model(self) -> bool:
@@ -120,6 +130,7 @@ def verify(request: VerifyRequest, show: Callable[[str], None] = lambda _: None)
         seconds,
         found.timing,
         interrupted,
+        tuple(_sampled(request, backends, found)),
     )
 
 
@@ -137,20 +148,25 @@ def _check(
         def done(job: JobDone) -> None:
             of_job = job.result if isinstance(job.result, list) else [job.result]
             results.extend(of_job)
-            show(f"{title}  {job.number}/{job.total}  {job.name}  {verdict(of_job)}")
+            again = ", remembered" * job.remembered
+            show(f"{title}  {job.number}/{job.total}  {job.name}  {verdict(of_job)}{again}")
 
         return done
 
     names, scale_types = request.names, request.scale_types
     group_size = SCALE_TYPES[request.scale_type or DEFAULT_SCALE_TYPE]  # compiled ahead and timed
-    checks = Checks(real_shapes=matrix_shapes(), fuzz=request.fuzz, seed=request.seed)
+    shapes = matrix_shapes() if "triton" in backends else ()
+    checks = Checks(shapes, request.fuzz, request.seed, request.sampled)
+    memory = Memory(describe_machine(device), fresh=request.fresh, show=show)
     with Workers(1 if names else _num_workers(device)) as workers:
         progress = keep("kernels", found.kernels)
-        report = verify_kernels(names, scale_types, device, backends, checks, workers, progress)
+        where = (device, backends)
+        report = verify_kernels(names, scale_types, *where, checks, workers, progress, memory)
         found.kernels = list(report.kernels)  # in the order of the kernels
         if request.whole_model:
             progress = keep("model", found.parity)
-            found.parity = list(check_parity(device, backends, scale_types, workers, progress))
+            about = (scale_types, workers, progress, memory)
+            found.parity = list(check_parity(*where, *about, sampled=request.sampled))
     if request.timed:  # when the other processes are gone
         found.timing = time_kernels(found.kernels, Stopwatch(device), group_size, show)
     if targets:
@@ -197,6 +213,33 @@ def _of_kernels(request: VerifyRequest) -> Iterable[str]:
     """List what kernels say that no check of theirs can tell."""
     for spec in find_kernels(request.names):
         yield from (f"{spec.name}: {item}" for item in spec.not_verified)
+
+
+def _sampled(request: VerifyRequest, backends: tuple[str, ...], found: _Found) -> Iterable[str]:
+    """State the sample that was checked, where it is not all."""
+    if not (request.sampled and {*backends} & {*IN_TRITON}):
+        return
+    again = "all with `--exhaustive`"
+    left_out = sum(result.left_out for result in found.kernels)
+    if left_out:
+        cases = sum(len(r.shapes) for r in found.kernels if r.backend == "interpreter")
+        yield f"{cases:,} of {cases + left_out:,} cases in the interpreter; {again}"
+    if len(request.scale_types) > 1:
+        met = {(r.kernel, r.scale_type) for r in found.kernels if r.backend in IN_TRITON}
+        types = sum(scale_type is not None for _, scale_type in met)
+        every = {(r.kernel, r.scale_type) for r in found.kernels if r.scale_type}
+        if types < len(every):
+            yield (
+                f"{types} of {len(every)} pairs of kernel and scale type in Triton:"
+                f" {' and '.join(ALWAYS)}, and one of each other path that a kernel takes; {again}"
+            )
+    if request.whole_model and "interpreter" in backends:
+        yield (
+            f"models in the interpreter: {', '.join(('ragged', *INTERPRETED))} in one scale type,"
+            f" from the bytes on, and each rule in one direction; {again}"
+        )
+    elif request.whole_model and len(request.scale_types) > 1:
+        yield f"small models in Triton in {' and '.join(ALWAYS)}; {again}"
 
 
 def _not_drawn(found: _Found) -> Iterable[str]:

@@ -26,6 +26,15 @@ class JobDone:
     name: str
     result: Any
     """What the call returned."""
+    arguments: tuple = ()
+    """Of the call."""
+    remembered: bool = False
+    """Whether nothing was called, as the result was known."""
+
+
+def name_of(job: tuple) -> str:
+    """Name a job by its first arguments."""
+    return " ".join(str(part) for part in job[:2] if part is not None)
 
 
 class Workers:
@@ -75,8 +84,7 @@ class Workers:
         results, count = [None] * len(jobs), 0
         for index, result in self._each(function, jobs):
             results[index], count = result, count + 1
-            named = " ".join(str(part) for part in jobs[index][:2] if part is not None)
-            progress(JobDone(count, len(jobs), named, result))
+            progress(JobDone(count, len(jobs), name_of(jobs[index]), result, jobs[index]))
         return results
 
     def _each(self, function: Callable, jobs: list[tuple]) -> Iterable[tuple[int, Any]]:

@@ -309,11 +309,17 @@ def _not_verified() -> str:
         "a kernel": (VerifyRequest(names=("rms_norm",), backend="torch"), cpu, ("torch",)),
         "random cases": (VerifyRequest(fuzz=3, backend="triton"), gpu, ("triton",)),
     }
-    result = types.SimpleNamespace(kernel="rms_norm", scale_type="T4")
-    found = types.SimpleNamespace(kernels=[result], parity=[1, 2, 3], compiled=[4, 5], timing=None)
+    result = types.SimpleNamespace(
+        kernel="rms_norm", scale_type="T4", backend="interpreter", shapes=("1x1", "3x3"), left_out=1
+    )
+    other = types.SimpleNamespace(**vars(result) | {"scale_type": "T8", "backend": "torch"})
+    found = types.SimpleNamespace(
+        kernels=[result, other], parity=[1, 2, 3], compiled=[4, 5], timing=None
+    )
     lines = []
     for name, (request, device, backends) in requests.items():
         lines += ["", name, *verifying._left_out(request, device, backends)]
+        lines += ["sampled:", *verifying._sampled(request, backends, found)]
         named = dataclasses.replace(request, names=("rms_norm", "cross_entropy"))
         lines += ["stopped:", *verifying._not_reached(named, found, "SIGINT")]
         if not request.names:
@@ -344,7 +350,7 @@ def _shown_by_verify() -> str:
     )
     few = dataclasses.replace(
         found, scale_types=("T8",), kernels=(), parity=(), compiled=(), timing=None, changes=(),
-        strength=(), commit=None, failures=(), interrupted=None,
+        strength=(), commit=None, failures=(), interrupted=None, sampled=(), remembered=0,
     )  # fmt: skip
     untimed = dataclasses.replace(
         few, failures=(filled(Failure),),

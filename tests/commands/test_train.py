@@ -296,8 +296,8 @@ OPTIONS = {
     "probe-loss": "backend batch checkpoint compute ctx data device digits dim direction ffn field"
     " heads json layers lr model plot preset print-config rule seed steps streams tscale-type"
     " val warmup" + PARTS,
-    "verify-kernels": "all-tscale-types backend compare device fuzz json ledger list seed targets"
-    " time tscale-type",
+    "verify-kernels": "all-tscale-types backend compare device exhaustive fresh fuzz json ledger"
+    " list seed targets time tscale-type",
 }
 
 

@@ -2,10 +2,12 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from typer.testing import CliRunner
 from arbcli.cli import app
 from arbcli.kernels.codec.packing import PACK_TRITS
 from arbcli.kernels.runtime import native
+from arbcli.signals import Interrupted
 from arbcli.verify import kernels as verify
 from arbcli.verify.kernels import KERNELS
 
@@ -22,6 +25,18 @@ BACKEND = "triton" if torch.cuda.is_available() else "interpreter"
 
 def arb(*arguments):
     return CliRunner().invoke(app, ["verify-kernels", *map(str, arguments)])
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory):
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture(autouse=True)
+def nothing_remembered(cache, monkeypatch):
+    """Begin without results, but with what was compiled."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
+    shutil.rmtree(cache / "arb" / "verified", ignore_errors=True)
 
 
 @pytest.fixture
@@ -47,12 +62,12 @@ def test_json_is_one_object_with_pinned_fields():
     assert list(found) == [
         "format", "date", "device", "versions", "commit", "scale_types", "kernels", "parity",
         "compiled", "failures", "ruled_out", "not_verified", "seconds", "passed", "changes",
-        "timing", "interrupted", "strength",
+        "timing", "interrupted", "strength", "sampled", "remembered",
     ]  # fmt: skip
     assert list(found["kernels"][0]) == [
         "kernel", "backend", "scale_type", "kind", "shapes", "outputs", "elements", "unwritten",
         "gate", "reason", "unequal", "max_error", "relative_error", "cosine", "seconds", "passed",
-        "failures", "drawn",
+        "failures", "drawn", "left_out", "remembered",
     ]  # fmt: skip
 
 
@@ -176,6 +191,62 @@ def test_program_needs_no_environment_and_prints_only_json(arb_here):
 def test_every_kernel_is_a_line_as_it_is_done_also_into_a_pipe():
     lines = arb("pack_trits", "step_scales", "--backend", "torch").stderr.splitlines()
     assert lines == ["kernels  1/2  pack_trits  pass", "kernels  2/2  step_scales  pass"]
+
+
+def test_what_passed_is_remembered_and_said_to_be():
+    words = ("pack_trits", "step_scales", "--backend", "torch")
+    first, again = arb(*words, "--json"), arb(*words, "--json")
+    assert json.loads(first.stdout)["remembered"] == 0
+    found = json.loads(again.stdout)
+    assert found["remembered"] == 2
+    assert all(result["remembered"] and result["passed"] for result in found["kernels"])
+    assert again.stderr.splitlines() == [
+        "kernels  1/2  pack_trits  pass, remembered", "kernels  2/2  step_scales  pass, remembered"
+    ]  # fmt: skip
+    shown = " ".join(arb(*words).stdout.split())
+    assert "remembered: 2 of 2 results passed before" in shown
+    assert json.loads(arb(*words, "--fresh", "--json").stdout)["remembered"] == 0
+    other = json.loads(arb("pack_trits", "--backend", "torch", "--exhaustive", "--json").stdout)
+    assert other["remembered"] == 1  # a backend that is named is not sampled anyway
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_stop_before_anything_is_verified_is_no_error(number, code, monkeypatch):
+    monkeypatch.setattr(
+        "arbcli.verify.run.resolve_device", mock.Mock(side_effect=Interrupted(number.name))
+    )
+    result = arb("pack_trits")
+    assert (result.exit_code, result.stdout) == (code, "")
+    assert result.stderr == f"stopped by {number.name}: nothing was verified\n"
+
+
+def test_failure_is_not_remembered(wrong_kernel):
+    for _ in range(2):
+        result = arb("pack_trits", "--json")
+        assert result.exit_code == 1
+        assert json.loads(result.stdout)["remembered"] == 0
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="of the interpreter")
+def test_sample_of_the_interpreter_is_stated_and_all_is_checked_when_asked_for():
+    shown = " ".join(arb("choose_entries").stdout.split())
+    assert "choose_entries │ interpreter │ 10 of 12 │" in shown
+    assert "sampled: 10 of 12 cases in the interpreter; all with `--exhaustive`" in shown
+    found = json.loads(arb("unit_rows", "--exhaustive", "--json").stdout)
+    assert found["sampled"] == []
+    assert {len(result["shapes"]) for result in found["kernels"]} == {10}
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="of the interpreter")
+def test_scale_types_are_sampled_in_triton_alone():
+    found = json.loads(arb("embedding_rows", "--all-tscale-types", "--json").stdout)
+    met = {}
+    for result in found["kernels"]:
+        met.setdefault(result["backend"], []).append(result["scale_type"])
+    assert (met["interpreter"], met["torch"]) == (["T6", "T32"], found["scale_types"])
+    assert any(
+        item.startswith("2 of 8 pairs of kernel and scale type") for item in found["sampled"]
+    )
 
 
 @pytest.mark.parametrize(

@@ -179,15 +179,17 @@ def test_export_is_told_of_what(asked, tmp_path):
 
 def test_verification_is_told_of_what(asked):
     words = ["--tscale-type", "T6", "--fuzz", "3", "--seed", "4", "--targets", "sm_90", "--time",
-             "--device", "cpu", "--backend", "torch"]  # fmt: skip
+             "--device", "cpu", "--backend", "torch", "--exhaustive", "--fresh"]  # fmt: skip
     request = asked("arbcli.verify.run.verify", "verify-kernels", "rms_norm", *words).args[0]
     assert (request.names, request.scale_type, request.fuzz) == (("rms_norm",), "T6", 3)
     assert (request.seed, request.targets, request.timed) == (4, "sm_90", True)
     assert (request.device, request.backend) == ("cpu", "torch")
+    assert (request.exhaustive, request.fresh) == (True, True)
     request = asked("arbcli.verify.run.verify", "verify-kernels", "--all-tscale-types").args[0]
     assert (request.names, request.scale_type, request.fuzz, request.seed) == ((), None, 0, 0)
     request = asked("arbcli.verify.run.verify", "verify-kernels").args[0]
     assert (request.scale_type, request.timed, request.targets) == ("T32", False, None)
+    assert (request.exhaustive, request.fresh) == (False, False)
 
 
 def test_settings_are_printed_beside_those_of_their_preset(arb_here, monkeypatch):

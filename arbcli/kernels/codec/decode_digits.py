@@ -12,7 +12,13 @@ import torch
 from torch import Tensor
 
 from arbcli.kernels.codec.packed import Packed, random_packed
-from arbcli.kernels.codec.packing import BLOCK, digit_of, unpack_trits_reference, unpack_trits_torch
+from arbcli.kernels.codec.packing import (
+    BLOCK,
+    digit_of,
+    in_planes,
+    unpack_trits_reference,
+    unpack_trits_torch,
+)
 from arbcli.kernels.codec.scales import ROOTS, load_scale, scales_torch
 from arbcli.kernels.runtime import native
 from arbcli.kernels.runtime._triton import tl, triton
@@ -259,6 +265,7 @@ DECODE_DIGITS = KernelSpec(
     decode_digits_reference,
     _cases,
     uses_scales=True,
+    scale_path=in_planes,
     timings=_timings,
     native=in_rounded_float32(decode_digits_native),
 )

@@ -20,7 +20,7 @@ from arbcli.kernels.codec.decode_digits import (
     with_remainders,
 )
 from arbcli.kernels.codec.packed import Packed, random_packed
-from arbcli.kernels.codec.packing import BLOCK, byte_tiles, digit_of, plane_offsets
+from arbcli.kernels.codec.packing import BLOCK, byte_tiles, digit_of, in_planes, plane_offsets
 from arbcli.kernels.codec.scales import load_scale, scale_of
 from arbcli.kernels.codec.warp_products import first_digits, take_digits
 from arbcli.kernels.matmul.quantise_rows import (
@@ -394,5 +394,6 @@ DECODE_E4M3 = KernelSpec(
     decode_e4m3_reference,
     _cases,
     uses_scales=True,
+    scale_path=lambda group_size: (in_planes(group_size), BLOCK % group_size == 0),
     timings=_timings,
 )

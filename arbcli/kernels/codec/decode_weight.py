@@ -31,6 +31,7 @@ from arbcli.kernels.codec.packing import (
     BLOCK,
     LARGEST_BYTE,
     PLANE,
+    in_planes,
     positions_in_block,
     trit_at,
 )
@@ -205,7 +206,7 @@ def _store_four(pointer, words, mask):
 
 def _by_block(packed: Packed) -> bool:
     """Whether each plane has one scale, words can be loaded, and eight weights stored at once."""
-    whole = packed.group_size % PLANE == 0 and packed.in_features % 8 == 0
+    whole = in_planes(packed.group_size) and packed.in_features % 8 == 0
     return whole and packed.trits.stride(1) == 1 and torch.version.hip is None
 
 
@@ -290,6 +291,7 @@ DECODE_WEIGHT = KernelSpec(
     decode_digits_reference,
     _cases,
     uses_scales=True,
+    scale_path=in_planes,
     timings=_timings,
     native=in_rounded_float32(decode_digits_native),
 )

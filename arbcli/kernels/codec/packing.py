@@ -29,6 +29,11 @@ def row_bytes(in_features: int) -> int:
     return blocks * PLANE + -(-rest // TRITS_PER_BYTE)
 
 
+def in_planes(group_size: int) -> bool:
+    """Tell whether groups are whole planes, so that a plane of a block has one scale."""
+    return group_size % PLANE == 0
+
+
 def pack_trits_reference(trits: Tensor) -> Tensor:
     """Compute what `pack_trits` must return, one weight at a time."""
     rows, in_features = trits.shape

@@ -20,7 +20,7 @@ from arbcli.kernels.codec.decode_digits import (
 )
 from arbcli.kernels.codec.decode_weight import decode_weight, decode_weight_triton
 from arbcli.kernels.codec.packed import Packed, random_packed
-from arbcli.kernels.codec.packing import PLANE, digit_of, plane_offsets
+from arbcli.kernels.codec.packing import PLANE, digit_of, in_planes, plane_offsets
 from arbcli.kernels.codec.scales import load_scale
 from arbcli.kernels.matmul.few_rows import few_rows, fits_few_rows
 from arbcli.kernels.runtime._triton import tl, triton
@@ -206,7 +206,7 @@ def _forward_cases(device: torch.device, group_size: int) -> Iterator[Case]:
     for label, x, packed in _inputs(device, group_size, "K"):
         low = x.dtype == torch.bfloat16
         yield Case(label, (x, packed, x.dtype), peer=peer if low else None)
-    if group_size % PLANE == 0:
+    if in_planes(group_size):
         yield from _few_rows_cases(device, group_size)
 
 
@@ -274,6 +274,7 @@ TERNARY_MATMUL = KernelSpec(
     _forward_cases,
     GATE,
     uses_scales=True,
+    scale_path=lambda group_size: (in_planes(group_size), group_size == PLANE),
     timings=partial(_timings, False),
 )
 TERNARY_MATMUL_GRAD_X = KernelSpec(
@@ -284,5 +285,6 @@ TERNARY_MATMUL_GRAD_X = KernelSpec(
     _grad_x_cases,
     GATE,
     uses_scales=True,
+    scale_path=in_planes,
     timings=partial(_timings, True),
 )

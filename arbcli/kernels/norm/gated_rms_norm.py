@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from arbcli.kernels.codec.packed import Packed, random_packed
+from arbcli.kernels.codec.packing import in_planes
 from arbcli.kernels.norm.rms_norm import (
     TIMED_EPS,
     check_norm,
@@ -384,10 +385,11 @@ _GATE = Gate(
 
 GATED_RMS_NORM = KernelSpec(
     "gated_rms_norm", _gated_rms_norm_triton, _gated_rms_norm_torch, gated_rms_norm_reference,
-    _cases, _GATE, uses_scales=True, timings=_timings, native=_gated_rms_norm_native,
+    _cases, _GATE, uses_scales=True, scale_path=in_planes, timings=_timings,
+    native=_gated_rms_norm_native,
 )  # fmt: skip
 GATED_RMS_NORM_BACKWARD = KernelSpec(
     "gated_rms_norm_backward", _gated_rms_norm_backward_triton, _gated_rms_norm_backward_torch,
     gated_rms_norm_backward_reference, _backward_cases, _GATE, uses_scales=True,
-    timings=_backward_timings, native=_gated_rms_norm_backward_native,
+    scale_path=in_planes, timings=_backward_timings, native=_gated_rms_norm_backward_native,
 )  # fmt: skip

@@ -19,6 +19,7 @@ from torch.nn.functional import rms_norm as torch_rms_norm
 from arbcli.kernels.codec.decode_digits import decode_digits_reference, decode_digits_torch
 from arbcli.kernels.codec.decode_weight import decode_weight_triton
 from arbcli.kernels.codec.packed import Packed, random_packed
+from arbcli.kernels.codec.packing import in_planes
 from arbcli.kernels.runtime import native
 from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.backend import choose, row_chunks
@@ -570,14 +571,15 @@ _GATE = Gate(
 
 RMS_NORM = KernelSpec(
     "rms_norm", _rms_norm_triton, _rms_norm_torch, rms_norm_reference, _cases, _GATE,
-    uses_scales=True, timings=_timings, native=_rms_norm_native,
+    uses_scales=True, scale_path=in_planes, timings=_timings, native=_rms_norm_native,
 )  # fmt: skip
 ADD_RMS_NORM = KernelSpec(
     "add_rms_norm", _add_rms_norm_triton, _add_rms_norm_torch, add_rms_norm_reference, _add_cases,
-    _GATE, uses_scales=True, timings=_add_timings, native=_add_rms_norm_native,
+    _GATE, uses_scales=True, scale_path=in_planes, timings=_add_timings,
+    native=_add_rms_norm_native,
 )  # fmt: skip
 RMS_NORM_BACKWARD = KernelSpec(
     "rms_norm_backward", _rms_norm_backward_triton, _rms_norm_backward_torch,
     rms_norm_backward_reference, _backward_beside_cases, _GATE, uses_scales=True,
-    timings=_backward_timings, native=_rms_norm_backward_native,
+    scale_path=in_planes, timings=_backward_timings, native=_rms_norm_backward_native,
 )  # fmt: skip

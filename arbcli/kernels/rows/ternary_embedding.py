@@ -21,7 +21,7 @@ from arbcli.kernels.codec.decode_digits import (
 )
 from arbcli.kernels.codec.decode_weight import decode_weight, decode_weight_triton
 from arbcli.kernels.codec.packed import Packed, random_packed
-from arbcli.kernels.codec.packing import PLANE, byte_tiles, digit_of, plane_offsets
+from arbcli.kernels.codec.packing import PLANE, byte_tiles, digit_of, in_planes, plane_offsets
 from arbcli.kernels.codec.scales import load_scale
 from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.backend import uses_triton
@@ -323,6 +323,7 @@ EMBEDDING_ROWS = KernelSpec(
     embedding_rows_reference,
     _rows_cases,
     uses_scales=True,
+    scale_path=in_planes,
     timings=_rows_timings,
 )
 EMBEDDING_GRAD = KernelSpec(

@@ -308,6 +308,11 @@ def _weighted_rows_grad_kernel(
                 tl.store(grad_ptr + r * D + offs_d, of_row, mask=offs_d < D)
 
 
+def _scale_path(group_size: int) -> tuple[bool, bool]:
+    """Tell whether groups are as wide as the wider chunks, and whether some chunks are short."""
+    return group_size >= 8, group_size % 4 > 0
+
+
 def _chunking(packed: Packed) -> tuple[int, int]:
     """Choose the width of chunks of columns, and count the chunks of a row."""
     dim, group_size = packed.in_features, packed.group_size
@@ -663,6 +668,7 @@ WEIGHTED_ROWS = KernelSpec(
     _weighted_rows_cases,
     Gate(exact=False, relative=1e-6, reason="float32 sums of up to tens of rows"),
     uses_scales=True,
+    scale_path=_scale_path,
     bfloat16=(),
     timings=_weighted_rows_timings,
 )
@@ -674,6 +680,7 @@ WEIGHTED_ROWS_GRAD_WEIGHTS = KernelSpec(
     _grad_weights_cases,
     Gate(exact=False, relative=1e-6, reason="float32 sums of up to thousands of columns"),
     uses_scales=True,
+    scale_path=_scale_path,
     bfloat16=(0,),
     timings=_grad_weights_timings,
 )

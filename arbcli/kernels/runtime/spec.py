@@ -1,6 +1,6 @@
 """What a kernel offers to be verified, tested and timed: one `KernelSpec` for all three."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -82,7 +82,10 @@ class KernelSpec:
     """(device, group size) to cases. A spec without `uses_scales` ignores the group size."""
     gate: Gate = EXACT
     uses_scales: bool = False
-    """Whether the scale type matters, and so every one of them is to be checked."""
+    """Whether the scale type matters."""
+    scale_path: Callable[[int], Hashable] = int
+    """(group size) to what the code asks of it: sizes of the same answer take the same path. By
+    default each takes a path of its own."""
     bfloat16: tuple[int, ...] | None = None
     """Which float32 inputs may be bfloat16 too; None is all of them."""
     not_verified: tuple[str, ...] = ()

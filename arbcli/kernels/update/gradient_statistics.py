@@ -285,6 +285,11 @@ def _read_groups(
         tl.store(squares_ptr, tl.sum(of_columns))
 
 
+def _scale_path(group_size: int) -> tuple[bool, bool]:
+    """Tell whether groups are planes, and whether their lanes are all of them."""
+    return group_size == PLANE, group_size & (group_size - 1) == 0
+
+
 def _gradient_statistics_triton(grad, packed, factored, signs):
     (rows, columns), groups, group_size = grad.shape, packed.num_groups, packed.group_size
     block_n, steps = 8, tiles_of_a_program(grad, 2, 16)
@@ -391,6 +396,7 @@ GRADIENT_STATISTICS = KernelSpec(
     # the square of a slope counts its error twice
     Gate(exact=False, relative=4e-6, reason="float32 sums of products that cancel in part"),
     uses_scales=True,
+    scale_path=_scale_path,
     timings=_timings,
     bfloat16=(0,),
     native=_in_one_part(_gradient_statistics_native),

@@ -1,0 +1,313 @@
+"""Remember which checks passed, so that what has not changed is not verified again.
+
+A result is found again by everything that it follows from: the sources of the kernel, of what it
+imports and of the verifier, the versions of Python, torch and Triton, the device, the settings of
+the environment, and the check itself with its options. Only checks that passed are remembered. The
+files are in the user's cache, and are believed only if nobody else can have written them.
+"""
+
+import ast
+import dataclasses
+import importlib.metadata
+import json
+import os
+import platform
+import stat
+import sys
+import tempfile
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from functools import cache
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from arbcli.kernels.runtime import native
+from arbcli.kernels.runtime.spec import KernelSpec
+from arbcli.verify.workers import JobDone, Workers, name_of
+
+PACKAGE = Path(__file__).parents[1]
+ROOT = PACKAGE.parent
+LIBRARIES = ("torch", "triton", "numpy")
+SETTINGS = (
+    "ARB_", "ATEN_", "CC", "CUBLAS_", "CUDA_", "DNNL_", "MKL_", "NVIDIA_", "OMP_", "ONEDNN_",
+    "OPENBLAS_", "PYTORCH_", "TORCH", "TRITON_",
+)  # fmt: skip
+"""What the names of variables that can change a result begin with."""
+
+
+def memory_folder() -> Path:
+    """Find where results are kept: `arb/verified` below `XDG_CACHE_HOME` or `~/.cache`."""
+    return native.cache_folder() / "verified"
+
+
+@cache
+def kernel_sources(spec: KernelSpec, *, drawn: bool = False) -> frozenset[Path] | None:
+    """List the files that a result of a kernel follows from.
+
+    Args:
+        spec: of the kernel.
+        drawn: whether its cases are drawn by `arbcli.verify.fuzz`, which imports other kernels.
+
+    Returns:
+        The files, or None if the spec is not that of a module.
+    """
+    modules = [
+        name
+        for name, module in [*sys.modules.items()]
+        if name.startswith("arbcli.kernels.")
+        and name != "arbcli.kernels.registry"
+        and any(value is spec for value in vars(module).values())
+    ]
+    if not modules:
+        return None
+    modules += ["arbcli.verify.fuzz"] if drawn else []
+    found: set[Path] = set()
+    for name in modules:
+        found |= _imported(PACKAGE.joinpath(*name.split(".")[1:]).with_suffix(".py"))
+    return frozenset(found) | _sources_in("kernels/runtime") | _sources_in("verify")
+
+
+def all_sources() -> frozenset[Path]:
+    """List every source file of the program: what a result of a model follows from."""
+    return _sources_in("")
+
+
+@cache
+def _sources_in(folder: str) -> frozenset[Path]:
+    return frozenset(p for p in (PACKAGE / folder).rglob("*") if p.suffix in (".py", ".c"))
+
+
+def _imported(first: Path) -> set[Path]:
+    """List a file of the program, and all that it imports of the program, directly or not."""
+    found, further = set(), {first}
+    while further:
+        path = further.pop()
+        found.add(path)
+        further |= _imports(path) - found
+    return found
+
+
+@cache
+def _imports(path: Path) -> frozenset[Path]:
+    names: list[str] = []
+    for node in ast.walk(ast.parse(path.read_bytes())):
+        if isinstance(node, ast.Import):
+            names += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            names += [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+    files = (
+        file
+        for name in names
+        if name.split(".")[0] == PACKAGE.name
+        for place in [ROOT.joinpath(*name.split("."))]
+        for file in (place.with_suffix(".py"), place / "__init__.py")
+    )
+    return frozenset(file for file in files if file != PACKAGE / "__init__.py" and file.is_file())
+
+
+def describe_machine(device: torch.device) -> str:
+    """Write down what results follow from besides sources: libraries, device, CPU, settings."""
+    lines = [platform.platform(), platform.python_version(), torch.__version__]
+    lines += [str(device), f"{torch.get_num_threads()} threads"]
+    for name in LIBRARIES:
+        with suppress(importlib.metadata.PackageNotFoundError):
+            lines.append(f"{name} {importlib.metadata.version(name)}")
+    if device.type == "cuda":
+        about = torch.cuda.get_device_properties(device)
+        lines.append(f"{about.name} {about.major}.{about.minor} {about.total_memory}")
+    lines += [*native._cpu(), native.why_not() or "native"]
+    lines += sorted(f"{k}={v}" for k, v in os.environ.items() if k.startswith(SETTINGS))
+    return "\n".join(lines)
+
+
+class Memory:
+    """Results of checks that passed, each in a file of its own.
+
+    Args:
+        machine: what they follow from besides sources, by `describe_machine`; None remembers
+            nothing.
+        fresh: whether nothing is recalled, and all is remembered anew.
+        show: is told what is wrong with the files, in a line each.
+    """
+
+    def __init__(
+        self,
+        machine: str | None = None,
+        *,
+        fresh: bool = False,
+        show: Callable[[str], None] = lambda _: None,
+    ) -> None:
+        self._machine, self._fresh, self._show = machine, fresh, show
+        self._folder = memory_folder()
+        self._stamps: dict[Path, tuple[int, int]] = {}
+        self._digests: dict[Path, str] = {}
+        self._told: set[str] = set()
+
+    def map(
+        self,
+        workers: Workers,
+        function: Callable[..., list],
+        jobs: Iterable[tuple],
+        progress: Callable[[JobDone], None],
+        kind: type,
+        sources: Callable[[tuple], frozenset[Path] | None],
+    ) -> list[list]:
+        """Do the jobs whose results are not known, and remember those that pass.
+
+        Args:
+            workers: do them.
+            function: see `Workers.map`; it returns a list of results.
+            jobs: see `Workers.map`.
+            progress: is told of each job that is done, those first whose results are known.
+            kind: class of the results.
+            sources: of a job, the files that its results follow from; None remembers it not.
+
+        Returns:
+            The results, in the order of the jobs.
+        """
+        jobs = list(jobs)
+        keys = [self._key(function, job, sources) for job in jobs]
+        key_of = {id(job): key for job, key in zip(jobs, keys, strict=True)}
+        results = [self._recall(key, kind) for key in keys]
+        open_jobs = [index for index, found in enumerate(results) if found is None]
+        known = [index for index, found in enumerate(results) if found is not None]
+        for count, index in enumerate(known, 1):
+            job, found = jobs[index], results[index]
+            progress(JobDone(count, len(jobs), name_of(job), found, job, remembered=True))
+
+        def done(job: JobDone) -> None:
+            self._keep(key_of[id(job.arguments)], job.result)
+            number = len(known) + job.number
+            progress(dataclasses.replace(job, number=number, total=len(jobs)))
+
+        if open_jobs:
+            todo = [jobs[index] for index in open_jobs]
+            for index, found in zip(open_jobs, workers.map(function, todo, done), strict=True):
+                results[index] = found
+        return results
+
+    def _key(self, function: Callable, job: tuple, sources: Callable) -> "_Key | None":
+        if self._machine is None:
+            return None
+        files = sources(job)
+        if files is None:
+            return None
+        about = f"{function.__name__}\n{job!r}\n{self._machine}"
+        digests = "\n".join(
+            f"{path.relative_to(ROOT)} {self._digest(path)}" for path in sorted(files)
+        )
+        name = sha256(about.encode()).hexdigest()[:40]
+        return _Key(f"{name}.json", sha256(f"{about}\n{digests}".encode()).hexdigest(), files)
+
+    def _digest(self, path: Path) -> str:
+        if path not in self._digests:
+            self._stamps[path] = _stamp(path)
+            self._digests[path] = sha256(path.read_bytes()).hexdigest()
+        return self._digests[path]
+
+    def _recall(self, key: "_Key | None", kind: type) -> list | None:
+        """Read what was remembered; None if there is nothing, or nothing to be believed."""
+        if key is None or self._fresh:
+            return None
+        path = self._folder / key.name
+        try:
+            _check_private(self._folder.lstat(), self._folder)
+            with open(path, "rb", opener=_open_no_link) as file:
+                _check_private(os.fstat(file.fileno()), path)
+                digest, _, text = file.read().partition(b"\n")
+            if sha256(text).hexdigest().encode() != digest:
+                raise ValueError("it is damaged")
+            saved = json.loads(text)
+            if saved["key"] != key.digest:
+                return None  # a source has changed since
+            found = [_rebuilt(kind, row) for row in saved["results"]]
+            return found if found and all(result.passed is True for result in found) else None
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
+            why = error.strerror if isinstance(error, OSError) else error
+            self._tell(f"ignored `{getattr(error, 'filename', None) or path}`: {why}")
+            return None
+
+    def _keep(self, key: "_Key | None", results: list) -> None:
+        """Remember results if all passed and no source has changed meanwhile; else forget them."""
+        if key is None:
+            return
+        path = self._folder / key.name
+        try:
+            if not all(result.passed for result in results) or self._changed(key.files):
+                path.unlink(missing_ok=True)
+                return
+            self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            _check_private(self._folder.lstat(), self._folder)
+            rows = [dataclasses.asdict(result) for result in results]
+            text = json.dumps({"key": key.digest, "results": rows}, allow_nan=False).encode()
+            _write_whole(path, sha256(text).hexdigest().encode() + b"\n" + text)
+        except (OSError, ValueError) as error:
+            why = error.strerror if isinstance(error, OSError) else error
+            self._tell(f"nothing is remembered in `{self._folder}`: {why}")
+
+    def _changed(self, files: Iterable[Path]) -> bool:
+        return any(_stamp(path) != self._stamps[path] for path in files)
+
+    def _tell(self, line: str) -> None:
+        if line not in self._told:
+            self._told.add(line)
+            self._show(line)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Key:
+    name: str
+    """Of the file, by the check and the machine."""
+    digest: str
+    """Of these, and of the sources."""
+    files: frozenset[Path]
+
+
+def _rebuilt(kind: type, row: dict[str, Any]) -> Any:
+    """Make a result of what JSON has kept of it."""
+    fields = {name: tuple(v) if isinstance(v, list) else v for name, v in row.items()}
+    return kind(**fields | {"remembered": True})
+
+
+def _stamp(path: Path) -> tuple[int, int]:
+    try:
+        status = path.stat()
+    except OSError:
+        return 0, 0
+    return status.st_mtime_ns, status.st_size
+
+
+def _open_no_link(path: str, flags: int) -> int:
+    return os.open(path, flags | getattr(os, "O_NOFOLLOW", 0))
+
+
+def _check_private(status: os.stat_result, path: Path) -> None:
+    """Refuse what another user owns, or may read or write.
+
+    Raises:
+        ValueError: it is not this user's alone.
+    """
+    if not hasattr(os, "getuid"):  # Windows
+        return
+    if status.st_uid != os.getuid() or stat.S_IMODE(status.st_mode) & 0o077:
+        raise ValueError(f"`{path}` is not this user's alone; delete it")
+
+
+def _write_whole(path: Path, data: bytes) -> None:
+    """Write a file that others see whole or not at all, and that is this user's alone."""
+    descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=".")
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(name, path)
+    except BaseException:
+        with suppress(OSError):
+            os.unlink(name)
+        raise

@@ -1,0 +1,68 @@
+"""Choose what is checked by default, of all that `--exhaustive` checks: a sample that is stated.
+
+Only kernels in Triton are sampled: compiling one for another group size takes seconds, and so does
+interpreting one. The torch and native backends run every case in every scale type.
+"""
+
+from collections.abc import Iterable
+from fnmatch import fnmatchcase
+
+from arbcli.config.site import SCALE_TYPES
+from arbcli.kernels.registry import KERNELS
+from arbcli.kernels.runtime.spec import KernelSpec
+
+DEFAULT_SCALE_TYPE = "T32"
+"""The one in which each matrix of a model is multiplied in every way; in others in one each."""
+ALWAYS = (DEFAULT_SCALE_TYPE, "T6")
+"""Scale types of every sample: groups are planes of a block in one, and straddle all in the other.
+Planted faults are looked for in these."""
+IN_TRITON = ("triton", "interpreter")
+"""Backends whose checks are sampled."""
+LONG_CASES = {
+    "decode_weight": ("2x1311", "9x1000"),
+    "decode_e4m3": ("12x328*", "4x651*", "65x43", "2x651*digits*transposed", "E = 31"),
+    "fp8_matmul": ("5x48x336 float32", "65x32x48 float32"),
+    "ternary_matmul": ("2x3x5480 * float32", "2x3x5480*zeros", "3x2x5280*", "9x17x805*"),
+    "coded_rows": ("2x180x8*", "2x20x2600*", "33x18x40*"),
+    "grouped_matmul": ("299x65x136*transposed", "90x8x300*"),
+    "grouped_grad_w": ("90x8x300*",),
+    "rms_norm": ("1x8197",),
+    "add_rms_norm": ("1x8197", "2x4096"),
+    "rms_norm_backward": ("1x8197", "1x8197 beside", "2x4096"),
+    "gated_rms_norm": ("2x4096",),
+    "gated_rms_norm_backward": ("1x8209", "2x4096"),
+    "compressed_attention_backward": ("1x41 after 30*",),
+    "choose_entries": ("1x70*",),
+    "weighted_rows": ("150x3*", "3x19*"),
+    "weighted_rows_grad_weights": ("150x3*",),
+    "unit_rows": ("2311x3",),
+    "step_by_moment": ("33x165 nibble", "2x1311 moment", "2x1311 nibble", "2x1311 step*"),
+    "step_by_direction": ("2x1311", "2x1311 rows only", "2x1311 saturated -1"),
+    "cast_trit_votes": ("2x1311",),
+    "take_last_bits": ("2x1311*",),
+}
+"""Labels of cases, or patterns of them, that the interpreter leaves out: each takes it about a
+second, and other cases find every planted fault that they find."""
+
+
+def sampled_scale_types(spec: KernelSpec, scale_types: Iterable[str]) -> tuple[str, ...]:
+    """Choose the scale types in which a kernel runs in Triton.
+
+    They are `ALWAYS`, and one of each further path that the kernel declares, by turns of kernels.
+    """
+    scale_types = tuple(scale_types)
+    chosen = [name for name in ALWAYS if name in scale_types]
+    turn = KERNELS.index(spec) if spec in KERNELS else 0
+    paths: dict[object, list[str]] = {}
+    for name in scale_types:
+        if name not in chosen:
+            paths.setdefault(spec.scale_path(SCALE_TYPES[name]), []).append(name)
+    taken = {spec.scale_path(SCALE_TYPES[name]) for name in chosen}
+    further = [names for path, names in paths.items() if path not in taken]
+    chosen += [names[turn % len(names)] for names in further]
+    return tuple(name for name in scale_types if name in chosen)
+
+
+def is_long(kernel: str, label: str) -> bool:
+    """Tell whether the interpreter leaves a case of a kernel out of the sample."""
+    return any(fnmatchcase(label, pattern) for pattern in LONG_CASES.get(kernel, ()))

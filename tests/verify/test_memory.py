@@ -1,0 +1,244 @@
+"""What passed is remembered as long as all that it follows from is the same, and nothing else."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
+from hashlib import sha256
+from pathlib import Path
+
+import pytest
+import torch
+
+import arbcli
+from arbcli.kernels.matmul.ternary_matmul import TERNARY_MATMUL
+from arbcli.kernels.update.step_scales import STEP_SCALES
+from arbcli.verify import memory as memories
+from arbcli.verify.kernels import Checks, KernelResult, verify_kernels
+from arbcli.verify.memory import Memory, all_sources, describe_machine, kernel_sources
+from arbcli.verify.parity import ParityResult
+from arbcli.verify.workers import Workers
+
+CPU = torch.device("cpu")
+PASSED = ParityResult(
+    "update", "z", "moment", "T32", "torch", (3, 5), "equal", "", 0.0, 0.0, 1.0, passed=True
+)
+JOB = ("moment", "torch")
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    monkeypatch.setattr(memories, "memory_folder", lambda: tmp_path / "verified")
+    return tmp_path / "verified"
+
+
+@pytest.fixture
+def source(tmp_path, monkeypatch):
+    """A source that results follow from."""
+    monkeypatch.setattr(memories, "ROOT", tmp_path)
+    path = tmp_path / "kernel.py"
+    path.write_text("right = True\n")
+    return path
+
+
+def run(source, machine="this one", job=JOB, *, results=None, **options):
+    """Check what is not remembered: what was found, whether it was known, and what was told."""
+    told, seen = [], []
+
+    def called(*arguments):
+        seen.append(arguments)
+        return results or [PASSED, replace(PASSED, item="v")]
+
+    called.__name__ = "check"
+    memory = Memory(machine, show=told.append, **options)
+    (found,) = memory.map(
+        Workers(), called, [job], lambda _: None, ParityResult, lambda _: frozenset({source})
+    )
+    assert all(result.remembered == (not seen) for result in found)
+    return found, not seen, told
+
+
+def test_what_passed_is_recalled_as_it_was(source, folder):
+    first, known, _ = run(source)
+    assert not known
+    again, known, told = run(source)
+    assert (known, told) == (True, [])
+    assert again == [replace(result, remembered=True) for result in first]
+    (file,) = folder.iterdir()
+    assert folder.stat().st_mode & 0o777 == 0o700
+    assert file.stat().st_mode & 0o777 == 0o600
+
+
+def test_other_sources_machines_and_checks_are_verified(source):
+    run(source)
+    assert not run(source, "another one")[1]
+    assert not run(source, job=("moment", "native"))[1]
+    assert not run(source, fresh=True)[1]
+    assert run(source)[1]
+    source.write_text("right = not True\n")
+    assert not run(source)[1]
+    assert run(source)[1]
+
+
+def test_failures_are_never_remembered(source, folder):
+    failed = [PASSED, replace(PASSED, passed=False)]
+    run(source, results=failed)
+    assert not [*folder.glob("*")]
+    assert not run(source, results=failed)[1]
+    run(source)  # a pass, and then a failure of the same
+    run(source, results=failed, fresh=True)
+    assert not run(source)[1]
+
+
+def test_a_failure_in_a_file_is_not_a_pass(source, folder):
+    run(source)
+    (file,) = folder.iterdir()
+    saved = json.loads(file.read_text().partition("\n")[2])
+    for rows in (
+        [],
+        [saved["results"][0] | {"passed": False}],
+        [saved["results"][0] | {"passed": 1}],
+    ):
+        text = json.dumps(saved | {"results": rows})
+        file.write_bytes(_signed(text.encode()))
+        file.chmod(0o600)
+        _, known, told = run(source, results=[replace(PASSED, passed=False)])
+        assert (known, told) == (False, [])
+
+
+@pytest.mark.parametrize("damage", [
+    lambda data: b"", lambda data: data[:-9], lambda data: data.replace(b"moment", b"nibble"),
+    lambda data: b"\xff" * 99, lambda data: _signed(b"{}"), lambda data: _signed(b"[" * 99999),
+    lambda data: _signed(data.partition(b"\n")[2].replace(b'"item"', b'"thing"')),
+], ids=["empty", "cut off", "changed", "bytes", "empty object", "nested", "field"])  # fmt: skip
+def test_damaged_file_is_ignored_with_a_line(damage, source, folder):
+    run(source)
+    (file,) = folder.iterdir()
+    file.write_bytes(damage(file.read_bytes()))
+    _, known, told = run(source)
+    assert not known
+    assert len(told) == 1
+    assert told[0].startswith(f"ignored `{file}`")
+    assert run(source)[1:] == (True, [])
+
+
+def _signed(text: bytes) -> bytes:
+    return sha256(text).hexdigest().encode() + b"\n" + text
+
+
+@pytest.mark.skipif(not hasattr(os, "getuid"), reason="Windows has no such modes")
+def test_what_others_can_write_is_not_believed(source, folder, monkeypatch):
+    run(source)
+    (file,) = folder.iterdir()
+    file.chmod(0o620)
+    _, known, (line,) = run(source)
+    assert not known
+    assert "is not this user's alone; delete it" in line
+    folder.chmod(0o777)
+    _, known, told = run(source)
+    assert not known
+    assert [line.split()[0] for line in told] == ["ignored", "nothing"]
+    folder.chmod(0o700)
+    assert run(source)[1]
+    monkeypatch.setattr(os, "getuid", lambda: 12345)
+    assert not run(source)[1]
+
+
+def test_link_is_not_followed(source, folder, tmp_path):
+    run(source)
+    (file,) = folder.iterdir()
+    file.rename(tmp_path / "elsewhere")
+    file.symlink_to(tmp_path / "elsewhere")
+    _, known, told = run(source)
+    assert not known
+    assert len(told) == 1
+    assert run(source)[1]
+    assert not file.is_symlink()
+
+
+def test_what_cannot_be_written_is_told_once(source, folder):
+    folder.write_text("a file")
+    _, known, told = run(source)
+    assert not known
+    assert any("nothing is remembered" in line for line in told)
+
+
+def test_source_that_changes_meanwhile_is_not_remembered(source, folder):
+    memory = Memory("this one")
+
+    def edited(*_):
+        source.write_text("right = 'not at all'\n")
+        return [PASSED]
+
+    args = lambda _: None, ParityResult, lambda _: frozenset({source})
+    memory.map(Workers(), edited, [JOB], *args)
+    assert not [*folder.glob("*")]
+
+
+def test_results_of_a_kernel_follow_from_what_it_imports_and_from_the_verifier():
+    package = Path(arbcli.__file__).parent
+    found = {str(path.relative_to(package)) for path in kernel_sources(TERNARY_MATMUL)}
+    assert found >= {
+        "kernels/matmul/ternary_matmul.py", "kernels/matmul/few_rows.py", "verify/compare.py",
+        "kernels/codec/decode_digits.py", "kernels/codec/packing.py", "kernels/runtime/native.c",
+        "kernels/runtime/native.py", "verify/fuzz.py", "verify/kernels.py",
+    }  # fmt: skip
+    assert found.isdisjoint({"kernels/update/step_scales.py", "model/build.py", "cli.py"})
+    assert kernel_sources(TERNARY_MATMUL) < kernel_sources(TERNARY_MATMUL, drawn=True)
+    assert kernel_sources(TERNARY_MATMUL, drawn=True) < all_sources()
+    assert kernel_sources(replace(STEP_SCALES, triton=print)) is None
+
+
+def test_random_cases_are_not_remembered(folder):
+    told = []
+    for _ in range(2):
+        args = ["step_scales"], {"T6": 6}, CPU, ["torch"]
+        memory = Memory("this one")
+        verify_kernels(*args, Checks(fuzz=2), None, told.append, memory)
+    assert [job.remembered for job in told] == [False, False]
+
+
+def test_a_kernel_is_remembered_whole():
+    args = ["step_scales", "rms_norm"], {"T6": 6, "T32": 32}, CPU, ["torch"]
+    first = verify_kernels(*args, memory=Memory("this one"))
+    again = verify_kernels(*args, memory=Memory("this one"))
+    assert again.kernels == tuple(replace(result, remembered=True) for result in first.kernels)
+    assert isinstance(again.kernels[0], KernelResult)
+
+
+def test_machine_is_told_by_its_libraries_and_settings(monkeypatch):
+    before = describe_machine(CPU)
+    monkeypatch.setenv("ATEN_CPU_CAPABILITY", "default")
+    assert describe_machine(CPU) != before
+    monkeypatch.delenv("ATEN_CPU_CAPABILITY")
+    monkeypatch.setattr(torch, "__version__", "0.0")
+    assert describe_machine(CPU) != before
+
+
+def test_an_edited_kernel_is_verified_again_and_its_fault_found_every_time(tmp_path):
+    """A copy of the program, as a user has it: a fault is written into the source of a kernel."""
+    copied = shutil.copytree(
+        Path(arbcli.__file__).parent,
+        tmp_path / "arbcli",
+        ignore=shutil.ignore_patterns("__pycache__"),
+    )
+    environment = os.environ | {"XDG_CACHE_HOME": str(tmp_path), "PYTHONPATH": str(tmp_path)}
+    words = ["verify-kernels", "step_scales", "pack_trits", "--backend", "torch", "--json"]
+
+    def arb() -> tuple[int, list[bool]]:
+        command = [sys.executable, "-m", "arbcli", *words]
+        done = subprocess.run(
+            command, capture_output=True, env=environment, cwd=tmp_path, check=False
+        )
+        kernels = json.loads(done.stdout)["kernels"]
+        return done.returncode, [result["remembered"] for result in kernels]
+
+    assert arb() == (0, [False, False])
+    source = copied / "kernels" / "update" / "step_scales.py"
+    right = source.read_text()
+    source.write_text(right.replace("fraction.copy_(v & 127)", "fraction.copy_(v & 63)"))
+    assert source.read_text() != right
+    assert arb() == (1, [False, True])
+    assert arb() == (1, [False, True])

@@ -1,0 +1,122 @@
+"""What is checked by default follows from what kernels declare, and finds every planted fault."""
+
+import ast
+import json
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+import pytest
+import torch
+
+import arbcli.kernels
+from arbcli.config.site import SCALE_TYPES
+from arbcli.verify import parity
+from arbcli.verify.kernels import KERNELS, Checks, _parts, find_kernels
+from arbcli.verify.sample import ALWAYS, LONG_CASES, is_long, sampled_scale_types
+from arbcli.verify.strength import PLANTED
+
+CPU = torch.device("cpu")
+WITH_SCALES = [spec for spec in KERNELS if spec.uses_scales]
+
+PATHS = {
+    "GROUP % 32 == 0", "group_size % PLANE == 0", "packed.group_size % PLANE == 0",
+    "160 % GROUP == 0", "packed.group_size == PLANE", "group_size == PLANE", "GROUP == LANES",
+    "group_size >= 8",
+}  # fmt: skip
+"""What code asks of a group size: each is in the `scale_path` of the kernels that ask it."""
+MASKS = {
+    "within < GROUP", "group * GROUP < D", "lane % LANES < GROUP",
+    "whole * group_size < in_features",
+}  # fmt: skip
+"""What it asks where the same code runs for every answer, or `scale_path` has it in other words."""
+
+
+def test_what_code_asks_of_a_group_size_is_known():
+    """Another question belongs in the `scale_path` of the kernels whose code it divides."""
+    asked = set()
+    for file in Path(arbcli.kernels.__file__).parent.rglob("*.py"):
+        for function in ast.walk(ast.parse(file.read_text())):
+            if not isinstance(function, ast.FunctionDef):
+                continue
+            if function.name.endswith(("_cases", "_scale_path")):
+                continue
+            for node in ast.walk(function):
+                words = {getattr(part, "id", getattr(part, "attr", "")) for part in ast.walk(node)}
+                if isinstance(node, ast.Compare) and words & {"GROUP", "group_size"}:
+                    asked.add(ast.unparse(node))
+    assert asked == PATHS | MASKS
+
+
+@pytest.mark.parametrize("spec", WITH_SCALES, ids=lambda spec: spec.name)
+def test_every_path_of_a_kernel_is_in_its_sample(spec):
+    chosen = sampled_scale_types(spec, SCALE_TYPES)
+    assert {*ALWAYS} <= {*chosen} < {*SCALE_TYPES}
+    paths = {name: spec.scale_path(size) for name, size in SCALE_TYPES.items()}
+    assert {paths[name] for name in chosen} == {*paths.values()}
+
+
+def test_groups_that_launchers_divide_take_other_paths():
+    paths = {spec.name: [spec.scale_path(size) for size in (16, 32, 64)] for spec in WITH_SCALES}
+    narrow, plane, wide = paths["ternary_matmul"]
+    assert len({narrow, plane, wide}) == 3
+    for narrow, plane, _ in (paths["decode_weight"], paths["rms_norm"], paths["decode_e4m3"]):
+        assert narrow != plane
+    assert find_kernels(["weighted_rows"])[0].scale_path(4) != paths["weighted_rows"][0]
+
+
+def test_a_kernel_that_declares_nothing_is_checked_in_every_scale_type():
+    (spec,) = find_kernels(["pack_trits"])
+    assert sampled_scale_types(spec, SCALE_TYPES) == (*SCALE_TYPES,)
+
+
+def test_planted_faults_are_looked_for_in_scale_types_of_every_sample():
+    rows = json.loads(PLANTED.read_text()).values()
+    named = {check.split()[1] for row in rows for check in row["found_by"] if " T" in check}
+    assert named == {*ALWAYS}
+
+
+@pytest.mark.parametrize("name", LONG_CASES)
+def test_cases_that_are_left_out_are_there_and_others_are_left(name):
+    (spec,) = find_kernels([name])
+    labels = {c.label: None for size in (32, 6) for c in spec.cases(CPU, size)}
+    for pattern in LONG_CASES[name]:
+        assert any(fnmatchcase(label, pattern) for label in labels), pattern
+    left = [label for label in labels if not is_long(name, label)]
+    assert len(left) >= len(labels) / 2
+
+
+def test_only_triton_is_sampled_and_only_if_asked():
+    specs = find_kernels(["rms_norm", "pack_trits"])
+    args = specs, SCALE_TYPES, CPU, ("interpreter", "torch")
+    for checks, kept in ((Checks(sampled=True), {*ALWAYS}), (Checks(), {*SCALE_TYPES})):
+        parts = _parts(*args, checks)
+        assert {part.scale_type for part in parts} == {*SCALE_TYPES, None}
+        assert all("torch" in part.backends for part in parts)
+        interpreted = {part.scale_type for part in parts if "interpreter" in part.backends}
+        assert interpreted == kept | {None}
+    random = _parts(*args, Checks(fuzz=1, sampled=True))
+    assert all(part.backends == ("interpreter", "torch") for part in random)
+
+
+@pytest.mark.parametrize("backend", ["interpreter", "triton"])
+def test_models_are_sampled_in_triton_alone(backend, monkeypatch):
+    monkeypatch.setattr(parity, "fitting_dtypes", lambda *_: (torch.bfloat16,))
+    types = ["T32", *(name for name in SCALE_TYPES if name != "T32")]
+
+    def subjects(name):
+        return [*parity._subjects(CPU, (name,), types)]
+
+    for other in ("torch", "native"):
+        assert [*parity._sample(subjects(other), types)] == subjects(other)
+    every, chosen = subjects(backend), [*parity._sample(subjects(backend), types)]
+    if backend == "triton":
+        small = [s for s in every if s.name not in parity.FULL_SIZE]
+        kept = [s for s in small if s.config.scale_type in ALWAYS]
+        assert [s for s in chosen if s.name not in parity.FULL_SIZE] == kept
+        assert len(every) - len(small) == len(chosen) - len(kept)
+        return
+    models = [s.name.split()[0] for s in chosen if s.parts == ("whole",)]
+    assert models == ["ragged", *parity.INTERPRETED]
+    updated = [s.config.rule for s in chosen if s.parts == ("update",)]
+    assert updated == [*parity.RULES]
+    assert len(models) + len(updated) == len(chosen)
