@@ -524,7 +524,7 @@ def _mode(path: str | Path) -> int:
     """Return the mode of what a path leads to, 0 for nothing."""
     try:
         return os.stat(path).st_mode
-    except (FileNotFoundError, NotADirectoryError):
+    except (FileNotFoundError, NotADirectoryError, ValueError):  # the last of a byte 0 in it
         return 0
     except OSError as error:
         raise _unreadable(path, error.strerror) from error

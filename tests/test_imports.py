@@ -14,6 +14,7 @@ RANK = {
     "cached_files": 1,
     "environment": 1,
     "output": 1,
+    "reading": 1,
     "plain_text": 2,
     "kernels": 2,
     "data": 3,

@@ -2,6 +2,7 @@
 
 import os
 import sys
+from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -29,6 +30,9 @@ from arbcli.output import (
     write_bytes,
     write_chunks,
 )
+
+MOST_PROMPT_BYTES = 2**26
+"""Of a file of prompts."""
 
 if TYPE_CHECKING:
     from arbcli.infer.several import Request, TextReport
@@ -155,15 +159,20 @@ def generate(
 
 def _lines(file: Path) -> list[bytes]:
     """Read the lines of a file, or of stdin."""
-    if str(file) == "-":
-        return sys.stdin.buffer.read().splitlines()
     try:
-        return file.read_bytes().splitlines()
+        with nullcontext(sys.stdin.buffer) if str(file) == "-" else file.open("rb") as source:
+            content = source.read(MOST_PROMPT_BYTES + 1)
     except OSError as error:
         why = error.strerror or type(error).__name__
         raise ArbError(
             f"cannot read `{file}`: {why}", hint="give a file, or - for stdin"
         ) from error
+    if len(content) > MOST_PROMPT_BYTES:
+        raise ArbError(
+            f"`{file}` has more than {MOST_PROMPT_BYTES:,} bytes of prompts",
+            hint="split it into several files",
+        )
+    return content.splitlines()
 
 
 def _continue_several(

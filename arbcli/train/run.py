@@ -49,6 +49,7 @@ from arbcli.model.operations import step_operations
 from arbcli.signals import RememberedSignal
 from arbcli.train.directory import (
     CONFIG,
+    THREADS_OF_A_CPU,
     check_free,
     check_same_run,
     check_same_text,
@@ -198,7 +199,7 @@ def start_run(
                 check_free(run)  # nobody else can start one here from now on
             if minutes is not None:
                 config = _fit_to_minutes(config, texts, minutes, group)
-            facts = run_facts(config, texts)
+            facts = run_facts(run, config, texts)
             trainer = _build(config, texts, group)
             if initial is not None:
                 trainer.take_weights(initial.checkpoint)
@@ -247,7 +248,13 @@ def resume_run(
     if config.compute == "nvfp4" and emulates_nvfp4(torch.device(config.device)):
         observer.noted(EMULATED)
     threads = facts.get("threads", now := torch.get_num_threads())
-    if threads != now and place.type == "cpu":
+    if threads > THREADS_OF_A_CPU * (os.cpu_count() or 1):
+        observer.noted(
+            f"the run began with {threads:,} threads, too many for this machine: computing with"
+            f" {now}, which give other bits"
+        )
+        threads = now
+    elif threads != now and place.type == "cpu":
         observer.noted(f"computing with {threads} threads, as the run began: {now} give other bits")
     with joined(place, "train --resume") as group:
         observer = observer if group.first else Observer()

@@ -126,7 +126,7 @@ def test_run_goes_on_with_the_threads_that_it_began_with(text, tmp_path, device,
     assert torch.get_num_threads() == 1
     if device.type == "cpu":
         assert any("computing with 2 threads" in note for note in notes)
-    for number in (0, 10**9, "2"):
+    for number in (0, "2"):
         write_json(begun / "config.json", facts | {"threads": number})
         with pytest.raises(ArbError, match="threads"):
             resume_run(begun, Observer())
@@ -441,7 +441,7 @@ def test_memory_of_a_cpu_that_is_not_enough_is_explained(error, text, tmp_path, 
 @pytest.mark.parametrize("damage", ["[]", '{"config": 5}', '{"config": {"model": []}}', "{}"])
 def test_resume_explains_a_damaged_configuration(damage, tmp_path):
     (tmp_path / "config.json").write_text(damage)
-    with pytest.raises(ArbError, match=r"has no `|does not fit this version"):
+    with pytest.raises(ArbError, match=r"not values by name|has no valid `(config|started)`"):
         resume_run(tmp_path, Observer())
 
 
