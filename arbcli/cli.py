@@ -22,7 +22,7 @@ from arbcli.commands.train import train
 from arbcli.commands.verify_kernels import verify_kernels
 from arbcli.environment import set_environment
 from arbcli.errors import ArbError
-from arbcli.output import OutputError, fail, note, open_closed_streams
+from arbcli.output import OutputError, fail, note_text, open_closed_streams
 from arbcli.signals import STOPPED_UNSAVED, Interrupted, RaisedSignal
 from arbcli.train.parallel.launch import is_said
 
@@ -93,7 +93,7 @@ def main() -> None:
         _fail(f"cannot use `{error.filename}`: {error.strerror}", "check the path and permissions")
         sys.exit(2)
     except Exception:
-        note(traceback.format_exc())
+        note_text(traceback.format_exc())
         sys.exit(2)
 
 

@@ -14,6 +14,7 @@ import sysconfig
 from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from hashlib import sha256, shake_256
 from itertools import accumulate
@@ -26,6 +27,7 @@ from torch import Tensor
 
 from arbcli.errors import ArbError
 from arbcli.plain_text import plain_file
+from arbcli.reading import shown
 
 MAX_OPEN_MAPS = 64
 """Files that one text keeps mapped; each holds a descriptor, and some systems grant only 256."""
@@ -36,6 +38,8 @@ FEW_FILES = 20
 """With more of them a tenth of the files is a fair sample."""
 USUAL_SHARES = (0.02, 0.3)
 """Of all bytes, that a tenth of the files has unless some are much larger than others."""
+MOST_WEIGHT = 10**9
+"""Of a text of a mixture."""
 FAR_NATS = 0.5
 """Difference of order-0 entropies; parts of one kind of text differ by hundredths."""
 NOT_TEXT = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test"})
@@ -97,6 +101,15 @@ class Text:
     def files(self) -> list[Path]:
         """List these files."""
         return [piece.path for piece in self._pieces]
+
+    def times(self) -> dict[Path, tuple[int, int]]:
+        """Return size and time of the last change of each file; a file that is gone has neither."""
+        found = {}
+        for path in self.files:
+            with suppress(OSError):
+                status = os.stat(path)
+                found[path] = status.st_size, status.st_mtime_ns
+        return found
 
     def read(self, offset: int, length: int) -> bytes:
         """Copy bytes [offset, offset + length) of the text, across files where need be.
@@ -383,9 +396,10 @@ def _find_parts(entries: Sequence[str]) -> list[tuple[list[Path], float | None]]
     if all(weight is None for weight in weights):
         return [(_find_files(entries), None)]
     for entry, weight in zip(entries, weights, strict=True):
-        if not weight:
+        if not weight or weight > MOST_WEIGHT:
             raise ArbError(
-                f"`{entry}` has no weight above 0, and another text has one",
+                f"`{shown(entry)}` has no weight above 0 and up to {MOST_WEIGHT:,}, and another"
+                " text has one",
                 hint="give all of them one, as in `--data a.txt:0.7 --data b.txt:0.3`, or none",
             )
     return [(_find_files([entry]), weight) for entry, weight in weighed]
@@ -393,10 +407,11 @@ def _find_parts(entries: Sequence[str]) -> list[tuple[list[Path], float | None]]
 
 def _weight(entry: str) -> tuple[str, float | None]:
     """Split `book.txt:0.7` into the entry and its weight; a file may be called so, too."""
-    found = re.fullmatch(r"(.+):([0-9]*\.?[0-9]+)", entry, re.DOTALL)
-    if found is None or _mode(os.path.expanduser(entry)):
+    path, _, weight = entry.rpartition(":")
+    is_weight = re.fullmatch(r"[0-9]+(\.[0-9]+)?|\.[0-9]+", weight)
+    if not path or not is_weight or _mode(os.path.expanduser(entry)):
         return entry, None
-    return found[1], float(found[2])
+    return path, float(weight)
 
 
 def _mix(texts: list[Text], weights: list[float | None]) -> Text:
@@ -492,7 +507,7 @@ def _expand(entry: str) -> list[Path]:
     path = os.path.expanduser(entry)
     is_named = _mode(path) != 0
     files = []
-    for match in [path] if is_named else sorted(glob.glob(path, recursive=True)):
+    for match in [path] if is_named else sorted(set(_matches(path))):
         mode = _mode(match)
         if stat.S_ISDIR(mode):
             files += _files_below(match)
@@ -504,6 +519,38 @@ def _expand(entry: str) -> list[Path]:
             hint="name a file, a glob in quotes, or a folder with files that are not hidden",
         )
     return files
+
+
+def _matches(pattern: str) -> Iterator[str]:
+    """Find what a glob names, as `glob` does, but for folders that links lead back to.
+
+    Each `**` goes through a folder once, by whichever path comes first.
+    """
+    if re.search(r"(^|/)\*\*$", pattern):
+        pattern += "/*"
+    before, deep, after = pattern.partition("**/")
+    if not deep or not (before.endswith("/") or not before):
+        yield from glob.iglob(pattern, recursive=True)
+        return
+    while after.startswith("**/"):
+        after = after.removeprefix("**/")
+    for folder in sorted(glob.glob(before) if before else ["."]):
+        for below in _folders_below(folder):
+            base = glob.escape(os.path.join(below, "") if before else os.path.join(below, "")[2:])
+            yield from _matches(base + after)
+
+
+def _folders_below(folder: str) -> Iterator[str]:
+    """List a folder and all below it, also behind links, but for hidden ones; each once."""
+    seen: set[tuple[int, int]] = set()
+    for parent, folders, _ in os.walk(folder, followlinks=True):
+        status = os.stat(parent)
+        if (key := (status.st_dev, status.st_ino)) in seen:
+            folders.clear()
+            continue
+        seen.add(key)
+        folders[:] = sorted(name for name in folders if name[0] != ".")
+        yield parent
 
 
 def _files_below(folder: str, skip: frozenset[str] = frozenset()) -> list[Path]:

@@ -251,8 +251,13 @@ def write_chunks(text: bytes, depths: Sequence[int]) -> None:
 
 
 def note(message: str) -> None:
-    """Tell a person something on stderr."""
-    _err.print(printable(message), markup=False)
+    """Tell a person something on stderr, in one line whatever names are in it."""
+    _err.print(_one_line(message), markup=False)
+
+
+def note_text(text: str) -> None:
+    """Show a person lines of text on stderr."""
+    _err.print(printable(text), markup=False)
 
 
 def fail(message: str, hint: str | None = None) -> None:
@@ -312,12 +317,12 @@ class LiveLine:
             self._write(text)
 
     def _write(self, text: str) -> None:
-        self._live.update(Text(printable(text)), refresh=True)
+        self._live.update(Text(_one_line(text)), refresh=True)
 
 
 def table(title: str, columns: list[str], rows: list[list[str]], *, left: int = 1) -> Table:
     """Lay out a table; all columns but the first `left` are aligned to the right."""
-    result = Table(title=Text(printable(title)), title_justify="left")
+    result = Table(title=Text(_one_line(title)), title_justify="left")
     for index, column in enumerate(columns):
         justify = "left" if index < left else "right"
         result.add_column(Text(column), justify=justify, overflow="fold")

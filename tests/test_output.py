@@ -218,3 +218,16 @@ def test_warning_of_the_library_is_not_obeyed(tmp_path):
 )
 def test_bytes_are_shown_in_mebibytes(count, shown):
     assert bytes_text(count) == shown
+
+
+def test_name_with_a_newline_forges_no_error(capsys):
+    output.note("text    a\nerror: b.txt (1 file)")
+    with output.LiveLine() as line:
+        line.show("a\nhint: b")
+    output.emit(None, table("a\nerror: b", ["x"], [["y"]]), as_json=False)
+    shown = capsys.readouterr()
+    for stream in (shown.out, shown.err):
+        assert "\\n" in stream
+        assert not [line for line in stream.splitlines() if line.startswith(("error", "hint"))]
+    output.note_text("two\nlines")
+    assert capsys.readouterr().err == "two\nlines\n"

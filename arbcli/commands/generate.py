@@ -151,8 +151,9 @@ def generate(
     elif chunks:
         write_chunks(bytes(made), depths)
     rate, cache = f"{report.bytes_per_second:,.0f}", f"{report.cache_bytes:,}"
+    note("")
     note(
-        f"\n{length} bytes, {rate} bytes/s on {place}, backend {backend}, cache of {cache} bytes in"
+        f"{length} bytes, {rate} bytes/s on {place}, backend {backend}, cache of {cache} bytes in"
         f" {report.kv}"
     )
 

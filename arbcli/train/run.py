@@ -461,6 +461,11 @@ def _extended(
     return longer, facts
 
 
+def _times(texts: Texts) -> dict[Path, tuple[int, int]]:
+    """Return size and time of the last change of each file of both texts."""
+    return texts.train.times() | texts.val.times()
+
+
 def _build(config: TrainConfig, texts: Texts, group: Group) -> Trainer:
     with explained_out_of_memory():
         return Trainer(config, texts, capture=True, group=group)
@@ -577,6 +582,8 @@ class _Loop:
         self.trace = StepTrace(run, trainer, traced, observer.noted) if traced else None
         self.left_behind = _later(run, trainer.step)
         """Checkpoints of later steps, which the run, gone back, will come to again."""
+        self.times = _times(trainer.texts)
+        """Of the files of the text, as the run last saw them."""
         self.peak_operations = peak_operations(trainer.device)
         self.started = self.last_record = self.last_save = time.perf_counter()
         self.paused = 0.0
@@ -720,6 +727,7 @@ class _Loop:
         if self.trainer.updater is None:
             return
         with self._not_timed():
+            self._check_text()
             self.trainer.check_agreement()
             digests = self.facts["text"]["digest"], self.facts.get("init_digest")
             checkpoint = self.trainer.checkpoint(*digests)
@@ -730,6 +738,22 @@ class _Loop:
             self.saved_step, self.last_save = checkpoint.step, time.perf_counter()
         self.left_behind = []
         _note_aside(aside, self.observer)
+
+    def _check_text(self) -> None:
+        """Refuse to save what was trained on another text than the run began with.
+
+        Raises:
+            ArbError: in all processes, if a file was changed while it was read.
+        """
+        texts, same = self.trainer.texts, True
+        if self.group.first and (times := _times(texts)) != self.times:
+            same = text_digest(texts) == self.facts["text"]["digest"]
+            self.times = times if same else self.times
+        if not self.group.tell(same):
+            raise ArbError(
+                "the text was changed while the run read it",
+                hint=f"restore it, and continue with `--resume {self.run_path}`",
+            )
 
     def _write(self, checkpoint: Checkpoint) -> list[Path]:
         """Write a checkpoint; return what had to be set aside for it."""

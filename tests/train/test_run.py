@@ -132,6 +132,32 @@ def test_run_goes_on_with_the_threads_that_it_began_with(text, tmp_path, device,
             resume_run(begun, Observer())
 
 
+def test_text_that_is_overwritten_while_it_is_read_is_noticed(text, tmp_path, monkeypatch):
+    """Nothing that was trained on it is saved; a change of the time alone is none."""
+    path = Path(tmp_path, "copy.txt")
+    path.write_bytes(Path(text).read_bytes())
+    begun, size = tmp_path / "run", path.stat().st_size
+    observer, seen = Observer(), []
+
+    def stepped(step, *_):
+        seen.append(step)
+        if step == 2:
+            os.utime(path, ns=(1, 1))
+        if step == 4:
+            with path.open("r+b") as file:
+                file.write(b"?" * (size // 2))
+
+    monkeypatch.setattr(
+        "arbcli.train.run._Loop._report_step", lambda self: stepped(self.trainer.step)
+    )
+    with pytest.raises(ArbError, match="the text was changed while the run read it") as told:
+        start_run(config(str(path), "cpu", steps=8, save_every=1), begun, observer)
+    assert f"--resume {begun}" in told.value.hint
+    assert seen[-1] == 4
+    names = [found.name for found in checkpoints(begun)]
+    assert names == ["step-000004.safetensors", "step-000003.safetensors"]
+
+
 def test_error_between_steps_is_raised_after_a_save(text, tmp_path, device, monkeypatch):
     monkeypatch.setattr("arbcli.train.run.LOG_EVERY", 3)
     observer = Observer()

@@ -14,6 +14,8 @@ from arbcli.model.layers.norm import NORM_EPS
 ROTARY_BASE = 10000.0
 MOST_SPARE_ROWS = 2**16
 """Of a table beyond the positions that a text has."""
+ROWS_AT_ONCE = 2**16
+"""Of a table, that are computed in float64."""
 
 
 def _compute_table(
@@ -26,8 +28,18 @@ def _compute_table(
     if turned < head_dim:
         still = torch.zeros((head_dim - turned) // 2, **exact)
         frequency = torch.cat((frequency, still))
-    angle = torch.outer(torch.arange(length, **exact), frequency)
-    return angle.cos().float().to(device), angle.sin().float().to(device)
+
+    def rows(start: int, stop: int) -> tuple[Tensor, Tensor]:
+        angle = torch.outer(torch.arange(start, stop, **exact), frequency)
+        return angle.cos().float().to(device), angle.sin().float().to(device)
+
+    if length <= ROWS_AT_ONCE:
+        return rows(0, length)
+    cos, sin = (torch.empty(length, head_dim // 2, device=device) for _ in range(2))
+    for start in range(0, length, ROWS_AT_ONCE):
+        stop = min(start + ROWS_AT_ONCE, length)
+        cos[start:stop], sin[start:stop] = rows(start, stop)
+    return cos, sin
 
 
 def _new_cache():
