@@ -44,8 +44,9 @@ def generate(
     prompt: Annotated[
         str | None,
         typer.Option(
+            metavar="TEXT",
             help="What to continue, or - for stdin. [default: asked for on a terminal, else a"
-            " newline]"
+            " newline]",
         ),
     ] = None,
     prompts: Annotated[
@@ -64,14 +65,12 @@ def generate(
     ] = None,
     length: Annotated[int, typer.Option(min=1, max=2**24, help="Bytes to make.")] = 512,
     temperature: Annotated[
-        float, typer.Option(min=0, help="Divides the logits; 0 takes the likeliest byte.")
+        float, typer.Option(min=0, help="Sampling temperature; 0 is greedy.")
     ] = 0.8,
     top_k: Annotated[
-        int, typer.Option(min=1, max=256, help="Choose among so many of the likeliest bytes.")
+        int, typer.Option(min=1, max=256, help="Sample from the k likeliest bytes.")
     ] = 256,
-    top_p: Annotated[
-        float, typer.Option(min=0, max=1, help="Choose among those that have this share together.")
-    ] = 1.0,
+    top_p: Annotated[float, typer.Option(min=0, max=1, help="Nucleus (top-p) sampling.")] = 1.0,
     seed: Seed = None,
     compute: ComputeOfRun = None,
     kv: KeptIn = None,

@@ -39,6 +39,10 @@ def check_type(field: str, value: Any, kind: Any) -> None:
     """
     if not is_of(value, kind):
         name = getattr(kind, "__name__", None) or str(kind)
+        if isinstance(value, float) and is_of(0.0, kind):
+            raise ArbError(
+                f"`{field}` is `{value}`", hint="use a number that is finite", fields=(field,)
+            )
         raise ArbError(
             f"`{field}` is `{shown(value)}`, which is no {name}",
             hint="restore the file that holds it",
