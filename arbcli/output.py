@@ -276,7 +276,7 @@ def _one_line(text: str) -> str:
 class LiveLine:
     """A line on stderr that is written over, or a line each time where that is no terminal.
 
-    What is too long for the terminal goes on in the next line.
+    One that is written over ends at the width of the terminal; the last one is left in full.
     """
 
     def __init__(self) -> None:
@@ -300,12 +300,12 @@ class LiveLine:
                 note(self._last)
 
     def show(self, text: str, *, keep: bool = False) -> None:
-        """Show a line; `keep` leaves it above the next one."""
+        """Show a line; `keep` leaves it above the next one, and it may be several lines then."""
         if self._live is None:
-            note(text)
+            (note_text if keep else note)(text)
         elif keep:
             self._write("")
-            note(text)
+            note_text(text)
             self._last = None
         else:
             self._write(text)
@@ -317,7 +317,8 @@ class LiveLine:
             self._write(text)
 
     def _write(self, text: str) -> None:
-        self._live.update(Text(_one_line(text)), refresh=True)
+        shown = Text(_one_line(text), no_wrap=True, overflow="ellipsis")
+        self._live.update(shown, refresh=True)
 
 
 def table(title: str, columns: list[str], rows: list[list[str]], *, left: int = 1) -> Table:

@@ -231,3 +231,13 @@ def test_name_with_a_newline_forges_no_error(capsys):
         assert not [line for line in stream.splitlines() if line.startswith(("error", "hint"))]
     output.note_text("two\nlines")
     assert capsys.readouterr().err == "two\nlines\n"
+
+
+def test_line_that_is_written_over_fits_the_terminal(terminal):
+    """One that went on in a second line left parts of itself behind."""
+    with LiveLine() as line:
+        line.show("step " + "9" * 200)
+        drawn = terminal.getvalue()
+        assert "…" in drawn
+        assert drawn.count("9") == 80 - len("step …")
+    assert terminal.getvalue().endswith("9" * 200 + "\n")
