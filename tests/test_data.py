@@ -21,6 +21,7 @@ from arbcli.data import (
     digest,
     entropy,
     evaluation_batches,
+    open_text,
     open_texts,
 )
 from arbcli.errors import ArbError
@@ -470,6 +471,20 @@ def test_weight_without_a_bound_is_refused(tmp_path):
     path = str(write(tmp_path / "a.txt", bytes(100)))
     with pytest.raises(ArbError, match=r"and up to 1,000,000,000"):
         open_texts([f"{path}:{'9' * 40}", f"{path}:1"], None, seed=0, context=8)
+
+
+def test_folder_leaves_saved_runs_and_models_out_and_says_so(tmp_path, monkeypatch):
+    for name in ("a.txt", "b/config.json", "b/b.txt", "c/metrics.jsonl"):
+        write(tmp_path / name, b"x" * 100)
+    for name in ("runs/1/config.json", "runs/1/metrics.jsonl", "runs/2/config.json", "runs/2/.lock",
+                 "runs/1/deep/a.txt", "b/a.gguf", "model.safetensors"):  # fmt: skip
+        write(tmp_path / name, b"y" * 100)
+    monkeypatch.chdir(tmp_path)
+    texts = open_texts(["."], None, seed=0, context=8)
+    assert texts.description == ". (4 files; 4 saved by arb left out)"
+    assert set(read_all(texts.train) + read_all(texts.val)) == {ord("x")}
+    assert open_text(["runs/1"])[1] == "runs/1 (3 files)"  # as it was named
+    assert open_text(["model.safetensors", "a.txt"])[1].endswith("(2 files)")
 
 
 def test_open_texts_counts_a_file_once(tmp_path, monkeypatch):

@@ -132,6 +132,14 @@ def test_run_goes_on_with_the_threads_that_it_began_with(text, tmp_path, device,
             resume_run(begun, Observer())
 
 
+def test_run_in_the_folder_of_its_own_text_is_resumed(text, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for number in range(3):
+        Path(f"{number}.txt").write_bytes(Path(text).read_bytes())
+    start_run(config(".", "cpu", steps=2), Path("runs/1"), Observer())
+    assert resume_run(Path("runs/1"), Observer(), steps=3).steps == 3
+
+
 def test_text_that_is_overwritten_while_it_is_read_is_noticed(text, tmp_path, monkeypatch):
     """Nothing that was trained on it is saved; a change of the time alone is none."""
     path = Path(tmp_path, "copy.txt")
