@@ -45,6 +45,8 @@ from torch import Tensor
 from arbcli.errors import ArbError
 from arbcli.kernels.codec.packed import HIGHEST_EXPONENT, LOWEST_EXPONENT, OCTAVE
 from arbcli.kernels.codec.packing import illegal_bytes
+from arbcli.reading import read_json as read_json  # what `write_json` wrote
+from arbcli.reading import without_blocking
 
 try:
     import fcntl
@@ -240,9 +242,13 @@ def latest_checkpoint(
         if refusals:
             note(f"{refusals[-1]}; using the one before it")
         try:
-            return load_checkpoint(path, accept)
+            found = load_checkpoint(path, accept)
         except DamagedError as error:
             refusals.append(str(error))
+        else:
+            if found.step == step_of(path):
+                return found
+            refusals.append(f"checkpoint `{path}`: refused: it is of step {found.step:,}")
     if not refusals:
         raise ArbError(
             f"there is no checkpoint in `{directory}`",
@@ -364,20 +370,6 @@ def write_file(path: Path, write: Callable[[BufferedIOBase], object]) -> None:
         _write_whole(path, write)
 
 
-def read_json(path: Path) -> Any:
-    """Read what `write_json` wrote.
-
-    Raises:
-        ArbError: there is no such file, or it is not JSON.
-    """
-    with _os_errors("read", path, _READ_HINT):
-        try:
-            return json.loads(path.read_bytes())
-        except (ValueError, RecursionError) as error:
-            hint = "it was truncated or altered: restore it from a copy"
-            raise ArbError(f"`{path}` is not JSON: {error}", hint=hint) from None
-
-
 @contextmanager
 def run_lock(directory: Path) -> Iterator[None]:
     """Keep every other process out of a run; the lock dies with the process, however it ends.
@@ -393,7 +385,7 @@ def run_lock(directory: Path) -> Iterator[None]:
         return
     with ExitStack() as stack:
         with _os_errors("lock", directory, "use a directory that exists, is yours and has locks"):
-            file = stack.enter_context((directory / ".lock").open("ab"))
+            file = stack.enter_context(open(directory / ".lock", "ab", opener=without_blocking))
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:

@@ -22,7 +22,7 @@ from arbcli.commands.train import train
 from arbcli.commands.verify_kernels import verify_kernels
 from arbcli.environment import set_environment
 from arbcli.errors import ArbError
-from arbcli.output import OutputError, fail, note, open_closed_streams
+from arbcli.output import OutputError, fail, note_text, open_closed_streams
 from arbcli.signals import STOPPED_UNSAVED, Interrupted, RaisedSignal
 from arbcli.train.parallel.launch import is_said
 
@@ -77,7 +77,8 @@ def main() -> None:
             _fail(error.format_message(), f"`{command} --help` lists what there is")
         sys.exit(2)
     except Interrupted as stopped:
-        _fail(f"stopped by {stopped.name}, with nothing saved since the start or the last save")
+        saving = ", with nothing saved since the start or the last save"
+        _fail(f"stopped by {stopped.name}{saving if sys.argv[1:2] == ['train'] else ''}")
         sys.exit(STOPPED_UNSAVED)
     except OutputError as error:
         if not error.reader_gone:
@@ -93,7 +94,7 @@ def main() -> None:
         _fail(f"cannot use `{error.filename}`: {error.strerror}", "check the path and permissions")
         sys.exit(2)
     except Exception:
-        note(traceback.format_exc())
+        note_text(traceback.format_exc())
         sys.exit(2)
 
 

@@ -14,6 +14,7 @@ import sysconfig
 from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from hashlib import sha256, shake_256
 from itertools import accumulate
@@ -26,7 +27,12 @@ from torch import Tensor
 
 from arbcli.errors import ArbError
 from arbcli.plain_text import plain_file
+from arbcli.reading import shown
 
+SAVED = (".safetensors", ".gguf")
+"""Ends of names of models, which no text of a folder is."""
+RUN = "config.json", frozenset({"metrics.jsonl", ".lock"})
+"""A folder with the first and any of the others is a run."""
 MAX_OPEN_MAPS = 64
 """Files that one text keeps mapped; each holds a descriptor, and some systems grant only 256."""
 BLOCK_BYTES = 2**20
@@ -36,6 +42,8 @@ FEW_FILES = 20
 """With more of them a tenth of the files is a fair sample."""
 USUAL_SHARES = (0.02, 0.3)
 """Of all bytes, that a tenth of the files has unless some are much larger than others."""
+MOST_WEIGHT = 10**9
+"""Of a text of a mixture."""
 FAR_NATS = 0.5
 """Difference of order-0 entropies; parts of one kind of text differ by hundredths."""
 NOT_TEXT = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test"})
@@ -97,6 +105,15 @@ class Text:
     def files(self) -> list[Path]:
         """List these files."""
         return [piece.path for piece in self._pieces]
+
+    def times(self) -> dict[Path, tuple[int, int]]:
+        """Return size and time of the last change of each file; a file that is gone has neither."""
+        found = {}
+        for path in self.files:
+            with suppress(OSError):
+                status = os.stat(path)
+                found[path] = status.st_size, status.st_mtime_ns
+        return found
 
     def read(self, offset: int, length: int) -> bytes:
         """Copy bytes [offset, offset + length) of the text, across files where need be.
@@ -308,8 +325,8 @@ def open_texts(
     """Find the files of a run and split them into training and validation.
 
     An entry is a file, a glob (`**` for any depth) or a folder: all regular files below it, but for
-    what is hidden or behind a link to a folder. A file named twice counts once. Files that are not
-    plain are unpacked: see `plain_text`.
+    what is hidden or behind a link to a folder, and saved runs and models. A file named twice
+    counts once. Files that are not plain are unpacked: see `plain_text`.
 
     Entries of the form `book.txt:0.7` are a mixture: windows are drawn from each by its weight, and
     each is split for itself.
@@ -328,8 +345,9 @@ def open_texts(
     Raises:
         ArbError: an entry names nothing, or what cannot be read; a text is too short.
     """
+    left_out: list[str] = []
     if data:
-        parts = _find_parts(data)
+        parts = _find_parts(data, left_out)
         name = _name(data)
     else:
         parts = [(_find_standard_library(), None)]
@@ -343,7 +361,7 @@ def open_texts(
     weights = [weight for _, weight in parts]
     texts = [_mix([pair[0] for pair in pairs], weights)]
     if val:
-        texts.append(_plain_text(_find_files(val), field))
+        texts.append(_plain_text(_find_files(val, left_out), field))
     else:
         texts.append(_mix([pair[1] for pair in pairs], weights))
     for text, role in zip(texts, ("training", "validation"), strict=True):
@@ -356,7 +374,9 @@ def open_texts(
             )
     num_files = sum(len(files) for files, _ in parts)
     # texts of a mixture are each split in their own way, which is found again
-    return Texts(*texts, _describe(name, num_files), found[0] if len(found) == 1 else None)
+    return Texts(
+        *texts, _describe(name, num_files, left_out), found[0] if len(found) == 1 else None
+    )
 
 
 def open_text(entries: Sequence[str], field: str | None = None) -> tuple[Text, str]:
@@ -368,11 +388,14 @@ def open_text(entries: Sequence[str], field: str | None = None) -> tuple[Text, s
     Raises:
         ArbError: an entry names nothing, or what cannot be read.
     """
-    files = _find_files(entries)
-    return _plain_text(files, field), _describe(_name(entries), len(files))
+    left_out: list[str] = []
+    files = _find_files(entries, left_out)
+    return _plain_text(files, field), _describe(_name(entries), len(files), left_out)
 
 
-def _find_parts(entries: Sequence[str]) -> list[tuple[list[Path], float | None]]:
+def _find_parts(
+    entries: Sequence[str], left_out: list[str]
+) -> list[tuple[list[Path], float | None]]:
     """Find the files of each text of a mixture, and its weight; of no mixture one text, and None.
 
     Raises:
@@ -381,22 +404,24 @@ def _find_parts(entries: Sequence[str]) -> list[tuple[list[Path], float | None]]
     weighed = [_weight(entry) for entry in entries]
     weights = [weight for _, weight in weighed]
     if all(weight is None for weight in weights):
-        return [(_find_files(entries), None)]
+        return [(_find_files(entries, left_out), None)]
     for entry, weight in zip(entries, weights, strict=True):
-        if not weight:
+        if not weight or weight > MOST_WEIGHT:
             raise ArbError(
-                f"`{entry}` has no weight above 0, and another text has one",
+                f"`{shown(entry)}` has no weight above 0 and up to {MOST_WEIGHT:,}, and another"
+                " text has one",
                 hint="give all of them one, as in `--data a.txt:0.7 --data b.txt:0.3`, or none",
             )
-    return [(_find_files([entry]), weight) for entry, weight in weighed]
+    return [(_find_files([entry], left_out), weight) for entry, weight in weighed]
 
 
 def _weight(entry: str) -> tuple[str, float | None]:
     """Split `book.txt:0.7` into the entry and its weight; a file may be called so, too."""
-    found = re.fullmatch(r"(.+):([0-9]*\.?[0-9]+)", entry, re.DOTALL)
-    if found is None or _mode(os.path.expanduser(entry)):
+    path, _, weight = entry.rpartition(":")
+    is_weight = re.fullmatch(r"[0-9]+(\.[0-9]+)?|\.[0-9]+", weight)
+    if not path or not is_weight or _mode(os.path.expanduser(entry)):
         return entry, None
-    return found[1], float(found[2])
+    return path, float(weight)
 
 
 def _mix(texts: list[Text], weights: list[float | None]) -> Text:
@@ -413,8 +438,9 @@ def _name(entries: Sequence[str]) -> str:
     return entries[0] if len(entries) == 1 else f"{entries[0]} and {len(entries) - 1} more"
 
 
-def _describe(name: str, num_files: int) -> str:
-    return f"{name} ({num_files:,} file{'' if num_files == 1 else 's'})"
+def _describe(name: str, num_files: int, left_out: Sequence[str]) -> str:
+    saved = f"; {len(set(left_out)):,} saved by arb left out" if left_out else ""
+    return f"{name} ({num_files:,} file{'' if num_files == 1 else 's'}{saved})"
 
 
 def _split(
@@ -465,7 +491,7 @@ def _split_files(files: list[Path], seed: int) -> tuple[list[Path], list[Path]]:
 
 def _find_standard_library() -> list[Path]:
     folder = sysconfig.get_paths()["stdlib"]
-    files = [file for file in _files_below(folder, NOT_TEXT) if file.suffix == ".py"]
+    files = [file for file in _files_below(folder, [], NOT_TEXT) if file.suffix == ".py"]
     files = [file for file in files if _file_bytes(file)]
     if len(files) < 2:
         raise ArbError(
@@ -475,11 +501,14 @@ def _find_standard_library() -> list[Path]:
     return files
 
 
-def _find_files(entries: Sequence[str]) -> list[Path]:
-    """List the files with any bytes that `entries` name, each once, in the order of `entries`."""
+def _find_files(entries: Sequence[str], left_out: list[str]) -> list[Path]:
+    """List the files with any bytes that `entries` name, each once, in the order of `entries`.
+
+    What a folder has of runs and models is added to `left_out`.
+    """
     unique: dict[str, Path] = {}
     for entry in entries:
-        for file in _expand(entry):
+        for file in _expand(entry, left_out):
             unique.setdefault(os.path.realpath(file), file)
     files = [file for file in unique.values() if _file_bytes(file)]
     if not files:
@@ -488,14 +517,14 @@ def _find_files(entries: Sequence[str]) -> list[Path]:
     return files
 
 
-def _expand(entry: str) -> list[Path]:
+def _expand(entry: str, left_out: list[str]) -> list[Path]:
     path = os.path.expanduser(entry)
     is_named = _mode(path) != 0
     files = []
-    for match in [path] if is_named else sorted(glob.glob(path, recursive=True)):
+    for match in [path] if is_named else sorted(set(_matches(path))):
         mode = _mode(match)
         if stat.S_ISDIR(mode):
-            files += _files_below(match)
+            files += _files_below(match, left_out)
         elif is_named or stat.S_ISREG(mode):
             files.append(Path(os.path.abspath(match)))
     if not files:
@@ -506,15 +535,59 @@ def _expand(entry: str) -> list[Path]:
     return files
 
 
-def _files_below(folder: str, skip: frozenset[str] = frozenset()) -> list[Path]:
-    """List the regular files below a folder, sorted, without hidden ones and folders in `skip`."""
+def _matches(pattern: str) -> Iterator[str]:
+    """Find what a glob names, as `glob` does, but for folders that links lead back to.
+
+    Each `**` goes through a folder once, by whichever path comes first.
+    """
+    if re.search(r"(^|/)\*\*$", pattern):
+        pattern += "/*"
+    before, deep, after = pattern.partition("**/")
+    if not deep or not (before.endswith("/") or not before):
+        yield from glob.iglob(pattern, recursive=True)
+        return
+    while after.startswith("**/"):
+        after = after.removeprefix("**/")
+    for folder in sorted(glob.glob(before) if before else ["."]):
+        for below in _folders_below(folder):
+            base = glob.escape(os.path.join(below, "") if before else os.path.join(below, "")[2:])
+            yield from _matches(base + after)
+
+
+def _folders_below(folder: str) -> Iterator[str]:
+    """List a folder and all below it, also behind links, but for hidden ones; each once."""
+    seen: set[tuple[int, int]] = set()
+    for parent, folders, _ in os.walk(folder, followlinks=True):
+        status = os.stat(parent)
+        if (key := (status.st_dev, status.st_ino)) in seen:
+            folders.clear()
+            continue
+        seen.add(key)
+        folders[:] = sorted(name for name in folders if name[0] != ".")
+        yield parent
+
+
+def _files_below(
+    folder: str, left_out: list[str], skip: frozenset[str] = frozenset()
+) -> list[Path]:
+    """List the regular files below a folder, sorted, without hidden ones and folders in `skip`.
+
+    Runs and models that were saved below it are no text, and are added to `left_out`.
+    """
 
     def refuse(error: OSError) -> None:
         raise _unreadable(error.filename, error.strerror) from error
 
     files = []
-    for parent, folders, names in os.walk(os.path.abspath(folder), onerror=refuse):
+    top = os.path.abspath(folder)
+    for parent, folders, names in os.walk(top, onerror=refuse):
         folders[:] = [name for name in folders if name[0] != "." and name not in skip]
+        if parent != top and RUN[0] in names and not RUN[1].isdisjoint(names):
+            left_out.append(parent)
+            folders.clear()
+            continue
+        left_out += [os.path.join(parent, name) for name in names if name.endswith(SAVED)]
+        names = [name for name in names if not name.endswith(SAVED)]
         paths = [Path(parent, name) for name in names if name[0] != "."]
         files += [path for path in paths if stat.S_ISREG(_mode(path))]
     return sorted(files, key=Path.as_posix)
@@ -524,7 +597,7 @@ def _mode(path: str | Path) -> int:
     """Return the mode of what a path leads to, 0 for nothing."""
     try:
         return os.stat(path).st_mode
-    except (FileNotFoundError, NotADirectoryError):
+    except (FileNotFoundError, NotADirectoryError, ValueError):  # the last of a byte 0 in it
         return 0
     except OSError as error:
         raise _unreadable(path, error.strerror) from error

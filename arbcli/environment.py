@@ -1,7 +1,9 @@
-"""What libraries read once, when they are loaded: to be set before they are imported."""
+"""Environment variables: those that libraries read when they are loaded, and numbers for arb."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+
+from arbcli.errors import ArbError
 
 SETTINGS = {
     # cuBLAS gives the same bits every time only if it has this workspace
@@ -50,3 +52,19 @@ def interpret_kernels_without_gpu(device: str | None) -> None:
 
     if not torch.cuda.is_available() or (device or "").startswith("cpu"):
         os.environ["TRITON_INTERPRET"] = "1"
+
+
+def number_in(environment: Mapping[str, str], name: str, least: int, most: int = 2**31 - 1) -> int:
+    """Read a whole number from an environment variable.
+
+    Raises:
+        ArbError: it is not a number, or is out of range.
+    """
+    text = environment[name]
+    number = int(text) if text.isascii() and text.isdigit() and len(text) < 12 else -1
+    if not least <= number <= most:
+        raise ArbError(
+            f"the environment variable `{name}` is `{text}`",
+            hint=f"set it to a whole number from {least} to {most}",
+        )
+    return number

@@ -251,8 +251,13 @@ def write_chunks(text: bytes, depths: Sequence[int]) -> None:
 
 
 def note(message: str) -> None:
-    """Tell a person something on stderr."""
-    _err.print(printable(message), markup=False)
+    """Tell a person something on stderr, in one line whatever names are in it."""
+    _err.print(_one_line(message), markup=False)
+
+
+def note_text(text: str) -> None:
+    """Show a person lines of text on stderr."""
+    _err.print(printable(text), markup=False)
 
 
 def fail(message: str, hint: str | None = None) -> None:
@@ -271,7 +276,7 @@ def _one_line(text: str) -> str:
 class LiveLine:
     """A line on stderr that is written over, or a line each time where that is no terminal.
 
-    What is too long for the terminal goes on in the next line.
+    One that is written over ends at the width of the terminal; the last one is left in full.
     """
 
     def __init__(self) -> None:
@@ -295,12 +300,12 @@ class LiveLine:
                 note(self._last)
 
     def show(self, text: str, *, keep: bool = False) -> None:
-        """Show a line; `keep` leaves it above the next one."""
+        """Show a line; `keep` leaves it above the next one, and it may be several lines then."""
         if self._live is None:
-            note(text)
+            (note_text if keep else note)(text)
         elif keep:
             self._write("")
-            note(text)
+            note_text(text)
             self._last = None
         else:
             self._write(text)
@@ -312,12 +317,13 @@ class LiveLine:
             self._write(text)
 
     def _write(self, text: str) -> None:
-        self._live.update(Text(printable(text)), refresh=True)
+        shown = Text(_one_line(text), no_wrap=True, overflow="ellipsis")
+        self._live.update(shown, refresh=True)
 
 
 def table(title: str, columns: list[str], rows: list[list[str]], *, left: int = 1) -> Table:
     """Lay out a table; all columns but the first `left` are aligned to the right."""
-    result = Table(title=Text(printable(title)), title_justify="left")
+    result = Table(title=Text(_one_line(title)), title_justify="left")
     for index, column in enumerate(columns):
         justify = "left" if index < left else "right"
         result.add_column(Text(column), justify=justify, overflow="fold")

@@ -2,7 +2,8 @@
 
 Texts are mapped, so what is read is a file of plain bytes. A `.gz` or `.zst` file, the field of a
 `.jsonl` or `.parquet` file, is written to such a file a block at a time, and found again by the
-path, size and time of what it was made of. Its digest stands beside it and is checked each time.
+path, size and time of what it was made of. A small file may unpack to terabytes, so both the plain
+bytes and a record of them are bounded.
 """
 
 import gzip
@@ -11,24 +12,32 @@ import json
 import os
 import zlib
 from collections.abc import Iterator
-from contextlib import suppress
-from hashlib import file_digest, sha256
+from hashlib import sha256
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from arbcli.cached_files import cache_folder, is_cached, write_cached
+from arbcli.environment import number_in
 from arbcli.errors import ArbError
 
 COMPRESSED = (".gz", ".zst")
 BLOCK_BYTES = 2**20
+FRAME_BYTES = 2**10
+"""Of a Zstandard file that are unpacked at a time, as each KiB may unpack to 32 MiB."""
+RECORD_BYTES = 2**24
+"""The most that a line of records may have."""
 ROWS = 1024
 """Of a Parquet file that are read at once."""
+LIMIT = "ARB_UNPACKED_GIB"
+"""Environment variable: the most that a file may unpack to, in GiB."""
+FEWEST_BYTES, MOST_TIMES = 2**29, 100
+"""Without it: so many bytes, or so many times those of the file, whichever is more."""
 
 
-def cache_folder() -> Path:
-    """Find where plain files are kept: `arb/texts` below `XDG_CACHE_HOME` or `~/.cache`."""
-    home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    return Path(home) / "arb" / "texts"
+def texts_folder() -> Path:
+    """Return where plain files are kept."""
+    return cache_folder() / "texts"
 
 
 def plain_file(path: Path, field: str | None) -> Path:
@@ -43,7 +52,8 @@ def plain_file(path: Path, field: str | None) -> Path:
         The file itself if it is plain, or one that is kept.
 
     Raises:
-        ArbError: it cannot be read, has no such field, or a package is missing.
+        ArbError: it cannot be read, has no such field or unpacks to too much, the cache cannot be
+            written, or a package is missing.
     """
     name = _name_inside(path)
     is_table = name.endswith(".parquet")
@@ -56,17 +66,43 @@ def plain_file(path: Path, field: str | None) -> Path:
         return path
     try:
         status = path.stat()
-        about = f"{os.path.realpath(path)}\n{status.st_size} {status.st_mtime_ns}\n{field or ''}"
-        plain = cache_folder() / sha256(about.encode(errors="surrogateescape")).hexdigest()
-        if not _is_whole(plain):
-            _write(plain, _blocks(path, name, field))
     except OSError as error:
-        place = error.filename or path
-        raise ArbError(
-            f"cannot make plain bytes of `{path}`: `{place}`: {error.strerror or error}",
-            hint="check permissions and free space; `XDG_CACHE_HOME` says where they are kept",
-        ) from error
+        raise _unreadable(path, error) from error
+    about = f"{os.path.realpath(path)}\n{status.st_size} {status.st_mtime_ns}\n{field or ''}"
+    plain = texts_folder() / sha256(about.encode(errors="surrogateescape")).hexdigest()
+    if not is_cached(plain):
+        write_cached(plain, _bounded(_blocks(path, name, field), path, status.st_size))
     return plain
+
+
+def _unreadable(path: Path, error: OSError) -> ArbError:
+    return ArbError(
+        f"cannot read `{path}`: {error.strerror or error}",
+        hint="check that it is there and that you may read it",
+    )
+
+
+def _bounded(blocks: Iterator[bytes], path: Path, packed_bytes: int) -> Iterator[bytes]:
+    """Hand on the plain bytes of a file, until they are more than may be.
+
+    Raises:
+        ArbError: they are more, or the file cannot be read.
+    """
+    most = max(FEWEST_BYTES, MOST_TIMES * packed_bytes)
+    if LIMIT in os.environ:
+        most = number_in(os.environ, LIMIT, 1) * 2**30
+    total = 0
+    try:
+        for block in blocks:
+            total += len(block)
+            if total > most:
+                raise ArbError(
+                    f"`{path}`, of {packed_bytes:,} bytes, unpacks to more than {most:,}",
+                    hint=f"if it is a text, set `{LIMIT}` to the GiB that it may take",
+                )
+            yield block
+    except OSError as error:
+        raise _unreadable(path, error) from error
 
 
 def _name_inside(path: Path) -> str:
@@ -75,34 +111,6 @@ def _name_inside(path: Path) -> str:
     for suffix in COMPRESSED:
         name = name.removesuffix(suffix)
     return name
-
-
-def _digest_file(plain: Path) -> Path:
-    return plain.with_name(f"{plain.name}.sha256")
-
-
-def _is_whole(plain: Path) -> bool:
-    """Tell whether a file is kept, with the bytes that were written."""
-    with suppress(FileNotFoundError), plain.open("rb") as file:
-        return _digest_file(plain).read_text() == file_digest(file, "sha256").hexdigest()
-    return False
-
-
-def _write(plain: Path, blocks: Iterator[bytes]) -> None:
-    """Write a file and its digest, whole or not at all."""
-    plain.parent.mkdir(parents=True, exist_ok=True)
-    part = plain.with_name(f".{plain.name}.{os.getpid()}")
-    digest = sha256()
-    try:
-        with part.open("wb") as file:
-            for block in blocks:
-                digest.update(block)
-                file.write(block)
-        part.replace(plain)
-        part.write_text(digest.hexdigest())
-        part.replace(_digest_file(plain))
-    finally:
-        part.unlink(missing_ok=True)
 
 
 def _blocks(path: Path, name: str, field: str | None) -> Iterator[bytes]:
@@ -139,24 +147,48 @@ def _frames(blocks: Iterator[bytes], decompressor: Any) -> Iterator[bytes]:
     """Unpack the frames of a Zstandard file, of which the last must be whole, too."""
     frame = None
     for block in blocks:
-        while block:
-            frame = frame or decompressor.decompressobj()
-            yield frame.decompress(block)
-            block = frame.unused_data if frame.eof else b""
-            frame = None if frame.eof else frame
+        for start in range(0, len(block), FRAME_BYTES):
+            packed = block[start : start + FRAME_BYTES]
+            while packed:
+                frame = frame or decompressor.decompressobj()
+                plain = frame.decompress(packed)
+                for begin in range(0, len(plain), BLOCK_BYTES):
+                    yield plain[begin : begin + BLOCK_BYTES]
+                packed = frame.unused_data if frame.eof else b""
+                frame = None if frame.eof else frame
     if frame is not None:
         raise import_module("zstandard").ZstdError("it ends within a frame")
 
 
 def _records(blocks: Iterator[bytes], path: Path, field: str) -> Iterator[bytes]:
     """Take a field of each line that is an object."""
-    number, rest = 0, b""
+    for number, line in enumerate(_lines(blocks, path), 1):
+        if line.strip():
+            yield _text_of(line, number, path, field)
+
+
+def _lines(blocks: Iterator[bytes], path: Path) -> Iterator[bytes]:
+    """Split bytes into lines, of which the last need not end.
+
+    Raises:
+        ArbError: one is longer than any record.
+    """
+    begun: list[bytes] = []
+    size = 0
     for block in itertools.chain(blocks, [b"\n"]):
-        *lines, rest = (rest + block).split(b"\n")
-        for line in lines:
-            number += 1
-            if line.strip():
-                yield _text_of(line, number, path, field)
+        first, *others = block.split(b"\n")
+        size += len(first)
+        if size > RECORD_BYTES:
+            raise ArbError(
+                f"`{path}` has a line of more than {RECORD_BYTES:,} bytes",
+                hint="`--field` reads an object a line: split it, or save its text as a plain file",
+            )
+        if first:
+            begun.append(first)
+        if others:
+            yield b"".join(begun)
+            yield from others[:-1]
+            begun, size = [others[-1]], len(others[-1])
 
 
 def _text_of(line: bytes, number: int, path: Path, field: str) -> bytes:
@@ -176,23 +208,27 @@ def _text_of(line: bytes, number: int, path: Path, field: str) -> bytes:
 def _column(path: Path, field: str) -> Iterator[bytes]:
     arrow = _package("pyarrow", path)
     parquet = _package("pyarrow.parquet", path)
+    no_text = ArbError(
+        f"the column `{field}` of `{path}` has no text", hint="name another with `--field`"
+    )
     try:
-        with parquet.ParquetFile(path) as table:
-            known = table.schema_arrow.names
-            if field not in known:
-                raise ArbError(
-                    f"`{path}` has no column `{field}`",
-                    hint=f"choose one of: {', '.join(f'`{name}`' for name in known)}",
-                )
+        schema = parquet.read_schema(path)
+        if field not in schema.names:
+            raise ArbError(
+                f"`{path}` has no column `{field}`",
+                hint=f"choose one of: {', '.join(f'`{name}`' for name in schema.names)}",
+            )
+        if arrow.types.is_nested(schema.types[schema.names.index(field)]):
+            raise no_text
+        # as a dictionary, which has a value once however many rows have it
+        with parquet.ParquetFile(path, read_dictionary=[field]) as table:
             for rows in table.iter_batches(batch_size=ROWS, columns=[field]):
-                for text in rows.column(0).to_pylist():
+                for value in rows.column(0):
+                    text = value.as_py()
                     if isinstance(text, str | bytes):
                         yield (text.encode() if isinstance(text, str) else text) + b"\n"
                     elif text is not None:
-                        raise ArbError(
-                            f"the column `{field}` of `{path}` has no text",
-                            hint="name another with `--field`",
-                        )
+                        raise no_text
     except arrow.ArrowException as error:
         raise ArbError(
             f"`{path}` cannot be read: {error}", hint="it is truncated or damaged: fetch it again"

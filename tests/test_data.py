@@ -16,10 +16,12 @@ from arbcli.data import (
     MAX_OPEN_MAPS,
     Mixture,
     Text,
+    _weight,
     batch,
     digest,
     entropy,
     evaluation_batches,
+    open_text,
     open_texts,
 )
 from arbcli.errors import ArbError
@@ -431,6 +433,58 @@ def test_open_texts_reads_globs(tmp_path, pattern, expected):
     entry = str(tmp_path / pattern)
     whole = [str(tmp_path)]
     assert read_all(open_texts(whole, [entry], seed=0, context=0).val).decode() == expected
+
+
+def test_glob_goes_once_through_folders_that_link_to_themselves(tmp_path, monkeypatch):
+    """Two such links have 2 ** 40 paths."""
+    for name in ("a/1.txt", "a/b/2.txt", "c/3.txt", "a/.hidden/4.txt"):
+        write(tmp_path / name, name[-5:-4].encode())
+    for name in ("self", "self2", "a/self", "a/b/up"):
+        (tmp_path / name).symlink_to(".." if name.endswith("up") else ".")
+    monkeypatch.chdir(tmp_path)
+    for entry in ("**/*.txt", "**", "./**/*.txt", str(tmp_path / "**"), "**/**/**/[1-3].txt"):
+        text = open_texts(["."], [entry], seed=0, context=0).val
+        assert sorted(read_all(text).decode()) == ["1", "2", "3"], entry
+    text = open_texts(["."], ["a/**/*.txt"], seed=0, context=0).val
+    assert sorted(read_all(text).decode()) == ["1", "2"]
+
+
+@pytest.mark.parametrize("weight", ["1", "0.5", ".5", "007.25", "9" * 9])
+def test_weight_follows_the_last_colon(tmp_path, weight):
+    assert _weight(f"{tmp_path}/a:b.txt:{weight}") == (f"{tmp_path}/a:b.txt", float(weight))
+
+
+@pytest.mark.parametrize(
+    "entry", ["a.txt", "a:", ":1", "a:1.", "a:-1", "a:1e3", "a:1x", "a:.", "a:1.2.3"]
+)
+def test_entry_without_a_weight_is_a_path(entry):
+    assert _weight(entry) == (entry, None)
+
+
+def test_many_digits_are_read_once(monkeypatch):
+    """A pattern that went back for each digit took seconds for a name of 50,000."""
+    entry = "a:" + "1" * 10**6 + "x"
+    assert _weight(entry) == (entry, None)
+
+
+def test_weight_without_a_bound_is_refused(tmp_path):
+    path = str(write(tmp_path / "a.txt", bytes(100)))
+    with pytest.raises(ArbError, match=r"and up to 1,000,000,000"):
+        open_texts([f"{path}:{'9' * 40}", f"{path}:1"], None, seed=0, context=8)
+
+
+def test_folder_leaves_saved_runs_and_models_out_and_says_so(tmp_path, monkeypatch):
+    for name in ("a.txt", "b/config.json", "b/b.txt", "c/metrics.jsonl"):
+        write(tmp_path / name, b"x" * 100)
+    for name in ("runs/1/config.json", "runs/1/metrics.jsonl", "runs/2/config.json", "runs/2/.lock",
+                 "runs/1/deep/a.txt", "b/a.gguf", "model.safetensors"):  # fmt: skip
+        write(tmp_path / name, b"y" * 100)
+    monkeypatch.chdir(tmp_path)
+    texts = open_texts(["."], None, seed=0, context=8)
+    assert texts.description == ". (4 files; 4 saved by arb left out)"
+    assert set(read_all(texts.train) + read_all(texts.val)) == {ord("x")}
+    assert open_text(["runs/1"])[1] == "runs/1 (3 files)"  # as it was named
+    assert open_text(["model.safetensors", "a.txt"])[1].endswith("(2 files)")
 
 
 def test_open_texts_counts_a_file_once(tmp_path, monkeypatch):

@@ -218,3 +218,26 @@ def test_warning_of_the_library_is_not_obeyed(tmp_path):
 )
 def test_bytes_are_shown_in_mebibytes(count, shown):
     assert bytes_text(count) == shown
+
+
+def test_name_with_a_newline_forges_no_error(capsys):
+    output.note("text    a\nerror: b.txt (1 file)")
+    with output.LiveLine() as line:
+        line.show("a\nhint: b")
+    output.emit(None, table("a\nerror: b", ["x"], [["y"]]), as_json=False)
+    shown = capsys.readouterr()
+    for stream in (shown.out, shown.err):
+        assert "\\n" in stream
+        assert not [line for line in stream.splitlines() if line.startswith(("error", "hint"))]
+    output.note_text("two\nlines")
+    assert capsys.readouterr().err == "two\nlines\n"
+
+
+def test_line_that_is_written_over_fits_the_terminal(terminal):
+    """One that went on in a second line left parts of itself behind."""
+    with LiveLine() as line:
+        line.show("step " + "9" * 200)
+        drawn = terminal.getvalue()
+        assert "…" in drawn
+        assert drawn.count("9") == 80 - len("step …")
+    assert terminal.getvalue().replace("\n", "").endswith("9" * 200)

@@ -1,9 +1,11 @@
 """Compressed and structured files are read as their plain bytes, made once and checked."""
 
+import errno
 import gzip
 import json
 import os
 import sys
+import tracemalloc
 import zlib
 from pathlib import Path
 from types import ModuleType
@@ -14,7 +16,7 @@ import pytest
 
 from arbcli.data import open_text, open_texts
 from arbcli.errors import ArbError
-from arbcli.plain_text import cache_folder, plain_file
+from arbcli.plain_text import RECORD_BYTES, plain_file, texts_folder
 
 TEXT = ("naïve ternary weights\n" * 100).encode()
 
@@ -22,7 +24,7 @@ TEXT = ("naïve ternary weights\n" * 100).encode()
 @pytest.fixture(autouse=True)
 def cache(tmp_path, monkeypatch) -> Path:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    return cache_folder()
+    return texts_folder()
 
 
 def read(path: Path, field: str | None = None) -> bytes:
@@ -107,18 +109,123 @@ def test_frames_are_read_one_after_another_in_blocks_of_any_size(tmp_path, block
             read(path)
 
 
+def peak_of_reading(path: Path, field: str | None = None) -> tuple[int, int]:
+    """Return how long a file unpacks to, and the most memory that Python held for it, in bytes."""
+    tracemalloc.start()
+    try:
+        size = plain_file(path, field).stat().st_size
+        return size, tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+
+def frames(*texts: bytes) -> bytes:
+    """Pack texts for `Zstandard`, or for the package itself where it is there."""
+    return b"".join(map(zlib.compress, texts))
+
+
+def test_frame_is_unpacked_a_part_at_a_time(tmp_path, monkeypatch):
+    """All of it at once took 2.3 GB, of a file of 98 KB. Runs without the package."""
+    monkeypatch.setitem(sys.modules, "zstandard", Zstandard("zstandard"))
+    path = tmp_path / "bomb.zst"
+    path.write_bytes(frames(b"a" * 40 * 2**20))  # of 40 KB
+    size, held = peak_of_reading(path)
+    assert size == 40 * 2**20
+    assert held < 6 * 2**20
+
+
+def test_bytes_behind_a_frame_are_not_copied_for_each_frame(tmp_path, monkeypatch):
+    """It took 58 GB of copies for a file of 2 MB. Runs without the package."""
+    copied = []
+
+    class Counted(Zstandard.ZstdDecompressor):
+        def decompressobj(self) -> Any:
+            frame = zlib.decompressobj()
+            counted = MagicMock(wraps=frame)
+            counted.decompress = lambda data: copied.append(len(data)) or frame.decompress(data)
+            for name in ("eof", "unused_data"):
+                setattr(type(counted), name, property(lambda _, name=name: getattr(frame, name)))
+            return counted
+
+    package = Zstandard("zstandard")
+    package.ZstdDecompressor = Counted
+    monkeypatch.setitem(sys.modules, "zstandard", package)
+    path = tmp_path / "frames.zst"
+    for number in (200, 400):
+        path.write_bytes(frames(*[b""] * number, TEXT))
+        copied.clear()
+        assert read(path) == TEXT
+        assert sum(copied) < 100 * path.stat().st_size
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz"])
+def test_line_that_is_too_long_for_a_record_is_refused_before_it_is_read(name, tmp_path):
+    line = b"{" + b"a" * 2 * RECORD_BYTES
+    (tmp_path / name).write_bytes(gzip.compress(line, 1) if name.endswith(".gz") else line)
+    tracemalloc.start()
+    with pytest.raises(ArbError, match="has a line of more than 16,777,216 bytes"):
+        read(tmp_path / name, "text")
+    assert tracemalloc.get_traced_memory()[1] < RECORD_BYTES + 6 * 2**20
+    tracemalloc.stop()
+
+
+def test_record_as_long_as_may_be_is_read(tmp_path, monkeypatch):
+    monkeypatch.setattr("arbcli.plain_text.RECORD_BYTES", 1000)
+    monkeypatch.setattr("arbcli.plain_text.BLOCK_BYTES", 7)
+    path = tmp_path / "a.jsonl"
+    for length in (1000, 1001):
+        line = b'{"text": "' + b"a" * (length - 12) + b'"}'
+        path.write_bytes(b"\n".join([line, b'{"text": ""}'] * 2))
+        if length == 1000:
+            assert read(path, "text") == (b"a" * 988 + b"\n\n") * 2
+    with pytest.raises(ArbError, match="has a line of more than 1,000 bytes"):
+        read(path, "text")
+
+
+def test_file_that_unpacks_to_too_much_is_refused_and_leaves_nothing(tmp_path, cache, monkeypatch):
+    monkeypatch.setattr("arbcli.plain_text.FEWEST_BYTES", 10**6)
+    path = tmp_path / "bomb.gz"
+    path.write_bytes(gzip.compress(b"a" * 3 * 10**6))  # of 3 KB
+    with pytest.raises(ArbError, match="bytes, unpacks to more than 1,000,000") as caught:
+        read(path)
+    assert "`ARB_UNPACKED_GIB`" in caught.value.hint
+    assert list(cache.iterdir()) == []
+    monkeypatch.setenv("ARB_UNPACKED_GIB", "1")
+    assert len(read(path)) == 3 * 10**6
+    monkeypatch.delenv("ARB_UNPACKED_GIB")
+    path.write_bytes(gzip.compress(os.urandom(10**5) * 30))  # 30 times its size
+    assert len(read(path)) == 3 * 10**6
+
+
+@pytest.mark.parametrize("value", ["0", "-1", "1.5", "", "x"])
+def test_limit_that_is_no_number_is_refused(value, tmp_path, monkeypatch):
+    monkeypatch.setenv("ARB_UNPACKED_GIB", value)
+    (tmp_path / "a.gz").write_bytes(gzip.compress(TEXT))
+    with pytest.raises(ArbError, match=f"the environment variable `ARB_UNPACKED_GIB` is `{value}`"):
+        read(tmp_path / "a.gz")
+
+
+def test_full_disk_of_the_cache_is_not_blamed_on_the_text(tmp_path, monkeypatch):
+    (tmp_path / "book.gz").write_bytes(gzip.compress(TEXT))
+    full = OSError(errno.ENOSPC, "No space left on device")
+    monkeypatch.setattr("arbcli.cached_files.os.fsync", MagicMock(side_effect=full))
+    with pytest.raises(ArbError, match=r"^cannot write to the cache `.*texts`: No space left"):
+        read(tmp_path / "book.gz")
+
+
 def test_rows_without_a_text_are_left_out(tmp_path, monkeypatch):
     """Runs without the package."""
     data = {"text": ["naïve", None, b"two"], "id": [1, 2, 3]}
     arrow, parquet = ModuleType("pyarrow"), MagicMock()
     arrow.ArrowException = KeyError
     table = parquet.ParquetFile.return_value.__enter__.return_value
-    table.schema_arrow.names = [*data]
+    parquet.read_schema.return_value.names = [*data]
+    arrow.types = MagicMock(**{"is_nested.return_value": False})
 
     def batches(batch_size, columns):
         for value in data[columns[0]]:  # one row at a time
             rows = MagicMock()
-            rows.column(0).to_pylist.return_value = [value]
+            rows.column(0).__iter__.return_value = [MagicMock(as_py=lambda value=value: value)]
             yield rows
 
     table.iter_batches = batches
@@ -147,6 +254,9 @@ def test_column_of_a_table_is_the_text(tmp_path):
             read(path, field)
     path.write_bytes(path.read_bytes()[:-9])
     with pytest.raises(ArbError, match="cannot be read"):
+        read(path, "text")
+    parquet.write_table(arrow.table({"text": [["naïve"]]}), path)
+    with pytest.raises(ArbError, match="has no text"):
         read(path, "text")
 
 
@@ -187,7 +297,7 @@ def test_cache_that_cannot_be_written_is_told(tmp_path, monkeypatch):
     (tmp_path / "book.gz").write_bytes(gzip.compress(TEXT))
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    with pytest.raises(ArbError, match="cannot make plain bytes") as caught:
+    with pytest.raises(ArbError, match="cannot write to the cache") as caught:
         read(tmp_path / "book.gz")
     assert "XDG_CACHE_HOME" in caught.value.hint
 

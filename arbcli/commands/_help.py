@@ -16,14 +16,16 @@ GROUPS = {
     PARTS: " ".join(GRAPH_PARTS),
     "Text": "data val field",
     "Optimisation": "steps minutes batch accum lr warmup schedule final_lr optimizer recompute"
-    " compute init_from seed",
+    " compute init_from",
     "Run": "config_file print_config out resume save_every keep keep_best eval_every sample_every"
-    " gpus wire device backend force dry_run",
+    " seed gpus wire device backend force dry_run",
     "Output": "plot log profile quiet as_json",
 }
 """Names of parameters, by the heading of their group; any other stands before these."""
 _GROUP_OF = {name: title for title, names in GROUPS.items() for name in names.split()}
-_RANGE = re.compile(r"\s*\[[^\]]*x[<>]=?[^\]]*\]")
+NEEDED = {"Model": "preset", "Optimisation": "lr"}
+"""Parameters that a command of such a group has: in others its names mean something else."""
+_RANGE = re.compile(r"(?:\s*\[|; )[^\[\];]*\bx[<>]=?[^\[\];]*(\]?)")
 _TYPE = re.compile(r" (<[^>]+>|[A-Z][A-Z ]*)$")
 """What Typer writes behind an option, in its present words and in those of earlier versions."""
 TYPES = {"int": "N", "float": "X", "path": "PATH", "list": "PATH"}
@@ -43,15 +45,23 @@ class Command(TyperCommand):
         groups: dict[str, list[tuple[str, str]]] = {"Options": []}
         for title in GROUPS:
             groups[title] = []
+        names = {param.name for param in self.get_params(ctx)}
         for param in self.get_params(ctx):
             record = param.get_help_record(ctx)
             if record is not None:
-                row = (_with_readable_type(param, record[0]), _RANGE.sub("", record[1]))
-                groups[_GROUP_OF.get(param.name, "Options")].append(row)
+                title = _GROUP_OF.get(param.name, "Options")
+                title = title if NEEDED.get(title, param.name) in names else "Options"
+                row = (_with_readable_type(param, record[0]), _without_range(record[1]))
+                groups[title].append(row)
         for title, rows in groups.items():
             if rows:
                 with formatter.section(title):
                     formatter.write_dl(rows)
+
+
+def _without_range(text: str) -> str:
+    """Leave the range out of `[default: 200; x>=1]`, or of `[x>=1]`."""
+    return _RANGE.sub(lambda found: found[1] if found[0][0] == ";" else "", text)
 
 
 def _with_readable_type(param: Any, text: str) -> str:

@@ -19,6 +19,7 @@ from arbcli.config.site import SCALE_TYPES
 from arbcli.config.training import COMPUTES
 from arbcli.directions import DIRECTIONS
 from arbcli.errors import ArbError
+from arbcli.output import note
 from arbcli.rules import DIGITS, RULES
 
 OPTION_OF_FIELD = {
@@ -130,7 +131,9 @@ def find_run(path: Path, root: Path | None = None) -> Path:
         return path
     from arbcli.train.directory import RUNS, latest_run  # imports torch
 
-    return latest_run(root or RUNS)
+    run = latest_run(root or RUNS)
+    note(f"auto is `{run}`")
+    return run
 
 
 def one_of(field: str, known: Iterable[str]) -> Callable[[str | None], str | None]:
@@ -177,7 +180,10 @@ def _size(what: str) -> Any:
 
 
 Backend = _name(
-    "backend", BACKENDS, "triton, torch or interpreter. [default: triton on a GPU, else torch]"
+    "backend",
+    BACKENDS,
+    "triton, native, torch or interpreter. [default: triton on a GPU, native on a CPU with a C"
+    " compiler, else torch]",
 )
 Compute = _name(
     "compute",

@@ -4,7 +4,7 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from arbcli.output import LiveLine, OutputError, bytes_text, emit_json, note
+from arbcli.output import LiveLine, OutputError, bytes_text, emit_json, note, note_text
 
 if TYPE_CHECKING:
     from arbcli.train.record import Record, TrainReport
@@ -106,7 +106,7 @@ class RunDisplay:
                 note(f"continue with: arb train --resume {report.run}")
             return
         if not self.quiet and report.sample:  # a run that was finished before makes none
-            note(f"\nsample\n{report.sample}\n")
+            note_text(f"\nsample\n{report.sample}\n")
             bits = report.bits_per_byte
             note(f"held-out loss  {report.val_loss:.4f} nats = {bits:.4f} bits a byte")
             note(f"               {report.entropy:.4f} nats is the text's order-0 entropy,")

@@ -2,6 +2,7 @@
 
 import os
 import sys
+from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -30,6 +31,9 @@ from arbcli.output import (
     write_chunks,
 )
 
+MOST_PROMPT_BYTES = 2**26
+"""Of a file of prompts."""
+
 if TYPE_CHECKING:
     from arbcli.infer.several import Request, TextReport
     from arbcli.model.language_model import LanguageModel
@@ -40,8 +44,9 @@ def generate(
     prompt: Annotated[
         str | None,
         typer.Option(
+            metavar="TEXT",
             help="What to continue, or - for stdin. [default: asked for on a terminal, else a"
-            " newline]"
+            " newline]",
         ),
     ] = None,
     prompts: Annotated[
@@ -60,14 +65,12 @@ def generate(
     ] = None,
     length: Annotated[int, typer.Option(min=1, max=2**24, help="Bytes to make.")] = 512,
     temperature: Annotated[
-        float, typer.Option(min=0, help="Divides the logits; 0 takes the likeliest byte.")
+        float, typer.Option(min=0, help="Sampling temperature; 0 is greedy.")
     ] = 0.8,
     top_k: Annotated[
-        int, typer.Option(min=1, max=256, help="Choose among so many of the likeliest bytes.")
+        int, typer.Option(min=1, max=256, help="Sample from the k likeliest bytes.")
     ] = 256,
-    top_p: Annotated[
-        float, typer.Option(min=0, max=1, help="Choose among those that have this share together.")
-    ] = 1.0,
+    top_p: Annotated[float, typer.Option(min=0, max=1, help="Nucleus (top-p) sampling.")] = 1.0,
     seed: Seed = None,
     compute: ComputeOfRun = None,
     kv: KeptIn = None,
@@ -147,23 +150,29 @@ def generate(
     elif chunks:
         write_chunks(bytes(made), depths)
     rate, cache = f"{report.bytes_per_second:,.0f}", f"{report.cache_bytes:,}"
+    note("")
     note(
-        f"\n{length} bytes, {rate} bytes/s on {place}, backend {backend}, cache of {cache} bytes in"
+        f"{length} bytes, {rate} bytes/s on {place}, backend {backend}, cache of {cache} bytes in"
         f" {report.kv}"
     )
 
 
 def _lines(file: Path) -> list[bytes]:
     """Read the lines of a file, or of stdin."""
-    if str(file) == "-":
-        return sys.stdin.buffer.read().splitlines()
     try:
-        return file.read_bytes().splitlines()
+        with nullcontext(sys.stdin.buffer) if str(file) == "-" else file.open("rb") as source:
+            content = source.read(MOST_PROMPT_BYTES + 1)
     except OSError as error:
         why = error.strerror or type(error).__name__
         raise ArbError(
             f"cannot read `{file}`: {why}", hint="give a file, or - for stdin"
         ) from error
+    if len(content) > MOST_PROMPT_BYTES:
+        raise ArbError(
+            f"`{file}` has more than {MOST_PROMPT_BYTES:,} bytes of prompts",
+            hint="split it into several files",
+        )
+    return content.splitlines()
 
 
 def _continue_several(

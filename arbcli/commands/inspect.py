@@ -87,7 +87,7 @@ def _flat(values: dict[str, Any], before: str = "") -> Iterator[tuple[str, Any]]
         if isinstance(value, dict):
             yield from _flat(value, f"{before}{name}.")
         else:
-            yield before + name, ", ".join(value) if isinstance(value, list) else value
+            yield before + name, ", ".join(map(str, value)) if isinstance(value, list) else value
 
 
 def _octaves(counts: dict[int, int]) -> str:
@@ -103,7 +103,14 @@ def _differences(report: "DifferenceReport") -> RenderableType:
     for found in report.tensors[:SHOWN]:
         share = f"{found.different:,} of {found.elements:,}"
         relative = "" if found.relative is None else f"{found.relative:.2%}"
-        rows.append([found.name, share, f"{found.largest:.3g}", relative])
+        rows.append(
+            [
+                found.name,
+                share,
+                "not finite" if found.largest is None else f"{found.largest:.3g}",
+                relative,
+            ]
+        )
     if len(report.tensors) > SHOWN:
         rows.append([f"and {len(report.tensors) - SHOWN} more", "", "", ""])
     rows.append([f"{report.num_equal} tensors", "equal", "", ""])

@@ -12,20 +12,18 @@ the arguments of the preset's short form; or a whole model, see `arbcli.config.m
 """
 
 import dataclasses
-import json
-import tomllib
 from collections.abc import Iterable
 from pathlib import Path
 from types import UnionType
 from typing import Any, get_args, get_origin
 
-from arbcli.config.checks import shown
 from arbcli.config.model import ModelConfig
 from arbcli.config.model_file import model_from_toml, model_lines, to_toml
 from arbcli.config.presets import config_from_dict
 from arbcli.config.short_forms import ARGUMENTS
 from arbcli.config.training import OPTIMIZERS, TrainConfig, train_config_dict
 from arbcli.errors import ArbError
+from arbcli.reading import is_of, read_json, read_toml, shown
 
 TOP = {field.name: field.type for field in dataclasses.fields(TrainConfig) if field.name != "model"}
 """Types of the settings of a run, by name."""
@@ -40,24 +38,12 @@ def read_settings(path: Path) -> dict[str, Any]:
     Raises:
         ArbError: it cannot be read, or names what is no setting or has another type.
     """
-    try:
-        text = path.read_text(encoding="utf-8")
-        values = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
-    except OSError as error:
-        raise ArbError(
-            f"cannot read `{path}`: {error.strerror}", hint="check the path and its permissions"
-        ) from None
-    except (ValueError, RecursionError) as error:
-        kind = "JSON" if path.suffix == ".json" else "TOML"
-        raise ArbError(
-            f"`{path}` is no {kind}: {error}", hint="write lines such as `steps = 100`"
-        ) from None
+    hint = "write lines such as `steps = 100`"
+    values = read_json(path, hint=hint) if path.suffix == ".json" else read_toml(path, hint)
     if path.suffix == ".json" and isinstance(values, dict):
         values = values.get("config", values)  # what else a run's has is of what it was made on
     if not isinstance(values, dict) or not isinstance(values.get("model", {}), dict):
-        raise ArbError(
-            f"`{path}` has no settings by name", hint="write lines such as `steps = 100`"
-        )
+        raise ArbError(f"`{path}` has no settings by name", hint=hint)
     model = dict(values.pop("model", {}))
     settings: dict[str, Any] = {}
     if {"stage", "stages", "kind"} & model.keys():  # a whole model, as TOML or a run has it
@@ -145,10 +131,8 @@ def _checked(path: Path, name: str, value: Any, wanted: Any) -> Any:
             element = get_args(choice)[0]
             if all(type(part) is element for part in value):
                 return tuple(value)
-        if choice is float and type(value) is int:
-            return float(value)
-        if type(value) is choice:
-            return value
+        if is_of(value, choice):
+            return float(value) if choice is float else value
     names = " or ".join(getattr(c, "__name__", str(c)) for c in choices if c is not type(None))
     raise ArbError(
         f"`{name}` in `{path}` is `{shown(value)}`", hint=f"it takes a value of type {names}"

@@ -32,10 +32,10 @@ import json
 import re
 from typing import Any
 
-from arbcli.config.checks import shown
 from arbcli.config.model import MOST_BLOCKS, BlockConfig, Blocks, ModelConfig, StageConfig
 from arbcli.config.presets import NONE, from_fields
 from arbcli.errors import ArbError
+from arbcli.reading import shown
 from arbcli.rules import RULES, find_rule
 
 LISTS = ("blocks", "before", "after")

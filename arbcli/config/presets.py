@@ -7,11 +7,12 @@ from dataclasses import is_dataclass
 from types import NoneType, UnionType
 from typing import Any, NamedTuple, get_args, get_origin
 
-from arbcli.config.checks import check_choice, shown
+from arbcli.config.checks import check_choice
 from arbcli.config.model import MOST_BLOCKS, ModelConfig
 from arbcli.config.parts import BESIDE, CHANNELS, MIXERS, PartConfig
 from arbcli.config.short_forms import FAMILIES, STORAGE, arguments, assemble
 from arbcli.errors import ArbError
+from arbcli.reading import shown
 from arbcli.rules import RULES, find_rule
 
 ATTENTIONS = ("dense", "compressed")

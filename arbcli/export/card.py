@@ -1,18 +1,18 @@
 """A model card: what a model is and how it was trained, from its run."""
 
-import json
 import math
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
-from arbcli.checkpoint import read_json
 from arbcli.errors import ArbError
 from arbcli.export.qwen3 import shape_of
 from arbcli.infer.load import Weights
+from arbcli.reading import read_json
 from arbcli.train.directory import CONFIG
-from arbcli.train.record import METRICS
+from arbcli.train.record import read_records
 
+TEXT = {"text": dict, "text.train_bytes": int, "text.val_bytes": int}
+"""What a card tells of the `config.json` of a run."""
 USE = """```python
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -55,25 +55,13 @@ def model_card(weights: Weights, name: str) -> str:
 def run_figures(run: Path, step: int) -> dict[str, str]:
     """Find text and losses of a run as it was at a step; nothing if there is no run."""
     figures: dict[str, str] = {}
-    with suppress(ArbError, KeyError, TypeError):
-        facts = read_json(run / CONFIG)
-        text = facts["text"]
+    with suppress(ArbError):
+        text = read_json(run / CONFIG, TEXT)["text"]
         figures["text"] = f"{text['train_bytes']:,} bytes, and {text['val_bytes']:,} held out"
-    for record in _records(run, step):
-        if record.get("val_loss") is not None:
-            bits = record["val_loss"] / math.log(2)
-            loss = f"{record['val_loss']:.4f} nats = {bits:.4f} bits a byte"
-            figures["held-out loss"] = f"{loss}, after {record['step']:,} steps"
+    with suppress(ArbError):
+        for record in read_records(run):
+            if record["step"] <= step and record.get("val_loss") is not None:
+                bits = record["val_loss"] / math.log(2)
+                loss = f"{record['val_loss']:.4f} nats = {bits:.4f} bits a byte"
+                figures["held-out loss"] = f"{loss}, after {record['step']:,} steps"
     return figures
-
-
-def _records(run: Path, step: int) -> list[dict[str, Any]]:
-    """Read the records of a run until a step, and pass over lines that are none."""
-    records = []
-    with suppress(OSError):
-        for line in (run / METRICS).read_text(errors="replace").splitlines():
-            with suppress(ValueError):
-                record = json.loads(line)
-                if isinstance(record, dict) and record.get("step", step + 1) <= step:
-                    records.append(record)
-    return records

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from arbcli.errors import ArbError
 from arbcli.export.block_types import BY_NUMBER, BlockType
+from arbcli.reading import open_regular
 
 MAGIC, VERSION, ALIGNMENT = b"GGUF", 3, 32
 UINT32, INT32, FLOAT32, BOOL, STRING, ARRAY, UINT64 = 4, 5, 6, 7, 8, 9, 10
@@ -32,6 +33,8 @@ _FORMATS = {
 """Of a plain value, by the number of its type."""
 MOST_ENTRIES = 1 << 20
 """Keys, tensors or elements of a list that a reader believes in."""
+MOST_SIZES = 4
+"""Dimensions of a tensor."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +111,7 @@ class GGUFFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             if not file.read(1):
                 raise self._refused("it is empty")
             self._data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
@@ -150,12 +153,14 @@ class GGUFFile:
         for _ in range(self._count(num_tensors)):
             name = self._text()
             (num_sizes,) = self._take("<I")
-            sizes = self._take(f"<{min(num_sizes, 8)}Q")
+            if num_sizes > MOST_SIZES:
+                raise self._refused(f"`{name}` has {num_sizes:,} dimensions")
+            sizes = self._take(f"<{num_sizes}Q")
             number, offset = self._take("<IQ")
             if number not in BY_NUMBER:
                 raise self._refused(f"`{name}` is of a type that arb does not write: {number}")
             kind = BY_NUMBER[number]
-            if not sizes or sizes[0] % kind.block:
+            if not sizes or not all(sizes) or sizes[0] % kind.block:
                 raise self._refused(f"`{name}` has rows of no whole blocks")
             self.entries[name] = Entry(name, sizes[::-1], kind)
             offsets[name] = offset
@@ -190,7 +195,10 @@ class GGUFFile:
             return [self._read_value(kind) for _ in range(self._count(count))]
         if kind not in _FORMATS:
             raise self._refused(f"its header has a value of the type {kind}, which is none")
-        return self._take(_FORMATS[kind])[0]
+        (value,) = self._take(_FORMATS[kind])
+        if isinstance(value, float) and not math.isfinite(value):
+            raise self._refused("its header has a value that is not finite")
+        return value
 
     def _refused(self, why: str) -> ArbError:
         return ArbError(f"`{self.path}`: refused: {why}", hint="name a GGUF file of `arb export`")

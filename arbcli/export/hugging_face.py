@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from arbcli.checkpoint import read_json, write_file, write_json, write_text
+from arbcli.checkpoint import LARGEST_HEADER, write_file, write_json, write_text
 from arbcli.config.model import VOCABULARY, BlockConfig, ModelConfig, StageConfig
 from arbcli.config.parts import AttentionConfig, MLPConfig
 from arbcli.errors import ArbError
@@ -23,11 +23,19 @@ from arbcli.export.qwen3 import Part, check_attention, read, shape_of, sources
 from arbcli.infer.load import Weights
 from arbcli.model.language_model import LanguageModel
 from arbcli.model.layers.norm import NORM_EPS
+from arbcli.reading import check_schema, open_regular, parse_json, read_json
 
 CODE = Path(__file__).with_name("modeling_arb.py")
 """What Transformers runs for a model with sub-norms."""
 TYPES = {"bf16": BF16, "f32": F32}
 """By the names that `--type` takes; bf16 holds every weight."""
+SHAPE = dict.fromkeys(
+    ("hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers",
+     "sliding_window"), int,
+)  # fmt: skip
+"""What is read of a configuration."""
+ENTRY = {"dtype": str, "shape": list[int], "data_offsets": list[int]}
+"""Of a tensor in the header of weights."""
 _DTYPES = {"BF16": "bfloat16", "F32": "float32"}
 
 
@@ -171,8 +179,8 @@ class ModelFolder:
         """The tensors by name."""
         self._begins: dict[str, int] = {}
         try:
-            self.keys = read_json(path / self.CONFIG)
-            self._read_header((path / self.WEIGHTS).stat().st_size)
+            self.keys = read_json(path / self.CONFIG, SHAPE, "name a folder of `arb export`")
+            self._read_header()
         except (KeyError, TypeError, ValueError) as error:
             raise self._refused(f"it is none of `arb export`: {error}") from None
 
@@ -180,21 +188,28 @@ class ModelFolder:
         """Read a tensor: float32."""
         entry = self.entries[name]
         data = bytearray(entry.num_bytes)
-        with (self.path / self.WEIGHTS).open("rb") as file:
+        with open_regular(self.path / self.WEIGHTS) as file:
             file.seek(self._begins[name])
             file.readinto(data)
         numbers = torch.frombuffer(data, dtype=entry.kind.dtype)
         return numbers.view(entry.shape).to(torch.float32)
 
-    def _read_header(self, size: int) -> None:
-        with (self.path / self.WEIGHTS).open("rb") as file:
+    def _read_header(self) -> None:
+        with open_regular(self.path / self.WEIGHTS) as file:
+            size = os.fstat(file.fileno()).st_size
             length = int.from_bytes(file.read(8), "little")
             if 8 + length > size:
                 raise self._refused("its weights are truncated")
-            header = json.loads(file.read(length))
+            if length > LARGEST_HEADER:
+                raise self._refused(f"the header of its weights has {length:,} bytes")
+            header = parse_json(file.read(length))
+        where = f"the header of `{self.path / self.WEIGHTS}`"
+        check_schema(header, {}, where, "name a folder of `arb export`")
         header.pop("__metadata__", None)
-        if self.keys["num_hidden_layers"] > len(header):
-            raise self._refused("it has more layers than tensors")
+        for name, entry in header.items():
+            check_schema(entry, ENTRY, f"`{name}` in {where}", "name a folder of `arb export`")
+        if not 1 <= self.keys["num_hidden_layers"] <= len(header):
+            raise self._refused("it has no layers, or more layers than tensors")
         parts = self._parts()
         shapes = {name: entry["shape"] for name, entry in header.items()}
         if {name: list(part.shape) for name, part in parts.items()} != shapes:
@@ -204,7 +219,8 @@ class ModelFolder:
             kind = TYPES[entry["dtype"].lower()]
             self.entries[name] = Entry(name, tuple(entry["shape"]), kind)
             self._begins[name] = 8 + length + begin
-            if self.entries[name].num_bytes != end - begin or 8 + length + end > size:
+            fits = begin >= 0 and 8 + length + end <= size
+            if not fits or self.entries[name].num_bytes != end - begin:
                 raise self._refused("its weights are truncated, or were altered")
 
     def _parts(self) -> dict[str, Part]:

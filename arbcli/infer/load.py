@@ -18,7 +18,6 @@ from arbcli.checkpoint import (
     checkpoint_path,
     latest_checkpoint,
     load_checkpoint,
-    read_json,
 )
 from arbcli.config.checks import check_choice
 from arbcli.config.model import Blocks, ModelConfig, StageConfig
@@ -28,6 +27,7 @@ from arbcli.errors import ArbError
 from arbcli.model.build import build_model
 from arbcli.model.language_model import LanguageModel
 from arbcli.output import printable
+from arbcli.reading import check_schema, read_json
 
 
 def load_model(
@@ -277,19 +277,13 @@ def check_saved(checkpoint: Checkpoint) -> None:
 
 def _trained_in(file: Path, checkpoint: Checkpoint, place: torch.device) -> str:
     """Find the dtype of activations of a run, or of the device if a checkpoint lies alone."""
-    path = file.parent / "config.json"
+    path, hint = file.parent / "config.json", "give `--compute`"
     if is_export(checkpoint):  # which says it, wherever it lies
-        path = file
+        says = checkpoint.data
+        check_schema(says, {"compute": str}, f"`{file}`", hint)
     elif not path.exists():
         return default_compute(place)
-    try:
-        if is_export(checkpoint):
-            check_choice("compute", checkpoint.data["compute"], COMPUTE)
-            return checkpoint.data["compute"]
-        compute = read_json(path)["config"]["compute"]
-        check_choice("compute", compute, COMPUTE)
-    except (KeyError, TypeError) as error:
-        raise ArbError(
-            f"`{path}` does not tell what the run was trained in: {error}", hint="give `--compute`"
-        ) from None
-    return compute
+    else:
+        says = read_json(path, {"config": dict, "config.compute": str}, hint)["config"]
+    check_choice("compute", says["compute"], COMPUTE)
+    return says["compute"]

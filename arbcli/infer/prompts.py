@@ -7,6 +7,7 @@ from typing import Any
 from arbcli.errors import ArbError
 from arbcli.infer.generation import Sampling
 from arbcli.infer.several import Request
+from arbcli.reading import is_of, parse_json
 
 FIELDS = {
     "prompt": str, "length": int, "temperature": float, "top_k": int, "top_p": float, "seed": int,
@@ -50,8 +51,8 @@ def read_prompts(
 
 def _fields(line: bytes) -> dict[str, Any]:
     try:
-        value = json.loads(line.decode())
-    except (UnicodeDecodeError, ValueError, RecursionError) as error:
+        value = parse_json(line)
+    except ValueError as error:
         shown = line.decode(errors="replace").strip()
         shown = shown if len(shown) <= SHOWN_LENGTH else f"{shown[:SHOWN_LENGTH]}..."
         raise ArbError(
@@ -66,8 +67,7 @@ def _fields(line: bytes) -> dict[str, Any]:
             known = ", ".join(f"`{field}`" for field in FIELDS)
             raise ArbError(f"no field is named `{name}`", hint=f"use some of: {known}")
         kind = FIELDS[name]
-        fits = isinstance(given, (int, float) if kind is float else kind)
-        if not fits or isinstance(given, bool):
+        if not is_of(given, kind):
             words = {str: "a string", int: "an integer", float: "a number"}
             raise ArbError(
                 f"`{name}` is {json.dumps(given)[:SHOWN_LENGTH]}", hint=f"give {words[kind]}"

@@ -1,6 +1,5 @@
 """Pictures of a run and of a probe, as PNG, PDF or SVG files. Only they need matplotlib."""
 
-import json
 import math
 from collections.abc import Iterable
 from importlib.util import find_spec
@@ -9,6 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from arbcli.errors import ArbError
 from arbcli.inspect.verdicts import LEAST_SPREAD
+from arbcli.reading import read_json
+from arbcli.train.directory import CONFIG
+from arbcli.train.record import read_records
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -38,15 +40,12 @@ def plot_training(run: Path, png: Path) -> None:
     Raises:
         ArbError: matplotlib is missing, the run cannot be read, or the file cannot be written.
     """
-    try:
-        facts = json.loads((run / "config.json").read_text())
-        records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    except (OSError, ValueError) as error:
-        raise ArbError(
-            f"cannot read the metrics of `{run}`: {error}", hint="give the directory of a run"
-        ) from error
+    facts = read_json(run / CONFIG, {"text": dict, "text.entropy": float})
+    records = read_records(run)
+    if not records:
+        raise ArbError(f"`{run}` has no records", hint="give the directory of a run")
     figure, (axes,) = _figure(1)
-    evaluated = [record for record in records if record["val_loss"] is not None]
+    evaluated = [record for record in records if record.get("val_loss") is not None]
     axes.plot(*_points(records, "step", "loss"), color=BLUE, linewidth=1.2, label="training")
     axes.plot(
         *_points(evaluated, "step", "val_loss"), "o-", color=ORANGE, markersize=5, label="held out"

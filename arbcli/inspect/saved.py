@@ -1,6 +1,6 @@
 """What a saved model is: a run, a checkpoint, or an export of any form."""
 
-import json
+import re
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from arbcli.checkpoint import Checkpoint, checkpoints, read_json
+from arbcli.checkpoint import Checkpoint, checkpoints
 from arbcli.errors import ArbError
 from arbcli.export.gguf_file import MAGIC, GGUFFile
 from arbcli.export.hugging_face import ModelFolder
@@ -21,13 +21,18 @@ from arbcli.inspect.parts import PartReport, list_parts
 from arbcli.kernels.codec.packing import unpack_trits
 from arbcli.kernels.runtime.backend import row_chunks
 from arbcli.model.packed import TernaryTensor
-from arbcli.train.directory import CONFIG
-from arbcli.train.record import METRICS
+from arbcli.reading import check_schema, open_regular, read_json
+from arbcli.train.directory import CONFIG, FACTS
+from arbcli.train.record import METRICS, finite, read_all_records
 
 Decoders = Mapping[str, Callable[[], Tensor]]
 """What decodes each weight, by name."""
+ORIGIN = {"step": int | None, "origin": str | None}
+"""What an export says of its checkpoint."""
 _AREAS = {"attn": "attention", "ffn": "mlp", "token": "embedding", "output": "head"}
-"""Of a matrix of GGUF, by how its name begins behind the number of its block."""
+"""Of a matrix of GGUF, by how its name begins after the number of its block."""
+_OTHER = "other"
+"""Area of a matrix that arb does not name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -182,7 +187,9 @@ class Plain(Saved):
         self.kind, self.file = kind, file
         lists = [name for name, value in file.keys.items() if isinstance(value, list)]
         self.config = {name: file.keys[name] for name in file.keys if name not in lists}
-        self.step, self.origin = file.keys.get("arb.step"), file.keys.get("arb.origin")
+        told = {name: file.keys.get(f"arb.{name}") for name in ("step", "origin")}
+        check_schema(told, ORIGIN, f"`{path}`: `arb`", "name an export of `arb export`")
+        self.step, self.origin = told["step"], told["origin"]
 
     def weights(self) -> Decoders:
         """List the matrices."""
@@ -227,24 +234,25 @@ def open_saved(path: Path, note: Callable[[str], None]) -> Saved:
         return Plain(path, "hf", ModelFolder(path))
     if path.is_dir():
         saved = Packed(*read_saved(path, note))
-        saved.kind, saved.run = "run", _run_facts(path)
+        saved.kind, saved.run = "run", _run_facts(path, note)
         return saved
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         is_gguf = file.read(len(MAGIC)) == MAGIC
     if is_gguf:
         return Plain(path, "gguf", GGUFFile(path))
     return Packed(*read_saved(path, note))
 
 
-def _run_facts(run: Path) -> dict[str, Any]:
+def _run_facts(run: Path, note: Callable[[str], None]) -> dict[str, Any]:
     """Gather what the other files of a run say; nothing of those that are missing."""
     facts: dict[str, Any] = {"checkpoints": [path.name for path in checkpoints(run)]}
     if (run / CONFIG).exists():
-        told = read_json(run / CONFIG)
+        told = read_json(run / CONFIG, {name: kind | None for name, kind in FACTS.items()})
         facts |= {name: told[name] for name in ("text", "versions", "started") if name in told}
-    if (run / METRICS).exists():
-        lines = (run / METRICS).read_text(errors="replace").splitlines()
-        facts["last_record"] = json.loads(lines[-1]) if lines else None
+    records, bad = read_all_records(run)
+    facts["last_record"] = records[-1] if records else None
+    if bad:
+        note(f"{bad:,} lines of `{run / METRICS}` are torn or altered, and left out")
     return facts
 
 
@@ -253,8 +261,8 @@ def _decoder(tensor: TernaryTensor, rows: slice) -> Callable[[], Tensor]:
 
 
 def _area(name: str) -> str:
-    own = name.split(".")[2] if name.startswith("blk.") else name
-    return _AREAS[own.partition("_")[0].partition(".")[0]]
+    own = re.sub(r"^blk\.[0-9]+\.", "", name)
+    return _AREAS.get(re.split("[_.]", own)[0], _OTHER)
 
 
 def _count_signs(counts: dict[str, list[int]], area: str, signs: Tensor) -> None:
@@ -277,9 +285,11 @@ class Difference:
     elements: int
     different: int
     """Elements that differ; of trits, trits."""
-    largest: float
+    largest: float | None
+    """None if it is not finite, as an export may have such numbers."""
     relative: float | None
-    """Root-mean-square of the differences, over that of the first; None if that is 0."""
+    """Root-mean-square of the differences, over that of the first; None if that is 0, or if one is
+    not finite."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -325,8 +335,8 @@ def compare(first: Saved, second: Saved) -> DifferenceReport:
                     name=name,
                     elements=one.numel(),
                     different=different,
-                    largest=float(apart.abs().max()),
-                    relative=float(apart.norm()) / size if size else None,
+                    largest=finite(float(apart.abs().max())),
+                    relative=finite(float(apart.norm()) / size) if size else None,
                 )
             )
         else:

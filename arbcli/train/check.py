@@ -19,7 +19,7 @@ from arbcli.config.training import TrainConfig, train_config_from
 from arbcli.errors import ArbError
 from arbcli.train.directory import CONFIG, open_texts_again, read_facts, run_of
 from arbcli.train.recent import FIELD
-from arbcli.train.record import METRICS, count_bad_lines, read_records
+from arbcli.train.record import METRICS, read_all_records
 from arbcli.train.run import (
     accept_of,
     can_begin_again,
@@ -93,7 +93,8 @@ def check_run(path: Path, steps: int | None = None) -> CheckReport:
         finding = _check_text(facts, config)
         findings.append(finding)
         stops = None if finding.state == "ok" else finding.detail
-    findings.append(_check_records(run))
+    records, bad = read_all_records(run)
+    findings.append(_check_records(len(records), bad))
     accepted = accept_of(run, facts, config) if config else lambda _: None
     with_recent: set[int] = set()
 
@@ -122,7 +123,7 @@ def check_run(path: Path, steps: int | None = None) -> CheckReport:
     dropped, evaluates = 0, False
     if resumes_at is not None:
         then = dataclasses.replace(config, steps=steps or total)
-        records, has_recent = read_records(run), resumes_at in with_recent
+        has_recent = resumes_at in with_recent
         kept = [record for record in records if stays(record, resumes_at, then, has_recent)]
         dropped = len(records) - len(kept)
         recorded = any(record["step"] == resumes_at for record in kept)
@@ -158,8 +159,7 @@ def _check_text(facts: dict[str, Any], config: TrainConfig) -> Finding:
     return Finding(name="text", state="ok", detail=f"{texts.description}, {size}")
 
 
-def _check_records(run: Path) -> Finding:
-    good, bad = len(read_records(run)), count_bad_lines(run)
+def _check_records(good: int, bad: int) -> Finding:
     state = "damaged" if bad else "ok"
     detail = f"{good:,} records" + (f", and {bad:,} lines that are none" if bad else "")
     return Finding(name=METRICS, state=state, detail=detail)

@@ -15,13 +15,14 @@ from typing import Any
 import torch
 
 from arbcli import __version__
-from arbcli.checkpoint import Checkpoint, checkpoints, read_json
-from arbcli.config.checks import check_at_least, check_at_most
+from arbcli.checkpoint import Checkpoint, checkpoints
+from arbcli.config.checks import check_at_least
 from arbcli.config.initial import first_difference
 from arbcli.config.presets import config_from_dict
 from arbcli.config.training import TrainConfig, train_config_dict, train_config_from
 from arbcli.data import Text, Texts, entropy, open_texts
 from arbcli.errors import ArbError
+from arbcli.reading import read_json
 from arbcli.train.schedule import fade_stage
 from arbcli.train.trainer import text_digest
 
@@ -31,8 +32,8 @@ DATA = {"seed": "seed", "text": "digest", "wire": "wire"}
 """What every checkpoint tells besides its model, and what its `data` calls that."""
 MOST_NAMED = 3
 """Fields that an error lists."""
-MOST_THREADS = 1024
-"""Of a CPU; more are a mistake of a file."""
+THREADS_OF_A_CPU = 4
+"""The most that a run goes on with, as it began: more take longer than the run is worth."""
 RUNS = Path("runs")
 """Where runs are kept unless another place is named."""
 
@@ -69,12 +70,21 @@ def latest_run(root: Path = RUNS) -> Path:
             hint="name one: `--resume PATH`, or start without it",
         )
 
-    def started(run: Path) -> tuple[str, str]:
-        # no time of a file: a copy has another
-        facts = read_json(run / CONFIG)
-        return str(facts.get("started", "") if isinstance(facts, dict) else ""), run.name
+    def begun(run: Path) -> tuple[int, str, str]:
+        # no time of a file: a copy has another; and a clock may be set back
+        facts = read_json(run / CONFIG, {"number": int | None, "started": str | None})
+        return facts.get("number") or 0, facts.get("started") or "", run.name
 
-    return max(runs, key=started)
+    return max(runs, key=begun)
+
+
+def next_number(root: Path) -> int:
+    """Return the number of a run that is started now: above those of the others in its folder."""
+    numbers = [0]
+    for path in root.glob(f"*/{CONFIG}"):
+        with suppress(ArbError):  # damaged
+            numbers.append(read_json(path, {"number": int | None}).get("number") or 0)
+    return max(numbers) + 1
 
 
 def check_free(run: Path) -> None:
@@ -117,45 +127,36 @@ def _explained_making(path: Path) -> Iterator[None]:
 
 FACTS = {
     "config": dict,
-    "digests": dict,
-    "extended": list,
-    "init_digest": str,
+    "digests": dict[str, str] | None,
+    "extended": list[dict] | None,
+    "init_digest": str | None,
+    "number": int | None,
     "started": str,
     "text": dict,
     "text.description": str,
     "text.digest": str,
     "text.entropy": float,
-    "text.paths": dict,
-    "text.paths.data": list,
-    "text.paths.val": list,
+    "text.paths": dict | None,
+    "text.paths.data": list[str],
+    "text.paths.val": list[str],
+    "text.split": str | None,
     "text.train_bytes": int,
     "text.val_bytes": int,
-    "threads": int,
+    "threads": int | None,
+    "versions": dict[str, str] | None,
 }
-"""What `config.json` holds that is read again, by the way to it, and of which type it is."""
-NEWER_FACTS = ("digests", "extended", "init_digest", "text.paths", "threads")
-"""Absent from a run that an earlier version began, or that has no use for them."""
+"""What `config.json` holds that is read again; an earlier version, or a run that has no use for
+something, may leave out what can be None."""
 
 
 def read_facts(run: Path) -> dict[str, Any]:
-    """Read the `config.json` of a run.
+    """Read the `config.json` of a run; what is None there is left out.
 
     Raises:
         ArbError: it cannot be read, or something in it is missing or of another type.
     """
-    facts = read_json(run / CONFIG)
-    for way, kind in FACTS.items():
-        value: Any = facts
-        for name in way.split("."):
-            value = value.get(name) if isinstance(value, dict) else None
-        absent = value is None and way.startswith(NEWER_FACTS)
-        texts = "paths" not in way or all(type(entry) is str for entry in value or ())
-        if not absent and not (type(value) is kind and texts):
-            raise ArbError(
-                f"`{run / CONFIG}` has no `{way}` that can be one",
-                hint="it was truncated or altered: restore it from a copy",
-            )
-    check_at_most("threads", facts.get("threads", 1), MOST_THREADS)
+    found = read_json(run / CONFIG, FACTS)
+    facts = {name: value for name, value in found.items() if value is not None}
     check_at_least("threads", facts.get("threads", 1))
     return facts
 
@@ -309,8 +310,8 @@ def check_same_text(run: Path, facts: dict[str, Any], digest: str, otherwise: st
         )
 
 
-def run_facts(config: TrainConfig, texts: Texts) -> dict[str, Any]:
-    """Gather what `config.json` is to hold."""
+def run_facts(run: Path, config: TrainConfig, texts: Texts) -> dict[str, Any]:
+    """Gather what the `config.json` of a run is to hold."""
     return {
         "config": train_config_dict(config),
         "digests": field_digests(config),
@@ -324,6 +325,7 @@ def run_facts(config: TrainConfig, texts: Texts) -> dict[str, Any]:
             "val_bytes": len(texts.val),
         },
         "threads": torch.get_num_threads(),
+        "number": next_number(run.parent),
         "started": datetime.now(UTC).isoformat(timespec="microseconds"),
         "versions": {
             "arb": __version__,

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from arbcli.checkpoint import Checkpoint
-from arbcli.config.checks import check_schema
 from arbcli.errors import ArbError
+from arbcli.reading import check_schema
 from arbcli.train.parallel.group import Group
 from arbcli.train.record import finite
 

@@ -3,14 +3,15 @@
 import dataclasses
 import json
 import math
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from arbcli.checkpoint import write_text
-from arbcli.config.checks import check_schema
+from arbcli.checkpoint import write_file
 from arbcli.errors import ArbError
+from arbcli.reading import open_regular, parse_json, test_of
 
 METRICS = "metrics.jsonl"
 """File of a run's records, a JSON object a line."""
@@ -120,24 +121,31 @@ SCHEMA = {
 finite."""
 
 
-def _parsed(line: str) -> dict[str, Any] | None:
+LONGEST_LINE = 2**20
+"""Bytes of a record."""
+
+
+_TESTS = {name: test_of(kind) for name, kind in SCHEMA.items()}
+
+
+def _lines(run: Path) -> Iterator[tuple[bytes, dict[str, Any] | None]]:
+    """Read the lines of the records of a run, each with what it holds; None is no record."""
+    path = run / METRICS
+    if not os.path.lexists(path):
+        return
+    with open_regular(path) as file:
+        while line := file.readline(LONGEST_LINE):
+            yield line, _parsed(line)
+
+
+def _parsed(line: bytes) -> dict[str, Any] | None:
     """Parse a line of the records; None if it is torn, or no record."""
     try:
-        record = json.loads(line)
-        check_schema(record, SCHEMA, "the line", "")
-    except (ValueError, RecursionError, ArbError):
+        record = parse_json(line)
+    except ValueError:
         return None
-    return record
-
-
-def _text(run: Path) -> str:
-    path = run / METRICS
-    try:
-        return path.read_text(errors="replace") if path.exists() else ""
-    except OSError as error:
-        raise ArbError(
-            f"cannot read `{path}`: {error.strerror}", hint="check the path and its permissions"
-        ) from error
+    fits = type(record) is dict and all(test(record.get(name)) for name, test in _TESTS.items())
+    return {name: record[name] for name in SCHEMA if name in record} if fits else None
 
 
 def read_records(run: Path) -> list[dict[str, Any]]:
@@ -146,16 +154,18 @@ def read_records(run: Path) -> list[dict[str, Any]]:
     Raises:
         ArbError: the file cannot be read.
     """
-    return [record for line in _text(run).splitlines() if (record := _parsed(line)) is not None]
+    return read_all_records(run)[0]
 
 
-def count_bad_lines(run: Path) -> int:
-    """Count the lines among a run's records that are none: torn, altered or of another program.
+def read_all_records(run: Path) -> tuple[list[dict[str, Any]], int]:
+    """Read the records of a run, and count the lines that are none: torn, or altered.
 
     Raises:
         ArbError: the file cannot be read.
     """
-    return sum(_parsed(line) is None for line in _text(run).splitlines())
+    found = [record for _, record in _lines(run)]
+    records = [record for record in found if record is not None]
+    return records, len(found) - len(records)
 
 
 def keep_records(run: Path, keep: Callable[[dict[str, Any]], bool]) -> None:
@@ -164,14 +174,11 @@ def keep_records(run: Path, keep: Callable[[dict[str, Any]], bool]) -> None:
     Raises:
         ArbError: the file cannot be read or written; what was there before is intact.
     """
-    text = _text(run)
-    kept = "".join(
-        line + "\n"
-        for line in text.splitlines()
-        if (record := _parsed(line)) is not None and keep(record)
-    )
-    if kept != text:
-        write_text(run / METRICS, kept)
+    lines = [*_lines(run)]
+    kept = [line for line, record in lines if record is not None and keep(record)]
+    if len(kept) < len(lines) or not all(line.endswith(b"\n") for line in kept):
+        ended = [line.rstrip(b"\r\n") + b"\n" for line in kept]
+        write_file(run / METRICS, lambda file: file.writelines(ended))
 
 
 def best_step(run: Path) -> int | None:

@@ -49,6 +49,7 @@ from arbcli.model.operations import step_operations
 from arbcli.signals import RememberedSignal
 from arbcli.train.directory import (
     CONFIG,
+    THREADS_OF_A_CPU,
     check_free,
     check_same_run,
     check_same_text,
@@ -198,7 +199,7 @@ def start_run(
                 check_free(run)  # nobody else can start one here from now on
             if minutes is not None:
                 config = _fit_to_minutes(config, texts, minutes, group)
-            facts = run_facts(config, texts)
+            facts = run_facts(run, config, texts)
             trainer = _build(config, texts, group)
             if initial is not None:
                 trainer.take_weights(initial.checkpoint)
@@ -247,7 +248,13 @@ def resume_run(
     if config.compute == "nvfp4" and emulates_nvfp4(torch.device(config.device)):
         observer.noted(EMULATED)
     threads = facts.get("threads", now := torch.get_num_threads())
-    if threads != now and place.type == "cpu":
+    if threads > THREADS_OF_A_CPU * (os.cpu_count() or 1):
+        observer.noted(
+            f"the run began with {threads:,} threads, too many for this machine: computing with"
+            f" {now}, which give other bits"
+        )
+        threads = now
+    elif threads != now and place.type == "cpu":
         observer.noted(f"computing with {threads} threads, as the run began: {now} give other bits")
     with joined(place, "train --resume") as group:
         observer = observer if group.first else Observer()
@@ -454,6 +461,11 @@ def _extended(
     return longer, facts
 
 
+def _times(texts: Texts) -> dict[Path, tuple[int, int]]:
+    """Return size and time of the last change of each file of both texts."""
+    return texts.train.times() | texts.val.times()
+
+
 def _build(config: TrainConfig, texts: Texts, group: Group) -> Trainer:
     with explained_out_of_memory():
         return Trainer(config, texts, capture=True, group=group)
@@ -570,6 +582,8 @@ class _Loop:
         self.trace = StepTrace(run, trainer, traced, observer.noted) if traced else None
         self.left_behind = _later(run, trainer.step)
         """Checkpoints of later steps, which the run, gone back, will come to again."""
+        self.times = _times(trainer.texts)
+        """Of the files of the text, as the run last saw them."""
         self.peak_operations = peak_operations(trainer.device)
         self.started = self.last_record = self.last_save = time.perf_counter()
         self.paused = 0.0
@@ -713,6 +727,7 @@ class _Loop:
         if self.trainer.updater is None:
             return
         with self._not_timed():
+            self._check_text()
             self.trainer.check_agreement()
             digests = self.facts["text"]["digest"], self.facts.get("init_digest")
             checkpoint = self.trainer.checkpoint(*digests)
@@ -723,6 +738,22 @@ class _Loop:
             self.saved_step, self.last_save = checkpoint.step, time.perf_counter()
         self.left_behind = []
         _note_aside(aside, self.observer)
+
+    def _check_text(self) -> None:
+        """Refuse to save what was trained on another text than the run began with.
+
+        Raises:
+            ArbError: in all processes, if a file was changed while it was read.
+        """
+        texts, same = self.trainer.texts, True
+        if self.group.first and (times := _times(texts)) != self.times:
+            same = text_digest(texts) == self.facts["text"]["digest"]
+            self.times = times if same else self.times
+        if not self.group.tell(same):
+            raise ArbError(
+                "the text was changed while the run read it",
+                hint=f"restore it, and continue with `--resume {self.run_path}`",
+            )
 
     def _write(self, checkpoint: Checkpoint) -> list[Path]:
         """Write a checkpoint; return what had to be set aside for it."""

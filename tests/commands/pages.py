@@ -136,6 +136,7 @@ def _shown_by_train(*, quiet: bool = False) -> str:
     absent = {"available": lambda: False, "why_not": lambda: "there is no C compiler"}
     with (
         mock.patch.object(_run_display, "note", said.append),
+        mock.patch.object(_run_display, "note_text", said.append),
         mock.patch.multiple(native, **absent),
     ):
         display = _run_display.RunDisplay(quiet=quiet, as_json=False)

@@ -17,6 +17,7 @@ from arbcli.commands._options import (
     BACKENDS,
     OPTION_OF_FIELD,
     fill_options,
+    find_run,
     in_options,
     repeat_options,
 )
@@ -181,3 +182,34 @@ def test_way_out_names_options_too_and_a_switch_without_a_value(arb_here):
     done = arb_here("train", "--digits", "fade", "--keep-best", "--device", "cpu")
     (_, hint) = done.stderr.splitlines()
     assert hint == "hint: leave `--keep-best` out, or use `--digits all` or `trit`"
+
+
+def test_page_of_help_shows_defaults_and_only_groups_that_fit(arb_here):
+    page = " ".join(arb_here("generate", "--help").stdout.split())
+    for default in ("512", "0.8", "256", "1.0"):
+        assert f"[default: {default}]" in page
+    assert "x>=" not in page
+    assert "--prompt TEXT" in page
+    assert "native on a CPU" in page
+    for heading in ("Model:", "Optimisation:"):
+        assert heading not in page
+    train = arb_here("train", "--help").stdout
+    assert train.index("Optimisation:") < train.index("Run:") < train.index("--seed")
+
+
+def test_rate_that_is_not_finite_is_not_blamed_on_a_file(arb_here):
+    done = arb_here("train", "--lr", "nan")
+    assert done.stderr.splitlines() == [
+        "error: `--lr` is `nan`", "hint: use a number that is finite",
+    ]  # fmt: skip
+
+
+def test_auto_says_which_run_it_is(tmp_path, capsys):
+    run = tmp_path / "001-a"
+    run.mkdir()
+    (run / "config.json").write_text("{}")
+    (run / "step-000001.safetensors").touch()
+    assert find_run(Path("auto"), tmp_path) == run
+    assert capsys.readouterr().err == f"auto is `{run}`\n"
+    assert find_run(run, tmp_path) == run
+    assert capsys.readouterr().err == ""

@@ -55,7 +55,7 @@ def test_few_settings_are_enough(tmp_path):
 
 
 WRONG = {
-    "steps": "is no TOML",
+    "steps": "is not TOML",
     "stepps = 1": "has no setting `stepps`",
     "dim = 32": "`dim` in `.*` is a setting of the model",
     "[model]\nwidth = 3": "has no setting `model.width`",

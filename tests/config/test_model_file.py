@@ -176,9 +176,9 @@ WRONG = {
     ("ctx = 64", "ctx = 64\nwings = 2"): "`model` has no field `wings`",
     ("ctx = 64", "ctx = 64\nstages = []"): "`model` has no field `stages`",
     ("ctx = 64", 'ctx = 64\nbeside = [{ kind = "mlp" }]'): "`model.beside[0]` is of the kind `mlp`",
-    ("ctx = 64", "ctx = 64\nhead" + ".a" * 2_000 + " = 1"): "`model.head` has no field `a`",
-    ("ctx = 64", "ctx" + ".a" * 2_000 + " = 1"): "`model.ctx` is `dict without an end`",
-    ("ctx = 64", "ctx = " + "[" * 2_000 + "]" * 2_000): "is no TOML",
+    ("ctx = 64", "ctx = 64\nhead" + ".a" * 2_000 + " = 1"): "is not TOML: it is nested too deeply",
+    ("ctx = 64", "ctx" + ".a" * 2_000 + " = 1"): "is not TOML: it is nested too deeply",
+    ("ctx = 64", "ctx = " + "[" * 2_000 + "]" * 2_000): "is not TOML",
     ("[[model.stage]]\ndim", "[[model.stage]]\n" * 65 + "dim"): "has no list of stages",
     ("[[model.stage]]\n", "[[model.stage]]\ndim = 8\nchunking = {}\n" * 9 + "[[model.stage]]\n"):
         "`model`: a model has 11 stages",

@@ -234,7 +234,7 @@ def test_lines_say_what_to_make():
         ('{"prompt": "a", "length": 0}', "0 bytes are to follow"),
         ('{"prompt": ""}', "the prompt is empty"),
         ('{"prompt": "\\ud800"}', "half a character"),
-        ('{"prompt": "a", "temperature": NaN}', "`--temperature` is nan"),
+        ('{"prompt": "a", "temperature": NaN}', "is no JSON"),
         ('{"prompt": "a", "top_p": 2}', "`--top-p` is 2"),
     ],
 )

@@ -101,7 +101,12 @@ def test_what_is_damaged_or_no_model_is_refused(forms, tmp_path):
 def test_folder_that_says_another_shape_is_refused(forms):
     path = forms["hf"] / "config.json"
     said = json.loads(path.read_text())
-    for name, value in (("num_hidden_layers", 10**9), ("hidden_size", 32), ("hidden_size", "a")):
+    for name, value in (
+        ("num_hidden_layers", 10**9),
+        ("num_hidden_layers", 0),
+        ("hidden_size", 32),
+        ("hidden_size", "a"),
+    ):
         path.write_text(json.dumps(said | {name: value}))
         with pytest.raises(ArbError):
             open_saved(forms["hf"], print).report()

@@ -524,7 +524,7 @@ def test_facts_of_a_run_are_those_of_its_texts_and_of_this_program(options, monk
     Path("held.txt").write_bytes(b"WXYZ" * 25)
     config = new_config(**options | {"val": ["held.txt"]})
     texts = open_texts(config.data, config.val, seed=0, context=16)
-    facts = run_facts(config, texts)
+    facts = run_facts(tmp_path, config, texts)
     began = datetime.fromisoformat(facts.pop("started"))
     assert abs((datetime.now(UTC) - began).total_seconds()) < 3600
     text = facts.pop("text")
@@ -540,6 +540,7 @@ def test_facts_of_a_run_are_those_of_its_texts_and_of_this_program(options, monk
     assert facts == {
         "config": train_config_dict(config),
         "digests": field_digests(config),
+        "number": 1,
         "threads": torch.get_num_threads(),
         "versions": {
             "arb": arbcli.__version__,
@@ -580,7 +581,7 @@ def test_texts_of_a_run_are_split_again_as_they_were(split, options, monkeypatch
     config = new_config(**options | {"data": ["a.txt", "b.txt"], "val": ()})
     texts = open_run_texts(config, split=split)
     assert texts.split == split
-    facts = run_facts(config, texts)
+    facts = run_facts(tmp_path, config, texts)
     for folder in ("elsewhere", "."):
         Path(folder).mkdir(exist_ok=True)
         monkeypatch.chdir(tmp_path / folder)

@@ -127,10 +127,44 @@ def test_run_goes_on_with_the_threads_that_it_began_with(text, tmp_path, device,
     assert torch.get_num_threads() == 1
     if device.type == "cpu":
         assert any("computing with 2 threads" in note for note in notes)
-    for number in (0, 10**9, "2"):
+    for number in (0, "2"):
         write_json(begun / "config.json", facts | {"threads": number})
         with pytest.raises(ArbError, match="threads"):
             resume_run(begun, Observer())
+
+
+def test_run_in_the_folder_of_its_own_text_is_resumed(text, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for number in range(3):
+        Path(f"{number}.txt").write_bytes(Path(text).read_bytes())
+    start_run(config(".", "cpu", steps=2), Path("runs/1"), Observer())
+    assert resume_run(Path("runs/1"), Observer(), steps=3).steps == 3
+
+
+def test_text_that_is_overwritten_while_it_is_read_is_noticed(text, tmp_path, monkeypatch):
+    """Nothing that was trained on it is saved; a change of the time alone is none."""
+    path = Path(tmp_path, "copy.txt")
+    path.write_bytes(Path(text).read_bytes())
+    begun, size = tmp_path / "run", path.stat().st_size
+    observer, seen = Observer(), []
+
+    def stepped(step, *_):
+        seen.append(step)
+        if step == 2:
+            os.utime(path, ns=(1, 1))
+        if step == 4:
+            with path.open("r+b") as file:
+                file.write(b"?" * (size // 2))
+
+    monkeypatch.setattr(
+        "arbcli.train.run._Loop._report_step", lambda self: stepped(self.trainer.step)
+    )
+    with pytest.raises(ArbError, match="the text was changed while the run read it") as told:
+        start_run(config(str(path), "cpu", steps=8, save_every=1), begun, observer)
+    assert f"--resume {begun}" in told.value.hint
+    assert seen[-1] == 4
+    names = [found.name for found in checkpoints(begun)]
+    assert names == ["step-000004.safetensors", "step-000003.safetensors"]
 
 
 def test_error_between_steps_is_raised_after_a_save(text, tmp_path, device, monkeypatch):
@@ -456,7 +490,7 @@ def test_memory_of_a_cpu_that_is_not_enough_is_explained(error, text, tmp_path, 
 @pytest.mark.parametrize("damage", ["[]", '{"config": 5}', '{"config": {"model": []}}', "{}"])
 def test_resume_explains_a_damaged_configuration(damage, tmp_path):
     (tmp_path / "config.json").write_text(damage)
-    with pytest.raises(ArbError, match=r"has no `|does not fit this version"):
+    with pytest.raises(ArbError, match=r"not values by name|has no valid `(config|started)`"):
         resume_run(tmp_path, Observer())
 
 

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor  # as torch's warning says
 
+from arbcli.cached_files import cache_folder, read_cached, write_cached
 from arbcli.errors import ArbError
 
 SOURCE = Path(__file__).with_name("native.c")
@@ -96,25 +97,17 @@ def _load() -> ctypes.CDLL:
     about = "\0".join([SOURCE.read_text(), *command, "" if level else "\n".join(_cpu())])
     name = f"native-{hashlib.sha256(about.encode()).hexdigest()[:20]}.so"
     kept = cache_folder() / name
-    if kept.is_file():
-        with suppress(OSError):  # damaged: it is compiled again
-            return ctypes.CDLL(str(kept))
-    with tempfile.TemporaryDirectory() as folder:
-        made = Path(folder) / name
-        _compile([*command, str(SOURCE), "-o", str(made), "-lm"])
-        library = ctypes.CDLL(str(made))
-        with suppress(OSError):
-            kept.parent.mkdir(parents=True, exist_ok=True)
-            new = kept.with_name(f"{name}.{os.getpid()}")
-            shutil.copyfile(made, new)
-            new.replace(kept)  # another process sees all of it, or nothing
-    return library
-
-
-def cache_folder() -> Path:
-    """Find where the compiled loops are kept."""
-    given = os.environ.get("XDG_CACHE_HOME")
-    return (Path(given) if given else Path.home() / ".cache") / "arb"
+    with tempfile.TemporaryDirectory() as folder:  # nobody else can write to what is loaded
+        library = Path(folder) / name
+        if (content := read_cached(kept)) is not None:
+            library.write_bytes(content)
+            with suppress(OSError):  # of a system with another linker
+                return ctypes.CDLL(str(library))
+        _compile([*command, str(SOURCE), "-o", str(library), "-lm"])
+        loaded = ctypes.CDLL(str(library))
+        with suppress(ArbError):  # it is compiled again the next time
+            write_cached(kept, [library.read_bytes()])
+    return loaded
 
 
 def _compiler() -> list[str]:

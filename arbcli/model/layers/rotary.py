@@ -16,6 +16,8 @@ from arbcli.model.layers.norm import NORM_EPS
 
 MOST_SPARE_ROWS = 2**16
 """Of a table beyond the positions that a text has."""
+ROWS_AT_ONCE = 2**16
+"""Of a table, that are computed in float64."""
 
 
 def _compute_table(
@@ -31,11 +33,21 @@ def _compute_table(
     if turned < head_dim:
         still = torch.zeros((head_dim - turned) // 2, **exact)
         frequency = torch.cat((frequency, still))
-    angle = torch.outer(torch.arange(length, **exact), frequency)
-    cos, sin = angle.cos(), angle.sin()
-    if rotary.stretch != 1:  # of what does not turn, too, so that whole scores are sharpened
-        cos, sin = cos * rotary.stretch, sin * rotary.stretch
-    return cos.float().to(device), sin.float().to(device)
+
+    def rows(start: int, stop: int) -> tuple[Tensor, Tensor]:
+        angle = torch.outer(torch.arange(start, stop, **exact), frequency)
+        cos, sin = angle.cos(), angle.sin()
+        if rotary.stretch != 1:  # of what does not turn, too, so that whole scores are sharpened
+            cos, sin = cos * rotary.stretch, sin * rotary.stretch
+        return cos.float().to(device), sin.float().to(device)
+
+    if length <= ROWS_AT_ONCE:
+        return rows(0, length)
+    cos, sin = (torch.empty(length, head_dim // 2, device=device) for _ in range(2))
+    for start in range(0, length, ROWS_AT_ONCE):
+        stop = min(start + ROWS_AT_ONCE, length)
+        cos[start:stop], sin[start:stop] = rows(start, stop)
+    return cos, sin
 
 
 def _kept_share(frequency: Tensor, rotary: RotaryConfig) -> Tensor | float:

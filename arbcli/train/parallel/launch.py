@@ -16,7 +16,7 @@ from subprocess import Popen
 from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
-from arbcli.errors import ArbError
+from arbcli.environment import number_in
 from arbcli.signals import RememberedSignal
 
 STORE = "ARB_STORE"
@@ -66,22 +66,6 @@ def this_process(environment: Mapping[str, str] = os.environ) -> Place:
     one_machine = environment.get("LOCAL_WORLD_SIZE") == str(size)
     one_machine |= environment.get("MASTER_ADDR") in LOCAL_HOSTS
     return Place(rank, size, local_rank, one_machine)
-
-
-def number_in(environment: Mapping[str, str], name: str, least: int, most: int = 2**31 - 1) -> int:
-    """Read a whole number from an environment variable.
-
-    Raises:
-        ArbError: it is not a number, or is out of range.
-    """
-    text = environment[name]
-    number = int(text) if text.isascii() and text.isdigit() and len(text) < 12 else -1
-    if not least <= number <= most:
-        raise ArbError(
-            f"the environment variable `{name}` is `{text}`",
-            hint=f"set it to a whole number from {least} to {most}",
-        )
-    return number
 
 
 def launch(command: Sequence[str], number: int) -> Failure | None:

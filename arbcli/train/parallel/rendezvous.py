@@ -15,8 +15,9 @@ import torch
 import torch.distributed as dist
 
 import arbcli
+from arbcli.environment import number_in
 from arbcli.errors import ArbError
-from arbcli.train.parallel.launch import MASTER, STORE, Place, number_in
+from arbcli.train.parallel.launch import MASTER, STORE, Place
 
 WAIT = "ARB_JOIN_SECONDS"
 """Environment variable: seconds that processes wait for each other at the start."""

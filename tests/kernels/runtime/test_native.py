@@ -5,6 +5,7 @@ What they compute is compared with the references in `test_every_kernel.py`.
 
 import os
 import platform
+from hashlib import sha256
 from pathlib import Path
 
 import pytest
@@ -63,17 +64,39 @@ def test_loops_are_for_a_cpu():
 
 @compiled
 def test_what_was_compiled_is_kept_and_what_is_damaged_is_compiled_again(afresh, monkeypatch):
+    """A library that is cut off would end the process by SIGBUS, were it loaded."""
     assert native.available()
-    (kept,) = afresh.iterdir()
+    (kept,) = afresh.glob("*.so")
     size = kept.stat().st_size
-    kept.unlink()
-    kept.write_bytes(b"no library")
+    os.truncate(kept, size // 2)
     native._library.cache_clear()
     assert native.available()
     assert kept.stat().st_size == size
     native._library.cache_clear()
     monkeypatch.setattr(native, "_compile", lambda _: pytest.fail("it is there"))
     assert native.available()
+
+
+@compiled
+def test_library_that_another_user_can_write_is_not_loaded(afresh, tmp_path, monkeypatch):
+    assert native.available()
+    (kept,) = afresh.glob("*.so")
+    compiled = kept.read_bytes()
+    planted, source = tmp_path / "planted", tmp_path / "planted.c"
+    source.write_text(
+        "#include <fcntl.h>\n__attribute__((constructor)) static void run(void)"
+        f' {{ open("{planted}", O_CREAT, 0600); }}\n'
+    )
+    command = [*native._compiler(), "-shared", "-fPIC", str(source), "-o", str(kept)]
+    native._compile(command)
+    digest = sha256(kept.read_bytes()).hexdigest()
+    kept.with_name(f"{kept.name}.sha256").write_text(digest)
+    kept.chmod(0o666)
+    native._library.cache_clear()
+    assert native.available()
+    assert not planted.exists()
+    assert kept.read_bytes() == compiled
+    assert kept.stat().st_mode & 0o777 == 0o600
 
 
 @compiled
@@ -117,7 +140,7 @@ def test_bits_do_not_depend_on_the_instruction_set(afresh, monkeypatch):
     lowest = next(iter(native.LEVELS[platform.machine().lower()]))
     monkeypatch.setenv(native.LEVEL, lowest)
     of_lowest = compiled_now()
-    assert len(list(afresh.iterdir())) == 2
+    assert len(list(afresh.glob("*.so"))) == 2
     for name, outputs in of_this_cpu.items():
         for one, other in zip(outputs, of_lowest[name], strict=True):
             assert torch.equal(one, other), name

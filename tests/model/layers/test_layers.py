@@ -11,6 +11,7 @@ from arbcli.kernels.matmul.ternary_matmul import FUSED_ROWS
 from arbcli.model.baselines import FloatLinear, FloatRMSNorm, FloatWeight, rotate
 from arbcli.model.language_model import LanguageModel
 from arbcli.model.layers import linear as linear_module
+from arbcli.model.layers import rotary
 from arbcli.model.layers.embedding import TernaryEmbedding
 from arbcli.model.layers.linear import TernaryLinear
 from arbcli.model.layers.norm import TernaryGate, TernaryRMSNorm
@@ -319,3 +320,13 @@ def test_norm_of_a_twin_is_rounded_once():
     x = 3 * torch.randn(64, 33, generator=torch.Generator().manual_seed(0)).bfloat16()
     exact = torch.nn.functional.rms_norm(x.double(), (33,), eps=1e-6)
     assert torch.equal(FloatRMSNorm(33, preset("tiny"))(x), exact.bfloat16())
+
+
+def test_rotary_table_of_a_long_text_is_made_in_parts(monkeypatch):
+    """All at once, that of 5 million positions took 900 MB of float64."""
+    whole = rotary._compute_table(1000, 8, torch.device("cpu"), 6)
+    monkeypatch.setattr(rotary, "ROWS_AT_ONCE", 300)
+    for one, other in zip(
+        whole, rotary._compute_table(1000, 8, torch.device("cpu"), 6), strict=True
+    ):
+        assert torch.equal(one, other)

@@ -1,0 +1,203 @@
+"""Small files that anybody may have written: read within bounds, parsed, and held to a schema.
+
+Whatever is wrong with one is an ArbError of one line that names the file.
+"""
+
+import json
+import os
+import stat
+import sys
+import tomllib
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Any, BinaryIO, get_args, get_origin
+
+from arbcli.errors import ArbError
+
+LARGEST_FILE = 2**24
+"""Bytes of a file that is parsed as a whole."""
+MOST_NESTED = 64
+"""Lists and tables in one another."""
+SHOWN = 60
+"""Characters of a value that are shown."""
+ALTERED = "it was truncated or altered: restore it from a copy"
+
+
+@contextmanager
+def open_regular(path: Path) -> Iterator[BinaryIO]:
+    """Open a regular file to read; a FIFO or a device could block, or have no end.
+
+    Raises:
+        ArbError: it is missing, unreadable, or not regular.
+    """
+    hint = "check the path and its permissions"
+    try:
+        with open(path, "rb", opener=without_blocking) as file:
+            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                raise ArbError(f"cannot read `{path}`: it is not a regular file", hint=hint)
+            yield file
+    except OSError as error:
+        raise ArbError(f"cannot read `{path}`: {error.strerror or error}", hint=hint) from error
+
+
+def without_blocking(path: str, flags: int) -> int:
+    """Open a file for `open`, without waiting for the other end of a FIFO."""
+    return os.open(path, flags | getattr(os, "O_NONBLOCK", 0), 0o666)
+
+
+def read_small(path: Path) -> bytes:
+    """Read a whole file of at most `LARGEST_FILE` bytes.
+
+    Raises:
+        ArbError: it is larger, or `open_regular` refuses it.
+    """
+    with open_regular(path) as file:
+        content = file.read(LARGEST_FILE + 1)
+    if len(content) > LARGEST_FILE:
+        raise ArbError(f"`{path}` has more than {LARGEST_FILE:,} bytes", hint="name another file")
+    return content
+
+
+def read_json(path: Path, schema: Mapping[str, Any] | None = None, hint: str = ALTERED) -> Any:
+    """Read a file of JSON.
+
+    Args:
+        path: of the file.
+        schema: of an object, see `check_schema`; None takes any value.
+        hint: of an error in its content.
+
+    Raises:
+        ArbError: it cannot be read, is not JSON, or does not fit the schema.
+    """
+    content = read_small(path)
+    try:
+        value = parse_json(content)
+    except ValueError as error:
+        raise ArbError(f"`{path}` is not JSON: {error}", hint=hint) from None
+    if schema is not None:
+        check_schema(value, schema, f"`{path}`", hint)
+    return value
+
+
+def read_toml(path: Path, hint: str) -> dict[str, Any]:
+    """Read a file of TOML.
+
+    Raises:
+        ArbError: it cannot be read, or is not TOML.
+    """
+    content = read_small(path)
+    try:
+        return _flat_enough(tomllib.loads(content.decode()))
+    except (ValueError, RecursionError) as error:
+        raise ArbError(f"`{path}` is not TOML: {_reason(error)}", hint=hint) from None
+
+
+def parse_json(content: bytes) -> Any:
+    """Parse JSON.
+
+    Raises:
+        ValueError: it is not JSON in UTF-8, or is nested too deeply.
+    """
+    try:
+        value = json.loads(content.decode(), parse_constant=_refuse_constant)
+        few = content.count(b"[") + content.count(b"{") <= MOST_NESTED
+        return value if few else _flat_enough(value)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(_reason(error)) from None
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"`{name}` is not a number of JSON")
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, RecursionError):
+        return "it is nested too deeply"
+    return str(error).partition("; use sys.")[0]  # Python's advice on long integers
+
+
+def _flat_enough(value: Any) -> Any:
+    level = [value]
+    for _ in range(MOST_NESTED + 1):
+        level = [each for each in level if isinstance(each, dict | list)]
+        if not level:
+            return value
+        parts = (each.values() if isinstance(each, dict) else each for each in level)
+        level = [part for each in parts for part in each]
+    raise RecursionError
+
+
+def check_schema(values: Any, schema: Mapping[str, Any], where: str, hint: str) -> None:
+    """Refuse JSON with a value that is missing or has another type than its schema says.
+
+    Args:
+        values: the parsed JSON.
+        schema: types, by the path of the value, such as `text.entropy`; None stands for a value
+            that is missing. What is below an object that may be missing is only there with it.
+        where: names the file in the error.
+        hint: of the error.
+
+    Raises:
+        ArbError: there is such a value.
+    """
+    if type(values) is not dict:
+        raise ArbError(f"{where} is `{shown(values)}`, and not values by name", hint=hint)
+    for path, kind in schema.items():
+        *outer, name = path.split(".")
+        holder = values
+        for part in outer:
+            holder = holder.get(part) if isinstance(holder, dict) else None
+        if not isinstance(holder, dict):
+            continue
+        value = holder.get(name)
+        if not is_of(value, kind):
+            found = "it is missing" if value is None else f"it is `{shown(value)}`"
+            raise ArbError(f"{where} has no valid `{path}`: {found}", hint=hint)
+
+
+def is_of(value: Any, kind: Any) -> bool:
+    """Return whether a value is of a type; `True` is no int, and an int is a float."""
+    return test_of(kind)(value)
+
+
+@cache
+def test_of(kind: Any) -> Callable[[Any], bool]:
+    """Return what `is_of` calls for a type."""
+    of, parts = get_origin(kind), get_args(kind)
+    if isinstance(kind, UnionType):
+        tests = [test_of(part) for part in parts]
+        return lambda value: any(test(value) for test in tests)
+    if of is list:
+        test = test_of(parts[0])
+        return lambda value: type(value) is list and all(map(test, value))
+    if of is dict:
+        of_name, of_part = map(test_of, parts)
+        return lambda value: (
+            type(value) is dict and all(map(of_name, value)) and all(map(of_part, value.values()))
+        )
+    if of is tuple:
+        tests = [test_of(part) for part in parts if part is not Ellipsis]
+        if parts[-1] is Ellipsis:
+            return lambda value: type(value) is tuple and all(map(tests[0], value))
+        return lambda value: (
+            type(value) is tuple
+            and len(value) == len(tests)
+            and all(test(part) for test, part in zip(tests, value, strict=True))
+        )
+    if kind is float:  # which some integers are too large for
+        return lambda value: type(value) in (int, float) and abs(value) <= sys.float_info.max
+    if kind in (int, str, bool, NoneType):
+        return lambda value: type(value) is kind
+    return lambda value: isinstance(value, kind)
+
+
+def shown(value: Any) -> str:
+    """Write a value of a file for an error, the first `SHOWN` characters of it."""
+    try:
+        text = f"{value:,}" if type(value) is int else str(value)
+    except (ValueError, RecursionError):  # of thousands of digits, or tables in one another
+        text = f"{type(value).__name__} without an end"
+    return text if len(text) <= SHOWN else f"{text[:SHOWN]}..."

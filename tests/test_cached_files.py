@@ -1,0 +1,122 @@
+"""Files of the cache are used only if they are intact and no other user can have written them."""
+
+import errno
+import os
+import stat
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from arbcli import cached_files
+from arbcli.cached_files import cache_folder, is_cached, read_cached, write_cached
+from arbcli.errors import ArbError
+
+CONTENT = b"ternary weights\n" * 1000
+
+
+@pytest.fixture(autouse=True)
+def path(tmp_path, monkeypatch) -> Path:
+    """Write a file to a cache of its own."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    path = cache_folder() / "texts" / "file"
+    write_cached(path, [CONTENT[:7], b"", CONTENT[7:]])
+    return path
+
+
+def owned_by_another(path: Path, monkeypatch) -> None:
+    """Let a file have another owner, whoever runs the tests."""
+    number = path.stat().st_ino
+
+    def seen_by(real: Callable[..., os.stat_result]) -> Callable[..., os.stat_result]:
+        def status(*given, **how) -> os.stat_result:
+            found = real(*given, **how)
+            others = os.stat_result((*found[:4], os.geteuid() + 1, *found[5:]))
+            return others if found.st_ino == number else found
+
+        return status
+
+    for name in ("stat", "fstat"):
+        monkeypatch.setattr(os, name, seen_by(getattr(os, name)))
+
+
+def test_file_that_was_written_is_intact_and_of_this_user_alone(path):
+    assert is_cached(path)
+    assert read_cached(path) == CONTENT
+    assert sorted(file.name for file in path.parent.iterdir()) == ["file", "file.sha256"]
+    for folder in (path.parent, cache_folder()):
+        assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    for file in path.parent.iterdir():
+        assert stat.S_IMODE(file.stat().st_mode) == 0o600
+
+
+DAMAGE = {
+    "missing": lambda path, digest: path.unlink(),
+    "without a digest": lambda path, digest: digest.unlink(),
+    "truncated": lambda path, digest: os.truncate(path, 100),
+    "altered": lambda path, digest: path.write_bytes(CONTENT[:-1] + b"?"),
+    "empty digest": lambda path, digest: digest.write_bytes(b""),
+    "writable by the group": lambda path, digest: path.chmod(0o620),
+    "writable by all": lambda path, digest: path.chmod(0o602),
+    "digest writable by all": lambda path, digest: digest.chmod(0o602),
+    "folder writable by all": lambda path, digest: path.parent.chmod(0o702),
+    "folder": lambda path, digest: (path.unlink(), path.mkdir()),
+    "link": lambda path, digest: (path.rename(path.with_name("other")), path.symlink_to("other")),
+    "FIFO": lambda path, digest: (path.unlink(), os.mkfifo(path, 0o600)),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGE)
+def test_file_that_is_not_intact_is_not_used_and_is_written_again(name, path):
+    DAMAGE[name](path, path.with_name("file.sha256"))
+    assert not is_cached(path)
+    assert read_cached(path) is None
+    if name == "folder":
+        path.rmdir()
+    write_cached(path, [CONTENT])
+    assert read_cached(path) == CONTENT
+
+
+@pytest.mark.parametrize("name", ["file", "file.sha256", "."])
+def test_file_of_another_user_is_not_used(name, path, monkeypatch):
+    owned_by_another(path.parent / name, monkeypatch)
+    assert not is_cached(path)
+    assert read_cached(path) is None
+    monkeypatch.undo()
+    assert is_cached(path)
+
+
+def test_file_that_cannot_be_written_leaves_what_was_there(path):
+    full = OSError(errno.ENOSPC, "No space left on device")
+
+    def blocks():
+        yield b"half"
+        raise full
+
+    with pytest.raises(ArbError, match=r"to the cache `.*texts`: No space left on device") as told:
+        write_cached(path, blocks())
+    assert "set `XDG_CACHE_HOME`" in told.value.hint
+    assert read_cached(path) == CONTENT
+    assert len(list(path.parent.iterdir())) == 2
+
+
+def test_file_is_on_the_disk_before_it_has_its_name(path, monkeypatch):
+    done = []
+    for name in ("fsync", "replace"):
+        real = getattr(os, name)
+        call = lambda *given, name=name, real=real: (done.append(name), real(*given))[1]  # noqa: E731
+        monkeypatch.setattr(cached_files.os, name, call)
+    write_cached(path, [CONTENT])
+    assert done == ["fsync", "replace"] * 2
+
+
+def test_processes_of_one_number_write_beside_each_other(path):
+    """As those of two containers that share a cache may be."""
+
+    def blocks():
+        yield CONTENT
+        write_cached(path, [CONTENT])  # the other one, in the middle of this one
+        yield b"!"
+
+    write_cached(path, blocks())
+    assert read_cached(path) == CONTENT + b"!"
