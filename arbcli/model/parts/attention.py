@@ -39,6 +39,7 @@ class Attention(CachedAttention):
     name = "attention"
     compiles = True
     steps_fused = True
+    steps_along = True
 
     def __init__(self, config: AttentionConfig, site: Site) -> None:
         super().__init__()
@@ -78,9 +79,12 @@ class Attention(CachedAttention):
         return Flow(x, self.output(y, self.sub_norm))
 
     def step(self, x: Tensor, state: "Ring") -> Tensor:
-        """Mix one position with those before it: see `Part.step`."""
-        qkv = self.qkv.fused(x, normalise=True).view(len(x), 1, 3, self.heads, -1)
-        if self.output.takes_parts and state.leaves_parts(qkv):
+        """Mix positions with those before them: see `Part.step`."""
+        qkv = self.qkv.fused(x, normalise=True).view(*x.shape[:2], 3, self.heads, -1)
+        if x.shape[1] > 1:
+            y = state.attend(*self.rotary_norm(qkv, state.here.angles))
+            y = y.transpose(1, 2).reshape(x.shape)
+        elif self.output.takes_parts and state.leaves_parts(qkv):
             y = state.attend_in_parts(qkv)
         else:
             y = state.attend_one(qkv).view(x.shape)
