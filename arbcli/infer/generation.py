@@ -21,6 +21,7 @@ from arbcli.device import deterministic, explained_out_of_memory, spare_bytes
 from arbcli.errors import ArbError
 from arbcli.infer.step_graph import StepGraph
 from arbcli.kernels.output.choose_byte import choose_byte_
+from arbcli.kernels.runtime import native
 from arbcli.kernels.runtime.backend import default_backend, use_backend
 from arbcli.kernels.runtime.overlap import overlapping
 from arbcli.kernels.update.random_bits import stream_keys
@@ -74,8 +75,8 @@ class Decoder:
         positions: bytes that the text can have: the prompt and what follows.
         sampling: how bytes are chosen.
         backend: what runs the kernels; None is the device's own.
-        capture: whether a step is replayed as one CUDA graph, which gives the same bits; None is
-            wherever it can be.
+        capture: whether a step is replayed as one CUDA graph, or on a CPU as one list of loops,
+            which gives the same bits; None is wherever it can be.
         stream: which of the random streams of the seed.
 
     Raises:
@@ -109,9 +110,13 @@ class Decoder:
         seed = torch.tensor(self.sampling.seed, dtype=torch.int32, device=device)
         self._key = stream_keys(seed, torch.full_like(seed, stream), 1, 1)[0, 0]
         self._phases = model.step_phases(self._byte, self.cache)
+        self.recorded = False
+        """Whether a step is replayed as one list of loops."""
         can_capture = device.type == "cuda" and self.backend == "triton"
         if can_capture if capture is None else capture:
             self._capture()
+        elif self.backend == "native" and capture is not False:
+            self._record()
 
     @torch.no_grad()
     def read(self, prompt: bytes) -> None:
@@ -209,6 +214,23 @@ class Decoder:
             self._phases = [_replayed(phase, graph) for phase, graph in pairs]
         self.cache.reset()
 
+    def _record(self) -> None:
+        """Record a step as one list of loops, where it is nothing else, and forget its byte."""
+        if len(self._phases) > 1:
+            return
+        with use_backend(self.backend):
+            self._phases[0].run()  # weights are arranged when first used
+            step = native.Recording()
+            try:
+                with step:
+                    logits = self._phases[0].run()
+            except native.NotRecorded:
+                pass
+            else:
+                self._phases = [Phase(0, partial(_replayed_loops, step, logits))]
+                self.recorded = True
+        self.cache.reset()
+
     def _fetch(self, begin: int) -> Callable[[], bytes]:
         """Copy the text from `begin` on to the host; the function returned waits for it."""
         return copied_to_host(self._text[begin : self.length])
@@ -229,6 +251,11 @@ def copied_to_host(made: Tensor) -> Callable[[], bytes]:
         return bytes(on_host.tolist())
 
     return wait
+
+
+def _replayed_loops(step: native.Recording, logits: Tensor) -> Tensor:
+    step.replay()
+    return logits
 
 
 def _replayed(phase: Phase, graph: torch.cuda.CUDAGraph) -> Phase:

@@ -96,9 +96,10 @@ class Block(nn.Module):
         return Flow(x, added, losses)
 
     def step(self, x: Tensor, state: State | None, reading: Reading | None = None) -> Tensor:
-        """Add to one position of a text, or of several: by kernels where parts have any."""
+        """Add to positions of a text, or one of several: by kernels where parts have any."""
         for part, norm, _ in self.branches:
-            if part.steps_fused and getattr(state, "fuses", True):
+            fits = x.shape[1] == 1 or part.steps_along
+            if fits and part.steps_fused and getattr(state, "fuses", True):
                 x = part.step(x, state)
             else:
                 x = part(x, norm, None, reading, state).whole()
@@ -188,7 +189,7 @@ class Stack(nn.ModuleList):
     def step(
         self, x: Tensor, track: Track, reading: Reading | None = None, some: slice = slice(None)
     ) -> Tensor:
-        """Pass one position of a text, or of several, through blocks: see `Block.step`."""
+        """Pass positions of a text, or one of several, through blocks: see `Block.step`."""
         for block, state in zip([*self][some], track.blocks[some], strict=True):
             x = block.step(x, state, reading)
         return x

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from arbcli.kernels.attention.decode_attention import count_on_
 from arbcli.model.mark import Mark, Written
 
 
@@ -81,7 +82,10 @@ class Clock:
                 raise ValueError(f"no room for {length} bytes at {self.start} of {self.positions}")
         with self.reading_uncounted(length):
             yield
-        self.position += length if self.texts is None else self.going_on
+        if self.texts is None:
+            count_on_(self.position, length)
+        else:
+            self.position += self.going_on
 
     @contextmanager
     def reading_uncounted(self, length: int = 1) -> Iterator[None]:

@@ -242,7 +242,7 @@ def test_text_has_the_same_bytes_where_weights_are_kept_decoded():
     for spare in (0, lm.decoded_bytes - 1, lm.decoded_bytes):
         with lm.prepared_weights(spare):
             assert lm.head.weight.keeps_decoded == (spare == lm.decoded_bytes)
-            decoder = Decoder(lm, 40)
+            decoder = Decoder(lm, 40, backend="torch")
             decoder.read(b"kept")
             texts.append(b"".join(decoder.stream(36)))
             assert (lm.head.weight._kept is not None) == (spare == lm.decoded_bytes)

@@ -7,6 +7,7 @@ from arbcli.config.presets import preset
 from arbcli.errors import ArbError
 from arbcli.kernels.norm import gated_rms_norm, rms_norm
 from arbcli.kernels.norm.rms_norm import norm_weight_torch
+from arbcli.kernels.runtime import native
 from arbcli.kernels.runtime.backend import use_backend
 from arbcli.model import language_model as model_module
 from arbcli.model.language_model import LanguageModel
@@ -18,6 +19,7 @@ from arbcli.model.state import Clock
 
 WINDOW = 8
 SHAPE = {"dim": 32, "layers": 2, "heads": 2, "ffn": 48, "ctx": WINDOW}
+compiled = pytest.mark.skipif(not native.available(), reason=native.why_not())
 KERNELS = "triton" if torch.cuda.is_available() else "interpreter"
 
 
@@ -99,6 +101,22 @@ def test_arranged_weights_give_the_logits_of_packed_ones(options, device, monkey
     assert not arranged(lm)
     error = (got.float() - expected.float()).norm() / expected.float().norm()
     assert error < 0.02  # roundings to bf16
+
+
+@compiled
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("digits", ["trit", "all"])
+@pytest.mark.parametrize("name", ["a byte at a time", "ragged chunks and bytes"])
+def test_loops_give_the_logits_of_one_forward(name, digits, dtype, monkeypatch):
+    """Also of several positions at once, which no product of decoded weights is needed for."""
+    lm, ids = model("cpu", dtype, digits=digits), text(21, "cpu")
+    expected = forward_in_windows(lm, ids, monkeypatch)
+    with lm.prepared_weights(1 << 30), use_backend("native"):
+        got = forward_in_parts(lm, ids, PARTS[name])
+        assert arranged(lm) == 2 * 4 + 1
+        assert all(weight._kept is None for weight in lm._matrices())
+    error = (got.float() - expected.float()).norm() / expected.float().norm()
+    assert error < (2e-4 if dtype == torch.float32 else 0.02)  # activations of 16 bits, and bf16
 
 
 def one_position(lm, x, position: int) -> torch.Tensor:

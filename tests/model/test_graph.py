@@ -160,7 +160,8 @@ def test_cache_that_is_set_to_the_beginning_starts_anew(in_windows):
     cache.position.zero_()
     with lm.prepared_weights():
         got = read(lm, ids, [1] * LENGTH, cache)
-    torch.testing.assert_close(got.double(), expected, **CLOSE)
+    # products of steps take activations of 16 bits
+    torch.testing.assert_close(got.double(), expected, rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize("options", LEFT_OUT[:-2], ids=str)
@@ -337,6 +338,7 @@ def test_steps_by_kernels_give_the_logits_of_steps_by_parts(attention, small_gra
         return torch.cat([lm(part, cache) for part in ids.split([7] + [1] * 13, dim=1)], dim=1)
 
     with lm.prepared_weights():
+        monkeypatch.setattr(model_module, "fits_arranged", lambda *_: False)
         expected = read()
         monkeypatch.setattr(model_module, "fits_arranged", lambda x, _: x.shape[1] == 1)
         got = read()

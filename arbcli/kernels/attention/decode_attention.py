@@ -20,8 +20,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from arbcli.kernels.runtime import native
 from arbcli.kernels.runtime._triton import tl, triton
-from arbcli.kernels.runtime.backend import uses_triton
+from arbcli.kernels.runtime.backend import choose, uses_native
 from arbcli.kernels.runtime.inputs import check_contiguous, check_scalars
 from arbcli.kernels.runtime.overlap import overlap_options, wait_for_last
 from arbcli.kernels.runtime.spec import Case, Gate, KernelSpec, Timing
@@ -82,6 +83,16 @@ def _decode_attention_torch(qkv, keys, values, position, cos, sin, tickets, eps,
     seen = torch.arange(window, device=qkv.device) <= position
     parts = (q[None, :, None], keys[None], values[None])
     return functional.scaled_dot_product_attention(*parts, attn_mask=seen[None])[0, :, 0]
+
+
+def _decode_attention_native(qkv, keys, values, position, cos, sin, tickets, eps, alone=False):
+    heads, window, width = keys.shape
+    y = torch.empty(heads, width, dtype=qkv.dtype, device=qkv.device)
+    native.call(
+        "attend_position", qkv, qkv.dtype == torch.bfloat16, keys, values, position, cos, sin, eps,
+        y, heads, window, width, native.threads_for(keys.numel()),
+    )  # fmt: skip
+    return y
 
 
 @triton.jit
@@ -295,8 +306,16 @@ def decode_attention(
         ValueError: a dtype or a shape does not fit.
     """
     _check(qkv, keys, values, position, cos, sin, tickets)
-    run = _decode_attention_triton if uses_triton(qkv) else _decode_attention_torch
+    run = choose(qkv, _decode_attention_triton, _decode_attention_torch, _decode_attention_native)
     return run(qkv, keys, values, position, cos, sin, tickets, eps, alone)
+
+
+def count_on_(position: Tensor, length: int) -> None:
+    """Count `length` positions more, in an int32 scalar tensor."""
+    if uses_native(position):
+        native.call("count", position, length)
+    else:
+        position += length
 
 
 def _check(qkv, keys, values, position, cos, sin, tickets):
@@ -419,4 +438,5 @@ DECODE_ATTENTION = KernelSpec(
         reason="float32 sums of up to 5000 values; in bf16 no worse than torch's attention by 10 %",
     ),
     timings=_timings,
+    native=_with_state(_decode_attention_native),
 )  # fmt: skip

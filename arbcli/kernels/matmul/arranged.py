@@ -12,10 +12,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from arbcli.kernels.codec.decode_digits import native_arguments
 from arbcli.kernels.codec.packed import Packed
 from arbcli.kernels.codec.packing import PLANE
+from arbcli.kernels.runtime import native
 from arbcli.kernels.runtime._triton import tl, triton
-from arbcli.kernels.runtime.backend import uses_triton
+from arbcli.kernels.runtime.backend import uses_native, uses_triton
 
 ROWS = 16
 """Rows of a piece."""
@@ -49,14 +51,18 @@ def in_tiles(rows: Tensor, gated: bool) -> Tensor:
 
 
 def fits_arranged(x: Tensor, group_size: int) -> bool:
-    """Whether a step should arrange its weights: bf16, kernels, groups of whole planes.
+    """Whether a step should arrange its weights: groups of whole planes, and kernels for it.
 
     Args:
-        x: the stream, (B, 1, K) of one position of each text.
+        x: the stream, (B, 1, K) of one position of each text; on a CPU (1, T, K) of several
+            positions of one text too.
         group_size: of the weights.
     """
-    step = x.dtype == torch.bfloat16 and x.shape[1] == 1 and x.shape[2] % 8 == 0
-    return step and uses_triton(x) and group_size % PLANE == 0 and torch.version.hip is None
+    fits = x.shape[2] % 8 == 0 and group_size % PLANE == 0
+    if uses_native(x):
+        return fits and (len(x) == 1 or x.shape[1] == 1)
+    step = x.dtype == torch.bfloat16 and x.shape[1] == 1
+    return fits and step and uses_triton(x) and torch.version.hip is None
 
 
 @triton.jit
@@ -79,6 +85,48 @@ def store_both(
         _store(lower, added_ptr, y_ptr, at + 8, mask & (n + 8 < N), ADD)
 
 
+def arrange_native(packed: Packed, pieces: Tensor, scales: Tensor | None, gated: bool) -> int:
+    """Lay a matrix out with the native loop; returns how many of all digits a byte does not hold.
+
+    Args:
+        packed: the matrix.
+        pieces: to write to: (T, B, 640) uint8 of trits, or (T, P, 32, 16) int8.
+        scales: (T, P, 8, 2) bfloat16, of all digits; None of trits.
+        gated: whether a tile has eight rows of each half of the matrix.
+    """
+    rows, threads = packed.out_features, native.threads_for(pieces.numel())
+    return native.call("arrange", *native_arguments(packed), pieces, scales, gated, rows, threads)
+
+
+def multiply_native(
+    x: Tensor,
+    pieces: Tensor,
+    scales: Tensor | None,
+    out_features: int,
+    gated: bool,
+    eps: float | None,
+    added: Tensor | None,
+    dtype: torch.dtype,
+) -> Tensor:
+    """Normalise rows, multiply, gate and add with the native loop; `scales` are those of digits.
+
+    A row's bits do not depend on the others. Of trits, x is rounded to 16 bits, 32 elements with
+    one power of two; of all digits, each element by itself.
+    """
+    (rows, in_features), blocks = x.shape, -(-x.shape[1] // 128)
+    y = torch.empty(rows, out_features, dtype=dtype, device=x.device)
+    threads = native.threads_for(out_features * in_features)
+    size = (threads if rows == 1 else 1) * rows * (4 * 136 * blocks + 4)
+    space = torch.empty(size, dtype=torch.uint8, device=x.device)
+    added = None if added is None else added.contiguous()
+    native.call(
+        "multiply_rows", x, x.dtype == torch.bfloat16, pieces, scales, added, y,
+        dtype == torch.bfloat16, gated, -1.0 if eps is None else eps, space,
+        rows, out_features, in_features, threads,
+    )  # fmt: skip
+    return y
+
+
 def grid_of(weight: NamedTuple, block: int) -> tuple[int, int]:
     """Count the tiles of a laid out matrix, and its blocks of so many columns."""
     return -(-weight.out_features // (ROWS // (1 + weight.gated))), -(-weight.in_features // block)
@@ -95,7 +143,8 @@ def check_few_rows(
     """Refuse what cannot be multiplied as few rows, or added to the result.
 
     Args:
-        x: (M, K) bfloat16, contiguous, 1 to `most` rows.
+        x: (M, K) bfloat16, contiguous, 1 to `most` rows; the native loops take float32 too, and
+            any number of rows.
         in_features: K.
         added: (M, N), or None.
         like: dtype and N of the result.
@@ -107,8 +156,11 @@ def check_few_rows(
     """
     got = f"{x.dtype} of shape {tuple(x.shape)}"
     fits = x.dim() == 2 and x.shape[1] == in_features and x.is_contiguous()
-    if x.dtype != torch.bfloat16 or not fits:
+    by_loops = uses_native(x)
+    dtypes = (torch.bfloat16, torch.float32) if by_loops else (torch.bfloat16,)
+    if x.dtype not in dtypes or not fits:
         raise ValueError(f"need contiguous bfloat16 rows of {in_features}, got {got}")
+    most = max(most, len(x)) if by_loops and most > 1 else most
     if not 1 <= len(x) <= most or in_features % multiple:
         of = f" of a multiple of {multiple} elements" if multiple > 1 else ""
         rows = "a row" if most == 1 else f"1 to {most} rows"

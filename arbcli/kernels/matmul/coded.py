@@ -27,13 +27,16 @@ from arbcli.kernels.codec.packing import PLANE, unpack_trits
 from arbcli.kernels.codec.scales import scales_torch
 from arbcli.kernels.matmul.arranged import (
     ROWS,
+    arrange_native,
     check_trits,
     grid_of,
     in_tiles,
+    multiply_native,
     tiles_reference,
     with_torch,
 )
 from arbcli.kernels.runtime._triton import tl
+from arbcli.kernels.runtime.backend import uses_native
 from arbcli.kernels.runtime.inputs import check_contiguous
 from arbcli.kernels.runtime.spec import Case, Timing
 
@@ -86,6 +89,9 @@ def code(packed: Packed, gated: bool = False) -> Coded:
     tiles, blocks = -(-rows // height), -(-packed.in_features // BLOCK)
     shape, device = (tiles, blocks, CODE_BYTES + SCALE_BYTES), packed.trits.device
     pieces = torch.empty(shape, dtype=torch.uint8, device=device)
+    if uses_native(packed.trits):
+        arrange_native(packed, pieces, None, gated)
+        return Coded(pieces, rows, packed.in_features, gated)
     most = max(1, CODED_AT_ONCE // (ROWS * BLOCK * blocks))
     for start in range(0, tiles, most):
         index = torch.arange(height * start, min(height * (start + most), rows), device=device)
@@ -171,6 +177,20 @@ def coded_torch(
         results.append(functional.silu(y[:, :, 0]) * y[:, :, 1] if gated else y)
     y = torch.cat(results).flatten(1)[:, :out_features]
     return (y if added is None else added + y).to(dtype)
+
+
+def coded_native(
+    x: Tensor,
+    pieces: Tensor,
+    out_features: int,
+    in_features: int,
+    gated: bool,
+    eps: float | None,
+    added: Tensor | None,
+    dtype: torch.dtype,
+) -> Tensor:
+    """Compute what `row_matmul` and `coded_rows` return with the native loop."""
+    return multiply_native(x, pieces, None, out_features, gated, eps, added, dtype)
 
 
 def coded_cases(shapes: Sequence[tuple], device: torch.device, _group_size: int) -> Iterator[Case]:

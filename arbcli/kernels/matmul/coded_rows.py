@@ -30,12 +30,13 @@ from arbcli.kernels.matmul.coded import (
     PIECE_BYTES,
     Coded,
     coded_cases,
+    coded_native,
     coded_reference,
     coded_timings,
     coded_torch,
 )
 from arbcli.kernels.runtime._triton import tl, triton
-from arbcli.kernels.runtime.backend import num_processors, uses_triton
+from arbcli.kernels.runtime.backend import choose, num_processors
 from arbcli.kernels.runtime.overlap import overlap_options, wait_for_last
 from arbcli.kernels.runtime.shared_memory import (
     commit,
@@ -351,7 +352,8 @@ def coded_rows(
     """Normalise rows, multiply them by a coded matrix, gate the result and add to it.
 
     Args:
-        x: (M, K) bfloat16, contiguous, 1 to 64 rows, K a multiple of 8.
+        x: (M, K) bfloat16, contiguous, 1 to 64 rows, K a multiple of 8; on a CPU float32 too, and
+            any number of rows.
         weight: the matrix, and whether the result is gated.
         eps: added to the mean square; None leaves the norm out.
         added: like the result; None leaves the sum out.
@@ -368,7 +370,7 @@ def coded_rows(
     like = dtype, weight.out_features
     check_few_rows(x, weight.in_features, added, like, multiple=8, most=MOST_TEXTS)
     weight.check()
-    run = _coded_rows_triton if uses_triton(x) else coded_torch
+    run = choose(x, _coded_rows_triton, coded_torch, coded_native)
     return run(x, *weight, eps, added, dtype)
 
 
@@ -392,4 +394,5 @@ CODED_ROWS = KernelSpec(
         " rounding, as torch's float32 has",
     ),
     timings=partial(coded_timings, [(m, *MATRIX, True) for m in (4, 16, 64)]),
+    native=coded_native,
 )  # fmt: skip

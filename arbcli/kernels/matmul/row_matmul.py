@@ -38,12 +38,13 @@ from arbcli.kernels.matmul.coded import (
     PIECE_BYTES,
     Coded,
     coded_cases,
+    coded_native,
     coded_reference,
     coded_timings,
     coded_torch,
 )
 from arbcli.kernels.runtime._triton import tl, triton
-from arbcli.kernels.runtime.backend import num_processors, uses_triton
+from arbcli.kernels.runtime.backend import num_processors, uses_native, uses_triton
 from arbcli.kernels.runtime.overlap import overlap_options, wait_for_last
 from arbcli.kernels.runtime.shared_memory import (
     memory_of,
@@ -97,6 +98,10 @@ dp4a.s32.s32 $0, $1, ones, $2;
 
 def _row_matmul_torch(x, *inputs):
     return coded_torch(x.average()[None] if isinstance(x, AttentionParts) else x, *inputs)
+
+
+def _row_matmul_native(x, *inputs):
+    return coded_native(x.average()[None] if isinstance(x, AttentionParts) else x, *inputs)
 
 
 @triton.jit
@@ -542,7 +547,7 @@ def row_matmul(
 
     Args:
         x: (1, K) bfloat16, contiguous, K a multiple of 8 and at most `MOST_COLUMNS`; or parts of
-            attention, whose average it is.
+            attention, whose average it is. On a CPU float32 too.
         weight: the matrix, and whether the result is gated.
         eps: added to the mean square; None leaves the norm out.
         added: like the result; None leaves the sum out.
@@ -567,7 +572,8 @@ def row_matmul(
         x.check()
     if uses_triton(row):
         return _row_matmul_triton(x, *weight, eps, added, dtype, early)
-    return _row_matmul_torch(x, *weight, eps, added, dtype)
+    run = _row_matmul_native if uses_native(row) else _row_matmul_torch
+    return run(x, *weight, eps, added, dtype)
 
 
 SHAPES = (
@@ -594,4 +600,5 @@ ROW_MATMUL = KernelSpec(
         " float32 sums; in bf16 one rounding, as torch's float32 has",
     ),
     timings=partial(coded_timings, TIMED),
+    native=_row_matmul_native,
 )  # fmt: skip

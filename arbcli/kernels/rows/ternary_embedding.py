@@ -16,6 +16,7 @@ from arbcli.kernels.codec.decode_digits import (
     decode_digits,
     decode_digits_reference,
     in_rounded_float32,
+    native_arguments,
     round_weight,
     with_remainders,
 )
@@ -23,8 +24,9 @@ from arbcli.kernels.codec.decode_weight import decode_weight, decode_weight_trit
 from arbcli.kernels.codec.packed import Packed, random_packed
 from arbcli.kernels.codec.packing import PLANE, byte_tiles, digit_of, in_planes, plane_offsets
 from arbcli.kernels.codec.scales import load_scale
+from arbcli.kernels.runtime import native
 from arbcli.kernels.runtime._triton import tl, triton
-from arbcli.kernels.runtime.backend import uses_triton
+from arbcli.kernels.runtime.backend import choose, uses_triton
 from arbcli.kernels.runtime.overlap import overlap_options, wait_for_last
 from arbcli.kernels.runtime.spec import Case, Gate, KernelSpec, Timing
 
@@ -50,6 +52,17 @@ def _embedding_rows_torch(ids, packed, dtype=torch.bfloat16):
     if len(ids) > packed.out_features:  # decode a row once, however often it is used
         return embedding(ids, decode_digits(packed, dtype))
     return decode_digits(packed.rows(ids), dtype)
+
+
+def _embedding_rows_native(ids, packed, dtype=torch.bfloat16):
+    y = torch.empty(len(ids), packed.in_features, dtype=dtype, device=ids.device)
+    outside = native.call(
+        "look_up", *native_arguments(packed), ids, ids.stride(0), packed.out_features, y,
+        dtype == torch.bfloat16, len(ids), native.threads_for(y.numel()),
+    )  # fmt: skip
+    if outside:
+        raise IndexError(f"{outside} of {len(ids)} ids are outside of 0..{packed.out_features - 1}")
+    return y
 
 
 def _embedding_grad_torch(grad_y, ids, num_embeddings):
@@ -209,8 +222,8 @@ def embedding_rows(ids: Tensor, packed: Packed, dtype: torch.dtype = torch.bfloa
     """Decode the rows of a packed table that `ids` asks for.
 
     Args:
-        ids: (M,) int64 in 0..V-1, repeated ones too. One outside is an IndexError of the torch
-            backend on a CPU, and a row of NaN, rather than a wait for the device, in the kernel.
+        ids: (M,) int64 in 0..V-1, repeated ones too. One outside is an IndexError of the other
+            backends on a CPU, and a row of NaN, rather than a wait for the device, in the kernel.
         packed: the table, V rows by D weights.
         dtype: bfloat16, or float32, which holds the same bf16 values.
 
@@ -222,7 +235,7 @@ def embedding_rows(ids: Tensor, packed: Packed, dtype: torch.dtype = torch.bfloa
     """
     check_ids(ids)
     packed.check()
-    run = _embedding_rows_triton if uses_triton(ids) else _embedding_rows_torch
+    run = choose(ids, _embedding_rows_triton, _embedding_rows_torch, _embedding_rows_native)
     return run(ids, packed, dtype)
 
 
@@ -325,6 +338,7 @@ EMBEDDING_ROWS = KernelSpec(
     uses_scales=True,
     scale_path=in_planes,
     timings=_rows_timings,
+    native=in_rounded_float32(_embedding_rows_native),
 )
 EMBEDDING_GRAD = KernelSpec(
     "embedding_grad",

@@ -10,9 +10,13 @@
 
 #include <math.h>
 #include <pthread.h>
+#include <sched.h>
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
+#ifdef __AVX2__
+#include <immintrin.h>
+#endif
 
 #define EXPORT __attribute__((visibility("default")))
 #define LANES 16
@@ -27,25 +31,21 @@ typedef void (*work)(const void *about, int64_t first, int64_t last, int64_t thr
 struct share {
     work run;
     const void *about;
-    int64_t rows, unit, shares, next;
+    int64_t rows, unit, shares, next, done;
 };
 
 /* Do shares until none is left. Which thread does which changes no result. */
 static void take_shares(void *given) {
     struct share *all = given;
-    for (;;) {
+    while (__atomic_load_n(&all->next, __ATOMIC_RELAXED) < all->shares) {
         int64_t t = __atomic_fetch_add(&all->next, 1, __ATOMIC_RELAXED);
         if (t >= all->shares) return;
         int64_t units = (all->rows + all->unit - 1) / all->unit;
         int64_t first = units * t / all->shares * all->unit;
         int64_t last = units * (t + 1) / all->shares * all->unit;
         all->run(all->about, first, last < all->rows ? last : all->rows, t);
+        __atomic_fetch_add(&all->done, 1, __ATOMIC_RELEASE);
     }
-}
-
-static void *take_shares_in_thread(void *given) {
-    take_shares(given);
-    return NULL;
 }
 
 #ifdef __linux__
@@ -57,23 +57,107 @@ extern void GOMP_parallel(void (*run)(void *), void *about, unsigned threads, un
 static void (*const TORCH_THREADS)(void (*)(void *), void *, unsigned, unsigned) = NULL;
 #endif
 
-/* Split rows evenly, at multiples of `unit`. What a thread that cannot start leaves, others do. */
-static void share_rows(work run, const void *about, int64_t rows, int64_t unit, int64_t threads) {
-    int64_t units = (rows + unit - 1) / unit;
-    threads = threads > MOST_THREADS ? MOST_THREADS : threads;
-    threads = threads > units ? units : threads;
-    struct share all = {run, about, rows, unit, threads, 0};
+struct team {
+    void (*run)(void *);
+    void *about;
+};
+
+static void *run_in_thread(void *given) {
+    const struct team *team = given;
+    team->run(team->about);
+    return NULL;
+}
+
+/* Run a function in several threads, this one among them; fewer if some cannot start. */
+static void run_team(void (*run)(void *), void *about, int64_t threads) {
     if (threads > 1 && TORCH_THREADS) {
-        TORCH_THREADS(take_shares, &all, (unsigned)threads, 0);
+        TORCH_THREADS(run, about, (unsigned)threads, 0);
         return;
     }
+    struct team team = {run, about};
     pthread_t started[MOST_THREADS];
     int64_t running = 0;
     while (running < threads - 1 &&
-           !pthread_create(&started[running], NULL, take_shares_in_thread, &all))
+           !pthread_create(&started[running], NULL, run_in_thread, &team))
         running++;
-    take_shares(&all);
+    run(about);
     while (running) pthread_join(started[--running], NULL);
+}
+
+/* What loops have shared, in their order, to be done again. */
+struct recording {
+    struct share *entries;
+    int64_t count, room;
+};
+
+static __thread struct recording *recorded_now;
+
+static void record(const struct share *all, size_t size) {
+    struct recording *to = recorded_now;
+    if (to->count == to->room) {
+        to->room = 2 * to->room + 64;
+        to->entries = realloc(to->entries, (size_t)to->room * sizeof *to->entries);
+    }
+    void *about = malloc(size);
+    memcpy(about, all->about, size);
+    to->entries[to->count] = *all;
+    to->entries[to->count++].about = about;
+}
+
+/* Split rows evenly, at multiples of `unit`. What a thread that cannot start leaves, others do. */
+static void share_sized(work run, const void *about, size_t size, int64_t rows, int64_t unit,
+                        int64_t threads) {
+    int64_t units = (rows + unit - 1) / unit;
+    threads = threads > MOST_THREADS ? MOST_THREADS : threads;
+    threads = threads > units ? units : threads;
+    struct share all = {run, about, rows, unit, threads, 0, 0};
+    if (recorded_now) record(&all, size);
+    run_team(take_shares, &all, threads);
+}
+
+#define share_rows(run, about, rows, unit, threads)                                                \
+    share_sized(run, about, sizeof *(about), rows, unit, threads)
+
+/* Record what is shared by loops that this thread calls from now on. */
+EXPORT void begin_recording(void) { recorded_now = calloc(1, sizeof *recorded_now); }
+
+/* Returns the recording, for `replay` and `forget_recording`. */
+EXPORT int64_t end_recording(void) {
+    int64_t made = (int64_t)(intptr_t)recorded_now;
+    recorded_now = NULL;
+    return made;
+}
+
+EXPORT void forget_recording(int64_t given) {
+    struct recording *made = (struct recording *)(intptr_t)given;
+    for (int64_t i = 0; i < made->count; i++) free((void *)made->entries[i].about);
+    free(made->entries), free(made);
+}
+
+#if defined __x86_64__ || defined __i386__
+#define PAUSE() __builtin_ia32_pause()
+#else
+#define PAUSE() ((void)0)
+#endif
+#define SPINS 2000 /* before a thread that waits lets others run */
+
+/* Do entry after entry; any number of threads may do so, and none begins one too early. */
+static void take_entries(void *given) {
+    const struct recording *made = given;
+    for (int64_t i = 0; i < made->count; i++) {
+        struct share *all = &made->entries[i];
+        take_shares(all);
+        for (int64_t spins = 0; __atomic_load_n(&all->done, __ATOMIC_ACQUIRE) < all->shares;)
+            if (++spins < SPINS) PAUSE();
+            else sched_yield();
+    }
+}
+
+/* Do again what was recorded, in one team of threads. */
+EXPORT void replay(int64_t given, int64_t threads) {
+    struct recording *made = (struct recording *)(intptr_t)given;
+    for (int64_t i = 0; i < made->count; i++) made->entries[i].next = made->entries[i].done = 0;
+    run_team(take_entries, made, threads > MOST_THREADS ? MOST_THREADS : threads);
 }
 
 /* ---- numbers ------------------------------------------------------------------------------- */
@@ -780,6 +864,568 @@ EXPORT void rotary_norm_backward(const void *grad_q, const void *grad_k, const v
                            .strides = {{q0, q1, q2}, {k0, k1, k2}, {v0, v1, v2}},
                            .length = length, .heads = heads, .size = size, .bf16 = bf16};
     share_rows(rotary_backward_rows, &about, texts * length, 1, threads);
+}
+
+/* ---- text: products of rows with coded weights ------------------------------------------------- */
+
+/* `arbcli/kernels/matmul/coded.py` and `in_lanes` of `digits_matmul.py` say how weights lie. Lanes are the 16 rows
+ * of a tile, so every sum over columns is one lane's, and its order does not depend on how many lanes
+ * an instruction has, nor on how many rows x has. What is summed in an instruction is exact: products of trits are integers, and
+ * a weight of all digits has 8 bits, which times the 16 of x are a float32. */
+
+#define TILE 16
+#define PLANE 32
+#define AT_ONCE 6 /* rows of x whose sums are in registers */
+#define SUMMED 252 /* rows of x whose sums are in the cache */
+
+typedef float eight __attribute__((vector_size(32)));
+typedef int32_t words __attribute__((vector_size(32)));
+typedef uint32_t bits __attribute__((vector_size(32)));
+typedef int16_t pairs __attribute__((vector_size(32)));
+
+#define LOAD(type, from)                                                                           \
+    ({                                                                                             \
+        type loaded;                                                                               \
+        memcpy(&loaded, from, sizeof loaded);                                                      \
+        loaded;                                                                                    \
+    })
+#define ALL(x) (eight){x, x, x, x, x, x, x, x}
+#define STORE(to, vector)                                                                          \
+    do {                                                                                           \
+        __auto_type stored = vector;                                                               \
+        memcpy(to, &stored, sizeof stored);                                                        \
+    } while (0)
+
+/* total + a * b, of which the product is exact: it may be rounded or not. */
+static inline eight add_exact(eight total, eight a, eight b) {
+#ifdef __FMA__
+    return (eight)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)total);
+#else
+    return total + a * b;
+#endif
+}
+
+/* Add to each lane the products of its own pair and one that all have. */
+static inline words add_pairs(words total, pairs own, const int16_t *x) {
+#ifdef __AVX2__
+    __m256i all = _mm256_set1_epi32(LOAD(int32_t, x));
+#if defined __AVX512VNNI__ && defined __AVX512VL__
+    return (words)_mm256_dpwssd_epi32((__m256i)total, (__m256i)own, all);
+#else
+    return total + (words)_mm256_madd_epi16((__m256i)own, all);
+#endif
+#else
+    for (int i = 0; i < 8; i++) total[i] += own[2 * i] * x[0] + own[2 * i + 1] * x[1];
+    return total;
+#endif
+}
+
+/* Of 8 rows of 4 words each, make 4 columns of 8. */
+static inline void transpose_words(const uint8_t *from, int64_t stride, bits to[4]) {
+#ifdef __AVX2__
+    __m256i rows[4], low[2], high[2];
+    for (int i = 0; i < 4; i++) {
+        __m128i upper = _mm_loadu_si128((const __m128i *)(from + i * stride));
+        __m128i lower = _mm_loadu_si128((const __m128i *)(from + (i + 4) * stride));
+        rows[i] = _mm256_inserti128_si256(_mm256_castsi128_si256(upper), lower, 1);
+    }
+    for (int i = 0; i < 2; i++) {
+        low[i] = _mm256_unpacklo_epi32(rows[2 * i], rows[2 * i + 1]);
+        high[i] = _mm256_unpackhi_epi32(rows[2 * i], rows[2 * i + 1]);
+    }
+    to[0] = (bits)_mm256_unpacklo_epi64(low[0], low[1]);
+    to[1] = (bits)_mm256_unpackhi_epi64(low[0], low[1]);
+    to[2] = (bits)_mm256_unpacklo_epi64(high[0], high[1]);
+    to[3] = (bits)_mm256_unpackhi_epi64(high[0], high[1]);
+#else
+    for (int word = 0; word < 4; word++)
+        for (int row = 0; row < 8; row++)
+            to[word][row] = LOAD(uint32_t, from + row * stride + 4 * word);
+#endif
+}
+
+struct arranging {
+    struct packed w;
+    uint8_t *pieces;
+    uint16_t *scales; /* of all digits; NULL: trits */
+    int64_t rows, gated, *beyond; /* `beyond`: of each thread, digits that a byte does not hold */
+};
+
+/* Put a row, that of lane `lane` of a tile, where it lies. */
+static void arrange_trits(const struct arranging *about, const int8_t *trits, int64_t row,
+                          uint8_t *tile, int64_t lane) {
+    static const int columns[4] = {0, 2, 1, 3};
+    const struct packed *w = &about->w;
+    int64_t groups = (w->columns + w->group - 1) / w->group, half = lane / 8, r = lane % 8;
+    for (int64_t plane = 0; PLANE * plane < (w->columns + 127) / 128 * 128; plane++) {
+        uint8_t *piece = tile + plane / 4 * 640;
+        int64_t left = w->columns - PLANE * plane, group = PLANE * plane / w->group;
+        for (int word = 0; word < 8; word++)
+            for (int byte = 0; byte < 4; byte++) {
+                int64_t k = 4 * word + columns[byte];
+                uint8_t code = k < left ? (uint8_t)(trits[PLANE * plane + k] + 1) : 0;
+                uint8_t *to = piece + (((word / 2 * 8 + r) * 2 + word % 2) * 2 + half) * 4 + byte;
+                *to |= (uint8_t)(code << 2 * (plane % 4));
+            }
+        uint16_t scale = to_bf16(scale_of(w, row, group < groups ? group : groups - 1));
+        memcpy(piece + 512 + ((r * 2 + half) * 4 + plane % 4) * 2, &scale, 2);
+    }
+}
+
+static int64_t arrange_digits(const struct arranging *about, const float *digits, int64_t row,
+                              int8_t *tile, uint16_t *scales, int64_t lane) {
+    const struct packed *w = &about->w;
+    int64_t beyond = 0;
+    for (int64_t k = 0; k < w->columns; k++) {
+        int32_t z = (int32_t)(digits[k] * (float)w->unit);
+        tile[k * TILE + lane] = (int8_t)z;
+        beyond += z < -127 || z > 127;
+    }
+    for (int64_t plane = 0; PLANE * plane < w->columns; plane++) {
+        float scale = scale_of(w, row, PLANE * plane / w->group) / (float)w->unit;
+        scales[plane * TILE + 2 * (lane % 8) + lane / 8] = to_bf16(scale);
+    }
+    return beyond;
+}
+
+static void arrange_tiles(const void *given, int64_t first, int64_t last, int64_t thread) {
+    const struct arranging *about = given;
+    const struct packed *w = &about->w;
+    int64_t planes = (w->columns + PLANE - 1) / PLANE, n = about->rows / (1 + about->gated);
+    int64_t tile_bytes = about->scales ? planes * PLANE * TILE : (w->columns + 127) / 128 * 640;
+    int8_t *trits = malloc((size_t)w->columns + 8);
+    float *digits = new_floats(w->columns);
+    for (int64_t tile = first; tile < last; tile++) {
+        uint8_t *pieces = about->pieces + tile * tile_bytes;
+        uint16_t *scales = about->scales ? about->scales + tile * planes * TILE : NULL;
+        memset(pieces, 0, (size_t)tile_bytes);
+        if (scales) memset(scales, 0, (size_t)(planes * TILE) * sizeof *scales);
+        for (int64_t lane = 0; lane < TILE; lane++) {
+            int64_t row = about->gated ? 8 * tile + lane % 8 : TILE * tile + lane;
+            if (row >= n) continue;
+            row += about->gated ? lane / 8 * n : 0;
+            if (scales) {
+                digits_of_row(w, row, trits, digits);
+                about->beyond[thread] += arrange_digits(about, digits, row, (int8_t *)pieces, scales, lane);
+            } else {
+                unpack_row(w->trits + row * w->trits_stride, trits, w->columns);
+                arrange_trits(about, trits, row, pieces, lane);
+            }
+        }
+    }
+    free(trits), free(digits);
+}
+
+/* pieces: of trits (T, B, 640), and `scales` is NULL; of all digits (T, P, 32, 16), and (T, P, 8, 2)
+ * scales. Returns how many digits a byte does not hold. */
+EXPORT int64_t arrange(PACKED_ARGUMENTS, uint8_t *pieces, uint16_t *scales, int64_t gated,
+                       int64_t rows, int64_t threads) {
+    int64_t beyond[MOST_THREADS] = {0}, total = 0, width = gated ? TILE / 2 : TILE;
+    struct arranging about = {PACKED, pieces, scales, rows, gated, beyond};
+    share_rows(arrange_tiles, &about, (rows / (1 + gated) + width - 1) / width, 1, threads);
+    for (int t = 0; t < MOST_THREADS; t++) total += beyond[t];
+    return total;
+}
+
+struct product {
+    const void *x, *added; /* NULL: nothing is added */
+    void *y;
+    const uint8_t *pieces;
+    const uint16_t *scales; /* of all digits; NULL: trits, whose scales are in their pieces */
+    uint8_t *space;         /* for x as it is multiplied */
+    int64_t rows, n, k, gated, x_bf16, bf16;
+    float eps; /* negative: no norm */
+};
+
+/* Rows of x as they are multiplied, plane by plane: int16, or float32 for all digits. */
+struct rounded {
+    uint8_t *numbers;
+    float *units;    /* of the numbers of a plane, a power of two */
+    int32_t *totals; /* their sum */
+    float *factors;  /* of a row: what its norm divides by, inverted */
+};
+
+static inline int64_t planes_of(const struct product *about) { return (about->k + 127) / 128 * 4; }
+
+static struct rounded rounded_at(const struct product *about, uint8_t *space) {
+    int64_t many = planes_of(about) * about->rows;
+    struct rounded at = {space, (float *)(space + 4 * PLANE * many), NULL, NULL};
+    at.totals = (int32_t *)(at.units + many);
+    at.factors = (float *)(at.totals + many);
+    return at;
+}
+
+/* Round 32 numbers to int16, with one power of two; if one is not finite, the power is none. */
+static void round_plane(const float *x, int16_t *numbers, float *unit, int32_t *total) {
+    uint32_t largest = 0;
+    for (int i = 0; i < PLANE; i++) {
+        uint32_t size = to_bits(x[i]) & 0x7FFFFFFF;
+        largest = size > largest ? size : largest;
+    }
+    int32_t exponent = (int32_t)(largest >> 23), sum = 0;
+    exponent = exponent < 32 ? 32 : exponent;
+    float inverse = from_bits((uint32_t)(268 - exponent) << 23); /* 2**15 / 2**(e + 1) */
+    for (int i = 0; i < PLANE; i++) {
+        float scaled = x[i] * inverse;
+        scaled = scaled > 32767.0f ? 32767.0f : scaled;
+        /* added to a number, it leaves the integer nearest to it in the last 16 bits */
+        numbers[i] = (int16_t)to_bits(scaled + 12582912.0f);
+        sum += numbers[i];
+    }
+    *total = sum;
+    *unit = largest >= 0x7F800000 ? NAN : from_bits((uint32_t)(exponent - 14) << 23);
+}
+
+/* Round to 16 bits. */
+static inline float to_16_bits(float x) {
+    uint32_t bits = to_bits(x);
+    return (bits & 0x7F800000) == 0x7F800000 ? x
+                                             : from_bits((bits + 0x7F + (bits >> 8 & 1)) & ~0xFFu);
+}
+
+static void round_row(const struct product *about, const struct rounded *to, int64_t m) {
+    int64_t k = about->k, whole = k / PLANE, planes = planes_of(about);
+    float *buffer = new_floats(k), rest[PLANE] = {0};
+    const float *x = load_row(about->x, m * k, k, (int)about->x_bf16, buffer);
+    memcpy(rest, x + whole * PLANE, (size_t)(k - whole * PLANE) * sizeof(float));
+    to->factors[m] = about->eps < 0 ? 1.0f : 1.0f / sqrtf(sum_products(x, x, k) / (float)k + about->eps);
+    for (int64_t plane = 0; plane < planes; plane++) {
+        const float *from = plane < whole ? x + plane * PLANE : rest;
+        int64_t at = plane * about->rows + m;
+        if (plane == whole + 1) memset(rest, 0, sizeof rest);
+        if (about->scales) {
+            float *numbers = (float *)to->numbers + at * PLANE;
+            for (int i = 0; i < PLANE; i++) numbers[i] = to_16_bits(from[i]);
+        } else {
+            round_plane(from, (int16_t *)to->numbers + at * PLANE, to->units + at, to->totals + at);
+        }
+    }
+    free(buffer);
+}
+
+static void round_rows(const void *given, int64_t first, int64_t last, int64_t thread) {
+    const struct product *about = given;
+    struct rounded to = rounded_at(about, about->space);
+    for (int64_t m = first; m < last; m++) round_row(about, &to, m);
+}
+
+/* Scales of a piece of trits, [4 planes][2 halves of a tile]. */
+static inline void scales_of_trits(const uint8_t *piece, eight scales[4][2]) {
+    bits found[4];
+    transpose_words(piece + 512, 16, found);
+    for (int half = 0; half < 2; half++)
+        for (int two = 0; two < 2; two++) {
+            scales[2 * two][half] = (eight)(found[2 * half + two] << 16);
+            scales[2 * two + 1][half] = (eight)(found[2 * half + two] & 0xFFFF0000);
+        }
+}
+
+/* Either spread the codes of a piece as int16, [4 planes][16 pairs of columns][2 halves] of eight
+ * pairs, or multiply them by one row of x, its four planes, and add that to `found`. */
+static inline __attribute__((always_inline)) void
+take_trits(const uint8_t *piece, int16_t *codes, const int16_t *x, words found[4][2]) {
+    for (int j = 0; j < 4; j++) {
+        bits four[4];
+        transpose_words(piece + 128 * j, 16, four);
+        for (int word = 0; word < 4; word++)
+            for (int plane = 0; plane < 4; plane++)
+                for (int odd = 0; odd < 2; odd++) {
+                    int pair = 16 * plane + 4 * j + word / 2 * 2 + odd, half = word % 2;
+                    pairs own = (pairs)(four[word] >> (2 * plane + 8 * odd) & 0x00030003);
+                    if (codes) STORE(codes + 16 * (2 * pair + half), own);
+                    else found[plane][half] = add_pairs(found[plane][half], own, x + 2 * pair);
+                }
+    }
+}
+
+static inline words load_bytes(const int8_t *from) {
+#ifdef __AVX2__
+    return (words)_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)from));
+#else
+    words loaded;
+    for (int i = 0; i < 8; i++) loaded[i] = from[i];
+    return loaded;
+#endif
+}
+
+/* Either decode a plane of all digits to [32 columns][2 halves] of eight rows, each weight rounded
+ * to 8 bits, or multiply it by one row of x, and add that to `found`. */
+static inline __attribute__((always_inline)) void
+take_digits(const int8_t *plane, const uint16_t *scales, float *weights, const float *x,
+            eight found[2]) {
+    bits both = LOAD(bits, scales);
+    eight scale[2] = {(eight)(both << 16), (eight)(both & 0xFFFF0000)};
+    eight far[2] = {scale[0] * 65536.0f, scale[1] * 65536.0f};
+    for (int k = 0; k < PLANE; k++)
+        for (int half = 0; half < 2; half++) {
+            /* the last bit of `above` + w is the last of eight of w, which has 15 at most */
+            eight digits = __builtin_convertvector(load_bytes(plane + k * TILE + 8 * half), eight);
+            eight above = digits * far[half], w = add_exact(above, digits, scale[half]) - above;
+            if (weights) STORE(weights + k * TILE + 8 * half, w);
+            else found[half] = add_exact(found[half], w, ALL(x[k]));
+        }
+}
+
+/* Scale what was found of a plane of trits, and add it to the sums. */
+static inline void add_found(words found, float unit, eight scale, float *sums) {
+    STORE(sums, LOAD(eight, sums) + __builtin_convertvector(found, eight) * unit * scale);
+}
+
+/* Add what a plane of trits gives to the sums of `count` rows of x. */
+static inline __attribute__((always_inline)) void
+add_trits(const int16_t *codes, const eight scales[2], const int16_t *x, const float *units,
+          const int32_t *totals, float *sums, const int count) {
+    words found[AT_ONCE][2];
+    for (int m = 0; m < count; m++)
+        for (int half = 0; half < 2; half++) found[m][half] = (words){0} - totals[m];
+    for (int pair = 0; pair < PLANE / 2; pair++) {
+        pairs upper = LOAD(pairs, codes + 32 * pair), lower = LOAD(pairs, codes + 32 * pair + 16);
+        for (int m = 0; m < count; m++) {
+            found[m][0] = add_pairs(found[m][0], upper, x + m * PLANE + 2 * pair);
+            found[m][1] = add_pairs(found[m][1], lower, x + m * PLANE + 2 * pair);
+        }
+    }
+    for (int m = 0; m < count; m++)
+        for (int half = 0; half < 2; half++)
+            add_found(found[m][half], units[m], scales[half], sums + m * TILE + 8 * half);
+}
+
+/* Do the same of all digits. */
+static inline __attribute__((always_inline)) void
+add_digits(const float *weights, const float *x, float *sums, const int count) {
+    eight found[AT_ONCE][2];
+    for (int m = 0; m < count; m++)
+        for (int half = 0; half < 2; half++) found[m][half] = ALL(0.0f);
+    for (int k = 0; k < PLANE; k++) {
+        eight upper = LOAD(eight, weights + k * TILE), lower = LOAD(eight, weights + k * TILE + 8);
+        for (int m = 0; m < count; m++) {
+            eight all = ALL(x[m * PLANE + k]);
+            found[m][0] = add_exact(found[m][0], upper, all);
+            found[m][1] = add_exact(found[m][1], lower, all);
+        }
+    }
+    for (int m = 0; m < count; m++)
+        for (int half = 0; half < 2; half++) {
+            float *at = sums + m * TILE + 8 * half;
+            STORE(at, LOAD(eight, at) + found[m][half]);
+        }
+}
+
+/* Multiply a tile by some rows of x from `first` on, or by the only one. */
+static void multiply_by_trits(const uint8_t *tile, const struct rounded *x, int64_t first,
+                              int64_t rows, int64_t of, int64_t planes, float *sums) {
+    int16_t codes[4 * PLANE * TILE] __attribute__((aligned(64)));
+    for (int64_t plane = 0; plane < planes; plane += 4, tile += 640) {
+        eight scales[4][2];
+        scales_of_trits(tile, scales);
+        if (of == 1) {
+            words found[4][2];
+            for (int i = 0; i < 4; i++) found[i][0] = found[i][1] = (words){0} - x->totals[plane + i];
+            take_trits(tile, NULL, (const int16_t *)x->numbers + plane * PLANE, found);
+            for (int i = 0; i < 4; i++)
+                for (int half = 0; half < 2; half++)
+                    add_found(found[i][half], x->units[plane + i], scales[i][half], sums + 8 * half);
+            continue;
+        }
+        take_trits(tile, codes, NULL, NULL);
+        for (int i = 0; i < 4 && plane + i < planes; i++) {
+            int64_t at = (plane + i) * of + first, m = 0;
+            const int16_t *numbers = (const int16_t *)x->numbers + at * PLANE, *own = codes + i * PLANE * TILE;
+            for (; m + AT_ONCE <= rows; m += AT_ONCE)
+                add_trits(own, scales[i], numbers + m * PLANE, x->units + at + m, x->totals + at + m,
+                          sums + m * TILE, AT_ONCE);
+            for (; m < rows; m++)
+                add_trits(own, scales[i], numbers + m * PLANE, x->units + at + m, x->totals + at + m,
+                          sums + m * TILE, 1);
+        }
+    }
+}
+
+static void multiply_by_digits(const int8_t *tile, const uint16_t *scales, const struct rounded *x,
+                               int64_t first, int64_t rows, int64_t of, int64_t planes,
+                               float *sums) {
+    float weights[PLANE * TILE] __attribute__((aligned(64)));
+    for (int64_t plane = 0; plane < planes; plane++, tile += 512, scales += TILE) {
+        const float *numbers = (const float *)x->numbers + (plane * of + first) * PLANE;
+        if (of == 1) {
+            eight found[2] = {ALL(0.0f), ALL(0.0f)};
+            take_digits(tile, scales, NULL, numbers, found);
+            for (int half = 0; half < 2; half++)
+                STORE(sums + 8 * half, LOAD(eight, sums + 8 * half) + found[half]);
+            continue;
+        }
+        int64_t m = 0;
+        take_digits(tile, scales, weights, NULL, NULL);
+        for (; m + AT_ONCE <= rows; m += AT_ONCE)
+            add_digits(weights, numbers + m * PLANE, sums + m * TILE, AT_ONCE);
+        for (; m < rows; m++) add_digits(weights, numbers + m * PLANE, sums + m * TILE, 1);
+    }
+}
+
+/* Norm, gate and sum of a row of a tile. */
+static void write_results(const struct product *about, int64_t tile, int64_t m, float factor,
+                          const float *sums) {
+    int64_t width = about->gated ? TILE / 2 : TILE, first = tile * width;
+    int64_t count = about->n - first < width ? about->n - first : width, at = m * about->n + first;
+    float result[TILE], buffer[TILE];
+    for (int64_t i = 0; i < count; i++) result[i] = sums[i] * factor;
+    if (about->gated)
+        for (int64_t i = 0; i < count; i++)
+            result[i] = result[i] * sigmoid(result[i]) * (sums[8 + i] * factor);
+    if (about->added) {
+        const float *added = load_row(about->added, at, count, (int)about->bf16, buffer);
+        for (int64_t i = 0; i < count; i++) result[i] += added[i];
+    }
+    if (about->bf16) store_row(about->y, at, count, 1, result);
+    else memcpy((float *)about->y + at, result, (size_t)count * sizeof(float));
+}
+
+static void multiply_tiles(const void *given, int64_t first, int64_t last, int64_t thread) {
+    const struct product *about = given;
+    int64_t rows = about->rows, planes = planes_of(about), real = (about->k + PLANE - 1) / PLANE;
+    /* of a single row every thread rounds its own, which takes less time than waiting for one */
+    int64_t own = rows == 1 ? thread * (PLANE * 4 + 8) * planes + thread * 4 : 0;
+    struct rounded x = rounded_at(about, about->space + own);
+    if (rows == 1) round_row(about, &x, 0);
+    float sums[SUMMED * TILE] __attribute__((aligned(64)));
+    for (int64_t tile = first; tile < last; tile++)
+        for (int64_t m = 0; m < rows; m += SUMMED) {
+            int64_t count = rows - m < SUMMED ? rows - m : SUMMED;
+            memset(sums, 0, (size_t)(count * TILE) * sizeof(float));
+            if (about->scales)
+                multiply_by_digits((const int8_t *)about->pieces + 512 * tile * real, about->scales + TILE * tile * real,
+                                   &x, m, count, rows, real, sums);
+            else
+                multiply_by_trits(about->pieces + 160 * tile * planes, &x, m, count, rows, real, sums);
+            for (int64_t i = 0; i < count; i++)
+                write_results(about, tile, m + i, x.factors[m + i], sums + i * TILE);
+        }
+}
+
+/* x: (M, K); y: (M, N); added: like y, or NULL; all contiguous. pieces and scales: as they are
+ * arranged; scales: NULL for trits. space: for every thread (136 ceil(K / 128) 4 + 4) M bytes. Where
+ * `eps` is negative there is no norm. */
+EXPORT void multiply_rows(const void *x, int64_t x_bf16, const uint8_t *pieces,
+                          const uint16_t *scales, const void *added, void *y, int64_t bf16,
+                          int64_t gated, double eps, uint8_t *space, int64_t rows, int64_t n,
+                          int64_t k, int64_t threads) {
+    struct product about = {x, added, y, pieces, scales, space, rows, n, k, gated, x_bf16, bf16,
+                            (float)eps};
+    int64_t width = gated ? TILE / 2 : TILE;
+    if (rows > 1) share_rows(round_rows, &about, rows, 1, threads);
+    share_rows(multiply_tiles, &about, (n + width - 1) / width, 1, threads);
+}
+
+/* ---- text: attention of one position, rows of a table, and what counts positions --------------- */
+
+struct position {
+    const void *qkv;
+    void *keys, *values, *y;
+    const int32_t *position;
+    const float *cos, *sin;
+    int64_t heads, window, width, bf16;
+    float eps;
+};
+
+/* Store key and value of a head, and attend to what is stored. */
+static void attend_heads(const void *given, int64_t first, int64_t last, int64_t thread) {
+    const struct position *about = given;
+    int64_t width = about->width, half = width / 2, window = about->window, p = *about->position;
+    int64_t slot = p % window, seen = p + 1 < window ? p + 1 : window;
+    int bf16 = (int)about->bf16;
+    float *buffer = new_floats(width), *made = new_floats(width), *query = new_floats(width);
+    float *weights = new_floats(seen), *y = new_floats(width);
+    const float *cos = about->cos + p * half, *sin = about->sin + p * half;
+    for (int64_t head = first; head < last; head++) {
+        int64_t ring = head * window * width;
+        for (int64_t part = 0; part < 3; part++) {
+            const float *x = load_row(about->qkv, (part * about->heads + head) * width, width, bf16, buffer);
+            float *to = part ? row_to_write(part == 1 ? about->keys : about->values,
+                                            ring + slot * width, bf16, made)
+                             : query;
+            if (part == 2) memcpy(to, x, (size_t)width * sizeof(float));
+            else turn(x, cos, sin, 1.0f,
+                      1.0f / sqrtf(sum_products(x, x, width) / (float)width + about->eps), to, half);
+            if (part) store_row(part == 1 ? about->keys : about->values, ring + slot * width, width, bf16, to);
+        }
+        if (bf16)
+            for (int64_t i = 0; i < width; i++) query[i] = from_bits((uint32_t)to_bf16(query[i]) << 16);
+        float scale = 1.0f / sqrtf((float)width), largest = -INFINITY, total = 0;
+        for (int64_t s = 0; s < seen; s++) {
+            const float *key = load_row(about->keys, ring + s * width, width, bf16, buffer);
+            weights[s] = sum_products(query, key, width) * scale;
+            largest = weights[s] > largest ? weights[s] : largest;
+        }
+        for (int64_t s = 0; s < seen; s++) weights[s] = exponential(weights[s] - largest);
+        memset(y, 0, (size_t)width * sizeof(float));
+        for (int64_t s = 0; s < seen; s++) {
+            const float *value = load_row(about->values, ring + s * width, width, bf16, buffer);
+            for (int64_t i = 0; i < width; i++) y[i] += weights[s] * value[i];
+            total += weights[s];
+        }
+        float *to = row_to_write(about->y, head * width, bf16, made), inverse = 1.0f / total;
+        for (int64_t i = 0; i < width; i++) to[i] = y[i] * inverse;
+        store_row(about->y, head * width, width, bf16, to);
+    }
+    free(buffer), free(made), free(query), free(weights), free(y);
+}
+
+/* qkv: (3, heads, width); keys, values: (heads, window, width), changed in place; y: (heads, width). */
+EXPORT void attend_position(const void *qkv, int64_t bf16, void *keys, void *values,
+                            const int32_t *position, const float *cos, const float *sin, double eps,
+                            void *y, int64_t heads, int64_t window, int64_t width, int64_t threads) {
+    struct position about = {qkv, keys, values, y, position, cos, sin, heads, window, width, bf16,
+                             (float)eps};
+    share_rows(attend_heads, &about, heads, 1, threads);
+}
+
+struct table {
+    struct decoding to;
+    const int64_t *ids;
+    int64_t ids_stride, size;
+};
+
+static void look_up_rows(const void *given, int64_t first, int64_t last, int64_t thread) {
+    const struct table *about = given;
+    for (int64_t m = first; m < last; m++) {
+        int64_t id = about->ids[m * about->ids_stride], wide = about->to.bf16 ? 2 : 4;
+        struct decoding one = about->to;
+        one.weight = (uint8_t *)one.weight + m * one.w.columns * wide;
+        if (id < 0 || id >= about->size) {
+            memset(one.weight, 0xFF, (size_t)(one.w.columns * wide)); /* not a number */
+            continue;
+        }
+        one.w.trits += id * one.w.trits_stride;
+        one.w.exponent += id * one.w.exponent_stride;
+        if (one.w.fraction) one.w.fraction += id * one.w.fraction_stride;
+        if (one.w.remainder) one.w.remainder += id * one.w.remainder_stride;
+        decode_rows(&one, 0, 1, thread);
+    }
+}
+
+/* y: (M, K) contiguous, of a table of `size` rows. Returns how many ids are not those of a row. */
+EXPORT int64_t look_up(PACKED_ARGUMENTS, const int64_t *ids, int64_t ids_stride, int64_t size,
+                       void *y, int64_t bf16, int64_t rows, int64_t threads) {
+    struct table about = {{PACKED, y, bf16}, ids, ids_stride, size};
+    share_rows(look_up_rows, &about, rows, 1, threads);
+    int64_t outside = 0;
+    for (int64_t m = 0; m < rows; m++) outside += ids[m * ids_stride] < 0 || ids[m * ids_stride] >= size;
+    return outside;
+}
+
+struct counter {
+    int32_t *position;
+    int64_t length;
+};
+
+static void count_on(const void *given, int64_t first, int64_t last, int64_t thread) {
+    const struct counter *about = given;
+    *about->position += (int32_t)about->length;
+}
+
+EXPORT void count(int32_t *position, int64_t length) {
+    struct counter about = {position, length};
+    share_rows(count_on, &about, 1, 1, 1);
 }
 
 /* ---- inverses of Gram matrices ----------------------------------------------------------------- */

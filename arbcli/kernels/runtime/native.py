@@ -14,6 +14,7 @@ import shlex
 import shutil
 import subprocess
 import tempfile
+import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from functools import cache
@@ -22,6 +23,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor  # as torch's warning says
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from arbcli.cached_files import cache_folder, read_cached, write_cached
 from arbcli.errors import ArbError
@@ -51,8 +53,12 @@ LEVELS = {
 """Levels as compilers name them, by kind of machine, and the flags of a CPU that has each."""
 LEVELS |= {"amd64": LEVELS["x86_64"], "arm64": LEVELS["aarch64"]}
 COMPILE_SECONDS = 300
+RECORDED = {"attend_position", "count", "look_up", "multiply_rows"}
+"""Loops that a `Recording` can do again: all that they do is shared among threads."""
 NUMBERS = {int, bool, float, type(None)}
 """Types of arguments that go to a loop as they are."""
+ALLOCATIONS = {torch.ops.aten.empty, torch.ops.aten.new_empty}
+"""Operations of torch that compute nothing, besides views."""
 LEAST_ELEMENTS = 1 << 16
 """Of a matrix whose rows are shared among threads."""
 
@@ -178,6 +184,8 @@ def call(name: str, *arguments: Tensor | float | None) -> int:
     Returns:
         What it returns; nothing sensible if it returns nothing.
     """
+    if _recording is not None:
+        _recording.take(name, arguments)
     values = []
     for argument in arguments:
         if type(argument) not in NUMBERS:
@@ -188,6 +196,65 @@ def call(name: str, *arguments: Tensor | float | None) -> int:
     if name not in _functions:
         _functions[name] = _find(name, arguments)
     return _functions[name](*values)
+
+
+class NotRecorded(Exception):
+    """Something other than loops that can be recorded was computed."""
+
+
+class _Watch(TorchDispatchMode):
+    """Refuse operations of torch that do more than allocate or view a tensor."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if not func.is_view and func.overloadpacket not in ALLOCATIONS:
+            raise NotRecorded(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+class Recording:
+    """What loops compute inside `with`, to be computed again in one call on the same tensors.
+
+    Operations of torch would be missed, so that they are refused.
+    """
+
+    def __init__(self) -> None:
+        self._tensors: list[Tensor] = []
+        """Those whose addresses were recorded."""
+        self._made, self._threads = 0, torch.get_num_threads()
+
+    def __enter__(self) -> None:
+        global _recording
+        self._watch = _Watch()
+        self._watch.__enter__()
+        _recording = self
+        _library()[0].begin_recording()
+
+    def __exit__(self, *raised: object) -> None:
+        global _recording
+        library = _library()[0]
+        _recording = None
+        library.end_recording.restype = ctypes.c_void_p
+        self._made = ctypes.c_void_p(library.end_recording())
+        self._close = weakref.finalize(self, library.forget_recording, self._made)
+        self._watch.__exit__(*raised)
+
+    def take(self, name: str, arguments: tuple) -> None:
+        """Keep the tensors that a loop is called with.
+
+        Raises:
+            NotRecorded: the loop cannot be recorded.
+        """
+        if name not in RECORDED:
+            raise NotRecorded(name)
+        self._tensors += [part for part in arguments if isinstance(part, Tensor)]
+
+    def replay(self) -> None:
+        """Compute all of it again."""
+        _library()[0].replay(self._made, ctypes.c_int64(self._threads))
+
+
+_recording: Recording | None = None
+"""The one whose `with` this is in."""
 
 
 def _find(name: str, arguments: tuple) -> Callable[..., int]:

@@ -17,6 +17,7 @@ from arbcli.kernels.matmul.coded_rows import coded_rows
 from arbcli.kernels.matmul.digits_matmul import (
     ArrangedDigits,
     arrange_digits,
+    arrange_in_lanes,
     digits_matmul,
 )
 from arbcli.kernels.matmul.fp8_matmul import fp8_matmul
@@ -28,7 +29,7 @@ from arbcli.kernels.matmul.ternary_matmul import (
     ternary_matmul,
     ternary_matmul_grad_x,
 )
-from arbcli.kernels.runtime.backend import LARGE_ELEMENTS, uses_triton
+from arbcli.kernels.runtime.backend import LARGE_ELEMENTS, uses_native, uses_triton
 from arbcli.model.initial import projection_std
 from arbcli.model.layers.compiled import anchor, operator
 from arbcli.model.layers.gained_norm import GainedRMSNorm
@@ -374,7 +375,8 @@ class TernaryLinear(nn.Module):
         in_parts = isinstance(x, AttentionParts)
         rows, shape = (x, (1, 1)) if in_parts else (x.reshape(-1, x.shape[-1]), x.shape[:-1])
         if self._arranged is None:
-            arrange = arrange_digits if all_digits else code
+            of_digits = arrange_in_lanes if uses_native(self.weight.trits) else arrange_digits
+            arrange = of_digits if all_digits else code
             self._arranged = arrange(self._above(beside), gated)
         if in_parts or (len(rows) == 1 and self.takes_parts):
             y = row_matmul(rows, self._arranged, eps, added, early=early)

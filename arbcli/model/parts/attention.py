@@ -66,6 +66,7 @@ class Attention(CachedAttention):
     """Causal self-attention over rotary positions."""
 
     name = "attention"
+    steps_along = True
 
     def __init__(self, config: AttentionConfig, site: Site) -> None:
         super().__init__()
@@ -161,16 +162,18 @@ class Attention(CachedAttention):
         return attend_in_window(q, k, v, self.window) if short else attend_causally(q, k, v)
 
     def step(self, x: Tensor, state: "Ring") -> Tensor:
-        """Mix one position with those before it: see `Part.step`."""
+        """Mix positions with those before them: see `Part.step`."""
         qkv = self.qkv.fused(x, normalise=True, early=self.fits_kernels)
-        if not self.fits_kernels:
-            y = state.attend(*self._prepare(qkv, state.angles), self._sinks()).reshape(1, 1, -1)
+        if self.fits_kernels:
+            qkv = qkv.view(*x.shape[:2], 3, self.heads, self.width)
+        if not self.fits_kernels or x.shape[1] > 1:
+            prepare = self.turning if self.fits_kernels else self._prepare
+            y = state.attend(*prepare(qkv, state.angles), self._sinks())
+            y = y.transpose(1, 2).reshape(*x.shape[:2], -1)
+        elif self.output.takes_parts and state.leaves_parts(qkv):
+            y = state.attend_in_parts(qkv)
         else:
-            qkv = qkv.view(len(x), 1, 3, self.heads, self.width)
-            if self.output.takes_parts and state.leaves_parts(qkv):
-                y = state.attend_in_parts(qkv)
-            else:
-                y = state.attend_one(qkv).view(len(x), 1, -1)
+            y = state.attend_one(qkv).view(len(x), 1, -1)
         normalise, early = self.sub_norm is not None, self.output_bias is None
         return self._biased(self.output.fused(y, normalise=normalise, added=x, early=early))
 

@@ -21,6 +21,8 @@ class Part(nn.Module):
     """Whether `step` has kernels for one position of a text, where shapes and storage allow."""
     steps_several = False
     """Whether these kernels take a position of each of several texts."""
+    steps_along = False
+    """Whether these kernels take several positions of a text, where they are loops on a CPU."""
 
     def forward(
         self,
@@ -46,7 +48,10 @@ class Part(nn.Module):
         raise NotImplementedError
 
     def step(self, x: Tensor, state: Any) -> Tensor:
-        """Add to one position, (1, 1, D), or of several texts (B, 1, D): see `steps_fused`."""
+        """Add to one position, (1, 1, D), or of several texts (B, 1, D): see `steps_fused`.
+
+        A part that `steps_along` takes several of a text, (1, T, D), too.
+        """
         raise NotImplementedError
 
     def new_state(self, clock: Clock) -> State | None:

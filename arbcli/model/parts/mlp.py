@@ -15,6 +15,7 @@ class MLP(Part):
 
     name = "mlp"
     steps_several = True
+    steps_along = True
 
     def __init__(self, config: MLPConfig, site: Site, area: str = "mlp") -> None:
         super().__init__()
@@ -38,7 +39,7 @@ class MLP(Part):
         return Flow(x, self.output(hidden, self.sub_norm, consumes=True))
 
     def step(self, x: Tensor, state: None = None) -> Tensor:
-        """Transform one position of the stream, and add that to it."""
+        """Transform positions of the stream, and add that to them."""
         hidden = self.gate_up.fused(x, normalise=True, gated=True)
         return self.output.fused(hidden, normalise=self.sub_norm.weight is not None, added=x)
 

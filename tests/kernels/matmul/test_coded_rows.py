@@ -10,10 +10,20 @@ from arbcli.kernels.codec.decode_digits import decode_digits_reference
 from arbcli.kernels.codec.packed import Packed, random_packed
 from arbcli.kernels.matmul import coded_rows as module
 from arbcli.kernels.matmul.arranged import fits_arranged
-from arbcli.kernels.matmul.coded import code, coded_reference
+from arbcli.kernels.matmul.coded import code, coded_reference, coded_torch
 from arbcli.kernels.matmul.coded_rows import CODED_ROWS, Tiling, coded_rows
+from arbcli.kernels.matmul.digits_matmul import (
+    DIGITS_MATMUL,
+    arrange_digits,
+    arrange_in_lanes,
+    digits_matmul,
+    in_lanes,
+    random_digits,
+)
+from arbcli.kernels.runtime import native
 from arbcli.kernels.runtime.backend import use_backend
 
+compiled = pytest.mark.skipif(not native.available(), reason=native.why_not())
 KERNELS = "triton" if torch.cuda.is_available() else "interpreter"
 
 
@@ -139,3 +149,47 @@ def test_rejects_what_does_not_fit(device):
     for added in (x, x[:, :20].float(), x[0, :20]):
         with pytest.raises(ValueError, match=r"need torch.bfloat16 \(1, 20\) to add to"):
             coded_rows(x, weight, added=added)
+
+
+@compiled
+@pytest.mark.parametrize("digits", ["trit", "all"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_row_has_the_same_bits_among_any_others_in_loops(dtype, digits):
+    """Of one row, of the number that loops take at a time, and of more than the cache has."""
+    generator = torch.Generator().manual_seed(0)
+    if digits == "all":
+        weight, multiply = (
+            arrange_in_lanes(random_digits(22, 168, 32, generator), True),
+            digits_matmul,
+        )
+    else:
+        weight, multiply = code(matrix("cpu", 22, 168), True), coded_rows
+    x = torch.randn(265, 168, generator=generator).to(dtype)
+    added = torch.randn(265, 11, generator=generator).to(dtype)
+    with use_backend("native"):
+        every = multiply(x, weight, 1e-6, added)
+        for rows in (slice(0, 1), slice(0, 6), slice(254, 262), slice(264, 265)):
+            assert torch.equal(multiply(x[rows], weight, 1e-6, added[rows]), every[rows])
+    with use_backend("torch"):
+        pieces = arrange_digits(random_digits(22, 168, 32, generator.manual_seed(0)), True)
+        other = (coded_torch if digits == "trit" else DIGITS_MATMUL.torch)(
+            x, *(weight if digits == "trit" else pieces), 1e-6, added, torch.float32
+        )
+    error = (every.float() - other).norm() / other.norm()
+    assert error < (5e-5 if dtype == torch.float32 else 5e-3)  # activations of 16 bits, and bf16
+
+
+@compiled
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("in_features", [1, 40, 328])
+def test_loops_lay_a_matrix_out_as_torch_does(in_features, gated):
+    packed = matrix("cpu", 22, in_features)
+    with use_backend("torch"):
+        expected = code(packed, gated)
+    with use_backend("native"):
+        assert torch.equal(code(packed, gated).pieces, expected.pieces)
+    digits = random_digits(22, in_features, 64, torch.Generator().manual_seed(0))
+    expected, found = in_lanes(arrange_digits(digits, gated)), arrange_in_lanes(digits, gated)
+    assert torch.equal(found.pieces, expected.pieces)
+    assert torch.equal(found.scales, expected.scales)
+    assert found[2:] == expected[2:]
