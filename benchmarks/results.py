@@ -39,7 +39,7 @@ KEYS = {
     "scaling": ("kind", "shape", "steps", "seed"),
     "streams": ("part", "variant", "seed", "steps"),
     "deep": ("part", "variant"),
-    "search": ("text", "ctx", "kind", "seconds", "seed"),
+    "search": ("text", "ctx", "kind", "digits", "seconds", "seed"),
 }
 """Fields that name a row, by file."""
 RUN_FIELDS = ("command", "commit", "dirty", "hardware", "versions", "rows")

@@ -25,6 +25,7 @@ from arbcli.config.parts.chunking import ChunkingConfig
 from arbcli.data import open_texts
 from arbcli.device import deterministic
 from arbcli.errors import ArbError
+from arbcli.rules import DIGITS
 from arbcli.train.configure import new_config
 from arbcli.train.trainer import EAGER_STEPS, Trainer
 from benchmarks import results
@@ -97,10 +98,10 @@ KINDS: dict[str, Any] = {
 """Models of about 85 million weights a byte, on texts of `CTX` bytes."""
 
 
-def measure(kind: str, seconds: float, seed: int, text: dict) -> dict:
+def measure(kind: str, digits: str, seconds: float, seed: int, text: dict) -> dict:
     """Train once: what a row holds but for the name of the text."""
     empty()
-    given = {"batch": BATCH, "seed": seed, "digits": "all", **text}
+    given = {"batch": BATCH, "seed": seed, "digits": digits, **text}
 
     def prepare(steps: int) -> Trainer:
         config = new_config(preset=KINDS[kind](), steps=steps, device="cuda", **given)
@@ -117,6 +118,7 @@ def measure(kind: str, seconds: float, seed: int, text: dict) -> dict:
     run_steps(trainer, steps)
     return {
         "kind": kind,
+        "digits": digits,
         "weights": weights,
         "seconds": seconds,
         "seed": seed,
@@ -132,6 +134,7 @@ def main() -> None:
     parser.add_argument("--data", required=True)
     parser.add_argument("--val", required=True)
     parser.add_argument("--kind", action="append", choices=KINDS, help="[default: all]")
+    parser.add_argument("--digits", default="all", choices=DIGITS, help="[default: all]")
     parser.add_argument("--seconds", type=float, action="append", help="[default: 9, 36]")
     parser.add_argument("--seed", type=int, action="append", help="[default: 0]")
     given = parser.parse_args()
@@ -144,7 +147,7 @@ def main() -> None:
                 started = time.perf_counter()
                 try:
                     with deterministic():
-                        row = measure(kind, seconds, seed, text)
+                        row = measure(kind, given.digits, seconds, seed, text)
                 except ArbError as error:
                     print(kind, "cannot be:", error, flush=True)
                     continue

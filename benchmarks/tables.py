@@ -593,6 +593,25 @@ def deep(runs: Runs) -> str:
     return _measured(["`arb-deep`", "measured"], lines, runs)
 
 
+def searched(runs: Runs) -> str:
+    """Held-out losses of combinations of parts in equal time, by round."""
+    kinds: dict[str, dict[tuple[str, float, str], list[float]]] = {}
+    for row in rows_of(runs):
+        place = (row["text"], row["seconds"], row["digits"])
+        kinds.setdefault(row["kind"], {}).setdefault(place, []).append(row["held_out_nats"])
+    places = list(dict.fromkeys(place for found in kinds.values() for place in found))
+    head = ["model"] + [
+        f"{text}, {seconds:g} s" + ("" if digits == "all" else f", `--digits {digits}`")
+        for text, seconds, digits in places
+    ]
+    order = sorted(kinds, key=lambda kind: min(kinds[kind].get(places[1], [9.0])))
+    lines = [
+        [kind, *(", ".join(f"{x:.4f}" for x in kinds[kind].get(place, ())) for place in places)]
+        for kind in order
+    ]
+    return _measured(head, lines, runs)
+
+
 def _of_part(runs: Runs, part: str) -> Runs:
     found = [run | {"rows": rows_of([run], part=part)} for run in runs]
     return [run for run in found if run["rows"]]
@@ -717,6 +736,7 @@ TABLES: dict[str, tuple[str, Callable[[Runs], str]]] = {
     "streams": ("streams", streams),
     "gates": ("streams", gates),
     "deep": ("deep", deep),
+    "search": ("search", searched),
     "scaling": ("scaling", losses_by_size),
     "scaling-laws": ("scaling", laws),
     "frontier": ("frontier", frontier),

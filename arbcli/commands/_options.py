@@ -250,7 +250,8 @@ MODEL = {
             " of these with compressed attention; arb-deep-small or arb-deep, of compressed"
             " attention and experts on four streams; arb-tiny or arb-3b, of n-grams, codebooks,"
             " experts and a graph; hnet-tiny, hnet-small, hnet-base"
-            " or hnet-two-stage, which find chunks of their own. [default: tiny]",
+            " or hnet-two-stage, which find chunks of their own; hnet-every, of chunks of 16 bytes."
+            " [default: tiny]",
             callback=_check_preset,
         ),
     ],

@@ -382,7 +382,13 @@ def test_twins_learn_too(weights, kind):
 
 @pytest.mark.parametrize(
     ("name", "millions"),
-    [("hnet-tiny", 3.0), ("hnet-small", 11), ("hnet-base", 85.5), ("hnet-two-stage", 93.4)],
+    [
+        ("hnet-tiny", 3.0),
+        ("hnet-small", 11),
+        ("hnet-base", 85.5),
+        ("hnet-every", 84.9),
+        ("hnet-two-stage", 93.4),
+    ],
 )
 def test_presets_survive_json_and_are_predicted(name, millions):
     chosen = preset(name)
