@@ -782,8 +782,8 @@ struct rotary {
     float eps;
 };
 
-static void turn(const float *x, const float *cos, const float *sin, float sign, float factor,
-                 float *y, int64_t half) {
+static void turn(const float *restrict x, const float *restrict cos, const float *restrict sin,
+                 float sign, float factor, float *restrict y, int64_t half) {
     for (int64_t i = 0; i < half; i++) {
         float a = x[i], b = x[half + i], of_b = sign * sin[i];
         y[i] = (a * cos[i] - b * of_b) * factor;
@@ -1327,47 +1327,119 @@ struct position {
     float eps;
 };
 
+#define KEYS 8 /* that a query is multiplied by at a time */
+
+/* Sum the lanes of 8 vectors, neighbours first. */
+static inline eight sum_each(const eight v[8]) {
+#ifdef __AVX2__
+    __m256 two[4], four[2];
+    for (int i = 0; i < 4; i++) two[i] = _mm256_hadd_ps((__m256)v[2 * i], (__m256)v[2 * i + 1]);
+    for (int i = 0; i < 2; i++) four[i] = _mm256_hadd_ps(two[2 * i], two[2 * i + 1]);
+    __m256 upper = _mm256_permute2f128_ps(four[0], four[1], 0x20);
+    return (eight)_mm256_add_ps(upper, _mm256_permute2f128_ps(four[0], four[1], 0x31));
+#else
+    eight sums;
+    for (int i = 0; i < 8; i++)
+        sums[i] = ((v[i][0] + v[i][1]) + (v[i][2] + v[i][3])) + ((v[i][4] + v[i][5]) + (v[i][6] + v[i][7]));
+    return sums;
+#endif
+}
+
+/* Eight numbers of a row of float32 or bfloat16 from `at` on; those from `end` on are 0. */
+static inline eight load_eight(const void *matrix, int64_t at, int64_t end, int bf16) {
+    const uint16_t *halves = (const uint16_t *)matrix + at;
+    const float *numbers = (const float *)matrix + at;
+    if (end - at < 8) {
+        float found[8] = {0};
+        for (int64_t i = 0; i < end - at; i++)
+            found[i] = bf16 ? from_bits((uint32_t)halves[i] << 16) : numbers[i];
+        return LOAD(eight, found);
+    }
+    if (!bf16) return LOAD(eight, numbers);
+#ifdef __AVX2__
+    return (eight)_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)halves)), 16);
+#else
+    bits found;
+    for (int i = 0; i < 8; i++) found[i] = (uint32_t)halves[i] << 16;
+    return (eight)found;
+#endif
+}
+
+/* Multiply keys from row `row` on, 8 or the `count` that there are, by a query, which zeros fill up. */
+static inline __attribute__((always_inline)) eight
+scores_of(const void *keys, const float *query, int64_t row, int64_t count, int64_t width, int bf16) {
+    eight sums[KEYS];
+    for (int s = 0; s < KEYS; s++) {
+        int64_t at = (row + (s < count ? s : 0)) * width;
+        sums[s] = ALL(0.0f);
+        for (int64_t i = 0; i < width; i += 8)
+            sums[s] += LOAD(eight, query + i) * load_eight(keys, at + i, at + width, bf16);
+    }
+    return sum_each(sums);
+}
+
+/* Sum some values of a head by their weights, 32 columns at a time. */
+static inline __attribute__((always_inline)) void
+sum_values(const void *values, const float *weights, int64_t row, int64_t seen, int64_t width,
+           int bf16, float *y) {
+    for (int64_t i = 0; i < width; i += 32) {
+        eight sums[4] = {ALL(0.0f), ALL(0.0f), ALL(0.0f), ALL(0.0f)};
+        for (int64_t s = 0; s < seen; s++)
+            for (int part = 0; part < 4; part++) {
+                int64_t at = (row + s) * width, end = at + width;
+                at += i + 8 * part;
+                if (at < end) sums[part] += ALL(weights[s]) * load_eight(values, at, end, bf16);
+            }
+        for (int64_t k = 0; k < 32 && i + k < width; k++) y[i + k] = sums[k / 8][k % 8];
+    }
+}
+
+/* y = sum of exp(score - the largest) values; returns the sum of those weights. */
+static inline __attribute__((always_inline)) float
+attend(const struct position *about, const float *query, float *weights, int64_t ring, int64_t seen,
+       int64_t width, int bf16, float *y) {
+    float scale = 1.0f / sqrtf((float)width), largest = -INFINITY, total = 0;
+    for (int64_t s = 0; s < seen; s += KEYS)
+        STORE(weights + s, scores_of(about->keys, query, ring + s, seen - s, width, bf16) * scale);
+    for (int64_t s = 0; s < seen; s++) largest = weights[s] > largest ? weights[s] : largest;
+    for (int64_t s = 0; s < seen; s++) weights[s] = exponential(weights[s] - largest);
+    for (int64_t s = 0; s < seen; s++) total += weights[s];
+    sum_values(about->values, weights, ring, seen, width, bf16, y);
+    return total;
+}
+
 /* Store key and value of a head, and attend to what is stored. */
 static void attend_heads(const void *given, int64_t first, int64_t last, int64_t thread) {
     const struct position *about = given;
     int64_t width = about->width, half = width / 2, window = about->window, p = *about->position;
     int64_t slot = p % window, seen = p + 1 < window ? p + 1 : window;
     int bf16 = (int)about->bf16;
-    float *buffer = new_floats(width), *made = new_floats(width), *query = new_floats(width);
-    float *weights = new_floats(seen), *y = new_floats(width);
+    void *const rings[3] = {NULL, about->keys, about->values};
+    float *buffer = new_floats(width), *made = new_floats(width), *weights = new_floats(seen + KEYS);
+    float *query = calloc((size_t)width + 8, sizeof(float));
     const float *cos = about->cos + p * half, *sin = about->sin + p * half;
     for (int64_t head = first; head < last; head++) {
-        int64_t ring = head * window * width;
+        int64_t ring = head * window, new = (ring + slot) * width;
         for (int64_t part = 0; part < 3; part++) {
-            const float *x = load_row(about->qkv, (part * about->heads + head) * width, width, bf16, buffer);
-            float *to = part ? row_to_write(part == 1 ? about->keys : about->values,
-                                            ring + slot * width, bf16, made)
-                             : query;
-            if (part == 2) memcpy(to, x, (size_t)width * sizeof(float));
-            else turn(x, cos, sin, 1.0f,
-                      1.0f / sqrtf(sum_products(x, x, width) / (float)width + about->eps), to, half);
-            if (part) store_row(part == 1 ? about->keys : about->values, ring + slot * width, width, bf16, to);
+            int64_t at = (part * about->heads + head) * width;
+            const float *x = load_row(about->qkv, at, width, bf16, buffer);
+            float *to = part ? row_to_write(rings[part], new, bf16, made) : query;
+            float square = sum_products(x, x, width) / (float)width + about->eps;
+            if (part < 2) turn(x, cos, sin, 1.0f, 1.0f / sqrtf(square), to, half);
+            else memcpy(to, x, (size_t)width * sizeof(float));
+            if (part) store_row(rings[part], new, width, bf16, to);
         }
-        if (bf16)
-            for (int64_t i = 0; i < width; i++) query[i] = from_bits((uint32_t)to_bf16(query[i]) << 16);
-        float scale = 1.0f / sqrtf((float)width), largest = -INFINITY, total = 0;
-        for (int64_t s = 0; s < seen; s++) {
-            const float *key = load_row(about->keys, ring + s * width, width, bf16, buffer);
-            weights[s] = sum_products(query, key, width) * scale;
-            largest = weights[s] > largest ? weights[s] : largest;
-        }
-        for (int64_t s = 0; s < seen; s++) weights[s] = exponential(weights[s] - largest);
-        memset(y, 0, (size_t)width * sizeof(float));
-        for (int64_t s = 0; s < seen; s++) {
-            const float *value = load_row(about->values, ring + s * width, width, bf16, buffer);
-            for (int64_t i = 0; i < width; i++) y[i] += weights[s] * value[i];
-            total += weights[s];
-        }
-        float *to = row_to_write(about->y, head * width, bf16, made), inverse = 1.0f / total;
-        for (int64_t i = 0; i < width; i++) to[i] = y[i] * inverse;
+        for (int64_t i = 0; bf16 && i < width; i++)
+            query[i] = from_bits((uint32_t)to_bf16(query[i]) << 16);
+        float *to = row_to_write(about->y, head * width, bf16, made), total;
+        /* for the usual widths, and for any other one */
+        if (width == 64) total = attend(about, query, weights, ring, seen, 64, bf16, to);
+        else if (width == 128) total = attend(about, query, weights, ring, seen, 128, bf16, to);
+        else total = attend(about, query, weights, ring, seen, width, bf16, to);
+        for (int64_t i = 0; i < width; i++) to[i] *= 1.0f / total;
         store_row(about->y, head * width, width, bf16, to);
     }
-    free(buffer), free(made), free(query), free(weights), free(y);
+    free(buffer), free(made), free(query), free(weights);
 }
 
 /* qkv: (3, heads, width); keys, values: (heads, window, width), changed in place; y: (heads, width). */
