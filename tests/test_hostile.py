@@ -272,6 +272,5 @@ def test_hostile_config_of_a_run_is_refused(name, run, tmp_path):
     write_json(tmp_path / "run" / "config.json", NO_FACTS[name](facts))
     (checkpoint,) = run.glob("*1.safetensors")
     os.link(checkpoint, tmp_path / "run" / checkpoint.name)
-    found = latest_run(tmp_path)
     with pytest.raises(ArbError):
-        resume_run(found, Observer())
+        resume_run(latest_run(tmp_path), Observer())

@@ -50,7 +50,8 @@ def small(monkeypatch):
     """Leave one kernel, no other processes, and stages that find that all is well."""
     monkeypatch.setattr(verify_module, "KERNELS", (PACK_TRITS,))
     monkeypatch.setattr(stages, "_num_workers", lambda _: 1)
-    monkeypatch.setattr(stages, "check_parity", lambda *_: (PARITY,))
+    monkeypatch.setattr(stages, "describe_machine", lambda _: None)  # nothing is remembered
+    monkeypatch.setattr(stages, "check_parity", lambda *_, **__: (PARITY,))
     monkeypatch.setattr(stages, "find_targets", lambda _: ["sm_90"])
     monkeypatch.setattr(stages, "compile_kernels", lambda *_: (COMPILED,))
     return monkeypatch
@@ -64,7 +65,7 @@ def break_kernel(patch):
 
 
 def break_parity(patch):
-    patch.setattr(stages, "check_parity", lambda *_: (PARITY, replace(PARITY, passed=False)))
+    patch.setattr(stages, "check_parity", lambda *_, **__: (PARITY, replace(PARITY, passed=False)))
 
 
 def break_compiled(patch):
@@ -179,7 +180,7 @@ def test_interrupted_run_does_not_pass(small):
 
 @pytest.mark.parametrize("stage", ["verify_kernels", "check_parity", "compile_kernels"])
 def test_unexpected_error_of_a_stage_ends_the_program_with_2(stage, small, capsys):
-    def fail(*_):
+    def fail(*_, **__):
         raise RuntimeError("not foreseen")
 
     small.setattr(stages, stage, fail)
@@ -266,7 +267,7 @@ def test_strength_is_of_the_checks_that_were_made():
 
 
 def test_strength_is_told_on_the_page_and_below_the_tables(small):
-    small.setattr(stages, "check_parity", lambda *_: (replace(PARITY, check="causality"),))
+    small.setattr(stages, "check_parity", lambda *_, **__: (replace(PARITY, check="causality"),))
     rows = find_strength((), [replace(PARITY, check="causality")])
     caught, total = sum(row.caught for row in rows), sum(row.planted for row in rows)
     kinds = sum(row.caught > 0 for row in rows)
@@ -458,11 +459,12 @@ def test_kernels_are_compiled_and_timed_with_the_scales_that_were_asked_for(
     for name, called in asked.items():
         monkeypatch.setattr(stages, name, called)
     monkeypatch.setattr(stages, "Stopwatch", lambda device: f"watch of {device}")
+    monkeypatch.setattr(stages, "describe_machine", lambda _: None)
     about = {"targets": "sm_90", "timed": True, "fuzz": 3, "seed": 5}
     request = VerifyRequest(names=("rms_norm",), scale_type=scale_type, **about)
     device, backends = torch.device("cuda"), ("triton", "torch")
     stages._check(request, device, backends, ["sm_90"], found, lambda line: None)
-    names, group_sizes, place, on, checks, workers, _ = asked["verify_kernels"].call_args.args
+    names, group_sizes, place, on, checks, workers, *_ = asked["verify_kernels"].call_args.args
     assert (names, place, on) == (("rms_norm",), device, backends)
     assert group_sizes == request.scale_types
     assert (checks.fuzz, checks.seed, workers.number) == (3, 5, 1)

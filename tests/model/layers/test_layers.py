@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from arbcli.config.parts.rotary import PLAIN
 from arbcli.config.presets import preset
 from arbcli.kernels.matmul.ternary_matmul import FUSED_ROWS
 from arbcli.model.baselines import FloatLinear, FloatRMSNorm, FloatWeight, rotate
@@ -324,9 +325,9 @@ def test_norm_of_a_twin_is_rounded_once():
 
 def test_rotary_table_of_a_long_text_is_made_in_parts(monkeypatch):
     """All at once, that of 5 million positions took 900 MB of float64."""
-    whole = rotary._compute_table(1000, 8, torch.device("cpu"), 6)
+    whole = rotary._compute_table(1000, 8, torch.device("cpu"), 6, PLAIN)
     monkeypatch.setattr(rotary, "ROWS_AT_ONCE", 300)
     for one, other in zip(
-        whole, rotary._compute_table(1000, 8, torch.device("cpu"), 6), strict=True
+        whole, rotary._compute_table(1000, 8, torch.device("cpu"), 6, PLAIN), strict=True
     ):
         assert torch.equal(one, other)
