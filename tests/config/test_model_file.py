@@ -127,7 +127,7 @@ def test_random_values_of_every_part_are_read_back_equal(kind):
             continue
         seen.add(config)
         assert read_back(config) == config
-    assert len(seen) >= 3
+    assert len(seen) >= (3 if len(dataclasses.fields(kind)) > 1 else 1)  # one is `kind`
 
 
 @pytest.mark.parametrize("name", PRESETS)
