@@ -16,7 +16,6 @@ from arbcli.config.parts import (
     MambaConfig,
     MLPConfig,
     PartConfig,
-    ShiftConfig,
 )
 from arbcli.config.parts.chunking import ChunkingConfig
 from arbcli.config.parts.rotary import RotaryConfig
@@ -39,7 +38,6 @@ PARTS: dict[str, PartConfig] = {
         heads=2, head_width=8, ratio=2, top_k=2, window=3, index_heads=2, index_width=8
     ),
     "mamba": MambaConfig(heads=2, states=7),
-    "shift": ShiftConfig(),
     "mlp": MLPConfig(width=13),
     "experts": ExpertsConfig(experts=4, width=7, gate="softplus", shared=True),
 }

@@ -1080,10 +1080,6 @@ FAULTS = [
         rewrite("(b * v).sum() / c", "(b * v).mean()"), "hnet: end to end", slow=True,
     ),
     module(
-        "position", "a shift that takes the half of its own position", "model.parts",
-        rewrite("torch.cat((before, passed[:, :-1]), dim=1)", "passed"), "mixed: end to end",
-    ),
-    module(
         "gradient", "decays' gradient without what they take from later positions", "model.parts",
         rewrite("running_sum(o, reverse=True)", "o"), "mamba: whole gradient",
     ),

@@ -12,7 +12,6 @@ from arbcli.config.parts import (
     MLPConfig,
     PartConfig,
     SequencerConfig,
-    ShiftConfig,
 )
 from arbcli.config.site import Site
 from arbcli.model.parts.attention import Attention
@@ -24,14 +23,12 @@ from arbcli.model.parts.mamba import Mamba
 from arbcli.model.parts.memgram import MemGram
 from arbcli.model.parts.mlp import MLP
 from arbcli.model.parts.sequencer import TextSequencer
-from arbcli.model.parts.shift import Shift
 
 PARTS: dict[type[PartConfig], type[Part]] = {
     AttentionConfig: Attention,
     LatentAttentionConfig: LatentAttention,
     CompressedAttentionConfig: CompressedAttention,
     MambaConfig: Mamba,
-    ShiftConfig: Shift,
     MLPConfig: MLP,
     ExpertsConfig: Experts,
 }

@@ -23,7 +23,6 @@ from arbcli.config.parts import (
     ExpertsConfig,
     MambaConfig,
     MLPConfig,
-    ShiftConfig,
 )
 from arbcli.config.parts.chunking import ChunkingConfig
 from arbcli.config.parts.rotary import RotaryConfig
@@ -125,7 +124,6 @@ def mixed() -> ModelConfig:
             BlockConfig(mixer=near, channel=chosen),
             BlockConfig(mixer=wide),
             BlockConfig(mixer=wide, channel=hashed),
-            BlockConfig(mixer=ShiftConfig()),
         ),
     )
     return ModelConfig(ctx=17, stages=(outer, inner))

@@ -27,7 +27,6 @@ from arbcli.verify.parts.memories import memories
 from arbcli.verify.parts.mlp import mlp
 from arbcli.verify.parts.router import router
 from arbcli.verify.parts.sequencer import sequencer
-from arbcli.verify.parts.shift import shift
 
 
 class Branch(NamedTuple):
@@ -50,7 +49,6 @@ BRANCHES = {
     "latent": Branch("attention", "attention_norm", latent_attention),
     "compressed": Branch("attention", "attention_norm", compressed_attention),
     "mamba": Branch("mamba", "norm", mamba),
-    "shift": Branch("shift", "shift_norm", shift),
     "mlp": Branch("mlp", "mlp_norm", mlp),
     "experts": Branch("experts", "experts_norm", experts),
 }

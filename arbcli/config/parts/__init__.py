@@ -13,14 +13,12 @@ from arbcli.config.parts.mamba import MambaConfig
 from arbcli.config.parts.memgram import MemGramConfig
 from arbcli.config.parts.mlp import MLPConfig
 from arbcli.config.parts.sequencer import SequencerConfig
-from arbcli.config.parts.shift import ShiftConfig
 
 MIXERS: dict[str, type[PartConfig]] = {
     "attention": AttentionConfig,
     "latent": LatentAttentionConfig,
     "compressed": CompressedAttentionConfig,
     "mamba": MambaConfig,
-    "shift": ShiftConfig,
 }
 """Configurations of what mixes positions, by kind."""
 CHANNELS: dict[str, type[PartConfig]] = {"mlp": MLPConfig, "experts": ExpertsConfig}
