@@ -25,7 +25,7 @@ LENGTH, PROMPT = 128, 200
 ROUNDS = 7
 DIGITS = ("trit", "all")
 TASKS = {"text": LENGTH, "prompt": PROMPT}
-"""What is timed, and the bytes of it."""
+"""Tasks that are timed, and their bytes."""
 
 
 def build(preset: str, digits: str, compute: str):

@@ -562,7 +562,7 @@ def gates(runs: Runs) -> str:
 
 
 def deep(runs: Runs) -> str:
-    """What a model of many blocks showed: a line each."""
+    """Measurements of a model of many blocks, a line each."""
     rows = {(row["part"], row["variant"]): row for row in rows_of(runs)}
     if not rows:
         return _measured([], [], [])

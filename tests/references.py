@@ -1,4 +1,4 @@
-"""What float64 references make of the models of the tests."""
+"""Float64 references of the models of the tests."""
 
 from torch import Tensor
 

@@ -32,7 +32,7 @@ MOST = 2**20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockConfig:
-    """What a block adds to the stream: a mixer of positions, then a channel mixer; one may be None.
+    """A mixer of positions, then a channel mixer, each added to the stream; one may be None.
 
     Each stands behind a norm of its own.
     """
@@ -138,7 +138,7 @@ class ModelConfig:
     stages: tuple[StageConfig, ...]
     """The outermost first; all but the last have `chunking`."""
     beside: tuple[PartConfig, ...] = ()
-    """What is added to the embedding: of `arbcli.config.parts.BESIDE`."""
+    """Parts whose results are added to the embedding: of `arbcli.config.parts.BESIDE`."""
     head: MLPConfig | None = None
     """A gated MLP before the linear head; None is the linear head alone."""
     scale_type: str = "T32"

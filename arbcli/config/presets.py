@@ -238,7 +238,7 @@ UNIONS = {"mixer": MIXERS, "channel": CHANNELS, "beside": BESIDE}
 
 
 NONE = "none"
-"""What files have for None, as TOML has no word for it."""
+"""The word for None in files, as TOML has none."""
 
 
 def from_fields(kind: type, values: Any, where: str) -> Any:

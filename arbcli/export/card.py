@@ -12,7 +12,7 @@ from arbcli.train.directory import CONFIG
 from arbcli.train.record import read_records
 
 TEXT = {"text": dict, "text.train_bytes": int, "text.val_bytes": int}
-"""What a card tells of the `config.json` of a run."""
+"""Fields of the `config.json` of a run that a card shows."""
 USE = """```python
 from transformers import AutoModelForCausalLM, AutoTokenizer
 

@@ -33,7 +33,7 @@ SHAPE = dict.fromkeys(
     ("hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers",
      "sliding_window"), int,
 )  # fmt: skip
-"""What is read of a configuration."""
+"""Fields of a configuration that are read."""
 ENTRY = {"dtype": str, "shape": list[int], "data_offsets": list[int]}
 """Of a tensor in the header of weights."""
 _DTYPES = {"BF16": "bfloat16", "F32": "float32"}

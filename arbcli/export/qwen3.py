@@ -45,7 +45,7 @@ MLP = ("ffn_gate", "gate_proj"), ("ffn_up", "up_proj")
 
 
 class Shape(NamedTuple):
-    """What Qwen3 has to know of a model."""
+    """Settings of Qwen3 that follow from a model."""
 
     dim: int
     layers: int

@@ -70,7 +70,7 @@ class ModelReport(StateReport):
     """The state of a model, and of each of its parts."""
 
     parts: tuple[PartReport, ...]
-    """Those of depth 0 make up the model."""
+    """Rows of depth 0 make up the model."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -33,7 +33,7 @@ class PartReport:
     bytes: int
     """Of its state."""
     lr_factors: tuple[float, ...]
-    """What the learning rate of its matrices is multiplied by."""
+    """Factor of the learning rate of its matrices."""
 
 
 def list_parts(model: "LanguageModel") -> tuple[PartReport, ...]:

@@ -28,7 +28,7 @@ from arbcli.train.record import METRICS, finite, read_all_records
 Decoders = Mapping[str, Callable[[], Tensor]]
 """What decodes each weight, by name."""
 ORIGIN = {"step": int | None, "origin": str | None}
-"""What an export says of its checkpoint."""
+"""Metadata of the checkpoint in an export."""
 _AREAS = {"attn": "attention", "ffn": "mlp", "token": "embedding", "output": "head"}
 """Of a matrix of GGUF, by how its name begins after the number of its block."""
 _OTHER = "other"

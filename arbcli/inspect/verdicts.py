@@ -64,9 +64,9 @@ class Reading:
     takeoff_layer: int | None
     """The first block that enlarges the stream by `TAKEOFF` or more."""
     mixer_rms: tuple[float | None, ...]
-    """What the mixer of every block adds to the stream; None in a block without one."""
+    """Root-mean-square of the mixer's output in every block; None in a block without one."""
     channel_rms: tuple[float | None, ...]
-    """What the channel mixer adds."""
+    """The same of the channel mixer."""
     logit_min: float | None
     logit_max: float | None
     logit_spread: float | None

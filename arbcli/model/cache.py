@@ -1,4 +1,4 @@
-"""What a model has read of a text: the states of its parts, and the last bytes."""
+"""The state of a text: the states of the parts, and the last bytes."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,4 +1,4 @@
-"""What passes through the blocks of a model: the stream, and what is read beside it."""
+"""Values that pass through the blocks of a model: the stream, and inputs besides."""
 
 from typing import NamedTuple
 
@@ -13,7 +13,7 @@ class Flow(NamedTuple):
     x: Tensor
     """(B, T, D), or (B, T, n, D) of several residual streams."""
     added: Tensor | None = None
-    """What is still to be added to x; the norm of the next part adds it at no cost."""
+    """A tensor still to be added to x; the norm of the next part adds it at no cost."""
     losses: dict[str, list[Tensor]] = {}  # noqa: RUF012  # never changed
     """Float32 scalars by the name of the loss that they are parts of."""
 
@@ -23,7 +23,7 @@ class Flow(NamedTuple):
 
 
 class Reading(NamedTuple):
-    """What parts read besides the stream, re-based for the positions of each stage."""
+    """Inputs of parts besides the stream, re-based for the positions of each stage."""
 
     places: Tensor | None = None
     """(B, T) int64, the byte that each position stands for, -1 for an empty slot; None where

@@ -31,7 +31,7 @@ class Written(NamedTuple):
 
 
 class Mark:
-    """What some positions write over, for the states that count positions together.
+    """Copies of the slots that some positions write over, for states that share a clock.
 
     Args:
         position: positions that were read, a scalar, or (B,) of several texts; counted elsewhere.

@@ -37,7 +37,7 @@ BESIDE: dict[type[PartConfig], tuple[str, type[nn.Module]]] = {
     SequencerConfig: ("sequencer", TextSequencer),
     MemGramConfig: ("memgram", MemGram),
 }
-"""What is added to the embedding: the name of its tensors, and its module."""
+"""Parts added to the embedding: the name of the tensors, and the module."""
 
 
 def build_part(config: PartConfig, site: Site) -> Part:

@@ -37,7 +37,7 @@ from arbcli.model.state import Track
 
 
 class Chunked(NamedTuple):
-    """What a stage made of a batch."""
+    """The chunks that a stage made of a batch."""
 
     ratio: Tensor | None
     """Its ratio loss; None where nothing is learned."""
@@ -228,7 +228,7 @@ def _together(*losses: dict[str, list[Tensor]]) -> dict[str, list[Tensor]]:
 
 
 class StageState:
-    """What a stage keeps of a text, and what its encoder leaves for its decoder.
+    """The state of a stage, and the output of its encoder that the decoder reads.
 
     Args:
         stage: that it belongs to.

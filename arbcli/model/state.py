@@ -1,4 +1,4 @@
-"""What a model keeps of a text that it reads piece by piece: positions counted, states of parts.
+"""States of a text that is read piece by piece: counted positions, and tensors of parts.
 
 A part declares its own state, tensors of fixed shapes for the whole text, and nobody else looks
 inside. A state belongs to a clock, which counts the positions that its list of blocks has read: the
@@ -112,7 +112,7 @@ class Clock:
 
 
 class State:
-    """What a part keeps of a text; a subclass has the tensors."""
+    """The state of a part for a text; a subclass has the tensors."""
 
     def __init__(self, clock: Clock) -> None:
         self.clock = clock

@@ -28,7 +28,7 @@ SCHEMA = {
     f"{FIELD}.parts": dict[str, float | None],
     f"{FIELD}.gauges": dict[str, float | None],
 }
-"""What a checkpoint holds; None is a number that is not finite."""
+"""Records as a checkpoint holds them; None is a number that is not finite."""
 
 
 class Step(NamedTuple):

@@ -505,10 +505,10 @@ def _fit_to_minutes(config: TrainConfig, texts: Texts, minutes: float, group: Gr
 
 
 class Resumed(NamedTuple):
-    """What a loop goes on from, besides the state of its trainer."""
+    """State of a training loop besides that of its trainer."""
 
     recent: Mapping[str, Any]
-    """What the checkpoint holds of the last steps, see `recent.SCHEMA`; empty if nothing."""
+    """Records of the last steps in the checkpoint, see `recent.SCHEMA`; empty if there are none."""
     seconds: float
     """How long the run took until then."""
 

@@ -63,7 +63,7 @@ class Ledger:
     strength: tuple[Strength, ...] = ()
     """Which mistakes the checks that were made are known to catch."""
     sampled: tuple[str, ...] = ()
-    """What was checked of more that there is."""
+    """Samples that were checked, a line each."""
     remembered: int = 0
     """Results that were found before, by the same code on the same machine."""
 

@@ -35,7 +35,7 @@ SETTINGS = (
     "ARB_", "ATEN_", "CC", "CUBLAS_", "CUDA_", "DNNL_", "MKL_", "NVIDIA_", "OMP_", "ONEDNN_",
     "OPENBLAS_", "PYTORCH_", "TORCH", "TRITON_",
 )  # fmt: skip
-"""What the names of variables that can change a result begin with."""
+"""Prefixes of variables that can change a result."""
 
 
 def memory_folder() -> Path:

@@ -170,7 +170,7 @@ INTERPRETED = ("graph", "hnet", "compressed")
 FULL_SIZE = {name: preset(name) for name in PRESETS} | {
     "arb-tiny with all parts": preset("arb-tiny", moe=True, graph=True, memgram=True)
 }
-"""What is compared on a GPU besides, at the widths that it has."""
+"""Models that are compared on a GPU besides, at the widths that it has."""
 BYTES_OF_REFERENCE = 48
 """Of a weight: itself and its gradient in float64, the kernels' gradient, and what passes by."""
 LAYERS = 2

@@ -54,7 +54,7 @@ BRANCHES = {
 }
 """Mixers and channel mixers by kind."""
 BESIDE = {"sequencer": sequencer, "memgram": memgram}
-"""What is added to the embedding, by kind."""
+"""Parts added to the embedding, by kind."""
 
 
 def reference_model(
@@ -100,7 +100,7 @@ class Reference:
         self.config, self.endless = config, endless
         self.memories, self.choices = memories or {}, choices
         self.terms: dict[str, dict[str, list[Tensor]]] = {}
-        """What losses are averages of, by loss and by part."""
+        """Terms of the losses, which are their averages, by loss and by part."""
         self.places: dict[tuple[int, int], list[int]] = {}
         """The bytes that positions stand for, by stage and text."""
         self.text: list[list[int]] = []

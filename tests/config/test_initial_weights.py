@@ -1,4 +1,4 @@
-"""What of a saved model a run keeps that begins with its weights, and what it may choose."""
+"""Settings of a saved model that a run keeps, and those that it may choose."""
 
 import dataclasses
 import json

@@ -1,4 +1,4 @@
-"""What passed is remembered as long as all that it follows from is the same, and nothing else."""
+"""A pass is remembered as long as everything that it follows from is the same."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""What is checked by default follows from what kernels declare, and finds every planted fault."""
+"""The default sample follows from declarations of kernels, and finds every planted fault."""
 
 import ast
 import json

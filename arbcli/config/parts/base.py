@@ -1,4 +1,4 @@
-"""What the configurations of all parts have in common."""
+"""The base class of the configurations of parts."""
 
 from dataclasses import dataclass, field
 from typing import ClassVar

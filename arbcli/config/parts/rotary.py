@@ -34,7 +34,7 @@ class RotaryConfig:
     scaling: str = "none"
     """`linear` divides all angles by `factor`; `llama3` and `yarn` those of long waves."""
     factor: float = 1.0
-    """What angles are divided by."""
+    """Divisor of the angles."""
     low: float | None = None
     """Waves with fewer turns than this in the original context are scaled; None is 1."""
     high: float | None = None
@@ -96,7 +96,7 @@ class RotaryConfig:
 
     @property
     def stretch(self) -> float:
-        """What queries and keys are multiplied by as they turn; `yarn` sharpens attention."""
+        """Factor of queries and keys as they turn; `yarn` sharpens attention."""
         return 0.1 * math.log(self.factor) + 1 if self.scaling == "yarn" else 1.0
 
     def rotated(self, width: int) -> int:

@@ -61,7 +61,7 @@ def find(tensor: Tensor) -> Findable:
 
 
 ANCHOR = torch.empty(0, requires_grad=True, device="cpu")
-"""What compiled functions have for an `anchor`."""
+"""The `anchor` of compiled functions."""
 AUTOGRAD = torch._C.DispatchKey.AutogradFunctionality
 
 
@@ -214,7 +214,7 @@ class _Operator:
 
 
 class _Kind(NamedTuple):
-    """What an input of a function is for its operator."""
+    """An input of a function, as its operator takes it."""
 
     schema: str
     make: Callable[[Any], Any]

@@ -182,7 +182,7 @@ class LatentRing(State):
 
     @property
     def mask(self) -> Tensor:
-        """What each position attends to: the ring as it was, then themselves, (T, W + T) bool."""
+        """Mask of the ring as it was, then of the new positions themselves, (T, W + T) bool."""
         return self.clock.here(("ring mask", self.window), self._mask)
 
     def _mask(self) -> Tensor:

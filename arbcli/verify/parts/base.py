@@ -1,4 +1,4 @@
-"""What references of parts share: what they read, choices of a model, norms, rotations, windows.
+"""Shared pieces of references: inputs, choices of a model, norms, rotations, windows.
 
 A reference computes a text at a time, in float64. Weights are decoded and have their names within
 the part, less `.weight`; weights of a norm are (1, D), gains (D, 1), and a norm without weights
@@ -26,7 +26,7 @@ class Choices:
     made: dict[str, list[Tensor]] = field(default_factory=dict)
     """By the name of the module that chose, each (B, ...), in the order in which it chose."""
     scores: list[tuple[Tensor, Tensor]] = field(default_factory=list)
-    """What the reference finds: scores of what was chosen, and those of the best, sorted."""
+    """Scores of the entries that were chosen, and of the best ones, sorted, by the reference."""
     products: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     """Products of indexers that the model has above 0, others 0, and those that are above 0."""
 
@@ -60,7 +60,7 @@ class Reading:
     choices: Choices | None = None
     """Of the model, which are taken and judged; None is to choose the best."""
     terms: dict[str, dict[str, list[Tensor]]] = field(default_factory=dict)
-    """What losses are averages of, by loss and by part; see `note`."""
+    """Terms of the losses, which are their averages, by loss and by part; see `note`."""
 
     def within(self, name: str, config: PartConfig, iteration: int = 0) -> "Reading":
         """Give what a part within this one reads."""
