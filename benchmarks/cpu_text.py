@@ -5,7 +5,8 @@
 The weights are random, without sub-norms, and exported to the smallest type of GGUF that holds
 them: Q4_0 of trits, Q8_0 of all digits. Either program is a process of its own that waits while the
 other one computes, with as many threads as there are cores. llama.cpp is that of the package
-`xllamacpp`, as it is configured there, and its times are those that it reports itself.
+`xllamacpp`, as it is configured there, and its times are those that it reports itself. Set
+`ARB_NATIVE_LEVEL=x86-64-v3` to let ours have no more than AVX2, which it was compiled for.
 """
 
 import json
@@ -137,7 +138,7 @@ def measure(preset: str, digits: str, compute: str, rounds: int, folder: Path) -
             process.kill()
             process.wait()
         path.unlink()
-    rows = []
+    rows, level = [], os.environ.get("ARB_NATIVE_LEVEL", "")
     for task in TASKS:
         for name in processes:
             rates = found[task, name][1:]
@@ -149,6 +150,7 @@ def measure(preset: str, digits: str, compute: str, rounds: int, folder: Path) -
                     "program": name,
                     "type": kind if name == "llama.cpp" else compute,
                     "threads": os.cpu_count(),
+                    "level": level,
                     "bytes_per_second": round(statistics.median(rates), 1),
                     "rounds_bytes_per_second": [round(rate, 1) for rate in rates],
                 }

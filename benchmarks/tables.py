@@ -157,6 +157,29 @@ def steps_on_a_cpu(runs: Runs) -> str:
     return markdown(head, lines) + source(runs)
 
 
+def text_on_a_cpu(runs: Runs) -> str:
+    """Bytes of text a second on a CPU, and of a prompt, beside llama.cpp."""
+    pairs: dict[tuple[str, ...], dict[str, Row]] = {}
+    for row in rows_of(runs):
+        key = row["preset"], row["digits"], row["task"], row["level"]
+        pairs.setdefault(key, {})[row["program"]] = row
+    lines = []
+    for (preset, digits, task, level), found in pairs.items():
+        ours, peer = (found[name] for name in ("arb", "llama.cpp"))
+        rates = zip(*(row["rounds_bytes_per_second"] for row in (ours, peer)), strict=True)
+        lines.append(
+            [
+                f"`{preset}`, {digits}",
+                task,
+                level or "all",
+                *(f"{row['bytes_per_second']:,.1f} bytes/s" for row in (ours, peer)),
+                f"{median(mine / theirs for mine, theirs in rates):.2f}",
+            ]
+        )
+    head = ["", "", "our instructions", "ours", "llama.cpp", "ratio"]
+    return markdown(head, lines) + source(runs)
+
+
 EARLIER = " (until c5ecf49)"
 """Behind the options of a run whose rule has changed since."""
 
@@ -671,6 +694,7 @@ TABLES: dict[str, tuple[str, Callable[[Runs], str]]] = {
     "quality-fp8": ("quality", quality_in_eight_bits),
     "quality-code": ("code", quality_of_code),
     "cpu-step": ("cpu_step", steps_on_a_cpu),
+    "cpu-text": ("cpu_text", text_on_a_cpu),
     "speed": ("training_step", speed),
     "ratios": ("training_step", ratios),
     "steps": ("training_step", steps),
