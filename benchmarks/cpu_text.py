@@ -1,13 +1,16 @@
 """Time text on a CPU beside llama.cpp with the same weights, in turns.
 
-    python -m benchmarks.cpu_text [PRESET...] [--compute fp32] [--rounds N] [--out DIR]
+    python -m benchmarks.cpu_text [PRESET...] [--threads N] [--compute C] [--rounds N] [--out DIR]
 
 The weights are random, without sub-norms, and exported to the smallest type of GGUF that holds
 them: Q4_0 of trits, Q8_0 of all digits. Either program is a process of its own that waits while the
-other one computes, with as many threads as there are cores. llama.cpp is that of the package
-`xllamacpp`, as it is configured there, and its times are those that it reports itself.
+other one computes. llama.cpp is that of the package `xllamacpp`, as it is configured there. Beside
+the time on the clock, which llama.cpp reports itself, stands that of the processor, of all threads:
+with one thread other programs disturb it less. Set
+`ARB_NATIVE_LEVEL=x86-64-v3` to let ours have no more than AVX2, which it was compiled for.
 """
 
+import argparse
 import json
 import os
 import statistics
@@ -55,10 +58,13 @@ def export(preset: str, digits: str, path: Path) -> str:
     return write_model(path, weights, preset, None).name
 
 
-def serve_ours(preset: str, digits: str, compute: str) -> None:
-    """Do what each line that comes in says, and answer with its seconds."""
+def serve_ours(threads: str, preset: str, digits: str, compute: str) -> None:
+    """Do what each line that comes in says: answer with its seconds, and the processor's."""
+    import torch
+
     from arbcli.infer.generation import Decoder, Sampling
 
+    torch.set_num_threads(int(threads))
     model = build(preset, digits, compute)
     with model.prepared_weights():
         decoder = Decoder(model, PROMPT + LENGTH, Sampling(temperature=0))
@@ -66,30 +72,30 @@ def serve_ours(preset: str, digits: str, compute: str) -> None:
         for line in sys.stdin:
             decoder.cache.reset()
             decoder.length = 0
-            started = time.perf_counter()
+            if line.strip() == "text":
+                decoder.read(b"\n")
+            started, of_cpu = time.perf_counter(), time.process_time()
             if line.strip() == "prompt":
                 decoder.read(b"import " * 28 + b"arbs")
             else:
-                decoder.read(b"\n")
-                started = time.perf_counter()
-                made = sum(map(len, decoder.stream(LENGTH)))
-                assert made == LENGTH
-            print(time.perf_counter() - started, flush=True)
+                assert sum(map(len, decoder.stream(LENGTH))) == LENGTH
+            print(time.perf_counter() - started, time.process_time() - of_cpu, flush=True)
 
 
-def serve_llama(path: str) -> None:
+def serve_llama(threads: str, path: str) -> None:
     """Do the same with llama.cpp."""
     import xllamacpp
 
     about = xllamacpp.CommonParams()
     about.model.path, about.n_ctx, about.n_parallel = path, PROMPT + LENGTH, 1
     about.fit_params, about.verbosity = False, -1
-    about.cpuparams.n_threads = about.cpuparams_batch.n_threads = os.cpu_count()
+    about.cpuparams.n_threads = about.cpuparams_batch.n_threads = int(threads)
     server = xllamacpp.Server(about)
     print(flush=True)
     for line in sys.stdin:
         length = 1 if line.strip() == "prompt" else LENGTH
         prompt = list(b"import " * 28 + b"arbs") if length == 1 else [10]
+        of_cpu = time.process_time()
         answer = server.handle_completions(
             {"prompt": prompt, "max_tokens": length, "temperature": 0, "cache_prompt": False}
             | {"ignore_eos": True, "logit_bias": [[ord("a"), 1e4]]}
@@ -97,7 +103,7 @@ def serve_llama(path: str) -> None:
         found = answer["timings"]
         of_task, made = ("prompt", PROMPT) if length == 1 else ("predicted", LENGTH)
         assert found[f"{of_task}_n"] == made, json.dumps(found)
-        print(found[f"{of_task}_ms"] / 1e3, flush=True)
+        print(found[f"{of_task}_ms"] / 1e3, time.process_time() - of_cpu, flush=True)
 
 
 def start(*words: str) -> subprocess.Popen:
@@ -111,24 +117,25 @@ def start(*words: str) -> subprocess.Popen:
     return process
 
 
-def ask(process: subprocess.Popen, task: str) -> float:
-    """Let a process do a task: bytes a second."""
+def ask(process: subprocess.Popen, task: str) -> tuple[float, float]:
+    """Let a process do a task: bytes a second, and a second of the processor."""
     process.stdin.write(f"{task}\n")
     process.stdin.flush()
-    return TASKS[task] / float(process.stdout.readline())
+    clock, processor = map(float, process.stdout.readline().split())
+    return TASKS[task] / clock, TASKS[task] / processor
 
 
-def measure(preset: str, digits: str, compute: str, rounds: int, folder: Path) -> list[dict]:
+def measure(preset: str, digits: str, given: argparse.Namespace, folder: Path) -> list[dict]:
     """Measure a model in both programs, in turns."""
-    path = folder / f"{preset}-{digits}.gguf"
+    path, threads = folder / f"{preset}-{digits}.gguf", str(given.threads)
     kind = export(preset, digits, path)
     processes = {
-        "arb": start("arb", preset, digits, compute),
-        "llama.cpp": start("llama", str(path)),
+        "arb": start("arb", threads, preset, digits, given.compute),
+        "llama.cpp": start("llama", threads, str(path)),
     }
     found = {(task, name): [] for task in TASKS for name in processes}
     try:
-        for _ in range(1 + rounds):  # the first warms up
+        for _ in range(1 + given.rounds):  # the first warms up
             for task in TASKS:
                 for name, process in processes.items():
                     found[task, name].append(ask(process, task))
@@ -138,28 +145,39 @@ def measure(preset: str, digits: str, compute: str, rounds: int, folder: Path) -
             process.wait()
         path.unlink()
     rows = []
-    for task in TASKS:
-        for name in processes:
-            rates = found[task, name][1:]
-            rows.append(
-                {
-                    "preset": preset,
-                    "digits": digits,
-                    "task": task,
-                    "program": name,
-                    "type": kind if name == "llama.cpp" else compute,
-                    "threads": os.cpu_count(),
-                    "bytes_per_second": round(statistics.median(rates), 1),
-                    "rounds_bytes_per_second": [round(rate, 1) for rate in rates],
-                }
-            )
-        pairs = zip(found[task, "arb"][1:], found[task, "llama.cpp"][1:], strict=True)
-        ratio = statistics.median(ours / theirs for ours, theirs in pairs)
-        ours, theirs = (row["bytes_per_second"] for row in rows[-2:])
-        print(
-            f"{preset} {digits} {task}: {ours} bytes/s, llama.cpp {theirs}, {ratio:.2f}", flush=True
+    for (task, name), rates in found.items():
+        clock, processor = ([pair[i] for pair in rates[1:]] for i in (0, 1))
+        rows.append(
+            {
+                "preset": preset,
+                "digits": digits,
+                "task": task,
+                "program": name,
+                "type": kind if name == "llama.cpp" else given.compute,
+                "threads": given.threads,
+                "level": os.environ.get("ARB_NATIVE_LEVEL", ""),
+                "bytes_per_second": round(statistics.median(clock), 1),
+                "rounds_bytes_per_second": [round(rate, 1) for rate in clock],
+                "bytes_per_cpu_second": round(statistics.median(processor), 1),
+                "rounds_bytes_per_cpu_second": [round(rate, 1) for rate in processor],
+            }
         )
+    for ours, theirs in zip(rows[::2], rows[1::2], strict=True):
+        shown = ", ".join(
+            f"{ours[name]} {what}, llama.cpp {theirs[name]}, {ratio(ours, theirs, name):.2f}"
+            for name, what in (
+                ("bytes_per_second", "bytes/s"),
+                ("bytes_per_cpu_second", "bytes in a second of the processor"),
+            )
+        )
+        print(f"{preset} {digits} {ours['task']}: {shown}", flush=True)
     return rows
+
+
+def ratio(ours: dict, theirs: dict, name: str) -> float:
+    """Find how many times as fast ours is: the median over rounds in turns."""
+    pairs = zip(ours[f"rounds_{name}"], theirs[f"rounds_{name}"], strict=True)
+    return statistics.median(mine / other for mine, other in pairs)
 
 
 def main() -> None:
@@ -171,15 +189,15 @@ def main() -> None:
     parser = results.options("cpu_text", "Time text on a CPU beside llama.cpp.")
     parser.add_argument("presets", nargs="*", default=["base"], metavar="PRESET")
     parser.add_argument("--compute", choices=("bf16", "fp32"), default="fp32")
+    parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     given = parser.parse_args()
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         for preset in given.presets:
             for digits in DIGITS:
-                about = given.compute, given.rounds, Path(folder)
-                rows += measure(preset, digits, *about)
-    options = [*given.presets, "--compute", given.compute]
+                rows += measure(preset, digits, given, Path(folder))
+    options = [*given.presets, "--threads", str(given.threads), "--compute", given.compute]
     results.save(
         "cpu_text", rows, command=results.command_line("cpu_text", *options), folder=given.out
     )

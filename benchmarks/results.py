@@ -29,7 +29,7 @@ KEYS = {
     "many_gpus": ("part", "preset", "kind", "gpus", "seed"),
     "ablation": ("variant", "seed", "steps"),
     "cpu_step": ("preset", "kind", "compute"),
-    "cpu_text": ("preset", "digits", "task", "program"),
+    "cpu_text": ("preset", "digits", "task", "program", "threads", "level"),
     "exports": ("model", "program", "type"),
     "hnet": ("preset", "kind"),
     "long": ("preset", "kind"),

@@ -157,6 +157,24 @@ def steps_on_a_cpu(runs: Runs) -> str:
     return markdown(head, lines) + source(runs)
 
 
+def text_on_a_cpu(runs: Runs) -> str:
+    """Bytes of text a second on a CPU, and of a prompt, beside llama.cpp."""
+    pairs: dict[tuple[str, ...], dict[str, Row]] = {}
+    for row in rows_of(runs):
+        key = row["preset"], row["digits"], row["task"], row["threads"], row["level"]
+        pairs.setdefault(key, {})[row["program"]] = row
+    lines = []
+    for (preset, digits, task, threads, _), found in pairs.items():
+        ours, peer = (found[name] for name in ("arb", "llama.cpp"))
+        # beside other programs a thread's time on the clock says little
+        unit = "bytes_per_cpu_second" if threads == 1 else "bytes_per_second"
+        rates = zip(*(row[f"rounds_{unit}"] for row in (ours, peer)), strict=True)
+        speeds = [f"{row[unit]:,.1f} bytes/s" for row in (ours, peer)]
+        ratio = median(mine / theirs for mine, theirs in rates)
+        lines.append([f"`{preset}`, {digits}", task, str(threads), *speeds, f"{ratio:.2f}"])
+    return markdown(["", "", "threads", "ours", "llama.cpp", "ratio"], lines) + source(runs)
+
+
 EARLIER = " (until c5ecf49)"
 """Behind the options of a run whose rule has changed since."""
 
@@ -722,6 +740,7 @@ TABLES: dict[str, tuple[str, Callable[[Runs], str]]] = {
     "quality-fp8": ("quality", quality_in_eight_bits),
     "quality-code": ("code", quality_of_code),
     "cpu-step": ("cpu_step", steps_on_a_cpu),
+    "cpu-text": ("cpu_text", text_on_a_cpu),
     "speed": ("training_step", speed),
     "ratios": ("training_step", ratios),
     "steps": ("training_step", steps),

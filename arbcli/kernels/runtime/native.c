@@ -1155,12 +1155,13 @@ take_digits(const int8_t *plane, const uint16_t *scales, float *weights, const f
             eight found[2]) {
     bits both = LOAD(bits, scales);
     eight scale[2] = {(eight)(both << 16), (eight)(both & 0xFFFF0000)};
-    eight far[2] = {scale[0] * 65536.0f, scale[1] * 65536.0f};
+    eight far[2] = {scale[0] * -65536.0f, scale[1] * -65536.0f};
+    eight above[2] = {scale[0] * 65537.0f, scale[1] * 65537.0f}; /* exact: scales have 8 bits */
     for (int k = 0; k < PLANE; k++)
         for (int half = 0; half < 2; half++) {
-            /* the last bit of `above` + w is the last of eight of w, which has 15 at most */
+            /* of 2**16 w + w a float32 holds the first eight bits of w, which has 15 at most */
             eight digits = __builtin_convertvector(load_bytes(plane + k * TILE + 8 * half), eight);
-            eight above = digits * far[half], w = add_exact(above, digits, scale[half]) - above;
+            eight w = add_exact(digits * above[half], digits, far[half]);
             if (weights) STORE(weights + k * TILE + 8 * half, w);
             else found[half] = add_exact(found[half], w, ALL(x[k]));
         }

@@ -236,7 +236,11 @@ def test_nothing_is_done_without_memory():
         ("rotary_norm_backward", "turn(grad, cos, sin, -1.0f", "turn(grad, cos, sin, 1.0f"),
         ("row_matmul", "= (words){0} - x->totals", "= (words){0} + x->totals"),
         ("coded_rows", "(268 - exponent) << 23", "(267 - exponent) << 23"),
-        ("digits_matmul", "scale[0] * 65536.0f, scale[1] * 65536.0f", "scale[0], scale[1]"),
+        (
+            "digits_matmul",
+            "scale[0] * 65537.0f, scale[1] * 65537.0f",
+            "scale[0] * 65538.0f, scale[1] * 65538.0f",
+        ),
         ("decode_attention", "p + 1 < window ? p + 1", "p < window ? p"),
         ("embedding_rows", "id * one.w.exponent_stride", "one.w.exponent_stride"),
     ],
