@@ -18,7 +18,7 @@ def parts_table(parts: Iterable["PartReport"]) -> Table:
     rows = [
         [
             _name(part),
-            part.kind,
+            part.kind if part.kind != "block" or part.count == 1 else f"{part.count} blocks",
             part.shape,
             f"{part.weights:,}",
             f"{part.bytes / 1e6:,.2f}",
@@ -26,11 +26,13 @@ def parts_table(parts: Iterable["PartReport"]) -> Table:
         ]
         for part in parts
     ]
-    return table("Parts: sizes of equal blocks are added up", COLUMNS, rows, left=3)
+    found = table("Parts: sizes of equal blocks are added up", COLUMNS, rows, left=3)
+    for column in found.columns:
+        column.no_wrap = column.header.plain != "shape"
+    return found
 
 
 def _name(part: "PartReport") -> str:
     names = part.path.split(".")
     own = ".".join(names[-2:]) if names[-1][0].isdigit() else names[-1]
-    name, repeated = own.replace(".", " "), part.kind == "block" and part.count > 1
-    return f"{'  ' * part.depth}{name}" + (f" ({part.count} x)" if repeated else "")
+    return f"{'  ' * part.depth}{own.replace('.', ' ')}"

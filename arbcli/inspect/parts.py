@@ -1,6 +1,5 @@
 """The parts of a model as a tree: where each is, what it is, and what it takes."""
 
-import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -20,7 +19,8 @@ class PartReport:
     """A part, or several equal ones that follow one another."""
 
     path: str
-    """Name of its module; that of blocks ends in the first and the last number."""
+    """Name of its module; that of blocks ends in the first and the last number, as in `blocks.2-8`,
+    or in `blocks.2-8 by 2` where others are between them."""
     depth: int
     """Number of parts that it is inside of."""
     count: int
@@ -80,18 +80,40 @@ def _configs(config: ModelConfig) -> dict[str, Any]:
 
 
 def _blocks(path: str, stack: "Stack", configs: Iterable[Any]) -> Iterator[PartReport]:
-    """List blocks, equal ones that follow one another as one."""
-    pairs = zip(configs, enumerate(stack), strict=True)
-    for config, group in itertools.groupby(pairs, key=lambda pair: pair[0]):
-        numbers, blocks = zip(*(pair[1] for pair in group), strict=True)
-        ends = f"{numbers[0]}-{numbers[-1]}" if len(numbers) > 1 else f"{numbers[0]}"
+    """List blocks, equal ones that follow one another, or take turns with others, as one."""
+    configs = list(configs)
+    for numbers in _equal(configs):
+        blocks, ends = [stack[number] for number in numbers], str(numbers.start)
+        if len(numbers) > 1:
+            ends += f"-{numbers[-1]}" + (f" by {numbers.step}" if numbers.step > 1 else "")
         own = f"{path}.{ends}"
         yield _part(own, blocks, depth=1, kind="block", shape="")
         for part, branches in zip(
-            config.parts, zip(*(block.branches for block in blocks), strict=True), strict=True
+            configs[numbers.start].parts,
+            zip(*(block.branches for block in blocks), strict=True),
+            strict=True,
         ):
             name = branches[0].part.name
             yield _part(f"{own}.{name}", branches, depth=2, config=part)
+
+
+def _equal(configs: list[Any]) -> Iterator[range]:
+    """Find the numbers of equal blocks: runs of one, or of several that take turns.
+
+    Of several they are as few as possible, and each has two turns at least.
+    """
+    start = 0
+    while start < len(configs):
+        for turn in range(1, len(configs)):
+            end = start + turn
+            while end < len(configs) and configs[end] == configs[end - turn]:
+                end += 1
+            if end >= start + 2 * turn:
+                break
+        else:
+            turn, end = 1, start + 1
+        yield from (range(start + place, end, turn) for place in range(turn))
+        start = end
 
 
 def _part(

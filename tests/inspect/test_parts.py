@@ -6,7 +6,7 @@ from cells import QUICK
 
 from arbcli.config.presets import PRESETS, preset
 from arbcli.inspect.memory import predict, predict_parts
-from arbcli.inspect.parts import list_parts
+from arbcli.inspect.parts import _equal, list_parts
 from arbcli.model.build import build_model
 
 MODELS = PRESETS | {
@@ -44,12 +44,25 @@ def check_sums(report):
 def test_equal_blocks_that_follow_one_another_are_one_part():
     parts = {part.path: part for part in predict_parts(preset("arb-long", ratios=(4, 4, 8))).parts}
     assert [path for path in parts if path.count(".") == 1] == [
-        "blocks.0-1", "blocks.2", "blocks.3-4", "blocks.5", "blocks.6-7", "blocks.8",
-        "blocks.9-10", "blocks.11",
+        "blocks.0-1", "blocks.2-11 by 3", "blocks.3-9 by 3", "blocks.4-10 by 3",
     ]  # fmt: skip
-    pair, single = parts["blocks.0-1.mlp"], parts["blocks.2.mlp"]
-    assert (pair.count, single.count) == (2, 1)
-    assert (pair.weights, pair.bytes) == (2 * single.weights, 2 * single.bytes)
+    pair, turns = parts["blocks.0-1.mlp"], parts["blocks.2-11 by 3.mlp"]
+    assert (pair.count, turns.count) == (2, 4)
+    assert (turns.weights, turns.bytes) == (2 * pair.weights, 2 * pair.bytes)
+
+
+def test_blocks_that_take_turns_are_as_many_parts():
+    def paths(numbers):
+        return [(part.start, part[-1], part.step) for part in _equal(numbers)]
+
+    assert paths([1, 2, 1, 2, 1]) == [(0, 4, 2), (1, 3, 2)]
+    assert paths([3, 1, 2, 1, 2]) == [(0, 0, 1), (1, 3, 2), (2, 4, 2)]
+    assert paths([1, 2, 3]) == [(0, 0, 1), (1, 1, 1), (2, 2, 1)]
+    assert paths([1, 1, 1, 2, 2]) == [(0, 2, 1), (3, 4, 1)]
+    assert paths([]) == []
+    for numbers in ([1, 2, 1, 2, 1, 1], [1, 2, 3, 1, 2, 3, 4]):
+        found = {number: numbers[part.start] for part in _equal(numbers) for number in part}
+        assert [found[index] for index in range(len(numbers))] == numbers
 
 
 def test_part_says_its_kind_shape_and_factor():
