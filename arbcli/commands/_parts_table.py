@@ -1,4 +1,4 @@
-"""The parts of a model, as a table that is indented like a tree."""
+"""The parts of a model, as a table that is indented like a tree; `lr` is the factor of its rate."""
 
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
@@ -10,7 +10,7 @@ from arbcli.output import table
 if TYPE_CHECKING:
     from arbcli.inspect.parts import PartReport
 
-COLUMNS = ["part", "kind", "shape", "weights", "MB", "lr factor"]
+COLUMNS = ["part", "kind", "shape", "weights", "MB", "lr"]
 
 
 def parts_table(parts: Iterable["PartReport"]) -> Table:
@@ -20,13 +20,18 @@ def parts_table(parts: Iterable["PartReport"]) -> Table:
             _name(part),
             part.kind if part.kind != "block" or part.count == 1 else f"{part.count} blocks",
             part.shape,
-            f"{part.weights:,}",
+            f"{part.weights / 1e6:,.2f} M" if part.weights >= 1e6 else f"{part.weights:,}",
             f"{part.bytes / 1e6:,.2f}",
             ", ".join(f"{factor:.3g}" for factor in part.lr_factors),
         ]
         for part in parts
     ]
-    found = table("Parts: sizes of equal blocks are added up", COLUMNS, rows, left=3)
+    found = table(
+        "Parts: sizes of equal blocks are added up; lr multiplies the learning rate",
+        COLUMNS,
+        rows,
+        left=3,
+    )
     for column in found.columns:
         column.no_wrap = column.header.plain != "shape"
     return found
