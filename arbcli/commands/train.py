@@ -232,7 +232,10 @@ def train(
     if processes > 1 and weights in (None, "ternary") and resume is None:
         given.setdefault("wire", "int12")
     alone = rank == 0  # in showing anything
-    with RunDisplay(quiet=quiet or not alone, as_json=as_json and alone) as display:
+    advises = minutes is None and resume is None
+    with RunDisplay(
+        quiet=quiet or not alone, as_json=as_json and alone, advises=advises
+    ) as display:
         display.wait("loading")
         from arbcli.infer.load import read_saved, saved_config
         from arbcli.inspect import plots, room  # torch takes seconds, so not for `arb --help`

@@ -107,6 +107,9 @@ class Observer:
     def started(self, run: Path, trainer: Trainer, facts: dict[str, Any]) -> None:
         """A run begins, or goes on, at `trainer.step`; `facts` is what `config.json` says."""
 
+    def stepped(self, step: int) -> None:
+        """Step number `step` was done; a GPU may not be through with it yet."""
+
     def recorded(self, record: Record) -> None:
         """A record was written."""
 
@@ -127,6 +130,11 @@ class Observers(Observer):
         """Tell that the run begins."""
         for observer in self.observers:
             observer.started(run, trainer, facts)
+
+    def stepped(self, step: int) -> None:
+        """Tell of a step."""
+        for observer in self.observers:
+            observer.stepped(step)
 
     def recorded(self, record: Record) -> None:
         """Tell of a record."""
@@ -671,6 +679,7 @@ class _Loop:
         self.last_loss = trainer.train_step()
         self.recent.add(self.last_loss, trainer.updater.flips if trainer.updater else None)
         self.timed_steps += 1
+        self.observer.stepped(trainer.step)
         self._count_traced()
 
     def _after_step(self, step: int) -> None:
