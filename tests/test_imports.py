@@ -16,6 +16,7 @@ RANK = {
     "output": 1,
     "reading": 1,
     "plain_text": 2,
+    "run_files": 2,
     "kernels": 2,
     "data": 3,
     "directions": 3,

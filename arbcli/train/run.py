@@ -16,16 +16,12 @@ from torch import Tensor
 from arbcli.checkpoint import (
     Accept,
     Checkpoint,
-    best_checkpoints,
-    checkpoint_path,
-    checkpoints,
     keep_best,
     latest_checkpoint,
     load_checkpoint,
     run_lock,
     save_checkpoint,
     set_aside,
-    step_of,
     write_json,
 )
 from arbcli.config.initial import check_initial
@@ -46,11 +42,17 @@ from arbcli.errors import ArbError
 from arbcli.infer.generation import Sampling, generate
 from arbcli.infer.load import SavedModel, check_saved, check_trainable, saved_config
 from arbcli.model.operations import step_operations
+from arbcli.run_files import (
+    CONFIG,
+    best_checkpoints,
+    check_free,
+    checkpoint_path,
+    checkpoints,
+    step_of,
+)
 from arbcli.signals import RememberedSignal
 from arbcli.train.directory import (
-    CONFIG,
     THREADS_OF_A_CPU,
-    check_free,
     check_same_run,
     check_same_text,
     field_digests,
