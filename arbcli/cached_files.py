@@ -7,7 +7,7 @@ this user or root can have written it: a cache may be shared, and a library in i
 import os
 import stat
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from hashlib import file_digest, sha256
 from pathlib import Path
@@ -32,13 +32,38 @@ def is_cached(path: Path) -> bool:
     return False
 
 
-def read_cached(path: Path) -> bytes | None:
-    """Read a file that `write_cached` wrote; None if it is missing or not intact."""
-    with suppress(OSError), _open_own(path) as file, _open_own(_digest_file(path)) as digest:
-        content = file.read()
-        if sha256(content).hexdigest().encode() == digest.read(2 * sha256().digest_size):
-            return content
+def read_cached(path: Path, tell: Callable[[str], None] = lambda _: None) -> bytes | None:
+    """Read a file that `write_cached` wrote; None if it is missing or not intact.
+
+    Args:
+        path: of the file.
+        tell: is told in a line why a file that is there is not used.
+    """
+    try:
+        with _open_own(path) as file, _open_own(_digest_file(path)) as digest:
+            content = file.read()
+            if sha256(content).hexdigest().encode() == digest.read(2 * sha256().digest_size):
+                return content
+        why = "it is damaged"
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        why = error.strerror or str(error)
+    tell(f"ignored `{path}`: {why}")
     return None
+
+
+def remove_cached(path: Path) -> None:
+    """Remove a file that `write_cached` wrote, if it is there.
+
+    Raises:
+        ArbError: the cache cannot be written.
+    """
+    try:
+        for file in (path, _digest_file(path)):
+            file.unlink(missing_ok=True)
+    except OSError as error:
+        raise _cannot_write(path.parent, error) from error
 
 
 def write_cached(path: Path, blocks: Iterable[bytes]) -> None:
@@ -64,9 +89,11 @@ def write_cached(path: Path, blocks: Iterable[bytes]) -> None:
         _replace(path, hashed())
         _replace(_digest_file(path), [digest.hexdigest().encode()])
     except OSError as error:
-        raise ArbError(
-            f"cannot write to the cache `{path.parent}`: {error.strerror or error}", hint=_HINT
-        ) from error
+        raise _cannot_write(path.parent, error) from error
+
+
+def _cannot_write(folder: Path, error: OSError) -> ArbError:
+    return ArbError(f"cannot write to the cache `{folder}`: {error.strerror or error}", hint=_HINT)
 
 
 def _digest_file(path: Path) -> Path:
@@ -87,7 +114,7 @@ def _open_own(path: Path) -> BinaryIO:
     if stat.S_ISREG(status.st_mode) and _is_own(status) and _is_own(path.parent.stat()):
         return file
     file.close()
-    raise PermissionError(f"`{path}` may be another user's")
+    raise PermissionError("it is not a file to which only this user can write")
 
 
 def _is_own(status: os.stat_result) -> bool:

@@ -47,6 +47,13 @@ from arbcli.kernels.codec.packed import HIGHEST_EXPONENT, LOWEST_EXPONENT, OCTAV
 from arbcli.kernels.codec.packing import illegal_bytes
 from arbcli.reading import read_json as read_json  # what `write_json` wrote
 from arbcli.reading import without_blocking
+from arbcli.run_files import (
+    best_checkpoints,
+    checkpoint_path,
+    checkpoints,
+    step_of,
+    without_checkpoint,
+)
 
 try:
     import fcntl
@@ -75,8 +82,6 @@ _RANGES = {
     **dict.fromkeys(("score", "strength", "usage"), (0, 127)),
 }
 """Least and most, by the last part of a name; any other may have all values of its dtype."""
-_FILE_NAME = re.compile(r"step-([0-9]{6,})\.safetensors")
-_BEST_NAME = re.compile(r"best-([0-9]{6,})\.safetensors")
 _TENSOR_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 _READ_HINT = "check the path and its permissions"
 _WRITE_HINT = "check permissions and free space; whatever was saved before is intact"
@@ -212,18 +217,6 @@ def load_checkpoint(path: Path, accept: Accept = _accept_any) -> Checkpoint:
     raise kind(f"checkpoint `{path}`: refused: {why}", hint=hint)
 
 
-def checkpoint_path(directory: Path, step: int) -> Path:
-    """Name the checkpoint of a step."""
-    return directory / f"step-{step:06d}.safetensors"
-
-
-def checkpoints(directory: Path) -> list[Path]:
-    """List the checkpoints of a run by their names, the highest step first."""
-    paths = directory.glob("step-*.safetensors")
-    found = (path for path in paths if _FILE_NAME.fullmatch(path.name) and not path.is_dir())
-    return sorted(found, key=step_of, reverse=True)
-
-
 def latest_checkpoint(
     directory: Path, note: Callable[[str], None], accept: Accept = _accept_any
 ) -> Checkpoint:
@@ -250,10 +243,7 @@ def latest_checkpoint(
                 return found
             refusals.append(f"checkpoint `{path}`: refused: it is of step {found.step:,}")
     if not refusals:
-        raise ArbError(
-            f"there is no checkpoint in `{directory}`",
-            hint="give the directory of a run that has saved one",
-        )
+        raise without_checkpoint(directory)
     raise ArbError(
         f"no checkpoint in `{directory}` can be used: {'; '.join(refusals)}",
         hint="restore one from a copy, or start again in another directory",
@@ -303,19 +293,9 @@ def keep_best(path: Path) -> Path:
     return best
 
 
-def best_checkpoints(directory: Path) -> list[Path]:
-    """List what `keep_best` has named, at most one unless it was ended in between."""
-    return sorted(p for p in directory.glob("best-*.safetensors") if _BEST_NAME.fullmatch(p.name))
-
-
 def _copy(path: Path, file: BufferedIOBase) -> None:
     with path.open("rb") as source:
         shutil.copyfileobj(source, file)
-
-
-def step_of(path: Path) -> int:
-    """Read the step off the name of a checkpoint, or of one that is kept as the best."""
-    return int((_FILE_NAME.fullmatch(path.name) or _BEST_NAME.fullmatch(path.name))[1])
 
 
 def check_layout(tensors: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:

@@ -13,21 +13,22 @@ import sys
 import sysconfig
 from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from hashlib import sha256, shake_256
 from itertools import accumulate
 from mmap import ACCESS_READ, mmap
 from pathlib import Path
-from typing import NamedTuple
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, NamedTuple
 
 from arbcli.errors import ArbError
 from arbcli.plain_text import plain_file
 from arbcli.reading import shown
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
 SAVED = (".safetensors", ".gguf")
 """Ends of names of models, which no text of a folder is."""
@@ -143,8 +144,10 @@ class Text:
         # the bias of the remainder is below the number of windows / 2**64
         return [draw % self.windows(length) for draw in struct.unpack(f"<{count}Q", draws)]
 
-    def window_batch(self, starts: Sequence[int], length: int) -> Tensor:
+    def window_batch(self, starts: Sequence[int], length: int) -> "Tensor":
         """Copy the windows that begin at `starts` to (B, length) uint8 on the CPU."""
+        import torch  # takes seconds, and to find files needs none
+
         windows = bytearray().join([self.read(start, length) for start in starts])
         return torch.frombuffer(windows, dtype=torch.uint8).view(len(starts), length)
 
@@ -215,8 +218,8 @@ def batch(
     micro: int,
     batch_size: int,
     context: int,
-    device: torch.device | str,
-) -> tuple[Tensor, Tensor]:
+    device: "torch.device | str",
+) -> "tuple[Tensor, Tensor]":
     """Draw one micro-batch, each window of the text equally likely.
 
     The starts of the windows are a hash of (seed, step, micro), the same on every machine.
@@ -253,8 +256,8 @@ def evaluation_batches(
     seed: int = 7,
     batch_size: int,
     context: int,
-    device: torch.device | str,
-) -> Iterator[tuple[Tensor, Tensor]]:
+    device: "torch.device | str",
+) -> Iterator["tuple[Tensor, Tensor]"]:
     """Draw the batches of steps 0 to `num_batches` - 1, the same on every call."""
     sizes = {"batch_size": batch_size, "context": context}
     for step in range(num_batches):
@@ -266,6 +269,8 @@ def entropy(text: Text) -> float:
 
     Of a text above 256 MiB it reads 256 blocks of 1 MiB, evenly spaced from the first to the last.
     """
+    import torch
+
     counts = torch.zeros(256, dtype=torch.int64)
     for block in _blocks(text):
         # a writable copy, as torch warns of any other buffer
@@ -528,11 +533,30 @@ def _expand(entry: str, left_out: list[str]) -> list[Path]:
         elif is_named or stat.S_ISREG(mode):
             files.append(Path(os.path.abspath(match)))
     if not files:
-        raise ArbError(
-            f"the folder `{entry}` has no files" if is_named else f"nothing matches `{entry}`",
-            hint="name a file, a glob in quotes, or a folder with files that are not hidden",
-        )
+        raise _without_files(entry, is_named=is_named)
     return files
+
+
+def check_named(entries: Iterable[str]) -> None:
+    """Refuse what names nothing; what a folder has, or a file, is not looked at.
+
+    Raises:
+        ArbError: an entry names nothing, or what is neither a folder nor a file that can be read.
+    """
+    for entry in entries:
+        path = os.path.expanduser(_weight(entry)[0])
+        mode = _mode(path)
+        if mode and not stat.S_ISDIR(mode):
+            _file_bytes(Path(path))
+        elif not mode and next(_matches(path), None) is None:
+            raise _without_files(_weight(entry)[0], is_named=False)
+
+
+def _without_files(entry: str, *, is_named: bool) -> ArbError:
+    return ArbError(
+        f"the folder `{entry}` has no files" if is_named else f"nothing matches `{entry}`",
+        hint="name a file, a glob in quotes, or a folder with files that are not hidden",
+    )
 
 
 def _matches(pattern: str) -> Iterator[str]:

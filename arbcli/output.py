@@ -16,7 +16,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from typing import Any, TextIO
 
@@ -276,49 +276,73 @@ def _one_line(text: str) -> str:
 class LiveLine:
     """A line on stderr that is written over, or a line each time where that is no terminal.
 
-    One that is written over ends at the width of the terminal; the last one is left in full.
+    One that is written over ends at the width of the terminal; the last one is left there.
+
+    Args:
+        moves: whether it is written again every second, as `follow` needs.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, moves: bool = False) -> None:
         self.is_live = _err.is_terminal
         """Whether lines are written over."""
-        self._live = (
-            Live(console=_err, auto_refresh=False, transient=True) if self.is_live else None
+        self._make: Callable[[int], str] = lambda _: ""
+        self._follows = self._is_left = False
+        self._live = Live(
+            console=_err,
+            auto_refresh=moves,
+            refresh_per_second=1,
+            transient=True,
+            get_renderable=self._render,
         )
-        self._last: str | None = None
 
     def __enter__(self) -> "LiveLine":
-        if self._live:
+        if self.is_live:
             self._live.start()
         return self
 
     def __exit__(self, *_: object) -> None:
         """Leave the last line there."""
-        if self._live:
+        if self.is_live:
             self._live.stop()
-            if self._last is not None:
-                note(self._last)
+            if self._is_left:
+                note(self._make(self.width))
+
+    @property
+    def width(self) -> int:
+        """Count the columns of the terminal."""
+        return _err.width
 
     def show(self, text: str, *, keep: bool = False) -> None:
         """Show a line; `keep` leaves it above the next one, and it may be several lines then."""
-        if self._live is None:
+        if not self.is_live:
             (note_text if keep else note)(text)
         elif keep:
-            self._write("")
+            if not self._follows:
+                self._write("")
+                self._is_left = False
             note_text(text)
-            self._last = None
         else:
             self._write(text)
-            self._last = text
+            self._is_left = True
+
+    def follow(self, make: Callable[[int], str]) -> None:
+        """Show what `make` returns for the width of the terminal, from now on and every second."""
+        if self.is_live:
+            self._make, self._follows, self._is_left = make, True, True
+            self._live.refresh()
 
     def show_wait(self, text: str) -> None:
         """Show a person what is waited for, until there is something else to show."""
-        if self._live:
+        if self.is_live:
             self._write(text)
+            self._is_left = False
 
     def _write(self, text: str) -> None:
-        shown = Text(_one_line(text), no_wrap=True, overflow="ellipsis")
-        self._live.update(shown, refresh=True)
+        self._make, self._follows = lambda _: text, False
+        self._live.refresh()
+
+    def _render(self) -> Text:
+        return Text(_one_line(self._make(self.width)), no_wrap=True, overflow="ellipsis")
 
 
 def table(title: str, columns: list[str], rows: list[list[str]], *, left: int = 1) -> Table:

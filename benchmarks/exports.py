@@ -26,7 +26,8 @@ from arbcli.export.run import export
 from arbcli.infer.generation import Sampling, generate
 from arbcli.infer.load import load_model
 from arbcli.model.language_model import LanguageModel
-from arbcli.train.directory import CONFIG, open_texts_again
+from arbcli.run_files import CONFIG
+from arbcli.train.directory import open_texts_again
 from arbcli.verify.reference import reference_model
 from arbcli.verify.update_reference import reference_weight
 from benchmarks import results

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from arbcli import cli
-from arbcli.checkpoint import checkpoints
+from arbcli.run_files import checkpoints
 from arbcli.train import run as run_module
 
 STEPS = 120

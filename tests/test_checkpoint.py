@@ -25,7 +25,6 @@ from arbcli import checkpoint as module
 from arbcli.checkpoint import (
     Checkpoint,
     check_layout,
-    checkpoints,
     latest_checkpoint,
     load_checkpoint,
     read_json,
@@ -34,6 +33,7 @@ from arbcli.checkpoint import (
     write_json,
 )
 from arbcli.errors import ArbError
+from arbcli.run_files import checkpoints
 
 
 def example(step: int = 200, size: int = 5, backwards: bool = False) -> Checkpoint:

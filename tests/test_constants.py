@@ -35,7 +35,7 @@ from arbcli.model.parts import (
     router,
     sequencer,
 )
-from arbcli.rules import RULES, base, find_rule, moment
+from arbcli.rules import DIRECTION, LR, RULES, base, find_rule, moment
 from arbcli.train import float_optimizer, updater
 
 CONSTANTS = {
@@ -85,7 +85,7 @@ def test_constants_are_what_they_were(module):
 def test_rules_are_what_they_were():
     found = {name: find_rule(name) for name in RULES}
     assert {
-        name: (rule.radix, rule.remainder_max, rule.moment_range, rule.lr, rule.direction)
+        name: (rule.radix, rule.remainder_max, rule.moment_range, LR[name], DIRECTION[name])
         for name, rule in found.items()
     } == {
         "moment": (64, 127, 2.0, 1.0, "orthogonal"),

@@ -21,8 +21,8 @@ from arbcli.data import open_texts
 from arbcli.errors import ArbError
 from arbcli.infer.load import load_model
 from arbcli.model.build import build_model
+from arbcli.run_files import latest_run
 from arbcli.train.configure import new_config
-from arbcli.train.directory import latest_run
 from arbcli.train.run import Observer, resume_run, start_run
 from arbcli.train.trainer import Trainer, text_digest
 

@@ -241,3 +241,21 @@ def test_line_that_is_written_over_fits_the_terminal(terminal):
         assert "…" in drawn
         assert drawn.count("9") == 80 - len("step …")
     assert terminal.getvalue().replace("\n", "").endswith("9" * 200)
+
+
+def test_line_that_moves_is_made_for_the_width_and_left_as_it_is_last(terminal):
+    numbers = iter(range(99))
+    with LiveLine(moves=True) as line:
+        line.follow(lambda width: f"{next(numbers)} of {width}")
+        line.show("an evaluation", keep=True)
+        line._live.refresh()
+    told = terminal.getvalue()
+    assert told.index("0 of 80") < told.index("an evaluation") < told.index("2 of 80")
+    assert re.search(r"[0-9]+ of 80\n$", told)
+
+
+def test_line_that_moves_is_gone_when_something_else_is_waited_for(terminal):
+    with LiveLine(moves=True) as line:
+        line.follow(lambda _: "step 7")
+        line.show_wait("")
+    assert not terminal.getvalue().endswith("step 7\n")

@@ -13,9 +13,10 @@ from arbcli.export.gguf_file import GGUFFile
 from arbcli.export.run import export
 from arbcli.inspect.saved import compare, open_saved
 from arbcli.reading import check_schema, is_of, open_regular, parse_json, read_json, read_small
+from arbcli.run_files import latest_run
 from arbcli.train.check import check_run
 from arbcli.train.configure import new_config
-from arbcli.train.directory import latest_run, read_facts
+from arbcli.train.directory import read_facts
 from arbcli.train.record import LONGEST_LINE, METRICS, best_step, read_all_records, read_records
 from arbcli.train.run import Observer, resume_run, start_run
 

@@ -26,7 +26,7 @@ _GROUP_OF = {name: title for title, names in GROUPS.items() for name in names.sp
 NEEDED = {"Model": "preset", "Optimisation": "lr"}
 """Parameters that a command of such a group has: in others its names mean something else."""
 _RANGE = re.compile(r"(?:\s*\[|; )[^\[\];]*\bx[<>]=?[^\[\];]*(\]?)")
-_TYPE = re.compile(r" (<[^>]+>|[A-Z][A-Z ]*)$")
+_TYPE = re.compile(r" (<.+>|[A-Z][A-Z ]*)$")
 """What Typer writes behind an option, in its present words and in those of earlier versions."""
 TYPES = {"int": "N", "float": "X", "path": "PATH", "list": "PATH"}
 """What stands for a value, by how Typer calls its type; a name for any other."""
@@ -67,7 +67,7 @@ def _without_range(text: str) -> str:
 def _with_readable_type(param: Any, text: str) -> str:
     """Write `--steps N` for `--steps <int range>`."""
     if param.metavar is not None:
-        return text
+        return text.partition(" <")[0]
 
     def shorten(found: re.Match) -> str:
         if getattr(param, "multiple", False):

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
+from arbcli import run_files
 from arbcli.config.checks import check_choice
 from arbcli.config.file import read_model
 from arbcli.config.parts.chunking import BOUNDARIES
@@ -16,7 +17,8 @@ from arbcli.config.parts.experts import GATES
 from arbcli.config.presets import ATTENTIONS, GRAPH_ATTENTIONS, check_preset
 from arbcli.config.short_forms import OUTER_BLOCKS
 from arbcli.config.site import SCALE_TYPES
-from arbcli.config.training import COMPUTES
+from arbcli.config.training import COMPUTES, train_config
+from arbcli.data import check_named
 from arbcli.directions import DIRECTIONS
 from arbcli.errors import ArbError
 from arbcli.output import note
@@ -122,18 +124,45 @@ def repeat_options(words: list[str]) -> list[str]:
     return found
 
 
-def find_run(path: Path, root: Path | None = None) -> Path:
+def find_run(path: Path, root: Path | None = None, *, loads: bool = False) -> Path:
     """Find the run that `auto` stands for: the last one in `root`, or in `runs`.
 
-    Any other path is what it is.
-    """
-    if str(path) != "auto":
-        return path
-    from arbcli.train.directory import RUNS, latest_run  # imports torch
+    Any other path is what it is. It is refused before torch is imported, which takes seconds.
 
-    run = latest_run(root or RUNS)
-    note(f"auto is `{run}`")
-    return run
+    Args:
+        path: `auto`, or what there is.
+        root: of the runs.
+        loads: whether a checkpoint is to be loaded, which a directory must have.
+
+    Raises:
+        ArbError: there is no such file, or no checkpoint.
+    """
+    if str(path) == "auto":
+        path = run_files.latest_run(root or run_files.RUNS)
+        note(f"auto is `{path}`")
+    elif not path.exists():
+        raise ArbError(f"there is no run at `{path}`", hint="name a run, or a file that was saved")
+    elif loads and path.is_dir() and not run_files.checkpoints(path):
+        raise run_files.without_checkpoint(path)
+    return path
+
+
+def check_settings(given: dict[str, Any]) -> None:
+    """Refuse settings that do not fit each other, before torch is imported.
+
+    Args:
+        given: fields of `TrainConfig` and of the preset's model, without the place to compute.
+
+    Raises:
+        ArbError: they do not, or a text is not there.
+    """
+    place = {"device": "cpu", "backend": "torch"}
+    train_config(**{"preset": "tiny", "compute": "fp32"} | given | place)
+    check_named([*given.get("data", ()), *given.get("val", ())])
+
+
+MOST_METAVAR = 32
+"""Letters of what stands for a value in a page of help."""
 
 
 def one_of(field: str, known: Iterable[str]) -> Callable[[str | None], str | None]:
@@ -161,8 +190,10 @@ def _check_device(name: str | None) -> str | None:
 
 
 def _name(field: str, known: Iterable[str], what: str) -> Any:
-    """Declare an option that is one of some names."""
-    how = {"help": what, "callback": one_of(field, known)}
+    """Declare an option that is one of some names, which stand for its value where they are few."""
+    choices = "|".join(known)
+    metavar = choices if len(choices) <= MOST_METAVAR else field.rpartition("_")[2].upper()
+    how = {"help": what, "callback": one_of(field, known), "metavar": metavar}
     return Annotated[str | None, typer.Option(option_of(field), **how)]
 
 
@@ -208,7 +239,9 @@ Recompute = Annotated[
 ]
 Device = Annotated[
     str | None,
-    typer.Option(help="cpu, cuda, or mps. [default: cuda if there is one]", callback=_check_device),
+    typer.Option(
+        metavar="cpu|cuda|mps", help="[default: cuda if there is one]", callback=_check_device
+    ),
 ]
 Seed = Annotated[int | None, typer.Option(min=0, max=2**31 - 1, help="[default: 0]")]
 Checkpoint = Annotated[
@@ -227,7 +260,8 @@ Data = Annotated[
     ),
 ]
 Field = Annotated[
-    str | None, typer.Option(help="Field of .jsonl or .parquet files that has the text.")
+    str | None,
+    typer.Option(metavar="FIELD", help="Field of .jsonl or .parquet files that has the text."),
 ]
 Val = Annotated[
     list[str] | None,
@@ -246,6 +280,7 @@ MODEL = {
     "preset": Annotated[
         str | None,
         typer.Option(
+            metavar="PRESET",
             help="Kind and size of the model: tiny, small, base or 1b, of dense blocks; arb-long,"
             " of these with compressed attention; arb-deep-small or arb-deep, of compressed"
             " attention and experts on four streams; arb-tiny or arb-3b, of n-grams, codebooks,"

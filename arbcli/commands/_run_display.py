@@ -1,9 +1,13 @@
 """What `arb train` shows of a run."""
 
 import math
+import time
+from collections.abc import Sequence
 from pathlib import Path
+from threading import Timer
 from typing import TYPE_CHECKING, Any
 
+from arbcli.commands._time_left import TimeLeft
 from arbcli.output import LiveLine, OutputError, bytes_text, emit_json, note, note_text
 
 if TYPE_CHECKING:
@@ -11,18 +15,39 @@ if TYPE_CHECKING:
     from arbcli.train.trainer import Trainer
 
 
-class RunDisplay:
-    """Shows a run: a live line and tables for a person, or a JSON object a record."""
+ESTIMATE_AFTER = 10.0
+"""Seconds of training after which a person is told how long the run takes."""
+LONG_SECONDS = 15 * 60
+"""A run on a CPU that takes longer is told what is quicker."""
+SMALL_WEIGHTS = 4e6
+"""Weights of a model than which no preset is much smaller."""
+BAR_COLUMNS = 24
 
-    def __init__(self, *, quiet: bool, as_json: bool) -> None:
-        self.quiet, self.as_json = quiet, as_json
-        self.line = LiveLine()
+
+class RunDisplay:
+    """Shows a run: a live line and tables for a person, or a JSON object a record.
+
+    Args:
+        quiet: shows no progress.
+        as_json: prints records as JSON.
+        advises: says what is quicker where a run on a CPU takes long.
+    """
+
+    def __init__(self, *, quiet: bool, as_json: bool, advises: bool = False) -> None:
+        self.quiet, self.as_json, self.advises = quiet, as_json, advises
+        self.line = LiveLine(moves=True)
+        self._time_left: TimeLeft | None = None
+        self._figures: list[str] = []
+        """Of the last record."""
+        self._estimate: Timer | None = None
 
     def __enter__(self) -> "RunDisplay":
         self.line.__enter__()
         return self
 
     def __exit__(self, *exception: object) -> None:
+        if self._estimate:
+            self._estimate.cancel()
         self.line.__exit__(*exception)
 
     def wait(self, what: str) -> None:
@@ -52,29 +77,61 @@ class RunDisplay:
             note(f"        `native` would be faster: {native.why_not()}")
         if trainer.step:
             note(f"resumed at step {trainer.step}")
+        self._advice = ""
+        if self.advises and config.device == "cpu":
+            smaller = "" if number < SMALL_WEIGHTS else "`--preset tiny` is a smaller model, "
+            self._advice = f"{smaller}`--minutes 10` trains as many steps as fit"
+        self._time_left = TimeLeft(config, trainer.step, time.perf_counter())
+        self.line.follow(self._progress)
+        self._estimate = Timer(ESTIMATE_AFTER, self.tell_estimate)
+        self._estimate.daemon = True
+        self._estimate.start()
+
+    def stepped(self, step: int) -> None:
+        if self._time_left:
+            self._time_left.stepped(step, time.perf_counter())
+
+    def tell_estimate(self) -> None:
+        """Say how long the run takes, and if that is long what is quicker."""
+        now = time.perf_counter()
+        left, about = self._time_left.seconds(now), "about"
+        if left is None:
+            left, about = self._time_left.least_seconds(now), "more than"
+        note(f"time    {about} {_clock(left)} to step {self.steps:,}")
+        if self._advice and left > LONG_SECONDS:
+            note(f"        quicker, from the start: {self._advice}")
+
+    def _progress(self, width: int) -> str:
+        """Make the line that is shown between records, of at most `width` columns."""
+        now, left = time.perf_counter(), self._time_left
+        seconds, done = left.seconds(now), left.step / self.steps
+        shown = f"more than {_clock(left.least_seconds(now))} left"
+        if seconds is not None:
+            shown = f"{_clock(seconds)} left"
+        filled = int(done * BAR_COLUMNS)
+        bar = f"[{'#' * filled}{'.' * (BAR_COLUMNS - filled)}]"
+        return fitted([f"step {left.step}/{self.steps}", shown, bar, *self._figures], width)
 
     def recorded(self, record: "Record") -> None:
         self._emit(record.as_json())
         if self.quiet:
             return
-        line = (
-            f"step {record.step}/{self.steps}  loss {record.loss:.3f} nats"
-            f"  {record.bits_per_byte:.3f} bits"
-        )
-        if record.bytes_per_second is not None:
-            line += f"  {record.bytes_per_second:,.0f} bytes/s  {_clock(record.seconds_left)} left"
-        line += f"  {bytes_text(record.state_bytes)} state, {bytes_text(record.peak_bytes)} peak"
-        if record.mfu is not None:
-            line += f"  {record.mfu:.1%} MFU"
-        if record.flip_share is not None:
-            line += f"  {record.flip_share:.2%} flipped"
-        if (length := record.gauges.get("chunk_length")) is not None:
-            line += f"  {length:.2f} bytes a chunk"
-        if (wire := record.gauges.get("wire")) is not None:
-            line += f"  {wire:.2f} bytes a weight on the wire"
+        now = time.perf_counter()
         if record.val_loss is not None:
-            line += f"  held-out {record.val_loss:.4f}"
-        self.line.show(line, keep=record.val_loss is not None)
+            self._time_left.evaluated(now)
+        self._time_left.resumed(now)
+        self._figures = _figures(record)
+        parts, keep = (
+            [f"step {record.step}/{self.steps}", *self._figures],
+            record.val_loss is not None,
+        )
+        if self.line.is_live:
+            if keep:
+                self.line.show(fitted(parts, self.line.width), keep=True)
+        else:
+            if (left := self._time_left.seconds(now)) is not None:
+                parts.insert(1, f"{_clock(left)} left")
+            self.line.show("  ".join(parts), keep=keep)
         gauges = {name: value for name, value in record.gauges.items() if name != "wire"}
         if record.val_loss is not None and gauges:
             self.line.show(_gauges(gauges), keep=True)
@@ -95,7 +152,8 @@ class RunDisplay:
         note(message)
 
     def ended(self, report: "TrainReport") -> None:
-        """Show nothing yet: the curve may still be drawn."""
+        """Show no progress any more, and nothing else yet: the curve may still be drawn."""
+        self.wait("")
 
     def finished(self, report: "TrainReport") -> None:
         """Show how the run ended."""
@@ -113,6 +171,36 @@ class RunDisplay:
             note(f"               {math.log(256):.4f} nats is uniform, ln 256")
             note(f"time           {_clock(report.seconds)}")
         note(f"checkpoint     {report.checkpoint or 'none: a float twin is measured, not kept'}")
+
+
+def fitted(parts: Sequence[str], width: int) -> str:
+    """Join as many of the first parts as a line of `width` columns has room for."""
+    line = parts[0]
+    for part in parts[1:]:
+        if len(line) + 2 + len(part) > width:
+            break
+        line += f"  {part}"
+    return line
+
+
+def _figures(record: "Record") -> list[str]:
+    """Show what a record says, what matters most first."""
+    shown = []
+    if record.val_loss is not None:
+        shown.append(f"held-out {record.val_loss:.4f}")
+    shown += [f"loss {record.loss:.3f} nats", f"{record.bits_per_byte:.3f} bits"]
+    if record.bytes_per_second is not None:
+        shown.append(f"{record.bytes_per_second:,.0f} bytes/s")
+    shown.append(f"{bytes_text(record.state_bytes)} state, {bytes_text(record.peak_bytes)} peak")
+    if record.mfu is not None:
+        shown.append(f"{record.mfu:.1%} MFU")
+    if record.flip_share is not None:
+        shown.append(f"{record.flip_share:.2%} flipped")
+    if (length := record.gauges.get("chunk_length")) is not None:
+        shown.append(f"{length:.2f} bytes a chunk")
+    if (wire := record.gauges.get("wire")) is not None:
+        shown.append(f"{wire:.2f} bytes a weight on the wire")
+    return shown
 
 
 def _gauges(gauges: dict[str, float]) -> str:

@@ -17,6 +17,7 @@ from arbcli.commands._options import (
     Json,
     Recompute,
     Seed,
+    check_settings,
     given_options,
     takes_model,
     with_model_file,
@@ -25,6 +26,7 @@ from arbcli.commands._outputs import check_file
 from arbcli.commands._processes import start_processes, this_process
 from arbcli.commands.count_params import state_table
 from arbcli.errors import ArbError
+from arbcli.inspect.budget import budget_bytes
 from arbcli.output import LiveLine, bytes_text, emit, table
 
 if TYPE_CHECKING:
@@ -51,7 +53,9 @@ def audit_memory(
     steps: Annotated[int, typer.Option(min=2, help="Real steps to measure.")] = 3,
     budget: Annotated[
         str | None,
-        typer.Option(help="Only tell whether a step fits, by prediction: 6GiB, 500MiB, 4GB."),
+        typer.Option(
+            metavar="SIZE", help="Only tell whether a step fits, by prediction: 6GiB, 500MiB, 4GB."
+        ),
     ] = None,
     what_if: Annotated[
         bool, typer.Option("--what-if", help="Only predict all rules and scale types.")
@@ -79,12 +83,8 @@ def audit_memory(
         _check_ranks(ranks, processes, what_if=what_if, snapshot=snapshot)
         if budget is None and processes == 1:
             start_processes(ranks)
-    with LiveLine() as line:
-        line.show_wait("loading")
-        # torch takes seconds to import, so not for `arb --help`
-        from arbcli.inspect import audit, memory
-        from arbcli.train.configure import new_config
-
+    if budget is not None:
+        budget_bytes(budget)  # refuses what is none, before torch is imported
     given = given_options(
         **model,
         batch=batch,
@@ -97,6 +97,13 @@ def audit_memory(
     given = with_model_file(given)
     if ranks is not None:
         given = {"accum": ranks, "wire": "int12"} | given
+    check_settings(given)
+    with LiveLine() as line:
+        line.show_wait("loading")
+        # torch takes seconds to import, so not for `arb --help`
+        from arbcli.inspect import audit, memory
+        from arbcli.train.configure import new_config
+
     if budget is not None and (device or "").startswith("cuda"):
         config = audit.config_of_any_gpu(**given)
     else:
@@ -108,7 +115,7 @@ def audit_memory(
         if budget is not None:
             from arbcli.inspect.ranks import predict_ranks
 
-            report = predict_ranks(config, ranks, audit.budget_bytes(budget))
+            report = predict_ranks(config, ranks, budget_bytes(budget))
         else:
             report = _audit_ranks(config)
         if rank == 0:

@@ -37,11 +37,12 @@ def show_check(
         root: of the runs whose last one is `auto`.
         steps: that the resume would give to the run; None are its own.
     """
+    run = find_run(run, root)
     with LiveLine() as line:
         line.show_wait("reading")
         from arbcli.train.check import check_run  # torch takes seconds to import
 
-        report = check_run(find_run(run, root), steps)
+        report = check_run(run, steps)
     emit(report, _shown(report), as_json=as_json)
     return 0 if report.passed else 1
 

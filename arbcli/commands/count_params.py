@@ -8,6 +8,7 @@ from rich.text import Text
 
 from arbcli.commands._options import Json, takes_model, with_model_file
 from arbcli.commands._parts_table import parts_table
+from arbcli.config.presets import assembled
 from arbcli.output import emit, table
 
 if TYPE_CHECKING:
@@ -17,11 +18,10 @@ if TYPE_CHECKING:
 @takes_model()
 def count_params(as_json: Json = False, **model: Any) -> None:
     """Count weights and bytes of a model without making it: `arb count-params --preset 1b`."""
-    from arbcli.config.presets import assembled
-    from arbcli.inspect.memory import predict_parts
-
     given = with_model_file(model)
     config = assembled(given.pop("preset") or "tiny", **given)
+    from arbcli.inspect.memory import predict_parts  # imports torch, which takes seconds
+
     report = predict_parts(config)
     emit(report, Group(state_table(report), parts_table(report.parts)), as_json=as_json)
 

@@ -16,6 +16,7 @@ from arbcli.commands._options import (
     KeptIn,
     find_run,
 )
+from arbcli.data import check_named, open_text
 from arbcli.errors import ArbError
 from arbcli.output import LiveLine, emit, note, table
 
@@ -51,15 +52,15 @@ def evaluate(
     """
     if field is not None and not data:
         raise ArbError("`--field` is of `--data`", hint="give it, or leave `--field` out")
+    checkpoint = find_run(checkpoint, loads=True)
+    check_named(data or ())
     with LiveLine() as line:
         line.show_wait("loading")
-        from arbcli.data import open_text
         from arbcli.device import resolve_backend, resolve_device
         from arbcli.infer import evaluation  # torch takes seconds, so not for `arb --help`
         from arbcli.infer.load import load_named_model
         from arbcli.train.directory import held_out_text, run_of
 
-        checkpoint = find_run(checkpoint)
         text = open_text(data, field) if data else held_out_text(run_of(checkpoint))
         place = resolve_device(device)
         backend = resolve_backend(backend, place)

@@ -27,6 +27,7 @@ def export(
     to: Annotated[
         str,
         typer.Option(
+            metavar="|".join(FORMATS),
             help="; ".join(f"{name}: {what}" for name, what in FORMATS.items()) + ".",
             callback=one_of("to", FORMATS),
         ),
@@ -34,6 +35,7 @@ def export(
     type: Annotated[
         str | None,
         typer.Option(
+            metavar="TYPE",
             help=f"Of the weights: {', '.join(TYPES)}; bf16 or f32 for hf. [default: the smallest"
             " that holds what they are made of; bf16 for hf]",
             callback=one_of("type", TYPES),
@@ -48,11 +50,12 @@ def export(
 
     A type that does not hold the weights is refused.
     """
-    from arbcli.export import run as exporting  # torch takes seconds to import
-
     if out is not None:
         check_folder(out.parent, "--out")
-    report = exporting.export(find_run(run), to, out=out, kind=type, note=note)
+    run = find_run(run, loads=True)
+    from arbcli.export import run as exporting  # torch takes seconds to import
+
+    report = exporting.export(run, to, out=out, kind=type, note=note)
     emit(report, _table(report), as_json=as_json)
 
 

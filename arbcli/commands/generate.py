@@ -106,6 +106,8 @@ def generate(
             raise ArbError(
                 f"`--prompts` has prompts of its own and writes JSON lines; leave `{option}` out"
             )
+    checkpoint = find_run(checkpoint, loads=True)
+    lines = prompts and _lines(prompts)
     with LiveLine() as line:
         line.show_wait("loading")
         from arbcli.device import resolve_backend, resolve_device
@@ -117,10 +119,10 @@ def generate(
         sampling = generation.Sampling(
             temperature=temperature, top_k=top_k, top_p=top_p, seed=seed or 0
         )
-        requests = prompts and read_prompts(_lines(prompts), str(prompts), length, sampling)
+        requests = prompts and read_prompts(lines, str(prompts), length, sampling)
         place = resolve_device(device)
         backend = resolve_backend(backend, place)
-        model, name = load_named_model(find_run(checkpoint), place, note, compute)
+        model, name = load_named_model(checkpoint, place, note, compute)
     if requests:
         _continue_several(model, requests, batch, backend, kv)
         return

@@ -32,14 +32,15 @@ def inspect(
     as_json: Json = False,
 ) -> None:
     """Show what a saved model is: `arb inspect RUN`. Digests are checked, if it has any."""
+    file, other = find_run(file), diff and find_run(diff)
     from arbcli.inspect import saved  # torch takes seconds to import, so not for `arb --help`
 
-    first = saved.open_saved(find_run(file), note)
-    if diff is None:
+    first = saved.open_saved(file, note)
+    if other is None:
         report = first.report()
         emit(report, _tables(report), as_json=as_json)
         return
-    differences = saved.compare(first, saved.open_saved(find_run(diff), note))
+    differences = saved.compare(first, saved.open_saved(other, note))
     emit(differences, _differences(differences), as_json=as_json)
 
 

@@ -21,6 +21,7 @@ from arbcli.commands._options import (
     Json,
     Seed,
     Val,
+    check_settings,
     find_run,
     given_options,
     option_of,
@@ -83,6 +84,12 @@ def probe_loss(
         seed=seed,
         compute=compute,
     )
+    if checkpoint is None:
+        given = with_model_file(given)
+        check_settings(given | {"steps": steps})
+    else:
+        _refuse_changes(given)
+        checkpoint = find_run(checkpoint, loads=True)
     with LiveLine() as line:
         line.show_wait("loading")
         from arbcli.inspect.plots import plot_probe, require_matplotlib
@@ -108,15 +115,13 @@ def _probe(
     from arbcli.train.configure import new_config
 
     if checkpoint is None:
-        given = with_model_file(given)
         config = new_config(steps=steps, device=device, backend=backend, **given)
         room.check_memory(config)
         return probe.probe(config, steps=steps, progress=progress)
-    _refuse_changes(given)
     if "field" in given and "data" not in given:
         raise ArbError("`--field` is of `--data`", hint="give it, or leave `--field` out")
     config, saved = probe.open_saved(
-        find_run(checkpoint), steps=steps, note=note, device=device, backend=backend, **given
+        checkpoint, steps=steps, note=note, device=device, backend=backend, **given
     )
     return probe.probe(config, steps=steps, checkpoint=saved, progress=progress)
 

@@ -5,6 +5,7 @@ from typing import Annotated, Any
 
 import typer
 
+from arbcli import run_files
 from arbcli.commands._options import (
     OPTIONAL,
     Accum,
@@ -18,13 +19,15 @@ from arbcli.commands._options import (
     Recompute,
     Seed,
     Val,
+    check_settings,
+    find_run,
     given_options,
     one_of,
     option_of,
     takes_model,
     with_model_file,
 )
-from arbcli.commands._outputs import PICTURES, check_file
+from arbcli.commands._outputs import PICTURES, check_file, check_folder
 from arbcli.commands._processes import start_processes, this_process
 from arbcli.commands._run_display import RunDisplay
 from arbcli.commands.check import show_check
@@ -32,6 +35,7 @@ from arbcli.config.file import read_settings, settings_text
 from arbcli.config.initial import KEPT
 from arbcli.config.model import WEIGHTS
 from arbcli.config.training import OPTIMIZERS, SCHEDULES, WIRES, train_config_dict
+from arbcli.data import check_named
 from arbcli.errors import ArbError
 from arbcli.loggers import LOGGERS, check_logger, find_logger
 from arbcli.output import LiveLine, emit_json, write_bytes
@@ -65,6 +69,7 @@ def train(
         typer.Option(
             help="How the rate falls behind the warm-up: cosine, linear, wsd (in the last fifth) or"
             " constant. [default: cosine]",
+            metavar="SCHEDULE",
             callback=one_of("schedule", SCHEDULES),
         ),
     ] = None,
@@ -75,6 +80,7 @@ def train(
         str | None,
         typer.Option(
             help="ternary, or a twin: float or ste. [default: ternary]",
+            metavar="|".join(WEIGHTS),
             callback=one_of("weights", WEIGHTS),
         ),
     ] = None,
@@ -82,6 +88,7 @@ def train(
         str | None,
         typer.Option(
             help="Of a twin: adamw or muon. [default: adamw]",
+            metavar="|".join(OPTIMIZERS["float"]),
             callback=one_of("optimizer", OPTIMIZERS["float"]),
         ),
     ] = None,
@@ -127,6 +134,7 @@ def train(
         typer.Option(
             help="How gradients travel between processes: int12, int8, int16. "
             "[default: int12 of several]",
+            metavar="|".join(WIRES),
             callback=one_of("wire", WIRES),
         ),
     ] = None,
@@ -146,7 +154,7 @@ def train(
     log: Annotated[
         list[str] | None,
         typer.Option(
-            metavar="NAME",
+            metavar="LOGGER",
             help=f"Hand on figures to {', '.join(LOGGERS)}; may be given again.",
             callback=_check_loggers,
         ),
@@ -222,6 +230,21 @@ def train(
                 "`--dry-run` tells what a resume would do", hint="give `--resume` with it"
             )
         raise typer.Exit(show_check(Path(resume), as_json=as_json, root=out, steps=steps))
+    if resume is not None:
+        found = (
+            run_files.latest_run(out or run_files.RUNS)
+            if resume == "auto"
+            else find_run(Path(resume))
+        )
+    elif init_from is not None:
+        find_run(init_from, loads=True)
+        check_named([*(data or ()), *(val or ())])
+    else:
+        check_settings(given)
+    if resume is None and out is not None:
+        run_files.check_free(out)
+        if not out.is_file():
+            check_folder(out, "--out")
     place = given_options(device=device, backend=backend)
     if print_config:
         _show_settings(given | place, as_json=as_json)
@@ -232,12 +255,14 @@ def train(
     if processes > 1 and weights in (None, "ternary") and resume is None:
         given.setdefault("wire", "int12")
     alone = rank == 0  # in showing anything
-    with RunDisplay(quiet=quiet or not alone, as_json=as_json and alone) as display:
+    advises = minutes is None and resume is None
+    with RunDisplay(
+        quiet=quiet or not alone, as_json=as_json and alone, advises=advises
+    ) as display:
         display.wait("loading")
         from arbcli.infer.load import read_saved, saved_config
         from arbcli.inspect import plots, room  # torch takes seconds, so not for `arb --help`
         from arbcli.train.configure import new_config
-        from arbcli.train.directory import RUNS, latest_run
         from arbcli.train.run import Observers, resume_run, start_run
 
         if plot is not None:
@@ -245,9 +270,8 @@ def train(
         loggers = [find_logger(name, display.noted) for name in dict.fromkeys(log or ())]
         observer = Observers([display, *loggers])
         if resume is not None:
-            path = latest_run(out or RUNS) if resume == "auto" else Path(resume)
             report = resume_run(
-                path, observer, device=device, backend=backend, steps=steps, profile=profile
+                found, observer, device=device, backend=backend, steps=steps, profile=profile
             )
         else:
             initial = None

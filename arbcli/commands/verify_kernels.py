@@ -21,7 +21,7 @@ from arbcli.signals import Interrupted, exit_code
 def verify_kernels(
     names: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[KERNEL]...", help="[default: every kernel, and the model]"),
+        typer.Argument(metavar="KERNEL", help="[default: every kernel, and the model]"),
     ] = None,
     scale_type: ScaleType = None,
     all_tscale_types: Annotated[
@@ -46,7 +46,7 @@ def verify_kernels(
     targets: Annotated[
         str | None,
         typer.Option(
-            metavar="all|NAME,...",
+            metavar="all|TARGET,...",
             help="Also compile for GPUs that need not be here: sm_80, sm_89, sm_90, sm_100,"
             " sm_120, gfx942.",
         ),

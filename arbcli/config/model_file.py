@@ -36,7 +36,7 @@ from arbcli.config.model import MOST_BLOCKS, BlockConfig, Blocks, ModelConfig, S
 from arbcli.config.presets import NONE, from_fields
 from arbcli.errors import ArbError
 from arbcli.reading import shown
-from arbcli.rules import RULES, find_rule
+from arbcli.rules import DIRECTION, RULES
 
 LISTS = ("blocks", "before", "after")
 """Fields of a stage that are lists of blocks."""
@@ -63,7 +63,7 @@ def model_from_toml(values: dict[str, Any], where: str) -> ModelConfig:
         )
     rule = fields.get("rule")
     if isinstance(rule, str) and rule in RULES:
-        fields.setdefault("direction", find_rule(rule).direction)
+        fields.setdefault("direction", DIRECTION[rule])
     try:
         if "stages" in fields:
             raise TypeError("`model` has no field `stages`, which files call `stage`")

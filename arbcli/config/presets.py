@@ -13,7 +13,7 @@ from arbcli.config.parts import BESIDE, CHANNELS, MIXERS, PartConfig
 from arbcli.config.short_forms import FAMILIES, STORAGE, arguments, assemble
 from arbcli.errors import ArbError
 from arbcli.reading import shown
-from arbcli.rules import RULES, find_rule
+from arbcli.rules import DIRECTION, RULES
 
 ATTENTIONS = ("dense", "compressed")
 """Of the families `dense` and `compressed`, of which `attention` chooses one."""
@@ -171,14 +171,14 @@ def _set_direction(given: dict[str, Any], own_rule: str, own_direction: str | No
     rule_name = given.setdefault("rule", own_rule)
     if rule_name not in RULES:
         return
-    rule = find_rule(rule_name)
-    if rule.direction is None and "direction" in given:
+    direction = DIRECTION[rule_name]
+    if direction is None and "direction" in given:
         raise ArbError(
             f"the rule `{rule_name}` takes no direction",
             hint="leave `direction` out",
             fields=("direction",),
         )
-    given.setdefault("direction", own_direction if rule_name == own_rule else rule.direction)
+    given.setdefault("direction", own_direction if rule_name == own_rule else direction)
 
 
 def _with_attention(family: str, given: dict[str, Any]) -> tuple[str, dict[str, Any]]:

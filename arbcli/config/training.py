@@ -9,7 +9,7 @@ from arbcli.config.model import ModelConfig
 from arbcli.config.presets import assembled, config_from_dict
 from arbcli.config.short_forms import ARGUMENTS
 from arbcli.errors import ArbError
-from arbcli.rules import FADED, find_rule
+from arbcli.rules import FADED, LR, LR_OF_DIGITS
 
 EVAL_EVERY = (50, 500)
 """Least and most steps between evaluations where no number is given."""
@@ -223,7 +223,7 @@ def default_lr(model: ModelConfig, optimizer: str) -> float:
     """Find the learning rate of a model for which none is given."""
     if model.weights != "ternary":
         return FLOAT_LR.get((model.weights, optimizer), 1e-3)
-    return find_rule(model.rule, model.digits).lr
+    return (LR if model.digits == "trit" else LR_OF_DIGITS)[model.rule]
 
 
 def train_config_from(facts: dict[str, Any]) -> TrainConfig:

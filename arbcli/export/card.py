@@ -8,7 +8,7 @@ from arbcli.errors import ArbError
 from arbcli.export.qwen3 import shape_of
 from arbcli.infer.load import Weights
 from arbcli.reading import read_json
-from arbcli.train.directory import CONFIG
+from arbcli.run_files import CONFIG
 from arbcli.train.record import read_records
 
 TEXT = {"text": dict, "text.train_bytes": int, "text.val_bytes": int}

@@ -11,14 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from arbcli.checkpoint import (
-    Accept,
-    Checkpoint,
-    check_layout,
-    checkpoint_path,
-    latest_checkpoint,
-    load_checkpoint,
-)
+from arbcli.checkpoint import Accept, Checkpoint, check_layout, latest_checkpoint, load_checkpoint
 from arbcli.config.checks import check_choice
 from arbcli.config.model import Blocks, ModelConfig, StageConfig
 from arbcli.config.presets import config_from_dict
@@ -28,6 +21,7 @@ from arbcli.model.build import build_model
 from arbcli.model.language_model import LanguageModel
 from arbcli.output import printable
 from arbcli.reading import check_schema, read_json
+from arbcli.run_files import checkpoint_path
 
 
 def load_model(

@@ -6,7 +6,6 @@ when it dies. The same count names the largest tensors at the peak, on both.
 """
 
 import dataclasses
-import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from arbcli.config.training import TrainConfig
 from arbcli.data import open_texts
 from arbcli.device import check_room, deterministic
 from arbcli.errors import ArbError
+from arbcli.inspect.budget import budget_bytes
 from arbcli.inspect.memory import MeasuredState, StateReport, measure, predict
 from arbcli.inspect.peak import PeakReport, predict_peak
 from arbcli.inspect.room import BATCH_BYTES, HINT, check_memory
@@ -31,12 +31,6 @@ from arbcli.train.trainer import Trainer
 
 TOLERANCE = 0.01
 """How far the state may be from its prediction, as a share of it."""
-UNITS = {"": 1, "b": 1} | {
-    f"{prefix}{infix}b": (1024 if infix else 1000) ** power
-    for power, prefix in enumerate("kmgt", 1)
-    for infix in ("", "i")
-}
-UNITS |= {prefix: 1024**power for power, prefix in enumerate("kmgt", 1)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,19 +119,6 @@ def check_fit(config: TrainConfig, budget: str) -> FitReport:
     fits = peak.evaluated_bytes <= size
     advice = None if fits else _what_fits(config, peak, size)
     return FitReport(budget_bytes=size, predicted_peak=peak, fits=fits, advice=advice)
-
-
-def budget_bytes(budget: str) -> int:
-    """Read a number of bytes: `6GiB`, `6G`, `4GB`.
-
-    Raises:
-        ArbError: it is none.
-    """
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", budget.lower())
-    unit = match and UNITS.get(match[2])
-    if not unit:
-        raise ArbError(f"`--budget` is `{budget}`", hint="use a number and a unit, such as `6GiB`")
-    return int(float(match[1]) * unit)
 
 
 def _what_fits(config: TrainConfig, peak: PeakReport, budget: int) -> str:

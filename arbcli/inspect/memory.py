@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from arbcli.config.model import ModelConfig
 from arbcli.config.site import SCALE_TYPES
 from arbcli.inspect.parts import PartReport, list_parts
-from arbcli.rules import RULES, find_rule
+from arbcli.rules import DIRECTION, RULES
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -162,7 +162,7 @@ def what_if(config: ModelConfig) -> WhatIfReport:
     for scale_type, name in itertools.product(SCALE_TYPES, RULES):
         kind = {
             "rule": name,
-            "direction": find_rule(name).direction,
+            "direction": DIRECTION[name],
             "scale_type": scale_type,
         }
         report = predict(dataclasses.replace(config, **kind))

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from arbcli.errors import ArbError
 from arbcli.inspect.verdicts import LEAST_SPREAD
 from arbcli.reading import read_json
-from arbcli.train.directory import CONFIG
+from arbcli.run_files import CONFIG
 from arbcli.train.record import read_records
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from arbcli.checkpoint import Checkpoint, checkpoints
+from arbcli.checkpoint import Checkpoint
 from arbcli.errors import ArbError
 from arbcli.export.gguf_file import MAGIC, GGUFFile
 from arbcli.export.hugging_face import ModelFolder
@@ -22,7 +22,8 @@ from arbcli.kernels.codec.packing import unpack_trits
 from arbcli.kernels.runtime.backend import row_chunks
 from arbcli.model.packed import TernaryTensor
 from arbcli.reading import check_schema, open_regular, read_json
-from arbcli.train.directory import CONFIG, FACTS
+from arbcli.run_files import CONFIG, checkpoints
+from arbcli.train.directory import FACTS
 from arbcli.train.record import METRICS, finite, read_all_records
 
 Decoders = Mapping[str, Callable[[], Tensor]]

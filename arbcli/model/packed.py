@@ -23,7 +23,7 @@ from arbcli.kernels.rows.table_rows import gather_rows, scatter_rows_
 from arbcli.kernels.runtime.backend import row_chunks
 from arbcli.kernels.update.quantise_gradient import NONE
 from arbcli.kernels.update.random_bits import random_bits, stream_keys
-from arbcli.rules import find_rule
+from arbcli.rules import DIRECTION, find_rule
 from arbcli.rules.start import quantiles
 
 
@@ -93,7 +93,7 @@ class TernaryTensor(StateModule):
         self.reads_digits = self.rule.reads_all
         """Whether forwards read what is below the trit; where weights fade, the first ones do."""
         name = direction or site.direction
-        self.direction = find_direction(name) if name and self.rule.direction else None
+        self.direction = find_direction(name) if name and DIRECTION[site.rule] else None
         groups = num_groups(in_features, site.group_size)
         trits = torch.empty(out_features, row_bytes(in_features), dtype=torch.uint8)
         self.declare("trits", trits, "trits")

@@ -25,6 +25,13 @@ WITH_DIGITS = ("moment", "nibble", "carry")
 FADING = ("moment", "nibble")
 """Those that learn as well or better where weights fade."""
 
+DIRECTION = {"moment": "orthogonal", "nibble": "orthogonal", "carry": "factored", "votes": None}
+"""Default direction of each rule; None where the rule takes none."""
+LR = {"moment": 1.0, "nibble": 0.4, "carry": 1.0, "votes": 1.0}
+"""Default learning rate of each rule, where weights are trits."""
+LR_OF_DIGITS = {"moment": 0.35, "nibble": 0.4, "carry": 0.25}
+"""The same where they are all digits, or begin so."""
+
 
 @cache
 def find_rule(name: str, digits: str = "trit") -> "Rule":

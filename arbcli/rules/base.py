@@ -85,10 +85,6 @@ class Rule(ABC):
     """Standard deviation of z at the start, in units of P: about 32 % of the trits are zero."""
     share_a_byte: bool = False
     """Whether remainder and moment share a byte, four bits each."""
-    lr: float = 1.0
-    """Default learning rate."""
-    direction: str | None = "orthogonal"
-    """Default direction; None where the rule takes no direction."""
     has_fraction: bool = True
     """Whether scales have a fraction of an octave."""
     merges: bool = True

@@ -10,7 +10,6 @@ class Carry(Rule):
     """A remainder, a byte."""
 
     radix, remainder_max = 32, 127
-    direction = "factored"
 
     def buffers(self, rows: int, columns: int, groups: int) -> dict[str, Buffer]:
         """Declare the remainder."""
@@ -33,7 +32,7 @@ class Carry(Rule):
 class CarryOfAllDigits(Carry):
     """The same, where weights are all digits of z."""
 
-    reads_all, radix, remainder_max, spread, lr = True, 64, 63, 1.0, 0.25
+    reads_all, radix, remainder_max, spread = True, 64, 63, 1.0
 
 
 RULE, ALL_DIGITS = Carry(), CarryOfAllDigits()

@@ -78,7 +78,7 @@ class MomentOfAllDigits(Moment):
     """
 
     reads_all, radix, remainder_max, moment_range = True, 64, 63, 1.0
-    spread, lr, fade_growth = 1.0, 0.35, 2.857
+    spread, fade_growth = 1.0, 2.857
 
 
 RULE, ALL_DIGITS = Moment(), MomentOfAllDigits()

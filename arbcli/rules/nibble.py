@@ -14,7 +14,6 @@ class Nibble(Moment):
     """
 
     radix, remainder_max, moment_range = 14, 7, 0.6
-    lr = 0.4
     share_a_byte = True
 
     def buffers(self, rows: int, columns: int, groups: int) -> dict[str, Buffer]:

@@ -13,7 +13,6 @@ class Votes(Rule):
     """Votes of weights and of scales, a byte each; scales have whole octaves."""
 
     radix, remainder_max = 32, 127
-    direction = None
     has_fraction = False
     steps_by_signs = True
     merges = False

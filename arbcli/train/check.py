@@ -6,18 +6,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from arbcli.checkpoint import (
-    Accept,
-    Checkpoint,
-    DamagedError,
-    best_checkpoints,
-    checkpoints,
-    load_checkpoint,
-    step_of,
-)
+from arbcli.checkpoint import Accept, Checkpoint, DamagedError, load_checkpoint
 from arbcli.config.training import TrainConfig, train_config_from
 from arbcli.errors import ArbError
-from arbcli.train.directory import CONFIG, open_texts_again, read_facts, run_of
+from arbcli.run_files import CONFIG, best_checkpoints, checkpoints, step_of
+from arbcli.train.directory import open_texts_again, read_facts, run_of
 from arbcli.train.recent import FIELD
 from arbcli.train.record import METRICS, read_all_records
 from arbcli.train.run import (

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from arbcli import __version__
-from arbcli.checkpoint import Checkpoint, checkpoints
+from arbcli.checkpoint import Checkpoint
 from arbcli.config.checks import check_at_least
 from arbcli.config.initial import first_difference
 from arbcli.config.presets import config_from_dict
@@ -23,19 +23,16 @@ from arbcli.config.training import TrainConfig, train_config_dict, train_config_
 from arbcli.data import Text, Texts, entropy, open_texts
 from arbcli.errors import ArbError
 from arbcli.reading import read_json
+from arbcli.run_files import CONFIG, RUNS
 from arbcli.train.schedule import fade_stage
 from arbcli.train.trainer import text_digest
 
-CONFIG = "config.json"
-"""File of what a run computes, of its text, and of the versions that began it."""
 DATA = {"seed": "seed", "text": "digest", "wire": "wire"}
 """What every checkpoint tells besides its model, and what its `data` calls that."""
 MOST_NAMED = 3
 """Fields that an error lists."""
 THREADS_OF_A_CPU = 4
 """The most that a run goes on with, as it began: more take longer than the run is worth."""
-RUNS = Path("runs")
-"""Where runs are kept unless another place is named."""
 
 
 def make_next_directory(config: TrainConfig, root: Path = RUNS) -> Path:
@@ -57,27 +54,6 @@ def make_next_directory(config: TrainConfig, root: Path = RUNS) -> Path:
             return run
 
 
-def latest_run(root: Path = RUNS) -> Path:
-    """Find the run that was started last, of those with a checkpoint.
-
-    Raises:
-        ArbError: there is none, or a `config.json` is not JSON.
-    """
-    runs = [path.parent for path in root.glob(f"*/{CONFIG}") if checkpoints(path.parent)]
-    if not runs:
-        raise ArbError(
-            f"there is no run in `{root}` that has saved anything",
-            hint="name one: `--resume PATH`, or start without it",
-        )
-
-    def begun(run: Path) -> tuple[int, str, str]:
-        # no time of a file: a copy has another; and a clock may be set back
-        facts = read_json(run / CONFIG, {"number": int | None, "started": str | None})
-        return facts.get("number") or 0, facts.get("started") or "", run.name
-
-    return max(runs, key=begun)
-
-
 def next_number(root: Path) -> int:
     """Return the number of a run that is started now: above those of the others in its folder."""
     numbers = [0]
@@ -85,19 +61,6 @@ def next_number(root: Path) -> int:
         with suppress(ArbError):  # damaged
             numbers.append(read_json(path, {"number": int | None}).get("number") or 0)
     return max(numbers) + 1
-
-
-def check_free(run: Path) -> None:
-    """Refuse a directory that holds a run.
-
-    Raises:
-        ArbError: it does.
-    """
-    if (run / CONFIG).exists():
-        raise ArbError(
-            f"`{run}` holds a run already",
-            hint=f"continue it with `--resume {run}`, or choose another `--out`",
-        )
 
 
 def make_directory(run: Path) -> None:

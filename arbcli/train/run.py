@@ -16,16 +16,12 @@ from torch import Tensor
 from arbcli.checkpoint import (
     Accept,
     Checkpoint,
-    best_checkpoints,
-    checkpoint_path,
-    checkpoints,
     keep_best,
     latest_checkpoint,
     load_checkpoint,
     run_lock,
     save_checkpoint,
     set_aside,
-    step_of,
     write_json,
 )
 from arbcli.config.initial import check_initial
@@ -46,11 +42,17 @@ from arbcli.errors import ArbError
 from arbcli.infer.generation import Sampling, generate
 from arbcli.infer.load import SavedModel, check_saved, check_trainable, saved_config
 from arbcli.model.operations import step_operations
+from arbcli.run_files import (
+    CONFIG,
+    best_checkpoints,
+    check_free,
+    checkpoint_path,
+    checkpoints,
+    step_of,
+)
 from arbcli.signals import RememberedSignal
 from arbcli.train.directory import (
-    CONFIG,
     THREADS_OF_A_CPU,
-    check_free,
     check_same_run,
     check_same_text,
     field_digests,
@@ -107,6 +109,9 @@ class Observer:
     def started(self, run: Path, trainer: Trainer, facts: dict[str, Any]) -> None:
         """A run begins, or goes on, at `trainer.step`; `facts` is what `config.json` says."""
 
+    def stepped(self, step: int) -> None:
+        """Step number `step` was done; a GPU may not be through with it yet."""
+
     def recorded(self, record: Record) -> None:
         """A record was written."""
 
@@ -127,6 +132,11 @@ class Observers(Observer):
         """Tell that the run begins."""
         for observer in self.observers:
             observer.started(run, trainer, facts)
+
+    def stepped(self, step: int) -> None:
+        """Tell of a step."""
+        for observer in self.observers:
+            observer.stepped(step)
 
     def recorded(self, record: Record) -> None:
         """Tell of a record."""
@@ -671,6 +681,7 @@ class _Loop:
         self.last_loss = trainer.train_step()
         self.recent.add(self.last_loss, trainer.updater.flips if trainer.updater else None)
         self.timed_steps += 1
+        self.observer.stepped(trainer.step)
         self._count_traced()
 
     def _after_step(self, step: int) -> None:

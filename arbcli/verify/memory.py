@@ -3,7 +3,7 @@
 A result is found again by everything that it follows from: the sources of the kernel, of what it
 imports and of the verifier, the versions of Python, torch and Triton, the device, the settings of
 the environment, and the check itself with its options. Only checks that passed are remembered. The
-files are in the user's cache, and are believed only if nobody else can have written them.
+files are in the user's cache, and are believed only as `arbcli.cached_files` believes them.
 """
 
 import ast
@@ -12,9 +12,7 @@ import importlib.metadata
 import json
 import os
 import platform
-import stat
 import sys
-import tempfile
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from functools import cache
@@ -24,6 +22,8 @@ from typing import Any
 
 import torch
 
+from arbcli.cached_files import cache_folder, read_cached, remove_cached, write_cached
+from arbcli.errors import ArbError
 from arbcli.kernels.runtime import native
 from arbcli.kernels.runtime.spec import KernelSpec
 from arbcli.verify.workers import JobDone, Workers, name_of
@@ -40,7 +40,7 @@ SETTINGS = (
 
 def memory_folder() -> Path:
     """Find where results are kept: `arb/verified` below `XDG_CACHE_HOME` or `~/.cache`."""
-    return native.cache_folder() / "verified"
+    return cache_folder() / "verified"
 
 
 @cache
@@ -118,7 +118,7 @@ def describe_machine(device: torch.device) -> str:
     if device.type == "cuda":
         about = torch.cuda.get_device_properties(device)
         lines.append(f"{about.name} {about.major}.{about.minor} {about.total_memory}")
-    lines += [*native._cpu(), native.why_not() or "native"]
+    lines += [*native.describe_cpu(), native.why_not() or "native"]
     lines += sorted(f"{k}={v}" for k, v in os.environ.items() if k.startswith(SETTINGS))
     return "\n".join(lines)
 
@@ -213,24 +213,18 @@ class Memory:
         if key is None or self._fresh:
             return None
         path = self._folder / key.name
+        text = read_cached(path, self._tell)
+        if text is None:
+            return None
         try:
-            _check_private(self._folder.lstat(), self._folder)
-            with open(path, "rb", opener=_open_no_link) as file:
-                _check_private(os.fstat(file.fileno()), path)
-                digest, _, text = file.read().partition(b"\n")
-            if sha256(text).hexdigest().encode() != digest:
-                raise ValueError("it is damaged")
             saved = json.loads(text)
             if saved["key"] != key.digest:
                 return None  # a source has changed since
             found = [_rebuilt(kind, row) for row in saved["results"]]
-            return found if found and all(result.passed is True for result in found) else None
-        except FileNotFoundError:
+        except (ValueError, TypeError, KeyError, RecursionError) as error:
+            self._tell(f"ignored `{path}`: {error}")
             return None
-        except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
-            why = error.strerror if isinstance(error, OSError) else error
-            self._tell(f"ignored `{getattr(error, 'filename', None) or path}`: {why}")
-            return None
+        return found if found and all(result.passed is True for result in found) else None
 
     def _keep(self, key: "_Key | None", results: list) -> None:
         """Remember results if all passed and no source has changed meanwhile; else forget them."""
@@ -239,16 +233,13 @@ class Memory:
         path = self._folder / key.name
         try:
             if not all(result.passed for result in results) or self._changed(key.files):
-                path.unlink(missing_ok=True)
+                remove_cached(path)
                 return
-            self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-            _check_private(self._folder.lstat(), self._folder)
             rows = [dataclasses.asdict(result) for result in results]
-            text = json.dumps({"key": key.digest, "results": rows}, allow_nan=False).encode()
-            _write_whole(path, sha256(text).hexdigest().encode() + b"\n" + text)
-        except (OSError, ValueError) as error:
-            why = error.strerror if isinstance(error, OSError) else error
-            self._tell(f"nothing is remembered in `{self._folder}`: {why}")
+            text = json.dumps({"key": key.digest, "results": rows}, allow_nan=False)
+            write_cached(path, [text.encode()])
+        except (ArbError, ValueError) as error:
+            self._tell(f"nothing is remembered: {error}")
 
     def _changed(self, files: Iterable[Path]) -> bool:
         return any(_stamp(path) != self._stamps[path] for path in files)
@@ -280,34 +271,3 @@ def _stamp(path: Path) -> tuple[int, int]:
     except OSError:
         return 0, 0
     return status.st_mtime_ns, status.st_size
-
-
-def _open_no_link(path: str, flags: int) -> int:
-    return os.open(path, flags | getattr(os, "O_NOFOLLOW", 0))
-
-
-def _check_private(status: os.stat_result, path: Path) -> None:
-    """Refuse what another user owns, or may read or write.
-
-    Raises:
-        ValueError: it is not this user's alone.
-    """
-    if not hasattr(os, "getuid"):  # Windows
-        return
-    if status.st_uid != os.getuid() or stat.S_IMODE(status.st_mode) & 0o077:
-        raise ValueError(f"`{path}` is not this user's alone; delete it")
-
-
-def _write_whole(path: Path, data: bytes) -> None:
-    """Write a file that others see whole or not at all, and that is this user's alone."""
-    descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=".")
-    try:
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(name, path)
-    except BaseException:
-        with suppress(OSError):
-            os.unlink(name)
-        raise

@@ -43,7 +43,7 @@ from arbcli.model.layers.rotary import rotary_table, rotate
 from arbcli.model.layers.vector import VectorWeight
 from arbcli.model.packed import TernaryTensor
 from arbcli.model.parts import chunking, codebook, compressed_attention, experts, moe_graph
-from arbcli.rules import RULES, WITH_DIGITS, find_rule
+from arbcli.rules import DIRECTION, RULES, WITH_DIGITS, find_rule
 from arbcli.train.updater import Updater
 from arbcli.verify.compare import errors, poisoned
 from arbcli.verify.memory import Memory, all_sources
@@ -346,7 +346,7 @@ def _sample(subjects: Iterable[Subject], scale_types: list[str]) -> Iterator[Sub
         if subject.backend not in IN_TRITON or subject.name in FULL_SIZE:
             yield subject
         elif subject.parts == ("update",):
-            usual = config.digits != "all" and config.direction == find_rule(config.rule).direction
+            usual = config.digits != "all" and config.direction == DIRECTION[config.rule]
             if subject.backend == "triton" or usual:
                 yield subject
         elif subject.backend == "triton" and config.scale_type in always:
@@ -471,12 +471,12 @@ def _subjects(
                 config = replace(MODELS[name], scale_type=scale_type)
                 yield Subject(f"{name} {scale_type}", config, 2, *place, ("blocks", "whole"))
         for name in RULES:
-            for direction in DIRECTIONS if find_rule(name).direction else (None,):
+            for direction in DIRECTIONS if DIRECTION[name] else (None,):
                 config = replace(RAGGED, rule=name, direction=direction)
                 title = f"{name} {direction}" if direction else name
                 yield Subject(title, config, 1, *place, ("update",))
             if name in WITH_DIGITS:
-                direction = find_rule(name).direction
+                direction = DIRECTION[name]
                 config = replace(RAGGED, rule=name, digits="all", direction=direction)
                 yield Subject(f"{name} {direction} all digits", config, 1, *place, ("update",))
 

@@ -117,7 +117,7 @@ def _shown_by_train(*, quiet: bool = False) -> str:
             "entropy": 3.14159}  # fmt: skip
     config = types.SimpleNamespace(
         steps=4321, model=preset("tiny", ctx=96, scale_type="T6", rule="nibble"), accum=6,
-        device="cuda:0", backend="triton", compute="fp8",
+        device="cuda:0", backend="triton", compute="fp8", eval_interval=1000,
     )  # fmt: skip
     trainer = types.SimpleNamespace(
         config=config, num_weights=7_654_321, group=types.SimpleNamespace(size=2), step=17
@@ -133,21 +133,37 @@ def _shown_by_train(*, quiet: bool = False) -> str:
     on_cpu.config = types.SimpleNamespace(
         **vars(config) | {"device": "cpu", "backend": "torch", "compute": "bf16"}
     )
+    clock = [5000.0]
     absent = {"available": lambda: False, "why_not": lambda: "there is no C compiler"}
     with (
         mock.patch.object(_run_display, "note", said.append),
         mock.patch.object(_run_display, "note_text", said.append),
         mock.patch.multiple(native, **absent),
+        mock.patch.object(_run_display, "Timer"),
+        mock.patch.object(_run_display.time, "perf_counter", side_effect=lambda: clock[0]),
     ):
-        display = _run_display.RunDisplay(quiet=quiet, as_json=False)
-        display.line = types.SimpleNamespace(show=line, show_wait=line)
+        display = _run_display.RunDisplay(quiet=quiet, as_json=False, advises=True)
+        display.line = types.SimpleNamespace(
+            show=line, show_wait=line, follow=lambda make: None, is_live=False
+        )
         display.wait("loading")
         display.started(Path("runs/007"), alone, {"text": text})
         display.started(Path("runs/007"), on_cpu, {"text": text})
+        if not quiet:
+            clock[0] += 10
+            display.tell_estimate()
         display.started(Path("runs/007"), trainer, {"text": text})
+        clock[0] += 2
+        display.stepped(18)
+        if not quiet:
+            display.tell_estimate()
+            said.extend(f"width {width:3}  {display._progress(width)}" for width in (40, 80, 200))
         untimed = dataclasses.replace(on_the_way, bytes_per_second=None, seconds_left=None)
         for told in (on_the_way, evaluated, bare, untimed):
             display.recorded(told)
+            clock[0] += 20
+        if not quiet:
+            said.extend(f"width {width:3}  {display._progress(width)}" for width in (40, 80, 200))
         display.noted("a note")
         finished = dataclasses.replace(report, sample="")
         unsaved = dataclasses.replace(stopped, checkpoint=None)

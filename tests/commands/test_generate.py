@@ -250,7 +250,7 @@ def test_evaluate_prints_a_table_or_one_object(run, tmp_path, arb_here):
 
 
 ERRORS = {
-    "no run": (["generate", "--checkpoint", "nowhere"], "cannot read `nowhere`"),
+    "no run": (["generate", "--checkpoint", "nowhere"], "there is no run at `nowhere`"),
     "empty prompt": (["generate", "--checkpoint", "{run}", "--prompt", ""], "the prompt is empty"),
     "nothing kept": (["generate", "--checkpoint", "{run}", "--top-p", "0"], "`--top-p` is 0.0"),
     "unknown kv": (["generate", "--checkpoint", "{run}", "--kv", "fp4"], "`fp4`"),

@@ -204,7 +204,7 @@ ERRORS = {
     "resume of nothing": (["--resume", "nowhere"], "there is no run at `nowhere`"),
     "no run to resume": (["--resume", "auto"], "there is no run in `runs` that has saved"),
     "resume with other settings": (["--resume", "auto", "--lr", "1"], "cannot be given"),
-    "init from nothing": (["--init-from", "nowhere"], "cannot read `nowhere`"),
+    "init from nothing": (["--init-from", "nowhere"], "there is no run at `nowhere`"),
     "init with a shape": (["--init-from", "x", "--dim", "8"], "`--dim` cannot be given"),
     "init with other chunks": (
         ["--init-from", "x", "--chunk-length", "8"],

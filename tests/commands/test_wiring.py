@@ -19,6 +19,15 @@ from arbcli.train import run as runs
 SIZES = ["--dim", "32", "--layers", "1", "--heads", "2", "--ffn", "48", "--ctx", "16"]
 
 
+@pytest.fixture(autouse=True)
+def saved(tmp_path, monkeypatch):
+    """Go where there is what commands are told to load, as far as names tell."""
+    monkeypatch.chdir(tmp_path)
+    Path("some/run").mkdir(parents=True)
+    for name in ("some/run/step-000001.safetensors", "x", "one", "two", "model"):
+        Path(name).touch()
+
+
 @pytest.fixture
 def asked(arb_here, monkeypatch):
     """Run a command up to the call of a function, and return how that was called."""
@@ -40,12 +49,12 @@ def test_resume_is_told_where_and_how_to_go_on(asked, monkeypatch):
     assert call.kwargs == {"device": "cpu", "backend": "torch", "steps": 9, "profile": 5}
     call = asked("arbcli.train.run.resume_run", "train", "--resume", "some/run")
     assert set(call.kwargs.values()) == {None}
-    call = asked("arbcli.train.directory.latest_run", "train", "--resume", "auto", "--out", "here")
+    call = asked("arbcli.run_files.latest_run", "train", "--resume", "auto", "--out", "here")
     assert call.args == (Path("here"),)
     words = ["--resume", "auto", "--out", "here", "--dry-run"]  # which tells of the same run
-    assert asked("arbcli.train.directory.latest_run", "train", *words).args == (Path("here"),)
+    assert asked("arbcli.run_files.latest_run", "train", *words).args == (Path("here"),)
     for words in (["train", "--resume", "auto"], ["check", "auto"]):
-        assert asked("arbcli.train.directory.latest_run", *words).args == (Path("runs"),)
+        assert asked("arbcli.run_files.latest_run", *words).args == (Path("runs"),)
 
 
 def test_start_is_told_where_how_long_and_from_what(asked, monkeypatch):
@@ -54,12 +63,12 @@ def test_start_is_told_where_how_long_and_from_what(asked, monkeypatch):
     checked = mock.Mock()
     monkeypatch.setattr(room, "check_memory", checked)
     words = ["train", "--out", "some/run", "--device", "cpu", "--minutes", "2.5", "--profile", "4"]
-    words += ["--init-from", "a/model", "--ctx", "32", "--digits", "fade"]
+    words += ["--init-from", "model", "--ctx", "32", "--digits", "fade"]
     call = asked("arbcli.train.run.start_run", *words)
     config, out, _ = call.args
     model = config.model
     assert (model.dim, model.ctx, model.digits, out) == (384, 32, "fade", Path("some/run"))
-    assert call.kwargs["initial"].checkpoint == Path("a/model")
+    assert call.kwargs["initial"].checkpoint == Path("model")
     assert (call.kwargs["minutes"], call.kwargs["profile"]) == (2.5, 4)
     call.kwargs["check"](config)
     assert checked.call_args.args[0] is config

@@ -15,7 +15,7 @@ from arbcli.directions import DIRECTIONS
 from arbcli.inspect.memory import KINDS, measure, predict, what_if
 from arbcli.model.build import build_model
 from arbcli.model.packed import TernaryTensor
-from arbcli.rules import RULES, find_rule
+from arbcli.rules import DIRECTION, RULES
 from arbcli.train.updater import Updater
 
 TINY = {"dim": 32, "layers": 1, "heads": 2, "ffn": 48, "ctx": 16}
@@ -24,7 +24,7 @@ RAGGED = {"dim": 44, "layers": 2, "heads": 2, "ffn": 167, "ctx": 16}
 KINDS_OF_UPDATE = [
     (rule, direction)
     for rule in RULES
-    for direction in (DIRECTIONS if find_rule(rule).direction else (None,))
+    for direction in (DIRECTIONS if DIRECTION[rule] else (None,))
 ]
 
 
@@ -136,7 +136,7 @@ def test_what_if_covers_every_rule_and_scale_type():
     assert {(c.rule, c.scale_type) for c in choices} == set(product(RULES, SCALE_TYPES))
     for choice in choices:
         own = {"rule": choice.rule, "scale_type": choice.scale_type}
-        assert choice.direction == find_rule(choice.rule).direction
+        assert choice.direction == DIRECTION[choice.rule]
         assert choice.state_bytes == predict(preset("tiny", **own, **RAGGED)).total.state_bytes
 
 

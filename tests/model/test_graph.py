@@ -29,7 +29,7 @@ from arbcli.model import language_model as model_module
 from arbcli.model.build import build_model
 from arbcli.model.language_model import LanguageModel
 from arbcli.model.packed import TernaryTensor
-from arbcli.rules import RULES, find_rule
+from arbcli.rules import DIRECTION, LR, RULES
 from arbcli.train.step import minimised
 from arbcli.train.updater import Updater
 
@@ -54,7 +54,7 @@ LEFT_OUT = [{flag: False} | ({"graph": False} if flag == "codebook" else {}) for
 KINDS_OF_UPDATE = [
     (rule, direction)
     for rule in RULES
-    for direction in (DIRECTIONS if find_rule(rule).direction else (None,))
+    for direction in (DIRECTIONS if DIRECTION[rule] else (None,))
 ]
 LENGTH = 21
 CHUNKS = {
@@ -73,7 +73,7 @@ def train(lm: LanguageModel, steps: int, ids=None, **options) -> list[float]:
         tensor.sink = updater
     losses = []
     for step in range(steps):
-        updater.begin(step, **{"lr": find_rule(lm.config.rule).lr, **options})
+        updater.begin(step, **{"lr": LR[lm.config.rule], **options})
         parts = lm.losses(ids[:, :-1], ids[:, 1:])
         minimised(parts).backward()
         updater.finish()

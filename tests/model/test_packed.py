@@ -9,7 +9,7 @@ from arbcli.config.presets import preset
 from arbcli.config.site import SCALE_TYPES
 from arbcli.kernels.codec.packing import illegal_bytes, pack_trits, row_bytes, unpack_trits
 from arbcli.model.packed import TernaryTensor
-from arbcli.rules import RULES, find_rule
+from arbcli.rules import DIRECTION, RULES
 
 TINY = {"dim": 32, "layers": 1, "heads": 2, "ffn": 48, "ctx": 16}
 
@@ -38,7 +38,7 @@ def test_state_has_a_scale_for_every_started_group(scale_type):
     [("moment", 2.2), ("nibble", 1.2), ("carry", 1.2), ("votes", 1.2)],
 )
 def test_state_per_weight_is_what_the_rule_says(rule, bytes_per_weight):
-    direction = "orthogonal" if find_rule(rule).direction else None
+    direction = "orthogonal" if DIRECTION[rule] else None
     state = tensor(64, 960, rule=rule, direction=direction)
     total = sum(buffer.nbytes for buffer in state.buffers())
     assert total == round((bytes_per_weight + 2 / 32) * 64 * 960)

@@ -9,12 +9,13 @@ from unittest import mock
 import pytest
 import torch
 
-from arbcli.checkpoint import checkpoints, load_checkpoint, save_checkpoint, write_json
+from arbcli.checkpoint import load_checkpoint, save_checkpoint, write_json
 from arbcli.errors import ArbError
 from arbcli.export.run import export
 from arbcli.infer.load import load_model, read_saved, saved_config
 from arbcli.inspect.saved import compare, open_saved
 from arbcli.kernels.runtime.backend import default_backend
+from arbcli.run_files import checkpoints
 from arbcli.train import directory
 from arbcli.train import run as running
 from arbcli.train.check import check_run

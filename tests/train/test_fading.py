@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from arbcli.checkpoint import checkpoint_path, load_checkpoint
+from arbcli.checkpoint import load_checkpoint
 from arbcli.data import open_texts
 from arbcli.device import deterministic
 from arbcli.errors import ArbError
@@ -17,6 +17,7 @@ from arbcli.infer.generation import Sampling, generate
 from arbcli.infer.load import load_model, saved_config
 from arbcli.kernels.codec.decode_digits import digits_reference, scales_reference
 from arbcli.rules import FADED, FADING, STAGES, find_rule, stage_rule
+from arbcli.run_files import checkpoint_path
 from arbcli.train import trainer as training
 from arbcli.train.configure import new_config
 from arbcli.train.run import Observer, resume_run, start_run

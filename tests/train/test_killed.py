@@ -16,9 +16,10 @@ from pathlib import Path
 import pytest
 from marks import mostly_slow
 
-from arbcli.checkpoint import checkpoints, load_checkpoint, save_checkpoint
+from arbcli.checkpoint import load_checkpoint, save_checkpoint
 from arbcli.config.training import TrainConfig
 from arbcli.errors import ArbError
+from arbcli.run_files import checkpoints
 from arbcli.train import run as running
 from arbcli.train.check import check_run
 from arbcli.train.configure import new_config

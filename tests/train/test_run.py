@@ -23,22 +23,17 @@ from marks import mostly_slow
 from torch.autograd import DeviceType
 
 from arbcli import load
-from arbcli.checkpoint import checkpoints, load_checkpoint, save_checkpoint, write_json
+from arbcli.checkpoint import load_checkpoint, save_checkpoint, write_json
 from arbcli.config.training import DECISIVE, TrainConfig, train_config_from
 from arbcli.device import COMPUTE
 from arbcli.errors import ArbError
 from arbcli.model.operations import step_operations
 from arbcli.rules import RULES
+from arbcli.run_files import checkpoints, latest_run
 from arbcli.train import run as run_module
 from arbcli.train.check import check_run
 from arbcli.train.configure import new_config
-from arbcli.train.directory import (
-    field_digests,
-    latest_run,
-    make_directory,
-    make_next_directory,
-    read_facts,
-)
+from arbcli.train.directory import field_digests, make_directory, make_next_directory, read_facts
 from arbcli.train.parallel.group import Group
 from arbcli.train.profiling import StepTrace
 from arbcli.train.record import Record, append_record, keep_records

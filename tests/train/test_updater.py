@@ -20,7 +20,7 @@ from arbcli.kernels.update.step_scales import step_scales
 from arbcli.kernels.update.step_trits import step_by_direction
 from arbcli.model.layers.table import TableWeight
 from arbcli.model.packed import TernaryTensor
-from arbcli.rules import RULES, find_rule, moment
+from arbcli.rules import DIRECTION, RULES, find_rule, moment
 from arbcli.rules.base import STEP_OF_RADIX, fixed_point_gain
 from arbcli.train import updater as update
 from arbcli.train.updater import ROW_CLIP, Updater
@@ -28,7 +28,7 @@ from arbcli.train.updater import ROW_CLIP, Updater
 COMBINATIONS = [
     (rule, direction)
     for rule in RULES
-    for direction in (DIRECTIONS if find_rule(rule).direction else (None,))
+    for direction in (DIRECTIONS if DIRECTION[rule] else (None,))
 ]
 
 

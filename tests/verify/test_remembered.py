@@ -6,13 +6,15 @@ import shutil
 import subprocess
 import sys
 from dataclasses import replace
-from hashlib import sha256
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import pytest
 import torch
 
 import arbcli
+from arbcli import cached_files
+from arbcli.cached_files import write_cached
 from arbcli.kernels.matmul.ternary_matmul import TERNARY_MATMUL
 from arbcli.kernels.update.step_scales import STEP_SCALES
 from arbcli.verify import memory as memories
@@ -30,8 +32,8 @@ JOB = ("moment", "torch")
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path, monkeypatch):
-    monkeypatch.setattr(memories, "memory_folder", lambda: tmp_path / "verified")
-    return tmp_path / "verified"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return memories.memory_folder()
 
 
 @pytest.fixture
@@ -60,13 +62,19 @@ def run(source, machine="this one", job=JOB, *, results=None, **options):
     return found, not seen, told
 
 
+def file_in(folder: Path) -> Path:
+    """Find the one file that was remembered; its digest is another."""
+    (file,) = folder.glob("*.json")
+    return file
+
+
 def test_what_passed_is_recalled_as_it_was(source, folder):
     first, known, _ = run(source)
     assert not known
     again, known, told = run(source)
     assert (known, told) == (True, [])
     assert again == [replace(result, remembered=True) for result in first]
-    (file,) = folder.iterdir()
+    file = file_in(folder)
     assert folder.stat().st_mode & 0o777 == 0o700
     assert file.stat().st_mode & 0o777 == 0o600
 
@@ -89,34 +97,45 @@ def test_failures_are_never_remembered(source, folder):
     assert not run(source, results=failed)[1]
     run(source)  # a pass, and then a failure of the same
     run(source, results=failed, fresh=True)
+    assert not [*folder.glob("*")]
     assert not run(source)[1]
 
 
 def test_a_failure_in_a_file_is_not_a_pass(source, folder):
     run(source)
-    (file,) = folder.iterdir()
-    saved = json.loads(file.read_text().partition("\n")[2])
+    file = file_in(folder)
+    saved = json.loads(file.read_text())
     for rows in (
         [],
         [saved["results"][0] | {"passed": False}],
         [saved["results"][0] | {"passed": 1}],
     ):
-        text = json.dumps(saved | {"results": rows})
-        file.write_bytes(_signed(text.encode()))
-        file.chmod(0o600)
+        write_cached(file, [json.dumps(saved | {"results": rows}).encode()])
         _, known, told = run(source, results=[replace(PASSED, passed=False)])
         assert (known, told) == (False, [])
 
 
 @pytest.mark.parametrize("damage", [
     lambda data: b"", lambda data: data[:-9], lambda data: data.replace(b"moment", b"nibble"),
-    lambda data: b"\xff" * 99, lambda data: _signed(b"{}"), lambda data: _signed(b"[" * 99999),
-    lambda data: _signed(data.partition(b"\n")[2].replace(b'"item"', b'"thing"')),
-], ids=["empty", "cut off", "changed", "bytes", "empty object", "nested", "field"])  # fmt: skip
+    lambda data: b"\xff" * 99,
+], ids=["empty", "cut off", "changed", "bytes"])  # fmt: skip
 def test_damaged_file_is_ignored_with_a_line(damage, source, folder):
     run(source)
-    (file,) = folder.iterdir()
+    file = file_in(folder)
     file.write_bytes(damage(file.read_bytes()))
+    _, known, told = run(source)
+    assert (known, told) == (False, [f"ignored `{file}`: it is damaged"])
+    assert run(source)[1:] == (True, [])
+
+
+@pytest.mark.parametrize("wrong", [
+    lambda data: b"", lambda data: b"\xff" * 99, lambda data: b"{}", lambda data: b"[" * 99999,
+    lambda data: data.replace(b'"item"', b'"thing"'),
+], ids=["empty", "bytes", "empty object", "nested", "field"])  # fmt: skip
+def test_file_of_other_contents_is_ignored_with_a_line(wrong, source, folder):
+    run(source)
+    file = file_in(folder)
+    write_cached(file, [wrong(file.read_bytes())])
     _, known, told = run(source)
     assert not known
     assert len(told) == 1
@@ -124,31 +143,30 @@ def test_damaged_file_is_ignored_with_a_line(damage, source, folder):
     assert run(source)[1:] == (True, [])
 
 
-def _signed(text: bytes) -> bytes:
-    return sha256(text).hexdigest().encode() + b"\n" + text
-
-
-@pytest.mark.skipif(not hasattr(os, "getuid"), reason="Windows has no such modes")
+@pytest.mark.skipif(not hasattr(os, "geteuid"), reason="Windows has no such modes")
 def test_what_others_can_write_is_not_believed(source, folder, monkeypatch):
     run(source)
-    (file,) = folder.iterdir()
+    file = file_in(folder)
     file.chmod(0o620)
     _, known, (line,) = run(source)
     assert not known
-    assert "is not this user's alone; delete it" in line
+    assert line == f"ignored `{file}`: it is not a file to which only this user can write"
     folder.chmod(0o777)
+    _, known, (line,) = run(source)
+    assert not known
+    assert line.startswith(f"ignored `{file}`")
+    assert folder.stat().st_mode & 0o777 == 0o700  # it was this user's, who can mend it
+    assert run(source)[1]
+    monkeypatch.setattr(cached_files, "_is_own", lambda _: False)  # but another one's
+    monkeypatch.setattr(Path, "chmod", MagicMock(side_effect=PermissionError(1, "not permitted")))
     _, known, told = run(source)
     assert not known
     assert [line.split()[0] for line in told] == ["ignored", "nothing"]
-    folder.chmod(0o700)
-    assert run(source)[1]
-    monkeypatch.setattr(os, "getuid", lambda: 12345)
-    assert not run(source)[1]
 
 
 def test_link_is_not_followed(source, folder, tmp_path):
     run(source)
-    (file,) = folder.iterdir()
+    file = file_in(folder)
     file.rename(tmp_path / "elsewhere")
     file.symlink_to(tmp_path / "elsewhere")
     _, known, told = run(source)
@@ -159,6 +177,7 @@ def test_link_is_not_followed(source, folder, tmp_path):
 
 
 def test_what_cannot_be_written_is_told_once(source, folder):
+    folder.parent.mkdir()
     folder.write_text("a file")
     _, known, told = run(source)
     assert not known

@@ -100,7 +100,7 @@ def _load() -> ctypes.CDLL:
         raise _Missing("it is for Linux and macOS")
     level = _level()
     command = [*_compiler(), *FLAGS, *([f"-march={level}"] if level else _tuning())]
-    about = "\0".join([SOURCE.read_text(), *command, "" if level else "\n".join(_cpu())])
+    about = "\0".join([SOURCE.read_text(), *command, "" if level else "\n".join(describe_cpu())])
     name = f"native-{hashlib.sha256(about.encode()).hexdigest()[:20]}.so"
     kept = cache_folder() / name
     with tempfile.TemporaryDirectory() as folder:  # nobody else can write to what is loaded
@@ -131,7 +131,7 @@ def _tuning() -> list[str]:
 
 def levels_here() -> list[str]:
     """List the levels that this CPU has, the lowest first."""
-    flags = set(" ".join(_cpu()).split())
+    flags = set(" ".join(describe_cpu()).split())
     known = LEVELS.get(platform.machine().lower(), {})
     return [name for name, needed in known.items() if flags.issuperset(needed.split())]
 
@@ -154,8 +154,8 @@ def _level() -> str | None:
     return level
 
 
-def _cpu() -> list[str]:
-    """Tell this CPU from others that a shared cache may have been filled by."""
+def describe_cpu() -> list[str]:
+    """List lines that tell this CPU from others: its model and its flags."""
     with suppress(OSError):
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         about = [line for line in lines if line.startswith(("model name", "flags", "Features"))]

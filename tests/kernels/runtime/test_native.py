@@ -172,7 +172,7 @@ def test_loops_are_compiled_for_the_level_that_is_asked_for(
     else:
         monkeypatch.delenv(native.LEVEL, raising=False)
     for model in "one", "other":
-        monkeypatch.setattr(native, "_cpu", lambda model=model: [model, f"flags : {flags}"])
+        monkeypatch.setattr(native, "describe_cpu", lambda model=model: [model, f"flags : {flags}"])
         native._library.cache_clear()
         assert native.why_not() == "that is enough"
     first, second = commands
@@ -185,7 +185,7 @@ def test_loops_are_compiled_for_the_level_that_is_asked_for(
 def test_level_that_this_cpu_does_not_have_is_refused(level, afresh, monkeypatch):
     monkeypatch.setenv(native.LEVEL, level)
     monkeypatch.setattr(platform, "machine", lambda: "x86_64")
-    monkeypatch.setattr(native, "_cpu", lambda: ["flags : avx2 cx16 popcnt sse4_2 ssse3"])
+    monkeypatch.setattr(native, "describe_cpu", lambda: ["flags : avx2 cx16 popcnt sse4_2 ssse3"])
     with pytest.raises(ArbError, match=f"is `{level}`, and the levels of this CPU") as refused:
         default_backend(CPU)
     assert str(refused.value).endswith(": `x86-64`, `x86-64-v2`")

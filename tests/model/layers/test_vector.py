@@ -5,6 +5,7 @@ import torch
 
 from arbcli.config.presets import preset
 from arbcli.model.layers.vector import TernaryTaps, TernaryVector
+from arbcli.rules import LR, LR_OF_DIGITS
 from arbcli.train.updater import Updater
 
 VALUES = (-6.9, -0.01, 1e-3, 1.0, 2.77, 40.0)
@@ -69,8 +70,9 @@ def test_steps_bring_numbers_where_they_ought_to_be(options):
     updater = Updater([part.weight], 0, torch.float32)
     part.weight.sink = updater
     goal = 1.5 * torch.tensor(VALUES)
+    lr = (LR if options["digits"] == "trit" else LR_OF_DIGITS)[options["rule"]]
     for step in range(60):
-        updater.begin(step, part.weight.rule.lr * 0.5)
+        updater.begin(step, lr * 0.5)
         (part().div(goal) - 1).square().sum().backward()
         found = part.weight.weight(torch.float32).flatten() / goal
         assert (found > 0.3).all()
