@@ -330,8 +330,8 @@ OPTIONS = {
     "evaluate": "backend batch checkpoint compute data device field json kv quiet stride",
     "count-params": "ctx digits dim direction ffn heads json layers model preset"
     " print-config rule streams tscale-type" + PARTS,
-    "audit-memory": "accum backend batch budget compute ctx device digits dim direction ffn heads"
-    " json layers model preset print-config ranks recompute rule seed snapshot steps streams"
+    "audit-memory": "accum backend batch budget compute ctx device digits dim direction ffn floats"
+    " heads json layers model preset print-config ranks recompute rule seed snapshot steps streams"
     " tscale-type what-if" + PARTS,
     "probe-loss": "backend batch checkpoint compute ctx data device digits dim direction ffn field"
     " heads json layers lr model plot preset print-config rule seed steps streams tscale-type"
