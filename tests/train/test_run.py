@@ -133,6 +133,10 @@ def test_long_interval_of_records_survives_a_stop(text, tmp_path, device):
     start_run(config(text, device, **options), run, Observer())
     before = told(run)
     assert [record["step"] for record in before] == [12, 13]
+    each, losses = Observer(), []
+    each.recorded = lambda record: losses.append(record.loss)
+    start_run(config(text, device, **options | {"log_every": 1}), None, each, save=False)
+    assert before[0]["loss"] == pytest.approx(sum(losses[:12]) / 12, rel=1e-12)
     resume_run(run / "step-000011.safetensors", Observer())
     assert told(run) == before
     observer = Observer()
