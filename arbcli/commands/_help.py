@@ -17,8 +17,8 @@ GROUPS = {
     "Text": "data val field",
     "Optimisation": "steps minutes batch accum lr warmup schedule final_lr optimizer recompute"
     " compute init_from",
-    "Run": "config_file print_config out resume save_every keep keep_best eval_every sample_every"
-    " seed gpus wire device backend force dry_run",
+    "Run": "config_file print_config out resume save_every keep keep_best no_save eval_every"
+    " log_every sample_every seed gpus wire device backend force dry_run",
     "Output": "plot log profile quiet as_json",
 }
 """Names of parameters, by the heading of their group; any other stands before these."""

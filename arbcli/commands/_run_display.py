@@ -11,7 +11,7 @@ from arbcli.commands._time_left import TimeLeft
 from arbcli.output import LiveLine, OutputError, bytes_text, emit_json, note, note_text
 
 if TYPE_CHECKING:
-    from arbcli.train.record import Record, TrainReport
+    from arbcli.train.record import FirstStep, Record, TrainReport
     from arbcli.train.trainer import Trainer
 
 
@@ -22,6 +22,7 @@ LONG_SECONDS = 15 * 60
 SMALL_WEIGHTS = 4e6
 """Weights of a model than which no preset is much smaller."""
 BAR_COLUMNS = 24
+NOT_SAVED = "nothing was saved"
 
 
 class RunDisplay:
@@ -55,20 +56,26 @@ class RunDisplay:
         if not self.quiet:
             self.line.show_wait(what)
 
-    def started(self, run: Path, trainer: "Trainer", facts: dict[str, Any]) -> None:
+    def started(self, run: Path | None, trainer: "Trainer", facts: dict[str, Any]) -> None:
         if self.quiet:
             return
         from arbcli.kernels.runtime import native  # with torch, which is loaded by now
 
         config, text = trainer.config, facts["text"]
-        self.steps = config.steps
+        self.steps, self.keeps_lines = config.steps, config.log_every is not None
+        self.is_saved = run is not None
         model = config.model
         kind = f"{model.rule}" if model.weights == "ternary" else model.weights
-        number = trainer.num_weights
-        note(f"run     {run}")
+        number, (parameters, buffers) = trainer.num_weights, trainer.num_floats
+        ternary = number if model.weights == "ternary" else 0
+        note(f"run     {run or 'none: with `--no-save` nothing is saved'}")
         note(f"text    {text['description']}: {text['train_bytes']:,} bytes to train on,")
         note(f"        {text['val_bytes']:,} held out, order-0 entropy {text['entropy']:.3f} nats")
         note(f"model   {number:,} {kind} weights, {model.scale_type}, ctx {model.ctx}")
+        note(
+            f"        float parameters {parameters:,}, float buffers {buffers:,},"
+            f" logical ternary weights {ternary:,}"
+        )
         place = f"{config.device}, backend {config.backend}, {config.compute}"
         if (size := trainer.group.size) > 1:
             place += f", {size} processes with {config.accum // size} of {config.accum} batches"
@@ -112,6 +119,15 @@ class RunDisplay:
         bar = f"[{'#' * filled}{'.' * (BAR_COLUMNS - filled)}]"
         return fitted([f"step {left.step}/{self.steps}", shown, bar, *self._figures], width)
 
+    def first_step(self, first: "FirstStep") -> None:
+        if self.quiet:
+            return
+        bits = first.loss / math.log(2)
+        note(
+            f"before  loss {first.loss:.4f} nats = {bits:.4f} bits a byte, before step {first.step}"
+        )
+        note(f"        step {first.step} took {first.seconds:.2f} s{_of_compiling(first)}")
+
     def recorded(self, record: "Record") -> None:
         self._emit(record.as_json())
         if self.quiet:
@@ -121,10 +137,8 @@ class RunDisplay:
             self._time_left.evaluated(now)
         self._time_left.resumed(now)
         self._figures = _figures(record)
-        parts, keep = (
-            [f"step {record.step}/{self.steps}", *self._figures],
-            record.val_loss is not None,
-        )
+        parts = [f"step {record.step}/{self.steps}", *self._figures]
+        keep = self.keeps_lines or record.val_loss is not None
         if self.line.is_live:
             if keep:
                 self.line.show(fitted(parts, self.line.width), keep=True)
@@ -146,7 +160,8 @@ class RunDisplay:
             emit_json(value)
         except OutputError as error:
             self.as_json = False
-            note(f"{error}; the run goes on, and its directory has every record")
+            kept = ", and its directory has every record" if self.is_saved else ""
+            note(f"{error}; the run goes on{kept}")
 
     def noted(self, message: str) -> None:
         note(message)
@@ -160,17 +175,36 @@ class RunDisplay:
         self._emit(report.as_json())
         if report.stopped_by:
             note(f"stopped by {report.stopped_by} after step {report.steps}")
+            if report.run is None:
+                note(NOT_SAVED)
             if report.checkpoint:
                 note(f"continue with: arb train --resume {report.run}")
             return
         if not self.quiet and report.sample:  # a run that was finished before makes none
             note_text(f"\nsample\n{report.sample}\n")
-            bits = report.bits_per_byte
-            note(f"held-out loss  {report.val_loss:.4f} nats = {bits:.4f} bits a byte")
+            if report.val_loss is None:
+                note("held-out loss  none: with `--eval-every 0` nothing is evaluated")
+            else:
+                bits = report.bits_per_byte
+                note(f"held-out loss  {report.val_loss:.4f} nats = {bits:.4f} bits a byte")
             note(f"               {report.entropy:.4f} nats is the text's order-0 entropy,")
             note(f"               {math.log(256):.4f} nats is uniform, ln 256")
             note(f"time           {_clock(report.seconds)}")
-        note(f"checkpoint     {report.checkpoint or 'none: a float twin is measured, not kept'}")
+        why = NOT_SAVED if report.run is None else "a float twin is measured, not kept"
+        note(f"checkpoint     {report.checkpoint or f'none: {why}'}")
+
+
+def _of_compiling(first: "FirstStep") -> str:
+    """Say what compiling has to do with the time of a step."""
+    if first.compile_seconds is None:
+        return ", in which torch compiles the twin"
+    compiled, loaded = first.kernels_compiled, first.kernels_loaded
+    took = f": {first.compile_seconds:.2f} s to"
+    if compiled:
+        return f"{took} compile {compiled:,} kernels" + (f" and load {loaded:,}" if loaded else "")
+    if loaded:
+        return f"{took} load {loaded:,} kernels that were compiled before"
+    return ", and compiled no kernel"
 
 
 def fitted(parts: Sequence[str], width: int) -> str:

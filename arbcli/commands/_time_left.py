@@ -59,6 +59,8 @@ class TimeLeft:
         if of_evaluation is None:
             of_evaluation = of_step * self._evaluation_in_steps
         steps, interval = self._config.steps, self._config.eval_interval
+        if not interval:  # nothing is evaluated
+            return max(0.0, (steps - self.step) * of_step - min(of_step, now - self._last))
         evaluations = -(-steps // interval) - self._evaluated_step // interval
         left = (steps - self.step) * of_step + evaluations * of_evaluation
         evaluates = self.step // interval > self._evaluated_step // interval or self.step == steps

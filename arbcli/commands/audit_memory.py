@@ -1,6 +1,7 @@
 """`arb audit-memory`: what training takes, predicted, then measured in real steps."""
 
 import dataclasses
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -32,6 +33,7 @@ from arbcli.output import LiveLine, bytes_text, emit, table
 if TYPE_CHECKING:
     from arbcli.config.training import TrainConfig
     from arbcli.inspect.audit import AuditReport, FitReport
+    from arbcli.inspect.floats import FloatTensor
     from arbcli.inspect.memory import WhatIfReport
     from arbcli.inspect.peak import PeakReport
     from arbcli.inspect.ranks import RanksReport
@@ -67,6 +69,9 @@ def audit_memory(
     snapshot: Annotated[
         Path | None, typer.Option(help="Write torch's own memory snapshot; CUDA only.")
     ] = None,
+    floats: Annotated[
+        bool, typer.Option("--floats", help="List every float tensor of the first step.")
+    ] = False,
     device: Device = None,
     backend: Backend = None,
     seed: Seed = None,
@@ -76,6 +81,11 @@ def audit_memory(
     """Measure real steps: `arb audit-memory --preset small`; exit 1 on float state or growth."""
     if budget is not None and what_if:
         raise ArbError("`--budget` and `--what-if` are two questions", hint="ask one at a time")
+    if floats and (budget is not None or what_if or ranks is not None):
+        raise ArbError(
+            "`--floats` lists what a real step of one process makes",
+            hint="leave `--budget`, `--what-if` and `--ranks` out",
+        )
     if snapshot is not None:
         check_file(snapshot, "--snapshot", (".pickle", ".pkl"))
     rank, processes, *_ = this_process()
@@ -142,7 +152,7 @@ def audit_memory(
                 line.show(text, keep=True)
 
             line.show_wait("predicting")
-            report = audit.audit(config, snapshot, tell)
+            report = audit.audit(config, snapshot, tell, floats=floats)
         emit(report, _audit_tables(report), as_json=as_json)
         raise typer.Exit(0 if report.passed else 1)
 
@@ -233,6 +243,21 @@ def _ranks_table(report: "RanksReport") -> Table:
     return table(title, columns, rows)
 
 
+def _floats_table(floats: "tuple[FloatTensor, ...]") -> Table:
+    """Lay out the float tensors of a step; those of blocks that are alike share a row."""
+    rows: dict[tuple[str, ...], list[FloatTensor]] = {}
+    for each in floats:
+        module = re.sub(r"\b[0-9]+\b", "*", each.module)
+        survives = "yes" if each.survives else "no"
+        rows.setdefault((module, each.stage, each.made_in, each.dtype, survives), []).append(each)
+    cells = []
+    for (*names, survives), found in rows.items():
+        count, largest = sum(each.count for each in found), max(each.bytes for each in found)
+        cells.append([*names, f"{count:,}", f"{largest:,}", survives])
+    columns = ["module", "stage", "made in", "dtype", "tensors", "bytes of the largest", "survives"]
+    return table("Float tensors of the first step", columns, cells, left=4)
+
+
 def _audit_tables(report: "AuditReport") -> Group:
     place = f"{report.device}, backend {report.backend}, {report.compute}"
     title = f"Measured: {place}, batch {report.batch} x {report.predicted.config.ctx}"
@@ -254,7 +279,9 @@ def _audit_tables(report: "AuditReport") -> Group:
     ]
     measured = f"measured, prediction off by {report.peak_error:+.1%}"
     peak = [*_peak_rows(report.predicted_peak), [measured, _mib(report.peak_bytes)]]
+    shown = [] if report.floats is None else [_floats_table(report.floats)]
     return Group(
+        *shown,
         state_table(report.predicted),
         table("Peak", ["", "MiB"], peak),
         table(title, ["", "after", "live MiB", "reserved MiB", "peak MiB"], levels, left=2),

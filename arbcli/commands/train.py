@@ -127,8 +127,16 @@ def train(
         typer.Option(metavar="RUN|FILE", help="Begin a new run with the weights of a saved model."),
     ] = None,
     eval_every: Annotated[
-        int | None, typer.Option(min=1, help="Steps. [default: a quarter of them, 50 to 500]")
+        int | None,
+        typer.Option(min=0, help="Steps; 0 never. [default: a quarter of them, 50 to 500]"),
     ] = None,
+    log_every: Annotated[
+        int | None,
+        typer.Option(min=1, help="Steps between records. [default: 10]"),
+    ] = None,
+    no_save: Annotated[
+        bool, typer.Option("--no-save", help="Leave nothing behind: no run, checkpoint or record.")
+    ] = False,
     wire: Annotated[
         str | None,
         typer.Option(
@@ -195,6 +203,7 @@ def train(
         sub_norms=sub_norms,
         save_every=save_every,
         eval_every=eval_every,
+        log_every=log_every,
         sample_every=sample_every,
         keep=keep,
         keep_best=keep_best,
@@ -203,6 +212,10 @@ def train(
         wire=wire,
         seed=seed,
     )
+    if no_save:
+        kept = {"out": out, "resume": resume, "save_every": save_every, "keep": keep}
+        kept |= {"keep_best": keep_best, "dry_run": dry_run or None}
+        _refuse_kept(given_options(**kept, plot=plot, log=log, profile=profile))
     if gpus is not None and not dry_run and not print_config:
         if resume is None and config_file is None and (accum or 1) % gpus:
             raise ArbError(
@@ -288,6 +301,7 @@ def train(
                 initial=initial,
                 profile=profile,
                 check=lambda config: None if force else room.check_memory(config, hint),
+                save=not no_save,
             )
     if plot is not None and alone:
         plots.plot_training(Path(report.run), plot)
@@ -317,6 +331,15 @@ def _refuse_changes(given: dict[str, Any]) -> None:
         raise ArbError(
             f"a run goes on with its own settings, so {options} cannot be given to it",
             hint="leave them out, or start a new run without `--resume`",
+        )
+
+
+def _refuse_kept(given: dict[str, Any]) -> None:
+    if given:
+        options = ", ".join(f"`{option_of(field)}`" for field in given)
+        raise ArbError(
+            f"`--no-save` leaves no run behind, so {options} cannot be given with it",
+            hint="leave one or the other out",
         )
 
 

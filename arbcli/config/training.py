@@ -13,6 +13,8 @@ from arbcli.rules import FADED, LR, LR_OF_DIGITS
 
 EVAL_EVERY = (50, 500)
 """Least and most steps between evaluations where no number is given."""
+LONGEST_LOG = 1000
+"""Most steps between records: a checkpoint holds the loss of each of them."""
 MOST = 2**31 - 1
 """Of a count."""
 SCHEDULES = ("cosine", "linear", "wsd", "constant")
@@ -66,7 +68,9 @@ class TrainConfig:
     save_every: int = 500
     """Steps."""
     eval_every: int | None = None
-    """Steps; None is a quarter of the run, within `EVAL_EVERY`."""
+    """Steps; 0 never evaluates, and None is a quarter of the run, within `EVAL_EVERY`."""
+    log_every: int | None = None
+    """Steps between records, up to `LONGEST_LOG`; None is `arbcli.train.run.LOG_EVERY`."""
     sample_every: int | None = None
     """Steps; None is a sample of text at the end alone."""
     keep: int = 2
@@ -121,6 +125,12 @@ class TrainConfig:
                 hint="leave `keep_best=True` out",
                 fields=("keep_best",),
             )
+        if self.keep_best and self.eval_interval == 0:
+            raise ArbError(
+                "no checkpoint is the best of a run that is never evaluated",
+                hint="leave `keep_best=True` out, or use `eval_every` of 1 or more",
+                fields=("keep_best", "eval_every"),
+            )
         if self.model.digits == "fade" and self.keep_best:
             raise ArbError(
                 "the best checkpoint is one of before the weights have faded to the trit",
@@ -136,7 +146,10 @@ class TrainConfig:
         for name in ("steps", "batch", "accum", "save_every", "keep"):
             check_at_least(name, getattr(self, name))
             check_at_most(name, getattr(self, name), MOST)
-        check_at_least("eval_every", self.eval_interval)
+        check_at_least("eval_every", self.eval_interval, 0)
+        if self.log_every is not None:
+            check_at_least("log_every", self.log_every)
+            check_at_most("log_every", self.log_every, LONGEST_LOG)
         if self.sample_every is not None:
             check_at_least("sample_every", self.sample_every)
         check_at_most("warmup", self.warmup, MOST)
@@ -169,7 +182,7 @@ class TrainConfig:
 
     @property
     def eval_interval(self) -> int:
-        """Steps between evaluations."""
+        """Steps between evaluations; 0 if there are none."""
         if self.eval_every is not None:
             return self.eval_every
         least, most = EVAL_EVERY

@@ -19,6 +19,7 @@ from arbcli.data import open_texts
 from arbcli.device import check_room, deterministic
 from arbcli.errors import ArbError
 from arbcli.inspect.budget import budget_bytes
+from arbcli.inspect.floats import FloatTensor, FloatTensors
 from arbcli.inspect.memory import MeasuredState, StateReport, measure, predict
 from arbcli.inspect.peak import PeakReport, predict_peak
 from arbcli.inspect.room import BATCH_BYTES, HINT, check_memory
@@ -95,6 +96,8 @@ class AuditReport:
     """The largest of these."""
     checks: tuple[Check, ...]
     passed: bool
+    floats: tuple[FloatTensor, ...] | None
+    """Every float tensor of the first step; None unless it was asked for."""
 
 
 def config_of_any_gpu(**given: Any) -> TrainConfig:
@@ -151,6 +154,7 @@ def audit(
     *,
     group: Group | None = None,
     state_bytes: int | None = None,
+    floats: bool = False,
 ) -> AuditReport:
     """Do the steps of a run, on the text it would read, and measure memory all along.
 
@@ -160,6 +164,8 @@ def audit(
         predicted: is told of the peak before it is measured.
         group: the processes that share the steps; None is this one alone.
         state_bytes: that this process is to hold, where it is not the whole state.
+        floats: whether every float tensor of the first step is listed. Calls of modules hold their
+            arguments otherwise then, so the peak of its forward may be that of another tensor.
 
     Raises:
         ArbError: there is not enough memory, or the snapshot cannot be written.
@@ -170,7 +176,7 @@ def audit(
     group = group or Group()
     predicted_peak = predict_peak(config, rank=group.rank, size=group.size)
     predicted(predicted_peak)
-    tensors = LiveTensors(torch.device(config.device))
+    tensors, listed = LiveTensors(torch.device(config.device)), None
     try:
         with (
             _recorded(snapshot),
@@ -185,7 +191,13 @@ def audit(
             loaded_bytes -= measure(trainer.model, trainer.updater).counter_bytes
             tensors.settle()
             for step in range(1, config.steps + 1):
-                levels += _watched_step(trainer, tensors, step)
+                if step == 1 and floats:
+                    watch = FloatTensors(tensors.device, trainer.model)
+                    with watch.watching():
+                        levels += _watched_step(trainer, tensors, step, watch.reached)
+                    listed = watch.report()
+                else:
+                    levels += _watched_step(trainer, tensors, step)
                 if step == 1:
                     derived = tensors.since_settling()
     except torch.OutOfMemoryError as error:
@@ -220,13 +232,24 @@ def audit(
         derived=tuple(derived[:NUM_LARGEST]),
         checks=checks,
         passed=all(check.passed for check in checks),
+        floats=listed,
     )
 
 
-def _watched_step(trainer: Trainer, tensors: LiveTensors, step: int) -> list[Level]:
-    """Do a step, and measure after each of its stages."""
+def _watched_step(
+    trainer: Trainer,
+    tensors: LiveTensors,
+    step: int,
+    reached: Callable[[str], None] = lambda stage: None,
+) -> list[Level]:
+    """Do a step, and measure after each of its stages, of which `reached` is told too."""
     levels = []
-    trainer.train_step(lambda stage: levels.append(_read(tensors, step, stage)))
+
+    def read(stage: str) -> None:
+        levels.append(_read(tensors, step, stage))
+        reached(stage)
+
+    trainer.train_step(read)
     return [*levels, _read(tensors, step, "end")]
 
 

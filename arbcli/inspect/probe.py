@@ -145,7 +145,7 @@ def examine(
             about = {"lr": trainer.lr, "loss": _finite(float(trainer.train_step()))}
             peak = max(peak, peak_bytes(device))
             flips = sum(tally.finish(about["lr"]) for tally in tallies)
-            about |= {"flip_share": flips / trainer.num_weights, "live_bytes": live_bytes()}
+            about |= {"flip_share": flips / trainer.updater.num_weights, "live_bytes": live_bytes()}
             readings.append(_read(trainer, watch, *held_out, starts, about))
         chunks = _chunks(trainer.model, held_out[0])
     report = ProbeReport(

@@ -273,8 +273,8 @@ def check_same_text(run: Path, facts: dict[str, Any], digest: str, otherwise: st
         )
 
 
-def run_facts(run: Path, config: TrainConfig, texts: Texts) -> dict[str, Any]:
-    """Gather what the `config.json` of a run is to hold."""
+def run_facts(run: Path | None, config: TrainConfig, texts: Texts) -> dict[str, Any]:
+    """Gather what the `config.json` of a run is to hold; without a directory it has no number."""
     return {
         "config": train_config_dict(config),
         "digests": field_digests(config),
@@ -288,7 +288,7 @@ def run_facts(run: Path, config: TrainConfig, texts: Texts) -> dict[str, Any]:
             "val_bytes": len(texts.val),
         },
         "threads": torch.get_num_threads(),
-        "number": next_number(run.parent),
+        "number": None if run is None else next_number(run.parent),
         "started": datetime.now(UTC).isoformat(timespec="microseconds"),
         "versions": {
             "arb": __version__,

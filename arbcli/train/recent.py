@@ -18,7 +18,7 @@ from arbcli.train.parallel.group import Group
 from arbcli.train.record import finite
 
 KEPT_STEPS = 10
-"""Steps whose figures a checkpoint holds: no record averages more."""
+"""Steps whose figures a checkpoint holds, at least: as many as a record averages."""
 FIELD = "recent"
 """Key of a checkpoint's `data`; absent from checkpoints of earlier versions."""
 SCHEMA = {
@@ -41,20 +41,21 @@ class Step(NamedTuple):
 
 
 class RecentSteps:
-    """Figures of the last `KEPT_STEPS` steps, which stay on the device until they are read.
+    """Figures of the last steps, which stay on the device until they are read.
 
     Args:
         group: the processes of the run; each counts the flips of its own tensors.
         saved: what a checkpoint holds of the steps before; empty if it holds nothing.
+        kept: how many steps.
     """
 
-    def __init__(self, group: Group, saved: Mapping[str, Any]) -> None:
+    def __init__(self, group: Group, saved: Mapping[str, Any], kept: int = KEPT_STEPS) -> None:
         self._group = group
         self._unread: list[tuple[Tensor, Tensor | None]] = []
         self._flips_before = 0
         losses = (_number(loss) for loss in saved.get("losses", ()))
         steps = map(Step, losses, saved.get("flips", ()))
-        self._read = deque(steps, maxlen=KEPT_STEPS)
+        self._read = deque(steps, maxlen=kept)
 
     def add(self, loss: Tensor, flips: Tensor | None) -> None:
         """Append a step.
@@ -81,7 +82,7 @@ class RecentSteps:
 
     def as_json(self) -> dict[str, Any]:
         """Return what a checkpoint holds of the steps."""
-        steps = self.last(KEPT_STEPS)
+        steps = self.last(self._read.maxlen)
         return {
             "losses": finite([step.loss for step in steps]),
             "flips": [step.flips for step in steps],

@@ -73,15 +73,33 @@ def finite(value: Any) -> Any:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class FirstStep:
+    """The first step that a process does: kernels are compiled in it."""
+
+    step: int
+    """Its number: 1, unless the run was resumed."""
+    loss: float
+    """Loss on its text before it changes the weights, nats a byte."""
+    seconds: float
+    kernels_compiled: int
+    kernels_loaded: int
+    """Kernels that were compiled by a process before this one."""
+    compile_seconds: float | None
+    """Time that both took; None for a float twin that torch compiles, which does not tell."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TrainReport:
     """What a finished or interrupted run reports."""
 
-    run: str
+    run: str | None
+    """None for a run that was not saved."""
     checkpoint: str | None
-    """None for a float twin, which is measured and not kept."""
+    """None for a run that was not saved, and for a float twin, which is measured and not kept."""
     steps: int
     val_loss: float | None
-    """Nats a byte; None if the run was stopped before its last evaluation."""
+    """Nats a byte; None if the run is never evaluated, or was stopped before its last
+    evaluation."""
     bits_per_byte: float | None
     entropy: float
     """Order-0 entropy of the held-out text, nats a byte."""
@@ -90,6 +108,8 @@ class TrainReport:
     """Empty if the run was stopped, or finished before."""
     stopped_by: str | None
     """Name of the signal that ended the run early."""
+    first_step: FirstStep | None
+    """None if this process did no step."""
 
     def as_json(self) -> dict[str, Any]:
         """List the fields, as `Record.as_json` does."""

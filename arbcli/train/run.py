@@ -41,6 +41,7 @@ from arbcli.device import (
 from arbcli.errors import ArbError
 from arbcli.infer.generation import Sampling, generate
 from arbcli.infer.load import SavedModel, check_saved, check_trainable, saved_config
+from arbcli.kernels.runtime.compiling import counted_compiling
 from arbcli.model.operations import step_operations
 from arbcli.run_files import (
     CONFIG,
@@ -67,6 +68,7 @@ from arbcli.train.parallel.group import Group, joined, own_device
 from arbcli.train.profiling import StepTrace
 from arbcli.train.recent import FIELD, KEPT_STEPS, RecentSteps, as_numbers, check_recent
 from arbcli.train.record import (
+    FirstStep,
     Record,
     TrainReport,
     append_record,
@@ -89,7 +91,7 @@ from arbcli.train.trainer import (
 EMULATED = "products in four bits are emulated: the same numbers, at the speed of bf16 or less"
 MOST_MINUTES = 60 * 24 * 366
 LOG_EVERY = KEPT_STEPS
-"""Steps between records; reading a loss makes a GPU wait."""
+"""Steps between records where no number is given; reading a loss makes a GPU wait."""
 SAVE_SECONDS = 300
 """A checkpoint is written as soon as the last is so old, whatever `save_every` says."""
 MAX_NONFINITE_STEPS = 3
@@ -106,8 +108,14 @@ PROMPT = b"\n"
 class Observer:
     """Is told what happens in a run; what it does with that is its own affair."""
 
-    def started(self, run: Path, trainer: Trainer, facts: dict[str, Any]) -> None:
-        """A run begins, or goes on, at `trainer.step`; `facts` is what `config.json` says."""
+    def started(self, run: Path | None, trainer: Trainer, facts: dict[str, Any]) -> None:
+        """A run begins, or goes on, at `trainer.step`; `facts` is what `config.json` says.
+
+        A run that is not saved has no directory: `run` is None.
+        """
+
+    def first_step(self, first: FirstStep) -> None:
+        """The first step of this process is done."""
 
     def stepped(self, step: int) -> None:
         """Step number `step` was done; a GPU may not be through with it yet."""
@@ -128,7 +136,7 @@ class Observers(Observer):
     def __init__(self, observers: Sequence[Observer]) -> None:
         self.observers = observers
 
-    def started(self, run: Path, trainer: Trainer, facts: dict[str, Any]) -> None:
+    def started(self, run: Path | None, trainer: Trainer, facts: dict[str, Any]) -> None:
         """Tell that the run begins."""
         for observer in self.observers:
             observer.started(run, trainer, facts)
@@ -137,6 +145,11 @@ class Observers(Observer):
         """Tell of a step."""
         for observer in self.observers:
             observer.stepped(step)
+
+    def first_step(self, first: FirstStep) -> None:
+        """Tell of the first step."""
+        for observer in self.observers:
+            observer.first_step(first)
 
     def recorded(self, record: Record) -> None:
         """Tell of a record."""
@@ -163,8 +176,9 @@ def start_run(
     initial: SavedModel | None = None,
     profile: int | None = None,
     check: Callable[[TrainConfig], None] = lambda _: None,
+    save: bool = True,
 ) -> TrainReport:
-    """Start a run in a new directory.
+    """Start a run in a new directory, or one that leaves nothing behind.
 
     Args:
         config: what to compute.
@@ -175,10 +189,15 @@ def start_run(
             it must be of the model of `config`: see `check_initial`.
         profile: steps to trace by torch's profiler, to a file in the directory: see `StepTrace`.
         check: may refuse the run, once its text is known and before anything is made for it.
+        save: whether there is a directory. Without one there are no checkpoints and no records
+            but those that the observer is told.
 
     Raises:
         ArbError: something the user can fix; whatever was saved before is intact.
+        ValueError: a run that is not saved is given a directory, or steps to trace.
     """
+    if not save and (run is not None or profile is not None):
+        raise ValueError("a run that is not saved has no directory, and no place for a trace")
     if minutes is not None and not 0 < minutes <= MOST_MINUTES:
         raise ArbError(f"`--minutes` is {minutes}", hint=f"use a number up to {MOST_MINUTES:,}")
     if initial is not None:
@@ -192,20 +211,22 @@ def start_run(
         check_shares(config, group.size)
         texts = open_run_texts(config)
         initial_digest = initial and initial.checkpoint.digest
-        _compare_settings(config, texts, group, minutes=minutes, init_from=initial_digest)
+        _compare_settings(
+            config, texts, group, minutes=minutes, init_from=initial_digest, save=save
+        )
         check(config)
         for warning in text_warnings(texts):
             observer.noted(warning)
         if config.compute == "nvfp4" and emulates_nvfp4(torch.device(config.device)):
             observer.noted(EMULATED)
-        if group.first:
+        if group.first and save:
             if run is None:
                 run = make_next_directory(config)
             else:
                 make_directory(run)
         run = group.tell(run)
         with _locked(run, group), deterministic():
-            if group.first:
+            if group.first and save:
                 check_free(run)  # nobody else can start one here from now on
             if minutes is not None:
                 config = _fit_to_minutes(config, texts, minutes, group)
@@ -216,7 +237,7 @@ def start_run(
                 facts["init_from"] = os.path.abspath(initial.path)
                 facts["init_digest"] = initial.checkpoint.digest
                 del initial  # it may be large
-            if group.first:
+            if group.first and save:
                 write_json(run / CONFIG, facts)
             return _run(trainer, run, facts, observer, profile)
 
@@ -308,42 +329,47 @@ def resume_run(
 def _finished_report(
     run: Path, facts: dict[str, Any], config: TrainConfig, observer: Observer, group: Group
 ) -> TrainReport | None:
-    """Report a run whose last checkpoint is there; None if its last evaluation is not."""
-    val_loss = None
+    """Report a run whose last checkpoint is there; None if its last record is not whole."""
+    found = None
     if group.first:
         last = [record for record in read_records(run) if record["step"] == config.steps]
-        val_loss = last[-1].get("val_loss") if last else None
-    val_loss = group.tell(val_loss)
-    if val_loss is None:
+        found = (last[-1].get("val_loss"),) if last else None
+    found = group.tell(found)
+    if found is None or (found[0] is None and is_evaluated(config, config.steps)):
         return None
+    (val_loss,) = found
     saved = checkpoint_path(run, config.steps)
     if group.first and config.keep_best and best_step(run) == config.steps:
         keep_best(saved)  # in case the run was killed just before
+    held_out = "" if val_loss is None else f", held-out loss {val_loss:.4f} nats a byte"
     observer.noted(
-        f"the run is finished: all {config.steps:,} steps are done, held-out loss"
-        f" {val_loss:.4f} nats a byte; `--resume {run} --steps N` continues it to step N"
+        f"the run is finished: all {config.steps:,} steps are done{held_out};"
+        f" `--resume {run} --steps N` continues it to step N"
     )
     return TrainReport(
         run=str(run),
         checkpoint=str(saved),
         steps=config.steps,
         val_loss=val_loss,
-        bits_per_byte=val_loss / math.log(2),
+        bits_per_byte=None if val_loss is None else val_loss / math.log(2),
         entropy=facts["text"]["entropy"],
         seconds=0.0,
         sample="",
         stopped_by=None,
+        first_step=None,
     )
 
 
 def _intervals(config: TrainConfig) -> list[int]:
     """List the intervals, in steps, after each of which a run writes a record."""
-    return [LOG_EVERY, config.eval_interval, *filter(None, [config.sample_every])]
+    others = filter(None, [config.eval_interval, config.sample_every])
+    return [config.log_every or LOG_EVERY, *others]
 
 
 def is_evaluated(config: TrainConfig, step: int) -> bool:
     """Return whether a run evaluates held-out text after a step."""
-    return step == config.steps or (step > 0 and step % config.eval_interval == 0)
+    interval = config.eval_interval
+    return interval > 0 and (step == config.steps or (step > 0 and step % interval == 0))
 
 
 def is_recorded(config: TrainConfig, step: int) -> bool:
@@ -393,15 +419,16 @@ def what_decides(config: TrainConfig, texts: Texts) -> dict[str, Any]:
         "threads": None if on_gpu else torch.get_num_threads(),
         "save_every": config.save_every,
         "eval_every": config.eval_every,
+        "log_every": config.log_every,
         "keep_best": config.keep_best,
         "wire": config.wire,
         "sample_every": config.sample_every,
     }
 
 
-def _locked(run: Path, group: Group) -> AbstractContextManager:
-    """Lock a run, which its first process does for all of them."""
-    return run_lock(run) if group.first else nullcontext()
+def _locked(run: Path | None, group: Group) -> AbstractContextManager:
+    """Lock the directory of a run, if it has one, which its first process does for all of them."""
+    return run_lock(run) if group.first and run is not None else nullcontext()
 
 
 def can_begin_again(run: Path, facts: dict[str, Any]) -> bool:
@@ -501,7 +528,8 @@ def _fit_to_minutes(config: TrainConfig, texts: Texts, minutes: float, group: Gr
         done += 1
     float(loss)
     ended = time.perf_counter()
-    trainer.evaluate(TIMED_BATCHES)
+    if config.eval_interval:
+        trainer.evaluate(TIMED_BATCHES)
     trainer.release_graph()
     now = time.perf_counter()
     of_step, of_evaluation = (ended - begun) / done, (now - ended) * EVAL_BATCHES / TIMED_BATCHES
@@ -509,7 +537,7 @@ def _fit_to_minutes(config: TrainConfig, texts: Texts, minutes: float, group: Gr
     steps = max(1, int(left / of_step))
     for _ in range(3):  # how often it is evaluated depends on the number of steps
         interval = dataclasses.replace(config, steps=steps).eval_interval
-        evaluations = -(-steps // interval)
+        evaluations = -(-steps // interval) if interval else 0
         steps = max(1, int((left - evaluations * of_evaluation) / of_step))
     return dataclasses.replace(config, steps=group.tell(steps))
 
@@ -525,7 +553,7 @@ class Resumed(NamedTuple):
 
 def _run(
     trainer: Trainer,
-    run: Path,
+    run: Path | None,
     facts: dict[str, Any],
     observer: Observer,
     profile: int | None,
@@ -538,7 +566,9 @@ def _run(
         trainer.release_graph()
 
 
-def _later(run: Path, step: int) -> list[Path]:
+def _later(run: Path | None, step: int) -> list[Path]:
+    if run is None:
+        return []
     saved = [*checkpoints(run), *best_checkpoints(run)]
     return [path for path in saved if step_of(path) > step]
 
@@ -558,7 +588,7 @@ class _Loop:
 
     Args:
         trainer: of the run.
-        run: its directory.
+        run: its directory; None saves nothing.
         facts: what `config.json` says.
         observer: is told of progress.
         profile: steps to trace; None traces none.
@@ -568,7 +598,7 @@ class _Loop:
     def __init__(
         self,
         trainer: Trainer,
-        run: Path,
+        run: Path | None,
         facts: dict[str, Any],
         observer: Observer,
         profile: int | None,
@@ -579,15 +609,20 @@ class _Loop:
         self.stopped_by: signals.Signals | None = None
         """The signal that ended the run; of several processes one of them has received it."""
         self._old = False
+        self.saves = run is not None and trainer.updater is not None
+        """Whether checkpoints are written: of a float twin there are none."""
         self.saved_step = trainer.step if resumed else None
         """Step of the newest checkpoint; None if there is none."""
         self.resumed, self.resumed_step = resumed or Resumed({}, 0.0), self.saved_step
-        self.recent = RecentSteps(self.group, self.resumed.recent)
+        kept = max(KEPT_STEPS, self.config.log_every or 0)
+        self.recent = RecentSteps(self.group, self.resumed.recent, kept)
         self.recorded_step = self._find_recorded() if resumed else 0
         """Step of the last record, which the next one averages from."""
         self.timed_steps = 0
         """Steps since then that this process has done."""
         self.last_loss: Tensor | None = None
+        self.first_step: FirstStep | None = None
+        """The first one of this process; None before it."""
         traced = profile if self.group.first else None
         self.trace = StepTrace(run, trainer, traced, observer.noted) if traced else None
         self.left_behind = _later(run, trainer.step)
@@ -619,12 +654,15 @@ class _Loop:
             self._keep_best()  # and here between the record and this
             with self.trace or nullcontext():
                 while trainer.step < config.steps and not self._is_stopped(signal):
-                    self._train_step()
+                    if self.first_step is None:
+                        self._train_first_step()
+                    else:
+                        self._train_step()
                     if trainer.step < config.steps:
                         self._after_step(trainer.step)
             # the end is saved last: who dies before gets there again, with the same record
             if not self._is_stopped(signal):
-                val_loss = self._evaluate()
+                val_loss = self._evaluate() if is_evaluated(config, trainer.step) else None
                 self._record(val_loss)
             elif trainer.step < config.steps:
                 self._save_if_new()
@@ -637,7 +675,7 @@ class _Loop:
             self.group.agree(0)  # let all be done before one leaves
         saved = self.saved_step is not None and checkpoint_path(self.run_path, self.saved_step)
         report = TrainReport(
-            run=str(self.run_path),
+            run=None if self.run_path is None else str(self.run_path),
             checkpoint=str(saved) if saved else None,
             steps=trainer.step,
             val_loss=val_loss,
@@ -646,6 +684,7 @@ class _Loop:
             seconds=time.perf_counter() - self.started,
             sample=sample,
             stopped_by=self.stopped_by.name if self.stopped_by else None,
+            first_step=self.first_step,
         )
         self.observer.ended(report)
         return report
@@ -669,12 +708,28 @@ class _Loop:
         except Exception:
             with suppress(Exception):  # the error that began it is what is told
                 alone = self.group.size == 1  # others may be elsewhere, or gone
-                new = self.saved_step != self.trainer.step
+                new = self.saves and self.saved_step != self.trainer.step
                 if alone and self.trainer.between_steps and new:
                     self._save()
                     step = self.trainer.step
                     self.observer.noted(f"step {step} is saved: go on with `--resume`")
             raise
+
+    def _train_first_step(self) -> None:
+        """Do a step, and tell what it cost: it waits for a GPU, as no other step does."""
+        trainer, started = self.trainer, time.perf_counter()
+        with counted_compiling() as compiling:
+            self._train_step()
+            loss = float(self.last_loss)
+        self.first_step = FirstStep(
+            step=trainer.step,
+            loss=loss,
+            seconds=time.perf_counter() - started,
+            kernels_compiled=compiling.compiled,
+            kernels_loaded=compiling.loaded,
+            compile_seconds=None if trainer.is_compiled else compiling.seconds,
+        )
+        self.observer.first_step(self.first_step)
 
     def _train_step(self) -> None:
         trainer = self.trainer
@@ -735,7 +790,7 @@ class _Loop:
         self.paused += time.perf_counter() - started
 
     def _save(self) -> None:
-        if self.trainer.updater is None:
+        if not self.saves:
             return
         with self._not_timed():
             self._check_text()
@@ -779,7 +834,7 @@ class _Loop:
 
     def _keep_best(self) -> None:
         """Keep the checkpoint of this step, if no other has a lower held-out loss."""
-        if not self.config.keep_best:
+        if not (self.saves and self.config.keep_best):
             return
         # the first process alone reads what it alone writes
         best = self.group.first and best_step(self.run_path) == self.trainer.step
@@ -844,14 +899,15 @@ class _Loop:
         )
         self.recorded_step, self.timed_steps = trainer.step, 0
         self.last_record, self.paused = now, 0.0
-        if self.group.first:
+        if self.group.first and self.run_path is not None:
             append_record(self.run_path, record)
         self.observer.recorded(record)
         if nonfinite >= MAX_NONFINITE_STEPS:
+            intact = f"the checkpoints in `{self.run_path}` are intact; " if self.saves else ""
             raise _Diverged(
                 f"{nonfinite} steps had gradients that are not finite; the last was before step"
                 f" {trainer.step}",
-                hint=f"the checkpoints in `{self.run_path}` are intact; try a smaller `--lr`",
+                hint=f"{intact}try a smaller `--lr`",
             )
         if not math.isfinite(loss) and trainer.updater is None:
             raise _Diverged(f"the loss is {loss}", hint="try a smaller `--lr`")

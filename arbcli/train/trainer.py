@@ -132,7 +132,9 @@ class Trainer:
             capture = False
             self._compute.losses = Replicas(self.model, len(self._local))
         self._warm_up_stream: torch.cuda.Stream | None = None
-        if compiled and self.optimizer:
+        self.is_compiled = compiled and self.optimizer is not None
+        """Whether torch compiles the model, as it does a twin on a GPU."""
+        if self.is_compiled:
             tell_compiler()
             compile_twin(self.model)
         if capture and self.optimizer:
@@ -157,10 +159,20 @@ class Trainer:
 
     @property
     def num_weights(self) -> int:
-        """Weights that are trained."""
+        """Weights of the model, those of norms too, which are frozen: as `arb count-params` says.
+
+        A float twin has its parameters.
+        """
         if self.updater:
-            return self.updater.num_weights
-        return sum(parameter.numel() for parameter in self.model.parameters())
+            return sum(tensor.num_weights for tensor in self.model.weights().values())
+        return self.num_floats[0]
+
+    @property
+    def num_floats(self) -> tuple[int, int]:
+        """Elements of parameters, and of buffers that are not integers; none if ternary."""
+        parameters, buffers = self.model.parameters(), self.model.buffers()
+        floats = (buffer for buffer in buffers if buffer.is_floating_point())
+        return sum(each.numel() for each in parameters), sum(each.numel() for each in floats)
 
     @property
     def lr(self) -> float:

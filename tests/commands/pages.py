@@ -43,7 +43,7 @@ from arbcli.inspect.saved import Difference, DifferenceReport, SavedReport
 from arbcli.inspect.verdicts import Histogram, ProbeReport
 from arbcli.kernels.runtime import native
 from arbcli.train.check import CheckReport
-from arbcli.train.record import Record, TrainReport
+from arbcli.train.record import FirstStep, Record, TrainReport
 from arbcli.verify import run as verifying
 from arbcli.verify.compile_ahead import CompileResult
 from arbcli.verify.kernels import KernelResult
@@ -117,10 +117,14 @@ def _shown_by_train(*, quiet: bool = False) -> str:
             "entropy": 3.14159}  # fmt: skip
     config = types.SimpleNamespace(
         steps=4321, model=preset("tiny", ctx=96, scale_type="T6", rule="nibble"), accum=6,
-        device="cuda:0", backend="triton", compute="fp8", eval_interval=1000,
+        device="cuda:0", backend="triton", compute="fp8", eval_interval=1000, log_every=None,
     )  # fmt: skip
     trainer = types.SimpleNamespace(
-        config=config, num_weights=7_654_321, group=types.SimpleNamespace(size=2), step=17
+        config=config,
+        num_weights=7_654_321,
+        num_floats=(12_345, 6_789),
+        group=types.SimpleNamespace(size=2),
+        step=17,
     )
     alone = types.SimpleNamespace(**vars(trainer) | {"group": types.SimpleNamespace(size=1)})
     alone.step, alone.config = 0, types.SimpleNamespace(**vars(config))
@@ -131,7 +135,7 @@ def _shown_by_train(*, quiet: bool = False) -> str:
 
     on_cpu = types.SimpleNamespace(**vars(alone))
     on_cpu.config = types.SimpleNamespace(
-        **vars(config) | {"device": "cpu", "backend": "torch", "compute": "bf16"}
+        **vars(config) | {"device": "cpu", "backend": "torch", "compute": "bf16", "log_every": 2}
     )
     clock = [5000.0]
     absent = {"available": lambda: False, "why_not": lambda: "there is no C compiler"}
@@ -148,16 +152,26 @@ def _shown_by_train(*, quiet: bool = False) -> str:
         )
         display.wait("loading")
         display.started(Path("runs/007"), alone, {"text": text})
-        display.started(Path("runs/007"), on_cpu, {"text": text})
+        display.started(None, on_cpu, {"text": text})
         if not quiet:
             clock[0] += 10
             display.tell_estimate()
+        display.recorded(on_the_way)
         display.started(Path("runs/007"), trainer, {"text": text})
         clock[0] += 2
         display.stepped(18)
         if not quiet:
             display.tell_estimate()
             said.extend(f"width {width:3}  {display._progress(width)}" for width in (40, 80, 200))
+        first = filled(FirstStep)
+        for fields in (
+            {},
+            {"kernels_loaded": 0},
+            {"kernels_compiled": 0},
+            {"kernels_compiled": 0, "kernels_loaded": 0},
+            {"compile_seconds": None},
+        ):
+            display.first_step(dataclasses.replace(first, **fields))
         untimed = dataclasses.replace(on_the_way, bytes_per_second=None, seconds_left=None)
         for told in (on_the_way, evaluated, bare, untimed):
             display.recorded(told)
@@ -167,7 +181,9 @@ def _shown_by_train(*, quiet: bool = False) -> str:
         display.noted("a note")
         finished = dataclasses.replace(report, sample="")
         unsaved = dataclasses.replace(stopped, checkpoint=None)
-        for told in (report, twin, stopped, unsaved, finished):
+        smoke = [dataclasses.replace(each, run=None, checkpoint=None) for each in (report, stopped)]
+        smoke[0] = dataclasses.replace(smoke[0], val_loss=None, bits_per_byte=None)
+        for told in (report, twin, stopped, unsaved, finished, *smoke):
             display.ended(told)
             display.finished(told)
     return "\n".join(said)

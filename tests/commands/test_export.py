@@ -55,7 +55,7 @@ def test_export_writes_what_is_named_for_the_run(run, tmp_path, arb_here, monkey
 
 
 ERRORS = {
-    "no run": (["nowhere", "--to", "gguf"], "cannot read `nowhere`"),
+    "no run": (["nowhere", "--to", "gguf"], "there is no run at `nowhere`"),
     "no such format": (["{run}", "--to", "onnx"], "`--to` is `onnx`"),
     "no such type": (["{run}", "--to", "hf", "--type", "q4_0"], "has no type `q4_0`"),
     "there already": (["{run}", "--to", "hf", "--out", "{run}"], "exists"),

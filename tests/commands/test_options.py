@@ -28,6 +28,7 @@ from arbcli.config.training import TrainConfig
 from arbcli.errors import ArbError
 from arbcli.kernels.runtime import backend
 from arbcli.train import configure
+from arbcli.train.run import LOG_EVERY
 
 SHOWN = {
     ("`lr` is -1.0", "lr"): "`--lr` is -1.0",
@@ -123,7 +124,7 @@ CHOSEN = {
 OTHERS = {
     "minutes", "config_file", "print_config", "out", "resume", "init_from", "plot", "log", "force",
     "dry_run", "quiet", "as_json", "budget", "what_if", "snapshot", "checkpoint", "gpus", "profile",
-    "ranks", "help", "model_file",
+    "ranks", "help", "model_file", "no_save", "floats",
 }  # fmt: skip
 """Options that set no field of a configuration."""
 
@@ -167,6 +168,7 @@ def test_default_that_is_told_is_the_one_that_there_is(command):
     defaults = {field.name: field.default for field in dataclasses.fields(TrainConfig)}
     defaults |= {name: one.default for name, one in arguments("dense").items()}
     defaults |= {"preset": "tiny", "optimizer": "adamw", "sub_norms": "yes"}
+    defaults |= {"log_every": LOG_EVERY}
     told = {}
     for option in typer.main.get_command(app).commands[command].params:
         found = re.search(r"\[default: ([\w.]+)\]", option.help or "")

@@ -76,6 +76,32 @@ def test_train_prints_only_a_record_a_line_as_json(text, tmp_path, arb_here):
     assert report["stopped_by"] is None
 
 
+def test_smoke_run_tells_of_every_step_and_leaves_nothing(text, tmp_path, arb_here, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("arbcli.train.run.SAMPLE_BYTES", 1)
+    line = ["--no-save", "--log-every", "1", "--eval-every", "0"]
+    done = arb_here("train", "--data", text, *SMALL, *line, "--steps", "3", "--json")
+    assert done.returncode == 0, done.stderr
+    *records, report = map(json.loads, done.stdout.splitlines())
+    assert [record["step"] for record in records] == [1, 2, 3]
+    assert [record["val_loss"] for record in (*records, report)] == [None] * 4
+    assert (report["run"], report["checkpoint"]) == (None, None)
+    first = report["first_step"]
+    assert (first["step"], first["loss"]) == (1, records[0]["loss"])
+    assert first["seconds"] >= first["compile_seconds"] >= 0
+    counted = CliRunner().invoke(app, ["count-params", *SMALL[:10], "--json"])
+    number = json.loads(counted.stdout)["total"]["weights"]
+    for words in (
+        "run     none: with `--no-save` nothing is saved",
+        f"float parameters 0, float buffers 0, logical ternary weights {number:,}\n",
+        f"before  loss {first['loss']:.4f} nats",
+        "step 1 took ", "step 1/3  loss", "step 2/3  loss", "step 3/3  loss",
+        "held-out loss  none", "checkpoint     none: nothing was saved",
+    ):  # fmt: skip
+        assert words in done.stderr
+    assert list(tmp_path.iterdir()) == [Path(text)]
+
+
 def test_train_shows_samples_utilisation_and_where_the_trace_is(
     text, tmp_path, arb_here, monkeypatch
 ):
@@ -217,6 +243,20 @@ ERRORS = {
         "a constant learning rate",
     ),
     "best of a twin": (["--weights", "float", "--keep-best"], "a float twin keeps no checkpoint"),
+    "best of a run without evaluations": (
+        ["--eval-every", "0", "--keep-best"],
+        "no checkpoint is the best of a run that is never evaluated",
+    ),
+    "more steps than a checkpoint tells of": (["--log-every", "1001"], "`--log-every` is 1,001"),
+    "unsaved resume": (["--no-save", "--resume", "auto"], "so `--resume` cannot be given with it"),
+    "unsaved best": (
+        ["--no-save", "--keep-best", "--keep", "1"],
+        "so `--keep`, `--keep-best` cannot be given with it",
+    ),
+    "unsaved checkpoints": (["--no-save", "--save-every", "1"], "so `--save-every` cannot be"),
+    "unsaved directory": (["--no-save", "--out", "x"], "so `--out` cannot be given with it"),
+    "unsaved trace": (["--no-save", "--profile"], "so `--profile` cannot be given with it"),
+    "unsaved picture": (["--no-save", "--plot", "a.svg"], "so `--plot` cannot be given with it"),
     "plot over a text": (["--data", "{text}", "--plot", "{text}"], "`--plot` is"),
     "plot in no folder": (["--plot", "nowhere/a.svg"], "there is no folder `nowhere`"),
     "out too long": (["--data", "{text}", "--out", "x" * 300], "File name too long"),
@@ -278,10 +318,10 @@ PARTS = (
 )
 OPTIONS = {
     "train": "accum backend batch compute config ctx data device digits dim direction dry-run"
-    " eval-every ffn field final-lr force gpus heads init-from json keep keep-best layers log lr"
-    " minutes model no-sub-norms optimizer out plot preset print-config profile quiet recompute"
-    " resume rule sample-every save-every schedule seed steps streams sub-norms tscale-type val"
-    " warmup weights wire" + PARTS,
+    " eval-every ffn field final-lr force gpus heads init-from json keep keep-best layers log"
+    " log-every lr minutes model no-save no-sub-norms optimizer out plot preset print-config"
+    " profile quiet recompute resume rule sample-every save-every schedule seed steps streams"
+    " sub-norms tscale-type val warmup weights wire" + PARTS,
     "check": "json",
     "generate": "backend batch bytes checkpoint chunks compute device json kv length prompt prompts"
     " seed temperature top-k top-p",
@@ -290,8 +330,8 @@ OPTIONS = {
     "evaluate": "backend batch checkpoint compute data device field json kv quiet stride",
     "count-params": "ctx digits dim direction ffn heads json layers model preset"
     " print-config rule streams tscale-type" + PARTS,
-    "audit-memory": "accum backend batch budget compute ctx device digits dim direction ffn heads"
-    " json layers model preset print-config ranks recompute rule seed snapshot steps streams"
+    "audit-memory": "accum backend batch budget compute ctx device digits dim direction ffn floats"
+    " heads json layers model preset print-config ranks recompute rule seed snapshot steps streams"
     " tscale-type what-if" + PARTS,
     "probe-loss": "backend batch checkpoint compute ctx data device digits dim direction ffn field"
     " heads json layers lr model plot preset print-config rule seed steps streams tscale-type"

@@ -17,7 +17,8 @@ RUN = {
     "accum": ((1, 5_368_709), (0, 5_368_710)),  # 400 steps of so many are 2**31 - 1 at most
     "save_every": ((1, MOST), (0, MOST + 1)),
     "keep": ((1, MOST), (0, MOST + 1)),
-    "eval_every": ((1, MOST), (0,)),
+    "eval_every": ((0, MOST), (-1,)),
+    "log_every": ((1, 1000), (0, 1001)),
     "sample_every": ((1, MOST), (0,)),
     "warmup": ((0, MOST), (-1, MOST + 1)),
     "lr": ((1e-9, 64), (0.0, -1.0, 64.001, nan, inf, -inf)),

@@ -267,7 +267,7 @@ def test_flips_are_those_that_the_updates_count(rule, text):
     report = examine(trainer, 4)
     seen.append({n: unpack_trits(w.trits, w.in_features) for n, w in weights.items()})
     shares = sum(reading.flip_share for reading in report.readings[1:])
-    assert round(shares * trainer.num_weights) == int(trainer.updater.flips) > 0
+    assert round(shares * trainer.updater.num_weights) == int(trainer.updater.flips) > 0
     for tensor in report.tensors:
         of_tensor = torch.stack([trits[tensor.name] for trits in seen]).int()
         before, after = of_tensor[:-1], of_tensor[1:]

@@ -407,6 +407,7 @@ def test_everything_that_decides_a_run_is_compared_between_processes(options, mo
     before = runs.what_decides(config, texts)
     changes = {
         "save_every": 7, "eval_every": 3, "keep_best": True, "wire": "int16", "sample_every": 2,
+        "log_every": 7,
         "backend": "interpreter", "seed": 1, "lr": 0.5, "steps": 9, "compute": "bf16",
     }  # fmt: skip
     for name, value in changes.items():
@@ -477,8 +478,8 @@ def test_every_setting_that_decides_a_run_is_held_against_its_beginning(options)
     """What else there is says where a run reads, saves and computes, or how it keeps its memory."""
     config = new_config(**options)
     free = {
-        "data", "val", "field", "save_every", "eval_every", "sample_every", "keep", "keep_best",
-        "recompute", "device", "backend", "model",
+        "data", "val", "field", "save_every", "eval_every", "log_every", "sample_every", "keep",
+        "keep_best", "recompute", "device", "backend", "model",
         "wire",  # a checkpoint has it in its data
     }  # fmt: skip
     settings = {name for name in TrainConfig.__dataclass_fields__ if name not in free}

@@ -94,6 +94,107 @@ def test_hangup_saves_like_a_termination(text, tmp_path, device, monkeypatch):
         signal.signal(signal.SIGHUP, ignored)
 
 
+def told(path: Path) -> list[dict]:
+    """Read the records of a run without what a clock or an allocator says."""
+    measured = {"seconds", "bytes_per_second", "seconds_left", "peak_bytes", "mfu"}
+    records = (json.loads(line) for line in (path / "metrics.jsonl").open())
+    return [{k: v for k, v in record.items() if k not in measured} for record in records]
+
+
+@pytest.mark.parametrize(
+    ("options", "steps"),
+    [
+        ({"log_every": 1, "eval_every": 0}, [*range(1, 13)]),
+        ({"log_every": 5, "eval_every": 0}, [5, 10, 12]),
+        ({"log_every": 100, "eval_every": 0}, [12]),
+        ({"eval_every": 0}, [10, 12]),
+        ({"log_every": 5, "eval_every": 6}, [5, 6, 10, 12]),
+    ],
+)
+def test_records_come_as_often_as_asked_for(options, steps, text, tmp_path, device):
+    run = tmp_path / "run"
+    report = start_run(config(text, device, batch=1, **options), run, Observer())
+    records = told(run)
+    assert [record["step"] for record in records] == steps
+    evaluated = [record["step"] for record in records if record["val_loss"] is not None]
+    assert evaluated == ([6, 12] if options["eval_every"] else [])
+    assert (report.val_loss is None) == (report.bits_per_byte is None) == (not evaluated)
+
+
+def test_long_interval_of_records_survives_a_stop(text, tmp_path, device):
+    """Its record averages more steps than a checkpoint holds by default."""
+    run, notes = tmp_path / "run", []
+    options = {"batch": 1, "log_every": 12, "eval_every": 0, "save_every": 11, "steps": 13}
+    start_run(config(text, device, **options), run, Observer())
+    before = told(run)
+    assert [record["step"] for record in before] == [12, 13]
+    each, losses = Observer(), []
+    each.recorded = lambda record: losses.append(record.loss)
+    start_run(config(text, device, **options | {"log_every": 1}), None, each, save=False)
+    assert before[0]["loss"] == pytest.approx(sum(losses[:12]) / 12, rel=1e-12)
+    resume_run(run / "step-000011.safetensors", Observer())
+    assert told(run) == before
+    observer = Observer()
+    observer.noted = notes.append
+    assert resume_run(run, observer).val_loss is None
+    assert notes[0].startswith("the run is finished: all 13 steps are done; `--resume")
+
+
+@pytest.mark.parametrize("weights", ["ternary", "float"])
+def test_unsaved_run_is_the_same_run_and_leaves_nothing(
+    weights, text, tmp_path, device, monkeypatch
+):
+    folder, notes, ends = tmp_path / "here", [], []
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    settings = config(text, device, batch=1, weights=weights, log_every=1, save_every=1)
+    saved = start_run(settings, tmp_path / "run", Observer())
+    observer = Observer()
+    observer.recorded = lambda record: notes.append(record.loss)
+    observer.started = lambda run, trainer, facts: ends.append((run, facts["number"]))
+    report = start_run(settings, None, observer, save=False)
+    assert notes == [record["loss"] for record in told(tmp_path / "run")]
+    assert ends == [(None, None)]
+    assert (report.run, report.checkpoint) == (None, None)
+    assert (report.val_loss, report.sample) == (saved.val_loss, saved.sample)
+    assert list(folder.iterdir()) == []
+
+
+def test_unsaved_run_that_fails_or_is_stopped_leaves_nothing(text, tmp_path, device, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    report = start_run(config(text, device, log_every=1), None, StopAt(2), save=False)
+    assert (report.steps, report.stopped_by, report.checkpoint) == (2, "SIGTERM", None)
+    observer, notes = Observer(), []
+    observer.noted = notes.append
+    with (
+        mock.patch("arbcli.train.run.Trainer.evaluate", side_effect=OSError("no text")),
+        pytest.raises(OSError, match="no text"),
+    ):
+        start_run(config(text, device), None, observer, save=False)
+    assert notes == []
+    assert list(tmp_path.iterdir()) == [Path(text)]
+
+
+@pytest.mark.parametrize("given", [{"run": Path("run")}, {"run": None, "profile": 3}])
+def test_unsaved_run_takes_no_place_for_files(given, text, device):
+    with pytest.raises(ValueError, match="no place for a trace"):
+        start_run(config(text, device), observer=Observer(), save=False, **given)
+
+
+def test_first_step_is_told_with_the_loss_before_it(text, tmp_path, device):
+    run, firsts = tmp_path / "run", []
+    observer = StopAt(2)
+    observer.first_step = firsts.append
+    report = start_run(config(text, device, log_every=1), run, observer)
+    assert firsts == [report.first_step]
+    (first,) = firsts
+    assert (first.step, first.loss) == (1, told(run)[0]["loss"])
+    assert first.seconds >= first.compile_seconds >= 0
+    first = resume_run(run, Observer()).first_step
+    assert (first.step, first.loss) == (3, told(run)[2]["loss"])
+    assert resume_run(run, Observer()).first_step is None
+
+
 def test_hangup_that_is_ignored_stays_so(text, tmp_path, device, monkeypatch):
     monkeypatch.setattr("arbcli.train.run.LOG_EVERY", 1)  # it comes before the last step
     observer = Observer()
@@ -550,7 +651,7 @@ def test_resume_of_a_finished_run_says_so_without_its_text_or_a_model(
     observer = Observer()
     observer.noted = mock.Mock()
     again = resume_run(tmp_path / "run", observer)
-    assert again == dataclasses.replace(first, seconds=0.0, sample="")
+    assert again == dataclasses.replace(first, seconds=0.0, sample="", first_step=None)
     (said,) = observer.noted.call_args.args
     assert said == (
         f"the run is finished: all 12 steps are done, held-out loss {first.val_loss:.4f} nats a"
@@ -590,7 +691,7 @@ def test_resume_refuses_a_configuration_that_was_changed(field, value, started):
 
 FREE = {
     "data", "val", "field",  # the text itself is compared, wherever it lies
-    "save_every", "eval_every", "sample_every", "keep", "keep_best", "recompute",
+    "save_every", "eval_every", "log_every", "sample_every", "keep", "keep_best", "recompute",
     "device", "backend",
     "wire",  # a checkpoint says it, and is compared
 }  # fmt: skip

@@ -1,0 +1,122 @@
+"""Every float tensor of a training step: its module, stage and bytes, and whether it survives.
+
+An operation of torch makes each of them, or a launcher that allocates for a kernel: registers and
+what loops in C keep on their stack are no tensors.
+"""
+
+import dataclasses
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+from torch.utils._pytree import tree_leaves
+
+from arbcli.inspect.trace import Storages, calling_function
+
+OUTSIDE = "-"
+"""Stands for a module where none computes: in what surrounds the model."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FloatTensor:
+    """A float tensor of a step, or several that are alike."""
+
+    module: str
+    """The innermost module whose forward runs, or the gradient of whose output came last."""
+    stage: str
+    """`forward`, `backward` (which updates the weights too), or `end` for what is behind both."""
+    made_in: str
+    """The function of this package that asked for it; `autograd` where none did."""
+    dtype: str
+    shape: tuple[int, ...]
+    bytes: int
+    """Of each."""
+    survives: bool
+    """Whether it is alive after the step."""
+    count: int
+
+
+class FloatTensors(Storages):
+    """Sees every float tensor that comes to life in a step of a model while the mode is on."""
+
+    def __init__(self, device: torch.device, model: Module) -> None:
+        super().__init__(device)
+        self.stage, self._model, self._within = "forward", model, [OUTSIDE]
+        self._kept: dict[int, FloatTensor] = {}
+        self._kinds: Counter[FloatTensor] = Counter()
+        """All that came, in the order in which the first of each kind did."""
+
+    @contextmanager
+    def watching(self) -> Iterator["FloatTensors"]:
+        """Turn the mode on, and follow which module computes."""
+        handles = []
+        for name, module in self._model.named_modules():
+            if name:
+                handles.append(module.register_forward_pre_hook(self._entered(name)))
+                handles.append(module.register_forward_hook(self._left))
+        try:
+            with self:
+                yield self
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def reached(self, stage: str) -> None:
+        """Begin the stage behind the one that ends, as `Trainer.train_step` tells of it."""
+        self.stage = {"forward": "backward", "backward": "end"}[stage]
+        self._within = [OUTSIDE]
+
+    def report(self) -> tuple[FloatTensor, ...]:
+        """List what was seen, in the order in which it came; what is alive now survives."""
+        kept = Counter(self._kept.values())
+        found = (
+            dataclasses.replace(kind, survives=survives, count=count)
+            for kind, came in self._kinds.items()
+            for survives, count in ((False, came - kept[kind]), (True, kept[kind]))
+        )
+        return tuple(kind for kind in found if kind.count)
+
+    def came(self, key: int, tensor: Tensor, size: int, op: Any) -> None:
+        """Note a storage of floats."""
+        if tensor.is_floating_point() or tensor.is_complex():
+            kind = FloatTensor(
+                module=self._within[-1],
+                stage=self.stage,
+                made_in=calling_function(),
+                dtype=str(tensor.dtype).removeprefix("torch."),
+                shape=tuple(tensor.shape),
+                bytes=size,
+                survives=True,
+                count=1,
+            )
+            self._kept[key] = kind
+            self._kinds[kind] += 1
+
+    def went(self, key: int) -> None:
+        """Strike a storage off."""
+        self._kept.pop(key, None)
+
+    def _entered(self, name: str) -> Callable[[Module, Any], None]:
+        def enter(module: Module, inputs: Any) -> None:
+            if self.stage == "end":  # the next micro-batch
+                self.stage = "forward"
+            self._within.append(name)
+
+        return enter
+
+    def _left(self, module: Module, inputs: Any, outputs: Any) -> None:
+        name = self._within.pop()
+
+        def came_back(gradient: Tensor) -> None:
+            self._within = [OUTSIDE, name]
+
+        for output in tree_leaves(outputs):
+            # a module may hand on what one within it, or before it, has made
+            made_here = isinstance(output, Tensor) and not output._backward_hooks
+            if made_here and output.requires_grad and self.stage == "forward":
+                output.register_hook(came_back)

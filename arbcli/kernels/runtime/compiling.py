@@ -1,0 +1,45 @@
+"""Count the kernels that Triton compiles or loads, and the time that they take."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from arbcli.kernels.runtime._triton import HAS_TRITON, triton
+
+MICROSECOND = 1e-6
+
+
+@dataclass(slots=True)
+class Compiling:
+    """Kernels that were needed for the first time in a process."""
+
+    compiled: int = 0
+    loaded: int = 0
+    """Those that a process before had compiled, and left in Triton's cache."""
+    seconds: float = 0.0
+    """Time that both took."""
+
+
+@contextmanager
+def counted_compiling() -> Iterator[Compiling]:
+    """Count what Triton compiles and loads within the context, in this process."""
+    found = Compiling()
+    if not HAS_TRITON:
+        yield found
+        return
+    knobs = triton.knobs.compilation
+    before = knobs.listener
+
+    def listen(*, times: Any, cache_hit: bool, **others: Any) -> None:
+        found.loaded += cache_hit
+        found.compiled += not cache_hit
+        found.seconds += times.total * MICROSECOND
+        if before is not None:
+            before(times=times, cache_hit=cache_hit, **others)
+
+    knobs.listener = listen
+    try:
+        yield found
+    finally:
+        knobs.listener = before
