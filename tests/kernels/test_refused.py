@@ -272,7 +272,7 @@ VALUES = {
         {0: zeros(0, 40, dtype=HALF), 6: None}, {0: zeros(65, 40, dtype=HALF), 6: None},
     ),
     "blend_moment": ({7: -1}, {7: 2**16 + 1}, {8: -1}, {8: 2**10}),
-    "cast_trit_votes": ({1: zeros(7, 37)}, {5: zeros(7, 37)}, {5: zeros(7, 37, dtype=BOOL)}),
+    "cast_trit_votes": ({1: zeros(7, 37)}, {5: zeros(7, 37)}, {5: zeros(7, 38, dtype=BOOL)}),
     "causal_conv": ({1: zeros(37, 0)}, {1: zeros(37, 9)}),
     "causal_conv_grad_w": ({2: 0}, {2: 9}),
     "choose_byte": ({2: zeros(0)}, {2: zeros(257)}),
