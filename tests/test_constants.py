@@ -48,7 +48,7 @@ CONSTANTS = {
     random_bits: {"GOLDEN": 2654435769},
     direction: {"UNIT": 65536},
     blend_moment: {"DIRECTION_LIMIT": 32 * 65536},
-    cast_votes: {"TRIT_THRESHOLD": 3, "SCALE_THRESHOLD": 4},
+    cast_votes: {"SCALE_THRESHOLD": 4},
     gradient_gains: {"UNSET": -128, "LOWEST": -16256, "HIGHEST": 16383, "FLOOR": 2.0**-120},
     quantise_gradient: {
         "NONE": -128, "NOT_FINITE": 127, "LOWEST": -100, "HIGHEST": 100, "LARGEST_OF_PLANES": 2047,

@@ -844,7 +844,7 @@ FAULTS = [
     ),
     kernel(
         "threshold", "votes need one more", "cast_trit_votes",
-        rewrite("tl.abs(t) >= THRESHOLD", "tl.abs(t) > THRESHOLD"),
+        rewrite("tl.abs(t) >= h", "tl.abs(t) > h"),
     ),
     kernel(
         "threshold", "scales never fall", "cast_scale_votes",

@@ -44,6 +44,18 @@ def of_run(name: str = "tiny", **options):
 
 
 CONFIGURATIONS = {
+    "unknown fix of votes": (
+        of_model("tiny", rule="votes", votes_fixes=("order", "none")), "`votes_fixes` is `none`",
+        "choose one of: `threshold`", ("votes_fixes",),
+    ),
+    "fix of votes twice": (
+        of_model("tiny", rule="votes", votes_fixes=("order", "order")), "names a fix twice",
+        "name it once", ("votes_fixes",),
+    ),
+    "fixes of another rule": (
+        of_model("tiny", votes_fixes=("order",)), "of the rule `votes` alone",
+        "leave them out, or use `rule=votes`", ("votes_fixes", "rule"),
+    ),
     "digits of votes": (
         of_model("tiny", rule="votes", digits="all"), "the rule `votes` stores no digits",
         "`digits=all` out, or use one of: moment, nibble, carry", ("digits",),

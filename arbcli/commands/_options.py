@@ -22,7 +22,7 @@ from arbcli.data import check_named
 from arbcli.directions import DIRECTIONS
 from arbcli.errors import ArbError
 from arbcli.output import note
-from arbcli.rules import DIGITS, RULES
+from arbcli.rules import DIGITS, RULES, VOTES_FIXES
 
 OPTION_OF_FIELD = {
     "model_file": "--model",
@@ -189,6 +189,15 @@ def _check_device(name: str | None) -> str | None:
     return name
 
 
+def _split_fixes(names: str | None) -> tuple[str, ...] | None:
+    if names is None:
+        return None
+    fixes = tuple(names.split(","))
+    for name in fixes:
+        check_choice("votes_fixes", name, VOTES_FIXES)
+    return fixes
+
+
 def _name(field: str, known: Iterable[str], what: str) -> Any:
     """Declare an option that is one of some names, which stand for its value where they are few."""
     choices = "|".join(known)
@@ -310,6 +319,14 @@ MODEL = {
         "What a weight is: the trit, or all digits that the rule stores, which learns better in the"
         " same memory; or fade: all at first and the trit at the end. [default: trit]",
     ),
+    "votes_fixes": Annotated[
+        str | None,
+        typer.Option(
+            help=f"Of the rule votes, with commas between them: {', '.join(VOTES_FIXES)}."
+            " [default: none]",
+            callback=_split_fixes,
+        ),
+    ],
     "direction": _name(
         "direction", DIRECTIONS, f"Of a step: {', '.join(DIRECTIONS)}. [default: the rule's]"
     ),

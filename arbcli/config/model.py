@@ -17,7 +17,7 @@ from arbcli.config.parts.mlp import MLPConfig
 from arbcli.config.site import SCALE_TYPES, Site
 from arbcli.directions import DIRECTIONS
 from arbcli.errors import ArbError
-from arbcli.rules import DIGITS, FADED, FADING, RULES, WITH_DIGITS
+from arbcli.rules import DIGITS, FADED, FADING, RULES, VOTES_FIXES, WITH_DIGITS
 
 VOCABULARY = 256
 """Every byte is a symbol."""
@@ -148,6 +148,8 @@ class ModelConfig:
     digits: str = "trit"
     """What a weight is: the `trit`, or `all` digits that the rule stores, or `fade`: first all and
     at the end the trit. A checkpoint in the middle has one of `FADED`."""
+    votes_fixes: tuple[str, ...] = ()
+    """What the rule `votes` does otherwise than the reference system: names of `VOTES_FIXES`."""
     direction: str | None = "orthogonal"
     """The direction of a step; `factored` stores statistics of rows and columns."""
     weights: str = "ternary"
@@ -220,8 +222,23 @@ class ModelConfig:
                 hint=f"leave `digits={self.digits}` out, or use one of: {', '.join(able)}",
                 fields=("digits",),
             )
+        self._check_fixes()
         check_choice("direction", self.direction or DIRECTIONS[0], DIRECTIONS)
         check_choice("weights", self.weights, WEIGHTS)
+
+    def _check_fixes(self) -> None:
+        for name in self.votes_fixes:
+            check_choice("votes_fixes", name, VOTES_FIXES)
+        if len({*self.votes_fixes}) < len(self.votes_fixes):
+            raise ArbError(
+                "`votes_fixes` names a fix twice", hint="name it once", fields=("votes_fixes",)
+            )
+        if self.votes_fixes and (self.rule != "votes" or self.weights != "ternary"):
+            raise ArbError(
+                "`votes_fixes` are of the rule `votes` alone",
+                hint="leave them out, or use `rule=votes`",
+                fields=("votes_fixes", "rule"),
+            )
 
     def _check_twin(self) -> None:
         parts = [part for _, part in self.sited_parts() if not part.has_twin]
@@ -293,6 +310,7 @@ class ModelConfig:
             scale_type=self.scale_type,
             rule=self.rule,
             digits=self.digits,
+            votes_fixes=self.votes_fixes,
             direction=self.direction,
             weights=self.weights,
             norm_gain=self.norm_gain,

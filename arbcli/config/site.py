@@ -19,6 +19,7 @@ class Site:
     scale_type: str = "T32"
     rule: str = "moment"
     digits: str = "trit"
+    votes_fixes: tuple[str, ...] = ()
     direction: str | None = "orthogonal"
     weights: str = "ternary"
     norm_gain: bool = False

@@ -89,7 +89,7 @@ class TernaryTensor(StateModule):
         self.updates = 0
         """How often kernels have been told to step it, as far as Python knows."""
         self.group_size = site.group_size
-        self.rule = find_rule(site.rule, "trit" if frozen else site.digits)
+        self.rule = find_rule(site.rule, "trit" if frozen else site.digits, site.votes_fixes)
         self.reads_digits = self.rule.reads_all
         """Whether forwards read what is below the trit; where weights fade, the first ones do."""
         name = direction or site.direction

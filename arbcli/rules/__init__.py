@@ -33,15 +33,22 @@ LR_OF_DIGITS = {"moment": 0.35, "nibble": 0.4, "carry": 0.25}
 """The same where they are all digits, or begin so."""
 
 
+VOTES_FIXES = ("threshold", "order", "start", "bound")
+"""What the rule `votes` may do otherwise than the reference system: see its file."""
+
+
 @cache
-def find_rule(name: str, digits: str = "trit") -> "Rule":
+def find_rule(name: str, digits: str = "trit", votes_fixes: tuple[str, ...] = ()) -> "Rule":
     """Load the rule of a name in `RULES`.
 
     Args:
         name: of the rule.
         digits: what weights are: one of `DIGITS`, of which `fade` begins as `all`, or of `FADED`.
+        votes_fixes: of the rule `votes`, names of `VOTES_FIXES`.
     """
     module = import_module(f"arbcli.rules.{name}")
+    if votes_fixes:
+        return module.Votes(votes_fixes)
     if digits == "trit":
         return module.RULE
     return module.ALL_DIGITS.faded(STAGES.index(digits)) if digits in FADED else module.ALL_DIGITS

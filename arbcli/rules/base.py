@@ -32,6 +32,8 @@ class Gradient:
 
     values: Tensor
     """(N, K) float32 or bfloat16."""
+    packed: Packed
+    """The weights that it is of, views of the state."""
     statistics: GradientStatistics
     gains: GradientGains
     direction: Ingredients | None
@@ -42,6 +44,8 @@ class Gradient:
 class StepControl:
     """What a step of one matrix needs beside its state: scalars on the device, but for flags."""
 
+    step: Tensor
+    """Number of the step, from 0, int32."""
     keys: Tensor
     """(NUM_STREAMS,) int32, of the streams of random bits."""
     scale_gain: tuple[Tensor, Tensor]

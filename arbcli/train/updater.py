@@ -145,7 +145,7 @@ class Updater:
         self.accumulation = accumulation
         sizes = [self._step_sizes(lr * factor) for factor in self._lr_factors]
         step_sizes, others = zip(*sizes, strict=True)
-        numbers = [*step_sizes, *itertools.chain(*others)]
+        numbers = [*step_sizes, *itertools.chain(*others), step]
         rows = torch.tensor([numbers] * accumulation, dtype=torch.int64, device="cpu")
         ticks = range(step * accumulation, (step + 1) * accumulation)
         keys = torch.stack([self._keys_of(tick) for tick in ticks])
@@ -174,7 +174,8 @@ class Updater:
         self.first, self.last = micro == 0, micro == self.accumulation - 1
         control, factors = self._control[micro], len(self._lr_factors)
         integers = control[factors:].to(torch.int32)
-        self.keys = integers[6 * factors :].view(self._num_matrices, NUM_STREAMS)
+        self._step = integers[6 * factors]
+        self.keys = integers[6 * factors + 1 :].view(self._num_matrices, NUM_STREAMS)
         sizes = integers[: 6 * factors].view(factors, 6)
         self._sizes = {
             factor: _StepSizes((scale, scale_shift), (direct, shift), limit, row_limit, size)
@@ -308,6 +309,7 @@ class Updater:
             values = direction.values(grad, self.dtype) if values is None else values
             ingredients = direction.ingredients(values, gains, share)
         control = StepControl(
+            step=self._step,
             keys=keys,
             scale_gain=sizes.scale_gain,
             direct_gain=sizes.direct_gain,
@@ -320,7 +322,7 @@ class Updater:
             last=last,
             accumulation=self.accumulation,
         )
-        rule.step(state, Gradient(grad, statistics, gains, ingredients), control)
+        rule.step(state, Gradient(grad, packed, statistics, gains, ingredients), control)
 
     def index_of(self, tensor: TernaryTensor) -> int:
         """Find the place of a tensor's first matrix among all matrices."""

@@ -886,7 +886,9 @@ def _step_by_direction(dice: Dice, group_size: int, m: int, n: int, k: int) -> t
 def _cast_trit_votes(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
     votes = dice.integers(-127, 127, n, k) if dice.chance(0.2) else dice.integers(-2, 2, n, k)
     grad = torch.relu(dice.reals(n, k)) - torch.relu(dice.reals(n, k))  # a quarter is 0
-    return dice.trits(n, k), votes, dice.view(grad), dice.scalar(not dice.chance(0.1))
+    scalars = dice.scalar(not dice.chance(0.1)), dice.scalar(dice.pick((1, 3, 7, 127)))
+    held = dice.integers(0, 1, n, k).bool() if dice.chance(0.3) else None
+    return dice.trits(n, k), votes, dice.view(grad), *scalars, held
 
 
 def _cast_scale_votes(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:

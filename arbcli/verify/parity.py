@@ -835,10 +835,10 @@ def _rounded(subject: Subject, item: str, got: Tensor, wanted: Tensor) -> Parity
 
 def _votes(subject: Subject) -> Iterator[ParityResult]:
     tensor, (grad, _) = _tensor(subject)
-    ok = torch.ones((), dtype=torch.int32)
+    ok, threshold = torch.tensor(1, dtype=torch.int32), torch.tensor(3, dtype=torch.int32)
     slope, *_ = gradient_statistics_reference(grad, tensor.packed, factored=False, signs=True)
     wanted = (
-        *cast_trit_votes_reference(tensor.trits, tensor.votes, grad, ok)[:2],
+        *cast_trit_votes_reference(tensor.trits, tensor.votes, grad, ok, threshold)[:2],
         *cast_scale_votes_reference(tensor.exponent, tensor.scale_votes, slope, ok),
     )
     updater = Updater([tensor], 3, torch.float32)

@@ -19,6 +19,14 @@ def test_nothing_is_known_before_the_first_step_but_a_bound():
     assert left.least_seconds(5.0) == 89 * 5.0
 
 
+def test_run_without_evaluations_has_its_steps_to_come():
+    left = time_left(interval=0)
+    for step in range(1, 11):
+        left.stepped(step, 2.0 * step)
+    assert left.seconds(20.0) == pytest.approx(90 * 2.0)
+    assert left.seconds(21.0) == pytest.approx(90 * 2.0 - 1.0)
+
+
 def test_estimate_has_the_steps_and_the_evaluations_to_come():
     left = time_left()
     now = 0.0

@@ -321,7 +321,7 @@ OPTIONS = {
     " eval-every ffn field final-lr force gpus heads init-from json keep keep-best layers log"
     " log-every lr minutes model no-save no-sub-norms optimizer out plot preset print-config"
     " profile quiet recompute resume rule sample-every save-every schedule seed steps streams"
-    " sub-norms tscale-type val warmup weights wire" + PARTS,
+    " sub-norms tscale-type val votes-fixes warmup weights wire" + PARTS,
     "check": "json",
     "generate": "backend batch bytes checkpoint chunks compute device json kv length prompt prompts"
     " seed temperature top-k top-p",
@@ -329,13 +329,13 @@ OPTIONS = {
     "inspect": "diff json",
     "evaluate": "backend batch checkpoint compute data device field json kv quiet stride",
     "count-params": "ctx digits dim direction ffn heads json layers model preset"
-    " print-config rule streams tscale-type" + PARTS,
+    " print-config rule streams tscale-type votes-fixes" + PARTS,
     "audit-memory": "accum backend batch budget compute ctx device digits dim direction ffn floats"
     " heads json layers model preset print-config ranks recompute rule seed snapshot steps streams"
-    " tscale-type what-if" + PARTS,
+    " tscale-type votes-fixes what-if" + PARTS,
     "probe-loss": "backend batch checkpoint compute ctx data device digits dim direction ffn field"
     " heads json layers lr model plot preset print-config rule seed steps streams tscale-type"
-    " val warmup" + PARTS,
+    " val votes-fixes warmup" + PARTS,
     "verify-kernels": "all-tscale-types backend compare device exhaustive fresh fuzz json ledger"
     " list seed targets time tscale-type",
 }
@@ -373,7 +373,7 @@ def test_short_option_of_help(command):
 @pytest.mark.parametrize(
     "mistake", ["--device=tpu", "--backend=cuda", "--optimizer=sgd", "--rule=adam", "--preset=huge",
                 "--direction=up", "--tscale-type=T5", "--weights=half", "--compute=fp4",
-                "--digits=some", "--schedule=step", "--boundaries=none"]
+                "--digits=some", "--votes-fixes=order,up", "--schedule=step", "--boundaries=none"]
 )  # fmt: skip
 def test_unknown_name_is_refused_while_options_are_read(mistake, monkeypatch):
     """So before torch is imported, which takes seconds."""

@@ -22,7 +22,7 @@ from arbcli.config.parts.memories import MemoriesConfig
 from arbcli.config.parts.rotary import SCALINGS
 from arbcli.config.presets import PRESETS
 from arbcli.errors import ArbError
-from arbcli.rules import DIRECTION, RULES
+from arbcli.rules import DIRECTION, RULES, VOTES_FIXES
 
 WORDS = {
     "gate": GATES, "boundaries": BOUNDARIES, "query_key_norm": QUERY_KEY_NORMS, "scaling": SCALINGS,
@@ -90,6 +90,7 @@ def _model(seed: random.Random) -> ModelConfig:
         head=seed.choice((None, drawn(MLPConfig, seed))),
         scale_type=seed.choice(("T4", "T32")),
         rule=rule,
+        votes_fixes=seed.choice(((), VOTES_FIXES)) if rule == "votes" else (),
         direction=seed.choice((None, "sign", DIRECTION[rule])),
     )
 

@@ -178,7 +178,7 @@ REFUSED = {
     "blend_moment": "t+-01 t+-01 tb+-0 tb+-l0 t+ t+ t+",
     "step_by_moment": "t+-01 t+-01 t+-01 t+ t+ t+ t+ t+ t+",
     "step_by_direction": "t+-01 t+-01 t+-01 tb+-0 tb+-l0 t+ t+ t+ t+ t+ t+",
-    "cast_trit_votes": "t+-01 t+-01 t+-01 t+",
+    "cast_trit_votes": "t+-01 t+-01 t+-01 t+ t+",
     "cast_scale_votes": "t+-01 t+-01 tb+-01 t+",
     "quantise_gradient": "t+-01 t+-l0 t+ t+-l01 . t+-l0",
     "sum_gradients": "t+-l01 . t+-l0 t+-l01",
@@ -262,7 +262,7 @@ def zeros(*sizes: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.zeros(sizes, dtype=dtype)
 
 
-HALF, INT8, INT64 = torch.bfloat16, torch.int8, torch.int64
+BOOL, HALF, INT8, INT64 = torch.bool, torch.bfloat16, torch.int8, torch.int64
 VALUES = {
     "append_position": (
         {1: zeros(0, 1, 76)}, {2: zeros(0, 1, 76)}, {3: zeros(2, 0, 76), 4: zeros(76, 0)},
@@ -272,7 +272,7 @@ VALUES = {
         {0: zeros(0, 40, dtype=HALF), 6: None}, {0: zeros(65, 40, dtype=HALF), 6: None},
     ),
     "blend_moment": ({7: -1}, {7: 2**16 + 1}, {8: -1}, {8: 2**10}),
-    "cast_trit_votes": ({1: zeros(7, 37)},),
+    "cast_trit_votes": ({1: zeros(7, 37)}, {5: zeros(7, 37)}, {5: zeros(7, 38, dtype=BOOL)}),
     "causal_conv": ({1: zeros(37, 0)}, {1: zeros(37, 9)}),
     "causal_conv_grad_w": ({2: 0}, {2: 9}),
     "choose_byte": ({2: zeros(0)}, {2: zeros(257)}),

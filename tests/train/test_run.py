@@ -28,7 +28,7 @@ from arbcli.config.training import DECISIVE, TrainConfig, train_config_from
 from arbcli.device import COMPUTE
 from arbcli.errors import ArbError
 from arbcli.model.operations import step_operations
-from arbcli.rules import RULES
+from arbcli.rules import RULES, VOTES_FIXES
 from arbcli.run_files import checkpoints, latest_run
 from arbcli.train import run as run_module
 from arbcli.train.check import check_run
@@ -397,10 +397,17 @@ def test_resumed_run_of_streams_ends_in_the_same_file(text, tmp_path, device, mo
     assert final(tmp_path / "stopped", 3) == final(tmp_path / "whole", 3)
 
 
-@pytest.mark.parametrize("rule", mostly_slow(RULES, lambda rule: rule in ("moment", "votes")))
-def test_resumed_run_ends_in_the_same_file(rule, text, tmp_path, device, monkeypatch):
+@pytest.mark.parametrize(
+    ("rule", "fixes"),
+    mostly_slow(
+        [*((rule, ()) for rule in RULES), ("votes", VOTES_FIXES)],
+        lambda rule, fixes: rule == "moment" or fixes,
+    ),
+    ids=lambda value: value if isinstance(value, str) else "fixed" if value else "",
+)
+def test_resumed_run_ends_in_the_same_file(rule, fixes, text, tmp_path, device, monkeypatch):
     monkeypatch.setattr("arbcli.train.run.LOG_EVERY", 1)
-    options = config(text, device, rule=rule, accum=2)
+    options = config(text, device, rule=rule, accum=2, votes_fixes=fixes)
     start_run(options, tmp_path / "whole", Observer())
     for stop in (1, 5, 11):
         run = tmp_path / f"stopped-{stop}"

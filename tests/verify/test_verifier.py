@@ -413,7 +413,7 @@ CASES = {
     "weighted_rows_grad": 13, "gather_rows": 13, "scatter_rows": 13, "gradient_statistics": 12,
     "gradient_gains": 14, "unit_gain": 8, "gram": 15, "gram_polynomial": 14, "step_scales": 9,
     "merged_steps": 2,
-    "blend_moment": 21, "step_by_moment": 13, "step_by_direction": 10, "cast_trit_votes": 7,
+    "blend_moment": 21, "step_by_moment": 13, "step_by_direction": 10, "cast_trit_votes": 9,
     "cast_scale_votes": 7, "boundary_scores": 9, "boundary_scores_backward": 9,
     "find_chunks": 11, "gather_chunks": 7, "smooth_chunks": 7, "smooth_chunks_backward": 7,
     "spread_chunks": 6, "spread_chunks_backward": 6, "route_position": 30, "take_chunk": 9,

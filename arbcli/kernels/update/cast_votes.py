@@ -2,8 +2,9 @@
 
 The rule of the system that `arb` re-creates, kept faithfully so that `arb probe-loss` can show why
 it fails. A trit that its votes reach +-threshold moves one notch, and its votes are thrown away,
-also where it is at the end of its range already. Scales vote with the sign of their slope and move
-a whole octave; they keep what is left above the threshold.
+also where it is at the end of its range already. A trit that is held back stays, and keeps its
+votes. Scales vote with the sign of their slope and move a whole octave; they keep what is left
+above the threshold.
 """
 
 from collections.abc import Iterator
@@ -30,19 +31,25 @@ from arbcli.kernels.runtime.backend import uses_triton
 from arbcli.kernels.runtime.inputs import check_scalars
 from arbcli.kernels.runtime.spec import MATRIX, Case, KernelSpec, Timing
 
-TRIT_THRESHOLD = 3
 SCALE_THRESHOLD = 4
 
 
 def cast_trit_votes_reference(
-    packed: Tensor, votes: Tensor, grad: Tensor, ok: Tensor
+    packed: Tensor,
+    votes: Tensor,
+    grad: Tensor,
+    ok: Tensor,
+    threshold: Tensor,
+    held: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute what `cast_trit_votes` leaves in `packed` and `votes`, and returns."""
     if not ok:
         return packed, votes, torch.zeros((), dtype=torch.int64, device=packed.device)
     old = unpack_trits_reference(packed, votes.shape[1]).to(torch.int64)
     total = (votes.to(torch.int64) - torch.sign(grad).to(torch.int64)).clamp(-127, 127)
-    moved = total.abs() >= 3
+    moved = total.abs() >= int(threshold)
+    if held is not None:
+        moved = moved & ~held
     new = torch.where(moved, old + torch.sign(total), old).clamp(-1, 1)
     total = torch.where(moved, 0, total)
     return pack_trits_reference(new.to(torch.int8)), total.to(torch.int8), (new != old).sum()
@@ -60,12 +67,14 @@ def cast_scale_votes_reference(
     return new.to(torch.int8), (total - 4 * octaves).to(torch.int8)
 
 
-def _cast_trit_votes_torch(packed, votes, grad, ok):
+def _cast_trit_votes_torch(packed, votes, grad, ok, threshold, held=None):
     if not ok:
         return packed, votes, torch.zeros((), dtype=torch.int64, device=packed.device)
     old = unpack_trits_torch(packed, votes.shape[1])
     total = (votes.to(torch.int16) - torch.sign(grad).to(torch.int16)).clamp_(-127, 127)
-    moved = total.abs() >= TRIT_THRESHOLD
+    moved = total.abs() >= threshold
+    if held is not None:
+        moved &= ~held
     new = (old + torch.sign(total) * moved).clamp_(-1, 1).to(torch.int8)
     packed.copy_(pack_trits_torch(new))
     votes.copy_(total.masked_fill_(moved, 0))
@@ -89,15 +98,16 @@ def _sign(x):
 
 @triton.jit
 def _cast_trit_votes_kernel(
-    packed_ptr, votes_ptr, grad_ptr, ok_ptr, flips_ptr,
+    packed_ptr, votes_ptr, grad_ptr, ok_ptr, threshold_ptr, held_ptr, flips_ptr,
     N, K, row_bytes,
-    stride_pn, stride_pb, stride_an, stride_ak, stride_gn, stride_gk,
-    THRESHOLD: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_B: tl.constexpr,
+    stride_pn, stride_pb, stride_an, stride_ak, stride_gn, stride_gk, stride_hn, stride_hk,
+    HOLDS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_B: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
     if tl.load(ok_ptr) == 0:
         tl.store(flips_ptr + program, 0)
         return
+    threshold = tl.load(threshold_ptr)
     offs_n = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)[:, None]
     offs_b = tl.program_id(1) * BLOCK_B + tl.arange(0, BLOCK_B)
     mask_n = offs_n < N
@@ -114,7 +124,10 @@ def _cast_trit_votes_kernel(
         total = tl.load(votes_ptrs, mask=mask, other=0).to(tl.int32)
         total -= _sign(tl.load(grad_ptr + offs_n * stride_gn + k * stride_gk, mask=mask, other=0.0))
         total = tl.minimum(tl.maximum(total, -127), 127)
-        moved = tl.abs(total) >= THRESHOLD
+        moved = tl.abs(total) >= threshold
+        if HOLDS:
+            held_ptrs = held_ptr + offs_n * stride_hn + k * stride_hk
+            moved &= tl.load(held_ptrs, mask=mask, other=0) == 0
         old = digit_of(byte, digit)
         new = tl.where(moved & mask, old + _sign(total), old)
         new = tl.minimum(tl.maximum(new, -1), 1)
@@ -149,15 +162,17 @@ def _cast_scale_votes_kernel(
     tl.store(votes_ptrs, (total - THRESHOLD * octaves).to(tl.int8), mask=mask)
 
 
-def _cast_trit_votes_triton(packed, votes, grad, ok):
+def _cast_trit_votes_triton(packed, votes, grad, ok, threshold, held=None):
     (rows, in_features), num_bytes = votes.shape, packed.shape[1]
     grid = byte_tiles(rows, num_bytes)
     flips = torch.empty(grid, dtype=torch.int32, device=packed.device)
     if flips.numel():
+        holds = held is not None
+        held = held.view(torch.uint8) if holds else ok  # which is not read then
         _cast_trit_votes_kernel[grid](
-            packed, votes, grad, ok, flips, rows, in_features, num_bytes,
-            *packed.stride(), *votes.stride(), *grad.stride(),
-            THRESHOLD=TRIT_THRESHOLD, BLOCK_N=32, BLOCK_B=PLANE,
+            packed, votes, grad, ok, threshold, held, flips, rows, in_features, num_bytes,
+            *packed.stride(), *votes.stride(), *grad.stride(), *(held.stride() or (0, 0)),
+            HOLDS=holds, BLOCK_N=32, BLOCK_B=PLANE,
         )  # fmt: skip
     return packed, votes, flips.sum(dtype=torch.int64)
 
@@ -172,14 +187,23 @@ def _cast_scale_votes_triton(exponent, votes, slope, ok):
     return exponent, votes
 
 
-def cast_trit_votes(packed: Tensor, votes: Tensor, grad: Tensor, ok: Tensor) -> Tensor:
-    """Vote on every trit of a matrix in place, and move those whose votes reach 3.
+def cast_trit_votes(
+    packed: Tensor,
+    votes: Tensor,
+    grad: Tensor,
+    ok: Tensor,
+    threshold: Tensor,
+    held: Tensor | None = None,
+) -> Tensor:
+    """Vote on every trit of a matrix in place, and move those whose votes reach a threshold.
 
     Args:
         packed: (N, row_bytes(K)) uint8.
         votes: (N, K) int8.
         grad: (N, K) float32 or bfloat16, dL/dw; only its sign is read.
         ok: int32 scalar tensor; where 0 nothing changes.
+        threshold: int32 scalar tensor, 1..127.
+        held: (N, K) bool, the trits that stay whatever their votes; None holds none.
 
     Returns:
         int64 scalar tensor, the number of trits that changed.
@@ -190,9 +214,11 @@ def cast_trit_votes(packed: Tensor, votes: Tensor, grad: Tensor, ok: Tensor) -> 
     check_digits(packed, votes)
     if grad.dtype not in (torch.float32, torch.bfloat16) or votes.shape != grad.shape:
         raise ValueError(f"votes {tuple(votes.shape)}, grad {grad.dtype} {tuple(grad.shape)}")
-    check_scalars(torch.int32, ok=ok)
+    if held is not None and (held.dtype != torch.bool or held.shape != votes.shape):
+        raise ValueError(f"votes {tuple(votes.shape)}, held {held.dtype} {tuple(held.shape)}")
+    check_scalars(torch.int32, ok=ok, threshold=threshold)
     run = _cast_trit_votes_triton if uses_triton(packed) else _cast_trit_votes_torch
-    return run(packed, votes, grad, ok)[2]
+    return run(packed, votes, grad, ok, threshold, held)[2]
 
 
 def cast_scale_votes(exponent: Tensor, votes: Tensor, slope: Tensor, ok: Tensor) -> None:
@@ -217,26 +243,32 @@ def cast_scale_votes(exponent: Tensor, votes: Tensor, slope: Tensor, ok: Tensor)
     run(exponent, votes, slope, ok)
 
 
-def _ok(value: int, device: torch.device) -> Tensor:
+def _scalar(value: int, device: torch.device) -> Tensor:
     return torch.tensor(value, dtype=torch.int32, device=device)
 
 
 def _trit_cases(device: torch.device, _group_size: int) -> Iterator[Case]:
     generator = torch.Generator().manual_seed(0)
+    usual = _scalar(1, device), _scalar(3, device)
     for rows, columns in ((1, 1), (3, 33), (33, 165), (2, 1311)):
         packed = pack_trits_reference(random_trits(rows, columns, generator)).to(device)
         votes = torch.randint(-2, 3, (rows, columns), generator=generator, dtype=torch.int8)
         grad = torch.randn(rows, columns, generator=generator)
         grad[:, ::7] = 0
         inputs = (packed, votes.to(device), grad.to(device))
-        yield Case(f"{rows}x{columns}", (*inputs, _ok(1, device)))
-    yield Case("2x1311 refused", (*inputs, _ok(0, device)))
+        yield Case(f"{rows}x{columns}", (*inputs, *usual))
+    yield Case("2x1311 refused", (*inputs, _scalar(0, device), usual[1]))
+    yield Case("2x1311 at 2 votes", (*inputs, usual[0], _scalar(2, device)))
+    held = torch.rand(inputs[1].shape, generator=generator).to(device) < 0.5
+    yield Case("2x1311 held", (*inputs, *usual, held))
     saturated = torch.full_like(inputs[1], 127)
-    yield Case("2x1311 saturated", (packed, saturated, -inputs[2].abs(), _ok(1, device)))
+    yield Case("2x1311 saturated", (packed, saturated, -inputs[2].abs(), *usual))
     packed = pack_trits_reference(random_trits(6, 165, generator)).to(device)
     votes = torch.randint(-2, 3, (6, 330), generator=generator, dtype=torch.int8).to(device)
     grad = torch.randn(165, 3, generator=generator).to(device)
-    yield Case("3x165 strided", (packed[::2], votes[::2, ::2], grad.T, _ok(1, device)))
+    held = torch.rand(165, 6, generator=generator).to(device) < 0.5
+    strided = (packed[::2], votes[::2, ::2], grad.T, *usual, held.T[::2])
+    yield Case("3x165 strided", strided)
 
 
 def _scale_cases(device: torch.device, _group_size: int) -> Iterator[Case]:
@@ -246,12 +278,12 @@ def _scale_cases(device: torch.device, _group_size: int) -> Iterator[Case]:
         votes = torch.randint(-3, 4, shape, generator=generator, dtype=torch.int8).to(device)
         slope = torch.randn(shape, generator=generator).to(device)
         slope[:, ::5] = 0
-        yield Case(f"{shape[0]}x{shape[1]}", (exponent, votes, slope, _ok(1, device)))
+        yield Case(f"{shape[0]}x{shape[1]}", (exponent, votes, slope, _scalar(1, device)))
     for end in (-96, 31):
         ends = torch.full_like(exponent, end)
-        yield Case(f"33x41 E = {end}", (ends, votes, slope, _ok(1, device)))
-    yield Case("33x41 refused", (exponent, votes, slope, _ok(0, device)))
-    strided = (exponent[::3, ::2], votes[::3, ::2], slope[1::3, ::2], _ok(1, device))
+        yield Case(f"33x41 E = {end}", (ends, votes, slope, _scalar(1, device)))
+    yield Case("33x41 refused", (exponent, votes, slope, _scalar(0, device)))
+    strided = (exponent[::3, ::2], votes[::3, ::2], slope[1::3, ::2], _scalar(1, device))
     yield Case("11x21 strided", strided)
 
 
@@ -259,14 +291,15 @@ def _trit_timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
     packed = pack_trits_torch(random_trits(*MATRIX, torch.Generator(device)))
     votes = torch.randint(-2, 3, MATRIX, dtype=torch.int8, device=device)
     grad = torch.randn(MATRIX, device=device, dtype=torch.bfloat16)
-    yield Timing("11264x2048 bf16", (packed, votes, grad, _ok(1, device)))
+    scalars = _scalar(1, device), _scalar(3, device)
+    yield Timing("11264x2048 bf16", (packed, votes, grad, *scalars))
 
 
 def _scale_timings(device: torch.device, group_size: int) -> Iterator[Timing]:
     shape = (MATRIX[0], num_groups(MATRIX[1], group_size))
     exponent, votes = torch.randint(-3, 4, (2, *shape), dtype=torch.int8, device=device)
     slope = torch.randn(shape, device=device)
-    yield Timing(f"{shape[0]}x{shape[1]}", (exponent, votes, slope, _ok(1, device)))
+    yield Timing(f"{shape[0]}x{shape[1]}", (exponent, votes, slope, _scalar(1, device)))
 
 
 CAST_TRIT_VOTES = KernelSpec(

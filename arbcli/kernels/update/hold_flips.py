@@ -1,0 +1,83 @@
+"""A bound on flips: of the trits that would flip, all but the most voted are held back.
+
+A trit would flip if its votes, this gradient's counted, reach the threshold and it is not at that
+end of its range. These are ranked by |votes|, and equal ones by 16 random bits; the first `most`
+flip. Trits of the same rank as the first that is held are held too, so never more than `most` flip.
+"""
+
+import torch
+from torch import Tensor
+
+from arbcli.kernels.codec.packing import (
+    check_digits,
+    unpack_trits_reference,
+    unpack_trits_torch,
+)
+from arbcli.kernels.runtime.backend import row_chunks
+from arbcli.kernels.runtime.inputs import check_scalars
+from arbcli.kernels.update.random_bits import random_bits, random_bits_reference
+
+
+def hold_flips_reference(
+    packed: Tensor, votes: Tensor, grad: Tensor, threshold: Tensor, key: Tensor, most: int
+) -> Tensor:
+    """Compute `hold_flips`, a trit at a time."""
+    rows, columns = votes.shape
+    old = unpack_trits_reference(packed, columns).tolist()
+    bits = (random_bits_reference(int(key), rows, columns) >> 16).tolist()
+    total = (votes.to(torch.int64) - torch.sign(grad).to(torch.int64)).clamp(-127, 127).tolist()
+    ranks = {}
+    for n in range(rows):
+        for k in range(columns):
+            up, down = total[n][k] >= int(threshold), total[n][k] <= -int(threshold)
+            if (up and old[n][k] < 1) or (down and old[n][k] > -1):
+                ranks[n, k] = (abs(total[n][k]), bits[n][k])
+    held = torch.zeros(rows, columns, dtype=torch.bool)
+    if len(ranks) > most:
+        highest_held = sorted(ranks.values(), reverse=True)[most]
+        for place, rank in ranks.items():
+            held[place] = rank <= highest_held
+    return held
+
+
+def hold_flips(
+    packed: Tensor, votes: Tensor, grad: Tensor, threshold: Tensor, key: Tensor, most: int
+) -> Tensor:
+    """Find the trits that a bound on flips holds back.
+
+    Args:
+        packed: (N, row_bytes(K)) uint8.
+        votes: (N, K) int8, before this gradient.
+        grad: (N, K) float32 or bfloat16, dL/dw; only its sign is read.
+        threshold: int32 scalar tensor, 1..127.
+        key: int32 scalar tensor, from `stream_keys`.
+        most: how many trits may flip, 1 or more.
+
+    Returns:
+        (N, K) bool.
+
+    Raises:
+        ValueError: a dtype, a shape or the bound does not fit.
+    """
+    check_digits(packed, votes)
+    if grad.dtype not in (torch.float32, torch.bfloat16) or votes.shape != grad.shape:
+        raise ValueError(f"votes {tuple(votes.shape)}, grad {grad.dtype} {tuple(grad.shape)}")
+    check_scalars(torch.int32, threshold=threshold, key=key)
+    if most < 1:
+        raise ValueError(f"most: need 1 or more, got {most}")
+    integer = {"dtype": torch.int32, "device": votes.device}
+    columns = torch.arange(votes.shape[1], **integer)
+    rank = torch.empty(votes.shape, **integer)
+    for rows in row_chunks(votes, 1 << 18):
+        old = unpack_trits_torch(packed[rows], votes.shape[1])
+        total = (votes[rows].to(torch.int16) - torch.sign(grad[rows]).to(torch.int16)).clamp_(
+            -127, 127
+        )
+        flips = (total.abs() >= threshold) & (old * torch.sign(total) < 1)
+        index = torch.arange(rows.start, rows.stop, **integer)
+        bits = (random_bits(key, index, columns) >> 16) & 0xFFFF
+        rank[rows] = torch.where(flips, (total.abs().to(torch.int32) << 16) + bits, -1)
+    if most >= rank.numel():
+        return torch.zeros_like(rank, dtype=torch.bool)
+    highest_held = rank.flatten().topk(most + 1).values[-1]
+    return (rank >= 0) & (rank <= highest_held)
