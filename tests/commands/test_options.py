@@ -119,6 +119,7 @@ CHOSEN = {
     "scale_type": "T6", "weights": "ste", "optimizer": "muon", "compute": "fp32",
     "device": "cuda:1", "backend": "torch", "boundaries": "space", "outer_blocks": "mamba",
     "wire": "int8", "moe_gate": "hash", "attention": "compressed",
+    "votes_fixes": ("start", "bound"),
 }  # fmt: skip
 """A value of each option that is no number and no switch."""
 OTHERS = {
@@ -136,6 +137,8 @@ def arguments_of(option, number: int) -> tuple[list[str], object]:
     name = option.opts[0]
     if option.name in CHOSEN:
         value = CHOSEN[option.name]
+        if isinstance(value, tuple):
+            return [name, ",".join(value)], value
         words = [word for one in value for word in (name, one)]
         return (words if option.multiple else [name, value]), value
     value = number + 0.5 if option.name in ("lr", "final_lr") else number
@@ -168,7 +171,7 @@ def test_default_that_is_told_is_the_one_that_there_is(command):
     defaults = {field.name: field.default for field in dataclasses.fields(TrainConfig)}
     defaults |= {name: one.default for name, one in arguments("dense").items()}
     defaults |= {"preset": "tiny", "optimizer": "adamw", "sub_norms": "yes"}
-    defaults |= {"log_every": LOG_EVERY}
+    defaults |= {"log_every": LOG_EVERY, "votes_fixes": "none"}
     told = {}
     for option in typer.main.get_command(app).commands[command].params:
         found = re.search(r"\[default: ([\w.]+)\]", option.help or "")
