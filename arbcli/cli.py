@@ -77,8 +77,8 @@ def main() -> None:
             _fail(error.format_message(), f"`{command} --help` lists what there is")
         sys.exit(2)
     except Interrupted as stopped:
-        saving = ", with nothing saved since the start or the last save"
-        _fail(f"stopped by {stopped.name}{saving if sys.argv[1:2] == ['train'] else ''}")
+        since = " since the start or the last save" if sys.argv[1:2] == ["train"] else ""
+        _fail(f"stopped by {stopped.name}, with nothing saved{since}")
         sys.exit(STOPPED_UNSAVED)
     except OutputError as error:
         if not error.reader_gone:

@@ -30,6 +30,10 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
+PACKED = (".gz", ".zst", ".parquet")
+"""Ends of names of files that are unpacked: bytes of theirs are no text, and what is inside is."""
+PEEKED_BYTES = 8192
+"""Of a file, in which a byte 0 tells that it is no text."""
 SAVED = (".safetensors", ".gguf")
 """Ends of names of models, which no text of a folder is."""
 RUN = "config.json", frozenset({"metrics.jsonl", ".lock"})
@@ -330,8 +334,8 @@ def open_texts(
     """Find the files of a run and split them into training and validation.
 
     An entry is a file, a glob (`**` for any depth) or a folder: all regular files below it, but for
-    what is hidden or behind a link to a folder, and saved runs and models. A file named twice
-    counts once. Files that are not plain are unpacked: see `plain_text`.
+    what is hidden or behind a link to a folder, saved runs and models, and binary files. A file
+    named twice counts once. Files that are not plain are unpacked: see `plain_text`.
 
     Entries of the form `book.txt:0.7` are a mixture: windows are drawn from each by its weight, and
     each is split for itself.
@@ -444,8 +448,11 @@ def _name(entries: Sequence[str]) -> str:
 
 
 def _describe(name: str, num_files: int, left_out: Sequence[str]) -> str:
-    saved = f"; {len(set(left_out)):,} saved by arb left out" if left_out else ""
-    return f"{name} ({num_files:,} file{'' if num_files == 1 else 's'}{saved})"
+    saved = sum(path.endswith(SAVED) or os.path.isdir(path) for path in set(left_out))
+    kinds = {"saved by arb": saved, "binary": len(set(left_out)) - saved}
+    counts = " and ".join(f"{count:,} {kind}" for kind, count in kinds.items() if count)
+    more = f"; {counts} left out" if counts else ""
+    return f"{name} ({num_files:,} file{'' if num_files == 1 else 's'}{more})"
 
 
 def _split(
@@ -509,7 +516,7 @@ def _find_standard_library() -> list[Path]:
 def _find_files(entries: Sequence[str], left_out: list[str]) -> list[Path]:
     """List the files with any bytes that `entries` name, each once, in the order of `entries`.
 
-    What a folder has of runs and models is added to `left_out`.
+    What a folder has of runs, models and binary files is added to `left_out`.
     """
     unique: dict[str, Path] = {}
     for entry in entries:
@@ -529,7 +536,10 @@ def _expand(entry: str, left_out: list[str]) -> list[Path]:
     for match in [path] if is_named else sorted(set(_matches(path))):
         mode = _mode(match)
         if stat.S_ISDIR(mode):
-            files += _files_below(match, left_out)
+            below = _files_below(match, left_out)
+            binary = {file for file in below if _is_binary(file)}
+            left_out += map(str, binary)
+            files += [file for file in below if file not in binary]
         elif is_named or stat.S_ISREG(mode):
             files.append(Path(os.path.abspath(match)))
     if not files:
@@ -554,8 +564,9 @@ def check_named(entries: Iterable[str]) -> None:
 
 def _without_files(entry: str, *, is_named: bool) -> ArbError:
     return ArbError(
-        f"the folder `{entry}` has no files" if is_named else f"nothing matches `{entry}`",
-        hint="name a file, a glob in quotes, or a folder with files that are not hidden",
+        f"the folder `{entry}` has no files of text" if is_named else f"nothing matches `{entry}`",
+        hint="name a file, a glob in quotes, or a folder with files that are neither hidden nor"
+        " binary",
     )
 
 
@@ -615,6 +626,17 @@ def _files_below(
         paths = [Path(parent, name) for name in names if name[0] != "."]
         files += [path for path in paths if stat.S_ISREG(_mode(path))]
     return sorted(files, key=Path.as_posix)
+
+
+def _is_binary(path: Path) -> bool:
+    """Tell whether a file is no text, by a byte 0 where it begins."""
+    if path.name.lower().endswith(PACKED):
+        return False
+    try:
+        with path.open("rb") as file:
+            return b"\0" in file.read(PEEKED_BYTES)
+    except OSError as error:
+        raise _unreadable(path, error.strerror) from error
 
 
 def _mode(path: str | Path) -> int:

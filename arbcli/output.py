@@ -186,6 +186,15 @@ def is_terminal() -> bool:
     return sys.stdin.isatty() and _stdout.isatty()
 
 
+def drop_typed() -> None:
+    """Forget what a person typed before there was a mark to type behind."""
+    with contextlib.suppress(ImportError):  # Windows has no termios
+        import termios
+
+        if sys.stdin.isatty():
+            termios.tcflush(sys.stdin, termios.TCIFLUSH)
+
+
 def read_line(mark: str) -> str | None:
     """Read a line that a person types behind a mark; None at the end of them."""
     try:

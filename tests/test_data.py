@@ -1,6 +1,7 @@
 """Texts against a naive concatenation of their files, batches against the windows they must be."""
 
 import errno
+import gzip
 import math
 import os
 import sysconfig
@@ -487,6 +488,28 @@ def test_folder_leaves_saved_runs_and_models_out_and_says_so(tmp_path, monkeypat
     assert open_text(["model.safetensors", "a.txt"])[1].endswith("(2 files)")
 
 
+def test_folder_leaves_binary_files_out_and_says_so(tmp_path):
+    for name in ("a.txt", "b/b.txt"):
+        write(tmp_path / name, b"x" * 100)
+    late = bytes([120] * 8192 + [0])
+    for name, content in (("b/c.png", b"y\0y"), ("d.bin", late[1:]), ("late.txt", late),
+                          ("model.safetensors", b"y" * 9)):  # fmt: skip
+        write(tmp_path / name, content)
+    text, about = open_text([str(tmp_path)])
+    assert about == f"{tmp_path} (3 files; 1 saved by arb and 2 binary left out)"
+    assert set(read_all(text)) == {0, ord("x")}
+    assert open_text([str(tmp_path / "b/c.png")])[1].endswith("(1 file)")  # as it was named
+    assert open_text([str(tmp_path / "**/*.png")])[1].endswith("(1 file)")
+    write(tmp_path / "e" / "f.bin", b"\0")
+    with pytest.raises(ArbError, match="has no files of text"):
+        open_text([str(tmp_path / "e")])
+
+
+def test_folder_has_packed_files(tmp_path):
+    write(tmp_path / "a.txt.gz", gzip.compress(b"x" * 100, mtime=0))
+    assert open_text([str(tmp_path)])[1] == f"{tmp_path} (1 file)"
+
+
 def test_open_texts_counts_a_file_once(tmp_path, monkeypatch):
     path = write(tmp_path / "book.txt", random_bytes(100))
     (tmp_path / "link.txt").symlink_to(path)
@@ -502,7 +525,7 @@ def test_open_texts_counts_a_file_once(tmp_path, monkeypatch):
 )
 def test_open_texts_describes_what_was_named(tmp_path, monkeypatch, entries, expected):
     for name in "abc":
-        write(tmp_path / name, bytes(100))
+        write(tmp_path / name, b"x" * 100)
     monkeypatch.chdir(tmp_path)
     assert open_texts(entries, None, seed=0, context=8).description == expected
 
@@ -579,7 +602,7 @@ def test_open_texts_rejects_folder_without_files(tmp_path):
     write(tmp_path / "a/.hidden", b"a")
     with pytest.raises(ArbError) as error:
         open_texts([str(tmp_path)], None, seed=0, context=8)
-    assert message_of(error) == f"the folder `{tmp_path}` has no files"
+    assert message_of(error) == f"the folder `{tmp_path}` has no files of text"
 
 
 def test_open_texts_rejects_empty_text(tmp_path):

@@ -5,7 +5,7 @@ import os
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from arbcli.output import TextWriter, note, read_line
+from arbcli.output import TextWriter, drop_typed, note, read_line
 from arbcli.signals import Interrupted, RaisedSignal
 
 if TYPE_CHECKING:
@@ -43,6 +43,7 @@ def chat(
     with suppress(ImportError):  # Windows has none
         import readline  # noqa: F401  # lines are edited, and found again by the arrows
     note(WELCOME)
+    drop_typed()
     text = b""
     while True:
         try:

@@ -184,6 +184,12 @@ def _mib(size: int | None) -> str:
     return "-" if size is None else f"{size / 2**20:,.2f}"
 
 
+def _part_of(function: str) -> str:
+    """Name the part of the program that a function is of: `data.batch` is of `data`."""
+    place = function.rpartition(" in ")[2]  # behind an operation of torch
+    return place.split(".")[-2].replace("_", " ") if "." in place else place
+
+
 def _what_if_table(report: "WhatIfReport") -> Table:
     rules = {choice.rule: choice.direction or "-" for choice in report.choices}
     rows: dict[str, list[str]] = {}
@@ -212,7 +218,7 @@ def _peak_rows(peak: "PeakReport") -> list[list[str]]:
     return [
         ["state", _mib(peak.state_bytes)],
         [f"activations of batch {peak.batch}, {bits} bits", _mib(peak.saved_bytes)],
-        [f"transient, at {peak.at}", _mib(peak.transient_bytes)],
+        [f"transient, at {_part_of(peak.at)}", _mib(peak.transient_bytes)],
         ["constants, workspaces", _mib(peak.constant_bytes)],
         [f"predicted peak of a step on {peak.device}", _mib(peak.peak_bytes)],
         ["taken from the device for it", _mib(peak.reserved_bytes)],
@@ -270,7 +276,7 @@ def _audit_tables(report: "AuditReport") -> Group:
         for level in report.levels
     ]
     tensors = [
-        [when, f"{t.dtype} {' x '.join(map(str, t.shape))}", t.made_in, _mib(t.bytes)]
+        [when, f"{t.dtype} {' x '.join(map(str, t.shape))}", _part_of(t.made_in), _mib(t.bytes)]
         for when, found in (("peak", report.largest), ("derived", report.derived))
         for t in found
     ]

@@ -1,6 +1,7 @@
 """`arb evaluate`: how well a saved model predicts the whole of a text."""
 
 import math
+import time
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -82,17 +83,21 @@ def _ignore(*_: object) -> None:
     pass
 
 
+PIPE_SECONDS = 30.0
+"""Between lines where nothing is written over."""
+
+
 class _Progress:
-    """Shows how far it is: every per cent in a terminal, else every tenth part."""
+    """Shows how far it is: each per cent in a terminal, else each tenth, or in `PIPE_SECONDS`."""
 
     def __init__(self, line: LiveLine) -> None:
-        self.line, self.shown = line, -1
-        self.step = 1 if line.is_live else 10
+        self.line, self.shown, self.last = line, 0, time.perf_counter()
 
     def __call__(self, done: int, size: int, loss: float) -> None:
-        percent = 100 * done // size // self.step * self.step
-        if percent > self.shown:
-            self.shown = percent
+        percent, now = 100 * done // size, time.perf_counter()
+        least = 1 if self.line.is_live or now - self.last >= PIPE_SECONDS else 10
+        if percent // least > self.shown // least:
+            self.shown, self.last = percent, now
             self.line.show(f"{percent:3} %  {done:,} bytes  {loss / math.log(2):.4f} bits a byte")
 
 

@@ -9,6 +9,7 @@ import torch
 from typer.testing import CliRunner
 
 from arbcli.cli import app
+from arbcli.commands.audit_memory import _part_of
 from arbcli.inspect.memory import predict
 from arbcli.model.language_model import LanguageModel
 from arbcli.train.updater import Updater
@@ -59,7 +60,7 @@ def test_audit_memory_of_a_graph_passes(parts):
 def test_audit_memory_shows_levels_and_checks():
     result = run("--steps", "2")
     assert result.exit_code == 0
-    for word in ("backward and update", "returns-to-level", "rotary", "AdamW", "torch"):
+    for word in ("backward and update", "returns-to-level", "rotary", "AdamW", "backend"):
         assert word in result.stdout
     assert "FAILED" not in result.stdout
 
@@ -189,3 +190,13 @@ def check_refused(done):
     assert error.startswith("error: ")
     assert hint.startswith("hint: ")
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("function", "shown"),
+    [("kernels.matmul.ternary_matmul._ternary_matmul_torch", "ternary matmul"),
+     ("data.batch", "data"), ("autograd", "autograd"), ("", ""),
+     ("aten.mm.default in autograd", "autograd")],
+)  # fmt: skip
+def test_part_of_the_program_stands_for_its_functions(function, shown):
+    assert _part_of(function) == shown

@@ -2,6 +2,7 @@
 
 import os
 import pty
+import select
 import signal
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from unittest import mock
 
 import pytest
 
+from arbcli import output
 from arbcli.commands import _chat
 from arbcli.infer.generation import Sampling, generate
 from arbcli.infer.load import load_model
@@ -98,3 +100,23 @@ def test_terminal_without_a_prompt_is_asked(saved):
         seen = seen.split(awaited, 1)[1]
         os.write(ours, answer)
     assert process.wait() == 0
+
+
+def test_what_was_typed_ahead_is_dropped(monkeypatch):
+    ours, theirs = pty.openpty()
+    os.write(ours, b"early\n")
+    with os.fdopen(theirs, "r") as stdin:
+        monkeypatch.setattr("sys.stdin", stdin)
+        select.select([theirs], [], [])  # it has come
+        output.drop_typed()
+        os.write(ours, b"late\n")
+        assert stdin.readline() == "late\n"
+    os.close(ours)
+
+
+def test_nothing_is_dropped_of_a_file(tmp_path, monkeypatch):
+    (tmp_path / "lines").write_text("a\n")
+    with (tmp_path / "lines").open() as stdin:
+        monkeypatch.setattr("sys.stdin", stdin)
+        output.drop_typed()
+        assert stdin.readline() == "a\n"
