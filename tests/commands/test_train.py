@@ -95,7 +95,7 @@ def test_smoke_run_tells_of_every_step_and_leaves_nothing(text, tmp_path, arb_he
         "run     none: with `--no-save` nothing is saved",
         f"float parameters 0, float buffers 0, logical ternary weights {number:,}\n",
         f"before  loss {first['loss']:.4f} nats",
-        "step 1 took ", "step 1/3  loss", "step 2/3  loss", "step 3/3  loss",
+        "step 1 took ", "step 1/3  ", "step 2/3  ", "step 3/3  ",
         "held-out loss  none", "checkpoint     none: nothing was saved",
     ):  # fmt: skip
         assert words in done.stderr
