@@ -325,6 +325,7 @@ MODEL = {
             help=f"Of the rule votes, with commas between them: {', '.join(VOTES_FIXES)}."
             " [default: none]",
             callback=_split_fixes,
+            metavar="FIXES",
         ),
     ],
     "direction": _name(
