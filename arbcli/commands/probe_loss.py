@@ -89,6 +89,8 @@ def probe_loss(
         check_settings(given | {"steps": steps})
     else:
         _refuse_changes(given)
+        if field is not None and data is None:
+            raise ArbError("`--field` is of `--data`", hint="give it, or leave `--field` out")
         checkpoint = find_run(checkpoint, loads=True)
     with LiveLine() as line:
         line.show_wait("loading")
@@ -118,8 +120,6 @@ def _probe(
         config = new_config(steps=steps, device=device, backend=backend, **given)
         room.check_memory(config)
         return probe.probe(config, steps=steps, progress=progress)
-    if "field" in given and "data" not in given:
-        raise ArbError("`--field` is of `--data`", hint="give it, or leave `--field` out")
     config, saved = probe.open_saved(
         checkpoint, steps=steps, note=note, device=device, backend=backend, **given
     )

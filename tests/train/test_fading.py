@@ -71,7 +71,7 @@ def test_every_stage_steps_by_the_constants_of_all_digits(rule, stage):
     every, of_stage = find_rule(rule, "all"), stage_rule(rule, stage)
     names = {name for name in dir(every) if isinstance(getattr(every, name), int | float | str)}
     names -= {"reads_all", "halvings", "read_radix", "fits_a_byte", "unit_std", "__module__"}
-    assert {"radix", "remainder_max", "moment_range", "spread", "lr", "share_a_byte"} <= names
+    assert {"radix", "remainder_max", "moment_range", "spread", "share_a_byte"} <= names
     assert type(of_stage) is type(every)
     assert {name for name in names if getattr(of_stage, name) != getattr(every, name)} == set()
     read = (True, STAGES.index(stage)) if stage != "trit" else (False, 0)
