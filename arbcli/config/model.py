@@ -149,7 +149,7 @@ class ModelConfig:
     """What a weight is: the `trit`, or `all` digits that the rule stores, or `fade`: first all and
     at the end the trit. A checkpoint in the middle has one of `FADED`."""
     votes_fixes: tuple[str, ...] = ()
-    """What the rule `votes` does otherwise than the reference system: names of `VOTES_FIXES`."""
+    """Changes of the rule `votes` to the reference system: names of `VOTES_FIXES`."""
     direction: str | None = "orthogonal"
     """The direction of a step; `factored` stores statistics of rows and columns."""
     weights: str = "ternary"

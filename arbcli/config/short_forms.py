@@ -55,6 +55,22 @@ STORAGE = ("scale_type", "rule", "digits", "votes_fixes", "direction", "weights"
 """Arguments of every family that are fields of `ModelConfig`."""
 
 
+def _mixture(
+    experts: int, top_k_name: str, top_k: int, width: int, gate: str, shared: bool, clamp: bool
+) -> ExpertsConfig:
+    """Assemble experts; errors name the arguments of a short form, of which `top_k` has two."""
+    check_choice("moe_gate", gate, GATES)
+    if top_k > experts:
+        raise ArbError(
+            f"`{top_k_name}` is {top_k} of {experts} experts",
+            hint=f"use 1 to {experts}",
+            fields=(top_k_name,),
+        )
+    return ExpertsConfig(
+        experts=experts, top_k=top_k, width=width, gate=gate, shared=shared, clamp=clamp
+    )
+
+
 def channels(
     layers: int,
     *,
@@ -86,22 +102,8 @@ def channels(
                 fields=(names[0], "experts"),
             )
         return [MLPConfig(width=ffn, sub_norm=sub_norms)] * layers
-    check_choice("moe_gate", moe_gate, GATES)
     top_k = TOP_K_EXPERTS if top_k_experts is None else top_k_experts
-    if top_k > experts:
-        raise ArbError(
-            f"`top_k_experts` is {top_k} of {experts} experts",
-            hint=f"use 1 to {experts}",
-            fields=("top_k_experts",),
-        )
-    learned = ExpertsConfig(
-        experts=experts,
-        top_k=top_k,
-        width=ffn,
-        gate=moe_gate,
-        shared=shared_expert,
-        clamp=moe_clamp,
-    )
+    learned = _mixture(experts, "top_k_experts", top_k, ffn, moe_gate, shared_expert, moe_clamp)
     hashed = replace(learned, gate="hash")
     return [hashed if index < hash_layers else learned for index in range(layers)]
 
@@ -247,20 +249,8 @@ def graph(
             halves=halves, width=width, heads=heads, key_width=key_dim, top_k=top_k
         )
 
-    check_choice("moe_gate", moe_gate, GATES)
-    if moe_top_k > experts:
-        raise ArbError(
-            f"`moe_top_k` is {moe_top_k} of {experts} experts",
-            hint=f"use 1 to {experts}",
-            fields=("moe_top_k",),
-        )
-    mixture = ExpertsConfig(
-        experts=experts,
-        top_k=moe_top_k,
-        width=expert_ffn,
-        gate=moe_gate,
-        shared=shared_expert,
-        clamp=moe_clamp,
+    mixture = _mixture(
+        experts, "moe_top_k", moe_top_k, expert_ffn, moe_gate, shared_expert, moe_clamp
     )
     iterated = IteratedConfig(
         iterations=max_moe_iters,

@@ -34,7 +34,7 @@ LR_OF_DIGITS = {"moment": 0.35, "nibble": 0.4, "carry": 0.25}
 
 
 VOTES_FIXES = ("threshold", "order", "start", "bound")
-"""What the rule `votes` may do otherwise than the reference system: see its file."""
+"""Changes of the rule `votes` to the reference system: see its file."""
 
 
 @cache

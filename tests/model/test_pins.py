@@ -10,7 +10,7 @@ from arbcli.config.presets import PRESETS, config_from_dict, preset
 
 PINS = json.loads(PATH.read_text())
 SMALL = [name for name, pin in PINS.items() if "first" in pin]
-"""Those whose weights take no time to draw."""
+"""Pins of models whose weights take no time to draw."""
 QUICK = {name for name, pin in PINS.items() if not pin["options"]} | set(SMALL)
 """Presets as they are, and small sizes of every kind."""
 

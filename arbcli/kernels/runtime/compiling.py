@@ -16,7 +16,7 @@ class Compiling:
 
     compiled: int = 0
     loaded: int = 0
-    """Those that a process before had compiled, and left in Triton's cache."""
+    """Kernels that an earlier process compiled, and left in Triton's cache."""
     seconds: float = 0.0
     """Time that both took."""
 

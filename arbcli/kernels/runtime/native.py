@@ -212,14 +212,14 @@ class _Watch(TorchDispatchMode):
 
 
 class Recording:
-    """What loops compute inside `with`, to be computed again in one call on the same tensors.
+    """Loops that ran inside `with`, to be run again in one call on the same tensors.
 
     Operations of torch would be missed, so that they are refused.
     """
 
     def __init__(self) -> None:
         self._tensors: list[Tensor] = []
-        """Those whose addresses were recorded."""
+        """Tensors whose addresses were recorded."""
         self._made, self._threads = 0, torch.get_num_threads()
 
     def __enter__(self) -> None:

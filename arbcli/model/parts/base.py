@@ -1,4 +1,4 @@
-"""What blocks ask of their parts: mixers of positions, and channel mixers."""
+"""The interface of the parts of a block: mixers of positions, and channel mixers."""
 
 from typing import Any, ClassVar
 
@@ -67,7 +67,7 @@ class CachedAttention(Part):
     """Attention whose keys and values a state keeps."""
 
     stored: torch.dtype | None = None
-    """What a forward without a state rounds them to, as if they came from one in eight bits."""
+    """The dtype that a forward without a state rounds them to, as a state in eight bits does."""
 
     def as_stored(self, *parts: Tensor) -> tuple[Tensor, ...]:
         """Round tensors of entries, (..., d), to what is read back of them."""

@@ -38,7 +38,7 @@ from arbcli.model.parts.hashed_experts import hashed_experts
 from arbcli.model.step_memory import StepMemory
 
 BALANCE_UNIT = 1 / 8
-"""What one unit of an expert's balance adds to its score."""
+"""The addition to the score of an expert for one unit of its balance."""
 ROOT_BALANCE_UNIT = 1 / 32
 """The same of roots: as much at z = 0, where they rise by 0.3, and as far, to z = 16."""
 MOST_BALANCE = 127
