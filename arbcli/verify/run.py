@@ -222,8 +222,14 @@ def _sampled(request: VerifyRequest, backends: tuple[str, ...], found: _Found) -
     again = "all with `--exhaustive`"
     left_out = sum(result.left_out for result in found.kernels)
     if left_out:
-        cases = sum(len(r.shapes) for r in found.kernels if r.backend == "interpreter")
-        yield f"{cases:,} of {cases + left_out:,} cases in the interpreter; {again}"
+        cases = sum(len(r.shapes) for r in found.kernels if r.backend in IN_TRITON)
+        where = "in the interpreter"
+        if "triton" in backends:
+            where = (
+                "in Triton: each type, switch and size of tiles of a kernel is compiled, not each"
+                " combination of them"
+            )
+        yield f"{cases:,} of {cases + left_out:,} cases {where}; {again}"
     if len(request.scale_types) > 1:
         met = {(r.kernel, r.scale_type) for r in found.kernels if r.backend in IN_TRITON}
         types = sum(scale_type is not None for _, scale_type in met)
