@@ -5,6 +5,7 @@ from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -107,7 +108,12 @@ class Checks:
     the interpreter a sample of the fixed cases."""
 
 
-def verify_kernels(
+def verify_kernels(*args: Any, **kwargs: Any) -> VerifyReport:
+    """Compare kernels with their references, and wait for what is found; see `begin_kernels`."""
+    return begin_kernels(*args, **kwargs)()
+
+
+def begin_kernels(
     names: Iterable[str],
     group_sizes: Mapping[str, int],
     device: torch.device,
@@ -116,8 +122,8 @@ def verify_kernels(
     workers: Workers | None = None,
     progress: Callable[[JobDone], None] = lambda _: None,
     memory: Memory | None = None,
-) -> VerifyReport:
-    """Compare kernels with their references on all their cases, in poisoned memory.
+) -> Callable[[], VerifyReport]:
+    """Begin to compare kernels with their references on their cases, in poisoned memory.
 
     Args:
         names: kernels to check; none at all means every one.
@@ -128,6 +134,9 @@ def verify_kernels(
         workers: processes that share the work; None is this one.
         progress: is told each kernel that is done, and what it found.
         memory: of what passed before; None remembers nothing.
+
+    Returns:
+        Waits, and returns what was found.
 
     Raises:
         ArbError: no kernel has one of the names, or a backend cannot run on `device`.
@@ -141,19 +150,23 @@ def verify_kernels(
     jobs = _jobs(parts, checks)
     whole_jobs = _WholeJobs(jobs, progress)
     memory, workers = memory or Memory(), workers or Workers()
-    memory.map(workers, _verify_parts, jobs, whole_jobs.add, KernelResult, _sources)
-    found = whole_jobs.found
-    results = [
-        result
-        for spec in chosen
-        for scale_type in (group_sizes if spec.uses_scales else (None,))
-        for result in found.get((spec.name, scale_type), [])
-    ]
-    return VerifyReport(
-        kernels=tuple(results),
-        seconds=time.perf_counter() - started,
-        passed=all(result.passed for result in results),
-    )
+    finish = memory.begin(workers, _verify_parts, jobs, whole_jobs.add, KernelResult, _sources)
+
+    def report() -> VerifyReport:
+        finish()
+        results = [
+            result
+            for spec in chosen
+            for scale_type in (group_sizes if spec.uses_scales else (None,))
+            for result in whole_jobs.found.get((spec.name, scale_type), [])
+        ]
+        return VerifyReport(
+            kernels=tuple(results),
+            seconds=time.perf_counter() - started,
+            passed=all(result.passed for result in results),
+        )
+
+    return report
 
 
 def find_kernels(names: Iterable[str]) -> list[KernelSpec]:
@@ -424,7 +437,7 @@ def _is_chosen(
     if backend != "triton" or part.kind == "fuzz":
         return True
     with use_backend(backend):
-        return sample.takes(lambda: spec.triton(*copies(case.inputs)))
+        return sample.takes(case.label, lambda: spec.triton(*copies(case.inputs)))
 
 
 def _run_case(

@@ -146,7 +146,7 @@ class Memory:
         self._digests: dict[Path, str] = {}
         self._told: set[str] = set()
 
-    def map(
+    def begin(
         self,
         workers: Workers,
         function: Callable[..., list],
@@ -154,19 +154,19 @@ class Memory:
         progress: Callable[[JobDone], None],
         kind: type,
         sources: Callable[[tuple], frozenset[Path] | None],
-    ) -> list[list]:
-        """Do the jobs whose results are not known, and remember those that pass.
+    ) -> Callable[[], list[list]]:
+        """Give workers the jobs whose results are not known, and remember those that pass.
 
         Args:
             workers: do them.
-            function: see `Workers.map`; it returns a list of results.
-            jobs: see `Workers.map`.
+            function: see `Workers.begin`; it returns a list of results.
+            jobs: see `Workers.begin`.
             progress: is told of each job that is done, those first whose results are known.
             kind: class of the results.
             sources: of a job, the files that its results follow from; None remembers it not.
 
         Returns:
-            The results, in the order of the jobs.
+            Waits for the jobs, and returns the results in their order.
         """
         jobs = list(jobs)
         keys = [self._key(function, job, sources) for job in jobs]
@@ -183,11 +183,14 @@ class Memory:
             number = len(known) + job.number
             progress(dataclasses.replace(job, number=number, total=len(jobs)))
 
-        if open_jobs:
-            todo = [jobs[index] for index in open_jobs]
-            for index, found in zip(open_jobs, workers.map(function, todo, done), strict=True):
+        batch = workers.begin(function, [jobs[index] for index in open_jobs], done)
+
+        def finish() -> list[list]:
+            for index, found in zip(open_jobs, workers.finish(batch), strict=True):
                 results[index] = found
-        return results
+            return results
+
+        return finish
 
     def _key(self, function: Callable, job: tuple, sources: Callable) -> "_Key | None":
         if self._machine is None:

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from math import prod
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -304,7 +305,12 @@ class Subject:
         return replace(self.gate, relative=10 * self.gate.relative, reason=reason)
 
 
-def check_parity(
+def check_parity(*args: Any, **kwargs: Any) -> tuple[ParityResult, ...]:
+    """Compare the model with its reference, and wait for what is found; see `begin_parity`."""
+    return begin_parity(*args, **kwargs)()
+
+
+def begin_parity(
     device: torch.device,
     backends: Iterable[str],
     group_sizes: Mapping[str, int],
@@ -313,8 +319,8 @@ def check_parity(
     memory: Memory | None = None,
     *,
     sampled: bool = False,
-) -> tuple[ParityResult, ...]:
-    """Compare the model with its reference, in poisoned memory.
+) -> Callable[[], tuple[ParityResult, ...]]:
+    """Begin to compare the model with its reference, in poisoned memory.
 
     Args:
         device: where to run. On a GPU the presets are compared too, in bf16 and in float32.
@@ -327,6 +333,9 @@ def check_parity(
         sampled: whether Triton has a sample: in a GPU's kernels the scale types `ALWAYS`; in the
             interpreter one, in which models are compared from the bytes on alone, and the updates
             of each rule in one direction.
+
+    Returns:
+        Waits, and returns what was found.
     """
     scale_types = sorted(group_sizes, key=lambda name: name != DEFAULT_SCALE_TYPE)
     subjects = _subjects(device, tuple(backends), scale_types)
@@ -334,8 +343,8 @@ def check_parity(
         subjects = _sample(subjects, scale_types)
     jobs = [(s.name, s.backend, s) for s in subjects]
     memory, workers = memory or Memory(), workers or Workers()
-    found = memory.map(workers, _check, jobs, progress, ParityResult, lambda _: all_sources())
-    return (*_rotary(device), *(result for results in found for result in results))
+    finish = memory.begin(workers, _check, jobs, progress, ParityResult, lambda _: all_sources())
+    return lambda: (*_rotary(device), *(result for results in finish() for result in results))
 
 
 def _sample(subjects: Iterable[Subject], scale_types: list[str]) -> Iterator[Subject]:

@@ -17,8 +17,8 @@ from arbcli.verify.compile_ahead import CompileResult, compile_kernels, find_tar
 from arbcli.verify.kernels import (
     Checks,
     KernelResult,
+    begin_kernels,
     find_kernels,
-    verify_kernels,
 )
 from arbcli.verify.ledger import Ledger, new_ledger, verdict
 from arbcli.verify.memory import Memory, describe_machine
@@ -27,7 +27,7 @@ from arbcli.verify.parity import (
     LONGEST,
     SHORTEST,
     ParityResult,
-    check_parity,
+    begin_parity,
     matrix_shapes,
 )
 from arbcli.verify.sample import ALWAYS, DEFAULT_SCALE_TYPE, IN_TRITON
@@ -159,14 +159,15 @@ def _check(
     checks = Checks(shapes, request.fuzz, request.seed, request.sampled)
     memory = Memory(describe_machine(device), fresh=request.fresh, show=show)
     with Workers(1 if names else _num_workers(device)) as workers:
-        progress = keep("kernels", found.kernels)
-        where = (device, backends)
-        report = verify_kernels(names, scale_types, *where, checks, workers, progress, memory)
-        found.kernels = list(report.kernels)  # in the order of the kernels
-        if request.whole_model:
+        progress, where = keep("kernels", found.kernels), (device, backends)
+        kernels = begin_kernels(names, scale_types, *where, checks, workers, progress, memory)
+        if request.whole_model:  # its jobs follow in the same queue
             progress = keep("model", found.parity)
             about = (scale_types, workers, progress, memory)
-            found.parity = list(check_parity(*where, *about, sampled=request.sampled))
+            model = begin_parity(*where, *about, sampled=request.sampled)
+        found.kernels = list(kernels().kernels)  # in the order of the kernels
+        if request.whole_model:
+            found.parity = list(model())
     if request.timed:  # when the other processes are gone
         found.timing = time_kernels(found.kernels, Stopwatch(device), group_size, show)
     if targets:

@@ -4,6 +4,7 @@ Only kernels in Triton are sampled: compiling one for another group size takes s
 interpreting one. The torch and native backends run every case in every scale type.
 """
 
+import re
 from collections.abc import Callable, Hashable, Iterable
 from fnmatch import fnmatchcase
 
@@ -72,9 +73,9 @@ def is_long(kernel: str, label: str) -> bool:
 class CompiledSample:
     """Chooses cases of a kernel by what a GPU would have to compile for them.
 
-    A case that compiles nothing new runs. One that does runs if a fact about what it compiles is
-    new: each type, each switch, each argument that is 1, is or is not a multiple of 16, and each
-    size of tiles up to a factor of 4 is met once, but not each combination of them.
+    A case that compiles nothing new runs. One that does runs if a fact about it is new: each type,
+    each switch, each argument that is 1, is or is not a multiple of 16, each size of tiles up to a
+    factor of 4, and all that a label says besides numbers is met once, but not each combination.
 
     Args:
         spec: of the kernel.
@@ -85,10 +86,11 @@ class CompiledSample:
         self._compiled: set[str] = set()
         self._facts: set[Hashable] = set()
 
-    def takes(self, run: Callable[[], object]) -> bool:
+    def takes(self, label: str, run: Callable[[], object]) -> bool:
         """Tell whether a case runs, and count it as run if so.
 
         Args:
+            label: of the case.
             run: launches its kernels, which is recorded and not done.
         """
         variants: dict[str, Variant] = {}
@@ -105,6 +107,7 @@ class CompiledSample:
         # kernels that others verify are compiled for them
         own = [v for v in variants.values() if v.function.fn.__module__ not in self._others]
         facts = {fact for variant in own or variants.values() for fact in _facts(variant)}
+        facts.add(re.sub(r"\d+", "0", label))
         if variants.keys() <= self._compiled or not facts <= self._facts:
             self._compiled |= variants.keys()
             self._facts |= facts

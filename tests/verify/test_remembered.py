@@ -55,9 +55,9 @@ def run(source, machine="this one", job=JOB, *, results=None, **options):
 
     called.__name__ = "check"
     memory = Memory(machine, show=told.append, **options)
-    (found,) = memory.map(
+    (found,) = memory.begin(
         Workers(), called, [job], lambda _: None, ParityResult, lambda _: frozenset({source})
-    )
+    )()
     assert all(result.remembered == (not seen) for result in found)
     return found, not seen, told
 
@@ -192,7 +192,7 @@ def test_source_that_changes_meanwhile_is_not_remembered(source, folder):
         return [PASSED]
 
     args = lambda _: None, ParityResult, lambda _: frozenset({source})
-    memory.map(Workers(), edited, [JOB], *args)
+    memory.begin(Workers(), edited, [JOB], *args)()
     assert not [*folder.glob("*")]
 
 

@@ -2,18 +2,30 @@
 
 import ast
 import json
+from contextlib import contextmanager
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 import arbcli.kernels
 from arbcli.config.site import SCALE_TYPES
+from arbcli.verify import kernels as verify
 from arbcli.verify import parity
+from arbcli.verify import sample as sample_module
 from arbcli.verify.kernels import KERNELS, Checks, _parts, find_kernels
-from arbcli.verify.sample import ALWAYS, LONG_CASES, is_long, sampled_scale_types
+from arbcli.verify.sample import (
+    ALWAYS,
+    LONG_CASES,
+    CompiledSample,
+    is_long,
+    sampled_scale_types,
+)
 from arbcli.verify.strength import PLANTED
+from arbcli.verify.variants import Launch
 
 CPU = torch.device("cpu")
 WITH_SCALES = [spec for spec in KERNELS if spec.uses_scales]
@@ -120,3 +132,91 @@ def test_models_are_sampled_in_triton_alone(backend, monkeypatch):
     updated = [s.config.rule for s in chosen if s.parts == ("update",)]
     assert updated == [*parity.RULES]
     assert len(models) + len(updated) == len(chosen)
+
+
+def takes(sample: CompiledSample, monkeypatch, *launched: dict, label: str = "2x3") -> bool:
+    """Offer a case that launches kernels, each with these arguments."""
+    names = ("x_ptr", "rows", "HEADS", "WIDE")
+    params = [SimpleNamespace(name=name, do_not_specialize=False) for name in names]
+
+    def launch(*, dtype=torch.float32, rows=7, warps=4, module="kernels.one", **switches) -> Launch:
+        body = SimpleNamespace(__name__=f"_kernel_of_{module}", __module__=module)
+        function = SimpleNamespace(fn=body, arg_names=names, params=params)
+        arguments = {"x_ptr": torch.empty(64, dtype=dtype), "rows": rows}
+        constants = {"HEADS": False, "WIDE": False} | switches
+        return Launch(function, (1,), arguments, constants, {"num_warps": warps})
+
+    @contextmanager
+    def recorded(record):
+        for given in launched:
+            record(launch(**given))
+        yield
+
+    monkeypatch.setattr(sample_module, "recorded_launches", recorded)
+    return sample.takes(label, lambda: None)
+
+
+def test_each_fact_is_compiled_and_no_combination_of_them(monkeypatch):
+    sample = CompiledSample(replace(KERNELS[0], triton=lambda: None))
+    assert takes(sample, monkeypatch, {})
+    for fact in (
+        {"rows": 1}, {"rows": 32}, {"HEADS": True}, {"HEADS": 2}, {"HEADS": 8}, {"WIDE": True},
+        {"dtype": torch.bfloat16}, {"warps": 8},
+    ):  # fmt: skip
+        assert takes(sample, monkeypatch, fact), fact
+    assert takes(sample, monkeypatch, {"rows": 9})  # nothing new is compiled for it
+    for known in (
+        {"HEADS": 9}, {"HEADS": 8, "WIDE": True}, {"dtype": torch.bfloat16, "rows": 1},
+        {"WIDE": True, "rows": 32},
+    ):  # fmt: skip
+        assert not takes(sample, monkeypatch, known, label="5x7"), known
+    assert takes(sample, monkeypatch, {"HEADS": 9}, label="5x7 saturated")
+
+
+def test_a_case_that_compiles_what_was_compiled_runs(monkeypatch):
+    sample = CompiledSample(replace(KERNELS[0], triton=lambda: None))
+    for _ in range(2):
+        assert takes(sample, monkeypatch, {}, {"HEADS": 2})
+    assert takes(sample, monkeypatch, {"HEADS": 2, "rows": 9})
+    assert takes(sample, monkeypatch)  # nothing is compiled for it
+
+
+def test_kernels_that_others_verify_are_not_compiled_in_every_way(monkeypatch):
+    sample, helper = CompiledSample(KERNELS[0]), {"module": KERNELS[-1].triton.__module__}
+    assert takes(sample, monkeypatch, {}, helper)
+    assert not takes(sample, monkeypatch, {}, helper | {"WIDE": True})
+    assert takes(sample, monkeypatch, helper | {"WIDE": True})  # where all are theirs
+
+
+def test_a_case_whose_launcher_reads_results_runs():
+    sample = CompiledSample(KERNELS[0])
+    assert all(sample.takes("2x3", lambda: torch.empty(0).item()) for _ in range(2))
+
+
+def test_a_gpu_runs_a_sample_of_cases_and_all_if_asked(monkeypatch):
+    """The cases that are left out are counted, and nothing but Triton leaves any out."""
+    (spec,) = find_kernels(["pack_trits"])
+    monkeypatch.setattr(verify, "KERNELS", (replace(spec, triton=spec.torch),))
+    monkeypatch.setattr(CompiledSample, "takes", lambda *_: False)
+    (part,) = _parts(find_kernels([]), {"T6": 6}, CPU, ("triton", "torch"), Checks(sampled=True))
+    triton, others = verify._verify_parts(spec.name, None, part)
+    assert (triton.outputs, triton.left_out, triton.passed) == (0, len(others.shapes), True)
+    assert (others.left_out, others.outputs) == (0, len(others.shapes))
+    for every in _parts(find_kernels([]), {"T6": 6}, CPU, ("triton",), Checks()):
+        (result,) = verify._verify_parts(spec.name, None, every)
+        assert result.left_out == 0
+
+
+def test_what_a_gpu_compiles_for_a_kernel_is_one_job():
+    args = find_kernels(["rms_norm", "unit_rows"]), SCALE_TYPES, CPU, ("triton", "torch")
+    shapes = ((256, 256),)
+    sampled, whole = Checks(shapes, sampled=True), Checks(shapes)
+    jobs = verify._jobs(_parts(*args, sampled), sampled)
+    of_gpu = [job for job in jobs if "triton" in job[2].backends]
+    assert [job[:2] for job in of_gpu] == [("rms_norm", None), ("unit_rows", None)]
+    types = {part.scale_type for part in of_gpu[0][2:]}
+    assert types == {*sampled_scale_types(args[0][0], SCALE_TYPES)}
+    others = [job for job in jobs if job not in of_gpu]
+    assert {job[1] for job in others} == {*SCALE_TYPES} - types
+    parts = _parts(*args, whole)
+    assert [job[2:] for job in verify._jobs(parts, whole)] == [(part,) for part in parts]
