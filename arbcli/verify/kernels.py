@@ -19,6 +19,7 @@ from arbcli.verify.compare import CaseResult, as_tuple, compare, poisoned, worst
 from arbcli.verify.fuzz import Drawn, Tally, fuzz_cases, real_cases, real_reference, real_rows
 from arbcli.verify.memory import Memory, kernel_sources
 from arbcli.verify.sample import (
+    ALWAYS,
     DEFAULT_SCALE_TYPE,
     IN_TRITON,
     CompiledSample,
@@ -241,12 +242,15 @@ def _parts(
 def _jobs(parts: list[_Part], checks: Checks) -> list[tuple]:
     """Make jobs of parts, in their order: (kernel, scale type, part, ...).
 
-    Where what a GPU compiles for a kernel is sampled, that is one job, of all scale types.
+    Where what a GPU compiles for a kernel is sampled, that is one job, of all scale types: those of
+    every sample first.
     """
     jobs: dict[Hashable, list[_Part]] = {}
     for part in parts:
         together = checks.sampled and "triton" in part.backends and part.kind != "fuzz"
         jobs.setdefault(part.kernel if together else part, []).append(part)
+    for of_job in jobs.values():
+        of_job.sort(key=lambda part: (part.kind != "cases", part.scale_type not in ALWAYS))
     return [
         (of_job[0].kernel, of_job[0].scale_type if len(of_job) == 1 else None, *of_job)
         for of_job in jobs.values()
@@ -437,7 +441,7 @@ def _is_chosen(
     if backend != "triton" or part.kind == "fuzz":
         return True
     with use_backend(backend):
-        return sample.takes(case.label, lambda: spec.triton(*copies(case.inputs)))
+        return sample.takes(case.label, part.scale_type, lambda: spec.triton(*copies(case.inputs)))
 
 
 def _run_case(

@@ -75,7 +75,8 @@ class CompiledSample:
 
     A case that compiles nothing new runs. One that does runs if a fact about it is new: each type,
     each switch, each argument that is 1, is or is not a multiple of 16, each size of tiles up to a
-    factor of 4, and all that a label says besides numbers is met once, but not each combination.
+    factor of 4, and all that a label says besides numbers, in both types of `ALWAYS`, is met once,
+    but not each combination.
 
     Args:
         spec: of the kernel.
@@ -86,11 +87,12 @@ class CompiledSample:
         self._compiled: set[str] = set()
         self._facts: set[Hashable] = set()
 
-    def takes(self, label: str, run: Callable[[], object]) -> bool:
+    def takes(self, label: str, scale_type: str | None, run: Callable[[], object]) -> bool:
         """Tell whether a case runs, and count it as run if so.
 
         Args:
             label: of the case.
+            scale_type: of the case; None if it has none.
             run: launches its kernels, which is recorded and not done.
         """
         variants: dict[str, Variant] = {}
@@ -107,7 +109,8 @@ class CompiledSample:
         # kernels that others verify are compiled for them
         own = [v for v in variants.values() if v.function.fn.__module__ not in self._others]
         facts = {fact for variant in own or variants.values() for fact in _facts(variant)}
-        facts.add(re.sub(r"\d+", "0", label))
+        if scale_type is None or scale_type in ALWAYS:
+            facts.add((re.sub(r"\d+", "0", label.removesuffix(" bf16")), scale_type))
         if variants.keys() <= self._compiled or not facts <= self._facts:
             self._compiled |= variants.keys()
             self._facts |= facts

@@ -134,7 +134,9 @@ def test_models_are_sampled_in_triton_alone(backend, monkeypatch):
     assert len(models) + len(updated) == len(chosen)
 
 
-def takes(sample: CompiledSample, monkeypatch, *launched: dict, label: str = "2x3") -> bool:
+def takes(
+    sample: CompiledSample, monkeypatch, *launched: dict, label="2x3", scale_type=None
+) -> bool:
     """Offer a case that launches kernels, each with these arguments."""
     names = ("x_ptr", "rows", "HEADS", "WIDE")
     params = [SimpleNamespace(name=name, do_not_specialize=False) for name in names]
@@ -153,7 +155,7 @@ def takes(sample: CompiledSample, monkeypatch, *launched: dict, label: str = "2x
         yield
 
     monkeypatch.setattr(sample_module, "recorded_launches", recorded)
-    return sample.takes(label, lambda: None)
+    return sample.takes(label, scale_type, lambda: None)
 
 
 def test_each_fact_is_compiled_and_no_combination_of_them(monkeypatch):
@@ -171,6 +173,8 @@ def test_each_fact_is_compiled_and_no_combination_of_them(monkeypatch):
     ):  # fmt: skip
         assert not takes(sample, monkeypatch, known, label="5x7"), known
     assert takes(sample, monkeypatch, {"HEADS": 9}, label="5x7 saturated")
+    for heads, scale_type, new in ((10, "T6", True), (11, "T32", True), (12, "T4", False)):
+        assert takes(sample, monkeypatch, {"HEADS": heads}, scale_type=scale_type) == new
 
 
 def test_a_case_that_compiles_what_was_compiled_runs(monkeypatch):
@@ -190,7 +194,7 @@ def test_kernels_that_others_verify_are_not_compiled_in_every_way(monkeypatch):
 
 def test_a_case_whose_launcher_reads_results_runs():
     sample = CompiledSample(KERNELS[0])
-    assert all(sample.takes("2x3", lambda: torch.empty(0).item()) for _ in range(2))
+    assert all(sample.takes("2x3", None, lambda: torch.empty(0).item()) for _ in range(2))
 
 
 def test_a_gpu_runs_a_sample_of_cases_and_all_if_asked(monkeypatch):
@@ -215,6 +219,8 @@ def test_what_a_gpu_compiles_for_a_kernel_is_one_job():
     of_gpu = [job for job in jobs if "triton" in job[2].backends]
     assert [job[:2] for job in of_gpu] == [("rms_norm", None), ("unit_rows", None)]
     types = {part.scale_type for part in of_gpu[0][2:]}
+    assert {part.scale_type for part in of_gpu[0][2:4]} == {*ALWAYS}
+    assert [part.kind for part in of_gpu[0][2:]] == sorted(part.kind for part in of_gpu[0][2:])
     assert types == {*sampled_scale_types(args[0][0], SCALE_TYPES)}
     others = [job for job in jobs if job not in of_gpu]
     assert {job[1] for job in others} == {*SCALE_TYPES} - types
