@@ -330,9 +330,9 @@ def begin_parity(
         workers: processes that share the work; None is this one.
         progress: is told each part that is done, and what it found.
         memory: of what passed before; None remembers nothing.
-        sampled: whether Triton has a sample: in a GPU's kernels the scale types `ALWAYS`; in the
-            interpreter one, in which models are compared from the bytes on alone, and the updates
-            of each rule in one direction.
+        sampled: whether Triton has a sample: on a GPU presets in bf16, and small models in float32
+            and the scale types `ALWAYS`; in the interpreter one scale type, in which models are
+            compared from the bytes on alone, and the updates of each rule in one direction.
 
     Returns:
         Waits, and returns what was found.
@@ -352,14 +352,18 @@ def _sample(subjects: Iterable[Subject], scale_types: list[str]) -> Iterator[Sub
     always = [name for name in ALWAYS if name in scale_types] or scale_types[:1]
     for subject in subjects:
         config = subject.config
-        if subject.backend not in IN_TRITON or subject.name in FULL_SIZE:
+        if subject.backend not in IN_TRITON:
             yield subject
+        elif subject.name in FULL_SIZE:  # as it is trained
+            if subject.dtype == torch.bfloat16:
+                yield subject
         elif subject.parts == ("update",):
             usual = config.digits != "all" and config.direction == DIRECTION[config.rule]
             if subject.backend == "triton" or usual:
                 yield subject
         elif subject.backend == "triton" and config.scale_type in always:
-            yield subject
+            if subject.dtype == torch.float32:  # whose gates are the closer ones
+                yield subject
         elif subject.backend == "interpreter" and config.scale_type == always[0]:
             yield replace(subject, parts=("whole",))
 

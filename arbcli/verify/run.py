@@ -245,8 +245,12 @@ def _sampled(request: VerifyRequest, backends: tuple[str, ...], found: _Found) -
             f"models in the interpreter: {', '.join(('ragged', *INTERPRETED))} in one scale type,"
             f" from the bytes on, and each rule in one direction; {again}"
         )
-    elif request.whole_model and len(request.scale_types) > 1:
-        yield f"small models in Triton in {' and '.join(ALWAYS)}; {again}"
+    elif request.whole_model:
+        types = [name for name in ALWAYS if name in request.scale_types] or request.scale_types
+        yield (
+            "models in Triton: presets in bf16, as they are trained, and small ones in float32 and"
+            f" {' and '.join(types)}; {again}"
+        )
 
 
 def _not_drawn(found: _Found) -> Iterable[str]:

@@ -112,7 +112,7 @@ def test_only_triton_is_sampled_and_only_if_asked():
 
 @pytest.mark.parametrize("backend", ["interpreter", "triton"])
 def test_models_are_sampled_in_triton_alone(backend, monkeypatch):
-    monkeypatch.setattr(parity, "fitting_dtypes", lambda *_: (torch.bfloat16,))
+    monkeypatch.setattr(parity, "fitting_dtypes", lambda *_: (torch.float32, torch.bfloat16))
     types = ["T32", *(name for name in SCALE_TYPES if name != "T32")]
 
     def subjects(name):
@@ -123,9 +123,12 @@ def test_models_are_sampled_in_triton_alone(backend, monkeypatch):
     every, chosen = subjects(backend), [*parity._sample(subjects(backend), types)]
     if backend == "triton":
         small = [s for s in every if s.name not in parity.FULL_SIZE]
-        kept = [s for s in small if s.config.scale_type in ALWAYS]
+        kept = [s for s in small if s.config.scale_type in ALWAYS and s.dtype == torch.float32]
         assert [s for s in chosen if s.name not in parity.FULL_SIZE] == kept
-        assert len(every) - len(small) == len(chosen) - len(kept)
+        assert [s for s in chosen if s not in kept] == [
+            s for s in every if s not in small and s.dtype == torch.bfloat16
+        ]
+        assert {s.name for s in chosen} >= {*parity.FULL_SIZE}
         return
     models = [s.name.split()[0] for s in chosen if s.parts == ("whole",)]
     assert models == ["ragged", *parity.INTERPRETED]
