@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Hashable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -26,6 +27,7 @@ from arbcli.verify.sample import (
     is_long,
     sampled_scale_types,
 )
+from arbcli.verify.variants import compiled_share
 from arbcli.verify.workers import JobDone, Workers, name_of
 
 METHODS = {
@@ -35,8 +37,8 @@ METHODS = {
 }
 """By kind of check."""
 SHARES = 4
-"""In which all cases of a kernel without scales are shared out on a GPU; with them there are eight
-scale types."""
+"""In which all cases of a kernel without scales are shared out on a GPU, with them there are eight
+scale types; and in which what a slow one compiles is shared out."""
 SLOWEST = (
     "ternary_matmul", "compressed_attention_backward", "gradient_statistics",
     "compressed_attention", "decode_e4m3", "decode_attention_8bit", "cross_entropy", "fp8_matmul",
@@ -45,6 +47,8 @@ SLOWEST = (
     "row_matmul", "coded_rows", "append_position_8bit", "quantise_gradient", "decode_latent",
 )  # fmt: skip
 """Kernels that take longest to be compiled, the longest first: they are begun before others."""
+SHARED = 12
+"""Of these, several processes compile so many first ones."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +155,8 @@ def begin_kernels(
     jobs = _jobs(parts, checks)
     whole_jobs = _WholeJobs(jobs, progress)
     memory, workers = memory or Memory(), workers or Workers()
-    finish = memory.begin(workers, _verify_parts, jobs, whole_jobs.add, KernelResult, _sources)
+    about = (KernelResult, _sources, _turn, _ahead)
+    finish = memory.begin(workers, _verify_parts, jobs, whole_jobs.add, *about)
 
     def report() -> VerifyReport:
         finish()
@@ -257,6 +262,31 @@ def _jobs(parts: list[_Part], checks: Checks) -> list[tuple]:
     ]
 
 
+def _turn(job: tuple) -> int:
+    """Put off what processes compile together, until they have."""
+    return int(any(_ahead(job)))
+
+
+def _ahead(job: tuple) -> Iterable[tuple]:
+    """Share out what is compiled for a job that would take long alone."""
+    (kernel, _, *parts) = job
+    if kernel in SLOWEST[:SHARED] and len(parts) > 1:
+        for index in range(SHARES):
+            yield _compile_share, kernel, index, *parts
+
+
+def _compile_share(kernel: str, index: int, *parts: _Part) -> None:
+    """Compile a share of what a kernel needs for its sample of cases."""
+    (spec,) = find_kernels([kernel])
+    sample = CompiledSample(spec)
+    with suppress(Exception), compiled_share(index, SHARES):  # checks will tell what is wrong
+        for part in parts:
+            for case in _cases(spec, part):
+                if _is_chosen(spec, part, case, "triton", sample):
+                    with use_backend("triton"):
+                        spec.triton(*copies(case.inputs))
+
+
 def _sources(job: tuple) -> frozenset[Path] | None:
     """List the files that what a job finds follows from; random cases are not remembered."""
     (spec,), kinds = find_kernels(job[:1]), {part.kind for part in job[2:]}
@@ -353,26 +383,28 @@ def _verify_parts(_kernel: str, _scale_type: str | None, *parts: _Part) -> list[
 def _verify_part(
     spec: KernelSpec, part: _Part, sample: CompiledSample | None
 ) -> list[KernelResult]:
-    device, backends = torch.device(part.device), part.backends
-    checks, group_size = part.checks, part.group_size
+    device, backends, reference = torch.device(part.device), part.backends, spec.reference
     if "torch" in backends and spec.native is None:  # it would be the same once more
         backends = tuple(backend for backend in backends if backend != "native")
-    reference = spec.reference
+    if part.kind == "real":
+        reference, backends = real_reference(spec), ("triton",)
     with poisoned():
-        if part.kind == "fuzz":
-            seeds = range(checks.seed, checks.seed + checks.fuzz)
-            cases = fuzz_cases(spec.name, device, group_size, seeds)
-        elif part.kind == "cases":
-            first, step = part.share
-            cases = islice(spec.cases(device, group_size), first, None, step)
-        else:
-            about = (checks.real_shapes, part.rows, part.turn)
-            cases = real_cases(spec.name, device, group_size, *about)
-            reference, backends = real_reference(spec), ("triton",)
-        results = _verify(spec, part, device, cases, reference, backends, sample)
+        results = _verify(spec, part, device, _cases(spec, part), reference, backends, sample)
     if device.type == "cuda":
         torch.cuda.empty_cache()  # for the other processes
     return results
+
+
+def _cases(spec: KernelSpec, part: _Part) -> Iterable[Case]:
+    """Draw the cases of a part."""
+    device, size, checks = torch.device(part.device), part.group_size, part.checks
+    if part.kind == "fuzz":
+        seeds = range(checks.seed, checks.seed + checks.fuzz)
+        return fuzz_cases(spec.name, device, size, seeds)
+    if part.kind == "cases":
+        first, step = part.share
+        return islice(spec.cases(device, size), first, None, step)
+    return real_cases(spec.name, device, size, checks.real_shapes, part.rows, part.turn)
 
 
 def _verify(

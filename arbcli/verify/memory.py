@@ -36,6 +36,8 @@ SETTINGS = (
     "OPENBLAS_", "PYTORCH_", "TORCH", "TRITON_",
 )  # fmt: skip
 """Prefixes of variables that can change a result."""
+FIRST = -1
+"""The turn of what is done ahead."""
 
 
 def memory_folder() -> Path:
@@ -154,6 +156,8 @@ class Memory:
         progress: Callable[[JobDone], None],
         kind: type,
         sources: Callable[[tuple], frozenset[Path] | None],
+        turn: Callable[[tuple], int] = lambda _: 0,
+        ahead: Callable[[tuple], Iterable[tuple]] = lambda _: (),
     ) -> Callable[[], list[list]]:
         """Give workers the jobs whose results are not known, and remember those that pass.
 
@@ -164,6 +168,8 @@ class Memory:
             progress: is told of each job that is done, those first whose results are known.
             kind: class of the results.
             sources: of a job, the files that its results follow from; None remembers it not.
+            turn: see `Workers.begin`.
+            ahead: of a job, what processes do before any: a function and its arguments, each.
 
         Returns:
             Waits for the jobs, and returns the results in their order.
@@ -183,7 +189,11 @@ class Memory:
             number = len(known) + job.number
             progress(dataclasses.replace(job, number=number, total=len(jobs)))
 
-        batch = workers.begin(function, [jobs[index] for index in open_jobs], done)
+        todo = [jobs[index] for index in open_jobs]
+        if workers.number > 1:
+            for call in (call for job in todo for call in ahead(job)):
+                workers.begin(call[0], [call[1:]], turn=lambda _: FIRST)
+        batch = workers.begin(function, todo, done, turn)
 
         def finish() -> list[list]:
             for index, found in zip(open_jobs, workers.finish(batch), strict=True):

@@ -78,22 +78,48 @@ def _flat(values: Iterable, path: tuple[int, ...] = ()) -> Iterator[tuple[tuple[
             yield (*path, index), value
 
 
+def launch_of(function: Any, grid: tuple[int, ...], args: tuple, kwargs: dict[str, Any]) -> Launch:
+    """Sort what a kernel is launched with by what Triton makes of it."""
+    named = dict(zip(function.arg_names, args, strict=False)) | kwargs
+    options = {key: named.pop(key) for key in [*named] if key not in function.arg_names}
+    fixed = {p.name: named.pop(p.name) for p in function.params if p.is_constexpr}
+    fixed |= {key: named.pop(key) for key in [*named] if named[key] is None}
+    places = {name: index for index, name in enumerate(function.arg_names)}
+    inside = ((places[key], value) for key, value in named.items() if isinstance(value, tuple))
+    for index, values in inside:
+        fixed |= {path: x for path, x in _flat(values, (index,)) if type_of(x) == "constexpr"}
+    return Launch(function, grid, named, fixed, options)
+
+
 @contextmanager
 def recorded_launches(record: Callable[[Launch], None]) -> Iterator[None]:
     """Let launches of kernels be recorded, and do nothing else."""
 
     def note(function, grid, *args, **kwargs) -> None:
-        named = dict(zip(function.arg_names, args, strict=False)) | kwargs
-        options = {key: named.pop(key) for key in [*named] if key not in function.arg_names}
-        fixed = {p.name: named.pop(p.name) for p in function.params if p.is_constexpr}
-        fixed |= {key: named.pop(key) for key in [*named] if named[key] is None}
-        places = {name: index for index, name in enumerate(function.arg_names)}
-        inside = ((places[key], value) for key, value in named.items() if isinstance(value, tuple))
-        for index, values in inside:
-            fixed |= {path: x for path, x in _flat(values, (index,)) if type_of(x) == "constexpr"}
-        record(Launch(function, grid, named, fixed, options))
+        record(launch_of(function, grid, args, kwargs))
 
     with replaced_launches(note):
+        yield
+
+
+@contextmanager
+def compiled_share(index: int, number: int) -> Iterator[None]:
+    """Let launches of kernels compile a share of what they need, for Triton's cache, and no more.
+
+    Args:
+        index: of the share, from 0 on: each process has another.
+        number: of shares.
+    """
+    seen: dict[str, int] = {}
+
+    def compile_mine(function, grid, *args, **kwargs) -> None:
+        key = variant_of(launch_of(function, grid, args, kwargs)).key
+        if key not in seen:
+            seen[key] = len(seen)
+            if seen[key] % number == index:
+                function.run(*args, grid=grid, warmup=True, **kwargs)
+
+    with replaced_launches(compile_mine):
         yield
 
 

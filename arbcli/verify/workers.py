@@ -44,6 +44,7 @@ class Batch:
     function: Callable
     jobs: list[tuple]
     progress: Callable[[JobDone], None]
+    turn: Callable[[tuple], int]
     results: dict[int, Any] = field(default_factory=dict)
     """By the index of the job."""
 
@@ -71,6 +72,7 @@ class Workers:
         self._pool: ProcessPoolExecutor | None = None
         self._processes: set[BaseProcess] = set()
         self._locks: tempfile.TemporaryDirectory | None = None
+        self._waiting: list[tuple[Batch, int]] = []
         self._open: dict[Future, tuple[Batch, int]] = {}
 
     def __enter__(self) -> "Workers":
@@ -100,18 +102,19 @@ class Workers:
         function: Callable,
         jobs: Iterable[tuple],
         progress: Callable[[JobDone], None] = lambda _: None,
+        turn: Callable[[tuple], int] = lambda _: 0,
     ) -> Batch:
-        """Put jobs in the queue of the processes, behind those of batches before.
+        """Put jobs in the queue of the processes, which opens when a batch is waited for.
 
         Args:
             function: of a module, as another process has to find it.
             jobs: arguments, the first of which name the job.
             progress: is told of each job that is done, while this batch or another is waited for.
+            turn: of a job; those with a lesser one are begun first, whatever batch they are of.
         """
-        batch = Batch(function, list(jobs), progress)
+        batch = Batch(function, list(jobs), progress, turn)
         if self.number > 1 or self.interpret is not None:
-            futures = self._submit(function, batch.jobs)
-            self._open |= {future: (batch, index) for future, index in futures.items()}
+            self._waiting += [(batch, index) for index in range(len(batch.jobs))]
         return batch
 
     def finish(self, batch: Batch) -> list[Any]:
@@ -120,17 +123,20 @@ class Workers:
         Returns:
             What the calls returned, in the order of the jobs.
         """
-        if not self._open:
-            for index, job in enumerate(batch.jobs):
-                if index not in batch.results:
-                    batch.add(index, batch.function(*job))
-        while not batch.is_done:
+        if self._waiting:
+            self._waiting.sort(key=lambda each: each[0].turn(each[0].jobs[each[1]]))
+            self._open |= self._submit(self._waiting)
+            self._waiting = []
+        while self._open and not batch.is_done:
             for future in wait(self._open, return_when=FIRST_COMPLETED).done:
                 of, index = self._open.pop(future)
                 of.add(index, future.result())
+        for index, job in enumerate(batch.jobs):
+            if index not in batch.results:  # there are no processes
+                batch.add(index, batch.function(*job))
         return [batch.results[index] for index in range(len(batch.jobs))]
 
-    def _submit(self, function: Callable, jobs: list[tuple]) -> dict[Future, int]:
+    def _submit(self, jobs: list[tuple[Batch, int]]) -> dict[Future, tuple[Batch, int]]:
         before = os.environ.get("TRITON_INTERPRET")
         if self.interpret is not None:  # processes inherit what is set while they start
             os.environ["TRITON_INTERPRET"] = str(int(self.interpret))
@@ -144,7 +150,10 @@ class Workers:
                 )
             others = set(active_children())
             with _interrupts_held_back():
-                futures = {self._pool.submit(function, *job): i for i, job in enumerate(jobs)}
+                futures = {
+                    self._pool.submit(batch.function, *batch.jobs[index]): (batch, index)
+                    for batch, index in jobs
+                }
             self._processes |= set(active_children()) - others
             return futures
         finally:

@@ -196,6 +196,27 @@ def test_source_that_changes_meanwhile_is_not_remembered(source, folder):
     assert not [*folder.glob("*")]
 
 
+def test_nothing_is_done_ahead_of_what_is_known(source):
+    done = []
+
+    class Two(Workers):
+        def finish(self, batch):
+            done.append([job for each, index in self._waiting for job in [each.jobs[index]]])
+            self._waiting = []
+            return [[PASSED] for _ in batch.jobs]
+
+    def begin(memory):
+        about = (lambda _: None, ParityResult, lambda _: frozenset({source}))
+        return memory.begin(Two(2), run, [JOB], *about, ahead=lambda job: [(print, *job)])
+
+    begin(Memory("this one"))()
+    assert done == [[JOB, JOB]]
+    memory = Memory("this one")
+    memory._recall = lambda *_: [PASSED]
+    begin(memory)()
+    assert done[1:] == [[]]
+
+
 def test_results_of_a_kernel_follow_from_what_it_imports_and_from_the_verifier():
     package = Path(arbcli.__file__).parent
     found = {str(path.relative_to(package)) for path in kernel_sources(TERNARY_MATMUL)}

@@ -14,7 +14,7 @@ import torch
 import arbcli.kernels
 from arbcli.config.site import SCALE_TYPES
 from arbcli.verify import kernels as verify
-from arbcli.verify import parity
+from arbcli.verify import parity, variants
 from arbcli.verify import sample as sample_module
 from arbcli.verify.kernels import KERNELS, Checks, _parts, find_kernels
 from arbcli.verify.sample import (
@@ -229,3 +229,46 @@ def test_what_a_gpu_compiles_for_a_kernel_is_one_job():
     assert {job[1] for job in others} == {*SCALE_TYPES} - types
     parts = _parts(*args, whole)
     assert [job[2:] for job in verify._jobs(parts, whole)] == [(part,) for part in parts]
+
+
+def test_shares_of_what_is_compiled_are_all_of_it_once(monkeypatch):
+    """And what is compiled is what a launch would have been given."""
+    compiled = []
+
+    @contextmanager
+    def replaced(instead):
+        for rows in (7, 1, 7, 32, 2, 1):
+            instead(SimpleNamespace(run=run), (1,), rows, num_warps=4)
+        yield
+
+    def run(*args, **kwargs):
+        compiled.append((*args, kwargs))
+
+    monkeypatch.setattr(variants, "replaced_launches", replaced)
+    monkeypatch.setattr(variants, "launch_of", lambda _f, _grid, args, _options: args)
+    keys = {7: "any", 2: "any", 1: "one", 32: "multiple"}
+    monkeypatch.setattr(variants, "variant_of", lambda args: SimpleNamespace(key=keys[args[0]]))
+    for index in range(2):
+        with variants.compiled_share(index, 2):
+            pass
+    how = {"grid": (1,), "warmup": True, "num_warps": 4}
+    assert compiled == [(7, how), (32, how), (1, how)]
+
+
+def test_slow_kernels_and_large_models_are_compiled_by_several_processes_first():
+    checks, spec = Checks(sampled=True), find_kernels(["ternary_matmul"])
+    args = SCALE_TYPES, CPU, ("triton", "torch")
+    jobs = verify._jobs(_parts(spec, *args, checks), checks)
+    (job,), others = [j for j in jobs if len(j) > 3], [j for j in jobs if len(j) == 3]
+    ahead = [*verify._ahead(job)]
+    assert [call[2] for call in ahead] == [*range(verify.SHARES)]
+    assert all(call[0] is verify._compile_share and call[3:] == job[2:] for call in ahead)
+    assert (verify._turn(job), {verify._turn(other) for other in others}) == (1, {0})
+    (quick, *_) = verify._jobs(_parts(find_kernels(["step_scales"]), *args, checks), checks)
+    assert verify._turn(quick) == 0
+    subjects = [s for s in parity._subjects(CPU, ("torch",), ["T32"]) if s.name == "graph T32"]
+    assert [*parity._ahead(("graph T32", "torch", subjects[0]))] == []
+    (*_, last) = parity._ahead(("graph T32", "triton", subjects[0]))
+    assert last[1:] == ("graph T32", parity.SHARES - 1, subjects[0])
+    names = {name.split(" T")[0] for name in (*parity.MODELS, *parity.FULL_SIZE)}
+    assert {*parity.OF_MANY_KERNELS} <= names

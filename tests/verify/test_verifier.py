@@ -199,12 +199,12 @@ def end_in_order(patch: pytest.MonkeyPatch, order: list[int]) -> None:
     """Let jobs of workers end one after another, as they are counted over all batches."""
     counted: dict[Future, int] = {}
 
-    def submit(_, function, jobs):
+    def submit(_, jobs):
         futures = {}
-        for index, job in enumerate(jobs):
+        for batch, index in jobs:
             future = Future()
-            future.set_result(function(*job))
-            futures[future], counted[future] = index, len(counted)
+            future.set_result(batch.function(*batch.jobs[index]))
+            futures[future], counted[future] = (batch, index), len(counted)
         return futures
 
     def first(running, **_):
@@ -253,6 +253,15 @@ def test_batches_share_a_queue(number, monkeypatch):
     ]  # fmt: skip
     if number > 1:
         assert [job.arguments[0] for job in told] == [2, 1, 0, 3]
+
+
+def test_jobs_of_a_lesser_turn_are_begun_first(monkeypatch):
+    end_in_order(monkeypatch, [0, 1, 2, 3])
+    told, workers = [], Workers(2)
+    late = workers.begin(negated, [(0,), (1,)], told.append, turn=lambda job: job[0])
+    soon = workers.begin(negated, [(2,), (3,)], told.append, turn=lambda job: 2 - job[0])
+    assert (workers.finish(late), workers.finish(soon)) == ([0, -1], [-2, -3])
+    assert [job.arguments[0] for job in told] == [3, 0, 2, 1]
 
 
 SKIPPED = {
