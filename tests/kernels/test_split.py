@@ -1,0 +1,42 @@
+"""Launchers that divide large inputs among launches, or give a program several tiles, divide small
+ones alike where their limits are small."""
+
+import inspect
+import sys
+
+import pytest
+import torch
+
+from arbcli.kernels.runtime import backend
+from arbcli.kernels.runtime.backend import chunks_of, use_backend
+from arbcli.verify.compare import as_tuple, compare, poisoned
+from arbcli.verify.kernels import KERNELS, copies
+
+CPU = torch.device("cpu")
+ASKED = ("chunk_elements(", "tiles_of_a_program(")
+SPLIT = [
+    spec
+    for spec in KERNELS
+    if any(name in inspect.getsource(sys.modules[spec.triton.__module__]) for name in ASKED)
+]
+CASES = 3
+"""Of a kernel, those of the smallest inputs that have two texts or rows."""
+
+
+def size(case) -> int:
+    return sum(x.numel() for x in case.inputs if isinstance(x, torch.Tensor))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="what is divided is the same on a GPU")
+@pytest.mark.parametrize("spec", SPLIT, ids=lambda spec: spec.name)
+def test_small_inputs_are_divided_as_large_ones_are(spec, monkeypatch):
+    monkeypatch.setattr(backend, "LARGE_ELEMENTS", 1)
+    cases = [case for case in spec.cases(CPU, 32) if len(case.inputs[0]) > 1]
+    assert cases
+    with poisoned():
+        for case in sorted(cases, key=size)[:CASES]:
+            wanted = as_tuple(spec.reference(*copies(case.inputs)))
+            with use_backend("interpreter"), chunks_of(1):
+                got = as_tuple(spec.triton(*copies(case.inputs)))
+            for each in zip(got, wanted, strict=True):
+                assert compare(spec, case.label, *each).passed, case.label

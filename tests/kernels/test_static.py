@@ -1,0 +1,147 @@
+"""What no interpreter and no small case can show, read off the sources of all kernels.
+
+The interpreter counts in Python's integers or numpy's, and knows no alignment; a GPU wraps around
+at 2**31 and refuses to load what is not aligned.
+"""
+
+import ast
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+import arbcli.kernels
+
+FILES = sorted(Path(arbcli.kernels.__file__).parent.rglob("*.py"))
+OF_A_ROW = {"k", "offs_b", "offs_g", "block", "j", "kv", "h", "g"}
+"""What columns, their bytes and groups, and heads are called: products of them stay in one row or
+position, and are int32."""
+NARROW = {"decode_weight.py"}
+"""Files whose kernels are given matrices of fewer than 2**31 weights."""
+NUMBERS = {"tl.load", "tl.sum", "tl.max"}
+"""These return what is in tensors, of a type that is chosen elsewhere."""
+
+
+def kernels_of(source: str) -> list[ast.FunctionDef]:
+    """Find the functions that Triton compiles."""
+    return [
+        node
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.FunctionDef)
+        and any("jit" in ast.unparse(decorator) for decorator in node.decorator_list)
+    ]
+
+
+@cache
+def all_kernels() -> dict[str, ast.FunctionDef]:
+    files = (file for file in FILES if file.name not in NARROW)
+    return {f"{f.stem}: {k.name}": k for f in files for k in kernels_of(f.read_text())}
+
+
+def is_cast(node: ast.AST) -> bool:
+    called = isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
+    return called and node.func.attr == "to" and "tl.int64" in map(ast.unparse, node.args)
+
+
+def is_wide(node: ast.AST, names: set[str]) -> bool:
+    """Whether an int64 is in an expression, which is one then."""
+    inside = [*ast.walk(node)]
+    return any(map(is_cast, inside)) or any(
+        isinstance(part, ast.Name) and part.id in names for part in inside
+    )
+
+
+def is_narrow(node: ast.AST, names: set[str]) -> bool:
+    """Whether an expression counts by the number of a program, an int32."""
+    if isinstance(node, ast.Call) and ast.unparse(node.func) == "tl.program_id":
+        return True
+    if isinstance(node, ast.Compare) or (
+        isinstance(node, ast.Call) and ast.unparse(node.func) in NUMBERS
+    ):
+        return False
+    if isinstance(node, ast.Name):
+        return node.id in names
+    return any(is_narrow(part, names) for part in ast.iter_child_nodes(node))
+
+
+def assigned(kernel: ast.FunctionDef) -> list[tuple[str, ast.AST]]:
+    """List (name, expression) of assignments, in the order of the source."""
+    found = []
+    for node in ast.walk(kernel):
+        for target in node.targets if isinstance(node, ast.Assign) else ():
+            several = isinstance(target, ast.Tuple) and isinstance(node.value, ast.Tuple)
+            pairs = zip(target.elts, node.value.elts) if several else [(target, node.value)]  # noqa: B905
+            found += [(to.id, value) for to, value in pairs if isinstance(to, ast.Name)]
+    return found
+
+
+def names_of(kernel: ast.FunctionDef, given: set[str]) -> tuple[set[str], set[str]]:
+    """Find the (narrow, wide) names of a kernel, some of whose arguments are narrow."""
+    narrow, wide, pairs = {*given}, set(), assigned(kernel)
+    for _ in range(3):  # as deep as names follow from one another
+        wide |= {name for name, value in pairs if is_wide(value, wide)}
+        narrow |= {name for name, value in pairs if is_narrow(value, narrow)} - wide
+    return narrow - wide - OF_A_ROW, wide
+
+
+def narrow_arguments(kernels: list[ast.FunctionDef]) -> dict[str, set[str]]:
+    """Find which arguments are given int32 numbers by program, by the name of the function."""
+    named = {kernel.name: [argument.arg for argument in kernel.args.args] for kernel in kernels}
+    found: dict[str, set[str]] = {name: set() for name in named}
+    for _ in range(2):  # as deep as they call one another
+        for kernel in kernels:
+            narrow, wide = names_of(kernel, found[kernel.name])
+            for node in ast.walk(kernel):
+                if isinstance(node, ast.Call) and ast.unparse(node.func) in named:
+                    name = ast.unparse(node.func)
+                    found[name] |= {
+                        argument
+                        for argument, value in zip(named[name], node.args, strict=False)
+                        if is_narrow(value, narrow) and not is_wide(value, wide)
+                    }
+    return found
+
+
+def narrow_products(kernel: ast.FunctionDef, given: set[str]) -> list[str]:
+    """List products of strides and int32 numbers of rows, texts, experts .. by program."""
+    narrow, wide = names_of(kernel, given)
+    return [
+        ast.unparse(node)
+        for node in ast.walk(kernel)
+        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult)
+        for one, other in ((node.left, node.right), (node.right, node.left))
+        if "stride" in ast.unparse(other) and not is_wide(node, wide) and is_narrow(one, narrow)
+    ]
+
+
+def test_rows_are_counted_in_64_bits():
+    """A stack, or a table, of more than 2**31 numbers fits into a GPU, and is read by rows."""
+    given = narrow_arguments([*all_kernels().values()])
+    products = {
+        name: narrow_products(kernel, given[kernel.name]) for name, kernel in all_kernels().items()
+    }
+    assert {name: found for name, found in products.items() if found} == {}
+    assert len(products) > 200
+
+
+@pytest.mark.parametrize(("line", "found"), [
+    ("n = tl.program_id(0)\n    tl.load(p + n * stride_n)", ["n * stride_n"]),
+    ("n = tl.program_id(0).to(tl.int64)\n    tl.load(p + n * stride_n)", []),
+    ("a = (tl.program_id(0) // 2) * 8\n    n = a + tl.arange(0, 8)\n    tl.load(p + n * stride_n)",
+     ["n * stride_n"]),
+    ("k = tl.program_id(0) * 8\n    tl.load(p + k * stride_k)", []),
+    ("p += tl.program_id(1) * stride_b", ["tl.program_id(1) * stride_b"]),
+    ("n, e = tl.program_id(0), tl.program_id(1).to(tl.int64)\n    p += e * stride_b", []),
+])  # fmt: skip
+def test_a_number_that_is_not_widened_is_found(line, found):
+    (kernel,) = kernels_of(f"@triton.jit\ndef kernel(p, stride_n, stride_b):\n    {line}")
+    assert narrow_products(kernel, set()) == found
+
+
+def test_a_number_that_another_function_multiplies_is_found():
+    outer = "@triton.jit\ndef outer(p, stride_n):\n    inner(p, tl.program_id(0){}, stride_n)\n"
+    inner = "@triton.jit\ndef inner(p, n, stride_n):\n    tl.load(p + n * stride_n)\n"
+    for cast, found in (("", ["n * stride_n"]), (".to(tl.int64)", [])):
+        kernels = kernels_of(outer.format(cast) + inner)
+        given = narrow_arguments(kernels)
+        assert narrow_products(kernels[1], given["inner"]) == found
