@@ -101,8 +101,14 @@ class Block(nn.Module):
             fits = x.shape[1] == 1 or part.steps_along
             if fits and part.steps_fused and getattr(state, "fuses", True):
                 x = part.step(x, state)
-            else:
+            elif len(x) == 1:
                 x = part(x, norm, None, reading, state).whole()
+            else:
+                rows = [
+                    part(row, norm, None, reading.of(text), state and state.each[text]).whole()
+                    for text, row in enumerate(x.split(1))
+                ]
+                x = torch.cat(rows)
         return x
 
     def new_state(self, clock: Clock) -> State | None:
@@ -158,13 +164,24 @@ class Stack(nn.ModuleList):
         Args:
             x: the stream.
             reading: what is read besides.
-            track: states of the text before, inside of `clock.reading`.
+            track: states of the text before, inside of `clock.reading`. Those of several texts take
+                a position of each, one text after another.
             recompute: whether a backward computes what is inside a block again.
             some: which blocks.
 
         Returns:
             The stream, (B, T, D), and what is still to be added to it.
         """
+        if track and track.each:
+            rows = zip(x.split(1), track.each, strict=True)
+            return Flow(
+                torch.cat(
+                    [
+                        self(row, reading.of(text), own, some=some).whole()
+                        for text, (row, own) in enumerate(rows)
+                    ]
+                )
+            )
         if self.streams > 1:
             x = spread_streams(x, self.streams)
             if is_compiled(self[0]):  # for strides of its own it would be compiled once more

@@ -19,8 +19,6 @@ class Part(nn.Module):
     """Of the norm before it; None is `name` with `_norm`."""
     steps_fused = False
     """Whether `step` has kernels for one position of a text, where shapes and storage allow."""
-    steps_several = False
-    """Whether these kernels take a position of each of several texts."""
     steps_along = False
     """Whether these kernels take several positions of a text, where they are loops on a CPU."""
 

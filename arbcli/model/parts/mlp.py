@@ -14,7 +14,6 @@ class MLP(Part):
     """Gated MLP: down(norm(silu(gate) * up))."""
 
     name = "mlp"
-    steps_several = True
     steps_along = True
 
     def __init__(self, config: MLPConfig, site: Site, area: str = "mlp") -> None:
