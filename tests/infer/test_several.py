@@ -72,18 +72,33 @@ def in_cell(cell, dtype: torch.dtype, device: torch.device) -> LanguageModel:
     return lm
 
 
-OF_CELLS = [request(b"a", 5), request(b" it was longer", 2, 1), request(b"ab", 4, 2)]
-"""Texts of unlike lengths; the second wraps around windows, and its place goes to the third."""
+@torch.no_grad()
+def logits_of(lm: LanguageModel, prompts: tuple[bytes, ...], steps: int = 4) -> torch.Tensor:
+    """Read prompts, then a byte more of each text in every step: (steps, texts, 256)."""
+    several = lm.new_several_cache(len(prompts), 24)
+    if len(prompts) == 1:
+        several = SimpleNamespace(texts=[lm.new_cache(24)], going_on=torch.ones(1))
+    for prompt, cache in zip(prompts, several.texts, strict=True):
+        ids = torch.tensor([[*prompt[:-1]]], dtype=torch.int64, device=lm.device)
+        for part in ids.split(cache.window, dim=1) if len(prompt) > 1 else ():
+            lm(part, cache)
+    several.going_on.fill_(1)
+    ids = torch.tensor([[prompt[-1]] for prompt in prompts], device=lm.device)
+    whole = several.texts[0] if len(prompts) == 1 else several
+    return torch.stack([lm((ids + 5 * step) % 256, whole)[:, 0] for step in range(steps)])
 
 
 @each_cell()
 def test_text_of_every_cell_is_the_same_beside_any_others(cell, device):
-    """By the kernels of the device, and where there are none by one text after another."""
-    lm = in_cell(cell, torch.float32, device)
-    made = texts(lm, OF_CELLS, 2)
-    assert texts(lm, OF_CELLS[::-1], 3)[::-1] == made
-    one = b"".join(generate(lm, OF_CELLS[0].prompt, 5, OF_CELLS[0].sampling))
-    assert one == made[0]
+    """By the kernels of the device, and where there are none one text after another."""
+    lm, (first, second) = in_cell(cell, torch.float32, device), (b"it was longer", b"a b")
+    with lm.prepared_weights():
+        found = logits_of(lm, (first, second, b" "))
+        others = logits_of(lm, (b"q", first, b"words of it", second))
+        assert torch.equal(found[:, :2], others[:, [1, 3]])
+        for index, prompt in enumerate((first, second)):
+            alone = logits_of(lm, (prompt,))
+            torch.testing.assert_close(found[:, index : index + 1], alone, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.gpu
