@@ -6,7 +6,7 @@ from unittest import mock
 
 import pytest
 import torch
-from cells import each_cell
+from cells import each_cell, wide
 
 from arbcli.config.presets import preset
 from arbcli.errors import ArbError
@@ -67,7 +67,7 @@ def test_several_texts_are_those_of_one_at_a_time(lm):
 
 def in_cell(cell, dtype: torch.dtype, device: torch.device) -> LanguageModel:
     with torch.device(device):
-        lm = LanguageModel(cell.model(), dtype)
+        lm = LanguageModel(wide(cell.model()), dtype)
     lm.initialise(0)
     return lm
 
@@ -98,7 +98,8 @@ def test_text_of_every_cell_is_the_same_beside_any_others(cell, device):
         assert torch.equal(found[:, :2], others[:, [1, 3]])
         for index, prompt in enumerate((first, second)):
             alone = logits_of(lm, (prompt,))
-            torch.testing.assert_close(found[:, index : index + 1], alone, rtol=1e-4, atol=1e-4)
+            # loops of a CPU round to 16 bits what they multiply; chunks are read without them
+            torch.testing.assert_close(found[:, index : index + 1], alone, rtol=1e-3, atol=2e-3)
 
 
 @pytest.mark.gpu

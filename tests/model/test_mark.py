@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from cells import Cell, each_cell
+from cells import Cell, each_cell, wide
 from marks import mostly_slow
 
 from arbcli.config.model import ModelConfig
@@ -176,8 +176,8 @@ def test_bytes_that_are_read_at_once_leave_nothing(mixer):
 @each_cell()
 @torch.no_grad()
 def test_several_texts_take_back_as_many_as_each_likes(cell):
-    """What each gives afterwards is what it would have given: the same bits."""
-    lm = model(cell.model())
+    """Each gives afterwards what it would have given: the same bits."""
+    lm = model(wide(cell.model()))
     cache, other = (SeveralCache(lm, 3, POSITIONS) for _ in range(2))
     steps, accepted = torch.tensor([3, 4, 2]), torch.tensor([1, 4, 2])
     there, proposed, behind = (text(length, length, 3) for length in (3, 4, 5))
