@@ -103,6 +103,8 @@ class Block(nn.Module):
                 x = part.step(x, state)
             elif len(x) == 1:
                 x = part(x, norm, None, reading, state).whole()
+            elif part.steps_texts:
+                x = part.step_texts(x, norm, reading)
             else:
                 rows = [
                     part(row, norm, None, reading.of(text), state and state.each[text]).whole()

@@ -19,6 +19,8 @@ class Part(nn.Module):
     """Of the norm before it; None is `name` with `_norm`."""
     steps_fused = False
     """Whether `step` has kernels for one position of a text, where shapes and storage allow."""
+    steps_texts = False
+    """Whether there is `step_texts`."""
     steps_along = False
     """Whether these kernels take several positions of a text, where they are loops on a CPU."""
 
@@ -49,6 +51,13 @@ class Part(nn.Module):
         """Add to one position, (1, 1, D), or of several texts (B, 1, D): see `steps_fused`.
 
         A part that `steps_along` takes several of a text, (1, T, D), too.
+        """
+        raise NotImplementedError
+
+    def step_texts(self, x: Tensor, norm: nn.Module, reading: Reading) -> Tensor:
+        """Add to a position of each of several texts, (B, 1, D), where a part keeps no state.
+
+        What a text gives has bits that depend on no other, nor on their number.
         """
         raise NotImplementedError
 
