@@ -232,7 +232,7 @@ def _middle(config: ExpertsConfig, site: Site) -> nn.Module:
 
 
 def _in_few_rows(norm: nn.Module, x: Tensor) -> Tensor:
-    """Normalise rows, each by a program of its own: with more at once the sums have other orders."""
+    """Normalise rows, each by a program of its own: with more at once sums have other orders."""
     return torch.cat([norm(some) for some in x.split(FEW_ROWS)])
 
 
