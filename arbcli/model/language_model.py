@@ -357,7 +357,7 @@ class LanguageModel(nn.Module):
         """
         fits = self.weights_are_prepared and fits_arranged(x, self.config.site().group_size)
         stages = self.config.stages  # kernels of a row read eight numbers at once
-        plain = all(stage.streams == 1 and stage.dim % 8 == 0 for stage in stages)
+        plain = all(stage.dim % 8 == 0 for stage in stages)
         return fits and plain and self.plain_norms and self.fits_bytes
 
     def new_cache(self, positions: int) -> Cache:

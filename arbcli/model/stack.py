@@ -1,5 +1,6 @@
 """Blocks, and lists of them on one stream."""
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -8,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 from arbcli.config.model import BlockConfig, Blocks
 from arbcli.config.site import Site
-from arbcli.model.flow import Flow, Reading
+from arbcli.model.flow import Flow, Reading, each_text
 from arbcli.model.layers.kinds import stream_norm
 from arbcli.model.layers.linear import decode_in_groups
 from arbcli.model.layers.streamed import recompute_contexts
@@ -97,20 +98,30 @@ class Block(nn.Module):
 
     def step(self, x: Tensor, state: State | None, reading: Reading | None = None) -> Tensor:
         """Add to positions of a text, or one of several: by kernels where parts have any."""
-        for part, norm, _ in self.branches:
+
+        def apply(branch: Branch, x: Tensor, *, whole: bool) -> Tensor:
+            part, norm, _ = branch
             fits = x.shape[1] == 1 or part.steps_along
             if fits and part.steps_fused and getattr(state, "fuses", True):
-                x = part.step(x, state)
-            elif len(x) == 1:
-                x = part(x, norm, None, reading, state).whole()
+                return part.step(x, state, whole=whole)
+            if len(x) == 1:
+                added = part(x, norm, None, reading, state).added
             elif part.steps_texts:
-                x = part.step_texts(x, norm, reading)
+                added = part.step_texts(x, norm, reading)
             else:
                 rows = [
-                    part(row, norm, None, reading.of(text), state and state.each[text]).whole()
+                    part(row, norm, None, reading.of(text), state and state.each[text]).added
                     for text, row in enumerate(x.split(1))
                 ]
-                x = torch.cat(rows)
+                added = torch.cat(rows)
+            return x + added if whole else added
+
+        for branch in self.branches:
+            if branch.connection is None:
+                x = apply(branch, x, whole=True)
+            else:
+                add = partial(apply, branch, whole=False)
+                x = branch.connection(x, add, fused=True)
         return x
 
     def new_state(self, clock: Clock) -> State | None:
@@ -209,9 +220,11 @@ class Stack(nn.ModuleList):
         self, x: Tensor, track: Track, reading: Reading | None = None, some: slice = slice(None)
     ) -> Tensor:
         """Pass positions of a text, or one of several, through blocks: see `Block.step`."""
+        if self.streams > 1:
+            x = spread_streams(x, self.streams)
         for block, state in zip([*self][some], track.blocks[some], strict=True):
             x = block.step(x, state, reading)
-        return x
+        return each_text(average_streams, x) if self.streams > 1 else x
 
     def new_track(self, *about: Any) -> Track:
         """Make the states of a text, of the arguments of a `Clock`."""

@@ -159,7 +159,7 @@ class Attention(CachedAttention):
             return attend_with_sink(q, k, v, sink, seen)
         return attend_in_window(q, k, v, self.window) if short else attend_causally(q, k, v)
 
-    def step(self, x: Tensor, state: "Ring") -> Tensor:
+    def step(self, x: Tensor, state: "Ring", *, whole: bool = True) -> Tensor:
         """Mix positions with those before them: see `Part.step`."""
         qkv = self.qkv.fused(x, normalise=True, early=self.fits_kernels)
         if self.fits_kernels:
@@ -172,7 +172,8 @@ class Attention(CachedAttention):
         else:
             y = state.attend_one(qkv).view(len(x), 1, -1)
         normalise, early = self.sub_norm is not None, self.output_bias is None
-        return self._biased(self.output.fused(y, normalise=normalise, added=x, early=early))
+        added = x if whole else None
+        return self._biased(self.output.fused(y, normalise=normalise, added=added, early=early))
 
     def _attend_after(self, state: "Ring", qkv: Tensor) -> Tensor:
         prepare = self.turning if self.fits_kernels else self._prepare

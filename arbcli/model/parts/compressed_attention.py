@@ -316,7 +316,7 @@ class CompressedAttention(CachedAttention):
             losses["indexer"] = [divergence]
         return Flow(x, self.output(y.flatten(2), self.sub_norm), losses)
 
-    def step(self, x: Tensor, state: CompressedState) -> Tensor:
+    def step(self, x: Tensor, state: CompressedState, *, whole: bool = True) -> Tensor:
         """Mix one position with those before it: see `Part.step`."""
         rows = self.projection.fused(x, normalise=True)
         q, new = rows.split((self.inner, 3 * self.kv), dim=-1)
@@ -325,7 +325,8 @@ class CompressedAttention(CachedAttention):
             query = self.indexer.query.fused(x, normalise=True)
             state.choose(query, self.indexer.key.fused(still.flatten(2), normalise=False))
         y = state.attend_one(q.unflatten(-1, (self.heads, -1)), self.sink.prepared())
-        return self.output.fused(y.flatten(2), normalise=self.sub_norm is not None, added=x)
+        added, normalise = x if whole else None, self.sub_norm is not None
+        return self.output.fused(y.flatten(2), normalise=normalise, added=added)
 
     def new_state(self, clock: Clock) -> CompressedState:
         """Make rings for the last positions and for entries."""

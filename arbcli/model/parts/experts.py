@@ -287,7 +287,7 @@ class Experts(Part):
 
     @torch.no_grad()
     def step_texts(self, x: Tensor, norm: nn.Module, reading: Reading) -> Tensor:
-        """Add to a position of each of several texts: see `Part.step_texts`."""
+        """Send a position of each of several texts to its experts: see `Part.step_texts`."""
         rows = x.flatten(0, 1)
         scores = self.gate.keys.fused(rows, normalise=True).float()
         chosen, gates = self.gate.weigh(scores, self.by_hash(reading))
@@ -299,7 +299,7 @@ class Experts(Part):
         y = expert_combine(slots, routing.positions, gates)
         if self.shared:
             y = y + each_text(lambda row: self.shared(row, norm), rows)
-        return x + y.view(x.shape)
+        return y.view(x.shape)
 
     def by_hash(self, reading: Reading | None) -> Tensor | None:
         """Choose experts by the text, (M, k) int64; None if the gate chooses."""

@@ -100,12 +100,12 @@ class Mamba(Part):
         y = (y + self.skip()[:, None] * u.float()).to(x.dtype)
         return Flow(x, self.output(torch.cat((z, y.flatten(-2)), dim=-1), self.gate))
 
-    def step(self, x: Tensor, state: "MambaState") -> Tensor:
+    def step(self, x: Tensor, state: "MambaState", *, whole: bool = True) -> Tensor:
         """Mix one position with those before it: see `Part.step`."""
         rows = self.projection.fused(x, normalise=True)
         vectors = (part.prepared() for part in (self.taps, self.rate, self.bias, self.skip))
         y = state.step(rows, *vectors)
-        return self.output.fused(y, normalise=True, added=x)
+        return self.output.fused(y, normalise=True, added=x if whole else None)
 
     def new_state(self, clock: Clock) -> "MambaState":
         """Make the states of the heads, and a ring for the convolution."""
