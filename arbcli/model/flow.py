@@ -9,12 +9,20 @@ from torch import Tensor, nn
 from arbcli.model.parts.ngrams import ngram_keys
 
 
+def rows_of(x: Tensor) -> list[Tensor]:
+    """Split (B, ...) into B tensors of (1, ...).
+
+    Each has memory of its own: how a kernel adds up may depend on where its input begins.
+    """
+    return [row.clone() for row in x.split(1)]
+
+
 def each_text(run: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     """Compute something of a position of each text by itself, (B, 1, ...).
 
     So the bits of a text do not depend on the others, whatever kernels `run` has.
     """
-    return run(x) if len(x) == 1 else torch.cat([run(row) for row in x.split(1)])
+    return run(x) if len(x) == 1 else torch.cat([run(row) for row in rows_of(x)])
 
 
 class Flow(NamedTuple):

@@ -21,7 +21,7 @@ from arbcli.kernels.attention.eight_bits import FORMATS
 from arbcli.kernels.matmul.arranged import fits_arranged
 from arbcli.model.baselines import FloatWeight
 from arbcli.model.cache import Cache, SeveralCache
-from arbcli.model.flow import Flow, Reading, each_text
+from arbcli.model.flow import Flow, Reading, each_text, rows_of
 from arbcli.model.layers.gained_norm import GainedRMSNorm
 from arbcli.model.layers.kinds import byte_head, layers_for, stream_norm
 from arbcli.model.layers.linear import LinearWeight, TernaryLinear
@@ -250,7 +250,7 @@ class LanguageModel(nn.Module):
     ) -> tuple[Tensor, dict[str, list[Tensor]]]:
         """Do the same for a position of each of several texts, one after another."""
         found = []
-        for text, row in enumerate(x.split(1)):
+        for text, row in enumerate(rows_of(x)):
             own: list[Tensor] = []
             found.append((self._remember(row, own, reading.of(text))[0], *own))
         x, *books = (torch.cat(parts) for parts in zip(*found, strict=True))
@@ -259,7 +259,7 @@ class LanguageModel(nn.Module):
 
     def _route_each(self, streams: list[Tensor]) -> Tensor:
         """Weigh streams of a position of each of several texts, one after another."""
-        rows = zip(*(stream.split(1) for stream in streams), strict=True)
+        rows = zip(*map(rows_of, streams), strict=True)
         return torch.cat([self.router([*row]) for row in rows])
 
     def _logits(self, flow: Flow) -> Tensor:

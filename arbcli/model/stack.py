@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 from arbcli.config.model import BlockConfig, Blocks
 from arbcli.config.site import Site
-from arbcli.model.flow import Flow, Reading, each_text
+from arbcli.model.flow import Flow, Reading, each_text, rows_of
 from arbcli.model.layers.kinds import stream_norm
 from arbcli.model.layers.linear import decode_in_groups
 from arbcli.model.layers.streamed import recompute_contexts
@@ -111,7 +111,7 @@ class Block(nn.Module):
             else:
                 rows = [
                     part(row, norm, None, reading.of(text), state and state.each[text]).added
-                    for text, row in enumerate(x.split(1))
+                    for text, row in enumerate(rows_of(x))
                 ]
                 added = torch.cat(rows)
             return x + added if whole else added
@@ -186,15 +186,9 @@ class Stack(nn.ModuleList):
             The stream, (B, T, D), and what is still to be added to it.
         """
         if track and track.each:
-            rows = zip(x.split(1), track.each, strict=True)
-            return Flow(
-                torch.cat(
-                    [
-                        self(row, reading.of(text), own, some=some).whole()
-                        for text, (row, own) in enumerate(rows)
-                    ]
-                )
-            )
+            texts = enumerate(zip(rows_of(x), track.each, strict=True))
+            rows = [self(row, reading.of(text), own, some=some) for text, (row, own) in texts]
+            return Flow(torch.cat([flow.whole() for flow in rows]))
         if self.streams > 1:
             x = spread_streams(x, self.streams)
             if is_compiled(self[0]):  # for strides of its own it would be compiled once more

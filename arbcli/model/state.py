@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from arbcli.kernels.attention.decode_attention import count_on_
+from arbcli.model.flow import rows_of
 from arbcli.model.mark import Mark, Written
 
 
@@ -177,7 +178,7 @@ class State:
         """
         if self.clock.texts is None:
             return run(self, *rows)
-        parts = zip(self.each, *(part.split(1) for part in rows), strict=True)
+        parts = zip(self.each, *map(rows_of, rows), strict=True)
         return torch.cat([run(*own) for own in parts])
 
 
