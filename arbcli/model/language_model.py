@@ -96,7 +96,8 @@ class LanguageModel(nn.Module):
         else:
             self.stages = ()
         grouped = not config.outer and memories is None
-        self.blocks = Stack(main.blocks, site, main.streams, grouped=grouped)
+        stream = (main.streams, main.contribution, main.bound)
+        self.blocks = Stack(main.blocks, site, *stream, grouped=grouped)
         books = memories.codebooks if memories else {}
         for name in ("codebook", "knowledge"):
             setattr(self, name, Codebook(books[name], site, name) if name in books else None)
@@ -357,7 +358,7 @@ class LanguageModel(nn.Module):
         """
         fits = self.weights_are_prepared and fits_arranged(x, self.config.site().group_size)
         stages = self.config.stages  # kernels of a row read eight numbers at once
-        plain = all(stage.dim % 8 == 0 for stage in stages)
+        plain = all(stage.dim % 8 == 0 and stage.adds_plainly for stage in stages)
         return fits and plain and self.plain_norms and self.fits_bytes
 
     def new_cache(self, positions: int) -> Cache:

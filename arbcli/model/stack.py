@@ -12,6 +12,7 @@ from arbcli.config.site import Site
 from arbcli.model.flow import Flow, Reading, each_text, rows_of
 from arbcli.model.layers.kinds import stream_norm
 from arbcli.model.layers.linear import decode_in_groups
+from arbcli.model.layers.norm import NORM_EPS
 from arbcli.model.layers.streamed import recompute_contexts
 from arbcli.model.layers.streams import average_streams, spread_streams
 from arbcli.model.parts.base import Part
@@ -42,10 +43,21 @@ class Block(nn.Module):
         site: where it stands.
         streams: number of residual streams.
         first: number of its first branch in the list of blocks; branches read streams in turns.
+        contribution: a factor of what a branch adds.
+        bound: the largest root-mean-square of a stream behind the block; None is any.
     """
 
-    def __init__(self, config: BlockConfig, site: Site, streams: int = 1, first: int = 0) -> None:
+    def __init__(
+        self,
+        config: BlockConfig,
+        site: Site,
+        streams: int = 1,
+        first: int = 0,
+        contribution: float = 1.0,
+        bound: float | None = None,
+    ) -> None:
         super().__init__()
+        self.contribution, self.bound = contribution, bound
         parts = [build_part(part, site) for part in config.parts]
         norms, connections = [], []
         for part in parts:
@@ -85,16 +97,18 @@ class Block(nn.Module):
             flow = branch.part(x, branch.norm, added, reading, state)
             for name, parts in flow.losses.items():
                 losses.setdefault(name, []).extend(parts)
-            return flow
+            if self.contribution == 1:
+                return flow
+            return flow._replace(added=self.contribution * flow.added)
 
         for branch in self.branches:
             if branch.connection is None:
                 x, added, _ = apply(branch, x, added)
             else:
                 x = branch.connection(x, lambda h, branch=branch: apply(branch, h).added)
-        if whole and added is not None:
+        if (whole or self.bound is not None) and added is not None:
             x, added = x + added, None
-        return Flow(x, added, losses)
+        return Flow(x if self.bound is None else bounded(x, self.bound), added, losses)
 
     def step(self, x: Tensor, state: State | None, reading: Reading | None = None) -> Tensor:
         """Add to positions of a text, or one of several: by kernels where parts have any."""
@@ -135,6 +149,12 @@ class Block(nn.Module):
         return [layer for layers in found for layer in layers] if all(found) else None
 
 
+def bounded(x: Tensor, most: float) -> Tensor:
+    """Scale vectors (..., D) down whose root-mean-square is above `most`, in float32."""
+    inverse = torch.rsqrt(x.float().square().mean(dim=-1, keepdim=True) + NORM_EPS)
+    return (x * (most * inverse).clamp(max=1)).to(x.dtype)
+
+
 def is_compiled(block: Block) -> bool:
     """Tell whether `block.compile()` was called."""
     return block._compiled_call_impl is not None
@@ -147,15 +167,24 @@ class Stack(nn.ModuleList):
         blocks: configurations.
         site: where they stand.
         streams: number of residual streams.
+        contribution: a factor of what a branch of a block adds.
+        bound: the largest root-mean-square of a stream behind a block; None is any.
         grouped: whether small matrices are decoded several at a time, if the blocks are equal.
     """
 
     def __init__(
-        self, blocks: Blocks, site: Site, streams: int = 1, *, grouped: bool = False
+        self,
+        blocks: Blocks,
+        site: Site,
+        streams: int = 1,
+        contribution: float = 1.0,
+        bound: float | None = None,
+        *,
+        grouped: bool = False,
     ) -> None:
         first, made = 0, []
         for config in blocks:
-            made.append(Block(config, site, streams, first))
+            made.append(Block(config, site, streams, first, contribution, bound))
             first += len(config.parts)
         super().__init__(made)
         self.streams, self.float_twin = streams, site.weights != "ternary"

@@ -63,13 +63,14 @@ class Stage(nn.Module):
         site = config.site(index, len(own.before))
         inner = config.site(index + 1)
         parts, about = layers_for(site), {"area": "chunking"}
-        self.encoder = Stack(own.before, site, own.streams)
+        stream = (own.streams, own.contribution, own.bound)
+        self.encoder = Stack(own.before, site, *stream)
         self.router = BoundaryRouter(site) if own.chunking.boundaries == "learned" else None
         self.inward = parts.linear(inner.dim, site.dim, site, **about)
         self.outward_norm = parts.norm(inner.dim, inner)
         self.outward = parts.linear(site.dim, inner.dim, site, **about)
         self.residual = parts.linear(site.dim, site.dim, site, spread=0.0, **about)
-        self.decoder = Stack(own.after, config.site(index, len(own.after)), own.streams)
+        self.decoder = Stack(own.after, config.site(index, len(own.after)), *stream)
 
     def forward(
         self,
