@@ -13,6 +13,7 @@ from arbcli.verify.kernels import find_kernels
 from arbcli.verify.workers import Workers
 
 
+@pytest.mark.slow
 def test_kernels_compile_for_a_gpu_that_is_not_here():
     found = compile_kernels(["step_scales", "gradient_gains"], ["sm_90"], 32, number=2)
     assert [result.kernel for result in found] == ["step_scales", "gradient_gains"]
