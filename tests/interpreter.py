@@ -12,8 +12,12 @@ from functools import cache, wraps
 from unittest import mock
 
 import numpy as np
-from triton import language
-from triton.runtime import interpreter
+
+try:
+    from triton import language
+    from triton.runtime import interpreter
+except ImportError:  # tests that need them are skipped
+    language = interpreter = None
 
 
 def quicken() -> None:

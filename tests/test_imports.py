@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from arbcli.environment import may_have_gpu
+
 PACKAGE = Path(__file__).parents[1] / "arbcli"
 RANK = {
     "errors": 0,
@@ -105,8 +107,13 @@ REFUSED = [
     "evaluate --checkpoint setup --data nowhere", "export nowhere --to gguf", "check nowhere",
     "inspect nowhere", "inspect setup --diff nowhere", "audit-memory --budget x",
     "audit-memory --dim 33", "count-params --dim 33", "probe-loss --dim 33",
-    "probe-loss --checkpoint nowhere", "probe-loss --data nowhere",
+    "probe-loss --checkpoint nowhere", "probe-loss --data nowhere", "verify-kernels nonsense",
 ]  # fmt: skip
+if not may_have_gpu():
+    REFUSED += [
+        f"{words} --device cuda"
+        for words in ("train", "generate", "audit-memory", "probe-loss", "verify-kernels")
+    ]
 
 
 def test_options_and_paths_are_refused_without_torch(tmp_path):

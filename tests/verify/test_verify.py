@@ -10,6 +10,7 @@ from marks import mostly_slow
 from arbcli.errors import ArbError
 from arbcli.kernels.codec.packed import Packed
 from arbcli.kernels.codec.packing import PACK_TRITS
+from arbcli.kernels.names import kernel_names
 from arbcli.kernels.norm.rms_norm import RMS_NORM
 from arbcli.kernels.runtime import native
 from arbcli.kernels.runtime.spec import Gate
@@ -203,6 +204,7 @@ def test_other_processes_find_the_same(device):
 def test_kernels_are_found_by_name():
     assert find_kernels([]) == list(KERNELS)
     assert find_kernels(["pack_trits"]) == [PACK_TRITS]
+    assert sorted(kernel_names()) == sorted(spec.name for spec in KERNELS)
 
 
 def close(relative: float, peer_slack: float = 0.0):

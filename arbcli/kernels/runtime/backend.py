@@ -46,8 +46,8 @@ def check_backend(name: str, device: torch.device) -> None:
         return
     if not HAS_TRITON:
         raise ArbError(
-            f"the `{name}` backend needs triton, which is not installed",
-            hint="install triton (Linux only), or use `--backend torch`",
+            f"the `{name}` backend needs Triton, which is not installed",
+            hint="install it (Linux only): `pip install triton`; or use `--backend torch`",
         )
     if name == "interpreter" and not INTERPRETED:
         raise ArbError(
