@@ -16,8 +16,9 @@ import numpy as np
 try:
     from triton import language
     from triton.runtime import interpreter
-except ImportError:  # tests that need them are skipped
-    language = interpreter = None
+except ImportError:  # whatever asks for them is skipped
+    from arbcli.kernels.runtime._triton import tl as language
+    from arbcli.kernels.runtime._triton import triton as interpreter
 
 
 def quicken() -> None:
