@@ -65,6 +65,7 @@ class RunDisplay:
         self.steps, self.keeps_lines = config.steps, config.log_every is not None
         self.is_saved = run is not None
         model = config.model
+        self.symbols = model.vocabulary
         kind = f"{model.rule}" if model.weights == "ternary" else model.weights
         number, (parameters, buffers) = trainer.num_weights, trainer.num_floats
         ternary = number if model.weights == "ternary" else 0
@@ -188,7 +189,7 @@ class RunDisplay:
                 bits = report.bits_per_byte
                 note(f"held-out loss  {report.val_loss:.4f} nats = {bits:.4f} bits a byte")
             note(f"               {report.entropy:.4f} nats is the text's order-0 entropy,")
-            note(f"               {math.log(256):.4f} nats is uniform, ln 256")
+            note(f"               {math.log(self.symbols):.4f} nats is uniform, ln {self.symbols}")
             note(f"time           {_clock(report.seconds)}")
         why = NOT_SAVED if report.run is None else "a float twin is measured, not kept"
         note(f"checkpoint     {report.checkpoint or f'none: {why}'}")

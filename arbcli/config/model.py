@@ -20,7 +20,7 @@ from arbcli.errors import ArbError
 from arbcli.rules import DIGITS, FADED, FADING, RULES, VOTES_FIXES, WITH_DIGITS
 
 VOCABULARY = 256
-"""Every byte is a symbol."""
+"""Symbols of a model that reads bytes."""
 WEIGHTS = ("ternary", "float", "ste")
 STREAMS = (1, 2, 4, 8)
 MOST_BLOCKS = 1024
@@ -131,10 +131,10 @@ class StageConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """A language model over bytes, and how its weights are stored."""
+    """A language model over bytes or tokens, and how its weights are stored."""
 
     ctx: int
-    """Context in bytes that the model is trained on."""
+    """Context in symbols, which are bytes or tokens, that the model is trained on."""
     stages: tuple[StageConfig, ...]
     """The outermost first; all but the last have `chunking`."""
     beside: tuple[PartConfig, ...] = ()
@@ -157,6 +157,8 @@ class ModelConfig:
     norm_gain: bool = False
     """Whether the norms before parts and before the head have gains that are trained; else they
     only divide by the root-mean-square."""
+    vocabulary: int = VOCABULARY
+    """Number of symbols: 256 is every byte, and another number is the tokens of a tokenizer."""
 
     def __post_init__(self) -> None:
         """Check types, sizes, names, and that each part fits where it stands.
@@ -167,6 +169,8 @@ class ModelConfig:
         check_fields(self)
         check_at_least("ctx", self.ctx)
         check_at_most("ctx", self.ctx, MOST)
+        check_at_least("vocabulary", self.vocabulary, 2)
+        check_at_most("vocabulary", self.vocabulary, MOST)
         self._check_storage()
         for part in self.beside:
             check_choice("beside", part.kind, BESIDE)
@@ -206,6 +210,8 @@ class ModelConfig:
             part.check_at(site)
         if self.weights != "ternary":
             self._check_twin()
+        if self.vocabulary != VOCABULARY:
+            self._check_tokens()
 
     def _check_storage(self) -> None:
         check_choice("scale_type", self.scale_type, SCALE_TYPES)
@@ -250,6 +256,18 @@ class ModelConfig:
                 fields=("weights",),
             )
 
+    def _check_tokens(self) -> None:
+        spaces = any(stage.chunking.boundaries == "space" for stage in self.outer)
+        kinds = [part.kind for _, part in self.sited_parts() if part.reads_text]
+        kinds += [part.kind for part in self.beside]
+        if spaces or kinds:
+            name = kinds[0] if kinds else "boundaries=space"
+            raise ArbError(
+                f"`vocabulary` is {self.vocabulary:,}, and `{name}` reads bytes",
+                hint=f"leave it out, or use the vocabulary of bytes, {VOCABULARY}",
+                fields=("vocabulary",),
+            )
+
     @property
     def main(self) -> StageConfig:
         """The innermost stage."""
@@ -277,7 +295,7 @@ class ModelConfig:
 
     @property
     def slots(self) -> tuple[int, ...]:
-        """Positions of each stage in a window of `ctx` bytes."""
+        """Positions of each stage in a window of `ctx` symbols."""
         found = [self.ctx]
         for stage in self.outer:
             found.append(stage.chunking.slots(found[-1]))
@@ -347,7 +365,7 @@ class ModelConfig:
         found = sum(of(index) for index in range(len(self.stages)))
         site = self.site()
         ends = [part.products(site, self.ctx) for part in (*self.beside, self.head) if part]
-        return found + self.ctx * (sum(ends) + VOCABULARY * site.dim)
+        return found + self.ctx * (sum(ends) + self.vocabulary * site.dim)
 
     def _stage_products(self, index: int, lengths: tuple[float, ...]) -> float:
         stage, positions = self.stages[index], lengths[index]

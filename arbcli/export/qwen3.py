@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from arbcli.config.model import ModelConfig
+from arbcli.config.model import VOCABULARY, ModelConfig
 from arbcli.config.parts import AttentionConfig, MLPConfig
 from arbcli.config.parts.rotary import PLAIN
 from arbcli.errors import ArbError
@@ -88,11 +88,16 @@ def shape_of(config: ModelConfig) -> Shape | None:
 
 
 def check_attention(config: ModelConfig) -> None:
-    """Check that Qwen3 has all that attention of a model has.
+    """Check that Qwen3 has all that attention of a model has, and that the model reads bytes.
 
     Raises:
-        ArbError: it lacks something.
+        ArbError: it lacks something, or the model reads tokens.
     """
+    if config.vocabulary != VOCABULARY:
+        raise ArbError(
+            f"the model reads {config.vocabulary:,} tokens, and exports are of models of bytes",
+            hint="use `--to safetensors`, which arb reads",
+        )
     for _, part in config.sited_parts():
         if isinstance(part, AttentionConfig) and (unsaid := _unsaid(part)):
             raise ArbError(

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from arbcli.checkpoint import Checkpoint
-from arbcli.config.model import VOCABULARY
 from arbcli.config.training import TrainConfig, train_config_from
 from arbcli.data import entropy, evaluation_batches
 from arbcli.device import (
@@ -154,7 +153,7 @@ def examine(
         config=dataclasses.asdict(config),
         text=trainer.texts.description,
         num_weights=trainer.num_weights,
-        uniform_loss=math.log(VOCABULARY),
+        uniform_loss=math.log(config.model.vocabulary),
         text_entropy=entropy(trainer.texts.val),
         position_starts=tuple(starts),
         readings=tuple(readings),
@@ -431,8 +430,8 @@ def _count_acausal(model: LanguageModel, ids: Tensor) -> tuple[int, tuple[int, .
     batch, length = ids.shape
     rows = torch.arange(batch, device=ids.device)
     positions = ((rows + 1) * length // batch - 1).clamp_(min=0)
-    changed = ids.clone()
-    changed[rows, positions] = (ids[rows, positions] + VOCABULARY // 2) % VOCABULARY
+    changed, symbols = ids.clone(), model.config.vocabulary
+    changed[rows, positions] = (ids[rows, positions] + symbols // 2) % symbols
     rounds = any(isinstance(part, Experts) for part in model.modules())
     earlier = torch.arange(length, device=ids.device) < positions[:, None]
 

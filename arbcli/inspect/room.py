@@ -7,7 +7,6 @@ once and refuses no run that fits; `arb audit-memory --budget` predicts the whol
 
 import torch
 
-from arbcli.config.model import VOCABULARY
 from arbcli.config.training import TrainConfig
 from arbcli.device import COMPUTE, check_room, free_bytes
 from arbcli.inspect.memory import predict
@@ -22,7 +21,7 @@ def least_bytes(config: TrainConfig) -> int:
     model, state = config.model, predict(config.model)
     ternary = model.weights == "ternary"
     positions = config.batch * model.ctx
-    width = _saved_width(config) + 2 * VOCABULARY  # logits and their gradient
+    width = _saved_width(config) + 2 * model.vocabulary  # logits and their gradient
     return (
         (state.total.state_bytes if ternary else state.adamw_bytes)
         + positions * config.accum * BATCH_BYTES

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from arbcli.config.model import VOCABULARY, ModelConfig
+from arbcli.config.model import ModelConfig
 from arbcli.errors import ArbError
 from arbcli.kernels.attention.eight_bits import FORMATS
 from arbcli.kernels.matmul.arranged import fits_arranged
@@ -23,7 +23,7 @@ from arbcli.model.baselines import FloatWeight
 from arbcli.model.cache import Cache, SeveralCache
 from arbcli.model.flow import Flow, Reading
 from arbcli.model.layers.gained_norm import GainedRMSNorm
-from arbcli.model.layers.kinds import byte_head, layers_for, stream_norm
+from arbcli.model.layers.kinds import layers_for, stream_norm, symbol_head
 from arbcli.model.layers.linear import LinearWeight, TernaryLinear
 from arbcli.model.layers.norm import TernaryRMSNorm
 from arbcli.model.layers.streamed import StreamedTensor
@@ -54,7 +54,7 @@ class Phase(NamedTuple):
     depth: int
     """It runs if the phases before it have led so deep; the first ones, of depth 0, always do."""
     run: Callable[[], Tensor | None]
-    """Do it; that of the last phase returns the logits, (1, 1, 256)."""
+    """Do it; that of the last phase returns the logits, (1, 1, V)."""
     leads_deeper: Callable[[], Tensor] | None = None
     """Afterwards, a tensor of one bool: whether phases that are one deeper run; None is no."""
     handle: Tensor | None = None
@@ -63,7 +63,7 @@ class Phase(NamedTuple):
 
 
 class LanguageModel(nn.Module):
-    """A language model over bytes.
+    """A language model over bytes or tokens.
 
     Args:
         config: its parts, and how its weights are stored.
@@ -86,7 +86,9 @@ class LanguageModel(nn.Module):
         parts = layers_for(outermost)
         self.cross_entropy = parts.cross_entropy
         # the order of modules is that of first values and of random bits: it never changes
-        self.embedding = parts.embedding(VOCABULARY, outermost.dim, outermost, area="embedding")
+        self.embedding = parts.embedding(
+            config.vocabulary, outermost.dim, outermost, area="embedding"
+        )
         beside = {BESIDE[type(part)][0]: part for part in config.beside}
         for name, kind in BESIDE.values():
             part = beside.get(name)
@@ -109,13 +111,13 @@ class LanguageModel(nn.Module):
             self.byte_norm = stream_norm(outermost)
             self.byte_mlp = MLP(config.head, outermost, area="head")
         self.norm = stream_norm(outermost)
-        self.head = byte_head(outermost)
+        self.head = symbol_head(config.vocabulary, outermost)
         self._counts: Tensor | None = None
 
     def forward(self, ids: Tensor, cache: Cache | SeveralCache | None = None) -> Tensor:
-        """Compute (B, T, 256) logits, in `compute_dtype`, from (B, T) int64 bytes.
+        """Compute (B, T, V) logits, in `compute_dtype`, from (B, T) int64 bytes or tokens.
 
-        With a cache B is 1: the bytes follow on those that it has seen, and are added to it. With
+        With a cache B is 1: they follow on those that it has seen, and are added to it. With
         one of several texts T is 1, and a byte of each is read.
         """
         if cache is None:

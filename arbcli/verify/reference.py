@@ -66,7 +66,7 @@ def reference_model(
     choices: Choices | None = None,
     endless: bool = False,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Compute what a model makes of bytes.
+    """Compute what a model makes of bytes or tokens.
 
     Args:
         weights: decoded, float64, by their names in the model.
@@ -77,7 +77,7 @@ def reference_model(
         endless: whether chunks have as many slots as they need, as in generation.
 
     Returns:
-        (B, T, 256) logits, and losses besides that of the text: `ponder`, `ratio` and `indexer`,
+        (B, T, V) logits, and losses besides that of the text: `ponder`, `ratio` and `indexer`,
         where there are any.
     """
     model = Reference(weights, config, memories=memories, choices=choices, endless=endless)
@@ -148,7 +148,7 @@ class Reference:
         return x
 
     def head(self, x: Tensor, row: int) -> Tensor:
-        """Compute (T, 256) logits of one text from the outermost stage's result, (T, D)."""
+        """Compute (T, V) logits of one text from the outermost stage's result, (T, D)."""
         w = self.weights
         if self.config.head:
             reading = self._reading("", 0, row).within("byte_mlp", self.config.head)

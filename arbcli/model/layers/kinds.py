@@ -6,7 +6,6 @@ from typing import NamedTuple
 
 from torch import Tensor, nn
 
-from arbcli.config.model import VOCABULARY
 from arbcli.config.parts.rotary import RotaryConfig
 from arbcli.config.site import Site
 from arbcli.kernels.streams.stream_weights import stream_weights_torch
@@ -85,10 +84,10 @@ def stream_norm(site: Site) -> nn.Module:
     return (parts.gained_norm if site.norm_gain else parts.norm)(site.dim, site)
 
 
-def byte_head(site: Site) -> nn.Module:
+def symbol_head(vocabulary: int, site: Site) -> nn.Module:
     """Make the linear layer that gives logits; it is never multiplied in eight bits."""
     return layers_for(site).linear(
-        VOCABULARY,
+        vocabulary,
         site.dim,
         site,
         area="head",

@@ -1,0 +1,75 @@
+"""Models of tokens: vocabularies of other sizes than that of bytes."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from arbcli.config.model import BlockConfig, ModelConfig, StageConfig
+from arbcli.config.parts import AttentionConfig, MLPConfig
+from arbcli.config.presets import PRESETS
+from arbcli.errors import ArbError
+from arbcli.inspect.memory import predict
+from arbcli.kernels.runtime.backend import use_backend
+from arbcli.model.build import build_model
+from arbcli.model.operations import forward_operations
+from arbcli.verify.reference import reference_model
+
+DIM, CTX = 24, 10
+SMALL, LARGE = 301, 5003
+
+
+def model_config(vocabulary: int, **options) -> ModelConfig:
+    block = BlockConfig(mixer=AttentionConfig(heads=2), channel=MLPConfig(width=16))
+    stage = StageConfig(dim=DIM, blocks=(block,) * 2)
+    return ModelConfig(ctx=CTX, stages=(stage,), vocabulary=vocabulary, **options)
+
+
+def build(vocabulary: int, **options):
+    model = build_model(model_config(vocabulary, **options), torch.float32)
+    model.initialise(0)
+    return model
+
+
+def text(vocabulary: int) -> torch.Tensor:
+    return torch.randint(vocabulary, (3, CTX + 1), generator=torch.Generator().manual_seed(0))
+
+
+def decoded(model) -> dict[str, torch.Tensor]:
+    return {name: part.weight(torch.float32).double() for name, part in model.weights().items()}
+
+
+@pytest.mark.parametrize("weights", ["ternary", "float"])
+@pytest.mark.parametrize("vocabulary", [2, SMALL, LARGE])
+def test_model_of_tokens_agrees_with_its_reference(vocabulary, weights):
+    model, ids = build(vocabulary, weights=weights), text(vocabulary)
+    with torch.no_grad(), use_backend("torch"):
+        logits = model(ids[:, :-1])
+    wanted, _ = reference_model(decoded(model), model.config, ids[:, :-1])
+    assert logits.shape == (3, CTX, vocabulary)
+    torch.testing.assert_close(logits.double(), wanted, rtol=1e-4, atol=1e-4)
+
+
+def test_each_symbol_adds_a_row_to_embedding_and_head():
+    small, large = (predict(model_config(vocabulary)) for vocabulary in (SMALL, SMALL + 7))
+    assert large.trained_weights - small.trained_weights == 2 * 7 * DIM
+    operations = [forward_operations(model_config(vocabulary)) for vocabulary in (SMALL, SMALL + 7)]
+    assert operations[1] - operations[0] == 2 * 7 * DIM * CTX
+
+
+@pytest.mark.parametrize("vocabulary", [0, 1, 2**20 + 1, 256.0, True])
+def test_vocabulary_that_no_model_has_is_refused(vocabulary):
+    with pytest.raises(ArbError, match="vocabulary"):
+        model_config(vocabulary)
+
+
+@pytest.mark.parametrize("name", ["hnet-tiny", "arb-tiny"])
+def test_part_that_reads_bytes_is_refused_beside_tokens(name):
+    config = PRESETS[name]
+    if name == "hnet-tiny":
+        (first, *others) = config.stages
+        chunking = dataclasses.replace(first.chunking, boundaries="space")
+        stages = (dataclasses.replace(first, chunking=chunking), *others)
+        config = dataclasses.replace(config, stages=stages)
+    with pytest.raises(ArbError, match="reads bytes"):
+        dataclasses.replace(config, vocabulary=SMALL)
