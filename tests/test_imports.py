@@ -27,6 +27,7 @@ RANK = {
     "model": 6,
     "checkpoint": 6,
     "infer": 7,
+    "imports": 8,
     "train": 8,
     "export": 9,
     "loggers": 9,

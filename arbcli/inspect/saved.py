@@ -15,7 +15,8 @@ from arbcli.checkpoint import Checkpoint
 from arbcli.errors import ArbError
 from arbcli.export.gguf_file import MAGIC, GGUFFile
 from arbcli.export.hugging_face import ModelFolder
-from arbcli.export.qwen3 import shape_of, sources
+from arbcli.imports.dense import shape_of, sources
+from arbcli.imports.folder import INDEX, WEIGHTS
 from arbcli.infer.load import empty_model, is_export, read_saved
 from arbcli.inspect.parts import PartReport, list_parts
 from arbcli.kernels.codec.packing import unpack_trits
@@ -231,7 +232,7 @@ def open_saved(path: Path, note: Callable[[str], None]) -> Saved:
     """
     if not path.exists():
         raise ArbError(f"there is no `{path}`", hint="name a run, a checkpoint or an export")
-    if path.is_dir() and (path / ModelFolder.WEIGHTS).exists():
+    if path.is_dir() and any((path / name).exists() for name in (WEIGHTS, INDEX)):
         return Plain(path, "hf", ModelFolder(path))
     if path.is_dir():
         saved = Packed(*read_saved(path, note))

@@ -41,7 +41,7 @@ class Branch(NamedTuple):
 
     def apply(self, w: Weights, weight: Tensor | None, reading: Reading, x: Tensor) -> Tensor:
         """Normalise the stream (T, D), by weights that the norm may have, and run the part."""
-        return self.part(w, x, norm(x, weight), reading)
+        return self.part(w, x, norm(x, weight, reading.site.norm_eps), reading)
 
 
 BRANCHES = {
@@ -153,7 +153,7 @@ class Reference:
         if self.config.head:
             reading = self._reading("", 0, row).within("byte_mlp", self.config.head)
             x = x + mlp(under(w, "byte_mlp"), x, norm(x, w.get("byte_norm")), reading)
-        return norm(x, w.get("norm")) @ w["head"].T
+        return norm(x, w.get("norm"), self.config.norm_eps) @ w["head"].T
 
     def _logits(self, row: int) -> Tensor:
         ids = torch.tensor(self.text[row], device=self.weights["embedding"].device)
