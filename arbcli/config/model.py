@@ -159,6 +159,8 @@ class ModelConfig:
     only divide by the root-mean-square."""
     vocabulary: int = VOCABULARY
     """Number of symbols: 256 is every byte, and another number is the tokens of a tokenizer."""
+    tied: bool = False
+    """Whether the head multiplies by the weight of the embedding."""
 
     def __post_init__(self) -> None:
         """Check types, sizes, names, and that each part fits where it stands.
