@@ -165,6 +165,8 @@ class ModelConfig:
     """Number of symbols: 256 is every byte, and another number is the tokens of a tokenizer."""
     norm_eps: float = NORM_EPS
     """What norms add to the mean of squares; another number than 1e-6 needs gains in all norms."""
+    tied: bool = False
+    """Whether the head multiplies by the weight of the embedding."""
 
     def __post_init__(self) -> None:
         """Check types, sizes, names, and that each part fits where it stands.

@@ -165,7 +165,7 @@ def _config(config: ModelConfig, kind: BlockType) -> dict[str, Any]:
         "rms_norm_eps": shape.norm_eps,
         "rope_parameters": rope,
         "rope_theta": shape.rotary.base,
-        "tie_word_embeddings": False,
+        "tie_word_embeddings": shape.tied,
         "use_cache": True,
         "vocab_size": shape.vocabulary,
     }

@@ -128,10 +128,9 @@ def read_config(values: Mapping[str, Any], where: str, **storage: Any) -> ModelC
         norm_gain=not with_code,
         norm_eps=float(fields.take("rms_norm_eps", float)),
         vocabulary=fields.take("vocab_size", int),
+        tied=fields.take("tie_word_embeddings", bool, False),
         **storage,
     )
-    if fields.take("tie_word_embeddings", bool, False):
-        raise fields.refused("tie_word_embeddings", True)
     for name in SILENT:
         fields.take(name, object, None)
     fields.end()

@@ -71,6 +71,10 @@ ATTENTION = ("attn_q", "q_proj"), ("attn_k", "k_proj"), ("attn_v", "v_proj")
 MLP = ("ffn_gate", "gate_proj"), ("ffn_up", "up_proj")
 
 
+HEAD = "lm_head"
+"""Name of the head, which a folder may have besides the embedding that it is tied to."""
+
+
 class Shape(NamedTuple):
     """Settings of an architecture that follow from a model."""
 
@@ -85,6 +89,8 @@ class Shape(NamedTuple):
     windows: tuple[int | None, ...]
     """Of the layers."""
     vocabulary: int
+    tied: bool
+    """Whether the head is the embedding."""
     norm_eps: float
     bias: bool
     """Whether queries, keys and values have biases."""
@@ -130,6 +136,7 @@ def shape_of(config: ModelConfig) -> Shape | None:
         ctx=config.ctx,
         windows=tuple(block.mixer.window for block in main.blocks),
         vocabulary=config.vocabulary,
+        tied=config.tied,
         norm_eps=config.norm_eps,
         bias=mixer.bias,
         output_bias=mixer.output_bias,
@@ -200,7 +207,8 @@ def sources(model: LanguageModel) -> Iterator[Source]:
         yield _split(mlp.gate_up, "weight", ours, f"{theirs}mlp.", MLP, [shape.ffn] * 2)
         yield _matrix(mlp.output, f"{ours}ffn_down", f"{theirs}mlp.down_proj")
     yield _vector(model.norm, "output_norm", "model.norm")
-    yield _matrix(model.head, "output", "lm_head")
+    if not shape.tied:
+        yield _matrix(model.head, "output", HEAD)
 
 
 def read(source: Source) -> Iterator[tuple[Part, Tensor]]:

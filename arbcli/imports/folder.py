@@ -17,7 +17,7 @@ from torch import Tensor
 
 from arbcli.checkpoint import LARGEST_HEADER
 from arbcli.errors import ArbError
-from arbcli.imports.dense import sources
+from arbcli.imports.dense import HEAD, sources
 from arbcli.model.language_model import LanguageModel
 from arbcli.reading import check_schema, open_regular, parse_json, read_json, shown
 
@@ -183,7 +183,8 @@ def check_tensors(folder: WeightFolder, model: LanguageModel) -> None:
                 hint="copy the folder again",
             )
     for name in sorted(folder.tensors.keys() - wanted.keys()):
-        if not name.endswith(UNREAD):
+        tied = model.config.tied and name == f"{HEAD}.weight"
+        if not tied and not name.endswith(UNREAD):
             raise ArbError(
                 f"`{folder.path}` has `{name}`, for which the architecture has no place",
                 hint="import a Llama, Mistral, Qwen 2 or Qwen 3 without additions",

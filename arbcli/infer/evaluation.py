@@ -14,7 +14,6 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from arbcli.data import Text, entropy
 from arbcli.device import deterministic, explained_out_of_memory
@@ -112,8 +111,7 @@ def mean_loss(
     while part := list(itertools.islice(plan, batch)):
         starts, counted = zip(*part, strict=True)
         ids = text.window_batch(starts, length + 1).to(model.device).long()  # (B, T + 1)
-        logits = model(ids[:, :-1]).float()
-        losses = functional.cross_entropy(logits.mT, ids[:, 1:], reduction="none")  # (B, T)
+        losses = model.position_losses(ids[:, :-1], ids[:, 1:])  # (B, T)
         is_counted = index >= length - torch.tensor(counted, device=model.device)[:, None]
         total += float(torch.where(is_counted, losses, 0).sum(dtype=torch.float64))
         if sums is not None:

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from arbcli.config.model import ModelConfig
 from arbcli.errors import ArbError
@@ -23,10 +24,11 @@ from arbcli.model.baselines import FloatWeight
 from arbcli.model.cache import Cache, SeveralCache
 from arbcli.model.flow import Flow, Reading
 from arbcli.model.layers.gained_norm import GainedRMSNorm
-from arbcli.model.layers.kinds import layers_for, stream_norm, symbol_head
+from arbcli.model.layers.kinds import layers_for, stream_norm, symbol_embedding, symbol_head
 from arbcli.model.layers.linear import LinearWeight, TernaryLinear
 from arbcli.model.layers.norm import TernaryRMSNorm
 from arbcli.model.layers.streamed import StreamedTensor
+from arbcli.model.layers.symbols import in_chunks
 from arbcli.model.layers.vector import TernaryTaps, TernaryVector
 from arbcli.model.packed import StateModule, TernaryTensor
 from arbcli.model.parts.base import CachedAttention
@@ -86,9 +88,7 @@ class LanguageModel(nn.Module):
         parts = layers_for(outermost)
         self.cross_entropy = parts.cross_entropy
         # the order of modules is that of first values and of random bits: it never changes
-        self.embedding = parts.embedding(
-            config.vocabulary, outermost.dim, outermost, area="embedding"
-        )
+        self.embedding = symbol_embedding(config)
         beside = {BESIDE[type(part)][0]: part for part in config.beside}
         for name, kind in BESIDE.values():
             part = beside.get(name)
@@ -111,7 +111,7 @@ class LanguageModel(nn.Module):
             self.byte_norm = stream_norm(outermost)
             self.byte_mlp = MLP(config.head, outermost, area="head")
         self.norm = stream_norm(outermost)
-        self.head = symbol_head(config.vocabulary, outermost)
+        self.head = symbol_head(config, self.embedding)
         self._counts: Tensor | None = None
 
     def forward(self, ids: Tensor, cache: Cache | SeveralCache | None = None) -> Tensor:
@@ -157,8 +157,29 @@ class LanguageModel(nn.Module):
         return losses | ({"ratio": sum(ratios)} if ratios else {})
 
     def _text_loss(self, flow: Flow, targets: Tensor) -> Tensor:
+        if self.scores_in_chunks:
+            return self._score(flow, targets).mean()
         logits = self._logits(flow)
         return self.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+    @property
+    def scores_in_chunks(self) -> bool:
+        """Whether losses are computed a chunk of symbols at a time, and logits never are."""
+        return self.config.weights == "ternary" and in_chunks(self.config.vocabulary)
+
+    def _score(self, flow: Flow, targets: Tensor) -> Tensor:
+        x = flow.whole()
+        if self.config.head:
+            x = x + self.byte_mlp(x, self.byte_norm).added
+        return self.head.losses(x, targets, self.norm)
+
+    def position_losses(self, ids: Tensor, targets: Tensor) -> Tensor:
+        """Compute the cross-entropy of each of (B, T) int64 targets: (B, T) float32, in nats."""
+        flow = self._whole(ids, [])
+        if self.scores_in_chunks:
+            return self._score(flow, targets)
+        logits = self._logits(flow).float()
+        return functional.cross_entropy(logits.mT, targets, reduction="none")
 
     def _embed(self, text: Tensor, length: int) -> tuple[Tensor, Reading]:
         """Look up the last bytes of (B, history + T), and what is added to them."""

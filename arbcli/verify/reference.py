@@ -153,7 +153,8 @@ class Reference:
         if self.config.head:
             reading = self._reading("", 0, row).within("byte_mlp", self.config.head)
             x = x + mlp(under(w, "byte_mlp"), x, norm(x, w.get("byte_norm")), reading)
-        return norm(x, w.get("norm"), self.config.norm_eps) @ w["head"].T
+        x = norm(x, w.get("norm"), self.config.norm_eps)
+        return x @ w["embedding" if self.config.tied else "head"].T
 
     def _logits(self, row: int) -> Tensor:
         ids = torch.tensor(self.text[row], device=self.weights["embedding"].device)

@@ -13,7 +13,7 @@ from arbcli.inspect.memory import predict
 from arbcli.kernels.runtime.backend import use_backend
 from arbcli.model.build import build_model
 from arbcli.model.operations import forward_operations
-from arbcli.verify.reference import reference_model
+from arbcli.verify.reference import reference_loss, reference_model
 
 DIM, CTX = 24, 10
 SMALL, LARGE = 301, 5003
@@ -40,9 +40,10 @@ def decoded(model) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("weights", ["ternary", "float"])
+@pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("vocabulary", [2, SMALL, LARGE])
-def test_model_of_tokens_agrees_with_its_reference(vocabulary, weights):
-    model, ids = build(vocabulary, weights=weights), text(vocabulary)
+def test_model_of_tokens_agrees_with_its_reference(vocabulary, tied, weights):
+    model, ids = build(vocabulary, weights=weights, tied=tied), text(vocabulary)
     with torch.no_grad(), use_backend("torch"):
         logits = model(ids[:, :-1])
     wanted, _ = reference_model(decoded(model), model.config, ids[:, :-1])
@@ -73,3 +74,50 @@ def test_part_that_reads_bytes_is_refused_beside_tokens(name):
         config = dataclasses.replace(config, stages=stages)
     with pytest.raises(ArbError, match="reads bytes"):
         dataclasses.replace(config, vocabulary=SMALL)
+
+
+def dense_gradients(model) -> dict[str, torch.Tensor]:
+    """Take what a backward hands on, as float64 matrices by the names of the weights."""
+    names = {id(part): name for name, part in model.weights().items()}
+    found = {
+        name: torch.zeros(part.out_features, part.in_features, dtype=torch.float64)
+        for name, part in model.weights().items()
+    }
+
+    def take(tensor, grad, where=None):
+        dense = found[names[id(tensor)]]
+        if where is None:
+            dense += grad
+        elif isinstance(where, range):
+            dense[tensor.rows_of(where)] += grad.flatten(0, 1)
+        else:
+            count = int(where.count)
+            dense[where.rows[:count]] += grad[:count]
+
+    for part in model.weights().values():
+        part.sink = take
+    return found
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("vocabulary", [SMALL, LARGE])
+@pytest.mark.parametrize("norm_gain", [False, True])
+def test_loss_and_gradients_agree_with_those_of_the_reference(vocabulary, tied, norm_gain):
+    model, ids = build(vocabulary, tied=tied, norm_gain=norm_gain), text(vocabulary)
+    weights = {name: part.requires_grad_() for name, part in decoded(model).items()}
+    logits, _ = reference_model(weights, model.config, ids[:, :-1])
+    wanted = reference_loss(logits, ids[:, 1:])
+    wanted.backward()
+    grads = dense_gradients(model)
+    with use_backend("torch"):
+        loss = model.loss(ids[:, :-1], ids[:, 1:])
+        loss.backward()
+        losses = model.position_losses(ids[:, :-1], ids[:, 1:])
+    torch.testing.assert_close(loss.double(), wanted, rtol=1e-5, atol=0)
+    torch.testing.assert_close(losses.mean(), loss, rtol=1e-5, atol=0)
+    trained = [name for name, part in model.weights().items() if not part.frozen]
+    assert ("head.weight" in trained) is not tied
+    for name in trained:
+        scale = weights[name].grad.abs().max()
+        got, expected = grads[name] / scale, weights[name].grad / scale
+        torch.testing.assert_close(got, expected, rtol=1e-3, atol=1e-4)
