@@ -189,11 +189,21 @@ def _is_exact(weight: Tensor, place: Tensor, grid: Grid) -> Tensor:
 
 
 def _round_numbers(weight: Tensor, grid: Grid) -> tuple[Tensor, Tensor]:
-    """Round (M, 1) numbers, none of them 0, each with a scale of its own: z and places."""
+    """Round (M, 1) numbers, none of them 0, each with a scale of its own: z and places.
+
+    Several z and scales decode to the same number. Those are chosen that the number itself would
+    have, so that what was decoded is read as it was.
+    """
+    decoded = _closest_numbers(weight, grid)[0]
+    return _closest_numbers(decoded, grid)[1:]
+
+
+def _closest_numbers(weight: Tensor, grid: Grid) -> tuple[Tensor, Tensor, Tensor]:
+    """Try all z from L / 2: the closest decoded numbers, their z and places."""
     middle = 3 * grid.largest // 4
     every = sorted(range(-(-grid.largest // 2), grid.largest + 1), key=lambda z: abs(z - middle))
     sizes, least = weight.abs().double(), torch.full_like(weight, torch.inf)
-    z, chosen = torch.zeros_like(weight), torch.zeros_like(weight, dtype=torch.int64)
+    closest, z, chosen = weight.clone(), torch.zeros_like(weight), weight.to(torch.int64)
     for level in every:
         above = _place_above(sizes * grid.unit / level)
         for place in (above, _held(above - 1)):
@@ -201,9 +211,10 @@ def _round_numbers(weight: Tensor, grid: Grid) -> tuple[Tensor, Tensor]:
             error = (decoded - weight).abs()
             better = error < least
             least = torch.where(better, error, least)
+            closest = torch.where(better, decoded, closest)
             z = torch.where(better, weight.sign() * level, z)
             chosen = torch.where(better, place, chosen)
-    return z, chosen.flatten()
+    return closest, z, chosen.flatten()
 
 
 def round_weights(weight: Tensor, group_size: int, grid: Grid, own_grid: bool = False) -> Rounded:
