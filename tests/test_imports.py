@@ -20,6 +20,7 @@ RANK = {
     "run_files": 2,
     "kernels": 2,
     "data": 3,
+    "tokens": 4,
     "directions": 3,
     "rules": 4,
     "config": 5,

@@ -52,6 +52,8 @@ class TrainConfig:
     """Held-out text; none splits it off the data."""
     field: str | None = None
     """Which field of files of records has the text."""
+    tokenizer: str | None = None
+    """A `tokenizer.json` that makes tokens of the text; None is bytes."""
     steps: int = 400
     batch: int = 16
     """Windows of a micro-batch."""

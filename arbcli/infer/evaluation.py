@@ -18,8 +18,10 @@ from torch import Tensor
 from arbcli.data import Text, entropy
 from arbcli.device import deterministic, explained_out_of_memory
 from arbcli.errors import ArbError
+from arbcli.infer.tokens import check_vocabulary
 from arbcli.kernels.runtime.backend import use_backend
 from arbcli.model.language_model import LanguageModel
+from arbcli.tokens import tokenised
 
 NEAR = 1024
 """Positions of the first part that losses are told of; each further one is as long as all before
@@ -46,6 +48,9 @@ class EvaluateReport:
     """Of the text, of which all but the first are predicted."""
     nats_per_byte: float
     bits_per_byte: float
+    tokens: int | None
+    """Of the text, which are predicted then; None of a model of bytes."""
+    nats_per_token: float | None
     entropy: float
     """Order-0 entropy of the text, nats a byte."""
     compression_ratio: float
@@ -94,14 +99,14 @@ def mean_loss(
     progress: Callable[[int, float], None] = lambda *_: None,
     sums: Tensor | None = None,
 ) -> float:
-    """Average the loss over all bytes of a text but the first, in nats a byte.
+    """Average the loss over all symbols of a text but the first, in nats a symbol.
 
     Args:
         model: any `LanguageModel`.
-        text: at least 2 bytes.
-        stride: from one window of `config.ctx` bytes to the next; 1 to `config.ctx`.
+        text: at least 2 symbols, which the model reads.
+        stride: from one window of `config.ctx` symbols to the next; 1 to `config.ctx`.
         batch: windows at once.
-        progress: is told after every batch how many bytes were predicted, and their mean loss.
+        progress: is told after every batch how many symbols were predicted, and their mean loss.
         sums: (T,) float64, to which all losses of each position are added, T being `config.ctx`,
             or one less than the bytes of the text if these are fewer.
     """
@@ -121,8 +126,8 @@ def mean_loss(
     return total / done
 
 
-def _by_position(sums: Tensor, count: int) -> tuple[OfPositions, ...]:
-    """Average the losses of parts of `count` windows, of which the sums are given."""
+def _by_position(sums: Tensor, count: float) -> tuple[OfPositions, ...]:
+    """Divide the sums of losses of parts by `count`: windows, times the bytes of a symbol."""
     found, first = [], 0
     while first < len(sums):
         end = min(len(sums), max(NEAR, 2 * first))
@@ -149,14 +154,14 @@ def evaluate(
     Args:
         model: any `LanguageModel`.
         checkpoint: its name, for the report.
-        text: what to predict.
+        text: what to predict; a model of tokens reads it as its tokenizer has it.
         description: of the text, for the report.
         stride: from one window to the next; None is half a window.
         batch: windows at once.
         backend: what runs the kernels.
         kv: what keys and values are rounded to, as in a cache: see `LanguageModel.keeping`.
-        progress: is told after every batch how many bytes were predicted, of how many, and their
-            mean loss in nats.
+        progress: is told after every batch how many symbols were predicted, of how many, and their
+            mean loss in nats a byte.
 
     Raises:
         ArbError: the text or the stride does not do, the model keeps nothing so, or a GPU's memory
@@ -169,6 +174,9 @@ def evaluate(
             f"`--stride` is {stride}, and a window has {context} bytes",
             hint=f"use 1 to {context}: the smaller, the more context a byte has, and the slower",
         )
+    check_vocabulary(model.config, model.tokenizer, "")
+    if model.tokenizer is not None and text.source is text:
+        text = tokenised(text, model.tokenizer)
     if len(text) < 2:
         raise ArbError("a text of one byte has none to predict", hint="name a longer text")
     started = time.perf_counter()
@@ -186,25 +194,30 @@ def evaluate(
             text,
             stride=stride,
             batch=batch,
-            progress=lambda done, loss: progress(done, len(text) - 1, loss),
+            progress=lambda done, loss: progress(done, len(text) - 1, loss / text.symbol_bytes),
             sums=sums,
         )
     seconds = time.perf_counter() - started
+    of_token, nats = nats, nats / text.symbol_bytes
     bits = nats / math.log(2)
+    count = sum(1 for _ in windows(len(text), context, stride)) * text.symbol_bytes
+    size, of_tokens = len(text.source), model.tokenizer is not None
     return EvaluateReport(
         checkpoint=checkpoint,
         text=description,
-        bytes=len(text),
+        bytes=size,
         nats_per_byte=nats,
         bits_per_byte=bits,
+        tokens=len(text) if of_tokens else None,
+        nats_per_token=of_token if of_tokens else None,
         entropy=entropy(text),
-        compression_ratio=8 * len(text) / (8 + bits * (len(text) - 1)),
+        compression_ratio=8 * size / (8 + bits * (size - 1)),
         context=context,
         stride=stride,
         seconds=seconds,
-        bytes_per_second=len(text) / seconds,
+        bytes_per_second=size / seconds,
         kv=kept_in,
-        by_position=_by_position(sums, sum(1 for _ in windows(len(text), context, stride))),
+        by_position=_by_position(sums, count),
         device=str(model.device),
         backend=backend,
     )

@@ -24,6 +24,7 @@ from arbcli.infer.generation import (
     Sampling,
     copied_to_host,
 )
+from arbcli.infer.tokens import bytes_of, symbols_of
 from arbcli.kernels.output.choose_bytes import choose_bytes_
 from arbcli.kernels.runtime.backend import default_backend, use_backend
 from arbcli.kernels.runtime.overlap import overlapping
@@ -162,7 +163,8 @@ class SeveralDecoder:
     def end(self, place: int, request: Request) -> Callable[[], bytes]:
         """End a text; the function returned waits for its bytes, without those of the prompt."""
         self.cache.going_on[place] = 0
-        return copied_to_host(self._text[place, len(request.prompt) : request.positions])
+        fetch = copied_to_host(self._text[place, len(request.prompt) : request.positions])
+        return lambda: bytes(fetch())
 
     @torch.no_grad()
     def step(self) -> None:
@@ -268,11 +270,12 @@ def _one_by_one(
     model: LanguageModel, requests: Sequence[Request], backend: str, kv: str | None
 ) -> Iterator[tuple[int, bytes]]:
     for index, request in enumerate(requests):
-        about = (request.positions, request.sampling)
+        symbols = symbols_of(model, request.prompt)
+        about = (len(symbols) + request.length, request.sampling)
         with model.keeping(kv):
             decoder = Decoder(model, *about, backend=backend, stream=request.stream)
-        decoder.read(request.prompt)
-        yield index, b"".join(decoder.stream(request.length))
+        decoder.read(symbols)
+        yield index, b"".join(bytes_of(model, symbols, decoder.stream(request.length)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from arbcli.checkpoint import Checkpoint
-from arbcli.config.training import TrainConfig, train_config_from
+from arbcli.config.training import TrainConfig
 from arbcli.data import entropy, evaluation_batches
 from arbcli.device import (
     deterministic,
@@ -44,7 +44,7 @@ from arbcli.model.packed import TernaryTensor
 from arbcli.model.parts.experts import Experts
 from arbcli.model.parts.hyper_connection import HyperConnection
 from arbcli.rules.base import STEP_OF_RADIX
-from arbcli.train.directory import open_run_texts, read_facts
+from arbcli.train.directory import open_run_texts, read_facts, run_config
 from arbcli.train.trainer import Trainer
 
 BINS = 16
@@ -104,7 +104,7 @@ def open_saved(
     """
     run = path if path.is_dir() else path.parent
     checkpoint = read_saved(path, note).checkpoint
-    config = train_config_from(read_facts(run))
+    config = run_config(run, read_facts(run))
     place = resolve_device(device)
     if "data" in given:
         given.setdefault("val", ())
@@ -154,7 +154,7 @@ def examine(
         text=trainer.texts.description,
         num_weights=trainer.num_weights,
         uniform_loss=math.log(config.model.vocabulary),
-        text_entropy=entropy(trainer.texts.val),
+        text_entropy=entropy(trainer.texts.val) * trainer.texts.val.symbol_bytes,
         position_starts=tuple(starts),
         readings=tuple(readings),
         tensors=tuple(tally.report() for tally in tallies),

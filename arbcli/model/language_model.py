@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from arbcli.config.model import ModelConfig
+from arbcli.config.model import VOCABULARY, ModelConfig
 from arbcli.errors import ArbError
 from arbcli.kernels.attention.eight_bits import FORMATS
 from arbcli.kernels.matmul.arranged import fits_arranged
@@ -363,6 +363,8 @@ class LanguageModel(nn.Module):
         """Whether steps of several texts are computed together, each with the bits it has alone."""
         config = self.config
         site, outside = config.site(), (config.stages[:-1], config.beside, config.head)
+        if config.vocabulary != VOCABULARY:
+            return False
         if any(outside) or config.main.memories or config.main.router or config.main.streams > 1:
             return False
         x = torch.empty(2, 1, site.dim, dtype=self.compute_dtype, device=self.device)
@@ -441,6 +443,8 @@ class LanguageModel(nn.Module):
         """Whether what each weight of its linear layers is made of is within a byte."""
         return all(matrix.rule.fits_a_byte for matrix in self._matrices())
 
+    tokenizer: Any = None
+    """The `arbcli.tokens.Tokenizer` of the symbols; None if these are bytes, or it is not known."""
     weights_are_prepared = False
     """Whether this is inside `prepared_weights`."""
 

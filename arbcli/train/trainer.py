@@ -13,6 +13,7 @@ from arbcli.data import Texts, batch, digest, evaluation_batches
 from arbcli.device import COMPUTE, tell_compiler
 from arbcli.errors import ArbError
 from arbcli.infer.load import check_trainable
+from arbcli.infer.tokens import DIGEST
 from arbcli.kernels.runtime.backend import use_backend
 from arbcli.kernels.runtime.merged import TABLES
 from arbcli.model.build import build_model
@@ -98,6 +99,7 @@ class Trainer:
                 fp8=config.compute == "fp8",
                 nvfp4=config.compute == "nvfp4",
             )
+        self.model.tokenizer = texts.tokenizer
         capture = compiled = capture and config.backend == "triton"
         self.step = 0
         self.between_steps = True
@@ -333,6 +335,7 @@ class Trainer:
                 "position": self.step,
                 "settings": settings,
             }
+            | ({DIGEST: self.texts.tokenizer.digest} if self.texts.tokenizer else {})
             | wire,
             tensors=tensors,
         )
