@@ -11,9 +11,10 @@ from typing import Any
 from arbcli.config.model import ModelConfig
 from arbcli.errors import ArbError
 from arbcli.export.gguf_file import BOOL, INT32, STRING, UINT32
-from arbcli.imports.companions import GENERATION, LARGEST, TOKENIZER
+from arbcli.imports.companions import GENERATION, TEMPLATE, read_companion
 from arbcli.imports.folder import CONFIG
-from arbcli.reading import ALTERED, check_schema, is_of, open_regular, parse_json, read_json
+from arbcli.reading import ALTERED, check_schema, is_of, parse_json, read_json
+from arbcli.tokens import FILE
 
 NORMAL, CONTROL, USER_DEFINED, UNUSED = 1, 3, 4, 5
 """Types of tokens."""
@@ -36,16 +37,16 @@ HINT = "use `--to hf`, where the tokenizer goes along as it is"
 
 
 def token_keys(companions: Path, config: ModelConfig) -> dict[str, tuple[int, Any]]:
-    """Describe the tokenizer that lies beside a model.
+    """Describe the tokenizer of an imported model.
 
     Args:
-        companions: the folder.
+        companions: the folder in its run, beside the tokenizer.
         config: of the model, whose vocabulary may be larger than the tokenizer's.
 
     Raises:
         ArbError: there is none, or it is of a kind that is not written.
     """
-    path = companions / TOKENIZER
+    path = companions.with_name(FILE)
     tokenizer = _read(path)
     if tokenizer["model"]["type"] != "BPE" or tokenizer["model"].get("byte_fallback"):
         raise ArbError(
@@ -86,10 +87,8 @@ def token_keys(companions: Path, config: ModelConfig) -> dict[str, tuple[int, An
 
 def _read(path: Path) -> dict[str, Any]:
     """Read a `tokenizer.json`, which may have tens of millions of bytes."""
-    with open_regular(path) as file:
-        content = file.read(LARGEST + 1)
     try:
-        value = parse_json(content)
+        value = parse_json(read_companion(path))
     except ValueError as error:
         raise ArbError(f"`{path}` is not JSON: {error}", hint=ALTERED) from None
     check_schema(value, SCHEMA, f"`{path}`", ALTERED)
@@ -146,10 +145,8 @@ def _ends(companions: Path) -> dict[str, int]:
 
 def _chat_template(companions: Path) -> str | None:
     """Find the template of chats, which is copied and not run."""
-    path = companions / "chat_template.jinja"
-    if path.exists():
-        with open_regular(path) as file:
-            return file.read(LARGEST).decode(errors="replace")
+    if (companions / TEMPLATE).exists():
+        return read_companion(companions / TEMPLATE).decode(errors="replace")
     path = companions / "tokenizer_config.json"
     template = read_json(path, {}).get("chat_template") if path.exists() else None
     return template if isinstance(template, str) else None

@@ -20,10 +20,11 @@ from arbcli.export.gguf import END, byte_symbols
 from arbcli.export.gguf_file import Entry
 from arbcli.imports.companions import (
     GENERATION,
-    TOKENIZER,
     check_without_companions,
     companions_of,
     copy_companions,
+    read_companion,
+    write_companion,
 )
 from arbcli.imports.config_json import read_config, rope_parameters
 from arbcli.imports.dense import check_attention, read, shape_of, sources
@@ -31,6 +32,7 @@ from arbcli.imports.folder import CONFIG, WEIGHTS, WeightFolder, check_tensors
 from arbcli.infer.load import Weights
 from arbcli.model.language_model import LanguageModel
 from arbcli.reading import read_json
+from arbcli.tokens import FILE as TOKENIZER
 
 CODE = Path(__file__).with_name("modeling_arb.py")
 """What Transformers runs for a model with sub-norms."""
@@ -92,6 +94,8 @@ def _write_files(
         _write_companions(folder, config, kind)
     else:
         copy_companions(companions, folder)
+        if (tokenizer := companions.with_name(TOKENIZER)).exists():
+            write_companion(folder / TOKENIZER, read_companion(tokenizer))
     about = {"arb.step": weights.checkpoint.step, "arb.origin": weights.origin}
     written = read_json(folder / CONFIG, {})
     written.pop("torch_dtype", None)  # the name of an earlier Transformers

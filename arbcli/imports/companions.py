@@ -1,6 +1,7 @@
-"""Files that come with a model and that nobody trains: configuration, tokenizer, chat template.
+"""Files that come with a model and that nobody trains: configuration, settings, chat template.
 
 They lie in `COMPANIONS` of a run, as they came, and go along where a run begins with its weights.
+The tokenizer lies in the run itself, as that of every run does.
 """
 
 from pathlib import Path
@@ -14,11 +15,10 @@ from arbcli.imports.folder import CONFIG
 from arbcli.reading import open_regular, read_json
 from arbcli.run_files import COMPANIONS
 
-GENERATION, TOKENIZER = "generation_config.json", "tokenizer.json"
+GENERATION, TEMPLATE = "generation_config.json", "chat_template.jinja"
 NAMES = (
-    CONFIG, GENERATION, TOKENIZER, "tokenizer_config.json", "special_tokens_map.json",
-    "added_tokens.json", "vocab.json", "merges.txt", "tokenizer.model", "chat_template.jinja",
-    "chat_template.json",
+    CONFIG, GENERATION, TEMPLATE, "tokenizer_config.json", "special_tokens_map.json",
+    "added_tokens.json", "vocab.json", "merges.txt", "tokenizer.model", "chat_template.json",
 )  # fmt: skip
 """Files that go along, those that there are."""
 LARGEST = 2**27
@@ -41,14 +41,31 @@ def copy_companions(source: Path, target: Path) -> None:
             f"cannot make `{target}`: {error.strerror}", hint="choose another `--out`"
         ) from error
     for name in found:
-        with open_regular(source / name) as file:
-            content = file.read(LARGEST + 1)
-        if len(content) > LARGEST:
-            raise ArbError(
-                f"`{source / name}` has more than {LARGEST:,} bytes",
-                hint="remove it, if it is not needed",
-            )
-        write_file(target / name, lambda out, content=content: out.write(content))
+        write_companion(target / name, read_companion(source / name))
+
+
+def read_companion(path: Path) -> bytes:
+    """Read a file that comes with a model, of at most `LARGEST` bytes.
+
+    Raises:
+        ArbError: it cannot be read, or is too large for what its name says.
+    """
+    with open_regular(path) as file:
+        content = file.read(LARGEST + 1)
+    if len(content) > LARGEST:
+        raise ArbError(
+            f"`{path}` has more than {LARGEST:,} bytes", hint="remove it, if it is not needed"
+        )
+    return content
+
+
+def write_companion(path: Path, content: bytes) -> None:
+    """Write a file that comes with a model.
+
+    Raises:
+        ArbError: it cannot be written.
+    """
+    write_file(path, lambda file: file.write(content))
 
 
 def companions_of(run: Path, config: ModelConfig) -> Path | None:

@@ -5,24 +5,28 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from hashlib import sha256
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from arbcli.checkpoint import Checkpoint, save_checkpoint
-from arbcli.config.model import ModelConfig
+from arbcli.config.model import VOCABULARY, ModelConfig
 from arbcli.device import check_room
 from arbcli.errors import ArbError
-from arbcli.imports.companions import copy_companions
+from arbcli.imports.companions import copy_companions, read_companion, write_companion
 from arbcli.imports.config_json import read_config
 from arbcli.imports.dense import Part, Source, sources
 from arbcli.imports.folder import CONFIG, WeightFolder, check_tensors
 from arbcli.imports.rounding import put
+from arbcli.infer.tokens import DIGEST
 from arbcli.model.build import build_model
 from arbcli.model.language_model import LanguageModel
 from arbcli.reading import read_json
 from arbcli.run_files import COMPANIONS, checkpoints
+from arbcli.tokens import FILE as TOKENIZER
 
 OUTLIER = 8.0
 """Root-mean-squares of a tensor from which on a weight is an outlier."""
@@ -116,8 +120,12 @@ def import_folder(
             if len(found.report.shape) == 2:
                 error, squares = error + found.error, squares + found.squares
     copy_companions(source, run / COMPANIONS)
-    run.mkdir(parents=True, exist_ok=True)
-    data = {"imported": {"model_type": values["model_type"]}}
+    data: dict[str, Any] = {"imported": {"model_type": values["model_type"]}}
+    of_bytes = own_grid and config.vocabulary == VOCABULARY
+    if not of_bytes and (source / TOKENIZER).exists():
+        content = read_companion(source / TOKENIZER)
+        write_companion(run / TOKENIZER, content)
+        data[DIGEST] = sha256(content).hexdigest()
     tensors = model.state_dict()
     saved = Checkpoint(0, dataclasses.asdict(config), {}, data, tensors)
     path = save_checkpoint(run, saved)
