@@ -10,12 +10,14 @@ from rich.console import Group
 from rich.table import Table
 
 from arbcli.commands._options import Json, one_of
+from arbcli.config.model import VOCABULARY
 from arbcli.config.site import SCALE_TYPES
 from arbcli.directions import DIRECTIONS
 from arbcli.errors import ArbError
 from arbcli.output import bytes_text, emit, note, table
 from arbcli.rules import FADING
 from arbcli.run_files import RUNS
+from arbcli.tokens import FILE as TOKENIZER
 
 if TYPE_CHECKING:
     from arbcli.imports.run import ImportReport, TensorReport
@@ -70,6 +72,8 @@ def import_model(
     storage = {"rule": rule, "scale_type": scale_type, "direction": direction}
     report = importing.import_folder(folder, run, **storage)
     emit(report, _tables(report), as_json=as_json)
+    if report.vocabulary != VOCABULARY and not (run / TOKENIZER).exists():
+        note(f"`{folder}` has no `{TOKENIZER}`: put one into `{report.run}` to read text")
     if not as_json:
         note(f"go on with `arb train --init-from {report.run}`")
 
