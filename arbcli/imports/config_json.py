@@ -58,7 +58,7 @@ class _Fields:
         if value is ...:
             raise ArbError(f"{self.where} has no `{name}`", hint=HINT)
         if value is not otherwise and not is_of(value, kind):
-            raise self.refused(name, value)
+            raise ArbError(f"{self.where} has no valid `{name}`: it is `{shown(value)}`", hint=HINT)
         return value
 
     def refused(self, name: str, value: Any) -> ArbError:

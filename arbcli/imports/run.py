@@ -180,6 +180,11 @@ def _take_part(
     error = squares = largest = 0.0
     for chunk in _chunks(part, width):
         weight = folder.read(part.hugging_face, chunk).view(-1, width)
+        if not weight.isfinite().all():
+            raise ArbError(
+                f"`{folder.path}`: `{part.hugging_face}` has a weight that is not finite",
+                hint="get the model again: it is damaged, or its training failed",
+            )
         rows = slice(part.rows.start + chunk.start, part.rows.start + chunk.stop)
         apart = put(tensor, rows, weight, own_grid) - weight
         error += float(apart.double().square_().sum())
