@@ -84,9 +84,9 @@ def measure_kinds(folder: Path) -> list[dict]:
     """Read every kind, and compare."""
     rows = []
     for kind, (name, about) in KINDS.items():
-        theirs = random_model(name, about)
-        theirs.save_pretrained(folder / kind)
-        theirs = theirs.float().eval()
+        random_model(name, about).save_pretrained(folder / kind)
+        load = transformers.AutoModelForCausalLM.from_pretrained  # whose angles stay float32
+        theirs = load(folder / kind, dtype=torch.float32).eval()
         ids = torch.randint(SIZES["vocab_size"], (4, 256), generator=seeded(1))
         wanted = log_probabilities(theirs(ids).logits)
         values = json.loads((folder / kind / "config.json").read_text())
