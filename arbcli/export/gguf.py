@@ -35,6 +35,7 @@ from arbcli.export.gguf_file import (
     STRING,
     UINT32,
     Entry,
+    GGUFFile,
     write_gguf,
 )
 from arbcli.export.gguf_tokens import NORMAL, token_keys
@@ -60,6 +61,8 @@ from arbcli.reading import read_json
 
 END = 0
 """The byte that ends a text: no text has it, and whoever generates stops there."""
+TURNED = re.compile(r"\.attn_[qk]\.")
+"""In the names of matrices and biases whose results turn by angles."""
 OF_GROUP_SIZE = {32: Q4_0, 96: Q4_0, 64: Q2_0, 128: Q2_0}
 """The smallest type that holds trits, by the weights that share a scale; for others BF16."""
 
@@ -143,13 +146,23 @@ def _divisors(config: ModelConfig) -> Tensor | None:
     return (plain / rotary_rates(width, rotary)).to(torch.float32)
 
 
+def in_our_order(file: GGUFFile, name: str) -> Tensor:
+    """Read a tensor of a file, float32, its rows as ours are."""
+    weight, kind = file.tensor(name), file.keys.get("general.architecture")
+    width = file.keys.get(f"{kind}.attention.key_length")
+    turned = any(known.gguf == kind and known.interleaved for known in ARCHITECTURES.values())
+    if not (turned and TURNED.search(name) and width and len(weight) % width == 0):
+        return weight
+    return weight.unflatten(0, (-1, width // 2, 2)).transpose(1, 2).flatten(0, 2)
+
+
 def _order(source: Source, config: ModelConfig, architecture: Architecture) -> dict[str, Tensor]:
     """Find the order of rows of each part that is written in another one, int64 by its name."""
     if not architecture.interleaved:
         return {}
     width, found = shape_of(config).head_width, {}
     for part in source.parts:
-        if re.search(r"\.attn_[qk]\.", part.gguf):
+        if TURNED.search(part.gguf):
             rows = torch.arange(part.shape[0]).view(-1, 2, width // 2)
             found[part.gguf] = rows.transpose(1, 2).flatten()
     return found

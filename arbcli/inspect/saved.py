@@ -5,6 +5,7 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from arbcli.checkpoint import Checkpoint
 from arbcli.errors import ArbError
+from arbcli.export.gguf import in_our_order
 from arbcli.export.gguf_file import MAGIC, GGUFFile
 from arbcli.export.hugging_face import ModelFolder
 from arbcli.imports.dense import shape_of, sources
@@ -195,8 +197,9 @@ class Plain(Saved):
 
     def weights(self) -> Decoders:
         """List the matrices."""
+        read = partial(in_our_order, self.file) if self.kind == "gguf" else self.file.tensor
         return {
-            entry.name: lambda name=entry.name: self.file.tensor(name)
+            entry.name: partial(read, entry.name)
             for entry in self.file.entries.values()
             if len(entry.shape) == 2
         }

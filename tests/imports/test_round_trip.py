@@ -99,6 +99,8 @@ def test_tuned_model_says_the_same_elsewhere(transformers, kind, tmp_path, arb_h
         torch.tensor([ids]), max_new_tokens=NUM_IDS, do_sample=False, eos_token_id=None
     )
     assert made[0, len(ids) :].tolist() == wanted
+    compared = arb_here("inspect", "tuned", "--diff", "back.gguf", "--json")
+    assert json.loads(compared.stdout)["equal"]  # whatever order rows have there
     if find_spec("xllamacpp") is None:
         pytest.skip("the rest needs the extra `export-test`")
     from benchmarks.llama_cpp import Llama
