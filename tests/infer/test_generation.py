@@ -167,7 +167,7 @@ def test_empty_prompt_is_refused(device):
 
 
 BAD = [{"temperature": -1.0}, {"temperature": 1e-9}, {"temperature": float("nan")},
-       {"top_k": 0}, {"top_k": 2**20 + 1}, {"top_p": 0.0}, {"top_p": 1.5}, {"seed": -1}]  # fmt: skip
+       {"top_k": 0}, {"top_k": 2**20 + 1}, {"top_p": 0}, {"top_p": 1.5}, {"seed": -1}]  # fmt: skip
 
 
 @pytest.mark.parametrize("given", BAD, ids=str)
