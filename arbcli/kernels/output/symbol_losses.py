@@ -29,7 +29,9 @@ def add_symbols_(total: Tensor, of_target: Tensor, logits: Tensor, targets: Tens
         inside = (place >= 0) & (place < part.shape[1])
         found = part.gather(1, place.clamp(0, part.shape[1] - 1)[:, None])[:, 0]
         of_target[rows] += torch.where(inside, found, 0)
-        total[rows] = torch.logaddexp(total[rows], torch.logsumexp(part, dim=1))
+        highest = part.amax(dim=1)
+        sums = (part - highest[:, None]).exp_().sum(dim=1)
+        total[rows] = torch.logaddexp(total[rows], sums.log_().add_(highest))
 
 
 def grade_symbols_(logits: Tensor, targets: Tensor, total: Tensor, scale: Tensor) -> None:
