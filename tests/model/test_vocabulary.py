@@ -25,8 +25,8 @@ def model_config(vocabulary: int, **options) -> ModelConfig:
     return ModelConfig(ctx=CTX, stages=(stage,), vocabulary=vocabulary, **options)
 
 
-def build(vocabulary: int, **options):
-    model = build_model(model_config(vocabulary, **options), torch.float32)
+def build(vocabulary: int, dtype=torch.float32, **options):
+    model = build_model(model_config(vocabulary, **options), dtype)
     model.initialise(0)
     return model
 
@@ -101,9 +101,12 @@ def dense_gradients(model) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("vocabulary", [SMALL, LARGE])
-@pytest.mark.parametrize("norm_gain", [False, True])
-def test_loss_and_gradients_agree_with_those_of_the_reference(vocabulary, tied, norm_gain):
-    model, ids = build(vocabulary, tied=tied, norm_gain=norm_gain), text(vocabulary)
+@pytest.mark.parametrize(
+    ("norm_gain", "dtype"), [(False, torch.float32), (True, torch.float32), (False, torch.bfloat16)]
+)
+def test_loss_and_gradients_agree_with_those_of_the_reference(vocabulary, tied, norm_gain, dtype):
+    model, ids = build(vocabulary, dtype, tied=tied, norm_gain=norm_gain), text(vocabulary)
+    close = {"rtol": 1e-5, "atol": 0} if dtype == torch.float32 else {"rtol": 1e-3, "atol": 0}
     weights = {name: part.requires_grad_() for name, part in decoded(model).items()}
     logits, _ = reference_model(weights, model.config, ids[:, :-1])
     wanted = reference_loss(logits, ids[:, 1:])
@@ -113,11 +116,10 @@ def test_loss_and_gradients_agree_with_those_of_the_reference(vocabulary, tied, 
         loss = model.loss(ids[:, :-1], ids[:, 1:])
         loss.backward()
         losses = model.position_losses(ids[:, :-1], ids[:, 1:])
-    torch.testing.assert_close(loss.double(), wanted, rtol=1e-5, atol=0)
-    torch.testing.assert_close(losses.mean(), loss, rtol=1e-5, atol=0)
+    torch.testing.assert_close(loss.double(), wanted, **close)
+    torch.testing.assert_close(losses.mean(), loss, **close)
     trained = [name for name, part in model.weights().items() if not part.frozen]
     assert ("head.weight" in trained) is not tied
     for name in trained:
-        scale = weights[name].grad.abs().max()
-        got, expected = grads[name] / scale, weights[name].grad / scale
-        torch.testing.assert_close(got, expected, rtol=1e-3, atol=1e-4)
+        error = (grads[name] - weights[name].grad).norm() / weights[name].grad.norm()
+        assert error < (1e-5 if dtype == torch.float32 else 3e-2), name
