@@ -160,8 +160,8 @@ def evaluate(
         batch: windows at once.
         backend: what runs the kernels.
         kv: what keys and values are rounded to, as in a cache: see `LanguageModel.keeping`.
-        progress: is told after every batch how many symbols were predicted, of how many, and their
-            mean loss in nats a byte.
+        progress: is told after every batch how many bytes were predicted, of how many, and their
+            mean loss in nats.
 
     Raises:
         ArbError: the text or the stride does not do, the model keeps nothing so, or a GPU's memory
@@ -188,13 +188,18 @@ def evaluate(
     ):
         kept_in = model.kept_in
         length = min(context, len(text) - 1)
+        each, last = text.symbol_bytes, len(text) - 1
+
+        def told(done: int, loss: float) -> None:
+            progress(round(done * each), round(last * each), loss / each)
+
         sums = torch.zeros(length, dtype=torch.float64, device=model.device)
         nats = mean_loss(
             model,
             text,
             stride=stride,
             batch=batch,
-            progress=lambda done, loss: progress(done, len(text) - 1, loss / text.symbol_bytes),
+            progress=told,
             sums=sums,
         )
     seconds = time.perf_counter() - started

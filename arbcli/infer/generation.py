@@ -44,7 +44,7 @@ class Sampling:
     temperature: float = 0.8
     """Divides the logits; 0 always takes the likeliest byte."""
     top_k: int = VOCABULARY
-    """Choose among so many of the likeliest symbols."""
+    """Choose among so many of the likeliest symbols; all of them if there are fewer."""
     top_p: float = 1.0
     """Then among the likeliest ones that together have at least this share."""
     seed: int = 0
@@ -144,7 +144,7 @@ class Decoder:
         self._byte.copy_(ids[-1])  # the next step reads it
         self.length += len(prompt)
 
-    def stream(self, length: int) -> Iterator[list[int]]:
+    def stream(self, length: int) -> Iterator[Sequence[int]]:
         """Make `length` symbols more, and yield them some at a time, while later ones are made.
 
         Raises:
@@ -153,7 +153,7 @@ class Decoder:
         if not 0 < self.length <= len(self._text) - length:
             raise ValueError(f"no room for {length} bytes after {self.length}")
         together = FETCHED_STEPS if self.device.type == "cuda" else 1
-        fetched: deque[Callable[[], list[int]]] = deque()
+        fetched: deque[Callable[[], Sequence[int]]] = deque()
         end = self.length + length
         while self.length < end:
             begin = self.length
@@ -234,24 +234,28 @@ class Decoder:
                 self.recorded = True
         self.cache.reset()
 
-    def _fetch(self, begin: int) -> Callable[[], list[int]]:
+    def _fetch(self, begin: int) -> Callable[[], Sequence[int]]:
         """Copy the text from `begin` on to the host; the function returned waits for it."""
         return copied_to_host(self._text[begin : self.length])
 
 
-def copied_to_host(made: Tensor) -> Callable[[], list[int]]:
-    """Copy symbols, (N,), as they are now; the function returned waits until they are there."""
+def copied_to_host(made: Tensor) -> Callable[[], Sequence[int]]:
+    """Copy symbols, (N,), as they are now; the function returned waits until they are there.
+
+    What it gives are `bytes` where the dtype is uint8.
+    """
+    kind = bytes if made.dtype == torch.uint8 else list
     if made.device.type == "cpu":
-        copied = made.tolist()
+        copied = kind(made.tolist())
         return lambda: copied
     on_host = torch.empty(made.shape, dtype=made.dtype, pin_memory=True)
     on_host.copy_(made, non_blocking=True)
     arrived = torch.cuda.Event()
     arrived.record()
 
-    def wait() -> list[int]:
+    def wait() -> Sequence[int]:
         arrived.synchronize()
-        return on_host.tolist()
+        return kind(on_host.tolist())
 
     return wait
 

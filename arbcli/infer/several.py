@@ -163,8 +163,7 @@ class SeveralDecoder:
     def end(self, place: int, request: Request) -> Callable[[], bytes]:
         """End a text; the function returned waits for its bytes, without those of the prompt."""
         self.cache.going_on[place] = 0
-        fetch = copied_to_host(self._text[place, len(request.prompt) : request.positions])
-        return lambda: bytes(fetch())
+        return copied_to_host(self._text[place, len(request.prompt) : request.positions])
 
     @torch.no_grad()
     def step(self) -> None:

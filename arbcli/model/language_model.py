@@ -175,10 +175,9 @@ class LanguageModel(nn.Module):
 
     def position_losses(self, ids: Tensor, targets: Tensor) -> Tensor:
         """Compute the cross-entropy of each of (B, T) int64 targets: (B, T) float32, in nats."""
-        flow = self._whole(ids, [])
         if self.scores_in_chunks:
-            return self._score(flow, targets)
-        logits = self._logits(flow).float()
+            return self._score(self._whole(ids, []), targets)
+        logits = self(ids).float()
         return functional.cross_entropy(logits.mT, targets, reduction="none")
 
     def _embed(self, text: Tensor, length: int) -> tuple[Tensor, Reading]:

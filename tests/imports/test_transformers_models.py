@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 from folders import KINDS, random_model
+from marks import mostly_slow
 from torch import Tensor
 
 from arbcli.config.model import ModelConfig
@@ -19,6 +20,10 @@ from arbcli.reading import read_json
 @pytest.fixture(scope="module")
 def transformers():
     return pytest.importorskip("transformers", reason="needs the extra `export-test`")
+
+
+QUICK = ("Llama 3", "Qwen 2", "Qwen 3, tied", "Mistral")
+"""Kinds that have between them all that the others have, but for linear scaling."""
 
 
 def read(folder, **storage) -> ModelConfig:
@@ -37,7 +42,7 @@ def divergence(wanted: Tensor, found: Tensor) -> float:
     return float((wanted.exp() * (wanted - found)).sum(dim=-1).mean())
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", mostly_slow(KINDS, lambda kind: kind in QUICK))
 @torch.no_grad()
 def test_model_is_read_and_given_back(transformers, kind, tmp_path):
     theirs = random_model(transformers, kind)

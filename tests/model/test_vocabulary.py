@@ -9,7 +9,9 @@ from arbcli.config.model import BlockConfig, ModelConfig, StageConfig
 from arbcli.config.parts import AttentionConfig, MLPConfig
 from arbcli.config.presets import PRESETS
 from arbcli.errors import ArbError
-from arbcli.inspect.memory import predict
+from arbcli.infer.generation import Decoder, Sampling
+from arbcli.inspect.memory import predict, predict_parts
+from arbcli.kernels.runtime import native
 from arbcli.kernels.runtime.backend import use_backend
 from arbcli.model.build import build_model
 from arbcli.model.operations import forward_operations
@@ -25,8 +27,8 @@ def model_config(vocabulary: int, **options) -> ModelConfig:
     return ModelConfig(ctx=CTX, stages=(stage,), vocabulary=vocabulary, **options)
 
 
-def build(vocabulary: int, **options):
-    model = build_model(model_config(vocabulary, **options), torch.float32)
+def build(vocabulary: int, dtype=torch.float32, **options):
+    model = build_model(model_config(vocabulary, **options), dtype)
     model.initialise(0)
     return model
 
@@ -101,9 +103,12 @@ def dense_gradients(model) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("vocabulary", [SMALL, LARGE])
-@pytest.mark.parametrize("norm_gain", [False, True])
-def test_loss_and_gradients_agree_with_those_of_the_reference(vocabulary, tied, norm_gain):
-    model, ids = build(vocabulary, tied=tied, norm_gain=norm_gain), text(vocabulary)
+@pytest.mark.parametrize(
+    ("norm_gain", "dtype"), [(False, torch.float32), (True, torch.float32), (False, torch.bfloat16)]
+)
+def test_loss_and_gradients_agree_with_those_of_the_reference(vocabulary, tied, norm_gain, dtype):
+    model, ids = build(vocabulary, dtype, tied=tied, norm_gain=norm_gain), text(vocabulary)
+    close = {"rtol": 1e-5, "atol": 0} if dtype == torch.float32 else {"rtol": 1e-3, "atol": 0}
     weights = {name: part.requires_grad_() for name, part in decoded(model).items()}
     logits, _ = reference_model(weights, model.config, ids[:, :-1])
     wanted = reference_loss(logits, ids[:, 1:])
@@ -113,11 +118,38 @@ def test_loss_and_gradients_agree_with_those_of_the_reference(vocabulary, tied, 
         loss = model.loss(ids[:, :-1], ids[:, 1:])
         loss.backward()
         losses = model.position_losses(ids[:, :-1], ids[:, 1:])
-    torch.testing.assert_close(loss.double(), wanted, rtol=1e-5, atol=0)
-    torch.testing.assert_close(losses.mean(), loss, rtol=1e-5, atol=0)
+    torch.testing.assert_close(loss.double(), wanted, **close)
+    torch.testing.assert_close(losses.mean(), loss, **close)
     trained = [name for name, part in model.weights().items() if not part.frozen]
     assert ("head.weight" in trained) is not tied
     for name in trained:
-        scale = weights[name].grad.abs().max()
-        got, expected = grads[name] / scale, weights[name].grad / scale
-        torch.testing.assert_close(got, expected, rtol=1e-3, atol=1e-4)
+        error = (grads[name] - weights[name].grad).norm() / weights[name].grad.norm()
+        assert error < (1e-5 if dtype == torch.float32 else 3e-2), name
+
+
+@pytest.mark.parametrize("backend", ["torch", "native"])
+@pytest.mark.parametrize("tied", [False, True])
+@torch.no_grad()
+def test_likeliest_tokens_follow_one_another(tied, backend):
+    if backend == "native" and not native.available():
+        pytest.skip(native.why_not())
+    model, prompt = build(LARGE, tied=tied, digits="all"), [4999, 3, 4097, 260]
+    with model.prepared_weights():
+        decoder = Decoder(model, CTX, Sampling(temperature=0), backend=backend)
+        decoder.read(prompt)
+        made = [token for part in decoder.stream(6) for token in part]
+    with use_backend(backend):
+        logits = model(torch.tensor([prompt + made[:-1]]))[0, len(prompt) - 1 :]
+    assert made == logits.argmax(dim=1).tolist()
+    assert max(made) > 255
+
+
+def test_shared_weight_is_counted_once():
+    model = build(SMALL, tied=True)
+    names = [name for name in model.state_dict() if name.startswith(("embedding", "head"))]
+    assert names
+    assert all(name.startswith("embedding.weight.") for name in names)
+    report = predict_parts(model.config)
+    assert sum(part.weights for part in report.parts if not part.depth) == report.total.weights
+    (head,) = (part for part in report.parts if part.path == "head")
+    assert (head.kind, head.weights) == ("head", 0)

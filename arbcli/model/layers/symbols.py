@@ -123,16 +123,7 @@ class SymbolWeight(LinearWeight):
             of_rows, touched = gradient_of_rows(ids, grads, self.out_features)
         dtype = uses[0][0][0].dtype if uses else torch.float32
         for index, (rows, w) in enumerate(self._chunks(dtype)):
-            grad = None
-            for source, of_result in uses:
-                if isinstance(source, Scored):
-                    of_logits, x = _gradient_of_logits(source, of_result, rows, w), source.x
-                    if grad_x is not None:
-                        grad_x += of_logits @ w
-                else:
-                    of_logits, x = of_result[:, rows], source
-                part = of_logits.T @ x
-                grad = part if grad is None else grad + part
+            grad = _gradient_of_chunk(uses, rows, w, grad_x)
             if looked_up:
                 dense = torch.zeros(w.shape, dtype=torch.float32, device=w.device)
                 places = touched.rows - rows.start
@@ -154,6 +145,23 @@ class SymbolWeight(LinearWeight):
 
 def _are_ids(source: Scored | Tensor) -> bool:
     return isinstance(source, Tensor) and not source.is_floating_point()
+
+
+def _gradient_of_chunk(
+    uses: list[tuple[Scored | Tensor, Tensor]], rows: slice, w: Tensor, grad_x: Tensor | None
+) -> Tensor | None:
+    """Form the gradient of a chunk of weights from losses and products; None if there are none."""
+    grad = None
+    for source, of_result in uses:
+        if isinstance(source, Scored):
+            of_logits, x = _gradient_of_logits(source, of_result, rows, w), source.x
+            if grad_x is not None:
+                grad_x += of_logits @ w
+        else:
+            of_logits, x = of_result[:, rows], source
+        part = of_logits.T @ x
+        grad = part if grad is None else grad + part
+    return grad
 
 
 def _gradient_of_logits(scored: Scored, scale: Tensor, rows: slice, w: Tensor) -> Tensor:

@@ -44,7 +44,7 @@ def gradient_of_rows(ids: Tensor, grad_y: Tensor, num_rows: int) -> tuple[Tensor
     touched = touched_rows(ids, num_rows)
     ones = torch.ones(len(ids), dtype=torch.float32, device=ids.device)
     slots = torch.arange(len(ids), device=ids.device)
-    return weighted_rows_grad(grad_y, ones, slots, touched), touched
+    return weighted_rows_grad(grad_y, ones, slots, touched, torch.float32), touched
 
 
 class RowsWeight(StreamedTensor):
