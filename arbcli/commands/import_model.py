@@ -14,7 +14,7 @@ from arbcli.config.model import VOCABULARY
 from arbcli.config.site import SCALE_TYPES
 from arbcli.directions import DIRECTIONS
 from arbcli.errors import ArbError
-from arbcli.output import bytes_text, emit, note, table
+from arbcli.output import LiveLine, bytes_text, emit, note, table
 from arbcli.rules import FADING
 from arbcli.run_files import RUNS
 from arbcli.tokens import FILE as TOKENIZER
@@ -70,7 +70,8 @@ def import_model(
     from arbcli.imports import run as importing  # torch takes seconds to import
 
     storage = {"rule": rule, "scale_type": scale_type, "direction": direction}
-    report = importing.import_folder(folder, run, **storage)
+    with LiveLine() as line:
+        report = importing.import_folder(folder, run, **storage, told=line.show_wait)
     emit(report, _tables(report), as_json=as_json)
     if report.vocabulary != VOCABULARY and not (run / TOKENIZER).exists():
         note(f"`{folder}` has no `{TOKENIZER}`: put one into `{report.run}` to read text")
@@ -81,7 +82,9 @@ def import_model(
 def _tables(report: "ImportReport") -> Group:
     shown = asdict(report) | {
         "bytes": bytes_text(report.bytes),
+        "ctx": f"{report.ctx:,}",
         "num_weights": f"{report.num_weights:,}",
+        "vocabulary": f"{report.vocabulary:,}",
         "relative_error": f"{report.relative_error:.3%}",
         "seconds": f"{report.seconds:.1f}",
     }

@@ -39,7 +39,7 @@ from arbcli.export.gguf_file import (
     write_gguf,
 )
 from arbcli.export.gguf_tokens import NORMAL, token_keys
-from arbcli.imports.companions import check_without_companions, companions_of
+from arbcli.imports.companions import companions_of, tokenizer_of
 from arbcli.imports.dense import (
     ARCHITECTURES,
     Architecture,
@@ -58,6 +58,7 @@ from arbcli.kernels.codec.packing import unpack_trits
 from arbcli.kernels.codec.scales import scales_torch
 from arbcli.model.layers.rotary import rotary_rates
 from arbcli.reading import read_json
+from arbcli.tokens import FILE
 
 END = 0
 """The byte that ends a text: no text has it, and whoever generates stops there."""
@@ -86,11 +87,18 @@ def write_model(path: Path, weights: Weights, name: str, kind: str | None) -> Bl
     model = weights.model
     check_model(model)
     companions = companions_of(weights.path.parent, model.config)
-    if companions is None:
-        check_without_companions(model.config, weights.path.parent)
+    tokenizer = tokenizer_of(weights)
     architecture = architecture_of(model.config, companions)
     check_architecture(model.config, architecture)
-    tokens = _byte_tokens() if companions is None else token_keys(companions, model.config)
+    if tokenizer:
+        tokens = token_keys(tokenizer, companions, model.config)
+    elif model.config.vocabulary == VOCABULARY:
+        tokens = _byte_tokens()
+    else:
+        raise ArbError(
+            f"`{weights.path.parent}` has no `{FILE}`, and GGUF holds a tokenizer",
+            hint="put that of the model there, or use `--to hf`",
+        )
     chosen = TYPES[kind] if kind else smallest_type(model.config)
     every = list(sources(model))
     entries = [_entry(part, chosen) for source in every for part in source.parts]

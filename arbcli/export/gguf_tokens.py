@@ -1,4 +1,4 @@
-"""The tokenizer of an imported model as keys of GGUF: a byte-level BPE, from `tokenizer.json`.
+"""A tokenizer as keys of GGUF: a byte-level BPE, from `tokenizer.json`.
 
 llama.cpp splits text by rules of its own, which have names. The name follows from the pattern or
 the steps of `pre_tokenizer`; a tokenizer with others is refused. Tokens that a model has beyond
@@ -14,7 +14,6 @@ from arbcli.export.gguf_file import BOOL, INT32, STRING, UINT32
 from arbcli.imports.companions import GENERATION, TEMPLATE, read_companion
 from arbcli.imports.folder import CONFIG
 from arbcli.reading import ALTERED, check_schema, is_of, parse_json, read_json
-from arbcli.tokens import FILE
 
 NORMAL, CONTROL, USER_DEFINED, UNUSED = 1, 3, 4, 5
 """Types of tokens."""
@@ -36,17 +35,19 @@ STEPS = {("ByteLevel",): "gpt-2", ("Digits", "ByteLevel"): "smollm"}
 HINT = "use `--to hf`, where the tokenizer goes along as it is"
 
 
-def token_keys(companions: Path, config: ModelConfig) -> dict[str, tuple[int, Any]]:
-    """Describe the tokenizer of an imported model.
+def token_keys(
+    path: Path, companions: Path | None, config: ModelConfig
+) -> dict[str, tuple[int, Any]]:
+    """Describe the tokenizer of a model.
 
     Args:
-        companions: the folder in its run, beside the tokenizer.
+        path: of its `tokenizer.json`.
+        companions: folder of files that came with the model; None is none.
         config: of the model, whose vocabulary may be larger than the tokenizer's.
 
     Raises:
-        ArbError: there is none, or it is of a kind that is not written.
+        ArbError: it cannot be read, or is of a kind that is not written.
     """
-    path = companions.with_name(FILE)
     tokenizer = _read(path)
     if tokenizer["model"]["type"] != "BPE" or tokenizer["model"].get("byte_fallback"):
         raise ArbError(
@@ -67,8 +68,8 @@ def token_keys(companions: Path, config: ModelConfig) -> dict[str, tuple[int, An
     for added in tokenizer.get("added_tokens") or ():
         check_schema(added, {"content": str, "id": int, "special": bool}, f"`{path}`", ALTERED)
         place(added["content"], added["id"], CONTROL if added["special"] else USER_DEFINED)
-    ends = _ends(companions)
-    template = _chat_template(companions)
+    ends = _ends(companions) if companions else {}
+    template = _chat_template(companions) if companions else None
     keys = {
         "tokenizer.ggml.model": (STRING, "gpt2"),
         "tokenizer.ggml.pre": (STRING, _rules(tokenizer, path)),

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from arbcli.checkpoint import write_file, write_json, write_text
-from arbcli.config.model import ModelConfig
+from arbcli.config.model import VOCABULARY, ModelConfig
 from arbcli.errors import ArbError
 from arbcli.export.block_types import BF16, F16, F32, BlockType, encode_numbers
 from arbcli.export.card import model_card
@@ -20,10 +20,10 @@ from arbcli.export.gguf import END, byte_symbols
 from arbcli.export.gguf_file import Entry
 from arbcli.imports.companions import (
     GENERATION,
-    check_without_companions,
     companions_of,
     copy_companions,
     read_companion,
+    tokenizer_of,
     write_companion,
 )
 from arbcli.imports.config_json import read_config, rope_parameters
@@ -67,8 +67,7 @@ def write_folder(path: Path, weights: Weights, name: str, kind: str | None) -> B
             hint="use `--to safetensors`, which arb reads",
         )
     companions = companions_of(weights.path.parent, config)
-    if companions is None:
-        check_without_companions(config, weights.path.parent)
+    tokenizer_of(weights)
     chosen = TYPES[kind or "bf16"]
     part = path.with_name(f".{path.name}.tmp")
     shutil.rmtree(part, ignore_errors=True)  # a killed process left it
@@ -94,8 +93,10 @@ def _write_files(
         _write_companions(folder, config, kind)
     else:
         copy_companions(companions, folder)
-        if (tokenizer := companions.with_name(TOKENIZER)).exists():
-            write_companion(folder / TOKENIZER, read_companion(tokenizer))
+    if tokenizer := tokenizer_of(weights):
+        write_companion(folder / TOKENIZER, read_companion(tokenizer))
+    elif config.vocabulary == VOCABULARY:
+        write_json(folder / TOKENIZER, _tokenizer())
     about = {"arb.step": weights.checkpoint.step, "arb.origin": weights.origin}
     written = read_json(folder / CONFIG, {})
     written.pop("torch_dtype", None)  # the name of an earlier Transformers
@@ -104,11 +105,11 @@ def _write_files(
 
 
 def _write_companions(folder: Path, config: ModelConfig, kind: BlockType) -> None:
-    """Write what a model of bytes brings along."""
-    ends = {"eos_token_id": END, "pad_token_id": END}
+    """Write what a model that was not imported brings along."""
+    of_bytes = config.vocabulary == VOCABULARY
+    ends = {"eos_token_id": END, "pad_token_id": END} if of_bytes else {}
     write_json(folder / CONFIG, _config(config, kind) | ends)
     write_json(folder / GENERATION, ends)
-    write_json(folder / TOKENIZER, _tokenizer())
     write_json(
         folder / "tokenizer_config.json",
         {

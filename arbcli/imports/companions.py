@@ -4,6 +4,7 @@ They lie in `COMPANIONS` of a run, as they came, and go along where a run begins
 The tokenizer lies in the run itself, as that of every run does.
 """
 
+from hashlib import sha256
 from pathlib import Path
 
 from arbcli.checkpoint import write_file
@@ -12,8 +13,11 @@ from arbcli.errors import ArbError
 from arbcli.imports.config_json import read_config
 from arbcli.imports.dense import shape_of
 from arbcli.imports.folder import CONFIG
+from arbcli.infer.load import Weights
+from arbcli.infer.tokens import DIGEST
 from arbcli.reading import open_regular, read_json
 from arbcli.run_files import COMPANIONS
+from arbcli.tokens import FILE
 
 GENERATION, TEMPLATE = "generation_config.json", "chat_template.jinja"
 NAMES = (
@@ -87,15 +91,25 @@ def companions_of(run: Path, config: ModelConfig) -> Path | None:
     return folder
 
 
-def check_without_companions(config: ModelConfig, run: Path) -> None:
-    """Refuse a model of tokens that lost the folder which says what its tokens are.
+def tokenizer_of(weights: Weights) -> Path | None:
+    """Find the `tokenizer.json` of a saved model; None is the bytes, or that it came without one.
 
     Raises:
-        ArbError: it reads tokens.
+        ArbError: it is missing or another, and nothing else says what the tokens are.
     """
-    if config.vocabulary != VOCABULARY:
+    config, digest = weights.model.config, weights.checkpoint.data.get(DIGEST)
+    if digest is None and config.vocabulary == VOCABULARY:
+        return None
+    path = weights.path.with_name(FILE)
+    if not path.exists():
+        if digest is None and (weights.path.parent / COMPANIONS).exists():
+            return None
         raise ArbError(
-            f"the model reads {config.vocabulary:,} tokens, and there is no `{run / COMPANIONS}`"
-            " with their tokenizer",
-            hint="restore the folder that the import made, or use `--to safetensors`",
+            f"the model reads {config.vocabulary:,} tokens, and there is no `{path}`",
+            hint="put its own tokenizer there, or use `--to safetensors`",
         )
+    if digest not in (None, sha256(read_companion(path)).hexdigest()):
+        raise ArbError(
+            f"`{path}` is not the tokenizer of `{weights.path}`", hint="restore it from a copy"
+        )
+    return path

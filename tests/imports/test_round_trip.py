@@ -151,4 +151,31 @@ def test_file_says_what_the_tokens_are(transformers, tmp_path, arb_here, monkeyp
         config = load_weights(tmp_path / "run", print).model.config
         path.write_text(json.dumps(known | changed))
         with pytest.raises(ArbError, match=why):
-            token_keys(tmp_path / "run" / "hugging_face", config)
+            token_keys(path, None, config)
+
+
+def test_model_of_tokens_from_scratch_is_exported(transformers, tmp_path, arb_here, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    tokenizer = make_tokenizer(transformers, "qwen2")
+    tokenizer.save_pretrained(tmp_path / "folder")
+    (tmp_path / "text").write_text(TEXT)
+    model = "--preset tiny --layers 1 --dim 64 --heads 2 --ffn 96 --ctx 32 --no-sub-norms"
+    for words in (
+        f"train {model} --tokenizer folder/tokenizer.json --data text --steps 2 --batch 2"
+        " --compute fp32 --device cpu --digits all --out run --eval-every 0",
+        "export run --to hf --out back",
+        "export run --to gguf --type f32 --out back.gguf",
+    ):
+        done = arb_here(*words.split())
+        assert done.returncode == 0, done.stderr
+    ours = load_model(tmp_path / "run", device="cpu", compute="fp32")
+    back = transformers.AutoTokenizer.from_pretrained(tmp_path / "back")
+    ids = torch.tensor([back(PROMPT)["input_ids"]])
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "back", dtype=torch.float32
+    )
+    with torch.no_grad():
+        torch.testing.assert_close(theirs(ids).logits, ours(ids), rtol=0, atol=1e-4)
+    (tmp_path / "run" / "tokenizer.json").write_text("{}")
+    done = arb_here("export", "run", "--to", "hf", "--out", "other")
+    assert "is not the tokenizer of" in done.stderr
