@@ -8,7 +8,9 @@ from folders import KINDS, random_model
 from marks import mostly_slow
 from torch import Tensor
 
-from arbcli.config.model import ModelConfig
+from arbcli.config.model import BlockConfig, ModelConfig, StageConfig
+from arbcli.config.parts import AttentionConfig, MLPConfig
+from arbcli.config.parts.rotary import RotaryConfig
 from arbcli.export.run import export
 from arbcli.imports.config_json import read_config
 from arbcli.imports.folder import WeightFolder
@@ -114,3 +116,36 @@ def test_other_storage_is_as_close_as_its_levels(rule, scale_type, bound, transf
     model = load_weights(tmp_path / "run", print).model
     found, wanted = model(torch.arange(40)[None]), theirs(torch.arange(40)[None]).logits
     assert (found - wanted).norm() < 4 * bound * wanted.norm()
+
+
+LLAMA3 = RotaryConfig(base=5e5, scaling="llama3", factor=8.0, low=1.0, high=4.0, original_ctx=16)
+OURS = {
+    "Qwen3ForCausalLM": ({"query_key_norm": "gain", "bias": True, "output_bias": True}, {}),
+    "MistralForCausalLM": ({"window": 9}, {"norm_eps": 1e-5, "tied": True}),
+    "LlamaForCausalLM": ({"bias": True, "output_bias": True, "rotary": LLAMA3}, {}),
+    "Qwen2ForCausalLM": (
+        {"bias": True, "rotary": RotaryConfig(scaling="linear", factor=2.0)}, {"norm_eps": 1e-5}
+    ),
+}  # fmt: skip
+"""What attention and model have, by the class that computes the same."""
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", OURS)
+def test_model_of_ours_goes_out_as_what_computes_the_same(kind, transformers, saved, tmp_path):
+    about, fields = OURS[kind]
+    about = {"kv_heads": 2, "head_width": 24, "query_key_norm": "none", "sub_norm": False} | about
+    mixer = AttentionConfig(heads=4, **about)
+    block = BlockConfig(mixer=mixer, channel=MLPConfig(width=96, sub_norm=False))
+    stages = (StageConfig(dim=64, blocks=(block,) * 2),)
+    config = ModelConfig(ctx=32, stages=stages, norm_gain=True, digits="all", **fields)
+    checkpoint = saved(config)
+    export(checkpoint, "hf", out=tmp_path / "back")
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "back", dtype=torch.float32
+    ).eval()
+    assert type(theirs).__name__ == kind
+    ids = torch.randint(256, (2, 32), generator=torch.Generator().manual_seed(1))
+    ours = load_weights(checkpoint, print).model(ids)
+    torch.testing.assert_close(theirs(ids).logits, ours, rtol=0, atol=1e-4)
+    assert read(tmp_path / "back", digits="all") == config
