@@ -10,11 +10,14 @@ from rich.console import Group
 from rich.table import Table
 
 from arbcli.commands._options import Json, one_of
+from arbcli.commands._outputs import check_folder
 from arbcli.config.model import VOCABULARY
+from arbcli.config.model_file import model_lines
 from arbcli.config.site import SCALE_TYPES
 from arbcli.directions import DIRECTIONS
 from arbcli.errors import ArbError
-from arbcli.output import LiveLine, bytes_text, emit, note, table
+from arbcli.imports.config_json import read_folder_config
+from arbcli.output import LiveLine, bytes_text, emit, note, table, write_bytes
 from arbcli.rules import FADING
 from arbcli.run_files import RUNS
 from arbcli.tokens import FILE as TOKENIZER
@@ -58,6 +61,10 @@ def import_model(
             callback=one_of("direction", DIRECTIONS),
         ),
     ] = "orthogonal",
+    print_config: Annotated[
+        bool,
+        typer.Option("--print-config", help="Print the model as TOML, and read no weights."),
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Read a Llama, Mistral, Qwen 2 or Qwen 3 into a run: `arb import DIR`.
@@ -66,10 +73,16 @@ def import_model(
     """
     if not folder.is_dir():
         raise ArbError(f"`{folder}` is no folder", hint="name one with `config.json` in it")
+    storage = {"rule": rule, "scale_type": scale_type, "direction": direction}
+    if print_config:
+        config = read_folder_config(folder, **storage, digits="all")
+        write_bytes("".join(f"{line}\n" for line in model_lines(config)).encode())
+        return
+    if out is not None:
+        check_folder(out, "--out")
     run = out or RUNS / f"imported-{folder.resolve().name}"
     from arbcli.imports import run as importing  # torch takes seconds to import
 
-    storage = {"rule": rule, "scale_type": scale_type, "direction": direction}
     with LiveLine() as line:
         report = importing.import_folder(folder, run, **storage, told=line.show_wait)
     emit(report, _tables(report), as_json=as_json)

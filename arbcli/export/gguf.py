@@ -50,7 +50,6 @@ from arbcli.imports.dense import (
     shape_of,
     sources,
 )
-from arbcli.imports.folder import CONFIG
 from arbcli.infer.load import Weights
 from arbcli.kernels.codec.decode_digits import digits_torch
 from arbcli.kernels.codec.packed import Packed
@@ -58,6 +57,7 @@ from arbcli.kernels.codec.packing import unpack_trits
 from arbcli.kernels.codec.scales import scales_torch
 from arbcli.model.layers.rotary import rotary_rates
 from arbcli.reading import read_json
+from arbcli.run_files import CONFIG
 from arbcli.tokens import FILE
 
 END = 0

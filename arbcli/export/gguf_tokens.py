@@ -12,8 +12,8 @@ from arbcli.config.model import ModelConfig
 from arbcli.errors import ArbError
 from arbcli.export.gguf_file import BOOL, INT32, STRING, UINT32
 from arbcli.imports.companions import GENERATION, TEMPLATE, read_companion
-from arbcli.imports.folder import CONFIG
 from arbcli.reading import ALTERED, check_schema, is_of, parse_json, read_json
+from arbcli.run_files import CONFIG
 
 NORMAL, CONTROL, USER_DEFINED, UNUSED = 1, 3, 4, 5
 """Types of tokens."""

@@ -28,10 +28,11 @@ from arbcli.imports.companions import (
 )
 from arbcli.imports.config_json import read_config, rope_parameters
 from arbcli.imports.dense import check_attention, read, shape_of, sources
-from arbcli.imports.folder import CONFIG, WEIGHTS, WeightFolder, check_tensors
+from arbcli.imports.folder import WEIGHTS, WeightFolder, check_tensors
 from arbcli.infer.load import Weights
 from arbcli.model.language_model import LanguageModel
 from arbcli.reading import read_json
+from arbcli.run_files import CONFIG
 from arbcli.tokens import FILE as TOKENIZER
 
 CODE = Path(__file__).with_name("modeling_arb.py")

@@ -10,13 +10,12 @@ from pathlib import Path
 from arbcli.checkpoint import write_file
 from arbcli.config.model import VOCABULARY, ModelConfig
 from arbcli.errors import ArbError
-from arbcli.imports.config_json import read_config
+from arbcli.imports.config_json import read_folder_config
 from arbcli.imports.dense import shape_of
-from arbcli.imports.folder import CONFIG
 from arbcli.infer.load import Weights
 from arbcli.infer.tokens import DIGEST
-from arbcli.reading import open_regular, read_json
-from arbcli.run_files import COMPANIONS
+from arbcli.reading import open_regular
+from arbcli.run_files import COMPANIONS, CONFIG
 from arbcli.tokens import FILE
 
 GENERATION, TEMPLATE = "generation_config.json", "chat_template.jinja"
@@ -81,7 +80,7 @@ def companions_of(run: Path, config: ModelConfig) -> Path | None:
     folder = run / COMPANIONS
     if not (folder / CONFIG).exists():
         return None
-    theirs = shape_of(read_config(read_json(folder / CONFIG, {}), f"`{folder / CONFIG}`"))
+    theirs = shape_of(read_folder_config(folder))
     ours = shape_of(config)
     if ours is None or theirs._replace(ctx=ours.ctx) != ours:
         raise ArbError(

@@ -7,13 +7,15 @@ is refused by its name.
 
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from arbcli.config.model import MOST_BLOCKS, BlockConfig, ModelConfig, StageConfig
 from arbcli.config.parts import AttentionConfig, MLPConfig
 from arbcli.config.parts.rotary import PLAIN, RotaryConfig
 from arbcli.errors import ArbError
-from arbcli.reading import is_of, shown
+from arbcli.reading import is_of, read_json, shown
+from arbcli.run_files import CONFIG
 
 HINT = "import a Llama, Mistral, Qwen 2 or Qwen 3, dense and not quantised"
 BIASES = {"llama": (False, False), "mistral": (False, False), "qwen2": (True, False),
@@ -30,7 +32,7 @@ SILENT = {
 """Fields that decide nothing about what a trained model computes."""
 ONLY: dict[str, Any] = {
     "hidden_act": "silu", "mlp_bias": False, "partial_rotary_factor": 1.0,
-    "rope_interleaved": False,
+    "rope_interleaved": False, "use_mrope": False,
 }  # fmt: skip
 """Fields that have this value, if they are there."""
 SCALINGS = {"default": "none", "linear": "linear", "llama3": "llama3", "yarn": "yarn"}
@@ -72,6 +74,16 @@ class _Fields:
                 f"{self.where}: `{name}`, which is `{shown(value)}`, is no field that arb knows",
                 hint=HINT,
             )
+
+
+def read_folder_config(folder: Path, **storage: Any) -> ModelConfig:
+    """Find the model that the `config.json` of a folder describes: see `read_config`.
+
+    Raises:
+        ArbError: it cannot be read, or `read_config` refuses it.
+    """
+    path = folder / CONFIG
+    return read_config(read_json(path, {}, HINT), f"`{path}`", **storage)
 
 
 def read_config(values: Mapping[str, Any], where: str, **storage: Any) -> ModelConfig:

@@ -20,8 +20,9 @@ from arbcli.errors import ArbError
 from arbcli.imports.dense import HEAD, sources
 from arbcli.model.language_model import LanguageModel
 from arbcli.reading import check_schema, open_regular, parse_json, read_json, shown
+from arbcli.run_files import CONFIG
 
-CONFIG, WEIGHTS = "config.json", "model.safetensors"
+WEIGHTS = "model.safetensors"
 INDEX = f"{WEIGHTS}.index.json"
 DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 """By their names in a header."""

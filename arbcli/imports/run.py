@@ -17,15 +17,15 @@ from arbcli.config.model import VOCABULARY, ModelConfig
 from arbcli.device import check_room
 from arbcli.errors import ArbError
 from arbcli.imports.companions import copy_companions, read_companion, write_companion
-from arbcli.imports.config_json import read_config
+from arbcli.imports.config_json import read_folder_config
 from arbcli.imports.dense import Part, Source, sources
-from arbcli.imports.folder import CONFIG, WeightFolder, check_tensors
+from arbcli.imports.folder import WeightFolder, check_tensors
 from arbcli.imports.rounding import put
 from arbcli.infer.tokens import DIGEST
 from arbcli.model.build import build_model
 from arbcli.model.language_model import LanguageModel
 from arbcli.reading import read_json
-from arbcli.run_files import COMPANIONS, checkpoints
+from arbcli.run_files import COMPANIONS, CONFIG, checkpoints
 from arbcli.tokens import FILE as TOKENIZER
 
 OUTLIER = 8.0
@@ -95,9 +95,9 @@ def import_folder(
     started = time.perf_counter()
     if checkpoints(run) or (run / CONFIG).exists():
         raise ArbError(f"`{run}` holds a run already", hint="choose another `--out`")
-    values = read_json(source / CONFIG, {}, "name a folder of a model for Transformers")
-    storage = {"rule": rule, "scale_type": scale_type, "direction": direction, "digits": "all"}
-    config = read_config(values, f"`{source / CONFIG}`", **storage)
+    storage = {"rule": rule, "scale_type": scale_type, "direction": direction}
+    config = read_folder_config(source, **storage, digits="all")
+    values = read_json(source / CONFIG)
     if config.main.blocks[0].mixer.sub_norm:
         raise ArbError(
             f"`{source}` is an export of a model with sub-norms",
