@@ -49,9 +49,9 @@ from arbcli.train.trainer import Trainer
 
 BINS = 16
 SAMPLE_BYTES = 400
+"""Of the held-out text whose chunks are shown."""
 MOST_LOGITS = 2**28
 """That are looked at, of a model whose steps make none; but a window always is."""
-"""Of the held-out text whose chunks are shown."""
 ROUNDING = 1e-3
 """Movement of a logit, over the root-mean-square of all, that rounding alone may cause."""
 
