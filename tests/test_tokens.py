@@ -172,6 +172,23 @@ def test_run_of_tokens_is_trained_evaluated_resumed_and_written(
     assert "tokenizer.json" in done.stderr
 
 
+def test_tokenizer_of_words_that_makes_nothing_of_a_newline_ends_with_a_sample(
+    text_file, tmp_path, arb_here
+):
+    package = pytest.importorskip("tokenizers", reason="needs the package tokenizers")
+    words = {word: index for index, word in enumerate([*WORDS, "?"])}
+    by_words = package.Tokenizer(package.models.WordLevel(words, unk_token="?"))
+    by_words.pre_tokenizer = package.pre_tokenizers.WhitespaceSplit()
+    path = tmp_path / "words.json"
+    by_words.save(str(path))
+    assert Tokenizer.read(path).encode(b"\n") == []
+    about = ["--data", str(text_file), "--tokenizer", str(path), "--no-save"]
+    done = arb_here("train", *SMALL, *about)
+    assert done.returncode == 0, done.stderr
+    sample = done.stderr.partition("\nsample\n")[2].split()
+    assert {*WORDS, "?"} & {*sample}
+
+
 def test_probe_measures_a_model_of_tokens(text_file, tokenizer_file, arb_here):
     shape = [word for word in SMALL if word not in ("--steps", "3")]
     about = ["--data", str(text_file), "--tokenizer", str(tokenizer_file), "--steps", "2"]

@@ -50,6 +50,8 @@ from arbcli.train.trainer import Trainer
 BINS = 16
 SAMPLE_BYTES = 400
 """Of the held-out text whose chunks are shown."""
+MOST_LOGITS = 2**28
+"""That are looked at, of a model whose steps make none; but a window always is."""
 ROUNDING = 1e-3
 """Movement of a logit, over the root-mean-square of all, that rounding alone may cause."""
 
@@ -122,8 +124,11 @@ def examine(
     config, device, context = trainer.config, trainer.device, trainer.config.model.ctx
     weights = trainer.model.weights().items()
     tallies = [_Tally(name, weight) for name, weight in weights if not weight.frozen]
+    windows = config.batch
+    if trainer.model.scores_in_chunks:
+        windows = min(windows, max(1, MOST_LOGITS // (context * config.model.vocabulary)))
     (held_out,) = evaluation_batches(
-        trainer.texts.val, num_batches=1, batch_size=config.batch, context=context, device=device
+        trainer.texts.val, num_batches=1, batch_size=windows, context=context, device=device
     )
     starts = [0, *(2**bit for bit in range((context - 1).bit_length()))]
     peak = 0

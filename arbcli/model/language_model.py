@@ -134,14 +134,14 @@ class LanguageModel(nn.Module):
             return self._fused_logits(flow.x) if fused else self._logits(flow)
 
     def loss(self, ids: Tensor, targets: Tensor) -> Tensor:
-        """Average the cross-entropy, in nats a byte, over (B, T) int64 inputs and targets."""
+        """Average the cross-entropy, in nats a symbol, over (B, T) int64 inputs and targets."""
         return self.losses(ids, targets)["text"]
 
     def losses(self, ids: Tensor, targets: Tensor) -> dict[str, Tensor]:
         """Compute the parts of the loss that a step minimises, each times its `LOSS_WEIGHTS`.
 
         Returns:
-            Float32 scalars by name: `text`, the cross-entropy in nats a byte; `ponder`, see
+            Float32 scalars by name: `text`, the cross-entropy in nats a symbol; `ponder`, see
             `Iterated.ponder_cost`; `ratio`, the sum over the stages that learn where chunks begin;
             `indexer`, the mean over the blocks with an indexer.
         """

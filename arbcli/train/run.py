@@ -43,7 +43,7 @@ from arbcli.errors import ArbError
 from arbcli.imports.companions import copy_companions
 from arbcli.infer.generation import Sampling, generate
 from arbcli.infer.load import SavedModel, check_saved, check_trainable, saved_config
-from arbcli.infer.tokens import DIGEST, check_digest
+from arbcli.infer.tokens import DIGEST, check_digest, symbols_of
 from arbcli.kernels.runtime.compiling import counted_compiling
 from arbcli.model.operations import step_operations
 from arbcli.run_files import (
@@ -109,6 +109,8 @@ TIMED_BATCHES = 4
 """Of an evaluation, that are timed."""
 SAMPLE_BYTES = 256
 PROMPT = b"\n"
+PROMPT_BYTES = 16
+"""Of the held-out text, where a tokenizer makes nothing of `PROMPT`."""
 
 
 class Observer:
@@ -789,9 +791,11 @@ class _Loop:
 
     def _sample(self) -> str:
         model, config = self.trainer.model, self.config
-        sampling = Sampling(seed=config.seed)
+        sampling, prompt = Sampling(seed=config.seed), PROMPT
+        if not symbols_of(model, prompt):  # a tokenizer may drop it
+            prompt = self.texts.val.source.read(0, PROMPT_BYTES)
         with self._not_timed():
-            text = generate(model, PROMPT, SAMPLE_BYTES, sampling, backend=config.backend)
+            text = generate(model, prompt, SAMPLE_BYTES, sampling, backend=config.backend)
             return b"".join(text).decode(errors="replace")
 
     @contextmanager

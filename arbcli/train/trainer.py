@@ -188,7 +188,7 @@ class Trainer:
             reached: is told of each stage that ends, see `TrainingStep`; not of a replayed step's.
 
         Returns:
-            The loss before it, a float32 scalar tensor in nats a byte; reading it waits for a GPU.
+            The loss before it, a float32 scalar in nats a symbol; reading it waits for a GPU.
         """
         self._load_batches()
         if self.shared and not self._measured:
@@ -285,7 +285,7 @@ class Trainer:
 
     @torch.no_grad()
     def evaluate(self, num_batches: int = EVAL_BATCHES) -> float:
-        """Average the loss over fixed batches of the held-out text, in nats a byte.
+        """Average the loss over fixed batches of the held-out text, in nats a symbol.
 
         Processes share them where they can be dealt out evenly.
         """
