@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from arbcli.errors import ArbError
 from arbcli.kernels.codec.packed import Packed
+from arbcli.kernels.names import check_kernel_names
 from arbcli.kernels.registry import KERNELS
 from arbcli.kernels.runtime.backend import check_backend, chunks_of, use_backend
 from arbcli.kernels.runtime.spec import Case, KernelSpec
@@ -181,14 +181,9 @@ def find_kernels(names: Iterable[str]) -> list[KernelSpec]:
     Raises:
         ArbError: no kernel has one of the names.
     """
-    known = {spec.name: spec for spec in KERNELS}
     names = list(names)
-    for name in names:
-        if name not in known:
-            raise ArbError(
-                f"no kernel is named `{name}`",
-                hint=f"choose from: {', '.join(f'`{spec}`' for spec in known)}",
-            )
+    check_kernel_names(names)
+    known = {spec.name: spec for spec in KERNELS}
     return [known[name] for name in names] or list(KERNELS)
 
 

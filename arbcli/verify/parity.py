@@ -132,6 +132,21 @@ def mixed() -> ModelConfig:
     return ModelConfig(ctx=17, stages=(outer, inner))
 
 
+def bounded() -> ModelConfig:
+    """Assemble blocks that add a share, to a stream that is bounded, and to several."""
+    block = BlockConfig(mixer=AttentionConfig(heads=2), channel=MLPConfig(width=13))
+    outer = StageConfig(
+        dim=20,
+        bound=2.0,
+        contribution=0.5,
+        before=(block,),
+        after=(block,),
+        chunking=ChunkingConfig(length=3),
+    )
+    inner = StageConfig(dim=24, streams=2, contribution=0.5, bound=0.55, blocks=(block, block))
+    return ModelConfig(ctx=11, stages=(outer, inner))
+
+
 def grouped() -> ModelConfig:
     """Assemble blocks of attention with all that kernels have not."""
     longer = RotaryConfig(base=50.0, share=0.5, scaling="llama3", factor=8.0, original_ctx=40)
@@ -165,6 +180,7 @@ MODELS = {
     "4 streams": dense(dim=36, layers=2, heads=2, ffn=50, ctx=6, streams=4),
     "2 streams": dense(dim=36, layers=2, heads=2, ffn=50, ctx=6, streams=2, digits="all"),
     "mixed": mixed(),
+    "bounded": bounded(),
     "grouped": grouped(),
 }
 """Small models that have all parts between them, compared from the bytes on."""

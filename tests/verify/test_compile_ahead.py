@@ -14,6 +14,7 @@ from arbcli.verify.variants import Launch, variant_of
 from arbcli.verify.workers import Workers
 
 
+@pytest.mark.slow
 def test_kernels_compile_for_a_gpu_that_is_not_here():
     found = compile_kernels(["step_scales", "gradient_gains"], ["sm_90"], 32, number=2)
     assert [result.kernel for result in found] == ["step_scales", "gradient_gains"]
