@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,15 @@ from arbcli.kernels.registry import KERNELS
 from arbcli.kernels.runtime.backend import check_backend, chunks_of, use_backend
 from arbcli.kernels.runtime.spec import Case, KernelSpec
 from arbcli.verify.compare import CaseResult, as_tuple, compare, poisoned, worst
-from arbcli.verify.fuzz import Drawn, Tally, fuzz_cases, real_cases, real_reference, real_rows
+from arbcli.verify.fuzz import (
+    DRAWINGS,
+    Drawn,
+    Tally,
+    fuzz_cases,
+    real_cases,
+    real_reference,
+    real_rows,
+)
 from arbcli.verify.memory import Memory, kernel_sources
 from arbcli.verify.sample import (
     ALWAYS,
@@ -47,6 +56,8 @@ SLOWEST = (
     "row_matmul", "coded_rows", "append_position_8bit", "quantise_gradient", "decode_latent",
 )  # fmt: skip
 """Kernels that take longest to be compiled, the longest first: they are begun before others."""
+SMALL = 1 << 15
+"""Elements of the inputs of a case whose reference runs on the host, beside a GPU."""
 SHARED = 12
 """Of these, several processes compile so many first ones."""
 
@@ -425,7 +436,7 @@ def _verify(
             left_out[backend] += 1
         if not chosen:
             continue
-        wanted = as_tuple(reference(*copies(case.inputs)))
+        wanted = _expected(spec, part, case, reference)
         peers = as_tuple(case.peer(*copies(case.inputs))) if case.peer else (None,) * len(wanted)
         for backend in chosen:
             labels[backend].append(case.label)
@@ -459,6 +470,46 @@ def _verify(
     ]
 
 
+def _expected(spec: KernelSpec, part: _Part, case: Case, reference: Callable) -> tuple[Tensor, ...]:
+    """Compute what the reference returns.
+
+    Processes that share a GPU wait for one another at each of its many small operations. So it runs
+    on the host, and large cases on a GPU have the reference of real matrices, if there is one.
+    """
+    inputs = copies(case.inputs)
+    if part.kind == "real" or torch.device(part.device).type == "cpu":
+        return as_tuple(reference(*inputs))
+    if _size(inputs) > SMALL:
+        return as_tuple((DRAWINGS[spec.name].reference or reference)(*inputs))
+    found = as_tuple(reference(*_moved(inputs, torch.device("cpu"))))
+    return _moved(found, torch.device(part.device))
+
+
+def _run_on_copies(run: Callable, case: Case) -> object:
+    return run(*copies(case.inputs))
+
+
+def _size(inputs: tuple) -> int:
+    """Count the elements of all tensors."""
+    tensors = (x for x in inputs if isinstance(x, Tensor | tuple))
+    return sum(_size(x) if isinstance(x, tuple) else x.numel() for x in tensors)
+
+
+def _moved(inputs: tuple, device: torch.device) -> tuple:
+    """Copy tensors to a device; their strides are those of a new tensor then."""
+    moved = [
+        _moved(x, device)
+        if isinstance(x, tuple)
+        else x.to(device)
+        if isinstance(x, Tensor)
+        else device
+        if isinstance(x, torch.device)
+        else x
+        for x in inputs
+    ]
+    return type(inputs)(*moved) if hasattr(inputs, "_fields") else tuple(moved)
+
+
 def _is_chosen(
     spec: KernelSpec, part: _Part, case: Case, backend: str, sample: CompiledSample
 ) -> bool:
@@ -468,7 +519,8 @@ def _is_chosen(
     if backend != "triton" or part.kind == "fuzz":
         return True
     with use_backend(backend):
-        return sample.takes(case.label, part.scale_type, lambda: spec.triton(*copies(case.inputs)))
+        run = partial(_run_on_copies, spec.triton, case)
+        return sample.takes(case.label, part.scale_type, run, known=part.kind == "cases")
 
 
 def _run_case(

@@ -24,7 +24,9 @@ from arbcli.verify.ledger import Ledger, new_ledger, verdict
 from arbcli.verify.memory import Memory, describe_machine
 from arbcli.verify.parity import (
     INTERPRETED,
+    LARGEST,
     LONGEST,
+    SAMPLED_CTX,
     SHORTEST,
     ParityResult,
     begin_parity,
@@ -248,8 +250,8 @@ def _sampled(request: VerifyRequest, backends: tuple[str, ...], found: _Found) -
     elif request.whole_model:
         types = [name for name in ALWAYS if name in request.scale_types] or request.scale_types
         yield (
-            "models in Triton: presets in bf16, as they are trained, and small ones in float32 and"
-            f" {' and '.join(types)}; {again}"
+            f"models: {', '.join(LARGEST)} in bf16, as they are trained, with up to {SAMPLED_CTX}"
+            f" bytes, and small ones in float32 and {' and '.join(types)}; {again}"
         )
 
 
@@ -285,7 +287,8 @@ def _left_out(
         yield "causality and determinism of small models in more than one scale type"
         yield (
             "Mamba in bf16 against float64: a gated output near 0 is normalised, and what was"
-            " rounded before is most of it"
+            " rounded before is most of it; and bounded streams, whose bound takes most of a"
+            " gradient away"
         )
         if "triton" in backends:
             yield (

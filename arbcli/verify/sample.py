@@ -73,7 +73,7 @@ def is_long(kernel: str, label: str) -> bool:
 class CompiledSample:
     """Chooses cases of a kernel by what a GPU would have to compile for them.
 
-    A case that compiles nothing new runs. One that does runs if a fact about it is new: each type,
+    A fixed case that compiles nothing new runs. Others run if a fact about them is new: each type,
     each switch, each argument that is 1, is or is not a multiple of 16, each size of tiles up to a
     factor of 4, and all that a label says besides numbers, in both types of `ALWAYS`, is met once,
     but not each combination.
@@ -87,13 +87,16 @@ class CompiledSample:
         self._compiled: set[str] = set()
         self._facts: set[Hashable] = set()
 
-    def takes(self, label: str, scale_type: str | None, run: Callable[[], object]) -> bool:
+    def takes(
+        self, label: str, scale_type: str | None, run: Callable[[], object], *, known: bool = True
+    ) -> bool:
         """Tell whether a case runs, and count it as run if so.
 
         Args:
             label: of the case.
             scale_type: of the case; None if it has none.
             run: launches its kernels, which is recorded and not done.
+            known: whether a case runs though all of it is known, as it compiles nothing.
         """
         variants: dict[str, Variant] = {}
 
@@ -111,7 +114,7 @@ class CompiledSample:
         facts = {fact for variant in own or variants.values() for fact in _facts(variant)}
         if scale_type is None or scale_type in ALWAYS:
             facts.add((re.sub(r"\d+", "0", label.removesuffix(" bf16")), scale_type))
-        if variants.keys() <= self._compiled or not facts <= self._facts:
+        if (known and variants.keys() <= self._compiled) or not facts <= self._facts:
             self._compiled |= variants.keys()
             self._facts |= facts
             return True

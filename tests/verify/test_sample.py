@@ -13,6 +13,8 @@ import torch
 
 import arbcli.kernels
 from arbcli.config.site import SCALE_TYPES
+from arbcli.kernels.codec.packed import Packed
+from arbcli.kernels.runtime.spec import Case
 from arbcli.verify import kernels as verify
 from arbcli.verify import parity, variants
 from arbcli.verify import sample as sample_module
@@ -111,7 +113,7 @@ def test_only_triton_is_sampled_and_only_if_asked():
 
 
 @pytest.mark.parametrize("backend", ["interpreter", "triton"])
-def test_models_are_sampled_in_triton_alone(backend, monkeypatch):
+def test_models_are_sampled_on_a_gpu_and_in_triton_alone(backend, monkeypatch):
     monkeypatch.setattr(parity, "fitting_dtypes", lambda *_: (torch.float32, torch.bfloat16))
     types = ["T32", *(name for name in SCALE_TYPES if name != "T32")]
 
@@ -125,10 +127,17 @@ def test_models_are_sampled_in_triton_alone(backend, monkeypatch):
         small = [s for s in every if s.name not in parity.FULL_SIZE]
         kept = [s for s in small if s.config.scale_type in ALWAYS and s.dtype == torch.float32]
         assert [s for s in chosen if s.name not in parity.FULL_SIZE] == kept
-        assert [s for s in chosen if s not in kept] == [
-            s for s in every if s not in small and s.dtype == torch.bfloat16
+        presets = [s for s in chosen if s not in kept]
+        assert [s.name for s in presets] == [s for s in parity.FULL_SIZE if s in parity.LARGEST]
+        assert {s.dtype for s in presets} == {torch.bfloat16}
+        assert 8 < max(s.config.ctx for s in presets) <= parity.SAMPLED_CTX
+        on_gpu = [replace(s, device=torch.device("cuda")) for s in subjects("torch")]
+        assert [replace(s, device=CPU) for s in parity._sample(on_gpu, types)] == [
+            s
+            for s in subjects("torch")
+            if s.parts == ("update",)
+            or (s.config.scale_type in ALWAYS and s.dtype == torch.float32)
         ]
-        assert {s.name for s in chosen} >= {*parity.FULL_SIZE}
         return
     models = [s.name.split()[0] for s in chosen if s.parts == ("whole",)]
     assert models == ["ragged", *parity.INTERPRETED]
@@ -204,7 +213,7 @@ def test_a_gpu_runs_a_sample_of_cases_and_all_if_asked(monkeypatch):
     """The cases that are left out are counted, and nothing but Triton leaves any out."""
     (spec,) = find_kernels(["pack_trits"])
     monkeypatch.setattr(verify, "KERNELS", (replace(spec, triton=spec.torch),))
-    monkeypatch.setattr(CompiledSample, "takes", lambda *_: False)
+    monkeypatch.setattr(CompiledSample, "takes", lambda *_, **__: False)
     (part,) = _parts(find_kernels([]), {"T6": 6}, CPU, ("triton", "torch"), Checks(sampled=True))
     triton, others = verify._verify_parts(spec.name, None, part)
     assert (triton.outputs, triton.left_out, triton.passed) == (0, len(others.shapes), True)
@@ -272,3 +281,28 @@ def test_slow_kernels_and_large_models_are_compiled_by_several_processes_first()
     assert last[1:] == ("graph T32", parity.SHARES - 1, subjects[0])
     names = {name.split(" T")[0] for name in (*parity.MODELS, *parity.FULL_SIZE)}
     assert {*parity.OF_MANY_KERNELS} <= names
+
+
+def test_references_run_on_the_host_beside_a_gpu(monkeypatch):
+    """But for real matrices, and large cases of kernels that have a reference for these."""
+    (spec,) = find_kernels(["gradient_statistics"])
+    called, places = [], []
+    small, large = (Case("", (torch.zeros(n),)) for n in (3, verify.SMALL + 1))
+    drawing = SimpleNamespace(reference=lambda x: called.append("large") or x)
+    monkeypatch.setitem(verify.DRAWINGS, spec.name, drawing)
+    monkeypatch.setattr(verify, "_moved", lambda x, place: places.append(place.type) or x)
+    for device, kind, case in (
+        ("cpu", "cases", small), ("cuda", "cases", small), ("cuda", "real", small),
+        ("cuda", "cases", large), ("cpu", "cases", large),
+    ):  # fmt: skip
+        part = verify._Part(spec.name, "T6", 6, device, ("torch",), Checks(), 0, kind)
+        verify._expected(spec, part, case, lambda x: called.append("small") or x)
+    assert called == [*["small"] * 3, "large", "small"]
+    assert places == ["cpu", "cuda"]  # there and back, once
+
+
+def test_inputs_are_moved_with_all_that_they_are_made_of():
+    packed = Packed(torch.zeros(2, 3), torch.zeros(2, 1), None, 5, 6)
+    (again, number), meta = verify._moved((packed, 4), torch.device("meta")), torch.device("meta")
+    assert (again.trits.device, again.fraction, again.group_size, number) == (meta, None, 6, 4)
+    assert verify._size((packed, 4, torch.zeros(7))) == 6 + 2 + 7
