@@ -59,11 +59,14 @@ def test_eight_bits_take_half_the_cache_and_hardly_any_loss(kv, run, arb_here):
     assert 0 < abs(losses[1] - losses[0]) < 0.02
 
 
-def test_generate_writes_the_same_as_json_bytes_and_text(run, generate):
+def test_generate_writes_the_same_as_json_bytes_and_text(generate, monkeypatch):
     args = ["--length", "60", "--temperature", "3", "--seed", "7"]
     report = json.loads(generate(*args, "--json").stdout)
-    command = [sys.executable, "-m", "arbcli", "generate", "--checkpoint", run, "--device", "cpu"]
-    raw = subprocess.run([*command, *args, "--bytes"], capture_output=True, check=False).stdout
+    written = io.BytesIO()
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", io.TextIOWrapper(written))
+        generate(*args, "--bytes")
+        raw = written.getvalue()
     assert len(raw) == 60
     assert report["text"] == raw.decode(errors="replace")
     assert generate(*args).stdout == report["text"]

@@ -65,6 +65,15 @@ def test_several_texts_are_those_of_one_at_a_time(lm):
     assert [len(text) for text in apart] == [each.length for each in REQUESTS]
 
 
+def test_a_place_forgets_how_bytes_of_the_text_before_were_chosen(lm):
+    """Each of these choices is greedy by one setting alone, and the last by none."""
+    settings = ({"top_p": 1e-9}, {"top_k": 1}, {"temperature": 0.0}, {})
+    found = texts(lm, [request(b"abc", 9, temperature=3.0) for _ in range(1)], 1)
+    made = texts(lm, [request(b"abc", 9, **({"temperature": 3.0} | how)) for how in settings], 1)
+    assert made[0] == made[1] == made[2] != made[3]
+    assert made[3:] == found
+
+
 def in_cell(cell, dtype: torch.dtype, device: torch.device) -> LanguageModel:
     with torch.device(device):
         lm = LanguageModel(wide(cell.model()), dtype)

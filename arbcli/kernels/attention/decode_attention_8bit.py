@@ -295,6 +295,7 @@ def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
             coded = [quantise_entries(ring.to(device), stored) for ring in rings]
             (keys, values), exponents = zip(*coded, strict=True)
             label = f"{name} {heads}x{window}x{width} at {position}"
+            label += " next octave" if width == 10 else ""
             label += " bf16" if dtype == torch.bfloat16 else ""
             state = (keys, values, torch.stack(exponents), place)
             inputs = (qkv, *state, angle.cos(), angle.sin(), tickets, 1e-6)
