@@ -135,8 +135,8 @@ def mixed() -> ModelConfig:
 def bounded() -> ModelConfig:
     """Assemble blocks that add a share, to a stream that is bounded, and to several.
 
-    Some positions are within the bound. Were all beyond it, lengths of streams would not matter, and
-    gradients of what several are written by would be differences that bfloat16 rounds away.
+    Some positions are within the bound. Were all beyond it, lengths of streams would not matter,
+    and gradients of what several are written by would be differences that bfloat16 rounds away.
     """
     block = BlockConfig(mixer=AttentionConfig(heads=2), channel=MLPConfig(width=13))
     outer = StageConfig(
