@@ -72,19 +72,19 @@ def _choose_byte_torch(byte, text, logits, position, key, temperature, top_k, to
     text.index_copy_(0, position.long()[None], choice.to(torch.uint8)[None])
 
 
-def _choose_among_many(byte, text, logits, position, key, temperature, top_k, top_p):
-    if temperature == 0:
+def choose_among_many(byte, text, logits, position, key, temperature, top_k, top_p):
+    """Do as `choose_byte_` does with any number of symbols; numbers may be scalar tensors."""
+    if not isinstance(temperature, Tensor) and temperature == 0:
         choice = logits.argmax()
     else:
         score, symbol = logits.float().sort(descending=True, stable=True)
-        score = (score - score[0]) / temperature
+        score = (score - score[0]) / (temperature + (temperature == 0))
         rank = torch.arange(len(score), device=score.device)
         kept = rank < top_k
-        if top_p < 1:
-            share = torch.where(kept, score, -torch.inf).softmax(0)
-            kept &= share.cumsum(0) - share < top_p
-        noisy = score + _noise(key, position, symbol.to(torch.int32))
-        choice = symbol[torch.where(kept, noisy, -torch.inf).argmax()]
+        share = torch.where(kept, score, -torch.inf).softmax(0)
+        kept &= (share.cumsum(0) - share < top_p) | (top_p == 1)
+        noise = _noise(key, position, symbol.to(torch.int32)) * (temperature > 0)
+        choice = symbol[torch.where(kept, score + noise, -torch.inf).argmax()]
     byte.copy_(choice)
     text.index_copy_(0, position.long()[None], choice.to(text.dtype)[None])
 
@@ -171,7 +171,7 @@ def choose_byte_(
     _check(byte, text, logits, position, key)
     run = _choose_byte_triton if uses_triton(logits) else _choose_byte_torch
     if len(logits) > MAX_SYMBOLS:
-        run = _choose_among_many
+        run = choose_among_many
     run(byte, text, logits, position, key, temperature, top_k, top_p)
 
 

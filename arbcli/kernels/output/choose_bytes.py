@@ -9,6 +9,7 @@ from arbcli.kernels.output.choose_byte import (
     CHOICES,
     CHOOSE_BYTE,
     MAX_SYMBOLS,
+    choose_among_many,
     choose_byte_reference,
 )
 from arbcli.kernels.runtime._triton import tl, triton
@@ -46,6 +47,11 @@ def _choose_bytes_torch(byte, text, logits, position, key, temperature, top_k, t
     )  # fmt: skip
     for row in rows:
         choose(*row)
+
+
+def _choose_among_many(byte, text, logits, position, key, *how):
+    for row in zip(byte, text, logits, position, key, *how, strict=True):
+        choose_among_many(*row)
 
 
 @triton.jit
@@ -106,12 +112,15 @@ def choose_bytes_(
     top_k: Tensor,
     top_p: Tensor,
 ) -> None:
-    """Choose the byte at `position` of each text by its logits, in place.
+    """Choose the byte, or token, at `position` of each text by its logits, in place.
+
+    Of more than 256 symbols one text after another has torch's operations.
 
     Args:
         byte: (B, 1) int64, set to the bytes, for whoever reads them next.
-        text: (B, P) uint8; in each row the element at its position is set.
-        logits: (B, V) float32 or bfloat16, V at most 256; finite, or -inf.
+        text: (B, P) uint8, or int32 of more than 256 symbols; in each row the element at its
+            position is set.
+        logits: (B, V) float32 or bfloat16; finite, or -inf.
         position: (B,) int32 below P. It is read on the device, as are those that follow.
         key: (B,) int32, of the random streams.
         temperature: (B,) float32: see `choose_byte_` for this and the next ones.
@@ -125,17 +134,19 @@ def choose_bytes_(
     """
     _check(byte, text, logits, position, key, temperature, top_k, top_p)
     run = _choose_bytes_triton if uses_triton(logits) else _choose_bytes_torch
+    if logits.shape[1] > MAX_SYMBOLS:
+        run = _choose_among_many
     run(byte, text, logits, position, key, temperature, top_k, top_p)
 
 
 def _check(byte, text, logits, position, key, temperature, top_k, top_p):
     got = f"{logits.dtype} of shape {tuple(logits.shape)}"
-    fits = logits.dim() == 2 and 1 <= logits.shape[1] <= MAX_SYMBOLS and logits.is_contiguous()
+    fits = logits.dim() == 2 and logits.shape[1] and logits.is_contiguous()
     if logits.dtype not in (torch.float32, torch.bfloat16) or not fits:
-        raise ValueError(f"need contiguous float32 or bfloat16 (B, 1 to {MAX_SYMBOLS}), got {got}")
-    texts = len(logits)
+        raise ValueError(f"need contiguous float32 or bfloat16 (B, V), got {got}")
+    texts, kept_in = len(logits), torch.uint8 if logits.shape[1] <= MAX_SYMBOLS else torch.int32
     for name, value, dtype, shape in (
-        ("text", text, torch.uint8, (texts, *text.shape[1:2])),
+        ("text", text, kept_in, (texts, *text.shape[1:2])),
         ("byte", byte, torch.int64, (texts, 1)),
         ("position", position, torch.int32, (texts,)),
         ("key", key, torch.int32, (texts,)),

@@ -74,7 +74,8 @@ class HyperConnection(nn.Module):
         """
         batch, length, streams, dim = x.shape
         rows = x.reshape(-1, streams, dim)
-        read, keep, write = (self.step_weights if fused else self.weights)(rows)
+        weigh = self.step_weights if fused else self.weights
+        read, keep, write = weigh(rows)
         found = branch(self.parts.mix_streams(rows, read[:, None]).view(batch, length, dim))
         return self.parts.mix_streams(rows, keep, found.reshape(-1, dim), write).view(x.shape)
 
