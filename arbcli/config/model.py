@@ -14,7 +14,7 @@ from arbcli.config.parts import BESIDE, CHANNELS, MIXERS, PartConfig
 from arbcli.config.parts.chunking import ChunkingConfig
 from arbcli.config.parts.memories import MemoriesConfig
 from arbcli.config.parts.mlp import MLPConfig
-from arbcli.config.site import SCALE_TYPES, Site
+from arbcli.config.site import NORM_EPS, SCALE_TYPES, Site
 from arbcli.directions import DIRECTIONS
 from arbcli.errors import ArbError
 from arbcli.rules import DIGITS, FADED, FADING, RULES, VOTES_FIXES, WITH_DIGITS
@@ -28,6 +28,10 @@ MOST_BLOCKS = 1024
 MOST_OUTER_STAGES = 8
 MOST = 2**20
 """Of a width, or a context."""
+MOST_EPS = 0.01
+"""Of `norm_eps`."""
+EPS_KINDS = ("attention", "mlp")
+"""Parts whose norms have any `norm_eps`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,6 +79,10 @@ class StageConfig:
     """Width of the stream."""
     streams: int = 1
     """Residual streams, one of `STREAMS`; several are mixed by hyper-connections."""
+    contribution: float = 1.0
+    """A factor, above 0 and at most 1, of what each part of a block adds to the stream."""
+    bound: float | None = None
+    """The largest root-mean-square of a stream behind a block: more is scaled down; None is any."""
     blocks: Blocks = ()
     """Of the innermost stage."""
     before: Blocks = ()
@@ -98,6 +106,16 @@ class StageConfig:
         check_at_least("dim", self.dim)
         check_at_most("dim", self.dim, MOST)
         check_choice("streams", self.streams, STREAMS)
+        if not 0 < self.contribution <= 1:
+            raise ArbError(
+                f"`contribution` is {self.contribution}",
+                hint="use a number above 0 and at most 1",
+                fields=("contribution",),
+            )
+        if self.bound is not None and not self.bound > 0:
+            raise ArbError(
+                f"`bound` is {self.bound}", hint="use a number above 0", fields=("bound",)
+            )
         for name in ("blocks", "before", "after"):
             check_at_most("layers", len(getattr(self, name)), MOST_BLOCKS)
         if self.chunking and (self.blocks or self.memories or self.router):
@@ -122,6 +140,11 @@ class StageConfig:
                 hint="use at most the number of blocks",
                 fields=("place",),
             )
+
+    @property
+    def adds_plainly(self) -> bool:
+        """Whether parts add to the stream without a factor, and without a bound behind them."""
+        return self.contribution == 1 and self.bound is None
 
     @property
     def lists(self) -> tuple[Blocks, ...]:
@@ -159,6 +182,8 @@ class ModelConfig:
     only divide by the root-mean-square."""
     vocabulary: int = VOCABULARY
     """Number of symbols: 256 is every byte, and another number is the tokens of a tokenizer."""
+    norm_eps: float = NORM_EPS
+    """What norms add to the mean of squares; another number than 1e-6 needs gains in all norms."""
     tied: bool = False
     """Whether the head multiplies by the weight of the embedding."""
 
@@ -210,6 +235,8 @@ class ModelConfig:
             )
         for site, part in self.sited_parts():
             part.check_at(site)
+        if self.norm_eps != NORM_EPS:
+            self._check_norm_eps()
         if self.weights != "ternary":
             self._check_twin()
         if self.vocabulary != VOCABULARY:
@@ -246,6 +273,26 @@ class ModelConfig:
                 "`votes_fixes` are of the rule `votes` alone",
                 hint="leave them out, or use `rule=votes`",
                 fields=("votes_fixes", "rule"),
+            )
+
+    def _check_norm_eps(self) -> None:
+        """Check that no norm is one of those whose kernels know `NORM_EPS` alone."""
+        if not 0 < self.norm_eps <= MOST_EPS:
+            raise ArbError(
+                f"`norm_eps` is {self.norm_eps}",
+                hint=f"use more than 0, and at most {MOST_EPS}",
+                fields=("norm_eps",),
+            )
+        parts = [part for _, part in self.sited_parts()]
+        plain = self.main.streams == 1 and not self.outer and not self.head
+        gained = self.norm_gain and plain and all(part.kind in EPS_KINDS for part in parts)
+        unit = any(getattr(part, "query_key_norm", None) == "unit" for part in parts)
+        if not gained or unit or any(part.sub_norm for part in parts):
+            raise ArbError(
+                f"`norm_eps` is {self.norm_eps}, and a norm without gains has {NORM_EPS}",
+                hint="use `norm_gain`, attention and MLPs without `sub_norm`, and `query_key_norm`"
+                " of `gain` or `none`",
+                fields=("norm_eps",),
             )
 
     def _check_twin(self) -> None:
@@ -334,6 +381,7 @@ class ModelConfig:
             direction=self.direction,
             weights=self.weights,
             norm_gain=self.norm_gain,
+            norm_eps=self.norm_eps,
         )
 
     def blocks(self) -> Iterator[tuple[Site, BlockConfig]]:

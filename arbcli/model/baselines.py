@@ -181,11 +181,12 @@ class FloatGainedRMSNorm(FloatVector):
 
     def __init__(self, dim: int, site: Site) -> None:
         super().__init__([1.0] * dim, site, area="norms")
+        self.eps = site.norm_eps
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise the last dimension of (..., D), in float32."""
         gain = super().forward()
-        return functional.rms_norm(x.float(), gain.shape, gain, eps=NORM_EPS).to(x.dtype)
+        return functional.rms_norm(x.float(), gain.shape, gain, eps=self.eps).to(x.dtype)
 
 
 class FloatGate(FloatRMSNorm):

@@ -283,6 +283,8 @@ def held_out_text(run: Path) -> tuple[Text, str]:
     Raises:
         ArbError: it is not there any more, or another.
     """
+    if not (run / CONFIG).exists():
+        raise ArbError(f"`{run}` has no text of its own", hint="name one with `--data`")
     facts = read_facts(run)
     texts = open_texts_again(facts, run_config(run, facts))
     check_same_text(run, facts, text_digest(texts), "name another with `--data`")

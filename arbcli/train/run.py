@@ -40,12 +40,14 @@ from arbcli.device import (
     resolve_device,
 )
 from arbcli.errors import ArbError
+from arbcli.imports.companions import copy_companions
 from arbcli.infer.generation import Sampling, generate
 from arbcli.infer.load import SavedModel, check_saved, check_trainable, saved_config
 from arbcli.infer.tokens import DIGEST, check_digest, symbols_of
 from arbcli.kernels.runtime.compiling import counted_compiling
 from arbcli.model.operations import step_operations
 from arbcli.run_files import (
+    COMPANIONS,
     CONFIG,
     best_checkpoints,
     check_free,
@@ -245,6 +247,8 @@ def start_run(
                 trainer.take_weights(initial.checkpoint)
                 facts["init_from"] = os.path.abspath(initial.path)
                 facts["init_digest"] = initial.checkpoint.digest
+                if group.first and save:
+                    copy_companions(initial.path.parent / COMPANIONS, run / COMPANIONS)
                 del initial  # it may be large
             if group.first and save:
                 if texts.tokenizer:
