@@ -106,7 +106,7 @@ def plot_probe(report: dict[str, Any], png: Path) -> None:
     loss.plot(before, losses, color=BLUE, linewidth=1.2, label="training")
     _mark_losses(loss, report["text_entropy"], report["uniform_loss"])
     loss.legend(frameon=False, fontsize=8)
-    _label(loss, "loss", "steps done", "nats a byte")
+    _label(loss, "loss", "steps done", "nats a symbol")
 
     spread = _points(readings, "step", "logit_spread")
     logits.plot(*spread, "o-", color=BLUE, markersize=4)
