@@ -74,19 +74,21 @@ def _choose_byte_torch(byte, text, logits, position, key, temperature, top_k, to
 
 def _choose_among_many(byte, text, logits, position, key, temperature, top_k, top_p):
     if temperature == 0:
-        choice = logits.argmax()
+        choice = logits.argmax()[None]
     else:
         score, symbol = logits.float().sort(descending=True, stable=True)
         score = (score - score[0]) / temperature
         rank = torch.arange(len(score), device=score.device)
         kept = rank < top_k
         if top_p < 1:
-            share = torch.where(kept, score, -torch.inf).softmax(0)
-            kept &= share.cumsum(0) - share < top_p
+            # added up as integers, which is the same in any order
+            share = (torch.where(kept, score, -torch.inf).softmax(0) * 2.0**40).long()
+            kept &= share.cumsum(0) - share < round(top_p * 2**40)
         noisy = score + _noise(key, position, symbol.to(torch.int32))
-        choice = symbol[torch.where(kept, noisy, -torch.inf).argmax()]
-    byte.copy_(choice)
-    text.index_copy_(0, position.long()[None], choice.to(text.dtype)[None])
+        # an index of no dimension would be read by the host
+        choice = symbol.gather(0, torch.where(kept, noisy, -torch.inf).argmax()[None])
+    byte.copy_(choice.view_as(byte))
+    text.index_copy_(0, position.long()[None], choice.to(text.dtype))
 
 
 def _noise(key, position, symbol):
