@@ -1,4 +1,4 @@
-"""The weight of a head of many symbols, and one that embedding and head share.
+"""The weight of an embedding or a head of many symbols, and one that both share.
 
 Of a large vocabulary it is stepped in chunks of rows, each a matrix of its own. Losses are computed
 from the stream a chunk of symbols at a time, and again in the backward, so that neither the logits
@@ -47,7 +47,7 @@ class Scored(NamedTuple):
 
 
 class SymbolWeight(LinearWeight):
-    """The weight of a `SymbolHead`, which a `TernaryEmbedding` may share.
+    """The weight of a `SymbolHead`, of a `TernaryEmbedding`, or of both.
 
     Args:
         vocabulary: V.
