@@ -190,7 +190,8 @@ def _continue_several(
         emit_json(asdict(text))
 
     done = continue_several(model, requests, batch, backend=backend, kv=kv, on_text=write)
+    kind = "bytes" if model.tokenizer is None else "tokens"
     note(
-        f"{done.texts} texts, {done.length:,} bytes, {done.length / done.seconds:,.0f} bytes/s on"
+        f"{done.texts} texts, {done.length:,} {kind}, {done.length / done.seconds:,.0f} {kind}/s on"
         f" {done.device}, backend {done.backend}, {done.batch} at once"
     )

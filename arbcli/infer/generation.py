@@ -243,7 +243,7 @@ def symbols_on(device: torch.device, symbols: Sequence[int], dtype: torch.dtype)
     """Copy bytes, where the dtype is uint8, or tokens, in int32, to a device: (N,)."""
     if dtype == torch.uint8:
         return torch.frombuffer(bytearray(symbols), dtype=dtype).to(device)
-    return torch.tensor(symbols, dtype=dtype, device=device)
+    return torch.tensor(symbols, dtype=dtype, device="cpu").to(device)
 
 
 def copied_to_host(made: Tensor) -> Callable[[], Sequence[int]]:

@@ -104,9 +104,9 @@ def plot_probe(report: dict[str, Any], png: Path) -> None:
     # a step's own loss is measured before its update
     before = [step - 1 for step in steps]
     loss.plot(before, losses, color=BLUE, linewidth=1.2, label="training")
-    _mark_losses(loss, report["text_entropy"])
+    _mark_losses(loss, report["text_entropy"], report["uniform_loss"])
     loss.legend(frameon=False, fontsize=8)
-    _label(loss, "loss", "steps done", "nats a byte")
+    _label(loss, "loss", "steps done", "nats a symbol")
 
     spread = _points(readings, "step", "logit_spread")
     logits.plot(*spread, "o-", color=BLUE, markersize=4)
@@ -167,9 +167,9 @@ def _figure(columns: int) -> "tuple[Figure, list[Axes]]":
     return figure, axes
 
 
-def _mark_losses(axes: "Axes", entropy: float) -> None:
+def _mark_losses(axes: "Axes", entropy: float, uniform: float = UNIFORM) -> None:
     """Draw what to compare a loss with, named at the right edge."""
-    for value, name in ((UNIFORM, "uniform"), (entropy, "order 0")):
+    for value, name in ((uniform, "uniform"), (entropy, "order 0")):
         axes.axhline(value, color=FAINT, linestyle=":", linewidth=1)
         label = {"xytext": (4, 0), "textcoords": "offset points", "va": "center", "fontsize": 8}
         edge = axes.get_yaxis_transform()  # x as a share of the width, y in data

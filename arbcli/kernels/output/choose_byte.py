@@ -75,18 +75,21 @@ def _choose_byte_torch(byte, text, logits, position, key, temperature, top_k, to
 def choose_among_many(byte, text, logits, position, key, temperature, top_k, top_p):
     """Do as `choose_byte_` does with any number of symbols; numbers may be scalar tensors."""
     if not isinstance(temperature, Tensor) and temperature == 0:
-        choice = logits.argmax()
+        choice = logits.argmax()[None]
     else:
         score, symbol = logits.float().sort(descending=True, stable=True)
         score = (score - score[0]) / (temperature + (temperature == 0))
         rank = torch.arange(len(score), device=score.device)
         kept = rank < top_k
-        share = torch.where(kept, score, -torch.inf).softmax(0)
-        kept &= (share.cumsum(0) - share < top_p) | (top_p == 1)
+        # added up as integers, which is the same in any order
+        share = (torch.where(kept, score, -torch.inf).softmax(0) * 2.0**40).long()
+        most = top_p.double() * 2**40 if isinstance(top_p, Tensor) else top_p * 2.0**40
+        kept &= (share.cumsum(0) - share < most) | (top_p == 1)
         noise = _noise(key, position, symbol.to(torch.int32)) * (temperature > 0)
-        choice = symbol[torch.where(kept, score + noise, -torch.inf).argmax()]
-    byte.copy_(choice)
-    text.index_copy_(0, position.long()[None], choice.to(text.dtype)[None])
+        # an index of no dimension would be read by the host
+        choice = symbol.gather(0, torch.where(kept, score + noise, -torch.inf).argmax()[None])
+    byte.copy_(choice.view_as(byte))
+    text.index_copy_(0, position.long()[None], choice.to(text.dtype))
 
 
 def _noise(key, position, symbol):
