@@ -58,7 +58,8 @@ def test_resume_is_told_where_and_how_to_go_on(asked, monkeypatch):
 
 
 def test_start_is_told_where_how_long_and_from_what(asked, monkeypatch):
-    monkeypatch.setattr(load, "read_saved", lambda path, note: SimpleNamespace(checkpoint=path))
+    monkeypatch.setattr(load, "read_saved", lambda path, note: load.SavedModel(path, path))
+    monkeypatch.setattr("arbcli.infer.tokens.saved_tokenizer", lambda *_: None)
     monkeypatch.setattr(load, "saved_config", lambda checkpoint: "small")
     checked = mock.Mock()
     monkeypatch.setattr(room, "check_memory", checked)
