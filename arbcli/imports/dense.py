@@ -118,7 +118,9 @@ def shape_of(config: ModelConfig) -> Shape | None:
     main = config.main
     if len(config.stages) > 1 or config.beside or config.head or main.streams > 1:
         return None
-    if main.memories or main.router or len({_endless(block) for block in main.blocks}) != 1:
+    if main.memories or main.router or not main.adds_plainly:
+        return None
+    if len({_endless(block) for block in main.blocks}) != 1:
         return None
     mixer, channel = main.blocks[0].mixer, main.blocks[0].channel
     if not isinstance(mixer, AttentionConfig) or not isinstance(channel, MLPConfig):
