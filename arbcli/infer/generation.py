@@ -133,10 +133,10 @@ class Decoder:
             raise ArbError("the prompt is empty", hint="give at least one byte, such as a newline")
         if self.length + len(prompt) > len(self._text):
             raise ValueError(f"no room for {len(prompt)} bytes after {self.length}")
-        ids = torch.frombuffer(bytearray(prompt), dtype=torch.uint8).to(self.device)
+        ids = on_cpu(prompt, self._text.dtype).to(self.device)
         self._text[self.length : self.length + len(ids)] = ids
         if self.length:
-            ids = torch.cat([self._byte[0].to(torch.uint8), ids])
+            ids = torch.cat([self._byte[0].to(ids.dtype), ids])
         with use_backend(self.backend):
             for start in range(0, len(ids) - 1, self.cache.window):
                 stop = min(start + self.cache.window, len(ids) - 1)
@@ -237,6 +237,13 @@ class Decoder:
     def _fetch(self, begin: int) -> Callable[[], Sequence[int]]:
         """Copy the text from `begin` on to the host; the function returned waits for it."""
         return copied_to_host(self._text[begin : self.length])
+
+
+def on_cpu(symbols: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """Make a vector of symbols, (N,) of `dtype`; bytes are copied without a number for each."""
+    if isinstance(symbols, bytes) and dtype == torch.uint8:
+        return torch.frombuffer(bytearray(symbols), dtype=dtype)
+    return torch.tensor(symbols, dtype=dtype, device="cpu")
 
 
 def copied_to_host(made: Tensor) -> Callable[[], Sequence[int]]:

@@ -194,8 +194,6 @@ class TernaryTensor(StateModule):
         start, stop = matrices.start * self.matrix_rows, matrices.stop * self.matrix_rows
         return slice(start, min(stop, self.out_features))
 
-    by_rows = False
-    """Whether a gradient is that of some of its rows."""
     always_has_gradients = False
     """Whether each of several matrices has a gradient in every micro-batch."""
 

@@ -9,7 +9,6 @@ from arbcli.kernels.rows.ternary_embedding import embedding_grad, embedding_rows
 from arbcli.model.layers.compiled import anchor
 from arbcli.model.layers.streamed import StreamedTensor
 from arbcli.model.layers.symbols import SymbolWeight, in_chunks
-from arbcli.model.layers.table import RowsWeight, gradient_of_rows
 
 
 class EmbeddingWeight(StreamedTensor):
@@ -20,12 +19,16 @@ class EmbeddingWeight(StreamedTensor):
         return embedding_grad(grad_y, source, self.out_features)
 
 
-class EmbeddingRows(RowsWeight):
-    """The weight of a `TernaryEmbedding` of many symbols, of which a step changes those it read."""
+class ManyEmbeddingsWeight(SymbolWeight):
+    """The weight of a `TernaryEmbedding` of many symbols, stepped in chunks of rows.
 
-    def hand_on(self, sources: tuple[Tensor, ...], grad_y: Tensor) -> None:
-        """Sum the gradients of the rows that were read, and give these to the sink."""
-        self.sink(self, *gradient_of_rows(torch.cat(sources), grad_y, self.out_features))
+    A batch may read no row of a chunk. Then nothing of it is stepped.
+    """
+
+    always_has_gradients = False
+
+    def __init__(self, vocabulary: int, dim: int, site: Site, *, area: str) -> None:
+        super().__init__(vocabulary, dim, site, area=area, std=1.0, lr_factor=1.0)
 
 
 class _Embedding(Function):
@@ -58,7 +61,7 @@ class TernaryEmbedding(nn.Module):
         self, num_embeddings: int, dim: int, site: Site, *, area: str, tied: bool = False
     ) -> None:
         super().__init__()
-        kind = EmbeddingRows if in_chunks(num_embeddings) else EmbeddingWeight
+        kind = ManyEmbeddingsWeight if in_chunks(num_embeddings) else EmbeddingWeight
         kind = SymbolWeight if tied else kind
         self.weight = kind(num_embeddings, dim, site, area=area)
 
