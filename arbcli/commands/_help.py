@@ -14,7 +14,7 @@ GROUPS = {
     "Model": " ".join((*MODEL, "weights sub_norms")),
     "Parts of hnet presets": " ".join(HNET_PARTS),
     PARTS: " ".join(GRAPH_PARTS),
-    "Text": "data val field",
+    "Text": "data val field tokenizer",
     "Optimisation": "steps minutes batch accum lr warmup schedule final_lr optimizer recompute"
     " compute init_from",
     "Run": "config_file print_config out resume save_every keep keep_best no_save eval_every"

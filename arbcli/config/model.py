@@ -284,7 +284,9 @@ class ModelConfig:
                 fields=("norm_eps",),
             )
         parts = [part for _, part in self.sited_parts()]
-        plain = self.main.streams == 1 and not self.outer and not self.head
+        main = self.main
+        plain = main.streams == 1 and main.adds_plainly and not main.router
+        plain = plain and not self.outer and not self.head
         gained = self.norm_gain and plain and all(part.kind in EPS_KINDS for part in parts)
         unit = any(getattr(part, "query_key_norm", None) == "unit" for part in parts)
         if not gained or unit or any(part.sub_norm for part in parts):

@@ -114,6 +114,7 @@ def test_every_option_that_is_called_otherwise_is_of_a_field():
 
 
 CHOSEN = {
+    "tokenizer": "tokenizer.json",
     "preset": "hnet-tiny", "data": ["a.txt", "b.txt"], "val": ["c.txt"], "field": "body",
     "schedule": "wsd", "rule": "nibble", "digits": "all", "direction": "sign",
     "scale_type": "T6", "weights": "ste", "optimizer": "muon", "compute": "fp32",
