@@ -83,6 +83,14 @@ class Cell(NamedTuple):
         return ModelConfig(ctx=14, stages=(outer, replace(main, blocks=(last,))), **gains)
 
 
+def wide(config: ModelConfig) -> ModelConfig:
+    """Give the outer stage of a cell a width that kernels of a row read."""
+    if not config.outer:
+        return config
+    outer, main = config.stages
+    return replace(config, stages=(replace(outer, dim=16), main))
+
+
 def without(config: ModelConfig, part: str) -> ModelConfig:
     """Leave the `mixer` or the `channel` out of all blocks, and blocks that have nothing else."""
 

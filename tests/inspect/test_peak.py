@@ -332,6 +332,10 @@ def test_what_kernels_of_torch_take_beside_their_results_is_what_was_found():
     for whole in (x, long):
         assert peak._running_sum((whole, 0)) == peak._Hidden()
     with compile_for((9, 0), 132):
+        for width, padded in ((64, 64), (65, 96), (72, 96), (100, 128)):
+            q = torch.zeros(2, 3, 200, width, device="meta")
+            found = peak._flash_backward((None, q)).after
+            assert found == (4 * 6 * 256, 4 * 22 * 6 * 256 * padded)
         assert peak._topk((torch.zeros(20, 19_999, device="meta"), 5)) == peak._Hidden()
         found = peak._topk((torch.zeros(20, 20_000, device="meta"), 5))
         assert found.before == ()
