@@ -4,6 +4,7 @@ Each is read by a process that is forked from one that has loaded everything. No
 traceback or by a signal, take more than `SECONDS`, or hold more than `HELD_BYTES`.
 """
 
+import gc
 import gzip
 import json
 import os
@@ -21,7 +22,7 @@ from arbcli import cli
 from arbcli.train.configure import new_config
 from arbcli.train.run import Observer, start_run
 
-SHAPE = {"sub_norms": False, "dim": 32, "layers": 1, "heads": 2, "ffn": 48, "ctx": 16, "batch": 2}
+SHAPE = {"sub_norms": False, "dim": 32, "layers": 1, "heads": 2, "ffn": 64, "ctx": 16, "batch": 2}
 SECONDS = 5.0
 HELD_BYTES = 500 * 10**6
 TEXT = b"ternary weights learn to read. " * 200
@@ -75,8 +76,12 @@ def honest(folder: Path) -> dict[str, tuple[Path, list[str]]]:
         **SHAPE, data=[str(text)], device="cpu", steps=6, keep_best=True, eval_every=3
     )
     start_run(config, run, Observer())
-    for kind in ("gguf", "hf", "safetensors"):
-        call(["export", str(run), "--to", kind, "--out", str(folder / kind)], folder / "log")
+    exports = {"gguf": "model.gguf", "hf": "hf", "safetensors": "model.safetensors"}
+    for kind, name in exports.items():
+        code, *_ = call(
+            ["export", str(run), "--to", kind, "--out", str(folder / name)], folder / "log"
+        )
+        assert code == 0, (folder / "log").read_text()
     newest = max(run.glob("step-*.safetensors"))
     made = {
         "settings": ("settings.toml", SETTINGS, ["train", "--print-config", "--config"]),
@@ -109,7 +114,7 @@ def honest(folder: Path) -> dict[str, tuple[Path, list[str]]]:
         if path.suffix != ".py":
             found[f"hf {path.name}"] = (path, ["inspect"])
     for kind in ("gguf", "safetensors"):
-        found[kind] = (folder / kind, ["inspect"])
+        found[kind] = (folder / exports[kind], ["inspect"])
     return found
 
 
@@ -142,6 +147,7 @@ def attack(folder: Path, number: int, seed: int) -> int:
     torch.set_num_threads(1)  # threads do not survive a fork
     parsers, draw, log = honest(folder), random.Random(seed), folder / "log"
     codes: Counter[str] = Counter()
+    gc.freeze()  # else a collection in a forked process copies all there is
     worst = most = 0.0
     bad = 0
     for index in range(number):
