@@ -11,7 +11,7 @@ KERNEL_TESTS := tests/test_planted_faults.py tests/kernels tests/model tests/inf
 # what is slow and rarely tells what the others do not
 TESTS := -m "not slow"
 
-.PHONY: train test test-all test-kernels test-rest test-portable lint bench figures clean
+.PHONY: train test test-all test-kernels test-rest test-portable lint bench figures lock clean
 
 train: $(VENV)/installed
 	$(BIN)/arb train $(ARGS)
@@ -41,6 +41,10 @@ bench: $(VENV)/with-tests
 figures: $(VENV)/with-tests
 	$(BIN)/python -m benchmarks.tables
 	$(BIN)/python -m benchmarks.plots
+
+# for a release: what an installation takes with this Python on this platform, by hashes
+lock: $(VENV)/installed
+	$(BIN)/python .ci/lock requirements.lock
 
 lint: $(VENV)/with-tests
 	$(BIN)/ruff check

@@ -84,16 +84,16 @@ def find_targets(names: str) -> list[str]:
     Raises:
         ArbError: a name is unknown, or triton is missing.
     """
-    if not HAS_TRITON:
-        raise ArbError(
-            "kernels cannot be compiled without triton",
-            hint="install it (Linux only), or leave `--targets` out",
-        )
     chosen = list(TARGETS) if names == "all" else [name.strip() for name in names.split(",")]
     for name in chosen:
         if name not in TARGETS:
             known = ", ".join(f"`{target}`" for target in TARGETS)
             raise ArbError(f"no target is named `{name}`", hint=f"use `all`, or some of: {known}")
+    if not HAS_TRITON:
+        raise ArbError(
+            "kernels cannot be compiled without triton",
+            hint="install it (Linux only), or leave `--targets` out",
+        )
     return chosen
 
 

@@ -44,6 +44,11 @@ def check_backend(name: str, device: torch.device) -> None:
     if name == "native":
         _check_native(device)
         return
+    if name == "triton" and device.type != "cuda":
+        raise ArbError(
+            f"the `triton` backend needs a CUDA device, and this run is on `{device}`",
+            hint="use `--backend torch`, or `--device cuda` on a machine with an NVIDIA GPU",
+        )
     if not HAS_TRITON:
         raise TritonMissing(f"the `{name}` backend")
     if name == "interpreter" and not INTERPRETED:
@@ -51,18 +56,12 @@ def check_backend(name: str, device: torch.device) -> None:
             "the `interpreter` backend was not asked for before the kernels were defined",
             hint="set the environment variable `TRITON_INTERPRET=1`",
         )
-    if name == "triton":
-        if device.type != "cuda":
-            raise ArbError(
-                f"the `triton` backend needs a CUDA device, and this run is on `{device}`",
-                hint="use `--backend torch`, or `--device cuda` on a machine with an NVIDIA GPU",
-            )
-        if torch.cuda.get_device_capability(device) < (8, 0):
-            major, minor = torch.cuda.get_device_capability(device)
-            raise ArbError(
-                f"`{torch.cuda.get_device_name(device)}` is sm_{major}{minor}; kernels need sm_80",
-                hint="use `--backend torch`, or a GPU of 2020 or later",
-            )
+    if name == "triton" and torch.cuda.get_device_capability(device) < (8, 0):
+        major, minor = torch.cuda.get_device_capability(device)
+        raise ArbError(
+            f"`{torch.cuda.get_device_name(device)}` is sm_{major}{minor}; kernels need sm_80",
+            hint="use `--backend torch`, or a GPU of 2020 or later",
+        )
 
 
 def _check_native(device: torch.device) -> None:

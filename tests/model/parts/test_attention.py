@@ -4,6 +4,7 @@ import dataclasses
 
 import pytest
 import torch
+from marks import mostly_slow
 
 from arbcli.config.model import BlockConfig, ModelConfig, StageConfig
 from arbcli.config.parts import AttentionConfig, MLPConfig
@@ -135,7 +136,7 @@ WIDE = {
 """Heads that are together wider than the stream, and other angles."""
 
 
-@pytest.mark.parametrize("name", WIDE)
+@pytest.mark.parametrize("name", mostly_slow(WIDE, lambda name: name == "kernels"))
 def test_fused_products_of_a_step_have_the_logits_of_others(name, device, monkeypatch):
     """Of one position, in bf16; attention between them is by kernels, or by plain operations."""
     monkeypatch.setitem(SHAPES, "wide", WIDE[name])
