@@ -18,7 +18,7 @@ squares of the norm are products too: of x with itself, of which the diagonal is
 """
 
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, no_type_check
 
 import torch
 from torch import Tensor
@@ -178,7 +178,8 @@ def _sum_unit(at, APART: tl.constexpr, WARPS: tl.constexpr, PTX: tl.constexpr):
     return found
 
 
-@triton.jit(do_not_specialize=["M", "N", "tiles"])
+@triton.jit(do_not_specialize=["M", "N", "tiles"])  # type: ignore[call-arg]
+@no_type_check
 def _coded_rows_kernel(
     x_ptr, pieces_ptr, added_ptr, y_ptr, instead_ptr,
     M, N, K, tiles, eps,

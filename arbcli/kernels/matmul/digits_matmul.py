@@ -17,7 +17,7 @@ put into the last bits of the bf16 number 128 + m, and one multiply-add makes (1
 
 from collections.abc import Iterator
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, no_type_check
 
 import torch
 from torch import Tensor
@@ -239,7 +239,8 @@ def _over_warps(value, WARPS: tl.constexpr):
     return tl.sum(tl.reshape(value, (WARPS, 32)), axis=0)
 
 
-@triton.jit(do_not_specialize=["N"])
+@triton.jit(do_not_specialize=["N"])  # type: ignore[call-arg]
+@no_type_check
 def _digits_matmul_kernel(
     x_ptr, pieces_ptr, scales_ptr, added_ptr, y_ptr,
     N, K, planes, eps,

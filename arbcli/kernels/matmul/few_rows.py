@@ -14,6 +14,8 @@ the columns of other blocks. That needs a quarter of the scalings, and no exchan
 With more than eight rows, x is first copied so that what a warp loads at once is contiguous.
 """
 
+from typing import no_type_check
+
 import torch
 from torch import Tensor
 
@@ -369,7 +371,8 @@ def _add_rest(
     return sums
 
 
-@triton.jit(do_not_specialize=_SIZES)
+@triton.jit(do_not_specialize=_SIZES)  # type: ignore[call-arg]
+@no_type_check
 def _few_rows_kernel(
     x_ptr, tiled_ptr, packed_ptr, exponent_ptr, fraction_ptr, y_ptr,
     M, N, K,

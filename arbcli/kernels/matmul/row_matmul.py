@@ -19,7 +19,7 @@ for eight rows of x: for four blocks *abreast*, of which each thread has one. Th
 """
 
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, no_type_check
 
 import torch
 from torch import Tensor
@@ -374,7 +374,8 @@ def _width(blocks, abreast):
     return (steps * abreast + 1) // 2 * 2
 
 
-@triton.jit(do_not_specialize=["N", "K", "tiles", "most", "span"])
+@triton.jit(do_not_specialize=["N", "K", "tiles", "most", "span"])  # type: ignore[call-arg]
+@no_type_check
 def _row_matmul_kernel(
     x_ptr, pieces_ptr, added_ptr, y_ptr, instead_ptr, totals_ptr, position_ptr,
     N, K, tiles, share, eps, most, span,
