@@ -105,12 +105,32 @@ def resume(
 
 
 @overload
-def generate(model: "LanguageModel", prompt: bytes | str, length: int, **how: Any) -> bytes: ...
+def generate(  # type: ignore[overload-overlap]  # a str is a sequence of str too
+    model: "LanguageModel",
+    prompt: bytes | str,
+    length: int,
+    *,
+    temperature: float = ...,
+    top_k: int = ...,
+    top_p: float = ...,
+    seed: int = ...,
+    kv: str | None = ...,
+    batch: int | None = ...,
+) -> bytes: ...
 
 
 @overload
 def generate(
-    model: "LanguageModel", prompt: Sequence[bytes | str], length: int, **how: Any
+    model: "LanguageModel",
+    prompt: Sequence[bytes | str],
+    length: int,
+    *,
+    temperature: float = ...,
+    top_k: int = ...,
+    top_p: float = ...,
+    seed: int = ...,
+    kv: str | None = ...,
+    batch: int | None = ...,
 ) -> list[bytes]: ...
 
 
@@ -197,8 +217,10 @@ def evaluate(
     from arbcli.kernels.runtime.backend import default_backend
 
     backend = default_backend(model.device)
-    about = {"stride": stride, "batch": batch, "backend": backend, "kv": kv}
-    return evaluation.evaluate(model, "", *open_text(data, field), **about)
+    text, name = open_text(data, field)
+    return evaluation.evaluate(
+        model, "", text, name, stride=stride, batch=batch, backend=backend, kv=kv
+    )
 
 
 def dense_weights(model: "LanguageModel") -> "dict[str, Tensor]":

@@ -2,7 +2,7 @@
 
 import sys
 import traceback
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -26,6 +26,7 @@ from arbcli.output import OutputError, fail, note_text, open_closed_streams
 from arbcli.signals import STOPPED_UNSAVED, Interrupted, RaisedSignal
 from arbcli.train.parallel.launch import is_said
 
+UsageError: Any
 (UsageError,) = typer.BadParameter.__bases__  # typer itself does not export it
 
 app = typer.Typer(
@@ -58,7 +59,8 @@ def root(
     ] = False,
 ) -> None:
     """Train language models whose whole persistent state is packed trits and int8."""
-    check_shared(context.invoked_subcommand)
+    if context.invoked_subcommand:
+        check_shared(context.invoked_subcommand)
 
 
 def main() -> None:

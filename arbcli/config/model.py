@@ -276,19 +276,24 @@ class ModelConfig:
         return SCALE_TYPES[self.scale_type]
 
     @property
+    def chunkings(self) -> tuple[ChunkingConfig, ...]:
+        """The chunking of each outer stage."""
+        return tuple(stage.chunking for stage in self.outer if stage.chunking)
+
+    @property
     def slots(self) -> tuple[int, ...]:
         """Positions of each stage in a window of `ctx` bytes."""
         found = [self.ctx]
-        for stage in self.outer:
-            found.append(stage.chunking.slots(found[-1]))
+        for chunking in self.chunkings:
+            found.append(chunking.slots(found[-1]))
         return tuple(found)
 
     @property
     def lengths(self) -> tuple[float, ...]:
         """Positions of each stage that the routers are trained towards."""
         found: list[float] = [self.ctx]
-        for stage in self.outer:
-            found.append(found[-1] / stage.chunking.length)
+        for chunking in self.chunkings:
+            found.append(found[-1] / chunking.length)
         return tuple(found)
 
     def capacity(self, stage: int, length: int) -> int:

@@ -68,6 +68,9 @@ class TernaryTensor(StateModule):
         matrices: how many matrices lie one above the other; each is stepped as one.
     """
 
+    trits: Tensor
+    exponent: Tensor
+
     def __init__(
         self,
         out_features: int,
@@ -126,8 +129,8 @@ class TernaryTensor(StateModule):
         belongs to a run that is shared out, and to its checkpoints.
         """
         if not self.frozen:
-            about = {"dtype": torch.int8, "device": self.trits.device}
-            self.declare("wire_exponent", torch.full((self.out_features, 1), NONE, **about), "wire")
+            exponents = torch.full((self.out_features, 1), NONE, dtype=torch.int8)
+            self.declare("wire_exponent", exponents.to(self.trits.device), "wire")
             self.of_training += ("wire_exponent",)
 
     def _declare_int8(self, name: str, shape: tuple[int, int], kind: str) -> None:

@@ -39,6 +39,17 @@ class Gradient:
     direction: Ingredients | None
     """The direction of unit root-mean-square; None if the rule takes none."""
 
+    @property
+    def ingredients(self) -> Ingredients:
+        """The direction, for a rule that takes one.
+
+        Raises:
+            ValueError: it was not found.
+        """
+        if self.direction is None:
+            raise ValueError("the rule needs a direction, and none was found")
+        return self.direction
+
 
 @dataclass(frozen=True, slots=True)
 class StepControl:
