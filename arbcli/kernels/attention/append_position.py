@@ -87,8 +87,9 @@ def append_position_8bit_reference(
 
 
 def _append_position_torch(
-    new, recent, entries, opened, beta, position, cos, sin, eps, exponents=None
-):
+    new: Tensor, recent: Tensor, entries: Tensor, opened: Tensor, beta: Tensor, position: Tensor,
+    cos: Tensor, sin: Tensor, eps: float, exponents: tuple[Tensor, Tensor] | None = None,
+) -> Tensor:  # fmt: skip
     if exponents:
         return _append_in_eight_bits(
             new, recent, entries, exponents, (opened, beta, position, cos, sin, eps)
@@ -114,7 +115,10 @@ def _append_position_torch(
     return still
 
 
-def _append_in_eight_bits(new, recent, entries, exponents, about):
+def _append_in_eight_bits(
+    new: Tensor, recent: Tensor, entries: Tensor, exponents: tuple[Tensor, Tensor] | None,
+    about: tuple[Tensor, Tensor, Tensor, Tensor, Tensor, float],
+) -> Tensor:  # fmt: skip
     rows = torch.empty(2, 1, *new.shape[1:], dtype=new.dtype, device=new.device)
     still = _append_position_torch(new, *rows, *about)
     place, m = about[2].long()[None], about[0].shape[1]
@@ -222,8 +226,9 @@ def _append_position_kernel(
 
 
 def _append_position_triton(
-    new, recent, entries, opened, beta, position, cos, sin, eps, exponents=None
-):
+    new: Tensor, recent: Tensor, entries: Tensor, opened: Tensor, beta: Tensor, position: Tensor,
+    cos: Tensor, sin: Tensor, eps: float, exponents: tuple[Tensor, Tensor] | None = None,
+) -> Tensor:  # fmt: skip
     floats, (of_recent, of_entries) = recent.dtype == E4M3, exponents or (None, None)
     if floats:
         recent, entries = recent.view(torch.uint8), entries.view(torch.uint8)
@@ -293,7 +298,9 @@ def append_position_(
 def _with_state(run):
     """Wrap an implementation so that it returns what it left in its buffers too."""
 
-    def with_state(new, recent, entries, opened, *rest):
+    def with_state(
+        new: Tensor, recent: Tensor, entries: Tensor, opened: Tensor, *rest
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         still = run(new, recent, entries, opened, *rest)
         return still, recent, entries, opened
 
@@ -330,7 +337,9 @@ def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
 def _with_numbers(run):
     """Wrap an implementation so that it returns what it left in its buffers too, as numbers."""
 
-    def with_numbers(new, recent, entries, opened, *rest):
+    def with_numbers(
+        new: Tensor, recent: Tensor, entries: Tensor, opened: Tensor, *rest
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         still, exponents = run(new, recent, entries, opened, *rest), rest[-1]
         rows = zip((recent, entries), exponents, strict=True)
         return still, *(decode_entries(*row, torch.float32) for row in rows), opened

@@ -145,7 +145,10 @@ def attend_parts_reference(
     return averages.flatten(1), totals, keys, values
 
 
-def _attend_parts_torch(qkv, keys, values, position, cos, sin, eps, most=MOST_PARTS):
+def _attend_parts_torch(
+    qkv: Tensor, keys: Tensor, values: Tensor, position: Tensor, cos: Tensor, sin: Tensor,
+    eps: float, most: int = MOST_PARTS,
+) -> AttentionParts:  # fmt: skip
     window, width = keys.shape[1:]
     parts, _, span = sharing(window, width, most)
     slot = (position % window).long()[None]
@@ -360,7 +363,10 @@ def _attend_parts_kernel(
             tl.store(totals_ptr + place + 0 * thread, whole, mask=thread == 0)
 
 
-def _attend_parts_triton(qkv, keys, values, position, cos, sin, eps, most=MOST_PARTS):
+def _attend_parts_triton(
+    qkv: Tensor, keys: Tensor, values: Tensor, position: Tensor, cos: Tensor, sin: Tensor,
+    eps: float, most: int = MOST_PARTS,
+) -> AttentionParts:  # fmt: skip
     heads, window, width = keys.shape
     parts, passes, span = sharing(window, width, most)
     averages = torch.empty(parts, heads * width, dtype=qkv.dtype, device=qkv.device)
@@ -456,7 +462,10 @@ def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
 def _with_state(run):
     """Wrap an implementation so that it returns what it left in the ring too, and no gaps."""
 
-    def with_state(qkv, keys, values, position, cos, sin, eps, most):
+    def with_state(
+        qkv: Tensor, keys: Tensor, values: Tensor, position: Tensor, cos: Tensor, sin: Tensor,
+        eps: float, most: int,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
         found = run(qkv, keys, values, position, cos, sin, eps, most)
         spans = torch.arange(len(found.totals), device=qkv.device)[:, None]
         parts = (torch.where(spans * found.span <= position, part, 0) for part in found[:2])

@@ -47,7 +47,9 @@ def causal_attention_float64(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, T
     return scores.softmax(dim=-1) @ v, scores.logsumexp(dim=-1)
 
 
-def _causal_attention_backward_torch(grad_y, q, k, v, y, logs):
+def _causal_attention_backward_torch(
+    grad_y: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, logs: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
     grads = _place_of_gradients(q)
     scale = q.shape[3] ** -0.5
     for *places, g, query, key, value, result, log in zip(
@@ -192,7 +194,9 @@ def _tiles(q: Tensor) -> tuple[int, int]:
     return 64, 3 if q.shape[3] <= 64 else 2
 
 
-def _causal_attention_backward_triton(grad_y, q, k, v, y, logs):
+def _causal_attention_backward_triton(
+    grad_y: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, logs: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
     (batch, heads, length, width), grads = q.shape, _place_of_gradients(q)
     if not q.numel():
         return grads

@@ -41,7 +41,9 @@ def choose_entries_reference(
     return chosen
 
 
-def _choose_entries_torch(q, w, k, first, most, top_k):
+def _choose_entries_torch(
+    q: Tensor, w: Tensor, k: Tensor, first: int, most: int, top_k: int
+) -> Tensor:
     (batch, groups, heads, _), number = q.shape, k.shape[1]
     size = min(top_k, number)
     chosen = torch.full((batch, groups, size), -1, dtype=torch.int32, device=q.device)
@@ -122,7 +124,9 @@ def _take_best_kernel(
     tl.store(chosen_ptr + j, -1, mask=(j >= total) & (j < SIZE))
 
 
-def _choose_entries_triton(q, w, k, first, most, top_k):
+def _choose_entries_triton(
+    q: Tensor, w: Tensor, k: Tensor, first: int, most: int, top_k: int
+) -> Tensor:
     (batch, groups, heads, width), number = q.shape, k.shape[1]
     size = min(top_k, number)
     chosen = torch.empty(batch, groups, size, dtype=torch.int32, device=q.device)

@@ -73,7 +73,10 @@ def choose_next_reference(
     return choice, keys
 
 
-def _choose_next_torch(query, key, keys, choice, position, cos, sin, m, most, eps):
+def _choose_next_torch(
+    query: Tensor, key: Tensor, keys: Tensor, choice: Tensor, position: Tensor, cos: Tensor,
+    sin: Tensor, m: int, most: int, eps: float,
+) -> None:  # fmt: skip
     (slots, width), size = keys.shape, len(choice)
     heads = len(query) // (width + 1)
     place = position.long()[None]
@@ -188,7 +191,10 @@ def _choose_next_kernel(
         tl.store(choice_ptr + s, -1, mask=(s >= tl.sum(taken.to(tl.int32))) & (s < SIZE))
 
 
-def _choose_next_triton(query, key, keys, choice, position, cos, sin, m, most, eps):
+def _choose_next_triton(
+    query: Tensor, key: Tensor, keys: Tensor, choice: Tensor, position: Tensor, cos: Tensor,
+    sin: Tensor, m: int, most: int, eps: float,
+) -> None:  # fmt: skip
     slots, width = keys.shape
     heads = len(query) // (width + 1)
     scores = torch.empty(slots, dtype=torch.float32, device=keys.device)
@@ -251,7 +257,9 @@ def choose_next_(
 def _with_state(run):
     """Wrap an implementation so that it returns what it left."""
 
-    def with_state(query, key, keys, choice, *rest):
+    def with_state(
+        query: Tensor, key: Tensor, keys: Tensor, choice: Tensor, *rest
+    ) -> tuple[Tensor, Tensor]:
         run(query, key, keys, choice, *rest)
         return choice, keys.float() if keys.dtype == E4M3 else keys
 

@@ -70,7 +70,9 @@ def _turned_torch(v: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((first * cos - second * sin, first * sin + second * cos), dim=-1)
 
 
-def _compress_blocks_torch(x, beta, cos, sin, heads, eps):
+def _compress_blocks_torch(
+    x: Tensor, beta: Tensor, cos: Tensor, sin: Tensor, heads: int, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
     (_, length, width), m = x.shape, beta.shape[1]
     head, number = (width // 3 // heads,), length // m
     recent, values, gates = x.split(width // 3, dim=2)
@@ -84,7 +86,10 @@ def _compress_blocks_torch(x, beta, cos, sin, heads, eps):
     return recent, _turned_torch(still.float(), *starts).to(x.dtype), still
 
 
-def _compress_blocks_backward_torch(grad_recent, grad_entries, x, beta, cos, sin, heads, eps):
+def _compress_blocks_backward_torch(
+    grad_recent: Tensor, grad_entries: Tensor, x: Tensor, beta: Tensor, cos: Tensor, sin: Tensor,
+    heads: int, eps: float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     leaves = [part.detach().float().requires_grad_() for part in (x, beta)]
     with torch.enable_grad():
         recent, entries, _ = _compress_blocks_torch(*leaves, cos, sin, heads, eps)
@@ -247,7 +252,9 @@ def _tile(x: Tensor, beta: Tensor, heads: int) -> dict[str, int]:
     return {"KV": heads, "HALF": half, "BLOCK_H": block_h, "BLOCK_M": block_m, "num_warps": warps}
 
 
-def _compress_blocks_triton(x, beta, cos, sin, heads, eps):
+def _compress_blocks_triton(
+    x: Tensor, beta: Tensor, cos: Tensor, sin: Tensor, heads: int, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
     x = x if x.stride(-1) == 1 else x.contiguous()
     (batch, length, width), m = x.shape, beta.shape[1]
     number, vector = length // m, (heads, width // 3 // heads)
@@ -262,7 +269,10 @@ def _compress_blocks_triton(x, beta, cos, sin, heads, eps):
     return recent, entries, still
 
 
-def _compress_blocks_backward_triton(grad_recent, grad_entries, x, beta, cos, sin, heads, eps):
+def _compress_blocks_backward_triton(
+    grad_recent: Tensor, grad_entries: Tensor, x: Tensor, beta: Tensor, cos: Tensor, sin: Tensor,
+    heads: int, eps: float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     x = x if x.stride(-1) == 1 else x.contiguous()
     (batch, length, _), m = x.shape, beta.shape[1]
     number = length // m
@@ -341,7 +351,7 @@ def compress_blocks_backward(
     return run(grad_recent, grad_entries, x, beta, cos, sin, heads, eps)
 
 
-def _check(x, beta, cos, sin, heads):
+def _check(x: Tensor, beta: Tensor, cos: Tensor, sin: Tensor, heads: int) -> None:
     got = f"{x.dtype} of shape {tuple(x.shape)}"
     fits = x.dim() == 3 and x.shape[2] % (6 * heads) == 0 and x.shape[1] > 0
     if x.dtype not in (torch.float32, torch.bfloat16) or not fits:

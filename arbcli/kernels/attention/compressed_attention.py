@@ -204,7 +204,10 @@ def groups_of_part(
     return max(1, chunk_elements(ELEMENTS) // max(1, of_query * sight.ratio))
 
 
-def _compressed_attention_torch(x, recent, entries, chosen, sink, cos, sin, sight, eps):
+def _compressed_attention_torch(
+    x: Tensor, recent: Tensor, entries: Tensor, chosen: Tensor | None, sink: Tensor, cos: Tensor,
+    sin: Tensor, sight: Sight, eps: float,
+) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
     (batch, length, heads, _), lead = x.shape, recent.shape[1] - x.shape[1]
     y = torch.empty_like(x, memory_format=torch.contiguous_format)
     logs = torch.empty(batch, length, heads, dtype=torch.float32, device=x.device)
@@ -382,7 +385,10 @@ def tiling(x: Tensor, recent: Tensor, chosen: Tensor | None, sight: Sight) -> Ti
     return Tiling(queries, shift, programs, rows // parts, parts, of_kv, block_h)
 
 
-def _compressed_attention_triton(x, recent, entries, chosen, sink, cos, sin, sight, eps):
+def _compressed_attention_triton(
+    x: Tensor, recent: Tensor, entries: Tensor, chosen: Tensor | None, sink: Tensor, cos: Tensor,
+    sin: Tensor, sight: Sight, eps: float,
+) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
     (batch, length, heads, width), kv = x.shape, recent.shape[2]
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     logs = torch.empty(batch, length, heads, dtype=torch.float32, device=x.device)
@@ -602,7 +608,7 @@ def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
 def _without_none(run):
     """Wrap an implementation so that it returns tensors alone."""
 
-    def without_none(*inputs):
+    def without_none(*inputs) -> tuple[Tensor, ...]:
         return tuple(part for part in run(*inputs) if part is not None)
 
     return without_none

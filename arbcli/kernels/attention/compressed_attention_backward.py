@@ -42,16 +42,9 @@ from arbcli.kernels.runtime.spec import Case, Gate, KernelSpec, Timing
 
 
 def compressed_attention_backward_reference(
-    grad_y: Tensor,
-    _y: Tensor,
-    _logs: Tensor,
-    x: Tensor,
-    recent: Tensor,
-    entries: Tensor,
-    chosen: Tensor | None,
-    sink: Tensor,
-    *rest,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    grad_y: Tensor, _y: Tensor, _logs: Tensor, x: Tensor, recent: Tensor, entries: Tensor,
+    chosen: Tensor | None, sink: Tensor, *rest,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Compute what `compressed_attention_backward` must return, by autograd of the reference."""
     leaves = [part.double().requires_grad_() for part in (x, recent, entries, sink)]
     with torch.enable_grad():
@@ -64,8 +57,9 @@ def compressed_attention_backward_reference(
 
 
 def _compressed_attention_backward_torch(
-    grad_y, y, logs, x, recent, entries, chosen, sink, cos, sin, sight, eps
-):
+    grad_y: Tensor, y: Tensor, logs: Tensor, x: Tensor, recent: Tensor, entries: Tensor,
+    chosen: Tensor | None, sink: Tensor, cos: Tensor, sin: Tensor, sight: Sight, eps: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     length, lead = x.shape[1], recent.shape[1] - x.shape[1]
     grad_x = torch.empty_like(x, memory_format=torch.contiguous_format)
     sums = [torch.zeros(t.shape, device=x.device) for t in (recent, entries, sink)]
@@ -355,8 +349,9 @@ SPLITS = 64
 
 
 def _compressed_attention_backward_triton(
-    grad_y, y, logs, x, recent, entries, chosen, sink, cos, sin, sight, eps
-):
+    grad_y: Tensor, y: Tensor, logs: Tensor, x: Tensor, recent: Tensor, entries: Tensor,
+    chosen: Tensor | None, sink: Tensor, cos: Tensor, sin: Tensor, sight: Sight, eps: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     (batch, length, heads, width), kv = x.shape, recent.shape[2]
     lead, precision = recent.shape[1] - length, "ieee" if x.dtype == torch.float32 else "tf32"
     grad_y, y, logs, cos, sin = (part.contiguous() for part in (grad_y, y, logs, cos, sin))

@@ -67,7 +67,7 @@ def attend_reference(q: Tensor, keys: Tensor, values: Tensor, position: int) -> 
     return y
 
 
-def turned_torch(qkv, position, cos, sin, eps):
+def turned_torch(qkv: Tensor, position: Tensor, cos: Tensor, sin: Tensor, eps: float) -> Tensor:
     """Turn and normalise the query and the key of one byte."""
     cos, sin = (table.index_select(0, position[None]) for table in (cos, sin))
     first, second = qkv[:2].float().chunk(2, dim=-1)
@@ -75,7 +75,10 @@ def turned_torch(qkv, position, cos, sin, eps):
     return functional.rms_norm(turned, turned.shape[-1:], eps=eps).to(qkv.dtype)
 
 
-def _decode_attention_torch(qkv, keys, values, position, cos, sin, tickets, eps, alone=False):
+def _decode_attention_torch(
+    qkv: Tensor, keys: Tensor, values: Tensor, position: Tensor, cos: Tensor, sin: Tensor,
+    tickets: Tensor, eps: float, alone: bool = False,
+) -> Tensor:  # fmt: skip
     window, slot = keys.shape[1], (position % keys.shape[1]).long()[None]
     q, k = turned_torch(qkv, position, cos, sin, eps)
     keys.index_copy_(1, slot, k[:, None])
@@ -85,7 +88,10 @@ def _decode_attention_torch(qkv, keys, values, position, cos, sin, tickets, eps,
     return functional.scaled_dot_product_attention(*parts, attn_mask=seen[None])[0, :, 0]
 
 
-def _decode_attention_native(qkv, keys, values, position, cos, sin, tickets, eps, alone=False):
+def _decode_attention_native(
+    qkv: Tensor, keys: Tensor, values: Tensor, position: Tensor, cos: Tensor, sin: Tensor,
+    tickets: Tensor, eps: float, alone: bool = False,
+) -> Tensor:  # fmt: skip
     heads, window, width = keys.shape
     y = torch.empty(heads, width, dtype=qkv.dtype, device=qkv.device)
     native.call(
@@ -253,7 +259,10 @@ def tiling(heads: int, window: int, width: int, dtype: torch.dtype, alone: bool 
     return Tiling(slots, min(blocks, most), blocks > most, warps)
 
 
-def _decode_attention_triton(qkv, keys, values, position, cos, sin, tickets, eps, alone=False):
+def _decode_attention_triton(
+    qkv: Tensor, keys: Tensor, values: Tensor, position: Tensor, cos: Tensor, sin: Tensor,
+    tickets: Tensor, eps: float, alone: bool = False,
+) -> Tensor:  # fmt: skip
     heads, window, width = keys.shape
     block_s, splits, several, num_warps = tiling(heads, window, width, qkv.dtype, alone)
     parts = heads * splits
@@ -318,7 +327,9 @@ def count_on_(position: Tensor, length: int) -> None:
         position += length
 
 
-def _check(qkv, keys, values, position, cos, sin, tickets):
+def _check(
+    qkv: Tensor, keys: Tensor, values: Tensor, position, cos: Tensor, sin: Tensor, tickets
+) -> None:
     check_new_byte(qkv, position, cos, sin, tickets)
     check_rings(qkv, keys, values)
 
@@ -403,7 +414,10 @@ def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
 def _with_state(run):
     """Wrap an implementation so that it returns what it left in the ring too."""
 
-    def with_state(qkv, keys, values, position, cos, sin, tickets, eps, alone=False):
+    def with_state(
+        qkv: Tensor, keys: Tensor, values: Tensor, position: Tensor, cos: Tensor, sin: Tensor,
+        tickets: Tensor, eps: float, alone: bool = False,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
         y = run(qkv, keys, values, position, cos, sin, tickets, eps, alone)
         return y, keys, values, tickets
 

@@ -79,7 +79,10 @@ def decode_attention_8bit_reference(
     return attend_reference(q, *rings, p), *rings, torch.zeros_like(tickets)
 
 
-def _decode_attention_8bit_torch(qkv, keys, values, exponents, position, cos, sin, tickets, eps):
+def _decode_attention_8bit_torch(
+    qkv: Tensor, keys: Tensor, values: Tensor, exponents: Tensor, position: Tensor, cos: Tensor,
+    sin: Tensor, tickets: Tensor, eps: float,
+) -> Tensor:  # fmt: skip
     window, slot = keys.shape[1], (position % keys.shape[1]).long()[None]
     q, k = turned_torch(qkv, position, cos, sin, eps)
     numbers = []
@@ -193,7 +196,10 @@ def _tiling(heads: int, window: int, width: int, dtype: torch.dtype) -> Tiling:
     return found._replace(warps=4 * found.warps) if wide else found
 
 
-def _decode_attention_8bit_triton(qkv, keys, values, exponents, position, cos, sin, tickets, eps):
+def _decode_attention_8bit_triton(
+    qkv: Tensor, keys: Tensor, values: Tensor, exponents: Tensor, position: Tensor, cos: Tensor,
+    sin: Tensor, tickets: Tensor, eps: float,
+) -> Tensor:  # fmt: skip
     heads, window, width = keys.shape
     block_s, splits, several, num_warps = _tiling(heads, window, width, qkv.dtype)
     parts = heads * splits
@@ -288,7 +294,10 @@ def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
 def _with_state(run):
     """Wrap an implementation so that it returns what it left in the ring too, as numbers."""
 
-    def with_state(qkv, keys, values, exponents, position, cos, sin, tickets, eps):
+    def with_state(
+        qkv: Tensor, keys: Tensor, values: Tensor, exponents: Tensor, position: Tensor, cos: Tensor,
+        sin: Tensor, tickets: Tensor, eps: float,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
         y = run(qkv, keys, values, exponents, position, cos, sin, tickets, eps)
         rings = zip((keys, values), exponents, strict=True)
         return y, *(decode_entries(*ring, torch.float32) for ring in rings), tickets

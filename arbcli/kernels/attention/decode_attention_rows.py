@@ -51,7 +51,10 @@ def decode_attention_rows_reference(
     return tuple(torch.stack(parts) for parts in zip(*found, strict=True))
 
 
-def _decode_attention_rows_torch(qkv, keys, values, position, cos, sin, tickets, eps):
+def _decode_attention_rows_torch(
+    qkv: Tensor, keys: Tensor, values: Tensor, position: Tensor, cos: Tensor, sin: Tensor,
+    tickets: Tensor, eps: float,
+) -> Tensor:  # fmt: skip
     attend = DECODE_ATTENTION.torch
     texts = zip(qkv, keys, values, position, tickets, strict=True)
     return torch.stack(
@@ -129,7 +132,10 @@ def _decode_attention_rows_kernel(
             )  # fmt: skip
 
 
-def _decode_attention_rows_triton(qkv, keys, values, position, cos, sin, tickets, eps):
+def _decode_attention_rows_triton(
+    qkv: Tensor, keys: Tensor, values: Tensor, position: Tensor, cos: Tensor, sin: Tensor,
+    tickets: Tensor, eps: float,
+) -> Tensor:  # fmt: skip
     texts, heads, window, width = keys.shape
     block_d = triton.next_power_of_2(width)
     block_s = max(1, min(SLOTS, TILE // block_d))
@@ -181,7 +187,10 @@ def decode_attention_rows(
     return run(qkv, keys, values, position, cos, sin, tickets, eps)
 
 
-def _check(qkv, keys, values, position, cos, sin, tickets):
+def _check(
+    qkv: Tensor, keys: Tensor, values: Tensor, position: Tensor, cos: Tensor, sin: Tensor,
+    tickets: Tensor,
+) -> None:  # fmt: skip
     got = f"{qkv.dtype} of shape {tuple(qkv.shape)}"
     if qkv.dim() != 4 or not len(qkv) or not qkv.is_contiguous():
         raise ValueError(f"need contiguous (B, 3, heads, d), got {got}")
@@ -222,7 +231,10 @@ def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
 def _with_state(run):
     """Wrap an implementation so that it returns what it left in the rings too."""
 
-    def with_state(qkv, keys, values, position, cos, sin, tickets, eps):
+    def with_state(
+        qkv: Tensor, keys: Tensor, values: Tensor, position: Tensor, cos: Tensor, sin: Tensor,
+        tickets: Tensor, eps: float,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
         y = run(qkv, keys, values, position, cos, sin, tickets, eps)
         return y, keys, values, tickets
 

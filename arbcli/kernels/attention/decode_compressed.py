@@ -82,8 +82,10 @@ def decode_compressed_reference(
 
 
 def _decode_compressed_torch(
-    x, recent, entries, choice, sink, position, cos, sin, tickets, m, most, eps, exponents=None
-):
+    x: Tensor, recent: Tensor, entries: Tensor, choice: Tensor | None, sink: Tensor,
+    position: Tensor, cos: Tensor, sin: Tensor, tickets: Tensor, m: int, most: int, eps: float,
+    exponents: tuple[Tensor, Tensor] | None = None,
+) -> Tensor:  # fmt: skip
     slots, ring, device = len(entries), len(recent), x.device
     place = position.long()[None]
     complete = (place + 1) // m
@@ -196,8 +198,10 @@ def _decode_compressed_kernel(
 
 
 def _decode_compressed_triton(
-    x, recent, entries, choice, sink, position, cos, sin, tickets, m, most, eps, exponents=None
-):
+    x: Tensor, recent: Tensor, entries: Tensor, choice: Tensor | None, sink: Tensor,
+    position: Tensor, cos: Tensor, sin: Tensor, tickets: Tensor, m: int, most: int, eps: float,
+    exponents: tuple[Tensor, Tensor] | None = None,
+) -> Tensor:  # fmt: skip
     (heads, width), (ring, kv, _) = x.shape, recent.shape
     floats, (of_recent, of_entries) = recent.dtype == E4M3, exponents or (None, None)
     if floats:
@@ -279,7 +283,7 @@ def decode_compressed(
 def _with_state(run):
     """Wrap an implementation so that it returns what it left in its tickets too."""
 
-    def with_state(*inputs):
+    def with_state(*inputs) -> tuple[Tensor, Tensor]:
         return run(*inputs), inputs[8]
 
     return with_state

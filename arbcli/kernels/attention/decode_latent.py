@@ -68,14 +68,17 @@ def decode_latent_reference(
     return y, latent, turned, lengths
 
 
-def _decode_latent_torch(row, up, latent, turned, lengths, position, cos, sin, scale, eps):
+def _decode_latent_torch(
+    row: Tensor, up: Tensor, latent: Tensor, turned: Tensor, lengths: Tensor, position: Tensor,
+    cos: Tensor, sin: Tensor, scale: float, eps: float,
+) -> Tensor:  # fmt: skip
     (window, size), heads, rotary = latent.shape, lengths.shape[1], turned.shape[1]
     dim, slot = len(row) - size - rotary, (position % window).long()[None]
     width = dim // heads
     still = width - rotary
     cos, sin = (table.index_select(0, position[None]) for table in (cos, sin))
 
-    def turn(x):
+    def turn(x: Tensor) -> Tensor:
         first, second = x.float().chunk(2, dim=-1)
         x = torch.cat([first * cos - second * sin, first * sin + second * cos], dim=-1)
         return x.to(row.dtype)
@@ -185,7 +188,10 @@ def _decode_latent_kernel(
         tl.store(y_ptr + head * WIDTH + k, y.to(y_ptr.dtype.element_ty), mask=k < WIDTH)
 
 
-def _decode_latent_triton(row, up, latent, turned, lengths, position, cos, sin, scale, eps):
+def _decode_latent_triton(
+    row: Tensor, up: Tensor, latent: Tensor, turned: Tensor, lengths: Tensor, position: Tensor,
+    cos: Tensor, sin: Tensor, scale: float, eps: float,
+) -> Tensor:  # fmt: skip
     (window, size), heads, rotary = latent.shape, lengths.shape[1], turned.shape[1]
     width = (len(row) - size - rotary) // heads
     y = torch.empty(heads, width, dtype=row.dtype, device=row.device)
@@ -240,7 +246,10 @@ def decode_latent(
     return run(row, up, latent, turned, lengths, position, cos, sin, scale, eps)
 
 
-def _check(row, up, latent, turned, lengths, position, cos, sin):
+def _check(
+    row: Tensor, up: Tensor, latent: Tensor, turned: Tensor, lengths: Tensor, position: Tensor,
+    cos: Tensor, sin: Tensor,
+) -> None:  # fmt: skip
     if row.dtype not in (torch.float32, torch.bfloat16) or row.dim() != 1:
         got = f"{row.dtype} of shape {tuple(row.shape)}"
         raise ValueError(f"need one row in float32 or bfloat16, got {got}")
@@ -293,7 +302,9 @@ def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
 def _with_state(run):
     """Wrap an implementation so that it returns what it left in the rings too."""
 
-    def with_state(row, up, latent, turned, lengths, *about):
+    def with_state(
+        row: Tensor, up: Tensor, latent: Tensor, turned: Tensor, lengths: Tensor, *about
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         y = run(row, up, latent, turned, lengths, *about)
         return y, latent, turned, lengths
 

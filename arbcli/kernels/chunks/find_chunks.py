@@ -51,7 +51,7 @@ def find_chunks_reference(boundaries: Tensor, capacity: int) -> Chunks:
     return Chunks(first, owner, slot, overflow)
 
 
-def _find_chunks_torch(boundaries, capacity):
+def _find_chunks_torch(boundaries: Tensor, capacity: int) -> Chunks:
     batch, length = boundaries.shape
     begins = functional.pad(boundaries[:, 1:], (1, 0), value=True) if length else boundaries
     found = begins.long().cumsum(1)
@@ -93,7 +93,7 @@ def _find_chunks_kernel(
         tl.store(first_ptr + row * C + c, tl.full((BLOCK,), -1, tl.int64), (c >= found) & (c < C))
 
 
-def _find_chunks_triton(boundaries, capacity):
+def _find_chunks_triton(boundaries: Tensor, capacity: int) -> Chunks:
     (batch, length), like = boundaries.shape, {"dtype": torch.int64, "device": boundaries.device}
     first, owner = torch.empty(batch, capacity, **like), torch.empty(batch, length, **like)
     chunks = Chunks(first, owner, torch.empty_like(owner), torch.empty(batch, **like))

@@ -91,8 +91,9 @@ def take_chunk_reference(
 
 
 def _route_position_torch(
-    router, x, rows, mean, last, byte, ids, encoder, decoder, length, eps, handle
-):
+    router: str, x: Tensor, rows: Tensor, mean: Tensor, last: Tensor, byte: Tensor, ids: Tensor,
+    encoder: Tensor, decoder: Tensor, length: int, eps: float, handle: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     width, is_first = len(x), (encoder == 0)[None]
     if router == "learned":
         q, k = rows[: 2 * width].split(width)
@@ -118,7 +119,9 @@ def _route_position_torch(
     return p, begins, y
 
 
-def _take_chunk_torch(z, p, residual, mean, y, position):
+def _take_chunk_torch(
+    z: Tensor, p: Tensor, residual: Tensor, mean: Tensor, y: Tensor, position: Tensor | None
+) -> None:
     share = p.clamp(LEAST_SHARE, 1 - LEAST_SHARE)
     mean.copy_(share * z.float() + (1 - share) * mean)
     y.copy_(residual.float() + mean)
@@ -206,8 +209,9 @@ def _take_chunk_kernel(
 
 
 def _route_position_triton(
-    router, x, rows, mean, last, byte, ids, encoder, decoder, length, eps, handle
-):
+    router: str, x: Tensor, rows: Tensor, mean: Tensor, last: Tensor, byte: Tensor, ids: Tensor,
+    encoder: Tensor, decoder: Tensor, length: int, eps: float, handle: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     p = torch.empty(1, dtype=torch.float32, device=x.device)
     begins = torch.empty(1, dtype=torch.bool, device=x.device)
     y = torch.empty_like(x)
@@ -221,14 +225,16 @@ def _route_position_triton(
     return p, begins, y
 
 
-def _take_chunk_triton(z, p, residual, mean, y, position):
+def _take_chunk_triton(
+    z: Tensor, p: Tensor, residual: Tensor, mean: Tensor, y: Tensor, position: Tensor | None
+) -> None:
     _take_chunk_kernel[(1,)](
         z, p, residual, mean, y, mean if position is None else position, len(z),
         COUNTS=position is not None, **_blocks(len(z)), **overlap_options(z),
     )  # fmt: skip
 
 
-def _blocks(width):
+def _blocks(width: int):
     """Choose few warps: each of their threads tells the condition."""
     block_d = triton.next_power_of_2(width)
     return {"BLOCK_D": block_d, "num_warps": min(8, max(1, block_d // 512))}
@@ -314,7 +320,7 @@ def take_chunk_(
     run(z, p, residual, mean, y, position)
 
 
-def _check_vector(name, x):
+def _check_vector(name, x: Tensor):
     if x.dtype not in (torch.float32, torch.bfloat16) or x.dim() != 1 or not x.is_contiguous():
         got = f"{x.dtype} of shape {tuple(x.shape)}"
         raise ValueError(f"need a contiguous float32 or bfloat16 vector {name}, got {got}")
@@ -371,7 +377,10 @@ def _take_cases(device: torch.device, _group_size: int) -> Iterator[Case]:
 def _route_with_state(run):
     """Wrap an implementation so that it returns what its reference does."""
 
-    def with_state(router, x, rows, mean, last, byte, ids, encoder, decoder, length, eps, handle):
+    def with_state(
+        router: str, x: Tensor, rows: Tensor, mean: Tensor, last: Tensor, byte: Tensor, ids: Tensor,
+        encoder: Tensor, decoder: Tensor, length: int, eps: float, handle: Tensor | None,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
         about = (mean, last, byte, ids, encoder, decoder, length, eps, handle)
         p, begins, y = run(router, x, rows, *about)
         byte = byte if router == "space" else ids
@@ -381,7 +390,9 @@ def _route_with_state(run):
 
 
 def _take_with_state(run):
-    def with_state(z, p, residual, mean, y, position):
+    def with_state(
+        z: Tensor, p: Tensor, residual: Tensor, mean: Tensor, y: Tensor, position: Tensor | None
+    ) -> tuple[Tensor, ...]:
         run(z, p, residual, mean, y, position)
         return (y, mean) if position is None else (y, mean, position)
 

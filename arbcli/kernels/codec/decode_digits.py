@@ -249,7 +249,7 @@ def in_rounded_float32(decode):
     Triton's interpreter rounds bf16 wrongly; float32 holds the same values.
     """
 
-    def run(*inputs):
+    def run(*inputs) -> Tensor:
         weight = decode(*inputs, dtype=torch.float32)
         rounded = weight.to(torch.bfloat16)
         # a value that bf16 cannot hold is an error, and NaN equals nothing

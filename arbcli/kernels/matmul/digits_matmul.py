@@ -169,7 +169,10 @@ def digits_matmul_reference(
     return tiles_reference(x, weight[..., :in_features], out_features, gated, eps, added)
 
 
-def _digits_matmul_torch(x, pieces, scales, out_features, in_features, gated, eps, added, dtype):
+def _digits_matmul_torch(
+    x: Tensor, pieces: Tensor, scales: Tensor, out_features: int, in_features: int, gated: bool,
+    eps: float | None, added: Tensor | None, dtype: torch.dtype | None,
+) -> Tensor:  # fmt: skip
     z = (pieces & ~SIGN).float()
     z[pieces >= SIGN] *= -1
     weight = (z * scales.float()[:, :, :, None, :, None]).bfloat16().float()
@@ -184,7 +187,10 @@ def _digits_matmul_torch(x, pieces, scales, out_features, in_features, gated, ep
     return (y if added is None else added + y).to(dtype)
 
 
-def _digits_matmul_native(x, pieces, scales, out_features, in_features, gated, eps, added, dtype):
+def _digits_matmul_native(
+    x: Tensor, pieces: Tensor, scales: Tensor, out_features: int, in_features: int, gated: bool,
+    eps: float | None, added: Tensor | None, dtype: torch.dtype | None,
+) -> Tensor:  # fmt: skip
     weight = in_lanes(ArrangedDigits(pieces, scales, out_features, in_features, gated))
     return multiply_native(x, weight.pieces, scales, out_features, gated, eps, added, dtype)
 
@@ -311,7 +317,10 @@ def _tiling(rows: int, tiles: int, planes: int, processors: int) -> Tiling:
     return Tiling(8 if planes >= 32 else 4, 4)
 
 
-def _digits_matmul_triton(x, pieces, scales, out_features, in_features, gated, eps, added, dtype):
+def _digits_matmul_triton(
+    x: Tensor, pieces: Tensor, scales: Tensor, out_features: int, in_features: int, gated: bool,
+    eps: float | None, added: Tensor | None, dtype: torch.dtype | None,
+) -> Tensor:  # fmt: skip
     y = torch.empty(len(x), out_features, dtype=dtype, device=x.device)
     to = y if added is None else added.contiguous()
     x = x if x.data_ptr() % 16 == 0 else x.clone()
@@ -370,7 +379,9 @@ SHAPES = (
 """(M, rows, K, G, gated, eps, whether something is added)."""
 
 
-def random_digits(rows: int, in_features: int, group_size: int, generator) -> Packed:
+def random_digits(
+    rows: int, in_features: int, group_size: int, generator: torch.Generator
+) -> Packed:
     """Draw a matrix of all digits with z within what a byte holds."""
     packed = random_packed(rows, in_features, group_size, generator, spread=8)
     _, (_, packed) = with_remainders(packed, generator)

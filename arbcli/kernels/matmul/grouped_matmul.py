@@ -81,14 +81,16 @@ def _ranges(bounds: Tensor, _slots: int) -> Iterator[tuple[int, slice]]:
         yield e, slice(first, last)
 
 
-def _grouped_matmul_torch(x, w, bounds, out=None):
+def _grouped_matmul_torch(
+    x: Tensor, w: Tensor, bounds: Tensor, out: Tensor | None = None
+) -> Tensor:
     y = x.new_zeros(len(x), w.shape[1]) if out is None else out
     for e, rows in _ranges(bounds, len(x)):
         y[rows] = x[rows] @ w[e].T
     return y
 
 
-def _grouped_grad_w_torch(grad_y, x, bounds):
+def _grouped_grad_w_torch(grad_y: Tensor, x: Tensor, bounds: Tensor) -> Tensor:
     grad = x.new_empty(len(bounds) - 1, grad_y.shape[1], x.shape[1])
     for e, rows in _ranges(bounds, len(x)):
         grad[e] = grad_y[rows].T @ x[rows]
@@ -218,7 +220,7 @@ def _grouped_grad_w_kernel(
     tl.store(grad_ptrs, acc.to(grad_ptr.dtype.element_ty), mask=(offs_n < N) & (offs_k < K))
 
 
-def _tiling(x, experts):
+def _tiling(x: Tensor, experts: int) -> Tiling:
     """Choose the tiles of `grouped_matmul` from the mean rows an expert, the type and the GPU."""
     if x.dtype == torch.float32:
         return FLOAT32_TILES
@@ -226,7 +228,7 @@ def _tiling(x, experts):
     return (HOPPER_TILES if capability(x) == HOPPER else OTHER_TILES)[many]
 
 
-def _grad_tiling(x, experts):
+def _grad_tiling(x: Tensor, experts: int) -> Tiling:
     """Choose the tiles of `grouped_grad_w`, whose depth is the rows of x."""
     if x.dtype == torch.float32:
         return FLOAT32_TILES
@@ -234,7 +236,7 @@ def _grad_tiling(x, experts):
     return tiles[len(x) > FEW_ROWS * experts]
 
 
-def _tiles_of(stack, rows, columns):
+def _tiles_of(stack: Tensor, rows: int, columns: int) -> tuple[Tensor, tuple[int, int, int]]:
     """Describe a stack, or a copy that the copy engine can read; else pass it on, with strides."""
     if capability(stack) != HOPPER:
         return stack, stack.stride()
@@ -243,7 +245,9 @@ def _tiles_of(stack, rows, columns):
     return described(stack, [1, rows, columns]), stack.stride()
 
 
-def _grouped_matmul_triton(x, w, bounds, out=None):
+def _grouped_matmul_triton(
+    x: Tensor, w: Tensor, bounds: Tensor, out: Tensor | None = None
+) -> Tensor:
     (slots, in_features), (experts, out_features, _) = x.shape, w.shape
     y = x.new_empty(slots, out_features) if out is None else out
     if y.numel() == 0:
@@ -267,7 +271,7 @@ def _grouped_matmul_triton(x, w, bounds, out=None):
     return y
 
 
-def _grouped_grad_w_triton(grad_y, x, bounds):
+def _grouped_grad_w_triton(grad_y: Tensor, x: Tensor, bounds: Tensor) -> Tensor:
     experts, out_features, in_features = len(bounds) - 1, grad_y.shape[1], x.shape[1]
     grad = x.new_empty(experts, out_features, in_features)
     if len(x) == 0:
@@ -340,7 +344,7 @@ def grouped_grad_w(grad_y: Tensor, x: Tensor, bounds: Tensor) -> Tensor:
     return run(grad_y, x, bounds)
 
 
-def _check(x, bounds):
+def _check(x: Tensor, bounds: Tensor) -> None:
     if x.dtype not in (torch.float32, torch.bfloat16) or x.dim() != 2 or x.shape[1] == 0:
         got = f"{x.dtype} of shape {tuple(x.shape)}"
         raise ValueError(f"need a float32 or bfloat16 matrix, got {got}")

@@ -96,11 +96,11 @@ dp4a.s32.s32 $0, $1, ones, $2;
 }""")
 
 
-def _row_matmul_torch(x, *inputs):
+def _row_matmul_torch(x: Tensor | AttentionParts, *inputs) -> Tensor:
     return coded_torch(x.average()[None] if isinstance(x, AttentionParts) else x, *inputs)
 
 
-def _row_matmul_native(x, *inputs):
+def _row_matmul_native(x: Tensor | AttentionParts, *inputs) -> Tensor:
     return coded_native(x.average()[None] if isinstance(x, AttentionParts) else x, *inputs)
 
 
@@ -510,7 +510,10 @@ MOST_COLUMNS = 17_920
 """The largest K: more columns of x do not fit in the memory that a program shares."""
 
 
-def _row_matmul_triton(x, pieces, out_features, in_features, gated, eps, added, dtype, early=False):
+def _row_matmul_triton(
+    x: Tensor | AttentionParts, pieces: Tensor, out_features: int, in_features: int, gated: bool,
+    eps: float | None, added: Tensor | None, dtype: torch.dtype | None, early: bool = False,
+) -> Tensor:  # fmt: skip
     y = torch.empty(1, out_features, dtype=dtype, device=pieces.device)
     tiles, blocks = pieces.shape[:2]
     to = y if added is None else added.contiguous()

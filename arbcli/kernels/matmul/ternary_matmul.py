@@ -41,12 +41,12 @@ def ternary_matmul_grad_x_reference(grad_y: Tensor, packed: Packed) -> Tensor:
     return grad_y.double() @ decode_digits_reference(packed).double()
 
 
-def _ternary_matmul_torch(x, packed, dtype=None):
+def _ternary_matmul_torch(x: Tensor, packed: Packed, dtype: torch.dtype | None = None) -> Tensor:
     x = x.to(torch.promote_types(x.dtype, dtype or x.dtype))
     return (x @ decode_digits(packed, x.dtype).T).to(dtype or x.dtype)
 
 
-def _ternary_matmul_grad_x_torch(grad_y, packed):
+def _ternary_matmul_grad_x_torch(grad_y: Tensor, packed: Packed) -> Tensor:
     return grad_y @ decode_digits(packed, grad_y.dtype)
 
 
@@ -87,7 +87,7 @@ def _ternary_matmul_kernel(
     tl.store(y_ptrs, acc.to(y_ptr.dtype.element_ty), mask=mask_m & mask_n)
 
 
-def _ternary_matmul_triton(x, packed, dtype=None):
+def _ternary_matmul_triton(x: Tensor, packed: Packed, dtype: torch.dtype | None = None) -> Tensor:
     dtype, (rows, in_features) = dtype or x.dtype, x.shape
     if fits_few_rows(x, packed):
         return few_rows(x, packed, dtype)
@@ -108,7 +108,7 @@ def _ternary_matmul_triton(x, packed, dtype=None):
     return y
 
 
-def _ternary_matmul_grad_x_triton(grad_y, packed):
+def _ternary_matmul_grad_x_triton(grad_y: Tensor, packed: Packed) -> Tensor:
     return grad_y @ decode_weight_triton(packed, grad_y.dtype)
 
 

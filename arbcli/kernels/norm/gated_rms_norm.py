@@ -58,7 +58,7 @@ def gated_rms_norm_backward_reference(
     return gradient_and_output(gated_rms_norm_reference, *inputs)
 
 
-def _gated_rms_norm_torch(gate_up, weight, eps):
+def _gated_rms_norm_torch(gate_up: Tensor, weight: Packed | None, eps: float | None) -> Tensor:
     width, weight = gate_up.shape[-1] // 2, norm_weight_torch(weight)
     y = torch.empty(*gate_up.shape[:-1], width, dtype=gate_up.dtype, device=gate_up.device)
     gate_up, out = gate_up.reshape(-1, 2 * width), y.view(-1, width)
@@ -78,7 +78,10 @@ def _place_of_gradient(gate_up: Tensor, overwrite: bool) -> Tensor:
     return torch.empty(gate_up.shape, dtype=gate_up.dtype, device=gate_up.device)
 
 
-def _gated_rms_norm_backward_torch(grad_y, gate_up, weight, eps, overwrite=False):
+def _gated_rms_norm_backward_torch(
+    grad_y: Tensor, gate_up: Tensor, weight: Packed | None, eps: float | None,
+    overwrite: bool = False,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     width, weight = grad_y.shape[-1], norm_weight_torch(weight)
     grad_gate_up = _place_of_gradient(gate_up, overwrite)
     y = torch.empty(grad_y.shape, dtype=gate_up.dtype, device=gate_up.device)
@@ -98,11 +101,14 @@ def _gated_rms_norm_backward_torch(grad_y, gate_up, weight, eps, overwrite=False
     return grad_gate_up, y
 
 
-def _gated_rms_norm_native(gate_up, weight, eps):
+def _gated_rms_norm_native(gate_up: Tensor, weight: Packed | None, eps: float | None) -> Tensor:
     return norm_native(gate_up, weight, eps, gated=True)
 
 
-def _gated_rms_norm_backward_native(grad_y, gate_up, weight, eps, overwrite=False):
+def _gated_rms_norm_backward_native(
+    grad_y: Tensor, gate_up: Tensor, weight: Packed | None, eps: float | None,
+    overwrite: bool = False,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     place = _place_of_gradient(gate_up, overwrite)
     return norm_backward_native(grad_y, gate_up, weight, eps, gated=True, grad_x=place)
 
@@ -204,7 +210,7 @@ def sigmoid(x):
     return 1 / (1 + tl.exp(-x))
 
 
-def _gated_rms_norm_triton(gate_up, weight, eps):
+def _gated_rms_norm_triton(gate_up: Tensor, weight: Packed | None, eps: float | None) -> Tensor:
     width = gate_up.shape[-1] // 2
     y = torch.empty(*gate_up.shape[:-1], width, dtype=gate_up.dtype, device=gate_up.device)
     if y.numel():
@@ -218,7 +224,10 @@ def _gated_rms_norm_triton(gate_up, weight, eps):
     return y
 
 
-def _gated_rms_norm_backward_triton(grad_y, gate_up, weight, eps, overwrite=False):
+def _gated_rms_norm_backward_triton(
+    grad_y: Tensor, gate_up: Tensor, weight: Packed | None, eps: float | None,
+    overwrite: bool = False,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     y = torch.empty(grad_y.shape, dtype=gate_up.dtype, device=gate_up.device)
     # a program reads what it has to of its rows before it writes there
     grad_gate_up = _place_of_gradient(gate_up, overwrite)
@@ -313,7 +322,10 @@ def gated_rms_norm_in_its_dtype(
 def _cases(device: torch.device, group_size: int) -> Iterator[Case]:
     generator = torch.Generator().manual_seed(0)
 
-    def case(label, shape, view=lambda x: x, dtype=torch.float32, eps=1e-6, ones=False) -> Case:
+    def case(
+        label: str, shape: tuple[int, ...], view=lambda x: x, dtype: torch.dtype = torch.float32,
+        eps: float | None = 1e-6, ones: bool = False,
+    ) -> Case:  # fmt: skip
         gate_up = view((3 * torch.randn(shape, generator=generator)).to(device, dtype))
         weight = random_packed(1, gate_up.shape[-1] // 2, group_size, generator, spread=2)
         weight = None if ones or eps is None else weight.to(device)
@@ -355,7 +367,7 @@ def _backward_cases(device: torch.device, group_size: int) -> Iterator[Case]:
             )
 
 
-def _last_left_out(function):
+def _last_left_out(function: None) -> None:
     """Wrap a peer so that it is not told what may be overwritten."""
     return function and (lambda *inputs: function(*inputs[:-1]))
 

@@ -113,14 +113,16 @@ def _launch(
     return q, scale
 
 
-def _rms_norm_e4m3_triton(x, weight, eps):
+def _rms_norm_e4m3_triton(x: Tensor, weight: Packed | None, eps: float) -> tuple[Tensor, Tensor]:
     if x.shape[1] > WHOLE_ROW:
         return quantise_rows(rms_norm(x, weight, eps))
     x = dense_rows(x)
     return _launch(x, x, x, weight, eps)
 
 
-def _add_rms_norm_e4m3_triton(x, added, weight, eps):
+def _add_rms_norm_e4m3_triton(
+    x: Tensor, added: Tensor, weight: Packed | None, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
     if x.shape[1] > WHOLE_ROW:
         return _add_rms_norm_e4m3_torch(x, added, weight, eps)
     total = torch.empty(x.shape, dtype=x.dtype, device=x.device)
@@ -128,7 +130,9 @@ def _add_rms_norm_e4m3_triton(x, added, weight, eps):
     return total, *_launch(*parts, weight, eps, add=True)
 
 
-def _gated_rms_norm_e4m3_triton(gate_up, weight, eps):
+def _gated_rms_norm_e4m3_triton(
+    gate_up: Tensor, weight: Packed | None, eps: float | None
+) -> tuple[Tensor, Tensor]:
     width = gate_up.shape[1] // 2
     if width > WHOLE_ROW:
         return quantise_rows(gated_rms_norm(gate_up, weight, eps))
@@ -136,16 +140,20 @@ def _gated_rms_norm_e4m3_triton(gate_up, weight, eps):
     return _launch(gate_up, gate_up[:, width:], gate_up, weight, eps, gated=True)
 
 
-def _rms_norm_e4m3_torch(x, weight, eps):
+def _rms_norm_e4m3_torch(x: Tensor, weight: Packed | None, eps: float) -> tuple[Tensor, Tensor]:
     return quantise_rows(rms_norm(x, weight, eps))
 
 
-def _add_rms_norm_e4m3_torch(x, added, weight, eps):
+def _add_rms_norm_e4m3_torch(
+    x: Tensor, added: Tensor, weight: Packed | None, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
     total, y = add_rms_norm(x, added, weight, eps)
     return total, *quantise_rows(y)
 
 
-def _gated_rms_norm_e4m3_torch(gate_up, weight, eps):
+def _gated_rms_norm_e4m3_torch(
+    gate_up: Tensor, weight: Packed | None, eps: float | None
+) -> tuple[Tensor, Tensor]:
     return quantise_rows(gated_rms_norm(gate_up, weight, eps))
 
 

@@ -61,7 +61,7 @@ def gradient_and_output(function, grad_y: Tensor, x: Tensor, *norm) -> tuple[Ten
         return torch.autograd.grad(y, x, grad_y)[0], y.detach()
 
 
-def _rms_norm_torch(x, weight, eps):
+def _rms_norm_torch(x: Tensor, weight: Packed | None, eps: float) -> Tensor:
     width, weight = x.shape[-1], norm_weight_torch(weight)
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     x, out = x.reshape(-1, width), y.view(-1, width)
@@ -70,12 +70,16 @@ def _rms_norm_torch(x, weight, eps):
     return y
 
 
-def _add_rms_norm_torch(x, added, weight, eps):
+def _add_rms_norm_torch(
+    x: Tensor, added: Tensor, weight: Packed | None, eps: float
+) -> tuple[Tensor, Tensor]:
     total = (x + added).contiguous()
     return total, _rms_norm_torch(total, weight, eps)
 
 
-def _rms_norm_backward_torch(grad_y, x, weight, eps, beside=None):
+def _rms_norm_backward_torch(
+    grad_y: Tensor, x: Tensor, weight: Packed | None, eps: float, beside: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     width, weight = x.shape[-1], norm_weight_torch(weight)
     grad_x, y = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for _ in range(2))
     results = grad_x.view(-1, width), y.view(-1, width)
@@ -87,16 +91,20 @@ def _rms_norm_backward_torch(grad_y, x, weight, eps, beside=None):
     return grad_x if beside is None else grad_x.add_(beside), y
 
 
-def _rms_norm_native(x, weight, eps):
+def _rms_norm_native(x: Tensor, weight: Packed | None, eps: float) -> Tensor:
     return norm_native(x, weight, eps, gated=False)
 
 
-def _add_rms_norm_native(x, added, weight, eps):
+def _add_rms_norm_native(
+    x: Tensor, added: Tensor, weight: Packed | None, eps: float
+) -> tuple[Tensor, Tensor]:
     total = (x + added).contiguous()
     return total, _rms_norm_native(total, weight, eps)
 
 
-def _rms_norm_backward_native(grad_y, x, weight, eps, beside=None):
+def _rms_norm_backward_native(
+    grad_y: Tensor, x: Tensor, weight: Packed | None, eps: float, beside: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     grad_x = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     _, y = norm_backward_native(grad_y, x, weight, eps, gated=False, grad_x=grad_x)
     return grad_x if beside is None else grad_x.add_(beside), y
@@ -316,7 +324,7 @@ def dense_rows(x: Tensor) -> Tensor:
     return x if x.stride(1) == 1 else x.contiguous()
 
 
-def _rms_norm_triton(x, weight, eps):
+def _rms_norm_triton(x: Tensor, weight: Packed | None, eps: float) -> Tensor:
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if y.numel():
         x, width, decoded = dense_rows(x), x.shape[-1], norm_weight(weight)
@@ -328,7 +336,9 @@ def _rms_norm_triton(x, weight, eps):
     return y
 
 
-def _add_rms_norm_triton(x, added, weight, eps):
+def _add_rms_norm_triton(
+    x: Tensor, added: Tensor, weight: Packed | None, eps: float
+) -> tuple[Tensor, Tensor]:
     width = x.shape[-1]
     grid, tile = tiling(x.numel() // max(width, 1), width)
     if not (x.numel() and tile["WHOLE"]):
@@ -343,7 +353,9 @@ def _add_rms_norm_triton(x, added, weight, eps):
     return total, y
 
 
-def _rms_norm_backward_triton(grad_y, x, weight, eps, beside=None):
+def _rms_norm_backward_triton(
+    grad_y: Tensor, x: Tensor, weight: Packed | None, eps: float, beside: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     grad_x = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     y = torch.empty_like(grad_x)
     if y.numel():
@@ -460,8 +472,9 @@ def _cases(device: torch.device, group_size: int) -> Iterator[Case]:
     generator = torch.Generator().manual_seed(0)
 
     def case(
-        label, shape, view=lambda x: x, dtype=torch.float32, peer=None, eps=1e-6, ones=False
-    ) -> Case:
+        label: str, shape: tuple[int, ...], view=lambda x: x, dtype: torch.dtype = torch.float32,
+        peer: None = None, eps: float = 1e-6, ones: bool = False,
+    ) -> Case:  # fmt: skip
         x = view((3 * torch.randn(shape, generator=generator)).to(device, dtype))
         weight = random_packed(1, x.shape[-1], group_size, generator, spread=2).to(device)
         return Case(label, (x, None if ones else weight, eps), peer)
@@ -497,7 +510,7 @@ def _add_cases(device: torch.device, group_size: int) -> Iterator[Case]:
         yield Case(case.label, (x, added, *norm), add_rms_norm_in_its_dtype if case.peer else None)
 
 
-def add_rms_norm_in_its_dtype(x, added, *norm):
+def add_rms_norm_in_its_dtype(x: Tensor, added: Tensor, *norm):
     """Do what torch alone would do, sum and norm, in the dtype of `x`."""
     return x + added, rms_norm_in_its_dtype(x + added, *norm)
 
@@ -522,7 +535,9 @@ def _backward_beside_cases(device: torch.device, group_size: int) -> Iterator[Ca
             yield Case(f"{case.label} beside", (*case.inputs, beside), peer)
 
 
-def backward_in_its_dtype(grad_y, x, weight, eps, beside=None):
+def backward_in_its_dtype(
+    grad_y: Tensor, x: Tensor, weight, eps: float, beside: Tensor | None = None
+):
     """Do what torch alone would do, gradient and sum, in the dtype of `x`."""
     grad_x, y = gradient_and_output(rms_norm_in_its_dtype, grad_y, x, weight, eps)
     return grad_x if beside is None else grad_x + beside, y

@@ -54,7 +54,10 @@ def choose_byte_reference(
     return byte, text
 
 
-def _choose_byte_torch(byte, text, logits, position, key, temperature, top_k, top_p):
+def _choose_byte_torch(
+    byte: Tensor, text: Tensor, logits: Tensor, position: Tensor, key: Tensor, temperature: float,
+    top_k: int, top_p: float,
+) -> None:  # fmt: skip
     logits = logits.float()
     if temperature == 0:
         choice = logits.argmax()
@@ -110,7 +113,10 @@ def _choose_byte_kernel(
     tl.store(text_ptr + position, choice.to(tl.uint8))
 
 
-def _choose_byte_triton(byte, text, logits, position, key, temperature, top_k, top_p):
+def _choose_byte_triton(
+    byte: Tensor, text: Tensor, logits: Tensor, position: Tensor, key: Tensor, temperature: float,
+    top_k: int, top_p: float,
+) -> None:  # fmt: skip
     symbols = len(logits)
     _choose_byte_kernel[(1,)](
         byte, text, logits, position, key, float(temperature), top_k, float(top_p), symbols,
@@ -150,7 +156,7 @@ def choose_byte_(
     run(byte, text, logits, position, key, temperature, top_k, top_p)
 
 
-def _check(byte, text, logits, position, key):
+def _check(byte: Tensor, text: Tensor, logits: Tensor, position: Tensor, key: Tensor) -> None:
     if logits.dtype not in (torch.float32, torch.bfloat16) or logits.dim() != 1:
         got = f"{logits.dtype} of shape {tuple(logits.shape)}"
         raise ValueError(f"need float32 or bfloat16 of shape (V,), got {got}")
@@ -188,7 +194,7 @@ def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
 def _with_state(run):
     """Wrap an implementation so that it returns what it changed."""
 
-    def with_state(byte, text, *inputs):
+    def with_state(byte: Tensor, text: Tensor, *inputs) -> tuple[Tensor, Tensor]:
         run(byte, text, *inputs)
         return byte, text
 

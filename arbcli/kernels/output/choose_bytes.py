@@ -38,7 +38,10 @@ def choose_bytes_reference(
     return tuple(torch.stack(parts) for parts in zip(*found, strict=True))
 
 
-def _choose_bytes_torch(byte, text, logits, position, key, temperature, top_k, top_p):
+def _choose_bytes_torch(
+    byte: Tensor, text: Tensor, logits: Tensor, position: Tensor, key: Tensor, temperature: Tensor,
+    top_k: Tensor, top_p: Tensor,
+) -> None:  # fmt: skip
     choose = CHOOSE_BYTE.torch
     rows = zip(
         byte, text, logits, position, key,
@@ -87,7 +90,10 @@ def _choose_bytes_kernel(
     tl.store(text_ptr + row * P + position, choice.to(tl.uint8))
 
 
-def _choose_bytes_triton(byte, text, logits, position, key, temperature, top_k, top_p):
+def _choose_bytes_triton(
+    byte: Tensor, text: Tensor, logits: Tensor, position: Tensor, key: Tensor, temperature: Tensor,
+    top_k: Tensor, top_p: Tensor,
+) -> None:  # fmt: skip
     texts, symbols = logits.shape
     _choose_bytes_kernel[(texts,)](
         byte, text, logits, position, key, temperature, top_k, top_p, text.shape[1], symbols,
@@ -128,7 +134,10 @@ def choose_bytes_(
     run(byte, text, logits, position, key, temperature, top_k, top_p)
 
 
-def _check(byte, text, logits, position, key, temperature, top_k, top_p):
+def _check(
+    byte: Tensor, text: Tensor, logits: Tensor, position: Tensor, key: Tensor, temperature: Tensor,
+    top_k: Tensor, top_p: Tensor,
+) -> None:  # fmt: skip
     got = f"{logits.dtype} of shape {tuple(logits.shape)}"
     fits = logits.dim() == 2 and 1 <= logits.shape[1] <= MAX_SYMBOLS and logits.is_contiguous()
     if logits.dtype not in (torch.float32, torch.bfloat16) or not fits:
@@ -169,7 +178,7 @@ def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
 def _with_state(run):
     """Wrap an implementation so that it returns what it changed."""
 
-    def with_state(byte, text, *inputs):
+    def with_state(byte: Tensor, text: Tensor, *inputs: Tensor) -> tuple[Tensor, Tensor]:
         run(byte, text, *inputs)
         return byte, text
 

@@ -48,13 +48,17 @@ def embedding_grad_reference(grad_y: Tensor, ids: Tensor, num_embeddings: int) -
     return grad
 
 
-def _embedding_rows_torch(ids, packed, dtype=torch.bfloat16):
+def _embedding_rows_torch(
+    ids: Tensor, packed: Packed, dtype: torch.dtype = torch.bfloat16
+) -> Tensor:
     if len(ids) > packed.out_features:  # decode a row once, however often it is used
         return embedding(ids, decode_digits(packed, dtype))
     return decode_digits(packed.rows(ids), dtype)
 
 
-def _embedding_rows_native(ids, packed, dtype=torch.bfloat16):
+def _embedding_rows_native(
+    ids: Tensor, packed: Packed, dtype: torch.dtype = torch.bfloat16
+) -> Tensor:
     y = torch.empty(len(ids), packed.in_features, dtype=dtype, device=ids.device)
     outside = native.call(
         "look_up", *native_arguments(packed), ids, ids.stride(0), packed.out_features, y,
@@ -65,7 +69,7 @@ def _embedding_rows_native(ids, packed, dtype=torch.bfloat16):
     return y
 
 
-def _embedding_grad_torch(grad_y, ids, num_embeddings):
+def _embedding_grad_torch(grad_y: Tensor, ids: Tensor, num_embeddings: int) -> Tensor:
     # a bag is one id's tokens, and is summed by one thread in their order
     order, bounds = _segments(ids, num_embeddings)
     rows = grad_y.to(torch.float32).contiguous()
@@ -175,7 +179,9 @@ def _embedding_grad_kernel(
     tl.store(grad_ptr + v * D + offs_d, tl.sum(total, axis=0), mask=mask_d)
 
 
-def _embedding_rows_triton(ids, packed, dtype=torch.bfloat16):
+def _embedding_rows_triton(
+    ids: Tensor, packed: Packed, dtype: torch.dtype = torch.bfloat16
+) -> Tensor:
     y = torch.empty(len(ids), packed.in_features, dtype=dtype, device=ids.device)
     if len(ids) > packed.out_features:  # decode a row once, however often it is used
         grid = (triton.cdiv(len(ids), 8), triton.cdiv(packed.in_features, 256))
@@ -194,7 +200,7 @@ def _embedding_rows_triton(ids, packed, dtype=torch.bfloat16):
     return y
 
 
-def _embedding_grad_triton(grad_y, ids, num_embeddings):
+def _embedding_grad_triton(grad_y: Tensor, ids: Tensor, num_embeddings: int) -> Tensor:
     width = grad_y.shape[1]
     grad = torch.empty(num_embeddings, width, dtype=torch.float32, device=grad_y.device)
     if grad.numel():
@@ -206,7 +212,7 @@ def _embedding_grad_triton(grad_y, ids, num_embeddings):
     return grad
 
 
-def _segments_triton(ids, num_embeddings):
+def _segments_triton(ids: Tensor, num_embeddings: int) -> tuple[Tensor, Tensor]:
     if num_embeddings > MOST_COUNTED:
         return _segments(ids, num_embeddings)
     order = torch.empty(len(ids), dtype=torch.int64, device=ids.device)

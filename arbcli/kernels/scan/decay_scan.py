@@ -40,7 +40,7 @@ def decay_scan_reference(q: Tensor, k: Tensor, v: Tensor, g: Tensor, reverse: bo
     return y
 
 
-def _decay_scan_torch(q, k, v, g, reverse):
+def _decay_scan_torch(q: Tensor, k: Tensor, v: Tensor, g: Tensor, reverse: bool) -> Tensor:
     if reverse:
         g = torch.cat((torch.zeros_like(g[:, :1]), g.flip(1)[:, :-1]), dim=1)[:, : g.shape[1]]
         return _decay_scan_torch(q.flip(1), k.flip(1), v.flip(1), g, False).flip(1)
@@ -106,7 +106,7 @@ def _decay_scan_kernel(
         state = tl.exp(end) * state + tl.dot(tl.trans(fading), v, input_precision="ieee")
 
 
-def _decay_scan_triton(q, k, v, g, reverse):
+def _decay_scan_triton(q: Tensor, k: Tensor, v: Tensor, g: Tensor, reverse: bool) -> Tensor:
     (batch, length, heads, states), width = q.shape, v.shape[3]
     y = torch.empty(v.shape, dtype=torch.float32, device=v.device)
     if y.numel():
@@ -156,7 +156,10 @@ def decay_scan(q: Tensor, k: Tensor, v: Tensor, g: Tensor, reverse: bool = False
     return (_decay_scan_triton if uses_triton(q) else _decay_scan_torch)(q, k, v, g, reverse)
 
 
-def _draw(generator, device, batch, length, heads, states, width) -> tuple:
+def _draw(
+    generator: torch.Generator, device: torch.device, batch: int, length: int, heads: int,
+    states: int, width: int,
+) -> tuple:  # fmt: skip
     def draw(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator).to(device)
 
@@ -191,7 +194,7 @@ def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
             yield Case(f"2x700x5x64x128 bf16{' reverse' if reverse else ''}", inputs, scan_in_bf16)
 
 
-def scan_in_bf16(q, k, v, g, reverse):
+def scan_in_bf16(q: Tensor, k: Tensor, v: Tensor, g: Tensor, reverse: bool):
     """Attend with scores and decays rounded to bfloat16, as torch would without a kernel."""
     c = g.double().cumsum(1).transpose(1, 2)
     apart = c[..., :, None] - c[..., None, :]

@@ -52,7 +52,10 @@ def mamba_step_reference(
     return z / (1 + torch.exp(-z)) * y, ring, state
 
 
-def _mamba_step_torch(rows, ring, state, taps, rate, bias, skip, position):
+def _mamba_step_torch(
+    rows: Tensor, ring: Tensor, state: Tensor, taps: Tensor, rate: Tensor, bias: Tensor,
+    skip: Tensor, position: Tensor,
+) -> Tensor:  # fmt: skip
     heads, states, width = state.shape
     inner, num_taps = heads * width, len(ring)
     z, new, t = rows.split((inner, inner + 2 * states, heads))
@@ -142,7 +145,10 @@ def _mamba_step_kernel(
     tl.store(slot_ptr + of_c, new_c, mask=first)
 
 
-def _mamba_step_triton(rows, ring, state, taps, rate, bias, skip, position):
+def _mamba_step_triton(
+    rows: Tensor, ring: Tensor, state: Tensor, taps: Tensor, rate: Tensor, bias: Tensor,
+    skip: Tensor, position: Tensor,
+) -> Tensor:  # fmt: skip
     heads, states, width = state.shape
     y = torch.empty(heads * width, dtype=rows.dtype, device=rows.device)
     _mamba_step_kernel[(heads,)](
@@ -244,7 +250,9 @@ def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
 def _with_state(run):
     """Wrap an implementation so that it returns what it left behind too."""
 
-    def with_state(rows, ring, state, *rest):
+    def with_state(
+        rows: Tensor, ring: Tensor, state: Tensor, *rest: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
         return run(rows, ring, state, *rest), ring, state
 
     return with_state

@@ -56,7 +56,9 @@ def mix_streams_torch(
     return torch.stack(rows, dim=1).to(x.dtype)
 
 
-def _mix_streams_backward_torch(grad_y, x, weights, added, gains):
+def _mix_streams_backward_torch(
+    grad_y: Tensor, x: Tensor, weights: Tensor, added: Tensor | None, gains: Tensor | None
+) -> tuple[Tensor, ...]:
     g, of_x = grad_y.float(), x.float()
     grad_x = torch.einsum("mij,mid->mjd", weights, g).to(x.dtype)
     grad_weights = torch.einsum("mid,mjd->mij", g, of_x)
@@ -128,7 +130,9 @@ def _mix_streams_backward_kernel(
         tl.store(grad_gains_ptr + m * ROWS + i, grad_gains)
 
 
-def _mix_streams_triton(x, weights, added, gains):
+def _mix_streams_triton(
+    x: Tensor, weights: Tensor, added: Tensor | None, gains: Tensor | None
+) -> Tensor:
     (length, n, width), rows = x.shape, weights.shape[1]
     y = torch.empty(length, rows, width, dtype=x.dtype, device=x.device)
     if y.numel():
@@ -142,7 +146,9 @@ def _mix_streams_triton(x, weights, added, gains):
     return y
 
 
-def _mix_streams_backward_triton(grad_y, x, weights, added, gains):
+def _mix_streams_backward_triton(
+    grad_y: Tensor, x: Tensor, weights: Tensor, added: Tensor | None, gains: Tensor | None
+) -> tuple[Tensor, ...]:
     (length, n, width), rows = x.shape, weights.shape[1]
     like, real = {"dtype": x.dtype, "device": x.device}, {"device": x.device}
     grads = [torch.empty(x.shape, **like), torch.empty(weights.shape, **real)]
@@ -208,7 +214,7 @@ def mix_streams_backward(
     return run(grad_y, x, weights, added, gains)
 
 
-def _check(x, weights, added, gains):
+def _check(x: Tensor, weights: Tensor, added: Tensor | None, gains: Tensor | None) -> None:
     got = f"{x.dtype} of shape {tuple(x.shape)}"
     if x.dtype not in (torch.float32, torch.bfloat16) or x.dim() != 3 or x.shape[1] not in STREAMS:
         raise ValueError(f"need float32 or bfloat16 streams, {STREAMS} of them, got {got}")
@@ -266,12 +272,12 @@ def _backward_cases(device: torch.device, _group_size: int) -> Iterator[Case]:
         yield Case(label, (grad_y, *inputs), peer)
 
 
-def rounded_mix(x, *others):
+def rounded_mix(x: Tensor, *others):
     """Round the reference of `mix_streams`, and nothing before it."""
     return mix_streams_reference(x, *others).to(x.dtype)
 
 
-def rounded_mix_gradients(grad_y, x, *others):
+def rounded_mix_gradients(grad_y: Tensor, x: Tensor, *others):
     """Round what `mix_streams_backward` rounds; gradients of weights are float32 always."""
     found = mix_streams_backward_reference(grad_y, x, *others)
     return tuple(None if index % 2 else grad.to(x.dtype) for index, grad in enumerate(found))

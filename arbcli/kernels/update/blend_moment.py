@@ -65,8 +65,9 @@ def blend_moment_reference(
 
 
 def _blend_moment_torch(
-    moment, values, row_gain, column_gain, key, ok, squares, decay, gain, shift, nibble
-):
+    moment: Tensor, values: Tensor, row_gain: Tensor | None, column_gain: Tensor | None,
+    key: Tensor, ok: Tensor, squares: Tensor, decay: int, gain: int, shift: int, nibble: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     if not ok:
         return moment, squares
     largest = moment_max(nibble)
@@ -87,8 +88,9 @@ def _blend_moment_torch(
 
 
 def _blend_moment_native(
-    moment, values, row_gain, column_gain, key, ok, squares, decay, gain, shift, nibble
-):
+    moment: Tensor, values: Tensor, row_gain: Tensor | None, column_gain: Tensor | None,
+    key: Tensor, ok: Tensor, squares: Tensor, decay: int, gain: int, shift: int, nibble: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     direction = values, row_gain, column_gain
     if not native.in_rows(moment):
         rest = decay, gain, shift, nibble
@@ -150,8 +152,9 @@ def _blend_moment_kernel(
 
 
 def _blend_moment_triton(
-    moment, values, row_gain, column_gain, key, ok, squares, decay, gain, shift, nibble
-):
+    moment: Tensor, values: Tensor, row_gain: Tensor | None, column_gain: Tensor | None,
+    key: Tensor, ok: Tensor, squares: Tensor, decay: int, gain: int, shift: int, nibble: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     rows, columns = moment.shape
     if moment.numel():
         has_rows, has_columns = row_gain is not None, column_gain is not None

@@ -107,9 +107,10 @@ def _average_reference(statistic: Tensor, value: Tensor, key: Tensor, ok: int) -
 
 
 def _gradient_gains_torch(
-    slope, slope_squares, squares, rows, columns, row_statistic, column_statistic,
-    row_key, column_key, refused, nonfinite,
-):  # fmt: skip
+    slope: Tensor, slope_squares: Tensor, squares: Tensor, rows: Tensor, columns: Tensor,
+    row_statistic: Tensor | None, column_statistic: Tensor | None, row_key: Tensor,
+    column_key: Tensor, refused: Tensor, nonfinite: Tensor,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     total, mean = float(squares.sum()), float(slope_squares.sum()) / slope.numel()
     usable = SMALLEST <= total <= LARGEST
     refused += not usable
@@ -245,9 +246,10 @@ def _gradient_gains_kernel(
 
 
 def _gradient_gains_triton(
-    slope, slope_squares, squares, rows, columns, row_statistic, column_statistic,
-    row_key, column_key, refused, nonfinite,
-):  # fmt: skip
+    slope: Tensor, slope_squares: Tensor, squares: Tensor, rows: Tensor, columns: Tensor,
+    row_statistic: Tensor | None, column_statistic: Tensor | None, row_key: Tensor,
+    column_key: Tensor, refused: Tensor, nonfinite: Tensor,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     (row_parts, num_rows), (column_parts, num_columns) = rows.shape, columns.shape
     factored, block_l, tiles = row_statistic is not None, 64, 1
     row_gain, column_gain = (squares.new_empty(n * factored) for n in (num_rows, num_columns))
@@ -376,7 +378,7 @@ def _timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
 def _with_state(run):
     """Wrap an implementation so that it returns its counters and decoded statistics, too."""
 
-    def with_state(*inputs):
+    def with_state(*inputs: Tensor | None) -> tuple[Tensor, ...]:
         found = run(*inputs)
         if int(found[0]) == 0:  # nobody reads these then
             found = (found[0], *(torch.zeros_like(gain) for gain in found[1:]))

@@ -69,7 +69,9 @@ def gradient_statistics_reference(
     return slope, (slope * slope).sum(), squares.sum(), rows, columns
 
 
-def _gradient_statistics_torch(grad, packed, factored, signs):
+def _gradient_statistics_torch(
+    grad: Tensor, packed: Packed, factored: bool, signs: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     (num_rows, in_features), like = grad.shape, {"dtype": torch.float32, "device": grad.device}
     group_size = packed.group_size
     whole = in_features // group_size
@@ -96,7 +98,9 @@ def _gradient_statistics_torch(grad, packed, factored, signs):
     return slope, (wide * wide).sum()[None], squares, rows, columns
 
 
-def _gradient_statistics_native(grad, packed, factored, signs):
+def _gradient_statistics_native(
+    grad: Tensor, packed: Packed, factored: bool, signs: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     (num_rows, in_features), like = grad.shape, {"dtype": torch.float32, "device": grad.device}
     slope, rows = torch.empty(packed.exponent.shape, **like), torch.empty(1, num_rows, **like)
     columns = torch.empty(-(-num_rows // PART_ROWS) * factored, in_features, **like)
@@ -290,7 +294,9 @@ def _scale_path(group_size: int) -> tuple[bool, bool]:
     return group_size == PLANE, group_size & (group_size - 1) == 0
 
 
-def _gradient_statistics_triton(grad, packed, factored, signs):
+def _gradient_statistics_triton(
+    grad: Tensor, packed: Packed, factored: bool, signs: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     (rows, columns), groups, group_size = grad.shape, packed.num_groups, packed.group_size
     block_n, steps = 8, tiles_of_a_program(grad, 2, 16)
     tiles_n = triton.cdiv(rows, block_n * steps)
@@ -379,7 +385,7 @@ def _timings(device: torch.device, group_size: int) -> Iterator[Timing]:
 def _in_one_part(run):
     """Wrap an implementation so that it adds its parts up, in float64."""
 
-    def in_one_part(*inputs):
+    def in_one_part(*inputs) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         slope, *sums, rows, columns = run(*inputs)
         sums = [part.double().sum() for part in sums]
         return slope, *sums, *(part.double().sum(0) for part in (rows, columns))

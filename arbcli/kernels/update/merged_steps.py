@@ -32,7 +32,7 @@ def _one_by_one(run: Callable) -> Callable:
     return of_all
 
 
-def _merged_steps_triton(*inputs):
+def _merged_steps_triton(*inputs: Tensor) -> tuple[Tensor, ...]:
     runs = [partial(STEP_SCALES.triton, *part) for part in _parts(inputs)]
     merge_launches(runs, inputs[0].device)
     return tuple(itertools.chain(*(part[:2] for part in _parts(inputs))))

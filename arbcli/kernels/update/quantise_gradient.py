@@ -107,7 +107,10 @@ def fitting_exponents(largest: Tensor, limit: int) -> Tensor:
     return torch.where(field == 255, NOT_FINITE, e).to(torch.int8)
 
 
-def _quantise_gradient_torch(grad, exponent, key, sums, low, fitting, limit, block, add):
+def _quantise_gradient_torch(
+    grad: Tensor, exponent: Tensor, key: Tensor, sums: Tensor, low: Tensor | None, fitting: Tensor,
+    limit: int, block: int, add: bool,
+) -> tuple[Tensor, ...]:  # fmt: skip
     columns = torch.arange(grad.shape[1], dtype=torch.int32, device=grad.device)
     inverse = ((127 - exponent.int()) << 23).view(torch.float32)
     inverse = torch.where(exponent == NONE, 0.0, inverse)[:, None]
@@ -234,7 +237,10 @@ def _quantise_gradient_kernel(
     _store_fitting(fitting_ptr, n1, N, largest1, BITS, ADD)
 
 
-def _quantise_gradient_triton(grad, exponent, key, sums, low, fitting, limit, block, add):
+def _quantise_gradient_triton(
+    grad: Tensor, exponent: Tensor, key: Tensor, sums: Tensor, low: Tensor | None, fitting: Tensor,
+    limit: int, block: int, add: bool,
+) -> tuple[Tensor, ...]:  # fmt: skip
     rows, columns = grad.shape
     if grad.numel():
         block_k = min(512, triton.next_power_of_2(columns))
@@ -318,8 +324,9 @@ def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
     generator = torch.Generator().manual_seed(0)
 
     def case(
-        label: str, grad: Tensor, limit: int, add: bool, dtype=torch.int8, low=False, block=None
-    ) -> Case:
+        label: str, grad: Tensor, limit: int, add: bool, dtype: torch.dtype = torch.int8,
+        low: bool = False, block: int | None = None,
+    ) -> Case:  # fmt: skip
         rows, columns = grad.shape
         exponent = torch.randint(-8, 2, (rows,), generator=generator).to(torch.int8)
         exponent[::5] = NONE

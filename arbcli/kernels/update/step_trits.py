@@ -109,8 +109,9 @@ def step_by_direction_reference(
 
 
 def _step_reference(
-    packed, remainder, step, key, limit, ok, flips, radix, remainder_max, nibble
-) -> tuple[Tensor, Tensor, Tensor]:
+    packed: Tensor, remainder: Tensor, step: Tensor, key: Tensor, limit: Tensor, ok: Tensor,
+    flips: Tensor, radix: int, remainder_max: int, nibble: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     if not ok:
         return packed, remainder, flips
     trits = unpack_trits_reference(packed, remainder.shape[1]).to(torch.int64)
@@ -130,8 +131,9 @@ def _step_reference(
 
 
 def _step_by_moment_torch(
-    packed, remainder, moment, key, step_size, squares, limit, ok, flips, radix, remainder_max
-):
+    packed: Tensor, remainder: Tensor, moment: Tensor | None, key: Tensor, step_size: Tensor,
+    squares: Tensor, limit: Tensor, ok: Tensor, flips: Tensor, radix: int, remainder_max: int,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     if ok:
         gain = moment_gain(step_size, squares, remainder.numel())
 
@@ -145,9 +147,10 @@ def _step_by_moment_torch(
 
 
 def _step_by_direction_torch(
-    packed, remainder, values, row_gain, column_gain, key, gain, shift, limit, ok, flips,
-    radix, remainder_max,
-):  # fmt: skip
+    packed: Tensor, remainder: Tensor, values: Tensor, row_gain: Tensor | None,
+    column_gain: Tensor | None, key: Tensor, gain: Tensor, shift: Tensor, limit: Tensor, ok: Tensor,
+    flips: Tensor, radix: int, remainder_max: int,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     if ok:
         gain, shift = int(gain), int(shift)
 
@@ -159,7 +162,10 @@ def _step_by_direction_torch(
     return packed, remainder, flips
 
 
-def _step_torch(packed, remainder, step_of, key, limit, flips, radix, remainder_max, nibble):
+def _step_torch(
+    packed: Tensor, remainder: Tensor, step_of, key: Tensor, limit: Tensor, flips: Tensor,
+    radix: int, remainder_max: int, nibble: bool,
+) -> None:  # fmt: skip
     in_features, limit = remainder.shape[1], int(limit)
     columns = torch.arange(in_features, dtype=torch.int32, device=packed.device)
     half = radix // 2
@@ -184,8 +190,9 @@ def _step_torch(packed, remainder, step_of, key, limit, flips, radix, remainder_
 
 
 def _step_by_moment_native(
-    packed, remainder, moment, key, step_size, squares, limit, ok, flips, radix, remainder_max
-):
+    packed: Tensor, remainder: Tensor, moment: Tensor | None, key: Tensor, step_size: Tensor,
+    squares: Tensor, limit: Tensor, ok: Tensor, flips: Tensor, radix: int, remainder_max: int,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     state, rule = (packed, remainder, moment), (radix, remainder_max)
     if not _native_can(*state):
         control = key, step_size, squares, limit, ok, flips
@@ -198,9 +205,10 @@ def _step_by_moment_native(
 
 
 def _step_by_direction_native(
-    packed, remainder, values, row_gain, column_gain, key, gain, shift, limit, ok, flips,
-    radix, remainder_max,
-):  # fmt: skip
+    packed: Tensor, remainder: Tensor, values: Tensor, row_gain: Tensor | None,
+    column_gain: Tensor | None, key: Tensor, gain: Tensor, shift: Tensor, limit: Tensor, ok: Tensor,
+    flips: Tensor, radix: int, remainder_max: int,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     direction, rule = (values, row_gain, column_gain), (radix, remainder_max)
     if not _native_can(packed, remainder):
         control = key, gain, shift, limit, ok, flips
@@ -216,9 +224,10 @@ def _native_can(*state: Tensor | None) -> bool:
 
 
 def _step_native(
-    direction, packed, remainder, moment, key, gain, shift, limit, flips, radix, remainder_max,
-    nibble,
-):  # fmt: skip
+    direction: tuple[Tensor | None, Tensor | None, Tensor | None, int, bool | int, int, int],
+    packed: Tensor, remainder: Tensor, moment: Tensor | None, key: Tensor, gain: Tensor | int,
+    shift: Tensor | int, limit: Tensor, flips: Tensor, radix: int, remainder_max: int, nibble: bool,
+) -> None:  # fmt: skip
     flips += native.call(
         "step_trits", *direction, packed, packed.stride(0), remainder, remainder.stride(0), moment,
         0 if moment is None else moment.stride(0), int(key), int(gain), int(shift), int(limit),
@@ -377,9 +386,11 @@ def _step(
 
 
 def _launch(
-    packed, remainder, source, direction, key, gain, shift, squares, limit, ok, flips,
-    radix, remainder_max,
-):  # fmt: skip
+    packed: Tensor, remainder: Tensor, source: str,
+    direction: tuple[Tensor, Tensor | None, Tensor | None], key: Tensor, gain: Tensor,
+    shift: Tensor, squares: Tensor, limit: Tensor, ok: Tensor, flips: Tensor, radix: int,
+    remainder_max: int,
+) -> None:  # fmt: skip
     if not remainder.numel():
         return
     (rows, columns), (values, row_gain, column_gain) = remainder.shape, direction
@@ -398,8 +409,9 @@ def _launch(
 
 
 def _step_by_moment_triton(
-    packed, remainder, moment, key, step_size, squares, limit, ok, flips, radix, remainder_max
-):
+    packed: Tensor, remainder: Tensor, moment: Tensor | None, key: Tensor, step_size: Tensor,
+    squares: Tensor, limit: Tensor, ok: Tensor, flips: Tensor, radix: int, remainder_max: int,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     nibble = moment is None
     _launch(
         packed, remainder, "nibble" if nibble else "moment",
@@ -410,9 +422,10 @@ def _step_by_moment_triton(
 
 
 def _step_by_direction_triton(
-    packed, remainder, values, row_gain, column_gain, key, gain, shift, limit, ok, flips,
-    radix, remainder_max,
-):  # fmt: skip
+    packed: Tensor, remainder: Tensor, values: Tensor, row_gain: Tensor | None,
+    column_gain: Tensor | None, key: Tensor, gain: Tensor, shift: Tensor, limit: Tensor, ok: Tensor,
+    flips: Tensor, radix: int, remainder_max: int,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     direction = (values, row_gain, column_gain)
     _launch(
         packed, remainder, "direction", direction, key, gain, shift, gain, limit, ok, flips,
@@ -508,7 +521,7 @@ def step_by_direction(
     run(packed, remainder, *direction, key, gain, shift, limit, ok, flips, radix, remainder_max)
 
 
-def _check(packed, remainder, flips):
+def _check(packed: Tensor, remainder: Tensor, flips: Tensor) -> None:
     check_digits(packed, remainder)
     check_scalars(torch.int64, flips=flips)
 
@@ -520,7 +533,9 @@ def _scalar(value: int, device: torch.device, dtype: torch.dtype = torch.int32) 
     return torch.tensor(value, dtype=dtype, device=device)
 
 
-def _state(shape: tuple[int, int], radix: int, largest: int, generator) -> tuple[Tensor, Tensor]:
+def _state(
+    shape: tuple[int, int], radix: int, largest: int, generator: torch.Generator
+) -> tuple[Tensor, Tensor]:
     """Draw packed trits and remainders, all that z can be."""
     low, high = -radix - largest, radix + largest + 1
     z = torch.randint(low, high, shape, generator=generator)

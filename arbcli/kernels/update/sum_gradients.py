@@ -55,7 +55,10 @@ def sum_gradients_reference(
     return torch.where(wrong, torch.inf, found).to(dtype)
 
 
-def _sum_gradients_torch(parts, low, exponent, fitting, block, dtype=torch.float32):
+def _sum_gradients_torch(
+    parts: Tensor, low: Tensor | None, exponent: Tensor, fitting: Tensor, block: int,
+    dtype: torch.dtype = torch.float32,
+) -> Tensor:  # fmt: skip
     grad = torch.empty(parts.shape[1:], dtype=dtype, device=parts.device)
     scale = ((127 + exponent.int()) << 23).view(torch.float32)
     scale = torch.where(exponent == NONE, 0.0, scale / block)
@@ -102,7 +105,10 @@ def _sum_gradients_kernel(
     tl.store(grad_ptr + n[:, None] * K + k, grad.to(grad_ptr.dtype.element_ty), mask=mask)
 
 
-def _sum_gradients_triton(parts, low, exponent, fitting, block, dtype=torch.float32):
+def _sum_gradients_triton(
+    parts: Tensor, low: Tensor | None, exponent: Tensor, fitting: Tensor, block: int,
+    dtype: torch.dtype = torch.float32,
+) -> Tensor:  # fmt: skip
     number, rows, columns = parts.shape
     grad = torch.empty(parts.shape[1:], dtype=dtype, device=parts.device)
     if grad.numel():
