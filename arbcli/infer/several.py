@@ -26,6 +26,7 @@ from arbcli.infer.generation import (
 )
 from arbcli.kernels.output.choose_bytes import choose_bytes_
 from arbcli.kernels.runtime.backend import default_backend, use_backend
+from arbcli.kernels.runtime.inputs import TensorOptions
 from arbcli.kernels.runtime.overlap import overlapping
 from arbcli.kernels.update.random_bits import stream_keys
 from arbcli.model.language_model import LanguageModel
@@ -130,7 +131,7 @@ class SeveralDecoder:
             check_room(needed, what, "use a smaller `--batch`, or shorter texts", free + held)
         self.cache = model.new_several_cache(texts, positions)
         self.backend = backend or default_backend(device)
-        integers = {"dtype": torch.int32, "device": device}
+        integers: TensorOptions = {"dtype": torch.int32, "device": device}
         self._text = torch.zeros(texts, positions, dtype=torch.uint8, device=device)
         self._byte = torch.zeros(texts, 1, dtype=torch.int64, device=device)  # the last ones
         self._key = torch.zeros(texts, **integers)

@@ -9,6 +9,7 @@ all of the versions that are supported here, so the driver's own are called.
 import ctypes
 import weakref
 from collections import deque
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,7 +36,7 @@ class _NodeParams(ctypes.Structure):
     )
 
 
-def _call(name: str, *arguments) -> None:
+def _call(name: str, *arguments: Any) -> None:
     """Call a function of the driver.
 
     Raises:

@@ -57,8 +57,8 @@ class StepControl:
 
     step: Tensor
     """Number of the step, from 0, int32."""
-    keys: Tensor
-    """(NUM_STREAMS,) int32, of the streams of random bits."""
+    keys: tuple[Tensor, ...]
+    """NUM_STREAMS int32 scalars, of the streams of random bits."""
     scale_gain: tuple[Tensor, Tensor]
     """What a slope is multiplied by, int32 gain and shift."""
     direct_gain: tuple[Tensor, Tensor]

@@ -225,13 +225,9 @@ def open_run_texts(
         ArbError: they are not there, or do not fit.
     """
     data, val = (paths["data"], paths["val"]) if paths else (config.data, config.val)
-    about = {
-        "seed": config.seed,
-        "context": config.model.ctx,
-        "field": config.field,
-        "split": split,
-    }
-    return open_texts(data, val, **about)
+    return open_texts(
+        data, val, seed=config.seed, context=config.model.ctx, field=config.field, split=split
+    )
 
 
 def run_of(path: Path) -> Path:

@@ -19,6 +19,7 @@ from torch import Tensor
 from arbcli.errors import ArbError
 from arbcli.kernels.rows.weighted_rows import TouchedRows
 from arbcli.kernels.runtime.backend import LARGE_ELEMENTS, uses_triton
+from arbcli.kernels.runtime.inputs import TensorOptions
 from arbcli.kernels.runtime.merged import merge_launches
 from arbcli.kernels.update.direction import UNIT
 from arbcli.kernels.update.gradient_gains import gradient_gains
@@ -115,7 +116,7 @@ class Updater:
         self._lr_factors = sorted({tensor.lr_factor for tensor in self.tensors})
         self._control = torch.empty(0, dtype=torch.int64, device=self.device)
         # one of each for every matrix, so that updates of several may run side by side
-        counter = {"dtype": torch.int64, "device": self.device}
+        counter: TensorOptions = {"dtype": torch.int64, "device": self.device}
         self._flips, self._refused, self._nonfinite, self._squares = (
             torch.zeros(self._num_matrices, **counter) for _ in range(4)
         )
@@ -153,8 +154,8 @@ class Updater:
 
     def _keys_of(self, tick: int) -> Tensor:
         """Derive the keys of all matrices on the host, where that takes no launches."""
-        tick = torch.tensor(tick, dtype=torch.int64, device="cpu").to(torch.int32)
-        keys = stream_keys(self._host_seed, tick, self._num_matrices, NUM_STREAMS)
+        number = torch.tensor(tick, dtype=torch.int64, device="cpu").to(torch.int32)
+        keys = stream_keys(self._host_seed, number, self._num_matrices, NUM_STREAMS)
         return keys.flatten().to(torch.int64)
 
     def _step_sizes(self, lr: float) -> tuple[int, tuple[int, ...]]:

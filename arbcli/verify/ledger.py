@@ -105,7 +105,7 @@ def new_ledger(
         interrupted=interrupted,
         strength=find_strength(kernels, parity),
         sampled=sampled,
-        remembered=sum(result.remembered for result in (*kernels, *parity)),
+        remembered=sum(each.remembered for each in kernels) + sum(p.remembered for p in parity),
     )
 
 

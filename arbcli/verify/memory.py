@@ -97,7 +97,7 @@ def _imports(path: Path) -> frozenset[Path]:
         if isinstance(node, ast.Import):
             names += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
-            names += [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+            names += [node.module or "", *(f"{node.module}.{alias.name}" for alias in node.names)]
     files = (
         file
         for name in names

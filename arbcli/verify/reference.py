@@ -124,11 +124,11 @@ class Reference:
         }
         ratios = self.terms.get("ratio", {})
         found = [
-            ratio_loss(*torch.cat(ratios[f"stages.{index}"]).T, stage.chunking.length)
-            for index, stage in enumerate(self.config.outer)
+            ratio_loss(*torch.cat(ratios[f"stages.{index}"]).unbind(1), chunking.length)
+            for index, chunking in enumerate(self.config.chunkings)
             if f"stages.{index}" in ratios
         ]
-        return means | ({"ratio": sum(found)} if found else {})
+        return means | ({"ratio": torch.stack(found).sum()} if found else {})
 
     def block(self, name: str, stage: int, config: BlockConfig, x: Tensor, row: int) -> Tensor:
         """Pass the stream of one text, (T, D), or streams, (T, n, D), through a block."""

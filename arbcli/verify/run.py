@@ -160,13 +160,16 @@ def _check(
     memory = Memory(describe_machine(device), fresh=request.fresh, show=show)
     with Workers(1 if names else _num_workers(device)) as workers:
         progress = keep("kernels", found.kernels)
-        where = (device, backends)
-        report = verify_kernels(names, scale_types, *where, checks, workers, progress, memory)
+        report = verify_kernels(
+            names, scale_types, device, backends, checks, workers, progress, memory
+        )
         found.kernels = list(report.kernels)  # in the order of the kernels
         if request.whole_model:
             progress = keep("model", found.parity)
-            about = (scale_types, workers, progress, memory)
-            found.parity = list(check_parity(*where, *about, sampled=request.sampled))
+            parity = check_parity(
+                device, backends, scale_types, workers, progress, memory, sampled=request.sampled
+            )
+            found.parity = list(parity)
     if request.timed:  # when the other processes are gone
         found.timing = time_kernels(found.kernels, Stopwatch(device), group_size, show)
     if targets:

@@ -11,7 +11,8 @@ E slots have one entry more than a byte sees: the open one is made anew with eve
 Ring and entries may be in eight bits, codes with an exponent each: see `eight_bits`.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,7 +29,7 @@ from arbcli.kernels.attention.eight_bits import (
 from arbcli.kernels.matmul.quantise_rows import E4M3, has_e4m3, round_e4m3_reference
 from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.backend import uses_triton
-from arbcli.kernels.runtime.inputs import check_contiguous
+from arbcli.kernels.runtime.inputs import TensorOptions, check_contiguous
 from arbcli.kernels.runtime.spec import Case, Gate, KernelSpec, Timing
 
 
@@ -65,15 +66,25 @@ def append_position_reference(
 
 
 def append_position_8bit_reference(
-    new: Tensor, recent: Tensor, entries: Tensor, *rest
+    new: Tensor,
+    recent: Tensor,
+    entries: Tensor,
+    opened: Tensor,
+    beta: Tensor,
+    position: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    eps: float,
+    exponents: tuple[Tensor, Tensor],
 ) -> tuple[Tensor, ...]:
     """Compute what `append_position_` leaves in eight bits, as numbers, in float64."""
-    *about, exponents = rest
     room, numbers = 7 if recent.dtype == E4M3 else 6, []
     for codes, exponent in zip((recent, entries), exponents, strict=True):
         numbers.append(torch.ldexp(codes.double(), exponent[..., None].int() + 1 - room))
     before = [part.clone() for part in numbers]
-    still, *after, opened = append_position_reference(new, *numbers, *about)
+    still, *after, opened = append_position_reference(
+        new, numbers[0], numbers[1], opened, beta, position, cos, sin, eps
+    )
     for old, found in zip(before, after, strict=True):
         changed = (old != found).any(dim=-1)
         x = found[changed].to(new.dtype).double()
@@ -92,7 +103,7 @@ def _append_position_torch(
 ) -> Tensor:  # fmt: skip
     if exponents:
         return _append_in_eight_bits(
-            new, recent, entries, exponents, (opened, beta, position, cos, sin, eps)
+            new, recent, entries, opened, beta, position, cos, sin, eps, exponents
         )
     m, width = opened.shape[1], new.shape[2:]
     place = position.long()[None]
@@ -116,12 +127,12 @@ def _append_position_torch(
 
 
 def _append_in_eight_bits(
-    new: Tensor, recent: Tensor, entries: Tensor, exponents: tuple[Tensor, Tensor] | None,
-    about: tuple[Tensor, Tensor, Tensor, Tensor, Tensor, float],
+    new: Tensor, recent: Tensor, entries: Tensor, opened: Tensor, beta: Tensor, position: Tensor,
+    cos: Tensor, sin: Tensor, eps: float, exponents: tuple[Tensor, Tensor],
 ) -> Tensor:  # fmt: skip
     rows = torch.empty(2, 1, *new.shape[1:], dtype=new.dtype, device=new.device)
-    still = _append_position_torch(new, *rows, *about)
-    place, m = about[2].long()[None], about[0].shape[1]
+    still = _append_position_torch(new, rows[0], rows[1], opened, beta, position, cos, sin, eps)
+    place, m = position.long()[None], opened.shape[1]
     for slot, row, codes, exponent in zip(
         (place % len(recent), place // m % len(entries)), rows, (recent, entries), exponents,
         strict=True,
@@ -295,11 +306,11 @@ def append_position_(
     return run(new, recent, entries, opened, beta, position, cos, sin, eps, exponents)
 
 
-def _with_state(run):
+def _with_state(run: Callable) -> Callable:
     """Wrap an implementation so that it returns what it left in its buffers too."""
 
     def with_state(
-        new: Tensor, recent: Tensor, entries: Tensor, opened: Tensor, *rest
+        new: Tensor, recent: Tensor, entries: Tensor, opened: Tensor, *rest: Any
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         still = run(new, recent, entries, opened, *rest)
         return still, recent, entries, opened
@@ -334,11 +345,11 @@ def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
             yield Case(label, (*given, *rest), _with_state(_append_position_torch) if low else None)
 
 
-def _with_numbers(run):
+def _with_numbers(run: Callable) -> Callable:
     """Wrap an implementation so that it returns what it left in its buffers too, as numbers."""
 
     def with_numbers(
-        new: Tensor, recent: Tensor, entries: Tensor, opened: Tensor, *rest
+        new: Tensor, recent: Tensor, entries: Tensor, opened: Tensor, *rest: Any
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         still, exponents = run(new, recent, entries, opened, *rest), rest[-1]
         rows = zip((recent, entries), exponents, strict=True)
@@ -368,10 +379,10 @@ def _timings_8bit(device: torch.device, group_size: int) -> Iterator[Timing]:
 
 
 def _timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
-    like = {"device": device, "dtype": torch.bfloat16}
+    like: TensorOptions = {"device": device, "dtype": torch.bfloat16}
     for slots, m in ((4097, 4), (129, 128)):
-        parts = (torch.randn(3, 1, 128, **like), torch.randn(128, 1, 128, **like))
-        parts += (torch.randn(slots, 1, 128, **like), torch.randn(2, m, 128, **like))
+        sizes = ((3, 1, 128), (128, 1, 128), (slots, 1, 128), (2, m, 128))
+        parts = [torch.randn(size, **like) for size in sizes]
         place = torch.tensor(16000, dtype=torch.int32, device=device)
         table = torch.rand(2, 16384, 64, device=device).unbind()
         rest = (torch.randn(128, m, device=device), place, *table, 1e-6)

@@ -17,6 +17,7 @@ from torch import Tensor
 from arbcli.kernels.matmul.quantise_rows import E4M3, has_e4m3
 from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.backend import chunk_elements, uses_triton
+from arbcli.kernels.runtime.inputs import TensorOptions
 from arbcli.kernels.runtime.spec import EXACT, Case, KernelSpec, Timing
 
 ELEMENTS = 1 << 24
@@ -216,7 +217,7 @@ def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
 
 
 def _timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
-    like = {"device": device, "dtype": torch.bfloat16}
+    like: TensorOptions = {"device": device, "dtype": torch.bfloat16}
     q, w = torch.randn(1, 4096, 4, 32, **like), torch.randn(1, 4096, 4, **like)
     k = torch.randn(1, 4096, 32, **like)
     inputs = (q, w, k, 1, 4096, 128)

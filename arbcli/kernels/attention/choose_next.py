@@ -14,7 +14,8 @@ rounded to the dtype of the queries, keys too: scores are those of what would be
 kept in e4m3: they are normalised, and need no scale.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,7 +26,7 @@ from arbcli.kernels.attention.eight_bits import numbers_of
 from arbcli.kernels.matmul.quantise_rows import E4M3, has_e4m3, round_e4m3_reference, to_e4m3
 from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.backend import uses_triton
-from arbcli.kernels.runtime.inputs import check_contiguous
+from arbcli.kernels.runtime.inputs import TensorOptions, check_contiguous
 from arbcli.kernels.runtime.spec import Case, Gate, KernelSpec, Timing
 
 
@@ -254,11 +255,11 @@ def choose_next_(
     run(query, key, keys, choice, position, cos, sin, m, most, eps)
 
 
-def _with_state(run):
+def _with_state(run: Callable) -> Callable:
     """Wrap an implementation so that it returns what it left."""
 
     def with_state(
-        query: Tensor, key: Tensor, keys: Tensor, choice: Tensor, *rest
+        query: Tensor, key: Tensor, keys: Tensor, choice: Tensor, *rest: Any
     ) -> tuple[Tensor, Tensor]:
         run(query, key, keys, choice, *rest)
         return choice, keys.float() if keys.dtype == E4M3 else keys
@@ -319,8 +320,9 @@ def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
         for dtype in dtypes:
             label = f"{heads}x{width} at {position}, {size} of {slots} slots"
             label += " bf16" if dtype == torch.bfloat16 else ""
-            about = (heads, width, slots, size, m, most, position)
-            inputs = index_of_byte(generator, device, dtype, *about)
+            inputs = index_of_byte(
+                generator, device, dtype, heads, width, slots, size, m, most, position
+            )
             yield Case(label, inputs)
             if size < slots:  # all scores are equal, and the last entries win
                 still = inputs[0].clone()
@@ -330,7 +332,7 @@ def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
 
 
 def _timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
-    like = {"device": device, "dtype": torch.bfloat16}
+    like: TensorOptions = {"device": device, "dtype": torch.bfloat16}
     query, key, keys = (torch.randn(s, **like) for s in ((132,), (32,), (4097, 32)))
     choice = torch.zeros(128, dtype=torch.int32, device=device)
     table = torch.rand(2, 16384, 16, device=device).unbind()

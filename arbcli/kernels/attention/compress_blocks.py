@@ -52,15 +52,22 @@ def compress_blocks_reference(
 
 
 def compress_blocks_backward_reference(
-    grad_recent: Tensor, grad_entries: Tensor, x: Tensor, beta: Tensor, *rest
+    grad_recent: Tensor,
+    grad_entries: Tensor,
+    x: Tensor,
+    beta: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    heads: int,
+    eps: float,
 ) -> tuple[Tensor, Tensor]:
     """Compute what `compress_blocks_backward` must return, by autograd of the reference."""
-    leaves = [part.double().requires_grad_() for part in (x, beta)]
+    x, beta = (part.double().requires_grad_() for part in (x, beta))
     with torch.enable_grad():
-        recent, entries, _ = compress_blocks_reference(*leaves, *rest)
+        recent, entries, _ = compress_blocks_reference(x, beta, cos, sin, heads, eps)
         total = (recent * grad_recent).sum() + (entries * grad_entries).sum()
-    found = torch.autograd.grad(total, leaves, allow_unused=True)
-    return found[0], torch.zeros_like(leaves[1]) if found[1] is None else found[1]
+    grad_x, grad_beta = torch.autograd.grad(total, (x, beta), allow_unused=True)
+    return grad_x, torch.zeros_like(beta) if grad_beta is None else grad_beta
 
 
 def _turned_torch(v: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -90,11 +97,12 @@ def _compress_blocks_backward_torch(
     grad_recent: Tensor, grad_entries: Tensor, x: Tensor, beta: Tensor, cos: Tensor, sin: Tensor,
     heads: int, eps: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    leaves = [part.detach().float().requires_grad_() for part in (x, beta)]
+    leaf_x, leaf_beta = (part.detach().float().requires_grad_() for part in (x, beta))
     with torch.enable_grad():
-        recent, entries, _ = _compress_blocks_torch(*leaves, cos, sin, heads, eps)
-    grads = (grad_recent, grad_entries)
-    grad_x, grad_beta = torch.autograd.grad((recent, entries), leaves, grads, allow_unused=True)
+        recent, entries, _ = _compress_blocks_torch(leaf_x, leaf_beta, cos, sin, heads, eps)
+    grad_x, grad_beta = torch.autograd.grad(
+        (recent, entries), (leaf_x, leaf_beta), (grad_recent, grad_entries), allow_unused=True
+    )
     return grad_x.to(x.dtype), torch.zeros_like(beta) if grad_beta is None else grad_beta
 
 

@@ -19,9 +19,9 @@ what an indexer learns from.
 Sources: DeepSeek-AI, "DeepSeek-V3.2-Exp", 2025, for choosing; the sink is that of OpenAI, gpt-oss.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -218,9 +218,9 @@ def _compressed_attention_torch(
             x[:, part.queries], recent[:, part.keys], entries, own, sink,
             cos[part.queries], sin[part.queries], sight, eps, part, lead,
         )  # fmt: skip
-        y[:, part.queries], logs[:, part.queries] = found[:2]
-        if shares is not None:
-            shares[:, part.groups] = found[2]
+        y[:, part.queries], logs[:, part.queries], share = found
+        if shares is not None and share is not None:
+            shares[:, part.groups] = share
     return y, logs, shares
 
 
@@ -579,9 +579,9 @@ def draw_cases(device: torch.device) -> Iterator[tuple[str, tuple]]:
         both = (torch.float32, torch.bfloat16)
         shapes += [(*shape, dtype) for shape in LARGE for dtype in both]
     for sight, batch, length, kept, shape, dtype in shapes:
-        x, recent, entries, *rest = random_sight(generator, sight, batch, length, kept, shape)
+        x, recent, entries, *drawn = random_sight(generator, sight, batch, length, kept, shape)
         vectors = (part.to(device, dtype) for part in (x, recent, entries))
-        rest = (part.to(device) if isinstance(part, Tensor) else part for part in rest)
+        rest = (part.to(device) if isinstance(part, Tensor) else part for part in drawn)
         seen = f"{shape[3]} of {entries.shape[1]}" if shape[3] else f"all {entries.shape[1]}"
         label = f"{batch}x{length} after {sight.start}, {shape[0]}/{shape[1]}x{shape[2]}, "
         label += f"{seen} entries of {sight.ratio}, last {sight.window}"
@@ -605,10 +605,10 @@ def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
         yield Case(label, inputs, _without_none(_compressed_attention_torch) if low else None)
 
 
-def _without_none(run):
+def _without_none(run: Callable) -> Callable:
     """Wrap an implementation so that it returns tensors alone."""
 
-    def without_none(*inputs) -> tuple[Tensor, ...]:
+    def without_none(*inputs: Any) -> tuple[Tensor, ...]:
         return tuple(part for part in run(*inputs) if part is not None)
 
     return without_none

@@ -6,7 +6,7 @@ is read by itself sees what it would see had it been part of a prompt. A key's p
 multiplies its score, a value's its weight, so codes are only converted.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import torch
@@ -39,7 +39,7 @@ from arbcli.kernels.attention.eight_bits import (
 from arbcli.kernels.matmul.quantise_rows import E4M3, has_e4m3, round_e4m3_reference
 from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.backend import uses_triton
-from arbcli.kernels.runtime.inputs import check_contiguous
+from arbcli.kernels.runtime.inputs import TensorOptions, check_contiguous
 from arbcli.kernels.runtime.overlap import overlap_options
 from arbcli.kernels.runtime.spec import Case, Gate, KernelSpec, Timing
 
@@ -76,7 +76,8 @@ def decode_attention_8bit_reference(
             codes = torch.round(new / scale).clamp(max=127)
         numbers[:, p % window] = codes * scale
         rings.append(numbers)
-    return attend_reference(q, *rings, p), *rings, torch.zeros_like(tickets)
+    y = attend_reference(q, rings[0], rings[1], p)
+    return y, *rings, torch.zeros_like(tickets)
 
 
 def _decode_attention_8bit_torch(
@@ -93,9 +94,9 @@ def _decode_attention_8bit_torch(
         exponent.index_copy_(1, slot, new_exponent[:, None])
         numbers.append(decode_entries(ring, exponent, torch.float32)[None])
     seen = torch.arange(window, device=qkv.device) <= position
-    parts = (q.float()[None, :, None], *numbers)
-    y = functional.scaled_dot_product_attention(*parts, attn_mask=seen[None])[0, :, 0]
-    return y.to(qkv.dtype)
+    query, (all_keys, all_values) = q.float()[None, :, None], numbers
+    y = functional.scaled_dot_product_attention(query, all_keys, all_values, attn_mask=seen[None])
+    return y[0, :, 0].to(qkv.dtype)
 
 
 @triton.jit
@@ -291,7 +292,7 @@ def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
             yield Case(label, (qkv, *state, angle.cos(), angle.sin(), tickets, 1e-6))
 
 
-def _with_state(run):
+def _with_state(run: Callable) -> Callable:
     """Wrap an implementation so that it returns what it left in the ring too, as numbers."""
 
     def with_state(
@@ -306,21 +307,21 @@ def _with_state(run):
 
 
 def _timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
-    real = {"device": device, "dtype": torch.bfloat16}
+    real: TensorOptions = {"device": device, "dtype": torch.bfloat16}
     for heads, window, width in ((16, 2048, 128), (16, 16384, 64)):
         qkv = torch.randn(3, heads, width, **real)
         plain = torch.randn(2, heads, window, width, **real)
         position = torch.tensor(window - 1, dtype=torch.int32, device=device)
-        table = torch.rand(2, window, width // 2, device=device).unbind()
+        cos, sin = torch.rand(2, window, width // 2, device=device).unbind()
         tickets = torch.zeros(heads, dtype=torch.int32, device=device)
-        rest = (position, *table, tickets, 1e-6)
+        peer = partial(decode_attention, qkv, plain[0], plain[1], position, cos, sin, tickets, 1e-6)
         for name, stored in FORMATS.items():
             codes, exponents = quantise_entries(plain, stored)
             yield Timing(
                 f"{name} {heads}x{window}x{width}",
-                (qkv, *codes.unbind(), exponents, *rest),
+                (qkv, *codes.unbind(), exponents, position, cos, sin, tickets, 1e-6),
                 run=_decode_attention_8bit_triton,
-                peer=partial(decode_attention, qkv, *plain.unbind(), *rest),
+                peer=peer,
                 peer_name="the ring in bf16",
             )
 

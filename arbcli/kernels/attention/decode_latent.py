@@ -13,7 +13,8 @@ key, for its length. A program has a head. As queries and keys are normalised, n
 Source: DeepSeek-AI, "DeepSeek-V2", https://arxiv.org/abs/2405.04434, section 2.1.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,7 +23,7 @@ from torch.nn import functional
 from arbcli.kernels.attention.decode_attention import check_place
 from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.backend import uses_triton
-from arbcli.kernels.runtime.inputs import check_contiguous
+from arbcli.kernels.runtime.inputs import TensorOptions, check_contiguous
 from arbcli.kernels.runtime.overlap import overlap_options, wait_for_last
 from arbcli.kernels.runtime.spec import Case, Gate, KernelSpec, Timing
 
@@ -299,13 +300,13 @@ def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
         )  # fmt: skip
 
 
-def _with_state(run):
+def _with_state(run: Callable) -> Callable:
     """Wrap an implementation so that it returns what it left in the rings too."""
 
     def with_state(
-        row: Tensor, up: Tensor, latent: Tensor, turned: Tensor, lengths: Tensor, *about
+        row: Tensor, up: Tensor, latent: Tensor, turned: Tensor, lengths: Tensor, *rest: Any
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        y = run(row, up, latent, turned, lengths, *about)
+        y = run(row, up, latent, turned, lengths, *rest)
         return y, latent, turned, lengths
 
     return with_state
@@ -313,7 +314,7 @@ def _with_state(run):
 
 def _timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
     heads, width, size, rotary, window = 20, 128, 512, 32, 64
-    real = {"device": device, "dtype": torch.bfloat16}
+    real: TensorOptions = {"device": device, "dtype": torch.bfloat16}
     inputs = (
         torch.randn(heads * width + size + rotary, **real),
         torch.randn(heads * (2 * width - rotary), size, **real),

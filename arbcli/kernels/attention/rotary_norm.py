@@ -7,7 +7,8 @@ grad_x = turned back by t of r * (gy - y * mean(y * gy)).
 Source of the angles: J. Su et al., "RoFormer", https://arxiv.org/abs/2104.09864, eq. 34.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -324,27 +325,30 @@ def _backward_cases(device: torch.device, _group_size: int) -> Iterator[Case]:
         yield Case(label, (*grads, qkv, r, cos, sin), peer)
 
 
-def rounded_once(qkv: Tensor, *rest):
+def rounded_once(qkv: Tensor, cos: Tensor, sin: Tensor, eps: float) -> tuple[Tensor, ...]:
     """Round the reference of `rotary_norm_`, and nothing before it."""
-    return tuple(part.to(qkv.dtype) for part in rotary_norm_reference(qkv, *rest))
+    return tuple(part.to(qkv.dtype) for part in rotary_norm_reference(qkv, cos, sin, eps))
 
 
-def rounded_gradient(*inputs):
+def rounded_gradient(
+    grad_q: Tensor, grad_k: Tensor, grad_v: Tensor, qkv: Tensor, r: Tensor, cos: Tensor, sin: Tensor
+) -> Tensor:
     """Round the reference of `rotary_norm_backward`, and nothing before it."""
-    return _flat(rotary_norm_backward_reference)(*inputs).to(inputs[3].dtype)
+    grads = [grad_q, grad_k, grad_v]
+    return rotary_norm_backward_reference(grads, qkv, r, cos, sin).to(qkv.dtype)
 
 
-def _with_state(run):
+def _with_state(run: Callable) -> Callable:
     """Wrap an implementation so that it returns what it left in `qkv` too."""
 
-    def with_state(qkv: Tensor, *inputs) -> tuple[Tensor, Tensor]:
+    def with_state(qkv: Tensor, *inputs: Any) -> tuple[Tensor, Tensor]:
         r = run(qkv, *inputs)
         return qkv, r
 
     return with_state
 
 
-def _flat(run):
+def _flat(run: Callable) -> Callable:
     """Wrap an implementation so that it takes the three gradients one by one."""
     return lambda q, k, v, *rest: run([q, k, v], *rest)
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.backend import uses_triton
+from arbcli.kernels.runtime.inputs import TensorOptions
 from arbcli.kernels.runtime.spec import Case, Gate, KernelSpec, Timing
 
 
@@ -82,7 +83,7 @@ def _sum_choices_triton(x: Tensor, chosen: Tensor, entries: int) -> Tensor:
     y = torch.empty(batch, entries, width, dtype=torch.float32, device=x.device)
     if not y.numel():
         return y
-    like = {"dtype": torch.int16, "device": x.device}
+    like: TensorOptions = {"dtype": torch.int16, "device": x.device}
     places = torch.full((batch, entries, number), -1, **like)
     if chosen.numel():
         block = triton.next_power_of_2(min(size, 1024))

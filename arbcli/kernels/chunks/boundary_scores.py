@@ -48,14 +48,16 @@ def boundary_scores_backward_reference(
     if not x.numel():
         return torch.zeros_like(x), torch.zeros_like(qk)
     total = (boundary_scores_reference(x, qk) * grad_p.double()).sum()
-    return torch.autograd.grad(total + 0 * qk.sum(), (x, qk))
+    grad_x, grad_qk = torch.autograd.grad(total + 0 * qk.sum(), (x, qk))
+    return grad_x, grad_qk
 
 
 def _pairs(x: Tensor, qk: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Give u[t - 1] and v[t] for t from 1 on, in float32, and their lengths."""
     q, k = qk.float().chunk(2, dim=2)
     u, v = (x.float() + q)[:, :-1], (x.float() + k)[:, 1:]
-    return u, v, *((part.square().sum(dim=2, keepdim=True) + 1e-6).sqrt() for part in (u, v))
+    of_u, of_v = ((part.square().sum(dim=2, keepdim=True) + 1e-6).sqrt() for part in (u, v))
+    return u, v, of_u, of_v
 
 
 def _boundary_scores_torch(x: Tensor, qk: Tensor) -> Tensor:
@@ -175,7 +177,7 @@ def _boundary_scores_backward_triton(
     return grad_x, grad_qk
 
 
-def _blocks(width: int):
+def _blocks(width: int) -> dict[str, int]:
     block_d = triton.next_power_of_2(width)
     blocks = {"BLOCK_T": max(1, min(16, 2048 // block_d)), "BLOCK_D": block_d}
     return blocks | {"num_warps": 16 if block_d > WIDE else 4}
@@ -265,7 +267,7 @@ def _backward_cases(device: torch.device, _group_size: int) -> Iterator[Case]:
         yield Case(label, (grad_p, x, qk), peer)
 
 
-def rounded_score_gradients(grad_p: Tensor, x: Tensor, qk: Tensor):
+def rounded_score_gradients(grad_p: Tensor, x: Tensor, qk: Tensor) -> tuple[Tensor, ...]:
     """Round the reference of `boundary_scores_backward`, and nothing before it."""
     return tuple(grad.to(x.dtype) for grad in boundary_scores_backward_reference(grad_p, x, qk))
 
@@ -281,9 +283,10 @@ def _timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
 
 
 def _backward_timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
-    label, inputs = _timed(device)
-    inputs = torch.randn(32, 4096, device=device), *inputs
-    yield Timing(label, inputs, peer=partial(_boundary_scores_backward_torch, *inputs))
+    label, (x, qk) = _timed(device)
+    grad_p = torch.randn(32, 4096, device=device)
+    peer = partial(_boundary_scores_backward_torch, grad_p, x, qk)
+    yield Timing(label, (grad_p, x, qk), peer=peer)
 
 
 _GATE = Gate(

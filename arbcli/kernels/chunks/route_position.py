@@ -18,7 +18,7 @@ Both count positions, so that a step needs no kernel for that. In a CUDA graph t
 the conditional node behind it whether a chunk begins.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import torch
@@ -29,7 +29,12 @@ from arbcli.kernels.chunks.boundary_scores import TINY
 from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.backend import uses_triton
 from arbcli.kernels.runtime.conditions import tell_condition
-from arbcli.kernels.runtime.inputs import check_contiguous, check_element, check_scalars
+from arbcli.kernels.runtime.inputs import (
+    TensorOptions,
+    check_contiguous,
+    check_element,
+    check_scalars,
+)
 from arbcli.kernels.runtime.overlap import overlap_options, wait_for_last
 from arbcli.kernels.runtime.spec import Case, Gate, KernelSpec, Timing
 
@@ -73,9 +78,8 @@ def route_position_reference(
     elif position:
         before, now = (int(part) in (9, 10, 11, 12, 13, 32) for part in (byte, ids))
         p = float(before and not now)
-    about = {"device": x.device}
     return (
-        torch.tensor([1 + p], **about), torch.tensor([int(p > 0.5)], **about),
+        torch.tensor([1 + p], device=x.device), torch.tensor([int(p > 0.5)], device=x.device),
         rows.double()[-width:] + mean, last, ids.clone(), encoder + 1, encoder.clone(),
     )  # fmt: skip
 
@@ -234,7 +238,7 @@ def _take_chunk_triton(
     )  # fmt: skip
 
 
-def _blocks(width: int):
+def _blocks(width: int) -> dict[str, int]:
     """Choose few warps: each of their threads tells the condition."""
     block_d = triton.next_power_of_2(width)
     return {"BLOCK_D": block_d, "num_warps": min(8, max(1, block_d // 512))}
@@ -320,7 +324,7 @@ def take_chunk_(
     run(z, p, residual, mean, y, position)
 
 
-def _check_vector(name, x: Tensor):
+def _check_vector(name: str, x: Tensor) -> int:
     if x.dtype not in (torch.float32, torch.bfloat16) or x.dim() != 1 or not x.is_contiguous():
         got = f"{x.dtype} of shape {tuple(x.shape)}"
         raise ValueError(f"need a contiguous float32 or bfloat16 vector {name}, got {got}")
@@ -374,7 +378,7 @@ def _take_cases(device: torch.device, _group_size: int) -> Iterator[Case]:
             yield Case(f"{width} {p}{low}", (*inputs, position), _take_peer if low else None)
 
 
-def _route_with_state(run):
+def _route_with_state(run: Callable) -> Callable:
     """Wrap an implementation so that it returns what its reference does."""
 
     def with_state(
@@ -389,7 +393,7 @@ def _route_with_state(run):
     return with_state
 
 
-def _take_with_state(run):
+def _take_with_state(run: Callable) -> Callable:
     def with_state(
         z: Tensor, p: Tensor, residual: Tensor, mean: Tensor, y: Tensor, position: Tensor | None
     ) -> tuple[Tensor, ...]:
@@ -408,7 +412,7 @@ _route_peer, _take_peer = (
 def _route_timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
     generator = torch.Generator().manual_seed(0)
     x, rows, mean, last = (part.to(device) for part in _draw(generator, 512, 3))
-    ints = {"device": device, "dtype": torch.int64}
+    ints: TensorOptions = {"device": device, "dtype": torch.int64}
     byte, ids = torch.zeros(2, 1, 1, **ints).unbind()
     encoder, decoder = torch.zeros(2, dtype=torch.int32, device=device).unbind()
     reals = x.bfloat16(), rows.bfloat16(), mean, last.bfloat16()

@@ -235,12 +235,12 @@ def _backward_cases(device: torch.device, _group_size: int) -> Iterator[Case]:
         yield Case(label, tuple(inputs))
 
 
-def rounded_spread(x: Tensor, s: Tensor, owner: Tensor):
+def rounded_spread(x: Tensor, s: Tensor, owner: Tensor) -> Tensor:
     """Round the reference of `spread_chunks`, and nothing before it."""
     return spread_chunks_reference(x, s, owner).to(x.dtype)
 
 
-def _timed(device: torch.device) -> tuple[str, tuple, Tensor]:
+def _timed(device: torch.device) -> tuple[str, tuple[Tensor, Tensor, Tensor], Tensor]:
     x = torch.randn(32, 4096, 512, device=device, dtype=torch.bfloat16)
     owner = (torch.arange(4096, device=device) // 4).expand(32, 4096).contiguous()
     first = (torch.arange(1024, device=device) * 4).expand(32, 1024).contiguous()
@@ -257,9 +257,9 @@ def _timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
 
 
 def _backward_timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
-    label, inputs, first = _timed(device)
-    peer = partial(_spread_chunks_backward_torch, *inputs, first)
-    yield Timing(label, (*inputs, first), peer=peer)
+    label, (x, s, owner), first = _timed(device)
+    peer = partial(_spread_chunks_backward_torch, x, s, owner, first)
+    yield Timing(label, (x, s, owner, first), peer=peer)
 
 
 _GATE = Gate(

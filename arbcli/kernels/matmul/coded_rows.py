@@ -178,7 +178,7 @@ def _sum_unit(at, APART: tl.constexpr, WARPS: tl.constexpr, PTX: tl.constexpr):
     return found
 
 
-@triton.jit(do_not_specialize=["M", "N", "tiles"])  # type: ignore[call-arg]
+@triton.jit(do_not_specialize=["M", "N", "tiles"])
 @no_type_check
 def _coded_rows_kernel(
     x_ptr, pieces_ptr, added_ptr, y_ptr, instead_ptr,

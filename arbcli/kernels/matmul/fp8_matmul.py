@@ -6,6 +6,7 @@ on GPUs that can (sm_89 or later); elsewhere the same numbers are multiplied in 
 """
 
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -126,7 +127,7 @@ def _timings(device: torch.device, group_size: int) -> Iterator[Timing]:
         yield Timing(
             f"{rows}x{outputs}x{inputs}{' transposed' * transposed}",
             (q.to(E4M3), scale, packed, transposed, torch.bfloat16),
-            peer=lambda t=transposed: x @ (dense if t else dense.T),
+            peer=partial(torch.matmul, x, dense if transposed else dense.T),
             peer_name="cuBLAS bf16",
             flops=2 * rows * outputs * inputs,
         )

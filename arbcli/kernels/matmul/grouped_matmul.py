@@ -9,7 +9,7 @@ of an expert also reads rows of the next one, and does not store their products.
 from collections.abc import Iterator
 from functools import partial
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -236,12 +236,13 @@ def _grad_tiling(x: Tensor, experts: int) -> Tiling:
     return tiles[len(x) > FEW_ROWS * experts]
 
 
-def _tiles_of(stack: Tensor, rows: int, columns: int) -> tuple[Tensor, tuple[int, int, int]]:
+def _tiles_of(stack: Tensor, rows: int, columns: int) -> tuple[Any, tuple[int, ...]]:
     """Describe a stack, or a copy that the copy engine can read; else pass it on, with strides."""
     if capability(stack) != HOPPER:
         return stack, stack.stride()
     if not has_aligned_rows(stack):
-        stack = with_aligned_rows(*stack.shape, stack).copy_(stack)
+        number, height, width = stack.shape
+        stack = with_aligned_rows(number, height, width, stack).copy_(stack)
     return described(stack, [1, rows, columns]), stack.stride()
 
 

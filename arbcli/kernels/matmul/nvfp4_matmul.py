@@ -5,7 +5,7 @@ float32, at the speed of bfloat16 less the rounding. Trits are exact, but for th
 scales; the groups of T16 are the blocks of a scale.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -42,8 +42,9 @@ def _nvfp4_matmul_triton(
 
 
 def _multiply(
-    q: Tensor, scale: Tensor, packed: Packed, transposed: bool, dtype: torch.dtype, decode,
-    round_rows,
+    q: Tensor, scale: Tensor, packed: Packed, transposed: bool, dtype: torch.dtype,
+    decode: Callable[[Packed, torch.dtype], Tensor],
+    round_rows: Callable[[Tensor], tuple[Tensor, Tensor]],
 ) -> Tensor:  # fmt: skip
     weight = decode(packed, q.dtype)
     weight, weight_scale = round_rows(weight.T if transposed else weight)

@@ -96,12 +96,20 @@ dp4a.s32.s32 $0, $1, ones, $2;
 }""")
 
 
-def _row_matmul_torch(x: Tensor | AttentionParts, *inputs) -> Tensor:
-    return coded_torch(x.average()[None] if isinstance(x, AttentionParts) else x, *inputs)
+def _row_matmul_torch(
+    x: Tensor | AttentionParts, pieces: Tensor, out_features: int, in_features: int, gated: bool,
+    eps: float | None, added: Tensor | None, dtype: torch.dtype,
+) -> Tensor:  # fmt: skip
+    rows = x.average()[None] if isinstance(x, AttentionParts) else x
+    return coded_torch(rows, pieces, out_features, in_features, gated, eps, added, dtype)
 
 
-def _row_matmul_native(x: Tensor | AttentionParts, *inputs) -> Tensor:
-    return coded_native(x.average()[None] if isinstance(x, AttentionParts) else x, *inputs)
+def _row_matmul_native(
+    x: Tensor | AttentionParts, pieces: Tensor, out_features: int, in_features: int, gated: bool,
+    eps: float | None, added: Tensor | None, dtype: torch.dtype,
+) -> Tensor:  # fmt: skip
+    rows = x.average()[None] if isinstance(x, AttentionParts) else x
+    return coded_native(rows, pieces, out_features, in_features, gated, eps, added, dtype)
 
 
 @triton.jit
@@ -374,7 +382,7 @@ def _width(blocks, abreast):
     return (steps * abreast + 1) // 2 * 2
 
 
-@triton.jit(do_not_specialize=["N", "K", "tiles", "most", "span"])  # type: ignore[call-arg]
+@triton.jit(do_not_specialize=["N", "K", "tiles", "most", "span"])
 @no_type_check
 def _row_matmul_kernel(
     x_ptr, pieces_ptr, added_ptr, y_ptr, instead_ptr, totals_ptr, position_ptr,

@@ -221,15 +221,14 @@ def _few_rows_cases(device: torch.device, group_size: int) -> Iterator[Case]:
         label = f"{rows}x{out_features}x{in_features} bfloat16 to float32"
         yield Case(label, (x, packed, torch.float32))
     # rows of w that begin on any byte of a view, and digits that cannot be loaded as words
-    trits, exponent, fraction = (torch.cat([part, part], dim=1) for part in packed[:3])
+    assert packed.fraction is not None
     views = packed._replace(
-        trits=trits[:, 3 : 3 + packed.trits.shape[1]],
-        exponent=exponent[:, : packed.num_groups],
-        fraction=fraction[:, 1 : 1 + packed.num_groups],
+        trits=packed.trits.repeat(1, 2)[:, 3 : 3 + packed.trits.shape[1]],
+        exponent=packed.exponent.repeat(1, 2)[:, : packed.num_groups],
+        fraction=packed.fraction.repeat(1, 2)[:, 1 : 1 + packed.num_groups],
     )
     yield Case(label + " views", (x, views, torch.float32))
-    zeros = torch.full_like(packed.trits, 121)
-    zeros = views._replace(trits=zeros, fraction=None)
+    zeros = views._replace(trits=torch.full_like(packed.trits, 121), fraction=None)
     yield Case(label + " zeros", (x, zeros, torch.float32))
 
 

@@ -5,7 +5,7 @@ the norm: grad_up = grad_h * silu(gate) and grad_gate = grad_h * up * s * (1 + g
 Without weights they are ones; without an eps there is no norm, and y = h.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import torch
@@ -59,14 +59,14 @@ def gated_rms_norm_backward_reference(
 
 
 def _gated_rms_norm_torch(gate_up: Tensor, weight: Packed | None, eps: float | None) -> Tensor:
-    width, weight = gate_up.shape[-1] // 2, norm_weight_torch(weight)
+    width, factors = gate_up.shape[-1] // 2, norm_weight_torch(weight)
     y = torch.empty(*gate_up.shape[:-1], width, dtype=gate_up.dtype, device=gate_up.device)
     gate_up, out = gate_up.reshape(-1, 2 * width), y.view(-1, width)
     for rows in row_chunks(gate_up):
         gate, up = gate_up[rows].chunk(2, dim=-1)
         product = functional.silu(gate.float()).mul_(up)
         if eps is not None:
-            product = functional.rms_norm(product, (width,), weight, eps)
+            product = functional.rms_norm(product, (width,), factors, eps)
         out[rows] = product
     return y
 
@@ -82,7 +82,7 @@ def _gated_rms_norm_backward_torch(
     grad_y: Tensor, gate_up: Tensor, weight: Packed | None, eps: float | None,
     overwrite: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    width, weight = grad_y.shape[-1], norm_weight_torch(weight)
+    width, factors = grad_y.shape[-1], norm_weight_torch(weight)
     grad_gate_up = _place_of_gradient(gate_up, overwrite)
     y = torch.empty(grad_y.shape, dtype=gate_up.dtype, device=gate_up.device)
     gate_up, grad_y = gate_up.reshape(-1, 2 * width), grad_y.reshape(-1, width)
@@ -93,7 +93,7 @@ def _gated_rms_norm_backward_torch(
         silu = gate * share
         grad, product = grad_y[rows].float(), silu * up
         if eps is not None:
-            grad, product = norm_gradient(grad, product, weight, eps)
+            grad, product = norm_gradient(grad, product, factors, eps)
         out[rows] = product
         grads[rows, width:] = torch.mul(silu, grad, out=product)
         slope = silu.neg_().add_(gate).add_(1).mul_(share)  # of silu
@@ -323,12 +323,12 @@ def _cases(device: torch.device, group_size: int) -> Iterator[Case]:
     generator = torch.Generator().manual_seed(0)
 
     def case(
-        label: str, shape: tuple[int, ...], view=lambda x: x, dtype: torch.dtype = torch.float32,
-        eps: float | None = 1e-6, ones: bool = False,
+        label: str, shape: tuple[int, ...], view: Callable[[Tensor], Tensor] = lambda x: x,
+        dtype: torch.dtype = torch.float32, eps: float | None = 1e-6, ones: bool = False,
     ) -> Case:  # fmt: skip
         gate_up = view((3 * torch.randn(shape, generator=generator)).to(device, dtype))
-        weight = random_packed(1, gate_up.shape[-1] // 2, group_size, generator, spread=2)
-        weight = None if ones or eps is None else weight.to(device)
+        drawn = random_packed(1, gate_up.shape[-1] // 2, group_size, generator, spread=2)
+        weight = None if ones or eps is None else drawn.to(device)
         peer = gated_rms_norm_in_its_dtype if dtype == torch.bfloat16 else None
         return Case(label, (gate_up, weight, eps), peer)
 
@@ -347,9 +347,10 @@ def _cases(device: torch.device, group_size: int) -> Iterator[Case]:
     yield case("0x40 empty", (0, 80))
     if device.type == "cuda":  # the interpreter computes wrongly in bf16
         for shape in ((5, 33), (4096, 2048), (1025, 5632)):
-            label, low = f"{shape[0]}x{shape[1]} bf16", {"dtype": torch.bfloat16}
-            yield case(label, (shape[0], 2 * shape[1]), **low)
-            yield case(f"{label} ones", (shape[0], 2 * shape[1]), **low, ones=True)
+            label = f"{shape[0]}x{shape[1]} bf16"
+            low = partial(case, shape=(shape[0], 2 * shape[1]), dtype=torch.bfloat16)
+            yield low(label)
+            yield low(f"{label} ones", ones=True)
         yield case("300x704 bf16 no norm", (300, 1408), dtype=torch.bfloat16, eps=None)
 
 
@@ -367,7 +368,7 @@ def _backward_cases(device: torch.device, group_size: int) -> Iterator[Case]:
             )
 
 
-def _last_left_out(function: None) -> None:
+def _last_left_out(function: Callable | None) -> Callable | None:
     """Wrap a peer so that it is not told what may be overwritten."""
     return function and (lambda *inputs: function(*inputs[:-1]))
 

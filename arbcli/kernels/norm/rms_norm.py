@@ -9,7 +9,7 @@ grad_x, rounded, it adds the gradient that x has beside the norm, as that of a r
 Rows are kept in registers; rows too wide for that are read in blocks, twice.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import torch
@@ -38,10 +38,12 @@ def rms_norm_reference(x: Tensor, weight: Packed | None, eps: float) -> Tensor:
     return y if weight is None else y * decode_digits_reference(weight)[0].to(torch.float64)
 
 
-def add_rms_norm_reference(x: Tensor, added: Tensor, *norm) -> tuple[Tensor, Tensor]:
+def add_rms_norm_reference(
+    x: Tensor, added: Tensor, weight: Packed | None, eps: float
+) -> tuple[Tensor, Tensor]:
     """Compute what `add_rms_norm` must return: the sum rounded as torch does it, then float64."""
     total = x + added
-    return total, rms_norm_reference(total, *norm)
+    return total, rms_norm_reference(total, weight, eps)
 
 
 def rms_norm_backward_reference(
@@ -53,20 +55,22 @@ def rms_norm_backward_reference(
     return grad_x if beside is None else grad_x + beside.double(), y
 
 
-def gradient_and_output(function, grad_y: Tensor, x: Tensor, *norm) -> tuple[Tensor, Tensor]:
-    """Differentiate function(x, *norm) with autograd; return the gradient of x, and the output."""
+def gradient_and_output(
+    norm: Callable, grad_y: Tensor, x: Tensor, weight: Packed | None, eps: float | None
+) -> tuple[Tensor, Tensor]:
+    """Differentiate norm(x, weight, eps) by autograd; return the gradient of x, and the output."""
     x = x.detach().requires_grad_()
     with torch.enable_grad():
-        y = function(x, *norm)
+        y = norm(x, weight, eps)
         return torch.autograd.grad(y, x, grad_y)[0], y.detach()
 
 
 def _rms_norm_torch(x: Tensor, weight: Packed | None, eps: float) -> Tensor:
-    width, weight = x.shape[-1], norm_weight_torch(weight)
+    width, factors = x.shape[-1], norm_weight_torch(weight)
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     x, out = x.reshape(-1, width), y.view(-1, width)
     for rows in row_chunks(x):
-        out[rows] = torch_rms_norm(x[rows].to(torch.float32), (width,), weight, eps)
+        out[rows] = torch_rms_norm(x[rows].to(torch.float32), (width,), factors, eps)
     return y
 
 
@@ -80,12 +84,12 @@ def _add_rms_norm_torch(
 def _rms_norm_backward_torch(
     grad_y: Tensor, x: Tensor, weight: Packed | None, eps: float, beside: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    width, weight = x.shape[-1], norm_weight_torch(weight)
+    width, factors = x.shape[-1], norm_weight_torch(weight)
     grad_x, y = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for _ in range(2))
     results = grad_x.view(-1, width), y.view(-1, width)
     grad_y, x = grad_y.reshape(-1, width), x.reshape(-1, width)
     for rows in row_chunks(x):
-        parts = norm_gradient(grad_y[rows], x[rows].to(torch.float32), weight, eps)
+        parts = norm_gradient(grad_y[rows], x[rows].to(torch.float32), factors, eps)
         for result, part in zip(results, parts, strict=True):
             result[rows] = part
     return grad_x if beside is None else grad_x.add_(beside), y
@@ -472,8 +476,9 @@ def _cases(device: torch.device, group_size: int) -> Iterator[Case]:
     generator = torch.Generator().manual_seed(0)
 
     def case(
-        label: str, shape: tuple[int, ...], view=lambda x: x, dtype: torch.dtype = torch.float32,
-        peer: None = None, eps: float = 1e-6, ones: bool = False,
+        label: str, shape: tuple[int, ...], view: Callable[[Tensor], Tensor] = lambda x: x,
+        dtype: torch.dtype = torch.float32, peer: Callable[..., Tensor] | None = None,
+        eps: float = 1e-6, ones: bool = False,
     ) -> Case:  # fmt: skip
         x = view((3 * torch.randn(shape, generator=generator)).to(device, dtype))
         weight = random_packed(1, x.shape[-1], group_size, generator, spread=2).to(device)
@@ -499,9 +504,9 @@ def _cases(device: torch.device, group_size: int) -> Iterator[Case]:
     if device.type == "cuda":  # the interpreter computes wrongly in bf16
         for shape in ((5, 33), (4096, 768), (2048, 2048), (1025, 5632)):
             label = f"{shape[0]}x{shape[1]} bf16"
-            low = {"dtype": torch.bfloat16, "peer": rms_norm_in_its_dtype}
-            yield case(label, shape, **low)
-            yield case(f"{label} ones", shape, **low, ones=True)
+            low = partial(case, shape=shape, dtype=torch.bfloat16, peer=rms_norm_in_its_dtype)
+            yield low(label)
+            yield low(f"{label} ones", ones=True)
 
 
 def _add_cases(device: torch.device, group_size: int) -> Iterator[Case]:
@@ -510,9 +515,11 @@ def _add_cases(device: torch.device, group_size: int) -> Iterator[Case]:
         yield Case(case.label, (x, added, *norm), add_rms_norm_in_its_dtype if case.peer else None)
 
 
-def add_rms_norm_in_its_dtype(x: Tensor, added: Tensor, *norm):
+def add_rms_norm_in_its_dtype(
+    x: Tensor, added: Tensor, weight: Packed | None, eps: float
+) -> tuple[Tensor, Tensor]:
     """Do what torch alone would do, sum and norm, in the dtype of `x`."""
-    return x + added, rms_norm_in_its_dtype(x + added, *norm)
+    return x + added, rms_norm_in_its_dtype(x + added, weight, eps)
 
 
 def _backward_cases(device: torch.device, group_size: int) -> Iterator[Case]:
@@ -536,8 +543,8 @@ def _backward_beside_cases(device: torch.device, group_size: int) -> Iterator[Ca
 
 
 def backward_in_its_dtype(
-    grad_y: Tensor, x: Tensor, weight, eps: float, beside: Tensor | None = None
-):
+    grad_y: Tensor, x: Tensor, weight: Packed | None, eps: float, beside: Tensor
+) -> tuple[Tensor, Tensor]:
     """Do what torch alone would do, gradient and sum, in the dtype of `x`."""
     grad_x, y = gradient_and_output(rms_norm_in_its_dtype, grad_y, x, weight, eps)
     return grad_x if beside is None else grad_x + beside, y
@@ -556,7 +563,7 @@ def _add_timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
     x, added, weight = _timed_inputs(device)
     x, added = x[:1], added[:1]
 
-    def peer():
+    def peer() -> Tensor:
         return torch_rms_norm(x + added, weight.shape, weight, TIMED_EPS)
 
     yield Timing("1x2048 bf16", (x, added, None, TIMED_EPS), peer=peer)

@@ -8,15 +8,16 @@ Source: E. J. Gumbel, "Statistical Theory of Extreme Values and Some Practical A
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.backend import uses_triton
-from arbcli.kernels.runtime.inputs import check_element, check_scalars
+from arbcli.kernels.runtime.inputs import TensorOptions, check_element, check_scalars
 from arbcli.kernels.runtime.overlap import overlap_options, wait_for_last
 from arbcli.kernels.runtime.spec import EXACT, Case, KernelSpec, Timing
 from arbcli.kernels.update.random_bits import mix_reference, random_bits, random_words
@@ -181,7 +182,7 @@ def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
              "some excluded": torch.where(random > 0, random, -torch.inf)}  # fmt: skip
     if device.type == "cuda":  # the interpreter computes wrongly in bf16
         kinds["bf16"] = random.bfloat16()
-    place = {"dtype": torch.int32, "device": device}
+    place: TensorOptions = {"dtype": torch.int32, "device": device}
     for number, (kind, logits) in enumerate(kinds.items()):
         for choice in CHOICES:
             byte, text = torch.full((1, 1), 300), torch.arange(9, dtype=torch.uint8)
@@ -191,10 +192,10 @@ def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
             yield Case(f"{kind}, {choice}", (*tensors, position, key, *choice))
 
 
-def _with_state(run):
+def _with_state(run: Callable) -> Callable:
     """Wrap an implementation so that it returns what it changed."""
 
-    def with_state(byte: Tensor, text: Tensor, *inputs) -> tuple[Tensor, Tensor]:
+    def with_state(byte: Tensor, text: Tensor, *inputs: Any) -> tuple[Tensor, Tensor]:
         run(byte, text, *inputs)
         return byte, text
 

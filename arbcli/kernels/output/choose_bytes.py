@@ -1,6 +1,6 @@
 """`choose_byte` for several texts at once, each with its own position, key and way of choosing."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ from arbcli.kernels.output.choose_byte import (
 )
 from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.backend import uses_triton
-from arbcli.kernels.runtime.inputs import check_contiguous
+from arbcli.kernels.runtime.inputs import TensorOptions, check_contiguous
 from arbcli.kernels.runtime.overlap import overlap_options, wait_for_last
 from arbcli.kernels.runtime.spec import EXACT, Case, KernelSpec, Timing
 from arbcli.kernels.update.random_bits import random_words
@@ -35,7 +35,8 @@ def choose_bytes_reference(
         temperature.tolist(), top_k.tolist(), top_p.tolist(), strict=True,
     )  # fmt: skip
     found = [choose_byte_reference(*row) for row in rows]
-    return tuple(torch.stack(parts) for parts in zip(*found, strict=True))
+    chosen, texts = zip(*found, strict=True)
+    return torch.stack(chosen), torch.stack(texts)
 
 
 def _choose_bytes_torch(
@@ -175,7 +176,7 @@ def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
         yield Case(kind, tuple(part.to(device) for part in inputs))
 
 
-def _with_state(run):
+def _with_state(run: Callable) -> Callable:
     """Wrap an implementation so that it returns what it changed."""
 
     def with_state(byte: Tensor, text: Tensor, *inputs: Tensor) -> tuple[Tensor, Tensor]:
@@ -186,7 +187,8 @@ def _with_state(run):
 
 
 def _timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
-    texts, place = 64, {"dtype": torch.int32, "device": device}
+    texts = 64
+    place: TensorOptions = {"dtype": torch.int32, "device": device}
     share = torch.full((texts,), 0.95, device=device)
     inputs = (
         torch.zeros(texts, 1, dtype=torch.int64, device=device),

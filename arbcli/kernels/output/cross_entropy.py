@@ -196,9 +196,9 @@ def _backward_cases(device: torch.device, group_size: int) -> Iterator[Case]:
         yield Case(case.label, (*case.inputs, scale), peer)
 
 
-def rounded_cross_entropy(logits: Tensor, *rest):
+def rounded_cross_entropy(logits: Tensor, targets: Tensor, scale: Tensor) -> Tensor:
     """Round the reference of `cross_entropy_backward`, and nothing before it."""
-    return cross_entropy_backward_reference(logits, *rest).to(logits.dtype)
+    return cross_entropy_backward_reference(logits, targets, scale).to(logits.dtype)
 
 
 def _timings(device: torch.device, _group_size: int) -> Iterator[Timing]:

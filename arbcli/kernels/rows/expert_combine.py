@@ -261,12 +261,14 @@ def _backward_cases(device: torch.device, _group_size: int) -> Iterator[Case]:
         yield Case(label, (grad_y, *inputs), peer)
 
 
-def rounded_sum(values: Tensor, positions: Tensor, gates: Tensor | None):
+def rounded_sum(values: Tensor, positions: Tensor, gates: Tensor | None) -> Tensor:
     """Round the reference of `expert_combine`, and nothing before it."""
     return expert_combine_reference(values, positions, gates).to(values.dtype)
 
 
-def rounded_gradients(grad_y: Tensor, values: Tensor, positions: Tensor, gates: Tensor | None):
+def rounded_gradients(
+    grad_y: Tensor, values: Tensor, positions: Tensor, gates: Tensor | None
+) -> tuple[Tensor, None]:
     """Round the first result of `expert_combine_backward`; the other is float32 always."""
     grad, _ = expert_combine_backward_reference(grad_y, values, positions, gates)
     return grad.to(values.dtype), None
@@ -288,7 +290,7 @@ def _timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
     yield Timing(label, inputs, peer=peer, peer_name="gather and bmm")
 
 
-def _gather_and_multiply(gates: Tensor | None, values: Tensor, positions: Tensor):
+def _gather_and_multiply(gates: Tensor, values: Tensor, positions: Tensor) -> Tensor:
     return torch.bmm(gates, values[positions])
 
 

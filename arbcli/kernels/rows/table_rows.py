@@ -235,7 +235,8 @@ def _scatter_timings(device: torch.device, _group_size: int) -> Iterator[Timing]
         return ()  # the buffer is counted among the inputs
 
     for label, buffer, rows in _production_rows(device):
-        values = _draw(*buffer.shape, torch.Generator(device))
+        num_rows, num_bytes = buffer.shape
+        values = _draw(num_rows, num_bytes, torch.Generator(device))
         peer = partial(buffer.index_copy_, 0, rows, values)
         yield Timing(label, (buffer, rows, values), run=run, peer=peer)
 

@@ -50,7 +50,7 @@ class TouchedRows(NamedTuple):
     """(S,) int64: slots sorted by id, in their order for each id; those of no row come last."""
     bounds: Tensor
     """(R + 1,) int64: the slots of rows[r] are order[bounds[r] : bounds[r + 1]]."""
-    count: Tensor
+    count: Tensor  # type: ignore[assignment]  # in place of the method of tuples
     """int64 scalar: how many rows are touched, the rest of the R being padding."""
 
 
@@ -339,8 +339,8 @@ def _weighted_rows_triton(
     ids: Tensor, weights: Tensor, packed: Packed, dtype: torch.dtype = torch.bfloat16
 ) -> Tensor:
     (num_tokens, slots), num_rows, dim = ids.shape, packed.out_features, packed.in_features
-    y = torch.zeros if slots * num_rows == 0 else torch.empty
-    y = y(num_tokens, dim, dtype=dtype, device=ids.device)
+    make = torch.zeros if slots * num_rows == 0 else torch.empty
+    y = make(num_tokens, dim, dtype=dtype, device=ids.device)
     if slots * num_rows * y.numel():
         width, chunks = _chunking(packed)
         tile = _tile(chunks, slots, threads=64, most=32, unroll=8)

@@ -15,11 +15,11 @@ try:
 except ImportError:
     HAS_TRITON = False
     # just enough for the kernels' definitions to be read; none of them can be launched
-    triton = SimpleNamespace(
+    triton = SimpleNamespace(  # type: ignore[assignment]
         jit=lambda function=None, **_: function or triton.jit,
         constexpr_function=lambda function: function,
     )
-    tl = SimpleNamespace(constexpr=lambda value: value)
+    tl = SimpleNamespace(constexpr=lambda value: value)  # type: ignore[assignment]
     TensorDescriptor = None
 
 # triton reads this when a kernel is defined, so this module's import is the last chance to set it

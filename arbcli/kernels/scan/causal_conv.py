@@ -40,7 +40,7 @@ def causal_conv_grad_w_reference(grad_y: Tensor, x: Tensor, taps: int) -> Tensor
     return grad
 
 
-def _shifted(x: Tensor, taps: int, reverse: bool):
+def _shifted(x: Tensor, taps: int, reverse: bool) -> Iterator[Tensor]:
     """Give, for each tap, what it multiplies."""
     ends = (0, 0, 0, taps - 1) if reverse else (0, 0, taps - 1, 0)
     padded = functional.pad(x, ends)
@@ -204,7 +204,7 @@ def _grad_w_cases(device: torch.device, _group_size: int) -> Iterator[Case]:
         yield Case(label, (grad_y, x, w.shape[1]))
 
 
-def rounded_conv(x: Tensor, w: Tensor, reverse: bool):
+def rounded_conv(x: Tensor, w: Tensor, reverse: bool) -> Tensor:
     """Round the reference of `causal_conv`, and nothing before it."""
     return causal_conv_reference(x, w, reverse).to(x.dtype)
 

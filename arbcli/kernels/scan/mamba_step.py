@@ -9,7 +9,7 @@ The positions before are in a ring of W slots for W taps: position p is in slot 
 that is read is where something is written.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import torch
@@ -39,7 +39,9 @@ def mamba_step_reference(
     rows, ring, state = rows.double(), ring.double(), state.double()
     z, new, t = rows.split((inner, inner + 2 * states, heads))
     ring[p % num_taps] = new
-    mixed = sum(taps[:, i].double() * ring[(p + 1 + i) % num_taps] for i in range(num_taps))
+    mixed = torch.zeros_like(new)
+    for i in range(num_taps):
+        mixed += taps[:, i].double() * ring[(p + 1 + i) % num_taps]
     mixed = mixed / (1 + torch.exp(-mixed))
     u, b, c = mixed.split((inner, states, states))
     y = torch.empty_like(u)
@@ -247,7 +249,7 @@ def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
         yield Case("16x64x64 bf16", inputs, _with_state(_mamba_step_torch))
 
 
-def _with_state(run):
+def _with_state(run: Callable) -> Callable:
     """Wrap an implementation so that it returns what it left behind too."""
 
     def with_state(

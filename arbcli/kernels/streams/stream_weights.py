@@ -48,9 +48,10 @@ def stream_weights_reference(
     n = count_streams(raw.shape[1])
     found = [_of_one(z, n, rounds) for z in raw.double() + bias.double()]
     if not found:
-        sizes = ((n,), (n, n), (n,))
-        return tuple(raw.new_zeros(0, *size, dtype=torch.float64) for size in sizes)
-    return tuple(torch.stack(part) for part in zip(*found, strict=True))
+        none = raw.new_zeros(0, n, dtype=torch.float64)
+        return none, none.new_zeros(0, n, n), none.clone()
+    a, b, c = (torch.stack(part) for part in zip(*found, strict=True))
+    return a, b, c
 
 
 def _of_one(z: Tensor, n: int, rounds: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -72,7 +73,8 @@ def stream_weights_backward_reference(
     found = stream_weights_reference(raw, bias, rounds)
     if not len(raw):
         return torch.zeros_like(raw)
-    total = sum((w * g).sum() for w, g in zip(found, (grad_a, grad_b, grad_c), strict=True))
+    weighted = zip(found, (grad_a, grad_b, grad_c), strict=True)
+    total = torch.stack([(w * g).sum() for w, g in weighted]).sum()
     return torch.autograd.grad(total, raw)[0]
 
 
@@ -253,7 +255,7 @@ def _stream_weights_backward_triton(
     return grad
 
 
-def _launch(raw: Tensor, n: int):
+def _launch(raw: Tensor, n: int) -> tuple[Tensor, tuple[int], dict[str, int]]:
     """Lay rows out densely, and choose programs of 128 weights of B a warp."""
     block = max(1, min(256 // (n * n), triton.next_power_of_2(len(raw))))
     raw = raw if raw.stride(1) == 1 else raw.contiguous()

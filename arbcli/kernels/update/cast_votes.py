@@ -176,7 +176,7 @@ def _cast_trit_votes_triton(
     flips = torch.empty(grid, dtype=torch.int32, device=packed.device)
     if flips.numel():
         holds = held is not None
-        held = held.view(torch.uint8) if holds else ok  # which is not read then
+        held = ok if held is None else held.view(torch.uint8)  # `ok` is not read
         _cast_trit_votes_kernel[grid](
             packed, votes, grad, ok, threshold, held, flips, rows, in_features, num_bytes,
             *packed.stride(), *votes.stride(), *grad.stride(), *(held.stride() or (0, 0)),

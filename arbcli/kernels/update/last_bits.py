@@ -9,6 +9,7 @@ trit and a byte of remainder, and as exact.
 """
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -62,7 +63,7 @@ def _z_reference(trits: Tensor, remainder: Tensor, radix: int, nibble: bool) -> 
 
 
 def _last_bits_torch(
-    trits: Tensor, remainder: Tensor, radix: int, nibble: bool, out: Tensor = None
+    trits: Tensor, remainder: Tensor, radix: int, nibble: bool, out: Tensor | None = None
 ) -> Tensor:
     rows, columns = remainder.shape
     if out is None:
@@ -171,7 +172,7 @@ def _take_last_bits_kernel(
 
 
 def _launch(
-    kernel, trits: Tensor, remainder: Tensor, bits: Tensor, radix: int, nibble: bool
+    kernel: Any, trits: Tensor, remainder: Tensor, bits: Tensor, radix: int, nibble: bool
 ) -> None:
     rows, columns = remainder.shape
     if remainder.numel():
@@ -184,7 +185,7 @@ def _launch(
 
 
 def _last_bits_triton(
-    trits: Tensor, remainder: Tensor, radix: int, nibble: bool, out: Tensor = None
+    trits: Tensor, remainder: Tensor, radix: int, nibble: bool, out: Tensor | None = None
 ) -> Tensor:
     rows, columns = remainder.shape
     if out is None:

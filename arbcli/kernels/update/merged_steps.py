@@ -46,6 +46,7 @@ def _cases(device: torch.device, group_size: int) -> Iterator[Case]:
 
 
 def _timings(device: torch.device, group_size: int) -> Iterator[Timing]:
+    assert STEP_SCALES.timings is not None
     (timing,) = STEP_SCALES.timings(device, group_size)
     rows = (slice(begin, begin + 256) for begin in range(0, 16 * 256, 256))
     inputs = [(*(x[some] for x in timing.inputs[:3]), *timing.inputs[3:]) for some in rows]

@@ -155,7 +155,7 @@ def _store_tile(
     y_desc.store([matrix, n, m], y.T.reshape(1, BLOCK, BLOCK))
 
 
-@triton.jit(do_not_specialize=["num_tiles"])  # type: ignore[call-arg]
+@triton.jit(do_not_specialize=["num_tiles"])
 @no_type_check
 def _symmetric_kernel(
     x_desc, addend_ptr, y_desc, parts_ptr, ready_ptr,
@@ -221,7 +221,8 @@ def _symmetric_kernel(
 def _symmetric(x: Tensor, has_addend: bool, alpha: float, beta: float, gamma: float) -> Tensor:
     """Compute a product for a matrix or a stack of them; the addend is x itself."""
     stack = _readable(x if x.dim() == 3 else x[None])
-    y = with_aligned_rows(*stack.shape[:2], stack.shape[1], x)
+    number, rows, _ = stack.shape
+    y = with_aligned_rows(number, rows, rows, x)
     if stack.numel():
         _launch(stack, has_addend, y, alpha, beta, gamma)
     else:
@@ -279,7 +280,8 @@ def _readable(stack: Tensor) -> Tensor:
     """Return a stack, or a copy, that the copy engine can read: by rows or else by columns."""
     if has_aligned_rows(stack) or has_aligned_rows(stack.mT):
         return stack
-    return with_aligned_rows(*stack.shape, stack).copy_(stack)
+    number, rows, columns = stack.shape
+    return with_aligned_rows(number, rows, columns, stack).copy_(stack)
 
 
 def has_aligned_rows(stack: Tensor) -> bool:
@@ -354,7 +356,7 @@ def _check_matrix(x: Tensor) -> None:
         raise ValueError(f"need a bfloat16 or float32 matrix, or a stack of them, got {got}")
 
 
-def _pays(x: Tensor, has_addend):
+def _pays(x: Tensor, has_addend: bool) -> bool:
     """Whether the kernel is faster than the matrix library; an addend is the polynomial's."""
     if not (uses_triton(x) and _fits(x)):
         return False

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.backend import row_chunks, uses_triton
+from arbcli.kernels.runtime.inputs import TensorOptions
 from arbcli.kernels.runtime.spec import MATRIX, Case, KernelSpec, Timing
 from arbcli.kernels.update.hadamard import (
     LARGEST_BLOCK,
@@ -43,7 +44,7 @@ def sum_gradients_reference(
 ) -> Tensor:
     """Compute what `sum_gradients` must return, in int64 and float64."""
     total = together_reference(parts, low).sum(0)
-    about = {"dtype": torch.int64, "device": parts.device}
+    about: TensorOptions = {"dtype": torch.int64, "device": parts.device}
     if block > 1:
         mixer = torch.tensor(hadamard_matrix(block), **about)
         blocks = total.reshape(-1, block, 1) * mixer  # a product of integers, on a GPU too

@@ -11,6 +11,7 @@ from torch.autograd import Function
 
 from arbcli.config.parts.rotary import PLAIN, RotaryConfig
 from arbcli.kernels.attention.rotary_norm import rotary_norm_, rotary_norm_backward
+from arbcli.kernels.runtime.inputs import TensorOptions
 from arbcli.model.layers.compiled import operator
 from arbcli.model.layers.norm import NORM_EPS
 
@@ -25,7 +26,7 @@ def _compute_table(
 ) -> tuple[Tensor, Tensor]:
     # in float32 far positions lose digits, and a GPU of Apple has no float64
     on_mps = torch.empty(0, device=device).is_mps
-    exact = {"device": "cpu" if on_mps else device, "dtype": torch.float64}
+    exact: TensorOptions = {"device": "cpu" if on_mps else device, "dtype": torch.float64}
     frequency = rotary.base ** (-torch.arange(0, turned, 2, **exact) / turned)
     if rotary.scaling != "none":
         kept = _kept_share(frequency, rotary)

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from datetime import timedelta
+from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from threading import Thread
@@ -119,13 +120,15 @@ def _open_store(place: Place, seconds: int) -> tuple[dist.Store, bool]:
     if STORE in os.environ:
         return dist.FileStore(os.environ[STORE], place.size), False
     host, port = os.environ[MASTER[0]], number_in(os.environ, MASTER[1], 1, 2**16 - 1)
-    about = {"world_size": place.size, "timeout": STORE_TIMEOUT, "wait_for_workers": False}
+    store = partial(
+        dist.TCPStore, host, port, place.size, timeout=STORE_TIMEOUT, wait_for_workers=False
+    )
     # torchrun's own process may hold the store instead
     holds = place.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != str(True)
     if holds:
-        about |= {"is_master": True, "master_listen_fd": _listen(host, port)}
+        store = partial(store, is_master=True, master_listen_fd=_listen(host, port))
     try:
-        return _within(seconds, lambda: dist.TCPStore(host, port, **about)), holds
+        return _within(seconds, store), holds
     except (TimeoutError, RuntimeError) as error:
         raise ArbError(
             f"process 0 does not answer at `{host}:{port}`, where they are to meet",

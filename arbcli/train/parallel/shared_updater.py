@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from arbcli.kernels.rows.table_rows import gather_rows, scatter_rows_
 from arbcli.kernels.rows.weighted_rows import TouchedRows, touched_rows, weighted_rows_grad
+from arbcli.kernels.runtime.inputs import TensorOptions
 from arbcli.kernels.update.hadamard import block_of
 from arbcli.kernels.update.last_bits import last_bits, take_last_bits_
 from arbcli.kernels.update.quantise_gradient import (
@@ -292,7 +293,7 @@ class SharedUpdater:
     def _own_sums(self, bucket: Bucket, member: Member) -> tuple[Tensor, Tensor | None, Tensor]:
         """Find where the sums of a tensor lie: `_read_sums` of the one part that is here."""
         if id(bucket) not in self._sent:
-            like = {"dtype": torch.uint8, "device": self.device}
+            like: TensorOptions = {"dtype": torch.uint8, "device": self.device}
             self._sent[id(bucket)] = torch.empty(sum(bucket.up_sizes), **like)
         begin = sum(bucket.up_sizes[: member.owner])
         own = self._sent[id(bucket)][begin : begin + bucket.up_sizes[member.owner]]
