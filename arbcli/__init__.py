@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, overload
 
 from arbcli.environment import set_environment
 from arbcli.errors import ArbError
+from arbcli.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -19,8 +20,6 @@ if TYPE_CHECKING:
     from arbcli.model.language_model import LanguageModel
     from arbcli.train.record import TrainReport
     from arbcli.train.run import Observer
-
-__version__ = "0.1.0"
 
 
 def load(

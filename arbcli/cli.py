@@ -6,7 +6,6 @@ from typing import Annotated, Any
 
 import typer
 
-from arbcli import __version__
 from arbcli.commands._help import Command, summary
 from arbcli.commands._options import fill_options, in_options, repeat_options
 from arbcli.commands._processes import check_shared
@@ -25,6 +24,7 @@ from arbcli.errors import ArbError
 from arbcli.output import OutputError, fail, note_text, open_closed_streams
 from arbcli.signals import STOPPED_UNSAVED, Interrupted, RaisedSignal
 from arbcli.train.parallel.launch import is_said
+from arbcli.version import __version__
 
 UsageError: Any
 (UsageError,) = typer.BadParameter.__bases__  # typer itself does not export it

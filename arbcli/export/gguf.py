@@ -30,12 +30,13 @@ from arbcli.export.gguf_file import (
     Entry,
     write_gguf,
 )
-from arbcli.export.qwen3 import Part, Source, check_attention, read, shape_of, sources
+from arbcli.export.qwen3 import Part, Source, check_attention, known_shape, read, shape_of, sources
 from arbcli.infer.load import Weights
 from arbcli.kernels.codec.decode_digits import digits_torch
 from arbcli.kernels.codec.packed import Packed
 from arbcli.kernels.codec.packing import unpack_trits
 from arbcli.kernels.codec.scales import scales_torch
+from arbcli.model.language_model import LanguageModel
 from arbcli.model.layers.norm import NORM_EPS
 
 END = 0
@@ -82,7 +83,7 @@ def smallest_type(config: ModelConfig) -> BlockType:
     return of_trits if config.digits == "trit" or of_trits is BF16 else Q8_0
 
 
-def check_model(model: torch.nn.Module) -> None:
+def check_model(model: LanguageModel) -> None:
     """Refuse what Qwen3 has no place for.
 
     Raises:
@@ -113,6 +114,8 @@ def _encoded(source: Source, kind: BlockType) -> Iterator[Tensor]:
         for part, weight in read(source):
             yield encode_numbers(part.gguf, weight, kind if is_matrix else F32)
         return
+    if source.tensor is None:
+        raise ValueError("a matrix of a model has no tensor")
     packed = source.tensor.packed
     digits, scales = integers(packed), scales_torch(packed.exponent, packed.fraction) / packed.unit
     for part in source.parts:
@@ -129,7 +132,7 @@ def integers(packed: Packed) -> Tensor:
 
 def _keys(config: ModelConfig, name: str, weights: Weights) -> dict[str, tuple[int, Any]]:
     """Say what a reader has to know of the model, and where it comes from."""
-    shape = shape_of(config)
+    shape = known_shape(config)
     ours = {
         "context_length": (UINT32, config.ctx),
         "embedding_length": (UINT32, shape.dim),

@@ -19,7 +19,7 @@ from arbcli.export.block_types import BF16, F32, BlockType, encode_numbers
 from arbcli.export.card import model_card
 from arbcli.export.gguf import END, byte_symbols
 from arbcli.export.gguf_file import Entry
-from arbcli.export.qwen3 import Part, check_attention, read, shape_of, sources
+from arbcli.export.qwen3 import Part, check_attention, known_shape, read, shape_of, sources
 from arbcli.infer.load import Weights
 from arbcli.model.language_model import LanguageModel
 from arbcli.model.layers.norm import NORM_EPS
@@ -92,7 +92,7 @@ def _write_files(folder: Path, weights: Weights, name: str, kind: BlockType) -> 
         },
     )
     write_text(folder / "README.md", model_card(weights, name))
-    if shape_of(config).sub_norms:
+    if known_shape(config).sub_norms:
         write_text(folder / CODE.name, CODE.read_text())
 
 
@@ -113,12 +113,12 @@ def _write_weights(file: BufferedIOBase, weights: Weights, kind: BlockType) -> N
     for source in every:
         for part, weight in read(source):
             data = encode_numbers(part.hugging_face, weight, kind)
-            file.write(memoryview(data.contiguous().view(-1).numpy()))
+            file.write(data.contiguous().view(-1).numpy().data)
 
 
 def _config(config: ModelConfig, kind: BlockType) -> dict[str, Any]:
     """Say what Transformers has to know; every layer attends to the last `ctx` bytes, as ours."""
-    shape = shape_of(config)
+    shape = known_shape(config)
     values = {
         "architectures": ["Qwen3ForCausalLM"],
         "model_type": "qwen3",
@@ -187,10 +187,11 @@ class ModelFolder:
     def tensor(self, name: str) -> Tensor:
         """Read a tensor: float32."""
         entry = self.entries[name]
-        data = bytearray(entry.num_bytes)
         with open_regular(self.path / self.WEIGHTS) as file:
             file.seek(self._begins[name])
-            file.readinto(data)
+            data = bytearray(file.read(entry.num_bytes))
+        if entry.kind.dtype is None:
+            raise ValueError(f"{entry.kind.name} has no plain numbers")
         numbers = torch.frombuffer(data, dtype=entry.kind.dtype)
         return numbers.view(entry.shape).to(torch.float32)
 

@@ -87,6 +87,18 @@ def shape_of(config: ModelConfig) -> Shape | None:
     )
 
 
+def known_shape(config: ModelConfig) -> Shape:
+    """Return the shape of a model that was checked to have one.
+
+    Raises:
+        ValueError: it has none.
+    """
+    shape = shape_of(config)
+    if shape is None:
+        raise ValueError("the model has more than dense blocks and attention")
+    return shape
+
+
 def check_attention(config: ModelConfig) -> None:
     """Check that Qwen3 has all that attention of a model has.
 
@@ -115,26 +127,29 @@ def _unsaid(mixer: AttentionConfig) -> str | None:
 
 def sources(model: LanguageModel) -> Iterator[Source]:
     """Go through the tensors of a model that has a `Shape`, and name what they are in Qwen3."""
-    shape = shape_of(model.config)
+    shape, tensors = known_shape(model.config), model.packed_tensors()
     heights = [shape.head_width * heads for heads in (shape.heads, *[shape.kv_heads] * 2)]
-    yield _whole(model.embedding.weight, "token_embd", "model.embed_tokens")
-    for index, block in enumerate(model.blocks):
-        ours, theirs = f"blk.{index}.", f"model.layers.{index}."
-        yield _norm(block.attention_norm.weight, f"{ours}attn_norm", f"{theirs}input_layernorm")
-        qkv, attention = block.attention.qkv.weight, f"{theirs}self_attn."
+    yield _whole(tensors["embedding.weight"], "token_embd", "model.embed_tokens")
+    for index in range(shape.layers):
+        block, ours, theirs = f"blocks.{index}.", f"blk.{index}.", f"model.layers.{index}."
+        norm = tensors[f"{block}attention_norm.weight"]
+        yield _norm(norm, f"{ours}attn_norm", f"{theirs}input_layernorm")
+        qkv, attention = tensors[f"{block}attention.qkv.weight"], f"{theirs}self_attn."
         yield Source(qkv, _split(qkv, ours, attention, ATTENTION, heights))
-        for letter, gain in (("q", block.attention.query_gain), ("k", block.attention.key_gain)):
+        for letter, kind in (("q", "query"), ("k", "key")):
             names = f"{ours}attn_{letter}_norm.weight", f"{attention}{letter}_norm.weight"
             part = Part(*names, slice(0, shape.head_width), (shape.head_width,))
-            yield Source(gain.weight if gain else None, (part,))
-        yield _whole(block.attention.output.weight, f"{ours}attn_output", f"{attention}o_proj")
-        norm = block.mlp_norm.weight
+            yield Source(tensors.get(f"{block}attention.{kind}_gain.weight"), (part,))
+        output = tensors[f"{block}attention.output.weight"]
+        yield _whole(output, f"{ours}attn_output", f"{attention}o_proj")
+        norm = tensors[f"{block}mlp_norm.weight"]
         yield _norm(norm, f"{ours}ffn_norm", f"{theirs}post_attention_layernorm")
-        gate_up = block.mlp.gate_up.weight
+        gate_up = tensors[f"{block}mlp.gate_up.weight"]
         yield Source(gate_up, _split(gate_up, ours, f"{theirs}mlp.", MLP, [shape.ffn] * 2))
-        yield _whole(block.mlp.output.weight, f"{ours}ffn_down", f"{theirs}mlp.down_proj")
-    yield _norm(model.norm.weight, "output_norm", "model.norm")
-    yield _whole(model.head.weight, "output", "lm_head")
+        down = tensors[f"{block}mlp.output.weight"]
+        yield _whole(down, f"{ours}ffn_down", f"{theirs}mlp.down_proj")
+    yield _norm(tensors["norm.weight"], "output_norm", "model.norm")
+    yield _whole(tensors["head.weight"], "output", "lm_head")
 
 
 def read(source: Source) -> Iterator[tuple[Part, Tensor]]:

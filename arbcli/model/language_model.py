@@ -517,6 +517,11 @@ class LanguageModel(nn.Module):
         """Go through everything that declares buffers, in the order of the model."""
         return (part for part in self.modules() if isinstance(part, StateModule))
 
+    def packed_tensors(self) -> dict[str, TernaryTensor]:
+        """Name every packed tensor, in the order of the model; a float twin has none."""
+        tensors = self.weights().items()
+        return {name: part for name, part in tensors if isinstance(part, TernaryTensor)}
+
     def weights(self) -> dict[str, TernaryTensor | FloatWeight]:
         """Name every weight, in the order of the model."""
         kinds = (TernaryTensor, FloatWeight)

@@ -1,6 +1,8 @@
 """Blocks, and lists of them on one stream."""
 
-from typing import Any, NamedTuple
+from collections.abc import Iterator
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -10,7 +12,7 @@ from arbcli.config.model import BlockConfig, Blocks
 from arbcli.config.site import Site
 from arbcli.model.flow import Flow, Reading
 from arbcli.model.layers.kinds import stream_norm
-from arbcli.model.layers.linear import decode_in_groups
+from arbcli.model.layers.linear import TernaryLinear, decode_in_groups
 from arbcli.model.layers.streamed import recompute_contexts
 from arbcli.model.layers.streams import average_streams, spread_streams
 from arbcli.model.parts.base import Part
@@ -18,11 +20,11 @@ from arbcli.model.parts.hyper_connection import HyperConnection
 from arbcli.model.registry import build_part
 from arbcli.model.state import Clock, State, Track
 
-RECOMPUTE = {
-    "use_reentrant": False, "preserve_rng_state": False, "determinism_check": "none",
-    "context_fn": recompute_contexts,
-}  # fmt: skip
-"""How torch is to compute a block again: there is no dropout, and shapes do not change."""
+recomputed = partial(
+    checkpoint, use_reentrant=False, preserve_rng_state=False, determinism_check="none",
+    context_fn=recompute_contexts,
+)  # fmt: skip
+"""Has torch compute a block again: there is no dropout, and shapes do not change."""
 
 
 class Branch(NamedTuple):
@@ -131,6 +133,10 @@ class Stack(nn.ModuleList):
         grouped: whether small matrices are decoded several at a time, if the blocks are equal.
     """
 
+    if TYPE_CHECKING:
+
+        def __iter__(self) -> Iterator[Block]: ...
+
     def __init__(
         self, blocks: Blocks, site: Site, streams: int = 1, *, grouped: bool = False
     ) -> None:
@@ -142,7 +148,13 @@ class Stack(nn.ModuleList):
         self.streams, self.float_twin = streams, site.weights != "ternary"
         linears = [block.linears() for block in self]
         if grouped and not self.float_twin and len(set(blocks)) == 1 and all(linears):
-            decode_in_groups([[layer.weight for layer in layers] for layers in linears])
+            decode_in_groups(
+                [
+                    [each.weight for each in layers if isinstance(each, TernaryLinear)]
+                    for layers in linears
+                    if layers
+                ]
+            )
 
     def forward(
         self,
@@ -167,13 +179,16 @@ class Stack(nn.ModuleList):
         """
         if self.streams > 1:
             x = spread_streams(x, self.streams)
-            if is_compiled(self[0]):  # for strides of its own it would be compiled once more
+            if is_compiled(
+                next(iter(self))
+            ):  # for strides of its own it would be compiled once more
                 x = x.contiguous()
-        added, losses = None, {}
+        added: Tensor | None = None
+        losses: dict[str, list[Tensor]] = {}
         states = track.blocks[some] if track else None
         for index, block in enumerate([*self][some]):
             if recompute and torch.is_grad_enabled():
-                flow = checkpoint(block, x, None, reading, **RECOMPUTE)
+                flow = recomputed(block, x, None, reading)
             else:
                 # a hook sees the whole stream; what is compiled adds up by itself
                 whole = self.float_twin or is_compiled(block) or bool(block._forward_hooks)

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 
-from arbcli import __version__
 from arbcli.checkpoint import Checkpoint
 from arbcli.config.checks import check_at_least
 from arbcli.config.initial import first_difference
@@ -26,6 +25,7 @@ from arbcli.reading import read_json
 from arbcli.run_files import CONFIG, RUNS
 from arbcli.train.schedule import fade_stage
 from arbcli.train.trainer import text_digest
+from arbcli.version import __version__
 
 DATA = {"seed": "seed", "text": "digest", "wire": "wire"}
 """What every checkpoint tells besides its model, and what its `data` calls that."""

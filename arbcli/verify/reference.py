@@ -123,11 +123,11 @@ class Reference:
             if loss != "ratio"
         }
         ratios = self.terms.get("ratio", {})
-        found = [
-            ratio_loss(*torch.cat(ratios[f"stages.{index}"]).unbind(1), chunking.length)
-            for index, chunking in enumerate(self.config.chunkings)
-            if f"stages.{index}" in ratios
-        ]
+        found = []
+        for index, chunking in enumerate(self.config.chunkings):
+            if pairs := ratios.get(f"stages.{index}"):
+                p, begins = torch.cat(pairs).T
+                found.append(ratio_loss(p, begins, chunking.length))
         return means | ({"ratio": torch.stack(found).sum()} if found else {})
 
     def block(self, name: str, stage: int, config: BlockConfig, x: Tensor, row: int) -> Tensor:

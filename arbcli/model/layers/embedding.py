@@ -1,5 +1,7 @@
 """The embedding over a packed table that is read whole."""
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.autograd import Function
@@ -22,13 +24,15 @@ class _Embedding(Function):
     """Rows of w. There is no gradient but that of w, which goes to the weight's sink."""
 
     @staticmethod
-    def forward(ctx, ids: Tensor, anchor: Tensor, weight: EmbeddingWeight, dtype) -> Tensor:
+    def forward(
+        ctx: Any, ids: Tensor, anchor: Tensor, weight: EmbeddingWeight, dtype: torch.dtype
+    ) -> Tensor:
         ctx.weight = weight
         ctx.save_for_backward(ids)
         return embedding_rows(ids, weight.packed, dtype)
 
     @staticmethod
-    def backward(ctx, grad_y: Tensor):
+    def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
         ctx.weight.collect(*ctx.saved_tensors, grad_y)
         return None, None, None, None
 

@@ -79,13 +79,13 @@ class _Attend(Function):
         return y, logs, x.new_empty(0) if shares is None else shares
 
     @staticmethod
-    def setup_context(ctx, inputs, output):
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         *inputs, ctx.sight = inputs
         ctx.save_for_backward(*output[:2], *inputs)
         ctx.mark_non_differentiable(*output[1:])
 
     @staticmethod
-    def backward(ctx, grad_y: Tensor, *_: Any):
+    def backward(ctx: Any, grad_y: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
         given = (*ctx.saved_tensors, ctx.sight, NORM_EPS)
         grad_x, *grads = compressed_attention_backward(grad_y.contiguous(), *given)
         of_recent, of_entries = (grad.to(grad_x.dtype) for grad in grads[:2])
@@ -102,13 +102,15 @@ class _Compress(Function):
         return compress_blocks(x, beta, cos, sin, heads, NORM_EPS)
 
     @staticmethod
-    def setup_context(ctx, inputs, output):
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         *inputs, ctx.heads = inputs
         ctx.save_for_backward(*inputs)
         ctx.mark_non_differentiable(output[2])
 
     @staticmethod
-    def backward(ctx, grad_recent: Tensor, grad_entries: Tensor, _still: Any):
+    def backward(
+        ctx: Any, grad_recent: Tensor, grad_entries: Tensor, _still: Any
+    ) -> tuple[Tensor | None, ...]:
         given = (grad_recent, grad_entries, *ctx.saved_tensors, ctx.heads, NORM_EPS)
         return *compress_blocks_backward(*given), None, None, None
 
@@ -122,12 +124,12 @@ class _KeysOfChoices(Function):
         return keys[rows, chosen.clamp(min=0)]
 
     @staticmethod
-    def setup_context(ctx, inputs, output):
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         _, chosen, ctx.entries = inputs
         ctx.save_for_backward(chosen)
 
     @staticmethod
-    def backward(ctx, grad: Tensor):
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (chosen,) = ctx.saved_tensors
         return sum_choices(grad.contiguous(), chosen, ctx.entries).to(grad.dtype), None, None
 

@@ -74,11 +74,11 @@ class _Dispatch(Function):
         return x[tokens]
 
     @staticmethod
-    def setup_context(ctx, inputs, output):
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         ctx.save_for_backward(inputs[2])
 
     @staticmethod
-    def backward(ctx, grad: Tensor):
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (positions,) = ctx.saved_tensors
         return expert_combine(grad, positions, None), None, None
 
@@ -91,11 +91,11 @@ class _Combine(Function):
         return expert_combine(values, positions, gates)
 
     @staticmethod
-    def setup_context(ctx, inputs, output):
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         ctx.save_for_backward(*inputs)
 
     @staticmethod
-    def backward(ctx, grad_y: Tensor):
+    def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
         grad_values, grad_gates = expert_combine_backward(grad_y, *ctx.saved_tensors)
         return grad_values, None, grad_gates
 

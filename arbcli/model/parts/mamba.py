@@ -13,6 +13,7 @@ Source: T. Dao and A. Gu, "Transformers are SSMs", https://arxiv.org/abs/2405.21
 
 import math
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -127,11 +128,11 @@ class _CausalConv(Function):
         return causal_conv(x, taps)
 
     @staticmethod
-    def setup_context(ctx, inputs, output):
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         ctx.save_for_backward(*inputs)
 
     @staticmethod
-    def backward(ctx, grad_y: Tensor):
+    def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
         x, taps = ctx.saved_tensors
         return causal_conv(grad_y, taps, reverse=True), causal_conv_grad_w(grad_y, x, taps.shape[1])
 
@@ -142,11 +143,11 @@ class _DecayScan(Function):
         return decay_scan(q, k, v, g)
 
     @staticmethod
-    def setup_context(ctx, inputs, output):
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         ctx.save_for_backward(*inputs, output)
 
     @staticmethod
-    def backward(ctx, grad_y: Tensor):
+    def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, g, y = ctx.saved_tensors
         low = grad_y.to(q.dtype)
         grad_v = decay_scan(k, q, low, g, reverse=True)

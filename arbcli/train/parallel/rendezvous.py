@@ -15,10 +15,10 @@ from threading import Thread
 import torch
 import torch.distributed as dist
 
-import arbcli
 from arbcli.environment import number_in
 from arbcli.errors import ArbError
 from arbcli.train.parallel.launch import MASTER, STORE, Place
+from arbcli.version import __version__
 
 WAIT = "ARB_JOIN_SECONDS"
 """Environment variable: seconds that processes wait for each other at the start."""
@@ -82,13 +82,13 @@ def program(command: str) -> dict[str, str]:
     """List by name what must be the same in all processes before they exchange anything."""
     return {
         "command": command,
-        "version of arb": arbcli.__version__,
+        "version of arb": __version__,
         "version of torch": torch.__version__,
         "digest of arb's sources": source_digest()[:16],
     }
 
 
-def source_digest(package: Path = Path(arbcli.__file__).parent) -> str:
+def source_digest(package: Path = Path(__file__).parents[2]) -> str:
     """Find the SHA-256 of all sources of this package and of their paths in it."""
     digest = sha256()
     for path in sorted(package.rglob("*")):
