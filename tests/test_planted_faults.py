@@ -36,6 +36,7 @@ from planting import (
 from arbcli import checkpoint
 from arbcli.config.site import SCALE_TYPES
 from arbcli.errors import ArbError
+from arbcli.kernels.runtime._triton import HAS_TRITON
 from arbcli.kernels.runtime.backend import use_backend
 from arbcli.model.parts.edges import Edges
 from arbcli.model.parts.hyper_connection import HyperConnection
@@ -47,9 +48,12 @@ from arbcli.verify.parity import RAGGED, Subject
 from arbcli.verify.sample import is_long
 from arbcli.verify.strength import PLANTED
 
-pytestmark = pytest.mark.skipif(
-    torch.cuda.is_available(), reason="compiled kernels refuse globals that change"
-)
+pytestmark = [
+    pytest.mark.skipif(
+        torch.cuda.is_available(), reason="compiled kernels refuse globals that change"
+    ),
+    pytest.mark.skipif(not HAS_TRITON, reason="needs Triton"),
+]
 CPU = torch.device("cpu")
 ATTENTION = "functional.scaled_dot_product_attention"
 

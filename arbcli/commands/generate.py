@@ -59,9 +59,7 @@ def generate(
     ] = None,
     batch: Annotated[
         int | None,
-        typer.Option(
-            min=1, max=64, help="How many texts of --prompts at once. [default: 16 where it can]"
-        ),
+        typer.Option(min=1, max=64, help="How many texts of --prompts at once. [default: 16]"),
     ] = None,
     length: Annotated[int, typer.Option(min=1, max=2**24, help="Bytes to make.")] = 512,
     temperature: Annotated[

@@ -75,6 +75,10 @@ class StageConfig:
     """Width of the stream."""
     streams: int = 1
     """Residual streams, one of `STREAMS`; several are mixed by hyper-connections."""
+    contribution: float = 1.0
+    """A factor, above 0 and at most 1, of what each part of a block adds to the stream."""
+    bound: float | None = None
+    """The largest root-mean-square of a stream behind a block: more is scaled down; None is any."""
     blocks: Blocks = ()
     """Of the innermost stage."""
     before: Blocks = ()
@@ -98,6 +102,16 @@ class StageConfig:
         check_at_least("dim", self.dim)
         check_at_most("dim", self.dim, MOST)
         check_choice("streams", self.streams, STREAMS)
+        if not 0 < self.contribution <= 1:
+            raise ArbError(
+                f"`contribution` is {self.contribution}",
+                hint="use a number above 0 and at most 1",
+                fields=("contribution",),
+            )
+        if self.bound is not None and not self.bound > 0:
+            raise ArbError(
+                f"`bound` is {self.bound}", hint="use a number above 0", fields=("bound",)
+            )
         for name in ("blocks", "before", "after"):
             check_at_most("layers", len(getattr(self, name)), MOST_BLOCKS)
         if self.chunking and (self.blocks or self.memories or self.router):
@@ -122,6 +136,11 @@ class StageConfig:
                 hint="use at most the number of blocks",
                 fields=("place",),
             )
+
+    @property
+    def adds_plainly(self) -> bool:
+        """Whether parts add to the stream without a factor, and without a bound behind them."""
+        return self.contribution == 1 and self.bound is None
 
     @property
     def lists(self) -> tuple[Blocks, ...]:

@@ -67,7 +67,7 @@ def shape_of(config: ModelConfig) -> Shape | None:
     main = config.main
     if len(config.stages) > 1 or config.beside or config.head or main.streams > 1:
         return None
-    if main.memories or main.router or len(set(main.blocks)) != 1:
+    if main.memories or main.router or len(set(main.blocks)) != 1 or not main.adds_plainly:
         return None
     mixer, channel = main.blocks[0].mixer, main.blocks[0].channel
     if not isinstance(mixer, AttentionConfig) or not isinstance(channel, MLPConfig):

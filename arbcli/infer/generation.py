@@ -130,14 +130,14 @@ class Decoder:
             raise ArbError("the prompt is empty", hint="give at least one byte, such as a newline")
         if self.length + len(prompt) > len(self._text):
             raise ValueError(f"no room for {len(prompt)} bytes after {self.length}")
-        ids = torch.tensor(list(prompt), device=self.device)
+        ids = torch.frombuffer(bytearray(prompt), dtype=torch.uint8).to(self.device)
         self._text[self.length : self.length + len(ids)] = ids
         if self.length:
-            ids = torch.cat([self._byte[0], ids])
+            ids = torch.cat([self._byte[0].to(torch.uint8), ids])
         with use_backend(self.backend):
             for start in range(0, len(ids) - 1, self.cache.window):
                 stop = min(start + self.cache.window, len(ids) - 1)
-                self.model(ids[None, start:stop], self.cache)
+                self.model(ids[None, start:stop].long(), self.cache)
         self._byte.copy_(ids[-1])  # the next step reads it
         self.length += len(prompt)
 

@@ -1,9 +1,9 @@
 """Several texts from a model at once: what a text is does not depend on the others.
 
-Each step makes one byte of every text that goes on, with weights that are read once for all. A text
-that is done gives its place to the next prompt, which is read by itself, as if it were alone. The
-kernels of a step give each text the bits that it would have beside any others, at any number of
-them. Models without such kernels make one text after another.
+Each step makes one byte of every text that goes on. A text that is done gives its place to the next
+prompt, which is read by itself, as if it were alone. A step gives each text the bits that it would
+have beside any others, at any number of them: its kernels promise that of a row, and what has no
+such kernels is computed for one text after another, within the same step.
 """
 
 import time
@@ -20,7 +20,6 @@ from arbcli.infer.generation import (
     LONGEST_TEXT,
     OUT_OF_MEMORY,
     WARM_UP_STEPS,
-    Decoder,
     Sampling,
     copied_to_host,
 )
@@ -72,23 +71,16 @@ class Request:
         return stream_keys(seed, stream, 1, 1)[0, 0].to(device)
 
 
-def check_at_once(model: LanguageModel, batch: int | None) -> int:
+def check_at_once(batch: int | None) -> int:
     """Choose how many texts a step makes; None is what is usual.
 
     Raises:
-        ArbError: the model has no kernels for so many.
+        ArbError: a step makes no such number.
     """
-    most = MOST_AT_ONCE if model.makes_several else 1
     if batch is None:
-        return min(most, USUALLY_AT_ONCE)
-    if batch > most and most == 1:
-        raise ArbError(
-            "this model makes one text after another here",
-            hint="leave `--batch` out; kernels for several are for dense models on a GPU, in bf16,"
-            " with groups of a multiple of 32 weights that are trits alone",
-        )
-    if not 1 <= batch <= most:
-        raise ArbError(f"`--batch` is {batch}", hint=f"use 1 to {most}")
+        return USUALLY_AT_ONCE
+    if not 1 <= batch <= MOST_AT_ONCE:
+        raise ArbError(f"`--batch` is {batch}", hint=f"use 1 to {MOST_AT_ONCE}")
     return batch
 
 
@@ -101,7 +93,7 @@ class SeveralDecoder:
     """A model, a cache for several texts, and what they have so far.
 
     Args:
-        model: that `makes_several`, inside `model.prepared_weights()`.
+        model: any `LanguageModel`, inside `model.prepared_weights()`.
         texts: how many are made at once.
         positions: bytes that the longest of them can have.
         backend: what runs the kernels; None is the device's own.
@@ -210,42 +202,32 @@ def generate_several(
     Args:
         model: any `LanguageModel`.
         requests: what to make.
-        batch: texts at once; None is as many as is usual for the model. It changes no text.
+        batch: texts at once, 1 to 64; None is as many as is usual. It changes no text.
         backend: what runs the kernels; None is the device's own.
-        kv: what keys and values are kept in: see `LanguageModel.keeping`; other than None, texts
-            are made one after another.
+        kv: what keys and values are kept in: see `LanguageModel.keeping`.
 
     Yields:
         The index of a request, and the bytes that follow its prompt, in the order in which they
         are done.
 
     Raises:
-        ArbError: the model cannot make so many at once, or memory is not enough.
+        ArbError: no step makes so many, the model keeps nothing so, or memory is not enough.
     """
-    backend = backend or default_backend(model.device)
-    weights = model.prepared_weights(spare_bytes(model.device))
-    with explained_out_of_memory(OUT_OF_MEMORY), weights, use_backend(backend):
-        several = kv is None and model.makes_several
-        if kv is not None and batch not in (None, 1):
-            raise ArbError(
-                "with `--kv` texts are made one after another", hint="leave `--batch` out"
-            )
-        batch = check_at_once(model, batch if kv is None else None)
-        if several:
-            yield from _together(model, requests, batch, backend)
-        else:
-            yield from _one_by_one(model, requests, backend, kv)
-
-
-def _together(
-    model: LanguageModel, requests: Sequence[Request], batch: int, backend: str
-) -> Iterator[tuple[int, bytes]]:
+    backend, batch = backend or default_backend(model.device), check_at_once(batch)
     if not requests:
         return
-    positions = max(request.positions for request in requests)
-    decoder = SeveralDecoder(model, min(batch, len(requests)), positions, backend=backend)
-    waiting = deque(enumerate(requests))
-    free = list(range(min(batch, len(requests))))
+    positions, places = max(each.positions for each in requests), min(batch, len(requests))
+    weights = model.prepared_weights(spare_bytes(model.device))
+    with explained_out_of_memory(OUT_OF_MEMORY), weights, use_backend(backend):
+        with model.keeping(kv):
+            decoder = SeveralDecoder(model, places, positions, backend=backend)
+        yield from _in_places(decoder, places, requests)
+
+
+def _in_places(
+    decoder: SeveralDecoder, places: int, requests: Sequence[Request]
+) -> Iterator[tuple[int, bytes]]:
+    waiting, free = deque(enumerate(requests)), list(range(places))
     left: dict[int, int] = {}  # bytes that a place still makes
     made: dict[int, int] = {}  # which request a place has
     ended: list[tuple[int, Callable[[], bytes]]] = []
@@ -263,17 +245,6 @@ def _together(
         ended = [(made[place], decoder.end(place, requests[made[place]])) for place in free]
         left = {place: length for place, length in left.items() if length}
     yield from ((index, fetch()) for index, fetch in ended)
-
-
-def _one_by_one(
-    model: LanguageModel, requests: Sequence[Request], backend: str, kv: str | None
-) -> Iterator[tuple[int, bytes]]:
-    for index, request in enumerate(requests):
-        about = (request.positions, request.sampling)
-        with model.keeping(kv):
-            decoder = Decoder(model, *about, backend=backend, stream=request.stream)
-        decoder.read(request.prompt)
-        yield index, b"".join(decoder.stream(request.length))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -327,7 +298,7 @@ def continue_several(
         on_text: is given each text as soon as it and all before it are done.
 
     Raises:
-        ArbError: the model cannot make so many at once, or memory is not enough.
+        ArbError: no step makes so many, the model keeps nothing so, or memory is not enough.
     """
     started, done, told = time.perf_counter(), {}, 0
     with deterministic():
@@ -336,13 +307,11 @@ def continue_several(
             while told in done:
                 on_text(_report(told, requests[told], done.pop(told)))
                 told += 1
-    with use_backend(backend):
-        batch = check_at_once(model, batch) if kv is None else 1
     return SeveralReport(
         texts=len(requests),
         length=sum(request.length for request in requests),
         seconds=time.perf_counter() - started,
-        batch=min(batch, len(requests)),
+        batch=min(check_at_once(batch), len(requests)),
         device=str(model.device),
         backend=backend,
     )

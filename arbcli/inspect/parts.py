@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from arbcli.config.model import ModelConfig
+from arbcli.config.model import ModelConfig, StageConfig
 from arbcli.config.model_file import given_fields
 
 if TYPE_CHECKING:
@@ -54,15 +54,9 @@ def _parts(model: "LanguageModel", config: ModelConfig) -> Iterator[PartReport]:
                 zip(module.children(), config.chunkings, strict=True)
             ):
                 path, own = f"stages.{index}", config.stages[index]
-                shape = _words(
-                    {
-                        "dim": own.dim,
-                        "streams": own.streams,
-                        "boundaries": chunking.boundaries,
-                        "length": chunking.length,
-                    }
-                )
-                yield _part(path, [stage], kind="stage", shape=shape)
+                about = _stream(own)
+                about |= {"boundaries": chunking.boundaries, "length": chunking.length}
+                yield _part(path, [stage], kind="stage", shape=_words(about))
                 for child, part in stage.named_children():
                     blocks = {"encoder": own.before, "decoder": own.after}.get(child)
                     if blocks is None:
@@ -71,11 +65,19 @@ def _parts(model: "LanguageModel", config: ModelConfig) -> Iterator[PartReport]:
                         yield from _blocks(f"{path}.{child}", part, blocks)
         elif name == "blocks":
             main = config.main
-            shape = _words({"dim": main.dim, "streams": main.streams})
+            shape = _words(_stream(main))
             yield _part(name, [module], kind="stage", shape=shape)
             yield from _blocks(name, model.blocks, main.blocks)
         else:
             yield _part(name, [module], config=of_name.get(name))
+
+
+def _stream(stage: StageConfig) -> dict[str, Any]:
+    """List the fields of a stage's stream, those that say more than the default."""
+    about: dict[str, Any] = {"dim": stage.dim, "streams": stage.streams}
+    if stage.contribution != 1:
+        about["contribution"] = stage.contribution
+    return about | ({} if stage.bound is None else {"bound": stage.bound})
 
 
 def _configs(config: ModelConfig) -> dict[str, Any]:

@@ -5,14 +5,17 @@ inside. A state belongs to a clock, which counts the positions that its list of 
 encoder, the decoder and the network inside of a stage that makes chunks each have one of their own.
 """
 
+import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from functools import cached_property
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
 
 from arbcli.kernels.attention.decode_attention import count_on_
+from arbcli.model.flow import rows_of
 from arbcli.model.mark import Mark, Written
 
 
@@ -40,11 +43,11 @@ class Clock:
     ) -> None:
         self.positions, self.ctx, self.dtype, self.device = positions, ctx, dtype, device
         self.stored, self.texts = stored, texts
-        shape = () if texts is None else (texts,)
-        self.position = torch.zeros(shape, dtype=torch.int32, device=device)
+        self.position = self.zeros(dtype=torch.int32)
         """Positions read; a step reads it on the device, and nobody waits for it."""
-        self.going_on = torch.zeros(shape, dtype=torch.int32, device=device)
-        """Of several texts: 1 where a step reads a position, 0 where it leaves the text alone."""
+        self.going_on = None if texts is None else self.zeros(dtype=torch.int32)
+        """(B,) int32 of several texts: 1 where a step reads a position, 0 where it leaves the text
+        alone; None where every position counts."""
         self.window = positions
         """Positions that can be read at once, at most."""
         self.length, self.start = 0, 0
@@ -52,6 +55,11 @@ class Clock:
         """
         self._kept: dict[Any, Any] = {}
         self._here: dict[Any, Any] = {}
+
+    def zeros(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        """Make a tensor of a state, of `dtype` or that of activations; texts come first."""
+        shape = shape if self.texts is None else (self.texts, *shape)
+        return torch.zeros(shape, dtype=dtype or self.dtype, device=self.device)
 
     def limit(self, window: int) -> None:
         """Let no more positions be read at once."""
@@ -82,19 +90,29 @@ class Clock:
                 raise ValueError(f"no room for {length} bytes at {self.start} of {self.positions}")
         with self.reading_uncounted(length):
             yield
+        self.count(length)
+
+    def count(self, length: int = 1) -> None:
+        """Count positions; of several texts one position of each that goes on."""
         if self.texts is None:
             count_on_(self.position, length)
-        else:
+        elif self.going_on is not None:
             self.position += self.going_on
 
     @contextmanager
     def reading_uncounted(self, length: int = 1) -> Iterator[None]:
         """Let states read `length` positions that are counted elsewhere."""
         self.length = length
+        for text, clock in enumerate(self.each):
+            clock.length = length
+            clock.going_on = None if self.going_on is None else self.going_on[text]
         try:
             yield
         finally:
-            self._here.clear()
+            for clock in (self, *self.each):
+                clock._here.clear()
+            for clock in self.each:
+                clock.going_on = None
 
     @property
     def places(self) -> Tensor:
@@ -104,15 +122,22 @@ class Clock:
             lambda: self.position + torch.arange(self.length, device=self.device),
         )
 
-    def of(self, text: int) -> "Clock":
-        """Make the clock of one of several texts, which counts in the same tensor."""
-        clock = Clock(self.positions, self.ctx, self.dtype, self.device)
-        clock.position, clock.window = self.position[text], self.window
-        return clock
+    @cached_property
+    def each(self) -> list["Clock"]:
+        """The clock of each of several texts, which counts in the same tensor."""
+        clocks = []
+        for text in range(self.texts or 0):
+            clock = Clock(self.positions, self.ctx, self.dtype, self.device, self.stored)
+            clock.position, clock.window = self.position[text], self.window
+            clocks.append(clock)
+        return clocks
 
 
 class State:
-    """The state of a part for a text; a subclass has the tensors."""
+    """The state of a part for a text, or for several; a subclass has the tensors."""
+
+    by_text: ClassVar[tuple[str, ...]] = ()
+    """Names of the attributes that have a dimension for several texts, in front."""
 
     def __init__(self, clock: Clock) -> None:
         self.clock = clock
@@ -128,9 +153,34 @@ class State:
     def reset(self) -> None:
         """Begin a new text; what only its own positions are read from need not change."""
 
-    def of(self, text: int, clock: Clock) -> "State":
-        """Make the state of one of several texts, in the same tensors."""
-        raise NotImplementedError
+    @cached_property
+    def each(self) -> list[Self]:
+        """The state of each of several texts, in the same tensors."""
+        states = []
+        for text, clock in enumerate(self.clock.each):
+            own = copy.copy(self)
+            own.__dict__.pop("each", None)
+            own.clock = clock
+            for name in self.by_text:
+                part = getattr(self, name)
+                setattr(own, name, None if part is None else part[text])
+            states.append(own)
+        return states
+
+    def each_text(self, run: Callable[..., Tensor], *rows: Tensor) -> Tensor:
+        """Compute something of a position of each text by itself.
+
+        Args:
+            run: what to compute, of the state of a text and its rows.
+            rows: (B, ...) tensors, of which `run` is given (1, ...).
+
+        Returns:
+            The results, one behind the other; without several texts, what `run` gives.
+        """
+        if self.clock.texts is None:
+            return run(self, *rows)
+        parts = zip(self.each, *map(rows_of, rows), strict=True)
+        return torch.cat([run(*own) for own in parts])
 
 
 class Track:
@@ -171,7 +221,10 @@ class Track:
         written = [part for state in self.blocks if state for part in state.written()]
         return Mark(self.clock.position, [*written, *beside], positions)
 
-    def of(self, text: int) -> "Track":
-        """Make the track of one of several texts, in the same tensors."""
-        clock = self.clock.of(text)
-        return Track(clock, [state and state.of(text, clock) for state in self.blocks])
+    @cached_property
+    def each(self) -> list["Track"]:
+        """The track of each of several texts, in the same tensors."""
+        return [
+            Track(clock, [state and state.each[text] for state in self.blocks])
+            for text, clock in enumerate(self.clock.each)
+        ]

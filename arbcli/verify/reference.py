@@ -57,6 +57,10 @@ BESIDE = {"sequencer": sequencer, "memgram": memgram}
 """Parts added to the embedding, by kind."""
 
 
+def _scaled(share: float, branch: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    return share * branch(x)
+
+
 def reference_model(
     weights: Weights,
     config: ModelConfig,
@@ -133,6 +137,7 @@ class Reference:
     def block(self, name: str, stage: int, config: BlockConfig, x: Tensor, row: int) -> Tensor:
         """Pass the stream of one text, (T, D), or streams, (T, n, D), through a block."""
         reading, w = self._reading(name, stage, row), under(self.weights, name)
+        share = self.config.stages[stage].contribution
         for part in config.parts:
             known = BRANCHES[part.kind]
             branch = partial(
@@ -142,10 +147,19 @@ class Reference:
                 reading.within(known.name, part),
             )
             if x.dim() == 3:
-                x = hyper_connection(under(w, f"{known.name}_streams"), x, branch)
+                connection = under(w, f"{known.name}_streams")
+                x = hyper_connection(connection, x, partial(_scaled, share, branch))
             else:
-                x = x + branch(x)
-        return x
+                x = x + share * branch(x)
+        return self.bounded(x, self.config.stages[stage].bound)
+
+    @staticmethod
+    def bounded(x: Tensor, most: float | None) -> Tensor:
+        """Scale streams down whose root-mean-square is above `most`."""
+        if most is None:
+            return x
+        size = (x.square().mean(dim=-1, keepdim=True) + 1e-6).sqrt()
+        return torch.where(size > most, x * (most / size), x)
 
     def head(self, x: Tensor, row: int) -> Tensor:
         """Compute (T, 256) logits of one text from the outermost stage's result, (T, D)."""

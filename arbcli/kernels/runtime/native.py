@@ -215,6 +215,11 @@ class NotRecorded(Exception):
 class _Watch(TorchDispatchMode):
     """Refuse operations of torch that do more than allocate or view a tensor."""
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Keep torch's compiler out: to tell it to leave this alone is to import it, for 2 s."""
+        return False
+
     def __torch_dispatch__(
         self, func: OpOverload, types: object, args: tuple = (), kwargs: dict | None = None
     ) -> Any:

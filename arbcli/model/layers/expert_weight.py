@@ -50,15 +50,20 @@ class ExpertWeight(StreamedTensor):
             x, before = before(x), None
         return _grouped_linear(x, self, bounds, before)
 
-    def product(self, x: Tensor, bounds: Tensor, *, transposed: bool = False) -> Tensor:
-        """Multiply the slots of each expert, (S, K) sorted, by its matrix, or that transposed."""
+    def product(
+        self, x: Tensor, bounds: Tensor, *, transposed: bool = False, apart: bool = False
+    ) -> Tensor:
+        """Multiply the slots of each expert, (S, K) sorted, by its matrix, or that transposed.
+
+        Where they are `apart`, the bits of a slot depend on no other.
+        """
         width = self.in_features if transposed else self.of_one
         y = x.new_empty(len(x), width)  # every slot has an expert
         for some in self.gradient_ranges():
             rows = slice(some.start * self.of_one, some.stop * self.of_one)
             w = decode_weight(self.packed.rows(rows), x.dtype).view(len(some), self.of_one, -1)
             w = w.transpose(1, 2) if transposed else w
-            grouped_matmul(x, w, bounds[some.start : some.stop + 1], out=y)
+            grouped_matmul(x, w, bounds[some.start : some.stop + 1], y, apart)
         return y
 
     def hand_on(self, sink: GradientSink, sources: tuple[Any, ...], grad_y: Tensor) -> None:

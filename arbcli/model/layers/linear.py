@@ -13,6 +13,7 @@ from arbcli.kernels.attention.attend_parts import AttentionParts
 from arbcli.kernels.codec.decode_e4m3 import largest_exponents
 from arbcli.kernels.codec.decode_weight import decode_weights_triton
 from arbcli.kernels.codec.packed import Packed
+from arbcli.kernels.matmul.arranged import MOST_ROWS
 from arbcli.kernels.matmul.coded import Coded, code
 from arbcli.kernels.matmul.coded_rows import coded_rows
 from arbcli.kernels.matmul.digits_matmul import (
@@ -391,7 +392,12 @@ class TernaryLinear(nn.Module):
             return row_matmul(x, weight, eps, added, early=early).view(1, 1, -1)
         rows, shape = x.reshape(-1, x.shape[-1]), x.shape[:-1]
         if isinstance(weight, ArrangedDigits):
-            y = digits_matmul(rows, weight, eps, added)
+            pieces = [slice(at, at + MOST_ROWS) for at in range(0, len(rows), MOST_ROWS)]
+            found = [
+                digits_matmul(rows[some], weight, eps, None if added is None else added[some])
+                for some in pieces
+            ]
+            y = found[0] if len(found) == 1 else torch.cat(found)
         elif len(rows) == 1 and self.takes_parts:
             y = row_matmul(rows, weight, eps, added, early=early)
         else:

@@ -77,7 +77,6 @@ class Attention(CachedAttention):
         inner, kv = self.heads * self.width, self.kv_heads * self.width
         self.fits_kernels = fits_kernels(config)
         self.steps_fused = inner % 8 == 0  # kernels of a row read eight numbers at once
-        self.steps_several = self.fits_kernels and config.window is None and not config.output_bias
         turning = parts.rotary_norm if self.fits_kernels else parts.rotary_angles
         self.turning = turning(site.ctx, self.width, self.rotary)
         self.qkv = parts.linear(inner + 2 * kv, dim, site, **about)
@@ -111,10 +110,7 @@ class Attention(CachedAttention):
         if self.fits_kernels and state is not None and length == 1:
             y = state.attend_one(qkv)
         else:
-            prepare = self.turning if self.fits_kernels else self._prepare
-            q, k, v = prepare(qkv, state.angles if state else None)  # (B, heads, T, width) each
-            sink = self._sinks()
-            y = state.attend(q, k, v, sink) if state else self._attend(q, k, v, sink)
+            y = self._attend_after(state, qkv) if state else self._attend(qkv)
         y = y.transpose(1, 2).reshape(batch, length, -1)
         return Flow(x, self._biased(self.output(y, self.sub_norm)))
 
@@ -147,9 +143,11 @@ class Attention(CachedAttention):
             y = functional.rms_norm(y, y.shape[-1:], gain() if gain else None, NORM_EPS)
         return rotate(y, *angles).to(x.dtype)
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None) -> Tensor:
-        """Attend within whole windows, (3)."""
-        length = q.shape[-2]
+    def _attend(self, qkv: Tensor) -> Tensor:
+        """Attend within whole windows, (2) and (3)."""
+        prepare = self.turning if self.fits_kernels else self._prepare
+        q, k, v = prepare(qkv, None)  # (B, heads, T, width) each
+        length, sink = q.shape[-2], self._sinks()
         k, v = self.as_stored(k, v)
         k, v = (repeat_heads(part, self.heads // self.kv_heads) for part in (k, v))
         short = self.window is not None and self.window < length
@@ -161,21 +159,25 @@ class Attention(CachedAttention):
             return attend_with_sink(q, k, v, sink, seen)
         return attend_in_window(q, k, v, self.window) if short else attend_causally(q, k, v)
 
-    def step(self, x: Tensor, state: "Ring") -> Tensor:
+    def step(self, x: Tensor, state: "Ring", *, whole: bool = True) -> Tensor:
         """Mix positions with those before them: see `Part.step`."""
         qkv = self.qkv.fused(x, normalise=True, early=self.fits_kernels)
         if self.fits_kernels:
             qkv = qkv.view(*x.shape[:2], 3, self.heads, self.width)
         if not self.fits_kernels or x.shape[1] > 1:
-            prepare = self.turning if self.fits_kernels else self._prepare
-            y = state.attend(*prepare(qkv, state.angles), self._sinks())
+            y = state.each_text(self._attend_after, qkv)
             y = y.transpose(1, 2).reshape(*x.shape[:2], -1)
         elif self.output.takes_parts and state.leaves_parts(qkv):
             y = state.attend_in_parts(qkv)
         else:
             y = state.attend_one(qkv).view(len(x), 1, -1)
         normalise, early = self.sub_norm is not None, self.output_bias is None
-        return self._biased(self.output.fused(y, normalise=normalise, added=x, early=early))
+        added = x if whole else None
+        return self._biased(self.output.fused(y, normalise=normalise, added=added, early=early))
+
+    def _attend_after(self, state: "Ring", qkv: Tensor) -> Tensor:
+        prepare = self.turning if self.fits_kernels else self._prepare
+        return state.attend(*prepare(qkv, state.angles), self._sinks())
 
     def new_state(self, clock: Clock) -> "Ring":
         """Make rings for keys and values."""
@@ -215,6 +217,8 @@ class Ring(State):
         rotary: the angles of positions.
     """
 
+    by_text = ("keys", "values", "exponents", "tickets")
+
     def __init__(
         self,
         clock: Clock,
@@ -228,18 +232,14 @@ class Ring(State):
         clock.limit(self.window)
         self.short = window is not None
         """Whether the rings have the length of a window, however long the context."""
-        texts, device = () if clock.texts is None else (clock.texts,), clock.device
-        ring = (2, *texts, heads, self.window, width)
-        self.keys, self.values = torch.zeros(ring, dtype=clock.stored or clock.dtype, device=device)
+        ring = (heads, self.window, width)
+        self.keys, self.values = (clock.zeros(*ring, dtype=clock.stored) for _ in range(2))
         self.exponents: Tensor | None = None
         if clock.stored:
-            self.exponents = torch.zeros(ring[:-1], dtype=torch.int8, device=device)
+            self.exponents = clock.zeros(2, heads, self.window, dtype=torch.int8)
         rows = table_rows(clock.positions, clock.ctx)
-        self.rotary, self.table = rotary, rotary_table(rows, width, device, rotary=rotary)
-        shape = (*texts, heads)
-        self.tickets = clock.kept(
-            ("tickets", heads), lambda: torch.zeros(shape, dtype=torch.int32, device=device)
-        )
+        self.rotary, self.table = rotary, rotary_table(rows, width, clock.device, rotary=rotary)
+        self.tickets = clock.kept(("tickets", heads), lambda: clock.zeros(heads, dtype=torch.int32))
 
     def written(self) -> Iterator[Written]:
         """List the rings."""
@@ -249,16 +249,6 @@ class Ring(State):
 
     def _slot(self, position: Tensor) -> Tensor:
         return position % self.window
-
-    def of(self, text: int, clock: Clock) -> "Ring":
-        """Make the rings of one of several texts."""
-        own = Ring.__new__(Ring)
-        State.__init__(own, clock)
-        own.window, own.short, own.exponents = self.window, False, None
-        own.rotary, own.table = self.rotary, self.table
-        own.keys, own.values = self.keys[text], self.values[text]
-        own.tickets = self.tickets[text]
-        return own
 
     @property
     def angles(self) -> tuple[Tensor, Tensor]:
@@ -333,7 +323,7 @@ class Ring(State):
             self.exponents[index].index_copy_(1, self.here.slots, exponents)
 
     def attend_one(self, qkv: Tensor) -> Tensor:
-        """Store one new position, of each text that goes on, and attend to the last W.
+        """Store one new position of each text, and attend to the last W.
 
         No shape depends on the position.
 
@@ -345,14 +335,15 @@ class Ring(State):
         """
         clock = self.clock
         about = (clock.position, *self.table, self.tickets, NORM_EPS)
-        if clock.texts is not None:
+        if clock.texts is not None and self.exponents is None:
             return decode_attention_rows(qkv[:, 0], self.keys, self.values, *about)[:, :, None]
+        rows = qkv.view(*clock.position.shape, *qkv.shape[2:])
         if self.exponents is None:
-            y = decode_attention(qkv[0, 0], self.keys, self.values, *about, self.short)
+            y = decode_attention(rows, self.keys, self.values, *about, self.short)
         else:
             rings = (self.keys, self.values, self.exponents)
-            y = decode_attention_8bit(qkv[0, 0], *rings, *about)
-        return y[None, :, None]
+            y = decode_attention_8bit(rows, *rings, *about)
+        return y.view(-1, *y.shape[-2:])[:, :, None]
 
     def leaves_parts(self, qkv: Tensor) -> bool:
         """Whether `attend_in_parts` is for this; a short ring has a program for all of a head."""

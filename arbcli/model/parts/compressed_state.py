@@ -6,6 +6,7 @@ in slot j mod the slots. It is made anew with every byte of its block, and seen 
 complete.
 """
 
+import copy
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -26,24 +27,26 @@ from arbcli.model.state import Clock, State
 
 
 class Rows:
-    """Vectors in slots, (n, G, d), in a dtype or in eight bits with an exponent each."""
+    """Vectors in slots, (n, G, d), in a dtype or in eight bits with an exponent each.
 
-    def __init__(
-        self,
-        shape: tuple[int, int, int],
-        dtype: torch.dtype,
-        device: torch.device,
-        stored: torch.dtype | None,
-    ) -> None:
-        self.codes = torch.zeros(shape, dtype=stored or dtype, device=device)
-        self.exponents = None
-        self.dtype = dtype
-        if stored:
-            self.exponents = torch.zeros(shape[:2], dtype=torch.int8, device=device)
+    Those of several texts have a dimension for them in front.
+    """
+
+    def __init__(self, clock: Clock, *shape: int) -> None:
+        self.codes = clock.zeros(*shape, dtype=clock.stored)
+        self.exponents = clock.zeros(*shape[:2], dtype=torch.int8) if clock.stored else None
+        self.dtype = clock.dtype
 
     def __len__(self) -> int:
         """Count the slots."""
-        return len(self.codes)
+        return self.codes.shape[-3]
+
+    def __getitem__(self, text: int) -> "Rows":
+        """Take those of one of several texts, in the same tensors."""
+        own = copy.copy(self)
+        own.codes = self.codes[text]
+        own.exponents = None if self.exponents is None else self.exponents[text]
+        return own
 
     def written(self, number: Callable[[Tensor], Tensor]) -> Iterator[Written]:
         """List codes and exponents, where a position writes a row of some number."""
@@ -82,6 +85,8 @@ class CompressedState(State):
         layer: the `CompressedAttention`.
     """
 
+    by_text = ("recent", "entries", "open", "keys", "choice", "tickets")
+
     def __init__(self, clock: Clock, layer: Any) -> None:
         super().__init__(clock)
         clock.limit(min(clock.ctx, clock.positions))
@@ -91,14 +96,12 @@ class CompressedState(State):
         rows = table_rows(positions, clock.ctx)
         self.table = rotary_table(rows, layer.width, device, layer.turned)
         self.tickets = clock.kept(
-            ("tickets", layer.heads),
-            lambda: torch.zeros(layer.heads, dtype=torch.int32, device=device),
+            ("tickets", layer.heads), lambda: clock.zeros(layer.heads, dtype=torch.int32)
         )
-        about = (clock.dtype, device, clock.stored)
-        self.recent = Rows((min(self.window, positions), *vector), *about)
+        self.recent = Rows(clock, min(self.window, positions), *vector)
         slots = min(self.most, positions // self.ratio) + 1
-        self.entries = Rows((slots, *vector), *about)
-        self.open = torch.zeros(2, self.ratio, layer.kv, dtype=clock.dtype, device=device)
+        self.entries = Rows(clock, slots, *vector)
+        self.open = clock.zeros(2, self.ratio, layer.kv)
         """Values and gates of the bytes of the open block."""
         self.keys: Tensor | None = None
         """(slots, width): the indexer's, of the entries; e4m3 where these are in eight bits."""
@@ -107,10 +110,9 @@ class CompressedState(State):
         if layer.indexer:
             indexer = layer.indexer
             self.index_table = indexer.table(rows, device)
-            kept = E4M3 if clock.stored else clock.dtype
-            self.keys = torch.zeros(slots, indexer.width, dtype=kept, device=device)
+            self.keys = clock.zeros(slots, indexer.width, dtype=E4M3 if clock.stored else None)
             size = max(1, min(indexer.top_k, slots - 1))
-            self.choice = torch.full((size,), -1, dtype=torch.int32, device=device)
+            self.choice = clock.zeros(size, dtype=torch.int32) - 1
 
     def written(self) -> Iterator[Written]:
         """List what is kept; one position writes to the open entry and to its key, too."""
@@ -122,7 +124,7 @@ class CompressedState(State):
         yield from self.entries.written(entry)
         yield Written(self.open)  # all of it: several positions leave but those of the last block
         if self.keys is not None:
-            yield Written(self.keys, lambda position: entry(position) % len(self.keys))
+            yield Written(self.keys, lambda position: entry(position) % len(self.entries))
             yield Written(self.choice)
 
     def attend(
@@ -254,17 +256,27 @@ class CompressedState(State):
     ) -> Tensor:
         """Attend with one new byte; no shape depends on its position."""
         layer = self.layer
-        new = torch.stack((recent, values, gates)).view(3, *self.recent.codes.shape[1:])
+        new = torch.stack((recent, values, gates), dim=2).unflatten(-1, (layer.kv_heads, -1))
         still = self.append(new, layer.beta())
         if self.keys is not None:
-            self.choose(layer.indexer.query(x, norm), layer.indexer.key(still.view(1, 1, -1)))
-        return self.attend_one(q.reshape(q.shape[2:]), layer.sink())[None, None]
+            self.choose(layer.indexer.query(x, norm), layer.indexer.key(still.flatten(2)))
+        return self.attend_one(q, layer.sink())
 
     def append(self, new: Tensor, beta: Tensor) -> Tensor:
-        """Store one byte, (3, G, d) of vector, value and gate: the open entry, (G, d)."""
-        place = self.clock.position
-        rest = (self.open, beta, place, *self.table, NORM_EPS, self.exponents)
-        return append_position_(new, self.recent.codes, self.entries.codes, *rest)
+        """Store one byte of each text.
+
+        Args:
+            new: (B, 1, 3, G, d) of vector, value and gate.
+            beta: see `append_position_`.
+
+        Returns:
+            (B, 1, G, d), the open entries.
+        """
+        texts = self.clock.position.shape
+        rest = (self.open, beta, self.clock.position, *self.table, NORM_EPS, self.exponents)
+        new = new.reshape(*texts, *new.shape[2:]).contiguous()
+        still = append_position_(new, self.recent.codes, self.entries.codes, *rest)
+        return still.view(-1, 1, *still.shape[-2:])
 
     @property
     def exponents(self) -> tuple[Tensor, Tensor] | None:
@@ -277,18 +289,23 @@ class CompressedState(State):
         """Store the key of the open entry, and choose anew if it is complete now.
 
         Args:
-            query: what the indexer's projection makes of the byte.
-            key: what it makes of the entry.
+            query: what the indexer's projection makes of the byte, (B, 1, n).
+            key: what it makes of the entry, likewise.
         """
+        texts = self.clock.position.shape
         about = (self.clock.position, *self.index_table, self.ratio, self.most, NORM_EPS)
-        choose_next_(query.flatten(), key.flatten(), self.keys, self.choice, *about)
+        rows = (part.view(*texts, -1) for part in (query, key))
+        choose_next_(*rows, self.keys, self.choice, *about)
 
     def attend_one(self, q: Tensor, sink: Tensor) -> Tensor:
-        """Attend with the byte that was stored last, (H, d) as projected."""
-        recent, entries, choice = self.recent.codes, self.entries.codes, self.choice
-        if choice is not None and len(choice) >= len(entries) - 1:
+        """Attend with the byte that was stored last, (B, 1, H, d) as projected."""
+        choice = self.choice
+        if choice is not None and choice.shape[-1] >= len(self.entries) - 1:
             choice = None  # all that are complete are chosen
         about = (choice, sink, self.clock.position, *self.table, self.tickets)
-        return decode_compressed(
-            q, recent, entries, *about, self.ratio, self.most, NORM_EPS, self.exponents
-        )
+        x = q.reshape(*self.clock.position.shape, *q.shape[2:]).contiguous()
+        y = decode_compressed(
+            x, self.recent.codes, self.entries.codes, *about, self.ratio, self.most, NORM_EPS,
+            self.exponents,
+        )  # fmt: skip
+        return y.view(q.shape)

@@ -276,6 +276,19 @@ def test_tensor_without_a_gradient_in_a_step_is_left_as_it_is(wire, texts):
     assert trainer.updater.counters() == {"nonfinite_steps": 0, "refused": 1}
 
 
+def test_exponents_of_the_wire_fall_in_one_step_of_sixteen(texts, monkeypatch):
+    """Those that were too large; and `test_group.py` has what a fall is."""
+    trainer = Trainer(new_config(**(DECIDED | SMALL | {"steps": 40})), texts)
+    weight = trainer.model.blocks[0].mlp.output.weight
+    fell = []
+    for step in (14, 15, 16):
+        weight.wire_exponent.fill_(60)
+        trainer.step = step
+        trainer.train_step()
+        fell.append((60 - weight.wire_exponent).unique().tolist())
+    assert fell == [[0], [1], [0]]
+
+
 @pytest.mark.parametrize("rule", ["moment", "nibble"])
 @pytest.mark.parametrize("digits", ["trit", "all", "fade"])
 def test_no_step_of_a_run_is_beyond_the_largest_rate(rule, digits, texts):
