@@ -570,6 +570,14 @@ FAULTS = [
         rewrite("tl.exp(x) / t - h", "tl.exp(x) / t"),
     ),
     kernel(
+        "too far", "target of another chunk taken for the last symbol", "add_symbols",
+        rewrite("(o == t) & i", "(o == tl.minimum(t, N - 1)) & i"),
+    ),
+    kernel(
+        "gradient", "gradient of the target forgotten in chunks", "grade_symbols",
+        rewrite("tl.exp(x - tl.load(t + m)) - h", "tl.exp(x - tl.load(t + m))"),
+    ),
+    kernel(
         "position", "every head turned like its position's neighbour", "rotary_norm",
         rewrite("t % T", "(t + 1) % T"),
     ),

@@ -287,6 +287,12 @@ Field = Annotated[
     str | None,
     typer.Option(metavar="FIELD", help="Field of .jsonl or .parquet files that has the text."),
 ]
+Tokens = Annotated[
+    str | None,
+    typer.Option(
+        "--tokenizer", metavar="FILE", help="A tokenizer.json: read tokens, and not bytes."
+    ),
+]
 Val = Annotated[
     list[str] | None,
     typer.Option(help="Held-out text. [default: the last tenth of one file, or a tenth of files]"),

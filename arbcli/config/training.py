@@ -52,6 +52,8 @@ class TrainConfig:
     """Held-out text; none splits it off the data."""
     field: str | None = None
     """Which field of files of records has the text."""
+    tokenizer: str | None = None
+    """A `tokenizer.json` that makes tokens of the text; None is bytes."""
     steps: int = 400
     batch: int = 16
     """Windows of a micro-batch."""
@@ -228,6 +230,8 @@ def train_config(
     optimizer = given.pop("optimizer", "rule" if ternary else "adamw")
     given.setdefault("lr", default_lr(model, optimizer))
     data, val = (tuple(map(str, given.pop(name, ()))) for name in ("data", "val"))
+    if given.get("tokenizer") is not None:
+        given["tokenizer"] = str(given["tokenizer"])
     return TrainConfig(
         model=model, optimizer=optimizer, data=data, val=val,
         device=device, backend=backend, compute=compute, **given,

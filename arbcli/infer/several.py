@@ -3,7 +3,8 @@
 Each step makes one byte of every text that goes on. A text that is done gives its place to the next
 prompt, which is read by itself, as if it were alone. A step gives each text the bits that it would
 have beside any others, at any number of them: its kernels promise that of a row, and what has no
-such kernels is computed for one text after another, within the same step.
+such kernels is computed for one text after another, within the same step. Texts of tokens are made
+one by one: a step chooses bytes.
 """
 
 import time
@@ -14,15 +15,18 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from arbcli.config.model import VOCABULARY
 from arbcli.device import check_room, deterministic, explained_out_of_memory, spare_bytes
 from arbcli.errors import ArbError
 from arbcli.infer.generation import (
     LONGEST_TEXT,
     OUT_OF_MEMORY,
     WARM_UP_STEPS,
+    Decoder,
     Sampling,
     copied_to_host,
 )
+from arbcli.infer.tokens import bytes_of, symbols_of
 from arbcli.kernels.output.choose_bytes import choose_bytes_
 from arbcli.kernels.runtime.backend import default_backend, use_backend
 from arbcli.kernels.runtime.inputs import TensorOptions
@@ -152,7 +156,7 @@ class SeveralDecoder:
         self._byte[place] = ids[-1]
         self.cache.going_on[place] = 1
 
-    def end(self, place: int, request: Request) -> Callable[[], bytes]:
+    def end(self, place: int, request: Request) -> Callable[[], Sequence[int]]:
         """End a text; the function returned waits for its bytes, without those of the prompt."""
         self.cache.going_on[place] = 0
         return copied_to_host(self._text[place, len(request.prompt) : request.positions])
@@ -219,6 +223,9 @@ def generate_several(
     positions, places = max(each.positions for each in requests), min(batch, len(requests))
     weights = model.prepared_weights(spare_bytes(model.device))
     with explained_out_of_memory(OUT_OF_MEMORY), weights, use_backend(backend):
+        if model.config.vocabulary != VOCABULARY:
+            yield from _one_by_one(model, requests, backend, kv)
+            return
         with model.keeping(kv):
             decoder = SeveralDecoder(model, places, positions, backend=backend)
         yield from _in_places(decoder, places, requests)
@@ -230,7 +237,7 @@ def _in_places(
     waiting, free = deque(enumerate(requests)), list(range(places))
     left: dict[int, int] = {}  # bytes that a place still makes
     made: dict[int, int] = {}  # which request a place has
-    ended: list[tuple[int, Callable[[], bytes]]] = []
+    ended: list[tuple[int, Callable[[], Sequence[int]]]] = []
     while waiting or left:
         for place in free[: len(waiting)]:
             index, request = waiting.popleft()
@@ -245,6 +252,18 @@ def _in_places(
         ended = [(made[place], decoder.end(place, requests[made[place]])) for place in free]
         left = {place: length for place, length in left.items() if length}
     yield from ((index, fetch()) for index, fetch in ended)
+
+
+def _one_by_one(
+    model: LanguageModel, requests: Sequence[Request], backend: str, kv: str | None
+) -> Iterator[tuple[int, bytes]]:
+    for index, request in enumerate(requests):
+        symbols = symbols_of(model, request.prompt)
+        positions, stream = len(symbols) + request.length, request.stream
+        with model.keeping(kv):
+            decoder = Decoder(model, positions, request.sampling, backend=backend, stream=stream)
+        decoder.read(symbols)
+        yield index, b"".join(bytes_of(model, symbols, decoder.stream(request.length)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -68,6 +68,8 @@ def _parts(model: "LanguageModel", config: ModelConfig) -> Iterator[PartReport]:
             shape = _words(_stream(main))
             yield _part(name, [module], kind="stage", shape=shape)
             yield from _blocks(name, model.blocks, main.blocks)
+        elif name == "head" and config.tied:
+            yield _part(name, [module], kind=name, shape="that of the embedding")
         else:
             yield _part(name, [module], config=of_name.get(name))
 

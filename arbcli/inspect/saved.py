@@ -14,9 +14,11 @@ from torch import Tensor
 
 from arbcli.checkpoint import Checkpoint
 from arbcli.errors import ArbError
+from arbcli.export.gguf import in_our_order
 from arbcli.export.gguf_file import MAGIC, GGUFFile
 from arbcli.export.hugging_face import ModelFolder
-from arbcli.export.qwen3 import shape_of, sources
+from arbcli.imports.dense import shape_of, sources
+from arbcli.imports.folder import INDEX, WEIGHTS
 from arbcli.infer.load import empty_model, is_export, read_saved
 from arbcli.inspect.parts import PartReport, list_parts
 from arbcli.kernels.codec.packing import unpack_trits
@@ -152,7 +154,7 @@ class Packed(Saved):
             part.gguf: _decoder(source.tensor, part.rows)
             for source in sources(self.model)
             for part in source.parts
-            if len(part.shape) == 2 and source.tensor is not None
+            if len(part.shape) == 2 and isinstance(source.tensor, TernaryTensor)
         }
 
     def parts(self) -> tuple[PartReport, ...]:
@@ -196,8 +198,11 @@ class Plain(Saved):
 
     def weights(self) -> Decoders:
         """List the matrices."""
+        read = self.file.tensor
+        if isinstance(self.file, GGUFFile):
+            read = partial(in_our_order, self.file)
         return {
-            entry.name: partial(self.file.tensor, entry.name)
+            entry.name: partial(read, entry.name)
             for entry in self.file.entries.values()
             if len(entry.shape) == 2
         }
@@ -233,7 +238,7 @@ def open_saved(path: Path, note: Callable[[str], None]) -> Saved:
     """
     if not path.exists():
         raise ArbError(f"there is no `{path}`", hint="name a run, a checkpoint or an export")
-    if path.is_dir() and (path / ModelFolder.WEIGHTS).exists():
+    if path.is_dir() and any((path / name).exists() for name in (WEIGHTS, INDEX)):
         return Plain(path, "hf", ModelFolder(path))
     if path.is_dir():
         saved = Packed(*read_saved(path, note))

@@ -14,8 +14,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
-from arbcli.config.model import VOCABULARY, ModelConfig
+from arbcli.config.model import ModelConfig
 from arbcli.errors import ArbError
 from arbcli.kernels.attention.eight_bits import FORMATS
 from arbcli.kernels.matmul.arranged import fits_arranged
@@ -23,10 +24,11 @@ from arbcli.model.baselines import FloatWeight
 from arbcli.model.cache import Cache, SeveralCache
 from arbcli.model.flow import Flow, Reading, each_text, rows_of
 from arbcli.model.layers.gained_norm import GainedRMSNorm
-from arbcli.model.layers.kinds import byte_head, layers_for, stream_norm
+from arbcli.model.layers.kinds import layers_for, stream_norm, symbol_embedding, symbol_head
 from arbcli.model.layers.linear import LinearWeight, TernaryLinear
 from arbcli.model.layers.norm import TernaryRMSNorm
 from arbcli.model.layers.streamed import StreamedTensor
+from arbcli.model.layers.symbols import in_chunks
 from arbcli.model.layers.vector import TernaryTaps, TernaryVector
 from arbcli.model.packed import StateModule, TernaryTensor
 from arbcli.model.parts.base import CachedAttention
@@ -54,7 +56,7 @@ class Phase(NamedTuple):
     depth: int
     """It runs if the phases before it have led so deep; the first ones, of depth 0, always do."""
     run: Callable[[], Tensor | None]
-    """Do it; that of the last phase returns the logits, (1, 1, 256)."""
+    """Do it; that of the last phase returns the logits, (1, 1, V)."""
     leads_deeper: Callable[[], Tensor] | None = None
     """Afterwards, a tensor of one bool: whether phases that are one deeper run; None is no."""
     handle: Tensor | None = None
@@ -63,7 +65,7 @@ class Phase(NamedTuple):
 
 
 class LanguageModel(nn.Module):
-    """A language model over bytes.
+    """A language model over bytes or tokens.
 
     Args:
         config: its parts, and how its weights are stored.
@@ -86,7 +88,7 @@ class LanguageModel(nn.Module):
         parts = layers_for(outermost)
         self.cross_entropy = parts.cross_entropy
         # the order of modules is that of first values and of random bits: it never changes
-        self.embedding = parts.embedding(VOCABULARY, outermost.dim, outermost, area="embedding")
+        self.embedding = symbol_embedding(config)
         beside = {BESIDE[type(part)][0]: part for part in config.beside}
         for name, kind in BESIDE.values():
             part = beside.get(name)
@@ -110,15 +112,15 @@ class LanguageModel(nn.Module):
             self.byte_norm = stream_norm(outermost)
             self.byte_mlp = MLP(config.head, outermost, area="head")
         self.norm = stream_norm(outermost)
-        self.head = byte_head(outermost)
+        self.head = symbol_head(config, self.embedding)
         self._counts: Tensor | None = None
 
     def forward(self, ids: Tensor, cache: Cache | SeveralCache | None = None) -> Tensor:
-        """Compute (B, T, 256) logits, in `compute_dtype`, from (B, T) int64 bytes.
+        """Compute (B, T, V) logits, in `compute_dtype`, from (B, T) int64 bytes or tokens.
 
-        With a cache B is 1: the bytes follow on those that it has seen, and are added to it. With
-        one of several texts T is 1, and a byte of each is read; what a text gives does not depend
-        on the others.
+        With a cache B is 1: they follow on those that it has seen, and are added to it. With one of
+        several texts T is 1, and a byte of each is read; what a text gives does not depend on the
+        others.
         """
         if cache is None:
             return self._logits(self._whole(ids, []))
@@ -140,14 +142,14 @@ class LanguageModel(nn.Module):
             return self._logits(flow)
 
     def loss(self, ids: Tensor, targets: Tensor) -> Tensor:
-        """Average the cross-entropy, in nats a byte, over (B, T) int64 inputs and targets."""
+        """Average the cross-entropy, in nats a symbol, over (B, T) int64 inputs and targets."""
         return self.losses(ids, targets)["text"]
 
     def losses(self, ids: Tensor, targets: Tensor) -> dict[str, Tensor]:
         """Compute the parts of the loss that a step minimises, each times its `LOSS_WEIGHTS`.
 
         Returns:
-            Float32 scalars by name: `text`, the cross-entropy in nats a byte; `ponder`, see
+            Float32 scalars by name: `text`, the cross-entropy in nats a symbol; `ponder`, see
             `Iterated.ponder_cost`; `ratio`, the sum over the stages that learn where chunks begin;
             `indexer`, the mean over the blocks with an indexer.
         """
@@ -163,8 +165,28 @@ class LanguageModel(nn.Module):
         return losses | ({"ratio": sum(ratios)} if ratios else {})
 
     def _text_loss(self, flow: Flow, targets: Tensor) -> Tensor:
+        if self.scores_in_chunks:
+            return self._score(flow, targets).mean()
         logits = self._logits(flow)
         return self.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+    @property
+    def scores_in_chunks(self) -> bool:
+        """Whether losses are computed a chunk of symbols at a time, and logits never are."""
+        return self.config.weights == "ternary" and in_chunks(self.config.vocabulary)
+
+    def _score(self, flow: Flow, targets: Tensor) -> Tensor:
+        x = flow.whole()
+        if self.config.head:
+            x = x + self.byte_mlp(x, self.byte_norm).added
+        return self.head.losses(x, targets, self.norm)
+
+    def position_losses(self, ids: Tensor, targets: Tensor) -> Tensor:
+        """Compute the cross-entropy of each of (B, T) int64 targets: (B, T) float32, in nats."""
+        if self.scores_in_chunks:
+            return self._score(self._whole(ids, []), targets)
+        logits = self(ids).float()
+        return functional.cross_entropy(logits.mT, targets, reduction="none")
 
     def _embed(self, text: Tensor, length: int) -> tuple[Tensor, Reading]:
         """Look up the last bytes of (B, history + T), and what is added to them."""
@@ -440,6 +462,8 @@ class LanguageModel(nn.Module):
         """Whether what each weight of its linear layers is made of is within a byte."""
         return all(matrix.rule.fits_a_byte for matrix in self._matrices())
 
+    tokenizer: Any = None
+    """The `arbcli.tokens.Tokenizer` of the symbols; None if these are bytes, or it is not known."""
     weights_are_prepared = False
     """Whether this is inside `prepared_weights`."""
 

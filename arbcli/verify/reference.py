@@ -41,7 +41,7 @@ class Branch(NamedTuple):
 
     def apply(self, w: Weights, weight: Tensor | None, reading: Reading, x: Tensor) -> Tensor:
         """Normalise the stream (T, D), by weights that the norm may have, and run the part."""
-        return self.part(w, x, norm(x, weight), reading)
+        return self.part(w, x, norm(x, weight, reading.site.norm_eps), reading)
 
 
 BRANCHES = {
@@ -70,7 +70,7 @@ def reference_model(
     choices: Choices | None = None,
     endless: bool = False,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Compute what a model makes of bytes.
+    """Compute what a model makes of bytes or tokens.
 
     Args:
         weights: decoded, float64, by their names in the model.
@@ -81,7 +81,7 @@ def reference_model(
         endless: whether chunks have as many slots as they need, as in generation.
 
     Returns:
-        (B, T, 256) logits, and losses besides that of the text: `ponder`, `ratio` and `indexer`,
+        (B, T, V) logits, and losses besides that of the text: `ponder`, `ratio` and `indexer`,
         where there are any.
     """
     model = Reference(weights, config, memories=memories, choices=choices, endless=endless)
@@ -162,12 +162,13 @@ class Reference:
         return torch.where(size > most, x * (most / size), x)
 
     def head(self, x: Tensor, row: int) -> Tensor:
-        """Compute (T, 256) logits of one text from the outermost stage's result, (T, D)."""
+        """Compute (T, V) logits of one text from the outermost stage's result, (T, D)."""
         w = self.weights
         if self.config.head:
             reading = self._reading("", 0, row).within("byte_mlp", self.config.head)
             x = x + mlp(under(w, "byte_mlp"), x, norm(x, w.get("byte_norm")), reading)
-        return norm(x, w.get("norm")) @ w["head"].T
+        x = norm(x, w.get("norm"), self.config.norm_eps)
+        return x @ w["embedding" if self.config.tied else "head"].T
 
     def _logits(self, row: int) -> Tensor:
         ids = torch.tensor(self.text[row], device=self.weights["embedding"].device)

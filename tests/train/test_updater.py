@@ -18,6 +18,8 @@ from arbcli.kernels.runtime.backend import use_backend
 from arbcli.kernels.update.newton_schulz import gram
 from arbcli.kernels.update.step_scales import step_scales
 from arbcli.kernels.update.step_trits import step_by_direction
+from arbcli.model.layers import symbols
+from arbcli.model.layers.symbols import SymbolWeight
 from arbcli.model.layers.table import TableWeight
 from arbcli.model.packed import TernaryTensor
 from arbcli.rules import DIRECTION, RULES, moment
@@ -726,3 +728,38 @@ def test_rows_of_a_table_step_by_their_share_with_every_micro_batch(parts, monke
             updater.begin(0, 1.0, micro, accumulation)
             updater(table, padded(gradient("cpu", shape=(len(ROWS), DIM)), where), where)
     assert sizes[1:] == [sizes[0] // parts] * parts
+
+
+@pytest.mark.parametrize(("rule", "direction"), COMBINATIONS)
+def test_chunks_of_a_head_step_as_matrices_of_their_own(rule, direction, device, monkeypatch):
+    monkeypatch.setattr(symbols, "MOST_AT_ONCE", 64)
+    config = preset("tiny", rule=rule, **({"direction": direction} if direction else {}))
+    parts = [slice(0, 64), slice(64, 128), slice(128, 150)]
+    with torch.device(device):
+        head = SymbolWeight(150, 40, config.site(), area="head")
+        alone = [
+            TernaryTensor(part.stop - part.start, 40, config, area="head", lr_factor=head.lr_factor)
+            for part in parts
+        ]
+    head.initialise(seed=0, index=0)
+    for index, tensor in enumerate(alone):
+        for name, part in head.matrix(index).items():
+            getattr(tensor, name).copy_(part)
+    together, apart = (Updater(each, seed=3, dtype=torch.float32) for each in ([head], alone))
+    for step in range(2):
+        for updater in (together, apart):
+            updater.set_step(step, 1.0, 2)
+        for micro in range(2):
+            grad = gradient(device, 2 * step + micro, (150, 40))
+            grad[128:] *= 0 if step else 1  # a bad one changes nothing
+            together.begin_micro(micro)
+            apart.begin_micro(micro)
+            for index, (some, part) in enumerate(zip(head.gradient_ranges(), parts, strict=True)):
+                assert head.rows_of(some) == part
+                together(head, grad[part][None], some)
+                apart(alone[index], grad[part])
+    assert together.counters()["refused"] == apart.counters()["refused"] == 2
+    assert int(together.flips) == int(apart.flips) > 0
+    for index, tensor in enumerate(alone):
+        for name, part in head.matrix(index).items():
+            assert torch.equal(part, getattr(tensor, name)), name

@@ -284,6 +284,8 @@ class TernaryLinear(nn.Module):
 
     averages = True
     """Whether `fused` may be given parts of attention."""
+    _arranged: Coded | ArrangedDigits | None = None
+    _decoded: Tensor | None = None
 
     def __init__(
         self,
@@ -305,8 +307,6 @@ class TernaryLinear(nn.Module):
         }
         self.weight = LinearWeight(out_features, in_features, site, area=area, **about)
         self.weight.in_eight_bits = in_eight_bits
-        self._arranged: Coded | ArrangedDigits | None = None
-        self._decoded: Tensor | None = None
 
     def forward(
         self,

@@ -73,7 +73,7 @@ class Attention(CachedAttention):
         parts, about, dim = layers_for(site), {"area": "attention"}, site.dim
         self.heads, self.kv_heads, self.width = config.heads, config.key_heads, config.width(site)
         self.window, self.rotary = config.window, config.rotary
-        self.normalises = config.query_key_norm != "none"
+        self.normalises, self.eps = config.query_key_norm != "none", site.norm_eps
         inner, kv = self.heads * self.width, self.kv_heads * self.width
         self.fits_kernels = fits_kernels(config)
         self.steps_fused = inner % 8 == 0  # kernels of a row read eight numbers at once
@@ -140,7 +140,7 @@ class Attention(CachedAttention):
         """Normalise (B, heads, T, d), and turn it by (T, d / 2) angles."""
         y = x.float()
         if self.normalises:
-            y = functional.rms_norm(y, y.shape[-1:], gain() if gain else None, NORM_EPS)
+            y = functional.rms_norm(y, y.shape[-1:], gain() if gain else None, self.eps)
         return rotate(y, *angles).to(x.dtype)
 
     def _attend(self, qkv: Tensor) -> Tensor:

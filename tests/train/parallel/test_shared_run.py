@@ -7,6 +7,7 @@ import torch
 from processes import in_processes
 
 from arbcli.checkpoint import tensor_digest
+from arbcli.config.presets import preset
 from arbcli.data import open_texts
 from arbcli.errors import ArbError
 from arbcli.model.layers import expert_weight
@@ -110,6 +111,13 @@ def test_every_buffer_that_a_step_changes_is_told(texts, small_graph, monkeypatc
     for name, part in modules.items():
         if part in stacks:  # they come in a way of their own
             assert {f"{name}.remainder", f"{name}.moment", f"{name}.fraction"} <= moved, name
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_embedding_and_head_of_many_symbols_give_the_bits_of_one_process(tied, texts):
+    model = preset("tiny", dim=16, layers=1, heads=2, ffn=24, ctx=12, direction="factored")
+    model = dataclasses.replace(model, vocabulary=5003, tied=tied)  # two chunks, not alike
+    assert_the_same(texts, {"preset": model, "batch": 2}, (2,))
 
 
 def test_gradients_are_sent_off_while_the_backward_of_the_last_micro_batch_goes_on(
