@@ -246,12 +246,12 @@ def _in_places(
         steps = min(left.values())
         for _ in range(steps):
             decoder.step()
-        yield from ((index, fetch()) for index, fetch in ended)  # while these steps run
+        yield from ((index, bytes(fetch())) for index, fetch in ended)  # while these steps run
         left = {place: length - steps for place, length in left.items()}
         free = [place for place, length in left.items() if length == 0]
         ended = [(made[place], decoder.end(place, requests[made[place]])) for place in free]
         left = {place: length for place, length in left.items() if length}
-    yield from ((index, fetch()) for index, fetch in ended)
+    yield from ((index, bytes(fetch())) for index, fetch in ended)
 
 
 def _one_by_one(
