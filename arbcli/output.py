@@ -159,9 +159,9 @@ _out = Console(file=_stdout, highlight=False)  # type: ignore[arg-type]
 _err = Console(file=_stderr, stderr=True, highlight=False, soft_wrap=True)  # type: ignore[arg-type]
 
 
-def emit(report: "DataclassInstance", shown: RenderableType, *, as_json: bool) -> None:
+def emit(report: "DataclassInstance | None", shown: RenderableType, *, as_json: bool) -> None:
     """Print one report: `shown` for a person, one JSON object for a program."""
-    if as_json:
+    if as_json and report is not None:
         emit_json(dataclasses.asdict(report))
     else:
         _out.print(_clean(shown), markup=False)

@@ -93,6 +93,7 @@ class LanguageModel(nn.Module):
         for name, kind in BESIDE.values():
             part = beside.get(name)
             setattr(self, name, kind(part, outermost) if part else None)
+        self.stages: Any  # a `ModuleList` does not say that it has each a `Stage`
         if config.outer:
             self.stages = nn.ModuleList(Stage(config, index) for index in range(len(config.outer)))
         else:

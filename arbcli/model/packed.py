@@ -75,6 +75,9 @@ class TernaryTensor(StateModule):
     """Missing where the rule has none."""
     remainder: Tensor
     """Missing where the rule has none, or keeps it under another name."""
+    row_statistic: Tensor
+    column_statistic: Tensor
+    """There if its direction averages."""
     wire_exponent: Tensor
     """There after `declare_wire`."""
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -265,7 +265,15 @@ class Stack(nn.ModuleList):
             x = block.step(x, state, reading)
         return each_text(average_streams, x) if self.streams > 1 else x
 
-    def new_track(self, *about: Any) -> Track:
-        """Make the states of a text, of the arguments of a `Clock`."""
-        clock = Clock(*about)
+    def new_track(
+        self,
+        positions: int,
+        ctx: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        stored: torch.dtype | None = None,
+        texts: int | None = None,
+    ) -> Track:
+        """Make the states of a text, or of several: see `Clock`."""
+        clock = Clock(positions, ctx, dtype, device, stored, texts)
         return Track(clock, [block.new_state(clock) for block in self])

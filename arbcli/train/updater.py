@@ -120,7 +120,8 @@ class Updater:
         self._flips, self._refused, self._nonfinite, self._squares = (
             torch.zeros(self._num_matrices, **counter) for _ in range(4)
         )
-        self._held_bytes, self._held = held_bytes, []
+        self._held_bytes = held_bytes
+        self._held: list[tuple[TernaryTensor, Tensor]] = []
         self._unused = torch.zeros((), **counter)
         self._nonfinite_steps = torch.zeros((), **counter)
 

@@ -198,7 +198,7 @@ class Memory:
         def finish() -> list[list]:
             for index, found in zip(open_jobs, workers.finish(batch), strict=True):
                 results[index] = found
-            return results
+            return [found for found in results if found is not None]
 
         return finish
 

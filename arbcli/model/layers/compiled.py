@@ -95,10 +95,9 @@ def operator(
 class _Operator:
     """A function and its two operators, `arb::name` and `arb::name_backward`."""
 
-    def __init__(self, function: "type[Function] | Callable", fake: Callable | None) -> None:
-        self.function: Any = function
-        self.fake = fake
+    def __init__(self, function: Any, fake: Callable | None) -> None:
         differentiable = isinstance(function, type)
+        self.function, self.fake = function, fake
         self.run: Callable = self.function.forward if differentiable else function
         self.run_plain: Callable = self.function.apply if differentiable else function
         hints = get_type_hints(self.run)

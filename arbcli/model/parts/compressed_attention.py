@@ -151,12 +151,14 @@ class Indexer(nn.Module):
 
     def __init__(self, config: CompressedAttentionConfig, site: Site) -> None:
         super().__init__()
-        parts, about = layers_for(site), {"area": "indexer"}
+        parts = layers_for(site)
         self.heads, self.width = config.index_heads, config.index_width
         self.top_k, self.norm_gain = config.top_k, site.norm_gain
         queries = self.heads * (self.width + 1)
-        self.query = parts.linear(queries, site.dim, site, **about)
-        self.key = parts.linear(self.width, config.kv_heads * config.width(site), site, **about)
+        self.query = parts.linear(queries, site.dim, site, area="indexer")
+        self.key = parts.linear(
+            self.width, config.kv_heads * config.width(site), site, area="indexer"
+        )
 
     def table(self, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
         """Give the angles of so many positions, of which a half of a head turns by them."""
@@ -262,17 +264,18 @@ class CompressedAttention(CachedAttention):
 
     def __init__(self, config: CompressedAttentionConfig, site: Site) -> None:
         super().__init__()
-        parts, about = layers_for(site), {"area": "attention"}
+        parts = layers_for(site)
         self.heads, self.kv_heads, self.width = config.heads, config.kv_heads, config.width(site)
         self.turned, self.ratio = config.rotated(site), config.ratio
         self.sight = Sight(config.window, self.ratio, config.entries(site))
         self.inner, self.kv = self.heads * self.width, self.kv_heads * self.width
-        self.projection = parts.linear(self.inner + 3 * self.kv, site.dim, site, **about)
-        self.beta = parts.taps(self.kv, self.ratio, site, **about)
-        self.sink = parts.vector([SINK] * self.heads, site, **about)
+        self.projection = parts.linear(self.inner + 3 * self.kv, site.dim, site, area="attention")
+        self.beta = parts.taps(self.kv, self.ratio, site, area="attention")
+        self.sink = parts.vector([SINK] * self.heads, site, area="attention")
         self.sub_norm = parts.norm(self.inner, site) if config.sub_norm else None
-        about["std"] = output_std(self.inner, site.depth)
-        self.output = parts.linear(site.dim, self.inner, site, **about)
+        self.output = parts.linear(
+            site.dim, self.inner, site, area="attention", std=output_std(self.inner, site.depth)
+        )
         self.indexer = Indexer(config, site) if config.top_k is not None else None
 
     def forward(

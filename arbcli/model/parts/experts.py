@@ -119,6 +119,9 @@ class Gate(Findable, StepMemory):
         area: the part of the model that they are.
     """
 
+    balance: Tensor
+    _load: Tensor | None
+
     def __init__(self, config: ExpertsConfig, width: int, site: Site, area: str) -> None:
         super().__init__(area=area)
         parts = layers_for(site)
@@ -190,7 +193,7 @@ class Gate(Findable, StepMemory):
 
     def forget(self) -> None:
         """Forget the load of a step that never ended."""
-        self._load: Tensor | None = None
+        self._load = None
 
     def gauges(self) -> dict[str, float]:
         """Measure the load; waits for the device.
@@ -298,13 +301,16 @@ class Experts(Part):
         slots = self.down.product(slots, routing.bounds, apart=True)
         y = expert_combine(slots, routing.positions, gates)
         if self.shared:
-            y = y + each_text(lambda row: self.shared(row, norm), rows)
+            shared = self.shared
+            y = y + each_text(lambda row: shared(row, norm), rows)
         return y.view(x.shape)
 
     def by_hash(self, reading: Reading | None) -> Tensor | None:
         """Choose experts by the text, (M, k) int64; None if the gate chooses."""
         if self.gate.kind != "hash":
             return None
+        if reading is None or reading.grams is None:
+            raise ValueError("experts that are chosen by the text need it")
         return hashed_experts(reading.grams, self.gate.experts, self.gate.top_k)
 
     def mix(

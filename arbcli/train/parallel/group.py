@@ -277,7 +277,7 @@ def joined(device: torch.device, command: str) -> Iterator[Group]:
     on_gpus = device.type == "cuda"
     with explained_loss():
         dist.init_process_group(
-            "cpu:gloo,cuda:nccl" if on_gpus else "gloo",
+            backend="cpu:gloo,cuda:nccl" if on_gpus else "gloo",
             rank=place.rank,
             world_size=place.size,
             store=meet(place, command),
