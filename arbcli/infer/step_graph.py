@@ -105,8 +105,10 @@ class StepGraph:
         params = _NodeParams(type=_CONDITIONAL, handle=found, condition=_IF, size=1)
         params.context = self._context
         node, (before, count) = ctypes.c_void_p(), _after(last)
-        about = (before, None, count, ctypes.byref(params))
-        _call("cuGraphAddNode_v2", ctypes.byref(node), whole, *about)
+        _call(
+            "cuGraphAddNode_v2", ctypes.byref(node), whole, before, None, count,
+            ctypes.byref(params),
+        )  # fmt: skip
         return ctypes.c_void_p(params.bodies[0]), node
 
 

@@ -229,8 +229,10 @@ class Updater:
             when = (self.first, self.last) if always else (True, True)
             for part, number in enumerate(where):
                 refused = self._refused[index + number] if always else self._unused
-                about = (tensor.matrix(number), grad[part], index + number, refused)
-                self._update(tensor, *about, *when, values=values[part])
+                matrix = tensor.matrix(number)
+                self._update(
+                    tensor, matrix, grad[part], index + number, refused, *when, values=values[part]
+                )
         else:
             rows = tensor.gather(where.rows)
             share = where.count.clamp(min=1) / len(where.rows)
@@ -268,8 +270,10 @@ class Updater:
     ) -> None:
         """Update the one matrix of a tensor."""
         index = self._index[id(tensor)]
-        about = (tensor.matrix(0), grad, index, self._refused[index])
-        self._update(tensor, *about, self.first, self.last, values=values)
+        refused = self._refused[index]
+        self._update(
+            tensor, tensor.matrix(0), grad, index, refused, self.first, self.last, values=values
+        )
 
     def _update(
         self,

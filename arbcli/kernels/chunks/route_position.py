@@ -339,8 +339,9 @@ def route_position_(
     if router not in ROUTERS:
         raise ValueError(f"no router is named {router}")
     run = _route_position_triton if uses_triton(x) else _route_position_torch
-    about = (encoder, decoder, length, eps, handle, going_on)
-    return run(router, x, rows, mean, last, byte, ids, *about)
+    return run(
+        router, x, rows, mean, last, byte, ids, encoder, decoder, length, eps, handle, going_on
+    )
 
 
 def take_chunk_(

@@ -122,10 +122,11 @@ def norm_native(x: Tensor, weight: Packed | None, eps: float | None, *, gated: b
     width = x.shape[-1] // (1 + gated)
     y = torch.empty(*x.shape[:-1], width, dtype=x.dtype, device=x.device)
     if y.numel():
-        norm = norm_weight_torch(weight), -1.0 if eps is None else eps, gated
         rows, threads = native.dense_rows(x), native.threads_for(x.numel())
-        about = rows, rows.stride(0), x.dtype == torch.bfloat16
-        native.call("norm", *about, *norm, y, len(rows), width, threads)
+        native.call(
+            "norm", rows, rows.stride(0), x.dtype == torch.bfloat16, norm_weight_torch(weight),
+            -1.0 if eps is None else eps, gated, y, len(rows), width, threads,
+        )  # fmt: skip
     return y
 
 
@@ -145,11 +146,12 @@ def norm_backward_native(
     """
     y = torch.empty(grad_y.shape, dtype=x.dtype, device=x.device)
     if y.numel():
-        norm = norm_weight_torch(weight), -1.0 if eps is None else eps, gated
         rows, grads = native.dense_rows(x), native.dense_rows(grad_y)
-        about = grads, grads.stride(0), rows, rows.stride(0), x.dtype == torch.bfloat16
-        threads = native.threads_for(x.numel())
-        native.call("norm_backward", *about, *norm, grad_x, y, len(rows), y.shape[-1], threads)
+        native.call(
+            "norm_backward", grads, grads.stride(0), rows, rows.stride(0),
+            x.dtype == torch.bfloat16, norm_weight_torch(weight), -1.0 if eps is None else eps,
+            gated, grad_x, y, len(rows), y.shape[-1], native.threads_for(x.numel()),
+        )  # fmt: skip
     return grad_x, y
 
 

@@ -31,8 +31,14 @@ class ExpertWeight(StreamedTensor):
         area: str,
         std: float | None = None,
     ) -> None:
-        about = {"area": area, "std": std or projection_std(in_features), "matrices": experts}
-        super().__init__(experts * out_features, in_features, site, **about)
+        super().__init__(
+            experts * out_features,
+            in_features,
+            site,
+            area=area,
+            std=std or projection_std(in_features),
+            matrices=experts,
+        )
         self.of_one = out_features
 
     def multiply(self, x: Tensor, bounds: Tensor, before: Findable | None) -> Tensor:

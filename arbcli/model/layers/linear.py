@@ -300,12 +300,15 @@ class TernaryLinear(nn.Module):
         in_eight_bits: bool = True,
     ) -> None:
         super().__init__()
-        about = {
-            "std": std or projection_std(in_features),
-            "spread": spread,
-            "lr_factor": lr_factor or inner_lr_factor(site, site.direction),
-        }
-        self.weight = LinearWeight(out_features, in_features, site, area=area, **about)
+        self.weight = LinearWeight(
+            out_features,
+            in_features,
+            site,
+            area=area,
+            std=std or projection_std(in_features),
+            spread=spread,
+            lr_factor=lr_factor or inner_lr_factor(site, site.direction),
+        )
         self.weight.in_eight_bits = in_eight_bits
 
     def forward(

@@ -61,9 +61,15 @@ class SymbolWeight(LinearWeight):
     always_has_gradients = True
 
     def __init__(self, vocabulary: int, dim: int, site: Site, *, area: str) -> None:
-        about = {"std": head_std(dim), "lr_factor": head_lr_factor(site)}
-        matrices = -(-vocabulary // MOST_AT_ONCE)
-        super().__init__(vocabulary, dim, site, area=area, matrices=matrices, **about)
+        super().__init__(
+            vocabulary,
+            dim,
+            site,
+            area=area,
+            std=head_std(dim),
+            lr_factor=head_lr_factor(site),
+            matrices=-(-vocabulary // MOST_AT_ONCE),
+        )
 
     @property
     def matrix_rows(self) -> int:

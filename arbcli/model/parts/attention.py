@@ -333,16 +333,23 @@ class Ring(State):
         Returns:
             (B, heads, 1, d).
         """
-        clock = self.clock
-        about = (clock.position, *self.table, self.tickets, NORM_EPS)
+        clock, (cos, sin) = self.clock, self.table
         if clock.texts is not None and self.exponents is None:
-            return decode_attention_rows(qkv[:, 0], self.keys, self.values, *about)[:, :, None]
+            y = decode_attention_rows(
+                qkv[:, 0], self.keys, self.values, clock.position, cos, sin, self.tickets, NORM_EPS
+            )
+            return y[:, :, None]
         rows = qkv.view(*clock.position.shape, *qkv.shape[2:])
         if self.exponents is None:
-            y = decode_attention(rows, self.keys, self.values, *about, self.short)
+            y = decode_attention(
+                rows, self.keys, self.values, clock.position, cos, sin, self.tickets, NORM_EPS,
+                self.short,
+            )  # fmt: skip
         else:
-            rings = (self.keys, self.values, self.exponents)
-            y = decode_attention_8bit(rows, *rings, *about)
+            y = decode_attention_8bit(
+                rows, self.keys, self.values, self.exponents, clock.position, cos, sin,
+                self.tickets, NORM_EPS,
+            )  # fmt: skip
         return y.view(-1, *y.shape[-2:])[:, :, None]
 
     def leaves_parts(self, qkv: Tensor) -> bool:
@@ -352,5 +359,7 @@ class Ring(State):
 
     def attend_in_parts(self, qkv: Tensor) -> AttentionParts:
         """Do as `attend_one` of one text, but leave the parts to the kernel that reads them."""
-        about = (self.clock.position, *self.table, NORM_EPS)
-        return attend_parts(qkv[0, 0], self.keys, self.values, *about)
+        cos, sin = self.table
+        return attend_parts(
+            qkv[0, 0], self.keys, self.values, self.clock.position, cos, sin, NORM_EPS
+        )

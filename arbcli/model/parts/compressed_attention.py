@@ -74,8 +74,9 @@ class _Attend(Function):
         sin: Tensor,
         sight: Sight,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        about = (chosen, sink, cos, sin)
-        y, logs, shares = compressed_attention(x, recent, entries, *about, sight, NORM_EPS)
+        y, logs, shares = compressed_attention(
+            x, recent, entries, chosen, sink, cos, sin, sight, NORM_EPS
+        )
         return y, logs, x.new_empty(0) if shares is None else shares
 
     @staticmethod

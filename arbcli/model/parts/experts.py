@@ -215,12 +215,14 @@ _counted = operator(_count, lambda chosen, *_: chosen)
 class SharedExpert(nn.Module):
     """The expert that every position goes to, besides those that it chooses."""
 
-    def __init__(self, config: ExpertsConfig, dim: int, site: Site, **about: Any) -> None:
+    def __init__(
+        self, config: ExpertsConfig, dim: int, site: Site, *, area: str, std: float | None
+    ) -> None:
         super().__init__()
-        parts, std = layers_for(site), about.pop("std")
-        self.gate_up = parts.linear(2 * config.width, dim, site, **about)
+        parts = layers_for(site)
+        self.gate_up = parts.linear(2 * config.width, dim, site, area=area)
         self.sub_norm = _middle(config, site)
-        self.down = parts.linear(dim, config.width, site, std=std, **about)
+        self.down = parts.linear(dim, config.width, site, area=area, std=std)
 
     def forward(self, x: Tensor, norm: nn.Module | None) -> Tensor:
         """Transform every position of (M, dim)."""
@@ -266,12 +268,14 @@ class Experts(Part):
         super().__init__()
         parts, width, number = layers_for(site), dim or site.dim, config.experts
         # what is added to the stream is small at first
-        about = {"area": area, "std": output_std(config.width, site.depth) if dim is None else None}
+        std = output_std(config.width, site.depth) if dim is None else None
         self.gate = Gate(config, query or site.dim, site, area)
         self.gate_up = parts.expert_weight(number, 2 * config.width, width, site, area=area)
         self.sub_norm = _middle(config, site)
-        self.down = parts.expert_weight(number, width, config.width, site, **about)
-        self.shared = SharedExpert(config, width, site, **about) if config.shared else None
+        self.down = parts.expert_weight(number, width, config.width, site, area=area, std=std)
+        self.shared = None
+        if config.shared:
+            self.shared = SharedExpert(config, width, site, area=area, std=std)
 
     def forward(
         self,

@@ -402,12 +402,12 @@ class SharedUpdater:
     def _pass_bits(self, member: Member, place: Tensor, *, into: bool) -> None:
         """Write the last bits of all digits to their place, or read them from there."""
         tensor, rule = member.tensor, member.tensor.rule
-        state = tensor.trits[member.rows], tensor.remainder[member.rows]
-        about, bits = (rule.radix, rule.share_a_byte), place.view(member.bits_shape)
+        trits, remainder = tensor.trits[member.rows], tensor.remainder[member.rows]
+        bits = place.view(member.bits_shape)
         if into:
-            last_bits(*state, *about, out=bits)
+            last_bits(trits, remainder, rule.radix, rule.share_a_byte, out=bits)
         else:
-            take_last_bits_(*state, bits, *about)
+            take_last_bits_(trits, remainder, bits, rule.radix, rule.share_a_byte)
 
     def _receive(self) -> None:
         """Take what the owners of a bucket tell."""
