@@ -49,6 +49,7 @@ lock: $(VENV)/installed
 lint: $(VENV)/with-tests
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
+	$(BIN)/mypy
 
 $(VENV)/installed: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -60,4 +61,4 @@ $(VENV)/with-tests: $(VENV)/installed
 	touch $@
 
 clean:
-	rm -rf $(VENV) .pytest_cache .ruff_cache
+	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache

@@ -34,7 +34,7 @@ TYPES = {"int": "N", "float": "X", "path": "PATH", "list": "PATH"}
 
 def summary(command: Callable) -> str:
     """Find what a command does in a line of the list of commands: its first line, no example."""
-    return re.split(r": `|[;.]", inspect.getdoc(command).splitlines()[0])[0] + "."
+    return re.split(r": `|[;.]", (inspect.getdoc(command) or "").splitlines()[0])[0] + "."
 
 
 class Command(TyperCommand):

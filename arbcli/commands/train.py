@@ -285,7 +285,8 @@ def train(
         if plot is not None:
             plots.require_matplotlib()
         loggers = [find_logger(name, display.noted) for name in dict.fromkeys(log or ())]
-        observer = Observers([display, *loggers])
+        # the display has all that an observer has; to inherit it would be to import torch
+        observer = Observers([display, *loggers])  # type: ignore[list-item]
         if resume is not None:
             report = resume_run(
                 found, observer, device=device, backend=backend, steps=steps, profile=profile
@@ -309,7 +310,7 @@ def train(
                 check=lambda config: None if force else room.check_memory(config, hint),
                 save=not no_save,
             )
-    if plot is not None and alone:
+    if plot is not None and alone and report.run is not None:
         plots.plot_training(Path(report.run), plot)
     if alone:
         display.finished(report)

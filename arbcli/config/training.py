@@ -229,11 +229,13 @@ def train_config(
         )
     optimizer = given.pop("optimizer", "rule" if ternary else "adamw")
     given.setdefault("lr", default_lr(model, optimizer))
-    texts = {name: tuple(map(str, given.pop(name, ()))) for name in ("data", "val")}
+    data, val = (tuple(map(str, given.pop(name, ()))) for name in ("data", "val"))
     if given.get("tokenizer") is not None:
         given["tokenizer"] = str(given["tokenizer"])
-    place = {"device": device, "backend": backend, "compute": compute}
-    return TrainConfig(model=model, optimizer=optimizer, **texts, **place, **given)
+    return TrainConfig(
+        model=model, optimizer=optimizer, data=data, val=val,
+        device=device, backend=backend, compute=compute, **given,
+    )  # fmt: skip
 
 
 def default_lr(model: ModelConfig, optimizer: str) -> float:

@@ -111,7 +111,7 @@ def _rules(tokenizer: dict[str, Any], path: Path) -> str:
     steps = _steps(tokenizer, "pre_tokenizer", "pretokenizers")
     for step in steps:
         pattern = step.get("pattern")
-        if step.get("type") == "Split" and is_of(pattern, dict[str, str]):
+        if step.get("type") == "Split" and pattern and is_of(pattern, dict[str, str]):
             found = PATTERNS.get(pattern.get("Regex"))
             if found:
                 return found

@@ -230,8 +230,9 @@ class Decoder:
             except native.NotRecorded:
                 pass
             else:
-                self._phases = [Phase(0, partial(_replayed_loops, step, logits))]
-                self.recorded = True
+                if logits is not None:
+                    self._phases = [Phase(0, partial(_replayed_loops, step, logits))]
+                    self.recorded = True
         self.cache.reset()
 
     def _fetch(self, begin: int) -> Callable[[], Sequence[int]]:

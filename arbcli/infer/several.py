@@ -28,6 +28,7 @@ from arbcli.infer.generation import (
 from arbcli.infer.tokens import bytes_of, symbols_of
 from arbcli.kernels.output.choose_bytes import choose_bytes_
 from arbcli.kernels.runtime.backend import default_backend, use_backend
+from arbcli.kernels.runtime.inputs import TensorOptions
 from arbcli.kernels.runtime.overlap import overlapping
 from arbcli.kernels.update.random_bits import stream_keys
 from arbcli.model.language_model import LanguageModel
@@ -125,7 +126,7 @@ class SeveralDecoder:
             check_room(needed, what, "use a smaller `--batch`, or shorter texts", free + held)
         self.cache = model.new_several_cache(texts, positions)
         self.backend = backend or default_backend(device)
-        integers = {"dtype": torch.int32, "device": device}
+        integers: TensorOptions = {"dtype": torch.int32, "device": device}
         of_bytes = model.config.vocabulary <= VOCABULARY
         dtype = torch.uint8 if of_bytes else torch.int32
         self._text = torch.zeros(texts, positions, dtype=dtype, device=device)

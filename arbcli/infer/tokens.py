@@ -99,5 +99,5 @@ def bytes_of(
         parts: of symbols.
     """
     if model.tokenizer is None:
-        return iter(parts)
+        return map(bytes, parts)
     return model.tokenizer.decoded(prompt, parts)

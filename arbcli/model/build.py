@@ -33,7 +33,8 @@ def build_model(
     """
     model = LanguageModel(config, compute_dtype, recompute=recompute)
     if fp8 or nvfp4:
-        chosen = [weight for weight in model.weights().values() if _fits_fp8(weight)]
+        weights = model.weights().values()
+        chosen = [part for part in weights if isinstance(part, LinearWeight) and _fits_fp8(part)]
         if not chosen:
             raise ArbError(
                 f"`--compute {'fp8' if fp8 else 'nvfp4'}` multiplies matrices whose sizes are"
@@ -48,7 +49,7 @@ def build_model(
     return model
 
 
-def _fits_fp8(weight: object) -> bool:
-    if not isinstance(weight, LinearWeight) or not weight.in_eight_bits:
+def _fits_fp8(weight: LinearWeight) -> bool:
+    if not weight.in_eight_bits:
         return False
     return weight.out_features % MULTIPLE == 0 and weight.in_features % MULTIPLE == 0

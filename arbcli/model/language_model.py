@@ -93,6 +93,7 @@ class LanguageModel(nn.Module):
         for name, kind in BESIDE.values():
             part = beside.get(name)
             setattr(self, name, kind(part, outermost) if part else None)
+        self.stages: Any  # a `ModuleList` does not say that it has each a `Stage`
         if config.outer:
             self.stages = nn.ModuleList(Stage(config, index) for index in range(len(config.outer)))
         else:
@@ -562,6 +563,11 @@ class LanguageModel(nn.Module):
     def state_modules(self) -> Iterator[StateModule]:
         """Go through everything that declares buffers, in the order of the model."""
         return (part for part in self.modules() if isinstance(part, StateModule))
+
+    def packed_tensors(self) -> dict[str, TernaryTensor]:
+        """Name every packed tensor, in the order of the model; a float twin has none."""
+        tensors = self.weights().items()
+        return {name: part for name, part in tensors if isinstance(part, TernaryTensor)}
 
     def weights(self) -> dict[str, TernaryTensor | FloatWeight]:
         """Name every weight, in the order of the model."""

@@ -96,7 +96,7 @@ class Clock:
         """Count positions; of several texts one position of each that goes on."""
         if self.texts is None:
             count_on_(self.position, length)
-        else:
+        elif self.going_on is not None:
             self.position += self.going_on
 
     @contextmanager
@@ -104,7 +104,8 @@ class Clock:
         """Let states read `length` positions that are counted elsewhere."""
         self.length = length
         for text, clock in enumerate(self.each):
-            clock.length, clock.going_on = length, self.going_on[text]
+            clock.length = length
+            clock.going_on = None if self.going_on is None else self.going_on[text]
         try:
             yield
         finally:

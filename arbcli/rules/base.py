@@ -39,6 +39,17 @@ class Gradient:
     direction: Ingredients | None
     """The direction of unit root-mean-square; None if the rule takes none."""
 
+    @property
+    def ingredients(self) -> Ingredients:
+        """The direction, for a rule that takes one.
+
+        Raises:
+            ValueError: it was not found.
+        """
+        if self.direction is None:
+            raise ValueError("the rule needs a direction, and none was found")
+        return self.direction
+
 
 @dataclass(frozen=True, slots=True)
 class StepControl:
@@ -46,8 +57,8 @@ class StepControl:
 
     step: Tensor
     """Number of the step, from 0, int32."""
-    keys: Tensor
-    """(NUM_STREAMS,) int32, of the streams of random bits."""
+    keys: tuple[Tensor, ...]
+    """NUM_STREAMS int32 scalars, of the streams of random bits."""
     scale_gain: tuple[Tensor, Tensor]
     """What a slope is multiplied by, int32 gain and shift."""
     direct_gain: tuple[Tensor, Tensor]

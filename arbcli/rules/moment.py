@@ -49,9 +49,12 @@ class Moment(Rule):
         moment = state["remainder"] if share_a_byte else state["moment"]
         decay = round(DECAY * UNIT) if control.first else UNIT
         together = 1 if control.first and control.last else control.accumulation
-        blend = (decay, *self._blend_gain(together), share_a_byte)
+        gain, shift = self._blend_gain(together)
         squares = control.squares
-        blend_moment(moment, *gradient.direction, keys[MOMENT], ok, squares, *blend)
+        blend_moment(
+            moment, *gradient.ingredients, keys[MOMENT], ok, squares, decay, gain, shift,
+            share_a_byte,
+        )  # fmt: skip
         if not control.last:
             return
         step_size = control.step_size

@@ -77,4 +77,7 @@ class TrainingStep:
         self.updates.finish()
         self.model.join(self.group)
         self.model.after_step()
-        return totals | {name: sum(self.group.in_order(own)) for name, own in shares.items()}
+        for name, own in shares.items():
+            for share in self.group.in_order(own):
+                totals[name] = totals.get(name, 0) + share
+        return totals

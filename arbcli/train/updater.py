@@ -19,6 +19,7 @@ from torch import Tensor
 from arbcli.errors import ArbError
 from arbcli.kernels.rows.weighted_rows import TouchedRows
 from arbcli.kernels.runtime.backend import LARGE_ELEMENTS, uses_triton
+from arbcli.kernels.runtime.inputs import TensorOptions
 from arbcli.kernels.runtime.merged import merge_launches
 from arbcli.kernels.update.direction import UNIT
 from arbcli.kernels.update.gradient_gains import gradient_gains
@@ -115,11 +116,12 @@ class Updater:
         self._lr_factors = sorted({tensor.lr_factor for tensor in self.tensors})
         self._control = torch.empty(0, dtype=torch.int64, device=self.device)
         # one of each for every matrix, so that updates of several may run side by side
-        counter = {"dtype": torch.int64, "device": self.device}
+        counter: TensorOptions = {"dtype": torch.int64, "device": self.device}
         self._flips, self._refused, self._nonfinite, self._squares = (
             torch.zeros(self._num_matrices, **counter) for _ in range(4)
         )
-        self._held_bytes, self._held = held_bytes, []
+        self._held_bytes = held_bytes
+        self._held: list[tuple[TernaryTensor, Tensor]] = []
         self._unused = torch.zeros((), **counter)
         self._nonfinite_steps = torch.zeros((), **counter)
 
@@ -153,8 +155,8 @@ class Updater:
 
     def _keys_of(self, tick: int) -> Tensor:
         """Derive the keys of all matrices on the host, where that takes no launches."""
-        tick = torch.tensor(tick, dtype=torch.int64, device="cpu").to(torch.int32)
-        keys = stream_keys(self._host_seed, tick, self._num_matrices, NUM_STREAMS)
+        number = torch.tensor(tick, dtype=torch.int64, device="cpu").to(torch.int32)
+        keys = stream_keys(self._host_seed, number, self._num_matrices, NUM_STREAMS)
         return keys.flatten().to(torch.int64)
 
     def _step_sizes(self, lr: float) -> tuple[int, tuple[int, ...]]:
@@ -227,8 +229,10 @@ class Updater:
             when = (self.first, self.last) if always else (True, True)
             for part, number in enumerate(where):
                 refused = self._refused[index + number] if always else self._unused
-                about = (tensor.matrix(number), grad[part], index + number, refused)
-                self._update(tensor, *about, *when, values=values[part])
+                matrix = tensor.matrix(number)
+                self._update(
+                    tensor, matrix, grad[part], index + number, refused, *when, values=values[part]
+                )
         else:
             rows = tensor.gather(where.rows)
             share = where.count.clamp(min=1) / len(where.rows)
@@ -266,8 +270,10 @@ class Updater:
     ) -> None:
         """Update the one matrix of a tensor."""
         index = self._index[id(tensor)]
-        about = (tensor.matrix(0), grad, index, self._refused[index])
-        self._update(tensor, *about, self.first, self.last, values=values)
+        refused = self._refused[index]
+        self._update(
+            tensor, tensor.matrix(0), grad, index, refused, self.first, self.last, values=values
+        )
 
     def _update(
         self,

@@ -41,7 +41,7 @@ class Target(NamedTuple):
     @property
     def capability(self) -> tuple[int, int]:
         """Compute capability; (0, 0) of a GPU that has none."""
-        return divmod(self.architecture, 10) if self.backend == "cuda" else (0, 0)
+        return divmod(int(self.architecture), 10) if self.backend == "cuda" else (0, 0)
 
 
 TARGETS = {

@@ -397,23 +397,6 @@ def _mix_streams_backward(dice: Dice, group_size: int, m: int, n: int, k: int) -
     return dice.reals(m, inputs[1].shape[1], k), *inputs
 
 
-def _route_position(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
-    router = dice.pick(ROUTERS)
-    rows = dice.reals((3 if router == "learned" else 1) * k).contiguous()
-    x, last = dice.reals(k).contiguous(), dice.reals(2 * k).contiguous()
-    mean = dice.reals(k, dtype=torch.float32).contiguous()
-    byte, ids = (torch.tensor([[dice.below(48)]], device=dice.device) for _ in range(2))
-    places = dice.scalar(dice.pick((0, 1, m, 4 * n))), dice.scalar(7)
-    return router, x, rows, mean, last, byte, ids, *places, dice.pick((2, 4, 7)), 1e-6, None
-
-
-def _take_chunk(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
-    z, residual, y = (dice.reals(k).contiguous() for _ in range(3))
-    p = torch.rand(1, generator=dice.generator, device=dice.device)
-    mean = dice.reals(k, dtype=torch.float32).contiguous()
-    return z, p, residual, mean, y, dice.scalar(m) if dice.below(2) else None
-
-
 def _decay_scan(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
     batch, heads, states = dice.pick((1, 2)), dice.pick((1, 3)), dice.pick((1, 9, 32))
     q, k_ = (dice.reals(batch, m, heads, states) for _ in range(2))

@@ -82,7 +82,8 @@ class CompressedAttentionConfig(PartConfig):
     def products(self, site: Site, positions: float) -> float:
         """Count the multiplications of each position; see `PartConfig.products`."""
         inner, kv = self.heads * self.width(site), self.kv_heads * self.width(site)
-        found, entries = site.dim * (2 * inner + 3 * kv), self.entries(site)
+        found: float = site.dim * (2 * inner + 3 * kv)
+        entries = self.entries(site)
         if self.top_k is not None:
             width = self.index_heads * self.index_width
             of_entry = site.dim * (width + self.index_heads) + kv * self.index_width

@@ -1,6 +1,6 @@
 """`choose_byte` for several texts at once, each with its own position, key and way of choosing."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ from arbcli.kernels.output.choose_byte import (
 )
 from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.backend import uses_triton
-from arbcli.kernels.runtime.inputs import check_contiguous
+from arbcli.kernels.runtime.inputs import TensorOptions, check_contiguous
 from arbcli.kernels.runtime.overlap import overlap_options, wait_for_last
 from arbcli.kernels.runtime.spec import EXACT, Case, KernelSpec, Timing
 from arbcli.kernels.update.random_bits import random_words
@@ -36,10 +36,14 @@ def choose_bytes_reference(
         temperature.tolist(), top_k.tolist(), top_p.tolist(), strict=True,
     )  # fmt: skip
     found = [choose_byte_reference(*row) for row in rows]
-    return tuple(torch.stack(parts) for parts in zip(*found, strict=True))
+    chosen, texts = zip(*found, strict=True)
+    return torch.stack(chosen), torch.stack(texts)
 
 
-def _choose_bytes_torch(byte, text, logits, position, key, temperature, top_k, top_p):
+def _choose_bytes_torch(
+    byte: Tensor, text: Tensor, logits: Tensor, position: Tensor, key: Tensor, temperature: Tensor,
+    top_k: Tensor, top_p: Tensor,
+) -> None:  # fmt: skip
     choose = CHOOSE_BYTE.torch
     rows = zip(
         byte, text, logits, position, key,
@@ -49,8 +53,12 @@ def _choose_bytes_torch(byte, text, logits, position, key, temperature, top_k, t
         choose(*row)
 
 
-def _choose_among_many(byte, text, logits, position, key, *how):
-    for row in zip(byte, text, logits, position, key, *how, strict=True):
+def _choose_among_many(
+    byte: Tensor, text: Tensor, logits: Tensor, position: Tensor, key: Tensor, temperature: Tensor,
+    top_k: Tensor, top_p: Tensor,
+) -> None:  # fmt: skip
+    settings = temperature, top_k, top_p
+    for row in zip(byte, text, logits, position, key, *settings, strict=True):
         choose_among_many(*row)
 
 
@@ -93,7 +101,10 @@ def _choose_bytes_kernel(
     tl.store(text_ptr + row * P + position, choice.to(tl.uint8))
 
 
-def _choose_bytes_triton(byte, text, logits, position, key, temperature, top_k, top_p):
+def _choose_bytes_triton(
+    byte: Tensor, text: Tensor, logits: Tensor, position: Tensor, key: Tensor, temperature: Tensor,
+    top_k: Tensor, top_p: Tensor,
+) -> None:  # fmt: skip
     texts, symbols = logits.shape
     _choose_bytes_kernel[(texts,)](
         byte, text, logits, position, key, temperature, top_k, top_p, text.shape[1], symbols,
@@ -139,7 +150,10 @@ def choose_bytes_(
     run(byte, text, logits, position, key, temperature, top_k, top_p)
 
 
-def _check(byte, text, logits, position, key, temperature, top_k, top_p):
+def _check(
+    byte: Tensor, text: Tensor, logits: Tensor, position: Tensor, key: Tensor, temperature: Tensor,
+    top_k: Tensor, top_p: Tensor,
+) -> None:  # fmt: skip
     got = f"{logits.dtype} of shape {tuple(logits.shape)}"
     fits = logits.dim() == 2 and logits.shape[1] and logits.is_contiguous()
     if logits.dtype not in (torch.float32, torch.bfloat16) or not fits:
@@ -177,10 +191,10 @@ def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
         yield Case(kind, tuple(part.to(device) for part in inputs))
 
 
-def _with_state(run):
+def _with_state(run: Callable) -> Callable:
     """Wrap an implementation so that it returns what it changed."""
 
-    def with_state(byte, text, *inputs):
+    def with_state(byte: Tensor, text: Tensor, *inputs: Tensor) -> tuple[Tensor, Tensor]:
         run(byte, text, *inputs)
         return byte, text
 
@@ -188,7 +202,8 @@ def _with_state(run):
 
 
 def _timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
-    texts, place = 64, {"dtype": torch.int32, "device": device}
+    texts = 64
+    place: TensorOptions = {"dtype": torch.int32, "device": device}
     share = torch.full((texts,), 0.95, device=device)
     inputs = (
         torch.zeros(texts, 1, dtype=torch.int64, device=device),

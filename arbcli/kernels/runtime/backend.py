@@ -78,7 +78,7 @@ def _check_native(device: torch.device) -> None:
 
 
 @contextmanager
-def use_backend(name: str | None):
+def use_backend(name: str | None) -> Iterator[None]:
     """Force every kernel called inside onto one backend; `None` restores the default."""
     global _forced
     before, _forced = _forced, name
@@ -109,7 +109,7 @@ def choose(tensor: Tensor, triton: Callable, torch: Callable, native: Callable) 
 
 
 @contextmanager
-def compile_for(capability: tuple[int, int], processors: int = 5):
+def compile_for(capability: tuple[int, int], processors: int = 5) -> Iterator[None]:
     """Let launchers called inside choose as on a GPU of this compute capability.
 
     Processors are few unless said: interpreted one after another, some have several tiles to share.
@@ -139,7 +139,7 @@ def num_processors(tensor: Tensor) -> int:
 
 
 @contextmanager
-def chunks_of(elements: int | None):
+def chunks_of(elements: int | None) -> Iterator[None]:
     """Let the torch backend work on parts of so many elements; `None` is as many as it likes."""
     global _chunk_elements
     before, _chunk_elements = _chunk_elements, elements

@@ -67,7 +67,10 @@ def cast_scale_votes_reference(
     return new.to(torch.int8), (total - 4 * octaves).to(torch.int8)
 
 
-def _cast_trit_votes_torch(packed, votes, grad, ok, threshold, held=None):
+def _cast_trit_votes_torch(
+    packed: Tensor, votes: Tensor, grad: Tensor, ok: Tensor, threshold: Tensor,
+    held: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     if not ok:
         return packed, votes, torch.zeros((), dtype=torch.int64, device=packed.device)
     old = unpack_trits_torch(packed, votes.shape[1])
@@ -81,7 +84,9 @@ def _cast_trit_votes_torch(packed, votes, grad, ok, threshold, held=None):
     return packed, votes, (new != old).sum()
 
 
-def _cast_scale_votes_torch(exponent, votes, slope, ok):
+def _cast_scale_votes_torch(
+    exponent: Tensor, votes: Tensor, slope: Tensor, ok: Tensor
+) -> tuple[Tensor, Tensor]:
     if ok:
         votes -= torch.sign(slope).to(torch.int8)
         octaves = (votes >= SCALE_THRESHOLD).to(torch.int8)
@@ -162,13 +167,16 @@ def _cast_scale_votes_kernel(
     tl.store(votes_ptrs, (total - THRESHOLD * octaves).to(tl.int8), mask=mask)
 
 
-def _cast_trit_votes_triton(packed, votes, grad, ok, threshold, held=None):
+def _cast_trit_votes_triton(
+    packed: Tensor, votes: Tensor, grad: Tensor, ok: Tensor, threshold: Tensor,
+    held: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     (rows, in_features), num_bytes = votes.shape, packed.shape[1]
     grid = byte_tiles(rows, num_bytes)
     flips = torch.empty(grid, dtype=torch.int32, device=packed.device)
     if flips.numel():
         holds = held is not None
-        held = held.view(torch.uint8) if holds else ok  # which is not read then
+        held = ok if held is None else held.view(torch.uint8)  # `ok` is not read
         _cast_trit_votes_kernel[grid](
             packed, votes, grad, ok, threshold, held, flips, rows, in_features, num_bytes,
             *packed.stride(), *votes.stride(), *grad.stride(), *(held.stride() or (0, 0)),
@@ -177,7 +185,9 @@ def _cast_trit_votes_triton(packed, votes, grad, ok, threshold, held=None):
     return packed, votes, flips.sum(dtype=torch.int64)
 
 
-def _cast_scale_votes_triton(exponent, votes, slope, ok):
+def _cast_scale_votes_triton(
+    exponent: Tensor, votes: Tensor, slope: Tensor, ok: Tensor
+) -> tuple[Tensor, Tensor]:
     if slope.numel():
         _cast_scale_votes_kernel[(triton.cdiv(slope.numel(), 1024),)](
             exponent, votes, slope, ok, *slope.shape,

@@ -14,7 +14,7 @@ from arbcli.kernels.codec.packing import (
     unpack_trits_torch,
 )
 from arbcli.kernels.runtime.backend import row_chunks
-from arbcli.kernels.runtime.inputs import check_scalars
+from arbcli.kernels.runtime.inputs import TensorOptions, check_scalars
 from arbcli.kernels.update.random_bits import random_bits, random_bits_reference
 
 
@@ -65,7 +65,7 @@ def hold_flips(
     check_scalars(torch.int32, threshold=threshold, key=key)
     if most < 1:
         raise ValueError(f"most: need 1 or more, got {most}")
-    integer = {"dtype": torch.int32, "device": votes.device}
+    integer: TensorOptions = {"dtype": torch.int32, "device": votes.device}
     columns = torch.arange(votes.shape[1], **integer)
     rank = torch.empty(votes.shape, **integer)
     for rows in row_chunks(votes, 1 << 18):

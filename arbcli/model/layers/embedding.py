@@ -1,5 +1,7 @@
 """The embedding over a packed table that is read whole."""
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.autograd import Function
@@ -35,13 +37,15 @@ class _Embedding(Function):
     """Rows of w. There is no gradient but that of w, which goes to the weight's sink."""
 
     @staticmethod
-    def forward(ctx, ids: Tensor, anchor: Tensor, weight: StreamedTensor, dtype) -> Tensor:
+    def forward(
+        ctx: Any, ids: Tensor, anchor: Tensor, weight: StreamedTensor, dtype: torch.dtype
+    ) -> Tensor:
         ctx.weight = weight
         ctx.save_for_backward(ids)
         return embedding_rows(ids, weight.packed, dtype)
 
     @staticmethod
-    def backward(ctx, grad_y: Tensor):
+    def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
         ctx.weight.collect(*ctx.saved_tensors, grad_y)
         return None, None, None, None
 
@@ -61,8 +65,11 @@ class TernaryEmbedding(nn.Module):
         self, num_embeddings: int, dim: int, site: Site, *, area: str, tied: bool = False
     ) -> None:
         super().__init__()
-        kind = ManyEmbeddingsWeight if in_chunks(num_embeddings) else EmbeddingWeight
-        kind = SymbolWeight if tied else kind
+        kind: type[StreamedTensor] = EmbeddingWeight
+        if tied:
+            kind = SymbolWeight
+        elif in_chunks(num_embeddings):
+            kind = ManyEmbeddingsWeight
         self.weight = kind(num_embeddings, dim, site, area=area)
 
     def forward(self, ids: Tensor, dtype: torch.dtype) -> Tensor:

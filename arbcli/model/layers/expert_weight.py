@@ -12,7 +12,7 @@ from arbcli.kernels.matmul.grouped_matmul import grouped_grad_w, grouped_matmul
 from arbcli.model.initial import projection_std
 from arbcli.model.layers.compiled import Findable, operator
 from arbcli.model.layers.gained_norm import GainedRMSNorm
-from arbcli.model.layers.streamed import StreamedTensor
+from arbcli.model.layers.streamed import GradientSink, StreamedTensor
 
 WEIGHTS_AT_ONCE = 2**25
 """Weights of experts that are decoded, or have their gradient formed, at the same time."""
@@ -31,8 +31,14 @@ class ExpertWeight(StreamedTensor):
         area: str,
         std: float | None = None,
     ) -> None:
-        about = {"area": area, "std": std or projection_std(in_features), "matrices": experts}
-        super().__init__(experts * out_features, in_features, site, **about)
+        super().__init__(
+            experts * out_features,
+            in_features,
+            site,
+            area=area,
+            std=std or projection_std(in_features),
+            matrices=experts,
+        )
         self.of_one = out_features
 
     def multiply(self, x: Tensor, bounds: Tensor, before: Findable | None) -> Tensor:
@@ -66,21 +72,21 @@ class ExpertWeight(StreamedTensor):
             grouped_matmul(x, w, bounds[some.start : some.stop + 1], y, apart)
         return y
 
-    def hand_on(self, sources: tuple[Any, ...], grad_y: Tensor) -> None:
+    def hand_on(self, sink: GradientSink, sources: tuple[Any, ...], grad_y: Tensor) -> None:
         """Form the gradients of some experts at a time, and give these to the sink."""
         x, bounds = sources[0]
         if len(sources) > 1:
-            owners = [
+            owners_of_each = [
                 torch.searchsorted(bounds[1:], torch.arange(len(x), device=x.device), right=True)
                 for x, bounds in sources
             ]
-            owners, order = torch.cat(owners).sort(stable=True)
+            owners, order = torch.cat(owners_of_each).sort(stable=True)
             x, grad_y = torch.cat([x for x, _ in sources])[order], grad_y[order]
             experts = torch.arange(self.matrices + 1, device=x.device)
             bounds = torch.searchsorted(owners, experts)
         for some in self.gradient_ranges():
             grads = grouped_grad_w(grad_y, x, bounds[some.start : some.stop + 1])
-            self.sink(self, grads, some)
+            sink(self, grads, some)
 
     def gradient_ranges(self) -> list[range]:
         """List which of the matrices are decoded, or have their gradients formed, together."""
@@ -106,12 +112,12 @@ class _GroupedLinear(Function):
         return weight.product(before(x) if before else x, bounds)
 
     @staticmethod
-    def setup_context(ctx, inputs, output):
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         x, ctx.weight, bounds, ctx.before, *_ = inputs
         ctx.save_for_backward(x, bounds)
 
     @staticmethod
-    def backward(ctx, grad_y: Tensor):
+    def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
         x, bounds = ctx.saved_tensors
         grad_x = ctx.weight.product(grad_y, bounds, transposed=True)
         if ctx.before:

@@ -6,7 +6,7 @@ of all positions nor the gradient of the whole weight ever exists.
 """
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,7 @@ from arbcli.model.layers.compiled import anchor
 from arbcli.model.layers.gained_norm import GainedRMSNorm
 from arbcli.model.layers.linear import LinearWeight, TernaryLinear
 from arbcli.model.layers.norm import TernaryRMSNorm
+from arbcli.model.packed import GradientSink
 from arbcli.model.widths import head_lr_factor
 
 MOST_AT_ONCE = 4096
@@ -71,9 +72,15 @@ class SymbolWeight(LinearWeight):
         std: float | None = None,
         lr_factor: float | None = None,
     ) -> None:
-        about = {"std": std or head_std(dim), "lr_factor": lr_factor or head_lr_factor(site)}
-        matrices = -(-vocabulary // MOST_AT_ONCE)
-        super().__init__(vocabulary, dim, site, area=area, matrices=matrices, **about)
+        super().__init__(
+            vocabulary,
+            dim,
+            site,
+            area=area,
+            std=std or head_std(dim),
+            lr_factor=lr_factor or head_lr_factor(site),
+            matrices=-(-vocabulary // MOST_AT_ONCE),
+        )
 
     @property
     def matrix_rows(self) -> int:
@@ -113,7 +120,7 @@ class SymbolWeight(LinearWeight):
             self.collect(scored, scale)
         return grad_x.to(scored.x.dtype)
 
-    def hand_on_uses(self, uses: list[tuple[Scored | Tensor, Tensor]]) -> None:
+    def hand_on_uses(self, sink: GradientSink, uses: list[tuple[Scored | Tensor, Tensor]]) -> None:
         """Form the gradients of the chunks from what all uses saw, and give these to the sink."""
         self._form_gradients(uses)
 
@@ -141,7 +148,7 @@ class SymbolWeight(LinearWeight):
                 places = touched.rows - rows.start
                 scatter_rows_(dense.view(torch.uint8), places, of_rows.view(torch.uint8))
                 grad = dense if grad is None else dense.add_(grad)
-            if self.sink is None:
+            if self.sink is None or grad is None:
                 continue
             if self.matrices == 1:
                 self.sink(self, grad)
@@ -207,7 +214,7 @@ class _Losses(Function):
 
     @staticmethod
     def forward(
-        ctx,
+        ctx: Any,
         x: Tensor,
         targets: Tensor,
         _anchor: Tensor,
@@ -220,7 +227,7 @@ class _Losses(Function):
         return losses
 
     @staticmethod
-    def backward(ctx, grad: Tensor):
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, targets, total = ctx.saved_tensors
         before = ctx.before
         scored = Scored(before(x) if before else x, targets, total)
@@ -248,11 +255,12 @@ class SymbolHead(TernaryLinear):
         Returns:
             (...) float32.
         """
-        if isinstance(before, GainedRMSNorm):
-            x, before = before(x), None
+        gained = isinstance(before, GainedRMSNorm)
+        x = before(x) if gained else x
         self.weight.note_use()
         rows = x.reshape(-1, x.shape[-1]), targets.reshape(-1)
-        return _Losses.apply(*rows, anchor(x), self.weight, before).view(targets.shape)
+        within = None if gained else before
+        return _Losses.apply(*rows, anchor(x), self.weight, within).view(targets.shape)
 
 
 class TiedHead(SymbolHead):
@@ -263,6 +271,6 @@ class TiedHead(SymbolHead):
         self._of_embedding = (weight,)  # a tuple, so that the state has it once
 
     @property
-    def weight(self) -> SymbolWeight:
+    def weight(self) -> SymbolWeight:  # type: ignore[override]
         """The weight of the embedding."""
         return self._of_embedding[0]

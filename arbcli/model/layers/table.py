@@ -21,7 +21,7 @@ from arbcli.kernels.rows.weighted_rows import (
 )
 from arbcli.model.initial import projection_std
 from arbcli.model.layers.compiled import anchor
-from arbcli.model.layers.streamed import StreamedTensor
+from arbcli.model.layers.streamed import GradientSink, StreamedTensor
 
 SPARSE_SPREAD = 0.2
 """Spread of z at the start, as a share of the rule's: 4 % of the trits are not zero."""
@@ -36,14 +36,19 @@ class TableWeight(StreamedTensor):
     A further buffer, `usage`, (V, 1) int8, counts the steps that changed a row, up to 127.
     """
 
+    usage: Tensor
+
     def __init__(self, num_rows: int, dim: int, site: Site, *, area: str) -> None:
-        about = {"std": projection_std(dim), "spread": SPARSE_SPREAD}
-        super().__init__(num_rows, dim, site, area=area, **about)
+        std = projection_std(dim)
+        super().__init__(num_rows, dim, site, area=area, std=std, spread=SPARSE_SPREAD)
         self.declare("usage", torch.empty(num_rows, 1, dtype=torch.int8), "counters")
 
-    def hand_on(self, sources: tuple[Any, ...], grad_y: Tensor) -> None:
+    def hand_on(self, sink: GradientSink, sources: tuple[Any, ...], grad_y: Tensor) -> None:
         """Sum the gradients of the rows that were touched, and give these to the sink."""
-        ids, weights, tokens, first = [], [], [], 0
+        ids: list[Tensor] = []
+        weights: list[Tensor] = []
+        tokens: list[Tensor] = []
+        first = 0
         for of_ids, of_weights in sources:
             rows = torch.arange(first, first + len(of_ids), device=grad_y.device)
             ids.append(of_ids.flatten())
@@ -52,8 +57,8 @@ class TableWeight(StreamedTensor):
             first += len(of_ids)
         touched = touched_rows(torch.cat(ids), self.out_features)
         grad = weighted_rows_grad(grad_y, torch.cat(weights), torch.cat(tokens), touched)
-        self.sink(self, grad, touched)
-        if not getattr(self.sink, "counts_rows", False):
+        sink(self, grad, touched)
+        if not getattr(sink, "counts_rows", False):
             self.count_use(touched.rows)
 
     def count_use(self, rows: Tensor) -> None:
@@ -73,13 +78,20 @@ class _WeightedRows(Function):
     """y[m] = sum of weights[m, j] * w[ids[m, j]]; the gradient of w goes to the table's sink."""
 
     @staticmethod
-    def forward(ctx, ids: Tensor, weights: Tensor, _anchor: Tensor, table: TableWeight, dtype):
+    def forward(
+        ctx: Any,
+        ids: Tensor,
+        weights: Tensor,
+        _anchor: Tensor,
+        table: TableWeight,
+        dtype: torch.dtype,
+    ) -> Tensor:
         ctx.table = table
         ctx.save_for_backward(ids, weights)
         return weighted_rows(ids, weights, table.packed, dtype)
 
     @staticmethod
-    def backward(ctx, grad_y: Tensor):
+    def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
         ids, weights = ctx.saved_tensors
         table, grad_weights = ctx.table, None
         if ctx.needs_input_grad[1]:

@@ -70,7 +70,7 @@ class Attention(CachedAttention):
 
     def __init__(self, config: AttentionConfig, site: Site) -> None:
         super().__init__()
-        parts, about, dim = layers_for(site), {"area": "attention"}, site.dim
+        parts, dim = layers_for(site), site.dim
         self.heads, self.kv_heads, self.width = config.heads, config.key_heads, config.width(site)
         self.window, self.rotary = config.window, config.rotary
         self.normalises, self.eps = config.query_key_norm != "none", site.norm_eps
@@ -79,20 +79,20 @@ class Attention(CachedAttention):
         self.steps_fused = inner % 8 == 0  # kernels of a row read eight numbers at once
         turning = parts.rotary_norm if self.fits_kernels else parts.rotary_angles
         self.turning = turning(site.ctx, self.width, self.rotary)
-        self.qkv = parts.linear(inner + 2 * kv, dim, site, **about)
+        self.qkv = parts.linear(inner + 2 * kv, dim, site, area="attention")
         self.bias = self.query_gain = self.key_gain = self.sinks = self.output_bias = None
         if config.bias:
-            self.bias = parts.vector([0.0] * (inner + 2 * kv), site, **about)
+            self.bias = parts.vector([0.0] * (inner + 2 * kv), site, area="attention")
         if config.query_key_norm == "gain":
-            self.query_gain = parts.vector([1.0] * self.width, site, **about)
-            self.key_gain = parts.vector([1.0] * self.width, site, **about)
+            self.query_gain = parts.vector([1.0] * self.width, site, area="attention")
+            self.key_gain = parts.vector([1.0] * self.width, site, area="attention")
         if config.sink:
-            self.sinks = parts.vector([0.0] * self.heads, site, **about)
+            self.sinks = parts.vector([0.0] * self.heads, site, area="attention")
         self.sub_norm = parts.norm(inner, site) if config.sub_norm else None
         std = output_std(inner, site.depth)
-        self.output = parts.linear(dim, inner, site, **about, std=std)
+        self.output = parts.linear(dim, inner, site, area="attention", std=std)
         if config.output_bias:
-            self.output_bias = parts.vector([0.0] * dim, site, **about)
+            self.output_bias = parts.vector([0.0] * dim, site, area="attention")
 
     def forward(
         self,
@@ -333,16 +333,23 @@ class Ring(State):
         Returns:
             (B, heads, 1, d).
         """
-        clock = self.clock
-        about = (clock.position, *self.table, self.tickets, NORM_EPS)
+        clock, (cos, sin) = self.clock, self.table
         if clock.texts is not None and self.exponents is None:
-            return decode_attention_rows(qkv[:, 0], self.keys, self.values, *about)[:, :, None]
+            y = decode_attention_rows(
+                qkv[:, 0], self.keys, self.values, clock.position, cos, sin, self.tickets, NORM_EPS
+            )
+            return y[:, :, None]
         rows = qkv.view(*clock.position.shape, *qkv.shape[2:])
         if self.exponents is None:
-            y = decode_attention(rows, self.keys, self.values, *about, self.short)
+            y = decode_attention(
+                rows, self.keys, self.values, clock.position, cos, sin, self.tickets, NORM_EPS,
+                self.short,
+            )  # fmt: skip
         else:
-            rings = (self.keys, self.values, self.exponents)
-            y = decode_attention_8bit(rows, *rings, *about)
+            y = decode_attention_8bit(
+                rows, self.keys, self.values, self.exponents, clock.position, cos, sin,
+                self.tickets, NORM_EPS,
+            )  # fmt: skip
         return y.view(-1, *y.shape[-2:])[:, :, None]
 
     def leaves_parts(self, qkv: Tensor) -> bool:
@@ -352,5 +359,7 @@ class Ring(State):
 
     def attend_in_parts(self, qkv: Tensor) -> AttentionParts:
         """Do as `attend_one` of one text, but leave the parts to the kernel that reads them."""
-        about = (self.clock.position, *self.table, NORM_EPS)
-        return attend_parts(qkv[0, 0], self.keys, self.values, *about)
+        cos, sin = self.table
+        return attend_parts(
+            qkv[0, 0], self.keys, self.values, self.clock.position, cos, sin, NORM_EPS
+        )

@@ -74,18 +74,19 @@ class _Attend(Function):
         sin: Tensor,
         sight: Sight,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        about = (chosen, sink, cos, sin)
-        y, logs, shares = compressed_attention(x, recent, entries, *about, sight, NORM_EPS)
+        y, logs, shares = compressed_attention(
+            x, recent, entries, chosen, sink, cos, sin, sight, NORM_EPS
+        )
         return y, logs, x.new_empty(0) if shares is None else shares
 
     @staticmethod
-    def setup_context(ctx, inputs, output):
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         *inputs, ctx.sight = inputs
         ctx.save_for_backward(*output[:2], *inputs)
         ctx.mark_non_differentiable(*output[1:])
 
     @staticmethod
-    def backward(ctx, grad_y: Tensor, *_: Any):
+    def backward(ctx: Any, grad_y: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
         given = (*ctx.saved_tensors, ctx.sight, NORM_EPS)
         grad_x, *grads = compressed_attention_backward(grad_y.contiguous(), *given)
         of_recent, of_entries = (grad.to(grad_x.dtype) for grad in grads[:2])
@@ -102,13 +103,15 @@ class _Compress(Function):
         return compress_blocks(x, beta, cos, sin, heads, NORM_EPS)
 
     @staticmethod
-    def setup_context(ctx, inputs, output):
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         *inputs, ctx.heads = inputs
         ctx.save_for_backward(*inputs)
         ctx.mark_non_differentiable(output[2])
 
     @staticmethod
-    def backward(ctx, grad_recent: Tensor, grad_entries: Tensor, _still: Any):
+    def backward(
+        ctx: Any, grad_recent: Tensor, grad_entries: Tensor, _still: Any
+    ) -> tuple[Tensor | None, ...]:
         given = (grad_recent, grad_entries, *ctx.saved_tensors, ctx.heads, NORM_EPS)
         return *compress_blocks_backward(*given), None, None, None
 
@@ -122,12 +125,12 @@ class _KeysOfChoices(Function):
         return keys[rows, chosen.clamp(min=0)]
 
     @staticmethod
-    def setup_context(ctx, inputs, output):
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         _, chosen, ctx.entries = inputs
         ctx.save_for_backward(chosen)
 
     @staticmethod
-    def backward(ctx, grad: Tensor):
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (chosen,) = ctx.saved_tensors
         return sum_choices(grad.contiguous(), chosen, ctx.entries).to(grad.dtype), None, None
 
@@ -149,12 +152,14 @@ class Indexer(nn.Module):
 
     def __init__(self, config: CompressedAttentionConfig, site: Site) -> None:
         super().__init__()
-        parts, about = layers_for(site), {"area": "indexer"}
+        parts = layers_for(site)
         self.heads, self.width = config.index_heads, config.index_width
         self.top_k, self.norm_gain = config.top_k, site.norm_gain
         queries = self.heads * (self.width + 1)
-        self.query = parts.linear(queries, site.dim, site, **about)
-        self.key = parts.linear(self.width, config.kv_heads * config.width(site), site, **about)
+        self.query = parts.linear(queries, site.dim, site, area="indexer")
+        self.key = parts.linear(
+            self.width, config.kv_heads * config.width(site), site, area="indexer"
+        )
 
     def table(self, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
         """Give the angles of so many positions, of which a half of a head turns by them."""
@@ -260,17 +265,18 @@ class CompressedAttention(CachedAttention):
 
     def __init__(self, config: CompressedAttentionConfig, site: Site) -> None:
         super().__init__()
-        parts, about = layers_for(site), {"area": "attention"}
+        parts = layers_for(site)
         self.heads, self.kv_heads, self.width = config.heads, config.kv_heads, config.width(site)
         self.turned, self.ratio = config.rotated(site), config.ratio
         self.sight = Sight(config.window, self.ratio, config.entries(site))
         self.inner, self.kv = self.heads * self.width, self.kv_heads * self.width
-        self.projection = parts.linear(self.inner + 3 * self.kv, site.dim, site, **about)
-        self.beta = parts.taps(self.kv, self.ratio, site, **about)
-        self.sink = parts.vector([SINK] * self.heads, site, **about)
+        self.projection = parts.linear(self.inner + 3 * self.kv, site.dim, site, area="attention")
+        self.beta = parts.taps(self.kv, self.ratio, site, area="attention")
+        self.sink = parts.vector([SINK] * self.heads, site, area="attention")
         self.sub_norm = parts.norm(self.inner, site) if config.sub_norm else None
-        about["std"] = output_std(self.inner, site.depth)
-        self.output = parts.linear(site.dim, self.inner, site, **about)
+        self.output = parts.linear(
+            site.dim, self.inner, site, area="attention", std=output_std(self.inner, site.depth)
+        )
         self.indexer = Indexer(config, site) if config.top_k is not None else None
 
     def forward(

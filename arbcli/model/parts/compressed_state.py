@@ -293,19 +293,22 @@ class CompressedState(State):
             key: what it makes of the entry, likewise.
         """
         texts = self.clock.position.shape
-        about = (self.clock.position, *self.index_table, self.ratio, self.most, NORM_EPS)
-        rows = (part.view(*texts, -1) for part in (query, key))
-        choose_next_(*rows, self.keys, self.choice, *about)
+        cos, sin = self.index_table
+        query, key = (part.view(*texts, -1) for part in (query, key))
+        choose_next_(
+            query, key, self.keys, self.choice, self.clock.position, cos, sin, self.ratio,
+            self.most, NORM_EPS,
+        )  # fmt: skip
 
     def attend_one(self, q: Tensor, sink: Tensor) -> Tensor:
         """Attend with the byte that was stored last, (B, 1, H, d) as projected."""
         choice = self.choice
         if choice is not None and choice.shape[-1] >= len(self.entries) - 1:
             choice = None  # all that are complete are chosen
-        about = (choice, sink, self.clock.position, *self.table, self.tickets)
+        cos, sin = self.table
         x = q.reshape(*self.clock.position.shape, *q.shape[2:]).contiguous()
         y = decode_compressed(
-            x, self.recent.codes, self.entries.codes, *about, self.ratio, self.most, NORM_EPS,
-            self.exponents,
+            x, self.recent.codes, self.entries.codes, choice, sink, self.clock.position, cos, sin,
+            self.tickets, self.ratio, self.most, NORM_EPS, self.exponents,
         )  # fmt: skip
         return y.view(q.shape)

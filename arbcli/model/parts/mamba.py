@@ -13,6 +13,7 @@ Source: T. Dao and A. Gu, "Transformers are SSMs", https://arxiv.org/abs/2405.21
 
 import math
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -63,16 +64,16 @@ class Mamba(Part):
         self.states = config.states
         self.mixed = self.inner + 2 * self.states
         rates, biases = mamba_values(self.heads)
-        parts, about = layers_for(site), {"area": "mamba"}
+        parts = layers_for(site)
         projected = self.inner + self.mixed + self.heads
-        self.projection = parts.linear(projected, site.dim, site, **about)
-        self.taps = parts.taps(self.mixed, TAPS, site, **about)
-        self.rate = parts.vector(rates, site, **about)
-        self.bias = parts.vector(biases, site, **about)
-        self.skip = parts.vector([1.0] * self.heads, site, **about)
+        self.projection = parts.linear(projected, site.dim, site, area="mamba")
+        self.taps = parts.taps(self.mixed, TAPS, site, area="mamba")
+        self.rate = parts.vector(rates, site, area="mamba")
+        self.bias = parts.vector(biases, site, area="mamba")
+        self.skip = parts.vector([1.0] * self.heads, site, area="mamba")
         self.gate = parts.gate(self.inner, site, normalise=True)
         std = projection_std(self.inner) / math.sqrt(site.depth)  # one of them in each block
-        self.output = parts.linear(site.dim, self.inner, site, std=std, **about)
+        self.output = parts.linear(site.dim, self.inner, site, std=std, area="mamba")
 
     def forward(
         self,
@@ -127,11 +128,11 @@ class _CausalConv(Function):
         return causal_conv(x, taps)
 
     @staticmethod
-    def setup_context(ctx, inputs, output):
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         ctx.save_for_backward(*inputs)
 
     @staticmethod
-    def backward(ctx, grad_y: Tensor):
+    def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
         x, taps = ctx.saved_tensors
         return causal_conv(grad_y, taps, reverse=True), causal_conv_grad_w(grad_y, x, taps.shape[1])
 
@@ -142,11 +143,11 @@ class _DecayScan(Function):
         return decay_scan(q, k, v, g)
 
     @staticmethod
-    def setup_context(ctx, inputs, output):
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         ctx.save_for_backward(*inputs, output)
 
     @staticmethod
-    def backward(ctx, grad_y: Tensor):
+    def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, g, y = ctx.saved_tensors
         low = grad_y.to(q.dtype)
         grad_v = decay_scan(k, q, low, g, reverse=True)
@@ -186,11 +187,13 @@ class MambaState(State):
         self.ring.zero_()
         self.state.zero_()
 
-    def step(self, rows: Tensor, *vectors: Tensor) -> Tensor:
+    def step(self, rows: Tensor, taps: Tensor, rate: Tensor, bias: Tensor, skip: Tensor) -> Tensor:
         """Do as `mamba_step` does with (B, 1, n); positions are counted elsewhere."""
         clock = self.clock
         rows = rows.view(*clock.position.shape, -1)
-        y = mamba_step(rows, self.ring, self.state, *vectors, clock.position, clock.going_on)
+        y = mamba_step(
+            rows, self.ring, self.state, taps, rate, bias, skip, clock.position, clock.going_on
+        )
         return y.view(-1, 1, y.shape[-1])
 
     def convolve(self, x: Tensor, taps: Tensor) -> Tensor:

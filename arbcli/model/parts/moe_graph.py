@@ -91,6 +91,8 @@ class MoEGraph(nn.Module):
             to_stream(config.adapter_rank) for _ in range(config.iterations)
         )
         if config.edges:
+            if code_width is None:
+                raise ValueError("a graph of codes needs the width of a codebook")
             self.edges = Edges(config.edges)
             self.message_norm = TernaryRMSNorm(code_width, site)
             self.message = to_stream(code_width)
@@ -115,6 +117,8 @@ class MoEGraph(nn.Module):
         codes, mixture = None, self.config.experts
         chosen = self.experts.by_hash(reading) if mixture else None
         if self.config.edges:
+            if found is None or codebook is None:
+                raise ValueError("a graph of codes needs a codebook and what it found")
             codes = found.codes.flatten()
             if torch.is_grad_enabled():
                 self.edges.note(found.codes)
@@ -128,7 +132,7 @@ class MoEGraph(nn.Module):
             if mixture:
                 mixed = self.experts.mix(inward[0], inward[1], chosen) + inward[0]
                 change = change + self.output(mixed, self.sub_norm)
-            if codes is not None:
+            if codes is not None and codebook is not None:
                 message, codes = self._hop(codes, sure, codebook, x.dtype)
                 change = change + message
             stream = start + KEEP * (stream - start) + change

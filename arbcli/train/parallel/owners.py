@@ -186,7 +186,8 @@ def plan(
         Buckets, in about the order of a backward; each table, whose rows travel, has its own. Those
         of a stack of matrices are no larger than what of its gradient comes at once.
     """
-    buckets, weights = [], 0
+    buckets: list[Bucket] = []
+    weights = 0
     for tensor in reversed([*tensors]):
         alone, owner = isinstance(tensor, TableWeight), owners[id(tensor)]
         by_bits = are_told_by_bits(tensor, lr)

@@ -167,9 +167,12 @@ def test_two_uses_give_every_expert_one_gradient():
 def test_expert_without_positions_gets_no_gradient():
     weight = initialised(ExpertWeight(4, 5, 6, site(), area="experts"))
     grads = {}
-    weight.sink = lambda _, stack, where: grads.update(zip(where, stack, strict=True))
     bounds = torch.tensor([0, 4, 4, 8, 10])
-    weight.hand_on(((normal(10, 6), bounds),), normal(10, 5))
+
+    def sink(_, stack, where):
+        grads.update(zip(where, stack, strict=True))
+
+    weight.hand_on(sink, ((normal(10, 6), bounds),), normal(10, 5))
     assert sorted(grads) == [0, 1, 2, 3]
     assert grads[1].eq(0).all()
     assert all(grads[expert].ne(0).any() for expert in (0, 2, 3))
