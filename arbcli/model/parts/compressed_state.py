@@ -20,7 +20,7 @@ from arbcli.kernels.attention.decode_compressed import decode_compressed
 from arbcli.kernels.attention.eight_bits import decode_entries, quantise_entries
 from arbcli.kernels.matmul.quantise_rows import E4M3
 from arbcli.model.layers.norm import NORM_EPS
-from arbcli.model.layers.rotary import rotary_table, rotate, table_rows
+from arbcli.model.layers.rotary import rotary_table, table_rows
 from arbcli.model.mark import Written
 from arbcli.model.state import Clock, State
 
@@ -90,6 +90,10 @@ class CompressedState(State):
         vector, device = (layer.kv_heads, layer.width), clock.device
         rows = table_rows(positions, clock.ctx)
         self.table = rotary_table(rows, layer.width, device, layer.turned)
+        self.no_beta: Tensor | None = None
+        """Beta of a mean."""
+        if layer.beta is None:
+            self.no_beta = layer.gate_bias(device)
         self.tickets = clock.kept(
             ("tickets", layer.heads),
             lambda: torch.zeros(layer.heads, dtype=torch.int32, device=device),
@@ -177,7 +181,7 @@ class CompressedState(State):
         still = layer.compress(*full)  # (1, number, G, d)
         firsts = torch.arange(done, done + number, device=device)
         angles = [part[:, None] for part in rows(self.table, firsts * m)]
-        turned = rotate(still[0], *angles).to(still.dtype)
+        turned = layer.placed(still[0], angles).to(still.dtype)
         rest = block[0].shape[1] - number * m
         for kept_part, part in zip(self.open, block, strict=True):
             kept_part[:rest] = part[0, number * m :]
@@ -255,7 +259,7 @@ class CompressedState(State):
         """Attend with one new byte; no shape depends on its position."""
         layer = self.layer
         new = torch.stack((recent, values, gates)).view(3, *self.recent.codes.shape[1:])
-        still = self.append(new, layer.beta())
+        still = self.append(new, layer.gate_bias(new.device))
         if self.keys is not None:
             self.choose(layer.indexer.query(x, norm), layer.indexer.key(still.view(1, 1, -1)))
         return self.attend_one(q.reshape(q.shape[2:]), layer.sink())[None, None]
@@ -263,8 +267,27 @@ class CompressedState(State):
     def append(self, new: Tensor, beta: Tensor) -> Tensor:
         """Store one byte, (3, G, d) of vector, value and gate: the open entry, (G, d)."""
         place = self.clock.position
+        if self.layer.key_gain:
+            return self._append_with_gain(new, beta, place.long()[None])
         rest = (self.open, beta, place, *self.table, NORM_EPS, self.exponents)
         return append_position_(new, self.recent.codes, self.entries.codes, *rest)
+
+    def _append_with_gain(self, new: Tensor, beta: Tensor, place: Tensor) -> Tensor:
+        """Do as `append` does, by plain operations behind the norm; place is (1,) int64."""
+        cos, sin = self.table
+        flat, rows = (
+            (torch.ones_like(cos), torch.zeros_like(sin)),
+            new.new_empty(2, 1, *new.shape[1:]),
+        )
+        still = append_position_(new, *rows, self.open, beta, place[0].int(), *flat, NORM_EPS)
+        number = place // self.ratio
+        for kept, slot, at, row in (
+            (self.recent, place, place, rows[0]),
+            (self.entries, number, number * self.ratio, rows[1]),
+        ):
+            angles = [part[at, None] for part in self.table]
+            kept.put(slot % len(kept), self.layer.placed(row, angles).to(new.dtype))
+        return still
 
     @property
     def exponents(self) -> tuple[Tensor, Tensor] | None:
