@@ -242,6 +242,8 @@ def graph(
     knowledge_codebook: bool = True,
     moe: bool = True,
     graph: bool = True,
+    graph_gate: bool = False,
+    graph_adapters: bool = False,
     router: bool = True,
     memgram: bool = False,
     **storage: Any,
@@ -263,6 +265,8 @@ def graph(
         expert_dim=expert_dim,
         gate_dim=gate_dim,
         edges=edges if graph else None,
+        graph_gate=graph_gate,
+        graph_adapters=graph_adapters,
     )
     # the same norms as in files of before, which had no choice of them
     mixer = LatentAttentionConfig(heads=heads, latent=latent, rotary=rotary)
