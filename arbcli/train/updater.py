@@ -9,7 +9,8 @@ shape of the matrix is made but the orthogonalised gradient.
 """
 
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import NamedTuple
 
@@ -22,7 +23,7 @@ from arbcli.kernels.runtime.backend import LARGE_ELEMENTS, uses_triton
 from arbcli.kernels.runtime.merged import merge_launches
 from arbcli.kernels.update.direction import UNIT
 from arbcli.kernels.update.gradient_gains import gradient_gains
-from arbcli.kernels.update.gradient_statistics import gradient_statistics
+from arbcli.kernels.update.gradient_statistics import GradientStatistics, gradient_statistics
 from arbcli.kernels.update.random_bits import stream_keys
 from arbcli.model.packed import TernaryTensor
 from arbcli.rules.base import (
@@ -122,6 +123,12 @@ class Updater:
         self._held_bytes, self._held = held_bytes, []
         self._unused = torch.zeros((), **counter)
         self._nonfinite_steps = torch.zeros((), **counter)
+        self._finding: frozenset[str] | None = None
+        """Areas whose slopes are being found; None where weights step."""
+        self._routed: frozenset[str] = frozenset()
+        """Areas whose scales move by the slopes that were found."""
+        self._slopes: dict[int, tuple[Tensor, Tensor]] = {}
+        """Slopes and their squares that were found, by number of the matrix."""
 
     averages = True
     """Every gradient counts by its share of the step: see `set_step`."""
@@ -192,6 +199,8 @@ class Updater:
             of_all: finds the largest of an integer of all processes.
         """
         self.step_held()
+        self._slopes.clear()
+        self._routed = frozenset()
         self._nonfinite_steps += of_all(self._nonfinite.amax())
         self._nonfinite.zero_()
 
@@ -214,7 +223,10 @@ class Updater:
                 None is all of it.
         """
         index = self._index[id(tensor)]
-        if where is None and self._may_hold(tensor):
+        if self._finding is not None:
+            if tensor.area in self._finding:
+                self._keep_slopes(tensor, grad, index, where)
+        elif where is None and self._may_hold(tensor):
             self._held.append((tensor, grad))
             if sum(held.nbytes for _, held in self._held) >= self._held_bytes:
                 self.step_held()
@@ -231,6 +243,50 @@ class Updater:
             share = where.count.clamp(min=1) / len(where.rows)
             self._update(tensor, rows, grad, index, self._unused, True, True, share)
             tensor.scatter(where.rows, rows)
+
+    @property
+    def counts_rows(self) -> bool:
+        """Whether a table leaves its uses uncounted, as while nothing steps."""
+        return self._finding is not None
+
+    @contextmanager
+    def finding_slopes(self, areas: frozenset[str]) -> Iterator[None]:
+        """Take gradients for slopes of the scales of some areas, and step nothing.
+
+        With the next gradient of these areas scales move by the slopes that were found, and those
+        for which there were none stay.
+        """
+        self._finding, self._routed = areas, self._routed | areas
+        try:
+            yield
+        finally:
+            self._finding = None
+
+    def _keep_slopes(
+        self, tensor: TernaryTensor, grad: Tensor, index: int, where: "range | TouchedRows | None"
+    ) -> None:
+        if isinstance(where, range):
+            parts = [(index + n, tensor.matrix(n), grad[i]) for i, n in enumerate(where)]
+        else:
+            state = tensor.matrix(0) if where is None else tensor.gather(where.rows)
+            parts = [(index, state, grad)]
+        for number, state, values in parts:
+            found = gradient_statistics(
+                values, tensor.packed_of(state), factored=False, signs=tensor.rule.steps_by_signs
+            )
+            self._slopes[number] = found.slope, found.slope_squares
+
+    def _with_own_slope(
+        self, tensor: TernaryTensor, statistics: GradientStatistics, index: int
+    ) -> GradientStatistics:
+        """Put the slopes in that were found for a matrix, or zeros where there are none."""
+        if tensor.area not in self._routed:
+            return statistics
+        if index in self._slopes:
+            slope, squares = self._slopes[index]
+        else:
+            slope, squares = map(torch.zeros_like, statistics[:2])
+        return statistics._replace(slope=slope, slope_squares=squares)
 
     def _may_hold(self, tensor: TernaryTensor) -> bool:
         """Whether a gradient may wait: it is small, and its step is made of kernels alone."""
@@ -297,6 +353,7 @@ class Updater:
         packed = tensor.packed_of(state)
         averages = direction is not None and direction.averages
         statistics = gradient_statistics(grad, packed, factored=averages, signs=rule.steps_by_signs)
+        statistics = self._with_own_slope(tensor, statistics, index)
         if share is not None:
             statistics = statistics._replace(
                 slope_squares=statistics.slope_squares / share, columns=statistics.columns / share

@@ -3,9 +3,9 @@
 An iteration adds to the stream what a few experts make of it, what a low-rank adapter of its own
 adds, and what the graph's edges carry to the position's code, one hop further each time. Then the
 stream is drawn a little towards what it was at first, so that any number of iterations stays
-bounded. What edges carry may enter the choice of experts, and scale what is inside of adapters, from
-the first iteration on. A position's result is the mean of its streams, weighted by its probabilities
-of halting. Source: A. Graves, "Adaptive Computation Time", https://arxiv.org/abs/1603.08983.
+bounded. What edges carry may enter the choice of experts, and scale what is inside of adapters,
+from the first iteration on. A position's result is the mean of its streams, weighted by its
+probabilities of halting. Source: A. Graves, "Adaptive Computation Time", https://arxiv.org/abs/1603.08983.
 """
 
 import math
