@@ -91,12 +91,19 @@ class Cache(_Markable):
         positions: bytes that the text can have.
         stored: float8_e4m3fn or int8, to keep keys and values in eight bits; None is the dtype of
             activations.
+        mixed: whether numbers of keys that turn stay in the dtype of activations.
     """
 
     def __init__(
-        self, model: "LanguageModel", positions: int, *, stored: torch.dtype | None = None
+        self,
+        model: "LanguageModel",
+        positions: int,
+        *,
+        stored: torch.dtype | None = None,
+        mixed: bool = False,
     ) -> None:
-        slots, about = model.config.slots, (model.compute_dtype, model.device, stored)
+        slots = model.config.slots
+        about = (model.compute_dtype, model.device, stored, None, mixed)
         self.positions = positions
         self.stages = [
             stage.new_state(positions, ctx, *about)

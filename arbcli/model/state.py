@@ -13,6 +13,13 @@ import torch
 from torch import Tensor
 
 from arbcli.kernels.attention.decode_attention import count_on_
+from arbcli.kernels.attention.eight_bits import (
+    decode_entries,
+    join_turned,
+    part_turned,
+    quantise_entries,
+    round_entries,
+)
 from arbcli.model.mark import Mark, Written
 
 
@@ -27,6 +34,7 @@ class Clock:
         stored: float8_e4m3fn or int8, to keep keys and values in eight bits; None is `dtype`.
         texts: number of texts whose steps are computed together; None is one text, whose tensors
             have no dimension for it.
+        mixed: whether numbers of keys that turn stay in `dtype` beside eight bits.
     """
 
     def __init__(
@@ -37,7 +45,9 @@ class Clock:
         device: torch.device,
         stored: torch.dtype | None = None,
         texts: int | None = None,
+        mixed: bool = False,
     ) -> None:
+        self.mixed = mixed and stored is not None
         self.positions, self.ctx, self.dtype, self.device = positions, ctx, dtype, device
         self.stored, self.texts = stored, texts
         shape = () if texts is None else (texts,)
@@ -131,6 +141,72 @@ class State:
     def of(self, text: int, clock: Clock) -> "State":
         """Make the state of one of several texts, in the same tensors."""
         raise NotImplementedError
+
+
+class Rows:
+    """Vectors in slots, (n, G, d), in a dtype or in eight bits with an exponent each.
+
+    Args:
+        shape: n, G and d.
+        clock: of the list of blocks, which says what they are kept in.
+        turned: numbers of a vector that turn, which stay in the dtype where the clock is `mixed`.
+    """
+
+    def __init__(self, shape: tuple[int, int, int], clock: Clock, turned: int = 0) -> None:
+        slots, heads, width = shape
+        self.dtype, stored, device = clock.dtype, clock.stored, clock.device
+        self.beside = turned if clock.mixed else 0
+        """Numbers that stay beside the codes."""
+        eight = stored is not None and self.beside < width
+        others = (slots, heads, width - self.beside if eight else width)
+        self.codes = torch.zeros(others, dtype=stored if eight else self.dtype, device=device)
+        self.exponents = self.turned = None
+        if eight:
+            self.exponents = torch.zeros(others[:2], dtype=torch.int8, device=device)
+        if eight and self.beside:
+            about = {"dtype": self.dtype, "device": device}
+            self.turned = torch.zeros(slots, heads, self.beside, **about)
+
+    def __len__(self) -> int:
+        """Count the slots."""
+        return len(self.codes)
+
+    def written(self, number: Callable[[Tensor], Tensor]) -> Iterator[Written]:
+        """List the tensors, where a position writes a row of some number."""
+
+        def slot(position: Tensor) -> Tensor:
+            return number(position) % len(self)
+
+        for part, dim in ((self.codes, -3), (self.exponents, -2), (self.turned, -3)):
+            if part is not None:
+                yield Written(part, slot, dim)
+
+    def put(self, slots: Tensor, rows: Tensor) -> None:
+        """Store (n, G, d) in slots, (n,) int64."""
+        if self.turned is not None:
+            turned, rows = part_turned(rows, self.beside)
+            self.turned.index_copy_(0, slots, turned)
+        if self.exponents is None:
+            self.codes.index_copy_(0, slots, rows)
+            return
+        codes, exponents = quantise_entries(rows, self.codes.dtype)
+        # torch copies no e4m3 by index
+        self.codes.view(torch.int8).index_copy_(0, slots, codes.view(torch.int8))
+        self.exponents.index_copy_(0, slots, exponents)
+
+    def get(self, slots: Tensor) -> Tensor:
+        """Read slots, (n,) int64: (n, G, d)."""
+        if self.exponents is None:
+            return self.codes[slots]
+        codes = self.codes.view(torch.int8)[slots].view(self.codes.dtype)
+        others = decode_entries(codes, self.exponents[slots], self.dtype)
+        return others if self.turned is None else join_turned(self.turned[slots], others)
+
+    def rounded(self, rows: Tensor) -> Tensor:
+        """Round (..., d) as they are read back once stored."""
+        if self.exponents is None:
+            return rows
+        return round_entries(rows, self.codes.dtype, self.beside)
 
 
 class Track:

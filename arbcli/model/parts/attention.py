@@ -53,7 +53,7 @@ from arbcli.model.layers.rotary import rotary_table, rotate, table_rows
 from arbcli.model.mark import Written
 from arbcli.model.parts.base import CachedAttention
 from arbcli.model.parts.window import attend_in_window
-from arbcli.model.state import Clock, State
+from arbcli.model.state import Clock, Rows, State
 
 
 def fits_kernels(config: AttentionConfig) -> bool:
@@ -73,6 +73,7 @@ class Attention(CachedAttention):
         parts, about, dim = layers_for(site), {"area": "attention"}, site.dim
         self.heads, self.kv_heads, self.width = config.heads, config.key_heads, config.width(site)
         self.window, self.rotary = config.window, config.rotary
+        self.turned = config.rotated(site)
         self.normalises = config.query_key_norm != "none"
         inner, kv = self.heads * self.width, self.kv_heads * self.width
         self.fits_kernels = fits_kernels(config)
@@ -108,7 +109,7 @@ class Attention(CachedAttention):
         batch, length, _ = x.shape
         if self.fits_kernels:
             qkv = qkv.view(batch, length, 3, self.heads, self.width)
-        if self.fits_kernels and state is not None and length == 1:
+        if self.fits_kernels and state is not None and length == 1 and state.fuses:
             y = state.attend_one(qkv)
         else:
             prepare = self.turning if self.fits_kernels else self._prepare
@@ -150,7 +151,7 @@ class Attention(CachedAttention):
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None) -> Tensor:
         """Attend within whole windows, (3)."""
         length = q.shape[-2]
-        k, v = self.as_stored(k, v)
+        (k,), (v,) = self.as_stored(k, turned=self.turned), self.as_stored(v)
         k, v = (repeat_heads(part, self.heads // self.kv_heads) for part in (k, v))
         short = self.window is not None and self.window < length
         if sink is not None:
@@ -179,6 +180,8 @@ class Attention(CachedAttention):
 
     def new_state(self, clock: Clock) -> "Ring":
         """Make rings for keys and values."""
+        if clock.mixed:
+            return MixedRing(clock, self)
         return Ring(clock, self.kv_heads, self.width, self.window, self.rotary)
 
     def linears(self) -> tuple[nn.Module, ...]:
@@ -223,23 +226,30 @@ class Ring(State):
         window: int | None,
         rotary: RotaryConfig = PLAIN,
     ) -> None:
-        super().__init__(clock)
-        self.window = min(window or clock.ctx, clock.ctx, clock.positions)
-        clock.limit(self.window)
-        self.short = window is not None
-        """Whether the rings have the length of a window, however long the context."""
+        self._begin(clock, width, window, rotary)
         texts, device = () if clock.texts is None else (clock.texts,), clock.device
         ring = (2, *texts, heads, self.window, width)
         self.keys, self.values = torch.zeros(ring, dtype=clock.stored or clock.dtype, device=device)
         self.exponents: Tensor | None = None
         if clock.stored:
             self.exponents = torch.zeros(ring[:-1], dtype=torch.int8, device=device)
-        rows = table_rows(clock.positions, clock.ctx)
-        self.rotary, self.table = rotary, rotary_table(rows, width, device, rotary=rotary)
         shape = (*texts, heads)
         self.tickets = clock.kept(
             ("tickets", heads), lambda: torch.zeros(shape, dtype=torch.int32, device=device)
         )
+
+    fuses = True
+    """Whether kernels of a step read what is kept."""
+
+    def _begin(self, clock: Clock, width: int, window: int | None, rotary: RotaryConfig) -> None:
+        State.__init__(self, clock)
+        self.window = min(window or clock.ctx, clock.ctx, clock.positions)
+        clock.limit(self.window)
+        self.short = window is not None
+        """Whether the rings have the length of a window, however long the context."""
+        rows = table_rows(clock.positions, clock.ctx)
+        self.width, self.rotary = width, rotary
+        self.table = rotary_table(rows, width, clock.device, rotary=rotary)
 
     def written(self) -> Iterator[Written]:
         """List the rings."""
@@ -255,7 +265,7 @@ class Ring(State):
         own = Ring.__new__(Ring)
         State.__init__(own, clock)
         own.window, own.short, own.exponents = self.window, False, None
-        own.rotary, own.table = self.rotary, self.table
+        own.width, own.rotary, own.table = self.width, self.rotary, self.table
         own.keys, own.values = self.keys[text], self.values[text]
         own.tickets = self.tickets[text]
         return own
@@ -263,7 +273,7 @@ class Ring(State):
     @property
     def angles(self) -> tuple[Tensor, Tensor]:
         """Rows of the rotary table for the positions that are being read: (T, d / 2) each."""
-        clock, key = self.clock, ("angles", self.keys.shape[-1], self.rotary)
+        clock, key = self.clock, ("angles", self.width, self.rotary)
         return clock.here(key, lambda: tuple(part[clock.places] for part in self.table))
 
     @property
@@ -299,10 +309,7 @@ class Ring(State):
         Returns:
             (1, H, T, d).
         """
-        new, entries, here = (k[0], v[0]), [(k[0],), (v[0],)], self.here
-        if self.exponents is not None:
-            entries = [quantise_entries(part, self.keys.dtype) for part in new]
-            new = tuple(decode_entries(*entry, q.dtype) for entry in entries)
+        entries, new, here = *self._entries(k[0], v[0]), self.here
         if self.clock.length == 1:
             self._store(entries)
             return attend_to(q, *self._read(q.dtype), here.mask, sink)
@@ -312,6 +319,14 @@ class Ring(State):
         y = attend_to(q, *new, here.mask, sink)
         self._store(entries)
         return y
+
+    def _entries(self, *new: Tensor) -> tuple[list, tuple[Tensor, ...]]:
+        """Make what is stored of new keys and values, (heads, T, d), and what is read of that."""
+        if self.exponents is None:
+            return [(part,) for part in new], new
+        entries = [quantise_entries(part, self.keys.dtype) for part in new]
+        pairs = zip(entries, new, strict=True)
+        return entries, tuple(decode_entries(*entry, part.dtype) for entry, part in pairs)
 
     def _read(self, dtype: torch.dtype, slots: Tensor | slice = slice(None)) -> list[Tensor]:
         """Read keys and values of some slots, (heads, n, d) each."""
@@ -363,3 +378,39 @@ class Ring(State):
         """Do as `attend_one` of one text, but leave the parts to the kernel that reads them."""
         about = (self.clock.position, *self.table, NORM_EPS)
         return attend_parts(qkv[0, 0], self.keys, self.values, *about)
+
+
+class MixedRing(Ring):
+    """Rings of values and of keys in eight bits, but for the numbers of keys that turn.
+
+    They are read by plain operations. Of heads that turn whole, keys stay as they are.
+
+    Args:
+        clock: of the list of blocks.
+        layer: the attention.
+    """
+
+    fuses = False
+
+    def __init__(self, clock: Clock, layer: Attention) -> None:
+        self._begin(clock, layer.width, layer.window, layer.rotary)
+        shape = (self.window, layer.kv_heads, layer.width)
+        self._kept = Rows(shape, clock, layer.turned), Rows(shape, clock)
+
+    def written(self) -> Iterator[Written]:
+        """List the rings."""
+        for rows in self._kept:
+            yield from rows.written(lambda position: position)
+
+    def _entries(self, *new: Tensor) -> tuple[list, tuple[Tensor, ...]]:
+        pairs = zip(self._kept, new, strict=True)
+        return list(new), tuple(rows.rounded(part) for rows, part in pairs)
+
+    def _read(self, _dtype: torch.dtype, slots: Tensor | None = None) -> list[Tensor]:
+        if slots is None:
+            slots = torch.arange(self.window, device=self.clock.device)
+        return [rows.get(slots).transpose(0, 1) for rows in self._kept]
+
+    def _store(self, entries: list[Tensor]) -> None:
+        for rows, part in zip(self._kept, entries, strict=True):
+            rows.put(self.here.slots, part.transpose(0, 1))

@@ -304,7 +304,7 @@ class CompressedAttention(CachedAttention):
         table = self.table(length, x.device)
         recent, entries, still = self._compressed(rest, table)
         number = entries.shape[1]
-        recent, entries = self.as_stored(recent, entries)
+        recent, entries = self.as_stored(recent, entries, turned=self.turned)
         chosen = found = None
         if self.indexer:
             found, chosen = self._choose(x, norm, still)

@@ -6,7 +6,8 @@ in slot j mod the slots. It is made anew with every byte of its block, and seen 
 complete.
 """
 
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -17,61 +18,11 @@ from arbcli.kernels.attention.append_position import append_position_
 from arbcli.kernels.attention.choose_next import choose_next_
 from arbcli.kernels.attention.compressed_attention import Sight, compressed_attention
 from arbcli.kernels.attention.decode_compressed import decode_compressed
-from arbcli.kernels.attention.eight_bits import decode_entries, quantise_entries
 from arbcli.kernels.matmul.quantise_rows import E4M3
 from arbcli.model.layers.norm import NORM_EPS
-from arbcli.model.layers.rotary import rotary_table, table_rows
+from arbcli.model.layers.rotary import rotary_table, rotate, table_rows
 from arbcli.model.mark import Written
-from arbcli.model.state import Clock, State
-
-
-class Rows:
-    """Vectors in slots, (n, G, d), in a dtype or in eight bits with an exponent each."""
-
-    def __init__(
-        self,
-        shape: tuple[int, int, int],
-        dtype: torch.dtype,
-        device: torch.device,
-        stored: torch.dtype | None,
-    ) -> None:
-        self.codes = torch.zeros(shape, dtype=stored or dtype, device=device)
-        self.exponents = None
-        self.dtype = dtype
-        if stored:
-            self.exponents = torch.zeros(shape[:2], dtype=torch.int8, device=device)
-
-    def __len__(self) -> int:
-        """Count the slots."""
-        return len(self.codes)
-
-    def written(self, number: Callable[[Tensor], Tensor]) -> Iterator[Written]:
-        """List codes and exponents, where a position writes a row of some number."""
-
-        def slot(position: Tensor) -> Tensor:
-            return number(position) % len(self)
-
-        yield Written(self.codes, slot, -3)
-        if self.exponents is not None:
-            yield Written(self.exponents, slot)
-
-    def put(self, slots: Tensor, rows: Tensor) -> Tensor:
-        """Store (n, G, d) in slots, (n,) int64, and return what is read back of them."""
-        if self.exponents is None:
-            self.codes.index_copy_(0, slots, rows)
-            return rows
-        codes, exponents = quantise_entries(rows, self.codes.dtype)
-        # torch copies no e4m3 by index
-        self.codes.view(torch.int8).index_copy_(0, slots, codes.view(torch.int8))
-        self.exponents.index_copy_(0, slots, exponents)
-        return decode_entries(codes, exponents, self.dtype)
-
-    def get(self, slots: Tensor) -> Tensor:
-        """Read slots, (n,) int64: (n, G, d)."""
-        if self.exponents is None:
-            return self.codes[slots]
-        codes = self.codes.view(torch.int8)[slots].view(self.codes.dtype)
-        return decode_entries(codes, self.exponents[slots], self.dtype)
+from arbcli.model.state import Clock, Rows, State
 
 
 class CompressedState(State):
@@ -98,10 +49,9 @@ class CompressedState(State):
             ("tickets", layer.heads),
             lambda: torch.zeros(layer.heads, dtype=torch.int32, device=device),
         )
-        about = (clock.dtype, device, clock.stored)
-        self.recent = Rows((min(self.window, positions), *vector), *about)
+        self.recent = Rows((min(self.window, positions), *vector), clock, layer.turned)
         slots = min(self.most, positions // self.ratio) + 1
-        self.entries = Rows((slots, *vector), *about)
+        self.entries = Rows((slots, *vector), clock, layer.turned)
         self.open = torch.zeros(2, self.ratio, layer.kv, dtype=clock.dtype, device=device)
         """Values and gates of the bytes of the open block."""
         self.keys: Tensor | None = None
@@ -167,7 +117,7 @@ class CompressedState(State):
         new = layer.in_place(recent, here)[0]
         last = min(length, ring)
         places = torch.arange(start + length - last, start + length, device=device) % ring
-        stored = self._rounded(self.recent, new)
+        stored = self.recent.rounded(new)
         self.recent.put(places, new[-last:])
         recent = torch.cat((before, stored))[None]
 
@@ -190,7 +140,7 @@ class CompressedState(State):
         lowest = max(0, group - self.most)
         slots = len(self.entries)
         old = torch.arange(lowest, done, device=device) % slots
-        entries = torch.cat((self.entries.get(old), self._rounded(self.entries, turned)))[None]
+        entries = torch.cat((self.entries.get(old), self.entries.rounded(turned)))[None]
         fits = min(number, slots)  # later ones would be written over
         self.entries.put(firsts[number - fits :] % slots, turned[number - fits :])
         sight = Sight(self.window, m, self.most, start - lowest * m)
@@ -213,12 +163,6 @@ class CompressedState(State):
         return compressed_attention(
             q, recent, entries, chosen, layer.sink(), *here, sight, NORM_EPS
         )[0]
-
-    def _rounded(self, of: Rows, rows: Tensor) -> Tensor:
-        """Round new rows as they will be stored."""
-        if of.exponents is None:
-            return rows
-        return decode_entries(*quantise_entries(rows, of.codes.dtype), rows.dtype)
 
     def _choose(
         self,
@@ -258,7 +202,7 @@ class CompressedState(State):
     ) -> Tensor:
         """Attend with one new byte; no shape depends on its position."""
         layer = self.layer
-        new = torch.stack((recent, values, gates)).view(3, *self.recent.codes.shape[1:])
+        new = torch.stack((recent, values, gates)).view(3, layer.kv_heads, layer.width)
         still = self.append(new, layer.gate_bias(new.device))
         if self.keys is not None:
             self.choose(layer.indexer.query(x, norm), layer.indexer.key(still.view(1, 1, -1)))
@@ -267,12 +211,12 @@ class CompressedState(State):
     def append(self, new: Tensor, beta: Tensor) -> Tensor:
         """Store one byte, (3, G, d) of vector, value and gate: the open entry, (G, d)."""
         place = self.clock.position
-        if self.layer.key_gain:
-            return self._append_with_gain(new, beta, place.long()[None])
+        if self.layer.key_gain or self.clock.mixed:
+            return self._append_plainly(new, beta, place.long()[None])
         rest = (self.open, beta, place, *self.table, NORM_EPS, self.exponents)
         return append_position_(new, self.recent.codes, self.entries.codes, *rest)
 
-    def _append_with_gain(self, new: Tensor, beta: Tensor, place: Tensor) -> Tensor:
+    def _append_plainly(self, new: Tensor, beta: Tensor, place: Tensor) -> Tensor:
         """Do as `append` does, by plain operations behind the norm; place is (1,) int64."""
         cos, sin = self.table
         flat, rows = (
@@ -311,7 +255,38 @@ class CompressedState(State):
         recent, entries, choice = self.recent.codes, self.entries.codes, self.choice
         if choice is not None and len(choice) >= len(entries) - 1:
             choice = None  # all that are complete are chosen
+        if self.clock.mixed:
+            return self._attend_plainly(q, sink, choice)
         about = (choice, sink, self.clock.position, *self.table, self.tickets)
         return decode_compressed(
             q, recent, entries, *about, self.ratio, self.most, NORM_EPS, self.exponents
         )
+
+    def _attend_plainly(self, q: Tensor, sink: Tensor, choice: Tensor | None) -> Tensor:
+        """Do as `attend_one` does, by plain operations; no shape depends on the position."""
+        position, (window, slots) = self.clock.position, (len(self.recent), len(self.entries))
+        complete = (position + 1) // self.ratio
+        if choice is not None:
+            numbers = choice.long()
+        else:  # the last one of each slot, of which one may be open
+            every = torch.arange(slots, device=q.device)
+            numbers = complete - 1 - (complete - 1 - every) % slots
+        there = (numbers >= 0) & (numbers >= complete - self.most)
+        places = torch.arange(window, device=q.device)
+        seen = torch.cat((there, places <= position))
+        keys = torch.cat((self.entries.get(numbers % slots), self.recent.get(places)))
+        here = [part[position.long()[None]] for part in self.table]
+        q = functional.rms_norm(q.float(), q.shape[-1:], eps=NORM_EPS)
+        q = rotate(q, *here).unflatten(0, (keys.shape[1], -1))  # (G, heads, d)
+        keys = keys.float().movedim(1, 0)
+        scores = (q @ keys.mT) / math.sqrt(q.shape[-1])
+        scores = scores.masked_fill(~seen, -torch.inf)
+        scores = torch.cat((scores, sink.view(len(keys), -1, 1)), dim=-1)
+        y = (torch.softmax(scores, dim=-1)[..., :-1] @ keys).flatten(0, 1)
+        cos, sin = here
+        return rotate(y, cos, -sin).to(self.recent.dtype)
+
+    @property
+    def fuses(self) -> bool:
+        """Whether kernels of a step read what is kept."""
+        return not self.clock.mixed
