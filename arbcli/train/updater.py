@@ -25,6 +25,7 @@ from arbcli.kernels.update.direction import UNIT
 from arbcli.kernels.update.gradient_gains import gradient_gains
 from arbcli.kernels.update.gradient_statistics import GradientStatistics, gradient_statistics
 from arbcli.kernels.update.random_bits import stream_keys
+from arbcli.kernels.update.sign_gradient import SignGradient
 from arbcli.model.packed import TernaryTensor
 from arbcli.rules.base import (
     COLUMN,
@@ -130,6 +131,8 @@ class Updater:
         self._slopes: dict[int, tuple[Tensor, Tensor]] = {}
         """Slopes and their squares that were found, by number of the matrix."""
 
+    takes_signs = True
+    """Whether a gradient may come as its signs, for rules that read no more."""
     averages = True
     """Every gradient counts by its share of the step: see `set_step`."""
 
@@ -206,7 +209,10 @@ class Updater:
 
     @torch.no_grad()
     def __call__(
-        self, tensor: TernaryTensor, grad: Tensor, where: "range | TouchedRows | None" = None
+        self,
+        tensor: TernaryTensor,
+        grad: Tensor | SignGradient,
+        where: "range | TouchedRows | None" = None,
     ) -> None:
         """Update one tensor from its gradient, at once or with others; a bad one changes nothing.
 
@@ -217,7 +223,8 @@ class Updater:
         Args:
             tensor: one of those the updater was made with.
             grad: (N, K) float32 or bfloat16. It is bad if the sum of its squares is not within
-                2**-120 .. 2**120, and so if it is not finite, or all zero.
+                2**-120 .. 2**120, and so if it is not finite, or all zero. Or its signs, of one
+                matrix, where the rule `reads_signs`.
             where: which of the tensor's matrices the gradient is of, a stack (n, N, K) then; or
                 which rows, and then only they decay and step, and root-mean-squares are over them.
                 None is all of it.
@@ -271,9 +278,11 @@ class Updater:
             state = tensor.matrix(0) if where is None else tensor.gather(where.rows)
             parts = [(index, state, grad)]
         for number, state, values in parts:
-            found = gradient_statistics(
-                values, tensor.packed_of(state), factored=False, signs=tensor.rule.steps_by_signs
-            )
+            if isinstance(values, SignGradient):
+                found = values.statistics
+            else:
+                about = {"factored": False, "signs": tensor.rule.steps_by_signs}
+                found = gradient_statistics(values, tensor.packed_of(state), **about)
             self._slopes[number] = found.slope, found.slope_squares
 
     def _with_own_slope(
@@ -352,7 +361,11 @@ class Updater:
         sizes = self._sizes[tensor.lr_factor]
         packed = tensor.packed_of(state)
         averages = direction is not None and direction.averages
-        statistics = gradient_statistics(grad, packed, factored=averages, signs=rule.steps_by_signs)
+        if isinstance(grad, SignGradient):
+            grad, statistics = grad
+        else:
+            about = {"factored": averages, "signs": rule.steps_by_signs}
+            statistics = gradient_statistics(grad, packed, **about)
         statistics = self._with_own_slope(tensor, statistics, index)
         if share is not None:
             statistics = statistics._replace(
