@@ -112,6 +112,11 @@ def _sign_gradient_kernel(
     tl.store(slope_squares_ptr + tl.program_id(0), tl.sum(slope * slope))
 
 
+def _scale_path(group_size: int) -> bool:
+    """Tell whether the lanes of groups are all of them."""
+    return group_size & (group_size - 1) == 0
+
+
 def _sign_gradient_triton(grad_y, x, packed):
     (length, columns), rows = x.shape, packed.out_features
     group_size = packed.group_size
@@ -221,6 +226,7 @@ SIGN_GRADIENT = KernelSpec(
     # the square of a slope counts its error twice
     Gate(exact=False, relative=4e-6, reason="signs equal; float32 sums over a group"),
     uses_scales=True,
+    scale_path=_scale_path,
     bfloat16=(0, 1),
     timings=_timings,
 )
