@@ -233,7 +233,7 @@ class TrainConfig:
     def decisive(self) -> dict[str, Any]:
         """List the settings that the weights depend on, besides the model's."""
         found = {name: getattr(self, name) for name in DECISIVE}
-        return found | ({"scale_losses": list(self.scale_losses)} if self.scale_losses else {})
+        return found | {"scale_losses": list(self.scale_losses)}  # as JSON has it
 
 
 def train_config(
